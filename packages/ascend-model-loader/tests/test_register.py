@@ -9,7 +9,7 @@ import pytest
 from ascend_model_loader import FORMATS, options
 from ascend_platform import extension
 from ascend_platform.components import registry, slots
-from ascend_platform.config import load_format
+from ascend_platform.config import unsupported
 from vllm.config.load import LoadConfig
 
 
@@ -31,25 +31,25 @@ def join() -> None:
 def test_entry_point_registers_format_and_platform_validates_options(name: str) -> None:
     join()
     assert extension.state("ascend-model-loader") == "active"
-    load_format.check(LoadConfig(load_format=name))
+    unsupported.check_load_format(LoadConfig(load_format=name))
     with pytest.raises(extension.RefusedError, match="has no key 'peer'; did you mean 'peers'"):
-        load_format.check(LoadConfig(load_format=name, model_loader_extra_config={"peer": "a:1"}))
+        unsupported.check_load_format(LoadConfig(load_format=name, model_loader_extra_config={"peer": "a:1"}))
 
 
 @pytest.mark.parametrize("name", FORMATS)
 def test_format_is_refused_without_the_wheel(name: str) -> None:
     with pytest.raises(extension.RefusedError, match=rf"^--load-format {name} needs ascend-model-loader, which is .*"):
-        load_format.check(LoadConfig(load_format=name))
+        unsupported.check_load_format(LoadConfig(load_format=name))
 
 
 @pytest.mark.parametrize("name", ["auto", "sharded_state", "runai_streamer"])
 def test_vllm_formats_are_unaffected(name: str) -> None:
-    load_format.check(LoadConfig(load_format=name, model_loader_extra_config={"what": "ever"}))
+    unsupported.check_load_format(LoadConfig(load_format=name, model_loader_extra_config={"what": "ever"}))
 
 
 def test_sharded_state_with_quantization_is_refused() -> None:
     with pytest.raises(extension.RefusedError, match=r"^--load-format sharded_state supports unquantized weights"):
-        load_format.check(LoadConfig(load_format="sharded_state"), True)
+        unsupported.check_load_format(LoadConfig(load_format="sharded_state"), True)
 
 
 def test_register_imports_no_heavy_modules() -> None:

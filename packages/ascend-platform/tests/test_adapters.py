@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from ascend_platform.worker import adapters
+from ascend_platform.ops import punica
 from harness.models import small as small_models
 from safetensors.torch import save_file
 from vllm.config import LoRAConfig, ModelConfig, SchedulerConfig, VllmConfig, set_current_vllm_config
@@ -68,7 +68,7 @@ def manager(directory: Path, targets: list[str] | None) -> Any:
     with set_current_vllm_config(config):
         made = LRUCacheWorkerLoRAManager(config, torch.device("npu"), {})
         made.create_lora_manager(Model().npu(), config)
-    adapters.refuse_absorbed(made)
+    punica.refuse_absorbed(made)
     return made
 
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 import torch_npu
-from ascend_platform.ops import activation, gemma_layernorm, layernorm, rotary_embedding, vocab_embedding  # noqa: F401
+from ascend_platform.ops import activation, gemma_layernorm, layernorm, rotary_embedding, tensor_parallel  # noqa: F401
 from vllm import ir
 from vllm.config import VllmConfig, set_current_vllm_config
 from vllm.model_executor.layers import vocab_parallel_embedding
@@ -218,8 +218,8 @@ def test_rotary_embedding_of_vision_encoders(dtype, neox, shape, monkeypatch):
 def test_rows_and_mask_of_a_vocabulary_shard(shard, added):
     ids, ranges = torch.arange(26, dtype=torch.int32), (*shard, 2, *added)
     rows, masked = vocab_parallel_embedding.get_masked_input_and_mask(ids.npu(), *ranges)
-    expected, others = vocab_embedding._native(ids, *ranges)
-    assert vocab_parallel_embedding.get_masked_input_and_mask is vocab_embedding.get_masked_input_and_mask
+    expected, others = tensor_parallel._native(ids, *ranges)
+    assert vocab_parallel_embedding.get_masked_input_and_mask is tensor_parallel.get_masked_input_and_mask
     assert torch.equal(masked.cpu(), others)
     assert torch.equal(rows.cpu()[~others], expected[~others])
     assert rows.cpu().min() >= 0

@@ -6,7 +6,7 @@ import types
 
 import pytest
 from ascend_platform import extension
-from ascend_platform.config import spec_decode
+from ascend_platform.config import unsupported
 
 
 def config(method, **uses):
@@ -17,21 +17,21 @@ def config(method, **uses):
     return types.SimpleNamespace(speculative_config=speculative, scheduler_config=types.SimpleNamespace(async_scheduling=True))
 
 
-@pytest.mark.parametrize("name", spec_decode.REFUSED)
+@pytest.mark.parametrize("name", unsupported.DRAFTS)
 def test_methods_are_refused_by_name_and_reason(name):
     with pytest.raises(extension.RefusedError, match=rf"with {name} is not supported: [^\n]+$"):
-        spec_decode.check(config(name, **{name: True}))
+        unsupported.check_drafts(config(name, **{name: True}).speculative_config)
 
 
 def test_without_numba_there_is_no_ngram(monkeypatch):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     with pytest.raises(extension.RefusedError, match=r"ngram needs numba; fix: pip install 'ascend-platform\[ngram\]'"):
-        spec_decode.check(config("ngram"))
+        unsupported.check_drafts(config("ngram").speculative_config)
 
 
 def test_asynchronous_scheduling_stays_as_it_is():
     for given in (True, False):
         asked = config("eagle")
         asked.scheduler_config.async_scheduling = given
-        spec_decode.check(asked)
+        unsupported.check_drafts(asked.speculative_config)
         assert asked.scheduler_config.async_scheduling is given

@@ -234,7 +234,7 @@ def test_staged_writes(seed: int, dtype: torch.dtype) -> None:
 
 @SINCE_V2
 def test_new_requests_are_written_together(monkeypatch: pytest.MonkeyPatch) -> None:
-    from ascend_platform.worker.v2.request_states import NPURequestState
+    from ascend_platform.worker.v2.buffers import NPURequestState
     from vllm.v1.worker.gpu import buffer_utils
 
     monkeypatch.setattr(buffer_utils, "is_uva_available", buffers.is_uva_available)

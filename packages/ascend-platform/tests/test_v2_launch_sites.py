@@ -123,19 +123,27 @@ def test_option_has_three_values() -> None:
         model_runner.choice(config("v3"))
 
 
-def chosen(monkeypatch: pytest.MonkeyPatch, features: list[str], asked: bool | None = None, version: str = "0.33.0") -> Any:
+def chosen(
+    monkeypatch: pytest.MonkeyPatch,
+    features: list[str],
+    asked: bool | None = None,
+    version: str = "0.33.0",
+    watermark_config: object = None,
+) -> Any:
     """The choice where these features are asked for, with the environment variable as it is `asked`, if it is."""
     monkeypatch.setenv("VLLM_VERSION", version)
     monkeypatch.setattr("ascend_platform.runner_is_given", asked is not None)
     monkeypatch.setattr(model_runner, "_IN_ENVIRONMENT", bool(asked))
     monkeypatch.setattr(model_runner, "FEATURES", [Feature(name, lambda _: True) for name in features])
-    return model_runner.choice(config("auto", _get_v2_model_runner_unsupported_features=list))
+    given = {"_get_v2_model_runner_unsupported_features": list, "watermark_config": watermark_config}
+    return model_runner.choice(config("auto", **given))
 
 
 def test_v2_is_the_default_but_for_what_it_lacks(monkeypatch: pytest.MonkeyPatch) -> None:
     assert chosen(monkeypatch, []) == (True, "the default from vLLM 0.33 on")
     assert chosen(monkeypatch, ["prompt embeddings", "dflash"]) == (False, "V2 lacks prompt embeddings, dflash")
-    assert chosen(monkeypatch, ["watermarking"]).is_v2  # which V1 would ignore: refused by name
+    assert chosen(monkeypatch, ["sampling masks"]).is_v2  # which V1 would ignore: refused by name
+    assert chosen(monkeypatch, ["prompt embeddings"], watermark_config="given").is_v2
     assert chosen(monkeypatch, [], asked=False) == (False, "VLLM_USE_V2_MODEL_RUNNER=0")
     assert chosen(monkeypatch, ["prompt embeddings"], asked=True).is_v2
     assert chosen(monkeypatch, [], version="0.32.0") == (False, "V2 is supported from vLLM 0.33 on")

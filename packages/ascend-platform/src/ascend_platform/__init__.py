@@ -14,25 +14,25 @@ def register() -> str | None:
         The qualified name of the platform class if torch_npu and an NPU are present; otherwise None, and the reason is logged
         in one line.
     """
-    from ascend_platform.components import activation
+    from ascend_platform import components
 
-    if activation.reason is None:
-        activation.reason = _find_reason()
-        if not activation.reason:
+    if components.not_activated is None:
+        components.not_activated = _find_reason()
+        if not components.not_activated:
             _activate()
-    return None if activation.reason else "ascend_platform.platform.NPUPlatform"
+    return None if components.not_activated else "ascend_platform.platform.NPUPlatform"
 
 
 def _find_reason() -> str:
-    from ascend_platform.components import activation, logger, requirements
+    from ascend_platform.components import NOT_ACTIVATED, logger, requirements
 
     try:
-        reason = str(requirements.conflict() or requirements.unmet("ascend-platform") or _missing_device() or "")
+        found = str(requirements.conflict() or requirements.unmet("ascend-platform") or _missing_device() or "")
     except Exception as error:
-        reason = f"{type(error).__name__}: {error}"
-    if reason:
-        logger.warning("%s: %s", activation.NOT_ACTIVATED, reason)
-    return reason
+        found = f"{type(error).__name__}: {error}"
+    if found:
+        logger.warning("%s: %s", NOT_ACTIVATED, found)
+    return found
 
 
 def _activate() -> None:

@@ -9,24 +9,20 @@ from vllm.platforms import resolve_current_platform_cls_qualname
 from vllm.platforms.interface import Platform, PlatformEnum
 
 from ascend_platform import extension, host, quantization, vllm_overrides
-from ascend_platform.attention import selector
-from ascend_platform.cli import failures
-from ascend_platform.components import VARIABLES
+from ascend_platform.attention import gated_delta, selector
+from ascend_platform.cli import failures, startup
+from ascend_platform.components import VARIABLES, options, registry
 from ascend_platform.components.scopes import enter
 from ascend_platform.config import (
     architectures,
-    chip,
     compilation,
-    components,
     devices,
     kv_connectors,
-    load_format,
     mla_prolog,
     model_runner,
     performance,
     ray,
     sockets,
-    spec_decode,
     unsupported,
 )
 from ascend_platform.observability import metrics
@@ -39,6 +35,31 @@ logger = extension.logger
 
 
 _resolve_again = functools.cache(resolve_current_platform_cls_qualname)
+
+
+def announce(vllm_config: "VllmConfig") -> None:
+    """Hand the components their options and log the summary line, once per process, whose imports are over by then.
+
+    Called where each process first has the configuration and all plugins are loaded: ``check_and_update_config`` in the
+    API server, ``register_custom_kv_cache_specs`` in the engine core, ``NPUWorker`` in a worker.
+    """
+    startup.collect_garbage_as_before()
+    registry.join("ascend-platform", "ascend", api=registry.API_VERSION)
+    options.configure(vllm_config.additional_config)
+    if vllm_config.model_config is not None:
+        is_v2, why = model_runner.choice(vllm_config)
+        _log_once(
+            registry.summary(
+                selector.describe_backend(vllm_config) + mla_prolog.describe(vllm_config),
+                runner=f"V{1 + is_v2} ({why})",
+                delta_rule=str(gated_delta.select(vllm_config) or ""),
+            )
+        )
+
+
+@functools.cache
+def _log_once(line: str) -> None:
+    logger.info(line)
 
 
 class NPUPlatform(Platform):
@@ -125,11 +146,11 @@ class NPUPlatform(Platform):
 
     @property
     def supported_dtypes(self) -> list[torch.dtype]:
-        return chip.dtypes()
+        return architectures.dtypes()
 
     @classmethod
     def check_if_supports_dtype(cls, dtype: torch.dtype) -> None:
-        chip.check_dtype(dtype)
+        architectures.check_dtype(dtype)
 
     # Engine features
 
@@ -257,11 +278,11 @@ class NPUPlatform(Platform):
             architectures.check(vllm_config.model_config.architecture)
         quantization.detect(vllm_config)
         model_runner.choose(vllm_config)
-        chip.check(vllm_config)
+        architectures.check_chip(vllm_config)
         unsupported.check(vllm_config)
         kv_connectors.check(vllm_config)
-        spec_decode.check(vllm_config)
-        load_format.check(vllm_config.load_config, vllm_config.quant_config is not None)
+        unsupported.check_drafts(vllm_config.speculative_config)
+        unsupported.check_load_format(vllm_config.load_config, vllm_config.quant_config is not None)
         devices.check(parallel)
         compilation.check(vllm_config)
         compilation.split_at_indexers(vllm_config)
@@ -275,7 +296,7 @@ class NPUPlatform(Platform):
             devices.bind_to_numa_nodes(parallel, performance.enabled(vllm_config, performance.NUMA_BIND))
         unsupported.check_communicator(vllm_config)
         metrics.offer(vllm_config)
-        components.announce(vllm_config)
+        announce(vllm_config)
 
     @classmethod
     def validate_request(cls, processed_inputs: Any, params: Any) -> None:
@@ -287,4 +308,4 @@ class NPUPlatform(Platform):
         # vLLM looks up a spec before an engine has registered them (vllm/v1/kv_cache_spec_registry.py)
         enter("engine")
         if vllm_config is not None:
-            components.announce(vllm_config)
+            announce(vllm_config)

@@ -9,8 +9,8 @@ from collections.abc import Iterator
 from traceback import walk_tb
 from typing import Any
 
-from ascend_platform import host
-from ascend_platform.components import COMPONENTS, RefusedError, activation, requirements
+from ascend_platform import components, host
+from ascend_platform.components import COMPONENTS, RefusedError, requirements
 from ascend_platform.components.plugin_filter import VARIABLE, PluginFilter
 
 LONGEST = 600  # characters of another library's message
@@ -114,8 +114,8 @@ def _no_platform(error: BaseException) -> str:
         return ""
     filtered = PluginFilter.current()
     if filtered.allows(COMPONENTS["ascend-platform"]):
-        reason = activation.reason
-        return f"vLLM found no device: {activation.NOT_ACTIVATED}: {reason}" if reason else ""
+        reason = components.not_activated
+        return f"vLLM found no device: {components.NOT_ACTIVATED}: {reason}" if reason else ""
     from ascend_platform.cli import plugins
 
     wrong = filtered.problem(plugins.names())

@@ -45,3 +45,9 @@ class Problem(NamedTuple):
 
     def __str__(self) -> str:
         return f"{self.found}; fix: {self.fix}" if self.fix else self.found
+
+
+NOT_ACTIVATED = "Ascend platform not activated"
+
+not_activated: str | None = None
+"""Why this process has not activated the platform; "" if it has, None before the first call of ``ascend_platform.register``."""

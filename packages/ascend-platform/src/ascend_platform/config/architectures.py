@@ -1,8 +1,15 @@
-"""Model architectures that are refused, with what CANN's public operators lack for them."""
+"""Models that are refused: what CANN's public operators lack for their architectures, or the chip of this machine."""
 
 from __future__ import annotations
 
-from ascend_platform import extension
+from typing import TYPE_CHECKING
+
+import torch
+
+from ascend_platform import extension, host
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
 
 _MHC = "hyper-connections (npu_mhc_pre, which is for the next generation of chips)"
 _COMPRESSED = f"attention over compressed keys and values, its compressor, and {_MHC}"
@@ -44,3 +51,40 @@ def check(architecture: str) -> None:
     """
     if line := refusal(architecture):
         raise extension.RefusedError(line)
+
+
+def dtypes() -> list[torch.dtype]:
+    """The dtypes of models on this chip, the preferred one first."""
+    return [getattr(torch, name) for name in host.chip_family().dtypes]
+
+
+def check_dtype(dtype: torch.dtype) -> None:
+    """Refuse a dtype that the chip does not compute in.
+
+    Raises:
+        RefusedError: the chip and its dtypes, in one line.
+    """
+    served = dtypes()
+    if dtype not in served:
+        names = ", ".join(str(each).removeprefix("torch.") for each in served)
+        raise extension.RefusedError(
+            f"dtype {str(dtype).removeprefix('torch.')} is not supported on {host.chip()}; supported: {names}; "
+            "fix: remove --dtype, or --dtype float16"
+        )
+
+
+def check_chip(vllm_config: VllmConfig) -> None:
+    """Refuse a model whose dtype or layers the chip does not support.
+
+    Raises:
+        RefusedError: the chip, and what it lacks, in one line.
+    """
+    model, family = vllm_config.model_config, host.chip_family()
+    if model is None:
+        return
+    check_dtype(model.dtype)  # type: ignore[arg-type]  # resolved by now
+    if model.is_moe and (missing := family.lacks("npu_moe_gating_top_k", "npu_moe_init_routing_v2")):
+        raise extension.RefusedError(
+            f"mixture-of-experts models are not supported on {host.chip()}, which has no {' and no '.join(missing)}; "
+            "supported: dense and pooling models"
+        )

@@ -85,7 +85,6 @@ FEATURES = (
         "block verification and FLy", lambda config: _drafts(config, lambda it: it.rejection_sample_method in _OTHER_METHODS)
     ),
     Feature("speculative decoding with pipeline parallelism", lambda config: _drafts(config, lambda _: _has_stages(config))),
-    Feature("watermarking", lambda config: config.watermark_config),
     Feature("thinking budgets", lambda config: config.reasoning_config),
     Feature("batch-sharded sampling", lambda config: config.parallel_config.enable_batch_sharded_sampling),
     Feature("KV-sharing fast prefill", lambda config: config.cache_config.kv_sharing_fast_prefill),
@@ -103,8 +102,8 @@ REQUEST_FEATURES: dict[str, Any] = {
 }
 """The same of a request's sampling parameters."""
 
-_V2_ONLY = ("watermarking", "sampling masks", "trace replay")
-"""Features that V1 would ignore."""
+_V2_ONLY = ("sampling masks", "trace replay")
+"""Features that V1 would ignore; watermarking, which V2 has, is another."""
 
 
 _chosen: dict[str, Choice] = {}
@@ -140,7 +139,7 @@ def choice(vllm_config: VllmConfig) -> Choice:
     if not vllm_overrides.has_v1_runner():
         return Choice(True, "vLLM has no V1 runner")
     lacking = [*_lacking(vllm_config), *vllm_config._get_v2_model_runner_unsupported_features()]
-    if lacking and not set(lacking) & set(_V2_ONLY):
+    if lacking and not vllm_config.watermark_config and not set(lacking) & set(_V2_ONLY):
         return Choice(False, f"V2 lacks {', '.join(lacking)}")
     return Choice(True, f"the default from vLLM {overrides.SINCE} on")
 

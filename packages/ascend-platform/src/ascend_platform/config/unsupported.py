@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
+import importlib.util
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from vllm import envs
+from vllm.utils.import_utils import resolve_obj_by_qualname
 
 from ascend_platform import extension
 from ascend_platform.attention import selector
@@ -162,6 +164,52 @@ def check(vllm_config: VllmConfig) -> None:
     if refused:
         version = extension.version("ascend-platform")
         raise extension.RefusedError(f"ascend-platform {version} does not support {', '.join(refused)} yet")
+
+
+def check_load_format(load_config: Any, is_quantized: bool = False) -> None:
+    """Check --load-format, and its options by the function that its component offers.
+
+    Raises:
+        RefusedError: wrong options, a load format whose component is not active, or a sharded state of quantized weights.
+    """
+    if is_quantized and load_config.load_format in ("sharded_state", "runai_streamer_sharded"):
+        raise extension.RefusedError(
+            f"--load-format {load_config.load_format} supports unquantized weights: a sharded state is saved after the weights "
+            "are processed for the NPU, and loading would process them again; load the checkpoint, or load weights from a peer"
+        )
+    if check := extension.offered(f"load_options.{load_config.load_format}"):
+        resolve_obj_by_qualname(check)(load_config.model_loader_extra_config)
+    elif load_config.load_format in ("ascend_peer", "netloader"):
+        needed = registry.with_state("ascend-model-loader")
+        raise extension.RefusedError(f"--load-format {load_config.load_format} needs {needed}")
+
+
+DRAFTS = {
+    "dflash": "its drafter needs non-causal attention, and the attention backends for NPUs are causal",
+    "gemma4_mtp": "its drafter captures CUDA graphs of its own",
+    "openPangu's MTP": "vLLM's drafter asks its decoder layer for use_sequence_parallel_moe, which only DeepSeek's has",
+}
+"""Methods of speculative decoding with V1 that are not supported, and why."""
+
+
+def check_drafts(config: Any) -> None:
+    """Refuse methods of a SpeculativeConfig that are not supported.
+
+    Raises:
+        RefusedError: the method by its name, and why.
+    """
+    if config is None:
+        return
+    drafter = getattr(config.draft_model_config, "architectures", ())  # no model with n-grams
+    asked = {
+        "dflash": config.use_dflash(),
+        "gemma4_mtp": config.use_gemma4_mtp(),
+        "openPangu's MTP": "OpenPanguMTPModel" in drafter,
+    }
+    if name := next((name for name in asked if asked[name]), ""):
+        raise extension.RefusedError(f"speculative decoding with {name} is not supported: {DRAFTS[name]}")
+    if config.method == "ngram" and not importlib.util.find_spec("numba"):
+        raise extension.RefusedError("speculative decoding with ngram needs numba; fix: pip install 'ascend-platform[ngram]'")
 
 
 def check_communicator(vllm_config: VllmConfig) -> None:

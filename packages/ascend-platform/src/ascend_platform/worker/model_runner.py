@@ -15,9 +15,8 @@ from vllm.utils.import_utils import resolve_obj_by_qualname
 from vllm.v1.kv_cache_interface import KVCacheConfig
 
 import ascend_platform.ops.fused_moe
-import ascend_platform.ops.row_parallel_linear
 import ascend_platform.ops.shared_experts
-import ascend_platform.ops.vocab_embedding  # noqa: F401
+import ascend_platform.ops.tensor_parallel  # noqa: F401
 from ascend_platform import compat, extension, host
 from ascend_platform.attention import kv_cache, selector, state_cache
 from ascend_platform.config import mla_prolog
@@ -25,11 +24,12 @@ from ascend_platform.config.state_layers import has_states
 from ascend_platform.graph import acl_graph
 from ascend_platform.graph.acl_graph import module_with_overrides
 from ascend_platform.graph.capture_sizes import GraphSizeMixin
+from ascend_platform.ops import punica
 from ascend_platform.sampling import topk_topp
 from ascend_platform.triton_overrides import drafter
 from ascend_platform.triton_overrides.slot_mapping import null_slots
 from ascend_platform.vllm_overrides import has_v1_runner, override, require
-from ascend_platform.worker import adapters, state_layers
+from ascend_platform.worker import state_layers
 from ascend_platform.worker.draft_lengths import DraftLengthsMixin
 from ascend_platform.worker.host_inputs import HostInputsMixin
 
@@ -136,7 +136,7 @@ class ModelMixin:
     def load_lora_model(self: Any, *arguments: Any, **named: Any) -> torch.nn.Module:
         """Replace the model's layers by those with adapters, as vLLM does; some adapters are refused."""
         model: torch.nn.Module = super().load_lora_model(*arguments, **named)  # type: ignore[misc]
-        adapters.refuse_absorbed(self.lora_manager)
+        punica.refuse_absorbed(self.lora_manager)
         return model
 
     def reload_weights(self: Any, *arguments: Any, **named: Any) -> None:

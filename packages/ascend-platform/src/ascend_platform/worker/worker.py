@@ -26,10 +26,10 @@ from vllm.v1.worker.worker_base import CompilationTimes
 from ascend_platform import compat, extension
 from ascend_platform.attention.kv_cache import LAYOUT
 from ascend_platform.config import sockets
-from ascend_platform.config.components import announce
 from ascend_platform.graph import capture_sizes
 from ascend_platform.observability import metrics
 from ascend_platform.observability.profiler import NPUProfiler
+from ascend_platform.platform import announce
 from ascend_platform.vllm_overrides import override
 from ascend_platform.worker import process_groups, sleep_mode, watchdog
 from ascend_platform.worker.model_runner import NPUModelRunner

@@ -89,6 +89,11 @@ class HostInputs:
             copies.insert(0, (both.reshape(-1), indices))
         copy_each(*copies)
 
+    @property
+    def known(self) -> np.ndarray:
+        """Number of known tokens of each request before the step."""
+        return np.maximum(self.computed + 1, self.prefill_len)
+
     @functools.cached_property
     def device_positions(self) -> torch.Tensor:
         """For positions of several dimensions."""
@@ -132,8 +137,7 @@ class HostInputs:
 
         Of vLLM's own code only a few logits processors read them where the host knows the inputs.
         """
-        known = np.maximum(self.computed + 1, self.prefill_len)
-        before = np.stack((self.computed, known)).astype(np.int32)
+        before = np.stack((self.computed, self.known)).astype(np.int32)
         lengths[:2].index_copy_(1, idx_mapping, async_tensor_h2d(before, device=lengths.device))
 
     def write_sampled_tokens(

@@ -6,6 +6,7 @@ SINCE = "0.33"
 """The first minor version of vLLM whose V2 runner is supported."""
 
 _GPU = "vllm.v1.worker.gpu"
+_WATERMARKING = "vllm.v1.watermarking"
 _TRITON = "Triton runs on the NPU, or vLLM has a PyTorch form of the kernel"
 
 
@@ -156,16 +157,16 @@ OVERRIDES: tuple[Override, ...] = (
         {SINCE: "d5fd9940f82c"},
         compared=f"{_GPU}.sample.sampler:Sampler._sample_random",
         replaced_in=(f"{_GPU}.sample.sampler", f"{_GPU}.model_runner"),
-        kept_in=(f"{_GPU}.spec_decode", "vllm.v1.watermarking", "vllm.models"),  # in annotations, and refused
+        kept_in=(f"{_GPU}.spec_decode", _WATERMARKING, "vllm.models"),  # in annotations, and refused
     ),
     Override(
         f"{_GPU}.sample.gumbel:gumbel_sample",
         "replaced",
-        "the tokens that a drafter samples",
+        "the tokens that a drafter samples, and those beside watermarked ones",
         _TRITON,
         {SINCE: "10533e09af59"},
-        replaced_in=(f"{_GPU}.sample.gumbel", f"{_GPU}.spec_decode.speculator"),
-        kept_in=(f"{_GPU}.sample.sampler", f"{_GPU}.spec_decode.dspark", "vllm.v1.watermarking", "vllm.models"),  # not reached
+        replaced_in=(f"{_GPU}.sample.gumbel", f"{_GPU}.spec_decode.speculator", f"{_WATERMARKING}.watermarker"),
+        kept_in=(f"{_GPU}.sample.sampler", f"{_GPU}.spec_decode.dspark", "vllm.models"),  # not reached
     ),
     Override(
         "vllm.triton_utils.importing:TritonPlaceholder",
@@ -195,6 +196,38 @@ OVERRIDES: tuple[Override, ...] = (
         _TRITON,
         {SINCE: "a7c54d567d57"},
     ),
+    Override(
+        f"{_WATERMARKING}.gpu_sampler:GPUWatermarkSampler",
+        "replaced",
+        "it inherits vLLM's sampler",
+        _TRITON,
+        {SINCE: "90474bb4f052"},
+        replaced_in=(f"{_GPU}.model_runner",),
+        kept_in=(_WATERMARKING, _GPU, "vllm.models"),  # in annotations, and to tell a sampler
+    ),
+    Override(
+        f"{_WATERMARKING}.gumbel:GumbelWatermarker._sample_watermarked",
+        "replaced",
+        "without Triton it computes four random words for each token, and takes one",
+        "vLLM computes a group of four tokens once",
+        {SINCE: "52e86217adec"},
+    ),
+    Override(
+        f"{_GPU}.sample.watermark:repeated_context_mask",
+        "replaced",
+        "whether a context has been watermarked before",
+        _TRITON,
+        {SINCE: "310f6927d516"},
+        replaced_in=(f"{_GPU}.sample.watermark", f"{_WATERMARKING}.gpu_sampler"),
+    ),
+    Override(
+        f"{_GPU}.sample.watermark:draft_watermarking_mask",
+        "replaced",
+        "the same of a drafter's contexts",
+        _TRITON,
+        {SINCE: "aade448703f7"},
+        replaced_in=(f"{_GPU}.sample.watermark", f"{_WATERMARKING}.spec_decode"),
+    ),
     kernel(f"{_GPU}.sample.logprob", "_fill_logprob_token_ids_kernel", "logprob_token_ids", v0_33="a6b1837812b7"),
     *(
         kernel(f"{_GPU}.input_batch", name, why, v0_33=source)
@@ -219,7 +252,7 @@ OVERRIDES: tuple[Override, ...] = (
         "which draft tokens are accepted",
         "846c74c73510",
         "spec_decode.rejection_sampler",
-        kept_in=("vllm.v1.watermarking",),
+        kept_in=(_WATERMARKING,),
     ),
     kernel(f"{_GPU}.spec_decode.rejection_sampler", "_flatten_sampled_kernel", "log-probabilities", v0_33="95dbd58c6d91"),
     kernel(f"{_GPU}.spec_decode.ngram.speculator", "_ngram_scan_kernel", "n-gram drafter's matches", v0_33="4d2cf828d818"),

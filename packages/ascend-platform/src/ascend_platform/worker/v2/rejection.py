@@ -12,6 +12,7 @@ import torch
 from ascend_platform.sampling.rejection import token_requests
 from ascend_platform.vllm_overrides import override
 from ascend_platform.worker.v2 import inputs, noise
+from ascend_platform.worker.v2 import watermarking as watermarks
 
 
 def gather_draft_sampled(
@@ -60,6 +61,9 @@ def rejection_sample(
     use_fp64: bool = False,
     use_block_verification: bool = False,
     contexts: torch.Tensor | None = None,
+    watermarking: torch.Tensor | None = None,
+    watermarking_skip_mask: torch.Tensor | None = None,
+    watermark_key: int | None = None,
     fly_window_size: int = 0,
     **_: Any,
 ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -72,11 +76,13 @@ def rejection_sample(
         target_logits: ``[logits, vocab_size]``, with all sampling parameters applied.
         draft_logits: ``[states, steps, vocab_size]`` before temperature.
         draft_sampled: ``[logits]``, the first of each request no draft token; -1 is rejected.
+        contexts: int64 ``[logits, context_width]`` with a key for watermarks, of the requests with ``watermarking``, but for the
+            logits of the mask.
 
     Returns:
         Tokens int64 ``[requests, steps + 1]`` and how many are valid, int32 ``[requests]``.
     """
-    assert not any((use_block_verification, fly_window_size, contexts is not None)), "watermarks, block verification or FLy"
+    assert not any((use_block_verification, fly_window_size)), "block verification or FLy"
     num_logits, count = len(target_logits), len(idx_mapping)
     num_drafts = torch.diff(cu_num_logits) - 1
     columns = torch.arange(num_speculative_steps + 1, device=target_logits.device)
@@ -120,7 +126,13 @@ def rejection_sample(
             vocabulary = torch.arange(logits.shape[1], device=logits.device)
             logits = logits.masked_fill(is_rejected & (vocabulary == wrong[:, None]), -torch.inf)
         drawn = _noise(logits, seed, idx_mapping, pos.index_select(0, last), use_fp64)
-        tokens = torch.where(temperatures.index_select(0, last) == 0, tokens, (logits - drawn.log_()).argmax(-1))
+        others = (logits - drawn.log_()).argmax(-1)
+        if contexts is not None and watermarking is not None and watermark_key is not None:
+            is_marked = watermarking.index_select(0, idx_mapping)
+            if watermarking_skip_mask is not None:
+                is_marked &= ~watermarking_skip_mask.index_select(0, last)
+            others = torch.where(is_marked, watermarks.draw(watermark_key, logits, contexts.index_select(0, last)), others)
+        tokens = torch.where(temperatures.index_select(0, last) == 0, tokens, others)
     sampled = torch.where(run.bool(), drafted[rows], tokens[:, None]) * (columns <= num_accepted[:, None])
     assert len(sampled) == count
     return sampled, (num_accepted + 1).int()

@@ -15,11 +15,10 @@ from ascend_platform.graph import capture_sizes
 from ascend_platform.graph.acl_graph import module_with_overrides
 from ascend_platform.vllm_overrides import override, without
 from ascend_platform.worker.model_runner import ModelMixin, torch_on_npu
-from ascend_platform.worker.v2 import buffers, graphs, inputs, overrides, request_states, sampling  # noqa: F401
-from ascend_platform.worker.v2.block_tables import NPUBlockTables
+from ascend_platform.worker.v2 import buffers, graphs, inputs, overrides, sampling, watermarking  # noqa: F401
+from ascend_platform.worker.v2.block_tables import NPUBlockTables, NPUPCPManager
 from ascend_platform.worker.v2.draft_lengths import DraftLengthsMixin
 from ascend_platform.worker.v2.host_inputs import HostInputs
-from ascend_platform.worker.v2.prefill_context import NPUPCPManager
 
 _init_kv_cache = attn_utils.init_kv_cache
 
@@ -45,8 +44,8 @@ override("vllm.v1.worker.gpu.block_table:BlockTables", NPUBlockTables)
 buffers.install()
 graphs.install()
 inputs.install()
-request_states.install()
 sampling.install()
+watermarking.install()
 
 
 class NPUModelRunnerV2(ModelMixin, DraftLengthsMixin, GPUModelRunner):

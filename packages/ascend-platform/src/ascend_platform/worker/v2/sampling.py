@@ -42,6 +42,10 @@ class NPUSampler(Sampler):
             super().apply_staged_writes()
             self._has_new_requests = False
 
+    def reads_positions(self, rows: np.ndarray) -> bool:
+        """Whether these requests' sampling reads the positions and tokens of logits: logits processors and seeds."""
+        return bool(self.needs_logits_processing[rows].any()) or self.sampling_states.any_explicit_seed(rows)
+
     def reads_lengths(self, rows: np.ndarray) -> bool:
         """Whether a logits processor of these requests reads how many tokens are known: bad words, or a user's own."""
         return len(self.logits_processors) > NUM_PROCESSORS or bool(self._num_bad_words[rows].any())
@@ -51,10 +55,9 @@ class NPUSampler(Sampler):
         return next(each.num_bad_words.np for each in self.logits_processors if isinstance(each, BadWordsState))
 
     def __call__(self, logits: torch.Tensor, input_batch: InputBatch) -> SamplerOutput:
-        """As vLLM's, which first gathers each logit's position and token: only logits processors and seeds need them."""
-        rows, indices = input_batch.idx_mapping_np, input_batch.logits_indices
-        reads = self.needs_logits_processing[rows].any() or self.sampling_states.any_explicit_seed(rows)
-        if isinstance(indices, torch.Tensor) and not reads:
+        """As vLLM's, which first gathers each logit's position and token, without this where they are not read."""
+        indices = input_batch.logits_indices
+        if isinstance(indices, torch.Tensor) and not self.reads_positions(input_batch.idx_mapping_np):
             none: Any = slice(0, 0)
             input_batch = dataclasses.replace(input_batch, logits_indices=none)
         return super().__call__(logits, input_batch)

@@ -1,17 +1,47 @@
-"""Row-parallel linear layers whose product and all-reduce are one operator, npu_mm_all_reduce_base, in prefill steps.
+"""Layers of tensor parallelism: a vocabulary's embedding in few operators, and row-parallel products fused with their all-reduce.
 
-By torch_npu's documentation the operator is for prefill alone, and for tensor parallelism within a machine of Atlas A2.
+By torch_npu's documentation npu_mm_all_reduce_base is for prefill alone, and for tensor parallelism within a machine of Atlas A2.
 """
 
+import functools
 from typing import Any
 
 import torch
 import torch_npu
 from vllm.config import get_current_vllm_config
 from vllm.distributed import get_tp_group
+from vllm.model_executor.layers import vocab_parallel_embedding
 from vllm.model_executor.layers.linear import RowParallelLinear, UnquantizedLinearMethod
 
 from ascend_platform.config import performance
+from ascend_platform.vllm_overrides import override
+
+_native = vocab_parallel_embedding.get_masked_input_and_mask
+
+
+@functools.wraps(_native)
+def get_masked_input_and_mask(
+    input_: torch.Tensor,
+    org_vocab_start_index: int,
+    org_vocab_end_index: int,
+    num_org_vocab_padding: int,
+    added_vocab_start_index: int,
+    added_vocab_end_index: int,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The local row of each token id, and whether the id belongs to another rank; rows of those are any valid one.
+
+    vLLM's thirteen operators become one kernel on CUDA alone, by torch.compile. A shard with added tokens, or
+    without any, takes vLLM's.
+    """
+    if added_vocab_start_index < added_vocab_end_index or org_vocab_start_index == org_vocab_end_index:
+        ranges = (org_vocab_start_index, org_vocab_end_index, num_org_vocab_padding)
+        return _native(input_, *ranges, added_vocab_start_index, added_vocab_end_index)
+    local = input_ - org_vocab_start_index
+    rows = local.clamp(0, org_vocab_end_index - org_vocab_start_index - 1)
+    return rows, rows != local
+
+
+override("vllm.model_executor.layers.vocab_parallel_embedding:get_masked_input_and_mask", get_masked_input_and_mask)
 
 
 @RowParallelLinear.register_oot
