@@ -1,6 +1,7 @@
 """FRACTAL_NZ: casts, the order in memory, views, and the operators that read it."""
 
 import ctypes
+import sys
 
 import pytest
 import torch
@@ -66,6 +67,29 @@ def test_format_cast_and_back(dtype, shape, c0):
     assert torch.equal(in_memory(cast, stored.numel()), stored.flatten())
     assert torch.equal(torch_npu.npu_format_cast(cast, ND).cpu(), x)
     assert torch.equal(cast.cpu(), x)
+
+
+def test_format_casts_of_the_graph_operator(run):
+    """torch_npu casts so on Atlas inference products, and everywhere until 2.10."""
+    script = """
+import ctypes
+import torch, torch_npu
+torch.npu.config.allow_internal_format = True
+acl = ctypes.CDLL("libascendcl.so")
+for dtype, c0 in ((torch.float16, 16), (torch.int8, 32), (torch.float32, 16)):
+    x = torch.randint(-100, 100, (32, 64)).to(dtype)
+    cast = torch_npu.npu_format_cast(x.npu(), 29)
+    assert torch_npu.get_npu_format(cast) == 29
+    stored = torch.empty(64 // c0, 2, 16, c0, dtype=dtype)
+    torch.npu.synchronize()
+    pointer, size = ctypes.c_void_p(stored.data_ptr()), ctypes.c_size_t(stored.nbytes)
+    assert acl.aclrtMemcpy(pointer, size, ctypes.c_void_p(cast.data_ptr()), size, 2) == 0
+    assert torch.equal(stored, x.view(2, 16, 64 // c0, c0).permute(2, 0, 1, 3))
+    assert torch.equal(torch_npu.npu_format_cast(cast, 2).cpu(), x)
+print("equal")
+"""
+    done = run("run", "--soc", "Ascend310P3", "--", sys.executable, "-c", script)
+    assert done.stdout == "equal\n", done.stderr
 
 
 def test_an_overwritten_storage_is_read_in_its_order():

@@ -1,5 +1,6 @@
 // Casts to and from FRACTAL_NZ. torch_npu's npu_format_cast queries the storage's shape, allocates it, and casts into it; the
 // tensor keeps its shape and strides (torch_npu/csrc/aten/common/FormatCastKernelNpu.cpp, BSD).
+#include "operator/graph_op.h"
 #include "operator/op.h"
 
 using namespace emu;
@@ -13,6 +14,13 @@ CHECKED(aclnnNpuFormatCast, (Weight source, Stored target), {
     else
       target.value.copy_(source);
   };
+})
+
+// The cast of torch_npu 2.10, and of later ones on Atlas inference products: the descriptions have the formats.
+GRAPH_OP(Identity, (Tensor x, Out y), {
+  SAME(y, x);
+  same_dtype("y", y, "x", x);
+  COMPUTE { y.copy_(x); };
 })
 
 // [..., k, n] is stored as [..., n / c0, k / 16, 16, c0] with both rounded up, and c0 values of the additional dtype in 32 bytes.
