@@ -69,8 +69,9 @@ def test_layouts_and_head_sizes(layout, size):
     close(out, arranged(torch.stack(wanted), target), 6)
 
 
-def test_values_that_are_no_numbers():
-    query, key, value = torch.randn(3, 4, 4, 64).bfloat16()
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_values_that_are_no_numbers(dtype):
+    query, key, value = torch.randn(3, 4, 4, 64).to(dtype)
     query[1, 2] = torch.nan
     value[3, 1, 5] = torch.inf
     out, _ = torch_npu.npu_fused_infer_attention_score(

@@ -78,10 +78,11 @@ def test_callbacks_run_on_the_thread_that_processes_reports(acl, stream):
     assert acl.aclrtLaunchCallback(callback, None, 1, stream) == 107015
 
 
-def test_a_graph_is_listed_on_standard_output(acl, stream, capfd):
-    x, model = torch.ones(3, device="npu"), c_void_p()
+def test_a_graph_is_listed_on_standard_output(acl, capfd):
+    x, model, own = torch.ones(3, device="npu"), c_void_p(), torch.npu.Stream()
+    stream = c_void_p(own.npu_stream)
     torch.npu.synchronize()
-    with torch.npu.stream(torch.npu.ExternalStream(stream.value)):
+    with torch.npu.stream(own):
         assert acl.aclmdlRICaptureBegin(stream, 2) == 0
         torch.abs(x, out=x)
         _ = torch.npu.current_stream().npu_stream  # empties torch_npu's queue, which the next call goes past

@@ -118,7 +118,6 @@ AttentionResult attend(const Request& r) {
   if (r.bias.defined() || r.sink.defined() || r.drop.defined() || (r.masked_out.defined() && r.masked_out.dim() == 3) ||
       r.value.size(2) != r.key.size(2) || r.query.scalar_type() != r.key.scalar_type())
     return attend_fp32(r);
-  count_products(r.query, r.key.size(1), r.value.size(2), r.causal);
   auto q = r.query.unsqueeze(0), k = r.key.unsqueeze(0), v = r.value.unsqueeze(0);
   if (queries == 1 && !r.masked_out.defined() && !r.causal) {
     q = r.query.reshape({1, groups, share, r.query.size(2)});  // the heads of a group share keys
@@ -138,6 +137,11 @@ AttentionResult attend(const Request& r) {
   }
   auto [out, lse] = at::_scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, r.causal, added, r.scale);
   AttentionResult result{out.reshape({heads, queries, r.value.size(2)}), lse.reshape({heads, queries})};
+  // ATen's result for a row whose scores are all NaN is that of a fully masked one: 0, with the logarithm 0.
+  auto empty_rows = result.lse == 0;
+  if (nothing.defined()) empty_rows.masked_fill_(nothing, false);
+  if (empty_rows.any().item<bool>()) return attend_fp32(r);
+  count_products(r.query, r.key.size(1), r.value.size(2), r.causal);
   if (nothing.defined()) {
     result.out.masked_fill_(nothing.unsqueeze(-1), 0);
     result.lse = result.lse.masked_fill(nothing, std::numeric_limits<float>::infinity());
