@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import importlib.metadata
 import os
 import shutil
 import subprocess
@@ -38,6 +39,28 @@ def complete(request: pytest.FixtureRequest) -> bool:
     """Whether all tests of this directory run in this session."""
     directory, collected = Path(__file__).parent, {item.path for item in request.session.items}
     return set(directory.glob("test_*.py")) <= collected and not request.config.stash.get(LEFT_OUT, False)
+
+
+# NPUGraph::capture_end of these torch_npu throws before it takes a failed capture out of the allocator's list: with 2.10 the
+# process captures nothing more, with 2.11 it aborts when a MemPool ends (docs/emulator.md).
+FAILED_CAPTURES_REMAIN = importlib.metadata.version("torch-npu").startswith(("2.10.", "2.11."))
+ALONE = "ASCEND_EMULATOR_TEST_ALONE"
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.addinivalue_line("markers", "fails_a_capture: has a process of its own if torch_npu is affected by failed captures")
+
+
+def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
+    """Run a test that fails a capture, in a process of its own where later tests would notice."""
+    if not FAILED_CAPTURES_REMAIN or ALONE in os.environ or not pyfuncitem.get_closest_marker("fails_a_capture"):
+        return None
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", pyfuncitem.nodeid]
+    environ = os.environ | {ALONE: "1"}
+    done = subprocess.run(command, cwd=pyfuncitem.config.rootpath, env=environ, capture_output=True, text=True, check=False)
+    if done.returncode:
+        pytest.fail(done.stdout + done.stderr, pytrace=False)
+    return True
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

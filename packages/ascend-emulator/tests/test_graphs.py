@@ -1,6 +1,7 @@
 """Capture and replay through torch.npu.NPUGraph and, for what torch has no function, CANN's interface."""
 
 import ctypes
+import importlib.metadata
 import json
 import sys
 
@@ -75,14 +76,24 @@ def refused(body, *messages):
     assert torch.ones(8, device="npu").sum().item() == 8
 
 
-def test_waiting_for_a_captured_stream_is_refused():
-    refused(lambda: torch.npu.current_stream().synchronize(), "the stream is being captured")
-    refused(torch.npu.synchronize, "the stream is being captured")
+WAITS = {"stream": lambda: torch.npu.current_stream().synchronize(), "device": lambda: torch.npu.synchronize()}
+COPIES = {
+    "to the host": (lambda x: x.cpu(), "the stream is being captured"),
+    "from pageable memory": (lambda x: x.copy_(torch.ones(8)), "not pinned"),
+}
 
 
-def test_copies_that_make_the_host_wait_are_refused(x):
-    refused(x.cpu, "not allowed while a stream is captured in the mode global", "the stream is being captured")
-    refused(lambda: x.copy_(torch.ones(8)), "not allowed while a stream is captured in the mode global", "not pinned")
+@pytest.mark.fails_a_capture
+@pytest.mark.parametrize("what", WAITS)
+def test_waiting_for_a_captured_stream_is_refused(what):
+    refused(WAITS[what], "the stream is being captured")
+
+
+@pytest.mark.fails_a_capture
+@pytest.mark.parametrize("what", COPIES)
+def test_copies_that_make_the_host_wait_are_refused(x, what):
+    copy, reason = COPIES[what]
+    refused(lambda: copy(x), "not allowed while a stream is captured in the mode global", reason)
 
 
 def test_a_capture_goes_on_after_a_refused_wait(x):
@@ -116,6 +127,7 @@ with torch.npu.graph(torch.npu.NPUGraph()):
     assert "aclnnNonzero: its result's shape depends on values, so that it cannot be captured" in done.stderr
 
 
+@pytest.mark.fails_a_capture
 def test_a_stream_that_is_not_joined_invalidates_the_capture(x):
     side = torch.npu.Stream()
 
@@ -240,11 +252,12 @@ graph.replay()
 print(y.tolist())
 """
     done = run("run", "--", sys.executable, "-c", script)
-    first, second = done.stdout.splitlines()
+    first, *others = done.stdout.splitlines()
     count, code, message = first.split()
     assert 1800 < int(count) < 1984
     assert (code, message) == ("True", "True"), done.stderr
-    assert second == "[2.0, 2.0, 2.0, 2.0]"
+    if not importlib.metadata.version("torch-npu").startswith("2.10."):  # which captures nothing after a failure (conftest.py)
+        assert others == ["[2.0, 2.0, 2.0, 2.0]"]
 
 
 def test_an_adversary_may_reorder_what_a_graph_leaves_open(run):

@@ -1,5 +1,6 @@
 """Normalizations, plain and fused with an addition or a quantization, against their definitions in float64."""
 
+import importlib.metadata
 import re
 
 import pytest
@@ -147,13 +148,16 @@ def test_add_rms_norm_quant(full, divides, dtype):
 
 
 @pytest.mark.parametrize("dtype", HALVES, ids=str)
-@pytest.mark.parametrize("kind", ["plain", "smooth", "second alone"])
+@pytest.mark.parametrize("kind", ["default", "plain", "smooth", "second alone"])
 def test_add_rms_norm_dynamic_quant(kind, dtype):
+    if kind == "default" and importlib.metadata.version("torch-npu").startswith("2.10."):
+        pytest.skip("torch_npu 2.10 does not accept its own default of output_mask, an empty list for two flags")
     a, b, gamma = pair(dtype)
     smooth = [torch.rand(64).to(dtype) + 0.5 for _ in range(2)]
     options = {
-        "plain": {},
-        "smooth": {"smooth_scale1": smooth[0].npu(), "smooth_scale2": smooth[1].npu()},
+        "default": {},
+        "plain": {"output_mask": [True, False]},
+        "smooth": {"smooth_scale1": smooth[0].npu(), "smooth_scale2": smooth[1].npu(), "output_mask": [True, True]},
         "second alone": {"smooth_scale2": smooth[1].npu(), "output_mask": [False, True]},
     }[kind]
     y1, y2, total, scale1, scale2 = torch_npu.npu_add_rms_norm_dynamic_quant(a.npu(), b.npu(), gamma.npu(), **options)
@@ -161,7 +165,7 @@ def test_add_rms_norm_dynamic_quant(kind, dtype):
     y = rms(a.double() + b.double(), gamma.double())[0]
     for out, scale, factor, there in (
         (y1, scale1, smooth[0] if kind == "smooth" else None, kind != "second alone"),
-        (y2, scale2, smooth[1], kind != "plain"),
+        (y2, scale2, smooth[1], kind in ("smooth", "second alone")),
     ):
         if not there:
             continue
