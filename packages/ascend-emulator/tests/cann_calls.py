@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from ctypes import byref, c_uint64, c_void_p
 from typing import Any
 
+import pytest
 import torch
 import torch_npu
 from ascend_emulator import build
@@ -35,6 +36,12 @@ DTYPES = {
     torch.bool: 12,
     torch.bfloat16: 27,
 }
+
+
+def needs_argument(operator: str, argument: str) -> pytest.MarkDecorator:
+    """Skip a test of an argument that an operator has in later versions of torch_npu than the installed one."""
+    lacks = f" {argument}=" not in str(getattr(torch.ops.npu, operator).default._schema)
+    return pytest.mark.skipif(lacks, reason=f"{operator} of this torch_npu has no argument {argument}")
 
 
 def _kind(value: Any) -> str:

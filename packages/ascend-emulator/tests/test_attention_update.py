@@ -7,6 +7,7 @@ import textwrap
 import pytest
 import torch
 import torch_npu
+from cann_calls import needs_argument
 
 FLOATS = [torch.float32, torch.float16, torch.bfloat16]
 
@@ -302,6 +303,7 @@ def test_sparse_flash_attention(mode, layout):
         close(out.view(4, heads, 512)[t], scores.softmax(-1) @ key[:, :512], ulps=8)
 
 
+SINKS_OF_SPARSE_ATTENTION = needs_argument("npu_sparse_flash_attention", "sinks")
 SINKS = """
     import torch, torch_npu
     heads, ends = 4, torch.tensor([2], dtype=torch.int32).npu()
@@ -321,6 +323,7 @@ SINKS = """
 """
 
 
+@SINKS_OF_SPARSE_ATTENTION
 def test_sparse_flash_attention_with_sinks_on_950(run):
     done = run("run", "--soc", "Ascend950PR_9599", "--", sys.executable, "-c", textwrap.dedent(SINKS))
     assert "as in float64" in done.stdout, done.stderr
@@ -364,7 +367,11 @@ def strided(size):
         (lambda: attend_sparsely(query_rope=None), "query_rope and key_rope must be given"),
         (lambda: attend_sparsely(key_rope=strided(64)), "key_rope"),
         (lambda: attend_sparsely(return_softmax_lse=True), "return_softmax_lse is not supported with pages of keys"),
-        (lambda: attend_sparsely(sinks=torch.zeros(4).npu()), "this operator is supported on Ascend950"),
+        pytest.param(
+            lambda: attend_sparsely(sinks=torch.zeros(4).npu()),
+            "this operator is supported on Ascend950",
+            marks=SINKS_OF_SPARSE_ATTENTION,
+        ),
     ],
 )
 def test_limits_of_the_indexer_and_of_sparse_attention(call, message):
