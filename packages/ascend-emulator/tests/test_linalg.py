@@ -1,4 +1,6 @@
-"""Linear algebra and distances."""
+"""Linear algebra, distances and histograms."""
+
+from fractions import Fraction
 
 import pytest
 import torch
@@ -48,3 +50,65 @@ def test_case(agree, name):
     # Its condition number is small, so that an inverse is accurate.
     a = torch.randn(5, 5) / 4 + torch.diag(torch.arange(1.0, 6.0))
     agree(CASES[name], a, ulps=512)
+
+
+def counted(values, bins, least, most):
+    """A histogram in exact arithmetic: bins are half open, but for the last."""
+    least, most = (min(values), max(values)) if least == most and values else (least, most)
+    least, most = (least - 1, most + 1) if least == most else (least, most)
+    found = [0] * bins
+    for value in values:
+        if least <= value <= most:
+            place = (Fraction(value) - Fraction(least)) * bins / (Fraction(most) - Fraction(least))
+            found[min(int(place), bins - 1)] += 1
+    return found
+
+
+EXPERTS = torch.randint(0, 60, (4096,)).tolist()
+HISTOGRAMS = {
+    "experts of tokens": (EXPERTS, 60, 0, 59),
+    "values outside of the range": ([-9, 0, 1, 2, 7, 8, 3], 4, 0, 7),
+    "the range of the values": ([5, -3, 2, 2], 3, 0, 0),
+    "the range of one value": ([4, 4, 4], 5, 0, 0),
+    "an empty tensor": ([], 4, 0, 3),
+    "an empty tensor, no range": ([], 4, 0, 0),
+    "a range that is not integral": ([0, 1, 2, 3, 4], 4, 0.5, 3.5),
+    "more than float32 tells apart": ([2**24, 2**24 + 1, 2**31 - 1, -(2**31)], 7, 2**24, 2**24 + 1),
+    "all of int32": ([-(2**31), -1, 0, 2**31 - 1], 2, -(2**31), 2**31 - 1),
+}
+
+
+@pytest.mark.parametrize("case", HISTOGRAMS)
+def test_histogram_of_integers(case):
+    """As transformers counts the tokens of experts."""
+    values, bins, least, most = HISTOGRAMS[case]
+    x = torch.tensor(values, dtype=torch.int32, device="npu")
+    out = torch.zeros(bins, dtype=torch.int32, device="npu")
+    for found in (torch.histc(x, bins, least, most), torch.histc(x, bins, least, most, out=out)):
+        assert found.dtype == torch.int32
+        assert found.tolist() == counted(values, bins, least, most)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
+def test_histogram_of_floats(dtype):
+    """Values within bins: to which of two bins a value on their border belongs is not documented."""
+    x = (torch.randint(-40, 60, (500,)).to(dtype) + 0.5) / 4
+    for bins, least, most in ((25, -10, 15), (5, -5, 0), (4, 20, 22)):
+        found = torch.histc(x.npu(), bins, least, most)
+        assert found.dtype == dtype
+        assert found.tolist() == counted(x.tolist(), bins, least, most)
+
+
+@pytest.mark.parametrize("dtype", [torch.int64, torch.int16, torch.int8, torch.uint8, torch.bool, torch.float64, torch.bfloat16])
+def test_histograms_of_other_dtypes_are_refused(dtype):
+    name = {torch.int64: "Long", torch.int16: "Short", torch.int8: "Char", torch.uint8: "Byte", torch.bool: "Bool"}
+    name |= {torch.float64: "Double", torch.bfloat16: "BFloat16"}
+    with pytest.raises(RuntimeError, match=f"aclnnHistc: self is {name[dtype]}; allowed: Half, Float, Int"):
+        torch.histc(torch.ones(3, dtype=dtype).npu(), 4, 0, 3)
+
+
+def test_outputs_of_histograms_that_are_refused(calls):
+    x, out = torch.ones(3, dtype=torch.int32).npu(), torch.zeros(4, dtype=torch.int32).npu()
+    assert calls.refusal("Histc", x, 0, 0.0, 3.0, out) == "bins is 0; it must be positive"
+    assert "out has shape [4]" in calls.refusal("Histc", x, 5, 0.0, 3.0, out)
+    assert "out is Float" in calls.refusal("Histc", x, 4, 0.0, 3.0, out.float())

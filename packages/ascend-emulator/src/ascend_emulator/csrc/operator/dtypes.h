@@ -93,7 +93,7 @@
 {"aclnnHardsigmoid", "bf16 fp16 fp32 uint8 int8 int16 int32 int64"},  // op-plugin's test_hardsigmoid.py, test_hardsigmoid; refused on A3: fp64
 {"aclnnHardswish", "bf16 fp16 fp32"},
 {"aclnnHardtanh", "bf16 fp16 fp32 fp64 uint8 int8 int16 int32 int64"},
-{"aclnnHistc", "fp16 fp32"},  // refused on A3: bf16
+{"aclnnHistc", "fp16 fp32 int32"},  // op-plugin's HistcKernelNpu.cpp; refused on A3: bf16
 {"aclnnIm2col", "bf16 fp16 fp32 uint8 int8 int16 int32 int64"},  // refused on A3: fp64 bool complex64 complex128
 {"aclnnIndex", "bf16 fp16 fp32 fp64 uint8 int8 int16 int32 int64 bool"},  // refused on A3: complex64 complex128
 {"aclnnIndexAdd", "bf16 fp16 fp32 fp64 uint8 int8 int16 int32 int64 bool"},  // refused on A3: complex64 complex128

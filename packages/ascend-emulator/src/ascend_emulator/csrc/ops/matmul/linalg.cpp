@@ -59,7 +59,9 @@ Tensor renormed(const Tensor& self, const Scalar& p, int64_t dim, const Scalar& 
 }  // namespace
 OP(aclnnRenorm, (Tensor self, Scalar p, int64_t dim, Scalar bound, Tensor out), { out.copy_(renormed(self, p, dim, bound)); })
 OP(aclnnInplaceRenorm, (Tensor self, Scalar p, int64_t dim, Scalar bound), { self.copy_(renormed(self, p, dim, bound)); })
-OP(aclnnHistc, (Tensor self, int64_t bins, Scalar min, Scalar max, Tensor out), {
-  const auto values = self.is_floating_point() ? upcast(self) : self.to(at::kFloat);
-  out.copy_(at::histc(values, bins, min, max));
-})
+// In float64, where int32 is exact: torch_npu's documentation leaves open to which of two bins a value on their border belongs
+// of floating types alone.
+SHAPED(aclnnHistc, (Tensor self, int64_t bins, Scalar min, Scalar max, Tensor out),
+    (check(bins > 0, kOpParam, "bins is ", bins, "; it must be positive"), SHAPE(out, {bins}),
+        same_dtype("out", out, "self", self)),
+    { out.copy_(at::histc(self.is_floating_point() ? upcast(self) : self.to(at::kDouble), bins, min, max)); })
