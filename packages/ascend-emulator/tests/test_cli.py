@@ -1,6 +1,7 @@
 """The command line, the build, and activation inside a process."""
 
 import os
+import shutil
 import subprocess
 import sys
 import time
@@ -49,6 +50,17 @@ def test_run_says_so_in_one_line_and_describes_the_machine(run):
 def test_run_hands_on_status_and_arguments(run):
     done = run("run", sys.executable, "-c", "import sys; print(sys.argv[1:]); sys.exit(7)", "--npus", "9", "--", "x")
     assert (done.returncode, done.stdout) == (7, "['--npus', '9', '--', 'x']\n")
+
+
+def test_programs_link_against_the_installation(run, tmp_path):
+    """By ASCEND_HOME_PATH, as DeepSpeed's builder does."""
+    source, library = tmp_path / "count.c", tmp_path / "libcount.so"
+    source.write_text("int aclrtGetDeviceCount(unsigned *);\nunsigned count() { unsigned n; return aclrtGetDeviceCount(&n) ? 0 : n; }")
+    compiler = shutil.which("gcc") or shutil.which("cc") or shutil.which("clang")
+    linked = f"{compiler} -shared -fPIC -o {library} {source} -L$ASCEND_HOME_PATH/lib64 -Wl,--no-as-needed -lascendcl"
+    asked = f"{sys.executable} -c 'import ctypes, torch; print(ctypes.CDLL(\"{library}\").count())'"
+    done = run("run", "--npus", "3", "--", "sh", "-ec", f"{linked}; {asked}")
+    assert done.stdout == "3\n", done.stderr
 
 
 def test_child_processes_compute_too(run):

@@ -438,6 +438,9 @@ def _build(target: Path, compiler: str, base: tuple[str, ...], say: Callable[[st
                 f"-l{CORE}",
             ],
         )
+        (target / "lib64").mkdir(exist_ok=True)  # where programs that link against CANN look for it
+        (target / "lib64" / soname).unlink(missing_ok=True)
+        (target / "lib64" / soname).symlink_to(Path("..", soname))
     # Files that torch_npu expects in a CANN installation (torch_npu/_init/registry/registry_manager.py).
     for name in ("runtime", "compiler", "opp"):
         (target / name).mkdir(exist_ok=True)
