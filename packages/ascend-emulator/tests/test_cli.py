@@ -55,7 +55,8 @@ def test_run_hands_on_status_and_arguments(run):
 def test_programs_link_against_the_installation(run, tmp_path):
     """By ASCEND_HOME_PATH, as DeepSpeed's builder does."""
     source, library = tmp_path / "count.c", tmp_path / "libcount.so"
-    source.write_text("int aclrtGetDeviceCount(unsigned *);\nunsigned count() { unsigned n; return aclrtGetDeviceCount(&n) ? 0 : n; }")
+    function = "unsigned count() { unsigned n; return aclrtGetDeviceCount(&n) ? 0 : n; }"
+    source.write_text(f"int aclrtGetDeviceCount(unsigned *);\n{function}")
     compiler = shutil.which("gcc") or shutil.which("cc") or shutil.which("clang")
     linked = f"{compiler} -shared -fPIC -o {library} {source} -L$ASCEND_HOME_PATH/lib64 -Wl,--no-as-needed -lascendcl"
     asked = f"{sys.executable} -c 'import ctypes, torch; print(ctypes.CDLL(\"{library}\").count())'"

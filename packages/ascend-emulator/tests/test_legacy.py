@@ -55,6 +55,20 @@ def test_values_that_are_moved(agree, case, dtype):
     agree(lambda x: either(name, lambda x, *_: reference(x))(*arguments(x)), x)
 
 
+@pytest.mark.parametrize(
+    ("size", "stride", "offset"),
+    [((3, 4), (7, 2), 5), ((2, 3), (0, 1), 9), ((4,), (1,), 596), ((0, 3), (600, 1), 0), ((5, 3, 2), (2, 100, 300), 4)],
+    ids=str,
+)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int64, torch.bool], ids=str)
+def test_values_at_strides(size, stride, offset, dtype):
+    """Of the storage, whatever part of it the tensor is; torch_npu transposes where the last stride is 256 or more."""
+    x = (torch.arange(600) % 251).to(dtype)
+    expected = x.as_strided(size, stride, offset)
+    for part in (x.npu(), x.npu()[3:9]):
+        assert torch.equal(torch_npu.npu_stride_copy(part, size, stride, offset).cpu(), expected)
+
+
 POINTWISE = {
     "silu": ("npu_silu", torch.nn.functional.silu),
     "mish": ("npu_mish", lambda x: x * torch.tanh(torch.log1p(x.exp()))),
@@ -95,6 +109,20 @@ def test_operators_that_torch_npu_reaches_when_compiling_is_on(run):
             (torch.abs(A), a.double().abs()),
             (A - C[0], a.double() - bias[0].double()),
             (A.to(torch.float16), a.half().double()),
+            (A + A[0], a.double() + a[0].double()),
+            (A + 2, a.double() + 2),
+            (A * A[0], a.double() * a[0].double()),
+            (A * 2.5, a.double() * 2.5),
+            (A / (A[0] + 9), a.double() / (a[0].double() + 9)),
+            (torch.cat([A, A[1:3], B.t()]), torch.cat([a, a[1:3], b.t()]).double()),
+            (torch.cat([A, A[:, 2:4]], -1), torch.cat([a, a[:, 2:4]], -1).double()),
+            (A.min(), a.double().min()),
+            (torch.amin(A, (0, 1), True), a.double().amin((0, 1), True)),
+            (torch.amax(A, 1), a.double().amax(1)),
+            (torch.amax(A.half(), 0, True), a.half().double().amax(0, True)),
+            (A.softmax(0), a.double().softmax(0)),
+            (A.log_softmax(-1), a.double().log_softmax(-1)),
+            (A.as_strided((3, 4), (5, 3), 2).contiguous(), a.as_strided((3, 4), (5, 3), 2).double()),
         ]
         for found, expected in pairs:
             torch.testing.assert_close(found.cpu().double(), expected, rtol=1e-5, atol=1e-5)
@@ -393,6 +421,7 @@ REFUSED = {
     "npu_slice(x, [0, 4], [2, 3])": "Slice: offsets [0, 4] and size [2, 3] reach beyond x of shape [4, 5]",
     "npu_transpose(x, (0, 0))": "Transpose: perm is [0, 0] for 2 dimensions",
     "npu_indexing(x, [0, 0], [2, 2], [1, 1], 0, 0, 0, 0, 1)": "StridedSlice: attribute shrink_axis_mask is 1; computed: 0",
+    "npu_stride_copy(x, [3, 3], [7, 2], 2)": "AsStrided: size [3, 3], stride [7, 2] and storage_offset 2 reach beyond the 20 values",
     "npu_silu(x.int())": "Swish: x is Int; allowed: Float, Half, BFloat16",
     "npu_bert_apply_adam(0.1, 0.9, 0.9, 0.1, x, 1.0, 1.0, 0.0, out=(x, x, x))": "ApplyAdamV2: max_grad_norm is 1; computed: none",
     "npu_nms_with_mask(x, 0.5)": "the legacy graph operator 'NMSWithMask' (aclopCompileAndExecute) is not emulated",
@@ -459,6 +488,29 @@ def test_both_calls_execute_a_graph_operator(acl):
         y = torch.zeros(2, 3, device="npu")
         assert graph_call(acl, b"Fill", [torch.tensor([2, 3]), torch.tensor(7.0)], [y], version=version) == 0
         assert y.cpu().unique().tolist() == [7]
+
+
+def test_identity_copies_values(acl):
+    x, y = torch.randn(3, 5).npu(), torch.zeros(3, 5, device="npu")
+    assert graph_call(acl, b"Identity", [x], [y], version="V2") == 0
+    assert torch.equal(x.cpu(), y.cpu())
+
+
+def test_tensors_that_do_not_fit_are_refused(acl):
+    acl.aclGetRecentErrMsg.restype = c_char_p
+    x, y, z = (torch.ones(shape, device="npu") for shape in ((2, 3), (3, 3), (5, 3)))
+    assert graph_call(acl, b"ConcatD", [x, y], [z]) == 0
+    for given, made, said in (
+        ([x, y], y, "y has shape [3, 3]; it must be [5, 3]"),
+        ([x, y[:, :2].contiguous()], z, "x has shapes [2, 3] and [3, 2]"),
+        ([x, y[0]], z, "x has shapes [2, 3] and [3]"),
+        ([x, y.long()], z, "x is Long"),
+        ([], z, "N is 0 for 0 tensors"),
+    ):
+        assert graph_call(acl, b"ConcatD", given, [made]) != 0
+        assert f"ConcatD: {said}" in acl.aclGetRecentErrMsg().decode()
+    assert graph_call(acl, b"Identity", [x], [y]) != 0
+    assert "Identity: y has shape [3, 3]" in acl.aclGetRecentErrMsg().decode()
 
 
 def test_an_attribute_that_is_not_computed_is_refused(acl):

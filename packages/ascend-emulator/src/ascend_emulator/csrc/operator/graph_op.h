@@ -7,8 +7,9 @@
 //   })
 //
 // The parameters are the inputs, the outputs and the attributes of op-plugin's OpCommand in op_plugin/ops/aclops (BSD), in this
-// order. Inputs in host memory are read at the call; Ints and Scalar must be there. Inputs that need not be given are Opt. All
-// attributes of a call must have been read when the body returns; another one is refused by its name.
+// order. Inputs in host memory are read at the call; Ints and Scalar must be there. Inputs that need not be given are Opt;
+// Tensors are all that are left. All attributes of a call must have been read when the body returns; another one is refused by
+// its name.
 #ifndef ASCEND_EMULATOR_OPERATOR_GRAPH_OP_H
 #define ASCEND_EMULATOR_OPERATOR_GRAPH_OP_H
 #include <map>
@@ -71,6 +72,10 @@ class GraphReader {
       return call_.attributes;
     } else if constexpr (std::is_same_v<T, Out>) {
       return {output(name)};
+    } else if constexpr (std::is_same_v<T, Tensors>) {
+      Tensors taken;
+      while (input_ < call_.inputs.size()) taken.push_back(input(name));
+      return taken;
     } else if constexpr (std::is_same_v<T, Opt<Tensor>> || std::is_same_v<T, Opt<Scalar>>) {
       if (input_ == call_.inputs.size() || !call_.inputs[input_].defined()) return ++input_, std::nullopt;
       return convert<typename T::value_type>(name);

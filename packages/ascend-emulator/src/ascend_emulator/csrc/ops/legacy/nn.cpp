@@ -156,6 +156,25 @@ GRAPH_OP(ReduceSum, (Tensor x, Ints axes, Out y, Attributes attributes), {
   REDUCED(y, x, axes, keep);
   COMPUTE { y.copy_(at::sum(upcast(x), axes, keep)); };
 })
+#define LEGACY_EXTREME(TYPE, FUNCTION)                                  \
+  GRAPH_OP(TYPE, (Tensor x, Ints axes, Out y, Attributes attributes), { \
+    const bool keep = attributes.get("keep_dims", false);               \
+    REDUCED(y, x, axes, keep);                                          \
+    same_dtype("y", y, "x", x);                                         \
+    COMPUTE { y.copy_(at::FUNCTION(x, axes, keep)); };                  \
+  })
+LEGACY_EXTREME(ReduceMin, amin)
+LEGACY_EXTREME(ReduceMax, amax)
+
+#define LEGACY_SOFTMAX(TYPE, FUNCTION)                                    \
+  GRAPH_OP(TYPE, (Tensor x, Out y, Attributes attributes), {              \
+    const auto dim = only_dim(attributes.get("axes", Ints{-1}), x.dim()); \
+    one_of("x", x, kFloating);                                            \
+    SAME(y, x);                                                           \
+    COMPUTE { y.copy_(at::FUNCTION(upcast(x), dim)); };                   \
+  })
+LEGACY_SOFTMAX(SoftmaxV2, softmax)
+LEGACY_SOFTMAX(LogSoftmaxV2, log_softmax)
 
 // A byte for each value, 1 where it is kept; what rounds the mask up stays 0. The seed alone decides: two calls with the same one
 // draw the same mask (DropoutWithByteMaskKernelNpu.cpp).

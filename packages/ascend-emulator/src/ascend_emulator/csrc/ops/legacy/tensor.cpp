@@ -66,11 +66,62 @@ GRAPH_OP(Abs, (Tensor x, Out y), {
   same_dtype("y", y, "x", x);
   COMPUTE { y.copy_(x.abs()); };
 })
-GRAPH_OP(Sub, (Tensor x1, Tensor x2, Out y), {
-  BROADCAST(y, x1, x2);
-  same_dtype("x2", x2, "x1", x1);
-  same_dtype("y", y, "x1", x1);
-  COMPUTE { y.copy_(upcast(x1) - upcast(x2)); };
+#define LEGACY_BINARY(TYPE, ...)                  \
+  GRAPH_OP(TYPE, (Tensor x1, Tensor x2, Out y), { \
+    BROADCAST(y, x1, x2);                         \
+    same_dtype("x2", x2, "x1", x1);               \
+    same_dtype("y", y, "x1", x1);                 \
+    COMPUTE {                                     \
+      const auto left = upcast(x1);               \
+      const auto right = upcast(x2);              \
+      y.copy_(__VA_ARGS__);                       \
+    };                                            \
+  })
+LEGACY_BINARY(Add, left + right)
+LEGACY_BINARY(Sub, left - right)
+LEGACY_BINARY(Mul, left* right)
+LEGACY_BINARY(RealDiv, left / right)
+
+// Between formats in row-major order and FRACTAL_NZ, which tensor_of (operator/aclop.cpp) reads and writes.
+GRAPH_OP(Identity, (Tensor x, Out y), {
+  SAME(y, x);
+  same_dtype("y", y, "x", x);
+  COMPUTE { y.copy_(x); };
+})
+
+// x is the whole storage (AsStridedKernelNpu.cpp).
+GRAPH_OP(AsStrided, (Tensor x, Ints size, Ints stride, Scalar offset, Out y), {
+  const auto first = offset.toLong();
+  check(stride.size() == size.size(), kOpParam, "stride is ", at::IntArrayRef(stride), " for size ", at::IntArrayRef(size));
+  auto last = first;
+  for (size_t i = 0; i < size.size(); ++i) {
+    check(stride[i] >= 0, kOpParam, "stride is ", at::IntArrayRef(stride), "; allowed: 0 or more");
+    last += (size[i] - 1) * stride[i];
+  }
+  check(first >= 0 && (last < x.numel() || product_of(size) == 0), kOpParam, "size ", at::IntArrayRef(size), ", stride ",
+      at::IntArrayRef(stride), " and storage_offset ", first, " reach beyond the ", x.numel(), " values of x");
+  SHAPE(y, size);
+  same_dtype("y", y, "x", x);
+  COMPUTE { y.copy_(x.as_strided(size, stride, first)); };
+})
+
+GRAPH_OP(ConcatD, (Tensors x, Out y, Attributes attributes), {
+  check(static_cast<size_t>(attributes.get("N", static_cast<int64_t>(x.size()))) == x.size() && !x.empty(), kOpParam, "N is ",
+      attributes.get("N", int64_t{0}), " for ", x.size(), " tensors");
+  const auto dim = real_dim(attributes.get("concat_dim", int64_t{0}), y.dim(), "concat_dim");
+  Ints expected = x[0].sizes().vec();
+  check(static_cast<int64_t>(expected.size()) == y.dim(), kOpParam, "x has ", expected.size(), " dimensions and y ", y.dim());
+  expected[dim] = 0;
+  for (const auto& each : x) {
+    Ints sizes = each.sizes().vec();
+    check(each.dim() == y.dim(), kOpParam, "x has shapes ", x[0].sizes(), " and ", each.sizes());
+    expected[dim] += sizes[dim];
+    sizes[dim] = x[0].size(dim);
+    check(x[0].sizes() == at::IntArrayRef(sizes), kOpParam, "x has shapes ", x[0].sizes(), " and ", each.sizes());
+    same_dtype("x", each, "y", y);
+  }
+  SHAPE(y, expected);
+  COMPUTE { y.copy_(at::cat(x, dim)); };
 })
 
 GRAPH_OP(Slice, (Tensor x, Ints offsets, Ints size, Out y), {
