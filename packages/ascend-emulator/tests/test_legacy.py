@@ -421,7 +421,7 @@ REFUSED = {
     "npu_slice(x, [0, 4], [2, 3])": "Slice: offsets [0, 4] and size [2, 3] reach beyond x of shape [4, 5]",
     "npu_transpose(x, (0, 0))": "Transpose: perm is [0, 0] for 2 dimensions",
     "npu_indexing(x, [0, 0], [2, 2], [1, 1], 0, 0, 0, 0, 1)": "StridedSlice: attribute shrink_axis_mask is 1; computed: 0",
-    "npu_stride_copy(x, [3, 3], [7, 2], 2)": "AsStrided: size [3, 3], stride [7, 2] and storage_offset 2 reach beyond the 20 values",
+    "npu_stride_copy(x, [3, 3], [7, 2], 2)": "AsStrided: size [3, 3], stride [7, 2] and storage_offset 2 reach beyond",
     "npu_silu(x.int())": "Swish: x is Int; allowed: Float, Half, BFloat16",
     "npu_bert_apply_adam(0.1, 0.9, 0.9, 0.1, x, 1.0, 1.0, 0.0, out=(x, x, x))": "ApplyAdamV2: max_grad_norm is 1; computed: none",
     "npu_nms_with_mask(x, 0.5)": "the legacy graph operator 'NMSWithMask' (aclopCompileAndExecute) is not emulated",
