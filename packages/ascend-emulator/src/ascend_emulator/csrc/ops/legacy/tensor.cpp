@@ -82,13 +82,6 @@ LEGACY_BINARY(Sub, left - right)
 LEGACY_BINARY(Mul, left* right)
 LEGACY_BINARY(RealDiv, left / right)
 
-// Between formats in row-major order and FRACTAL_NZ, which tensor_of (operator/aclop.cpp) reads and writes.
-GRAPH_OP(Identity, (Tensor x, Out y), {
-  SAME(y, x);
-  same_dtype("y", y, "x", x);
-  COMPUTE { y.copy_(x); };
-})
-
 // x is the whole storage (AsStridedKernelNpu.cpp).
 GRAPH_OP(AsStrided, (Tensor x, Ints size, Ints stride, Scalar offset, Out y), {
   const auto first = offset.toLong();
