@@ -42,6 +42,8 @@ WIDER: dict[str, tuple[str, str]] = {
     ),
     "aclnnFloorDivides": ("bool", "op-plugin's test_floordivide.py, test_floor_divide_scalar_bool"),
 }
+# The same without the rest of the dtypes' class.
+ALONE: dict[str, tuple[str, str]] = {"aclnnHistc": ("int32", "op-plugin's HistcKernelNpu.cpp")}
 # Operators that many functions use for tensors of their own, so that what one function's page says is no limit.
 LEFT_OUT = {"aclnnInplaceCopy", "aclnnCast", "aclnnIndex", "aclnnIndexPutImpl", "aclnnInplaceZero", "aclnnInplaceOne"}
 HEADER = """\
@@ -118,6 +120,7 @@ def table(docs: Path, op_plugin: Path) -> dict[str, tuple[set[str], list[str]]]:
             dtypes.add("fp64")  # general arithmetic, which the AI CPU does where the vector cores do not
         if dtypes & COMPLEX:
             dtypes |= COMPLEX | {"fp64"}
+        dtypes |= set(ALONE.get(operator, ("", ""))[0].split())
         if dtypes != ALL:
             rows[operator] = dtypes, known
     verdicts = tomllib.loads(VERDICTS.read_text())
@@ -147,7 +150,7 @@ def main() -> None:
         return
     lines = [HEADER.format(version=arguments.docs.resolve().name.replace("_", " "))]
     for operator, (dtypes, sources) in rows.items():
-        notes = [WIDER[operator][1]] if operator in WIDER else []
+        notes = [widened[operator][1] for widened in (WIDER, ALONE) if operator in widened]
         notes += [source for source in sources if " on A3: " in source]
         note = f"  // {'; '.join(notes)}" if notes else ""
         lines.append(f'{{"{operator}", "{" ".join(dtype for dtype in DTYPES if dtype in dtypes)}"}},{note}\n')
