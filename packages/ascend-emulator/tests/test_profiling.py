@@ -1,6 +1,7 @@
 """torch_npu's profiler on the emulator: operators on the host and on the NPU, per step."""
 
 import csv
+import importlib.metadata
 import json
 from collections import Counter
 
@@ -46,8 +47,9 @@ def test_kernel_details_has_the_operators_of_each_step(kernels):
     assert counts["1", "aclnnMm"] + counts["1", "aclnnMatmul"] == 1
     assert counts["0", "aclnnReduceSum"] == counts["1", "aclnnReduceSum"] == 1
     product = next(row for row in kernels if row["Type"] in ("Mm", "Matmul"))
-    assert product["Input Shapes"] == '"64,32;32,16;64,16"'
-    assert product["Input Data Types"] == "FLOAT;FLOAT;FLOAT"
+    if not importlib.metadata.version("torch-npu").startswith("2.10."):  # whose kernel_details.csv has no arguments
+        assert product["Input Shapes"] == '"64,32;32,16;64,16"'
+        assert product["Input Data Types"] == "FLOAT;FLOAT;FLOAT"
     assert product["Accelerator Core"] == "AI_CORE"
     assert all(float(row["Duration(us)"]) > 0 for row in kernels)
 

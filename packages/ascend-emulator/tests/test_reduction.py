@@ -67,6 +67,8 @@ def distinct(dtype):
 def test_reduction(agree, name, dtype):
     if dtype == torch.bfloat16 and name in ("var and mean", "median"):
         pytest.skip("A3 refuses it (test_strictness.py)")
+    if name == "trace" and dtype != torch.float32 and torch.__version__.startswith(("2.10.", "2.11.", "2.12.")):
+        pytest.skip("this PyTorch has no trace of 16-bit types on the CPU to compare with")
     x = distinct(dtype)
     for view in (x, x.transpose(0, 2), x[1:, ::2]):
         # Sums of two hundred values: the error of each in a narrow type stays below a unit of the largest partial sum.
