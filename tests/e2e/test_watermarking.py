@@ -129,8 +129,7 @@ def test_detector_finds_watermarked_answers_alone(name: str, served: dict[str, A
         assert wrong > 1e-4
 
 
-def test_greedy_and_unmarked_answers_are_in_the_batch(served: dict[str, Any], directory: Path) -> None:
-    """The greedy one has the tokens of transformers."""
+def test_greedy_answer_in_the_batch_has_the_tokens_of_transformers(served: dict[str, Any], directory: Path) -> None:
     model = references.reference(small_models.target(directory))
     for name in (*CONFIGS, *DRAFTS):
         request, (answer,) = requests()[4], served[name]["steps"][0][4]

@@ -157,7 +157,7 @@ OVERRIDES: tuple[Override, ...] = (
         {SINCE: "d5fd9940f82c"},
         compared=f"{_GPU}.sample.sampler:Sampler._sample_random",
         replaced_in=(f"{_GPU}.sample.sampler", f"{_GPU}.model_runner"),
-        kept_in=(f"{_GPU}.spec_decode", _WATERMARKING, "vllm.models"),  # in annotations, and refused
+        kept_in=(f"{_GPU}.spec_decode", _WATERMARKING, "vllm.models"),  # in annotations, and as a base class
     ),
     Override(
         f"{_GPU}.sample.gumbel:gumbel_sample",

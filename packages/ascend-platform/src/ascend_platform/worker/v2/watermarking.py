@@ -20,7 +20,7 @@ from ascend_platform.worker.v2.sampling import NPUSampler
 _MASK = philox._UINT32_MASK
 _MULTIPLIERS = philox._PHILOX_M0, philox._PHILOX_M1
 _NUMBERS_AT_ONCE = 1 << 23
-"""Of which some 20 bytes each are taken besides the result."""
+"""Random numbers computed at a time, which bounds the memory besides the result."""
 
 
 class NPUWatermarkSampler(GPUWatermarkSampler, NPUSampler):  # type: ignore[misc]  # of vLLM 0.33
@@ -33,7 +33,7 @@ class NPUWatermarkSampler(GPUWatermarkSampler, NPUSampler):  # type: ignore[misc
         return self._marks(rows) or super().reads_lengths(rows)
 
     def _marks(self, rows: np.ndarray) -> bool:
-        return bool(self.watermarking.np[rows].any())
+        return bool((self.watermarking.np[rows] & (self.sampling_states.temperature.np[rows] != 0)).any())
 
 
 def sample_watermarked(watermarker: GumbelWatermarker, logits: torch.Tensor, contexts: torch.Tensor) -> WatermarkSample:
