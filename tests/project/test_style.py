@@ -27,6 +27,12 @@ def test_mypy() -> None:
     check(sys.executable, "-m", "mypy")
 
 
+@pytest.mark.slow
+def test_emulator_is_checked_as_python_3_10() -> None:
+    """The standard library's names too, which a newer Python would have."""
+    check(sys.executable, "-m", "mypy", "--python-version", "3.10", "packages/ascend-emulator/src/ascend_emulator")
+
+
 def test_every_command_is_checked() -> None:
     """Files without a suffix are found by their names alone, in the lists of ruff and mypy."""
     commands = {path for path in (checkout.ROOT / "tools").iterdir() if path.is_file() and not path.suffix}

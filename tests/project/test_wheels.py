@@ -119,7 +119,8 @@ def test_metadata_is_complete(wheels: dict[str, Wheel], name: str) -> None:
         "Issues": f"{REPOSITORY}/issues",
     }
     assert f"# {name}\n" in wheel.metadata.get_payload()
-    assert wheel.metadata["Requires-Python"] == "<3.14,>=3.11"
+    oldest = "3.10" if name == "ascend-emulator" else "3.11"  # `verify` runs in the containers that owners of NPUs have
+    assert wheel.metadata["Requires-Python"] == f"<3.14,>={oldest}"
 
 
 @pytest.mark.parametrize("name", sorted(set(NAMES) - {META}))

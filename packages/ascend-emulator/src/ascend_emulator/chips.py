@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
-import tomllib
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import Any
+
+from ascend_emulator import toml
 
 SEPARATE = ("name", "memory", "correlated", "lacks")
 """Fields that the library reads elsewhere, or not at all."""
@@ -64,7 +65,7 @@ class Chip:
 @cache
 def chips() -> dict[str, Chip]:
     """All chips by the name that users specify, which may be an alias of the SoC name."""
-    table = tomllib.loads((Path(__file__).parent / "chips.toml").read_text())
+    table = toml.loads((Path(__file__).parent / "chips.toml").read_text())
     common = table.pop("all")
     chips = {}
     for key, own in table.items():

@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import hashlib
 import itertools
-import tomllib
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
 from string import Template
 from typing import Any
+
+from ascend_emulator import toml
 
 TABLES = Path(__file__).with_name("tables")
 
@@ -92,7 +93,7 @@ def cases(section: str) -> dict[str, Case]:
     """
     found: dict[str, Case] = {}
     for path in _files(section):
-        for group in tomllib.loads(path.read_text())["group"]:
+        for group in toml.loads(path.read_text())["group"]:
             for case in _expand(section, group):
                 if case.name in found:
                     raise ValueError(f"{path.name}: two cases are called {case.name}")

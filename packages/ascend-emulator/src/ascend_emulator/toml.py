@@ -1,0 +1,16 @@
+"""tomllib, which Python has from 3.11 on; with 3.10 tomli, or the copy of it that pip contains.
+
+`pip install --no-deps ascend-emulator` has no tomli beside it, and `ascend-emulator verify` is to run all the same.
+"""
+
+import sys
+
+if sys.version_info >= (3, 11):
+    from tomllib import loads
+else:
+    try:
+        from tomli import loads
+    except ModuleNotFoundError:
+        from pip._vendor.tomli import loads
+
+__all__ = ["loads"]
