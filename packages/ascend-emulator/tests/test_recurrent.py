@@ -3,6 +3,7 @@
 import pytest
 import torch
 from cann_calls import Calls
+from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 
 
 @pytest.mark.parametrize("biased", [False, True])
@@ -63,6 +64,36 @@ def test_lstm_layer(batch_first, dtype):
         near(actual.grad, wanted.grad, dtype)
 
 
+@pytest.mark.parametrize(
+    ("layers", "bidirectional", "bias"),
+    [(1, False, True), (1, True, False), (2, False, False), (2, True, True)],
+    ids=["aclnnLSTM", "DynamicRNN both ways", "DynamicRNN of two layers", "DynamicRNN of two layers both ways"],
+)
+def test_packed_sequences(layers, bidirectional, bias):
+    """Sequences of several lengths, which torch_npu packs with their padding, against torch.nn.LSTM in float64.
+
+    Gradients are those of the packed values: ATen's gradient of the packing, which torch_npu keeps, is for one without padding.
+    The gradient of the last states is left out where a direction runs backwards: npu_lstm_data_backward takes the other end's.
+    """
+    exact, ours = (torch.nn.LSTM(3, 4, layers, bidirectional=bidirectional, bias=bias) for _ in range(2))
+    ours.load_state_dict(exact.state_dict())
+    ours, exact, x, lengths = ours.npu(), exact.double(), torch.randn(6, 3, 3), [3, 6, 5]
+    wide = x.double().requires_grad_()
+    given = pack_padded_sequence(x.npu(), lengths, enforce_sorted=False)
+    mine = given.data.requires_grad_()
+    found, states = ours(given)
+    expected, exact_states = exact(pack_padded_sequence(wide, lengths, enforce_sorted=False))
+    (y, _), (exact_y, _) = pad_packed_sequence(found), pad_packed_sequence(expected)
+    for actual, wanted in zip([y, *states], [exact_y, *exact_states], strict=True):
+        near(actual, wanted, torch.float32)
+    slopes = [torch.randn(each.shape) * (not bidirectional or each is y) for each in (y, *states)]
+    torch.autograd.backward([y, *states], [each.npu() for each in slopes])
+    torch.autograd.backward([exact_y, *exact_states], [each.double() for each in slopes])
+    near(mine.grad.view(6, 3, 3)[:, given.unsorted_indices], wide.grad, torch.float32)
+    for actual, wanted in zip(ours.parameters(), exact.parameters(), strict=True):
+        near(actual.grad, wanted.grad, torch.float32)
+
+
 @pytest.mark.parametrize(("layers", "bidirectional", "batch_first"), FORMS)
 @pytest.mark.parametrize("kind", ["LSTM", "GRU"])
 def test_recurrent_layers_by_name(kind, layers, bidirectional, batch_first):
@@ -110,11 +141,14 @@ def test_recurrent_layers_refuse():
     kept = [[torch.zeros(5, 6, 4).npu()] * 2] * 7
     for given, said in (
         ((None, True, 2, 0.5, True, False, False), "dropout is 0.5; between layers only 0 is emulated: its mask is not returned"),
-        (
-            (torch.ones(5).long().npu(), True, 2, 0.0, True, False, False),
-            "batch_sizes is given; packed sequences are not emulated",
-        ),
+        ((torch.ones(5).long().npu(), True, 2, 0.0, True, False, False), "input has 3 dimensions; allowed: 2"),
     ):
         assert calls.refusal("LSTM", x, parameters, hx, *given, *outs, *kept) == said
+    for sizes, rows, said in (
+        ([6, 4], 31, "batch_sizes has 2 steps, the input 31 rows and batch_first is 0; a packed input has time * batch rows"),
+        ([6, 4], 30, "hx has shape [2, 6, 4]; it must be [2, 15, 4]"),
+    ):
+        flags = (torch.tensor(sizes).npu(), True, 2, 0.0, True, False, False)
+        assert calls.refusal("LSTM", torch.zeros(rows, 3).npu(), parameters, hx, *flags, *outs, *kept) == said
     given = (x, hx, parameters, *outs, *kept[:6], [], None, True, 2, 0.0, True, False, False, None, x, *hx, parameters)
     assert calls.refusal("LstmBackward", *given) == "tanhc has 0 tensors; 2 are needed"

@@ -1,6 +1,7 @@
 // Legacy graph operators of an LSTM (op_plugin/ops/aclops/LstmKernelNpu.cpp, LstmCellKernelNpu.cpp): x is [steps, batch, input],
 // states are [batch, hidden], weights [input, 4 * hidden] and [hidden, 4 * hidden], the gates in PyTorch's order: i, f, j, o,
-// where j is the cell's candidate, also called c.
+// where j is the cell's candidate, also called c. seq_length, of packed sequences, is a mask of [steps, batch, hidden]: where it
+// is 0, y is 0 and the states stay as they are.
 #include "operator/graph_op.h"
 #include "ops/upcast.h"
 
@@ -11,9 +12,10 @@ struct Gates {
   Tensor i, j, f, o, tanhc;
 };
 
-// Attributes of a plain LSTM; others are refused.
-void plain(const Attributes& attributes) {
-  attributes.only("direction", Text("UNIDIRECTIONAL"));
+// Attributes of a plain LSTM; others are refused. Returns whether the steps run from the last to the first.
+bool plain(const Attributes& attributes) {
+  const auto direction = attributes.get("direction", Text("UNIDIRECTIONAL"));
+  one_of("attribute direction", direction, {Text("UNIDIRECTIONAL"), Text("REDIRECTIONAL")});
   attributes.only("use_peephole", false);
   attributes.only("num_proj", int64_t{0});
   attributes.only("time_major", true);
@@ -29,10 +31,28 @@ void plain(const Attributes& attributes) {
   check(depth == 0 || depth == 1, kOpParam, "attribute cell_depth is ", depth, "; computed: 1");
   one_of("attribute gate_order", attributes.get("gate_order", Text("ifjo")), {Text("ifjo"), Text("ifco")});
   attributes.get("is_training", true);  // the gates are written either way
+  return direction == Text("REDIRECTIONAL");
 }
 
+struct Steps {
+  bool reversed;
+  Opt<Tensor> mask;
+
+  void check_mask(int64_t steps, int64_t batch, int64_t hidden) const {
+    if (!mask) return;
+    one_of("seq_length", *mask, {at::kHalf});  // op-plugin's masks
+    shape("seq_length", *mask, {steps, batch, hidden});
+  }
+  // The i-th step's place of time.
+  int64_t at(int64_t i, int64_t steps) const { return reversed ? steps - 1 - i : i; }
+  Tensor carried(int64_t time, const Tensor& next, const Tensor& before) const {
+    return mask ? at::where((*mask)[time] != 0, next, before) : next;
+  }
+  Tensor masked(int64_t time, const Tensor& x) const { return mask ? x * ((*mask)[time] != 0) : x; }
+};
+
 Computation forward(const Tensor& x, const Tensor& w_x, const Tensor& w_h, const Opt<Tensor>& bias, const Tensor& init_h,
-    const Tensor& init_c, const std::array<Tensor, 3>& states, const Gates& gates) {
+    const Tensor& init_c, const std::array<Tensor, 3>& states, const Gates& gates, const Steps& order) {
   rank("x", x, 3);
   rank("w", w_h, 2);
   const auto steps = x.size(0);
@@ -42,6 +62,7 @@ Computation forward(const Tensor& x, const Tensor& w_x, const Tensor& w_h, const
   SHAPE(w_x, {x.size(2), 4 * hidden});
   SHAPE(w_h, {hidden, 4 * hidden});
   if (bias) shape("b", *bias, {4 * hidden});
+  order.check_mask(steps, batch, hidden);
   check(init_h.numel() == batch * hidden && init_c.numel() == batch * hidden, kOpParam, "init_h has shape ", init_h.sizes(),
       " and init_c ", init_c.sizes(), " for a batch of ", batch, " and ", hidden, " hidden values");
   for (const auto& each : {states[0], states[1], states[2], gates.i, gates.j, gates.f, gates.o, gates.tanhc})
@@ -52,17 +73,18 @@ Computation forward(const Tensor& x, const Tensor& w_x, const Tensor& w_h, const
     const auto weight = upcast(w_h);
     auto projected = at::matmul(upcast(x), upcast(w_x));
     if (bias) projected = projected + upcast(*bias);
-    for (int64_t t = 0; t < steps; ++t) {
+    for (int64_t step = 0; step < steps; ++step) {
+      const auto t = order.at(step, steps);
       const auto parts = (projected[t] + at::matmul(h, weight)).chunk(4, -1);
       const auto i = parts[0].sigmoid();
       const auto f = parts[1].sigmoid();
       const auto j = parts[2].tanh();
       const auto o = parts[3].sigmoid();
-      c = f * c + i * j;
+      c = order.carried(t, f * c + i * j, c);
       const auto tanhc = c.tanh();
-      h = o * tanhc;
+      h = order.carried(t, o * tanhc, h);
       const Tensor* outputs[] = {&states[0], &states[1], &states[2], &gates.i, &gates.j, &gates.f, &gates.o, &gates.tanhc};
-      const Tensor values[] = {h, h, c, i, j, f, o, tanhc};
+      const Tensor values[] = {order.masked(t, h), h, c, i, j, f, o, tanhc};
       for (int k = 0; k < 8; ++k) (*outputs[k])[t].copy_(values[k]);
     }
   };
@@ -75,13 +97,14 @@ struct Gradients {
 // dh and dc are the gradients of the last step's states. Of one step, h and c may have no dimension for it.
 Computation backward(const Tensor& x, const Tensor& w_x, const Tensor& w_h, const Tensor& y, const Tensor& init_h,
     const Tensor& init_c, const Tensor& all_h, const Tensor& all_c, const Tensor& dy, const Tensor& dh, const Tensor& dc,
-    const Gates& gates, const Gradients& out) {
+    const Gates& gates, const Gradients& out, const Steps& order) {
   rank("y", y, 3);
   const auto steps = y.size(0);
   const auto batch = y.size(1);
   const auto hidden = y.size(2);
   check(x.numel() == steps * batch * w_x.size(0), kOpParam, "x has shape ", x.sizes(), " for ", steps, " steps, a batch of ",
       batch, " and ", w_x.size(0), " inputs");
+  order.check_mask(steps, batch, hidden);
   for (const auto& each : {dy, gates.i, gates.j, gates.f, gates.o, gates.tanhc})
     shape("dy or a gate", each, {steps, batch, hidden});
   for (const auto& each : {all_h, all_c})
@@ -97,20 +120,24 @@ Computation backward(const Tensor& x, const Tensor& w_x, const Tensor& w_h, cons
     Tensor carried_h = upcast(dh).view({batch, hidden});
     Tensor carried_c = upcast(dc).view({batch, hidden});
     std::vector<Tensor> of_gates(steps), before(steps);
-    for (int64_t t = steps; t-- > 0;) {
+    for (int64_t step = steps; step-- > 0;) {
+      const auto t = order.at(step, steps);
+      const auto previous = order.at(step - 1, steps);
       const auto i = upcast(gates.i[t]);
       const auto j = upcast(gates.j[t]);
       const auto f = upcast(gates.f[t]);
       const auto o = upcast(gates.o[t]);
       const auto tanhc = upcast(gates.tanhc[t]);
-      const auto last = (t ? upcast(c[t - 1]) : upcast(init_c)).view({batch, hidden});
-      before[t] = (t ? upcast(h[t - 1]) : upcast(init_h)).view({batch, hidden});
+      const auto last = (step ? upcast(c[previous]) : upcast(init_c)).view({batch, hidden});
+      before[t] = (step ? upcast(h[previous]) : upcast(init_h)).view({batch, hidden});
       const auto of_h = upcast(dy[t]) + carried_h;
       const auto of_c = carried_c + of_h * o * (1 - tanhc * tanhc);
-      of_gates[t] =
-          at::cat({of_c * j * i * (1 - i), of_c * last * f * (1 - f), of_c * i * (1 - j * j), of_h * tanhc * o * (1 - o)}, -1);
-      carried_h = at::matmul(of_gates[t], weight);
-      carried_c = of_c * f;
+      const std::array<Tensor, 4> parts = {
+          of_c * j * i * (1 - i), of_c * last * f * (1 - f), of_c * i * (1 - j * j), of_h * tanhc * o * (1 - o)};
+      of_gates[t] = at::cat(
+          {order.masked(t, parts[0]), order.masked(t, parts[1]), order.masked(t, parts[2]), order.masked(t, parts[3])}, -1);
+      carried_h = order.carried(t, at::matmul(of_gates[t], weight), carried_h);
+      carried_c = order.carried(t, of_c * f, carried_c);
     }
     const auto flat = at::stack(of_gates).view({steps * batch, 4 * hidden});
     out.x.copy_(at::matmul(flat, input_weight).view(out.x.sizes()));
@@ -130,9 +157,8 @@ std::pair<Tensor, Tensor> halves(const Tensor& weight) {
   return {weight.narrow(0, 0, weight.size(0) - hidden), weight.narrow(0, weight.size(0) - hidden, hidden)};
 }
 
-void whole(const Opt<Tensor>& seq_length) {
-  check(!seq_length, kOpParam, "seq_length is given, of packed sequences; computed: without it");
-}
+// op-plugin passes a tensor of no dimension where there are no packed sequences.
+Opt<Tensor> mask_of(const Tensor& seq_length) { return seq_length.dim() ? Opt<Tensor>(seq_length) : std::nullopt; }
 }  // namespace
 
 GRAPH_OP(DynamicRNN,
@@ -140,19 +166,15 @@ GRAPH_OP(DynamicRNN,
         Out o, Out tanhc, Attributes attributes),
     {
       attributes.only("cell_type", Text("LSTM"));
-      plain(attributes);
-      whole(seq_length);
       const auto [w_x, w_h] = halves(w);
-      return forward(x, w_x, w_h, b, init_h, init_c, {y, h, c}, {i, j, f, o, tanhc});
+      return forward(x, w_x, w_h, b, init_h, init_c, {y, h, c}, {i, j, f, o, tanhc}, {plain(attributes), seq_length});
     })
 GRAPH_OP(DynamicRNNV2,
     (Tensor x, Tensor w_x, Tensor w_h, Opt<Tensor> b, Opt<Tensor> seq_length, Tensor init_h, Tensor init_c, Out y, Out h, Out c,
         Out i, Out j, Out f, Out o, Out tanhc, Attributes attributes),
     {
       attributes.only("cell_type", Text("LSTM"));
-      plain(attributes);
-      whole(seq_length);
-      return forward(x, w_x, w_h, b, init_h, init_c, {y, h, c}, {i, j, f, o, tanhc});
+      return forward(x, w_x, w_h, b, init_h, init_c, {y, h, c}, {i, j, f, o, tanhc}, {plain(attributes), seq_length});
     })
 
 // The tensors without a name are placeholders: op-plugin passes zeros of no dimension for those of peepholes.
@@ -162,12 +184,11 @@ GRAPH_OP(DynamicRNNGrad,
         Out dx, Out dh_prev, Out dc_prev, Attributes attributes),
     {
       attributes.get("cell_type", true);  // op-plugin's "LSTM", which its overloads convert to bool
-      plain(attributes);
-      whole(seq_length.dim() ? Opt<Tensor>(seq_length) : std::nullopt);
+      const Steps order{plain(attributes), mask_of(seq_length)};
       const auto [w_x, w_h] = halves(w);
       const auto [dw_x, dw_h] = halves(dw);
       return backward(
-          x, w_x, w_h, y, init_h, init_c, h, c, dy, dh, dc, {i, j, f, o, tanhc}, {dw_x, dw_h, db, dx, dh_prev, dc_prev});
+          x, w_x, w_h, y, init_h, init_c, h, c, dy, dh, dc, {i, j, f, o, tanhc}, {dw_x, dw_h, db, dx, dh_prev, dc_prev}, order);
     })
 GRAPH_OP(DynamicRNNV2Grad,
     (Tensor x, Tensor w_x, Tensor w_h, Tensor y, Tensor init_h, Tensor init_c, Tensor h, Tensor c, Tensor dy, Tensor dh,
@@ -175,8 +196,7 @@ GRAPH_OP(DynamicRNNV2Grad,
         Out dw_x, Out dw_h, Out db, Out dx, Out dh_prev, Out dc_prev, Attributes attributes),
     {
       attributes.only("cell_type", Text("LSTM"));
-      plain(attributes);
-      whole(seq_length.dim() ? Opt<Tensor>(seq_length) : std::nullopt);
+      const Steps order{plain(attributes), mask_of(seq_length)};
       return backward(
-          x, w_x, w_h, y, init_h, init_c, h, c, dy, dh, dc, {i, j, f, o, tanhc}, {dw_x, dw_h, db, dx, dh_prev, dc_prev});
+          x, w_x, w_h, y, init_h, init_c, h, c, dy, dh, dc, {i, j, f, o, tanhc}, {dw_x, dw_h, db, dx, dh_prev, dc_prev}, order);
     })
