@@ -15,7 +15,7 @@ namespace emu {
 
 using DTypes = at::ArrayRef<at::ScalarType>;
 inline constexpr at::ScalarType kFloatingList[] = {at::kFloat, at::kHalf, at::kBFloat16}, kIndexList[] = {at::kInt, at::kLong};
-inline constexpr DTypes kFloating(kFloatingList), kHalves(kFloatingList + 1, 2), kIndices(kIndexList);
+inline const DTypes kFloating(kFloatingList), kHalves(kFloatingList + 1, 2), kIndices(kIndexList);
 
 // The dtype is one of `allowed`.
 void one_of(const char* argument, const at::Tensor& tensor, DTypes allowed);
