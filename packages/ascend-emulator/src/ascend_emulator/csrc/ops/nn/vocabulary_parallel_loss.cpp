@@ -1,0 +1,138 @@
+// Cross entropy of logits whose vocabulary is split over ranks, with the product that makes them. Formulas and limits:
+// torch_npu's documentation of npu_fused_linear_online_max_sum, npu_fused_cross_entropy_loss_with_max_sum and
+// npu_fused_linear_cross_entropy_loss_with_max_sum_backward. The order of the mask's bits, the first row the highest, is how its
+// formula reads; it was not seen on hardware.
+#include "ops/upcast.h"
+
+namespace {
+using namespace emu;
+
+constexpr int64_t kInnerMost = 65534, kVocabularyLeast = 128;
+
+void check_product(const Tensor& input, const Tensor& weight) {
+  chips({"Ascend910B", "Ascend910_93"});
+  one_of("input", input, kHalves);
+  same_dtype("weight", weight, "input", input);
+  rank("input", input, 2);
+  rank("weight", weight, 2);
+  within("input.size(1)", input.size(1), int64_t{0}, kInnerMost);
+  shape("weight", weight, {weight.size(0), input.size(1)});
+}
+void check_rows(const char* name, const Tensor& tensor, int64_t rows) {
+  one_of(name, tensor, {at::kFloat});
+  shape(name, tensor, {rows});
+}
+void check_smoothing(double smoothing) {
+  check(smoothing == 0, kOpParam, "label_smoothing is ", smoothing, "; only 0 is supported");
+}
+
+Tensor bit_places() { return at::arange(7, -1, -1, at::kInt); }
+// Eight rows in a byte; those past the end count as masked.
+Tensor packed(const Tensor& mask) {
+  const auto bits = at::constant_pad_nd(mask.to(at::kInt), {0, -mask.numel() & 7}, 1).view({-1, 8});
+  return at::bitwise_left_shift(bits, bit_places()).sum(1).to(at::kByte);
+}
+Tensor unpacked(const Tensor& bytes, int64_t rows) {
+  return at::bitwise_right_shift(bytes.to(at::kInt).unsqueeze(1), bit_places()).bitwise_and(1).flatten().narrow(0, 0, rows);
+}
+
+Tensor logits_of(const Tensor& input, const Tensor& weight) { return at::matmul(upcast(input), upcast(weight).t()); }
+Tensor probabilities(const Tensor& logits, const Tensor& most, const Tensor& sum) {
+  return (logits - most.unsqueeze(1)).exp() / sum.unsqueeze(1);
+}
+}  // namespace
+
+CHECKED(aclnnFusedLinearOnlineMaxSum,
+    (Tensor input, Tensor weight, Tensor target, int64_t first, int64_t last, Tensor most, Tensor sum, Tensor predicted,
+        Tensor mask, Tensor masked_target, Opt<Tensor> logits),
+    {
+      check_product(input, weight);
+      const auto rows = input.size(0);
+      one_of("target", target, kIndices);
+      shape("target", target, {rows});
+      same_dtype("masked_target", masked_target, "target", target);
+      shape("masked_target", masked_target, {rows});
+      check(first >= 0 && first <= last && last < first + weight.size(0), kOpParam, "vocab_start_index is ", first,
+          " and vocab_end_index ", last, "; allowed: from 0 on, at most ", weight.size(0), " tokens, the rows of weight");
+      check_rows("logits_max", most, rows);
+      check_rows("sum_exp_logits", sum, rows);
+      check_rows("predicted_logits", predicted, rows);
+      one_of("target_mask", mask, {at::kByte});
+      shape("target_mask", mask, {(rows + 7) / 8});
+      if (logits) {
+        same_dtype("vocab_parallel_logits", *logits, "input", input);
+        shape("vocab_parallel_logits", *logits, {rows, weight.size(0)});
+      }
+      COMPUTE {
+        const auto found = logits_of(input, weight);
+        const auto largest = found.amax(1);
+        const auto below = found - largest.unsqueeze(1);
+        const auto elsewhere = target.lt(first).logical_or(target.gt(last));
+        const auto place = at::where(elsewhere, 0, target - first);
+        most.copy_(largest);
+        sum.copy_(below.exp().sum(1));
+        predicted.copy_(at::where(elsewhere, 0, below.gather(1, to_int64(place).unsqueeze(1)).squeeze(1)));
+        mask.copy_(packed(elsewhere));
+        masked_target.copy_(place);
+        copy_if_given(logits, found);
+      };
+    })
+CHECKED(aclnnFusedCrossEntropyLossWithMaxSum,
+    (Tensor most, Tensor sum, Tensor predicted, double smoothing, Opt<Tensor> input, Opt<Tensor> weight, Opt<Tensor> logits,
+        Tensor loss, Opt<Tensor> softmax),
+    {
+      chips({"Ascend910B", "Ascend910_93"});
+      check_smoothing(smoothing);
+      check(!input && !weight, kOpParam, "input or weight is given; only None is supported");
+      rank("logits_max", most, 1);
+      check_rows("logits_max", most, most.size(0));
+      check_rows("sum_exp_logits", sum, most.size(0));
+      check_rows("predicted_logits", predicted, most.size(0));
+      check_rows("loss", loss, most.size(0));
+      if (logits) {
+        one_of("vocab_parallel_logits", *logits, kFloating);
+        rank("vocab_parallel_logits", *logits, 2);
+        shape("vocab_parallel_logits", *logits, {most.size(0), logits->size(1)});
+        check(softmax.has_value(), kOpNull, "softmax is null");
+        shape("softmax", *softmax, logits->sizes());
+      }
+      COMPUTE {
+        loss.copy_(sum.log() - predicted);
+        if (logits) softmax->copy_(probabilities(upcast(*logits), most, sum));
+      };
+    })
+CHECKED(aclnnFusedLinearCrossEntropyLossGrad,
+    (Tensor grad, Tensor input, Tensor weight, Tensor mask, Tensor masked_target, double smoothing, Opt<Tensor> most,
+        Opt<Tensor> sum, Opt<Tensor> softmax, Tensor grad_input, Tensor grad_weight),
+    {
+      check_product(input, weight);
+      check_smoothing(smoothing);
+      const auto rows = input.size(0);
+      check(weight.size(0) >= kVocabularyLeast, kOpParam, "weight has ", weight.size(0), " rows; at least ", kVocabularyLeast);
+      check_rows("grad", grad, rows);
+      one_of("target_mask", mask, {at::kByte});
+      rank("target_mask", mask, 1);
+      check(mask.numel() * 8 >= rows, kOpParam, "target_mask has ", mask.numel(), " bytes for ", rows, " rows");
+      one_of("masked_target", masked_target, kIndices);
+      shape("masked_target", masked_target, {rows});
+      check(softmax || (most && sum), kOpParam, "softmax is null; without it logits_max and sum_exp_logits are needed");
+      if (softmax) {
+        one_of("softmax", *softmax, {at::kFloat});
+        shape("softmax", *softmax, {rows, weight.size(0)});
+      } else {
+        check_rows("logits_max", *most, rows);
+        check_rows("sum_exp_logits", *sum, rows);
+      }
+      same_dtype("input_grad", grad_input, "input", input);
+      SAME(grad_input, input);
+      same_dtype("weight_grad", grad_weight, "input", input);
+      SAME(grad_weight, weight);
+      COMPUTE {
+        auto slope = softmax ? softmax->clone() : probabilities(logits_of(input, weight), *most, *sum);
+        const auto own = 1 - unpacked(mask, rows).to(at::kFloat);
+        slope.scatter_add_(1, to_int64(masked_target).unsqueeze(1), -own.unsqueeze(1));
+        slope = slope * grad.unsqueeze(1);
+        grad_input.copy_(at::matmul(slope, upcast(weight)));
+        grad_weight.copy_(at::matmul(slope.t(), upcast(input)));
+      };
+    })
