@@ -310,6 +310,18 @@ def test_ctrl_c_leaves_a_partial_report(own, monkeypatch, tmp_path, capsys):
     assert "The report is not complete" in capsys.readouterr().out
 
 
+def test_python_3_10_without_tomli_and_pip_is_one_line():
+    """As an environment of uv has neither after an install without dependencies; site-packages are left out here."""
+    script = (
+        f"import sys; sys.path.append({str(Path(report.__file__).parents[2])!r}); sys.version_info = (3, 10)\n"
+        "from ascend_emulator.cli import main"
+    )
+    done = subprocess.run([sys.executable, "-S", "-c", script], capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 1
+    assert done.stderr.count("\n") == 1
+    assert done.stderr.endswith("fix: install tomli, or use Python 3.11 or later\n")
+
+
 def test_without_an_npu_one_line_says_so(tmp_path):
     """No torch at all, as on a machine where the command was tried in the wrong environment."""
     source = Path(report.__file__).parents[2]

@@ -11,6 +11,12 @@ else:
     try:
         from tomli import loads
     except ModuleNotFoundError:
-        from pip._vendor.tomli import loads
+        try:
+            from pip._vendor.tomli import loads
+        except ModuleNotFoundError:
+            sys.exit(
+                "ascend-emulator: Python 3.10 has no tomllib, and neither tomli nor pip, which contains it, is installed; "
+                "fix: install tomli, or use Python 3.11 or later"
+            )
 
 __all__ = ["loads"]
