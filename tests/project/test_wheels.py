@@ -31,8 +31,8 @@ META, EMULATOR = "vllm-ascend-all", "ascend-emulator"
 LARGEST = {"ascend-platform": 320_000, EMULATOR: 500_000}
 REPOSITORY = "https://github.com/vllm-ascend-all/vllm-ascend-all"
 NAMES = sorted({*COMPONENTS, META, EMULATOR})
-# Imported only where it is installed: colours of the doctor, and the emulator's plugin, which pytest loads.
-NOT_REQUIRED = {"ascend-platform": {"rich"}, EMULATOR: {"pytest"}}
+# Imported only where it is installed: colours of the doctor, the emulator's plugin, which pytest loads, and pip's tomli.
+NOT_REQUIRED = {"ascend-platform": {"rich"}, EMULATOR: {"pytest", "pip"}}
 
 
 class Wheel:
