@@ -34,6 +34,7 @@ bool plain(const Attributes& attributes) {
   return direction == Text("REDIRECTIONAL");
 }
 
+// Order and padding of the steps of packed sequences.
 struct Steps {
   bool reversed;
   Opt<Tensor> mask;
@@ -43,8 +44,8 @@ struct Steps {
     one_of("seq_length", *mask, {at::kHalf});  // op-plugin's masks
     shape("seq_length", *mask, {steps, batch, hidden});
   }
-  // The i-th step's place of time.
-  int64_t at(int64_t i, int64_t steps) const { return reversed ? steps - 1 - i : i; }
+  // The time at which the i-th step is computed.
+  int64_t time(int64_t i, int64_t steps) const { return reversed ? steps - 1 - i : i; }
   Tensor carried(int64_t time, const Tensor& next, const Tensor& before) const {
     return mask ? at::where((*mask)[time] != 0, next, before) : next;
   }
@@ -74,7 +75,7 @@ Computation forward(const Tensor& x, const Tensor& w_x, const Tensor& w_h, const
     auto projected = at::matmul(upcast(x), upcast(w_x));
     if (bias) projected = projected + upcast(*bias);
     for (int64_t step = 0; step < steps; ++step) {
-      const auto t = order.at(step, steps);
+      const auto t = order.time(step, steps);
       const auto parts = (projected[t] + at::matmul(h, weight)).chunk(4, -1);
       const auto i = parts[0].sigmoid();
       const auto f = parts[1].sigmoid();
@@ -121,8 +122,8 @@ Computation backward(const Tensor& x, const Tensor& w_x, const Tensor& w_h, cons
     Tensor carried_c = upcast(dc).view({batch, hidden});
     std::vector<Tensor> of_gates(steps), before(steps);
     for (int64_t step = steps; step-- > 0;) {
-      const auto t = order.at(step, steps);
-      const auto previous = order.at(step - 1, steps);
+      const auto t = order.time(step, steps);
+      const auto previous = order.time(step - 1, steps);
       const auto i = upcast(gates.i[t]);
       const auto j = upcast(gates.j[t]);
       const auto f = upcast(gates.f[t]);
@@ -130,12 +131,10 @@ Computation backward(const Tensor& x, const Tensor& w_x, const Tensor& w_h, cons
       const auto tanhc = upcast(gates.tanhc[t]);
       const auto last = (step ? upcast(c[previous]) : upcast(init_c)).view({batch, hidden});
       before[t] = (step ? upcast(h[previous]) : upcast(init_h)).view({batch, hidden});
-      const auto of_h = upcast(dy[t]) + carried_h;
-      const auto of_c = carried_c + of_h * o * (1 - tanhc * tanhc);
-      const std::array<Tensor, 4> parts = {
-          of_c * j * i * (1 - i), of_c * last * f * (1 - f), of_c * i * (1 - j * j), of_h * tanhc * o * (1 - o)};
-      of_gates[t] = at::cat(
-          {order.masked(t, parts[0]), order.masked(t, parts[1]), order.masked(t, parts[2]), order.masked(t, parts[3])}, -1);
+      const auto of_h = order.masked(t, upcast(dy[t]) + carried_h);
+      const auto of_c = order.masked(t, carried_c + of_h * o * (1 - tanhc * tanhc));
+      of_gates[t] =
+          at::cat({of_c * j * i * (1 - i), of_c * last * f * (1 - f), of_c * i * (1 - j * j), of_h * tanhc * o * (1 - o)}, -1);
       carried_h = order.carried(t, at::matmul(of_gates[t], weight), carried_h);
       carried_c = order.carried(t, of_c * f, carried_c);
     }
