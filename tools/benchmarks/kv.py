@@ -60,7 +60,7 @@ PAIRS: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
 """By name of a pair of instances: its options, and the ways that are measured with it."""
 
 WAYS = tuple(way for _, ways in PAIRS.values() for way in ways)
-OPTIONS: dict[str, Any] = {"host": "127.0.0.1", "transfer_timeout": 600, "answer_timeout": 60, "lease": 60}
+OPTIONS: dict[str, Any] = {"host": "127.0.0.1", "insecure": True, "transfer_timeout": 600, "answer_timeout": 60, "lease": 60}
 SHORTEST, LONGEST, OUTPUT = 500, 4000, 32
 COUNTERS = ("transfer_bytes", "sent_bytes", "packed_bytes", "unpacked_bytes", "messages", "transfer_failures")
 

@@ -1,5 +1,6 @@
 """Shared secret: clients with another secret or none are refused at once."""
 
+import re
 import socket
 import threading
 from collections.abc import Callable
@@ -8,7 +9,7 @@ from time import monotonic, sleep
 
 import pytest
 import zmq
-from ascend_kv_connector.auth import SECRET_ENV, read_secret, require_secret
+from ascend_kv_connector.auth import SECRET_ENV, read_secret, require_secret, warn_of_open_ports
 from ascend_kv_connector.protocol import CODEC, Ack, Finish
 from ascend_kv_connector.transfers import Done
 from ascend_platform import extension
@@ -120,14 +121,27 @@ def test_secret_file_takes_precedence_over_environment(tmp_path: Path, monkeypat
         read_secret(str(tmp_path / "none"))
 
 
-def test_secret_is_required_where_other_machines_can_connect() -> None:
-    require_secret(b"", False, "127.0.0.1")
-    require_secret(b"", True, "10.0.0.1")
-    require_secret(b"sixteen bytes or more", False, "10.0.0.1")
+def test_secret_is_required_where_others_can_connect() -> None:
+    require_secret(b"", False, "127.0.0.1", "hccl")
+    for transport in ("mooncake", "hccl"):
+        require_secret(b"", True, "10.0.0.1", transport)
+        require_secret(b"sixteen bytes or more", False, "10.0.0.1", transport)
     with pytest.raises(
         extension.RefusedError, match=r"can reach 10\.0\.0\.1, .*set secret_file .*VLLM_ASCEND_KV_SECRET .*insecure"
     ):
-        require_secret(b"", False, "10.0.0.1")
+        require_secret(b"", False, "10.0.0.1", "hccl")
+    with pytest.raises(extension.RefusedError, match=r"Mooncake listens on all addresses .*fix: set secret_file .*insecure"):
+        require_secret(b"", False, "127.0.0.1", "mooncake")
+
+
+def test_open_ports_are_named_with_a_secret_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    lines = list[str]()
+    monkeypatch.setattr(extension.logger, "warning", lambda line, *values: lines.append(line % values))
+    warn_of_open_ports(True, "mooncake", "10.0.0.1:15000")
+    warn_of_open_ports(False, "hccl", "10.0.0.1:15000")
+    assert lines == []
+    warn_of_open_ports(False, "mooncake", "10.0.0.1:15000")
+    assert re.search(r"Mooncake authenticates nobody: .*10\.0\.0\.1:15000.*fix: admit the other instances only", lines[0])
 
 
 def test_is_loopback() -> None:

@@ -19,7 +19,13 @@ pytest.importorskip("mooncake.engine", exc_type=ImportError, reason="Mooncake la
 P2P: dict[str, Any] = {
     "kv_connector": "AscendP2PConnector",
     "kv_role": "kv_both",
-    "kv_connector_extra_config": {"host": "127.0.0.1", "chunk_mib": 1, "answer_timeout": 5, "transfer_timeout": 20},
+    "kv_connector_extra_config": {
+        "host": "127.0.0.1",
+        "insecure": True,
+        "chunk_mib": 1,
+        "answer_timeout": 5,
+        "transfer_timeout": 20,
+    },
 }
 HOST: dict[str, Any] = {
     "kv_connector": "OffloadingConnector",

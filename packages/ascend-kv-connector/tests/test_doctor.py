@@ -4,6 +4,7 @@ import argparse
 import socket
 from collections.abc import Callable
 
+import msgspec
 import pytest
 from ascend_kv_connector import doctor
 from ascend_platform.transfer.auth import CurveKeys
@@ -18,15 +19,17 @@ def found(peer: str | None) -> list[tuple[str, str]]:
     return [(title, level) for title, level, *_ in doctor.check(argparse.Namespace(category="kv", peer=peer))]
 
 
-def test_instance_that_answers(instances: Callable) -> None:
+@pytest.mark.parametrize(("listens", "level"), [("127.0.0.1", "ok"), ("", "warn")], ids=["loopback", "all addresses"])
+def test_instance_that_answers(listens: str, level: str, instances: Callable, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An instance on this machine whose data port is open to others, as Mooncake's is."""
+    monkeypatch.setattr(doctor, "other_addresses", lambda: ["127.0.0.2"])
     (rank,) = instances("p").produce().producers
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        rank._cache_info = type(rank._cache_info)(
-            **{name: getattr(rank._cache_info, name) for name in rank._cache_info.__struct_fields__}
-            | {"session": f"127.0.0.1:{listener.getsockname()[1]}"}
-        )
+    with socket.create_server((listens, 0)) as listener:
+        session = f"127.0.0.1:{listener.getsockname()[1]}"
+        rank._cache_info = msgspec.structs.replace(rank._cache_info, session=session)
         results = list(doctor.check_peer("127.0.0.1", rank.server.port, b""))
-    assert [(title, level) for title, level, *_ in results] == [("control port", "ok"), ("model", "ok"), ("data port", "ok")]
+    assert [(title, level) for title, level, *_ in results] == [("control port", "ok"), ("model", "ok"), ("data port", level)]
+    assert ("accepts connections at 127.0.0.2 too, without the secret" in results[2][2]) == (level == "warn")
     assert results[1][2] == "m, weights of unknown fingerprint; 4 regions of int16, 80 elements a token, read directly"
 
 

@@ -134,6 +134,14 @@ def test_ipv6_address_and_ports_of_a_range() -> None:
     assert re.search(r"^result True \[::1\]:20[0-2]\d\d$", done.stdout, re.MULTILINE), done.stdout + done.stderr
 
 
+def test_mooncake_listens_on_all_addresses() -> None:
+    """The reason for which an instance needs a secret, or "insecure": true, also with a loopback host. If this fails, Mooncake
+    binds to its host, and the rule of ``auth.require_secret`` can be that of the other transports again."""
+    transport = MooncakeEngine("127.0.0.1", "tcp")
+    socket.create_connection(("127.0.0.2", int(transport.session.rpartition(":")[2])), 10).close()
+    transport.close()
+
+
 def test_killed_peer_is_an_error() -> None:
     context = multiprocessing.get_context("spawn")
     ours, theirs = context.Pipe()

@@ -195,7 +195,7 @@ def test_groups_with_states_are_known_and_other_connectors_refuse_them() -> None
 
 def test_push_is_refused() -> None:
     config = SimpleNamespace(
-        kv_transfer_config=SimpleNamespace(kv_connector_extra_config={"mode": "push", "host": "127.0.0.1"}),
+        kv_transfer_config=SimpleNamespace(kv_connector_extra_config={"mode": "push", "insecure": True}),
         parallel_config=SimpleNamespace(decode_context_parallel_size=1),
         model_config=SimpleNamespace(is_hybrid=True),
     )

@@ -20,6 +20,8 @@ def params(*hosts: str, **more: Any) -> dict[str, Any]:
         ({}, ["prefill"], False),
         ({}, ["169.254.169.254"], False),
         ({"insecure": True}, ["10.0.0.1", "prefill"], True),
+        ({"insecure": True, "local": True}, ["127.0.0.1"], True),
+        ({"insecure": True, "local": True}, ["127.0.0.1", "10.0.0.1"], False),
         ({"peers": ["10.0.0.0/8", "prefill", "fd00::/8"]}, ["10.1.2.3", "prefill", "fd00::7"], True),
         ({"peers": ["10.0.0.0/8"]}, ["11.1.2.3"], False),
         ({"peers": ["10.0.0.0/8"], "insecure": True}, ["11.1.2.3"], False),

@@ -83,5 +83,5 @@ def test_connectors_that_do_not_transfer_states_are_refused_with_such_models(mod
         line = f"KV connector {name} does not support models with state-space or linear attention layers; AscendP2PConnector does"
         with pytest.raises(ValueError, match=line):
             engine_config(directory, **transfer(name))
-    local = {"kv_connector_extra_config": {"host": "127.0.0.1"}}
+    local = {"kv_connector_extra_config": {"insecure": True}}
     assert engine_config(directory, **transfer("AscendP2PConnector", **local)).kv_transfer_config is not None

@@ -49,7 +49,8 @@ class AscendP2PConnector(KVConnectorBase_V1, SupportsHMA):
         """
         options = Options.from_config(vllm_config.kv_transfer_config.kv_connector_extra_config)
         engine.check(options.transport, "kv_connector_extra_config.transport")
-        auth.require_secret(auth.read_secret(options.secret_file), options.insecure, options.host or get_ip())
+        host = options.host or get_ip()
+        auth.require_secret(auth.read_secret(options.secret_file), options.insecure, host, options.transport)
         if vllm_config.parallel_config.decode_context_parallel_size > 1:
             raise extension.RefusedError("AscendP2PConnector does not support decode context parallelism; remove one of the two")
         if options.mode == "push" and vllm_config.model_config.is_hybrid:

@@ -5,7 +5,10 @@ from __future__ import annotations
 import argparse
 import socket
 from collections.abc import Iterator
+from contextlib import suppress
 from time import monotonic
+
+from ascend_platform.transfer.auth import is_loopback
 
 SECONDS = 10.0
 
@@ -58,11 +61,30 @@ def check_peer(host: str, port: int, secret: bytes) -> Iterator[Finding]:
     exposed = "read directly" if reply.memory else "staged"
     model = f"{printable(reply.model)}, weights {printable(reply.weights) or 'of unknown fingerprint'}"
     yield "model", "ok", f"{model}; {len(reply.regions)} regions of {reply.dtype}, {size} elements a token, {exposed}", ""
-    data_host, _, data_port = reply.session.rpartition(":")
     where = f"{printable(reply.session)} by {printable(reply.transport)}"
-    try:
-        socket.create_connection((data_host.strip("[]"), int(data_port)), SECONDS).close()
-    except (OSError, ValueError) as error:
+    session_host, _, data_port = reply.session.rpartition(":")
+    if error := _connection_error(data_host := session_host.strip("[]"), data_port):
         yield "data port", "fail", f"{where}: {error}", "admit it in the firewalls between both machines (option ports)"
+    elif is_loopback(data_host) and (open_at := [each for each in other_addresses() if not _connection_error(each, data_port)]):
+        fix = "close it to other machines in this machine's firewall"
+        yield "data port", "warn", f"{where} accepts connections at {open_at[0]} too, without the secret", fix
     else:
-        yield "data port", "ok", f"{where} accepts connections", ""
+        yield "data port", "ok", f"{where} accepts connections; on a machine that is no instance this check has to fail", ""
+
+
+def other_addresses() -> list[str]:
+    """Addresses of this machine that others can reach."""
+    found = {str(each[4][0]) for each in socket.getaddrinfo(socket.gethostname(), None)}
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe, suppress(OSError):
+        probe.connect(("192.0.2.1", 9))  # sends nothing, and chooses the address of the default route
+        found.add(str(probe.getsockname()[0]))
+    return sorted(each for each in found if not is_loopback(each))
+
+
+def _connection_error(host: str, port: str) -> str:
+    """Why a TCP connection cannot be opened; "" if it can."""
+    try:
+        socket.create_connection((host, int(port)), SECONDS).close()
+    except (OSError, ValueError) as error:
+        return str(error)
+    return ""

@@ -8,7 +8,9 @@ import json
 from collections.abc import Sequence
 from typing import Any
 
+from ascend_platform.transfer.auth import is_loopback
 from ascend_platform.transfer.errors import printable
+from vllm.utils.network_utils import get_ip
 
 from ascend_kv_connector.auth import read_secret
 from ascend_kv_connector.config import Options
@@ -31,19 +33,26 @@ class TrustedAddresses:
 
     Ranks of other instances: with a secret those that an instance with the same secret has signed, without one those on this
     machine. With ``peers`` (hosts and networks) they must be in it as well, and without a secret they may be anywhere in it. With
-    ``insecure`` and neither, all are allowed. Routers: ``metaservers``, by their exact URL.
+    ``insecure`` and neither, all are allowed, unless this instance is ``local``. Routers: ``metaservers``, by their exact URL.
     """
 
     def __init__(
-        self, secret: bytes = b"", peers: Sequence[str] = (), metaservers: Sequence[str] = (), insecure: bool = False
+        self,
+        secret: bytes = b"",
+        peers: Sequence[str] = (),
+        metaservers: Sequence[str] = (),
+        insecure: bool = False,
+        local: bool = False,
     ) -> None:
-        self._secret, self.metaservers, self._insecure = secret, tuple(metaservers), insecure
+        """``local``: the instance's host is a loopback address, which instances on other machines cannot have contacted."""
+        self._secret, self.metaservers, self._insecure = secret, tuple(metaservers), insecure and not local
         self._hosts = {peer for peer in peers if parse_network(peer) is None}
         self._networks = [network for peer in peers if (network := parse_network(peer))]
 
     @classmethod
     def from_options(cls, options: Options) -> TrustedAddresses:
-        return cls(read_secret(options.secret_file), options.peer_hosts, options.metaservers, options.insecure)
+        local = is_loopback(options.host or get_ip())
+        return cls(read_secret(options.secret_file), options.peer_hosts, options.metaservers, options.insecure, local)
 
     def sign(self, params: dict[str, Any]) -> dict[str, Any]:
         """The parameters, with a signature if there is a secret."""

@@ -16,14 +16,14 @@ from typing import Any
 import torch
 from ascend_platform import extension
 from ascend_platform.transfer.auth import CurveKeys
-from ascend_platform.transfer.checkpoint import weights_fingerprint
+from ascend_platform.transfer.checkpoint import loaded_fingerprint
 from ascend_platform.transfer.engine import Engine, make_engine
 from ascend_platform.transfer.errors import TransferError
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorTransferResults
 from vllm.distributed.parallel_state import get_pp_group, get_tp_group
 from vllm.utils.network_utils import get_ip
 
-from ascend_kv_connector.auth import read_secret, require_secret
+from ascend_kv_connector.auth import read_secret, require_secret, warn_of_open_ports
 from ascend_kv_connector.config import Options, paged_block_size, sliding_windows
 from ascend_kv_connector.consumer import Consumer
 from ascend_kv_connector.leases import PrefillProgress
@@ -92,16 +92,18 @@ class P2PWorker:
         )
         host = self._options.host or get_ip()
         shared = read_secret(self._options.secret_file)
-        require_secret(shared, self._options.insecure, host)
+        require_secret(shared, self._options.insecure, host, self._options.transport)
         keys = CurveKeys(shared) if shared else None
         transport = self._transport = self._transport or make_engine(
             self._options.transport, host, self._options.protocol, keys, self._options.port_range
         )
+        if rank == 0:
+            warn_of_open_ports(self._options.insecure, self._options.transport, transport.session)
         if self._options.expose_cache and self._config.model_config.enable_sleep_mode:
             extension.logger.info("KV connector: --enable-sleep-mode frees the KV cache, which is therefore not exposed to peers")
             self._options = replace(self._options, expose_cache=False)
         common = {"cache": cache, "transport": transport, "options": self._options, "engine": transfer.engine_id, "keys": keys}
-        common |= {"model": model_fingerprint(self._config), "weights": weights_fingerprint(self._config.model_config)}
+        common |= {"model": model_fingerprint(self._config), "weights": loaded_fingerprint(self._config.model_config)}
         port: int | range = int(transfer.kv_port)
         free = self._options.port_range or 0
         port = free if port == DEFAULT_KV_PORT else port + parallel.data_parallel_index * ranks + rank
