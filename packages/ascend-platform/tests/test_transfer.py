@@ -1,12 +1,17 @@
 """What KV connector and model loader share: fingerprints of checkpoints."""
 
 import json
+import pickle
+import shutil
+import socket
 import struct
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
-from ascend_platform.transfer.checkpoint import checkpoint_fingerprint
+from ascend_platform.components import RefusedError
+from ascend_platform.transfer.checkpoint import checkpoint_fingerprint, loaded_fingerprint, note_files
 from safetensors.torch import save_file
 
 
@@ -27,6 +32,19 @@ def test_fingerprint_depends_on_every_tensor(tmp_path: Path, change: tuple[str, 
     assert len(found) == 16
     assert found == checkpoint_fingerprint(checkpoint(tmp_path / "same"))
     assert found != checkpoint_fingerprint(checkpoint(tmp_path / "changed", change))
+
+
+def test_fingerprint_of_files_that_changed_while_they_were_loaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = SimpleNamespace(model=str(tmp_path / "here"), model_weights="", revision=None)
+    checkpoint(tmp_path / "here")
+    assert loaded_fingerprint(model) == checkpoint_fingerprint(tmp_path / "here")  # not noted
+    note_files(model)
+    assert loaded_fingerprint(pickle.loads(pickle.dumps(model))) == checkpoint_fingerprint(tmp_path / "here")
+    shutil.copy(checkpoint(tmp_path / "new", ("c", 1000)) / "2.safetensors", tmp_path / "here")
+    with pytest.raises(RefusedError, match=r"2\.safetensors of .*here has changed since this instance began to load it.*; fix: "):
+        loaded_fingerprint(model)
+    monkeypatch.setattr(socket, "gethostname", lambda: "another machine, with its own copy of the files")
+    assert loaded_fingerprint(model) == checkpoint_fingerprint(tmp_path / "here")
 
 
 def test_fingerprint_of_missing_and_malformed_files(tmp_path: Path) -> None:

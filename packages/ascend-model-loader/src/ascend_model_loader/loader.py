@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 from ascend_platform import extension
+from ascend_platform.transfer.checkpoint import loaded_fingerprint, note_files
 from torch import nn
 from vllm.config import ModelConfig, VllmConfig
 from vllm.config.load import LoadConfig
@@ -68,6 +69,7 @@ class PeerModelLoader(BaseModelLoader):
         before = scalar_attributes(model) if serving else {}
         if self._vllm_config and (serving or self.options.peers or self.options.registry):
             # before processing, which may change the model's configuration (vLLM's weight_cache/daemon.py)
+            note_files(model_config)
             self._identity = identity.weight_identity(self._vllm_config, model_config, self.options.name)
         reasons: list[str] = []
         for strategy in self.options.strategies:
@@ -86,7 +88,7 @@ class PeerModelLoader(BaseModelLoader):
         else:
             raise RuntimeError(f"no strategy could load the weights of {model_config.model}: {'; '.join(reasons)}")
         if serving:
-            self._take_snapshot(model, before, known_digests)
+            self._take_snapshot(model, before, known_digests, None if strategy == "peer" else model_config)
 
     # Strategies; each returns the chunk digests of what it loaded, if it knows them
 
@@ -131,14 +133,18 @@ class PeerModelLoader(BaseModelLoader):
 
     # Serving
 
-    def _take_snapshot(self, model: nn.Module, before: Mapping[str, str], known_digests: list[bytes] | None) -> None:
+    def _take_snapshot(
+        self, model: nn.Module, before: Mapping[str, str], known_digests: list[bytes] | None, from_files: ModelConfig | None
+    ) -> None:
         try:
+            if from_files is not None:
+                loaded_fingerprint(from_files)
             if changed := sorted(set(scalar_attributes(model).items()) - set(before.items())):
                 raise PeerError(f"load_weights set an attribute that is not a tensor: {changed[0][0]}")
             with self.report.phase("checksums for peers") as phase:
                 self._loaded = Snapshot(model, self.options.checksum, known_digests)
                 phase.bytes = 0 if known_digests else self._loaded.size
-        except PeerError as error:
+        except (PeerError, extension.RefusedError) as error:
             logger.warning("weights are not served: %s", error)
 
     def _serve(self, loaded: "Snapshot", model: nn.Module, vllm_config: VllmConfig) -> None:

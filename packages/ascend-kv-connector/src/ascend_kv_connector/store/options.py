@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ascend_platform import extension
-from ascend_platform.transfer.checkpoint import weights_fingerprint
+from ascend_platform.transfer.checkpoint import loaded_fingerprint
 
 from ascend_kv_connector.config import parse_options
 
@@ -151,6 +151,6 @@ class StoreOptions:
             "revision": model.revision,
             "quantization": model.quantization,
             "model": hashlib.sha256(described.encode()).hexdigest(),
-            "weights": weights_fingerprint(model),
+            "weights": loaded_fingerprint(model),
             "hashes": vllm_config.cache_config.prefix_caching_hash_algo,
         }

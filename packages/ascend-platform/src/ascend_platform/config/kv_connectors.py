@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any, cast
 from ascend_platform import extension
 from ascend_platform.components import registry, slots
 from ascend_platform.config.state_layers import has_states
+from ascend_platform.transfer import checkpoint
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -74,6 +75,8 @@ def check(vllm_config: VllmConfig) -> None:
             )
         if check_config := getattr(connector, "check_config", None):
             check_config(config)
+    if vllm_config.model_config is not None:
+        checkpoint.note_files(vllm_config.model_config)  # for the scheduler, whose process may load no weights
 
 
 def _module(name: str | None, module: str | None) -> str | None:

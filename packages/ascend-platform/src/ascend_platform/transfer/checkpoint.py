@@ -2,11 +2,14 @@
 
 import hashlib
 import json
+import socket
 import struct
 from pathlib import Path
 from typing import Any
 
 from huggingface_hub import try_to_load_from_cache
+
+from ascend_platform.components import RefusedError
 
 SAMPLE_BYTES = 256
 
@@ -16,19 +19,57 @@ OTHER_FORMATS = ("*.bin", "*.pt", "*.pth", "*.gguf")
 SAMPLES_OF_FILE = 4096
 
 
+Files = tuple[str, list[tuple[str, int, int]]]
+"""This machine's name, and name, bytes and time of the last change in ns of each file with weights."""
+
+
+def note_files(model_config: Any) -> None:
+    """Before loading, remember the checkpoint's files in a vLLM ModelConfig, for :func:`loaded_fingerprint` there or in a copy."""
+    model_config.ascend_checkpoint_files = _files(model_config)
+
+
+def loaded_fingerprint(model_config: Any) -> str:
+    """:func:`weights_fingerprint` of the weights that were loaded since :func:`note_files`.
+
+    Raises:
+        RefusedError: the files have changed since then, so that it is not known which weights were loaded.
+    """
+    fingerprint, (machine, now) = weights_fingerprint(model_config), _files(model_config)
+    noted_on, noted = getattr(model_config, "ascend_checkpoint_files", ("", []))
+    if noted and noted_on == machine and noted != now:
+        changed = sorted({name for name, *_ in set(noted) ^ set(now)})
+        raise RefusedError(
+            f"{changed[0]} of {model_config.model} has changed since this instance began to load it, which must share neither KV "
+            "cache nor weights; fix: start it again once the checkpoint is complete, and write new weights to another directory"
+        )
+    return fingerprint
+
+
 def weights_fingerprint(model_config: Any) -> str:
     """:func:`checkpoint_fingerprint` of the checkpoint of a vLLM ModelConfig; "" if this machine does not have its files.
 
     Weights that are replaced in the running engine have the fingerprint of those that were loaded.
     """
+    directory = _directory(model_config)
+    return checkpoint_fingerprint(directory) if directory else ""
+
+
+def _directory(model_config: Any) -> Path | None:
+    """Directory of a checkpoint; None if this machine does not have it."""
     name = model_config.model_weights or model_config.model
-    if not Path(name).is_dir():  # a repository of Hugging Face's hub, which vLLM has downloaded
-        try:
-            found = try_to_load_from_cache(name, "config.json", revision=model_config.revision)
-        except ValueError:  # a URL, for example
-            return ""
-        return checkpoint_fingerprint(Path(found).parent) if isinstance(found, str) else ""
-    return checkpoint_fingerprint(Path(name))
+    if Path(name).is_dir():
+        return Path(name)
+    try:  # a repository of Hugging Face's hub, which vLLM has downloaded
+        found = try_to_load_from_cache(name, "config.json", revision=model_config.revision)
+    except ValueError:  # a URL, for example
+        return None
+    return Path(found).parent if isinstance(found, str) else None
+
+
+def _files(model_config: Any) -> Files:
+    directory = _directory(model_config)
+    found = [path for kind in ("*.safetensors", *OTHER_FORMATS) for path in directory.glob(kind)] if directory else []
+    return socket.gethostname(), sorted((path.name, (status := path.stat()).st_size, status.st_mtime_ns) for path in found)
 
 
 def checkpoint_fingerprint(directory: Path) -> str:

@@ -30,6 +30,7 @@ from ascend_platform.graph import capture_sizes
 from ascend_platform.observability import metrics
 from ascend_platform.observability.profiler import NPUProfiler
 from ascend_platform.platform import announce
+from ascend_platform.transfer.checkpoint import note_files
 from ascend_platform.vllm_overrides import override
 from ascend_platform.worker import process_groups, sleep_mode, watchdog
 from ascend_platform.worker.model_runner import NPUModelRunner
@@ -130,6 +131,8 @@ class NPUWorker(Worker):
                 register_model_loader(load_config.load_format)(resolve_obj_by_qualname(loader))
         if self.parallel_config.use_sequence_parallel_moe:
             from ascend_platform.ops import sequence_parallel  # noqa: F401
+        if self.vllm_config.kv_transfer_config is not None:
+            note_files(self.model_config)
         super().load_model(**options)
 
     def get_supported_kv_cache_layouts(self) -> list[str]:
