@@ -259,6 +259,7 @@ class NPUPlatform(Platform):
         from vllm.plugins import load_general_plugins
 
         load_general_plugins()  # EngineArgs does so; a VllmConfig can also be created without
+        options.check(vllm_config.additional_config)
         kv_connectors.resolve(vllm_config)
         vllm_config.kernel_config.enable_jit_warmup = False
         compilation.set_defaults(vllm_config)

@@ -90,7 +90,7 @@ def _join(
     api: str,
     later: Iterable[str],
 ) -> Status:
-    namespace = entry_point.removeprefix("ascend_")
+    namespace = options.namespace(entry_point)
     try:
         problem = requirements.conflict() or requirements.unmet(distribution) or _incompatible(distribution, api, later)
         if not problem:

@@ -27,11 +27,8 @@ if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
 VARIABLE = "VLLM_USE_V2_MODEL_RUNNER"
-_RUNNERS = ("auto", "v1", "v2")
 _IN_ENVIRONMENT = os.environ.get(VARIABLE) == "1"
 """What the user has set, or, in a process of an engine, the engine's choice; of no meaning where neither is given."""
-
-options.register("platform", {"model_runner": "auto"})
 
 
 class Choice(NamedTuple):
@@ -125,11 +122,7 @@ def choice(vllm_config: VllmConfig) -> Choice:
     for config in (vllm_config, engine):
         if config is not None and config.instance_id in _chosen:
             return _chosen[config.instance_id]
-    given = options.given(vllm_config, "platform").get("model_runner", "auto")
-    if given not in _RUNNERS:
-        raise extension.RefusedError(
-            f'additional_config "ascend.platform.model_runner" is {given!r}; supported: {", ".join(_RUNNERS)}'
-        )
+    given = options.of_platform(vllm_config, "model_runner")
     if given != "auto":
         return Choice(given == "v2", "additional_config")
     if Version(extension.version("vllm")) < Version(overrides.SINCE):

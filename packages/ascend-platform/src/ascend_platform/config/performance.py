@@ -12,14 +12,11 @@ MATMUL_ALL_REDUCE = "matmul_all_reduce"
 SHARED_EXPERTS_STREAM = "shared_experts_stream"
 NUMA_BIND = "numa_bind"
 MLA_PROLOG = "mla_prolog"
-DEFAULTS: dict[str, object] = {MATMUL_ALL_REDUCE: False, SHARED_EXPERTS_STREAM: False, NUMA_BIND: True, MLA_PROLOG: False}
-
-options.register("platform", DEFAULTS)
 
 
 def enabled(vllm_config: "VllmConfig", name: str) -> bool:
     """Whether an engine has an option on."""
-    return bool((DEFAULTS | options.given(vllm_config, "platform"))[name])
+    return bool(options.of_platform(vllm_config, name))
 
 
 def max_decode_tokens(vllm_config: "VllmConfig") -> int:
@@ -28,24 +25,22 @@ def max_decode_tokens(vllm_config: "VllmConfig") -> int:
 
 
 def check(vllm_config: "VllmConfig") -> None:
-    """Refuse values other than true and false, and options that the chip, the layout or torch.compile does not allow.
+    """Refuse options that the chip, the layout or torch.compile does not allow.
 
     Raises:
         RefusedError: what is not supported, in one line.
     """
     from vllm.config import CompilationMode
 
-    found = DEFAULTS | options.given(vllm_config, "platform")
-    for name in DEFAULTS:
-        if not isinstance(found[name], bool):
-            raise RefusedError(f'additional_config "ascend.platform.{name}" is {found[name]!r}; supported: true, false')
-    if found[MATMUL_ALL_REDUCE] and vllm_config.compilation_config.mode not in (None, CompilationMode.NONE):
+    if not enabled(vllm_config, MATMUL_ALL_REDUCE):
+        return
+    if vllm_config.compilation_config.mode not in (None, CompilationMode.NONE):
         raise RefusedError(
             f'ascend.platform.{MATMUL_ALL_REDUCE} is not supported with torch.compile; fix: remove it, or "cudagraph_mode": '
             '"FULL_DECODE_ONLY" in --compilation-config'
         )
     ranks, family = vllm_config.parallel_config.tensor_parallel_size, host.chip_family()
-    if found[MATMUL_ALL_REDUCE] and ranks not in family.matmul_all_reduce:
+    if ranks not in family.matmul_all_reduce:
         supported = ", ".join(map(str, sorted(family.matmul_all_reduce))) or "none"
         raise RefusedError(
             f"ascend.platform.{MATMUL_ALL_REDUCE} is not supported with --tensor-parallel-size {ranks} on {host.chip()}; "

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 
 from ascend_platform import chips, extension, host
 from ascend_platform.components import options
@@ -17,9 +17,6 @@ AWQ, GPTQ = "auto_awq", "auto_gptq"
 FP8, MXFP4 = "fp8", "gpt_oss_mxfp4"
 
 METHODS = (NAME, "compressed-tensors", AWQ, GPTQ, FP8, MXFP4)
-DEQUANTIZE = "dequantize"
-FP8_TARGETS = (DEQUANTIZE, "W8A8_DYNAMIC")
-"""What FP8 weights are converted to at load: the model's dtype, or int8."""
 
 
 def check_chip(schemes: Iterable[str]) -> None:
@@ -41,21 +38,5 @@ def uses_weight_nz() -> bool:
 
 
 def fp8_target() -> str:
-    """What FP8 weights are converted to: the option ``ascend.platform.fp8``."""
+    """What FP8 weights are converted to at load, the model's dtype or int8: the option ``ascend.platform.fp8``."""
     return str(options.config("platform")["fp8"])
-
-
-def _check_options(given: Mapping[str, object]) -> None:
-    if given["weight_nz"] not in (None, True, False):
-        raise extension.RefusedError(
-            f'additional_config "ascend.platform.weight_nz" is {given["weight_nz"]!r}; supported: true, false, or null for the '
-            "default of the chip"
-        )
-    if given["fp8"] not in FP8_TARGETS:
-        raise extension.RefusedError(
-            f'additional_config "ascend.platform.fp8" is {given["fp8"]!r}; supported: {", ".join(FP8_TARGETS)}'
-        )
-
-
-options.register("platform", {"weight_nz": None, "fp8": DEQUANTIZE})
-options.listen("platform", _check_options)

@@ -1,0 +1,101 @@
+"""Options of all wheels: the documented keys are known, the doctor takes them, and values of other types are refused in one line."""
+
+import importlib.metadata
+import json
+import re
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+from ascend_kv_connector.config import Options as ConnectorOptions
+from ascend_kv_connector.store.options import StoreOptions
+from ascend_model_loader.options import Options as LoaderOptions
+from ascend_model_loader.options import parse_options
+from ascend_platform.components import COMPONENTS, RefusedError, options
+from harness import checkout
+from harness.doctor import examine
+
+WRONG = (5, 1.5, "x", True, None, [1], {"a": {}}, [], {})
+"""Values of every type that JSON has; an option takes some of them."""
+
+
+@pytest.fixture(scope="module")
+def known() -> dict[str, dict[str, object]]:
+    """Of each component's name in ``--additional-config``: keys and defaults."""
+    for point in importlib.metadata.entry_points(group="vllm.general_plugins"):
+        if point.name in COMPONENTS.values():
+            point.load()()
+    return {name: options.config(name) for name in map(options.namespace, COMPONENTS.values()) if options.config(name)}
+
+
+def documented() -> set[tuple[str, str]]:
+    """Component and key of the headings of the configuration page."""
+    text = (checkout.ROOT / "docs" / "configuration.md").read_text()
+    return set(re.findall(r"^### `ascend\.(\w+)\.(\w+)`$", text, re.MULTILINE))
+
+
+def test_every_option_is_documented_and_no_other(known):
+    assert {(name, key) for name, keys in known.items() for key in keys} == documented()
+
+
+def test_doctor_takes_every_documented_option(known):
+    given: dict[str, dict[str, object]] = {}
+    for name, key in documented():
+        given.setdefault(name, {})[key] = known[name][key]
+    _, lines = examine("--additional-config", json.dumps({"ascend": given}))
+    assert lines["configuration", "--additional-config"][:2] == ("ok", "known keys only")
+
+
+def refusals(take: Callable[[Any], object], values: Any = WRONG) -> Iterator[str]:
+    """The messages for the values that are refused; other exceptions fail the test."""
+    for value in values:
+        try:
+            take(value)
+        except RefusedError as error:
+            assert "\n" not in str(error)
+            yield str(error)
+
+
+def test_wrong_types_of_each_option_are_refused_in_one_line(known, monkeypatch):
+    for variable in ("HCCL_DETERMINISTIC", "HCCL_CONNECT_TIMEOUT", "VLLM_ASCEND_DISABLE_PATCHES"):
+        monkeypatch.setenv(variable, "")
+    for name, keys in known.items():
+        for key in keys:
+            said = list(refusals(lambda value, name=name, key=key: options.configure({"ascend": {name: {key: value}}})))
+            assert len(said) >= 6, (name, key, said)
+            assert all(f"ascend.{name}.{key}" in line for line in said), said
+    options.configure({})
+
+
+@pytest.mark.parametrize("take", [options.configure, options.check], ids=lambda take: take.__name__)
+def test_wrong_types_of_objects_are_refused_in_one_line(known, take):
+    assert len(list(refusals(lambda value: take({"ascend": value})))) == 8
+    for name in known:
+        assert len(list(refusals(lambda value, name=name: take({"ascend": {name: value}})))) == 8
+
+
+def test_options_are_checked_where_they_are_read():
+    """Which hook of vLLM reads an option first is vLLM's choice."""
+    from types import SimpleNamespace
+
+    for ascend in ("x", [1], {"platform": 5}, {"platform": {"numa_bind": 1}}, {"platform": {"numabind": True}}):
+        config = SimpleNamespace(additional_config={"ascend": ascend})
+        with pytest.raises(RefusedError, match=r"^additional_config [^\n]*$"):
+            options.of_platform(config, "numa_bind")
+
+
+@pytest.mark.parametrize(
+    ("take", "keys"),
+    [
+        (ConnectorOptions.from_config, ConnectorOptions.__dataclass_fields__),
+        (StoreOptions.from_config, StoreOptions.__dataclass_fields__),
+        (parse_options, LoaderOptions.__struct_fields__),
+    ],
+    ids=["connector", "store", "loader"],
+)
+def test_wrong_types_of_connectors_and_loader_are_refused_in_one_line(take, keys, monkeypatch):
+    monkeypatch.setenv("VLLM_ASCEND_WEIGHTS_SECRET", "a secret of sixteen bytes")
+    for key in keys:
+        said = list(refusals(lambda value, key=key: take({key: value})))
+        assert len(said) >= 5, (key, said)
+        assert all(key in line for line in said), said
