@@ -1,4 +1,4 @@
-"""Options of all wheels: the documented keys are known, the doctor takes them, and values of other types are refused in one line."""
+"""Options of all wheels: documented keys are known, the doctor takes them, wrong types are refused in one line."""
 
 import importlib.metadata
 import json
@@ -47,12 +47,11 @@ def test_doctor_takes_every_documented_option(known):
 
 
 def refusals(take: Callable[[Any], object], values: Any = WRONG) -> Iterator[str]:
-    """The messages for the values that are refused; other exceptions fail the test."""
+    """The messages, of one line, for the values that are refused; other exceptions fail the test."""
     for value in values:
         try:
             take(value)
         except RefusedError as error:
-            assert "\n" not in str(error)
             yield str(error)
 
 
@@ -63,7 +62,7 @@ def test_wrong_types_of_each_option_are_refused_in_one_line(known, monkeypatch):
         for key in keys:
             said = list(refusals(lambda value, name=name, key=key: options.configure({"ascend": {name: {key: value}}})))
             assert len(said) >= 6, (name, key, said)
-            assert all(f"ascend.{name}.{key}" in line for line in said), said
+            assert all(f"ascend.{name}.{key}" in line and "\n" not in line for line in said), said
     options.configure({})
 
 
@@ -98,4 +97,4 @@ def test_wrong_types_of_connectors_and_loader_are_refused_in_one_line(take, keys
     for key in keys:
         said = list(refusals(lambda value, key=key: take({key: value})))
         assert len(said) >= 5, (key, said)
-        assert all(key in line for line in said), said
+        assert all(key in line and "\n" not in line for line in said), said

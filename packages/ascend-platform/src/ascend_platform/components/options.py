@@ -131,9 +131,8 @@ def _values(names: Mapping[str, object], namespace: str) -> dict[str, object]:
     """The options given under a name, with keys of a registered component and values that the platform supports."""
     values = names.get(namespace, {})
     if not isinstance(values, Mapping):
-        raise RefusedError(
-            f'additional_config "ascend.{namespace}" must be an object, not {values!r}; fix: {{"ascend": {{"{namespace}": {{…}}}}}}'
-        )
+        fix = f'{{"ascend": {{"{namespace}": {{…}}}}}}'
+        raise RefusedError(f'additional_config "ascend.{namespace}" must be an object, not {values!r}; fix: {fix}')
     known = _defaults.get(namespace, values)
     for key, value in values.items():
         if key not in known:
