@@ -402,8 +402,12 @@ def test_vllm_knows_the_family_s_environment_variables(monkeypatch):
 
 
 def test_ray_leaves_each_node_its_own_and_keeps_what_is_given(model, monkeypatch):
+    from vllm.ray.ray_env import get_env_vars_to_copy
     from vllm.v1.executor import ray_utils
 
+    secrets = {name for name in VARIABLES if name.endswith("SECRET")}
+    for name in secrets:
+        monkeypatch.setenv(name, "sixteen bytes or more")
     monkeypatch.setattr(ray_utils, "WORKER_SPECIFIC_ENV_VARS", set(ray_utils.WORKER_SPECIFIC_ENV_VARS))
     config = engine_config(model(), distributed_executor_backend="ray", tensor_parallel_size=2)
     config.parallel_config.ray_runtime_env = {"env_vars": {"A": "1"}, "working_dir": "."}
@@ -412,7 +416,8 @@ def test_ray_leaves_each_node_its_own_and_keeps_what_is_given(model, monkeypatch
     monkeypatch.setenv("HCCL_IF_IP", "10.0.0.1")
     monkeypatch.setenv("HCCL_BUFFSIZE", "300")
     handed_on = get_driver_env_vars(ray_utils.WORKER_SPECIFIC_ENV_VARS)
-    assert {"ASCEND_RT_VISIBLE_DEVICES", "HCCL_IF_IP"}.isdisjoint(handed_on)
+    assert {"ASCEND_RT_VISIBLE_DEVICES", "HCCL_IF_IP", *secrets}.isdisjoint(handed_on)
+    assert secrets.isdisjoint(get_env_vars_to_copy(exclude_vars=ray_utils.WORKER_SPECIFIC_ENV_VARS))  # data parallel's engines
     assert handed_on["HCCL_BUFFSIZE"] == "300"
     variables = {"A": "1", "RAY_kill_child_processes_on_worker_exit": "0"}
     assert config.parallel_config.ray_runtime_env == {"env_vars": variables, "working_dir": "."}

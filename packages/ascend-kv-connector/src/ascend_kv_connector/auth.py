@@ -24,10 +24,12 @@ def require_secret(shared: bytes, insecure: bool, host: str, transport: str) -> 
     """
     if shared or insecure or (transport != "mooncake" and is_loopback(host)):
         return
-    reached = "Mooncake listens on all addresses of this machine" if transport == "mooncake" else f"other machines can reach {host}"
+    open_port = transport == "mooncake"
+    reached = "Mooncake listens on all addresses of this machine" if open_port else f"other machines can reach {host}"
     raise extension.RefusedError(
         f"AscendP2PConnector: {reached}, and anyone who connects could fetch KV cache; fix: set secret_file in "
-        f'kv_connector_extra_config or {SECRET_ENV} on all instances, or "insecure": true where nobody else can connect'
+        f"kv_connector_extra_config or {SECRET_ENV} on all instances (with Ray, before ray start), or "
+        '"insecure": true where nobody else can connect'
     )
 
 
@@ -36,7 +38,7 @@ def warn_of_open_ports(insecure: bool, transport: str, session: str) -> None:
     if transport == "mooncake" and not insecure:
         extension.logger.warning(
             "AscendP2PConnector: Mooncake authenticates nobody: whoever reaches its ports (of %s, and one more) can read and "
-            'write KV cache, with the secret too; fix: admit the other instances only in the firewall (option ports); "insecure": true '
-            "silences this line",
+            "write KV cache, with the secret too; fix: admit the other instances only in the firewall (option ports); "
+            '"insecure": true silences this line',
             session,
         )

@@ -459,7 +459,7 @@ OVERRIDES: tuple[Override, ...] = (
     Override(
         "vllm.v1.executor.ray_utils:WORKER_SPECIFIC_ENV_VARS",
         "entries added",
-        "Ray workers on other nodes must not get the driver's visible NPUs and address",
+        "Ray workers on other nodes must not get the driver's visible NPUs and address, nor Ray's state the secrets",
         "vLLM takes the platform's device_control_env_var for it",
         {"0.31": "c65f283590fa"},
     ),

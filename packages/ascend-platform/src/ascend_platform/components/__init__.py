@@ -30,6 +30,10 @@ VARIABLES = {
 """Environment variables of all components. The platform registers them with vLLM, which warns of unknown ones."""
 
 
+SECRETS = ("VLLM_ASCEND_WEIGHTS_SECRET", "VLLM_ASCEND_KV_SECRET")
+"""Variables with a secret, which are not handed to Ray."""
+
+
 class RefusedError(ValueError):
     """Unsupported configuration. vLLM's command ends with the message, which is one line, and without a traceback."""
 

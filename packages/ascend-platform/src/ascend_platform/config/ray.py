@@ -6,6 +6,7 @@ import sys
 from multiprocessing import resource_tracker
 from typing import TYPE_CHECKING, Any, cast
 
+from ascend_platform.components import SECRETS
 from ascend_platform.host import VISIBLE_NPUS
 from ascend_platform.vllm_overrides import add
 
@@ -18,11 +19,12 @@ _trackers: list["subprocess.Popen[bytes]"] = []
 def prepare(parallel: "ParallelConfig") -> None:
     """Keep each node's own visible NPUs and address, and let each worker's shared memory be removed with the worker.
 
-    vLLM copies the driver's environment to workers, except for the variables listed here
-    (``vllm/v1/executor/ray_executor_v2.py``). It ends workers by ``ray.kill``, which by default also kills their children,
-    among them Python's resource tracker, which removes the shared memory.
+    Secrets are not copied: Ray keeps the environment of an actor in its state, which its dashboard and API show. vLLM copies
+    the driver's environment to workers, except for the variables listed here (``vllm/v1/executor/ray_executor_v2.py``). It
+    ends workers by ``ray.kill``, which by default also kills their children, among them Python's resource tracker, which
+    removes the shared memory.
     """
-    add("vllm.v1.executor.ray_utils:WORKER_SPECIFIC_ENV_VARS", [VISIBLE_NPUS, "HCCL_IF_IP"])
+    add("vllm.v1.executor.ray_utils:WORKER_SPECIFIC_ENV_VARS", [VISIBLE_NPUS, "HCCL_IF_IP", *SECRETS])
     given: dict[str, Any] = dict(parallel.ray_runtime_env or {})
     variables = {"RAY_kill_child_processes_on_worker_exit": "0"} | given.get("env_vars", {})
     parallel.ray_runtime_env = cast(Any, given | {"env_vars": variables})

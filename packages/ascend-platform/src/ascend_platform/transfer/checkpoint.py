@@ -24,7 +24,7 @@ Files = tuple[str, list[tuple[str, int, int]]]
 
 
 def note_files(model_config: Any) -> None:
-    """Before loading, remember the checkpoint's files in a vLLM ModelConfig, for :func:`loaded_fingerprint` there or in a copy."""
+    """Before loading, remember the checkpoint's files in a vLLM ModelConfig, for :func:`loaded_fingerprint` of it or a copy."""
     model_config.ascend_checkpoint_files = _files(model_config)
 
 
