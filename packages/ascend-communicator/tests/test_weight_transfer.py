@@ -1,15 +1,18 @@
 """Connecting a trainer and the workers: the first error ends it, and there is a deadline."""
 
+import pickle
 import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from ascend_communicator import weight_transfer
+from torch.distributed import TCPStore
 from vllm.distributed.weight_transfer.base import ModuleSource
 from vllm.distributed.weight_transfer.nccl_engine import NCCLWeightTransferUpdateInfo
 from vllm.model_executor.model_loader import mtp_validation
@@ -64,6 +67,27 @@ def test_error_of_the_group_does_not_wait_for_the_server(forever: threading.Even
     with pytest.raises(OSError, match="in use"):
         connect(Client(lambda: _wait(forever)), listening.getsockname()[1])
     assert time.monotonic() - began < 60
+
+
+class Pickled:
+    """Runs code where it is unpickled."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Path.touch, (self.path,)
+
+
+def test_worker_unpickles_nothing_of_the_trainer(tmp_path: Path) -> None:
+    """A worker's API names any address as that of the trainer."""
+    port = free_port()
+    store = TCPStore("127.0.0.1", port, world_size=2, is_master=True, wait_for_workers=False)
+    for key in ("broadcast_from/0/0", "broadcast_tensor/0/0", "send_to/1/0", "hccl_root_info/0"):
+        store.set(key, pickle.dumps(Pickled(tmp_path / "executed")))
+    with pytest.raises(RuntimeError, match=r"sent \d+ bytes of root information; HCCL's has 4108; fix: "):
+        weight_transfer.connect("127.0.0.1", port, 1, 2)
+    assert not (tmp_path / "executed").exists()
 
 
 def test_deadline(forever: threading.Event, monkeypatch: pytest.MonkeyPatch) -> None:

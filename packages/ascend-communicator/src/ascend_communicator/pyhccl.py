@@ -120,6 +120,26 @@ def load(path: str | None = None) -> HCCLLibrary:
     return HCCLLibrary(path)
 
 
+def _exchange(group: StatelessProcessGroup, info: torch.Tensor) -> torch.Tensor:
+    """Rank 0's root information, ``[ROOT_INFO_BYTES]``, as bytes.
+
+    The group's own broadcasts are pickles: whoever names rank 0's address to a worker could run code in it.
+
+    Raises:
+        RuntimeError: rank 0 has sent something else.
+    """
+    if group.rank == 0:
+        group.store.set(f"hccl_root_info/{group.broadcast_send_counter}", info.numpy().tobytes())
+        group.broadcast_send_counter += 1
+        return info
+    received = group.store.get(f"hccl_root_info/{group.broadcast_recv_src_counter[0]}")
+    group.broadcast_recv_src_counter[0] += 1
+    if len(received) != ROOT_INFO_BYTES:
+        found = f"rank 0 of the group sent {len(received)} bytes of root information; HCCL's has {ROOT_INFO_BYTES}"
+        raise RuntimeError(f"{found}; fix: use the same ascend-communicator on all ranks")
+    return torch.frombuffer(bytearray(received), dtype=torch.uint8)
+
+
 class PyHcclCommunicator:
     """HCCL collectives among the ranks of a group, with the arguments of vLLM's ``PyNcclCommunicator``.
 
@@ -157,7 +177,7 @@ class PyHcclCommunicator:
             if self.rank == 0:
                 self.library.call("HcclGetRootInfo", info.data_ptr())
             if isinstance(group, StatelessProcessGroup):
-                info = group.broadcast_obj(info, src=0)
+                info = _exchange(group, info)
             else:
                 dist.broadcast(info, src=dist.get_process_group_ranks(group)[0], group=group)
             comm = ctypes.c_void_p()
