@@ -210,6 +210,47 @@ print(made, status, library.aclGetRecentErrMsg().decode())
     assert "no stream resource: NPU 0 has 1024 streams" in message
 
 
+@pytest.mark.parametrize(
+    ("driver", "version", "captured", "message"),
+    [
+        ("", "", range(900, 1024), "error code is 207008"),
+        ("24.1.rc3", "24.1.rc3", range(900, 1024), "[SqCqManage]Alloc sq cq fail, retCode=0x7020023"),
+        ("25.5.1", "25.5.1", range(1100, 1101), ""),
+    ],
+)
+def test_streams_of_graphs_by_the_driver_s_version(run, driver, version, captured, message):
+    """310P has 1024 streams, which graphs keep with drivers before 25.5.1."""
+    script = """
+import torch, torch_npu
+from torch_npu.npu.utils import get_cann_version
+x, graphs, failure = torch.ones(1).npu(), [], ""
+with torch.npu.stream(torch.npu.Stream()):
+    while len(graphs) < 1100 and not failure:
+        graph = torch.npu.NPUGraph()
+        try:
+            graph.capture_begin()
+            x.add_(1)
+            graph.capture_end()
+            graphs.append(graph)
+        except RuntimeError as error:
+            failure = str(error)
+print(len(graphs), get_cann_version("DRIVER") or "unknown", failure)
+"""
+    given = ["--driver", driver] if driver else []
+    done = run("run", "--soc", "Ascend310P3", *given, "--", sys.executable, "-c", script)
+    count, found, failure = done.stdout.split(" ", 2)
+    assert int(count) in captured
+    assert found == (version or "unknown")
+    assert message in failure
+    assert bool(failure.strip()) == bool(message)
+    assert ("207005" in failure) == (driver == "24.1.rc3")
+
+
+def test_driver_versions_are_checked(run):
+    done = run("run", "--driver", "new", "--", "true")
+    assert (done.returncode, done.stderr) == (1, "driver version 'new'; use a form such as 25.5.1 or 24.1.rc3\n")
+
+
 MISSING_WAIT = """
 import sys, time, torch, torch_npu
 x, y = torch.zeros(1 << 12).npu(), torch.zeros(1 << 12).npu()

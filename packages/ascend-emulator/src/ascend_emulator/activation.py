@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import os
+import re
 import sys
 from collections.abc import MutableMapping
 from pathlib import Path
@@ -47,17 +48,24 @@ def set_strict(environ: MutableMapping[str, str]) -> None:
         environ.setdefault(f"ASCEND_EMULATOR_{name}", "1")
 
 
-def set_environment(environ: MutableMapping[str, str], npus: int, soc: str, memory: int | None, times: Path | None = None) -> str:
+def set_environment(
+    environ: MutableMapping[str, str], npus: int, soc: str, memory: int | None, times: Path | None = None, driver: str = ""
+) -> str:
     """Set the variables in ``environ`` that emulate NPUs in processes started with it; return a message for the user.
 
-    ``times`` is a report of a real NPU, whose times replace the chip's published figures in estimates.
+    ``times`` is a report of a real NPU, whose times replace the chip's published figures in estimates, and ``driver`` the version
+    of the driver, by default unknown.
 
     Raises:
         BuildError: the libraries could not be compiled.
-        ValueError: ``npus``, ``soc`` or ``memory`` is out of range, or ``times`` cannot be used.
+        ValueError: ``npus``, ``soc``, ``memory`` or ``driver`` is out of range, or ``times`` cannot be used.
     """
     if not 1 <= npus <= 64:
         raise ValueError(f"{npus} NPUs requested; 1 to 64 are supported")
+    if driver and not re.fullmatch(r"\d+\.\d+(\.\w+)*", driver):
+        raise ValueError(f"driver version {driver!r}; use a form such as 25.5.1 or 24.1.rc3")
+    if driver:
+        environ["ASCEND_EMULATOR_DRIVER"] = driver
     model, source = chip(soc), ""
     if times:
         report = read(times)

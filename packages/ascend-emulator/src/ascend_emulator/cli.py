@@ -28,6 +28,12 @@ def _parser() -> argparse.ArgumentParser:
         "--memory", type=parse_size, help="device memory per NPU, such as 8GiB (default: the chip's, limited by this machine's)"
     )
     run.add_argument(
+        "--driver",
+        default="",
+        metavar="VERSION",
+        help="version of the NPUs' driver, such as 25.5.1 (default: unknown); it selects what happens when streams are used up",
+    )
+    run.add_argument(
         "--without",
         default="",
         metavar="NAMES",
@@ -83,7 +89,7 @@ def _run(options: argparse.Namespace) -> int:
         )
         return 2
     environ = dict(os.environ)
-    line = set_environment(environ, options.npus, options.soc, options.memory, options.times)
+    line = set_environment(environ, options.npus, options.soc, options.memory, options.times, options.driver)
     if options.without:
         environ["ASCEND_EMULATOR_WITHOUT"] = ",".join(filter(None, [environ.get("ASCEND_EMULATOR_WITHOUT", ""), options.without]))
     if options.fault:

@@ -6,6 +6,7 @@
 #include <algorithm>
 #include <atomic>
 #include <cerrno>
+#include <cstdio>
 #include <cstdlib>
 #include <cstring>
 #include <fstream>
@@ -40,6 +41,10 @@ struct Machine {
     if (const char* name = std::getenv("ASCEND_EMULATOR_SOC")) chip.name = name;
     chip.memory = number("ASCEND_EMULATOR_MEMORY", 4ull << 30) & ~((1ull << 21) - 1);
     describe();
+    int parts[3] = {};
+    if (const char* driver = std::getenv("ASCEND_EMULATOR_DRIVER"))
+      if (std::sscanf(driver, "%d.%d.%d", &parts[0], &parts[1], &parts[2]) >= 2)
+        chip.driver = parts[0] * 10000 + parts[1] * 100 + parts[2];
     const int npus = static_cast<int>(number("ASCEND_EMULATOR_NPUS", 1));
     memory = chip.memory * npus;
     bytes = memory + std::min(memory * kVirtualPerMemory, kVirtualMost);

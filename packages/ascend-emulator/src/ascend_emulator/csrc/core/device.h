@@ -25,6 +25,7 @@ struct Chip {
   int vector_cores = 0;
   bool bfloat16 = true;  // whether operators support it
   int streams = 1984;
+  int driver = 0;  // version of the driver, 25.5.1 as 250501; 0 where it is unknown
   int graph_nodes = 1 << 20;
   // For the roofline model (trace.h): bytes/s, FLOP/s; launch overheads in seconds.
   double bandwidth = 1.6e12, host_bandwidth = 32e9, link_bandwidth = 28e9, cube_flops = 300e12, vector_flops = 10e12,

@@ -36,11 +36,16 @@ int count(int device) {
                                    [&](const auto& each) { return each.second->device == device; }));
 }
 
+// Drivers from this version on reuse the streams of captured graphs, and earlier ones have another code and text for exhausted
+// streams: vllm-project/vllm-ascend pull requests 9962 and 10555, issues 2629 and 8393 (at the beginning of a capture).
+constexpr int kReusingDriver = 250501;
+
 void check_stream_limit(int device, int wanted, Status status) {
   const int limit = chip().streams, used = count(device);
-  check(used + wanted <= limit, status, "no stream resource: NPU ", device, " has ", limit, " streams; ", used, " are in use (",
-      table().in_graphs[device], " of them by captured graphs) and ", wanted,
-      " more are asked for. Capture fewer graphs, or destroy streams");
+  const bool is_old = chip().driver && chip().driver < kReusingDriver;
+  check(used + wanted <= limit, is_old ? kNoResource : status, is_old ? "[SqCqManage]Alloc sq cq fail, retCode=0x7020023; " : "",
+      "no stream resource: NPU ", device, " has ", limit, " streams; ", used, " are in use (", table().in_graphs[device],
+      " of them by captured graphs) and ", wanted, " more are asked for. Capture fewer graphs, or destroy streams");
 }
 
 }  // namespace
@@ -290,6 +295,7 @@ std::shared_ptr<Stream> remove_stream(void* handle) {
 }
 
 void reserve_streams(int device, int wanted, Status status) {
+  if (chip().driver >= kReusingDriver) return;
   std::lock_guard lock(table().mutex);
   if (wanted > 0) check_stream_limit(device, wanted, status);
   table().in_graphs[device] += wanted;
