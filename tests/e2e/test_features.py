@@ -1,7 +1,7 @@
 """LoRA, speculative decoding, sampling and structured output through vLLM's API, compared with references.
 
 Here is one engine with sampling and grammars, one with adapters and drafts too, and tensor parallelism, one with adapters on
-experts, and two with MTP or n-grams, fused attention and graphs.
+experts, and three with MTP, n-grams or EAGLE, fused attention and graphs.
 `tools/check features` runs every method and layout.
 """
 
@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from harness import features, references, vllm_runner
+from harness import features, graph_outputs, references, vllm_runner
 from harness.models import small as small_models
 
 ANSWERS = 150
@@ -69,7 +69,8 @@ def served(directory: Path) -> dict[str, Any]:
     )
     (ngram,) = features.speculation(directory, ["n-gram on the NPU"], 1, "float16")
     experts = features.lora_on_family("experts", directory, "Qwen2Moe", 2)
-    cases = [one, two, experts, mtp, ngram]
+    eagle = graph_outputs.case(directory, "EAGLE", "FULL_AND_PIECEWISE") | {"name": "eagle"}
+    cases = [one, two, experts, mtp, ngram, eagle]
     return features.serve(cases, ASCEND_EMULATOR_TRACE=str(directory / "trace.json"))
 
 
@@ -106,6 +107,14 @@ def test_speculative_decoding_keeps_the_tokens(served: dict[str, Any], directory
     assert (tokens, others) == (144, 0)
     assert far < 1e-3
     assert 0 < accepted < drafted
+
+
+def test_prompt_logprobs_are_of_the_target_s_hidden_states(served: dict[str, Any], directory: Path) -> None:
+    """vLLM computes them after the drafter's piecewise graphs have been replayed."""
+    model = references.reference(small_models.target(directory), None, "float16")
+    found = graph_outputs.compare(model, graph_outputs.asked(), served["eagle"]["steps"][0])
+    assert found == {"prompt": 766, "prompt_wrong": 0, "tokens": 192, "others": 0, "wrong": 0}
+    assert features.accepted(served["eagle"])[2] > 0
 
 
 def test_mtp_keeps_the_tokens(served: dict[str, Any], directory: Path) -> None:

@@ -48,7 +48,18 @@ def generate(engine: LLM, requests: list[dict[str, Any]]) -> list[Any]:
     """For each request and each of its `n` answers: tokens, text, and log-probabilities if requested."""
     prompts, params, adapters = map(list, zip(*map(read, requests), strict=True))
     served = engine.generate(prompts, params, lora_request=adapters, use_tqdm=False)
-    return [[answer(each) for each in output.outputs] for output in served]
+    return [[answer(each) | of_prompt(output) for each in output.outputs] for output in served]
+
+
+def of_prompt(output: Any) -> dict[str, Any]:
+    """Log-probabilities of a prompt's tokens from the second on, and the routed experts of prompt and answer, if requested."""
+    found: dict[str, Any] = {}
+    if output.prompt_logprobs is not None:
+        rows = zip(output.prompt_token_ids[1:], output.prompt_logprobs[1:], strict=True)
+        found["prompt_logprobs"] = [row[token].logprob for token, row in rows]
+    if (experts := getattr(output.outputs[0], "routed_experts", None)) is not None:
+        found["routed_experts"] = experts.tolist()
+    return found
 
 
 def count(engine: Any, requests: list[dict[str, Any]]) -> dict[str, Any]:

@@ -1,12 +1,15 @@
 """Number of capture sizes within the limit of streams."""
 
+import contextlib
 import subprocess
 import sys
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from ascend_platform.graph import capture_sizes
+import torch
+from ascend_platform import host
+from ascend_platform.graph import acl_graph, capture_sizes
 from vllm.config import CUDAGraphMode
 from vllm.v1.attention.backend import AttentionCGSupport
 
@@ -93,3 +96,20 @@ assert not gc.isenabled()
 """
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr[-2000:]
+
+
+def test_outputs_of_a_graph_are_kept_while_a_drafter_s_graph_runs() -> None:
+    """The first graph's output is freed when it has been captured, as vLLM's wrapper does, and another may take its memory."""
+    given, pool, stream = torch.arange(4096.0, device="npu"), torch.npu.graph_pool_handle(), torch.npu.Stream()
+    graphs, outputs = [], []
+    for factor, context in ((2, contextlib.nullcontext()), (3, acl_graph.drafter_pool()), (4, acl_graph.drafter_pool())):
+        graphs.append(acl_graph.NPUGraph())
+        with context, acl_graph._Capture(graphs[-1], pool, stream):
+            outputs.append(acl_graph._weak_ref_tensor(given * factor))
+    for graph in graphs:
+        graph.replay()
+    torch.npu.synchronize()
+    target, first, second = outputs
+    assert torch.equal(target, given * 2)
+    assert torch.equal(first, second)  # a drafter's graphs share their memory
+    assert torch.equal(second, given * 4)

@@ -7,7 +7,9 @@ another stream before it records the event (``torch_npu/npu/graphs.py``).
 """
 
 import contextlib
-from collections.abc import Iterator
+import functools
+from collections.abc import Hashable, Iterator
+from contextvars import ContextVar
 from types import ModuleType
 from typing import Any, ClassVar
 
@@ -67,8 +69,34 @@ def _host_lengths() -> dict[str, Any]:
     return lengths
 
 
+_is_drafter: ContextVar[bool] = ContextVar("a drafter's graphs are captured", default=False)
+
+
+@functools.cache
+def _pool_of_drafter(pool: Hashable) -> Any:
+    """The memory pool of a drafter's graphs where the target's are captured into ``pool``."""
+    return torch.npu.graph_pool_handle()
+
+
+@contextlib.contextmanager
+def drafter_pool() -> Iterator[None]:
+    """Capture into a memory pool of the drafter's own.
+
+    In one pool the drafter's graphs would overwrite the target's outputs, which are read after the drafter has run: prompt
+    log-probabilities are computed of its hidden states then.
+    """
+    reset = _is_drafter.set(True)
+    try:
+        yield
+    finally:
+        _is_drafter.reset(reset)
+
+
 class _Capture(torch_npu.npu.graph):
-    """``torch.npu.graph`` that sets the dispatch mode of ``attention.base.graph_task``."""
+    """``torch.npu.graph`` that sets the dispatch mode of ``attention.base.graph_task``; see :func:`drafter_pool`."""
+
+    def __init__(self, npu_graph: Any, pool: Any = None, *args: Any, **kwargs: Any) -> None:
+        super().__init__(npu_graph, _pool_of_drafter(pool) if _is_drafter.get() else pool, *args, **kwargs)
 
     def __enter__(self) -> None:
         super().__enter__()

@@ -166,6 +166,8 @@ class NPUModelRunner(ModelMixin, HostInputsMixin, GraphSizeMixin, DraftLengthsMi
         if has_states(vllm_config):
             state_layers.install(vllm_config)
         super().__init__(vllm_config, *args, **kwargs)
+        if capture := getattr(getattr(self, "drafter", None), "dummy_run", None):  # of a drafter that is a model
+            vars(self.drafter).update(dummy_run=acl_graph.drafter_pool()(capture))
         topk_topp.install(self)
 
     def initialize_kv_cache_tensors(
