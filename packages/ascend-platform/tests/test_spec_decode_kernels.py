@@ -165,8 +165,9 @@ def test_eagle_step(seed):
     following = [position + 1 if position + 1 < longest else 0 for position in positions]
     past = [position + 1 >= longest for position in positions]
     assert out_positions.tolist()[:requests] == following
-    slots = [-1 if p else row[f // size] * size + f % size for p, row, f in zip(past, table, following, strict=True)]
-    assert out_slots.tolist() == slots + [-1] * (padded - requests)
+    rows = enumerate(zip(past, table, following, strict=True))
+    slots = [n if p else row[f // size] * size + f % size for n, (p, row, f) in rows]  # n is a slot of the null block
+    assert out_slots.tolist() == [*slots, *range(requests, padded)]
     assert seq_lens.tolist() == [1 if p else min(length + 1, longest) for p, length in zip(past, lengths, strict=True)]
 
 
@@ -300,6 +301,26 @@ def test_drafter_metadata_has_exact_host_lengths():
     extended = llm_base_proposer.extend_all_queries_by_N(given, 2, npu([0, 1, 2]), given.slot_mapping)
     assert extended.seq_lens_cpu_upper_bound.tolist() == [11, 11]
     assert given.seq_lens_cpu_upper_bound.tolist() == [9, 9]
+
+
+@pytest.mark.parametrize("padded", [3, 4, 130])
+def test_padding_tokens_of_a_drafter_have_slots_of_the_null_block(padded):
+    """Latent attention writes the keys of all tokens of a piecewise graph, and npu_scatter_pa_kv_cache rejects slot -1."""
+    from vllm.v1.spec_decode.llm_base_proposer import SpecDecodeBaseProposer
+
+    drafter.install()
+    proposer = types.SimpleNamespace(
+        _slot_mapping_buffer=npu([-1] * 200, torch.int64),
+        _draft_attn_layer_names={"one", "other"},
+        vllm_config=types.SimpleNamespace(cache_config=types.SimpleNamespace(block_size=128)),
+    )
+    for given in (npu([300, 301, 700], torch.int64), None):  # the second time what the buffer has
+        found = SpecDecodeBaseProposer._get_slot_mapping(proposer, padded, given)
+        assert found.keys() == {"one", "other"}
+        slots = found["one"].tolist()
+        assert slots[:3] == [300, 301, 700]
+        assert len(slots) == padded
+        assert all(0 <= slot < 128 for slot in slots[3:])
 
 
 def test_host_lengths_of_cross_attention_have_no_draft_tokens():

@@ -280,12 +280,7 @@ OVERRIDES: tuple[Override, ...] = (
         "it prepares the communicators of CUDA and XPU; HCCL's collectives are captured without",
         _HOOK,
         {"0.31": "91b3eceb44f5", "0.33": "4312d0671379"},
-        replaced_in=(
-            "vllm.distributed.parallel_state",
-            "vllm.distributed",
-            "vllm.v1.worker.gpu_model_runner",
-            "vllm.v1.worker.gpu.cudagraph_utils",
-        ),
+        replaced_in=("vllm.distributed.parallel_state", "vllm.distributed", V1_RUNNER, "vllm.v1.worker.gpu.cudagraph_utils"),
         kept_in=("vllm.v1.worker.gpu", "vllm.benchmarks"),
     ),
     Override(
@@ -296,11 +291,8 @@ OVERRIDES: tuple[Override, ...] = (
         {"0.31": "54ba80813d3b"},
         compared="vllm.distributed.eplb.eplb_state:EplbState.__init__",
         replaced_in=("vllm.v1.worker.gpu_model_runner",),
-        kept_in=(  # which use its static methods, or its name in annotations
-            "vllm.model_executor.layers.fused_moe.routed_experts",
-            "vllm.v1.spec_decode",
-            "vllm.v1.worker.gpu",
-        ),
+        # These use its static methods, or its name in annotations.
+        kept_in=("vllm.model_executor.layers.fused_moe.routed_experts", "vllm.v1.spec_decode", "vllm.v1.worker.gpu"),
     ),
     Override(
         "vllm.v1.attention.backends.mla.prefill.selector:get_mla_prefill_backend",
@@ -429,6 +421,13 @@ OVERRIDES: tuple[Override, ...] = (
         "rejected tokens change seq_lens on the device alone, and have slot -1, which npu_scatter_pa_kv_cache rejects",
         "drafters keep exact lengths on the host and use slots of the null block",
         {"0.31": "1a23a12d0de6", "0.32": "c117a57e4063"},
+    ),
+    Override(
+        "vllm.v1.spec_decode.llm_base_proposer:SpecDecodeBaseProposer._get_slot_mapping",
+        "replaced",
+        "padding tokens of a drafter have slot -1, which npu_scatter_pa_kv_cache rejects",
+        "drafters use slots of the null block",
+        {"0.31": "f9cd94f47416"},
     ),
     Override(
         "vllm.v1.spec_decode.utils:extend_all_queries_by_N",

@@ -35,10 +35,11 @@ def eagle_step(
     """Advance each request by one token: update positions, slot mapping and seq_lens in place.
 
     Args:
-        positions, out_positions: int64 ``[batch_size]``; a position beyond ``max_model_len`` becomes 0, with ``pad_slot_id``.
+        positions, out_positions: int64 ``[batch_size]``; a position beyond ``max_model_len`` becomes 0.
         block_table: int32 ``[batch_size, n_blocks_per_req]``.
         seq_lens: int32 ``[batch_size]``.
-        out_slot_mapping: int64, ``pad_slot_id`` after the batch.
+        out_slot_mapping: int64. Where Triton's kernel writes ``pad_slot_id``, for padding and for positions beyond
+            ``max_model_len``, it gets slots of the null block.
     """
     count = positions.shape[0]
     next_positions = positions + 1
@@ -46,8 +47,9 @@ def eagle_step(
     next_positions = next_positions.masked_fill(exceeds, 0)
     block = (next_positions // block_size).clamp_max(n_blocks_per_req - 1)
     slot_mapping = block_table[:count].gather(1, block.unsqueeze(1)).squeeze(1) * block_size + next_positions % block_size
-    out_slot_mapping[count:] = pad_slot_id
-    out_slot_mapping[:count] = slot_mapping.masked_fill(exceeds, pad_slot_id)
+    null = null_slots(len(out_slot_mapping), block_size, positions.device)
+    out_slot_mapping[count:] = null[count:]
+    out_slot_mapping[:count] = torch.where(exceeds, null[:count], slot_mapping)
     seq_lens[:count] = torch.where(exceeds, 1, seq_lens[:count] + 1).clamp_max(max_model_len)
     out_positions[:count] = next_positions
 
@@ -175,7 +177,7 @@ def install() -> None:
     """Register the kernels, and make a drafter's attention metadata meet the attention kernels' requirements.
 
     In ``vllm/v1/spec_decode/llm_base_proposer.py`` added and rejected tokens change ``seq_lens`` on the device only, and rejected
-    tokens have slot -1. The kernels need lengths on the host and valid slots. A second call does nothing.
+    and padding tokens have slot -1. The kernels need lengths on the host and valid slots. A second call does nothing.
     """
     from vllm.compilation.decorators import ignore_torch_compile
     from vllm.v1.spec_decode import llm_base_proposer, ngram_proposer_gpu
@@ -183,6 +185,7 @@ def install() -> None:
 
     ignore_torch_compile(ngram_proposer_gpu.NgramGPUKernel)  # whose configuration asks for Inductor
     build = SpecDecodeBaseProposer.build_per_group_and_layer_attn_metadata
+    get_slots = SpecDecodeBaseProposer._get_slot_mapping
     extend = llm_base_proposer.extend_all_queries_by_N
     register({**OVERRIDES, **rejection.OVERRIDES})
 
@@ -195,6 +198,13 @@ def install() -> None:
         with base.subtract_rejected(rejected_in_step.get() if draft_index else None):
             return build(self, common_attn_metadata, draft_index)
 
+    @functools.wraps(get_slots)
+    def get_slots_of_null_block(self: Any, num_tokens: int, slot_mapping: torch.Tensor | None = None) -> Any:
+        if slot_mapping is not None and len(slot_mapping) < num_tokens:  # latent attention writes the keys of padding tokens, too
+            padding = null_slots(num_tokens, self.vllm_config.cache_config.block_size, slot_mapping.device)
+            slot_mapping = torch.cat([slot_mapping, padding[len(slot_mapping) :]])
+        return get_slots(self, num_tokens, slot_mapping)
+
     @functools.wraps(extend)
     def extend_with_lengths(common_attn_metadata: Any, N: int, *args: Any, **kwargs: Any) -> Any:
         extended = extend(common_attn_metadata, N, *args, **kwargs)
@@ -204,4 +214,5 @@ def install() -> None:
     override(
         "vllm.v1.spec_decode.llm_base_proposer:SpecDecodeBaseProposer.build_per_group_and_layer_attn_metadata", build_with_lengths
     )
+    override("vllm.v1.spec_decode.llm_base_proposer:SpecDecodeBaseProposer._get_slot_mapping", get_slots_of_null_block)
     override("vllm.v1.spec_decode.utils:extend_all_queries_by_N", extend_with_lengths)
