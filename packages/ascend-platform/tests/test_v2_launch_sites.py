@@ -129,6 +129,7 @@ def chosen(
     asked: bool | None = None,
     version: str = "0.33.0",
     watermark_config: object = None,
+    routed_experts: bool = False,
 ) -> Any:
     """The choice where these features are asked for, with the environment variable as it is `asked`, if it is."""
     monkeypatch.setenv("VLLM_VERSION", version)
@@ -136,7 +137,8 @@ def chosen(
     monkeypatch.setattr(model_runner, "_IN_ENVIRONMENT", bool(asked))
     monkeypatch.setattr(model_runner, "FEATURES", [Feature(name, lambda _: True) for name in features])
     given = {"_get_v2_model_runner_unsupported_features": list, "watermark_config": watermark_config}
-    return model_runner.choice(config("auto", **given))
+    aux_output = SimpleNamespace(enabled=routed_experts)
+    return model_runner.choice(config("auto", aux_output_config=aux_output, **given))
 
 
 def test_v2_is_the_default_but_for_what_it_lacks(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -144,6 +146,7 @@ def test_v2_is_the_default_but_for_what_it_lacks(monkeypatch: pytest.MonkeyPatch
     assert chosen(monkeypatch, ["prompt embeddings", "dflash"]) == (False, "V2 lacks prompt embeddings, dflash")
     assert chosen(monkeypatch, ["sampling masks"]).is_v2  # which V1 would ignore: refused by name
     assert chosen(monkeypatch, ["prompt embeddings"], watermark_config="given").is_v2
+    assert chosen(monkeypatch, ["prompt embeddings"], routed_experts=True).is_v2
     assert chosen(monkeypatch, [], asked=False) == (False, "VLLM_USE_V2_MODEL_RUNNER=0")
     assert chosen(monkeypatch, ["prompt embeddings"], asked=True).is_v2
     assert chosen(monkeypatch, [], version="0.32.0") == (False, "V2 is supported from vLLM 0.33 on")

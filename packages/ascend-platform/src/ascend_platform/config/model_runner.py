@@ -100,7 +100,7 @@ REQUEST_FEATURES: dict[str, Any] = {
 """The same of a request's sampling parameters."""
 
 _V2_ONLY = ("sampling masks", "trace replay")
-"""Features that V1 would ignore; watermarking, which V2 has, is another."""
+"""Features that V1 would ignore, as it would watermarking and routed experts, which V2 has."""
 
 
 _chosen: dict[str, Choice] = {}
@@ -132,7 +132,8 @@ def choice(vllm_config: VllmConfig) -> Choice:
     if not vllm_overrides.has_v1_runner():
         return Choice(True, "vLLM has no V1 runner")
     lacking = [*_lacking(vllm_config), *vllm_config._get_v2_model_runner_unsupported_features()]
-    if lacking and not vllm_config.watermark_config and not set(lacking) & set(_V2_ONLY):
+    needs_v2 = vllm_config.watermark_config or vllm_config.aux_output_config.enabled or set(lacking) & set(_V2_ONLY)
+    if lacking and not needs_v2:
         return Choice(False, f"V2 lacks {', '.join(lacking)}")
     return Choice(True, f"the default from vLLM {overrides.SINCE} on")
 

@@ -66,6 +66,13 @@ def _needs_other_runner(config: VllmConfig) -> bool:
     return config.use_v2_model_runner and not envs.VLLM_USE_V2_MODEL_RUNNER
 
 
+def _routed_experts(config: VllmConfig) -> str:
+    """vLLM leaves this check to platforms that are not its own (``vllm/config/vllm.py``, _verify_aux_output_compatibility)."""
+    if not config.aux_output_config.enabled or envs.VLLM_USE_V2_MODEL_RUNNER:
+        return ""
+    return "fix: leave the option out, or serve with V2, the default from vLLM 0.33 on"
+
+
 def _has_agnostic_layers(config: VllmConfig) -> bool:
     return bool(getattr(envs, "VLLM_USE_HW_AGNOSTIC", False))  # since vLLM 0.32; read by the Transformers backend's models
 
@@ -129,6 +136,7 @@ FEATURES = (
     Feature("VLLM_USE_HW_AGNOSTIC (layers other than those that have NPU forms)", _has_agnostic_layers),
     Feature("batch invariance", lambda config: envs.VLLM_BATCH_INVARIANT),
     Feature("vLLM's V2 model runner, which watermarking needs", _needs_other_runner),
+    Feature("--enable-return-routed-experts with vLLM's V1 model runner", _routed_experts),
     Feature("fusions by torch.compile other than fuse_norm_quant", _fuses),
     Feature(
         "LoRA on experts beyond tensor parallelism (--lora-target-modules without experts serves the other layers)",
