@@ -51,6 +51,43 @@ def test_at_least_one_size() -> None:
     assert capture_sizes.subsample_sizes(SIZES, 1) == [512]
 
 
+@pytest.mark.parametrize(
+    ("driver", "cann", "kept"),
+    [
+        ("24.1.rc3", "9.1.0", [1, 512]),
+        ("25.5.rc1", "9.1.0", [1, 512]),
+        ("25.5.1", "8.3.0", [1, 512]),
+        ("", "9.1.0", [1, 512]),
+        ("25.5.1", "8.5.0", None),
+        ("26.0", "9.1.0", None),
+    ],
+)
+def test_all_sizes_are_captured_where_streams_are_reused(
+    driver: str, cann: str, kept: list[int] | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(host, "driver_version", lambda: driver)
+    monkeypatch.setattr(host, "cann_version", lambda: cann)
+    monkeypatch.setattr(capture_sizes, "_min_over_ranks", lambda number: number)
+    monkeypatch.setattr(capture_sizes, "is_global_first_rank", lambda: True)
+    assert capture_sizes.sizes_that_fit(SIZES, lambda sizes: 900 * len(sizes)) == kept
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        "error code is 207008\nInsufficient_Stream_Resources(EL0009)",
+        "error code is 207005",
+        "HCCL function error: error code is 4\n[SqCqManage]Alloc sq cq fail, stream_id=1984, retCode=0x7020023.",
+    ],
+)
+def test_exhausted_streams_are_recognized_by_code_or_text(message: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(capture_sizes, "_min_over_ranks", lambda number: number)
+    with pytest.raises(capture_sizes.OutOfStreamsError), capture_sizes.failing_on_all_ranks():
+        raise RuntimeError(message)
+    with pytest.raises(RuntimeError, match="another"), capture_sizes.failing_on_all_ranks():
+        raise RuntimeError("another error, 107003")
+
+
 def backend(support: AttentionCGSupport) -> Any:
     builder = SimpleNamespace(get_cudagraph_support=lambda config, spec: support)
     return SimpleNamespace(get_builder_cls=lambda: builder)

@@ -57,7 +57,7 @@ def test_target_device():
 def test_variables_that_nothing_reads():
     given = {"VLLM_PLUGIN": "ascend", "VLLM_ASCEND_ENABLE_NZ": "1", "ASCEND_VISIBLE_DEVICE": "0", "HCCL_BUFSIZE": "200"}
     harmless = {
-        "ASCEND_LAUNCH_BLOCKING": "1",
+        "ASCEND_LAUNCH_BLOCKING": "0",
         "HCCL_BUFFSIZE": "200",
         "ASCEND_OF_MY_OWN_COMPANY": "1",
         "VLLM_LOGGING_LEVEL": "INFO",
@@ -96,11 +96,12 @@ def test_interfaces(variable, value, state, says):
 
 
 def test_settings_of_queue_and_hccl():
-    given = {"TASK_QUEUE_ENABLE": "2", "HCCL_OP_EXPANSION_MODE": "HOST", "HCCL_BUFFSIZE": "1024"}
+    given = {"TASK_QUEUE_ENABLE": "2", "HCCL_OP_EXPANSION_MODE": "HOST", "HCCL_BUFFSIZE": "1024", "ASCEND_LAUNCH_BLOCKING": "1"}
     status, lines = examine(ASCEND_EMULATOR_NPUS="2", ASCEND_CUSTOM_OPP_PATH="/a/vllm_ascend/ops:/mine", **given)
     assert status == 0
     found = bad(lines)
     assert found["TASK_QUEUE_ENABLE"][1] == "export TASK_QUEUE_ENABLE=1, or serve with --enforce-eager"
+    assert found["ASCEND_LAUNCH_BLOCKING"][1] == "unset ASCEND_LAUNCH_BLOCKING, or serve with --enforce-eager"
     assert found["HCCL_OP_EXPANSION_MODE"][1].startswith("export HCCL_OP_EXPANSION_MODE=AIV")
     assert found["HCCL_BUFFSIZE"][0].startswith("1024 MiB: 8.0 GiB of an NPU with 4 communicators")
     assert found["ASCEND_CUSTOM_OPP_PATH"][1] == "export ASCEND_CUSTOM_OPP_PATH=/mine"
@@ -132,6 +133,16 @@ def test_cann_older_than_torch_npu_wants():
     (result,) = tuning.cann_for_torch_npu("9.0.RC1")
     assert (result.state, result.fix) == ("warn", "install CANN 9.1")
     assert list(tuning.cann_for_torch_npu("9.1.0")) == list(tuning.cann_for_torch_npu("")) == []
+
+
+def test_versions_that_limit_the_number_of_graphs_are_warned_of():
+    """The version file of a driver is not emulated; CANN's runtime tells its version."""
+    found = bad(examine(ASCEND_EMULATOR_DRIVER="24.1.rc3")[1])["streams of graphs"]
+    assert found[0].startswith("driver 24.1.rc3, CANN 9.1.0: each graph keeps streams of the NPU")
+    assert found[1] == "install CANN 8.5.0 and driver 25.5.1 or later"
+    lines = examine(ASCEND_EMULATOR_DRIVER="25.5.1")[1]
+    assert lines["chip and driver", "driver"][1] == "25.5.1"
+    assert "streams of graphs" not in bad(lines)
 
 
 def test_firmware_is_shown(tmp_path, monkeypatch):

@@ -20,6 +20,10 @@ DRIVER = Path("/usr/local/Ascend/driver")
 VISIBLE_NPUS = "ASCEND_RT_VISIBLE_DEVICES"
 """Environment variable with the NPUs that a process may use."""
 PCI_DEVICES = Path("/sys/bus/pci/devices")
+REUSE_STREAMS = {"CANN": (8, 5, 0), "driver": (25, 5, 1)}
+"""Versions since which the streams of captured graphs are reused (vllm-project/vllm-ascend, pull requests 9962 and 10555)."""
+_DRIVER_PACKAGE, _VERSION_BYTES = 7, 512
+"""Of CANN's ``aclCANNPackageName``, and the size of its ``aclCANNPackageVersion``."""
 # Runs in a separate process: loading CANN starts threads, and a broken installation may end the process. It opens no device.
 _QUESTIONS = """
 import ctypes
@@ -33,7 +37,10 @@ def chip():
     name = ctypes.CDLL("libascendcl.so").aclrtGetSocName
     name.restype = ctypes.c_char_p
     return (name() or b"").decode()
-for question in (npus, chip):
+def driver():
+    version = ctypes.create_string_buffer(512)
+    return "" if ctypes.CDLL("libascendcl.so").aclsysGetCANNVersion(7, version) else version.value.decode()
+for question in (npus, chip, driver):
     try:
         print(question.__name__, question(), sep="=", flush=True)
     except (OSError, AttributeError) as error:
@@ -207,8 +214,21 @@ def cann_version() -> str:
 
 
 def driver_version() -> str:
-    """The driver's version from its version file, or ""."""
-    return _version_in(DRIVER / "version.info")
+    """The driver's version from its version file, else from CANN's runtime: containers may lack the file. "" if it is unknown."""
+    if found := _version_in(DRIVER / "version.info"):
+        return found
+    try:
+        ask = ctypes.CDLL("libascendcl.so", mode=os.RTLD_NOLOAD).aclsysGetCANNVersion
+    except (OSError, AttributeError):  # torch_npu is not loaded in this process
+        return query_driver().get("driver", "?=").partition("?=")[0]
+    version = ctypes.create_string_buffer(_VERSION_BYTES)
+    return "" if ask(_DRIVER_PACKAGE, version) else version.value.decode()
+
+
+def reuses_streams() -> bool:
+    """Whether CANN reuses the streams of captured graphs, so that their number is not limited; no where a version is unknown."""
+    versions = (cann_version(), REUSE_STREAMS["CANN"]), (driver_version(), REUSE_STREAMS["driver"])
+    return all(_numbers(found) >= least for found, least in versions)
 
 
 def firmware_version() -> str:
@@ -251,6 +271,11 @@ def _with_torch() -> dict[str, str]:
     torch = package("torch")
     parts = [os.environ.get("LD_LIBRARY_PATH", ""), str(torch / "lib") if torch else ""]
     return {**os.environ, "LD_LIBRARY_PATH": ":".join(filter(None, parts))}
+
+
+def _numbers(version: str) -> tuple[int, ...]:
+    """The first three numbers of a version such as 25.5.1 or 24.1.rc3, where a release candidate is before the release."""
+    return tuple(int(part) if part.isdigit() else -1 for part in (*version.split("."), "0", "0", "0")[:3])
 
 
 def _version_in(path: Path) -> str:

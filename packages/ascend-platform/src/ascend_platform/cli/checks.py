@@ -35,6 +35,7 @@ def device(given: argparse.Namespace) -> Iterator[Result]:
         yield fail("driver", f"the driver does not answer: {unknown}", host.driver_fix())
     else:
         yield ok("driver", host.driver_version() or "answers")
+        yield from tuning.streams_of_graphs()
     if firmware := host.firmware_version():
         yield ok("firmware", firmware)
     if npus == 0:
@@ -173,6 +174,7 @@ def environment(given: argparse.Namespace) -> Iterator[Result]:
     yield from env_vars.plugin_filter(plugins.names())
     yield from env_vars.unknown()
     yield from tuning.task_queue()
+    yield from tuning.launch_blocking()
     yield from tuning.cpu_governor()
     yield from tuning.vllm_ascend()
 

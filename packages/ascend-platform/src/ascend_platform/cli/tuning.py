@@ -45,6 +45,22 @@ def task_queue() -> Iterator[Result]:
         yield fail(name, f"{value!r} is not 0, 1 or 2", f"unset {name}")
 
 
+def launch_blocking() -> Iterator[Result]:
+    """ASCEND_LAUNCH_BLOCKING, of torch_npu."""
+    if os.environ.get("ASCEND_LAUNCH_BLOCKING") == "1":
+        found = "1: the host waits for each operator, and full graphs are refused"
+        yield warn("ASCEND_LAUNCH_BLOCKING", found, "unset ASCEND_LAUNCH_BLOCKING, or serve with --enforce-eager")
+
+
+def streams_of_graphs() -> Iterator[Result]:
+    """Whether the versions of driver and CANN limit the number of graphs."""
+    driver = host.driver_version()
+    if driver and not host.reuses_streams():
+        newer = " and ".join(f"{name} {'.'.join(map(str, version))}" for name, version in host.REUSE_STREAMS.items())
+        found = f"driver {driver}, CANN {host.cann_version() or 'unknown'}: each graph keeps streams of the NPU"
+        yield warn("streams of graphs", f"{found}, so that fewer sizes may be captured", f"install {newer} or later")
+
+
 def hccl(npus: int) -> Iterator[Result]:
     """HCCL_OP_EXPANSION_MODE and HCCL_BUFFSIZE."""
     name, mode = "HCCL_OP_EXPANSION_MODE", os.environ.get("HCCL_OP_EXPANSION_MODE")

@@ -20,7 +20,7 @@ from vllm.distributed.parallel_state import get_world_group, is_global_first_ran
 from vllm.platforms import current_platform
 from vllm.v1.attention.backend import AttentionCGSupport
 
-from ascend_platform import extension
+from ascend_platform import extension, host
 from ascend_platform.config import performance
 from ascend_platform.vllm_overrides import without
 
@@ -36,8 +36,9 @@ HCCL_STREAMS = 40
 """Streams that HCCL itself takes for a communicator where it does not schedule collectives on the vector cores (from
 vllm-ascend's ``update_aclgraph_sizes``)."""
 
-OUT_OF_STREAMS_CODES = ("207008", "207005")
-"""CANN's error codes when no stream is left (vllm-project/vllm-ascend, issues 9564 and 9691)."""
+OUT_OF_STREAMS = ("207008", "207005", "Alloc sq cq fail", "Insufficient_Stream_Resources")
+"""CANN's error codes when no stream is left (vllm-project/vllm-ascend, issues 9564 and 9691), and texts. Drivers before 25.5.1
+have the third (issues 5213 and 8393, pull request 10555), which HCCL and operators report with codes of their own."""
 
 
 class OutOfStreamsError(RuntimeError):
@@ -165,10 +166,14 @@ def support_of_other_stages(vllm_config: Any, backends: list[set[Any]], groups: 
 
 
 def sizes_that_fit(requested: list[int], num_streams: Callable[[list[int]], int]) -> list[int] | None:
-    """Return the sizes to capture where the NPU has too few streams for all of them, and warn; None if it has enough."""
+    """Return the sizes to capture where the NPU has too few streams for all of them, and warn; None if it has enough.
+
+    All are captured where CANN reuses the streams of graphs on each rank; if they run out all the same, fewer are.
+    """
     chip = extension.chip()
     limit = chip.family.streams
-    count = _min_over_ranks(max_sizes_that_fit(requested, limit - RESERVED_STREAMS, num_streams))
+    fitting = len(requested) if host.reuses_streams() else max_sizes_that_fit(requested, limit - RESERVED_STREAMS, num_streams)
+    count = _min_over_ranks(fitting)
     if count == len(requested):
         return None
     kept = subsample_sizes(requested, count)
@@ -221,7 +226,7 @@ def failing_on_all_ranks() -> Iterator[None]:
         yield
     except RuntimeError as error:
         failure = str(error)
-        if not any(code in failure for code in OUT_OF_STREAMS_CODES):
+        if not any(sign.lower() in failure.lower() for sign in OUT_OF_STREAMS):
             raise
     if _min_over_ranks(0 if failure else 1) == 0:
         raise OutOfStreamsError(failure.strip().splitlines()[-1] if failure else "another rank ran out of streams")
