@@ -68,6 +68,39 @@ def test_graphs_are_refused_with_a_queue_that_cannot_be_captured(model, monkeypa
     engine_config(model(), enforce_eager=True)
 
 
+def test_full_graphs_are_refused_where_each_launch_is_waited_for(model, monkeypatch):
+    """A replay would wait for the graph, which waits for the step's sequence lengths, which are given after the launch."""
+    monkeypatch.setenv("ASCEND_LAUNCH_BLOCKING", "1")
+    message = "FULL_DECODE_ONLY is not supported with ASCEND_LAUNCH_BLOCKING=1, .*; fix: unset ASCEND_LAUNCH_BLOCKING, or"
+    with pytest.raises(ValueError, match=message):
+        engine_config(model())
+    engine_config(model(), enforce_eager=True)
+    engine_config(model(), compilation_config={"cudagraph_mode": "PIECEWISE"})
+
+
+@pytest.mark.parametrize(("requests", "drafts"), [(100, 0), (100, 3), (37, 2), (256, 3), (250, 4), (600, 0)])
+def test_the_largest_decode_step_is_captured(model, requests, drafts):
+    """As a multiple of the tokens of a request; 256 requests with three draft tokens are above vLLM's limit of 512 tokens."""
+    given = {"max_num_seqs": requests, "max_num_batched_tokens": 4096}
+    if drafts:
+        given["speculative_config"] = {"method": "ngram_gpu", "num_speculative_tokens": drafts, "prompt_lookup_max": 3}
+    sizes = engine_config(model(), **given).compilation_config.cudagraph_capture_sizes
+    tokens = requests * (1 + drafts)
+    assert min(size for size in sizes if size >= tokens and size % (1 + drafts) == 0) - tokens < 16
+    assert sizes[-1] <= max(2 * tokens, 512)
+    assert sizes == sorted(set(sizes))
+    fewer = {"cudagraph_capture_sizes": [1, 8]}
+    assert engine_config(model(), compilation_config=fewer, **given).compilation_config.cudagraph_capture_sizes == [1, 8]
+
+
+@pytest.mark.parametrize("asked", [{"cudagraph_mode": "PIECEWISE"}, {"cudagraph_mode": "FULL_AND_PIECEWISE"}, {"mode": 3}])
+def test_lora_is_refused_where_the_model_is_compiled(model, asked):
+    with pytest.raises(ValueError, match=r"LoRA is not supported with torch.compile, .*; supported: .*; fix: --compilation"):
+        engine_config(model(), enable_lora=True, compilation_config=asked)
+    for mode in ("FULL", "FULL_DECODE_ONLY", "NONE"):
+        engine_config(model(), enable_lora=True, compilation_config={"cudagraph_mode": mode})
+
+
 def test_full_graphs_are_refused_where_the_attention_cannot_be_captured(model):
     message = "FULL needs attention that can be captured, and this model's is built-in PyTorch .*; supported: PIECEWISE, NONE"
     with pytest.raises(Exception, match=message):
@@ -164,6 +197,19 @@ def test_values_of_another_head_size_are_refused_by_name():
     assert not unsupported._other_value_heads(config)
 
 
+QWEN3_MOE = {"architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe"}
+QWEN3_MOE |= {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64}
+
+
+def test_routed_experts_are_refused_with_the_v1_runner(model):
+    """vLLM refuses them on its own platforms, and leaves the check to others."""
+    v1 = {"ascend": {"platform": {"model_runner": "v1"}}}
+    named = r"does not support --enable-return-routed-experts with vLLM's V1 model runner \(fix: [^\n]*0.33[^\n]*\) yet"
+    with pytest.raises(ValueError, match=named):
+        engine_config(model(**QWEN3_MOE), enable_return_routed_experts=True, additional_config=v1)
+    engine_config(model(**QWEN3_MOE), additional_config=v1)
+
+
 def test_lora_on_experts_is_refused_with_expert_parallelism(model):
     directory = model(**QWEN3_MOE)
     named = (
@@ -194,19 +240,6 @@ def test_layout_that_needs_more_npus_than_there_are_is_refused_in_one_line(model
     process = multiprocessing.current_process()
     monkeypatch.setattr(process, "_name", "EngineCore_DP0")  # it has its own devices of those of all
     engine_config(model(), data_parallel_size=there + 1)
-
-
-QWEN3_MOE = {"architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe"}
-QWEN3_MOE |= {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64}
-
-
-def test_routed_experts_are_refused_with_the_v1_runner(model):
-    """vLLM refuses them on its own platforms, and leaves the check to others."""
-    v1 = {"ascend": {"platform": {"model_runner": "v1"}}}
-    named = r"does not support --enable-return-routed-experts with vLLM's V1 model runner \(fix: [^\n]*0.33[^\n]*\) yet"
-    with pytest.raises(ValueError, match=named):
-        engine_config(model(**QWEN3_MOE), enable_return_routed_experts=True, additional_config=v1)
-    engine_config(model(**QWEN3_MOE), additional_config=v1)
 
 
 EXPERTS = {

@@ -286,6 +286,7 @@ class NPUPlatform(Platform):
         unsupported.check_load_format(vllm_config.load_config, vllm_config.quant_config is not None)
         devices.check(parallel)
         compilation.check(vllm_config)
+        compilation.cover_largest_decode(vllm_config)
         compilation.split_at_indexers(vllm_config)
         performance.check(vllm_config)
         mla_prolog.check(vllm_config)

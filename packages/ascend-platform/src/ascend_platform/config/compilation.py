@@ -23,11 +23,36 @@ def set_defaults(vllm_config: "VllmConfig") -> None:
     mode = compilation.cudagraph_mode
     if compilation.mode is None and mode is not None and not mode.requires_piecewise_compilation():
         compilation.mode = CompilationMode.NONE  # without Inductor, compiling only serves to split a model into pieces
+    if compilation.cudagraph_capture_sizes is None and compilation.max_cudagraph_capture_size is None:
+        _with_default_sizes.add(vllm_config.instance_id)
     if compilation.compile_sizes is None:
         compilation.compile_sizes = []
     for field in dataclasses.fields(compilation.pass_config):
         if getattr(compilation.pass_config, field.name) is None:  # vLLM's other fusions create CUDA operators
             setattr(compilation.pass_config, field.name, field.name == "fuse_norm_quant")
+
+
+_with_default_sizes: set[str] = set()
+"""``instance_id`` of configurations in which the user has not set capture sizes."""
+
+SIZE_STEP = 64
+"""Tokens between capture sizes above vLLM's largest, 512."""
+
+
+def cover_largest_decode(vllm_config: "VllmConfig") -> None:
+    """Add capture sizes up to the largest decode step in tokens, which with draft tokens is easily above vLLM's largest."""
+    from vllm.config import CUDAGraphMode
+
+    compilation, scheduler = vllm_config.compilation_config, vllm_config.scheduler_config
+    sizes, length = compilation.cudagraph_capture_sizes, vllm_config.uniform_decode_query_len
+    is_default = vllm_config.instance_id in _with_default_sizes and compilation.cudagraph_mode == CUDAGraphMode.FULL_DECODE_ONLY
+    if not sizes or not is_default:
+        return
+    largest = scheduler.max_num_seqs
+    requests = (*range(sizes[-1] // length, largest, max(SIZE_STEP // length, 1)), largest)
+    more = [each * length for each in requests if sizes[-1] < each * length <= scheduler.max_num_batched_tokens]
+    compilation.cudagraph_capture_sizes = [*sizes, *more]
+    compilation.max_cudagraph_capture_size = compilation.cudagraph_capture_sizes[-1]
 
 
 INDEXER_OP = "vllm::npu_sparse_indexer"
@@ -49,14 +74,25 @@ def split_at_indexers(vllm_config: "VllmConfig") -> None:
 
 
 def check(vllm_config: "VllmConfig") -> None:
-    """Refuse cudagraph_mode FULL with attention that cannot be captured, and graphs with TASK_QUEUE_ENABLE=2.
+    """Refuse graphs with attention, adapters and settings of torch_npu that do not go with them.
 
     Raises:
         RefusedError: the modes that are supported, in one line.
     """
-    from vllm.config import CUDAGraphMode
+    from vllm.config import CompilationMode, CUDAGraphMode
 
-    if vllm_config.compilation_config.cudagraph_mode != CUDAGraphMode.NONE and os.environ.get("TASK_QUEUE_ENABLE") == "2":
+    mode = vllm_config.compilation_config.cudagraph_mode
+    if mode is not None and mode.has_full_cudagraphs() and os.environ.get("ASCEND_LAUNCH_BLOCKING") == "1":
+        raise extension.RefusedError(  # a replay gets its sequence lengths after the launch, and would be waited for before
+            f"cudagraph_mode {mode.name} is not supported with ASCEND_LAUNCH_BLOCKING=1, with which torch_npu waits for a graph "
+            "before it gets its sequence lengths; fix: unset ASCEND_LAUNCH_BLOCKING, or --enforce-eager"
+        )
+    if vllm_config.lora_config and vllm_config.compilation_config.mode not in (None, CompilationMode.NONE):
+        raise extension.RefusedError(  # torch.compile would keep whether there were adapters when it traced the model
+            "LoRA is not supported with torch.compile, which PIECEWISE, FULL_AND_PIECEWISE and -O3 need; supported: "
+            'cudagraph_mode FULL_DECODE_ONLY, FULL and NONE; fix: --compilation-config \'{"cudagraph_mode": "FULL_DECODE_ONLY"}\''
+        )
+    if mode != CUDAGraphMode.NONE and os.environ.get("TASK_QUEUE_ENABLE") == "2":
         raise extension.RefusedError(
             "torch_npu captures no graphs with TASK_QUEUE_ENABLE=2; fix: export TASK_QUEUE_ENABLE=1, or --enforce-eager"
         )
