@@ -197,8 +197,13 @@ def test_values_of_another_head_size_are_refused_by_name():
     assert not unsupported._other_value_heads(config)
 
 
-QWEN3_MOE = {"architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe"}
-QWEN3_MOE |= {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64}
+EXPERTS = {
+    "architectures": ["Qwen3MoeForCausalLM"],
+    "model_type": "qwen3_moe",
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 64,
+}
 
 
 def test_routed_experts_are_refused_with_the_v1_runner(model):
@@ -206,12 +211,12 @@ def test_routed_experts_are_refused_with_the_v1_runner(model):
     v1 = {"ascend": {"platform": {"model_runner": "v1"}}}
     named = r"does not support --enable-return-routed-experts with vLLM's V1 model runner \(fix: [^\n]*0.33[^\n]*\) yet"
     with pytest.raises(ValueError, match=named):
-        engine_config(model(**QWEN3_MOE), enable_return_routed_experts=True, additional_config=v1)
-    engine_config(model(**QWEN3_MOE), additional_config=v1)
+        engine_config(model(**EXPERTS), enable_return_routed_experts=True, additional_config=v1)
+    engine_config(model(**EXPERTS), additional_config=v1)
 
 
 def test_lora_on_experts_is_refused_with_expert_parallelism(model):
-    directory = model(**QWEN3_MOE)
+    directory = model(**EXPERTS)
     named = (
         r"does not support LoRA on experts beyond tensor parallelism \(--lora-target-modules without experts .*expert parallelism"
     )
@@ -240,15 +245,6 @@ def test_layout_that_needs_more_npus_than_there_are_is_refused_in_one_line(model
     process = multiprocessing.current_process()
     monkeypatch.setattr(process, "_name", "EngineCore_DP0")  # it has its own devices of those of all
     engine_config(model(), data_parallel_size=there + 1)
-
-
-EXPERTS = {
-    "architectures": ["Qwen3MoeForCausalLM"],
-    "model_type": "qwen3_moe",
-    "num_experts": 4,
-    "num_experts_per_tok": 2,
-    "moe_intermediate_size": 64,
-}
 
 
 def test_experts_of_data_parallel_engines_need_the_communicator(model, monkeypatch):
