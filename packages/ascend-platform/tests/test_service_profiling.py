@@ -8,7 +8,8 @@ import sys
 import pytest
 import yaml
 from ascend_platform.observability import service_profiling
-from ascend_platform.observability.service_profiling import SWITCH, SYMBOLS
+from ascend_platform.observability.service_profiling import SWITCH, symbols
+from packaging.version import Version
 from vllm import __version__
 
 
@@ -34,17 +35,23 @@ def file_of(home):
     return home / ".config" / "vllm_ascend" / f"service_profiling_symbols.{__version__}.yaml"
 
 
-@pytest.mark.parametrize("each", SYMBOLS, ids=lambda each: each.symbol)
+@pytest.mark.parametrize("each", symbols(), ids=lambda each: each.symbol)
 def test_the_functions_are_there(each):
     module, _, names = each.symbol.partition(":")
     found = functools.reduce(getattr, names.split("."), importlib.import_module(module))
     assert inspect.isfunction(found)
 
 
+def test_each_runner_that_engines_may_have_is_measured():
+    measured = {each.symbol.partition(":")[2] for each in symbols()}
+    assert "NPUModelRunner.execute_model" in measured
+    assert ("NPUModelRunnerV2.execute_model" in measured) == (Version(__version__) >= Version("0.33"))
+
+
 def test_the_file_says_what_to_time(home, tool):
     service_profiling.register()
     found = yaml.safe_load(file_of(home).read_text())
-    assert [each["symbol"] for each in found] == [each.symbol for each in SYMBOLS]
+    assert [each["symbol"] for each in found] == [each.symbol for each in symbols()]
     assert found[0] == {
         "symbol": "vllm.v1.core.sched.scheduler:Scheduler.schedule",
         "handler": "msserviceprofiler.vllm_profiler.vllm_v1.batch_hookers:schedule",

@@ -13,6 +13,8 @@ import os
 from pathlib import Path
 from typing import NamedTuple
 
+from packaging.version import Version
+
 SWITCH = "SERVICE_PROF_CONFIG_PATH"
 HANDLERS = {
     "ms_service_profiler": "ms_service_profiler.patcher.vllm.handlers.v1.{}_handlers:{}",
@@ -30,7 +32,7 @@ class Symbol(NamedTuple):
     handler: tuple[str, str] = ("", "")
 
 
-_CORE, _RUNNER = "vllm.v1.core", "ascend_platform.worker.model_runner:NPUModelRunner"
+_CORE = "vllm.v1.core"
 SYMBOLS = [
     Symbol(f"{_CORE}.sched.scheduler:Scheduler.schedule", "batchFrameworkProcessing", handler=("batch", "schedule")),
     Symbol(f"{_CORE}.sched.scheduler:Scheduler.add_request", handler=("batch", "add_request")),
@@ -41,7 +43,6 @@ SYMBOLS = [
         "computing_logits",
         handler=("model", "compute_logits"),
     ),
-    Symbol("vllm.v1.sample.sampler:Sampler.forward", "sample", handler=("model", "sampler_forward")),
     Symbol("vllm.v1.executor.abstract:Executor.execute_model", "modelExec", handler=("model", "execute_model")),
     Symbol(
         "vllm.v1.executor.multiproc_executor:MultiprocExecutor.execute_model", "modelExec", handler=("model", "execute_model")
@@ -50,14 +51,43 @@ SYMBOLS = [
     Symbol("vllm.v1.engine.async_llm:AsyncLLM.add_request", handler=("request", "add_request_async")),
     Symbol("vllm.v1.engine.output_processor:OutputProcessor.process_outputs", handler=("request", "process_outputs")),
     Symbol("vllm.v1.engine.core:DPEngineCoreProc.add_request", handler=("meta", "init_data_parallel")),
-    Symbol(f"{_RUNNER}.execute_model", "modelRunnerExec", "Execute"),
-    Symbol(f"{_RUNNER}.sample_tokens", "sample_tokens", "Execute"),
-    Symbol(f"{_RUNNER}._update_states", "_update_states", "Execute"),
-    Symbol(f"{_RUNNER}._prepare_inputs", "_prepare_inputs", "Execute"),
-    Symbol(f"{_RUNNER}._build_attention_metadata", "_build_attention_metadata", "Execute"),
-    Symbol(f"{_RUNNER}.propose_draft_token_ids", "propose_draft_token_ids", "SpecDecode"),
     Symbol("ascend_platform.worker.worker:NPUWorker.execute_model", "workerExec", "Execute"),
 ]
+"""Functions that every engine has."""
+
+
+def _of_runner(runner: str, *methods: str) -> list[Symbol]:
+    named = [Symbol(f"{runner}.{method}", method, "Execute") for method in ("sample_tokens", *methods)]
+    return [Symbol(f"{runner}.execute_model", "modelRunnerExec", "Execute"), *named]
+
+
+_V1 = "ascend_platform.worker.model_runner:NPUModelRunner"
+V1_SYMBOLS = [
+    Symbol("vllm.v1.sample.sampler:Sampler.forward", "sample", handler=("model", "sampler_forward")),
+    *_of_runner(_V1, "_update_states", "_prepare_inputs", "_build_attention_metadata"),
+    Symbol(f"{_V1}.propose_draft_token_ids", "propose_draft_token_ids", "SpecDecode"),
+]
+_V2 = "ascend_platform.worker.v2.runner:NPUModelRunnerV2"
+V2_SYMBOLS = [
+    *_of_runner(_V2, "add_requests", "update_requests", "prepare_inputs", "prepare_attn", "sample", "postprocess_sampled"),
+    *(
+        Symbol(f"vllm.v1.worker.gpu.spec_decode.{name}Speculator.propose", "propose_draft_token_ids", "SpecDecode")
+        for name in (
+            "target_dependent_ar.speculator:TargetDependentAR",
+            "standalone_ar.speculator:StandaloneAR",
+            "ngram.speculator:NgramGPU",
+        )
+    ),
+]
+
+
+def symbols() -> list[Symbol]:
+    """Those of the installed vLLM: of the runners that it has, as an engine's options choose between them."""
+    from ascend_platform import extension, vllm_overrides
+    from ascend_platform.worker.v2 import overrides
+
+    has_v2 = Version(extension.version("vllm")) >= Version(overrides.SINCE)
+    return SYMBOLS + V1_SYMBOLS * vllm_overrides.has_v1_runner() + V2_SYMBOLS * has_v2
 
 
 def register() -> None:
@@ -99,7 +129,7 @@ def path(version: str) -> Path:
 def text(package: str) -> str:
     """The contents of the file for this distribution of the tool."""
     lines = []
-    for each in SYMBOLS:
+    for each in symbols():
         handler = HANDLERS[package].format(*each.handler) if any(each.handler) else ""
         fields = {"symbol": each.symbol, "handler": handler, "domain": each.domain, "name": each.name}
         given = [f"{key}: {value}" for key, value in fields.items() if value]
