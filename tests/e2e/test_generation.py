@@ -214,10 +214,11 @@ def test_trained_model_gives_the_same_greedy_tokens_with_the_v2_runner(runner: s
 
 
 @v2_runner
-def test_vllm_without_the_v1_runner_is_served(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As a later vLLM may be: a copy from which the module of the V1 runner has been deleted, and no option."""
+def test_vllm_without_the_v1_runner_and_the_ir_is_served(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As later vLLMs are announced: a copy without the V1 runner's module and without ``vllm.ir``, and no option."""
     tree = vllm_copy.make(tmp_path)
     (tree / "vllm" / "v1" / "worker" / "gpu_model_runner.py").unlink()
+    vllm_copy.without_ir(tree)
     monkeypatch.delenv("VLLM_USE_V2_MODEL_RUNNER", raising=False)
     monkeypatch.setenv("PYTHONPATH", f"{tree}{os.pathsep}{os.environ.get('PYTHONPATH', '')}")
     results, said = serve([adder()], None)

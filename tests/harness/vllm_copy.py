@@ -4,6 +4,7 @@ import ast
 import os
 import re
 import shutil
+import sys
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -61,3 +62,72 @@ def rename_in_importers(directory: Path, target: str) -> None:
             changed = re.sub(rf"^( +){name},$", rf"\1{name}_renamed as {name},", text, flags=re.MULTILINE)
             if changed != text:
                 write(directory, str(path.relative_to(INSTALLED.parent)), changed)
+
+
+IR_USERS = {
+    "kernels/__init__.py": [(r"\nfrom \. import [^\n]*", ""), (r"\n__all__ = [^\n]*", "")],
+    "kernels/triton/__init__.py": [(r"\nfrom \. import [^\n]*", ""), (r"\n__all__ = [^\n]*", "")],
+    "config/kernel.py": [
+        (r"@config\nclass IrOpPriorityConfig:\n.*?\n(?=\S)(?!    )", ""),
+        (r'\n    ir_op_priority: IrOpPriorityConfig[^\n]*\n    """.*?"""\n', "\n"),
+        (r'\n        factors\["ir_op_priority"\][^\n]*', ""),
+        (r"\n        platform_op_priority = .*", "\n"),
+    ],
+    "config/vllm.py": [
+        (r"\n        or cfg\.kernel_config\.ir_op_priority[^\n]*", ""),
+        (r"cfg\.kernel_config\.ir_op_priority\.fused_add_rms_norm\[0\]", "None"),
+    ],
+    "engine/arg_utils.py": [
+        (r"\n    IrOpPriorityConfig,", ""),
+        (r"\n    ir_op_priority: IrOpPriorityConfig[^\n]*", ""),
+        (r"\n        if isinstance\(self\.ir_op_priority, dict\):\n[^\n]*", ""),
+        (r'\n        kernel_group\.add_argument\("--ir-op-priority"[^\n]*', ""),
+        (r"\n        # Transfer top-level ir_op_priority .*?(?=\n        load_config = )", ""),
+    ],
+    "v1/worker/worker_base.py": [
+        (r"\nimport vllm\.ir", ""),
+        (r"\n        vllm_config\.kernel_config\.ir_op_priority\.set_default\(\)", ""),
+        (r"\n        vllm\.ir\.set_default_torch_wrap\(.*?\n        \)", ""),
+    ],
+    "platforms/interface.py": [
+        (r"\n    from vllm\.config\.kernel import IrOpPriorityConfig", ""),
+        (r"\n    @classmethod\n    def import_ir_kernels\(.*?(?=\n    @classmethod)", ""),
+        (r"\n    @classmethod\n    def get_default_ir_op_priority\(.*?(?=\n    @classmethod)", ""),
+    ],
+    "model_executor/layers/layernorm.py": [
+        (r"from vllm import envs, ir\n", "from vllm import envs\n"),
+        (r'ir\.ops\.(\w+)(\.maybe_inplace|\.impls\["native"\]\.impl_fn)?\(', r"\1("),
+    ],
+    "model_executor/layers/activation.py": [(r"from vllm import ir\n", ""), (r"ir\.ops\.", "")],
+    "model_executor/layers/mhc.py": [
+        (r"    from vllm import ir\n", "    from vllm.model_executor.layers.layernorm import rms_norm\n"),
+        (r"ir\.ops\.", ""),
+    ],
+}
+"""Edits of the files of vLLM that import its IR on NPUs: what they import or configure goes."""
+
+
+def without_ir(directory: Path) -> None:
+    """Delete vLLM's IR from a copy, as vLLM 0.34 announces: the package, its configuration, option and hooks of platforms.
+
+    The PyTorch forms of its operators become functions of the modules of vLLM's layers that call them.
+    """
+    root = directory / "vllm"
+    for file, edits in IR_USERS.items():
+        text = (root / file).read_text()
+        for pattern, replacement in edits:
+            text, count = re.subn(pattern, replacement, text, flags=re.DOTALL)
+            assert count, f"{file} has no {pattern}"
+        operators = INSTALLED / "ir" / "ops" / Path(file).name
+        if operators.exists() and file.startswith("model_executor"):
+            tree = ast.parse(operators.read_text())
+            called = [node for node in tree.body if isinstance(node, ast.FunctionDef) and f"{node.name}(" in text]
+            for node in called:
+                node.decorator_list.clear()
+            text += "\n\nfrom torch import Tensor\n\n" + "\n\n".join(map(ast.unparse, called)) + "\n"
+        write(directory, f"vllm/{file}", text)
+    shutil.rmtree(root / "ir")
+
+
+if __name__ == "__main__":  # a copy to run tests on: PYTHONPATH=DIRECTORY
+    without_ir(make(Path(sys.argv[1])))

@@ -5,7 +5,6 @@ import torch
 import torch.nn.functional as F
 import torch_npu
 from ascend_platform.ops import activation, gemma_layernorm, layernorm, rotary_embedding, tensor_parallel  # noqa: F401
-from vllm import ir
 from vllm.config import VllmConfig, set_current_vllm_config
 from vllm.model_executor.layers import vocab_parallel_embedding
 from vllm.model_executor.layers.activation import FastGELU, GeluAndMul, NewGELU, QuickGELU, SiluAndMul
@@ -18,8 +17,7 @@ DTYPES = [torch.float32, torch.float16, torch.bfloat16]
 
 @pytest.fixture(autouse=True)
 def current_config():
-    config = VllmConfig()
-    with set_current_vllm_config(config), config.kernel_config.ir_op_priority.set_priority():
+    with set_current_vllm_config(VllmConfig()):
         yield
 
 
@@ -41,7 +39,6 @@ def test_rms_norm(dtype, shape):
     layer.weight.data.normal_()
     x = torch.randn(shape, dtype=dtype)
     expected = rms(x.double(), layer.weight.double(), 1e-5)
-    assert ir.ops.rms_norm.dispatch(x, layer.weight.data, 1e-5) is ir.ops.rms_norm.impls["npu"]
     close(layer.to("npu")(x.npu()), expected)
 
 
@@ -92,12 +89,13 @@ def test_rms_norm_of_another_dtype_than_the_weight_s_falls_back_to_native():
     close(layer.to("npu")(x.npu()), rms(x.double(), layer.weight.cpu().double(), 1e-6), ulps=1 << 16)
 
 
-def test_rms_norm_leaves_the_choice_to_the_ir_s_priority():
+def test_rms_norm_is_vllm_s_where_the_user_disables_it():
     x = torch.randn(3, 64)
-    with ir.ops.rms_norm.set_priority(["native"]):
+    config = VllmConfig(compilation_config={"custom_ops": ["none"]})
+    with set_current_vllm_config(config):
         layer = RMSNorm(64, dtype=torch.float32).to("npu")
+        assert layer._forward_method == layer.forward_native
         close(layer(x.npu()), rms(x.double(), torch.ones(64).double(), 1e-6))
-    assert not layer.is_fused
 
 
 def test_partial_rms_norm_falls_back_to_native():

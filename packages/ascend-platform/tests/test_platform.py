@@ -42,7 +42,6 @@ def test_configuration_runs_on_the_v1_runner_with_spawned_workers_and_graphs_for
     assert config.compilation_config.cudagraph_mode is CUDAGraphMode.FULL_DECODE_ONLY
     assert config.use_v2_model_runner is False
     assert os.environ["VLLM_WORKER_MULTIPROC_METHOD"] == "spawn"
-    assert config.kernel_config.ir_op_priority.rms_norm == ["npu", "native"]
 
 
 @pytest.mark.parametrize(

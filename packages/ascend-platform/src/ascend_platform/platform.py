@@ -81,24 +81,7 @@ class NPUPlatform(Platform):
 
     @classmethod
     def import_ir_kernels(cls) -> None:
-        from ascend_platform.ops import layernorm  # noqa: F401
-
-        family = host.chip_family()
-        if not family.lacks("npu_gemma_rms_norm"):
-            from ascend_platform.ops import gemma_layernorm  # noqa: F401
-        if not family.lacks("npu_swiglu"):
-            from ascend_platform.ops import activation  # noqa: F401
-        if not family.lacks("npu_mrope"):
-            from ascend_platform.ops import rotary_embedding  # noqa: F401
-
-    @classmethod
-    def get_default_ir_op_priority(cls, vllm_config: "VllmConfig") -> Any:
-        from vllm.config.kernel import IrOpPriorityConfig
-
-        operators = {"rms_norm": "npu_rms_norm", "fused_add_rms_norm": "npu_add_rms_norm"}
-        lacking = host.chip_family().lacks(*operators.values())
-        fused = {name: ["npu", "native"] for name, operator in operators.items() if operator not in lacking}
-        return IrOpPriorityConfig.with_default(["native"], **fused)
+        """Import no implementations: vLLM's IR, which vLLM 0.34 removes, keeps its PyTorch forms; see ``ops.register``."""
 
     @classmethod
     def register_triton_kernel_overrides(cls) -> None:

@@ -1,4 +1,4 @@
-"""RMSNorm on fused NPU operators, registered on import as implementations of vLLM's IR (``vllm/ir/op.py``) and as a layer.
+"""RMSNorm on fused NPU operators, registered by ``CustomOp.register_oot`` on import.
 
 Shapes, dtypes and limits of the operators are those of ``torch_npu/_op_plugin_docs.py`` in the torch_npu wheel.
 """
@@ -7,46 +7,19 @@ from typing import Any
 
 import torch
 import torch_npu
-from vllm import ir
 from vllm.model_executor.layers.layernorm import RMSNorm, RMSNormGated
 
-
-def _is_supported(x: torch.Tensor, weight: torch.Tensor | None, variance_size: int | None) -> bool:
-    """Whether npu_rms_norm supports the arguments: a weight of the input's dtype, and the whole last dimension."""
-    return weight is not None and weight.dtype == x.dtype and variance_size is None
-
-
-@ir.ops.rms_norm.register_impl(
-    "npu", supports_args=lambda x, weight, epsilon, variance_size=None: _is_supported(x, weight, variance_size)
-)
-def rms_norm(x: torch.Tensor, weight: torch.Tensor | None, epsilon: float, variance_size: int | None = None) -> torch.Tensor:
-    """``x / sqrt(mean(x^2) + epsilon) * weight`` over the last dimension; x ``[..., hidden]``, weight ``[hidden]``."""
-    return torch_npu.npu_rms_norm(x, weight, epsilon)[0]
-
-
-@ir.ops.fused_add_rms_norm.register_impl(
-    "npu", supports_args=lambda x, x_residual, weight, epsilon, variance_size=None: _is_supported(x, weight, variance_size)
-)
-def fused_add_rms_norm(
-    x: torch.Tensor,
-    x_residual: torch.Tensor,
-    weight: torch.Tensor | None,
-    epsilon: float,
-    variance_size: int | None = None,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """``(rms_norm(x + x_residual), x + x_residual)``; both inputs ``[..., hidden]`` of one dtype."""
-    normed, _, total = torch_npu.npu_add_rms_norm(x, x_residual, weight, epsilon)
-    return normed, total
+from ascend_platform import host
 
 
 @RMSNorm.register_oot
 class NPURMSNorm(RMSNorm):
-    """vLLM's layer, which calls the operators where the IR would choose them: its dispatch takes half as long as a launch."""
+    """RMSNorm by npu_rms_norm and npu_add_rms_norm, for a weight of the input's dtype and the whole last dimension."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        chosen = all(op.get_priority()[:1] == ["npu"] for op in (ir.ops.rms_norm, ir.ops.fused_add_rms_norm))
-        self.is_fused = chosen and self.has_weight and self.variance_size_override is None
+        lacking = host.chip_family().lacks("npu_rms_norm", "npu_add_rms_norm")
+        self.is_fused = not lacking and self.has_weight and self.variance_size_override is None
 
     def forward_oot(
         self, x: torch.Tensor, residual: torch.Tensor | None = None

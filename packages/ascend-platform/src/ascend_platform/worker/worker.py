@@ -23,7 +23,7 @@ from vllm.v1.worker.gpu_worker import Worker, init_worker_distributed_environmen
 from vllm.v1.worker.utils import request_memory
 from vllm.v1.worker.worker_base import CompilationTimes
 
-from ascend_platform import compat, extension
+from ascend_platform import compat, extension, ops
 from ascend_platform.attention.kv_cache import LAYOUT
 from ascend_platform.config import sockets
 from ascend_platform.graph import capture_sizes
@@ -42,6 +42,7 @@ class NPUWorker(Worker):
 
     def __init__(self, vllm_config: Any, *args: Any, **kwargs: Any) -> None:
         announce(vllm_config)
+        ops.register()
         if vllm_config.use_v2_model_runner:
             from ascend_platform.worker.v2 import overrides  # noqa: F401
 
