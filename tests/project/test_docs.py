@@ -133,6 +133,16 @@ def test_every_path_on_a_page_exists() -> None:
     assert [(page, path) for page, path in found if path.rstrip("/.") not in ends] == []
 
 
+def test_files_of_where_a_change_goes_exist() -> None:
+    """Of the table of the development page: below ascend_platform, the checkout, or the package that the row names."""
+    rows = (DOCS / "development.md").read_text().partition("## Where a change goes")[2].partition("\n## ")[0].splitlines()
+    named = [path for row in rows if row.startswith("|") for path in re.findall(r"`([\w./-]+(?:/|\.(?:py|toml|csv)))`", row)]
+    roots = [checkout.ROOT, *checkout.ROOT.glob("packages/*/src/*")]
+    assert len(named) > 20
+    missing = [path for path in named if not any((root / path).exists() for root in roots)]
+    assert [path for path in missing if not re.search("[A-Z]{3}", path)] == []
+
+
 AVOIDED = r"stands? aside|standing aside|to cure it|tak(?:es?|en) (?:apart|to pieces)|in vain|slips? of the pen|gives? back"
 
 

@@ -1,6 +1,6 @@
 """Quantized weights and KV caches of ModelSlim, compressed-tensors, AWQ, GPTQ, FP8 and MXFP4 checkpoints, on CANN's operators.
 
-Each scheme is a module of ``schemes``, registered in ``registry.py``; ``formats`` has the checkpoint formats.
+Each scheme is a module of ``schemes``, registered in ``schemes/__init__.py``; ``formats`` has the checkpoint formats.
 """
 
 from __future__ import annotations
