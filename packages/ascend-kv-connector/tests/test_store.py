@@ -249,6 +249,59 @@ def counted(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(PoolTier, "_count", watch)
 
 
+def test_full_disk_is_left_alone_for_a_while(engine: Callable[..., Engine], monkeypatch: pytest.MonkeyPatch) -> None:
+    made, puts = engine(), list[int]()
+    (tier,) = made.scheduler.connector.connector_scheduler.manager.secondary_tiers
+    monkeypatch.setattr(tier._pool, "put", lambda names, records: puts.append(len(names)) or ["full"] * len(names))
+    for name, prompt in LONG.items():
+        serve(made, {name: prompt}, "full")
+    assert len(puts) == 1
+    tier._full_until = 0.0
+    serve(made, {"later": [7] * 64}, "full")
+    assert len(puts) == 2
+
+
+def test_cleaning_goes_on_after_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A directory that is removed while it is listed, or a stale handle of a mount."""
+    monkeypatch.setattr("ascend_kv_connector.store.disk.CLEAN_SECONDS", 0.01)
+    passes, done = list[int](), threading.Event()
+
+    def evict(pool: DiskPool) -> None:
+        passes.append(1)
+        if len(passes) < 3:
+            raise OSError(errno.ESTALE, "Stale file handle")
+        done.set()
+
+    monkeypatch.setattr(DiskPool, "_evict", evict)
+    pool = DiskPool(str(tmp_path / "pool"), quota=1 << 20)
+    assert done.wait(60)
+    pool.close()
+
+
+def test_directory_that_others_may_write_to_is_refused(tmp_path: Path) -> None:
+    (shared := tmp_path / "shared").mkdir()
+    shared.chmod(0o777)
+    with pytest.raises(RefusedError, match=r"disk_path .*shared belongs to user \d+ with mode 777: .*; fix: chmod o-w"):
+        DiskPool(str(shared))
+    assert list(shared.iterdir()) == []
+
+
+def test_links_are_not_followed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also if their names are guessed."""
+    monkeypatch.setattr("ascend_kv_connector.store.disk.secrets.token_hex", lambda size: "0" * 2 * size)
+    (victim := tmp_path / "victim").write_bytes(b"of another program")
+    pool = DiskPool(str(tmp_path / "pool"))
+    (folder := tmp_path / "pool" / "m" / "abc").mkdir(parents=True)
+    (folder / f".abc.kv.{'0' * 16}.tmp").symlink_to(victim)
+    record = pool.buffer(2 * FOOTER_BYTES)
+    assert pool.put(["m/abc"], [record]) == ["failed"]
+    (tmp_path / "pool" / f".{'0' * 16}.tmp").symlink_to(victim)
+    with pytest.raises(RefusedError, match="is not writable"):
+        DiskPool(str(tmp_path / "pool"))
+    assert victim.read_bytes() == b"of another program"
+    pool.close()
+
+
 def test_no_old_chunks_are_loaded_after_a_reset(engine: Callable[..., Engine]) -> None:
     made = engine()
     serve(made, LONG, "first")

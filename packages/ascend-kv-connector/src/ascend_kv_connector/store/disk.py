@@ -5,11 +5,12 @@ from __future__ import annotations
 import errno
 import mmap
 import os
+import secrets
+import stat
 import threading
-from collections.abc import Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
-from time import time
 from typing import Any
 
 from ascend_platform import extension
@@ -38,15 +39,19 @@ class DiskPool:
         """Create the directory. ``quota``: bytes beyond which the chunks that were not used for longest are removed.
 
         Raises:
-            RefusedError: it is not writable.
+            RefusedError: it is not writable, or others may write there, and hence plant KV cache.
         """
         self.root = Path(path)
         try:
-            self.root.mkdir(parents=True, exist_ok=True)
-            (probe := self.root / f".{os.getpid()}.tmp").write_bytes(b"")
-            probe.unlink()
+            self.root.mkdir(parents=True, exist_ok=True, mode=0o700)
+            ours, found = self._probe(), self.root.stat()
         except OSError as error:
             raise extension.RefusedError(f"disk_path {path} is not writable ({error}); choose a writable directory") from None
+        if found.st_mode & stat.S_IWOTH or found.st_uid not in (ours.st_uid, 0):
+            raise extension.RefusedError(
+                f"disk_path {path} belongs to user {found.st_uid} with mode {stat.S_IMODE(found.st_mode):o}: other users may "
+                "write KV cache there, which this instance would load; fix: chmod o-w it, or choose a directory of this user"
+            )
         self.description = f"disk {path}"
         self._direct = O_DIRECT if probe_o_direct(path) else 0
         self._quota, self._written, self._closed = quota, 0, False
@@ -76,25 +81,41 @@ class DiskPool:
             self._closed = True
             self._changed.notify()
 
+    def _probe(self) -> os.stat_result:
+        """Status of a new file there: owner and time as the file system sees them, which may be a mount with another clock."""
+        with _create(probe := self.root / f".{secrets.token_hex(8)}.tmp") as file:
+            found = os.fstat(file)
+        probe.unlink()
+        return found
+
     def _clean(self) -> None:
         """Remove temporary files of writers that were killed; then keep to the quota: at the start, as the pool grows, and every
-        minute, for what other instances write."""
-        for part in self.root.glob("*/*/.*.tmp"):
-            with suppress(OSError):
-                if time() - part.stat().st_mtime > ABANDONED_SECONDS:
-                    part.unlink()
-        if self._quota is None:
-            return
-        enough = int(self._quota * (1 - EVICTED_TO) / 2)
-        while not self._closed:
-            self._evict(self._quota)
+        minute, for what other instances write. Errors, such as a directory that is removed meanwhile, end one pass only."""
+        self._attempt(self._remove_abandoned)
+        enough = int((self._quota or 0) * (1 - EVICTED_TO) / 2)
+        while not self._closed and self._quota is not None:
+            self._attempt(self._evict)
             with self._changed:
                 self._changed.wait_for(lambda: self._closed or self._written > enough, CLEAN_SECONDS)
                 self._written = 0
 
-    def _evict(self, quota: int) -> None:
+    def _attempt(self, clean: Callable[[], None]) -> None:
+        try:
+            clean()
+        except OSError as error:
+            extension.logger.warning("KV cache in %s cannot be cleaned now: %s", self.description, error)
+
+    def _remove_abandoned(self) -> None:
+        now = self._probe().st_mtime
+        for part in self.root.glob("*/*/.*.tmp"):
+            with suppress(OSError):
+                if now - part.stat().st_mtime > ABANDONED_SECONDS:
+                    part.unlink()
+
+    def _evict(self) -> None:
         """Remove the files that were not read or written for longest, if all together exceed the quota."""
-        found = []
+        assert self._quota is not None
+        found, quota = [], self._quota
         for path in self.root.glob("*/*/*.kv"):
             with suppress(OSError):
                 status = path.stat()
@@ -116,15 +137,12 @@ class DiskPool:
 
     def _write(self, path: Path, record: memoryview) -> str:
         """Write to a temporary file and rename it, so that readers see the whole chunk or none."""
-        part = path.with_name(f".{path.name}.{os.getpid()}.{threading.get_native_id()}.tmp")
+        part = path.with_name(f".{path.name}.{secrets.token_hex(8)}.tmp")
         try:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            file = os.open(part, os.O_CREAT | os.O_WRONLY | os.O_TRUNC | self._direct, 0o600)
-            try:
+            path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+            with _create(part, self._direct) as file:
                 if (written := os.write(file, record)) < len(record):
                     raise OSError(errno.ENOSPC, f"{written} of {len(record)} bytes written")
-            finally:
-                os.close(file)
             part.replace(path)
         except OSError as error:
             with suppress(OSError):
@@ -149,6 +167,16 @@ class DiskPool:
         with suppress(OSError):
             os.utime(path)  # it was used: of the times, not all mounts update the one of the last access
         return LOADED if read == len(record) else "cut"
+
+
+@contextmanager
+def _create(path: Path, flags: int = 0) -> Iterator[int]:
+    """Descriptor of a new file, which no link may be in the place of."""
+    file = os.open(path, os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_WRONLY | flags, 0o600)
+    try:
+        yield file
+    finally:
+        os.close(file)
 
 
 class DiskTier(PoolTier):

@@ -110,7 +110,7 @@ class PoolTier(SecondaryTierManager):
         self._local = threading.local()
         self._jobs: dict[int, Job] = {}
         self._ended: list[JobResult] = []
-        self._backoff_until = 0.0
+        self._backoff_until = self._full_until = 0.0
         self._lookup_thread: threading.Thread | None = None
         self._counts: Counter[tuple[str, str, str]] = Counter()
         self._events: list[OffloadingEvent] | None = [] if kv_events else None
@@ -246,7 +246,7 @@ class PoolTier(SecondaryTierManager):
         deadline = monotonic() + self._transfer_timeout
         keys = list(given.keys)
         job = Job(keys, [self.names(key) for key in keys], [int(row) for row in given.chunk_ids], load, deadline)
-        if not keys or self.is_backing_off:
+        if not keys or self.is_backing_off or (not load and monotonic() < self._full_until):
             self._count(job.op, "skipped", number=len(job.keys))
             self._end(given.job_id, job)
             return
@@ -311,6 +311,8 @@ class PoolTier(SecondaryTierManager):
             self._count_outcome("store", outcome)
             if outcome == STORED:
                 done.append(key)
+        if "full" in outcomes:
+            self._full_until = monotonic() + self._backoff  # loads go on
         with job.lock:
             job.done += done
 
