@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import zmq
 from aiohttp import web
+from ascend_kv_connector import metaserver
 from ascend_kv_connector.leases import Leases, PrefillProgress
 from ascend_kv_connector.metaserver import MetaserverClient, external_request_id
 from ascend_kv_connector.prefill_notifier import PrefillNotifier
@@ -221,6 +222,45 @@ def test_metaserver_client_posts_and_reports_failures() -> None:
     assert [each["request_id"] for each in asked] == ["a", "b"]
     assert set(failed) == {"b", "c", "d"}
     assert "replied 404: not here" in failed["b"]
+
+
+def test_metaserver_client_follows_no_redirect_and_limits_answers_and_connections(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An answer may contain a client's text, and a redirect may name any address."""
+    failed: dict[str, str] = {}
+    asked, open_now, most = list[str](), 0, 0
+
+    async def answer(request: web.Request) -> web.Response:
+        nonlocal open_now, most
+        asked.append(request.path)
+        open_now, most = open_now + 1, max(most, open_now + 1)
+        await asyncio.sleep(0.1)
+        open_now -= 1
+        if request.path == "/redirect":
+            return web.Response(status=307, headers={"Location": "/elsewhere"})
+        return web.Response(status=500, body=b"a\nERROR forged line \x1b[31m" + b"x" * 1_000_000)
+
+    async def run() -> None:
+        app = web.Application(client_max_size=1 << 30)
+        app.router.add_post("/{any}", answer)
+        runner = web.AppRunner(app)
+        await runner.setup()
+        await web.TCPSite(runner, "127.0.0.1", 0).start()
+        monkeypatch.setattr(metaserver, "most_connections", lambda: 2)
+        client = MetaserverClient(60.0, failed.__setitem__)
+        for name in ("redirect", *"abcde"):
+            client.post(name, f"http://127.0.0.1:{runner.addresses[0][1]}/{name}", {"request_id": name})
+        until = monotonic() + 60
+        while len(failed) < 6 and monotonic() < until:
+            await asyncio.sleep(0.01)
+        client.close()
+        await runner.cleanup()
+
+    asyncio.run(run())
+    assert sorted(asked) == sorted(f"/{name}" for name in ("redirect", *"abcde"))
+    assert "replied 307" in failed["redirect"]
+    assert "replied 500: a?ERROR forged line ?[31mxxx" in failed["a"]
+    assert all(len(cause) < 400 and cause.isprintable() for cause in failed.values())
+    assert most == 2
 
 
 def test_external_request_id(monkeypatch: pytest.MonkeyPatch) -> None:

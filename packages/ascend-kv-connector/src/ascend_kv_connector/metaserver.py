@@ -4,11 +4,19 @@ from __future__ import annotations
 
 import asyncio
 import os
+import resource
 import threading
 from collections.abc import Callable
 from typing import Any
 
-from aiohttp import ClientError, ClientSession, ClientTimeout
+from aiohttp import ClientError, ClientSession, ClientTimeout, DummyCookieJar, TCPConnector
+from ascend_platform.transfer.errors import printable
+
+ANSWER_BYTES = 200
+"""Bytes of a router's answer that are logged."""
+
+MAX_CONNECTIONS = 1024
+"""Connections to routers at a time, of which each waits for a prefill."""
 
 REQUEST_ID_SUFFIX_LENGTH = 9
 """vLLM appends a hyphen and eight random characters to a request id, which the router does not know
@@ -29,35 +37,46 @@ class MetaserverClient:
         ``seconds``."""
         self._seconds, self._on_failure = seconds, on_failure
         self._loop: asyncio.AbstractEventLoop | None = None
+        self._session: ClientSession | None = None
 
     def post(self, request: str, url: str, message: dict[str, Any]) -> None:
         """Post the prefill request for a request."""
         if self._loop is None:
             self._loop = asyncio.new_event_loop()
-            threading.Thread(target=_run, args=[self._loop], name="kv-client", daemon=True).start()
+            threading.Thread(target=self._run, args=[self._loop], name="kv-client", daemon=True).start()
         asyncio.run_coroutine_threadsafe(self._post(request, url, message), self._loop)
 
     def close(self) -> None:
         if self._loop is not None:
             self._loop.call_soon_threadsafe(self._loop.stop)
 
+    def _run(self, loop: asyncio.AbstractEventLoop) -> None:
+        """Run a loop until it is stopped, and close its sockets."""
+        loop.run_forever()
+        loop.run_until_complete(_cancel_posts())
+        if self._session is not None:
+            loop.run_until_complete(self._session.close())
+        loop.close()
+
     async def _post(self, request: str, url: str, message: dict[str, Any]) -> None:
+        if self._session is None:  # for all posts: each keeps a connection for as long as the prefill takes
+            timeout = ClientTimeout(total=self._seconds, sock_connect=10)
+            connector = TCPConnector(limit=most_connections(), force_close=True)  # a kept one may close as a post is sent
+            self._session = ClientSession(connector=connector, timeout=timeout, cookie_jar=DummyCookieJar())
         try:
-            async with (
-                ClientSession(timeout=ClientTimeout(total=self._seconds, sock_connect=10)) as session,
-                session.post(url, json=message) as answer,
-            ):
-                if answer.status >= 400:
-                    self._on_failure(request, f"the router at {url} replied {answer.status}: {(await answer.text())[:200]}")
+            async with self._session.post(url, json=message, allow_redirects=False) as answer:
+                if answer.status >= 300:
+                    text = printable((await answer.content.read(ANSWER_BYTES)).decode(errors="replace"))
+                    self._on_failure(request, f"the router at {url} replied {answer.status}: {text}")
         except (ClientError, OSError, TimeoutError, ValueError) as error:
-            self._on_failure(request, f"cannot reach the router at {url}: {type(error).__name__}: {error}")
+            cause = printable(f"{type(error).__name__}: {error}")
+            self._on_failure(request, f"cannot reach the router at {url}: {cause}")
 
 
-def _run(loop: asyncio.AbstractEventLoop) -> None:
-    """Run a loop until it is stopped, and give back its sockets."""
-    loop.run_forever()
-    loop.run_until_complete(_cancel_posts())
-    loop.close()
+def most_connections() -> int:
+    """Connections to routers at a time: posts beyond that wait. A quarter of the files that this process may open."""
+    files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    return max(1, min(MAX_CONNECTIONS, files // 4))
 
 
 async def _cancel_posts() -> None:
