@@ -79,6 +79,16 @@ def test_server_takes_the_first_free_port_of_a_range() -> None:
         server.close()
 
 
+def test_connections_without_a_handshake_are_closed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Strangers' connections would take all files that the process may open."""
+    monkeypatch.setattr("ascend_platform.transfer.rpc.HANDSHAKE_MS", 200)
+    server = RpcServer(CODEC, lambda question: Ack(), "127.0.0.1", keys=OURS)
+    with socket.create_connection(("127.0.0.1", server.port), 20) as stranger:
+        while stranger.recv(64):  # ZMQ's greeting, and then the end
+            pass
+    server.close()
+
+
 def test_client_with_only_the_public_keys_is_refused() -> None:
     server = RpcServer(CODEC, lambda question: Ack(), "127.0.0.1", keys=OURS)
     context = zmq.Context()
@@ -107,10 +117,13 @@ def test_secret_file_takes_precedence_over_environment(tmp_path: Path, monkeypat
     assert read_secret("") == b""
     file = tmp_path / "secret"
     file.write_text("of the file, in a line\n")
-    assert read_secret(str(file)) == b"of the file, in a line"
+    of_file = read_secret(str(file))
+    assert len(of_file) == 32
     monkeypatch.setenv(SECRET_ENV, "of the environment")
-    assert read_secret("") == b"of the environment"
-    assert read_secret(str(file)) == b"of the file, in a line"
+    assert read_secret("") not in (of_file, b"of the environment")
+    assert read_secret(str(file)) == of_file
+    monkeypatch.setenv(SECRET_ENV, "of the file, in a line")
+    assert read_secret("") == of_file
     monkeypatch.setenv(SECRET_ENV, "short")
     with pytest.raises(extension.RefusedError, match=f"{SECRET_ENV} has a secret of 5 bytes; it needs at least 16"):
         read_secret("")

@@ -1,8 +1,10 @@
 """Addresses in a request's parameters: which of them may be contacted."""
 
+import time
 from typing import Any
 
 import pytest
+from ascend_kv_connector import trusted_addresses
 from ascend_kv_connector.trusted_addresses import SIGNATURE, TrustedAddresses
 
 SECRET = b"sixteen bytes or more"
@@ -47,6 +49,17 @@ def test_ranks_are_signed_with_the_secret() -> None:
     for each in forged:
         assert one.refusal(each) == "has remote_ranks that no instance with this one's secret has sent"
     assert TrustedAddresses().sign(params("h")) == params("h")
+
+
+def test_signatures_expire(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else whoever has seen one could repeat it for as long as the secret is used."""
+    trusted = TrustedAddresses(SECRET)
+    sent = trusted.sign(params("10.0.0.1"))
+    now = time.time()
+    monkeypatch.setattr(trusted_addresses.time, "time", lambda: now + 901)
+    assert "were signed over 900 s ago, or the two machines' clocks differ" in trusted.refusal(sent)
+    assert trusted.refusal(sent, is_new=False) == ""
+    assert "no instance with" in trusted.refusal(sent | {"remote_expires": int(now) + 10_000})
 
 
 def test_metaserver_is_one_of_the_configuration() -> None:

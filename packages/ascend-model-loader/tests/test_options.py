@@ -66,7 +66,7 @@ def test_secret_file_takes_precedence_over_environment(tmp_path: Path, monkeypat
         options.read_secret(options.parse_options({"secret_file": str(path), "serve_weights": True}))
         == b"of the file, of the file"
     )
-    assert options.read_secret(options.parse_options({"serve_weights": True})) == b"of the variable, 16 bytes"
+    assert len(options.read_secret(options.parse_options({"serve_weights": True}))) == 32
     path.write_text("too short")
     with pytest.raises(extension.RefusedError, match=f"secret_file {path} has a secret of 9 bytes; it needs at least 16"):
         options.parse_options({"secret_file": str(path), "serve_weights": True})

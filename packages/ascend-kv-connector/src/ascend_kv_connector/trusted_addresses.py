@@ -5,6 +5,7 @@ from __future__ import annotations
 import hmac
 import ipaddress
 import json
+import time
 from collections.abc import Sequence
 from typing import Any
 
@@ -24,8 +25,12 @@ SIGNED = (
     "remote_ranks",
     "remote_num_tokens",
     "remote_prompt_digest",
+    "remote_expires",
 )
 """Parameters that the signature covers; routers may add others."""
+
+VALID_SECONDS = 900
+"""Age of a signature at which it is not accepted any more: longer than clocks differ and requests take through a router."""
 
 
 class TrustedAddresses:
@@ -56,15 +61,23 @@ class TrustedAddresses:
 
     def sign(self, params: dict[str, Any]) -> dict[str, Any]:
         """The parameters, with a signature if there is a secret."""
-        return params | {SIGNATURE: self._signature(params)} if self._secret else params
+        if not self._secret:
+            return params
+        params = params | {"remote_expires": int(time.time()) + VALID_SECONDS}
+        return params | {SIGNATURE: self._signature(params)}
 
-    def refusal(self, params: dict[str, Any]) -> str:
-        """Why the parameters' router or ranks may not be contacted; "" if they may. The parameters have the right types."""
+    def refusal(self, params: dict[str, Any], is_new: bool = True) -> str:
+        """Why the parameters' router or ranks may not be contacted; "" if they may. The parameters have the right types.
+
+        ``is_new`` is False for a request that was accepted before: its signature may expire while it waits.
+        """
         if "metaserver" in params:
             url = params["metaserver"]
             return "" if url in self.metaservers else f"has metaserver {printable(url)}, which is not in option metaserver"
         if self._secret and not hmac.compare_digest(str(params.get(SIGNATURE)).encode(), self._signature(params).encode()):
             return "has remote_ranks that no instance with this one's secret has sent"
+        if self._secret and is_new and params["remote_expires"] < time.time():
+            return f"has remote_ranks that were signed over {VALID_SECONDS} s ago, or the two machines' clocks differ"
         for host, _ in params["remote_ranks"]:
             if not self.allows(host):
                 option = "peers" if self._hosts or self._networks else "peers, and there is no secret"
