@@ -8,6 +8,7 @@ import pytest
 import torch
 from ascend_kv_connector.connector import AscendP2PConnector
 from ascend_kv_connector.prompt_digest import prompt_digest
+from ascend_kv_connector.protocol import VERSION
 from ascend_kv_connector.scheduler import Endpoint, LayerwisePrefill, Load, P2PScheduler
 from ascend_kv_connector.transfers import Source
 from ascend_kv_connector.trusted_addresses import TrustedAddresses
@@ -144,6 +145,29 @@ def test_lease_is_renewed_while_a_request_waits_or_loads() -> None:
         left.status = RequestStatus.FINISHED_ABORTED
         made.request_finished(left, [])
         assert renewed(50.0) == []
+
+
+@pytest.mark.parametrize("produces", [True, False], ids=["both roles", "consumer"])
+def test_instances_of_both_roles_do_not_wait_for_each_other_for_ever(produces: bool) -> None:
+    """Each may keep the blocks that the other one's requests wait for. An instance with one role waits until its requests end."""
+    now = [100.0]
+    made = P2PScheduler("d", 4, produces, True, 20.0, TrustedAddresses(insecure=True), clock=lambda: now[0])
+    waits, loads = (request(params=dict(ANSWER, remote_request_id=name), name=name) for name in ("waits", "loads"))
+    for each in (waits, loads):
+        made.on_new_request(each)
+        assert made.get_num_new_matched_tokens(each, 8) == (13, True)
+    made.update_state_after_alloc(loads, blocks(50, 51, 52, 53, 54, 55), 13)
+    now[0] += 20.0
+    released = [source.request for source in made.build_connector_meta(NOTHING).released]
+    assert released == (["waits"] if produces else [])
+    assert made.get_num_new_matched_tokens(waits, 8) == ((0, False) if produces else (13, True))
+    assert made.get_num_new_matched_tokens(waits, 8) == ((0, False) if produces else (13, True))
+
+
+def test_source_with_another_protocol_version_is_not_loaded() -> None:
+    made = scheduler()
+    assert made.get_num_new_matched_tokens(request(params=dict(ANSWER, remote_protocol=VERSION)), 8) == (13, True)
+    assert made.get_num_new_matched_tokens(request(params=dict(ANSWER, remote_protocol=VERSION + 1)), 8) == (0, False)
 
 
 def test_router_frees_what_it_has_aborted() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from queue import SimpleQueue
@@ -17,7 +18,7 @@ from ascend_kv_connector.leases import BoundedDict
 from ascend_kv_connector.metaserver import MetaserverClient, external_request_id
 from ascend_kv_connector.paged_cache import group_block_table
 from ascend_kv_connector.prompt_digest import prompt_digest
-from ascend_kv_connector.protocol import MAX_RANKS
+from ascend_kv_connector.protocol import MAX_RANKS, VERSION
 from ascend_kv_connector.states import LAST_STATE, join_tables, leave_last_token
 from ascend_kv_connector.transfers import Source
 from ascend_kv_connector.trusted_addresses import TrustedAddresses
@@ -90,11 +91,15 @@ class P2PMetadata(KVConnectorMetadata):
 
 @dataclass
 class WaitingSource:
-    """Source of a request that waits, or loads; its lease is renewed every ``seconds``, next when it is ``due``."""
+    """Source of a request that waits, or loads; its lease is renewed every ``seconds``, next when it is ``due``.
+
+    A request that waits for blocks is computed here after ``until``, if that is given.
+    """
 
     source: Source
     seconds: float
     due: float
+    until: float = math.inf
 
 
 MAX_ABORTED = 1024
@@ -145,6 +150,9 @@ class P2PScheduler:
         self._loading: dict[str, Source | None] = {}
         self._released: BoundedDict[None] = BoundedDict()
         self._recognized: set[str] = set()
+        self._waited_too_long: set[str] = set()
+        # An instance of both roles may wait for blocks that it keeps for others, which wait for blocks that they keep for it.
+        self._most_waiting = seconds if is_producer else math.inf
         self._failed_loads: SimpleQueue[tuple[str, str]] = SimpleQueue()
         self._metaserver_client = MetaserverClient(seconds, lambda request, cause: self._failed_loads.put((request, cause)))
 
@@ -164,7 +172,8 @@ class P2PScheduler:
         if self._remote_tokens(request) is not None and "metaserver" not in params:
             seconds = params.get("remote_lease")
             seconds = max(1.0, (seconds if isinstance(seconds, (int, float)) else self._lease) / 3)
-            self._waiting[request.request_id] = WaitingSource(_source(params), seconds, self._clock() + seconds)
+            now = self._clock()
+            self._waiting[request.request_id] = WaitingSource(_source(params), seconds, now + seconds, now + self._most_waiting)
 
     def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int, bool]:
         tokens = (self._remote_tokens(request) or 0) - num_computed_tokens
@@ -199,8 +208,12 @@ class P2PScheduler:
             request, cause = self._failed_loads.get()
             self._metadata.failed_loads[request] = cause
         now = self._clock()
-        for waiting in self._waiting.values():
-            if waiting.due <= now:
+        for name, waiting in list(self._waiting.items()):
+            if waiting.until <= now and name not in self._loading:
+                del self._waiting[name]
+                self._waited_too_long.add(name)
+                self._release_unused(waiting.source)
+            elif waiting.due <= now:
                 waiting.due = now + waiting.seconds
                 self._metadata.renewed.append(waiting.source)
         built, self._metadata = self._metadata, P2PMetadata()
@@ -228,6 +241,7 @@ class P2PScheduler:
     def _stop_remote_prefill(self, request: Any) -> None:
         request.kv_transfer_params["do_remote_prefill"] = False
         self._recognized.discard(request.request_id)
+        self._waited_too_long.discard(request.request_id)
 
     def _prefill_params(self, request: Any, start: int) -> dict[str, Any]:
         """``kv_transfer_params`` for the prefill instance; keys as vllm-ascend's, except remote_ranks, remote_reader and
@@ -264,6 +278,8 @@ class P2PScheduler:
         wrong = _invalid_params(params, {"remote_reader": str, "remote_ranks": list, "remote_prompt_digest": str})
         if not wrong and params["remote_prompt_digest"] != prompt_digest(request, request.num_prompt_tokens):
             wrong = f"is for another prompt, of remote_reader {printable(params['remote_reader'])}"
+        if request.request_id in self._waited_too_long:
+            wrong = f"waited {self._most_waiting:g} s for blocks, while this instance keeps those of others (kv_both)"
         wrong = wrong or self._trusted.refusal({key: value for key, value in params.items() if key != "metaserver"})
         if wrong:
             extension.logger.warning("request %s: do_remote_decode %s; its blocks are not sent", request.request_id, wrong)
@@ -355,6 +371,7 @@ class P2PScheduler:
             "remote_lease": self._lease,
             "remote_block_ids": [list(each) for each in self._tables(block_ids)],  # NIXL's, for routers that look at them
             "tp_size": self._tp_size,
+            "remote_protocol": VERSION,
         }
         return True, self._trusted.sign(params)
 
@@ -369,9 +386,13 @@ class P2PScheduler:
         wrong = _invalid_params(params, {"metaserver": str} if "metaserver" in params else REMOTE_PARAMS)
         if self._is_hybrid and "metaserver" in params:
             wrong = f"has metaserver: {self._no_layerwise}"
+        if (version := params.get("remote_protocol", VERSION)) != VERSION:
+            here = f"this instance's is {VERSION}: install the same ascend-kv-connector on both"
+            wrong = f"is of protocol {printable(str(version))}, {here}"
         if not self._is_consumer:
             wrong = "needs kv_role kv_consumer or kv_both"
-        wrong = wrong or self._trusted.refusal(params) or self._other_prompt(request, params)
+        is_new = request.request_id not in self._recognized
+        wrong = wrong or self._trusted.refusal(params, is_new) or self._other_prompt(request, params)
         if not wrong and self._is_released(params):  # with n > 1, or a repeated request
             extension.logger.debug("request %s: its source has been released; its prompt is computed here", request.request_id)
             self._stop_remote_prefill(request)
