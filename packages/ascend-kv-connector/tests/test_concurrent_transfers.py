@@ -5,13 +5,14 @@ import re
 from collections.abc import Callable
 from time import monotonic, sleep
 
+import pytest
 import zmq
 from ascend_kv_connector.protocol import CODEC
 from ascend_kv_connector.testing_transport import InMemoryNetwork
 from ascend_kv_connector.transfers import Done, Failed, Source
 from ascend_platform.transfer.errors import TransferError
 from ascend_platform.transfer.memory import MAX_QUARANTINED
-from ascend_platform.transfer.peers import MAX_IDLE_THREADS
+from ascend_platform.transfer.peers import MAX_IDLE_THREADS, CircuitBreaker
 from ascend_platform.transfer.rpc import RpcServer
 
 
@@ -109,6 +110,39 @@ def test_dead_and_slow_peers_cost_their_own_requests_alone(instances: Callable, 
         for name in [f"{kind}-{number}" for kind in ("dead", "slow") for number in range(6)]:
             rank.cancel(name, TransferError("aborted", "the test is over"))
         context.destroy(linger=0)
+
+
+@pytest.mark.parametrize("exposed", [True, False], ids=["direct", "staged"])
+def test_prompts_that_the_producer_has_forgotten_do_not_keep_others_waiting(exposed: bool, instances: Callable) -> None:
+    """Anyone may repeat old parameters."""
+    producer = instances("p", expose_cache=exposed).produce()
+    consumer = instances("d", expose_cache=exposed, lanes=2, answer_timeout=20.0, transfer_timeout=60.0).consume()
+    rank, blocks = consumer.consumers[0], consumer.take(17)
+    source, _ = producer.fill("r", 17)
+    for number in range(6):
+        rank.start(f"old-{number}", source._replace(request=f"old-{number}"), consumer.take(4), 0, 4)
+    sleep(0.5)
+    rank.start("r", source, blocks, 0, 17)
+    ((outcome,),) = consumer.wait()
+    assert isinstance(outcome, Done), outcome
+    assert outcome.request == "r"
+    assert outcome.seconds < 10.0
+    assert consumer.holds("r", blocks, 0, 17)
+    for number in range(6):
+        rank.cancel(f"old-{number}", TransferError("aborted", "the test is over"))
+
+
+def test_failures_of_one_outage_count_once() -> None:
+    now = [10.0]
+    breaker = CircuitBreaker(5.0, lambda: now[0])
+    for _ in range(4):  # side by side: all began before the first one failed
+        breaker.note_failure("no answer", 3.0)
+    assert breaker.refusal() == ""
+    now[0] = 12.0
+    breaker.note_failure("no answer", 11.0)
+    assert breaker.refusal() == "not contacted: 2 requests in a row failed, the last one 0.0 s ago (no answer)"
+    breaker.note_success()
+    assert breaker.refusal() == ""
 
 
 def test_peer_that_failed_twice_is_not_contacted_for_a_while(instances: Callable) -> None:

@@ -5,6 +5,8 @@ import re
 import socket
 import subprocess
 import sys
+import threading
+from collections import Counter
 from collections.abc import Callable
 from multiprocessing.connection import Connection
 from time import monotonic
@@ -17,6 +19,7 @@ from ascend_platform.transfer.errors import TransferError
 
 pytest.importorskip("mooncake.engine", exc_type=ImportError, reason="Mooncake lacks a library: apt-get install libibverbs1")
 
+from ascend_platform.transfer import mooncake
 from ascend_platform.transfer.mooncake import MooncakeEngine, SharedEngine
 
 
@@ -131,15 +134,55 @@ print("result", torch.equal(sent, received), one.session)
 def test_ipv6_address_and_ports_of_a_range() -> None:
     """In a process of its own: Mooncake reads both settings when it is imported."""
     done = subprocess.run([sys.executable, "-c", IPV6], capture_output=True, text=True, timeout=300, check=False)
-    assert re.search(r"^result True \[::1\]:20[0-2]\d\d$", done.stdout, re.MULTILINE), done.stdout + done.stderr
+    assert re.search(r"^result True \[::1\]:20[0-2]\d\d/\w{8}$", done.stdout, re.MULTILINE), done.stdout + done.stderr
 
 
 def test_mooncake_listens_on_all_addresses() -> None:
     """The reason for which an instance needs a secret, or "insecure": true, also with a loopback host. If this fails, Mooncake
     binds to its host, and the rule of ``auth.require_secret`` can be that of the other transports again."""
     transport = MooncakeEngine("127.0.0.1", "tcp")
-    socket.create_connection(("127.0.0.2", int(transport.session.rpartition(":")[2])), 10).close()
+    socket.create_connection(("127.0.0.2", transport._shared.engine.get_rpc_port()), 10).close()
     transport.close()
+
+
+def test_peers_that_had_the_same_port_have_different_names() -> None:
+    """Mooncake keeps by name by which port it reads a peer, and never looks again. It reads the port as a number."""
+    shared = SharedEngine.__new__(SharedEngine)
+    shared._names, shared._known, shared._lock = {}, Counter(), threading.Lock()
+    sessions = [
+        "10.0.0.1:15000/aa",
+        "10.0.0.1:15001/bb",
+        "10.0.0.1:15000/cc",
+        "10.0.0.1:15000/aa",
+        "[fd00::7]:15000/dd",
+        "[fd00::7]:15000",
+    ]
+    names = ["10.0.0.1:15000", "10.0.0.1:15001", "10.0.0.1:015000", "10.0.0.1:15000", "[fd00::7]:15000", "[fd00::7]:015000"]
+    assert [shared.peer_name(session) for session in sessions] == names
+
+
+def test_peer_is_read_by_a_name_with_zeros() -> None:
+    """As one that was restarted at the port of another, which Mooncake cannot be made to forget."""
+    transport = MooncakeEngine("127.0.0.1", "tcp")
+    sent, received = torch.arange(1 << 20, dtype=torch.uint8), torch.zeros(1 << 20, dtype=torch.uint8)
+    for buffer in (sent, received):
+        transport.register(buffer)
+    restarted = transport.session + "restarted"
+    transport._shared._known[transport.session.partition("/")[0]] = 3
+    assert ":000" in transport._shared.peer_name(restarted)
+    transport.read(restarted, Runs([sent.data_ptr()], [received.data_ptr()], [len(sent)]), 10)
+    assert torch.equal(sent, received)
+    transport.close()
+
+
+def test_version_that_was_not_tested_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    lines = list[str]()
+    monkeypatch.setattr(mooncake.logger, "warning", lambda line, *values: lines.append(line % values))
+    monkeypatch.setattr(mooncake.metadata, "version", {mooncake.WHEELS[0]: "0.3.13.post1", mooncake.WHEELS[1]: "0.4.0"}.get)
+    monkeypatch.setattr(mooncake, "WHEELS", mooncake.WHEELS[:2])
+    mooncake._note_version.__wrapped__()
+    (line,) = lines
+    assert line.startswith("mooncake-transfer-engine-non-cuda 0.4.0 was not tested with this version; fix: pip install ")
 
 
 def test_killed_peer_is_an_error() -> None:

@@ -208,13 +208,14 @@ def bare_readers(session: str, address: int, total: int) -> tuple[Callable[[], N
     from ascend_platform.transfer.engine import READ_SECONDS
     from ascend_platform.transfer.mooncake import shared_engine
 
-    transport, engine = Loopback().make_transport(), shared_engine("127.0.0.1", "tcp", READ_SECONDS).engine
+    transport, shared = Loopback().make_transport(), shared_engine("127.0.0.1", "tcp", READ_SECONDS)
+    engine, peer = shared.engine, shared.peer_name(session)
     buffers = [torch.zeros(PIECE, dtype=torch.uint8) for _ in range(LANES)]
     for buffer in buffers:
         transport.register(buffer)
 
     def synchronous(to: int) -> None:
-        assert engine.batch_transfer_sync_read(session, [to], [address], [PIECE]) == 0
+        assert engine.batch_transfer_sync_read(peer, [to], [address], [PIECE]) == 0
 
     def asleep(to: int) -> None:
         transport.read(session, Runs([address], [to], [PIECE]), 60.0)

@@ -203,6 +203,14 @@ class Consumer:
         if self.queues.close(2.0):
             self.context.destroy(linger=0)  # otherwise a thread still uses it
 
+    def try_later(self, transfer: Transfer) -> bool:
+        """Queue a transfer behind others, whose producer does not have the prompt yet, or has forgotten it; False if it has been
+        tried for ``answer_timeout``."""
+        transfer.not_ready_since = transfer.not_ready_since or monotonic()
+        if again := monotonic() - transfer.not_ready_since < self.options.answer_timeout:
+            self._enqueue(transfer)
+        return again
+
     def breaker(self, source: Source) -> CircuitBreaker:
         """The circuit breaker of a producer."""
         key = f"{source.engine} {source.ranks}"

@@ -15,7 +15,7 @@ from ascend_platform.transfer.engine import Engine, Runs
 from ascend_platform.transfer.errors import QUARANTINE_SECONDS, TransferError, printable
 from ascend_platform.transfer.memory import ReceiveBuffers
 from ascend_platform.transfer.peers import CircuitBreaker
-from ascend_platform.transfer.rpc import ClientPool, RpcClient
+from ascend_platform.transfer.rpc import ClientPool, NotYetError, RpcClient
 from msgspec.structs import replace
 
 from ascend_kv_connector import protocol
@@ -42,6 +42,9 @@ from ascend_kv_connector.transfers import Failed, Source, Transfer
 
 MAX_LAYERWISE_POLL = 0.005
 """Longest pause in seconds between fetches of a prompt that is being computed."""
+
+LANE_SECONDS = 0.1
+"""Seconds for which a transfer whose prompt is not ready keeps its thread from others; then it is queued again."""
 
 DIRECT_BYTES = 128 << 20
 """Bytes of a read of exposed KV cache; each is confirmed, and then counts if a later one fails."""
@@ -81,6 +84,8 @@ class Rank(Protocol):
 
     def release_message(self, transfer: Transfer, *tickets: int) -> Release: ...
 
+    def try_later(self, transfer: Transfer) -> bool: ...
+
 
 class Fetcher:
     """One thread's connections to the ranks of a producer. A chunk is read while another thread unpacks the one before."""
@@ -105,7 +110,8 @@ class Fetcher:
         assert transfer.source is not None
         transport, block_size = self._consumer.transport.name, self._consumer.cache.block_size
         breaker, sent = self._consumer.breaker(transfer.source), self._clients.sent
-        transfer.phases["queue"] = monotonic() - transfer.started
+        began = monotonic()
+        transfer.phases.setdefault("queue", began - transfer.started)
         if refusal := breaker.refusal():
             transfer.fail(TransferError("peer", refusal), transport, block_size)
             return
@@ -117,10 +123,12 @@ class Fetcher:
         except Exception as error:
             with suppress(Exception):  # chunks read before the error count; a second error is ignored
                 self._wait_unpacked()
+            if isinstance(error, NotYetError) and self._consumer.try_later(transfer):
+                return
             if not isinstance(error, TransferError):  # after a TransferEndedError, fail() below has no effect
                 error = TransferError("internal", f"{type(error).__name__}: {error}")
             elif error.kind == "peer":
-                breaker.note_failure(str(error))
+                breaker.note_failure(str(error), began)
             transfer.fail(error, transport, block_size)
         if transfer.layerwise:
             self._post(Notice(transfer.source, self._consumer.finish_message(transfer.source)))
@@ -248,7 +256,8 @@ class Fetcher:
         for index, fetch in enumerate(fetches):
             transfer.remaining()
             with transfer.phase("wait"):
-                chunk = _expect_chunk(client.await_reply(number, fetch, transfer.deadline, check=transfer.remaining))
+                retry = None if index else LANE_SECONDS
+                chunk = _expect_chunk(client.await_reply(number, fetch, transfer.deadline, retry, check=transfer.remaining))
             until = asked + chunk.seconds
             if index + 1 < len(fetches):
                 asked = monotonic()
@@ -441,7 +450,7 @@ class Fetcher:
 
 def _ask(client: RpcClient, transfer: Transfer, query: Query) -> Message:
     with transfer.phase("wait"):
-        return client.await_reply(client.send(query), query, transfer.deadline, check=transfer.remaining)
+        return client.await_reply(client.send(query), query, transfer.deadline, LANE_SECONDS, check=transfer.remaining)
 
 
 def _expect_chunk(answer: Message) -> Chunk:

@@ -104,6 +104,7 @@ class Transfer:
         self.layerwise = source is None
         self._lock = threading.Lock()
         self._outcome: Done | Failed | None = None
+        self.not_ready_since = 0.0
         self._reads, self._unsafe_until = 0, 0.0
 
     @property

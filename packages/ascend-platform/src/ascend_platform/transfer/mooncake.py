@@ -2,26 +2,33 @@
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import importlib
 import importlib.util
 import os
+import secrets
 import sys
 import threading
 import weakref
 from collections import Counter, deque
 from collections.abc import Callable
+from importlib import metadata
 from time import monotonic, sleep
 from typing import Any
 
 import torch
 
-from ascend_platform.components import RefusedError
+from ascend_platform.components import RefusedError, logger
 from ascend_platform.transfer.auth import CurveKeys
 from ascend_platform.transfer.engine import READ_SECONDS, Runs, keep_for_quarantine
 from ascend_platform.transfer.errors import QUARANTINE_SECONDS, TransferError
 
 WHEELS = ("mooncake-transfer-engine-npu", "mooncake-transfer-engine-non-cuda", "mooncake-transfer-engine")
 """Wheels with the same modules; which one to install depends on the machine, so no wheel of ours requires one of them."""
+
+TESTED = "0.3.13"
+"""Version of them whose behaviour at failures, closed connections and restarts this module was tested with."""
 
 TIMEOUT_VARIABLE = "MC_TRANSFER_TIMEOUT"
 """Seconds after which Mooncake aborts a read; read when an engine is created, default 30, at least 5 (Mooncake,
@@ -33,6 +40,9 @@ PAUSES = 0.0001, 0.001
 MOST_QUEUED = 16
 """Runs of a read or write in Mooncake's queue for a peer, which all threads share: it takes 1024 by default
 (``MC_TCP_MAX_QUEUED_TRANSFERS_PER_PEER``), and then fails transfers."""
+
+PORTS_OF_RANK = 20
+"""Ports a rank with which an instance can be restarted at once: Mooncake tries random ones, and takes none in TIME_WAIT."""
 
 FAILED_BATCHES = 0, 2**64 - 1
 """What Mooncake returns for a batch that it could not submit."""
@@ -53,6 +63,15 @@ def check() -> None:
             f"Mooncake's transfer engine is not installed; fix: pip install {WHEELS[0]} "
             f"(or {WHEELS[1]} if protocol tcp is enough)"
         )
+    _note_version()
+
+
+@functools.cache
+def _note_version() -> None:
+    for wheel in WHEELS:
+        with contextlib.suppress(metadata.PackageNotFoundError):
+            if not (found := metadata.version(wheel)).startswith(TESTED):
+                logger.warning("%s %s was not tested with this version; fix: pip install %s==%s.*", wheel, found, wheel, TESTED)
 
 
 def import_module(name: str) -> Any:
@@ -97,12 +116,28 @@ class SharedEngine:
                 del os.environ[TIMEOUT_VARIABLE]
         if code := self.engine.initialize(name, "P2PHANDSHAKE", protocol, ""):
             raise RefusedError(
-                f"mooncake cannot start with protocol {protocol} on {host} (code {code}); protocol must be tcp, or ascend with "
-                f"{WHEELS[0]}"
+                f"mooncake cannot start with protocol {protocol} on {host} (code {code}); fix: {_fix(protocol, ports)}"
             )
-        self.session = f"{name}:{self.engine.get_rpc_port()}"
+        self.session = f"{name}:{self.engine.get_rpc_port()}/{secrets.token_hex(4)}"
+        self._names: dict[str, str] = {}
+        self._known: Counter[str] = Counter()
         self.registered: Counter[tuple[int, int]] = Counter()
         self._lock = threading.Lock()
+
+    def peer_name(self, session: str) -> str:
+        """The name for Mooncake of a peer: host and port, the latter behind as many zeros as processes were known by them before.
+
+        Mooncake remembers by name where a peer's memory is and by which port it is read, for as long as this process lives
+        (kvcache-ai/Mooncake#3072): what it knows of an instance that was restarted at the same port may now be another process.
+        A session has a random part behind a slash, which distinguishes them.
+        """
+        with self._lock:
+            if session not in self._names:
+                address = session.partition("/")[0]
+                host, _, port = address.rpartition(":")
+                self._names[session] = f"{host}:{'0' * self._known[address]}{port}"
+                self._known[address] += 1
+            return self._names[session]
 
     def run(self, submit: Callable[..., int], session: str, runs: Runs) -> int:
         """Submit runs and wait until all are done; returns 0, or a negative code.
@@ -145,6 +180,15 @@ class SharedEngine:
             if not self.registered[address, size]:
                 del self.registered[address, size]
                 self.engine.unregister_memory(address)
+
+
+def _fix(protocol: str, ports: range | None) -> str:
+    if protocol not in ("tcp", "ascend") or ports is None:
+        return f"protocol must be tcp, or ascend with {WHEELS[0]}"
+    return (
+        f"give option ports at least {PORTS_OF_RANK} ports a rank, it has {len(ports)} in all: Mooncake takes random ones, and "
+        f"those of an instance that has ended are in use for a minute; protocol ascend needs {WHEELS[0]}"
+    )
 
 
 _engines: dict[tuple[str, str, int, range | None], SharedEngine] = {}
@@ -207,7 +251,7 @@ class MooncakeEngine:
 
     def _run(self, direction: str, session: str, runs: Runs) -> int:
         """Read or write runs; returns 0, or Mooncake's code."""
-        engine = self._shared.engine
+        engine, session = self._shared.engine, self._shared.peer_name(session)
         if self.on_device:  # one batch is one call of CANN's there
             code: int = getattr(engine, f"batch_transfer_sync_{direction}")(session, runs.local, runs.remote, runs.size)
             return code

@@ -174,8 +174,11 @@ class CircuitBreaker:
             return ""
         return f"not contacted: {self._failures} requests in a row failed, the last one {since:.1f} s ago ({self._cause})"
 
-    def note_failure(self, cause: str) -> None:
-        self._failures, self._last, self._cause = self._failures + 1, self._clock(), cause
+    def note_failure(self, cause: str, began: float | None = None) -> None:
+        """A request that ``began`` before the last failure has met the same outage, and does not count."""
+        if began is None or began >= self._last or not self._failures:
+            self._failures += 1
+        self._last, self._cause = self._clock(), cause
 
     def note_success(self) -> None:
         self._failures = 0

@@ -15,6 +15,10 @@ MAX_WAITING = 4096
 """Queries that may wait; a peer's further ones are refused."""
 
 
+ALONE_SECONDS = 0.05
+"""Interval at which queries that wait alone are asked if nothing is known to have changed."""
+
+
 class BusyError(Exception):
     """A query cannot be answered before another one's resource is free: it waits under ``place``, one query at a time.
 
@@ -44,10 +48,11 @@ class Waiting:
 
 class QueryQueue:
     """Places by arrival. After ``seconds`` a sender is told to repeat its query, so that it knows that this side is alive; the
-    place is kept for as long again."""
+    place is kept for as long again. ``changed`` is set, in any thread, when a query that waits alone may be answered."""
 
     def __init__(self, seconds: float, clock: Callable[[], float] = monotonic) -> None:
         self._seconds, self._clock = seconds, clock
+        self.changed, self._ask_alone_at = False, 0.0
         self._places: dict[Place, Waiting] = {}
 
     def __len__(self) -> int:
@@ -77,7 +82,9 @@ class QueryQueue:
 
     def serve(self, answer: Callable[[Message], Message]) -> None:
         """Answer queries in their order, until one has to wait on; those that wait alone are asked in any case."""
-        blocked = ""
+        blocked, ask_alone = "", self.changed or self._clock() >= self._ask_alone_at
+        if ask_alone:
+            self.changed, self._ask_alone_at = False, self._clock() + ALONE_SECONDS
         for place, waiting in list(self._places.items()):
             asked, expired = waiting.asked, waiting.until <= self._clock()
             if asked is None:
@@ -85,7 +92,7 @@ class QueryQueue:
                     del self._places[place]
                 continue
             cause = blocked
-            if not blocked or waiting.alone:
+            if (ask_alone or expired) if waiting.alone else not blocked:
                 try:
                     reply = answer(asked.query)
                 except BusyError as error:

@@ -26,6 +26,10 @@ HANDSHAKE_FAILED = zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL | zmq.EVENT_HANDSHAKE_FA
 
 HANDSHAKES = HANDSHAKE_FAILED | zmq.EVENT_HANDSHAKE_SUCCEEDED
 
+HANDSHAKE_MS = 5000
+"""Milliseconds after which a server closes a connection without a complete handshake: anyone can open them, and each takes a file
+of the process. ZMQ's default is 30 s."""
+
 POLL_MS = 100
 """Milliseconds between checks of whether a wait should end."""
 
@@ -44,6 +48,10 @@ QUEUE_POLL_MS = 5
 
 def endpoint_url(host: str, port: int) -> str:
     return f"tcp://[{host}]:{port}" if ":" in host else f"tcp://{host}:{port}"
+
+
+class NotYetError(TransferError):
+    """The peer has refused a query for as long as it was tried, and may not do so later."""
 
 
 class RpcServer:
@@ -74,6 +82,7 @@ class RpcServer:
         self._socket.setsockopt(zmq.LINGER, 0)
         self._socket.setsockopt(zmq.IPV6, int(":" in host))
         self._socket.setsockopt(zmq.MAXMSGSIZE, LONGEST_MESSAGE)
+        self._socket.setsockopt(zmq.HANDSHAKE_IVL, HANDSHAKE_MS)
         self._authenticator = keys.configure_server(self._socket) if keys else None
         try:
             self._bind(range(port, port + 1) if isinstance(port, int) else port)
@@ -319,7 +328,8 @@ class RpcClient:
                 continue
             if not reply.again or monotonic() - first > retry_seconds or monotonic() + pause > deadline:
                 waited = f" (for {monotonic() - first:.2g} s)" if reply.again else ""
-                raise TransferError(reply.kind if reply.kind in KINDS else "internal", f"{printable(reply.cause)}{waited}")
+                failure = NotYetError if reply.again else TransferError
+                raise failure(reply.kind if reply.kind in KINDS else "internal", f"{printable(reply.cause)}{waited}")
             threading.Event().wait(pause)
             pause = min(2 * pause, max_pause)
             request_id = self.send(query)
