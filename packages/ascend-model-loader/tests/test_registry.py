@@ -1,10 +1,12 @@
 """Peer registry: entries of live servers."""
 
+import functools
 import os
 import time
 from pathlib import Path
 from typing import Any
 
+import pytest
 from ascend_model_loader import identity, registry
 from harness.weights.peers import IDENTITY
 
@@ -30,7 +32,24 @@ def test_find_skips_invalid_entries(tmp_path: Path) -> None:
     ):
         (tmp_path / f"key-{number}.json").write_bytes(content)
     (tmp_path / "key-directory.json").mkdir()
+    os.mkfifo(tmp_path / "key-fifo.json")  # to open it would wait for a writer
+    ahead = registry.Registration(str(tmp_path), "key", "ahead:1")
+    os.utime(ahead.path, (time.time() + 1000, time.time() + 1000))
     assert registry.find(str(tmp_path), "key") == []
+
+
+def test_ages_are_by_the_clock_of_the_file_system(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    registry.Registration(str(tmp_path), "key", "a:1")
+    for there in (time.time() - 1000.0, time.time() + 1000.0):
+        monkeypatch.setattr(registry.time, "time", functools.partial(float, there))
+        assert registry.find(str(tmp_path), "key") == ["a:1"]
+
+
+def test_entry_that_was_cleaned_is_written_again(tmp_path: Path) -> None:
+    registered = registry.Registration(str(tmp_path), "key", "a:1")
+    registered.path.unlink()
+    registered.heartbeat()
+    assert registry.find(str(tmp_path), "key") == ["a:1"]
 
 
 def test_server_is_registered_until_it_stops(serving: Any, tmp_path: Path) -> None:

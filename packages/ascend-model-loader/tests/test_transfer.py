@@ -1,15 +1,19 @@
 """Transfers from a weight server: byte equality, interrupted transfers, and refusals."""
 
 import contextlib
+import os
+import resource
 import socket
 import threading
 import time
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from ascend_model_loader import peer, server, wire
+from ascend_model_loader.chunks import CHECKSUMS, host_bytes
 from ascend_model_loader.options import Options
 from ascend_model_loader.report import Report
 from ascend_model_loader.wire import PeerError
@@ -24,6 +28,50 @@ def test_received_bytes_equal_the_peers(serving: Any, device: str, checksum: str
     report = serving(device=device, checksum=checksum).fetch(into, connections=connections)
     assert as_bytes(into) == as_bytes(weights())
     assert report.phases[-1].bytes == sum(map(len, as_bytes(into)))
+
+
+def test_checksum_that_an_attacker_can_forge_is_not_accepted(serving: Any) -> None:
+    with pytest.raises(PeerError, match="its checksums are xxh3; this engine's option checksum is blake3"):
+        serving(checksum="xxh3").fetch(room(), checksum="blake3")
+
+
+def test_verified_bytes_are_the_bytes_that_are_used() -> None:
+    """Others can write to an engine's receive buffer: here between the checksum and the copy."""
+    buffer, used = torch.arange(100, dtype=torch.uint8), list[torch.Tensor]()
+    wanted = buffer.clone()
+
+    def hashed(data: memoryview) -> bytes:
+        digest = CHECKSUMS["xxh3"](data)
+        buffer.fill_(7)
+        return digest
+
+    transfer = peer._Transfer.__new__(peer._Transfer)
+    transfer._hashed, transfer._lock, transfer._written = hashed, threading.Lock(), 0
+    transfer._manifest = SimpleNamespace(digests=[CHECKSUMS["xxh3"](host_bytes(buffer))])
+    transfer.layout = SimpleNamespace(size=lambda index: 100)
+    copier = SimpleNamespace(write=lambda index, chunk: used.append(chunk.clone()))
+    transfer._write_all(copier, range(1), buffer)
+    assert torch.equal(used[0], wanted)
+
+
+def test_listener_may_have_any_file_number(serving: Any) -> None:
+    """select() takes none above 1023."""
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if most < 2048:
+        pytest.skip("a process may open few files here")
+    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (max(2048, before[0]), most))
+    with contextlib.ExitStack() as stack:
+        stack.callback(resource.setrlimit, resource.RLIMIT_NOFILE, before)
+        source = stack.enter_context(open(__file__, "rb"))
+        while (file := os.dup(source.fileno())) < 1030:
+            stack.callback(os.close, file)
+        stack.callback(os.close, file)
+        into = room()
+        served = serving()
+        assert served.server._listening.fileno() > 1023
+        served.fetch(into)
+    assert as_bytes(into) == as_bytes(weights())
 
 
 @pytest.mark.parametrize("device", ["cpu", "npu"])

@@ -76,7 +76,7 @@ def fetch(
         try:
             first.send(wire.GetManifest())
             manifest, _ = first.receive(wire.Manifest, max_size=wire.MAX_MANIFEST_BYTES)
-            _check_manifest(manifest, tensors, identity)
+            _check_manifest(manifest, tensors, identity, options.checksum)
         except wire.PeerError:
             first.close()
             raise
@@ -147,7 +147,9 @@ def _phase(transport: str, device: torch.device) -> str:
     return f"peer to {'NPU' if device.type == 'npu' else 'memory'}" + (f", {transport}" if transport != "tcp" else "")
 
 
-def _check_manifest(manifest: wire.Manifest, tensors: Mapping[str, torch.Tensor], identity: Mapping[str, str]) -> None:
+def _check_manifest(
+    manifest: wire.Manifest, tensors: Mapping[str, torch.Tensor], identity: Mapping[str, str], checksum: str
+) -> None:
     if other := differences(manifest.identity, identity):
         raise wire.PeerError(f"its weights differ: {other}")
     theirs, ours = manifest.tensors, tensor_specs(tensors)
@@ -161,6 +163,8 @@ def _check_manifest(manifest: wire.Manifest, tensors: Mapping[str, torch.Tensor]
             f"its chunks have {manifest.chunk_bytes} bytes and checksum {printable(manifest.checksum)}; supported: "
             f"{CHUNK_BYTES} bytes and {' or '.join(CHECKSUMS)}"
         )
+    if checksum == "blake3" != manifest.checksum:
+        raise wire.PeerError(f"its checksums are {manifest.checksum}; this engine's option checksum is {checksum}")
     if len(manifest.digests) != (count := chunk_layout(tensors).count):
         raise wire.PeerError(f"its manifest has checksums of {len(manifest.digests)} chunks; the tensors have {count}")
 
@@ -274,7 +278,7 @@ class _Transfer:
                         found = f"received chunk {message.index} with {size} bytes"
                         raise wire.PeerError(f"{found}; expected chunk {index} with {due}")
                     if receiver.inline:
-                        self._write(copier, index, receiver.receive(length))
+                        self._write(copier, index, receiver.receive(length), chunk_is_private=True)
                 if not receiver.inline:
                     received = receiver.receive(sum(map(self.layout.size, chunks)))
                     if copying:
@@ -285,15 +289,17 @@ class _Transfer:
 
     def _write_all(self, copier: ChunkCopier, chunks: range, received: torch.Tensor) -> None:
         for index, chunk in zip(chunks, received.split(CHUNK_BYTES), strict=True):
-            self._write(copier, index, chunk)
+            self._write(copier, index, chunk, chunk_is_private=False)
 
-    def _write(self, copier: ChunkCopier, index: int, chunk: torch.Tensor) -> None:
+    def _write(self, copier: ChunkCopier, index: int, chunk: torch.Tensor, chunk_is_private: bool) -> None:
         """Copy a chunk into the tensors.
 
         Raises:
             PeerError: its checksum is wrong.
         """
-        if self._hashed(host_bytes(chunk.cpu())) != self._manifest.digests[index]:
+        # a copy: an engine's buffer can be written by whoever reaches the engine, also between checksum and use
+        chunk = chunk if chunk_is_private else chunk.to("cpu", copy=True)
+        if self._hashed(host_bytes(chunk)) != self._manifest.digests[index]:
             raise wire.PeerError(
                 f"chunk {index} of {self.layout.count} ({self._names(index)}) fails its checksum: it changed in "
                 "transit, or in the peer since loading"

@@ -6,6 +6,8 @@ found there still has to know the secret.
 
 import contextlib
 import os
+import stat
+import tempfile
 import time
 import uuid
 from pathlib import Path
@@ -34,14 +36,20 @@ class Registration:
 
     def __init__(self, directory: str, key: str, address: str) -> None:
         Path(directory).mkdir(parents=True, exist_ok=True)
-        self.path = Path(directory) / f"{key}-{uuid.uuid4().hex}.json"
-        unfinished = self.path.with_suffix(".new")
-        unfinished.write_bytes(msgspec.json.encode(Entry(address)))
-        unfinished.rename(self.path)
+        self.path, self._address = Path(directory) / f"{key}-{uuid.uuid4().hex}.json", address
+        self._write()
 
     def heartbeat(self) -> None:
         with contextlib.suppress(OSError):
-            os.utime(self.path)
+            try:
+                os.utime(self.path)
+            except FileNotFoundError:  # somebody has cleaned the directory
+                self._write()
+
+    def _write(self) -> None:
+        unfinished = self.path.with_suffix(".new")
+        unfinished.write_bytes(msgspec.json.encode(Entry(self._address)))
+        unfinished.rename(self.path)
 
     def remove(self) -> None:
         with contextlib.suppress(OSError):
@@ -52,10 +60,28 @@ def find(directory: str, key: str) -> list[str]:
     """Addresses of servers whose weights have this key, the most recently updated first. Unreadable entries are skipped."""
     found = []
     with contextlib.suppress(OSError):
+        now = _time_there(directory)
         for path in Path(directory).glob(f"{key}-*.json"):
             with contextlib.suppress(OSError, msgspec.DecodeError):
-                status = path.stat()
-                if time.time() - status.st_mtime < TTL and status.st_size <= MAX_ENTRY_BYTES:
-                    entry = msgspec.json.decode(path.read_bytes(), type=Entry)
-                    found.append((status.st_mtime, entry.address))
-    return [address for _, address in sorted(found, reverse=True)]
+                age, content = _read(path, now)
+                if -TTL < age < TTL:
+                    found.append((age, msgspec.json.decode(content, type=Entry).address))
+    return [address for _, address in sorted(found)]
+
+
+def _time_there(directory: str) -> float:
+    """The time by the clock of the file system, which updates the entries' times; this machine's if it cannot be asked."""
+    try:
+        with tempfile.TemporaryFile(dir=directory) as probe:
+            return os.fstat(probe.fileno()).st_mtime
+    except OSError:
+        return time.time()
+
+
+def _read(path: Path, now: float) -> tuple[float, bytes]:
+    """Age in seconds and content of a file; of anything else, such as a FIFO, which would block, nothing."""
+    with open(path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK | os.O_NOFOLLOW)) as file:
+        status = os.fstat(file.fileno())
+        if not stat.S_ISREG(status.st_mode) or status.st_size > MAX_ENTRY_BYTES:
+            return TTL, b""
+        return now - status.st_mtime, file.read(MAX_ENTRY_BYTES)

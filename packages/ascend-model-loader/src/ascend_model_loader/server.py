@@ -2,7 +2,6 @@
 
 import atexit
 import contextlib
-import select
 import socket
 import threading
 import time
@@ -111,6 +110,7 @@ class WeightServer:
             family=socket.AF_INET6 if ":" in options.host else socket.AF_INET,
             backlog=options.max_connections,
         )
+        self._listening.settimeout(1.0)
         self.port = int(self._listening.getsockname()[1])
 
     @property
@@ -150,13 +150,12 @@ class WeightServer:
         next_heartbeat = 0.0
         while not self._ended.is_set():
             try:
-                ready, _, _ = select.select([self._listening], [], [], 1.0)
                 if self._registration and time.monotonic() > next_heartbeat:
                     self._registration.heartbeat()
                     next_heartbeat = time.monotonic() + registry.HEARTBEAT_INTERVAL
-                if not ready:
-                    continue
                 connection, _ = self._listening.accept()
+            except TimeoutError:
+                continue
             except (OSError, ValueError):
                 if not self._ended.is_set():
                     time.sleep(0.1)  # such as too many open files, which is transient
