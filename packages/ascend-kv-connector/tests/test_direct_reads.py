@@ -118,7 +118,15 @@ def test_locate_outside_the_lease_is_refused(instances: Callable) -> None:
     producer.fill("r", 8)
     good = {"request": "r", "reader": "x", "start": 0, "stop": 8, "regions": [0]}
     assert not isinstance(rank.answer(Locate(**good)), Refused)
-    for bad in ({"stop": 9}, {"start": -1}, {"start": 8}, {"regions": [4]}, {"regions": [-1]}, {"regions": []}):
+    for bad in (
+        {"stop": 9},
+        {"start": -1},
+        {"start": 8},
+        {"regions": [4]},
+        {"regions": [-1]},
+        {"regions": []},
+        {"regions": [0, 0]},
+    ):
         with pytest.raises(Exception, match="invalid fetch"):
             rank.answer(Locate(**(good | bad)))
     closed = instances("q", expose_cache=False).produce().producers[0]

@@ -1,12 +1,15 @@
 """Writes of a prompt into the decode instance's blocks during its prefill, over the in-memory transport."""
 
+from collections import Counter
 from collections.abc import Callable
 from time import monotonic, sleep
 from typing import Any
 
 import pytest
 import torch
+from ascend_kv_connector.producer import Producer
 from ascend_kv_connector.protocol import Push, Refused
+from ascend_kv_connector.pusher import PushJobs
 from ascend_kv_connector.testing_transport import InMemoryNetwork
 from ascend_kv_connector.transfers import Done
 from ascend_platform.transfer.errors import TransferError
@@ -65,6 +68,26 @@ def test_layers_are_written_as_they_are_computed(layout: str, instances: Callabl
     assert all(producers < outcome.messages <= 2 * producers for outcome in outcomes)
     prompt.finish()
     assert producer.all_free("r-far")
+
+
+def test_waiting_pushes_leave_the_interpreter_to_the_engine(instances: Callable, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each has a thread, and its reader's query waits in the server, while the engine launches other prompts."""
+    looks = Counter[str]()
+
+    def count(cls: type, name: str) -> None:
+        method = getattr(cls, name)
+        monkeypatch.setattr(cls, name, lambda *given: looks.update([name]) or method(*given))
+
+    count(Producer, "use_lease")
+    count(PushJobs, "answer")
+    _, consumer, prompt, _ = started(instances, other={"answer_timeout": 60.0})
+    assert wait_for(lambda: looks["use_lease"] > 3)
+    looks.clear()
+    sleep(1.0)
+    assert 0 < looks["use_lease"] < 100  # every 2 ms they would be 500
+    assert 0 < looks["answer"] < 50  # every 5 ms they would be 200
+    prompt.compute(40)
+    assert isinstance(consumer.wait()[0][0], Done)
 
 
 def test_preempted_prompt_continues_in_other_blocks(instances: Callable) -> None:
@@ -161,7 +184,11 @@ def test_invalid_pushes_are_refused(instances: Callable) -> None:
     rank = instances("p").produce().producers[0]
     good: dict[str, Any] = {"request": "r", "reader": "x", "rank": 0, "transfer": "n", "start": 0, "stop": 8, "regions": [0]}
     good |= {"session": "s", "memory": [(0, 16)], "block_tokens": 4, "block_size": 4, "blocks": [1, 2]}
-    for bad in ({"stop": 0}, {"start": -1}, {"regions": [4]}, {"regions": []}, {"memory": []}, {"blocks": [1]}):
+    twice = {"regions": [0, 0], "memory": [(0, 16), (0, 16)]}
+    for bad in ({"stop": 0}, {"start": -1}, {"regions": [4]}, {"regions": []}, {"memory": []}, {"blocks": [1]}, twice):
         assert isinstance(rank.answer(Push(**(good | bad))), Refused), bad
+    rank._trusts = lambda host: host == "10.0.0.1"
+    answer = rank.answer(Push(**(good | {"session": "10.0.0.2:15000/ab"})))
+    assert answer.cause == "the prefill instance's option peers does not have this decode instance's host"
     hidden = instances("q", expose_cache=False).produce().producers[0]
     assert isinstance(hidden.answer(Push(**good)), Refused)

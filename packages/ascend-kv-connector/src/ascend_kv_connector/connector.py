@@ -51,15 +51,16 @@ class AscendP2PConnector(KVConnectorBase_V1, SupportsHMA):
         options = Options.from_config(vllm_config.kv_transfer_config.kv_connector_extra_config)
         engine.check(options.transport, "kv_connector_extra_config.transport")
         host = options.host or get_ip()
-        ranks = vllm_config.parallel_config.world_size
-        if options.transport == "mooncake" and options.port_range and len(options.port_range) < PORTS_OF_RANK * ranks:
-            extension.logger.warning(
-                "AscendP2PConnector: option ports has %d ports for %d ranks; fix: give it %d a rank, so that the instance can be "
-                "restarted at once: Mooncake chooses them at random, and those of before are in use for a minute",
-                len(options.port_range),
-                ranks,
-                PORTS_OF_RANK,
-            )
+        if options.transport == "mooncake" and (ports := options.port_range):
+            ranks = vllm_config.parallel_config.world_size
+            if len(ports) < PORTS_OF_RANK * ranks:
+                extension.logger.warning(
+                    "AscendP2PConnector: option ports has %d ports for %d ranks; fix: give it %d a rank, so that the instance can be "
+                    "restarted at once: Mooncake chooses them at random, and those of before are in use for a minute",
+                    len(ports),
+                    ranks,
+                    PORTS_OF_RANK,
+                )
         auth.require_secret(auth.read_secret(options.secret_file), options.insecure, host, options.transport)
         if vllm_config.parallel_config.decode_context_parallel_size > 1:
             raise extension.RefusedError("AscendP2PConnector does not support decode context parallelism; remove one of the two")

@@ -35,7 +35,7 @@ from ascend_kv_connector.protocol import (
     Renew,
     Reply,
 )
-from ascend_kv_connector.pusher import Job, Pusher, PushJobs
+from ascend_kv_connector.pusher import Job, Pusher, PushJobs, Steps
 from ascend_kv_connector.send_buffers import SendBuffers, checksum
 from ascend_kv_connector.states import LAST_STATE
 
@@ -61,11 +61,13 @@ class Producer:
         stream_context: Callable[..., AbstractContextManager] = nullcontext,
         keys: CurveKeys | None = None,
         weights: str = "",
+        trusts: Callable[[str], bool] = lambda host: True,
     ) -> None:
+        """``trusts(host)``: whether a reader's host, which names itself, may be written to."""
         self.cache, self.transport, self.options, self.leases = cache, transport, options, Leases()
         self.sent_bytes = self.copied_bytes = 0
-        self._stream_context = stream_context
-        self._waiting = QueryQueue(options.answer_timeout / 2)
+        self._stream_context, self._trusts = stream_context, trusts
+        self._waiting, self.steps = QueryQueue(options.answer_timeout / 2), Steps()
         self.memory = expose(cache, transport, options)
         self._queues: PeerQueues[Job] = PeerQueues("kv-push", lambda: Pusher(self, options.answer_timeout))
         self._pushes = PushJobs(lambda job: self._queues.put((job.push.reader, job.push.rank), job, MAX_PUSHES))
@@ -145,6 +147,10 @@ class Producer:
                 return Refused("mismatch", "this rank is a producer only")
         return Ack()
 
+    def push_ended(self) -> None:
+        """The reply to a push is there."""
+        self._waiting.changed = True
+
     def use_lease(self, request: str, reader: str) -> AbstractContextManager[Lease]:
         return self.leases.use(request, reader)
 
@@ -169,15 +175,23 @@ class Producer:
             return Refused("lease", str(error), again=True)
 
     def _push(self, push: Push) -> Reply:
-        known = all(0 <= index < len(self.cache.regions) for index in push.regions)
+        known = self._are_regions(push.regions)
         needed = -(-push.stop // push.block_size) - push.start // push.block_size
-        if not (self._cache_info.accepts_push and known and push.regions and 0 <= push.start < push.stop):
+        if not (self._cache_info.accepts_push and known and 0 <= push.start < push.stop):
             return Refused("mismatch", "invalid push, or the prefill instance does not expose its KV cache")
+        if not self._trusts(push.session.partition("/")[0].rpartition(":")[0].strip("[]")):
+            return Refused("mismatch", "the prefill instance's option peers does not have this decode instance's host")
         if len(push.memory) != len(push.regions) or len(push.blocks) < needed or self.cache.is_hybrid:
             return Refused("mismatch", f"invalid push: {len(push.memory)} regions, {len(push.blocks)} blocks of {needed}")
         reply = self._pushes.answer(push.owner, push)
         self.sent_bytes += reply.size if isinstance(reply, Pushed) else 0
         return reply
+
+    def _are_regions(self, indices: list[int]) -> bool:
+        """Whether a query names regions, each once: repeated ones would cost as many launches."""
+        return (
+            bool(indices) and len(set(indices)) == len(indices) and all(0 <= each < len(self.cache.regions) for each in indices)
+        )
 
     def _layers(self, query: Fetch | Locate) -> set[str]:
         return {self.cache.regions[index].layer for index in query.regions}
@@ -211,7 +225,7 @@ class Producer:
         """Reject a query outside the lease or the cache, whoever sends it."""
         if not 0 <= query.start < query.stop <= tokens:
             raise TransferError("mismatch", f"invalid fetch: tokens {query.start} to {query.stop} of a prompt of {tokens}")
-        if not query.regions or not all(0 <= index < len(self.cache.regions) for index in query.regions):
+        if not self._are_regions(query.regions):
             raise TransferError("mismatch", f"invalid fetch: regions {query.regions} of {len(self.cache.regions)}")
         window = self.cache.windows[self.cache.region_groups[query.regions[0]]]
         if window == LAST_STATE and (query.start, query.stop) != (tokens - 1, tokens):

@@ -19,7 +19,13 @@ from ascend_kv_connector.runs import Placement, plan_runs, token_slots
 from ascend_kv_connector.send_buffers import Owner
 
 POLL_SECONDS = 0.002
-"""Interval at which a prefill's events are queried."""
+"""Interval at which a prefill's events are queried, after something was written or a step was launched."""
+
+STARTED_SECONDS = 0.02
+"""Longest interval for a prompt that is being computed."""
+
+WAITING_SECONDS = 0.05
+"""Longest interval for a prompt that is not: all threads together must leave the interpreter to the one that launches."""
 
 MAX_ENDED = 1024
 """Pushes that have ended and whose reader has not been told."""
@@ -43,8 +49,31 @@ class Rank(Protocol):
     cache: PagedCache
     memory: list[tuple[int, int]]
     transport: Engine
+    steps: Steps
+
+    def push_ended(self) -> None: ...
 
     def use_lease(self, request: str, reader: str) -> AbstractContextManager[Lease]: ...
+
+
+class Steps:
+    """Counts what the engine has launched, for threads that wait for it."""
+
+    def __init__(self) -> None:
+        self._changed = threading.Condition()
+        self._count = 0
+
+    def note(self) -> None:
+        """Blocks were given to prompts that readers wait for, or their tokens are being computed."""
+        with self._changed:
+            self._count += 1
+            self._changed.notify_all()
+
+    def wait(self, count: int, seconds: float) -> int:
+        """Wait until there are others than ``count``, for ``seconds`` at most; returns their number."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._count != count, seconds)
+            return self._count
 
 
 class PushJobs:
@@ -116,6 +145,7 @@ class Pusher:
             job.reply = Refused(error.kind, str(error))
         except Exception as error:
             job.reply = Refused("internal", f"{type(error).__name__}: {error}")
+        self._rank.push_ended()
 
     def close(self) -> None:
         pass
@@ -127,22 +157,29 @@ class Pusher:
         for place, index in enumerate(push.regions):
             layers.setdefault(cache.regions[index].layer, []).append(place)
         at, size = dict.fromkeys(layers, push.start), 0
-        pause = threading.Event()
+        pause, steps = POLL_SECONDS, 0
         while unfinished := [layer for layer, stop in at.items() if stop < push.stop]:
             if job.cancelled or monotonic() - job.heard > self._patience:
                 raise TransferError("aborted", "the reader has cancelled it, or is gone")
-            wrote = False
+            wrote, longest = False, STARTED_SECONDS
             try:
                 with self._rank.use_lease(push.request, push.reader) as lease:
+                    computed = push.stop
                     for layer in unfinished:
-                        stop = min(push.stop, lease.ready_tokens([layer]))
-                        if stop > at[layer] and not job.cancelled:
-                            size += self._write(job, layers[layer], lease.blocks, at[layer], stop)
-                            at[layer], wrote = stop, True
-            except NotReadyError:  # preempted: it continues in other blocks
-                pass
-            if not wrote:
-                pause.wait(POLL_SECONDS)
+                        if at[layer] >= computed:
+                            continue  # the device computes one layer after another, and has not computed the one before
+                        computed = min(push.stop, lease.ready_tokens([layer]))
+                        if computed > at[layer] and not job.cancelled:
+                            size += self._write(job, layers[layer], lease.blocks, at[layer], computed)
+                            at[layer], wrote = computed, True
+            except NotReadyError:  # not started, or preempted: it continues in other blocks
+                longest = WAITING_SECONDS
+            if wrote:
+                pause = POLL_SECONDS
+                continue
+            pause, before = min(2 * pause, longest), steps
+            if (steps := self._rank.steps.wait(before, pause)) != before:
+                pause = POLL_SECONDS
         return size
 
     def _write(self, job: Job, places: list[int], blocks: list[int], start: int, stop: int) -> int:

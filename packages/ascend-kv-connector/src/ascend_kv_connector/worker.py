@@ -108,14 +108,14 @@ class P2PWorker:
         free = self._options.port_range or 0
         port = free if port == DEFAULT_KV_PORT else port + parallel.data_parallel_index * ranks + rank
         stream_context = partial(private_stream, cache.device)
+        trusts = TrustedAddresses.from_options(self._options).allows
         if transfer.is_kv_producer:
-            self._producer = Producer(**common, host=host, port=port, stream_context=stream_context)
+            self._producer = Producer(**common, host=host, port=port, stream_context=stream_context, trusts=trusts)
             if rank == 0:
                 self._notifier = PrefillNotifier(self._options.answer_timeout, keys)
         if transfer.is_kv_consumer:
             landing = free if self._producer else port
             where: dict[str, Any] = {"rank": rank, "ranks": ranks, "host": host, "port": landing}
-            trusts = TrustedAddresses.from_options(self._options).allows
             self._consumer = Consumer(**common, **where, stream_context=stream_context, trusts=trusts)
 
     def get_handshake_metadata(self) -> Endpoint | None:
@@ -146,6 +146,8 @@ class P2PWorker:
             if self._notifier and not prefill.announced:
                 what = PrefillStarted(prefill.reader, self._config.kv_transfer_config.engine_id, request, metadata.ranks)
                 self._notifier.notify(prefill.reader_ranks, what)
+        if metadata.layerwise:
+            self._producer.steps.note()
 
     def save_kv_layer(self, layer: str) -> None:
         """Record that this step's tokens of a layer are ready once the current stream reaches this point."""
@@ -155,6 +157,8 @@ class P2PWorker:
         """:meth:`save_kv_layer` for all layers: vLLM does not call it in graphs, nor for the layers of a drafter."""
         if self._producer is not None:
             self._record_progress(dict.fromkeys(region.layer for region in self._producer.cache.regions))
+            if self._step_tokens:
+                self._producer.steps.note()
             if self._step:
                 self._written[self._step] = _record_event()
                 if len(self._written) > KEPT_STEPS:
