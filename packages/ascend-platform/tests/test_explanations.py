@@ -202,6 +202,31 @@ def test_cause_of_an_earlier_process_with_the_same_id_is_forgotten(tmp_path, mon
     assert failures.cause() == ""
 
 
+def test_files_of_other_users_are_left_alone(tmp_path, monkeypatch):
+    """In /tmp, for example, where anyone can create a file of the foreseeable name, or a link."""
+    (victim := tmp_path / "victim").write_text("0 planted\n")
+    (shared := tmp_path / "shared").mkdir()
+    shared.chmod(0o1777)
+    monkeypatch.setenv("VLLM_RPC_BASE_PATH", str(shared))
+    monkeypatch.setattr(failures, "_found", [])
+    for process in (os.getpid(), os.getppid()):
+        (shared / f"failure-{process}").symlink_to(victim)
+    failures._report("a line", unexplained=True)
+    assert failures.cause() == ""
+    failures.forget()
+    assert victim.read_text() == "0 planted\n"
+    assert len(list(shared.iterdir())) == 2
+    from ascend_platform.config import sockets
+
+    monkeypatch.setattr(sockets, "LONGEST", 1000)
+    sockets.use_own_directory()
+    own = Path(os.environ["VLLM_RPC_BASE_PATH"])
+    assert own.parent == shared
+    assert failures.is_private(str(own))
+    (tmp_path / "link").symlink_to(own)
+    assert not failures.is_private(str(tmp_path / "link"))
+
+
 def test_architectures_that_cann_cannot_compute_are_refused_by_name():
     from ascend_platform.config import architectures
     from vllm.model_executor.models.registry import ModelRegistry

@@ -11,7 +11,9 @@ def test_ray_worker_replaces_a_directory_of_another_machine_and_the_new_one_goes
     script = "import os, sys; sys.modules['ray'] = None; from ascend_platform.config import sockets; "
     script += "sockets.replace_foreign_directory(); print(os.environ['VLLM_RPC_BASE_PATH']); "
     script += "print(os.path.isdir(os.environ['VLLM_RPC_BASE_PATH']), flush=True); os.kill(os.getpid(), 9)"
-    for given, kept in ((tmp_path, True), (tmp_path / "elsewhere", False)):
+    (shared := tmp_path / "shared").mkdir()
+    shared.chmod(0o777)  # another user's may have any content
+    for given, kept in ((tmp_path, True), (tmp_path / "elsewhere", False), (shared, False)):
         environ = os.environ | {"TMPDIR": str(tmp_path), "VLLM_RPC_BASE_PATH": str(given)}
         done = subprocess.run([sys.executable, "-c", script], env=environ, capture_output=True, text=True, timeout=120)
         used, exists = done.stdout.split()[-2:]

@@ -55,8 +55,8 @@ class AscendP2PConnector(KVConnectorBase_V1, SupportsHMA):
             ranks = vllm_config.parallel_config.world_size
             if len(ports) < PORTS_OF_RANK * ranks:
                 extension.logger.warning(
-                    "AscendP2PConnector: option ports has %d ports for %d ranks; fix: give it %d a rank, so that the instance can be "
-                    "restarted at once: Mooncake chooses them at random, and those of before are in use for a minute",
+                    "AscendP2PConnector: option ports has %d ports for %d ranks; fix: give it %d a rank, so that it can "
+                    "be restarted at once: Mooncake takes random ones, and those of before are in use for a minute",
                     len(ports),
                     ranks,
                     PORTS_OF_RANK,

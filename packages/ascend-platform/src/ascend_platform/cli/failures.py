@@ -10,6 +10,7 @@ import contextlib
 import logging
 import multiprocessing.connection
 import os
+import stat
 import sys
 import time
 from pathlib import Path
@@ -81,9 +82,19 @@ def _report(line: str, unexplained: bool) -> None:
             out.write(f"{int(unexplained)} {line}\n")
 
 
+def is_private(directory: str) -> bool:
+    """Whether this is a directory, and no link to one, in which only this user, and root, may write."""
+    try:
+        found = os.lstat(directory)
+    except OSError:
+        return False
+    return stat.S_ISDIR(found.st_mode) and found.st_uid == os.geteuid() and not found.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
+
+
 def _file(reader: int) -> Path | None:
-    directory = os.environ.get("VLLM_RPC_BASE_PATH")
-    return Path(directory, f"failure-{reader}") if directory else None
+    """File for a process; None without a directory in which others cannot plant it."""
+    directory = os.environ.get("VLLM_RPC_BASE_PATH", "")
+    return Path(directory, f"failure-{reader}") if is_private(directory) else None
 
 
 def _dead_cores() -> list[str]:

@@ -19,24 +19,27 @@ _waiting: list["subprocess.Popen[bytes]"] = []
 def use_own_directory() -> None:
     """Set VLLM_RPC_BASE_PATH to a directory that is removed at exit, with the sockets that killed processes leave behind.
 
+    One that the user has set is used if no other user may write there, and otherwise has the new directory.
+
     Raises:
         RefusedError: the names of sockets in it would be too long.
     """
-    if VARIABLE not in os.environ:
-        _check("TMPDIR", tempfile.gettempdir(), LONGEST - len("/vllm-00000000"))
-        _create()
+    given = os.environ.get(VARIABLE)
+    if given is None or (os.path.isdir(given) and not failures.is_private(given)):
+        _check("TMPDIR" if given is None else VARIABLE, given or tempfile.gettempdir(), LONGEST - len("/vllm-00000000"))
+        _create(given)
     else:
-        _check(VARIABLE, os.environ[VARIABLE], LONGEST)
+        _check(VARIABLE, given, LONGEST)
 
 
 def replace_foreign_directory() -> None:
-    """Replace VLLM_RPC_BASE_PATH in a process of Ray if it is no directory of this machine.
+    """Replace VLLM_RPC_BASE_PATH in a process of Ray if it is no directory of this machine and user.
 
     vLLM hands its environment to Ray's workers and engines on other machines (``vllm/v1/executor/ray_env_utils.py``), and ends
     them without their exit handlers. So a process that waits for their end removes the new directory.
     """
     given = os.environ.get(VARIABLE)
-    if given and "ray" in sys.modules and not os.path.isdir(given):
+    if given and "ray" in sys.modules and not failures.is_private(given):
         _create()
         remove = ["sh", "-c", 'read -r line; rm -rf -- "$0"', os.environ[VARIABLE]]
         _waiting.append(subprocess.Popen(remove, stdin=subprocess.PIPE, start_new_session=True))
@@ -53,8 +56,8 @@ def _check(variable: str, directory: str, longest: int) -> None:
         )
 
 
-def _create() -> None:
-    directory = os.environ[VARIABLE] = tempfile.mkdtemp(prefix="vllm-")  # child processes inherit it
+def _create(parent: str | None = None) -> None:
+    directory = os.environ[VARIABLE] = tempfile.mkdtemp(prefix="vllm-", dir=parent)  # child processes inherit it
     atexit.register(_remove, directory, os.getpid())
 
 
