@@ -227,16 +227,6 @@ def test_scatter_pa_kv_cache(kind, dtype):
     assert torch.equal(ours.cpu(), expected)
 
 
-def test_scatter_of_rows_of_a_wider_tensor():
-    qkv = torch.randn(3, 6, 32).half()
-    caches = torch.zeros(2, 2, 16, 2, 32, dtype=torch.float16, device="npu")
-    _, key, value = qkv.npu().split(2, 1)
-    torch_npu.npu_scatter_pa_kv_cache(key, value, caches[0], caches[1], torch.tensor([31, 4, 5]).npu(), cache_mode="Norm")
-    flat = caches.cpu().flatten(1, 2)
-    assert torch.equal(flat[:, [31, 4, 5]], torch.stack([qkv[:, 2:4], qkv[:, 4:]]))
-    assert flat.count_nonzero() == 2 * 3 * 2 * 32
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, *HALVES], ids=str)
 @pytest.mark.parametrize("kind", ["plain", "causal", "mask"])
 def test_scaled_dot_product_attention(kind, dtype):

@@ -63,12 +63,12 @@ def test_ring_attention_update(layout):
 @pytest.mark.parametrize("split", [1, 2])
 @pytest.mark.parametrize("perm", [(0, 1, 2), (1, 0, 2)])
 def test_transpose_batchmatmul(perm, split, dtype):
-    x, weight = torch.randn(4, 6, 32).permute(perm).contiguous().to(dtype), torch.randn(4, 32, 8).to(dtype)
+    x, weight = torch.randn(4, 6, 32).permute(perm).contiguous().to(dtype), torch.randn(4, 32, 16).to(dtype)
     out = torch_npu.npu_transpose_batchmatmul(
         x.npu(), weight.npu(), perm_x1=perm, perm_x2=(0, 1, 2), perm_y=(1, 0, 2), batch_split_factor=split
     )
     expected = (x.double().permute(perm) @ weight.double()).transpose(0, 1)
-    close(out, expected if split == 1 else expected.reshape(6, 2, 16).transpose(0, 1), ulps=64 if dtype == torch.float32 else 8)
+    close(out, expected if split == 1 else expected.reshape(6, 2, 32).transpose(0, 1), ulps=64 if dtype == torch.float32 else 8)
 
 
 def rms(x, gamma, epsilon=1e-5):
@@ -344,6 +344,21 @@ def select_sparsely(heads=4, size=128, block=BLOCK, key=None, **given):
     torch_npu.npu_lightning_indexer(query, key, weights, **{"sparse_count": 8} | paged("TND", 3) | given)
 
 
+def multiplied(batch, inner, columns, turned=False):
+    """Arguments of npu_transpose_batchmatmul, with one row."""
+    x = torch.zeros((1, batch, inner) if turned else (batch, 1, inner)).half().npu()
+    return x, torch.zeros(batch, inner, columns).half().npu()
+
+
+def select_quantized(apart="", sparse_count=8, **dtypes):
+    """The tensor ``apart`` is a view that is not contiguous."""
+    shapes = {"weights": (4, 4), "query_scale": (4, 4), "key_scale": (6, BLOCK, 1)}
+    given = {name: torch.zeros(*shape, 2, dtype=dtypes.get(name, torch.float16)).npu() for name, shape in shapes.items()}
+    given = {name: x[..., 0] if name == apart else x[..., 0].contiguous() for name, x in given.items()}
+    query, key = (torch.zeros(shape, dtype=torch.int8).npu() for shape in ((4, 4, 128), (6, BLOCK, 1, 128)))
+    torch_npu.npu_quant_lightning_indexer(query, key, *given.values(), 0, 0, sparse_count=sparse_count, **paged("TND", 3))
+
+
 def strided(size):
     """Pages of one part of a wider cache."""
     return torch.zeros(6, BLOCK, 1, 2 * size).half().npu()[..., :size]
@@ -358,6 +373,12 @@ def strided(size):
         (lambda: select_sparsely(block=2048), "the block size of key is 2048; allowed: 16 to 1024"),
         (lambda: select_sparsely(key=strided(128)), "key"),
         (lambda: select_sparsely(sparse_count=2049), "sparse_count is 2049"),
+        (lambda: select_quantized(weights=torch.bfloat16), "weights is BFloat16; allowed: Half"),
+        (lambda: select_quantized(query_scale=torch.float32), "query_dequant_scale is Float; allowed: Half"),
+        (lambda: select_quantized(key_scale=torch.float32), "key_dequant_scale is Float; allowed: Half"),
+        (lambda: select_quantized(apart="query_scale"), "query_dequant_scale"),
+        (lambda: select_quantized(apart="key_scale"), "key_dequant_scale"),
+        (lambda: select_quantized(sparse_count=3072), "sparse_count is 3072; allowed: 1 to 2048"),
         (lambda: select_sparsely(return_value=True), "return_value is not supported with pages of keys"),
         (lambda: attend_sparsely(heads=6), "heads of query is 6; allowed: powers of two to 128"),
         (lambda: attend_sparsely(size=256), "have 256 and 64 elements; 512 and 64 are expected"),
@@ -383,6 +404,19 @@ def test_limits_of_the_indexer_and_of_sparse_attention(call, message):
     ("call", "message"),
     [
         (lambda x: torch_npu.npu_attention_update([x[0]], [x.half(), x.half()], 0), "lists of 1 lse and 2 local_out"),
+        (
+            lambda x: torch_npu.npu_attention_update([x[0]] * 17, [x.repeat(1, 2)] * 17, 0),
+            "lists of 17 lse and local_out; at most 16 are allowed",
+        ),
+        (lambda x: torch_npu.npu_attention_update([x[0]], [x], 0), "head_dim of local_out is 4; allowed: 8 to 512"),
+        (lambda x: torch_npu.npu_attention_update([x[0]], [x.repeat(1, 3)], 0), "head_dim of local_out is 12"),
+        (lambda x: torch_npu.npu_transpose_batchmatmul(*multiplied(1, 8, 16)), "K is 8"),
+        (lambda x: torch_npu.npu_transpose_batchmatmul(*multiplied(1, 16, 8)), "N is 8"),
+        (lambda x: torch_npu.npu_transpose_batchmatmul(*multiplied(1, 65536, 16)), "K is 65536; allowed: 1 to 65535"),
+        (
+            lambda x: torch_npu.npu_transpose_batchmatmul(*multiplied(4096, 16, 16, turned=True), perm_x1=(1, 0, 2)),
+            "K x B is 65536; allowed: 1 to 65535",
+        ),
         (
             lambda x: torch_npu.npu_transpose_batchmatmul(x[None], x[None], perm_x1=(2, 1, 0)),
             "perm_x1 should be [0, 1, 2] or [1, 0, 2]",

@@ -109,7 +109,7 @@ def test_products_with_nz_weights(dtype):
     a, b, scale = integers(5, 64), integers(64, 32), torch.rand(32) * 1e-2
     actual = torch_npu.npu_quant_matmul(a.npu(), nz(b), scale.npu(), pertoken_scale=torch.ones(5).npu(), output_dtype=dtype)
     close(actual, a.double() @ b.double() * scale.double())
-    left, right = torch.randn(4, 6, 32).to(dtype), torch.randn(4, 32, 8).to(dtype)
+    left, right = torch.randn(4, 6, 32).to(dtype), torch.randn(4, 32, 48).to(dtype)
     close(torch_npu.npu_transpose_batchmatmul(left.npu(), nz(right)), (left.double() @ right.double()).transpose(0, 1), ulps=8)
 
 

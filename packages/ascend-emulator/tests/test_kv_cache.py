@@ -40,6 +40,21 @@ def test_scatter_pa_cache():
     assert torch.equal(ours.cpu(), cache)
 
 
+@pytest.mark.parametrize("part", ["key", "value", "key_cache", "value_cache", "slot_mapping"])
+def test_views_that_are_not_contiguous_are_refused(part):
+    """A slice of a joint projection, for example: a kernel that ignores strides reads its neighbours."""
+    shapes = {"key": (3, 2, 16), "value": (3, 2, 16), "key_cache": (2, 16, 2, 16), "value_cache": (2, 16, 2, 16)}
+    tensors = {name: torch.zeros(*shape, 2, device="npu") for name, shape in shapes.items()}
+    tensors["slot_mapping"] = torch.zeros(3, 2, dtype=torch.int64, device="npu")
+    given = {name: x[..., 0] if name == part else x[..., 0].contiguous() for name, x in tensors.items()}
+    with pytest.raises(RuntimeError, match=f"{part} "):
+        torch_npu.npu_scatter_pa_kv_cache(**given, cache_mode="Norm")
+    if part not in ("value", "value_cache"):
+        key, cache, slots = (given[name] for name in ("key", "key_cache", "slot_mapping"))
+        with pytest.raises(RuntimeError, match=f"{part} "):
+            torch.ops.npu.npu_scatter_pa_cache(key, slots, key_cache=cache)
+
+
 @pytest.mark.parametrize("cumulative", [True, False])
 @pytest.mark.parametrize("offsets", [None, [16, 0]])
 def test_gather_pa_kv_cache(offsets, cumulative):

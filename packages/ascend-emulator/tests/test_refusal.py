@@ -68,6 +68,19 @@ attempt("{name}", lambda: (store(), torch.npu.synchronize()))""",
     )
     for name, slot in (("slot", 99), ("negative slot", -1))
 }
+VALUES |= {
+    name: (
+        f"""index = torch.tensor({index}).npu()
+attempt("{name}", lambda: ({call}, torch.npu.synchronize()))""",
+        f"{operator}: indices has values from {found}; allowed: 0 to {most}",
+    )
+    for name, index, call, operator, found, most in (
+        ("row", [[3], [-1]], "torch_npu.npu_scatter_nd_update_(x, index, x[:2])", "aclnnScatterNdUpdate", "-1 to 3", 3),
+        ("cell", [[3, 6]], "torch_npu.npu_scatter_nd_update_(x, index, x[0, :1])", "aclnnScatterNdUpdate", "6 to 6", 5),
+        ("start", [0, -2, 0, 0], "torch_npu.scatter_update_(x, index, x[:, :2], 1)", "aclnnInplaceScatterUpdate", "-2 to 0", 4),
+        ("end", [0, 5, 0, 0], "torch_npu.scatter_update_(x, index, x[:, :2], 1)", "aclnnInplaceScatterUpdate", "0 to 5", 4),
+    )
+}
 ASYNCHRONOUS = (
     PRELUDE
     + """

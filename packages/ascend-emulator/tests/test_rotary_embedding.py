@@ -98,6 +98,13 @@ def test_mrope_of_three_rows_of_positions(section, turns, mode, dtype):
         close(result, rope(x, torch.arange(9), angles, size, mode == "interleave"), ulps=6)
 
 
+@pytest.mark.parametrize(("dtype", "size"), [(torch.bfloat16, 80), (torch.float32, 40)], ids=str)
+def test_head_sizes_that_mrope_does_not_take(dtype, size):
+    x, cache, positions = (torch.ones(shape, dtype=dtype, device="npu") for shape in ((2, 2 * size), (4, 32), (2,)))
+    with pytest.raises(RuntimeError, match=f"head_size is {size}"):
+        torch_npu.npu_mrope(positions.long(), x, x, cache, size, mrope_section=[0, 0, 0])
+
+
 def test_sections_that_are_not_documented_are_refused():
     x, cache, positions = (torch.ones(shape, device="npu") for shape in ((2, 128), (4, 64), (3, 2)))
     with pytest.raises(RuntimeError, match=r"mrope_section is \[11, 11, 10\]; \[16, 24, 24\], \[24, 20, 20\] and"):

@@ -174,12 +174,12 @@ void check_block(const Tensor& cache, int64_t block) {
 
 Tensor pages(const Tensor& cache, const Tensor& table, int64_t request, int64_t length, int64_t groups, int64_t block_size) {
   const auto* row = table.const_data_ptr<int32_t>() + request * table.size(1);
-  const int64_t count =
-      std::max<int64_t>(1, (length + block_size - 1) / block_size);  // without tokens: an empty part of one page
+  const int64_t count = std::max<int64_t>(1, (length + block_size - 1) / block_size);
   std::vector<Tensor> parts;
   for (int64_t i = 0; i < count; ++i) {
-    check_block(cache, row[i]);
-    const auto page = cache[row[i]];
+    const int64_t block = length ? row[i] : 0;  // without tokens: an empty part of a page, whatever the table has
+    check_block(cache, block);
+    const auto page = cache[block];
     const int64_t used = std::min(block_size, length - i * block_size);
     if (page.dim() == 2)
       parts.push_back(page.narrow(0, 0, used).unflatten(1, {groups, -1}).transpose(0, 1));

@@ -11,10 +11,14 @@ Computation attention_update(const Tensors& lse, const Tensors& parts, int64_t t
   check(!lse.empty() && lse.size() == parts.size(), kOpParam, "lists of ", lse.size(), " lse and ", parts.size(),
       " local_out; they must be as long");
   one_of<int64_t>("update_type", type, {0, 1});
+  // op-plugin's page: "序列并行的并行度SP取值范围[1, 16]", "head_dim取值范围[8, 512]且是8的倍数"
+  check(lse.size() <= 16, kOpParam, "lists of ", lse.size(), " lse and local_out; at most 16 are allowed");
   for (size_t i = 0; i < lse.size(); ++i) {
     rank("local_out", parts[i], 2);
     one_of("local_out", parts[i], kFloating);
     shape("local_out", parts[i], parts[0].sizes());
+    within("head_dim of local_out", parts[i].size(1), 8, 512);
+    multiple("head_dim of local_out", parts[i].size(1), 8);
     one_of("lse", lse[i], {at::kFloat});
     shape("lse", lse[i], {parts[i].size(0)});
   }
@@ -57,6 +61,12 @@ Computation transpose_batch_matmul(const Tensor& x, const Tensor& weight, const 
   const auto left = x.permute(perm_x), right = weight.permute(perm_weight);
   check(left.size(0) == right.size(0) && left.size(2) == right.size(1), kOpParam, "input ", x.sizes(), " and weight ",
       weight.sizes(), " do not multiply when permuted by [", listed(perm_x), "] and [", listed(perm_weight), "]");
+  // op-plugin's page of npu_transpose_batchmatmul.
+  multiple("K", left.size(2), 16);
+  multiple("N", right.size(2), 16);
+  within("B", left.size(0), 1, 65535);
+  within("N", right.size(2), 1, 65535);
+  within(perm_x[0] ? "K x B" : "K", left.size(2) * (perm_x[0] ? left.size(0) : 1), 1, 65535);
   check(split >= 1 && left.size(0) % split == 0, kOpParam, "batch_split_factor is ", split, "; it must divide the batch of ",
       left.size(0));
   COMPUTE {

@@ -11,6 +11,8 @@
 
 namespace emu::attention {
 
+constexpr auto kTilingFailed = static_cast<Status>(561002);  // CANN's code where a kernel's tiling refuses the arguments
+
 // input_layout to the query's and the output's, as op-plugin's FusedInferAttentionScoreKernelNpuOpApi.cpp lists them.
 inline const std::map<std::string, std::pair<const char*, const char*>> kLayouts{
     {"BSH", {"BSH", "BSH"}},
@@ -114,6 +116,9 @@ struct FusedInfer {
     check(key_quant.mode == value_quant.mode || (key_quant.mode == 0 && value_quant.mode == 1), kOpParam, "key_antiquant_mode ",
         key_quant.mode, " and value_antiquant_mode ", value_quant.mode, "; they must be the same, or 0 and 1");
     if (mask) one_of("atten_mask", *mask, {at::kBool, at::kChar, at::kByte});
+    for (const auto& [name, x] : {std::pair{"atten_mask", &mask}, std::pair{"pse_shift", &pse},
+             std::pair{"key_shared_prefix", &key_prefix}, std::pair{"value_shared_prefix", &value_prefix}})
+      if (*x) contiguous(name, **x);
     if (out_scale)
       one_of("quant_scale2", *out_scale,
           query.scalar_type() == at::kBFloat16 ? DTypes{at::kFloat, at::kBFloat16} : DTypes{at::kFloat});
@@ -145,8 +150,7 @@ struct FusedInfer {
     within("num_heads", heads, 1, 256);
     within("the head size", width, 1, 512);
     multiple("the head size", width, key[0].scalar_type() == at::kChar ? 32 : 16);
-    check(latent() || !packed(in) || width <= 256, kOpParam, "the head size is ", width, " in layout ", layout,
-        "; at most 256 without query_rope");
+    if (!latent() && packed(in)) check_packed_heads();
     if (longest > 1 && (in == "BSH" || in == "BSND"))
       check(heads * width < 65535, kOpParam, "heads x head size is ", heads * width, " in layout ", layout,
           "; it must be below 65535");
@@ -159,6 +163,27 @@ struct FusedInfer {
     // correction of fully masked rows, is always on; "Q_S为1时该参数仅支持取0和1".
     within("inner_precise", inner_precise, 0, longest == 1 && !packed(in) ? 1 : 3);
     within("sparse_mode", sparse_mode, 0, 4);
+  }
+
+  // op-plugin's page of npu_fused_infer_attention_score_v2 has 64, 128, and 192 with values of 128 for multi-head attention; the
+  // text and the values of 192 are those of hardware (vllm-ascend, issue 4020 and pull request 9632). Grouped queries of other
+  // sizes: docs/emulator-strictness.md, "Reviewed and kept".
+  void check_packed_heads() const {
+    check(width <= 256, kOpParam, "the head size is ", width, " in layout ", layout, "; at most 256 without query_rope");
+    const int64_t value = value_width();
+    const bool known = (width == value && (width == 64 || width == 128 || width == 192)) || (width == 192 && value == 128);
+    check(heads != groups || known, kTilingFailed, "When layout is ", in, ", queryD(", width, "), keyD(", width, ") and valueD(",
+        value, ") must be same equal 192/128/64, or queryD and keyD equal 192 and valueD equal 128");
+  }
+
+  void check_lengths() const {
+    // "入参元素数量要小于等于4096", and for Q_S = 1 "S轴（KV）≤ 262144"
+    check(!packed(in) || batch <= 4096, kOpParam, "actual_seq_lengths has ", batch, " entries in layout ", layout,
+        "; at most 4096 are allowed");
+    if (std::any_of(spans.begin(), spans.end(), [](const Span& span) { return span.count > 1; })) return;
+    for (size_t i = 0; i < spans.size(); ++i)
+      check(spans[i].kv_count <= 262144, kOpParam, "request ", i, " has ", spans[i].kv_count,
+          " keys; at most 262144 are allowed with one query token");
   }
 
   void check_mask() const {
@@ -213,11 +238,9 @@ struct FusedInfer {
         for (const auto& span : spans) most = std::max(most, span.count);
       }
       check(most <= 16, kOpParam, "a request has ", most, " query tokens with query_rope; at most 16 are allowed");
-      // "Q_S大于1时只支持sparse=3且传入mask"; "注意入参元素数量要小于等于4096" (op-plugin's page)
+      // "Q_S大于1时只支持sparse=3且传入mask"
       check(most <= 1 || sparse_mode == 3, kOpParam, "sparse_mode is ", sparse_mode, " with query_rope and ", most,
           " query tokens; it must be 3");
-      check(!packed(in) || batch <= 4096, kOpParam, "actual_seq_lengths has ", batch, " entries with query_rope in layout ",
-          layout, "; at most 4096 are allowed");
       one_of<int64_t>("block_size", block_size, {16, 128});
       check(key[0].dim() != 5 || (block_size == 128 && in != "BNSD"), kOpParam,
           "a fractal (NZ) cache needs block_size 128 and a layout other than BNSD");
@@ -320,6 +343,7 @@ struct FusedInfer {
     plan();
     check_dtypes();
     check_heads();
+    check_lengths();
     check_mask();
     if (paged()) check_pages();
     check_latent();
@@ -356,7 +380,7 @@ struct FusedInfer {
       return {view.const_data_ptr<at::BFloat16>(), nullptr, 0, 0, view.stride(1), view.stride(0)};
     }
     const auto* blocks = table.const_data_ptr<int32_t>() + request * table.size(1);
-    for (int64_t i = 0; i * block_size < std::max<int64_t>(1, span.kv_count); ++i) check_block(cache, blocks[i]);
+    for (int64_t i = 0; i * block_size < span.kv_count; ++i) check_block(cache, blocks[i]);
     cost::partial_access(cache, static_cast<double>(span.kv_count * groups * head_size * cache.element_size()));
     const bool by_group = cache.dim() == 4;
     return {base, blocks, block_size, cache.stride(0), cache.stride(by_group ? 2 : 1), by_group ? cache.stride(1) : head_size};

@@ -88,6 +88,10 @@ CHECKED(aclnnScatterPaKvCache,
       refuse_given(
           "a compressed cache (compress_lens, compress_seq_offsets, seq_lens)", compress_lens, compress_offsets, seq_lens);
       const bool fractal = fractal_mode(cache_mode);
+      // "输入参数不支持非连续"
+      for (const auto& [name, x] : {std::pair{"key", &key}, std::pair{"value", &value}, std::pair{"key_cache", &key_cache},
+               std::pair{"value_cache", &value_cache}, std::pair{"slot_mapping", &slots}})
+        contiguous(name, *x);
       one_of("slot_mapping", slots, kIndices);
       rank("slot_mapping", slots, 1);
       check_rows("key", key, slots);
@@ -111,6 +115,9 @@ CHECKED(aclnnScatterPaCache,
       refuse_given(
           "a compressed cache (compress_lens, compress_seq_offsets, seq_lens)", compress_lens, compress_offsets, seq_lens);
       const bool fractal = fractal_mode(cache_mode);
+      for (const auto& [name, x] :
+          {std::pair{"key", &key}, std::pair{"key_cache", &key_cache}, std::pair{"slot_mapping", &slots}})
+        contiguous(name, *x);
       one_of("slot_mapping", slots, kIndices);
       rank("slot_mapping", slots, 1);
       check_rows("key", key, slots);

@@ -100,6 +100,12 @@ struct Indexer {
       same_dtype("weights", weights, "query", query);
     } else {
       one_of("query", query, {at::kChar});
+      within("sparse_count", count, 1, 2048);
+      for (const auto& [name, x] : {std::pair{"weights", &weights}, std::pair{"query_dequant_scale", &*query_scale},
+               std::pair{"key_dequant_scale", &*key_scale}}) {
+        one_of(name, *x, {at::kHalf});
+        contiguous(name, *x);
+      }
       shape("query_dequant_scale", *query_scale, weights.sizes());
       shape("key_dequant_scale", *key_scale, key.sizes().slice(0, key.dim() - 1));
     }

@@ -31,6 +31,14 @@ void scatter(
   }
 }
 
+// The documents of torch_npu refuse indices outside of self, or do not check them; a negative one does not count from the end.
+void inside_rows(const char* argument, const at::Tensor& indices, int64_t limit) {
+  if (!indices.numel()) return;
+  const auto least = indices.min().item<int64_t>(), most = indices.max().item<int64_t>();
+  emu::check(least >= 0 && most < limit, emu::kOpParam, argument, " has values from ", least, " to ", most, "; allowed: 0 to ",
+      limit - 1);
+}
+
 // Checks that no size of the index is above self's, except in `dim`.
 void inside(const char* argument, const at::Tensor& index, int64_t dim, const at::Tensor& self) {
   const auto least = std::max<int64_t>(self.dim(), 1);
@@ -127,7 +135,10 @@ SHAPED(aclnnScatterAdd, (Tensor self, int64_t dim, Tensor index, Tensor source, 
 OP(aclnnScatterNdUpdate, (Tensor self, Tensor indices, Tensor updates), {
   cost::partial_access(self, updates);
   c10::List<std::optional<at::Tensor>> at_dims;
-  for (const auto& column : to_int64(indices).unbind(-1)) at_dims.push_back(column);
+  for (const auto& column : to_int64(indices).unbind(-1)) {
+    inside_rows("indices", column, self.size(static_cast<int64_t>(at_dims.size())));
+    at_dims.push_back(column);
+  }
   self.index_put_(at_dims, updates);
 })
 
@@ -170,6 +181,7 @@ CHECKED(aclnnInplaceScatterUpdate, (Tensor self, Tensor indices, Tensor updates,
   shape("indices", indices, {updates.size(0)});
   COMPUTE {
     cost::partial_access(self, updates);
+    inside_rows("indices", indices, self.size(dim) - updates.size(dim) + 1);
     for (int64_t i = 0; i < indices.numel(); ++i)
       self[i].narrow(dim - 1, indices[i].item<int64_t>(), updates.size(dim)).copy_(updates[i]);
   };

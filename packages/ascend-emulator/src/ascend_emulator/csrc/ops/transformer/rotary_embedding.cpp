@@ -79,8 +79,9 @@ Computation rope_with_cache(const Tensor& positions, const Tensor& query, const 
       ", of which query's ", query.size(1), " and key's ", key.size(1), " are no multiples");
   check(positions.size(-1) == query.size(0) && key.size(0) == query.size(0), kOpParam, "positions, query and key are for ",
       positions.size(-1), ", ", query.size(0), " and ", key.size(0), " tokens");
-  const int64_t rotary = cache.size(1);
-  multiple("rotary_dim", rotary, query.scalar_type() == at::kFloat ? 16 : 32);
+  const int64_t rotary = cache.size(1), unit = query.scalar_type() == at::kFloat ? 16 : 32;  // op-plugin's page of npu_mrope
+  multiple("head_size", head_size, unit);
+  multiple("rotary_dim", rotary, unit);
   check(rotary <= head_size, kOpParam, "rotary_dim is ", rotary, " and head_size ", head_size, "; it must not be larger");
   one_of<int64_t>("cache_mode", cache_mode, {0, 1});
   if (positions.dim() == 2) {
