@@ -146,7 +146,7 @@ def rotated(x, positions, inverse_frequencies, neox, head_size):
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("neox", [True, False])
-@pytest.mark.parametrize(("head_size", "rotary_dim"), [(64, 64), (128, 64), (80, 80)])  # 80 is no multiple of 32
+@pytest.mark.parametrize(("head_size", "rotary_dim"), [(64, 64), (128, 64), (80, 80), (80, 32)])  # 80 is no multiple of 32
 def test_rotary_embedding(dtype, neox, head_size, rotary_dim):
     layer = RotaryEmbedding(head_size, rotary_dim, 512, 10000.0, neox, dtype).to("npu")
     positions = torch.randint(0, 512, (11,))

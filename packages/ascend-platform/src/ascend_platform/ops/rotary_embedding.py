@@ -24,9 +24,9 @@ MAX_HEADS = 999
 """Batch size and heads of npu_rotary_mul; interleaved, their product."""
 
 
-def _is_supported(layer: Any, query: torch.Tensor) -> bool:
-    """Whether npu_mrope supports the rotary dimensions: multiples of 64 bytes."""
-    return layer.rotary_dim * query.element_size() % 64 == 0
+def _is_supported(layer: Any, query: torch.Tensor, head_size: int = 0) -> bool:
+    """Whether npu_mrope supports the head size and the rotary dimensions: multiples of 64 bytes (op-plugin's page)."""
+    return all(size * query.element_size() % 64 == 0 for size in (layer.rotary_dim, head_size or layer.head_size))
 
 
 def _rotate(
@@ -65,8 +65,8 @@ def _rotate(
 class NPURotaryMixin:
     """Mixin that rotates query and key with npu_mrope.
 
-    npu_mrope supports both rotation styles and partial rotary dimensions in multiples of 64 bytes (32 elements of 16-bit types,
-    16 of float32). Other sizes fall back to vLLM's PyTorch implementation.
+    npu_mrope supports both rotation styles, and heads and partial rotary dimensions in multiples of 64 bytes (32 elements of
+    16-bit types, 16 of float32). Other sizes fall back to vLLM's PyTorch implementation.
     """
 
     def forward_oot(
@@ -81,7 +81,7 @@ class NPURotaryMixin:
         self: Any, positions: torch.Tensor, query: torch.Tensor, key: torch.Tensor, head_size: int
     ) -> tuple[torch.Tensor, torch.Tensor] | None:
         """Rotate the first elements of heads that are wider than the layer's; None if npu_mrope does not support the width."""
-        if not _is_supported(self, query):
+        if not _is_supported(self, query, head_size):
             return None
         return _rotate(self, positions.view(-1), query, key, ONE_ROW, "default", head_size)
 
