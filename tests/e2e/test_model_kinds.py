@@ -14,6 +14,7 @@ from harness.vllm_runner import V2_ALONE
 CASES = {
     "gemma3, windows between": (2, 82, 0.02),
     "granite, sinks and windows": (1, 82, 0.03),
+    "qwen3, multi-head, heads of 96": (2, 82, 0.03),
     "deepseek-v3, yarn": (1, 82, 0.04),
     "openpangu, sandwich norms": (1, 82, 0.08),
     "deepseek-v3, mla_prolog": (2, 82, 0.02),  # transformers in bfloat16 is 0.014 from float32

@@ -64,7 +64,7 @@ for _name in ("deepseek-v3.2, selected tokens", "glm-5, shared selections"):
 KINDS["qwen3-next, gated delta net"] = KINDS["qwen3-next, gated delta net"]._replace(
     served_by=([*FUSED, "FusedGatedDeltaRule.prefill"], [*BUILT_IN, "chunk_rule"])
 )
-for _name in ("gemma2, soft caps", "bloom, ALiBi"):
+for _name in ("gemma2, soft caps", "bloom, ALiBi", *(f"qwen3, multi-head, heads of {size}" for size in (80, 96, 256))):
     KINDS[_name] = KINDS[_name]._replace(served_by=(BUILT_IN, BUILT_IN))
 KINDS |= {
     "bert embedding": Kind("embed", kind_models.embedding, POOLING, ENCODERS),

@@ -1,6 +1,7 @@
 """Fused attention on random paged batches, compared with softmax(q k^T) v in float64."""
 
 import random
+from contextlib import nullcontext
 from types import SimpleNamespace
 
 import pytest
@@ -36,6 +37,21 @@ def test_sliding_windows(kind, window):
 @pytest.mark.parametrize("size", [80, 96, 112, 192, 256])
 def test_head_sizes(size):
     check(torch.float16, 4, 2, size, "mixed")
+
+
+@pytest.mark.parametrize(("size", "taken"), [(64, True), (80, False), (96, False), (128, True), (192, True), (256, False)])
+def test_one_query_head_for_each_key_value_head(size, taken):
+    """The kernel takes three head sizes in layout TND; layers of others are refused when they are made."""
+    text = f"head_size {size} not supported with one query head for each key-value head; fix: VLLM_PLUGINS=ascend"
+    with nullcontext() if taken else pytest.raises(NotImplementedError, match=text):
+        check(torch.bfloat16, 4, 4, size, "mixed")
+
+
+@pytest.mark.parametrize(("size", "taken"), [(64, True), (80, False), (128, True)])
+def test_sinks_of_one_query_head_for_each_key_value_head(size, taken):
+    own = {"sinks": torch.ones(4, dtype=torch.bfloat16)}
+    with nullcontext() if taken else pytest.raises(NotImplementedError, match=f"head_size {size} not supported with one query"):
+        check(torch.bfloat16, 4, 4, size, "mixed", sinks.SinkAttentionBackend, **own)
 
 
 @pytest.mark.parametrize("window", [None, 100])
@@ -215,7 +231,7 @@ def test_draft_tokens_with_lengths_that_the_host_does_not_know():
 
 
 def test_profiling_run_returns_zeros():
-    layer = dense.FusedAttentionImpl(2, 16, 1.0)
+    layer = dense.FusedAttentionImpl(2, 16, 1.0, 1)
     output = torch.full((3, 2, 16), torch.nan, device="npu", dtype=torch.float16)
     assert layer.forward(None, output, output, output, (output, output), None, output).abs().sum().item() == 0
 
@@ -232,6 +248,17 @@ def test_profiling_run_returns_zeros():
 def test_unsupported_features_are_refused(arguments, named):
     with pytest.raises(NotImplementedError, match=named):
         dense.FusedAttentionImpl(2, 16, 1.0, **arguments)
+
+
+def test_more_requests_than_the_kernel_takes_are_refused():
+    """At most 4096, of which one may be a dummy request for padding tokens."""
+    spec = FullAttentionSpec(block_size=BLOCK_SIZE, num_kv_heads=2, head_size=64, dtype=torch.bfloat16)
+    config = VllmConfig()
+    for most in (4095, 4096):
+        config.scheduler_config.max_num_seqs = most
+        refusal = pytest.raises(NotImplementedError, match="not max_num_seqs 4096; fix: --max-num-seqs 4095")
+        with refusal if most == 4096 else nullcontext():
+            dense.FusedAttentionMetadataBuilder(spec, ["layer"], config, torch.device("npu"))
 
 
 @pytest.mark.parametrize("kind", [FullAttentionSpec, CrossAttentionSpec])

@@ -30,6 +30,12 @@ def test_causal_attention(dtype, heads, kv_heads, kind, max_elements, monkeypatc
     check(dtype, heads, kv_heads, kind, max_elements, monkeypatch)
 
 
+@pytest.mark.parametrize("size", [80, 96, 256])
+def test_head_sizes(size, monkeypatch):
+    """Those that fused attention leaves to it, where each key-value head has one query head."""
+    check(torch.bfloat16, 4, 4, "mixed", 1 << 24, monkeypatch, size=size)
+
+
 @pytest.mark.parametrize("widths", [(512, 64), (96, 32)])
 @pytest.mark.parametrize("kind", ["decode", "prefill", "mixed"])
 def test_latent_attention(widths, kind):
@@ -67,13 +73,13 @@ def test_optional_features(kind, max_elements, beyond, monkeypatch):
     check(torch.float32, 4, 2, kind, max_elements, monkeypatch, **BEYOND[beyond])
 
 
-def check(dtype, heads, kv_heads, kind, max_elements, monkeypatch, **beyond):
+def check(dtype, heads, kv_heads, kind, max_elements, monkeypatch, size=32, **beyond):
     monkeypatch.setattr(paged, "MAX_ELEMENTS", max_elements)
     rng = random.Random(f"{heads}{kind}{max_elements}")
     requests = pairs(kind, rng, rng.randint(1, 6), 150)
     if rng.random() < 0.5:  # vLLM sorts decodes first, but the result must not depend on it
         requests.sort(key=lambda pair: pair[0] > 1)
-    batch = PagedBatch(Sizes(BLOCKS, BLOCK_SIZE, heads, kv_heads, 32, dtype, torch.nan), requests, rng)
+    batch = PagedBatch(Sizes(BLOCKS, BLOCK_SIZE, heads, kv_heads, size, dtype, torch.nan), requests, rng)
     output = batch.run(paged.PagedAttentionBackend, **beyond)
     slopes = torch.tensor(beyond["alibi_slopes"]) if "alibi_slopes" in beyond else None
     options = {"window": beyond.get("sliding_window"), "cap": beyond.get("logits_soft_cap"), "sinks": beyond.get("sinks")}

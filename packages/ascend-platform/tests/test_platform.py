@@ -11,7 +11,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from ascend_platform import extension, host
-from ascend_platform.attention.selector import BUILT_IN, select_backend
+from ascend_platform.attention.selector import BUILT_IN, describe_backend, select_backend
 from ascend_platform.components import VARIABLES, slots
 from ascend_platform.config import state_layers, unsupported
 from ascend_platform.platform import NPUPlatform
@@ -375,6 +375,31 @@ def test_offered_attention_serves_what_it_takes_and_the_built_in_one_the_rest(mo
     found, reason = select_backend(DENSE._replace(**change), model)
     assert found == path
     assert reason.startswith(why)
+
+
+HEADS = "built-in PyTorch (fused attention disabled: head_size {} not supported with one query head for each key-value head)"
+LENGTH = "built-in PyTorch (fused attention disabled: max_model_len above 262144 not supported)"
+
+
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "size", "ranks", "length", "why"),
+    [
+        (4, 4, 64, 1, 256, "fused (ascend-attention "),
+        (4, 4, 96, 1, 256, HEADS.format(96)),
+        (4, 2, 96, 1, 256, "fused (ascend-attention "),
+        (4, 4, 256, 2, 256, HEADS.format(256)),
+        (16, 2, 256, 8, 256, "fused (ascend-attention "),  # Qwen3.5: a rank has 2 heads, and one that it shares
+        (16, 2, 256, 16, 256, HEADS.format(256)),
+        (4, 2, 128, 1, 262144, "fused (ascend-attention "),
+        (4, 2, 128, 1, 262145, LENGTH),
+    ],
+)
+def test_heads_of_a_rank_and_lengths_decide_on_fused_attention(model, heads, kv_heads, size, ranks, length, why):
+    pytest.importorskip("ascend_attention")
+    path = model(num_attention_heads=heads, num_key_value_heads=kv_heads, head_dim=size, max_position_embeddings=length)
+    config = engine_config(path)
+    config.parallel_config.tensor_parallel_size = ranks  # more than there are NPUs here
+    assert describe_backend(config).startswith(why)
 
 
 @pytest.mark.parametrize(

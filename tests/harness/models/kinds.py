@@ -57,6 +57,10 @@ DECODERS: dict[str, tuple[str, dict[str, Any]]] = {
     "falcon-h1, mamba 2": ("FalconH1", {"mamba_n_heads": 4, "mamba_d_state": 16, "mamba_expand": 2, "mamba_d_ssm": 256}),
     **latent.MODELS,
     **{f"qwen3, heads of {size}": ("Qwen3", {"head_dim": size}) for size in (80, 96, 128, 192, 256)},
+    **{
+        f"qwen3, multi-head, heads of {size}": ("Qwen3", {"head_dim": size, "num_key_value_heads": 4})
+        for size in (64, 80, 96, 128, 192, 256)
+    },
 }
 """Families of Hugging Face's, and their configuration besides COMMON."""
 

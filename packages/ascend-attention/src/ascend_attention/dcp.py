@@ -6,6 +6,7 @@ where npu_attention_update merges them by their softmax_lse (``torch_npu/_op_plu
 ``vllm/v1/attention/backends/flash_attn.py`` is the reference.
 """
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -75,9 +76,7 @@ def attend(
         parts, lse_parts = fused(all_heads, *(cache.flatten(2) for cache in kv_cache), **common | paged)
         lse_parts.masked_fill_(lse_parts == torch.inf, -torch.inf)  # requests without context on this rank
         parts, lse_parts = (exchange_heads(each, group) for each in (parts, lse_parts))
-        out, _ = torch_npu.npu_attention_update(
-            [*lse_parts.flatten(1), softmax_lse.flatten()], [*parts.flatten(1, 2), out.flatten(0, 1)], 0
-        )
+        out, _ = merge([softmax_lse.flatten(), *lse_parts.flatten(1)], [out.flatten(0, 1), *parts.flatten(1, 2)])
     output.copy_(out.view_as(output))
 
 
@@ -87,3 +86,20 @@ def exchange_heads(part: torch.Tensor, group: Any) -> torch.Tensor:
     received = torch.empty_like(sent)
     dist.all_to_all_single(received, sent, group=group.device_group)
     return received
+
+
+MAX_PARTS = 16
+"""Partial outputs that npu_attention_update merges in one call (op-plugin's page)."""
+
+
+def merge(softmax_lse: Sequence[torch.Tensor], parts: Sequence[torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
+    """Merge partial outputs ``[rows, head_size]`` by their log-sum-exp ``[rows]``, of which the first 16 have one that is finite.
+
+    Returns:
+        The output and its log-sum-exp, in float32, so that the roundings of several merges do not add up.
+    """
+    softmax_lse, parts = list(softmax_lse), [part.float() for part in parts]
+    while len(parts) > 1:
+        part, lse = torch_npu.npu_attention_update(softmax_lse[:MAX_PARTS], parts[:MAX_PARTS], 1)
+        softmax_lse, parts = [lse, *softmax_lse[MAX_PARTS:]], [part, *parts[MAX_PARTS:]]
+    return parts[0], softmax_lse[0]

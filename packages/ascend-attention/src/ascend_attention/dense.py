@@ -11,7 +11,7 @@ from typing import Any, ClassVar
 import torch
 import torch_npu
 from ascend_platform import extension
-from vllm.config import CUDAGraphMode
+from vllm.config import CUDAGraphMode, get_current_vllm_config_or_none
 from vllm.v1.attention.backend import (
     AttentionBackend,
     AttentionCGSupport,
@@ -27,6 +27,16 @@ from ascend_attention.metadata import FusedAttentionMetadata, upper_triangle
 BLOCK_SIZE = 128
 """Tokens per block: supported by the kernel for prefill and decode, and recommended by its documentation."""
 
+MAX_REQUESTS = 4096
+"""Requests in one call of the kernel with layout TND (op-plugin's page of npu_fused_infer_attention_score)."""
+
+MAX_DECODE_KEYS = 262144
+"""Keys of a request with one query token (the same page)."""
+
+MULTI_HEAD_SIZES = (64, 128, 192)
+"""Head sizes that the kernel takes in layout TND where each key-value head has one query head; with grouped queries it takes
+more. It returns 561002 for others (vllm-ascend, issue 4020)."""
+
 
 class FusedAttentionMetadataBuilder(AttentionMetadataBuilder[FusedAttentionMetadata]):
     _cudagraph_support: ClassVar[AttentionCGSupport] = AttentionCGSupport.ALWAYS
@@ -40,6 +50,11 @@ class FusedAttentionMetadataBuilder(AttentionMetadataBuilder[FusedAttentionMetad
         parallel = vllm_config.parallel_config
         self.interleave = parallel.cp_kv_cache_interleave_size if parallel.decode_context_parallel_size > 1 else 0
         self.padded_block_table: torch.Tensor | None = None
+        if (most := vllm_config.scheduler_config.max_num_seqs) >= MAX_REQUESTS:  # one is left for a dummy request
+            raise NotImplementedError(
+                f"{FusedAttentionImpl.title} supports up to {MAX_REQUESTS - 1} requests in a step, not max_num_seqs {most}; "
+                f"fix: --max-num-seqs {MAX_REQUESTS - 1}"
+            )
         self.int8_cache = kv_cache_spec.dtype == torch.int8
         if self.int8_cache and self.interleave:
             raise NotImplementedError("an int8 KV cache is not supported with decode context parallelism; disable one of them")
@@ -172,6 +187,11 @@ class FusedAttentionImpl(extension.AttentionImplBase, AttentionImpl[FusedAttenti
     supports_dcp = True
     int8_cache = True
 
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        if reason := unsupported_heads(self.head_size, self.num_heads, self.num_kv_heads):  # the model's other layers have others
+            raise NotImplementedError(f"{self.title}: {reason}; fix: VLLM_PLUGINS=ascend, for the built-in attention")
+
     def forward(
         self,
         layer: Any,
@@ -276,6 +296,18 @@ class FusedAttentionImpl(extension.AttentionImplBase, AttentionImpl[FusedAttenti
         return {"num_heads": self.num_heads, "num_key_value_heads": self.num_kv_heads, "scale": self.scale}
 
 
+def unsupported_heads(head_size: int, num_heads: int, num_kv_heads: int) -> str:
+    """Why the kernel does not take a rank's heads in layout TND; empty if it does."""
+    if num_heads != num_kv_heads or head_size in MULTI_HEAD_SIZES:
+        return ""
+    return f"head_size {head_size} not supported with one query head for each key-value head"
+
+
+def unsupported_length(model: Any) -> str:
+    """Why the kernel does not take decodes of a model's longest sequences; empty if it does."""
+    return f"max_model_len above {MAX_DECODE_KEYS} not supported" if model.max_model_len > MAX_DECODE_KEYS else ""
+
+
 class FusedAttentionBackend(extension.AttentionBackendBase, AttentionBackend):
     """Fused attention backend (``vllm/v1/attention/backend.py``)."""
 
@@ -283,3 +315,13 @@ class FusedAttentionBackend(extension.AttentionBackendBase, AttentionBackend):
     impl_cls, builder_cls = FusedAttentionImpl, FusedAttentionMetadataBuilder
     block_sizes: ClassVar = [BLOCK_SIZE]
     head_sizes = range(16, 257, 16)
+
+    @classmethod
+    def validate_configuration(cls, head_size: int, *args: Any, **kwargs: Any) -> list[str]:
+        """The reasons why the backend does not support a layer, of vLLM's current configuration."""
+        reasons = super().validate_configuration(head_size, *args, **kwargs)
+        config = get_current_vllm_config_or_none()
+        if config and (model := config.model_config):
+            heads = [count(config.parallel_config) for count in (model.get_num_attention_heads, model.get_num_kv_heads)]
+            reasons += filter(None, [unsupported_heads(head_size, *heads), unsupported_length(model)])
+        return reasons

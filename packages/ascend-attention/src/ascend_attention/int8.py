@@ -15,6 +15,7 @@ import torch
 import torch_npu
 from ascend_platform import extension
 
+from ascend_attention import dcp
 from ascend_attention.metadata import FusedAttentionMetadata
 
 
@@ -93,7 +94,8 @@ def reserve(impl: Any, query: torch.Tensor, block_size: int) -> None:
     """Allocate and free what a prefill of these tokens allocates, so that it is in the profiled peak of memory."""
     shape = _workspace_blocks(len(query), block_size), block_size, impl.num_kv_heads, impl.head_size
     workspace = [torch.empty(shape, dtype=dtype, device=query.device) for dtype in (query.dtype, query.dtype, torch.int8)]
-    workspace += [torch.empty_like(query) for _ in range(3)]  # a slice's output, and the merged ones before and after
+    # a slice's output, and the merged ones before and after
+    workspace += [torch.empty_like(query, dtype=torch.float32) for _ in range(3)]
     workspace.clear()
 
 
@@ -125,7 +127,7 @@ def _prefill_in_slices(
     slices: list[tuple[int, int, dict[str, Any]]] = [
         (start, min(start + capacity, first_new), {"sparse_mode": 0}) for start in range(0, first_new, capacity)
     ]
-    merged: list[torch.Tensor] = []
+    merged: tuple[torch.Tensor, ...] = ()
     for start, end, mask in [*slices, (first_new, -(-seq_len // block_size), causal)]:
         (keys, values), table = dequantize(slice(start, end))
         part, softmax_lse = torch_npu.npu_fused_infer_attention_score(
@@ -142,10 +144,9 @@ def _prefill_in_slices(
             **impl._head_args(),
         )
         del keys, values
-        part, softmax_lse = part.flatten(0, 1), softmax_lse.flatten()
-        if merged:
-            part, softmax_lse = torch_npu.npu_attention_update([merged[1], softmax_lse], [merged[0], part], 1)
-        merged = [part, softmax_lse]
+        part, softmax_lse = part.flatten(0, 1).float(), softmax_lse.flatten()
+        merged = dcp.merge([merged[1], softmax_lse], [merged[0], part]) if merged else (part, softmax_lse)
+        del part
     output.copy_(merged[0].view_as(output))
 
 

@@ -15,6 +15,7 @@ from typing import Any, ClassVar
 import torch
 import torch_npu
 from ascend_platform import extension
+from vllm.config import get_current_vllm_config_or_none
 from vllm.distributed import get_dcp_group
 from vllm.model_executor.layers.attention.mla_attention import MLACommonMetadataBuilder
 from vllm.v1.attention.backend import (
@@ -28,7 +29,7 @@ from vllm.v1.attention.backend import (
 from vllm.v1.attention.backends.utils import get_dcp_local_seq_lens
 
 from ascend_attention import dcp, latent_prefill
-from ascend_attention.dense import BLOCK_SIZE, assign_padding, pad_queries, to_script_list
+from ascend_attention.dense import BLOCK_SIZE, MAX_REQUESTS, assign_padding, pad_queries, to_script_list, unsupported_length
 from ascend_attention.latent_prefill import LATENT as LATENT
 from ascend_attention.latent_prefill import ROPE as ROPE
 from ascend_attention.latent_prefill import Prefills
@@ -36,9 +37,6 @@ from ascend_attention.metadata import upper_triangle
 
 MAX_QUERY_TOKENS = 16
 """Query tokens of a request in one call of the kernel."""
-
-MAX_REQUESTS = 4096
-"""Requests in one call of the kernel."""
 
 
 @dataclass
@@ -256,8 +254,8 @@ class FusedLatentAttentionImpl(extension.LatentAttentionImplBase, MLAAttentionIm
         parts, softmax_lse = self._attend(all_heads, cache, meta)
         softmax_lse = softmax_lse.masked_fill(softmax_lse == torch.inf, -torch.inf)  # tokens without context on this rank
         parts, softmax_lse = (dcp.exchange_heads(each, group) for each in (parts, softmax_lse))
-        output, _ = torch_npu.npu_attention_update([*softmax_lse.flatten(1)], [*parts.flatten(1, 2)], 0)
-        return output.view_as(parts[0]), None
+        output, _ = dcp.merge([*softmax_lse.flatten(1)], [*parts.flatten(1, 2)])
+        return output.to(parts.dtype).view_as(parts[0]), None
 
     def _attend(self, q: Any, kv_cache: Any, meta: LatentMetadata) -> tuple[torch.Tensor, torch.Tensor]:
         """Attention output ``[tokens, heads, 512]``, and with decode context parallelism log-sum-exp ``[tokens, heads, 1]``."""
@@ -350,3 +348,12 @@ class FusedLatentAttentionBackend(extension.AttentionBackendBase, AttentionBacke
     @classmethod
     def is_mla(cls) -> bool:
         return True
+
+    @classmethod
+    def validate_configuration(cls, *args: Any, **kwargs: Any) -> list[str]:
+        """The reasons why the backend does not support a layer, of vLLM's current configuration."""
+        reasons = super().validate_configuration(*args, **kwargs)
+        config = get_current_vllm_config_or_none()
+        if config and config.model_config and not cls.is_sparse():
+            reasons += filter(None, [unsupported_length(config.model_config)])
+        return reasons

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 import torch_npu
 
+from ascend_attention import dcp
 from ascend_attention.dense import BLOCK_SIZE, to_script_list
 
 LATENT, ROPE = 512, 64
@@ -139,7 +140,7 @@ def attend(
         expand: computes keys and values ``[tokens, heads, 256]`` from latents.
 
     Returns:
-        ``[tokens, heads, 128]``.
+        ``[tokens, heads, 128]``, in float32 where parts were merged.
     """
     parts = [part.contiguous() for part in query.split((HEAD, ROPE), -1)]
     chunks = prefills.chunks
@@ -165,12 +166,12 @@ def attend(
 
     own_lengths = prefills.lengths, prefills.lengths
     output, softmax_lse = fused(slice(None), latents, ropes, own_lengths, atten_mask=prefills.mask, sparse_mode=3)
+    output = output.float() if chunks else output
     pages = [cache.view(-1, 1, cache.shape[-1]) for cache in kv_cache]
     for chunk in chunks:
         latents, ropes = (page.index_select(0, chunk.slots) for page in pages)
         found = fused(chunk.rows, latents.squeeze(1), ropes, chunk.lengths)
         both = (output[chunk.rows], softmax_lse[chunk.rows]), found
-        outputs, lses = [each.flatten(0, 1) for each, _ in both], [each.flatten() for _, each in both]
-        merged, lse = torch_npu.npu_attention_update(lses, outputs, 1)
+        merged, lse = dcp.merge([each.flatten() for _, each in both], [each.flatten(0, 1) for each, _ in both])
         output[chunk.rows], softmax_lse[chunk.rows] = merged.view_as(found[0]), lse.view_as(found[1])
     return output

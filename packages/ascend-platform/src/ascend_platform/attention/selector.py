@@ -24,7 +24,7 @@ BUILT_IN = {
 
 
 def select_backend(config: "AttentionSelectorConfig", model: Any) -> tuple[str, str]:
-    """Select the attention backend of a layer.
+    """Select the attention backend of a layer, of vLLM's current configuration.
 
     The backend that is offered for the layer's slot is used if it supports the layer, otherwise the built-in one.
 
@@ -74,6 +74,7 @@ def is_sparse(model: Any) -> bool:
 
 def _select_for_model(vllm_config: "VllmConfig") -> tuple[str, str]:
     """As `select_backend`, for the model's decoder layers, before they exist."""
+    from vllm.config import set_current_vllm_config
     from vllm.v1.attention.selector import AttentionSelectorConfig
 
     model, cache = vllm_config.model_config, vllm_config.cache_config
@@ -83,7 +84,8 @@ def _select_for_model(vllm_config: "VllmConfig") -> tuple[str, str]:
     config = config._replace(use_sparse=is_sparse(model))
     if model.attn_type == "encoder_only":
         config = config._replace(attn_type="encoder_only")
-    return select_backend(config, model)
+    with set_current_vllm_config(vllm_config):
+        return select_backend(config, model)
 
 
 def describe_backend(vllm_config: "VllmConfig") -> str:
