@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from harness import features, graph_outputs, references, vllm_runner
+from harness import features, outputs, references, vllm_runner
 from harness.models import small as small_models
 
 ANSWERS = 150
@@ -69,7 +69,7 @@ def served(directory: Path) -> dict[str, Any]:
     )
     (ngram,) = features.speculation(directory, ["n-gram on the NPU"], 1, "float16")
     experts = features.lora_on_family("experts", directory, "Qwen2Moe", 2)
-    eagle = graph_outputs.case(directory, "EAGLE", "FULL_AND_PIECEWISE") | {"name": "eagle"}
+    eagle = outputs.case(directory, "EAGLE", "FULL_AND_PIECEWISE") | {"name": "eagle"}
     cases = [one, two, experts, mtp, ngram, eagle]
     return features.serve(cases, ASCEND_EMULATOR_TRACE=str(directory / "trace.json"))
 
@@ -112,7 +112,7 @@ def test_speculative_decoding_keeps_the_tokens(served: dict[str, Any], directory
 def test_prompt_logprobs_are_of_the_target_s_hidden_states(served: dict[str, Any], directory: Path) -> None:
     """vLLM computes them after the drafter's piecewise graphs have been replayed."""
     model = references.reference(small_models.target(directory), None, "float16")
-    found = graph_outputs.compare(model, graph_outputs.asked(), served["eagle"]["steps"][0])
+    found = outputs.compare(model, outputs.asked(), served["eagle"]["steps"][0])
     assert found == {"prompt": 616, "prompt_wrong": 0, "tokens": 192, "others": 0, "wrong": 0}
     assert features.accepted(served["eagle"])[2] > 0
 

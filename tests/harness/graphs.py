@@ -2,7 +2,6 @@
 
 tools/check graphs                   all modes
 tools/check graphs FULL PIECEWISE    these
-tools/check graphs outputs           what is read after graphs, with each drafter: harness/graph_outputs.py
 
 Each must give the tokens of NONE, and log-probabilities as close to transformers' in float32 as transformers' own in
 bfloat16 are. Prints the table of docs/graphs.md.
@@ -45,11 +44,6 @@ def check(result: dict[str, Any]) -> None:
 
 def main() -> None:
     """The command."""
-    if sys.argv[1:2] == ["outputs"]:
-        from harness import graph_outputs
-
-        del sys.argv[1]
-        graph_outputs.main()
     modes = sys.argv[1:] or MODES
     if unknown := set(modes) - set(MODES):
         sys.exit(f"graphs: no mode {', '.join(unknown)}; there are {', '.join(MODES)}")

@@ -1,7 +1,7 @@
-"""What is read after a step's graphs, with each drafter, in each graph mode: `tools/check graphs outputs`.
+"""What is read after a step's graphs, with each drafter, in each graph mode: `tools/check outputs`.
 
-tools/check graphs outputs                                      all drafters and modes
-tools/check graphs outputs --drafter EAGLE --mode PIECEWISE     these
+tools/check outputs                                      all drafters and modes
+tools/check outputs --drafter EAGLE --mode PIECEWISE     these
 
 The target's hidden states are a graph's output. A drafter computes its first draft token from them, and vLLM computes
 log-probabilities of prompts from them, after a drafter's graphs have been replayed. Each cell serves prompts with a model in
@@ -20,8 +20,8 @@ from typing import Any
 
 from harness import features, graphs, references, vllm_runner
 
-DRAFTERS = ("none", "n-gram on the NPU", "draft model, another", "EAGLE", "EAGLE-3", "MTP", "MTP, latent attention")
-DRAFTERS += ("MTP, sparse latent attention",)
+DRAFTERS = ["none", "n-gram on the NPU", "draft model, another", "EAGLE", "EAGLE-3", "MTP"]
+DRAFTERS += ["MTP, latent attention", "MTP, sparse latent attention"]
 SIZES = [1, 2, 4, 8, 16, 64, 256]
 CLOSE = 0.05
 """In float16, the most that a log-probability differs by where no choice of experts is a tie."""
@@ -69,7 +69,7 @@ def compare(model: Any, requests: list[dict[str, Any]], answers: list[Any], clos
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(prog="tools/check graphs outputs", description=__doc__)
+    parser = argparse.ArgumentParser(prog="tools/check outputs", description=__doc__)
     parser.add_argument("--drafter", action="append", choices=DRAFTERS)
     parser.add_argument("--mode", action="append", choices=graphs.MODES)
     options = parser.parse_args()
