@@ -74,6 +74,7 @@ def test_format_casts_of_the_graph_operator(run):
     script = """
 import ctypes
 import torch, torch_npu
+torch_npu.npu.set_compile_mode(jit_compile=False)
 torch.npu.config.allow_internal_format = True
 acl = ctypes.CDLL("libascendcl.so")
 for dtype, c0 in ((torch.float16, 16), (torch.int8, 32), (torch.float32, 16)):
@@ -136,8 +137,8 @@ def test_products_with_quantized_nz_weights():
 
 
 def test_grouped_products_with_nz_weights():
-    counts, x, weight = torch.tensor([3, 1, 4]), integers(8, 32), integers(3, 32, 64)
-    scale, per_token, expert = torch.rand(3, 64) * 1e-3, torch.rand(8), torch.arange(3).repeat_interleave(counts)
+    counts, x, weight = torch.tensor([3, 1, 4]), integers(8, 32), integers(3, 32, 256)
+    scale, per_token, expert = torch.rand(3, 256) * 1e-3, torch.rand(8), torch.arange(3).repeat_interleave(counts)
     wide = torch.einsum("mk,mkn->mn", x.double(), weight.double()[expert]) * scale.double()[expert] * per_token.double()[:, None]
     actual = torch_npu.npu_grouped_matmul(
         npu([x]),
@@ -166,7 +167,7 @@ def test_grouped_products_with_nz_weights():
     close(summed, wide * logit.double()[:, None], ulps=64)
     gate, up = wide.chunk(2, -1)
     step = (torch.nn.functional.silu(gate) * up).abs().amax(-1) / 127
-    storage = nz(weight).view(3, 2, 2, 16, 32)  # in its storage's dimensions
+    storage = nz(weight).view(3, 8, 2, 16, 32)  # in its storage's dimensions
     for values, steps, *_ in (
         torch_npu.npu_grouped_matmul_swiglu_quant(x.npu(), nz(weight), counts.cumsum(0).npu(), scale.npu(), per_token.npu()),
         torch_npu.npu_grouped_matmul_swiglu_quant(x.npu(), storage, counts.cumsum(0).npu(), scale.npu(), per_token.npu()),

@@ -95,6 +95,14 @@ def test_dynamic_quant_of_zeros():
     assert not scale.any()
 
 
+def test_asymmetric_quantization_of_one_value():
+    """By the documented formula, which divides by a scale of 0."""
+    values, scale, offset = torch_npu.npu_dynamic_quant_asymmetric(torch.ones(2, 8, dtype=torch.float16, device="npu"))
+    assert not values.any()
+    assert not scale.any()
+    assert not offset.isfinite().any()
+
+
 @pytest.mark.parametrize("dtype", HALVES, ids=str)
 @pytest.mark.parametrize("four_bits", [False, True])
 def test_anti_quant(four_bits, dtype):

@@ -71,9 +71,9 @@ def test_grouped_product(calls):
 
 
 def test_grouped_product_and_routing(calls):
-    x, weight, scale = integers(8, 32).npu(), integers(3, 32, 16).npu(), (torch.rand(3, 16) / 100).npu()
-    rows, logit, shared = torch.rand(8).npu(), torch.rand(8).npu(), torch.randn(2, 16).bfloat16().npu()
-    counts, places, out = torch.tensor([2, 1, 5]).npu(), (torch.randperm(8) // 2).npu(), npu(4, 16)
+    x, weight, scale = integers(8, 32).npu(), integers(3, 32, 256).npu(), (torch.rand(3, 256) / 100).npu()
+    rows, logit, shared = torch.rand(8).npu(), torch.rand(8).npu(), torch.randn(2, 256).bfloat16().npu()
+    counts, places, out = torch.tensor([2, 1, 5]).npu(), (torch.randperm(8) // 2).npu(), npu(4, 256)
     expected = torch_npu.npu_grouped_matmul_finalize_routing(
         x, weight, counts, scale=scale, pertoken_scale=rows, shared_input=shared, logit=logit, row_index=places,
         dtype=torch.float32, shared_input_weight=0.5, shared_input_offset=1, output_bs=4, group_list_type=1,

@@ -60,6 +60,54 @@ struct Grouped {
     if (kind == 0) rank("x", x[0], 2);
   }
 
+  // The last dimension of what lies in memory is below 65536 ("InnerLimit"), and even of int4.
+  void check_sizes() const {
+    const auto inner = [](const Tensor& matrix) {
+      const bool transposed = matrix.dim() > 1 && matrix.stride(-1) != 1 && matrix.stride(-2) == 1;
+      return matrix.size(transposed ? -2 : -1) * (matrix.scalar_type() == at::kInt ? kFourBitsInWord : 1);
+    };
+    for (const auto& each : x)
+      check(inner(each) < 65536, kOpParam, "x has shape ", each.sizes(), ", a last dimension of ", inner(each),
+          "; allowed: below 65536");
+    for (const auto& each : weight)
+      check(inner(each) < 65536, kOpParam, "weight has shape ", each.sizes(), ", a last dimension of ", inner(each),
+          "; allowed: below 65536");
+    if (out.size() == 1)
+      for (const auto& each : weight)
+        check(each.size(-1) == weight[0].size(-1), kOpParam, "weights have ", weight[0].size(-1), " and ", each.size(-1),
+            " columns; with one output they must have the same");
+  }
+
+  // By which axis is split, and pairs of group and count, of a group_list that is a tensor.
+  void check_outputs() const {
+    within("split_item", split, kind == -1 ? 0 : 2, kind == -1 ? 1 : 3);
+    check(list_kind != 2 || (x[0].scalar_type() == at::kChar && weight[0].scalar_type() == at::kChar && kind == 0), kOpParam,
+        "group_list_type is 2, with x ", x[0].scalar_type(), ", weight ", weight[0].scalar_type(), " and group_type ", kind,
+        "; it is for int8 and group_type 0");
+  }
+
+  // Dtypes of what belongs to the weights (tables 1 and 2 of the documentation; of an int8 x with an int4 weight op-plugin's
+  // test).
+  void check_parameters() const {
+    const bool integers = x[0].scalar_type() == at::kChar, floats = weight[0].is_floating_point();
+    const auto dtype = x[0].scalar_type(), result = out[0].scalar_type();
+    const auto all = [](const char* name, const Lists& of, at::ScalarType allowed) {
+      if (!empty(of))
+        for (const auto& each : *of) one_of(name, each, {allowed});
+    };
+    if (!integers) {
+      all("bias", bias, dtype == at::kHalf ? at::kHalf : at::kFloat);
+      if (!floats) all("antiquant_scale", antiquant_scale, dtype), all("antiquant_offset", antiquant_offset, dtype);
+      return;
+    }
+    all("per_token_scale", pertoken, at::kFloat);
+    all("bias", bias, words() ? at::kFloat : at::kInt);
+    if (words())
+      all("scale", scale, at::kLong);
+    else if (result != at::kInt)
+      all("scale", scale, result == at::kChar ? at::kLong : result == at::kBFloat16 ? at::kBFloat16 : at::kFloat);
+  }
+
   // The matrix [k, n] of a group.
   Tensor matrix_of_group(const Tensor& rows, int64_t group) const {
     const auto mine = stacked() ? weight[0][group] : weight[group];
@@ -171,23 +219,26 @@ struct Grouped {
   }
 };
 
-Computation grouped_matmul(const Grouped& call, const Lists& offset) {
+Computation grouped_matmul(const Grouped& call, const Lists& offset, bool by_tensor) {
   call.check_arguments();
+  if (by_tensor) call.check_outputs();
+  call.check_sizes();
+  call.check_parameters();
   check(empty(offset) || call.words(), kOpParam, "offset is given; only None is allowed");
   return [=] { call.run(); };
 }
 
 }  // namespace
 
-#define GROUPED_MATMUL(NAME, WEIGHTS, ...)                                                                              \
-  CHECKED(NAME,                                                                                                         \
-      (Tensors x, WEIGHTS weight, Lists bias, Lists scale, Lists offset, Lists antiquant_scale, Lists antiquant_offset, \
-          Lists pertoken, Opt<Tensor> list, Lists, Lists, Lists, int64_t split, int64_t kind, int64_t list_kind,        \
-          int64_t activation, __VA_ARGS__ Tensors out, Lists, Lists),                                                   \
-      {                                                                                                                 \
-        return grouped_matmul({x, weight, bias, scale, antiquant_scale, antiquant_offset, pertoken, list, split, kind,  \
-                                  list_kind, activation, out},                                                          \
-            offset);                                                                                                    \
+#define GROUPED_MATMUL(NAME, WEIGHTS, ...)                                                                                       \
+  CHECKED(NAME,                                                                                                                  \
+      (Tensors x, WEIGHTS weight, Lists bias, Lists scale, Lists offset, Lists antiquant_scale, Lists antiquant_offset,          \
+          Lists pertoken, Opt<Tensor> list, Lists, Lists, Lists, int64_t split, int64_t kind, int64_t list_kind,                 \
+          int64_t activation, __VA_ARGS__ Tensors out, Lists, Lists),                                                            \
+      {                                                                                                                          \
+        const Grouped call{                                                                                                      \
+            x, weight, bias, scale, antiquant_scale, antiquant_offset, pertoken, list, split, kind, list_kind, activation, out}; \
+        return grouped_matmul(call, offset, true);                                                                               \
       })
 GROUPED_MATMUL(aclnnGroupedMatmulV4, Tensors)
 GROUPED_MATMUL(aclnnGroupedMatmulV5, Tensors, Opt<Ints>, )                 // tuning_config
@@ -200,7 +251,7 @@ CHECKED(aclnnGroupedMatmul,
       Opt<Tensor> ends;
       if (list && !list->empty()) ends = at::tensor(*list, at::kLong);
       return grouped_matmul(
-          {x, weight, bias, scale, antiquant_scale, antiquant_offset, {}, ends, split, ends ? 0 : -1, 0, 0, out}, offset);
+          {x, weight, bias, scale, antiquant_scale, antiquant_offset, {}, ends, split, ends ? 0 : -1, 0, 0, out}, offset, false);
     })
 
 namespace {
@@ -216,8 +267,20 @@ Computation finalize(const Tensor& x, const Tensor& weight, const Opt<Tensor>& s
   one_of("group_list", list, {at::kLong});
   shape("group_list", list, {weight.size(0)});
   check(scale && row_index && logit, kOpParam, "scale, logit and row_index are needed for an int8 x");
-  one_of("scale", *scale, {at::kFloat, at::kBFloat16, at::kLong, at::kUInt64});
+  const bool words = weight.scalar_type() == at::kInt;
+  one_of("scale", *scale, {words ? at::kLong : at::kFloat});
   one_of("row_index", *row_index, kIndices);
+  one_of("logit", *logit, {at::kFloat});
+  if (pertoken) one_of("pertoken_scale", *pertoken, {at::kFloat});
+  check(!bias || words, kOpParam, "bias is given and w is ", weight.scalar_type(), "; it is for packed int4");
+  within("the rows of x", x.size(0), 1, 131072);
+  within("the experts of w", weight.size(0), 1, 256);
+  multiple("the columns of x", x.size(1), 16);
+  multiple("the columns of the output", out.size(1), 32);
+  check(out.size(1) >= 256, kOpParam, "the output has ", out.size(1), " columns; allowed: 256 or more");
+  if (words)
+    check(x.size(1) == 2048 && out.size(1) == 7168, kOpParam, "w of int4 has ", x.size(1), " rows and ", out.size(1),
+        " columns; allowed: 2048 and 7168");
   shape("logit", *logit, {x.size(0)});
   shape("row_index", *row_index, {x.size(0)});
   if (pertoken) shape("pertoken_scale", *pertoken, {x.size(0)});

@@ -267,7 +267,7 @@ struct Routing {
 }  // namespace
 
 CHECKED(aclnnMoeInitRoutingV3,
-    (Tensor x, Tensor expert_idx, Opt<Tensor> scale, Opt<Tensor> offset, int64_t, int64_t capacity, int64_t experts,
+    (Tensor x, Tensor expert_idx, Opt<Tensor> scale, Opt<Tensor> offset, int64_t active, int64_t capacity, int64_t experts,
         int64_t padded, int64_t count_kind, bool count, int64_t quant_mode, Ints range, int64_t scatter, Tensor expanded_x,
         Tensor row_idx, Tensor tokens, Opt<Tensor> scale_out),
     {
@@ -280,6 +280,8 @@ CHECKED(aclnnMoeInitRoutingV3,
       one_of("quant_mode", quant_mode,
           {int64_t{-1}, int64_t{0}, int64_t{1}, int64_t{13}});  // others: float8 and float4, on Ascend950
       within("expert_tokens_num_type", count_kind, int64_t{0}, int64_t{2});
+      within("expert_num", experts, int64_t{1}, int64_t{count_kind == 2 ? 5120 : 10240});
+      check(active >= -1, kOpParam, "active_num is ", active, "; allowed: -1 or more");
       check(range.size() == 2 && range[0] >= 0 && range[0] < range[1] && range[1] <= experts, kOpParam,
           "active_expert_range is [", listed(range), "); it must lie within [0, ", experts, ")");
       if (padded)
@@ -287,9 +289,11 @@ CHECKED(aclnnMoeInitRoutingV3,
             ", the rows of x");
       if (quant_mode == 0) {
         check(scale && offset, kOpParam, "quant_mode 0 needs scale and offset");
-        one_of("scale", *scale, {at::kFloat});
+        shape("scale", *scale, {1});
         one_of("offset", *offset, {at::kFloat});
+        shape("offset", *offset, {1});
       }
+      if (scale) one_of("scale", *scale, {at::kFloat});
       if (scale && quant_mode == -1)
         check(scale->numel() == x.size(0), kOpParam, "scale has shape ", scale->sizes(), "; one for each of ", x.size(0),
             " rows is needed");
@@ -344,8 +348,8 @@ CHECKED(aclnnMoeComputeExpertTokens, (Tensor sorted, int64_t experts, Tensor out
   COMPUTE { out.copy_(at::searchsorted(sorted, at::arange(experts, at::kInt), false, /*right=*/true)); };
 })
 
-// Reorders rows from [rank][expert] to [expert][rank]. idx_type 0:
-// index into the input for each output row; 1: the reverse.
+// Reorders rows from [rank][expert] to [expert][rank], with the index into the input for each output row. The other index and
+// cumulative counts are "当前只支持为0" and "当前只支持为1" (op-plugin's page of npu_moe_re_routing).
 CHECKED(aclnnMoeReRouting,
     (Tensor tokens, Tensor counts, Opt<Tensor> scales, int64_t count_type, int64_t idx_type, Tensor tokens_out, Tensor scales_out,
         Tensor idx_out, Tensor count_out),
@@ -355,11 +359,13 @@ CHECKED(aclnnMoeReRouting,
       one_of("expert_token_num_per_rank", counts, kIndices);
       rank("tokens", tokens, 2);
       rank("expert_token_num_per_rank", counts, 2);
-      one_of("expert_token_num_type", count_type, {int64_t{0}, int64_t{1}});
-      one_of("idx_type", idx_type, {int64_t{0}, int64_t{1}});
-      if (scales)
-        check(scales->size(0) == tokens.size(0), kOpParam, "per_token_scales has ", scales->size(0), " rows and tokens ",
-            tokens.size(0));
+      one_of("expert_token_num_type", count_type, {int64_t{1}});
+      one_of("idx_type", idx_type, {int64_t{0}});
+      within("the columns of tokens", tokens.size(1), 1, 16383);
+      if (scales) {
+        one_of("per_token_scales", *scales, {at::kFloat});
+        shape("per_token_scales", *scales, {tokens.size(0)});
+      }
       COMPUTE {
         const auto counts64 = counts.to(at::kLong).contiguous();
         const auto flat = counts64.view(-1), starts = flat.cumsum(0) - flat;
@@ -370,11 +376,7 @@ CHECKED(aclnnMoeReRouting,
         const auto from = at::arange(rows) + (start - begins).repeat_interleave(length);
         tokens_out.narrow(0, 0, rows).copy_(tokens.index_select(0, from));
         if (scales) scales_out.narrow(0, 0, rows).copy_(scales->index_select(0, from));
-        if (idx_type == 0)
-          idx_out.narrow(0, 0, rows).copy_(from);
-        else
-          idx_out.scatter_(0, from, at::arange(rows, at::kInt));
-        const auto per_expert = counts64.sum(0);
-        count_out.copy_(count_type == 0 ? per_expert.cumsum(0) : per_expert);
+        idx_out.narrow(0, 0, rows).copy_(from);
+        count_out.copy_(counts64.sum(0));
       };
     })

@@ -89,15 +89,11 @@ CHECKED(aclnnMoeTokenUnpermute, (Tensor permuted, Tensor sorted_indices, Opt<Ten
   }
   COMPUTE {
     const int64_t k = probs ? probs->size(1) : 1;
-    // "取值范围是[0, tokens_num * topK_num - 1]，且没有重复索引"; indices behind the last row are dropped tokens'.
+    // "取值范围是[0, tokens_num * topK_num - 1]，且没有重复索引"; indices behind the last row are dropped tokens'. That none is
+    // there twice is for the gradient alone: vllm-ascend, on NPUs, gives all rows of other ranks' experts the index 1.
     check_rows("sorted_indices", sorted_indices, 0, sorted_indices.numel());
     const auto places = sorted_indices.contiguous();
     const auto* const place = places.const_data_ptr<int32_t>();
-    std::vector<bool> seen(places.numel());
-    for (int64_t i = 0; i < places.numel(); ++i) {
-      check(!seen[place[i]], kOpParam, "sorted_indices has the same index twice; each must be there once");
-      seen[place[i]] = true;
-    }
     const auto rows = permuted.contiguous(), weights = probs ? probs->to(at::kFloat).contiguous() : Tensor();
     const auto sums = at::zeros(out.sizes(), at::kFloat);
     AT_DISPATCH_FLOATING_TYPES_AND2(at::kHalf, at::kBFloat16, rows.scalar_type(), "unpermute", [&] {
@@ -117,6 +113,8 @@ CHECKED(aclnnMoeTokenUnpermuteGrad,
       check(!probs || permuted, kOpParam, "permuted_tokens is needed with probs");
       COMPUTE {
         const int64_t k = probs ? probs->size(1) : 1;
+        check(std::get<0>(at::_unique(sorted_indices)).numel() == sorted_indices.numel(), kOpParam,
+            "sorted_indices has the same index twice; each must be there once");
         auto spread = grad.to(at::kFloat).unsqueeze(1);
         if (probs) spread = spread * probs->to(at::kFloat).unsqueeze(-1);
         const auto index = sorted_indices.to(at::kLong);
@@ -156,14 +154,19 @@ Computation finalize_routing(const Tensor& rows, const Tensor& places, const Opt
     same_dtype("skip2", *skip2, "expanded_permuted_rows", rows);
     shape("skip2", *skip2, out.sizes());
   }
-  if (scales) one_of("scales", *scales, kFloating);
+  if (scales) {
+    same_dtype("scales", *scales, "expanded_permuted_rows", rows);
+    shape("scales", *scales, {out.size(0), k});
+  }
+  same_dtype("out", out, "expanded_permuted_rows", rows);
+  check(out.size(1) == rows.size(-1), kOpParam, "out has ", out.size(1), " columns and expanded_permuted_rows ", rows.size(-1));
   if (bias) {
     check(experts.has_value(), kOpParam, "bias needs export_for_source_row");
     same_dtype("bias", *bias, "expanded_permuted_rows", rows);
     rank("bias", *bias, 2);
     one_of("export_for_source_row", *experts, {at::kInt});
-    check(experts->numel() == places.numel(), kOpParam, "export_for_source_row has shape ", experts->sizes(), "; ",
-        places.numel(), " elements are needed");
+    shape("export_for_source_row", *experts, {out.size(0), k});
+    check(bias->size(1) == out.size(1), kOpParam, "bias has ", bias->size(1), " columns and out ", out.size(1));
   }
   COMPUTE {
     const int64_t tokens = out.size(0), columns = out.size(1);

@@ -121,7 +121,8 @@ Computation dynamic_quantize(const Tensor& x, const Opt<Tensor>& smooth, const O
     const auto step = (most - least) / (2 * top + 1), offset = top - most / step;
     scale.copy_(step.view(scale.sizes()));
     offset_out->copy_(offset.view(scale.sizes()));
-    store_rounded(values / step + offset, rounded, four_bits);
+    // Zeros for a row of one value, whose step is 0.
+    store_rounded((values / step + offset).nan_to_num(0.0), rounded, four_bits);
   };
 }
 }  // namespace

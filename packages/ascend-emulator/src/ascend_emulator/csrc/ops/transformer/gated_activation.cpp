@@ -211,6 +211,7 @@ CHECKED(aclnnClippedSwiglu,
     (Tensor x, Opt<Tensor> group_index, int64_t dim, double alpha, double limit, double bias, bool interleaved, Tensor out), {
       chips({"Ascend910B", "Ascend910_93", "Ascend950"});
       one_of("x", x, kFloating);
+      rank("x", x, 2, 8);
       const int64_t at_dim = at::maybe_wrap_dim(dim, x.dim());
       check_even(x, at_dim);
       if (group_index) one_of("group_index", *group_index, {at::kLong});
