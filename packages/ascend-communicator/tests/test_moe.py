@@ -6,6 +6,7 @@ import pytest
 import torch
 from ascend_communicator import OPTIONS, _take_options
 from ascend_communicator.moe import MoEShape
+from ascend_communicator.moe.alltoall import regroup
 from ascend_communicator.moe.mc2 import algorithm, buffer_mib, token_limit, unsupported_reason
 from ascend_communicator.moe.select import select_backend
 from ascend_platform import extension
@@ -71,6 +72,17 @@ def test_int8_tokens_by_mc2(played: dict[str, Any]) -> None:
         made, dtypes = played["quantized"][rank]
         assert dtypes == ["torch.int8"]
         close(made, rank, [3, 5][rank], 0.06)
+
+
+@pytest.mark.parametrize(("dtype", "hidden"), [("bfloat16", 64), ("float32", 64), ("float16", 16384), ("float32", 24576)])
+def test_rows_are_sorted_by_expert_and_back(dtype: str, hidden: int) -> None:
+    """CANN moves rows of less than 16384 values of 16 bits."""
+    counts = torch.tensor([[2, 0, 1], [1, 3, 1]])
+    rows = torch.randn(8, hidden).to(getattr(torch, dtype))
+    grouped, totals = regroup(rows.npu(), counts.npu())
+    assert torch.equal(grouped.cpu(), rows[[0, 1, 3, 4, 5, 6, 2, 7]])
+    assert totals.tolist() == [3, 3, 2]
+    assert torch.equal(regroup(grouped, counts.t().npu())[0].cpu(), rows)
 
 
 def test_new_groups_have_a_new_group_of_mc2(played: dict[str, Any]) -> None:

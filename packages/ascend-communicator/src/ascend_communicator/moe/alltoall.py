@@ -6,6 +6,9 @@ import torch_npu
 
 from ascend_communicator.moe import Experts
 
+MOST_COLUMNS = 16383
+"""Of npu_moe_re_routing's tokens (op-plugin's page)."""
+
 
 def dispatch_and_combine(
     group: dist.ProcessGroup,
@@ -41,7 +44,27 @@ def dispatch_and_combine(
 
 def _apply_sorted(rows: torch.Tensor, counts: torch.Tensor, experts: Experts) -> torch.Tensor:
     """Apply experts to rows sorted by rank and then by expert, after sorting them by expert; counts ``[ranks, experts]``."""
+    grouped, totals = regroup(rows, counts)
+    return regroup(experts(grouped, totals), counts.t())[0]
+
+
+def regroup(rows: torch.Tensor, counts: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Sort rows ``[rows, hidden]`` by group, from an order by part and then by group; undone with the transposed counts.
+
+    The index that the operator returns is of the rows to read, which only a sort of integers could invert.
+
+    Args:
+        counts: int64 ``[parts, groups]``, adjacent rows of a part's group.
+
+    Returns:
+        The rows, and how many each group has, int64 ``[groups]``.
+    """
     # the operator only moves rows and has no float32: view them as twice as many float16
-    dtype = torch.float16 if rows.dtype == torch.float32 else rows.dtype
-    grouped, _, row_idx, totals = torch_npu.npu_moe_re_routing(rows.view(dtype), counts.contiguous(), idx_type=1)
-    return experts(grouped.view(rows.dtype), totals.long()).index_select(0, row_idx)
+    values = rows.view(torch.float16) if rows.dtype == torch.float32 else rows
+    pieces = 1  # of a row that has more columns than the operator takes
+    while values.shape[1] % pieces or values.shape[1] // pieces > MOST_COLUMNS:
+        pieces += 1
+    moved, _, _, totals = torch_npu.npu_moe_re_routing(
+        values.reshape(-1, values.shape[1] // pieces), (counts if pieces == 1 else counts * pieces).contiguous()
+    )
+    return moved.view(rows.dtype).view(rows.shape), totals if pieces == 1 else totals // pieces
