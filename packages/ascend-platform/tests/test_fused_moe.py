@@ -167,11 +167,13 @@ def test_biases_and_clipped_swiglu(dtype):
     assert (actual.cpu().double() - expected).norm() / expected.norm() < bound
 
 
-def test_router_weights_stay_float32():
-    """Two experts cancel but for the last bits of a weight, which bfloat16 does not have."""
-    expert_out = torch.tensor([[256.0], [-256.0]]).expand(2, HIDDEN).contiguous().bfloat16().npu()
-    weights = torch.tensor([[0.5 + 2**-10, 0.5]]).npu()
-    actual = moe.combine(expert_out, torch.tensor([0, 1], dtype=torch.int32).npu(), weights, has_dropped=False)
+@pytest.mark.parametrize("dropped", [0, 2])
+def test_router_weights_stay_float32(dropped):
+    """Two experts cancel but for the last bits of a weight, which bfloat16 does not have, with and without others dropped."""
+    values, rows = [256.0, -256.0] + [torch.nan] * dropped, [0, 1] + [-1] * dropped
+    expert_out = torch.tensor(values)[:, None].expand(-1, HIDDEN).contiguous().bfloat16().npu()
+    weights = torch.tensor([[0.5 + 2**-10, 0.5] + [0.25] * dropped]).npu()
+    actual = moe.combine(expert_out, torch.tensor(rows, dtype=torch.int32).npu(), weights, has_dropped=bool(dropped))
     assert actual.tolist() == [[0.25] * HIDDEN]
 
 

@@ -60,8 +60,7 @@ class ChipFamily:
         quantization: schemes of quantized weights; None means all.
         top_k_top_p: npu_sim_exponential_ and npu_top_k_top_p_sample.
         moe_routing: npu_moe_init_routing_v2 and npu_moe_re_routing, which all-to-all needs.
-        token_unpermute: npu_moe_token_unpermute.
-        finalize_dropped: npu_moe_finalize_routing with dropped rows (drop_pad_mode 3).
+        token_unpermute: npu_moe_token_unpermute, which expert parallelism needs.
         weight_nz: int8 weights of npu_quant_matmul in FRACTAL_NZ, which its documentation recommends.
         matmul_all_reduce: tensor-parallel sizes of npu_mm_all_reduce_base.
         mc2: MC2's algorithms, None without its operators.
@@ -76,7 +75,6 @@ class ChipFamily:
     top_k_top_p: bool = False
     moe_routing: bool = False
     token_unpermute: bool = False
-    finalize_dropped: bool = False
     weight_nz: bool = False
     matmul_all_reduce: frozenset[int] = frozenset()
     mc2: MC2 | None = None
@@ -121,7 +119,6 @@ FAMILIES = (
         top_k_top_p=True,
         moe_routing=True,
         token_unpermute=True,
-        finalize_dropped=True,
         matmul_all_reduce=frozenset({2, 4, 8}),
         mc2=MC2(
             MC2Algorithm("fullmesh", frozenset({*range(2, 9), 16, 32, 64, 128, 256}), 256, range(32, 7168 + 1, 32), True),
@@ -139,7 +136,6 @@ FAMILIES = (
         top_k_top_p=True,
         moe_routing=True,
         token_unpermute=True,
-        finalize_dropped=True,  # torch_npu's documentation names A2 alone, CANN's of aclnnMoeFinalizeRoutingV2 (8.5) both
         mc2=MC2(MC2Algorithm("fullmesh_v1", frozenset(range(2, 769)), 512, range(1024, 8192 + 1))),
     ),
     ChipFamily(

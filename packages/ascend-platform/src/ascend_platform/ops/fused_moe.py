@@ -286,7 +286,7 @@ class NPUExperts:
                 f"experts {'with or ' * self.takes_biases}without biases and {', '.join(each.value for each in self.activations)}"
             )
             raise ValueError(f"MoE experts with {', '.join(reasons)} are not supported; supported: {supported}")
-        if layer.expert_map is not None and not chip_family().finalize_dropped:
+        if layer.expert_map is not None and not chip_family().token_unpermute:
             raise extension.RefusedError(
                 f"expert parallelism is not supported on {extension.chip().name}, which lacks operators for the tokens of other "
                 "ranks' experts; fix: remove --enable-expert-parallel"
@@ -339,17 +339,21 @@ def combine(expert_out: torch.Tensor, row_idx: torch.Tensor, topk_weights: torch
     """Compute the weighted sum of each token's expert outputs, ``[tokens, hidden]``.
 
     Args:
-        expert_out: ``[tokens * k, hidden]``, sorted by expert; dropped rows come last and are not read.
+        expert_out: ``[tokens * k, hidden]``, sorted by expert; dropped rows come last, with any values; the last becomes zeros.
         row_idx: int32 ``[tokens * k]``, the row of each copy of a token; -1 is a dropped one, of another rank's expert.
         topk_weights: float32 ``[tokens, k]``.
-        has_dropped: whether there may be dropped rows. Only npu_moe_finalize_routing takes -1.
+        has_dropped: whether there may be dropped rows.
     """
-    if not has_dropped and chip_family().token_unpermute:
-        return torch_npu.npu_moe_token_unpermute(expert_out, row_idx, probs=topk_weights)
-    weights = topk_weights.to(expert_out.dtype)
-    # with dropped rows expert_out is [experts, capacity, hidden], at least k experts; their rows are numbered through
-    rows, mode = (expert_out.view(topk_weights.shape[1], -1, expert_out.shape[1]), 3) if has_dropped else (expert_out, 2)
-    return torch_npu.npu_moe_finalize_routing(rows, None, None, None, weights, row_idx, None, drop_pad_mode=mode)
+    if not chip_family().token_unpermute:  # a chip without expert parallelism, which alone drops rows
+        weights = topk_weights.to(expert_out.dtype)
+        return torch_npu.npu_moe_finalize_routing(expert_out, None, None, None, weights, row_idx, None, drop_pad_mode=2)
+    if has_dropped:
+        # any dropped row makes the last one a row of no expert, which then holds zeros for all of them; weights of 0 would not
+        # do: 0 times what such a row may hold can be NaN
+        dropped, last = row_idx < 0, len(expert_out) - 1
+        expert_out[last:].masked_fill_(dropped.any(), 0)
+        row_idx = row_idx.masked_fill(dropped, last)
+    return torch_npu.npu_moe_token_unpermute(expert_out, row_idx, probs=topk_weights)
 
 
 @functools.cache
