@@ -27,12 +27,54 @@ int number(const char* variable, int otherwise, int least, const char* unit) {
 
 Clock::time_point after(int seconds) { return Clock::now() + std::chrono::seconds(seconds); }
 
+// A collective of this process while it runs on an NPU.
+// "该配置项不支持多通信域并行的场景（因为不支持多个通信域同时配置为“AIV”模式），否 则可能会导致不可预期行为" (CANN's reference,
+// HCCL_OP_EXPANSION_MODE): one on the vector cores must have the NPU's links alone, also beside MC2. Sends and receives do not
+// run there.
+class Running {
+ public:
+  Running(const Communicator& on, const Header& call) : on_(on), call_(call) {
+    if (call.kind == kSend || call.kind == kReceive || on.ranks == 1) return;
+    std::lock_guard lock(mutex());
+    for (const auto* other : all())
+      if (other->on_.device == on.device && &other->on_ != &on &&
+          (other->on_.options.on_vector_cores || on.options.on_vector_cores))
+        throw TransferError(
+            kParameter, text("NPU ", on.device, " runs ", other->call_.describe(), " on communicator ", other->on_.name,
+                            " at the same time; with HCCL_OP_EXPANSION_MODE=AIV "
+                            "collectives of several communicators must not overlap"));
+    all().insert(this);
+  }
+  Running(const Running&) = delete;
+  Running& operator=(const Running&) = delete;
+  ~Running() {
+    std::lock_guard lock(mutex());
+    all().erase(this);
+  }
+
+ private:
+  static std::mutex& mutex() {
+    static auto* one = new std::mutex;
+    return *one;
+  }
+  static std::set<const Running*>& all() {
+    static auto* one = new std::set<const Running*>;
+    return *one;
+  }
+  const Communicator& on_;
+  const Header call_;
+};
+
 }  // namespace
 
 // Documented defaults. CANN's minimum of HCCL_CONNECT_TIMEOUT is 120.
 int connect_timeout() { return number("HCCL_CONNECT_TIMEOUT", 120, 1, "seconds"); }
 int exec_timeout() { return number("HCCL_EXEC_TIMEOUT", 1836, 0, "seconds"); }
 uint64_t buffer_size() { return number("HCCL_BUFFSIZE", 200, 1, "MiB"); }
+bool on_vector_cores() {
+  const char* mode = std::getenv("HCCL_OP_EXPANSION_MODE");
+  return mode && std::strcmp(mode, "AIV") == 0;
+}
 
 Communicator::Communicator(c10::intrusive_ptr<c10d::Store> store, std::string name, int rank, int ranks, Options options)
     : name(std::move(name)),
@@ -166,6 +208,7 @@ void Communicator::perform(
   if (error_) throw Error(kOpFailed, text(call.describe(), ": the communicator failed earlier: ", message()));
   ++calls_;
   try {
+    const Running running(*this, call);
     static const int delay = number("ASCEND_EMULATOR_HCCL_DELAY", 0, 0, "milliseconds");
     if (delay) pause(Clock::now() + std::chrono::milliseconds(delay), wake_.get());
     if (fault == fault::Kind::timeout) {

@@ -47,12 +47,14 @@ class Buffers {
 struct Options {
   int exec_timeout;      // seconds, 0: no timeout
   uint64_t buffer_size;  // MiB
+  bool on_vector_cores;  // expansion mode AIV
   std::shared_ptr<Buffers> buffers{};
 };
 int connect_timeout();  // seconds
 // By the environment variables.
 int exec_timeout();
 uint64_t buffer_size();
+bool on_vector_cores();
 
 class Ticket;
 

@@ -92,7 +92,10 @@ std::shared_ptr<Buffers> buffers_of(const Config* config, const std::string& nam
 }
 
 Options options_of(const Config* config, const std::string& name, int ranks) {
-  Options options{exec_timeout(), buffer_size()};
+  Options options{exec_timeout(), buffer_size(), on_vector_cores()};
+  // hcclOpExpansionMode: 0 as the variable says, 3 AIV, 4 AIV or an error.
+  if (config && config->size > offsetof(Config, expansion_mode) && config->expansion_mode && config->expansion_mode != kUnset)
+    options.on_vector_cores = config->expansion_mode >= 3;
   if (config && config->size > offsetof(Config, exec_timeout) && config->exec_timeout != -1)
     options.exec_timeout = config->exec_timeout;
   if (config && config->size > offsetof(Config, buffer_size) && config->buffer_size != kUnset) {
