@@ -7,6 +7,7 @@ import pytest
 
 FRACTAL = """
     import torch, torch_npu
+    torch_npu.npu.set_compile_mode(jit_compile=False)
     def fractal(x, unit=16):
         return x.unflatten(-1, (-1, unit)).transpose(-3, -2).contiguous()
     def expected(query, key, value, bias=0):

@@ -245,6 +245,7 @@ def test_floating_dtypes_are_taken(dtype):
 def test_bfloat16_and_operators_are_refused_where_the_chip_has_none(run):
     script = (
         "import torch, torch_npu\n"
+        "torch_npu.npu.set_compile_mode(jit_compile=False)\n"
         "x = torch.empty(4, 4, dtype=torch.bfloat16, device='npu')\n"
         "half, positions = torch.empty(2, 64, dtype=torch.half, device='npu'), torch.zeros(2, dtype=torch.int64, device='npu')\n"
         "def rotary(): torch_npu.npu_mrope(positions, half, half, half, 64, mrope_section=[0, 0, 0], rotary_mode='half')\n"
@@ -263,6 +264,26 @@ def test_bfloat16_and_operators_are_refused_where_the_chip_has_none(run):
     assert len(lines) == len(wanted)
     for line, named in zip(lines, wanted, strict=True):
         assert f"{named} BFloat16; Ascend310P3 does not compute in bfloat16; use float16" in line
+
+
+@pytest.mark.parametrize("soc", ["Ascend310P3", "Ascend910A", "Ascend910B1"])
+def test_operators_are_compiled_at_run_time_by_default_on_the_first_chips(run, soc):
+    """Each with each new shape, unless jit-compile is off."""
+    script = (
+        "import torch, torch_npu\n"
+        "for mode in (None, False):\n"
+        "    if mode is False: torch_npu.npu.set_compile_mode(jit_compile=mode)\n"
+        "    try: print(torch.ones(2, device='npu').neg_().tolist())\n"
+        "    except RuntimeError as error: print(error); break\n"
+    )
+    compiled = run("run", "--soc", soc, "--", sys.executable, "-c", script)
+    assert compiled.returncode == 0, compiled.stderr
+    named = (
+        f"jit_compile is on, the default on {soc}, where each operator is compiled for each new shape; fix: torch_npu.npu.set_"
+    )
+    assert (named in compiled.stdout) == (soc != "Ascend910B1")
+    done = run("run", "--soc", soc, "--", sys.executable, "-c", script.replace("(None, False)", "(False,)"))
+    assert done.stdout == "[-1.0, -1.0]\n"
 
 
 def made_of(value):

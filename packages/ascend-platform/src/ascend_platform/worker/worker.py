@@ -86,6 +86,8 @@ class NPUWorker(Worker):
         index = current_platform.logical_device_id_to_visible_device_id(self.local_rank)
         self.device = torch.device("npu", index)
         torch.npu.set_device(self.device)
+        # CANN's default on 310P and 910A compiles each operator for each new shape, which takes seconds
+        torch.npu.set_compile_mode(jit_compile=False)
         self._set_expandable_segments()
         self._set_task_queue()
         init_worker_distributed_environment(

@@ -1,5 +1,5 @@
 // Legacy graph operators (aclop). torch_npu uses them where op-plugin has no aclnn operator for a call, where jit-compilation is
-// on, and where an aclnn symbol is missing; the emulator reports jit-compilation as off and defines all aclnn symbols. Those of
+// on, and where an aclnn symbol is missing; the emulator defines all aclnn symbols. Those of
 // GRAPH_OP are computed, others refuse with their type. An Identity from a format to itself, which npu_format_cast(x, 3) executes
 // when internal formats are off, the default (torch_npu's FormatCastKernelNpu.cpp), copies bytes. Call sites:
 // torch_npu/csrc/framework/OpParamMaker.cpp (BSD).
@@ -36,12 +36,22 @@ std::map<std::string_view, GraphOperator>& table() {
   return *operators;
 }
 
+constexpr int32_t kJitCompile = 10;  // ACL_OP_JIT_COMPILE
+
+// "Atlas训练系列产品、Atlas推理系列产品：默认值jit_compile=True" (torch_npu's documentation of set_compile_mode).
+bool compiles_by_default() { return is_chip("Ascend310P") || is_chip("Ascend910A"); }
+
 int refuse_aclop(const char* op_type) {
   if (!op_type) op_type = "(null)";
-  return operator_done(
-      op_type, fail(kUnsupported, text("the legacy graph operator '", op_type,
-                                      "' (aclopCompileAndExecute) is not emulated; "
-                                      "torch_npu reaches it only where it has no aclnn operator for this call")));
+  const bool compiles = compile_option(kJitCompile) == "enable";
+  return operator_done(op_type,
+      fail(kUnsupported, text("the legacy graph operator '", op_type, "' (aclopCompileAndExecute) is not emulated; ",
+                             compiles ? text("torch_npu reaches it because jit_compile is on, ",
+                                            compiles_by_default() ? text("the default on ", chip().name)
+                                                                  : std::string("as this process has set it"),
+                                            ", where each operator is compiled for each new shape; fix: "
+                                            "torch_npu.npu.set_compile_mode(jit_compile=False) before the first tensor")
+                                      : std::string("torch_npu reaches it only where it has no aclnn operator for this call"))));
 }
 
 bool changes_nothing(const void* input, const void* output, const void* from, const void* to) {
@@ -167,7 +177,7 @@ void GraphReader::finish() const {
 
 }  // namespace emu
 
-// Compile options of graph operators are kept; unset ones, such as jit-compile (ACL_OP_JIT_COMPILE), read "disable".
+// Compile options of graph operators are kept; unset ones read "disable", but for jit-compile on the first chips.
 namespace {
 std::mutex options_mutex;
 std::map<int32_t, std::string> options;
@@ -175,7 +185,7 @@ std::map<int32_t, std::string> options;
 std::string emu::compile_option(int32_t option) {
   std::lock_guard lock(options_mutex);
   const auto found = options.find(option);
-  return found == options.end() ? "disable" : found->second;
+  return found != options.end() ? found->second : option == kJitCompile && compiles_by_default() ? "enable" : "disable";
 }
 ACL_API(keeps, aclSetCompileopt, (int32_t option, const char* value), {
   check(value != nullptr, kInvalidParam, "value is null");
