@@ -16,8 +16,9 @@ from ascend_platform.quantization import base
 from ascend_platform.quantization.common import DESCRIPTION, NAME
 from ascend_platform.quantization.formats import awq_gptq, modelslim
 from ascend_platform.quantization.formats.compressed_tensors import reader
-from ascend_platform.quantization.methods import kv_cache
+from ascend_platform.quantization.methods import fp8, kv_cache
 from ascend_platform.quantization.methods.kv_cache import Int8CacheMethod
+from ascend_platform.quantization.methods.linear import ModelSlimLinearMethod
 from ascend_platform.quantization.schemes import SCHEMES
 from harness.models import quantize
 from harness.models import small as small_models
@@ -114,6 +115,20 @@ def test_weights_in_fractal_nz(monkeypatch, given, form):
     assert torch_npu.get_npu_format(packed["weight"]).name == form
     narrow = base.transpose_int8(torch.zeros(48, IN, dtype=torch.int8).npu())  # blocks of 32 do not divide 48
     assert torch_npu.get_npu_format(narrow).name == "ND"
+    x = torch.randn(5, IN).half()
+    actual = scheme.apply(x.npu(), packed, None)
+    assert distance(actual, quantized_inputs(x, own.spec, torch.float16) @ own.numbers().T) < torch.finfo(torch.float16).eps
+
+
+@pytest.mark.parametrize("form", ["FRACTAL_NZ", "ND"])
+def test_updated_weights_stay_in_fractal_nz(monkeypatch, form):
+    """A reload copies a layer's new tensors into its parameters (vLLM's ``layerwise.py``), of a trainer also in base formats."""
+    scheme, (own,), tensors = SCHEMES["W8A8_DYNAMIC"], *drawn(Spec(8, "dynamic"), torch.float16)
+    packed = scheme.load(tensors | {"weight": torch.zeros_like(tensors["weight"])}, torch.float16, "x", True)
+    monkeypatch.setitem(options._given, "platform", {"weight_nz": form == "FRACTAL_NZ"})
+    for name, new in scheme.load(tensors, torch.float16, "x", True).items():
+        packed[name].copy_(new)
+    assert torch_npu.get_npu_format(packed["weight"]).name == "FRACTAL_NZ"
     x = torch.randn(5, IN).half()
     actual = scheme.apply(x.npu(), packed, None)
     assert distance(actual, quantized_inputs(x, own.spec, torch.float16) @ own.numbers().T) < torch.finfo(torch.float16).eps
@@ -468,6 +483,39 @@ def test_groups_that_a_rank_has_in_part_are_refused(experts, cure):
         SCHEMES["W4A16"].count_groups(192, 128, experts, "x")
     assert SCHEMES["W4A16"].count_groups(384, 128, experts, "x") == 3
     assert SCHEMES["W4A16"].count_groups(384, -1, experts, "x") == 1
+
+
+@pytest.mark.parametrize("method", [ModelSlimLinearMethod, fp8.RequantizedLinearMethod])
+@pytest.mark.parametrize(("inputs", "parts"), [(64, [40000, 25536]), (65536, [64])])
+def test_matrices_that_are_too_large_are_refused_before_they_are_loaded(method, inputs, parts):
+    """Gemma-2-27B has 73,728 outputs in a layer."""
+    scheme = SCHEMES["W8A8_DYNAMIC"]
+    own = method(scheme, scheme.stored({}, "x"), "x") if method is ModelSlimLinearMethod else method(None, "x")
+    layer, named = (
+        torch.nn.Module(),
+        rf"x is W8A8_DYNAMIC with {sum(parts)} outputs and {inputs} inputs .* up to 65535 of each; fix",
+    )
+    with pytest.raises(ValueError, match=named):
+        own.create_weights(
+            layer=layer,
+            input_size_per_partition=inputs,
+            output_partition_sizes=parts,
+            input_size=inputs,
+            output_size=sum(parts),
+            params_dtype=torch.float16,
+            weight_loader=None,
+        )
+    assert not list(layer.parameters())
+
+
+@pytest.mark.parametrize("dtype", HALVES, ids=str)
+def test_a_rank_with_a_single_group_has_scales_per_channel(dtype):
+    """CANN takes group sizes below the number of inputs alone; the emulator refuses others."""
+    spec = Spec(4, group=IN, symmetric=False)
+    (own,), given = drawn(spec, dtype)
+    packed = SCHEMES[spec.scheme].load(given, dtype, "x", True)
+    x = torch.randn(5, IN).to(dtype)
+    assert distance(SCHEMES[spec.scheme].apply(x.npu(), packed, None), x.double() @ own.numbers().T) < torch.finfo(dtype).eps
 
 
 def test_asymmetric_weights_with_quantized_inputs_are_refused():

@@ -17,6 +17,8 @@ Tensors = Mapping[str, torch.Tensor]
 FRACTAL_NZ = 29  # ACL_FORMAT_FRACTAL_NZ
 GROUP_STEP = 32
 """Group sizes are multiples of this (npu_weight_quant_batchmatmul, antiquant_group_size)."""
+MOST = 65535
+"""Inputs and outputs of a matrix (npu_quant_matmul, npu_weight_quant_batchmatmul and npu_grouped_matmul)."""
 
 
 class Quantized(NamedTuple):
@@ -126,6 +128,14 @@ class Scheme:
                 "weights, W8A16 and W4A16 both; fix: quantize the model again"
             )
         return Quantized(matrix.weight, matrix.scale, zero_point)
+
+    def check_size(self, out: int, inputs: int, layer: str) -> None:
+        """Raise RefusedError unless the operators multiply a matrix ``[out, in]`` of this size."""
+        if max(out, inputs) > MOST:
+            raise extension.RefusedError(
+                f"{layer} is {self.name} with {out} outputs and {inputs} inputs on a rank; CANN multiplies quantized matrices of "
+                f"up to {MOST} of each; fix: raise --tensor-parallel-size, or leave the layer unquantized"
+            )
 
     def count_groups(self, inputs: int, group_size: int, experts: bool, layer: str) -> int:
         """Number of groups in an output channel of so many inputs; one if ``group_size`` is 0 or -1.

@@ -27,7 +27,7 @@ from vllm.platforms.interface import PlatformEnum
 from vllm.scalar_type import scalar_types
 
 from ascend_platform import extension
-from ascend_platform.quantization.base import GROUP_STEP, Layout, Quantized, Scheme, Stored, Tensors, unpack_words
+from ascend_platform.quantization.base import GROUP_STEP, MOST, Layout, Quantized, Scheme, Stored, Tensors, unpack_words
 from ascend_platform.quantization.common import FP8, check_chip
 from ascend_platform.quantization.formats.fp8 import method_of
 from ascend_platform.quantization.methods.experts import QuantizedExperts
@@ -179,6 +179,7 @@ class NPUInt8Kernel(Int8ScaledMMLinearKernel):
     def process_weights_after_loading(self, layer: torch.nn.Module) -> None:
         names = self.layer_param_names
         weight, scale, input_scale, zero, _ = self._get_layer_params(layer)
+        SCHEMES[STATIC].check_size(*weight.shape, type(self).__name__)
         scale = scale.data.float()
         if not self.config.is_channelwise:  # one per matrix of a fused layer
             widths = torch.tensor(layer.logical_widths, device=scale.device)
@@ -218,6 +219,8 @@ class NPUMixedPrecisionKernel(MPLinearKernel):
         several = c.group_size not in (-1, inputs, c.full_weight_shape[0])
         if several and (c.group_size % GROUP_STEP or inputs % c.group_size):
             return False, f"supports groups of multiples of {GROUP_STEP} that divide the {inputs} inputs, not {c.group_size}"
+        if max(inputs, out) > MOST:
+            return False, f"supports up to {MOST} inputs and outputs, not {inputs} and {out}"
         if c.weight_type.size_bits == 4 and out % 8:
             return False, f"supports four-bit weights with multiples of 8 outputs, not {out}"
         return True, None

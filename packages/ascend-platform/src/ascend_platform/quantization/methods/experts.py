@@ -66,6 +66,7 @@ class QuantizedExperts(NPUExperts, FusedMoEMethodBase):
             "w2_": (hidden_size, intermediate_size_per_partition),
         }
         for prefix, (out, inputs) in sizes.items():
+            self.scheme.check_size(out, inputs, self.name)
             groups = self.scheme.count_groups(inputs, self.group_size, True, self.name)
             for name, stored in self.stored.items():
                 data = torch.zeros(num_experts, *stored.shape(out, inputs, groups), dtype=stored.dtype)

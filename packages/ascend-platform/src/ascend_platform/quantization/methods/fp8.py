@@ -203,6 +203,12 @@ class RequantizedLinearMethod(Fp8Linear, ModelSlimLinearMethod):
         super().__init__(SCHEMES[INT8], {}, name)
         self.fp8 = fp8
 
+    def create_weights(
+        self, layer: Any, input_size_per_partition: int, output_partition_sizes: list[int], *arguments: Any, **named: Any
+    ) -> None:
+        self.scheme.check_size(sum(output_partition_sizes), input_size_per_partition, self.name)
+        super().create_weights(layer, input_size_per_partition, output_partition_sizes, *arguments, **named)
+
     def process_weights_after_loading(self, layer: Any) -> None:
         packed = self.scheme.pack(requantized(*self.loaded(layer), self.dtype), self.dtype)
         replace(layer, ("weight", self.fp8.scale), packed)

@@ -118,6 +118,7 @@ class ModelSlimLinearMethod(LinearMethodBase):
         **extra_weight_attrs: Any,
     ) -> None:
         rows, loader = sum(output_partition_sizes), extra_weight_attrs["weight_loader"]
+        self.scheme.check_size(rows, input_size_per_partition, self.name)
         self.dtype = params_dtype
         for name, stored in self.stored.items():
             made = self.parameter(stored, rows, input_size_per_partition, len(output_partition_sizes), loader)
