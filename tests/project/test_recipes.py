@@ -89,7 +89,9 @@ def test_variables_are_explained_and_set_where_they_apply() -> None:
         assert f"| `{variable['name']}` | {variable['why']} | [documentation]({variable['source']}) |" in PAGE.read_text()
     for environment, words in commands():
         assert set(environment) <= set(known)
-        assert ("HCCL_OP_EXPANSION_MODE" in environment) == (npus_of(words) > 1)
+        tensor = f"--tensor-parallel-size {npus_of(words)} " in f"{' '.join(words)} "
+        dense = "_experts" not in str(sizes_of(words[2])["config"])
+        assert ("HCCL_OP_EXPANSION_MODE" in environment) == (tensor and dense)  # CANN does not support several groups
         assert ("VLLM_USE_MODELSCOPE" in environment) == words[2].startswith("vllm-ascend/")
         assert environment["TASK_QUEUE_ENABLE"] == "1"  # 2 and a captured graph are an error of torch_npu
         if int(environment.get("HCCL_BUFFSIZE", 201)) <= 200:

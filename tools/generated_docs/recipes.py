@@ -59,7 +59,7 @@ def recipes(model: Mapping[str, Any], found: Mapping[str, Any]) -> Iterator[Reci
             if best := _best(model, chip["soc"], count):
                 npus, layout = count, best
                 break
-        yield Recipe(model, chip, npus, layout, _environment(model, npus, found["variable"]), _options(model, layout))
+        yield Recipe(model, chip, npus, layout, _environment(model, npus, layout, found["variable"]), _options(model, layout))
 
 
 def _best(model: Mapping[str, Any], soc: str, npus: int) -> Mapping[str, Any] | None:
@@ -91,12 +91,23 @@ def _plan(name: str, soc: str, npus: int, quantization: str, requests: int, give
     return json.loads(printed.getvalue())["layouts"]
 
 
-def _environment(model: Mapping[str, Any], npus: int, variables: list[dict[str, str]]) -> dict[str, str]:
+def _environment(
+    model: Mapping[str, Any], npus: int, layout: Mapping[str, Any], variables: list[dict[str, str]]
+) -> dict[str, str]:
     copies = model["config"]["num_experts_per_tok"] if model.get("engines") else 1
     moved = -(-model["batched_tokens"] * copies * model["config"].get("hidden_size", 0) * 2 // MIB)
-    wanted = {"ranks": npus > 1, "buffer": npus > 1 and moved > DEFAULT_BUFFER, "modelscope": model.get("modelscope", False)}
+    wanted = {
+        "tensor": npus > 1 and layout["layout"]["tensor"] == npus and not _has_experts(model),
+        "buffer": npus > 1 and moved > DEFAULT_BUFFER,
+        "modelscope": model.get("modelscope", False),
+    }
     chosen = [variable for variable in variables if wanted.get(variable.get("when", ""), "when" not in variable)]
     return {variable["name"]: variable.get("value", str(moved)) for variable in chosen}
+
+
+def _has_experts(model: Mapping[str, Any]) -> bool:
+    config = model["config"]
+    return any("expert" in name for name in (*config, *config.get("text_config", ())))
 
 
 def _options(model: Mapping[str, Any], layout: Mapping[str, Any]) -> tuple[str, ...]:

@@ -102,7 +102,7 @@ def test_settings_of_queue_and_hccl():
     found = bad(lines)
     assert found["TASK_QUEUE_ENABLE"][1] == "export TASK_QUEUE_ENABLE=1, or serve with --enforce-eager"
     assert found["ASCEND_LAUNCH_BLOCKING"][1] == "unset ASCEND_LAUNCH_BLOCKING, or serve with --enforce-eager"
-    assert found["HCCL_OP_EXPANSION_MODE"][1].startswith("export HCCL_OP_EXPANSION_MODE=AIV")
+    assert "HCCL_OP_EXPANSION_MODE" not in found
     assert found["HCCL_BUFFSIZE"][0].startswith("1024 MiB: 8.0 GiB of an NPU with 4 communicators")
     assert found["ASCEND_CUSTOM_OPP_PATH"][1] == "export ASCEND_CUSTOM_OPP_PATH=/mine"
     wrong = {"TASK_QUEUE_ENABLE": "3", "HCCL_OP_EXPANSION_MODE": "aiv", "HCCL_BUFFSIZE": "big"}
@@ -110,12 +110,33 @@ def test_settings_of_queue_and_hccl():
     assert set(failing(examine(**wrong)[1])) == set(wrong)
 
 
-def test_without_a_mode_several_npus_are_warned_of_and_one_is_not(monkeypatch):
+@pytest.mark.parametrize(("mode", "says"), [(None, []), ("AIV", ["for tensor parallelism alone"]), ("AI_CPU", ["AI_CPU"])])
+def test_no_mode_of_collectives_is_a_warning(monkeypatch, mode, says):
+    for name in ("HCCL_OP_EXPANSION_MODE", "HCCL_BUFFSIZE", "VLLM_EXECUTE_MODEL_TIMEOUT_SECONDS", "HCCL_EXEC_TIMEOUT"):
+        monkeypatch.delenv(name, raising=False)
+    if mode:
+        monkeypatch.setenv("HCCL_OP_EXPANSION_MODE", mode)
+    results = list(tuning.hccl(8))
+    assert [result.state for result in results] == ["ok"] * len(says)
+    assert all(text in result.found for text, result in zip(says, results, strict=True))
+
+
+@pytest.mark.parametrize(
+    ("step", "collective", "found"),
+    [
+        (None, None, ""),
+        ("300", None, "300 s: a step ends before a collective does (1836 s), whose error names the rank that is missing"),
+        ("300", "240", ""),
+        ("2000", None, ""),
+        ("300", "0", ""),
+    ],
+)
+def test_a_step_that_ends_before_a_collective_is_a_warning(monkeypatch, step, collective, found):
+    for name, value in (("VLLM_EXECUTE_MODEL_TIMEOUT_SECONDS", step), ("HCCL_EXEC_TIMEOUT", collective)):
+        monkeypatch.setenv(name, value) if value else monkeypatch.delenv(name, raising=False)
     monkeypatch.delenv("HCCL_OP_EXPANSION_MODE", raising=False)
-    monkeypatch.delenv("HCCL_BUFFSIZE", raising=False)
-    (result,) = tuning.hccl(8)
-    assert result.found.startswith("not set: ")
-    assert list(tuning.hccl(1)) == []
+    results = list(tuning.hccl(8))
+    assert [(result.state, result.found) for result in results] == ([("warn", found)] if found else [])
 
 
 @pytest.mark.parametrize(("governors", "state"), [(["performance"] * 2, "ok"), (["performance", "powersave"], "warn")])

@@ -15,6 +15,7 @@ from ascend_platform.components import VARIABLES, options, registry
 from ascend_platform.components.scopes import enter
 from ascend_platform.config import (
     architectures,
+    collectives,
     compilation,
     devices,
     kv_connectors,
@@ -268,6 +269,7 @@ class NPUPlatform(Platform):
         unsupported.check_drafts(vllm_config.speculative_config)
         unsupported.check_load_format(vllm_config.load_config, vllm_config.quant_config is not None)
         devices.check(parallel)
+        collectives.check(parallel)
         compilation.check(vllm_config)
         compilation.cover_largest_decode(vllm_config)
         compilation.split_at_indexers(vllm_config)

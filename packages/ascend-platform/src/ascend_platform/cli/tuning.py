@@ -11,6 +11,7 @@ from pathlib import Path
 from ascend_platform import chips, host
 from ascend_platform.cli.result import Result, fail, ok, warn
 from ascend_platform.components import requirements
+from ascend_platform.config import collectives
 
 CANN_OF_TORCH_NPU = {"2.13": (9, 1), "2.14": (9, 1)}
 """The oldest CANN by torch_npu's minor version; 2.12 is released for 9.1 (COMPATIBILITY.md of Ascend/pytorch)."""
@@ -62,16 +63,24 @@ def streams_of_graphs() -> Iterator[Result]:
 
 
 def hccl(npus: int) -> Iterator[Result]:
-    """HCCL_OP_EXPANSION_MODE and HCCL_BUFFSIZE."""
+    """HCCL_OP_EXPANSION_MODE, HCCL_BUFFSIZE, and HCCL_EXEC_TIMEOUT beside vLLM's."""
     name, mode = "HCCL_OP_EXPANSION_MODE", os.environ.get("HCCL_OP_EXPANSION_MODE")
     if mode is not None and mode not in EXPANSION_MODES:
-        yield fail(name, f"{mode!r}; supported: {', '.join(EXPANSION_MODES)}", f"export {name}=AIV")
-    elif mode != "AIV" and npus > 1:
-        found = f"{mode or 'not set'}: collectives have more latency, and a captured one takes more of the NPU's streams"
-        yield warn(name, f"{found}, so that fewer graphs fit", f"export {name}=AIV, unless a layout with several groups hangs")
+        yield fail(name, f"{mode!r}; supported: {', '.join(EXPANSION_MODES)}", f"unset {name}")
+    elif mode == "AIV" and npus > 1:
+        yield ok(name, "AIV, which is for tensor parallelism alone: several groups of ranks of an NPU may hang with it")
     elif mode is not None:
         yield ok(name, mode)
+    yield from _timeouts()
     yield from _buffers(os.environ.get("HCCL_BUFFSIZE"))
+
+
+def _timeouts() -> Iterator[Result]:
+    """Whether vLLM ends a step before HCCL names the rank that a collective waits for."""
+    step, collective = collectives.seconds(collectives.STEP), collectives.seconds(collectives.COLLECTIVE)
+    if collectives.STEP in os.environ and step <= collective:
+        found = f"{step} s: a step ends before a collective does ({collective} s), whose error names the rank that is missing"
+        yield warn(collectives.STEP, found, f"unset {collectives.STEP}, or set a smaller {collectives.COLLECTIVE}")
 
 
 def _buffers(value: str | None) -> Iterator[Result]:

@@ -180,7 +180,7 @@ def sizes_that_fit(requested: list[int], num_streams: Callable[[list[int]], int]
     _warn(
         "capturing graphs of %d of the %d requested sizes (%s tokens): all sizes need %d streams, and %s has %d, "
         "%d of them reserved; steps are padded to the next captured size. fix: fewer cudagraph_capture_sizes, or "
-        '"cudagraph_mode": "FULL_DECODE_ONLY", in --compilation-config%s',
+        '"cudagraph_mode": "FULL_DECODE_ONLY", in --compilation-config',
         count,
         len(requested),
         ", ".join(map(str, kept)),
@@ -188,7 +188,6 @@ def sizes_that_fit(requested: list[int], num_streams: Callable[[list[int]], int]
         chip.name,
         limit,
         RESERVED_STREAMS,
-        "" if os.environ.get("HCCL_OP_EXPANSION_MODE") == "AIV" else ", or, on several NPUs, HCCL_OP_EXPANSION_MODE=AIV",
     )
     return kept
 
