@@ -340,7 +340,7 @@ def combine(expert_out: torch.Tensor, row_idx: torch.Tensor, topk_weights: torch
 
     Args:
         expert_out: ``[tokens * k, hidden]``, sorted by expert; dropped rows come last, with any values; the last becomes zeros.
-        row_idx: int32 ``[tokens * k]``, the row of each copy of a token; -1 is a dropped one, of another rank's expert.
+        row_idx: int32 ``[tokens * k]``, the row of each copy of a token; -1, of another rank's expert, becomes the last one.
         topk_weights: float32 ``[tokens, k]``.
         has_dropped: whether there may be dropped rows.
     """
@@ -352,7 +352,7 @@ def combine(expert_out: torch.Tensor, row_idx: torch.Tensor, topk_weights: torch
         # do: 0 times what such a row may hold can be NaN
         dropped, last = row_idx < 0, len(expert_out) - 1
         expert_out[last:].masked_fill_(dropped.any(), 0)
-        row_idx = row_idx.masked_fill(dropped, last)
+        row_idx.masked_fill_(dropped, last)
     return torch_npu.npu_moe_token_unpermute(expert_out, row_idx, probs=topk_weights)
 
 
