@@ -52,6 +52,7 @@ def served(directory: Path) -> dict[str, Any]:
         ["generate", [features.greedy(prompt) for prompt in features.prompts()]],
         ["generate", features.sampled(ANSWERS // 2, 4, drafts=True)[1:3]],
         ["generate", features.structured(1)],
+        ["generate", features.scored_prompts(directory)],
     ]
     glm = small_models.target(directory, "Glm4Moe")
     mtp = features.case(
@@ -86,6 +87,17 @@ def test_lora_log_probabilities_match_peft(served: dict[str, Any], directory: Pa
     assert far < 1e-3
     shuffled = {"steps": [steps[9][3:] + steps[9][:3]]}
     assert features.compare_lora(directory, shuffled)[1:] > (20, 0.5)  # each adapter has answers of its own
+
+
+def test_log_probabilities_of_prompts_match_peft(served: dict[str, Any], directory: Path) -> None:
+    """With an adapter on lm_head, in a batch with the same prompts without it."""
+    answers = served["two"]["steps"][-1]
+    tokens, far = features.compare_scored_prompts(directory, answers)
+    print(f"{tokens} tokens of prompts; log-probability difference max {far:.1e}")
+    assert tokens > 100
+    assert far < 1e-3
+    swapped = [answers[number ^ 1] for number in range(len(answers))]
+    assert features.compare_scored_prompts(directory, swapped)[1] > 0.5
 
 
 def test_lora_on_experts_matches_peft(served: dict[str, Any], directory: Path) -> None:

@@ -161,6 +161,26 @@ def _compare_adapted(model: Path, asked: list[tuple[Any, Path | None]], answers:
     return sum(tokens for tokens, _, _ in found), sum(others for _, others, _ in found), max(far for _, _, far in found)
 
 
+def scored_prompts(directory: Path) -> list[dict[str, Any]]:
+    """Prompts whose log-probabilities are requested, in one batch, with an adapter on `lm_head` and with none."""
+    adapter = {"lora": adapters(directory)["wide"]}
+    asked = [greedy(prompt, 2, **more) for prompt in prompts()[1:] for more in ({}, adapter)]
+    return [request | {"sampling": request["sampling"] | {"prompt_logprobs": 0}} for request in asked]
+
+
+def compare_scored_prompts(directory: Path, answers: list[Any]) -> tuple[int, float]:
+    """Number of the prompts' tokens, and the largest difference of a log-probability from PEFT's."""
+    import torch
+
+    tokens, far = 0, 0.0
+    for request, (answer,) in zip(scored_prompts(directory), answers, strict=True):
+        model = reference(small_models.target(directory), Path(request["lora"][2]) if "lora" in request else None)
+        exact = logits(model, request["prompt"][:1], [request["prompt"][1:]])[0].log_softmax(-1)
+        exact = exact.gather(1, torch.tensor(request["prompt"][1:])[:, None])[:, 0]
+        tokens, far = tokens + len(exact), max(far, float((exact - torch.tensor(answer["prompt_logprobs"])).abs().max()))
+    return tokens, far
+
+
 def lora_on_family(name: str, directory: Path, family: str, ranks: int, dtype: str = "float32") -> dict[str, Any]:
     """As :func:`lora`, with adapters on the experts of Qwen2Moe, or on the latent attention of DeepseekV3."""
     steps: list[Any] = [["generate", [request for request, _ in family_requests(directory, family)]]]

@@ -4,7 +4,7 @@ import types
 
 import pytest
 import torch
-from ascend_platform.ops.punica import NPUPunicaWrapper
+from ascend_platform.ops import punica
 from vllm.lora.layers import LoRAMapping
 
 SLOTS, RANK, IN = 3, 8, 32
@@ -20,7 +20,7 @@ def adapters(out, slices, seed=0):
 
 def wrapper(tokens, rows=()):
     config = types.SimpleNamespace(max_loras=SLOTS, lora_dtype=torch.float32)
-    made = NPUPunicaWrapper(64, 16, torch.device("npu"), lora_config=config)
+    made = punica.NPUPunicaWrapper(64, 16, torch.device("npu"), lora_config=config)
     made.update_metadata(LoRAMapping(tuple(tokens), tuple(rows or tokens)), IDS, SLOTS, 100)
     return made
 
@@ -105,3 +105,26 @@ def test_embedding_and_logits():
     made.add_lora_logits(logits, hidden, a[0], b[0], 1.0)
     found = expected(hidden, a[0], b[0], [9, 0, 7])[:, :18]
     torch.testing.assert_close(logits.cpu().double(), found, rtol=1e-4, atol=1e-4)
+
+
+def test_logits_of_prompts_have_the_adapters_of_their_tokens():
+    """Of a slice of the hidden states, which has other rows than the sampled ones, and as many."""
+    a, b = adapters([20], 1)
+    tokens = [7, 7, 7, 9, 9, 9, 0, 0]
+    made = wrapper(tokens, rows=[7, 9, 0])
+    manager = types.SimpleNamespace(_adapter_manager=types.SimpleNamespace(punica_wrapper_mapping={"": made}))
+    hidden = torch.randn(10, IN, device="npu")[1:9]
+
+    def compute_logits(rows):
+        logits = torch.zeros(len(rows), 18, device="npu")
+        made.add_lora_logits(logits, rows * 1.0, a[0], b[0], 1.0)  # some models scale them
+        return logits
+
+    of_tokens = punica.of_tokens(manager, compute_logits, hidden)
+    for part in (slice(0, 2), slice(2, 5), slice(3, 6), slice(6, 8)):
+        found = of_tokens(hidden[part])
+        torch.testing.assert_close(
+            found.cpu().double(), expected(hidden[part], a[0], b[0], tokens[part])[:, :18], rtol=1e-4, atol=1e-4
+        )
+    sampled = expected(hidden[:3], a[0], b[0], [7, 9, 0])[:, :18]
+    torch.testing.assert_close(compute_logits(hidden[:3]).cpu().double(), sampled, rtol=1e-4, atol=1e-4)

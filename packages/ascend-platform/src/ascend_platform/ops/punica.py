@@ -6,15 +6,13 @@ one launch for A of all slices, one for the mask, and one per slice for B. Rows 
 adapters in use, so there is no synchronization with the device. ``docs/lora.md`` compares it with grouped matrix products.
 """
 
+import contextlib
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
-from vllm.lora.lora_model import LoRAModel
 from vllm.lora.punica_wrapper.punica_cpu import PunicaWrapperCPU
-from vllm.lora.request import LoRARequest
-from vllm.model_executor.layers.attention import MLAAttention
 
-from ascend_platform.components import RefusedError
 from ascend_platform.ops import lora_experts  # noqa: F401  (registers the layer)
 
 
@@ -31,6 +29,7 @@ class NPUPunicaWrapper(PunicaWrapperCPU):
         # [rows, slots]: 1 where a token, or a sampled row, uses the adapter of the slot
         self._token_mask = torch.zeros(max_num_batched_tokens, slots, dtype=dtype, device=device)
         self._sampler_mask = torch.zeros_like(self._token_mask)
+        self._first_token: int | None = None  # of a layer's rows, where they are a part of the step's tokens
 
     def update_metadata(
         self, mapping: Any, lora_index_to_id: list[int | None], max_loras: int, vocab_size: int, **kwargs: Any
@@ -106,15 +105,16 @@ class NPUPunicaWrapper(PunicaWrapperCPU):
         buffer: Any = None,
         **kwargs: Any,
     ) -> None:
-        """Add ``x A B`` to the logits y ``[rows, vocab_size or more]`` of the sampled rows."""
+        """Add ``x A B`` to the logits y ``[rows, vocab_size or more]`` of the sampled rows, or see :func:`of_tokens`."""
         if self.no_lora:
             return
-        slot_mask = self._sampler_mask[: x.shape[0], None, :, None]
-        shrunk = _shrink(x, (lora_a_stacked,), scale) * slot_mask
+        first = self._first_token
+        mask = self._sampler_mask if first is None else self._token_mask[first:]
+        shrunk = _shrink(x, (lora_a_stacked,), scale) * mask[: x.shape[0], None, :, None]
         self._expand(y, shrunk, (lora_b_stacked,), (min(y.shape[-1], lora_b_stacked.shape[2]),))
 
     def _slot_mask(self, x: torch.Tensor) -> torch.Tensor:
-        return self._token_mask[: x.shape[0], None, :, None]
+        return self._token_mask[self._first_token or 0 :][: x.shape[0], None, :, None]
 
     @staticmethod
     def _expand(
@@ -164,24 +164,27 @@ def _flatten_lora_b(b: torch.Tensor) -> torch.Tensor:
     return b[:, 0].transpose(0, 1).reshape(out, slots * rank)
 
 
-def refuse_absorbed(manager: Any) -> None:
-    """Let a WorkerLoRAManager refuse adapters of ``kv_b_proj``, before it stores or evicts any.
+def of_tokens(manager: Any, compute_logits: Callable[..., Any], hidden_states: torch.Tensor) -> Callable[..., Any]:
+    """Return ``compute_logits`` for slices of a step's hidden states ``[tokens, hidden]``, each with its tokens' adapters.
 
-    vLLM's MLAAttention computes with W_UK and W_UV, copies of the layer's parts, and would leave such an adapter out. Layers
-    that ``--lora-target-modules`` excludes are no part of the manager's, and adapters of them are left out on request.
+    vLLM computes the logits of prompts so (``prompt_logprobs``), and lets the wrapper know the adapters of sampled rows only.
     """
-    known, load = manager._adapter_manager, manager._load_adapter
-    layers = {id(layer.kv_b_proj) for layer in known.model.modules() if isinstance(layer, MLAAttention)}
-    absorbed = {name for name, module in known.modules.items() if id(module) in layers}
+    wrappers = manager._adapter_manager.punica_wrapper_mapping.values()
 
-    def load_adapter(request: LoRARequest) -> LoRAModel:
-        adapter: LoRAModel = load(request)
-        if found := sorted(absorbed & adapter.loras.keys()):
-            raise RefusedError(
-                f"LoRA adapter {request.lora_name} in {request.lora_path} adapts {found[0]}, which latent attention "
-                "multiplies into others when the model is loaded; fix: an adapter of other layers, or --lora-target-modules "
-                "without kv_b_proj, which leaves this part of the adapter out"
-            )
-        return adapter
+    def compute(rows: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        with starting_at((rows.storage_offset() - hidden_states.storage_offset()) // hidden_states.stride(0), *wrappers):
+            return compute_logits(rows, *args, **kwargs)
 
-    manager._load_adapter = load_adapter
+    return compute
+
+
+@contextlib.contextmanager
+def starting_at(first: int, *wrappers: Any) -> Iterator[None]:
+    """Let layers compute rows of the step's tokens from ``first`` on."""
+    for wrapper in wrappers:
+        wrapper._first_token = first
+    try:
+        yield
+    finally:
+        for wrapper in wrappers:
+            wrapper._first_token = None

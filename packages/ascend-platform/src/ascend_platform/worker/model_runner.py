@@ -134,9 +134,11 @@ class ModelMixin:
             indexer.install(self.compilation_config.static_forward_context)
 
     def load_lora_model(self: Any, *arguments: Any, **named: Any) -> torch.nn.Module:
-        """Replace the model's layers by those with adapters, as vLLM does; some adapters are refused."""
+        """Replace the model's layers by those with adapters, as vLLM does, with corrections; some adapters are refused."""
         model: torch.nn.Module = super().load_lora_model(*arguments, **named)  # type: ignore[misc]
-        punica.refuse_absorbed(self.lora_manager)
+        from ascend_platform.ops import lora_layers  # it imports state-space layers, which are prepared by now
+
+        lora_layers.install(self.lora_manager)
         return model
 
     def reload_weights(self: Any, *arguments: Any, **named: Any) -> None:
@@ -223,6 +225,17 @@ class NPUModelRunner(ModelMixin, HostInputsMixin, GraphSizeMixin, DraftLengthsMi
                     for group, state in self._states:
                         state[request.block_ids[group][0]] = 0
         return deferred
+
+    def _get_prompt_logprobs_dict(self, hidden_states: torch.Tensor, *args: Any) -> dict[str, Any]:
+        """Compute log-probabilities of prompts, with each prompt's adapter on ``lm_head``."""
+        if self.lora_config is None or not self.num_prompt_logprobs:
+            return super()._get_prompt_logprobs_dict(hidden_states, *args)
+        compute_logits = self.model.compute_logits
+        self.model.compute_logits = punica.of_tokens(self.lora_manager, compute_logits, hidden_states)
+        try:
+            return super()._get_prompt_logprobs_dict(hidden_states, *args)
+        finally:
+            self.model.compute_logits = compute_logits
 
     def _build_attention_metadata(self, num_tokens: int, *args: Any, slot_mappings: Any = None, **kwargs: Any) -> Any:
         """Map padding slots to the null block; npu_scatter_pa_kv_cache rejects slot -1.

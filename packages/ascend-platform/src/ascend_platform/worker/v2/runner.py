@@ -1,5 +1,6 @@
 """vLLM's V2 model runner on the NPU: torch.npu streams, split KV caches, and PyTorch in place of Triton kernels."""
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -13,6 +14,7 @@ from vllm.v1.worker.gpu.model_runner import GPUModelRunner
 from ascend_platform.attention import base, kv_cache
 from ascend_platform.graph import capture_sizes
 from ascend_platform.graph.acl_graph import module_with_overrides
+from ascend_platform.ops import punica
 from ascend_platform.vllm_overrides import override, without
 from ascend_platform.worker.model_runner import ModelMixin, torch_on_npu
 from ascend_platform.worker.v2 import buffers, graphs, inputs, overrides, sampling, watermarking  # noqa: F401
@@ -108,8 +110,19 @@ class NPUModelRunnerV2(ModelMixin, DraftLengthsMixin, GPUModelRunner):
             with inputs.preparing(self._step or inputs.Step(batch.num_scheduled_tokens, batch.has_prefill)):
                 return prepare_model_inputs(batch, *args)
 
+        if self.lora_config and (worker := self.prompt_logprobs_worker) is not None:
+            scored = [name for name in ("compute_prompt_logprobs", "compute_prompt_token_id_logprobs") if hasattr(worker, name)]
+            vars(worker).update({name: self._with_adapters(getattr(worker, name)) for name in scored})
         prepare_model_inputs = self.model_state.prepare_inputs
         vars(self.model_state).update(prepare_attn=prepare_attn, prepare_inputs=prepare_inputs)
+
+    def _with_adapters(self, score: Callable[..., Any]) -> Callable[..., Any]:
+        """Let a method of PromptLogprobsWorker compute logits with each prompt's adapter on ``lm_head``."""
+
+        def scored(compute_logits: Callable[..., Any], hidden_states: torch.Tensor, *args: Any) -> Any:
+            return score(punica.of_tokens(self.lora_manager, compute_logits, hidden_states), hidden_states, *args)
+
+        return scored
 
     @property
     def pcp_manager_cls(self) -> type[NPUPCPManager]:
