@@ -19,7 +19,7 @@ TABLE = build.SOURCES / "operator" / "arguments.h"
 
 def compiles(condition: str) -> str:
     """The compiler's errors."""
-    command = [build._compiler()[0], "-std=c++20", "-fsyntax-only", f"-I{build.SOURCES}", "-x", "c++", "-"]
+    command = [*build._compiler()[0], "-std=c++20", "-fsyntax-only", f"-I{build.SOURCES}", "-x", "c++", "-"]
     return subprocess.run(command, input=SOURCE.format(condition), capture_output=True, text=True, check=False).stderr
 
 

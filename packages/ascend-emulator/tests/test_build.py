@@ -1,5 +1,6 @@
 """The build: translation units, and the format of the C++ sources."""
 
+import importlib.metadata
 import os
 import re
 import subprocess
@@ -57,3 +58,12 @@ def test_object_files_are_removed_when_no_build_uses_them(tmp_path):
         os.utime(path, (0, 0))
     build._remove_unused(tmp_path, [used, tmp_path / "missing.o"])
     assert sorted(tmp_path.iterdir()) == [kept, used]
+
+
+@pytest.mark.parametrize(
+    ("version", "known"), [("2.13.0", True), ("2.13.0.post2", True), ("2.13.0+git1234", False), ("2.13.0.dev1", False)]
+)
+def test_layouts_of_atb_are_known_for_releases(monkeypatch, version, known):
+    """A torch_npu that somebody built may have another op-plugin than the release of that number."""
+    monkeypatch.setattr(importlib.metadata, "version", lambda name: version)
+    assert (build.atb_without_layout() == []) == known

@@ -8,23 +8,26 @@ The C++ files of several folders are compiled as one translation unit (UNITS).
 
 from __future__ import annotations
 
-import fcntl
 import hashlib
 import importlib.metadata
 import importlib.util
+import json
 import os
 import re
+import shlex
 import shutil
 import subprocess
-import sys
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from functools import cache
 from pathlib import Path
 
+from ascend_emulator import cache as cached
 from ascend_emulator import limits
+from ascend_emulator.cache import BuildError
+from ascend_emulator.cache import root as cache_root
 
 CORE = "ascend_emulator"
 PREBUILT = "ascend_emulator_libs"
@@ -67,10 +70,11 @@ UNITS = {
     "loops": ("ops/moe", "ops/normalization", "ops/transformer"),
     "products": ("ops/matmul", "ops/attention/kernels"),
 }
-# Versions of torch_npu for whose ATB parameters csrc/ops/atb has the layout: op-plugin's declarations of them are the same, up to
-# new enumerators, in its releases 7.1.0 to 26.1.0.
+# Releases of torch_npu for whose ATB parameters csrc/ops/atb has the layout: op-plugin's declarations of them are the same, up to
+# new enumerators, in its releases 7.1.0 to 26.1.0. A build of one's own may have others.
 ATB_LAYOUT = ("2.10", "2.11", "2.12", "2.13", "2.14")
 UNUSED_DAYS = 30
+ERROR_LINES = 60  # of a compiler that are shown
 COMPILER_BYTES = 1300 << 20  # memory of one compiler process; with sanitizers twice as much
 OPERATORS = ("aclnn", "Atb")  # prefixes of operators, which have two functions: GetWorkspaceSize and the launch
 SOURCES = Path(__file__).parent / "csrc"
@@ -82,10 +86,6 @@ SANITIZER_OPTIONS = {
     "UBSAN_OPTIONS": "print_stacktrace=1",
     "TSAN_OPTIONS": f"suppressions={Path(__file__).with_name('tsan.suppressions')}",
 }
-
-
-class BuildError(RuntimeError):
-    """The build failed; the message is one line with what to do."""
 
 
 def _package_dir(name: str) -> Path:
@@ -145,8 +145,8 @@ def has_two_functions(name: str) -> bool:
 
 def atb_without_layout() -> list[str]:
     """ATB's operators if their parameters' layout is not known for the installed torch_npu."""
-    installed = importlib.metadata.version("torch-npu")
-    if any(installed.startswith(f"{known}.") for known in ATB_LAYOUT):
+    release = re.fullmatch(r"(\d+\.\d+)\.\d+(rc\d+)?(\.post\d+)?", importlib.metadata.version("torch-npu"))
+    if release and release[1] in ATB_LAYOUT:
         return []
     return [*atb_operators(), *sorted({operator(name) for name in wheel_names() if name.startswith("Atb")})]
 
@@ -156,12 +156,17 @@ def operator(name: str) -> str:
     return re.sub(r"Get(Max)?WorkspaceSize$", "", name) if name.startswith(OPERATORS) else name
 
 
-def _compiler() -> tuple[str, str]:
-    for candidate in filter(None, (os.environ.get("CXX"), "g++", "clang++")):
-        path = shutil.which(candidate)
-        if path:
-            version = subprocess.run([path, "--version"], capture_output=True, text=True).stdout.splitlines()
-            return path, version[0] if version else "unknown"
+def _compiler() -> tuple[list[str], str]:
+    """Command of the compiler, with the arguments that CXX has, and its version."""
+    given = os.environ.get("CXX", "")
+    chosen = [given] if shutil.which(given) else shlex.split(given)
+    if chosen and not shutil.which(chosen[0]):
+        raise BuildError(f"ascend-emulator: CXX names {chosen[0]}, which is no program on PATH; fix: correct or unset CXX")
+    for program, *arguments in filter(None, (chosen, ["g++"], ["clang++"])):
+        if path := shutil.which(program):
+            command = [path, *arguments]
+            version = subprocess.run([*command, "--version"], capture_output=True, text=True).stdout.splitlines()
+            return command, " ".join([version[0] if version else "unknown", *arguments])
     raise BuildError(
         "ascend-emulator needs a C++ compiler and found none: apt-get install g++ (or dnf install gcc-c++), or set CXX; "
         "or pip install ascend-emulator[libs], which has compiled libraries"
@@ -188,17 +193,11 @@ def sanitizer_libraries() -> list[str]:
     return [
         str(
             Path(
-                subprocess.run([compiler, f"-print-file-name={names[name]}"], capture_output=True, text=True).stdout.strip()
+                subprocess.run([*compiler, f"-print-file-name={names[name]}"], capture_output=True, text=True).stdout.strip()
             ).resolve()
         )
         for name in chosen.split(",")
     ]
-
-
-def cache_root() -> Path:
-    """``ASCEND_EMULATOR_CACHE``, else ``ascend-emulator`` in the user's cache directory."""
-    default = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "ascend-emulator"
-    return Path(os.environ.get("ASCEND_EMULATOR_CACHE") or default)
 
 
 def _digest(*parts: str | bytes) -> str:
@@ -263,22 +262,18 @@ ABSENT = frozenset[str]()
 NO_STATUS = frozenset({"HcclGetCommConfigCapability", "aclCreateGraphDumpOpt", "aclprofCreateConfig", "aclprofCreateStepInfo"})
 
 
-@contextmanager
-def _lock(path: Path) -> Iterator[None]:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with open(path, "w") as handle:
-        fcntl.flock(handle, fcntl.LOCK_EX)
-        yield
-
-
-def _run(what: str, command: list[str], text: str = "") -> None:
-    done = subprocess.run(command, input=text, capture_output=True, text=True)
+def _run(what: str, command: list[str], text: str = "") -> str:
+    # The umask keeps the files this user's own.
+    done = subprocess.run(command, input=text, capture_output=True, text=True, umask=0o022)
     if done.returncode:
         lines = done.stderr.strip().splitlines()
+        for line in lines[:ERROR_LINES]:
+            cached.say_on_stderr(line)
         first = next(
             (line for line in lines if "error" in line or "undefined" in line or "multiple" in line), lines[-1] if lines else ""
         )
         raise BuildError(f"ascend-emulator: {what} failed: {first}")
+    return done.stdout
 
 
 def _versions() -> list[str]:
@@ -316,17 +311,17 @@ def library_dir(progress: Callable[[str], None] | None = None) -> Path:
     Raises:
         BuildError: torch, torch_npu or a compiler is missing, or compilation failed.
     """
-    say = progress or (lambda line: print(line, file=sys.stderr, flush=True))
+    say = progress or cached.say_on_stderr
     versions = _versions()
     if (found := _prebuilt(versions, say)) is not None:
         return found
     compiler, compiler_version = _compiler()
     base = (*versions, compiler_version, *_flags(), os.uname().machine)
     target = cache_root() / _digest(*base, *_contents())
-    if (target / "complete").exists():
+    if cached.complete(target, "complete"):
         return target
-    with _lock(target.with_suffix(".lock")):  # another process may be building it
-        if not (target / "complete").exists():
+    with cached.lock(target.with_suffix(".lock"), say):  # another process may be building it
+        if not cached.complete(target, "complete"):
             started = time.monotonic()
             say(f"ascend-emulator: compiling CANN's libraries for {', '.join(versions)} ({compiler_version}), once ...")
             _build(target, compiler, base, say)
@@ -342,19 +337,39 @@ def custom_library(native: list[Path], stubs: str, headers: Path, soname: str) -
     """
     compiler, version = _compiler()
     torch = torch_dir()
+    flags = (*FLAGS[:-1], "-O2", f"-Wl,-soname,{soname}", f"-I{headers}", f"-isystem{torch / 'include'}")
     files = [path.read_bytes() for path in (*_with_headers(native), *sorted(headers.rglob("*.h")))]
-    target = cache_root() / "operators" / _digest(*_versions(), version, *map(str, native), stubs, *files)
-    with _lock(target.with_suffix(".lock")):
-        library = target / "op_api" / "lib" / soname
-        if not library.exists():
-            library.parent.mkdir(parents=True, exist_ok=True)
+    target = cache_root() / "operators" / _digest(*_versions(), version, *flags, *map(str, native), stubs, *files)
+    library, stamps = target / "op_api" / "lib" / soname, target / "headers.json"
+    with cached.lock(target.with_suffix(".lock")):
+        if not cached.complete(library.parent, soname) or not _same_headers(stamps):
+            cached.create(library.parent)
             generated, partial = target / "python.cpp", library.with_suffix(f".{os.getpid()}")
             generated.write_text(stubs)
-            flags = (*FLAGS[:-1], "-O2", "-shared", f"-Wl,-soname,{soname}", f"-I{headers}", f"-isystem{torch / 'include'}")
+            sources = [*map(str, (generated, *native))]
             libraries = (f"-L{torch / 'lib'}", "-ltorch_cpu", "-lc10", "-ldl")
-            _run("compiling your operators", [compiler, *flags, "-o", str(partial), *map(str, (generated, *native)), *libraries])
+            what = "compiling your operators"
+            _run(what, [*compiler, *flags, "-shared", "-o", str(partial), *sources, *libraries])
+            # Included files of any form, "…" and <…>: the rules for make, as `target: file file`.
+            rules = _run(what, [*compiler, *flags, "-M", *sources]).replace("\\\n", " ")
+            used = sorted({name for name in shlex.split(rules) if not name.endswith(":")})
+            stamps.write_text(json.dumps({name: _stamp(Path(name)) for name in used}))
+            cached.protect(target)
             partial.rename(library)
     return target
+
+
+def _stamp(path: Path) -> list[int]:
+    found = path.stat()
+    return [found.st_mtime_ns, found.st_size]
+
+
+def _same_headers(stamps: Path) -> bool:
+    """Whether no file has changed that was read when the user's operators were compiled."""
+    try:
+        return all(_stamp(Path(name)) == stamp for name, stamp in json.loads(stamps.read_text()).items())
+    except (FileNotFoundError, ValueError):
+        return False
 
 
 def _remove_unused(objects: Path, used: Iterable[Path]) -> None:
@@ -368,11 +383,12 @@ def _remove_unused(objects: Path, used: Iterable[Path]) -> None:
                 path.unlink()
 
 
-def _build(target: Path, compiler: str, base: tuple[str, ...], say: Callable[[str], None]) -> None:
+def _build(target: Path, compiler: list[str], base: tuple[str, ...], say: Callable[[str], None]) -> None:
     torch = torch_dir()
     objects = cache_root() / "objects"
     for directory in (target, objects):
-        directory.mkdir(parents=True, exist_ok=True)
+        cached.create(directory)
+        cached.check(directory)
     stubs = target / "stubs.cpp"
     stubs.write_text(_stubs(wheel_names()))
     sources = {"stubs": [stubs], **units()}
@@ -384,7 +400,7 @@ def _build(target: Path, compiler: str, base: tuple[str, ...], say: Callable[[st
         text = "".join(f'#include "{path}"\n' for path in sources[name])
         partial = built[name].with_suffix(f".{os.getpid()}")
         command = [
-            compiler,
+            *compiler,
             *_flags(),
             *_optimization(name),
             f"-I{SOURCES}",
@@ -409,7 +425,7 @@ def _build(target: Path, compiler: str, base: tuple[str, ...], say: Callable[[st
     _run(
         f"linking {core.name}",
         [
-            compiler,
+            *compiler,
             *(flag for flag in _flags() if "sanitize" in flag),
             # Inline functions of the C++ library: those compiled with the sanitizer, not torch's.
             *(["-Wl,-Bsymbolic-functions"] if os.environ.get("ASCEND_EMULATOR_SANITIZE") == "thread" else []),
@@ -427,7 +443,7 @@ def _build(target: Path, compiler: str, base: tuple[str, ...], say: Callable[[st
         _run(
             f"linking {soname}",
             [
-                compiler,
+                *compiler,
                 "-shared",
                 f"-Wl,-soname,{soname}",
                 "-Wl,-rpath,$ORIGIN",
@@ -446,4 +462,5 @@ def _build(target: Path, compiler: str, base: tuple[str, ...], say: Callable[[st
         (target / name).mkdir(exist_ok=True)
         (target / name / "version.info").write_text(f"Version={CANN_VERSION}\n")  # a wheel has no empty directories
     (target / "ascend_emulator_install.info").write_text(f"version={CANN_VERSION}\n")
-    (target / "complete").touch()
+    cached.protect(target)
+    (target / "complete").touch(mode=0o644)
