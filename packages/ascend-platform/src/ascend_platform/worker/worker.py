@@ -1,4 +1,4 @@
-"""vLLM's GPU worker on the NPU, for both model runners: device initialization, process groups and the KV cache's memory budget."""
+"""vLLM's GPU worker on the NPU, for both model runners: device, process groups and the KV cache's memory budget."""
 
 import atexit
 import os
