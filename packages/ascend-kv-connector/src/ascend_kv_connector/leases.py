@@ -41,25 +41,28 @@ class NotReadyError(Exception):
 
 
 class PrefillProgress:
-    """Computed tokens of a prompt by layer; a layer's tokens are ready when the device has executed its work."""
+    """Computed tokens of a prompt by layer; a layer's tokens are ready when the device has executed its work. Thread-safe."""
 
     def __init__(self) -> None:
+        self._lock = threading.Lock()
         self._ready: dict[str, int] = {}
         self._pending: dict[str, deque[tuple[int, Callable[[], bool]]]] = {}
 
     def record(self, layer: str, tokens: int, ready: Callable[[], bool]) -> None:
         """The layer's first ``tokens`` are ready once ``ready()`` is true; ignored if as many were recorded before."""
-        marks = self._pending.setdefault(layer, deque())
-        if tokens > (marks[-1][0] if marks else self._ready.get(layer, 0)):
-            marks.append((tokens, ready))
+        with self._lock:
+            marks = self._pending.setdefault(layer, deque())
+            if tokens > (marks[-1][0] if marks else self._ready.get(layer, 0)):
+                marks.append((tokens, ready))
 
     def ready_tokens(self, layers: Iterable[str]) -> int:
         """Number of tokens that are ready in all of these layers."""
-        for layer in (names := list(layers)):
-            marks = self._pending.get(layer)
-            while marks and marks[0][1]():
-                self._ready[layer] = marks.popleft()[0]
-        return min((self._ready.get(layer, 0) for layer in names), default=0)
+        with self._lock:
+            for layer in (names := list(layers)):
+                marks = self._pending.get(layer)
+                while marks and marks[0][1]():
+                    self._ready[layer] = marks.popleft()[0]
+            return min((self._ready.get(layer, 0) for layer in names), default=0)
 
 
 @dataclass
