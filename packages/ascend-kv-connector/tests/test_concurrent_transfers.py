@@ -8,12 +8,14 @@ from time import monotonic, sleep
 import pytest
 import zmq
 from ascend_kv_connector.protocol import CODEC
+from ascend_kv_connector.send_buffers import Owner
 from ascend_kv_connector.testing_transport import InMemoryNetwork
 from ascend_kv_connector.transfers import Done, Failed, Source
 from ascend_platform.transfer.errors import TransferError
 from ascend_platform.transfer.memory import MAX_QUARANTINED
 from ascend_platform.transfer.peers import MAX_IDLE_THREADS, CircuitBreaker
 from ascend_platform.transfer.rpc import RpcServer
+from harness.kv.prompts import Prompt
 
 
 def test_siblings_do_not_return_each_others_buffers(instances: Callable, network: InMemoryNetwork) -> None:

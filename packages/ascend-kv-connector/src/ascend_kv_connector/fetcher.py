@@ -251,16 +251,14 @@ class Fetcher:
         transfer.peer = client.peer
         each = self._tokens_per_chunk(plan, peer)
         fetches = [self._make_fetch(transfer, plan, first, each) for first in range(begin, transfer.stop, each)]
-        asked = monotonic()
         number = client.send(fetches[0])
         for index, fetch in enumerate(fetches):
             transfer.remaining()
             with transfer.phase("wait"):
                 retry = None if index else LANE_SECONDS
                 chunk = _expect_chunk(client.await_reply(number, fetch, transfer.deadline, retry, check=transfer.remaining))
-            until = asked + chunk.seconds
+            until = client.sent_at + chunk.seconds
             if index + 1 < len(fetches):
-                asked = monotonic()
                 number = client.send(fetches[index + 1])
             self._read_chunk(transfer, part, plan, fetch, chunk, peer.session, until)
 
@@ -280,18 +278,18 @@ class Fetcher:
         at = [transfer.start] * len(layer_plans)
         pending = deque(range(len(layer_plans)))
 
-        def ask(part: int) -> tuple[Fetch, RpcClient, int, float]:
+        def ask(part: int) -> tuple[Fetch, RpcClient, int]:
             plan = layer_plans[part]
             client = self._clients.get(source.ranks[plan.rank])
             each = self._tokens_per_chunk(plan, peers[plan.rank])
             fetch = self._make_fetch(transfer, plan, at[part], each)
-            return fetch, client, client.send(fetch), monotonic()
+            return fetch, client, client.send(fetch)
 
         asked = ask(pending[0])
         while pending:
             left = transfer.remaining()
             part = pending.popleft()
-            plan, (fetch, client, number, since) = layer_plans[part], asked
+            plan, (fetch, client, number) = layer_plans[part], asked
             transfer.peer = client.peer
             with transfer.phase("wait"):
                 deadline, check = transfer.deadline, transfer.remaining
@@ -302,9 +300,10 @@ class Fetcher:
                 (pending.appendleft if chunk.stop == fetch.stop else pending.append)(part)  # full chunk: more may be ready
             at[part] = chunk.stop
             if pending:
+            until = client.sent_at + chunk.seconds
                 asked = ask(pending[0])
             got = replace(fetch, stop=chunk.stop)
-            self._read_chunk(transfer, part, plan, got, chunk, peers[plan.rank].session, since + chunk.seconds)
+            self._read_chunk(transfer, part, plan, got, chunk, peers[plan.rank].session, until)
         self._wait_unpacked()
 
     def _tokens_per_chunk(self, plan: FetchPlan, peer: CacheInfo) -> int:

@@ -164,7 +164,7 @@ def make_context() -> zmq.Context:
 
 
 class RpcClient:
-    """Client of one rank for one thread; only the latest query's reply is awaited."""
+    """Client of one rank for one thread; only the latest query's reply is awaited. It was sent not before ``sent_at``."""
 
     def __init__(
         self,
@@ -192,7 +192,7 @@ class RpcClient:
         self._socket.connect(endpoint_url(host, port))
         self._request_id = self._attempts = self._disconnects = self._handshake_failures = 0
         self._rejected = False
-        self.sent = 0
+        self.sent, self.sent_at = 0, 0.0
 
     def send(self, query: Message) -> int:
         """Send a query and discard replies to earlier ones; returns a request id for :meth:`receive`.
@@ -208,6 +208,7 @@ class RpcClient:
         self._send(str(self._request_id).encode(), query)
         return self._request_id
 
+        self.sent_at = monotonic()
     def post(self, query: Message) -> None:
         """Send a query whose reply is not awaited; one to an earlier query still is.
 
