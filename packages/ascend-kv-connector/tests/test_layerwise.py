@@ -9,7 +9,7 @@ import pytest
 import zmq
 from aiohttp import web
 from ascend_kv_connector import metaserver
-from ascend_kv_connector.leases import Leases, PrefillProgress
+from ascend_kv_connector.leases import Leases, NotReadyError, PrefillProgress
 from ascend_kv_connector.metaserver import MetaserverClient, external_request_id
 from ascend_kv_connector.prefill_notifier import PrefillNotifier
 from ascend_kv_connector.protocol import PrefillCancelled, PrefillStarted
@@ -67,7 +67,7 @@ def part_of_a_prompt(instances: Callable) -> tuple[Any, Any, list[int]]:
 
 def test_preempted_prompt_continues_in_new_blocks(instances: Callable) -> None:
     producer, consumer, blocks = part_of_a_prompt(instances)
-    producer.producers[0].leases.revoke("r-far", 1.0)
+    producer.producers[0].leases.revoke("r-far")
     for cache in producer.caches[0].caches:
         cache.fill_(-7)
     sleep(0.05)
@@ -77,15 +77,19 @@ def test_preempted_prompt_continues_in_new_blocks(instances: Callable) -> None:
     assert consumer.holds("r", blocks, 0, 20)
 
 
-def test_revoke_waits_for_readers() -> None:
+def test_what_is_read_of_revoked_blocks_does_not_count() -> None:
     leases = Leases()
     leases.track("r", [1], 4, PrefillProgress())
-    with leases.use("r", "d"):
-        began = monotonic()
-        leases.revoke("r", 0.1)
-        assert monotonic() - began >= 0.1
-    leases.track("r", [1], 4, PrefillProgress())
-    leases.revoke("r", 5.0, "it is over")
+    with leases.use("r", "d") as lease:
+        lease.raise_if_revoked()
+        leases.revoke("r")
+        leases.track("r", [2], 4, PrefillProgress())
+        with pytest.raises(NotReadyError):
+            lease.raise_if_revoked()
+    with leases.use("r", "d") as lease:
+        lease.raise_if_revoked()
+        assert lease.blocks == [2]
+    leases.revoke("r", "it is over")
     with pytest.raises(TransferError, match="it is over"), leases.use("r", "d"):
         pass
     assert leases.pop_ended() == {}  # revoked blocks belong to the scheduler
@@ -93,7 +97,7 @@ def test_revoke_waits_for_readers() -> None:
 
 def test_aborted_prefill_fails_the_transfer_at_once(instances: Callable) -> None:
     producer, consumer, blocks = part_of_a_prompt(instances)
-    producer.producers[0].leases.revoke("r-far", 1.0, "the request has ended there")
+    producer.producers[0].leases.revoke("r-far", "the request has ended there")
     ((failed,),) = consumer.wait()
     assert (failed.kind, failed.blocks) == ("lease", tuple(blocks[2:]))
     assert "the request has ended there" in failed.cause

@@ -95,7 +95,7 @@ def test_preempted_prompt_continues_in_other_blocks(instances: Callable) -> None
     prompt.compute(17)
     (cache, rows, expected), *_ = consumer.places("r", blocks, 4, 17)
     assert wait_for(lambda: torch.equal(cache[rows], expected))
-    producer.producers[0].leases.revoke("r-far", 1.0)
+    producer.producers[0].leases.revoke("r-far")
     for each in producer.caches[0].caches:
         each.fill_(-7)
     again = Prompt(producer, "r", 40)
@@ -108,7 +108,7 @@ def test_preempted_prompt_continues_in_other_blocks(instances: Callable) -> None
 def test_aborted_prefill_fails_the_transfer(instances: Callable) -> None:
     producer, consumer, prompt, blocks = started(instances)
     prompt.compute(17)
-    producer.producers[0].leases.revoke("r-far", 1.0, "the request ended before its prefill")
+    producer.producers[0].leases.revoke("r-far", "the request ended before its prefill")
     ((outcome,),) = consumer.wait()
     assert (outcome.kind, outcome.blocks) == ("lease", tuple(blocks))
     assert wait_for(lambda: not consumer.consumers[0].pop_settled() and not consumer.consumers[0]._unsettled)

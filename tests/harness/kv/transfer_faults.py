@@ -189,7 +189,7 @@ class Endurance:
             if chance < 0.01:
                 how = "" if chance < 0.007 else "given up there"
                 for rank in self.producer.producers:
-                    rank.leases.revoke(prompt.name, 1.0, how)
+                    rank.leases.revoke(prompt.name, how)
                 self.producer.free += prompt.blocks
                 if how:
                     del self.prompts[prompt.name]

@@ -82,7 +82,7 @@ class Lease:
     """``blocks`` of a request of ``tokens`` tokens; ``ready_tokens(layers)`` is how many of them the device has written.
 
     ``finished`` is False during prefill: the blocks belong to the running request and the lease does not expire. ``number``
-    distinguishes it from other leases, also of the same request.
+    distinguishes it from other leases, also of the same request. ``revoked``: the blocks are not the request's any more.
     """
 
     blocks: list[int]
@@ -95,6 +95,16 @@ class Lease:
     readers: dict[str, Reader] = field(default_factory=dict)
     in_use: int = 0
     number: int = 0
+    revoked: bool = False
+
+    def raise_if_revoked(self) -> None:
+        """Check, after a use of the blocks, that they were the request's all the time.
+
+        Raises:
+            NotReadyError: they were taken away; the request may get others.
+        """
+        if self.revoked:
+            raise NotReadyError("the prompt was preempted")
 
 
 class Leases:
@@ -133,8 +143,8 @@ class Leases:
         with self._lock:
             self._update(request, blocks, tokens, progress.ready_tokens)
 
-    def revoke(self, request: str, seconds: float, reason: str = "") -> None:
-        """Withdraw the blocks of a request during prefill, after waiting up to ``seconds`` for current readers.
+    def revoke(self, request: str, reason: str = "") -> None:
+        """Withdraw the blocks of a request during prefill. What is being read of them does not count (:attr:`Lease.revoked`).
 
         Without a reason the request was preempted: readers are told to retry, as :meth:`track` will give it new blocks.
         """
@@ -142,8 +152,7 @@ class Leases:
             lease = self._live.get(request)
             if lease is None or lease.finished:
                 return
-            lease.ready_tokens = lambda layers: 0
-            self._lock.wait_for(lambda: not lease.in_use, seconds)
+            lease.ready_tokens, lease.revoked = lambda layers: 0, True
             del self._live[request]
             if reason:
                 self._ended[request] = reason
@@ -263,7 +272,7 @@ class Leases:
             self._end(request, "all readers have released it")
 
     def _end(self, request: str, reason: str) -> None:
-        del self._live[request]
+        self._live.pop(request).revoked = True
         self._unreported[request] = self._ended[request] = reason
 
 

@@ -211,9 +211,15 @@ class Producer:
                 if loan is None:
                     raise BusyError(owner, f"all {len(self._buffers.buffers)} send buffers are in use")
                 ticket, buffer = loan
-                with self._stream_context():
-                    slots = self.cache.slot_mapping(lease.blocks, fetch.start, stop, self.cache.region_groups[fetch.regions[0]])
-                    size = self.cache.pack(slots, fetch.regions, Heads(fetch.first_head, fetch.heads), buffer)
+                try:
+                    with self._stream_context():
+                        group = self.cache.region_groups[fetch.regions[0]]
+                        slots = self.cache.slot_mapping(lease.blocks, fetch.start, stop, group)
+                        size = self.cache.pack(slots, fetch.regions, Heads(fetch.first_head, fetch.heads), buffer)
+                    lease.raise_if_revoked()
+                except Exception:
+                    self._buffers.release(owner, [ticket])
+                    raise
         except NotReadyError as error:
             return Refused("lease", str(error), again=True)
         self.sent_bytes += size

@@ -170,7 +170,9 @@ class Pusher:
                             continue  # the device computes one layer after another, and has not computed the one before
                         computed = min(push.stop, lease.ready_tokens([layer]))
                         if computed > at[layer] and not job.cancelled:
-                            size += self._write(job, layers[layer], lease.blocks, at[layer], computed)
+                            written = self._write(job, layers[layer], lease.blocks, at[layer], computed)
+                            lease.raise_if_revoked()  # the blocks may be another prompt's since
+                            size += written
                             at[layer], wrote = computed, True
             except NotReadyError:  # not started, or preempted: it continues in other blocks
                 longest = WAITING_SECONDS

@@ -133,7 +133,7 @@ class P2PWorker:
             return
         leases = self._producer.leases
         for request, reason in metadata.revoked.items():
-            leases.revoke(request, self._options.answer_timeout, reason)
+            leases.revoke(request, reason)
             self._progress.pop(request, None)
         for prefill, reason in metadata.cancelled:
             if self._notifier:
