@@ -230,17 +230,19 @@ class Leases:
                 self._end(request, "the router has aborted the request")
 
     def suspend(self, reason: str, seconds: float) -> bool:
-        """End all leases, and refuse readers until :meth:`resume`; False if some still read after ``seconds``."""
+        """End all leases, and refuse readers until :meth:`resume`; False, and no effect, if some still read after ``seconds``."""
         with self._lock:
             self._suspended = reason
-            idle = self._lock.wait_for(lambda: not any(lease.in_use for lease in self._live.values()), seconds)
+            if not self._lock.wait_for(lambda: not any(lease.in_use for lease in self._live.values()), seconds):
+                self._suspended = ""
+                return False
             for request, lease in list(self._live.items()):
                 if lease.finished:
                     self._end(request, reason)
                 else:
                     del self._live[request]
                     self._ended[request] = reason
-        return idle
+        return True
 
     def resume(self) -> None:
         """Admit readers again."""

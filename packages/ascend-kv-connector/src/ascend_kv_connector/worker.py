@@ -239,16 +239,23 @@ class P2PWorker:
         return stats
 
     def set_awake(self, state: bool) -> None:
-        """Before the KV cache is freed, end all transfers and leases; after it is restored, admit readers again."""
+        """Before the KV cache is freed, end all transfers and leases; after it is restored, admit readers again.
+
+        Raises:
+            RefusedError: the KV cache is still being read and must not be freed.
+        """
         cause = "the instance went to sleep"
         if self._consumer and not state:
             self._consumer.suspend(f"{cause}: this one")
         if self._producer and state:
             self._producer.leases.resume()
         elif self._producer:
-            self._progress.clear()
             if not self._producer.leases.suspend(f"{cause}: the one that computed the prompt", SUSPEND_SECONDS):
-                extension.logger.warning("KV cache is still being read after %g s; putting it to sleep anyway", SUSPEND_SECONDS)
+                raise extension.RefusedError(
+                    f"the KV cache is still being read after {SUSPEND_SECONDS:g} s and cannot be put to sleep; "
+                    "fix: call /wake_up, then try again, or restart the engine"
+                )
+            self._progress.clear()
 
     def shutdown(self) -> None:
         for part in (self._notifier, self._producer, self._consumer, self._transport):

@@ -246,13 +246,20 @@ def publish(server: WeightServer) -> None:
 
 
 def awake(state: bool) -> None:
-    """Hook of the platform's worker: True once the engine can serve, also after wake-up; False before its weights sleep."""
+    """Hook of the platform's worker: True once the engine can serve, also after wake-up; False before its weights sleep.
+
+    Raises:
+        RefusedError: a peer is still reading the weights, which must not be freed.
+    """
     global _started
     if _published is None:
         return
     if not state:
         if not _published.gate.close(30.0):
-            logger.warning("a peer is still reading weights after 30 s; putting them to sleep anyway")
+            _published.gate.open()
+            raise extension.RefusedError(
+                "a peer is still reading the weights after 30 s, which cannot be put to sleep; fix: call /wake_up, then try again"
+            )
     elif _started:
         _published.gate.open()
     else:
