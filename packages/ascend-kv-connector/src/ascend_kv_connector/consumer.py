@@ -80,6 +80,9 @@ class Consumer:
         self._transfers: dict[str, Transfer] = {}
         self._unsettled: list[Transfer] = []  # outcome was reported
         self._lock = threading.Lock()
+        started = threading.Barrier(options.lanes)
+        for _ in range(options.lanes):  # now: a submission that cannot start its thread is run later all the same
+            self.unpackers.submit(started.wait)
         # PrefillStarted and PrefillCancelled received before the request, and requests that ended before them
         self._announced: BoundedDict[Source] = BoundedDict(256)
         self._cancelled: BoundedDict[str] = BoundedDict(256)
@@ -99,9 +102,9 @@ class Consumer:
             if source is None:
                 transfer.source = self._announced.pop(request, None)
             cancelled = self._cancelled.pop(request, "") if source is None else ""
-        if transfer.source is not None:
-            self._enqueue(transfer)
-        elif cancelled:
+            if transfer.source is not None:  # decided here: PrefillStarted may arrive in another thread
+                self._enqueue(transfer)
+        if cancelled:
             self.cancel_unstarted(request, cancelled)
 
     def answer(self, query: Query) -> Reply:

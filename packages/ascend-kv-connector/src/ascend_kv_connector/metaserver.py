@@ -42,8 +42,14 @@ class MetaserverClient:
     def post(self, request: str, url: str, message: dict[str, Any]) -> None:
         """Post the prefill request for a request."""
         if self._loop is None:
-            self._loop = asyncio.new_event_loop()
-            threading.Thread(target=self._run, args=[self._loop], name="kv-client", daemon=True).start()
+            loop = asyncio.new_event_loop()
+            try:
+                threading.Thread(target=self._run, args=[loop], name="kv-client", daemon=True).start()
+            except RuntimeError as error:  # too many processes and threads
+                loop.close()
+                self._on_failure(request, f"cannot post to the router at {url}: {error}")
+                return
+            self._loop = loop
         asyncio.run_coroutine_threadsafe(self._post(request, url, message), self._loop)
 
     def close(self) -> None:

@@ -35,7 +35,12 @@ class PrefillNotifier:
         self._queues: PeerQueues[Notification] = PeerQueues("kv-announce", lambda: NotificationSender(self))
 
     def notify(self, ranks: Ranks, message: PrefillStarted | PrefillCancelled) -> None:
-        self._queues.put(ranks, Notification(ranks, message), threads=1)
+        try:
+            self._queues.put(ranks, Notification(ranks, message), threads=1)
+        except TransferError as error:
+            extension.logger.warning(
+                "KV transfer of %s: cannot notify the decode instance: %s", printable(message.request), error
+            )
 
     def close(self) -> None:
         if self._queues.close(2.0):

@@ -12,7 +12,6 @@ import queue
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterable
-from contextlib import suppress
 from dataclasses import dataclass, field
 from time import monotonic, sleep
 from typing import Any, ClassVar
@@ -228,10 +227,15 @@ class PoolTier(SecondaryTierManager):
 
         found: Any = NO_REPLY
         if self._lookup_thread is None or not self._lookup_thread.is_alive():  # at most one lookup, even if it hangs
-            self._lookup_thread = threading.Thread(target=ask, daemon=True, name="kv_ask")
-            self._lookup_thread.start()
-            with suppress(queue.Empty):
+            thread = threading.Thread(target=ask, daemon=True, name="kv_ask")
+            try:
+                thread.start()
+                self._lookup_thread = thread
                 found = answer.get(timeout=self._answer_timeout)
+            except queue.Empty:
+                pass
+            except RuntimeError as error:  # too many processes and threads
+                found = error
         if isinstance(found, list):
             self._count("lookup", "found", number=sum(found))
             self._count("lookup", "missing", number=len(found) - sum(found))

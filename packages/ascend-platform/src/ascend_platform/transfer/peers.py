@@ -8,6 +8,8 @@ from collections.abc import Callable, Hashable
 from time import monotonic
 from typing import Generic, Protocol, TypeVar
 
+from ascend_platform.transfer.errors import TransferError
+
 Work = TypeVar("Work")
 WorkOfWorker = TypeVar("WorkOfWorker", contravariant=True)
 
@@ -21,7 +23,7 @@ MAX_THREADS = 512
 """Threads of all peers; beyond that work of further peers waits until one ends."""
 
 MAX_STUCK_THREADS = 16
-"""Threads that may be stuck in their work; beyond that, stuck threads are not replaced."""
+"""Threads of a peer that may be stuck in their work; beyond that, its stuck threads are not replaced."""
 
 
 class Worker(Protocol[WorkOfWorker]):
@@ -75,16 +77,22 @@ class PeerQueues(Generic[Work]):
 
     @property
     def thread_count(self) -> int:
-        """Number of threads, without stuck ones."""
+        """Number of threads, with stuck ones."""
         with self._lock:
             return self._count()
 
     def put(self, peer: Hashable, work: Work, threads: int) -> None:
-        """Queue work for a peer that may have this many threads."""
+        """Queue work for a peer that may have this many threads.
+
+        Raises:
+            TransferError: of kind ``internal``; the peer has no thread, and none can be started.
+        """
         with self._lock:
             queue = self._peers.setdefault(peer, Peer(self._lock, threads))
             queue.waiting.append(work)
-            self._start_threads(queue)
+            if (error := self._start_threads(queue)) and not queue.threads:
+                queue.waiting.pop()
+                raise TransferError("internal", f"{error}; fix: raise the limit of processes and threads (ulimit -u, pids.max)")
             queue.changed.notify()
 
     def abandon(self, work: Work) -> None:
@@ -92,7 +100,7 @@ class PeerQueues(Generic[Work]):
         with self._lock:
             for queue in self._peers.values():
                 for thread in queue.threads:
-                    if thread.work is work and len(self._stuck) < MAX_STUCK_THREADS:
+                    if thread.work is work and sum(stuck.peer is queue for stuck in self._stuck) < MAX_STUCK_THREADS:
                         thread.stop = True
                         queue.threads.remove(thread)
                         self._stuck.append(thread)
@@ -142,20 +150,25 @@ class PeerQueues(Generic[Work]):
             for peer in [peer for peer, queue in self._peers.items() if not queue.threads and not queue.waiting]:
                 del self._peers[peer]
 
-    def _start_threads(self, queue: Peer[Work]) -> None:
+    def _start_threads(self, queue: Peer[Work]) -> str:
+        """Start a thread if there is work for it; returns why it cannot be started."""
         free = sum(thread in self._idle and not thread.stop for thread in queue.threads)
         if self._closed or len(queue.waiting) <= free or len(queue.threads) >= queue.limit or self._count() >= MAX_THREADS:
-            return
+            return ""
         thread = PeerThread(self, queue)
+        try:
+            thread.start()  # it waits for the lock
+        except RuntimeError as error:  # too many processes and threads
+            return str(error)
         queue.threads.append(thread)
-        thread.start()
         others = [idle for idle in self._idle if idle.peer is not queue and not idle.stop]
         for idle in others[: max(0, len(others) - MAX_IDLE_THREADS)]:
             idle.stop = True
             idle.peer.changed.notify_all()
+        return ""
 
     def _count(self) -> int:
-        return sum(len(queue.threads) for queue in self._peers.values())
+        return sum(len(queue.threads) for queue in self._peers.values()) + len(self._stuck)
 
 
 class CircuitBreaker:
@@ -166,19 +179,23 @@ class CircuitBreaker:
     def __init__(self, seconds: float, clock: Callable[[], float] = monotonic) -> None:
         self._seconds, self._clock = seconds, clock
         self._failures, self._last, self._cause = 0, 0.0, ""
+        self._lock = threading.Lock()
 
     def refusal(self) -> str:
         """Why the peer is not to be contacted now; "" if it is."""
-        since = self._clock() - self._last
-        if self._failures < self.FAILURES or since >= self._seconds:
-            return ""
-        return f"not contacted: {self._failures} requests in a row failed, the last one {since:.1f} s ago ({self._cause})"
+        with self._lock:
+            since = self._clock() - self._last
+            if self._failures < self.FAILURES or since >= self._seconds:
+                return ""
+            return f"not contacted: {self._failures} requests in a row failed, the last one {since:.1f} s ago ({self._cause})"
 
     def note_failure(self, cause: str, began: float | None = None) -> None:
         """A request that ``began`` before the last failure has met the same outage, and does not count."""
-        if began is None or began >= self._last or not self._failures:
-            self._failures += 1
-        self._last, self._cause = self._clock(), cause
+        with self._lock:
+            if began is None or began >= self._last or not self._failures:
+                self._failures += 1
+            self._last, self._cause = self._clock(), cause
 
     def note_success(self) -> None:
-        self._failures = 0
+        with self._lock:
+            self._failures = 0

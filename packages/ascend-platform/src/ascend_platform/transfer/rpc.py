@@ -130,7 +130,10 @@ class RpcServer:
         sender, request_id, content = frames
 
         def reply(message: Message) -> None:
-            self._socket.send_multipart([sender, request_id, self._codec.encode(message)])
+            if len(content := self._codec.encode(message)) > LONGEST_MESSAGE:  # the peer would close the connection
+                cause = f"a {type(message).__name__} of {len(content)} bytes; the most is {LONGEST_MESSAGE}"
+                content = self._codec.encode(Refused("mismatch", cause))
+            self._socket.send_multipart([sender, request_id, content])
 
         try:
             query = self._codec.decode_query(content)
@@ -205,10 +208,10 @@ class RpcClient:
         self.connection_count()
         self._attempts = 0
         self._request_id += 1
+        self.sent_at = monotonic()
         self._send(str(self._request_id).encode(), query)
         return self._request_id
 
-        self.sent_at = monotonic()
     def post(self, query: Message) -> None:
         """Send a query whose reply is not awaited; one to an earlier query still is.
 
@@ -219,9 +222,11 @@ class RpcClient:
 
     def _send(self, request_id: bytes, query: Message) -> None:
         self._raise_if_rejected()
+        if len(content := self._codec.encode(query)) > LONGEST_MESSAGE:  # the peer would close the connection
+            raise TransferError("mismatch", f"a {type(query).__name__} of {len(content)} bytes; the most is {LONGEST_MESSAGE}")
         self.sent += 1
         try:
-            self._socket.send_multipart([request_id, self._codec.encode(query)])
+            self._socket.send_multipart([request_id, content])
         except zmq.Again:
             self.connection_count()
             self._raise_if_rejected()
