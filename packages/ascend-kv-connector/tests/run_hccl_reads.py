@@ -64,12 +64,16 @@ class Deaf:
         return getattr(self.client, name)
 
 
+def fail() -> None:
+    raise RuntimeError("the NPU has failed")
+
+
 def failure(act: Callable[[], None]) -> dict[str, Any]:
     began = time.monotonic()
     try:
         act()
     except Exception as error:
-        return {"kind": error.kind, "cause": str(error), "quarantine": str(error.quarantine), "seconds": time.monotonic() - began}
+        return {"kind": error.kind, "cause": str(error), "settled": error.settled(), "seconds": time.monotonic() - began}
     return {"kind": "none", "seconds": time.monotonic() - began}
 
 
@@ -112,6 +116,12 @@ def main() -> None:
     results["nothing is sent"] = failure(lambda: transport.read(session, run(address, here, SIZE), 0.5))
     torch.npu.synchronize()  # must not block on the missing send
     right["after nothing was sent"] = [read(6)]
+    deafen()
+    link = transport._readers[session].link
+    destroy, link.destroy = link.destroy, fail
+    results["link is not destroyed"] = failure(lambda: transport.read(session, run(address, here, SIZE), 0.5))
+    destroy()
+    right["after a link was not destroyed"] = [read(8)]
     os.kill(process.pid, signal.SIGSTOP)
     results["stopped"] = failure(lambda: transport.read(session, run(address, here, SIZE), 0.5))
     os.kill(process.pid, signal.SIGCONT)

@@ -172,7 +172,7 @@ def test_peer_that_failed_twice_is_not_contacted_for_a_while(instances: Callable
 
 def test_failed_reads_take_a_limited_number_of_buffers(instances: Callable, network: InMemoryNetwork) -> None:
     producer, consumer = instances("p", expose_cache=False).produce(), instances("d", expose_cache=False, lanes=2).consume()
-    rank, network.faults.fail = consumer.consumers[0], 1.0
+    rank, network.faults.late, network.faults.seconds = consumer.consumers[0], 1.0, 5.0
     blocks = consumer.take(4)
     for number in range(MAX_QUARANTINED + 6):
         source, held = producer.fill(f"r{number}", 4)
@@ -184,8 +184,34 @@ def test_failed_reads_take_a_limited_number_of_buffers(instances: Callable, netw
     assert f"{most} receive buffers are still in use or in quarantine after failed reads" in outcome.cause
     assert outcome.seconds < 10
     assert len(rank.transport._memory) == most
-    rank.buffers._clock = lambda: monotonic() + 61.0
-    network.faults.fail = 0.0
-    source, _ = producer.fill("s", 4)
-    rank.start("s", source, consumer.take(4), 0, 4)
-    assert isinstance(consumer.wait()[0][0], Done)
+    network.faults.late, until = 0.0, monotonic() + 60.0
+    while monotonic() < until:  # until the first bytes have arrived
+        source, held = producer.fill("s", 4)
+        rank.start("s", source, blocks, 0, 4)
+        if isinstance(consumer.wait()[0][0], Done):
+            break
+        producer.free += held
+        sleep(0.1)
+    assert consumer.holds("s", blocks, 0, 4)
+
+
+@pytest.mark.parametrize("layerwise", [False, True])
+def test_queue_of_the_peer_does_not_shorten_a_loan(layerwise: bool, instances: Callable) -> None:
+    """A buffer is lent from when it is free, which may be long after it was first asked for."""
+    options = {"answer_timeout": 0.3, "transfer_timeout": 30.0, "lease": 60.0, "slots": 1, "expose_cache": False}
+    producer, consumer = instances("p", **options).produce(), instances("d", **options).consume()
+    rank, other = producer.producers[0], Owner("other", "x", 0, "y")
+    assert rank._buffers.acquire(other, 1000.0)
+    blocks = consumer.take(8)
+    if layerwise:
+        prompt = Prompt(producer, "r", 8)
+        prompt.compute(8)
+        prompt.announce(consumer)
+        consumer.consumers[0].start("r", None, blocks, 0, 8)
+    else:
+        consumer.consumers[0].start("r", producer.fill("r", 8)[0], blocks, 0, 8)
+    sleep(1.5)  # longer than a loan
+    rank._buffers.release(other)
+    ((outcome,),) = consumer.wait()
+    assert isinstance(outcome, Done), outcome
+    assert consumer.holds("r", blocks, 0, 8)

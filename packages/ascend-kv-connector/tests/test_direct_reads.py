@@ -83,7 +83,7 @@ def test_blocks_are_kept_while_a_failed_read_may_write_to_them(fault: str, insta
     producer, consumer = instances("p").produce(), instances("d", lanes=1, transfer_timeout=1.0).consume()
     rank = consumer.consumers[0]
     setattr(network.faults, fault, 1.0)
-    network.faults.seconds, network.faults.quarantine = 0.3, 0.6
+    network.faults.seconds = 0.6
     blocks, began = consumer.take(17), monotonic()
     rank.start("r", producer.fill("r", 17)[0], blocks, 0, 17)
     ((outcome,),) = consumer.wait()
@@ -101,7 +101,7 @@ def test_blocks_are_kept_while_a_failed_read_may_write_to_them(fault: str, insta
     assert rank.pop_settled() == set()
     for cache in consumer.caches[0].caches:
         cache.fill_(-3)  # the next request's
-    sleep(0.5)
+    sleep(0.7)
     assert all(bool((cache == -3).all()) for cache in consumer.caches[0].caches)
 
 

@@ -80,4 +80,4 @@ def test_phases_of_a_transfer(instances: Callable) -> None:
     assert {*outcome.phases} == {*PHASES} - {"unpack"}  # the read is into the cache
     assert sum(outcome.phases[phase] for phase in PHASES if phase != "unpack") <= outcome.seconds  # it overlaps with others
     assert producer.producers[0].sent_bytes == outcome.size > 0
-    assert consumer.consumers[0].gauges() == {"transfers_open": 0}
+    assert consumer.consumers[0].gauges() == {"transfers_open": 0, "unsettled_blocks": 0}

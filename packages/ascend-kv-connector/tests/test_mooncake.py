@@ -1,7 +1,9 @@
 """Transfers over Mooncake's transfer engine on the loopback interface."""
 
 import multiprocessing
+import os
 import re
+import signal
 import socket
 import subprocess
 import sys
@@ -9,7 +11,7 @@ import threading
 from collections import Counter
 from collections.abc import Callable
 from multiprocessing.connection import Connection
-from time import monotonic
+from time import monotonic, sleep
 
 import pytest
 import torch
@@ -51,10 +53,14 @@ def test_tokens_are_transferred(one: dict, other: dict, instances: Callable) -> 
 
 
 class Moving:
-    """Mooncake's asynchronous calls: the state of each run after 0.05 s, and what they were asked."""
+    """Mooncake's asynchronous calls: the state of each run after 0.05 s, and what they were asked.
+
+    A batch is freed when its end is returned, after which it may not be asked for.
+    """
 
     def __init__(self, *states: int) -> None:
-        self.states, self.submitted, self.looks, self.began = states, 0, 0, monotonic()
+        self.states, self.submitted, self.looks, self.began = list(states), 0, 0, monotonic()
+        self.freed: set[int] = set()
 
     def submit(self, session: str, local: list[int], remote: list[int], size: list[int]) -> int:
         self.submitted += 1
@@ -62,22 +68,41 @@ class Moving:
 
     def transfer_check_status(self, batch: int) -> int:
         self.looks += 1
-        return self.states[batch - 1] if monotonic() > self.began + 0.05 else 0
+        assert batch not in self.freed
+        state = self.states[batch - 1] if monotonic() > self.began + 0.05 else 0
+        self.freed |= {batch} if state in (1, -1) else set()
+        return state
 
 
 @pytest.mark.parametrize(
-    ("states", "locals", "code"),
-    [((1, 1), [10, 11], 0), ((1, -1), [10, 11], -1), ((1, -2), [10, 11], -2), ((1, 0), [10, 11], -1), ((1,), [10, 13, 11], -1)],
-    ids=["done", "failed", "slices late", "timeout", "not submitted"],
+    ("states", "locals", "code", "left"),
+    [
+        ((1, 1), [10, 11], 0, 0),
+        ((1, -1), [10, 11], -1, 0),
+        ((-1, 0), [10, 11], -1, 1),
+        ((1, -2), [10, 11], -2, 1),
+        ((1, 0, 0), [10, 11, 12], -1, 2),
+        ((0,), [10, 13, 11], -1, 1),
+    ],
+    ids=["done", "failed", "failed before the last", "slices late", "timeout", "not submitted"],
 )
-def test_runs_are_waited_for_asleep(states: tuple[int, ...], locals: list[int], code: int) -> None:
+def test_runs_are_waited_for_asleep(states: tuple[int, ...], locals: list[int], code: int, left: int) -> None:
+    """After an error, those that are left are asked for until they have ended, which frees them."""
     moving = Moving(*states)
     shared = SharedEngine.__new__(SharedEngine)
     shared.engine, shared.timeout = moving, 0.2
     runs = Runs([0] * len(locals), locals, [1] * len(locals))
-    assert shared.run(moving.submit, "peer", runs) == code
+    found, settled = shared.run(moving.submit, "peer", runs)
+    assert found == code
     assert moving.submitted == (2 if 13 in locals else len(locals))
     assert moving.looks < 500  # without a pause some 100,000 in this time
+    sleep(0.06)
+    for number in range(left):
+        assert not settled()
+        moving.states[next(index for index, state in enumerate(moving.states) if state in (0, -2))] = (-1) ** number
+    assert settled()
+    assert settled()
+    assert moving.freed == set(range(1, len(states) + 1))
 
 
 def test_more_runs_are_read_than_mooncakes_queue_takes() -> None:
@@ -185,7 +210,8 @@ def test_version_that_was_not_tested_is_named(monkeypatch: pytest.MonkeyPatch) -
     assert line.startswith("mooncake-transfer-engine-non-cuda 0.4.0 was not tested with this version; fix: pip install ")
 
 
-def test_killed_peer_is_an_error() -> None:
+def test_paused_and_killed_peer() -> None:
+    """Bytes that arrive after a read has failed, when the peer goes on, arrive before the read is settled."""
     context = multiprocessing.get_context("spawn")
     ours, theirs = context.Pipe()
     process = context.Process(target=serve, args=(theirs,))
@@ -193,13 +219,33 @@ def test_killed_peer_is_an_error() -> None:
     try:
         assert ours.poll(240)
         session, address = ours.recv()
-        transport = MooncakeEngine("127.0.0.1", "tcp")
+        transport = MooncakeEngine("127.0.0.1", "tcp", timeout=5.0)
         buffer = torch.zeros(4 << 20, dtype=torch.uint8)
         transport.register(buffer)
-        transport.read(session, Runs([address], [buffer.data_ptr()], [buffer.numel()]), 10)
-        assert torch.equal(buffer.view(torch.int32), torch.arange(1 << 20, dtype=torch.int32))
+        whole = Runs([address], [buffer.data_ptr()], [buffer.numel()])
+        transport.read(session, whole, 10)
+        values = torch.arange(1 << 20, dtype=torch.int32)
+        assert torch.equal(buffer.view(torch.int32), values)
+        os.kill(process.pid or 0, signal.SIGSTOP)
+        runs = Runs(*([start + (at << 16) for at in range(64)] for start in (address, buffer.data_ptr())), [1 << 16] * 64)
+        with pytest.raises(TransferError, match="mooncake failed to read") as failed:
+            transport.read(session, runs, 10)
+        assert not failed.value.settled()
+        buffer.zero_()
+        os.kill(process.pid or 0, signal.SIGCONT)
+        until = monotonic() + 60
+        while not failed.value.settled() and monotonic() < until:
+            sleep(0.01)
+        assert failed.value.settled()
+        assert bool(buffer.any()), "no bytes were late, so that this test has shown nothing"
+        buffer.zero_()  # the next request's
+        sleep(1.0)
+        assert not bool(buffer.any())
+        transport.read(session, whole, 10)
+        assert torch.equal(buffer.view(torch.int32), values)
     finally:
         process.kill()
         process.join()
     with pytest.raises(TransferError, match="mooncake failed to read 4194304 bytes"):
-        transport.read(session, Runs([address], [buffer.data_ptr()], [buffer.numel()]), 10)
+        transport.read(session, whole, 10)
+    transport.close()

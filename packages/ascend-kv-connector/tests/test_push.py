@@ -10,7 +10,6 @@ import torch
 from ascend_kv_connector.producer import Producer
 from ascend_kv_connector.protocol import Push, Refused
 from ascend_kv_connector.pusher import PushJobs
-from ascend_kv_connector.testing_transport import InMemoryNetwork
 from ascend_kv_connector.transfers import Done
 from ascend_platform.transfer.errors import TransferError
 from harness.kv.prompts import LAYERS, Prompt, wait_for
@@ -115,7 +114,7 @@ def test_aborted_prefill_fails_the_transfer(instances: Callable) -> None:
 
 
 def test_cancelled_request_stops_the_writes_at_once(instances: Callable) -> None:
-    """The producer confirms it, so that the blocks are free long before a failed write's quarantine ends."""
+    """The producer confirms it, so that the blocks are free at once."""
     _, consumer, prompt, blocks = started(instances)
     rank, settled = consumer.consumers[0], set[str]()
     prompt.compute(17)
@@ -133,40 +132,6 @@ def test_cancelled_request_stops_the_writes_at_once(instances: Callable) -> None
     prompt.compute(40)
     sleep(0.2)
     assert all(bool((each == -3).all()) for each in consumer.caches[0].caches)
-
-
-def test_blocks_are_kept_while_a_write_may_arrive(instances: Callable, network: InMemoryNetwork) -> None:
-    network.faults.hang = 1.0
-    _, consumer, prompt, _ = started(instances, None, {"transfer_timeout": 1.0, "answer_timeout": 0.5})
-    prompt.compute(40)
-    ((outcome,),) = consumer.wait()
-    assert outcome.kind == "deadline"
-    rank = consumer.consumers[0]
-    sleep(2.0)  # the producer has not confirmed that it writes no more
-    assert rank.pop_settled() == set()
-    assert rank._unsettled[0]._unsafe_until > monotonic() + 30
-    network.faults.hung.set()
-
-
-@pytest.mark.parametrize("cancelled", [False, True])
-def test_failed_write_may_still_arrive(cancelled: bool, instances: Callable, network: InMemoryNetwork) -> None:
-    """The reader keeps the blocks also if it gave the transfer up while the write was in progress."""
-    network.faults.late, network.faults.delay = 1.0, 0.0
-    producer, consumer, prompt, blocks = started(instances)
-    rank, write = consumer.consumers[0], producer.producers[0].transport.write
-
-    def slow_write(*arguments: Any) -> None:
-        if cancelled:
-            rank.cancel("r", TransferError("aborted", "the request has ended"))
-        write(*arguments)
-
-    producer.producers[0].transport.write = slow_write
-    prompt.compute(40)
-    ((outcome,),) = consumer.wait()
-    assert (outcome.kind, outcome.blocks) == ("aborted" if cancelled else "transport", tuple(blocks))
-    assert wait_for(lambda: not rank._unsettled[0]._reads, 20.0)
-    assert rank.pop_settled() == set()
-    assert rank._unsettled[0]._unsafe_until > monotonic() + 30
 
 
 def test_push_for_a_reader_that_is_gone_ends(instances: Callable) -> None:

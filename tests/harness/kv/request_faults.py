@@ -21,14 +21,13 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from time import monotonic, sleep
 from typing import Any
 
-from ascend_kv_connector import transfers, worker
+from ascend_kv_connector import push_receiver, worker
 from ascend_kv_connector.testing_transport import Faults, InMemoryNetwork, InMemoryTransport
 from ascend_platform.transfer import engine
-from ascend_platform.transfer.errors import TransferError
 
 NETWORK = InMemoryNetwork()
 
-TIMEOUT, LEASE, QUARANTINE = 2.0, 3.0, 0.3
+TIMEOUT, LEASE, LINGER = 2.0, 3.0, 0.3
 LATE = 20.0
 """Seconds beyond the deadline of its transfer in which a request must have ended, however busy this machine."""
 
@@ -84,8 +83,7 @@ def host_memory() -> Iterator[None]:
         (worker, "_record_event", Written),
         (worker, "private_stream", lambda device, behind=None: nullcontext()),
     ]
-    places += [(transfers, "QUARANTINE_SECONDS", QUARANTINE)]  # of writes that a killed instance does not confirm to have stopped
-    places += [(TransferError.__init__, "__defaults__", ("", QUARANTINE))]
+    places += [(push_receiver, "LINGER_SECONDS", LINGER)]  # of writes of an instance that was killed
     before = [(module, name, getattr(module, name)) for module, name, _ in places]
     engine.ENGINES["memory"] = f"{__name__}.MemoryTransport"
     try:
@@ -150,7 +148,7 @@ class Endurance:
 
     def __init__(self, make: Callable[..., Any], count: int, restarts: int = 50, seed: int = 23) -> None:
         NETWORK.__init__()  # type: ignore[misc]
-        NETWORK.faults = Faults(draw=random.Random(seed), seconds=0.02, quarantine=QUARANTINE, **RATES)
+        NETWORK.faults = Faults(draw=random.Random(seed), seconds=0.02, **RATES)
         self.make, self.count, self.draw, self.result = make, count, random.Random(seed + 1), Result()
         events = ["kill prefill", "restart decode"] * restarts + ["the router dies"] * max(1, restarts // 10)
         self.draw.shuffle(events)

@@ -81,7 +81,7 @@ class Endurance:
         rates: dict[str, Any] = {"fail": 0.02, "corrupt": corrupt, "delay": 0.03, "late": 0.02, "hang": 0.004}
         if layerwise:  # as many per request, which has more reads
             rates = {name: rate / 4 for name, rate in rates.items()}
-        network.faults = Faults(draw=random.Random(seed + 1), seconds=0.02, quarantine=0.2, **rates)
+        network.faults = Faults(draw=random.Random(seed + 1), seconds=0.02, **rates)
         options = {"transfer_timeout": TIMEOUT, "verify": True, "lanes": 8 if layerwise else 4} | other
         self.consumer = make("d", blocks=BLOCKS, **options).consume()
         self.deaths = [count * (place + 1) // (kills + 1) for place in range(kills)]

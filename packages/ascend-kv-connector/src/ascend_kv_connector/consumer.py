@@ -10,6 +10,7 @@ from time import monotonic
 from typing import Any
 
 import torch
+from ascend_platform.extension import logger
 from ascend_platform.transfer.auth import CurveKeys
 from ascend_platform.transfer.engine import Engine
 from ascend_platform.transfer.errors import TransferError, printable
@@ -34,10 +35,14 @@ from ascend_kv_connector.protocol import (
     Renew,
     Reply,
 )
+from ascend_kv_connector.push_receiver import PushStop
 from ascend_kv_connector.transfers import Done, Failed, Source, Transfer
 
 BUFFERS_OF_LANE = 2
 """Receive buffers of a lane: one is read into while the other is unpacked."""
+
+MAX_KEPT = 1 / 8
+"""Part of the KV cache's blocks that failed transfers may keep from use; beyond that, bytes of peers go to receive buffers."""
 
 MAX_LAYERWISE = 32
 """Prompts of one instance that are received layer by layer at once; each has a thread while it is computed."""
@@ -75,14 +80,15 @@ class Consumer:
         self.memory = expose(cache, transport, options)
         self.buffers = ReceiveBuffers(self._allocate_buffer, BUFFERS_OF_LANE * options.lanes)
         self.unpackers = ThreadPoolExecutor(options.lanes, "kv-unpack")
-        self.breakers: BoundedDict[CircuitBreaker] = BoundedDict()
-        self.queues: PeerQueues[Transfer | Notice] = PeerQueues("kv-fetch", lambda: Fetcher(self))
-        self._transfers: dict[str, Transfer] = {}
-        self._unsettled: list[Transfer] = []  # outcome was reported
-        self._lock = threading.Lock()
         started = threading.Barrier(options.lanes)
         for _ in range(options.lanes):  # now: a submission that cannot start its thread is run later all the same
             self.unpackers.submit(started.wait)
+        self.breakers: BoundedDict[CircuitBreaker] = BoundedDict()
+        self.queues: PeerQueues[Transfer | Notice | PushStop] = PeerQueues("kv-fetch", lambda: Fetcher(self))
+        self._transfers: dict[str, Transfer] = {}
+        self._unsettled: list[Transfer] = []  # outcome was reported
+        self._is_full = False
+        self._lock = threading.Lock()
         # PrefillStarted and PrefillCancelled received before the request, and requests that ended before them
         self._announced: BoundedDict[Source] = BoundedDict(256)
         self._cancelled: BoundedDict[str] = BoundedDict(256)
@@ -192,13 +198,15 @@ class Consumer:
     def pop_settled(self) -> set[str]:
         """Requests whose transfer was reported as ended and whose blocks no read can write to any more, since the last call."""
         settled = [transfer for transfer in self._unsettled if transfer.settled()]
-        self._unsettled = [transfer for transfer in self._unsettled if transfer not in settled]
+        with self._lock:
+            self._unsettled = [transfer for transfer in self._unsettled if transfer not in settled]
         return {transfer.request for transfer in settled}
 
     def gauges(self) -> dict[str, float]:
         """What this rank is loading now, by name of the metric."""
         with self._lock:
-            return {"transfers_open": len(self._transfers)}
+            kept = sum(len(transfer.blocks) for transfer in self._unsettled)
+            return {"transfers_open": len(self._transfers), "unsettled_blocks": kept}
 
     def close(self) -> None:
         self.server.close()
@@ -222,14 +230,42 @@ class Consumer:
                 self.breakers[key] = CircuitBreaker(self.options.answer_timeout)
             return self.breakers[key]
 
-    def _enqueue(self, work: Transfer | Notice) -> None:
+    def ask_again(self, stop: PushStop) -> None:
+        self._enqueue(stop)
+
+    def may_write_directly(self) -> bool:
+        """Whether peers' bytes may go to the KV cache at once: not while failed transfers keep many blocks from use."""
+        with self._lock:
+            kept = sum(len(transfer.blocks) for transfer in self._unsettled if isinstance(transfer.outcome, Failed))
+        most = max(1, int(MAX_KEPT * self.cache.blocks))
+        if (full := kept >= most) and not self._is_full:
+            logger.error(
+                "%d KV cache blocks of %d are kept from use, because failed transfers may still write to them; until they are "
+                "settled, transfers go through staging buffers; fix: restart the prefill instances that do not respond",
+                kept,
+                self.cache.blocks,
+            )
+        self._is_full = full
+        return not full
+
+    def _enqueue(self, work: Transfer | Notice | PushStop) -> None:
         assert work.source is not None
         kind, threads = "fetch", self.options.lanes
         if isinstance(work, Notice):  # does not wait for transfers
             kind, threads = "notice", 1
+        elif isinstance(work, PushStop):  # may wait for a peer that does not respond
+            kind, threads = "stop", 1
         elif work.layerwise:
             kind, threads = "layerwise", MAX_LAYERWISE
-        self.queues.put((kind, work.source.engine, work.source.ranks), work, threads)
+        try:
+            self.queues.put((kind, work.source.engine, work.source.ranks), work, threads)
+        except TransferError as error:
+            if isinstance(work, Transfer):
+                work.fail(error, self.transport.name, self.cache.block_size)
+            elif isinstance(work, PushStop):
+                work.ended()
+            else:
+                logger.warning("KV transfer: %s is not told that a request has ended: %s", printable(work.source.engine), error)
 
     def _allocate_buffer(self) -> torch.Tensor:
         return allocate_buffer(self.transport, self.options.chunk_bytes, self.cache.device)

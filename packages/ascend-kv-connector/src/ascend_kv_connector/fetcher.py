@@ -12,7 +12,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from ascend_platform.transfer.auth import CurveKeys
 from ascend_platform.transfer.engine import Engine, Runs
-from ascend_platform.transfer.errors import QUARANTINE_SECONDS, TransferError, printable
+from ascend_platform.transfer.errors import TransferError, never, printable
 from ascend_platform.transfer.memory import ReceiveBuffers
 from ascend_platform.transfer.peers import CircuitBreaker
 from ascend_platform.transfer.rpc import ClientPool, NotYetError, RpcClient
@@ -22,6 +22,7 @@ from ascend_kv_connector import protocol
 from ascend_kv_connector.config import Options
 from ascend_kv_connector.paged_cache import FetchPlan, Heads, PagedCache, in_chunks, plan_fetches
 from ascend_kv_connector.protocol import (
+    MAX_BLOCKS,
     CacheInfo,
     Chunk,
     Confirm,
@@ -35,7 +36,7 @@ from ascend_kv_connector.protocol import (
     Release,
     Renew,
 )
-from ascend_kv_connector.push_receiver import PushReceiver
+from ascend_kv_connector.push_receiver import PushReceiver, PushStop
 from ascend_kv_connector.runs import Placement, plan_runs
 from ascend_kv_connector.send_buffers import checksum
 from ascend_kv_connector.transfers import Failed, Source, Transfer
@@ -86,6 +87,10 @@ class Rank(Protocol):
 
     def try_later(self, transfer: Transfer) -> bool: ...
 
+    def ask_again(self, stop: PushStop) -> None: ...
+
+    def may_write_directly(self) -> bool: ...
+
 
 class Fetcher:
     """One thread's connections to the ranks of a producer. A chunk is read while another thread unpacks the one before."""
@@ -97,9 +102,11 @@ class Fetcher:
         options = consumer.options
         self._clients = ClientPool(protocol.CODEC, consumer.context, options.answer_timeout, consumer.keys, self._forget_cache)
 
-    def run(self, work: Transfer | Notice) -> None:
+    def run(self, work: Transfer | Notice | PushStop) -> None:
         if isinstance(work, Transfer):
             self._run_transfer(work)
+        elif isinstance(work, PushStop):
+            work.ask(self._clients, self._consumer.options.answer_timeout)
         else:
             self._post(work)
 
@@ -151,7 +158,7 @@ class Fetcher:
         )
         if transfer.layerwise:
             pushes = PushReceiver(self._consumer, self._clients)
-            if all(pushes.can_push(plan, peers[plan.rank]) for plan in plans):
+            if all(pushes.can_push(transfer, plan, peers[plan.rank]) for plan in plans):
                 pushes.receive(transfer, plans)
             else:
                 self._fetch_layerwise(transfer, plans, peers)
@@ -175,6 +182,8 @@ class Fetcher:
         """
         consumer, cache, source = self._consumer, self._consumer.cache, transfer.source
         assert source is not None
+        if (transfer.stop - begin) // peer.block_size >= MAX_BLOCKS:
+            return False
         client = self._clients.get(source.ranks[plan.rank])
         transfer.peer = client.peer
         located = _ask(client, transfer, Locate(source.request, consumer.reader, begin, transfer.stop, plan.remote))
@@ -215,14 +224,14 @@ class Fetcher:
         With several KV cache groups, vLLM takes note of a failure only when the blocks may be freed, which a failed read delays.
         """
         cache, memory = self._consumer.cache, self._consumer.memory
-        if not memory or plan.heads != cache.heads or cache.is_hybrid:
+        if not memory or plan.heads != cache.heads or cache.is_hybrid or not self._consumer.may_write_directly():
             return None
         slots = cache.slot_mapping(transfer.blocks, start - transfer.start, stop - transfer.start, plan.group)
         return Placement([memory[index] for index in plan.local], cache.block_tokens, slots.numpy())
 
     def _read_into_cache(self, transfer: Transfer, session: str, runs: Runs, until: float) -> None:
+        transfer.wait_until_writable(self._consumer.stream_context)
         with transfer.reading():
-            transfer.wait_until_writable(self._consumer.stream_context)
             self._read(transfer, session, runs, until)
 
     def _read_into_buffer(self, transfer: Transfer, session: str, runs: Runs, until: float) -> torch.Tensor:
@@ -233,10 +242,7 @@ class Fetcher:
         try:
             self._read(transfer, session, runs, until)
         except Exception as error:
-            if duration := getattr(error, "quarantine", QUARANTINE_SECONDS):
-                consumer.buffers.quarantine(buffer, duration)
-            else:
-                consumer.buffers.release(buffer)
+            consumer.buffers.quarantine(buffer, getattr(error, "settled", never))
             raise
         return buffer
 
@@ -294,13 +300,13 @@ class Fetcher:
             with transfer.phase("wait"):
                 deadline, check = transfer.deadline, transfer.remaining
                 chunk = _expect_chunk(client.await_reply(number, fetch, deadline, left, MAX_LAYERWISE_POLL, check))
+            until = client.sent_at + chunk.seconds
             if not fetch.start < chunk.stop <= fetch.stop:
                 raise TransferError("mismatch", f"the peer sent tokens up to {chunk.stop} for {fetch.start} to {fetch.stop}")
             if chunk.stop < transfer.stop:
                 (pending.appendleft if chunk.stop == fetch.stop else pending.append)(part)  # full chunk: more may be ready
             at[part] = chunk.stop
             if pending:
-            until = client.sent_at + chunk.seconds
                 asked = ask(pending[0])
             got = replace(fetch, stop=chunk.stop)
             self._read_chunk(transfer, part, plan, got, chunk, peers[plan.rank].session, until)

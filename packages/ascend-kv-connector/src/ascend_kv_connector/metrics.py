@@ -23,6 +23,7 @@ GAUGES = {
     "send_buffers_in_use": "Send buffers that readers have",
     "fetches_waiting": "Fetches that wait for a send buffer",
     "transfers_open": "Transfers to this instance that have not ended, queued ones included",
+    "unsettled_blocks": "Blocks of ended transfers that peers may still write to",
 }
 """Metrics of the present state and what they mean; sums over the ranks, but the highest of ages."""
 

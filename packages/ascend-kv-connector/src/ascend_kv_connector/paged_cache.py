@@ -87,6 +87,11 @@ class PagedCache:
     def device(self) -> torch.device:
         return self.caches[0].device
 
+    @property
+    def blocks(self) -> int:
+        """Number of the scheduler's blocks."""
+        return self.caches[0].shape[0] * self.caches[0].shape[1] // self.block_size
+
     def token_bytes(self, regions: Sequence[int], heads: int) -> int:
         """Bytes of one token in these regions."""
         return sum(self.token_sizes(regions, heads))

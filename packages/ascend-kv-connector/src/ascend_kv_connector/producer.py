@@ -36,7 +36,7 @@ from ascend_kv_connector.protocol import (
     Reply,
 )
 from ascend_kv_connector.pusher import Job, Pusher, PushJobs, Steps
-from ascend_kv_connector.send_buffers import SendBuffers, checksum
+from ascend_kv_connector.send_buffers import Owner, SendBuffers, checksum
 from ascend_kv_connector.states import LAST_STATE
 
 MAX_PUSHES = 32
@@ -69,7 +69,7 @@ class Producer:
         self._stream_context, self._trusts = stream_context, trusts
         self._waiting, self.steps = QueryQueue(options.answer_timeout / 2), Steps()
         self.memory = expose(cache, transport, options)
-        self._queues: PeerQueues[Job] = PeerQueues("kv-push", lambda: Pusher(self, options.answer_timeout))
+        self._queues: PeerQueues[Job] = PeerQueues("kv-push", lambda: Pusher(self, options.answer_timeout, self._pushes.begin))
         self._pushes = PushJobs(lambda job: self._queues.put((job.push.reader, job.push.rank), job, MAX_PUSHES))
         self._buffers = SendBuffers([allocate_buffer(transport, options.chunk_bytes, cache.device) for _ in range(options.slots)])
         self._cache_info = CacheInfo(
@@ -138,7 +138,7 @@ class Producer:
                     self._waiting.remove(lambda place: place == owner)
             case Finish(request=request, reader=reader, rank=rank, ranks=ranks):
                 self._buffers.release_request(request, reader, rank)
-                self._waiting.remove(lambda place: place[:3] == (request, reader, rank))
+                self._waiting.remove(lambda place: len(place) == len(Owner._fields) and place[:3] == (request, reader, rank))
                 self.leases.finish(request, reader, rank, ranks)
             case Renew(request=request, reader=reader):
                 self.leases.renew(request, reader)

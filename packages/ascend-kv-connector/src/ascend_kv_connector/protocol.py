@@ -24,6 +24,9 @@ Name = Annotated[str, msgspec.Meta(max_length=512)]
 MAX_RANKS = 1024
 """Ranks of an instance."""
 
+MAX_BLOCKS = 200_000
+"""Blocks that a message may name: 5 bytes each at most, of 1 MiB."""
+
 Rank = Annotated[int, msgspec.Meta(ge=0, le=MAX_RANKS)]
 
 

@@ -9,7 +9,7 @@ from time import monotonic
 from typing import Protocol
 
 from ascend_platform.transfer.engine import Engine
-from ascend_platform.transfer.errors import TransferError
+from ascend_platform.transfer.errors import Settled, TransferError, at_once, never
 from ascend_platform.transfer.query_queue import BusyError
 
 from ascend_kv_connector.leases import Lease, NotReadyError
@@ -30,17 +30,23 @@ WAITING_SECONDS = 0.05
 MAX_ENDED = 1024
 """Pushes that have ended and whose reader has not been told."""
 
+FAILED_SECONDS = 3600.0
+"""Seconds for which a push with a failed write is remembered, for a reader that is paused or cut off meanwhile."""
+
 
 class Job:
     """A push. ``reply`` is set at its end, which comes soon after its reader was last ``heard``.
 
-    ``unsafe``: a write has failed, and may still arrive.
+    ``failed``: since when a write has failed; it may be in progress until it is ``settled``. Cancelled before it has a thread, a
+    job is not ``started`` any more.
     """
 
     def __init__(self, push: Push) -> None:
         self.push, self.heard = push, monotonic()
         self.reply: Reply | None = None
-        self.cancelled = self.unsafe = False
+        self.started = self.cancelled = False
+        self.failed = 0.0
+        self.settled: Settled = at_once
 
 
 class Rank(Protocol):
@@ -80,7 +86,7 @@ class PushJobs:
     """Jobs of a rank by reader."""
 
     def __init__(self, start: Callable[[Job], None]) -> None:
-        """``start(job)`` runs it in another thread."""
+        """``start(job)`` runs it in another thread, or raises TransferError."""
         self._start = start
         self._lock = threading.Lock()
         self._jobs: dict[Owner, Job] = {}
@@ -93,18 +99,25 @@ class PushJobs:
         """
         with self._lock:
             if owner not in self._jobs:
-                ended = [each for each, job in self._jobs.items() if job.reply is not None]
+                until = monotonic() - FAILED_SECONDS
+                ended = [each for each, job in self._jobs.items() if job.reply and job.failed < until and job.settled()]
                 for each in ended[: max(0, len(ended) - MAX_ENDED)]:
                     del self._jobs[each]
-                self._jobs[owner] = Job(push)
-                self._start(self._jobs[owner])
+                self._start(job := Job(push))
+                self._jobs[owner] = job
             job = self._jobs[owner]
             job.heard = monotonic()
             if job.reply is None:
                 raise BusyError(owner, "the prompt is being computed", alone=True)
-            if not job.unsafe:
+            if not job.failed:
                 del self._jobs[owner]
             return job.reply
+
+    def begin(self, job: Job) -> bool:
+        """Whether a job that has a thread now is still wanted."""
+        with self._lock:
+            job.started = not job.cancelled
+            return job.started
 
     def heard(self, request: str, reader: str) -> None:
         """A reader waits for the ends of its pushes."""
@@ -118,27 +131,29 @@ class PushJobs:
 
         Raises:
             BusyError: it still writes.
-            TransferError: a write has failed, and may still arrive.
+            TransferError: nothing is written any more, but a write has failed, and what was sent of it may still arrive.
         """
         with self._lock:
             if (job := self._jobs.get(owner)) is None:
                 return
             job.cancelled = True
-            if job.reply is None:
+            if (job.started and job.reply is None) or not job.settled():
                 raise BusyError((*owner, "stop"), "a write is in progress", alone=True)
+            if job.failed:
+                raise TransferError("transport", "a write has failed, and what was sent of it may still arrive")
             del self._jobs[owner]
-            if job.unsafe:
-                raise TransferError("transport", "a write has failed, and may still arrive")
 
 
 class Pusher:
     """One thread that runs jobs."""
 
-    def __init__(self, rank: Rank, patience: float) -> None:
-        """A reader that is not heard of for ``patience`` seconds is gone."""
-        self._rank, self._patience = rank, patience
+    def __init__(self, rank: Rank, patience: float, begin: Callable[[Job], bool]) -> None:
+        """A reader that is not heard of for ``patience`` seconds is gone. ``begin(job)``: whether a job is still wanted."""
+        self._rank, self._patience, self._begin = rank, patience, begin
 
     def run(self, job: Job) -> None:
+        if not self._begin(job):
+            return
         try:
             job.reply = Pushed(self._push(job))
         except TransferError as error:
@@ -195,7 +210,7 @@ class Pusher:
         runs = plan_runs(remote, own, sizes)
         try:
             self._rank.transport.write(push.session, runs)
-        except Exception:
-            job.unsafe = True
+        except Exception as error:
+            job.settled, job.failed = getattr(error, "settled", never), monotonic()
             raise
         return runs.total

@@ -12,7 +12,7 @@ from time import sleep
 
 import torch
 from ascend_platform.transfer.engine import Runs
-from ascend_platform.transfer.errors import QUARANTINE_SECONDS, TransferError
+from ascend_platform.transfer.errors import TransferError, at_once
 
 
 @dataclass
@@ -20,8 +20,7 @@ class Faults:
     """Fault probabilities per read, drawn by ``draw``; ``hung`` releases hanging reads.
 
     fail: the read fails after a part of the bytes. corrupt: one bit is flipped. delay: it takes ``seconds`` longer. late: it
-    fails, and the bytes arrive ``seconds`` later. hang: it does not return until ``hung`` is set. Failed reads may write for
-    ``quarantine`` seconds.
+    fails, and the bytes arrive ``seconds`` later; until then it is not settled. hang: it does not return until ``hung`` is set.
     """
 
     draw: random.Random = field(default_factory=lambda: random.Random(0))
@@ -32,7 +31,6 @@ class Faults:
     hang: float = 0.0
     seconds: float = 0.05
     hung: threading.Event = field(default_factory=threading.Event)
-    quarantine: float = QUARANTINE_SECONDS
     counts: dict[str, int] = field(default_factory=dict)
 
     def choose(self) -> str:
@@ -93,27 +91,27 @@ class InMemoryTransport:
     def _copy(self, session: str, runs: Runs, seconds: float, read: bool) -> None:
         network, peer = self._network, self._network.transports.get(session)
         if peer is None or not network.killed.isdisjoint((session, self.session)):
-            raise TransferError("transport", f"session {session} does not exist", quarantine=network.faults.quarantine)
+            raise TransferError("transport", f"session {session} does not exist", settled=at_once)
         if frozenset((session, self.session)) in network.cut:
             network.faults.hung.wait(seconds)
-            cause = f"no data from session {session} in {seconds:g} s"
-            raise TransferError("transport", cause, quarantine=network.faults.quarantine)
+            raise TransferError("transport", f"no data from session {session} in {seconds:g} s", settled=at_once)
         each = list(zip(*runs, strict=True))
         if not all(peer.is_registered(remote, size) and self.is_registered(local, size) for remote, local, size in each):
-            raise TransferError("transport", "the memory is not registered")
+            raise TransferError("transport", "the memory is not registered", settled=at_once)
         fault = network.faults.choose()
         if fault == "hang":
             network.faults.hung.wait(60)
         if fault == "delay":
             sleep(network.faults.seconds)
         targets = [(local, remote, size) if read else (remote, local, size) for remote, local, size in each]
-        if fault == "late":
-            threading.Timer(network.faults.seconds, _overwrite, (targets,)).start()
         if fault in ("fail", "late"):
             for target, source, size in targets:
                 ctypes.memmove(target, source, size // 2)
-            cause = f"session {session} closed the connection"
-            raise TransferError("transport", cause, quarantine=network.faults.quarantine)
+            arrived = threading.Event()
+            if fault == "late":
+                threading.Timer(network.faults.seconds, _overwrite, (targets, arrived)).start()
+            settled = arrived.is_set if fault == "late" else at_once
+            raise TransferError("transport", f"session {session} closed the connection", settled=settled)
         for target, source, size in targets:
             ctypes.memmove(target, source, size)
         if fault == "corrupt":
@@ -124,6 +122,7 @@ class InMemoryTransport:
         self._network.transports.pop(self.session, None)
 
 
-def _overwrite(targets: list[tuple[int, int, int]]) -> None:
+def _overwrite(targets: list[tuple[int, int, int]], arrived: threading.Event) -> None:
     for target, _, size in targets:
         ctypes.memset(target, 0x5A, size)
+    arrived.set()

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from time import monotonic
 from typing import Any, Literal, NamedTuple, get_args
 
-from ascend_platform.transfer.errors import QUARANTINE_SECONDS, Kind, TransferError, printable
+from ascend_platform.transfer.errors import Kind, Settled, TransferError, never, printable
 
 from ascend_kv_connector.hints import hint
 
@@ -105,7 +105,7 @@ class Transfer:
         self._lock = threading.Lock()
         self._outcome: Done | Failed | None = None
         self.not_ready_since = 0.0
-        self._reads, self._unsafe_until = 0, 0.0
+        self._reads, self._unsettled = 0, list[Settled]()
 
     @property
     def outcome(self) -> Done | Failed | None:
@@ -157,16 +157,16 @@ class Transfer:
             if self._outcome is not None:
                 raise TransferEndedError
             self._reads += 1
-        quarantine = 0.0
+        unsettled = []
         try:
             yield
         except BaseException as error:
-            quarantine = getattr(error, "quarantine", QUARANTINE_SECONDS)
+            unsettled = [getattr(error, "settled", never)]
             raise
         finally:
             with self._lock:
                 self._reads -= 1
-                self._unsafe_until = max(self._unsafe_until, monotonic() + quarantine)
+                self._unsettled += unsettled
 
     def wait_until_writable(self, stream_context: Callable[..., AbstractContextManager]) -> None:
         """Wait until the device has done what it does with the blocks before."""
@@ -176,13 +176,17 @@ class Transfer:
 
     def count(self, part: int, size: int, stop: int) -> None:
         """``size`` bytes of a part were written, which has all tokens up to ``stop``."""
-        self.size += size
-        self.written_until[part] = stop
+        with self._lock:
+            self.size += size
+            self.written_until[part] = stop
 
     def settled(self) -> bool:
         """Whether it has ended, and nothing writes to its blocks any more: they may be freed, or written by others."""
         with self._lock:
-            return self._outcome is not None and not self._reads and self._unsafe_until <= monotonic()
+            if self._outcome is None or self._reads:
+                return False
+            self._unsettled = [settled for settled in self._unsettled if not settled()]
+            return not self._unsettled
 
     def succeed(self) -> bool:
         seconds = monotonic() - self.started

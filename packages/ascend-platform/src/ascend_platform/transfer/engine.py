@@ -5,16 +5,19 @@ from __future__ import annotations
 import importlib
 import threading
 from collections.abc import Callable
+from time import sleep
 from typing import Any, NamedTuple, Protocol
 
 import torch
 
 from ascend_platform.components import RefusedError
 from ascend_platform.transfer.auth import CurveKeys
-from ascend_platform.transfer.errors import QUARANTINE_SECONDS
+from ascend_platform.transfer.errors import Settled
 
 READ_SECONDS = 30.0
 """Timeout of a read by an engine that cannot abort reads one by one."""
+
+SETTLE_POLL_SECONDS = 1.0
 
 ENGINES = {
     "mooncake": "ascend_platform.transfer.mooncake.MooncakeEngine",
@@ -69,20 +72,21 @@ class Engine(Protocol):
         the bytes.
 
         Raises:
-            TransferError: the memory here is undefined, and may change for the error's ``quarantine`` seconds.
+            TransferError: the memory here is undefined, and may change until the error is ``settled``.
         """
 
     def write(self, session: str, runs: Runs) -> None:
         """Copy runs of registered memory here to a peer's, whose addresses are ``remote``; only if ``can_write``.
 
         Raises:
-            TransferError: the memory there is undefined, and may change for the error's ``quarantine`` seconds.
+            TransferError: the memory there is undefined, and may change until the error is ``settled``, and for as long as bytes
+                that were sent are in transit.
         """
 
     def close(self) -> None:
         """Release all resources; no read is in progress any more, or can be waited for.
 
-        After a failed read the memory is kept for :data:`~ascend_platform.transfer.errors.QUARANTINE_SECONDS`.
+        Registered memory is kept until failed reads and writes are settled.
         """
 
 
@@ -113,11 +117,18 @@ def make_engine(
     return getattr(_module(name), ENGINES[name].rpartition(".")[2])(host, protocol, keys, ports, timeout)
 
 
-def keep_for_quarantine(release: Callable[[], object]) -> None:
-    """Call this once failed reads can write no more, unless the process has ended; what it refers to is kept until then."""
-    timer = threading.Timer(QUARANTINE_SECONDS, release)
-    timer.daemon = True
-    timer.start()
+def release_when_settled(settled: Settled, release: Callable[[], object]) -> None:
+    """Call ``release`` once this is settled, unless the process has ended; what it refers to is kept until then."""
+
+    def wait() -> None:
+        while not settled():
+            sleep(SETTLE_POLL_SECONDS)
+        release()
+
+    if settled():
+        release()
+    else:
+        threading.Thread(target=wait, name="transfer-settle", daemon=True).start()
 
 
 def _module(name: str) -> Any:

@@ -2,14 +2,25 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Literal
 
 Kind = Literal["peer", "transport", "lease", "deadline", "verify", "mismatch", "aborted", "sleep", "internal"]
 
 KINDS: tuple[Kind, ...] = ("peer", "transport", "lease", "deadline", "verify", "mismatch", "aborted", "sleep", "internal")
 
-QUARANTINE_SECONDS = 60.0
-"""Seconds for which a buffer is not reused after a failed read: the engine may still write to it."""
+Settled = Callable[[], bool]
+"""Whether a failed read or write can change its target no more. Once True it stays so."""
+
+
+def at_once() -> bool:
+    """Settled: the read or write had not started, or has ended."""
+    return True
+
+
+def never() -> bool:
+    """Settled: the engine cannot know when the read or write ends."""
+    return False
 
 
 def printable(text: str) -> str:
@@ -25,12 +36,12 @@ def one_line(error: Exception) -> str:
 class TransferError(Exception):
     """A transfer failed.
 
-    ``kind`` is a label of metrics; ``hint`` says what to do, if that is not the same for all errors of the kind. ``quarantine``
-    is for failed reads: the seconds for which the target buffer may still change; 0 if the read had not started.
+    ``kind`` is a label of metrics; ``hint`` says what to do, if that is not the same for all errors of the kind. ``settled`` is
+    for failed reads and writes: until it is True, the target's memory may still change and must not be reused.
     """
 
-    def __init__(self, kind: Kind, cause: str, hint: str = "", quarantine: float = QUARANTINE_SECONDS) -> None:
+    def __init__(self, kind: Kind, cause: str, hint: str = "", settled: Settled = never) -> None:
         super().__init__(cause)
         self.kind: Kind = kind
-        self.quarantine = quarantine
+        self.settled = settled
         self.hint = hint

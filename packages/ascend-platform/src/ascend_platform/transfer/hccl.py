@@ -15,16 +15,16 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from time import monotonic
-from typing import Any
+from typing import Any, NamedTuple
 from uuid import uuid4
 
 import torch
 import zmq
 
-from ascend_platform.components import RefusedError, slots
+from ascend_platform.components import RefusedError, logger, slots
 from ascend_platform.transfer.auth import CurveKeys
-from ascend_platform.transfer.engine import Runs, keep_for_quarantine
-from ascend_platform.transfer.errors import QUARANTINE_SECONDS, TransferError, one_line
+from ascend_platform.transfer.engine import Runs
+from ascend_platform.transfer.errors import Settled, TransferError, at_once, never, one_line
 from ascend_platform.transfer.messages import Ack, Codec, Message, Refused
 from ascend_platform.transfer.rpc import RpcClient, RpcServer
 
@@ -126,6 +126,17 @@ class HcclSender:
         self.work.put(None)
 
 
+class Memory(NamedTuple):
+    """Registered buffers by address, and where they start; replaced as a whole, since other threads look slices up."""
+
+    buffers: list[torch.Tensor]
+    starts: list[int]
+
+
+_kept: list[torch.Tensor] = []
+"""Memory that a link which cannot be destroyed may still write to: kept for the life of the process."""
+
+
 class HcclEngine:
     """See :class:`~ascend_platform.transfer.engine.Engine`; buffers are on the NPU."""
 
@@ -154,9 +165,8 @@ class HcclEngine:
         assert name is not None
         self.link = resolve_obj_by_qualname(name)
         self.keys = keys
-        self.context, self.failed = zmq.Context(), 0.0
-        self._buffers: list[torch.Tensor] = []  # by address
-        self._starts: list[int] = []
+        self.context = zmq.Context()
+        self._memory = Memory([], [])
         self._readers: dict[str, HcclReader] = {}
         self._senders: dict[str, HcclSender] = {}
         self._threads: list[threading.Thread] = []
@@ -165,14 +175,15 @@ class HcclEngine:
         self.session = f"{host}:{self._server.port}"
 
     def register(self, buffer: torch.Tensor) -> None:
-        ordered = sorted([*self._buffers, buffer], key=torch.Tensor.data_ptr)
-        self._buffers, self._starts = ordered, [each.data_ptr() for each in ordered]
+        with self._lock:
+            ordered = sorted([*self._memory.buffers, buffer], key=torch.Tensor.data_ptr)
+            self._memory = Memory(ordered, [each.data_ptr() for each in ordered])
 
     def read(self, session: str, runs: Runs, seconds: float) -> None:
         until = monotonic() + seconds
         targets = self.registered_slices(runs.local, runs.size)
         if targets is None:
-            raise TransferError("transport", "the memory is not registered", quarantine=0)
+            raise TransferError("transport", "the memory is not registered", settled=at_once)
         with self._use_reader(session, seconds) as reader:
             reader.read(runs.remote, targets, until)
 
@@ -188,7 +199,7 @@ class HcclEngine:
                 self._readers[session] = HcclReader(self, session, f"{self.session}/{uuid4().hex}")
             reader = self._readers[session]
         if not reader.lock.acquire(timeout=seconds):
-            raise TransferError("transport", f"waited {seconds:.3g} s for other reads from this NPU", quarantine=0)
+            raise TransferError("transport", f"waited {seconds:.3g} s for other reads from this NPU", settled=at_once)
         try:
             yield reader
         finally:
@@ -205,13 +216,13 @@ class HcclEngine:
 
     def registered_slices(self, addresses: list[int], sizes: list[int]) -> list[torch.Tensor] | None:
         """These bytes of registered memory; None if some are outside."""
-        slices = []
+        slices, memory = [], self._memory
         for address, size in zip(addresses, sizes, strict=True):
-            index = bisect_right(self._starts, address) - 1
-            at = address - self._starts[index] if index >= 0 else -1
-            if at < 0 or size <= 0 or at + size > self._buffers[index].numel():
+            index = bisect_right(memory.starts, address) - 1
+            at = address - memory.starts[index] if index >= 0 else -1
+            if at < 0 or size <= 0 or at + size > memory.buffers[index].numel():
                 return None
-            slices.append(self._buffers[index][at : at + size])
+            slices.append(memory.buffers[index][at : at + size])
         return slices
 
     def close(self) -> None:
@@ -222,14 +233,12 @@ class HcclEngine:
             sending.end()
         for thread in self._threads:
             thread.join(1)
-        if self.failed and monotonic() - self.failed < QUARANTINE_SECONDS:
-            keep_for_quarantine(self._buffers.clear)
         if not self._readers:  # otherwise a thread may still use it
             self.context.destroy(linger=0)
 
     def set_device(self) -> None:
         """Set this thread's NPU to that of the buffers."""
-        torch.npu.set_device(self._buffers[0].device)
+        torch.npu.set_device(self._memory.buffers[0].device)
 
     def _answer(self, query: Message) -> Message:
         match query:
@@ -243,7 +252,7 @@ class HcclEngine:
         return Refused("mismatch", "not a message of an HCCL reader")
 
     def _accept_reader(self, reader: str) -> Message:
-        if not self._buffers:
+        if not self._memory.buffers:
             return Refused("transport", "the peer has no registered memory")
         self.set_device()
         try:
@@ -252,7 +261,7 @@ class HcclEngine:
             info = self.link.root_info()
         except Exception as error:
             return Refused("transport", one_line(error))
-        sending = self._senders[reader] = HcclSender()
+        sending = HcclSender()
 
         def make() -> Any:
             self.set_device()
@@ -261,6 +270,7 @@ class HcclEngine:
         thread = threading.Thread(target=sending.run, args=[make], name="transfer-hccl", daemon=True)
         self._threads = [each for each in self._threads if each.is_alive()] + [thread]
         thread.start()
+        self._senders[reader] = sending
         return RootInfo(info)
 
     def _send(self, message: Send) -> Message:
@@ -299,7 +309,7 @@ class HcclReader:
                 self._open(until)
         except Exception as error:
             self._abandon()
-            raise _as_transfer_error(error, 0) from None
+            raise _as_transfer_error(error, at_once) from None
 
     def read(self, remote: list[int], targets: list[torch.Tensor], until: float) -> None:
         """Receive the bytes at the peer's addresses.
@@ -327,10 +337,10 @@ class HcclReader:
                 if self.client.connection_count() != connection:
                     raise TransferError("peer", "the peer closed the connection during an HCCL receive")
         except Exception as error:
-            self._abandon()
-            if started:
-                self._engine.failed = monotonic()
-            raise _as_transfer_error(error, QUARANTINE_SECONDS if started else 0) from None
+            settled = at_once if self._abandon() or not started else never
+            if settled is never:
+                _kept.extend(targets)
+            raise _as_transfer_error(error, settled) from None
 
     def disconnect(self) -> None:
         """Tell the peer to close its side, and close this one."""
@@ -338,19 +348,24 @@ class HcclReader:
             with suppress(TransferError):
                 if self.client is not None:
                     self.client.call(Disconnect(self._name), monotonic() + 2)
-            with suppress(Exception):  # the NPU may have failed
-                self._abandon()
+            self._abandon()
             self.lock.release()
 
-    def _abandon(self) -> None:
+    def _abandon(self) -> bool:
+        """Discard the link with all work on it; whether that has succeeded, so that nothing is received any more."""
         self.closed = True
         self._engine.forget(self._session, self)
         client, self.client = self.client, None
         if client is not None:
             client.close()
         link, self.link = self.link, None
-        if link is not None:
-            link.destroy()
+        try:
+            if link is not None:
+                link.destroy()
+        except Exception as error:  # the NPU may have failed
+            logger.warning("HCCL link with %s cannot be destroyed: %s", self._session, one_line(error))
+            return False
+        return True
 
     def _open(self, until: float) -> None:
         host, _, port = self._session.rpartition(":")
@@ -380,10 +395,10 @@ class HcclReader:
             raise TransferError("transport", f"HCCL cannot connect the two NPUs: {one_line(error)}")
 
 
-def _as_transfer_error(error: Exception, quarantine: float) -> TransferError:
+def _as_transfer_error(error: Exception, settled: Settled) -> TransferError:
     if isinstance(error, TransferError):
-        return TransferError(error.kind, one_line(error), quarantine=quarantine)
-    return TransferError("transport", f"HCCL failed: {one_line(error)}", quarantine=quarantine)
+        return TransferError(error.kind, one_line(error), settled=settled)
+    return TransferError("transport", f"HCCL failed: {one_line(error)}", settled=settled)
 
 
 def _bytes(tensors: list[torch.Tensor]) -> int:

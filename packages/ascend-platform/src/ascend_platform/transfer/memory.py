@@ -10,7 +10,7 @@ from time import monotonic
 import torch
 
 from ascend_platform.transfer.engine import Engine
-from ascend_platform.transfer.errors import TransferError
+from ascend_platform.transfer.errors import Settled, TransferError
 
 
 def allocate_buffer(engine: Engine, size: int, device: torch.device) -> torch.Tensor:
@@ -50,7 +50,7 @@ class ReceiveBuffers:
         self._free = [allocate() for _ in range(count)]
         self._made = count
         self._in_use: dict[int, float] = {}  # by address, since when
-        self._quarantined: list[tuple[float, torch.Tensor]] = []
+        self._quarantined: list[tuple[Settled, torch.Tensor]] = []
 
     def acquire(self, check: Callable[[], object] = lambda: None) -> torch.Tensor:
         """A buffer, once one is free; ``check`` is called every 0.1 s meanwhile and may raise.
@@ -83,19 +83,18 @@ class ReceiveBuffers:
             self._free.append(buffer)
             self._changed.notify()
 
-    def quarantine(self, buffer: torch.Tensor, seconds: float) -> None:
-        """Do not use a buffer for this long: a failed read may still write to it."""
+    def quarantine(self, buffer: torch.Tensor, settled: Settled) -> None:
+        """Do not use a buffer until the failed read that may still write to it is settled."""
         with self._changed:
             del self._in_use[buffer.data_ptr()]
-            self._quarantined.append((self._clock() + seconds, buffer))
+            self._quarantined.append((settled, buffer))
             self._changed.notify()
 
     def _take(self) -> torch.Tensor | None:
-        now = self._clock()
-        over = next((index for index, (until, _) in enumerate(self._quarantined) if until <= now), None)
+        over = next((index for index, (settled, _) in enumerate(self._quarantined) if settled()), None)
         if self._free or over is not None:
             buffer = self._free.pop() if over is None else self._quarantined.pop(over)[1]
-            self._in_use[buffer.data_ptr()] = now
+            self._in_use[buffer.data_ptr()] = self._clock()
             return buffer
         return None
 

@@ -12,7 +12,7 @@ import sys
 import threading
 import weakref
 from collections import Counter, deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from importlib import metadata
 from time import monotonic, sleep
 from typing import Any
@@ -21,8 +21,8 @@ import torch
 
 from ascend_platform.components import RefusedError, logger
 from ascend_platform.transfer.auth import CurveKeys
-from ascend_platform.transfer.engine import READ_SECONDS, Runs, keep_for_quarantine
-from ascend_platform.transfer.errors import QUARANTINE_SECONDS, TransferError
+from ascend_platform.transfer.engine import READ_SECONDS, Runs, release_when_settled
+from ascend_platform.transfer.errors import Settled, TransferError, at_once, never
 
 WHEELS = ("mooncake-transfer-engine-npu", "mooncake-transfer-engine-non-cuda", "mooncake-transfer-engine")
 """Wheels with the same modules; which one to install depends on the machine, so no wheel of ours requires one of them."""
@@ -46,6 +46,10 @@ PORTS_OF_RANK = 20
 
 FAILED_BATCHES = 0, 2**64 - 1
 """What Mooncake returns for a batch that it could not submit."""
+
+DONE, FAILED = 1, -1
+"""States in which a batch has ended, and which free it when they are returned: it may not be looked at again. In others, also in
+-2 for slices that are late, its bytes may still arrive."""
 
 IPV6_VARIABLE = "MC_USE_IPV6"
 PORT_VARIABLES = ("MC_MIN_PRC_PORT", "MC_MAX_PRC_PORT")
@@ -139,8 +143,8 @@ class SharedEngine:
                 self._known[address] += 1
             return self._names[session]
 
-    def run(self, submit: Callable[..., int], session: str, runs: Runs) -> int:
-        """Submit runs and wait until all are done; returns 0, or a negative code.
+    def run(self, submit: Callable[..., int], session: str, runs: Runs) -> tuple[int, Settled]:
+        """Submit runs and wait until all are done; returns 0, or a negative code and whether all that were submitted have ended.
 
         Mooncake's synchronous calls read the state without a pause, so that each takes a processor, and fail if they submit more
         runs than the peer's queue takes; this waits asleep, with few in the queue. The state that Mooncake has of a batch is its
@@ -149,28 +153,34 @@ class SharedEngine:
         """
         until = monotonic() + self.timeout + runs.total / 1e9
         queued: deque[int] = deque()
-        for local, remote, size in zip(runs.local, runs.remote, runs.size, strict=True):
-            if len(queued) == MOST_QUEUED and (code := self._wait(queued.popleft(), until)):
-                return code
-            queued.append(submit(session, [local], [remote], [size]))
-            if queued[-1] in FAILED_BATCHES:
-                return -1
-        return next((code for batch in queued if (code := self._wait(batch, until))), 0)
+        given = deque(zip(runs.local, runs.remote, runs.size, strict=True))
+        while given or queued:
+            if given and len(queued) < MOST_QUEUED:
+                local, remote, size = given.popleft()
+                if (batch := submit(session, [local], [remote], [size])) in FAILED_BATCHES:
+                    return -1, Batches(self.engine, queued).have_ended
+                queued.append(batch)
+            else:
+                state = self._wait(queued[0], until)
+                if state in (DONE, FAILED):
+                    queued.popleft()
+                if state != DONE:
+                    return state or -1, Batches(self.engine, queued).have_ended
+        return 0, at_once
 
     def _wait(self, batch: int, until: float) -> int:
+        """The state of a batch when it has ended, or is late."""
         pause, longest = PAUSES
-        while not (state := self.engine.transfer_check_status(batch)):
-            if monotonic() > until:
-                return -1
+        while not (state := self.engine.transfer_check_status(batch)) and monotonic() < until:
             sleep(pause)
             pause = min(2 * pause, longest)
-        return 0 if state == 1 else state
+        return int(state)
 
     def register(self, address: int, size: int) -> None:
         """Register memory, unless it is. Raises TransferError."""
         with self._lock:
             if not self.registered[address, size] and (code := self.engine.register_memory(address, size)):
-                raise TransferError("transport", f"mooncake cannot register {size} bytes (code {code})", quarantine=0)
+                raise TransferError("transport", f"mooncake cannot register {size} bytes (code {code})", settled=at_once)
             self.registered[address, size] += 1
 
     def unregister(self, address: int, size: int) -> None:
@@ -189,6 +199,20 @@ def _fix(protocol: str, ports: range | None) -> str:
         f"give option ports at least {PORTS_OF_RANK} ports a rank, it has {len(ports)} in all: Mooncake takes random ones, and "
         f"those of an instance that has ended are in use for a minute; protocol ascend needs {WHEELS[0]}"
     )
+
+
+class Batches:
+    """Batches of a failed read or write, which Mooncake goes on with: for as long as a peer is paused, or cut off."""
+
+    def __init__(self, engine: Any, batches: Iterable[int]) -> None:
+        self._engine, self._batches = engine, list(batches)
+        self._lock = threading.Lock()
+
+    def have_ended(self) -> bool:
+        """Whether all have ended; those that have are freed."""
+        with self._lock:
+            self._batches = [each for each in self._batches if self._engine.transfer_check_status(each) not in (DONE, FAILED)]
+            return not self._batches
 
 
 _engines: dict[tuple[str, str, int, range | None], SharedEngine] = {}
@@ -230,7 +254,8 @@ class MooncakeEngine:
         self.name = f"mooncake ({protocol})"
         self.on_device = protocol == "ascend"
         self._buffers: list[torch.Tensor] = []  # their memory must not be reused while it is registered
-        self._failed = 0.0
+        self._unsettled: list[Settled] = []
+        self._lock = threading.Lock()
         self._unregister_all = weakref.finalize(self, _unregister_all, self._shared, self._buffers)
 
     def register(self, buffer: torch.Tensor) -> None:
@@ -241,27 +266,29 @@ class MooncakeEngine:
         """Reads connect."""
 
     def read(self, session: str, runs: Runs, seconds: float) -> None:
-        if code := self._run("read", session, runs):
-            self._failed = monotonic()
-            raise TransferError("transport", f"mooncake failed to read {runs.total} bytes (code {code})")
+        self._run("read", session, runs)
 
     def write(self, session: str, runs: Runs) -> None:
-        if code := self._run("write", session, runs):
-            raise TransferError("transport", f"mooncake failed to write {runs.total} bytes (code {code})")
+        self._run("write", session, runs)
 
-    def _run(self, direction: str, session: str, runs: Runs) -> int:
-        """Read or write runs; returns 0, or Mooncake's code."""
-        engine, session = self._shared.engine, self._shared.peer_name(session)
+    def _run(self, direction: str, session: str, runs: Runs) -> None:
+        engine, session, began = self._shared.engine, self._shared.peer_name(session), monotonic()
+        settled: Settled
         if self.on_device:  # one batch is one call of CANN's there
             code: int = getattr(engine, f"batch_transfer_sync_{direction}")(session, runs.local, runs.remote, runs.size)
-            return code
-        return self._shared.run(getattr(engine, f"batch_transfer_async_{direction}"), session, runs)
+            # Before its timeout it returns only once CANN's call has ended and the link is closed (ascend_direct_transport).
+            settled = at_once if monotonic() - began < self._shared.timeout else never
+        else:
+            code, settled = self._shared.run(getattr(engine, f"batch_transfer_async_{direction}"), session, runs)
+        if code:
+            with self._lock:
+                self._unsettled = [each for each in self._unsettled if not each()] + [settled]
+            raise TransferError("transport", f"mooncake failed to {direction} {runs.total} bytes (code {code})", settled=settled)
 
     def close(self) -> None:
-        if self._failed and monotonic() - self._failed < QUARANTINE_SECONDS:
-            keep_for_quarantine(self._unregister_all)
-        else:
-            self._unregister_all()
+        with self._lock:
+            unsettled = self._unsettled
+        release_when_settled(lambda: all(each() for each in unsettled), self._unregister_all)
 
 
 def _unregister_all(shared: SharedEngine, buffers: list[torch.Tensor]) -> None:

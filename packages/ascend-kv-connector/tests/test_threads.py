@@ -1,0 +1,162 @@
+"""State that threads share, and threads that cannot be started."""
+
+import threading
+from collections.abc import Callable
+from time import sleep
+from typing import Any
+
+import pytest
+import torch
+from ascend_kv_connector import worker
+from ascend_kv_connector.leases import PrefillProgress
+from ascend_kv_connector.transfers import Done, Transfer
+from ascend_kv_connector.worker import P2PWorker
+from ascend_platform import extension
+from ascend_platform.transfer.errors import TransferError
+from ascend_platform.transfer.hccl import HcclEngine, Memory
+from ascend_platform.transfer.peers import MAX_STUCK_THREADS, PeerQueues
+from harness.kv.prompts import Prompt, wait_for
+
+
+def test_two_readers_of_a_layer_see_computed_tokens_only() -> None:
+    progress, entered, go = PrefillProgress(), threading.Event(), threading.Event()
+    found: list[int] = []
+
+    def first_chunk() -> bool:
+        if not entered.is_set():
+            entered.set()
+            go.wait(1.0)  # the other reader runs between the query and its consequence, if it can
+        return True
+
+    progress.record("l", 100, first_chunk)
+    progress.record("l", 200, lambda: False)
+    threads = [threading.Thread(target=lambda: found.append(progress.ready_tokens(["l"]))) for _ in range(2)]
+    threads[0].start()
+    assert entered.wait(10)
+    threads[1].start()
+    threads[1].join(0.3)
+    go.set()
+    for thread in threads:
+        thread.join(10)
+    assert found == [100, 100]
+
+
+class Interrupted:
+    """A lock; when the main thread has left it, ``act`` runs in another thread before its next line, once."""
+
+    def __init__(self, lock: Any, act: Callable[[], Any]) -> None:
+        self.lock, self.act = lock, [act]
+
+    def __enter__(self) -> Any:
+        return self.lock.__enter__()
+
+    def __exit__(self, *error: Any) -> None:
+        self.lock.__exit__(*error)
+        if self.act and threading.current_thread() is threading.main_thread():
+            thread = threading.Thread(target=self.act.pop())
+            thread.start()
+            thread.join()
+
+
+def test_transfer_that_is_announced_while_it_starts_runs_once(instances: Callable) -> None:
+    producer, consumer = instances("p").produce(), instances("d").consume()
+    prompt, rank, blocks, begun = Prompt(producer, "r", 40), consumer.consumers[0], consumer.take(40), []
+    enqueue = rank._enqueue
+    rank._enqueue = lambda work: (begun.append(work) if isinstance(work, Transfer) else None, enqueue(work))
+    rank._lock = Interrupted(rank._lock, lambda: rank.answer(prompt.announcement()))
+    rank.start("r", None, blocks, 0, 40)
+    prompt.compute(40)
+    assert isinstance(consumer.wait()[0][0], Done)
+    assert consumer.holds("r", blocks, 0, 40)
+    assert len(begun) == 1
+
+
+def refuse_threads(monkeypatch: pytest.MonkeyPatch) -> None:
+    def start(thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(threading.Thread, "start", start)
+
+
+def test_requests_fail_while_no_thread_can_be_started(instances: Callable) -> None:
+    """The engine goes on, and so does the peer's queue afterwards."""
+    producer, consumer = instances("p", expose_cache=False).produce(), instances("d", expose_cache=False).consume()
+    rank = consumer.consumers[0]
+    with pytest.MonkeyPatch.context() as patch:
+        refuse_threads(patch)
+        rank.start("r", source := producer.fill("r", 8)[0], consumer.take(8), 0, 8)
+        rank.release(source)
+        ((outcome,),) = consumer.wait()
+    assert (outcome.kind, outcome.cause[:22]) == ("internal", "can't start new thread")
+    assert rank.queues.thread_count == 0
+    rank.start("s", producer.fill("s", 8)[0], blocks := consumer.take(8), 0, 8)
+    assert isinstance(consumer.wait()[0][0], Done)
+    with pytest.MonkeyPatch.context() as patch:  # that of the peer is there, and those that unpack
+        refuse_threads(patch)
+        rank.start("t", producer.fill("t", 8)[0], blocks := consumer.take(8), 0, 8)
+        assert isinstance(consumer.wait()[0][0], Done)
+    assert consumer.holds("t", blocks, 0, 8)
+
+
+class Waiter:
+    """A worker whose work is an event to wait for."""
+
+    def run(self, work: threading.Event) -> None:
+        work.wait(30)
+
+    def close(self) -> None:
+        pass
+
+
+def test_stuck_threads_of_a_peer_do_not_count_against_others() -> None:
+    queues, stuck = PeerQueues[threading.Event]("test", Waiter), threading.Event()
+    works = [threading.Event() for _ in range(MAX_STUCK_THREADS + 1)]
+    for work in works:
+        work.wait = stuck.wait  # type: ignore[method-assign]
+        queues.put("a", work, 1)
+        assert wait_for(lambda work=work: any(thread.work is work for thread in queues._peers["a"].threads))
+        queues.abandon(work)
+    assert (len(queues._stuck), len(queues._peers["a"].threads)) == (MAX_STUCK_THREADS, 1)
+    other, after = threading.Event(), threading.Event()
+    queues.put("b", other, 1)
+    assert wait_for(lambda: any(thread.work is other for thread in queues._peers["b"].threads))
+    queues.put("b", after, 1)
+    queues.abandon(other)
+    assert wait_for(lambda: any(thread.work is after for thread in queues._peers["b"].threads))
+    for event in (stuck, other, after):
+        event.set()
+    assert queues.close(10.0)
+
+
+def test_memory_is_looked_up_while_more_is_registered() -> None:
+    engine = HcclEngine.__new__(HcclEngine)
+    engine._lock, engine._memory = threading.Lock(), Memory([], [])
+    buffers = [torch.zeros(64, dtype=torch.uint8) for _ in range(400)]
+    threads = [
+        threading.Thread(target=lambda part=part: [engine.register(each) for each in part])
+        for part in (buffers[::2], buffers[1::2])
+    ]
+    for thread in threads:
+        thread.start()
+    found = 0
+    while any(thread.is_alive() for thread in threads) or not found:
+        slices = engine.registered_slices([buffers[0].data_ptr() + 3], [8])
+        found += slices is not None
+        assert slices is None or slices[0].data_ptr() == buffers[0].data_ptr() + 3
+    assert all(engine.registered_slices([each.data_ptr()], [64]) for each in buffers)
+
+
+def test_cache_that_is_being_read_is_not_put_to_sleep(instances: Callable, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(worker, "SUSPEND_SECONDS", 0.1)
+    producer = instances("p").produce()
+    producer.fill("r", 8)
+    own = P2PWorker.__new__(P2PWorker)
+    own._consumer, own._producer, own._progress = None, producer.producers[0], {}
+    with own._producer.leases.use("r", "d"):
+        with pytest.raises(extension.RefusedError, match=r"is still being read after 0.1 s and cannot be put to sleep; fix: "):
+            own.set_awake(False)
+        with own._producer.leases.use("r", "e"):
+            pass
+    own.set_awake(False)
+    with pytest.raises(TransferError, match="went to sleep"), own._producer.leases.use("r", "d"):
+        sleep(0)
