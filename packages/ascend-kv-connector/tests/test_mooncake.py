@@ -10,6 +10,7 @@ import sys
 import threading
 from collections import Counter
 from collections.abc import Callable
+from importlib import metadata
 from multiprocessing.connection import Connection
 from time import monotonic, sleep
 
@@ -103,6 +104,25 @@ def test_runs_are_waited_for_asleep(states: tuple[int, ...], locals: list[int], 
     assert settled()
     assert settled()
     assert moving.freed == set(range(1, len(states) + 1))
+
+
+@pytest.mark.parametrize(
+    ("found", "variable", "can"),
+    [("0.3.11.post1", "", False), ("0.3.12.post1", "", True), ("0.3.13", "1", False), ("1.0", "2", True), (None, "", False)],
+)
+def test_pushes_need_writes_that_are_acknowledged(
+    found: str | None, variable: str, can: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without, a push counts as done while its bytes are in transit."""
+
+    def version(wheel: str) -> str:
+        if found is None or wheel != "mooncake-transfer-engine":
+            raise metadata.PackageNotFoundError(wheel)
+        return found
+
+    monkeypatch.setattr(metadata, "version", version)
+    monkeypatch.setenv("MC_TCP_PROTO", variable)
+    assert MooncakeEngine("127.0.0.1", "tcp").can_write == can
 
 
 def test_more_runs_are_read_than_mooncakes_queue_takes() -> None:

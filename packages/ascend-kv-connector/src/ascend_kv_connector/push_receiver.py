@@ -129,8 +129,8 @@ class PushReceiver:
     def can_push(self, transfer: Transfer, plan: FetchPlan, peer: CacheInfo) -> bool:
         consumer = self._consumer
         same = plan.heads == consumer.cache.heads == Heads(peer.first_head, peer.heads) and not consumer.cache.is_hybrid
-        able = peer.accepts_push and consumer.memory and same and len(transfer.blocks) <= MAX_BLOCKS
-        return bool(able) and consumer.may_write_directly()
+        able = peer.accepts_push and consumer.transport.can_write and consumer.memory and same
+        return bool(able) and len(transfer.blocks) <= MAX_BLOCKS and consumer.may_write_directly()
 
     def receive(self, transfer: Transfer, plans: list[FetchPlan]) -> None:
         """Let the ranks write a prompt into this one's blocks during its prefill, until they have written all."""

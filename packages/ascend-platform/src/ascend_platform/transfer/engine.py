@@ -49,7 +49,7 @@ class Engine(Protocol):
         name: for messages, such as ``mooncake (tcp)``; must be the same on both sides.
         session: what a peer passes to :meth:`read` to read from this side.
         on_device: whether it reads and writes NPU memory; otherwise buffers are on the host.
-        can_write: whether it has :meth:`write`.
+        can_write: whether it has :meth:`write`, and both sides can.
         most_runs: runs of a tensor up to which reading them is faster than packing them first.
     """
 

@@ -18,6 +18,7 @@ from time import monotonic, sleep
 from typing import Any
 
 import torch
+from packaging.version import Version
 
 from ascend_platform.components import RefusedError, logger
 from ascend_platform.transfer.auth import CurveKeys
@@ -51,6 +52,12 @@ DONE, FAILED = 1, -1
 """States in which a batch has ended, and which free it when they are returned: it may not be looked at again. In others, also in
 -2 for slices that are late, its bytes may still arrive."""
 
+ACKNOWLEDGED_SINCE = 0, 3, 12
+"""Version from which a write over ``tcp`` is done when its bytes are in the peer's memory; before, and with the variable, it is
+when they have been sent (https://github.com/kvcache-ai/Mooncake/pull/2850)."""
+
+PROTOCOL_VARIABLE = "MC_TCP_PROTO"
+
 IPV6_VARIABLE = "MC_USE_IPV6"
 PORT_VARIABLES = ("MC_MIN_PRC_PORT", "MC_MAX_PRC_PORT")
 """First and last port of its listeners (sic, "PRC")."""
@@ -76,6 +83,15 @@ def _note_version() -> None:
         with contextlib.suppress(metadata.PackageNotFoundError):
             if not (found := metadata.version(wheel)).startswith(TESTED):
                 logger.warning("%s %s was not tested with this version; fix: pip install %s==%s.*", wheel, found, wheel, TESTED)
+
+
+def acknowledges_writes() -> bool:
+    """Whether a write over ``tcp`` is done when its bytes are in the peer's memory, if the peer's Mooncake can do that too."""
+    versions = []
+    for wheel in WHEELS:
+        with contextlib.suppress(metadata.PackageNotFoundError):
+            versions.append(Version(metadata.version(wheel)).release)
+    return max(versions, default=(0,)) >= ACKNOWLEDGED_SINCE and os.environ.get(PROTOCOL_VARIABLE) != "1"
 
 
 def import_module(name: str) -> Any:
@@ -239,7 +255,6 @@ class MooncakeEngine:
     """See :class:`~ascend_platform.transfer.engine.Engine`; it uses this process's engine. The keys are not used."""
 
     most_runs = sys.maxsize
-    can_write = True
 
     def __init__(
         self,
@@ -253,6 +268,7 @@ class MooncakeEngine:
         self.session = self._shared.session
         self.name = f"mooncake ({protocol})"
         self.on_device = protocol == "ascend"
+        self.can_write = self.on_device or acknowledges_writes()
         self._buffers: list[torch.Tensor] = []  # their memory must not be reused while it is registered
         self._unsettled: list[Settled] = []
         self._lock = threading.Lock()
