@@ -12,7 +12,7 @@ import sys
 import threading
 import weakref
 from collections import Counter, deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from importlib import metadata
 from time import monotonic, sleep
 from typing import Any
@@ -270,6 +270,7 @@ class MooncakeEngine:
         self.on_device = protocol == "ascend"
         self.can_write = self.on_device or acknowledges_writes()
         self._buffers: list[torch.Tensor] = []  # their memory must not be reused while it is registered
+        self._running = 0
         self._unsettled: list[Settled] = []
         self._lock = threading.Lock()
         self._unregister_all = weakref.finalize(self, _unregister_all, self._shared, self._buffers)
@@ -282,10 +283,22 @@ class MooncakeEngine:
         """Reads connect."""
 
     def read(self, session: str, runs: Runs, seconds: float) -> None:
-        self._run("read", session, runs)
+        with self._in_progress():
+            self._run("read", session, runs)
 
     def write(self, session: str, runs: Runs) -> None:
-        self._run("write", session, runs)
+        with self._in_progress():
+            self._run("write", session, runs)
+
+    @contextlib.contextmanager
+    def _in_progress(self) -> Iterator[None]:
+        with self._lock:
+            self._running += 1
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._running -= 1
 
     def _run(self, direction: str, session: str, runs: Runs) -> None:
         engine, session, began = self._shared.engine, self._shared.peer_name(session), monotonic()
@@ -302,9 +315,7 @@ class MooncakeEngine:
             raise TransferError("transport", f"mooncake failed to {direction} {runs.total} bytes (code {code})", settled=settled)
 
     def close(self) -> None:
-        with self._lock:
-            unsettled = self._unsettled
-        release_when_settled(lambda: all(each() for each in unsettled), self._unregister_all)
+        release_when_settled(lambda: not self._running and all(each() for each in self._unsettled), self._unregister_all)
 
 
 def _unregister_all(shared: SharedEngine, buffers: list[torch.Tensor]) -> None:

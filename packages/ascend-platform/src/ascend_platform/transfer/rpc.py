@@ -111,7 +111,8 @@ class RpcServer:
     def close(self) -> None:
         self._stop.set()
         self._thread.join(5)
-        self._close()
+        if not self._thread.is_alive():  # else it still uses the socket, which ends with the process
+            self._close()
 
     def _close(self) -> None:
         if self._authenticator:
