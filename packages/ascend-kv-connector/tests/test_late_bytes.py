@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 from ascend_kv_connector import push_receiver
+from ascend_kv_connector.fetcher import Fetcher, Notice
 from ascend_kv_connector.protocol import Push, Release
 from ascend_kv_connector.push_receiver import PushStop
 from ascend_kv_connector.pusher import PushJobs
@@ -129,6 +130,27 @@ def test_pause_of_the_reader_does_not_count(monkeypatch: pytest.MonkeyPatch) -> 
         assert not stop.settled()
     now[0] += 1.5
     assert stop.settled()
+
+
+def test_peer_that_was_paused_is_told(instances: Callable) -> None:
+    """ZMQ gives up a connection to a paused peer, which its client takes for a refusal."""
+    producer, consumer = instances("p").produce(), instances("d").consume()
+    source, _ = producer.fill("r", 8)
+    rank, told = consumer.consumers[0], Fetcher(consumer.consumers[0])
+    clients = told._clients
+    stop = PushStop(source, Release("r", "d", 0, "t"), source.ranks, lambda stop: None)
+    for _ in range(2):
+        clients.get(source.ranks[0])._rejected = True
+        stop.ask(clients, 5.0)
+        assert len(stop.left) == 1
+    stop.ask(clients, 5.0)
+    assert not stop.left
+    clients.get(source.ranks[0])._rejected = True
+    told.run(Notice(source, rank.finish_message(source)))
+    assert len(producer.producers[0].leases) == 1
+    told.run(Notice(source, rank.finish_message(source)))
+    assert producer.all_free("r")
+    told.close()
 
 
 def test_late_push_is_stopped_at_once(instances: Callable) -> None:

@@ -449,8 +449,10 @@ class Fetcher:
         """Send a message to ranks of a producer without waiting; a rank that does not receive it keeps the blocks until the
         lease expires."""
         for address in notice.ranks or notice.source.ranks:
-            with suppress(TransferError):
+            try:
                 self._clients.get(address).send(notice.message)
+            except TransferError:
+                self._clients.close(address)  # a client that was refused once, also by a peer that is paused, stays refused
 
 
 def _ask(client: RpcClient, transfer: Transfer, query: Query) -> Message:

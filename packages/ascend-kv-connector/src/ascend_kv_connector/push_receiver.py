@@ -5,7 +5,7 @@ from __future__ import annotations
 import socket
 import threading
 from collections.abc import Callable, Iterable
-from contextlib import AbstractContextManager, suppress
+from contextlib import AbstractContextManager
 from time import monotonic
 from typing import Protocol
 
@@ -75,12 +75,15 @@ class PushStop:
         """Ask the ranks that are left, for this long."""
         until = monotonic() + seconds
         for address in list(self.left):
-            with suppress(TransferError):
+            try:
                 lingers = self._has_ended(clients, address, until)
-                with self._lock:
-                    self.left.remove(address)
-                    if lingers:
-                        self._linger = LINGER_SECONDS
+            except TransferError:
+                clients.close(address)  # a client that was refused once, also by a peer that is paused, stays refused
+                continue
+            with self._lock:
+                self.left.remove(address)
+                if lingers:
+                    self._linger = LINGER_SECONDS
         self.ended()
 
     def ended(self) -> None:
