@@ -205,8 +205,7 @@ class Consumer:
     def gauges(self) -> dict[str, float]:
         """What this rank is loading now, by name of the metric."""
         with self._lock:
-            kept = sum(len(transfer.blocks) for transfer in self._unsettled)
-            return {"transfers_open": len(self._transfers), "unsettled_blocks": kept}
+            return {"transfers_open": len(self._transfers), "unsettled_blocks": self._count_kept()}
 
     def close(self) -> None:
         self.server.close()
@@ -236,7 +235,7 @@ class Consumer:
     def may_write_directly(self) -> bool:
         """Whether peers' bytes may go to the KV cache at once: not while failed transfers keep many blocks from use."""
         with self._lock:
-            kept = sum(len(transfer.blocks) for transfer in self._unsettled if isinstance(transfer.outcome, Failed))
+            kept = self._count_kept()
         most = max(1, int(MAX_KEPT * self.cache.blocks))
         if (full := kept >= most) and not self._is_full:
             logger.error(
@@ -247,6 +246,9 @@ class Consumer:
             )
         self._is_full = full
         return not full
+
+    def _count_kept(self) -> int:
+        return sum(len(transfer.blocks) for transfer in self._unsettled if isinstance(transfer.outcome, Failed))
 
     def _enqueue(self, work: Transfer | Notice | PushStop) -> None:
         assert work.source is not None
