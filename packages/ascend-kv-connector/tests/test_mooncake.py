@@ -13,6 +13,7 @@ from collections.abc import Callable
 from importlib import metadata
 from multiprocessing.connection import Connection
 from time import monotonic, sleep
+from typing import Any
 
 import pytest
 import torch
@@ -217,6 +218,30 @@ def test_peer_is_read_by_a_name_with_zeros() -> None:
     assert ":000" in transport._shared.peer_name(restarted)
     transport.read(restarted, Runs([sent.data_ptr()], [received.data_ptr()], [len(sent)]), 10)
     assert torch.equal(sent, received)
+    transport.close()
+
+
+def test_read_that_ended_with_a_closed_connection_is_repeated() -> None:
+    """Each of the connections to a peer that was restarted fails once."""
+    transport, codes = MooncakeEngine("127.0.0.1", "tcp"), list[int]()
+    runs, ends = Runs([0], [0], [1]), [True]
+
+    def attempt(direction: str, name: str, runs: Runs) -> tuple[int, Any]:
+        return codes.pop(0), lambda: ends[0]
+
+    transport._attempt = attempt
+    codes[:] = [-1, -1, -1, -1, 0]
+    transport.read("peer:1", runs, 10)
+    assert codes == []
+    for direction, ended in (("write", True), ("read", False)):  # bytes of the first attempt may still arrive
+        codes[:], ends[0] = [-1, 0], ended
+        with pytest.raises(TransferError, match=f"mooncake failed to {direction} 1 bytes"):
+            transport._run(direction, "peer:1", runs)
+        assert codes == [0]
+    codes[:], ends[0] = [-1] * 9, True
+    with pytest.raises(TransferError):
+        transport.read("peer:1", runs, 10)
+    assert len(codes) == 4
     transport.close()
 
 

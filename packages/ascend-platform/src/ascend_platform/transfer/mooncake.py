@@ -42,6 +42,13 @@ MOST_QUEUED = 16
 """Runs of a read or write in Mooncake's queue for a peer, which all threads share: it takes 1024 by default
 (``MC_TCP_MAX_QUEUED_TRANSFERS_PER_PEER``), and then fails transfers."""
 
+READ_ATTEMPTS = 5
+"""Attempts of a read over ``tcp`` that fails at once: Mooncake keeps four connections to a peer (``MC_TCP_LANES_PER_PEER``), and
+notices only by using them that a peer which was restarted has closed them. A write is not repeated: what was sent may arrive."""
+
+RETRY_SECONDS = 1.0
+"""Seconds in which a read has to fail, and its runs to end, for another attempt."""
+
 PORTS_OF_RANK = 20
 """Ports a rank with which an instance can be restarted at once: Mooncake tries random ones, and takes none in TIME_WAIT."""
 
@@ -301,18 +308,29 @@ class MooncakeEngine:
                 self._running -= 1
 
     def _run(self, direction: str, session: str, runs: Runs) -> None:
-        engine, session, began = self._shared.engine, self._shared.peer_name(session), monotonic()
-        settled: Settled
+        name, settled = self._shared.peer_name(session), at_once
+        code = 0
+        for _ in range(READ_ATTEMPTS if direction == "read" and not self.on_device else 1):
+            until = monotonic() + RETRY_SECONDS
+            code, settled = self._attempt(direction, name, runs)
+            if not code:
+                return
+            while not settled() and monotonic() < until:
+                sleep(PAUSES[1])
+            if monotonic() >= until:
+                break
+        with self._lock:
+            self._unsettled = [each for each in self._unsettled if not each()] + [settled]
+        raise TransferError("transport", f"mooncake failed to {direction} {runs.total} bytes (code {code})", settled=settled)
+
+    def _attempt(self, direction: str, name: str, runs: Runs) -> tuple[int, Settled]:
+        """0, or Mooncake's code, and when nothing is read or written any more."""
+        engine, began = self._shared.engine, monotonic()
         if self.on_device:  # one batch is one call of CANN's there
-            code: int = getattr(engine, f"batch_transfer_sync_{direction}")(session, runs.local, runs.remote, runs.size)
+            code: int = getattr(engine, f"batch_transfer_sync_{direction}")(name, runs.local, runs.remote, runs.size)
             # Before its timeout it returns only once CANN's call has ended and the link is closed (ascend_direct_transport).
-            settled = at_once if monotonic() - began < self._shared.timeout else never
-        else:
-            code, settled = self._shared.run(getattr(engine, f"batch_transfer_async_{direction}"), session, runs)
-        if code:
-            with self._lock:
-                self._unsettled = [each for each in self._unsettled if not each()] + [settled]
-            raise TransferError("transport", f"mooncake failed to {direction} {runs.total} bytes (code {code})", settled=settled)
+            return code, at_once if monotonic() - began < self._shared.timeout else never
+        return self._shared.run(getattr(engine, f"batch_transfer_async_{direction}"), name, runs)
 
     def close(self) -> None:
         release_when_settled(lambda: not self._running and all(each() for each in self._unsettled), self._unregister_all)
