@@ -153,7 +153,8 @@ def test_invalid_pushes_are_refused(instances: Callable) -> None:
     for bad in ({"stop": 0}, {"start": -1}, {"regions": [4]}, {"regions": []}, {"memory": []}, {"blocks": [1]}, twice):
         assert isinstance(rank.answer(Push(**(good | bad))), Refused), bad
     rank._trusts = lambda host: host == "10.0.0.1"
-    answer = rank.answer(Push(**(good | {"session": "10.0.0.2:15000/ab"})))
-    assert answer.cause == "the prefill instance's option peers does not have this decode instance's host"
+    for session in ("10.0.0.2:15000/ab", "10.0.0.2", ":1"):
+        answer = rank.answer(Push(**(good | {"session": session})))
+        assert answer.cause == "the prefill instance's option peers does not have this decode instance's host"
     hidden = instances("q", expose_cache=False).produce().producers[0]
     assert isinstance(hidden.answer(Push(**good)), Refused)

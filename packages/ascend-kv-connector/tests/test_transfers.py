@@ -179,12 +179,13 @@ def test_restarted_peer_is_reconnected(instances: Callable, network: InMemoryNet
 
 
 def test_missing_session(instances: Callable, network: InMemoryNetwork) -> None:
-    outcome, _ = fails(instances, lambda producer, consumer: network.killed.add("memory-0"))
+    outcome, _ = fails(instances, lambda producer, consumer: network.killed.add("localhost:0"))
     assert outcome.kind == "transport"
 
 
 def test_cut_link_ends_at_the_deadline(instances: Callable, network: InMemoryNetwork) -> None:
-    outcome, took = fails(instances, lambda *both: network.cut.add(frozenset(("memory-0", "memory-1"))), transfer_timeout=0.5)
+    link = frozenset(("localhost:0", "localhost:1"))
+    outcome, took = fails(instances, lambda *both: network.cut.add(link), transfer_timeout=0.5)
     assert outcome.kind in ("deadline", "transport")
     assert 0.4 < took < 10
 

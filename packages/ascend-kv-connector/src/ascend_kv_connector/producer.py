@@ -179,7 +179,8 @@ class Producer:
         needed = -(-push.stop // push.block_size) - push.start // push.block_size
         if not (self._cache_info.accepts_push and known and 0 <= push.start < push.stop):
             return Refused("mismatch", "invalid push, or the prefill instance does not expose its KV cache")
-        if not self._trusts(push.session.partition("/")[0].rpartition(":")[0].strip("[]")):
+        address = push.session.partition("/")[0]
+        if not self._trusts((address.rpartition(":")[0] or address).strip("[]")):  # Mooncake has a default port
             return Refused("mismatch", "the prefill instance's option peers does not have this decode instance's host")
         if len(push.memory) != len(push.regions) or len(push.blocks) < needed or self.cache.is_hybrid:
             return Refused("mismatch", f"invalid push: {len(push.memory)} regions, {len(push.blocks)} blocks of {needed}")

@@ -56,7 +56,7 @@ class InMemoryNetwork:
         self._numbers = itertools.count()
 
     def make_transport(self) -> InMemoryTransport:
-        transport = InMemoryTransport(self, f"memory-{next(self._numbers)}")
+        transport = InMemoryTransport(self, f"localhost:{next(self._numbers)}")
         self.transports[transport.session] = transport
         return transport
 
