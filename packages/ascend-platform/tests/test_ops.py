@@ -1,13 +1,18 @@
 """Fused operators behind vLLM's layers, compared with float64 on the CPU."""
 
+import types
+
 import pytest
 import torch
 import torch.nn.functional as F
 import torch_npu
 from ascend_platform.ops import activation, gemma_layernorm, layernorm, rotary_embedding, tensor_parallel  # noqa: F401
+from ascend_platform.worker import rotary_tables
 from vllm.config import VllmConfig, set_current_vllm_config
+from vllm.model_executor.layers import rotary_embedding as rotary_of_vllm
 from vllm.model_executor.layers import vocab_parallel_embedding
 from vllm.model_executor.layers.activation import FastGELU, GeluAndMul, NewGELU, QuickGELU, SiluAndMul
+from vllm.model_executor.layers.attention import Attention
 from vllm.model_executor.layers.layernorm import GemmaRMSNorm, RMSNorm, RMSNormGated
 from vllm.model_executor.layers.rotary_embedding import Llama3RotaryEmbedding, MRotaryEmbedding, RotaryEmbedding
 from vllm.model_executor.layers.rotary_embedding.common import ApplyRotaryEmb
@@ -157,6 +162,49 @@ def test_rotary_embedding(dtype, neox, head_size, rotary_dim):
     # vLLM computes the angles in float32: up to 512 * 2^-24 off
     close(got_query, rotated(query, positions, frequencies, neox, head_size), ulps=300 if dtype is torch.float32 else 4)
     close(got_key, rotated(key, positions, frequencies, neox, head_size), ulps=300 if dtype is torch.float32 else 4)
+
+
+LONGROPE = {"short_factor": [1.0] * 32, "long_factor": [2.0] * 32}
+
+
+@pytest.mark.parametrize(
+    ("scaling", "rows"),
+    [
+        ({"rope_type": "default"}, 256),
+        ({"rope_type": "linear", "factor": 2.0}, 512),
+        ({"rope_type": "dynamic", "factor": 2.0}, 256),
+        ({"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32}, 128),
+        ({"rope_type": "deepseek_yarn", "factor": 4.0, "original_max_position_embeddings": 32}, 128),
+        (
+            {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32, "mrope_section": [16, 8, 8]},
+            512,
+        ),  # 4 times
+        (
+            {"rope_type": "llama3", "factor": 4.0, "original_max_position_embeddings": 32}
+            | {"low_freq_factor": 1.0, "high_freq_factor": 4.0},
+            256,
+        ),
+        ({"rope_type": "longrope", "original_max_position_embeddings": 32} | LONGROPE, 256),
+    ],
+    ids=lambda value: value["rope_type"] if isinstance(value, dict) else "",
+)
+def test_requests_longer_than_the_rotary_table_are_refused_at_load(scaling, rows):
+    """vLLM's limit of a request is max_position_embeddings for each of these."""
+    attention = torch.nn.Module()
+    config = VllmConfig()
+    config.model_config = types.SimpleNamespace(max_model_len=256)  # for LongRoPE
+    with set_current_vllm_config(config):
+        attention.rotary_emb = rotary_of_vllm.get_rope(64, 256, True, {"rope_theta": 10000.0, **scaling}, torch.float32)
+    attention.attn = Attention.__new__(Attention)
+    torch.nn.Module.__init__(attention.attn)
+    model = torch.nn.Sequential(attention)
+    rotary_tables.check(model, rows)
+    with pytest.raises(
+        ValueError, match=rf"has {rows} positions .* --max-model-len is {rows + 1}; fix: --max-model-len {rows}, or"
+    ):
+        rotary_tables.check(model, rows + 1)
+    vision = torch.nn.Sequential(torch.nn.Sequential(attention.rotary_emb))  # without a KV cache: positions of a picture
+    rotary_tables.check(vision, rows + 1)
 
 
 def test_rotary_subclasses_are_fused():

@@ -29,7 +29,7 @@ from ascend_platform.sampling import topk_topp
 from ascend_platform.triton_overrides import drafter
 from ascend_platform.triton_overrides.slot_mapping import null_slots
 from ascend_platform.vllm_overrides import has_v1_runner, override, require
-from ascend_platform.worker import state_layers
+from ascend_platform.worker import rotary_tables, state_layers
 from ascend_platform.worker.draft_lengths import DraftLengthsMixin
 from ascend_platform.worker.host_inputs import HostInputsMixin
 
@@ -111,6 +111,9 @@ class ModelMixin:
         _ROPE_DICT.clear()
         super().load_model(*arguments, **named)  # type: ignore[misc]
         model = self.get_model()
+        drafter = getattr(getattr(self, "drafter", None) or getattr(self, "speculator", None), "model", None)
+        for each in (model, drafter) if isinstance(drafter, torch.nn.Module) else (model,):
+            rotary_tables.check(each, self.max_model_len)
         if check := getattr(self.vllm_config.quant_config, "check_loaded", None):
             check(model)
         if extension.uses_mla_prolog(self.vllm_config):

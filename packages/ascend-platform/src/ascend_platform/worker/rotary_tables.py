@@ -1,0 +1,29 @@
+"""Limits of a model's rotary tables."""
+
+import torch
+from vllm.model_executor.layers.attention import Attention, MLAAttention
+
+from ascend_platform import extension
+
+
+def check(model: torch.nn.Module, max_model_len: int) -> None:
+    """Refuse a model whose attention has a cosine and sine cache with fewer rows than a request may have positions.
+
+    An NPU ends the process at a position outside of the cache; vLLM takes ``--max-model-len`` from ``max_position_embeddings``
+    and the rows of YaRN's cache from ``original_max_position_embeddings`` and ``factor``.
+
+    Raises:
+        RefusedError: the rows and the limit, in one line.
+    """
+    layers = [layer for layer in model.modules() if any(isinstance(each, Attention | MLAAttention) for each in layer.children())]
+    for layer in {id(each): each for parent in layers for each in parent.children()}.values():
+        rows = max_model_len
+        if (cache := getattr(layer, "cos_sin_cache", None)) is not None:
+            rows = cache.shape[0]
+        elif getattr(layer, "use_long_rope", False):
+            rows = layer.long_short_cos_sin_cache.shape[0] - layer.original_max_position_embeddings
+        if rows < max_model_len:
+            raise extension.RefusedError(
+                f"the rotary embedding has {rows} positions (with YaRN, original_max_position_embeddings x factor) and "
+                f"--max-model-len is {max_model_len}; fix: --max-model-len {rows}, or correct the model's rope parameters"
+            )
