@@ -60,3 +60,9 @@ def test_without_the_main_process_s_directory_a_process_has_its_own(monkeypatch:
     directory = metrics._directory()
     assert directory.stat().st_mode & 0o777 == 0o700
     assert not (tmp_path / "of another node").exists()
+
+
+def test_a_directory_that_the_main_process_has_removed_is_no_error(tmp_path: Any) -> None:
+    write = metrics._file_writer(tmp_path / "removed" / "0-1-1", ["0", "1", "1"])
+    write({"vllm:npu_memory_total_bytes": 5.0})
+    assert not list(tmp_path.iterdir())

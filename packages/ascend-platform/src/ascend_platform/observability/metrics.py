@@ -8,6 +8,7 @@ With several API server processes, prometheus_client's multiprocess files are us
 from __future__ import annotations
 
 import atexit
+import contextlib
 import functools
 import json
 import os
@@ -155,8 +156,9 @@ def _file_writer(file: Path, labels: list[str]) -> Callable[[dict[str, float]], 
     part = file.with_suffix(".part")
 
     def write(values: dict[str, float]) -> None:
-        part.write_text(json.dumps({"labels": labels, "values": values}))
-        part.replace(file)
+        with contextlib.suppress(FileNotFoundError):  # the main process removes the directory when it ends, before its workers
+            part.write_text(json.dumps({"labels": labels, "values": values}))
+            part.replace(file)
 
     return write
 
