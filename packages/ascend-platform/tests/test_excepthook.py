@@ -71,7 +71,7 @@ def ends(status_and_lines):
         ({"VLLM_PLUGINS": " ascend"}, ("VLLM_PLUGINS: ' ascend' has spaces", "fix: export VLLM_PLUGINS=ascend")),
         (
             {"ASCEND_RT_VISIBLE_DEVICES": "7"},
-            (f"{NO_DEVICE} no NPU is visible with ASCEND_RT_VISIBLE", "npu-smi info"),
+            (f"{NO_DEVICE} no NPU is visible: ASCEND_RT_VISIBLE_DEVICES='7' leaves 0", "; fix: unset ASCEND_RT_VISIBLE_DEVICES"),
         ),
     ],
     ids=["another vLLM", "plugin filtered out", "spaces in the filter", "no device"],

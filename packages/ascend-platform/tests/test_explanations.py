@@ -136,6 +136,31 @@ def test_length_that_memory_cannot_hold(longest, fix):
     assert line.startswith(f"a request of 1000 tokens needs 3.0 GiB of KV cache, and 1.0 GiB are available; fix: {fix}")
 
 
+@pytest.mark.parametrize("given", [100, None])
+def test_cache_that_memory_cannot_hold_names_the_option_that_was_given(model, given):
+    from vllm.v1.core.kv_cache_utils import _check_enough_kv_cache_memory
+
+    def check(vllm_config, available):  # vLLM's functions that call it have the configuration under this name
+        _check_enough_kv_cache_memory(available, lambda: 3 << 30, 1000, lambda available: 0)
+
+    option = f"--kv-cache-memory-bytes, which is {given}" if given else "--gpu-memory-utilization"
+    config = engine_config(model, kv_cache_memory_bytes=given)
+    assert explain(error_of(check, config, 0)).startswith(f"no memory is left for the KV cache; fix: raise {option}, ")
+    assert f"fix: lower --max-model-len, or raise {option}, " in explain(error_of(check, config, 100))
+
+
+def test_architecture_whose_package_is_not_installed(monkeypatch):
+    from vllm.model_executor.models.registry import ModelRegistry
+
+    error = ValueError("Model architectures ['Qwen3_5ForCausalLM'] failed to be inspected. Please check the logs for details.")
+    monkeypatch.setitem(sys.modules, "torchvision", None)  # as if it were not installed
+    module = ModelRegistry.models["Qwen3_5ForCausalLM"].module_name
+    for name in [name for name in sys.modules if name == module or name.startswith("vllm.model_executor.models.qwen3_vl")]:
+        monkeypatch.delitem(sys.modules, name)
+    fix = "pip install torchvision --index-url https://download.pytorch.org/whl/cpu"
+    assert explain(error) == f"Qwen3_5ForCausalLM needs torchvision, which is not installed; fix: {fix}"
+
+
 def test_adapter_above_its_rank():
     from vllm.config.lora import LoRAConfig
     from vllm.lora.peft_helper import PEFTHelper

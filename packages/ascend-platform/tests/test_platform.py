@@ -117,10 +117,30 @@ def test_full_graphs_are_refused_where_the_attention_cannot_be_captured(model):
         ({"enable_dbo": True}, "dual batch overlap"),
         ({"ubatch_size": 2}, "dual batch overlap"),
         ({"compilation_config": {"pass_config": {"fuse_act_quant": True}}}, "fusions by torch.compile other than"),
+        ({"enable_layerwise_nvtx_tracing": True}, "--enable-layerwise-nvtx-tracing"),
+        ({"moe_backend": "triton"}, r"kernels of other devices \(--moe-backend triton\)"),
+        ({"mamba_backend": "flashinfer"}, r"kernels of other devices \(--mamba-backend flashinfer\)"),
+        ({"weight_transfer_config": {"backend": "nccl"}}, r"weight transfer of CUDA devices .* \(nccl\)"),
+        ({"profiler_config": {"profiler": "cuda"}}, r"profilers other than torch \(cuda\)"),
     ],
 )
 def test_unsupported_features_are_refused_in_one_line(model, arguments, named):
     with pytest.raises(ValueError, match=rf"does not support [^\n]*{named}[^\n]* yet"):
+        engine_config(model(), **arguments)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "named"),
+    [
+        *(
+            ({"quantization": method}, f"--quantization {method} is for checkpoints that are quantized so, .*; fix: remove ")
+            for method in ("fp8", "gpt_oss_mxfp4", "compressed-tensors")
+        ),
+        ({"compilation_config": {"mode": 3, "backend": "inductor"}}, "Inductor is not supported on Ascend NPUs; fix: remove "),
+    ],
+)
+def test_options_of_other_devices_are_refused_before_the_engine_starts(model, arguments, named):
+    with pytest.raises(ValueError, match=named):
         engine_config(model(), **arguments)
 
 

@@ -61,12 +61,16 @@ def test_without_cann_it_names_the_library_and_the_fix():
     assert "set_env.sh" in line
 
 
-@pytest.mark.parametrize("visible", ["", "7"])
-def test_without_a_visible_device_it_names_the_variable(visible):
+@pytest.mark.parametrize(
+    ("visible", "fix"), [("", "unset"), ("7", "unset"), ("a", "unset"), ("1,0", "export"), (" 0,1", "export")]
+)
+def test_without_a_visible_device_it_names_the_variable(visible, fix):
     out, said = run(ASCEND_RT_VISIBLE_DEVICES=visible)
     assert out == ["None", "None", "untouched"]
     (line,) = said
-    assert f"no NPU is visible with ASCEND_RT_VISIBLE_DEVICES='{visible}'" in line
+    assert f"no NPU is visible: ASCEND_RT_VISIBLE_DEVICES='{visible}' leaves 0 of " in line
+    variable = "ASCEND_RT_VISIBLE_DEVICES"
+    assert line.endswith(f"ascending, without spaces; fix: {f'export {variable}=0' if fix == 'export' else f'unset {variable}'}")
 
 
 def test_without_torch_npu_it_names_the_fix(tmp_path):

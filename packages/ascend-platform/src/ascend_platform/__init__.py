@@ -89,7 +89,9 @@ def _missing_device() -> str:
     except ImportError as error:
         return host.missing_library(error) or f"torch_npu cannot be loaded: {error}"
     if torch_npu.npu.device_count() == 0:
-        visible = os.environ.get("ASCEND_RT_VISIBLE_DEVICES")
-        restriction = "" if visible is None else f" with ASCEND_RT_VISIBLE_DEVICES={visible!r}"
-        return f"no NPU is visible{restriction}; fix: check the driver with npu-smi info"
+        listed, (npus, _) = os.environ.get(host.VISIBLE_NPUS), host.npu_count()
+        if listed is not None and npus:
+            found, fix = host.unused_npus(listed, npus)
+            return f"no NPU is visible: {host.VISIBLE_NPUS}={found}; fix: {fix}"
+        return "no NPU is visible; fix: check the driver with npu-smi info"
     return ""

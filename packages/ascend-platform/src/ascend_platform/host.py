@@ -139,6 +139,16 @@ def visible(listed: str, npus: int) -> int:
     return len(ids)
 
 
+def unused_npus(listed: str, npus: int) -> tuple[str, str]:
+    """What is wrong with a value of ASCEND_RT_VISIBLE_DEVICES and the command that corrects it; "" if it is right."""
+    usable = visible(listed, npus)
+    if usable == len(listed.split(",")):
+        return "", ""
+    ids = sorted({int(word) for word in re.findall(r"\d+", listed) if int(word) < npus})
+    fix = f"export {VISIBLE_NPUS}={','.join(map(str, ids))}" if ids else f"unset {VISIBLE_NPUS}"
+    return f"{listed!r} leaves {usable} of {npus} NPUs: ids must be 0 to {npus - 1}, ascending, without spaces", fix
+
+
 def has_numa_nodes(online: Path = Path("/sys/devices/system/node/online")) -> bool:
     """Whether this machine has several NUMA nodes, by the kernel."""
     try:

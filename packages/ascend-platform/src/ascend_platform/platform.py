@@ -19,6 +19,7 @@ from ascend_platform.config import (
     compilation,
     devices,
     kv_connectors,
+    main_module,
     mla_prolog,
     model_runner,
     performance,
@@ -256,6 +257,7 @@ class NPUPlatform(Platform):
             RefusedError: what is not supported, in one line.
         """
         vllm_overrides.check()
+        main_module.check()
         parallel = vllm_config.parallel_config
         if parallel.worker_cls == "auto":
             parallel.worker_cls = "ascend_platform.worker.worker.NPUWorker"
@@ -270,6 +272,7 @@ class NPUPlatform(Platform):
         unsupported.check_load_format(vllm_config.load_config, vllm_config.quant_config is not None)
         devices.check(parallel)
         collectives.check(parallel)
+        sockets.check_loopback(parallel)
         compilation.check(vllm_config)
         compilation.cover_largest_decode(vllm_config)
         compilation.split_at_indexers(vllm_config)

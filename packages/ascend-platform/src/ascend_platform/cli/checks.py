@@ -9,7 +9,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import re
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
@@ -47,12 +46,10 @@ def device(given: argparse.Namespace) -> Iterator[Result]:
     if listed is None:
         return
     usable = host.visible(listed, npus)
-    ids = sorted({int(word) for word in re.findall(r"\d+", listed) if int(word) < npus})
-    fix = f"export {host.VISIBLE_NPUS}={','.join(map(str, ids))}" if ids else f"unset {host.VISIBLE_NPUS}"
-    if usable == len(listed.split(",")):
+    found, fix = host.unused_npus(listed, npus)
+    if not found:
         yield ok(host.VISIBLE_NPUS, f"{listed}: {usable} of {npus} NPUs")
     else:
-        found = f"{listed!r} leaves {usable} of {npus} NPUs: ids must be 0 to {npus - 1}, ascending, without spaces"
         yield (warn if usable else fail)(host.VISIBLE_NPUS, found, fix)
 
 

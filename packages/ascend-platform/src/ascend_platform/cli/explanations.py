@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import importlib
 import re
 import signal
 from collections.abc import Iterator
@@ -30,10 +31,12 @@ def explain(error: BaseException) -> str:
         _unreachable_peer,
         _out_of_memory,
         _long_request,
+        _no_cache,
         _adapter_rank,
         _indivisible_heads,
         _unknown_quantization,
         _refused_architecture,
+        _missing_package,
         _own_words,
     )
     return next(filter(None, (explanation(error) for explanation in explanations)), "")
@@ -197,8 +200,25 @@ def _long_request(error: BaseException) -> str:
     fix = f"--max-model-len {longest[1]}, or" if longest else "lower --max-model-len, or"
     return (
         f"a request of {found[1]} tokens needs {found[2]} of KV cache, and {found[3]} are available; fix: {fix} raise "
-        "--gpu-memory-utilization, or use more NPUs (--tensor-parallel-size)"
+        f"{_cache_option(error)}, or use more NPUs (--tensor-parallel-size)"
     )
+
+
+def _no_cache(error: BaseException) -> str:
+    """No memory at all for the KV cache, in the same file."""
+    if not _search(error, r"No available memory for the cache blocks"):
+        return ""
+    return (
+        f"no memory is left for the KV cache; fix: raise {_cache_option(error)}, lower --max-num-batched-tokens, or use more "
+        "NPUs (--tensor-parallel-size)"
+    )
+
+
+def _cache_option(error: BaseException) -> str:
+    """The option that sets the memory of the KV cache, with its value where it is given in bytes."""
+    configs = (_local(each, "vllm_config") for each in _errors(error))
+    given = next((config.cache_config.kv_cache_memory_bytes for config in configs if config), None)
+    return f"--kv-cache-memory-bytes, which is {given}" if given else "--gpu-memory-utilization"
 
 
 def _adapter_rank(error: BaseException) -> str:
@@ -237,3 +257,22 @@ def _refused_architecture(error: BaseException) -> str:
     from ascend_platform.config.architectures import refusal
 
     return next(filter(None, map(refusal, re.findall(r"'(\w+)'", found[1]))), "")
+
+
+def _missing_package(error: BaseException) -> str:
+    """An architecture whose module vLLM could not import for a package that is not installed (its log has the traceback)."""
+    found = _search(error, r"Model architectures \[(.*?)\] failed to be inspected")
+    if not found:
+        return ""
+    from vllm.model_executor.models.registry import ModelRegistry
+
+    for architecture in re.findall(r"'(\w+)'", found[1]):
+        try:
+            importlib.import_module(getattr(ModelRegistry.models.get(architecture), "module_name", "vllm"))
+        except ModuleNotFoundError as missing:
+            name = (missing.name or "").partition(".")[0]
+            index = " --index-url https://download.pytorch.org/whl/cpu" if name.startswith("torch") else ""
+            return f"{architecture} needs {name}, which is not installed; fix: pip install {name}{index}"
+        except Exception:
+            continue
+    return ""

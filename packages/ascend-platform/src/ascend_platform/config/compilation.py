@@ -74,13 +74,21 @@ def split_at_indexers(vllm_config: "VllmConfig") -> None:
 
 
 def check(vllm_config: "VllmConfig") -> None:
-    """Refuse graphs with attention, adapters and settings of torch_npu that do not go with them.
+    """Refuse Inductor, and graphs with attention, adapters and settings of torch_npu that do not go with them.
 
     Raises:
         RefusedError: the modes that are supported, in one line.
     """
     from vllm.config import CompilationMode, CUDAGraphMode
 
+    compilation = vllm_config.compilation_config
+    if compilation.mode != CompilationMode.NONE and (
+        compilation.backend == "inductor" or compilation.use_inductor_graph_partition
+    ):
+        raise extension.RefusedError(
+            'compilation by Inductor is not supported on Ascend NPUs; fix: remove "backend" and "use_inductor_graph_partition" '
+            "from --compilation-config"
+        )
     mode = vllm_config.compilation_config.cudagraph_mode
     if mode is not None and mode.has_full_cudagraphs() and os.environ.get("ASCEND_LAUNCH_BLOCKING") == "1":
         raise extension.RefusedError(  # a replay gets its sequence lengths after the launch, and would be waited for before

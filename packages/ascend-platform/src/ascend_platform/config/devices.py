@@ -1,5 +1,6 @@
 """The NPUs of this machine: whether they suffice for the parallel layout, and their NUMA nodes."""
 
+import os
 import shutil
 from typing import TYPE_CHECKING
 
@@ -29,6 +30,12 @@ def check(parallel: "ParallelConfig") -> None:
         context = parallel.prefill_context_parallel_size
         layout = f"tensor {parallel.tensor_parallel_size} x pipeline {parallel.pipeline_parallel_size}"
         layout += (f" x prefill context {context}" if context > 1 else "") + f" x data {parallel.data_parallel_size_local}"
+        listed = os.environ.get(host.VISIBLE_NPUS)
+        wrong, fix = ("", "") if listed is None or given is not None else host.unused_npus(listed, host.npu_count()[0])
+        if wrong:
+            raise extension.RefusedError(
+                f"the layout needs {needed} NPUs ({layout}), and {host.VISIBLE_NPUS}={wrong}; fix: {fix}"
+            )
         raise extension.RefusedError(
             f"the layout needs {needed} NPUs ({layout}) and {found} are visible; lower "
             f"--tensor-parallel-size, --pipeline-parallel-size or --data-parallel-size-local, or add NPUs to {host.VISIBLE_NPUS}"

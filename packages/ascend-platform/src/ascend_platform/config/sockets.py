@@ -3,9 +3,11 @@
 import atexit
 import os
 import shutil
+import socket
 import subprocess
 import sys
 import tempfile
+from typing import Any
 
 from ascend_platform.cli import failures
 from ascend_platform.components import RefusedError
@@ -30,6 +32,24 @@ def use_own_directory() -> None:
         _create(given)
     else:
         _check(VARIABLE, given, LONGEST)
+
+
+def check_loopback(parallel: Any) -> None:
+    """Refuse several ranks on a machine without 127.0.0.1, where vLLM's and Gloo's sockets for local processes are.
+
+    Raises:
+        RefusedError: the address, and the command that adds it.
+    """
+    if parallel.world_size == parallel.data_parallel_size == 1:
+        return
+    with socket.socket() as probe:
+        try:
+            probe.bind(("127.0.0.1", 0))
+        except OSError as error:
+            raise RefusedError(
+                f"this machine has no address 127.0.0.1 ({error.strerror}), at which the ranks of an engine meet; "
+                "fix: ip link set lo up; ip address add 127.0.0.1/8 dev lo"
+            ) from error
 
 
 def replace_foreign_directory() -> None:

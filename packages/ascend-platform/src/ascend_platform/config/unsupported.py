@@ -126,6 +126,26 @@ def _other_placement(config: VllmConfig) -> str:
     return "" if strategy == "linear" else strategy
 
 
+def _other_profiler(config: VllmConfig) -> str:
+    profiler = config.profiler_config.profiler
+    return "" if profiler in (None, "torch") else profiler
+
+
+def _other_kernels(config: VllmConfig) -> str:
+    """Kernels that vLLM selects on CUDA and ROCm devices, and would ignore here."""
+    names = ("moe_backend", "linear_backend", "sparse_indexer_topk_backend")
+    given = {name: getattr(config.kernel_config, name, None) for name in names}
+    given["mamba_backend"] = config.mamba_config.backend.name.lower().replace("triton", "auto")  # vLLM's default
+    additional = config.additional_config
+    given["gdn_prefill_backend"] = additional.get("gdn_prefill_backend") if isinstance(additional, dict) else None
+    return ", ".join(f"--{name.replace('_', '-')} {value}" for name, value in given.items() if value not in (None, "auto"))
+
+
+def _other_weight_transfer(config: VllmConfig) -> str:
+    backend = getattr(config.weight_transfer_config, "backend", "")
+    return backend if backend in ("nccl", "ipc") else ""
+
+
 FEATURES = (
     Feature("encoder-cache connectors", lambda config: config.ec_transfer_config),
     Feature("weight offloading", _offloads_weights),
@@ -134,6 +154,13 @@ FEATURES = (
     Feature("--enable-fault-tolerance", lambda config: config.parallel_config.enable_fault_tolerance),
     Feature("dual batch overlap", lambda config: config.parallel_config.use_ubatching),
     Feature("VLLM_USE_HW_AGNOSTIC (layers other than those that have NPU forms)", _has_agnostic_layers),
+    Feature(
+        '--enable-layerwise-nvtx-tracing, for NVIDIA\'s profiler (--profiler-config \'{"profiler": "torch"}\' traces operators)',
+        lambda config: config.observability_config.enable_layerwise_nvtx_tracing,
+    ),
+    Feature("profilers other than torch", _other_profiler),
+    Feature("kernels of other devices", _other_kernels),
+    Feature("weight transfer of CUDA devices (hccl is ascend-communicator's)", _other_weight_transfer),
     Feature("batch invariance", lambda config: envs.VLLM_BATCH_INVARIANT),
     Feature("vLLM's V2 model runner, which watermarking needs", _needs_other_runner),
     Feature("--enable-return-routed-experts with vLLM's V1 model runner", _routed_experts),
@@ -143,6 +170,15 @@ FEATURES = (
         _other_lora_on_experts,
         of_model=True,
     ),
+    Feature(
+        "LoRA on encoder-decoder models, of which vLLM knows the adapters of the decoder's tokens only",
+        lambda config: config.lora_config and config.model_config.is_encoder_decoder,
+        of_model=True,
+    ),
+    Feature(
+        "LoRA with --kv-sharing-fast-prefill, whose last layers compute some tokens only",
+        lambda config: config.lora_config and config.cache_config.kv_sharing_fast_prefill,
+    ),
     Feature("KV cache dtypes other than the model's", _other_cache_dtype, of_model=True),
     Feature(
         "decode context parallelism with sparse latent attention (DSA), whose operator has no log-sum-exp over pages",
@@ -151,6 +187,11 @@ FEATURES = (
     ),
     Feature("heads of keys and values of different sizes", _other_value_heads, of_model=True),
     Feature("sandwich norms in float16, which vLLM computes wrongly", _scaled_residual, of_model=True),
+    Feature(
+        "bidirectional attention between the tokens of an image (--limit-mm-per-prompt '{\"image\": 0}' serves the text model)",
+        lambda config: config.model_config.is_mm_prefix_lm,
+        of_model=True,
+    ),
     Feature("expert placement strategies other than linear", _other_placement, of_model=True),
     Feature("other architectures with state-space or linear attention layers", state_layers.other_architecture, of_model=True),
     Feature("options with state-space and linear attention layers", state_layers.other_options, of_model=True),

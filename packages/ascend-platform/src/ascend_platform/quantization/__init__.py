@@ -9,7 +9,7 @@ import functools
 from typing import TYPE_CHECKING, Any
 
 from ascend_platform import extension
-from ascend_platform.quantization.common import DESCRIPTION, METHODS, NAME
+from ascend_platform.quantization.common import DESCRIPTION, FP8, METHODS, MXFP4, NAME, not_quantized
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -56,10 +56,16 @@ def detect(vllm_config: VllmConfig) -> None:
 
     vLLM asks quantization configurations only about models whose ``config.json`` has a ``quantization_config``
     (``vllm/config/model.py``), and ModelSlim writes none.
+
+    Raises:
+        RefusedError: a method for weights that are not quantized.
     """
     from vllm.transformers_utils.repo_utils import file_or_path_exists
 
     model: Any = vllm_config.model_config
+    configs = (model.hf_config, model.hf_text_config) if model else ()
+    if model and model.quantization in (FP8, MXFP4) and not any(hasattr(each, "quantization_config") for each in configs):
+        raise not_quantized(model.quantization, model.model)
     if model is None or model.quantization is not None or vllm_config.quant_config is not None:
         return
     if not file_or_path_exists(model.model, DESCRIPTION, model.revision):

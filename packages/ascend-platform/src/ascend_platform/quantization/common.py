@@ -19,6 +19,14 @@ FP8, MXFP4 = "fp8", "gpt_oss_mxfp4"
 METHODS = (NAME, "compressed-tensors", AWQ, GPTQ, FP8, MXFP4)
 
 
+def not_quantized(method: str, model: str) -> extension.RefusedError:
+    """The error of ``--quantization`` for weights that are not quantized; vLLM would quantize some when it loads them."""
+    return extension.RefusedError(
+        f"--quantization {method} is for checkpoints that are quantized so, and the weights of {model} are not; "
+        "fix: remove --quantization, or quantize the weights first"
+    )
+
+
 def check_chip(schemes: Iterable[str]) -> None:
     """Raise RefusedError if the chip does not have the operators of these schemes, by torch_npu's documentation."""
     found, served = host.chip(), host.chip_family().quantization

@@ -28,7 +28,7 @@ from vllm.scalar_type import scalar_types
 
 from ascend_platform import extension
 from ascend_platform.quantization.base import GROUP_STEP, MOST, Layout, Quantized, Scheme, Stored, Tensors, unpack_words
-from ascend_platform.quantization.common import FP8, check_chip
+from ascend_platform.quantization.common import FP8, check_chip, not_quantized
 from ascend_platform.quantization.formats.fp8 import method_of
 from ascend_platform.quantization.methods.experts import QuantizedExperts
 from ascend_platform.quantization.methods.fp8 import Fp8Format
@@ -86,6 +86,11 @@ def scheme_of(weights: QuantizationArgs, inputs: QuantizationArgs | None, form: 
 @register_quantization_config("compressed-tensors")
 class NPUCompressedTensorsConfig(CompressedTensorsConfig):
     """vLLM's configuration, with experts on grouped matrix multiplications."""
+
+    def __init__(self, *arguments: Any, **named: Any) -> None:
+        if not arguments and not named:  # of --quantization for a checkpoint that has no such configuration
+            raise not_quantized("compressed-tensors", "this model")
+        super().__init__(*arguments, **named)
 
     def get_supported_act_dtypes(self) -> list[torch.dtype]:  # vLLM's has no self
         return [torch.bfloat16, torch.float16]

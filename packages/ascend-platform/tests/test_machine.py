@@ -1,0 +1,33 @@
+"""What this machine lacks for an engine with several ranks: NPUs in ASCEND_RT_VISIBLE_DEVICES, and the address of its sockets."""
+
+import errno
+import os
+import socket
+
+import pytest
+from ascend_platform.config import devices, sockets
+from vllm.config import ParallelConfig
+
+
+@pytest.mark.parametrize(
+    ("variable", "needed", "said"),
+    [("0, 1", 2, "='0, 1' leaves 1 of 1 NPUs: .*; fix: export ASCEND_RT_VISIBLE_DEVICES=0$"), ("0", 2, "1 are visible; lower ")],
+)
+def test_list_of_npus_that_is_not_used_as_a_whole_is_named(monkeypatch, variable, needed, said):
+    monkeypatch.setenv("ASCEND_RT_VISIBLE_DEVICES", variable)
+    parallel = ParallelConfig(tensor_parallel_size=needed, distributed_executor_backend="mp")
+    with pytest.raises(ValueError, match=rf"the layout needs {needed} NPUs .*{said}"):
+        devices.check(parallel)
+
+
+def test_several_ranks_on_a_machine_without_a_loopback_address_are_refused(monkeypatch):
+    one, *several = ParallelConfig(), ParallelConfig(tensor_parallel_size=2), ParallelConfig(data_parallel_size=2)
+
+    def bind(self, address):
+        raise OSError(errno.EADDRNOTAVAIL, os.strerror(errno.EADDRNOTAVAIL))
+
+    monkeypatch.setattr(socket.socket, "bind", bind)
+    sockets.check_loopback(one)
+    for parallel in several:
+        with pytest.raises(ValueError, match=r"has no address 127\.0\.0\.1 .*; fix: ip link set lo up"):
+            sockets.check_loopback(parallel)
