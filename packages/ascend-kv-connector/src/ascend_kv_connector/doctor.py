@@ -63,8 +63,8 @@ def check_peer(host: str, port: int, secret: bytes) -> Iterator[Finding]:
     yield "model", "ok", f"{model}; {len(reply.regions)} regions of {reply.dtype}, {size} elements a token, {exposed}", ""
     where = f"{printable(reply.session.partition('/')[0])} by {printable(reply.transport)}"
     session_host, _, data_port = reply.session.partition("/")[0].rpartition(":")
-    if error := _connection_error(data_host := session_host.strip("[]"), data_port):
-        yield "data port", "fail", f"{where}: {error}", "admit it in the firewalls between both machines (option ports)"
+    if found := _connection_error(data_host := session_host.strip("[]"), data_port):
+        yield "data port", "fail", f"{where}: {found}", "admit it in the firewalls between both machines (option ports)"
     elif is_loopback(data_host) and (open_at := [each for each in other_addresses() if not _connection_error(each, data_port)]):
         fix = "close it to other machines in this machine's firewall"
         yield "data port", "warn", f"{where} accepts connections at {open_at[0]} too, without the secret", fix
