@@ -407,6 +407,12 @@ assert ends.cpu().tolist() == [3, 5, 6, 8]
             lambda x, i: torch_npu.npu_moe_init_routing_v2(x, i, active_num=8, expert_num=10241, active_expert_range=[0, 2]),
             "expert_num is 10241; allowed: 1 to 10240",
         ),
+        "capacity": (
+            lambda x, i: torch_npu.npu_moe_init_routing_v2(
+                x, i, expert_num=4, expert_capacity=4, drop_pad_mode=1, expert_tokens_num_type=1, active_expert_range=[0, 4]
+            ),
+            "expert_capacity is 4; allowed: above 0 and below 4",
+        ),
     }.values(),
 )
 def test_limits_are_refused(call, message):

@@ -27,10 +27,8 @@ int number(const char* variable, int otherwise, int least, const char* unit) {
 
 Clock::time_point after(int seconds) { return Clock::now() + std::chrono::seconds(seconds); }
 
-// A collective of this process while it runs on an NPU.
-// "该配置项不支持多通信域并行的场景（因为不支持多个通信域同时配置为“AIV”模式），否 则可能会导致不可预期行为" (CANN's reference,
-// HCCL_OP_EXPANSION_MODE): one on the vector cores must have the NPU's links alone, also beside MC2. Sends and receives do not
-// run there.
+// A collective of this process while it runs on an NPU. One on the vector cores must have the NPU's links alone, also beside MC2:
+// "不支持多通信域并行的场景" (CANN's reference, HCCL_OP_EXPANSION_MODE). Sends and receives do not run there.
 class Running {
  public:
   Running(const Communicator& on, const Header& call) : on_(on), call_(call) {

@@ -284,9 +284,10 @@ CHECKED(aclnnMoeInitRoutingV3,
       check(active >= -1, kOpParam, "active_num is ", active, "; allowed: -1 or more");
       check(range.size() == 2 && range[0] >= 0 && range[0] < range[1] && range[1] <= experts, kOpParam,
           "active_expert_range is [", listed(range), "); it must lie within [0, ", experts, ")");
+      // "入参校验大于0小于NUM_ROWS" (op-plugin's page of npu_moe_init_routing_v2).
       if (padded)
-        check(capacity > 0 && capacity <= x.size(0), kOpParam, "expert_capacity is ", capacity, "; allowed: 1 to ", x.size(0),
-            ", the rows of x");
+        check(capacity > 0 && capacity < x.size(0), kOpParam, "expert_capacity is ", capacity, "; allowed: above 0 and below ",
+            x.size(0), ", the rows of x");
       if (quant_mode == 0) {
         check(scale && offset, kOpParam, "quant_mode 0 needs scale and offset");
         shape("scale", *scale, {1});
