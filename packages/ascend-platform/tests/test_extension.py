@@ -1,13 +1,15 @@
 """Registration, slots and options of components, with real distribution metadata in a directory on sys.path."""
 
+import importlib
 import inspect
 import sys
 from contextlib import nullcontext
 from enum import Enum
 from pathlib import Path
+from pkgutil import iter_modules
 
 import pytest
-from ascend_platform import extension
+from ascend_platform import extension, transfer
 from ascend_platform.components import COMPONENTS, options, registry, slots
 
 
@@ -148,21 +150,31 @@ def test_unknown_option_is_refused_with_the_nearest_known(given, said):
         options.configure({"ascend": given})
 
 
+def signatures(name, value):
+    """A line for a name, and for each public member of a class."""
+    of_enum = inspect.isclass(value) and issubclass(value, Enum)  # the signature is Python's, of each version another
+    yield f"{name}{inspect.signature(value)}" if callable(value) and not of_enum else name
+    for each in sorted(vars(value)) if inspect.isclass(value) else ():
+        if not each.startswith("_"):
+            member = getattr(value, each)
+            yield f"{name}.{each}{inspect.signature(member) if callable(member) else ''}"
+
+
 def test_interface_is_the_recorded_one():
     """An addition raises API_VERSION's second number, any other change its first; then update the record."""
     record = Path(__file__).parent / f"extension_{extension.API_VERSION}.txt"
-    found = []
-    for name in sorted(extension.__all__):
-        value = getattr(extension, name)
-        of_enum = inspect.isclass(value) and issubclass(value, Enum)  # the signature is Python's, of each version another
-        found.append(f"{name}{inspect.signature(value)}" if callable(value) and not of_enum else name)
-        if inspect.isclass(value):
-            members = [(each, member) for each, member in sorted(vars(value).items()) if not each.startswith("_")]
-            found += [
-                f"{name}.{each}{inspect.signature(getattr(value, each)) if callable(getattr(value, each)) else ''}"
-                for each, _ in members
-            ]
+    found = [line for name in sorted(extension.__all__) for line in signatures(name, getattr(extension, name))]
     assert "\n".join(found) == record.read_text().rstrip()
+
+
+def test_transfer_is_the_recorded_one():
+    """The second door, for wheels that move data between instances: what its modules define without an underscore."""
+    found = []
+    for module in map(importlib.import_module, (f"{transfer.__name__}.{each.name}" for each in iter_modules(transfer.__path__))):
+        for name, value in sorted(vars(module).items()):
+            if not name.startswith("_") and getattr(value, "__module__", "") == module.__name__:
+                found += signatures(f"{module.__name__.rpartition('.')[2]}.{name}", value)
+    assert "\n".join(found) == (Path(__file__).parent / "transfer.txt").read_text().rstrip()
 
 
 @pytest.mark.parametrize(
@@ -170,20 +182,20 @@ def test_interface_is_the_recorded_one():
     [
         ("1.0", None),
         ("1.2", None),
-        ("1.4", None),
-        ("1.5", "ascend-platform"),
+        ("1.5", None),
+        ("1.6", "ascend-platform"),
         ("2.0", "ascend-platform"),
         ("0.9", "wheel-a"),
     ],
 )
 def test_component_for_an_incompatible_interface_is_disabled(installed, lines, api, upgrade):
-    assert extension.API_VERSION == "1.4"
+    assert extension.API_VERSION == "1.5"
     installed("wheel-a")
     extension.join("wheel-a", "ascend_a", api=api)
     if upgrade is None:
         assert (extension.state("wheel-a"), lines) == ("active", [])
         return
-    said = f"written for version {api} of ascend_platform.extension, found 1.4; fix: pip install --upgrade {upgrade}"
+    said = f"written for version {api} of ascend_platform.extension, found 1.5; fix: pip install --upgrade {upgrade}"
     assert extension.state("wheel-a") == f"disabled: {said}"
     assert lines == [("WARNING", f"wheel-a 1.0 {extension.state('wheel-a')}")]
 

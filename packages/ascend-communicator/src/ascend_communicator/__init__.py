@@ -26,7 +26,7 @@ def register() -> None:
 
     Entry point of the group ``vllm.general_plugins``. vLLM calls it in every process, possibly more than once.
     """
-    extension.join("ascend-communicator", "ascend_communicator", _offer, options=OPTIONS, configured=_take_options, api="1.3")
+    extension.join("ascend-communicator", "ascend_communicator", _offer, options=OPTIONS, configured=_take_options, api="1.5")
 
 
 def _offer() -> None:

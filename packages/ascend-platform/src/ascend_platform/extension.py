@@ -12,7 +12,7 @@ from __future__ import annotations
 import warnings
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 from ascend_platform import chips
 from ascend_platform.attention.base import (
@@ -35,12 +35,16 @@ from ascend_platform.components.requirements import version
 from ascend_platform.components.slots import offer, offered
 from ascend_platform.fingerprint import drift, fingerprint, module_source, tree_version
 
+if TYPE_CHECKING:
+    import torch
+
 __all__ = [
     "API_VERSION",
     "AttentionBackendBase",
     "AttentionFeature",
     "AttentionImplBase",
     "Chip",
+    "Experts",
     "LatentAttentionImplBase",
     "RefusedError",
     "SparseLatentAttentionImplBase",
@@ -78,6 +82,23 @@ def __getattr__(name: str) -> Any:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     warnings.warn(f"{__name__}.{name} is deprecated; use {_RENAMED[name]}", DeprecationWarning, stacklevel=2)
     return globals()[_RENAMED[name]]
+
+
+class Experts(Protocol):
+    """A rank's experts, applied to rows sorted by expert: what ``apply_experts`` of a communicator's all2all manager takes.
+
+    An attribute ``takes_int8`` that is true says that rows may be int8, quantized by row with ``scale``.
+    """
+
+    def __call__(self, rows: torch.Tensor, counts: torch.Tensor, scale: torch.Tensor | None = None) -> torch.Tensor:
+        """The outputs ``[rows, hidden]`` in the model's dtype.
+
+        Args:
+            rows: ``[rows, hidden]`` in the model's dtype, or int8.
+            counts: rows of each of the rank's experts, int64 ``[experts]``.
+            scale: of int8 rows, float32 ``[rows]``.
+        """
+        ...
 
 
 @dataclass(frozen=True)

@@ -3,8 +3,7 @@
 import torch
 import torch.distributed as dist
 import torch_npu
-
-from ascend_communicator.moe import Experts
+from ascend_platform import extension
 
 MOST_COLUMNS = 16383
 """Of npu_moe_re_routing's tokens (op-plugin's page)."""
@@ -16,7 +15,7 @@ def dispatch_and_combine(
     topk_weights: torch.Tensor,
     topk_ids: torch.Tensor,
     num_experts: int,
-    experts: Experts,
+    experts: extension.Experts,
 ) -> torch.Tensor:
     """Apply the experts of all ranks to this rank's tokens ``[tokens, hidden]``; see ``HCCLAll2AllManager.apply_experts``."""
     # copies sorted by expert, hence by rank
@@ -42,7 +41,7 @@ def dispatch_and_combine(
     return torch_npu.npu_moe_token_unpermute(expert_out, row_idx, probs=topk_weights)
 
 
-def _apply_sorted(rows: torch.Tensor, counts: torch.Tensor, experts: Experts) -> torch.Tensor:
+def _apply_sorted(rows: torch.Tensor, counts: torch.Tensor, experts: extension.Experts) -> torch.Tensor:
     """Apply experts to rows sorted by rank and then by expert, after sorting them by expert; counts ``[ranks, experts]``."""
     grouped, totals = regroup(rows, counts)
     return regroup(experts(grouped, totals), counts.t())[0]

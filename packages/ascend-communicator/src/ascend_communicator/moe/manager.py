@@ -17,7 +17,7 @@ from vllm.distributed.device_communicators.all2all import AgRsAll2AllManager
 from vllm.forward_context import get_forward_context
 
 from ascend_communicator import GROUP_OPTIONS
-from ascend_communicator.moe import Experts, MoEShape, alltoall, mc2
+from ascend_communicator.moe import MoEShape, alltoall, mc2
 from ascend_communicator.moe.select import select_backend
 
 
@@ -46,7 +46,7 @@ class HCCLAll2AllManager(AgRsAll2AllManager):
         self._decode_tokens = max(decoded, config.compilation_config.max_cudagraph_capture_size or 0)
 
     def apply_experts(
-        self, x: torch.Tensor, topk_weights: torch.Tensor, topk_ids: torch.Tensor, num_experts: int, experts: Experts
+        self, x: torch.Tensor, topk_weights: torch.Tensor, topk_ids: torch.Tensor, num_experts: int, experts: extension.Experts
     ) -> torch.Tensor | None:
         """Compute the weighted sum of expert outputs for this rank's tokens, with the experts of all ranks.
 

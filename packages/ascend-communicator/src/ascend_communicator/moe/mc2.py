@@ -11,7 +11,7 @@ import torch.distributed as dist
 import torch_npu
 from ascend_platform import extension
 
-from ascend_communicator.moe import Experts, MoEShape
+from ascend_communicator.moe import MoEShape
 
 MAX_TOP_K, MAX_EXPERTS = 16, 1024
 MIB = 1 << 20
@@ -124,7 +124,7 @@ def dispatch_and_combine(
     topk_weights: torch.Tensor,
     topk_ids: torch.Tensor,
     num_experts: int,
-    experts: Experts,
+    experts: extension.Experts,
     max_tokens: int,
 ) -> torch.Tensor:
     """Apply the experts of all ranks to this rank's tokens ``[tokens, hidden]``; see ``HCCLAll2AllManager.apply_experts``.

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from ascend_platform.components import COMPONENTS, Problem, logger, options, requirements
 from ascend_platform.components.plugin_filter import PluginFilter
 
-API_VERSION = "1.4"
+API_VERSION = "1.5"
 """Version of ``ascend_platform.extension``: additions raise the second number, all other changes the first."""
 
 

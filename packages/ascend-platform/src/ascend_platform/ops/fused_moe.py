@@ -226,11 +226,6 @@ override(
 )
 
 
-Experts = Callable[..., torch.Tensor]
-"""Applies this rank's experts to rows sorted by expert, with rows per expert; see :func:`apply_experts`. With an attribute
-``takes_int8`` that is true it takes int8 rows and, as a third argument, their scales float32 ``[rows]``."""
-
-
 def clipped_swiglu(gate_up: torch.Tensor) -> torch.Tensor:
     """gpt-oss's activation: ``clamp(gate, max=7) * sigmoid(1.702 gate) * (clamp(up, -7, 7) + 1)``, gate and up interleaved."""
     return torch_npu.npu_clipped_swiglu(gate_up, alpha=1.702, limit=7.0, bias=1.0, interleaved=True)
@@ -294,7 +289,9 @@ class NPUExperts:
         local = range(self.moe.num_experts) if layer.expert_map is None else (layer.expert_map >= 0).nonzero().flatten().tolist()
         self.first_expert, self.num_local_experts = local[0], len(local)
 
-    def apply_routed(self, experts: Experts, x: torch.Tensor, topk_weights: torch.Tensor, topk_ids: torch.Tensor) -> torch.Tensor:
+    def apply_routed(
+        self, experts: extension.Experts, x: torch.Tensor, topk_weights: torch.Tensor, topk_ids: torch.Tensor
+    ) -> torch.Tensor:
         """Compute the weighted sum of the outputs of each token's experts, ``[tokens, hidden]``.
 
         With tensor parallelism, or expert parallelism without token exchange, it is a partial sum that vLLM's MoE runner
@@ -317,7 +314,9 @@ class NPUExperts:
         x, topk_weights, topk_ids = group.dispatch(x, topk_weights, topk_ids, parallel.is_sequence_parallel)[:3]
         return group.combine(self.apply_local(experts, x, topk_weights, topk_ids), parallel.is_sequence_parallel)
 
-    def apply_local(self, experts: Experts, x: torch.Tensor, topk_weights: torch.Tensor, topk_ids: torch.Tensor) -> torch.Tensor:
+    def apply_local(
+        self, experts: extension.Experts, x: torch.Tensor, topk_weights: torch.Tensor, topk_ids: torch.Tensor
+    ) -> torch.Tensor:
         takes_int8 = getattr(experts, "takes_int8", False)
         rows, row_idx, counts, scale = torch_npu.npu_moe_init_routing_v2(
             x,
