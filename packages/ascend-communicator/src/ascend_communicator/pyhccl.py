@@ -129,7 +129,8 @@ def _exchange(group: StatelessProcessGroup, info: torch.Tensor) -> torch.Tensor:
         RuntimeError: rank 0 has sent something else.
     """
     if group.rank == 0:
-        group.store.set(f"hccl_root_info/{group.broadcast_send_counter}", info.numpy().tobytes())
+        key = f"hccl_root_info/{group.broadcast_send_counter}"
+        group.store.set(key, info.numpy().tobytes())  # type: ignore[arg-type]  # takes bytes, as vLLM gives it
         group.broadcast_send_counter += 1
         return info
     received = group.store.get(f"hccl_root_info/{group.broadcast_recv_src_counter[0]}")

@@ -168,7 +168,7 @@ class PushReceiver:
                 ranks = [source.ranks[plan.rank] for plan in plans]
                 stop = PushStop(source, consumer.release_message(transfer), ranks, consumer.ask_again)
                 stop.ask(self._clients, consumer.options.answer_timeout)
-                error.settled = stop.settled  # type: ignore[attr-defined]
+                error.settled = stop.settled
                 raise
 
     def _make_push(self, transfer: Transfer, plan: FetchPlan) -> Push:
