@@ -7,7 +7,7 @@ Shapes, dtypes and limits of the NPU operators are those of ``torch_npu/_op_plug
 
 import functools
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch_npu
@@ -317,7 +317,7 @@ class NPUExperts:
     def apply_local(
         self, experts: extension.Experts, x: torch.Tensor, topk_weights: torch.Tensor, topk_ids: torch.Tensor
     ) -> torch.Tensor:
-        takes_int8 = getattr(experts, "takes_int8", False)
+        takes_int8, apply = getattr(experts, "takes_int8", False), cast(Any, experts)
         rows, row_idx, counts, scale = torch_npu.npu_moe_init_routing_v2(
             x,
             topk_ids,
@@ -329,8 +329,8 @@ class NPUExperts:
             quant_mode=1 if takes_int8 else -1,
         )
         if self.lora is not None and (adapters := self.lora(row_idx, topk_ids.shape[1])):
-            experts = functools.partial(experts, lora=adapters)
-        expert_out = experts(rows, counts, scale) if takes_int8 else experts(rows, counts)
+            apply = functools.partial(apply, lora=adapters)
+        expert_out = apply(rows, counts, scale) if takes_int8 else apply(rows, counts)
         return combine(expert_out, row_idx, topk_weights, self.num_local_experts < self.moe.num_experts)
 
 

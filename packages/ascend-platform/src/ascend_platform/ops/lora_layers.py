@@ -37,11 +37,11 @@ def _shard(known: Any) -> None:
         if sizes is not None:  # of Qwen3-Next's gated delta net one, whose rows are in the order of key heads
             layer.slice_lora_b = _slicer(layer, [(size, True) for size in sizes])
     for mixer in known.model.modules():
-        layer = getattr(mixer, "in_proj", None)
-        if isinstance(mixer, MambaMixer2) and type(layer) in OF_ONE_ADAPTER:
+        projection: Any = getattr(mixer, "in_proj", None)
+        if isinstance(mixer, MambaMixer2) and type(projection) in OF_ONE_ADAPTER:
             # one group of B and C, which each rank has
             inner, group = (mixer.intermediate_size, True), (mixer.ssm_state_size, False)
-            layer.slice_lora_b = _slicer(layer, [inner, inner, group, group, (mixer.num_heads, True)])
+            projection.slice_lora_b = _slicer(projection, [inner, inner, group, group, (mixer.num_heads, True)])
 
 
 def _slicer(layer: Any, parts: list[tuple[int, bool]]) -> Callable[[torch.Tensor], torch.Tensor]:
@@ -66,9 +66,9 @@ def _share(known: Any) -> None:
 
 def _divide(known: Any) -> None:
     """Let Mamba 1's inner projections, which it computes of prefills and then of decodes, take the adapters of these tokens."""
-    for mixer in known.model.modules():
-        if isinstance(mixer, MambaMixer):
-            mixer._ssm_transform = _divided(mixer, list(known.punica_wrapper_mapping.values()))
+    mixers: list[Any] = [module for module in known.model.modules() if isinstance(module, MambaMixer)]
+    for mixer in mixers:
+        mixer._ssm_transform = _divided(mixer, list(known.punica_wrapper_mapping.values()))
 
 
 def _divided(mixer: Any, wrappers: list[Any]) -> Callable[[torch.Tensor], Any]:
@@ -76,7 +76,7 @@ def _divided(mixer: Any, wrappers: list[Any]) -> Callable[[torch.Tensor], Any]:
 
     def ssm_transform(x: torch.Tensor) -> Any:
         nonlocal prefilled
-        metadata = get_forward_context().attn_metadata[mixer.prefix]
+        metadata: Any = get_forward_context().attn_metadata[mixer.prefix]
         is_mixed = metadata.num_prefill_tokens > 0 and metadata.num_decode_tokens > 0
         prefilled = is_mixed and not prefilled
         with punica.starting_at(metadata.num_decode_tokens if prefilled else 0, *wrappers):

@@ -233,7 +233,7 @@ class NPUModelRunner(ModelMixin, HostInputsMixin, GraphSizeMixin, DraftLengthsMi
         """Compute log-probabilities of prompts, with each prompt's adapter on ``lm_head``."""
         if self.lora_config is None or not self.num_prompt_logprobs:
             return super()._get_prompt_logprobs_dict(hidden_states, *args)
-        compute_logits = self.model.compute_logits
+        compute_logits: Any = self.model.compute_logits
         self.model.compute_logits = punica.of_tokens(self.lora_manager, compute_logits, hidden_states)
         try:
             return super()._get_prompt_logprobs_dict(hidden_states, *args)

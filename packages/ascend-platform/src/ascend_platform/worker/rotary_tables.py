@@ -1,5 +1,7 @@
 """Limits of a model's rotary tables."""
 
+from typing import Any
+
 import torch
 from vllm.model_executor.layers.attention import Attention, MLAAttention
 
@@ -16,7 +18,8 @@ def check(model: torch.nn.Module, max_model_len: int) -> None:
         RefusedError: the rows and the limit, in one line.
     """
     layers = [layer for layer in model.modules() if any(isinstance(each, Attention | MLAAttention) for each in layer.children())]
-    for layer in {id(each): each for parent in layers for each in parent.children()}.values():
+    inner: list[Any] = [each for layer in layers for each in layer.children()]
+    for layer in {id(each): each for each in inner}.values():
         rows = max_model_len
         if (cache := getattr(layer, "cos_sin_cache", None)) is not None:
             rows = cache.shape[0]

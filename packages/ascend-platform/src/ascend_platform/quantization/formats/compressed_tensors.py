@@ -184,7 +184,7 @@ class NPUInt8Kernel(Int8ScaledMMLinearKernel):
     def process_weights_after_loading(self, layer: torch.nn.Module) -> None:
         names = self.layer_param_names
         weight, scale, input_scale, zero, _ = self._get_layer_params(layer)
-        SCHEMES[STATIC].check_size(*weight.shape, type(self).__name__)
+        SCHEMES[STATIC].check_size(weight.shape[0], weight.shape[1], type(self).__name__)
         scale = scale.data.float()
         if not self.config.is_channelwise:  # one per matrix of a fused layer
             widths = torch.tensor(layer.logical_widths, device=scale.device)
