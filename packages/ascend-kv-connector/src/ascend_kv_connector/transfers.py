@@ -157,7 +157,7 @@ class Transfer:
             if self._outcome is not None:
                 raise TransferEndedError
             self._reads += 1
-        unsettled = []
+        unsettled = list[Settled]()
         try:
             yield
         except BaseException as error:
