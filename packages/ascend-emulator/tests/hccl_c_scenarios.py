@@ -7,7 +7,6 @@ import json
 import os
 import random
 import socket
-import struct
 import threading
 import time
 from collections.abc import Callable
@@ -15,7 +14,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from hccl_ranks import failure, plain, scenario, timed
 from memory_calls import DEVICE, MIB, Physical, acl
 
@@ -400,6 +398,23 @@ def parents(rank: int, ranks: int) -> Any:
     return [out, message()]
 
 
+@scenario("escaped table", ranks=1, plain_c="1")
+def escaped_table(rank: int, ranks: int) -> Any:
+    """A rank table with what JSON may have: escaped characters, and others than ASCII."""
+    torch.ones(1, device="npu")
+    path, comm, out = Path(os.environ["SCENARIO_DIRECTORY"]) / "table", ctypes.c_void_p(), []
+    device = '{"device_id": "0", "rank_id": "\\u0030"}'
+    host = r'"note": "a \"quoted\" \\ \u00e9\ud83d\ude00 \/ path", "server_id": "127.0.0.1"'
+    path.write_text(f'{{"status": "comp\\u006ceted", "server_list": [{{{host}, "device": [{device}]}}]}}')
+    out.append(library().HcclCommInitClusterInfo(str(path).encode(), 0, ctypes.byref(comm)))
+    out.append(message() if out[0] else "")
+    for wrong in (r'"\x"', r'"\u12"', r'"\ud83d"', '"open'):
+        path.write_text(f'{{"status": {wrong}')
+        assert library().HcclCommInitClusterInfo(str(path).encode(), 0, ctypes.byref(comm)) == 1
+        out.append("the rank table is not JSON at character" in message())
+    return out
+
+
 @scenario("wrong tables", ranks=1, plain_c="1")
 def wrong_tables(rank: int, ranks: int) -> Any:
     """Servers that are names which mean nothing, and a configuration with no buffer."""
@@ -412,43 +427,3 @@ def wrong_tables(rank: int, ranks: int) -> Any:
     ctypes.memmove(config, ctypes.byref(ctypes.c_uint64(160)), 8)
     path.write_text(json.dumps({"status": "completed", "server_list": servers[:1]}))
     return [*out, library().HcclCommInitClusterInfoConfig(str(path).encode(), 0, config, ctypes.byref(comm)), message()]
-
-
-HANDSHAKES: dict[str, list[tuple[str, int, int]]] = {  # of who connects to rank 0 of 3: token, rank, number of ranks
-    "strangers": [("other", 7, 9), ("half", 7, 9), ("right", 2, 3), ("other", 7, 9), ("right", 1, 3)],
-    "another number of ranks": [("right", 1, 2)],
-    "its own rank": [("right", 0, 3)],
-    "a rank that is not there": [("right", 3, 3)],
-    "a rank twice": [("right", 1, 3), ("right", 1, 3)],
-}
-
-
-@scenario("handshakes", ranks=1, plain_c="1", HCCL_CONNECT_TIMEOUT="20")
-def handshakes(rank: int, ranks: int) -> Any:
-    """Rank 0 of three, whose peers are this program: they know its store, and say what they like."""
-    torch.ones(1, device="npu")
-    hccl, out = library(), {}
-    for name, said in HANDSHAKES.items():
-        root, comm = ctypes.create_string_buffer(4108), ctypes.c_void_p()
-        assert hccl.HcclGetRootInfo(root) == 0, message()
-        peers = threading.Thread(target=connect, args=(root.value.decode(), said))
-        peers.start()
-        status = hccl.HcclCommInitRootInfo(3, root, 0, ctypes.byref(comm))
-        out[name] = [status, message() if status else ""]
-        peers.join()
-        if not status:
-            hccl.HcclCommDestroy(comm)
-    return out
-
-
-def connect(root: str, said: list[tuple[str, int, int]]) -> None:
-    _, ip, port, name = root.split()
-    store = dist.PrefixStore(name, dist.TCPStore(ip, int(port), is_master=False, wait_for_workers=False))
-    machine, _, place, _ = store.get("0/0").decode().split()
-    for peer in (1, 2):
-        store.set(f"0/{peer}", f"{machine} {peer} nowhere any")
-    tokens = {"right": store.get("0/token"), "other": bytes(16), "half": b""}
-    for token, rank, ranks in said:
-        with socket.socket(socket.AF_UNIX) as link:
-            link.connect("\0" + place)
-            link.send(tokens[token] + struct.pack("II", rank, ranks))

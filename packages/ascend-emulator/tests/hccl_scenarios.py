@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import hccl_c_scenarios  # noqa: F401  it registers some
+import hccl_strangers  # noqa: F401  so does it
 import torch
 import torch.distributed as dist
 import torch_npu

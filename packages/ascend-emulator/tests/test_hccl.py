@@ -277,6 +277,10 @@ def test_rank_table_and_sub_communicator(played):
         assert "the rank table is not JSON at character 40" in text
 
 
+def test_rank_table_with_escaped_characters(played):
+    assert played["escaped table"][0] == [0, "", *[True] * 4]
+
+
 def test_a_rank_table_s_servers_must_have_addresses(played):
     resolved, text, configured, reason = played["wrong tables"][0]
     assert resolved == configured == 1
@@ -303,7 +307,15 @@ def test_a_collective_past_a_mapping_is_refused(played):
 def test_an_npu_has_one_rank(played):
     code, text = played["one NPU twice"][0]
     assert code == 1
-    assert "are both on NPU 1; a rank has an NPU of its own: call torch.npu.set_device(local rank)" in text
+    assert "devices[0] and devices[1] are both 1; each rank has an NPU of its own" in text
+
+
+def test_wrong_devices_are_answered_at_once(played):
+    (absent, first), (full, second) = played["bad devices"][0]
+    assert "HcclCommInitAll: device 99 asked for, 2 present" in absent
+    assert "the buffers of communicator" in full
+    assert "2 x 16 MiB (HCCL_BUFFSIZE): out of memory on NPU 1" in full
+    assert max(first, second) < 15  # of an HCCL_CONNECT_TIMEOUT of 20
 
 
 def test_sub_communicators_of_a_parent_with_a_used_address(played):
@@ -339,6 +351,7 @@ def test_a_rank_without_host_memory_says_so(played):
     ("name", "said"),
     [
         ("strangers", ""),  # are sent away, and those who belong to the communicator come after them
+        ("silent strangers", ""),  # do not delay the ranks, one of which sends its handshake in two segments
         ("another number of ranks", "rank 1 counts 2 ranks, rank 0 counts 3; it must be the same on all"),
         ("its own rank", "rank 0 connects to rank 0 of 3; a rank connects to lower ranks"),
         ("a rank that is not there", "rank 3 connects to rank 0 of 3"),
@@ -350,3 +363,24 @@ def test_what_a_rank_says_when_it_connects_is_checked(played, name, said):
     status, message = told[name]
     assert (status != 0) == bool(said), message
     assert said in message
+
+
+def test_a_stranger_cannot_read_the_secret_and_cannot_become_a_rank(played):
+    (seen,) = played["stranger"]
+    assert not seen["token"]
+    assert seen["status"] != 0
+    assert "what the store has of rank 1 is not signed with the communicator's secret" in seen["message"]
+
+
+def test_the_root_listens_at_the_loopback_address_only(played):
+    assert played["stranger"][0]["listening"] == ["0100007F"]
+
+
+def test_reasons_why_the_root_cannot_be_asked(played):
+    ((lost, first), (elsewhere, second), (forged, third)) = played["lost store"][0]
+    assert "rank 1 of 2: rank 0, which has the store, ended or closed the connection; look at its output" in lost
+    assert (
+        "the root listens at 127.0.0.1, and this rank is on another machine or in another network namespace; fix: " in elsewhere
+    )
+    assert "what the store has of rank 0 is not signed with the communicator's secret" in forged
+    assert max(first, second, third) < 15  # of an HCCL_CONNECT_TIMEOUT of 20

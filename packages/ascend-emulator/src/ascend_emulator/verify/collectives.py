@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import json
-import os
-import socket
 import subprocess
 import sys
 import tempfile
 import time
 from contextlib import ExitStack
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 Facts = dict[str, Any]
@@ -23,16 +22,14 @@ def run(name: str, options: Facts) -> Facts:
     """Start both ranks and return what rank 0 found, or which rank failed and its last words."""
     from ascend_emulator.verify.errors import scrubbed
 
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    environ = {**os.environ, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": "2"}
     with ExitStack() as stack:
+        # A file of this user's: a TCPStore would listen at all addresses of the machine.
+        store = Path(stack.enter_context(tempfile.TemporaryDirectory()), "store")
         outputs, errors = ([stack.enter_context(tempfile.TemporaryFile("w+")) for _ in range(2)] for _ in range(2))
         ranks = []
         for rank in range(2):
-            command, own = [sys.executable, "-m", "ascend_emulator.verify.collectives"], {**environ, "RANK": str(rank)}
-            ranks.append(subprocess.Popen(command, env=own, stdout=outputs[rank], stderr=errors[rank]))
+            command = [sys.executable, "-m", "ascend_emulator.verify.collectives", str(rank), str(store)]
+            ranks.append(subprocess.Popen(command, stdout=outputs[rank], stderr=errors[rank]))
             stack.callback(ranks[rank].wait)
             stack.callback(ranks[rank].kill)
         codes = _exits(ranks)
@@ -136,9 +133,9 @@ def main() -> int:
     import torch.distributed as dist
     import torch_npu  # noqa: F401
 
-    rank = int(os.environ["RANK"])
+    rank, store = int(sys.argv[1]), sys.argv[2]
     torch.npu.set_device(rank)
-    dist.init_process_group("hccl", rank=rank, world_size=2)
+    dist.init_process_group("hccl", init_method=f"file://{store}", rank=rank, world_size=2)
     facts: Facts = {"results": _results(rank), "all_reduce": _times()}
     dist.barrier()
     dist.destroy_process_group()

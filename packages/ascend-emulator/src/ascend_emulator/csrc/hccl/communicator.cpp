@@ -3,6 +3,7 @@
 #include <poll.h>
 #include <sys/eventfd.h>
 #include <sys/socket.h>
+#include <c10/util/Exception.h>
 #include <torch/csrc/distributed/c10d/Store.hpp>
 #include <unistd.h>
 
@@ -147,33 +148,44 @@ void Communicator::connect() {
   const auto until = after(connect_timeout());
   Rendezvous rendezvous(device);
   const std::string round = text(rendezvous_count_++, "/");
+  const auto own = text("communicator ", name, ", rank ", rank, " of ", ranks, ": ");
   const auto asked = [&](int peer, const std::string& key, auto&& action) {
     try {
       return action(round + key);
-    } catch (const std::exception&) {
-      refuse_call(kTimeout, "communicator ", name, ", rank ", rank, " of ", ranks, ": rank ", peer, " did not come within ",
-          connect_timeout(), " s (HCCL_CONNECT_TIMEOUT), or rank 0 has ended; look at the output of these ranks");
+    } catch (const std::exception& error) {
+      const std::string reason = error_of(error).what();
+      if (reason.find("timeout") != std::string::npos || reason.find("timed out") != std::string::npos)
+        refuse_call(kTimeout, own, "rank ", peer, " did not come within ", connect_timeout(),
+            " s (HCCL_CONNECT_TIMEOUT); look at its output");
+      if (dynamic_cast<const c10::DistNetworkError*>(&error))
+        refuse_call(kRemote, own, "rank 0, which has the store, ended or closed the connection; look at its output");
+      refuse_call(kInternal, own, "rank 0's store: ", reason.substr(0, 200));
     }
   };
+  // Each value is followed by its signature: another process may write to the store.
   const auto publish = [&](const std::string& key, const std::string& value) {
-    asked(rank, key, [&](const auto& at) { store_->set(at, std::vector<uint8_t>(value.begin(), value.end())); });
+    asked(rank, key, [&](const auto& at) {
+      const auto signed_value = text(value, " ", options.secret.sign(text(at, "=", value)));
+      store_->set(at, std::vector<uint8_t>(signed_value.begin(), signed_value.end()));
+    });
   };
   const auto published = [&](int peer, const std::string& key) {
-    const auto value = asked(peer, key, [&](const auto& at) { return store_->get(at); });
-    return std::string(value.begin(), value.end());
+    const auto bytes = asked(peer, key, [&](const auto& at) { return store_->get(at); });
+    const std::string all(bytes.begin(), bytes.end()), value = all.substr(0, all.find_last_of(' '));
+    if (all != text(value, " ", options.secret.sign(text(round, key, "=", value))))
+      refuse_call(kConnect, own, "what the store has of rank ", peer,
+          " is not signed with the communicator's secret: the rank failed, has another root info, or a stranger writes to the "
+          "store");
+    return value;
   };
-  asked(rank, "", [&](const auto&) { store_->setTimeout(std::chrono::seconds(connect_timeout())); });
-  Token token = random_token();
-  if (rank == 0) publish("token", std::string(reinterpret_cast<const char*>(&token), sizeof token));
+  store_->setTimeout(std::chrono::seconds(connect_timeout()));
   publish(text(rank), rendezvous.address());
   std::vector<std::string> addresses;
   for (int peer = 0; peer < ranks; ++peer) addresses.push_back(published(peer, text(peer)));
   Rendezvous::check_npus(name, addresses);
-  const auto shared = published(0, "token");
-  check(shared.size() == sizeof token, kOpFailed, "the store's token has ", shared.size(), " bytes");
-  std::memcpy(&token, shared.data(), sizeof token);
   if (const auto tcp = rendezvous.listen_for_other_machines(addresses, rank); !tcp.empty()) publish(text(rank, "/tcp"), tcp);
-  links_ = rendezvous.connect(addresses, [&](int peer) { return published(peer, text(peer, "/tcp")); }, rank, token, until);
+  links_ =
+      rendezvous.connect(addresses, [&](int peer) { return published(peer, text(peer, "/tcp")); }, rank, options.secret, until);
 }
 
 Deadline Communicator::deadline() const { return options.exec_timeout ? Deadline(after(options.exec_timeout)) : std::nullopt; }
@@ -306,6 +318,13 @@ void Communicator::close() {
   stop(kSuspending, text("communicator ", name, " was destroyed"));
   links_.clear();
   options.buffers.reset();
+}
+
+void Communicator::abandon(const std::string& reason) {
+  std::lock_guard lock(mutex_);
+  if (error_) return;
+  stop(kInternal, text("on communicator ", name, " (rank ", rank, " of ", ranks, "): ", reason));
+  notify_failure(links_, message());
 }
 
 void Communicator::suspend() {

@@ -48,6 +48,7 @@ struct Options {
   int exec_timeout;      // seconds, 0: no timeout
   uint64_t buffer_size;  // MiB
   bool on_vector_cores;  // expansion mode AIV
+  Secret secret;
   std::shared_ptr<Buffers> buffers{};
 };
 int connect_timeout();  // seconds
@@ -78,6 +79,8 @@ class Communicator {
   void finished();
   // Waits briefly for pending operations, ends them, and closes the connections.
   void close();
+  // After an operator failed outside of perform(): the other ranks learn of it, if the communicator has not failed before.
+  void abandon(const std::string& reason);
   void suspend();
   void resume();  // reconnects; must be called on all ranks
 

@@ -11,6 +11,8 @@
 #include <sys/un.h>
 #include <unistd.h>
 
+#include <c10/util/hash.h>
+
 #include <algorithm>
 #include <atomic>
 #include <cstring>
@@ -23,25 +25,42 @@
 namespace emu::hccl {
 namespace {
 
+// How a rank introduces itself to a lower one. The signature is of the lower rank's address, which occurs once, and of the
+// numbers: who reads it cannot use it for another connection.
 struct Handshake {
-  Token token;
   uint32_t rank, ranks;
+  char signature[Secret::kSignature];
 };
+
+Handshake introduction(const Secret& secret, const std::string& address, uint32_t rank, uint32_t ranks) {
+  Handshake made{rank, ranks, {}};
+  secret.sign(text("link to ", address, " from ", rank, " of ", ranks)).copy(made.signature, sizeof made.signature);
+  return made;
+}
+
+// A connection whose handshake has not arrived in full. Other programs may connect to the port.
+struct Arrival {
+  File link;
+  Clock::time_point until;
+  Handshake from{};
+  size_t received = 0;
+
+  // False if the connection ended, or took too long.
+  bool read(bool readable) {
+    if (!readable) return Clock::now() < until;
+    const auto bytes = recv(link.get(), reinterpret_cast<char*>(&from) + received, sizeof from - received, MSG_DONTWAIT);
+    if (bytes > 0) received += static_cast<size_t>(bytes);
+    return bytes > 0 || (bytes < 0 && (errno == EAGAIN || errno == EINTR));
+  }
+  bool complete() const { return received == sizeof from; }
+};
+constexpr size_t kArrivals = 256;  // at once; one more replaces the oldest
+constexpr std::chrono::seconds kHandshake{30};
 
 File make_socket(int family) {
   File made(socket(family, SOCK_STREAM | SOCK_CLOEXEC, 0));
   check(made.get() >= 0, kOpFailed, "a socket cannot be made: ", std::strerror(errno));
   return made;
-}
-
-// Identifies the kernel and network namespace: processes with the same value can connect over abstract Unix sockets.
-std::string machine() {
-  std::ifstream file("/proc/sys/kernel/random/boot_id");
-  std::string boot, space(64, '\0');
-  std::getline(file, boot);
-  const auto length = readlink("/proc/self/ns/net", space.data(), space.size());
-  space.resize(std::max<ssize_t>(length, 0));
-  return boot + "/" + space;
 }
 
 // Abstract socket name: starts with a zero byte, no file.
@@ -148,6 +167,32 @@ File connect_to(int peer, const Address& at, const std::function<std::string(int
 
 }  // namespace
 
+std::string machine() {
+  std::ifstream file("/proc/sys/kernel/random/boot_id");
+  std::string boot, space(64, '\0');
+  std::getline(file, boot);
+  const auto length = readlink("/proc/self/ns/net", space.data(), space.size());
+  space.resize(std::max<ssize_t>(length, 0));
+  return boot + "/" + space;
+}
+
+std::string root_ip() {
+  const auto given = [](const char* variable) { return std::getenv(variable) && *std::getenv(variable); };
+  return given("HCCL_IF_IP") || given("HCCL_SOCKET_IFNAME") ? host_ip() : "127.0.0.1";
+}
+
+std::pair<File, int> bound(const std::string& ip, int port) {
+  File made = make_socket(AF_INET);
+  auto address = tcp_address(ip, port);
+  socklen_t length = sizeof address;
+  const int on = 1;
+  check(setsockopt(made.get(), SOL_SOCKET, SO_REUSEADDR, &on, sizeof on) == 0 &&
+            bind(made.get(), reinterpret_cast<sockaddr*>(&address), length) == 0 && listen(made.get(), 1024) == 0 &&
+            getsockname(made.get(), reinterpret_cast<sockaddr*>(&address), &length) == 0,
+      kOpFailed, "cannot listen on ", ip, port ? text(" port ", port) : "", ": ", std::strerror(errno));
+  return {std::move(made), ntohs(address.sin_port)};
+}
+
 std::string host_ip() {
   if (const char* ip = std::getenv("HCCL_IF_IP"); ip && *ip) return ip;
   // HCCL_SOCKET_IFNAME: "eth,enp" prefixes, "=eth0" names, "^…" all but these (Huawei's "Environment Variables").
@@ -179,15 +224,27 @@ std::string host_ip() {
   return found.empty() ? "127.0.0.1" : std::get<2>(*std::min_element(found.begin(), found.end()));
 }
 
-Token random_token() {
-  Token token;
-  check(getrandom(&token, sizeof token, 0) == sizeof token, kOpFailed, "getrandom: ", std::strerror(errno));
-  return token;
+Secret Secret::random() {
+  uint64_t words[2];
+  check(getrandom(words, sizeof words, 0) == sizeof words, kOpFailed, "getrandom: ", std::strerror(errno));
+  return Secret(text(hex(words[0]), "-", hex(words[1])));
+}
+
+namespace {
+constexpr size_t kSha1Block = 64;  // bytes, of SHA-1
+}  // namespace
+
+Secret::Secret(const std::string& key) : key_(key.size() > kSha1Block ? c10::sha1(key).str() : key) {}
+
+std::string Secret::sign(const std::string& message) const {
+  std::string inner(kSha1Block, '\x36'), outer(kSha1Block, '\x5c');
+  for (size_t i = 0; i < key_.size(); ++i) inner[i] ^= key_[i], outer[i] ^= key_[i];
+  return c10::sha1(outer + c10::sha1(inner + message).str()).str();
 }
 
 Rendezvous::Rendezvous(int npu) : local_(make_socket(AF_UNIX)) {
   static std::atomic<int> number{0};
-  const auto name = text("ascend-emulator-", getpid(), "-", number++, "-", hex(random_token()[0]));
+  const auto name = text("ascend-emulator-", getpid(), "-", number++, "-", Secret::random().key());
   auto [local, local_length] = local_address(name);
   check(bind(local_.get(), reinterpret_cast<sockaddr*>(&local), local_length) == 0 && listen(local_.get(), 128) == 0, kOpFailed,
       "cannot listen on a Unix socket: ", std::strerror(errno));
@@ -211,55 +268,74 @@ void Rendezvous::check_npus(const std::string& communicator, const std::vector<s
 
 std::string Rendezvous::listen_for_other_machines(const std::vector<std::string>& addresses, int rank) {
   // The lower rank of a pair listens.
-  if (std::none_of(addresses.begin() + rank + 1, addresses.end(), [](const auto& peer) { return needs_tcp(parse(peer)); }))
-    return "";
-  const auto ip = host_ip();
-  tcp_ = make_socket(AF_INET);
-  auto address = tcp_address(ip, 0);
-  socklen_t length = sizeof address;
-  check(bind(tcp_.get(), reinterpret_cast<sockaddr*>(&address), length) == 0 && listen(tcp_.get(), 128) == 0 &&
-            getsockname(tcp_.get(), reinterpret_cast<sockaddr*>(&address), &length) == 0,
-      kOpFailed, "cannot listen on ", ip, ": ", std::strerror(errno), "; set HCCL_IF_IP to an address of this machine");
-  return text(ip, " ", ntohs(address.sin_port));
+  bool listens = false, beyond = false;
+  for (auto peer = addresses.begin() + rank + 1; peer != addresses.end(); ++peer) {
+    listens |= needs_tcp(parse(*peer));
+    beyond |= parse(*peer).machine != machine();
+  }
+  if (!listens) return "";
+  const auto ip = beyond ? host_ip() : "127.0.0.1";
+  try {
+    auto [made, port] = bound(ip, 0);
+    tcp_ = std::move(made);
+    return text(ip, " ", port);
+  } catch (const Error& error) { refuse_call(kConnect, error.what(), "; set HCCL_IF_IP to an address of this machine"); }
 }
 
 std::vector<Link> Rendezvous::connect(const std::vector<std::string>& addresses,
-    const std::function<std::string(int peer)>& tcp_address, int rank, const Token& token, Clock::time_point deadline) {
+    const std::function<std::string(int peer)>& tcp_address, int rank, const Secret& secret, Clock::time_point deadline) {
   const int ranks = static_cast<int>(addresses.size());
   std::vector<Link> links(ranks);
-  const Handshake handshake{token, static_cast<uint32_t>(rank), static_cast<uint32_t>(ranks)};
   for (int peer = 0; peer < rank; ++peer) {  // the higher rank connects; the lower one is already listening
     links[peer].socket = connect_to(peer, parse(addresses[peer]), tcp_address, deadline);
-    if (send(links[peer].socket.get(), &handshake, sizeof handshake, MSG_NOSIGNAL) != sizeof handshake)
+    const auto own = introduction(secret, addresses[peer], rank, ranks);
+    if (send(links[peer].socket.get(), &own, sizeof own, MSG_NOSIGNAL) != sizeof own)
       refuse_call(kConnect, "rank ", peer, " closed the connection during set-up");
   }
+  // True if the connection is a rank's.
+  const auto admit = [&](Arrival& arrival) {
+    const auto& from = arrival.from;
+    const auto right = introduction(secret, addresses[rank], from.rank, from.ranks);
+    if (std::memcmp(&from, &right, sizeof from) != 0) return false;
+    if (static_cast<int>(from.ranks) != ranks) {
+      refuse_call(kParameter, "rank ", from.rank, " counts ", from.ranks, " ranks, rank ", rank, " counts ", ranks,
+          "; it must be the same on all");
+    }
+    if (static_cast<int>(from.rank) <= rank || from.rank >= from.ranks)
+      refuse_call(kParameter, "rank ", from.rank, " connects to rank ", rank, " of ", ranks, "; a rank connects to lower ranks");
+    if (links[from.rank].socket.get() >= 0) refuse_call(kParameter, "two ranks call themselves ", from.rank);
+    links[from.rank].socket = std::move(arrival.link);
+    return true;
+  };
+  set_nonblocking(local_);
+  if (tcp_.get() >= 0) set_nonblocking(tcp_);
+  std::vector<Arrival> arrivals;
   for (int missing = ranks - rank - 1; missing > 0;) {
-    pollfd files[] = {{tcp_.get(), POLLIN, 0}, {local_.get(), POLLIN, 0}};  // poll() skips a TCP socket of -1
-    const auto left = std::chrono::duration_cast<std::chrono::milliseconds>(deadline - Clock::now()).count();
-    if (left <= 0) refuse_call(kTimeout, missing, " of ", ranks, " ranks did not connect in time (HCCL_CONNECT_TIMEOUT)");
-    if (poll(files, 2, static_cast<int>(left)) <= 0) continue;
-    for (const auto& file : files) {
-      if (!file.revents) continue;
-      File link(accept4(file.fd, nullptr, nullptr, SOCK_CLOEXEC));
-      if (link.get() < 0 || (file.fd == local_.get() && !same_user(link))) continue;
-      finish(link, file.fd == tcp_.get());
-      Handshake from{};
-      const auto handshake_deadline =
-          std::min(deadline, Clock::now() + std::chrono::seconds(5));  // other programs may connect to the port
-      if (!ready(link.get(), POLLIN, handshake_deadline) || recv(link.get(), &from, sizeof from, MSG_DONTWAIT) != sizeof from ||
-          from.token != token)
-        continue;
-      if (from.ranks != handshake.ranks) {
-        refuse_call(kParameter, "rank ", from.rank, " counts ", from.ranks, " ranks, rank ", rank, " counts ", ranks,
-            "; it must be the same on all");
-      }
-      if (from.rank <= handshake.rank || from.rank >= from.ranks)
-        refuse_call(
-            kParameter, "rank ", from.rank, " connects to rank ", rank, " of ", ranks, "; a rank connects to lower ranks");
-      if (links[from.rank].socket.get() >= 0) refuse_call(kParameter, "two ranks call themselves ", from.rank);
-      set_nonblocking(link);
-      links[from.rank].socket = std::move(link);
-      --missing;
+    std::vector<pollfd> files{{tcp_.get(), POLLIN, 0}, {local_.get(), POLLIN, 0}};  // poll() skips a TCP socket of -1
+    auto until = deadline;
+    for (const auto& each : arrivals) {
+      files.push_back({each.link.get(), POLLIN, 0});
+      until = std::min(until, each.until);
+    }
+    const auto left = std::chrono::duration_cast<std::chrono::milliseconds>(until - Clock::now()).count();
+    if (Clock::now() >= deadline)
+      refuse_call(kTimeout, missing, " of ", ranks, " ranks did not connect in time (HCCL_CONNECT_TIMEOUT)");
+    if (poll(files.data(), files.size(), static_cast<int>(std::max<int64_t>(left, 0)) + 1) < 0) continue;
+    for (size_t i = arrivals.size(); i-- > 0;) {
+      const bool open = arrivals[i].read(files[i + 2].revents != 0), complete = arrivals[i].complete();
+      if (complete && admit(arrivals[i])) --missing;
+      if (complete || !open) arrivals.erase(arrivals.begin() + static_cast<long>(i));
+    }
+    for (size_t i = 0; i < 2; ++i) {
+      if (!files[i].revents) continue;
+      File link(accept4(files[i].fd, nullptr, nullptr, SOCK_CLOEXEC | SOCK_NONBLOCK));
+      check(link.get() >= 0 || (errno != EMFILE && errno != ENFILE), kOpFailed,
+          "no connection of a rank can be accepted: ", std::strerror(errno));
+      const bool tcp = files[i].fd == tcp_.get();
+      if (link.get() < 0 || (!tcp && !same_user(link))) continue;
+      finish(link, tcp);
+      if (arrivals.size() >= kArrivals) arrivals.erase(arrivals.begin());
+      arrivals.push_back({std::move(link), std::min(deadline, Clock::now() + kHandshake)});
     }
   }
   return links;

@@ -5,6 +5,7 @@
 
 #include <unistd.h>
 
+#include <algorithm>
 #include <cstring>
 #include <map>
 #include <random>
@@ -34,40 +35,59 @@ c10::intrusive_ptr<c10d::Store> prefixed(const std::string& prefix, c10::intrusi
   return c10::make_intrusive<c10d::PrefixStore>(prefix, std::move(store));
 }
 
-c10::intrusive_ptr<c10d::Store> tcp_store(const std::string& ip, int port, bool serves) {
+c10d::TCPStoreOptions store_options(int port) {
   c10d::TCPStoreOptions options;
   options.port = static_cast<uint16_t>(port);
-  options.isServer = serves;
   options.waitWorkers = false;
-  options.multiTenant = true;
   options.timeout = std::chrono::seconds(connect_timeout());
+  return options;
+}
+
+c10::intrusive_ptr<c10d::TCPStore> store_of_rank_0(const std::string& ip, int port) {
   try {
-    return c10::make_intrusive<c10d::TCPStore>(ip, options);
+    return c10::make_intrusive<c10d::TCPStore>(ip, store_options(port));
   } catch (const std::exception& error) {
-    if (serves) refuse_call(kConnect, "cannot listen on port ", port, ": ", std::string(error.what()).substr(0, 120));
     refuse_call(kTimeout, "rank 0 does not answer at ", ip, " port ", port, " within ", connect_timeout(),
         " s (HCCL_CONNECT_TIMEOUT); is it running, and reachable from this machine?");
   }
 }
 
+// A store that listens at one address only; TCPStore by itself would listen at all of this machine's.
+c10::intrusive_ptr<c10d::TCPStore> serving_store(const std::string& ip, int port, const char* fix) {
+  try {
+    auto [socket, actual] = bound(ip, port);
+    auto options = store_options(actual);
+    options.isServer = true;
+    options.masterListenFd = socket.release();
+    return c10::make_intrusive<c10d::TCPStore>(ip, options);
+  } catch (const std::exception& error) {
+    refuse_call(kConnect, std::string(error_of(error).what()).substr(0, 160), "; fix: ", fix);
+  }
+}
+
 // Store for the communicators whose root is in this process.
 c10d::TCPStore& root_store() {
-  static auto* store = new auto(tcp_store("127.0.0.1", 0, true));  // never destroyed: ranks may connect during exit
-  return *static_cast<c10d::TCPStore*>(store->get());
+  // Never destroyed: ranks may connect during exit.
+  static auto* store = new auto(serving_store(root_ip(), 0, "set HCCL_IF_IP to an address of this machine"));
+  return **store;
 }
 
 // Rank 0's store for the communicators of rank tables, by port. Never destroyed: a rank that already makes its next communicator
 // may be connected to it while this one destroys the last.
-c10::intrusive_ptr<c10d::Store> table_store(int port) {
+c10::intrusive_ptr<c10d::Store> table_store(const std::string& ip, int port) {
   static auto* mutex = new std::mutex;
   static auto* stores = new std::map<int, c10::intrusive_ptr<c10d::Store>>;
   std::lock_guard lock(*mutex);
   auto& store = (*stores)[port];
-  if (!store) store = tcp_store("127.0.0.1", port, true);
+  if (!store)
+    store =
+        serving_store(ip, port, "set HCCL_IF_BASE_PORT to a free port, and the server's host_ip to an address of this machine");
   return store;
 }
 
-constexpr char kMark[] = "ascend-emulator-hccl-1";
+// HcclRootInfo: mark, address and port of the root's store, identifier, secret, and the root's machine, separated by spaces. Only
+// ranks may know it: torch_npu passes it on through the process group's store.
+constexpr char kMark[] = "ascend-emulator-hccl-2";
 
 std::string config_name(const Config* config, const std::string& otherwise) {
   const bool named = config && config->size > offsetof(Config, name) && config->name[0];
@@ -91,8 +111,8 @@ std::shared_ptr<Buffers> buffers_of(const Config* config, const std::string& nam
   return buffers;
 }
 
-Options options_of(const Config* config, const std::string& name, int ranks) {
-  Options options{exec_timeout(), buffer_size(), on_vector_cores()};
+Options options_of(const Config* config, const std::string& name, int ranks, const Secret& secret) {
+  Options options{exec_timeout(), buffer_size(), on_vector_cores(), secret};
   // hcclOpExpansionMode: 0 as the variable says, 3 AIV, 4 AIV or an error.
   if (config && config->size > offsetof(Config, expansion_mode) && config->expansion_mode && config->expansion_mode != kUnset)
     options.on_vector_cores = config->expansion_mode >= 3;
@@ -154,13 +174,17 @@ std::shared_ptr<Communicator> from_root(uint32_t ranks, const char* root, uint32
   check_algorithm(config);
   if (ranks == 0 || rank >= ranks) refuse_call(kParameter, "rank is ", rank, " of ", ranks, "; allowed: 0 to nRanks - 1");
   std::stringstream parts(std::string(root, strnlen(root, 512)));
-  std::string mark, ip, id;
+  std::string mark, ip, id, secret, host;
   int port = 0;
-  parts >> mark >> ip >> port >> id;
-  if (mark != kMark || id.empty()) refuse_call(kParameter, "rootInfo does not come from HcclGetRootInfo of an emulated HCCL");
+  parts >> mark >> ip >> port >> id >> secret >> host;
+  if (mark != kMark || host.empty()) refuse_call(kParameter, "rootInfo does not come from HcclGetRootInfo of an emulated HCCL");
+  if (ranks > 1 && ip.starts_with("127.") && host != machine())
+    refuse_call(kConnect, "the root listens at ", ip, ", and this rank is on another machine or in another network namespace; ",
+        "fix: set HCCL_IF_IP on each machine to its own address");
   const auto name = config_name(config, "hccl_" + id);
-  auto options = options_of(config, name, static_cast<int>(ranks));
-  auto store = ranks == 1 ? c10::intrusive_ptr<c10d::Store>(c10::make_intrusive<c10d::HashStore>()) : tcp_store(ip, port, false);
+  auto options = options_of(config, name, static_cast<int>(ranks), Secret(secret));
+  auto store = ranks == 1 ? c10::intrusive_ptr<c10d::Store>(c10::make_intrusive<c10d::HashStore>())
+                          : c10::intrusive_ptr<c10d::Store>(store_of_rank_0(ip, port));
   return std::make_shared<Communicator>(
       prefixed(id, store), name, static_cast<int>(rank), static_cast<int>(ranks), std::move(options));
 }
@@ -180,10 +204,13 @@ std::shared_ptr<Communicator> from_table(const char* path, uint32_t rank, const 
     use = uses[{table.identity, rank}]++;
   }
   const std::string prefix = text("hccl_table_", table.identity, "_", use), name = config_name(config, prefix);
-  auto options = options_of(config, name, ranks);
+  auto options = options_of(config, name, ranks, table.secret.derived(prefix));
+  const auto& servers = table.servers;
+  const bool one = std::all_of(servers.begin(), servers.end(), [&](const auto& each) { return each == servers[0]; });
+  const std::string ip = one ? "127.0.0.1" : servers[0];
   auto store = ranks == 1  ? c10::intrusive_ptr<c10d::Store>(c10::make_intrusive<c10d::HashStore>())
-               : rank == 0 ? table_store(port)
-                           : tcp_store(table.servers[0], port, false);
+               : rank == 0 ? table_store(ip, port)
+                           : c10::intrusive_ptr<c10d::Store>(store_of_rank_0(ip, port));
   return std::make_shared<Communicator>(prefixed(prefix, store), name, static_cast<int>(rank), ranks, std::move(options));
 }
 
@@ -218,7 +245,8 @@ HCCL_API(computed, HcclGetRootInfo, (char* root), {
   if (!root) refuse_call(kNullPointer, "rootInfo is null");
   static std::atomic<int> number{0};
   static const uint64_t process = std::random_device{}() * 0x100000001ull ^ static_cast<uint64_t>(getpid());
-  const auto line = text(kMark, " ", host_ip(), " ", root_store().getPort(), " ", hex(process), "_", number++);
+  const auto line = text(kMark, " ", root_store().getHost(), " ", root_store().getPort(), " ", hex(process), "_", number++, " ",
+      Secret::random().key(), " ", machine());
   std::strcpy(root, line.c_str());
 })
 
@@ -271,8 +299,9 @@ HCCL_API(computed, HcclCreateSubCommConfig,
       const auto name = config_name(config, text(whole->name, "_sub_", id));
       prefix += text("/", name);
       prefix += text("/", whole->next_use(prefix));
+      const auto secret = whole->options.secret.derived(prefix);
       result(sub, std::make_shared<Communicator>(prefixed(prefix, whole->store()), name, static_cast<int>(rank),
-                      static_cast<int>(number), options_of(config, name, static_cast<int>(number))));
+                      static_cast<int>(number), options_of(config, name, static_cast<int>(number), secret)));
     })
 
 // All ranks in this process, one per NPU.
@@ -280,24 +309,37 @@ HCCL_API(computed, HcclCommInitAll, (uint32_t number, const int32_t* devices, vo
   place(comms);
   if (!devices) refuse_call(kNullPointer, "devices is null");
   if (!number) refuse_call(kParameter, "ndev is 0");
+  for (uint32_t i = 0; i < number; ++i) {
+    device(devices[i]);
+    if (const auto* other = std::find(devices, devices + i, devices[i]); other != devices + i)
+      refuse_call(kParameter, "devices[", other - devices, "] and devices[", i, "] are both ", devices[i],
+          "; each rank has an NPU of its own");
+  }
   static std::atomic<int> uses{0};
   const auto name = text("hccl_all_", getpid(), "_", uses++);
   auto store = c10::make_intrusive<c10d::HashStore>();
   std::vector<std::shared_ptr<Communicator>> made(number);
-  std::vector<std::string> failures(number);
-  std::vector<std::thread> threads;
+  const auto secret = Secret::random();
+  std::mutex first_mutex;
+  std::string first;  // failure
+  std::vector<std::jthread> threads;
   for (uint32_t i = 0; i < number; ++i) {
     threads.emplace_back([&, i] {
       try {
         set_current_device(devices[i]);
-        made[i] = std::make_shared<Communicator>(
-            store, name, static_cast<int>(i), static_cast<int>(number), options_of(nullptr, name, static_cast<int>(number)));
-      } catch (const std::exception& error) { failures[i] = error.what(); }
+        made[i] = std::make_shared<Communicator>(store, name, static_cast<int>(i), static_cast<int>(number),
+            options_of(nullptr, name, static_cast<int>(number), secret));
+      } catch (const std::exception& error) {
+        {
+          std::lock_guard lock(first_mutex);
+          if (first.empty()) first = error_of(error).what();
+        }
+        store->set(text("0/", i), std::vector<uint8_t>{});  // so that the others do not wait for it
+      }
     });
   }
-  for (auto& thread : threads) thread.join();
-  for (const auto& each : failures)
-    if (!each.empty()) refuse_call(kParameter, each);
+  threads.clear();  // joins them
+  if (!first.empty()) refuse_call(kParameter, first);
   for (uint32_t i = 0; i < number; ++i) result(comms + i, made[i]);
 })
 

@@ -3,6 +3,7 @@
 #include <arpa/inet.h>
 #include <netdb.h>
 
+#include <charconv>
 #include <fstream>
 #include <iterator>
 #include <map>
@@ -50,11 +51,40 @@ class Reader {
   [[noreturn]] void fail_at_position() { refuse_call(kParameter, "the rank table is not JSON at character ", at_); }
   std::string string() {
     expect('"');
-    const auto end = text_.find('"', at_);
-    if (end == std::string::npos) fail_at_position();
-    const auto out = text_.substr(at_, end - at_);
-    at_ = end + 1;
+    std::string out;
+    while (at_ < text_.size() && text_[at_] != '"') {
+      if (text_[at_] != '\\') {
+        out += text_[at_++];
+        continue;
+      }
+      static const std::string names = "\"\\/bfnrtu", values = "\"\\/\b\f\n\r\t";
+      const auto which = ++at_ < text_.size() ? names.find(text_[at_]) : std::string::npos;
+      if (which == std::string::npos) fail_at_position();
+      ++at_;
+      which < values.size() ? out += values[which] : out += utf8(code_unit());
+    }
+    expect('"');
     return out;
+  }
+  // Four hexadecimal digits of \uXXXX.
+  uint32_t code_unit() {
+    uint32_t code = 0;
+    const auto [end, error] = std::from_chars(text_.data() + at_, text_.data() + std::min(at_ + 4, text_.size()), code, 16);
+    if (error != std::errc() || end != text_.data() + at_ + 4) fail_at_position();
+    at_ += 4;
+    if (code >> 10 != 0x36) return code;  // no first half of a pair
+    if (text_.compare(at_, 2, "\\u") != 0) fail_at_position();
+    at_ += 2;
+    const auto second = code_unit();
+    if (second >> 10 != 0x37) fail_at_position();
+    return 0x10000 + ((code & 0x3ff) << 10 | (second & 0x3ff));
+  }
+  static std::string utf8(uint32_t code) {
+    const auto tail = [&](int shift) { return static_cast<char>(0x80 | (code >> shift & 0x3f)); };
+    if (code < 0x80) return {static_cast<char>(code)};
+    if (code < 0x800) return {static_cast<char>(0xc0 | code >> 6), tail(0)};
+    if (code < 0x10000) return {static_cast<char>(0xe0 | code >> 12), tail(6), tail(0)};
+    return {static_cast<char>(0xf0 | code >> 18), tail(12), tail(6), tail(0)};
   }
   Value read(int depth) {
     if (depth > 32) fail_at_position();
@@ -129,11 +159,9 @@ RankTable read_rank_table(const char* path) {
   if (found.empty()) refuse_call(kParameter, path, ": server_list has no device with a rank_id");
   if (found.rbegin()->first + 1 != static_cast<int>(found.size()))
     refuse_call(kParameter, path, ": rank_id goes to ", found.rbegin()->first, ", but there are ", found.size());
-  RankTable table;
+  const Secret of_readers(Secret("rank table").sign(content));
+  RankTable table{{}, of_readers.sign("identity").substr(0, 16), of_readers};
   for (const auto& [rank, address] : found) table.servers.push_back(address);
-  uint64_t hash = 1469598103934665603ull;
-  for (const unsigned char each : content) hash = (hash ^ each) * 1099511628211ull;
-  table.identity = emu::hex(hash);
   return table;
 }
 

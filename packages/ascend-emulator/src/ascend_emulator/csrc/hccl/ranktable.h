@@ -4,11 +4,14 @@
 #include <string>
 #include <vector>
 
+#include "transport.h"
+
 namespace emu::hccl {
 
 struct RankTable {
   std::vector<std::string> servers;  // the address of each rank's
   std::string identity;              // the same for the same file
+  Secret secret;                     // of those who can read the file
 };
 RankTable read_rank_table(const char* path);
 

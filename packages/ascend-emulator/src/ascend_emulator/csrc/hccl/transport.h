@@ -3,13 +3,13 @@
 // connection is noticed immediately, and waiting uses no CPU.
 #ifndef ASCEND_EMULATOR_HCCL_TRANSPORT_H
 #define ASCEND_EMULATOR_HCCL_TRANSPORT_H
-#include <array>
 #include <chrono>
 #include <deque>
 #include <functional>
 #include <memory>
 #include <optional>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "core/stream.h"
@@ -27,6 +27,7 @@ class File {
   }
   ~File();
   int get() const { return fd_; }
+  int release() { return std::exchange(fd_, -1); }
 
  private:
   int fd_;
@@ -114,9 +115,20 @@ void notify_failure(std::vector<Link>& links, const std::string& reason);
 // Sleeps until the deadline; throws TransferError if `wake` becomes readable.
 void pause(Deadline deadline, int wake);
 
-// A random value that all ranks of a communicator know from their store.
-using Token = std::array<uint64_t, 2>;
-Token random_token();
+// What the ranks of a communicator know and no other process: from HcclRootInfo, or from the rank table. It is never sent or
+// stored. Ranks sign with it what they publish and how they introduce themselves.
+class Secret {
+ public:
+  explicit Secret(const std::string& key);
+  static Secret random();
+  const std::string& key() const { return key_; }
+  static constexpr size_t kSignature = 40;
+  std::string sign(const std::string& message) const;  // HMAC (RFC 2104) with SHA-1's hexadecimal digests
+  Secret derived(const std::string& purpose) const { return Secret(sign("derived " + purpose)); }
+
+ private:
+  std::string key_;
+};
 
 // Establishes one rank's connections to its peers. Ranks on one machine connect over Unix sockets.
 class Rendezvous {
@@ -130,7 +142,7 @@ class Rendezvous {
   std::string listen_for_other_machines(const std::vector<std::string>& addresses, int rank);
   // `tcp_address` asks for what a peer on another machine published.
   std::vector<Link> connect(const std::vector<std::string>& addresses, const std::function<std::string(int peer)>& tcp_address,
-      int rank, const Token& token, Clock::time_point deadline);
+      int rank, const Secret& secret, Clock::time_point deadline);
 
  private:
   File tcp_, local_;
@@ -139,6 +151,13 @@ class Rendezvous {
 
 // This machine's address for other ranks: HCCL_IF_IP, HCCL_SOCKET_IFNAME, or the first non-loopback address.
 std::string host_ip();
+// Where HCCL's root listens: that address if the user chose it, otherwise the loopback address, for ranks of this machine.
+std::string root_ip();
+// A TCP socket that is bound to this address and port (0: any), and its port.
+std::pair<File, int> bound(const std::string& ip, int port);
+// Identifies the kernel and network namespace: processes with the same value reach each other's loopback address and abstract
+// Unix sockets.
+std::string machine();
 
 }  // namespace emu::hccl
 
