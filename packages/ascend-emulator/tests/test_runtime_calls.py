@@ -111,6 +111,73 @@ def test_a_device_is_reset_by_as_many_calls_as_set_it(program):
     ]
 
 
+def test_a_reset_within_a_capture_ends_it(program):
+    """In all threads: the mode global concerns each."""
+    text = """
+        import threading
+        buffer, stream, other, event, graph, size = c_void_p(), c_void_p(), c_void_p(), c_void_p(), c_void_p(), c_size_t(4096)
+        data = ctypes.create_string_buffer(4096)
+        def copy():
+            assert acl.aclrtSetDevice(0) == 0 and acl.aclrtMalloc(byref(buffer), size, 0) == 0
+            return acl.aclrtMemcpy(buffer, size, data, size, 1)
+        assert copy() == 0
+        assert acl.aclrtCreateStream(byref(stream)) == 0 and acl.aclrtCreateStream(byref(other)) == 0
+        assert acl.aclrtCreateEventWithFlag(byref(event), 0) == 0
+        assert acl.aclmdlRICaptureBegin(stream, 0) == 0
+        assert acl.aclrtMemsetAsync(buffer, size, 0, size, stream) == 0
+        assert acl.aclrtRecordEvent(event, stream) == 0 and acl.aclrtStreamWaitEvent(other, event) == 0
+        print(copy())
+        assert acl.aclrtResetDeviceForce(0) == 0
+        print(copy())
+        thread = threading.Thread(target=lambda: print(copy()))
+        thread.start()
+        thread.join()
+        print(acl.aclmdlRICaptureEnd(stream, byref(graph)) != 0, "is no stream, or it was destroyed" in said())
+        assert acl.aclrtCreateStream(byref(stream)) == 0 and acl.aclmdlRICaptureBegin(stream, 0) == 0
+        print(acl.aclmdlRICaptureEnd(stream, byref(graph)), acl.aclmdlRIExecuteAsync(graph, None))
+    """
+    assert program(text) == ["107030", "0", "0", "True True", "0 0"]
+
+
+def test_a_reset_frees_physical_memory(program):
+    text = """
+        class Physical(ctypes.Structure):
+            _fields_ = [(name, c_int32) for name in ("handle", "type", "attribute", "id", "location")] + [("no", ctypes.c_uint64)]
+        free, total, handle, address, size = c_size_t(), c_size_t(), c_void_p(), c_void_p(), c_size_t(64 << 20)
+        assert acl.aclrtSetDevice(0) == 0
+        for mapped in range(2):
+            properties = Physical(0, 0, 0, 0, 1, 0)
+            assert acl.aclrtMallocPhysical(byref(handle), size, byref(properties), ctypes.c_uint64(0)) == 0
+            if mapped:
+                assert acl.aclrtReserveMemAddress(byref(address), size, c_size_t(0), None, ctypes.c_uint64(1)) == 0
+                assert acl.aclrtMapMem(address, size, c_size_t(0), handle, ctypes.c_uint64(0)) == 0
+        assert acl.aclrtGetMemInfo(0, byref(free), byref(total)) == 0
+        print(total.value - free.value >> 20)
+        assert acl.aclrtResetDeviceForce(0) == 0 and acl.aclrtSetDevice(0) == 0
+        assert acl.aclrtGetMemInfo(0, byref(free), byref(total)) == 0
+        print(total.value - free.value >> 20)
+        print(acl.aclrtFreePhysical(handle) != 0, "is no physical memory" in said())
+        print(acl.aclrtReleaseMemAddress(address))
+    """
+    assert program(text) == ["128", "0", "True True", "0"]
+
+
+def test_devices_that_can_exchange_data_are_two(program):
+    text = """
+        can = c_int32(7)
+        print(*(acl.aclrtDeviceCanAccessPeer(byref(can), *pair) for pair in ((0, 1), (1, 1), (0, 2), (-1, 0))), can.value)
+    """
+    assert program(text, "--npus", "2") == ["0 100000 107001 107001 1"]
+
+
+def test_no_time_limit_of_operators_is_in_force(program):
+    text = """
+        actual = ctypes.c_uint64(7)
+        print(acl.aclrtSetOpExecuteTimeOutV2(ctypes.c_uint64(5000), byref(actual)), actual.value == 2**64 - 1)
+    """
+    assert program(text) == ["0 True"]
+
+
 def test_contexts_are_created_and_destroyed(program):
     text = """
         first, second, device = c_void_p(), c_void_p(), c_int32()

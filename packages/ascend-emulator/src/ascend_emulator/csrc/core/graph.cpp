@@ -224,9 +224,15 @@ void begin(void* handle, const std::shared_ptr<Graph>& graph, int32_t mode) {
   active_captures.insert(capture.get());
 }
 
-// Releases the streams of a capture; returns why it is invalid.
-std::string ended(Capture& capture) {
+// Ends a capture and releases its streams; returns why it is invalid, nothing if it has ended before.
+std::optional<std::string> ended(Capture& capture) {
+  {
+    std::lock_guard lock(active_captures_mutex);
+    active_captures.erase(&capture);
+  }
   auto& graph = *capture.graph;
+  std::lock_guard lock(graph.mutex);
+  if (std::exchange(capture.ended, true)) return std::nullopt;
   // Every captured stream must be joined to the origin stream.
   std::set<int> reached;
   auto queue = capture.streams[capture.origin].joined;
@@ -316,22 +322,14 @@ ACL_API(computed, aclmdlRICaptureEnd, (void* handle, void** graph), {
   check(capture->origin == stream->id, kCaptureUnmatched, "the capture began on another stream");
   check(capture->mode == CaptureMode::relaxed || capture->thread == std::this_thread::get_id(), kCaptureThread,
       "the capture began in another thread");
-  {
-    std::lock_guard lock(active_captures_mutex);
-    active_captures.erase(capture.get());
-  }
-  std::string invalid;
-  {
-    std::lock_guard lock(capture->graph->mutex);
-    check(!std::exchange(capture->ended, true), kNotCaptured, "the stream is not being captured");
-    invalid = ended(*capture);
-  }
-  if (invalid.empty()) {
+  const auto invalid = ended(*capture);
+  check(invalid.has_value(), kNotCaptured, "the stream is not being captured");
+  if (invalid->empty()) {
     if (graph) *graph = capture->graph.get();
     return;
   }
   forget(capture->graph);
-  throw Error(kCaptureInvalidated, "the capture is invalid: " + invalid);
+  throw Error(kCaptureInvalidated, "the capture is invalid: " + *invalid);
 })
 
 ACL_API(computed, aclmdlRICaptureThreadExchangeMode, (int32_t* mode), {
@@ -435,6 +433,11 @@ bool add_to_update(Stream& stream, Task& task) {
 void end_update(const Stream& stream) {
   std::lock_guard lock(update_mutex);
   open_updates -= static_cast<int>(updates.erase(stream.id));
+}
+
+void end_captures(int device) {
+  for (const auto& stream : streams_of(device))
+    if (const auto capture = stream->capture(); capture && ended(*capture)) forget(capture->graph);
 }
 }  // namespace emu
 

@@ -71,6 +71,7 @@ bool capture_wait(Stream& stream, Event& event);
 // Adds the task to the task-group update that is open on the stream; false if none is.
 bool add_to_update(Stream& stream, Task& task);
 void end_update(const Stream& stream);  // the stream was destroyed
+void end_captures(int device);          // the device is reset: its captures end, without graphs
 
 }  // namespace emu
 

@@ -308,6 +308,7 @@ void end_streams(int device) {
     } catch (const Error&) {  // of a failed task
     }
     stream->retire();
+    end_update(*stream);
     std::lock_guard lock(table().mutex);
     table().streams.erase(stream.get());
   }

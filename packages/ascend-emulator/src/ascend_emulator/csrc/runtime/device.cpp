@@ -10,8 +10,9 @@
 #include <iterator>
 #include <map>
 
+#include "core/graph.h"
 #include "core/registry.h"
-#include "core/stream.h"
+#include "memory_types.h"
 
 using namespace emu;
 
@@ -31,7 +32,9 @@ void reset(int id, bool force) {
     if (--references[id] > 0 && !force) return;
     references.erase(id);
   }
+  end_captures(id);
   end_streams(id);
+  free_physical_of(id);
   npu.reset();
   npu.active = false;
 }

@@ -35,6 +35,9 @@ struct Usage {
   size_t reserved[8];
 };
 
+// Unmaps and frees an NPU's physical memory that aclrtFreePhysical has not freed.
+void free_physical_of(int npu);
+
 }  // namespace emu
 
 #endif  // ASCEND_EMULATOR_RUNTIME_MEMORY_TYPES_H

@@ -68,7 +68,28 @@ uint64_t allocate(uint64_t bytes, const PhysicalProperties& properties) {
   }
 }
 
+void release(const Physical& memory) {
+  if (memory.import) return arena::close_import(*memory.import);
+  if (memory.shared)
+    arena::abandon(*memory.shared);
+  else
+    arena::release(memory.offset, memory.bytes);
+  if (memory.npu != kNoNpu) device(memory.npu).release_physical(memory.bytes);
+}
+
 }  // namespace
+
+void emu::free_physical_of(int npu) {
+  std::lock_guard lock(mapping_mutex);
+  std::erase_if(mappings(), [&](const auto& each) {
+    if (each.second->npu == npu) virtual_memory::unmap(each.first);
+    return each.second->npu == npu;
+  });
+  std::erase_if(physical(), [&](const auto& each) {
+    if (each.second->npu == npu) release(*each.second);
+    return each.second->npu == npu;
+  });
+}
 
 // The flags choose the page size; there is only one.
 ACL_API(computed, aclrtReserveMemAddress, (void** address, size_t bytes, size_t alignment, void* expected, uint64_t flags), {
@@ -97,16 +118,7 @@ ACL_API(computed, aclrtFreePhysical, (void* handle), {
   std::lock_guard lock(mapping_mutex);
   auto& memory = find(handle);
   check(memory.mapped == 0, kInvalidParam, "the physical memory is still mapped at ", memory.mapped, " addresses");
-  if (memory.import) {
-    arena::close_import(*memory.import);
-  } else {
-    if (memory.shared) {
-      arena::abandon(*memory.shared);
-    } else {
-      arena::release(memory.offset, memory.bytes);
-    }
-    if (memory.npu != kNoNpu) device(memory.npu).release_physical(memory.bytes);
-  }
+  release(memory);
   physical().erase(handle);
 })
 
@@ -122,9 +134,11 @@ ACL_API(computed, aclrtMapMem, (void* address, size_t bytes, size_t offset, void
 })
 ACL_API(computed, aclrtUnmapMem, (void* address), {
   std::lock_guard lock(mapping_mutex);
+  const auto mapping = mappings().find(address);
+  check(mapping != mappings().end(), kInvalidParam, "no memory is mapped at ", address, " by aclrtMapMem");
   virtual_memory::unmap(address);
-  --mappings().at(address)->mapped;
-  mappings().erase(address);
+  --mapping->second->mapped;
+  mappings().erase(mapping);
 })
 
 // Flag 1: every process may import it; otherwise those of aclrtMemSetPidToShareableHandle.
