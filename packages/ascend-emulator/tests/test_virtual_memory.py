@@ -2,6 +2,7 @@
 
 import ctypes
 import os
+import signal
 import sys
 from multiprocessing.connection import Listener
 
@@ -185,11 +186,17 @@ def importer(tmp_path):
         started.append((process, connection, listener))
         return connection
 
+    def kill():
+        process, *_ = started[-1]
+        process.kill()
+        process.wait(60)
+
+    start.kill = kill
     yield start
     for process, connection, listener in started:
         connection.close()
         listener.close()
-        assert process.wait(60) == 0
+        assert process.wait(60) in (0, -signal.SIGKILL)
 
 
 def exchanged(connection, let_in=None):
@@ -217,6 +224,61 @@ def test_physical_memory_is_shared_with_listed_processes(range_of_three, importe
     connection.send("go")
     assert connection.recv() == "written"
     assert read(start, 5) == b"there"
+
+
+def resident():
+    """Bytes of the file with memory that other processes can map."""
+    target = "/memfd:ascend-emulator-memory (deleted)"
+    for name in os.listdir("/proc/self/fd"):
+        path = f"/proc/self/fd/{name}"
+        if os.path.lexists(path) and os.readlink(path) == target:
+            return os.stat(path).st_blocks * 512
+    return 0
+
+
+def test_memory_of_a_killed_importer_is_freed(importer):
+    before = resident()
+    chunk, start, handle = physical(), reserve(), ctypes.c_uint64()
+    check(map_at(start, chunk))
+    check(write(start, os.urandom(2 * MIB)))
+    assert resident() == before + 2 * MIB
+    check(acl.aclrtMemExportToShareableHandle(chunk, 0, ctypes.c_uint64(1), ctypes.byref(handle)))
+    connection = importer("handle", handle.value)
+    assert len(exchanged(connection)) == 5
+    check(unmap(start))
+    check(acl.aclrtFreePhysical(chunk))
+    assert resident() == before + 2 * MIB  # the importer reads it
+    importer.kill()
+    check(acl.aclrtFreePhysical(physical()))
+    assert resident() == before
+    check(acl.aclrtReleaseMemAddress(ctypes.c_void_p(start)))
+
+
+def test_a_handle_of_a_process_that_ended_opens_nothing():
+    """Also if another process has its number: the handle has a random part."""
+    chunk, handle, out = physical(), ctypes.c_uint64(), ctypes.c_void_p()
+    check(acl.aclrtMemExportToShareableHandle(chunk, 0, ctypes.c_uint64(1), ctypes.byref(handle)))
+    check(acl.aclrtMemImportFromShareableHandle(handle, 0, ctypes.byref(out)))
+    check(acl.aclrtFreePhysical(out))
+    other = ctypes.c_uint64(handle.value ^ 1 << 63)
+    assert "shares no memory: it ended" in refused(acl.aclrtMemImportFromShareableHandle(other, 0, ctypes.byref(out)))
+    check(acl.aclrtFreePhysical(chunk))
+
+
+def test_memory_of_another_call_is_not_unmapped():
+    """aclrtUnmapMem undoes aclrtMapMem only."""
+    x, key, address = torch.zeros(2 * MIB, dtype=torch.uint8, device="npu"), ctypes.create_string_buffer(65), ctypes.c_void_p()
+    check(acl.aclrtIpcMemGetExportKey(address_of(x), ctypes.c_size_t(x.numel()), key, ctypes.c_size_t(65), ctypes.c_uint64(1)))
+    check(acl.aclrtIpcMemImportByKey(ctypes.byref(address), key, ctypes.c_uint64(0)))
+    assert "no memory is mapped at" in refused(acl.aclrtUnmapMem(address))
+    check(write(address.value, b"still there"))
+    check(acl.aclrtIpcMemClose(key))
+
+
+def test_addresses_without_an_allocation_are_not_freed():
+    start = reserve()
+    assert "not an allocation of aclrtMalloc" in refused(acl.aclrtFree(ctypes.c_void_p(start)), 100000)
+    check(acl.aclrtReleaseMemAddress(ctypes.c_void_p(start)))
 
 
 def test_ordinary_memory_is_shared_by_key(importer):

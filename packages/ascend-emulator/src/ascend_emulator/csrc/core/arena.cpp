@@ -12,6 +12,8 @@
 #include <filesystem>
 #include <map>
 #include <mutex>
+#include <random>
+#include <set>
 
 #include "status.h"
 
@@ -19,24 +21,37 @@ namespace emu::arena {
 namespace {
 
 // Names by which other processes find the files in /proc/<pid>/fd, so nothing remains when the process ends.
-constexpr char kMemory[] = "ascend-emulator-memory", kParts[] = "ascend-emulator-parts";
+constexpr char kMemory[] = "ascend-emulator-memory";
 
-// Record of a shared range, in a file that other processes map.
+// Record of a shared range, in a file that other processes map. A process that has the range open holds a read lock of the
+// record's first byte in that file, which ends with the process; who frees the range holds the write lock. So exactly one side
+// frees it.
 struct Record {
   uint64_t offset, bytes;
   std::atomic<uint32_t> offered;    // may be opened
   std::atomic<uint32_t> abandoned;  // freed by its owner
-  std::atomic<uint32_t> holders;    // processes that have it open
   uint32_t to_everybody, allowed;
-  int32_t process[119];
+  int32_t process[120];
 };
 static_assert(sizeof(Record) == 512);
 constexpr uint64_t kRecords = 1 << 20;  // sparse file of 512 MiB
 
+// A key is `nonce | process | index of the record`. The nonce tells processes apart that have the same number, one after the
+// other.
+constexpr int kIndexBits = 20, kProcessBits = 22;  // Linux has at most 2^22 processes
+static_assert(kRecords == 1 << kIndexBits);
+uint64_t index_of(uint64_t key) { return key & (kRecords - 1); }
+uint64_t nonce_of(uint64_t key) { return key >> (kIndexBits + kProcessBits); }
+uint64_t own_nonce() {
+  static const uint64_t nonce = std::random_device{}() >> (kIndexBits + kProcessBits - 32);
+  return nonce;
+}
+std::string parts_name(uint64_t nonce) { return text("ascend-emulator-parts-", nonce); }
+
 std::mutex mutex;
 
-int create(const char* name) {
-  const int file = memfd_create(name, MFD_CLOEXEC);
+int create(const std::string& name) {
+  const int file = memfd_create(name.c_str(), MFD_CLOEXEC);
   check(file >= 0, kOutOfMemory, "cannot create a memory file: ", std::strerror(errno));
   return file;
 }
@@ -52,17 +67,32 @@ Record* map_records(int file) {
   return static_cast<Record*>(at);
 }
 
-Record* own_records() {
-  static Record* const records = [] {
-    const int file = create(kParts);
-    check(ftruncate(file, kRecords * sizeof(Record)) == 0, kOutOfMemory, "cannot enlarge a memory file: ", std::strerror(errno));
-    return map_records(file);
+int own_parts() {
+  static const int file = [] {
+    const int made = create(parts_name(own_nonce()));
+    check(ftruncate(made, kRecords * sizeof(Record)) == 0, kOutOfMemory, "cannot enlarge a memory file: ", std::strerror(errno));
+    return made;
   }();
+  return file;
+}
+
+Record* own_records() {
+  static Record* const records = map_records(own_parts());
   return records;
 }
 
+// Locks the record's byte, or changes the lock that the file has; false if another file's lock is in the way.
+bool lock(int parts, uint64_t key, short type) {
+  struct flock range{};
+  range.l_type = type;
+  range.l_whence = SEEK_SET;
+  range.l_start = static_cast<off_t>(index_of(key) * sizeof(Record));
+  range.l_len = 1;
+  return fcntl(parts, F_OFD_SETLK, &range) == 0;
+}
+
 // Opens the file of that name of another process; the caller closes the descriptor.
-int file_of(int process, const char* name) {
+int file_of(int process, const std::string& name) {
   const auto target = text("/memfd:", name, " (deleted)");
   std::error_code error;
   for (const auto& entry : std::filesystem::directory_iterator(text("/proc/", process, "/fd"), error)) {
@@ -73,26 +103,22 @@ int file_of(int process, const char* name) {
   throw Error(kInvalidParam, text("process ", process, " shares no memory: it ended, or belongs to another user or container"));
 }
 
-int owner(uint64_t key) { return static_cast<int>(key >> 32); }
-
 Record& own(uint64_t key) {
-  const auto number = key & 0xffffffff;
-  check(owner(key) == getpid() && number < kRecords && own_records()[number].bytes, kInvalidParam, "nothing was exported under ",
-      key, " by this process");
-  return own_records()[number];
+  check(owner(key) == getpid() && nonce_of(key) == own_nonce() && own_records()[index_of(key)].bytes, kInvalidParam,
+      "nothing was exported under ", key, " by this process");
+  return own_records()[index_of(key)];
 }
 
 // Scope that maps another process's records.
 struct Records {
-  explicit Records(int process) {
-    const int file = file_of(process, kParts);
-    all = map_records(file);
-    close(file);
-  }
+  explicit Records(int file) : all(map_records(file)) {}
   Records(const Records&) = delete;
   ~Records() { munmap(all, kRecords * sizeof(Record)); }
   Record* all;
 };
+
+std::mutex lent_mutex;
+std::set<uint64_t> lent;  // keys of ranges that were abandoned while other processes had them open
 
 void punch(int file, uint64_t offset, uint64_t bytes) {
   fallocate(file, FALLOC_FL_PUNCH_HOLE | FALLOC_FL_KEEP_SIZE, static_cast<off_t>(offset), static_cast<off_t>(bytes));
@@ -101,6 +127,16 @@ void punch(int file, uint64_t offset, uint64_t bytes) {
 }  // namespace
 
 namespace {
+// Releases the abandoned ranges that no other process has open any more.
+void release_unheld() {
+  std::lock_guard locked(lent_mutex);
+  std::erase_if(lent, [](uint64_t key) {
+    if (!lock(own_parts(), key, F_WRLCK)) return false;
+    release(own(key).offset, own(key).bytes);
+    return lock(own_parts(), key, F_UNLCK);
+  });
+}
+
 std::map<uint64_t, uint64_t> free_ranges;  // offset -> bytes, coalesced
 uint64_t rounded(uint64_t bytes) {
   constexpr uint64_t huge = 2u << 20;  // ranges are aligned for huge pages
@@ -108,8 +144,11 @@ uint64_t rounded(uint64_t bytes) {
 }
 }  // namespace
 
+int owner(uint64_t key) { return static_cast<int>(key >> kIndexBits & ((1 << kProcessBits) - 1)); }
+
 uint64_t allocate(uint64_t bytes) {
   static uint64_t end = 0;
+  release_unheld();
   bytes = rounded(bytes);
   std::lock_guard lock(mutex);
   for (auto range = free_ranges.begin(); range != free_ranges.end(); ++range) {
@@ -171,7 +210,7 @@ uint64_t publish(uint64_t offset, uint64_t bytes) {
   auto& record = own_records()[next];
   record.offset = offset;
   record.bytes = bytes;
-  return static_cast<uint64_t>(getpid()) << 32 | next++;
+  return own_nonce() << (kIndexBits + kProcessBits) | static_cast<uint64_t>(getpid()) << kIndexBits | next++;
 }
 
 void offer(uint64_t key, bool to_everybody) {
@@ -195,35 +234,41 @@ void abandon(uint64_t key) {
   auto& record = own(key);
   record.offered = 0;
   record.abandoned = 1;
-  if (record.holders == 0) release(record.offset, record.bytes);
+  {
+    std::lock_guard locked(lent_mutex);
+    lent.insert(key);
+  }
+  release_unheld();
 }
 
 Import open(uint64_t key) {
-  const Records records(owner(key));
-  const auto number = key & 0xffffffff;
-  check(number < kRecords, kInvalidParam, key, " is no shared memory");
-  auto& record = records.all[number];
-  ++record.holders;  // before reading `offered`; abandon() uses the opposite order
+  Import import{-1, file_of(owner(key), parts_name(nonce_of(key))), 0, 0, key};
   try {
-    check(record.offered, kInvalidParam, "process ", owner(key), " does not share memory under ", key, " any more");
+    const Records records(import.parts);
+    auto& record = records.all[index_of(key)];
+    // Before `offered` is read: abandon() changes that before it tries to lock.
+    check(lock(import.parts, key, F_RDLCK) && record.offered, kInvalidParam, "process ", owner(key),
+        " does not share memory under ", key, " any more");
     const int32_t *first = record.process, *end = first + record.allowed;
     check(record.to_everybody || std::find(first, end, getpid()) != end, kNoPermission, "process ", getpid(),
         " is not in the list of those that may use it");
-    return {file_of(owner(key), kMemory), record.offset, record.bytes, key};
+    import.offset = record.offset;
+    import.bytes = record.bytes;
+    import.file = file_of(owner(key), kMemory);
+    return import;
   } catch (...) {
-    --record.holders;
+    close(import.parts);  // and unlocks
     throw;
   }
 }
 
 void close_import(const Import& import) {
-  try {
-    const Records records(owner(import.key));
-    auto& record = records.all[import.key & 0xffffffff];
-    if (--record.holders == 0 && record.abandoned) punch(import.file, import.offset, import.bytes);
-  } catch (const Error&) {  // the owner has exited
-  }
+  // The write lock excludes the owner, which releases the range afterwards, and other processes that have it open.
+  const Records records(import.parts);
+  if (records.all[index_of(import.key)].abandoned && lock(import.parts, import.key, F_WRLCK))
+    punch(import.file, import.offset, import.bytes);
   close(import.file);
+  close(import.parts);
 }
 
 }  // namespace emu::arena

@@ -18,17 +18,19 @@ void map(void* at, int file, uint64_t offset, uint64_t bytes);
 // Replaces the mapping by private anonymous memory.
 void unmap(void* at, uint64_t bytes);
 
-// Returns the key under which other processes can open a range, `pid << 32 | index`. They may open it after offer().
+// Returns the key under which other processes can open a range. They may open it after offer(). A key of a process that ended
+// opens nothing, also when another process has its number.
 uint64_t publish(uint64_t offset, uint64_t bytes);
+int owner(uint64_t key);  // the process
 void offer(uint64_t key, bool to_everybody);
 void allow(uint64_t key, const int32_t* processes, size_t count);
 void withdraw(uint64_t key);  // cannot be opened from now on
-// Releases the range when the last process that opened it closes it; at once if none has it open.
+// Releases the range; if other processes have it open, when the last of them has closed it or ended.
 void abandon(uint64_t key);
 
 // Range of this or another process.
 struct Import {
-  int file;
+  int file, parts;  // `parts` has the lock of the range
   uint64_t offset, bytes, key;
 };
 Import open(uint64_t key);

@@ -18,7 +18,7 @@ constexpr size_t kKeyLength = 65;
 
 struct Key {
   uint64_t part = 0, delta = 0;
-  bool own() const { return static_cast<int>(part >> 32) == getpid(); }
+  bool own() const { return arena::owner(part) == getpid(); }
 };
 Key parse(const char* text) {
   Key key;
