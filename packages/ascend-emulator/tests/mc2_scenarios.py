@@ -473,6 +473,22 @@ def wrong(what: str) -> Callable[[int, int], Any]:
     return function
 
 
+@scenario("failed before", HCCL_EXEC_TIMEOUT="40")
+def failed_before(rank: int, ranks: int) -> Any:
+    """An operator of rank 1 that fails before it communicates: its tensor was freed after the graph's capture."""
+    hcom, x1, x2 = name_of(rank), torch.ones(1 << 14, 256).half().npu(), torch.ones(256, 16).half().npu()
+    torch.npu.synchronize()
+    graph = torch.npu.NPUGraph()
+    with torch.npu.graph(graph):
+        torch_npu.npu_mm_all_reduce_base(x1, x2, hcom)
+    graph.replay()
+    torch.npu.synchronize()
+    if rank:
+        del x1
+        torch.npu.empty_cache()
+    return timed(graph.replay)
+
+
 for _what in ("call", "experts", "range", "twice", "mask", "dead", "late", "info"):
     scenario(f"wrong {_what}", HCCL_EXEC_TIMEOUT="1" if _what == "late" else "50")(wrong(_what))
 

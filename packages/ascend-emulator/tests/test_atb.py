@@ -404,3 +404,16 @@ def test_captured_in_a_graph():
         graph.replay()
         keys[0][0] = values[0][0] = rows[0].cpu()
         close(out, reference(query.cpu(), keys[0], values[0], 0.25)[0])
+
+
+def test_calls_of_one_operator_within_a_capture():
+    """Each computes its own tensors, though several are set up before the queue's thread launches the first."""
+    inputs = [torch.full((3, 8), float(n)).half().npu() for n in range(40)]
+    outputs = [torch.zeros(3, 8, dtype=torch.int8).npu() for _ in inputs]
+    scale, offset = torch.ones(8).half().npu(), torch.zeros(8, dtype=torch.int8).npu()
+    graph = torch.npu.NPUGraph()
+    with torch.npu.graph(graph):
+        for x, out in zip(inputs, outputs, strict=True):
+            torch_npu._npu_quantize_per_tensor(x, scale, offset, out)
+    graph.replay()
+    assert [out.unique().tolist() for out in outputs] == [[n] for n in range(40)]

@@ -180,3 +180,26 @@ def test_what_does_nothing_says_so_and_succeeds(acl, stream):
     }
     for name in sorted(names - {"aclFinalize", "aclAppLog"}):
         assert getattr(acl, name)(*arguments.get(name, (0, 0))) == 0, name
+
+
+def test_an_executor_is_launched_once(calls):
+    library, stream = calls.library, c_void_p(torch.npu.current_stream().npu_stream)
+    x, out = torch.ones(3, device="npu"), torch.zeros(3, device="npu")
+
+    def prepared():
+        status, executor, _ = calls.workspace("Neg", x, out)
+        assert status == 0
+        return executor
+
+    def launch(executor):
+        return library.aclnnNeg(None, c_uint64(), executor, stream)
+
+    executor = prepared()
+    assert launch(executor) == 0
+    assert out.tolist() == [-1.0] * 3
+    assert launch(executor) == 161002
+    assert b"aclnnNeg: the executor was launched or destroyed before" in library.aclGetRecentErrMsg()
+    assert library.aclDestroyAclOpExecutor(executor) == 100000
+    executor = prepared()
+    assert library.aclDestroyAclOpExecutor(executor) == 0
+    assert launch(executor) == 161002

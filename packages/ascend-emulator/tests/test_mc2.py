@@ -343,3 +343,11 @@ def test_ranks_that_go_wrong_all_say_so(played, what, own, other):
             continue
         assert text in answer[0]
         assert answer[1] < 30  # of an HCCL_EXEC_TIMEOUT of 50
+
+
+def test_an_operator_that_fails_before_it_communicates_fails_on_all_ranks(played):
+    (first, seconds), (second, _) = played["failed before"]
+    assert "which were freed after the call" in second
+    assert "rank 1 failed: on communicator" in first
+    assert "aclnnMatmulAllReduce: x1, 8388608 bytes" in first
+    assert seconds < 30  # of an HCCL_EXEC_TIMEOUT of 40

@@ -69,7 +69,7 @@ int copy_bytes(const DataBuffer& from, const DataBuffer& to, void* stream) {
     } else {
       task->compute = [] {};
     }
-    check(launch("Identity", task.release(), stream) == kOk, kOpFailed, "the copy failed");
+    check(launch("Identity", hand_out(std::move(task)), stream) == kOk, kOpFailed, "the copy failed");
   });
 }
 
@@ -129,7 +129,7 @@ int execute(const char* op_type, int inputs, const void* const input[], const vo
       note(entry);
     };
   });
-  return status ? operator_done(op.type, status) : launch(op.type, task.release(), stream);
+  return status ? operator_done(op.type, status) : launch(op.type, hand_out(std::move(task)), stream);
 }
 }  // namespace
 

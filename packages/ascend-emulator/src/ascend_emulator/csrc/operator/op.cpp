@@ -4,9 +4,11 @@
 #include <c10/core/InferenceMode.h>
 #include <c10/core/impl/LocalDispatchKeySet.h>
 
+#include <mutex>
 #include <set>
+#include <unordered_set>
+#include <utility>
 
-#include "communicates.h"
 #include "core/trace.h"
 
 namespace emu {
@@ -87,6 +89,32 @@ bool communicates(const char* name, bool register_it) {
 }
 
 namespace {
+thread_local OnFailure claimed;
+
+// Executors that were made and neither launched nor destroyed: each is launched once.
+std::mutex executors_mutex;
+std::unordered_set<const aclOpExecutor*> executors;
+bool take_back(const aclOpExecutor* executor) {
+  std::lock_guard lock(executors_mutex);
+  return executors.erase(executor) > 0;
+}
+}  // namespace
+
+void on_failure(OnFailure failed) { claimed = std::move(failed); }
+
+aclOpExecutor* hand_out(std::unique_ptr<aclOpExecutor> made) {
+  std::lock_guard lock(executors_mutex);
+  executors.insert(made.get());
+  return made.release();
+}
+
+bool discard(aclOpExecutor* executor) {
+  if (!take_back(executor)) return false;
+  delete executor;
+  return true;
+}
+
+namespace {
 // "self", or "tensors[2]" of a list.
 std::string argument(const aclOpExecutor& executor, size_t tensor) {
   const auto end = std::find_if(executor.ends.begin(), executor.ends.end(), [&](size_t each) { return each > tensor; });
@@ -114,13 +142,20 @@ int launch(const char* name, aclOpExecutor* executor, void* stream) {
     // GetWorkspaceSize failed, perhaps on another thread, and some callers ignore its status.
     return removed(name) ? refuse(name) : operator_done(name, fail(kOpParam, text(name, ": its arguments were refused")));
   }
+  if (!take_back(executor))
+    return operator_done(name, fail(kOpParam, text(name, ": the executor was launched or destroyed before, or never made")));
   std::shared_ptr<aclOpExecutor> owned(executor);
   return operator_done(name, guarded(name, [&] {
     const auto on = stream_at(stream);
     if (null_mode() && !owned->reports_shape) return;
     Task task{name, [owned, name] {
-                recheck(*owned);
-                owned->run();
+                try {
+                  recheck(*owned);
+                  owned->run();
+                } catch (const std::exception& error) {
+                  if (owned->failed) owned->failed(text(name, ": ", error_of(error).what()));
+                  throw;
+                }
                 note(name);
               }};
     if (owned->hangs) task.run = fault::hang;
@@ -218,11 +253,13 @@ int prepare(OperatorInfo& info, c10::function_ref<Computation(ArgumentReader&)> 
     auto made = std::make_unique<aclOpExecutor>();
     made->parameters = info.parameters;
     ArgumentReader reader(info, *made);
+    claimed = nullptr;
     made->compute = take(reader);
+    made->failed = std::exchange(claimed, nullptr);
     made->reports_shape = info.reports_shape;
     *bytes = workspace_bytes(info.workspace, info.name, made->tensors);
     if (fault::armed()) made->hangs = fault::pending() == fault::Kind::hang;
-    *executor = made.release();
+    *executor = hand_out(std::move(made));
   }));
 }
 
@@ -238,4 +275,5 @@ void Result::assign(const Tensor& value) const {
 
 }  // namespace emu
 
-ACL_API(keeps, aclDestroyAclOpExecutor, (aclOpExecutor * executor), { delete executor; })
+ACL_API(keeps, aclDestroyAclOpExecutor, (aclOpExecutor * executor),
+    { check(!executor || discard(executor), kInvalidParam, "the executor was launched or destroyed before, or never made"); })

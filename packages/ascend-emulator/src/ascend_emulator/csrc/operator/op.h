@@ -27,6 +27,7 @@
 #include <tuple>
 
 #include "checks.h"
+#include "communicates.h"
 #include "core/cost.h"
 #include "core/recheck.h"
 #include "core/registry.h"
@@ -67,6 +68,7 @@ struct aclOpExecutor {
   bool reports_shape = false;             // the caller reads an output's shape as soon as the operator is launched
   bool hangs = false;                     // injected fault
   std::vector<emu::Fractal> fractals{};   // unpacked before each execution
+  emu::OnFailure failed{};                // of an operator that communicates
   void run() const {
     for (const auto& each : fractals) each.unpack();
     compute();
@@ -345,6 +347,9 @@ struct Operator<Body, Name> {
   }
 };
 
+// Registers the executor for launch(), which accepts it once, or discard().
+aclOpExecutor* hand_out(std::unique_ptr<aclOpExecutor> made);
+bool discard(aclOpExecutor* executor);  // false if it is not registered
 int launch(const char* name, aclOpExecutor* executor, void* stream);
 
 }  // namespace emu

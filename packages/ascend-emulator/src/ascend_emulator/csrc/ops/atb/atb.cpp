@@ -37,8 +37,16 @@ namespace atb {
 
 using namespace emu;
 
+namespace {
+int npu_of_thread() {
+  try {
+    return current_device();
+  } catch (const Error&) { return kNoNpu; }  // the operator has failed, or will
+}
+}  // namespace
+
 Operation::~Operation() {
-  for (const auto& held : pending_) delete held.executor;
+  for (const auto& held : pending_) discard(held.executor);
 }
 
 std::string Operation::GetName() const {
@@ -46,29 +54,29 @@ std::string Operation::GetName() const {
   return reason_.empty() ? name_ : reason_;
 }
 
-// Setup and Execute run on one thread; during a graph capture, Setup runs on the caller and Execute on its queue's thread.
+// Setup and Execute run on one thread, alternately. During a graph capture, Setup runs on the caller and Execute on the thread of
+// its NPU's queue, in the same order: the caller may be several calls ahead.
 void Operation::set_pending(aclOpExecutor* executor, void* stream) {
+  if (!executor) return;  // the set-up failed
   std::lock_guard lock(mutex_);
-  const auto self = std::this_thread::get_id();
-  const auto place =
-      std::find_if(pending_.begin(), pending_.end(), [&](const PendingLaunch& held) { return held.thread == self; });
-  if (place != pending_.end()) {
-    delete place->executor;
-    pending_.erase(place);
-  }
-  pending_.push_back({self, executor, stream});
+  pending_.push_back({std::this_thread::get_id(), npu_of_thread(), executor, stream});
 }
 
 int Operation::launch() {
-  PendingLaunch mine{{}, nullptr, nullptr};
+  PendingLaunch mine{{}, 0, nullptr, nullptr};
   {
     std::lock_guard lock(mutex_);
-    const auto self = std::this_thread::get_id();
-    auto place = std::find_if(pending_.begin(), pending_.end(), [&](const PendingLaunch& held) { return held.thread == self; });
-    if (place == pending_.end() && !pending_.empty()) --place;
-    if (place != pending_.end()) {
-      mine = *place;
-      pending_.erase(place);
+    const auto own = [self = std::this_thread::get_id()](const PendingLaunch& held) { return held.thread == self; };
+    const auto of_npu = [npu = npu_of_thread()](const PendingLaunch& held) { return held.npu == npu; };
+    if (const auto last = std::find_if(pending_.rbegin(), pending_.rend(), own); last != pending_.rend()) {
+      mine = *last;
+      pending_.erase(std::next(last).base());
+      for (const auto& held : pending_)  // their Execute was never called
+        if (own(held)) discard(held.executor);
+      std::erase_if(pending_, own);
+    } else if (const auto first = std::find_if(pending_.begin(), pending_.end(), of_npu); first != pending_.end()) {
+      mine = *first;
+      pending_.erase(first);
     }
   }
   return emu::launch(name_, mine.executor, mine.stream);
@@ -98,7 +106,7 @@ int Operation::Setup(const VariantPack& pack, uint64_t& bytes, Context* context)
       made->compute = prepare_(in, out);
       bytes = emu::workspace_bytes(workspace_, name_, made->tensors);
       if (fault::armed()) made->hangs = fault::pending() == fault::Kind::hang;
-      set_pending(made.release(), context->stream);
+      set_pending(hand_out(std::move(made)), context->stream);
     } catch (const std::exception& e) {
       reason = error_of(e).what();
       throw;

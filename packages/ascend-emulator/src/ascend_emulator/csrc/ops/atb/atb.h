@@ -91,6 +91,7 @@ class Operation {
  private:
   struct PendingLaunch {
     std::thread::id thread;
+    int npu;
     aclOpExecutor* executor;
     void* stream;
   };

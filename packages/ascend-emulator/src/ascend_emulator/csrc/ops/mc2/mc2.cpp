@@ -23,6 +23,7 @@ std::shared_ptr<Communicator> group(const char* argument, const std::string& nam
   check(!name.empty() && name.size() < 128, kOpParam, argument, " has ", name.size(), " characters; allowed: 1 to 127");
   auto found = named(argument, name);
   check(!found->error(), kOpFailed, "the communicator ", name, " failed earlier: ", found->message());
+  on_failure([found](const std::string& reason) { found->abandon(reason); });
   return found;
 }
 
