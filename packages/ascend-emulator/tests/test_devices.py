@@ -96,6 +96,18 @@ def hidden():
     return [*counts, count.value]
 
 ask("hidden", hidden, npus=2)
+
+def prepared_for_a_child():  # as vLLM and Ray do
+    torch.ones(3, device="npu:1")
+    uuids = [str(torch.npu.get_device_properties(i).uuid) for i in range(2)]
+    os.environ["ASCEND_RT_VISIBLE_DEVICES"] = "3"
+    uuid, again = ctypes.create_string_buffer(16), []
+    for i in range(2):
+        assert ctypes.CDLL("libascendcl.so").aclrtDeviceGetUuid(i, uuid) == 0
+        again.append(uuid.raw[15])
+    return [again, len(set(uuids))]
+
+ask("prepared for a child", prepared_for_a_child, npus=4, ASCEND_RT_VISIBLE_DEVICES="1,2")
 """
 )
 
@@ -112,6 +124,10 @@ def test_chip_is_what_its_table_says(answers, soc):
     chip = chips()[soc]
     assert answers[soc] == [chip.name, chip.memory, chip.l2, chip.cube_cores, chip.vector_cores, chip.bfloat16]
     assert answers[f"{soc} float16"] == [2.0, 2.0, 2.0]
+
+
+def test_an_npu_keeps_its_number_when_the_variable_changes(answers):
+    assert answers["prepared for a child"] == [[1, 2], 2]
 
 
 @pytest.mark.parametrize("soc", chips())

@@ -100,7 +100,6 @@ ANSWERS = {
     "aclGetViewShape": (TENSOR, Out(8), Out(8)),
     "aclmdlRIGetId": (GRAPH, Out(4)),
     "aclnnNpuFormatCastCalculateSizeAndFormat": (TENSOR, 2, -1, Out(8), Out(8), Out(4)),
-    "aclrtDeviceCanAccessPeer": (Out(4), 0, 1),
     "aclrtDeviceGetBareTgid": (Out(4),),
     "aclrtDeviceGetUuid": (0, Out(16)),
     "aclrtDevicePeerAccessStatus": (0, 0, Out(4)),
@@ -166,7 +165,9 @@ def handles(library):
 
 
 def test_all_answers_are_looked_at(points):
-    assert ANSWERS.keys() | VALUES.keys() == {name for name, point in points.items() if point.effect == "answers"}
+    elsewhere = {"aclrtDeviceCanAccessPeer"}  # of two NPUs: test_runtime_calls.py
+    answers = {name for name, point in points.items() if point.effect == "answers"}
+    assert ANSWERS.keys() | VALUES.keys() | elsewhere == answers
 
 
 @pytest.mark.parametrize("name", ANSWERS)

@@ -151,7 +151,7 @@ void on_first_use() {
 
 thread_local int current = -1;
 std::atomic<int> default_device{-1};
-std::atomic<int> count_in_use{-1};  // number of devices, fixed when one was first set
+std::atomic<const std::vector<int>*> in_use{nullptr};  // the visible devices, fixed when one was first set
 
 // ASCEND_EMULATOR_LEAKS: reported at exit, after torch_npu's clean-up: this library is unloaded after its dependents.
 __attribute__((destructor)) void report_leaks() {
@@ -310,10 +310,15 @@ uint64_t Device::available() {
 MemoryEvents memory_events;
 
 const Chip& chip() { return machine().chip; }
-// The variable may change until a device is set (torch_npu's test_torch_npu.py, test_device_count_not_cached_pre_init).
+// The variable may change until a device is set (torch_npu's test_torch_npu.py, test_device_count_not_cached_pre_init), and
+// afterwards for child processes.
+std::vector<int> visible_devices() {
+  const auto* fixed = in_use.load();
+  return fixed ? *fixed : machine().visible();
+}
 int device_count() {
-  const int fixed = count_in_use;
-  return fixed >= 0 ? fixed : static_cast<int>(machine().visible().size());
+  const auto* fixed = in_use.load();
+  return static_cast<int>(fixed ? fixed->size() : machine().visible().size());
 }
 
 Device& device(int id) {
@@ -324,8 +329,7 @@ Device& device(int id) {
 
 int physical_id(int id) {
   device(id);
-  const auto visible = machine().visible();
-  return id < static_cast<int>(visible.size()) ? visible[id] : id;  // the variable may have changed since
+  return visible_devices().at(id);
 }
 
 const std::string& machine_id() {
@@ -368,8 +372,11 @@ void set_current_device(int id) {
   static std::once_flag used;
   std::call_once(used, on_first_use);
   chosen.active = true;
-  int none = -1;
-  count_in_use.compare_exchange_strong(none, static_cast<int>(machine().visible().size()));
+  if (!in_use) {
+    auto made = std::make_unique<const std::vector<int>>(machine().visible());
+    const std::vector<int>* none = nullptr;
+    if (in_use.compare_exchange_strong(none, made.get())) made.release();
+  }
   current = chosen.id;
 }
 

@@ -4,6 +4,8 @@
 #include <unistd.h>
 
 #include <atomic>
+#include <cerrno>
+#include <cstdio>
 #include <cstdlib>
 #include <cstring>
 #include <map>
@@ -58,7 +60,11 @@ void note(const char* name) {
   static std::set<std::string> seen;
   std::lock_guard lock(mutex);
   if (!seen.insert(name).second) return;
-  static const int file = open(path, O_WRONLY | O_APPEND | O_CREAT | O_CLOEXEC, 0666);
+  static const int file = [path] {
+    const int made = open(path, O_WRONLY | O_APPEND | O_CREAT | O_CLOEXEC, 0666);
+    if (made < 0) fprintf(stderr, "ascend-emulator: cannot write ASCEND_EMULATOR_CALLS to %s: %s\n", path, std::strerror(errno));
+    return made;
+  }();
   const auto line = text(name, "\n");
   if (write(file, line.data(), line.size()) < 0) seen.erase(name);
 }

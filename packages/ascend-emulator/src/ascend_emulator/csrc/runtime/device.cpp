@@ -103,7 +103,11 @@ ACL_API(answers, aclrtGetPrimaryCtxState, (int32_t id, Nullable<uint32_t> flags,
   if (flags) *flags = 0;
   *active = device(id).active;
 })
-ACL_API(answers, aclrtDeviceCanAccessPeer, (int32_t* can, int32_t, int32_t), { *can = 1; })
+// The two "must be different", each in the range of devices (CANN's documentation).
+ACL_API(answers, aclrtDeviceCanAccessPeer, (int32_t* can, int32_t id, int32_t peer), {
+  check(device(id).id != device(peer).id, kInvalidParam, "both are NPU ", id, "; the peer must be another");
+  *can = 1;
+})
 // "The peer must be another device; the flags must be 0" (CANN's documentation).
 namespace {
 void enable_peer(int32_t peer, bool enabled) {
@@ -124,8 +128,8 @@ ACL_API(answers, aclrtDeviceGetBareTgid, (int32_t* pid), { *pid = getpid(); })
 ACL_API(nothing("infinities and NaNs are kept, the only supported mode keeps them"), aclrtSetDeviceSatMode, (int32_t mode),
     { check(mode == 1, kUnsupported, "overflow mode ", mode, " is not emulated; 1, infinities and NaNs, is"); })
 ACL_API(nothing("a processor takes longer than an NPU's limits allow"), aclrtSetOpExecuteTimeOut, (uint32_t), {})
-ACL_API(answers, aclrtSetOpExecuteTimeOutV2, (uint64_t timeout, Nullable<uint64_t> actual), {
-  if (actual) *actual = timeout;
+ACL_API(answers, aclrtSetOpExecuteTimeOutV2, (uint64_t, Nullable<uint64_t> actual), {
+  if (actual) *actual = UINT64_MAX;  // no limit is in force
 })
 
 // System parameters (such as the determinism level) are stored; unset ones read 0.
