@@ -1,5 +1,6 @@
 """The command line, the build, and activation inside a process."""
 
+import importlib.metadata
 import os
 import shutil
 import subprocess
@@ -8,7 +9,7 @@ import time
 from pathlib import Path
 
 import pytest
-from ascend_emulator import build
+from ascend_emulator import build, limits
 from ascend_emulator.activation import parse_size
 
 SHOW = "import os; print(*(os.environ.get('ASCEND_EMULATOR_' + n) for n in ('NPUS', 'SOC', 'MEMORY')))"
@@ -44,7 +45,8 @@ def test_no_sizes(text):
 def test_run_says_so_in_one_line_and_describes_the_machine(run):
     done = run("run", "--npus", "3", "--soc", "Ascend910B4", "--memory", "1GiB", "--", sys.executable, "-c", SHOW)
     assert done.stdout == "3 Ascend910B4 1073741824\n"
-    assert done.stderr == "ascend-emulator: 3 emulated NPUs (Ascend910B4, 1 GiB of its 32 GiB), computed on this CPU\n"
+    unit = limits.vector_unit(os.environ)
+    assert done.stderr == f"ascend-emulator: 3 emulated NPUs (Ascend910B4, 1 GiB of its 32 GiB), computed on this CPU ({unit})\n"
 
 
 def test_run_hands_on_status_and_arguments(run):
@@ -81,7 +83,7 @@ def test_child_processes_compute_too(run):
         (["run", "--npus", "0", "--", "true"], 1, "0 NPUs requested; 1 to 64 are supported"),
         (["run", "--npus", "65", "--", "true"], 1, "65 NPUs requested"),
         (["run", "--memory", "1MiB", "--", "true"], 1, "the minimum is 64 MiB"),
-        (["run", "--memory", "lots", "--", "true"], 2, "invalid parse_size value: 'lots'"),
+        (["run", "--memory", "8X", "--", "true"], 2, "invalid memory size '8X'; use a form such as 8GiB or 8589934592"),
         (["fly"], 2, "invalid choice: 'fly'"),
     ],
 )
@@ -90,6 +92,32 @@ def test_mistakes_are_answered_in_a_line(run, arguments, status, message):
     assert done.returncode == status
     assert message in done.stderr.splitlines()[-1]
     assert "Traceback" not in done.stderr
+
+
+def test_version(run):
+    done = run("--version")
+    assert (done.returncode, done.stdout) == (0, f"ascend-emulator {importlib.metadata.version('ascend-emulator')}\n")
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "allowed"), [("POISON", "yes", "0 and 1"), ("ADVERSARY", "-1", "a number"), ("CPU", "avx2", "generic")]
+)
+def test_values_of_variables_are_checked(run, name, value, allowed):
+    done = run("run", "--", "true", **{f"ASCEND_EMULATOR_{name}": value})
+    assert done.returncode == 1
+    assert done.stderr == f"ASCEND_EMULATOR_{name} is {value!r}; supported: {allowed}; fix: correct or unset it\n"
+
+
+@pytest.mark.parametrize("generic", [False, True])
+def test_vector_unit_is_reported_and_can_be_avoided(run, generic):
+    """Sums have the order of the vector unit. The line has what the kernels, ATen, MKL and oneDNN are told."""
+    ask = "ctypes.CDLL('libascend_emulator.so').ascend_emulator_vector_unit"
+    kernels = f"f = {ask}; f.restype = ctypes.c_char_p; print(f().decode(), torch.backends.cpu.get_cpu_capability())"
+    environment = {"ASCEND_EMULATOR_CPU": "generic"} if generic else {}
+    done = run("run", "--", sys.executable, "-c", f"import ctypes, torch; {kernels}", **environment)
+    unit, aten = done.stdout.split()
+    assert done.stderr.endswith(f", computed on this CPU ({unit})\n")
+    assert (unit, aten) == ("generic", "DEFAULT") if generic else (limits.vector_unit(os.environ), aten)
 
 
 def test_without_a_compiler_one_line_names_what_to_install(run, tmp_path):
@@ -103,15 +131,29 @@ def test_without_a_compiler_one_line_names_what_to_install(run, tmp_path):
 
 def test_compiler_that_fails_is_reported_in_a_line(run, tmp_path):
     compiler = tmp_path / "broken"
-    compiler.write_text(
-        '#!/bin/sh\n[ "$1" = --version ] && { echo broken 1.0; exit; }\necho "x.cpp:1: error: no such luck" >&2; exit 1\n'
-    )
+    said = "x.cpp:1: error: no such luck\\nbecause of this\\n"
+    compiler.write_text(f'#!/bin/sh\n[ "$1" = --version ] && {{ echo broken 1.0; exit; }}\nprintf "{said}" >&2; exit 1\n')
     compiler.chmod(0o755)
     done = run("build", CXX=str(compiler), ASCEND_EMULATOR_CACHE=str(tmp_path / "cache"))
     assert done.returncode == 1
     assert done.stderr.splitlines()[-1].endswith("failed: x.cpp:1: error: no such luck")
+    assert "\nx.cpp:1: error: no such luck\nbecause of this\n" in done.stderr  # all that the compiler said
     assert "Traceback" not in done.stderr
     assert not list(tmp_path.glob("cache/*/complete"))
+
+
+def test_compiler_with_arguments(tmp_path, monkeypatch):
+    """As build systems have it: CXX="ccache g++"."""
+    launcher = tmp_path / "launcher"
+    launcher.write_text('#!/bin/sh\nexec "$@"\n')
+    launcher.chmod(0o755)
+    monkeypatch.setenv("CXX", f"{launcher} g++")
+    command, version = build._compiler()
+    assert command == [str(launcher), "g++"]
+    assert version.endswith(" g++")
+    monkeypatch.setenv("CXX", "/no/such/g++ -m64")
+    with pytest.raises(build.BuildError, match=r"CXX names /no/such/g\+\+, which is no program on PATH; fix: "):
+        build._compiler()
 
 
 def test_without_torch_npu_one_line_names_what_to_install():

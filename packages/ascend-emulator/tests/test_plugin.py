@@ -52,6 +52,13 @@ def test_command_line_asks_for_it_before_any_conftest(suite):
     assert "3 emulated NPUs (Ascend910B2, 0.5 GiB of its 64 GiB)" in line
 
 
+def test_a_number_that_is_none_is_answered_in_a_line(suite):
+    done = suite("pass", ini="ascend_emulator_npus = one")
+    assert done.returncode == 4
+    assert "ascend_emulator_npus is 'one'; supported: a number of NPUs, 0 to 64" in done.stderr
+    assert "INTERNALERROR" not in done.stdout + done.stderr
+
+
 def test_unknown_chip_is_answered_in_a_line(suite):
     done = suite("pass", "--npus", "1", "--soc", "Ascend")
     assert done.returncode != 0

@@ -6,10 +6,10 @@ import ctypes
 import os
 import re
 import sys
-from collections.abc import MutableMapping
+from collections.abc import Mapping, MutableMapping
 from pathlib import Path
 
-from ascend_emulator import build, operators
+from ascend_emulator import build, limits, operators
 from ascend_emulator.chips import chip, measured
 from ascend_emulator.verify.report import read, title
 
@@ -48,6 +48,19 @@ def set_strict(environ: MutableMapping[str, str]) -> None:
         environ.setdefault(f"ASCEND_EMULATOR_{name}", "1")
 
 
+# Code of this CPU that ATen, MKL and oneDNN use instead of what they would choose; the emulator's kernels follow ATen.
+GENERIC = {"ATEN_CPU_CAPABILITY": "default", "MKL_CBWR": "COMPATIBLE", "ONEDNN_MAX_CPU_ISA": "SSE41"}
+VALUES = {"POISON": "0|1", "LEAKS": "0|1", "NULL": "0|1", "ADVERSARY": r"\d+", "CPU": "generic"}  # of ASCEND_EMULATOR_…
+
+
+def _check_variables(environ: Mapping[str, str]) -> None:
+    for name, form in VALUES.items():
+        value = environ.get(f"ASCEND_EMULATOR_{name}", "")
+        if value and not re.fullmatch(form, value):
+            allowed = "a number" if form == r"\d+" else form.replace("|", " and ")
+            raise ValueError(f"ASCEND_EMULATOR_{name} is {value!r}; supported: {allowed}; fix: correct or unset it")
+
+
 def set_environment(
     environ: MutableMapping[str, str], npus: int, soc: str, memory: int | None, times: Path | None = None, driver: str = ""
 ) -> str:
@@ -71,6 +84,10 @@ def set_environment(
         report = read(times)
         model, source = measured(model, report), f"; estimates use times measured on {title(report)}"
     size = _default_memory(model.memory, npus) if memory is None else memory
+    _check_variables(environ)
+    if environ.get("ASCEND_EMULATOR_CPU"):
+        for name, value in GENERIC.items():
+            environ[name] = value
     if size < 64 << 20:
         raise ValueError(f"{size} bytes of device memory requested; the minimum is 64 MiB")
     libraries = str(build.library_dir())
@@ -102,7 +119,8 @@ def set_environment(
     name = model.name if model.correlated else f"{model.name}, not correlated with hardware"
     part = "" if size == model.memory else f" of its {model.memory / 2**30:.0f} GiB"
     devices = f"{npus} emulated NPU{'s' * (npus > 1)}"
-    return f"ascend-emulator: {devices} ({name}, {size / 2**30:.3g} GiB{part}), computed on this CPU{source}{atb}"
+    cpu = f"computed on this CPU ({limits.vector_unit(environ)})"
+    return f"ascend-emulator: {devices} ({name}, {size / 2**30:.3g} GiB{part}), {cpu}{source}{atb}"
 
 
 def _first(*parts: str) -> str:

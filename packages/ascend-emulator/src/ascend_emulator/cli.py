@@ -16,16 +16,25 @@ from ascend_emulator.verify import command as verify
 SANITIZE = "build with the address and undefined-behaviour sanitizers (ASCEND_EMULATOR_SANITIZE=address,undefined)"
 
 
+def _size(text: str) -> int:
+    """parse_size, whose message argparse would replace."""
+    try:
+        return parse_size(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+
+
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="ascend-emulator", description="Emulated Ascend NPUs: CANN's shared libraries on the CPU."
     )
+    parser.add_argument("--version", action="version", version=f"ascend-emulator {verify.emulator_version()}")
     commands = parser.add_subparsers(dest="action", required=True)
     run = commands.add_parser("run", help="run a command, including its child processes, with emulated NPUs")
     run.add_argument("--npus", type=int, default=1, help="number of NPUs (default: 1)")
     run.add_argument("--soc", default=DEFAULT_SOC, help=f"chip: {', '.join(chips())} (default: {DEFAULT_SOC})")
     run.add_argument(
-        "--memory", type=parse_size, help="device memory per NPU, such as 8GiB (default: the chip's, limited by this machine's)"
+        "--memory", type=_size, help="device memory per NPU, such as 8GiB (default: the chip's, limited by this machine's)"
     )
     run.add_argument(
         "--driver",

@@ -1,10 +1,11 @@
-"""CPU and memory limits of this process: affinity, available memory, and control groups (v1 and v2)."""
+"""CPU and memory of this process: affinity, available memory, control groups (v1 and v2), and vector unit."""
 
 from __future__ import annotations
 
 import math
 import os
-from collections.abc import Iterator
+import re
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 PROC = Path("/proc")
@@ -51,3 +52,18 @@ def memory(proc: Path = PROC, mount: Path = CGROUPS) -> int:
     limits = [*_cgroup_files("memory", "memory.max", proc, mount)]
     limits += _cgroup_files("memory", "memory.limit_in_bytes", proc, mount)
     return min([available, *(int(limit) for limit in limits if limit != "max")])
+
+
+def vector_unit(environ: Mapping[str, str], proc: Path = PROC) -> str:
+    """Vector unit that the kernels use, by which sums differ in their order: AVX512_BF16, AVX512, AVX2 or generic.
+
+    The rules are those of ``vector_unit()`` in csrc/ops/vectorized.h, which asks ATen.
+    """
+    line = re.search(r"^flags\s*:(.*)$", (proc / "cpuinfo").read_text(), re.MULTILINE)
+    flags = set(line[1].split()) if line else set()
+    chosen = environ.get("ATEN_CPU_CAPABILITY", "")
+    if chosen == "default" or not {"avx2", "fma"} <= flags:
+        return "generic"
+    if chosen == "avx2" or not {"avx512f", "avx512vl", "avx512bw", "avx512dq"} <= flags:
+        return "AVX2"
+    return "AVX512_BF16" if "avx512_bf16" in flags else "AVX512"

@@ -32,7 +32,10 @@ def pytest_load_initial_conftests(early_config: pytest.Config) -> None:
     from ascend_emulator.build import BuildError
 
     chosen = early_config.known_args_namespace
-    npus = chosen.npus if chosen.npus is not None else int(early_config.getini("ascend_emulator_npus"))
+    configured = early_config.getini("ascend_emulator_npus")
+    if chosen.npus is None and not configured.isdecimal():
+        raise pytest.UsageError(f"ascend_emulator_npus is {configured!r}; supported: a number of NPUs, 0 to 64")
+    npus = chosen.npus if chosen.npus is not None else int(configured)
     if not npus:
         return
     if chosen.npu_strict:

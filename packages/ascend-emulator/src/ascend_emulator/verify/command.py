@@ -39,6 +39,14 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--check", nargs="+", type=Path, metavar="FILE", help="check the form of reports")
 
 
+def emulator_version() -> str:
+    """Version of this package; "unknown" if it runs from its sources, without being installed."""
+    try:
+        return version("ascend-emulator")
+    except PackageNotFoundError:
+        return "unknown"
+
+
 def selected(options: argparse.Namespace) -> list[Name]:
     """The cases to run, in order.
 
@@ -211,16 +219,12 @@ class Run:
 
     def report(self) -> report.Report:
         """The report of what has been run so far."""
-        try:
-            emulator = version("ascend-emulator")
-        except PackageNotFoundError:
-            emulator = "unknown"
         cases: dict[str, dict[str, Any]] = {}
         for section, name in self.cases:
             record = self.records.get((section, name), {"outcome": "skipped", "why": self.stopped or "not reached"})
             cases.setdefault(section, {})[name] = record
         complete = not self.stopped and not any("minutes" in record.get("why", "") for record in self.records.values())
-        head = {"schema": report.SCHEMA, "emulator": emulator, "tables": tables.version(), "complete": complete}
+        head = {"schema": report.SCHEMA, "emulator": emulator_version(), "tables": tables.version(), "complete": complete}
         return head | {"seconds": round(time.monotonic() - self.started), "cases": cases}
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import platform
 import re
@@ -26,8 +27,6 @@ def _version_in(path: Path) -> str:
 
 def _cann() -> str:
     """CANN's version, from its installation; the emulator's says so itself."""
-    import ctypes
-
     try:
         function = ctypes.CDLL("libascendcl.so").aclsysGetVersionStr
         text = ctypes.create_string_buffer(256)
@@ -53,6 +52,11 @@ def _describe(options: dict[str, Any]) -> dict[str, Any]:
 
     properties = torch.npu.get_device_properties(torch.npu.current_device())
     free, total = torch.npu.mem_get_info()
+    kernels = {}
+    if emulated():  # results differ in the order of sums
+        ask = ctypes.CDLL("libascend_emulator.so").ascend_emulator_vector_unit
+        ask.restype = ctypes.c_char_p
+        kernels = {"vector_unit": ask().decode()}
     facts = {
         "emulated": emulated(),
         "soc": torch.npu.get_device_name(),
@@ -67,6 +71,7 @@ def _describe(options: dict[str, Any]) -> dict[str, Any]:
         "memory_used_percent": round(100 * (1 - free / total)),
         "cube_cores": getattr(properties, "cube_core_num", None),
         "vector_cores": getattr(properties, "vector_core_num", None),
+        **kernels,
     }
     return {"outcome": "observed", "facts": facts}
 

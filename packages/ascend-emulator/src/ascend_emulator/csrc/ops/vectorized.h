@@ -5,6 +5,8 @@
 
 #include <bit>
 
+#include "core/vector_unit.h"
+
 namespace emu {
 
 #if defined(__x86_64__)
@@ -18,11 +20,8 @@ __attribute__((flatten, target("avx2,fma,f16c"))) void with_avx2(const Loop& loo
 }
 template <class Loop>
 void vectorized(const Loop& loop) {
-  static const int level =
-      __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq") ? 2
-      : __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma")                                              ? 1
-                                                                                                                     : 0;
-  level == 2 ? with_avx512(loop) : level == 1 ? with_avx2(loop) : loop();
+  const auto unit = vector_unit();
+  unit >= VectorUnit::avx512 ? with_avx512(loop) : unit == VectorUnit::avx2 ? with_avx2(loop) : loop();
 }
 #else
 template <class Loop>

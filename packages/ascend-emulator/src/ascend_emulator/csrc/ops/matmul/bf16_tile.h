@@ -1,7 +1,7 @@
 // Products of bfloat16 rows by AVX512_BF16, in place: the sums of pairs go into float32 lanes.
 #ifndef ASCEND_EMULATOR_OPS_MATMUL_BF16_TILE_H
 #define ASCEND_EMULATOR_OPS_MATMUL_BF16_TILE_H
-#include <ATen/ATen.h>
+#include "ops/vectorized.h"
 
 #if defined(__x86_64__)
 #include <immintrin.h>
@@ -12,11 +12,7 @@
 
 namespace emu::bf16 {
 
-inline bool has_vectors() {
-  static const bool has =
-      __builtin_cpu_supports("avx512bf16") && __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512bw");
-  return has;
-}
+inline bool has_vectors() { return vector_unit() == VectorUnit::avx512_bf16; }
 
 constexpr int64_t kLanes = 32;     // bfloat16 values per step
 constexpr int64_t kAhead = 32768;  // bytes
