@@ -25,7 +25,7 @@ from functools import cache
 from pathlib import Path
 
 from ascend_emulator import cache as cached
-from ascend_emulator import limits
+from ascend_emulator import elf, limits
 from ascend_emulator.cache import BuildError
 from ascend_emulator.cache import root as cache_root
 
@@ -46,6 +46,8 @@ SONAMES = (
     "libnnopbase.so",  # for aclDestroyAclOpExecutor
     "libmsprofiler.so",  # loaded with the first profiler
     "libascend_hal.so",  # driver: number of NPUs, for torch_npu's Python code
+    "libfmk_parser.so",  # linked by torchair's libraries, as is the next
+    "libascend_protobuf.so",
 )
 FLAGS = (
     "-std=c++20",
@@ -136,6 +138,12 @@ def atb_operators() -> list[str]:
     """Operators that torch_npu creates by libatb.so's C++ functions: ``atb::PagedAttention`` and others."""
     made = re.findall(rb"\0_ZN3atb15CreateOperationINS_5infer\d+(\w+?)ParamEEEi", _atb_plugin())
     return sorted({f"atb::{name.decode()}" for name in made})
+
+
+@cache
+def graph_engine_names() -> list[str]:
+    """C++ functions of CANN's graph engine that torchair, in torch_npu's wheel, is linked against."""
+    return elf.missing((_package_dir("torch_npu") / "dynamo/torchair/core").glob("*.so"), "_ZNK?2ge")
 
 
 def has_two_functions(name: str) -> bool:
@@ -253,6 +261,9 @@ def _stubs(names: list[str]) -> str:
     others = {n: n not in NO_STATUS for n in names} | public
     others = {n: status for n, status in others.items() if not has_two_functions(n)}
     lines += [f"{'STUB' if status else 'VALUE'}({name})" for name, status in sorted(others.items()) if name not in ABSENT]
+    # C++ functions throw: of what they return nothing is known but the name.
+    lines.append("#define ENGINE(SYMBOL, NAME) EXPORT __attribute__((weak)) void SYMBOL() { emu::refuse_engine(NAME); }")
+    lines += [f'ENGINE({symbol}, "{elf.readable(symbol)}")' for symbol in graph_engine_names()]
     return "\n".join(lines) + "\n"
 
 
@@ -284,8 +295,8 @@ def _versions() -> list[str]:
 
 def _contents() -> list[bytes]:
     """What the libraries are made of, besides the installed torch_npu."""
-    own = Path(__file__)
-    return [path.read_bytes() for path in (own, own.with_name("cann_names.txt"), *sorted(SOURCES.rglob("*.[ch]*")))]
+    own = [Path(__file__).with_name(name) for name in ("build.py", "elf.py", "cann_names.txt")]
+    return [path.read_bytes() for path in (*own, *sorted(SOURCES.rglob("*.[ch]*")))]
 
 
 def prebuilt_name(versions: list[str] | None = None) -> str:

@@ -92,6 +92,12 @@ long refuse_value(const char* name) {
   return 0;
 }
 
+void refuse_engine(const char* name) {
+  throw std::runtime_error(text(name,
+      " of CANN's graph engine is not emulated; supported: torchair's mode reduce-overhead; "
+      "fix: CompilerConfig().mode = \"reduce-overhead\""));
+}
+
 namespace {
 std::mutex failure_mutex;
 std::map<int, std::string> failed_on_queue;  // NPU -> operator

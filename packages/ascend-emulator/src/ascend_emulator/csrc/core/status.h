@@ -99,6 +99,9 @@ int refuse(const char* name);
 // For those that return no status: prints the message and returns 0.
 long refuse_value(const char* name);
 
+// For C++ functions of CANN's graph engine: throws, which torchair passes on as a Python exception.
+[[noreturn]] void refuse_engine(const char* name);
+
 // Returns the status of an operator. When an operator fails on torch_npu's queue thread, the thread ends: torch_npu raises that
 // error once and silently drops everything queued for that NPU later. So a failure on that thread is kept, and synchronizing with
 // the NPU fails from then on.
