@@ -47,7 +47,7 @@ FRACTAL = """
 def test_on_310p_caches_and_masks_are_fractal(run):
     done = run("run", "--soc", "Ascend310P3", "--", sys.executable, "-c", textwrap.dedent(FRACTAL), ASCEND_LAUNCH_BLOCKING="1")
     assert done.returncode == 0, done.stderr
-    assert "atb::SelfAttention: query is BFloat16; Ascend310P3 does not compute in bfloat16" in done.stdout
+    assert "atb::SelfAttention: query is BFloat16 (DT_BFLOAT16); Ascend310P3 does not compute in bfloat16" in done.stdout
 
 
 REFUSED = """
@@ -96,7 +96,7 @@ def test_what_is_not_there_refuses_by_its_name(run):
     assert (
         "atb::PagedAttention: key_cache has shape [3, 16, 2, 16]; it must be [blocks, block_size, 3, head_size]" in seen["heads"]
     )
-    assert "atb::PagedAttention: a tensor of Half is in the host's memory" in seen["host"]
+    assert "atb::PagedAttention: a tensor of Half (DT_FLOAT16) is in the host's memory" in seen["host"]
     assert "atb::SelfAttention: mask_type 6 is not emulated" in seen["left"]
     assert "atb::SelfAttention: mask is not the compressed ALiBi mask" in seen["compressed"]
 

@@ -135,7 +135,10 @@ def test_bfloat16_where_the_chip_has_it(answers, soc):
     if chips()[soc].bfloat16:
         assert answers[f"{soc} bfloat16"] == [2.0, 2.0, 2.0]
     else:
-        assert f"aclnnAdd: self is BFloat16; {soc} does not compute in bfloat16; use float16" in answers[f"{soc} bfloat16"]
+        assert (
+            f"aclnnAdd: self is BFloat16 (DT_BFLOAT16); {soc} does not compute in bfloat16; use float16"
+            in answers[f"{soc} bfloat16"]
+        )
 
 
 @pytest.mark.parametrize(

@@ -95,16 +95,16 @@ def test_chunk_rule_returns_the_last_states(lengths, decays):
 @pytest.mark.parametrize(
     ("case", "message"),
     [
-        (lambda: calls.recurrent(state=inputs(2)[3].float()), "state is Float; allowed: BFloat16"),
-        (lambda: calls.recurrent(beta=inputs(2)[4].float()), "beta is Float; allowed: BFloat16"),
-        (lambda: calls.recurrent(g=inputs(2)[5].bfloat16()), "g is BFloat16; allowed: Float"),
+        (lambda: calls.recurrent(state=inputs(2)[3].float()), r"state is Float \(DT_FLOAT\); allowed: BFloat16"),
+        (lambda: calls.recurrent(beta=inputs(2)[4].float()), r"beta is Float \(DT_FLOAT\); allowed: BFloat16"),
+        (lambda: calls.recurrent(g=inputs(2)[5].bfloat16()), r"g is BFloat16 \(DT_BFLOAT16\); allowed: Float"),
         (lambda: calls.recurrent(state=inputs(1)[3]), "state has 1 blocks"),
         (lambda: calls.recurrent(gk=torch.zeros(2, calls.HEADS, calls.WIDTH)), "gk is given"),
         (lambda: calls.recurrent(settings={"width": 288}), "size of a key is 288; allowed: 1 to 256"),
         (lambda: calls.chunk(settings={"width": 64}), "size of a key is 64; allowed: 128 to 128"),
         (lambda: calls.chunk(settings={"heads": 66}), "query has 2 heads and value 66; allowed: up to 64"),
         (lambda: calls.chunk(settings={"heads": 3}), "query has 2 heads and value 3"),
-        (lambda: calls.chunk(state=inputs(1)[3].float()), "state is Float; allowed: BFloat16"),
+        (lambda: calls.chunk(state=inputs(1)[3].float()), r"state is Float \(DT_FLOAT\); allowed: BFloat16"),
     ],
 )
 def test_shapes_and_dtypes_beyond_the_documentation_are_refused(case, message):

@@ -206,7 +206,7 @@ def test_qkv_rms_norm_rope_cache(small):
     [
         ({"slots": torch.tensor([0, 1, 2])}, "key has 7 tokens and slot_mapping 3"),
         ({"cache": torch.zeros(3, 16, 2, 32)}, "key_cache has shape [3, 16, 2, 32]"),
-        ({"cache": torch.zeros(3, 16, 2, 64).half()}, "key_cache is Half and key is Float"),
+        ({"cache": torch.zeros(3, 16, 2, 64).half()}, "key_cache is Half (DT_FLOAT16) and key is Float (DT_FLOAT)"),
         ({"mode": "PA_NZ"}, "in cache_mode PA_NZ"),
     ],
 )

@@ -335,7 +335,7 @@ REFUSED = {
     "npu_transpose(x, (0, 0))": "Transpose: perm is [0, 0] for 2 dimensions",
     "npu_indexing(x, [0, 0], [2, 2], [1, 1], 0, 0, 0, 0, 1)": "StridedSlice: attribute shrink_axis_mask is 1; computed: 0",
     "npu_stride_copy(x, [3, 3], [7, 2], 2)": "AsStrided: size [3, 3], stride [7, 2] and storage_offset 2 reach beyond",
-    "npu_silu(x.int())": "Swish: x is Int; allowed: Float, Half, BFloat16",
+    "npu_silu(x.int())": "Swish: x is Int (DT_INT32); allowed: Float, Half, BFloat16",
     "npu_bert_apply_adam(0.1, 0.9, 0.9, 0.1, x, 1.0, 1.0, 0.0, out=(x, x, x))": "ApplyAdamV2: max_grad_norm is 1; computed: none",
     "npu_nms_with_mask(x, 0.5)": "the legacy graph operator 'NMSWithMask' (aclopCompileAndExecute) is not emulated",
 }
@@ -417,7 +417,7 @@ def test_tensors_that_do_not_fit_are_refused(acl):
         ([x, y], y, "y has shape [3, 3]; it must be [5, 3]"),
         ([x, y[:, :2].contiguous()], z, "x has shapes [2, 3] and [3, 2]"),
         ([x, y[0]], z, "x has shapes [2, 3] and [3]"),
-        ([x, y.long()], z, "x is Long"),
+        ([x, y.long()], z, "x is Long (DT_INT64)"),
         ([], z, "N is 0 for 0 tensors"),
     ):
         assert graph_call(acl, b"ConcatD", given, [made]) != 0

@@ -386,7 +386,7 @@ assert ends.cpu().tolist() == [3, 5, 6, 8]
         ),
         "index": (
             lambda x, i: torch_npu.npu_moe_token_unpermute(x, i.view(-1)[:4].long()),
-            "sorted_indices is Long; allowed: Int",
+            r"sorted_indices is Long \(DT_INT64\); allowed: Int",
         ),
         "scatter index": (lambda x, i: torch_npu.npu_moe_re_routing(x.half(), i + 1, idx_type=1), "idx_type is 1; allowed: 0"),
         "cumulative counts": (

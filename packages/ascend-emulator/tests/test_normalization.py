@@ -250,9 +250,12 @@ def test_group_norms(dtype):
     ("call", "message"),
     [
         (lambda x, g: torch_npu.npu_rms_norm(x, g[:32]), "gamma has shape [32]"),
-        (lambda x, g: torch_npu.npu_gemma_rms_norm(x, g.float()), "gamma is Float and input is Half"),
+        (lambda x, g: torch_npu.npu_gemma_rms_norm(x, g.float()), "gamma is Float (DT_FLOAT) and input is Half (DT_FLOAT16)"),
         (lambda x, g: torch_npu.npu_gemma_rms_norm(x[:, :2], g), "it must be contiguous"),
-        (lambda x, g: torch_npu.npu_add_rms_norm_cast(x.float(), x.float(), g.float()), "x1 is Float; allowed: Half, BFloat16"),
+        (
+            lambda x, g: torch_npu.npu_add_rms_norm_cast(x.float(), x.float(), g.float()),
+            "x1 is Float (DT_FLOAT); allowed: Half, BFloat16",
+        ),
         (lambda x, g: torch_npu.npu_group_norm_silu(x, None, None, 2, 1e-5), "group is 2"),
     ],
 )

@@ -77,7 +77,10 @@ def test_exponential_numbers():
     ("call", "message"),
     [
         (lambda x: torch_npu.npu_top_k_top_p(x, None, None), "p and k are both None"),
-        (lambda x: torch_npu.npu_top_k_top_p(x, x[:, 0].half(), None), "p is Half and logits is Float"),
+        (
+            lambda x: torch_npu.npu_top_k_top_p(x, x[:, 0].half(), None),
+            r"p is Half \(DT_FLOAT16\) and logits is Float \(DT_FLOAT\)",
+        ),
     ],
 )
 def test_arguments_outside_the_documentation_are_refused(call, message):

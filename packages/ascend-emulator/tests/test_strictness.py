@@ -34,20 +34,24 @@ HALVES, INTEGERS = ("BFloat16", "Half", "Float"), ("Byte", "Char", "Short", "Int
 @pytest.mark.parametrize(
     ("call", "dtype", "named"),
     [
-        (lambda x: x @ x, torch.int32, ("aclnnMatmul: self is Int", *HALVES)),
-        (lambda x: torch.bmm(x[None], x[None]), torch.float64, ("aclnnBatchMatMul: self is Double", *HALVES)),
-        (lambda x: torch.addmm(x, x, x), torch.int64, ("aclnnAddmm: self is Long", *HALVES)),
-        (functional.silu, torch.int64, ("aclnnSilu: self is Long", *HALVES)),
-        (functional.gelu, torch.int32, ("aclnnGelu: self is Int", *HALVES)),
-        (functional.mish, torch.float64, ("aclnnMish: self is Double", *HALVES)),
-        (torch.frac, torch.float64, ("aclnnFrac: self is Double", *HALVES)),
-        (torch.bitwise_not, torch.float16, ("aclnnBitwiseNot: self is Half", *INTEGERS, "Bool")),
+        (lambda x: x @ x, torch.int32, ("aclnnMatmul: self is Int (DT_INT32)", *HALVES)),
+        (lambda x: torch.bmm(x[None], x[None]), torch.float64, ("aclnnBatchMatMul: self is Double (DT_DOUBLE)", *HALVES)),
+        (lambda x: torch.addmm(x, x, x), torch.int64, ("aclnnAddmm: self is Long (DT_INT64)", *HALVES)),
+        (functional.silu, torch.int64, ("aclnnSilu: self is Long (DT_INT64)", *HALVES)),
+        (functional.gelu, torch.int32, ("aclnnGelu: self is Int (DT_INT32)", *HALVES)),
+        (functional.mish, torch.float64, ("aclnnMish: self is Double (DT_DOUBLE)", *HALVES)),
+        (torch.frac, torch.float64, ("aclnnFrac: self is Double (DT_DOUBLE)", *HALVES)),
+        (torch.bitwise_not, torch.float16, ("aclnnBitwiseNot: self is Half (DT_FLOAT16)", *INTEGERS, "Bool")),
         (
             torch.neg,
             torch.bool,
-            ("aclnnNeg: self is Bool", *HALVES, "Double", "Char", "Int", "Long", "ComplexFloat", "ComplexDouble"),
+            ("aclnnNeg: self is Bool (DT_BOOL)", *HALVES, "Double", "Char", "Int", "Long", "ComplexFloat", "ComplexDouble"),
         ),
-        (lambda x: x.tril_(), torch.complex64, ("aclnnInplaceTril: self is ComplexFloat", *HALVES, "Double", *INTEGERS, "Bool")),
+        (
+            lambda x: x.tril_(),
+            torch.complex64,
+            ("aclnnInplaceTril: self is ComplexFloat (DT_COMPLEX64)", *HALVES, "Double", *INTEGERS, "Bool"),
+        ),
     ],
 )
 def test_dtype_is_refused_at_the_call(call, dtype, named):
@@ -103,7 +107,7 @@ def test_dtypes_are_those_that_hardware_takes(named):
     call(*[npu(4, 4, dtype=taken)] * (2 if call is torch.gcd else 1))
     for dtype in refused:
         message = refusal(call, *[npu(4, 4, dtype=dtype)] * (2 if call is torch.gcd else 1))
-        assert re.search(rf"\[ascend-emulator\] {named} is \w+; (a real dtype is )?allowed", message)
+        assert re.search(rf"\[ascend-emulator\] {named} is \w+ \(DT_\w+\); (a real dtype is )?allowed", message)
 
 
 def test_complex32_is_refused_everywhere_but_in_complex():
@@ -181,7 +185,7 @@ def test_more_than_eight_dimensions_are_refused_in_every_operator():
         (lambda: functional.max_pool3d(npu(1, 1, 9, 9, 9), 2, dilation=2, return_indices=True), "dilation is [2, 2, 2]; it must"),
         (lambda: functional.group_norm(npu(1, 4, 3), 2, eps=-0.5), "eps is -0.5; it must be above 0"),
         (lambda: torch.topk(npu(), 1), "self has 0 dimensions; allowed: 1 to 8"),
-        (lambda: torch.gather(npu(3), 0, npu(0, dtype=torch.uint8)), "index is Byte; allowed: Int, Long"),
+        (lambda: torch.gather(npu(3), 0, npu(0, dtype=torch.uint8)), "index is Byte (DT_UINT8); allowed: Int, Long"),
         (lambda: torch.baddbmm(npu(1), npu(2, 3, 3), npu(2, 3, 3)), "self has 1 dimensions; allowed: 3"),
         (
             lambda: functional.pad(npu(1, 3, 4, 4), (-1, 1, -2, 1), mode="reflect"),
@@ -189,7 +193,7 @@ def test_more_than_eight_dimensions_are_refused_in_every_operator():
         ),
         (
             lambda: torch.ops.aten.native_dropout_backward(npu(4), npu(4, dtype=torch.bool), 2.0),
-            "aclnnDropoutDoMask: mask is Bool; allowed: Byte",
+            "aclnnDropoutDoMask: mask is Bool (DT_BOOL); allowed: Byte",
         ),
         (
             lambda: functional.embedding_bag(npu(0, dtype=torch.int64), npu(4, 3), npu(2, dtype=torch.int64), mode="mean"),
@@ -224,7 +228,7 @@ def test_number_plus_tensor():
     torch.npu.synchronize()
     assert Calls().run("AddV3", 2.5, x, 2.0, out) == (0, "")
     torch.testing.assert_close(out, 2.5 + 2 * x)
-    assert "aclnnAddV3: other is Long; allowed: " in Calls().workspace("AddV3", 2.5, whole, 2.0, whole)[2]
+    assert "aclnnAddV3: other is Long (DT_INT64); allowed: " in Calls().workspace("AddV3", 2.5, whole, 2.0, whole)[2]
 
 
 def test_result_that_does_not_fit_in_place_is_refused_at_the_call():
@@ -263,7 +267,7 @@ def test_bfloat16_and_operators_are_refused_where_the_chip_has_none(run):
     assert value == "64.0"
     assert len(lines) == len(wanted)
     for line, named in zip(lines, wanted, strict=True):
-        assert f"{named} BFloat16; Ascend310P3 does not compute in bfloat16; use float16" in line
+        assert f"{named} BFloat16 (DT_BFLOAT16); Ascend310P3 does not compute in bfloat16; use float16" in line
 
 
 @pytest.mark.parametrize("soc", ["Ascend310P3", "Ascend910A", "Ascend910B1"])
@@ -327,8 +331,8 @@ ONE = 1.0
         ("Repeat", (M, [2], OUT), "repeats has 1 numbers; allowed: at least 2, the dimensions of self"),
         ("ConstantPadNd", (M, [1, 2], ONE, OUT), "out has shape [4, 6]; it must be [4, 9]"),
         ("InplaceCopy", (M, V), "source has shape [3], which does not expand to self's [4, 6]"),
-        ("Embedding", (M, V, (3, 6)), "indices is Float; allowed: Int, Long"),
-        ("IndexSelect", (M, 2, V, (3, 6)), "index is Float; allowed: Int, Long"),
+        ("Embedding", (M, V, (3, 6)), "indices is Float (DT_FLOAT); allowed: Int, Long"),
+        ("IndexSelect", (M, 2, V, (3, 6)), "index is Float (DT_FLOAT); allowed: Int, Long"),
         ("Gather", (M, 1, V, V), "index has shape [3]; allowed: sizes up to [4, 6], but for dimension 1"),
         ("TopkV2", (M, 7, 1, True, True, 1, OUT, OUT), "k is 7; allowed: 0 to 6"),
         ("Sort", (M, False, 1, False, (4, 5), OUT), "values has shape [4, 5]; it must be [4, 6]"),

@@ -158,14 +158,14 @@ def test_quantization(calls):
     expected = torch_npu.npu_dynamic_quant(x)
     assert torch.equal(out, expected[0])
     assert torch.equal(rows, expected[1])
-    assert calls.refusal("DynamicQuant", x.float(), None, out, rows) == "x is Float; allowed: Half, BFloat16"
+    assert calls.refusal("DynamicQuant", x.float(), None, out, rows) == "x is Float (DT_FLOAT); allowed: Half, BFloat16"
 
 
 def test_quantization_parameters(calls):
     scale, offset, out = torch.randn(8).npu(), torch.randn(8).npu(), npu(8, dtype=torch.int64)
     calls.compute("TransQuantParamV2", scale, offset, out)
     assert torch.equal(out, torch_npu.npu_trans_quant_param(scale, offset))
-    assert calls.refusal("TransQuantParamV2", scale.half(), offset, out) == "scale is Half; allowed: Float"
+    assert calls.refusal("TransQuantParamV2", scale.half(), offset, out) == "scale is Half (DT_FLOAT16); allowed: Float"
 
 
 def test_flat_quantization(calls):
@@ -225,7 +225,7 @@ def test_sampling(calls):
     expected = torch_npu.npu_top_k_top_p_sample(logits, k, p, noise, None, 1e-8, True)
     assert torch.equal(chosen, expected[0])
     assert torch.equal(kept, expected[1])
-    assert "top_k is Long; allowed: Int" in calls.refusal(
+    assert "top_k is Long (DT_INT64); allowed: Int" in calls.refusal(
         "TopKTopPSample", logits, k.long(), p, noise, 1e-8, True, 32, chosen, kept
     )
 

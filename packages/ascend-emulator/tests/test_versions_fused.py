@@ -183,7 +183,7 @@ def test_weights_to_dequantize(calls):
     calls.compute("WeightQuantBatchMatmulNz", x.npu(), weight.npu(), scale.npu(), None, None, None, None, 0, out)
     close(out, x.double() @ (weight.double() * scale.double()))
     said = calls.refusal("WeightQuantBatchMatmulNz", x.float().npu(), weight.npu(), scale.npu(), None, None, None, None, 0, out)
-    assert said == "x is Float; allowed: Half, BFloat16"
+    assert said == "x is Float (DT_FLOAT); allowed: Half, BFloat16"
 
 
 ASCEND950 = """

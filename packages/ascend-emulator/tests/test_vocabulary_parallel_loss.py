@@ -70,7 +70,7 @@ def test_what_the_documentation_excludes_is_refused():
     mask, place = torch.zeros(2, dtype=torch.uint8).npu(), tokens().npu()
     outs = (rows, rows, rows, mask, place, None)
     for given, said in (
-        ((x.float(), weight), "input is Float; allowed: Half, BFloat16"),
+        ((x.float(), weight), "input is Float (DT_FLOAT); allowed: Half, BFloat16"),
         ((x, weight[:, :8].contiguous()), "weight has shape [128, 8]; it must be [128, 48]"),
     ):
         assert calls.refusal("FusedLinearOnlineMaxSum", *given, place, 0, 8, *outs) == said

@@ -1,5 +1,5 @@
 # run:
-# refused: aclnnDot: self is Double; allowed: BFloat16, Half, Float, Byte, Char, Int
+# refused: aclnnDot: self is Double \(DT_DOUBLE\); allowed: BFloat16, Half, Float, Byte, Char, Int
 # source: PyTorch's tests on Atlas A3
 # seen on hardware: yes
 """A dot product in float64, which every gradcheck ends in."""

@@ -24,6 +24,34 @@ int fail(Status status, const std::string& message) {
 
 int last_error(bool clear) { return clear ? std::exchange(last_status, kOk) : last_status; }
 
+namespace {
+const char* cann_name(c10::ScalarType type) {
+  switch (type) {
+    case c10::ScalarType::Float: return "DT_FLOAT";
+    case c10::ScalarType::Half: return "DT_FLOAT16";
+    case c10::ScalarType::BFloat16: return "DT_BFLOAT16";
+    case c10::ScalarType::Double: return "DT_DOUBLE";
+    case c10::ScalarType::Byte: return "DT_UINT8";
+    case c10::ScalarType::Char: return "DT_INT8";
+    case c10::ScalarType::Short: return "DT_INT16";
+    case c10::ScalarType::Int: return "DT_INT32";
+    case c10::ScalarType::Long: return "DT_INT64";
+    case c10::ScalarType::Bool: return "DT_BOOL";
+    case c10::ScalarType::ComplexHalf: return "DT_COMPLEX32";
+    case c10::ScalarType::ComplexFloat: return "DT_COMPLEX64";
+    case c10::ScalarType::ComplexDouble: return "DT_COMPLEX128";
+    default: return nullptr;
+  }
+}
+}  // namespace
+
+Printable::Printable(const c10::ScalarType& value)
+    : value_(&value), print_([](std::ostream& out, const void* at) {
+        const auto type = *static_cast<const c10::ScalarType*>(at);
+        out << c10::toString(type);
+        if (const char* name = cann_name(type)) out << " (" << name << ")";
+      }) {}
+
 std::string joined(std::initializer_list<Printable> parts) {
   std::ostringstream out;
   for (const auto& part : parts) out << part;

@@ -3,6 +3,7 @@
 // The codes are public; torch_npu documents them in torch_npu/csrc/core/npu/NPUErrorCodes.h (Ascend/pytorch, BSD).
 #ifndef ASCEND_EMULATOR_CORE_STATUS_H
 #define ASCEND_EMULATOR_CORE_STATUS_H
+#include <c10/core/ScalarType.h>
 #include <c10/util/FunctionRef.h>
 
 #include <atomic>
@@ -64,6 +65,7 @@ class Printable {
       : value_(&value), print_([](std::ostream& out, const void* at) { out << *static_cast<const T*>(at); }) {}
   Printable(const char* value)
       : value_(value), print_([](std::ostream& out, const void* at) { out << static_cast<const char*>(at); }) {}
+  Printable(const c10::ScalarType& value);  // PyTorch's and CANN's name: Double (DT_DOUBLE)
   friend std::ostream& operator<<(std::ostream& out, const Printable& part) {
     part.print_(out, part.value_);
     return out;
@@ -85,7 +87,13 @@ std::string hex(uint64_t value);
 std::string listed(const std::vector<Printable>& values);
 template <class Range>
 std::string listed(const Range& values) {
-  return listed(std::vector<Printable>(values.begin(), values.end()));
+  if constexpr (std::is_same_v<std::decay_t<decltype(*values.begin())>, c10::ScalarType>) {
+    std::vector<Printable> names;
+    for (const auto each : values) names.emplace_back(c10::toString(each));
+    return listed(names);
+  } else {
+    return listed(std::vector<Printable>(values.begin(), values.end()));
+  }
 }
 
 // Stores the calling thread's message and returns the code.
