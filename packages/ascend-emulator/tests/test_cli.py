@@ -156,6 +156,19 @@ def test_compiler_with_arguments(tmp_path, monkeypatch):
         build._compiler()
 
 
+def test_cuda_build_of_torch_is_refused_in_a_line(run, tmp_path):
+    (tmp_path / "torch" / "lib").mkdir(parents=True)
+    (tmp_path / "torch" / "__init__.py").touch()
+    (tmp_path / "torch" / "lib" / "libtorch_cuda.so").touch()
+    done = run("build", PYTHONPATH=str(tmp_path))
+    assert done.returncode == 1
+    version = importlib.metadata.version("torch").partition("+")[0]
+    assert done.stderr.splitlines() == [
+        f"ascend-emulator: torch {version} is a CUDA build, beside which torch-npu aborts; torch's CPU build is supported; "
+        f"fix: pip install torch=={version}+cpu --index-url https://download.pytorch.org/whl/cpu"
+    ]
+
+
 def test_without_torch_npu_one_line_names_what_to_install():
     source = Path(build.__file__).parents[1]
     script = f"import sys; sys.path.append({str(source)!r}); from ascend_emulator.cli import main; sys.exit(main(['build']))"

@@ -1,8 +1,10 @@
 """The pytest plugin: nothing is emulated unless the command line or the configuration asks for it."""
 
 import os
+import re
 import subprocess
 import sys
+from threading import Timer
 
 import pytest
 
@@ -11,18 +13,26 @@ LOADED = "'libascend_emulator.so' in open('/proc/self/maps').read()"
 
 @pytest.fixture
 def suite(tmp_path):
-    """``suite(test, *arguments, ini=...)``: pytest's end of a suite of one test, in a process of its own."""
+    """``suite(test, *arguments, ini=..., **environment)``: pytest's end of a suite of one test, in a process of its own.
+
+    With ``started`` the process itself.
+    """
     environment = {
         name: value for name, value in os.environ.items() if not name.startswith("ASCEND_EMULATOR_") or name.endswith("TRACE")
     }
     environment.pop("LD_LIBRARY_PATH", None)
 
-    def start(body, *arguments, ini=""):
+    def start(body, *arguments, ini="", started=False, **own):
         (tmp_path / "test_one.py").write_text(f"def test_one():\n    {body}\n")
         (tmp_path / "conftest.py").write_text(f"import os\nEARLY = {LOADED}\n")
         (tmp_path / "pytest.ini").write_text(f"[pytest]\n{ini}\n")
         command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", *arguments, str(tmp_path)]
-        return subprocess.run(command, capture_output=True, text=True, timeout=120, cwd=tmp_path, env=environment, check=False)
+        if started:
+            pipe = subprocess.PIPE
+            return subprocess.Popen(command, stdout=pipe, stderr=pipe, text=True, cwd=tmp_path, env=environment | own)
+        return subprocess.run(
+            command, capture_output=True, text=True, timeout=120, cwd=tmp_path, env=environment | own, check=False
+        )
 
     return start
 
@@ -70,3 +80,34 @@ def test_strict_tests_have_poisoned_memory_and_an_adversary(suite):
     names = ("POISON", "LEAKS", "ADVERSARY")
     body = f"import os; assert [os.environ['ASCEND_EMULATOR_' + name] for name in {names}] == ['1'] * 3"
     passed(suite(body, "--npus", "1", "--npu-strict"))
+
+
+def test_compiling_reports_progress_before_it_ends(suite, tmp_path):
+    """pytest captures nothing of it. The compiler waits until its line was read."""
+    compiler = tmp_path / "c++"
+    compiler.write_text(
+        f'#!/bin/sh\n[ "$1" = --version ] && echo waiting && exit\nwhile [ ! -e {tmp_path}/read ]; do sleep 0.1; done\nexit 1\n'
+    )
+    compiler.chmod(0o755)
+    with suite("pass", "--npus", "1", started=True, CXX=str(compiler), ASCEND_EMULATOR_CACHE=str(tmp_path / "cache")) as process:
+        stop = Timer(60, (tmp_path / "read").touch)
+        stop.start()
+        lines = iter(process.stderr.readline, "")
+        line = next((line for line in lines if " compilers, about " in line), "")
+        early = stop.is_alive()
+        stop.cancel()
+        (tmp_path / "read").touch()
+        rest = process.communicate(timeout=60)
+    assert early
+    assert re.fullmatch(r"ascend-emulator:   10 parts with \d+ compilers, about \d+ s of idle processors\n", line)
+    assert "failed" in rest[1]
+    assert "Traceback" not in rest[1]
+
+
+def test_torch_npu_that_is_loaded_already_is_answered_in_a_line(suite, tmp_path):
+    loaded = "sys.modules['torch_npu'] = util.module_from_spec(util.find_spec('torch_npu'))"
+    (tmp_path / "early.py").write_text(f"import sys\nfrom importlib import util\n{loaded}\n")
+    done = suite("pass", "-p", "early", "--npus", "1", PYTHONPATH=str(tmp_path))
+    assert done.returncode != 0
+    assert "set TORCH_DEVICE_BACKEND_AUTOLOAD=0 where something else imports torch first" in done.stderr
+    assert "Traceback" not in done.stderr

@@ -151,7 +151,10 @@ def activate(npus: int = 1, soc: str = DEFAULT_SOC, memory: int | None = None) -
     if _loaded("libascend_emulator.so"):
         return line
     if "torch_npu" in sys.modules:
-        raise RuntimeError("ascend_emulator.activate() was called after torch_npu was loaded; call it before importing torch")
+        raise RuntimeError(
+            "ascend_emulator.activate() was called after torch_npu was loaded; fix: call it before importing torch, or set "
+            "TORCH_DEVICE_BACKEND_AUTOLOAD=0 where something else imports torch first, such as a pytest plugin (-p)"
+        )
     if not all(map(_loaded, build.sanitizer_libraries())):
         raise RuntimeError("sanitizers must be preloaded; use `ascend-emulator run`, or tools/test --sanitize for tests")
     # A loaded library satisfies a NEEDED entry of the same name; the dynamic linker reads LD_LIBRARY_PATH only at start.

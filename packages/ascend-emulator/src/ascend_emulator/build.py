@@ -77,8 +77,9 @@ UNITS = {
 ATB_LAYOUT = ("2.10", "2.11", "2.12", "2.13", "2.14")
 UNUSED_DAYS = 30
 ERROR_LINES = 60  # of a compiler that are shown
+PROCESSOR_SECONDS = 320  # of a whole build, with g++ 12.2 on a server's core
 COMPILER_BYTES = 1300 << 20  # memory of one compiler process; with sanitizers twice as much
-OPERATORS = ("aclnn", "Atb")  # prefixes of operators, which have two functions: GetWorkspaceSize and the launch
+OPERATORS = ("aclnn", "Atb", "aclStft", "aclRfft1D")  # prefixes of operators: GetWorkspaceSize and the launch
 SOURCES = Path(__file__).parent / "csrc"
 # ASCEND_EMULATOR_SANITIZE: sanitizers to compile with, which `ascend-emulator run` preloads. Python, which leaks at exit by
 # design, and torch are not built with them.
@@ -324,6 +325,12 @@ def library_dir(progress: Callable[[str], None] | None = None) -> Path:
     """
     say = progress or cached.say_on_stderr
     versions = _versions()
+    if (torch_dir() / "lib" / "libtorch_cuda.so").exists():
+        release = importlib.metadata.version("torch").partition("+")[0]
+        raise BuildError(
+            f"ascend-emulator: torch {release} is a CUDA build, beside which torch-npu aborts; torch's CPU build is supported; "
+            f"fix: pip install torch=={release}+cpu --index-url https://download.pytorch.org/whl/cpu"
+        )
     if (found := _prebuilt(versions, say)) is not None:
         return found
     compiler, compiler_version = _compiler()
@@ -424,12 +431,20 @@ def _build(target: Path, compiler: list[str], base: tuple[str, ...], say: Callab
             partial.unlink()
             raise BuildError(f"ascend-emulator: a source file of {name} changed during compilation; start again")
         partial.rename(built[name])
-        say(f"ascend-emulator:   {name}")
+        done.append(name)
+        passed = time.monotonic() - started
+        say(f"ascend-emulator:   {len(done)} of {len(missing)} parts compiled after {passed:.0f} s of about {expected:.0f} s")
 
     _remove_unused(objects, built.values())
     missing = sorted((name for name in sources if not built[name].exists()), key=lambda name: -sum(map(len, contents[name])))
     memory = COMPILER_BYTES * (2 if "ASCEND_EMULATOR_SANITIZE" in os.environ else 1)
-    with ThreadPoolExecutor(max_workers=max(1, min(limits.cpus(), limits.memory() // memory))) as pool:
+    compilers = max(1, min(limits.cpus(), limits.memory() // memory))
+    sizes = {name: sum(map(len, contents[name])) for name in sources}
+    expected = PROCESSOR_SECONDS * sum(map(sizes.__getitem__, missing)) / sum(sizes.values()) / compilers
+    started, done = time.monotonic(), list[str]()
+    if missing:
+        say(f"ascend-emulator:   {len(missing)} parts with {compilers} compilers, about {expected:.0f} s of idle processors")
+    with ThreadPoolExecutor(max_workers=compilers) as pool:
         list(pool.map(compile_one, missing))
     core = target / f"lib{CORE}.so"
     # No run path: torch's libraries are loaded before these (activate).

@@ -6,6 +6,7 @@ No NPU is emulated without one of the two.
 from __future__ import annotations
 
 import os
+from contextlib import nullcontext
 
 import pytest
 
@@ -41,9 +42,11 @@ def pytest_load_initial_conftests(early_config: pytest.Config) -> None:
     if chosen.npu_strict:
         set_strict(os.environ)
     memory = chosen.npu_memory or early_config.getini("ascend_emulator_memory")
+    capture = early_config.pluginmanager.getplugin("capturemanager")
     try:
-        early_config.stash[LINE] = activate(npus, chosen.soc or DEFAULT_SOC, parse_size(memory) if memory else None)
-    except (BuildError, ValueError) as error:
+        with capture.global_and_fixture_disabled() if capture else nullcontext():  # compiling takes minutes, and reports progress
+            early_config.stash[LINE] = activate(npus, chosen.soc or DEFAULT_SOC, parse_size(memory) if memory else None)
+    except (BuildError, RuntimeError, ValueError) as error:
         raise pytest.UsageError(str(error)) from None
 
 
