@@ -158,6 +158,25 @@ def test_shifts(agree, name, dtype):
     agree(operator.irshift, a, 2)
 
 
+@pytest.mark.parametrize("name", SHIFTS)
+def test_shift_of_another_dtype_is_refused(name):
+    """An NPU ends with an AI CPU exception."""
+    values = torch.arange(4, dtype=torch.int32).npu()
+    for shift in (torch.tensor(1).npu(), torch.ones(4, dtype=torch.int64).npu()):
+        with pytest.raises(RuntimeError, match=r"shift is Long \(DT_INT64\) and self is Int"):
+            getattr(torch, name)(values, shift)
+    assert torch.ones(1).npu().item() == 1
+
+
+def test_whole_numbers_times_a_fraction_in_place():
+    """As an NPU takes int64; other integers, and other operators, have no such evidence."""
+    x = torch.arange(-3, 4).npu()
+    assert torch.equal(x.mul_(0.5).cpu(), torch.tensor([-1, -1, 0, 0, 0, 1, 1]))
+    for call in (lambda: x.int().mul_(0.5), lambda: x.add_(0.5)):
+        with pytest.raises(RuntimeError, match="result type Float can't be cast to the desired output type"):
+            call()
+
+
 @pytest.mark.parametrize("dtype", [torch.bool, torch.float32, torch.int64], ids=str)
 @pytest.mark.parametrize("name", LOGICAL)
 def test_logical(agree, name, dtype):

@@ -12,20 +12,18 @@ at::Tensor number(const at::Scalar& value) { return at::native::wrapped_scalar_t
 template <class Other>
 void fits(const at::Tensor& self, const Other& other) {
   const auto result = at::result_type(self, other);
-  emu::check(c10::canCast(result, self.scalar_type()), emu::kOpParam, "result type ", result,
-      " can't be cast to the desired output type ", self.scalar_type(), " of self");
+  emu::check(c10::canCast(result, self.scalar_type()), emu::kOpParam, "result type ", c10::toString(result),
+      " can't be cast to the desired output type ", c10::toString(self.scalar_type()), " of self");
 }
 }  // namespace
 
 // Tensor-tensor and tensor-scalar forms, with in-place variants.
-#define ARITHMETIC(NAME, FUNCTION)                                                                                              \
-  SHAPED(aclnn##NAME, (Tensor self, Tensor other, Tensor out), BROADCAST(out, self, other),                                     \
-      { at::FUNCTION##_out(out, self, other); })                                                                                \
-  SHAPED(aclnn##NAME##s, (Tensor self, Scalar other, Tensor out), SAME(out, self),                                              \
-      { at::FUNCTION##_out(out, self, number(other)); })                                                                        \
-  SHAPED(                                                                                                                       \
-      aclnnInplace##NAME, (Tensor self, Tensor other), (EXPANDS(self, other), fits(self, other)), { self.FUNCTION##_(other); }) \
-  SHAPED(aclnnInplace##NAME##s, (Tensor self, Scalar other), fits(self, other), { self.FUNCTION##_(number(other)); })
+#define ARITHMETIC(NAME, FUNCTION)                                                          \
+  SHAPED(aclnn##NAME, (Tensor self, Tensor other, Tensor out), BROADCAST(out, self, other), \
+      { at::FUNCTION##_out(out, self, other); })                                            \
+  SHAPED(aclnn##NAME##s, (Tensor self, Scalar other, Tensor out), SAME(out, self),          \
+      { at::FUNCTION##_out(out, self, number(other)); })                                    \
+  SHAPED(aclnnInplace##NAME, (Tensor self, Tensor other), (EXPANDS(self, other), fits(self, other)), { self.FUNCTION##_(other); })
 
 #define SCALED(NAME, FUNCTION)                                                                                     \
   SHAPED(aclnn##NAME, (Tensor self, Tensor other, Scalar alpha, Tensor out), BROADCAST(out, self, other),          \
@@ -70,6 +68,11 @@ SCALED(Sub, sub)
 SHAPED(aclnnAddV3, (Scalar self, Tensor other, Scalar alpha, Tensor out), SAME(out, other),
     { at::add_out(out, number(self), other, alpha); })
 ARITHMETIC(Mul, mul)
+// An NPU takes int64 times a floating number, in torch.hann_window without a dtype (vllm-ascend, issue 11627). That the result is
+// cut to an integer is not documented.
+SHAPED(aclnnInplaceMuls, (Tensor self, Scalar other),
+    (self.scalar_type() == at::kLong && other.isFloatingPoint() ? void() : fits(self, other)),
+    { self.copy_(at::mul(self, number(other))); })
 // A3 divides complex tensors by real ones alone in PyTorch's tests: div and true_divide of complex dtypes fail, masked.mean and
 // softsign pass (Ascend/pytorch, ci-test, skip_list.json at 52087f69e).
 SHAPED(aclnnDiv, (Tensor self, Tensor other, Tensor out),
@@ -81,6 +84,7 @@ SHAPED(aclnnDivs, (Tensor self, Scalar other, Tensor out), SAME(out, self), { at
 OP(aclnnInplaceDiv, (Tensor self, Tensor other), { self.copy_(at::div(self, other)); })
 OP(aclnnInplaceDivs, (Tensor self, Scalar other), { self.copy_(at::div(self, number(other))); })
 ARITHMETIC(FloorDivide, floor_divide)
+SHAPED(aclnnInplaceFloorDivides, (Tensor self, Scalar other), fits(self, other), { self.floor_divide_(number(other)); })
 SHAPED(aclnnRsub, (Tensor self, Tensor other, Scalar alpha, Tensor out), BROADCAST(out, self, other),
     { at::sub_out(out, other, self, alpha); })
 SHAPED(aclnnRsubs, (Tensor self, Scalar other, Scalar alpha, Tensor out), SAME(out, self),
@@ -102,12 +106,14 @@ SHAPED(aclnnIsClose, (Tensor self, Tensor other, double relative, double absolut
 BITWISE_BOTH(BitwiseAnd, bitwise_and)
 BITWISE(BitwiseOr, bitwise_or)
 BITWISE_BOTH(BitwiseXor, bitwise_xor)
-SHAPED(aclnnLeftShift, (Tensor self, Tensor shift, Tensor out), BROADCAST(out, self, shift),
-    { at::bitwise_left_shift_out(out, self, shift); })
+// With a shift of another dtype than the values' an NPU ends with an AI CPU exception, 507018 (triton-ascend, issue 472: int32
+// by int64).
+SHAPED(aclnnLeftShift, (Tensor self, Tensor shift, Tensor out),
+    (BROADCAST(out, self, shift), same_dtype("shift", shift, "self", self)), { at::bitwise_left_shift_out(out, self, shift); })
 SHAPED(aclnnLeftShifts, (Tensor self, Scalar shift, Tensor out), SAME(out, self),
     { at::bitwise_left_shift_out(out, self, number(shift)); })
-SHAPED(aclnnRightShift, (Tensor self, Tensor shift, Tensor out), BROADCAST(out, self, shift),
-    { at::bitwise_right_shift_out(out, self, shift); })
+SHAPED(aclnnRightShift, (Tensor self, Tensor shift, Tensor out),
+    (BROADCAST(out, self, shift), same_dtype("shift", shift, "self", self)), { at::bitwise_right_shift_out(out, self, shift); })
 
 LOGICAL_BOTH(LogicalAnd, logical_and)
 LOGICAL_BOTH(LogicalOr, logical_or)
