@@ -80,56 +80,69 @@ Computation transpose_batch_matmul(const Tensor& x, const Tensor& weight, const 
 CHECKED(aclnnAttentionUpdate, (Tensors lse, Tensors parts, int64_t type, Tensor out, Opt<Tensor> lse_out),
     { return attention_update(lse, parts, type, out, lse_out); })
 
+namespace {
+
 // SBH: outputs [S, B, N * D], statistics [B, N, S, 8]. TND: [T, N, D], and statistics [T, N, 8], or concatenated requests [N, S,
 // 8].
-CHECKED(aclnnRingAttentionUpdateV2,
-    (Tensor old_out, Tensor old_most, Tensor old_sum, Tensor new_out, Tensor new_most, Tensor new_sum, Opt<Tensor> ends,
-        Text layout, Text stats_layout, Tensor out, Tensor most, Tensor sum),
-    {
-      one_of<Text>("input_layout", layout, {"SBH", "TND"});
-      one_of<Text>("input_softmax_layout", stats_layout, {"", "SBH", "TND"});
-      one_of("prev_attn_out", old_out, kFloating);
-      same_dtype("cur_attn_out", new_out, "prev_attn_out", old_out);
-      shape("cur_attn_out", new_out, old_out.sizes());
-      for (const auto& [name, x] : {std::pair{"prev_softmax_max", &old_most}, std::pair{"prev_softmax_sum", &old_sum},
-               std::pair{"cur_softmax_max", &new_most}, std::pair{"cur_softmax_sum", &new_sum}}) {
-        one_of(name, *x, {at::kFloat});
-        shape(name, *x, old_most.sizes());
-      }
-      check(layout != "TND" || ends, kOpParam, "layout TND needs actual_seq_qlen");
-      if (ends) one_of("actual_seq_qlen", *ends, {at::kLong});
-      COMPUTE {
-        const auto highest = at::maximum(old_most, new_most);
-        const auto old_share = old_sum * (old_most - highest).exp(), new_share = new_sum * (new_most - highest).exp();
-        const auto total = old_share + new_share;
-        auto by_old = (old_share / total).select(-1, 0), by_new = (new_share / total).select(-1, 0);
-        if (layout == "SBH") {
-          const Ints heads{old_out.size(0), old_out.size(1), by_old.size(1), -1};
-          const auto spread = [](const Tensor& x) { return x.permute({2, 0, 1}).unsqueeze(-1); };
-          out.copy_((old_out.to(at::kFloat).view(heads) * spread(by_old) + new_out.to(at::kFloat).view(heads) * spread(by_new))
-                  .view(out.sizes()));
-        } else {
-          if (stats_layout != "TND") {  // requests as [N, S]
-            const auto where = ends->contiguous();
-            const auto* end = where.const_data_ptr<int64_t>();
-            const int64_t heads = by_old.size(1);
-            for (auto* x : {&by_old, &by_new}) {
-              const auto flat = x->reshape(-1);
-              auto sorted = at::empty_like(*x);
-              for (int64_t i = 0; i < where.numel(); ++i) {
-                const int64_t start = i ? end[i - 1] : 0, count = end[i] - start;
-                if (count > 0)
-                  sorted.narrow(0, start, count).copy_(flat.narrow(0, start * heads, count * heads).view({heads, count}).t());
-              }
-              *x = sorted;
-            }
+Computation ring_attention_update(const Tensor& old_out, const Tensor& old_most, const Tensor& old_sum, const Tensor& new_out,
+    const Tensor& new_most, const Tensor& new_sum, const Opt<Tensor>& ends, const Text& layout, const Text& stats_layout,
+    const Tensor& out, const Tensor& most, const Tensor& sum) {
+  one_of<Text>("input_layout", layout, {"SBH", "TND"});
+  one_of<Text>("input_softmax_layout", stats_layout, {"", "SBH", "TND"});
+  one_of("prev_attn_out", old_out, kFloating);
+  same_dtype("cur_attn_out", new_out, "prev_attn_out", old_out);
+  shape("cur_attn_out", new_out, old_out.sizes());
+  for (const auto& [name, x] : {std::pair{"prev_softmax_max", &old_most}, std::pair{"prev_softmax_sum", &old_sum},
+           std::pair{"cur_softmax_max", &new_most}, std::pair{"cur_softmax_sum", &new_sum}}) {
+    one_of(name, *x, {at::kFloat});
+    shape(name, *x, old_most.sizes());
+  }
+  check(layout != "TND" || ends, kOpParam, "layout TND needs actual_seq_qlen");
+  if (ends) one_of("actual_seq_qlen", *ends, {at::kLong});
+  COMPUTE {
+    const auto highest = at::maximum(old_most, new_most);
+    const auto old_share = old_sum * (old_most - highest).exp(), new_share = new_sum * (new_most - highest).exp();
+    const auto total = old_share + new_share;
+    auto by_old = (old_share / total).select(-1, 0), by_new = (new_share / total).select(-1, 0);
+    if (layout == "SBH") {
+      const Ints heads{old_out.size(0), old_out.size(1), by_old.size(1), -1};
+      const auto spread = [](const Tensor& x) { return x.permute({2, 0, 1}).unsqueeze(-1); };
+      out.copy_((old_out.to(at::kFloat).view(heads) * spread(by_old) + new_out.to(at::kFloat).view(heads) * spread(by_new))
+              .view(out.sizes()));
+    } else {
+      if (stats_layout != "TND") {  // requests as [N, S]
+        const auto where = ends->contiguous();
+        const auto* end = where.const_data_ptr<int64_t>();
+        const int64_t heads = by_old.size(1);
+        for (auto* x : {&by_old, &by_new}) {
+          const auto flat = x->reshape(-1);
+          auto sorted = at::empty_like(*x);
+          for (int64_t i = 0; i < where.numel(); ++i) {
+            const int64_t start = i ? end[i - 1] : 0, count = end[i] - start;
+            if (count > 0)
+              sorted.narrow(0, start, count).copy_(flat.narrow(0, start * heads, count * heads).view({heads, count}).t());
           }
-          out.copy_(old_out.to(at::kFloat) * by_old.unsqueeze(-1) + new_out.to(at::kFloat) * by_new.unsqueeze(-1));
+          *x = sorted;
         }
-        most.copy_(highest);
-        sum.copy_(total);
-      };
-    })
+      }
+      out.copy_(old_out.to(at::kFloat) * by_old.unsqueeze(-1) + new_out.to(at::kFloat) * by_new.unsqueeze(-1));
+    }
+    most.copy_(highest);
+    sum.copy_(total);
+  };
+}
+
+}  // namespace
+
+#define PARTS \
+  Tensor old_out, Tensor old_most, Tensor old_sum, Tensor new_out, Tensor new_most, Tensor new_sum, Opt<Tensor> ends, Text layout
+CHECKED(aclnnRingAttentionUpdate, (PARTS, Tensor out, Tensor most, Tensor sum),
+    { return ring_attention_update(old_out, old_most, old_sum, new_out, new_most, new_sum, ends, layout, "", out, most, sum); })
+CHECKED(aclnnRingAttentionUpdateV2, (PARTS, Text stats_layout, Tensor out, Tensor most, Tensor sum), {
+  return ring_attention_update(
+      old_out, old_most, old_sum, new_out, new_most, new_sum, ends, layout, stats_layout, out, most, sum);
+})
+#undef PARTS
 
 #define TRANSPOSE_BATCH_MATMUL(NAME, WEIGHT)                                                                                    \
   CHECKED(NAME,                                                                                                                 \
