@@ -187,6 +187,44 @@ def test_arguments_outside_the_documentation_are_refused(options, message):
         torch_npu.npu_fusion_attention(x, x, x, HEADS, "BNSD", **given)
 
 
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"atten_mask": (64, 64)}, "atten_mask has shape [64, 64]; allowed: [3, 4 or 1, 6, 8], and the same without"),
+        ({"atten_mask": (1, 6, 8)}, "atten_mask has shape [1, 6, 8]"),
+        ({"atten_mask": (3, HEADS, 1, 8)}, "atten_mask has shape [3, 4, 1, 8]"),
+        ({"atten_mask": (1, HEADS, 6, 8)}, "atten_mask has shape [1, 4, 6, 8]"),
+        ({"atten_mask": (2, 1, 6, 8)}, "atten_mask has shape [2, 1, 6, 8]"),
+        (
+            {"atten_mask": (6, 8), "sparse_mode": 5, "prefix": [2, 2, 2]},
+            "atten_mask has shape [6, 8]; allowed: [3, 4 or 1, 6, 8]",
+        ),
+        (
+            {"atten_mask": (3, 1, 6, 8), "sparse_mode": 5},
+            "sparse_mode 5 needs a prefix for each of at most 32 requests; there are 0 for 3",
+        ),
+        ({"atten_mask": (3, 1, 6, 8), "sparse_mode": 5, "prefix": [2, 2, 9]}, "prefix is 9; allowed: 2 to 8"),
+        ({"pse": (3, HEADS, 6)}, "pse has shape [3, 4, 6]; allowed: [3 or 1, 4, 6 or 1, 8]"),
+        ({"pse": (3, 1, 6, 8)}, "pse has shape [3, 1, 6, 8]"),
+        ({"pse": (3, HEADS, 6, 6)}, "pse has shape [3, 4, 6, 6]"),
+        ({"key": (2, HEADS, 8, SIZE)}, "query and key must have the same batch and head size"),
+        ({"key": (3, HEADS, 8, SIZE // 2)}, "query and key must have the same batch and head size"),
+        ({"value": (3, HEADS, 6, SIZE)}, "key and value the same shape"),
+    ],
+    ids=str,
+)
+def test_shapes_outside_the_documentation_are_refused_at_the_call(options, message):
+    """Not on the stream, where nothing would run afterwards."""
+    given = {"key": (3, HEADS, 8, SIZE), "value": options.get("key", (3, HEADS, 8, SIZE))} | options
+    given = {name: torch.zeros(x).half().npu() if isinstance(x, tuple) else x for name, x in given.items()}
+    if "atten_mask" in given:
+        given["atten_mask"] = given["atten_mask"].bool()
+    query = torch.zeros(3, HEADS, 6, SIZE).half().npu()
+    with pytest.raises(RuntimeError, match=re.escape(message)):
+        torch_npu.npu_fusion_attention(query, given.pop("key"), given.pop("value"), HEADS, "BNSD", **given)
+    assert torch.ones(1).npu().item() == 1
+
+
 def test_packed_sequences_are_at_most_1024():
     x = torch.randn(1025, 1, 16).half().npu()
     some, ends = x[:1024], list(range(1, 1026))

@@ -328,7 +328,11 @@ def test_one_token_has_no_correction_of_masked_rows():
         ({"sparse_mode": 7}, "sparse_mode is 7; allowed: 0 to 4"),
         ({"actual_seq_lengths": [9]}, "actual_seq_lengths of request 0 is 9 and query has 6 tokens"),
         ({"actual_seq_lengths_kv": [5, 21]}, "actual_seq_lengths_kv of request 1 is 21 and key has 20 tokens"),
-        ({"atten_mask": torch.zeros(3, 3), "sparse_mode": 1}, "atten_mask is Float"),
+        ({"atten_mask": torch.zeros(3, 3), "sparse_mode": 1}, "atten_mask is Float (DT_FLOAT)"),
+        ({"atten_mask": torch.zeros(5, 20).bool()}, "atten_mask of shape [5, 20] is smaller than 6 queries x 20 keys"),
+        ({"atten_mask": torch.zeros(2, 1, 6, 19).bool(), "sparse_mode": 1}, "atten_mask of shape [2, 1, 6, 19] is smaller"),
+        ({"pse_shift": torch.zeros(1, HEADS, 6, 19).half()}, "pse_shift has shape [1, 4, 6, 19]; it must be [1 or 2, 4, 6, 20]"),
+        ({"num_key_value_heads": 1}, "key has shape [2, 2, 20, "),
         ({"query_padding_size": None, "inner_precise": 5}, "inner_precise is 5"),
         ({"key_antiquant_scale": torch.ones(1).half(), "value_antiquant_scale": torch.ones(1).half()}, "it must be int8"),
         ({"block_table": torch.zeros(2, 1, dtype=torch.int32), "block_size": 128}, "a paged cache needs actual_seq_lengths_kv"),
@@ -339,6 +343,7 @@ def test_arguments_outside_the_documentation_are_refused(options, message):
     given = {name: x.npu() if isinstance(x, torch.Tensor) else x for name, x in given.items()}
     with pytest.raises(RuntimeError, match=re.escape(message)):
         torch_npu.npu_fused_infer_attention_score(*(x.npu() for x in inputs()), **given)
+    assert torch.ones(1).npu().item() == 1  # it was refused at the call
 
 
 def packed(heads, groups, size, counts, keys, value_size=0, layout="TND", **options):

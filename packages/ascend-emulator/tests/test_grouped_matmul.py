@@ -370,7 +370,7 @@ def grouped(x, weight, **more):
                 torch.tensor([4]).npu(),
                 smooth_scale=torch.ones(1).npu(),
             ),
-            "smooth_scale is given and x is Char; it belongs to an x of packed int4",
+            r"smooth_scale is given and x is Char \(DT_INT8\); it belongs to an x of packed int4",
         ),
         "dequant mode": (
             lambda a, b: torch_npu.npu_grouped_matmul_swiglu_quant_v2(
@@ -402,9 +402,17 @@ def grouped(x, weight, **more):
             ),
             "group_list has 2 groups and weight 3",
         ),
+        "columns of x": (
+            lambda a, b: torch_npu.npu_grouped_matmul([a.half()], [b[:5].half()], group_type=-1),
+            "x has 8 columns and weight 0 5 rows",
+        ),
+        "bias": (
+            lambda a, b: torch_npu.npu_grouped_matmul([a.half()], [b.half()], bias=[b[0, :3].half()], group_type=-1),
+            r"bias has shape \[3\]; its last dimension must be that of weight 0, 8",
+        ),
         "dtype": (
             lambda a, b: torch_npu.npu_grouped_matmul([a.half()], [b.float()], group_type=-1),
-            "weight is Float and x is? Half",
+            r"weight is Float \(DT_FLOAT\) and x is? Half \(DT_FLOAT16\)",
         ),
         "dtype of a bias": (
             lambda a, b: grouped(a.bfloat16(), b.bfloat16(), bias=[b[0].bfloat16()]),
@@ -444,3 +452,4 @@ def grouped(x, weight, **more):
 def test_limits_are_refused(call, message):
     with pytest.raises(RuntimeError, match=message):
         call(torch.ones(4, 8, dtype=torch.int8, device="npu"), torch.ones(8, 8, dtype=torch.int8, device="npu"))
+    assert torch.ones(1).npu().item() == 1  # it was refused at the call

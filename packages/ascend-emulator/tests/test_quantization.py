@@ -164,12 +164,16 @@ def test_kronecker_quant(clip, dtype):
     {
         "int4 columns": (
             lambda x: torch_npu.npu_dynamic_quant(x.float()),
-            "aclnnDynamicQuantV2: x is Float; allowed: Half, BFloat16",
+            r"aclnnDynamicQuantV2: x is Float \(DT_FLOAT\); allowed: Half, BFloat16",
         ),
         "smooth": (lambda x: torch_npu.npu_dynamic_quant(x, smooth_scales=x[0, :4]), "smooth_scales has shape"),
         "scales": (
             lambda x: torch_npu.npu_quantize(x, x[0, :3], None, torch.qint8, -1, False),
             "scales has 3 elements; allowed: 1, or 16",
+        ),
+        "zero_points": (
+            lambda x: torch_npu.npu_quantize(x, x[0].float(), x[0, :3].int(), torch.qint8, 1),
+            "zero_points has 3 elements; allowed: 1, or 16",
         ),
         "clip": (lambda x: torch_npu.npu_kronecker_quant(x[None], x[:, :4].contiguous(), x.T @ x, 1.5), "clip_ratio is 1.5"),
     }.values(),

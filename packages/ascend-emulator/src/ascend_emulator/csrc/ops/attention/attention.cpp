@@ -8,17 +8,17 @@ namespace {
 constexpr int64_t kMostScores = 1 << 24;  // limits the memory of a long prompt's scores
 constexpr int64_t kCausalRows = 64;       // query rows per step, with the keys up to the last row
 
-Tensor plain_mask(const Tensor& mask, bool by_request, int64_t request, int64_t queries, int64_t keys) {
+}  // namespace
+
+Tensor mask_of_request(const Tensor& mask, bool by_request, int64_t request, int64_t queries, int64_t keys) {
   auto own = mask;
   if (own.dim() == 4) own = own[own.size(0) == 1 ? 0 : request];                          // [B or 1, 1 or N, queries, keys]
   if (own.dim() == 3 && own.size(0) == 1) own = own[0];                                   // [1, queries, keys]
   if (own.dim() == 2 && by_request && own.size(0) != 1) own = own.narrow(0, request, 1);  // [B, keys]
   check(own.size(-2) >= queries && own.size(-1) >= keys, kOpParam, "atten_mask of shape ", mask.sizes(), " is smaller than ",
       queries, " queries x ", keys, " keys");
-  return own.narrow(-2, 0, queries).narrow(-1, 0, keys).to(at::kBool);
+  return own.narrow(-2, 0, queries).narrow(-1, 0, keys);
 }
-
-}  // namespace
 
 Tensor masked_out(const Sparse& sparse, int64_t request, int64_t queries, int64_t keys) {
   const auto difference = [&] {
@@ -31,7 +31,7 @@ Tensor masked_out(const Sparse& sparse, int64_t request, int64_t queries, int64_
     case 0:
     case 1: {
       if (!sparse.mask.defined()) return {};
-      const auto given = plain_mask(sparse.mask, sparse.mask_by_request, request, queries, keys);
+      const auto given = mask_of_request(sparse.mask, sparse.mask_by_request, request, queries, keys).to(at::kBool);
       const bool band = sparse.mode == 0 && (sparse.before < queries || sparse.after < keys);
       return band ? at::logical_or(given, outside(difference())) : given;
     }
@@ -39,11 +39,7 @@ Tensor masked_out(const Sparse& sparse, int64_t request, int64_t queries, int64_
     case 3: return queries == 1 ? Tensor() : difference() > keys - queries;
     case 4: return outside(difference() - (keys - queries));
     case 5:
-    case 6: {
-      check(static_cast<int64_t>(sparse.prefix.size()) > request, kOpParam, "sparse_mode ", sparse.mode,
-          " needs a prefix for each request");
-      return at::logical_and(difference() > keys - queries, at::arange(keys).unsqueeze(0) >= sparse.prefix[request]);
-    }
+    case 6: return at::logical_and(difference() > keys - queries, at::arange(keys).unsqueeze(0) >= sparse.prefix[request]);
   }
   throw Error(kOpParam, text("sparse_mode ", sparse.mode, "; supported: 0 to 6"));
 }

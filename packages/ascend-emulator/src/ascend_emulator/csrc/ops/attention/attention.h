@@ -16,6 +16,9 @@ struct Sparse {
   bool mask_by_request = false;  // a two-dimensional mask is [requests, keys]
 };
 
+// A request's part of a mask that is given as a whole (modes 0 and 1), a view [queries, keys] or [heads, queries, keys].
+Tensor mask_of_request(const Tensor& mask, bool by_request, int64_t request, int64_t queries, int64_t keys);
+
 // Mask of a request, [queries, keys] or [heads, queries, keys], true: masked; undefined if nothing is masked.
 Tensor masked_out(const Sparse& sparse, int64_t request, int64_t queries, int64_t keys);
 

@@ -40,10 +40,20 @@ struct Flash {
     if (mask) one_of("atten_mask", *mask, {at::kBool, at::kByte});
     check(keep > 0 && keep <= 1, kOpParam, "keep_prob is ", keep, "; allowed: above 0 up to 1");
     within("head_num", heads, 1, 256);
-    const bool varlen = layout == "TND";
-    const int64_t size = query.size(-1) / (layout == "BSH" || layout == "SBH" ? heads : 1);
+    const bool varlen = layout == "TND", flat = layout == "BSH" || layout == "SBH";
+    for (const auto& [name, x] : {std::pair{"query", &query}, std::pair{"key", &key}, std::pair{"value", &value}})
+      rank(name, *x, varlen || flat ? 3 : 4);
+    const int64_t size = query.size(-1) / (flat ? heads : 1);
     within("the head size", size, 1, 768);
-    groups = layout == "TND" ? key.size(1) : layout == "BNSD" ? key.size(1) : layout == "BSND" ? key.size(2) : key.size(2) / size;
+    groups = flat ? key.size(2) / size : key.size(layout == "BSND" ? 2 : 1);
+    // "Dq = Dk, Dk >= Dv", and the same batch and heads
+    check(
+        (flat ? heads * size == query.size(2) && groups * size == key.size(2) && value.size(2) % std::max<int64_t>(groups, 1) == 0
+              : heads == query.size(layout == "BSND" ? 2 : 1) && key.size(-1) == size) &&
+            key.sizes().slice(0, key.dim() - 1) == value.sizes().slice(0, key.dim() - 1) && value.size(-1) <= key.size(-1) &&
+            (varlen || batch_of(key, layout) == batch_of(query, layout)),
+        kOpParam, "query has shape ", query.sizes(), ", key ", key.sizes(), " and value ", value.sizes(), " in layout ", layout,
+        " with ", heads, " heads; query and key must have the same batch and head size, key and value the same shape");
     check(groups > 0 && heads % groups == 0, kOpParam, heads, " heads over ", groups, " key-value heads; a multiple is allowed");
     within("sparse_mode", sparse_mode, 0, varlen ? 8 : 6);
     check(!varlen || sparse_mode != 5, kOpParam, "sparse_mode 5 is not supported in layout TND");
@@ -89,10 +99,50 @@ struct Flash {
       drop_start += heads * span.count * span.kv_count;
       spans.push_back(span);
     }
+    check_mask_and_bias();
     if (drop_mask && keep < 1)
       check(drop_mask->numel() * 8 >= drop_start, kOpParam, "the dropout mask has ", drop_mask->numel() * 8, " bits for ",
           drop_start, " scores");
     return *this;
+  }
+
+  // "BNSS, B1SS, 11SS, SS; in TND SS, of the longest query and key"; pse "BNSS, BN1S, 1NSS"; "prefix from max(0, Skv - Sq) to
+  // Skv, a batch of at most 32".
+  void check_mask_and_bias() const {
+    int64_t queries = 0, keys = 0;
+    for (const auto& span : spans) {
+      queries = std::max(queries, span.count);
+      keys = std::max(keys, span.kv_count);
+    }
+    const auto fits = [&](const Tensor& x, int64_t of_heads) {  // [B, of_heads, rows, keys], or 1 for each of the first two
+      return x.dim() == 4 && (x.size(0) == 1 || x.size(0) == batch) && (x.size(1) == 1 || x.size(1) == of_heads) &&
+             x.size(3) == keys;
+    };
+    if (mask && (sparse_mode < 2 || sparse_mode == 5)) {
+      const bool plain = mask->dim() == 2 && sparse_mode != 5, ends = plain && mask->size(0) == queries && mask->size(1) == keys;
+      if (layout == "TND")
+        check(plain && mask->size(0) >= queries && mask->size(1) >= keys, kOpParam, "atten_mask has shape ", mask->sizes(),
+            " in layout TND; allowed: [", queries, ", ", keys, "], of the longest query and key");
+      else
+        check(ends || (fits(*mask, heads) && mask->size(2) == queries && (mask->size(0) == batch || mask->size(1) == 1)),
+            kOpParam, "atten_mask has shape ", mask->sizes(), "; allowed: [", batch, ", ", heads, " or 1, ", queries, ", ", keys,
+            "]", sparse_mode == 5 ? "" : ", and the same without or with 1 in place of the first two");
+    }
+    if (mask && (sparse_mode == 5 || sparse_mode == 6)) {
+      check(batch <= 32 && prefix && static_cast<int64_t>(prefix->size()) == batch, kOpParam, "sparse_mode ", sparse_mode,
+          " needs a prefix for each of at most 32 requests; there are ", prefix ? prefix->size() : 0, " for ", batch);
+      for (int64_t i = 0; i < batch; ++i)
+        within("prefix", (*prefix)[i], std::max<int64_t>(0, spans[i].kv_count - spans[i].count), spans[i].kv_count);
+    }
+    if (!pse) return;
+    if (pse_type >= 2)
+      return check(pse->numel() == heads * (pse->dim() == 2 ? batch : 1), kOpParam, "pse has shape ", pse->sizes(),
+          " with pse_type ", pse_type, "; allowed: [", heads, "] and [", batch, ", ", heads, "]");
+    check(layout != "TND", kOpParam, "pse of pse_type ", pse_type, " in layout TND is not emulated; 2 and 3 are");
+    check(queries <= 1024 || pse->dim() != 4 || pse->size(2) != 1024 || queries == 1024, kOpParam, "pse of shape ", pse->sizes(),
+        ", compressed to 1024 rows, is not emulated");
+    check(fits(*pse, heads) && pse->size(1) == heads && (pse->size(2) == 1 || pse->size(2) == queries), kOpParam,
+        "pse has shape ", pse->sizes(), "; allowed: [", batch, " or 1, ", heads, ", ", queries, " or 1, ", keys, "]");
   }
 
   void leave_out_of(Request& request, int64_t i) const {
@@ -127,12 +177,7 @@ struct Flash {
       if (pse_type == 3) distance = distance.sqrt();
       return -slopes * distance;
     }
-    check(layout != "TND" && fp32.dim() == 4, kOpParam, "pse of shape ", pse->sizes(), " in layout ", layout,
-        "; [B or 1, N, S or 1, keys] is emulated, outside TND");
-    const auto own = fp32[fp32.size(0) == 1 ? 0 : i];
-    check(own.size(1) == 1 || own.size(1) >= span.count, kOpParam, "pse of shape ", pse->sizes(),
-        ", compressed to 1024 rows, is not emulated");
-    const auto used = (own.size(1) == 1 ? own : own.narrow(1, 0, span.count)).narrow(2, 0, span.kv_count);
+    const auto used = fp32[fp32.size(0) == 1 ? 0 : i];
     return pse_type == 1 ? used * scale : used;
   }
 

@@ -6,7 +6,7 @@
 
 #include <map>
 
-#include "attention.h"
+#include "antiquant.h"
 #include "kernels/bf16_attention.h"
 
 namespace emu::attention {
@@ -29,32 +29,6 @@ inline const std::map<std::string, std::pair<const char*, const char*>> kLayouts
     {"BNSD_NBSD", {"BNSD", "NBSD"}},
     {"TND_NTD", {"TND", "NTD"}},
     {"NSD", {"NSD", "NSD"}},
-};
-
-// Dequantization of int8 keys or values: (x + offset) * scale; modes of key_antiquant_mode.
-struct Antiquant {
-  Tensor scale, offset;
-  int64_t mode = 0;
-
-  // Scale or offset as [groups or 1, length or 1, D or 1].
-  Tensor factor(const Tensor& x, int64_t request, int64_t length, int64_t groups, const Tensor& table, int64_t block_size) const {
-    const auto fp32 = x.to(at::kFloat);
-    switch (mode) {
-      case 0: return fp32.numel() == 1 ? fp32.reshape({1, 1, 1}) : fp32.reshape({groups, 1, -1});
-      case 1: return fp32.reshape({-1, fp32.size(-1)})[request].narrow(0, 0, length).reshape({1, length, 1});
-      case 2: return fp32.reshape({groups, 1, 1});
-      case 3: return fp32.reshape({-1, groups, fp32.size(-1)})[request].narrow(1, 0, length).unsqueeze(-1);
-      case 4: return pages(fp32.unsqueeze(-1), table, request, length, 1, block_size);
-      case 5: return pages(fp32.unsqueeze(-1), table, request, length, groups, block_size);
-    }
-    throw Error(kOpParam, text("antiquant mode ", mode, "; supported: 0 to 5"));
-  }
-  Tensor operator()(const Tensor& rows, int64_t request, int64_t groups, const Tensor& table, int64_t block_size) const {
-    if (rows.scalar_type() != at::kChar) return rows;
-    auto fp32 = rows.to(at::kFloat);
-    if (offset.defined()) fp32 = fp32 + factor(offset, request, rows.size(1), groups, table, block_size);
-    return fp32 * factor(scale, request, rows.size(1), groups, table, block_size);
-  }
 };
 
 struct FusedInfer {
@@ -195,12 +169,19 @@ struct FusedInfer {
           "sparse_mode ", sparse_mode, " needs an atten_mask of 2048 x 2048, not ", mask->sizes());
     }
     check(sparse_mode != 1 || mask, kOpParam, "sparse_mode 1 needs atten_mask");
+    int64_t keys = 0;  // of the longest request
+    for (const auto& span : spans) keys = std::max(keys, span.kv_count);
+    if (key_prefix) keys += entry(prefix_lengths, 0, length_of(*key_prefix, in));
+    if (mask && sparse_mode < 2)
+      for (const int64_t i : {int64_t{0}, batch - 1}) mask_of_request(*mask, longest == 1, i, longest, keys);
     check(!packed(in) || sparse_mode > 1 || !mask, kOpParam, "layout ", layout,
         " takes atten_mask with sparse_mode 3 and 4 only, not ", sparse_mode);
     if (pse) {
       check(!packed(in), kOpParam, "pse_shift is not supported in layout ", layout);
-      check(pse->dim() == 4 && (pse->size(0) == 1 || pse->size(0) == batch) && pse->size(1) == heads && pse->size(2) >= longest,
-          kOpParam, "pse_shift has shape ", pse->sizes(), "; it must be [1 or ", batch, ", ", heads, ", ", longest, ", keys]");
+      check(pse->dim() == 4 && (pse->size(0) == 1 || pse->size(0) == batch) && pse->size(1) == heads && pse->size(2) >= longest &&
+                pse->size(3) >= keys,
+          kOpParam, "pse_shift has shape ", pse->sizes(), "; it must be [1 or ", batch, ", ", heads, ", ", longest, ", ", keys,
+          "], or larger in the last two");
     }
     if (sink) {
       check(packed(in), kOpParam, "learnable_sink is supported in layouts TND and NTD_TND, not in ", layout);
@@ -245,6 +226,20 @@ struct FusedInfer {
       check(key[0].dim() != 5 || (block_size == 128 && in != "BNSD"), kOpParam,
           "a fractal (NZ) cache needs block_size 128 and a layout other than BNSD");
     }
+  }
+
+  // Heads and head sizes of keys and values; a batch of one serves all requests.
+  void check_keys() const {
+    const int64_t head = in == "BSND" ? 2 : in == "NTD" || in == "NSD" ? 0 : 1;
+    for (const auto& [name, list, size] : {std::tuple{"key", &key, width}, std::tuple{"value", &value, value_width()}})
+      for (const auto& x : *list) {
+        const bool fits = paged()       ? x.numel() == x.size(0) * block_size * groups * size
+                          : in == "BSH" ? x.dim() == 3 && x.size(2) == groups * size
+                                        : x.dim() == query.dim() && x.size(head) == groups && x.size(-1) == size;
+        check(fits && (paged() || packed(in) || in == "NSD" || x.size(0) == 1 || (list->size() == 1 && x.size(0) == batch)),
+            kOpParam, name, " has shape ", x.sizes(), " in layout ", layout, " for ", batch, " requests, ", groups,
+            " key-value heads and a head size of ", size);
+      }
   }
 
   void check_pages() const {
@@ -347,6 +342,7 @@ struct FusedInfer {
     check_mask();
     if (paged()) check_pages();
     check_latent();
+    check_keys();
     if (key_prefix)
       check(value_prefix && key_prefix->size(0) == 1 && !packed(in), kOpParam,
           "a shared prefix has a batch of 1, a key and a value, and no packed layout");

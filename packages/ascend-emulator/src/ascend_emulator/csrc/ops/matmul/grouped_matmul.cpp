@@ -58,6 +58,28 @@ struct Grouped {
           groups());
     }
     if (kind == 0) rank("x", x[0], 2);
+    for (const auto& each : weight) rank("weight", each, 2, 3);
+    if (kind == 2) return;
+    check(x.size() == 1 || weight.size() == 1 || x.size() == weight.size(), kOpParam, "x has ", x.size(), " tensors and weight ",
+        weight.size());
+    for (size_t i = 0; i < std::max(x.size(), weight.size()); ++i) {
+      const auto& mine = weight[weight.size() == 1 ? 0 : i];
+      const bool along_k = words() && mine.stride(-1) != 1 && mine.stride(-2) == 1;  // as unpack_matrix
+      const int64_t k = x[x.size() == 1 ? 0 : i].size(-1), rows = mine.size(-2) * (along_k ? kFourBitsInWord : 1),
+                    n = mine.size(-1) * (words() && !along_k ? kFourBitsInWord : 1);
+      check(k == rows, kOpParam, "x has ", k, " columns and weight ", i, " ", rows, " rows");
+      for (const auto& [name, list] : {std::pair{"bias", &bias}, std::pair{"scale", &scale},
+               std::pair{"antiquant_scale", &antiquant_scale}, std::pair{"antiquant_offset", &antiquant_offset}}) {
+        if (empty(*list)) continue;
+        const auto& factor = (**list)[(*list)->size() == weight.size() ? (weight.size() == 1 ? 0 : i) : 0];
+        check(factor.dim() > 0 && (factor.size(-1) == n || factor.size(-1) == 1), kOpParam, name, " has shape ", factor.sizes(),
+            "; its last dimension must be that of weight ", i, ", ", n);
+        const bool of_groups = stacked() || ((*list)->size() == 1 && weight.size() > 1);  // the first dimension, if there are two
+        const int64_t parts = factor.dim() > 1 + of_groups ? factor.size(-2) : 1;
+        check(parts > 0 && rows % parts == 0, kOpParam, name, " has shape ", factor.sizes(), "; its ", parts,
+            " groups do not divide the ", rows, " rows of the weight");
+      }
+    }
   }
 
   // The last dimension of what lies in memory is below 65536 ("InnerLimit"), and even of int4.
@@ -115,7 +137,6 @@ struct Grouped {
     cost::partial_access(stacked() ? weight[0] : weight[group], mine);
     const auto k = rows.size(-1);
     cost::add_flops(2.0 * static_cast<double>(rows.size(0) * k * matrix.size(1)), static_cast<int>(rows.element_size()));
-    check(k == matrix.size(0), kOpParam, "x has ", k, " columns and weight ", group, " ", matrix.size(0), " rows");
     return matrix;
   }
 

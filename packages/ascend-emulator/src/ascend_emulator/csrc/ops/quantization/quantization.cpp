@@ -9,12 +9,10 @@ using namespace emu;
 namespace {
 
 // Broadcasts a scalar, or one value per element of the axis.
-Tensor broadcast_along(const Tensor& parameter, int64_t axis, const Tensor& x, const char* name) {
+Tensor broadcast_along(const Tensor& parameter, int64_t axis, const Tensor& x) {
   const auto fp32 = parameter.to(at::kFloat);
   if (parameter.numel() == 1) return fp32.reshape({});
   if (parameter.dim() != 1) return fp32;
-  check(parameter.numel() == x.size(axis), kOpParam, name, " has ", parameter.numel(), " elements; allowed: 1, or ", x.size(axis),
-      ", dimension ", axis, " of x ", x.sizes());
   std::vector<int64_t> shape(x.dim(), 1);
   shape[at::maybe_wrap_dim(axis, x.dim())] = parameter.numel();
   return fp32.view(shape);
@@ -45,9 +43,10 @@ CHECKED(aclnnQuantize, (Tensor x, Tensor scales, Opt<Tensor> zero_points, int32_
         {at::kChar, at::kByte, at::kInt, at::kBFloat16, at::kFloat});  // float: op-plugin's quantize_per_tensor
   one_of("dtype", out, {at::kChar, at::kByte, at::kInt});
   check_axis("scales", scales, axis, x);
+  if (zero_points) check_axis("zero_points", *zero_points, axis, x);
   COMPUTE {
-    auto values = x.to(at::kFloat) / broadcast_along(scales, axis, x, "scales");
-    if (zero_points) values = at::round(values) + broadcast_along(*zero_points, axis, x, "zero_points");
+    auto values = x.to(at::kFloat) / broadcast_along(scales, axis, x);
+    if (zero_points) values = at::round(values) + broadcast_along(*zero_points, axis, x);
     store_rounded(values, out, false);
   };
 })
@@ -68,10 +67,10 @@ Computation quantize(const Tensor& x, const Tensor& scale, const Opt<Tensor>& of
     shape("zero_points", *offset, scale.sizes());
   }
   COMPUTE {
-    auto factor = broadcast_along(scale, axis, x, "scales");
+    auto factor = broadcast_along(scale, axis, x);
     if (square) factor = factor * factor;
     auto values = x.to(at::kFloat) * factor;
-    if (offset) values = values + broadcast_along(*offset, axis, x, "zero_points");
+    if (offset) values = values + broadcast_along(*offset, axis, x);
     store_rounded(values, out, four_bits);
   };
 }
