@@ -416,19 +416,19 @@ def grouped(x, weight, **more):
         ),
         "dtype of a bias": (
             lambda a, b: grouped(a.bfloat16(), b.bfloat16(), bias=[b[0].bfloat16()]),
-            "bias is BFloat16; allowed: Float",
+            r"bias is BFloat16 \(DT_BFLOAT16\); allowed: Float",
         ),
         "dtype of scales": (
             lambda a, b: grouped(a, b, scale=[b[0].float()], output_dtype=torch.bfloat16),
-            "scale is Float; allowed: BFloat16",
+            r"scale is Float \(DT_FLOAT\); allowed: BFloat16",
         ),
         "dtype of scales of tokens": (
             lambda a, b: grouped(a, b, scale=[b[0].float()], per_token_scale=[a[:, 0].half()], output_dtype=torch.float16),
-            "per_token_scale is Half; allowed: Float",
+            r"per_token_scale is Half \(DT_FLOAT16\); allowed: Float",
         ),
         "dtype of dequantization": (
             lambda a, b: grouped(a.half(), b, antiquant_scale=[b[:1].bfloat16()], antiquant_offset=[b[:1].bfloat16()]),
-            "antiquant_scale is BFloat16; allowed: Half",
+            r"antiquant_scale is BFloat16 \(DT_BFLOAT16\); allowed: Half",
         ),
         "inner dimension of x": (
             lambda a, b: grouped(a.half().repeat(1, 8192), b.half().repeat(8192, 1)),
@@ -440,7 +440,7 @@ def grouped(x, weight, **more):
         ),
         "pairs": (
             lambda a, b: grouped(a.half(), b.half(), group_list=torch.tensor([[0, 4]]).npu(), group_list_type=2),
-            "group_list_type is 2, with x Half, weight Half and group_type 0; it is for int8",
+            r"group_list_type is 2, with x Half \(DT_FLOAT16\), weight Half \(DT_FLOAT16\) and group_type 0; it is for int8",
         ),
         "split": (lambda a, b: grouped(a.half(), b.half(), split_item=0), "split_item is 0; allowed: 2 to 3"),
         "wide quantized weight": (

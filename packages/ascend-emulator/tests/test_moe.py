@@ -401,7 +401,7 @@ assert ends.cpu().tolist() == [3, 5, 6, 8]
             lambda x, i: torch_npu.npu_moe_finalize_routing(
                 x.bfloat16(), None, None, None, x[:2, :2], torch.arange(4, dtype=torch.int32).npu(), None, drop_pad_mode=2
             ),
-            "scales is Float and expanded_permuted_rows is BFloat16",
+            r"scales is Float \(DT_FLOAT\) and expanded_permuted_rows is BFloat16 \(DT_BFLOAT16\)",
         ),
         "experts": (
             lambda x, i: torch_npu.npu_moe_init_routing_v2(x, i, active_num=8, expert_num=10241, active_expert_range=[0, 2]),
