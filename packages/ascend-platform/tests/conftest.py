@@ -5,7 +5,7 @@ import logging
 from pathlib import Path
 
 import pytest
-from ascend_platform import extension
+from ascend_platform import extension, host
 from harness.models import small as small_models
 
 
@@ -46,3 +46,8 @@ def cuda_torch(tmp_path):
                 (names / entry.name).symlink_to(entry)
     (there / "lib" / "libc10_cuda.so").write_bytes((here / "lib" / "libc10.so").read_bytes() + b"pinned_reserve_segment_size_mb")
     return tmp_path
+
+
+@pytest.fixture
+def ascend310p(monkeypatch):
+    monkeypatch.setattr(host, "chip", lambda: "Ascend310P3")

@@ -18,6 +18,7 @@ from ascend_platform.cli import failures
 from ascend_platform.cli.explanations import death, describe, explain
 from ascend_platform.components import RefusedError
 from ascend_platform.platform import NPUPlatform
+from harness.configuration import engine_config
 from harness.models import small as small_models
 from vllm.v1.executor.multiproc_executor import MultiprocExecutor
 
@@ -65,12 +66,6 @@ def error_of(work, *arguments, **options):
     with pytest.raises(Exception) as caught:  # noqa: PT011
         work(*arguments, **options)
     return caught.value
-
-
-def engine_config(model, **arguments):
-    from vllm.engine.arg_utils import EngineArgs
-
-    return EngineArgs(model=model, skip_tokenizer_init=True, **arguments).create_engine_config()
 
 
 def test_heads_that_do_not_divide(model):

@@ -2,11 +2,7 @@
 
 import pytest
 from ascend_platform.components import registry, slots
-from vllm.engine.arg_utils import EngineArgs
-
-
-def engine_config(path, **arguments):
-    return EngineArgs(model=path, skip_tokenizer_init=True, **arguments).create_engine_config()
+from harness.configuration import engine_config
 
 
 @pytest.fixture

@@ -19,10 +19,10 @@ from ascend_platform.quantization.formats.compressed_tensors import reader
 from ascend_platform.quantization.methods import kv_cache
 from ascend_platform.quantization.methods.kv_cache import Int8CacheMethod
 from ascend_platform.quantization.schemes import SCHEMES
+from harness.configuration import engine_config
 from harness.models import quantize
 from harness.models import small as small_models
 from harness.models.quantize import Spec
-from vllm.engine.arg_utils import EngineArgs
 
 HALVES = [torch.float16, torch.bfloat16]
 IN, OUT = 256, 64
@@ -242,10 +242,6 @@ def model(tmp_path):
         return str(tmp_path)
 
     return write
-
-
-def engine_config(path, **arguments):
-    return EngineArgs(model=path, skip_tokenizer_init=True, **arguments).create_engine_config()
 
 
 WEIGHT = "model.layers.0.mlp.down_proj.weight"
