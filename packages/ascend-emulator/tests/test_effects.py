@@ -11,6 +11,8 @@ import torch
 from ascend_emulator import build, coverage
 
 FILLS = (0x5A, 0xA5)
+BOUNDED_TEXT = {"snprintf_s", "strcpy_s", "vsnprintf_s"}
+"""Functions of libc_sec.so on text of the host, which torchair's libraries call; they are no entry points of CANN."""
 
 
 @pytest.fixture(scope="module")
@@ -36,7 +38,7 @@ def test_every_exported_name_is_classified(points):
         name for name in exported if not name.startswith(("_", "ascend_emulator_"))
     }  # C++, the linker's and the emulator's own
     assert len(cann) > 1000
-    assert cann == {name for name in points if "::" not in name}
+    assert cann - BOUNDED_TEXT == {name for name in points if "::" not in name}
 
 
 def test_every_operator_of_atb_is_exported(points):
