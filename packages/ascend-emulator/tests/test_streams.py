@@ -223,6 +223,7 @@ def test_streams_of_graphs_by_the_driver_s_version(run, driver, version, capture
     script = """
 import torch, torch_npu
 from torch_npu.npu.utils import get_cann_version
+torch_npu.npu.set_compile_mode(jit_compile=False)
 x, graphs, failure = torch.ones(1).npu(), [], ""
 with torch.npu.stream(torch.npu.Stream()):
     while len(graphs) < 1100 and not failure:
