@@ -49,13 +49,13 @@ def failure(function: Callable[[], Any]) -> str:
     """The error that it ends with, its first lines. A stream that failed stays so: the process ends after this.
 
     torch_npu empties its task queue before it marks it as failed (Repository::ReadQueue in NPUQueue.cpp), so that one
-    synchronization can miss the error; the next one reports it.
+    synchronization can miss the error; a later one reports it.
     """
     try:
         function()
-        torch.npu.synchronize()
-        time.sleep(0.5)
-        torch.npu.synchronize()
+        for _ in range(10):
+            torch.npu.synchronize()
+            time.sleep(0.5)
     except Exception as error:
         os.environ["SCENARIO_FAILED"] = "1"
         return str(error)[:3000]

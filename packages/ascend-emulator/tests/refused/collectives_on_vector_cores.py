@@ -6,6 +6,7 @@
 
 import ctypes
 import os
+import time
 
 os.environ["HCCL_OP_EXPANSION_MODE"] = "AIV"
 
@@ -21,6 +22,7 @@ for each in groups:
     assert hccl.HcclCommInitAll(2, (ctypes.c_int32 * 2)(0, 1), each) == 0
 for rank in range(2):  # rank 0's wait for rank 1's
     torch.npu.set_device(rank)
+    time.sleep(3 * rank)  # until rank 0's two sums wait
     for each in groups:
         x, stream = torch.full((4,), float(rank), device="npu"), torch.npu.Stream()
         address, one = ctypes.c_void_p(x.data_ptr()), ctypes.c_void_p(each[rank])

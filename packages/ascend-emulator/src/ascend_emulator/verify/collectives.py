@@ -131,8 +131,9 @@ def main() -> int:
     """One rank; rank 0 prints the facts as a line of JSON."""
     import torch
     import torch.distributed as dist
-    import torch_npu  # noqa: F401
+    import torch_npu
 
+    torch_npu.npu.set_compile_mode(jit_compile=False)
     rank, store = int(sys.argv[1]), sys.argv[2]
     torch.npu.set_device(rank)
     dist.init_process_group("hccl", init_method=f"file://{store}", rank=rank, world_size=2)
