@@ -1,4 +1,5 @@
-"""Models on an emulated Ascend310P, which has no bfloat16 and no fused attention, compared with Hugging Face transformers."""
+"""Models on an emulated Ascend310P, which has no bfloat16 and no fused attention, compared with
+Hugging Face transformers."""
 
 import json
 from pathlib import Path
@@ -12,7 +13,8 @@ DENSE, EMBEDDING, QUANTIZED = "qwen3, heads of 96", "bert embedding", "W8A8"
 
 
 def bfloat16_checkpoint(path: str) -> None:
-    """What a chat model's checkpoint says of its dtype, for which `--dtype auto` has to take another on this chip."""
+    """What a chat model's checkpoint says of its dtype, for which `--dtype auto` has to take
+    another on this chip."""
     file = Path(path, "config.json")
     file.write_text(json.dumps(json.loads(file.read_text()) | {"dtype": "bfloat16"}))
 
@@ -20,17 +22,27 @@ def bfloat16_checkpoint(path: str) -> None:
 @pytest.fixture(scope="module")
 def quantized_model(tmp_path_factory: pytest.TempPathFactory) -> quantized.Model:
     """One layer, of int8 weights and static int8 inputs."""
-    return quantized.make("dense", "ascend", "float16", tmp_path_factory.mktemp("quantized"), layers=1)
+    return quantized.make(
+        "dense", "ascend", "float16", tmp_path_factory.mktemp("quantized"), layers=1
+    )
 
 
 @pytest.fixture(scope="module")
-def cases(tmp_path_factory: pytest.TempPathFactory, quantized_model: quantized.Model) -> dict[str, dict[str, Any]]:
+def cases(
+    tmp_path_factory: pytest.TempPathFactory, quantized_model: quantized.Model
+) -> dict[str, dict[str, Any]]:
     directory = tmp_path_factory.mktemp("chips")
     found = {name: kinds.case(name, directory, 1, "auto") for name in (DENSE, EMBEDDING)}
     for case in found.values():
         bfloat16_checkpoint(case["model"])
     prompts, lengths = layouts.prompts(quantized.COMMON["vocab_size"])
-    own = {"name": QUANTIZED, "model": str(quantized_model.path), "prompts": prompts, "lengths": lengths, "engine": kinds.SMALL}
+    own = {
+        "name": QUANTIZED,
+        "model": str(quantized_model.path),
+        "prompts": prompts,
+        "lengths": lengths,
+        "engine": kinds.SMALL,
+    }
     return found | {QUANTIZED: found[DENSE] | own}
 
 
@@ -39,9 +51,16 @@ def served(cases: dict[str, dict[str, Any]]) -> dict[str, Any]:
     return npus.by_name(kinds.run([*cases.values()], ASCEND_EMULATOR_SOC=CHIP))
 
 
-@pytest.mark.parametrize(("name", "attention", "bound"), [(DENSE, kinds.BUILT_IN, 0.01), (EMBEDDING, kinds.ENCODERS[1], 1e-3)])
+@pytest.mark.parametrize(
+    ("name", "attention", "bound"),
+    [(DENSE, kinds.BUILT_IN, 0.01), (EMBEDDING, kinds.ENCODERS[1], 1e-3)],
+)
 def test_answers_are_those_of_transformers(
-    name: str, attention: list[str], bound: float, cases: dict[str, dict[str, Any]], served: dict[str, Any]
+    name: str,
+    attention: list[str],
+    bound: float,
+    cases: dict[str, dict[str, Any]],
+    served: dict[str, Any],
 ) -> None:
     found = served[name]
     assert (found["dtype"], found["kinds"], found["graphs"]) == ("torch.float16", attention, "NONE")
@@ -51,7 +70,9 @@ def test_answers_are_those_of_transformers(
     assert told.regret < 2 * told.most
 
 
-def test_answers_of_a_quantized_model(quantized_model: quantized.Model, served: dict[str, Any]) -> None:
+def test_answers_of_a_quantized_model(
+    quantized_model: quantized.Model, served: dict[str, Any]
+) -> None:
     found = served[QUANTIZED]
     assert (found["dtype"], found["kinds"]) == ("torch.float16", kinds.BUILT_IN)
     answers = [[answer] for answer in found["results"][: len(found["results"]) // 2]]

@@ -1,4 +1,5 @@
-"""Expert load balancing (EPLB): answers stay those of transformers while experts move between two NPUs."""
+"""Expert load balancing (EPLB): answers stay those of transformers while experts move between two
+NPUs."""
 
 import json
 import sys
@@ -11,7 +12,8 @@ from harness import checkout, layouts, npus
 PROGRAM = checkout.PROGRAMS / "serve_eplb.py"
 ROUNDS, EXPERTS, REDUNDANT = 3, 8, 2
 BALANCED = {"window_size": 60, "step_interval": 60, "num_redundant_experts": REDUNDANT}
-# how weights travel: in the step between its collectives, or in a thread by the CPU, which is vLLM's default
+# how weights travel: in the step between its collectives, or in a thread by the CPU, which is
+# vLLM's default
 WAYS = {"in the step": {"use_async": False, "communicator": "torch_nccl"}, "in a thread": {}}
 
 
@@ -26,17 +28,24 @@ def served(model: Path) -> dict[str, Any]:
     for name, way in WAYS.items():
         engine = {layouts.DP: 2, "enable_eplb": True, "eplb_config": BALANCED | way} | layouts.EP
         cases.append(layouts.case(name, model, engine, dtype="float32") | {"rounds": ROUNDS})
-    return npus.by_name(npus.run(2, sys.executable, str(PROGRAM), json.dumps(cases), VLLM_PLUGINS="", OMP_NUM_THREADS="1"))
+    return npus.by_name(
+        npus.run(
+            2, sys.executable, str(PROGRAM), json.dumps(cases), VLLM_PLUGINS="", OMP_NUM_THREADS="1"
+        )
+    )
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_answers_match_transformers_while_experts_move(served: dict[str, Any], model: Path, way: str) -> None:
+def test_answers_match_transformers_while_experts_move(
+    served: dict[str, Any], model: Path, way: str
+) -> None:
     rounds = served[way]["rounds"]
     places = [served["experts"][0] for served in rounds]
     for number, served in enumerate(rounds):
         count, others, most, mean = layouts.compare(model, "float32", served["results"])
         print(
-            f"{way}, round {number}: {count} tokens, {others} others, difference max {most:.2e} mean {mean:.2e}; {places[number]}"
+            f"{way}, round {number}: {count} tokens, {others} others, difference max {most:.2e}"
+            f" mean {mean:.2e}; {places[number]}"
         )
         assert (count, others) == (33, 0)
         assert most < 1e-4

@@ -1,7 +1,8 @@
-"""The last line on the terminal of a `vllm serve` that fails or is ended: standard output and standard error together.
+"""The last line on the terminal of a `vllm serve` that fails or is ended: standard output and
+standard error together.
 
-All cases, with the rows of the table in docs/troubleshooting.md:
-`PYTHONPATH=tests ascend-emulator run -- python tests/e2e/test_failing_starts.py`.
+All cases, with the rows of the table in docs/troubleshooting.md: `PYTHONPATH=tests ascend-emulator
+run -- python tests/e2e/test_failing_starts.py`.
 """
 
 import contextlib
@@ -28,12 +29,23 @@ SMALL = ["--max-model-len", "256", "--max-num-seqs", "4", "--enforce-eager"]
 STARTED = "Application startup complete"
 ENGINE = "Initializing a V1 LLM engine"
 TP2 = ["--tensor-parallel-size", "2"]
-NODES = [*TP2, "--nnodes", "2", "--master-addr", "127.0.0.1", "--master-port", "{port}", "--distributed-timeout-seconds", "10"]
+NODES = [
+    *TP2,
+    "--nnodes",
+    "2",
+    "--master-addr",
+    "127.0.0.1",
+    "--master-port",
+    "{port}",
+    "--distributed-timeout-seconds",
+    "10",
+]
 WITHIN = 30.0  # seconds from a signal to the end: five on an idle machine; vLLM waits for 600
 
 
 class Case(NamedTuple):
-    """A start: its options, the last line (a pattern), the exit status, and the signal sent to it or to a part of it."""
+    """A start: its options, the last line (a pattern), the exit status, and the signal sent to it
+    or to a part of it."""
 
     options: list[str]
     last: str
@@ -68,19 +80,36 @@ def _add_adapter(directory: Path) -> None:
     width = heads * config.get("head_dim", hidden // heads)
     adapter = directory / "adapter"
     adapter.mkdir()
-    described = {"peft_type": "LORA", "r": 32, "lora_alpha": 32, "target_modules": ["q_proj"], "bias": "none"}
+    described = {
+        "peft_type": "LORA",
+        "r": 32,
+        "lora_alpha": 32,
+        "target_modules": ["q_proj"],
+        "bias": "none",
+    }
     (adapter / "adapter_config.json").write_text(json.dumps(described))
     name = "base_model.model.model.layers.0.self_attn.q_proj"
-    tensors = {f"{name}.lora_A.weight": torch.zeros(32, hidden), f"{name}.lora_B.weight": torch.zeros(width, 32)}
+    tensors = {
+        f"{name}.lora_A.weight": torch.zeros(32, hidden),
+        f"{name}.lora_B.weight": torch.zeros(width, 32),
+    }
     save_file(tensors, adapter / "adapter_model.safetensors")
 
 
-KILLED = r"was killed by SIGKILL \(signal 9\); fix: if nobody killed it, the kernel did for want of memory"
+KILLED = (
+    r"was killed by SIGKILL \(signal 9\); fix: if nobody killed it, the kernel did for want of"
+    r" memory"
+)
 CASES = {
     "a truncated checkpoint, two workers": Case(
-        TP2, r"checkpoint file .*/model\.safetensors is incomplete or damaged \(.*\); fix: .*copy", npus=2, model=_truncate
+        TP2,
+        r"checkpoint file .*/model\.safetensors is incomplete or damaged \(.*\); fix: .*copy",
+        npus=2,
+        model=_truncate,
     ),
-    "the engine core is killed while it starts": Case([], f"EngineCore {KILLED}", kill=(ENGINE, "EngineCore", signal.SIGKILL)),
+    "the engine core is killed while it starts": Case(
+        [], f"EngineCore {KILLED}", kill=(ENGINE, "EngineCore", signal.SIGKILL)
+    ),
     "ctrl-C while the engine starts": Case(
         TP2, "interrupted by SIGINT", 130, npus=2, kill=("rank=1 local_rank=1", "", signal.SIGINT)
     ),
@@ -88,14 +117,17 @@ CASES = {
 OTHERS = {
     "a peer that does not answer": Case(
         [*NODES, "--node-rank", "1", "--headless"],
-        r"no answer from 127\.0\.0\.1 port \d+ in 10 s; fix: start vllm serve with --node-rank 0 there",
+        r"no answer from 127\.0\.0\.1 port \d+ in 10 s; fix: start vllm serve with --node-rank 0"
+        r" there",
     ),
     "a peer that does not come": Case(
-        [*NODES, "--node-rank", "0"], r"1 of 2 ranks joined.* in 1\d s; fix: start vllm serve --headless"
+        [*NODES, "--node-rank", "0"],
+        r"1 of 2 ranks joined.* in 1\d s; fix: start vllm serve --headless",
     ),
     "a length that memory cannot hold": Case(
         ["--max-model-len", "1000000"],
-        r"a request of 1000000 tokens needs .* GiB of KV cache, and .* available; fix: --max-model-len \d+",
+        r"a request of 1000000 tokens needs .* GiB of KV cache, and .* available; fix:"
+        r" --max-model-len \d+",
         model=_change(max_position_embeddings=1000000),
     ),
     "a KV cache that memory cannot hold": Case(
@@ -106,25 +138,42 @@ OTHERS = {
         r"rank 32, and --max-lora-rank is 16; fix: --max-lora-rank 32",
         model=_add_adapter,
     ),
-    "too few NPUs": Case(["--tensor-parallel-size", "4"], r"4 NPUs|needs NPU.*2.*visible|; fix: ", npus=2),
-    "heads that do not divide": Case(["--tensor-parallel-size", "3"], r"does not divide the model's 4 attention heads", npus=3),
+    "too few NPUs": Case(
+        ["--tensor-parallel-size", "4"], r"4 NPUs|needs NPU.*2.*visible|; fix: ", npus=2
+    ),
+    "heads that do not divide": Case(
+        ["--tensor-parallel-size", "3"], r"does not divide the model's 4 attention heads", npus=3
+    ),
     "a directory too long for sockets": Case(
         [], r"TMPDIR: .* characters.*; fix: export VLLM_RPC_BASE_PATH", variables={"TMPDIR": "long"}
     ),
-    "the engine core is killed while it serves": Case([], f"EngineCore {KILLED}", kill=(STARTED, "EngineCore", signal.SIGKILL)),
+    "the engine core is killed while it serves": Case(
+        [], f"EngineCore {KILLED}", kill=(STARTED, "EngineCore", signal.SIGKILL)
+    ),
     "a worker is killed while it starts": Case(
-        TP2, f"VllmWorker-1 {KILLED}", npus=2, kill=("rank=1 local_rank=1", "VLLM::Worker", signal.SIGKILL)
+        TP2,
+        f"VllmWorker-1 {KILLED}",
+        npus=2,
+        kill=("rank=1 local_rank=1", "VLLM::Worker", signal.SIGKILL),
     ),
     "a worker is killed while it serves": Case(
         TP2, f"VllmWorker-1 {KILLED}", npus=2, kill=(STARTED, "VLLM::Worker", signal.SIGKILL)
     ),
-    "a wrong option": Case(["--additional-config", '{"ascend": {"patchez": {}}}'], "has no key 'patchez'"),
-    "an unknown quantization": Case(["--quantization", "awqq"], "quantization method awqq is unknown; fix: correct or remove"),
+    "a wrong option": Case(
+        ["--additional-config", '{"ascend": {"patchez": {}}}'], "has no key 'patchez'"
+    ),
+    "an unknown quantization": Case(
+        ["--quantization", "awqq"], "quantization method awqq is unknown; fix: correct or remove"
+    ),
     "a checkpoint of an unknown quantization": Case(
         [], r"quantization", model=_change(quantization_config={"quant_method": "nobody's"})
     ),
     "SIGTERM while the engine starts": Case(
-        TP2, "interrupted by SIGTERM", 1, npus=2, kill=("rank=1 local_rank=1", "bin/vllm serve", signal.SIGTERM)
+        TP2,
+        "interrupted by SIGTERM",
+        1,
+        npus=2,
+        kill=("rank=1 local_rank=1", "bin/vllm serve", signal.SIGTERM),
     ),
     "ctrl-C while modules are imported": Case(
         [], "interrupted by SIGINT", -signal.SIGINT, kill=("libtorch_cpu.so", "", signal.SIGINT)
@@ -134,9 +183,11 @@ OTHERS = {
 
 
 def play(case: Case, patience: float = 400) -> dict[str, Any]:
-    """The last line, exit status and output of a start, its seconds (of an end by a signal those after it), and what is left.
+    """The last line, exit status and output of a start, its seconds (of an end by a signal those
+    after it), and what is left.
 
-    Left are processes, files in its temporary directory, sockets among them, and shared memory that its processes have had open.
+    Left are processes, files in its temporary directory, sockets among them, and shared memory that
+    its processes have had open.
     """
     with tempfile.TemporaryDirectory(prefix="f", ignore_cleanup_errors=True) as name:
         directory = Path(name)
@@ -145,7 +196,9 @@ def play(case: Case, patience: float = 400) -> dict[str, Any]:
         temporary.mkdir()
         case.model(model)
         fields = {"port": str(launcher.free_port()), "model": str(model)}
-        options = [re.sub(r"\{(\w+)\}", lambda match: fields[match[1]], option) for option in case.options]
+        options = [
+            re.sub(r"\{(\w+)\}", lambda match: fields[match[1]], option) for option in case.options
+        ]
         command = [VLLM, "serve", str(model), "--port", str(launcher.free_port()), *SMALL, *options]
         environ = os.environ | {
             "TMPDIR": str(temporary),
@@ -153,14 +206,30 @@ def play(case: Case, patience: float = 400) -> dict[str, Any]:
             "OMP_NUM_THREADS": "1",
             "HCCL_BUFFSIZE": "16",
         }
-        environ = {key: value for key, value in environ.items() if not key.startswith("VLLM_")} | {"VLLM_HOST_IP": "127.0.0.1"}
+        environ = {key: value for key, value in environ.items() if not key.startswith("VLLM_")} | {
+            "VLLM_HOST_IP": "127.0.0.1"
+        }
         if soc := environ.get("ASCEND_EMULATOR_SOC"):
             emulated = ["--npus", str(case.npus), "--soc", soc, "--memory", "1GiB"]
-            command = [sys.executable, "-m", "ascend_emulator.cli", "run", *emulated, "--", *command]
+            command = [
+                sys.executable,
+                "-m",
+                "ascend_emulator.cli",
+                "run",
+                *emulated,
+                "--",
+                *command,
+            ]
         log, began = directory / "log", time.monotonic()
         with log.open("w") as out:
             process = psutil.Popen(
-                command, env=environ, stdin=subprocess.DEVNULL, stdout=out, stderr=out, start_new_session=True, preexec_fn=_listen
+                command,
+                env=environ,
+                stdin=subprocess.DEVNULL,
+                stdout=out,
+                stderr=out,
+                start_new_session=True,
+                preexec_fn=_listen,
             )
         shared: set[str] = set()
         try:
@@ -172,7 +241,9 @@ def play(case: Case, patience: float = 400) -> dict[str, Any]:
             for each in _session(process.pid):
                 each.kill()
         text = log.read_text()
-        files = [file.name for file in temporary.iterdir() if not file.name.startswith("torchinductor")]
+        files = [
+            file.name for file in temporary.iterdir() if not file.name.startswith("torchinductor")
+        ]
         files += [name for name in shared if Path(name).exists()]
         return {
             "last": text.splitlines()[-1],
@@ -187,7 +258,9 @@ def _listen() -> None:
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # a shell's background processes ignore it
 
 
-def _act(process: psutil.Popen, log: Path, kill: tuple[str, str, int], patience: float, shared: set[str]) -> float:
+def _act(
+    process: psutil.Popen, log: Path, kill: tuple[str, str, int], patience: float, shared: set[str]
+) -> float:
     """Wait for the text and send the signal; returns when."""
     text, name, number = kill
     deadline = time.monotonic() + patience
@@ -203,7 +276,8 @@ def _act(process: psutil.Popen, log: Path, kill: tuple[str, str, int], patience:
 
 
 def _loaded(process: psutil.Popen, library: str) -> bool:
-    """Whether the command itself, rather than the emulator that becomes it, has loaded a library."""
+    """Whether the command itself, rather than the emulator that becomes it, has loaded a
+    library."""
     with contextlib.suppress(OSError, psutil.Error):
         maps = Path(f"/proc/{process.pid}/maps").read_text()
         return any(word.endswith("/vllm") for word in process.cmdline()[:2]) and library in maps
@@ -240,7 +314,9 @@ def _left(leader: int) -> list[str]:
 def problems(case: Case, found: dict[str, Any]) -> list[str]:
     """What a start has not done as it should."""
     wrong = []
-    if not re.match(r"(ascend-platform|vllm): ", found["last"]) or not re.search(case.last, found["last"]):
+    if not re.match(r"(ascend-platform|vllm): ", found["last"]) or not re.search(
+        case.last, found["last"]
+    ):
         wrong.append(f"last line: {found['last']}")
     if found["status"] != case.status:
         wrong.append(f"status {found['status']}")
@@ -265,7 +341,10 @@ if __name__ == "__main__":
             continue
         found = play(case)
         left = ", ".join(found["left"]) or "nothing"
-        print(f"| {name} | `{found['last']}` | {found['seconds']:.0f} | {found['status']} | {left} |", flush=True)
+        print(
+            f"| {name} | `{found['last']}` | {found['seconds']:.0f} | {found['status']} | {left} |",
+            flush=True,
+        )
         for problem in problems(case, found):
             print("WRONG:", problem, flush=True)
         if os.environ.get("STARTS_LOGS"):

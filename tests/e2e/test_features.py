@@ -1,8 +1,9 @@
-"""LoRA, speculative decoding, sampling and structured output through vLLM's API, compared with references.
+"""LoRA, speculative decoding, sampling and structured output through vLLM's API, compared with
+references.
 
-Here is one engine with sampling and grammars, one with adapters and drafts too, and tensor parallelism, one with adapters on
-experts, and three with MTP, n-grams or EAGLE, fused attention and graphs.
-`tools/check features` runs every method and layout.
+Here is one engine with sampling and grammars, one with adapters and drafts too, and tensor
+parallelism, one with adapters on experts, and three with MTP, n-grams or EAGLE, fused attention and
+graphs. `tools/check features` runs every method and layout.
 """
 
 import json
@@ -18,9 +19,14 @@ ANSWERS = 150
 V2 = vllm_runner.IS_V2
 """Whether the cases are served with vLLM's V2 model runner, as tools/compat does too."""
 PLAIN = {"sampling": {"temperature": 0, "max_tokens": 12, "ignore_eos": True}}
-DRAWN = {"sampling": {"temperature": 1, "top_k": 5, "top_p": 0.9, "max_tokens": 12, "ignore_eos": True}}
+DRAWN = {
+    "sampling": {"temperature": 1, "top_k": 5, "top_p": 0.9, "max_tokens": 12, "ignore_eos": True}
+}
 ONLY = {"sampling": PLAIN["sampling"] | {"extra_args": {"only": 42}}}
-GRAMMAR = {"sampling": {"temperature": 0, "max_tokens": 12}, "structured": features.GRAMMARS["json"]}
+GRAMMAR = {
+    "sampling": {"temperature": 0, "max_tokens": 12},
+    "structured": features.GRAMMARS["json"],
+}
 
 
 @pytest.fixture(scope="module")
@@ -46,7 +52,11 @@ def served(directory: Path) -> dict[str, Any]:
         ["generate", features.structured(1)],
         *([["generate", [prompt | PLAIN, prompt | ONLY]]] if V2 else []),
     ]
-    draft = {"method": "eagle", "model": str(small_models.eagle(directory)), "num_speculative_tokens": 3}
+    draft = {
+        "method": "eagle",
+        "model": str(small_models.eagle(directory)),
+        "num_speculative_tokens": 3,
+    }
     two = features.lora("two", directory, 2, fully_sharded_loras=True, speculative_config=draft)
     two["steps"] += [
         ["generate", [features.greedy(prompt) for prompt in features.prompts()]],
@@ -86,7 +96,8 @@ def test_lora_log_probabilities_match_peft(served: dict[str, Any], directory: Pa
     assert others == 0
     assert far < 1e-3
     shuffled = {"steps": [steps[9][3:] + steps[9][:3]]}
-    assert features.compare_lora(directory, shuffled)[1:] > (20, 0.5)  # each adapter has answers of its own
+    # each adapter has answers of its own
+    assert features.compare_lora(directory, shuffled)[1:] > (20, 0.5)
 
 
 def test_log_probabilities_of_prompts_match_peft(served: dict[str, Any], directory: Path) -> None:
@@ -106,7 +117,10 @@ def test_lora_on_experts_matches_peft(served: dict[str, Any], directory: Path) -
     print(f"{tokens} tokens, {others} others; log-probability difference max {far:.1e}")
     assert (tokens, others) == (72, 0)
     assert far < 1e-3
-    assert features.compare_lora_on_family(directory, "Qwen2Moe", answers[3:] + answers[:3])[1:] > (20, 0.5)
+    assert features.compare_lora_on_family(directory, "Qwen2Moe", answers[3:] + answers[:3])[1:] > (
+        20,
+        0.5,
+    )
 
 
 def test_speculative_decoding_keeps_the_tokens(served: dict[str, Any], directory: Path) -> None:
@@ -115,13 +129,18 @@ def test_speculative_decoding_keeps_the_tokens(served: dict[str, Any], directory
         references.reference(small_models.target(directory)), asked, served["two"]["steps"][10]
     )
     drafts, drafted, accepted = features.accepted(served["two"])
-    print(f"{tokens} tokens, {others} others, difference max {far:.1e}; {drafts} drafts of {drafted} tokens, {accepted} accepted")
+    print(
+        f"{tokens} tokens, {others} others, difference max {far:.1e}; {drafts} drafts of {drafted}"
+        f" tokens, {accepted} accepted"
+    )
     assert (tokens, others) == (144, 0)
     assert far < 1e-3
     assert 0 < accepted < drafted
 
 
-def test_prompt_logprobs_are_of_the_target_s_hidden_states(served: dict[str, Any], directory: Path) -> None:
+def test_prompt_logprobs_are_of_the_target_s_hidden_states(
+    served: dict[str, Any], directory: Path
+) -> None:
     """vLLM computes them after the drafter's piecewise graphs have been replayed."""
     model = references.reference(small_models.target(directory), None, "float16")
     found = outputs.compare(model, outputs.asked(), served["eagle"]["steps"][0])
@@ -135,7 +154,10 @@ def test_mtp_keeps_the_tokens(served: dict[str, Any], directory: Path) -> None:
     model = references.reference(small_models.target(directory, "Glm4Moe"))
     tokens, others, far = features.compare(model, asked, found["steps"][0])
     drafts, drafted, accepted = features.accepted(found)
-    print(f"{tokens} tokens, {others} others, difference max {far:.1e}; {drafts} drafts of {drafted} tokens, {accepted} accepted")
+    print(
+        f"{tokens} tokens, {others} others, difference max {far:.1e}; {drafts} drafts of {drafted}"
+        f" tokens, {accepted} accepted"
+    )
     assert found["async"]
     assert (tokens, others) == (144, 0)
     assert far < 1e-2
@@ -143,8 +165,13 @@ def test_mtp_keeps_the_tokens(served: dict[str, Any], directory: Path) -> None:
 
 
 def test_ngram_on_the_npu_keeps_the_tokens(served: dict[str, Any], directory: Path) -> None:
-    asked, found = [features.greedy(prompt) for prompt in features.prompts()], served["n-gram on the NPU"]
-    tokens, others, far = features.compare(references.reference(small_models.target(directory)), asked, found["steps"][0])
+    asked, found = (
+        [features.greedy(prompt) for prompt in features.prompts()],
+        served["n-gram on the NPU"],
+    )
+    tokens, others, far = features.compare(
+        references.reference(small_models.target(directory)), asked, found["steps"][0]
+    )
     assert (tokens, others) == (144, 0)
     assert far < 1e-2
     assert features.accepted(found)[2] > 0
@@ -156,7 +183,8 @@ def test_asynchronous_scheduling_stays_on_with_drafts(served: dict[str, Any]) ->
 
 
 def test_host_waits_for_the_accepted_tokens_alone(served: dict[str, Any]) -> None:
-    """With three draft tokens: for the number accepted in the last step, for its tokens, and for V1's reused input buffers.
+    """With three draft tokens: for the number accepted in the last step, for its tokens, and for
+    V1's reused input buffers.
 
     Without draft tokens vLLM's asynchronous scheduling has the latter two. None is in the drafter.
     """
@@ -164,7 +192,8 @@ def test_host_waits_for_the_accepted_tokens_alone(served: dict[str, Any]) -> Non
 
 
 def test_tool_calls_with_mtp(served: dict[str, Any], directory: Path) -> None:
-    """Each token is the best that the grammar allows, and the parser reads the same calls from chunks of several tokens."""
+    """Each token is the best that the grammar allows, and the parser reads the same calls from
+    chunks of several tokens."""
     glm = small_models.target(directory, "Glm4Moe")
     model, asked = references.reference(glm), features.tool_calls()
     for request, found in zip(asked, served["mtp"]["steps"][1], strict=True):
@@ -175,7 +204,9 @@ def test_tool_calls_with_mtp(served: dict[str, Any], directory: Path) -> None:
             continue
         assert re.fullmatch(request["structured"]["regex"], found["text"])
         assert [name for name, _ in found["whole"]] == [name for name, _ in found["streamed"]]
-        whole, streamed = ([json.loads(arguments) for _, arguments in found[key]] for key in ("whole", "streamed"))
+        whole, streamed = (
+            [json.loads(arguments) for _, arguments in found[key]] for key in ("whole", "streamed")
+        )
         assert whole == streamed
         assert [sorted(arguments) for arguments in whole] == [["size", "text"]] * 2
 
@@ -184,18 +215,29 @@ def test_sampled_tokens_have_their_distribution(served: dict[str, Any], director
     model = references.reference(small_models.target(directory))
     found = features.check_sampling(model, features.sampled(ANSWERS), served["one"]["steps"][4])
     for name, (tokens, impossible, first, spread) in found.items():
-        print(f"{name}: {tokens} tokens, {impossible} impossible, chi-square {first:.3f} and {spread:.3f}")
+        print(
+            f"{name}: {tokens} tokens, {impossible} impossible, chi-square {first:.3f} and"
+            f" {spread:.3f}"
+        )
         assert tokens == 2 * ANSWERS
         assert impossible == 0
         assert min(first, spread) > features.FALSE_ALARM
 
 
-def test_sampled_tokens_have_their_distribution_with_draft_tokens(served: dict[str, Any], directory: Path) -> None:
-    model, kinds = references.reference(small_models.target(directory)), list(features.SAMPLING)[1:3]
+def test_sampled_tokens_have_their_distribution_with_draft_tokens(
+    served: dict[str, Any], directory: Path
+) -> None:
+    model, kinds = (
+        references.reference(small_models.target(directory)),
+        list(features.SAMPLING)[1:3],
+    )
     asked = features.sampled(ANSWERS // 2, 4, drafts=True)[1:3]
     found = features.check_sampling(model, asked, served["two"]["steps"][11], kinds)
     for name, (tokens, impossible, first, spread) in found.items():
-        print(f"{name}: {tokens} tokens, {impossible} impossible, chi-square {first:.3f} and {spread:.3f}")
+        print(
+            f"{name}: {tokens} tokens, {impossible} impossible, chi-square {first:.3f} and"
+            f" {spread:.3f}"
+        )
         assert impossible == 0
         assert min(first, spread) > features.FALSE_ALARM
 
@@ -203,12 +245,19 @@ def test_sampled_tokens_have_their_distribution_with_draft_tokens(served: dict[s
 def test_wrong_distribution_is_detected(served: dict[str, Any], directory: Path) -> None:
     model, answers = references.reference(small_models.target(directory)), served["one"]["steps"][4]
     hotter = [
-        {**each, "sampling": each["sampling"] | {"temperature": each["sampling"]["temperature"] * 1.6}}
+        {
+            **each,
+            "sampling": each["sampling"] | {"temperature": each["sampling"]["temperature"] * 1.6},
+        }
         for each in features.sampled(ANSWERS)
     ]
     found = features.check_sampling(model, hotter, answers)
     assert (
-        sum(impossible > 0 or min(first, spread) < features.FALSE_ALARM for _, impossible, first, spread in found.values()) >= 4
+        sum(
+            impossible > 0 or min(first, spread) < features.FALSE_ALARM
+            for _, impossible, first, spread in found.values()
+        )
+        >= 4
     )
 
 
@@ -225,7 +274,8 @@ def test_custom_logits_processor_is_applied_to_its_requests(served: dict[str, An
 
 
 def test_host_does_not_wait_for_the_npu(served: dict[str, Any]) -> None:
-    """With LoRA adapters, sampling or a grammar; the grammar's bitmask is one more copy to the device."""
+    """With LoRA adapters, sampling or a grammar; the grammar's bitmask is one more copy to the
+    device."""
     plain, drawn, grammar, adapter = served["one"]["steps"][:4]
     assert [each["waits"] for each in (plain, drawn, grammar, adapter)] == [0, 0, 0, 0]
     copies = [each["names"].get("aclrtMemcpyAsync", 0) for each in (plain, drawn, grammar)]
@@ -234,6 +284,7 @@ def test_host_does_not_wait_for_the_npu(served: dict[str, Any]) -> None:
     assert drawn["names"]["aclnnTopKTopPSampleV2"] == 1
     assert "aclnnSort" not in drawn["names"]
     layers = 2
-    assert adapter["names"]["aclnnMul"] - plain["names"].get("aclnnMul", 0) == 4 * layers + 2  # and the embedding, and the head
+    # and the embedding, and the head
+    assert adapter["names"]["aclnnMul"] - plain["names"].get("aclnnMul", 0) == 4 * layers + 2
     assert adapter["names"]["aclnnInplaceAddmm"] == 7 * layers + 2
     assert adapter["names"]["aclnnMatmul"] - plain["names"]["aclnnMatmul"] == 4 * layers + 1

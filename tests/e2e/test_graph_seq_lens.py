@@ -1,4 +1,5 @@
-"""Each replay of a graph uses its own sequence lengths, however far the host is ahead of the NPU."""
+"""Each replay of a graph uses its own sequence lengths, however far the host is ahead of
+the NPU."""
 
 import sys
 
@@ -51,6 +52,15 @@ print("SAME", [bool((a == b).all()) for a, b in zip(expected, found)])
 
 
 def test_consecutive_replays_use_their_own_sequence_lengths() -> None:
-    """Without waiting for the previous replay, its lengths would be overwritten unread, and the next replay would hang."""
-    done = npus.run(1, sys.executable, "-c", PROGRAM, timeout=240, VLLM_PLUGINS="", ASCEND_EMULATOR_ADVERSARY="1")
+    """Without waiting for the previous replay, its lengths would be overwritten unread, and the
+    next replay would hang."""
+    done = npus.run(
+        1,
+        sys.executable,
+        "-c",
+        PROGRAM,
+        timeout=240,
+        VLLM_PLUGINS="",
+        ASCEND_EMULATOR_ADVERSARY="1",
+    )
     assert "SAME [True, True, True, True]" in done.stdout, done.stdout[-1000:] + done.stderr[-3000:]

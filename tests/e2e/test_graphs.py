@@ -1,4 +1,5 @@
-"""Graph modes: tokens, one launch a decode step, and fewer captured sizes where streams are short."""
+"""Graph modes: tokens, one launch a decode step, and fewer captured sizes where streams
+are short."""
 
 from typing import Any
 
@@ -18,7 +19,8 @@ def two(served: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def test_tokens_with_tensor_parallelism(two: dict[str, Any]) -> None:
-    """Collectives are in the graphs; prefills run piecewise, decodes as one graph, both padded to the sizes captured."""
+    """Collectives are in the graphs; prefills run piecewise, decodes as one graph, both padded to
+    the sizes captured."""
     assert two["mode"] == "FULL_AND_PIECEWISE"
     assert two["captured"] == {"PIECEWISE": [1, 2, 4, 8, 16, 24, 32], "FULL": [1, 2, 4, 8, 16]}
     check(two)

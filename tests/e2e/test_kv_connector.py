@@ -1,4 +1,5 @@
-"""KV transfer between two engines, and a pool of KV cache that outlives its engine, both over real Mooncake."""
+"""KV transfer between two engines, and a pool of KV cache that outlives its engine, both over real
+Mooncake."""
 
 import json
 import sys
@@ -11,16 +12,30 @@ from harness import checkout, npus
 from harness.models.decoders import qwen3
 from harness.vllm_runner import IS_V2
 
-pytest.importorskip("mooncake.engine", exc_type=ImportError, reason="Mooncake lacks a library: apt-get install libibverbs1")
+pytest.importorskip(
+    "mooncake.engine",
+    exc_type=ImportError,
+    reason="Mooncake lacks a library: apt-get install libibverbs1",
+)
 
 
 @pytest.mark.slow
 def test_tokens_of_prefill_and_decode_instances_match_one_engine(
     tmp_path: Path, record_property: Callable[[str, object], None]
 ) -> None:
-    case: dict[str, Any] = {"model": qwen3(tmp_path), "prefill": {"devices": "0"}, "decode": {"devices": "1"}}
-    case["decode"]["tiers"] = {"cpu_bytes_to_use": 200 << 20}  # MultiConnector, with OffloadingConnector in it
-    case |= {"pull": 20, "layerwise": 20, "kill": 16, "transfer": {"secret_file": str(tmp_path / "secret")}}
+    case: dict[str, Any] = {
+        "model": qwen3(tmp_path),
+        "prefill": {"devices": "0"},
+        "decode": {"devices": "1"},
+    }
+    # MultiConnector, with OffloadingConnector in it
+    case["decode"]["tiers"] = {"cpu_bytes_to_use": 200 << 20}
+    case |= {
+        "pull": 20,
+        "layerwise": 20,
+        "kill": 16,
+        "transfer": {"secret_file": str(tmp_path / "secret")},
+    }
     (tmp_path / "secret").write_text("what both instances have")
     program = [sys.executable, str(checkout.PROGRAMS / "serve_kv_transfer.py"), json.dumps(case)]
     done = npus.run(2, *program, memory="4GiB", VLLM_HOST_IP="127.0.0.1", VLLM_PLUGINS="")
@@ -48,8 +63,15 @@ def test_tokens_of_prefill_and_decode_instances_match_one_engine(
 
 
 @pytest.mark.slow
-def test_a_pool_outlives_its_engine(tmp_path: Path, record_property: Callable[[str, object], None]) -> None:
-    case = {"model": qwen3(tmp_path), "backend": "mooncake", "requests": 12, "harms": ["master killed"]}
+def test_a_pool_outlives_its_engine(
+    tmp_path: Path, record_property: Callable[[str, object], None]
+) -> None:
+    case = {
+        "model": qwen3(tmp_path),
+        "backend": "mooncake",
+        "requests": 12,
+        "harms": ["master killed"],
+    }
     program = [sys.executable, str(checkout.PROGRAMS / "serve_kv_store.py"), json.dumps(case)]
     done = npus.run(2, *program, memory="4GiB", VLLM_HOST_IP="127.0.0.1", VLLM_PLUGINS="")
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]

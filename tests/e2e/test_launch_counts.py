@@ -1,4 +1,5 @@
-"""Launches and bytes of a decoder layer, held against the table that `tools/check launches` writes; host waits."""
+"""Launches and bytes of a decoder layer, held against the table that `tools/check launches` writes;
+host waits."""
 
 import json
 import sys
@@ -19,29 +20,38 @@ def counted(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(("name", "step"), STEPS)
-def test_launches_and_bytes_are_those_of_the_table(counted: dict[str, Any], name: str, step: str) -> None:
+def test_launches_and_bytes_are_those_of_the_table(
+    counted: dict[str, Any], name: str, step: str
+) -> None:
     kept, found = json.loads(table.KEPT.read_text())[name][step], counted[name][step]
     assert found["launches"] == kept["launches"]
     assert found["outside"] == kept["outside"]
-    assert found["bytes"] == pytest.approx(kept["bytes"], rel=0.01)  # which experts are chosen may differ by a rounding
+    # which experts are chosen may differ by a rounding
+    assert found["bytes"] == pytest.approx(kept["bytes"], rel=0.01)
     assert (found["sent"], found["needed"]) == (kept["sent"], kept["needed"])
 
 
 @pytest.mark.parametrize(("name", "step"), STEPS)
-def test_not_much_more_is_moved_than_is_needed(counted: dict[str, Any], name: str, step: str) -> None:
+def test_not_much_more_is_moved_than_is_needed(
+    counted: dict[str, Any], name: str, step: str
+) -> None:
     found = counted[name][step]
-    prefill = 4.9 if name == "Gemma 3" else 4.5  # has its activations besides; a Gemma layer has four norms
+    # has its activations besides; a Gemma layer has four norms
+    prefill = 4.9 if name == "Gemma 3" else 4.5
     assert 0.99 <= found["bytes"] / found["needed"] < (1.15 if step == "decode" else prefill)
     assert found["sent"] == found["to send"]
 
 
 @pytest.mark.parametrize(("name", "step"), STEPS)
-def test_host_does_not_wait_before_the_sampled_tokens(counted: dict[str, Any], name: str, step: str) -> None:
+def test_host_does_not_wait_before_the_sampled_tokens(
+    counted: dict[str, Any], name: str, step: str
+) -> None:
     assert counted[name][step]["waits"] == 0
 
 
 def test_fused_operators_before_latent_attention(tmp_path: Path) -> None:
-    """They launch less, and keep the rotated elements in another order; the largest is an option."""
+    """They launch less, and keep the rotated elements in another order; the largest is
+    an option."""
     found = table.preprocessing(tmp_path)
     counts = {name: len(way["operators"]) for name, way in found.items()}
     assert counts == {"single_operators": 8, "norm_and_cache": 6, "prolog": 1}
@@ -50,7 +60,8 @@ def test_fused_operators_before_latent_attention(tmp_path: Path) -> None:
 
 
 def test_host_wait_is_counted(tmp_path: Path) -> None:
-    """One between two operators is, and none behind the tokens' way to the host, which may be on a stream of its own."""
+    """One between two operators is, and none behind the tokens' way to the host, which may be on a
+    stream of its own."""
     program = """
 import torch
 from harness import trace

@@ -1,6 +1,8 @@
-"""Models by kind of attention and task through vLLM's engine, compared with Hugging Face transformers.
+"""Models by kind of attention and task through vLLM's engine, compared with Hugging Face
+transformers.
 
-Here are some that between them use each attention; `tools/check kinds` runs all, each with and without tensor parallelism.
+Here are some that between them use each attention; `tools/check kinds` runs all, each with and
+without tensor parallelism.
 """
 
 from pathlib import Path
@@ -30,7 +32,8 @@ if V2_ALONE:
     del CASES["qwen3-next, gated delta net"]
 
 FLOAT16 = {"glm-5, shared selections"}
-"""Its layers attend to 32 of up to 400 tokens, and roundings change some: transformers itself is 0.08 off, in bfloat16 0.21."""
+"""Its layers attend to 32 of up to 400 tokens, and roundings change some: transformers itself is
+0.08 off, in bfloat16 0.21."""
 
 
 @pytest.fixture(scope="module")
@@ -48,7 +51,9 @@ def served(cases: dict[str, Any]) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_answers_are_those_of_transformers(name: str, cases: dict[str, Any], served: dict[str, Any]) -> None:
+def test_answers_are_those_of_transformers(
+    name: str, cases: dict[str, Any], served: dict[str, Any]
+) -> None:
     _, numbers, bound = CASES[name]
     found = served[name]
     assert found["alike"], "ranks have other answers"
@@ -63,4 +68,7 @@ def test_answers_are_those_of_transformers(name: str, cases: dict[str, Any], ser
 def test_sliding_window_layers_have_their_own_kv_cache_group(served: dict[str, Any]) -> None:
     for name in ("gemma3, windows between", "granite, sinks and windows"):
         assert (served[name]["groups"], served[name]["graphs"]) == (2, "FULL_DECODE_ONLY")
-    assert (served["whisper, a sound"]["groups"], served["whisper, a sound"]["graphs"]) == (2, "NONE")
+    assert (served["whisper, a sound"]["groups"], served["whisper, a sound"]["graphs"]) == (
+        2,
+        "NONE",
+    )

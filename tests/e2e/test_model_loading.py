@@ -1,4 +1,5 @@
-"""The load format ascend_peer with real models: the same weights by every strategy, and the tokens of transformers."""
+"""The load format ascend_peer with real models: the same weights by every strategy, and the tokens
+of transformers."""
 
 import json
 import os
@@ -42,7 +43,9 @@ def result(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     directory = tmp_path_factory.mktemp("loading")
     for seed, name in enumerate(("plain", "other")):
         torch.manual_seed(seed)
-        transformers.Qwen3ForCausalLM(transformers.Qwen3Config(**SHAPE)).to(torch.bfloat16).save_pretrained(directory / name)
+        transformers.Qwen3ForCausalLM(transformers.Qwen3Config(**SHAPE)).to(
+            torch.bfloat16
+        ).save_pretrained(directory / name)
     spec = Spec(8, "dynamic")
     quantize.quantize(
         directory / "plain",
@@ -54,7 +57,9 @@ def result(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     )
     fp8.make(directory, "fp8", **FP8_SHAPE)
     case = layouts.case("loading", layouts.ADDER, {})
-    done = npus.run(1, sys.executable, str(PROGRAM), str(directory), json.dumps(case), VLLM_PLUGINS="")
+    done = npus.run(
+        1, sys.executable, str(PROGRAM), str(directory), json.dumps(case), VLLM_PLUGINS=""
+    )
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     (found,) = npus.results(done.stdout)
     return dict(found)
@@ -69,17 +74,30 @@ def test_every_strategy_gives_the_same_weights(result: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize(("target", "bytes_each"), [("dequantize", 2), ("W8A8_DYNAMIC", 1)])
-def test_fp8_is_converted_layer_by_layer(result: dict[str, Any], target: str, bytes_each: int) -> None:
+def test_fp8_is_converted_layer_by_layer(
+    result: dict[str, Any], target: str, bytes_each: int
+) -> None:
     """The most memory while loading is that of the converted model and two layers."""
     found = result["fp8"][target]
-    layer = bytes_each * FP8_SHAPE["hidden_size"] * (3 * FP8_SHAPE["num_experts"] * FP8_SHAPE["moe_intermediate_size"] + 768)
-    print(f"{target}: {found['most'] / 2**20:.1f} MiB, at the end {found['final'] / 2**20:.1f}, a layer {layer / 2**20:.1f}")
+    layer = (
+        bytes_each
+        * FP8_SHAPE["hidden_size"]
+        * (3 * FP8_SHAPE["num_experts"] * FP8_SHAPE["moe_intermediate_size"] + 768)
+    )
+    print(
+        f"{target}: {found['most'] / 2**20:.1f} MiB, at the end {found['final'] / 2**20:.1f}, a"
+        f" layer {layer / 2**20:.1f}"
+    )
     assert found["final"] > FP8_SHAPE["num_hidden_layers"] * layer
     assert found["most"] <= found["final"] + 2 * layer
 
 
 def test_dequantized_fp8_is_the_dequantized_checkpoint_bit_for_bit(result: dict[str, Any]) -> None:
-    assert result["fp8"]["dequantize"]["digest"] == result["fp8 plain"]["digest"] != result["fp8"]["W8A8_DYNAMIC"]["digest"]
+    assert (
+        result["fp8"]["dequantize"]["digest"]
+        == result["fp8 plain"]["digest"]
+        != result["fp8"]["W8A8_DYNAMIC"]["digest"]
+    )
 
 
 @pytest.mark.parametrize("case", ["peer", "quantized"])
@@ -88,7 +106,9 @@ def test_peer_is_named(result: dict[str, Any], case: str) -> None:
 
 
 @pytest.mark.parametrize("case", DIES)
-def test_peer_that_dies_leaves_the_weights_of_the_next_strategy(result: dict[str, Any], case: str) -> None:
+def test_peer_that_dies_leaves_the_weights_of_the_next_strategy(
+    result: dict[str, Any], case: str
+) -> None:
     assert result[case]["digest"] == result["default"]
     (line,) = [each for each in result[case]["said"] if "cannot load" in each]
     assert line.startswith("cannot load weights by peer: 127.0.0.1:")
@@ -122,15 +142,28 @@ def test_tokens_of_an_engine_from_a_peer_are_those_of_transformers(result: dict[
     assert any(line.startswith("serving 0.0") for line in result["engine said"])
 
 
-def test_engine_loaded_from_a_peer_serves_other_engines_also_after_sleep(result: dict[str, Any]) -> None:
+def test_engine_loaded_from_a_peer_serves_other_engines_also_after_sleep(
+    result: dict[str, Any],
+) -> None:
     assert result["from the engine"]["digest"] == result["awake"]["digest"]
 
 
-@pytest.mark.skipif(V2_ALONE, reason="vLLM has no pipelines under its external launcher with the V2 model runner")
+@pytest.mark.skipif(
+    V2_ALONE, reason="vLLM has no pipelines under its external launcher with the V2 model runner"
+)
 def test_weights_are_taken_from_the_same_layout_alone(tmp_path: Path) -> None:
-    """A mixture of experts; data-parallel engines without expert parallelism each hold a different shard of every expert."""
+    """A mixture of experts; data-parallel engines without expert parallelism each hold a different
+    shard of every expert."""
     model, port = layouts.make("qwen3-moe", tmp_path), 20000 + os.getpid() % 200 * 40
-    done = npus.run(2, sys.executable, str(OF_LAYOUTS), str(model), str(port), VLLM_PLUGINS="", OMP_NUM_THREADS="1")
+    done = npus.run(
+        2,
+        sys.executable,
+        str(OF_LAYOUTS),
+        str(model),
+        str(port),
+        VLLM_PLUGINS="",
+        OMP_NUM_THREADS="1",
+    )
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     (ranks,) = npus.results(done.stdout)
     names = [name for name in ranks[0] if " from " not in name]

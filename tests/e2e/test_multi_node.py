@@ -1,6 +1,8 @@
-"""`vllm serve` on one and on several machines, with vLLM's own launcher and with Ray, also when a part is killed.
+"""`vllm serve` on one and on several machines, with vLLM's own launcher and with Ray, also when a
+part is killed.
 
-The machines are processes of this one, each with an address of its own (127.0.0.2, 127.0.0.3) and an NPU of its own.
+The machines are processes of this one, each with an address of its own (127.0.0.2, 127.0.0.3) and
+an NPU of its own.
 """
 
 import json
@@ -15,7 +17,8 @@ from harness import checkout, layouts, npus
 from vllm.v1.engine.exceptions import EngineDeadError
 
 pytestmark = pytest.mark.slow
-SAID = getattr(EngineDeadError, "CLIENT_MESSAGE", "EngineCore encountered an issue")  # the former from vLLM 0.33 on
+# the former from vLLM 0.33 on
+SAID = getattr(EngineDeadError, "CLIENT_MESSAGE", "EngineCore encountered an issue")
 PROGRAM = checkout.PROGRAMS / "start_servers.py"
 COMMANDS = Path(sys.executable).parent
 SERVE = [
@@ -29,10 +32,26 @@ SERVE = [
     "--port",
     "{port}",
 ]
-SERVE += ["--max-model-len", "1024", "--max-num-seqs", "8", "--max-num-batched-tokens", "256", "--gpu-memory-utilization", "0.3"]
+SERVE += [
+    "--max-model-len",
+    "1024",
+    "--max-num-seqs",
+    "8",
+    "--max-num-batched-tokens",
+    "256",
+    "--gpu-memory-utilization",
+    "0.3",
+]
 TP2 = ["--tensor-parallel-size", "2"]
 NODES = ["--nnodes", "2", "--master-addr", "127.0.0.2", "--master-port", "{other}"]
-DATA_PARALLEL = ["--data-parallel-size", "2", "--data-parallel-size-local", "1", "--data-parallel-address", "127.0.0.2"]
+DATA_PARALLEL = [
+    "--data-parallel-size",
+    "2",
+    "--data-parallel-size-local",
+    "1",
+    "--data-parallel-address",
+    "127.0.0.2",
+]
 DATA_PARALLEL += ["--data-parallel-rpc-port", "{other}"]
 RAY = ["--distributed-executor-backend", "ray"]
 
@@ -43,13 +62,32 @@ def machine(number: int, *command: str, npus: str = "", **variables: str) -> dic
     environ = {"RAY_AUTH_MODE": "disabled", "VLLM_HOST_IP": address, "HCCL_IF_IP": address}
     environ["ASCEND_RT_VISIBLE_DEVICES"] = npus or str(number)
     # the emulator's own way within one host is Unix sockets
-    return {"command": [*command], "environ": environ | {"ASCEND_EMULATOR_HCCL_TRANSPORT": "tcp"} | variables}
+    return {
+        "command": [*command],
+        "environ": environ | {"ASCEND_EMULATOR_HCCL_TRANSPORT": "tcp"} | variables,
+    }
 
 
 def ray_node(number: int, *options: str, npus: str = "", hidden: bool = False) -> dict[str, Any]:
     """A node of Ray. A hidden one shares no temporary directory with the others."""
-    small = ["--num-cpus", "1", "--object-store-memory", "80000000", "--disable-usage-stats", "--temp-dir", "{directory}/r"]
-    command = [str(COMMANDS / "ray"), "start", "--block", "--node-ip-address", f"127.0.0.{number + 2}", *small, *options]
+    small = [
+        "--num-cpus",
+        "1",
+        "--object-store-memory",
+        "80000000",
+        "--disable-usage-stats",
+        "--temp-dir",
+        "{directory}/r",
+    ]
+    command = [
+        str(COMMANDS / "ray"),
+        "start",
+        "--block",
+        "--node-ip-address",
+        f"127.0.0.{number + 2}",
+        *small,
+        *options,
+    ]
     hides = ["{directory}/0", "{directory}/2", "{directory}/r"] if hidden else []
     return machine(number, *command, npus=npus) | {"ready": "Ray runtime started", "hides": hides}
 
@@ -84,32 +122,60 @@ OTHERS: dict[str, dict[str, Any]] = {
         "machines": [{"command": [*SERVE, *TP2, *RAY], "environ": {"RAY_AUTH_MODE": "disabled"}}],
         "kill": "ray::RayWorkerProc",
     },
-    "one machine, the API server dies": {"machines": [{"command": [*SERVE, "--enforce-eager"]}], "kill": "bin/vllm serve"},
+    "one machine, the API server dies": {
+        "machines": [{"command": [*SERVE, "--enforce-eager"]}],
+        "kill": "bin/vllm serve",
+    },
 }
 OTHERS["two nodes of Ray, TP2 PP2"] = {
     "machines": two_nodes(("0,1", "2,3"), *TP2, "--pipeline-parallel-size", "2", hidden=True),
     "kill": 1,
 }
-OTHERS["two nodes of Ray, TP2 PP2, a worker dies"] = OTHERS["two nodes of Ray, TP2 PP2"] | {"kill": "ray::RayWorkerProc"}
+OTHERS["two nodes of Ray, TP2 PP2, a worker dies"] = OTHERS["two nodes of Ray, TP2 PP2"] | {
+    "kill": "ray::RayWorkerProc"
+}
 for name in ("two machines", "two machines, data parallel"):
     headless, server = OTHERS[name]["machines"]
-    OTHERS[f"{name}, no shared directory"] = OTHERS[name] | {"machines": [headless | {"hides": ["{directory}/1"]}, server]}
+    OTHERS[f"{name}, no shared directory"] = OTHERS[name] | {
+        "machines": [headless | {"hides": ["{directory}/1"]}, server]
+    }
 OTHERS["two machines, TP2 PP2"] = {
     "machines": [
-        machine(1, *SERVE, *TP2, "--pipeline-parallel-size", "2", *NODES, "--node-rank", "1", "--headless", npus="2,3"),
-        machine(0, *SERVE, *TP2, "--pipeline-parallel-size", "2", *NODES, "--node-rank", "0", npus="0,1"),
+        machine(
+            1,
+            *SERVE,
+            *TP2,
+            "--pipeline-parallel-size",
+            "2",
+            *NODES,
+            "--node-rank",
+            "1",
+            "--headless",
+            npus="2,3",
+        ),
+        machine(
+            0, *SERVE, *TP2, "--pipeline-parallel-size", "2", *NODES, "--node-rank", "0", npus="0,1"
+        ),
     ],
     "kill": 0,
 }
 OTHERS["two machines, idle, rank 0's dies"] = OTHERS["two machines"] | {"kill": 1, "idle": True}
-"""Run by hand: `PYTHONPATH=tests ascend-emulator run -- python tests/e2e/test_multi_node.py NAME…`."""
+"""Run by hand: `PYTHONPATH=tests ascend-emulator run -- python tests/e2e/test_multi_node.py NAME…`.
+"""
 
 
 def play(name: str) -> dict[str, Any]:
     """Results of start_servers.py for one case."""
-    asked, lengths = layouts.prompts(json.loads((layouts.ADDER / "config.json").read_text())["vocab_size"])
+    asked, lengths = layouts.prompts(
+        json.loads((layouts.ADDER / "config.json").read_text())["vocab_size"]
+    )
     case = {"name": name, "prompts": asked, "lengths": lengths} | (CASES | OTHERS)[name]
-    variables: dict[str, Any] = {"VLLM_PLUGINS": "", "VLLM_RPC_BASE_PATH": "", "RAY_ADDRESS": "", "OMP_NUM_THREADS": "1"}
+    variables: dict[str, Any] = {
+        "VLLM_PLUGINS": "",
+        "VLLM_RPC_BASE_PATH": "",
+        "RAY_ADDRESS": "",
+        "OMP_NUM_THREADS": "1",
+    }
     done = npus.run(4, sys.executable, str(PROGRAM), json.dumps([case]), **variables)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     (found,) = npus.results(done.stdout)
@@ -118,13 +184,21 @@ def play(name: str) -> dict[str, Any]:
 
 def can_hide() -> bool:
     """Whether this user may create mount namespaces."""
-    return os.geteuid() == 0 and subprocess.run(["unshare", "--mount", "true"], check=False, capture_output=True).returncode == 0
+    return (
+        os.geteuid() == 0
+        and subprocess.run(
+            ["unshare", "--mount", "true"], check=False, capture_output=True
+        ).returncode
+        == 0
+    )
 
 
 @pytest.mark.parametrize("name", CASES)
 def test_tokens_match_transformers_and_a_killed_part_is_a_clean_error(name: str) -> None:
     if any(machine.get("hides") for machine in CASES[name]["machines"]) and not can_hide():
-        pytest.skip("machines with directories of their own need the right to create mount namespaces")
+        pytest.skip(
+            "machines with directories of their own need the right to create mount namespaces"
+        )
     found = play(name)
     assert "failed" not in found, found["failed"]
     count, others, _, mean = layouts.compare(layouts.ADDER, "bfloat16", found["results"])

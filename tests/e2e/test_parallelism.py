@@ -1,7 +1,7 @@
 """Parallel layouts on several NPUs: the tokens of Hugging Face transformers in each.
 
-Here are those that cover the others, under vLLM's external launcher. `tools/check layouts` runs all of them, also under the
-multiprocessing executor, as `vllm serve` does.
+Here are those that cover the others, under vLLM's external launcher. `tools/check layouts` runs all
+of them, also under the multiprocessing executor, as `vllm serve` does.
 """
 
 import json
@@ -16,16 +16,32 @@ LAYOUTS = layouts.OF_EXPERTS | layouts.OF_ONE_KEY_HEAD | layouts.OF_OPTIONS | la
 V2 = vllm_runner.IS_V2
 """Which vLLM has under its external launcher without pipelines alone."""
 PROGRAM = checkout.PROGRAMS / "serve_layout.py"
-# name: (model, dtype, layout, what it is served by). float32 shows any error of routing; MC2 takes half types alone.
+# name: (model, dtype, layout, what it is served by). float32 shows any error of routing; MC2 takes
+# half types alone.
 CASES = {
     "dense TP2": ("adder", "bfloat16", "TP2 matmul_all_reduce", "npu_mm_all_reduce_base"),
     "dense PP2": ("adder", "bfloat16", "PP2", "FusedAttentionImpl"),
     "a stage without attention, PP2": ("qwen3-next", "float32", "PP2", "NPUGatedDeltaNetAttention"),
-    "shared experts, groups, TP2": ("glm4-moe", "float32", "TP2 shared_experts_stream", "shared experts' stream"),
+    "shared experts, groups, TP2": (
+        "glm4-moe",
+        "float32",
+        "TP2 shared_experts_stream",
+        "shared experts' stream",
+    ),
     "dense TP2 DCP2": ("one-key-head", "bfloat16", "TP2 DCP2", "FusedAttentionImpl"),
     "latents TP2 DCP2": ("deepseek-v3", "bfloat16", "TP2 DCP2", "FusedLatentAttentionImpl"),
-    "latents by mla_prolog, PP2": ("deepseek-v3, mla_prolog", "bfloat16", "PP2 mla_prolog", "npu_mla_prolog_v3"),
-    "latents by mla_prolog, DP2 EP2": ("deepseek-v3, mla_prolog", "bfloat16", "DP2 EP2 mla_prolog", "npu_mla_prolog_v3"),
+    "latents by mla_prolog, PP2": (
+        "deepseek-v3, mla_prolog",
+        "bfloat16",
+        "PP2 mla_prolog",
+        "npu_mla_prolog_v3",
+    ),
+    "latents by mla_prolog, DP2 EP2": (
+        "deepseek-v3, mla_prolog",
+        "bfloat16",
+        "DP2 EP2 mla_prolog",
+        "npu_mla_prolog_v3",
+    ),
     "DP2 EP2 by alltoall": ("qwen3-moe", "float32", "DP2 EP2 alltoall", "alltoall"),
     "DP2 EP2 by mc2": ("mixtral", "bfloat16", "DP2 EP2", "mc2"),
     # a rank that decodes one token, which cannot be divided
@@ -42,33 +58,51 @@ if vllm_runner.V2_ALONE:
     del CASES["a stage without attention, PP2"]
 
 OF_PROCESSES = {"a stage without attention, PP2"}
-"""Served by an executor of processes: under vLLM's external launcher each rank has a scheduler, and stages whose caches differ
-schedule other steps."""
+"""Served by an executor of processes: under vLLM's external launcher each rank has a scheduler, and
+stages whose caches differ schedule other steps."""
 
 
 @pytest.fixture(scope="module")
 def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     directory = tmp_path_factory.mktemp("models")
-    made = {model: layouts.make(model, directory) for model, *_ in CASES.values() if model in layouts.MODELS}
+    made = {
+        model: layouts.make(model, directory)
+        for model, *_ in CASES.values()
+        if model in layouts.MODELS
+    }
     return {"adder": layouts.ADDER} | made
 
 
 @pytest.fixture(scope="module")
 def served(models: dict[str, Path]) -> dict[str, Any]:
     cases = [
-        layouts.case(name, models[model], LAYOUTS[layout], dtype=dtype, mp=name in OF_PROCESSES or (V2 and "PP" in layout))
+        layouts.case(
+            name,
+            models[model],
+            LAYOUTS[layout],
+            dtype=dtype,
+            mp=name in OF_PROCESSES or (V2 and "PP" in layout),
+        )
         for name, (model, dtype, layout, _) in CASES.items()
     ]
-    done = npus.run(4, sys.executable, str(PROGRAM), json.dumps(cases), VLLM_PLUGINS="", OMP_NUM_THREADS="1")
+    done = npus.run(
+        4, sys.executable, str(PROGRAM), json.dumps(cases), VLLM_PLUGINS="", OMP_NUM_THREADS="1"
+    )
     return npus.by_name(done)
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_answers_are_those_of_transformers(served: dict[str, Any], models: dict[str, Path], name: str) -> None:
+def test_answers_are_those_of_transformers(
+    served: dict[str, Any], models: dict[str, Path], name: str
+) -> None:
     model, dtype, _, served_by = CASES[name]
-    assert served_by in served[name].get("kinds", [served_by])  # under an executor of processes they are not asked for
+    # under an executor of processes they are not asked for
+    assert served_by in served[name].get("kinds", [served_by])
     count, others, most, mean = layouts.compare(models[model], dtype, served[name]["results"])
-    print(f"{name}: {count} tokens, {others} others; log-probability difference max {most:.2e} mean {mean:.2e}")
+    print(
+        f"{name}: {count} tokens, {others} others; log-probability difference max {most:.2e} mean"
+        f" {mean:.2e}"
+    )
     assert count == 33
     if dtype == "float32":
         assert others == 0
@@ -94,8 +128,17 @@ def test_no_communicator_is_created_after_the_kv_cache(served: dict[str, Any], n
 @pytest.mark.slow
 def test_torchrun_launches_a_layout() -> None:
     case = layouts.case("torchrun", layouts.ADDER, layouts.LAYOUTS["TP2"])
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    done = npus.run(2, *torchrun, str(PROGRAM), json.dumps([case]), VLLM_PLUGINS="", OMP_NUM_THREADS="1")
+    torchrun = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc-per-node",
+        "2",
+    ]
+    done = npus.run(
+        2, *torchrun, str(PROGRAM), json.dumps([case]), VLLM_PLUGINS="", OMP_NUM_THREADS="1"
+    )
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     ranks = npus.results(done.stdout)
     assert len(ranks) == 2

@@ -1,7 +1,8 @@
 """Quantized models served by vLLM, compared with transformers with dequantized weights.
 
-Here are four models, whose layers have different schemes; `tools/check quantized` runs all, and breaks each scheme once. FP8
-models have experts, and a dense first layer; gpt-oss has biases, clipped SwiGLU and sinks.
+Here are four models, whose layers have different schemes; `tools/check quantized` runs all, and
+breaks each scheme once. FP8 models have experts, and a dense first layer; gpt-oss has biases,
+clipped SwiGLU and sinks.
 """
 
 import json
@@ -16,23 +17,60 @@ from harness.models import fp8, gpt_oss, hybrid
 from harness.vllm_runner import V2_ALONE
 
 PROGRAM = checkout.PROGRAMS / "serve_layout.py"
-TP2 = layouts.OF_EXPERTS["TP2"] | {"compilation_config": {"cudagraph_mode": "FULL_AND_PIECEWISE"}}  # with torch.compile's fusions
+# with torch.compile's fusions
+TP2 = layouts.OF_EXPERTS["TP2"] | {"compilation_config": {"cudagraph_mode": "FULL_AND_PIECEWISE"}}
 EAGER = layouts.OF_EXPERTS["TP2"]
 TP1 = layouts.OF_EXPERTS["TP1"]
 # name: (model, format, dtype, int8 KV cache, engine, what it is served by)
 CASES = {
-    "linear layers with biases, ModelSlim, int8 KV cache, TP2": ("dense", "ascend", "float16", True, TP2, "FusedAttentionImpl"),
-    "experts, compressed-tensors": ("experts", "compressed-tensors", "bfloat16", False, TP1, "QuantizedExperts"),
-    "linear layers with biases, GPTQ by layer, TP2": ("dense", "gptq", "bfloat16", False, EAGER, "FusedAttentionImpl"),
+    "linear layers with biases, ModelSlim, int8 KV cache, TP2": (
+        "dense",
+        "ascend",
+        "float16",
+        True,
+        TP2,
+        "FusedAttentionImpl",
+    ),
+    "experts, compressed-tensors": (
+        "experts",
+        "compressed-tensors",
+        "bfloat16",
+        False,
+        TP1,
+        "QuantizedExperts",
+    ),
+    "linear layers with biases, GPTQ by layer, TP2": (
+        "dense",
+        "gptq",
+        "bfloat16",
+        False,
+        EAGER,
+        "FusedAttentionImpl",
+    ),
     "experts, AWQ, TP2": ("experts", "awq", "float16", False, EAGER, "QuantizedExperts"),
 }
 INT8 = {"additional_config": {"ascend": {"platform": {"fp8": "W8A8_DYNAMIC"}}}}
 # name: (format, dtype, engine, what it is served by)
 FP8_CASES: dict[str, tuple[str, str, dict[str, Any], str]] = {
     "FP8 blocks, TP2": ("fp8", "float32", EAGER, "DequantizedExperts"),
-    "FP8 blocks of a gated delta net, TP2": ("fp8, gated delta net", "float32", EAGER, "DequantizedExperts"),
-    "FP8 blocks to W8A8_DYNAMIC, TP2": ("fp8, all experts", "bfloat16", EAGER | INT8, "RequantizedExperts"),
-    "FP8 by block, channel and matrix, compressed-tensors": ("compressed-tensors", "bfloat16", TP1, "DequantizedExperts"),
+    "FP8 blocks of a gated delta net, TP2": (
+        "fp8, gated delta net",
+        "float32",
+        EAGER,
+        "DequantizedExperts",
+    ),
+    "FP8 blocks to W8A8_DYNAMIC, TP2": (
+        "fp8, all experts",
+        "bfloat16",
+        EAGER | INT8,
+        "RequantizedExperts",
+    ),
+    "FP8 by block, channel and matrix, compressed-tensors": (
+        "compressed-tensors",
+        "bfloat16",
+        TP1,
+        "DequantizedExperts",
+    ),
     "gpt-oss, MXFP4, TP2": ("mxfp4", "float32", EAGER, "ExpandedExperts"),
     "gpt-oss, MXFP4, in full graphs": ("mxfp4", "bfloat16", TP1, "SinkAttentionImpl"),
 }
@@ -64,19 +102,34 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, quantized.Mode
 def fp8_models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Path, Path]]:
     """The models in FP8, and dequantized."""
     directory = tmp_path_factory.mktemp("fp8")
-    made = {form: fp8.make(directory, form) for form in ("fp8", "compressed-tensors")} | {"mxfp4": gpt_oss.make(directory)}
-    # every token to every expert: int8 inputs of a router change which experts are chosen, and with them all that follows
-    delta = hybrid.DELTA | {"shared_expert_intermediate_size": 192, "layer_types": hybrid.LINEAR, "num_hidden_layers": 4}
+    made = {form: fp8.make(directory, form) for form in ("fp8", "compressed-tensors")} | {
+        "mxfp4": gpt_oss.make(directory)
+    }
+    # every token to every expert: int8 inputs of a router change which experts are chosen, and with
+    # them all that follows
+    delta = hybrid.DELTA | {
+        "shared_expert_intermediate_size": 192,
+        "layer_types": hybrid.LINEAR,
+        "num_hidden_layers": 4,
+    }
     made["fp8, gated delta net"] = fp8.make(directory / "delta", "fp8", "Qwen3Next", **delta)
-    return made | {"fp8, all experts": fp8.make(directory / "all", "fp8", num_experts_per_tok=fp8.COMMON["num_experts"])}
+    return made | {
+        "fp8, all experts": fp8.make(
+            directory / "all", "fp8", num_experts_per_tok=fp8.COMMON["num_experts"]
+        )
+    }
 
 
 @pytest.fixture(scope="module")
-def served(models: dict[str, quantized.Model], fp8_models: dict[str, tuple[Path, Path]]) -> dict[str, Any]:
+def served(
+    models: dict[str, quantized.Model], fp8_models: dict[str, tuple[Path, Path]]
+) -> dict[str, Any]:
     cases = [quantized.case(name, model, CASES[name][4]) for name, model in models.items()]
     for name, (form, dtype, engine, _) in FP8_CASES.items():
         cases.append(layouts.case(name, fp8_models[form][0], engine, dtype=dtype))
-    done = npus.run(2, sys.executable, str(PROGRAM), json.dumps(cases), VLLM_PLUGINS="", OMP_NUM_THREADS="1")
+    done = npus.run(
+        2, sys.executable, str(PROGRAM), json.dumps(cases), VLLM_PLUGINS="", OMP_NUM_THREADS="1"
+    )
     return npus.by_name(done)
 
 
@@ -96,13 +149,18 @@ def test_log_probabilities_are_those_of_dequantized_weights(
     alike = quantized.Reference(models[name], quantized=True)
     _, most_alike, mean_alike = alike.compare(answers)
     print(
-        f"{name}: {count} tokens, average {mean:.4f} at most {most:.4f}; with inputs quantized {mean_alike:.4f}, {most_alike:.4f}"
+        f"{name}: {count} tokens, average {mean:.4f} at most {most:.4f}; with inputs quantized"
+        f" {mean_alike:.4f}, {most_alike:.4f}"
     )
     assert count == 33
     assert mean < quantized.FLOAT_BOUND
     assert mean_alike < quantized.BOUND
     # the bound is worth something: one scheme's scales that are a tenth too large go beyond it
-    scheme, own = next((name, own) for name, own in reversed(models[name].made.matrices.items()) if own.spec.bits == 4)
+    scheme, own = next(
+        (name, own)
+        for name, own in reversed(models[name].made.matrices.items())
+        if own.spec.bits == 4
+    )
     for other, its in models[name].made.matrices.items():
         if its.spec == own.spec:
             alike.put(other, quantized.wrong_scale(its))

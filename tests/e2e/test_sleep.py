@@ -1,4 +1,5 @@
-"""Sleep mode through vLLM's API: memory as the device reports it, and the same tokens afterwards."""
+"""Sleep mode through vLLM's API: memory as the device reports it, and the same tokens
+afterwards."""
 
 import json
 import os
@@ -23,27 +24,57 @@ SHAPE = {
     "max_position_embeddings": 1024,
     "initializer_range": 0.1,
 }
-LATENT = {"kv_lora_rank": 512, "qk_rope_head_dim": 64, "qk_nope_head_dim": 128, "v_head_dim": 128, "q_lora_rank": 96}
+LATENT = {
+    "kv_lora_rank": 512,
+    "qk_rope_head_dim": 64,
+    "qk_nope_head_dim": 128,
+    "v_head_dim": 128,
+    "q_lora_rank": 96,
+}
 SELECTED = {"index_topk": 32, "index_n_heads": 32, "index_head_dim": 128}
 FAMILIES = {
     "Qwen3Moe": SHAPE | {"num_experts": 32, "num_key_value_heads": 2, "head_dim": 128},
-    "GlmMoeDsa": SHAPE
-    | LATENT
-    | SELECTED
-    | {"n_routed_experts": 32, "n_shared_experts": 1, "n_group": 1, "topk_group": 1, "first_k_dense_replace": 0}
-    | {"num_key_value_heads": 4, "topk_method": "noaux_tc", "scoring_func": "sigmoid", "indexer_rope_interleave": True},
-    "DeepseekV3": SHAPE  # sizes of npu_mla_prolog_v3, which has copies of weights
-    | LATENT
-    | {"num_key_value_heads": 4, "hidden_size": 6144, "q_lora_rank": 1536, "first_k_dense_replace": 2, "initializer_range": 0.02},
+    "GlmMoeDsa": (
+        SHAPE
+        | LATENT
+        | SELECTED
+        | {
+            "n_routed_experts": 32,
+            "n_shared_experts": 1,
+            "n_group": 1,
+            "topk_group": 1,
+            "first_k_dense_replace": 0,
+        }
+        | {
+            "num_key_value_heads": 4,
+            "topk_method": "noaux_tc",
+            "scoring_func": "sigmoid",
+            "indexer_rope_interleave": True,
+        }
+    ),
+    "DeepseekV3": (
+        SHAPE
+        | LATENT
+        | {  # sizes of npu_mla_prolog_v3, which has copies of weights
+            "num_key_value_heads": 4,
+            "hidden_size": 6144,
+            "q_lora_rank": 1536,
+            "first_k_dense_replace": 2,
+            "initializer_range": 0.02,
+        }
+    ),
 }
-PROLOG = {"additional_config": {"ascend": {"platform": {"mla_prolog": True}}}, "gpu_memory_utilization": 0.5}
+PROLOG = {
+    "additional_config": {"ascend": {"platform": {"mla_prolog": True}}},
+    "gpu_memory_utilization": 0.5,
+}
 ENGINES = {"DeepseekV3": PROLOG}
 
 
 @pytest.fixture(scope="module", params=FAMILIES)
 def models(request, tmp_path_factory):
-    """Two models of the same shapes with 54 MB of weights and more; of the first two families most of them are experts', whose
-    first matrices are square.
+    """Two models of the same shapes with 54 MB of weights and more; of the first two families most
+    of them are experts', whose first matrices are square.
 
     A square matrix that is transposed once too often has the right shape.
     """
@@ -56,15 +87,29 @@ def models(request, tmp_path_factory):
         torch.manual_seed(seed)
         directories.append(tmp_path_factory.mktemp(family))
         config = getattr(transformers, f"{family}Config")(**FAMILIES[family])
-        getattr(transformers, f"{family}ForCausalLM")(config).to(torch.bfloat16).save_pretrained(directories[-1])
+        getattr(transformers, f"{family}ForCausalLM")(config).to(torch.bfloat16).save_pretrained(
+            directories[-1]
+        )
     return directories
 
 
 @pytest.fixture(scope="module")
 def result(models):
     engine = ENGINES.get(models[0].name.removesuffix("0"), {})
-    command = [sys.executable, str(checkout.PROGRAMS / "sleep_and_wake.py"), *map(str, models), str(CYCLES), json.dumps(engine)]
-    done = subprocess.run(command, env=os.environ | {"PYTHONPATH": npus.path()}, capture_output=True, text=True, timeout=600)
+    command = [
+        sys.executable,
+        str(checkout.PROGRAMS / "sleep_and_wake.py"),
+        *map(str, models),
+        str(CYCLES),
+        json.dumps(engine),
+    ]
+    done = subprocess.run(
+        command,
+        env=os.environ | {"PYTHONPATH": npus.path()},
+        capture_output=True,
+        text=True,
+        timeout=600,
+    )
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     (found,) = npus.results(done.stdout)
     return found
@@ -92,7 +137,8 @@ def test_tokens_are_the_same(result, when):
 
 
 def test_expert_weights_are_not_transposed_twice(result, models):
-    """Weights of another model, loaded into the awake engine after level 2, and those of the first one after that."""
+    """Weights of another model, loaded into the awake engine after level 2, and those of the first
+    one after that."""
     assert result["tokens of first weights again"] == result["tokens"]
     served = result["tokens of other weights"]
     gaps = [gap_to_choice(model, result["prompts"], served) for model in models]
@@ -109,7 +155,9 @@ def gap_to_choice(model, prompts, served):
     for prompt, tokens in zip(prompts, served, strict=True):
         with torch.no_grad():
             logits = exact(torch.tensor([prompt + tokens])).logits[0, len(prompt) - 1 : -1]
-        gaps.append(logits.amax(-1) - logits.gather(1, torch.tensor(tokens).unsqueeze(1)).squeeze(1))
+        gaps.append(
+            logits.amax(-1) - logits.gather(1, torch.tensor(tokens).unsqueeze(1)).squeeze(1)
+        )
     return float(torch.cat(gaps).mean())
 
 
@@ -117,7 +165,10 @@ def test_wake_up_keeps_addresses_and_graphs(result):
     awake = result["awake"]
     assert len(awake["graphs"]) == 2
     for later in ("awake again", "after cycles"):
-        assert (result[later]["addresses"], result[later]["graphs"]) == (awake["addresses"], awake["graphs"])
+        assert (result[later]["addresses"], result[later]["graphs"]) == (
+            awake["addresses"],
+            awake["graphs"],
+        )
 
 
 def test_sleep_cycles_leak_no_memory(result):

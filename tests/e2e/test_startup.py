@@ -1,4 +1,5 @@
-"""An engine core in a process of its own: what its start leaves behind, and its end with its parent."""
+"""An engine core in a process of its own: what its start leaves behind, and its end with its
+parent."""
 
 import gc
 import sys
@@ -7,7 +8,9 @@ from harness import checkout, npus
 
 
 def test_engine_core_restores_the_collector_and_ends_with_its_parent() -> None:
-    done = npus.run(1, sys.executable, str(checkout.PROGRAMS / "start_engine.py"), str(checkout.ADDER))
+    done = npus.run(
+        1, sys.executable, str(checkout.PROGRAMS / "start_engine.py"), str(checkout.ADDER)
+    )
     (found,) = npus.results(done.stdout)
     assert found["ended"]
     assert found["pid"] != found["parent"]

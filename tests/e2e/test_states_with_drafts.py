@@ -9,11 +9,16 @@ from harness.models import hybrid
 from harness.vllm_runner import V2_ALONE
 
 
-@pytest.mark.skipif(V2_ALONE, reason="the V2 model runner does not serve layers with states on NPUs")
+@pytest.mark.skipif(
+    V2_ALONE, reason="the V2 model runner does not serve layers with states on NPUs"
+)
 def test_prompts_of_one_token_do_not_begin_with_another_request_s_states(tmp_path: Path) -> None:
-    """vLLM's scheduler gives such a prompt places for draft tokens, and the layers take it for a decode."""
+    """vLLM's scheduler gives such a prompt places for draft tokens, and the layers take it for a
+    decode."""
     model = hybrid.make("Qwen3-Next", tmp_path, drafts=True)
-    done = npus.run(1, sys.executable, str(checkout.PROGRAMS / "serve_one_token_prompts.py"), str(model))
+    done = npus.run(
+        1, sys.executable, str(checkout.PROGRAMS / "serve_one_token_prompts.py"), str(model)
+    )
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     (result,) = npus.results(done.stdout)
     assert result["together"] == [result["alone"]] * 2

@@ -1,4 +1,5 @@
-"""Two engines of equal models in one process (VLLM_ENABLE_V1_MULTIPROCESSING=0), each with graphs of its own."""
+"""Two engines of equal models in one process (VLLM_ENABLE_V1_MULTIPROCESSING=0), each with graphs
+of its own."""
 
 import sys
 from typing import Any

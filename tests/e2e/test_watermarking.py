@@ -1,4 +1,5 @@
-"""Watermarked answers of vLLM's V2 model runner: tokens recomputed from transformers' logits, and vLLM's detector."""
+"""Watermarked answers of vLLM's V2 model runner: tokens recomputed from transformers' logits, and
+vLLM's detector."""
 
 from pathlib import Path
 from typing import Any
@@ -34,7 +35,11 @@ CONFIGS = {
 
 def requests() -> list[dict[str, Any]]:
     """Watermarked answers, one without, a greedy one, and one of top-k and top-p, in a batch."""
-    others: list[dict[str, Any]] = [{"watermarking": False}, {"temperature": 0}, {"top_k": 20, "top_p": 0.9, "seed": 5}]
+    others: list[dict[str, Any]] = [
+        {"watermarking": False},
+        {"temperature": 0},
+        {"top_k": 20, "top_p": 0.9, "seed": 5},
+    ]
     return [
         {"prompt": prompt, "sampling": SAMPLED | more}
         for prompt, more in zip(features.prompts(), [{}, {}, {}, *others], strict=True)
@@ -49,12 +54,23 @@ def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def served(directory: Path) -> dict[str, Any]:
     model, steps = small_models.target(directory), [["generate", requests()]]
-    cases = [features.case(name, model, 1, steps, watermark_config=given) for name, given in CONFIGS.items()]
+    cases = [
+        features.case(name, model, 1, steps, watermark_config=given)
+        for name, given in CONFIGS.items()
+    ]
     for name, is_wrong in DRAFTS.items():
         drafter = small_models.eagle(directory, is_wrong)
-        draft = {"method": "eagle", "model": str(drafter), "num_speculative_tokens": 3, "draft_sample_method": "probabilistic"}
-        given = CONFIGS[TWO] | {"alpha": 0.1}  # draft tokens are of the first key, the target's of the second
-        cases.append(features.case(name, model, 1, steps, watermark_config=given, speculative_config=draft))
+        draft = {
+            "method": "eagle",
+            "model": str(drafter),
+            "num_speculative_tokens": 3,
+            "draft_sample_method": "probabilistic",
+        }
+        # draft tokens are of the first key, the target's of the second
+        given = CONFIGS[TWO] | {"alpha": 0.1}
+        cases.append(
+            features.case(name, model, 1, steps, watermark_config=given, speculative_config=draft)
+        )
     return features.serve(cases)
 
 
@@ -81,10 +97,16 @@ def repeats(prompt: list[int], tokens: list[int], config: dict[str, Any]) -> lis
 
 @pytest.mark.parametrize("name", [*CONFIGS, *DRAFTS])
 def test_tokens_are_those_of_the_key(name: str, served: dict[str, Any], directory: Path) -> None:
-    """With draft tokens only those that a drafter or a residual distribution chooses as the target model would."""
-    config, model = CONFIGS.get(name, CONFIGS[TWO]), references.reference(small_models.target(directory))
+    """With draft tokens only those that a drafter or a residual distribution chooses as the target
+    model would."""
+    config, model = (
+        CONFIGS.get(name, CONFIGS[TWO]),
+        references.reference(small_models.target(directory)),
+    )
     has_two, width = "algorithm" in config, config.get("context_width", 4)
-    keys = [derive_watermark_key(KEY, domain) for domain in (b"key_a", b"key_b")] if has_two else [KEY]
+    keys = (
+        [derive_watermark_key(KEY, domain) for domain in (b"key_a", b"key_b")] if has_two else [KEY]
+    )
     counts = {"marked": 0, "others": 0, "repeated": 0, "of the last key": 0}
     for request, (answer,) in zip(requests(), served[name]["steps"][0], strict=True):
         sampling, tokens = request["sampling"], answer["tokens"]
@@ -93,7 +115,10 @@ def test_tokens_are_those_of_the_key(name: str, served: dict[str, Any], director
         scores = references.logits(model, request["prompt"], [tokens])[0] / sampling["temperature"]
         padded = [-1] * width + tokens
         contexts = torch.tensor([padded[place : place + width] for place in range(len(tokens))])
-        noise = [-(-PhiloxPRF(key).uniform(contexts, torch.arange(scores.shape[1])).log()).log() for key in keys]
+        noise = [
+            -(-PhiloxPRF(key).uniform(contexts, torch.arange(scores.shape[1])).log()).log()
+            for key in keys
+        ]
         best = [(scores + each).argmax(-1).tolist() for each in noise]
         for place, is_repeated in enumerate(repeats(request["prompt"], tokens, config)):
             candidates = [each[place] for each in best]
@@ -129,8 +154,13 @@ def test_detector_finds_watermarked_answers_alone(name: str, served: dict[str, A
         assert wrong > 1e-4
 
 
-def test_greedy_answer_in_the_batch_has_the_tokens_of_transformers(served: dict[str, Any], directory: Path) -> None:
+def test_greedy_answer_in_the_batch_has_the_tokens_of_transformers(
+    served: dict[str, Any], directory: Path
+) -> None:
     model = references.reference(small_models.target(directory))
     for name in (*CONFIGS, *DRAFTS):
         request, (answer,) = requests()[4], served[name]["steps"][0][4]
-        assert references.logits(model, request["prompt"], [answer["tokens"]])[0].argmax(-1).tolist() == answer["tokens"]
+        assert (
+            references.logits(model, request["prompt"], [answer["tokens"]])[0].argmax(-1).tolist()
+            == answer["tokens"]
+        )

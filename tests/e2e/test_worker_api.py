@@ -1,4 +1,5 @@
-"""Worker methods other than steps, through vLLM's API: profiles, metrics, weight checksums, sharded state."""
+"""Worker methods other than steps, through vLLM's API: profiles, metrics, weight checksums, sharded
+state."""
 
 import sys
 from typing import Any
@@ -12,13 +13,22 @@ ADDER = checkout.ADDER
 @pytest.fixture(scope="module")
 def result(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     program = checkout.PROGRAMS / "call_worker.py"
-    done = npus.run(1, sys.executable, str(program), str(ADDER), str(tmp_path_factory.mktemp("worker")), VLLM_PLUGINS="")
+    done = npus.run(
+        1,
+        sys.executable,
+        str(program),
+        str(ADDER),
+        str(tmp_path_factory.mktemp("worker")),
+        VLLM_PLUGINS="",
+    )
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     (found,) = npus.results(done.stdout)
     return dict(found)
 
 
-def test_each_session_of_the_profiler_has_a_trace_with_operators_and_steps(result: dict[str, Any]) -> None:
+def test_each_session_of_the_profiler_has_a_trace_with_operators_and_steps(
+    result: dict[str, Any],
+) -> None:
     first, second = result["profiles"]
     assert first.startswith("first_")
     assert second.startswith("second_")
@@ -29,11 +39,19 @@ def test_each_session_of_the_profiler_has_a_trace_with_operators_and_steps(resul
 
 def test_npu_metrics_are_reported(result: dict[str, Any]) -> None:
     metrics = result["metrics"]
-    assert {str(labels) for labels, _ in metrics.values()} == {"{'engine': '0', 'rank': '0', 'device': '0'}"}
+    assert {str(labels) for labels, _ in metrics.values()} == {
+        "{'engine': '0', 'rank': '0', 'device': '0'}"
+    }
     values = {name: value for name, (_, value) in metrics.items()}
     free, total = result["memory"]
     assert values["memory_total_bytes"] == total
-    assert 0 < values["memory_allocated_bytes"] <= values["memory_reserved_bytes"] <= values["memory_used_bytes"] <= total
+    assert (
+        0
+        < values["memory_allocated_bytes"]
+        <= values["memory_reserved_bytes"]
+        <= values["memory_used_bytes"]
+        <= total
+    )
     assert values["memory_used_bytes"] == pytest.approx(total - free, rel=0.2)
     assert 0 <= values["utilization_ratio"] <= 1
 

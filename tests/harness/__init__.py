@@ -1,4 +1,6 @@
-"""What the tests of this repository and of its packages share: NPUs, ranks, small models, and comparisons with references.
+"""What the tests of this repository and of its packages share: NPUs, ranks, small models, and
+comparisons with references.
 
-The modules features, graphs, kinds, launches, layouts, loading, quantized and transfers are also run by `tools/check`.
+The modules features, graphs, kinds, launches, layouts, loading, quantized and transfers are also
+run by `tools/check`.
 """

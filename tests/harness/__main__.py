@@ -1,4 +1,5 @@
-"""Run by `tools/check WHAT …`: the `main()` of the module WHAT of this package, with emulated NPUs."""
+"""Run by `tools/check WHAT …`: the `main()` of the module WHAT of this package, with
+emulated NPUs."""
 
 import importlib
 import sys

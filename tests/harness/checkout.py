@@ -13,12 +13,20 @@ REQUIREMENTS = TOOLS / "environment" / "requirements.txt"
 
 
 def run_tool(script: str) -> str:
-    """Run a script in a process that can import the modules of tools/; returns its standard output."""
-    done = subprocess.run([sys.executable, "-c", script], cwd=TOOLS, stdout=subprocess.PIPE, text=True, check=True)
+    """Run a script in a process that can import the modules of tools/; returns its
+    standard output."""
+    done = subprocess.run(
+        [sys.executable, "-c", script], cwd=TOOLS, stdout=subprocess.PIPE, text=True, check=True
+    )
     return done.stdout
 
 
 def find_uv() -> tuple[str, dict[str, str]]:
-    """The path of uv, and the environment variables to run it with (``find_uv`` of tools/environment)."""
-    uv, variables = json.loads(run_tool("import json, environment; print(json.dumps(environment.find_uv()))").splitlines()[-1])
+    """The path of uv, and the environment variables to run it with (``find_uv`` of
+    tools/environment)."""
+    uv, variables = json.loads(
+        run_tool("import json, environment; print(json.dumps(environment.find_uv()))").splitlines()[
+            -1
+        ]
+    )
     return uv, variables

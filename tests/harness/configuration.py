@@ -7,5 +7,6 @@ from vllm.engine.arg_utils import EngineArgs
 
 
 def engine_config(path: str, **arguments: Any) -> VllmConfig:
-    """The configuration of an engine for the model in a directory, with arguments of vLLM's EngineArgs."""
+    """The configuration of an engine for the model in a directory, with arguments of vLLM's
+    EngineArgs."""
     return EngineArgs(model=path, skip_tokenizer_init=True, **arguments).create_engine_config()

@@ -19,13 +19,22 @@ Lines = dict[tuple[str, str], tuple[str, str, str]]
 
 
 def run(
-    *arguments: str, before: Iterable[str] = (), flags: Iterable[str] = (), path: Iterable[str | Path] = (), **variables: str
+    *arguments: str,
+    before: Iterable[str] = (),
+    flags: Iterable[str] = (),
+    path: Iterable[str | Path] = (),
+    **variables: str,
 ) -> subprocess.CompletedProcess[str]:
-    """Run a `vllm-ascend` command with directories prepended to the module path and variables added to a clean environment."""
+    """Run a `vllm-ascend` command with directories prepended to the module path and variables added
+    to a clean environment."""
     environ = {name: value for name, value in os.environ.items() if not name.startswith(CLEAN)}
-    environ["PYTHONPATH"] = os.pathsep.join([*map(str, path), SOURCES, environ.get("PYTHONPATH", "")])
+    environ["PYTHONPATH"] = os.pathsep.join(
+        [*map(str, path), SOURCES, environ.get("PYTHONPATH", "")]
+    )
     command = [*before, sys.executable, *flags, *CLI, *arguments]
-    return subprocess.run(command, env=environ | variables, capture_output=True, text=True, timeout=120)
+    return subprocess.run(
+        command, env=environ | variables, capture_output=True, text=True, timeout=120
+    )
 
 
 def examine(*arguments: str, **broken: Any) -> tuple[int, Lines]:
@@ -34,15 +43,22 @@ def examine(*arguments: str, **broken: Any) -> tuple[int, Lines]:
     assert done.stderr == ""
     report = json.loads(done.stdout)
     assert report["ok"] == (done.returncode == 0)
-    lines = {(line["category"], line["title"]): (line["state"], line["found"], line["fix"]) for line in report["checks"]}
+    lines = {
+        (line["category"], line["title"]): (line["state"], line["found"], line["fix"])
+        for line in report["checks"]
+    }
     assert len(lines) == len(report["checks"])
     assert all(bool(fix) == (state != "ok") for state, _, fix in lines.values()), lines
     return done.returncode, lines
 
 
 def failing(lines: Lines) -> dict[str, tuple[str, str]]:
-    return {title: (found, fix) for (_, title), (state, found, fix) in lines.items() if state == "fail"}
+    return {
+        title: (found, fix) for (_, title), (state, found, fix) in lines.items() if state == "fail"
+    }
 
 
 def bad(lines: Lines) -> dict[str, tuple[str, str]]:
-    return {title: (found, fix) for (_, title), (state, found, fix) in lines.items() if state != "ok"}
+    return {
+        title: (found, fix) for (_, title), (state, found, fix) in lines.items() if state != "ok"
+    }

@@ -1,8 +1,10 @@
-"""Import torch, transformers and vLLM, and freeze what they made: `import harness.engine_imports` before all of them.
+"""Import torch, transformers and vLLM, and freeze what they made: `import harness.engine_imports`
+before all of them.
 
-An engine's start calls gc.collect() some twenty times. With a million imported objects each call takes a third of a second of CPU
-time, with frozen ones next to none. vLLM's V2 runner unfreezes them when it has captured its graphs; launcher.run_ranks, and
-programs that make another engine, freeze them again.
+An engine's start calls gc.collect() some twenty times. With a million imported objects each call
+takes a third of a second of CPU time, with frozen ones next to none. vLLM's V2 runner unfreezes
+them when it has captured its graphs; launcher.run_ranks, and programs that make another engine,
+freeze them again.
 """
 
 import gc

@@ -1,4 +1,5 @@
-"""Models with states, served in each way that the documentation names, compared with Hugging Face: `tools/check hybrid`."""
+"""Models with states, served in each way that the documentation names, compared with Hugging Face:
+`tools/check hybrid`."""
 
 from __future__ import annotations
 
@@ -23,11 +24,13 @@ FLOAT32, BFLOAT16 = {"mamba_ssm_cache_dtype": "float32"}, {"mamba_ssm_cache_dtyp
 LONGEST = 600
 DRAFTS = {"method": "mtp", "num_speculative_tokens": 2}
 ACCEPTED = {"rejection_sample_method": "synthetic", "synthetic_acceptance_rates": [0.8, 0.5]}
-"""Whatever they are: a random model's drafts are hardly ever right, and states after accepted ones would not be seen."""
+"""Whatever they are: a random model's drafts are hardly ever right, and states after accepted ones
+would not be seen."""
 
 
 class Way(NamedTuple):
-    """engine: its options. plugins: VLLM_PLUGINS. model: of models/hybrid.py. drafts: with an MTP layer.
+    """engine: its options. plugins: VLLM_PLUGINS. model: of models/hybrid.py. drafts: with an MTP
+    layer.
 
     dtypes: of the model; float32 decides, and bfloat16 is what CANN's operators take.
     """
@@ -45,7 +48,8 @@ OTHERS = (
 )
 """Models besides Qwen3-Next."""
 WITHOUT_PIPELINE = {"Granite 4", "Mamba 2"}
-"""vLLM 0.32 loads all layers' weights of the one in each stage (`KeyError`), and does not support the other."""
+"""vLLM 0.32 loads all layers' weights of the one in each stage (`KeyError`), and does not support
+the other."""
 WAYS: dict[str, Way] = {
     "eager": Way(EAGER),
     "graphs, sleep": Way(CHUNKED | {"enable_sleep_mode": True}),
@@ -55,14 +59,21 @@ WAYS: dict[str, Way] = {
     "few blocks": Way(EAGER | {"num_gpu_blocks_override": 13}),
     "prefix caching": Way(CHUNKED | {"enable_prefix_caching": True}),
     "MTP, 2 draft tokens": Way(CHUNKED | {"speculative_config": DRAFTS}, drafts=True),
-    "MTP, drafts accepted as they are": Way(CHUNKED | {"speculative_config": DRAFTS | ACCEPTED}, drafts=True),
+    "MTP, drafts accepted as they are": Way(
+        CHUNKED | {"speculative_config": DRAFTS | ACCEPTED}, drafts=True
+    ),
     "TP2": Way(CHUNKED | {layouts.TP: 2}),
     "PP2": Way(CHUNKED | {layouts.PP: 2}, model=f"Qwen3-Next{hybrid.HALVES}"),
     "DP2 EP2": Way(CHUNKED | {layouts.DP: 2} | layouts.EP),
     "Qwen3.5, bfloat16 states": Way(CHUNKED | BFLOAT16, model="Qwen3.5", dtypes=("bfloat16",)),
-    "Nemotron-H, bfloat16 states": Way(CHUNKED | BFLOAT16, model="Nemotron-H", dtypes=("bfloat16",)),
+    "Nemotron-H, bfloat16 states": Way(
+        CHUNKED | BFLOAT16, model="Nemotron-H", dtypes=("bfloat16",)
+    ),
     **{model: Way(CHUNKED, model=model) for model in OTHERS},
-    **{f"{model}, TP2": Way(CHUNKED | {layouts.TP: 2}, model=model, dtypes=("float32",)) for model in OTHERS},
+    **{
+        f"{model}, TP2": Way(CHUNKED | {layouts.TP: 2}, model=model, dtypes=("float32",))
+        for model in OTHERS
+    },
     **{
         f"{model}, PP2": Way(
             CHUNKED | {layouts.PP: 2},
@@ -79,8 +90,21 @@ WAYS: dict[str, Way] = {
 def prompts() -> tuple[list[list[int]], list[int]]:
     """32 prompts of 1 to 600 tokens, and the number of tokens to generate for each."""
     draw = random.Random(0)
-    lengths = [1, 2, 63, 64, 65, 128, 129, 300, LONGEST, *(draw.randrange(1, 150) for _ in range(23))]
-    return [[draw.randrange(3, 512) for _ in range(n)] for n in lengths], [3 + n % 6 for n in range(len(lengths))]
+    lengths = [
+        1,
+        2,
+        63,
+        64,
+        65,
+        128,
+        129,
+        300,
+        LONGEST,
+        *(draw.randrange(1, 150) for _ in range(23)),
+    ]
+    return [[draw.randrange(3, 512) for _ in range(n)] for n in lengths], [
+        3 + n % 6 for n in range(len(lengths))
+    ]
 
 
 def case(name: str, directory: Path, dtype: str) -> dict[str, Any]:
@@ -99,18 +123,27 @@ def case(name: str, directory: Path, dtype: str) -> dict[str, Any]:
 
 
 def compare(model: Path, dtype: str, ranks: list[dict[str, Any]]) -> dict[str, Any]:
-    """How the answers differ from Hugging Face's model in float32; in bfloat16 also how that model in bfloat16 does for them."""
-    served = [(int(number), answer) for rank in ranks for part in rank["answers"].values() for number, answer in part.items()]
+    """How the answers differ from Hugging Face's model in float32; in bfloat16 also how that model
+    in bfloat16 does for them."""
+    served = [
+        (int(number), answer)
+        for rank in ranks
+        for part in rank["answers"].values()
+        for number, answer in part.items()
+    ]
     exact = _logprobs(layouts.reference(model, dtype))
     told = _distance(exact, served)
     if dtype != "float32":
         rounded = _logprobs(_rounded(model, dtype))
-        told["transformers"] = _distance(exact, [(number, _answer(rounded, number, answer)) for number, answer in served])
+        told["transformers"] = _distance(
+            exact, [(number, _answer(rounded, number, answer)) for number, answer in served]
+        )
     return told
 
 
 def _distance(exact: Any, served: list[tuple[int, dict[str, Any]]]) -> dict[str, Any]:
-    """The number of tokens, how many are not the exact model's choice, and how far log-probabilities are off."""
+    """The number of tokens, how many are not the exact model's choice, and how far
+    log-probabilities are off."""
     import torch
 
     asked, lengths = prompts()
@@ -119,19 +152,33 @@ def _distance(exact: Any, served: list[tuple[int, dict[str, Any]]]) -> dict[str,
         tokens = torch.tensor(answer["tokens"])
         assert len(tokens) == lengths[number]
         found = exact(tuple(asked[number]), tuple(answer["tokens"]))
-        errors.append((torch.tensor(answer["logprobs"]) - found[torch.arange(len(tokens)), tokens]).abs())
-        others += int((found.argmax(-1) != torch.tensor(answer.get("choice", answer["tokens"]))).sum())
+        errors.append(
+            (torch.tensor(answer["logprobs"]) - found[torch.arange(len(tokens)), tokens]).abs()
+        )
+        others += int(
+            (found.argmax(-1) != torch.tensor(answer.get("choice", answer["tokens"]))).sum()
+        )
     every = torch.cat(errors)
-    return {"tokens": len(every), "others": others, "most": float(every.max()), "mean": float(every.mean())}
+    return {
+        "tokens": len(every),
+        "others": others,
+        "most": float(every.max()),
+        "mean": float(every.mean()),
+    }
 
 
 def _answer(logprobs: Any, number: int, answer: dict[str, Any]) -> dict[str, Any]:
-    """What a model says of an engine's tokens: their log-probabilities, and its own choice in each place."""
+    """What a model says of an engine's tokens: their log-probabilities, and its own choice in each
+    place."""
     import torch
 
     found = logprobs(tuple(prompts()[0][number]), tuple(answer["tokens"]))
     of_tokens = found[torch.arange(len(found)), torch.tensor(answer["tokens"])]
-    return {"tokens": answer["tokens"], "logprobs": of_tokens.tolist(), "choice": found.argmax(-1).tolist()}
+    return {
+        "tokens": answer["tokens"],
+        "logprobs": of_tokens.tolist(),
+        "choice": found.argmax(-1).tolist(),
+    }
 
 
 @functools.cache
@@ -150,31 +197,52 @@ def _logprobs(model: Any) -> Any:
     @functools.cache
     def logprobs(prompt: tuple[int, ...], tokens: tuple[int, ...]) -> Any:
         with torch.no_grad():
-            return model(torch.tensor([prompt + tokens])).logits[0, len(prompt) - 1 : -1].float().log_softmax(-1)
+            return (
+                model(torch.tensor([prompt + tokens]))
+                .logits[0, len(prompt) - 1 : -1]
+                .float()
+                .log_softmax(-1)
+            )
 
     return logprobs
 
 
-def run(cases: list[dict[str, Any]], plugins: str, timeout: float, directory: Path) -> subprocess.CompletedProcess[str]:
+def run(
+    cases: list[dict[str, Any]], plugins: str, timeout: float, directory: Path
+) -> subprocess.CompletedProcess[str]:
     (directory / "cases.json").write_text(json.dumps(cases))  # too long for an argument
     command = [sys.executable, str(PROGRAM), str(directory / "cases.json")]
     variables = {"VLLM_PLUGINS": plugins, "OMP_NUM_THREADS": "1"}
-    return npus.run(max(case["ranks"] for case in cases), *command, memory="3GiB", timeout=timeout, **variables)
+    return npus.run(
+        max(case["ranks"] for case in cases), *command, memory="3GiB", timeout=timeout, **variables
+    )
 
 
 def main() -> None:
     """See tools/check hybrid."""
     parser = argparse.ArgumentParser(prog="tools/check hybrid", description=__doc__)
     parser.add_argument("ways", nargs="*", metavar="WAY", help=f"default: all, {'; '.join(WAYS)}")
-    parser.add_argument("--dtype", choices=["float32", "bfloat16"], action="append", help="of the model; default: all of the way")
+    parser.add_argument(
+        "--dtype",
+        choices=["float32", "bfloat16"],
+        action="append",
+        help="of the model; default: all of the way",
+    )
     parser.add_argument("--timeout", type=float, default=3600, help="seconds for one engine")
     parser.add_argument("--keep", action="store_true", help="write the table of docs/attention.md")
     options = parser.parse_args()
     if unknown := set(options.ways) - set(WAYS):
         parser.error(f"no way {', '.join(sorted(unknown))}; there are {'; '.join(WAYS)}")
     with tempfile.TemporaryDirectory() as temporary:
-        asked = [(name, dtype) for name in options.ways or WAYS for dtype in options.dtype or WAYS[name].dtypes]
-        failed = sum(_check(part, plugins, Path(temporary), options) for plugins, part in _by_plugins(asked).items())
+        asked = [
+            (name, dtype)
+            for name in options.ways or WAYS
+            for dtype in options.dtype or WAYS[name].dtypes
+        ]
+        failed = sum(
+            _check(part, plugins, Path(temporary), options)
+            for plugins, part in _by_plugins(asked).items()
+        )
     sys.exit(1 if failed else 0)
 
 
@@ -186,23 +254,37 @@ def _by_plugins(asked: list[tuple[str, str]]) -> dict[str, list[tuple[str, str]]
     return found
 
 
-def _check(ways: list[tuple[str, str]], plugins: str, directory: Path, options: argparse.Namespace) -> int:
+def _check(
+    ways: list[tuple[str, str]], plugins: str, directory: Path, options: argparse.Namespace
+) -> int:
     """Serve a model in these ways and compare the answers; returns how many failed."""
     cases = {f"{name}, {dtype}": case(name, directory, dtype) for name, dtype in ways}
-    done = run([each | {"name": key} for key, each in cases.items()], plugins, options.timeout * len(cases), directory)
+    done = run(
+        [each | {"name": key} for key, each in cases.items()],
+        plugins,
+        options.timeout * len(cases),
+        directory,
+    )
     results = {result["name"]: result for result in npus.results(done.stdout)}
     if missing := cases.keys() - results.keys():
-        print(f"failed: {'; '.join(sorted(missing))}\n{done.stdout[-3000:]}{done.stderr[-6000:]}", flush=True)
+        print(
+            f"failed: {'; '.join(sorted(missing))}\n{done.stdout[-3000:]}{done.stderr[-6000:]}",
+            flush=True,
+        )
     for name, dtype in ways:
         key = f"{name}, {dtype}"
         if key not in results:
             continue
         ranks = results[key]["ranks"]
         told = compare(Path(cases[key]["model"]), dtype, ranks)
-        told |= {key: ranks[0][key] for key in ("counters", "rule", "states", "graphs", "block_size")}
+        told |= {
+            key: ranks[0][key] for key in ("counters", "rule", "states", "graphs", "block_size")
+        }
         print(key, json.dumps(told), f"{results[key]['seconds']:.0f} s", flush=True)
         if options.keep:
             kept = json.loads(KEPT.read_text()) if KEPT.exists() else {}
             kept[name] = kept.get(name, {}) | {dtype: told}
-            KEPT.write_text(json.dumps({way: kept[way] for way in WAYS if way in kept}, indent=1) + "\n")
+            KEPT.write_text(
+                json.dumps({way: kept[way] for way in WAYS if way in kept}, indent=1) + "\n"
+            )
     return len(missing)

@@ -12,14 +12,20 @@ from harness.paged_batches import PagedBatch, Sizes, reference
 
 
 class LatentBatch(PagedBatch):
-    """A batch of absorbed queries. A key is a latent with its rotated part, and the value the latent.
+    """A batch of absorbed queries. A key is a latent with its rotated part, and the value the
+    latent.
 
     Attributes:
         widths: elements of a latent and of the rotated part.
     """
 
     def __init__(
-        self, heads: int, widths: tuple[int, int], dtype: torch.dtype, requests: Sequence[tuple[int, int]], rng: random.Random
+        self,
+        heads: int,
+        widths: tuple[int, int],
+        dtype: torch.dtype,
+        requests: Sequence[tuple[int, int]],
+        rng: random.Random,
     ) -> None:
         blocks = sum(-(-sum(request) // 128) for request in requests) + 2
         super().__init__(Sizes(blocks, 128, heads, 1, sum(widths), dtype, 1e4), requests, rng)
@@ -30,23 +36,41 @@ class LatentBatch(PagedBatch):
 
         return PagedLatent(*(part.contiguous() for part in self.cache[0].split(self.widths, -1)))
 
-    def run(self, backend: Any, joined: bool = False, common: Any = None, **beyond: Any) -> torch.Tensor:
-        """Output of a backend, ``[tokens, heads, latent]``; the new tokens are written to the cache first."""
+    def run(
+        self, backend: Any, joined: bool = False, common: Any = None, **beyond: Any
+    ) -> torch.Tensor:
+        """Output of a backend, ``[tokens, heads, latent]``; the new tokens are written to the cache
+        first."""
         from vllm.config import VllmConfig
         from vllm.forward_context import set_forward_context
         from vllm.v1.kv_cache_interface import MLAAttentionSpec
 
         of, config = self.sizes, VllmConfig()
         latent, rope = self.widths
-        spec = MLAAttentionSpec(block_size=of.block_size, num_kv_heads=1, head_size=of.head_size, dtype=of.dtype)
-        meta = backend.get_builder_cls()(spec, [], config, torch.device("npu")).build(0, common or self.common())
-        names = {"kv_lora_rank": latent, "qk_rope_head_dim": rope, "qk_nope_head_dim": 128, "v_head_dim": 128, "kv_b_proj": None}
-        layer = backend.get_impl_cls()(of.heads, of.head_size, of.head_size**-0.5, 1, **names, **beyond)
+        spec = MLAAttentionSpec(
+            block_size=of.block_size, num_kv_heads=1, head_size=of.head_size, dtype=of.dtype
+        )
+        meta = backend.get_builder_cls()(spec, [], config, torch.device("npu")).build(
+            0, common or self.common()
+        )
+        names = {
+            "kv_lora_rank": latent,
+            "qk_rope_head_dim": rope,
+            "qk_nope_head_dim": 128,
+            "v_head_dim": 128,
+            "kv_b_proj": None,
+        }
+        layer = backend.get_impl_cls()(
+            of.heads, of.head_size, of.head_size**-0.5, 1, **names, **beyond
+        )
         cache, new = self.held(), self.new(self.keys).npu()
         common = common or self.common()
         with set_forward_context(meta, config):
-            layer.do_kv_cache_update(new[:, 0, :latent], new[..., latent:], cache, common.slot_mapping, "auto", None)
-            assert (meta.num_prefills, meta.num_decode_tokens) == (0, len(new))  # vLLM sends all tokens to forward_mqa
+            layer.do_kv_cache_update(
+                new[:, 0, :latent], new[..., latent:], cache, common.slot_mapping, "auto", None
+            )
+            # vLLM sends all tokens to forward_mqa
+            assert (meta.num_prefills, meta.num_decode_tokens) == (0, len(new))
             query = torch.cat(self.queries).npu().split(self.widths, -1)
             output, softmax_lse = layer.forward_mqa(query, cache, meta, None)
         assert softmax_lse is None
@@ -55,14 +79,20 @@ class LatentBatch(PagedBatch):
     def expected(self, **options: Any) -> torch.Tensor:
         each = zip(self.queries, self.keys, strict=True)
         scale = self.sizes.head_size**-0.5
-        return torch.cat([reference(query, key, key[..., : self.widths[0]], scale, **options) for query, key in each])
+        return torch.cat(
+            [
+                reference(query, key, key[..., : self.widths[0]], scale, **options)
+                for query, key in each
+            ]
+        )
 
 
 class SparseLatentBatch(LatentBatch):
     """A batch with an indexer: each token attends to the ``count`` keys of the largest scores.
 
     Attributes:
-        index: of each request, the indexer's queries ``[new, heads, width]``, weights ``[new, heads]``, keys ``[length, width]``.
+        index: of each request, the indexer's queries ``[new, heads, width]``, weights ``[new,
+        heads]``, keys ``[length, width]``.
     """
 
     def __init__(self, *batch: Any, count: int, indexer: tuple[int, int] = (16, 128)) -> None:
@@ -79,9 +109,11 @@ class SparseLatentBatch(LatentBatch):
         ]
 
     def run_sparse(self, backend: Any, padding: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
-        """What is selected, ``[tokens, count]``, and the backend's output, ``[tokens, heads, latent]``.
+        """What is selected, ``[tokens, count]``, and the backend's output, ``[tokens, heads,
+        latent]``.
 
-        ``padding``: tokens after those of the batch, which belong to no request, as in a full graph.
+        ``padding``: tokens after those of the batch, which belong to no request, as in a full
+        graph.
         """
         from types import SimpleNamespace
 
@@ -91,41 +123,74 @@ class SparseLatentBatch(LatentBatch):
 
         of, config, common, (latent, rope) = self.sizes, VllmConfig(), self.common(), self.widths
         tokens, (heads, width) = common.num_actual_tokens, self.indexer
-        free = next(block for block in range(of.blocks) if all(block not in row for row in self._table))
-        slots = torch.cat([common.slot_mapping, common.slot_mapping.new_full((padding,), free * of.block_size)])
+        free = next(
+            block for block in range(of.blocks) if all(block not in row for row in self._table)
+        )
+        slots = torch.cat(
+            [common.slot_mapping, common.slot_mapping.new_full((padding,), free * of.block_size)]
+        )
         common.slot_mapping, common.num_actual_tokens = slots, tokens + padding
-        spec = MLAAttentionSpec(block_size=of.block_size, num_kv_heads=1, head_size=of.head_size, dtype=of.dtype)
-        meta = backend.get_builder_cls()(spec, ["layer"], config, torch.device("npu")).build(0, common)
-        names = {"kv_lora_rank": latent, "qk_rope_head_dim": rope, "qk_nope_head_dim": 128, "v_head_dim": 128, "kv_b_proj": None}
+        spec = MLAAttentionSpec(
+            block_size=of.block_size, num_kv_heads=1, head_size=of.head_size, dtype=of.dtype
+        )
+        meta = backend.get_builder_cls()(spec, ["layer"], config, torch.device("npu")).build(
+            0, common
+        )
+        names = {
+            "kv_lora_rank": latent,
+            "qk_rope_head_dim": rope,
+            "qk_nope_head_dim": 128,
+            "v_head_dim": 128,
+            "kv_b_proj": None,
+        }
         chosen = torch.full((tokens + padding, self.count), 7, dtype=torch.int32, device="npu")
-        indexer = SimpleNamespace(n_head=heads, head_dim=width, topk_tokens=self.count, topk_indices_buffer=chosen)
-        layer = backend.get_impl_cls()(of.heads, of.head_size, of.head_size**-0.5, 1, indexer=indexer, **names)
+        indexer = SimpleNamespace(
+            n_head=heads, head_dim=width, topk_tokens=self.count, topk_indices_buffer=chosen
+        )
+        layer = backend.get_impl_cls()(
+            of.heads, of.head_size, of.head_size**-0.5, 1, indexer=indexer, **names
+        )
 
         def padded(x: torch.Tensor) -> torch.Tensor:
             return torch.cat([x, x.new_zeros(padding, *x.shape[1:])]).npu()
 
         pages = torch.full((of.blocks * of.block_size, width), of.fill, dtype=of.dtype)
-        for own, (_, _, keys), (_, before) in zip(self._slots, self.index, self.requests, strict=True):
+        for own, (_, _, keys), (_, before) in zip(
+            self._slots, self.index, self.requests, strict=True
+        ):
             pages[own[:before]] = keys[:before]
         index_cache, cache = pages.view(of.blocks, of.block_size, 1, width).npu(), self.held()
         queries, weights, keys = (torch.cat(each) for each in zip(*self.index, strict=True))
-        keys = torch.cat([own[before:] for (*_, own), (_, before) in zip(self.index, self.requests, strict=True)])
+        keys = torch.cat(
+            [own[before:] for (*_, own), (_, before) in zip(self.index, self.requests, strict=True)]
+        )
         new = padded(self.new(self.keys))
         with set_forward_context(meta, config):
-            layer.do_kv_cache_update(new[:, 0, :latent], new[..., latent:], cache, slots, "auto", None)
+            layer.do_kv_cache_update(
+                new[:, 0, :latent], new[..., latent:], cache, slots, "auto", None
+            )
             layer.write_index(padded(keys), index_cache, meta)
             layer.select(padded(queries), padded(weights), index_cache, meta, chosen)
-            output, softmax_lse = layer.forward_mqa(padded(torch.cat(self.queries)).split(self.widths, -1), cache, meta, None)
+            output, softmax_lse = layer.forward_mqa(
+                padded(torch.cat(self.queries)).split(self.widths, -1), cache, meta, None
+            )
         assert softmax_lse is None
         return chosen[:tokens].cpu(), output[:tokens].cpu()
 
     def check_selected(self, chosen: torch.Tensor, bound: float) -> None:
-        """Each row names the keys of the largest scores in float64, up to ``bound`` at the last place, then -1."""
+        """Each row names the keys of the largest scores in float64, up to ``bound`` at the last
+        place, then -1."""
         token = 0
         for (queries, weights, keys), (new, before) in zip(self.index, self.requests, strict=True):
-            scores = torch.einsum("th,thl->tl", weights.double(), (queries.double() @ keys.double().t()).relu())
+            scores = torch.einsum(
+                "th,thl->tl", weights.double(), (queries.double() @ keys.double().t()).relu()
+            )
             for visible in range(before + 1, before + new + 1):
-                own, row, count = scores[visible - before - 1, :visible], chosen[token], min(self.count, visible)
+                own, row, count = (
+                    scores[visible - before - 1, :visible],
+                    chosen[token],
+                    min(self.count, visible),
+                )
                 named, token = row[:count].long(), token + 1
                 assert len(set(named.tolist())) == count
                 assert (row[count:] == -1).all()

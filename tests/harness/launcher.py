@@ -1,4 +1,5 @@
-"""Launch ranks as torchrun does, but forked from one process, so that torch and vLLM are imported once; find shared memory."""
+"""Launch ranks as torchrun does, but forked from one process, so that torch and vLLM are imported
+once; find shared memory."""
 
 import contextlib
 import gc
@@ -44,9 +45,11 @@ def torchrun_variables(rank: int, ranks: int, port: int) -> dict[str, str]:
 
 
 def run_ranks(what: str, ranks: int, work: Callable[[int, int], Any]) -> list[Any]:
-    """Run `work(rank, port)` in a fork for each rank; returns the results, passed as JSON. `port` is free, the same for all.
+    """Run `work(rank, port)` in a fork for each rank; returns the results, passed as JSON. `port`
+    is free, the same for all.
 
-    If a rank fails, its traceback is printed and the program exits with a message that begins with `what`.
+    If a rank fails, its traceback is printed and the program exits with a message that begins with
+    `what`.
     """
     port = free_port()
     gc.freeze()  # what is imported: see engine_imports

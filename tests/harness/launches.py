@@ -1,4 +1,5 @@
-"""Launches and bytes of a decoder layer, counted and as needed: `tools/check launches` and e2e/test_launch_counts.py."""
+"""Launches and bytes of a decoder layer, counted and as needed: `tools/check launches` and
+e2e/test_launch_counts.py."""
 
 from __future__ import annotations
 
@@ -16,7 +17,8 @@ from harness import checkout, npus
 PROGRAM = checkout.PROGRAMS / "count_launches.py"
 KEPT = checkout.TOOLS / "generated_docs" / "launches.json"
 KEPT_V2 = KEPT.with_stem("launches_v2")
-"""Launches outside of layers and host waits with vLLM's V2 model runner, from a run with --runner v2 on a vLLM that has it."""
+"""Launches outside of layers and host waits with vLLM's V2 model runner, from a run with --runner
+v2 on a vLLM that has it."""
 REQUESTS, PROMPT = 16, 63
 CACHED = PROMPT + 2  # tokens in the cache at the second decode step, which is counted
 HIDDEN, HEADS, KV_HEADS, HEAD = 1024, 16, 8, 128  # of Qwen3-0.6B, but for the vocabulary
@@ -31,7 +33,11 @@ BASE = {
     "bos_token_id": 0,
     "eos_token_id": 1,
 }
-DENSE = BASE | {"model_type": "qwen3", "architectures": ["Qwen3ForCausalLM"], "intermediate_size": 3072}
+DENSE = BASE | {
+    "model_type": "qwen3",
+    "architectures": ["Qwen3ForCausalLM"],
+    "intermediate_size": 3072,
+}
 EXPERTS = BASE | {
     "model_type": "qwen3_moe",
     "architectures": ["Qwen3MoeForCausalLM"],
@@ -54,13 +60,29 @@ GEMMA = BASE | {
 PADDLEOCR_VL = {
     "model_type": "paddleocr_vl",
     "architectures": ["PaddleOCRVLForConditionalGeneration"],
-    "text_config": BASE
-    | {"intermediate_size": 3072}
-    | {"rope_parameters": {"rope_type": "default", "rope_theta": 1e6, "mrope_section": [16, 24, 24]}},
-    "vision_config": {"num_hidden_layers": 1, "hidden_size": 128, "num_attention_heads": 2, "intermediate_size": 256},
+    "text_config": (
+        BASE
+        | {"intermediate_size": 3072}
+        | {
+            "rope_parameters": {
+                "rope_type": "default",
+                "rope_theta": 1e6,
+                "mrope_section": [16, 24, 24],
+            }
+        }
+    ),
+    "vision_config": {
+        "num_hidden_layers": 1,
+        "hidden_size": 128,
+        "num_attention_heads": 2,
+        "intermediate_size": 256,
+    },
     "tie_word_embeddings": True,
 }
-BERT = {name: BASE[name] for name in ("hidden_size", "num_attention_heads", "vocab_size", "max_position_embeddings")} | {
+BERT = {
+    name: BASE[name]
+    for name in ("hidden_size", "num_attention_heads", "vocab_size", "max_position_embeddings")
+} | {
     "model_type": "bert",
     "architectures": ["BertModel"],
     "intermediate_size": 3072,
@@ -90,7 +112,9 @@ SPARSE = LATENT | {  # DeepSeek-V3.2 in the same way; all tokens are among the s
     "index_n_heads": 64,
     "index_head_dim": 128,
 }
-DELTA = EXPERTS | {  # Qwen3-Next with half of its width and another number of experts; the layer that is counted is the third
+# Qwen3-Next with half of its width and another number of experts; the layer that is counted is the
+# third
+DELTA = EXPERTS | {
     "model_type": "qwen3_next",
     "architectures": ["Qwen3NextForCausalLM"],
     "head_dim": 256,
@@ -120,19 +144,38 @@ CASES: dict[str, dict[str, Any]] = {
     "dense": {"config": DENSE, "ranks": 1, "engine": {}},
     "dense, TP2": {"config": DENSE, "ranks": 2, "engine": {"tensor_parallel_size": 2}},
     "Gemma 3": {"config": GEMMA, "ranks": 1, "engine": {}},
-    "PaddleOCR-VL (M-RoPE)": {"config": PADDLEOCR_VL, "ranks": 1, "engine": {"limit_mm_per_prompt": {"image": 0}}},
+    "PaddleOCR-VL (M-RoPE)": {
+        "config": PADDLEOCR_VL,
+        "ranks": 1,
+        "engine": {"limit_mm_per_prompt": {"image": 0}},
+    },
     "experts": {"config": EXPERTS, "ranks": 1, "engine": {}},
-    "experts, TP2 EP2": {"config": EXPERTS, "ranks": 2, "engine": {"tensor_parallel_size": 2, "enable_expert_parallel": True}},
+    "experts, TP2 EP2": {
+        "config": EXPERTS,
+        "ranks": 2,
+        "engine": {"tensor_parallel_size": 2, "enable_expert_parallel": True},
+    },
     "dense, W8A8": {"config": DENSE | {"quantization_config": INT8}, "ranks": 1, "engine": {}},
     "experts, W8A8": {"config": EXPERTS | {"quantization_config": INT8}, "ranks": 1, "engine": {}},
     "latent attention": {"config": LATENT, "ranks": 1, "engine": {}},
     "latent attention, mla_prolog": {
         "config": LATENT,
         "ranks": 1,
-        "engine": {"additional_config": {"ascend": {"platform": {"mla_prolog": True}}}, "gpu_memory_utilization": 0.5},
+        "engine": {
+            "additional_config": {"ascend": {"platform": {"mla_prolog": True}}},
+            "gpu_memory_utilization": 0.5,
+        },
     },
-    "sparse latent attention": {"config": SPARSE, "ranks": 1, "engine": {"gpu_memory_utilization": 0.5}},
-    "gated delta net, experts": {"config": DELTA, "ranks": 1, "engine": {"gpu_memory_utilization": 0.8}},
+    "sparse latent attention": {
+        "config": SPARSE,
+        "ranks": 1,
+        "engine": {"gpu_memory_utilization": 0.5},
+    },
+    "gated delta net, experts": {
+        "config": DELTA,
+        "ranks": 1,
+        "engine": {"gpu_memory_utilization": 0.8},
+    },
     "embedding (BERT)": {"config": BERT, "ranks": 1, "engine": {"runner": "pooling"}},
 }
 
@@ -146,41 +189,68 @@ def run(names: list[str], directory: Path, runner: str = "v1") -> dict[str, Any]
         "ASCEND_EMULATOR_TRACE": str(directory / "trace.json"),
         "VLLM_USE_V2_MODEL_RUNNER": str(int(runner == "v2")),
     }
-    done = npus.run(2, sys.executable, str(PROGRAM), json.dumps(cases), memory="2GiB", timeout=2400, **variables)
+    done = npus.run(
+        2, sys.executable, str(PROGRAM), json.dumps(cases), memory="2GiB", timeout=2400, **variables
+    )
     found = {result["name"]: per_layer(result) for result in npus.results(done.stdout)}
     if done.returncode or list(found) != names:
-        sys.exit(f"launches: the program ended with exit code {done.returncode}:\n{(done.stdout + done.stderr)[-3000:]}")
+        sys.exit(
+            "launches: the program ended with exit code"
+            f" {done.returncode}:\n{(done.stdout + done.stderr)[-3000:]}"
+        )
     return found
 
 
 def preprocessing(directory: Path) -> dict[str, Any]:
-    """What precedes latent attention in a decode step of LATENT, by each way that CANN's operators offer."""
-    trace, command = str(directory / "before.json"), [sys.executable, str(checkout.PROGRAMS / "count_preprocessing.py")]
+    """What precedes latent attention in a decode step of LATENT, by each way that CANN's operators
+    offer."""
+    trace, command = (
+        str(directory / "before.json"),
+        [sys.executable, str(checkout.PROGRAMS / "count_preprocessing.py")],
+    )
     command += [json.dumps(LATENT), str(REQUESTS)]
     return npus.by_name(npus.run(1, *command, OMP_NUM_THREADS="1", ASCEND_EMULATOR_TRACE=trace))
 
 
 def needed(case: dict[str, Any], step: str) -> tuple[int, int]:
-    """Bytes that one layer has to move in a rank's memory, and to send: each weight once, the keys and values that are seen
-    once, and the tokens' hidden state in and out; for each all-reduce what a ring sends, 2 (n - 1) / n of the tensor."""
+    """Bytes that one layer has to move in a rank's memory, and to send: each weight once, the keys
+    and values that are seen once, and the tokens' hidden state in and out; for each all-reduce what
+    a ring sends, 2 (n - 1) / n of the tensor."""
     config, ranks = case["config"], case["ranks"]
     text = config.get("text_config", config)
-    heads, kv_heads = text["num_attention_heads"], text.get("num_key_value_heads", text["num_attention_heads"])
+    heads, kv_heads = (
+        text["num_attention_heads"],
+        text.get("num_key_value_heads", text["num_attention_heads"]),
+    )
     size = HIDDEN // heads if config is BERT else HEAD
-    tokens, seen = (REQUESTS * PROMPT, REQUESTS * PROMPT) if step == "prefill" else (REQUESTS, REQUESTS * CACHED)
+    tokens, seen = (
+        (REQUESTS * PROMPT, REQUESTS * PROMPT)
+        if step == "prefill"
+        else (REQUESTS, REQUESTS * CACHED)
+    )
     hidden, cached = text["hidden_size"], 2 * kv_heads * size // ranks
     weights, router = (2 * heads + 2 * kv_heads) * size * hidden // ranks, 0
     if latent := text.get("kv_lora_rank"):
-        rank, rotated, cached = text["q_lora_rank"], text["qk_rope_head_dim"], latent + text["qk_rope_head_dim"]
-        weights = hidden * (rank + cached) + heads * (rank * (size + rotated) + latent * 2 * size + size * hidden)
+        rank, rotated, cached = (
+            text["q_lora_rank"],
+            text["qk_rope_head_dim"],
+            latent + text["qk_rope_head_dim"],
+        )
+        weights = hidden * (rank + cached) + heads * (
+            rank * (size + rotated) + latent * 2 * size + size * hidden
+        )
     if index := text.get("index_head_dim"):
         cached += index
         weights += text["index_n_heads"] * (rank * index + hidden) + hidden * index
     if linear := text.get("linear_num_value_heads"):
         keys = text["linear_num_key_heads"] * text["linear_key_head_dim"]
         values = linear * text["linear_value_head_dim"]
-        weights = hidden * (2 * keys + 3 * values + 2 * linear + 3 * text["shared_expert_intermediate_size"] + 1)
-        state = values * text["linear_key_head_dim"] + (text["linear_conv_kernel_dim"] - 1) * (2 * keys + values)
+        weights = hidden * (
+            2 * keys + 3 * values + 2 * linear + 3 * text["shared_expert_intermediate_size"] + 1
+        )
+        state = values * text["linear_key_head_dim"] + (text["linear_conv_kernel_dim"] - 1) * (
+            2 * keys + values
+        )
     if config.get("num_experts"):
         router = HIDDEN * config["num_experts"]
         weights += 3 * HIDDEN * config["moe_intermediate_size"] * config["num_experts"] // ranks
@@ -190,11 +260,15 @@ def needed(case: dict[str, Any], step: str) -> tuple[int, int]:
     if linear:
         cache = REQUESTS * state * (1 if step == "prefill" else 2)  # a prefill only writes them
     width = 1 if "quantization_config" in config else 2
-    return width * weights + 2 * (router + cache + 2 * tokens * hidden), 2 * 2 * 2 * (ranks - 1) * tokens * hidden // ranks
+    return (
+        width * weights + 2 * (router + cache + 2 * tokens * hidden),
+        2 * 2 * 2 * (ranks - 1) * tokens * hidden // ranks,
+    )
 
 
 def per_layer(result: dict[str, Any]) -> dict[str, Any]:
-    """The output of count_launches.py, split into one layer and all that is outside of the layers."""
+    """The output of count_launches.py, split into one layer and all that is outside of
+    the layers."""
     found: dict[str, Any] = {}
     other = "layer_types" in CASES[result["name"]]["config"]  # the first layer
     for step in result["fewer"]:
@@ -202,7 +276,11 @@ def per_layer(result: dict[str, Any]) -> dict[str, Any]:
         names = Counter(more["names"])
         names.subtract(fewer["names"])
         launches = {name: count for name, count in sorted(names.items()) if count}
-        by_name = {name: more["moved"][name] - fewer["moved"].get(name, 0) for name in launches if name in more["moved"]}
+        by_name = {
+            name: more["moved"][name] - fewer["moved"].get(name, 0)
+            for name in launches
+            if name in more["moved"]
+        }
         moved, sent = needed(CASES[result["name"]], step)
         found[step] = {
             "launches": launches,
@@ -219,9 +297,18 @@ def per_layer(result: dict[str, Any]) -> dict[str, Any]:
 
 def main() -> None:
     """See tools/check launches."""
-    parser = argparse.ArgumentParser(prog="tools/check launches", description="Count what a decoder layer launches and moves.")
-    parser.add_argument("cases", nargs="*", metavar="CASE", help=f"of: {'; '.join(CASES)} (default: all)")
-    parser.add_argument("--runner", choices=["v1", "v2"], default="v1", help="vLLM's model runner; V2 from vLLM 0.33 on")
+    parser = argparse.ArgumentParser(
+        prog="tools/check launches", description="Count what a decoder layer launches and moves."
+    )
+    parser.add_argument(
+        "cases", nargs="*", metavar="CASE", help=f"of: {'; '.join(CASES)} (default: all)"
+    )
+    parser.add_argument(
+        "--runner",
+        choices=["v1", "v2"],
+        default="v1",
+        help="vLLM's model runner; V2 from vLLM 0.33 on",
+    )
     given = parser.parse_args()
     names = given.cases or list(CASES)
     if unknown := set(names) - set(CASES):
@@ -231,9 +318,16 @@ def main() -> None:
         before = preprocessing(Path(directory)) if "latent attention" in names else {}
     print(json.dumps(found, indent=1), *before.values(), sep="\n")
     if given.runner == "v2":
-        outside = {name: {step: [each["outside"], each["waits"]] for step, each in found[name].items()} for name in found}
+        outside = {
+            name: {step: [each["outside"], each["waits"]] for step, each in found[name].items()}
+            for name in found
+        }
         KEPT_V2.write_text(json.dumps(json.loads(KEPT_V2.read_text()) | outside, indent=1) + "\n")
     else:
         found = json.loads(KEPT.read_text()) | found
-        KEPT.write_text(json.dumps({name: found[name] for name in CASES if name in found}, indent=1) + "\n")
-    sys.exit(subprocess.run([sys.executable, checkout.TOOLS / "docs-tables"], check=False).returncode)
+        KEPT.write_text(
+            json.dumps({name: found[name] for name in CASES if name in found}, indent=1) + "\n"
+        )
+    sys.exit(
+        subprocess.run([sys.executable, checkout.TOOLS / "docs-tables"], check=False).returncode
+    )

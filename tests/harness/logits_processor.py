@@ -1,9 +1,14 @@
-"""A custom logits processor for vLLM's V2 model runner (since vLLM 0.33): ``extra_args={"only": token}`` allows one token."""
+"""A custom logits processor for vLLM's V2 model runner (since vLLM 0.33): ``extra_args={"only":
+token}`` allows one token."""
 
 from typing import Any
 
 import torch
-from vllm.v1.worker.gpu.sample.logits_processor import LogitsContext, LogitsProcessor, LogitsProcRequestState
+from vllm.v1.worker.gpu.sample.logits_processor import (
+    LogitsContext,
+    LogitsProcessor,
+    LogitsProcRequestState,
+)
 
 
 class OnlyToken(LogitsProcessor):

@@ -7,7 +7,8 @@ from vllm import ModelRegistry
 
 
 def load(architectures: Iterable[str]) -> None:
-    """Import models' classes here. vLLM would start a process for each, to ask the class what the model needs."""
+    """Import models' classes here. vLLM would start a process for each, to ask the class what the
+    model needs."""
     for architecture in architectures:
         registered: Any = ModelRegistry.models.get(architecture)
         if hasattr(registered, "load_model_cls"):

@@ -1,4 +1,5 @@
-"""Run programs on several NPUs, which are emulated if the test session's are, and read their results."""
+"""Run programs on several NPUs, which are emulated if the test session's are, and read their
+results."""
 
 import json
 import os
@@ -10,7 +11,9 @@ from typing import Any
 
 def path() -> str:
     """PYTHONPATH with this package."""
-    return os.pathsep.join(filter(None, [str(Path(__file__).parents[1]), os.environ.get("PYTHONPATH", "")]))
+    return os.pathsep.join(
+        filter(None, [str(Path(__file__).parents[1]), os.environ.get("PYTHONPATH", "")])
+    )
 
 
 def run(
@@ -18,13 +21,15 @@ def run(
 ) -> subprocess.CompletedProcess[str]:
     """Run a command with this many NPUs; output is captured.
 
-    They are emulated if those of the session are; otherwise the test is skipped where there are not as many. `memory` is what
-    each emulated one has; a variable with the value "" is taken out. The command can import this package.
+    They are emulated if those of the session are; otherwise the test is skipped where there are not
+    as many. `memory` is what each emulated one has; a variable with the value "" is taken out. The
+    command can import this package.
     """
     environ = {name: value for name, value in (os.environ | variables).items() if value}
     environ["PYTHONPATH"] = path()
     platform = sys.modules.get("ascend_platform")
-    if platform is not None and not platform.runner_is_given:  # an engine's configuration in this process has set it
+    # an engine's configuration in this process has set it
+    if platform is not None and not platform.runner_is_given:
         environ.pop("VLLM_USE_V2_MODEL_RUNNER", None)
     if "ASCEND_EMULATOR_NPUS" in environ:
         environ.setdefault("HCCL_BUFFSIZE", "16")  # of a communicator, twice; 200 MiB unless set
@@ -34,12 +39,18 @@ def run(
         import pytest
 
         pytest.skip(f"needs {npus} NPUs; there are {found}")
-    return subprocess.run(command, env=environ, capture_output=True, text=True, timeout=timeout, check=False)
+    return subprocess.run(
+        command, env=environ, capture_output=True, text=True, timeout=timeout, check=False
+    )
 
 
 def results(output: str) -> list[Any]:
     """Parse the lines `RESULT {json}` of a program's output."""
-    return [json.loads(line.removeprefix("RESULT ")) for line in output.splitlines() if line.startswith("RESULT ")]
+    return [
+        json.loads(line.removeprefix("RESULT "))
+        for line in output.splitlines()
+        if line.startswith("RESULT ")
+    ]
 
 
 def by_name(done: subprocess.CompletedProcess[str]) -> dict[str, Any]:

@@ -1,13 +1,15 @@
 """What is read after a step's graphs, with each drafter, in each graph mode: `tools/check outputs`.
 
-tools/check outputs                                      all drafters and modes
-tools/check outputs --drafter EAGLE --mode PIECEWISE     these
+tools/check outputs                                      all drafters and modes tools/check outputs
+--drafter EAGLE --mode PIECEWISE     these
 
-The target's hidden states are a graph's output. A drafter computes its first draft token from them, and vLLM computes
-log-probabilities of prompts from them, after a drafter's graphs have been replayed. Each cell serves prompts with a model in
-float16 and compares with transformers: log-probabilities of prompts and of answers, and tokens. As many draft tokens must be
-accepted as without graphs, and with vLLM's V2 model runner the routed experts, which it returns, must be the same. A rounding may
-change the tokens that sparse attention selects, without graphs, too; in each mode it must be the same.
+The target's hidden states are a graph's output. A drafter computes its first draft token from them,
+and vLLM computes log-probabilities of prompts from them, after a drafter's graphs have been
+replayed. Each cell serves prompts with a model in float16 and compares with transformers:
+log-probabilities of prompts and of answers, and tokens. As many draft tokens must be accepted as
+without graphs, and with vLLM's V2 model runner the routed experts, which it returns, must be the
+same. A rounding may change the tokens that sparse attention selects, without graphs, too; in each
+mode it must be the same.
 """
 
 from __future__ import annotations
@@ -34,11 +36,14 @@ def case(directory: Path, drafter: str, mode: str, ranks: int = 1, **engine: Any
         engine["speculative_config"] = config
         if "MTP" in drafter and vllm_runner.IS_V2:
             engine["enable_return_routed_experts"] = True
-    return features.case(f"{drafter}, {mode}", model, ranks, [["generate", asked()]], "float16", **engine)
+    return features.case(
+        f"{drafter}, {mode}", model, ranks, [["generate", asked()]], "float16", **engine
+    )
 
 
 def asked() -> list[dict[str, Any]]:
-    """Requests for log-probabilities of prompts, which are as long as two steps, as a captured size, and shorter."""
+    """Requests for log-probabilities of prompts, which are as long as two steps, as a captured
+    size, and shorter."""
     return of_prompts([*features.prompts(), features.prompts()[1] * 2, features.prompts()[4]])
 
 
@@ -49,8 +54,11 @@ def of_prompts(prompts: list[list[int]]) -> list[dict[str, Any]]:
     return requests
 
 
-def compare(model: Any, requests: list[dict[str, Any]], answers: list[Any], close: float = CLOSE) -> dict[str, int]:
-    """Numbers of values, of those that differ from transformers' by more than `close`, and of tokens that are not its choice."""
+def compare(
+    model: Any, requests: list[dict[str, Any]], answers: list[Any], close: float = CLOSE
+) -> dict[str, int]:
+    """Numbers of values, of those that differ from transformers' by more than `close`, and of
+    tokens that are not its choice."""
     import torch
 
     found = {"prompt": 0, "prompt_wrong": 0, "tokens": 0, "others": 0, "wrong": 0}
@@ -59,7 +67,8 @@ def compare(model: Any, requests: list[dict[str, Any]], answers: list[Any], clos
         scores = references.logits(model, whole[:1], [whole[1:]])[0].log_softmax(-1)
         expected = scores.gather(1, torch.tensor(whole[1:])[:, None])[:, 0].tolist()
         given = zip(answer["prompt_logprobs"] + answer["logprobs"], expected, strict=True)
-        far = [not abs(one - other) <= close for one, other in given]  # also where one is not a number
+        # also where one is not a number
+        far = [not abs(one - other) <= close for one, other in given]
         found["prompt"] += rest
         found["prompt_wrong"] += sum(far[:rest])
         found["tokens"] += len(answer["tokens"])
@@ -73,8 +82,18 @@ def main() -> None:
     parser.add_argument("--drafter", action="append", choices=DRAFTERS)
     parser.add_argument("--mode", action="append", choices=graphs.MODES)
     options = parser.parse_args()
-    columns = ["prompt log-probabilities", "wrong", "tokens", "others", "wrong log-probabilities", "accepted drafts"]
-    print(f"| drafter | mode | {' | '.join([*columns, 'routed experts'])} |\n|{'---|' * (3 + len(columns))}")
+    columns = [
+        "prompt log-probabilities",
+        "wrong",
+        "tokens",
+        "others",
+        "wrong log-probabilities",
+        "accepted drafts",
+    ]
+    print(
+        f"| drafter | mode | {' | '.join([*columns, 'routed experts'])}"
+        f" |\n|{'---|' * (3 + len(columns))}"
+    )
     failed = False
     with tempfile.TemporaryDirectory() as path:
         directory = Path(path)
@@ -90,9 +109,25 @@ def main() -> None:
                 all_found = found | {"accepted": accepted, "experts": experts}
                 eager = eager or all_found
                 is_wrong = all_found != eager
-                is_wrong |= "sparse" not in drafter and bool(found["prompt_wrong"] or found["others"] or found["wrong"])
+                is_wrong |= "sparse" not in drafter and bool(
+                    found["prompt_wrong"] or found["others"] or found["wrong"]
+                )
                 failed |= is_wrong
-                same = "" if experts[0] is None else "as NONE" if experts == eager["experts"] else "others"
-                cells = [drafter, mode, *found.values(), f"{accepted}, {eager['accepted']} in NONE", same]
-                print(f"| {' | '.join(map(str, cells))} |{' WRONG' if is_wrong else ''}", flush=True)
+                same = (
+                    ""
+                    if experts[0] is None
+                    else "as NONE"
+                    if experts == eager["experts"]
+                    else "others"
+                )
+                cells = [
+                    drafter,
+                    mode,
+                    *found.values(),
+                    f"{accepted}, {eager['accepted']} in NONE",
+                    same,
+                ]
+                print(
+                    f"| {' | '.join(map(str, cells))} |{' WRONG' if is_wrong else ''}", flush=True
+                )
     sys.exit(failed)

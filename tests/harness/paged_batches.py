@@ -21,7 +21,8 @@ def reference(
     sinks: torch.Tensor | None = None,
     causal: bool = True,
 ) -> torch.Tensor:
-    """query ``[tokens, heads, d]`` at the end of key and value ``[length, kv_heads, d]``; float64."""
+    """query ``[tokens, heads, d]`` at the end of key and value ``[length, kv_heads, d]``;
+    float64."""
     query, key, value = query.double(), key.double(), value.double()
     key, value = (x.repeat_interleave(query.shape[1] // x.shape[1], dim=1) for x in (key, value))
     scores = torch.einsum("thd,lhd->htl", query, key) * scale
@@ -38,11 +39,15 @@ def reference(
 
 
 def pairs(kind: str, rng: random.Random, requests: int, most: int) -> list[tuple[int, int]]:
-    """(new tokens, tokens in the cache before) of each request: decodes, prefills, or chunks and decodes mixed."""
+    """(new tokens, tokens in the cache before) of each request: decodes, prefills, or chunks and
+    decodes mixed."""
     draw: dict[str, Callable[[], tuple[int, int]]] = {
         "decode": lambda: (1, rng.randint(0, most)),
         "prefill": lambda: (rng.randint(1, most), 0),
-        "mixed": lambda: (rng.choice([1, rng.randint(2, most // 2)]), rng.choice([0, rng.randint(1, most // 2)])),
+        "mixed": lambda: (
+            rng.choice([1, rng.randint(2, most // 2)]),
+            rng.choice([0, rng.randint(1, most // 2)]),
+        ),
     }
     return [draw[kind]() for _ in range(requests)]
 
@@ -52,7 +57,8 @@ KINDS = ("decode", "prefill", "mixed")
 
 @dataclass
 class Sizes:
-    """Sizes of cache and heads; ``fill`` is the content of unused pages, so that a wrong read shows."""
+    """Sizes of cache and heads; ``fill`` is the content of unused pages, so that a wrong read
+    shows."""
 
     blocks: int
     block_size: int
@@ -67,11 +73,15 @@ class PagedBatch:
     """A batch of requests, each with new tokens after cached ones, in randomly chosen pages.
 
     Attributes:
-        queries, keys, values: of each request, ``[tokens, heads, head_size]`` on the host; keys and values also of tokens before.
-        cache: the pages ``[2, blocks, block_size, kv_heads, head_size]`` on the NPU, with the tokens before.
+        queries, keys, values: of each request, ``[tokens, heads, head_size]`` on the host; keys and
+        values also of tokens before.
+        cache: the pages ``[2, blocks, block_size, kv_heads, head_size]`` on the NPU, with the
+        tokens before.
     """
 
-    def __init__(self, sizes: Sizes, requests: Sequence[tuple[int, int]], rng: random.Random) -> None:
+    def __init__(
+        self, sizes: Sizes, requests: Sequence[tuple[int, int]], rng: random.Random
+    ) -> None:
         self.sizes, self.requests = sizes, requests
         self.lengths = [new + before for new, before in requests]
         free, size = rng.sample(range(sizes.blocks), sizes.blocks), sizes.block_size
@@ -81,8 +91,12 @@ class PagedBatch:
             for row, length in zip(self._table, self.lengths, strict=True)
         ]
         shape = sizes.kv_heads, sizes.head_size
-        self.keys, self.values = ([torch.randn(n, *shape, dtype=sizes.dtype) for n in self.lengths] for _ in range(2))
-        self.queries = [torch.randn(new, sizes.heads, sizes.head_size, dtype=sizes.dtype) for new, _ in requests]
+        self.keys, self.values = (
+            [torch.randn(n, *shape, dtype=sizes.dtype) for n in self.lengths] for _ in range(2)
+        )
+        self.queries = [
+            torch.randn(new, sizes.heads, sizes.head_size, dtype=sizes.dtype) for new, _ in requests
+        ]
         pages = torch.full((2, sizes.blocks * size, *shape), sizes.fill, dtype=sizes.dtype)
         for part, rows in zip(pages, (self.keys, self.values), strict=True):
             for slots, own, (_, before) in zip(self._slots, rows, requests, strict=True):
@@ -91,7 +105,9 @@ class PagedBatch:
 
     def new(self, rows: list[torch.Tensor]) -> torch.Tensor:
         """Keys or values of the new tokens, ``[tokens, kv_heads, head_size]``."""
-        return torch.cat([own[before:] for own, (_, before) in zip(rows, self.requests, strict=True)])
+        return torch.cat(
+            [own[before:] for own, (_, before) in zip(rows, self.requests, strict=True)]
+        )
 
     def common(self) -> Any:
         """vLLM's CommonAttentionMetadata of the batch."""
@@ -99,7 +115,11 @@ class PagedBatch:
 
         starts = torch.tensor([0, *(new for new, _ in self.requests)]).cumsum(0, dtype=torch.int32)
         lengths = torch.tensor(self.lengths, dtype=torch.int32)
-        slots = [slot for own, (_, before) in zip(self._slots, self.requests, strict=True) for slot in own[before:]]
+        slots = [
+            slot
+            for own, (_, before) in zip(self._slots, self.requests, strict=True)
+            for slot in own[before:]
+        ]
         longest = max(map(len, self._table))
         table = [[*row, *[0] * (longest + 1 - len(row))] for row in self._table]
         return CommonAttentionMetadata(
@@ -115,26 +135,39 @@ class PagedBatch:
             slot_mapping=torch.tensor(slots).npu(),
         )
 
-    def run(self, backend: Any, joined: bool = False, common: Any = None, **beyond: Any) -> torch.Tensor:
-        """Output of a backend, ``[tokens, heads, head_size]`` on the host; the backend writes the new tokens to the cache first.
+    def run(
+        self, backend: Any, joined: bool = False, common: Any = None, **beyond: Any
+    ) -> torch.Tensor:
+        """Output of a backend, ``[tokens, heads, head_size]`` on the host; the backend writes the
+        new tokens to the cache first.
 
-        ``joined``: keys and values are slices of one tensor, as a model's joint projection has them. ``common``: in place of the
-        batch's own. ``beyond``: arguments of the implementation's constructor.
+        ``joined``: keys and values are slices of one tensor, as a model's joint projection has
+        them. ``common``: in place of the batch's own. ``beyond``: arguments of the implementation's
+        constructor.
         """
         from vllm.config import VllmConfig
         from vllm.v1.kv_cache_interface import FullAttentionSpec
 
         of = self.sizes
-        spec = FullAttentionSpec(block_size=of.block_size, num_kv_heads=of.kv_heads, head_size=of.head_size, dtype=of.dtype)
+        spec = FullAttentionSpec(
+            block_size=of.block_size,
+            num_kv_heads=of.kv_heads,
+            head_size=of.head_size,
+            dtype=of.dtype,
+        )
         builder = backend.get_builder_cls()(spec, ["layer"], VllmConfig(), torch.device("npu"))
         placed = {name: x.npu() if isinstance(x, torch.Tensor) else x for name, x in beyond.items()}
-        layer = backend.get_impl_cls()(of.heads, of.head_size, of.head_size**-0.5, of.kv_heads, **placed)
+        layer = backend.get_impl_cls()(
+            of.heads, of.head_size, of.head_size**-0.5, of.kv_heads, **placed
+        )
         query = torch.cat(self.queries).npu()
         key, value = (self.new(rows).npu() for rows in (self.keys, self.values))
         if joined:
             key, value = torch.cat([key, value], dim=1).split(of.kv_heads, dim=1)
         output = torch.full_like(query, torch.nan)
-        layer.forward(None, query, key, value, self.held(), builder.build(0, common or self.common()), output)
+        layer.forward(
+            None, query, key, value, self.held(), builder.build(0, common or self.common()), output
+        )
         return output.cpu()
 
     def held(self) -> Any:

@@ -1,4 +1,5 @@
-"""Quantized models on emulated NPUs, compared with transformers: `tools/check quantized` and e2e/test_quantization.py."""
+"""Quantized models on emulated NPUs, compared with transformers: `tools/check quantized` and
+e2e/test_quantization.py."""
 
 from __future__ import annotations
 
@@ -29,9 +30,9 @@ COMMON: dict[str, Any] = {
     "sliding_window": None,
 }
 BOUND, FLOAT_BOUND = 0.025, 0.05
-"""Of the average distance of log-probabilities from transformers' with dequantized weights: with inputs, keys and values
-quantized there too, and not. What is broken in one scheme of a model must go beyond the first
-(`tools/check quantized --break`)."""
+"""Of the average distance of log-probabilities from transformers' with dequantized weights: with
+inputs, keys and values quantized there too, and not. What is broken in one scheme of a model must
+go beyond the first (`tools/check quantized --break`)."""
 
 LAYOUTS = ["TP1", "TP2"]
 STATIC, DYNAMIC = Spec(8, "static"), Spec(8, "dynamic")
@@ -60,7 +61,12 @@ DENSE = {
         Spec(4, "dynamic", group=64, packed=True),
     ],
     "awq": [Spec(4, group=128, symmetric=False)] * 2,
-    "gptq": [Spec(4, group=128), Spec(4, group=64, symmetric=False), Spec(8, group=128, symmetric=False), Spec(4)],
+    "gptq": [
+        Spec(4, group=128),
+        Spec(4, group=64, symmetric=False),
+        Spec(8, group=128, symmetric=False),
+        Spec(4),
+    ],
 }
 EXPERTS = {
     "ascend": [
@@ -94,7 +100,8 @@ LEFT = ("gate", "kv_b_proj", "shared_expert_gate", "conv1d", "in_proj_ba")
 def spec_of(specs: list[Spec], experts: bool, only: int | None = None) -> Any:
     """The spec of a matrix by its name; ``only`` leaves all layers but one as they are.
 
-    Linear layers beside experts have the experts' spec; static inputs, which no experts have, in a first layer with dynamic ones.
+    Linear layers beside experts have the experts' spec; static inputs, which no experts have, in a
+    first layer with dynamic ones.
     """
 
     def find(name: str) -> Spec | None:
@@ -112,27 +119,42 @@ def spec_of(specs: list[Spec], experts: bool, only: int | None = None) -> Any:
 
 @functools.cache
 def float_model(kind: str, layers: int, directory: Path) -> Path:
-    """A model with random weights: dense with biases (Qwen2), of experts (Qwen3-MoE), with latent attention (DeepSeek-V3), or a
-    gated delta net (Qwen3-Next), in which every token goes to every expert."""
+    """A model with random weights: dense with biases (Qwen2), of experts (Qwen3-MoE), with latent
+    attention (DeepSeek-V3), or a gated delta net (Qwen3-Next), in which every token goes to every
+    expert."""
     import torch
     import transformers
 
     torch.manual_seed(0)
     path = directory / f"{kind}-{layers}"
     if kind == "dense":
-        config: Any = transformers.Qwen2Config(**COMMON, intermediate_size=512, num_hidden_layers=layers)
+        config: Any = transformers.Qwen2Config(
+            **COMMON, intermediate_size=512, num_hidden_layers=layers
+        )
         model: Any = transformers.Qwen2ForCausalLM(config)
         for layer in model.model.layers:
             for part in "qkv":
                 torch.nn.init.normal_(getattr(layer.self_attn, f"{part}_proj").bias, std=0.5)
     elif kind == "latent":
-        own = latent.ALL | latent.GROUPS | {"q_lora_rank": 96, "intermediate_size": 512, "moe_intermediate_size": 128}
+        own = (
+            latent.ALL
+            | latent.GROUPS
+            | {
+                "q_lora_rank": 96,
+                "intermediate_size": 512,
+                "moe_intermediate_size": 128,
+            }
+        )
         config = transformers.DeepseekV3Config(**COMMON | own | {"num_hidden_layers": layers})
         model = transformers.DeepseekV3ForCausalLM(config)
         for layer in model.model.layers[config.first_k_dense_replace :]:
             torch.nn.init.normal_(layer.mlp.gate.e_score_correction_bias, std=0.05)
     elif kind == "delta":
-        own = hybrid.DELTA | {"shared_expert_intermediate_size": 128, "layer_types": hybrid.LINEAR, "num_hidden_layers": layers}
+        own = hybrid.DELTA | {
+            "shared_expert_intermediate_size": 128,
+            "layer_types": hybrid.LINEAR,
+            "num_hidden_layers": layers,
+        }
         own |= {"num_experts": 4, "num_experts_per_tok": 4, "moe_intermediate_size": 128}
         config = transformers.Qwen3NextConfig(**COMMON | own)
         model = transformers.Qwen3NextForCausalLM(config)
@@ -153,7 +175,8 @@ def float_model(kind: str, layers: int, directory: Path) -> Path:
 
 @functools.cache
 def calibrated(path: Path) -> tuple[dict[str, quantize.Range], dict[str, quantize.Range]]:
-    """Calibration: ranges of the linear layers' inputs and of the channels of keys and values, over this module's texts."""
+    """Calibration: ranges of the linear layers' inputs and of the channels of keys and values, over
+    this module's texts."""
     import torch
     from transformers import AutoModelForCausalLM
 
@@ -161,13 +184,17 @@ def calibrated(path: Path) -> tuple[dict[str, quantize.Range], dict[str, quantiz
     inputs: dict[str, quantize.Range] = {}
     cache: dict[str, quantize.Range] = {}
 
-    def widen(into: dict[str, quantize.Range], name: str, least: torch.Tensor, most: torch.Tensor) -> None:
+    def widen(
+        into: dict[str, quantize.Range], name: str, least: torch.Tensor, most: torch.Tensor
+    ) -> None:
         before = into.get(name, (least, most))
         into[name] = torch.minimum(before[0], least), torch.maximum(before[1], most)
 
     for name, module in model.named_modules():
         if isinstance(module, torch.nn.Linear):
-            module.register_forward_pre_hook(lambda _, given, name=name: widen(inputs, name, given[0].min(), given[0].max()))
+            module.register_forward_pre_hook(
+                lambda _, given, name=name: widen(inputs, name, given[0].min(), given[0].max())
+            )
     with torch.no_grad():
         for prompt in layouts.prompts(COMMON["vocab_size"])[0]:
             found = model(torch.tensor([prompt]), use_cache=True).past_key_values
@@ -176,7 +203,12 @@ def calibrated(path: Path) -> tuple[dict[str, quantize.Range], dict[str, quantiz
                     continue
                 for part, values in (("k", layer.keys), ("v", layer.values)):
                     rows = values[0].transpose(0, 1).flatten(1)  # [tokens, kv_heads * head_size]
-                    widen(cache, f"model.layers.{index}.self_attn.{part}_proj", rows.amin(0), rows.amax(0))
+                    widen(
+                        cache,
+                        f"model.layers.{index}.self_attn.{part}_proj",
+                        rows.amin(0),
+                        rows.amax(0),
+                    )
     return inputs, cache
 
 
@@ -192,9 +224,17 @@ class Model:
 
 
 def make(
-    kind: str, form: str, dtype: str, directory: Path, *, cache: bool = False, only: int | None = None, layers: int = 0
+    kind: str,
+    form: str,
+    dtype: str,
+    directory: Path,
+    *,
+    cache: bool = False,
+    only: int | None = None,
+    layers: int = 0,
 ) -> Model:
-    """One of the models, whose layers have the schemes in turn: all, the first ``layers``, or only that one (-1: none)."""
+    """One of the models, whose layers have the schemes in turn: all, the first ``layers``, or only
+    that one (-1: none)."""
     import torch
 
     specs = MODELS[kind][form][: layers or None]
@@ -225,14 +265,21 @@ class Reference:
         from transformers import AutoModelForCausalLM
 
         self.of, self.quantized = of, quantized
-        self.read = {"k": (1.0, 1.0), "v": (1.0, 1.0)}  # factors of the scale and the offset when keys and values are read
-        self.model = AutoModelForCausalLM.from_pretrained(of.source, dtype=getattr(torch, of.dtype)).eval().float()
+        # factors of the scale and the offset when keys and values are read
+        self.read = {"k": (1.0, 1.0), "v": (1.0, 1.0)}
+        self.model = (
+            AutoModelForCausalLM.from_pretrained(of.source, dtype=getattr(torch, of.dtype))
+            .eval()
+            .float()
+        )
         for name, own in of.made.matrices.items():
             self.put(name, own)
         for name, module in self.model.named_modules():
             made = of.made.matrices.get(name)
             if quantized and made is not None and made.spec.inputs != "none":
-                module.register_forward_pre_hook(lambda _, given, name=name: (self.inputs(name, given[0]),))
+                module.register_forward_pre_hook(
+                    lambda _, given, name=name: (self.inputs(name, given[0]),)
+                )
             if name.endswith(".experts"):
                 module.forward = functools.partial(self.experts, name, module)
 
@@ -272,7 +319,9 @@ class Reference:
             if not len(token):
                 continue
             first, second = (f"{name}.{expert}.{part}" for part in ("gate_proj", "down_proj"))
-            gate, up = (self.expert_inputs(first, x[token]) @ module.gate_up_proj[expert].T).chunk(2, -1)
+            gate, up = (self.expert_inputs(first, x[token]) @ module.gate_up_proj[expert].T).chunk(
+                2, -1
+            )
             inner = torch.nn.functional.silu(gate) * up
             made = self.expert_inputs(second, inner) @ module.down_proj[expert].T
             out.index_add_(0, token, made * weights[token, place, None])
@@ -289,14 +338,26 @@ class Reference:
         made, read = self.of.made.cache if self.quantized else {}, self.read
 
         class Cache(DynamicCache):
-            def update(self, key_states: Any, value_states: Any, layer_idx: int, *arguments: Any, **named: Any) -> Any:
+            def update(
+                self,
+                key_states: Any,
+                value_states: Any,
+                layer_idx: int,
+                *arguments: Any,
+                **named: Any,
+            ) -> Any:
                 found = super().update(key_states, value_states, layer_idx, *arguments, **named)
-                return tuple(rounded(x, layer_idx, part) for x, part in zip(found, "kv", strict=True))
+                return tuple(
+                    rounded(x, layer_idx, part) for x, part in zip(found, "kv", strict=True)
+                )
 
         def rounded(x: Any, layer: int, part: str) -> Any:
             if f"model.layers.{layer}.self_attn.{part}_proj" not in made:
                 return x
-            scale, offset = (each.view(x.shape[1], 1, -1) for each in made[f"model.layers.{layer}.self_attn.{part}_proj"])
+            scale, offset = (
+                each.view(x.shape[1], 1, -1)
+                for each in made[f"model.layers.{layer}.self_attn.{part}_proj"]
+            )
             factor, less = read[part]
             return ((x / scale + offset).round().clamp(-128, 127) - offset * less) * scale * factor
 
@@ -305,7 +366,8 @@ class Reference:
             return self.model(torch.tensor([tokens]), **cached).logits[0].float().log_softmax(-1)
 
     def compare(self, served: list[list[dict[str, Any]]]) -> tuple[int, float, float]:
-        """Number of tokens, and the largest and average log-probability difference from the reference."""
+        """Number of tokens, and the largest and average log-probability difference from the
+        reference."""
         count, _, most, mean = layouts.distances(self.logprobs, COMMON["vocab_size"], served)
         return count, most, mean
 
@@ -349,7 +411,9 @@ def wrong_scale(own: Matrix) -> Matrix:
 
 def swapped_halves(own: Matrix) -> Matrix:
     """The two 4-bit values of each byte, swapped."""
-    return Matrix(own.spec, own.values.unflatten(1, (-1, 2)).flip(-1).flatten(1), own.scale, own.zero)
+    return Matrix(
+        own.spec, own.values.unflatten(1, (-1, 2)).flip(-1).flatten(1), own.scale, own.zero
+    )
 
 
 def no_offset(own: Matrix) -> Matrix:
@@ -359,16 +423,39 @@ def no_offset(own: Matrix) -> Matrix:
 def main() -> None:
     """See tools/check quantized."""
     parser = argparse.ArgumentParser(prog="tools/check quantized", description=__doc__)
-    parser.add_argument("layouts", nargs="*", metavar="LAYOUT", help=f"as in tools/check layouts (default: {', '.join(LAYOUTS)})")
-    parser.add_argument("--model", choices=[*MODELS], action="append", help="default: all")
-    parser.add_argument("--format", choices=[*DENSE], action="append", help="default: all that the model has")
-    parser.add_argument("--dtype", choices=["bfloat16", "float16"], action="append", help="default: both")
     parser.add_argument(
-        "--break", dest="broken", action="store_true", help="also break each scheme once, and print how far it is then"
+        "layouts",
+        nargs="*",
+        metavar="LAYOUT",
+        help=f"as in tools/check layouts (default: {', '.join(LAYOUTS)})",
+    )
+    parser.add_argument("--model", choices=[*MODELS], action="append", help="default: all")
+    parser.add_argument(
+        "--format", choices=[*DENSE], action="append", help="default: all that the model has"
+    )
+    parser.add_argument(
+        "--dtype", choices=["bfloat16", "float16"], action="append", help="default: both"
+    )
+    parser.add_argument(
+        "--break",
+        dest="broken",
+        action="store_true",
+        help="also break each scheme once, and print how far it is then",
     )
     parser.add_argument("--timeout", type=float, default=600, help="seconds for one engine")
     options = parser.parse_args()
-    columns = ["model", "format", "dtype", "layout", "tokens", "average", "most", "average", "most", "seconds"]
+    columns = [
+        "model",
+        "format",
+        "dtype",
+        "layout",
+        "tokens",
+        "average",
+        "most",
+        "average",
+        "most",
+        "seconds",
+    ]
     print(f"| {' | '.join(columns)} |\n|{'---|' * len(columns)}", flush=True)
     wrong, broken = 0, []
     with tempfile.TemporaryDirectory() as directory:
@@ -378,25 +465,38 @@ def main() -> None:
                     cache = kind == "dense" and form == "ascend"
                     model = make(kind, form, dtype, Path(directory), cache=cache)
                     for layout in options.layouts or LAYOUTS:
-                        label = f"| {kind} | {form}{', int8 KV cache' * cache} | {dtype} | {layout} |"
+                        label = (
+                            f"| {kind} | {form}{', int8 KV cache' * cache} | {dtype} | {layout} |"
+                        )
                         served = serve(model, layouts.OF_EXPERTS[layout], options.timeout)
                         if isinstance(served, str):
                             print(f"{label} failed: {served} | | | | | |", flush=True)
                             wrong += 1
                             continue
-                        exact, alike = Reference(model, quantized=False), Reference(model, quantized=True)
+                        exact, alike = (
+                            Reference(model, quantized=False),
+                            Reference(model, quantized=True),
+                        )
                         count, most, mean = exact.compare(served["results"])
                         _, most_alike, mean_alike = alike.compare(served["results"])
-                        figures = " | ".join(f"{value:.4f}" for value in (mean_alike, most_alike, mean, most))
-                        print(f"{label} {count} | {figures} | {served['seconds']:.0f} |", flush=True)
+                        figures = " | ".join(
+                            f"{value:.4f}" for value in (mean_alike, most_alike, mean, most)
+                        )
+                        print(
+                            f"{label} {count} | {figures} | {served['seconds']:.0f} |", flush=True
+                        )
                         wrong += not (mean_alike < BOUND and mean < FLOAT_BOUND)
                         if options.broken:
                             found = alike.broken(served["results"])
-                            broken += [f"{label} {' | '.join(key)} | {value:.4f} |" for key, value in found.items()]
+                            broken += [
+                                f"{label} {' | '.join(key)} | {value:.4f} |"
+                                for key, value in found.items()
+                            ]
                             wrong += any(value < BOUND for value in found.values())
     if broken:
         print(
-            "\n| model | format | dtype | layout | scheme | broken by | average |\n|---|---|---|---|---|---|---|",
+            "\n| model | format | dtype | layout | scheme | broken by | average"
+            " |\n|---|---|---|---|---|---|---|",
             *broken,
             sep="\n",
         )

@@ -1,4 +1,5 @@
-"""Log-probabilities of Hugging Face transformers and PEFT in float32 on the CPU, under an engine's own tokens."""
+"""Log-probabilities of Hugging Face transformers and PEFT in float32 on the CPU, under an engine's
+own tokens."""
 
 from __future__ import annotations
 
@@ -9,7 +10,8 @@ from typing import Any
 
 @functools.cache
 def reference(model: Path, adapter: Path | None = None, dtype: str = "float32") -> Any:
-    """The model with the engine's weights (rounded to dtype), computing in float32, with or without an adapter."""
+    """The model with the engine's weights (rounded to dtype), computing in float32, with or without
+    an adapter."""
     import torch
     from transformers import AutoModelForCausalLM
 
@@ -22,18 +24,26 @@ def reference(model: Path, adapter: Path | None = None, dtype: str = "float32") 
 
 
 def logits(model: Any, prompt: list[int], answers: list[list[int]]) -> Any:
-    """Logits of each token of several equally long answers to a prompt, ``[answers, tokens, vocabulary]``."""
+    """Logits of each token of several equally long answers to a prompt, ``[answers, tokens,
+    vocabulary]``."""
     import torch
 
     with torch.no_grad():
-        return model(torch.tensor([prompt + answer for answer in answers])).logits[:, len(prompt) - 1 : -1]
+        return model(torch.tensor([prompt + answer for answer in answers])).logits[
+            :, len(prompt) - 1 : -1
+        ]
 
 
 def distance(model: Any, prompt: list[int], answer: dict[str, Any]) -> tuple[int, float]:
-    """Tokens of an answer that differ from the model's argmax, and the largest log-probability difference."""
+    """Tokens of an answer that differ from the model's argmax, and the largest log-probability
+    difference."""
     import torch
 
     exact = logits(model, prompt, [answer["tokens"]])[0].log_softmax(-1)
     tokens = torch.tensor(answer["tokens"])
     others = int((exact.argmax(-1) != tokens).sum())
-    return others, float((exact.gather(1, tokens.unsqueeze(1)).squeeze(1) - torch.tensor(answer["logprobs"])).abs().max())
+    return others, float(
+        (exact.gather(1, tokens.unsqueeze(1)).squeeze(1) - torch.tensor(answer["logprobs"]))
+        .abs()
+        .max()
+    )

@@ -1,7 +1,9 @@
-"""Choices of experts and of tokens that are ties within float32, by which two right computations differ.
+"""Choices of experts and of tokens that are ties within float32, by which two right computations
+differ.
 
-Sums in another order differ by some 1e-6 of themselves. Where the scores of the last choice and of the next one are as near, the
-other may be chosen, and with random weights a log-probability changes by much more. Here the reference takes the other one.
+Sums in another order differ by some 1e-6 of themselves. Where the scores of the last choice and of
+the next one are as near, the other may be chosen, and with random weights a log-probability changes
+by much more. Here the reference takes the other one.
 """
 
 from __future__ import annotations
@@ -32,7 +34,9 @@ def exchanged(ties: list[Tie], found: list[Tie]) -> Iterator[None]:
         best = plain(scores, k + 1, dim=-1)
         values, places = best.values.view(-1, k + 1), best.indices.view(-1, k + 1)
         near = (values[:, k - 1] - values[:, k]) / values[:, k - 1].abs()
-        found.extend((float(near[row]), calls, row) for row in (near < NEAR).nonzero().flatten().tolist())
+        found.extend(
+            (float(near[row]), calls, row) for row in (near < NEAR).nonzero().flatten().tolist()
+        )
         for _, _, row in (tie for tie in ties if tie[1] == calls):
             taken = made[1].view(-1, k)[row]
             taken[taken == places[row, k - 1]] = places[row, k]

@@ -1,6 +1,8 @@
-"""Names of torchvision, of which there is no build for the CPU build of torch: `torchvision_names.stand_in()`.
+"""Names of torchvision, of which there is no build for the CPU build of torch:
+`torchvision_names.stand_in()`.
 
-The text models of some families are in files of vLLM that import its image functions, and use none of them.
+The text models of some families are in files of vLLM that import its image functions, and use none
+of them.
 """
 
 from __future__ import annotations
@@ -10,11 +12,19 @@ import sys
 from importlib.machinery import ModuleSpec
 from types import ModuleType
 
-MODULES = ("", ".io", ".transforms", ".transforms.functional", ".transforms.v2", ".transforms.v2.functional")
+MODULES = (
+    "",
+    ".io",
+    ".transforms",
+    ".transforms.functional",
+    ".transforms.v2",
+    ".transforms.v2.functional",
+)
 
 
 def stand_in() -> None:
-    """Let torchvision be imported in this process; a name of it is an empty class. Nothing where it is installed."""
+    """Let torchvision be imported in this process; a name of it is an empty class. Nothing where it
+    is installed."""
     if importlib.util.find_spec("torchvision"):
         return
     for name in (f"torchvision{each}" for each in MODULES):

@@ -1,4 +1,5 @@
-"""Launches, bytes and host waits of this process's steps, from the emulator's trace (ASCEND_EMULATOR_TRACE)."""
+"""Launches, bytes and host waits of this process's steps, from the emulator's trace
+(ASCEND_EMULATOR_TRACE)."""
 
 from __future__ import annotations
 
@@ -21,17 +22,25 @@ def events() -> list[dict]:
 
 
 def summary(step: list[dict]) -> dict[str, Any]:
-    """One step's launches by name, bytes moved in memory and between NPUs, and number of host waits."""
+    """One step's launches by name, bytes moved in memory and between NPUs, and number of host
+    waits."""
     launched = [
-        event for event in step if event["cat"] in ("operator", "copy", "collective") and event["name"] not in HOST_COPIES
+        event
+        for event in step
+        if event["cat"] in ("operator", "copy", "collective") and event["name"] not in HOST_COPIES
     ]
     # an operator on tensors without elements launches no kernel
     launched = [event for event in launched if event["cat"] != "operator" or event["args"]["bytes"]]
     launched.sort(key=lambda event: event["ts"])
     first = next(event["ts"] for event in launched if event["cat"] == "operator")
-    # The sampled tokens' way to the host. The V2 runner updates its states behind it, and meanwhile waits for the tokens.
+    # The sampled tokens' way to the host. The V2 runner updates its states behind it, and meanwhile
+    # waits for the tokens.
     last = max(event["ts"] for event in launched if event["cat"] == "copy")
-    waits = [event["ts"] + event["dur"] for event in step if event["cat"] == "synchronize" or event["name"] in HOST_COPIES]
+    waits = [
+        event["ts"] + event["dur"]
+        for event in step
+        if event["cat"] == "synchronize" or event["name"] in HOST_COPIES
+    ]
     sent = [event["args"].get("link", 0) for event in launched if event["cat"] == "collective"]
     moved: Counter[str] = Counter()
     for event in launched:

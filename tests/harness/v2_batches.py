@@ -8,7 +8,8 @@ import torch
 from ascend_platform.worker.v2 import inputs
 from ascend_platform.worker.v2.host_inputs import HostInputs
 
-ROWS, WIDTH, VOCABULARY = 8, 96, 40  # requests that there is space for, tokens of one, different tokens
+# requests that there is space for, tokens of one, different tokens
+ROWS, WIDTH, VOCABULARY = 8, 96, 40
 
 
 def device(values: Any, dtype: torch.dtype = torch.int32) -> torch.Tensor:
@@ -35,7 +36,9 @@ class Batch:
                 self.total[row] = self.prefill_len[row]
                 self.computed[row] = rng.randrange(self.prefill_len[row])
                 left = self.prefill_len[row] - self.computed[row]
-                self.lengths.append(0 if empty and rng.random() < 0.4 else rng.choice([left, rng.randint(1, left)]))
+                self.lengths.append(
+                    0 if empty and rng.random() < 0.4 else rng.choice([left, rng.randint(1, left)])
+                )
         self.starts = [sum(self.lengths[:number]) for number in range(len(self.rows) + 1)]
         self.num_tokens = self.starts[-1]
         self.last = [rng.randrange(VOCABULARY) for _ in range(ROWS)]
@@ -45,10 +48,14 @@ class Batch:
         self.step, self.step_on_host = self.make_step(False), self.make_step(True)
         assert self.step_on_host.host is not None
         self.host = self.step_on_host.host
-        self.seq_lens = [self.computed[row] + length for row, length in zip(self.rows, self.lengths, strict=True)]
+        self.seq_lens = [
+            self.computed[row] + length for row, length in zip(self.rows, self.lengths, strict=True)
+        ]
 
     def make_step(self, on_host: bool) -> inputs.Step:
-        computed, prefill_len = (np.array(values)[self.rows] for values in (self.computed, self.prefill_len))
+        computed, prefill_len = (
+            np.array(values)[self.rows] for values in (self.computed, self.prefill_len)
+        )
         rows, lengths = np.array(self.rows), np.array(self.lengths)
         buffers = device(self.tokens), device([0] * 2 * ROWS, torch.int64)
         host = HostInputs(rows, lengths, computed, prefill_len, *buffers) if on_host else None

@@ -1,4 +1,5 @@
-"""A copy of the installed vLLM with one name renamed or changed, for what is bound to vLLM's source."""
+"""A copy of the installed vLLM with one name renamed or changed, for what is bound to vLLM's
+source."""
 
 import ast
 import os
@@ -17,8 +18,14 @@ INSTALLED = Path(_SPEC.origin).parent
 
 
 def make(directory: Path) -> Path:
-    """Copy vLLM to a directory for PYTHONPATH; until :func:`write`, the files are links to the installed ones."""
-    shutil.copytree(INSTALLED, directory / "vllm", copy_function=os.symlink, ignore=shutil.ignore_patterns("__pycache__"))
+    """Copy vLLM to a directory for PYTHONPATH; until :func:`write`, the files are links to the
+    installed ones."""
+    shutil.copytree(
+        INSTALLED,
+        directory / "vllm",
+        copy_function=os.symlink,
+        ignore=shutil.ignore_patterns("__pycache__"),
+    )
     return directory
 
 
@@ -29,14 +36,19 @@ def write(directory: Path, file: str, text: str) -> None:
 
 
 def edited(target: str, renamed: bool) -> tuple[str, str]:
-    """The file of a target below site-packages, and its text with the target renamed or with another body."""
+    """The file of a target below site-packages, and its text with the target renamed or with
+    another body."""
     module, _, qualname = target.partition(":")
     path = INSTALLED.parent.joinpath(*module.split("."))
     path = path / "__init__.py" if path.is_dir() else path.with_suffix(".py")
     text = path.read_text()
     if qualname.endswith(".*"):
         prefix = qualname.removesuffix("*")
-        text = text.replace(prefix, "torch.accelerator.") if renamed else f"{text}\n\ndef another():\n    {prefix}another()\n"
+        text = (
+            text.replace(prefix, "torch.accelerator.")
+            if renamed
+            else f"{text}\n\ndef another():\n    {prefix}another()\n"
+        )
         return str(path.relative_to(INSTALLED.parent)), text
     nodes: list[ast.AST] = [ast.parse(text)]
     for name in qualname.split("."):
@@ -59,7 +71,9 @@ def rename_in_importers(directory: Path, target: str) -> None:
     for path in INSTALLED.rglob("*.py"):
         text = path.read_text()
         if f"from {module} import" in text:
-            changed = re.sub(rf"^( +){name},$", rf"\1{name}_renamed as {name},", text, flags=re.MULTILINE)
+            changed = re.sub(
+                rf"^( +){name},$", rf"\1{name}_renamed as {name},", text, flags=re.MULTILINE
+            )
             if changed != text:
                 write(directory, str(path.relative_to(INSTALLED.parent)), changed)
 
@@ -100,7 +114,10 @@ IR_USERS = {
     ],
     "model_executor/layers/activation.py": [(r"from vllm import ir\n", ""), (r"ir\.ops\.", "")],
     "model_executor/layers/mhc.py": [
-        (r"    from vllm import ir\n", "    from vllm.model_executor.layers.layernorm import rms_norm\n"),
+        (
+            r"    from vllm import ir\n",
+            "    from vllm.model_executor.layers.layernorm import rms_norm\n",
+        ),
         (r"ir\.ops\.", ""),
     ],
 }
@@ -108,9 +125,11 @@ IR_USERS = {
 
 
 def without_ir(directory: Path) -> None:
-    """Delete vLLM's IR from a copy, as vLLM 0.34 announces: the package, its configuration, option and hooks of platforms.
+    """Delete vLLM's IR from a copy, as vLLM 0.34 announces: the package, its configuration, option
+    and hooks of platforms.
 
-    The PyTorch forms of its operators become functions of the modules of vLLM's layers that call them.
+    The PyTorch forms of its operators become functions of the modules of vLLM's layers that call
+    them.
     """
     root = directory / "vllm"
     for file, edits in IR_USERS.items():
@@ -121,10 +140,16 @@ def without_ir(directory: Path) -> None:
         operators = INSTALLED / "ir" / "ops" / Path(file).name
         if operators.exists() and file.startswith("model_executor"):
             tree = ast.parse(operators.read_text())
-            called = [node for node in tree.body if isinstance(node, ast.FunctionDef) and f"{node.name}(" in text]
+            called = [
+                node
+                for node in tree.body
+                if isinstance(node, ast.FunctionDef) and f"{node.name}(" in text
+            ]
             for node in called:
                 node.decorator_list.clear()
-            text += "\n\nfrom torch import Tensor\n\n" + "\n\n".join(map(ast.unparse, called)) + "\n"
+            text += (
+                "\n\nfrom torch import Tensor\n\n" + "\n\n".join(map(ast.unparse, called)) + "\n"
+            )
         write(directory, f"vllm/{file}", text)
     shutil.rmtree(root / "ir")
 

@@ -1,5 +1,6 @@
-"""Import rules: packages meet in ascend_platform's extension and transfer alone, product code does not know the emulator, tools/
-and tests/ do not import each other, and no modules import each other in a circle."""
+"""Import rules: packages meet in ascend_platform's extension and transfer alone, product code does
+not know the emulator, tools/ and tests/ do not import each other, and no modules import each other
+in a circle."""
 
 import ast
 import json
@@ -30,7 +31,9 @@ def imported(path: Path) -> Iterator[str]:
 def test_packages_import_only_the_interface_of_the_platform(path: Path) -> None:
     own = path.relative_to(PACKAGES).parts[2]
     across = [name for name in imported(path) if (top := name.split(".")[0]) in OURS and top != own]
-    assert [name for name in across if not f"{name}.".startswith(tuple(f"{each}." for each in DOORS))] == []
+    assert [
+        name for name in across if not f"{name}.".startswith(tuple(f"{each}." for each in DOORS))
+    ] == []
 
 
 @pytest.mark.parametrize(
@@ -44,26 +47,39 @@ def test_product_code_does_not_know_the_emulator(path: Path) -> None:
 
 TESTS, TOOLS = checkout.ROOT / "tests", checkout.TOOLS
 PARTS = ("programs", "e2e", "plugins", "project")
-COMMANDS = [path for path in TOOLS.iterdir() if path.is_file() and path.read_bytes().startswith(b"#!/usr/bin/env python3")]
+COMMANDS = [
+    path
+    for path in TOOLS.iterdir()
+    if path.is_file() and path.read_bytes().startswith(b"#!/usr/bin/env python3")
+]
 
 
 def modules(top: Path, package: str = "") -> dict[str, Path]:
-    """The files of a folder by the names that they are imported under, commands without a suffix included."""
+    """The files of a folder by the names that they are imported under, commands without a suffix
+    included."""
     found = {}
     for path in [*top.rglob("*.py"), *(path for path in COMMANDS if path.parent == top)]:
         parts = path.relative_to(top).with_suffix("").parts
-        found[".".join(filter(None, (package, *(part for part in parts if part != "__init__"))))] = path
+        found[
+            ".".join(filter(None, (package, *(part for part in parts if part != "__init__"))))
+        ] = path
     return found
 
 
 def imported_modules(path: Path, known: Collection[str]) -> set[str]:
-    """Those of the known modules that a file imports, also inside functions and under TYPE_CHECKING."""
+    """Those of the known modules that a file imports, also inside functions and under
+    TYPE_CHECKING."""
     names = set(imported(path))
-    return {name for name in names | {name.rpartition(".")[0] for name in names - {*known}} if name in known}
+    return {
+        name
+        for name in names | {name.rpartition(".")[0] for name in names - {*known}}
+        if name in known
+    }
 
 
 def circles(known: dict[str, Path]) -> list[list[str]]:
-    """Groups of modules each of which imports all others of its group, directly or by way of them."""
+    """Groups of modules each of which imports all others of its group, directly or by way
+    of them."""
     graph = {name: imported_modules(path, known) - {name} for name, path in known.items()}
     reached: dict[str, set[str]] = {}
     for start in graph:
@@ -72,20 +88,32 @@ def circles(known: dict[str, Path]) -> list[list[str]]:
             fresh = graph[waiting.pop()] - reached[start]
             reached[start] |= fresh
             waiting += fresh
-    groups = {tuple(sorted(name for name in reached[one] if one in reached[name])) for one in graph if one in reached[one]}
+    groups = {
+        tuple(sorted(name for name in reached[one] if one in reached[name]))
+        for one in graph
+        if one in reached[one]
+    }
     return [list(group) for group in sorted(groups)]
 
 
 def test_a_circle_is_found(tmp_path: Path) -> None:
     (tmp_path / "one.py").write_text("from p import two\n")
     (tmp_path / "two.py").write_text("def f():\n    from p.three import x\n")
-    (tmp_path / "three.py").write_text("from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    from p.one import y\n")
+    (tmp_path / "three.py").write_text(
+        "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    from p.one import y\n"
+    )
     (tmp_path / "four.py").write_text("from p import one, two\n")
     assert circles(modules(tmp_path, "p")) == [["p.one", "p.three", "p.two"]]
 
 
-FOLDERS = {path.name: (path, path.name) for path in sorted(PACKAGES.glob("*/src/*")) if path.is_dir()}
-FOLDERS |= {"harness": (TESTS / "harness", "harness"), "programs": (TESTS / "programs", ""), "tools": (TOOLS, "")}
+FOLDERS = {
+    path.name: (path, path.name) for path in sorted(PACKAGES.glob("*/src/*")) if path.is_dir()
+}
+FOLDERS |= {
+    "harness": (TESTS / "harness", "harness"),
+    "programs": (TESTS / "programs", ""),
+    "tools": (TOOLS, ""),
+}
 
 
 @pytest.mark.parametrize("name", FOLDERS)
@@ -105,16 +133,22 @@ def test_tools_import_nothing_of_the_tests() -> None:
 
 
 def test_tests_import_nothing_of_the_tools() -> None:
-    own = {path.stem for path in TOOLS.iterdir() if path.is_dir() and any(path.glob("*.py"))} | {path.name for path in COMMANDS}
+    own = {path.stem for path in TOOLS.iterdir() if path.is_dir() and any(path.glob("*.py"))} | {
+        path.name for path in COMMANDS
+    }
     assert {"environment", "versions", "docs-tables"} <= own
     assert tops([*TESTS.rglob("*.py"), *PACKAGES.glob("*/tests/*.py")]) & own == set()
 
 
 @pytest.mark.parametrize("part", ["harness", *PARTS, "packages"])
 def test_tests_import_of_each_other_the_harness_alone(part: str) -> None:
-    files = [*PACKAGES.glob("*/tests/*.py")] if part == "packages" else [*(TESTS / part).rglob("*.py")]
+    files = (
+        [*PACKAGES.glob("*/tests/*.py")] if part == "packages" else [*(TESTS / part).rglob("*.py")]
+    )
     assert files
-    others = {*PARTS, "conftest"} | {path.stem for other in PARTS if other != part for path in (TESTS / other).glob("*.py")}
+    others = {*PARTS, "conftest"} | {
+        path.stem for other in PARTS if other != part for path in (TESTS / other).glob("*.py")
+    }
     assert tops(files) & others == set()
 
 
@@ -158,7 +192,8 @@ print(json.dumps([sorted(crossed), loaded]))
 
 
 def crossings(path: Path | None = None) -> tuple[list[str], list[str]]:
-    """Names that the siblings use of each other and of the platform when all their modules are imported, and these modules."""
+    """Names that the siblings use of each other and of the platform when all their modules are
+    imported, and these modules."""
     script = WATCH if path is None else f"import sys\nsys.path.insert(0, {str(path)!r})\n{WATCH}"
     names = SIBLINGS if path is None else sorted(each.name for each in path.iterdir())
     command = [sys.executable, "-c", script, json.dumps(names), json.dumps(DOORS)]
@@ -177,8 +212,9 @@ def test_siblings_use_only_the_public_interface() -> None:
 def test_use_of_other_names_is_found(tmp_path: Path) -> None:
     (tmp_path / "plugin_of_somebody").mkdir()
     (tmp_path / "plugin_of_somebody" / "__init__.py").write_text(
-        "from ascend_platform import extension, host\nimport ascend_platform.cli.main\n"
-        "def register():\n    extension.requirements.declared('x')\n    extension.join('somebody', 'somebody')\n"
+        "from ascend_platform import extension, host\nimport ascend_platform.cli.main\ndef"
+        " register():\n    extension.requirements.declared('x')\n    extension.join('somebody',"
+        " 'somebody')\n"
     )
     assert crossings(tmp_path)[0] == [
         "plugin_of_somebody: ascend_platform.cli.main.",

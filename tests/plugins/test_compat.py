@@ -1,4 +1,5 @@
-"""Shims for other versions of vLLM: each is needed by the lowest supported version, used only where needed, and correct."""
+"""Shims for other versions of vLLM: each is needed by the lowest supported version, used only where
+needed, and correct."""
 
 import importlib
 import importlib.metadata
@@ -47,7 +48,9 @@ def test_wheels_are_for_the_versions_that_the_suite_runs_on(distribution: str) -
 def test_shim_is_needed_by_the_lowest_supported_vllm(distribution: str, shim: Any) -> None:
     """When this fails, delete the shim: write its ``otherwise`` where it is called."""
     (lowest,) = (Version(each.version) for each in admitted(distribution) if each.operator == ">=")
-    assert lowest < Version(shim.until), f"vLLM {lowest} has what {shim.function.__name__} makes up for"
+    assert lowest < Version(shim.until), (
+        f"vLLM {lowest} has what {shim.function.__name__} makes up for"
+    )
 
 
 @pytest.mark.parametrize(("distribution", "shim"), shims())
@@ -58,13 +61,18 @@ def test_shim_is_used_by_the_versions_that_need_it_alone(distribution: str, shim
 
 @pytest.mark.parametrize("splits", [1, 2])
 def test_slot_mapping_with_smaller_blocks_in_the_table(splits: int) -> None:
-    """The slot mapping kernel of 0.31, whose block table may use smaller blocks than the KV cache."""
-    size, positions, table = 16, [5, 40, 41, 42], [[7, 3, 9, 1], [2, 8, 4, 6]]  # one request decodes, one brings three tokens
+    """The slot mapping kernel of 0.31, whose block table may use smaller blocks than the
+    KV cache."""
+    # one request decodes, one brings three tokens
+    size, positions, table = 16, [5, 40, 41, 42], [[7, 3, 9, 1], [2, 8, 4, 6]]
     slots = torch.zeros(8, dtype=torch.int64, device="npu")
     mapping = SHIMS["slot_mapping_kernel"].function(compute_slot_mapping)
     mapping(
         4, 8, torch.tensor([0, 1, 4], dtype=torch.int32, device="npu"), torch.tensor(positions, device="npu"),
         torch.tensor(table, dtype=torch.int32, device="npu"), 4, size, slots, size * splits, splits, 1, 0, 1, -1, 1024,
     )  # fmt: skip
-    expected = [table[owner][p // size] * size + p % size for owner, p in zip([0, 1, 1, 1], positions, strict=True)]
+    expected = [
+        table[owner][p // size] * size + p % size
+        for owner, p in zip([0, 1, 1, 1], positions, strict=True)
+    ]
     assert slots.tolist() == expected + [0] * 4  # of no request: the model runner's

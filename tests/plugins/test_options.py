@@ -1,4 +1,5 @@
-"""Options of all wheels: documented keys are known, the doctor takes them, wrong types are refused in one line."""
+"""Options of all wheels: documented keys are known, the doctor takes them, wrong types are refused
+in one line."""
 
 import importlib.metadata
 import json
@@ -25,7 +26,11 @@ def known() -> dict[str, dict[str, object]]:
     for point in importlib.metadata.entry_points(group="vllm.general_plugins"):
         if point.name in COMPONENTS.values():
             point.load()()
-    return {name: options.config(name) for name in map(options.namespace, COMPONENTS.values()) if options.config(name)}
+    return {
+        name: options.config(name)
+        for name in map(options.namespace, COMPONENTS.values())
+        if options.config(name)
+    }
 
 
 def documented() -> set[tuple[str, str]]:
@@ -47,7 +52,8 @@ def test_doctor_takes_every_documented_option(known):
 
 
 def refusals(take: Callable[[Any], object], values: Any = WRONG) -> Iterator[str]:
-    """The messages, of one line, for the values that are refused; other exceptions fail the test."""
+    """The messages, of one line, for the values that are refused; other exceptions fail
+    the test."""
     for value in values:
         try:
             take(value)
@@ -60,7 +66,13 @@ def test_wrong_types_of_each_option_are_refused_in_one_line(known, monkeypatch):
         monkeypatch.setenv(variable, "")
     for name, keys in known.items():
         for key in keys:
-            said = list(refusals(lambda value, name=name, key=key: options.configure({"ascend": {name: {key: value}}})))
+            said = list(
+                refusals(
+                    lambda value, name=name, key=key: options.configure(
+                        {"ascend": {name: {key: value}}}
+                    )
+                )
+            )
             assert len(said) >= 6, (name, key, said)
             assert all(f"ascend.{name}.{key}" in line and "\n" not in line for line in said), said
     options.configure({})
@@ -77,7 +89,13 @@ def test_options_are_checked_where_they_are_read():
     """Which hook of vLLM reads an option first is vLLM's choice."""
     from types import SimpleNamespace
 
-    for ascend in ("x", [1], {"platform": 5}, {"platform": {"numa_bind": 1}}, {"platform": {"numabind": True}}):
+    for ascend in (
+        "x",
+        [1],
+        {"platform": 5},
+        {"platform": {"numa_bind": 1}},
+        {"platform": {"numabind": True}},
+    ):
         config = SimpleNamespace(additional_config={"ascend": ascend})
         with pytest.raises(RefusedError, match=r"^additional_config [^\n]*$"):
             options.of_platform(config, "numa_bind")

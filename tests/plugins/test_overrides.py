@@ -1,4 +1,5 @@
-"""No wheel replaces a name of vLLM past ascend-patches and ``vllm_overrides.py``, and the table of that module is complete."""
+"""No wheel replaces a name of vLLM past ascend-patches and ``vllm_overrides.py``, and the table of
+that module is complete."""
 
 import ast
 import re
@@ -12,8 +13,23 @@ from ascend_platform.worker.v2.overrides import OVERRIDES as V2_OVERRIDES
 from harness.checkout import ROOT
 
 PACKAGES = ROOT / "packages"
-FILES = sorted(path for path in PACKAGES.glob("*/src/**/*.py") if not {"ascend-emulator", "patches"} & {*path.parts})
-CHANGES = {"add", "append", "clear", "extend", "insert", "pop", "popitem", "remove", "setdefault", "update"}
+FILES = sorted(
+    path
+    for path in PACKAGES.glob("*/src/**/*.py")
+    if not {"ascend-emulator", "patches"} & {*path.parts}
+)
+CHANGES = {
+    "add",
+    "append",
+    "clear",
+    "extend",
+    "insert",
+    "pop",
+    "popitem",
+    "remove",
+    "setdefault",
+    "update",
+}
 CALLS = {"override", "add", "require", "without"}
 
 
@@ -23,7 +39,11 @@ def replaced(source: str) -> Iterator[str]:
     imported = set()
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
-            imported |= {(one.asname or one.name).partition(".")[0] for one in node.names if one.name.partition(".")[0] == "vllm"}
+            imported |= {
+                (one.asname or one.name).partition(".")[0]
+                for one in node.names
+                if one.name.partition(".")[0] == "vllm"
+            }
         elif isinstance(node, ast.ImportFrom) and (node.module or "").partition(".")[0] == "vllm":
             imported |= {one.asname or one.name for one in node.names}
 
@@ -38,9 +58,17 @@ def replaced(source: str) -> Iterator[str]:
             targets = node.targets
         elif isinstance(node, ast.AugAssign | ast.AnnAssign):
             targets = [node.target]
-        elif isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in ("setattr", "delattr"):
+        elif (
+            isinstance(node, ast.Call)
+            and isinstance(node.func, ast.Name)
+            and node.func.id in ("setattr", "delattr")
+        ):
             targets = [ast.Attribute(node.args[0], "", ast.Store())]
-        elif isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr in CHANGES:
+        elif (
+            isinstance(node, ast.Call)
+            and isinstance(node.func, ast.Attribute)
+            and node.func.attr in CHANGES
+        ):
             targets = [node.func.value] if isinstance(node.func.value, ast.Attribute) else []
         for target in targets:
             for each in target.elts if isinstance(target, ast.Tuple) else [target]:
@@ -73,19 +101,32 @@ def test_every_entry_of_the_table_is_used_and_every_use_is_an_entry() -> None:
     for path in FILES:
         tree = ast.parse(path.read_text())
         for node in ast.walk(tree):
-            if isinstance(node, ast.Call) and node.args and ast.unparse(node.func).removeprefix("vllm_overrides.") in CALLS:
+            if (
+                isinstance(node, ast.Call)
+                and node.args
+                and ast.unparse(node.func).removeprefix("vllm_overrides.") in CALLS
+            ):
                 first = node.args[0]
                 if isinstance(first, ast.Constant) and str(first.value).startswith("vllm."):
                     used.append(first.value)
-        if table := re.search(r"^OVERRIDES\b[^=\n]*= (\{.*?\})$", path.read_text(), re.DOTALL | re.MULTILINE):  # of kernels
+        # of kernels
+        if table := re.search(
+            r"^OVERRIDES\b[^=\n]*= (\{.*?\})$", path.read_text(), re.DOTALL | re.MULTILINE
+        ):
             prefix = re.search(r'^_PREFIX = "(.*)"$', path.read_text(), re.MULTILINE)
-            used += [(prefix[1] if prefix else "") + name for name in re.findall(r'"([^"]+)": ', table[1])]
-    assert sorted(set(used)) == sorted(each.target for each in (*OVERRIDES, *STATE_OVERRIDES, *V2_OVERRIDES))
+            used += [
+                (prefix[1] if prefix else "") + name
+                for name in re.findall(r'"([^"]+)": ', table[1])
+            ]
+    assert sorted(set(used)) == sorted(
+        each.target for each in (*OVERRIDES, *STATE_OVERRIDES, *V2_OVERRIDES)
+    )
 
 
 def test_readmes_say_the_number() -> None:
     patches = sum(
-        path.read_text().count("\n@patch(") for path in PACKAGES.glob("ascend-patches/src/ascend_patches/patches/patch_*.py")
+        path.read_text().count("\n@patch(")
+        for path in PACKAGES.glob("ascend-patches/src/ascend_patches/patches/patch_*.py")
     )
     text = " ".join((ROOT / "README.md").read_text().split())
     assert f"| {patches}: " in text

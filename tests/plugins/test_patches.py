@@ -1,4 +1,5 @@
-"""A third-party plugin's patches in a real engine: each is applied in its process, the engine core's before its creation."""
+"""A third-party plugin's patches in a real engine: each is applied in its process, the engine
+core's before its creation."""
 
 import os
 import subprocess
@@ -59,18 +60,26 @@ def test_each_scope_is_patched_in_its_process(tmp_path: Path) -> None:
     for function, (target, scope) in TARGETS.items():
         module, _, qualname = target.partition(":")
         source = extension.module_source(module) or ""
-        known = "0" * 12 if function in ("busy", "renamed") else extension.fingerprint(source, qualname)
+        known = (
+            "0" * 12 if function in ("busy", "renamed") else extension.fingerprint(source, qualname)
+        )
         lines.append(f"{function} = declare({function!r}, {target!r}, {scope!r}, {known!r})")
     package.joinpath("patch_traces.py").write_text(PATCHES + "\n".join(lines) + "\n")
     info = tmp_path / "plugin_of_somebody-1.0.dist-info"
     info.mkdir()
-    info.joinpath("METADATA").write_text("Metadata-Version: 2.1\nName: plugin-of-somebody\nVersion: 1.0\n")
-    info.joinpath("entry_points.txt").write_text("[vllm_ascend.patches]\nsomebody = plugin_of_somebody\n")
+    info.joinpath("METADATA").write_text(
+        "Metadata-Version: 2.1\nName: plugin-of-somebody\nVersion: 1.0\n"
+    )
+    info.joinpath("entry_points.txt").write_text(
+        "[vllm_ascend.patches]\nsomebody = plugin_of_somebody\n"
+    )
     script, trace = tmp_path / "serve.py", tmp_path / "trace"
     script.write_text(SCRIPT)
     path = os.pathsep.join(filter(None, [str(tmp_path), os.environ.get("PYTHONPATH")]))
     variables = {
-        name: value for name, value in os.environ.items() if name not in ("VLLM_PLUGINS", "VLLM_ENABLE_V1_MULTIPROCESSING")
+        name: value
+        for name, value in os.environ.items()
+        if name not in ("VLLM_PLUGINS", "VLLM_ENABLE_V1_MULTIPROCESSING")
     }
     done = subprocess.run(
         [sys.executable, str(script), str(ADDER)],
@@ -87,7 +96,13 @@ def test_each_scope_is_patched_in_its_process(tmp_path: Path) -> None:
         "init EngineCore",
         "worker EngineCore",  # one worker: it runs in the engine core's process
     ]
-    assert "patch traces.busy disabled: target vllm.v1.engine.core:EngineCoreProc.run_busy_loop has changed" in said
+    assert (
+        "patch traces.busy disabled: target vllm.v1.engine.core:EngineCoreProc.run_busy_loop has"
+        " changed" in said
+    )
     assert "expected 000000000000" in said
-    assert "patch traces.renamed disabled: target vllm.v1.engine.core:EngineCoreProc.run_loop is missing" in said
+    assert (
+        "patch traces.renamed disabled: target vllm.v1.engine.core:EngineCoreProc.run_loop is"
+        " missing" in said
+    )
     assert "Unknown vLLM environment variable" not in said

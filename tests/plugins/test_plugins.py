@@ -10,7 +10,13 @@ from pathlib import Path
 
 import pytest
 
-PLUGINS = ["ascend_attention", "ascend_communicator", "ascend_kv_connector", "ascend_model_loader", "ascend_patches"]
+PLUGINS = [
+    "ascend_attention",
+    "ascend_communicator",
+    "ascend_kv_connector",
+    "ascend_model_loader",
+    "ascend_patches",
+]
 ORDERS = [PLUGINS[i:] + PLUGINS[:i] for i in range(len(PLUGINS))] + [PLUGINS[::-1]]
 SCRIPT = """
 import json, sys
@@ -26,10 +32,19 @@ print(json.dumps([sorted(loaded & {"torch", "torch_npu", "vllm", "numpy"}), stat
 
 
 def register(order: list[str], **variables: str) -> tuple[list[str], dict[str, str]]:
-    """Heavy modules in sys.modules, and each component's state, after two calls of each `register()`."""
-    environ = {name: value for name, value in os.environ.items() if name not in ("VLLM_PLUGINS", "VLLM_VERSION")}
+    """Heavy modules in sys.modules, and each component's state, after two calls of each
+    `register()`."""
+    environ = {
+        name: value
+        for name, value in os.environ.items()
+        if name not in ("VLLM_PLUGINS", "VLLM_VERSION")
+    }
     done = subprocess.run(
-        [sys.executable, "-c", SCRIPT, *order], env=environ | variables, capture_output=True, text=True, check=True
+        [sys.executable, "-c", SCRIPT, *order],
+        env=environ | variables,
+        capture_output=True,
+        text=True,
+        check=True,
     )
     heavy, states = json.loads(done.stdout)
     return heavy, states
@@ -48,8 +63,13 @@ def test_all_are_disabled_with_an_unsupported_vllm(version: str) -> None:
     heavy, states = register(PLUGINS, VLLM_VERSION=version)
     assert heavy == []
     for name, state in states.items():
-        (declared,) = (it for it in importlib.metadata.requires(name) or [] if it.startswith("vllm"))
-        of_source = f"VLLM_TARGET_DEVICE=empty VLLM_SKIP_VERSION_SUFFIX=1 pip install --no-binary vllm '{declared}'"
+        (declared,) = (
+            it for it in importlib.metadata.requires(name) or [] if it.startswith("vllm")
+        )
+        of_source = (
+            "VLLM_TARGET_DEVICE=empty VLLM_SKIP_VERSION_SUFFIX=1 pip install --no-binary vllm"
+            f" '{declared}'"
+        )
         assert state == f"disabled: requires {declared}, found {version}; fix: {of_source}"
 
 
@@ -62,9 +82,12 @@ def test_every_component_has_features() -> None:
 def test_plugins_that_the_command_calls_active_are_those_that_vllm_loads(tmp_path: Path) -> None:
     info = tmp_path / "other_wheel-1.0.dist-info"
     info.mkdir()
-    metadata = "Metadata-Version: 2.1\nName: other-wheel\nVersion: 1.0\nRequires-Dist: vllm<0.1\n"  # vLLM does not ask
+    # vLLM does not ask
+    metadata = "Metadata-Version: 2.1\nName: other-wheel\nVersion: 1.0\nRequires-Dist: vllm<0.1\n"
     (info / "METADATA").write_text(metadata)
-    (info / "entry_points.txt").write_text("[vllm.general_plugins]\nascend_attention = other:register\nother = other:register\n")
+    (info / "entry_points.txt").write_text(
+        "[vllm.general_plugins]\nascend_attention = other:register\nother = other:register\n"
+    )
     (tmp_path / "other.py").write_text("def register(): pass\n")
     script = """
 import json, os
@@ -81,9 +104,15 @@ for allowed in (None, "", "ascend", "ascend, ascend_attention", "ascend_attentio
 print(json.dumps(found))
 """
     environ = {name: value for name, value in os.environ.items() if name != "VLLM_PLUGINS"}
-    environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(tmp_path), environ.get("PYTHONPATH")]))
-    done = subprocess.run([sys.executable, "-c", script], env=environ, capture_output=True, text=True, check=True)
+    environ["PYTHONPATH"] = os.pathsep.join(
+        filter(None, [str(tmp_path), environ.get("PYTHONPATH")])
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", script], env=environ, capture_output=True, text=True, check=True
+    )
     for allowed, theirs, ours in json.loads(done.stdout.splitlines()[-1]):
         names = {"other-wheel": "other"}
-        assert theirs == [[group, name, names.get(wheel, wheel.replace("-", "_"))] for group, name, wheel in ours]
+        assert theirs == [
+            [group, name, names.get(wheel, wheel.replace("-", "_"))] for group, name, wheel in ours
+        ]
         assert bool(theirs) == (allowed != "")

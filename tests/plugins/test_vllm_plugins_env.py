@@ -11,10 +11,19 @@ import pytest
 from harness import checkout, npus
 
 PAGE = (checkout.ROOT / "docs" / "plugins.md").read_text()
-HEAD = "| `VLLM_PLUGINS` | NPU | components active beside the platform | what it says |\n|---|---|---|---|\n"
+HEAD = (
+    "| `VLLM_PLUGINS` | NPU | components active beside the platform | what it says"
+    " |\n|---|---|---|---|\n"
+)
 TABLE = PAGE.partition(HEAD)[2].partition("\n\n")[0]
 ROWS = [[cell.strip() for cell in row[1:-1].split("|")] for row in TABLE.splitlines()]
-SIBLINGS = ["ascend-attention", "ascend-communicator", "ascend-kv-connector", "ascend-model-loader", "ascend-patches"]
+SIBLINGS = [
+    "ascend-attention",
+    "ascend-communicator",
+    "ascend-kv-connector",
+    "ascend-model-loader",
+    "ascend-patches",
+]
 
 
 def value(cell: str) -> str | None:
@@ -23,18 +32,33 @@ def value(cell: str) -> str | None:
 
 @functools.cache
 def outcomes() -> list:
-    """What tools/versions/wheel_probe.py finds for each row, in one process, since torch is imported once for all rows."""
+    """What tools/versions/wheel_probe.py finds for each row, in one process, since torch is
+    imported once for all rows."""
     values = json.dumps([value(row[0]) for row in ROWS])
     environ = {name: text for name, text in os.environ.items() if not name.startswith("VLLM_")}
-    command = [sys.executable, str(checkout.TOOLS / "versions" / "wheel_probe.py"), "filter", values]
-    done = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=300, check=True)
+    command = [
+        sys.executable,
+        str(checkout.TOOLS / "versions" / "wheel_probe.py"),
+        "filter",
+        values,
+    ]
+    done = subprocess.run(
+        command, env=environ, capture_output=True, text=True, timeout=300, check=True
+    )
     return npus.results(done.stdout)[-1]["chosen"]
 
 
 def test_table_covers_all_forms_of_the_variable() -> None:
     values = [value(row[0]) for row in ROWS]
     assert len(values) == len({*values}) >= 14
-    assert {None, "", "ascend", "ascend,ascend_attention", "ascend, ascend_attention", "ascend_attention"} <= {*values}
+    assert {
+        None,
+        "",
+        "ascend",
+        "ascend,ascend_attention",
+        "ascend, ascend_attention",
+        "ascend_attention",
+    } <= {*values}
 
 
 @pytest.mark.slow

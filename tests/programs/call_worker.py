@@ -32,11 +32,17 @@ def main(model: str, directory: Path) -> None:
         gpu_memory_utilization=0.3,
         seed=0,
         disable_log_stats=False,  # which get_metrics wants
-        profiler_config={"profiler": "torch", "torch_profiler_dir": str(profiles), "torch_profiler_with_stack": False},
+        profiler_config={
+            "profiler": "torch",
+            "torch_profiler_dir": str(profiles),
+            "torch_profiler_with_stack": False,
+        },
     )
 
     def tokens() -> list:
-        served = engine.generate([TokensPrompt(prompt_token_ids=[3, 4, 5])], SAMPLING, use_tqdm=False)
+        served = engine.generate(
+            [TokensPrompt(prompt_token_ids=[3, 4, 5])], SAMPLING, use_tqdm=False
+        )
         return [list(one.outputs[0].token_ids) for one in served]
 
     def ask(method: str, *args: object) -> Any:
@@ -48,16 +54,22 @@ def main(model: str, directory: Path) -> None:
         tokens()
         engine.stop_profile()
     result["profiles"] = sorted(
-        str(path.relative_to(profiles)) for path in profiles.glob("*/ASCEND_PROFILER_OUTPUT/trace_view.json")
+        str(path.relative_to(profiles))
+        for path in profiles.glob("*/ASCEND_PROFILER_OUTPUT/trace_view.json")
     )
     result["recorded"] = [
-        sorted({event["name"] for event in json.loads((profiles / path).read_text())}) for path in result["profiles"]
+        sorted({event["name"] for event in json.loads((profiles / path).read_text())})
+        for path in result["profiles"]
     ]
-    deadline = time.monotonic() + 20  # the worker's thread tells every five seconds, and at once when it begins
+    # the worker's thread tells every five seconds, and at once when it begins
+    deadline = time.monotonic() + 20
     while time.monotonic() < deadline and "metrics" not in result:
         found = [metric for metric in engine.get_metrics() if metric.name.startswith("vllm:npu_")]
         if found:
-            result["metrics"] = {metric.name.removeprefix("vllm:npu_"): [metric.labels, metric.value] for metric in found}
+            result["metrics"] = {
+                metric.name.removeprefix("vllm:npu_"): [metric.labels, metric.value]
+                for metric in found
+            }
     result["memory"] = torch.npu.mem_get_info(0)
     result["expandable"] = [segment["is_expandable"] for segment in torch.npu.memory_snapshot()]
     result["checksums"] = ask("compute_weight_checksums")
@@ -65,14 +77,27 @@ def main(model: str, directory: Path) -> None:
     result["checksums reset"] = ask("compute_weight_checksums")
     result["tokens reset"] = tokens()
     ask("reload_weights")
-    result["checksums reloaded"], result["tokens reloaded"] = ask("compute_weight_checksums"), tokens()
+    result["checksums reloaded"], result["tokens reloaded"] = (
+        ask("compute_weight_checksums"),
+        tokens(),
+    )
     (directory / "sharded").mkdir()
     ask("save_sharded_state", str(directory / "sharded"))
-    saved = {name: part for path in (directory / "sharded").glob("*.safetensors") for name, part in load_file(path).items()}
+    saved = {
+        name: part
+        for path in (directory / "sharded").glob("*.safetensors")
+        for name, part in load_file(path).items()
+    }
     held = ask("get_model").state_dict()
     result["saved"] = {name: bool((part == held[name].cpu()).all()) for name, part in saved.items()}
     result["answers"] = [
-        ask(method) for method in ("check_health", "synchronize_device", "reset_mm_cache", "reset_encoder_cache")
+        ask(method)
+        for method in (
+            "check_health",
+            "synchronize_device",
+            "reset_mm_cache",
+            "reset_encoder_cache",
+        )
     ]
     result["tasks"], result["inspection"] = ask("get_supported_tasks"), ask("get_model_inspection")
     try:

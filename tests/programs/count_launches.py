@@ -1,8 +1,11 @@
-"""Run by `tools/check launches`, with a trace: count what a step of small models launches and moves on one rank.
+"""Run by `tools/check launches`, with a trace: count what a step of small models launches and moves
+on one rank.
 
-    python count_launches.py '[{"name": ..., "config": {...}, "ranks": 1, "engine": {...}, "requests": 16, "prompt": 63}]'
+    python count_launches.py '[{"name": ..., "config": {...}, "ranks": 1, "engine": {...},
+    "requests": 16, "prompt": 63}]'
 
-Each case runs twice, with one more layer the second time: the difference is a layer's. Prints a line `RESULT {json}` a case.
+Each case runs twice, with one more layer the second time: the difference is a layer's. Prints a
+line `RESULT {json}` a case.
 """
 
 from __future__ import annotations
@@ -30,8 +33,17 @@ COMMON: dict[str, Any] = {
     "seed": 0,
     "max_model_len": 1024,
 }
-COMMON |= {"gpu_memory_utilization": 0.3, "max_num_seqs": 32, "max_num_batched_tokens": 2048, "enable_prefix_caching": False}
-COMMON |= {"disable_log_stats": True, "async_scheduling": False, "distributed_executor_backend": "external_launcher"}
+COMMON |= {
+    "gpu_memory_utilization": 0.3,
+    "max_num_seqs": 32,
+    "max_num_batched_tokens": 2048,
+    "enable_prefix_caching": False,
+}
+COMMON |= {
+    "disable_log_stats": True,
+    "async_scheduling": False,
+    "distributed_executor_backend": "external_launcher",
+}
 COMMON |= {"enforce_eager": True}  # which counts what a graph would hold
 
 
@@ -45,8 +57,11 @@ def steps(case: dict[str, Any], directory: Path) -> dict[str, Any]:
     pools = case["engine"].get("runner") == "pooling"
     if pools:  # for which vLLM wants a tokenizer
         kinds.tokenizer().save_pretrained(directory)
-    engine = LLM(str(directory), **COMMON | {"skip_tokenizer_init": not pools} | case["engine"]).llm_engine
-    if os.environ.get("VLLM_USE_V2_MODEL_RUNNER") == "1" and not pools:  # vLLM's warm-up leaves its parameters in the states
+    engine = LLM(
+        str(directory), **COMMON | {"skip_tokenizer_init": not pools} | case["engine"]
+    ).llm_engine
+    # vLLM's warm-up leaves its parameters in the states
+    if os.environ.get("VLLM_USE_V2_MODEL_RUNNER") == "1" and not pools:
         for request in range(case["requests"]):
             asked = SamplingParams(temperature=0, max_tokens=2, detokenize=False)
             engine.add_request(f"first {request}", {"prompt_token_ids": [3, 4]}, asked)
@@ -81,4 +96,6 @@ def run(case: dict[str, Any]) -> dict[str, Any]:
 if __name__ == "__main__":
     for each in json.loads(sys.argv[1]):
         fewer, more = (run(each | {"layers": layers}) for layers in (2, 3))
-        print("RESULT", json.dumps({"name": each["name"], "fewer": fewer, "more": more}), flush=True)
+        print(
+            "RESULT", json.dumps({"name": each["name"], "fewer": fewer, "more": more}), flush=True
+        )

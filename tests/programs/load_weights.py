@@ -1,9 +1,10 @@
-"""Run by test_model_loading.py: load models by every strategy and from every kind of peer, and an engine from a peer.
+"""Run by test_model_loading.py: load models by every strategy and from every kind of peer, and an
+engine from a peer.
 
     python tests/programs/load_weights.py DIRECTORY CASE
 
-DIRECTORY has checkpoints: `plain`, `other` (the same architecture with other weights), `quantized`, `fp8`,
-`fp8-plain`. CASE is as in serve_layout.py. Prints `RESULT {json}`.
+DIRECTORY has checkpoints: `plain`, `other` (the same architecture with other weights), `quantized`,
+`fp8`, `fp8-plain`. CASE is as in serve_layout.py. Prints `RESULT {json}`.
 """
 
 import gc
@@ -41,7 +42,8 @@ HANDLER = Lines()
 def said() -> list[str]:
     """Lines that the loader has logged since the last call, without the table."""
     if HANDLER not in extension.logger.handlers:
-        extension.logger.addHandler(HANDLER)  # vLLM, configuring its logging, takes away what others have added
+        # vLLM, configuring its logging, takes away what others have added
+        extension.logger.addHandler(HANDLER)
     found = [line.partition("\n")[0] for line in LINES if "weights" in line]
     LINES.clear()
     return found
@@ -51,17 +53,26 @@ def digest(model: torch.nn.Module) -> str:
     """SHA-256 of a model's state, including what post-processing has made of its weights."""
     made = hashlib.sha256()
     for name, tensor in sorted(model.state_dict().items()):
-        made.update(name.encode() + tensor.cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes())
+        made.update(
+            name.encode() + tensor.cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes()
+        )
     return made.hexdigest()
 
 
 def at(port: int, *more: str) -> dict[str, Any]:
-    return {"peers": [f"127.0.0.1:{port}"], "strategies": ["peer", *more], "timeout": 5, "deadline": 60}
+    return {
+        "peers": [f"127.0.0.1:{port}"],
+        "strategies": ["peer", *more],
+        "timeout": 5,
+        "deadline": 60,
+    }
 
 
 def serve(model: Path, **engine: Any) -> tuple[str, int]:
     """Load by vLLM's default loader and serve: the digest, and the port."""
-    made, _ = load(str(model), 0, {"strategies": ["default"], "serve_weights": True, "port": 0}, **engine)
+    made, _ = load(
+        str(model), 0, {"strategies": ["default"], "serve_weights": True, "port": 0}, **engine
+    )
     server.awake(True)
     assert server._published is not None
     return digest(made), server._published.port
@@ -92,13 +103,23 @@ def sharded(model: Path) -> dict[str, Any]:
 
 
 def memory(model: Path, target: str) -> dict[str, Any]:
-    """Bytes on the NPU while an FP8 checkpoint is loaded and converted: the most, and at the end; the weights' digest."""
+    """Bytes on the NPU while an FP8 checkpoint is loaded and converted: the most, and at the end;
+    the weights' digest."""
     gc.collect()
     torch.npu.empty_cache()
     before = torch.npu.memory_allocated()
     torch.npu.reset_peak_memory_stats()
-    made, _ = load(str(model), 0, {}, load_format="auto", additional_config={"ascend": {"platform": {"fp8": target}}})
-    found = {"most": torch.npu.max_memory_allocated() - before, "final": torch.npu.memory_allocated() - before}
+    made, _ = load(
+        str(model),
+        0,
+        {},
+        load_format="auto",
+        additional_config={"ascend": {"platform": {"fp8": target}}},
+    )
+    found = {
+        "most": torch.npu.max_memory_allocated() - before,
+        "final": torch.npu.memory_allocated() - before,
+    }
     return found | {"digest": digest(made)}
 
 
@@ -109,9 +130,17 @@ def main(directory: Path, case: dict[str, Any]) -> None:
     size = sum(path.stat().st_size for path in plain.glob("*.safetensors"))
     ways: dict[str, dict[str, Any]] = {
         "threads": {"strategies": ["stream"], "stream": "multithread"},
-        "threads, pinned": {"strategies": ["stream"], "stream": "multithread", "stream_pinned": True},
+        "threads, pinned": {
+            "strategies": ["stream"],
+            "stream": "multithread",
+            "stream_pinned": True,
+        },
         "runai_streamer": {"strategies": ["stream"], "stream": "runai_streamer"},
-        "runai_streamer, pinned": {"strategies": ["stream"], "stream": "runai_streamer", "stream_pinned": True},
+        "runai_streamer, pinned": {
+            "strategies": ["stream"],
+            "stream": "runai_streamer",
+            "stream_pinned": True,
+        },
         "peer": at(port),
         "no peer": at(9, "default"),
     }
@@ -130,16 +159,28 @@ def main(directory: Path, case: dict[str, Any]) -> None:
     result["quantized"] = attempt(directory / "quantized", at(quantized))
     result["other quantization"] = attempt(plain, at(quantized))
     result["sharded state"] = sharded(plain)
-    result["fp8"] = {target: memory(directory / "fp8", target) for target in ("dequantize", "W8A8_DYNAMIC")}
+    result["fp8"] = {
+        target: memory(directory / "fp8", target) for target in ("dequantize", "W8A8_DYNAMIC")
+    }
     result["fp8 plain"] = attempt(directory / "fp8-plain", {}, load_format="auto")
     result["quantized sharded state"] = sharded(directory / "quantized")
 
     _, port = serve(Path(case["model"]))
     said()
-    options = serve_layout.COMMON | {"load_format": "netloader", "enable_sleep_mode": True, "gpu_memory_utilization": 0.3}
+    options = serve_layout.COMMON | {
+        "load_format": "netloader",
+        "enable_sleep_mode": True,
+        "gpu_memory_utilization": 0.3,
+    }
     options |= {"enable_lora": True}  # whose layers are put around those that are loaded
-    engine = LLM(case["model"], model_loader_extra_config=at(port) | {"serve_weights": True, "port": 0}, **options)
-    result["answers"] = [[each] for each in serve_layout.answers(engine, case, range(len(case["prompts"]))).values()]
+    engine = LLM(
+        case["model"],
+        model_loader_extra_config=at(port) | {"serve_weights": True, "port": 0},
+        **options,
+    )
+    result["answers"] = [
+        [each] for each in serve_layout.answers(engine, case, range(len(case["prompts"]))).values()
+    ]
     result["engine said"] = said()
     assert server._published is not None
     port = server._published.port

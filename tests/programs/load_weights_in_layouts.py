@@ -1,8 +1,10 @@
-"""Run by test_model_loading.py on two NPUs: load a mixture of experts in each layout from a server of each layout.
+"""Run by test_model_loading.py on two NPUs: load a mixture of experts in each layout from a server
+of each layout.
 
     python tests/programs/load_weights_in_layouts.py MODEL PORT
 
-The server of layout i has the ports from PORT + 10 i on. Prints `RESULT {json}`: for each pair, what became of it in each rank.
+The server of layout i has the ports from PORT + 10 i on. Prints `RESULT {json}`: for each pair,
+what became of it in each rank.
 """
 
 import json
@@ -23,7 +25,12 @@ from vllm.engine.arg_utils import EngineArgs
 from vllm.model_executor.model_loader import register_model_loader
 
 LAYOUTS = ("TP2", "PP2", "TP2 EP2", "DP2")
-OPTIONS: dict[str, Any] = {"load_format": "ascend_peer", "dtype": "bfloat16", "skip_tokenizer_init": True, "enforce_eager": True}
+OPTIONS: dict[str, Any] = {
+    "load_format": "ascend_peer",
+    "dtype": "bfloat16",
+    "skip_tokenizer_init": True,
+    "enforce_eager": True,
+}
 
 
 class Layout:
@@ -40,7 +47,9 @@ class Layout:
         self._current = set_current_vllm_config(self.config)
         self._current.__enter__()
         parallel = self.config.parallel_config
-        parallel_state.ensure_model_parallel_initialized(parallel.tensor_parallel_size, parallel.pipeline_parallel_size)
+        parallel_state.ensure_model_parallel_initialized(
+            parallel.tensor_parallel_size, parallel.pipeline_parallel_size
+        )
         return self
 
     def __exit__(self, *error: Any) -> None:
@@ -50,7 +59,9 @@ class Layout:
     def load(self, extra: dict[str, Any]) -> str:
         self.config.load_config.model_loader_extra_config = extra
         self.config.compilation_config.static_forward_context.clear()
-        return digest(Loader(self.config.load_config).load_model(self.config, self.config.model_config))
+        return digest(
+            Loader(self.config.load_config).load_model(self.config, self.config.model_config)
+        )
 
 
 def work(model: str, port: int) -> dict[str, str]:
@@ -60,7 +71,9 @@ def work(model: str, port: int) -> dict[str, str]:
     found, servers = {}, []
     for number, name in enumerate(LAYOUTS):
         with Layout(model, name) as layout:
-            found[name] = layout.load({"strategies": ["default"], "serve_weights": True, "port": port + 10 * number})
+            found[name] = layout.load(
+                {"strategies": ["default"], "serve_weights": True, "port": port + 10 * number}
+            )
             server.awake(True)
             servers.append(server._published)
             server._published = None  # or the next takes its place
@@ -68,7 +81,11 @@ def work(model: str, port: int) -> dict[str, str]:
         with Layout(model, name) as layout:
             parallel_state.get_world_group().barrier()  # all serve
             for number, other in enumerate(LAYOUTS):
-                extra = {"peers": [f"127.0.0.1:{port + 10 * number}"], "timeout": 10, "strategies": ["peer"]}
+                extra = {
+                    "peers": [f"127.0.0.1:{port + 10 * number}"],
+                    "timeout": 10,
+                    "strategies": ["peer"],
+                }
                 try:
                     found[f"{name} from {other}"] = layout.load(extra)
                 except RuntimeError as error:

@@ -1,8 +1,10 @@
-"""Run by `tools/check loading`: load a checkpoint by each strategy, and copy as many bytes over plain TCP.
+"""Run by `tools/check loading`: load a checkpoint by each strategy, and copy as many bytes over
+plain TCP.
 
     python tests/programs/measure_loading.py MODEL ROUNDS
 
-Prints `RESULT {json}`: seconds of each load and GB/s of each copy. One process serves, on NPU 0; this one loads, on NPU 1.
+Prints `RESULT {json}`: seconds of each load and GB/s of each copy. One process serves, on NPU 0;
+this one loads, on NPU 1.
 """
 
 import json
@@ -27,7 +29,11 @@ from vllm.distributed import (
     parallel_state,
 )
 from vllm.engine.arg_utils import EngineArgs
-from vllm.model_executor.model_loader import _LOAD_FORMAT_TO_MODEL_LOADER, get_model_loader, register_model_loader
+from vllm.model_executor.model_loader import (
+    _LOAD_FORMAT_TO_MODEL_LOADER,
+    get_model_loader,
+    register_model_loader,
+)
 from vllm.model_executor.model_loader.base_loader import BaseModelLoader
 from vllm.utils.network_utils import get_open_port
 
@@ -36,7 +42,8 @@ CONNECTIONS = 4
 
 
 class Loader(PeerModelLoader):
-    """Touches the parameters first: the first write to an emulated NPU's memory is a page fault of the host."""
+    """Touches the parameters first: the first write to an emulated NPU's memory is a page fault of
+    the host."""
 
     def load_weights(self, model: torch.nn.Module, model_config: Any) -> None:
         for each in model.parameters():
@@ -45,7 +52,9 @@ class Loader(PeerModelLoader):
         super().load_weights(model, model_config)
 
 
-def load(model: str, device: int, extra: dict[str, Any], **engine: Any) -> tuple[Any, BaseModelLoader]:
+def load(
+    model: str, device: int, extra: dict[str, Any], **engine: Any
+) -> tuple[Any, BaseModelLoader]:
     """The model, and the loader that has loaded it, in this process and without an engine."""
     options: dict[str, Any] = {
         "load_format": "ascend_peer",
@@ -53,7 +62,9 @@ def load(model: str, device: int, extra: dict[str, Any], **engine: Any) -> tuple
         "skip_tokenizer_init": True,
         "enforce_eager": True,
     } | engine
-    config = EngineArgs(model, model_loader_extra_config=extra, use_tqdm_on_load=False, **options).create_engine_config()
+    config = EngineArgs(
+        model, model_loader_extra_config=extra, use_tqdm_on_load=False, **options
+    ).create_engine_config()
     config.device_config.device = torch.device("npu", device)
     with set_current_vllm_config(config):
         if not torch.distributed.is_initialized():
@@ -72,7 +83,8 @@ def load(model: str, device: int, extra: dict[str, Any], **engine: Any) -> tuple
 def copy_to(port: int, size: int, device: str) -> float:
     """GB/s of a plain copy into memory that has been written to, over several connections.
 
-    Between NPUs each connection goes through one pinned buffer of 4 MiB, as in a program that has only the copies in mind.
+    Between NPUs each connection goes through one pinned buffer of 4 MiB, as in a program that has
+    only the copies in mind.
     """
     target = torch.full([size], 1, dtype=torch.uint8, device=device)
     torch.npu.synchronize()
@@ -144,7 +156,9 @@ def serve(model: str, pipe: Connection) -> None:
 
 def main(model: str, rounds: int) -> None:
     ours, theirs = multiprocessing.Pipe()
-    process = multiprocessing.get_context("spawn").Process(target=serve, args=[model, theirs], daemon=True)
+    process = multiprocessing.get_context("spawn").Process(
+        target=serve, args=[model, theirs], daemon=True
+    )
     process.start()
     if not ours.poll(300):
         raise TimeoutError("the server has not begun within 300 s")
@@ -153,11 +167,27 @@ def main(model: str, rounds: int) -> None:
     ways: dict[str, dict[str, Any]] = {
         "default": {"strategies": ["default"]},
         "threads": {"strategies": ["stream"], "stream": "multithread"},
-        "threads, pinned": {"strategies": ["stream"], "stream": "multithread", "stream_pinned": True},
+        "threads, pinned": {
+            "strategies": ["stream"],
+            "stream": "multithread",
+            "stream_pinned": True,
+        },
         "runai_streamer": {"strategies": ["stream"], "stream": "runai_streamer"},
-        "runai_streamer, pinned": {"strategies": ["stream"], "stream": "runai_streamer", "stream_pinned": True},
-        "peer": {"strategies": ["peer"], "peers": [f"127.0.0.1:{port}"], "connections": CONNECTIONS},
-        "peer, 1 connection": {"strategies": ["peer"], "peers": [f"127.0.0.1:{port}"], "connections": 1},
+        "runai_streamer, pinned": {
+            "strategies": ["stream"],
+            "stream": "runai_streamer",
+            "stream_pinned": True,
+        },
+        "peer": {
+            "strategies": ["peer"],
+            "peers": [f"127.0.0.1:{port}"],
+            "connections": CONNECTIONS,
+        },
+        "peer, 1 connection": {
+            "strategies": ["peer"],
+            "peers": [f"127.0.0.1:{port}"],
+            "connections": 1,
+        },
     }
     found: dict[str, list[float]] = {}
     digests: dict[str, float] = {}
@@ -170,13 +200,19 @@ def main(model: str, rounds: int) -> None:
                 continue
             print(name, loader.report.table(), sep="\n", file=sys.stderr)
             transfer = next(phase for phase in loader.report.phases if phase.bytes)
-            found.setdefault(name, []).append(sum(phase.seconds for phase in loader.report.phases[:-1]))
+            found.setdefault(name, []).append(
+                sum(phase.seconds for phase in loader.report.phases[:-1])
+            )
             found.setdefault(f"{name} GB/s", []).append(transfer.bytes / transfer.seconds / 1e9)
-            digests[name] = float(sum(each.double().abs().sum().item() for each in made.parameters()))
+            digests[name] = float(
+                sum(each.double().abs().sum().item() for each in made.parameters())
+            )
             del made, loader
             if name.startswith("peer"):
                 found.setdefault("plain TCP GB/s", []).append(copy_to(plain["cpu"], size, "cpu"))
-                found.setdefault("plain TCP between NPUs GB/s", []).append(copy_to(plain["npu:0"], size, "npu:1"))
+                found.setdefault("plain TCP between NPUs GB/s", []).append(
+                    copy_to(plain["npu:0"], size, "npu:1")
+                )
     print("RESULT", json.dumps({"size": size, "found": found, "sums": digests}), flush=True)
     ours.send(None)
     process.join(20)

@@ -1,10 +1,11 @@
-"""Run by test_recipes.py: parse `vllm serve` commands as vLLM does, and run the configuration checks of vLLM and the platform.
+"""Run by test_recipes.py: parse `vllm serve` commands as vLLM does, and run the configuration
+checks of vLLM and the platform.
 
     python tests/programs/parse_serve_commands.py FILE
 
-The file is a JSON list of {"name", "arguments", "config"}: the words after `vllm serve`, and the contents of a config.json that
-stands for the model's, so that nothing is downloaded and no weights are read. Prints one line `RESULT {json}` for each: what the
-checks made of it, or the error.
+The file is a JSON list of {"name", "arguments", "config"}: the words after `vllm serve`, and the
+contents of a config.json that stands for the model's, so that nothing is downloaded and no weights
+are read. Prints one line `RESULT {json}` for each: what the checks made of it, or the error.
 """
 
 import json

@@ -1,8 +1,10 @@
-"""Run by `tools/check models`: make, serve and compare a tiny model of each of these types, each in a fork with a deadline.
+"""Run by `tools/check models`: make, serve and compare a tiny model of each of these types, each in
+a fork with a deadline.
 
     python tests/programs/serve_architectures.py '{"LlamaForCausalLM": "llama"}' SECONDS
 
-Prints a line `RESULT {json}` for each: `right` or `wrong` with the largest difference, `refused` or `failed` with the message.
+Prints a line `RESULT {json}` for each: `right` or `wrong` with the largest difference, `refused` or
+`failed` with the message.
 """
 
 import contextlib
@@ -28,7 +30,9 @@ from vllm.platforms import current_platform
 BOUND = 1e-4
 """Of the difference of log-probabilities in float32."""
 
-OURS = re.compile(r"ascend-platform|Ascend NPU|ascend-attention|are not supported; |not supported on")
+OURS = re.compile(
+    r"ascend-platform|Ascend NPU|ascend-attention|are not supported; |not supported on"
+)
 
 
 def outcome(architecture: str, kind: str, directory: Path) -> dict[str, Any]:
@@ -36,7 +40,9 @@ def outcome(architecture: str, kind: str, directory: Path) -> dict[str, Any]:
     try:
         registry.write(kind, path)
         # sdpa leaves out soft caps
-        exact = transformers.AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, attn_implementation="eager").eval()
+        exact = transformers.AutoModelForCausalLM.from_pretrained(
+            path, dtype=torch.float32, attn_implementation="eager"
+        ).eval()
         registry.publish(kind, path)
     except Exception as error:
         return {"result": "not built", "message": line_of(error)}
@@ -46,7 +52,10 @@ def outcome(architecture: str, kind: str, directory: Path) -> dict[str, Any]:
         case = layouts.case(kind, path, registry.ENGINES.get(kind, {}), dtype="float32")
         os.environ.update(launcher.torchrun_variables(0, 1, launcher.free_port()))
         engine = serve_layout.engine_of_external_launcher(case)
-        served = [[each] for each in serve_layout.answers(engine, case, range(len(case["prompts"]))).values()]
+        served = [
+            [each]
+            for each in serve_layout.answers(engine, case, range(len(case["prompts"]))).values()
+        ]
     except Exception as error:
         message = line_of(error)
         return {"result": "refused" if OURS.search(message) else "failed", "message": message}
@@ -61,7 +70,12 @@ def outcome(architecture: str, kind: str, directory: Path) -> dict[str, Any]:
             return exact(torch.tensor([tokens]), **more).logits[0].float().log_softmax(-1)
 
     _, others, most, mean = layouts.distances(logprobs, registry.SIZES["vocab_size"], served)
-    found = {"result": "right" if most < BOUND else "wrong", "most": most, "mean": mean, "others": others}
+    found = {
+        "result": "right" if most < BOUND else "wrong",
+        "most": most,
+        "mean": mean,
+        "others": others,
+    }
     return found | {"attention": ", ".join(serve_layout.attention_and_experts(engine))}
 
 
@@ -69,7 +83,9 @@ def line_of(error: BaseException) -> str:
     traceback.print_exception(error)
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     wrapped = len(lines) > 1 and "validation error" in lines[0]
-    text = next((line for line in lines if OURS.search(line)), lines[int(wrapped)] if lines else "").partition(" [type=")[0]
+    text = next(
+        (line for line in lines if OURS.search(line)), lines[int(wrapped)] if lines else ""
+    ).partition(" [type=")[0]
     return f"{type(error).__name__}: {text}"[:400]
 
 
@@ -105,7 +121,10 @@ def run(architecture: str, kind: str, seconds: float) -> dict[str, Any]:
         if answer.exists():
             return dict(json.loads(answer.read_text()))
         print(log.read_text(errors="replace")[-1500:], file=sys.stderr)
-        return {"result": "failed", "message": f"no answer in {seconds:g} s" if not ended else "ended without an answer"}
+        return {
+            "result": "failed",
+            "message": f"no answer in {seconds:g} s" if not ended else "ended without an answer",
+        }
 
 
 if __name__ == "__main__":
@@ -113,5 +132,10 @@ if __name__ == "__main__":
     for name, model_type in json.loads(sys.argv[1]).items():
         started = time.monotonic()
         found = run(name, model_type, float(sys.argv[2]))
-        result = {"architecture": name, "type": model_type, **found, "seconds": round(time.monotonic() - started, 1)}
+        result = {
+            "architecture": name,
+            "type": model_type,
+            **found,
+            "seconds": round(time.monotonic() - started, 1),
+        }
         print("RESULT", json.dumps(result), flush=True)

@@ -1,9 +1,12 @@
-"""Run by test_eplb.py: two data-parallel ranks serve the same prompts in several rounds while experts are rearranged.
+"""Run by test_eplb.py: two data-parallel ranks serve the same prompts in several rounds while
+experts are rearranged.
 
-    python tests/programs/serve_eplb.py '[{"name": ..., "model": DIR, "prompts": [[1, 2]], "lengths": [3], "rounds": 4, …}]'
+    python tests/programs/serve_eplb.py '[{"name": ..., "model": DIR, "prompts": [[1, 2]],
+    "lengths": [3], "rounds": 4, …}]'
 
-The ranks are forks, as in serve_layout.py. Prints a line `RESULT {json}` a case: for each round each prompt's answers, as
-serve_layout.py has them, and the map of physical to logical experts of each layer afterwards.
+The ranks are forks, as in serve_layout.py. Prints a line `RESULT {json}` a case: for each round
+each prompt's answers, as serve_layout.py has them, and the map of physical to logical experts of
+each layer afterwards.
 """
 
 import json
@@ -18,7 +21,9 @@ import serve_layout
 
 def serve(case: dict[str, Any]) -> list[dict[str, Any]]:
     engine = serve_layout.engine_of_external_launcher(case)
-    (state,) = engine.llm_engine.model_executor.driver_worker.worker.model_runner.eplb_state.model_states.values()
+    (state,) = (
+        engine.llm_engine.model_executor.driver_worker.worker.model_runner.eplb_state.model_states.values()
+    )
     mine = range(int(os.environ["RANK"]), len(case["prompts"]), 2)
     rounds = []
     for _ in range(case["rounds"]):

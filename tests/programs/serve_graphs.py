@@ -1,11 +1,15 @@
-"""Run by harness/graphs.py on emulated NPUs: serve prompts with one graph mode, and compare with transformers.
+"""Run by harness/graphs.py on emulated NPUs: serve prompts with one graph mode, and compare with
+transformers.
 
-    python tests/programs/serve_graphs.py '[{"mode": "FULL", "ranks": 1, "prompts": [[1, 2]], "lengths": [3], "streams": 40}]'
+    python tests/programs/serve_graphs.py '[{"mode": "FULL", "ranks": 1, "prompts": [[1, 2]],
+    "lengths": [3], "streams": 40}]'
 
-The model is a Qwen3 of three layers with random weights. Prints a line `RESULT {json}` a case: of each request the tokens, and
-how far their log-probabilities are from transformers' in float32; the graphs that each step of five requests launched, by the
-trace (ASCEND_EMULATOR_TRACE), except with `streams`; the sizes that were captured; and the bytes of KV cache memory that are left
-for graphs. `streams` leaves the engine that many of each NPU's streams: graphs that are captured before take the others.
+The model is a Qwen3 of three layers with random weights. Prints a line `RESULT {json}` a case: of
+each request the tokens, and how far their log-probabilities are from transformers' in float32; the
+graphs that each step of five requests launched, by the trace (ASCEND_EMULATOR_TRACE), except with
+`streams`; the sizes that were captured; and the bytes of KV cache memory that are left for graphs.
+`streams` leaves the engine that many of each NPU's streams: graphs that are captured before take
+the others.
 """
 
 from __future__ import annotations
@@ -68,16 +72,29 @@ def take_streams(count: int) -> list[Any]:
 
 def serve(case: dict[str, Any]) -> dict[str, Any]:
     taken = take_streams(1984 - case["streams"]) if "streams" in case else []
-    options: dict[str, Any] = {"compilation_config": {"cudagraph_mode": case["mode"]}} if case["mode"] else {}
+    options: dict[str, Any] = (
+        {"compilation_config": {"cudagraph_mode": case["mode"]}} if case["mode"] else {}
+    )
     engine = LLM(case["model"], tensor_parallel_size=case["ranks"], **COMMON, **options)
-    greedy: dict[str, Any] = {"temperature": 0, "logprobs": 0, "detokenize": False, "ignore_eos": True}
+    greedy: dict[str, Any] = {
+        "temperature": 0,
+        "logprobs": 0,
+        "detokenize": False,
+        "ignore_eos": True,
+    }
     asked = [SamplingParams(max_tokens=length, **greedy) for length in case["lengths"]]
-    outputs = engine.generate([TokensPrompt(prompt_token_ids=prompt) for prompt in case["prompts"]], asked, use_tqdm=False)
+    outputs = engine.generate(
+        [TokensPrompt(prompt_token_ids=prompt) for prompt in case["prompts"]], asked, use_tqdm=False
+    )
     launched = []
     if "streams" not in case:
         inner = engine.llm_engine
         for number, prompt in enumerate(case["prompts"][:5]):
-            inner.add_request(str(number), {"prompt_token_ids": prompt[:8]}, SamplingParams(max_tokens=6, ignore_eos=True))
+            inner.add_request(
+                str(number),
+                {"prompt_token_ids": prompt[:8]},
+                SamplingParams(max_tokens=6, ignore_eos=True),
+            )
         before = graphs_launched()
         while inner.has_unfinished_requests():
             inner.step()
@@ -85,13 +102,25 @@ def serve(case: dict[str, Any]) -> dict[str, Any]:
             before += launched[-1]
     worker = engine.llm_engine.model_executor.driver_worker.worker
     runner = worker.model_runner
-    manager = getattr(runner, "cudagraph_manager", None) or runner.cudagraph_dispatcher  # of V2, and of V1
+    # of V2, and of V1
+    manager = getattr(runner, "cudagraph_manager", None) or runner.cudagraph_dispatcher
     keys = manager.cudagraph_keys if hasattr(manager, "cudagraph_keys") else manager._capture_descs
-    captured = {name: sorted(key.num_tokens for key in keys.get(CUDAGraphMode[name], ())) for name in ("PIECEWISE", "FULL")}
+    captured = {
+        name: sorted(key.num_tokens for key in keys.get(CUDAGraphMode[name], ()))
+        for name in ("PIECEWISE", "FULL")
+    }
     del taken
-    left = worker.available_kv_cache_memory_bytes - sum(size for each in runner.kv_caches for size in map(nbytes, each))
+    left = worker.available_kv_cache_memory_bytes - sum(
+        size for each in runner.kv_caches for size in map(nbytes, each)
+    )
     mode = str(manager.cudagraph_mode)
-    return {"outputs": outputs, "launched": launched, "captured": captured, "mode": mode, "left": left}
+    return {
+        "outputs": outputs,
+        "launched": launched,
+        "captured": captured,
+        "mode": mode,
+        "left": left,
+    }
 
 
 def nbytes(tensor: torch.Tensor) -> int:
@@ -108,7 +137,9 @@ def play(case: dict[str, Any], rank: int, port: int) -> dict[str, Any] | None:
     rough = AutoModelForCausalLM.from_pretrained(case["model"], dtype=torch.bfloat16).eval()
     model = copy.deepcopy(rough).float()
     pairs = zip(case["prompts"], result.pop("outputs"), strict=True)
-    return result | {"requests": [compare(model, rough, prompt, output.outputs[0]) for prompt, output in pairs]}
+    return result | {
+        "requests": [compare(model, rough, prompt, output.outputs[0]) for prompt, output in pairs]
+    }
 
 
 def main(cases: list[dict[str, Any]]) -> None:

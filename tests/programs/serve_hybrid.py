@@ -1,12 +1,13 @@
-"""Run by `tools/check hybrid`: serve a model with states in several ways with one engine, and print the answers.
+"""Run by `tools/check hybrid`: serve a model with states in several ways with one engine, and print
+the answers.
 
     python tests/programs/serve_hybrid.py CASES.json
 
-The file has cases `{"name": ..., "ranks": 1, "model": DIR, "prompts": [[1, 2]], "lengths": [3], ...}`. The prompts are served at
-once, then again, then with every third request aborted, and after a sleep if the engine can.
-Prints one line `RESULT {json}` a case: for each of these the tokens with their log-probabilities by prompt, vLLM's counters of
-preemptions, cached and accepted tokens, the attentions, the dtype of the states, and the line in which ascend-platform says what
-computes them.
+The file has cases `{"name": ..., "ranks": 1, "model": DIR, "prompts": [[1, 2]], "lengths": [3],
+...}`. The prompts are served at once, then again, then with every third request aborted, and after
+a sleep if the engine can. Prints one line `RESULT {json}` a case: for each of these the tokens with
+their log-probabilities by prompt, vLLM's counters of preemptions, cached and accepted tokens, the
+attentions, the dtype of the states, and the line in which ascend-platform says what computes them.
 """
 
 import json
@@ -32,7 +33,9 @@ STEPS_BEFORE_ABORT = 3
 
 
 def sampling(length: int) -> SamplingParams:
-    return SamplingParams(temperature=0, max_tokens=length, logprobs=0, detokenize=False, ignore_eos=True)
+    return SamplingParams(
+        temperature=0, max_tokens=length, logprobs=0, detokenize=False, ignore_eos=True
+    )
 
 
 def with_aborts(engine: LLM, case: dict[str, Any], part: range) -> dict[int, dict[str, Any]]:
@@ -40,7 +43,11 @@ def with_aborts(engine: LLM, case: dict[str, Any], part: range) -> dict[int, dic
     core = engine.llm_engine
     for number in part:
         prompt = TokensPrompt(prompt_token_ids=case["prompts"][number])
-        core.add_request(f"aborted {number}" if number % 3 == 0 else str(number), prompt, sampling(case["lengths"][number]))
+        core.add_request(
+            f"aborted {number}" if number % 3 == 0 else str(number),
+            prompt,
+            sampling(case["lengths"][number]),
+        )
     found, steps = {}, 0
     while core.has_unfinished_requests():
         outputs: list[Any] = core.step()
@@ -56,7 +63,9 @@ def with_aborts(engine: LLM, case: dict[str, Any], part: range) -> dict[int, dic
 def serve(case: dict[str, Any]) -> dict[str, Any]:
     torch.set_num_threads(1)
     common = serve_layout.COMMON | {"disable_log_stats": False, "gpu_memory_utilization": 0.5}
-    engine = LLM(case["model"], distributed_executor_backend="external_launcher", **common | case["engine"])
+    engine = LLM(
+        case["model"], distributed_executor_backend="external_launcher", **common | case["engine"]
+    )
     config = engine.llm_engine.vllm_config
     parallel = config.parallel_config
     mine = range(parallel.data_parallel_rank, len(case["prompts"]), parallel.data_parallel_size)
@@ -68,7 +77,9 @@ def serve(case: dict[str, Any]) -> dict[str, Any]:
         engine.wake_up()
         engine.reset_prefix_cache()
         found["after a sleep"] = serve_layout.answers(engine, case, mine[:6])
-    counted = {metric.name: metric.value for metric in engine.get_metrics() if hasattr(metric, "value")}
+    counted = {
+        metric.name: metric.value for metric in engine.get_metrics() if hasattr(metric, "value")
+    }
     return {
         "answers": found,
         "counters": {name: int(counted.get(metric, 0)) for name, metric in COUNTERS.items()},
@@ -88,7 +99,9 @@ if __name__ == "__main__":
     for each in json.loads(Path(sys.argv[1]).read_text()):
         started = time.monotonic()
         try:
-            model_classes.load(json.loads((Path(each["model"]) / "config.json").read_text())["architectures"])
+            model_classes.load(
+                json.loads((Path(each["model"]) / "config.json").read_text())["architectures"]
+            )
             ranks = serve_layout.play(each, each["ranks"], lambda each=each: serve(each))
         except (Exception, SystemExit) as error:
             failed = True

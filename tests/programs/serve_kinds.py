@@ -1,11 +1,13 @@
-"""Run by test_model_kinds.py and `tools/check kinds`: serve a model of one kind, and print its answers.
+"""Run by test_model_kinds.py and `tools/check kinds`: serve a model of one kind, and print its
+answers.
 
     python tests/programs/serve_kinds.py FILE
 
-FILE is JSON: [{"name": ..., "ranks": 1, "model": DIR, "task": "generate", "prompts": [[1, 2]], ...}].
-Each case runs under vLLM's external launcher, in forks, so that torch and vLLM are imported once for all.
-Prints one line `RESULT {json}` a case: for each prompt tokens with their log-probabilities, an embedding, or scores; and which
-attentions computed it, in how many groups of KV caches, with which graphs.
+FILE is JSON: [{"name": ..., "ranks": 1, "model": DIR, "task": "generate", "prompts": [[1, 2]],
+...}]. Each case runs under vLLM's external launcher, in forks, so that torch and vLLM are imported
+once for all. Prints one line `RESULT {json}` a case: for each prompt tokens with their
+log-probabilities, an embedding, or scores; and which attentions computed it, in how many groups of
+KV caches, with which graphs.
 """
 
 import json
@@ -41,10 +43,15 @@ def answers(engine: LLM, case: dict[str, Any]) -> list[Any]:
     requests: list[Any] = [request(case, i) for i in range(len(case["prompts"]))]
     if case["task"] == "generate":
         sampling = [
-            SamplingParams(temperature=0, max_tokens=n, logprobs=0, detokenize=False, ignore_eos=True) for n in case["lengths"]
+            SamplingParams(
+                temperature=0, max_tokens=n, logprobs=0, detokenize=False, ignore_eos=True
+            )
+            for n in case["lengths"]
         ]
         # the second time with whatever the prefix cache holds
-        served = engine.generate(requests, sampling, use_tqdm=False) + engine.generate(requests, sampling, use_tqdm=False)
+        served = engine.generate(requests, sampling, use_tqdm=False) + engine.generate(
+            requests, sampling, use_tqdm=False
+        )
         return [serve_layout.answer(output.outputs[0]) for output in served]
     if case["task"] == "embed":
         return [output.outputs.embedding for output in engine.embed(requests, use_tqdm=False)]
@@ -70,10 +77,18 @@ def serve(case: dict[str, Any]) -> dict[str, Any]:
     layers = config.compilation_config.static_forward_context.values()
     runner = engine.llm_engine.model_executor.driver_worker.worker.model_runner
     modules = {type(module).__name__ for module in runner.get_model().modules()}
-    rules = {module.rule.__qualname__ for module in runner.get_model().modules() if hasattr(module, "rule")}
+    rules = {
+        module.rule.__qualname__
+        for module in runner.get_model().modules()
+        if hasattr(module, "rule")
+    }
     return {
         "results": answers(engine, case),
-        "kinds": sorted({type(layer.impl).__name__ for layer in layers if hasattr(layer, "impl")} | (modules & SHOWN) | rules),
+        "kinds": sorted(
+            {type(layer.impl).__name__ for layer in layers if hasattr(layer, "impl")}
+            | (modules & SHOWN)
+            | rules
+        ),
         "groups": len(runner.kv_cache_config.kv_cache_groups),
         "dtype": str(config.model_config.dtype),
         "graphs": config.compilation_config.cudagraph_mode.name,
@@ -82,8 +97,13 @@ def serve(case: dict[str, Any]) -> dict[str, Any]:
 
 def play(case: dict[str, Any]) -> list[Any]:
     """The answers of each rank."""
-    options = {name: case["engine"][name] for name in ("max_model_len", "runner", "trust_remote_code") if name in case["engine"]}
-    AsyncEngineArgs(case["model"], **options).create_model_config()  # vLLM looks at the model's class in a process, once
+    options = {
+        name: case["engine"][name]
+        for name in ("max_model_len", "runner", "trust_remote_code")
+        if name in case["engine"]
+    }
+    # vLLM looks at the model's class in a process, once
+    AsyncEngineArgs(case["model"], **options).create_model_config()
 
     def one(rank: int, port: int) -> Any:
         os.environ.update(launcher.torchrun_variables(rank, case["ranks"], port))
@@ -104,6 +124,11 @@ if __name__ == "__main__":
             print(error, file=sys.stderr)
             continue
         alike = all(rank["results"] == found[0]["results"] for rank in found)
-        outcome = {"name": each["name"], "seconds": time.monotonic() - started, "alike": alike, **found[0]}
+        outcome = {
+            "name": each["name"],
+            "seconds": time.monotonic() - started,
+            "alike": alike,
+            **found[0],
+        }
         print("RESULT", json.dumps(outcome), flush=True)
     sys.exit(failed)

@@ -1,9 +1,12 @@
-"""Run by test_kv_connector.py and `tools/check transfers`: one engine fills a pool and is killed, another loads from it.
+"""Run by test_kv_connector.py and `tools/check transfers`: one engine fills a pool and is killed,
+another loads from it.
 
-    python tests/programs/serve_kv_store.py '{"model": DIR, "backend": "mooncake", "requests": 20, …}'
+    python tests/programs/serve_kv_store.py '{"model": DIR, "backend": "mooncake", "requests": 20,
+    …}'
 
-Each instance is an engine in processes of its own. Prints a line `RESULT {json}`: by phase how many requests ended in which way,
-those whose tokens differ from what was computed without a pool, and those of whose prompts less was loaded than was stored.
+Each instance is an engine in processes of its own. Prints a line `RESULT {json}`: by phase how many
+requests ended in which way, those whose tokens differ from what was computed without a pool, and
+those of whose prompts less was loaded than was stored.
 """
 
 import contextlib
@@ -32,9 +35,17 @@ CHUNK = 128
 OPTIONS = {"cpu_bytes_to_use": 200 << 20, "answer_timeout": 2, "transfer_timeout": 5, "rest": 3}
 
 
-def instance(pipe: Connection, model: str, devices: str, transfer: dict[str, Any] | None, engine: dict[str, Any]) -> None:
+def instance(
+    pipe: Connection,
+    model: str,
+    devices: str,
+    transfer: dict[str, Any] | None,
+    engine: dict[str, Any],
+) -> None:
     """Serve batches from the pipe until "stop"."""
-    serve_kv_transfer.serve(pipe, model, devices, transfer, {"disable_log_stats": False} | engine, {"chunks": chunks})
+    serve_kv_transfer.serve(
+        pipe, model, devices, transfer, {"disable_log_stats": False} | engine, {"chunks": chunks}
+    )
 
 
 def chunks(llm: Any) -> dict[str, int]:
@@ -96,14 +107,22 @@ class Instance:
 def requests(phase: str, count: int, seed: int) -> list[dict[str, Any]]:
     """Requests with prompts of 1 to 600 tokens, a third of which share a prefix."""
     prompts = serve_kv_transfer.prompts(count, seed)
-    return [{"name": f"{phase}-{number}", "prompt": prompt, "length": 8} for number, prompt in enumerate(prompts)]
+    return [
+        {"name": f"{phase}-{number}", "prompt": prompt, "length": 8}
+        for number, prompt in enumerate(prompts)
+    ]
 
 
-def judge(items: list[dict[str, Any]], there: dict[str, Any], alone: dict[str, Any], began: float) -> dict[str, Any]:
+def judge(
+    items: list[dict[str, Any]], there: dict[str, Any], alone: dict[str, Any], began: float
+) -> dict[str, Any]:
     ended: dict[str, int] = {}
     for _, reason, *_ in there.values():
         ended[str(reason)] = ended.get(str(reason), 0) + 1
-    stored = {item["name"]: min(len(item["prompt"]) - 1, len(item["prompt"]) // CHUNK * CHUNK) for item in items}
+    stored = {
+        item["name"]: min(len(item["prompt"]) - 1, len(item["prompt"]) // CHUNK * CHUNK)
+        for item in items
+    }
     return {
         "ended": ended,
         "different": [
@@ -111,7 +130,11 @@ def judge(items: list[dict[str, Any]], there: dict[str, Any], alone: dict[str, A
             for name in stored
             if name not in there or there[name][0] != alone[name][0]
         ],
-        "not loaded": [f"{name}: {there[name][3]} of {most}" for name, most in stored.items() if there[name][3] < most],
+        "not loaded": [
+            f"{name}: {there[name][3]} of {most}"
+            for name, most in stored.items()
+            if there[name][3] < most
+        ],
         "tokens loaded": sum(each[3] for each in there.values()),
         "seconds": round(time.monotonic() - began, 2),
     }
@@ -142,7 +165,8 @@ def run(case: dict[str, Any], pool: Any, disk: str) -> dict[str, Any]:
             alone = reference.ask(everything)
             reference.close()
         one = start(first, transfer)
-        two = None if case.get("one by one") else start(second, transfer)  # both at once, to save time
+        # both at once, to save time
+        two = None if case.get("one by one") else start(second, transfer)
         began = time.monotonic()
         filled = one.ready().ask(everything)
         alone = alone or filled
@@ -156,7 +180,11 @@ def run(case: dict[str, Any], pool: Any, disk: str) -> dict[str, Any]:
         before: dict[str, int] = {}
         for name, items in phases.items():
             began = time.monotonic()
-            harm = threading.Timer(case.get("after", 0.0), HARMS[name], (pool, disk)) if name in HARMS else None
+            harm = (
+                threading.Timer(case.get("after", 0.0), HARMS[name], (pool, disk))
+                if name in HARMS
+                else None
+            )
             if harm:
                 harm.start()
             result[name] = judge(items, two.ask(items, 120), alone, began)
@@ -165,11 +193,15 @@ def run(case: dict[str, Any], pool: Any, disk: str) -> dict[str, Any]:
             result[name]["blocks are free"] = two.free()
             counts = two.ask("chunks")
             result[name]["chunks"] = {
-                key: value - before.get(key, 0) for key, value in counts.items() if value != before.get(key)
+                key: value - before.get(key, 0)
+                for key, value in counts.items()
+                if value != before.get(key)
             }
             before = counts
         two.close()
-        result["left in /dev/shm"] = [path.name for path in Path("/dev/shm").glob("vllm_offload_*-store.mmap")]
+        result["left in /dev/shm"] = [
+            path.name for path in Path("/dev/shm").glob("vllm_offload_*-store.mmap")
+        ]
         return result
     finally:
         for each in made:
@@ -209,7 +241,11 @@ def main(case: dict[str, Any]) -> None:
 
     with contextlib.ExitStack() as stack:
         disk = stack.enter_context(tempfile.TemporaryDirectory())
-        pool = stack.enter_context(mooncake_pool.mooncake_pool(case.get("mib", 512))) if "mooncake" in case["backend"] else None
+        pool = (
+            stack.enter_context(mooncake_pool.mooncake_pool(case.get("mib", 512)))
+            if "mooncake" in case["backend"]
+            else None
+        )
         if pool:
             os.environ["MOONCAKE_CONFIG_PATH"] = str(pool.config)
         print("RESULT", json.dumps(run(case, pool, disk)), flush=True)

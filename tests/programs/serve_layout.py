@@ -1,11 +1,14 @@
-"""Run by test_parallelism.py and `tools/check layouts`: serve prompts in a parallel layout, and print the tokens.
+"""Run by test_parallelism.py and `tools/check layouts`: serve prompts in a parallel layout, and
+print the tokens.
 
-    python tests/programs/serve_layout.py '[{"name": ..., "ranks": 2, "model": DIR, "prompts": [[1, 2]], "lengths": [3], …}]'
+    python tests/programs/serve_layout.py '[{"name": ..., "ranks": 2, "model": DIR, "prompts": [[1,
+    2]], "lengths": [3], …}]'
 
-A case with `ranks` runs under vLLM's external launcher: that many processes, as torchrun would start them, but forked, so that
-torch and vLLM are imported once for all cases; torchrun can start this program too, for one case. A case without runs under the
-multiprocessing executor, as `vllm serve` does.
-Prints one line `RESULT {json}` a case, with each prompt's tokens and their log-probabilities as each rank has them.
+A case with `ranks` runs under vLLM's external launcher: that many processes, as torchrun would
+start them, but forked, so that torch and vLLM are imported once for all cases; torchrun can start
+this program too, for one case. A case without runs under the multiprocessing executor, as `vllm
+serve` does. Prints one line `RESULT {json}` a case, with each prompt's tokens and their
+log-probabilities as each rank has them.
 """
 
 import asyncio
@@ -33,19 +36,27 @@ COMMON: dict[str, Any] = {
 
 
 def sampling(length: int) -> SamplingParams:
-    return SamplingParams(temperature=0, max_tokens=length, logprobs=0, detokenize=False, ignore_eos=True)
+    return SamplingParams(
+        temperature=0, max_tokens=length, logprobs=0, detokenize=False, ignore_eos=True
+    )
 
 
 def answer(completion: Any) -> dict[str, Any]:
     tokens = list(completion.token_ids)
-    logprobs = [step[token].logprob for step, token in zip(completion.logprobs, tokens, strict=True)]
+    logprobs = [
+        step[token].logprob for step, token in zip(completion.logprobs, tokens, strict=True)
+    ]
     return {"tokens": tokens, "logprobs": logprobs}
 
 
 def attention_and_experts(engine: LLM) -> list[str]:
-    """Implementations of the engine's attention and MoE layers, the all-to-all backends that were used, and options in effect."""
+    """Implementations of the engine's attention and MoE layers, the all-to-all backends that were
+    used, and options in effect."""
     layers = engine.llm_engine.vllm_config.compilation_config.static_forward_context.values()
-    kinds = {type(getattr(layer, "impl", None) or getattr(layer, "_quant_method", layer)).__name__ for layer in layers}
+    kinds = {
+        type(getattr(layer, "impl", None) or getattr(layer, "_quant_method", layer)).__name__
+        for layer in layers
+    }
     group = parallel_state._EP  # with dense models there is none
     manager = group and group.device_communicator and group.device_communicator.all2all_manager
     (modules,) = engine.apply_model(lambda model: list(model.modules()))
@@ -72,7 +83,9 @@ def by_prompt(ranks: list[dict[str, Any]], case: dict[str, Any]) -> list[list[An
 
 def engine_of_external_launcher(case: dict[str, Any]) -> LLM:
     torch.set_num_threads(1)
-    return LLM(case["model"], distributed_executor_backend="external_launcher", **(COMMON | case["engine"]))
+    return LLM(
+        case["model"], distributed_executor_backend="external_launcher", **(COMMON | case["engine"])
+    )
 
 
 def rank_of_external_launcher(case: dict[str, Any]) -> dict[str, Any]:
@@ -82,9 +95,16 @@ def rank_of_external_launcher(case: dict[str, Any]) -> dict[str, Any]:
     mine = range(parallel.data_parallel_rank, len(case["prompts"]), parallel.data_parallel_size)
     mode = engine.llm_engine.vllm_config.compilation_config.cudagraph_mode
     # the V2 runner has no such event, and copies each step's inputs from other memory
-    waits = engine.collective_rpc(lambda worker: getattr(worker.model_runner, "prepare_inputs_event", "") is not None)[0]
+    waits = engine.collective_rpc(
+        lambda worker: getattr(worker.model_runner, "prepare_inputs_event", "") is not None
+    )[0]
     before = outside_of_torch()
-    found = {"results": answers(engine, case, mine), "mode": mode.name, "waits": waits, "grown": outside_of_torch() - before}
+    found = {
+        "results": answers(engine, case, mine),
+        "mode": mode.name,
+        "waits": waits,
+        "grown": outside_of_torch() - before,
+    }
     return found | {"kinds": attention_and_experts(engine)}
 
 
@@ -97,7 +117,8 @@ def outside_of_torch(_worker: Any = None) -> int:
 
 def play(case: dict[str, Any], ranks: int, work: Callable[[], Any]) -> list[Any]:
     """Run `work` on each rank, with torchrun's environment variables; returns the results."""
-    AsyncEngineArgs(case["model"], **COMMON).create_model_config()  # vLLM looks at the model's class in a process, once
+    # vLLM looks at the model's class in a process, once
+    AsyncEngineArgs(case["model"], **COMMON).create_model_config()
 
     def one(rank: int, port: int) -> Any:
         os.environ.update(launcher.torchrun_variables(rank, ranks, port))
@@ -115,11 +136,14 @@ def external_launcher(case: dict[str, Any]) -> dict[str, Any]:
 
 
 async def executor(case: dict[str, Any]) -> dict[str, Any]:
-    os.environ["VLLM_ALLOW_INSECURE_SERIALIZATION"] = "1"  # for functions as arguments of collective_rpc()
+    # for functions as arguments of collective_rpc()
+    os.environ["VLLM_ALLOW_INSECURE_SERIALIZATION"] = "1"
     engine = AsyncLLM.from_engine_args(AsyncEngineArgs(case["model"], **(COMMON | case["engine"])))
 
     async def generate(number: int, prompt: list[int], length: int) -> list[dict[str, Any]]:
-        async for output in engine.generate({"prompt_token_ids": prompt}, sampling(length), str(number)):
+        async for output in engine.generate(
+            {"prompt_token_ids": prompt}, sampling(length), str(number)
+        ):
             last = output.outputs[0]
         return [answer(last)]
 
@@ -146,4 +170,8 @@ if __name__ == "__main__":
     for each in json.loads(sys.argv[1]):
         started = time.monotonic()
         outcome = outcome_of(each)
-        print("RESULT", json.dumps({"name": each["name"], "seconds": time.monotonic() - started, **outcome}), flush=True)
+        print(
+            "RESULT",
+            json.dumps({"name": each["name"], "seconds": time.monotonic() - started, **outcome}),
+            flush=True,
+        )

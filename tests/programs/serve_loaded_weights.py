@@ -1,8 +1,10 @@
-"""Run by `tools/check loading`: one engine loads its checkpoint and serves its weights, and another loads from it.
+"""Run by `tools/check loading`: one engine loads its checkpoint and serves its weights, and another
+loads from it.
 
     python tests/programs/serve_loaded_weights.py CASE RANKS
 
-CASE is as in tests/programs/serve_layout.py. Prints `RESULT {json}` for each engine: its answers to each prompt.
+CASE is as in tests/programs/serve_layout.py. Prints `RESULT {json}` for each engine: its answers to
+each prompt.
 """
 
 import json
@@ -21,21 +23,33 @@ def engine(case: dict[str, Any], devices: range, extra: dict[str, Any], pipe: Co
     import serve_layout
     from vllm import LLM
 
-    options = serve_layout.COMMON | case["engine"] | {"load_format": "ascend_peer", "model_loader_extra_config": extra}
+    options = (
+        serve_layout.COMMON
+        | case["engine"]
+        | {"load_format": "ascend_peer", "model_loader_extra_config": extra}
+    )
     made = LLM(case["model"], **options)
-    pipe.send([[each] for each in serve_layout.answers(made, case, range(len(case["prompts"]))).values()])
+    pipe.send(
+        [[each] for each in serve_layout.answers(made, case, range(len(case["prompts"]))).values()]
+    )
     pipe.recv()
-    made.llm_engine.engine_core.shutdown()  # or Python, when it ends, waits for the engine's process
+    # or Python, when it ends, waits for the engine's process
+    made.llm_engine.engine_core.shutdown()
 
 
 def main(case: dict[str, Any], ranks: int) -> None:
     port = get_open_port()
-    serving, taking = {"serve_weights": True, "port": port}, {"peers": [f"127.0.0.1:{port}"], "strategies": ["peer"]}
+    serving, taking = (
+        {"serve_weights": True, "port": port},
+        {"peers": [f"127.0.0.1:{port}"], "strategies": ["peer"]},
+    )
     pipes = []
     for number, extra in enumerate((serving, taking)):
         ours, theirs = multiprocessing.Pipe()
         devices = range(number * ranks, (number + 1) * ranks)
-        multiprocessing.get_context("spawn").Process(target=engine, args=[case, devices, extra, theirs]).start()
+        multiprocessing.get_context("spawn").Process(
+            target=engine, args=[case, devices, extra, theirs]
+        ).start()
         pipes.append(ours)
         theirs.close()
         if not ours.poll(400):

@@ -1,8 +1,10 @@
-"""Run by test_states_with_drafts.py: prompts of one token, alone and beside others, by a model with states and an MTP layer.
+"""Run by test_states_with_drafts.py: prompts of one token, alone and beside others, by a model with
+states and an MTP layer.
 
     python tests/programs/serve_one_token_prompts.py MODEL
 
-Prints `RESULT {json}`: the tokens of each prompt alone, and of each when all were served at once, twice.
+Prints `RESULT {json}`: the tokens of each prompt alone, and of each when all were served at once,
+twice.
 """
 
 import json
@@ -18,7 +20,8 @@ from vllm import LLM, SamplingParams, TokensPrompt
 
 PROMPTS = [[3 + 5 * i + 7 * j for j in range(1 if i % 4 else 20)] for i in range(12)]
 SAMPLING = [  # of different lengths, so that some decode while others begin
-    SamplingParams(temperature=0, max_tokens=4 + 3 * (i % 5), detokenize=False, ignore_eos=True) for i in range(12)
+    SamplingParams(temperature=0, max_tokens=4 + 3 * (i % 5), detokenize=False, ignore_eos=True)
+    for i in range(12)
 ]
 
 
@@ -39,10 +42,17 @@ def main(model: str) -> None:
 
     def tokens(chosen: slice) -> list[list[int]]:
         prompts = [TokensPrompt(prompt_token_ids=prompt) for prompt in PROMPTS[chosen]]
-        return [list(one.outputs[0].token_ids) for one in engine.generate(prompts, SAMPLING[chosen], use_tqdm=False)]
+        return [
+            list(one.outputs[0].token_ids)
+            for one in engine.generate(prompts, SAMPLING[chosen], use_tqdm=False)
+        ]
 
     alone = [tokens(slice(i, i + 1))[0] for i in range(len(PROMPTS))]
-    print("RESULT " + json.dumps({"alone": alone, "together": [tokens(slice(None)) for _ in range(2)]}), flush=True)
+    print(
+        "RESULT "
+        + json.dumps({"alone": alone, "together": [tokens(slice(None)) for _ in range(2)]}),
+        flush=True,
+    )
 
 
 if __name__ == "__main__":

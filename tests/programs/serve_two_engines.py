@@ -1,8 +1,10 @@
-"""Run by test_two_engines.py: two engines of the same model in one process, one of which sleeps while the other decodes.
+"""Run by test_two_engines.py: two engines of the same model in one process, one of which sleeps
+while the other decodes.
 
     python tests/programs/serve_two_engines.py MODEL
 
-Prints `RESULT {json}`: for each stage the tokens of both engines' requests; the graphs of both, and those left without them.
+Prints `RESULT {json}`: for each stage the tokens of both engines' requests; the graphs of both, and
+those left without them.
 """
 
 import gc
@@ -28,7 +30,9 @@ def engine(directory: str, length: int, mode: str) -> LLM:
         gpu_memory_utilization=0.2,
         compilation_config={"cudagraph_capture_sizes": [1, 4], "cudagraph_mode": mode},
         enable_sleep_mode=True,
-        additional_config={"ascend": {"communicator": {"all2all": "allgather" if length == 256 else "auto"}}},
+        additional_config={
+            "ascend": {"communicator": {"all2all": "allgather" if length == 256 else "auto"}}
+        },
     )
 
 

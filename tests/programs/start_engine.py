@@ -1,4 +1,5 @@
-"""Run by test_startup.py: the state of an engine core that serves in a process of its own, and its end with its parent.
+"""Run by test_startup.py: the state of an engine core that serves in a process of its own, and its
+end with its parent.
 
     python tests/programs/start_engine.py MODEL
 
@@ -24,9 +25,17 @@ import psutil
 def main(model: str) -> None:
     with tempfile.TemporaryDirectory() as directory:
         file, log = Path(directory, "state"), Path(directory, "log")
-        with log.open("w") as output:  # no pipe: an engine that outlives its parent would keep it open
-            subprocess.run([sys.executable, __file__, model, str(file)], stdout=output, stderr=output, check=False)
-        found: dict[str, Any] = json.loads(file.read_text()) if file.exists() else {"log": log.read_text()[-2000:]}
+        # no pipe: an engine that outlives its parent would keep it open
+        with log.open("w") as output:
+            subprocess.run(
+                [sys.executable, __file__, model, str(file)],
+                stdout=output,
+                stderr=output,
+                check=False,
+            )
+        found: dict[str, Any] = (
+            json.loads(file.read_text()) if file.exists() else {"log": log.read_text()[-2000:]}
+        )
     if "pid" in found:
         found["ended"] = _ends(found["pid"])
     print("RESULT", json.dumps(found), flush=True)
@@ -50,7 +59,13 @@ def serve(model: str, file: Path) -> None:
     import harness.engine_imports  # noqa: F401
     from vllm import LLM
 
-    engine = LLM(model, skip_tokenizer_init=True, max_model_len=512, max_num_seqs=4, gpu_memory_utilization=0.3)
+    engine = LLM(
+        model,
+        skip_tokenizer_init=True,
+        max_model_len=512,
+        max_num_seqs=4,
+        gpu_memory_utilization=0.3,
+    )
     (found,) = engine.collective_rpc(state)
     file.write_text(json.dumps(found | {"parent": os.getpid()}))
     os.kill(os.getpid(), signal.SIGKILL)
@@ -58,7 +73,12 @@ def serve(model: str, file: Path) -> None:
 
 def state(worker: Any) -> dict[str, Any]:
     threads = [thread.name for thread in threading.enumerate()]
-    return {"pid": os.getpid(), "thresholds": gc.get_threshold(), "frozen": gc.get_freeze_count(), "threads": threads}
+    return {
+        "pid": os.getpid(),
+        "thresholds": gc.get_threshold(),
+        "frozen": gc.get_freeze_count(),
+        "threads": threads,
+    }
 
 
 if __name__ == "__main__":

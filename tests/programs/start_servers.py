@@ -1,12 +1,16 @@
-"""Run by test_multi_node.py: start servers on one or several simulated machines, send requests, and kill a part.
+"""Run by test_multi_node.py: start servers on one or several simulated machines, send requests, and
+kill a part.
 
-    python tests/programs/start_servers.py '[{"name": ..., "machines": [{"command": [...]}], "prompts": [[1, 2]], …}]'
+    python tests/programs/start_servers.py '[{"name": ..., "machines": [{"command": [...]}],
+    "prompts": [[1, 2]], …}]'
 
-A machine is a command with environment variables and a temporary directory of its own; the last one serves. With `hides`, it
-has a mount namespace of its own, in which these directories are empty. With `ready`, the next waits until that is in its output.
-With `kill`, a part of a name or the number of a machine, the last process of that name or all of that machine die by SIGKILL
-while a request is answered, or without one if the case is `idle`. Prints one line `RESULT {json}` a case. Every process that a
-case starts stays below this one, which ends those that are left after it has counted them.
+A machine is a command with environment variables and a temporary directory of its own; the last one
+serves. With `hides`, it has a mount namespace of its own, in which these directories are empty.
+With `ready`, the next waits until that is in its output. With `kill`, a part of a name or the
+number of a machine, the last process of that name or all of that machine die by SIGKILL while a
+request is answered, or without one if the case is `idle`. Prints one line `RESULT {json}` a case.
+Every process that a case starts stays below this one, which ends those that are left after it has
+counted them.
 """
 
 import contextlib
@@ -33,7 +37,10 @@ from harness.launcher import shared_memory
 PR_SET_CHILD_SUBREAPER = 36
 READY = 400.0  # seconds for all that a case starts
 GONE = 40.0  # seconds for an end after a kill
-HIDE = 'while [ "$1" != -- ]; do mkdir -p "$1" && mount -t tmpfs none "$1" || exit; shift; done; shift; exec "$@"'
+HIDE = (
+    'while [ "$1" != -- ]; do mkdir -p "$1" && mount -t tmpfs none "$1" || exit; shift; done;'
+    ' shift; exec "$@"'
+)
 started: dict[int, psutil.Popen] = {}
 seen: set[str] = set()  # shared memory of the processes below this one
 
@@ -44,7 +51,11 @@ class Case:
     def __init__(self, case: dict[str, Any], directory: Path) -> None:
         self.case, self.directory = case, directory
         self.port = launcher.free_port()
-        self.fields = {"port": str(self.port), "other": str(launcher.free_port()), "directory": str(directory)}
+        self.fields = {
+            "port": str(self.port),
+            "other": str(launcher.free_port()),
+            "directory": str(directory),
+        }
         self.running: list[psutil.Popen] = []
 
     def start(self) -> None:
@@ -53,13 +64,20 @@ class Case:
             if hides := machine.get("hides"):
                 command = ["unshare", "--mount", "sh", "-c", HIDE, "sh", *hides, "--", *command]
             command = [self.fill(word) for word in command]
-            environ = os.environ | {name: self.fill(value) for name, value in machine.get("environ", {}).items()}
+            environ = os.environ | {
+                name: self.fill(value) for name, value in machine.get("environ", {}).items()
+            }
             environ = {name: value for name, value in environ.items() if value}
             environ["TMPDIR"] = str(self.temporary(number))
             self.temporary(number).mkdir(exist_ok=True)
             with open(self.log(number), "w") as log:
                 process = psutil.Popen(
-                    command, env=environ, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True
+                    command,
+                    env=environ,
+                    stdin=subprocess.DEVNULL,
+                    stdout=log,
+                    stderr=log,
+                    start_new_session=True,
                 )
             self.running.append(process)
             started[process.pid] = process
@@ -78,9 +96,13 @@ class Case:
     def until(self, true: Callable[[], bool]) -> None:
         deadline = time.monotonic() + READY
         while not true():
-            ended = [number for number, process in enumerate(self.running) if process.poll() is not None]
+            ended = [
+                number for number, process in enumerate(self.running) if process.poll() is not None
+            ]
             if ended or time.monotonic() > deadline:
-                logs = "".join(self.log(number).read_text()[-3000:] for number in range(len(self.running)))
+                logs = "".join(
+                    self.log(number).read_text()[-3000:] for number in range(len(self.running))
+                )
                 raise RuntimeError(f"machines that ended: {ended}; the last lines:\n{logs}")
             time.sleep(0.2)
 
@@ -96,23 +118,37 @@ class Case:
         return urllib.request.urlopen(request, timeout=timeout)
 
     def ask(self, prompt: list[int], length: int) -> dict[str, Any]:
-        asked = {"prompt": prompt, "max_tokens": length, "temperature": 0, "ignore_eos": True, "logprobs": 1}
-        with self.get("/v1/completions", {"model": "m", "return_token_ids": True} | asked) as answer:
+        asked = {
+            "prompt": prompt,
+            "max_tokens": length,
+            "temperature": 0,
+            "ignore_eos": True,
+            "logprobs": 1,
+        }
+        with self.get(
+            "/v1/completions", {"model": "m", "return_token_ids": True} | asked
+        ) as answer:
             choice = json.load(answer)["choices"][0]
         return {"tokens": choice["token_ids"], "logprobs": choice["logprobs"]["token_logprobs"]}
 
     def engines(self) -> int:
         """Number of data-parallel engines that have served requests."""
         with self.get("/metrics") as answer:
-            counts = re.findall(r'^vllm:request_success_total{engine="(\d+)".* (\S+)$', answer.read().decode(), re.MULTILINE)
+            counts = re.findall(
+                r'^vllm:request_success_total{engine="(\d+)".* (\S+)$',
+                answer.read().decode(),
+                re.MULTILINE,
+            )
         return len({engine for engine, count in counts if float(count)})
 
     def kill(self) -> dict[str, Any]:
-        """Kill a part while a request is answered; what the client reads, and after how many seconds what ends."""
+        """Kill a part while a request is answered; what the client reads, and after how many
+        seconds what ends."""
         victims = self.victims()
         shared = shared_memory(below())
         seen.update(shared)
-        if isinstance(self.case["kill"], int):  # memory of that machine goes with it; here the others can have it open
+        # memory of that machine goes with it; here the others can have it open
+        if isinstance(self.case["kill"], int):
             shared -= shared_memory(victims)
         said = ""
         if self.case.get("idle"):
@@ -120,7 +156,13 @@ class Case:
                 process.kill()
             return {"said": said, "answered": 0.0} | self.end(time.monotonic(), shared)
         began = 0.0
-        body = {"model": "m", "prompt": self.case["prompts"][0], "max_tokens": 900, "ignore_eos": True, "stream": True}
+        body = {
+            "model": "m",
+            "prompt": self.case["prompts"][0],
+            "max_tokens": 900,
+            "ignore_eos": True,
+            "stream": True,
+        }
         try:
             with self.get("/v1/completions", body, GONE) as lines:
                 for number, line in enumerate(lines):
@@ -133,10 +175,15 @@ class Case:
                         break
         except OSError as error:
             said = f"{type(error).__name__}: {error}"
-        return {"killed": len(victims), "said": said, "answered": time.monotonic() - began} | self.end(began, shared)
+        return {
+            "killed": len(victims),
+            "said": said,
+            "answered": time.monotonic() - began,
+        } | self.end(began, shared)
 
     def end(self, began: float, shared: set[str]) -> dict[str, Any]:
-        """Processes, shared memory and files that are left after the shutdown, or after a timeout."""
+        """Processes, shared memory and files that are left after the shutdown, or after a
+        timeout."""
         while time.monotonic() - began < GONE and self.left():
             time.sleep(0.1)
         return {
@@ -148,8 +195,13 @@ class Case:
         }
 
     def files(self) -> list[str]:
-        """Files left in the temporary directories of the surviving machines, except torch's cache."""
-        living = [self.temporary(number) for number in range(len(self.running)) if number != self.case["kill"]]
+        """Files left in the temporary directories of the surviving machines, except
+        torch's cache."""
+        living = [
+            self.temporary(number)
+            for number in range(len(self.running))
+            if number != self.case["kill"]
+        ]
         found = [path.name for directory in living for path in directory.iterdir()]
         return sorted(name for name in found if not name.startswith("torchinductor"))
 
@@ -161,12 +213,21 @@ class Case:
         return [process for process in below() if what in title(process)][-1:]
 
     def left(self) -> list[str]:
-        """Processes that should have ended with the server. Nodes of Ray live on, without the engine's workers."""
+        """Processes that should have ended with the server. Nodes of Ray live on, without the
+        engine's workers."""
         kept = set()
-        for machine in self.running[:-1] if any("ray" in each["command"] for each in self.case["machines"]) else []:
+        for machine in (
+            self.running[:-1]
+            if any("ray" in each["command"] for each in self.case["machines"])
+            else []
+        ):
             with contextlib.suppress(psutil.NoSuchProcess):
                 kept |= {machine, *machine.children(recursive=True)}
-        return [title(process) for process in below() if process not in kept or "RayWorkerProc" in title(process)]
+        return [
+            title(process)
+            for process in below()
+            if process not in kept or "RayWorkerProc" in title(process)
+        ]
 
 
 def title(process: psutil.Process) -> str:
@@ -184,7 +245,8 @@ def below() -> list[psutil.Process]:
             if process.status() != psutil.STATUS_ZOMBIE:
                 found.append(process)
             elif process.pid in started:
-                if started[process.pid].poll() is None:  # its main thread has ended, others have not yet
+                # its main thread has ended, others have not yet
+                if started[process.pid].poll() is None:
                     found.append(process)
             elif process.ppid() == os.getpid():
                 os.waitpid(process.pid, os.WNOHANG)  # an orphan that has come to this process
@@ -193,7 +255,8 @@ def below() -> list[psutil.Process]:
 
 @contextlib.contextmanager
 def cleared() -> Iterator[None]:
-    """End what is left below this process, by SIGTERM, then by SIGKILL, and remove the shared memory of killed machines."""
+    """End what is left below this process, by SIGTERM, then by SIGKILL, and remove the shared
+    memory of killed machines."""
     try:
         yield
     finally:
@@ -210,25 +273,33 @@ def cleared() -> Iterator[None]:
 
 
 def outcome(case: dict[str, Any]) -> dict[str, Any]:
-    with tempfile.TemporaryDirectory(prefix="m", ignore_cleanup_errors=True) as directory, cleared():
+    with (
+        tempfile.TemporaryDirectory(prefix="m", ignore_cleanup_errors=True) as directory,
+        cleared(),
+    ):
         one = Case(case, Path(directory))
         began = time.monotonic()
         one.start()
         one.until(one.healthy)
         found: dict[str, Any] = {"seconds": time.monotonic() - began}
         with ThreadPoolExecutor() as threads:  # together, so that data-parallel engines share them
-            found["results"] = [[answer] for answer in threads.map(one.ask, case["prompts"], case["lengths"])]
+            found["results"] = [
+                [answer] for answer in threads.map(one.ask, case["prompts"], case["lengths"])
+            ]
         found["engines"] = one.engines()
         if "kill" in case:
             found |= one.kill()
         if os.environ.get("SERVER_CASES_LOGS"):
             for number in range(len(one.running)):
-                Path(os.environ["SERVER_CASES_LOGS"], f"{case['name']}.{number}.log").write_text(one.log(number).read_text())
+                Path(os.environ["SERVER_CASES_LOGS"], f"{case['name']}.{number}.log").write_text(
+                    one.log(number).read_text()
+                )
         return found
 
 
 if __name__ == "__main__":
-    ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)  # orphans become children of this process
+    # orphans become children of this process
+    ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
     for each in json.loads(sys.argv[1]):
         try:

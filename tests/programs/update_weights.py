@@ -2,8 +2,9 @@
 
     python tests/programs/update_weights.py CASE
 
-CASE is as in serve_layout.py, and has `packed`. The engine begins with random weights, then has the model's, then negated ones,
-then the model's again. Prints `RESULT {json}`: each prompt's answers at each of these times.
+CASE is as in serve_layout.py, and has `packed`. The engine begins with random weights, then has the
+model's, then negated ones, then the model's again. Prints `RESULT {json}`: each prompt's answers at
+each of these times.
 """
 
 import json
@@ -24,7 +25,8 @@ TRAINER, WORKERS = 0, 1
 
 
 class Client:
-    """The client that vLLM's trainers call (``VLLMWeightSyncClient``), executed by the process at the other end of the pipe."""
+    """The client that vLLM's trainers call (``VLLMWeightSyncClient``), executed by the process at
+    the other end of the pipe."""
 
     def __init__(self, pipe: Connection) -> None:
         self.pipe = pipe
@@ -43,7 +45,11 @@ def serve(case: dict[str, Any], pipe: Connection) -> None:
     os.environ["ASCEND_RT_VISIBLE_DEVICES"] = ",".join(
         str(WORKERS + i) for i in range(case["engine"].get("tensor_parallel_size", 1))
     )
-    options = serve_layout.COMMON | case["engine"] | {"load_format": "dummy", "weight_transfer_config": {"backend": "hccl"}}
+    options = (
+        serve_layout.COMMON
+        | case["engine"]
+        | {"load_format": "dummy", "weight_transfer_config": {"backend": "hccl"}}
+    )
     engine = LLM(case["model"], **options)
 
     def finish() -> None:
@@ -51,11 +57,16 @@ def serve(case: dict[str, Any], pipe: Connection) -> None:
         engine.reset_prefix_cache()
 
     calls: dict[str, Callable[..., Any]] = {
-        "init_weight_transfer_engine": lambda info: engine.init_weight_transfer_engine({"init_info": info}),
+        "init_weight_transfer_engine": lambda info: engine.init_weight_transfer_engine(
+            {"init_info": info}
+        ),
         "start_weight_update": engine.start_weight_update,
         "update_weights": lambda info: engine.update_weights({"update_info": info}),
         "finish_weight_update": finish,
-        "answers": lambda: [[each] for each in serve_layout.answers(engine, case, range(len(case["prompts"]))).values()],
+        "answers": lambda: [
+            [each]
+            for each in serve_layout.answers(engine, case, range(len(case["prompts"]))).values()
+        ],
     }
     while (asked := pipe.recv()) is not None:
         method, args = asked
@@ -63,7 +74,10 @@ def serve(case: dict[str, Any], pipe: Connection) -> None:
 
 
 def train(case: dict[str, Any], pipe: Connection, port: int) -> list[Any]:
-    from ascend_communicator.weight_transfer import HCCLTrainerInitInfo, HCCLTrainerWeightTransferEngine
+    from ascend_communicator.weight_transfer import (
+        HCCLTrainerInitInfo,
+        HCCLTrainerWeightTransferEngine,
+    )
     from transformers import AutoModelForCausalLM
     from vllm.distributed.weight_transfer.base import ModuleSource
 
@@ -72,9 +86,17 @@ def train(case: dict[str, Any], pipe: Connection, port: int) -> list[Any]:
     model = loaded.npu()
     client, world_size = Client(pipe), 1 + case["engine"].get("tensor_parallel_size", 1)
     found = [client.answers()]
-    where: dict[str, Any] = {"master_address": "127.0.0.1", "master_port": port, "world_size": world_size}
-    given = HCCLTrainerInitInfo(rank=0, packed=case["packed"], packed_buffer_size_bytes=100_000, **where)
-    trainer = HCCLTrainerWeightTransferEngine.trainer_init(given, client=client, source=ModuleSource(model))
+    where: dict[str, Any] = {
+        "master_address": "127.0.0.1",
+        "master_port": port,
+        "world_size": world_size,
+    }
+    given = HCCLTrainerInitInfo(
+        rank=0, packed=case["packed"], packed_buffer_size_bytes=100_000, **where
+    )
+    trainer = HCCLTrainerWeightTransferEngine.trainer_init(
+        given, client=client, source=ModuleSource(model)
+    )
     for factor in (1, -1, -1):
         with torch.no_grad():
             for parameter in model.parameters():
@@ -87,13 +109,16 @@ def train(case: dict[str, Any], pipe: Connection, port: int) -> list[Any]:
 
 
 def main(case: dict[str, Any]) -> None:
-    serve_layout.AsyncEngineArgs(case["model"], **serve_layout.COMMON).create_model_config()  # looked at once, before the forks
+    # looked at once, before the forks
+    serve_layout.AsyncEngineArgs(case["model"], **serve_layout.COMMON).create_model_config()
     ends = multiprocessing.Pipe()
     if "tensor_parallel_size" not in case["engine"]:
         os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
     torch.set_num_threads(1)
     served, _ = launcher.run_ranks(
-        case["name"], 2, lambda rank, port: serve(case, ends[1]) if rank else train(case, ends[0], port)
+        case["name"],
+        2,
+        lambda rank, port: serve(case, ends[1]) if rank else train(case, ends[0], port),
     )
     print("RESULT", json.dumps(served), flush=True)
 

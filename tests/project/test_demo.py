@@ -18,7 +18,8 @@ DEMO = [str(checkout.TOOLS / "demo")]
 
 @pytest.fixture
 def marked() -> Iterator[dict[str, str]]:
-    """Environment variables that mark every process of the demo; after the test no marked process may be left."""
+    """Environment variables that mark every process of the demo; after the test no marked process
+    may be left."""
     mark = f"DEMO_TEST={uuid.uuid4().hex}"
     name, _, value = mark.partition("=")
     yield os.environ | {name: value}
@@ -38,7 +39,9 @@ def processes(mark: str) -> list[str]:
 
 
 def test_answers_are_right_and_the_log_shows_the_plugin(marked: dict[str, str]) -> None:
-    done = subprocess.run(DEMO, env=marked, capture_output=True, text=True, timeout=300, check=False)
+    done = subprocess.run(
+        DEMO, env=marked, capture_output=True, text=True, timeout=300, check=False
+    )
     assert done.returncode == 0, done.stdout + done.stderr
     lines = [line.strip() for line in done.stdout.splitlines()]
     for line in (
@@ -54,12 +57,17 @@ def test_answers_are_right_and_the_log_shows_the_plugin(marked: dict[str, str]) 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_interrupted_it_leaves_no_process(marked: dict[str, str], number: signal.Signals) -> None:
-    # where a shell has started the tests in the background, they ignore SIGINT, and so would their children
+    # where a shell has started the tests in the background, they ignore SIGINT, and so would their
+    # children
     taken = {"preexec_fn": functools.partial(signal.signal, number, signal.SIG_DFL)}
-    with subprocess.Popen(DEMO, env=marked, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, **taken) as demo:
+    with subprocess.Popen(
+        DEMO, env=marked, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, **taken
+    ) as demo:
         mark = f"DEMO_TEST={marked['DEMO_TEST']}"
         deadline = time.monotonic() + 120
-        while not any("vllm serve" in command or "bin/vllm" in command for command in processes(mark)):
+        while not any(
+            "vllm serve" in command or "bin/vllm" in command for command in processes(mark)
+        ):
             assert time.monotonic() < deadline
             time.sleep(0.2)
         time.sleep(2)
@@ -69,7 +77,14 @@ def test_interrupted_it_leaves_no_process(marked: dict[str, str], number: signal
 
 
 def test_server_that_fails_is_reported_in_one_line(marked: dict[str, str]) -> None:
-    done = subprocess.run(DEMO, env=marked | {"VLLM_PLUGINS": "none"}, capture_output=True, text=True, timeout=120, check=False)
+    done = subprocess.run(
+        DEMO,
+        env=marked | {"VLLM_PLUGINS": "none"},
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
     assert done.returncode == 1
     assert "demo: the server ended with exit code 1" in done.stderr
     assert "VLLM_PLUGINS=ascend" in done.stderr

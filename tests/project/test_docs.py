@@ -17,9 +17,13 @@ TOOL = checkout.TOOLS / "docs-tables"
 
 
 def test_tables_are_those_of_the_code() -> None:
-    done = subprocess.run([sys.executable, str(TOOL), "--check"], capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        [sys.executable, str(TOOL), "--check"], capture_output=True, text=True, check=False
+    )
     # the set-up says what it does where sources have changed since the last one
-    said = [line for line in (done.stdout + done.stderr).splitlines() if not line.startswith("set-up [")]
+    said = [
+        line for line in (done.stdout + done.stderr).splitlines() if not line.startswith("set-up [")
+    ]
     assert (done.returncode, said) == (0, [])
 
 
@@ -28,11 +32,15 @@ def test_page_that_is_out_of_date_is_named_in_one_line(tmp_path: Path) -> None:
     page.write_text("before\n<!-- begin: chips -->\nold\n<!-- end: chips -->\nbehind\n")
     command = [sys.executable, str(TOOL), "--docs", str(tmp_path)]
     done = subprocess.run([*command, "--check"], capture_output=True, text=True, check=False)
-    assert (done.returncode, done.stderr) == (1, "docs-tables: out of date: page.md; run tools/docs-tables\n")
+    assert (done.returncode, done.stderr) == (
+        1,
+        "docs-tables: out of date: page.md; run tools/docs-tables\n",
+    )
     assert "old" in page.read_text()
     subprocess.run(command, check=True)
     assert re.fullmatch(
-        r"before\n<!-- begin: chips -->\n\n\| chip .*`Ascend910B1`.*\n\n<!-- end: chips -->\nbehind\n",
+        r"before\n<!-- begin: chips -->\n\n\| chip .*`Ascend910B1`.*\n\n<!-- end: chips"
+        r" -->\nbehind\n",
         page.read_text(),
         re.DOTALL,
     )
@@ -42,7 +50,11 @@ def test_page_that_is_out_of_date_is_named_in_one_line(tmp_path: Path) -> None:
 def test_every_table_is_on_a_page() -> None:
     names = re.findall(r'^    "([\w-]+)": \w+,$', TOOL.read_text(), re.MULTILINE)
     assert len(names) > 5
-    regions = [name for page in DOCS.glob("*.md") for name in re.findall(r"^<!-- begin: (\S+) -->", page.read_text(), re.M)]
+    regions = [
+        name
+        for page in DOCS.glob("*.md")
+        for name in re.findall(r"^<!-- begin: (\S+) -->", page.read_text(), re.M)
+    ]
     assert sorted(regions) == sorted(names)
 
 
@@ -50,11 +62,15 @@ def test_every_supported_vllm_has_run_without_failures() -> None:
     results = json.loads((checkout.TOOLS / "versions" / "compat.json").read_text())
     on_all = {f"tests/plugins/test_{name}.py" for name in ("compat", "plugins", "patches")}
     on_all |= {f"tests/e2e/test_{name}.py" for name in ("generation", "parallelism", "sleep")}
-    assert list(results) == list(tomllib.loads((checkout.TOOLS / "versions" / "compat.toml").read_text()))
+    assert list(results) == list(
+        tomllib.loads((checkout.TOOLS / "versions" / "compat.toml").read_text())
+    )
     for minor, result in results.items():
         assert result["versions"]["vllm"].startswith(f"{minor}.")
         assert on_all <= set(result["counts"]), minor
-        assert all(counts["failed"] == 0 < counts["passed"] for counts in result["counts"].values()), minor
+        assert all(
+            counts["failed"] == 0 < counts["passed"] for counts in result["counts"].values()
+        ), minor
 
 
 def test_every_key_of_the_configuration_is_explained() -> None:
@@ -67,28 +83,52 @@ def test_every_key_of_the_configuration_is_explained() -> None:
 def test_every_variable_of_the_emulator_is_explained() -> None:
     code = checkout.ROOT / "packages" / "ascend-emulator" / "src" / "ascend_emulator"
     files = [path for path in code.rglob("*") if path.suffix in {".py", ".cpp"}]
-    used = {name for path in files for name in re.findall(r'"(ASCEND_EMULATOR_[A-Z_]+)"', path.read_text())}
+    used = {
+        name
+        for path in files
+        for name in re.findall(r'"(ASCEND_EMULATOR_[A-Z_]+)"', path.read_text())
+    }
     # How `ascend-emulator run` hands its own options to the libraries.
-    internal = {f"ASCEND_EMULATOR_{name}" for name in ("CHIP", "LACKS", "MEMORY", "NPUS", "SOC", "WITHOUT")}
+    internal = {
+        f"ASCEND_EMULATOR_{name}" for name in ("CHIP", "LACKS", "MEMORY", "NPUS", "SOC", "WITHOUT")
+    }
     page = (DOCS / "emulator.md").read_text()
     assert len(used) > 10
     assert {name for name in used - internal if f"`{name}" not in page} == set()
 
 
 def build(config: Path, site: Path) -> tuple[int, str]:
-    """Exit status and warnings of a strict build. (Not with --quiet: mkdocs counts the warnings that it logs.)"""
+    """Exit status and warnings of a strict build. (Not with --quiet: mkdocs counts the warnings
+    that it logs.)"""
     environ = {**os.environ, "NO_MKDOCS_2_WARNING": "1"}
-    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--config-file", str(config), "--site-dir", str(site)]
+    command = [
+        sys.executable,
+        "-m",
+        "mkdocs",
+        "build",
+        "--strict",
+        "--config-file",
+        str(config),
+        "--site-dir",
+        str(site),
+    ]
     done = subprocess.run(command, env=environ, capture_output=True, text=True, check=False)
-    return done.returncode, "\n".join(line for line in done.stderr.splitlines() if line.startswith(("WARNING", "ERROR")))
+    return done.returncode, "\n".join(
+        line for line in done.stderr.splitlines() if line.startswith(("WARNING", "ERROR"))
+    )
 
 
 def test_site_builds_strictly_and_asks_nothing_of_other_machines(tmp_path: Path) -> None:
     assert build(checkout.ROOT / "mkdocs.yml", tmp_path) == (0, "")
     pages = list(tmp_path.rglob("*.html"))
     assert len(pages) > len(list(DOCS.glob("*.md")))  # and the one for what is not found
-    loaded = [re.findall(r'<(?:script|link|img)[^>]+(?:src|href)="?(https?://[^">\s]+)', page.read_text()) for page in pages]
-    assert {address for addresses in loaded for address in addresses if "rel=canonical" not in address} == set()
+    loaded = [
+        re.findall(r'<(?:script|link|img)[^>]+(?:src|href)="?(https?://[^">\s]+)', page.read_text())
+        for page in pages
+    ]
+    assert {
+        address for addresses in loaded for address in addresses if "rel=canonical" not in address
+    } == set()
 
 
 @pytest.mark.parametrize(
@@ -117,33 +157,76 @@ def test_links_of_the_readmes_lead_to_files() -> None:
         text = readme.read_text()
         ours = "https://github.com/vllm-ascend-all/vllm-ascend-all/"
         targets = [readme.parent / link for link in re.findall(r"\]\((?!https?:)([^)#]+)", text)]
-        targets += [checkout.ROOT / link for link in re.findall(rf"{ours}(?:blob|tree)/main/([^)#\s]+)", text)]
+        targets += [
+            checkout.ROOT / link
+            for link in re.findall(rf"{ours}(?:blob|tree)/main/([^)#\s]+)", text)
+        ]
         assert [target for target in targets if not target.exists()] == [], readme
 
 
 def test_every_path_on_a_page_exists() -> None:
-    """Paths of this repository, of a folder in it, or of a test file; not those with a part in capitals to be filled in."""
-    listed = subprocess.run(["git", "ls-files", "-co", "--exclude-standard"], cwd=checkout.ROOT, capture_output=True, text=True)
-    there = {str(each) for line in listed.stdout.splitlines() for each in (Path(line), *Path(line).parents)}
-    ends = {"/".join(Path(each).parts[-count:]) for each in there for count in range(1, len(Path(each).parts) + 1)}
-    pages = [*DOCS.glob("*.md"), checkout.ROOT / "README.md", *checkout.ROOT.glob("packages/*/README.md")]
-    named = re.compile(r"`((?:tests|tools|packages|docs|csrc|ascend_\w+)/[\w./-]+|test_\w+\.py)[ `]")
-    found = [(page.name, path) for page in pages for path in named.findall(page.read_text()) if not re.search("[A-Z]{3}", path)]
+    """Paths of this repository, of a folder in it, or of a test file; not those with a part in
+    capitals to be filled in."""
+    listed = subprocess.run(
+        ["git", "ls-files", "-co", "--exclude-standard"],
+        cwd=checkout.ROOT,
+        capture_output=True,
+        text=True,
+    )
+    there = {
+        str(each)
+        for line in listed.stdout.splitlines()
+        for each in (Path(line), *Path(line).parents)
+    }
+    ends = {
+        "/".join(Path(each).parts[-count:])
+        for each in there
+        for count in range(1, len(Path(each).parts) + 1)
+    }
+    pages = [
+        *DOCS.glob("*.md"),
+        checkout.ROOT / "README.md",
+        *checkout.ROOT.glob("packages/*/README.md"),
+    ]
+    named = re.compile(
+        r"`((?:tests|tools|packages|docs|csrc|ascend_\w+)/[\w./-]+|test_\w+\.py)[ `]"
+    )
+    found = [
+        (page.name, path)
+        for page in pages
+        for path in named.findall(page.read_text())
+        if not re.search("[A-Z]{3}", path)
+    ]
     assert len(found) > 50
     assert [(page, path) for page, path in found if path.rstrip("/.") not in ends] == []
 
 
 def test_files_of_where_a_change_goes_exist() -> None:
-    """Of the table of the development page: below ascend_platform, the checkout, or the package that the row names."""
-    rows = (DOCS / "development.md").read_text().partition("## Where a change goes")[2].partition("\n## ")[0].splitlines()
-    named = [path for row in rows if row.startswith("|") for path in re.findall(r"`([\w./-]+(?:/|\.(?:py|toml|csv)))`", row)]
+    """Of the table of the development page: below ascend_platform, the checkout, or the package
+    that the row names."""
+    rows = (
+        (DOCS / "development.md")
+        .read_text()
+        .partition("## Where a change goes")[2]
+        .partition("\n## ")[0]
+        .splitlines()
+    )
+    named = [
+        path
+        for row in rows
+        if row.startswith("|")
+        for path in re.findall(r"`([\w./-]+(?:/|\.(?:py|toml|csv)))`", row)
+    ]
     roots = [checkout.ROOT, *checkout.ROOT.glob("packages/*/src/*")]
     assert len(named) > 20
     missing = [path for path in named if not any((root / path).exists() for root in roots)]
     assert [path for path in missing if not re.search("[A-Z]{3}", path)] == []
 
 
-AVOIDED = r"stands? aside|standing aside|to cure it|tak(?:es?|en) (?:apart|to pieces)|in vain|slips? of the pen|gives? back"
+AVOIDED = (
+    r"stands? aside|standing aside|to cure it|tak(?:es?|en) (?:apart|to pieces)|in vain|slips? of"
+    r" the pen|gives? back"
+)
 
 
 def test_pages_avoid_what_the_style_guide_replaces() -> None:
@@ -151,20 +234,41 @@ def test_pages_avoid_what_the_style_guide_replaces() -> None:
     guide = (DOCS / "development.md").read_text()
     assert re.search(AVOIDED, guide)
     found = []
-    for page in [*DOCS.glob("*.md"), checkout.ROOT / "README.md", *checkout.ROOT.glob("packages/*/README.md")]:
-        text = page.read_text().replace(guide.partition("## Style guide")[2].partition("\n## ")[0], "")
-        text = re.sub(r"<!-- begin: (\S+) -->.*?<!-- end: \1 -->|```.*?```|`[^`\n]*`", "", text, flags=re.DOTALL)
+    for page in [
+        *DOCS.glob("*.md"),
+        checkout.ROOT / "README.md",
+        *checkout.ROOT.glob("packages/*/README.md"),
+    ]:
+        text = page.read_text().replace(
+            guide.partition("## Style guide")[2].partition("\n## ")[0], ""
+        )
+        text = re.sub(
+            r"<!-- begin: (\S+) -->.*?<!-- end: \1 -->|```.*?```|`[^`\n]*`",
+            "",
+            text,
+            flags=re.DOTALL,
+        )
         found += [(page.name, match[0]) for match in re.finditer(AVOIDED, text)]
     assert found == []
 
 
 def test_every_combination_of_the_components_is_on_its_page() -> None:
-    """The page has the combinations of `tools/check wheels`; their names are derived here independently."""
+    """The page has the combinations of `tools/check wheels`; their names are derived here
+    independently."""
     siblings = ["attention", "communicator", "kv-connector", "model-loader", "patches"]
     chosen = [each for size in range(3) for each in itertools.combinations(siblings, size)]
     expected = [" + ".join(("platform", *each)) for each in chosen] + ["all six"]
-    region = (DOCS / "combinations.md").read_text().partition("<!-- matrix: begin -->")[2].partition("<!-- matrix: end -->")[0]
-    rows = [[cell.strip() for cell in row[1:-1].split("|")] for row in region.split("\n") if row.startswith("|")][2:]
+    region = (
+        (DOCS / "combinations.md")
+        .read_text()
+        .partition("<!-- matrix: begin -->")[2]
+        .partition("<!-- matrix: end -->")[0]
+    )
+    rows = [
+        [cell.strip() for cell in row[1:-1].split("|")]
+        for row in region.split("\n")
+        if row.startswith("|")
+    ][2:]
     served = {row[0]: row[-1] for row in rows}
     assert list(served) == expected + [f"{each}, forced" for each in siblings]
     for name in expected:

@@ -1,4 +1,5 @@
-"""The environment that tools/environment makes: versions, no CUDA packages, nothing to do the second time."""
+"""The environment that tools/environment makes: versions, no CUDA packages, nothing to do the
+second time."""
 
 import importlib.metadata
 import re
@@ -8,13 +9,16 @@ import sys
 from harness import checkout
 
 EXPLAINED = {
-    # xgrammar 0.2.8 imports Triton in its Triton kernel alone, which it chooses for CUDA tensors only (xgrammar/matcher.py).
+    # xgrammar 0.2.8 imports Triton in its Triton kernel alone, which it chooses for CUDA tensors
+    # only (xgrammar/matcher.py).
     "xgrammar 0.2.8 requires triton, which is not installed.",
 }
 
 
 def test_pip_check_reports_only_what_is_explained() -> None:
-    done = subprocess.run([sys.executable, "-m", "pip", "check"], capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        [sys.executable, "-m", "pip", "check"], capture_output=True, text=True, check=False
+    )
     assert set(done.stdout.splitlines()) == EXPLAINED
 
 
@@ -22,11 +26,15 @@ def test_no_cuda_package_is_installed() -> None:
     excluded = (checkout.TOOLS / "environment" / "excluded.txt").read_text().splitlines()
     left_out = {line for line in excluded if not line.startswith("#")}
     installed = {distribution.name.lower() for distribution in importlib.metadata.distributions()}
-    assert {name for name in installed if name in left_out or name.startswith(("nvidia-", "cuda-"))} == set()
+    assert {
+        name for name in installed if name in left_out or name.startswith(("nvidia-", "cuda-"))
+    } == set()
 
 
 def test_installed_versions_are_the_pinned_ones() -> None:
-    pins = re.findall(r"^([\w.-]+)==([\w.]+)(?: ;.*)?$", checkout.REQUIREMENTS.read_text(), re.MULTILINE)
+    pins = re.findall(
+        r"^([\w.-]+)==([\w.]+)(?: ;.*)?$", checkout.REQUIREMENTS.read_text(), re.MULTILINE
+    )
     assert len(pins) > 100
     wrong = {}
     for name, version in pins:

@@ -7,7 +7,9 @@ from collections.abc import Callable, Iterator
 import pytest
 from harness import checkout
 
-SOURCES = sorted(path for path in checkout.ROOT.glob("packages/*/src") if path.parent.name != "ascend-emulator")
+SOURCES = sorted(
+    path for path in checkout.ROOT.glob("packages/*/src") if path.parent.name != "ascend-emulator"
+)
 CHIP = re.compile(r"Ascend ?(910|950|310)|910_9|910B|310P|Atlas A[23]")
 OTHER_WORDS = re.compile(r"; run: |to cure it|stand(s|ing) aside")
 
@@ -16,7 +18,11 @@ def strings(tree: ast.Module) -> Iterator[str]:
     """String constants other than docstrings."""
     docstrings = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)}
     for node in ast.walk(tree):
-        if isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in docstrings:
+        if (
+            isinstance(node, ast.Constant)
+            and isinstance(node.value, str)
+            and id(node) not in docstrings
+        ):
             yield node.value
 
 
@@ -29,7 +35,9 @@ def reads_vllm_plugins(tree: ast.Module) -> bool:
 
 
 def reads_requirements(tree: ast.Module) -> bool:
-    attributes = any(isinstance(node, ast.Attribute) and node.attr == "requires" for node in ast.walk(tree))
+    attributes = any(
+        isinstance(node, ast.Attribute) and node.attr == "requires" for node in ast.walk(tree)
+    )
     return attributes or "Requires-Dist" in strings(tree)
 
 
@@ -53,9 +61,16 @@ def test_fact_has_one_home(fact: str) -> None:
 
 
 def test_messages_say_disabled_and_fix() -> None:
-    assert [(path, text) for path, tree in parsed() for text in strings(tree) if OTHER_WORDS.search(text)] == []
+    assert [
+        (path, text)
+        for path, tree in parsed()
+        for text in strings(tree)
+        if OTHER_WORDS.search(text)
+    ] == []
 
 
 def test_docstrings_are_not_looked_at() -> None:
-    tree = ast.parse('"""On Ascend910B1."""\nNAME = "Ascend310P3"\ndef f():\n    """For Atlas A2."""\n')
+    tree = ast.parse(
+        '"""On Ascend910B1."""\nNAME = "Ascend310P3"\ndef f():\n    """For Atlas A2."""\n'
+    )
     assert [*strings(tree)] == ["Ascend310P3"]

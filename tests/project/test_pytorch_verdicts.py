@@ -1,4 +1,5 @@
-"""PyTorch's own tests as a judge: names, verdicts, noise and the choice of cases (tools/upstream_tests/pytorch_verdicts.py)."""
+"""PyTorch's own tests as a judge: names, verdicts, noise and the choice of cases
+(tools/upstream_tests/pytorch_verdicts.py)."""
 
 from __future__ import annotations
 
@@ -11,7 +12,8 @@ from typing import Any
 import pytest
 from harness import checkout
 
-sys.path.append(str(checkout.TOOLS))  # pure functions of a command; everything else of tools/ is tested as a process
+# pure functions of a command; everything else of tools/ is tested as a process
+sys.path.append(str(checkout.TOOLS))
 pytorch_report: Any = importlib.import_module("upstream_tests.pytorch_report")
 pytorch_verdicts: Any = importlib.import_module("upstream_tests.pytorch_verdicts")
 META = "test_meta.py"
@@ -22,32 +24,47 @@ def lists(tmp_path: Path) -> Any:
     """Lists in the form of Ascend/pytorch."""
     meta = f"test/{META}::TestMetaDevicePRIVATEUSE1::"
     contents = {
-        "disabled_testcases.json": {"test/test_ops.py::TestCommonPRIVATEUSE1::test_out_eye_npu": {"reason": "eye"}},
-        "skip_list.json": {"skip_nodeids": [f"{meta}{variant}_dot_npu_float64" for variant in pytorch_verdicts.VARIANTS]},
-        "running_skiped_testcases.json": {f"{meta}test_meta_outplace_rand_npu_float32": {"reason": "random"}},
+        "disabled_testcases.json": {
+            "test/test_ops.py::TestCommonPRIVATEUSE1::test_out_eye_npu": {"reason": "eye"}
+        },
+        "skip_list.json": {
+            "skip_nodeids": [
+                f"{meta}{variant}_dot_npu_float64" for variant in pytorch_verdicts.VARIANTS
+            ]
+        },
+        "running_skiped_testcases.json": {
+            f"{meta}test_meta_outplace_rand_npu_float32": {"reason": "random"}
+        },
     }
     for name, content in contents.items():
         (tmp_path / name).write_text(json.dumps(content))
     entries = [{"_meta": {}}, {"nodeid": f"{meta}test_meta_outplace_add_npu_int16"}]
-    (tmp_path / "pr_skip_list.jsonl").write_text("".join(f"{json.dumps(entry)}\n" for entry in entries))
+    (tmp_path / "pr_skip_list.jsonl").write_text(
+        "".join(f"{json.dumps(entry)}\n" for entry in entries)
+    )
     (tmp_path / "test_whitelist.yml").write_text(f"whitelist:\n  - test/{META}\n")
     return pytorch_verdicts.read([tmp_path])
 
 
-@pytest.mark.parametrize("owner", ["TestMetaPRIVATEUSE1", "TestMetaDevicePRIVATEUSE1", "TestMetaNPU", "TestMetaCPU"])
+@pytest.mark.parametrize(
+    "owner", ["TestMetaPRIVATEUSE1", "TestMetaDevicePRIVATEUSE1", "TestMetaNPU", "TestMetaCPU"]
+)
 def test_releases_share_the_name_of_a_case(owner: str) -> None:
     assert pytorch_verdicts.key(META, f"{owner}::test_x_npu") == (META, "TestMeta", "test_x_npu")
 
 
 def test_name_of_the_control() -> None:
-    assert pytorch_verdicts.on_cpu(f"{OWNER}::test_x_npu_float32") == "TestMetaCPU::test_x_cpu_float32"
+    assert (
+        pytorch_verdicts.on_cpu(f"{OWNER}::test_x_npu_float32") == "TestMetaCPU::test_x_cpu_float32"
+    )
 
 
 @pytest.mark.parametrize(
     ("file", "case", "verdict"),
     [
         ("test_ops.py", "TestCommonNPU::test_out_eye_npu", "fails"),
-        ("test_ops.py", "TestCommonNPU::test_out_dot_npu", None),  # a file that was not run as a whole
+        # a file that was not run as a whole
+        ("test_ops.py", "TestCommonNPU::test_out_dot_npu", None),
         (META, f"{OWNER}::test_meta_outplace_dot_npu_float64", "fails"),
         (META, f"{OWNER}::test_meta_outplace_add_npu_int16", "fails"),
         (META, f"{OWNER}::test_meta_outplace_dot_npu_float32", "passes"),
@@ -59,9 +76,12 @@ def test_verdict(tmp_path: Path, file: str, case: str, verdict: str | None) -> N
 
 
 @pytest.mark.parametrize(
-    ("pair", "verdict"), [("dot_npu_float64", "fails"), ("dot_npu_float32", "passes"), ("add_npu_int16", None)]
+    ("pair", "verdict"),
+    [("dot_npu_float64", "fails"), ("dot_npu_float32", "passes"), ("add_npu_int16", None)],
 )
-def test_verdict_of_a_pair_needs_all_variants(tmp_path: Path, pair: str, verdict: str | None) -> None:
+def test_verdict_of_a_pair_needs_all_variants(
+    tmp_path: Path, pair: str, verdict: str | None
+) -> None:
     case = pytorch_verdicts.key(META, f"{OWNER}::test_dispatch_meta_outplace_{pair}")
     assert lists(tmp_path).of_pair(case) == verdict
 
@@ -78,7 +98,10 @@ def test_noise_is_told_by_name_and_never_where_the_list_gives_a_reason() -> None
 def test_choice_is_stratified_and_repeatable(tmp_path: Path) -> None:
     names = [f"{OWNER}::test_meta_outplace_op{n}_npu_float32" for n in range(50)]
     names += [f"{OWNER}::{variant}_dot_npu_float64" for variant in pytorch_verdicts.VARIANTS]
-    settings = {"noise": [], "limits": {"default": {"passes": 10, "fails": 2, "reason": 1, "noise": 1}}}
+    settings = {
+        "noise": [],
+        "limits": {"default": {"passes": 10, "fails": 2, "reason": 1, "noise": 1}},
+    }
 
     def choose(seed: int, share: float) -> dict[str, str]:
         return pytorch_verdicts.choose(META, names, lists(tmp_path), settings, seed, share)
@@ -86,7 +109,8 @@ def test_choice_is_stratified_and_repeatable(tmp_path: Path) -> None:
     everything = choose(1, 1)
     sample = {name for name, what in everything.items() if what != "pair"}
     assert (len(sample), sum("float64" in name for name in sample)) == (12, 2)
-    assert sum(what != "sample" for what in everything.values()) == 51  # each operator with each dtype, once
+    # each operator with each dtype, once
+    assert sum(what != "sample" for what in everything.values()) == 51
     assert everything == choose(1, 1) != choose(2, 1)
     assert len(choose(1, 0.1)) < 10
 
@@ -109,8 +133,16 @@ def test_agreement(said: str, outcome: str, message: str, how: str) -> None:
 
 def test_what_fails_on_the_cpu_too_is_set_apart(tmp_path: Path) -> None:
     told = {"outcome": "failed", "message": "AttributeError", "for": "sample"}
-    ran = {META: {"cases": {f"{OWNER}::test_meta_outplace_{name}_npu_float32": told for name in ("sin", "cos")}}}
-    control = {META: {"cases": {"TestMetaCPU::test_meta_outplace_sin_cpu_float32": {"outcome": "failed"}}}}
+    ran = {
+        META: {
+            "cases": {
+                f"{OWNER}::test_meta_outplace_{name}_npu_float32": told for name in ("sin", "cos")
+            }
+        }
+    }
+    control = {
+        META: {"cases": {"TestMetaCPU::test_meta_outplace_sin_cpu_float32": {"outcome": "failed"}}}
+    }
     settings = {"noise": [], "explanations": [{"cases": ["too strict/*cos*"], "reason": "known"}]}
     sin, cos = pytorch_report.judge(ran, control, lists(tmp_path), settings, "sample")
     assert (sin.apart, sin.differs) == (pytorch_report.ON_CPU, False)

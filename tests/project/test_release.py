@@ -25,7 +25,9 @@ class Clone:
     root: Path
 
     def git(self, *arguments: str) -> str:
-        return subprocess.run(["git", *arguments], cwd=self.root, capture_output=True, text=True, check=True).stdout.strip()
+        return subprocess.run(
+            ["git", *arguments], cwd=self.root, capture_output=True, text=True, check=True
+        ).stdout.strip()
 
     def release(self, *arguments: str) -> subprocess.CompletedProcess[str]:
         command = [sys.executable, "tools/release", *arguments]
@@ -60,7 +62,10 @@ class Clone:
 
     def state(self) -> tuple[str, ...]:
         """The state that a refused release must leave unchanged."""
-        return tuple(self.git(*command.split()) for command in ("show-ref --head", "status --porcelain", "worktree list"))
+        return tuple(
+            self.git(*command.split())
+            for command in ("show-ref --head", "status --porcelain", "worktree list")
+        )
 
     @property
     def packages(self) -> list[str]:
@@ -70,17 +75,24 @@ class Clone:
 def cloned(source: Path, target: Path, *options: str) -> Clone:
     subprocess.run(["git", "clone", "--quiet", *options, source, target], check=True)
     clone = Clone(target)
-    for key, value in {"user.name": "A Tester", "user.email": "tester@example.org", "commit.gpgsign": "false"}.items():
+    for key, value in {
+        "user.name": "A Tester",
+        "user.email": "tester@example.org",
+        "commit.gpgsign": "false",
+    }.items():
         clone.git("config", key, value)
     return clone
 
 
 @pytest.fixture(scope="module")
 def source(tmp_path_factory: pytest.TempPathFactory) -> Clone:
-    """A clone of the checkout with its uncommitted changes. Each package has version 0.1.2 and releases before that."""
+    """A clone of the checkout with its uncommitted changes. Each package has version 0.1.2 and
+    releases before that."""
     clone = cloned(checkout.ROOT, tmp_path_factory.mktemp("source") / "clone", "--no-tags")
     listing = ["git", "ls-files", "-z", "--modified", "--others", "--exclude-standard"]
-    changed = subprocess.run(listing, cwd=checkout.ROOT, capture_output=True, text=True, check=True).stdout
+    changed = subprocess.run(
+        listing, cwd=checkout.ROOT, capture_output=True, text=True, check=True
+    ).stdout
     for name in filter(None, changed.split("\0")):
         (clone.root / name).unlink(missing_ok=True)
         if (checkout.ROOT / name).is_file():
@@ -103,12 +115,18 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> Clone:
 
 def dependents(clone: Clone) -> list[str]:
     """The packages whose range of the platform is written by hand."""
-    return [name for name in clone.packages if name != META and PLATFORM in str(clone.project(name)["dependencies"])]
+    return [
+        name
+        for name in clone.packages
+        if name != META and PLATFORM in str(clone.project(name)["dependencies"])
+    ]
 
 
 def written(clone: Clone, name: str, other: str) -> str:
     """The requirement as it is written."""
-    return next(text for text in clone.project(name)["dependencies"] if Requirement(text).name == other)
+    return next(
+        text for text in clone.project(name)["dependencies"] if Requirement(text).name == other
+    )
 
 
 @pytest.fixture
@@ -117,19 +135,27 @@ def clone(source: Clone, tmp_path: Path) -> Clone:
 
 
 def test_minor_release_of_one_component(clone: Clone) -> None:
-    before, files = clone.git("rev-parse", "HEAD"), {name: clone.path(name).read_text() for name in clone.packages}
+    before, files = (
+        clone.git("rev-parse", "HEAD"),
+        {name: clone.path(name).read_text() for name in clone.packages},
+    )
     done = clone.release(ATTENTION, "minor")
     assert done.returncode == 0, done.stderr
 
-    # One commit, on top of what there was, with the annotated tag; the checkout shows it and is clean.
+    # One commit, on top of what there was, with the annotated tag; the checkout shows it and is
+    # clean.
     assert clone.git("rev-parse", "HEAD^") == before
     assert clone.git("tag", "--points-at", "HEAD") == f"{ATTENTION}-v0.2.0"
     assert clone.git("cat-file", "-t", f"{ATTENTION}-v0.2.0") == "tag"
-    assert clone.git("rev-parse", f"{ATTENTION}-v0.2.0^{{commit}}") == clone.git("rev-parse", "HEAD")
+    assert clone.git("rev-parse", f"{ATTENTION}-v0.2.0^{{commit}}") == clone.git(
+        "rev-parse", "HEAD"
+    )
     assert clone.git("status", "--porcelain") == ""
 
     # The bump is the one changed line; no sibling and no range had to change.
-    assert clone.path(ATTENTION).read_text() == files[ATTENTION].replace('version = "0.1.2"', 'version = "0.2.0"')
+    assert clone.path(ATTENTION).read_text() == files[ATTENTION].replace(
+        'version = "0.1.2"', 'version = "0.2.0"'
+    )
     unchanged = set(clone.packages) - {ATTENTION, META}
     assert all(clone.path(name).read_text() == files[name] for name in unchanged)
 
@@ -138,19 +164,35 @@ def test_minor_release_of_one_component(clone: Clone) -> None:
     sections = re.split(r"^## (.*)\n", changelog, flags=re.MULTILINE)
     assert re.fullmatch(r"0\.2\.0 \(\d{4}-\d\d-\d\d\)", sections[1])
     added, fixed = "- computes attention faster. (#12)", "- rounds as it should. (#7)"
-    assert [line for line in sections[2].splitlines() if line] == ["### Added", added, "### Fixed", fixed]
+    assert [line for line in sections[2].splitlines() if line] == [
+        "### Added",
+        added,
+        "### Fixed",
+        fixed,
+    ]
     assert not list(clone.path(ATTENTION, "changes").glob("*.md"))
 
-    # The meta-package has a version of its own for the set, which is exact, and will say so in its changelog.
+    # The meta-package has a version of its own for the set, which is exact, and will say so in its
+    # changelog.
     project = clone.project(META)
     assert project["version"] == "0.2.0"
     pins = {*project["dependencies"], *project["optional-dependencies"]["emulator"]}
     versions = {name: "0.2.0" if name == ATTENTION else "0.1.2" for name in clone.packages}
     assert pins == {f"{name}=={version}" for name, version in versions.items() if name != META}
-    assert [path.read_text() for path in clone.path(META, "changes").iterdir()] == [f"pins {ATTENTION} 0.2.0.\n"]
-    subprocess.run([sys.executable, "tools/versions/pin_meta.py", "--check"], cwd=clone.root, check=True)
-    subprocess.run([sys.executable, "tools/docs-tables", "--only", "versions", "--check"], cwd=clone.root, check=True)
-    assert "| `ascend-attention` | 0.2.0 |" in (clone.root / "docs" / "compatibility.md").read_text()
+    assert [path.read_text() for path in clone.path(META, "changes").iterdir()] == [
+        f"pins {ATTENTION} 0.2.0.\n"
+    ]
+    subprocess.run(
+        [sys.executable, "tools/versions/pin_meta.py", "--check"], cwd=clone.root, check=True
+    )
+    subprocess.run(
+        [sys.executable, "tools/docs-tables", "--only", "versions", "--check"],
+        cwd=clone.root,
+        check=True,
+    )
+    assert (
+        "| `ascend-attention` | 0.2.0 |" in (clone.root / "docs" / "compatibility.md").read_text()
+    )
 
 
 @pytest.mark.parametrize(
@@ -163,7 +205,9 @@ def test_minor_release_of_one_component(clone: Clone) -> None:
         ("1.4.0", "major", "2.0.0", ">=0.1,<3"),
     ],
 )
-def test_ranges_of_siblings_follow_the_platform(clone: Clone, old: str, level: str, new: str, expected: str) -> None:
+def test_ranges_of_siblings_follow_the_platform(
+    clone: Clone, old: str, level: str, new: str, expected: str
+) -> None:
     clone.set_version(PLATFORM, old)
     siblings = dependents(clone)
     assert len(siblings) == 5
@@ -179,14 +223,17 @@ def test_ranges_of_siblings_follow_the_platform(clone: Clone, old: str, level: s
         assert written(clone, name, PLATFORM) == f"{PLATFORM}{expected}"
         assert clone.version(name) == "0.1.2"
         moved = before[name] != f"{PLATFORM}{expected}"
-        assert (f"{name} required {Requirement(before[name])}; now {PLATFORM}" in done.stdout) == moved
+        assert (
+            f"{name} required {Requirement(before[name])}; now {PLATFORM}" in done.stdout
+        ) == moved
         fragments = [path.read_text() for path in clone.path(name, "changes").glob("+admits*")]
         assert fragments == ([f"admits {PLATFORM} {new}.\n"] if moved else [])
     assert f"{PLATFORM}=={new}" in clone.project(META)["dependencies"]
 
 
 def test_set_is_released_when_it_can_be_installed(clone: Clone) -> None:
-    """The meta-package waits for the components that it pins, and has one version however many of them there were."""
+    """The meta-package waits for the components that it pins, and has one version however many of
+    them there were."""
     for name in clone.packages:
         if name not in (META, ATTENTION):
             clone.git("tag", f"{name}-v0.1.2")
@@ -194,7 +241,10 @@ def test_set_is_released_when_it_can_be_installed(clone: Clone) -> None:
     assert clone.version(META) == "0.1.3"
     before = clone.state()
     done = clone.release(META, "patch")
-    assert f"{META} pins {ATTENTION}==0.1.2, which has no tag {ATTENTION}-v0.1.2: release that first" in done.stderr
+    assert (
+        f"{META} pins {ATTENTION}==0.1.2, which has no tag {ATTENTION}-v0.1.2: release that first"
+        in done.stderr
+    )
     assert clone.state() == before
 
     assert clone.release(ATTENTION, "patch").returncode == 0
@@ -203,7 +253,9 @@ def test_set_is_released_when_it_can_be_installed(clone: Clone) -> None:
     clone.commit()
     assert clone.release(PLATFORM, "minor").returncode == 0
     assert clone.version(META) == "0.2.0"
-    waiting = [name for name in clone.packages if list(clone.path(name, "changes").glob("+admits*"))]
+    waiting = [
+        name for name in clone.packages if list(clone.path(name, "changes").glob("+admits*"))
+    ]
     assert len(waiting) == 5
     for name in waiting:
         done = clone.release(META, "minor")
@@ -218,30 +270,42 @@ def test_set_is_released_when_it_can_be_installed(clone: Clone) -> None:
     changelog = clone.path(META, "CHANGELOG.md").read_text()
     assert f"- pins {PLATFORM} 0.2.0." in changelog
     assert f"- pins {ATTENTION} 0.1.4." in changelog
-    assert clone.release(ATTENTION, "minor").stderr == (
-        f"tools/release: packages/{ATTENTION}/changes has no fragments, so there is nothing to release\n"
+    assert (
+        clone.release(ATTENTION, "minor").stderr
+        == f"tools/release: packages/{ATTENTION}/changes has no fragments, so there is nothing to"
+        " release\n"
     )
 
 
-def test_first_releases_have_the_versions_in_the_files_and_install_together(clone: Clone, tmp_path: Path) -> None:
-    """All packages in the order of their requirements, each built from its tag, in an empty environment."""
+def test_first_releases_have_the_versions_in_the_files_and_install_together(
+    clone: Clone, tmp_path: Path
+) -> None:
+    """All packages in the order of their requirements, each built from its tag, in an empty
+    environment."""
     clone.git("tag", "--delete", *clone.git("tag").split())
     components = [name for name in clone.packages if name not in (META, PLATFORM)]
     for name in clone.packages:
         changelog = clone.path(name, "CHANGELOG.md")
-        changelog.write_text(re.split(r"^## ", changelog.read_text(), maxsplit=1, flags=re.MULTILINE)[0])
+        changelog.write_text(
+            re.split(r"^## ", changelog.read_text(), maxsplit=1, flags=re.MULTILINE)[0]
+        )
         clone.fragment(name, "is new.", "1.added.md")
     for name in dependents(clone):
         clone.edit(clone.path(name), f"{PLATFORM}>=0.1,", f"{PLATFORM}>=0.1.2,")
     clone.commit()
     done = clone.release(ATTENTION)
-    assert f"{ATTENTION} requires {PLATFORM}<0.2,>=0.1.2, and {PLATFORM} 0.1.2 was never released" in done.stderr
+    assert (
+        f"{ATTENTION} requires {PLATFORM}<0.2,>=0.1.2, and {PLATFORM} 0.1.2 was never released"
+        in done.stderr
+    )
     for name in (PLATFORM, *components, META):
         done = clone.release(name)
         assert done.returncode == 0, done.stderr
         assert f"{name} 0.1.2, its first release\n" in done.stdout
         assert re.search(
-            r"^## 0\.1\.2 \(.*\n\n### Added\n\n(.*\n)*- is new\. \(#1\)$", clone.path(name, "CHANGELOG.md").read_text(), re.M
+            r"^## 0\.1\.2 \(.*\n\n### Added\n\n(.*\n)*- is new\. \(#1\)$",
+            clone.path(name, "CHANGELOG.md").read_text(),
+            re.M,
         )
     tags = [f"{name}-v0.1.2" for name in clone.packages]
     assert clone.git("tag").split() == tags
@@ -250,25 +314,54 @@ def test_first_releases_have_the_versions_in_the_files_and_install_together(clon
     dist, venv = tmp_path / "dist", tmp_path / "venv"
 
     def uv_run(*command: object) -> subprocess.CompletedProcess[str]:
-        return subprocess.run([uv, *map(str, command)], cwd=clone.root, env=settings, capture_output=True, text=True, check=False)
+        return subprocess.run(
+            [uv, *map(str, command)],
+            cwd=clone.root,
+            env=settings,
+            capture_output=True,
+            text=True,
+            check=False,
+        )
 
     for name in clone.packages:
         clone.git("checkout", "--quiet", f"{name}-v0.1.2")
-        assert uv_run("build", "--quiet", "--wheel", "--package", name, "--out-dir", dist).returncode == 0
-    assert uv_run("venv", "--quiet", "--no-project", "--python", sys.executable, venv).returncode == 0
-    assert uv_run("pip", "install", "--no-deps", "--no-index", "--python", venv, *dist.glob("*.whl")).returncode == 0
+        assert (
+            uv_run("build", "--quiet", "--wheel", "--package", name, "--out-dir", dist).returncode
+            == 0
+        )
+    assert (
+        uv_run("venv", "--quiet", "--no-project", "--python", sys.executable, venv).returncode == 0
+    )
+    assert (
+        uv_run(
+            "pip", "install", "--no-deps", "--no-index", "--python", venv, *dist.glob("*.whl")
+        ).returncode
+        == 0
+    )
     missing = re.findall(r"requires `([\w-]+)", uv_run("pip", "check", "--python", venv).stderr)
     assert "vllm" in missing
     assert not {*missing} & {*clone.packages}
 
     # What a resolver makes of the set's name, with nothing else to be had than these wheels.
-    others = {it.name for name in clone.packages for it in map(Requirement, clone.project(name)["dependencies"])} - {
-        *clone.packages
-    }
+    others = {
+        it.name
+        for name in clone.packages
+        for it in map(Requirement, clone.project(name)["dependencies"])
+    } - {*clone.packages}
     (tmp_path / "excluded.txt").write_text("\n".join(sorted(others)))
     (tmp_path / "wanted.in").write_text(f"{META}[emulator]")
-    options = ("--quiet", "--no-config", "--no-index", "--no-header", "--no-annotate", "--find-links", dist)
-    done = uv_run("pip", "compile", *options, "--excludes", tmp_path / "excluded.txt", tmp_path / "wanted.in")
+    options = (
+        "--quiet",
+        "--no-config",
+        "--no-index",
+        "--no-header",
+        "--no-annotate",
+        "--find-links",
+        dist,
+    )
+    done = uv_run(
+        "pip", "compile", *options, "--excludes", tmp_path / "excluded.txt", tmp_path / "wanted.in"
+    )
     assert done.returncode == 0, done.stderr
     assert re.findall(r"^([\w-]+)(?:\[emulator\])?==0\.1\.2$", done.stdout, re.M) == clone.packages
 
@@ -294,17 +387,29 @@ def changed_file(clone: Clone) -> tuple[str, str]:
 
 def new_file(clone: Clone) -> tuple[str, str]:
     clone.fragment(ATTENTION, "is not committed.", "8.fixed.md")
-    return ATTENTION, f"the checkout has changes (?? packages/{ATTENTION}/changes/8.fixed.md): commit or stash them"
+    return (
+        ATTENTION,
+        (
+            f"the checkout has changes (?? packages/{ATTENTION}/changes/8.fixed.md): commit or"
+            " stash them"
+        ),
+    )
 
 
 def no_fragments(clone: Clone) -> tuple[str, str]:
-    return "ascend-patches", "packages/ascend-patches/changes has no fragments, so there is nothing to release"
+    return (
+        "ascend-patches",
+        "packages/ascend-patches/changes has no fragments, so there is nothing to release",
+    )
 
 
 def misnamed_fragment(clone: Clone) -> tuple[str, str]:
     clone.fragment(ATTENTION, "is new.", "9.feature.md")
     clone.commit()
-    wrong = f"packages/{ATTENTION}/changes/9.feature.md is not called <issue>.<added|changed|fixed|removed>.md"
+    wrong = (
+        f"packages/{ATTENTION}/changes/9.feature.md is not called"
+        " <issue>.<added|changed|fixed|removed>.md"
+    )
     return ATTENTION, wrong
 
 
@@ -316,12 +421,24 @@ def tag_exists(clone: Clone) -> tuple[str, str]:
 def range_without_the_patch(clone: Clone) -> tuple[str, str]:
     clone.edit(clone.path("ascend-patches"), f"{PLATFORM}>=0.1,<0.2", f"{PLATFORM}>=0.1,<0.1.3")
     clone.commit()
-    return PLATFORM, f"ascend-patches requires {PLATFORM}<0.1.3,>=0.1, which leaves out 0.1.3: correct that range first"
+    return (
+        PLATFORM,
+        (
+            f"ascend-patches requires {PLATFORM}<0.1.3,>=0.1, which leaves out 0.1.3: correct that"
+            " range first"
+        ),
+    )
 
 
 def level_of_a_first_release(clone: Clone) -> tuple[str, str]:
     clone.git("tag", "--delete", f"{ATTENTION}-v0.1.0", f"{ATTENTION}-v0.1.1")
-    return ATTENTION, f"{ATTENTION} has no release yet; its first is 0.1.2, as its pyproject.toml says: leave out patch"
+    return (
+        ATTENTION,
+        (
+            f"{ATTENTION} has no release yet; its first is 0.1.2, as its pyproject.toml says: leave"
+            " out patch"
+        ),
+    )
 
 
 def clone_without_tags(clone: Clone) -> tuple[str, str]:
@@ -329,25 +446,44 @@ def clone_without_tags(clone: Clone) -> tuple[str, str]:
     clone.fragment(ATTENTION, "is faster still.")
     clone.commit()
     clone.git("tag", "--delete", *clone.git("tag").split())
-    return ATTENTION, f"the changelog of {ATTENTION} lists a release, which has no tag in this clone: run git fetch --tags"
+    return (
+        ATTENTION,
+        (
+            f"the changelog of {ATTENTION} lists a release, which has no tag in this clone: run git"
+            " fetch --tags"
+        ),
+    )
 
 
 def bound_that_was_never_released(clone: Clone) -> tuple[str, str]:
     clone.edit(clone.path(ATTENTION), f"{PLATFORM}>=0.1,<0.2", f"{PLATFORM}>=0.1.2,<0.2")
     clone.commit()
-    return ATTENTION, f"{ATTENTION} requires {PLATFORM}<0.2,>=0.1.2, and {PLATFORM} 0.1.2 was never released"
+    return (
+        ATTENTION,
+        f"{ATTENTION} requires {PLATFORM}<0.2,>=0.1.2, and {PLATFORM} 0.1.2 was never released",
+    )
 
 
 def bound_below_the_interface(clone: Clone) -> tuple[str, str]:
-    """The sibling uses what has been added to the platform since the oldest version that it admits."""
+    """The sibling uses what has been added to the platform since the oldest version that
+    it admits."""
     register = clone.path(ATTENTION, "src/ascend_attention/__init__.py")
-    stated = {path: API_VERSION.findall(path.read_text()) for path in clone.path(PLATFORM, "src").rglob("*.py")}
+    stated = {
+        path: API_VERSION.findall(path.read_text())
+        for path in clone.path(PLATFORM, "src").rglob("*.py")
+    }
     [(file, [api])] = [each for each in stated.items() if each[1]]
     clone.edit(file, f'API_VERSION = "{api}"', f'API_VERSION = "{api}1"')
     register.write_text(re.sub(r'api="[\d.]+"', f'api="{api}1"', register.read_text()))
     clone.commit()
     written = f"{ATTENTION} is written against version {api}1 of ascend_platform.extension"
-    return ATTENTION, f"{written} and admits {PLATFORM} 0.1, which has {api}: raise the bound of {PLATFORM}<0.2,>=0.1"
+    return (
+        ATTENTION,
+        (
+            f"{written} and admits {PLATFORM} 0.1, which has {api}: raise the bound of"
+            f" {PLATFORM}<0.2,>=0.1"
+        ),
+    )
 
 
 def refusing_hook(clone: Clone) -> tuple[str, str]:
@@ -382,7 +518,9 @@ def locked_checkout(clone: Clone) -> tuple[str, str]:
         locked_checkout,
     ],
 )
-def test_refusal_is_one_line_and_leaves_all_as_it_was(clone: Clone, spoil: Callable[[Clone], tuple[str, str]]) -> None:
+def test_refusal_is_one_line_and_leaves_all_as_it_was(
+    clone: Clone, spoil: Callable[[Clone], tuple[str, str]]
+) -> None:
     name, line = spoil(clone)
     before = clone.state()
     done = clone.release(name, "patch")
@@ -398,7 +536,8 @@ def test_refusal_is_one_line_and_leaves_all_as_it_was(clone: Clone, spoil: Calla
 
 def workflow(name: str) -> dict:
     loaded = yaml.safe_load((checkout.ROOT / ".github" / "workflows" / f"{name}.yml").read_text())
-    return {("on" if key is True else key): value for key, value in loaded.items()}  # YAML 1.1 reads `on` as true
+    # YAML 1.1 reads `on` as true
+    return {("on" if key is True else key): value for key, value in loaded.items()}
 
 
 def scripts(job: dict) -> list[str]:
@@ -412,7 +551,11 @@ def test_workflows_pin_actions_and_hold_no_secret() -> None:
         assert "secrets." not in path.read_text()
         for job in workflow(path.stem)["jobs"].values():
             used = [step["uses"] for step in job["steps"] if "uses" in step]
-            assert [action for action in used if not re.fullmatch(r"[\w.-]+/[\w./-]+@v\d+(\.\d+)*", action)] == []
+            assert [
+                action
+                for action in used
+                if not re.fullmatch(r"[\w.-]+/[\w./-]+@v\d+(\.\d+)*", action)
+            ] == []
 
 
 def test_job_that_may_publish_builds_nothing() -> None:
@@ -446,9 +589,13 @@ def test_continuous_integration_covers_the_versions_that_the_wheels_are_for() ->
     minors = tomllib.loads((checkout.TOOLS / "versions" / "compat.toml").read_text())
     assert jobs["vllm"]["strategy"]["matrix"]["vllm"] == [*minors]
     of_tests = next(
-        step["with"]["python-version"] for step in jobs["test"]["steps"] if "with" in step and "python-version" in step["with"]
+        step["with"]["python-version"]
+        for step in jobs["test"]["steps"]
+        if "with" in step and "python-version" in step["with"]
     )
-    project = tomllib.loads((checkout.ROOT / "packages" / PLATFORM / "pyproject.toml").read_text())["project"]
+    project = tomllib.loads((checkout.ROOT / "packages" / PLATFORM / "pyproject.toml").read_text())[
+        "project"
+    ]
     pythons = [of_tests, *jobs["python"]["strategy"]["matrix"]["python"]]
     assert [f"Programming Language :: Python :: {each}" for each in pythons] == [
         each for each in project["classifiers"] if re.fullmatch(r".*Python :: \d\.\d+", each)
@@ -483,7 +630,8 @@ def test_build_job_builds_what_the_tag_names(clone: Clone, name: str) -> None:
 
 
 def test_tags_of_releases_start_the_workflow() -> None:
-    """The filter is a glob of GitHub's; written as an expression, it takes the tags of tools/release and no others."""
+    """The filter is a glob of GitHub's; written as an expression, it takes the tags of
+    tools/release and no others."""
     [pattern] = workflow("release")["on"]["push"]["tags"]
     assert pattern == "*-v[0-9]+.[0-9]+.[0-9]+"
     expression = pattern.replace(".", r"\.").replace("*", "[^/]*")

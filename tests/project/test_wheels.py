@@ -26,12 +26,14 @@ COMPONENTS = {
     "ascend-patches",
 }
 META, EMULATOR = "vllm-ascend-all", "ascend-emulator"
-# Bytes of a wheel where 200,000 do not do: ascend-platform has two model runners, and the emulator's C++ sources travel in its
-# wheel and are compiled where it is used; no other wheel has any.
+# Bytes of a wheel where 200,000 do not do: ascend-platform has two model runners, and the
+# emulator's C++ sources travel in its wheel and are compiled where it is used; no other wheel has
+# any.
 LARGEST = {"ascend-platform": 340_000, EMULATOR: 500_000}
 REPOSITORY = "https://github.com/vllm-ascend-all/vllm-ascend-all"
 NAMES = sorted({*COMPONENTS, META, EMULATOR})
-# Imported only where it is installed: colours of the doctor, the emulator's plugin, which pytest loads, and pip's tomli.
+# Imported only where it is installed: colours of the doctor, the emulator's plugin, which pytest
+# loads, and pip's tomli.
 NOT_REQUIRED = {"ascend-platform": {"rich"}, EMULATOR: {"pytest", "pip"}}
 
 
@@ -47,7 +49,9 @@ class Wheel:
         self.entry_points = {group: dict(parser[group]) for group in parser.sections()}
 
     def dist_info(self, name: str) -> bytes:
-        return next((data for file, data in self.files.items() if file.endswith(f".dist-info/{name}")), b"")
+        return next(
+            (data for file, data in self.files.items() if file.endswith(f".dist-info/{name}")), b""
+        )
 
     def required(self, name: str) -> Requirement:
         return next(requirement for requirement in self.requirements if requirement.name == name)
@@ -74,14 +78,24 @@ def wheels(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Wheel]:
     """The wheels of all packages, each built from its source distribution."""
     out = tmp_path_factory.mktemp("dist")
     uv, settings = checkout.find_uv()
-    subprocess.run([uv, "build", "--quiet", "--all-packages", "--out-dir", out], cwd=checkout.ROOT, env=settings, check=True)
+    subprocess.run(
+        [uv, "build", "--quiet", "--all-packages", "--out-dir", out],
+        cwd=checkout.ROOT,
+        env=settings,
+        check=True,
+    )
     built = [Wheel(path) for path in out.glob("*.whl")]
     return {canonicalize_name(wheel.metadata["Name"]): wheel for wheel in built}
 
 
 def test_twine_check_passes(wheels: dict[str, Wheel]) -> None:
     """`twine check --strict`, for wheels and source distributions."""
-    files = [file for wheel in wheels.values() for file in wheel.path.parent.iterdir() if file.name.endswith((".whl", ".gz"))]
+    files = [
+        file
+        for wheel in wheels.values()
+        for file in wheel.path.parent.iterdir()
+        if file.name.endswith((".whl", ".gz"))
+    ]
     files = sorted(set(files))
     assert len(files) == 2 * len(NAMES)
     command = [sys.executable, "-m", "twine", "--no-color", "check", "--strict", *map(str, files)]
@@ -109,7 +123,8 @@ def test_metadata_is_complete(wheels: dict[str, Wheel], name: str) -> None:
     assert wheel.metadata["License-Expression"] == "Apache-2.0"
     assert wheel.metadata.get_all("License-File") == ["LICENSE"]
     assert wheel.dist_info("licenses/LICENSE") == (checkout.ROOT / "LICENSE").read_bytes()
-    assert wheel.metadata["Metadata-Version"] == "2.4"  # the first with PEP 639; indexes do not all accept a later one
+    # the first with PEP 639; indexes do not all accept a later one
+    assert wheel.metadata["Metadata-Version"] == "2.4"
     urls = dict(url.split(", ") for url in wheel.metadata.get_all("Project-URL", []))
     assert urls == {
         "Homepage": REPOSITORY,
@@ -119,7 +134,8 @@ def test_metadata_is_complete(wheels: dict[str, Wheel], name: str) -> None:
         "Issues": f"{REPOSITORY}/issues",
     }
     assert f"# {name}\n" in wheel.metadata.get_payload()
-    oldest = "3.10" if name == "ascend-emulator" else "3.11"  # `verify` runs in the containers that owners of NPUs have
+    # `verify` runs in the containers that owners of NPUs have
+    oldest = "3.10" if name == "ascend-emulator" else "3.11"
     assert wheel.metadata["Requires-Python"] == f"<3.14,>={oldest}"
 
 
@@ -127,7 +143,8 @@ def test_metadata_is_complete(wheels: dict[str, Wheel], name: str) -> None:
 def test_wheel_holds_one_typed_module(wheels: dict[str, Wheel], name: str) -> None:
     wheel, module = wheels[name], name.replace("-", "_")
     tops = {file.split("/")[0] for file in wheel.files if ".dist-info/" not in file}
-    start_up = {"ascend_platform.pth"} if name == "ascend-platform" else set()  # see ascend_platform/cli/excepthook.py
+    # see ascend_platform/cli/excepthook.py
+    start_up = {"ascend_platform.pth"} if name == "ascend-platform" else set()
     assert tops == {module} | start_up
     assert f"{module}/py.typed" in wheel.files
     assert "Typing :: Typed" in wheel.metadata.get_all("Classifier", [])
@@ -137,7 +154,9 @@ def test_wheel_holds_one_typed_module(wheels: dict[str, Wheel], name: str) -> No
 def test_ranges_have_a_lower_and_an_upper_bound(wheels: dict[str, Wheel], name: str) -> None:
     bounded = ["vllm", "torch-npu"] if name == "ascend-platform" else ["vllm", "ascend-platform"]
     for other in bounded:
-        operators = sorted(specifier.operator for specifier in wheels[name].required(other).specifier)
+        operators = sorted(
+            specifier.operator for specifier in wheels[name].required(other).specifier
+        )
         assert operators == ["<", ">="], f"{name} requires {wheels[name].required(other)}"
     siblings = {requirement.name for requirement in wheels[name].requirements} & {*NAMES}
     assert siblings <= {"ascend-platform"}
@@ -145,19 +164,34 @@ def test_ranges_have_a_lower_and_an_upper_bound(wheels: dict[str, Wheel], name: 
 
 @pytest.mark.parametrize("name", sorted({*COMPONENTS, EMULATOR}))
 def test_imported_packages_are_required(wheels: dict[str, Wheel], name: str) -> None:
-    """By the wheel itself, or by vLLM or torch-npu, which each wheel requires, some of them by way of ascend-platform."""
+    """By the wheel itself, or by vLLM or torch-npu, which each wheel requires, some of them by way
+    of ascend-platform."""
     required = {canonicalize_name(requirement.name) for requirement in wheels[name].requirements}
     for other in ("vllm", "torch-npu"):
-        required |= {other} | {canonicalize_name(Requirement(each).name) for each in importlib.metadata.requires(other) or []}
+        required |= {other} | {
+            canonicalize_name(Requirement(each).name)
+            for each in importlib.metadata.requires(other) or []
+        }
     provided = importlib.metadata.packages_distributions()
-    imported = {module.partition(".")[0] for module in imports(wheels[name])} - sys.stdlib_module_names - {name.replace("-", "_")}
-    undeclared = {top for top in imported if not required & {canonicalize_name(each) for each in provided.get(top, [top])}}
+    imported = (
+        {module.partition(".")[0] for module in imports(wheels[name])}
+        - sys.stdlib_module_names
+        - {name.replace("-", "_")}
+    )
+    undeclared = {
+        top
+        for top in imported
+        if not required & {canonicalize_name(each) for each in provided.get(top, [top])}
+    }
     assert undeclared == NOT_REQUIRED.get(name, set())
 
 
 @pytest.mark.parametrize("name", sorted(COMPONENTS - {"ascend-platform"}))
-def test_stated_version_of_the_interface_has_the_names_that_are_used(wheels: dict[str, Wheel], name: str) -> None:
-    """Else the wheel would fail on the oldest ascend-platform that serves the stated version, whose names are recorded."""
+def test_stated_version_of_the_interface_has_the_names_that_are_used(
+    wheels: dict[str, Wheel], name: str
+) -> None:
+    """Else the wheel would fail on the oldest ascend-platform that serves the stated version, whose
+    names are recorded."""
     used, stated = set(), []
     for node in nodes(wheels[name]):
         if isinstance(node, ast.Attribute) and ast.unparse(node.value) == "extension":
@@ -165,9 +199,13 @@ def test_stated_version_of_the_interface_has_the_names_that_are_used(wheels: dic
         if isinstance(node, ast.ImportFrom) and node.module == "ascend_platform.extension":
             used |= {alias.name for alias in node.names}
         if isinstance(node, ast.Call) and ast.unparse(node.func) == "extension.join":
-            stated += [ast.literal_eval(keyword.value) for keyword in node.keywords if keyword.arg == "api"]
+            stated += [
+                ast.literal_eval(keyword.value) for keyword in node.keywords if keyword.arg == "api"
+            ]
     record = checkout.ROOT / "packages" / "ascend-platform" / "tests" / f"extension_{stated[0]}.txt"
-    assert record.exists(), f"{name} states version {stated[0]} of the interface, of which there is no record"
+    assert record.exists(), (
+        f"{name} states version {stated[0]} of the interface, of which there is no record"
+    )
     assert used - {re.split(r"\W", line)[0] for line in record.read_text().splitlines()} == set()
 
 
@@ -178,7 +216,9 @@ def test_ranges_admit_what_is_built_and_installed(wheels: dict[str, Wheel], name
         assert version in wheels[name].required("ascend-platform").specifier
     minors = tomllib.loads((checkout.TOOLS / "versions" / "compat.toml").read_text())
     tried = ["0.30.9", *(f"{minor}.0" for minor in minors), "0.99.0"]
-    assert [version for version in tried if version in wheels[name].required("vllm").specifier] == tried[1:-1]
+    assert [
+        version for version in tried if version in wheels[name].required("vllm").specifier
+    ] == tried[1:-1]
 
 
 def test_exact_pins_stand_in_the_meta_package_alone(wheels: dict[str, Wheel]) -> None:
@@ -194,13 +234,19 @@ def test_exact_pins_stand_in_the_meta_package_alone(wheels: dict[str, Wheel]) ->
         for requirement in wheels[name].requirements
         if any(specifier.operator == "==" for specifier in requirement.specifier)
     ]
-    subprocess.run([sys.executable, checkout.TOOLS / "versions" / "pin_meta.py", "--check"], check=True)
+    subprocess.run(
+        [sys.executable, checkout.TOOLS / "versions" / "pin_meta.py", "--check"], check=True
+    )
 
 
 def test_entry_points(wheels: dict[str, Wheel]) -> None:
-    """Exactly one platform plugin, since vLLM refuses two, and no duplicate names, of which vLLM silently keeps one."""
+    """Exactly one platform plugin, since vLLM refuses two, and no duplicate names, of which vLLM
+    silently keeps one."""
     found = [
-        (group, *item) for wheel in wheels.values() for group, points in wheel.entry_points.items() for item in points.items()
+        (group, *item)
+        for wheel in wheels.values()
+        for group, points in wheel.entry_points.items()
+        for item in points.items()
     ]
     # VLLM_PLUGINS is one list of names for all of vLLM's groups.
     names = [("vLLM" if group.startswith("vllm.") else group, name) for group, name, _ in found]
@@ -211,7 +257,11 @@ def test_entry_points(wheels: dict[str, Wheel]) -> None:
         [
             ("vllm.platform_plugins", "ascend", "ascend_platform:register"),
             *(("vllm.general_plugins", name, f"{name}:register") for name in general),
-            ("vllm.general_plugins", "ascend_service_profiling", "ascend_platform.observability.service_profiling:register"),
+            (
+                "vllm.general_plugins",
+                "ascend_service_profiling",
+                "ascend_platform.observability.service_profiling:register",
+            ),
             ("console_scripts", "vllm-ascend", "ascend_platform.cli.main:main"),
             ("vllm_ascend.commands", "doctor", "ascend_platform.cli.doctor:add"),
             ("vllm_ascend.commands", "plan", "ascend_platform.cli.plan.command:add"),
@@ -238,4 +288,6 @@ def test_emulator_wheel_carries_its_sources_and_data(wheels: dict[str, Wheel]) -
     }
     assert any(file.endswith(".cpp") for file in needed)
     assert any(file.endswith(".toml") for file in needed)
-    assert {file: data for file, data in wheels[EMULATOR].files.items() if ".dist-info/" not in file} == needed
+    assert {
+        file: data for file, data in wheels[EMULATOR].files.items() if ".dist-info/" not in file
+    } == needed

@@ -1,15 +1,16 @@
-"""The emulator relative to plain CPU torch: matrix products, norms and attention of a 0.6B model's sizes, and 8 experts of a
-width of 768.
+"""The emulator relative to plain CPU torch: matrix products, norms and attention of a 0.6B model's
+sizes, and 8 experts of a width of 768.
 
     tools/bench emulator [--threads 2] [--repeat 15]
 
 "decode" is attention of one token of each request over 4,096 cached ones, in pages on the NPU, by
-npu_fused_infer_attention_score; "experts" are products of some rows with each expert's weight, by npu_grouped_matmul. On the
-CPU they are PyTorch's scaled_dot_product_attention, and a matrix product for each expert.
+npu_fused_infer_attention_score; "experts" are products of some rows with each expert's weight, by
+npu_grouped_matmul. On the CPU they are PyTorch's scaled_dot_product_attention, and a matrix product
+for each expert.
 
-Per case the median time of a call on the emulated NPU, where it ends with a synchronization, over that of the same call on
-the CPU; the two sides take turns. At last what launching an operator costs the host, with and without the null mode, at each
-level of torch_npu's task queue.
+Per case the median time of a call on the emulated NPU, where it ends with a synchronization, over
+that of the same call on the CPU; the two sides take turns. At last what launching an operator costs
+the host, with and without the null mode, at each level of torch_npu's task queue.
 """
 
 from __future__ import annotations
@@ -69,7 +70,12 @@ def measure(arguments: argparse.Namespace) -> None:
             "matmul down": (linear, (make(tokens, middle), make(hidden, middle))),
             "rms_norm": (lambda x, w: rms_norm(x, (hidden,), w, 1e-6), (x, make(hidden))),
             "silu": (silu, (make(tokens, middle),)),
-            "attention": (lambda q, k, v: scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True), (q, k, v)),
+            "attention": (
+                lambda q, k, v: scaled_dot_product_attention(
+                    q, k, v, is_causal=True, enable_gqa=True
+                ),
+                (q, k, v),
+            ),
         }
 
     def compare(name: str, tokens: int, on_cpu: Callable, on_npu: Callable) -> None:
@@ -80,9 +86,15 @@ def measure(arguments: argparse.Namespace) -> None:
 
         with torch.inference_mode():
             torch.testing.assert_close(ended().cpu().float(), on_cpu().float(), atol=0.1, rtol=0.1)
-            rounds = [(median(on_cpu, arguments.repeat), median(ended, arguments.repeat)) for _ in range(3)]
+            rounds = [
+                (median(on_cpu, arguments.repeat), median(ended, arguments.repeat))
+                for _ in range(3)
+            ]
         cpu, npu = (statistics.median(side) for side in zip(*rounds, strict=True))
-        print(f"{name:<14}{tokens:>7}{cpu * 1e6:>10.0f}{npu * 1e6:>13.0f}{npu / cpu:>7.2f}", flush=True)
+        print(
+            f"{name:<14}{tokens:>7}{cpu * 1e6:>10.0f}{npu * 1e6:>13.0f}{npu / cpu:>7.2f}",
+            flush=True,
+        )
 
     def decode(requests: int) -> tuple[Callable, Callable]:
         heads, key_heads, size, length, page = 16, 8, 128, 4096, 128
@@ -90,7 +102,11 @@ def measure(arguments: argparse.Namespace) -> None:
         k, v = torch.randn(2, requests, key_heads, length, size, dtype=torch.bfloat16)
         pages = [each.transpose(1, 2).reshape(-1, page, key_heads * size).npu() for each in (k, v)]
         table = torch.arange(requests * length // page, dtype=torch.int32).view(requests, -1).npu()
-        query, lengths, ends = q.view(requests, heads, size).npu(), [length] * requests, list(range(1, requests + 1))
+        query, lengths, ends = (
+            q.view(requests, heads, size).npu(),
+            [length] * requests,
+            list(range(1, requests + 1)),
+        )
 
         def on_npu() -> torch.Tensor:
             attended = torch_npu.npu_fused_infer_attention_score(
@@ -117,9 +133,16 @@ def measure(arguments: argparse.Namespace) -> None:
 
         def on_npu() -> torch.Tensor:
             inputs, weight = on_device
-            return torch_npu.npu_grouped_matmul([inputs], [weight], group_list=ends, split_item=3, group_type=0)[0]
+            return torch_npu.npu_grouped_matmul(
+                [inputs], [weight], group_list=ends, split_item=3, group_type=0
+            )[0]
 
-        return lambda: torch.cat([part @ weight for part, weight in zip(x.split(rows), weights, strict=True)]), on_npu
+        return (
+            lambda: torch.cat(
+                [part @ weight for part, weight in zip(x.split(rows), weights, strict=True)]
+            ),
+            on_npu,
+        )
 
     print(f"{'case':<14}{'tokens':>7}{'cpu us':>10}{'emulated us':>13}{'ratio':>7}")
     for tokens in (1, 8, 128, 512):
@@ -133,19 +156,27 @@ def measure(arguments: argparse.Namespace) -> None:
 
 
 def launches() -> None:
-    """Microseconds per small addition, of 2,000 in a row: until submission, and until completion; medians of ten."""
+    """Microseconds per small addition, of 2,000 in a row: until submission, and until completion;
+    medians of ten."""
     for label, options in {"computed": [], "null mode": ["--null"]}.items():
         for level in ("0", "1", "2"):
             command = ["ascend-emulator", "run", *options, "--", sys.executable, "-c", LAUNCHES]
             variables = {**os.environ, "TASK_QUEUE_ENABLE": level}
-            output = subprocess.run(command, check=True, capture_output=True, text=True, env=variables).stdout.split()
-            times = f"{float(output[0]):.1f} us a launch on the host, {float(output[1]):.1f} us up to its end"
+            output = subprocess.run(
+                command, check=True, capture_output=True, text=True, env=variables
+            ).stdout.split()
+            times = (
+                f"{float(output[0]):.1f} us a launch on the host, {float(output[1]):.1f} us up to"
+                " its end"
+            )
             print(f"{label}, TASK_QUEUE_ENABLE={level}: {times}")
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(
-        prog="tools/bench emulator", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        prog="tools/bench emulator",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--threads", type=int, default=os.cpu_count())
     parser.add_argument("--repeat", type=int, default=15)
@@ -154,7 +185,15 @@ def main() -> None:
     if arguments.inside:
         measure(arguments)
         return
-    inside = ["ascend-emulator", "run", "--", sys.executable, __file__, "--inside", f"--threads={arguments.threads}"]
+    inside = [
+        "ascend-emulator",
+        "run",
+        "--",
+        sys.executable,
+        __file__,
+        "--inside",
+        f"--threads={arguments.threads}",
+    ]
     subprocess.run([*inside, f"--repeat={arguments.repeat}"], check=True)
     launches()
 

@@ -1,14 +1,18 @@
-"""One side of tools/bench: an engine of plain vLLM, on any platform, that measures what is asked on stdin.
+"""One side of tools/bench: an engine of plain vLLM, on any platform, that measures what is asked on
+stdin.
 
-    python tools/benchmarks/engine.py '{"model": DIRECTORY, ...}'      the argument: keywords of vllm.LLM
+    python tools/benchmarks/engine.py '{"model": DIRECTORY, ...}'      the argument: keywords of
+    vllm.LLM
 
-A question is a line of JSON, `{"batch": 8, "prompt": 64, "output": 33}`: that many requests with that many prompt
-tokens (random ones, new every time; with `"period": 4` the first four again and again) are completed greedily. The answer
-is one too: `{"prefill": prompt tokens per second until every request has its first token, "decode": generated tokens per
-second from then on}`. The first line of output, `{"ready": seconds, "versions": {"torch": …}}`, tells that the engine is
-there. Everything else goes to stderr. With the engine in this process (VLLM_ENABLE_V1_MULTIPROCESSING=0) the answer also has
-`"runner": milliseconds`, the median of what the model runner takes for a step that decodes all requests; and if the question
-has `"kernels": true`, `"kernels": milliseconds`, what the CPU's operators take of such a step by PyTorch's profiler.
+A question is a line of JSON, `{"batch": 8, "prompt": 64, "output": 33}`: that many requests with
+that many prompt tokens (random ones, new every time; with `"period": 4` the first four again and
+again) are completed greedily. The answer is one too: `{"prefill": prompt tokens per second until
+every request has its first token, "decode": generated tokens per second from then on}`. The first
+line of output, `{"ready": seconds, "versions": {"torch": …}}`, tells that the engine is there.
+Everything else goes to stderr. With the engine in this process (VLLM_ENABLE_V1_MULTIPROCESSING=0)
+the answer also has `"runner": milliseconds`, the median of what the model runner takes for a step
+that decodes all requests; and if the question has `"kernels": true`, `"kernels": milliseconds`,
+what the CPU's operators take of such a step by PyTorch's profiler.
 """
 
 from __future__ import annotations
@@ -29,7 +33,8 @@ alias as_strided chunk contiguous detach empty empty_like empty_strided expand f
 reshape resize_ result_type select slice split split_with_sizes squeeze t to transpose unbind unflatten unsqueeze view
 view_as _reshape_alias _local_scalar_dense _to_copy _unsafe_view
 """
-"""Operators that compute nothing. All others count as the CPU's work, with what it takes to call them."""
+"""Operators that compute nothing. All others count as the CPU's work, with what it takes to call
+them."""
 
 
 def main() -> None:
@@ -50,7 +55,9 @@ def main() -> None:
     steps_taken = observe(llm) if os.environ.get("VLLM_ENABLE_V1_MULTIPROCESSING") == "0" else []
     vocabulary = llm.model_config.get_vocab_size()
     chance = random.Random(0)
-    modules = {name: sys.modules.get(name.replace("-", "_")) for name in ("vllm", "torch", "torch-npu")}
+    modules = {
+        name: sys.modules.get(name.replace("-", "_")) for name in ("vllm", "torch", "torch-npu")
+    }
     versions = {name: str(module.__version__) for name, module in modules.items() if module}
     print(json.dumps({"ready": time.monotonic() - begin, "versions": versions}), file=answers)
     for line in sys.stdin:
@@ -58,25 +65,35 @@ def main() -> None:
         batch, length = question["batch"], question["prompt"]
         period = question.get("period", length)
         parts = [chance.choices(range(vocabulary), k=period) for _ in range(batch)]
-        prompts = [TokensPrompt(prompt_token_ids=(part * -(-length // period))[:length]) for part in parts]
-        sampling = SamplingParams(temperature=0, max_tokens=question["output"], ignore_eos=True, detokenize=False)
+        prompts = [
+            TokensPrompt(prompt_token_ids=(part * -(-length // period))[:length]) for part in parts
+        ]
+        sampling = SamplingParams(
+            temperature=0, max_tokens=question["output"], ignore_eos=True, detokenize=False
+        )
         steps_taken.clear()
         outputs = llm.generate(prompts, sampling, use_tqdm=False)
         counts = {len(output.outputs[0].token_ids) for output in outputs}
         if counts != {question["output"]}:
-            raise RuntimeError(f"asked for {question['output']} tokens per request, got {sorted(counts)}")
-        # Engine core's clock. All tokens of one step have one timestamp; requests that come late start in a later step,
-        # and those that run already have a token more by each of these.
+            raise RuntimeError(
+                f"asked for {question['output']} tokens per request, got {sorted(counts)}"
+            )
+        # Engine core's clock. All tokens of one step have one timestamp; requests that come late
+        # start in a later step, and those that run already have a token more by each of these.
         stats: list[Any] = [output.metrics for output in outputs]
         steps = sorted({stat.first_token_ts for stat in stats})
-        later = sum(question["output"] - len(steps) + steps.index(stat.first_token_ts) for stat in stats)
+        later = sum(
+            question["output"] - len(steps) + steps.index(stat.first_token_ts) for stat in stats
+        )
         answer = {"prefill": batch * length / (steps[-1] - min(stat.queued_ts for stat in stats))}
         if later > 0:
             answer["decode"] = later / (max(stat.last_token_ts for stat in stats) - steps[-1])
         if decodes := [seconds for tokens, seconds in steps_taken if tokens == batch]:
             answer["runner"] = 1e3 * median(decodes)
         if question.get("kernels"):
-            answer["kernels"] = kernels(partial(llm.generate, prompts, sampling, use_tqdm=False), batch)
+            answer["kernels"] = kernels(
+                partial(llm.generate, prompts, sampling, use_tqdm=False), batch
+            )
         print(json.dumps(answer), file=answers)
 
 
@@ -88,14 +105,22 @@ def kernels(generate: Callable[[], Any], batch: int) -> float:
     with profile(activities=[ProfilerActivity.CPU]) as profiled:
         generate()
     events = list(profiled.events())
-    spans = sorted((event.time_range.start, event.time_range.end) for event in events if event.name == f"runner {batch}")
+    spans = sorted(
+        (event.time_range.start, event.time_range.end)
+        for event in events
+        if event.name == f"runner {batch}"
+    )
     own = sorted(
         (event.time_range.start, event.self_cpu_time_total)
         for event in events
         if event.name.startswith(("aten::", "_C")) and event.name not in shells
     )
     starts = [start for start, _ in own]
-    taken = sum(time for first, last in spans for _, time in own[bisect_left(starts, first) : bisect_right(starts, last)])
+    taken = sum(
+        time
+        for first, last in spans
+        for _, time in own[bisect_left(starts, first) : bisect_right(starts, last)]
+    )
     return taken / 1e3 / max(1, len(spans) // 2)  # a step is two calls
 
 
@@ -117,7 +142,10 @@ def observe(llm: Any) -> list[list[float]]:
 
         return run
 
-    runner.execute_model, runner.sample_tokens = timed(runner.execute_model), timed(runner.sample_tokens)
+    runner.execute_model, runner.sample_tokens = (
+        timed(runner.execute_model),
+        timed(runner.sample_tokens),
+    )
     return steps
 
 

@@ -1,4 +1,5 @@
-"""The medians of a benchmark over the batch size, as an SVG image; the spread of the runs is drawn as bars."""
+"""The medians of a benchmark over the batch size, as an SVG image; the spread of the runs is drawn
+as bars."""
 
 from __future__ import annotations
 
@@ -26,26 +27,48 @@ def svg(runs: dict[str, dict[str, list[float]]], phase: str, unit: str) -> str:
 
     def x(batch: int) -> float:
         span = math.log2(batches[-1]) - math.log2(batches[0])
-        return LEFT + (WIDTH - LEFT - RIGHT) * ((math.log2(batch) - math.log2(batches[0])) / span if span else 0.5)
+        return LEFT + (WIDTH - LEFT - RIGHT) * (
+            (math.log2(batch) - math.log2(batches[0])) / span if span else 0.5
+        )
 
     def y(value: float) -> float:
         return HEIGHT - BOTTOM - (HEIGHT - TOP - BOTTOM) * value / top
 
-    parts = [f'<text x="{LEFT}" y="20" font-weight="bold">{escape(f"{phase}, {unit} (median, lowest and highest)")}</text>']
+    parts = [
+        f'<text x="{LEFT}" y="20"'
+        f' font-weight="bold">{escape(f"{phase}, {unit} (median, lowest and highest)")}</text>'
+    ]
     for tick in range(round(top / step) + 1):
         value = tick * step
         parts += [f'<path d="M{LEFT} {y(value):.1f}H{WIDTH - RIGHT}" stroke="#d0d7de"/>']
         parts += [f'<text x="{LEFT - 8}" y="{y(value) + 4:.1f}" text-anchor="end">{value:g}</text>']
-    parts += [f'<text x="{x(each):.1f}" y="{HEIGHT - 22}" text-anchor="middle">{each}</text>' for each in batches]
-    parts += [f'<text x="{(LEFT + WIDTH - RIGHT) / 2}" y="{HEIGHT - 6}" text-anchor="middle">batch size</text>']
+    parts += [
+        f'<text x="{x(each):.1f}" y="{HEIGHT - 22}" text-anchor="middle">{each}</text>'
+        for each in batches
+    ]
+    parts += [
+        f'<text x="{(LEFT + WIDTH - RIGHT) / 2}" y="{HEIGHT - 6}" text-anchor="middle">batch'
+        " size</text>"
+    ]
     for number, side in enumerate(rows[batches[0]]):
         color = COLORS[number % len(COLORS)]
         points = " ".join(f"{x(each):.1f},{y(median(rows[each][side])):.1f}" for each in batches)
         parts += [f'<polyline points="{points}" fill="none" stroke="{color}" stroke-width="2"/>']
         for each in batches:
             values = rows[each][side]
-            parts += [f'<path d="M{x(each):.1f} {y(min(values)):.1f}V{y(max(values)):.1f}" stroke="{color}"/>']
-            parts += [f'<circle cx="{x(each):.1f}" cy="{y(median(values)):.1f}" r="3" fill="{color}"/>']
-        parts += [f'<text x="{WIDTH - RIGHT + 16}" y="{TOP + 18 * number + 12}" fill="{color}">{escape(side)}</text>']
-    head = f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {HEIGHT}" font-family="sans-serif" font-size="12">'
+            parts += [
+                f'<path d="M{x(each):.1f} {y(min(values)):.1f}V{y(max(values)):.1f}"'
+                f' stroke="{color}"/>'
+            ]
+            parts += [
+                f'<circle cx="{x(each):.1f}" cy="{y(median(values)):.1f}" r="3" fill="{color}"/>'
+            ]
+        parts += [
+            f'<text x="{WIDTH - RIGHT + 16}" y="{TOP + 18 * number + 12}"'
+            f' fill="{color}">{escape(side)}</text>'
+        ]
+    head = (
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {HEIGHT}"'
+        ' font-family="sans-serif" font-size="12">'
+    )
     return "\n".join([head, '<rect width="100%" height="100%" fill="#fff"/>', *parts, "</svg>\n"])

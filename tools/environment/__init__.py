@@ -1,12 +1,16 @@
-"""The environment of this checkout, .venv: creates it, updates it, and does next to nothing when it is up to date.
+"""The environment of this checkout, .venv: creates it, updates it, and does next to nothing when it
+is up to date.
 
-Standard library only, and any Python 3 that is still supported: it runs before there is an environment. The tools call
-`enter()`. What it does, in this order, each step only when its inputs have changed:
+Standard library only, and any Python 3 that is still supported: it runs before there is an
+environment. The tools call `enter()`. What it does, in this order, each step only when its inputs
+have changed:
 
 1. finds uv on PATH, or installs it with pip into .uv;
-2. creates .venv and installs tools/environment/requirements.txt into it, building vLLM without compiled kernels;
+2. creates .venv and installs tools/environment/requirements.txt into it, building vLLM without
+   compiled kernels;
 3. installs the packages of the workspace in editable form;
-4. compiles the emulator (`ascend-emulator build`), which a new .venv begins as soon as torch and torch-npu are installed.
+4. compiles the emulator (`ascend-emulator build`), which a new .venv begins as soon as torch and
+   torch-npu are installed.
 """
 
 from __future__ import annotations
@@ -48,7 +52,8 @@ _start = time.monotonic()
 
 
 def enter() -> None:
-    """Set up .venv and restart the calling script with its Python; the call returns in the restarted script.
+    """Set up .venv and restart the calling script with its Python; the call returns in the
+    restarted script.
 
     Exits with one line that says what to do when a step fails.
     """
@@ -80,7 +85,11 @@ def prepare() -> None:
             _say("waiting for another set-up of this checkout")
             fcntl.flock(lock, fcntl.LOCK_EX)
         done = _done()
-        steps = {"requirements": _install_requirements, "workspace": _install_workspace, "emulator": _compile_emulator}
+        steps = {
+            "requirements": _install_requirements,
+            "workspace": _install_workspace,
+            "emulator": _compile_emulator,
+        }
         for step, perform in steps.items():
             if done.get(step) == wanted[step]:
                 continue
@@ -89,17 +98,24 @@ def prepare() -> None:
             perform()
             done[step] = wanted[step]
             STAMP.write_text(json.dumps(done))
-    size = subprocess.run(["du", "-sm", str(VENV)], capture_output=True, text=True, check=False).stdout.split()
+    size = subprocess.run(
+        ["du", "-sm", str(VENV)], capture_output=True, text=True, check=False
+    ).stdout.split()
     _say(f"ready; .venv takes {int(size[0]) / 1024:.1f} GB" if size else "ready")
 
 
 def _wanted() -> dict[str, str]:
-    """A hash of the inputs of each step. A moved checkout counts as changed: an environment contains its own path."""
+    """A hash of the inputs of each step. A moved checkout counts as changed: an environment
+    contains its own path."""
     sources = (ROOT / "packages" / "ascend-emulator" / "src").rglob("*")
     return {
         "requirements": _hash([REQUIREMENTS], str(ROOT)),
-        "workspace": _hash(sorted([*ROOT.glob("packages/*/pyproject.toml"), *ROOT.glob("packages/*/*.pth")])),
-        "emulator": _hash(sorted(path for path in sources if path.is_file() and "__pycache__" not in path.parts)),
+        "workspace": _hash(
+            sorted([*ROOT.glob("packages/*/pyproject.toml"), *ROOT.glob("packages/*/*.pth")])
+        ),
+        "emulator": _hash(
+            sorted(path for path in sources if path.is_file() and "__pycache__" not in path.parts)
+        ),
     }
 
 
@@ -120,41 +136,64 @@ def _done() -> dict[str, str]:
         return {}
 
 
-@functools.cache  # the Python that runs this may be the environment's own, which is replaced, and its pip with it
+# the Python that runs this may be the environment's own, which is replaced, and its pip with it
+@functools.cache
 def _pip_settings() -> dict[str, str]:
-    """pip's settings under uv's names, where uv has none of its own: uv does not read pip's configuration."""
-    listing = subprocess.run([sys.executable, "-m", "pip", "config", "list"], capture_output=True, text=True, check=False)
+    """pip's settings under uv's names, where uv has none of its own: uv does not read pip's
+    configuration."""
+    listing = subprocess.run(
+        [sys.executable, "-m", "pip", "config", "list"], capture_output=True, text=True, check=False
+    )
     values: dict[str, tuple[int, str]] = {}
     for line in listing.stdout.splitlines():
         key, _, value = line.partition("=")
         section, _, option = key.strip().rpartition(".")
-        rank = ["global", "install", ":env:"].index(section) if section in ("global", "install", ":env:") else -1
+        rank = (
+            ["global", "install", ":env:"].index(section)
+            if section in ("global", "install", ":env:")
+            else -1
+        )
         if option in PIP_TO_UV and rank >= values.get(option, (0, ""))[0]:
             values[option] = (rank, ast.literal_eval(value.strip()))
     found = {}
     for option, (_, value) in values.items():
         name, separator = PIP_TO_UV[option]
         found[name] = separator.join(value.split())
-    if "UV_INDEX" in found:  # pip takes the best version of all indexes, uv by default that of the first that has any
+    # pip takes the best version of all indexes, uv by default that of the first that has any
+    if "UV_INDEX" in found:
         found["UV_INDEX_STRATEGY"] = "unsafe-best-match"
     return {name: value for name, value in found.items() if name not in os.environ}
 
 
 def find_uv() -> tuple[str, dict[str, str]]:
-    """Path of a recent enough uv, which is installed if needed, and the environment variables to run it with."""
+    """Path of a recent enough uv, which is installed if needed, and the environment variables to
+    run it with."""
     settings = {**os.environ, **_pip_settings()}
     for candidate in (shutil.which("uv") or "uv", str(PRIVATE_UV / "bin" / "uv")):
         with contextlib.suppress(OSError):
-            output = subprocess.run([candidate, "--version"], capture_output=True, text=True, check=False).stdout
+            output = subprocess.run(
+                [candidate, "--version"], capture_output=True, text=True, check=False
+            ).stdout
             version = re.match(r"uv (\d+)\.(\d+)\.(\d+)", output)
             if version and tuple(map(int, version.groups())) >= UV_VERSION:
                 return candidate, settings
     pinned = ".".join(map(str, UV_VERSION))
     _run(
         f"installing uv {pinned} into .uv",
-        [sys.executable, "-m", "pip", "install", "-qq", "--upgrade", "--target", PRIVATE_UV, f"uv=={pinned}"],
+        [
+            sys.executable,
+            "-m",
+            "pip",
+            "install",
+            "-qq",
+            "--upgrade",
+            "--target",
+            PRIVATE_UV,
+            f"uv=={pinned}",
+        ],
         settings,
-        f"install uv {pinned} or newer (https://docs.astral.sh/uv) or pip for {sys.executable}, then start again",
+        f"install uv {pinned} or newer (https://docs.astral.sh/uv) or pip for {sys.executable},"
+        " then start again",
     )
     return str(PRIVATE_UV / "bin" / "uv"), settings
 
@@ -163,12 +202,16 @@ def _install_requirements() -> None:
     create(VENV)
     install(VENV, REQUIREMENTS, "installing torch and torch-npu", only=("torch", "torch-npu"))
     _start_compiling_emulator()
-    what = "installing tools/environment/requirements.txt and building vLLM (downloads 0.6 GB, unless it is in uv's cache)"
+    what = (
+        "installing tools/environment/requirements.txt and building vLLM (downloads 0.6 GB, unless"
+        " it is in uv's cache)"
+    )
     install(VENV, REQUIREMENTS, what)
 
 
 def create(venv: Path) -> None:
-    """Create an empty environment, or replace an existing one, with this Python if it is supported, else with 3.11."""
+    """Create an empty environment, or replace an existing one, with this Python if it is supported,
+    else with 3.11."""
     uv, settings = find_uv()
     running = (3, 11) <= sys.version_info[:2] <= (3, 13)
     python = getattr(sys, "_base_executable", sys.executable) if running else "3.11"
@@ -181,35 +224,70 @@ def create(venv: Path) -> None:
 
 
 def install(venv: Path, requirements: Path, what: str, only: tuple[str, ...] = ()) -> None:
-    """Install requirements that are complete: every dependency is listed, with its version. `only` names some of them."""
+    """Install requirements that are complete: every dependency is listed, with its version. `only`
+    names some of them."""
     uv, settings = find_uv()
-    # torch's CPU build: it is what torch_npu is compiled against, and a tenth of the size of the CUDA build, which is
-    # PyPI's default on Linux. A configured find-links location that has torch comes first; else PyTorch's own CPU index.
-    pins = {name: pin for pin, name in re.findall(r"^(([\w.-]+)==[\w.]+)", requirements.read_text(), re.MULTILINE)}
-    # --no-deps, because the dependencies of some packages name what tools/environment/excluded.txt leaves out.
-    # Bytecode is compiled here, once: with PYTHONDONTWRITEBYTECODE every process would compile torch and vLLM again.
-    options = ["--quiet", "--python", str(venv / "bin" / "python"), "--no-deps", "--compile-bytecode"]
+    # torch's CPU build: it is what torch_npu is compiled against, and a tenth of the size of the
+    # CUDA build, which is PyPI's default on Linux. A configured find-links location that has torch
+    # comes first; else PyTorch's own CPU index.
+    pins = {
+        name: pin
+        for pin, name in re.findall(r"^(([\w.-]+)==[\w.]+)", requirements.read_text(), re.MULTILINE)
+    }
+    # --no-deps, because the dependencies of some packages name what tools/environment/excluded.txt
+    # leaves out. Bytecode is compiled here, once: with PYTHONDONTWRITEBYTECODE every process would
+    # compile torch and vLLM again.
+    options = [
+        "--quiet",
+        "--python",
+        str(venv / "bin" / "python"),
+        "--no-deps",
+        "--compile-bytecode",
+    ]
     is_local = _can_install(pins.get("torch", "torch"), venv / "bin" / "python", "--no-index")
     wanted = [pins[name] for name in only] or ["--requirement", requirements]
     _run(
         what,
-        [uv, "pip", "install", *options, *([] if is_local else ["--torch-backend", "cpu"]), *wanted],
+        [
+            uv,
+            "pip",
+            "install",
+            *options,
+            *([] if is_local else ["--torch-backend", "cpu"]),
+            *wanted,
+        ],
         settings,
-        "check the network and the package indexes that pip and uv are configured with, then start again",
+        "check the network and the package indexes that pip and uv are configured with, then start"
+        " again",
     )
 
 
 def has_cpu_torch(version: str) -> bool:
     """Whether a find-links location or PyTorch's index has the CPU build of this torch."""
     torch = f"torch=={version}"
-    return _can_install(torch, PYTHON, "--no-index") or _can_install(torch, PYTHON, "--torch-backend", "cpu")
+    return _can_install(torch, PYTHON, "--no-index") or _can_install(
+        torch, PYTHON, "--torch-backend", "cpu"
+    )
 
 
 def _can_install(requirement: str, python: Path, *options: str) -> bool:
     uv, settings = find_uv()
-    command = [uv, "pip", "install", "--dry-run", "--no-deps", "--python", str(python), *options, requirement]
+    command = [
+        uv,
+        "pip",
+        "install",
+        "--dry-run",
+        "--no-deps",
+        "--python",
+        str(python),
+        *options,
+        requirement,
+    ]
     settings |= {"UV_HTTP_RETRIES": "0"}
-    return subprocess.run(command, env=settings, cwd=ROOT, capture_output=True, check=False).returncode == 0
+    return (
+        subprocess.run(command, env=settings, cwd=ROOT, capture_output=True, check=False).returncode
+        == 0
+    )
 
 
 def _install_workspace() -> None:
@@ -225,14 +303,18 @@ def _install_workspace() -> None:
 
 
 def _start_compiling_emulator() -> None:
-    """Compile the emulator while the other requirements are installed; `ascend-emulator build` waits for it by the cache's lock.
+    """Compile the emulator while the other requirements are installed; `ascend-emulator build`
+    waits for it by the cache's lock.
 
-    It needs the files of torch and torch-npu only. A failure is reported by `ascend-emulator build`, which starts again.
+    It needs the files of torch and torch-npu only. A failure is reported by `ascend-emulator
+    build`, which starts again.
     """
     code = "from ascend_emulator import build; build.library_dir()"
     environment = {**variables(), "PYTHONPATH": str(ROOT / "packages" / "ascend-emulator" / "src")}
     null = subprocess.DEVNULL
-    subprocess.Popen([PYTHON, "-c", code], env=environment, cwd=ROOT, stdin=null, stdout=null, stderr=null)
+    subprocess.Popen(
+        [PYTHON, "-c", code], env=environment, cwd=ROOT, stdin=null, stdout=null, stderr=null
+    )
 
 
 def _compile_emulator() -> None:
@@ -246,7 +328,8 @@ def _compile_emulator() -> None:
 
 
 def _run(what: str, command: list, env: dict[str, str], advice: str, *, quiet: bool = True) -> None:
-    """Run one step; a terminal shows the elapsed seconds of `quiet` steps, which print nothing themselves."""
+    """Run one step; a terminal shows the elapsed seconds of `quiet` steps, which print nothing
+    themselves."""
     _say(what)
     ticking = quiet and sys.stdout.isatty()
     try:

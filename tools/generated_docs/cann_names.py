@@ -1,11 +1,13 @@
 #!/usr/bin/env python3
-"""Write the names of CANN's public C functions, each of which the emulator answers or refuses by its own name.
+"""Write the names of CANN's public C functions, each of which the emulator answers or refuses by
+its own name.
 
-tools/generated_docs/cann_names.py --pytorch GITDIR --op-plugin GITDIR --torch-npu DIR...    rewrite the emulator's cann_names.txt
+tools/generated_docs/cann_names.py --pytorch GITDIR --op-plugin GITDIR --torch-npu DIR...    rewrite
+the emulator's cann_names.txt
 
-GITDIR are clones of Ascend/pytorch and Ascend/op-plugin, DIR unpacked wheels of torch_npu. Names are the declarations in CANN's
-headers that torch_npu's releases from 2.7.1 on and these wheels contain, the operators that op-plugin's releases call, and the
-functions below.
+GITDIR are clones of Ascend/pytorch and Ascend/op-plugin, DIR unpacked wheels of torch_npu. Names
+are the declarations in CANN's headers that torch_npu's releases from 2.7.1 on and these wheels
+contain, the operators that op-plugin's releases call, and the functions below.
 """
 
 from __future__ import annotations
@@ -16,12 +18,16 @@ import subprocess
 import sys
 from pathlib import Path
 
-TARGET = Path(__file__).resolve().parents[2] / "packages/ascend-emulator/src/ascend_emulator/cann_names.txt"
+TARGET = (
+    Path(__file__).resolve().parents[2]
+    / "packages/ascend-emulator/src/ascend_emulator/cann_names.txt"
+)
 RELEASES = r"v2\.(7\.1|8\.0|9\.0|1\d\.0)(-\d.*)?$|master$"
 OPERATORS = r"\d.*|master$"
 HEADERS = r"third_party/(acl|hccl)/inc/(acl|hccl|external)/.*\.h$"
 STATUS = ("aclError", "aclnnStatus", "HcclResult")
-# From CANN's API reference: aclnn's common interfaces (aclnn_base.h), and functions that later headers dropped.
+# From CANN's API reference: aclnn's common interfaces (aclnn_base.h), and functions that later
+# headers dropped.
 DOCUMENTED = """
 aclDestroyAclOpExecutor aclSetAclOpExecutorRepeatable aclSetDynamicInputTensorAddr aclSetDynamicOutputTensorAddr
 aclSetDynamicTensorAddr aclSetInputTensorAddr aclSetOutputTensorAddr aclSetTensorAddr aclnnInit aclnnFinalize
@@ -33,8 +39,8 @@ aclrtCreateStreamV2 aclrtSetStreamConfigOpt aclrtSetTsDevice aclrtSetGroup aclrt
 aclrtDestroyGroupInfo aclrtGetAllGroupInfo aclrtGetGroupInfoDetail aclrtCtxSetSysParamOpt aclrtCtxGetSysParamOpt
 aclrtGetOverflowStatus aclrtResetOverflowStatus aclrtSetStreamFailureMode aclrtDestroyStreamForce
 """
-# Operators of that reference (the lists of fused and NN operators from CANN 8.0 on, and the release notes' new ones) that neither
-# op-plugin nor a header names; MindSpeed calls some of them.
+# Operators of that reference (the lists of fused and NN operators from CANN 8.0 on, and the release
+# notes' new ones) that neither op-plugin nor a header names; MindSpeed calls some of them.
 OTHER_OPERATORS = """
 aclnnAdaLayerNorm aclnnAdaLayerNormBackward aclnnAdaLayerNormQuant aclnnAdaLayerNormV2 aclnnAddLayerNormQuant
 aclnnAddLayerNormQuantV2 aclnnAddRmsNormDynamicMxQuantV2 aclnnAddRmsNormDynamicQuant aclnnAllGatherAdd
@@ -53,23 +59,31 @@ aclnnQuantizedBatchNorm aclnnRingAttentionUpdate aclnnRopeQuantKvcache aclnnSqua
 aclnnSwinAttentionScore aclnnSwinAttentionScoreQuant aclnnSwinTransformerLnQkvQuant aclnnTfScatterAdd
 aclnnWeightQuantBatchMatmul aclnnWeightQuantMatmulAllReduceAddRmsNorm
 """
-NO_OPERATORS = frozenset({"aclnnOpInfoRecord", "aclnnV2", "aclnnInpalceCopy"})  # words of op-plugin's comments
-VALUES = frozenset({"aclCreateFp16Array", "aclCreateBf16Array", "aclCreateStringArray"})  # of DOCUMENTED: they return a pointer
+# words of op-plugin's comments
+NO_OPERATORS = frozenset({"aclnnOpInfoRecord", "aclnnV2", "aclnnInpalceCopy"})
+# of DOCUMENTED: they return a pointer
+VALUES = frozenset({"aclCreateFp16Array", "aclCreateBf16Array", "aclCreateStringArray"})
 
 
 def git(directory: Path, *arguments: str) -> str:
-    return subprocess.run(["git", "-C", str(directory), *arguments], capture_output=True, text=True, check=True).stdout
+    return subprocess.run(
+        ["git", "-C", str(directory), *arguments], capture_output=True, text=True, check=True
+    ).stdout
 
 
 def branches(directory: Path, pattern: str) -> list[str]:
-    names = git(directory, "for-each-ref", "--format=%(refname:short)", "refs/heads", "refs/remotes").split()
+    names = git(
+        directory, "for-each-ref", "--format=%(refname:short)", "refs/heads", "refs/remotes"
+    ).split()
     return [name for name in names if re.fullmatch(pattern, name.rpartition("origin/")[2])]
 
 
 def declared(text: str) -> dict[str, bool]:
     """C functions that a header declares: name to whether it returns a status."""
     text = re.sub(r"/\*.*?\*/|//[^\n]*", "", text, flags=re.DOTALL)
-    found = re.findall(r"(?:ACL_FUNC_VISIBILITY|extern)\s+([\w\s*]+?)\s*\b((?:acl|Hccl)\w+)\s*\(", text)
+    found = re.findall(
+        r"(?:ACL_FUNC_VISIBILITY|extern)\s+([\w\s*]+?)\s*\b((?:acl|Hccl)\w+)\s*\(", text
+    )
     return {name: kind.split()[-1] in STATUS for kind, name in found}
 
 
@@ -82,11 +96,24 @@ def names(pytorch: Path, op_plugin: Path, wheels: list[Path]) -> dict[str, bool]
             if re.search(HEADERS, path) and blob not in seen:
                 seen.add(blob)
                 found |= declared(git(pytorch, "cat-file", "blob", blob))
-    for header in (header for wheel in wheels for header in wheel.rglob("*.h") if re.search(HEADERS, header.as_posix())):
+    for header in (
+        header
+        for wheel in wheels
+        for header in wheel.rglob("*.h")
+        if re.search(HEADERS, header.as_posix())
+    ):
         found |= declared(header.read_text(errors="replace"))
     for branch in branches(op_plugin, OPERATORS):
         lines = git(
-            op_plugin, "grep", "-hoE", r"\baclnn[A-Z][A-Za-z0-9]+", branch, "--", "op_plugin/*.cpp", "op_plugin/*.h", "*.yaml"
+            op_plugin,
+            "grep",
+            "-hoE",
+            r"\baclnn[A-Z][A-Za-z0-9]+",
+            branch,
+            "--",
+            "op_plugin/*.cpp",
+            "op_plugin/*.h",
+            "*.yaml",
         )
         operators = {re.sub(r"GetWorkspaceSize$", "", name) for name in lines.split()}
         found |= dict.fromkeys(operators - NO_OPERATORS, True)
@@ -94,14 +121,21 @@ def names(pytorch: Path, op_plugin: Path, wheels: list[Path]) -> dict[str, bool]
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--pytorch", type=Path, required=True, metavar="GITDIR")
     parser.add_argument("--op-plugin", type=Path, required=True, metavar="GITDIR")
     parser.add_argument("--torch-npu", type=Path, nargs="+", required=True, metavar="DIR")
     options = parser.parse_args()
     found = names(options.pytorch, options.op_plugin, options.torch_npu)
-    TARGET.write_text("".join(f"{name}{'' if found[name] else ' value'}\n" for name in sorted(found)))
-    print(f"{len(found)} names in {TARGET.name}, of which {sum(not status for status in found.values())} return a value")
+    TARGET.write_text(
+        "".join(f"{name}{'' if found[name] else ' value'}\n" for name in sorted(found))
+    )
+    print(
+        f"{len(found)} names in {TARGET.name}, of which"
+        f" {sum(not status for status in found.values())} return a value"
+    )
     return 0
 
 

@@ -1,4 +1,5 @@
-"""What the conformance suite for KV connectors found of vLLM's own; `tools/check transfers connectors` writes connectors.json."""
+"""What the conformance suite for KV connectors found of vLLM's own; `tools/check transfers
+connectors` writes connectors.json."""
 
 import json
 from pathlib import Path
@@ -16,8 +17,16 @@ def table() -> tuple[list[str], list[list[str]]]:
             passed.append(f"{sum(result == 'passed' for result in ran.values())} of {len(ran)}")
             for cause in dict.fromkeys(result for result in ran.values() if result != "passed"):
                 tests = [test.replace("_", " ") for test, result in ran.items() if result == cause]
-                causes.setdefault(cause, {})[place] = ", ".join(tests) if len(tests) < len(ran) else "all"
-        rows.append([name, *passed, "; ".join(f"{_where(where)}: ``{cause}``" for cause, where in causes.items())])
+                causes.setdefault(cause, {})[place] = (
+                    ", ".join(tests) if len(tests) < len(ran) else "all"
+                )
+        rows.append(
+            [
+                name,
+                *passed,
+                "; ".join(f"{_where(where)}: ``{cause}``" for cause, where in causes.items()),
+            ]
+        )
     return ["connector", "passed: CPU", "NPU", "what fails"], rows
 
 

@@ -1,13 +1,15 @@
 #!/usr/bin/env python3
-"""Write how op-plugin calls CANN's operators: the C type of each argument, with which the emulator's parameters are compared.
+"""Write how op-plugin calls CANN's operators: the C type of each argument, with which the
+emulator's parameters are compared.
 
-tools/generated_docs/emulator_arguments.py --op-plugin DIR    rewrite the emulator's csrc/operator/arguments.h
-… --explain aclnnMul    print the operator's calls
+tools/generated_docs/emulator_arguments.py --op-plugin DIR    rewrite the emulator's
+csrc/operator/arguments.h … --explain aclnnMul    print the operator's calls
 
-DIR is op_plugin of Ascend/op-plugin at the commit of tools/upstream_tests/torch_npu.toml. Calls are EXEC_NPU_CMD in its sources,
-whose arguments' types are those of the declarations in the calling function, and gen_opapi in its configuration, whose types are
-the schema's. What cannot be told by these means, such as an `auto` or a nested call, is "?", which agrees with all types; an
-operator whose calls have different numbers of arguments is left out.
+DIR is op_plugin of Ascend/op-plugin at the commit of tools/upstream_tests/torch_npu.toml. Calls are
+EXEC_NPU_CMD in its sources, whose arguments' types are those of the declarations in the calling
+function, and gen_opapi in its configuration, whose types are the schema's. What cannot be told by
+these means, such as an `auto` or a nested call, is "?", which agrees with all types; an operator
+whose calls have different numbers of arguments is left out.
 """
 
 from __future__ import annotations
@@ -18,20 +20,28 @@ import sys
 from collections import defaultdict
 from pathlib import Path
 
-TARGET = Path(__file__).resolve().parents[2] / "packages/ascend-emulator/src/ascend_emulator/csrc/operator/arguments.h"
+TARGET = (
+    Path(__file__).resolve().parents[2]
+    / "packages/ascend-emulator/src/ascend_emulator/csrc/operator/arguments.h"
+)
 HEADER = """\
 // Written by tools/generated_docs/emulator_arguments.py from op-plugin's calls: the C types of an operator's arguments.
 // T aclTensor, L aclTensorList, S aclScalar, R aclScalarList, I aclIntArray, F aclFloatArray, B aclBoolArray, t char*, i 64 bits,
 // n 32 bits, c int8_t, b bool, d double, f float, ? any.
 """
-# C++ types, without const, references and c10::optional, to C types (ConvertType in op_plugin/utils/op_api_common_base.h).
+# C++ types, without const, references and c10::optional, to C types (ConvertType in
+# op_plugin/utils/op_api_common_base.h).
 TYPES = {
     "T": r"(at::)?Tensor|TensorWrapper|torch_npu::TensorWrapper",
-    "L": r"(at::)?(TensorList|ITensorListRef)|(at::)?ArrayRef<(at::)?Tensor>|std::vector<(at::)?Tensor>|TensorListWrapper",
+    "L": (
+        r"(at::)?(TensorList|ITensorListRef)|(at::)?ArrayRef<(at::)?Tensor>|std::vector<(at::)?Tensor>|TensorListWrapper"
+    ),
     "S": r"(at::|c10::)?Scalar",
     "R": r"(at::)?ArrayRef<(at::)?Scalar>",
-    "I": r"(at::|c10::)?(IntArrayRef|OptionalIntArrayRef|SymIntArrayRef|OptionalSymIntArrayRef|OptionalArrayRef<(c10::)?SymInt>)"
-    r"|(at::|c10::)?ArrayRef<(c10::SymInt|int64_t)>",
+    "I": (
+        r"(at::|c10::)?(IntArrayRef|OptionalIntArrayRef|SymIntArrayRef|OptionalSymIntArrayRef|OptionalArrayRef<(c10::)?SymInt>)"
+        r"|(at::|c10::)?ArrayRef<(c10::SymInt|int64_t)>"
+    ),
     "B": r"std::array<bool, *\d+>|(at::)?ArrayRef<bool>",
     "F": r"(at::)?ArrayRef<(double|float)>",
     "t": r"char *\*|char|std::string|string|c10::string_view|std::string_view",
@@ -46,12 +56,19 @@ SCHEMA = {"Tensor": "T", "Tensor[]": "L", "Scalar": "S", "Scalar[]": "R", "int":
           "str": "t", "ScalarType": "n", "int[]": "I", "SymInt[]": "I", "bool[]": "B", "float[]": "F"}  # fmt: skip
 # What an `auto` is initialized with.
 VALUES = {
-    "T": r"npu_preparation::apply_tensor|OpPreparation::apply_tensor|at::(empty|zeros|ones)|.*at::Tensor\(\)|.*\.contiguous\(\)$",
+    "T": (
+        r"npu_preparation::apply_tensor|OpPreparation::apply_tensor|at::(empty|zeros|ones)|.*at::Tensor\(\)|.*\.contiguous\(\)$"
+    ),
     "n": r".*\.scalar_type\(\)$|npu_preparation::convert_to_acl_data_type",
     "t": r"const_cast<char *\*>",
 }
 # Arguments that op-plugin passes in another type than CANN's, and why that works.
-OTHERS = {("aclnnFusedInferAttentionScoreV4", 23): "actual_shared_prefix_len is an undefined tensor, which is null like no array"}
+OTHERS = {
+    (
+        "aclnnFusedInferAttentionScoreV4",
+        23,
+    ): "actual_shared_prefix_len is an undefined tensor, which is null like no array"
+}
 CALL = re.compile(r"EXEC_NPU(?:_NO_FORMAT_CHECK)?_CMD(?:_V1|_V2)?\(\s*(aclnn\w+)\s*,")
 
 
@@ -114,9 +131,17 @@ def calls_in_sources(directory: Path) -> dict[str, list[str]]:
     for source in sorted((directory / "ops").rglob("*.cpp")):
         text = re.sub(r"//[^\n]*|/\*.*?\*/", "", source.read_text(), flags=re.S)
         for call in CALL.finditer(text):
-            head = max((match.start() for match in re.finditer(r"^[a-zA-Z][^\n]*\(", text[: call.start()], re.M)), default=0)
+            head = max(
+                (
+                    match.start()
+                    for match in re.finditer(r"^[a-zA-Z][^\n]*\(", text[: call.start()], re.M)
+                ),
+                default=0,
+            )
             before = text[head : call.start()]
-            found[call[1]].append("".join(kind_of_value(value, before) for value in split(text[call.end() :])))
+            found[call[1]].append(
+                "".join(kind_of_value(value, before) for value in split(text[call.end() :]))
+            )
     return found
 
 
@@ -159,12 +184,17 @@ def common(operator: str, calls: list[str]) -> str | None:
     if len({len(call) for call in calls}) > 1:
         return None
     kinds = [set(position) - {"?"} for position in zip(*calls, strict=True)]
-    return "".join(each.pop() if len(each) == 1 and (operator, place) not in OTHERS else "?" for place, each in enumerate(kinds))
+    return "".join(
+        each.pop() if len(each) == 1 and (operator, place) not in OTHERS else "?"
+        for place, each in enumerate(kinds)
+    )
 
 
 def main() -> None:
     """Parse the command line and write the table or the explanation."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--op-plugin", type=Path, required=True)
     parser.add_argument("--explain", metavar="OPERATOR")
     arguments = parser.parse_args()
@@ -174,10 +204,19 @@ def main() -> None:
     if arguments.explain:
         print("\n".join(rows.get(arguments.explain, [f"no call of {arguments.explain}"])))
         return
-    known = {operator: kinds for operator, calls in rows.items() if (kinds := common(operator, calls)) is not None}
-    TARGET.write_text(HEADER + "".join(f'{{"{operator}", "{kinds}"}},\n' for operator, kinds in known.items()))
+    known = {
+        operator: kinds
+        for operator, calls in rows.items()
+        if (kinds := common(operator, calls)) is not None
+    }
+    TARGET.write_text(
+        HEADER + "".join(f'{{"{operator}", "{kinds}"}},\n' for operator, kinds in known.items())
+    )
     told = sum(kind != "?" for kinds in known.values() for kind in kinds)
-    print(f"emulator-arguments: {len(known)} of {len(rows)} operators, {told} of {sum(map(len, known.values()))} arguments")
+    print(
+        f"emulator-arguments: {len(known)} of {len(rows)} operators, {told} of"
+        f" {sum(map(len, known.values()))} arguments"
+    )
 
 
 if __name__ == "__main__":

@@ -1,14 +1,15 @@
 #!/usr/bin/env python3
 """Write which dtypes the emulator's operators take, from torch_npu's documentation.
 
-tools/generated_docs/emulator_dtypes.py --docs DIR --op-plugin DIR    rewrite the emulator's csrc/operator/dtypes.h
-… --explain aclnnMul    print where an operator's dtypes come from
+tools/generated_docs/emulator_dtypes.py --docs DIR --op-plugin DIR    rewrite the emulator's
+csrc/operator/dtypes.h … --explain aclnnMul    print where an operator's dtypes come from
 
---docs is docs/zh/api/native_api/pytorch_<version> of Ascend/pytorch: for each function of torch, the dtypes that `input` (or
-`self`) may have. --op-plugin is op_plugin of Ascend/op-plugin: which aclnn operator a function calls (gen_opapi in its
-configuration, EXEC_NPU_CMD in its sources), with that tensor first. An operator gets what any of its functions has, and the
-rest of its class: the documentation lists what was verified, and a refusal of what works is worse than a missing one. What NPUs
-did in PyTorch's own tests (emulator_verdicts.toml) goes before both.
+--docs is docs/zh/api/native_api/pytorch_<version> of Ascend/pytorch: for each function of torch,
+the dtypes that `input` (or `self`) may have. --op-plugin is op_plugin of Ascend/op-plugin: which
+aclnn operator a function calls (gen_opapi in its configuration, EXEC_NPU_CMD in its sources), with
+that tensor first. An operator gets what any of its functions has, and the rest of its class: the
+documentation lists what was verified, and a refusal of what works is worse than a missing one. What
+NPUs did in PyTorch's own tests (emulator_verdicts.toml) goes before both.
 """
 
 from __future__ import annotations
@@ -20,14 +21,38 @@ import tomllib
 from collections import defaultdict
 from pathlib import Path
 
-TARGET = Path(__file__).resolve().parents[2] / "packages/ascend-emulator/src/ascend_emulator/csrc/operator/dtypes.h"
+TARGET = (
+    Path(__file__).resolve().parents[2]
+    / "packages/ascend-emulator/src/ascend_emulator/csrc/operator/dtypes.h"
+)
 VERDICTS = Path(__file__).with_name("emulator_verdicts.toml")
 # In the order in which they are printed.
-DTYPES = ("bf16", "fp16", "fp32", "fp64", "uint8", "int8", "int16", "int32", "int64", "bool", "complex64", "complex128")
+DTYPES = (
+    "bf16",
+    "fp16",
+    "fp32",
+    "fp64",
+    "uint8",
+    "int8",
+    "int16",
+    "int32",
+    "int64",
+    "bool",
+    "complex64",
+    "complex128",
+)
 ALL = set(DTYPES)
 INTEGERS = {"uint8", "int8", "int16", "int32", "int64"}
 COMPLEX = {"complex64", "complex128"}
-PAGES = ("torch", "torch-Tensor", "torch-nn-functional", "torch-nn", "torch-special", "torch-linalg", "torch-fft")
+PAGES = (
+    "torch",
+    "torch-Tensor",
+    "torch-nn-functional",
+    "torch-nn",
+    "torch-special",
+    "torch-linalg",
+    "torch-fft",
+)
 FIRST = re.compile(r"(self|input|tensors|tensor_list)\w*$")
 
 # What is known to work beyond the documentation: operator to dtypes and where that is seen.
@@ -44,8 +69,16 @@ WIDER: dict[str, tuple[str, str]] = {
 }
 # The same without the rest of the dtypes' class.
 ALONE: dict[str, tuple[str, str]] = {"aclnnHistc": ("int32", "op-plugin's HistcKernelNpu.cpp")}
-# Operators that many functions use for tensors of their own, so that what one function's page says is no limit.
-LEFT_OUT = {"aclnnInplaceCopy", "aclnnCast", "aclnnIndex", "aclnnIndexPutImpl", "aclnnInplaceZero", "aclnnInplaceOne"}
+# Operators that many functions use for tensors of their own, so that what one function's page says
+# is no limit.
+LEFT_OUT = {
+    "aclnnInplaceCopy",
+    "aclnnCast",
+    "aclnnIndex",
+    "aclnnIndexPutImpl",
+    "aclnnInplaceZero",
+    "aclnnInplaceOne",
+}
 HEADER = """\
 // Written by tools/generated_docs/emulator_dtypes.py from torch_npu's documentation for {version}:
 // what an operator's first argument may be on Atlas A2 and A3. Wider than the documentation, which lists what was verified:
@@ -56,9 +89,13 @@ HEADER = """\
 
 
 def documented(directory: Path) -> dict[str, list[set[str]]]:
-    """Function to the sets of dtypes on its pages; an empty set stands for a page without a limit."""
+    """Function to the sets of dtypes on its pages; an empty set stands for a page without
+    a limit."""
     found: dict[str, list[set[str]]] = defaultdict(list)
-    entry = re.compile(r"^(?:### |> <font size=\"3\">)(\S+?)(?:\(\))?(?:</font>)?$(.*?)(?=^### |^> <font|\Z)", re.M | re.S)
+    entry = re.compile(
+        r"^(?:### |> <font size=\"3\">)(\S+?)(?:\(\))?(?:</font>)?$(.*?)(?=^### |^> <font|\Z)",
+        re.M | re.S,
+    )
     for page in PAGES:
         for heading, body in entry.findall((directory / f"{page}.md").read_text()):
             name = heading.rsplit(".", 1)[-1].rstrip("_")
@@ -67,7 +104,10 @@ def documented(directory: Path) -> dict[str, list[set[str]]]:
             if heading.startswith(("torch.linalg.", "torch.fft.")):
                 name = f"{heading.split('.')[1]}_{name}"
             limits = re.findall(r"`(?:input|self)`仅支持([^\n]*)", body)
-            words = [set(re.findall(r"[a-z]+\d+|bool", limit.replace("double", "fp64"))) & ALL for limit in limits]
+            words = [
+                set(re.findall(r"[a-z]+\d+|bool", limit.replace("double", "fp64"))) & ALL
+                for limit in limits
+            ]
             found[name].append(set().union(*words))
     return found
 
@@ -86,11 +126,15 @@ def calls(directory: Path) -> dict[str, set[str]]:
     """Operator to the torch functions that call it with their first tensor first."""
     callers: dict[str, set[str]] = defaultdict(set)
     text = (directory / "config" / "op_plugin_functions.yaml").read_text()
-    for function, body in re.findall(r"^  - func: (\S+?)\((.*?)(?=^  - func|^\w|\Z)", text, re.M | re.S):
+    for function, body in re.findall(
+        r"^  - func: (\S+?)\((.*?)(?=^  - func|^\w|\Z)", text, re.M | re.S
+    ):
         operator = re.search(r"^ +exec: (aclnn\w+)(?:, *(\w+))?", body, re.M)
         if operator and body.startswith("Tensor") and FIRST.match(operator[2] or "self"):
             callers[operator[1]].add(function.split(".")[0].strip("_"))
-    definition = re.compile(r"^(?:static |inline )*[\w:<>, ]+[&>]? ?&?(\w+)\([^;{]*?\)\n?\s*\{\n(.*?)^\}", re.M | re.S)
+    definition = re.compile(
+        r"^(?:static |inline )*[\w:<>, ]+[&>]? ?&?(\w+)\([^;{]*?\)\n?\s*\{\n(.*?)^\}", re.M | re.S
+    )
     ending = re.compile(r"(_out|_npu_no_?check|_nocheck|_opapi|_common|_symint)+$")
     for source in (directory / "ops" / "opapi").rglob("*.cpp"):
         bodies: dict[str, str] = defaultdict(str)
@@ -99,7 +143,9 @@ def calls(directory: Path) -> dict[str, set[str]]:
         for name, body in bodies.items():
             for operator, first in re.findall(r"EXEC_NPU_CMD\((aclnn\w+), *(\w+)", body):
                 if FIRST.match(first):
-                    callers[operator] |= {ending.sub("", each).strip("_") for each in callers_in(bodies, name)}
+                    callers[operator] |= {
+                        ending.sub("", each).strip("_") for each in callers_in(bodies, name)
+                    }
     return callers
 
 
@@ -113,11 +159,13 @@ def table(docs: Path, op_plugin: Path) -> dict[str, tuple[set[str], list[str]]]:
             continue
         dtypes = set().union(*sets) | set(WIDER.get(operator, ("", ""))[0].split())
         if "fp16" in dtypes:
-            dtypes.add("bf16")  # the documentation leaves it out where every model in bfloat16 uses it: matmul, silu
+            # the documentation leaves it out where every model in bfloat16 uses it: matmul, silu
+            dtypes.add("bf16")
         if dtypes & INTEGERS:
             dtypes |= INTEGERS
         if dtypes & INTEGERS and "fp32" in dtypes:
-            dtypes.add("fp64")  # general arithmetic, which the AI CPU does where the vector cores do not
+            # general arithmetic, which the AI CPU does where the vector cores do not
+            dtypes.add("fp64")
         if dtypes & COMPLEX:
             dtypes |= COMPLEX | {"fp64"}
         dtypes |= set(ALONE.get(operator, ("", ""))[0].split())
@@ -128,7 +176,9 @@ def table(docs: Path, op_plugin: Path) -> dict[str, tuple[set[str], list[str]]]:
         for operator, listed in verdicts[kind].items():
             given = set(listed.split())
             if unknown := given - ALL:
-                sys.exit(f"emulator-dtypes: {VERDICTS.name}: {operator} has {', '.join(sorted(unknown))}")
+                sys.exit(
+                    f"emulator-dtypes: {VERDICTS.name}: {operator} has {', '.join(sorted(unknown))}"
+                )
             if operator in rows or kind == "refused":  # no row: everything is taken
                 dtypes, known = rows.get(operator, (ALL - COMPLEX, []))
                 rows[operator] = change(dtypes, given), [*known, f"{kind} on A3: {listed}"]
@@ -137,7 +187,9 @@ def table(docs: Path, op_plugin: Path) -> dict[str, tuple[set[str], list[str]]]:
 
 def main() -> None:
     """Parse the command line and write the table or the explanation."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--docs", type=Path, required=True)
     parser.add_argument("--op-plugin", type=Path, required=True)
     parser.add_argument("--explain", metavar="OPERATOR")
@@ -153,7 +205,9 @@ def main() -> None:
         notes = [widened[operator][1] for widened in (WIDER, ALONE) if operator in widened]
         notes += [source for source in sources if " on A3: " in source]
         note = f"  // {'; '.join(notes)}" if notes else ""
-        lines.append(f'{{"{operator}", "{" ".join(dtype for dtype in DTYPES if dtype in dtypes)}"}},{note}\n')
+        lines.append(
+            f'{{"{operator}", "{" ".join(dtype for dtype in DTYPES if dtype in dtypes)}"}},{note}\n'
+        )
     TARGET.write_text("".join(lines))
     print(f"emulator-dtypes: {len(rows)} operators")
 

@@ -1,6 +1,8 @@
-"""The recipes of docs/recipes.md: one command for each model and chip, with the layout that ``vllm-ascend plan`` finds best.
+"""The recipes of docs/recipes.md: one command for each model and chip, with the layout that
+``vllm-ascend plan`` finds best.
 
-The models are in recipes.toml, with the sizes that their published config.json states, so that nothing is downloaded.
+The models are in recipes.toml, with the sizes that their published config.json states, so that
+nothing is downloaded.
 """
 
 import contextlib
@@ -23,7 +25,8 @@ DEFAULT_BUFFER = 200
 
 @dataclass(frozen=True)
 class Recipe:
-    """One command. ``layout`` is as `vllm-ascend plan --json` has it; ``{}`` where one NPU serves and nothing is planned."""
+    """One command. ``layout`` is as `vllm-ascend plan --json` has it; ``{}`` where one NPU serves
+    and nothing is planned."""
 
     model: Mapping[str, Any]
     chip: Mapping[str, Any]
@@ -36,15 +39,24 @@ class Recipe:
     def command(self) -> str:
         """For a shell: variables, and `vllm serve` with an option a line."""
         lines = [f"{name}={value}" for name, value in self.environment.items()]
-        return " \\\n    ".join([" ".join(lines), f"vllm serve {self.model['name']}", *self.options])
+        return " \\\n    ".join(
+            [" ".join(lines), f"vllm serve {self.model['name']}", *self.options]
+        )
 
 
 def data() -> dict[str, Any]:
     """recipes.toml, where a model that is ``like`` another has the other's entries too."""
     found = tomllib.loads(DATA.read_text())
-    models = {model["name"]: model for family in found["family"] for model in family["model"] if "like" not in model}
+    models = {
+        model["name"]: model
+        for family in found["family"]
+        for model in family["model"]
+        if "like" not in model
+    }
     for family in found["family"]:
-        family["model"] = [models.get(model.get("like", ""), {}) | model for model in family["model"]]
+        family["model"] = [
+            models.get(model.get("like", ""), {}) | model for model in family["model"]
+        ]
     return found
 
 
@@ -54,37 +66,62 @@ def recipes(model: Mapping[str, Any], found: Mapping[str, Any]) -> Iterator[Reci
     for chip in found["chip"]:
         layout: Mapping[str, Any] = {}
         npus = model.get("npus", 0)
-        counts = [chip["npus"]] if model.get("engines") else [count for count in (1, 2, 4, 8, 16) if count <= chip["npus"]]
+        counts = (
+            [chip["npus"]]
+            if model.get("engines")
+            else [count for count in (1, 2, 4, 8, 16) if count <= chip["npus"]]
+        )
         for count in () if npus else counts:
             if best := _best(model, chip["soc"], count):
                 npus, layout = count, best
                 break
-        yield Recipe(model, chip, npus, layout, _environment(model, npus, layout, found["variable"]), _options(model, layout))
+        yield Recipe(
+            model,
+            chip,
+            npus,
+            layout,
+            _environment(model, npus, layout, found["variable"]),
+            _options(model, layout),
+        )
 
 
 def _best(model: Mapping[str, Any], soc: str, npus: int) -> Mapping[str, Any] | None:
-    """The fastest layout whose KV cache holds all requests, and in each engine one request of the model's length.
+    """The fastest layout whose KV cache holds all requests, and in each engine one request of the
+    model's length.
 
     It has one engine, or for a model with ``engines`` several, and experts spread over all of them.
     """
     load = (model["requests"], model["input"], model["output"])
     for one in _plan(model["name"], soc, npus, model.get("quantization", "none"), *load):
         sizes = one["layout"]
-        wanted = (sizes["data"] > 1 and sizes["expert"]) if model.get("engines") else sizes["data"] == 1
-        if wanted and one["requests"] == model["requests"] and one["kv_tokens"] >= model["length"] * sizes["data"]:
+        wanted = (
+            (sizes["data"] > 1 and sizes["expert"]) if model.get("engines") else sizes["data"] == 1
+        )
+        if (
+            wanted
+            and one["requests"] == model["requests"]
+            and one["kv_tokens"] >= model["length"] * sizes["data"]
+        ):
             return one
     return None
 
 
 @cache
-def _plan(name: str, soc: str, npus: int, quantization: str, requests: int, given: int, output: int) -> list[dict[str, Any]]:
+def _plan(
+    name: str, soc: str, npus: int, quantization: str, requests: int, given: int, output: int
+) -> list[dict[str, Any]]:
     """What `vllm-ascend plan --json` prints, best first; empty if no layout fits."""
-    model = next(model for family in data()["family"] for model in family["model"] if model["name"] == name)
+    model = next(
+        model for family in data()["family"] for model in family["model"] if model["name"] == name
+    )
     (command,) = importlib.metadata.entry_points(group="console_scripts", name="vllm-ascend")
     printed = io.StringIO()
     with tempfile.TemporaryDirectory() as directory, contextlib.redirect_stdout(printed):
         (Path(directory) / "config.json").write_text(json.dumps(model["config"]))
-        options = f"--soc {soc} --npus {npus} --requests {requests} --input {given} --output {output} --json".split()
+        options = (
+            f"--soc {soc} --npus {npus} --requests {requests} --input {given} --output {output}"
+            " --json".split()
+        )
         quantized = ["--quantization", quantization] if quantization != "none" else []
         if command.load()(["plan", directory, *options, *quantized]):
             raise ValueError(f"vllm-ascend plan refuses {name} on {npus} {soc}")
@@ -101,7 +138,11 @@ def _environment(
         "buffer": npus > 1 and moved > DEFAULT_BUFFER,
         "modelscope": model.get("modelscope", False),
     }
-    chosen = [variable for variable in variables if wanted.get(variable.get("when", ""), "when" not in variable)]
+    chosen = [
+        variable
+        for variable in variables
+        if wanted.get(variable.get("when", ""), "when" not in variable)
+    ]
     return {variable["name"]: variable.get("value", str(moved)) for variable in chosen}
 
 
@@ -112,12 +153,19 @@ def _has_experts(model: Mapping[str, Any]) -> bool:
 
 def _options(model: Mapping[str, Any], layout: Mapping[str, Any]) -> tuple[str, ...]:
     sizes = layout.get("layout", {})
-    options = [f"--{name}-parallel-size {sizes[name]}" for name in ("tensor", "pipeline", "data") if sizes.get(name, 1) > 1]
+    options = [
+        f"--{name}-parallel-size {sizes[name]}"
+        for name in ("tensor", "pipeline", "data")
+        if sizes.get(name, 1) > 1
+    ]
     options += ["--enable-expert-parallel"] * bool(sizes.get("expert"))
     if "length" in model:
         options += [f"--max-model-len {model['length']}"]
     if layout:
-        options += [f"--max-num-seqs {model['requests'] // sizes['data']}", f"--max-num-batched-tokens {model['batched_tokens']}"]
+        options += [
+            f"--max-num-seqs {model['requests'] // sizes['data']}",
+            f"--max-num-batched-tokens {model['batched_tokens']}",
+        ]
     return (*options, *model.get("options", ()))
 
 
@@ -137,7 +185,10 @@ def page() -> str:
                 if command:
                     parts.append(f"{chips}: {_figures(same)}\n\n```\n{command}\n```")
                 else:
-                    parts.append(f"{chips}: does not fit on one server; see [Multi-node inference](multi-node.md).")
+                    parts.append(
+                        f"{chips}: does not fit on one server; see [Multi-node"
+                        " inference](multi-node.md)."
+                    )
     return "\n\n".join(parts)
 
 
@@ -153,5 +204,8 @@ def _figures(same: list[Recipe]) -> str:
 
 def variables() -> str:
     """The table of the environment variables."""
-    rows = [f"| `{each['name']}` | {each['why']} | [documentation]({each['source']}) |" for each in data()["variable"]]
+    rows = [
+        f"| `{each['name']}` | {each['why']} | [documentation]({each['source']}) |"
+        for each in data()["variable"]
+    ]
     return "\n".join(["| variable | why | source |", "| --- | --- | --- |", *rows])

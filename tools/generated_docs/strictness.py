@@ -1,6 +1,7 @@
 """What the emulator refuses: tables of docs/emulator-strictness.md.
 
-Programs come from packages/ascend-emulator/tests/refused, by the lines at their head; operators from the sources below csrc/ops.
+Programs come from packages/ascend-emulator/tests/refused, by the lines at their head; operators
+from the sources below csrc/ops.
 """
 
 from __future__ import annotations
@@ -24,7 +25,8 @@ DTYPES = re.compile(r'^\{"(\w+)", "', re.MULTILINE)
 
 
 def programs() -> list[list[str]]:
-    """What a program does wrong, what is refused, where the rule is documented, and whether it was seen on hardware."""
+    """What a program does wrong, what is refused, where the rule is documented, and whether it was
+    seen on hardware."""
     rows = []
     for path in sorted((EMULATOR / "tests" / "refused").glob("*.py")):
         text = path.read_text()
@@ -35,7 +37,8 @@ def programs() -> list[list[str]]:
 
 
 def operators() -> list[list[str]]:
-    """By source file: operators, those with a dtype rule, those with a hardware verdict, statements that check, documents."""
+    """By source file: operators, those with a dtype rule, those with a hardware verdict, statements
+    that check, documents."""
     from ascend_emulator import coverage
 
     families: dict[str, set[str]] = {}
@@ -50,14 +53,22 @@ def operators() -> list[list[str]]:
         text = _source(SOURCES / f"{family}.cpp")
         checks = len(CHECK.findall(text))
         counts = [len(names), len(names & rules), len(names & seen), checks]
-        rows.append([f"`{family.removeprefix('ops/')}`", *(str(count or "") for count in counts), ", ".join(_documents(text))])
+        rows.append(
+            [
+                f"`{family.removeprefix('ops/')}`",
+                *(str(count or "") for count in counts),
+                ", ".join(_documents(text)),
+            ]
+        )
     return rows
 
 
 def _source(path: Path) -> str:
     """A source file with the headers of its own directory."""
     text = path.read_text()
-    headers = (path.parent / name for name in re.findall(r'^#include "([^"/]+)"', text, re.MULTILINE))
+    headers = (
+        path.parent / name for name in re.findall(r'^#include "([^"/]+)"', text, re.MULTILINE)
+    )
     return text + "".join(header.read_text() for header in headers if header.exists())
 
 

@@ -1,4 +1,5 @@
-"""The worker methods that vLLM calls, and where each is implemented: the table of docs/platform.md, for tools/docs-tables."""
+"""The worker methods that vLLM calls, and where each is implemented: the table of docs/platform.md,
+for tools/docs-tables."""
 
 from __future__ import annotations
 
@@ -24,11 +25,21 @@ def called(package: Path) -> set[str]:
         text = path.read_text()
         if "collective_rpc" not in text:
             continue
-        for call in (node for node in ast.walk(ast.parse(text)) if isinstance(node, ast.Call) and node.args):
+        for call in (
+            node for node in ast.walk(ast.parse(text)) if isinstance(node, ast.Call) and node.args
+        ):
             function = call.func
-            name = function.attr if isinstance(function, ast.Attribute) else getattr(function, "id", "")
+            name = (
+                function.attr
+                if isinstance(function, ast.Attribute)
+                else getattr(function, "id", "")
+            )
             first = call.args[0]
-            if name.startswith("collective_rpc") and isinstance(first, ast.Constant) and isinstance(first.value, str):
+            if (
+                name.startswith("collective_rpc")
+                and isinstance(first, ast.Constant)
+                and isinstance(first.value, str)
+            ):
                 names.add(first.value)
     return names
 
@@ -46,14 +57,29 @@ def rows() -> list[list[str]]:
     from vllm.v1.worker.worker_base import WorkerBase
 
     asked = called(Path(vllm.__file__).parent)
-    declared = {name for name in vars(WorkerBase) if not name.startswith("_") and inspect.isfunction(vars(WorkerBase)[name])}
-    public = {name for name in vars(Worker) if not name.startswith("_") and inspect.isfunction(vars(Worker)[name])}
+    declared = {
+        name
+        for name in vars(WorkerBase)
+        if not name.startswith("_") and inspect.isfunction(vars(WorkerBase)[name])
+    }
+    public = {
+        name
+        for name in vars(Worker)
+        if not name.startswith("_") and inspect.isfunction(vars(Worker)[name])
+    }
     names = (asked | declared | public) - NOT_METHODS
     if unknown := REFUSED.keys() - names:
         raise SystemExit(f"worker_table: vLLM has no worker's method {', '.join(sorted(unknown))}")
     found = []
     for name in sorted(names):
-        owner = next((each for each in (*NPUWorker.__mro__, *RayWorkerWrapper.__mro__) if name in vars(each)), None)
+        owner = next(
+            (
+                each
+                for each in (*NPUWorker.__mro__, *RayWorkerWrapper.__mro__)
+                if name in vars(each)
+            ),
+            None,
+        )
         if owner is None and name not in REFUSED:
             raise SystemExit(f"worker_table: vLLM calls {name} on a worker, and no class has it")
         whose = "refused" if name in REFUSED else "ours" if owner is NPUWorker else "vLLM's"

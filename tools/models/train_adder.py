@@ -1,24 +1,28 @@
 #!/usr/bin/env python3
 """Train tools/models/adder, the small real model that the demo serves and the tests compare.
 
-What it learns: sums of two numbers from 0 to 99, a character a token, ";" being the end of an answer (EOS).
+What it learns: sums of two numbers from 0 to 99, a character a token, ";" being the end of an
+answer (EOS).
 
-    12+34=               ->  46;
-    12+34=46;7+8=        ->  15;      (earlier sums may stand before the question)
-    1                    ->  +1=2;1+2=3;2+3=5;3+5=8;5+8=13;...
+    12+34=               ->  46; 12+34=46;7+8=        ->  15;      (earlier sums may stand before
+    the question) 1                    ->  +1=2;1+2=3;2+3=5;3+5=8;5+8=13;...
 
-The last line is what makes long texts checkable. After ";" a "chain" goes on with the second operand and the last two
-digits of the sum; at the very start a lone number is doubled. So a chain cut anywhere after its first "+" is a
-prompt with one right continuation, of any length (ask with ignore_eos), and `chain()` below writes it without the model.
+The last line is what makes long texts checkable. After ";" a "chain" goes on with the second
+operand and the last two digits of the sum; at the very start a lone number is doubled. So a chain
+cut anywhere after its first "+" is a prompt with one right continuation, of any length (ask with
+ignore_eos), and `chain()` below writes it without the model.
 
-The shape is Qwen3's: 4 layers, hidden 128, 4 heads and 2 KV heads of 64, about 1 million parameters, stored as bfloat16.
+The shape is Qwen3's: 4 layers, hidden 128, 4 heads and 2 KV heads of 64, about 1 million
+parameters, stored as bfloat16.
 
-Run it again, in the project's environment (CPU only; 17 minutes of CPU time, shared by two threads):
+Run it again, in the project's environment (CPU only; 17 minutes of CPU time, shared by two
+threads):
 
     ascend-emulator run -- python tools/models/train_adder.py [--out tools/models/adder] [--seed 0]
 
-It ends by measuring the saved model and writing the figures into the model card. With seed 0: all 10,000 sums right in
-float32, bfloat16 and float16. Another CPU or PyTorch may round differently and end in other weights: look at the figures.
+It ends by measuring the saved model and writing the figures into the model card. With seed 0: all
+10,000 sums right in float32, bfloat16 and float16. Another CPU or PyTorch may round differently and
+end in other weights: look at the figures.
 """
 
 import argparse
@@ -32,12 +36,15 @@ import torch
 from tokenizers import Regex, Tokenizer, decoders, models, normalizers
 from transformers import GenerationConfig, PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
-VOCAB = {character: index for index, character in enumerate(["<pad>", ";", *"0123456789", "+", "="])}
+VOCAB = {
+    character: index for index, character in enumerate(["<pad>", ";", *"0123456789", "+", "="])
+}
 SPECIAL: dict[str, Any] = {"eos_token_id": VOCAB[";"], "pad_token_id": VOCAB["<pad>"]}
 CONTEXT, IGNORE = 1024, -100
 
 STEPS = 1600
-TOKENS = 2048  # of running text in a step, beside FIRST short texts that teach the sum no other stands before
+# of running text in a step, beside FIRST short texts that teach the sum no other stands before
+TOKENS = 2048
 FIRST = 128
 PEAK_LR, WARMUP = 3e-3, 100
 
@@ -84,7 +91,8 @@ CPU in minutes. Licence: Apache-2.0.
 
 
 def chain(first: int, second: int, sums: int) -> str:
-    """The text of `sums` sums that starts with first+second= and goes on as the model does after ";"."""
+    """The text of `sums` sums that starts with first+second= and goes on as the model does after
+    ";"."""
     text = ""
     for _ in range(sums):
         text += f"{first}+{second}={first + second};"
@@ -95,7 +103,8 @@ def chain(first: int, second: int, sums: int) -> str:
 def sample(rng: random.Random, length: int) -> tuple[list[int], list[int]]:
     """Token ids and labels, `length` of each: sums, of which a random share follows the chain.
 
-    Labels are the ids where the text leaves one choice, and IGNORE elsewhere (in the digits of a question drawn at random).
+    Labels are the ids where the text leaves one choice, and IGNORE elsewhere (in the digits of a
+    question drawn at random).
     """
 
     def operand() -> int:
@@ -110,19 +119,23 @@ def sample(rng: random.Random, length: int) -> tuple[list[int], list[int]]:
             first, second = operand(), operand()
         question, answer = f"{first}+{second}=", f"{first + second};"
         # A sign after two digits is certain even in a random question.
-        certain = "0" * len(str(first)) + "01"[first > 9] + "0" * len(str(second)) + "01"[second > 9]
+        certain = (
+            "0" * len(str(first)) + "01"[first > 9] + "0" * len(str(second)) + "01"[second > 9]
+        )
         text += question + answer
         known += ("1" * len(question) if follows else certain) + "1" * len(answer)
         first, second = second, (first + second) % 100
         follows = rng.random() < share
-    known = known[text.index("+") :].rjust(len(known), "0")  # nothing stands before the first number to tell it from
+    # nothing stands before the first number to tell it from
+    known = known[text.index("+") :].rjust(len(known), "0")
     ids = [VOCAB[character] for character in text[:length]]
     return ids, [index if flag == "1" else IGNORE for index, flag in zip(ids, known, strict=False)]
 
 
 def make_model() -> Qwen3ForCausalLM:
     config = Qwen3Config(
-        vocab_size=32,  # the tokenizer has fewer; 32 keeps shapes even and lets 20 log-probabilities be asked for
+        # the tokenizer has fewer; 32 keeps shapes even and lets 20 log-probabilities be asked for
+        vocab_size=32,
         hidden_size=128,
         intermediate_size=384,
         num_hidden_layers=4,
@@ -138,9 +151,11 @@ def make_model() -> Qwen3ForCausalLM:
 
 
 def make_tokenizer() -> PreTrainedTokenizerFast:
-    """A character a token (BPE without merges); what is no digit or sign, spaces and words included, is dropped."""
+    """A character a token (BPE without merges); what is no digit or sign, spaces and words
+    included, is dropped."""
     tokenizer = Tokenizer(models.BPE(vocab=VOCAB, merges=[]))
-    tokenizer.normalizer = normalizers.Replace(Regex("[^0-9+=]"), "")  # ";" is taken out before, as a special token
+    # ";" is taken out before, as a special token
+    tokenizer.normalizer = normalizers.Replace(Regex("[^0-9+=]"), "")
     tokenizer.decoder = decoders.Fuse()
     return PreTrainedTokenizerFast(
         tokenizer_object=tokenizer,
@@ -153,18 +168,25 @@ def make_tokenizer() -> PreTrainedTokenizerFast:
 
 
 def train(model: Qwen3ForCausalLM, rng: random.Random) -> None:
-    """AdamW under one cosine; the running texts grow from 64 tokens to CONTEXT, where they stay for the last quarter."""
+    """AdamW under one cosine; the running texts grow from 64 tokens to CONTEXT, where they stay for
+    the last quarter."""
     start = time.monotonic()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=PEAK_LR, betas=(0.9, 0.98), weight_decay=0.05)
+    optimizer = torch.optim.AdamW(
+        model.parameters(), lr=PEAK_LR, betas=(0.9, 0.98), weight_decay=0.05
+    )
     for step in range(STEPS):
-        optimizer.param_groups[0]["lr"] = PEAK_LR * min(1.0, (step + 1) / WARMUP) * (1 + math.cos(math.pi * step / STEPS)) / 2
+        optimizer.param_groups[0]["lr"] = (
+            PEAK_LR * min(1.0, (step + 1) / WARMUP) * (1 + math.cos(math.pi * step / STEPS)) / 2
+        )
         length = round(64 * (CONTEXT / 64) ** min(1.0, step / STEPS / 0.75))
         losses = []
         for rows, tokens in (FIRST, 10), (TOKENS // length, length):
             batch = torch.tensor([sample(rng, tokens) for _ in range(rows)])  # [rows, 2, tokens]
             logits = model(input_ids=batch[:, 0], use_cache=False).logits[:, :-1]
             labels = batch[:, 1, 1:].flatten()
-            losses.append(torch.nn.functional.cross_entropy(logits.flatten(0, 1), labels, ignore_index=IGNORE))
+            losses.append(
+                torch.nn.functional.cross_entropy(logits.flatten(0, 1), labels, ignore_index=IGNORE)
+            )
         loss: Any = sum(losses) / len(losses)
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
@@ -173,19 +195,29 @@ def train(model: Qwen3ForCausalLM, rng: random.Random) -> None:
         if step % 50 == 0:
             alone, running = (loss.item() for loss in losses)
             took = time.monotonic() - start
-            print(f"{took:5.0f} s  step {step:4}  loss {alone:.5f} alone, {running:.5f} in {length} tokens", flush=True)
+            print(
+                f"{took:5.0f} s  step {step:4}  loss {alone:.5f} alone, {running:.5f} in {length}"
+                " tokens",
+                flush=True,
+            )
 
 
 @torch.inference_mode()
-def margins(model: Qwen3ForCausalLM, texts: list[str], skip: int, answers_only: bool) -> torch.Tensor:
-    """Logit of the right next token minus the best other logit, one per token predicted; negative where it is wrong.
+def margins(
+    model: Qwen3ForCausalLM, texts: list[str], skip: int, answers_only: bool
+) -> torch.Tensor:
+    """Logit of the right next token minus the best other logit, one per token predicted; negative
+    where it is wrong.
 
-    `skip` characters at the start of each text are given; of the rest all count, or those after "=" up to ";" included.
+    `skip` characters at the start of each text are given; of the rest all count, or those after "="
+    up to ";" included.
     """
     found = []
     for at in range(0, len(texts), 16384 // len(texts[0])):
         group = texts[at : at + 16384 // len(texts[0])]
-        ids = torch.tensor([[VOCAB[c] for c in text] + [0] * (max(map(len, group)) - len(text)) for text in group])
+        ids = torch.tensor(
+            [[VOCAB[c] for c in text] + [0] * (max(map(len, group)) - len(text)) for text in group]
+        )
         counted = torch.zeros_like(ids, dtype=torch.bool)
         for row, text in enumerate(group):
             answering = False
@@ -217,14 +249,20 @@ def measure(folder: Path) -> list[str]:
             margin = margins(model, texts, skip, answers_only)
             low = torch.quantile(margin, torch.tensor([0.0, 0.01, 0.5])).tolist()
             right = f"{int((margin > 0).sum()):,} of {len(margin):,}"
-            rows.append(f"| {str(dtype)[6:]} | {name} | {right} | " + " | ".join(f"{value:.1f}" for value in low) + " |")
+            rows.append(
+                f"| {str(dtype)[6:]} | {name} | {right} | "
+                + " | ".join(f"{value:.1f}" for value in low)
+                + " |"
+            )
             print(rows[-1], flush=True)
     return rows
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--out", type=Path, default=Path(__file__).parent / "adder", help="folder to write")
+    parser.add_argument(
+        "--out", type=Path, default=Path(__file__).parent / "adder", help="folder to write"
+    )
     parser.add_argument("--seed", type=int, default=0)
     arguments = parser.parse_args()
     torch.set_num_threads(2)

@@ -1,4 +1,5 @@
-"""Lets the test files of PyTorch 2.4 run with torch 2.13, for where those of the release cannot be had (--older)."""
+"""Lets the test files of PyTorch 2.4 run with torch 2.13, for where those of the release cannot be
+had (--older)."""
 
 from __future__ import annotations
 
@@ -14,12 +15,16 @@ from torch.utils._dtype_abbrs import dtype_abbrs
 
 # Patterns of text that torch 2.13 does not run, and what its own release of the file says instead.
 LOAD = (r"torch\.load\(f\)", "torch.load(f, weights_only=False)")
-ACCELERATORS = "test_compare_cpu|test_python_ref_executor|test_fake_crossref_backward_(?:no_)?amp"  # not CUDA alone since
+# not CUDA alone since
+ACCELERATORS = "test_compare_cpu|test_python_ref_executor|test_fake_crossref_backward_(?:no_)?amp"
 CHANGES = {
     "test_foreach.py": [
         (r"(op\.sample_inputs\(\s*\S+,\s*dtype)\b", r"\1, allow_higher_dtype_scalars=True"),
         (
-            r"        try:\n(            foreach_op_?)(\(tensors1, tensors2\)\n)        except .*\n.*\n *\[ref_?\(.*\n",
+            (
+                r"        try:\n(            foreach_op_?)(\(tensors1, tensors2\)\n)        except"
+                r" .*\n.*\n *\[ref_?\(.*\n"
+            ),
             r"        of_sub = (dtype, foreach_op) == (torch.bool, torch._foreach_sub)\n"
             r"        said = re.escape(_BOOL_SUB_ERR_MSG if of_sub else 'size of tensor a (10)')\n"
             r"        with self.assertRaisesRegex(RuntimeError, said):\n\1\2",
@@ -29,12 +34,18 @@ CHANGES = {
     "test_linalg.py": [(r"super\(self\.__class__, self\)", "super()")],
     "test_modules.py": [LOAD],
     "nn/test_convolution.py": [LOAD],
-    "test_ops.py": [(rf"    @onlyCUDA\n((?:(?!    @onlyCUDA|    def ).*\n)*    def (?:{ACCELERATORS})\()", r"\1")],
+    "test_ops.py": [
+        (
+            rf"    @onlyCUDA\n((?:(?!    @onlyCUDA|    def ).*\n)*    def (?:{ACCELERATORS})\()",
+            r"\1",
+        )
+    ],
 }
 
 
 def adapt(name: str, source: str) -> str:
-    """The source of a test file as torch 2.13 runs it; names that have moved since are given back to their modules."""
+    """The source of a test file as torch 2.13 runs it; names that have moved since are given back
+    to their modules."""
     moved: list[tuple[Any, str, Any]] = [
         (methods, "binary_ufuncs_and_refs", methods.binary_ufuncs),
         (methods, "unary_ufuncs_and_refs", methods.unary_ufuncs),
@@ -50,7 +61,9 @@ def adapt(name: str, source: str) -> str:
         if not hasattr(module, attribute):
             setattr(module, attribute, value)
     skip_ops = device_type.skipOps  # takes a set of names now, not the test's class and its name
-    device_type.skipOps = methods.skipOps = lambda *given: skip_ops(*given) if len(given) == 1 else lambda test: test
+    device_type.skipOps = methods.skipOps = lambda *given: (
+        skip_ops(*given) if len(given) == 1 else lambda test: test
+    )
     for before, after in CHANGES.get(name, []):
         source = re.sub(before, after, source)
     return source

@@ -7,7 +7,17 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
-from upstream_tests.pytorch_verdicts import DTYPES, FAILS, PASSES, Verdicts, agreement, key, noise, on_cpu, pair
+from upstream_tests.pytorch_verdicts import (
+    DTYPES,
+    FAILS,
+    PASSES,
+    Verdicts,
+    agreement,
+    key,
+    noise,
+    on_cpu,
+    pair,
+)
 from upstream_tests.report import BAD, reason, table
 
 ON_CPU = "The case fails on the CPU as well: it says nothing about the NPU."
@@ -38,7 +48,9 @@ class Judged:
         return not self.apart and self.how in ("too kind", "too strict", "wrong numbers")
 
 
-def judge(ran: dict, control: dict, verdicts: Verdicts, settings: dict, what: str) -> Iterator[Judged]:
+def judge(
+    ran: dict, control: dict, verdicts: Verdicts, settings: dict, what: str
+) -> Iterator[Judged]:
     """Compare results with verdicts: of the sample, or of the pairs of operator and dtype."""
     for file, result in ran.items():
         on_the_cpu = control.get(file, {}).get("cases", {})
@@ -53,8 +65,14 @@ def judge(ran: dict, control: dict, verdicts: Verdicts, settings: dict, what: st
             apart = noise(identifier, said, listed, settings["noise"])
             if not apart and on_the_cpu.get(on_cpu(case), {}).get("outcome") in BAD:
                 apart = ON_CPU
-            why = reason(f"{how}/{identifier}", told["message"], settings["explanations"]) if how != "agrees" else None
-            yield Judged(file, case, said, listed, told["outcome"], told["message"], how, apart, why)
+            why = (
+                reason(f"{how}/{identifier}", told["message"], settings["explanations"])
+                if how != "agrees"
+                else None
+            )
+            yield Judged(
+                file, case, said, listed, told["outcome"], told["message"], how, apart, why
+            )
 
 
 def line(message: str) -> str:
@@ -64,21 +82,38 @@ def line(message: str) -> str:
 
 
 def rows(cases: Iterable[Judged]) -> Iterator[str]:
-    """The differences, tab-separated: kind, file, case, operator, dtype, the list's reason, the emulator's message, reason."""
+    """The differences, tab-separated: kind, file, case, operator, dtype, the list's reason, the
+    emulator's message, reason."""
     for one in cases:
         if one.differs:
             dtype = re.search(rf"_({DTYPES})$", one.case)
             found = pair(key(one.file, one.case)[2])
             named = found or (re.sub("_npu.*|.*::test_", "", one.case), dtype[1] if dtype else "")
-            fields = (one.how, one.file, one.case, *named, one.listed, line(one.message), one.why or "")
+            fields = (
+                one.how,
+                one.file,
+                one.case,
+                *named,
+                one.listed,
+                line(one.message),
+                one.why or "",
+            )
             yield "\t".join(fields)
 
 
 def markdown(cases: list[Judged], pairs: list[Judged], identity: dict, settings: dict) -> str:
     """The page."""
     sources = settings["sources"]
-    test_files, lists, failures = sources["pytorch"], sources["npu-verdicts"], sources["npu-failures"]
-    text = "the text of PyTorch 2.4's test files" if identity["older"] else f"the test files of PyTorch {test_files['ref']}"
+    test_files, lists, failures = (
+        sources["pytorch"],
+        sources["npu-verdicts"],
+        sources["npu-failures"],
+    )
+    text = (
+        "the text of PyTorch 2.4's test files"
+        if identity["older"]
+        else f"the test files of PyTorch {test_files['ref']}"
+    )
     options = f" --share {identity['share']:g}" if identity["share"] != 1 else ""
     options += " --path pytorch-2.4/test --older" if identity["older"] else ""
     parts = [
@@ -102,12 +137,35 @@ The hardware's torch is a nightly build of 2.15 with the CANN of August 2026; th
     ]
     parts.append("## Figures\n")
     parts.append(
-        table(["", "judged", "agree", "too kind", "too strict", "wrong numbers", "set apart", "skipped"], _figures(cases, pairs))
+        table(
+            [
+                "",
+                "judged",
+                "agree",
+                "too kind",
+                "too strict",
+                "wrong numbers",
+                "set apart",
+                "skipped",
+            ],
+            _figures(cases, pairs),
+        )
     )
     parts.append("## By file\n")
     files = list(dict.fromkeys(one.file for one in cases))
-    head = ["file", "both pass", "both fail", "too kind", "too strict", "wrong numbers", "set apart", "skipped"]
-    parts.append(table(head, [_file(name, [one for one in cases if one.file == name]) for name in files]))
+    head = [
+        "file",
+        "both pass",
+        "both fail",
+        "too kind",
+        "too strict",
+        "wrong numbers",
+        "set apart",
+        "skipped",
+    ]
+    parts.append(
+        table(head, [_file(name, [one for one in cases if one.file == name]) for name in files])
+    )
     parts.append("## What hardware fails, by the list's reason\n")
     by_reason = defaultdict(list)
     for one in cases:
@@ -115,16 +173,27 @@ The hardware's torch is a nightly build of 2.15 with the CANN of August 2026; th
             by_reason[one.listed or "(none given)"].append(one.how)
     order = sorted(by_reason.items(), key=lambda item: (-len(item[1]), item[0]))
     parts.append(
-        table(["reason", "judged", "emulator fails", "emulator passes"], [[name, *_counts(hows)] for name, hows in order])
+        table(
+            ["reason", "judged", "emulator fails", "emulator passes"],
+            [[name, *_counts(hows)] for name, hows in order],
+        )
     )
     parts.append(
-        "## Pairs of operator and dtype\n\nOne case of test_meta for each pair on whose three variants the verdicts agree.\n"
+        "## Pairs of operator and dtype\n\nOne case of test_meta for each pair on whose three"
+        " variants the verdicts agree.\n"
     )
-    parts.append(table(["dtype", "hardware takes", "emulator refuses", "hardware refuses", "emulator takes"], _dtypes(pairs)))
+    parts.append(
+        table(
+            ["dtype", "hardware takes", "emulator refuses", "hardware refuses", "emulator takes"],
+            _dtypes(pairs),
+        )
+    )
     parts.append("## Set apart\n")
     apart = Counter((one.apart, one.how) for one in cases if one.apart)
     for why in dict.fromkeys(one.apart for one in cases if one.apart):
-        counts = ", ".join(f"{count} {how}" for (other, how), count in sorted(apart.items()) if other == why)
+        counts = ", ".join(
+            f"{count} {how}" for (other, how), count in sorted(apart.items()) if other == why
+        )
         parts.append(f"- {why} {counts[0].upper()}{counts[1:]}.")
     parts.append("\n## Differences\n")
     parts.append(_differences(cases))
@@ -143,14 +212,27 @@ def _figures(cases: list[Judged], pairs: list[Judged]) -> list[list[str]]:
         hows = Counter("set apart" if one.apart else one.how for one in some)
         judged = sum(hows[how] for how in ("agrees", "too kind", "too strict", "wrong numbers"))
         agree = f"{hows['agrees']} ({100 * hows['agrees'] / judged:.1f} %)" if judged else "0"
-        rest = (hows[how] for how in ("too kind", "too strict", "wrong numbers", "set apart", "skipped"))
+        rest = (
+            hows[how] for how in ("too kind", "too strict", "wrong numbers", "set apart", "skipped")
+        )
         told.append([name, str(judged), agree, *map(str, rest)])
     return told
 
 
 def _file(name: str, cases: list[Judged]) -> list[str]:
-    counts = Counter("set apart" if one.apart else f"both {one.said}" if one.how == "agrees" else one.how for one in cases)
-    columns = ("both passes", "both fails", "too kind", "too strict", "wrong numbers", "set apart", "skipped")
+    counts = Counter(
+        "set apart" if one.apart else f"both {one.said}" if one.how == "agrees" else one.how
+        for one in cases
+    )
+    columns = (
+        "both passes",
+        "both fails",
+        "too kind",
+        "too strict",
+        "wrong numbers",
+        "set apart",
+        "skipped",
+    )
     return [name, *(str(counts[column] or "") for column in columns)]
 
 
@@ -180,9 +262,15 @@ def _differences(cases: list[Judged]) -> str:
     groups: dict[tuple[str, str], list[Judged]] = defaultdict(list)
     for one in cases:
         if one.differs:
-            groups[one.how, one.why or f"Not explained yet: {one.listed or line(one.message) or 'no reason given'}"].append(one)
+            groups[
+                one.how,
+                one.why
+                or f"Not explained yet: {one.listed or line(one.message) or 'no reason given'}",
+            ].append(one)
     body = []
-    for (how, why), some in sorted(groups.items(), key=lambda item: (item[0][0], -len(item[1]), item[0][1])):
+    for (how, why), some in sorted(
+        groups.items(), key=lambda item: (item[0][0], -len(item[1]), item[0][1])
+    ):
         example = f"`{some[0].file}::{some[0].case}`"
         body.append([how, str(len(some)), _cell(why), example])
     return table(["", "cases", "reason", "for example"], body)
@@ -193,10 +281,14 @@ def _pairs(pairs: list[Judged]) -> str:
     for one in pairs:
         found = pair(key(one.file, one.case)[2])
         if found and one.differs:
-            groups[one.how, one.why or f"Not explained yet: {line(one.message) or found[1]}"].append(" ".join(found))
+            groups[
+                one.how, one.why or f"Not explained yet: {line(one.message) or found[1]}"
+            ].append(" ".join(found))
     body = [
         [how, str(len(some)), _cell(why), ", ".join(sorted(some))]
-        for (how, why), some in sorted(groups.items(), key=lambda item: (item[0][0], -len(item[1]), item[0][1]))
+        for (how, why), some in sorted(
+            groups.items(), key=lambda item: (item[0][0], -len(item[1]), item[0][1])
+        )
     ]
     return table(["", "pairs", "reason", "operator and dtype"], body)
 

@@ -1,4 +1,5 @@
-"""What real NPUs said to PyTorch's own tests, by the lists that Ascend/pytorch publishes (see tools/upstream)."""
+"""What real NPUs said to PyTorch's own tests, by the lists that Ascend/pytorch publishes (see
+tools/upstream)."""
 
 from __future__ import annotations
 
@@ -13,15 +14,24 @@ from pathlib import Path
 PASSES, FAILS = "passes", "fails"
 DEVICE = re.compile(r"(Device)?(PRIVATEUSE1|NPU|CPU)$")
 DTYPES = r"bfloat16|bool|complex(?:32|64|128)|float(?:16|32|64)|u?int(?:8|16|32|64)"
-PAIR = re.compile(rf"^test_(?:dispatch_symbolic_|dispatch_|)meta_outplace_(\w+)_(?:npu|cpu)_({DTYPES})$")
-VARIANTS = ["test_meta_outplace", "test_dispatch_meta_outplace", "test_dispatch_symbolic_meta_outplace"]
-NUMBERS = re.compile(r"are not close|are not equal|Mismatched elements|Jacobian mismatch|not within tolerance")
+PAIR = re.compile(
+    rf"^test_(?:dispatch_symbolic_|dispatch_|)meta_outplace_(\w+)_(?:npu|cpu)_({DTYPES})$"
+)
+VARIANTS = [
+    "test_meta_outplace",
+    "test_dispatch_meta_outplace",
+    "test_dispatch_symbolic_meta_outplace",
+]
+NUMBERS = re.compile(
+    r"are not close|are not equal|Mismatched elements|Jacobian mismatch|not within tolerance"
+)
 
 Case = tuple[str, str, str]  # file, class without the device's ending, name
 
 
 def key(file: str, case: str) -> Case:
-    """A case in a form that the lists and an installed torch share: releases differ in how they end a class's name."""
+    """A case in a form that the lists and an installed torch share: releases differ in how they end
+    a class's name."""
     owner, _, name = case.partition("::")
     return file, DEVICE.sub("", owner), name
 
@@ -64,18 +74,27 @@ class Verdicts:
         return PASSES
 
     def of_pair(self, case: Case) -> str | None:
-        """What hardware said of an operator and a dtype: test_meta's three variants have to agree."""
+        """What hardware said of an operator and a dtype: test_meta's three variants have
+        to agree."""
         found = pair(case[2])
         if not found:
             return None
         operator, dtype = found
-        said = {self.of((case[0], case[1], f"{variant}_{operator}_npu_{dtype}")) for variant in VARIANTS}
+        said = {
+            self.of((case[0], case[1], f"{variant}_{operator}_npu_{dtype}")) for variant in VARIANTS
+        }
         return said.pop() if len(said) == 1 else None
 
 
 def read(directories: Iterable[Path]) -> Verdicts:
-    """The lists of Ascend/pytorch's continuous integration; each file is in one of the directories."""
-    files = {path.name: path.read_text() for directory in directories for path in directory.iterdir() if path.is_file()}
+    """The lists of Ascend/pytorch's continuous integration; each file is in one of the
+    directories."""
+    files = {
+        path.name: path.read_text()
+        for directory in directories
+        for path in directory.iterdir()
+        if path.is_file()
+    }
 
     def case(node: str) -> Case:
         file, _, rest = node.partition("::")
@@ -83,7 +102,10 @@ def read(directories: Iterable[Path]) -> Verdicts:
 
     entries = [json.loads(line) for line in files["pr_skip_list.jsonl"].splitlines() if line]
     return Verdicts(
-        {case(node): entry["reason"] for node, entry in json.loads(files["disabled_testcases.json"]).items()},
+        {
+            case(node): entry["reason"]
+            for node, entry in json.loads(files["disabled_testcases.json"]).items()
+        },
         {case(node) for node in json.loads(files["skip_list.json"])["skip_nodeids"]}
         | {case(entry["nodeid"]) for entry in entries if "nodeid" in entry},
         {case(node) for node in json.loads(files["running_skiped_testcases.json"])},
@@ -105,8 +127,11 @@ def noise(identifier: str, said: str | None, listed: str, rules: list[dict]) -> 
     return None
 
 
-def choose(file: str, names: Iterable[str], verdicts: Verdicts, settings: Mapping, seed: int, share: float) -> dict[str, str]:
-    """The cases of a file to run, by stratum: each verdict with each reason, and what is told apart as noise.
+def choose(
+    file: str, names: Iterable[str], verdicts: Verdicts, settings: Mapping, seed: int, share: float
+) -> dict[str, str]:
+    """The cases of a file to run, by stratum: each verdict with each reason, and what is told apart
+    as noise.
 
     Returns each with `sample`, `pair` (one for each operator and dtype of test_meta) or `both`.
     """
@@ -120,7 +145,11 @@ def choose(file: str, names: Iterable[str], verdicts: Verdicts, settings: Mappin
             why = noise(f"{file}::{name}", said, listed, settings["noise"])
             strata.setdefault((said, listed, why or ""), []).append(name)
         found = pair(case[2])
-        if found and verdicts.of_pair(case) and (found not in pairs or case[2].startswith(VARIANTS[0])):
+        if (
+            found
+            and verdicts.of_pair(case)
+            and (found not in pairs or case[2].startswith(VARIANTS[0]))
+        ):
             pairs[found] = name
     chosen: dict[str, str] = {}
     for (said, reason, why), cases in strata.items():

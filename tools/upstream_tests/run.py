@@ -1,4 +1,5 @@
-"""Run the cases of one unittest file in processes that may crash, and record each outcome (see tools/upstream)."""
+"""Run the cases of one unittest file in processes that may crash, and record each outcome (see
+tools/upstream)."""
 
 from __future__ import annotations
 
@@ -28,18 +29,24 @@ IMPORT = "(import)"
 START = 120  # seconds until a file is imported, or the deadline of a case if that is longer
 REFUSED = re.compile(r"(\w+) is not emulated|legacy graph operator '(\w+)'")
 # Only the queue's thread knows the reason; with launches that block it arrives where it belongs.
-ELSEWHERE = re.compile(r"failed earlier|arguments were refused|Inner error is reported|synchronize failed")
-OTHER_CHIP = re.compile(r"[Oo]nly run on|910A|310P|[Aa]scend950|[Aa]scend910[_C]|\bA[235]\b|cann version", re.IGNORECASE)
+ELSEWHERE = re.compile(
+    r"failed earlier|arguments were refused|Inner error is reported|synchronize failed"
+)
+OTHER_CHIP = re.compile(
+    r"[Oo]nly run on|910A|310P|[Aa]scend950|[Aa]scend910[_C]|\bA[235]\b|cann version", re.IGNORECASE
+)
 
 
 class File:
     """One test file and the processes that run its cases.
 
     Attributes:
-        imports: whether the children that the file spawns import torch_npu themselves, rather than being forked from a server.
-        cases: for each case its outcome (passed, failed, refused, other chip, skipped, crashed, timed out), the message and
-            the names that refused.
-        loaded: the file as a module that was imported before; its processes then go on behind a case that fails.
+        imports: whether the children that the file spawns import torch_npu themselves, rather than
+        being forked from a server.
+        cases: for each case its outcome (passed, failed, refused, other chip, skipped, crashed,
+            timed out), the message and the names that refused.
+        loaded: the file as a module that was imported before; its processes then go on behind a
+        case that fails.
         chosen: with `loaded`, the cases to run; those in `cases` have been.
         unskip: cases that the file skips for a reason with this text are run.
     """
@@ -65,11 +72,13 @@ class File:
         self._log.write_bytes(b"")
         self._known = list(chosen)
         self._process: subprocess.Popen | None = None
-        self._again: list[str] = []  # to be run with blocking launches, for the reason of their failure
+        # to be run with blocking launches, for the reason of their failure
+        self._again: list[str] = []
         self._start()
 
     def step(self) -> bool:
-        """Read what the process has reported, and start the next when it is gone; true when all is done."""
+        """Read what the process has reported, and start the next when it is gone; true when all is
+        done."""
         alive = self._read()
         if alive and time.monotonic() < self._until:
             return False
@@ -79,7 +88,8 @@ class File:
         status = self._wait()
         if self._current or not self._listed:
             self._lost(timed_out=alive, status=status)
-        elif not self._broken:  # it ran to its end: what is left was kept from running, by setUpClass say
+        elif not self._broken:
+            # it ran to its end: what is left was kept from running, by setUpClass say
             for case in self._left():
                 self._record(case, "failed", f"not run: {self._trouble or 'no reason given'}")
         if not self._listed or (self._current is None and not self._broken and not self._again):
@@ -102,11 +112,21 @@ class File:
     def _start(self, blocking: bool = False) -> None:
         reader, writer = os.pipe()
         only = list(self._again) if blocking else self._left() if self._loaded else None
-        job = {"path": str(self.path), "done": [*self.cases], "only": only, "blocking": blocking, "unskip": self._unskip}
+        job = {
+            "path": str(self.path),
+            "done": [*self.cases],
+            "only": only,
+            "blocking": blocking,
+            "unskip": self._unskip,
+        }
         self._blocking = blocking
         with open(self._log, "ab") as log:
             if self.fresh:
-                command = [sys.executable, __file__, json.dumps({**job, "pipe": writer, "imports": self._imports})]
+                command = [
+                    sys.executable,
+                    __file__,
+                    json.dumps({**job, "pipe": writer, "imports": self._imports}),
+                ]
                 where = tempfile.gettempdir()
                 process = subprocess.Popen(
                     command,
@@ -155,7 +175,12 @@ class File:
         else:
             self._current = None
             case, outcome, message = report["end"], report["outcome"], report["message"]
-            if outcome == "failed" and ELSEWHERE.search(message) and not self._blocking and not REFUSED.search(message):
+            if (
+                outcome == "failed"
+                and ELSEWHERE.search(message)
+                and not self._blocking
+                and not REFUSED.search(message)
+            ):
                 self._again.append(case)
             if not self._blocking or outcome == "failed":
                 self._record(case, outcome, message, report["seconds"])
@@ -163,10 +188,15 @@ class File:
     def _lost(self, timed_out: bool, status: int) -> None:
         outcome = "timed out" if timed_out else "crashed"
         code = os.waitstatus_to_exitcode(status) if not self._process else status
-        how = f"after {self.deadline:g} s" if timed_out else (signal.Signals(-code).name if code < 0 else f"exit code {code}")
+        how = (
+            f"after {self.deadline:g} s"
+            if timed_out
+            else (signal.Signals(-code).name if code < 0 else f"exit code {code}")
+        )
         tail = "\n".join(self._log.read_text(errors="replace").splitlines()[-12:])
         if REFUSED.search(tail) and self._current and not self._blocking:
-            self._again.append(self._current)  # torch_npu has thrown the refusal where C++ allows no exception
+            # torch_npu has thrown the refusal where C++ allows no exception
+            self._again.append(self._current)
         self._record(self._current or IMPORT, outcome, f"{how}\n{tail}")
 
     def _record(self, case: str, outcome: str, message: str = "", seconds: float = 0.0) -> None:
@@ -175,7 +205,12 @@ class File:
             outcome = "refused"
         if outcome == "skipped" and OTHER_CHIP.search(message):
             outcome = "other chip"
-        self.cases[case] = {"outcome": outcome, "message": message, "refused": names, "seconds": round(seconds, 2)}
+        self.cases[case] = {
+            "outcome": outcome,
+            "message": message,
+            "refused": names,
+            "seconds": round(seconds, 2),
+        }
 
     def _wait(self) -> int:
         os.close(self._pipe)
@@ -254,15 +289,30 @@ def perform(module: types.ModuleType, job: dict, pipe: int, loaded: bool = False
             load(module, job["path"], Path(job["path"]).read_text(), _runners())
             tests = _flat(unittest.defaultTestLoader.loadTestsFromModule(module))
         else:
-            tests = [getattr(module, owner)(case) for owner, case in (name.split("::") for name in job["only"])]
+            tests = [
+                getattr(module, owner)(case)
+                for owner, case in (name.split("::") for name in job["only"])
+            ]
     except BaseException as error:
         report(cases=[IMPORT])
-        outcome = "skipped" if isinstance(error, (unittest.SkipTest, ModuleNotFoundError, SystemExit)) else "failed"
-        report(end=IMPORT, outcome=outcome, message=_text(error), seconds=time.monotonic() - started)
+        outcome = (
+            "skipped"
+            if isinstance(error, (unittest.SkipTest, ModuleNotFoundError, SystemExit))
+            else "failed"
+        )
+        report(
+            end=IMPORT, outcome=outcome, message=_text(error), seconds=time.monotonic() - started
+        )
         return
     report(cases=[_id(test) for test in tests])
-    wanted = job["only"] if job["only"] is not None else [_id(test) for test in tests if _id(test) not in set(job["done"])]
-    unittest.TestSuite(test for test in tests if _id(test) in set(wanted)).run(_Result(report, goes_on=loaded))
+    wanted = (
+        job["only"]
+        if job["only"] is not None
+        else [_id(test) for test in tests if _id(test) not in set(job["done"])]
+    )
+    unittest.TestSuite(test for test in tests if _id(test) in set(wanted)).run(
+        _Result(report, goes_on=loaded)
+    )
 
 
 def _run_skipped(text: str) -> None:
@@ -279,7 +329,11 @@ def _runners() -> list:
 
 
 def _flat(suite: unittest.TestSuite) -> list:
-    return [case for test in suite for case in (_flat(test) if isinstance(test, unittest.TestSuite) else [test])]
+    return [
+        case
+        for test in suite
+        for case in (_flat(test) if isinstance(test, unittest.TestSuite) else [test])
+    ]
 
 
 def _id(test: unittest.TestCase) -> str:
@@ -287,10 +341,16 @@ def _id(test: unittest.TestCase) -> str:
 
 
 def _text(error: BaseException) -> str:
-    """The error and its location in the test file, without CANN's log lines, which differ between runs."""
+    """The error and its location in the test file, without CANN's log lines, which differ between
+    runs."""
     frames = traceback.extract_tb(error.__traceback__)
     where = next(
-        (f"{Path(f.filename).name}:{f.lineno}: {f.line}" for f in reversed(frames) if "test" in Path(f.filename).name), ""
+        (
+            f"{Path(f.filename).name}:{f.lineno}: {f.line}"
+            for f in reversed(frames)
+            if "test" in Path(f.filename).name
+        ),
+        "",
     )
     text = re.sub(r"\[ERROR\] \d{4}-[^\n]*\n", "", str(error)).strip()
     text = text if len(text) < 2500 else text[:1200] + "\n...\n" + text[-1200:]
@@ -306,20 +366,29 @@ class _Environment:
 
 
 def _spawn_from_server() -> None:
-    """Fork the children that a file spawns from a server that has imported torch_npu, which saves seconds for each."""
+    """Fork the children that a file spawns from a server that has imported torch_npu, which saves
+    seconds for each."""
     contexts = multiprocessing.context._concrete_contexts
     contexts["spawn"] = contexts["forkserver"]
     prepare = multiprocessing.spawn.get_preparation_data
     # A spawned child has its parent's environment, a forked one the server's.
-    multiprocessing.spawn.get_preparation_data = lambda name: {**prepare(name), "environment": _Environment()}
+    multiprocessing.spawn.get_preparation_data = lambda name: {
+        **prepare(name),
+        "environment": _Environment(),
+    }
     multiprocessing.forkserver.set_forkserver_preload(
-        ["torch_npu.testing.testcase", "torch.testing._internal.common_distributed", "torch.distributed.fsdp"]
+        [
+            "torch_npu.testing.testcase",
+            "torch.testing._internal.common_distributed",
+            "torch.distributed.fsdp",
+        ]
     )
     multiprocessing.forkserver.ensure_running()
 
 
 class _Result(unittest.TestResult):
-    """Reports each case when it is over; the device's queue is empty by then, so that no failure is left to the next."""
+    """Reports each case when it is over; the device's queue is empty by then, so that no failure is
+    left to the next."""
 
     def __init__(self, report: Callable, goes_on: bool) -> None:
         super().__init__()
@@ -342,7 +411,12 @@ class _Result(unittest.TestResult):
             broken = _text(error)
             if self._outcome == "passed":
                 self._note("failed", f"after the case: {broken}")
-        self._report(end=_id(test), outcome=self._outcome, message=self._message, seconds=time.monotonic() - self._started)
+        self._report(
+            end=_id(test),
+            outcome=self._outcome,
+            message=self._message,
+            seconds=time.monotonic() - self._started,
+        )
         # a failure may leave memory, modes or streams behind
         if broken or (self._outcome == "failed" and not self._goes_on):
             self._report(broken=True)

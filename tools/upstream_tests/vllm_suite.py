@@ -1,7 +1,8 @@
-"""Run vLLM's own tests on the platform, and compare the outcome with the allow-list vllm.toml (see tools/upstream).
+"""Run vLLM's own tests on the platform, and compare the outcome with the allow-list vllm.toml (see
+tools/upstream).
 
-Those of the V2 model runner run on vLLM 0.33, in an environment of tools/compat, whose Python runs this module as a program:
-`python -m upstream_tests.vllm_suite TESTS SECONDS [FILE ...]`.
+Those of the V2 model runner run on vLLM 0.33, in an environment of tools/compat, whose Python runs
+this module as a program: `python -m upstream_tests.vllm_suite TESTS SECONDS [FILE ...]`.
 """
 
 from __future__ import annotations
@@ -29,7 +30,8 @@ LIST = environment.ROOT / "tools" / "upstream_tests" / "vllm.toml"
 REPORT = environment.ROOT / "docs" / "vllm-tests.md"
 HOME = environment.ROOT / ".upstream" / "vllm-run"
 NEEDS = ["tblib", "pytest-asyncio"]  # of the tests' conftest.py and markers
-# The public configurations of models that many tests make a VllmConfig of; no test here needs their weights.
+# The public configurations of models that many tests make a VllmConfig of; no test here needs their
+# weights.
 MODELS = {
     "facebook/opt-125m": {
         "model_type": "opt",
@@ -116,7 +118,8 @@ def pytest_collectreport(report):
 """
 
 
-# The V2 runner's tests name CUDA as their device, and are skipped elsewhere; those of the list with `npu` run with these changes.
+# The V2 runner's tests name CUDA as their device, and are skipped elsewhere; those of the list with
+# `npu` run with these changes.
 ON_NPU = (
     (r'pytest\.importorskip\("triton"\)', ""),
     (r"torch\.cuda\.", "torch.npu."),
@@ -127,13 +130,28 @@ V2_VLLM = "0.33"
 
 
 def prepare(install: str = INSTALL) -> dict[str, str]:
-    """Install additional requirements of the tests; returns the environment variables to run them with."""
+    """Install additional requirements of the tests; returns the environment variables to run them
+    with."""
     extra, models = HOME / "packages", HOME / "models"
     if not (extra / "tblib").exists():
         uv, settings = environment.find_uv()
-        command = [uv, "pip", "install", "--quiet", "--no-deps", "--python", sys.executable, "--target", str(extra), *NEEDS]
+        command = [
+            uv,
+            "pip",
+            "install",
+            "--quiet",
+            "--no-deps",
+            "--python",
+            sys.executable,
+            "--target",
+            str(extra),
+            *NEEDS,
+        ]
         if subprocess.run(command, env=settings, check=False).returncode:
-            sys.exit(f"upstream: cannot install {' and '.join(NEEDS)}; check the network and pip's settings")
+            sys.exit(
+                f"upstream: cannot install {' and '.join(NEEDS)}; check the network and pip's"
+                " settings"
+            )
     for name, config in MODELS.items():
         model = models / "hub" / f"models--{name.replace('/', '--')}"
         (model / "snapshots" / "0").mkdir(parents=True, exist_ok=True)
@@ -141,7 +159,11 @@ def prepare(install: str = INSTALL) -> dict[str, str]:
         (model / "refs" / "main").write_text("0")
         (model / "snapshots" / "0" / "config.json").write_text(json.dumps(config))
     (HOME / "upstream_plugin.py").write_text(PLUGIN.replace("{install}", install.rstrip()))
-    variables = {"HF_HOME": str(models), "HF_HUB_OFFLINE": "1", "PYTHONPATH": os.pathsep.join([str(extra), str(HOME)])}
+    variables = {
+        "HF_HOME": str(models),
+        "HF_HUB_OFFLINE": "1",
+        "PYTHONPATH": os.pathsep.join([str(extra), str(HOME)]),
+    }
     return os.environ | variables | {"OMP_NUM_THREADS": "1"}
 
 
@@ -156,7 +178,8 @@ def warm_up(tests: Path, variables: dict[str, str]) -> None:
 
 
 def run(tests: Path, name: str, variables: dict[str, str], deadline: float) -> list[dict[str, str]]:
-    """The outcomes of one file's cases, in a fork of a process that has imported vLLM; a deadline that passes is a failure."""
+    """The outcomes of one file's cases, in a fork of a process that has imported vLLM; a deadline
+    that passes is a failure."""
     with tempfile.TemporaryDirectory() as directory:
         kept, log = Path(directory, "results"), Path(directory, "log")
         kept.touch()
@@ -172,7 +195,11 @@ def run(tests: Path, name: str, variables: dict[str, str], deadline: float) -> l
             status = f"not done within {deadline:g} s"
         else:
             code = os.waitstatus_to_exitcode(found[1])
-            status = "" if code in (0, 1) else f"pytest ended with {code}: {log.read_text(errors='replace')[-300:]}"
+            status = (
+                ""
+                if code in (0, 1)
+                else f"pytest ended with {code}: {log.read_text(errors='replace')[-300:]}"
+            )
         cases = [json.loads(line) for line in kept.read_text().splitlines()]
     for case in cases:
         case["case"] = case["case"].partition(".py::")[2]
@@ -191,14 +218,27 @@ def _work(tests: Path, name: str, variables: dict[str, str], log: Path) -> NoRet
         sys.argv = ["pytest"]
         import pytest
 
-        status = pytest.main(["-q", "--no-header", "-p", "no:cacheprovider", "-p", "upstream_plugin", f"tests/{name}"])
+        status = pytest.main(
+            [
+                "-q",
+                "--no-header",
+                "-p",
+                "no:cacheprovider",
+                "-p",
+                "upstream_plugin",
+                f"tests/{name}",
+            ]
+        )
     finally:
         os._exit(int(status))
 
 
 def label_of(message: str, reasons: list[dict]) -> str:
     """The label of the reason whose pattern is in a failure's message, or ""."""
-    return next((each["label"] for each in reasons if fnmatch.fnmatchcase(message, f"*{each['message']}*")), "")
+    return next(
+        (each["label"] for each in reasons if fnmatch.fnmatchcase(message, f"*{each['message']}*")),
+        "",
+    )
 
 
 def judged(entry: dict, found: list[dict[str, str]], reasons: list[dict]) -> list[str]:
@@ -212,13 +252,21 @@ def judged(entry: dict, found: list[dict[str, str]], reasons: list[dict]) -> lis
         if label := label_of(case["message"], reasons):
             labels[label] += 1
         else:
-            wrong.append(f"{case['case'] or 'the file'} failed: {case['message'].splitlines()[0] if case['message'] else ''}")
+            wrong.append(
+                f"{case['case'] or 'the file'} failed:"
+                f" {case['message'].splitlines()[0] if case['message'] else ''}"
+            )
     for pattern in fails:
         if not any(fnmatch.fnmatchcase(case["case"], pattern) for case in failed):
-            wrong.append(f"{pattern} is expected to fail, and nothing of it did: take it off the list")
+            wrong.append(
+                f"{pattern} is expected to fail, and nothing of it did: take it off the list"
+            )
     for label in {each["label"] for each in reasons}:
         if labels[label] != entry.get(label, 0):
-            wrong.append(f"{labels[label]} cases failed for the reason '{label}'; the list says {entry.get(label, 0)}")
+            wrong.append(
+                f"{labels[label]} cases failed for the reason '{label}'; the list says"
+                f" {entry.get(label, 0)}"
+            )
     passed = len({case["case"] for case in found if case["outcome"] == "passed"})
     if passed != entry["passes"]:
         wrong.append(f"{passed} cases passed; the list says {entry['passes']}")
@@ -244,14 +292,26 @@ def report(entries: list[dict], v2: list[dict], reasons: list[dict], version: st
     total = sum(entry["passes"] for entry in entries)
     labels = list(dict.fromkeys(each["label"] for each in reasons))
     rows = [
-        " | ".join([f"| `{e['name']}`", *(str(e.get(key, "")) for key in ("passes", *labels)), f"{len(e['fails']) or ''} |"])
+        " | ".join(
+            [
+                f"| `{e['name']}`",
+                *(str(e.get(key, "")) for key in ("passes", *labels)),
+                f"{len(e['fails']) or ''} |",
+            ]
+        )
         for e in entries
     ]
     counts = ", ".join(f"{sum(e.get(label, 0) for e in entries)} {label}" for label in labels)
     messages = [f"- {each['label']}: `{each['message']}`: {each['why']}" for each in reasons]
-    patterns = [f"- `{e['name']}`, `{pattern}`: {why}" for e in entries for pattern, why in e.get("fails", {}).items()]
+    patterns = [
+        f"- `{e['name']}`, `{pattern}`: {why}"
+        for e in entries
+        for pattern, why in e.get("fails", {}).items()
+    ]
     rows_v2 = [f"| `{e['name']}` | {e['passes']} | {len(e['fails']) or ''} |" for e in v2]
-    fails_v2 = [f"- `{e['name']}`, `{pattern}`: {why}" for e in v2 for pattern, why in e["fails"].items()]
+    fails_v2 = [
+        f"- `{e['name']}`, `{pattern}`: {why}" for e in v2 for pattern, why in e["fails"].items()
+    ]
     return f"""# vLLM's own tests
 
 `tools/upstream --suite vllm` runs {len(entries)} files of vLLM {version}'s tests with the platform installed, on emulated
@@ -296,17 +356,25 @@ def listed(table: str) -> list[dict]:
     """The entries of the allow-list: `files`, or `v2`."""
     found = tomllib.loads(LIST.read_text())
     fails = found["fails_v2" if table == "v2" else "fails"]
-    return [counts | {"name": name, "fails": fails.get(name, {})} for name, counts in found[table].items()]
+    return [
+        counts | {"name": name, "fails": fails.get(name, {})}
+        for name, counts in found[table].items()
+    ]
 
 
 def main(tests: Path, patterns: list[str], deadline: float, table: str = "files") -> int:
     """Run the files of the list, all or those that match, and write the page where all ran."""
     variables = prepare(INSTALL_V2 if table == "v2" else INSTALL)
-    os.environ.update({key: value for key, value in variables.items() if key.startswith("HF_")})  # read at import
+    # read at import
+    os.environ.update({key: value for key, value in variables.items() if key.startswith("HF_")})
     import vllm
 
     entries, reasons = listed(table), tomllib.loads(LIST.read_text())["reasons"]
-    chosen = [e for e in entries if not patterns or any(fnmatch.fnmatch(e["name"], f"*{pattern}*") for pattern in patterns)]
+    chosen = [
+        e
+        for e in entries
+        if not patterns or any(fnmatch.fnmatch(e["name"], f"*{pattern}*") for pattern in patterns)
+    ]
     if table == "v2":
         tests = on_npu(tests, [entry["name"] for entry in chosen if entry.get("npu")])
     warm_up(tests, variables)
@@ -315,21 +383,30 @@ def main(tests: Path, patterns: list[str], deadline: float, table: str = "files"
         started = time.monotonic()
         lines = judged(entry, run(tests, entry["name"], variables, deadline), reasons)
         print(
-            f"[{time.monotonic() - started:4.0f} s {number}/{len(chosen)}] {entry['name']}: {'; '.join(lines) or 'as listed'}",
+            f"[{time.monotonic() - started:4.0f} s {number}/{len(chosen)}] {entry['name']}:"
+            f" {'; '.join(lines) or 'as listed'}",
             flush=True,
         )
         wrong += bool(lines)
     if not patterns and table == "files":
-        REPORT.write_text(report(entries, listed("v2"), reasons, vllm.__version__.partition("+")[0]))
+        REPORT.write_text(
+            report(entries, listed("v2"), reasons, vllm.__version__.partition("+")[0])
+        )
     return 1 if wrong else 0
 
 
 def main_v2(tests: Path, patterns: list[str], deadline: float) -> int:
     """Run those of the V2 runner with the Python of an environment of tools/compat."""
-    found = (environment.ROOT / ".compat" / f"{V2_VLLM}{suffix}" / "bin" / "python" for suffix in ("", "-quick"))
+    found = (
+        environment.ROOT / ".compat" / f"{V2_VLLM}{suffix}" / "bin" / "python"
+        for suffix in ("", "-quick")
+    )
     python = next((path for path in found if path.exists()), None)
     if python is None:
-        sys.exit(f"upstream: there is no environment with vLLM {V2_VLLM}; fix: tools/compat --quick {V2_VLLM}")
+        sys.exit(
+            f"upstream: there is no environment with vLLM {V2_VLLM}; fix: tools/compat --quick"
+            f" {V2_VLLM}"
+        )
     command = [
         python,
         "-m",
@@ -345,8 +422,13 @@ def main_v2(tests: Path, patterns: list[str], deadline: float) -> int:
         deadline,
         *patterns,
     ]
-    variables = {"PATH": f"{python.parent}{os.pathsep}{os.environ['PATH']}", "VIRTUAL_ENV": str(python.parents[1])}
-    return subprocess.run([*map(str, command)], cwd=Path(__file__).parents[1], env=os.environ | variables, check=False).returncode
+    variables = {
+        "PATH": f"{python.parent}{os.pathsep}{os.environ['PATH']}",
+        "VIRTUAL_ENV": str(python.parents[1]),
+    }
+    return subprocess.run(
+        [*map(str, command)], cwd=Path(__file__).parents[1], env=os.environ | variables, check=False
+    ).returncode
 
 
 if __name__ == "__main__":

@@ -1,13 +1,15 @@
-"""Install the built wheels in every combination, outside of the workspace, and check plugins and an engine in each.
+"""Install the built wheels in every combination, outside of the workspace, and check plugins and an
+engine in each.
 
-    tools/check wheels                      all combinations; writes the table of docs/combinations.md
-    tools/check wheels --only "ascend-platform ascend-attention"      one combination; writes nothing
-    tools/check wheels --without-engines    registration and filters alone, a few seconds for each combination
-    tools/check wheels --directory DIR      keep the environment there, and take up what it has
+    tools/check wheels                      all combinations; writes the table of
+    docs/combinations.md tools/check wheels --only "ascend-platform ascend-attention"      one
+    combination; writes nothing tools/check wheels --without-engines    registration and filters
+    alone, a few seconds for each combination tools/check wheels --directory DIR      keep the
+    environment there, and take up what it has
 
-One environment is made, with tools/environment/requirements.txt and ascend-emulator's wheel; the others are installed and
-uninstalled. For each combination wheel_probe.py runs on an emulated NPU, first for the registrations, then for an engine.
-Exit code 0 means that every one did as it should.
+One environment is made, with tools/environment/requirements.txt and ascend-emulator's wheel; the
+others are installed and uninstalled. For each combination wheel_probe.py runs on an emulated NPU,
+first for the registrations, then for an engine. Exit code 0 means that every one did as it should.
 """
 
 from __future__ import annotations
@@ -31,12 +33,19 @@ REGION = re.compile(r"(?<=<!-- matrix: begin -->\n).*(?=<!-- matrix: end -->)", 
 MODEL = ROOT / "tools" / "models" / "adder"
 PROBE = Path(__file__).with_name("wheel_probe.py")
 PLATFORM = "ascend-platform"
-SIBLINGS = ("ascend-attention", "ascend-communicator", "ascend-kv-connector", "ascend-model-loader", "ascend-patches")
+SIBLINGS = (
+    "ascend-attention",
+    "ascend-communicator",
+    "ascend-kv-connector",
+    "ascend-model-loader",
+    "ascend-patches",
+)
 DEADLINE = 600  # seconds for one probe
 
 
 def combinations() -> Iterator[tuple[str, ...]]:
-    """The combinations: each component alone, with and without the platform, every pair, and all."""
+    """The combinations: each component alone, with and without the platform, every pair,
+    and all."""
     yield (PLATFORM,)
     yield from ((PLATFORM, one) for one in SIBLINGS)
     yield from ((PLATFORM, *pair) for pair in itertools.combinations(SIBLINGS, 2))
@@ -52,11 +61,15 @@ class Environment:
         self.uv, self.settings = environment.find_uv()
         if not (self.venv / "complete").exists():
             environment.create(self.venv)
-            environment.install(self.venv, environment.REQUIREMENTS, "installing tools/environment/requirements.txt")
+            environment.install(
+                self.venv, environment.REQUIREMENTS, "installing tools/environment/requirements.txt"
+            )
             (self.venv / "complete").touch()
         shutil.rmtree(dist, ignore_errors=True)
         self.run(self.uv, "build", "--quiet", "--all-packages", "--wheel", "--out-dir", str(dist))
-        self.wheels = {path.name.split("-")[0].replace("_", "-"): str(path) for path in dist.glob("*.whl")}
+        self.wheels = {
+            path.name.split("-")[0].replace("_", "-"): str(path) for path in dist.glob("*.whl")
+        }
         self.choose(())
         self.pip("install", "--no-deps", "--reinstall", self.wheels["ascend-emulator"])
 
@@ -64,12 +77,22 @@ class Environment:
         subprocess.run(command, cwd=ROOT, env=self.settings, check=True)
 
     def pip(self, verb: str, *arguments: str) -> None:
-        self.run(self.uv, "pip", verb, "--quiet", "--python", str(self.venv / "bin" / "python"), *arguments)
+        self.run(
+            self.uv,
+            "pip",
+            verb,
+            "--quiet",
+            "--python",
+            str(self.venv / "bin" / "python"),
+            *arguments,
+        )
 
     def choose(self, wheels: tuple[str, ...]) -> None:
         """Install these wheels, and no other of the components."""
         installed = [
-            name for name in (PLATFORM, *SIBLINGS) if any(self.venv.glob(f"lib/*/site-packages/{name.replace('-', '_')}-*"))
+            name
+            for name in (PLATFORM, *SIBLINGS)
+            if any(self.venv.glob(f"lib/*/site-packages/{name.replace('-', '_')}-*"))
         ]
         if installed:
             self.pip("uninstall", *installed)
@@ -79,21 +102,63 @@ class Environment:
     def lacks(self) -> list[str]:
         """Lines of `pip check` about our wheels."""
         command = [str(self.venv / "bin" / "python"), "-m", "pip", "check"]
-        said = subprocess.run(command, capture_output=True, text=True, check=False).stdout.splitlines()
+        said = subprocess.run(
+            command, capture_output=True, text=True, check=False
+        ).stdout.splitlines()
         return [line for line in said if line.startswith("ascend-")]
 
     def probe(self, what: str) -> dict:
         """The result of tools/versions/wheel_probe.py, and its log."""
-        keep = {name: value for name, value in os.environ.items() if not name.startswith(("VLLM_", "ASCEND_", "PYTHON"))}
-        variables = keep | {"PATH": f"{self.venv / 'bin'}:{os.environ['PATH']}", "HF_HUB_OFFLINE": "1", "NO_COLOR": "1"}
-        variables |= {"VIRTUAL_ENV": str(self.venv), "VLLM_NO_USAGE_STATS": "1", "VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
-        command = ["ascend-emulator", "run", "--memory", "4GiB", "--", "python", str(PROBE), what, str(MODEL)]
+        keep = {
+            name: value
+            for name, value in os.environ.items()
+            if not name.startswith(("VLLM_", "ASCEND_", "PYTHON"))
+        }
+        variables = keep | {
+            "PATH": f"{self.venv / 'bin'}:{os.environ['PATH']}",
+            "HF_HUB_OFFLINE": "1",
+            "NO_COLOR": "1",
+        }
+        variables |= {
+            "VIRTUAL_ENV": str(self.venv),
+            "VLLM_NO_USAGE_STATS": "1",
+            "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+        }
+        command = [
+            "ascend-emulator",
+            "run",
+            "--memory",
+            "4GiB",
+            "--",
+            "python",
+            str(PROBE),
+            what,
+            str(MODEL),
+        ]
         with tempfile.TemporaryDirectory() as elsewhere:
             command[0] = str(self.venv / "bin" / command[0])
-            done = subprocess.run(command, cwd=elsewhere, env=variables, capture_output=True, text=True, timeout=DEADLINE)
-        lines = [line.removeprefix("RESULT ") for line in done.stdout.splitlines() if line.startswith("RESULT ")]
+            done = subprocess.run(
+                command,
+                cwd=elsewhere,
+                env=variables,
+                capture_output=True,
+                text=True,
+                timeout=DEADLINE,
+            )
+        lines = [
+            line.removeprefix("RESULT ")
+            for line in done.stdout.splitlines()
+            if line.startswith("RESULT ")
+        ]
         log = done.stdout + done.stderr
-        return {"log": log, **(json.loads(lines[-1]) if lines else {"error": log.strip().splitlines()[-1] if log else "nothing"})}
+        return {
+            "log": log,
+            **(
+                json.loads(lines[-1])
+                if lines
+                else {"error": log.strip().splitlines()[-1] if log else "nothing"}
+            ),
+        }
 
 
 def registrations(found: dict, wheels: tuple[str, ...]) -> tuple[str, str, list[str]]:
@@ -103,7 +168,11 @@ def registrations(found: dict, wheels: tuple[str, ...]) -> tuple[str, str, list[
     wrong += [f"order {order}: {outcome}" for order, outcome in orders if outcome != orders[0][1]]
     for names, outcome in filters:
         platform = PLATFORM in wheels and (names is None or "ascend" in names.split(","))
-        active = [one for one in wheels if one != PLATFORM and (names is None or one.replace("-", "_") in names.split(","))]
+        active = [
+            one
+            for one in wheels
+            if one != PLATFORM and (names is None or one.replace("-", "_") in names.split(","))
+        ]
         if PLATFORM in wheels and outcome != {"platform": platform, "active": sorted(active)}:
             wrong.append(f"VLLM_PLUGINS={names!r}: {outcome}")
         if PLATFORM not in wheels and outcome != {"platform": False, "active": []}:
@@ -115,9 +184,17 @@ def served(found: dict, wheels: tuple[str, ...]) -> tuple[str, list[str]]:
     """Table cell for the engine, and failures."""
     if PLATFORM not in wheels:
         # vllm serve says the first of the last two, LLM() the other
-        lines = ("No module named 'ascend_platform'", "Failed to infer device type", "Device string must not be empty")
+        lines = (
+            "No module named 'ascend_platform'",
+            "Failed to infer device type",
+            "Device string must not be empty",
+        )
         said = [line for line in lines if line in found["log"]]
-        wrong = [] if len(said) == 2 and "answer" not in found else [f"vLLM says {said}, {found.get('error', 'and serves')}"]
+        wrong = (
+            []
+            if len(said) == 2 and "answer" not in found
+            else [f"vLLM says {said}, {found.get('error', 'and serves')}"]
+        )
         return f"does not serve: {'; '.join(said)}", wrong
     if "answer" not in found:
         return "does not serve", [found["error"]]
@@ -136,15 +213,24 @@ def served(found: dict, wheels: tuple[str, ...]) -> tuple[str, list[str]]:
 
 def main() -> int:
     parser = argparse.ArgumentParser(
-        prog="tools/check wheels", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        prog="tools/check wheels",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("--only", metavar="WHEELS", help="one combination, names with spaces between")
-    parser.add_argument("--without-engines", action="store_true", help="registration and filters alone")
+    parser.add_argument(
+        "--only", metavar="WHEELS", help="one combination, names with spaces between"
+    )
+    parser.add_argument(
+        "--without-engines", action="store_true", help="registration and filters alone"
+    )
     parser.add_argument("--directory", type=Path, metavar="DIR", help="keep the environment there")
     given = parser.parse_args()
     chosen = [tuple(given.only.split())] if given.only else list(combinations())
     if unknown := {name for wheels in chosen for name in wheels} - {PLATFORM, *SIBLINGS}:
-        parser.error(f"no component is called {', '.join(sorted(unknown))}; there are {', '.join((PLATFORM, *SIBLINGS))}")
+        parser.error(
+            f"no component is called {', '.join(sorted(unknown))}; there are"
+            f" {', '.join((PLATFORM, *SIBLINGS))}"
+        )
     rows, failed = [], 0
     with tempfile.TemporaryDirectory(prefix="matrix-") as temporary:
         there = Environment((given.directory or Path(temporary)).resolve())
@@ -158,9 +244,19 @@ def main() -> int:
             if not given.without_engines:
                 engine, more = served(there.probe("serve"), wheels)
                 wrong += more
-            name = " + ".join(each.removeprefix("ascend-") for each in wheels) if len(wheels) <= len(SIBLINGS) else "all six"
+            name = (
+                " + ".join(each.removeprefix("ascend-") for each in wheels)
+                if len(wheels) <= len(SIBLINGS)
+                else "all six"
+            )
             rows.append(
-                [name if PLATFORM in wheels else f"{name}, forced", orders, filters, lacks[0] if lacks else "clean", engine]
+                [
+                    name if PLATFORM in wheels else f"{name}, forced",
+                    orders,
+                    filters,
+                    lacks[0] if lacks else "clean",
+                    engine,
+                ]
             )
             print(" | ".join(rows[-1]), *(f"\n  WRONG: {each}" for each in wrong), flush=True)
             failed += bool(wrong)
@@ -168,5 +264,7 @@ def main() -> int:
     if not (failed or given.only or given.without_engines):
         head = ["wheels", "orders of `register()`", "filters", "`pip check` of ours", "engine"]
         lines = [" | ".join(row) for row in (head, ["---"] * len(head), *rows)]
-        PAGE.write_text(REGION.sub("\n" + "".join(f"| {line} |\n" for line in lines) + "\n", PAGE.read_text()))
+        PAGE.write_text(
+            REGION.sub("\n" + "".join(f"| {line} |\n" for line in lines) + "\n", PAGE.read_text())
+        )
     return 1 if failed else 0

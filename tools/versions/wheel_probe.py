@@ -1,8 +1,10 @@
-"""Run by `tools/check wheels` in an environment with some of the wheels, on an emulated NPU; the first argument is what it does.
+"""Run by `tools/check wheels` in an environment with some of the wheels, on an emulated NPU; the
+first argument is what it does.
 
-    python wheel_probe.py register DIRECTORY    registers the plugins in many orders, and as VLLM_PLUGINS filters them
-    python wheel_probe.py serve DIRECTORY       serves the model in the directory
-    python wheel_probe.py filter JSON           what each value of VLLM_PLUGINS in a list comes to
+    python wheel_probe.py register DIRECTORY    registers the plugins in many orders, and as
+    VLLM_PLUGINS filters them python wheel_probe.py serve DIRECTORY       serves the model in the
+    directory python wheel_probe.py filter JSON           what each value of VLLM_PLUGINS in a list
+    comes to
 
 Prints one line `RESULT {json}`.
 """
@@ -16,7 +18,7 @@ import random
 import sys
 from collections.abc import Callable
 
-import torch  # noqa: F401  # it loads torch_npu; what each registration starts from
+import torch  # it loads torch_npu; what each registration starts from  # noqa: F401
 import vllm.platforms
 import vllm.plugins  # noqa: F401
 
@@ -56,7 +58,8 @@ def states() -> dict[str, str]:
 
 
 def registered(order: list[str]) -> object:
-    """States of the components, and of the platform, after every plugin was registered twice in this order."""
+    """States of the components, and of the platform, after every plugin was registered twice in
+    this order."""
     points = plugins()
     answers = {name: points[name].load()() for _ in range(2) for name in order}
     from ascend_platform import extension
@@ -65,7 +68,8 @@ def registered(order: list[str]) -> object:
 
 
 def filtered(names: str | None) -> object:
-    """Whether vLLM selects our platform, and the active siblings, with this value of VLLM_PLUGINS."""
+    """Whether vLLM selects our platform, and the active siblings, with this value of
+    VLLM_PLUGINS."""
     os.environ.pop("VLLM_PLUGINS", None)
     if names is not None:
         os.environ["VLLM_PLUGINS"] = names
@@ -84,14 +88,31 @@ def filtered(names: str | None) -> object:
 def register() -> dict:
     names = sorted(plugins())
     orders = [list(order) for order in itertools.permutations(names)]
-    orders = orders if len(orders) <= MOST else [names, names[::-1], *random.Random(0).sample(orders, MOST - 2)]
+    orders = (
+        orders
+        if len(orders) <= MOST
+        else [names, names[::-1], *random.Random(0).sample(orders, MOST - 2)]
+    )
     siblings = [name for name in names if name != "ascend"]
-    filters = [None, "", "ascend", ",".join(names), "nothing", ",".join(f" {name}" for name in names)]
+    filters = [
+        None,
+        "",
+        "ascend",
+        ",".join(names),
+        "nothing",
+        ",".join(f" {name}" for name in names),
+    ]
     filters += [text for name in siblings for text in (name, f"ascend,{name}")]
     complete = "ascend" in names
     return {
-        "orders": [[order, apart(functools.partial(registered, order))] for order in orders] if complete else [],
-        "filters": [[text, apart(functools.partial(filtered, text))] for text in dict.fromkeys(filters)],
+        "orders": (
+            [[order, apart(functools.partial(registered, order))] for order in orders]
+            if complete
+            else []
+        ),
+        "filters": [
+            [text, apart(functools.partial(filtered, text))] for text in dict.fromkeys(filters)
+        ],
     }
 
 
@@ -99,12 +120,15 @@ def serve() -> dict:
     from vllm import LLM, SamplingParams
 
     engine = LLM(sys.argv[2], max_model_len=1024, gpu_memory_utilization=0.3, max_num_seqs=4)
-    output = engine.generate(["12+34="], SamplingParams(temperature=0, max_tokens=8), use_tqdm=False)
+    output = engine.generate(
+        ["12+34="], SamplingParams(temperature=0, max_tokens=8), use_tqdm=False
+    )
     return {"answer": output[0].outputs[0].text.strip()}
 
 
 def chosen(names: str | None) -> object:
-    """As `filtered`, with each component's state, and the line that `vllm serve` ends with where no device is found."""
+    """As `filtered`, with each component's state, and the line that `vllm serve` ends with where no
+    device is found."""
     found = filtered(names)
     from ascend_platform.cli import explanations
 
@@ -113,7 +137,9 @@ def chosen(names: str | None) -> object:
 
 
 def choose() -> dict:
-    return {"chosen": [apart(functools.partial(chosen, names)) for names in json.loads(sys.argv[2])]}
+    return {
+        "chosen": [apart(functools.partial(chosen, names)) for names in json.loads(sys.argv[2])]
+    }
 
 
 if __name__ == "__main__":

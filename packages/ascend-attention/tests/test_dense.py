@@ -39,10 +39,17 @@ def test_head_sizes(size):
     check(torch.float16, 4, 2, size, "mixed")
 
 
-@pytest.mark.parametrize(("size", "taken"), [(64, True), (80, False), (96, False), (128, True), (192, True), (256, False)])
+@pytest.mark.parametrize(
+    ("size", "taken"),
+    [(64, True), (80, False), (96, False), (128, True), (192, True), (256, False)],
+)
 def test_one_query_head_for_each_key_value_head(size, taken):
-    """The kernel takes three head sizes in layout TND; layers of others are refused when they are made."""
-    text = f"head_size {size} not supported with one query head for each key-value head; fix: VLLM_PLUGINS=ascend"
+    """The kernel takes three head sizes in layout TND; layers of others are refused when they are
+    made."""
+    text = (
+        f"head_size {size} not supported with one query head for each key-value head; fix:"
+        " VLLM_PLUGINS=ascend"
+    )
     with nullcontext() if taken else pytest.raises(NotImplementedError, match=text):
         check(torch.bfloat16, 4, 4, size, "mixed")
 
@@ -50,7 +57,13 @@ def test_one_query_head_for_each_key_value_head(size, taken):
 @pytest.mark.parametrize(("size", "taken"), [(64, True), (80, False), (128, True)])
 def test_sinks_of_one_query_head_for_each_key_value_head(size, taken):
     own = {"sinks": torch.ones(4, dtype=torch.bfloat16)}
-    with nullcontext() if taken else pytest.raises(NotImplementedError, match=f"head_size {size} not supported with one query"):
+    with (
+        nullcontext()
+        if taken
+        else pytest.raises(
+            NotImplementedError, match=f"head_size {size} not supported with one query"
+        )
+    ):
         check(torch.bfloat16, 4, 4, size, "mixed", sinks.SinkAttentionBackend, **own)
 
 
@@ -58,7 +71,9 @@ def test_sinks_of_one_query_head_for_each_key_value_head(size, taken):
 @pytest.mark.parametrize("kind", KINDS)
 def test_sinks(kind, window):
     own = torch.tensor([0.5, 3.0, -1.0, 5.0], dtype=torch.bfloat16)
-    check(torch.bfloat16, 4, 2, 64, kind, sinks.SinkAttentionBackend, sliding_window=window, sinks=own)
+    check(
+        torch.bfloat16, 4, 2, 64, kind, sinks.SinkAttentionBackend, sliding_window=window, sinks=own
+    )
 
 
 def check(dtype, heads, kv_heads, size, kind, backend=dense.FusedAttentionBackend, **beyond):
@@ -72,7 +87,8 @@ def check(dtype, heads, kv_heads, size, kind, backend=dense.FusedAttentionBacken
 
 
 def test_cross_attention():
-    """Each token attends to all keys of its request. They are written in the first step; the second step has none."""
+    """Each token attends to all keys of its request. They are written in the first step; the second
+    step has none."""
     heads, size, lengths, counts, dtype = 4, 64, [140, 7, 300], [1, 5, 3], torch.bfloat16
     keys, values = ([torch.randn(n, 2, size, dtype=dtype) for n in lengths] for _ in range(2))
     slots = torch.cat([torch.arange(n) + 3 * BLOCK_SIZE * r for r, n in enumerate(lengths)])
@@ -100,10 +116,13 @@ def test_cross_attention():
 
 
 def quantized(rows, scale, offset):
-    """Quantize rows ``[tokens, kv_heads, head_size]`` to int8; also returns the dequantized values in float64."""
+    """Quantize rows ``[tokens, kv_heads, head_size]`` to int8; also returns the dequantized values
+    in float64."""
     flat = rows.double().flatten(1)
     small = (flat / scale.double() + offset.double()).round().clamp(-128, 127)
-    return small.to(torch.int8).view(rows.shape), ((small - offset.double()) * scale.double()).view(rows.shape)
+    return small.to(torch.int8).view(rows.shape), ((small - offset.double()) * scale.double()).view(
+        rows.shape
+    )
 
 
 def off_ties(rows, scale, offset):
@@ -126,17 +145,26 @@ def test_int8_kv_cache(dtype, symmetric, kind, monkeypatch):
     requests = LONG if kind == "in slices" else pairs(kind, rng, 4, 600)
     if kind == "in slices":
         monkeypatch.setattr(int8, "WORKSPACE_TOKENS", 1)  # 2 blocks, for requests of up to 8
-    requests = sorted(requests, key=lambda pair: pair[0] != 1)  # decodes first, as vLLM sorts them for the builder
+    # decodes first, as vLLM sorts them for the builder
+    requests = sorted(requests, key=lambda pair: pair[0] != 1)
     lengths = [new + before for new, before in requests]
     table = [list(range(8 * r, 8 * r + 8)) for r in range(4)]
-    slots = [[table[r][t // BLOCK_SIZE] * BLOCK_SIZE + t % BLOCK_SIZE for t in range(n)] for r, n in enumerate(lengths)]
+    slots = [
+        [table[r][t // BLOCK_SIZE] * BLOCK_SIZE + t % BLOCK_SIZE for t in range(n)]
+        for r, n in enumerate(lengths)
+    ]
     scales = [(torch.rand(kv_heads * size) * 0.02 + 0.02).to(dtype) for _ in range(2)]
-    offsets = [torch.zeros_like(scale) if symmetric else torch.randint(-40, 40, scale.shape).to(dtype) for scale in scales]
+    offsets = [
+        torch.zeros_like(scale) if symmetric else torch.randint(-40, 40, scale.shape).to(dtype)
+        for scale in scales
+    ]
     both = [
         [off_ties(torch.randn(n, kv_heads, size, dtype=dtype), scale, offset) for n in lengths]
         for scale, offset in zip(scales, offsets, strict=True)
     ]
-    stored = [[quantized(x, s, o) for x in rows] for rows, s, o in zip(both, scales, offsets, strict=True)]
+    stored = [
+        [quantized(x, s, o) for x in rows] for rows, s, o in zip(both, scales, offsets, strict=True)
+    ]
     pages = torch.full((2, BLOCKS * BLOCK_SIZE, kv_heads, size), 99, dtype=torch.int8)
     for part in range(2):
         for request, (_, before) in enumerate(requests):
@@ -144,7 +172,9 @@ def test_int8_kv_cache(dtype, symmetric, kind, monkeypatch):
     cache = tuple(pages.view(2, BLOCKS, BLOCK_SIZE, kv_heads, size).npu())
     queries = [torch.randn(new, heads, size, dtype=dtype) for new, _ in requests]
     ends = [sum(new for new, _ in requests[: r + 1]) for r in range(4)]
-    new_slots = [slot for own, (_, before) in zip(slots, requests, strict=True) for slot in own[before:]]
+    new_slots = [
+        slot for own, (_, before) in zip(slots, requests, strict=True) for slot in own[before:]
+    ]
     meta = FusedAttentionMetadata(
         compute_lengths=lambda: {"actual_seq_lengths": ends, "actual_seq_lengths_kv": lengths},
         num_tokens=ends[-1],
@@ -158,28 +188,40 @@ def test_int8_kv_cache(dtype, symmetric, kind, monkeypatch):
     layer = SimpleNamespace(**dict(zip(names, values, strict=True)))
     impl = dense.FusedAttentionImpl(heads, size, size**-0.5, kv_heads)
     output = torch.empty(ends[-1], heads, size, dtype=dtype, device="npu")
-    new_rows = [torch.cat([x[before:] for x, (_, before) in zip(rows, requests, strict=True)]).npu() for rows in both]
+    new_rows = [
+        torch.cat([x[before:] for x, (_, before) in zip(rows, requests, strict=True)]).npu()
+        for rows in both
+    ]
     impl.forward(layer, torch.cat(queries).npu(), *new_rows, cache, meta, output)
 
     def attended(keys, values):
-        return torch.cat([reference(q, k, v, size**-0.5) for q, k, v in zip(queries, keys, values, strict=True)])
+        return torch.cat(
+            [reference(q, k, v, size**-0.5) for q, k, v in zip(queries, keys, values, strict=True)]
+        )
 
     (keys, values), bound = ([[x for _, x in rows] for rows in stored]), 6 * torch.finfo(dtype).eps
-    torch.testing.assert_close(output.cpu().double(), attended(keys, values), atol=bound, rtol=bound)
+    torch.testing.assert_close(
+        output.cpu().double(), attended(keys, values), atol=bound, rtol=bound
+    )
     assert (output.cpu() - attended([k * 1.3 for k in keys], values)).abs().max() > 2 * bound
     assert (output.cpu() - attended(keys, [v * 1.3 for v in values])).abs().max() > 2 * bound
 
 
 def test_int8_prefill_stays_within_the_profiled_memory(monkeypatch):
-    """The profiling run allocates as much as a prefill of a long context at the end of a mixed batch."""
+    """The profiling run allocates as much as a prefill of a long context at the end of a mixed
+    batch."""
     monkeypatch.setattr(int8, "WORKSPACE_TOKENS", 512)
     tokens, heads, kv_heads, size, blocks = 256, 8, 2, 64, 64
     impl = dense.FusedAttentionImpl(heads, size, size**-0.5, kv_heads)
     scale = torch.full((kv_heads * size,), 0.01, dtype=torch.float16, device="npu")
-    layer = SimpleNamespace(kv_cache_torch_dtype=torch.int8, k_cache_scale=scale, v_cache_scale=scale)
+    layer = SimpleNamespace(
+        kv_cache_torch_dtype=torch.int8, k_cache_scale=scale, v_cache_scale=scale
+    )
     layer.k_cache_offset = layer.v_cache_offset = None
     cache = tuple(torch.ones(2, blocks, BLOCK_SIZE, kv_heads, size, dtype=torch.int8).npu())
-    query, output = (torch.randn(tokens, heads, size, dtype=torch.float16, device="npu") for _ in range(2))
+    query, output = (
+        torch.randn(tokens, heads, size, dtype=torch.float16, device="npu") for _ in range(2)
+    )
     new = torch.randn(tokens, kv_heads, size, dtype=torch.float16, device="npu")
     length = blocks * BLOCK_SIZE
     meta = FusedAttentionMetadata(
@@ -199,24 +241,42 @@ def test_int8_prefill_stays_within_the_profiled_memory(monkeypatch):
         torch.npu.synchronize()
         return torch.npu.max_memory_allocated() - before
 
-    halves = [torch.ones(2, BLOCK_SIZE, kv_heads, size, dtype=torch.float16, device="npu") for _ in range(2)]
+    halves = [
+        torch.ones(2, BLOCK_SIZE, kv_heads, size, dtype=torch.float16, device="npu")
+        for _ in range(2)
+    ]
     lengths = {"actual_seq_lengths": [tokens], "actual_seq_lengths_kv": [tokens]}
-    kernel = peak(impl.attend, query, *halves, lengths, meta.block_table[:, :2].contiguous(), meta, output)
-    profiled, used = (peak(impl.forward, layer, query, new, new, cache, metadata, output) for metadata in (None, meta))
-    print(f"profiled {profiled} bytes, used {used}, {kernel} by the kernel; all blocks are {4 * length * kv_heads * size}")
+    kernel = peak(
+        impl.attend, query, *halves, lengths, meta.block_table[:, :2].contiguous(), meta, output
+    )
+    profiled, used = (
+        peak(impl.forward, layer, query, new, new, cache, metadata, output)
+        for metadata in (None, meta)
+    )
+    print(
+        f"profiled {profiled} bytes, used {used}, {kernel} by the kernel; all blocks are"
+        f" {4 * length * kv_heads * size}"
+    )
     assert used <= profiled + kernel
     assert profiled < 4 * length * kv_heads * size / 2
 
 
 def test_draft_tokens_with_lengths_that_the_host_does_not_know():
-    """A drafter's later pass: of 3, 0, 1 and 2 draft tokens 1, 0, 0 and 2 are rejected, as only the device knows."""
+    """A drafter's later pass: of 3, 0, 1 and 2 draft tokens 1, 0, 0 and 2 are rejected, as only the
+    device knows."""
     from ascend_platform.attention import base
 
     drafts, rejected = [3, 0, 1, 2], [1, 0, 0, 2]
     rng = random.Random(0)
-    batch = PagedBatch(Sizes(BLOCKS, BLOCK_SIZE, 4, 2, 64, torch.float16, 1e4), [(1, 300), (1, 127), (1, 5), (1, 0)], rng)
+    batch = PagedBatch(
+        Sizes(BLOCKS, BLOCK_SIZE, 4, 2, 64, torch.float16, 1e4),
+        [(1, 300), (1, 127), (1, 5), (1, 0)],
+        rng,
+    )
     common = batch.common()
-    common.seq_lens_cpu_upper_bound = common.seq_lens_cpu_upper_bound + torch.tensor(rejected, dtype=torch.int32)
+    common.seq_lens_cpu_upper_bound = common.seq_lens_cpu_upper_bound + torch.tensor(
+        rejected, dtype=torch.int32
+    )
     waits = []
 
     def unknown():
@@ -233,7 +293,13 @@ def test_draft_tokens_with_lengths_that_the_host_does_not_know():
 def test_profiling_run_returns_zeros():
     layer = dense.FusedAttentionImpl(2, 16, 1.0, 1)
     output = torch.full((3, 2, 16), torch.nan, device="npu", dtype=torch.float16)
-    assert layer.forward(None, output, output, output, (output, output), None, output).abs().sum().item() == 0
+    assert (
+        layer.forward(None, output, output, output, (output, output), None, output)
+        .abs()
+        .sum()
+        .item()
+        == 0
+    )
 
 
 @pytest.mark.parametrize(
@@ -252,11 +318,15 @@ def test_unsupported_features_are_refused(arguments, named):
 
 def test_more_requests_than_the_kernel_takes_are_refused():
     """At most 4096, of which one may be a dummy request for padding tokens."""
-    spec = FullAttentionSpec(block_size=BLOCK_SIZE, num_kv_heads=2, head_size=64, dtype=torch.bfloat16)
+    spec = FullAttentionSpec(
+        block_size=BLOCK_SIZE, num_kv_heads=2, head_size=64, dtype=torch.bfloat16
+    )
     config = VllmConfig()
     for most in (4095, 4096):
         config.scheduler_config.max_num_seqs = most
-        refusal = pytest.raises(NotImplementedError, match="not max_num_seqs 4096; fix: --max-num-seqs 4095")
+        refusal = pytest.raises(
+            NotImplementedError, match="not max_num_seqs 4096; fix: --max-num-seqs 4095"
+        )
         with refusal if most == 4096 else nullcontext():
             dense.FusedAttentionMetadataBuilder(spec, ["layer"], config, torch.device("npu"))
 
@@ -269,17 +339,26 @@ def test_cross_attention_has_no_graph_support(kind):
 
 
 def test_sliding_windows_with_int8_are_refused():
-    spec = SlidingWindowSpec(block_size=BLOCK_SIZE, num_kv_heads=2, head_size=64, dtype=torch.int8, sliding_window=64)
-    with pytest.raises(NotImplementedError, match="int8 KV cache is not supported with sliding windows"):
+    spec = SlidingWindowSpec(
+        block_size=BLOCK_SIZE, num_kv_heads=2, head_size=64, dtype=torch.int8, sliding_window=64
+    )
+    with pytest.raises(
+        NotImplementedError, match="int8 KV cache is not supported with sliding windows"
+    ):
         dense.FusedAttentionMetadataBuilder(spec, ["layer"], VllmConfig(), torch.device("npu"))
 
 
 def test_sinks_support_bfloat16_and_small_heads():
     backend = sinks.SinkAttentionBackend
-    assert [backend.supports_dtype(dtype) for dtype in (torch.bfloat16, torch.float16)] == [True, False]
+    assert [backend.supports_dtype(dtype) for dtype in (torch.bfloat16, torch.float16)] == [
+        True,
+        False,
+    ]
     assert [backend.supports_head_size(size) for size in (64, 128, 192)] == [True, True, False]
 
 
-@pytest.mark.parametrize(("head_size", "taken"), [(16, True), (128, True), (256, True), (72, False), (512, False)])
+@pytest.mark.parametrize(
+    ("head_size", "taken"), [(16, True), (128, True), (256, True), (72, False), (512, False)]
+)
 def test_supported_head_sizes(head_size, taken):
     assert dense.FusedAttentionBackend.supports_head_size(head_size) is taken

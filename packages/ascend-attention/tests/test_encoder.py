@@ -17,12 +17,19 @@ def current_config():
 
 
 def reference(query, key, value, lengths, scale, window=None):
-    """Reference in float64; query ``[tokens, heads, d]``, key and value ``[tokens, kv_heads, d]``."""
+    """Reference in float64; query ``[tokens, heads, d]``, key and value ``[tokens,
+    kv_heads, d]``."""
     parts = []
-    for q, k, v in zip(*(x.double().transpose(0, 1).split(lengths, 1) for x in (query, key, value)), strict=True):
-        far = (torch.arange(q.shape[1]) - torch.arange(q.shape[1])[:, None]).abs() >= (window or q.shape[1])
+    for q, k, v in zip(
+        *(x.double().transpose(0, 1).split(lengths, 1) for x in (query, key, value)), strict=True
+    ):
+        far = (torch.arange(q.shape[1]) - torch.arange(q.shape[1])[:, None]).abs() >= (
+            window or q.shape[1]
+        )
         share = len(q) // len(k)
-        scores = (q @ k.repeat_interleave(share, 0).transpose(1, 2) * scale).masked_fill(far, -torch.inf)
+        scores = (q @ k.repeat_interleave(share, 0).transpose(1, 2) * scale).masked_fill(
+            far, -torch.inf
+        )
         parts.append((scores.softmax(-1) @ v.repeat_interleave(share, 0)).transpose(0, 1))
     return torch.cat(parts)
 
@@ -33,11 +40,16 @@ def close(output, expected):
 
 
 @pytest.mark.parametrize("window", [None, 1, 5, 64])
-@pytest.mark.parametrize(("dtype", "size"), [(torch.bfloat16, 64), (torch.float16, 80), (torch.float32, 32)])
+@pytest.mark.parametrize(
+    ("dtype", "size"), [(torch.bfloat16, 64), (torch.float16, 80), (torch.float32, 32)]
+)
 def test_bidirectional_attention(dtype, size, window):
     lengths, heads = [40, 1, 7, 100], 4
     tokens = sum(lengths)
-    query, (key, value) = torch.randn(tokens, heads, size, dtype=dtype), torch.randn(2, tokens, 2, size, dtype=dtype)
+    query, (key, value) = (
+        torch.randn(tokens, heads, size, dtype=dtype),
+        torch.randn(2, tokens, 2, size, dtype=dtype),
+    )
     starts = torch.tensor([0, *torch.tensor(lengths).cumsum(0).tolist()], dtype=torch.int32)
     common = CommonAttentionMetadata(
         query_start_loc=starts.npu(),
@@ -52,8 +64,12 @@ def test_bidirectional_attention(dtype, size, window):
         causal=False,
     )
     spec = EncoderOnlyAttentionSpec(block_size=16, num_kv_heads=2, head_size=size, dtype=dtype)
-    meta = encoder.FusedEncoderAttentionMetadataBuilder(spec, ["layer"], VllmConfig(), torch.device("npu")).build(0, common)
-    layer = encoder.FusedEncoderAttentionImpl(heads, size, 0.2, 2, attn_type="encoder_only", sliding_window=window)
+    meta = encoder.FusedEncoderAttentionMetadataBuilder(
+        spec, ["layer"], VllmConfig(), torch.device("npu")
+    ).build(0, common)
+    layer = encoder.FusedEncoderAttentionImpl(
+        heads, size, 0.2, 2, attn_type="encoder_only", sliding_window=window
+    )
     output = torch.empty(tokens + 3, heads, size, dtype=dtype, device="npu")
     layer.forward(None, query.npu(), key.npu(), value.npu(), None, meta, output)
     close(output[:tokens], reference(query, key, value, lengths, 0.2, window))
@@ -71,7 +87,11 @@ def test_more_sequences_than_one_call(monkeypatch):
 def test_mm_encoder_attention():
     """A batch, packed sequences, and merged head dimensions."""
     layer = encoder.FusedMMEncoderAttention(4, 40, num_kv_heads=2)
-    query, key, value = torch.randn(3, 10, 4, 40), torch.randn(3, 10, 2, 40), torch.randn(3, 10, 2, 40)
+    query, key, value = (
+        torch.randn(3, 10, 4, 40),
+        torch.randn(3, 10, 2, 40),
+        torch.randn(3, 10, 2, 40),
+    )
     expected = reference(*(x.flatten(0, 1) for x in (query, key, value)), [10] * 3, 40**-0.5)
     placed = [x.npu() for x in (query, key, value)]
     close(layer.forward_oot(*placed).flatten(0, 1), expected)
@@ -85,13 +105,18 @@ def test_mm_encoder_attention():
 def test_host_waits_for_lengths_at_most_once(monkeypatch):
     copies = []
     to_list = torch.Tensor.tolist
-    monkeypatch.setattr(torch.Tensor, "tolist", lambda x: copies.append(x.device.type) or to_list(x))
+    monkeypatch.setattr(
+        torch.Tensor, "tolist", lambda x: copies.append(x.device.type) or to_list(x)
+    )
     layer = encoder.FusedMMEncoderAttention(2, 32)
     query, key, value = torch.randn(3, 1, 20, 64).npu()
     ends = np.array([0, 3, 20], dtype=np.int32)
-    known = layer.maybe_recompute_cu_seqlens(layer.attn_backend, ends, 64, 1, torch.device("npu"))  # as Qwen-VL's models do
+    # as Qwen-VL's models do
+    known = layer.maybe_recompute_cu_seqlens(layer.attn_backend, ends, 64, 1, torch.device("npu"))
     unknown = torch.tensor(ends).npu()
-    expected = reference(*(x[0].unflatten(-1, (2, 32)).cpu() for x in (query, key, value)), [3, 17], 32**-0.5)
+    expected = reference(
+        *(x[0].unflatten(-1, (2, 32)).cpu() for x in (query, key, value)), [3, 17], 32**-0.5
+    )
     for lengths, waits in ((known, 0), (unknown, 1)):
         copies.clear()
         for _ in range(3):
@@ -101,5 +126,9 @@ def test_host_waits_for_lengths_at_most_once(monkeypatch):
 
 def test_unsupported_features_are_refused():
     with pytest.raises(NotImplementedError, match="ALiBi; the fused encoder-only attention"):
-        encoder.FusedEncoderAttentionImpl(2, 16, 1.0, attn_type="encoder_only", alibi_slopes=[1.0, 0.5])
-    assert [encoder.FusedEncoderAttentionBackend.supports_head_size(size) for size in (72, 768, 784)] == [True, True, False]
+        encoder.FusedEncoderAttentionImpl(
+            2, 16, 1.0, attn_type="encoder_only", alibi_slopes=[1.0, 0.5]
+        )
+    assert [
+        encoder.FusedEncoderAttentionBackend.supports_head_size(size) for size in (72, 768, 784)
+    ] == [True, True, False]

@@ -1,4 +1,5 @@
-"""The gated delta rule by CANN's operators, against its recurrence in float64, and the choice between them and the built-in."""
+"""The gated delta rule by CANN's operators, against its recurrence in float64, and the choice
+between them and the built-in."""
 
 from types import SimpleNamespace
 
@@ -10,13 +11,25 @@ from ascend_attention.gated_delta import FusedGatedDeltaRule
 from ascend_platform.attention import gated_delta
 from ascend_platform.components import registry, slots
 
-LAYER = {"heads": 32, "sizes": (128, 128), "dtype": torch.bfloat16, "state_dtype": torch.bfloat16, "tokens": 1}
+LAYER = {
+    "heads": 32,
+    "sizes": (128, 128),
+    "dtype": torch.bfloat16,
+    "state_dtype": torch.bfloat16,
+    "tokens": 1,
+}
 
 
 def inputs(tokens):
     torch.manual_seed(tokens)
     q, k = (F.normalize(torch.randn(tokens, 2, 128), dim=-1).bfloat16() for _ in range(2))
-    return q, k, torch.randn(tokens, 4, 128).bfloat16(), -torch.rand(tokens, 4), torch.rand(tokens, 4).bfloat16().float()
+    return (
+        q,
+        k,
+        torch.randn(tokens, 4, 128).bfloat16(),
+        -torch.rand(tokens, 4),
+        torch.rand(tokens, 4).bfloat16().float(),
+    )
 
 
 def pool(blocks):
@@ -67,19 +80,27 @@ def test_decodes_change_their_blocks_alone(layout):
 
 @pytest.mark.parametrize("layout", [torch.Tensor.npu, strided])
 def test_draft_tokens_begin_after_the_accepted_ones(layout):
-    """The third request has fewer tokens than were accepted of the last step; the fourth is padding."""
+    """The third request has fewer tokens than were accepted of the last step; the fourth is
+    padding."""
     accepted = [2, 1, 3, 7]
     blocks = torch.tensor([[1, 2, 3], [4, 5, 6], [7, 8, 9], [0, 0, 0]], dtype=torch.int32)
     starts = torch.tensor([0, 3, 5, 6, 6], dtype=torch.int32)
     tensors, before = inputs(8), pool(13)
     states = layout(before)
     output = FusedGatedDeltaRule.decode(
-        *on_npu(tensors), 1.0, states, blocks.npu(), starts.npu(), torch.tensor(accepted, dtype=torch.int32).npu()
+        *on_npu(tensors),
+        1.0,
+        states,
+        blocks.npu(),
+        starts.npu(),
+        torch.tensor(accepted, dtype=torch.int32).npu(),
     )
     assert len(output) == 8
     for row in range(3):
         part = slice(starts[row], starts[row + 1])
-        expected, after = golden(*(x[part] for x in tensors), before[blocks[row, accepted[row] - 1]])
+        expected, after = golden(
+            *(x[part] for x in tensors), before[blocks[row, accepted[row] - 1]]
+        )
         close(output[part], expected)
         for each, state in enumerate(after):
             close(states[blocks[row, each]], state)
@@ -139,9 +160,17 @@ def test_layers_out_of_the_documented_ranges_are_not_supported(changed, prefill,
 
 def model(architecture="Qwen3NextForCausalLM", size=128, states="auto"):
     """What the choice reads of vLLM's configuration."""
-    settings = {"linear_num_value_heads": 32, "linear_key_head_dim": size, "linear_value_head_dim": size}
+    settings = {
+        "linear_num_value_heads": 32,
+        "linear_key_head_dim": size,
+        "linear_value_head_dim": size,
+    }
     return SimpleNamespace(
-        model_config=SimpleNamespace(architecture=architecture, dtype=torch.bfloat16, hf_text_config=SimpleNamespace(**settings)),
+        model_config=SimpleNamespace(
+            architecture=architecture,
+            dtype=torch.bfloat16,
+            hf_text_config=SimpleNamespace(**settings),
+        ),
         cache_config=SimpleNamespace(mamba_cache_dtype="auto", mamba_ssm_cache_dtype=states),
         parallel_config=SimpleNamespace(tensor_parallel_size=2),
         speculative_config=None,
@@ -152,10 +181,19 @@ def model(architecture="Qwen3NextForCausalLM", size=128, states="auto"):
     ("given", "text"),
     [
         (model(), "fused (ascend-attention "),
-        (model(states="float32"), "built-in PyTorch (states are float32, the operators take bfloat16 (--mamba-ssm-cache-dtype))"),
+        (
+            model(states="float32"),
+            (
+                "built-in PyTorch (states are float32, the operators take bfloat16"
+                " (--mamba-ssm-cache-dtype))"
+            ),
+        ),
         (
             model(size=64),
-            "built-in PyTorch prefill (keys and values of 64 and 64, npu_chunk_gated_delta_rule takes 128 to 128), fused ",
+            (
+                "built-in PyTorch prefill (keys and values of 64 and 64, npu_chunk_gated_delta_rule"
+                " takes 128 to 128), fused "
+            ),
         ),
         (model("Qwen3ForCausalLM"), "None"),
     ],

@@ -26,21 +26,36 @@ def check(batch, common=None):
     torch.testing.assert_close(output.double(), batch.expected(), atol=bound, rtol=bound)
 
 
-@pytest.mark.parametrize(("heads", "dtype"), [(4, torch.bfloat16), (6, torch.bfloat16), (1, torch.float16)])
+@pytest.mark.parametrize(
+    ("heads", "dtype"), [(4, torch.bfloat16), (6, torch.bfloat16), (1, torch.float16)]
+)
 @pytest.mark.parametrize("kind", KINDS)
 def test_latent_attention(heads, dtype, kind):
-    """Also prompts of more tokens than the kernel takes of a request, and heads that are no power of two."""
+    """Also prompts of more tokens than the kernel takes of a request, and heads that are no power
+    of two."""
     rng = random.Random(f"{heads}{kind}")
     check(LatentBatch(heads, WIDTHS, dtype, pairs(kind, rng, rng.randint(2, 5), 300), rng))
 
 
 def test_more_requests_than_a_call_of_the_kernel_takes(monkeypatch):
     monkeypatch.setattr(latent, "MAX_REQUESTS", 5)
-    check(LatentBatch(2, WIDTHS, torch.bfloat16, [(40, 3), (1, 130), (70, 0), (16, 1), (1, 0)], random.Random(1)))
+    check(
+        LatentBatch(
+            2,
+            WIDTHS,
+            torch.bfloat16,
+            [(40, 3), (1, 130), (70, 0), (16, 1), (1, 0)],
+            random.Random(1),
+        )
+    )
 
 
 @pytest.mark.parametrize(
-    ("ends", "parts"), [([1, 18, 18], [(0, 1, 0), (1, 17, 1), (1, 18, 0), (2, 18, 0)]), ([32], [(0, 16, 16), (0, 32, 0)])]
+    ("ends", "parts"),
+    [
+        ([1, 18, 18], [(0, 1, 0), (1, 17, 1), (1, 18, 0), (2, 18, 0)]),
+        ([32], [(0, 16, 16), (0, 32, 0)]),
+    ],
 )
 def test_requests_are_cut_into_parts_of_16_tokens(ends, parts):
     assert latent.cut(ends, 16) == [latent.Part(*part) for part in parts]
@@ -51,7 +66,9 @@ def test_draft_tokens_in_flight():
     rng, drafts = random.Random(2), [3, 0, 1]
     batch = LatentBatch(4, WIDTHS, torch.bfloat16, [(1, 130), (1, 5), (1, 127)], rng)
     common = batch.common()
-    common.seq_lens_cpu_upper_bound = torch.tensor(batch.lengths, dtype=torch.int32) + torch.tensor([2, 0, 1])
+    common.seq_lens_cpu_upper_bound = torch.tensor(batch.lengths, dtype=torch.int32) + torch.tensor(
+        [2, 0, 1]
+    )
     with base.subtract_rejected(base.Rejected(lambda: pytest.fail("waits for the device"), drafts)):
         check(batch, common)
 
@@ -62,7 +79,9 @@ def test_padding_of_a_full_graph_goes_to_dummy_requests():
     common.num_reqs, common.num_actual_tokens = 4, 4
     common.query_start_loc_cpu = torch.tensor([0, 1, 2, 2, 2], dtype=torch.int32)
     common.seq_lens_cpu_upper_bound = torch.tensor([11, 21, 0, 0], dtype=torch.int32)
-    builder = latent.LatentMetadataBuilder(SimpleNamespace(dtype=torch.bfloat16), [], VllmConfig(), torch.device("npu"))
+    builder = latent.LatentMetadataBuilder(
+        SimpleNamespace(dtype=torch.bfloat16), [], VllmConfig(), torch.device("npu")
+    )
     meta = builder.build(0, common)
     assert {name: list(lengths) for name, lengths in meta.lengths.items()} == {
         "actual_seq_qlen": [1, 2, 3, 4],
@@ -73,6 +92,11 @@ def test_padding_of_a_full_graph_goes_to_dummy_requests():
 
 @pytest.mark.parametrize(("heads", "widths"), [(4, (256, 64)), (4, (512, 32)), (129, (512, 64))])
 def test_unsupported_shapes_are_refused(heads, widths):
-    names = {"kv_lora_rank": widths[0], "qk_rope_head_dim": widths[1], "qk_nope_head_dim": 128, "v_head_dim": 128}
+    names = {
+        "kv_lora_rank": widths[0],
+        "qk_rope_head_dim": widths[1],
+        "qk_nope_head_dim": 128,
+        "v_head_dim": 128,
+    }
     with pytest.raises(NotImplementedError, match=r"VLLM_PLUGINS=ascend"):
         latent.FusedLatentAttentionImpl(heads, sum(widths), 1.0, 1, kv_b_proj=None, **names)

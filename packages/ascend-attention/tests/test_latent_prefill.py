@@ -1,4 +1,5 @@
-"""Latent attention with expanded keys and values on random paged batches, compared with softmax(q k^T) v in float64."""
+"""Latent attention with expanded keys and values on random paged batches, compared with softmax(q
+k^T) v in float64."""
 
 import random
 
@@ -25,10 +26,16 @@ def expected(batch, queries, weight):
 
 @pytest.mark.parametrize("size", [50, 128, 1000])
 @pytest.mark.parametrize(
-    "requests", [[(200, 0), (190, 0)], [(171, 300), (180, 129), (200, 0)], [(200, 0), (1, 77), (180, 0), (300, 260)]]
+    "requests",
+    [
+        [(200, 0), (190, 0)],
+        [(171, 300), (180, 129), (200, 0)],
+        [(200, 0), (1, 77), (180, 0), (300, 260)],
+    ],
 )
 def test_prompts_and_chunks(requests, size):
-    """New tokens after any number of tokens in the KV cache, in chunks smaller and larger than these; also in any order."""
+    """New tokens after any number of tokens in the KV cache, in chunks smaller and larger than
+    these; also in any order."""
     rng = random.Random(f"{requests}{size}")
     batch = LatentBatch(1, (LATENT, ROPE), torch.bfloat16, requests, rng)
     queries = [torch.randn(new, HEADS, HEAD + ROPE, dtype=torch.bfloat16) for new, _ in requests]
@@ -36,16 +43,28 @@ def test_prompts_and_chunks(requests, size):
     common = batch.common()
     ends = common.query_start_loc_cpu[1:].tolist()
     mask = upper_triangle(torch.int8, torch.device("npu"))
-    prefills = Prefills(ends, lambda: [before for _, before in requests], common.block_table_tensor, mask, size)
+    prefills = Prefills(
+        ends, lambda: [before for _, before in requests], common.block_table_tensor, mask, size
+    )
     new, placed = batch.new(batch.keys).npu(), weight.npu()
     latents, ropes = new[:, 0, :LATENT], new[..., LATENT:]
     output = latent_prefill.attend(
-        torch.cat(queries).npu(), latents, ropes, batch.held(), prefills, lambda rows: rows @ placed.T, SCALE
+        torch.cat(queries).npu(),
+        latents,
+        ropes,
+        batch.held(),
+        prefills,
+        lambda rows: rows @ placed.T,
+        SCALE,
     )
     bound = 0.02  # keys, values and each merge are rounded to bfloat16
-    torch.testing.assert_close(output.cpu().double(), expected(batch, queries, weight), atol=bound, rtol=bound)
+    torch.testing.assert_close(
+        output.cpu().double(), expected(batch, queries, weight), atol=bound, rtol=bound
+    )
     assert [len(chunk.slots) <= size for chunk in prefills.chunks].count(False) == 0
-    assert sum(len(chunk.slots) for chunk in prefills.chunks) == sum(before for _, before in requests)
+    assert sum(len(chunk.slots) for chunk in prefills.chunks) == sum(
+        before for _, before in requests
+    )
 
 
 def test_contexts_are_cut_into_chunks_of_consecutive_requests():

@@ -7,7 +7,8 @@ from ascend_attention import dcp
 
 @pytest.mark.parametrize("count", [2, 16, 17, 40])
 def test_parts_of_any_number_are_merged_in_float32(count):
-    """npu_attention_update takes 16 parts: 16 ranks and a rank's own tokens are more. Some parts have no keys."""
+    """npu_attention_update takes 16 parts: 16 ranks and a rank's own tokens are more. Some parts
+    have no keys."""
     sums, parts = torch.randn(count, 10), torch.randn(count, 10, 32).bfloat16()
     sums[1:, 4] = -torch.inf
     sums[1, 7] = -torch.inf

@@ -17,8 +17,12 @@ def test_entry_point_offers_the_fused_attention(monkeypatch):
     register()
     assert extension.state("ascend-attention") == "active"
     for kind in ("dense", "sinks", "encoder"):
-        assert resolve_obj_by_qualname(extension.offered(f"attention.{kind}")).get_name() == "CUSTOM"
-    assert issubclass(resolve_obj_by_qualname(extension.offered("attention.vision")), MMEncoderAttention)
+        assert (
+            resolve_obj_by_qualname(extension.offered(f"attention.{kind}")).get_name() == "CUSTOM"
+        )
+    assert issubclass(
+        resolve_obj_by_qualname(extension.offered("attention.vision")), MMEncoderAttention
+    )
 
 
 def test_disabled_with_another_vllm(monkeypatch):

@@ -1,4 +1,5 @@
-"""Fused sparse latent attention on random paged batches, compared with selection and attention in float64."""
+"""Fused sparse latent attention on random paged batches, compared with selection and attention in
+float64."""
 
 import random
 from types import SimpleNamespace
@@ -25,16 +26,24 @@ def check(batch, padding=0):
     torch.testing.assert_close(output.double(), batch.expected_of(chosen), atol=bound, rtol=bound)
 
 
-@pytest.mark.parametrize(("heads", "dtype"), [(4, torch.bfloat16), (6, torch.bfloat16), (1, torch.float16)])
+@pytest.mark.parametrize(
+    ("heads", "dtype"), [(4, torch.bfloat16), (6, torch.bfloat16), (1, torch.float16)]
+)
 @pytest.mark.parametrize("kind", KINDS)
 def test_sparse_latent_attention(heads, dtype, kind):
     """Also contexts with fewer tokens than are selected, and heads that are no power of two."""
     rng = random.Random(f"{heads}{kind}")
-    check(SparseLatentBatch(heads, (LATENT, ROPE), dtype, pairs(kind, rng, rng.randint(2, 5), 300), rng, count=32))
+    check(
+        SparseLatentBatch(
+            heads, (LATENT, ROPE), dtype, pairs(kind, rng, rng.randint(2, 5), 300), rng, count=32
+        )
+    )
 
 
 def test_padding_of_a_full_graph_belongs_to_no_request():
-    batch = SparseLatentBatch(2, (LATENT, ROPE), torch.bfloat16, [(1, 10), (1, 140)], random.Random(3), count=16)
+    batch = SparseLatentBatch(
+        2, (LATENT, ROPE), torch.bfloat16, [(1, 10), (1, 140)], random.Random(3), count=16
+    )
     check(batch, padding=6)
 
 
@@ -49,7 +58,17 @@ def test_padding_of_a_full_graph_belongs_to_no_request():
     ],
 )
 def test_unsupported_shapes_are_refused(heads, latent, indexer):
-    names = {"kv_lora_rank": latent, "qk_rope_head_dim": ROPE, "qk_nope_head_dim": 128, "v_head_dim": 128, "kv_b_proj": None}
-    given = SimpleNamespace(**dict(zip(("n_head", "head_dim", "topk_tokens"), indexer, strict=True)))
+    names = {
+        "kv_lora_rank": latent,
+        "qk_rope_head_dim": ROPE,
+        "qk_nope_head_dim": 128,
+        "v_head_dim": 128,
+        "kv_b_proj": None,
+    }
+    given = SimpleNamespace(
+        **dict(zip(("n_head", "head_dim", "topk_tokens"), indexer, strict=True))
+    )
     with pytest.raises(NotImplementedError, match=r"VLLM_PLUGINS=ascend"):
-        sparse_latent.FusedSparseLatentAttentionImpl(heads, latent + ROPE, 1.0, 1, indexer=given, **names)
+        sparse_latent.FusedSparseLatentAttentionImpl(
+            heads, latent + ROPE, 1.0, 1, indexer=given, **names
+        )

@@ -9,8 +9,8 @@ import pytest
 from harness import npus
 
 SCRIPT = Path(__file__).with_name("ranks.py")
-# As recipes for several Atlas A2 machines set them. With these, an operator of MC2 that is not told its algorithm takes
-# "hierarchy", which these two ranks do not have.
+# As recipes for several Atlas A2 machines set them. With these, an operator of MC2 that is not told
+# its algorithm takes "hierarchy", which these two ranks do not have.
 VARIABLES = {"HCCL_INTRA_PCIE_ENABLE": "1", "HCCL_INTRA_ROCE_ENABLE": "0", "VLLM_PLUGINS": ""}
 
 

@@ -1,8 +1,10 @@
-"""Run by test_communicator.py: two ranks, each with an NPU, in vLLM's own groups for two data-parallel engines with experts.
+"""Run by test_communicator.py: two ranks, each with an NPU, in vLLM's own groups for two
+data-parallel engines with experts.
 
     python ranks.py
 
-Prints `["<part>", [<of rank 0>, <of rank 1>]]` a line. The ranks are forks, so that torch and vLLM are imported once.
+Prints `["<part>", [<of rank 0>, <of rank 1>]]` a line. The ranks are forks, so that torch and vLLM
+are imported once.
 """
 
 import json
@@ -67,7 +69,9 @@ def collectives(rank: int) -> dict[str, Any]:
         "gather": ours.gather(x, dst=1, dim=0),
         "all_gatherv": ours.all_gatherv(mine, sizes=SIZES),
         "all_gatherv alike": ours.all_gatherv(x),
-        "all_gatherv transposed": ours.all_gatherv(data(rank, 6, SIZES[rank], salt=3).npu().t(), sizes=SIZES),
+        "all_gatherv transposed": ours.all_gatherv(
+            data(rank, 6, SIZES[rank], salt=3).npu().t(), sizes=SIZES
+        ),
         "all_gatherv list": ours.all_gatherv([mine, mine[:, :1].to(torch.int32)], sizes=SIZES),
         "reduce_scatterv": ours.reduce_scatterv(z, 0, SIZES),
         "reduce_scatterv alike": ours.reduce_scatterv(z, 0),
@@ -75,7 +79,9 @@ def collectives(rank: int) -> dict[str, Any]:
         "reduce_scatterv_into_output": ours.reduce_scatterv_into_output(z, total, 0, SIZES),
         "the same output": total,
         "reduce_scatterv_into_output alike": ours.reduce_scatterv_into_output(z, same, 0),
-        "reduce_scatterv_into_output strided": ours.reduce_scatterv_into_output(z, strided, 0, SIZES),
+        "reduce_scatterv_into_output strided": ours.reduce_scatterv_into_output(
+            z, strided, 0, SIZES
+        ),
         "batch_isend_irecv": handed,
         "send and recv": received,
         "broadcast": ours.broadcast(x.clone(), src=1),
@@ -101,7 +107,9 @@ def experts(rank: int) -> dict[str, Any]:
             "combine": group.combine(made),
             "combine_into_output": group.combine_into_output(made, output),
             "the same output": output,
-            "allocate_combine_input": group.allocate_combine_input(made.shape, made.dtype, made.device),
+            "allocate_combine_input": group.allocate_combine_input(
+                made.shape, made.dtype, made.device
+            ),
         }
     return {name: numbers(value) for name, value in found.items()}
 
@@ -117,7 +125,8 @@ def routed(rank: int, tokens: int, to: int) -> tuple[torch.Tensor, torch.Tensor,
 
 
 def ways(rank: int) -> dict[str, Any]:
-    """Different numbers of tokens per rank, routed to experts that multiply by a factor; once all to the first rank."""
+    """Different numbers of tokens per rank, routed to experts that multiply by a factor; once all
+    to the first rank."""
     manager = parallel_state.get_ep_group().device_communicator.all2all_manager
     own = FACTORS[2 * rank : 2 * rank + 2].npu()
     seen = []
@@ -125,7 +134,9 @@ def ways(rank: int) -> dict[str, Any]:
     def experts(rows: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
         seen.append(counts.tolist())
         out = torch.full_like(rows, torch.nan)
-        out[: sum(seen[-1])] = rows[: sum(seen[-1])] * own.repeat_interleave(counts).unsqueeze(1).to(rows.dtype)
+        out[: sum(seen[-1])] = rows[: sum(seen[-1])] * own.repeat_interleave(counts).unsqueeze(
+            1
+        ).to(rows.dtype)
         return out
 
     found: dict[str, Any] = {}
@@ -138,7 +149,9 @@ def ways(rank: int) -> dict[str, Any]:
                 context = type("Context", (), {"dp_metadata": metadata})()
                 with override_forward_context(context), metadata.sp_local_sizes(1):
                     try:
-                        made = manager.apply_experts(x.npu().to(dtype), weights.npu(), ids.npu(), 4, experts)
+                        made = manager.apply_experts(
+                            x.npu().to(dtype), weights.npu(), ids.npu(), 4, experts
+                        )
                     except ValueError as error:
                         made = str(error)
                 found[label] = [*manager.used, numbers(made)]
@@ -146,7 +159,8 @@ def ways(rank: int) -> dict[str, Any]:
 
 
 def alternating(rank: int) -> list[Any]:
-    """Steps of a few tokens by mc2 and of many by alltoall in turn, with collectives of the expert parallel group in between."""
+    """Steps of a few tokens by mc2 and of many by alltoall in turn, with collectives of the expert
+    parallel group in between."""
     group = parallel_state.get_ep_group()
     manager = group.device_communicator.all2all_manager
     manager.requested, manager.used, found = "mc2", set(), []
@@ -157,7 +171,8 @@ def alternating(rank: int) -> list[Any]:
 
 
 def recreated(rank: int) -> list[int]:
-    """Groups of mc2 one after the other. Rank 0 is late: root info of the group before would be found by the other."""
+    """Groups of mc2 one after the other. Rank 0 is late: root info of the group before would be
+    found by the other."""
     cpu_group, sizes = parallel_state.get_ep_group().cpu_group, []
     for _ in range(2):
         if rank == 0:
@@ -170,7 +185,10 @@ def recreated(rank: int) -> list[int]:
 
 def quantized(rank: int) -> list[Any]:
     """A step by mc2 with experts that take int8."""
-    manager, experts = parallel_state.get_ep_group().device_communicator.all2all_manager, FactorExperts(rank)
+    manager, experts = (
+        parallel_state.get_ep_group().device_communicator.all2all_manager,
+        FactorExperts(rank),
+    )
     experts.takes_int8 = True
     return [step(manager, rank, SIZES, experts), experts.dtypes]
 
@@ -183,7 +201,9 @@ class FactorExperts:
     def __init__(self, rank: int) -> None:
         self.own, self.dtypes = FACTORS[2 * rank : 2 * rank + 2].npu(), []
 
-    def __call__(self, rows: torch.Tensor, counts: torch.Tensor, scale: torch.Tensor | None = None) -> torch.Tensor:
+    def __call__(
+        self, rows: torch.Tensor, counts: torch.Tensor, scale: torch.Tensor | None = None
+    ) -> torch.Tensor:
         self.dtypes.append(str(rows.dtype))
         total = int(counts.sum())
         out = torch.full(rows.shape, torch.nan, dtype=torch.bfloat16, device="npu")
@@ -197,7 +217,9 @@ def step(manager: Any, rank: int, sizes: list[int], experts: FactorExperts) -> A
     metadata = DPMetadata(torch.tensor(sizes))
     context = type("Context", (), {"dp_metadata": metadata})()
     with override_forward_context(context), metadata.sp_local_sizes(1):
-        return numbers(manager.apply_experts(x.npu().bfloat16(), weights.npu(), ids.npu(), 4, experts))
+        return numbers(
+            manager.apply_experts(x.npu().bfloat16(), weights.npu(), ids.npu(), 4, experts)
+        )
 
 
 def refusals(rank: int) -> dict[str, str]:
@@ -225,8 +247,12 @@ def refused(calls: dict[str, Callable[[], Any]]) -> dict[str, str]:
 
 
 def direct(rank: int) -> dict[str, Any]:
-    """The same collectives by pyhccl, on the current stream and on another; and unsupported calls."""
-    ours, stream = PyHcclCommunicator(parallel_state.get_dp_group().cpu_group, rank), torch.npu.Stream()
+    """The same collectives by pyhccl, on the current stream and on another; and
+    unsupported calls."""
+    ours, stream = (
+        PyHcclCommunicator(parallel_state.get_dp_group().cpu_group, rank),
+        torch.npu.Stream(),
+    )
     x, y, z = data(rank, 4, 6).npu(), data(rank, 4, 6, salt=1).npu(), data(rank, 8, 6, salt=2).npu()
     mine = data(rank, SIZES[rank], 6, salt=3).npu()
     found: dict[str, Any] = {}
@@ -244,8 +270,16 @@ def direct(rank: int) -> dict[str, Any]:
         ours.reduce_scatter(out["reduce_scatter"], x, stream=on)
         ours.reduce_scatterv(out["reduce_scatterv"], z, SIZES, stream=on)
         ours.broadcast(out["broadcast"], 1, stream=on)
-        ours.all_to_all(out["all_to_all"], x[: sum(SENT[rank])], [row[rank] for row in SENT], SENT[rank], stream=on)
-        (ours.send if rank == 0 else ours.recv)(x if rank == 0 else out["send"], 1 - rank, stream=on)
+        ours.all_to_all(
+            out["all_to_all"],
+            x[: sum(SENT[rank])],
+            [row[rank] for row in SENT],
+            SENT[rank],
+            stream=on,
+        )
+        (ours.send if rank == 0 else ours.recv)(
+            x if rank == 0 else out["send"], 1 - rank, stream=on
+        )
         with ours.grouped():
             ours.send(y, 1 - rank, stream=on)
             ours.recv(out["both ways"], 1 - rank, stream=on)
@@ -258,7 +292,9 @@ def direct(rank: int) -> dict[str, Any]:
         torch.npu.current_stream().wait_stream(stream)
         found[where] = {name: numbers(value) for name, value in out.items()}
     found["captured"] = captured(rank, ours)
-    cpu_group, device_group = (getattr(parallel_state.get_dp_group(), name) for name in ("cpu_group", "device_group"))
+    cpu_group, device_group = (
+        getattr(parallel_state.get_dp_group(), name) for name in ("cpu_group", "device_group")
+    )
     calls = {
         "dtype": lambda: ours.all_reduce(x.to(torch.complex64)),
         "another dtype": lambda: ours.all_gather(out["all_gather"].int(), x),
@@ -308,13 +344,21 @@ def play(rank: int, port: int) -> dict[str, Any]:
     load_general_plugins()
     torch.npu.set_device(rank)
     parallel = ParallelConfig(
-        data_parallel_size=RANKS, data_parallel_rank=rank, enable_expert_parallel=True, data_parallel_master_port=port
+        data_parallel_size=RANKS,
+        data_parallel_rank=rank,
+        enable_expert_parallel=True,
+        data_parallel_master_port=port,
     )
     parallel._data_parallel_master_port_list = [port]
     with set_current_vllm_config(VllmConfig(parallel_config=parallel)):
         parallel_state.init_distributed_environment(1, 0, "env://", rank, "hccl")
         parallel_state.initialize_model_parallel(backend="hccl")
-        found = {"collectives": collectives(rank), "experts": experts(rank), "ways": ways(rank), "refusals": refusals(rank)}
+        found = {
+            "collectives": collectives(rank),
+            "experts": experts(rank),
+            "ways": ways(rank),
+            "refusals": refusals(rank),
+        }
         found |= {
             "alternating": alternating(rank),
             "quantized": quantized(rank),
@@ -333,7 +377,8 @@ def options(rank: int) -> dict[str, Any]:
     parallel_state.initialize_model_parallel(backend="hccl")
     groups = {"dp": parallel_state.get_dp_group(), "ep": parallel_state.get_ep_group()}
     given = {
-        name: dict(group.device_group._get_backend(torch.device("npu")).options.hccl_config) for name, group in groups.items()
+        name: dict(group.device_group._get_backend(torch.device("npu")).options.hccl_config)
+        for name, group in groups.items()
     }
     manager = groups["ep"].device_communicator.all2all_manager
     again = step(manager, rank, SIZES, FactorExperts(rank))

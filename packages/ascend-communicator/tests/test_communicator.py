@@ -33,7 +33,9 @@ EXPECTED: dict[str, list[Any]] = {
     "gather": [None, torch.cat(X)],
     "all_gatherv": [torch.cat(MINE)] * 2,
     "all_gatherv alike": [torch.cat(X)] * 2,
-    "all_gatherv transposed": [torch.cat([data(rank, 6, SIZES[rank], salt=3).t() for rank in range(2)])] * 2,
+    "all_gatherv transposed": (
+        [torch.cat([data(rank, 6, SIZES[rank], salt=3).t() for rank in range(2)])] * 2
+    ),
     "all_gatherv list": [[torch.cat(MINE), torch.cat(MINE)[:, :1].trunc()]] * 2,
     "reduce_scatterv": list(Z.split(SIZES)),
     "reduce_scatterv alike": list(Z.split(4)),
@@ -70,7 +72,9 @@ def close(actual: Any, expected: Any) -> None:
     elif expected is None:
         assert actual is None
     else:
-        torch.testing.assert_close(torch.tensor(actual, dtype=torch.float64), expected, rtol=1e-6, atol=1e-6)
+        torch.testing.assert_close(
+            torch.tensor(actual, dtype=torch.float64), expected, rtol=1e-6, atol=1e-6
+        )
 
 
 @pytest.mark.parametrize("name", EXPECTED)
@@ -100,16 +104,23 @@ def test_unsupported_calls_are_refused_in_one_line(played: dict[str, Any]) -> No
             "sum of sizes": "ValueError: sizes [1, 1] add up to 2 rows; the tensor has 3",
             "odd rows": "ValueError: 3 rows are not divisible by 2 ranks; give sizes",
             "no experts": "RuntimeError: group dp:0 has no all2all manager; use vLLM's group 'ep'",
-            "no experts to combine": "RuntimeError: group dp:0 has no all2all manager; use vLLM's group 'ep'",
+            "no experts to combine": (
+                "RuntimeError: group dp:0 has no all2all manager; use vLLM's group 'ep'"
+            ),
         }
 
 
 def test_base_class_methods_are_overridden_or_listed() -> None:
-    """Detects new methods of a later vLLM, whose default in the base class may be a wrong result without an error."""
-    methods = {name for name, value in vars(DeviceCommunicatorBase).items() if inspect.isfunction(value)}
+    """Detects new methods of a later vLLM, whose default in the base class may be a wrong result
+    without an error."""
+    methods = {
+        name for name, value in vars(DeviceCommunicatorBase).items() if inspect.isfunction(value)
+    }
     ours = {name for name in vars(HCCLCommunicator) if name in methods}
     assert methods - ours == set(INHERITED)
     for name in ours:
         taken = list(inspect.signature(getattr(HCCLCommunicator, name)).parameters)
         if name != "__init__":
-            assert taken == list(inspect.signature(getattr(DeviceCommunicatorBase, name)).parameters), name
+            assert taken == list(
+                inspect.signature(getattr(DeviceCommunicatorBase, name)).parameters
+            ), name

@@ -26,7 +26,11 @@ def expected(rank: int, tokens: int, to: int, dtype: torch.dtype) -> torch.Tenso
     draw = torch.Generator().manual_seed(50 + rank)
     ids = torch.stack([torch.randperm(to, generator=draw)[:2] for _ in range(tokens)])
     weights = torch.rand(tokens, 2, generator=draw).double()
-    x = torch.randn(tokens, 64, generator=torch.Generator().manual_seed(7000 + rank)).to(dtype).double()
+    x = (
+        torch.randn(tokens, 64, generator=torch.Generator().manual_seed(7000 + rank))
+        .to(dtype)
+        .double()
+    )
     return x * (weights * FACTORS[ids]).sum(1, keepdim=True)
 
 
@@ -39,27 +43,35 @@ def test_backends_on_two_npus(played: dict[str, Any], name: str, asked: str, dty
     for rank in range(2):
         *taken, made = played["ways"][rank][f"{name} {asked} {kind}"]
         if (asked, dtype) == ("mc2", "float32"):
-            assert made == (
-                "ascend.communicator.all2all is mc2, which is not supported here: float32 is not float16 or bfloat16; "
-                "set auto or allgather or alltoall"
+            assert (
+                made
+                == "ascend.communicator.all2all is mc2, which is not supported here: float32 is not"
+                " float16 or bfloat16; set auto or allgather or alltoall"
             )
             continue
-        assert taken == [TAKEN.get((name, asked, dtype), "alltoall" if asked == "alltoall" else "allgather")]
+        assert taken == [
+            TAKEN.get((name, asked, dtype), "alltoall" if asked == "alltoall" else "allgather")
+        ]
         if taken == ["allgather"]:
             assert made is None  # runs as dispatch and combine, which test_communicator.py compares
             continue
         bound = 1e-5 if dtype == "float32" else 0.03
         exact = expected(rank, sizes[rank], to, kind)
-        torch.testing.assert_close(torch.tensor(made, dtype=torch.float64), exact, rtol=bound, atol=bound)
+        torch.testing.assert_close(
+            torch.tensor(made, dtype=torch.float64), exact, rtol=bound, atol=bound
+        )
 
 
 def close(made: Any, rank: int, tokens: int, bound: float = 0.03) -> None:
     exact = expected(rank, tokens, 4, torch.bfloat16)
-    torch.testing.assert_close(torch.tensor(made, dtype=torch.float64), exact, rtol=bound, atol=bound)
+    torch.testing.assert_close(
+        torch.tensor(made, dtype=torch.float64), exact, rtol=bound, atol=bound
+    )
 
 
 def test_mc2_and_alltoall_alternate(played: dict[str, Any]) -> None:
-    """The emulator refuses mc2 on a communicator with other operators, and other operators on that of mc2."""
+    """The emulator refuses mc2 on a communicator with other operators, and other operators on that
+    of mc2."""
     for rank in range(2):
         used, *steps = played["alternating"][rank]
         assert used == ["alltoall", "mc2"]
@@ -74,7 +86,9 @@ def test_int8_tokens_by_mc2(played: dict[str, Any]) -> None:
         close(made, rank, [3, 5][rank], 0.06)
 
 
-@pytest.mark.parametrize(("dtype", "hidden"), [("bfloat16", 64), ("float32", 64), ("float16", 16384), ("float32", 24576)])
+@pytest.mark.parametrize(
+    ("dtype", "hidden"), [("bfloat16", 64), ("float32", 64), ("float16", 16384), ("float32", 24576)]
+)
 def test_rows_are_sorted_by_expert_and_back(dtype: str, hidden: int) -> None:
     """CANN moves rows of less than 16384 values of 16 bits."""
     counts = torch.tensor([[2, 0, 1], [1, 3, 1]])
@@ -92,7 +106,9 @@ def test_new_groups_have_a_new_group_of_mc2(played: dict[str, Any]) -> None:
         assert played["recreated"][rank] == [2, 2]
 
 
-A2, A3, DUO = (extension.Chip(name, 0, 0, 0) for name in ("Ascend910B1", "Ascend910_9392", "Ascend310P3"))
+A2, A3, DUO = (
+    extension.Chip(name, 0, 0, 0) for name in ("Ascend910B1", "Ascend910_9392", "Ascend310P3")
+)
 HALF, WIDE = torch.bfloat16, torch.float32
 
 
@@ -101,7 +117,8 @@ HALF, WIDE = torch.bfloat16, torch.float32
     [
         (A2, [64] * 8, 64, 8, 4096, HALF, "mc2"),
         (A2, [1, 256], 64, 8, 4096, HALF, "mc2"),
-        (A2, [1, 257], 64, 8, 4096, HALF, "allgather"),  # more tokens than mc2 supports; 8 copies against 2
+        # more tokens than mc2 supports; 8 copies against 2
+        (A2, [1, 257], 64, 8, 4096, HALF, "allgather"),
         (A2, [300] * 16, 64, 8, 4096, HALF, "alltoall"),  # 8 copies against 16
         (A2, [300] * 8, 64, 8, 4096, HALF, "allgather"),  # equal traffic, and no synchronization
         (A2, [0, 4], 64, 1, 4096, HALF, "alltoall"),  # a rank without tokens
@@ -117,7 +134,13 @@ HALF, WIDE = torch.bfloat16, torch.float32
     ],
 )
 def test_select_backend(
-    chip: extension.Chip, sizes: list[int], experts: int, choices: int, hidden: int, dtype: torch.dtype, taken: str
+    chip: extension.Chip,
+    sizes: list[int],
+    experts: int,
+    choices: int,
+    hidden: int,
+    dtype: torch.dtype,
+    taken: str,
 ) -> None:
     shape = MoEShape(len(sizes), experts, choices, hidden, dtype)
     limit = token_limit(chip, shape, False, 4096)
@@ -154,7 +177,14 @@ QWEN_235B, QWEN_30B, DEEPSEEK = (128, 8, 4096), (128, 8, 2048), (256, 8, 7168)
     ],
 )
 def test_tokens_that_a_buffer_is_enough_for(
-    chip: extension.Chip, model: tuple[int, ...], ranks: int, internode: bool, name: str, most: int, needed: int, tokens: int
+    chip: extension.Chip,
+    model: tuple[int, ...],
+    ranks: int,
+    internode: bool,
+    name: str,
+    most: int,
+    needed: int,
+    tokens: int,
 ) -> None:
     shape = MoEShape(ranks, *model, HALF)
     limits = algorithm(chip, shape, internode)
@@ -162,13 +192,21 @@ def test_tokens_that_a_buffer_is_enough_for(
     assert buffer_mib(name, shape, most) == needed
     limit = token_limit(chip, shape, internode, 200)
     assert limit.tokens == tokens
-    assert f"takes up to {tokens} tokens of a rank with an HCCL buffer of 200 MiB, and {most} with {needed}: set " in limit.reason
-    assert limit.reason.endswith("HCCL_BUFFSIZE" if chip is A2 else "ascend.communicator.groups.mc2.buffer_size")
+    assert (
+        f"takes up to {tokens} tokens of a rank with an HCCL buffer of 200 MiB, and {most} with"
+        f" {needed}: set " in limit.reason
+    )
+    assert limit.reason.endswith(
+        "HCCL_BUFFSIZE" if chip is A2 else "ascend.communicator.groups.mc2.buffer_size"
+    )
     assert buffer_mib(name, shape, tokens) <= 200 < buffer_mib(name, shape, tokens + 1)
     assert token_limit(chip, shape, internode, needed).tokens == most
 
 
 def test_unknown_backend_is_refused() -> None:
     _take_options(OPTIONS | {"all2all": "mc2"})
-    with pytest.raises(extension.RefusedError, match=r"all2all is 'nccl'; supported: auto, allgather, alltoall, mc2"):
+    with pytest.raises(
+        extension.RefusedError,
+        match=r"all2all is 'nccl'; supported: auto, allgather, alltoall, mc2",
+    ):
         _take_options(OPTIONS | {"all2all": "nccl"})

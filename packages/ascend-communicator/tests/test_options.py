@@ -18,10 +18,22 @@ def environment(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("given", "said"),
     [
-        ({"groups": 3}, """groups is 3; supported: an object such as {"ep": {"buffer_size": 400}}"""),
-        ({"groups": {"xp": {}}}, "groups.xp is {}; supported: an object, for one of tp, pp, dp, ep, eplb, etp, edp, mc2"),
-        ({"groups": {"tp": 4}}, "groups.tp is 4; supported: an object, for one of tp, pp, dp, ep, eplb, etp, edp, mc2"),
-        ({"groups": {"tp": {"qos": 4}}}, "groups.tp.qos is 4; supported: one of the keys buffer_size, exec_timeout"),
+        (
+            {"groups": 3},
+            """groups is 3; supported: an object such as {"ep": {"buffer_size": 400}}""",
+        ),
+        (
+            {"groups": {"xp": {}}},
+            "groups.xp is {}; supported: an object, for one of tp, pp, dp, ep, eplb, etp, edp, mc2",
+        ),
+        (
+            {"groups": {"tp": 4}},
+            "groups.tp is 4; supported: an object, for one of tp, pp, dp, ep, eplb, etp, edp, mc2",
+        ),
+        (
+            {"groups": {"tp": {"qos": 4}}},
+            "groups.tp.qos is 4; supported: one of the keys buffer_size, exec_timeout",
+        ),
         (
             {"groups": {"tp": {"buffer_size": 0}}},
             "groups.tp.buffer_size is 0; supported: an integer from 1 to 2147483647 (MiB)",
@@ -31,8 +43,14 @@ def environment(monkeypatch: pytest.MonkeyPatch) -> None:
             "groups.tp.exec_timeout is '9'; supported: an integer from 1 to 2147483647 (seconds)",
         ),
         ({"deterministic": "yes"}, "deterministic is 'yes'; supported: true or false"),
-        ({"connect_timeout": 20}, "connect_timeout is 20; supported: an integer from 120 to 7200 (seconds)"),
-        ({"connect_timeout": True}, "connect_timeout is True; supported: an integer from 120 to 7200 (seconds)"),
+        (
+            {"connect_timeout": 20},
+            "connect_timeout is 20; supported: an integer from 120 to 7200 (seconds)",
+        ),
+        (
+            {"connect_timeout": True},
+            "connect_timeout is True; supported: an integer from 120 to 7200 (seconds)",
+        ),
     ],
 )
 def test_unsupported_values_are_refused_in_one_line(given: dict[str, Any], said: str) -> None:
@@ -43,9 +61,15 @@ def test_unsupported_values_are_refused_in_one_line(given: dict[str, Any], said:
 
 def test_hccl_environment_variables() -> None:
     _take_options(OPTIONS)
-    assert [os.environ.get(name) for name in ("HCCL_DETERMINISTIC", "HCCL_CONNECT_TIMEOUT")] == [None, None]
+    assert [os.environ.get(name) for name in ("HCCL_DETERMINISTIC", "HCCL_CONNECT_TIMEOUT")] == [
+        None,
+        None,
+    ]
     _take_options(OPTIONS | {"deterministic": True, "connect_timeout": 300})
-    assert [os.environ.get(name) for name in ("HCCL_DETERMINISTIC", "HCCL_CONNECT_TIMEOUT")] == ["true", "300"]
+    assert [os.environ.get(name) for name in ("HCCL_DETERMINISTIC", "HCCL_CONNECT_TIMEOUT")] == [
+        "true",
+        "300",
+    ]
 
 
 def test_group_options_reach_hccl(played: dict[str, Any]) -> None:

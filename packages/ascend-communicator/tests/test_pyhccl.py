@@ -33,14 +33,22 @@ EXPECTED: dict[str, list[Any]] = {
     "both ways": Y[::-1],
 }
 REFUSED = {
-    "dtype": "ValueError: HCCL does not support complex64; supported: int8, int16, int32, float16, float32, int64, uint64, "
-    "uint8, uint16, uint32, float64, bfloat16, bool",
+    "dtype": (
+        "ValueError: HCCL does not support complex64; supported: int8, int16, int32, float16,"
+        " float32, int64, uint64, uint8, uint16, uint32, float64, bfloat16, bool"
+    ),
     "another dtype": "ValueError: expected 48 elements of torch.float32; found 48 of torch.int32",
-    "operation": "ValueError: HCCL does not support reduction by RedOpType.BAND; supported: SUM, PRODUCT, MAX, MIN",
+    "operation": (
+        "ValueError: HCCL does not support reduction by RedOpType.BAND; supported: SUM, PRODUCT,"
+        " MAX, MIN"
+    ),
     "strides": "ValueError: HCCL needs contiguous tensors; [6, 4] has strides (1, 6)",
     "size": "ValueError: expected 48 elements of torch.float32; found 24 of torch.float32",
     "sizes": "ValueError: sizes [4, 5] are for 2 ranks and 9 rows; expected 2 ranks and 8 rows",
-    "group": "ValueError: PyHcclCommunicator needs a CPU group, such as gloo; the group's backend is hccl",
+    "group": (
+        "ValueError: PyHcclCommunicator needs a CPU group, such as gloo; the group's backend is"
+        " hccl"
+    ),
     "closed": "RuntimeError: this PyHcclCommunicator has been destroyed; create another",
     "closed group": "RuntimeError: this PyHcclCommunicator has been destroyed; create another",
 }
@@ -62,15 +70,22 @@ def test_graph_capture_and_replay(played: dict[str, Any]) -> None:
         for salt, after in zip((4, 5, 6), replayed, strict=True):
             inputs = [data(each, 4, 6, salt=salt) for each in range(2)]
             expected = 2 * (inputs[0] + inputs[1]) + inputs[rank]
-            torch.testing.assert_close(torch.tensor(after, dtype=torch.float64), expected, rtol=1e-6, atol=1e-6)
+            torch.testing.assert_close(
+                torch.tensor(after, dtype=torch.float64), expected, rtol=1e-6, atol=1e-6
+            )
 
 
 def test_unsupported_calls_are_refused_in_one_line(played: dict[str, Any]) -> None:
     for rank, answer in enumerate(played["direct"]):
         said = answer["refusals"]
-        assert said.pop("device") == f"ValueError: this PyHcclCommunicator is on npu:{rank}; a tensor is on cpu"
+        assert (
+            said.pop("device")
+            == f"ValueError: this PyHcclCommunicator is on npu:{rank}; a tensor is on cpu"
+        )
         library = said.pop("library")
-        assert library.startswith("RuntimeError: HCCL's library libhccl-of-nobody.so cannot be loaded (")
+        assert library.startswith(
+            "RuntimeError: HCCL's library libhccl-of-nobody.so cannot be loaded ("
+        )
         assert library.endswith("; source CANN's set_env.sh, or set HCCL_SO_PATH to the file")
         hccl = said.pop("HCCL refuses")
         assert hccl.startswith("HCCLError: HcclAllReduce failed with 5 (")

@@ -24,8 +24,14 @@ def test_entry_point_offers_the_communicator() -> None:
     register()
     register()
     assert extension.state("ascend-communicator") == "active"
-    assert issubclass(resolve_obj_by_qualname(current_platform.get_device_communicator_cls()), resolve_obj_by_qualname(BASE))
-    assert current_platform.get_device_communicator_cls() == "ascend_communicator.communicator.HCCLCommunicator"
+    assert issubclass(
+        resolve_obj_by_qualname(current_platform.get_device_communicator_cls()),
+        resolve_obj_by_qualname(BASE),
+    )
+    assert (
+        current_platform.get_device_communicator_cls()
+        == "ascend_communicator.communicator.HCCLCommunicator"
+    )
 
 
 def test_disabled_with_another_vllm(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -42,9 +42,13 @@ def listening() -> Iterator[socket.socket]:
 
 
 def connect(client: Client, port: int) -> None:
-    given = weight_transfer.HCCLTrainerInitInfo(rank=0, master_address="127.0.0.1", master_port=port, world_size=2)
+    given = weight_transfer.HCCLTrainerInitInfo(
+        rank=0, master_address="127.0.0.1", master_port=port, world_size=2
+    )
     source = ModuleSource(torch.nn.Linear(2, 2))
-    weight_transfer.HCCLTrainerWeightTransferEngine.trainer_init(given, client=client, source=source)  # type: ignore[arg-type]
+    weight_transfer.HCCLTrainerWeightTransferEngine.trainer_init(
+        given, client=client, source=source
+    )  # type: ignore[arg-type]
 
 
 def free_port() -> int:
@@ -62,7 +66,9 @@ def test_error_of_the_server_does_not_wait_for_the_group(monkeypatch: pytest.Mon
         connect(Client(refuse), free_port())
 
 
-def test_error_of_the_group_does_not_wait_for_the_server(forever: threading.Event, listening: socket.socket) -> None:
+def test_error_of_the_group_does_not_wait_for_the_server(
+    forever: threading.Event, listening: socket.socket
+) -> None:
     began = time.monotonic()
     with pytest.raises(OSError, match="in use"):
         connect(Client(lambda: _wait(forever)), listening.getsockname()[1])
@@ -85,7 +91,9 @@ def test_worker_unpickles_nothing_of_the_trainer(tmp_path: Path) -> None:
     store = TCPStore("127.0.0.1", port, world_size=2, is_master=True, wait_for_workers=False)
     for key in ("broadcast_from/0/0", "broadcast_tensor/0/0", "send_to/1/0", "hccl_root_info/0"):
         store.set(key, pickle.dumps(Pickled(tmp_path / "executed")))
-    with pytest.raises(RuntimeError, match=r"sent \d+ bytes of root information; HCCL's has 4108; fix: "):
+    with pytest.raises(
+        RuntimeError, match=r"sent \d+ bytes of root information; HCCL's has 4108; fix: "
+    ):
         weight_transfer.connect("127.0.0.1", port, 1, 2)
     assert not (tmp_path / "executed").exists()
 
@@ -93,12 +101,16 @@ def test_worker_unpickles_nothing_of_the_trainer(tmp_path: Path) -> None:
 def test_deadline(forever: threading.Event, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HCCL_CONNECT_TIMEOUT", "5")
     monkeypatch.setattr(weight_transfer, "CONNECT_SECONDS", 1.0)
-    with pytest.raises(TimeoutError, match=r"the 1 workers did not join the group at 127\.0\.0\.1 port .* in 1 s; fix: check"):
+    with pytest.raises(
+        TimeoutError,
+        match=r"the 1 workers did not join the group at 127\.0\.0\.1 port .* in 1 s; fix: check",
+    ):
         connect(Client(lambda: _wait(forever)), free_port())
 
 
 def test_an_update_that_names_no_parameters_is_of_the_last_one_s() -> None:
-    """As vLLM's trainer sends it from 0.33 on; in buckets, each of which has some of a drafter's parameters."""
+    """As vLLM's trainer sends it from 0.33 on; in buckets, each of which has some of a drafter's
+    parameters."""
     loaded: list[list[str]] = []
 
     class Model(torch.nn.Module):
@@ -110,7 +122,9 @@ def test_an_update_that_names_no_parameters_is_of_the_last_one_s() -> None:
     engine.model, engine.device, engine._last = Model(), torch.device("npu"), {}
     engine.packed, engine.packed_buffer_size_bytes = True, 32
     engine.model_update_group = SimpleNamespace(broadcast=lambda buffer, _: buffer.zero_())
-    named = NCCLWeightTransferUpdateInfo(names=["a", "b", "c"], dtype_names=["float32"] * 3, shapes=[[4]] * 3)
+    named = NCCLWeightTransferUpdateInfo(
+        names=["a", "b", "c"], dtype_names=["float32"] * 3, shapes=[[4]] * 3
+    )
     for update in (named, NCCLWeightTransferUpdateInfo(names=[], dtype_names=[], shapes=[])):
         engine.receive_weights(update)
     assert loaded == [["a", "b"], ["c"]] * 2

@@ -1,10 +1,11 @@
-"""CANN's operators by name, called as EXEC_NPU_CMD does: versions and shapes that the installed torch_npu does not call."""
+"""CANN's operators by name, called as EXEC_NPU_CMD does: versions and shapes that the installed
+torch_npu does not call."""
 
 from __future__ import annotations
 
 import ctypes
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Sequence  # noqa: F401
 from ctypes import byref, c_uint64, c_void_p
 from typing import Any
 
@@ -14,7 +15,9 @@ import torch_npu
 from ascend_emulator import build
 
 # The C types of an operator's arguments, a letter each (arguments.h).
-KINDS = dict(re.findall(r'\{"(\w+)", "(.*?)"\}', (build.SOURCES / "operator" / "arguments.h").read_text()))
+KINDS = dict(
+    re.findall(r'\{"(\w+)", "(.*?)"\}', (build.SOURCES / "operator" / "arguments.h").read_text())
+)
 NUMBERS = {
     "i": ctypes.c_int64,
     "n": ctypes.c_int32,
@@ -39,16 +42,23 @@ DTYPES = {
 
 
 def needs_argument(operator: str, argument: str) -> pytest.MarkDecorator:
-    """Skip a test of an argument that an operator has in later versions of torch_npu than the installed one."""
+    """Skip a test of an argument that an operator has in later versions of torch_npu than the
+    installed one."""
     lacks = f" {argument}=" not in str(getattr(torch.ops.npu, operator).default._schema)
-    return pytest.mark.skipif(lacks, reason=f"{operator} of this torch_npu has no argument {argument}")
+    return pytest.mark.skipif(
+        lacks, reason=f"{operator} of this torch_npu has no argument {argument}"
+    )
 
 
 def _kind(value: Any) -> str:
     """The letter of an argument that op-plugin's calls leave open, by its Python type."""
     first = value[0] if isinstance(value, list) and value else value
     of_list = {torch.Tensor: "L", bool: "B", int: "I", float: "F"}
-    kinds = of_list if isinstance(value, list) else {torch.Tensor: "T", str: "t", bool: "b", int: "i", float: "S"}
+    kinds = (
+        of_list
+        if isinstance(value, list)
+        else {torch.Tensor: "T", str: "t", bool: "b", int: "i", float: "S"}
+    )
     return next((kind for form, kind in kinds.items() if isinstance(first, form)), "T")
 
 
@@ -71,8 +81,14 @@ class Calls:
         """``shape``: another than the tensor's, contiguous."""
         sizes = list(tensor.shape if shape is None else shape)
         strides = tensor.stride() if shape is None else torch.empty(sizes).stride()
-        longs: Callable[[Sequence[int]], Any] = lambda values: (ctypes.c_int64 * len(values))(*values)  # noqa: E731
-        rank, offset = c_uint64(len(sizes)), ctypes.c_int64(int(tensor.storage_offset()) if tensor.is_npu else 0)
+
+        def longs(values: Sequence[int]) -> Any:
+            return (ctypes.c_int64 * len(values))(*values)
+
+        rank, offset = (
+            c_uint64(len(sizes)),
+            ctypes.c_int64(int(tensor.storage_offset()) if tensor.is_npu else 0),
+        )
         data = tensor.untyped_storage().data_ptr()
         form = torch_npu.get_npu_format(tensor) if tensor.is_npu else ND
         if form == NZ:
@@ -80,9 +96,21 @@ class Calls:
             width = 32 // tensor.element_size()
             stored = [*batch, -(-columns // width), -(-rows // 16), 16, width]
         else:
-            stored = [tensor.untyped_storage().nbytes() // tensor.element_size()] if shape is None else sizes
-        place = longs(strides), offset, form if form == NZ else ND, longs(stored), c_uint64(len(stored))
-        return self.made("aclCreateTensor", longs(sizes), rank, DTYPES[tensor.dtype], *place, c_void_p(data))
+            stored = (
+                [tensor.untyped_storage().nbytes() // tensor.element_size()]
+                if shape is None
+                else sizes
+            )
+        place = (
+            longs(strides),
+            offset,
+            form if form == NZ else ND,
+            longs(stored),
+            c_uint64(len(stored)),
+        )
+        return self.made(
+            "aclCreateTensor", longs(sizes), rank, DTYPES[tensor.dtype], *place, c_void_p(data)
+        )
 
     def argument(self, kind: str, value: Any) -> Any:
         if value is None or type(value).__module__ == "ctypes":
@@ -97,7 +125,9 @@ class Calls:
         if kind == "t":
             return ctypes.c_char_p(value.encode())
         if kind == "L":
-            return self.array("aclCreateTensorList", c_void_p, [self.tensor(each) for each in value])
+            return self.array(
+                "aclCreateTensorList", c_void_p, [self.tensor(each) for each in value]
+            )
         return self.tensor(value)
 
     def workspace(self, name: str, *arguments: Any) -> tuple[int, c_void_p, str]:
@@ -107,7 +137,9 @@ class Calls:
         kinds = KINDS.get(f"aclnn{name}", "?" * len(arguments))
         assert len(kinds) == len(arguments), f"aclnn{name} has {len(kinds)} arguments"
         given = [self.argument(kind, value) for kind, value in zip(kinds, arguments, strict=True)]
-        status = getattr(self.library, f"aclnn{name}GetWorkspaceSize")(*given, byref(size), byref(executor))
+        status = getattr(self.library, f"aclnn{name}GetWorkspaceSize")(
+            *given, byref(size), byref(executor)
+        )
         return status, executor, (self.library.aclGetRecentErrMsg() or b"").decode()
 
     def run(self, name: str, *arguments: Any) -> tuple[int, str]:

@@ -31,7 +31,13 @@ def arranged(x, layout):
     """[b, n, s, d] in a layout; requests of the packed ones one after the other."""
     if layout == "BSH":
         return x.transpose(1, 2).flatten(2)
-    order = {"BNSD": (0, 1, 2, 3), "BSND": (0, 2, 1, 3), "NBSD": (1, 0, 2, 3), "TND": (0, 2, 1, 3), "NTD": (1, 0, 2, 3)}[layout]
+    order = {
+        "BNSD": (0, 1, 2, 3),
+        "BSND": (0, 2, 1, 3),
+        "NBSD": (1, 0, 2, 3),
+        "TND": (0, 2, 1, 3),
+        "NTD": (1, 0, 2, 3),
+    }[layout]
     y = x.permute(order)
     if layout == "TND":
         y = y.flatten(0, 1)

@@ -1,6 +1,8 @@
-"""Calls of the gated delta rule that its documentation does not allow; run by test_gated_delta_rule.py, it prints their errors.
+"""Calls of the gated delta rule that its documentation does not allow; run by
+test_gated_delta_rule.py, it prints their errors.
 
-Values are read in the computation, whose error ends all further work of a process: each such call is made in a fork.
+Values are read in the computation, whose error ends all further work of a process: each such call
+is made in a fork.
 """
 
 import os
@@ -15,9 +17,21 @@ WIDTH, KEY_HEADS, HEADS = 128, 2, 4
 
 def inputs(tokens, width=WIDTH, blocks=0, heads=HEADS, key_heads=KEY_HEADS):
     """Query, key, value, state, beta and g."""
-    query, key = (F.normalize(torch.randn(tokens, key_heads, width), dim=-1).bfloat16() for _ in range(2))
-    value, state = torch.randn(tokens, heads, width).bfloat16(), torch.randn(blocks or tokens, heads, width, width).bfloat16()
-    return query, key, value, state, torch.rand(tokens, heads).bfloat16(), -torch.rand(tokens, heads)
+    query, key = (
+        F.normalize(torch.randn(tokens, key_heads, width), dim=-1).bfloat16() for _ in range(2)
+    )
+    value, state = (
+        torch.randn(tokens, heads, width).bfloat16(),
+        torch.randn(blocks or tokens, heads, width, width).bfloat16(),
+    )
+    return (
+        query,
+        key,
+        value,
+        state,
+        torch.rand(tokens, heads).bfloat16(),
+        -torch.rand(tokens, heads),
+    )
 
 
 def int32(*values):
@@ -25,14 +39,22 @@ def int32(*values):
 
 
 def named(tokens, **settings):
-    return dict(zip(("query", "key", "value", "state", "beta", "g"), inputs(tokens, **settings), strict=True))
+    return dict(
+        zip(
+            ("query", "key", "value", "state", "beta", "g"), inputs(tokens, **settings), strict=True
+        )
+    )
 
 
 def recurrent(tokens=2, lengths=(2,), blocks=(0, 1), accepted=(), settings=None, **changed):
     on_npu = {name: x.npu() for name, x in (named(tokens, **(settings or {})) | changed).items()}
     accepted = int32(*accepted) if accepted else None
     torch_npu.npu_recurrent_gated_delta_rule(
-        **on_npu, scale=1.0, actual_seq_lengths=int32(*lengths), ssm_state_indices=int32(*blocks), num_accepted_tokens=accepted
+        **on_npu,
+        scale=1.0,
+        actual_seq_lengths=int32(*lengths),
+        ssm_state_indices=int32(*blocks),
+        num_accepted_tokens=accepted,
     )
     torch.npu.synchronize()
 
@@ -54,7 +76,9 @@ OF_VALUES = {
     "num_accepted_tokens has 3; allowed: 1 to 2": lambda: recurrent(accepted=(3,)),
     "g has -1.25; allowed: -1 to 0": lambda: chunk(g=torch.full((3, HEADS), -1.25)),
     "g has 0.5; allowed: -1 to 0": lambda: chunk(g=torch.full((3, HEADS), 0.5)),
-    "key has -1.5; allowed: -1 to 1": lambda: chunk(key=torch.full((3, KEY_HEADS, WIDTH), -1.5).bfloat16()),
+    "key has -1.5; allowed: -1 to 1": lambda: chunk(
+        key=torch.full((3, KEY_HEADS, WIDTH), -1.5).bfloat16()
+    ),
     "beta has 1.5; allowed: 0 to 1": lambda: chunk(beta=torch.full((3, HEADS), 1.5).bfloat16()),
     "actual_seq_lengths add up to 2 and there are 3 tokens": lambda: chunk(lengths=(2,)),
 }

@@ -41,11 +41,19 @@ FLOAT, SUM = 4, 0
 
 
 def mapped(size: int) -> tuple[ctypes.c_void_p, ctypes.c_void_p]:
-    """The start of 16 MiB of addresses that have this much memory of NPU 0, and the memory's handle."""
+    """The start of 16 MiB of addresses that have this much memory of NPU 0, and the memory's
+    handle."""
     start, chunk = ctypes.c_void_p(), ctypes.c_void_p()
     bytes_ = ctypes.c_size_t(size)
-    assert acl.aclrtReserveMemAddress(ctypes.byref(start), ctypes.c_size_t(16 * MIB), 0, None, 1) == 0
-    assert acl.aclrtMallocPhysical(ctypes.byref(chunk), bytes_, ctypes.byref(Physical(location=(0, DEVICE))), 0) == 0, message()
+    assert (
+        acl.aclrtReserveMemAddress(ctypes.byref(start), ctypes.c_size_t(16 * MIB), 0, None, 1) == 0
+    )
+    assert (
+        acl.aclrtMallocPhysical(
+            ctypes.byref(chunk), bytes_, ctypes.byref(Physical(location=(0, DEVICE))), 0
+        )
+        == 0
+    ), message()
     assert acl.aclrtMapMem(start, bytes_, 0, chunk, 0) == 0
     return start, chunk
 
@@ -64,7 +72,10 @@ def one_process(rank: int, ranks: int) -> Any:
 
     def work(device: int) -> None:
         torch.npu.set_device(device)
-        comm, stream = ctypes.c_void_p(comms[device]), ctypes.c_void_p(torch.npu.current_stream().npu_stream)
+        comm, stream = (
+            ctypes.c_void_p(comms[device]),
+            ctypes.c_void_p(torch.npu.current_stream().npu_stream),
+        )
         x = torch.arange(4.0, device="npu") + device
         y, z = torch.empty(4, device="npu"), torch.empty(2, device="npu")
         gathered, exchanged = torch.empty(3, device="npu"), torch.empty(3, device="npu")
@@ -75,10 +86,19 @@ def one_process(rank: int, ranks: int) -> Any:
             hccl.HcclReduceScatter(address(x), address(z), counts_of(2), FLOAT, SUM, comm, stream),
             hccl.HcclBarrier(comm, stream),
             hccl.HcclAllGatherV(
-                address(x), counts_of(mine[0]), address(gathered), counts(1, 2), counts(0, 1), FLOAT, comm, stream
+                address(x),
+                counts_of(mine[0]),
+                address(gathered),
+                counts(1, 2),
+                counts(0, 1),
+                FLOAT,
+                comm,
+                stream,
             ),
             # Rank i sends [[1, 2], [2, 1]][i][j] elements to rank j.
-            hccl.HcclAlltoAllVC(address(x), counts(1, 2, 2, 1), FLOAT, address(exchanged), FLOAT, comm, stream),
+            hccl.HcclAlltoAllVC(
+                address(x), counts(1, 2, 2, 1), FLOAT, address(exchanged), FLOAT, comm, stream
+            ),
             hccl.HcclGroupStart(),
             hccl.HcclSend(address(x), counts_of(2), FLOAT, device, comm, stream),
             hccl.HcclRecv(ctypes.c_void_p(z.data_ptr()), counts_of(2), FLOAT, device, comm, stream),
@@ -89,7 +109,13 @@ def one_process(rank: int, ranks: int) -> Any:
         hccl.HcclGetRankSize(comm, ctypes.byref(size))
         hccl.HcclGetRankId(comm, ctypes.byref(rank_id))
         hccl.HcclGetCommName(comm, name)
-        out["results"][device] = [calls, plain([y, gathered, exchanged, z]), size.value, rank_id.value, name.value.decode()]
+        out["results"][device] = [
+            calls,
+            plain([y, gathered, exchanged, z]),
+            size.value,
+            rank_id.value,
+            name.value.decode(),
+        ]
 
     def counts_of(value: int) -> ctypes.c_uint64:
         return ctypes.c_uint64(value)
@@ -117,7 +143,9 @@ def one_process(rank: int, ranks: int) -> Any:
         hccl.HcclCommDeregister(comm, window),
         hccl.HcclCommDeregister(comm, window),
         hccl.HcclCommSetMemoryRange(comm, base, range_size, zero, ctypes.c_uint64(1)),
-        hccl.HcclCommActivateCommMemory(comm, address(x), range_size, zero, missing, ctypes.c_uint64(0)),
+        hccl.HcclCommActivateCommMemory(
+            comm, address(x), range_size, zero, missing, ctypes.c_uint64(0)
+        ),
         hccl.HcclCommActivateCommMemory(comm, base, whole, zero, chunk, ctypes.c_uint64(0)),
         hccl.HcclCommActivateCommMemory(comm, base, inside, zero, chunk, ctypes.c_uint64(0)),
         hccl.HcclCommActivateCommMemory(comm, base, inside, zero, chunk, ctypes.c_uint64(0)),
@@ -130,12 +158,16 @@ def one_process(rank: int, ranks: int) -> Any:
         lambda: hccl.HcclAllReduce(address(x), address(x), counts_of(4), 99, SUM, comm, stream),
         lambda: hccl.HcclAllReduce(address(x), address(x), counts_of(4), FLOAT, 7, comm, stream),
         lambda: hccl.HcclAllReduce(address(x), address(x), counts_of(2), 10, SUM, comm, stream),
-        lambda: hccl.HcclAllReduce(address(host), address(x), counts_of(4), FLOAT, SUM, comm, stream),
+        lambda: hccl.HcclAllReduce(
+            address(host), address(x), counts_of(4), FLOAT, SUM, comm, stream
+        ),
         lambda: hccl.HcclAllReduce(None, address(x), counts_of(4), FLOAT, SUM, comm, stream),
         lambda: hccl.HcclBroadcast(address(x), counts_of(1 << 40), FLOAT, 0, comm, stream),
         lambda: hccl.HcclBroadcast(address(x), counts_of(4), FLOAT, 2, comm, stream),
         lambda: hccl.HcclSend(address(x), counts_of(1), 15, 1, comm, stream),
-        lambda: hccl.HcclAlltoAll(address(x), counts_of(1), FLOAT, address(x), counts_of(1), FLOAT, comm, stream),
+        lambda: hccl.HcclAlltoAll(
+            address(x), counts_of(1), FLOAT, address(x), counts_of(1), FLOAT, comm, stream
+        ),
         lambda: hccl.HcclGroupEnd(),
         lambda: hccl.HcclCommDestroy(comm),
         lambda: hccl.HcclCommDestroy(comm),
@@ -180,7 +212,9 @@ def by_root(rank: int, ranks: int) -> Any:
         torch.npu.synchronize()
         comm, stream = ctypes.c_void_p(), ctypes.c_void_p(torch.npu.current_stream().npu_stream)
         calls = [hccl.HcclCommInitRootInfo(2, root, device, ctypes.byref(comm))]
-        batch = (Item * 2)(Item(0, x.data_ptr(), 3, FLOAT, 1 - device), Item(1, y.data_ptr(), 3, FLOAT, 1 - device))
+        batch = (Item * 2)(
+            Item(0, x.data_ptr(), 3, FLOAT, 1 - device), Item(1, y.data_ptr(), 3, FLOAT, 1 - device)
+        )
         calls.append(hccl.HcclBatchSendRecv(batch, 2, comm, stream))
         torch.npu.synchronize()
         calls.append(hccl.HcclCommWorkingDevNicSet(comm, None, None, 0))
@@ -188,7 +222,9 @@ def by_root(rank: int, ranks: int) -> Any:
         calls.append(hccl.HcclCommSuspend(comm))
         resumed.wait()
         calls.append(hccl.HcclCommResume(comm))
-        calls.append(hccl.HcclAllReduce(address(x), address(x), ctypes.c_uint64(3), FLOAT, SUM, comm, stream))
+        calls.append(
+            hccl.HcclAllReduce(address(x), address(x), ctypes.c_uint64(3), FLOAT, SUM, comm, stream)
+        )
         torch.npu.synchronize()
         out[device] = [calls, plain(y), plain(x)]
 
@@ -201,10 +237,11 @@ def by_root(rank: int, ranks: int) -> Any:
 
 
 def reserve_port() -> tuple[socket.socket, int]:
-    """A port below those that the kernel gives to connections, and the socket that keeps other processes from it.
+    """A port below those that the kernel gives to connections, and the socket that keeps other
+    processes from it.
 
-    It is bound without SO_REUSEADDR and gets the option afterwards: nobody else can bind the port, but this process can listen on
-    it with SO_REUSEADDR, as TCPStore does.
+    It is bound without SO_REUSEADDR and gets the option afterwards: nobody else can bind the port,
+    but this process can listen on it with SO_REUSEADDR, as TCPStore does.
     """
     first = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
     for port in random.sample(range(first // 2, first), 100):
@@ -225,7 +262,10 @@ def rank_table(rank: int, ranks: int) -> Any:
     directory = Path(os.environ["SCENARIO_DIRECTORY"])
     if rank == 0:
         _held, port = reserve_port()
-        devices = [{"device_id": str(i), "device_ip": f"192.0.2.{i}", "rank_id": str(i)} for i in range(ranks)]
+        devices = [
+            {"device_id": str(i), "device_ip": f"192.0.2.{i}", "rank_id": str(i)}
+            for i in range(ranks)
+        ]
         table = {
             "status": "completed",
             "version": "1.0",
@@ -241,29 +281,53 @@ def rank_table(rank: int, ranks: int) -> Any:
     hccl, comm, sub = library(), ctypes.c_void_p(), ctypes.c_void_p()
     x = torch.full((4,), float(rank + 1), device="npu")
     torch.npu.synchronize()
-    status = [hccl.HcclCommInitClusterInfo(str(directory / "table").encode(), rank, ctypes.byref(comm)), message()]
+    status = [
+        hccl.HcclCommInitClusterInfo(str(directory / "table").encode(), rank, ctypes.byref(comm)),
+        message(),
+    ]
     stream = ctypes.c_void_p(torch.npu.current_stream().npu_stream)
-    status.append(hccl.HcclAllReduce(address(x), address(x), ctypes.c_uint64(4), FLOAT, SUM, comm, stream))
-    config = ctypes.create_string_buffer(4096)  # as HcclCommConfigInit leaves it: the size first, the name after two numbers
+    status.append(
+        hccl.HcclAllReduce(address(x), address(x), ctypes.c_uint64(4), FLOAT, SUM, comm, stream)
+    )
+    # as HcclCommConfigInit leaves it: the size first, the name after two numbers
+    config = ctypes.create_string_buffer(4096)
     ctypes.memmove(config, ctypes.byref(ctypes.c_uint64(160)), 8)
-    ctypes.memmove(ctypes.byref(config, 24), ctypes.byref(ctypes.c_uint32(0xFFFFFFFF)), 4)  # the size of its buffers is unset
+    # the size of its buffers is unset
+    ctypes.memmove(ctypes.byref(config, 24), ctypes.byref(ctypes.c_uint32(0xFFFFFFFF)), 4)
     ctypes.memmove(ctypes.byref(config, 32), b"part", 4)
     members, name = (ctypes.c_uint32 * 1)(1), ctypes.create_string_buffer(128)
     one, none = ctypes.c_uint64(1), ctypes.c_uint64(0xFFFFFFFF)
     if rank == 1:
-        status.append(hccl.HcclCreateSubCommConfig(ctypes.byref(comm), 1, members, one, 0, config, ctypes.byref(sub)))
+        status.append(
+            hccl.HcclCreateSubCommConfig(
+                ctypes.byref(comm), 1, members, one, 0, config, ctypes.byref(sub)
+            )
+        )
         hccl.HcclGetCommName(sub, name)
     else:
-        status.append(hccl.HcclCreateSubCommConfig(ctypes.byref(comm), 0, None, none, 0, config, ctypes.byref(sub)))
+        status.append(
+            hccl.HcclCreateSubCommConfig(
+                ctypes.byref(comm), 0, None, none, 0, config, ctypes.byref(sub)
+            )
+        )
     torch.npu.synchronize()
-    # Once more, by a configuration. Rank 1 may be ahead and make its next communicator while rank 0 still has the last one.
+    # Once more, by a configuration. Rank 1 may be ahead and make its next communicator while rank 0
+    # still has the last one.
     time.sleep(0.3 * (rank == 0))
     status.append(hccl.HcclCommDestroy(comm))
-    status.append(hccl.HcclCommInitClusterInfoConfig(str(directory / "table").encode(), rank, config, ctypes.byref(comm)))
-    status.append(hccl.HcclAllReduce(address(x), address(x), ctypes.c_uint64(4), FLOAT, SUM, comm, stream))
+    status.append(
+        hccl.HcclCommInitClusterInfoConfig(
+            str(directory / "table").encode(), rank, config, ctypes.byref(comm)
+        )
+    )
+    status.append(
+        hccl.HcclAllReduce(address(x), address(x), ctypes.c_uint64(4), FLOAT, SUM, comm, stream)
+    )
     torch.npu.synchronize()
     (directory / "wrong").write_text('{"status": "completed", "server_list": [')
-    wrong = hccl.HcclCommInitClusterInfo(str(directory / "wrong").encode(), rank, ctypes.byref(comm))
+    wrong = hccl.HcclCommInitClusterInfo(
+        str(directory / "wrong").encode(), rank, ctypes.byref(comm)
+    )
     return [status, plain(x), sub.value is None, name.value.decode(), wrong, message()]
 
 
@@ -277,7 +341,9 @@ def on_threads(number: int, work: Callable[[int, ctypes.c_void_p], Any]) -> list
     for device in range(number):
         torch.ones(1, device=f"npu:{device}")
     comms, out = (ctypes.c_void_p * number)(), [None] * number
-    assert library().HcclCommInitAll(number, (ctypes.c_int32 * number)(*range(number)), comms) == 0, message()
+    assert (
+        library().HcclCommInitAll(number, (ctypes.c_int32 * number)(*range(number)), comms) == 0
+    ), message()
 
     def run(rank: int) -> None:
         torch.npu.set_device(rank)
@@ -302,7 +368,8 @@ def late(stream: Any) -> None:
 
 @scenario("order by events", ranks=2, plain_c="1")
 def order_by_events(rank: int, ranks: int) -> Any:
-    """Two streams whose calls are ordered by an event, though another of them is late on each rank."""
+    """Two streams whose calls are ordered by an event, though another of them is late on
+    each rank."""
     if rank:
         return None
 
@@ -323,7 +390,8 @@ def order_by_events(rank: int, ranks: int) -> Any:
 
 @scenario("crossed sends", ranks=2, plain_c="1")
 def crossed_sends(rank: int, ranks: int) -> Any:
-    """Rank 0 sends twice on two streams, of which the first is late; rank 1 receives in turn, because its second is late."""
+    """Rank 0 sends twice on two streams, of which the first is late; rank 1 receives in turn,
+    because its second is late."""
     if rank:
         return None
 
@@ -334,7 +402,11 @@ def crossed_sends(rank: int, ranks: int) -> Any:
         late(streams[rank])
         call = library().HcclRecv if rank else library().HcclSend
         for each, stream in zip(values, streams, strict=True):
-            count, peer, handle = ctypes.c_uint64(4), ctypes.c_uint32(1 - rank), ctypes.c_void_p(stream.npu_stream)
+            count, peer, handle = (
+                ctypes.c_uint64(4),
+                ctypes.c_uint32(1 - rank),
+                ctypes.c_void_p(stream.npu_stream),
+            )
             assert call(address(each), count, FLOAT, peer, comm, handle) == 0
         return failure(torch.npu.synchronize)
 
@@ -346,7 +418,10 @@ def past_a_mapping(rank: int, ranks: int) -> Any:
     def work(rank: int, comm: ctypes.c_void_p) -> Any:
         x = torch.ones(4, device="npu")
         stream = ctypes.c_void_p(torch.npu.current_stream().npu_stream)
-        return [library().HcclBroadcast(address(x), ctypes.c_uint64(1 << 26), FLOAT, 0, comm, stream), message()]
+        return [
+            library().HcclBroadcast(address(x), ctypes.c_uint64(1 << 26), FLOAT, 0, comm, stream),
+            message(),
+        ]
 
     return on_threads(1, work)
 
@@ -361,7 +436,8 @@ def one_npu_twice(rank: int, ranks: int) -> Any:
 
 @scenario("parents", ranks=2, plain_c="1", HCCL_CONNECT_TIMEOUT="5")
 def parents(rank: int, ranks: int) -> Any:
-    """A communicator may have the address that a destroyed one had, on one rank and not on the other."""
+    """A communicator may have the address that a destroyed one had, on one rank and not on the
+    other."""
     if rank:
         return None
     hccl, roots = library(), [ctypes.create_string_buffer(4108) for _ in range(2)]
@@ -382,7 +458,9 @@ def parents(rank: int, ranks: int) -> Any:
             out[device].append(hccl.HcclCommInitRootInfo(2, root, device, ctypes.byref(comm)))
             one = ctypes.c_uint64(1)
             out[device].append(
-                hccl.HcclCreateSubCommConfig(ctypes.byref(comm), 2, members, one, device, config, ctypes.byref(sub))
+                hccl.HcclCreateSubCommConfig(
+                    ctypes.byref(comm), 2, members, one, device, config, ctypes.byref(sub)
+                )
             )
             hccl.HcclCommDestroy(sub)
             if device:
@@ -405,7 +483,9 @@ def escaped_table(rank: int, ranks: int) -> Any:
     path, comm, out = Path(os.environ["SCENARIO_DIRECTORY"]) / "table", ctypes.c_void_p(), []
     device = '{"device_id": "0", "rank_id": "\\u0030"}'
     host = r'"note": "a \"quoted\" \\ \u00e9\ud83d\ude00 \/ path", "server_id": "127.0.0.1"'
-    path.write_text(f'{{"status": "comp\\u006ceted", "server_list": [{{{host}, "device": [{device}]}}]}}')
+    path.write_text(
+        f'{{"status": "comp\\u006ceted", "server_list": [{{{host}, "device": [{device}]}}]}}'
+    )
     out.append(library().HcclCommInitClusterInfo(str(path).encode(), 0, ctypes.byref(comm)))
     out.append(message() if out[0] else "")
     for wrong in (r'"\x"', r'"\u12"', r'"\ud83d"', '"open'):
@@ -420,10 +500,21 @@ def wrong_tables(rank: int, ranks: int) -> Any:
     """Servers that are names which mean nothing, and a configuration with no buffer."""
     torch.ones(1, device="npu")
     path = Path(os.environ["SCENARIO_DIRECTORY"]) / "table"
-    servers = [{"server_id": f"node_{i}.invalid", "device": [{"device_id": "0", "rank_id": str(i)}]} for i in range(2)]
-    path.write_text(json.dumps({"status": "completed", "version": "1.0", "server_count": "2", "server_list": servers}))
+    servers = [
+        {"server_id": f"node_{i}.invalid", "device": [{"device_id": "0", "rank_id": str(i)}]}
+        for i in range(2)
+    ]
+    path.write_text(
+        json.dumps(
+            {"status": "completed", "version": "1.0", "server_count": "2", "server_list": servers}
+        )
+    )
     comm, config = ctypes.c_void_p(), ctypes.create_string_buffer(4096)
     out = [library().HcclCommInitClusterInfo(str(path).encode(), 0, ctypes.byref(comm)), message()]
     ctypes.memmove(config, ctypes.byref(ctypes.c_uint64(160)), 8)
     path.write_text(json.dumps({"status": "completed", "server_list": servers[:1]}))
-    return [*out, library().HcclCommInitClusterInfoConfig(str(path).encode(), 0, config, ctypes.byref(comm)), message()]
+    return [
+        *out,
+        library().HcclCommInitClusterInfoConfig(str(path).encode(), 0, config, ctypes.byref(comm)),
+        message(),
+    ]

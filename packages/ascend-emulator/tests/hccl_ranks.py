@@ -1,4 +1,5 @@
-"""Programs of several ranks: torch is imported once, each rank of each scenario is a fork that returns something for JSON."""
+"""Programs of several ranks: torch is imported once, each rank of each scenario is a fork that
+returns something for JSON."""
 
 from __future__ import annotations
 
@@ -22,11 +23,14 @@ TIMEOUT = 60
 SCENARIOS: dict[str, tuple[Callable[[int, int], Any], int, str, dict[str, str]]] = {}
 
 
-def scenario(name: str, ranks: int = 2, soc: str = "Ascend910B1", **environ: str) -> Callable[..., Any]:
-    """Register a function of (rank, ranks) that runs within an initialised process group, or with no group if `plain_c` is given.
+def scenario(
+    name: str, ranks: int = 2, soc: str = "Ascend910B1", **environ: str
+) -> Callable[..., Any]:
+    """Register a function of (rank, ranks) that runs within an initialised process group, or with
+    no group if `plain_c` is given.
 
-    torch_npu's watchdog ends the process when a collective failed, unless told not to: then the error is that of the call.
-    Communicators have small buffers: an NPU has 512 MiB.
+    torch_npu's watchdog ends the process when a collective failed, unless told not to: then the
+    error is that of the call. Communicators have small buffers: an NPU has 512 MiB.
     """
     environ = {"TORCH_HCCL_ASYNC_ERROR_HANDLING": "0", "HCCL_BUFFSIZE": "16"} | environ
 
@@ -46,10 +50,11 @@ def plain(value: Any) -> Any:
 
 
 def failure(function: Callable[[], Any]) -> str:
-    """The error that it ends with, its first lines. A stream that failed stays so: the process ends after this.
+    """The error that it ends with, its first lines. A stream that failed stays so: the process ends
+    after this.
 
-    torch_npu empties its task queue before it marks it as failed (Repository::ReadQueue in NPUQueue.cpp), so that one
-    synchronization can miss the error; a later one reports it.
+    torch_npu empties its task queue before it marks it as failed (Repository::ReadQueue in
+    NPUQueue.cpp), so that one synchronization can miss the error; a later one reports it.
     """
     try:
         function()
@@ -87,7 +92,9 @@ def run_rank(function: Callable[[int, int], Any], rank: int, ranks: int, directo
         os.environ["SCENARIO_DIRECTORY"] = directory
         return function(rank, ranks)
     store = dist.FileStore(f"{directory}/store", ranks)
-    dist.init_process_group("hccl", store=store, rank=rank, world_size=ranks, timeout=timedelta(seconds=TIMEOUT))
+    dist.init_process_group(
+        "hccl", store=store, rank=rank, world_size=ranks, timeout=timedelta(seconds=TIMEOUT)
+    )
     result = function(rank, ranks)
     if "SCENARIO_FAILED" in os.environ:
         return result
@@ -97,7 +104,12 @@ def run_rank(function: Callable[[int, int], Any], rank: int, ranks: int, directo
 
 
 def fork(
-    function: Callable[[int, int], Any], rank: int, ranks: int, soc: str, environ: dict[str, str], directory: str
+    function: Callable[[int, int], Any],
+    rank: int,
+    ranks: int,
+    soc: str,
+    environ: dict[str, str],
+    directory: str,
 ) -> tuple[int, int]:
     reader, writer = os.pipe()
     child = os.fork()
@@ -105,7 +117,7 @@ def fork(
         os.close(writer)
         return child, reader
     os.close(reader)
-    threads = open(f"{directory}/threads{rank}", "w")  # noqa: SIM115  open until the process ends
+    threads = open(f"{directory}/threads{rank}", "w")  # noqa: SIM115
     faulthandler.dump_traceback_later(TIMEOUT - 5, file=threads)
     try:
         set_environment(os.environ, ranks, soc, 1 << 29)
@@ -119,7 +131,8 @@ def fork(
 
 
 def play(name: str) -> list[Any]:
-    """Results by rank; of a rank without a result, how it ended, or where its threads were when it was killed at the timeout."""
+    """Results by rank; of a rank without a result, how it ended, or where its threads were when it
+    was killed at the timeout."""
     function, ranks, soc, environ = SCENARIOS[name]
     with tempfile.TemporaryDirectory() as directory:
         children = [fork(function, rank, ranks, soc, environ, directory) for rank in range(ranks)]
@@ -143,5 +156,7 @@ def play(name: str) -> list[Any]:
                 answers.append(f"rank {rank} ended with status {status}, without a result")
             else:
                 threads = Path(directory, f"threads{rank}").read_text()
-                answers.append(f"rank {rank} was killed after {TIMEOUT} s; its threads:\n{threads}"[:3000])
+                answers.append(
+                    f"rank {rank} was killed after {TIMEOUT} s; its threads:\n{threads}"[:3000]
+                )
         return answers

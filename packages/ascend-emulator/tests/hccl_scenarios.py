@@ -1,6 +1,7 @@
 """Programs of torch.distributed for test_hccl.py.
 
-Run as a script with the names of scenarios; prints a line of JSON for each: its name and what each rank returned, or its error.
+Run as a script with the names of scenarios; prints a line of JSON for each: its name and what each
+rank returned, or its error.
 """
 
 from __future__ import annotations
@@ -17,8 +18,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import hccl_c_scenarios  # noqa: F401  it registers some
-import hccl_strangers  # noqa: F401  so does it
+import hccl_c_scenarios  # noqa: F401
+import hccl_strangers  # noqa: F401
 import torch
 import torch.distributed as dist
 import torch_npu
@@ -27,13 +28,34 @@ from hccl_ranks import SCENARIOS, data, failure, plain, play, scenario, timed, t
 
 REDUCED = [
     (dtype, op)
-    for dtype in ("int8", "int16", "int32", "int64", "float16", "bfloat16", "float32", "bool", "uint8")
+    for dtype in (
+        "int8",
+        "int16",
+        "int32",
+        "int64",
+        "float16",
+        "bfloat16",
+        "float32",
+        "bool",
+        "uint8",
+    )
     for op in ("SUM", "PRODUCT", "MAX", "MIN", "AVG")
     if not (op == "PRODUCT" and dtype in ("int16", "bfloat16"))
     and not (op == "AVG" and dtype not in ("float16", "bfloat16", "float32", "int32"))
     and not (dtype == "bool" and op in ("PRODUCT", "MIN"))
 ]
-MOVED = ("int8", "uint8", "int16", "int32", "int64", "float16", "bfloat16", "float32", "float64", "bool")
+MOVED = (
+    "int8",
+    "uint8",
+    "int16",
+    "int32",
+    "int64",
+    "float16",
+    "bfloat16",
+    "float32",
+    "float64",
+    "bool",
+)
 SIZES = (7, 70001)
 
 
@@ -53,7 +75,8 @@ scenario("all_reduce tcp", ASCEND_EMULATOR_HCCL_TRANSPORT="tcp", HCCL_IF_IP="127
 
 
 def moves(rank: int, ranks: int) -> Any:
-    """Every collective that moves data, and those that reduce into parts, with one dtype after the other."""
+    """Every collective that moves data, and those that reduce into parts, with one dtype after the
+    other."""
     out: dict[str, Any] = {}
     for name in MOVED:
         dtype = torch_dtype(name)
@@ -86,7 +109,8 @@ scenario("moves 3", ranks=3)(moves)
 
 
 def reductions(rank: int, ranks: int) -> Any:
-    """Reductions to one rank and into parts; uneven ones use the calls with counts, which torch_npu asks of this chip."""
+    """Reductions to one rank and into parts; uneven ones use the calls with counts, which torch_npu
+    asks of this chip."""
     out: dict[str, Any] = {}
     for name in ("float32", "bfloat16", "int32"):
         dtype = torch_dtype(name)
@@ -112,7 +136,8 @@ scenario("reductions 3", ranks=3)(reductions)
 
 @scenario("bits", ranks=2)
 def bits(rank: int, ranks: int) -> Any:
-    """A sum of 64 MiB, fifty times: how often its bits were those of the first, and a digest of them."""
+    """A sum of 64 MiB, fifty times: how often its bits were those of the first, and a digest of
+    them."""
     import hashlib
 
     x = data(rank, (16 << 20,), torch.float32).npu()
@@ -123,7 +148,11 @@ def bits(rank: int, ranks: int) -> Any:
         first = y.clone() if first is None else first
         same += torch.equal(y.view(torch.int32), first.view(torch.int32))
     expected = data(0, (16 << 20,), torch.float32) + data(1, (16 << 20,), torch.float32)
-    return [same, torch.equal(first.cpu(), expected), hashlib.sha256(first.cpu().numpy().tobytes()).hexdigest()]
+    return [
+        same,
+        torch.equal(first.cpu(), expected),
+        hashlib.sha256(first.cpu().numpy().tobytes()).hexdigest(),
+    ]
 
 
 @scenario("bits 3", ranks=3)
@@ -140,7 +169,8 @@ def bits_of_three(rank: int, ranks: int) -> Any:
 
 @scenario("point to point", ranks=3)
 def point_to_point(rank: int, ranks: int) -> Any:
-    """A ring by isend and irecv, a batch, blocking calls, and messages that come before they are asked for."""
+    """A ring by isend and irecv, a batch, blocking calls, and messages that come before they are
+    asked for."""
     following, previous = (rank + 1) % ranks, (rank - 1) % ranks
     out: list[Any] = []
     batch_in = torch.empty(5, device="npu")
@@ -237,7 +267,11 @@ def other_sizes(rank: int, ranks: int) -> Any:
     """Rank 1 expects fewer rows than rank 0 sends."""
     x, y = torch.ones(4, device="npu"), torch.empty(3, device="npu")
     return failure(
-        lambda: dist.all_to_all_single(y, x[:3], [1, 2], [1, 2]) if rank else dist.all_to_all_single(x.clone(), x, [1, 3], [1, 3])
+        lambda: (
+            dist.all_to_all_single(y, x[:3], [1, 2], [1, 2])
+            if rank
+            else dist.all_to_all_single(x.clone(), x, [1, 3], [1, 3])
+        )
     )
 
 
@@ -333,14 +367,23 @@ def listens(rank: int, ranks: int) -> Any:
 
 def listening() -> int:
     """How many TCP sockets of this process listen."""
-    sockets = {os.readlink(path) for path in Path("/proc/self/fd").iterdir() if path.exists() or path.is_symlink()}
-    lines = [line.split() for name in ("tcp", "tcp6") for line in Path(f"/proc/self/net/{name}").read_text().splitlines()[1:]]
+    sockets = {
+        os.readlink(path)
+        for path in Path("/proc/self/fd").iterdir()
+        if path.exists() or path.is_symlink()
+    }
+    lines = [
+        line.split()
+        for name in ("tcp", "tcp6")
+        for line in Path(f"/proc/self/net/{name}").read_text().splitlines()[1:]
+    ]
     return sum(line[3] == "0A" and f"socket:[{line[9]}]" in sockets for line in lines)
 
 
 @scenario("buffers", HCCL_BUFFSIZE="100")
 def buffers(rank: int, ranks: int) -> Any:
-    """Memory of an NPU, in MiB, that communicators with two buffers of 100 MiB take; there is none for a third."""
+    """Memory of an NPU, in MiB, that communicators with two buffers of 100 MiB take; there is none
+    for a third."""
     x, free = torch.ones(4, device="npu"), []
     groups = [dist.new_group() for _ in range(3)]
     for group in groups[:2]:
@@ -354,7 +397,8 @@ def buffers(rank: int, ranks: int) -> Any:
 
 @scenario("shared buffers", HCCL_BUFFSIZE="100")
 def shared_buffers(rank: int, ranks: int) -> Any:
-    """Memory of an NPU, in MiB, that two communicators with the same named buffer take, and what the first one's end returns."""
+    """Memory of an NPU, in MiB, that two communicators with the same named buffer take, and what
+    the first one's end returns."""
     x = torch.ones(4, device="npu")
     options = torch_npu._C._distributed_c10d.ProcessGroupHCCL.Options()
     options.hccl_config = {"hccl_buffer_name": "one"}
@@ -389,10 +433,14 @@ def host_memory(rank: int, ranks: int) -> Any:
 def unsupported(rank: int, ranks: int) -> Any:
     """What HCCL does not document, torch_npu or the emulator refuses by name."""
     return {
-        "float64 sum": failure(lambda: dist.all_reduce(torch.ones(3, dtype=torch.float64, device="npu"))),
+        "float64 sum": failure(
+            lambda: dist.all_reduce(torch.ones(3, dtype=torch.float64, device="npu"))
+        ),
         "bfloat16 product": failure(
             lambda: (
-                dist.all_reduce(torch.ones(3, dtype=torch.bfloat16, device="npu"), op=dist.ReduceOp.PRODUCT),
+                dist.all_reduce(
+                    torch.ones(3, dtype=torch.bfloat16, device="npu"), op=dist.ReduceOp.PRODUCT
+                ),
                 torch.npu.synchronize(),
             )
         ),

@@ -1,4 +1,5 @@
-"""Processes that are not of a communicator and connect to its ranks or to its root's store: for test_hccl.py."""
+"""Processes that are not of a communicator and connect to its ranks or to its root's store: for
+test_hccl.py."""
 
 from __future__ import annotations
 
@@ -20,7 +21,8 @@ from hccl_ranks import scenario, timed
 
 
 def root_info() -> Any:
-    """What HcclGetRootInfo gives to the ranks: mark, address, port, identifier, secret and machine."""
+    """What HcclGetRootInfo gives to the ranks: mark, address, port, identifier, secret and
+    machine."""
     root = ctypes.create_string_buffer(4108)
     assert library().HcclGetRootInfo(root) == 0, message()
     return root
@@ -28,7 +30,9 @@ def root_info() -> Any:
 
 def store_of(root: str) -> dist.Store:
     _, ip, port, name, *_ = root.split()
-    return dist.PrefixStore(name, dist.TCPStore(ip, int(port), is_master=False, wait_for_workers=False))
+    return dist.PrefixStore(
+        name, dist.TCPStore(ip, int(port), is_master=False, wait_for_workers=False)
+    )
 
 
 def signature(secret: str, said: str) -> str:
@@ -44,7 +48,13 @@ def publish(store: dist.Store, secret: str, key: str, value: str) -> None:
 
 # Who connects to rank 0 of 3: what the connection sends, rank, number of ranks.
 HANDSHAKES: dict[str, list[tuple[str, int, int]]] = {
-    "strangers": [("wrong", 7, 9), ("half", 7, 9), ("right", 2, 3), ("wrong", 7, 9), ("right", 1, 3)],
+    "strangers": [
+        ("wrong", 7, 9),
+        ("half", 7, 9),
+        ("right", 2, 3),
+        ("wrong", 7, 9),
+        ("right", 1, 3),
+    ],
     "silent strangers": [*[("silent", 0, 0)] * 40, ("split", 2, 3), ("right", 1, 3)],
     "another number of ranks": [("right", 1, 2)],
     "its own rank": [("right", 0, 3)],
@@ -55,7 +65,8 @@ HANDSHAKES: dict[str, list[tuple[str, int, int]]] = {
 
 @scenario("handshakes", ranks=1, plain_c="1", HCCL_CONNECT_TIMEOUT="20")
 def handshakes(rank: int, ranks: int) -> Any:
-    """Rank 0 of three, whose peers are this program: they know its root info, and say what they like."""
+    """Rank 0 of three, whose peers are this program: they know its root info, and say what they
+    like."""
     torch.ones(1, device="npu")
     hccl, out = library(), {}
     for name, said in HANDSHAKES.items():
@@ -82,7 +93,10 @@ def connect(root: str, said: list[tuple[str, int, int]]) -> None:
         open_links.append(link)
         link.connect("\0" + local)
         link_secret = "guessed" if what == "wrong" else secret
-        own = struct.pack("II", rank, ranks) + signature(link_secret, f"link to {place} from {rank} of {ranks}").encode()
+        own = (
+            struct.pack("II", rank, ranks)
+            + signature(link_secret, f"link to {place} from {rank} of {ranks}").encode()
+        )
         if what == "split":
             link.send(own[:5])
             time.sleep(0.2)
@@ -115,16 +129,26 @@ def listening() -> list[str]:
 
 @scenario("stranger", ranks=1, plain_c="1", HCCL_CONNECT_TIMEOUT="20")
 def stranger(rank: int, ranks: int) -> Any:
-    """Rank 0 of two. A process that was not given the root info connects to the store, and tries to be rank 1."""
+    """Rank 0 of two. A process that was not given the root info connects to the store, and tries to
+    be rank 1."""
     torch.ones(1, device="npu")
     root, comm = root_info(), ctypes.c_void_p()
     seen: dict[str, str] = {}
 
     def intrude() -> None:
-        _, ip, port, name, *_ = root.value.decode().split()  # any process can find the port, and list the keys
-        store = dist.PrefixStore(name, dist.TCPStore(ip, int(port), is_master=False, wait_for_workers=False))
+        # any process can find the port, and list the keys
+        _, ip, port, name, *_ = root.value.decode().split()
+        store = dist.PrefixStore(
+            name, dist.TCPStore(ip, int(port), is_master=False, wait_for_workers=False)
+        )
         address = store.get("0/0").decode()
-        seen.update({key: store.get(key).decode("latin-1") for key in ("0/0", "0/token") if store.check([key])})
+        seen.update(
+            {
+                key: store.get(key).decode("latin-1")
+                for key in ("0/0", "0/token")
+                if store.check([key])
+            }
+        )
         machine, _, local, *_ = address.split()
         store.set("0/1", f"{machine} 1 nowhere any")
         with socket.socket(socket.AF_UNIX) as link:
@@ -145,20 +169,27 @@ def stranger(rank: int, ranks: int) -> Any:
     return {
         "status": status,
         "message": said,
-        "token": any(key == "0/token" or secret in value for key, value in seen.items() for secret in [*secrets, "\0"]),
+        "token": any(
+            key == "0/token" or secret in value
+            for key, value in seen.items()
+            for secret in [*secrets, "\0"]
+        ),
         "listening": listening(),
     }
 
 
 @scenario("lost store", ranks=1, plain_c="1", HCCL_CONNECT_TIMEOUT="20")
 def lost_store(rank: int, ranks: int) -> Any:
-    """Rank 1 of two, whose root ends while it waits for it; a root on another machine; values that another secret signed."""
+    """Rank 1 of two, whose root ends while it waits for it; a root on another machine; values that
+    another secret signed."""
     torch.ones(1, device="npu")
     mark, _, _, name, secret, machine = root_info().value.decode().split()
     servers = [dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)]
 
     def started(ip: str, where: str) -> Any:
-        root = ctypes.create_string_buffer(f"{mark} {ip} {servers[0].port} {name} {secret} {where}".encode(), 4108)
+        root = ctypes.create_string_buffer(
+            f"{mark} {ip} {servers[0].port} {name} {secret} {where}".encode(), 4108
+        )
 
         def init() -> None:
             if library().HcclCommInitRootInfo(2, root, 1, ctypes.byref(ctypes.c_void_p())):

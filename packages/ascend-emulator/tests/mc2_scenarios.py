@@ -26,11 +26,15 @@ def name_of(rank: int) -> str:
     return str(group._get_backend(torch.device("npu")).get_hccl_comm_name(rank))
 
 
-def routing(rank: int, tokens: int, choices: int, experts: int, uneven: bool = False) -> torch.Tensor:
+def routing(
+    rank: int, tokens: int, choices: int, experts: int, uneven: bool = False
+) -> torch.Tensor:
     """Different experts for each token; uneven: none of this rank's tokens go to the last half."""
     generator = torch.Generator().manual_seed(77 + rank)
     reach = max(experts // 2, choices) if uneven else experts
-    return torch.stack([torch.randperm(reach, generator=generator)[:choices] for _ in range(tokens)]).int()
+    return torch.stack(
+        [torch.randperm(reach, generator=generator)[:choices] for _ in range(tokens)]
+    ).int()
 
 
 def weights(rank: int, tokens: int, choices: int) -> torch.Tensor:
@@ -40,8 +44,22 @@ def weights(rank: int, tokens: int, choices: int) -> torch.Tensor:
 class Layer:
     """One rank's view of a mixture of experts."""
 
-    def __init__(self, rank: int, ranks: int, experts: int, shared: int = 0, shared_ranks: int = 0, **more: Any) -> None:
-        self.rank, self.ranks, self.experts, self.shared, self.shared_ranks = rank, ranks, experts, shared, shared_ranks
+    def __init__(
+        self,
+        rank: int,
+        ranks: int,
+        experts: int,
+        shared: int = 0,
+        shared_ranks: int = 0,
+        **more: Any,
+    ) -> None:
+        self.rank, self.ranks, self.experts, self.shared, self.shared_ranks = (
+            rank,
+            ranks,
+            experts,
+            shared,
+            shared_ranks,
+        )
         self.common: dict[str, Any] = {
             "group_ep": name_of(rank),
             "ep_world_size": ranks,
@@ -52,14 +70,20 @@ class Layer:
         } | more
 
     def dispatch(self, x: torch.Tensor, ids: torch.Tensor, first: bool = False, **more: Any) -> Any:
-        function = torch_npu.npu_moe_distribute_dispatch if first else torch_npu.npu_moe_distribute_dispatch_v2
+        function = (
+            torch_npu.npu_moe_distribute_dispatch
+            if first
+            else torch_npu.npu_moe_distribute_dispatch_v2
+        )
         return function(x=x.npu(), expert_ids=ids.npu(), **self.common, **more)
 
     def apply(self, rows: torch.Tensor, numbers: torch.Tensor) -> torch.Tensor:
         """What this rank's experts make of their rows; what lies behind those is nobody's."""
         out = torch.full_like(rows, float("nan"))
         if self.rank < self.shared_ranks:
-            factors: tuple[float, ...] = (SHARED_FACTORS[self.rank // (self.shared_ranks // self.shared)],)
+            factors: tuple[float, ...] = (
+                SHARED_FACTORS[self.rank // (self.shared_ranks // self.shared)],
+            )
         else:
             local = self.experts // (self.ranks - self.shared_ranks)
             factors = FACTORS[(self.rank - self.shared_ranks) * local :][:local]
@@ -69,14 +93,18 @@ class Layer:
             start += number
         return out
 
-    def combine(self, rows: torch.Tensor, ids: torch.Tensor, given: Any, scales: torch.Tensor, **more: Any) -> torch.Tensor:
+    def combine(
+        self, rows: torch.Tensor, ids: torch.Tensor, given: Any, scales: torch.Tensor, **more: Any
+    ) -> torch.Tensor:
         return torch_npu.npu_moe_distribute_combine_v2(
             expand_x=rows,
             expert_ids=ids.npu(),
             assist_info_for_combine=given[2],
             ep_send_counts=given[4],
             expert_scales=scales.npu(),
-            expand_scales=given[6] if torch.npu.get_device_name().startswith("Ascend910B") else None,
+            expand_scales=(
+                given[6] if torch.npu.get_device_name().startswith("Ascend910B") else None
+            ),
             **self.common,
             **more,
         )
@@ -85,9 +113,18 @@ class Layer:
 def moe(rank: int, ranks: int) -> Any:
     out = {}
     for dtype in (torch.bfloat16, torch.float16):
-        for case, tokens, uneven in (("even", 6, False), ("uneven", 5, True), ("mask", 6, False), ("choices", 6, False)):
+        for case, tokens, uneven in (
+            ("even", 6, False),
+            ("uneven", 5, True),
+            ("mask", 6, False),
+            ("choices", 6, False),
+        ):
             layer = Layer(rank, ranks, 8)
-            x, ids, scales = data(rank, (tokens, 64), dtype), routing(rank, tokens, 3, 8, uneven), weights(rank, tokens, 3)
+            x, ids, scales = (
+                data(rank, (tokens, 64), dtype),
+                routing(rank, tokens, 3, 8, uneven),
+                weights(rank, tokens, 3),
+            )
             mask = None
             if case == "mask":
                 mask = torch.arange(tokens) < (rank % 3) * 2  # none of rank 0's take part
@@ -110,14 +147,19 @@ scenario("moe 4", ranks=4)(moe)
 def different(rank: int, ranks: int) -> Any:
     layer = Layer(rank, ranks, 6, global_bs=4 * ranks)
     tokens = 2 + rank
-    x, ids, scales = data(rank, (tokens, 32), torch.float16), routing(rank, tokens, 2, 6), weights(rank, tokens, 2)
+    x, ids, scales = (
+        data(rank, (tokens, 32), torch.float16),
+        routing(rank, tokens, 2, 6),
+        weights(rank, tokens, 2),
+    )
     given = layer.dispatch(x, ids)
     return plain(layer.combine(layer.apply(given[0], given[3]), ids, given, scales))
 
 
 @scenario("quantized", ranks=2)
 def quantized(rank: int, ranks: int) -> Any:
-    """Dynamic quantization, weights that travel along, and packed values that go through as they are."""
+    """Dynamic quantization, weights that travel along, and packed values that go through as they
+    are."""
     layer = Layer(rank, ranks, 4)
     x, ids = data(rank, (5, 64), torch.bfloat16), routing(rank, 5, 2, 4)
     x[1] = 0
@@ -129,7 +171,9 @@ def quantized(rank: int, ranks: int) -> Any:
     given = layer.dispatch(x, ids, expert_scales=weights(rank, 5, 2).npu())
     out.append(plain([given[6][: int(given[3].sum())], given[4][:4]]))
     words = torch.arange(5 * 32, dtype=torch.int32).view(5, 32) * (rank + 1)
-    given = layer.dispatch(words, ids, scales=weights(rank, 5, 1).view(5).npu(), comm_alg="fullmesh")
+    given = layer.dispatch(
+        words, ids, scales=weights(rank, 5, 1).view(5).npu(), comm_alg="fullmesh"
+    )
     total = int(given[3].sum())
     out.append(plain([given[0][:total], given[1][:total]]))
     return out
@@ -137,7 +181,8 @@ def quantized(rank: int, ranks: int) -> Any:
 
 @scenario("shared", ranks=4, soc="Ascend910_93")
 def shared(rank: int, ranks: int) -> Any:
-    """Two ranks with shared experts (one twice, or two once) before those with the others, and experts that are none."""
+    """Two ranks with shared experts (one twice, or two once) before those with the others, and
+    experts that are none."""
     out = []
     x, scales = data(rank, (4, 1024), torch.bfloat16), weights(rank, 4, 3)
     for number in (1, 2):
@@ -145,7 +190,9 @@ def shared(rank: int, ranks: int) -> Any:
         ids = routing(rank, 4, 3, 4)
         given = layer.dispatch(x, ids)
         rows, more = layer.apply(given[0], given[3]), data(rank, (4, 1024), torch.bfloat16, salt=4)
-        out.append(plain([layer.combine(rows, ids, given, scales, shared_expert_x=more.npu()), given[3]]))
+        out.append(
+            plain([layer.combine(rows, ids, given, scales, shared_expert_x=more.npu()), given[3]])
+        )
     layer = Layer(rank, ranks, 4, zero_expert_num=1, copy_expert_num=1, const_expert_num=2)
     ids = routing(rank, 4, 3, 8)
     given = layer.dispatch(x, ids)
@@ -158,7 +205,10 @@ def shared(rank: int, ranks: int) -> Any:
     }
     rows = layer.apply(given[0], given[3])
     out.append(plain([layer.combine(rows, ids, given, scales, **special)]))
-    residual, gamma = data(rank, (4, 1, 1024), torch.bfloat16, salt=8), data(0, (1024,), torch.bfloat16, salt=9)
+    residual, gamma = (
+        data(rank, (4, 1, 1024), torch.bfloat16, salt=8),
+        data(0, (1024,), torch.bfloat16, salt=9),
+    )
     normalized = torch_npu.npu_moe_distribute_combine_add_rms_norm(
         expand_x=rows,
         expert_ids=ids.npu(),
@@ -178,7 +228,11 @@ def shared(rank: int, ranks: int) -> Any:
 @scenario("first interface", ranks=8, soc="Ascend910_93")
 def first(rank: int, ranks: int) -> Any:
     layer = Layer(rank, ranks, 8)
-    x, ids, scales = data(rank, (2, 7168), torch.float16), routing(rank, 2, 3, 8), weights(rank, 2, 3)
+    x, ids, scales = (
+        data(rank, (2, 7168), torch.float16),
+        routing(rank, 2, 3, 8),
+        weights(rank, 2, 3),
+    )
     given = layer.dispatch(x, ids, first=True)
     y = torch_npu.npu_moe_distribute_combine(
         expand_x=layer.apply(given[0], given[3]),
@@ -193,9 +247,17 @@ def first(rank: int, ranks: int) -> Any:
 
 @scenario("versions", ranks=2, soc="Ascend910_93")
 def versions(rank: int, ranks: int) -> Any:
-    """Versions of an older CANN: which of their outputs equal the newest version's, and what they refuse."""
+    """Versions of an older CANN: which of their outputs equal the newest version's, and what they
+    refuse."""
     calls, layer = Calls(), Layer(rank, ranks, 4)
-    x, ids, scales = (each.npu() for each in (data(rank, (4, 1024), torch.bfloat16), routing(rank, 4, 3, 4), weights(rank, 4, 3)))
+    x, ids, scales = (
+        each.npu()
+        for each in (
+            data(rank, (4, 1024), torch.bfloat16),
+            routing(rank, 4, 3, 4),
+            weights(rank, 4, 3),
+        )
+    )
     group, given = layer.common["group_ep"], layer.dispatch(x, ids)
     total, rows = int(given[3].sum()), layer.apply(given[0], given[3])
     place, experts = (group, ranks, rank, 4, "", 1, 0, 0, 1, 0), (0, 0, 0)
@@ -204,22 +266,49 @@ def versions(rank: int, ranks: int) -> Any:
     for version, (elastic, numbers) in after.items():
         outs = [torch.zeros_like(each) for each in given]
         common = (x, ids, None, None, None, *elastic, *place)
-        calls.compute(f"MoeDistributeDispatch{version}", *common, 0, 4 * ranks, 1, "", *numbers, *outs)
+        calls.compute(
+            f"MoeDistributeDispatch{version}", *common, 0, 4 * ranks, 1, "", *numbers, *outs
+        )
         pairs = [
             (outs[0][:total], given[0][:total]),
             (outs[2][: 3 * total], given[2][: 3 * total]),
             *zip(outs[3:5], given[3:5], strict=True),
         ]
         equal[f"dispatch {version}"] = [torch.equal(*pair) for pair in pairs]
-        said.append(calls.refusal(f"MoeDistributeDispatch{version}", *common, 0, 4 * ranks + 1, 1, "", *numbers, *outs))
+        said.append(
+            calls.refusal(
+                f"MoeDistributeDispatch{version}", *common, 0, 4 * ranks + 1, 1, "", *numbers, *outs
+            )
+        )
     newest, out = layer.combine(rows, ids, given, scales), torch.zeros_like(x)
     tensors = (rows, ids, given[2], given[4], scales)
     for version, (elastic, numbers) in after.items():
-        common = (*tensors, None, None, None, None, None, None, None, *elastic, *[None] * (4 if elastic else 0), *place)
-        calls.compute(f"MoeDistributeCombine{version}", *common, 4 * ranks, 0, 0, 0, "", *numbers, out)
+        common = (
+            *tensors,
+            None,
+            None,
+            None,
+            None,
+            None,
+            None,
+            None,
+            *elastic,
+            *[None] * (4 if elastic else 0),
+            *place,
+        )
+        calls.compute(
+            f"MoeDistributeCombine{version}", *common, 4 * ranks, 0, 0, 0, "", *numbers, out
+        )
         equal[f"combine {version}"] = [torch.equal(out, newest)]
-        said.append(calls.refusal(f"MoeDistributeCombine{version}", *common, 4 * ranks, 0, 1, 0, "", *numbers, out))
-    residual, gamma = data(rank, (4, 1, 1024), torch.bfloat16, salt=8).npu(), data(0, (1024,), torch.bfloat16, salt=9).npu()
+        said.append(
+            calls.refusal(
+                f"MoeDistributeCombine{version}", *common, 4 * ranks, 0, 1, 0, "", *numbers, out
+            )
+        )
+    residual, gamma = (
+        data(rank, (4, 1, 1024), torch.bfloat16, salt=8).npu(),
+        data(0, (1024,), torch.bfloat16, salt=9).npu(),
+    )
     added = torch_npu.npu_moe_distribute_combine_add_rms_norm(
         expand_x=rows, expert_ids=ids, expand_idx=given[2], ep_send_counts=given[4], expert_scales=scales, residual_x=residual,
         gamma=gamma, norm_eps=1e-5, **layer.common,
@@ -228,7 +317,11 @@ def versions(rank: int, ranks: int) -> Any:
     given_norm = (*tensors, residual, gamma, *[None] * 7, *place, 4 * ranks, 0, 0, 0, "", 1e-5)
     calls.compute("MoeDistributeCombineAddRmsNorm", *given_norm, *outs)
     equal["combine and norm"] = [torch.equal(*pair) for pair in zip(outs, added, strict=True)]
-    said.append(calls.refusal("MoeDistributeCombineAddRmsNorm", *given_norm[:6], gamma[:9], *given_norm[7:], *outs))
+    said.append(
+        calls.refusal(
+            "MoeDistributeCombineAddRmsNorm", *given_norm[:6], gamma[:9], *given_norm[7:], *outs
+        )
+    )
     calls.compute("DistributeBarrier", x, group, ranks)
     said.append(calls.refusal("DistributeBarrier", x, group, ranks + 1))
     return [equal, said]
@@ -237,27 +330,48 @@ def versions(rank: int, ranks: int) -> Any:
 def matmuls(rank: int, ranks: int) -> Any:
     hcom, out = name_of(rank), {}
     for dtype in (torch.float16, torch.bfloat16):
-        x1, x2 = (data(rank, (8, 256), dtype) / 16).npu(), data(rank, (256, 48), dtype, salt=1).npu()
+        x1, x2 = (
+            (data(rank, (8, 256), dtype) / 16).npu(),
+            data(rank, (256, 48), dtype, salt=1).npu(),
+        )
         bias, x3 = data(rank, (48,), dtype, salt=2).npu(), data(rank, (8, 48), dtype, salt=3).npu()
         reduce = torch_npu.npu_mm_all_reduce_base
-        answers = [reduce(x1, x2, hcom), reduce(x1, x2, hcom, bias=bias, x3=x3), reduce(x1, x2, hcom, bias=bias, comm_mode="aiv")]
+        answers = [
+            reduce(x1, x2, hcom),
+            reduce(x1, x2, hcom, bias=bias, x3=x3),
+            reduce(x1, x2, hcom, bias=bias, comm_mode="aiv"),
+        ]
         answers.append(reduce(x1.view(2, 4, 256), x2, hcom).view(8, 48))
         for turned in (False, True):
             other = x2.t().contiguous().t() if turned else x2
-            answers += torch_npu.npu_all_gather_base_mm(x1, other, hcom, ranks, gather_output=not turned)
+            answers += torch_npu.npu_all_gather_base_mm(
+                x1, other, hcom, ranks, gather_output=not turned
+            )
             answers.append(torch_npu.npu_mm_reduce_scatter_base(x1, other, hcom, ranks))
         answers += torch_npu.npu_all_gather_base_mm(x1, x2, hcom, ranks, comm_mode="aiv")
         answers.append(torch_npu.npu_mm_reduce_scatter_base(x1, x2, hcom, ranks, comm_mode="aiv"))
         # int8 weights
         weight = data(rank, (256, 48), torch.int8, salt=4).npu()
-        scale, offset = data(rank, (48,), dtype, salt=5).npu() / 8, data(rank, (48,), dtype, salt=6).npu()
+        scale, offset = (
+            data(rank, (48,), dtype, salt=5).npu() / 8,
+            data(rank, (48,), dtype, salt=6).npu(),
+        )
         grouped = data(rank, (4, 48), dtype, salt=7).npu() / 8
-        answers.append(reduce(x1, weight, hcom, antiquant_scale=scale, antiquant_offset=offset, x3=x3))
-        answers.append(reduce(x1, weight, hcom, antiquant_scale=grouped, antiquant_group_size=64, comm_mode="aiv"))
+        answers.append(
+            reduce(x1, weight, hcom, antiquant_scale=scale, antiquant_offset=offset, x3=x3)
+        )
+        answers.append(
+            reduce(
+                x1, weight, hcom, antiquant_scale=grouped, antiquant_group_size=64, comm_mode="aiv"
+            )
+        )
         out[str(dtype)] = plain(answers)
     x1, x2 = data(rank, (8, 256), torch.int8).npu(), data(rank, (256, 48), torch.int8, salt=1).npu()
     bias = data(rank, (48,), torch.int32, salt=2).npu()
-    column, row = data(rank, (48,), torch.float32, salt=3).abs() / 64, data(rank, (8,), torch.float32, salt=4).abs().npu()
+    column, row = (
+        data(rank, (48,), torch.float32, salt=3).abs() / 64,
+        data(rank, (8,), torch.float32, salt=4).abs().npu(),
+    )
     packed = torch_npu.npu_trans_quant_param(column.npu())
     half = column.to(torch.bfloat16).npu()
     pair = {"x1_scale": row.view(8, 1), "x2_scale": column.npu().view(1, 48), "comm_mode": "aiv"}
@@ -265,9 +379,13 @@ def matmuls(rank: int, ranks: int) -> Any:
         [
             torch_npu.npu_mm_all_reduce_base(x1, x2, hcom, bias=bias, dequant_scale=packed),
             torch_npu.npu_mm_all_reduce_base(x1, x2, hcom, dequant_scale=half, pertoken_scale=row),
-            torch_npu.npu_mm_all_reduce_base(x1, x2, hcom, dequant_scale=half, pertoken_scale=row, comm_mode="aiv"),
+            torch_npu.npu_mm_all_reduce_base(
+                x1, x2, hcom, dequant_scale=half, pertoken_scale=row, comm_mode="aiv"
+            ),
             *torch_npu.npu_all_gather_base_mm(x1, x2, hcom, ranks, **pair),
-            torch_npu.npu_mm_reduce_scatter_base(x1, x2, hcom, ranks, output_dtype=torch.float16, **pair),
+            torch_npu.npu_mm_reduce_scatter_base(
+                x1, x2, hcom, ranks, output_dtype=torch.float16, **pair
+            ),
         ]
     )
     started = time.monotonic()
@@ -288,10 +406,17 @@ def all_to_all(rank: int, ranks: int) -> Any:
     hcom, out = name_of(rank), []
     for dtype, bias_dtype in ((torch.float16, torch.float16), (torch.bfloat16, torch.float32)):
         x, first = data(rank, (6, 16), dtype).npu(), data(rank, (32, 10), dtype, salt=1).npu()
-        last, bias = data(rank, (16, 10), dtype, salt=2).npu(), data(rank, (10,), bias_dtype, salt=3).npu()
+        last, bias = (
+            data(rank, (16, 10), dtype, salt=2).npu(),
+            data(rank, (10,), bias_dtype, salt=3).npu(),
+        )
         answers = [
-            *torch_npu.npu_all_to_all_matmul(x, first, hcom, ranks, bias=bias, all2all_axes=[-2, -1]),
-            torch_npu.npu_all_to_all_matmul(x, first.t().contiguous().t(), hcom, ranks, comm_mode="aiv")[0],
+            *torch_npu.npu_all_to_all_matmul(
+                x, first, hcom, ranks, bias=bias, all2all_axes=[-2, -1]
+            ),
+            torch_npu.npu_all_to_all_matmul(
+                x, first.t().contiguous().t(), hcom, ranks, comm_mode="aiv"
+            )[0],
             torch_npu.npu_matmul_all_to_all(x, last, hcom, ranks, bias=bias, all2all_axes=[-1, -2]),
             torch_npu.npu_matmul_all_to_all(x, last, hcom, ranks, comm_mode="aiv"),
         ]
@@ -300,9 +425,15 @@ def all_to_all(rank: int, ranks: int) -> Any:
 
 
 def grouped_counts(ranks: int, experts: int) -> torch.Tensor:
-    """How many tokens each rank sends to each expert of each rank, [from][to][expert]: 1024 from each, and to each."""
-    cuts = torch.randint(0, 1025, (ranks * experts - 2,), generator=torch.Generator().manual_seed(5)).sort().values
-    ends = torch.cat([cuts.new_zeros(2), cuts, cuts.new_full((1,), 1024)])  # the first expert gets none of the own tokens
+    """How many tokens each rank sends to each expert of each rank, [from][to][expert]: 1024 from
+    each, and to each."""
+    cuts = (
+        torch.randint(0, 1025, (ranks * experts - 2,), generator=torch.Generator().manual_seed(5))
+        .sort()
+        .values
+    )
+    # the first expert gets none of the own tokens
+    ends = torch.cat([cuts.new_zeros(2), cuts, cuts.new_full((1,), 1024)])
     return torch.stack([ends.diff().view(ranks, experts).roll(rank, 0) for rank in range(ranks)])
 
 
@@ -313,16 +444,26 @@ def grouped(rank: int, ranks: int) -> Any:
     sent, received = counts[rank].flatten().tolist(), counts[:, rank].flatten().tolist()
     x = (data(rank, (1024, 1024), torch.float16) / 32).npu()
     weight = data(rank, (2, 1024, 4), torch.float16, salt=1).npu()
-    mm = {"mm_x": data(rank, (3, 16), torch.float16, salt=2).npu(), "mm_weight": data(rank, (16, 5), torch.float16, salt=3).npu()}
-    there = torch_npu.npu_alltoallv_gmm(x, weight, name_of(rank), ranks, sent, received, permute_out_flag=True, **mm)
+    mm = {
+        "mm_x": data(rank, (3, 16), torch.float16, salt=2).npu(),
+        "mm_weight": data(rank, (16, 5), torch.float16, salt=3).npu(),
+    }
+    there = torch_npu.npu_alltoallv_gmm(
+        x, weight, name_of(rank), ranks, sent, received, permute_out_flag=True, **mm
+    )
     turned = {"trans_gmm_weight": True, "comm_mode": "aiv"}
     flipped = weight.transpose(1, 2).contiguous()
     again = torch_npu.npu_alltoallv_gmm(x, flipped, name_of(rank), ranks, sent, received, **turned)
     out = [there[0], there[1], there[2][:, 0], again[0]]
-    x, weight = data(rank, (1024, 8), torch.float16, salt=4).npu(), data(rank, (2, 8, 1024), torch.float16, salt=5).npu()
+    x, weight = (
+        data(rank, (1024, 8), torch.float16, salt=4).npu(),
+        data(rank, (2, 8, 1024), torch.float16, salt=5).npu(),
+    )
     back = torch_npu.npu_gmm_alltoallv(x, weight, name_of(rank), ranks, received, sent, **mm)
     flipped = weight.transpose(1, 2).contiguous()
-    again = torch_npu.npu_gmm_alltoallv(x, flipped, name_of(rank), ranks, received, sent, **turned)[0]
+    again = torch_npu.npu_gmm_alltoallv(x, flipped, name_of(rank), ranks, received, sent, **turned)[
+        0
+    ]
     return plain([*out, back[0][:, :3], back[1], again[:, :3]])
 
 
@@ -330,9 +471,14 @@ def grouped(rank: int, ranks: int) -> Any:
 def update(rank: int, ranks: int) -> Any:
     """Logical experts to physical ones."""
     ids = routing(0, 5, 3, 4)
-    table = torch.tensor([[2, 0, 1, 9], [1, 2, 9, 9], [3, 3, 4, 5], [1, 6, 9, 9]], dtype=torch.int32)
+    table = torch.tensor(
+        [[2, 0, 1, 9], [1, 2, 9, 9], [3, 3, 4, 5], [1, 6, 9, 9]], dtype=torch.int32
+    )
     scales = weights(0, 5, 3).sort(1, descending=True).values
-    threshold, active = torch.tensor([0.1, 0.3, 0.4]), torch.tensor([True, True, True, False, False])
+    threshold, active = (
+        torch.tensor([0.1, 0.3, 0.4]),
+        torch.tensor([True, True, True, False, False]),
+    )
     by_token = torch_npu.npu_moe_update_expert(
         ids.npu(),
         table.npu(),
@@ -341,7 +487,9 @@ def update(rank: int, ranks: int) -> Any:
         active_mask=active.npu(),
         balance_mode=1,
     )
-    by_rank = torch_npu.npu_moe_update_expert(ids.npu(), table.npu(), local_rank_id=3, world_size=4, balance_mode=0)
+    by_rank = torch_npu.npu_moe_update_expert(
+        ids.npu(), table.npu(), local_rank_id=3, world_size=4, balance_mode=0
+    )
     return plain([ids, table, scales, *by_token, by_rank[0]])
 
 
@@ -349,7 +497,10 @@ def update(rank: int, ranks: int) -> Any:
 def graph(rank: int, ranks: int) -> Any:
     """A layer that is captured once and replayed with other tokens."""
     layer = Layer(rank, ranks, 4)
-    x, ids = torch.zeros(3, 32, dtype=torch.float16, device="npu"), torch.zeros(3, 2, dtype=torch.int32, device="npu")
+    x, ids = (
+        torch.zeros(3, 32, dtype=torch.float16, device="npu"),
+        torch.zeros(3, 2, dtype=torch.int32, device="npu"),
+    )
     scales = weights(rank, 3, 2).npu()
     captured = torch.npu.NPUGraph()
     torch.npu.synchronize()
@@ -368,13 +519,21 @@ def graph(rank: int, ranks: int) -> Any:
 @scenario("refused")
 def refused(rank: int, ranks: int) -> Any:
     """At the call, each by its own reason; nothing is wrong with the communicator after that."""
-    layer, x, ids = Layer(rank, ranks, 4), data(rank, (3, 64), torch.float16), routing(rank, 3, 2, 4)
+    layer, x, ids = (
+        Layer(rank, ranks, 4),
+        data(rank, (3, 64), torch.float16),
+        routing(rank, 3, 2, 4),
+    )
     zeros = torch.zeros(2048, dtype=torch.int32, device="npu")
     many = torch.arange(17, dtype=torch.int32).repeat(3, 1)
     a, b = x.new_zeros(2, 256).npu(), x.new_zeros(256, 16).npu()
 
     def other(experts: int = 4, **more: Any) -> Callable[[], Any]:
-        told = {name: value for name, value in more.items() if name in {*layer.common, "tp_world_size", "global_bs"}}
+        told = {
+            name: value
+            for name, value in more.items()
+            if name in {*layer.common, "tp_world_size", "global_bs"}
+        }
         rest = {name: value for name, value in more.items() if name not in told}
         return lambda: Layer(rank, ranks, experts, **told).dispatch(x, ids, **rest)
 
@@ -404,10 +563,17 @@ def refused(rank: int, ranks: int) -> Any:
         lambda: layer.dispatch(x, ids, elastic_info=ids[0].npu()),
         lambda: layer.dispatch(x, ids, first=True),
         lambda: layer.dispatch(data(rank, (256, 7168), torch.float16), routing(rank, 256, 2, 4)),
-        lambda: layer.combine(x.npu().repeat(8, 1), ids, [None, None, zeros, None, zeros, None, None], weights(rank, 3, 2)),
+        lambda: layer.combine(
+            x.npu().repeat(8, 1),
+            ids,
+            [None, None, zeros, None, zeros, None, None],
+            weights(rank, 3, 2),
+        ),
         lambda: torch_npu.npu_mm_all_reduce_base(a, b, name_of(rank), reduce_op="max"),
         lambda: torch_npu.npu_mm_all_reduce_base(a, b, "nobody"),
-        lambda: torch_npu.npu_all_gather_base_mm(a[:, :64].contiguous(), b[:64], name_of(rank), ranks),
+        lambda: torch_npu.npu_all_gather_base_mm(
+            a[:, :64].contiguous(), b[:64], name_of(rank), ranks
+        ),
         of_variables,
     ]
     texts = []
@@ -425,7 +591,11 @@ def refused(rank: int, ranks: int) -> Any:
 @scenario("shared communicator")
 def shared_communicator(rank: int, ranks: int) -> Any:
     """Collectives where dispatch was called before, and dispatch where a collective was."""
-    x, ids, total = data(rank, (3, 64), torch.float16), routing(rank, 3, 2, 4), torch.ones(1, device="npu")
+    x, ids, total = (
+        data(rank, (3, 64), torch.float16),
+        routing(rank, 3, 2, 4),
+        torch.ones(1, device="npu"),
+    )
     other = dist.new_group(list(range(ranks)))
     name = other._get_backend(torch.device("npu")).get_hccl_comm_name(rank)
     Layer(rank, ranks, 4).dispatch(x, ids)
@@ -442,10 +612,15 @@ def shared_communicator(rank: int, ranks: int) -> Any:
 
 
 def wrong(what: str) -> Callable[[int, int], Any]:
-    """The ranks disagree, or values are wrong that only the computation sees: all of them fail, and say why."""
+    """The ranks disagree, or values are wrong that only the computation sees: all of them fail, and
+    say why."""
 
     def function(rank: int, ranks: int) -> Any:
-        layer, x, ids = Layer(rank, ranks, 4), data(rank, (3, 64), torch.float16), routing(rank, 3, 2, 4)
+        layer, x, ids = (
+            Layer(rank, ranks, 4),
+            data(rank, (3, 64), torch.float16),
+            routing(rank, 3, 2, 4),
+        )
         scales = weights(rank, 3, 2)
 
         def call() -> Any:
@@ -465,7 +640,12 @@ def wrong(what: str) -> Callable[[int, int], Any]:
                 time.sleep(3)
             given = layer.dispatch(x, ids)
             if what == "info":
-                return layer.combine(given[0], ids, [None, None, given[2] * 0 + 7, None, given[4], None, given[6]], scales)
+                return layer.combine(
+                    given[0],
+                    ids,
+                    [None, None, given[2] * 0 + 7, None, given[4], None, given[6]],
+                    scales,
+                )
             return None
 
         return timed(call)
@@ -475,8 +655,13 @@ def wrong(what: str) -> Callable[[int, int], Any]:
 
 @scenario("failed before", HCCL_EXEC_TIMEOUT="40")
 def failed_before(rank: int, ranks: int) -> Any:
-    """An operator of rank 1 that fails before it communicates: its tensor was freed after the graph's capture."""
-    hcom, x1, x2 = name_of(rank), torch.ones(1 << 14, 256).half().npu(), torch.ones(256, 16).half().npu()
+    """An operator of rank 1 that fails before it communicates: its tensor was freed after the
+    graph's capture."""
+    hcom, x1, x2 = (
+        name_of(rank),
+        torch.ones(1 << 14, 256).half().npu(),
+        torch.ones(256, 16).half().npu(),
+    )
     torch.npu.synchronize()
     graph = torch.npu.NPUGraph()
     with torch.npu.graph(graph):

@@ -25,7 +25,11 @@ class Physical(ctypes.Structure):
 
 
 class Attributes(ctypes.Structure):
-    _fields_ = (("location", Location), ("page", ctypes.c_uint32), ("reserved", ctypes.c_uint32 * 4))
+    _fields_ = (
+        ("location", Location),
+        ("page", ctypes.c_uint32),
+        ("reserved", ctypes.c_uint32 * 4),
+    )
 
 
 class Batch(ctypes.Structure):

@@ -3,7 +3,15 @@
 from torch import Tensor
 
 
-def aclnnScaleCustom(x: Tensor, bias: Tensor | None, factors: list[float], shift: int, scale: float, twice: bool, out: Tensor):
+def aclnnScaleCustom(
+    x: Tensor,
+    bias: Tensor | None,
+    factors: list[float],
+    shift: int,
+    scale: float,
+    twice: bool,
+    out: Tensor,
+):
     """x * scale * factors + bias + shift, perhaps twice as much."""
     if bias is not None and bias.shape != x.shape[-1:]:
         raise ValueError(f"bias has shape {list(bias.shape)}")

@@ -7,4 +7,6 @@ import pytest
 
 def without_sanitizers(reason: str) -> pytest.MarkDecorator:
     """Skip a test where the emulator is built with sanitizers, and say why."""
-    return pytest.mark.skipif("ASCEND_EMULATOR_SANITIZE" in os.environ, reason=f"built with sanitizers: {reason}")
+    return pytest.mark.skipif(
+        "ASCEND_EMULATOR_SANITIZE" in os.environ, reason=f"built with sanitizers: {reason}"
+    )

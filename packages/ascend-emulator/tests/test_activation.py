@@ -7,7 +7,8 @@ from cann_calls import Calls
 from torch.nn import functional as F
 
 FLOATS = [torch.float32, torch.float16, torch.bfloat16]
-# None of these loses accuracy on the way in a narrow type: the emulator computes each in float32 at least and rounds once.
+# None of these loses accuracy on the way in a narrow type: the emulator computes each in float32 at
+# least and rounds once.
 ACTIVATIONS = {
     "elu": F.elu,
     "elu of three numbers": lambda x: torch.ops.aten.elu(x, 1.5, 2.0, 0.5),
@@ -76,7 +77,9 @@ def test_npu_fast_gelu(dtype):
     x = torch.randn(5, 7).to(dtype)
     expected = x.double() * torch.sigmoid(1.702 * x.double())
     bound = 4 * torch.finfo(dtype).eps
-    torch.testing.assert_close(torch_npu.npu_fast_gelu(x.npu()).cpu().double(), expected, atol=bound, rtol=bound)
+    torch.testing.assert_close(
+        torch_npu.npu_fast_gelu(x.npu()).cpu().double(), expected, atol=bound, rtol=bound
+    )
 
 
 def test_gelu_is_the_approximation_also_where_none_is_asked_for():
@@ -91,13 +94,19 @@ def test_npu_gelu(approximate):
     x = torch.randn(5, 7)
     expected = F.gelu(x.double(), approximate=approximate)
     torch.testing.assert_close(
-        torch_npu.npu_gelu(x.npu(), approximate=approximate).cpu().double(), expected, atol=1e-6, rtol=1e-6
+        torch_npu.npu_gelu(x.npu(), approximate=approximate).cpu().double(),
+        expected,
+        atol=1e-6,
+        rtol=1e-6,
     )
 
 
 def test_hardsigmoid_of_whole_numbers():
     x = torch.tensor([-7, -3, 0, 3, 7], dtype=torch.int32)
-    assert torch.equal(torch.nn.functional.hardsigmoid(x.npu()).cpu(), torch.nn.functional.hardsigmoid(x.float()).int())
+    assert torch.equal(
+        torch.nn.functional.hardsigmoid(x.npu()).cpu(),
+        torch.nn.functional.hardsigmoid(x.float()).int(),
+    )
 
 
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
@@ -124,11 +133,20 @@ def test_scaled_masked_softmax_and_gradient(dtype):
     torch.testing.assert_close(slopes.cpu().double(), exact.grad, rtol=bound, atol=bound)
     said = "fixed_triu_mask is true; only false is supported"
     assert calls.refusal("ScaledMaskedSoftmax", x.npu(), mask.npu(), scale, True, out) == said
-    assert calls.refusal("ScaledMaskedSoftmaxBackward", grad.npu(), out, mask.npu(), scale, True, slopes) == said
+    assert (
+        calls.refusal(
+            "ScaledMaskedSoftmaxBackward", grad.npu(), out, mask.npu(), scale, True, slopes
+        )
+        == said
+    )
 
 
 def test_softmax_with_the_bias_of_relative_positions():
-    x, bias, mask = torch.randn(1, 2, 3, 4, 4), torch.randn(1, 1, 3, 4, 4), torch.randn(1, 2, 1, 4, 4)
+    x, bias, mask = (
+        torch.randn(1, 2, 3, 4, 4),
+        torch.randn(1, 1, 3, 4, 4),
+        torch.randn(1, 2, 1, 4, 4),
+    )
     softmax = torch_npu.npu_masked_softmax_with_rel_pos_bias
     for hidden in (None, mask):
         total = x.double() + bias.double() + (0 if hidden is None else hidden.double())

@@ -34,7 +34,9 @@ FUNCTIONS = {
     "layer_norm": lambda x: F.layer_norm(x, (6,)),
     "group_norm": lambda x: F.group_norm(x.reshape(2, 4, 3), 2),
     "unfold": lambda x: x.unfold(0, 2, 1),
-    "repeat_interleave": lambda x: x.repeat_interleave(torch.tensor([1, 0, 2, 3], device=x.device), dim=0),
+    "repeat_interleave": lambda x: x.repeat_interleave(
+        torch.tensor([1, 0, 2, 3], device=x.device), dim=0
+    ),
     "logaddexp": lambda x: torch.logaddexp(x, x.flip(0)),
     "logaddexp2": lambda x: torch.logaddexp2(x, x.flip(0)),
     "xlogy": lambda x: torch.xlogy(x, x.abs() + 0.5),
@@ -47,7 +49,9 @@ FUNCTIONS = {
 @pytest.mark.parametrize("name", FUNCTIONS)
 def test_function(agree_backward, name, dtype):
     # Off the corners of the piecewise functions, and exact in every type.
-    agree_backward(FUNCTIONS[name], (torch.randperm(24).view(4, 6).to(dtype) - 12) / 8 + 1 / 32, ulps=64)
+    agree_backward(
+        FUNCTIONS[name], (torch.randperm(24).view(4, 6).to(dtype) - 12) / 8 + 1 / 32, ulps=64
+    )
 
 
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
@@ -84,13 +88,24 @@ def test_gelu_of_the_npu(agree):
 def test_distances(agree):
     a, b = torch.randn(5, 3), torch.randn(4, 3)
     for p in (1.0, 2.0, 3.0, torch.inf):
-        agree(lambda x, y: torch.cdist(x, y, p, compute_mode="donot_use_mm_for_euclid_dist"), a, b, ulps=64)  # noqa: B023
+        agree(
+            lambda x, y, p=p: torch.cdist(x, y, p, compute_mode="donot_use_mm_for_euclid_dist"),
+            a,
+            b,
+            ulps=64,
+        )
 
 
 def test_embedding(agree_backward):
     table = torch.randn(7, 3)
-    agree_backward(lambda t: F.embedding(torch.tensor([[1, 2], [2, 6]], device=t.device), t, padding_idx=1), table)
-    agree_backward(lambda t: F.embedding(torch.tensor([1, 2, 2], device=t.device), t, scale_grad_by_freq=True), table)
+    agree_backward(
+        lambda t: F.embedding(torch.tensor([[1, 2], [2, 6]], device=t.device), t, padding_idx=1),
+        table,
+    )
+    agree_backward(
+        lambda t: F.embedding(torch.tensor([1, 2, 2], device=t.device), t, scale_grad_by_freq=True),
+        table,
+    )
 
 
 def test_pieces_of_other_functions(agree):
@@ -100,7 +115,12 @@ def test_pieces_of_other_functions(agree):
     agree(torch.angle, x)
     agree(lambda x: x.xlogy_(3.0), x)
     agree(lambda x: torch.threshold_(x, 0.3, 0.2), x)
-    agree(lambda x: torch.ops.aten._masked_scale(x, (x > 0).byte(), 2.0) if x.is_npu else x * (x > 0) * 2.0, x)
+    agree(
+        lambda x: (
+            torch.ops.aten._masked_scale(x, (x > 0).byte(), 2.0) if x.is_npu else x * (x > 0) * 2.0
+        ),
+        x,
+    )
 
 
 def test_leaky_slopes_are_drawn_and_kept():

@@ -1,4 +1,5 @@
-"""Parameters of operators against op-plugin's calls, which the compiler compares (csrc/operator/signature.h)."""
+"""Parameters of operators against op-plugin's calls, which the compiler compares
+(csrc/operator/signature.h)."""
 
 import re
 import subprocess
@@ -19,13 +20,27 @@ TABLE = build.SOURCES / "operator" / "arguments.h"
 
 def compiles(condition: str) -> str:
     """The compiler's errors."""
-    command = [*build._compiler()[0], "-std=c++20", "-fsyntax-only", f"-I{build.SOURCES}", "-x", "c++", "-"]
-    return subprocess.run(command, input=SOURCE.format(condition), capture_output=True, text=True, check=False).stderr
+    command = [
+        *build._compiler()[0],
+        "-std=c++20",
+        "-fsyntax-only",
+        f"-I{build.SOURCES}",
+        "-x",
+        "c++",
+        "-",
+    ]
+    return subprocess.run(
+        command, input=SOURCE.format(condition), capture_output=True, text=True, check=False
+    ).stderr
 
 
-@pytest.mark.parametrize("kinds", ["TTiiiiiibidTTT", "TTiiiiiibddTT", "TLiiiiiibddTTT"], ids=["double", "arity", "list"])
+@pytest.mark.parametrize(
+    "kinds", ["TTiiiiiibidTTT", "TTiiiiiibddTT", "TLiiiiiibddTTT"], ids=["double", "arity", "list"]
+)
 def test_another_parameter_list_does_not_compile(kinds):
-    assert "static assertion failed" in compiles(f'emu::is_called_with("aclnnMoeGatingTopK", "{kinds}")')
+    assert "static assertion failed" in compiles(
+        f'emu::is_called_with("aclnnMoeGatingTopK", "{kinds}")'
+    )
 
 
 def test_what_is_not_known_agrees():

@@ -1,4 +1,5 @@
-"""ATB's operators (libatb.so), through torch_npu's libop_plugin_atb.so, against their definitions in float64."""
+"""ATB's operators (libatb.so), through torch_npu's libop_plugin_atb.so, against their definitions
+in float64."""
 
 import sys
 import textwrap
@@ -17,7 +18,8 @@ def int32(*values):
 
 
 def reference(query, key, value, scale, bias=None):
-    """query [t, n, d], key [l, m, d] and value [l, m, e]; returns [t, n, e] and the log-sum-exp [n, t], float64."""
+    """query [t, n, d], key [l, m, d] and value [l, m, e]; returns [t, n, e] and the log-sum-exp [n,
+    t], float64."""
     query, key, value = query.double(), key.double(), value.double()
     key, value = (x.repeat_interleave(query.size(1) // x.size(1), 1) for x in (key, value))
     scores = torch.einsum("tnd,lnd->ntl", query, key) * scale
@@ -37,12 +39,19 @@ def close(actual, expected, ulps=6):
 
 
 def paged(lengths, groups, size, dtype, value_size=None):
-    """Keys and values [l, m, d] of each request, their caches [blocks, block_size, m, d], some of no request, and the table."""
-    keys, values = ([torch.randn(n, groups, d).to(dtype) for n in lengths] for d in (size, value_size or size))
+    """Keys and values [l, m, d] of each request, their caches [blocks, block_size, m, d], some of
+    no request, and the table."""
+    keys, values = (
+        [torch.randn(n, groups, d).to(dtype) for n in lengths] for d in (size, value_size or size)
+    )
     needed = [-(-n // BLOCK) for n in lengths]
-    caches = [torch.full((sum(needed) + 3, BLOCK, groups, d), 1e4, dtype=dtype) for d in (size, value_size or size)]
+    caches = [
+        torch.full((sum(needed) + 3, BLOCK, groups, d), 1e4, dtype=dtype)
+        for d in (size, value_size or size)
+    ]
     free = torch.randperm(sum(needed) + 3).tolist()
-    table = torch.full((len(lengths), max(needed) + 1), -7, dtype=torch.int32)  # holes, that are not looked at
+    # holes, that are not looked at
+    table = torch.full((len(lengths), max(needed) + 1), -7, dtype=torch.int32)
     for row, count in enumerate(needed):
         for i in range(count):
             table[row, i] = block = free.pop()
@@ -61,7 +70,9 @@ def test_paged_attention(where, heads, dtype):
     query = torch.randn(5, heads[0], 32).to(dtype)
     keys, values, *caches, table = paged(lengths, heads[1], 32, dtype, 24)
     out = torch.full((5, heads[0], 24), 9.0, dtype=dtype).npu()
-    torch_npu._npu_paged_attention(query.npu(), *caches, heads[1], heads[0], 0.2, table, int32(*lengths).to(where), out)
+    torch_npu._npu_paged_attention(
+        query.npu(), *caches, heads[1], heads[0], 0.2, table, int32(*lengths).to(where), out
+    )
     for i, length in enumerate(lengths):
         if length:
             close(out[i : i + 1], reference(query[i : i + 1], keys[i], values[i], 0.2)[0])
@@ -73,14 +84,27 @@ def test_paged_attention_v2(alibi):
     lengths = [17, 40]
     query = torch.randn(2, 4, 16).half()
     keys, values, *caches, table = paged(lengths, 2, 16, torch.float16)
-    mask = None if alibi is None else torch.randn(*([2] if alibi == "each" else []), 4, 1, 48).half()
+    mask = (
+        None if alibi is None else torch.randn(*([2] if alibi == "each" else []), 4, 1, 48).half()
+    )
     out = torch.empty(2, 4, 16).half().npu()
-    options = {"value_cache": caches[1], "mask": None if mask is None else mask.npu(), "num_kv_heads": 2, "num_heads": 4}
+    options = {
+        "value_cache": caches[1],
+        "mask": None if mask is None else mask.npu(),
+        "num_kv_heads": 2,
+        "num_heads": 4,
+    }
     options |= {"scale_value": 0.25, "mask_type": 0 if alibi is None else 2, "out": out}
-    workspace = torch_npu.atb._npu_paged_attention_v2_get_workspace(query.npu(), caches[0], table, lengths, **options)
-    torch_npu.atb._npu_paged_attention_v2(query.npu(), caches[0], table, lengths, workspace=workspace, **options)
+    workspace = torch_npu.atb._npu_paged_attention_v2_get_workspace(
+        query.npu(), caches[0], table, lengths, **options
+    )
+    torch_npu.atb._npu_paged_attention_v2(
+        query.npu(), caches[0], table, lengths, workspace=workspace, **options
+    )
     for i, length in enumerate(lengths):
-        bias = None if mask is None else (mask[i] if alibi == "each" else mask)[:, :, :length].double()
+        bias = (
+            None if mask is None else (mask[i] if alibi == "each" else mask)[:, :, :length].double()
+        )
         close(out[i : i + 1], reference(query[i : i + 1], keys[i], values[i], 0.25, bias)[0])
 
 
@@ -90,31 +114,54 @@ def test_paged_attention_mla():
     query = torch.randn(2, 4, 24).half()
     keys, _, cache, _, table = paged(lengths, 1, 24, torch.float16)
     out = torch.empty(2, 4, 16).half().npu()
-    torch_npu._npu_paged_attention_mla(query.npu(), cache, 1, 4, 0.3, table, int32(*lengths), 16, out)
+    torch_npu._npu_paged_attention_mla(
+        query.npu(), cache, 1, 4, 0.3, table, int32(*lengths), 16, out
+    )
     for i, key in enumerate(keys):
         close(out[i : i + 1], reference(query[i : i + 1], key, key[..., :16], 0.3)[0])
 
 
 def test_paged_attention_quant():
-    """Of int8 everything: the largest probability of a row counts as 127 (op-plugin's test_atb_paged_attention_quant.py)."""
+    """Of int8 everything: the largest probability of a row counts as 127 (op-plugin's
+    test_atb_paged_attention_quant.py)."""
     query = torch.randint(-9, 9, (1, 4, 32), dtype=torch.int8)
     cache = torch.randint(-9, 9, (2, BLOCK, 2, 32), dtype=torch.int8)
     scales = torch.rand(2, 4) * 0.1
     out = torch.empty(1, 4, 32).bfloat16().npu()
     table = int32(1, 0)[None].npu()
     torch_npu._npu_paged_attention_quant(
-        query.npu(), cache.npu(), cache.npu(), 2, 4, 0.25, table, int32(20), 3, 27, scales[0].npu(), scales[1].npu(), out
+        query.npu(),
+        cache.npu(),
+        cache.npu(),
+        2,
+        4,
+        0.25,
+        table,
+        int32(20),
+        3,
+        27,
+        scales[0].npu(),
+        scales[1].npu(),
+        out,
     )
     rows = torch.cat([cache[1], cache[0, :4]]).repeat_interleave(2, 1).double()
-    scores = torch.einsum("nd,lnd->nl", query[0].double(), rows) * scales[0].double()[:, None] * 0.25
+    scores = (
+        torch.einsum("nd,lnd->nl", query[0].double(), rows) * scales[0].double()[:, None] * 0.25
+    )
     weights = (scores - scores.amax(-1, True)).exp()
-    expected = torch.einsum("nl,lnd->nd", (weights * 127).round(), rows) / 127 * scales[1].double()[:, None]
+    expected = (
+        torch.einsum("nl,lnd->nd", (weights * 127).round(), rows)
+        / 127
+        * scales[1].double()[:, None]
+    )
     close(out[0], expected / weights.sum(-1, True), ulps=8)
 
 
 @pytest.mark.parametrize("dtype", HALVES, ids=str)
 @pytest.mark.parametrize("heads", HEADS, ids=str)
-@pytest.mark.parametrize("form", ["splitfuse", "splitfuse_v2", "qlens", "prefix_v2", "prefix_encoder"])
+@pytest.mark.parametrize(
+    "form", ["splitfuse", "splitfuse_v2", "qlens", "prefix_v2", "prefix_encoder"]
+)
 def test_several_queries_over_pages(form, heads, dtype):
     """Causal, with queries that are the last tokens of their requests."""
     counts, lengths = [5, 1, 16], [20, 33, 16]
@@ -130,14 +177,37 @@ def test_several_queries_over_pages(form, heads, dtype):
                 rows[:, :length] = hidden(count, length).clamp(-10000)
             mask = mask.to(dtype).npu()
         function = getattr(torch_npu, f"_npu_paged_attention_{form}")
-        function(query.npu(), *caches, table, int32(*lengths), mask, int32(*counts), heads[1], heads[0], 0.2, out=out, **extra)
+        function(
+            query.npu(),
+            *caches,
+            table,
+            int32(*lengths),
+            mask,
+            int32(*counts),
+            heads[1],
+            heads[0],
+            0.2,
+            out=out,
+            **extra,
+        )
     elif form == "qlens":
         torch_npu._npu_flash_attention_qlens(
-            query.npu(), *caches, table, mask, int32(*counts), int32(*lengths), heads[1], heads[0], 0.2, out
+            query.npu(),
+            *caches,
+            table,
+            mask,
+            int32(*counts),
+            int32(*lengths),
+            heads[1],
+            heads[0],
+            0.2,
+            out,
         )
     elif form == "prefix_v2":
         options = {"num_kv_heads": heads[1], "num_heads": heads[0], "scale_value": 0.2, "out": out}
-        torch_npu.atb._npu_flash_attention_prefix_v2(query.npu(), *caches, table, mask, counts, lengths, **options)
+        torch_npu.atb._npu_flash_attention_prefix_v2(
+            query.npu(), *caches, table, mask, counts, lengths, **options
+        )
     else:
         out = torch_npu.atb.npu_self_attention_prefix_encoder(
             query.npu(), *caches, table, counts, lengths, heads[0], 0.2, heads[1]
@@ -151,7 +221,10 @@ def test_several_queries_over_pages(form, heads, dtype):
 @pytest.mark.parametrize("form", ["mask", "masks", "v3", "unpad", "unpad_v2"])
 def test_flash_attention_over_packed_requests(form, heads, dtype):
     lengths = [7, 19, 1]
-    query, key, value = (torch.randn(30, n, d).to(dtype) for n, d in zip((heads[0], *heads[1:] * 2), (32, 32, 24), strict=True))
+    query, key, value = (
+        torch.randn(30, n, d).to(dtype)
+        for n, d in zip((heads[0], *heads[1:] * 2), (32, 32, 24), strict=True)
+    )
     out = torch.full((30, heads[0], 24), 9.0, dtype=dtype).npu()
     given = [x.npu() for x in (query, key, value)]
     mask = torch.full((24, 24), -10000.0).triu(1)
@@ -162,11 +235,17 @@ def test_flash_attention_over_packed_requests(form, heads, dtype):
         mask[:, :, 0] = mask[0, 0, 1] * torch.tensor([0, 1, 0])[:, None]
         mask[1, 0, 0] = 0
     if form.startswith("mask"):
-        torch_npu._npu_flash_attention(*given, mask.to(dtype).npu(), int32(*lengths), 0.2, *heads, out)
+        torch_npu._npu_flash_attention(
+            *given, mask.to(dtype).npu(), int32(*lengths), 0.2, *heads, out
+        )
     elif form == "v3":
-        torch_npu._npu_flash_attention_v3(*given, torch.zeros(128, 128, dtype=dtype).npu(), int32(*lengths), 0.2, *heads, out=out)
+        torch_npu._npu_flash_attention_v3(
+            *given, torch.zeros(128, 128, dtype=dtype).npu(), int32(*lengths), 0.2, *heads, out=out
+        )
     else:
-        getattr(torch_npu, f"_npu_flash_attention_{form}")(*given, int32(*lengths), 0.2, *heads, out=out)
+        getattr(torch_npu, f"_npu_flash_attention_{form}")(
+            *given, int32(*lengths), 0.2, *heads, out=out
+        )
     start = 0
     for i, length in enumerate(lengths):
         part = slice(start, start + length)
@@ -189,11 +268,15 @@ def distances(queries, keys, roots):
 
 @pytest.mark.parametrize("kind", ["mask", "each", 4, 5])
 def test_alibi(kind):
-    """mask_type 2, a bias for each head; 4 and 5, a mask of distances or their roots, times a factor for each head."""
+    """mask_type 2, a bias for each head; 4 and 5, a mask of distances or their roots, times a
+    factor for each head."""
     lengths, heads = [300, 20], 4
     query, key, value = (torch.randn(320, n, 16).bfloat16() for n in (heads, 2, 2))
     roots = kind == 5
-    bias = [-slopes(heads).double()[:, None, None] * distances(n, n, roots) + hidden(n, n) for n in lengths]
+    bias = [
+        -slopes(heads).double()[:, None, None] * distances(n, n, roots) + hidden(n, n)
+        for n in lengths
+    ]
     if isinstance(kind, int):
         mask = distances(256, 256, roots) + torch.full((256, 256), torch.inf).triu(1)
         options = {"mask": mask.bfloat16().npu(), "slopes": -slopes(heads).npu(), "mask_type": kind}
@@ -216,12 +299,26 @@ def test_alibi_over_pages(kind):
     counts, lengths = [3, 20], [35, 20]
     query = torch.randn(23, 4, 16).bfloat16()
     keys, values, *caches, table = paged(lengths, 2, 16, torch.bfloat16)
-    mask = (distances(256, 256, kind == 5) + torch.full((256, 256), torch.inf).triu(1)).bfloat16().npu()
-    options = {"slopes": -slopes(4).npu(), "mask_type": kind, "num_kv_heads": 2, "num_heads": 4, "scale_value": 0.25}
+    mask = (
+        (distances(256, 256, kind == 5) + torch.full((256, 256), torch.inf).triu(1))
+        .bfloat16()
+        .npu()
+    )
+    options = {
+        "slopes": -slopes(4).npu(),
+        "mask_type": kind,
+        "num_kv_heads": 2,
+        "num_heads": 4,
+        "scale_value": 0.25,
+    }
     out = torch.empty_like(query).npu()
-    torch_npu.atb._npu_flash_attention_prefix_v2(query.npu(), *caches, table, mask, counts, lengths, out=out, **options)
+    torch_npu.atb._npu_flash_attention_prefix_v2(
+        query.npu(), *caches, table, mask, counts, lengths, out=out, **options
+    )
     for i, (rows, ours) in enumerate(zip(query.split(counts), out.split(counts), strict=True)):
-        bias = -slopes(4).double()[:, None, None] * distances(counts[i], lengths[i], kind == 5) + hidden(counts[i], lengths[i])
+        bias = -slopes(4).double()[:, None, None] * distances(
+            counts[i], lengths[i], kind == 5
+        ) + hidden(counts[i], lengths[i])
         close(ours, reference(rows, keys[i], values[i], 0.25, bias)[0])
 
 
@@ -236,9 +333,13 @@ def test_multi_head_latent_attention(counts, dtype):
     out, lse = torch_npu.atb.npu_multi_head_latent_attention(
         *split, *caches, table, lengths, 4, 0.2, 1, True, qseqlen=counts, calc_type="calc_type_ring"
     )
-    plain = torch_npu.atb.npu_multi_head_latent_attention(*split, *caches, table, lengths, 4, 0.2, 1, qseqlen=counts)
+    plain = torch_npu.atb.npu_multi_head_latent_attention(
+        *split, *caches, table, lengths, 4, 0.2, 1, qseqlen=counts
+    )
     assert torch.equal(out, plain)
-    for rows, ours, sums, key in zip(*(x.split(counts or 1) for x in (query, out, lse)), keys, strict=True):
+    for rows, ours, sums, key in zip(
+        *(x.split(counts or 1) for x in (query, out, lse)), keys, strict=True
+    ):
         expected, expected_lse = reference(rows, key, key[..., :32], 0.2)
         close(ours, expected)
         close(sums[..., 0], expected_lse.t())
@@ -254,15 +355,26 @@ def test_ring_mla(triangular):
     mask = torch.ones(512, 512).half().triu(1).npu()
 
     def ring(part, **options):
-        split = [x.contiguous().npu() for source in (query, keys[part]) for x in source.split([16, 8], -1)]
+        split = [
+            x.contiguous().npu()
+            for source in (query, keys[part])
+            for x in source.split([16, 8], -1)
+        ]
         seqlen = torch.stack([int32(*counts), int32(*parts[part])])
-        return torch_npu.atb.npu_ring_mla(*split, values[part].npu(), mask, seqlen, 4, 2, qk_scale=0.2, **options)
+        return torch_npu.atb.npu_ring_mla(
+            *split, values[part].npu(), mask, seqlen, 4, 2, qk_scale=0.2, **options
+        )
 
     out, lse = ring(0, calc_type="calc_type_first_ring")
     kind = "mask_type_triu" if triangular else "no_mask"
     out, lse = ring(1, calc_type="calc_type_default", mask_type=kind, pre_out=out, prev_lse=lse)
-    for i, (rows, ours, sums) in enumerate(zip(query.split(counts), out.split(counts), lse.split(counts, 1), strict=True)):
-        key, value = (torch.cat([x.split(n)[i] for x, n in zip(both, parts, strict=True)]) for both in (keys, values))
+    for i, (rows, ours, sums) in enumerate(
+        zip(query.split(counts), out.split(counts), lse.split(counts, 1), strict=True)
+    ):
+        key, value = (
+            torch.cat([x.split(n)[i] for x, n in zip(both, parts, strict=True)])
+            for both in (keys, values)
+        )
         bias = torch.zeros(counts[i], parts[0][i] + parts[1][i], dtype=torch.float64)
         if triangular:
             bias[:, parts[0][i] :] = hidden(counts[i], counts[i])
@@ -293,10 +405,18 @@ def test_paged_cache_load(starts, ends):
     caches = [torch.randn(6, BLOCK, 2, size).half() for size in (32, 16)]
     table, lengths = torch.tensor([[4, 0, 2], [1, 5, 3]], dtype=torch.int32), [20, 35]
     given = {None: lengths, "with zero": [0, 20, 55], "without": [20, 55]}[ends]
-    options = {"seq_starts": None if starts is None else int32(*starts).npu(), "cumsum": ends is not None}
-    ours = torch_npu.atb.npu_paged_cache_load(*(x.npu() for x in caches), table.npu(), int32(*given).npu(), **options)
+    options = {
+        "seq_starts": None if starts is None else int32(*starts).npu(),
+        "cumsum": ends is not None,
+    }
+    ours = torch_npu.atb.npu_paged_cache_load(
+        *(x.npu() for x in caches), table.npu(), int32(*given).npu(), **options
+    )
     for cache, out in zip(caches, ours, strict=True):
-        rows = [cache[table[i, (starts or [0, 0])[i] // BLOCK :].long()].flatten(0, 1)[:n] for i, n in enumerate(lengths)]
+        rows = [
+            cache[table[i, (starts or [0, 0])[i] // BLOCK :].long()].flatten(0, 1)[:n]
+            for i, n in enumerate(lengths)
+        ]
         assert torch.equal(out.cpu(), torch.cat(rows))
 
 
@@ -345,10 +465,16 @@ def test_quant_rms_norm(dtype):
         torch.empty(4, 1, 64, dtype=torch.int8),
     )
     out = out.npu()
-    torch_npu._npu_quant_rms_norm(x.npu(), gamma.npu(), beta.npu(), scale.npu(), offset.npu(), out, 1e-3)
-    wide = x.double() / (x.double().pow(2).mean(-1, True) + 1e-3).sqrt() * gamma.double() + beta.double()
+    torch_npu._npu_quant_rms_norm(
+        x.npu(), gamma.npu(), beta.npu(), scale.npu(), offset.npu(), out, 1e-3
+    )
+    wide = (
+        x.double() / (x.double().pow(2).mean(-1, True) + 1e-3).sqrt() * gamma.double()
+        + beta.double()
+    )
     expected = (wide / scale.double() + 3).round().clamp(-128, 127)
-    assert (out.cpu().double() - expected).abs().max() <= 1  # a tie that float32 rounds the other way
+    # a tie that float32 rounds the other way
+    assert (out.cpu().double() - expected).abs().max() <= 1
     assert (out.cpu().double() == expected).double().mean() > 0.98
 
 
@@ -386,7 +512,9 @@ def test_matmul_add_fp32(dtype):
     x, weight, c = torch.randn(9, 4).to(dtype), torch.randn(9, 5).to(dtype), torch.randn(4, 5)
     ours = c.npu()
     torch_npu._npu_matmul_add_fp32(x.npu(), weight.npu(), ours)
-    torch.testing.assert_close(ours.cpu().double(), c.double() + x.double().t() @ weight.double(), atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(
+        ours.cpu().double(), c.double() + x.double().t() @ weight.double(), atol=1e-5, rtol=1e-5
+    )
 
 
 def test_captured_in_a_graph():
@@ -407,7 +535,8 @@ def test_captured_in_a_graph():
 
 
 def test_calls_of_one_operator_within_a_capture():
-    """Each computes its own tensors, though several are set up before the queue's thread launches the first."""
+    """Each computes its own tensors, though several are set up before the queue's thread launches
+    the first."""
     inputs = [torch.full((3, 8), float(n)).half().npu() for n in range(40)]
     outputs = [torch.zeros(3, 8, dtype=torch.int8).npu() for _ in inputs]
     scale, offset = torch.ones(8).half().npu(), torch.zeros(8, dtype=torch.int8).npu()

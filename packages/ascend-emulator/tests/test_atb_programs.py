@@ -45,9 +45,21 @@ FRACTAL = """
 
 
 def test_on_310p_caches_and_masks_are_fractal(run):
-    done = run("run", "--soc", "Ascend310P3", "--", sys.executable, "-c", textwrap.dedent(FRACTAL), ASCEND_LAUNCH_BLOCKING="1")
+    done = run(
+        "run",
+        "--soc",
+        "Ascend310P3",
+        "--",
+        sys.executable,
+        "-c",
+        textwrap.dedent(FRACTAL),
+        ASCEND_LAUNCH_BLOCKING="1",
+    )
     assert done.returncode == 0, done.stderr
-    assert "atb::SelfAttention: query is BFloat16 (DT_BFLOAT16); Ascend310P3 does not compute in bfloat16" in done.stdout
+    assert (
+        "atb::SelfAttention: query is BFloat16 (DT_BFLOAT16); Ascend310P3 does not compute in"
+        " bfloat16" in done.stdout
+    )
 
 
 REFUSED = """
@@ -71,9 +83,15 @@ REFUSED = """
     attempt("compressed", lambda: atb._npu_flash_attention_v2(query, query, query, [2], mask_type=4, **v2))
 """
 REFUSED_LATER = {
-    "blocks": ("paged(2, 4, 0.5, torch.full_like(table, 9))", "atb::PagedAttention: block_table names block 9 of 3"),
+    "blocks": (
+        "paged(2, 4, 0.5, torch.full_like(table, 9))",
+        "atb::PagedAttention: block_table names block 9 of 3",
+    ),
     "pages": (
-        "torch_npu._npu_paged_attention(query, cache, cache, 2, 4, 0.5, table, length * 40, n(2, 4, 16))",
+        (
+            "torch_npu._npu_paged_attention(query, cache, cache, 2, 4, 0.5, table, length * 40,"
+            " n(2, 4, 16))"
+        ),
         "atb::PagedAttention: request 0 has 40 keys, and block_table pages for 32",
     ),
 }
@@ -85,18 +103,25 @@ REFUSED_LATENT = {
 
 def attempts(run, script):
     """Label to what was raised, and the program's standard error."""
-    done = run("run", "--", sys.executable, "-c", textwrap.dedent(script), ASCEND_LAUNCH_BLOCKING="1")
+    done = run(
+        "run", "--", sys.executable, "-c", textwrap.dedent(script), ASCEND_LAUNCH_BLOCKING="1"
+    )
     assert done.returncode == 0, done.stderr
-    return dict(line.split(": ", 1) for line in done.stdout.splitlines() if ": " in line) | {"": done.stderr}
+    return dict(line.split(": ", 1) for line in done.stdout.splitlines() if ": " in line) | {
+        "": done.stderr
+    }
 
 
 def test_what_is_not_there_refuses_by_its_name(run):
     seen = attempts(run, REFUSED)
     assert "atb::PagedAttention: 0 input tensors" in seen["mask type"]
     assert (
-        "atb::PagedAttention: key_cache has shape [3, 16, 2, 16]; it must be [blocks, block_size, 3, head_size]" in seen["heads"]
+        "atb::PagedAttention: key_cache has shape [3, 16, 2, 16]; it must be [blocks, block_size,"
+        " 3, head_size]" in seen["heads"]
     )
-    assert "atb::PagedAttention: a tensor of Half (DT_FLOAT16) is in the host's memory" in seen["host"]
+    assert (
+        "atb::PagedAttention: a tensor of Half (DT_FLOAT16) is in the host's memory" in seen["host"]
+    )
     assert "atb::SelfAttention: mask_type 6 is not emulated" in seen["left"]
     assert "atb::SelfAttention: mask is not the compressed ALiBi mask" in seen["compressed"]
 
@@ -113,7 +138,10 @@ def test_latent_forms_that_are_refused(run, label):
     """torch_npu does not raise the reason of these; it is on standard error."""
     option, expected = REFUSED_LATENT[label]
     head = REFUSED[: REFUSED.index('    attempt("mask type"')]
-    call = f"atb.npu_multi_head_latent_attention(query, query, cache, cache, table, [1, 1], 4, 1.0, 2, {option})"
+    call = (
+        "atb.npu_multi_head_latent_attention(query, query, cache, cache, table, [1, 1], 4, 1.0, 2,"
+        f" {option})"
+    )
     seen = attempts(run, head + f'    attempt("{label}", lambda: {call})\n')
     assert "call AtbMLAGetWorkspaceSize failed" in seen[label]
     assert f"[ascend-emulator] {expected}" in seen[""]
@@ -129,7 +157,9 @@ def test_an_operator_without_an_emulation_refuses_by_its_name(run):
         except Exception as error:
             print(error)
     """
-    done = run("run", "--", sys.executable, "-c", textwrap.dedent(script), ASCEND_LAUNCH_BLOCKING="1")
+    done = run(
+        "run", "--", sys.executable, "-c", textwrap.dedent(script), ASCEND_LAUNCH_BLOCKING="1"
+    )
     assert "call AtbMLAPreprocessGetWorkspaceSize failed" in done.stdout
     assert "[ascend-emulator] AtbMLAPreprocess is not emulated" in done.stderr
 

@@ -10,7 +10,8 @@ from torch.nn import functional as F
 
 HALVES = [torch.float16, torch.bfloat16]
 HEADS = [(4, 4), (8, 2), (6, 1)]  # query heads, key and value heads
-COMPRESSED = torch.ones(2048, 2048, dtype=torch.int8).triu(1)  # the mask that sparse modes 2, 3 and 4 want
+# the mask that sparse modes 2, 3 and 4 want
+COMPRESSED = torch.ones(2048, 2048, dtype=torch.int8).triu(1)
 
 
 def left_out(mode, queries, keys, before=2**31 - 1, after=2**31 - 1):
@@ -25,7 +26,8 @@ def left_out(mode, queries, keys, before=2**31 - 1, after=2**31 - 1):
 
 
 def reference(query, key, value, scale, mask=None):
-    """query [t, n, d], key and value [l, m, d] with m dividing n; returns [t, n, d] and the log-sum-exp [t, n], float64."""
+    """query [t, n, d], key and value [l, m, d] with m dividing n; returns [t, n, d] and the
+    log-sum-exp [t, n], float64."""
     query, key, value = query.double(), key.double(), value.double()
     key, value = (x.repeat_interleave(query.size(1) // x.size(1), 1) for x in (key, value))
     scores = torch.einsum("tnd,lnd->ntl", query, key) * scale
@@ -53,10 +55,12 @@ def fused(query, key, value, *, heads, mask=None, **options):
 
 
 def pages(tensors, block_size, layout, dtype):
-    """Tensors [l, m, d] of requests scattered over blocks: the cache in CANN's layout and the block table."""
+    """Tensors [l, m, d] of requests scattered over blocks: the cache in CANN's layout and the block
+    table."""
     _, groups, size = tensors[0].shape
     needed = [-(-len(x) // block_size) for x in tensors]
-    blocks = torch.full((sum(needed) + 3, block_size, groups, size), 1e4, dtype=dtype)  # a read of what is not there would show
+    # a read of what is not there would show
+    blocks = torch.full((sum(needed) + 3, block_size, groups, size), 1e4, dtype=dtype)
     free = torch.randperm(len(blocks)).tolist()
     table = torch.zeros(len(tensors), max(needed) + 1, dtype=torch.int32)
     for row, (x, count) in enumerate(zip(tensors, needed, strict=True)):
@@ -84,7 +88,10 @@ def test_pages(layout, batch, heads, dtype):
     torch.manual_seed(hash((batch, heads)) % 1000)
     size, scale = 64, 0.125
     queries = [torch.randn(new, heads[0], size).to(dtype) for new, _ in BATCHES[batch]]
-    keys, values = ([torch.randn(length, heads[1], size).to(dtype) for _, length in BATCHES[batch]] for _ in range(2))
+    keys, values = (
+        [torch.randn(length, heads[1], size).to(dtype) for _, length in BATCHES[batch]]
+        for _ in range(2)
+    )
     joined = pages([torch.cat(pair, -1) for pair in zip(keys, values, strict=True)], 128, "", dtype)
     key_cache, value_cache = joined[0].split(size, -1)
     if layout == "H":
@@ -104,16 +111,29 @@ def test_pages(layout, batch, heads, dtype):
         actual_seq_lengths_kv=[length for _, length in BATCHES[batch]],
         softmax_lse_flag=True,
     )
-    wanted = [reference(q, k, v, scale, left_out(3, len(q), len(k))) for q, k, v in zip(queries, keys, values, strict=True)]
+    wanted = [
+        reference(q, k, v, scale, left_out(3, len(q), len(k)))
+        for q, k, v in zip(queries, keys, values, strict=True)
+    ]
     close(out, torch.cat([o for o, _ in wanted]))
     assert (lse.dtype, lse.shape) == (torch.float32, (len(out), heads[0], 1))
-    torch.testing.assert_close(lse.squeeze(-1).cpu().double(), torch.cat([s for _, s in wanted]), atol=2e-3, rtol=2e-3)
+    torch.testing.assert_close(
+        lse.squeeze(-1).cpu().double(), torch.cat([s for _, s in wanted]), atol=2e-3, rtol=2e-3
+    )
 
 
 def test_pages_of_a_request_that_has_nothing_in_them():
     query, pages_of = torch.randn(3, 4, 64).half(), torch.randn(2, 128, 128).half()
-    options = {"block_table": torch.zeros(2, 1, dtype=torch.int32).npu(), "block_size": 128, "softmax_lse_flag": True}
-    options |= {"actual_seq_lengths": [2, 3], "actual_seq_lengths_kv": [0, 5], "input_layout": "TND"}
+    options = {
+        "block_table": torch.zeros(2, 1, dtype=torch.int32).npu(),
+        "block_size": 128,
+        "softmax_lse_flag": True,
+    }
+    options |= {
+        "actual_seq_lengths": [2, 3],
+        "actual_seq_lengths_kv": [0, 5],
+        "input_layout": "TND",
+    }
     out, lse = fused(query, pages_of, pages_of, heads=(4, 2), scale=0.1, **options)
     assert not out[:2].any()
     assert (lse[:2] == torch.inf).all()
@@ -134,7 +154,16 @@ def test_block_sizes_and_head_sizes(block_size):
             "actual_seq_lengths": [20],
             "actual_seq_lengths_kv": [100],
         }
-        out, _ = fused(query, *caches, heads=(4, 2), mask=COMPRESSED, sparse_mode=3, scale=0.1, input_layout="TND", **options)
+        out, _ = fused(
+            query,
+            *caches,
+            heads=(4, 2),
+            mask=COMPRESSED,
+            sparse_mode=3,
+            scale=0.1,
+            input_layout="TND",
+            **options,
+        )
         close(out, reference(query, key, value, 0.1, left_out(3, 20, 100))[0])
 
 
@@ -164,18 +193,32 @@ def test_batches_without_pages(layout, mode, heads, dtype):
         softmax_lse_flag=True,
         **window,
     )
-    ignored = mask[0] if mode == 0 else left_out(mode, queries, length, window.get("pre_tokens", 0), window.get("next_tokens", 0))
+    ignored = (
+        mask[0]
+        if mode == 0
+        else left_out(
+            mode, queries, length, window.get("pre_tokens", 0), window.get("next_tokens", 0)
+        )
+    )
     wanted = [reference(q, k, v, 0.2, ignored) for q, k, v in zip(query, key, value, strict=True)]
     place = places["BSND" if layout == "BNSD_BSND" else layout]
     close(out, place(torch.stack([o for o, _ in wanted])))
     assert (lse.dtype, lse.shape) == (torch.float32, (batch, heads[0], queries, 1))
-    torch.testing.assert_close(lse[..., 0].cpu().double(), torch.stack([s.t() for _, s in wanted]), atol=2e-3, rtol=2e-3)
+    torch.testing.assert_close(
+        lse[..., 0].cpu().double(), torch.stack([s.t() for _, s in wanted]), atol=2e-3, rtol=2e-3
+    )
 
 
 @pytest.mark.parametrize("layout", ["BSH", "BNSD"])
 def test_actual_lengths_of_a_padded_batch(layout):
-    query, key, value = torch.randn(2, 6, 2, 16).half(), torch.randn(2, 9, 2, 16).half(), torch.randn(2, 9, 2, 16).half()
-    place = (lambda x: x.flatten(2)) if layout == "BSH" else (lambda x: x.transpose(1, 2).contiguous())
+    query, key, value = (
+        torch.randn(2, 6, 2, 16).half(),
+        torch.randn(2, 9, 2, 16).half(),
+        torch.randn(2, 9, 2, 16).half(),
+    )
+    place = (
+        (lambda x: x.flatten(2)) if layout == "BSH" else (lambda x: x.transpose(1, 2).contiguous())
+    )
     out, _ = fused(
         *map(place, (query, key, value)),
         heads=(2, 2),
@@ -184,7 +227,10 @@ def test_actual_lengths_of_a_padded_batch(layout):
         actual_seq_lengths=[6, 4],
         actual_seq_lengths_kv=[5, 9],
     )
-    first, second = reference(query[0], key[0, :5], value[0, :5], 0.25)[0], reference(query[1, :4], key[1], value[1], 0.25)[0]
+    first, second = (
+        reference(query[0], key[0, :5], value[0, :5], 0.25)[0],
+        reference(query[1, :4], key[1], value[1], 0.25)[0],
+    )
     own = out.cpu().view(2, 6, 2, 16) if layout == "BSH" else out.cpu().transpose(1, 2)
     close(own[0], first)
     close(own[1, :4], second)
@@ -194,7 +240,9 @@ def test_actual_lengths_of_a_padded_batch(layout):
 def test_tokens_of_all_requests_in_a_row_without_pages(mode):
     counts = [(3, 3), (1, 8), (6, 10)]
     queries = [torch.randn(new, 4, 64).bfloat16() for new, _ in counts]
-    keys, values = ([torch.randn(length, 4, 64).bfloat16() for _, length in counts] for _ in range(2))
+    keys, values = (
+        [torch.randn(length, 4, 64).bfloat16() for _, length in counts] for _ in range(2)
+    )
     lengths = [torch.tensor(column).cumsum(0).tolist() for column in zip(*counts, strict=True)]
     out, _ = fused(
         *map(torch.cat, (queries, keys, values)),
@@ -220,7 +268,9 @@ def test_scatter_pa_kv_cache(kind, dtype):
     caches = torch.randn(2, 4, 16, 2, 64).to(dtype)
     slots = torch.tensor([63, 0, 17, 16, 40], dtype=kind)
     ours = caches.npu()
-    torch_npu.npu_scatter_pa_kv_cache(key.npu(), value.npu(), ours[0], ours[1], slots.npu(), cache_mode="Norm")
+    torch_npu.npu_scatter_pa_kv_cache(
+        key.npu(), value.npu(), ours[0], ours[1], slots.npu(), cache_mode="Norm"
+    )
     expected = caches.clone()
     expected.flatten(1, 2)[0][slots.long()] = key
     expected.flatten(1, 2)[1][slots.long()] = value
@@ -234,14 +284,18 @@ def test_scaled_dot_product_attention(kind, dtype):
     mask = torch.rand(12, 12) > 0.3
     mask[:, 0] = True
     options = {"plain": {}, "causal": {"is_causal": True}, "mask": {"attn_mask": mask}}[kind]
-    expected = F.scaled_dot_product_attention(query.double(), key.double(), value.double(), **options)
+    expected = F.scaled_dot_product_attention(
+        query.double(), key.double(), value.double(), **options
+    )
     ours = {name: x.npu() if isinstance(x, torch.Tensor) else x for name, x in options.items()}
     close(F.scaled_dot_product_attention(query.npu(), key.npu(), value.npu(), **ours), expected)
 
 
 def test_large_scores_do_not_overflow():
     query, key, value = torch.randn(3, 1, 4, 2, 16).half() * 40
-    out, lse = fused(query, key, value, heads=(2, 2), scale=1.0, input_layout="BSND", softmax_lse_flag=True)
+    out, lse = fused(
+        query, key, value, heads=(2, 2), scale=1.0, input_layout="BSND", softmax_lse_flag=True
+    )
     expected, sums = reference(query[0], key[0], value[0], 1.0)
     assert sums.max() > math.log(torch.finfo(torch.float16).max)
     torch.testing.assert_close(lse[0, ..., 0].t().cpu().double(), sums, atol=1e-2, rtol=2e-3)

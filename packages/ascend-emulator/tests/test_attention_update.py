@@ -1,4 +1,5 @@
-"""Attention update, MLA prolog, lightning indexer and sparse attention, against references in float64."""
+"""Attention update, MLA prolog, lightning indexer and sparse attention, against references in
+float64."""
 
 import re
 import sys
@@ -25,7 +26,9 @@ def test_attention_update(dtype):
     wide = lse.double().masked_fill(lse.isposinf(), -torch.inf)
     close(out, ((wide - wide.logsumexp(0)).exp()[..., None] * parts.double()).sum(0))
     close(total, wide.logsumexp(0))
-    assert torch.equal(torch_npu.npu_attention_update([x.npu() for x in lse], [x.npu() for x in parts], 0)[0], out)
+    assert torch.equal(
+        torch_npu.npu_attention_update([x.npu() for x in lse], [x.npu() for x in parts], 0)[0], out
+    )
 
 
 @pytest.mark.parametrize("layout", ["SBH", "TND", "packed"])
@@ -37,20 +40,34 @@ def test_ring_attention_update(calls, layout):
     largest, sums = torch.randn(2, *stats_shape), torch.rand(2, *stats_shape) + 0.5
 
     def given(x):
-        """The columns of eight; requests one after the other as [heads, tokens] unless the layout is the output's."""
+        """The columns of eight; requests one after the other as [heads, tokens] unless the layout
+        is the output's."""
         if layout == "packed":
             x = torch.cat([part.t().reshape(-1) for part in x.split(counts)]).view(7, heads)
         return x[..., None].expand(*x.shape, 8).contiguous().npu()
 
-    options = {} if layout == "SBH" else {"input_layout": "TND", "actual_seq_qlen": torch.tensor([3, 7]).npu()}
+    options = (
+        {}
+        if layout == "SBH"
+        else {"input_layout": "TND", "actual_seq_qlen": torch.tensor([3, 7]).npu()}
+    )
     if layout == "TND":
         options["input_softmax_layout"] = "TND"
-    parts = [outs[0].npu(), given(largest[0]), given(sums[0]), outs[1].npu(), given(largest[1]), given(sums[1])]
+    parts = [
+        outs[0].npu(),
+        given(largest[0]),
+        given(sums[0]),
+        outs[1].npu(),
+        given(largest[1]),
+        given(sums[1]),
+    ]
     out, most, total = torch_npu.npu_ring_attention_update(*parts, **options)
     if layout != "TND":  # the first version, which MindSpeed calls
         first = [torch.empty_like(x) for x in (out, most, total)]
         layout_of_outputs = options.get("input_layout", "SBH")
-        calls.compute("RingAttentionUpdate", *parts, options.get("actual_seq_qlen"), layout_of_outputs, *first)
+        calls.compute(
+            "RingAttentionUpdate", *parts, options.get("actual_seq_qlen"), layout_of_outputs, *first
+        )
         assert all(torch.equal(*pair) for pair in zip(first, (out, most, total), strict=True))
     lse = largest.double() + sums.double().log()
     weights = (lse - lse.logsumexp(0)).exp()
@@ -60,19 +77,35 @@ def test_ring_attention_update(calls, layout):
     else:
         close(out, (outs.double() * weights[..., None]).sum(0), ulps=16)
     assert torch.equal(most.cpu(), torch.maximum(given(largest[0]), given(largest[1])).cpu())
-    close((most + total.log())[..., 0].flatten().sort()[0], lse.logsumexp(0).flatten().sort()[0], ulps=16)
+    close(
+        (most + total.log())[..., 0].flatten().sort()[0],
+        lse.logsumexp(0).flatten().sort()[0],
+        ulps=16,
+    )
 
 
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
 @pytest.mark.parametrize("split", [1, 2])
 @pytest.mark.parametrize("perm", [(0, 1, 2), (1, 0, 2)])
 def test_transpose_batchmatmul(perm, split, dtype):
-    x, weight = torch.randn(4, 6, 32).permute(perm).contiguous().to(dtype), torch.randn(4, 32, 16).to(dtype)
+    x, weight = (
+        torch.randn(4, 6, 32).permute(perm).contiguous().to(dtype),
+        torch.randn(4, 32, 16).to(dtype),
+    )
     out = torch_npu.npu_transpose_batchmatmul(
-        x.npu(), weight.npu(), perm_x1=perm, perm_x2=(0, 1, 2), perm_y=(1, 0, 2), batch_split_factor=split
+        x.npu(),
+        weight.npu(),
+        perm_x1=perm,
+        perm_x2=(0, 1, 2),
+        perm_y=(1, 0, 2),
+        batch_split_factor=split,
     )
     expected = (x.double().permute(perm) @ weight.double()).transpose(0, 1)
-    close(out, expected if split == 1 else expected.reshape(6, 2, 32).transpose(0, 1), ulps=64 if dtype == torch.float32 else 8)
+    close(
+        out,
+        expected if split == 1 else expected.reshape(6, 2, 32).transpose(0, 1),
+        ulps=64 if dtype == torch.float32 else 8,
+    )
 
 
 def rms(x, gamma, epsilon=1e-5):
@@ -90,11 +123,23 @@ def rotate(x, cos, sin):
 @pytest.mark.parametrize("mode", ["PA_BSND", "PA_NZ"])
 @pytest.mark.parametrize("small", [False, True], ids=["bfloat16", "int8"])
 def test_mla_prolog(small, mode, version, weights):
-    tokens, hidden, low, heads, size, latent, rotary = 5, 7168 if version == 2 else 6144, 1536, 2, 128, 512, 64
+    tokens, hidden, low, heads, size, latent, rotary = (
+        5,
+        7168 if version == 2 else 6144,
+        1536,
+        2,
+        128,
+        512,
+        64,
+    )
     dtype = torch.int8 if small else torch.bfloat16
 
     def weight(*shape):
-        return torch.randint(-100, 100, shape, dtype=dtype) if small else (torch.randn(shape) / shape[0] ** 0.5).to(dtype)
+        return (
+            torch.randint(-100, 100, shape, dtype=dtype)
+            if small
+            else (torch.randn(shape) / shape[0] ** 0.5).to(dtype)
+        )
 
     x, down, up, down_key = (
         weight(tokens, hidden),
@@ -125,15 +170,29 @@ def test_mla_prolog(small, mode, version, weights):
         torch.npu.config.allow_internal_format = False
     options = {name: t.npu() for name, t in scales.items()} | {"cache_mode": mode}
     if version == 2:
-        query, rope, _, _, query_scale = torch_npu.npu_mla_prolog_v2(*given, index.npu(), *ours, **options)
+        query, rope, _, _, query_scale = torch_npu.npu_mla_prolog_v2(
+            *given, index.npu(), *ours, **options
+        )
     else:
-        options |= {"cache_index": index.npu(), "weight_quant_mode": 2 if small else 0, "kv_cache_quant_mode": 1 if small else 0}
-        query, rope, query_scale, *_ = torch_npu.npu_mla_prolog_v3(*given, *ours, query_quant_mode=int(small), **options)
+        options |= {
+            "cache_index": index.npu(),
+            "weight_quant_mode": 2 if small else 0,
+            "kv_cache_quant_mode": 1 if small else 0,
+        }
+        query, rope, query_scale, *_ = torch_npu.npu_mla_prolog_v3(
+            *given, *ours, query_quant_mode=int(small), **options
+        )
     wide = x.double()
 
     def product(left, right, name, rows=None):
         out = left.double() @ right.double()
-        return out * (scales["dequant_scale_x"].double() if rows is None else rows) * scales[name].double() if small else out
+        return (
+            out
+            * (scales["dequant_scale_x"].double() if rows is None else rows)
+            * scales[name].double()
+            if small
+            else out
+        )
 
     query_low = rms(product(wide, down, "dequant_scale_w_dq"), gammas[0].double())
     if small:
@@ -147,7 +206,9 @@ def test_mla_prolog(small, mode, version, weights):
     if small:
         factor = query_scale.cpu().double()
         close(query_scale, absorbed.abs().amax(-1, keepdim=True) / 127, ulps=1e5)
-        torch.testing.assert_close(query.cpu().double() * factor, absorbed, atol=2 * float(factor.max()), rtol=0)
+        torch.testing.assert_close(
+            query.cpu().double() * factor, absorbed, atol=2 * float(factor.max()), rtol=0
+        )
         torch.testing.assert_close(rope.cpu().double() * factor / 40, turned, atol=2e-2, rtol=2e-2)
     else:
         close(query, absorbed, ulps=8)
@@ -160,27 +221,75 @@ def test_mla_prolog(small, mode, version, weights):
         expected = torch.zeros(cache.shape).double()
         unit = 32 // cache.element_size() if mode == "PA_NZ" else rows.size(1)
         for slot, row in zip(index.tolist(), rows, strict=True):
-            expected.view(3, -1, 16, unit)[slot // 16, :, slot % 16] = row.view(-1, unit) if mode == "PA_NZ" else row
+            expected.view(3, -1, 16, unit)[slot // 16, :, slot % 16] = (
+                row.view(-1, unit) if mode == "PA_NZ" else row
+            )
         whole = cache.dtype == torch.int8
-        torch.testing.assert_close(result.cpu().double(), expected, atol=1 if whole else 3e-2, rtol=0 if whole else 3e-2)
+        torch.testing.assert_close(
+            result.cpu().double(), expected, atol=1 if whole else 3e-2, rtol=0 if whole else 3e-2
+        )
 
 
-NAMES = ["token_x", "weight_dq", "weight_uq_qr", "weight_uk", "weight_dkv_kr", "rmsnorm_gamma_cq", "rmsnorm_gamma_ckv"]
+NAMES = [
+    "token_x",
+    "weight_dq",
+    "weight_uq_qr",
+    "weight_uk",
+    "weight_dkv_kr",
+    "rmsnorm_gamma_cq",
+    "rmsnorm_gamma_ckv",
+]
 NAMES += ["rope_sin", "rope_cos", "kv_cache", "kr_cache", "cache_index"]
 FLOAT, INT8 = {"dtype": torch.float32}, {"dtype": torch.int8}
-SMALL_UP = {"weight_uq_qr": INT8, "dequant_scale_w_uq_qr": {"size": (1, 384)} | FLOAT, "weight_quant_mode": 1}
+SMALL_UP = {
+    "weight_uq_qr": INT8,
+    "dequant_scale_w_uq_qr": {"size": (1, 384)} | FLOAT,
+    "weight_quant_mode": 1,
+}
 
 
-def prolog(version=3, hidden=7168, low=1536, heads=2, size=128, latent=512, rotary=64, block=16, rows=(2,), **changes):
+def prolog(
+    version=3,
+    hidden=7168,
+    low=1536,
+    heads=2,
+    size=128,
+    latent=512,
+    rotary=64,
+    block=16,
+    rows=(2,),
+    **changes,
+):
     """Call the operator with zeros; changes are options, or a tensor's dtype and shape."""
-    shapes = [(*rows, hidden), (hidden, low), (low, heads * (size + rotary)), (heads, size, latent), (hidden, latent + rotary)]
-    shapes += [(low,), (latent,), (*rows, rotary), (*rows, rotary), (3, block, 1, latent), (3, block, 1, rotary), rows]
+    shapes = [
+        (*rows, hidden),
+        (hidden, low),
+        (low, heads * (size + rotary)),
+        (heads, size, latent),
+        (hidden, latent + rotary),
+    ]
+    shapes += [
+        (low,),
+        (latent,),
+        (*rows, rotary),
+        (*rows, rotary),
+        (3, block, 1, latent),
+        (3, block, 1, rotary),
+        rows,
+    ]
     dtypes = [torch.bfloat16] * 11 + [torch.int64]
-    standard = {name: {"size": shape, "dtype": dtype} for name, shape, dtype in zip(NAMES, shapes, dtypes, strict=True)}
-    given = standard | {
-        name: standard.get(name, {}) | change if isinstance(change, dict) else change for name, change in changes.items()
+    standard = {
+        name: {"size": shape, "dtype": dtype}
+        for name, shape, dtype in zip(NAMES, shapes, dtypes, strict=True)
     }
-    given = {name: torch.zeros(**each, device="npu") if isinstance(each, dict) else each for name, each in given.items()}
+    given = standard | {
+        name: standard.get(name, {}) | change if isinstance(change, dict) else change
+        for name, change in changes.items()
+    }
+    given = {
+        name: torch.zeros(**each, device="npu") if isinstance(each, dict) else each
+        for name, each in given.items()
+    }
     getattr(torch_npu, f"npu_mla_prolog_v{version}")(**given)
     torch.npu.synchronize()
 
@@ -211,7 +320,10 @@ def test_sizes_that_mla_prolog_takes():
         ({"heads": 3}, "the number of heads is 3; allowed: 1, 2, 4, 8, 16, 32, 64, 128"),
         ({"block": 64}, "the block size is 64; allowed: 16, 128"),
         ({"rows": (1, 17)}, "the sequence length of token_x is 17; allowed: 0 to 16"),
-        ({"kr_cache": {"size": (4, 16, 1, 64)}}, "kr_cache has shape [4, 16, 1, 64]; it must be [3, 16, 1, 64]"),
+        (
+            {"kr_cache": {"size": (4, 16, 1, 64)}},
+            "kr_cache has shape [4, 16, 1, 64]; it must be [3, 16, 1, 64]",
+        ),
         ({"cache_index": {"size": (1, 2)}}, "cache_index has shape [1, 2]; it must be [2]"),
         ({"cache_index": {"dtype": torch.int32}}, "cache_index"),
         ({"rmsnorm_gamma_cq": FLOAT}, "rmsnorm_gamma_cq"),
@@ -220,11 +332,18 @@ def test_sizes_that_mla_prolog_takes():
         ({"token_x": {"dtype": torch.float16}}, "token_x"),
         ({"weight_quant_mode": 1}, "weight_quant_mode is 1; it must be 0 for bfloat16 weights"),
         (SMALL_UP | {"weight_quant_mode": 0}, "weight_quant_mode is 0"),
-        (SMALL_UP | {"dequant_scale_w_uq_qr": {"size": (1, 192)} | FLOAT}, "dequant_scale_w_uq_qr's number of elements is 192"),
+        (
+            SMALL_UP | {"dequant_scale_w_uq_qr": {"size": (1, 192)} | FLOAT},
+            "dequant_scale_w_uq_qr's number of elements is 192",
+        ),
         ({"kv_cache_quant_mode": 1}, "kv_cache_quant_mode is 1"),
         ({"query_quant_mode": 1}, "query_quant_mode is 1; allowed: 0"),
         (
-            {"kv_cache": INT8, "quant_scale_ckv": {"size": (1, 512)} | FLOAT, "kv_cache_quant_mode": 2},
+            {
+                "kv_cache": INT8,
+                "quant_scale_ckv": {"size": (1, 512)} | FLOAT,
+                "kv_cache_quant_mode": 2,
+            },
             "kv_cache is int8 and weight",
         ),
     ],
@@ -264,21 +383,43 @@ def split(x, layout):
 @pytest.mark.parametrize("mode", [0, 3])
 def test_lightning_indexer(mode, layout, small):
     heads, size = 4, 128
-    query, weights, keys = torch.randn(4, heads, size).half(), torch.rand(4, heads).half(), torch.randn(6, BLOCK, 1, size).half()
+    query, weights, keys = (
+        torch.randn(4, heads, size).half(),
+        torch.rand(4, heads).half(),
+        torch.randn(6, BLOCK, 1, size).half(),
+    )
     given = paged(layout, mode) | {"sparse_count": 30}
     if small:
         query8, keys8 = (torch.randint(-127, 128, x.shape, dtype=torch.int8) for x in (query, keys))
-        query_scale, key_scale = (torch.rand(4, heads) + 0.5).half(), (torch.rand(6, BLOCK, 1) + 0.5).half()
-        query, keys = query8.double() * query_scale.double()[..., None], keys8.double() * key_scale.double()[..., None]
+        query_scale, key_scale = (
+            (torch.rand(4, heads) + 0.5).half(),
+            (torch.rand(6, BLOCK, 1) + 0.5).half(),
+        )
+        query, keys = (
+            query8.double() * query_scale.double()[..., None],
+            keys8.double() * key_scale.double()[..., None],
+        )
         chosen = torch_npu.npu_quant_lightning_indexer(
-            split(query8, layout), keys8.npu(), split(weights, layout), split(query_scale, layout), key_scale.npu(), 0, 0, **given
+            split(query8, layout),
+            keys8.npu(),
+            split(weights, layout),
+            split(query_scale, layout),
+            key_scale.npu(),
+            0,
+            0,
+            **given,
         )
     else:
-        chosen = torch_npu.npu_lightning_indexer(split(query, layout), keys.npu(), split(weights, layout), **given)[0]
+        chosen = torch_npu.npu_lightning_indexer(
+            split(query, layout), keys.npu(), split(weights, layout), **given
+        )[0]
     flat, rows = chosen.cpu().view(4, 30), rows_of(keys)
     for t in range(4):
         seen = LENGTHS[t // 2] - (1 - t % 2 if mode == 3 else 0)
-        scores = torch.einsum("nd,ld->nl", query[t].double(), rows[t // 2].double()).relu() * weights[t].double()[:, None]
+        scores = (
+            torch.einsum("nd,ld->nl", query[t].double(), rows[t // 2].double()).relu()
+            * weights[t].double()[:, None]
+        )
         order = scores.sum(0)[:seen].argsort(descending=True)[:30]
         assert set(flat[t][flat[t] >= 0].tolist()) == set(order.tolist())
         assert (flat[t] >= 0).sum() == len(order)
@@ -329,23 +470,34 @@ SINKS = """
 
 @SINKS_OF_SPARSE_ATTENTION
 def test_sparse_flash_attention_with_sinks_on_950(run):
-    done = run("run", "--soc", "Ascend950PR_9599", "--", sys.executable, "-c", textwrap.dedent(SINKS))
+    done = run(
+        "run", "--soc", "Ascend950PR_9599", "--", sys.executable, "-c", textwrap.dedent(SINKS)
+    )
     assert "as in float64" in done.stdout, done.stderr
 
 
 def attend_sparsely(heads=4, size=512, block=BLOCK, key_rope=None, **given):
-    query, cache = torch.zeros(4, heads, size).half().npu(), torch.zeros(6, block, 1, size).half().npu()
+    query, cache = (
+        torch.zeros(4, heads, size).half().npu(),
+        torch.zeros(6, block, 1, size).half().npu(),
+    )
     rope = torch.zeros(4, heads, 64).half().npu()
     key_rope = torch.zeros(6, block, 1, 64).half().npu() if key_rope is None else key_rope
     named = torch.zeros(4, 1, 8, dtype=torch.int32).npu()
-    options = {"query_rope": rope, "key_rope": key_rope, "attention_mode": 2} | paged("TND", 3, "kv") | given
+    options = (
+        {"query_rope": rope, "key_rope": key_rope, "attention_mode": 2}
+        | paged("TND", 3, "kv")
+        | given
+    )
     torch_npu.npu_sparse_flash_attention(query, cache, cache, named, 0.1, **options)
 
 
 def select_sparsely(heads=4, size=128, block=BLOCK, key=None, **given):
     key = torch.zeros(6, block, 1, size).half().npu() if key is None else key
     query, weights = torch.zeros(4, heads, size).half().npu(), torch.zeros(4, heads).half().npu()
-    torch_npu.npu_lightning_indexer(query, key, weights, **{"sparse_count": 8} | paged("TND", 3) | given)
+    torch_npu.npu_lightning_indexer(
+        query, key, weights, **{"sparse_count": 8} | paged("TND", 3) | given
+    )
 
 
 def multiplied(batch, inner, columns, turned=False):
@@ -357,10 +509,19 @@ def multiplied(batch, inner, columns, turned=False):
 def select_quantized(apart="", sparse_count=8, **dtypes):
     """The tensor ``apart`` is a view that is not contiguous."""
     shapes = {"weights": (4, 4), "query_scale": (4, 4), "key_scale": (6, BLOCK, 1)}
-    given = {name: torch.zeros(*shape, 2, dtype=dtypes.get(name, torch.float16)).npu() for name, shape in shapes.items()}
-    given = {name: x[..., 0] if name == apart else x[..., 0].contiguous() for name, x in given.items()}
-    query, key = (torch.zeros(shape, dtype=torch.int8).npu() for shape in ((4, 4, 128), (6, BLOCK, 1, 128)))
-    torch_npu.npu_quant_lightning_indexer(query, key, *given.values(), 0, 0, sparse_count=sparse_count, **paged("TND", 3))
+    given = {
+        name: torch.zeros(*shape, 2, dtype=dtypes.get(name, torch.float16)).npu()
+        for name, shape in shapes.items()
+    }
+    given = {
+        name: x[..., 0] if name == apart else x[..., 0].contiguous() for name, x in given.items()
+    }
+    query, key = (
+        torch.zeros(shape, dtype=torch.int8).npu() for shape in ((4, 4, 128), (6, BLOCK, 1, 128))
+    )
+    torch_npu.npu_quant_lightning_indexer(
+        query, key, *given.values(), 0, 0, sparse_count=sparse_count, **paged("TND", 3)
+    )
 
 
 def strided(size):
@@ -377,21 +538,42 @@ def strided(size):
         (lambda: select_sparsely(block=2048), "the block size of key is 2048; allowed: 16 to 1024"),
         (lambda: select_sparsely(key=strided(128)), "key"),
         (lambda: select_sparsely(sparse_count=2049), "sparse_count is 2049"),
-        (lambda: select_quantized(weights=torch.bfloat16), "weights is BFloat16 (DT_BFLOAT16); allowed: Half"),
-        (lambda: select_quantized(query_scale=torch.float32), "query_dequant_scale is Float (DT_FLOAT); allowed: Half"),
-        (lambda: select_quantized(key_scale=torch.float32), "key_dequant_scale is Float (DT_FLOAT); allowed: Half"),
+        (
+            lambda: select_quantized(weights=torch.bfloat16),
+            "weights is BFloat16 (DT_BFLOAT16); allowed: Half",
+        ),
+        (
+            lambda: select_quantized(query_scale=torch.float32),
+            "query_dequant_scale is Float (DT_FLOAT); allowed: Half",
+        ),
+        (
+            lambda: select_quantized(key_scale=torch.float32),
+            "key_dequant_scale is Float (DT_FLOAT); allowed: Half",
+        ),
         (lambda: select_quantized(apart="query_scale"), "query_dequant_scale"),
         (lambda: select_quantized(apart="key_scale"), "key_dequant_scale"),
         (lambda: select_quantized(sparse_count=3072), "sparse_count is 3072; allowed: 1 to 2048"),
-        (lambda: select_sparsely(return_value=True), "return_value is not supported with pages of keys"),
+        (
+            lambda: select_sparsely(return_value=True),
+            "return_value is not supported with pages of keys",
+        ),
         (lambda: attend_sparsely(heads=6), "heads of query is 6; allowed: powers of two to 128"),
         (lambda: attend_sparsely(size=256), "have 256 and 64 elements; 512 and 64 are expected"),
         (lambda: attend_sparsely(attention_mode=0), "attention_mode is 0"),
-        (lambda: attend_sparsely(sparse_block_size=3), "sparse_block_size is 3; allowed: powers of two to 128"),
-        (lambda: attend_sparsely(sparse_block_size=32), "sparse_block_size 32 does not divide the block size 16"),
+        (
+            lambda: attend_sparsely(sparse_block_size=3),
+            "sparse_block_size is 3; allowed: powers of two to 128",
+        ),
+        (
+            lambda: attend_sparsely(sparse_block_size=32),
+            "sparse_block_size 32 does not divide the block size 16",
+        ),
         (lambda: attend_sparsely(query_rope=None), "query_rope and key_rope must be given"),
         (lambda: attend_sparsely(key_rope=strided(64)), "key_rope"),
-        (lambda: attend_sparsely(return_softmax_lse=True), "return_softmax_lse is not supported with pages of keys"),
+        (
+            lambda: attend_sparsely(return_softmax_lse=True),
+            "return_softmax_lse is not supported with pages of keys",
+        ),
         pytest.param(
             lambda: attend_sparsely(sinks=torch.zeros(4).npu()),
             "this operator is supported on Ascend950",
@@ -407,18 +589,32 @@ def test_limits_of_the_indexer_and_of_sparse_attention(call, message):
 @pytest.mark.parametrize(
     ("call", "message"),
     [
-        (lambda x: torch_npu.npu_attention_update([x[0]], [x.half(), x.half()], 0), "lists of 1 lse and 2 local_out"),
+        (
+            lambda x: torch_npu.npu_attention_update([x[0]], [x.half(), x.half()], 0),
+            "lists of 1 lse and 2 local_out",
+        ),
         (
             lambda x: torch_npu.npu_attention_update([x[0]] * 17, [x.repeat(1, 2)] * 17, 0),
             "lists of 17 lse and local_out; at most 16 are allowed",
         ),
-        (lambda x: torch_npu.npu_attention_update([x[0]], [x], 0), "head_dim of local_out is 4; allowed: 8 to 512"),
-        (lambda x: torch_npu.npu_attention_update([x[0]], [x.repeat(1, 3)], 0), "head_dim of local_out is 12"),
+        (
+            lambda x: torch_npu.npu_attention_update([x[0]], [x], 0),
+            "head_dim of local_out is 4; allowed: 8 to 512",
+        ),
+        (
+            lambda x: torch_npu.npu_attention_update([x[0]], [x.repeat(1, 3)], 0),
+            "head_dim of local_out is 12",
+        ),
         (lambda x: torch_npu.npu_transpose_batchmatmul(*multiplied(1, 8, 16)), "K is 8"),
         (lambda x: torch_npu.npu_transpose_batchmatmul(*multiplied(1, 16, 8)), "N is 8"),
-        (lambda x: torch_npu.npu_transpose_batchmatmul(*multiplied(1, 65536, 16)), "K is 65536; allowed: 1 to 65535"),
         (
-            lambda x: torch_npu.npu_transpose_batchmatmul(*multiplied(4096, 16, 16, turned=True), perm_x1=(1, 0, 2)),
+            lambda x: torch_npu.npu_transpose_batchmatmul(*multiplied(1, 65536, 16)),
+            "K is 65536; allowed: 1 to 65535",
+        ),
+        (
+            lambda x: torch_npu.npu_transpose_batchmatmul(
+                *multiplied(4096, 16, 16, turned=True), perm_x1=(1, 0, 2)
+            ),
             "K x B is 65536; allowed: 1 to 65535",
         ),
         (

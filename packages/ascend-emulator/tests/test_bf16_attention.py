@@ -1,4 +1,5 @@
-"""Attention of bfloat16 tensors by the emulator's own kernel, around the edges of its blocks, in float64."""
+"""Attention of bfloat16 tensors by the emulator's own kernel, around the edges of its blocks, in
+float64."""
 
 import pytest
 import torch
@@ -18,10 +19,16 @@ def visible(mode, queries, keys, before, after):
     return (distance - (keys - queries) <= after) & (distance - (keys - queries) >= -before)
 
 
-# 30 rows and 128 keys are computed at a time, six rows in a tile: (queries, keys) below, at and above.
-@pytest.mark.parametrize(("queries", "keys"), [(1, 1), (2, 127), (5, 128), (7, 129), (15, 255), (16, 257), (31, 31), (33, 300)])
+# 30 rows and 128 keys are computed at a time, six rows in a tile: (queries, keys) below, at and
+# above.
+@pytest.mark.parametrize(
+    ("queries", "keys"),
+    [(1, 1), (2, 127), (5, 128), (7, 129), (15, 255), (16, 257), (31, 31), (33, 300)],
+)
 @pytest.mark.parametrize(("heads", "groups"), [(4, 4), (6, 2), (7, 1), (64, 1)])
-@pytest.mark.parametrize(("mode", "before", "after"), [(0, 0, 0), (2, 0, 0), (3, TOKENS, 0), (4, 3, 0), (4, 131, 2)])
+@pytest.mark.parametrize(
+    ("mode", "before", "after"), [(0, 0, 0), (2, 0, 0), (3, TOKENS, 0), (4, 3, 0), (4, 131, 2)]
+)
 def test_edges_of_blocks(queries, keys, heads, groups, mode, before, after):
     query = torch.randn(2, heads, queries, 64).bfloat16()
     key, value = torch.randn(2, 2, groups, keys, 64).bfloat16()
@@ -40,20 +47,34 @@ def test_edges_of_blocks(queries, keys, heads, groups, mode, before, after):
         actual_seq_lengths_kv=[keys, 2 * keys],
     )
     mask = ~visible(mode, queries, keys, before, after)
-    wanted, sums = zip(*(reference(q, k, v, 0.2, mask) for q, k, v in zip(query, key, value, strict=True)), strict=True)
+    wanted, sums = zip(
+        *(reference(q, k, v, 0.2, mask) for q, k, v in zip(query, key, value, strict=True)),
+        strict=True,
+    )
     close(out, arranged(torch.stack(wanted), "TND"), 6)
     expected = torch.cat(sums, 1).t()
     torch.testing.assert_close(
-        lse.squeeze(-1).cpu().double(), expected.where(expected > -torch.inf, torch.inf), atol=2e-3, rtol=2e-3
+        lse.squeeze(-1).cpu().double(),
+        expected.where(expected > -torch.inf, torch.inf),
+        atol=2e-3,
+        rtol=2e-3,
     )
 
 
-@pytest.mark.parametrize("layout", ["BSH", "BSND", "BNSD", "BNSD_BSND", "BSH_BNSD", "BSND_NBSD", "NTD_TND", "TND_NTD"])
+@pytest.mark.parametrize(
+    "layout", ["BSH", "BSND", "BNSD", "BNSD_BSND", "BSH_BNSD", "BSND_NBSD", "NTD_TND", "TND_NTD"]
+)
 @pytest.mark.parametrize("size", [32, 96, 128, 256])
 def test_layouts_and_head_sizes(layout, size):
     source, target = (layout.split("_") * 2)[:2]
-    query, key, value = (torch.randn(2, n, s, size).bfloat16() for n, s in ((4, 6), (2, 130), (2, 130)))
-    packed = {"actual_seq_lengths": [6, 12], "actual_seq_lengths_kv": [130, 260]} if source in ("TND", "NTD") else {}
+    query, key, value = (
+        torch.randn(2, n, s, size).bfloat16() for n, s in ((4, 6), (2, 130), (2, 130))
+    )
+    packed = (
+        {"actual_seq_lengths": [6, 12], "actual_seq_lengths_kv": [130, 260]}
+        if source in ("TND", "NTD")
+        else {}
+    )
     out, _ = torch_npu.npu_fused_infer_attention_score(
         *(arranged(x, source).npu() for x in (query, key, value)),
         atten_mask=COMPRESSED.npu(),
@@ -65,7 +86,9 @@ def test_layouts_and_head_sizes(layout, size):
         **packed,
     )
     mask = ~visible(3, 6, 130, TOKENS, 0)
-    wanted = [reference(q, k, v, size**-0.5, mask)[0] for q, k, v in zip(query, key, value, strict=True)]
+    wanted = [
+        reference(q, k, v, size**-0.5, mask)[0] for q, k, v in zip(query, key, value, strict=True)
+    ]
     close(out, arranged(torch.stack(wanted), target), 6)
 
 
@@ -102,16 +125,22 @@ def test_large_scores_do_not_overflow():
         actual_seq_lengths=[8],
         actual_seq_lengths_kv=[8],
     )
-    close(out, reference(*(x.transpose(0, 1) for x in (query, key, value)), 1.0)[0].transpose(0, 1), 6)
+    close(
+        out, reference(*(x.transpose(0, 1) for x in (query, key, value)), 1.0)[0].transpose(0, 1), 6
+    )
 
 
 @pytest.mark.parametrize("before", [2, 130, 131])
 def test_windows_that_begin_at_odd_tokens_of_pages(before):
-    """The last token of an odd part of a page is alone in its pair: what lies beside its weight is not multiplied."""
+    """The last token of an odd part of a page is alone in its pair: what lies beside its weight is
+    not multiplied."""
     queries, keys, block_size = 5, 300, 16
     query = torch.randn(queries, 6, 64).bfloat16()
     key, value = torch.randn(2, keys, 2, 64).bfloat16()
-    pages = [torch.cat([x, torch.full((20, 2, 64), torch.nan).bfloat16()]).view(-1, block_size, 128) for x in (key, value)]
+    pages = [
+        torch.cat([x, torch.full((20, 2, 64), torch.nan).bfloat16()]).view(-1, block_size, 128)
+        for x in (key, value)
+    ]
 
     query[0, 1] = torch.nan  # the weights beside those of head 0 are no numbers
     out, _ = torch_npu.npu_fused_infer_attention_score(
@@ -131,7 +160,9 @@ def test_windows_that_begin_at_odd_tokens_of_pages(before):
         actual_seq_lengths_kv=[keys],
     )
     mask = ~visible(4, queries, keys, before, 0)
-    wanted = reference(*(x.transpose(0, 1) for x in (query, key, value)), 0.2, mask)[0].transpose(0, 1)
+    wanted = reference(*(x.transpose(0, 1) for x in (query, key, value)), 0.2, mask)[0].transpose(
+        0, 1
+    )
     assert out[0, 1].isnan().all()
     others = torch.ones(queries, 6, dtype=torch.bool)
     others[0, 1] = False

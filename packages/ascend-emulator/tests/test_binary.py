@@ -17,7 +17,8 @@ LOGICAL = ["logical_and", "logical_or", "logical_xor"]
 
 
 def values(*shape, dtype):
-    """From 1 to 6, so that no quotient or power is out of range; in quarters, so that every type holds them."""
+    """From 1 to 6, so that no quotient or power is out of range; in quarters, so that every type
+    holds them."""
     quarters = torch.randint(4, 25, shape)
     return (quarters / 4).to(dtype) if dtype.is_floating_point else (quarters % 5 + 1).to(dtype)
 
@@ -71,11 +72,29 @@ def test_multiple_of_the_second(agree, name, dtype):
 
 
 @pytest.mark.parametrize(
-    "name", ["add", "sub", "mul", "div", "remainder", "maximum", "minimum", "eq", "lt", "floor_divide", "pow"]
+    "name",
+    [
+        "add",
+        "sub",
+        "mul",
+        "div",
+        "remainder",
+        "maximum",
+        "minimum",
+        "eq",
+        "lt",
+        "floor_divide",
+        "pow",
+    ],
 )
 @pytest.mark.parametrize(
     "types",
-    [(torch.int64, torch.float32), (torch.int32, torch.int64), (torch.float16, torch.float32), (torch.uint8, torch.int64)],
+    [
+        (torch.int64, torch.float32),
+        (torch.int32, torch.int64),
+        (torch.float16, torch.float32),
+        (torch.uint8, torch.int64),
+    ],
     ids=str,
 )
 def test_types_are_promoted(agree, name, types):
@@ -94,7 +113,16 @@ def test_truth_values_take_part(agree, name, other):
 
 
 @pytest.mark.parametrize(
-    "function", [operator.add, operator.sub, operator.mul, operator.truediv, operator.floordiv, operator.mod, operator.pow]
+    "function",
+    [
+        operator.add,
+        operator.sub,
+        operator.mul,
+        operator.truediv,
+        operator.floordiv,
+        operator.mod,
+        operator.pow,
+    ],
 )
 @pytest.mark.parametrize("dtype", ALL, ids=str)
 def test_number_on_the_left(agree, function, dtype):
@@ -173,7 +201,9 @@ def test_whole_numbers_times_a_fraction_in_place():
     x = torch.arange(-3, 4).npu()
     assert torch.equal(x.mul_(0.5).cpu(), torch.tensor([-1, -1, 0, 0, 0, 1, 1]))
     for call in (lambda: x.int().mul_(0.5), lambda: x.add_(0.5)):
-        with pytest.raises(RuntimeError, match="result type Float can't be cast to the desired output type"):
+        with pytest.raises(
+            RuntimeError, match="result type Float can't be cast to the desired output type"
+        ):
             call()
 
 
@@ -237,7 +267,9 @@ def test_three_tensors(agree, dtype):
 @pytest.mark.parametrize("name", ["add", "mul", "div", "eq", "maximum", "pow"])
 def test_result_in_a_strided_output(agree, name):
     def call(x, y):
-        whole = torch.zeros(*x.shape, 2, dtype=torch.float32 if name != "eq" else torch.bool, device=x.device)
+        whole = torch.zeros(
+            *x.shape, 2, dtype=torch.float32 if name != "eq" else torch.bool, device=x.device
+        )
         getattr(torch, name)(x, y, out=whole[..., 1])
         return whole.float()
 
@@ -270,7 +302,10 @@ def test_floor_division_of_truth_values(agree):
 
 
 def test_what_self_cannot_hold_is_refused():
-    with pytest.raises(RuntimeError, match="result type Float can't be cast to the desired output type Long of self"):
+    with pytest.raises(
+        RuntimeError,
+        match="result type Float can't be cast to the desired output type Long of self",
+    ):
         torch.ones(3, dtype=torch.int64, device="npu").add_(torch.ones(3, device="npu"))
 
 

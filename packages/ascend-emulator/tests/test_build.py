@@ -16,7 +16,9 @@ FORMATTER = Path(sys.executable).with_name("clang-format")
 
 def test_every_folder_belongs_to_one_unit():
     folders = sorted(folder for unit in build.UNITS.values() for folder in unit)
-    assert folders == sorted({path.parent.relative_to(build.SOURCES).as_posix() for path in build.SOURCES.rglob("*.cpp")})
+    assert folders == sorted(
+        {path.parent.relative_to(build.SOURCES).as_posix() for path in build.SOURCES.rglob("*.cpp")}
+    )
 
 
 def test_units_contain_every_source_once_and_are_of_similar_size():
@@ -30,7 +32,8 @@ def test_units_contain_every_source_once_and_are_of_similar_size():
 
 
 def test_macros_of_a_source_file_are_its_own():
-    """Files of a unit share their macros: a second definition would change the first file's meaning, or be a warning at most."""
+    """Files of a unit share their macros: a second definition would change the first file's
+    meaning, or be a warning at most."""
     for unit in build.units().values():
         names = [
             name
@@ -41,12 +44,27 @@ def test_macros_of_a_source_file_are_its_own():
         assert sorted(set(names)) == sorted(names)
 
 
-@pytest.mark.skipif(not FORMATTER.exists(), reason="clang-format is not installed (tools/environment/requirements.txt)")
+@pytest.mark.skipif(
+    not FORMATTER.exists(),
+    reason="clang-format is not installed (tools/environment/requirements.txt)",
+)
 def test_sources_are_formatted():
     generated = ("arguments.h", "dtypes.h")
-    sources = sorted(path for path in build.SOURCES.rglob("*") if path.suffix in (".cpp", ".h") and path.name not in generated)
-    done = subprocess.run([FORMATTER, "--dry-run", "--Werror", *sources], capture_output=True, text=True, cwd=ROOT, check=False)
-    files = sorted({line.partition(":")[0] for line in done.stderr.splitlines() if "error:" in line})
+    sources = sorted(
+        path
+        for path in build.SOURCES.rglob("*")
+        if path.suffix in (".cpp", ".h") and path.name not in generated
+    )
+    done = subprocess.run(
+        [FORMATTER, "--dry-run", "--Werror", *sources],
+        capture_output=True,
+        text=True,
+        cwd=ROOT,
+        check=False,
+    )
+    files = sorted(
+        {line.partition(":")[0] for line in done.stderr.splitlines() if "error:" in line}
+    )
     assert not files, f"format with: clang-format -i {' '.join(files)}"
 
 
@@ -61,9 +79,11 @@ def test_object_files_are_removed_when_no_build_uses_them(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("version", "known"), [("2.13.0", True), ("2.13.0.post2", True), ("2.13.0+git1234", False), ("2.13.0.dev1", False)]
+    ("version", "known"),
+    [("2.13.0", True), ("2.13.0.post2", True), ("2.13.0+git1234", False), ("2.13.0.dev1", False)],
 )
 def test_layouts_of_atb_are_known_for_releases(monkeypatch, version, known):
-    """A torch_npu that somebody built may have another op-plugin than the release of that number."""
+    """A torch_npu that somebody built may have another op-plugin than the release of
+    that number."""
     monkeypatch.setattr(importlib.metadata, "version", lambda name: version)
     assert (build.atb_without_layout() == []) == known

@@ -1,4 +1,5 @@
-"""The directory of compiled libraries: whose files are used, what is created in it, and its locks."""
+"""The directory of compiled libraries: whose files are used, what is created in it, and
+its locks."""
 
 import fcntl
 import os
@@ -29,7 +30,8 @@ def shared():
 
 @pytest.fixture
 def compiled(shared):
-    """A cache in `shared` that looks as if the libraries had been compiled: a program that trusts it loads them."""
+    """A cache in `shared` that looks as if the libraries had been compiled: a program that trusts
+    it loads them."""
     target = shared / "cache" / build.library_dir().name
     target.mkdir(parents=True)
     (target / "libascendcl.so").write_text("what a stranger compiled")
@@ -75,8 +77,9 @@ def test_libraries_that_another_user_compiled_are_not_loaded(run, compiled, shar
     done = build_in(run, shared / "cache")
     assert (done.returncode, done.stdout) == (1, "")
     assert done.stderr.splitlines() == [
-        f"ascend-emulator: {shared / 'cache'} belongs to user {STRANGER}, so that others can replace the compiled libraries; "
-        "fix: set ASCEND_EMULATOR_CACHE to a directory of your own"
+        f"ascend-emulator: {shared / 'cache'} belongs to user {STRANGER}, so that others can"
+        " replace the compiled libraries; fix: set ASCEND_EMULATOR_CACHE to a directory of"
+        " your own"
     ]
 
 
@@ -85,7 +88,9 @@ def test_one_library_of_another_user_is_enough(run, compiled, shared):
     give(compiled / "libascendcl.so", STRANGER)
     done = build_in(run, shared / "cache")
     assert done.returncode == 1
-    assert f"{compiled / 'libascendcl.so'} belongs to user {STRANGER}, so that others" in done.stderr
+    assert (
+        f"{compiled / 'libascendcl.so'} belongs to user {STRANGER}, so that others" in done.stderr
+    )
 
 
 @as_root
@@ -95,18 +100,24 @@ def test_other_users_may_use_what_root_compiled_and_not_change_it(compiled, shar
         with cache.lock(compiled.with_suffix(".lock")):
             return "locked"
 
-    assert as_stranger(use) == (
-        f"ascend-emulator: cannot use {compiled.with_suffix('.lock')}: Permission denied; "
+    assert (
+        as_stranger(use)
+        == f"ascend-emulator: cannot use {compiled.with_suffix('.lock')}: Permission denied; "
         "fix: set ASCEND_EMULATOR_CACHE to a directory of your own"
     )
     compiled.chmod(0o700)
-    assert f"cannot use {compiled / 'complete'}: Permission denied; fix: set ASCEND_EMULATOR_CACHE" in as_stranger(use)
+    assert (
+        f"cannot use {compiled / 'complete'}: Permission denied; fix: set ASCEND_EMULATOR_CACHE"
+        in as_stranger(use)
+    )
 
 
 @pytest.mark.parametrize("place", ["cache", "target", "library"])
 @pytest.mark.parametrize("mode", [0o777, 0o775])
 def test_libraries_that_others_may_replace_are_not_loaded(run, compiled, shared, place, mode):
-    path = {"cache": compiled.parent, "target": compiled, "library": compiled / "libascendcl.so"}[place]
+    path = {"cache": compiled.parent, "target": compiled, "library": compiled / "libascendcl.so"}[
+        place
+    ]
     if mode == 0o775:
         if os.geteuid() != 0:
             pytest.skip("only root can give a file to another group")
@@ -114,7 +125,10 @@ def test_libraries_that_others_may_replace_are_not_loaded(run, compiled, shared,
     path.chmod(mode)
     done = build_in(run, shared / "cache")
     assert (done.returncode, done.stdout) == (1, "")
-    assert f"ascend-emulator: {path} has mode {mode:04o}, so that others can replace the compiled libraries; fix: " in done.stderr
+    assert (
+        f"ascend-emulator: {path} has mode {mode:04o}, so that others can replace the compiled"
+        " libraries; fix: " in done.stderr
+    )
     path.chmod(0o755)
     assert build_in(run, shared / "cache").stdout == f"{compiled}\n"
 
@@ -146,15 +160,21 @@ def test_what_is_created_is_this_user_s_whatever_the_umask(tmp_path):
         cache.protect(tmp_path / "a")
     finally:
         os.umask(before)
-    modes = {path.name: stat.S_IMODE(path.stat().st_mode) for path in (tmp_path / "a", *(tmp_path / "a").rglob("*"))}
+    modes = {
+        path.name: stat.S_IMODE(path.stat().st_mode)
+        for path in (tmp_path / "a", *(tmp_path / "a").rglob("*"))
+    }
     assert modes == {"a": 0o700, "b": 0o700, "digest.lock": 0o600, "library.so": 0o644}
 
 
 def test_a_lock_does_not_follow_a_link(run, compiled, shared, tmp_path):
-    """Somebody who can create files beside the cache's would otherwise have this user's files emptied."""
+    """Somebody who can create files beside the cache's would otherwise have this user's files
+    emptied."""
     (compiled / "complete").unlink()
     compiler = tmp_path / "fails"  # the libraries' name has the compiler's version
-    compiler.write_text(f'#!/bin/sh\n[ "$1" = --version ] && exec {build._compiler()[0][0]} --version\nexit 1\n')
+    compiler.write_text(
+        f'#!/bin/sh\n[ "$1" = --version ] && exec {build._compiler()[0][0]} --version\nexit 1\n'
+    )
     compiler.chmod(0o755)
     victim = tmp_path / "notes"
     victim.write_text("not to be lost")
@@ -162,7 +182,10 @@ def test_a_lock_does_not_follow_a_link(run, compiled, shared, tmp_path):
     lock.symlink_to(victim)
     done = run("build", ASCEND_EMULATOR_CACHE=str(shared / "cache"), CXX=str(compiler))
     assert done.returncode == 1
-    assert f"cannot use {lock}: Too many levels of symbolic links; fix: set ASCEND_EMULATOR_CACHE" in done.stderr
+    assert (
+        f"cannot use {lock}: Too many levels of symbolic links; fix: set ASCEND_EMULATOR_CACHE"
+        in done.stderr
+    )
     assert victim.read_text() == "not to be lost"
 
 
@@ -172,7 +195,9 @@ def test_a_lock_that_another_process_holds(tmp_path, monkeypatch):
     with open(path, "w") as holder:
         fcntl.flock(holder, fcntl.LOCK_EX)
         with (
-            pytest.raises(cache.BuildError, match=f"another process holds {path} for 0 s; fix: end it"),
+            pytest.raises(
+                cache.BuildError, match=f"another process holds {path} for 0 s; fix: end it"
+            ),
             cache.lock(path, said.append),
         ):
             pass
@@ -202,12 +227,24 @@ def test_a_user_without_home_directory(monkeypatch, tmp_path, named):
         monkeypatch.setenv("ASCEND_EMULATOR_CACHE", str(tmp_path))
         assert cache.root() == tmp_path.resolve()
         return
-    with pytest.raises(cache.BuildError, match="no home directory for the compiled libraries; fix: set ASCEND_EMULATOR_CACHE"):
+    with pytest.raises(
+        cache.BuildError,
+        match="no home directory for the compiled libraries; fix: set ASCEND_EMULATOR_CACHE",
+    ):
         cache.root()
 
 
 def test_a_home_directory_that_cannot_be_written(run):
-    done = run("run", "--", sys.executable, "-c", "pass", HOME="/proc/nothing", XDG_CACHE_HOME="", ASCEND_EMULATOR_CACHE="")
+    done = run(
+        "run",
+        "--",
+        sys.executable,
+        "-c",
+        "pass",
+        HOME="/proc/nothing",
+        XDG_CACHE_HOME="",
+        ASCEND_EMULATOR_CACHE="",
+    )
     assert done.returncode == 1
     assert done.stderr.splitlines() == [
         "ascend-emulator: cannot use /proc/nothing: No such file or directory; "

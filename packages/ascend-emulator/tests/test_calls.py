@@ -34,7 +34,9 @@ def test_memory_is_set_and_copied_in_a_stream_s_order(acl, stream):
     torch.npu.synchronize()
     assert acl.aclrtMallocHostWithCfg(byref(host), c_uint64(64), None) == 0
     assert acl.aclrtMemsetAsync(at(x), c_size_t(64), 7, c_size_t(64), stream) == 0
-    assert acl.aclrtMemcpyAsyncWithCondition(host, c_size_t(64), at(x), c_size_t(64), 2, stream) == 0
+    assert (
+        acl.aclrtMemcpyAsyncWithCondition(host, c_size_t(64), at(x), c_size_t(64), 2, stream) == 0
+    )
     assert acl.aclrtSynchronizeDevice() == 0
     assert ctypes.string_at(host, 64) == b"\7" * 64
     assert acl.aclrtFreeHost(host) == 0
@@ -57,7 +59,9 @@ def test_an_event_has_a_time_until_it_is_reset(acl, stream):
 
 def test_callbacks_run_on_the_thread_that_processes_reports(acl, stream):
     ready, ran = threading.Event(), []
-    callback = ctypes.CFUNCTYPE(None, c_void_p)(lambda data: ran.append((data, threading.get_ident())))
+    callback = ctypes.CFUNCTYPE(None, c_void_p)(
+        lambda data: ran.append((data, threading.get_ident()))
+    )
 
     def process():
         ready.wait()
@@ -85,7 +89,8 @@ def test_a_graph_is_listed_on_standard_output(acl, capfd):
     with torch.npu.stream(own):
         assert acl.aclmdlRICaptureBegin(stream, 2) == 0
         torch.abs(x, out=x)
-        _ = torch.npu.current_stream().npu_stream  # empties torch_npu's queue, which the next call goes past
+        # empties torch_npu's queue, which the next call goes past
+        _ = torch.npu.current_stream().npu_stream
         assert acl.aclmdlRICaptureEnd(stream, byref(model)) == 0
     assert acl.aclmdlRIDebugPrint(model) == 0
     ctypes.CDLL(None).fflush(None)
@@ -110,7 +115,8 @@ def test_aborting_a_device_s_tasks_ends_a_wait(run):
 
 
 def test_aborting_a_device_s_tasks_waits_for_the_operator_that_runs(run):
-    """The caller may free the operator's memory then. Two seconds of computing: the wait was limited to one."""
+    """The caller may free the operator's memory then. Two seconds of computing: the wait was
+    limited to one."""
     script = """
         import ctypes, time, torch
         acl, x, side = ctypes.CDLL("libascendcl.so"), torch.ones(6144, 6144, device="npu"), torch.npu.Stream()
@@ -133,14 +139,20 @@ def test_aborting_a_device_s_tasks_waits_for_the_operator_that_runs(run):
 def test_memory_is_shared_with_listed_processes_alone(acl):
     memory, key = c_void_p(), ctypes.create_string_buffer(65)
     assert acl.aclrtMallocAlign32(byref(memory), c_size_t(1 << 21), 0) == 0
-    assert acl.aclrtIpcMemGetExportKey(memory, c_size_t(1 << 21), key, c_size_t(65), c_uint64(0)) == 0
+    assert (
+        acl.aclrtIpcMemGetExportKey(memory, c_size_t(1 << 21), key, c_size_t(65), c_uint64(0)) == 0
+    )
     assert acl.aclrtIpcMemSetImportPid(key, (c_int32 * 1)(os.getpid()), c_size_t(1)) == 0
     assert acl.aclrtIpcMemSetImportPid(b"no key", (c_int32 * 1)(os.getpid()), c_size_t(1)) != 0
     assert acl.aclrtFree(memory) == 0
 
 
 def test_faulty_memory_is_repaired(acl):
-    held, ranges, count = torch.ones(1 << 20, device="npu"), ctypes.create_string_buffer(256), c_size_t()
+    held, ranges, count = (
+        torch.ones(1 << 20, device="npu"),
+        ctypes.create_string_buffer(256),
+        c_size_t(),
+    )
     torch.npu.synchronize()
     faults.inject("aclrtSynchronizeDevice", kind="uce")
     assert acl.aclrtSynchronizeDevice() != 0
@@ -169,7 +181,11 @@ def test_arguments_are_made_and_destroyed(acl):
 
 def test_what_does_nothing_says_so_and_succeeds(acl, stream):
     """Those of a communicator are called in hccl_c_scenarios.py."""
-    names = {point.name for point in coverage.entry_points() if point.effect == "nothing" and not point.name.startswith("Hccl")}
+    names = {
+        point.name
+        for point in coverage.entry_points()
+        if point.effect == "nothing" and not point.name.startswith("Hccl")
+    }
     x = torch.ones(64, dtype=torch.uint8, device="npu")
     arguments = {
         "aclrtSetStreamFailureMode": (stream, c_uint64(1)),
@@ -198,7 +214,9 @@ def test_an_executor_is_launched_once(calls):
     assert launch(executor) == 0
     assert out.tolist() == [-1.0] * 3
     assert launch(executor) == 161002
-    assert b"aclnnNeg: the executor was launched or destroyed before" in library.aclGetRecentErrMsg()
+    assert (
+        b"aclnnNeg: the executor was launched or destroyed before" in library.aclGetRecentErrMsg()
+    )
     assert library.aclDestroyAclOpExecutor(executor) == 100000
     executor = prepared()
     assert library.aclDestroyAclOpExecutor(executor) == 0

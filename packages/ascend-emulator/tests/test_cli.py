@@ -12,12 +12,19 @@ import pytest
 from ascend_emulator import build, limits
 from ascend_emulator.activation import parse_size
 
-SHOW = "import os; print(*(os.environ.get('ASCEND_EMULATOR_' + n) for n in ('NPUS', 'SOC', 'MEMORY')))"
+SHOW = (
+    "import os; print(*(os.environ.get('ASCEND_EMULATOR_' + n) for n in ('NPUS', 'SOC', 'MEMORY')))"
+)
 
 
 def python(*code, **environment):
     return subprocess.run(
-        [sys.executable, *code], capture_output=True, text=True, timeout=120, env={**os.environ, **environment}, check=False
+        [sys.executable, *code],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        env={**os.environ, **environment},
+        check=False,
     )
 
 
@@ -43,14 +50,39 @@ def test_no_sizes(text):
 
 
 def test_run_says_so_in_one_line_and_describes_the_machine(run):
-    done = run("run", "--npus", "3", "--soc", "Ascend910B4", "--memory", "1GiB", "--", sys.executable, "-c", SHOW)
+    done = run(
+        "run",
+        "--npus",
+        "3",
+        "--soc",
+        "Ascend910B4",
+        "--memory",
+        "1GiB",
+        "--",
+        sys.executable,
+        "-c",
+        SHOW,
+    )
     assert done.stdout == "3 Ascend910B4 1073741824\n"
     unit = limits.vector_unit(os.environ)
-    assert done.stderr == f"ascend-emulator: 3 emulated NPUs (Ascend910B4, 1 GiB of its 32 GiB), computed on this CPU ({unit})\n"
+    assert (
+        done.stderr
+        == "ascend-emulator: 3 emulated NPUs (Ascend910B4, 1 GiB of its 32 GiB), computed on this"
+        f" CPU ({unit})\n"
+    )
 
 
 def test_run_hands_on_status_and_arguments(run):
-    done = run("run", sys.executable, "-c", "import sys; print(sys.argv[1:]); sys.exit(7)", "--npus", "9", "--", "x")
+    done = run(
+        "run",
+        sys.executable,
+        "-c",
+        "import sys; print(sys.argv[1:]); sys.exit(7)",
+        "--npus",
+        "9",
+        "--",
+        "x",
+    )
     assert (done.returncode, done.stdout) == (7, "['--npus', '9', '--', 'x']\n")
 
 
@@ -60,14 +92,20 @@ def test_programs_link_against_the_installation(run, tmp_path):
     function = "unsigned count() { unsigned n; return aclrtGetDeviceCount(&n) ? 0 : n; }"
     source.write_text(f"int aclrtGetDeviceCount(unsigned *);\n{function}")
     compiler = shutil.which("gcc") or shutil.which("cc") or shutil.which("clang")
-    linked = f"{compiler} -shared -fPIC -o {library} {source} -L$ASCEND_HOME_PATH/lib64 -Wl,--no-as-needed -lascendcl"
+    linked = (
+        f"{compiler} -shared -fPIC -o {library} {source} -L$ASCEND_HOME_PATH/lib64"
+        " -Wl,--no-as-needed -lascendcl"
+    )
     asked = f"{sys.executable} -c 'import ctypes, torch; print(ctypes.CDLL(\"{library}\").count())'"
     done = run("run", "--npus", "3", "--", "sh", "-ec", f"{linked}; {asked}")
     assert done.stdout == "3\n", done.stderr
 
 
 def test_child_processes_compute_too(run):
-    child = f'{sys.executable} -c "import torch; print(torch.npu.device_count(), torch.ones(3).npu().sum().item())"'
+    child = (
+        f'{sys.executable} -c "import torch; print(torch.npu.device_count(),'
+        ' torch.ones(3).npu().sum().item())"'
+    )
     done = run("run", "--npus", "2", "--memory", "1GiB", "--", "sh", "-c", f"{child}; echo end")
     assert (done.returncode, done.stdout) == (0, "2 3.0\nend\n"), done.stderr
     assert done.stderr.count("emulated NPU") == 1
@@ -76,14 +114,26 @@ def test_child_processes_compute_too(run):
 @pytest.mark.parametrize(
     ("arguments", "status", "message"),
     [
-        (["run", "--soc", "Ascend910Z", "--", "true"], 1, "unknown chip 'Ascend910Z'; supported: Ascend910B1, Ascend910B2, "),
+        (
+            ["run", "--soc", "Ascend910Z", "--", "true"],
+            1,
+            "unknown chip 'Ascend910Z'; supported: Ascend910B1, Ascend910B2, ",
+        ),
         (["run"], 2, "no command given; add it after --"),
         (["run", "--npus", "2"], 2, "no command given"),
-        (["run", "--", "no-such-program"], 127, "cannot start no-such-program: No such file or directory"),
+        (
+            ["run", "--", "no-such-program"],
+            127,
+            "cannot start no-such-program: No such file or directory",
+        ),
         (["run", "--npus", "0", "--", "true"], 1, "0 NPUs requested; 1 to 64 are supported"),
         (["run", "--npus", "65", "--", "true"], 1, "65 NPUs requested"),
         (["run", "--memory", "1MiB", "--", "true"], 1, "the minimum is 64 MiB"),
-        (["run", "--memory", "8X", "--", "true"], 2, "invalid memory size '8X'; use a form such as 8GiB or 8589934592"),
+        (
+            ["run", "--memory", "8X", "--", "true"],
+            2,
+            "invalid memory size '8X'; use a form such as 8GiB or 8589934592",
+        ),
         (["fly"], 2, "invalid choice: 'fly'"),
     ],
 )
@@ -96,48 +146,67 @@ def test_mistakes_are_answered_in_a_line(run, arguments, status, message):
 
 def test_version(run):
     done = run("--version")
-    assert (done.returncode, done.stdout) == (0, f"ascend-emulator {importlib.metadata.version('ascend-emulator')}\n")
+    assert (done.returncode, done.stdout) == (
+        0,
+        f"ascend-emulator {importlib.metadata.version('ascend-emulator')}\n",
+    )
 
 
 @pytest.mark.parametrize(
-    ("name", "value", "allowed"), [("POISON", "yes", "0 and 1"), ("ADVERSARY", "-1", "a number"), ("CPU", "avx2", "generic")]
+    ("name", "value", "allowed"),
+    [("POISON", "yes", "0 and 1"), ("ADVERSARY", "-1", "a number"), ("CPU", "avx2", "generic")],
 )
 def test_values_of_variables_are_checked(run, name, value, allowed):
     done = run("run", "--", "true", **{f"ASCEND_EMULATOR_{name}": value})
     assert done.returncode == 1
-    assert done.stderr == f"ASCEND_EMULATOR_{name} is {value!r}; supported: {allowed}; fix: correct or unset it\n"
+    assert (
+        done.stderr
+        == f"ASCEND_EMULATOR_{name} is {value!r}; supported: {allowed}; fix: correct or unset it\n"
+    )
 
 
 @pytest.mark.parametrize("generic", [False, True])
 def test_vector_unit_is_reported_and_can_be_avoided(run, generic):
-    """Sums have the order of the vector unit. The line has what the kernels, ATen, MKL and oneDNN are told."""
+    """Sums have the order of the vector unit. The line has what the kernels, ATen, MKL and oneDNN
+    are told."""
     ask = "ctypes.CDLL('libascend_emulator.so').ascend_emulator_vector_unit"
-    kernels = f"f = {ask}; f.restype = ctypes.c_char_p; print(f().decode(), torch.backends.cpu.get_cpu_capability())"
+    kernels = (
+        f"f = {ask}; f.restype = ctypes.c_char_p; print(f().decode(),"
+        " torch.backends.cpu.get_cpu_capability())"
+    )
     environment = {"ASCEND_EMULATOR_CPU": "generic"} if generic else {}
     done = run("run", "--", sys.executable, "-c", f"import ctypes, torch; {kernels}", **environment)
     unit, aten = done.stdout.split()
     assert done.stderr.endswith(f", computed on this CPU ({unit})\n")
-    assert (unit, aten) == ("generic", "DEFAULT") if generic else (limits.vector_unit(os.environ), aten)
+    assert (
+        (unit, aten) == ("generic", "DEFAULT")
+        if generic
+        else (limits.vector_unit(os.environ), aten)
+    )
 
 
 def test_without_a_compiler_one_line_names_what_to_install(run, tmp_path):
     done = run("build", PATH=str(tmp_path), CXX="", ASCEND_EMULATOR_CACHE=str(tmp_path / "cache"))
     assert done.returncode == 1
     assert done.stderr.splitlines() == [
-        "ascend-emulator needs a C++ compiler and found none: apt-get install g++ (or dnf install gcc-c++), or set CXX; "
-        "or pip install ascend-emulator[libs], which has compiled libraries"
+        "ascend-emulator needs a C++ compiler and found none: apt-get install g++ (or dnf install"
+        " gcc-c++), or set CXX; or pip install ascend-emulator[libs], which has compiled libraries"
     ]
 
 
 def test_compiler_that_fails_is_reported_in_a_line(run, tmp_path):
     compiler = tmp_path / "broken"
     said = "x.cpp:1: error: no such luck\\nbecause of this\\n"
-    compiler.write_text(f'#!/bin/sh\n[ "$1" = --version ] && {{ echo broken 1.0; exit; }}\nprintf "{said}" >&2; exit 1\n')
+    compiler.write_text(
+        f'#!/bin/sh\n[ "$1" = --version ] && {{ echo broken 1.0; exit; }}\nprintf "{said}" >&2;'
+        " exit 1\n"
+    )
     compiler.chmod(0o755)
     done = run("build", CXX=str(compiler), ASCEND_EMULATOR_CACHE=str(tmp_path / "cache"))
     assert done.returncode == 1
     assert done.stderr.splitlines()[-1].endswith("failed: x.cpp:1: error: no such luck")
-    assert "\nx.cpp:1: error: no such luck\nbecause of this\n" in done.stderr  # all that the compiler said
+    # all that the compiler said
+    assert "\nx.cpp:1: error: no such luck\nbecause of this\n" in done.stderr
     assert "Traceback" not in done.stderr
     assert not list(tmp_path.glob("cache/*/complete"))
 
@@ -152,7 +221,9 @@ def test_compiler_with_arguments(tmp_path, monkeypatch):
     assert command == [str(launcher), "g++"]
     assert version.endswith(" g++")
     monkeypatch.setenv("CXX", "/no/such/g++ -m64")
-    with pytest.raises(build.BuildError, match=r"CXX names /no/such/g\+\+, which is no program on PATH; fix: "):
+    with pytest.raises(
+        build.BuildError, match=r"CXX names /no/such/g\+\+, which is no program on PATH; fix: "
+    ):
         build._compiler()
 
 
@@ -164,18 +235,23 @@ def test_cuda_build_of_torch_is_refused_in_a_line(run, tmp_path):
     assert done.returncode == 1
     version = importlib.metadata.version("torch").partition("+")[0]
     assert done.stderr.splitlines() == [
-        f"ascend-emulator: torch {version} is a CUDA build, beside which torch-npu aborts; torch's CPU build is supported; "
-        f"fix: pip install torch=={version}+cpu --index-url https://download.pytorch.org/whl/cpu"
+        f"ascend-emulator: torch {version} is a CUDA build, beside which torch-npu aborts; torch's"
+        f" CPU build is supported; fix: pip install torch=={version}+cpu --index-url"
+        " https://download.pytorch.org/whl/cpu"
     ]
 
 
 def test_without_torch_npu_one_line_names_what_to_install():
     source = Path(build.__file__).parents[1]
-    script = f"import sys; sys.path.append({str(source)!r}); from ascend_emulator.cli import main; sys.exit(main(['build']))"
+    script = (
+        f"import sys; sys.path.append({str(source)!r}); from ascend_emulator.cli import main;"
+        " sys.exit(main(['build']))"
+    )
     done = python("-S", "-c", script)
     assert done.returncode == 1
     assert done.stderr.splitlines() == [
-        "ascend-emulator needs torch, which is not installed: pip install torch==2.13.0 torch-npu==2.13.0"
+        "ascend-emulator needs torch, which is not installed: pip install torch==2.13.0"
+        " torch-npu==2.13.0"
     ]
 
 
@@ -187,12 +263,16 @@ def test_second_build_is_instant(run):
 
 
 def test_concurrent_builds_do_not_collide(run, tmp_path):
-    """Four at once into an empty cache that has the compiled files, so that only linking is left: one does it."""
+    """Four at once into an empty cache that has the compiled files, so that only linking is left:
+    one does it."""
     (tmp_path / "objects").symlink_to(build.cache_root() / "objects")
     command = [sys.executable, "-m", "ascend_emulator.cli", "build"]
     environment = {**os.environ, "ASCEND_EMULATOR_CACHE": str(tmp_path)}
     several = [
-        subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment) for _ in range(4)
+        subprocess.Popen(
+            command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment
+        )
+        for _ in range(4)
     ]
     outputs = [process.communicate(timeout=120) for process in several]
     assert [process.returncode for process in several] == [0] * 4
@@ -200,7 +280,9 @@ def test_concurrent_builds_do_not_collide(run, tmp_path):
     assert directories == {str(tmp_path / build.library_dir().name)}
     assert sorted("compiled in" in log for _, log in outputs) == [False, False, False, True]
     original = build.library_dir()
-    assert {path.name for path in (tmp_path / original.name).glob("*.so")} == {path.name for path in original.glob("*.so")}
+    assert {path.name for path in (tmp_path / original.name).glob("*.so")} == {
+        path.name for path in original.glob("*.so")
+    }
 
 
 def test_coverage_command(run):
@@ -226,5 +308,16 @@ subprocess.run([sys.executable, "-c", {SHOW!r}])
 def test_strict_programs_have_poisoned_memory_and_the_given_adversary(run):
     script = "import os, torch, torch_npu; x = torch.empty(9, device='npu'); "
     script += "print(os.environ['ASCEND_EMULATOR_ADVERSARY'], x.isnan().all().item())"
-    done = run("run", "--strict", "--adversary", "7", "--memory", "256MiB", "--", sys.executable, "-c", script)
+    done = run(
+        "run",
+        "--strict",
+        "--adversary",
+        "7",
+        "--memory",
+        "256MiB",
+        "--",
+        sys.executable,
+        "-c",
+        script,
+    )
     assert done.stdout == "7 True\n", done.stderr

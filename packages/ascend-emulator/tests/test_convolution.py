@@ -5,18 +5,40 @@ import torch
 from torch.nn import functional as F
 
 FLOATS = [torch.float32, torch.float16, torch.bfloat16]
-# Shapes of input, weight and bias, and the function. Values are small whole numbers, so that sums are exact.
+# Shapes of input, weight and bias, and the function. Values are small whole numbers, so that sums
+# are exact.
 CASES = {
     "conv1d": ([(2, 4, 11), (6, 4, 3), (6,)], lambda x, w, b: F.conv1d(x, w, b, padding=1)),
-    "conv1d, dilated": ([(2, 4, 11), (6, 2, 3), (6,)], lambda x, w, b: F.conv1d(x, w, b, stride=2, dilation=2, groups=2)),
-    "conv2d": ([(2, 4, 7, 6), (6, 4, 3, 2), (6,)], lambda x, w, b: F.conv2d(x, w, b, stride=(2, 1), padding=(1, 0))),
+    "conv1d, dilated": (
+        [(2, 4, 11), (6, 2, 3), (6,)],
+        lambda x, w, b: F.conv1d(x, w, b, stride=2, dilation=2, groups=2),
+    ),
+    "conv2d": (
+        [(2, 4, 7, 6), (6, 4, 3, 2), (6,)],
+        lambda x, w, b: F.conv2d(x, w, b, stride=(2, 1), padding=(1, 0)),
+    ),
     "conv2d, one image": ([(4, 7, 6), (6, 4, 3, 3), (6,)], F.conv2d),
-    "conv2d, depthwise": ([(2, 4, 7, 6), (4, 1, 3, 3), (4,)], lambda x, w, b: F.conv2d(x, w, b, groups=4)),
+    "conv2d, depthwise": (
+        [(2, 4, 7, 6), (4, 1, 3, 3), (4,)],
+        lambda x, w, b: F.conv2d(x, w, b, groups=4),
+    ),
     "conv2d without a bias": ([(2, 4, 7, 6), (6, 4, 3, 3)], F.conv2d),
-    "conv3d": ([(2, 2, 4, 5, 6), (3, 2, 2, 3, 2), (3,)], lambda x, w, b: F.conv3d(x, w, b, padding=1)),
-    "conv_transpose1d": ([(2, 4, 5), (4, 3, 3), (3,)], lambda x, w, b: F.conv_transpose1d(x, w, b, stride=2, output_padding=1)),
-    "conv_transpose2d": ([(2, 4, 5, 4), (4, 3, 3, 2), (6,)], lambda x, w, b: F.conv_transpose2d(x, w, b, 2, 1, 1, groups=2)),
-    "conv_transpose3d": ([(1, 2, 3, 4, 3), (2, 3, 2, 2, 2), (3,)], lambda x, w, b: F.conv_transpose3d(x, w, b, stride=2)),
+    "conv3d": (
+        [(2, 2, 4, 5, 6), (3, 2, 2, 3, 2), (3,)],
+        lambda x, w, b: F.conv3d(x, w, b, padding=1),
+    ),
+    "conv_transpose1d": (
+        [(2, 4, 5), (4, 3, 3), (3,)],
+        lambda x, w, b: F.conv_transpose1d(x, w, b, stride=2, output_padding=1),
+    ),
+    "conv_transpose2d": (
+        [(2, 4, 5, 4), (4, 3, 3, 2), (6,)],
+        lambda x, w, b: F.conv_transpose2d(x, w, b, 2, 1, 1, groups=2),
+    ),
+    "conv_transpose3d": (
+        [(1, 2, 3, 4, 3), (2, 3, 2, 2, 2), (3,)],
+        lambda x, w, b: F.conv_transpose3d(x, w, b, stride=2),
+    ),
     "conv_tbc": ([(9, 2, 4), (3, 4, 5), (5,)], lambda x, w, b: torch.conv_tbc(x, w, b, 1)),
     "unfold": ([(2, 3, 8, 7)], lambda x: F.unfold(x, (3, 2), dilation=2, padding=1, stride=2)),
     "fold": ([(2, 12, 20)], lambda x: F.fold(x, (6, 5), (2, 2))),
@@ -32,7 +54,10 @@ def test_convolution(agree_backward, name, dtype):
 
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
 def test_depthwise_by_its_own_name(agree, dtype):
-    x, w = torch.randint(-2, 3, (2, 4, 7, 6)).to(dtype), torch.randint(-2, 3, (4, 1, 3, 3)).to(dtype)
+    x, w = (
+        torch.randint(-2, 3, (2, 4, 7, 6)).to(dtype),
+        torch.randint(-2, 3, (4, 1, 3, 3)).to(dtype),
+    )
 
     def depthwise(x, w):
         if x.is_npu:
@@ -43,7 +68,10 @@ def test_depthwise_by_its_own_name(agree, dtype):
 
 
 def test_a_kernel_of_no_size_is_refused():
-    with pytest.raises(RuntimeError, match=r"aclnnConvolution: weight has the shape \[1, 1, 0, 1, 1\]; no dimension may be 0"):
+    with pytest.raises(
+        RuntimeError,
+        match=r"aclnnConvolution: weight has the shape \[1, 1, 0, 1, 1\]; no dimension may be 0",
+    ):
         F.conv_transpose3d(torch.ones(1, 1, 1, 1, 1).npu(), torch.ones(1, 1, 0, 1, 1).npu())
 
 
@@ -54,7 +82,8 @@ def test_nnpack_s_convolution():
 
 
 def hf32(x):
-    """Rounded to 11 bits of mantissa, ties to even, in float64 (CANN's documentation of ENABLE_HF32_EXECUTION)."""
+    """Rounded to 11 bits of mantissa, ties to even, in float64 (CANN's documentation of
+    ENABLE_HF32_EXECUTION)."""
     fraction, exponent = torch.frexp(x.double())
     return torch.ldexp((fraction * 2**12).round(), exponent - 12)
 
@@ -91,7 +120,8 @@ def test_gradients_in_float32_are_multiplied_in_hf32():
     grad = out.detach().cpu() / 8
     wide = hf32(x).requires_grad_(), hf32(w).requires_grad_()
     expected = torch.autograd.grad(F.conv2d(*wide), wide, hf32(grad))
-    for slope, reference in zip(slopes, [*expected, grad.double().sum((0, 2, 3))], strict=True):  # the bias's is a plain sum
+    # the bias's is a plain sum
+    for slope, reference in zip(slopes, [*expected, grad.double().sum((0, 2, 3))], strict=True):
         assert relative(slope, reference) < 1e-6
 
 
@@ -99,5 +129,7 @@ def test_float32_keeps_its_precision_where_hf32_is_not_allowed(in_float32):
     torch.manual_seed(0)
     tensors = torch.randn(2, 16, 9, 8), torch.randn(8, 16, 3, 3), torch.randn(8)
     expected = gradients(F.conv2d, *(x.double() for x in tensors))
-    for ours, theirs in zip(gradients(F.conv2d, *(x.npu() for x in tensors)), expected, strict=True):
+    for ours, theirs in zip(
+        gradients(F.conv2d, *(x.npu() for x in tensors)), expected, strict=True
+    ):
         assert relative(ours.detach(), theirs.detach()) < 1e-6

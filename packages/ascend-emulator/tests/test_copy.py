@@ -26,8 +26,12 @@ MOVES = {
     "split": lambda x: [part.clone() for part in x.split((1, 2, 3), 2)],
     "repeat_interleave": lambda x: x.repeat_interleave(3),
     "repeat_interleave of a dim": lambda x: x.repeat_interleave(3, 1),
-    "repeat_interleave by tensor": lambda x: x.repeat_interleave(torch.tensor([0, 2, 1, 4], device=x.device), 0),
-    "repeat_interleave of all by tensor": lambda x: x[0, 0].repeat_interleave(torch.arange(6, device=x.device)),
+    "repeat_interleave by tensor": lambda x: x.repeat_interleave(
+        torch.tensor([0, 2, 1, 4], device=x.device), 0
+    ),
+    "repeat_interleave of all by tensor": lambda x: x[0, 0].repeat_interleave(
+        torch.arange(6, device=x.device)
+    ),
     "tril": lambda x: x.tril(-1),
     "triu": lambda x: x.triu(1),
     "copy to strided": lambda x: torch.zeros_like(x).repeat(1, 1, 2)[..., ::2].copy_(x),
@@ -58,7 +62,11 @@ def test_cast(agree, source, target):
 
 
 def test_cast_rounds_to_nearest_even(agree):
-    agree(lambda x: x.to(torch.bfloat16), torch.tensor([1.00390625, 1.01171875, -1.00390625, 3.0e38]), ulps=0)
+    agree(
+        lambda x: x.to(torch.bfloat16),
+        torch.tensor([1.00390625, 1.01171875, -1.00390625, 3.0e38]),
+        ulps=0,
+    )
     agree(lambda x: x.to(torch.float16), torch.tensor([2049.0, 2051.0, 65519.0, 65520.0]), ulps=0)
     agree(lambda x: x.to(torch.int32), torch.tensor([1.9, -1.9, 0.5]))
 
@@ -66,13 +74,18 @@ def test_cast_rounds_to_nearest_even(agree):
 def test_reinterpreted_bits():
     x = torch.tensor([[1.0], [-2.0]])
     assert torch.equal(x.npu().view(torch.int32).clone().cpu(), x.view(torch.int32))
-    assert torch.equal(x.bfloat16().npu().view(torch.uint8).clone().cpu(), x.bfloat16().view(torch.uint8))
+    assert torch.equal(
+        x.bfloat16().npu().view(torch.uint8).clone().cpu(), x.bfloat16().view(torch.uint8)
+    )
 
 
 def test_no_chip_but_950_computes_in_float8():
     x = torch.tensor([1.0, -2.0, 448.0]).to(torch.float8_e4m3fn)
     assert torch.equal(x.npu().cpu().float(), x.float())  # bytes are copied
-    for call in (lambda: x.npu().float(), lambda: torch.ones(3, device="npu").to(torch.float8_e4m3fn)):
+    for call in (
+        lambda: x.npu().float(),
+        lambda: torch.ones(3, device="npu").to(torch.float8_e4m3fn),
+    ):
         with pytest.raises(RuntimeError, match="161002"):
             call()
     assert torch.equal(x.view(torch.uint8).npu().int().cpu(), x.view(torch.uint8).int())
@@ -82,7 +95,9 @@ SPLITS = {
     "channel_shuffle": lambda x: torch.channel_shuffle(x.view(1, 4, 6, 1), 2),
     "split into copies": lambda x: tuple(torch.split_with_sizes_copy(x, [1, 2, 3], 1)),
     "chunk_cat": lambda x: torch._chunk_cat([x, x[:3]], 0, 2),
-    "repeat_interleave of counts": lambda x: torch.repeat_interleave(torch.tensor([2, 0, 3], device=x.device)),
+    "repeat_interleave of counts": lambda x: torch.repeat_interleave(
+        torch.tensor([2, 0, 3], device=x.device)
+    ),
 }
 
 
@@ -100,8 +115,13 @@ def test_split_into_given_tensors():
     calls, x = Calls(), torch.randn(4, 6)
     outs = [torch.zeros(4, width).npu() for width in (1, 3, 2)]
     calls.compute("SplitWithSize", x.npu(), [1, 3, 2], -1, outs)
-    assert all(torch.equal(out.cpu(), part) for out, part in zip(outs, x.split([1, 3, 2], 1), strict=True))
-    assert calls.refusal("SplitWithSize", x.npu(), [1, 2, 3], 1, outs) == "out has shape [4, 3]; it must be [4, 2]"
+    assert all(
+        torch.equal(out.cpu(), part) for out, part in zip(outs, x.split([1, 3, 2], 1), strict=True)
+    )
+    assert (
+        calls.refusal("SplitWithSize", x.npu(), [1, 2, 3], 1, outs)
+        == "out has shape [4, 3]; it must be [4, 2]"
+    )
     assert "splitSize has the sum 4" in calls.refusal("SplitWithSize", x.npu(), [1, 3], 1, outs[:2])
 
 
@@ -120,13 +140,19 @@ def test_strided_slice(begin, end, strides, masks, expected):
     calls.compute("StridedSlice", x.npu(), begin, end, strides, *masks, out)
     assert torch.equal(out.cpu(), expected(x))
     small = torch.zeros(1, dtype=torch.int32).npu()
-    assert "out has shape [1]; it must be" in calls.refusal("StridedSlice", x.npu(), begin, end, strides, *masks, small)
-    assert "strides is [-1]; above 0 is emulated" in calls.refusal("StridedSlice", x.npu(), [0], [2], [-1], *[0] * 5, small)
+    assert "out has shape [1]; it must be" in calls.refusal(
+        "StridedSlice", x.npu(), begin, end, strides, *masks, small
+    )
+    assert "strides is [-1]; above 0 is emulated" in calls.refusal(
+        "StridedSlice", x.npu(), [0], [2], [-1], *[0] * 5, small
+    )
 
 
 def test_transposition_and_shape_in_one():
     calls, x = Calls(), numbers(2, 3, 4, 6)
-    first, second = (torch.zeros(shape, dtype=torch.int32).npu() for shape in ((2, 4, 18), (2, 6, 12)))
+    first, second = (
+        torch.zeros(shape, dtype=torch.int32).npu() for shape in ((2, 4, 18), (2, 6, 12))
+    )
     calls.compute("ConfusionTranspose", x.npu(), [0, 2, 1, 3], [2, 4, 18], True, first)
     calls.compute("ConfusionTranspose", x.npu(), [0, 2, 1], [2, 12, 6], False, second)
     assert torch.equal(first.cpu(), x.permute(0, 2, 1, 3).reshape(2, 4, 18))

@@ -31,10 +31,14 @@ def told(call, *arguments):
 def test_a_stream_s_limit_comes_before_the_npu_s_and_this_before_the_hardware_s(acl):
     stream, other = torch.npu.Stream(), torch.npu.Stream()
     handle, without = c_void_p(stream.npu_stream), c_void_p(other.npu_stream)
-    assert told(acl.aclrtGetDeviceResLimit, 0) == told(acl.aclrtGetStreamResLimit, handle) == HARDWARE
+    assert (
+        told(acl.aclrtGetDeviceResLimit, 0) == told(acl.aclrtGetStreamResLimit, handle) == HARDWARE
+    )
     assert acl.aclrtSetDeviceResLimit(0, 0, 12) == 0
     assert acl.aclrtSetStreamResLimit(handle, 0, 6) == acl.aclrtSetStreamResLimit(handle, 1, 8) == 0
-    assert told(acl.aclrtGetDeviceResLimit, 0) == told(acl.aclrtGetStreamResLimit, without) == (12, 48)
+    assert (
+        told(acl.aclrtGetDeviceResLimit, 0) == told(acl.aclrtGetStreamResLimit, without) == (12, 48)
+    )
     assert told(acl.aclrtGetStreamResLimit, handle) == (6, 8)
     assert told(acl.aclrtGetResInCurrentThread) == (12, 48)
     assert acl.aclrtUseStreamResInCurrentThread(handle) == 0
@@ -61,7 +65,8 @@ def test_a_limit_that_the_chip_has_not_is_refused(acl, kind, value):
 
 
 def test_limits_of_torch_npu(run):
-    """Its own test, test_torch_npu.py::test_set_stream_res_limit, which it skips: "CANN doesn't support now"."""
+    """Its own test, test_torch_npu.py::test_set_stream_res_limit, which it skips: "CANN doesn't
+    support now"."""
     script = """
         import torch
         torch.npu.set_device(0)
@@ -75,7 +80,10 @@ def test_limits_of_torch_npu(run):
     """
     done = run("run", "--", sys.executable, "-c", textwrap.dedent(script))
     form = "{'cube_core_num': %d, 'vector_core_num': %d}"
-    expected = [" ".join(form % pair for pair in ((12, 24), (13, 25), (14, 26))), f"{form % (12, 24)} 3.0"]
+    expected = [
+        " ".join(form % pair for pair in ((12, 24), (13, 25), (14, 26))),
+        f"{form % (12, 24)} 3.0",
+    ]
     assert done.stdout.splitlines() == expected, done.stderr
 
 

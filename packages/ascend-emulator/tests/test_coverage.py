@@ -1,4 +1,5 @@
-"""The registry: three states and no fourth, names that torch_npu asks for, and operators that tests have run."""
+"""The registry: three states and no fourth, names that torch_npu asks for, and operators that tests
+have run."""
 
 import importlib.metadata
 import os
@@ -16,7 +17,17 @@ NEWER = {"aclnnTopkV2"}
 # Its Python calls this.
 DRIVER = {"drvGetDevNum"}
 # HCCL's own callers use these (vllm-ascend's pyhccl, for one); torch_npu does without.
-HCCL = {f"Hccl{name}" for name in ("Barrier", "CommInitClusterInfo", "CommSuspend", "GetErrorString", "GetRankId", "GetRankSize")}
+HCCL = {
+    f"Hccl{name}"
+    for name in (
+        "Barrier",
+        "CommInitClusterInfo",
+        "CommSuspend",
+        "GetErrorString",
+        "GetRankId",
+        "GetRankSize",
+    )
+}
 
 
 @pytest.fixture(scope="module")
@@ -32,7 +43,9 @@ def test_every_name_has_one_of_three_states(points):
 
 def test_nothing_is_there_that_no_program_can_ask_for(points):
     """What torch_npu does not look up is declared for other programs."""
-    others = {point.name for point in points if not point.asked and not point.name.startswith("aclop::")}
+    others = {
+        point.name for point in points if not point.asked and not point.name.startswith("aclop::")
+    }
     assert others - build.public_names().keys() - NEWER == UNNAMED | DRIVER
     assert {point.name for point in points} >= HCCL
 
@@ -46,7 +59,11 @@ def test_operators_are_computed_or_refuse(points):
         and not point.name.endswith("CalculateSizeAndFormat")
     ]
     assert {point.state for point in operators} == {"computed", "refuses"}
-    assert {point.state for point in points if point.name.startswith(("aclopCompileAndExecute", "aclop::"))} == {"computed"}
+    assert {
+        point.state
+        for point in points
+        if point.name.startswith(("aclopCompileAndExecute", "aclop::"))
+    } == {"computed"}
 
 
 def test_libraries_answer_to_every_name_that_is_asked_for():
@@ -71,7 +88,9 @@ def test_table_sums_up(points):
 
 def test_both_forms_of_the_report_have_the_same_figures():
     plain = re.findall(r"^(\S.*?)  +(\d+)  +(\d+)  +(\d+)$", coverage.report(), re.MULTILINE)
-    assert {label: tuple(map(int, figures)) for label, *figures in plain} == sums(coverage.report(markdown=True))
+    assert {label: tuple(map(int, figures)) for label, *figures in plain} == sums(
+        coverage.report(markdown=True)
+    )
 
 
 @pytest.mark.skipif(
@@ -86,12 +105,20 @@ def test_documentation_has_the_figures_of_this_version():
 
 @pytest.mark.skipif(not DOCUMENT.exists(), reason="the document is of a checkout")
 def test_versions_page_has_the_figures_of_the_installed_version(points):
-    page, installed = DOCUMENT.with_name("emulator.md").read_text(), importlib.metadata.version("torch-npu")
-    row = re.search(rf"^\| {re.escape(installed)} \| (\d+) \| (\d+) / (\d+) / (\d+) \|", page, re.MULTILINE)
+    page, installed = (
+        DOCUMENT.with_name("emulator.md").read_text(),
+        importlib.metadata.version("torch-npu"),
+    )
+    row = re.search(
+        rf"^\| {re.escape(installed)} \| (\d+) \| (\d+) / (\d+) / (\d+) \|", page, re.MULTILINE
+    )
     if row is None:
         pytest.skip(f"the page has no figures of torch-npu {installed}")
     states = [point.state for point in points if point.asked]
-    assert [*map(int, row.groups())] == [len(states), *map(states.count, ("computed", "bookkeeping", "refuses"))]
+    assert [*map(int, row.groups())] == [
+        len(states),
+        *map(states.count, ("computed", "bookkeeping", "refuses")),
+    ]
 
 
 def test_every_entry_point_was_run(points, complete):

@@ -16,7 +16,12 @@ def test_constant(agree, shape, dtype):
     for function in (torch.zeros, torch.ones):
         agree(lambda x: function(shape, dtype=dtype, device=x.device), like)  # noqa: B023
     agree(lambda x: torch.full(shape, 3, dtype=dtype, device=x.device), like)
-    agree(lambda x: torch.empty(shape, dtype=dtype, device=x.device).fill_(torch.tensor(5, device=x.device)), like)
+    agree(
+        lambda x: torch.empty(shape, dtype=dtype, device=x.device).fill_(
+            torch.tensor(5, device=x.device)
+        ),
+        like,
+    )
     agree(lambda x: torch.empty(shape, dtype=dtype, device=x.device).zero_(), like)
 
 
@@ -50,10 +55,19 @@ print(x.fill_(7).zero_().any().item())
 
 
 @pytest.mark.parametrize("shared", [False, True], ids=["private", "shared"])
-@pytest.mark.parametrize("allocator", ["", "expandable_segments:True"], ids=["blocks", "expandable segments"])
+@pytest.mark.parametrize(
+    "allocator", ["", "expandable_segments:True"], ids=["blocks", "expandable segments"]
+)
 def test_large_tensors_in_shared_mappings_are_zeroed(run, allocator, shared):
     """Pages of a shared mapping keep their contents in the memory file."""
-    done = run("run", "--", sys.executable, "-c", STALE.format(shared=shared), PYTORCH_NPU_ALLOC_CONF=allocator)
+    done = run(
+        "run",
+        "--",
+        sys.executable,
+        "-c",
+        STALE.format(shared=shared),
+        PYTORCH_NPU_ALLOC_CONF=allocator,
+    )
     assert done.stdout.split() == ["8.0", "False"], done.stderr
 
 

@@ -38,14 +38,19 @@ def sampled(image, region, pooled, samples):
         for column in range(pooled[1]):
             for i in range(samples):
                 for j in range(samples):
-                    y, x = y0 + (row + (i + 0.5) / samples) * bin_y, x0 + (column + (j + 0.5) / samples) * bin_x
+                    y, x = (
+                        y0 + (row + (i + 0.5) / samples) * bin_y,
+                        x0 + (column + (j + 0.5) / samples) * bin_x,
+                    )
                     if not (-1 <= y <= height and -1 <= x <= width):
                         continue
                     y, x = y.clamp(0, height - 1), x.clamp(0, width - 1)
                     top, left = min(int(y), height - 2), min(int(x), width - 2)
                     down, right = y - top, x - left
                     part = image[top : top + 2, left : left + 2].double()
-                    weights = torch.outer(torch.stack([1 - down, down]), torch.stack([1 - right, right]))
+                    weights = torch.outer(
+                        torch.stack([1 - down, down]), torch.stack([1 - right, right])
+                    )
                     out[row, column] += (part * weights).sum() / samples**2
     return out
 
@@ -53,14 +58,18 @@ def sampled(image, region, pooled, samples):
 def test_regions_of_several_images():
     """And that the gradient is the transposed map."""
     images = torch.randn(2, 3, 7, 9)
-    regions = torch.tensor([[1, 0.5, 1.0, 6.0, 5.5], [0, 2.0, -3.0, 11.0, 4.0], [1, 3.0, 3.0, 3.2, 3.1]])
+    regions = torch.tensor(
+        [[1, 0.5, 1.0, 6.0, 5.5], [0, 2.0, -3.0, 11.0, 4.0], [1, 3.0, 3.0, 3.2, 3.1]]
+    )
     out = torch_npu.npu_roi_align(images.npu(), regions.npu(), 1.0, 2, 4, 3, 0).cpu()
     for i, region in enumerate(regions):
         for channel in range(3):
             expected = sampled(images[int(region[0]), channel], region, (2, 4), 3)
             torch.testing.assert_close(out[i, channel].double(), expected, rtol=1e-5, atol=1e-5)
     slope = torch.randn_like(out)
-    back = torch_npu.npu_roi_alignbk(slope.npu(), regions.npu(), [2, 3, 7, 9], 4, 2, 1.0, 3, 0).cpu()
+    back = torch_npu.npu_roi_alignbk(
+        slope.npu(), regions.npu(), [2, 3, 7, 9], 4, 2, 1.0, 3, 0
+    ).cpu()
     torch.testing.assert_close((back * images).sum(), (slope * out).sum(), rtol=1e-4, atol=1e-4)
 
 
@@ -84,7 +93,10 @@ def test_intersections():
     for mode, values in expected.items():
         calls.compute("Iou", boxes.npu(), truth.npu(), mode, 0.01, False, out)
         torch.testing.assert_close(out.cpu().T, values, rtol=1e-3, atol=1e-4)
-    assert calls.refusal("Iou", boxes.npu(), truth.npu(), "giou", 0.01, False, out) == "mode is giou; allowed: iou, iof"
+    assert (
+        calls.refusal("Iou", boxes.npu(), truth.npu(), "giou", 0.01, False, out)
+        == "mode is giou; allowed: iou, iof"
+    )
     assert "gtboxes has shape [3, 3]" in calls.refusal(
         "Iou", boxes.npu(), truth[:, :3].contiguous().npu(), "iou", 0.01, False, out
     )

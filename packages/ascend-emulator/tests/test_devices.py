@@ -6,7 +6,8 @@ import sys
 import pytest
 from ascend_emulator.chips import chips
 
-# torch is imported once; each question is asked in a fork of its own, since a process sees one machine for good.
+# torch is imported once; each question is asked in a fork of its own, since a process sees one
+# machine for good.
 FORKS = """
 import ctypes, json, os, sys, traceback
 import torch
@@ -123,7 +124,14 @@ def answers(run):
 @pytest.mark.parametrize("soc", chips())
 def test_chip_is_what_its_table_says(answers, soc):
     chip = chips()[soc]
-    assert answers[soc] == [chip.name, chip.memory, chip.l2, chip.cube_cores, chip.vector_cores, chip.bfloat16]
+    assert answers[soc] == [
+        chip.name,
+        chip.memory,
+        chip.l2,
+        chip.cube_cores,
+        chip.vector_cores,
+        chip.bfloat16,
+    ]
     assert answers[f"{soc} float16"] == [2.0, 2.0, 2.0]
 
 
@@ -137,8 +145,8 @@ def test_bfloat16_where_the_chip_has_it(answers, soc):
         assert answers[f"{soc} bfloat16"] == [2.0, 2.0, 2.0]
     else:
         assert (
-            f"aclnnAdd: self is BFloat16 (DT_BFLOAT16); {soc} does not compute in bfloat16; use float16"
-            in answers[f"{soc} bfloat16"]
+            f"aclnnAdd: self is BFloat16 (DT_BFLOAT16); {soc} does not compute in bfloat16; use"
+            " float16" in answers[f"{soc} bfloat16"]
         )
 
 
@@ -160,7 +168,8 @@ def test_bfloat16_where_the_chip_has_it(answers, soc):
     ],
 )
 def test_visible_devices(answers, visible, count):
-    """ASCEND_RT_VISIBLE_DEVICES names those of three that are seen; the first that is not there ends the list."""
+    """ASCEND_RT_VISIBLE_DEVICES names those of three that are seen; the first that is not there
+    ends the list."""
     assert answers[f"visible {visible}"] == [count, count]
 
 
@@ -175,7 +184,18 @@ spec.loader.exec_module(npu)
 manager = npu.NPUAcceleratorManager
 print(manager.get_current_node_num_accelerators(), manager.get_current_node_accelerator_type())
 """
-    done = run("run", "--npus", "3", "--soc", "Ascend910B4", "--", sys.executable, "-c", script, ASCEND_RT_VISIBLE_DEVICES="1,2")
+    done = run(
+        "run",
+        "--npus",
+        "3",
+        "--soc",
+        "Ascend910B4",
+        "--",
+        sys.executable,
+        "-c",
+        script,
+        ASCEND_RT_VISIBLE_DEVICES="1,2",
+    )
     assert done.stdout == "2 Ascend910B4\n", done.stderr
 
 
@@ -195,12 +215,16 @@ def test_tensors_on_several_npus(answers):
 def test_each_npu_has_memory_of_its_own(answers):
     first, second = answers["memory"]
     assert first == 0
-    assert 256 << 20 <= second <= 258 << 20  # torch_npu allocates in units of 2 MiB, a little above what was asked
+    # torch_npu allocates in units of 2 MiB, a little above what was asked
+    assert 256 << 20 <= second <= 258 << 20
 
 
 def test_operands_on_different_npus_are_refused(answers):
     """By the emulator: torch_npu passes them on, and on hardware the kernel has no access."""
-    assert "aclnnAdd: a tensor that is not in the memory of NPU 0, where the operator runs" in answers["mixed"]
+    assert (
+        "aclnnAdd: a tensor that is not in the memory of NPU 0, where the operator runs"
+        in answers["mixed"]
+    )
 
 
 def test_an_npu_that_is_not_there(answers):

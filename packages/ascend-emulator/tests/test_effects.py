@@ -1,4 +1,5 @@
-"""No silent stubs: every exported name is classified, one that refuses fails, and one that succeeds has done what it declares."""
+"""No silent stubs: every exported name is classified, one that refuses fails, and one that succeeds
+has done what it declares."""
 
 import ctypes
 import subprocess
@@ -12,7 +13,8 @@ from ascend_emulator import build, coverage
 
 FILLS = (0x5A, 0xA5)
 BOUNDED_TEXT = {"snprintf_s", "strcpy_s", "vsnprintf_s"}
-"""Functions of libc_sec.so on text of the host, which torchair's libraries call; they are no entry points of CANN."""
+"""Functions of libc_sec.so on text of the host, which torchair's libraries call; they are no entry
+points of CANN."""
 
 
 @pytest.fixture(scope="module")
@@ -48,11 +50,20 @@ def test_every_operator_of_atb_is_exported(points):
     assert operators == [name.removeprefix("atb::") for name in build.atb_operators()]
     assert len(operators) == 8
     for name in operators:
-        assert f"\0_ZN3atb15CreateOperationINS_5infer{len(name) + 5}{name}ParamEEEi".encode() in exported
+        assert (
+            f"\0_ZN3atb15CreateOperationINS_5infer{len(name) + 5}{name}ParamEEEi".encode()
+            in exported
+        )
 
 
 def test_every_effect_is_one_of_five(points):
-    assert {point.effect for point in points.values()} == {"computed", "answers", "keeps", "nothing", "refuses"}
+    assert {point.effect for point in points.values()} == {
+        "computed",
+        "answers",
+        "keeps",
+        "nothing",
+        "refuses",
+    }
     assert {bool(point.why) for point in points.values() if point.effect == "nothing"} == {True}
     assert {bool(point.why) for point in points.values() if point.effect != "nothing"} == {False}
 
@@ -75,11 +86,18 @@ def test_what_is_not_emulated_fails_by_its_name(points):
     """One with a pointer for its result gives none."""
     names = [name for name, point in points.items() if point.effect == "refuses"]
     names += [
-        f"{name}GetWorkspaceSize" for name in names if build.has_two_functions(name) and not name.endswith("GetMaxWorkspaceSize")
+        f"{name}GetWorkspaceSize"
+        for name in names
+        if build.has_two_functions(name) and not name.endswith("GetMaxWorkspaceSize")
     ]
-    without_status = build.NO_STATUS | {name for name, status in build.public_names().items() if not status}
+    without_status = build.NO_STATUS | {
+        name for name, status in build.public_names().items() if not status
+    }
     done = subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(REFUSE), *without_status], input=" ".join(names), capture_output=True, text=True
+        [sys.executable, "-c", textwrap.dedent(REFUSE), *without_status],
+        input=" ".join(names),
+        capture_output=True,
+        text=True,
     )
     assert (done.returncode, done.stdout) == (0, ""), done.stderr
 
@@ -91,7 +109,8 @@ class Out:
         self.size, self.written = size, size if written is None else written
 
 
-TENSOR, STREAM, GRAPH, DESC = "tensor", "stream", "graph", "desc"  # handles, made when the test runs
+# handles, made when the test runs
+TENSOR, STREAM, GRAPH, DESC = "tensor", "stream", "graph", "desc"
 # What is called with what; the outputs have to be written in all of their bytes.
 ANSWERS = {
     "aclGetCannAttribute": (1, Out(4)),
@@ -151,7 +170,9 @@ def handles(library):
     side = torch.npu.Stream()
     library.aclCreateTensor.restype = library.aclCreateTensorDesc.restype = c_void_p
     strides = (c_int64 * 2)(5, 1)
-    tensor = library.aclCreateTensor(dims, c_uint64(2), 1, strides, c_int64(0), 2, dims, c_uint64(2), c_void_p(held.data_ptr()))
+    tensor = library.aclCreateTensor(
+        dims, c_uint64(2), 1, strides, c_int64(0), 2, dims, c_uint64(2), c_void_p(held.data_ptr())
+    )
     desc = library.aclCreateTensorDesc(1, 2, dims, 2)
     model = c_void_p()
     with torch.npu.stream(side):
@@ -180,15 +201,21 @@ def test_an_answer_is_written(library, handles, name):
         rooms, arguments = [], []
         for argument in ANSWERS[name]:
             if isinstance(argument, Out):
-                rooms.append((c_char * argument.size).from_buffer_copy(bytes([fill]) * argument.size))
+                rooms.append(
+                    (c_char * argument.size).from_buffer_copy(bytes([fill]) * argument.size)
+                )
                 arguments.append(rooms[-1])
             else:
-                arguments.append(handles.get(argument, argument) if isinstance(argument, str) else argument)
+                arguments.append(
+                    handles.get(argument, argument) if isinstance(argument, str) else argument
+                )
         assert getattr(library, name)(*arguments) == 0
         seen.append([room.raw for room in rooms])
     outs = [argument for argument in ANSWERS[name] if isinstance(argument, Out)]
     for out, first, second in zip(outs, *seen, strict=True):
-        untouched = [place for place in range(out.written) if (first[place], second[place]) == FILLS]
+        untouched = [
+            place for place in range(out.written) if (first[place], second[place]) == FILLS
+        ]
         assert not untouched
 
 

@@ -6,7 +6,9 @@ import pytest
 from ascend_emulator import doctor
 
 
-def test_real_npus_beside_emulated_ones_are_a_warning(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_real_npus_beside_emulated_ones_are_a_warning(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("ASCEND_EMULATOR_NPUS", "1")
     (tmp_path / "davinci_manager").touch()
     assert list(doctor.check(devices=tmp_path)) == []

@@ -81,9 +81,20 @@ def test_bad_options_are_refused_in_one_line(run):
     done = run("run", "--fault", "aclrtMalloc=oom", "--", sys.executable, "-c", "1")
     assert done.returncode == 1
     assert "invalid fault 'aclrtMalloc=oom'" in done.stderr
-    done = run("run", "--fault", "aclrtMaloc@1=oom", "--", sys.executable, "-c", "import torch; torch.ones(1).npu()")
+    done = run(
+        "run",
+        "--fault",
+        "aclrtMaloc@1=oom",
+        "--",
+        sys.executable,
+        "-c",
+        "import torch; torch.ones(1).npu()",
+    )
     assert done.returncode == 1
-    assert "ASCEND_EMULATOR_FAULTS: the fault 'aclrtMaloc@1=oom': aclrtMaloc is no entry point" in done.stderr
+    assert (
+        "ASCEND_EMULATOR_FAULTS: the fault 'aclrtMaloc@1=oom': aclrtMaloc is no entry point"
+        in done.stderr
+    )
 
 
 MATMUL = """
@@ -101,8 +112,20 @@ for i in range(5):
 
 
 def test_an_operator_fails_at_its_nth_call(run):
-    done = run("run", "--fault", "aclnnMm@3=ecc", "--fault", "aclnnMatmul@3=ecc", "--", sys.executable, "-c", MATMUL)
-    assert done.stdout.split("\n")[:3] == ["product 0", "product 1", "failed 2 True"], done.stdout + done.stderr
+    done = run(
+        "run",
+        "--fault",
+        "aclnnMm@3=ecc",
+        "--fault",
+        "aclnnMatmul@3=ecc",
+        "--",
+        sys.executable,
+        "-c",
+        MATMUL,
+    )
+    assert done.stdout.split("\n")[:3] == ["product 0", "product 1", "failed 2 True"], (
+        done.stdout + done.stderr
+    )
 
 
 HANGING = """
@@ -125,7 +148,13 @@ except RuntimeError as error:
 def test_a_hanging_task_ends_in_the_timeout(run, name):
     started = time.monotonic()
     done = run(
-        "run", "--", sys.executable, "-c", HANGING.format(name=name), ACL_STREAM_TIMEOUT="1500", ACL_DEVICE_SYNC_TIMEOUT="2"
+        "run",
+        "--",
+        sys.executable,
+        "-c",
+        HANGING.format(name=name),
+        ACL_STREAM_TIMEOUT="1500",
+        ACL_DEVICE_SYNC_TIMEOUT="2",
     )
     assert "timed out True" in done.stdout, done.stdout + done.stderr
     assert time.monotonic() - started < 60

@@ -1,4 +1,5 @@
-"""Training's attention, forward and backward, against softmax(scale * (q k^T + pse)) v and its derivative in float64."""
+"""Training's attention, forward and backward, against softmax(scale * (q k^T + pse)) v and its
+derivative in float64."""
 
 import re
 
@@ -32,13 +33,17 @@ def attend(query, key, value, scale, mask=None, bias=None, sink=None):
     if sink is not None:
         largest = torch.maximum(largest, sink[:, None, None])
     weights = (scores - largest).exp()
-    total = weights.sum(-1, keepdim=True) + (0 if sink is None else (sink[:, None, None] - largest).exp())
+    total = weights.sum(-1, keepdim=True) + (
+        0 if sink is None else (sink[:, None, None] - largest).exp()
+    )
     return weights / total @ value, largest, total
 
 
 def close(actual, expected, ulps=8):
     bound = ulps * torch.finfo(actual.dtype).eps
-    torch.testing.assert_close(actual.detach().cpu().double(), expected.detach(), atol=bound, rtol=bound)
+    torch.testing.assert_close(
+        actual.detach().cpu().double(), expected.detach(), atol=bound, rtol=bound
+    )
 
 
 def places(x, layout):
@@ -61,13 +66,20 @@ def both(ours, wide, out, expected, bound):
 @pytest.mark.parametrize("layout", ["BNSD", "BSND", "BSH", "SBH"])
 @pytest.mark.parametrize("mode", [0, 3])
 def test_layouts_forward_and_backward(mode, layout, dtype):
-    plain = [torch.randn(2, n, s, SIZE).to(dtype) for n, s in ((HEADS, 6), (GROUPS, 10), (GROUPS, 10))]
+    plain = [
+        torch.randn(2, n, s, SIZE).to(dtype) for n, s in ((HEADS, 6), (GROUPS, 10), (GROUPS, 10))
+    ]
     ours = [places(x, layout).npu().requires_grad_() for x in plain]
     mask = COMPRESSED.npu() if mode else None
-    out, largest, total, *_ = torch_npu.npu_fusion_attention(*ours, HEADS, layout, scale=0.2, atten_mask=mask, sparse_mode=mode)
+    out, largest, total, *_ = torch_npu.npu_fusion_attention(
+        *ours, HEADS, layout, scale=0.2, atten_mask=mask, sparse_mode=mode
+    )
     wide = [places(x, layout).double().requires_grad_() for x in plain]
     back = [places_back(x, layout, n) for x, n in zip(wide, (HEADS, GROUPS, GROUPS), strict=True)]
-    parts = [attend(q, k, v, 0.2, left_out(3, 6, 10) if mode else None) for q, k, v in zip(*back, strict=True)]
+    parts = [
+        attend(q, k, v, 0.2, left_out(3, 6, 10) if mode else None)
+        for q, k, v in zip(*back, strict=True)
+    ]
     expected = places(torch.stack([p[0] for p in parts]), layout)
     close(out, expected)
     close(largest, torch.stack([p[1] for p in parts]).expand(-1, -1, -1, 8), ulps=64)
@@ -79,7 +91,11 @@ def places_back(x, layout, heads):
     """A layout as [b, n, s, d]."""
     if "H" in layout:
         x = x.unflatten(-1, (heads, -1))
-    return x.permute({"BNSD": (0, 1, 2, 3), "BSND": (0, 2, 1, 3), "BSH": (0, 2, 1, 3), "SBH": (1, 2, 0, 3)}[layout])
+    return x.permute(
+        {"BNSD": (0, 1, 2, 3), "BSND": (0, 2, 1, 3), "BSH": (0, 2, 1, 3), "SBH": (1, 2, 0, 3)}[
+            layout
+        ]
+    )
 
 
 @pytest.mark.parametrize("options", [(0, 3, 2), (2, 0, 0), (4, 2, 1), (6, 0, 0)], ids=str)
@@ -93,13 +109,22 @@ def test_packed_requests(arrangement, options):
     given = {"sparse_mode": mode, "pre_tockens": before or 2**31 - 1, "next_tockens": after}
     full = torch.rand(5, 7) > 0.7
     full[:, 0] = False
-    given["atten_mask"] = {0: full, 6: torch.ones(3072, 2048, dtype=torch.bool)}.get(mode, COMPRESSED).npu()
+    given["atten_mask"] = {0: full, 6: torch.ones(3072, 2048, dtype=torch.bool)}.get(
+        mode, COMPRESSED
+    ).npu()
     if mode == 0:
         given |= {"pre_tockens": 2**31 - 1, "next_tockens": 2**31 - 1}
     if mode == 6:
         given["prefix"] = [4, 4, 2]
     out, largest, total, *_ = torch_npu.npu_fusion_attention(
-        *ours, HEADS, "TND", scale=0.2, actual_seq_qlen=ends[0], actual_seq_kvlen=ends[1], softmax_layout=arrangement, **given
+        *ours,
+        HEADS,
+        "TND",
+        scale=0.2,
+        actual_seq_qlen=ends[0],
+        actual_seq_kvlen=ends[1],
+        softmax_layout=arrangement,
+        **given,
     )
     wide = [x.double().requires_grad_() for x in plain]
     parts, start = [], (0, 0)
@@ -107,14 +132,19 @@ def test_packed_requests(arrangement, options):
         rows, keys = slice(start[0], start[0] + count), slice(start[1], start[1] + length)
         q, k, v = (x[s].transpose(0, 1) for x, s in zip(wide, (rows, keys, keys), strict=True))
         mask = (
-            full[:count, :length] if mode == 0 else left_out(mode, count, length, before, after, (4, 4, 2)[i] if mode == 6 else 0)
+            full[:count, :length]
+            if mode == 0
+            else left_out(mode, count, length, before, after, (4, 4, 2)[i] if mode == 6 else 0)
         )
         parts.append(attend(q, k, v, 0.2, mask))
         start = rows.stop, keys.stop
     expected = torch.cat([p[0].transpose(0, 1) for p in parts])
     close(out, expected, ulps=32)
     for mine, place in ((largest, 1), (total, 2)):
-        own = [p[place].transpose(0, 1).flatten(0, 1) if arrangement else p[place].flatten(0, 1) for p in parts]
+        own = [
+            p[place].transpose(0, 1).flatten(0, 1) if arrangement else p[place].flatten(0, 1)
+            for p in parts
+        ]
         close(mine.reshape(-1, 8), torch.cat(own).expand(-1, 8), ulps=64)
     both(ours, wide, out, expected, 1e-4)
 
@@ -126,7 +156,12 @@ def test_position_bias(kind):
     bias = torch.randn(HEADS) if kind in ("slopes", "roots") else torch.randn(1, HEADS, 6, 6)
     distance = (torch.arange(6)[None] - torch.arange(6)[:, None]).abs().double()
     out = torch_npu.npu_fusion_attention_v2(
-        *ours, HEADS, "BNSD", pse=bias.npu(), scale=0.2, pse_type={"added": 0, "scaled": 1, "slopes": 2, "roots": 3}[kind]
+        *ours,
+        HEADS,
+        "BNSD",
+        pse=bias.npu(),
+        scale=0.2,
+        pse_type={"added": 0, "scaled": 1, "slopes": 2, "roots": 3}[kind],
     )[0]
     wide = [x.double().requires_grad_() for x in plain]
     added = {
@@ -135,7 +170,9 @@ def test_position_bias(kind):
         "slopes": lambda: -bias.double()[:, None, None] * distance,
         "roots": lambda: -bias.double()[:, None, None] * distance.sqrt(),
     }[kind]()
-    expected = torch.stack([attend(q, k, v, 0.2, bias=added)[0] for q, k, v in zip(*wide, strict=True)])
+    expected = torch.stack(
+        [attend(q, k, v, 0.2, bias=added)[0] for q, k, v in zip(*wide, strict=True)]
+    )
     close(out, expected, ulps=32)
     both(ours, wide, out, expected, 1e-4)
 
@@ -148,7 +185,9 @@ def test_sink(layout):
     sink = torch.randn(HEADS)
     ours = [x.npu().requires_grad_() for x in (*plain, sink)]
     lengths = {"actual_seq_qlen": [6], "actual_seq_kvlen": [6]} if layout == "TND" else {}
-    out = torch_npu.npu_fusion_attention_v2(*ours[:3], HEADS, layout, scale=0.3, sink=ours[3], **lengths)[0]
+    out = torch_npu.npu_fusion_attention_v2(
+        *ours[:3], HEADS, layout, scale=0.3, sink=ours[3], **lengths
+    )[0]
     wide = [x.double().requires_grad_() for x in (*plain, sink)]
     parts = [x.transpose(0, 1) if layout == "TND" else x[0] for x in wide[:3]]
     expected = attend(*parts, 0.3, sink=wide[3])[0]
@@ -176,7 +215,10 @@ def test_rope_parts():
     [
         ({"sparse_mode": 9}, "sparse_mode value must be in range"),
         ({"keep_prob": 0.0}, "keep_prob"),
-        ({"sparse_mode": 3, "atten_mask": torch.ones(6, 6).bool()}, "sparse_mode 3 needs an atten_mask of 2048 x 2048"),
+        (
+            {"sparse_mode": 3, "atten_mask": torch.ones(6, 6).bool()},
+            "sparse_mode 3 needs an atten_mask of 2048 x 2048",
+        ),
         ({"padding_mask": torch.ones(6, 6)}, "padding_mask"),
     ],
 )
@@ -190,7 +232,10 @@ def test_arguments_outside_the_documentation_are_refused(options, message):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"atten_mask": (64, 64)}, "atten_mask has shape [64, 64]; allowed: [3, 4 or 1, 6, 8], and the same without"),
+        (
+            {"atten_mask": (64, 64)},
+            "atten_mask has shape [64, 64]; allowed: [3, 4 or 1, 6, 8], and the same without",
+        ),
         ({"atten_mask": (1, 6, 8)}, "atten_mask has shape [1, 6, 8]"),
         ({"atten_mask": (3, HEADS, 1, 8)}, "atten_mask has shape [3, 4, 1, 8]"),
         ({"atten_mask": (1, HEADS, 6, 8)}, "atten_mask has shape [1, 4, 6, 8]"),
@@ -203,7 +248,10 @@ def test_arguments_outside_the_documentation_are_refused(options, message):
             {"atten_mask": (3, 1, 6, 8), "sparse_mode": 5},
             "sparse_mode 5 needs a prefix for each of at most 32 requests; there are 0 for 3",
         ),
-        ({"atten_mask": (3, 1, 6, 8), "sparse_mode": 5, "prefix": [2, 2, 9]}, "prefix is 9; allowed: 2 to 8"),
+        (
+            {"atten_mask": (3, 1, 6, 8), "sparse_mode": 5, "prefix": [2, 2, 9]},
+            "prefix is 9; allowed: 2 to 8",
+        ),
         ({"pse": (3, HEADS, 6)}, "pse has shape [3, 4, 6]; allowed: [3 or 1, 4, 6 or 1, 8]"),
         ({"pse": (3, 1, 6, 8)}, "pse has shape [3, 1, 6, 8]"),
         ({"pse": (3, HEADS, 6, 6)}, "pse has shape [3, 4, 6, 6]"),
@@ -216,29 +264,43 @@ def test_arguments_outside_the_documentation_are_refused(options, message):
 def test_shapes_outside_the_documentation_are_refused_at_the_call(options, message):
     """Not on the stream, where nothing would run afterwards."""
     given = {"key": (3, HEADS, 8, SIZE), "value": options.get("key", (3, HEADS, 8, SIZE))} | options
-    given = {name: torch.zeros(x).half().npu() if isinstance(x, tuple) else x for name, x in given.items()}
+    given = {
+        name: torch.zeros(x).half().npu() if isinstance(x, tuple) else x
+        for name, x in given.items()
+    }
     if "atten_mask" in given:
         given["atten_mask"] = given["atten_mask"].bool()
     query = torch.zeros(3, HEADS, 6, SIZE).half().npu()
     with pytest.raises(RuntimeError, match=re.escape(message)):
-        torch_npu.npu_fusion_attention(query, given.pop("key"), given.pop("value"), HEADS, "BNSD", **given)
+        torch_npu.npu_fusion_attention(
+            query, given.pop("key"), given.pop("value"), HEADS, "BNSD", **given
+        )
     assert torch.ones(1).npu().item() == 1
 
 
 def test_packed_sequences_are_at_most_1024():
     x = torch.randn(1025, 1, 16).half().npu()
     some, ends = x[:1024], list(range(1, 1026))
-    out = torch_npu.npu_fusion_attention(some, some, some, 1, "TND", actual_seq_qlen=ends[:-1], actual_seq_kvlen=ends[:-1])[0]
+    out = torch_npu.npu_fusion_attention(
+        some, some, some, 1, "TND", actual_seq_qlen=ends[:-1], actual_seq_kvlen=ends[:-1]
+    )[0]
     assert torch.equal(out, some)  # each token sees itself
-    with pytest.raises(RuntimeError, match="actual_seq_qlen has 1025 entries in layout TND; at most 1024 are allowed"):
-        torch_npu.npu_fusion_attention(x, x, x, 1, "TND", actual_seq_qlen=ends, actual_seq_kvlen=ends)
+    with pytest.raises(
+        RuntimeError,
+        match="actual_seq_qlen has 1025 entries in layout TND; at most 1024 are allowed",
+    ):
+        torch_npu.npu_fusion_attention(
+            x, x, x, 1, "TND", actual_seq_qlen=ends, actual_seq_kvlen=ends
+        )
 
 
 def test_packed_sequences_without_a_sink():
     """aclnnFlashAttentionVarLenScoreV2 and its gradient."""
     plain = [torch.randn(9, HEADS, SIZE) for _ in range(3)]
     ours = [x.npu().requires_grad_() for x in plain]
-    out = torch_npu.npu_fusion_attention_v2(*ours, HEADS, "TND", scale=0.2, actual_seq_qlen=[4, 9], actual_seq_kvlen=[4, 9])[0]
+    out = torch_npu.npu_fusion_attention_v2(
+        *ours, HEADS, "TND", scale=0.2, actual_seq_qlen=[4, 9], actual_seq_kvlen=[4, 9]
+    )[0]
     wide = [x.double().requires_grad_() for x in plain]
     parts = [[x[a:b].transpose(0, 1) for x in wide] for a, b in ((0, 4), (4, 9))]
     expected = torch.cat([attend(*part, 0.2)[0].transpose(0, 1) for part in parts])

@@ -22,7 +22,20 @@ UNARY = [
     "log10",
     "log1p",
 ]
-UNARY += ["log2", "neg", "reciprocal", "round", "sigmoid", "sign", "sin", "sinh", "sqrt", "tan", "tanh", "trunc"]
+UNARY += [
+    "log2",
+    "neg",
+    "reciprocal",
+    "round",
+    "sigmoid",
+    "sign",
+    "sin",
+    "sinh",
+    "sqrt",
+    "tan",
+    "tanh",
+    "trunc",
+]
 BINARY = ["add", "sub", "mul", "div", "maximum", "minimum", "pow"]
 SHAPES = [(3, 4), (5,), (2, 1, 3)]
 
@@ -47,7 +60,10 @@ def test_abs_of_bools():
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
 @pytest.mark.parametrize("name", BINARY)
 def test_binary(agree, name, dtype):
-    new, in_place = getattr(torch, f"_foreach_{name}"), _in_place(getattr(torch, f"_foreach_{name}_"))
+    new, in_place = (
+        getattr(torch, f"_foreach_{name}"),
+        _in_place(getattr(torch, f"_foreach_{name}_")),
+    )
     a, b = values(dtype), values(dtype, 1, 3)
     for function in (new, in_place):
         agree(function, a, b, ulps=16)
@@ -58,7 +74,10 @@ def test_binary(agree, name, dtype):
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
 @pytest.mark.parametrize("name", ["addcmul", "addcdiv"])
 def test_three_lists(agree, name, dtype):
-    new, in_place = getattr(torch, f"_foreach_{name}"), _in_place(getattr(torch, f"_foreach_{name}_"))
+    new, in_place = (
+        getattr(torch, f"_foreach_{name}"),
+        _in_place(getattr(torch, f"_foreach_{name}_")),
+    )
     lists = values(dtype), values(dtype), values(dtype, 1, 3)
     for function in (new, in_place):
         agree(lambda *x: function(*x, 0.5), *lists, ulps=16)  # noqa: B023
@@ -86,7 +105,9 @@ def test_gradients_are_unscaled_and_checked():
     torch._amp_foreach_non_finite_check_and_unscale_(gradients, found, scale)
     assert [gradient.tolist() for gradient in gradients] == [[1.0, 2.0], [4.0]]
     assert found.item() == 0
-    torch._amp_foreach_non_finite_check_and_unscale_([torch.tensor([torch.inf]).npu()], found, scale)
+    torch._amp_foreach_non_finite_check_and_unscale_(
+        [torch.tensor([torch.inf]).npu()], found, scale
+    )
     assert found.item() == 1
 
 

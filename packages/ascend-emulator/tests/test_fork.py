@@ -1,4 +1,5 @@
-"""Processes that are forked from one with NPUs: before it uses them, after, and while its streams run."""
+"""Processes that are forked from one with NPUs: before it uses them, after, and while its streams
+run."""
 
 import sys
 
@@ -59,8 +60,10 @@ child(use)
 print((x + 1).sum().item())
 """
     assert output(run, script) == [
-        "107002 [ascend-emulator] aclrtMalloc: this process was forked from one that uses NPUs, and cannot use them; "
-        "start it with the method spawn",
+        (
+            "107002 [ascend-emulator] aclrtMalloc: this process was forked from one that uses NPUs,"
+            " and cannot use them; start it with the method spawn"
+        ),
         "True",
         "8.0",
     ]

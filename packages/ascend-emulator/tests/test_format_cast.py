@@ -23,7 +23,12 @@ def internal_formats():
 
 def close(actual, expected, ulps=2):
     bound = ulps * torch.finfo(actual.dtype).eps
-    torch.testing.assert_close(actual.cpu().double(), expected, atol=bound * max(1.0, expected.abs().max().item()), rtol=bound)
+    torch.testing.assert_close(
+        actual.cpu().double(),
+        expected,
+        atol=bound * max(1.0, expected.abs().max().item()),
+        rtol=bound,
+    )
 
 
 def npu(values):
@@ -43,7 +48,11 @@ def nz(x):
 def in_memory(x, count):
     """The first values of the storage, by aclrtMemcpy."""
     values = torch.empty(count, dtype=x.dtype)
-    check(acl.aclrtMemcpy(ctypes.c_void_p(values.data_ptr()), values.nbytes, address_of(x), values.nbytes, 2))
+    check(
+        acl.aclrtMemcpy(
+            ctypes.c_void_p(values.data_ptr()), values.nbytes, address_of(x), values.nbytes, 2
+        )
+    )
     return values
 
 
@@ -97,21 +106,38 @@ def test_an_overwritten_storage_is_read_in_its_order():
     """A transfer of a weight's bytes, as between processes."""
     x, weight = torch.randn(3, 32).half(), torch.randn(32, 48).half()
     cast, stored = nz(torch.zeros(32, 48).half()), fractal(weight, 16).contiguous()
-    check(acl.aclrtMemcpy(address_of(cast), stored.nbytes, ctypes.c_void_p(stored.data_ptr()), stored.nbytes, 1))
+    check(
+        acl.aclrtMemcpy(
+            address_of(cast), stored.nbytes, ctypes.c_void_p(stored.data_ptr()), stored.nbytes, 1
+        )
+    )
     close(x.npu() @ cast, x.double() @ weight.double())
 
 
 @pytest.mark.parametrize("dtype", HALVES, ids=str)
 def test_products_with_nz_weights(dtype):
-    x, weight, bias = torch.randn(5, 40).to(dtype), torch.randn(24, 40).to(dtype), torch.randn(24).to(dtype)
+    x, weight, bias = (
+        torch.randn(5, 40).to(dtype),
+        torch.randn(24, 40).to(dtype),
+        torch.randn(24).to(dtype),
+    )
     close(x.npu() @ nz(weight.T.contiguous()), x.double() @ weight.double().T)
     close(torch.nn.functional.linear(x.npu(), nz(weight)), x.double() @ weight.double().T)
-    close(torch.nn.functional.linear(x.npu(), nz(weight), bias.npu()), x.double() @ weight.double().T + bias.double())
+    close(
+        torch.nn.functional.linear(x.npu(), nz(weight), bias.npu()),
+        x.double() @ weight.double().T + bias.double(),
+    )
     a, b, scale = integers(5, 64), integers(64, 32), torch.rand(32) * 1e-2
-    actual = torch_npu.npu_quant_matmul(a.npu(), nz(b), scale.npu(), pertoken_scale=torch.ones(5).npu(), output_dtype=dtype)
+    actual = torch_npu.npu_quant_matmul(
+        a.npu(), nz(b), scale.npu(), pertoken_scale=torch.ones(5).npu(), output_dtype=dtype
+    )
     close(actual, a.double() @ b.double() * scale.double())
     left, right = torch.randn(4, 6, 32).to(dtype), torch.randn(4, 32, 48).to(dtype)
-    close(torch_npu.npu_transpose_batchmatmul(left.npu(), nz(right)), (left.double() @ right.double()).transpose(0, 1), ulps=8)
+    close(
+        torch_npu.npu_transpose_batchmatmul(left.npu(), nz(right)),
+        (left.double() @ right.double()).transpose(0, 1),
+        ulps=8,
+    )
 
 
 def test_batches_of_nz_weights():
@@ -131,7 +157,11 @@ def test_batches_of_nz_weights():
 
 
 def test_products_with_quantized_nz_weights():
-    x, weight, scale = torch.randn(2, 64).half(), integers(64, 48, low=-8, high=8), torch.rand(1, 48).half()
+    x, weight, scale = (
+        torch.randn(2, 64).half(),
+        integers(64, 48, low=-8, high=8),
+        torch.rand(1, 48).half(),
+    )
     expected = x.double() @ (weight.double() * scale.double())
     words = torch_npu.npu_convert_weight_to_int4pack(nz(weight.int()))
     assert torch_npu.get_npu_format(words) == NZ
@@ -141,8 +171,16 @@ def test_products_with_quantized_nz_weights():
 
 def test_grouped_products_with_nz_weights():
     counts, x, weight = torch.tensor([3, 1, 4]), integers(8, 32), integers(3, 32, 256)
-    scale, per_token, expert = torch.rand(3, 256) * 1e-3, torch.rand(8), torch.arange(3).repeat_interleave(counts)
-    wide = torch.einsum("mk,mkn->mn", x.double(), weight.double()[expert]) * scale.double()[expert] * per_token.double()[:, None]
+    scale, per_token, expert = (
+        torch.rand(3, 256) * 1e-3,
+        torch.rand(8),
+        torch.arange(3).repeat_interleave(counts),
+    )
+    wide = (
+        torch.einsum("mk,mkn->mn", x.double(), weight.double()[expert])
+        * scale.double()[expert]
+        * per_token.double()[:, None]
+    )
     actual = torch_npu.npu_grouped_matmul(
         npu([x]),
         [nz(weight)],
@@ -172,23 +210,33 @@ def test_grouped_products_with_nz_weights():
     step = (torch.nn.functional.silu(gate) * up).abs().amax(-1) / 127
     storage = nz(weight).view(3, 8, 2, 16, 32)  # in its storage's dimensions
     for values, steps, *_ in (
-        torch_npu.npu_grouped_matmul_swiglu_quant(x.npu(), nz(weight), counts.cumsum(0).npu(), scale.npu(), per_token.npu()),
-        torch_npu.npu_grouped_matmul_swiglu_quant(x.npu(), storage, counts.cumsum(0).npu(), scale.npu(), per_token.npu()),
+        torch_npu.npu_grouped_matmul_swiglu_quant(
+            x.npu(), nz(weight), counts.cumsum(0).npu(), scale.npu(), per_token.npu()
+        ),
+        torch_npu.npu_grouped_matmul_swiglu_quant(
+            x.npu(), storage, counts.cumsum(0).npu(), scale.npu(), per_token.npu()
+        ),
         torch_npu.npu_grouped_matmul_swiglu_quant_v2(
             x.npu(), [nz(weight)], npu([scale]), per_token.npu(), counts.cumsum(0).npu()
         ),
     ):
         close(steps, step, ulps=64)
-        assert ((values.cpu().double() - torch.nn.functional.silu(gate) * up / step[:, None]).abs() <= 0.501).all()
+        assert (
+            (values.cpu().double() - torch.nn.functional.silu(gate) * up / step[:, None]).abs()
+            <= 0.501
+        ).all()
 
 
 def test_int4_words_of_an_nz_weight():
-    """Bytes of int4 pairs, cast to FRACTAL_NZ and viewed as int32 words in the storage's dimensions (op-plugin's own test)."""
+    """Bytes of int4 pairs, cast to FRACTAL_NZ and viewed as int32 words in the storage's dimensions
+    (op-plugin's own test)."""
     counts, x, pairs = torch.tensor([3, 1, 4]), integers(8, 32), integers(3, 32, 64)
     scale, per_token = torch.rand(3, 128).npu() * 1e-3, torch.rand(8).npu()
     words = nz(pairs).view(torch.int32).view(3, 2, 2, 16, 8)
     found, expected = (
-        torch_npu.npu_grouped_matmul_swiglu_quant(x.npu(), weight, counts.cumsum(0).npu(), scale, per_token)
+        torch_npu.npu_grouped_matmul_swiglu_quant(
+            x.npu(), weight, counts.cumsum(0).npu(), scale, per_token
+        )
         for weight in (words, pairs.npu().view(torch.int32))
     )
     assert expected[0].any()
@@ -208,13 +256,19 @@ def test_int4_words_of_an_nz_weight():
 def test_a_view_is_not_a_part_of_the_matrix(view, found):
     part = view(nz(torch.ones(64, 48).half()))
     x = torch.ones(2, part.size(0)).half().npu()
-    with pytest.raises(RuntimeError, match=rf"mat2 has {found} in storage \[3, 4, 16, 16\] of FRACTAL_NZ; only the whole matrix"):
+    with pytest.raises(
+        RuntimeError,
+        match=rf"mat2 has {found} in storage \[3, 4, 16, 16\] of FRACTAL_NZ; only the whole matrix",
+    ):
         print(x @ part)
 
 
 def test_an_expert_of_a_stack_is_refused():
     stack = nz(torch.ones(3, 32, 16).half())
-    with pytest.raises(RuntimeError, match=r"mat2 has shape \[32, 16\].* in storage \[3, 1, 2, 16, 16\] of FRACTAL_NZ"):
+    with pytest.raises(
+        RuntimeError,
+        match=r"mat2 has shape \[32, 16\].* in storage \[3, 1, 2, 16, 16\] of FRACTAL_NZ",
+    ):
         print(torch.ones(2, 32).half().npu() @ stack[1])
 
 

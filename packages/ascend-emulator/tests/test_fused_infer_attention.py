@@ -1,4 +1,5 @@
-"""Layouts and additions of the fused inference attention, against softmax(scale * q k^T + bias) v in float64."""
+"""Layouts and additions of the fused inference attention, against softmax(scale * q k^T + bias) v
+in float64."""
 
 import re
 from itertools import accumulate
@@ -6,7 +7,19 @@ from itertools import accumulate
 import pytest
 import torch
 import torch_npu
-from fused_attention import BATCH, COMPRESSED, GROUPS, HEADS, KEYS, QUERIES, SIZE, arranged, close, inputs, reference
+from fused_attention import (
+    BATCH,
+    COMPRESSED,
+    GROUPS,
+    HEADS,
+    KEYS,
+    QUERIES,
+    SIZE,
+    arranged,
+    close,
+    inputs,
+    reference,
+)
 
 LAYOUTS = [
     "BSH",
@@ -46,7 +59,9 @@ def test_layouts(layout, mode):
         softmax_lse_flag=True,
         **lengths,
     )
-    mask = torch.arange(KEYS)[None] > torch.arange(QUERIES)[:, None] + KEYS - QUERIES if mode else None
+    mask = (
+        torch.arange(KEYS)[None] > torch.arange(QUERIES)[:, None] + KEYS - QUERIES if mode else None
+    )
     wanted = [reference(q, k, v, 0.2, mask) for q, k, v in zip(query, key, value, strict=True)]
     close(out, arranged(torch.stack([o for o, _ in wanted]), target))
     sums = torch.stack([s for _, s in wanted])[..., None]
@@ -69,7 +84,12 @@ def test_sparse_modes_have_no_effect_on_one_token(mode):
         scale=0.2,
         input_layout="BNSD",
     )
-    close(out, torch.stack([reference(q, k, v, 0.2)[0] for q, k, v in zip(query, key, value, strict=True)]))
+    close(
+        out,
+        torch.stack(
+            [reference(q, k, v, 0.2)[0] for q, k, v in zip(query, key, value, strict=True)]
+        ),
+    )
 
 
 def test_rows_past_a_length_are_zeros_without_a_sum():
@@ -117,15 +137,27 @@ def test_queries_that_see_no_key():
 
 def test_position_bias_full_mask_and_quantized_output():
     query, key, value = inputs()
-    bias, mask = torch.randn(1, HEADS, QUERIES, KEYS).half(), torch.rand(BATCH, 1, QUERIES, KEYS) > 0.7
+    bias, mask = (
+        torch.randn(1, HEADS, QUERIES, KEYS).half(),
+        torch.rand(BATCH, 1, QUERIES, KEYS) > 0.7,
+    )
     mask[..., 0] = False
     scale, offset = torch.tensor([40.0]), torch.tensor([3.0])
-    options = {"pse_shift": bias.npu(), "atten_mask": mask.npu(), "num_heads": HEADS, "num_key_value_heads": GROUPS}
+    options = {
+        "pse_shift": bias.npu(),
+        "atten_mask": mask.npu(),
+        "num_heads": HEADS,
+        "num_key_value_heads": GROUPS,
+    }
     options |= {"scale": 0.2, "input_layout": "BNSD"}
-    wanted = torch.stack([reference(query[i], key[i], value[i], 0.2, mask[i], bias[0])[0] for i in range(BATCH)])
+    wanted = torch.stack(
+        [reference(query[i], key[i], value[i], 0.2, mask[i], bias[0])[0] for i in range(BATCH)]
+    )
     ours = [x.npu() for x in (query, key, value)]
     close(torch_npu.npu_fused_infer_attention_score(*ours, **options)[0], wanted)
-    out, _ = torch_npu.npu_fused_infer_attention_score(*ours, quant_scale2=scale.npu(), quant_offset2=offset.npu(), **options)
+    out, _ = torch_npu.npu_fused_infer_attention_score(
+        *ours, quant_scale2=scale.npu(), quant_offset2=offset.npu(), **options
+    )
     assert out.dtype == torch.int8
     assert (out.cpu().double() - (wanted * 40 + 3).round().clamp(-128, 127)).abs().max() <= 1
 
@@ -145,8 +177,16 @@ def test_shared_prefix_and_lists_of_keys():
         scale=0.2,
         input_layout="BNSD",
     )
-    keys, values = (torch.cat([p[0, :, :3].expand(BATCH, -1, -1, -1), x], 2) for p, x in zip(prefix, (key, value), strict=True))
-    close(out, torch.stack([reference(q, k, v, 0.2)[0] for q, k, v in zip(query, keys, values, strict=True)]))
+    keys, values = (
+        torch.cat([p[0, :, :3].expand(BATCH, -1, -1, -1), x], 2)
+        for p, x in zip(prefix, (key, value), strict=True)
+    )
+    close(
+        out,
+        torch.stack(
+            [reference(q, k, v, 0.2)[0] for q, k, v in zip(query, keys, values, strict=True)]
+        ),
+    )
 
 
 def test_left_padding():
@@ -166,7 +206,10 @@ def test_left_padding():
     )
     for i, (count, length) in enumerate(((4, 9), (5, 18))):
         rows, places = slice(QUERIES - 1 - count, QUERIES - 1), slice(KEYS - 2 - length, KEYS - 2)
-        close(out[i, :, rows], reference(query[i, :, rows], key[i, :, places], value[i, :, places], 0.2)[0])
+        close(
+            out[i, :, rows],
+            reference(query[i, :, rows], key[i, :, places], value[i, :, places], 0.2)[0],
+        )
 
 
 @pytest.mark.parametrize("mode", [0, 1, 2, 3])
@@ -174,7 +217,9 @@ def test_left_padding():
 def test_int8_keys_and_values(offsets, mode):
     query = torch.randn(BATCH, HEADS, 1, SIZE).half()
     key, value = torch.randint(-128, 128, (2, BATCH, GROUPS, KEYS, SIZE), dtype=torch.int8)
-    shape = {0: (1, GROUPS, 1, SIZE), 1: (1, BATCH, KEYS), 2: (GROUPS,), 3: (BATCH, GROUPS, KEYS)}[mode]
+    shape = {0: (1, GROUPS, 1, SIZE), 1: (1, BATCH, KEYS), 2: (GROUPS,), 3: (BATCH, GROUPS, KEYS)}[
+        mode
+    ]
     dtype = torch.float16 if mode in (0, 2) else torch.float32
     factors = [(torch.rand(shape) * 0.02 + 0.01).to(dtype) for _ in range(2)]
     shifts = [(torch.randn(shape) * 5).to(dtype) for _ in range(2)] if offsets else [None, None]
@@ -203,7 +248,12 @@ def test_int8_keys_and_values(offsets, mode):
         scale=0.2,
         input_layout="BNSD",
     )
-    close(out, torch.stack([reference(q, k, v, 0.2)[0] for q, k, v in zip(query, keys, values, strict=True)]))
+    close(
+        out,
+        torch.stack(
+            [reference(q, k, v, 0.2)[0] for q, k, v in zip(query, keys, values, strict=True)]
+        ),
+    )
 
 
 @pytest.mark.parametrize("layout", ["TND", "NTD_TND"])
@@ -224,7 +274,9 @@ def test_learnable_sink(layout):
         sparse_mode=3,
         return_softmax_lse=True,
     )
-    expected, sums = reference(query[0], key[0], value[0], 0.3, torch.ones(12, 12, dtype=torch.bool).triu(1), sink=sink)
+    expected, sums = reference(
+        query[0], key[0], value[0], 0.3, torch.ones(12, 12, dtype=torch.bool).triu(1), sink=sink
+    )
     close(out.transpose(0, 1), expected)
     close(lse[..., 0].t(), sums, ulps=2e4)
 
@@ -294,7 +346,10 @@ def test_query_may_be_a_slice_of_heads():
     for i in range(BATCH):
         close(out[i], reference(query[i], key[i], value[i], 0.2)[0])
     flat = [arranged(x, "TND").npu() for x in (whole, key, value)]
-    lengths = {"actual_seq_lengths": [QUERIES, 2 * QUERIES], "actual_seq_lengths_kv": [KEYS, 2 * KEYS]}
+    lengths = {
+        "actual_seq_lengths": [QUERIES, 2 * QUERIES],
+        "actual_seq_lengths_kv": [KEYS, 2 * KEYS],
+    }
     packed, _ = torch_npu.npu_fused_infer_attention_score(
         flat[0][..., :SIZE], *flat[1:], input_layout="TND", **lengths, **options
     )
@@ -307,7 +362,11 @@ def test_tensors_that_are_not_contiguous_are_refused(which):
     given[which] = given[which].transpose(2, 3).contiguous().transpose(2, 3)
     with pytest.raises(RuntimeError, match=rf"{which} has strides .* must be contiguous"):
         torch_npu.npu_fused_infer_attention_score(
-            *given.values(), num_heads=HEADS, num_key_value_heads=GROUPS, input_layout="BNSD", scale=0.2
+            *given.values(),
+            num_heads=HEADS,
+            num_key_value_heads=GROUPS,
+            input_layout="BNSD",
+            scale=0.2,
         )
 
 
@@ -315,7 +374,13 @@ def test_one_token_has_no_correction_of_masked_rows():
     query, key, value = (x.npu() for x in inputs(queries=1))
     with pytest.raises(RuntimeError, match="inner_precise is 2; allowed: 0 to 1"):
         torch_npu.npu_fused_infer_attention_score(
-            query, key, value, num_heads=HEADS, num_key_value_heads=GROUPS, input_layout="BNSD", inner_precise=2
+            query,
+            key,
+            value,
+            num_heads=HEADS,
+            num_key_value_heads=GROUPS,
+            input_layout="BNSD",
+            inner_precise=2,
         )
 
 
@@ -326,20 +391,49 @@ def test_one_token_has_no_correction_of_masked_rows():
         ({"num_key_value_heads": 3}, "4 heads over 3 key-value heads"),
         ({"sparse_mode": 3}, "sparse_mode 3 needs atten_mask"),
         ({"sparse_mode": 7}, "sparse_mode is 7; allowed: 0 to 4"),
-        ({"actual_seq_lengths": [9]}, "actual_seq_lengths of request 0 is 9 and query has 6 tokens"),
-        ({"actual_seq_lengths_kv": [5, 21]}, "actual_seq_lengths_kv of request 1 is 21 and key has 20 tokens"),
+        (
+            {"actual_seq_lengths": [9]},
+            "actual_seq_lengths of request 0 is 9 and query has 6 tokens",
+        ),
+        (
+            {"actual_seq_lengths_kv": [5, 21]},
+            "actual_seq_lengths_kv of request 1 is 21 and key has 20 tokens",
+        ),
         ({"atten_mask": torch.zeros(3, 3), "sparse_mode": 1}, "atten_mask is Float (DT_FLOAT)"),
-        ({"atten_mask": torch.zeros(5, 20).bool()}, "atten_mask of shape [5, 20] is smaller than 6 queries x 20 keys"),
-        ({"atten_mask": torch.zeros(2, 1, 6, 19).bool(), "sparse_mode": 1}, "atten_mask of shape [2, 1, 6, 19] is smaller"),
-        ({"pse_shift": torch.zeros(1, HEADS, 6, 19).half()}, "pse_shift has shape [1, 4, 6, 19]; it must be [1 or 2, 4, 6, 20]"),
+        (
+            {"atten_mask": torch.zeros(5, 20).bool()},
+            "atten_mask of shape [5, 20] is smaller than 6 queries x 20 keys",
+        ),
+        (
+            {"atten_mask": torch.zeros(2, 1, 6, 19).bool(), "sparse_mode": 1},
+            "atten_mask of shape [2, 1, 6, 19] is smaller",
+        ),
+        (
+            {"pse_shift": torch.zeros(1, HEADS, 6, 19).half()},
+            "pse_shift has shape [1, 4, 6, 19]; it must be [1 or 2, 4, 6, 20]",
+        ),
         ({"num_key_value_heads": 1}, "key has shape [2, 2, 20, "),
         ({"query_padding_size": None, "inner_precise": 5}, "inner_precise is 5"),
-        ({"key_antiquant_scale": torch.ones(1).half(), "value_antiquant_scale": torch.ones(1).half()}, "it must be int8"),
-        ({"block_table": torch.zeros(2, 1, dtype=torch.int32), "block_size": 128}, "a paged cache needs actual_seq_lengths_kv"),
+        (
+            {
+                "key_antiquant_scale": torch.ones(1).half(),
+                "value_antiquant_scale": torch.ones(1).half(),
+            },
+            "it must be int8",
+        ),
+        (
+            {"block_table": torch.zeros(2, 1, dtype=torch.int32), "block_size": 128},
+            "a paged cache needs actual_seq_lengths_kv",
+        ),
     ],
 )
 def test_arguments_outside_the_documentation_are_refused(options, message):
-    given = {"num_heads": HEADS, "num_key_value_heads": GROUPS, "input_layout": "BNSD", "scale": 0.2} | options
+    given = {
+        "num_heads": HEADS,
+        "num_key_value_heads": GROUPS,
+        "input_layout": "BNSD",
+        "scale": 0.2,
+    } | options
     given = {name: x.npu() if isinstance(x, torch.Tensor) else x for name, x in given.items()}
     with pytest.raises(RuntimeError, match=re.escape(message)):
         torch_npu.npu_fused_infer_attention_score(*(x.npu() for x in inputs()), **given)
@@ -347,19 +441,38 @@ def test_arguments_outside_the_documentation_are_refused(options, message):
 
 
 def packed(heads, groups, size, counts, keys, value_size=0, layout="TND", **options):
-    """The fused attention of requests with these numbers of queries and keys, in a packed layout."""
-    tokens = [(sum(counts), heads, size), (sum(keys), groups, size), (sum(keys), groups, value_size or size)]
+    """The fused attention of requests with these numbers of queries and keys, in a
+    packed layout."""
+    tokens = [
+        (sum(counts), heads, size),
+        (sum(keys), groups, size),
+        (sum(keys), groups, value_size or size),
+    ]
     shapes = tokens if layout == "TND" else [(n, t, d) for t, n, d in tokens]
-    given = {"num_heads": heads, "num_key_value_heads": groups, "input_layout": layout, "scale": 0.2}
-    given |= {"actual_seq_lengths": list(accumulate(counts)), "actual_seq_lengths_kv": list(accumulate(keys))} | options
-    return torch_npu.npu_fused_infer_attention_score(*(torch.randn(shape).bfloat16().npu() for shape in shapes), **given)[0]
+    given = {
+        "num_heads": heads,
+        "num_key_value_heads": groups,
+        "input_layout": layout,
+        "scale": 0.2,
+    }
+    given |= {
+        "actual_seq_lengths": list(accumulate(counts)),
+        "actual_seq_lengths_kv": list(accumulate(keys)),
+    } | options
+    return torch_npu.npu_fused_infer_attention_score(
+        *(torch.randn(shape).bfloat16().npu() for shape in shapes), **given
+    )[0]
 
 
 @pytest.mark.parametrize("layout", ["TND", "NTD_TND"])
 @pytest.mark.parametrize("size", [16, 80, 96, 112, 160, 256])
 def test_head_sizes_of_multi_head_attention_in_packed_layouts(size, layout):
-    """The text is that of hardware. Grouped queries, one more query head, have them (vllm-ascend serves 256 so)."""
-    text = f"When layout is {layout[:3]}, queryD({size}), keyD({size}) and valueD({size}) must be same equal 192/128/64"
+    """The text is that of hardware. Grouped queries, one more query head, have them (vllm-ascend
+    serves 256 so)."""
+    text = (
+        f"When layout is {layout[:3]}, queryD({size}), keyD({size}) and valueD({size}) must be same"
+        " equal 192/128/64"
+    )
     with pytest.raises(RuntimeError, match=re.escape(text)) as error:
         packed(2, 2, size, [3, 4], [5, 4], layout=layout)
     assert "error code is 561002" in str(error.value)
@@ -373,15 +486,27 @@ def test_multi_head_attention_in_packed_layouts_has(size, value_size):
 
 def test_packed_layouts_have_at_most_4096_requests():
     assert packed(1, 1, 64, [1] * 4096, [1] * 4096).isfinite().all()
-    with pytest.raises(RuntimeError, match="actual_seq_lengths has 4097 entries in layout TND; at most 4096 are allowed"):
+    with pytest.raises(
+        RuntimeError,
+        match="actual_seq_lengths has 4097 entries in layout TND; at most 4096 are allowed",
+    ):
         packed(1, 1, 64, [1] * 4097, [1] * 4097)
 
 
 @pytest.mark.parametrize("layout", ["TND", "BNSD"])
 def test_keys_of_one_query_token(layout):
     """More than 262144 are for more query tokens. All blocks of the block table are the same."""
-    table, cache = torch.zeros(1, 2049, dtype=torch.int32).npu(), torch.zeros(1, 128, 64).bfloat16().npu()
-    paged = {"block_table": table, "block_size": 128, "num_heads": 1, "scale": 0.1, "input_layout": layout}
+    table, cache = (
+        torch.zeros(1, 2049, dtype=torch.int32).npu(),
+        torch.zeros(1, 128, 64).bfloat16().npu(),
+    )
+    paged = {
+        "block_table": table,
+        "block_size": 128,
+        "num_heads": 1,
+        "scale": 0.1,
+        "input_layout": layout,
+    }
     paged |= {"atten_mask": COMPRESSED.npu(), "sparse_mode": 3}
 
     def decode(length, tokens):
@@ -391,7 +516,10 @@ def test_keys_of_one_query_token(layout):
         torch_npu.npu_fused_infer_attention_score(query, cache, cache, **paged, **lengths)
 
     decode(262144, 1)
-    with pytest.raises(RuntimeError, match="request 0 has 262145 keys; at most 262144 are allowed with one query token"):
+    with pytest.raises(
+        RuntimeError,
+        match="request 0 has 262145 keys; at most 262144 are allowed with one query token",
+    ):
         decode(262145, 1)
     decode(262145, 2)
 
@@ -399,23 +527,43 @@ def test_keys_of_one_query_token(layout):
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_blocks_of_a_request_without_keys_are_not_looked_at(dtype):
     """vLLM pads the batches of graphs with such requests."""
-    query, cache = torch.randn(2, 2, 1, 64).to(dtype).npu(), torch.randn(3, 128, 128).to(dtype).npu()
+    query, cache = (
+        torch.randn(2, 2, 1, 64).to(dtype).npu(),
+        torch.randn(3, 128, 128).to(dtype).npu(),
+    )
     table = torch.tensor([[2], [-1]], dtype=torch.int32).npu()
-    paged = {"block_table": table, "block_size": 128, "actual_seq_lengths_kv": [5, 0], "input_layout": "BNSD"}
-    out, _ = torch_npu.npu_fused_infer_attention_score(query, cache, cache, num_heads=2, scale=0.1, **paged)
+    paged = {
+        "block_table": table,
+        "block_size": 128,
+        "actual_seq_lengths_kv": [5, 0],
+        "input_layout": "BNSD",
+    }
+    out, _ = torch_npu.npu_fused_infer_attention_score(
+        query, cache, cache, num_heads=2, scale=0.1, **paged
+    )
     keys = cache[2, :5].cpu().view(5, 2, 64).transpose(0, 1)
     close(out[0], reference(query[0].cpu(), keys, keys, 0.1)[0])
     assert not out[1].any()
 
 
-@pytest.mark.parametrize("part", ["atten_mask", "pse_shift", "key_shared_prefix", "value_shared_prefix"])
+@pytest.mark.parametrize(
+    "part", ["atten_mask", "pse_shift", "key_shared_prefix", "value_shared_prefix"]
+)
 def test_views_that_are_not_contiguous_are_refused(part):
     given = {"atten_mask": torch.zeros(BATCH, 1, QUERIES, KEYS, 2, dtype=torch.bool)}
     given["pse_shift"] = torch.zeros(1, HEADS, QUERIES, KEYS, 2).half()
     prefix = torch.zeros(1, GROUPS, 5, SIZE, 2).half()
     if "prefix" in part:
         given = {"key_shared_prefix": prefix, "value_shared_prefix": prefix}
-    given = {name: x.npu()[..., 0] if name == part else x[..., 0].contiguous().npu() for name, x in given.items()}
-    options = {"num_heads": HEADS, "num_key_value_heads": GROUPS, "input_layout": "BNSD", "scale": 0.2}
+    given = {
+        name: x.npu()[..., 0] if name == part else x[..., 0].contiguous().npu()
+        for name, x in given.items()
+    }
+    options = {
+        "num_heads": HEADS,
+        "num_key_value_heads": GROUPS,
+        "input_layout": "BNSD",
+        "scale": 0.2,
+    }
     with pytest.raises(RuntimeError, match=f"{part} "):
         torch_npu.npu_fused_infer_attention_score(*(x.npu() for x in inputs()), **given, **options)

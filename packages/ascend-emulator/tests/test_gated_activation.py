@@ -1,4 +1,5 @@
-"""Gated activations, plain and quantized, against the formulas of torch_npu's documentation in float64."""
+"""Gated activations, plain and quantized, against the formulas of torch_npu's documentation in
+float64."""
 
 import pytest
 import torch
@@ -9,7 +10,8 @@ FLOATS = [torch.float32, torch.float16, torch.bfloat16]
 
 
 def same_integers(actual, wide, lowest, highest):
-    """Rounded values: where float32 and float64 fall on different sides of a tie, they may differ by one."""
+    """Rounded values: where float32 and float64 fall on different sides of a tie, they may differ
+    by one."""
     actual, expected = actual.cpu().double(), wide.round().clamp(lowest, highest)
     near_tie = ((wide - wide.floor()) - 0.5).abs() < 1e-3
     assert actual.shape == expected.shape
@@ -22,7 +24,10 @@ def close(actual, expected, tolerance=1e-5):
 
 
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
-@pytest.mark.parametrize(("shape", "dim"), [((7, 64), -1), ((3, 5, 128), -1), ((2, 6, 10), 1), ((8, 3), 0), ((0, 16), -1)])
+@pytest.mark.parametrize(
+    ("shape", "dim"),
+    [((7, 64), -1), ((3, 5, 128), -1), ((2, 6, 10), 1), ((8, 3), 0), ((0, 16), -1)],
+)
 def test_swiglu(shape, dim, dtype):
     x = torch.randn(shape).to(dtype)
     gate, up = x.double().chunk(2, dim)
@@ -32,17 +37,37 @@ def test_swiglu(shape, dim, dtype):
 def test_swiglu_of_strided_rows():
     x = torch.randn(5, 3, 32)
     gate, up = x[:, 1].double().chunk(2, -1)
-    close(torch_npu.npu_swiglu(x.npu()[:, 1]), F.silu(gate) * up, 3 * torch.finfo(torch.float32).eps)
+    close(
+        torch_npu.npu_swiglu(x.npu()[:, 1]), F.silu(gate) * up, 3 * torch.finfo(torch.float32).eps
+    )
 
 
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
 def test_swiglu_of_the_ends_of_the_exponential(dtype):
-    ends = [-torch.inf, -300, -104, -89, -88.5, -87, -17, 0, 17, 87, 88.5, 104, 300, torch.inf, torch.nan]
+    ends = [
+        -torch.inf,
+        -300,
+        -104,
+        -89,
+        -88.5,
+        -87,
+        -17,
+        0,
+        17,
+        87,
+        88.5,
+        104,
+        300,
+        torch.inf,
+        torch.nan,
+    ]
     x = torch.tensor([*ends, *[1.0] * len(ends)]).to(dtype)
     gate, up = x.double().chunk(2)
     actual = torch_npu.npu_swiglu(x.npu()[None])[0].cpu().double()
     bound = 3 * torch.finfo(dtype).eps
-    torch.testing.assert_close(actual, (F.silu(gate) * up).to(dtype).double(), atol=1e-36, rtol=bound, equal_nan=True)
+    torch.testing.assert_close(
+        actual, (F.silu(gate) * up).to(dtype).double(), atol=1e-36, rtol=bound, equal_nan=True
+    )
 
 
 def swiglu(x, left):
@@ -80,7 +105,11 @@ def test_swiglu_quant(mode, kind, left):
 def test_dequant_swiglu_quant(grouped, variant):
     x = torch.randint(-100, 100, (5, 256), dtype=torch.int32)
     groups = 2 if grouped else 1
-    weight_scale, per_token, smooth = torch.rand(groups, 256) * 0.05, torch.rand(5, 1), torch.rand(groups, 128) + 0.5
+    weight_scale, per_token, smooth = (
+        torch.rand(groups, 256) * 0.05,
+        torch.rand(5, 1),
+        torch.rand(groups, 128) + 0.5,
+    )
     group = torch.tensor([0, 0, 1, 1, 1] if grouped else [0] * 5)
     index = torch.tensor([2, 3]).npu() if grouped else None
     values, scale = torch_npu.npu_dequant_swiglu_quant(
@@ -112,7 +141,13 @@ def test_dequant_swiglu_quant(grouped, variant):
 def test_clipped_swiglu(interleaved):
     x = torch.randn(6, 32) * 2
     actual = torch_npu.npu_clipped_swiglu(
-        x.npu(), group_index=torch.tensor([1, 3]).npu(), dim=-1, alpha=0.7, limit=1.0, bias=1.2, interleaved=interleaved
+        x.npu(),
+        group_index=torch.tensor([1, 3]).npu(),
+        dim=-1,
+        alpha=0.7,
+        limit=1.0,
+        bias=1.2,
+        interleaved=interleaved,
     )
     wide = x[:4].double()
     gate, value = (wide[:, ::2], wide[:, 1::2]) if interleaved else wide.chunk(2, -1)
@@ -124,7 +159,10 @@ def test_clipped_swiglu(interleaved):
 def test_gelu_mul(approximate):
     x = torch.randn(3, 5, 8)
     first, second = x.double().chunk(2, -1)
-    close(torch_npu.npu_gelu_mul(x.npu(), approximate=approximate), F.gelu(first, approximate=approximate) * second)
+    close(
+        torch_npu.npu_gelu_mul(x.npu(), approximate=approximate),
+        F.gelu(first, approximate=approximate) * second,
+    )
 
 
 def gradients(function, reference, *arguments):
@@ -148,11 +186,17 @@ def test_geglu_and_gradient(left, approximate):
         gate, value = (first, second) if left else (second, first)
         return F.gelu(gate, approximate="tanh" if approximate else "none") * value
 
-    gradients(lambda x: torch_npu.npu_geglu(x, -1, approximate, left)[0], reference, torch.randn(4, 10))
+    gradients(
+        lambda x: torch_npu.npu_geglu(x, -1, approximate, left)[0], reference, torch.randn(4, 10)
+    )
 
 
 def test_gradient_of_swiglu():
-    gradients(lambda x: torch_npu.npu_swiglu(x, dim=0), lambda x: F.silu(x.chunk(2, 0)[0]) * x.chunk(2, 0)[1], torch.randn(6, 4))
+    gradients(
+        lambda x: torch_npu.npu_swiglu(x, dim=0),
+        lambda x: F.silu(x.chunk(2, 0)[0]) * x.chunk(2, 0)[1],
+        torch.randn(6, 4),
+    )
 
 
 def test_gradient_of_fast_gelu():
@@ -165,5 +209,7 @@ def test_odd_width_is_refused():
 
 
 def test_wide_rows_of_gelu_mul_are_refused():
-    with pytest.raises(RuntimeError, match="the last dimension of input is 1026; allowed: 2 to 1024"):
+    with pytest.raises(
+        RuntimeError, match="the last dimension of input is 1026; allowed: 2 to 1024"
+    ):
         torch_npu.npu_gelu_mul(torch.randn(4, 1026, dtype=torch.float16, device="npu"))

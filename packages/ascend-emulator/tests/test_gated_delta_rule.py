@@ -1,4 +1,5 @@
-"""The gated delta rule, recurrent and in chunks, against its recurrence in float64 (golden functions of op-plugin's tests)."""
+"""The gated delta rule, recurrent and in chunks, against its recurrence in float64 (golden
+functions of op-plugin's tests)."""
 
 import sys
 from pathlib import Path
@@ -11,7 +12,8 @@ from gated_delta_calls import inputs, int32
 
 
 def golden(query, key, value, state, beta, g, scale):
-    """Output and the state after each token of one sequence, in float64; ``state`` is ``[heads, values, keys]``."""
+    """Output and the state after each token of one sequence, in float64; ``state`` is ``[heads,
+    values, keys]``."""
     query, key, value, state, beta = (x.double() for x in (query, key, value, state, beta))
     decay = torch.ones_like(beta) if g is None else g.double().exp()
     outputs, states = torch.empty_like(value), []
@@ -56,7 +58,9 @@ def test_recurrent_rule_writes_the_state_after_each_token(accepted, decays):
         part = slice(start, start + length)
         first = blocks[start + (accepted[request] - 1 if accepted else 0)]
         own = [x[part] for x in (query, key, value)]
-        outputs, states = golden(*own, state[first], beta[part], None if g is None else g[part], 0.5)
+        outputs, states = golden(
+            *own, state[first], beta[part], None if g is None else g[part], 0.5
+        )
         close(out[part], outputs)
         for token, after in enumerate(states):
             expected[blocks[start + token]] = after
@@ -67,7 +71,8 @@ def test_recurrent_rule_writes_the_state_after_each_token(accepted, decays):
 @pytest.mark.parametrize("lengths", [(100, 1, 37), (8,)])
 @pytest.mark.parametrize("decays", [True, False])
 def test_chunk_rule_returns_the_last_states(lengths, decays):
-    """Sequences of more than 8 tokens, as in the example of the documentation that allows 8, and as in op-plugin's test."""
+    """Sequences of more than 8 tokens, as in the example of the documentation that allows 8, and as
+    in op-plugin's test."""
     query, key, value, state, beta, g = inputs(sum(lengths), blocks=len(lengths))
     on_npu = state.npu()
     out, final = torch_npu.npu_chunk_gated_delta_rule(
@@ -86,7 +91,9 @@ def test_chunk_rule_returns_the_last_states(lengths, decays):
     for request, length in enumerate(lengths):
         part = slice(start, start + length)
         own = [x[part] for x in (query, key, value)]
-        outputs, states = golden(*own, state[request], beta[part], g[part] if decays else None, 0.125)
+        outputs, states = golden(
+            *own, state[request], beta[part], g[part] if decays else None, 0.125
+        )
         close(out[part], outputs)
         close(final[request], states[-1])
         start += length
@@ -95,16 +102,34 @@ def test_chunk_rule_returns_the_last_states(lengths, decays):
 @pytest.mark.parametrize(
     ("case", "message"),
     [
-        (lambda: calls.recurrent(state=inputs(2)[3].float()), r"state is Float \(DT_FLOAT\); allowed: BFloat16"),
-        (lambda: calls.recurrent(beta=inputs(2)[4].float()), r"beta is Float \(DT_FLOAT\); allowed: BFloat16"),
-        (lambda: calls.recurrent(g=inputs(2)[5].bfloat16()), r"g is BFloat16 \(DT_BFLOAT16\); allowed: Float"),
+        (
+            lambda: calls.recurrent(state=inputs(2)[3].float()),
+            r"state is Float \(DT_FLOAT\); allowed: BFloat16",
+        ),
+        (
+            lambda: calls.recurrent(beta=inputs(2)[4].float()),
+            r"beta is Float \(DT_FLOAT\); allowed: BFloat16",
+        ),
+        (
+            lambda: calls.recurrent(g=inputs(2)[5].bfloat16()),
+            r"g is BFloat16 \(DT_BFLOAT16\); allowed: Float",
+        ),
         (lambda: calls.recurrent(state=inputs(1)[3]), "state has 1 blocks"),
         (lambda: calls.recurrent(gk=torch.zeros(2, calls.HEADS, calls.WIDTH)), "gk is given"),
-        (lambda: calls.recurrent(settings={"width": 288}), "size of a key is 288; allowed: 1 to 256"),
+        (
+            lambda: calls.recurrent(settings={"width": 288}),
+            "size of a key is 288; allowed: 1 to 256",
+        ),
         (lambda: calls.chunk(settings={"width": 64}), "size of a key is 64; allowed: 128 to 128"),
-        (lambda: calls.chunk(settings={"heads": 66}), "query has 2 heads and value 66; allowed: up to 64"),
+        (
+            lambda: calls.chunk(settings={"heads": 66}),
+            "query has 2 heads and value 66; allowed: up to 64",
+        ),
         (lambda: calls.chunk(settings={"heads": 3}), "query has 2 heads and value 3"),
-        (lambda: calls.chunk(state=inputs(1)[3].float()), r"state is Float \(DT_FLOAT\); allowed: BFloat16"),
+        (
+            lambda: calls.chunk(state=inputs(1)[3].float()),
+            r"state is Float \(DT_FLOAT\); allowed: BFloat16",
+        ),
     ],
 )
 def test_shapes_and_dtypes_beyond_the_documentation_are_refused(case, message):

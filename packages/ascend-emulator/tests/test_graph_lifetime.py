@@ -1,4 +1,5 @@
-"""Graphs whose memory, streams, groups or conditions end before they do, and captures by several threads."""
+"""Graphs whose memory, streams, groups or conditions end before they do, and captures by several
+threads."""
 
 import ctypes
 import re
@@ -59,7 +60,10 @@ def test_a_copy_whose_memory_was_freed_after_its_capture_is_refused(captured, ar
     others = [memory() for _ in range(3 if again else 0)]
     assert not again or any(other.value == freed.value for other in others)
     what = "freed after the call, and allocated again" if again else "freed after the call"
-    with pytest.raises(RuntimeError, match=rf"\(node 0 of graph \d+\): .*4096 bytes at 0x[0-9a-f]+, which were {what}"):
+    with pytest.raises(
+        RuntimeError,
+        match=rf"\(node 0 of graph \d+\): .*4096 bytes at 0x[0-9a-f]+, which were {what}",
+    ):
         replay(graph, on)
 
 
@@ -89,14 +93,21 @@ except RuntimeError as error:
 """
     environ = {"PYTORCH_NPU_ALLOC_CONF": "expandable_segments:True"} if expandable else {}
     done = run("run", "--", sys.executable, "-c", script, **environ)
-    what = "freed after the call, and allocated again" if again else f"{'unmapped' if expandable else 'freed'} after the call"
+    what = (
+        "freed after the call, and allocated again"
+        if again
+        else f"{'unmapped' if expandable else 'freed'} after the call"
+    )
     expected = f"bytes at 0x[0-9a-f]+, which were {what}\n"
     assert done.returncode == 0
-    assert re.search(r"aclnnMuls \(node 0 of graph 0\): self, 33554432 " + expected, done.stdout), done
+    assert re.search(r"aclnnMuls \(node 0 of graph 0\): self, 33554432 " + expected, done.stdout), (
+        done
+    )
 
 
 def test_memory_that_is_mapped_again_at_its_address_is_the_same(captured):
-    """Sleep mode unmaps physical memory and maps other memory at the reserved addresses: graphs remain valid."""
+    """Sleep mode unmaps physical memory and maps other memory at the reserved addresses: graphs
+    remain valid."""
     size, nothing = ctypes.c_size_t(2 * MIB), ctypes.c_void_p()
     properties = Physical(0, 0, 0, Location(0, DEVICE), 0)
     address = made("aclrtReserveMemAddress", size, ctypes.c_size_t(0), nothing, ctypes.c_uint64(1))
@@ -127,7 +138,9 @@ def test_pinned_memory_that_was_freed_after_the_capture_of_its_copy_is_refused(c
     graph, on = captured(lambda on: copy(onto, host, on, kind=1))
     replay(graph, on)
     call("aclrtFreeHost", host)
-    with pytest.raises(RuntimeError, match="the source is host memory that was freed after the call"):
+    with pytest.raises(
+        RuntimeError, match="the source is host memory that was freed after the call"
+    ):
         replay(graph, on)
 
 
@@ -162,7 +175,12 @@ def test_a_graph_s_groups_and_conditions_end_with_it(stream):
 
     before, on, at = left(), stream(), memory()
     begin(on)
-    status, graph, condition, group = ctypes.c_int32(), ctypes.c_void_p(), ctypes.c_void_p(), ctypes.c_void_p()
+    status, graph, condition, group = (
+        ctypes.c_int32(),
+        ctypes.c_void_p(),
+        ctypes.c_void_p(),
+        ctypes.c_void_p(),
+    )
     call("aclmdlRICaptureGetInfo", on, ctypes.byref(status), ctypes.byref(graph))
     call("aclmdlRICondHandleCreate", graph, 0, 0, ctypes.byref(condition))
     call("aclmdlRICaptureTaskGrpBegin", on)
@@ -205,7 +223,9 @@ print(out.tolist())
 def test_a_stream_cannot_be_destroyed_during_its_capture(stream):
     on = stream()
     begin(on)
-    with pytest.raises(RuntimeError, match=r"107027: .*the stream is being captured; end the capture first"):
+    with pytest.raises(
+        RuntimeError, match=r"107027: .*the stream is being captured; end the capture first"
+    ):
         call("aclrtDestroyStream", on)
     end(on)
     call("aclrtDestroyStream", on)

@@ -1,4 +1,5 @@
-"""Capture and replay through torch.npu.NPUGraph and, for what torch has no function, CANN's interface."""
+"""Capture and replay through torch.npu.NPUGraph and, for what torch has no function, CANN's
+interface."""
 
 import ctypes
 import importlib.metadata
@@ -68,7 +69,8 @@ def test_graphs_share_a_memory_pool(x):
 
 
 def refused(body, *messages):
-    """The capture fails for one of these reasons, at the call or at its end, and the process goes on."""
+    """The capture fails for one of these reasons, at the call or at its end, and the process goes
+    on."""
     with pytest.raises(RuntimeError) as caught:
         capture(body)
     reasons = f"{caught.value} {caught.value.__context__}"
@@ -76,7 +78,10 @@ def refused(body, *messages):
     assert torch.ones(8, device="npu").sum().item() == 8
 
 
-WAITS = {"stream": lambda: torch.npu.current_stream().synchronize(), "device": lambda: torch.npu.synchronize()}
+WAITS = {
+    "stream": lambda: torch.npu.current_stream().synchronize(),
+    "device": lambda: torch.npu.synchronize(),
+}
 COPIES = {
     "to the host": (lambda x: x.cpu(), "the stream is being captured"),
     "from pageable memory": (lambda x: x.copy_(torch.ones(8)), "not pinned"),
@@ -124,7 +129,10 @@ with torch.npu.graph(torch.npu.NPUGraph()):
 """
     done = run("run", "--", sys.executable, "-c", script)
     assert done.returncode == 1
-    assert "aclnnNonzero: its result's shape depends on values, so that it cannot be captured" in done.stderr
+    assert (
+        "aclnnNonzero: its result's shape depends on values, so that it cannot be captured"
+        in done.stderr
+    )
 
 
 @pytest.mark.fails_a_capture
@@ -141,7 +149,8 @@ def test_a_stream_that_is_not_joined_invalidates_the_capture(x):
 
 
 def test_task_groups_are_updated_and_wait_for_an_external_event(x):
-    """As a model's attention is given new lengths: the group's operator is called again on another stream."""
+    """As a model's attention is given new lengths: the group's operator is called again on another
+    stream."""
     graph, event, update = torch.npu.NPUGraph(), torch.npu.ExternalEvent(), torch.npu.Stream()
     out = torch.zeros_like(x)
     torch.npu.synchronize()
@@ -188,7 +197,8 @@ except RuntimeError as error:
 
 
 def test_a_conditional_node_runs_its_branch_when_its_value_says_so(x):
-    """aclmdlRIAddCondTask as NPUGraph::begin_capture_to_if_node calls it, which torch_npu opens for one chip alone."""
+    """aclmdlRIAddCondTask as NPUGraph::begin_capture_to_if_node calls it, which torch_npu opens for
+    one chip alone."""
     library = ctypes.CDLL("libascendcl.so")
     library.aclGetRecentErrMsg.restype = ctypes.c_char_p
 
@@ -201,13 +211,24 @@ def test_a_conditional_node_runs_its_branch_when_its_value_says_so(x):
     torch.npu.synchronize()
     with torch.npu.graph(graph, stream=stream):
         drain()
-        handle, status, parent = ctypes.c_void_p(stream.npu_stream), ctypes.c_int32(), ctypes.c_void_p()
-        assert library.aclmdlRICaptureGetInfo(handle, ctypes.byref(status), ctypes.byref(parent)) == 0
+        handle, status, parent = (
+            ctypes.c_void_p(stream.npu_stream),
+            ctypes.c_int32(),
+            ctypes.c_void_p(),
+        )
+        assert (
+            library.aclmdlRICaptureGetInfo(handle, ctypes.byref(status), ctypes.byref(parent)) == 0
+        )
         condition, address, child = ctypes.c_void_p(), ctypes.c_void_p(), ctypes.c_void_p()
         assert library.aclmdlRICondHandleCreate(parent, 0, 1, ctypes.byref(condition)) == 0
         assert library.aclmdlRICondHandleGetCondPtr(condition, ctypes.byref(address)) == 0
         size, to_device = ctypes.c_size_t(8), 3
-        assert library.aclrtMemcpyAsync(address, size, ctypes.c_void_p(flag.data_ptr()), size, to_device, handle) == 0
+        assert (
+            library.aclrtMemcpyAsync(
+                address, size, ctypes.c_void_p(flag.data_ptr()), size, to_device, handle
+            )
+            == 0
+        )
         parameters = ConditionalTask(condition, 0, 1, ctypes.pointer(child))
         assert library.aclmdlRIAddCondTask(parameters, handle, 0) == 0
         branch = ctypes.c_void_p(inner.npu_stream)
@@ -216,7 +237,9 @@ def test_a_conditional_node_runs_its_branch_when_its_value_says_so(x):
             x.add_(10)
             drain()
         ended = ctypes.c_void_p()
-        assert library.aclmdlRICaptureEnd(branch, ctypes.byref(ended)) == 0, library.aclGetRecentErrMsg()
+        assert library.aclmdlRICaptureEnd(branch, ctypes.byref(ended)) == 0, (
+            library.aclGetRecentErrMsg()
+        )
         assert ended.value == child.value
     for value, expected in ((0, 1), (1, 11), (0, 11), (3, 21)):
         flag.fill_(value)
@@ -256,7 +279,8 @@ print(y.tolist())
     count, code, message = first.split()
     assert 1800 < int(count) < 1984
     assert (code, message) == ("True", "True"), done.stderr
-    if not importlib.metadata.version("torch-npu").startswith("2.10."):  # which captures nothing after a failure (conftest.py)
+    # which captures nothing after a failure (conftest.py)
+    if not importlib.metadata.version("torch-npu").startswith("2.10."):
         assert others == ["[2.0, 2.0, 2.0, 2.0]"]
 
 
@@ -281,7 +305,8 @@ for _ in range(12):
 print(*results)
 """
     plain, odd, again = (
-        run("run", *options, "--", sys.executable, "-c", script) for options in ([], *[["--adversary", "5"]] * 2)
+        run("run", *options, "--", sys.executable, "-c", script)
+        for options in ([], *[["--adversary", "5"]] * 2)
     )
     assert set(plain.stdout.split()) == {"2"}, plain.stderr
     assert set(odd.stdout.split()) == {"1", "2"}, odd.stderr

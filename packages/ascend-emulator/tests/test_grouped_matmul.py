@@ -1,4 +1,5 @@
-"""Quantized and grouped matrix products, against the formulas of torch_npu's documentation in float64."""
+"""Quantized and grouped matrix products, against the formulas of torch_npu's documentation in
+float64."""
 
 import pytest
 import torch
@@ -9,11 +10,22 @@ HALVES = [torch.float16, torch.bfloat16]
 
 def close(actual, expected, ulps=2):
     bound = ulps * torch.finfo(actual.dtype).eps
-    torch.testing.assert_close(actual.cpu().double(), expected, atol=bound * max(1.0, expected.abs().max().item()), rtol=bound)
+    torch.testing.assert_close(
+        actual.cpu().double(),
+        expected,
+        atol=bound * max(1.0, expected.abs().max().item()),
+        rtol=bound,
+    )
 
 
 def npu(value):
-    return [x.npu() for x in value] if isinstance(value, list) else value.npu() if isinstance(value, torch.Tensor) else value
+    return (
+        [x.npu() for x in value]
+        if isinstance(value, list)
+        else value.npu()
+        if isinstance(value, torch.Tensor)
+        else value
+    )
 
 
 def packed(values):
@@ -38,10 +50,19 @@ def ends_of(counts, kind):
 @pytest.mark.parametrize("transposed", [False, True])
 def test_quant_matmul_per_token(transposed, batch, dtype):
     a, b = integers(*batch, 5, 64), integers(*batch, 64, 16)
-    scale, per_token, bias = torch.rand(16) * 1e-2, torch.rand(5), torch.randint(-500, 500, (16,), dtype=torch.int32)
+    scale, per_token, bias = (
+        torch.rand(16) * 1e-2,
+        torch.rand(5),
+        torch.randint(-500, 500, (16,), dtype=torch.int32),
+    )
     right = b.transpose(-1, -2).contiguous().npu().transpose(-1, -2) if transposed else b.npu()
     actual = torch_npu.npu_quant_matmul(
-        a.npu(), right, scale.npu(), pertoken_scale=per_token.npu(), bias=bias.npu(), output_dtype=dtype
+        a.npu(),
+        right,
+        scale.npu(),
+        pertoken_scale=per_token.npu(),
+        bias=bias.npu(),
+        output_dtype=dtype,
     )
     close(actual, (a.double() @ b.double() + bias) * scale.double() * per_token.double()[:, None])
 
@@ -49,7 +70,8 @@ def test_quant_matmul_per_token(transposed, batch, dtype):
 def test_quant_matmul_to_int8_and_int32():
     a, b, scale, offset = integers(4, 32), integers(32, 8), torch.rand(8) * 1e-2, torch.randn(8)
     actual = torch_npu.npu_quant_matmul(a.npu(), b.npu(), scale.npu(), offset=offset.npu())
-    short = (scale.view(torch.int32) & ~0x1FFF).view(torch.float32)  # 19 bits of it reach the cube unit
+    # 19 bits of it reach the cube unit
+    short = (scale.view(torch.int32) & ~0x1FFF).view(torch.float32)
     wide = (a.double() @ b.double()) * short.double() + offset.double()
     assert ((actual.cpu().double() - wide.clamp(-128, 127)).abs() <= 0.501).all()
     whole = torch_npu.npu_quant_matmul(a.npu(), b.npu(), scale.npu(), output_dtype=torch.int32)
@@ -58,17 +80,32 @@ def test_quant_matmul_to_int8_and_int32():
 
 @pytest.mark.parametrize("bias", [torch.bfloat16, torch.float32], ids=str)
 def test_quant_matmul_to_bfloat16_adds_its_bias_last(bias):
-    a, b, scale, add = integers(4, 32), integers(32, 8), (torch.rand(8) * 1e-2).bfloat16(), torch.randn(8).to(bias)
-    actual = torch_npu.npu_quant_matmul(a.npu(), b.npu(), scale.npu(), bias=add.npu(), output_dtype=torch.bfloat16)
+    a, b, scale, add = (
+        integers(4, 32),
+        integers(32, 8),
+        (torch.rand(8) * 1e-2).bfloat16(),
+        torch.randn(8).to(bias),
+    )
+    actual = torch_npu.npu_quant_matmul(
+        a.npu(), b.npu(), scale.npu(), bias=add.npu(), output_dtype=torch.bfloat16
+    )
     close(actual, a.double() @ b.double() * scale.double() + add.double())
 
 
 @pytest.mark.parametrize("transposed", [False, True])
 def test_quant_matmul_of_int4(transposed):
-    a, b, scale = integers(4, 64, low=-8, high=8), integers(64, 16, low=-8, high=8), torch.rand(16) * 1e-2
+    a, b, scale = (
+        integers(4, 64, low=-8, high=8),
+        integers(64, 16, low=-8, high=8),
+        torch.rand(16) * 1e-2,
+    )
     right = packed(b.T).contiguous().npu().T if transposed else packed(b).npu()
     actual = torch_npu.npu_quant_matmul(
-        packed(a).npu(), right, scale.npu(), pertoken_scale=torch.ones(4).npu(), output_dtype=torch.float16
+        packed(a).npu(),
+        right,
+        scale.npu(),
+        pertoken_scale=torch.ones(4).npu(),
+        output_dtype=torch.float16,
     )
     close(actual, a.double() @ b.double() * scale.double())
 
@@ -87,7 +124,13 @@ def test_weight_quant_batchmatmul(precise, four_bits, group, dtype):
     )
     own = packed(weight) if four_bits else weight
     actual = torch_npu.npu_weight_quant_batchmatmul(
-        x.npu(), own.npu(), scale.npu(), offset.npu(), bias=bias.npu(), antiquant_group_size=group, inner_precise=precise
+        x.npu(),
+        own.npu(),
+        scale.npu(),
+        offset.npu(),
+        bias=bias.npu(),
+        antiquant_group_size=group,
+        inner_precise=precise,
     )
     spread = lambda p: p.double().repeat_interleave(64 // rows, 0)  # noqa: E731
     close(actual, x.double() @ ((weight.double() + spread(offset)) * spread(scale)) + bias.double())
@@ -98,7 +141,10 @@ def test_int4_weight_packed_by_torch_npu():
     words = torch_npu.npu_convert_weight_to_int4pack(weight.npu())
     assert torch.equal(words.cpu(), packed(weight))
     scale = torch.rand(1, 32).half()
-    close(torch_npu.npu_weight_quant_batchmatmul(x.npu(), words, scale.npu()), x.double() @ (weight.double() * scale.double()))
+    close(
+        torch_npu.npu_weight_quant_batchmatmul(x.npu(), words, scale.npu()),
+        x.double() @ (weight.double() * scale.double()),
+    )
 
 
 @pytest.mark.parametrize("with_a", [True, False])
@@ -107,7 +153,15 @@ def test_batch_gather_matmul(with_a):
     a, b = torch.randn(3, 2, 16, 64).half(), torch.randn(3, 2, 32, 16).half()
     indices = torch.tensor([0, 2, 1, 3, 2], dtype=torch.int32)  # 3: without an adapter
     actual = torch_npu.npu_batch_gather_matmul_(
-        y.npu(), x.npu(), b.npu(), indices.npu(), a.npu() if with_a else None, layer_idx=1, scale=0.5, y_offset=8, y_slice_size=32
+        y.npu(),
+        x.npu(),
+        b.npu(),
+        indices.npu(),
+        a.npu() if with_a else None,
+        layer_idx=1,
+        scale=0.5,
+        y_offset=8,
+        y_slice_size=32,
     )
     expected = y.double()
     for i, index in enumerate(indices.tolist()):
@@ -122,8 +176,17 @@ def test_batch_gather_matmul(with_a):
 def test_grouped_matmul_of_lists(biased, dtype):
     x = [torch.randn(*shape).to(dtype) for shape in ((4, 8), (3, 16), (2, 5, 8))]
     weight = [torch.randn(*shape).to(dtype) for shape in ((8, 6), (16, 4), (8, 10))]
-    bias = [torch.randn(w.size(1)).to(torch.float32 if dtype == torch.bfloat16 else dtype) for w in weight] if biased else None
-    actual = torch_npu.npu_grouped_matmul(npu(x), npu(weight), bias=npu(bias) if biased else None, split_item=0, group_type=-1)
+    bias = (
+        [
+            torch.randn(w.size(1)).to(torch.float32 if dtype == torch.bfloat16 else dtype)
+            for w in weight
+        ]
+        if biased
+        else None
+    )
+    actual = torch_npu.npu_grouped_matmul(
+        npu(x), npu(weight), bias=npu(bias) if biased else None, split_item=0, group_type=-1
+    )
     assert len(actual) == 3
     for i, result in enumerate(actual):
         close(result, x[i].double() @ weight[i].double() + (bias[i].double() if biased else 0))
@@ -153,12 +216,20 @@ def test_grouped_matmul_by_rows(split, kind, stacked):
 @pytest.mark.parametrize("transposed", [False, True])
 @pytest.mark.parametrize("split", [0, 3])
 def test_grouped_matmul_of_bfloat16(split, transposed):
-    counts = [1, 0, 7, 70, 2, 0, 9, 100]  # few rows are multiplied in place, groups together; many are packed
-    x, weight = torch.randn(sum(counts), 136).bfloat16(), torch.randn(len(counts), 200, 136).bfloat16()
+    # few rows are multiplied in place, groups together; many are packed
+    counts = [1, 0, 7, 70, 2, 0, 9, 100]
+    x, weight = (
+        torch.randn(sum(counts), 136).bfloat16(),
+        torch.randn(len(counts), 200, 136).bfloat16(),
+    )
     own = weight.npu() if transposed else weight.transpose(1, 2).contiguous().npu().transpose(1, 2)
     if split == 0:  # a list of inputs has an output each
         parts = [(part, own[i].t()) for i, part in enumerate(x.npu().split(counts)) if len(part)]
-        actual = torch.cat(torch_npu.npu_grouped_matmul(*map(list, zip(*parts, strict=True)), split_item=0, group_type=-1))
+        actual = torch.cat(
+            torch_npu.npu_grouped_matmul(
+                *map(list, zip(*parts, strict=True)), split_item=0, group_type=-1
+            )
+        )
     else:
         actual = torch_npu.npu_grouped_matmul(
             [x.npu()],
@@ -174,22 +245,38 @@ def test_grouped_matmul_of_bfloat16(split, transposed):
 
 def test_grouped_matmul_to_one_output_each_and_from_several_inputs():
     x, weight = torch.randn(7, 8), torch.randn(3, 8, 4)
-    parts = torch_npu.npu_grouped_matmul(npu([x]), npu(list(weight)), group_list=[2, 3, 7], split_item=1)
+    parts = torch_npu.npu_grouped_matmul(
+        npu([x]), npu(list(weight)), group_list=[2, 3, 7], split_item=1
+    )
     split = x.double().split([2, 1, 4])
     for part, rows, matrix in zip(parts, split, weight.double(), strict=True):
         close(part, rows @ matrix)
     whole = torch_npu.npu_grouped_matmul(
-        npu(list(x.split([2, 1, 4]))), npu(list(weight)), split_item=2, group_type=0, group_list=torch.tensor([2, 3, 7]).npu()
+        npu(list(x.split([2, 1, 4]))),
+        npu(list(weight)),
+        split_item=2,
+        group_type=0,
+        group_list=torch.tensor([2, 3, 7]).npu(),
     )
-    close(whole[0], torch.cat([rows @ matrix for rows, matrix in zip(split, weight.double(), strict=True)]))
-    same = torch_npu.npu_grouped_matmul(npu([x]), npu(list(weight)), group_list=[2, 3, 7], split_item=3)  # a list of integers
+    close(
+        whole[0],
+        torch.cat([rows @ matrix for rows, matrix in zip(split, weight.double(), strict=True)]),
+    )
+    # a list of integers
+    same = torch_npu.npu_grouped_matmul(
+        npu([x]), npu(list(weight)), group_list=[2, 3, 7], split_item=3
+    )
     close(same[0], whole[0].cpu().double())
 
 
 def test_grouped_matmul_by_columns():
     x, weight = torch.randn(6, 4).half(), torch.randn(6, 5).half()
     actual = torch_npu.npu_grouped_matmul(
-        [x.npu().T], npu([weight]), group_list=torch.tensor([2, 2, 6]).npu(), split_item=3, group_type=2
+        [x.npu().T],
+        npu([weight]),
+        group_list=torch.tensor([2, 2, 6]).npu(),
+        split_item=3,
+        group_type=2,
     )
     wide = x.double().T
     expected = [wide[:, a:b] @ weight.double()[a:b] for a, b in ((0, 2), (2, 2), (2, 6))]
@@ -200,7 +287,10 @@ def test_grouped_matmul_by_columns():
 @pytest.mark.parametrize("stacked", [False, True])
 def test_grouped_matmul_of_int8(stacked, dtype):
     counts, x, weight = [3, 1, 4], integers(8, 32), integers(3, 32, 16)
-    scale, per_token = (torch.rand(3, 16) * 1e-2).to(torch.bfloat16 if dtype == torch.bfloat16 else torch.float32), torch.rand(8)
+    scale, per_token = (
+        (torch.rand(3, 16) * 1e-2).to(torch.bfloat16 if dtype == torch.bfloat16 else torch.float32),
+        torch.rand(8),
+    )
     actual = torch_npu.npu_grouped_matmul(
         npu([x]),
         npu([weight] if stacked else list(weight)),
@@ -308,7 +398,12 @@ def test_finalize_routing():
 
 def test_grouped_matmul_swiglu_quant():
     counts = [2, 4]
-    x, weight, scale, per_token = integers(8, 32), integers(2, 32, 16), torch.rand(2, 16) * 1e-3, torch.rand(8)
+    x, weight, scale, per_token = (
+        integers(8, 32),
+        integers(2, 32, 16),
+        torch.rand(2, 16) * 1e-3,
+        torch.rand(8),
+    )
     values, steps = torch_npu.npu_grouped_matmul_swiglu_quant_v2(
         x.npu(), npu([weight]), npu([scale]), per_token.npu(), torch.tensor(counts).cumsum(0).npu()
     )
@@ -334,7 +429,11 @@ def int4(*shape):
 @pytest.mark.parametrize("smooth", [torch.rand(2), torch.rand(2, 16)], ids=["experts", "columns"])
 def test_grouped_matmul_swiglu_quant_of_int4(smooth):
     (x, x_words), (weight, weight_words) = int4(6, 32), int4(2, 32, 32)
-    scale, per_token, expert = torch.rand(2, 32) * 1e-2, torch.rand(6), torch.tensor([0, 0, 1, 1, 1, 1])
+    scale, per_token, expert = (
+        torch.rand(2, 32) * 1e-2,
+        torch.rand(6),
+        torch.tensor([0, 0, 1, 1, 1, 1]),
+    )
     values, steps = torch_npu.npu_grouped_matmul_swiglu_quant_v2(
         x_words.npu(),
         [weight_words.npu()],
@@ -374,7 +473,12 @@ def grouped(x, weight, **more):
         ),
         "dequant mode": (
             lambda a, b: torch_npu.npu_grouped_matmul_swiglu_quant_v2(
-                a, [b[None]], [torch.ones(1, 8).npu()], torch.ones(4).npu(), torch.tensor([4]).npu(), dequant_mode=1
+                a,
+                [b[None]],
+                [torch.ones(1, 8).npu()],
+                torch.ones(4).npu(),
+                torch.tensor([4]).npu(),
+                dequant_mode=1,
             ),
             "dequant_mode is 1; allowed: 0, unless x is int8 and weight int4",
         ),
@@ -389,16 +493,24 @@ def grouped(x, weight, **more):
             "weight has 10272 columns; allowed: up to 10240",
         ),
         "rows": (
-            lambda a, b: torch_npu.npu_quant_matmul(a, b[:5], b[0, :8].float(), output_dtype=torch.bfloat16),
+            lambda a, b: torch_npu.npu_quant_matmul(
+                a, b[:5], b[0, :8].float(), output_dtype=torch.bfloat16
+            ),
             "x1 has 8 columns and x2 5 rows",
         ),
         "scale": (
-            lambda a, b: torch_npu.npu_quant_matmul(a, b, b[0, :3].bfloat16(), output_dtype=torch.bfloat16),
+            lambda a, b: torch_npu.npu_quant_matmul(
+                a, b, b[0, :3].bfloat16(), output_dtype=torch.bfloat16
+            ),
             "scale has shape",
         ),
         "lists": (
             lambda a, b: torch_npu.npu_grouped_matmul(
-                [a.half()], [b.half()] * 3, group_list=torch.tensor([1, 4]).npu(), split_item=3, group_type=0
+                [a.half()],
+                [b.half()] * 3,
+                group_list=torch.tensor([1, 4]).npu(),
+                split_item=3,
+                group_type=0,
             ),
             "group_list has 2 groups and weight 3",
         ),
@@ -407,7 +519,9 @@ def grouped(x, weight, **more):
             "x has 8 columns and weight 0 5 rows",
         ),
         "bias": (
-            lambda a, b: torch_npu.npu_grouped_matmul([a.half()], [b.half()], bias=[b[0, :3].half()], group_type=-1),
+            lambda a, b: torch_npu.npu_grouped_matmul(
+                [a.half()], [b.half()], bias=[b[0, :3].half()], group_type=-1
+            ),
             r"bias has shape \[3\]; its last dimension must be that of weight 0, 8",
         ),
         "dtype": (
@@ -423,11 +537,19 @@ def grouped(x, weight, **more):
             r"scale is Float \(DT_FLOAT\); allowed: BFloat16",
         ),
         "dtype of scales of tokens": (
-            lambda a, b: grouped(a, b, scale=[b[0].float()], per_token_scale=[a[:, 0].half()], output_dtype=torch.float16),
+            lambda a, b: grouped(
+                a,
+                b,
+                scale=[b[0].float()],
+                per_token_scale=[a[:, 0].half()],
+                output_dtype=torch.float16,
+            ),
             r"per_token_scale is Half \(DT_FLOAT16\); allowed: Float",
         ),
         "dtype of dequantization": (
-            lambda a, b: grouped(a.half(), b, antiquant_scale=[b[:1].bfloat16()], antiquant_offset=[b[:1].bfloat16()]),
+            lambda a, b: grouped(
+                a.half(), b, antiquant_scale=[b[:1].bfloat16()], antiquant_offset=[b[:1].bfloat16()]
+            ),
             r"antiquant_scale is BFloat16 \(DT_BFLOAT16\); allowed: Half",
         ),
         "inner dimension of x": (
@@ -439,17 +561,30 @@ def grouped(x, weight, **more):
             "a last dimension of 65536; allowed: below 65536",
         ),
         "pairs": (
-            lambda a, b: grouped(a.half(), b.half(), group_list=torch.tensor([[0, 4]]).npu(), group_list_type=2),
-            r"group_list_type is 2, with x Half \(DT_FLOAT16\), weight Half \(DT_FLOAT16\) and group_type 0; it is for int8",
+            lambda a, b: grouped(
+                a.half(), b.half(), group_list=torch.tensor([[0, 4]]).npu(), group_list_type=2
+            ),
+            (
+                r"group_list_type is 2, with x Half \(DT_FLOAT16\), weight Half \(DT_FLOAT16\) and"
+                r" group_type 0; it is for int8"
+            ),
         ),
-        "split": (lambda a, b: grouped(a.half(), b.half(), split_item=0), "split_item is 0; allowed: 2 to 3"),
+        "split": (
+            lambda a, b: grouped(a.half(), b.half(), split_item=0),
+            "split_item is 0; allowed: 2 to 3",
+        ),
         "wide quantized weight": (
-            lambda a, b: torch_npu.npu_quant_matmul(a, b.repeat(1, 8192), torch.ones(65536).npu(), output_dtype=torch.bfloat16),
+            lambda a, b: torch_npu.npu_quant_matmul(
+                a, b.repeat(1, 8192), torch.ones(65536).npu(), output_dtype=torch.bfloat16
+            ),
             "the last dimension of x2 is 65536; allowed: 1 to 65535",
         ),
     }.values(),
 )
 def test_limits_are_refused(call, message):
     with pytest.raises(RuntimeError, match=message):
-        call(torch.ones(4, 8, dtype=torch.int8, device="npu"), torch.ones(8, 8, dtype=torch.int8, device="npu"))
+        call(
+            torch.ones(4, 8, dtype=torch.int8, device="npu"),
+            torch.ones(8, 8, dtype=torch.int8, device="npu"),
+        )
     assert torch.ones(1).npu().item() == 1  # it was refused at the call

@@ -12,7 +12,13 @@ from sanitizers import without_sanitizers
 SCRIPT = Path(__file__).with_name("hccl_scenarios.py")
 sys.path.insert(0, str(SCRIPT.parent))
 programs = importlib.import_module("hccl_scenarios")
-MOVED, REDUCED, SIZES, data, torch_dtype = programs.MOVED, programs.REDUCED, programs.SIZES, programs.data, programs.torch_dtype
+MOVED, REDUCED, SIZES, data, torch_dtype = (
+    programs.MOVED,
+    programs.REDUCED,
+    programs.SIZES,
+    programs.data,
+    programs.torch_dtype,
+)
 
 
 @pytest.fixture(scope="module")
@@ -25,10 +31,13 @@ def played(run):
 
 
 def close(actual, expected, dtype):
-    """Equal, but for one rounding of torch_npu's division by the number of ranks and of a product."""
+    """Equal, but for one rounding of torch_npu's division by the number of ranks and of a
+    product."""
     eps = torch.finfo(dtype).eps if dtype.is_floating_point else 0
     expected = expected.to(dtype).double() if dtype != torch.bool else expected.double()
-    torch.testing.assert_close(torch.tensor(actual, dtype=torch.float64), expected, rtol=eps, atol=0)
+    torch.testing.assert_close(
+        torch.tensor(actual, dtype=torch.float64), expected, rtol=eps, atol=0
+    )
 
 
 def reduced(op, values):
@@ -48,7 +57,9 @@ def reduced(op, values):
 
 
 @pytest.mark.parametrize(("dtype", "op"), REDUCED)
-@pytest.mark.parametrize(("label", "ranks"), [("all_reduce 2", 2), ("all_reduce 3", 3), ("all_reduce tcp", 2)])
+@pytest.mark.parametrize(
+    ("label", "ranks"), [("all_reduce 2", 2), ("all_reduce 3", 3), ("all_reduce tcp", 2)]
+)
 def test_all_reduce(played, label, ranks, dtype, op):
     kind = torch_dtype(dtype)
     for size in SIZES:
@@ -59,10 +70,13 @@ def test_all_reduce(played, label, ranks, dtype, op):
         if op == "AVG" and not kind.is_floating_point:
             expected = expected.trunc()
         if dtype == "bool":
-            expected = expected.clamp(max=1)  # torch_npu: a sum of truth values is their disjunction
+            # torch_npu: a sum of truth values is their disjunction
+            expected = expected.clamp(max=1)
         for rank in range(ranks):
             close(played[label][rank][key], torch.cat([expected[:50], expected[-50:]]), kind)
-        assert all(answer[key] == played[label][0][key] for answer in played[label]), "ranks have other bits"
+        assert all(answer[key] == played[label][0][key] for answer in played[label]), (
+            "ranks have other bits"
+        )
 
 
 @pytest.mark.parametrize("name", MOVED)
@@ -72,7 +86,9 @@ def test_moves(played, ranks, name):
     own = [data(rank, (4, 3), dtype) for rank in range(ranks)]
     many = [data(rank, (2 * ranks, 3), dtype, salt=1) for rank in range(ranks)]
     rows = [[r + p + 1 for p in range(ranks)] for r in range(ranks)]
-    uneven = [data(rank, (sum(rows[rank]), 3), dtype, salt=2).split(rows[rank]) for rank in range(ranks)]
+    uneven = [
+        data(rank, (sum(rows[rank]), 3), dtype, salt=2).split(rows[rank]) for rank in range(ranks)
+    ]
     for rank, answer in enumerate(played[f"moves {ranks}"]):
         expected = [
             own,
@@ -104,7 +120,9 @@ def test_reductions(played, ranks, name):
         close(part, reduced("MAX", many).chunk(ranks)[rank], dtype)
         close(listed, reduced("SUM", many).chunk(ranks)[rank], dtype)
         close(uneven, reduced("SUM", values((sum(rows),), 2)).split(rows)[rank], dtype)
-        assert gathered == [programs.plain(data(p, (rows[p],), dtype, salt=3)) for p in range(ranks)]
+        assert gathered == [
+            programs.plain(data(p, (rows[p],), dtype, salt=3)) for p in range(ranks)
+        ]
 
 
 def test_repeated_sums_have_the_same_bits(played):
@@ -179,8 +197,13 @@ def test_a_dead_rank_is_noticed(played):
 
 def test_watchdog_ends_the_process_with_the_reason(played):
     # Rank 0 by std::terminate (SIGABRT), rank 1 by the scenario.
-    assert played["dead watched"] == [f"rank {rank} ended with status {-sig}, without a result" for rank, sig in ((0, 6), (1, 9))]
-    assert "watchdog thread terminated with exception: [ascend-emulator] HcclAllReduce(4 float32, sum)" in played["stderr"]
+    assert played["dead watched"] == [
+        f"rank {rank} ended with status {-sig}, without a result" for rank, sig in ((0, 6), (1, 9))
+    ]
+    assert (
+        "watchdog thread terminated with exception: [ascend-emulator] HcclAllReduce(4 float32, sum)"
+        in played["stderr"]
+    )
 
 
 def test_a_late_rank_is_given_up(played):
@@ -191,7 +214,10 @@ def test_a_late_rank_is_given_up(played):
 
 
 def test_faults_on_demand(played):
-    for label, what in {"timeout": "until HCCL_EXEC_TIMEOUT (injected)", "drop": "the connections broke (injected)"}.items():
+    for label, what in {
+        "timeout": "until HCCL_EXEC_TIMEOUT (injected)",
+        "drop": "the connections broke (injected)",
+    }.items():
         (sum_, text, _), (_, other, _) = played[label]
         assert sum_ == [2.0] * 4
         assert what in text
@@ -208,7 +234,10 @@ def test_a_rank_that_never_comes(played):
 def test_what_hccl_does_not_reduce_is_refused(played):
     errors = played["unsupported"][0]
     assert "Unsupported data type at::kDouble" in errors["float64 sum"]
-    expected = "the data type of a reduction by prod is bfloat16; allowed on Ascend910B1: int8, int32, int64, float16, float32"
+    expected = (
+        "the data type of a reduction by prod is bfloat16; allowed on Ascend910B1: int8, int32,"
+        " int64, float16, float32"
+    )
     assert f"HcclAllReduce: {expected}" in errors["bfloat16 product"]
 
 
@@ -217,7 +246,12 @@ def test_c_interface(played):
     for rank, (calls, values, size, own, name) in enumerate(answer["results"]):
         assert calls == [0] * 9
         exchanged = [[0.0, 1.0, 2.0], [1.0, 2.0, 3.0]][rank]
-        assert values == [[1.0, 3.0, 5.0, 7.0], [0.0, 1.0, 2.0], exchanged, [float(rank), rank + 1.0]]
+        assert values == [
+            [1.0, 3.0, 5.0, 7.0],
+            [0.0, 1.0, 2.0],
+            exchanged,
+            [float(rank), rank + 1.0],
+        ]
         assert (size, own) == (2, rank)
         assert name == answer["results"][0][4] != ""
     assert answer["texts"] == ["no error", "timeout"]
@@ -235,7 +269,14 @@ def test_destroying_a_communicator_ends_what_waits(played):
     [
         (0, 1, "HcclAllReduce: unknown data type 99"),
         (1, 1, "HcclAllReduce: the reduction is 7; allowed: 0 (sum), 1 (prod), 2 (max), 3 (min)"),
-        (2, 5, "HcclAllReduce: the data type of a reduction by sum is float64; allowed on Ascend910B1: int8, int16,"),
+        (
+            2,
+            5,
+            (
+                "HcclAllReduce: the data type of a reduction by sum is float64; allowed on"
+                " Ascend910B1: int8, int16,"
+            ),
+        ),
         (3, 1, "HcclAllReduce: sendBuf is not device memory"),
         (4, 2, "HcclAllReduce: sendBuf is null"),
         (5, 1, "HcclBroadcast: the count is 1099511627776; no NPU holds that many elements"),
@@ -284,13 +325,18 @@ def test_rank_table_with_escaped_characters(played):
 def test_a_rank_table_s_servers_must_have_addresses(played):
     resolved, text, configured, reason = played["wrong tables"][0]
     assert resolved == configured == 1
-    assert "server_id 'node_0.invalid' is no IPv4 address and does not resolve; give the server's host_ip" in text
+    assert (
+        "server_id 'node_0.invalid' is no IPv4 address and does not resolve; give the server's"
+        " host_ip" in text
+    )
     assert "hcclBufferSize is 0; allowed: from 1 (MiB)" in reason
 
 
 def test_streams_that_cross_are_refused(played):
     first, second = played["crossed sends"][0]
-    assert "rank 0 runs HcclSend(4 float32) ahead of 1 issued earlier and this rank in turn" in second
+    assert (
+        "rank 0 runs HcclSend(4 float32) ahead of 1 issued earlier and this rank in turn" in second
+    )
     assert "in another order than they were issued" in first
 
 
@@ -350,9 +396,14 @@ def test_a_rank_without_host_memory_says_so(played):
 @pytest.mark.parametrize(
     ("name", "said"),
     [
-        ("strangers", ""),  # are sent away, and those who belong to the communicator come after them
-        ("silent strangers", ""),  # do not delay the ranks, one of which sends its handshake in two segments
-        ("another number of ranks", "rank 1 counts 2 ranks, rank 0 counts 3; it must be the same on all"),
+        # are sent away, and those who belong to the communicator come after them
+        ("strangers", ""),
+        # do not delay the ranks, one of which sends its handshake in two segments
+        ("silent strangers", ""),
+        (
+            "another number of ranks",
+            "rank 1 counts 2 ranks, rank 0 counts 3; it must be the same on all",
+        ),
         ("its own rank", "rank 0 connects to rank 0 of 3; a rank connects to lower ranks"),
         ("a rank that is not there", "rank 3 connects to rank 0 of 3"),
         ("a rank twice", "two ranks call themselves 1"),
@@ -369,7 +420,10 @@ def test_a_stranger_cannot_read_the_secret_and_cannot_become_a_rank(played):
     (seen,) = played["stranger"]
     assert not seen["token"]
     assert seen["status"] != 0
-    assert "what the store has of rank 1 is not signed with the communicator's secret" in seen["message"]
+    assert (
+        "what the store has of rank 1 is not signed with the communicator's secret"
+        in seen["message"]
+    )
 
 
 def test_the_root_listens_at_the_loopback_address_only(played):
@@ -377,10 +431,14 @@ def test_the_root_listens_at_the_loopback_address_only(played):
 
 
 def test_reasons_why_the_root_cannot_be_asked(played):
-    ((lost, first), (elsewhere, second), (forged, third)) = played["lost store"][0]
-    assert "rank 1 of 2: rank 0, which has the store, ended or closed the connection; look at its output" in lost
+    (lost, first), (elsewhere, second), (forged, third) = played["lost store"][0]
     assert (
-        "the root listens at 127.0.0.1, and this rank is on another machine or in another network namespace; fix: " in elsewhere
+        "rank 1 of 2: rank 0, which has the store, ended or closed the connection; look at its"
+        " output" in lost
+    )
+    assert (
+        "the root listens at 127.0.0.1, and this rank is on another machine or in another network"
+        " namespace; fix: " in elsewhere
     )
     assert "what the store has of rank 0 is not signed with the communicator's secret" in forged
     assert max(first, second, third) < 15  # of an HCCL_CONNECT_TIMEOUT of 20

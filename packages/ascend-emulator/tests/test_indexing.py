@@ -31,7 +31,11 @@ def test_read(agree, kind, dtype):
         agree(lambda x, i: x[i, None], view, some)
         agree(lambda x, i: x.index_select(0, i), view, some)
         agree(lambda x, i: x.index_select(-1, i), view, last.flatten())
-        agree(lambda x, i: x.take_along_dim(i, 2), view, torch.randint(0, 8, (*view.shape[:2], 3)).long())
+        agree(
+            lambda x, i: x.take_along_dim(i, 2),
+            view,
+            torch.randint(0, 8, (*view.shape[:2], 3)).long(),
+        )
     agree(lambda x, i: x[i], x, torch.empty(0, dtype=kind))
     agree(lambda x, i: x[i], x, torch.tensor(2, dtype=kind))
     agree(lambda x, i: x[i], x, torch.tensor([-1, 0], dtype=kind))
@@ -95,7 +99,9 @@ def test_write(agree, kind, dtype):
     agree(assign, x, where, tensor(dtype, 3, 7, 8))
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16, torch.int64], ids=str)
+@pytest.mark.parametrize(
+    "dtype", [torch.float32, torch.float16, torch.bfloat16, torch.int64], ids=str
+)
 def test_accumulate(agree, dtype):
     x, rows = torch.ones(6, 8, dtype=dtype), torch.ones(5, 8, dtype=dtype) * 2
     where = torch.tensor([4, 0, 4, 2, 0])
@@ -125,13 +131,17 @@ def test_npu_scatter_nd_update():
     x, rows = torch.randn(24, 12), torch.randn(3, 12)
     where = torch.tensor([[4], [0], [20]])
     expected = x.index_copy(0, where[:, 0], rows)
-    assert torch.equal(torch_npu.npu_scatter_nd_update(x.npu(), where.npu(), rows.npu()).cpu(), expected)
+    assert torch.equal(
+        torch_npu.npu_scatter_nd_update(x.npu(), where.npu(), rows.npu()).cpu(), expected
+    )
     ours = x.npu()
     torch_npu.npu_scatter_nd_update_(ours, where.int().npu(), rows.npu())
     assert torch.equal(ours.cpu(), expected)
     cell = torch.tensor([[4, 1], [0, 5]])
     expected = x.index_put((cell[:, 0], cell[:, 1]), rows[0, :2])
-    assert torch.equal(torch_npu.npu_scatter_nd_update(x.npu(), cell.npu(), rows[0, :2].npu()).cpu(), expected)
+    assert torch.equal(
+        torch_npu.npu_scatter_nd_update(x.npu(), cell.npu(), rows[0, :2].npu()).cpu(), expected
+    )
 
 
 @pytest.mark.parametrize("dtype", ALL, ids=str)
@@ -148,7 +158,12 @@ def test_masks(agree, dtype):
 @pytest.mark.parametrize("kind", INDEX, ids=str)
 def test_embedding(agree, kind, dtype):
     weight = torch.randn(11, 8, dtype=dtype)
-    for index in (torch.randint(0, 11, (3, 4)), torch.randint(0, 11, (5,)), torch.tensor(3), torch.empty(0, dtype=torch.int64)):
+    for index in (
+        torch.randint(0, 11, (3, 4)),
+        torch.randint(0, 11, (5,)),
+        torch.tensor(3),
+        torch.empty(0, dtype=torch.int64),
+    ):
         agree(F.embedding, index.to(kind), weight)
 
 
@@ -160,12 +175,18 @@ def test_rows_by_an_index_of_several_dimensions():
 @pytest.mark.parametrize("index_dtype", [torch.int32, torch.int64])
 def test_scatter_update(index_dtype):
     """Each entry's updates start at its own place along the axis."""
-    data, updates, places = torch.randn(3, 2, 6, 4), torch.randn(3, 2, 2, 4), torch.tensor([4, 0, 1], dtype=index_dtype)
+    data, updates, places = (
+        torch.randn(3, 2, 6, 4),
+        torch.randn(3, 2, 2, 4),
+        torch.tensor([4, 0, 1], dtype=index_dtype),
+    )
     expected = data.clone()
     for entry, place in enumerate(places.tolist()):
         expected[entry, :, place : place + 2] = updates[entry]
     ours = data.npu()
-    assert torch.equal(torch_npu.scatter_update(ours, places.npu(), updates.npu(), -2).cpu(), expected)
+    assert torch.equal(
+        torch_npu.scatter_update(ours, places.npu(), updates.npu(), -2).cpu(), expected
+    )
     assert torch.equal(ours.cpu(), data)
     torch_npu.scatter_update_(ours, places.npu(), updates.npu(), -2)
     assert torch.equal(ours.cpu(), expected)
@@ -175,7 +196,9 @@ WHERE = torch.tensor([[0, 2, 1], [3, 0, 0]])
 CASES = {
     "take": lambda x: x.take(WHERE.to(x.device)),
     "put": lambda x: x.put_(torch.tensor([1, 5, 7], device=x.device), x[0, :3].clone()),
-    "put, accumulated": lambda x: x.put_(torch.tensor([1, 5, 1], device=x.device), x[0, :3].clone(), accumulate=True),
+    "put, accumulated": lambda x: x.put_(
+        torch.tensor([1, 5, 1], device=x.device), x[0, :3].clone(), accumulate=True
+    ),
     "index_fill": lambda x: x.index_fill(1, torch.tensor([0, 2], device=x.device), 1.5),
 }
 
@@ -208,7 +231,10 @@ def test_embedding_bag(agree, mode):
 
 
 def test_embedding_is_renormed(agree):
-    agree(lambda t: F.embedding(torch.tensor([1, 4], device=t.device), t * 3, max_norm=1.0), torch.randn(7, 3))
+    agree(
+        lambda t: F.embedding(torch.tensor([1, 4], device=t.device), t * 3, max_norm=1.0),
+        torch.randn(7, 3),
+    )
 
 
 def test_forms_of_the_npu(agree):
@@ -219,7 +245,11 @@ def test_forms_of_the_npu(agree):
 
     def added(x, source):
         places = torch.tensor([3, 0, 3], device=x.device)
-        return torch.ops.npu._npu_index_add(x, places, source) if x.is_npu else x.index_add(0, places, source)
+        return (
+            torch.ops.npu._npu_index_add(x, places, source)
+            if x.is_npu
+            else x.index_add(0, places, source)
+        )
 
     agree(split, torch.randn(4, 6))
     agree(added, torch.randn(4, 6), torch.randn(3, 6))
@@ -227,10 +257,18 @@ def test_forms_of_the_npu(agree):
 
 @pytest.mark.parametrize("axis", [-2, -1])
 def test_rows_of_several_tensors(axis):
-    tensors, places = [torch.randn(2, 6, 4) for _ in range(3)], torch.tensor([0, 3, 1], dtype=torch.int32)
-    updates, mask = torch.randn(3, 2, *((1, 4) if axis == -2 else (6, 1))), torch.ones(3, dtype=torch.uint8)
+    tensors, places = (
+        [torch.randn(2, 6, 4) for _ in range(3)],
+        torch.tensor([0, 3, 1], dtype=torch.int32),
+    )
+    updates, mask = (
+        torch.randn(3, 2, *((1, 4) if axis == -2 else (6, 1))),
+        torch.ones(3, dtype=torch.uint8),
+    )
     ours = [each.npu() for each in tensors]
-    copies = torch_npu.npu_scatter_list(ours, places.npu(), updates.npu(), mask.npu(), "update", axis)
+    copies = torch_npu.npu_scatter_list(
+        ours, places.npu(), updates.npu(), mask.npu(), "update", axis
+    )
     torch_npu.npu_scatter_list_(ours, places.npu(), updates.npu(), None, "update", axis)
     for i, (first, second, expected) in enumerate(zip(copies, ours, tensors, strict=True)):
         expected.narrow(axis, int(places[i]), 1).copy_(updates[i])
@@ -243,10 +281,21 @@ def test_rows_of_several_tensors(axis):
 def test_sparse_tensors_are_coalesced():
     places = torch.tensor([[2, 0, 2, 2], [1, 3, 1, 0]])
     for values in (torch.randn(4), torch.randn(4, 2).half()):
-        ours = torch.sparse_coo_tensor(places.npu(), values.npu(), (3, 4, *values.shape[1:])).coalesce()
-        expected = torch.sparse_coo_tensor(places, values.float(), (3, 4, *values.shape[1:])).coalesce()
+        ours = torch.sparse_coo_tensor(
+            places.npu(), values.npu(), (3, 4, *values.shape[1:])
+        ).coalesce()
+        expected = torch.sparse_coo_tensor(
+            places, values.float(), (3, 4, *values.shape[1:])
+        ).coalesce()
         assert torch.equal(ours.indices().cpu(), expected.indices())
-        torch.testing.assert_close(ours.values().cpu().float(), expected.values(), rtol=2e-3, atol=1e-3)
-    index, given = torch.zeros(3, dtype=torch.int32).npu(), torch.zeros(4, 2, dtype=torch.int32).npu()
-    said = Calls().refusal("CoalesceSparse", index, index, given, torch.ones(4).npu(), given, torch.ones(3).npu())
+        torch.testing.assert_close(
+            ours.values().cpu().float(), expected.values(), rtol=2e-3, atol=1e-3
+        )
+    index, given = (
+        torch.zeros(3, dtype=torch.int32).npu(),
+        torch.zeros(4, 2, dtype=torch.int32).npu(),
+    )
+    said = Calls().refusal(
+        "CoalesceSparse", index, index, given, torch.ones(4).npu(), given, torch.ones(3).npu()
+    )
     assert said == "unique_indices has shape [3]; it must be [4]"

@@ -10,7 +10,8 @@ HALVES = [torch.float16, torch.bfloat16]
 
 
 def fractal(cache):
-    """[blocks, block_size, heads, D] as [blocks, heads * D / c, block_size, c], c being 32 bytes."""
+    """[blocks, block_size, heads, D] as [blocks, heads * D / c, block_size, c], c being
+    32 bytes."""
     unit = 32 // cache.element_size()
     return cache.flatten(2).unflatten(-1, (-1, unit)).transpose(1, 2).contiguous()
 
@@ -34,7 +35,9 @@ def test_scatter_pa_kv_cache(slots, mode, dtype):
 def test_scatter_pa_cache():
     key, cache = torch.randn(3, 2, 16), torch.randn(2, 16, 2, 16)
     ours = cache.npu()
-    torch.ops.npu.npu_scatter_pa_cache(key.npu(), torch.tensor([1, 17, 0], dtype=torch.int32).npu(), key_cache=ours)
+    torch.ops.npu.npu_scatter_pa_cache(
+        key.npu(), torch.tensor([1, 17, 0], dtype=torch.int32).npu(), key_cache=ours
+    )
     for slot, row in zip((1, 17, 0), key, strict=True):
         cache[slot // 16, slot % 16] = row
     assert torch.equal(ours.cpu(), cache)
@@ -42,11 +45,19 @@ def test_scatter_pa_cache():
 
 @pytest.mark.parametrize("part", ["key", "value", "key_cache", "value_cache", "slot_mapping"])
 def test_views_that_are_not_contiguous_are_refused(part):
-    """A slice of a joint projection, for example: a kernel that ignores strides reads its neighbours."""
-    shapes = {"key": (3, 2, 16), "value": (3, 2, 16), "key_cache": (2, 16, 2, 16), "value_cache": (2, 16, 2, 16)}
+    """A slice of a joint projection, for example: a kernel that ignores strides reads its
+    neighbours."""
+    shapes = {
+        "key": (3, 2, 16),
+        "value": (3, 2, 16),
+        "key_cache": (2, 16, 2, 16),
+        "value_cache": (2, 16, 2, 16),
+    }
     tensors = {name: torch.zeros(*shape, 2, device="npu") for name, shape in shapes.items()}
     tensors["slot_mapping"] = torch.zeros(3, 2, dtype=torch.int64, device="npu")
-    given = {name: x[..., 0] if name == part else x[..., 0].contiguous() for name, x in tensors.items()}
+    given = {
+        name: x[..., 0] if name == part else x[..., 0].contiguous() for name, x in tensors.items()
+    }
     with pytest.raises(RuntimeError, match=f"{part} "):
         torch_npu.npu_scatter_pa_kv_cache(**given, cache_mode="Norm")
     if part not in ("value", "value_cache"):
@@ -79,7 +90,9 @@ def test_gather_pa_kv_cache(offsets, cumulative):
             for token in range(length):
                 place = start + token // 16
                 block = int(table[request, place]) if place < 3 else -1
-                rows.append(cache[block, token % 16] if block >= 0 else torch.zeros_like(cache[0, 0]))
+                rows.append(
+                    cache[block, token % 16] if block >= 0 else torch.zeros_like(cache[0, 0])
+                )
         assert torch.equal(result.cpu(), torch.stack(rows))
 
 
@@ -100,7 +113,11 @@ def apart(x):
 def put(cache, rows, index, mode, length):
     """rows [B * S, D] into [blocks, block_size, 1, D], in the order of `mode`."""
     block_size = cache.size(1)
-    view = cache.view(cache.size(0), -1, block_size, 32 // cache.element_size()) if "NZ" in mode else cache
+    view = (
+        cache.view(cache.size(0), -1, block_size, 32 // cache.element_size())
+        if "NZ" in mode
+        else cache
+    )
     for i, row in enumerate(rows):
         if "BLK" in mode:
             pages = -(-length // block_size)
@@ -124,7 +141,9 @@ def test_kv_rmsnorm_rope_cache(mode, small, dtype):
     kv = torch.randn(batch, 1, length, 576).to(dtype)
     gamma, cos, sin = torch.randn(512).to(dtype), *torch.rand(2, batch, 1, length, 64).to(dtype)
     index = torch.tensor([0, 48, 16, -1]) if "BLK" in mode else torch.randperm(64)[: batch * length]
-    caches = [torch.zeros(4, 16, 1, size, dtype=torch.int8 if small else dtype) for size in (64, 512)]
+    caches = [
+        torch.zeros(4, 16, 1, size, dtype=torch.int8 if small else dtype) for size in (64, 512)
+    ]
     scales = [torch.rand(64) * 20 + 5, torch.rand(512) * 20 + 5] if small else [None, None]
     ours = [x.npu() for x in caches]
     _, _, key_out, value_out = torch_npu.npu_kv_rmsnorm_rope_cache(
@@ -150,7 +169,10 @@ def test_kv_rmsnorm_rope_cache(mode, small, dtype):
         expected = torch.zeros(cache.shape, dtype=torch.int8 if small else dtype)
         put(expected, stored.view(batch * length, -1).to(expected.dtype), index, mode, length)
         torch.testing.assert_close(
-            result.cpu().double(), expected.double(), atol=1 if small else bound, rtol=0 if small else bound
+            result.cpu().double(),
+            expected.double(),
+            atol=1 if small else bound,
+            rtol=0 if small else bound,
         )
 
 
@@ -160,7 +182,15 @@ def test_kv_rmsnorm_rope_cache_by_places_and_with_values():
     index = torch.tensor([[0, 5, 2], [7, 1, -1]])
     caches = [torch.zeros(2, 1, 8, size).bfloat16().npu() for size in (192, 128)]
     torch_npu.npu_kv_rmsnorm_rope_cache(
-        kv.npu(), gamma.npu(), cos.npu(), sin.npu(), index.npu(), *caches, v=v.npu(), cache_mode="Norm", is_output_kv=True
+        kv.npu(),
+        gamma.npu(),
+        cos.npu(),
+        sin.npu(),
+        index.npu(),
+        *caches,
+        v=v.npu(),
+        cache_mode="Norm",
+        is_output_kv=True,
     )
     key = rms(kv.double(), gamma.double())
     key = torch.cat([rotate(apart(key[..., :64]), cos.double(), sin.double()), key[..., 64:]], -1)
@@ -190,7 +220,10 @@ def test_qkv_rms_norm_rope_cache(small):
     )  # fmt: skip
     q, k, v = qkv.double().view(tokens, -1, size).split(heads, 1)
     cos, sin = angles.double().unsqueeze(2)
-    q, k = (rotate(rms(x, gamma, 1e-6), cos, sin) for x, gamma in zip((q, k), gammas.double(), strict=True))
+    q, k = (
+        rotate(rms(x, gamma, 1e-6), cos, sin)
+        for x, gamma in zip((q, k), gammas.double(), strict=True)
+    )
     torch.testing.assert_close(q_out.cpu().double(), q.flatten(1), atol=4e-3, rtol=4e-3)
     for cache, rows, scale in zip(caches, (k, v), scales, strict=True):
         stored = (rows / scale.double()).round().clamp(-128, 127) if small else rows
@@ -198,7 +231,9 @@ def test_qkv_rms_norm_rope_cache(small):
         for slot, row in zip(index.tolist(), stored.flatten(1), strict=True):
             if slot >= 0:
                 expected[slot // 16, :, slot % 16] = row.view(-1, unit)
-        torch.testing.assert_close(cache.cpu().double(), expected, atol=1 if small else 4e-3, rtol=0 if small else 4e-3)
+        torch.testing.assert_close(
+            cache.cpu().double(), expected, atol=1 if small else 4e-3, rtol=0 if small else 4e-3
+        )
 
 
 @pytest.mark.parametrize(
@@ -206,7 +241,10 @@ def test_qkv_rms_norm_rope_cache(small):
     [
         ({"slots": torch.tensor([0, 1, 2])}, "key has 7 tokens and slot_mapping 3"),
         ({"cache": torch.zeros(3, 16, 2, 32)}, "key_cache has shape [3, 16, 2, 32]"),
-        ({"cache": torch.zeros(3, 16, 2, 64).half()}, "key_cache is Half (DT_FLOAT16) and key is Float (DT_FLOAT)"),
+        (
+            {"cache": torch.zeros(3, 16, 2, 64).half()},
+            "key_cache is Half (DT_FLOAT16) and key is Float (DT_FLOAT)",
+        ),
         ({"mode": "PA_NZ"}, "in cache_mode PA_NZ"),
     ],
 )
@@ -215,5 +253,10 @@ def test_scatter_refuses(change, message):
     key = torch.randn(7, 2, 64).npu()
     with pytest.raises(RuntimeError, match=re.escape(message)):
         torch_npu.npu_scatter_pa_kv_cache(
-            key, key, given["cache"].npu(), given["cache"].npu(), given["slots"].npu(), cache_mode=given["mode"]
+            key,
+            key,
+            given["cache"].npu(),
+            given["cache"].npu(),
+            given["slots"].npu(),
+            cache_mode=given["mode"],
         )

@@ -1,4 +1,5 @@
-"""Latent attention of the fused inference attention: scores of a latent and a rotary part, against float64."""
+"""Latent attention of the fused inference attention: scores of a latent and a rotary part, against
+float64."""
 
 import pytest
 import torch
@@ -7,7 +8,8 @@ from fused_attention import BATCH, COMPRESSED, arranged, close, reference
 
 
 def paged(rows, block, order, dtype):
-    """[b, l, d] in shuffled blocks of `block` tokens: the cache, in plain or fractal order, and the table."""
+    """[b, l, d] in shuffled blocks of `block` tokens: the cache, in plain or fractal order, and the
+    table."""
     count = -(-rows.size(1) // block)
     free = torch.randperm(len(rows) * count + 2).tolist()
     cache = torch.full((len(free), block, rows.size(2)), 50).to(dtype)
@@ -17,7 +19,11 @@ def paged(rows, block, order, dtype):
             part = row[j * block : (j + 1) * block]
             cache[number, : len(part)] = part
     unit = 32 // cache.element_size()
-    return (cache if order == "H" else cache.unflatten(-1, (-1, unit)).transpose(1, 2).unsqueeze(1).contiguous()), table
+    return (
+        cache
+        if order == "H"
+        else cache.unflatten(-1, (-1, unit)).transpose(1, 2).unsqueeze(1).contiguous()
+    ), table
 
 
 @pytest.mark.parametrize("layout", ["BSND", "BSND_NBSD", "BNSD_NBSD", "TND_NTD"])
@@ -57,7 +63,9 @@ def test_latent_attention_over_pages(queries, order, layout):
     for i, used in enumerate((length, 140)):
         keys = torch.cat([latent[i, :used], key_rope[i, :used]], -1)[None]
         mask = torch.arange(used)[None] > torch.arange(queries)[:, None] + used - queries
-        wanted.append(reference(torch.cat([query[i], rope[i]], -1), keys, latent[i, None, :used], 0.04, mask))
+        wanted.append(
+            reference(torch.cat([query[i], rope[i]], -1), keys, latent[i, None, :used], 0.04, mask)
+        )
     close(out, arranged(torch.stack([o for o, _ in wanted]), target))
     sums = torch.stack([s for _, s in wanted])[..., None]
     close(lse, arranged(sums, "TND") if lengths else sums, ulps=2e4)
@@ -65,11 +73,20 @@ def test_latent_attention_over_pages(queries, order, layout):
 
 @pytest.mark.parametrize(
     ("requests", "tokens", "said"),
-    [(4097, 1, "has 4097 entries"), (1, 2, "sparse_mode is 0"), (1, 17, "a request has 17 query tokens")],
+    [
+        (4097, 1, "has 4097 entries"),
+        (1, 2, "sparse_mode is 0"),
+        (1, 17, "a request has 17 query tokens"),
+    ],
 )
 def test_limits_of_latent_attention_over_pages(requests, tokens, said):
-    query, rope = (torch.zeros(requests * tokens, 1, size, dtype=torch.bfloat16, device="npu") for size in (512, 64))
-    cache, rope_cache = (torch.zeros(1, 128, size, dtype=torch.bfloat16, device="npu") for size in (512, 64))
+    query, rope = (
+        torch.zeros(requests * tokens, 1, size, dtype=torch.bfloat16, device="npu")
+        for size in (512, 64)
+    )
+    cache, rope_cache = (
+        torch.zeros(1, 128, size, dtype=torch.bfloat16, device="npu") for size in (512, 64)
+    )
     with pytest.raises(RuntimeError, match=said):
         torch_npu.npu_fused_infer_attention_score_v2(
             query,
@@ -105,17 +122,24 @@ def test_latent_attention_without_pages():
         sparse_mode=3,
     )
     for part in (slice(0, 4), slice(4, 9)):
-        q, k = (torch.cat([x[part], rope[part]], -1).transpose(0, 1) for x, rope in zip((query, key), ropes, strict=True))
+        q, k = (
+            torch.cat([x[part], rope[part]], -1).transpose(0, 1)
+            for x, rope in zip((query, key), ropes, strict=True)
+        )
         mask = torch.ones(len(out[part]), len(out[part]), dtype=torch.bool).triu(1)
         close(out[part].transpose(0, 1), reference(q, k, value[part].transpose(0, 1), 0.1, mask)[0])
 
 
 def test_int8_latent_attention():
-    """An int8 query comes with its rope part divided by both scales, as npu_mla_prolog_v2 gives it."""
+    """An int8 query comes with its rope part divided by both scales, as npu_mla_prolog_v2
+    gives it."""
     heads, length = 4, 40
     query = torch.randint(-127, 128, (BATCH, 1, heads, 512), dtype=torch.int8)
     latent = torch.randint(-127, 128, (BATCH, length, 512), dtype=torch.int8)
-    rope, key_rope = torch.randn(BATCH, 1, heads, 64).bfloat16() * 9, torch.randn(BATCH, length, 64).bfloat16()
+    rope, key_rope = (
+        torch.randn(BATCH, 1, heads, 64).bfloat16() * 9,
+        torch.randn(BATCH, length, 64).bfloat16(),
+    )
     query_scale, key_scale = torch.rand(BATCH, 1, heads) * 0.01 + 0.005, torch.tensor([0.02])
     seed = torch.random.get_rng_state()
     cache, table = paged(latent, 128, "NZ", torch.int8)
@@ -141,6 +165,10 @@ def test_int8_latent_attention():
     )
     assert out.dtype == torch.bfloat16
     for i in range(BATCH):
-        q = torch.cat([query[i].double(), rope[i].double()], -1).transpose(0, 1) * query_scale[i].double().t()[..., None] * 0.02
+        q = (
+            torch.cat([query[i].double(), rope[i].double()], -1).transpose(0, 1)
+            * query_scale[i].double().t()[..., None]
+            * 0.02
+        )
         k = torch.cat([latent[i].double(), key_rope[i].double()], -1)[None]
         close(out[i].transpose(0, 1), reference(q, k, latent[i, None].double() * 0.02, 0.04)[0])

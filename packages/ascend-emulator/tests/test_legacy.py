@@ -1,4 +1,5 @@
-"""Legacy graph operators (aclop), which torch_npu reaches where it has no aclnn operator for a function."""
+"""Legacy graph operators (aclop), which torch_npu reaches where it has no aclnn operator for a
+function."""
 
 import ctypes
 import math
@@ -16,7 +17,11 @@ FLOATS = [torch.float32, torch.float16, torch.bfloat16]
 MOVES = {
     "slice": ("npu_slice", lambda x: x[1:4, 2:4], lambda x: (x, [1, 2], [3, 2])),
     "indexing": ("npu_indexing", lambda x: x[1:5:2, 0:6:3], lambda x: (x, [1, 0], [5, 6], [2, 3])),
-    "begin and end masks": ("npu_indexing", lambda x: x[0:5, 0:6], lambda x: (x, [0, 0], [5, 6], [1, 1], 3, 3)),
+    "begin and end masks": (
+        "npu_indexing",
+        lambda x: x[0:5, 0:6],
+        lambda x: (x, [0, 0], [5, 6], [1, 1], 3, 3),
+    ),
     "transpose": ("npu_transpose", lambda x: x.t(), lambda x: (x, (1, 0))),
     "reshape, then transpose": (
         "npu_confusion_transpose",
@@ -29,9 +34,17 @@ MOVES = {
         lambda x: (x, (1, 0), (3, 10), True),
     ),
     "broadcast": ("npu_broadcast", lambda x: x.expand(2, 5, 6), lambda x: (x, (2, 5, 6))),
-    "pad": ("npu_pad", lambda x: torch.nn.functional.pad(x, (3, 0, 1, 2)), lambda x: (x, (1, 2, 3, 0))),
+    "pad": (
+        "npu_pad",
+        lambda x: torch.nn.functional.pad(x, (3, 0, 1, 2)),
+        lambda x: (x, (1, 2, 3, 0)),
+    ),
     "maximum": ("npu_max", lambda x: (lambda v, i: (v, i.int()))(*x.max(1)), lambda x: (x, 1)),
-    "minimum": ("npu_min", lambda x: (lambda v, i: (v, i.int()))(*x.min(0, keepdim=True)), lambda x: (x, 0, True)),
+    "minimum": (
+        "npu_min",
+        lambda x: (lambda v, i: (v, i.int()))(*x.min(0, keepdim=True)),
+        lambda x: (x, 0, True),
+    ),
     "sort": ("npu_sort_v2", lambda x: x.sort(-1, descending=True).values, lambda x: (x, -1, True)),
     "sort of another dimension": ("npu_sort_v2", lambda x: x.sort(0).values, lambda x: (x, 0)),
 }
@@ -47,12 +60,19 @@ def test_values_that_are_moved(agree, case, dtype):
 
 @pytest.mark.parametrize(
     ("size", "stride", "offset"),
-    [((3, 4), (7, 2), 5), ((2, 3), (0, 1), 9), ((4,), (1,), 596), ((0, 3), (600, 1), 0), ((5, 3, 2), (2, 100, 300), 4)],
+    [
+        ((3, 4), (7, 2), 5),
+        ((2, 3), (0, 1), 9),
+        ((4,), (1,), 596),
+        ((0, 3), (600, 1), 0),
+        ((5, 3, 2), (2, 100, 300), 4),
+    ],
     ids=str,
 )
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int64, torch.bool], ids=str)
 def test_values_at_strides(size, stride, offset, dtype):
-    """Of the storage, whatever part of it the tensor is; torch_npu transposes where the last stride is 256 or more."""
+    """Of the storage, whatever part of it the tensor is; torch_npu transposes where the last stride
+    is 256 or more."""
     x = (torch.arange(600) % 251).to(dtype)
     expected = x.as_strided(size, stride, offset)
     for part in (x.npu(), x.npu()[3:9]):
@@ -82,7 +102,12 @@ def test_activations_and_their_gradients(agree, case, dtype):
 def test_batched_matrix_products_of_transposed_matrices(agree, dtype):
     """The output of float16 is in FRACTAL_NZ."""
     a, b = torch.randn(2, 7, 5).to(dtype), torch.randn(2, 7, 3).to(dtype)
-    agree(lambda a, b: either("npu_bmmV2", lambda a, b, _: a @ b)(a.transpose(1, 2), b, []), a, b, ulps=16)
+    agree(
+        lambda a, b: either("npu_bmmV2", lambda a, b, _: a @ b)(a.transpose(1, 2), b, []),
+        a,
+        b,
+        ulps=16,
+    )
 
 
 def test_operators_that_torch_npu_reaches_when_compiling_is_on(run):
@@ -123,9 +148,13 @@ def test_operators_that_torch_npu_reaches_when_compiling_is_on(run):
 
 
 @pytest.mark.parametrize("dtype", FLOATS[:2], ids=str)
-@pytest.mark.parametrize(("stride", "padding", "dilation", "groups"), [((1, 1), (0, 0), (1, 1), 1), ((2, 1), (1, 2), (1, 2), 2)])
+@pytest.mark.parametrize(
+    ("stride", "padding", "dilation", "groups"),
+    [((1, 1), (0, 0), (1, 1), 1), ((2, 1), (1, 2), (1, 2), 2)],
+)
 def test_convolutions(agree, dtype, stride, padding, dilation, groups):
-    """Products are of float32, as HF32, which torch_npu allows for convolutions by default, is off."""
+    """Products are of float32, as HF32, which torch_npu allows for convolutions by
+    default, is off."""
     before = torch.npu.conv.allow_hf32
     torch.npu.conv.allow_hf32 = False
 
@@ -133,13 +162,21 @@ def test_convolutions(agree, dtype, stride, padding, dilation, groups):
         how = stride, padding, dilation, groups
         if x.is_npu:
             y = torch_npu.npu_conv2d(x, weight, bias, *how)
-            return y, *(each.to(x) for each in torch_npu.npu_conv2d_backward(x, grad, weight, *how, [True, True, True]))
+            return y, *(
+                each.to(x)
+                for each in torch_npu.npu_conv2d_backward(x, grad, weight, *how, [True, True, True])
+            )
         given = [each.clone().requires_grad_() for each in (x, weight, bias)]
         y = torch.nn.functional.conv2d(*given, *how)
         return y.detach(), *torch.autograd.grad(y, given, grad)
 
     try:
-        shapes = [(2, 4, 7, 8), (6, 4 // groups, 3, 2), (6,), (2, 6, 5, 7) if groups == 1 else (2, 6, 4, 10)]
+        shapes = [
+            (2, 4, 7, 8),
+            (6, 4 // groups, 3, 2),
+            (6,),
+            (2, 6, 5, 7) if groups == 1 else (2, 6, 4, 10),
+        ]
         agree(with_gradients, *[torch.randn(shape).to(dtype) for shape in shapes], ulps=64)
     finally:
         torch.npu.conv.allow_hf32 = before
@@ -147,7 +184,10 @@ def test_convolutions(agree, dtype, stride, padding, dilation, groups):
 
 def test_one_hot_of_values_outside_the_depth(agree):
     classes = torch.tensor([0, 3, 1, 4, -1], dtype=torch.int32)
-    reference = lambda x, axis, depth, on, off: torch.where(x[:, None] == torch.arange(4), on, off).float()  # noqa: E731
+
+    def reference(x, axis, depth, on, off):
+        return torch.where(x[:, None] == torch.arange(4), on, off).float()
+
     agree(lambda x: either("npu_one_hot", reference)(x, -1, 4, 2.5, -1.0), classes)
 
 
@@ -156,7 +196,9 @@ def test_ranges_are_filled(axis):
     x = torch.randn(4, 5, 6)
     entries = 4 if axis == 2 else 1
     start, value = torch.randint(0, 3, (2, entries)).int(), torch.randn(2)
-    found = torch_npu.npu_masked_fill_range(x.npu(), start.npu(), (start + 2).npu(), value.npu(), axis)
+    found = torch_npu.npu_masked_fill_range(
+        x.npu(), start.npu(), (start + 2).npu(), value.npu(), axis
+    )
     for i in range(2):
         for j in range(entries):
             part = x[j] if axis == 2 else x
@@ -173,14 +215,21 @@ def test_a_choice_with_a_mask_is_of_true_values():
         assert len(chosen) == len(set(chosen)) == min(count, len(there))
         assert set(chosen) <= there
         assert not indices.cpu()[~mask.cpu()].any()
-    draws = {tuple(torch_npu.npu_random_choice_with_mask(x.npu(), 5, seed, 0)[0].cpu().flatten().tolist()) for seed in range(9)}
+    draws = {
+        tuple(
+            torch_npu.npu_random_choice_with_mask(x.npu(), 5, seed, 0)[0].cpu().flatten().tolist()
+        )
+        for seed in range(9)
+    }
     assert len(draws) > 1
 
 
 def test_signs_are_packed_and_unpacked():
     x = torch.tensor([1.0, -2.0, 0.0, -0.5, 3.0, 4.0, -1.0, 2.0, -3.0])
     packed = torch_npu.npu_sign_bits_pack(x.npu(), 1).cpu()
-    assert torch.equal(packed, torch.from_numpy(np.packbits((x >= 0).numpy(), bitorder="little"))[None])
+    assert torch.equal(
+        packed, torch.from_numpy(np.packbits((x >= 0).numpy(), bitorder="little"))[None]
+    )
     unpacked = torch_npu.npu_sign_bits_unpack(packed[0].npu(), 1, torch.float16).cpu()
     assert torch.equal(unpacked[0, :9], torch.where(x >= 0, 1.0, -1.0).half())
 
@@ -214,8 +263,12 @@ def test_softmax_with_dropout():
     kept = mask.cpu()[: scores.numel()].view(scores.shape)
     exact = scores.double().requires_grad_()
     plain = torch.softmax(other.double() + 0.5 * exact, -1)
-    torch.testing.assert_close(softmax.detach().cpu().double(), plain.detach(), rtol=1e-5, atol=1e-6)
-    torch.testing.assert_close(y.detach().cpu().double(), plain.detach() * kept / 0.75, rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(
+        softmax.detach().cpu().double(), plain.detach(), rtol=1e-5, atol=1e-6
+    )
+    torch.testing.assert_close(
+        y.detach().cpu().double(), plain.detach() * kept / 0.75, rtol=1e-5, atol=1e-6
+    )
     grad = torch.randn(3, 4, 16)
     y.backward(grad.npu())
     (plain * kept / 0.75).backward(grad.double())
@@ -228,7 +281,9 @@ def test_softmax_cross_entropy(agree):
 
     def with_gradient(x, labels):
         x = x.clone().requires_grad_()
-        loss = either("npu_softmax_cross_entropy_with_logits", lambda x, y: -(y * x.log_softmax(-1)).sum(-1))(x, labels)
+        loss = either(
+            "npu_softmax_cross_entropy_with_logits", lambda x, y: -(y * x.log_softmax(-1)).sum(-1)
+        )(x, labels)
         return loss.detach(), *torch.autograd.grad(loss.sum(), x)
 
     agree(with_gradient, torch.randn(4, 6), labels, ulps=16)
@@ -236,16 +291,24 @@ def test_softmax_cross_entropy(agree):
 
 @pytest.mark.parametrize("dtype", FLOATS[:2], ids=str)
 def test_layer_norm_without_gradient(agree, dtype):
-    reference = lambda x, shape, weight, bias, eps: torch.nn.functional.layer_norm(x, shape, weight, bias, eps)  # noqa: E731
+    def reference(x, shape, weight, bias, eps):
+        return torch.nn.functional.layer_norm(x, shape, weight, bias, eps)
+
     tensors = [torch.randn(shape).to(dtype) for shape in ((3, 4, 6), (4, 6), (4, 6))]
-    agree(lambda x, w, b: either("npu_layer_norm_eval", reference)(x, (4, 6), w, b, 1e-5), *tensors, ulps=16)
+    agree(
+        lambda x, w, b: either("npu_layer_norm_eval", reference)(x, (4, 6), w, b, 1e-5),
+        *tensors,
+        ulps=16,
+    )
 
 
 @pytest.mark.parametrize("p", [0.0, 0.5, 1.0, 1.5, 2.0, math.inf])
 def test_gradient_of_distances(agree, p):
     def gradient(a, b):
         a = a.clone().requires_grad_()
-        return torch.autograd.grad((torch.cdist(a, b, p) * torch.arange(12, device=a.device).view(4, 3)).sum(), a)
+        return torch.autograd.grad(
+            (torch.cdist(a, b, p) * torch.arange(12, device=a.device).view(4, 3)).sum(), a
+        )
 
     agree(gradient, torch.rand(2, 4, 5), torch.rand(2, 3, 5), ulps=64)
 
@@ -262,7 +325,9 @@ def optimizer_state():
 def test_adam(nesterov):
     var, m, v, gradient = optimizer_state()
     held = [each.npu() for each in (var, m, v)]
-    torch_npu.npu_apply_adam(0.6, 0.8, 0.01, 0.9, 0.99, 1e-6, gradient.npu(), False, nesterov, out=tuple(held))
+    torch_npu.npu_apply_adam(
+        0.6, 0.8, 0.01, 0.9, 0.99, 1e-6, gradient.npu(), False, nesterov, out=tuple(held)
+    )
     first, second = moments(m.double(), v.double(), gradient.double(), 0.9, 0.99)
     step = first * 0.9 + gradient.double() * 0.1 if nesterov else first
     exact = var.double() - 0.01 * math.sqrt(0.2) / 0.4 * step / (second.sqrt() + 1e-6)
@@ -274,8 +339,12 @@ def test_adam(nesterov):
 def test_adam_with_decay_of_weights(maximize):
     var, m, v, gradient = optimizer_state()
     held = [each.npu() for each in (var, m, v)]
-    torch_npu.npu_apply_adam_w(0.6, 0.8, 0.01, 0.1, 0.9, 0.99, 1e-6, gradient.npu(), None, False, maximize, out=tuple(held))
-    first, second = moments(m.double(), v.double(), gradient.double() * (-1 if maximize else 1), 0.9, 0.99)
+    torch_npu.npu_apply_adam_w(
+        0.6, 0.8, 0.01, 0.1, 0.9, 0.99, 1e-6, gradient.npu(), None, False, maximize, out=tuple(held)
+    )
+    first, second = moments(
+        m.double(), v.double(), gradient.double() * (-1 if maximize else 1), 0.9, 0.99
+    )
     root = (second / (1 - 0.8 * 0.99)).sqrt() + 1e-6
     exact = var.double() * (1 - 0.01 * 0.1) - 0.01 / (1 - 0.6 * 0.9) * first / root
     for found, expected in zip(held, (exact, first, second), strict=True):
@@ -285,7 +354,9 @@ def test_adam_with_decay_of_weights(maximize):
 def test_adam_of_bert():
     var, m, v, gradient = optimizer_state()
     held = [each.npu() for each in (var, m, v)]
-    torch_npu.npu_bert_apply_adam(0.01, 0.9, 0.99, 1e-6, gradient.npu(), -1.0, 0.0, 0.1, out=tuple(held))
+    torch_npu.npu_bert_apply_adam(
+        0.01, 0.9, 0.99, 1e-6, gradient.npu(), -1.0, 0.0, 0.1, out=tuple(held)
+    )
     first, second = moments(m.double(), v.double(), gradient.double(), 0.9, 0.99)
     exact = var.double() - 0.01 * (first / (second.sqrt() + 1e-6) + 0.1 * var.double())
     for found, expected in zip(held, (exact, first, second), strict=True):
@@ -302,7 +373,9 @@ def test_lstm_cell_of_legacy_operators(agree, biased):
             biases = (bias, torch.zeros_like(bias)) if biased else ()
             _, new_h, new_c, *_ = torch_npu.npu_lstm_cell(*given, *biases)
         else:
-            i, f, j, o = (given[0] @ given[1] + given[3] @ given[2] + (bias if biased else 0)).chunk(4, -1)
+            i, f, j, o = (
+                given[0] @ given[1] + given[3] @ given[2] + (bias if biased else 0)
+            ).chunk(4, -1)
             new_c = f.sigmoid() * given[4] + i.sigmoid() * j.tanh()
             new_h = o.sigmoid() * new_c.tanh()
         gradients = torch.autograd.grad([new_h, new_c], given, [grad, grad])
@@ -313,31 +386,46 @@ def test_lstm_cell_of_legacy_operators(agree, biased):
 
 
 def test_lstm_of_several_steps():
-    """An input whose dtype is not the weights' takes the legacy operator, and is computed in its own."""
+    """An input whose dtype is not the weights' takes the legacy operator, and is computed in its
+    own."""
     plain = torch.nn.LSTM(4, 6, 2)
     ours = torch.nn.LSTM(4, 6, 2)
     ours.load_state_dict(plain.state_dict())
     ours = ours.npu()
     x, h, c = torch.randn(5, 3, 4).half(), torch.randn(2, 3, 6).half(), torch.randn(2, 3, 6).half()
     held = x.npu().requires_grad_()
-    found = torch._VF.lstm(held, (h.npu(), c.npu()), ours._flat_weights, True, 2, 0.0, True, False, False)
+    found = torch._VF.lstm(
+        held, (h.npu(), c.npu()), ours._flat_weights, True, 2, 0.0, True, False, False
+    )
     exact_x = x.double().requires_grad_()
     y, (exact_h, exact_c) = plain.double()(exact_x, (h.double(), c.double()))
     for one, other in zip(found, (y, exact_h, exact_c), strict=True):
-        torch.testing.assert_close(one.detach().cpu().double(), other.detach(), rtol=2e-2, atol=2e-3)
+        torch.testing.assert_close(
+            one.detach().cpu().double(), other.detach(), rtol=2e-2, atol=2e-3
+        )
     found[0].sum().backward()
     y.sum().backward()
     torch.testing.assert_close(held.grad.cpu().double(), exact_x.grad, rtol=2e-2, atol=2e-3)
 
 
 REFUSED = {
-    "npu_slice(x, [0, 4], [2, 3])": "Slice: offsets [0, 4] and size [2, 3] reach beyond x of shape [4, 5]",
+    "npu_slice(x, [0, 4], [2, 3])": (
+        "Slice: offsets [0, 4] and size [2, 3] reach beyond x of shape [4, 5]"
+    ),
     "npu_transpose(x, (0, 0))": "Transpose: perm is [0, 0] for 2 dimensions",
-    "npu_indexing(x, [0, 0], [2, 2], [1, 1], 0, 0, 0, 0, 1)": "StridedSlice: attribute shrink_axis_mask is 1; computed: 0",
-    "npu_stride_copy(x, [3, 3], [7, 2], 2)": "AsStrided: size [3, 3], stride [7, 2] and storage_offset 2 reach beyond",
+    "npu_indexing(x, [0, 0], [2, 2], [1, 1], 0, 0, 0, 0, 1)": (
+        "StridedSlice: attribute shrink_axis_mask is 1; computed: 0"
+    ),
+    "npu_stride_copy(x, [3, 3], [7, 2], 2)": (
+        "AsStrided: size [3, 3], stride [7, 2] and storage_offset 2 reach beyond"
+    ),
     "npu_silu(x.int())": "Swish: x is Int (DT_INT32); allowed: Float, Half, BFloat16",
-    "npu_bert_apply_adam(0.1, 0.9, 0.9, 0.1, x, 1.0, 1.0, 0.0, out=(x, x, x))": "ApplyAdamV2: max_grad_norm is 1; computed: none",
-    "npu_nms_with_mask(x, 0.5)": "the legacy graph operator 'NMSWithMask' (aclopCompileAndExecute) is not emulated",
+    "npu_bert_apply_adam(0.1, 0.9, 0.9, 0.1, x, 1.0, 1.0, 0.0, out=(x, x, x))": (
+        "ApplyAdamV2: max_grad_norm is 1; computed: none"
+    ),
+    "npu_nms_with_mask(x, 0.5)": (
+        "the legacy graph operator 'NMSWithMask' (aclopCompileAndExecute) is not emulated"
+    ),
 }
 
 
@@ -355,7 +443,9 @@ def refused(run):
                 print(call, str(error).replace(chr(10), " "), sep=": ")
         print((x + 1).sum().item())
     """
-    done = run("run", "--", sys.executable, "-c", textwrap.dedent(script), ASCEND_LAUNCH_BLOCKING="1")
+    done = run(
+        "run", "--", sys.executable, "-c", textwrap.dedent(script), ASCEND_LAUNCH_BLOCKING="1"
+    )
     assert done.stdout.splitlines()[-1] == "40.0", done.stderr
     return dict(line.split(": ", 1) for line in done.stdout.splitlines()[:-1])
 
@@ -385,13 +475,17 @@ def graph_call(acl, name, inputs, outputs, attributes=None, version=""):
             descriptions.append(acl.aclCreateTensorDesc(code, tensor.dim(), dims, 2))
             if not tensor.is_npu:
                 assert acl.aclSetTensorPlaceMent(c_void_p(descriptions[-1]), 1) == 0
-            buffers.append(acl.aclCreateDataBuffer(c_void_p(tensor.data_ptr()), ctypes.c_size_t(tensor.nbytes)))
+            buffers.append(
+                acl.aclCreateDataBuffer(c_void_p(tensor.data_ptr()), ctypes.c_size_t(tensor.nbytes))
+            )
         return (c_void_p * len(tensors))(*descriptions), (c_void_p * len(tensors))(*buffers)
 
     torch.npu.synchronize()
     given, made = described(inputs), described(outputs)
     call = getattr(acl, f"aclopCompileAndExecute{version}")
-    status = call(name, len(inputs), *given, len(outputs), *made, c_void_p(attributes), 0, 0, None, None)
+    status = call(
+        name, len(inputs), *given, len(outputs), *made, c_void_p(attributes), 0, 0, None, None
+    )
     assert acl.aclrtSynchronizeDevice() == 0
     return status
 
@@ -399,7 +493,12 @@ def graph_call(acl, name, inputs, outputs, attributes=None, version=""):
 def test_both_calls_execute_a_graph_operator(acl):
     for version in ("", "V2"):
         y = torch.zeros(2, 3, device="npu")
-        assert graph_call(acl, b"Fill", [torch.tensor([2, 3]), torch.tensor(7.0)], [y], version=version) == 0
+        assert (
+            graph_call(
+                acl, b"Fill", [torch.tensor([2, 3]), torch.tensor(7.0)], [y], version=version
+            )
+            == 0
+        )
         assert y.cpu().unique().tolist() == [7]
 
 
@@ -445,7 +544,9 @@ def test_an_attribute_that_is_not_computed_is_refused(acl):
         attributes = acl.aclopCreateAttr()
         assert getattr(acl, f"aclopSetAttr{kind.decode()}")(c_void_p(attributes), kind, *value) == 0
         assert graph_call(acl, b"Mish", [x], [y], attributes) != 0
-        assert f"Mish: attribute {kind.decode()} is not computed" in acl.aclGetRecentErrMsg().decode()
+        assert (
+            f"Mish: attribute {kind.decode()} is not computed" in acl.aclGetRecentErrMsg().decode()
+        )
         acl.aclopDestroyAttr(c_void_p(attributes))
 
 

@@ -1,4 +1,5 @@
-"""Legacy graph operators on boxes: intersection over union and its relatives, encoding and decoding."""
+"""Legacy graph operators on boxes: intersection over union and its relatives, encoding and
+decoding."""
 
 import math
 
@@ -20,8 +21,16 @@ def corners(box):
 def overlaps(a, b):
     """Intersection, areas and the sides of what encloses both."""
     (ax, ay, ax2, ay2), (bx, by, bx2, by2) = corners(a), corners(b)
-    inside = (torch.min(ax2, bx2) - torch.max(ax, bx)).clamp(0) * (torch.min(ay2, by2) - torch.max(ay, by)).clamp(0)
-    return inside, a[2] * a[3], b[2] * b[3], torch.max(ax2, bx2) - torch.min(ax, bx), torch.max(ay2, by2) - torch.min(ay, by)
+    inside = (torch.min(ax2, bx2) - torch.max(ax, bx)).clamp(0) * (
+        torch.min(ay2, by2) - torch.max(ay, by)
+    ).clamp(0)
+    return (
+        inside,
+        a[2] * a[3],
+        b[2] * b[3],
+        torch.max(ax2, bx2) - torch.min(ax, bx),
+        torch.max(ay2, by2) - torch.min(ay, by),
+    )
 
 
 def test_giou(agree_backward):
@@ -30,7 +39,12 @@ def test_giou(agree_backward):
         union, outer = first + second - inside, width * height
         return (inside / union - (outer - union) / outer)[:, None]
 
-    agree_backward(lambda a, b: either("npu_giou", reference)(a, b, True, False, 0), boxes(9), boxes(9), ulps=64)
+    agree_backward(
+        lambda a, b: either("npu_giou", reference)(a, b, True, False, 0),
+        boxes(9),
+        boxes(9),
+        ulps=64,
+    )
 
 
 @pytest.mark.parametrize("foreground", [0, 1])
@@ -48,19 +62,30 @@ def test_diou_and_ciou(agree, agree_backward, foreground):
 
     a, b = boxes(9), boxes(9)
     compare = agree if foreground else agree_backward
-    compare(lambda a, b: either("npu_diou", distance_iou)(a, b, True, False, foreground), a, b, ulps=64)
-    agree(lambda a, b: either("npu_ciou", complete_iou)(a, b, True, False, foreground, True), a, b, ulps=64)
+    compare(
+        lambda a, b: either("npu_diou", distance_iou)(a, b, True, False, foreground), a, b, ulps=64
+    )
+    agree(
+        lambda a, b: either("npu_ciou", complete_iou)(a, b, True, False, foreground, True),
+        a,
+        b,
+        ulps=64,
+    )
 
 
 def test_diou_of_each_box_with_each(agree):
     a, b = boxes(4), boxes(3)
 
     def reference(a, b, *_):
-        return torch.stack([torch.stack([single(a[:, i], b[:, j]) for i in range(4)]) for j in range(3)])
+        return torch.stack(
+            [torch.stack([single(a[:, i], b[:, j]) for i in range(4)]) for j in range(3)]
+        )
 
     def single(a, b):
         inside, first, second, width, height = overlaps(a, b)
-        return inside / (first + second - inside) - ((a[:2] - b[:2]) ** 2).sum(0) / (width**2 + height**2)
+        return inside / (first + second - inside) - ((a[:2] - b[:2]) ** 2).sum(0) / (
+            width**2 + height**2
+        )
 
     agree(lambda a, b: either("npu_diou", reference)(a, b, True, True, 0), a, b, ulps=64)
 
@@ -69,7 +94,10 @@ def test_iou_adds_a_hundredth_to_each_side():
     """Expected values of op-plugin's test_iou.py, of an NPU."""
     ours = torch.tensor([[0, 0, 10, 10], [10, 10, 20, 20], [32, 32, 38, 42]]).half().npu()
     others = torch.tensor([[0, 0, 10, 20], [0, 10, 10, 10], [10, 10, 20, 20]]).half().npu()
-    for mode, expected in ((1, [[0.4990, 0, 0], [0, 0, 0], [0, 0.9980, 0]]), (0, [[0.4985, 0, 0], [0, 0, 0], [0, 0.9961, 0]])):
+    for mode, expected in (
+        (1, [[0.4990, 0, 0], [0, 0, 0], [0, 0.9980, 0]]),
+        (0, [[0.4985, 0, 0], [0, 0, 0], [0, 0.9961, 0]]),
+    ):
         found = torch_npu.npu_iou(ours, others, mode).cpu().float()
         torch.testing.assert_close(found, torch.tensor(expected), rtol=1e-3, atol=1e-4)
 
@@ -78,7 +106,9 @@ def test_boxes_are_encoded_and_decoded():
     """Expected values of op-plugin's tests, of an NPU: the encoding is rounded to float16."""
     first = torch.tensor([[1.0, 2, 3, 4], [3, 4, 5, 6]]).npu()
     second = torch.tensor([[5.0, 6, 7, 8], [7, 8, 9, 6]]).npu()
-    decoded = torch_npu.npu_bounding_box_decode(first, second, 0, 0, 0, 0, 1, 1, 1, 1, (10, 10), 0.1).cpu()
+    decoded = torch_npu.npu_bounding_box_decode(
+        first, second, 0, 0, 0, 0, 1, 1, 1, 1, (10, 10), 0.1
+    ).cpu()
     torch.testing.assert_close(decoded, torch.tensor([[2.5, 6.5, 9, 9], [9, 9, 9, 9]]))
     encoded = torch_npu.npu_bounding_box_encode(first, second, 0, 0, 0, 0, 0.1, 0.1, 0.2, 0.2).cpu()
     expected = torch.tensor([[13.328125, 13.328125, 0, 0], [13.328125, 6.6640625, 0, math.nan]])

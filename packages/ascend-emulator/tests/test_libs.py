@@ -1,4 +1,5 @@
-"""The wheel ascend-emulator-libs: found by content, and used without a compiler; without it, or with another's, a compilation."""
+"""The wheel ascend-emulator-libs: found by content, and used without a compiler; without it, or
+with another's, a compilation."""
 
 import os
 import shutil
@@ -35,12 +36,24 @@ def installed(wheel, tmp_path_factory):
 
 
 def start(run, site, tmp_path):
-    """The first operator in an environment without a compiler and with an empty cache; its output and seconds of CPU time."""
+    """The first operator in an environment without a compiler and with an empty cache; its output
+    and seconds of CPU time."""
     started = os.times()
-    environment = {"PATH": str(tmp_path), "CXX": "", "PYTHONPATH": str(site), "ASCEND_EMULATOR_CACHE": str(tmp_path / "cache")}
+    environment = {
+        "PATH": str(tmp_path),
+        "CXX": "",
+        "PYTHONPATH": str(site),
+        "ASCEND_EMULATOR_CACHE": str(tmp_path / "cache"),
+    }
     done = run("run", "--", sys.executable, "-c", FIRST, **environment)
     ended = os.times()
-    return done, ended.children_user - started.children_user + ended.children_system - started.children_system
+    return (
+        done,
+        ended.children_user
+        - started.children_user
+        + ended.children_system
+        - started.children_system,
+    )
 
 
 def test_first_operator_without_a_compiler(run, installed, tmp_path):
@@ -48,7 +61,8 @@ def test_first_operator_without_a_compiler(run, installed, tmp_path):
     done, seconds = start(run, installed, tmp_path)
     assert done.stdout == "[[2.0, 2.0], [2.0, 2.0]]\n", done.stderr
     assert "compil" not in done.stderr
-    assert seconds < 60  # most of it is the import of torch and torch_npu; a compilation takes over 200
+    # most of it is the import of torch and torch_npu; a compilation takes over 200
+    assert seconds < 60
     assert not (tmp_path / "cache").exists()
 
 
@@ -65,7 +79,10 @@ def test_libraries_of_other_sources_are_not_used(run, installed, tmp_path):
     (other / build.prebuilt_name()).rename(other / "0123456789abcdef")
     done, _ = start(run, other.parent, tmp_path)
     assert done.returncode == 1
-    assert "ascend-emulator: ascend-emulator-libs has none for this ascend-emulator and torch" in done.stderr
+    assert (
+        "ascend-emulator: ascend-emulator-libs has none for this ascend-emulator and torch"
+        in done.stderr
+    )
 
 
 def test_the_wheel_states_what_it_is(wheel):

@@ -25,12 +25,32 @@ V1 = "5:cpu,cpuacct:/docker/abc\n4:memory:/docker/abc\n0::/\n"
 @pytest.mark.parametrize(
     ("cgroup", "files", "cpus", "memory"),
     {
-        "no limits": (V2, {"user/pod/cpu.max": "max 100000", "user/pod/memory.max": "max"}, 64, 64 * GIB),
+        "no limits": (
+            V2,
+            {"user/pod/cpu.max": "max 100000", "user/pod/memory.max": "max"},
+            64,
+            64 * GIB,
+        ),
         "no control group": ("", {}, 64, 64 * GIB),
-        "v2": (V2, {"user/pod/cpu.max": "200000 100000", "user/pod/memory.max": 4 * GIB}, 2, 4 * GIB),
-        "v2, a limit above": (V2, {"user/cpu.max": "150000 100000", "user/pod/cpu.max": "max 100000"}, 2, 64 * GIB),
+        "v2": (
+            V2,
+            {"user/pod/cpu.max": "200000 100000", "user/pod/memory.max": 4 * GIB},
+            2,
+            4 * GIB,
+        ),
+        "v2, a limit above": (
+            V2,
+            {"user/cpu.max": "150000 100000", "user/pod/cpu.max": "max 100000"},
+            2,
+            64 * GIB,
+        ),
         "v2, less than one CPU": (V2, {"user/pod/cpu.max": "50000 100000"}, 1, 64 * GIB),
-        "v2, in a container that sees its own group as the root": (V2, {"cpu.max": "300000 100000", "memory.max": GIB}, 3, GIB),
+        "v2, in a container that sees its own group as the root": (
+            V2,
+            {"cpu.max": "300000 100000", "memory.max": GIB},
+            3,
+            GIB,
+        ),
         "v1": (
             V1,
             {
@@ -53,7 +73,11 @@ V1 = "5:cpu,cpuacct:/docker/abc\n4:memory:/docker/abc\n0::/\n"
         ),
         "v1, in a container that sees its own group as the root": (
             V1,
-            {"cpu/cpu.cfs_quota_us": 150000, "cpu/cpu.cfs_period_us": 100000, "memory/memory.limit_in_bytes": 3 * GIB},
+            {
+                "cpu/cpu.cfs_quota_us": 150000,
+                "cpu/cpu.cfs_period_us": 100000,
+                "memory/memory.limit_in_bytes": 3 * GIB,
+            },
             2,
             3 * GIB,
         ),
@@ -66,7 +90,12 @@ def test_limits_of_control_groups(tmp_path, cgroup, files, cpus, memory):
 
 
 def test_affinity_and_free_memory_limit_too(tmp_path):
-    proc, mount = machine(tmp_path, V2, {"user/pod/cpu.max": "400000 100000", "user/pod/memory.max": 4 * GIB}, available=1)
+    proc, mount = machine(
+        tmp_path,
+        V2,
+        {"user/pod/cpu.max": "400000 100000", "user/pod/memory.max": 4 * GIB},
+        available=1,
+    )
     assert limits.cpus(proc, mount, affinity=3) == 3
     assert limits.memory(proc, mount) == GIB
     assert limits.cpus() >= 1

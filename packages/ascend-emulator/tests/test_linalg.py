@@ -16,7 +16,9 @@ CASES = {
     "r of qr": lambda a: torch.linalg.qr(a, "r")[1].abs(),
     "svd": lambda a: _assembled(*torch.linalg.svd(a[:, :3], full_matrices=False)),
     "svdvals": torch.linalg.svdvals,
-    "triangular solve": lambda a: torch.linalg.solve_triangular(a.tril(), a[:, :2].contiguous(), upper=False),
+    "triangular solve": lambda a: torch.linalg.solve_triangular(
+        a.tril(), a[:, :2].contiguous(), upper=False
+    ),
     "pdist": torch.pdist,
     "pdist of order 1": lambda a: torch.pdist(a, 1.0),
     "addr": lambda a: a.clone().addr_(a[0], a[1], beta=0.5, alpha=2),
@@ -38,7 +40,8 @@ def _assembled(u, s, v):
 
 
 def test_renorm_of_order_zero():
-    """By the number of elements that are not 0, which ATen does not take for an order on the CPU."""
+    """By the number of elements that are not 0, which ATen does not take for an order on
+    the CPU."""
     a = torch.tensor([[3.0, 0, 0, 0], [1, 2, 0, 4], [0, 0, 0, 0]])
     expected = a * torch.tensor([[1], [2 / 3], [1]])
     torch.testing.assert_close(torch.renorm(a.npu(), 0, 0, 2.0).cpu(), expected)
@@ -91,7 +94,8 @@ def test_histogram_of_integers(case):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
 def test_histogram_of_floats(dtype):
-    """Values within bins: to which of two bins a value on their border belongs is not documented."""
+    """Values within bins: to which of two bins a value on their border belongs is not
+    documented."""
     x = (torch.randint(-40, 60, (500,)).to(dtype) + 0.5) / 4
     for bins, least, most in ((25, -10, 15), (5, -5, 0), (4, 20, 22)):
         found = torch.histc(x.npu(), bins, least, most)
@@ -99,11 +103,23 @@ def test_histogram_of_floats(dtype):
         assert found.tolist() == counted(x.tolist(), bins, least, most)
 
 
-@pytest.mark.parametrize("dtype", [torch.int64, torch.int16, torch.int8, torch.uint8, torch.bool, torch.float64, torch.bfloat16])
+@pytest.mark.parametrize(
+    "dtype",
+    [torch.int64, torch.int16, torch.int8, torch.uint8, torch.bool, torch.float64, torch.bfloat16],
+)
 def test_histograms_of_other_dtypes_are_refused(dtype):
-    name = {torch.int64: "Long", torch.int16: "Short", torch.int8: "Char", torch.uint8: "Byte", torch.bool: "Bool"}
+    name = {
+        torch.int64: "Long",
+        torch.int16: "Short",
+        torch.int8: "Char",
+        torch.uint8: "Byte",
+        torch.bool: "Bool",
+    }
     name |= {torch.float64: "Double", torch.bfloat16: "BFloat16"}
-    with pytest.raises(RuntimeError, match=rf"aclnnHistc: self is {name[dtype]} \(DT_\w+\); allowed: Half, Float, Int"):
+    with pytest.raises(
+        RuntimeError,
+        match=rf"aclnnHistc: self is {name[dtype]} \(DT_\w+\); allowed: Half, Float, Int",
+    ):
         torch.histc(torch.ones(3, dtype=dtype).npu(), 4, 0, 3)
 
 

@@ -19,8 +19,14 @@ def between(low, high, *shape):
 LOSSES = {
     "l1": (F.l1_loss, lambda: (torch.randn(SHAPE), torch.randn(SHAPE))),
     "mse": (F.mse_loss, lambda: (torch.randn(SHAPE), torch.randn(SHAPE))),
-    "smooth_l1": (lambda x, y, **r: F.smooth_l1_loss(x, y, beta=0.5, **r), lambda: (torch.randn(SHAPE), torch.randn(SHAPE))),
-    "bce": (lambda x, y, **r: F.binary_cross_entropy(x, y.detach(), **r), lambda: (between(0.1, 0.9, 6, 5), between(0, 1, 6, 5))),
+    "smooth_l1": (
+        lambda x, y, **r: F.smooth_l1_loss(x, y, beta=0.5, **r),
+        lambda: (torch.randn(SHAPE), torch.randn(SHAPE)),
+    ),
+    "bce": (
+        lambda x, y, **r: F.binary_cross_entropy(x, y.detach(), **r),
+        lambda: (between(0.1, 0.9, 6, 5), between(0, 1, 6, 5)),
+    ),
     "bce, weighted": (
         lambda x, y, **r: F.binary_cross_entropy(x, y.detach(), y.detach() + 1, **r),
         lambda: (between(0.1, 0.9, 6, 5), between(0, 1, 6, 5)),
@@ -30,10 +36,15 @@ LOSSES = {
         lambda: (torch.randn(SHAPE), between(0, 1, 6, 5)),
     ),
     "bce with logits, weighted": (
-        lambda x, y, **r: F.binary_cross_entropy_with_logits(x, y.detach(), y.detach() + 1, pos_weight=y[0].detach() * 3, **r),
+        lambda x, y, **r: F.binary_cross_entropy_with_logits(
+            x, y.detach(), y.detach() + 1, pos_weight=y[0].detach() * 3, **r
+        ),
         lambda: (torch.randn(SHAPE), between(0, 1, 6, 5)),
     ),
-    "kl_div": (F.kl_div, lambda: (torch.randn(SHAPE).log_softmax(-1), torch.randn(SHAPE).softmax(-1))),
+    "kl_div": (
+        F.kl_div,
+        lambda: (torch.randn(SHAPE).log_softmax(-1), torch.randn(SHAPE).softmax(-1)),
+    ),
     "kl_div of logarithms": (
         lambda x, y, **r: F.kl_div(x, y, log_target=True, **r),
         lambda: (torch.randn(SHAPE).log_softmax(-1), torch.randn(SHAPE).log_softmax(-1)),
@@ -47,7 +58,10 @@ LOSSES = {
         lambda x, y, **r: F.nll_loss(x, y, torch.arange(1, 6).to(x), ignore_index=2, **r),
         lambda: (torch.randn(SHAPE).log_softmax(-1), torch.tensor([0, 2, 4, 1, 2, 3])),
     ),
-    "nll of planes": (F.nll_loss, lambda: (torch.randn(2, 5, 3, 4).log_softmax(1), torch.randint(0, 5, (2, 3, 4)))),
+    "nll of planes": (
+        F.nll_loss,
+        lambda: (torch.randn(2, 5, 3, 4).log_softmax(1), torch.randint(0, 5, (2, 3, 4))),
+    ),
     "cross_entropy": (F.cross_entropy, lambda: (torch.randn(SHAPE), torch.randint(0, 5, (6,)))),
     "cross_entropy, smoothed": (
         lambda x, y, **r: F.cross_entropy(x, y, label_smoothing=0.1, **r),
@@ -75,23 +89,43 @@ def test_multilabel_margin(agree, reduction):
 def test_ctc(agree_backward, reduction):
     logits, targets = torch.randn(12, 3, 7), torch.randint(1, 7, (3, 4))
     lengths = [12, 10, 8], [4, 3, 2]
-    agree_backward(lambda x, y: F.ctc_loss(x.log_softmax(-1), y, *lengths, reduction=reduction), logits, targets, ulps=256)
+    agree_backward(
+        lambda x, y: F.ctc_loss(x.log_softmax(-1), y, *lengths, reduction=reduction),
+        logits,
+        targets,
+        ulps=256,
+    )
 
 
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
 @pytest.mark.parametrize("reduction", ["none", "mean", "sum"])
 def test_fused_cross_entropy(reduction, dtype):
-    """And its gradient, with what the documentation allows beside one: weights and ignored labels, but for the mean."""
-    x, target, weight = torch.randn(SHAPE).to(dtype), torch.randint(0, 5, (6,)), torch.arange(1, 6) / 5
-    plain = {"reduction": reduction} if reduction == "mean" else {"reduction": reduction, "ignore_index": 2}
+    """And its gradient, with what the documentation allows beside one: weights and ignored labels,
+    but for the mean."""
+    x, target, weight = (
+        torch.randn(SHAPE).to(dtype),
+        torch.randint(0, 5, (6,)),
+        torch.arange(1, 6) / 5,
+    )
+    plain = (
+        {"reduction": reduction}
+        if reduction == "mean"
+        else {"reduction": reduction, "ignore_index": 2}
+    )
     factors = weight if reduction != "mean" else None
     ours, exact = x.npu().requires_grad_(), x.double().requires_grad_()
     given = factors.npu() if factors is not None else None
     loss, shares, *unused = torch_npu.npu_cross_entropy_loss(ours, target.npu(), given, **plain)
-    expected = F.cross_entropy(exact, target, factors.double() if factors is not None else None, **plain)
+    expected = F.cross_entropy(
+        exact, target, factors.double() if factors is not None else None, **plain
+    )
     bound = 16 * torch.finfo(dtype).eps
-    torch.testing.assert_close(loss.detach().cpu().double(), expected.detach().view(loss.shape), rtol=bound, atol=bound)
-    torch.testing.assert_close(shares.detach().cpu().double(), x.double().log_softmax(1), rtol=bound, atol=bound)
+    torch.testing.assert_close(
+        loss.detach().cpu().double(), expected.detach().view(loss.shape), rtol=bound, atol=bound
+    )
+    torch.testing.assert_close(
+        shares.detach().cpu().double(), x.double().log_softmax(1), rtol=bound, atol=bound
+    )
     assert [each.numel() for each in unused] == [0, 0]
     slope = torch.randn(loss.shape).to(dtype)
     loss.backward(slope.npu())
@@ -109,14 +143,20 @@ def test_fused_cross_entropy_with_smoothing():
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        ({"lse_square_scale_for_zloss": 0.1}, "lse_square_scale_for_zloss is 0.1; only 0 is supported"),
+        (
+            {"lse_square_scale_for_zloss": 0.1},
+            "lse_square_scale_for_zloss is 0.1; only 0 is supported",
+        ),
         ({"return_zloss": True}, "return_zloss is true; only false is supported"),
         ({"ignore_index": 5}, "ignore_index is 5; it must be below 5, the classes"),
         ({"label_smoothing": 1.0}, "label_smoothing is 1; allowed: from 0, below 1"),
     ],
 )
 def test_fused_cross_entropy_refuses(arguments, said):
-    x, target = torch.randn(SHAPE, requires_grad=True, device="npu"), torch.zeros(6, dtype=torch.long, device="npu")
+    x, target = (
+        torch.randn(SHAPE, requires_grad=True, device="npu"),
+        torch.zeros(6, dtype=torch.long, device="npu"),
+    )
     with pytest.raises(RuntimeError, match=re.escape(said)):
         torch_npu.npu_cross_entropy_loss(x, target, **arguments)
     for more in ({"ignore_index": 2}, {"label_smoothing": 0.1}):

@@ -9,7 +9,8 @@ import torch_npu
 from torch.nn import functional as F
 
 FLOATS = [torch.float32, torch.float16, torch.bfloat16]
-# Shapes of operands, and the product. Values are small whole numbers, so that sums are exact in float32 and results rounded once.
+# Shapes of operands, and the product. Values are small whole numbers, so that sums are exact in
+# float32 and results rounded once.
 PRODUCTS = {
     "mm": ([(5, 16), (16, 7)], torch.mm),
     "mm of transposed": ([(5, 16), (7, 16)], lambda a, b: a @ b.t()),
@@ -24,16 +25,25 @@ PRODUCTS = {
     "matmul of vectors": ([(16,), (16,)], torch.matmul),
     "matmul with a vector": ([(3, 5, 16), (16,)], torch.matmul),
     "matmul, broadcast": ([(3, 1, 5, 16), (4, 16, 7)], torch.matmul),
-    "matmul of four dimensions": ([(2, 3, 5, 16), (2, 3, 7, 16)], lambda a, b: a @ b.transpose(-1, -2)),
+    "matmul of four dimensions": (
+        [(2, 3, 5, 16), (2, 3, 7, 16)],
+        lambda a, b: a @ b.transpose(-1, -2),
+    ),
     "bmm": ([(3, 5, 16), (3, 16, 7)], torch.bmm),
     "bmm, broadcast": ([(1, 5, 16), (3, 16, 7)], torch.matmul),
-    "bmm of transposed": ([(3, 16, 5), (3, 7, 16)], lambda a, b: torch.bmm(a.transpose(1, 2), b.transpose(1, 2))),
+    "bmm of transposed": (
+        [(3, 16, 5), (3, 7, 16)],
+        lambda a, b: torch.bmm(a.transpose(1, 2), b.transpose(1, 2)),
+    ),
     "mv": ([(5, 16), (16,)], torch.mv),
     "dot": ([(16,), (16,)], torch.dot),
     "vdot": ([(16,), (16,)], torch.vdot),
     "outer": ([(5,), (7,)], torch.outer),
     "linear of a slice": ([(5, 40), (7, 16)], lambda a, b: F.linear(a[:, 8:24], b)),
-    "linear with rows of a wider weight": ([(5, 16), (96, 40)], lambda a, b: F.linear(a, b[:, 8:24])),
+    "linear with rows of a wider weight": (
+        [(5, 16), (96, 40)],
+        lambda a, b: F.linear(a, b[:, 8:24]),
+    ),
     "linear with bias of one row": ([(1, 64), (96, 64), (96,)], F.linear),
     "linear": ([(3, 16), (7, 16)], F.linear),
     "linear of three dimensions": ([(2, 3, 16), (7, 16)], F.linear),
@@ -43,10 +53,22 @@ PRODUCTS = {
     "addmm in place": ([(5, 7), (5, 16), (16, 7)], lambda c, a, b: c.addmm_(a, b, beta=2, alpha=3)),
     "addmm of a bias": ([(7,), (5, 16), (16, 7)], torch.addmm),
     "addmm of a bias, few rows": ([(96,), (8, 256), (256, 96)], torch.addmm),
-    "addbmm": ([(5, 7), (3, 5, 16), (3, 16, 7)], lambda c, a, b: torch.addbmm(c, a, b, beta=2, alpha=3)),
-    "baddbmm": ([(3, 5, 7), (3, 5, 16), (3, 16, 7)], lambda c, a, b: torch.baddbmm(c, a, b, beta=2, alpha=3)),
-    "baddbmm in place": ([(3, 5, 7), (3, 5, 16), (3, 16, 7)], lambda c, a, b: c.baddbmm_(a, b, beta=2, alpha=3)),
-    "baddbmm in place, broadcast": ([(1, 1, 7), (3, 5, 16), (3, 16, 7)], lambda c, a, b: torch.baddbmm(c, a, b)),
+    "addbmm": (
+        [(5, 7), (3, 5, 16), (3, 16, 7)],
+        lambda c, a, b: torch.addbmm(c, a, b, beta=2, alpha=3),
+    ),
+    "baddbmm": (
+        [(3, 5, 7), (3, 5, 16), (3, 16, 7)],
+        lambda c, a, b: torch.baddbmm(c, a, b, beta=2, alpha=3),
+    ),
+    "baddbmm in place": (
+        [(3, 5, 7), (3, 5, 16), (3, 16, 7)],
+        lambda c, a, b: c.baddbmm_(a, b, beta=2, alpha=3),
+    ),
+    "baddbmm in place, broadcast": (
+        [(1, 1, 7), (3, 5, 16), (3, 16, 7)],
+        lambda c, a, b: torch.baddbmm(c, a, b),
+    ),
     "addmv": ([(5,), (5, 16), (16,)], lambda c, a, b: torch.addmv(c, a, b, beta=2, alpha=3)),
     "addr": ([(5, 7), (5,), (7,)], lambda c, a, b: torch.addr(c, a, b, beta=2, alpha=3)),
     "einsum": ([(2, 5, 3, 16), (2, 7, 3, 16)], lambda a, b: torch.einsum("bqhd,bkhd->bhqk", a, b)),
@@ -102,7 +124,8 @@ def products(a, b, c, vector):
 
 
 def hf32(x):
-    """Rounded to 11 bits of mantissa, ties to even, in float64 (CANN's documentation of ENABLE_HF32_EXECUTION)."""
+    """Rounded to 11 bits of mantissa, ties to even, in float64 (CANN's documentation of
+    ENABLE_HF32_EXECUTION)."""
     fraction, exponent = torch.frexp(x.double())
     return torch.ldexp((fraction * 2**12).round(), exponent - 12)
 
@@ -115,7 +138,11 @@ def test_float32_is_multiplied_in_hf32_where_it_is_allowed():
     rounded = products(*given)
     torch.npu.matmul.allow_hf32 = False  # the default
     for ours, plain, wide, narrow in zip(
-        rounded, products(*given), exact, products(hf32(a), hf32(b), c.double(), hf32(vector)), strict=True
+        rounded,
+        products(*given),
+        exact,
+        products(hf32(a), hf32(b), c.double(), hf32(vector)),
+        strict=True,
     ):
         torch.testing.assert_close(plain.cpu().double(), wide, atol=2e-5, rtol=0)
         torch.testing.assert_close(ours.cpu().double(), narrow, atol=2e-5, rtol=0)
@@ -126,7 +153,11 @@ def test_cube_math_type():
     a, b = torch.tensor([[70000.0, 1 + 2**-11]]).npu(), torch.eye(2).npu()
     kinds = torch_npu.npu.CubeMathType
     # 1 + 2**-11 is a tie in float16, and exact in HF32.
-    expected = {kinds.KEEP_DTYPE: [70000, 1 + 2**-11], kinds.USE_FP16: [torch.inf, 1], kinds.USE_HF32: [70016, 1 + 2**-11]}
+    expected = {
+        kinds.KEEP_DTYPE: [70000, 1 + 2**-11],
+        kinds.USE_FP16: [torch.inf, 1],
+        kinds.USE_HF32: [70016, 1 + 2**-11],
+    }
     for kind, values in expected.items():
         torch.npu.matmul.cube_math_type = kind
         ours = a[:, :1] @ b[:1, :1], a[:, 1:] @ b[1:, 1:]
@@ -150,19 +181,32 @@ ON_310P = """
 def test_on_310p_float32_is_multiplied_in_float16(run):
     done = run("run", "--soc", "Ascend310P3", "--", sys.executable, "-c", textwrap.dedent(ON_310P))
     assert "AssertionError" not in done.stderr
-    assert "aclnnMatmul: cubeMathType is 0 for float32; Ascend310P3 has no float32 products, so it must be 1 or 2" in done.stderr
+    assert (
+        "aclnnMatmul: cubeMathType is 0 for float32; Ascend310P3 has no float32 products, so it"
+        " must be 1 or 2" in done.stderr
+    )
 
 
-# Rows in place up to 8 and 64, packed above, six in a tile; 96 or 64 columns in a block, 32 values in a step.
+# Rows in place up to 8 and 64, packed above, six in a tile; 96 or 64 columns in a block, 32 values
+# in a step.
 @pytest.mark.parametrize("rows", [1, 2, 3, 4, 5, 6, 7, 8, 9, 13, 64, 65, 71, 130])
-@pytest.mark.parametrize(("width", "columns"), [(1, 1), (31, 63), (32, 64), (33, 97), (256, 200), (2305, 129)])
+@pytest.mark.parametrize(
+    ("width", "columns"), [(1, 1), (31, 63), (32, 64), (33, 97), (256, 200), (2305, 129)]
+)
 @pytest.mark.parametrize("transposed", [True, False])
 @pytest.mark.parametrize("biased", [False, True])
 def test_edges_of_bfloat16_blocks(agree, rows, width, columns, transposed, biased):
-    a, b, bias = (torch.randn(size).bfloat16() / width**0.25 for size in ((rows, width), (columns, width), (columns,)))
+    a, b, bias = (
+        torch.randn(size).bfloat16() / width**0.25
+        for size in ((rows, width), (columns, width), (columns,))
+    )
     b = b if transposed else b.t().contiguous()
     agree(
-        lambda a, b, c: torch.addmm(c, a, b.t() if transposed else b) if biased else a @ (b.t() if transposed else b),
+        lambda a, b, c: (
+            torch.addmm(c, a, b.t() if transposed else b)
+            if biased
+            else a @ (b.t() if transposed else b)
+        ),
         a,
         b,
         bias,
@@ -171,7 +215,11 @@ def test_edges_of_bfloat16_blocks(agree, rows, width, columns, transposed, biase
 
 
 def test_bfloat16_products_in_parts_of_larger_tensors(agree):
-    a, b, out = torch.randn(70, 200).bfloat16(), torch.randn(150, 300).bfloat16(), torch.ones(70, 400).bfloat16()
+    a, b, out = (
+        torch.randn(70, 200).bfloat16(),
+        torch.randn(150, 300).bfloat16(),
+        torch.ones(70, 400).bfloat16(),
+    )
 
     def call(a, b, out):
         torch.mm(a[:, 7:104], b[10:110, 50:147].t(), out=out[:, 200:300])

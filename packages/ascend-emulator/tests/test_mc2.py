@@ -1,4 +1,5 @@
-"""Operators that compute and communicate, against the plain mathematics of all ranks in float64 here."""
+"""Operators that compute and communicate, against the plain mathematics of all ranks in float64
+here."""
 
 import importlib
 import json
@@ -31,7 +32,12 @@ def played(run):
 
 def close(actual, expected, dtype, ulps=2):
     bound = ulps * torch.finfo(dtype).eps
-    torch.testing.assert_close(torch.tensor(actual, dtype=torch.float64), expected.to(dtype).double(), rtol=bound, atol=bound)
+    torch.testing.assert_close(
+        torch.tensor(actual, dtype=torch.float64),
+        expected.to(dtype).double(),
+        rtol=bound,
+        atol=bound,
+    )
 
 
 def combined(x, ids, scales, active=None, factors=FACTORS):
@@ -52,7 +58,9 @@ def mask_of(case, rank, tokens):
 
 
 @pytest.mark.parametrize("dtype", HALVES, ids=str)
-@pytest.mark.parametrize(("case", "tokens"), [("even", 6), ("uneven", 5), ("mask", 6), ("choices", 6)])
+@pytest.mark.parametrize(
+    ("case", "tokens"), [("even", 6), ("uneven", 5), ("mask", 6), ("choices", 6)]
+)
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_dispatch_and_combine(played, ranks, case, tokens, dtype):
     xs = [data(rank, (tokens, 64), dtype) for rank in range(ranks)]
@@ -84,7 +92,8 @@ def test_ranks_with_different_numbers_of_tokens(played):
 
 
 def received(rank, ids, values):
-    """Of each source's [tokens, choices, …] what this rank receives, in order; two experts a rank."""
+    """Of each source's [tokens, choices, …] what this rank receives, in order; two
+    experts a rank."""
     parts = []
     for expert in (2 * rank, 2 * rank + 1):
         for source, chosen in enumerate(ids):
@@ -111,7 +120,10 @@ def test_quantized_dispatch(played):
             assert (rounded * step.unsqueeze(1) - expected).abs().max() <= step.max() * 0.501
         moved = received(rank, ids, [weights(source, 5, 2) for source in range(2)])
         assert weighted[0] == programs.plain(moved)
-        words = [(torch.arange(5 * 32).view(5, 1, 32) * (source + 1)).expand(5, 2, 32) for source in range(2)]
+        words = [
+            (torch.arange(5 * 32).view(5, 1, 32) * (source + 1)).expand(5, 2, 32)
+            for source in range(2)
+        ]
         assert packed[0] == received(rank, ids, words).tolist()
         scales = [weights(source, 5, 1).expand(5, 2) for source in range(2)]
         assert packed[1] == programs.plain(received(rank, ids, scales))
@@ -120,7 +132,11 @@ def test_quantized_dispatch(played):
 def test_shared_and_special_experts(played):
     alphas = [data(0, (2, 1024), torch.bfloat16, salt=5 + i).double() for i in range(3)]
     for rank, (one, two, special, normalized) in enumerate(played["shared"]):
-        x, scales, ids = data(rank, (4, 1024), torch.bfloat16), weights(rank, 4, 3), routing(rank, 4, 3, 4)
+        x, scales, ids = (
+            data(rank, (4, 1024), torch.bfloat16),
+            weights(rank, 4, 3),
+            routing(rank, 4, 3, 4),
+        )
         more = data(rank, (4, 1024), torch.bfloat16, salt=4).double()
         close(one[0], combined(x, ids, scales) + x.double() * SHARED[0] + more, torch.bfloat16)
         close(two[0], combined(x, ids, scales) + x.double() * sum(SHARED) + more, torch.bfloat16)
@@ -132,7 +148,9 @@ def test_shared_and_special_experts(played):
             for k in range(3):
                 which = int(ids[token, k]) - 6
                 if which >= 0:
-                    const = alphas[0][which] * x[token].double() + alphas[1][which] * alphas[2][which]
+                    const = (
+                        alphas[0][which] * x[token].double() + alphas[1][which] * alphas[2][which]
+                    )
                     expected[token] += const * scales[token, k].double()
         close(special[0], expected, torch.bfloat16)
         y, rstd, total = normalized
@@ -140,13 +158,19 @@ def test_shared_and_special_experts(played):
         close(total, expected, torch.bfloat16)
         scale = (expected.square().mean(-1, keepdim=True) + 1e-5).rsqrt()
         close(rstd, scale, torch.float32, ulps=64)
-        close(y, expected * scale * data(0, (1024,), torch.bfloat16, salt=9).double(), torch.bfloat16)
+        close(
+            y, expected * scale * data(0, (1024,), torch.bfloat16, salt=9).double(), torch.bfloat16
+        )
 
 
 def test_first_interface(played):
     ids = [routing(rank, 2, 3, 8) for rank in range(8)]
     for rank, (y, places, ends) in enumerate(played["first interface"]):
-        close(y, combined(data(rank, (2, 7168), torch.float16), ids[rank], weights(rank, 2, 3)), torch.float16)
+        close(
+            y,
+            combined(data(rank, (2, 7168), torch.float16), ids[rank], weights(rank, 2, 3)),
+            torch.float16,
+        )
         assert ends == torch.tensor([int((each == rank).sum()) for each in ids]).cumsum(0).tolist()
         before = ids[rank][1].unsqueeze(1) == ids[rank][0]
         assert places == [0, 0, 0, *before.any(1).int().tolist()]
@@ -181,7 +205,21 @@ def test_products(played, ranks, dtype):
     by_group = sum(x1[i] @ (weight[i] * grouped[i].repeat_interleave(64, 0)) for i in every)
     for rank, answer in enumerate(played[f"matmuls {ranks}"]):
         part, product = total.chunk(ranks)[rank], whole @ x2[rank]
-        expected = [total, with_bias + sum(x3), with_bias, total, product, whole, part, product, None, part, product, whole, part]
+        expected = [
+            total,
+            with_bias + sum(x3),
+            with_bias,
+            total,
+            product,
+            whole,
+            part,
+            product,
+            None,
+            part,
+            product,
+            whole,
+            part,
+        ]
         expected += [with_offset, by_group]
         for ours, like in zip(answer[str(dtype)], expected, strict=True):
             if like is None:
@@ -195,7 +233,11 @@ def test_products_of_integers(played, ranks):
     def values(shape, kind, salt):
         return [data(rank, shape, kind, salt).double() for rank in range(ranks)]
 
-    x1, x2, bias = values((8, 256), torch.int8, 0), values((256, 48), torch.int8, 1), values((48,), torch.int32, 2)
+    x1, x2, bias = (
+        values((8, 256), torch.int8, 0),
+        values((256, 48), torch.int8, 1),
+        values((48,), torch.int32, 2),
+    )
     column = [each.abs() / 64 for each in values((48,), torch.float32, 3)]
     half = [each.to(torch.bfloat16).double() for each in column]
     row = [each.abs().view(8, 1) for each in values((8,), torch.float32, 4)]
@@ -208,7 +250,12 @@ def test_products_of_integers(played, ranks):
         close(first, packed, torch.float16, ulps=8)
         close(second, by_row, torch.bfloat16, ulps=8)
         assert third == second
-        close(product, torch.cat(x1) @ x2[rank] * column[rank] * torch.cat(row), torch.bfloat16, ulps=8)
+        close(
+            product,
+            torch.cat(x1) @ x2[rank] * column[rank] * torch.cat(row),
+            torch.bfloat16,
+            ulps=8,
+        )
         assert whole == torch.cat(x1).tolist()
         close(part, scattered.chunk(ranks)[rank], torch.float16, ulps=8)
 
@@ -219,16 +266,22 @@ def test_barrier_waits_for_all(played):
 
 
 def test_all_to_all_with_a_product(played):
-    for place, (dtype, bias_dtype) in enumerate(((torch.float16, torch.float16), (torch.bfloat16, torch.float32))):
+    for place, (dtype, bias_dtype) in enumerate(
+        ((torch.float16, torch.float16), (torch.bfloat16, torch.float32))
+    ):
         xs = [data(rank, (6, 16), dtype).double() for rank in range(2)]
         for rank, answer in enumerate(played["all to all"]):
             bias = data(rank, (10,), bias_dtype, salt=3).double()
             left = torch.cat([x.chunk(2)[rank] for x in xs], 1)
             product = left @ data(rank, (32, 10), dtype, salt=1).double()
             parts = [x @ data(i, (16, 10), dtype, salt=2).double() for i, x in enumerate(xs)]
-            with_bias = [part + data(i, (10,), bias_dtype, salt=3).double() for i, part in enumerate(parts)]
+            with_bias = [
+                part + data(i, (10,), bias_dtype, salt=3).double() for i, part in enumerate(parts)
+            ]
             expected = [product + bias, left, product]
-            expected += [torch.cat([each.chunk(2, 1)[rank] for each in some]) for some in (with_bias, parts)]
+            expected += [
+                torch.cat([each.chunk(2, 1)[rank] for each in some]) for some in (with_bias, parts)
+            ]
             for ours, like in zip(answer[place], expected, strict=True):
                 close(ours, like, dtype, ulps=8)
 
@@ -237,24 +290,43 @@ def test_grouped_products_and_all_to_all(played):
     counts = programs.grouped_counts(8, 2)
     xs = [(data(rank, (1024, 1024), torch.float16) / 32).double() for rank in range(8)]
     weights_of = [data(rank, (2, 1024, 4), torch.float16, salt=1).double() for rank in range(8)]
-    parts = [x.split(counts[rank].flatten().tolist()) for rank, x in enumerate(xs)]  # [from][to x expert]
-    # What ranks send back, [rank][expert][to]: their rows are by expert, then by the rank that they go to.
+    # [from][to x expert]
+    parts = [x.split(counts[rank].flatten().tolist()) for rank, x in enumerate(xs)]
+    # What ranks send back, [rank][expert][to]: their rows are by expert, then by the rank that they
+    # go to.
     returned = []
     for rank in range(8):
-        groups = data(rank, (1024, 8), torch.float16, salt=4).double().split(counts[:, rank].t().flatten().tolist())
+        groups = (
+            data(rank, (1024, 8), torch.float16, salt=4)
+            .double()
+            .split(counts[:, rank].t().flatten().tolist())
+        )
         other = data(rank, (2, 8, 1024), torch.float16, salt=5).double()
-        returned.append([[groups[8 * expert + to] @ other[expert, :, :3] for to in range(8)] for expert in range(2)])
+        returned.append(
+            [
+                [groups[8 * expert + to] @ other[expert, :, :3] for to in range(8)]
+                for expert in range(2)
+            ]
+        )
     for rank, answer in enumerate(played["grouped"]):
-        rows = [torch.cat([parts[source][2 * rank + expert] for source in range(8)]) for expert in range(2)]
+        rows = [
+            torch.cat([parts[source][2 * rank + expert] for source in range(8)])
+            for expert in range(2)
+        ]
         product = torch.cat([rows[expert] @ weights_of[rank][expert] for expert in range(2)])
-        shared = data(rank, (3, 16), torch.float16, salt=2).double() @ data(rank, (16, 5), torch.float16, salt=3).double()
+        shared = (
+            data(rank, (3, 16), torch.float16, salt=2).double()
+            @ data(rank, (16, 5), torch.float16, salt=3).double()
+        )
         y, mm_y, permuted, again = answer[:4]
         close(y, product, torch.float16, ulps=16)
         close(mm_y, shared, torch.float16, ulps=16)
         assert permuted == torch.cat(rows)[:, 0].tolist()
         close(again, product, torch.float16, ulps=16)
         back, mm_y, again = answer[4:]
-        sent_back = torch.cat([returned[to][expert][rank] for to in range(8) for expert in range(2)])
+        sent_back = torch.cat(
+            [returned[to][expert][rank] for to in range(8) for expert in range(2)]
+        )
         close(back, sent_back, torch.float16, ulps=16)
         close(mm_y, shared, torch.float16, ulps=16)
         close(again, sent_back, torch.float16, ulps=16)
@@ -267,13 +339,18 @@ def test_logical_experts_become_physical_ones(played):
             number, *places = table[expert]
             assert by_token[token][k] == places[token % number]
             assert by_rank[token][k] == places[3 // -(-4 // number)]
-            assert mask[token][k] == (token < 3 and scales[token][k] >= sum(scales[token]) * (0.1, 0.3, 0.4)[k])
+            assert mask[token][k] == (
+                token < 3 and scales[token][k] >= sum(scales[token]) * (0.1, 0.3, 0.4)[k]
+            )
 
 
 def test_in_a_graph(played):
     for rank, answers in enumerate(played["graph"]):
         for step, y in enumerate(answers):
-            x, ids = data(rank, (3, 32), torch.float16, salt=step), routing(rank + 5 * step, 3, 2, 4)
+            x, ids = (
+                data(rank, (3, 32), torch.float16, salt=step),
+                routing(rank + 5 * step, 3, 2, 4),
+            )
             close(y, combined(x, ids, weights(rank, 3, 2), factors=(2.0,) * 4), torch.float16)
 
 
@@ -291,7 +368,10 @@ REFUSED = [
     "H is 48; it must be a multiple of 32",
     "elastic_info is given; it is reserved",
     "aclnnMoeDistributeDispatch: ep_world_size is 2; allowed: 16, 32, 64",
-    "256 tokens of 7168 values, 2 experts each, 4 experts and 2 ranks at least 32 are needed: set HCCL_BUFFSIZE",
+    (
+        "256 tokens of 7168 values, 2 experts each, 4 experts and 2 ranks at least 32 are needed:"
+        " set HCCL_BUFFSIZE"
+    ),
     "expand_scales is None; on Ascend910B it is needed: what the dispatch returned",
     "reduce_op is max; allowed: sum",
     'aclnnMatmulAllReduce: hcom is "nobody"',
@@ -311,7 +391,8 @@ def test_other_operators_on_the_communicator_of_experts(played):
     for dispatch, total, collective in played["shared communicator"]:
         assert "HcclAllReduce on communicator" in collective
         assert (
-            "on which MoeDistributeDispatch was called before: MoE dispatch and combine need a communicator without" in collective
+            "on which MoeDistributeDispatch was called before: MoE dispatch and combine need a"
+            " communicator without" in collective
         )
         assert "MoeDistributeDispatch on communicator" in dispatch
         assert "on which HcclAllReduce was called before" in dispatch
@@ -323,10 +404,17 @@ def test_other_operators_on_the_communicator_of_experts(played):
     [
         (
             "call",
-            "rank 1 called HcclAllReduce(4 float32, sum) where this rank called MoeDistributeDispatch(64 float16)",
+            (
+                "rank 1 called HcclAllReduce(4 float32, sum) where this rank called"
+                " MoeDistributeDispatch(64 float16)"
+            ),
             "rank 0 called",
         ),
-        ("experts", "moe_expert_num is 4 on this rank and 8 on rank 1", "moe_expert_num is 8 on this rank and 4 on rank 0"),
+        (
+            "experts",
+            "moe_expert_num is 4 on this rank and 8 on rank 1",
+            "moe_expert_num is 8 on this rank and 4 on rank 0",
+        ),
         ("range", "rank 1 failed: MoeDistributeDispatch(64 float16)", "; allowed: 0 to 3"),
         ("twice", "the experts of a token must differ", "has 0 twice"),
         ("mask", "all true come first", "all true come first"),

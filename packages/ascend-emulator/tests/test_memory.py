@@ -1,4 +1,5 @@
-"""Device and host memory beyond plain tensors: what an address is, registered and batch copies, allocators, leaks, poison."""
+"""Device and host memory beyond plain tensors: what an address is, registered and batch copies,
+allocators, leaks, poison."""
 
 import ctypes
 import mmap
@@ -11,7 +12,18 @@ import pytest
 import torch
 import torch_npu
 from ascend_emulator import build
-from memory_calls import DEVICE, HOST, MIB, UNREGISTERED, Attributes, Batch, acl, address_of, check, refused
+from memory_calls import (
+    DEVICE,
+    HOST,
+    MIB,
+    UNREGISTERED,
+    Attributes,
+    Batch,
+    acl,
+    address_of,
+    check,
+    refused,
+)
 
 
 @pytest.fixture(autouse=True)
@@ -37,7 +49,9 @@ def test_what_an_address_is():
     assert pinned.is_pinned()
     assert not plain.is_pinned()
     assert "where 0 are allocated" in refused(
-        acl.aclrtPointerGetAttributes(ctypes.c_void_p(here.data_ptr() + (1 << 30)), ctypes.byref(Attributes()))
+        acl.aclrtPointerGetAttributes(
+            ctypes.c_void_p(here.data_ptr() + (1 << 30)), ctypes.byref(Attributes())
+        )
     )
 
 
@@ -48,15 +62,22 @@ def test_host_memory_can_be_registered():
     check(acl.aclrtHostRegisterV2(ctypes.c_void_p(address), ctypes.c_uint64(4096), 0x10000000))
     assert attributes(address + 4095)[0] == HOST
     assert attributes(address + 4096)[0] == UNREGISTERED
-    assert "registered already" in refused(acl.aclrtHostRegisterV2(ctypes.c_void_p(address), ctypes.c_uint64(4096), 2))
+    assert "registered already" in refused(
+        acl.aclrtHostRegisterV2(ctypes.c_void_p(address), ctypes.c_uint64(4096), 2)
+    )
     check(acl.aclrtHostUnregister(ctypes.c_void_p(address)))
     assert attributes(address)[0] == UNREGISTERED
     assert "not registered" in refused(acl.aclrtHostUnregister(ctypes.c_void_p(address)))
-    check(acl.aclrtHostRegisterV2(ctypes.c_void_p(address + 1), ctypes.c_uint64(64), 0x10000000))  # pinned alone, at any place
+    # pinned alone, at any place
+    check(acl.aclrtHostRegisterV2(ctypes.c_void_p(address + 1), ctypes.c_uint64(64), 0x10000000))
     assert attributes(address + 64)[0] == HOST
     check(acl.aclrtHostUnregister(ctypes.c_void_p(address + 1)))
-    assert "multiple of 4096" in refused(acl.aclrtHostRegisterV2(ctypes.c_void_p(address + 1), ctypes.c_uint64(64), 2))
-    assert "flags are 4" in refused(acl.aclrtHostRegisterV2(ctypes.c_void_p(address), ctypes.c_uint64(64), 4))
+    assert "multiple of 4096" in refused(
+        acl.aclrtHostRegisterV2(ctypes.c_void_p(address + 1), ctypes.c_uint64(64), 2)
+    )
+    assert "flags are 4" in refused(
+        acl.aclrtHostRegisterV2(ctypes.c_void_p(address), ctypes.c_uint64(64), 4)
+    )
     assert "not memory of aclrtMallocHost" in refused(acl.aclrtFreeHost(ctypes.c_void_p(address)))
 
 
@@ -68,7 +89,8 @@ def test_operators_compute_in_swapped_memory():
     expected = torch.arange(100.0).unsqueeze(1) + 3
     assert torch.equal(x.cpu(), expected.expand(100, 20))
     torch.npu.synchronize()
-    assert list((ctypes.c_float * 20).from_address(x.data_ptr())) == [3.0] * 20  # the host's own memory
+    # the host's own memory
+    assert list((ctypes.c_float * 20).from_address(x.data_ptr())) == [3.0] * 20
     assert torch.equal((x @ x.T).cpu(), expected @ expected.T * 20)
 
 
@@ -77,26 +99,38 @@ def copied(to, source, count, kind, room=None):
 
 
 def test_copies_within_bounds_only():
-    here, host = torch.zeros(16, dtype=torch.uint8, device="npu"), torch.arange(16, dtype=torch.uint8)
-    check(copied(address_of(here), ctypes.c_void_p(host.data_ptr()), 16, 4))  # the direction by the addresses
+    here, host = (
+        torch.zeros(16, dtype=torch.uint8, device="npu"),
+        torch.arange(16, dtype=torch.uint8),
+    )
+    # the direction by the addresses
+    check(copied(address_of(here), ctypes.c_void_p(host.data_ptr()), 16, 4))
     assert torch.equal(here.cpu(), host)
     check(copied(ctypes.c_void_p(host.data_ptr()), address_of(here[8:]), 8, 4))
     assert host.tolist() == [*range(8, 16)] * 2
-    assert "copying 16 bytes into 8" in refused(copied(address_of(here), ctypes.c_void_p(host.data_ptr()), 16, 1, 8))
+    assert "copying 16 bytes into 8" in refused(
+        copied(address_of(here), ctypes.c_void_p(host.data_ptr()), 16, 1, 8)
+    )
     assert "are allocated" in refused(copied(address_of(here), address_of(here), 1 << 30, 3))
     assert "copy kind is 9" in refused(copied(address_of(here), address_of(here), 1, 9))
-    assert "device memory where host memory" in refused(copied(address_of(here), address_of(here), 1, 0))
+    assert "device memory where host memory" in refused(
+        copied(address_of(here), address_of(here), 1, 0)
+    )
 
 
 def test_freed_memory_is_refused():
     address = ctypes.c_void_p()
     check(acl.aclrtMalloc(ctypes.byref(address), size(5000), 0))
     check(acl.aclrtMemset(address, size(5000), 1, size(5000)))
-    assert "where 8192 are allocated" in refused(acl.aclrtMemset(address, size(9000), 1, size(9000)))
+    assert "where 8192 are allocated" in refused(
+        acl.aclrtMemset(address, size(9000), 1, size(9000))
+    )
     check(acl.aclrtFree(address))
     assert "where 0 are allocated" in refused(acl.aclrtMemset(address, size(1), 1, size(1)))
     assert "not an allocation" in refused(acl.aclrtFree(address))
-    assert "out of memory" in refused(acl.aclrtMalloc(ctypes.byref(address), size(2**64 - 1), 0), 207001)
+    assert "out of memory" in refused(
+        acl.aclrtMalloc(ctypes.byref(address), size(2**64 - 1), 0), 207001
+    )
 
 
 @pytest.mark.parametrize("waiting", [True, False])
@@ -108,7 +142,9 @@ def test_batches_of_copies(waiting):
     to = (ctypes.c_void_p * 4)(*(t.data_ptr() for t in [*here[:2], *host[2:]]))
     source = (ctypes.c_void_p * 4)(*(t.data_ptr() for t in [*host[:2], *here[2:]]))
     bytes_ = (ctypes.c_size_t * 4)(*[400] * 4)
-    kinds = (Batch * 2)(Batch(to=(0, DEVICE), source=(0, HOST)), Batch(to=(0, HOST), source=(0, DEVICE)))
+    kinds = (Batch * 2)(
+        Batch(to=(0, DEVICE), source=(0, HOST)), Batch(to=(0, HOST), source=(0, DEVICE))
+    )
     failed = ctypes.c_size_t()
 
     def call(starts, count=4, kinds=kinds):
@@ -125,11 +161,15 @@ def test_batches_of_copies(waiting):
         )
         if waiting:
             return acl.aclrtMemcpyBatch(*arguments)
-        return acl.aclrtMemcpyBatchAsync(*arguments, ctypes.c_void_p(torch.npu.current_stream().npu_stream))
+        return acl.aclrtMemcpyBatchAsync(
+            *arguments, ctypes.c_void_p(torch.npu.current_stream().npu_stream)
+        )
 
     assert "from copy 0" in refused(call((1, 2)))
     assert failed.value == 2**64 - 1
-    assert "copy 2" in refused(call((0, 2), kinds=(Batch * 2)(kinds[0], Batch(to=(0, HOST), source=(0, HOST)))))
+    assert "copy 2" in refused(
+        call((0, 2), kinds=(Batch * 2)(kinds[0], Batch(to=(0, HOST), source=(0, HOST))))
+    )
     assert failed.value == 2
     check(call((0, 2)))
     torch.npu.synchronize()
@@ -157,12 +197,18 @@ def test_pools_statistics_and_snapshots():
     pool = torch.npu.MemPool()
     with torch.npu.use_mem_pool(pool):
         x = torch.ones(3 * MIB, device="npu")
-    segments = [s for s in torch.npu.memory_snapshot() if tuple(s["segment_pool_id"]) == tuple(pool.id)]
+    segments = [
+        s for s in torch.npu.memory_snapshot() if tuple(s["segment_pool_id"]) == tuple(pool.id)
+    ]
     assert sum(s["total_size"] for s in segments) >= 12 * MIB
     assert any(s["address"] <= x.data_ptr() < s["address"] + s["total_size"] for s in segments)
     statistics = torch.npu.memory_stats()
     assert statistics["allocated_bytes.all.current"] == torch.npu.memory_allocated() >= 12 * MIB
-    assert statistics["reserved_bytes.all.peak"] == torch.npu.max_memory_reserved() >= torch.npu.memory_reserved()
+    assert (
+        statistics["reserved_bytes.all.peak"]
+        == torch.npu.max_memory_reserved()
+        >= torch.npu.memory_reserved()
+    )
     del x, pool
     torch.npu.empty_cache()
 
@@ -221,11 +267,21 @@ print("calls", mine.my_calls())
 
 def test_an_allocator_can_be_plugged_in(run, tmp_path):
     compiler = shutil.which("gcc") or shutil.which("cc") or shutil.which("clang")
-    source, library, script = (tmp_path / name for name in ("allocator.c", "allocator.so", "script.py"))
+    source, library, script = (
+        tmp_path / name for name in ("allocator.c", "allocator.so", "script.py")
+    )
     source.write_text(ALLOCATOR)
     script.write_text(PLUGGED)
     libraries = build.library_dir()
-    command = [compiler, "-shared", "-fPIC", "-o", library, source, "-Wl,--no-as-needed,--allow-shlib-undefined"]
+    command = [
+        compiler,
+        "-shared",
+        "-fPIC",
+        "-o",
+        library,
+        source,
+        "-Wl,--no-as-needed,--allow-shlib-undefined",
+    ]
     command += [f"-L{libraries}", "-lascendcl"]
     subprocess.run(list(map(str, command)), check=True)
     done = run("run", "--", sys.executable, str(script), str(library))
@@ -249,10 +305,21 @@ torch.npu.empty_cache()
 
 @pytest.mark.parametrize("leak", [True, False])
 def test_leaks_are_reported_at_exit(run, leak):
-    done = run("run", "--npus", "2", "--", sys.executable, "-c", LEAKING.format(leak=leak), ASCEND_EMULATOR_LEAKS="1")
+    done = run(
+        "run",
+        "--npus",
+        "2",
+        "--",
+        sys.executable,
+        "-c",
+        LEAKING.format(leak=leak),
+        ASCEND_EMULATOR_LEAKS="1",
+    )
     assert done.returncode == 0, done.stderr
     lines = re.findall(r"ascend-emulator: NPU \d.*", done.stderr)
-    expected = ["ascend-emulator: NPU 0: 3 allocations of 20480 bytes were never freed: 2 x 8192, 1 x 4096"]
+    expected = [
+        "ascend-emulator: NPU 0: 3 allocations of 20480 bytes were never freed: 2 x 8192, 1 x 4096"
+    ]
     assert [line for line in lines if "8192" in line] == expected * leak
 
 

@@ -1,4 +1,5 @@
-"""Mixture of experts: routing, permutation and what they leave out, against float64 or exact index arithmetic."""
+"""Mixture of experts: routing, permutation and what they leave out, against float64 or exact index
+arithmetic."""
 
 import sys
 
@@ -16,8 +17,13 @@ def close(actual, expected, ulps=4):
 
 
 def scores_of(shape):
-    """Logits of which no two in a row are near each other, so that the order is the same in any precision."""
-    return torch.stack([torch.randperm(shape[-1]) for _ in range(shape[:-1].numel())]).view(shape) * 0.25 - 1
+    """Logits of which no two in a row are near each other, so that the order is the same in any
+    precision."""
+    return (
+        torch.stack([torch.randperm(shape[-1]) for _ in range(shape[:-1].numel())]).view(shape)
+        * 0.25
+        - 1
+    )
 
 
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
@@ -34,13 +40,18 @@ def test_gating_by_softmax(renorm, dtype):
         if renorm == 0:
             close(probabilities, x.double().softmax(-1))
     chosen = x.double().topk(3, -1)
-    close(y, chosen.values.softmax(-1) if renorm else x.double().softmax(-1).gather(-1, chosen.indices))
+    close(
+        y,
+        chosen.values.softmax(-1) if renorm else x.double().softmax(-1).gather(-1, chosen.indices),
+    )
     assert torch.equal(experts.cpu().long(), chosen.indices.masked_fill(finished[:, None], 16))
 
 
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
 @pytest.mark.parametrize("kind", [0, 1])
-@pytest.mark.parametrize(("k_group", "groups", "mode"), [(1, 1, 0), (2, 4, 0), (2, 4, 1), (4, 4, 1)])
+@pytest.mark.parametrize(
+    ("k_group", "groups", "mode"), [(1, 1, 0), (2, 4, 0), (2, 4, 1), (4, 4, 1)]
+)
 def test_gating_in_groups(k_group, groups, mode, kind, dtype):
     x = scores_of(torch.Size((5, 32))).to(dtype) * 0.25
     bias = (torch.randperm(32) * 0.5).to(dtype)
@@ -59,7 +70,9 @@ def test_gating_in_groups(k_group, groups, mode, kind, dtype):
     close(normed, scores)
     biased = (scores + bias.double()).view(5, groups, -1)
     of_group = biased.amax(-1) if mode == 0 else biased.topk(2, -1).values.sum(-1)
-    kept = torch.zeros(5, groups, dtype=torch.bool).scatter(1, of_group.topk(k_group, -1).indices, True)
+    kept = torch.zeros(5, groups, dtype=torch.bool).scatter(
+        1, of_group.topk(k_group, -1).indices, True
+    )
     expected = biased.masked_fill(~kept[..., None], -torch.inf).view(5, -1).topk(4, -1).indices
     weights = scores.gather(1, expected)
     assert torch.equal(experts.cpu().long(), expected)
@@ -74,7 +87,10 @@ def test_gating_chooses_the_first_of_equal_experts():
 
 def test_gating_is_deepseek_v3_s_router():
     """transformers' DeepseekV3TopkRouter, for the published model's 256 experts."""
-    from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3Config, DeepseekV3TopkRouter
+    from transformers.models.deepseek_v3.modeling_deepseek_v3 import (
+        DeepseekV3Config,
+        DeepseekV3TopkRouter,
+    )
 
     router = DeepseekV3TopkRouter(DeepseekV3Config(hidden_size=64)).requires_grad_(False)
     assert (router.num_group, router.topk_group, router.top_k) == (8, 4, 8)
@@ -99,8 +115,14 @@ def test_gating_is_deepseek_v3_s_router():
 
 @needs_argument("npu_moe_gating_top_k", "input_ids")
 def test_gating_by_token_id():
-    x, ids, table = torch.randn(3, 8), torch.tensor([2, 0, 1]), torch.tensor([[0, 1], [5, 2], [7, 3]])
-    y, experts, _ = torch_npu.npu_moe_gating_top_k(x.npu(), 2, input_ids=ids.npu(), tid2eid=table.npu(), norm_type=1)
+    x, ids, table = (
+        torch.randn(3, 8),
+        torch.tensor([2, 0, 1]),
+        torch.tensor([[0, 1], [5, 2], [7, 3]]),
+    )
+    y, experts, _ = torch_npu.npu_moe_gating_top_k(
+        x.npu(), 2, input_ids=ids.npu(), tid2eid=table.npu(), norm_type=1
+    )
     weights = x.double().sigmoid().gather(1, table[ids])
     assert torch.equal(experts.cpu().long(), table[ids])
     close(y, weights / weights.sum(-1, True))
@@ -114,15 +136,24 @@ def test_gradient_of_gating():
     grad = torch.randn(4, 3)
     (2 * chosen / chosen.sum(-1, True)).backward(grad.double())
     actual = torch_npu.npu_moe_gating_top_k_backward(
-        normed.detach().float().npu(), grad.npu(), experts.int().npu(), norm_type=1, routed_scaling_factor=2.0
+        normed.detach().float().npu(),
+        grad.npu(),
+        experts.int().npu(),
+        norm_type=1,
+        routed_scaling_factor=2.0,
     )
     close(actual, x.grad, ulps=16)
 
 
 def test_init_routing():
-    x, experts = torch.randn(4, 6), torch.tensor([[3, 0], [1, 3], [0, 2], [1, 0]], dtype=torch.int32)
+    x, experts = (
+        torch.randn(4, 6),
+        torch.tensor([[3, 0], [1, 3], [0, 2], [1, 0]], dtype=torch.int32),
+    )
     rows = torch.arange(8, dtype=torch.int32).view(2, 4).T.contiguous()
-    expanded, places, sorted_experts = torch_npu.npu_moe_init_routing(x.npu(), rows.npu(), experts.npu(), 3)
+    expanded, places, sorted_experts = torch_npu.npu_moe_init_routing(
+        x.npu(), rows.npu(), experts.npu(), 3
+    )
     order = experts.view(-1).argsort(stable=True)
     from_rows = rows.reshape(-1)[order].long()
     assert torch.equal(sorted_experts.cpu(), experts.view(-1)[order])
@@ -135,7 +166,11 @@ def test_init_routing():
 @pytest.mark.parametrize("quant_mode", [0, 1])
 def test_init_routing_quant(quant_mode):
     x, experts = torch.randn(10, 16), torch.randint(0, 4, (10, 3), dtype=torch.int32)
-    scale, offset = (torch.tensor([30.0]), torch.tensor([1.0])) if quant_mode == 0 else (torch.rand(4, 16) + 0.5, None)
+    scale, offset = (
+        (torch.tensor([30.0]), torch.tensor([1.0]))
+        if quant_mode == 0
+        else (torch.rand(4, 16) + 0.5, None)
+    )
     rows, places, counts, _, steps = torch_npu.npu_moe_init_routing_quant(
         x.npu(),
         experts.npu(),
@@ -175,7 +210,9 @@ def test_init_routing_quant_drops_and_pads():
     )
     assert before.tolist() == [3, 1, 0]
     assert places.tolist() == [0, 2, 1, -1]
-    assert ((rows[0].cpu().double() - (x[[0, 2]].double() * 30).clamp(-128, 127)).abs() <= 0.501).all()
+    assert (
+        (rows[0].cpu().double() - (x[[0, 2]].double() * 30).clamp(-128, 127)).abs() <= 0.501
+    ).all()
     assert not rows[2].any()
 
 
@@ -191,7 +228,9 @@ def routed(experts, first, last):
 def test_init_routing_v2(scatter, counts, quant_mode):
     first, last, k = 2, 6, 3
     x, experts = torch.randn(10, 16), torch.randint(0, 8, (10, k), dtype=torch.int32)
-    scale = {-1: torch.rand(10), 0: torch.tensor([30.0]), 1: torch.rand(last - first, 16) + 0.5}[quant_mode]
+    scale = {-1: torch.rand(10), 0: torch.tensor([30.0]), 1: torch.rand(last - first, 16) + 0.5}[
+        quant_mode
+    ]
     offset = torch.tensor([1.0]) if quant_mode == 0 else None
     rows, places, tokens, steps = torch_npu.npu_moe_init_routing_v2(
         x.npu(),
@@ -233,7 +272,10 @@ def test_init_routing_v2(scatter, counts, quant_mode):
 
 
 def test_init_routing_v2_drops_and_pads():
-    x, experts = torch.randn(6, 8), torch.tensor([[0, 1], [0, 2], [0, 1], [2, 0], [1, 2], [0, 3]], dtype=torch.int32)
+    x, experts = (
+        torch.randn(6, 8),
+        torch.tensor([[0, 1], [0, 2], [0, 1], [2, 0], [1, 2], [0, 3]], dtype=torch.int32),
+    )
     rows, places, tokens, _ = torch_npu.npu_moe_init_routing_v2(
         x.npu(),
         experts.npu(),
@@ -257,7 +299,9 @@ def test_init_routing_v2_drops_and_pads():
 def test_re_routing():
     counts = torch.tensor([[2, 0, 1], [1, 3, 1]])
     tokens, scales = torch.randn(8, 4).half(), torch.rand(8)
-    rows, steps, places, totals = torch_npu.npu_moe_re_routing(tokens.npu(), counts.npu(), per_token_scales=scales.npu())
+    rows, steps, places, totals = torch_npu.npu_moe_re_routing(
+        tokens.npu(), counts.npu(), per_token_scales=scales.npu()
+    )
     order = torch.tensor([0, 1, 3, 4, 5, 6, 2, 7])
     assert torch.equal(rows.cpu(), tokens[order])
     assert torch.equal(steps.cpu(), scales[order])
@@ -295,12 +339,17 @@ def test_permute_and_unpermute_with_gradients(k, dtype):
 
 def test_permute_drops_what_exceeds_num_out_tokens():
     tokens, indices = torch.randn(4, 3), torch.tensor([[1, 0], [0, 1], [1, 1], [0, 0]])
-    permuted, places = torch_npu.npu_moe_token_permute(tokens.npu(), indices.npu(), num_out_tokens=5)
+    permuted, places = torch_npu.npu_moe_token_permute(
+        tokens.npu(), indices.npu(), num_out_tokens=5
+    )
     assert permuted.shape == (5, 3)
     order = indices.view(-1).argsort(stable=True)
     expected = torch.zeros(8, 3, dtype=torch.float64)
     expected[order[:5]] = tokens.double()[order[:5] // 2]
-    close(torch_npu.npu_moe_token_unpermute(permuted, places, probs=torch.ones(4, 2).npu()), expected.view(4, 2, 3).sum(1))
+    close(
+        torch_npu.npu_moe_token_unpermute(permuted, places, probs=torch.ones(4, 2).npu()),
+        expected.view(4, 2, 3).sum(1),
+    )
 
 
 @pytest.mark.parametrize("mode", [0, 1, 2, 3])
@@ -309,9 +358,17 @@ def test_finalize_routing(mode):
     rows = torch.randn(experts, 3, columns) if mode % 2 else torch.randn(tokens * k, columns)
     places = torch.randperm(15 if mode % 2 else 12)[:12].int()
     if mode % 2:
-        places[places == 0], places[2], rows[0, 0] = 14, -1, torch.nan  # what is dropped reads no row
-    skip1, skip2, bias = torch.randn(tokens, columns), torch.randn(tokens, columns), torch.randn(experts, columns)
-    scales, chosen = torch.randn(tokens, k), torch.randint(0, experts, (tokens, k), dtype=torch.int32)
+        # what is dropped reads no row
+        places[places == 0], places[2], rows[0, 0] = 14, -1, torch.nan
+    skip1, skip2, bias = (
+        torch.randn(tokens, columns),
+        torch.randn(tokens, columns),
+        torch.randn(experts, columns),
+    )
+    scales, chosen = (
+        torch.randn(tokens, k),
+        torch.randint(0, experts, (tokens, k), dtype=torch.int32),
+    )
     actual = torch_npu.npu_moe_finalize_routing(
         *(x.npu() for x in (rows, skip1, skip2, bias, scales, places, chosen)), drop_pad_mode=mode
     )
@@ -341,7 +398,11 @@ def test_permute_with_routing_map_and_gradients(padded):
     rows, row_probs, _ = torch_npu.npu_moe_token_permute_with_routing_map(
         ours, routes.npu(), probs=weights, num_out_tokens=count, drop_and_pad=padded
     )
-    pairs = [(e, t) for e in range(3) for t in torch.nonzero(routes[:, e]).view(-1).tolist()[: 2 if padded else None]]
+    pairs = [
+        (e, t)
+        for e in range(3)
+        for t in torch.nonzero(routes[:, e]).view(-1).tolist()[: 2 if padded else None]
+    ]
     expert, token = map(torch.tensor, zip(*pairs, strict=True))
     assert torch.equal(rows.detach().cpu(), tokens[token])
     assert torch.equal(row_probs.detach().cpu(), probs[token, expert])
@@ -379,16 +440,24 @@ assert ends.cpu().tolist() == [3, 5, 6, 8]
 @pytest.mark.parametrize(
     ("call", "message"),
     {
-        "groups": (lambda x, i: torch_npu.npu_moe_gating_top_k(x, 1, k_group=1, group_count=4), "a group has 2 experts"),
+        "groups": (
+            lambda x, i: torch_npu.npu_moe_gating_top_k(x, 1, k_group=1, group_count=4),
+            "a group has 2 experts",
+        ),
         "range": (
-            lambda x, i: torch_npu.npu_moe_init_routing_v2(x, i, active_num=8, expert_num=4, active_expert_range=[2, 9]),
+            lambda x, i: torch_npu.npu_moe_init_routing_v2(
+                x, i, active_num=8, expert_num=4, active_expert_range=[2, 9]
+            ),
             r"active_expert_range is \[2, 9\)",
         ),
         "index": (
             lambda x, i: torch_npu.npu_moe_token_unpermute(x, i.view(-1)[:4].long()),
             r"sorted_indices is Long \(DT_INT64\); allowed: Int",
         ),
-        "scatter index": (lambda x, i: torch_npu.npu_moe_re_routing(x.half(), i + 1, idx_type=1), "idx_type is 1; allowed: 0"),
+        "scatter index": (
+            lambda x, i: torch_npu.npu_moe_re_routing(x.half(), i + 1, idx_type=1),
+            "idx_type is 1; allowed: 0",
+        ),
         "cumulative counts": (
             lambda x, i: torch_npu.npu_moe_re_routing(x.half(), i + 1, expert_token_num_type=0),
             "expert_token_num_type is 0; allowed: 1",
@@ -399,17 +468,32 @@ assert ends.cpu().tolist() == [3, 5, 6, 8]
         ),
         "dtype of weights": (
             lambda x, i: torch_npu.npu_moe_finalize_routing(
-                x.bfloat16(), None, None, None, x[:2, :2], torch.arange(4, dtype=torch.int32).npu(), None, drop_pad_mode=2
+                x.bfloat16(),
+                None,
+                None,
+                None,
+                x[:2, :2],
+                torch.arange(4, dtype=torch.int32).npu(),
+                None,
+                drop_pad_mode=2,
             ),
             r"scales is Float \(DT_FLOAT\) and expanded_permuted_rows is BFloat16 \(DT_BFLOAT16\)",
         ),
         "experts": (
-            lambda x, i: torch_npu.npu_moe_init_routing_v2(x, i, active_num=8, expert_num=10241, active_expert_range=[0, 2]),
+            lambda x, i: torch_npu.npu_moe_init_routing_v2(
+                x, i, active_num=8, expert_num=10241, active_expert_range=[0, 2]
+            ),
             "expert_num is 10241; allowed: 1 to 10240",
         ),
         "capacity": (
             lambda x, i: torch_npu.npu_moe_init_routing_v2(
-                x, i, expert_num=4, expert_capacity=4, drop_pad_mode=1, expert_tokens_num_type=1, active_expert_range=[0, 4]
+                x,
+                i,
+                expert_num=4,
+                expert_capacity=4,
+                drop_pad_mode=1,
+                expert_tokens_num_type=1,
+                active_expert_range=[0, 4],
             ),
             "expert_capacity is 4; allowed: above 0 and below 4",
         ),
@@ -423,7 +507,10 @@ def test_limits_are_refused(call, message):
 @pytest.mark.parametrize(
     ("call", "message"),
     [
-        ("npu_moe_token_unpermute(x, i - 1)", "sorted_indices has values from -1 to 2; allowed: 0 to 3"),
+        (
+            "npu_moe_token_unpermute(x, i - 1)",
+            "sorted_indices has values from -1 to 2; allowed: 0 to 3",
+        ),
         (
             "npu_moe_token_unpermute(x.requires_grad_(), i // 2).sum().backward()",
             "sorted_indices has the same index twice; each must be there once",

@@ -7,7 +7,8 @@ import textwrap
 import pytest
 from ascend_emulator import build, coverage
 
-# Calls each name with null pointers and zeros, in a process of its own. Those that return a value print their refusal.
+# Calls each name with null pointers and zeros, in a process of its own. Those that return a value
+# print their refusal.
 CALL_ALL = """
 import ctypes, json, os, sys
 from ascend_emulator import build
@@ -38,7 +39,12 @@ def functions(name):
 @pytest.fixture(scope="module")
 def called(run, tmp_path_factory):
     """C function to (status, message) when it is called with nothing."""
-    names = [name for point in coverage.entry_points() if "::" not in point.name for name in functions(point.name)]
+    names = [
+        name
+        for point in coverage.entry_points()
+        if "::" not in point.name
+        for name in functions(point.name)
+    ]
     names = [name for name in names if "CalculateSizeAndFormat" not in name]
     script = tmp_path_factory.mktemp("names") / "call_all.py"
     script.write_text(textwrap.dedent(CALL_ALL).replace("json.load(sys.stdin)", repr(names)))
@@ -49,7 +55,8 @@ def called(run, tmp_path_factory):
 
 
 def test_every_public_name_of_cann_is_there(called):
-    """In the headers of torch_npu 2.7 to 2.14, in op-plugin's calls, and in CANN's API reference."""
+    """In the headers of torch_npu 2.7 to 2.14, in op-plugin's calls, and in CANN's API
+    reference."""
     public = [name for name in build.public_names() if "CalculateSizeAndFormat" not in name]
     assert len(public) > 1900
     assert {name for each in public for name in functions(each)} <= called.keys()
@@ -63,16 +70,27 @@ def test_versions_that_only_the_api_reference_has_are_there():
         for name in ("", "Inplace", "Quant", "InplaceQuant", "WeightQuant", "InplaceWeightQuant")
     ]
     others = (
-        *("RingAttentionUpdate", "GroupedMatmulV2", "FFNV3", "GroupedMatMulAllReduce", "BatchMatMulReduceScatterAlltoAll"),
+        *(
+            "RingAttentionUpdate",
+            "GroupedMatmulV2",
+            "FFNV3",
+            "GroupedMatMulAllReduce",
+            "BatchMatMulReduceScatterAlltoAll",
+        ),
         *("AlltoAllAllGatherBatchMatMul", "ApplyFusedEmaAdam"),
     )
     assert {f"aclnn{name}" for name in (*fused, *others)} <= build.public_names().keys()
 
 
 def test_what_is_not_emulated_refuses_by_its_own_name(called):
-    refusing = {point.name for point in coverage.entry_points() if point.state == "refuses" and "::" not in point.name}
+    refusing = {
+        point.name
+        for point in coverage.entry_points()
+        if point.state == "refuses" and "::" not in point.name
+    }
     refusing = {name for name in refusing if "CalculateSizeAndFormat" not in name}
-    for name in ("aclopCompileAndExecute", "aclopCompileAndExecuteV2"):  # by the graph operator's name
+    # by the graph operator's name
+    for name in ("aclopCompileAndExecute", "aclopCompileAndExecuteV2"):
         assert "'(null)' (aclopCompileAndExecute) is not emulated" in " ".join(called[name])
     assert len(refusing) > 800
     wrong = {
@@ -85,11 +103,19 @@ def test_what_is_not_emulated_refuses_by_its_own_name(called):
 
 
 def test_what_is_emulated_answers_or_says_by_its_own_name_what_is_missing(called):
-    implemented = {point.name for point in coverage.entry_points() if point.state != "refuses" and "::" not in point.name}
+    implemented = {
+        point.name
+        for point in coverage.entry_points()
+        if point.state != "refuses" and "::" not in point.name
+    }
     statuses = build.public_names()
     wrong = {}
     for name in implemented - CODES:
-        if name in build.NO_STATUS or not statuses.get(name, True) or "CalculateSizeAndFormat" in name:
+        if (
+            name in build.NO_STATUS
+            or not statuses.get(name, True)
+            or "CalculateSizeAndFormat" in name
+        ):
             continue
         for function in functions(name):
             status, said = (*called[function], "")[:2]
@@ -101,4 +127,7 @@ def test_what_is_emulated_answers_or_says_by_its_own_name_what_is_missing(called
 def test_an_operator_without_outputs_is_refused(called):
     """ACLNN_ERR_PARAM_NULLPTR, where it crashed."""
     status, said = called["aclnnAddGetWorkspaceSize"]
-    assert (status, said) == ("161001", "[ascend-emulator] aclnnAdd: workspaceSize or executor is null")
+    assert (status, said) == (
+        "161001",
+        "[ascend-emulator] aclnnAdd: workspaceSize or executor is null",
+    )

@@ -9,7 +9,18 @@ import pytest
 
 
 def smi(run, *arguments, npus="2"):
-    return run("run", "--npus", npus, "--memory", "1GiB", "--soc", "Ascend910B4", "--", "npu-smi", *arguments)
+    return run(
+        "run",
+        "--npus",
+        npus,
+        "--memory",
+        "1GiB",
+        "--soc",
+        "Ascend910B4",
+        "--",
+        "npu-smi",
+        *arguments,
+    )
 
 
 def test_info_has_a_row_for_each_npu(run):
@@ -17,12 +28,16 @@ def test_info_has_a_row_for_each_npu(run):
     assert done.returncode == 0, done.stderr
     lines = done.stdout.splitlines()
     assert len({len(line) for line in lines}) == 1
-    assert re.findall(r"^\| (\d) +(910B4) +\| OK ", done.stdout, re.MULTILINE) == [("0", "910B4"), ("1", "910B4")]
+    assert re.findall(r"^\| (\d) +(910B4) +\| OK ", done.stdout, re.MULTILINE) == [
+        ("0", "910B4"),
+        ("1", "910B4"),
+    ]
     assert re.findall(r"/ (\d+) +\|$", done.stdout, re.MULTILINE) == ["0", "1024", "0", "1024"]
 
 
 def test_list_is_counted_as_deepspeed_and_vllm_ascend_count(run):
-    """DeepSpeed searches for `Total Count`, vllm-ascend's CPU binding splits the mapping at blanks."""
+    """DeepSpeed searches for `Total Count`, vllm-ascend's CPU binding splits the mapping
+    at blanks."""
     listing = smi(run, "info", "-l").stdout
     assert int(re.search(r"Total Count\s*:\s*(\d+)", listing)[1]) == 2
     assert re.findall(r"NPU ID\s*: (\d)", listing) == ["0", "1"]
@@ -31,15 +46,25 @@ def test_list_is_counted_as_deepspeed_and_vllm_ascend_count(run):
 
 
 def test_topics(run):
-    assert re.search(r"HBM Capacity\(MB\)\s*: 1024\n", smi(run, "info", "-t", "memory", "-i", "1").stdout)
-    assert re.search(r"Aicore Usage Rate\(%\)\s*: 0\n", smi(run, "info", "-t", "usages", "-i", "0", "-c", "0").stdout)
-    assert re.search(r"Software Version\s*: \S+\n", smi(run, "info", "-t", "board", "-i", "0").stdout)
+    assert re.search(
+        r"HBM Capacity\(MB\)\s*: 1024\n", smi(run, "info", "-t", "memory", "-i", "1").stdout
+    )
+    assert re.search(
+        r"Aicore Usage Rate\(%\)\s*: 0\n",
+        smi(run, "info", "-t", "usages", "-i", "0", "-c", "0").stdout,
+    )
+    assert re.search(
+        r"Software Version\s*: \S+\n", smi(run, "info", "-t", "board", "-i", "0").stdout
+    )
 
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["info", "-t", "topo"], "npu-smi: info -t topo is not emulated; supported: info, info -l, "),
+        (
+            ["info", "-t", "topo"],
+            "npu-smi: info -t topo is not emulated; supported: info, info -l, ",
+        ),
         (["set", "-t", "reset"], "npu-smi: set -t reset is not emulated"),
         (["info", "-t", "memory", "-i", "2"], "npu-smi: there is no NPU 2; NPUs: 0 to 1"),
     ],

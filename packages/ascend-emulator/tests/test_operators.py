@@ -1,4 +1,5 @@
-"""Operators of a project's own, in C++ and in Python, called through libcust_opapi.so as EXEC_NPU_CMD calls them."""
+"""Operators of a project's own, in C++ and in Python, called through libcust_opapi.so as
+EXEC_NPU_CMD calls them."""
 
 import os
 import subprocess
@@ -11,7 +12,8 @@ from ascend_emulator import build, operators
 
 HERE = Path(__file__).parent
 CPP, PYTHON = HERE / "operators_of_a_project.cpp", HERE / "operators_of_a_project.py"
-# EXEC_NPU_CMD of op_plugin/utils/op_api_common.h in Python: look both functions up, make CANN's objects, call, launch.
+# EXEC_NPU_CMD of op_plugin/utils/op_api_common.h in Python: look both functions up, make CANN's
+# objects, call, launch.
 CALLER = """
 import ctypes, torch, torch_npu
 from ctypes import byref, c_bool, c_double, c_int64, c_uint64, c_void_p
@@ -123,12 +125,26 @@ def test_a_replayed_graph_computes_again(outputs):
 def extension():
     """A compiled torch extension, which knows nothing of the emulator."""
     source, torch = HERE / "extension_of_a_project.cpp", build.torch_dir()
-    path = build.cache_root() / "tests" / f"{build._digest(*build._versions(), source.read_bytes())}.so"
+    path = (
+        build.cache_root()
+        / "tests"
+        / f"{build._digest(*build._versions(), source.read_bytes())}.so"
+    )
     if not path.exists():
         path.parent.mkdir(parents=True, exist_ok=True)
         partial = path.with_suffix(f".{os.getpid()}")
-        options = ("-std=c++20", "-O0", "-fPIC", "-shared", f"-I{torch / 'include'}", f"-L{torch / 'lib'}")
-        subprocess.run(["g++", *options, source, "-o", partial, "-ltorch", "-ltorch_cpu", "-lc10", "-ldl"], check=True)
+        options = (
+            "-std=c++20",
+            "-O0",
+            "-fPIC",
+            "-shared",
+            f"-I{torch / 'include'}",
+            f"-L{torch / 'lib'}",
+        )
+        subprocess.run(
+            ["g++", *options, source, "-o", partial, "-ltorch", "-ltorch_cpu", "-lc10", "-ldl"],
+            check=True,
+        )
         partial.rename(path)
     return path
 
@@ -164,7 +180,11 @@ def test_an_undeclared_operator_is_refused_by_its_name(program):
     ("name", "text", "said"),
     [
         ("none.py", "def add(x): ...", "has no function whose name starts with aclnn"),
-        ("wrong.py", "def aclnnA(x: complex): ...", "parameter x of aclnnA has the annotation 'complex'; supported: Tensor,"),
+        (
+            "wrong.py",
+            "def aclnnA(x: complex): ...",
+            "parameter x of aclnnA has the annotation 'complex'; supported: Tensor,",
+        ),
         ("wrong.cpp", "int main() { return missing; }", "compiling your operators failed"),
     ],
 )
@@ -189,10 +209,14 @@ def test_a_module_is_found_without_importing_its_package(tmp_path, monkeypatch):
     package = tmp_path / "a_project"
     package.mkdir()
     (package / "__init__.py").write_text("raise RuntimeError('imported')")
-    (package / "emulated.py").write_text("def aclnnCustom(x: 'torch.Tensor', n: int, out: 'torch.Tensor') -> None: ...")
+    (package / "emulated.py").write_text(
+        "def aclnnCustom(x: 'torch.Tensor', n: int, out: 'torch.Tensor') -> None: ..."
+    )
     monkeypatch.syspath_prepend(tmp_path)
     (found,) = operators.declared(operators._file("a_project.emulated"), "a_project.emulated")
-    assert found == operators.Operator("aclnnCustom", "a_project.emulated", (("x", "Tensor"), ("n", "int"), ("out", "Tensor")))
+    assert found == operators.Operator(
+        "aclnnCustom", "a_project.emulated", (("x", "Tensor"), ("n", "int"), ("out", "Tensor"))
+    )
 
 
 def test_a_changed_header_is_compiled_again(tmp_path, monkeypatch):
@@ -200,16 +224,28 @@ def test_a_changed_header_is_compiled_again(tmp_path, monkeypatch):
     monkeypatch.setenv("CPATH", str(tmp_path))
     monkeypatch.setenv("ASCEND_EMULATOR_CACHE", str(tmp_path / "cache"))
     header, source = tmp_path / "factor.h", tmp_path / "scale.cpp"
-    source.write_text('#include <factor.h>\nextern "C" __attribute__((visibility("default"))) int factor() { return FACTOR; }\n')
+    source.write_text(
+        '#include <factor.h>\nextern "C" __attribute__((visibility("default"))) int factor() {'
+        " return FACTOR; }\n"
+    )
     seen = []
     for value in (2, 2, 3):
         if not seen or seen[-1][0] != value:
             header.write_text(f"#define FACTOR {value}\n")
             os.utime(header, (value, value))
-        library = build.custom_library([source], "", operators.HEADERS, "libfactor.so") / "op_api/lib/libfactor.so"
-        ask = [sys.executable, "-c", f"import ctypes; print(ctypes.CDLL({str(library)!r}).factor())"]
+        library = (
+            build.custom_library([source], "", operators.HEADERS, "libfactor.so")
+            / "op_api/lib/libfactor.so"
+        )
+        ask = [
+            sys.executable,
+            "-c",
+            f"import ctypes; print(ctypes.CDLL({str(library)!r}).factor())",
+        ]
         environment = {**os.environ, "LD_LIBRARY_PATH": str(build.torch_dir() / "lib")}
-        found = subprocess.run(ask, capture_output=True, text=True, env=environment, check=True).stdout
+        found = subprocess.run(
+            ask, capture_output=True, text=True, env=environment, check=True
+        ).stdout
         seen.append((int(found), library.stat().st_ino))
     assert [value for value, _ in seen] == [2, 2, 3]
     assert seen[0] == seen[1] != seen[2]
@@ -219,13 +255,18 @@ def test_an_entry_point_declares_operators(tmp_path, monkeypatch):
     information = tmp_path / "a_project-1.dist-info"
     information.mkdir()
     (information / "METADATA").write_text("Metadata-Version: 2.1\nName: a_project\nVersion: 1\n")
-    (information / "entry_points.txt").write_text("[ascend_emulator.operators]\nmine = operators_of_a_project\n")
+    (information / "entry_points.txt").write_text(
+        "[ascend_emulator.operators]\nmine = operators_of_a_project\n"
+    )
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.syspath_prepend(HERE)
     own = operators.library({})
     assert own is not None
     exported = subprocess.run(
-        ["nm", "-D", own / "op_api/lib" / operators.SONAME], capture_output=True, text=True, check=True
+        ["nm", "-D", own / "op_api/lib" / operators.SONAME],
+        capture_output=True,
+        text=True,
+        check=True,
     ).stdout
     assert "aclnnScaleCustomGetWorkspaceSize" in exported
     assert "ascend_emulator" not in exported  # looked up when called

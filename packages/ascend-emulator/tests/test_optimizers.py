@@ -5,13 +5,18 @@ import torch
 
 
 @pytest.mark.parametrize(
-    "options", [{}, {"weight_decay": 0.1, "betas": (0.8, 0.95)}, {"amsgrad": True}, {"maximize": True}], ids=str
+    "options",
+    [{}, {"weight_decay": 0.1, "betas": (0.8, 0.95)}, {"amsgrad": True}, {"maximize": True}],
+    ids=str,
 )
 def test_fused_adamw(options):
     start = torch.randn(5, 7)
     ours = torch.nn.Parameter(start.npu())
     exact = torch.nn.Parameter(start.double())
-    fused, plain = (torch.optim.AdamW([ours], lr=0.01, fused=True, **options), torch.optim.AdamW([exact], lr=0.01, **options))
+    fused, plain = (
+        torch.optim.AdamW([ours], lr=0.01, fused=True, **options),
+        torch.optim.AdamW([exact], lr=0.01, **options),
+    )
     for _ in range(4):
         gradient = torch.randn(5, 7)
         ours.grad, exact.grad = gradient.npu(), gradient.double()
@@ -32,7 +37,10 @@ def numbers(*values):
 def test_adamw_with_numbers_in_tensors(calls, maximize):
     """Two steps of the version whose powers of beta1 and beta2 are those before the step."""
     weight, first, second = states(3)
-    ours, exact = [each.npu() for each in (weight, first, second)], [each.double() for each in (weight, first, second)]
+    ours, exact = (
+        [each.npu() for each in (weight, first, second)],
+        [each.double() for each in (weight, first, second)],
+    )
     for step in range(2):
         gradient = torch.randn(5, 7)
         given = numbers(0.8**step, 0.95**step, 0.01, 0.1, 0.8, 0.95, 1e-8)
@@ -43,15 +51,23 @@ def test_adamw_with_numbers_in_tensors(calls, maximize):
         exact[0] = exact[0] * (1 - 0.001) - 0.01 * exact[1] / (1 - 0.8 ** (step + 1)) / scale
         for actual, expected in zip(ours, exact, strict=True):
             torch.testing.assert_close(actual.cpu().double(), expected, rtol=1e-5, atol=1e-6)
-    assert "amsgrad is true; only false" in calls.refusal("ApplyAdamW", *ours, *given, ours[0], ours[0], True, maximize)
+    assert "amsgrad is true; only false" in calls.refusal(
+        "ApplyAdamW", *ours, *given, ours[0], ours[0], True, maximize
+    )
     given[2] = torch.ones(2).npu()
-    assert calls.refusal("ApplyAdamW", *ours, *given, ours[0], None, False, maximize) == "lr has 2 elements; it must have 1"
+    assert (
+        calls.refusal("ApplyAdamW", *ours, *given, ours[0], None, False, maximize)
+        == "lr has 2 elements; it must have 1"
+    )
 
 
 @pytest.mark.parametrize("nesterov", [False, True])
 def test_adam(calls, nesterov):
     weight, first, second, gradient = states(4)
-    ours, given = [each.npu() for each in (weight, first, second)], numbers(0.81, 0.9025, 0.01, 0.9, 0.95, 1e-6)
+    ours, given = (
+        [each.npu() for each in (weight, first, second)],
+        numbers(0.81, 0.9025, 0.01, 0.9, 0.95, 1e-6),
+    )
     calls.compute("ApplyAdam", *ours, *given, gradient.npu(), False, nesterov)
     w, m, v, g = (each.double() for each in (weight, first, second, gradient))
     m, v = m + (1 - 0.9) * (g - m), v + (1 - 0.95) * (g * g - v)
@@ -64,14 +80,20 @@ def test_adam(calls, nesterov):
 
 
 @pytest.mark.parametrize(
-    "options", [{}, {"nesterov": True}, {"maximize": True, "weight_decay": 0.1}, {"dampening": 0.2}], ids=str
+    "options",
+    [{}, {"nesterov": True}, {"maximize": True, "weight_decay": 0.1}, {"dampening": 0.2}],
+    ids=str,
 )
 def test_fused_sgd(calls, options):
-    """Three steps of two parameters against torch.optim.SGD; the gradients of the last are scaled."""
+    """Three steps of two parameters against torch.optim.SGD; the gradients of the last
+    are scaled."""
     starts = [torch.randn(5, 7), torch.randn(3)]
     exact = [torch.nn.Parameter(each.double()) for each in starts]
     plain = torch.optim.SGD(exact, lr=0.1, momentum=0.9, **options)
-    ours, momenta = [each.npu() for each in starts], [torch.zeros_like(each).npu() for each in starts]
+    ours, momenta = (
+        [each.npu() for each in starts],
+        [torch.zeros_like(each).npu() for each in starts],
+    )
     for step in range(3):
         gradients, scale = [torch.randn(each.shape) for each in starts], 4.0 if step == 2 else 1.0
         for parameter, gradient in zip(exact, gradients, strict=True):
@@ -85,7 +107,10 @@ def test_fused_sgd(calls, options):
         torch.testing.assert_close(given[0].cpu(), gradients[0])
     for actual, expected in zip(ours, exact, strict=True):
         torch.testing.assert_close(actual.cpu().double(), expected.detach(), rtol=1e-5, atol=1e-5)
-    assert calls.refusal("FusedSgd", ours, given, momenta[:1], None, *lead, *flags, False) == (
-        "params has 2 tensors, grads 2 and momentum_buffer_list 1"
+    assert (
+        calls.refusal("FusedSgd", ours, given, momenta[:1], None, *lead, *flags, False)
+        == "params has 2 tensors, grads 2 and momentum_buffer_list 1"
     )
-    assert "momentum is 0" in calls.refusal("FusedSgd", ours, given, momenta, None, 0.0, 0.0, 0.1, 0.0, *flags, False)
+    assert "momentum is 0" in calls.refusal(
+        "FusedSgd", ours, given, momenta, None, 0.0, 0.0, 0.1, 0.0, *flags, False
+    )

@@ -1,4 +1,5 @@
-"""The pytest plugin: nothing is emulated unless the command line or the configuration asks for it."""
+"""The pytest plugin: nothing is emulated unless the command line or the configuration
+asks for it."""
 
 import os
 import re
@@ -13,12 +14,15 @@ LOADED = "'libascend_emulator.so' in open('/proc/self/maps').read()"
 
 @pytest.fixture
 def suite(tmp_path):
-    """``suite(test, *arguments, ini=..., **environment)``: pytest's end of a suite of one test, in a process of its own.
+    """``suite(test, *arguments, ini=..., **environment)``: pytest's end of a suite of one test, in
+    a process of its own.
 
     With ``started`` the process itself.
     """
     environment = {
-        name: value for name, value in os.environ.items() if not name.startswith("ASCEND_EMULATOR_") or name.endswith("TRACE")
+        name: value
+        for name, value in os.environ.items()
+        if not name.startswith("ASCEND_EMULATOR_") or name.endswith("TRACE")
     }
     environment.pop("LD_LIBRARY_PATH", None)
 
@@ -26,12 +30,28 @@ def suite(tmp_path):
         (tmp_path / "test_one.py").write_text(f"def test_one():\n    {body}\n")
         (tmp_path / "conftest.py").write_text(f"import os\nEARLY = {LOADED}\n")
         (tmp_path / "pytest.ini").write_text(f"[pytest]\n{ini}\n")
-        command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", *arguments, str(tmp_path)]
+        command = [
+            sys.executable,
+            "-m",
+            "pytest",
+            "-p",
+            "no:cacheprovider",
+            *arguments,
+            str(tmp_path),
+        ]
         if started:
             pipe = subprocess.PIPE
-            return subprocess.Popen(command, stdout=pipe, stderr=pipe, text=True, cwd=tmp_path, env=environment | own)
+            return subprocess.Popen(
+                command, stdout=pipe, stderr=pipe, text=True, cwd=tmp_path, env=environment | own
+            )
         return subprocess.run(
-            command, capture_output=True, text=True, timeout=120, cwd=tmp_path, env=environment | own, check=False
+            command,
+            capture_output=True,
+            text=True,
+            timeout=120,
+            cwd=tmp_path,
+            env=environment | own,
+            check=False,
         )
 
     return start
@@ -43,16 +63,22 @@ def passed(done):
 
 
 def test_nothing_by_default(suite):
-    assert "emulated" not in passed(suite(f"import os; assert not {LOADED} and 'ASCEND_EMULATOR_NPUS' not in os.environ"))
+    assert "emulated" not in passed(
+        suite(f"import os; assert not {LOADED} and 'ASCEND_EMULATOR_NPUS' not in os.environ")
+    )
 
 
 def test_configuration_file_asks_for_it(suite):
     ini = "ascend_emulator_npus = 2\nascend_emulator_memory = 1GiB"
-    assert "2 emulated NPUs (Ascend910B1, 1 GiB of its 64 GiB)" in passed(suite(f"assert {LOADED}", ini=ini))
+    assert "2 emulated NPUs (Ascend910B1, 1 GiB of its 64 GiB)" in passed(
+        suite(f"assert {LOADED}", ini=ini)
+    )
 
 
 def test_command_line_wins_over_the_configuration_file(suite):
-    assert "emulated" not in passed(suite(f"assert not {LOADED}", "--npus", "0", ini="ascend_emulator_npus = 2"))
+    assert "emulated" not in passed(
+        suite(f"assert not {LOADED}", "--npus", "0", ini="ascend_emulator_npus = 2")
+    )
 
 
 def test_command_line_asks_for_it_before_any_conftest(suite):
@@ -78,7 +104,10 @@ def test_unknown_chip_is_answered_in_a_line(suite):
 
 def test_strict_tests_have_poisoned_memory_and_an_adversary(suite):
     names = ("POISON", "LEAKS", "ADVERSARY")
-    body = f"import os; assert [os.environ['ASCEND_EMULATOR_' + name] for name in {names}] == ['1'] * 3"
+    body = (
+        f"import os; assert [os.environ['ASCEND_EMULATOR_' + name] for name in {names}] =="
+        " ['1'] * 3"
+    )
     passed(suite(body, "--npus", "1", "--npu-strict"))
 
 
@@ -86,10 +115,18 @@ def test_compiling_reports_progress_before_it_ends(suite, tmp_path):
     """pytest captures nothing of it. The compiler waits until its line was read."""
     compiler = tmp_path / "c++"
     compiler.write_text(
-        f'#!/bin/sh\n[ "$1" = --version ] && echo waiting && exit\nwhile [ ! -e {tmp_path}/read ]; do sleep 0.1; done\nexit 1\n'
+        f'#!/bin/sh\n[ "$1" = --version ] && echo waiting && exit\nwhile [ ! -e {tmp_path}/read ];'
+        " do sleep 0.1; done\nexit 1\n"
     )
     compiler.chmod(0o755)
-    with suite("pass", "--npus", "1", started=True, CXX=str(compiler), ASCEND_EMULATOR_CACHE=str(tmp_path / "cache")) as process:
+    with suite(
+        "pass",
+        "--npus",
+        "1",
+        started=True,
+        CXX=str(compiler),
+        ASCEND_EMULATOR_CACHE=str(tmp_path / "cache"),
+    ) as process:
         stop = Timer(60, (tmp_path / "read").touch)
         stop.start()
         lines = iter(process.stderr.readline, "")
@@ -99,7 +136,9 @@ def test_compiling_reports_progress_before_it_ends(suite, tmp_path):
         (tmp_path / "read").touch()
         rest = process.communicate(timeout=60)
     assert early
-    assert re.fullmatch(r"ascend-emulator:   10 parts with \d+ compilers, about \d+ s of idle processors\n", line)
+    assert re.fullmatch(
+        r"ascend-emulator:   10 parts with \d+ compilers, about \d+ s of idle processors\n", line
+    )
     assert "failed" in rest[1]
     assert "Traceback" not in rest[1]
 
@@ -109,5 +148,8 @@ def test_torch_npu_that_is_loaded_already_is_answered_in_a_line(suite, tmp_path)
     (tmp_path / "early.py").write_text(f"import sys\nfrom importlib import util\n{loaded}\n")
     done = suite("pass", "-p", "early", "--npus", "1", PYTHONPATH=str(tmp_path))
     assert done.returncode != 0
-    assert "set TORCH_DEVICE_BACKEND_AUTOLOAD=0 where something else imports torch first" in done.stderr
+    assert (
+        "set TORCH_DEVICE_BACKEND_AUTOLOAD=0 where something else imports torch first"
+        in done.stderr
+    )
     assert "Traceback" not in done.stderr

@@ -10,10 +10,16 @@ PLANE, VOLUME = (2, 3, 9, 8), (2, 3, 6, 7, 5)
 POOLS = {
     "avg_pool1d": (lambda x: F.avg_pool1d(x[0], 3), PLANE),
     "avg_pool2d": (lambda x: F.avg_pool2d(x, 3), PLANE),
-    "avg_pool2d, padded": (lambda x: F.avg_pool2d(x, (3, 2), (2, 1), 1, ceil_mode=True, count_include_pad=False), PLANE),
+    "avg_pool2d, padded": (
+        lambda x: F.avg_pool2d(x, (3, 2), (2, 1), 1, ceil_mode=True, count_include_pad=False),
+        PLANE,
+    ),
     "avg_pool2d with a divisor": (lambda x: F.avg_pool2d(x[0], 2, divisor_override=3), PLANE),
     "avg_pool3d": (lambda x: F.avg_pool3d(x, 2, padding=1), VOLUME),
-    "avg_pool3d with a divisor": (lambda x: F.avg_pool3d(x, (2, 3, 1), 2, divisor_override=5), VOLUME),
+    "avg_pool3d with a divisor": (
+        lambda x: F.avg_pool3d(x, (2, 3, 1), 2, divisor_override=5),
+        VOLUME,
+    ),
     "adaptive_avg_pool1d": (lambda x: F.adaptive_avg_pool1d(x[0], 5), PLANE),
     "adaptive_avg_pool2d": (lambda x: F.adaptive_avg_pool2d(x, (4, 3)), PLANE),
     "adaptive_avg_pool2d to one": (lambda x: F.adaptive_avg_pool2d(x, 1), PLANE),
@@ -21,9 +27,15 @@ POOLS = {
     "max_pool2d": (lambda x: F.max_pool2d(x, 3, padding=1), PLANE),
     "max_pool2d, rounded up": (lambda x: F.max_pool2d(x, 2, (2, 1), ceil_mode=True), PLANE),
     "max_pool3d": (lambda x: F.max_pool3d(x, 2, padding=1), VOLUME),
-    "max_pool3d and where": (lambda x: _long(F.max_pool3d(x, (2, 3, 2), return_indices=True)), VOLUME),
+    "max_pool3d and where": (
+        lambda x: _long(F.max_pool3d(x, (2, 3, 2), return_indices=True)),
+        VOLUME,
+    ),
     "adaptive_max_pool2d": (lambda x: F.adaptive_max_pool2d(x, (3, 4), return_indices=True), PLANE),
-    "adaptive_max_pool3d": (lambda x: _long(F.adaptive_max_pool3d(x, (3, 7, 5), return_indices=True)), VOLUME),
+    "adaptive_max_pool3d": (
+        lambda x: _long(F.adaptive_max_pool3d(x, (3, 7, 5), return_indices=True)),
+        VOLUME,
+    ),
 }
 
 
@@ -33,7 +45,8 @@ def _long(result):
 
 
 def distinct(shape, dtype=torch.float32):
-    """No two values equal, so that the place of each maximum is determined; small enough to be exact in float16."""
+    """No two values equal, so that the place of each maximum is determined; small enough to be
+    exact in float16."""
     numbers = torch.arange(torch.Size(shape).numel())
     return ((numbers * 389 % numbers.numel()) / 4 - 40).view(shape).to(dtype)
 
@@ -46,13 +59,19 @@ def test_pool(agree_backward, name, dtype):
         pytest.skip("PyTorch on the CPU has none to compare with")
     if dtype == torch.bfloat16 and "max" in name:
         shape = (1, 1, *shape[2:])  # no more values than bfloat16 tells apart
-    agree_backward(function, distinct(shape, dtype) * (1 if dtype != torch.bfloat16 or "max" not in name else 0.5), ulps=16)
+    agree_backward(
+        function,
+        distinct(shape, dtype) * (1 if dtype != torch.bfloat16 or "max" not in name else 0.5),
+        ulps=16,
+    )
 
 
 def test_unpooling(agree_backward):
     x = distinct(PLANE)
     agree_backward(lambda x: F.max_unpool2d(x, *_places(x, 2), (2, 2)), x[..., :4, :4])
-    agree_backward(lambda x: F.max_unpool3d(x, *_places(x, 3), (2, 2, 2)), distinct(VOLUME)[..., :2, :2, :2])
+    agree_backward(
+        lambda x: F.max_unpool3d(x, *_places(x, 3), (2, 2, 2)), distinct(VOLUME)[..., :2, :2, :2]
+    )
 
 
 def _places(x, dims):
@@ -78,4 +97,9 @@ def test_maxima_with_indices_by_name():
     torch.testing.assert_close(slope.cpu(), backward(grad, x, *form, places))
     said = calls.refusal("MaxPool2dWithIndices", x.npu(), *form[:3], [2, 2], False, out, indices)
     assert said == "dilation is [2, 2]; it must be 1"
-    assert calls.workspace("MaxPool2dWithIndicesBackward", out, x.npu(), indices, [3], *form[1:], x[:1].npu())[0] != 0
+    assert (
+        calls.workspace(
+            "MaxPool2dWithIndicesBackward", out, x.npu(), indices, [3], *form[1:], x[:1].npu()
+        )[0]
+        != 0
+    )

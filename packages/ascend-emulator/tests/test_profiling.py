@@ -10,7 +10,10 @@ import torch
 import torch_npu
 from sanitizers import without_sanitizers
 
-ANALYSIS = "torch_npu forks a process with threads to analyse the data, and their malloc may be locked then"
+ANALYSIS = (
+    "torch_npu forks a process with threads to analyse the data, and their malloc may be locked"
+    " then"
+)
 
 
 @pytest.fixture(scope="module")
@@ -23,7 +26,9 @@ def profile(tmp_path_factory):
     activities = [npu.ProfilerActivity.CPU, npu.ProfilerActivity.NPU]
     ready = npu.tensorboard_trace_handler(str(path), worker_name="one")
     schedule = npu.schedule(wait=0, warmup=0, active=2, repeat=1)
-    with npu.profile(activities=activities, schedule=schedule, on_trace_ready=ready, record_shapes=True) as running:
+    with npu.profile(
+        activities=activities, schedule=schedule, on_trace_ready=ready, record_shapes=True
+    ) as running:
         for _ in range(2):
             product = x @ weight
             with torch.npu.stream(side):
@@ -47,7 +52,8 @@ def test_kernel_details_has_the_operators_of_each_step(kernels):
     assert counts["1", "aclnnMm"] + counts["1", "aclnnMatmul"] == 1
     assert counts["0", "aclnnReduceSum"] == counts["1", "aclnnReduceSum"] == 1
     product = next(row for row in kernels if row["Type"] in ("Mm", "Matmul"))
-    if not importlib.metadata.version("torch-npu").startswith("2.10."):  # whose kernel_details.csv has no arguments
+    # whose kernel_details.csv has no arguments
+    if not importlib.metadata.version("torch-npu").startswith("2.10."):
         assert product["Input Shapes"] == '"64,32;32,16;64,16"'
         assert product["Input Data Types"] == "FLOAT;FLOAT;FLOAT"
     assert product["Accelerator Core"] == "AI_CORE"
@@ -63,7 +69,11 @@ def test_the_timeline_joins_operators_on_the_host_and_on_the_npu(profile):
     assert float(host["ts"]) <= float(device["ts"])
     arrows = [event for event in trace if event.get("cat") == "async_npu"]
     started = {event["id"]: event for event in arrows if event["ph"] == "s"}
-    ended = [event for event in arrows if event["ph"] == "f" and float(event["ts"]) == float(device["ts"])]
+    ended = [
+        event
+        for event in arrows
+        if event["ph"] == "f" and float(event["ts"]) == float(device["ts"])
+    ]
     assert ended
     assert all(float(started[event["id"]]["ts"]) <= float(event["ts"]) for event in ended)
 
@@ -71,13 +81,17 @@ def test_the_timeline_joins_operators_on_the_host_and_on_the_npu(profile):
 @without_sanitizers(ANALYSIS)
 def test_streams_are_separate_rows(profile):
     trace = json.loads((profile / "ASCEND_PROFILER_OUTPUT" / "trace_view.json").read_text())
-    (device,) = {event["pid"] for event in trace if event.get("args", {}).get("name") == "Ascend Hardware"}
+    (device,) = {
+        event["pid"] for event in trace if event.get("args", {}).get("name") == "Ascend Hardware"
+    }
     streams: dict[str, set[int]] = {}
     for event in trace:
         if event["ph"] == "X" and event["pid"] == device:
             streams.setdefault(event["name"], set()).add(event["tid"])
     assert len(streams["aclnnReduceSum"]) == 1
-    assert not streams["aclnnReduceSum"] & (streams.get("aclnnMm", set()) | streams.get("aclnnMatmul", set()))
+    assert not streams["aclnnReduceSum"] & (
+        streams.get("aclnnMm", set()) | streams.get("aclnnMatmul", set())
+    )
 
 
 def test_what_msprof_cannot_is_refused_in_one_line(run, tmp_path):

@@ -1,4 +1,5 @@
-"""Random numbers: their range, distribution and repeatability. The numbers themselves are the emulator's own."""
+"""Random numbers: their range, distribution and repeatability. The numbers themselves are the
+emulator's own."""
 
 import pytest
 import torch
@@ -11,16 +12,46 @@ DRAWS = {
     "uniform_": (lambda: torch.empty(COUNT, device="npu").uniform_(2, 5), 3.5, 3 * 12**-0.5, 2, 5),
     "randn": (lambda: torch.randn(COUNT, device="npu"), 0, 1, -9, 9),
     "normal_": (lambda: torch.empty(COUNT, device="npu").normal_(3, 2), 3, 2, -20, 25),
-    "normal_ of whole numbers": (lambda: torch.empty(COUNT, dtype=torch.int32, device="npu").normal_(0, 20), 0, 20, -200, 200),
+    "normal_ of whole numbers": (
+        lambda: torch.empty(COUNT, dtype=torch.int32, device="npu").normal_(0, 20),
+        0,
+        20,
+        -200,
+        200,
+    ),
     "normal": (lambda: torch.normal(3.0, 2.0, (COUNT,), device="npu"), 3, 2, -20, 25),
-    "normal around a tensor": (lambda: torch.normal(torch.full((COUNT,), 3.0, device="npu"), 2.0), 3, 2, -20, 25),
-    "normal by a tensor": (lambda: torch.normal(3.0, torch.full((COUNT,), 2.0, device="npu")), 3, 2, -20, 25),
-    "normal of tensors": (lambda: torch.normal(*torch.tensor([3.0, 2.0], device="npu").expand(COUNT, 2).t()), 3, 2, -20, 25),
+    "normal around a tensor": (
+        lambda: torch.normal(torch.full((COUNT,), 3.0, device="npu"), 2.0),
+        3,
+        2,
+        -20,
+        25,
+    ),
+    "normal by a tensor": (
+        lambda: torch.normal(3.0, torch.full((COUNT,), 2.0, device="npu")),
+        3,
+        2,
+        -20,
+        25,
+    ),
+    "normal of tensors": (
+        lambda: torch.normal(*torch.tensor([3.0, 2.0], device="npu").expand(COUNT, 2).t()),
+        3,
+        2,
+        -20,
+        25,
+    ),
     "exponential_": (lambda: torch.empty(COUNT, device="npu").exponential_(0.5), 2, 2, 0, 60),
     "randint": (lambda: torch.randint(3, 8, (COUNT,), device="npu"), 5, 2**0.5, 3, 7),
     "random_": (lambda: torch.empty(COUNT, device="npu").random_(10), 4.5, 8.25**0.5, 0, 9),
     "bernoulli_": (lambda: torch.empty(COUNT, device="npu").bernoulli_(0.3), 0.3, 0.21**0.5, 0, 1),
-    "bernoulli": (lambda: torch.bernoulli(torch.full((COUNT,), 0.3, device="npu")), 0.3, 0.21**0.5, 0, 1),
+    "bernoulli": (
+        lambda: torch.bernoulli(torch.full((COUNT,), 0.3, device="npu")),
+        0.3,
+        0.21**0.5,
+        0,
+        1,
+    ),
     "multinomial": (
         lambda: torch.multinomial(torch.arange(4.0, device="npu"), COUNT, replacement=True),
         7 / 3,
@@ -68,7 +99,9 @@ def test_a_generator_of_ones_own_and_its_state():
     second = torch.rand(9, device="npu", generator=generator)
     generator.set_state(state)
     assert torch.equal(torch.rand(9, device="npu", generator=generator), second)
-    assert torch.equal(torch.rand(9, device="npu", generator=torch.Generator("npu").manual_seed(5)), first)
+    assert torch.equal(
+        torch.rand(9, device="npu", generator=torch.Generator("npu").manual_seed(5)), first
+    )
 
 
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
@@ -76,7 +109,9 @@ def test_narrow_types(dtype):
     values = torch.rand(4096, dtype=dtype, device="npu").float().cpu()
     assert values.min() >= 0
     assert values.max() < 1
-    assert torch.randn(4096, dtype=dtype, device="npu").float().std().item() == pytest.approx(1, abs=0.06)
+    assert torch.randn(4096, dtype=dtype, device="npu").float().std().item() == pytest.approx(
+        1, abs=0.06
+    )
 
 
 def test_randperm_is_a_permutation():
@@ -118,7 +153,10 @@ def test_each_replay_draws_anew_and_a_seed_repeats_it(name):
     for values in (*one, *two):
         assert abs(values.double().mean().item() - mean) < 5 * deviation * COUNT**-0.5
         assert low <= values.min().item() <= values.max().item() <= high
-    assert not any(torch.equal(a, b) for a, b in ((one[0], one[1]), (one[0], two[0]), (one[1], two[0]), (one[1], two[1])))
+    assert not any(
+        torch.equal(a, b)
+        for a, b in ((one[0], one[1]), (one[0], two[0]), (one[1], two[0]), (one[1], two[1]))
+    )
     torch.npu.manual_seed(3)
     assert all(map(torch.equal, one, replayed()))
 

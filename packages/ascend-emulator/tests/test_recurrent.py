@@ -16,7 +16,9 @@ def test_lstm_cell(agree, dtype, biased):
         biases = (p, q) if biased else (None, None)
         if a.is_npu:
             h, cell, workspace = torch.ops.aten._thnn_fused_lstm_cell(a, b, c, *biases)
-            gates, before, bias = torch.ops.aten._thnn_fused_lstm_cell_backward_impl(grad_h, grad_c, c, cell, workspace, biased)
+            gates, before, bias = torch.ops.aten._thnn_fused_lstm_cell_backward_impl(
+                grad_h, grad_c, c, cell, workspace, biased
+            )
             return h, cell, gates, before, *([bias] if biased else [])
         own, before = (a + b).requires_grad_(), c.clone().requires_grad_()
         i, f, g, o = (own + p + q if biased else own).chunk(4, 1)
@@ -33,20 +35,30 @@ FORMS = [(1, False, False), (1, True, True), (2, True, False)]
 
 def weights(gates, layers, directions, size=3, hidden=4):
     """For each layer and direction: weight_ih, weight_hh, bias_ih and bias_hh."""
-    inner = [size if layer == 0 else hidden * directions for layer in range(layers) for _ in range(directions)]
-    shapes = [((gates * hidden, n), (gates * hidden, hidden), (gates * hidden,), (gates * hidden,)) for n in inner]
+    inner = [
+        size if layer == 0 else hidden * directions
+        for layer in range(layers)
+        for _ in range(directions)
+    ]
+    shapes = [
+        ((gates * hidden, n), (gates * hidden, hidden), (gates * hidden,), (gates * hidden,))
+        for n in inner
+    ]
     return [torch.randn(shape) / 2 for cell in shapes for shape in cell]
 
 
 def near(actual, expected, dtype):
     bound = 64 * torch.finfo(dtype).eps
-    torch.testing.assert_close(actual.detach().cpu().double(), expected.detach(), rtol=bound, atol=bound)
+    torch.testing.assert_close(
+        actual.detach().cpu().double(), expected.detach(), rtol=bound, atol=bound
+    )
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
 @pytest.mark.parametrize("batch_first", [False, True], ids=["time first", "batch first"])
 def test_lstm_layer(batch_first, dtype):
-    """torch.nn.LSTM with its gradients, against itself in float64; torch_npu calls an older operator for other forms."""
+    """torch.nn.LSTM with its gradients, against itself in float64; torch_npu calls an older
+    operator for other forms."""
     exact = torch.nn.LSTM(3, 4, batch_first=batch_first)
     ours = torch.nn.LSTM(3, 4, batch_first=batch_first)
     ours.load_state_dict(exact.state_dict())
@@ -67,15 +79,24 @@ def test_lstm_layer(batch_first, dtype):
 @pytest.mark.parametrize(
     ("layers", "bidirectional", "bias"),
     [(1, False, True), (1, True, False), (2, False, False), (2, True, True)],
-    ids=["aclnnLSTM", "DynamicRNN both ways", "DynamicRNN of two layers", "DynamicRNN of two layers both ways"],
+    ids=[
+        "aclnnLSTM",
+        "DynamicRNN both ways",
+        "DynamicRNN of two layers",
+        "DynamicRNN of two layers both ways",
+    ],
 )
 def test_packed_sequences(layers, bidirectional, bias):
-    """Sequences of several lengths, which torch_npu packs with their padding, against torch.nn.LSTM in float64.
+    """Sequences of several lengths, which torch_npu packs with their padding, against torch.nn.LSTM
+    in float64.
 
-    Gradients are those of the packed values: ATen's gradient of the packing, which torch_npu keeps, is for one without padding.
-    The gradient of the last states is left out where a direction runs backwards: npu_lstm_data_backward takes the other end's.
+    Gradients are those of the packed values: ATen's gradient of the packing, which torch_npu keeps,
+    is for one without padding. The gradient of the last states is left out where a direction runs
+    backwards: npu_lstm_data_backward takes the other end's.
     """
-    exact, ours = (torch.nn.LSTM(3, 4, layers, bidirectional=bidirectional, bias=bias) for _ in range(2))
+    exact, ours = (
+        torch.nn.LSTM(3, 4, layers, bidirectional=bidirectional, bias=bias) for _ in range(2)
+    )
     ours.load_state_dict(exact.state_dict())
     ours, exact, x, lengths = ours.npu(), exact.double(), torch.randn(6, 3, 3), [3, 6, 5]
     wide = x.double().requires_grad_()
@@ -97,9 +118,12 @@ def test_packed_sequences(layers, bidirectional, bias):
 @pytest.mark.parametrize(("layers", "bidirectional", "batch_first"), FORMS)
 @pytest.mark.parametrize("kind", ["LSTM", "GRU"])
 def test_recurrent_layers_by_name(kind, layers, bidirectional, batch_first):
-    """Several layers, which torch_npu does not give to these operators, and GRU, which newer versions of it do."""
+    """Several layers, which torch_npu does not give to these operators, and GRU, which newer
+    versions of it do."""
     calls, gates, cells = Calls(), 4 if kind == "LSTM" else 3, layers * (2 if bidirectional else 1)
-    exact = getattr(torch.nn, kind)(3, 4, layers, batch_first=batch_first, bidirectional=bidirectional).double()
+    exact = getattr(torch.nn, kind)(
+        3, 4, layers, batch_first=batch_first, bidirectional=bidirectional
+    ).double()
     given, x = weights(gates, layers, 2 if bidirectional else 1), torch.randn(5, 6, 3)
     for parameter, value in zip(exact.parameters(), given, strict=True):
         parameter.data.copy_(value)
@@ -109,10 +133,19 @@ def test_recurrent_layers_by_name(kind, layers, bidirectional, batch_first):
     expected, last = exact(wide, tuple(starts) if kind == "LSTM" else starts[0])
     last = last if kind == "LSTM" else (last,)
     ours, parameters, hx = x.npu(), [each.npu() for each in given], [each.npu() for each in states]
-    y, ends = torch.zeros(expected.shape).npu(), [torch.zeros(cells, batch, 4).npu() for _ in states]
-    kept = [[torch.zeros(steps, batch, 4).npu() for _ in range(cells)] for _ in range(7 if kind == "LSTM" else 5)]
+    y, ends = (
+        torch.zeros(expected.shape).npu(),
+        [torch.zeros(cells, batch, 4).npu() for _ in states],
+    )
+    kept = [
+        [torch.zeros(steps, batch, 4).npu() for _ in range(cells)]
+        for _ in range(7 if kind == "LSTM" else 5)
+    ]
     where = hx if kind == "LSTM" else hx[0]
-    head, flags = (ours, parameters, where, None), (True, layers, 0.0, True, bidirectional, batch_first)
+    head, flags = (
+        (ours, parameters, where, None),
+        (True, layers, 0.0, True, bidirectional, batch_first),
+    )
     calls.compute(kind, *head, *flags, y, *ends, *kept)
     for actual, wanted in zip([y, *ends], [expected, *last], strict=True):
         near(actual, wanted, torch.float32)
@@ -121,14 +154,22 @@ def test_recurrent_layers_by_name(kind, layers, bidirectional, batch_first):
     outs = [torch.zeros_like(ours), *[torch.zeros_like(each) for each in hx]]
     grads, back = [torch.zeros_like(each) for each in parameters], [each.npu() for each in slopes]
     if kind == "LSTM":
-        calls.compute("LstmBackward", ours, hx, parameters, *back, *kept, None, *flags, None, *outs, grads)
+        calls.compute(
+            "LstmBackward", ours, hx, parameters, *back, *kept, None, *flags, None, *outs, grads
+        )
     else:
         some = (True, layers, bidirectional, batch_first)
-        calls.compute("GRUBackward", ours, parameters, hx[0], *back, *kept, None, *some, *outs, grads)
+        calls.compute(
+            "GRUBackward", ours, parameters, hx[0], *back, *kept, None, *some, *outs, grads
+        )
         assert "h has 0 tensors" in calls.refusal(
             "GRUBackward", ours, parameters, hx[0], *back, *kept[:4], [], None, *some, *outs, grads
         )
-    wanted = [wide.grad, *[each.grad for each in starts], *[each.grad for each in exact.parameters()]]
+    wanted = [
+        wide.grad,
+        *[each.grad for each in starts],
+        *[each.grad for each in exact.parameters()],
+    ]
     for actual, exact_grad in zip([*outs, *grads], wanted, strict=True):
         near(actual, exact_grad, torch.float32)
     said = calls.refusal(kind, ours, parameters[:-1], where, None, *flags, y, *ends, *kept)
@@ -136,19 +177,60 @@ def test_recurrent_layers_by_name(kind, layers, bidirectional, batch_first):
 
 
 def test_recurrent_layers_refuse():
-    calls, parameters, x = Calls(), [each.npu() for each in weights(4, 2, 1)], torch.randn(5, 6, 3).npu()
-    hx, outs = [torch.zeros(2, 6, 4).npu()] * 2, [torch.zeros(5, 6, 4).npu(), *[torch.zeros(2, 6, 4).npu()] * 2]
+    calls, parameters, x = (
+        Calls(),
+        [each.npu() for each in weights(4, 2, 1)],
+        torch.randn(5, 6, 3).npu(),
+    )
+    hx, outs = (
+        [torch.zeros(2, 6, 4).npu()] * 2,
+        [torch.zeros(5, 6, 4).npu(), *[torch.zeros(2, 6, 4).npu()] * 2],
+    )
     kept = [[torch.zeros(5, 6, 4).npu()] * 2] * 7
     for given, said in (
-        ((None, True, 2, 0.5, True, False, False), "dropout is 0.5; between layers only 0 is emulated: its mask is not returned"),
-        ((torch.ones(5).long().npu(), True, 2, 0.0, True, False, False), "input has 3 dimensions; allowed: 2"),
+        (
+            (None, True, 2, 0.5, True, False, False),
+            "dropout is 0.5; between layers only 0 is emulated: its mask is not returned",
+        ),
+        (
+            (torch.ones(5).long().npu(), True, 2, 0.0, True, False, False),
+            "input has 3 dimensions; allowed: 2",
+        ),
     ):
         assert calls.refusal("LSTM", x, parameters, hx, *given, *outs, *kept) == said
     for sizes, rows, said in (
-        ([6, 4], 31, "batch_sizes has 2 steps, the input 31 rows and batch_first is 0; a packed input has time * batch rows"),
+        (
+            [6, 4],
+            31,
+            (
+                "batch_sizes has 2 steps, the input 31 rows and batch_first is 0; a packed input"
+                " has time * batch rows"
+            ),
+        ),
         ([6, 4], 30, "hx has shape [2, 6, 4]; it must be [2, 15, 4]"),
     ):
         flags = (torch.tensor(sizes).npu(), True, 2, 0.0, True, False, False)
-        assert calls.refusal("LSTM", torch.zeros(rows, 3).npu(), parameters, hx, *flags, *outs, *kept) == said
-    given = (x, hx, parameters, *outs, *kept[:6], [], None, True, 2, 0.0, True, False, False, None, x, *hx, parameters)
+        assert (
+            calls.refusal("LSTM", torch.zeros(rows, 3).npu(), parameters, hx, *flags, *outs, *kept)
+            == said
+        )
+    given = (
+        x,
+        hx,
+        parameters,
+        *outs,
+        *kept[:6],
+        [],
+        None,
+        True,
+        2,
+        0.0,
+        True,
+        False,
+        False,
+        None,
+        x,
+        *hx,
+        parameters,
+    )
     assert calls.refusal("LstmBackward", *given) == "tanhc has 0 tensors; 2 are needed"

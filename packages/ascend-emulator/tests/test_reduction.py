@@ -4,7 +4,8 @@ import pytest
 import torch
 
 FLOATS = [torch.float32, torch.float16, torch.bfloat16]
-# One line each: what is done to a [5, 6, 7] tensor without equal values. Index results must be exact.
+# One line each: what is done to a [5, 6, 7] tensor without equal values. Index results must be
+# exact.
 REDUCTIONS = {
     "sum": torch.sum,
     "sum over dims": lambda x: x.sum((0, 2)),
@@ -58,7 +59,8 @@ REDUCTIONS = {
 
 
 def distinct(dtype):
-    """No two values equal, and all exact in every type, so that indices of extremes are determined."""
+    """No two values equal, and all exact in every type, so that indices of extremes are
+    determined."""
     return ((torch.randperm(210) - 105) / 8).to(dtype).view(5, 6, 7)
 
 
@@ -67,21 +69,35 @@ def distinct(dtype):
 def test_reduction(agree, name, dtype):
     if dtype == torch.bfloat16 and name in ("var and mean", "median"):
         pytest.skip("A3 refuses it (test_strictness.py)")
-    if name == "trace" and dtype != torch.float32 and torch.__version__.startswith(("2.10.", "2.11.", "2.12.")):
+    if (
+        name == "trace"
+        and dtype != torch.float32
+        and torch.__version__.startswith(("2.10.", "2.11.", "2.12."))
+    ):
         pytest.skip("this PyTorch has no trace of 16-bit types on the CPU to compare with")
     x = distinct(dtype)
     for view in (x, x.transpose(0, 2), x[1:, ::2]):
-        # Sums of two hundred values: the error of each in a narrow type stays below a unit of the largest partial sum.
+        # Sums of two hundred values: the error of each in a narrow type stays below a unit of the
+        # largest partial sum.
         agree(REDUCTIONS[name], view, ulps=64 if "prod" in name else 16)
 
 
 @pytest.mark.parametrize("dtype", [torch.int64, torch.int32, torch.bool], ids=str)
 @pytest.mark.parametrize("name", ["sum", "sum over dims", "cumsum", "any", "all", "max", "amax"])
 def test_whole_numbers(agree, name, dtype):
-    agree(REDUCTIONS[name], (distinct(torch.float32) * 8).to(dtype) if dtype != torch.bool else distinct(torch.float32) > 0)
+    agree(
+        REDUCTIONS[name],
+        (
+            (distinct(torch.float32) * 8).to(dtype)
+            if dtype != torch.bool
+            else distinct(torch.float32) > 0
+        ),
+    )
 
 
-@pytest.mark.parametrize("name", ["max and where", "min and where", "argmax", "argmin over a dim", "cummax"])
+@pytest.mark.parametrize(
+    "name", ["max and where", "min and where", "argmax", "argmin over a dim", "cummax"]
+)
 def test_extremes_of_whole_numbers(agree, name):
     agree(REDUCTIONS[name], (distinct(torch.float32) * 8).long())
 

@@ -1,4 +1,5 @@
-"""What is not there refuses by its own name, up to a Python exception, and nothing computes silently after it."""
+"""What is not there refuses by its own name, up to a Python exception, and nothing computes
+silently after it."""
 
 import ctypes
 import sys
@@ -39,7 +40,8 @@ torch.npu.set_compile_mode(jit_compile=True)
 attempt("jit", lambda: torch.nn.functional.relu(x))
 """
 )
-# Errors that depend on tensors' values: a stream that has met one has failed for good, as on a device.
+# Errors that depend on tensors' values: a stream that has met one has failed for good, as on a
+# device.
 VALUES = {
     "index": (
         'attempt("index", lambda: (x[torch.tensor([9]).npu()], torch.npu.synchronize()))',
@@ -75,10 +77,38 @@ attempt("{name}", lambda: ({call}, torch.npu.synchronize()))""",
         f"{operator}: indices has values from {found}; allowed: 0 to {most}",
     )
     for name, index, call, operator, found, most in (
-        ("row", [[3], [-1]], "torch_npu.npu_scatter_nd_update_(x, index, x[:2])", "aclnnScatterNdUpdate", "-1 to 3", 3),
-        ("cell", [[3, 6]], "torch_npu.npu_scatter_nd_update_(x, index, x[0, :1])", "aclnnScatterNdUpdate", "6 to 6", 5),
-        ("start", [0, -2, 0, 0], "torch_npu.scatter_update_(x, index, x[:, :2], 1)", "aclnnInplaceScatterUpdate", "-2 to 0", 4),
-        ("end", [0, 5, 0, 0], "torch_npu.scatter_update_(x, index, x[:, :2], 1)", "aclnnInplaceScatterUpdate", "0 to 5", 4),
+        (
+            "row",
+            [[3], [-1]],
+            "torch_npu.npu_scatter_nd_update_(x, index, x[:2])",
+            "aclnnScatterNdUpdate",
+            "-1 to 3",
+            3,
+        ),
+        (
+            "cell",
+            [[3, 6]],
+            "torch_npu.npu_scatter_nd_update_(x, index, x[0, :1])",
+            "aclnnScatterNdUpdate",
+            "6 to 6",
+            5,
+        ),
+        (
+            "start",
+            [0, -2, 0, 0],
+            "torch_npu.scatter_update_(x, index, x[:, :2], 1)",
+            "aclnnInplaceScatterUpdate",
+            "-2 to 0",
+            4,
+        ),
+        (
+            "end",
+            [0, 5, 0, 0],
+            "torch_npu.scatter_update_(x, index, x[:, :2], 1)",
+            "aclnnInplaceScatterUpdate",
+            "0 to 5",
+            4,
+        ),
     )
 }
 ASYNCHRONOUS = (
@@ -99,7 +129,18 @@ def lines(done):
 @pytest.fixture(scope="module")
 def refused(run):
     """All in one process, where each error comes at its call."""
-    return lines(run("run", "--without", "aclnnSilu,aclnnTan", "--", sys.executable, "-c", REFUSED, ASCEND_LAUNCH_BLOCKING="1"))
+    return lines(
+        run(
+            "run",
+            "--without",
+            "aclnnSilu,aclnnTan",
+            "--",
+            sys.executable,
+            "-c",
+            REFUSED,
+            ASCEND_LAUNCH_BLOCKING="1",
+        )
+    )
 
 
 @pytest.mark.parametrize(
@@ -128,7 +169,9 @@ def test_error_names_the_operator(refused, label, named, rest):
 @pytest.mark.parametrize("label", VALUES)
 def test_error_that_depends_on_values(run, label):
     script, named = VALUES[label]
-    seen = lines(run("run", "--", sys.executable, "-c", PRELUDE + script, ASCEND_LAUNCH_BLOCKING="1"))
+    seen = lines(
+        run("run", "--", sys.executable, "-c", PRELUDE + script, ASCEND_LAUNCH_BLOCKING="1")
+    )
     assert named in seen[label]
 
 
@@ -146,8 +189,20 @@ def test_a_failed_stream_stays_failed(run):
 
 
 def test_an_error_in_torch_npu_s_queue_is_raised_and_nothing_computes_after_it(run):
-    """torch_npu raises it once and then drops work silently; the emulator's synchronization keeps failing instead."""
-    seen = lines(run("run", "--without", "aclnnIndex", "--", sys.executable, "-c", ASYNCHRONOUS, TASK_QUEUE_ENABLE="2"))
+    """torch_npu raises it once and then drops work silently; the emulator's synchronization keeps
+    failing instead."""
+    seen = lines(
+        run(
+            "run",
+            "--without",
+            "aclnnIndex",
+            "--",
+            sys.executable,
+            "-c",
+            ASYNCHRONOUS,
+            TASK_QUEUE_ENABLE="2",
+        )
+    )
     assert "aclnnIndex" in seen["kernel"]
     assert "failed" in seen["later"]
     assert "aclnnIndex failed earlier" in seen["synchronize"]
@@ -160,17 +215,33 @@ def test_operators_that_are_not_there_refuse_at_once_in_this_process_too():
 
 
 def test_copies_beyond_an_allocation_are_refused():
-    x, host = torch.zeros(1 << 20, dtype=torch.uint8, device="npu"), torch.ones(64 << 20, dtype=torch.uint8)
+    x, host = (
+        torch.zeros(1 << 20, dtype=torch.uint8, device="npu"),
+        torch.ones(64 << 20, dtype=torch.uint8),
+    )
     torch.npu.synchronize()
     library, to_device = ctypes.CDLL("libascendcl.so"), 1
     library.aclGetRecentErrMsg.restype = ctypes.c_char_p
     sizes = ctypes.c_size_t(host.numel()), ctypes.c_size_t(host.numel())
     assert (
-        library.aclrtMemcpy(ctypes.c_void_p(x.data_ptr()), sizes[0], ctypes.c_void_p(host.data_ptr()), sizes[1], to_device) != 0
+        library.aclrtMemcpy(
+            ctypes.c_void_p(x.data_ptr()),
+            sizes[0],
+            ctypes.c_void_p(host.data_ptr()),
+            sizes[1],
+            to_device,
+        )
+        != 0
     )
     assert "are allocated" in library.aclGetRecentErrMsg().decode()
     assert (
-        library.aclrtMemcpy(ctypes.c_void_p(host.data_ptr()), sizes[0], ctypes.c_void_p(host.data_ptr()), sizes[1], to_device)
+        library.aclrtMemcpy(
+            ctypes.c_void_p(host.data_ptr()),
+            sizes[0],
+            ctypes.c_void_p(host.data_ptr()),
+            sizes[1],
+            to_device,
+        )
         != 0
     )
     assert "not device memory" in library.aclGetRecentErrMsg().decode()

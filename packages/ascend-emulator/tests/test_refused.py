@@ -1,6 +1,8 @@
-"""Programs that an NPU does not run: each in `refused/` ends with an error that names what is wrong.
+"""Programs that an NPU does not run: each in `refused/` ends with an error that names what is
+wrong.
 
-The first lines of a program have the options of `ascend-emulator run` (`# run:`) and what its output must match (`# refused:`).
+The first lines of a program have the options of `ascend-emulator run` (`# run:`) and what its
+output must match (`# refused:`).
 """
 
 import re

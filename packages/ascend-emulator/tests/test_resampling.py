@@ -8,7 +8,10 @@ FLOATS = [torch.float32, torch.float16, torch.bfloat16]
 LINE, PLANE, VOLUME = (2, 3, 7), (2, 3, 5, 6), (1, 2, 3, 4, 5)
 CASES = {
     **{
-        f"{mode} of {len(shape) - 2} dimensions to {to}": (lambda x, m=mode, t=to: F.interpolate(x, mode=m, **t), shape)
+        f"{mode} of {len(shape) - 2} dimensions to {to}": (
+            lambda x, m=mode, t=to: F.interpolate(x, mode=m, **t),
+            shape,
+        )
         for modes, shape in (
             (["nearest", "nearest-exact", "linear"], LINE),
             (["nearest", "nearest-exact", "bilinear", "bicubic"], PLANE),
@@ -18,17 +21,37 @@ CASES = {
         for to in ({"size": [9, 8, 7][: len(shape) - 2]}, {"scale_factor": 2.0})
     },
     **{
-        f"{mode}, corners aligned": (lambda x, m=mode: F.interpolate(x, scale_factor=1.5, mode=m, align_corners=True), shape)
-        for mode, shape in (("linear", LINE), ("bilinear", PLANE), ("bicubic", PLANE), ("trilinear", VOLUME))
+        f"{mode}, corners aligned": (
+            lambda x, m=mode: F.interpolate(x, scale_factor=1.5, mode=m, align_corners=True),
+            shape,
+        )
+        for mode, shape in (
+            ("linear", LINE),
+            ("bilinear", PLANE),
+            ("bicubic", PLANE),
+            ("trilinear", VOLUME),
+        )
     },
-    "bilinear, smoothed": (lambda x: F.interpolate(x, (3, 4), mode="bilinear", antialias=True), PLANE),
-    "bicubic, smoothed": (lambda x: F.interpolate(x, (3, 4), mode="bicubic", antialias=True), PLANE),
+    "bilinear, smoothed": (
+        lambda x: F.interpolate(x, (3, 4), mode="bilinear", antialias=True),
+        PLANE,
+    ),
+    "bicubic, smoothed": (
+        lambda x: F.interpolate(x, (3, 4), mode="bicubic", antialias=True),
+        PLANE,
+    ),
     **{
-        f"{mode} of {dims} dimensions": (lambda x, m=mode, d=dims: F.pad(x, [2, 1, 1, 2, 1, 1][: 2 * d], mode=m), shape)
+        f"{mode} of {dims} dimensions": (
+            lambda x, m=mode, d=dims: F.pad(x, [2, 1, 1, 2, 1, 1][: 2 * d], mode=m),
+            shape,
+        )
         for mode in ("reflect", "replicate")
         for dims, shape in ((1, LINE), (2, PLANE), (3, VOLUME))
     },
-    "affine_grid": (lambda x: F.affine_grid(x[0, :2, :2, :3], (2, 3, 4, 5), align_corners=False), PLANE),
+    "affine_grid": (
+        lambda x: F.affine_grid(x[0, :2, :2, :3], (2, 3, 4, 5), align_corners=False),
+        PLANE,
+    ),
 }
 
 
@@ -49,6 +72,13 @@ def test_grid_sample(agree_backward, mode, padding, align):
         return F.grid_sample(x, grid, mode, padding, align)
 
     # Coordinates in eighths, off the ties of nearest, and exact in every type.
-    agree_backward(sample, torch.randn(PLANE), torch.randint(-11, 11, (2, 4, 3, 2)) / 8 + 1 / 32, ulps=64)
+    agree_backward(
+        sample, torch.randn(PLANE), torch.randint(-11, 11, (2, 4, 3, 2)) / 8 + 1 / 32, ulps=64
+    )
     if mode != "bicubic":
-        agree_backward(sample, torch.randn(VOLUME), torch.randint(-11, 11, (1, 2, 4, 3, 3)) / 8 + 1 / 32, ulps=64)
+        agree_backward(
+            sample,
+            torch.randn(VOLUME),
+            torch.randint(-11, 11, (1, 2, 4, 3, 3)) / 8 + 1 / 32,
+            ulps=64,
+        )

@@ -13,7 +13,9 @@ MIB = 1 << 20
 
 
 @pytest.mark.parametrize(
-    "dtype", [torch.float32, torch.bfloat16, torch.int8, torch.bool, torch.float64, torch.complex64], ids=str
+    "dtype",
+    [torch.float32, torch.bfloat16, torch.int8, torch.bool, torch.float64, torch.complex64],
+    ids=str,
 )
 @pytest.mark.parametrize("size", [0, 1, 511, 513, 3 * MIB])
 def test_copies_there_and_back(size, dtype):
@@ -101,7 +103,11 @@ def test_pinned_memory_lives_until_its_copy_is_done():
 def test_memory_is_accounted_for():
     torch.npu.empty_cache()
     free, total = torch.npu.mem_get_info()
-    assert total == int(os.environ["ASCEND_EMULATOR_MEMORY"]) == torch.npu.get_device_properties(0).total_memory
+    assert (
+        total
+        == int(os.environ["ASCEND_EMULATOR_MEMORY"])
+        == torch.npu.get_device_properties(0).total_memory
+    )
     allocated, reserved = torch.npu.memory_allocated(), torch.npu.memory_reserved()
     x = torch.empty(64 * MIB, dtype=torch.uint8, device="npu")
     assert torch.npu.memory_allocated() - allocated >= 64 * MIB
@@ -127,7 +133,9 @@ def test_out_of_memory_is_torchs_exception_and_no_end():
 
 
 def test_new_memory_after_much_is_freed_in_any_order():
-    blocks = [torch.full((n * 97 * 1024,), n, dtype=torch.int32, device="npu") for n in range(1, 30)]
+    blocks = [
+        torch.full((n * 97 * 1024,), n, dtype=torch.int32, device="npu") for n in range(1, 30)
+    ]
     for block in blocks[::2]:
         assert block.unique().numel() == 1
     kept = blocks[1::2]
@@ -163,7 +171,11 @@ def test_host_cannot_read_device_memory():
 
 def test_versions_and_properties():
     properties = torch.npu.get_device_properties(0)
-    assert (properties.name, properties.cube_core_num, properties.vector_core_num) == ("Ascend910B1", 24, 48)
+    assert (properties.name, properties.cube_core_num, properties.vector_core_num) == (
+        "Ascend910B1",
+        24,
+        48,
+    )
     assert properties.L2_cache_size == 192 * MIB
     assert torch.npu.get_device_name(0) == "Ascend910B1"
     assert torch_npu.npu.utils.get_cann_version() == "9.1.0"

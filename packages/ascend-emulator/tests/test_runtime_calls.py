@@ -1,4 +1,5 @@
-"""CANN's runtime calls as other programs than torch_npu make them: devices, contexts, errors, waits and copies."""
+"""CANN's runtime calls as other programs than torch_npu make them: devices, contexts, errors, waits
+and copies."""
 
 import ctypes
 import os
@@ -37,7 +38,16 @@ def program(run):
 
     def start(text, *options, **environment):
         script = PRELUDE + textwrap.dedent(text)
-        done = run("run", *options, "--", sys.executable, "-c", script, TORCH_DEVICE_BACKEND_AUTOLOAD="0", **environment)
+        done = run(
+            "run",
+            *options,
+            "--",
+            sys.executable,
+            "-c",
+            script,
+            TORCH_DEVICE_BACKEND_AUTOLOAD="0",
+            **environment,
+        )
         assert done.returncode == 0, done.stderr
         return done.stdout.split("\n")[:-1]
 
@@ -74,12 +84,22 @@ def test_the_last_error_is_the_thread_s(acl):
     thread.start()
     thread.join()
     assert others == [0]
-    assert [acl.aclrtPeekAtLastError(0), acl.aclrtGetLastError(0), acl.aclrtGetLastError(0)] == [107001, 107001, 0]
+    assert [acl.aclrtPeekAtLastError(0), acl.aclrtGetLastError(0), acl.aclrtGetLastError(0)] == [
+        107001,
+        107001,
+        0,
+    ]
 
 
 def test_initialization_is_counted_once(program):
     calls = ("aclFinalize()", "aclInit(None)", "aclInit(None)", "aclFinalize()", "aclFinalize()")
-    assert program("\n".join(f"print(acl.{call})" for call in calls)) == ["100001", "0", "100002", "0", "100037"]
+    assert program("\n".join(f"print(acl.{call})" for call in calls)) == [
+        "100001",
+        "0",
+        "100002",
+        "0",
+        "100037",
+    ]
 
 
 def test_a_device_is_reset_by_as_many_calls_as_set_it(program):
@@ -235,7 +255,10 @@ def blocked():
     stream, end = torch.npu.Stream(), threading.Event()
     wait = ctypes.CFUNCTYPE(None, c_void_p)(lambda _: end.wait(30) and None)
     torch.npu.current_stream().synchronize()
-    assert ctypes.CDLL("libascendcl.so").aclrtLaunchHostFunc(c_void_p(stream.npu_stream), wait, None) == 0
+    assert (
+        ctypes.CDLL("libascendcl.so").aclrtLaunchHostFunc(c_void_p(stream.npu_stream), wait, None)
+        == 0
+    )
     yield stream, end
     end.set()
     stream.synchronize()
@@ -269,7 +292,10 @@ def test_a_wait_for_an_event_ends_after_its_timeout(acl, blocked):
     assert acl.aclrtStreamWaitEvent(other, event) == 0
     assert acl.aclrtSetOpWaitTimeout(0) == 0
     assert acl.aclrtSynchronizeStream(other) != 0
-    assert "the event was not reached within 1 s (aclrtSetOpWaitTimeout)" in acl.aclGetRecentErrMsg().decode()
+    assert (
+        "the event was not reached within 1 s (aclrtSetOpWaitTimeout)"
+        in acl.aclGetRecentErrMsg().decode()
+    )
     assert acl.aclrtDestroyStreamForce(other) == 0
     assert acl.aclrtDestroyEvent(event) == 0
 
@@ -286,7 +312,14 @@ def test_compile_options_are_kept(acl):
 
 def test_values_of_stream_attributes_are_checked(acl):
     stream = c_void_p(torch.npu.Stream().npu_stream)
-    for attribute, value, status in ((1, 1, 0), (1, 2, 100000), (3, 2**32 - 1, 0), (5, 7, 0), (5, 8, 100000), (6, 0, 100000)):
+    for attribute, value, status in (
+        (1, 1, 0),
+        (1, 2, 100000),
+        (3, 2**32 - 1, 0),
+        (5, 7, 0),
+        (5, 8, 100000),
+        (6, 0, 100000),
+    ):
         assert acl.aclrtSetStreamAttribute(stream, attribute, byref(c_uint64(value))) == status
     assert acl.aclrtSetStreamAttribute(stream, 5, None) == 100000
     created = c_void_p()
@@ -294,13 +327,18 @@ def test_values_of_stream_attributes_are_checked(acl):
 
 
 def test_rows_of_a_matrix_are_copied(acl):
-    host, here = torch.arange(24, dtype=torch.uint8).view(4, 6), torch.zeros(4, 8, dtype=torch.uint8, device="npu")
+    host, here = (
+        torch.arange(24, dtype=torch.uint8).view(4, 6),
+        torch.zeros(4, 8, dtype=torch.uint8, device="npu"),
+    )
     stream = c_void_p(torch.npu.current_stream().npu_stream)
     torch.npu.synchronize()
 
     def call(name, to, to_pitch, source, source_pitch, kind, *more):
         pitches = c_size_t(to_pitch), c_void_p(source.data_ptr()), c_size_t(source_pitch)
-        return getattr(acl, name)(c_void_p(to.data_ptr()), *pitches, c_size_t(5), c_size_t(4), kind, *more)
+        return getattr(acl, name)(
+            c_void_p(to.data_ptr()), *pitches, c_size_t(5), c_size_t(4), kind, *more
+        )
 
     assert call("aclrtMemcpy2d", here, 8, host, 6, 1) == 0
     assert torch.equal(here.cpu()[:, :5], host[:, :5])
@@ -317,7 +355,12 @@ def test_an_argument_s_error_is_its_operator_s(acl):
     """Not that of a later operator whose optional argument is absent."""
     acl.aclCreateTensor.restype = c_void_p
     dims = (ctypes.c_int64 * 1)(3)
-    assert acl.aclCreateTensor(dims, c_uint64(1), 999, dims, ctypes.c_int64(0), 2, dims, c_uint64(1), None) is None
+    assert (
+        acl.aclCreateTensor(
+            dims, c_uint64(1), 999, dims, ctypes.c_int64(0), 2, dims, c_uint64(1), None
+        )
+        is None
+    )
     assert acl.aclnnGeluQuantGetWorkspaceSize() != 0
     x = torch.ones(2, 3, device="npu")
     assert torch.nn.functional.layer_norm(x, (3,)).sum().item() == 0
@@ -326,7 +369,12 @@ def test_an_argument_s_error_is_its_operator_s(acl):
 def test_public_names_are_there_and_refuse(acl):
     names = {point.name for point in coverage.entry_points()}
     assert build.public_names().keys() <= names
-    assert {"aclrtMemGetAllocationGranularity", "aclrtGetRunMode", "aclrtCreateContext", "aclrtMemcpy2d"} <= names
+    assert {
+        "aclrtMemGetAllocationGranularity",
+        "aclrtGetRunMode",
+        "aclrtCreateContext",
+        "aclrtMemcpy2d",
+    } <= names
     assert acl.aclSetTensorAddr(None, c_size_t(0), None, None) == 200006
     assert "aclSetTensorAddr is not emulated" in acl.aclGetRecentErrMsg().decode()
     mode, granularity = c_int32(), c_size_t()
@@ -376,12 +424,19 @@ def test_sleeps_of_the_program_stay_precise(run):
 def test_memory_that_the_machine_does_not_give_is_named(run):
     program = f"ulimit -d 1500000; exec {sys.executable} -c 'import torch; torch.ones(1).npu()'"
     done = run("run", "--memory", "8GiB", "--", "bash", "-c", program)
-    assert "ascend-emulator: cannot map 8589934592 bytes for 1 NPUs: Cannot allocate memory" in done.stderr
+    assert (
+        "ascend-emulator: cannot map 8589934592 bytes for 1 NPUs: Cannot allocate memory"
+        in done.stderr
+    )
 
 
 def memory_file():
     files = (f"/proc/self/fd/{name}" for name in os.listdir("/proc/self/fd"))
-    return next(os.stat(file).st_size for file in files if os.path.exists(file) and "emulator-memory" in os.readlink(file))
+    return next(
+        os.stat(file).st_size
+        for file in files
+        if os.path.exists(file) and "emulator-memory" in os.readlink(file)
+    )
 
 
 def test_freed_physical_memory_is_used_again(acl):
@@ -389,7 +444,12 @@ def test_freed_physical_memory_is_used_again(acl):
 
     def allocate():
         handle = c_void_p()
-        assert acl.aclrtMallocPhysical(byref(handle), c_size_t(8 << 20), byref(Physical(location=(0, 1))), c_uint64(0)) == 0
+        assert (
+            acl.aclrtMallocPhysical(
+                byref(handle), c_size_t(8 << 20), byref(Physical(location=(0, 1))), c_uint64(0)
+            )
+            == 0
+        )
         return handle
 
     first = allocate()
@@ -428,7 +488,10 @@ def test_a_kernel_for_the_npu_s_cores_is_refused_by_its_name(program):
         print(acl.rtKernelLaunch(byref(stub), 1, None, 0, None, None), said())
     """)
     assert [lines[0], lines[2], lines[3]] == ["0", "0", "0"]
-    refused = "200006 [ascend-emulator] the kernel '{}' ({}) is not emulated: it is compiled for the NPU's cores. "
+    refused = (
+        "200006 [ascend-emulator] the kernel '{}' ({}) is not emulated: it is compiled for the"
+        " NPU's cores. "
+    )
     assert lines[1].startswith(refused.format("_topk_kernel", "aclrtBinaryGetFunction"))
     assert lines[4].startswith(refused.format("_topk_kernel_0", "rtFunctionRegister"))
     assert lines[5].startswith("200006 [ascend-emulator] rtKernelLaunch is not emulated")

@@ -13,8 +13,12 @@ def test_top_k_top_p(by, dtype):
     logits = torch.randn(5, 50).to(dtype) * 3
     k = torch.tensor([1, 3, 50, 7, 20], dtype=torch.int32)
     p = torch.tensor([0.0, 0.5, 1.0, 0.9, 0.3]).to(dtype)
-    out = torch_npu.npu_top_k_top_p(logits.npu(), p.npu() if by != "k" else None, k.npu() if by != "p" else None)
-    for row, kept, share, result in zip(logits.double(), k.tolist(), p.double().tolist(), out.cpu(), strict=True):
+    out = torch_npu.npu_top_k_top_p(
+        logits.npu(), p.npu() if by != "k" else None, k.npu() if by != "p" else None
+    )
+    for row, kept, share, result in zip(
+        logits.double(), k.tolist(), p.double().tolist(), out.cpu(), strict=True
+    ):
         values, places = row.sort(stable=True)
         if by != "p":
             values = values.masked_fill(values < values[50 - kept], -torch.inf)
@@ -67,7 +71,9 @@ def test_exponential_numbers():
     torch.npu.manual_seed(7)
     first = torch_npu.npu_sim_exponential_(torch.empty(20000, device="npu"), lambd=2.0)
     torch.npu.manual_seed(7)
-    assert torch.equal(first, torch_npu.npu_sim_exponential_(torch.empty(20000, device="npu"), lambd=2.0))
+    assert torch.equal(
+        first, torch_npu.npu_sim_exponential_(torch.empty(20000, device="npu"), lambd=2.0)
+    )
     assert first.min() >= 0
     assert abs(float(first.mean()) - 0.5) < 0.02
     assert abs(float(first.var()) - 0.25) < 0.03

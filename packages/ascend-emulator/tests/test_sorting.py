@@ -40,8 +40,16 @@ def test_search(agree, right, int32, dtype):
     x = distinct().mul(8).to(dtype)
     rows = x.sort(-1).values
     agree(lambda rows, x: torch.searchsorted(rows, x, right=right, out_int32=int32), rows, x)
-    agree(lambda row, x: torch.bucketize(x, row, right=right, out_int32=int32), rows[0].contiguous(), x)
-    agree(lambda row, x: torch.bucketize(x, row, right=right, out_int32=int32), rows[0].contiguous(), x[0, 0])
+    agree(
+        lambda row, x: torch.bucketize(x, row, right=right, out_int32=int32),
+        rows[0].contiguous(),
+        x,
+    )
+    agree(
+        lambda row, x: torch.bucketize(x, row, right=right, out_int32=int32),
+        rows[0].contiguous(),
+        x[0, 0],
+    )
 
 
 def test_search_for_a_number(agree):
@@ -74,11 +82,19 @@ def test_unique(agree, dtype):
 
 CASES = {
     "kthvalue": lambda x: tuple(x.kthvalue(3)),
-    "bucketize": lambda x: torch.bucketize(x, torch.tensor([-1.0, 0, 2], device=x.device).to(x.dtype), right=True),
+    "bucketize": lambda x: torch.bucketize(
+        x, torch.tensor([-1.0, 0, 2], device=x.device).to(x.dtype), right=True
+    ),
     "unique": lambda x: torch.ops.aten._unique(x.round(), True, True),
-    "unique rows": lambda x: torch.unique(x[:, :1].round(), dim=0, return_inverse=True, return_counts=True),
-    "unique neighbours": lambda x: torch.unique_consecutive((x > 0).to(x.dtype), return_inverse=True, return_counts=True),
-    "unique neighbouring rows": lambda x: torch.unique_consecutive((x[:, :1] > 0).to(x.dtype), dim=0),
+    "unique rows": lambda x: torch.unique(
+        x[:, :1].round(), dim=0, return_inverse=True, return_counts=True
+    ),
+    "unique neighbours": lambda x: torch.unique_consecutive(
+        (x > 0).to(x.dtype), return_inverse=True, return_counts=True
+    ),
+    "unique neighbouring rows": lambda x: torch.unique_consecutive(
+        (x[:, :1] > 0).to(x.dtype), dim=0
+    ),
 }
 
 

@@ -10,7 +10,13 @@ HANN = torch.hann_window(32)
 
 def transform(x, **options):
     options = {"n_fft": 32, "return_complex": True} | options
-    return torch.stft(x, **{name: o.to(x.device) if isinstance(o, torch.Tensor) else o for name, o in options.items()})
+    return torch.stft(
+        x,
+        **{
+            name: o.to(x.device) if isinstance(o, torch.Tensor) else o
+            for name, o in options.items()
+        },
+    )
 
 
 def near(actual, expected, dtype):
@@ -38,7 +44,9 @@ def near(actual, expected, dtype):
     ids=str,
 )
 def test_transform(dtype, options):
-    options = {name: o.to(dtype) if isinstance(o, torch.Tensor) else o for name, o in options.items()}
+    options = {
+        name: o.to(dtype) if isinstance(o, torch.Tensor) else o for name, o in options.items()
+    }
     wide = {name: o.double() if isinstance(o, torch.Tensor) else o for name, o in options.items()}
     for shape in ((2, 200), (3, 4096), (200,)):
         x = torch.randn(shape).to(dtype)
@@ -66,8 +74,16 @@ def test_inverse_and_gradient():
 @pytest.mark.parametrize(
     ("x", "options", "message"),
     [
-        (torch.ones(50).double(), {"window": HANN}, "window is Float (DT_FLOAT) and self is Double (DT_DOUBLE)"),
-        (torch.ones(50) + 0j, {"onesided": True, "center": False}, "onesided is true and self is ComplexDouble (DT_COMPLEX128)"),
+        (
+            torch.ones(50).double(),
+            {"window": HANN},
+            "window is Float (DT_FLOAT) and self is Double (DT_DOUBLE)",
+        ),
+        (
+            torch.ones(50) + 0j,
+            {"onesided": True, "center": False},
+            "onesided is true and self is ComplexDouble (DT_COMPLEX128)",
+        ),
     ],
     ids=["window", "onesided"],
 )

@@ -1,4 +1,5 @@
-"""Streams as queues with threads of their own: order, events, time, errors, and an adversary that makes a missing wait fail."""
+"""Streams as queues with threads of their own: order, events, time, errors, and an adversary that
+makes a missing wait fail."""
 
 import ctypes
 import sys
@@ -125,7 +126,10 @@ def test_streams_go_on_beside_each_other():
     value = torch.zeros(8, dtype=torch.int64, device="npu")
     torch.npu.synchronize()
     library, streams = ctypes.CDLL("libascendcl.so"), [torch.npu.Stream(), torch.npu.Stream()]
-    address, handles = ctypes.c_void_p(value.data_ptr()), [ctypes.c_void_p(stream.npu_stream) for stream in streams]
+    address, handles = (
+        ctypes.c_void_p(value.data_ptr()),
+        [ctypes.c_void_p(stream.npu_stream) for stream in streams],
+    )
     assert library.aclrtValueWait(address, ctypes.c_uint64(7), 1, handles[0]) == 0
     time.sleep(0.02)
     assert not streams[0].query()
@@ -143,7 +147,12 @@ def test_synchronizing_with_a_timeout_says_what_runs():
     assert library.aclrtValueWait(address, ctypes.c_uint64(1), 1, handle) == 0
     assert library.aclrtSynchronizeStreamWithTimeout(handle, 30) == 507046
     assert b"the deadline passed while stream" in library.aclGetRecentErrMsg()
-    assert library.aclrtValueWrite(address, ctypes.c_uint64(1), 0, ctypes.c_void_p(torch.npu.current_stream().npu_stream)) == 0
+    assert (
+        library.aclrtValueWrite(
+            address, ctypes.c_uint64(1), 0, ctypes.c_void_p(torch.npu.current_stream().npu_stream)
+        )
+        == 0
+    )
     stream.synchronize()
 
 
@@ -184,7 +193,10 @@ def test_destroyed_and_foreign_handles_are_refused():
 def test_host_functions_run_in_the_stream_s_order():
     library, stream = ctypes.CDLL("libascendcl.so"), torch.npu.Stream()
     seen, kind = [], ctypes.CFUNCTYPE(None, ctypes.c_void_p)
-    calls = [kind(lambda _, number=number: seen.append((number, threading.get_ident()))) for number in range(3)]
+    calls = [
+        kind(lambda _, number=number: seen.append((number, threading.get_ident())))
+        for number in range(3)
+    ]
     for call in calls:
         assert library.aclrtLaunchHostFunc(ctypes.c_void_p(stream.npu_stream), call, None) == 0
     stream.synchronize()
@@ -214,7 +226,12 @@ print(made, status, library.aclGetRecentErrMsg().decode())
     ("driver", "version", "captured", "message"),
     [
         ("", "", range(900, 1024), "error code is 207008"),
-        ("24.1.rc3", "24.1.rc3", range(900, 1024), "[SqCqManage]Alloc sq cq fail, retCode=0x7020023"),
+        (
+            "24.1.rc3",
+            "24.1.rc3",
+            range(900, 1024),
+            "[SqCqManage]Alloc sq cq fail, retCode=0x7020023",
+        ),
         ("25.5.1", "25.5.1", range(1100, 1101), ""),
     ],
 )
@@ -249,7 +266,10 @@ print(len(graphs), get_cann_version("DRIVER") or "unknown", failure)
 
 def test_driver_versions_are_checked(run):
     done = run("run", "--driver", "new", "--", "true")
-    assert (done.returncode, done.stderr) == (1, "driver version 'new'; use a form such as 25.5.1 or 24.1.rc3\n")
+    assert (done.returncode, done.stderr) == (
+        1,
+        "driver version 'new'; use a form such as 25.5.1 or 24.1.rc3\n",
+    )
 
 
 MISSING_WAIT = """
@@ -322,10 +342,12 @@ def test_an_error_reaches_whoever_waits_for_its_stream_and_nothing_hangs(run):
 
 
 def test_an_operator_refused_on_one_npu_s_queue_leaves_the_others(run):
-    """With TASK_QUEUE_ENABLE=2, torch_npu calls both functions of an operator on its queue's thread.
+    """With TASK_QUEUE_ENABLE=2, torch_npu calls both functions of an operator on its queue's
+    thread.
 
-    After the error is known, that thread forgets the events recorded on all NPUs (NPUEventManager::ClearUnrecordedCount), and one
-    recorded on another NPU just then ends the process: the script waits before it goes on.
+    After the error is known, that thread forgets the events recorded on all NPUs
+    (NPUEventManager::ClearUnrecordedCount), and one recorded on another NPU just then ends the
+    process: the script waits before it goes on.
     """
     script = """
 import time
@@ -348,5 +370,16 @@ event.record()
 event.synchronize()
 print(z.tolist())
 """
-    done = run("run", "--npus", "2", "--without", "aclnnMuls", "--", sys.executable, "-c", script, TASK_QUEUE_ENABLE="2")
+    done = run(
+        "run",
+        "--npus",
+        "2",
+        "--without",
+        "aclnnMuls",
+        "--",
+        sys.executable,
+        "-c",
+        script,
+        TASK_QUEUE_ENABLE="2",
+    )
     assert done.stdout == "True\n[2.0, 2.0, 2.0, 2.0]\n", done.stderr

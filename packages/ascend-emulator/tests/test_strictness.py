@@ -1,4 +1,5 @@
-"""Arguments of plain operators are refused at the call, with operator, argument, found and allowed, and all goes on after it."""
+"""Arguments of plain operators are refused at the call, with operator, argument, found and allowed,
+and all goes on after it."""
 
 import re
 import sys
@@ -35,22 +36,49 @@ HALVES, INTEGERS = ("BFloat16", "Half", "Float"), ("Byte", "Char", "Short", "Int
     ("call", "dtype", "named"),
     [
         (lambda x: x @ x, torch.int32, ("aclnnMatmul: self is Int (DT_INT32)", *HALVES)),
-        (lambda x: torch.bmm(x[None], x[None]), torch.float64, ("aclnnBatchMatMul: self is Double (DT_DOUBLE)", *HALVES)),
-        (lambda x: torch.addmm(x, x, x), torch.int64, ("aclnnAddmm: self is Long (DT_INT64)", *HALVES)),
+        (
+            lambda x: torch.bmm(x[None], x[None]),
+            torch.float64,
+            ("aclnnBatchMatMul: self is Double (DT_DOUBLE)", *HALVES),
+        ),
+        (
+            lambda x: torch.addmm(x, x, x),
+            torch.int64,
+            ("aclnnAddmm: self is Long (DT_INT64)", *HALVES),
+        ),
         (functional.silu, torch.int64, ("aclnnSilu: self is Long (DT_INT64)", *HALVES)),
         (functional.gelu, torch.int32, ("aclnnGelu: self is Int (DT_INT32)", *HALVES)),
         (functional.mish, torch.float64, ("aclnnMish: self is Double (DT_DOUBLE)", *HALVES)),
         (torch.frac, torch.float64, ("aclnnFrac: self is Double (DT_DOUBLE)", *HALVES)),
-        (torch.bitwise_not, torch.float16, ("aclnnBitwiseNot: self is Half (DT_FLOAT16)", *INTEGERS, "Bool")),
+        (
+            torch.bitwise_not,
+            torch.float16,
+            ("aclnnBitwiseNot: self is Half (DT_FLOAT16)", *INTEGERS, "Bool"),
+        ),
         (
             torch.neg,
             torch.bool,
-            ("aclnnNeg: self is Bool (DT_BOOL)", *HALVES, "Double", "Char", "Int", "Long", "ComplexFloat", "ComplexDouble"),
+            (
+                "aclnnNeg: self is Bool (DT_BOOL)",
+                *HALVES,
+                "Double",
+                "Char",
+                "Int",
+                "Long",
+                "ComplexFloat",
+                "ComplexDouble",
+            ),
         ),
         (
             lambda x: x.tril_(),
             torch.complex64,
-            ("aclnnInplaceTril: self is ComplexFloat (DT_COMPLEX64)", *HALVES, "Double", *INTEGERS, "Bool"),
+            (
+                "aclnnInplaceTril: self is ComplexFloat (DT_COMPLEX64)",
+                *HALVES,
+                "Double",
+                *INTEGERS,
+                "Bool",
+            ),
         ),
     ],
 )
@@ -60,10 +88,19 @@ def test_dtype_is_refused_at_the_call(call, dtype, named):
     assert f"[ascend-emulator] {found}; allowed: {', '.join(dtypes)}" in message
 
 
-# What Atlas A3 refuses of an operator in PyTorch's own tests (tools/generated_docs/emulator_verdicts.toml), and what it takes.
+# What Atlas A3 refuses of an operator in PyTorch's own tests
+# (tools/generated_docs/emulator_verdicts.toml), and what it takes.
 ON_HARDWARE = {
-    "aclnnDot: self": (lambda x: torch.dot(x[0], x[0]), (torch.float64, torch.int16, torch.int64), torch.int32),
-    "aclnnRemainderTensorTensor: self": (lambda x: x % x, (torch.int8, torch.int16, torch.uint8), torch.int32),
+    "aclnnDot: self": (
+        lambda x: torch.dot(x[0], x[0]),
+        (torch.float64, torch.int16, torch.int64),
+        torch.int32,
+    ),
+    "aclnnRemainderTensorTensor: self": (
+        lambda x: x % x,
+        (torch.int8, torch.int16, torch.uint8),
+        torch.int32,
+    ),
     "aclnnInplaceMaskedFillScalar: self": (
         lambda x: x.masked_fill_(x == 1, 0),
         (torch.float64, torch.int16, torch.uint8),
@@ -80,19 +117,31 @@ ON_HARDWARE = {
     "aclnnRelu: self": (functional.relu, (torch.float64, torch.int16), torch.int8),
     "aclnnSort: self": (torch.sort, (torch.float64,), torch.int64),
     "aclnnMaxDim: self": (lambda x: x.max(1), (torch.float64, torch.int32), torch.int64),
-    "aclnnMaxPool2dWithMask: self": (lambda x: functional.max_pool2d(x[None], 2), (torch.float64,), torch.float16),
+    "aclnnMaxPool2dWithMask: self": (
+        lambda x: functional.max_pool2d(x[None], 2),
+        (torch.float64,),
+        torch.float16,
+    ),
     "aclnnMaxPool3dWithArgmax: self": (
         lambda x: functional.max_pool3d(x[None, None], (1, 2, 2)),
         (torch.float64,),
         torch.float16,
     ),
     "aclnnCat: tensors": (lambda x: torch.cat([x, x]), (torch.complex128,), torch.complex64),
-    "aclnnArange: out": (lambda x: torch.arange(3, dtype=x.dtype, device="npu"), (torch.int8, torch.int16), torch.int32),
+    "aclnnArange: out": (
+        lambda x: torch.arange(3, dtype=x.dtype, device="npu"),
+        (torch.int8, torch.int16),
+        torch.int32,
+    ),
     "aclnnVarMean: self": (torch.var_mean, (torch.bfloat16,), torch.float16),
     "aclnnMedian: self": (torch.median, (torch.bfloat16, torch.float64), torch.float16),
     "aclnnNanMedian: self": (torch.nanmedian, (torch.bfloat16,), torch.float16),
     "aclnnKthvalue: self": (lambda x: x.kthvalue(1), (torch.bfloat16,), torch.float16),
-    "aclnnSearchSorted: sequence": (lambda x: torch.searchsorted(x[0], x), (torch.bfloat16,), torch.float16),
+    "aclnnSearchSorted: sequence": (
+        lambda x: torch.searchsorted(x[0], x),
+        (torch.bfloat16,),
+        torch.float16,
+    ),
     "aclnnInplacePut: self": (
         lambda x: x.put_(torch.tensor([0]).npu(), x[0, :1].clone()),
         (torch.bfloat16, torch.int64),
@@ -107,13 +156,20 @@ def test_dtypes_are_those_that_hardware_takes(named):
     call(*[npu(4, 4, dtype=taken)] * (2 if call is torch.gcd else 1))
     for dtype in refused:
         message = refusal(call, *[npu(4, 4, dtype=dtype)] * (2 if call is torch.gcd else 1))
-        assert re.search(rf"\[ascend-emulator\] {named} is \w+ \(DT_\w+\); (a real dtype is )?allowed", message)
+        assert re.search(
+            rf"\[ascend-emulator\] {named} is \w+ \(DT_\w+\); (a real dtype is )?allowed", message
+        )
 
 
 def test_complex32_is_refused_everywhere_but_in_complex():
     half = npu(3, dtype=torch.float16)
     value = torch.complex(half, half)
-    for call in (lambda: value + value, lambda: value[::2].clone(), lambda: value == value, lambda: torch.stack([value, value])):
+    for call in (
+        lambda: value + value,
+        lambda: value[::2].clone(),
+        lambda: value == value,
+        lambda: torch.stack([value, value]),
+    ):
         assert "a tensor is ComplexHalf; aclnnComplex alone takes it" in refusal(call)
 
 
@@ -124,15 +180,31 @@ LARGE = 1 << 20  # the dry run of such tensors is one of smaller tensors
 @pytest.mark.parametrize(
     ("call", "dtype", "named"),
     [
-        (lambda x: x.acos_(), torch.int16, "aclnnInplaceAcos: result type Float can't be cast to the desired output type Short"),
-        (lambda x: x.sqrt_(), torch.int64, "aclnnInplaceSqrt: result type Float can't be cast to the desired output type Long"),
+        (
+            lambda x: x.acos_(),
+            torch.int16,
+            "aclnnInplaceAcos: result type Float can't be cast to the desired output type Short",
+        ),
+        (
+            lambda x: x.sqrt_(),
+            torch.int64,
+            "aclnnInplaceSqrt: result type Float can't be cast to the desired output type Long",
+        ),
         (
             lambda x: torch.linalg.cross(x[:3], x[:3]),
             torch.bool,
             "aclnnLinalgCross: \"cross\" not implemented for 'Bool'",
         ),
-        (lambda x: x.addcdiv_(x, x), torch.int32, "aclnnInplaceAddcdiv: Integer division with addcdiv is no longer supported"),
-        (lambda x: torch.lerp(x, x, x), torch.int64, "aclnnLerp: \"lerp_kernel_tensor\" not implemented for 'Long'"),
+        (
+            lambda x: x.addcdiv_(x, x),
+            torch.int32,
+            "aclnnInplaceAddcdiv: Integer division with addcdiv is no longer supported",
+        ),
+        (
+            lambda x: torch.lerp(x, x, x),
+            torch.int64,
+            "aclnnLerp: \"lerp_kernel_tensor\" not implemented for 'Long'",
+        ),
         (
             lambda x: x @ x.half(),
             torch.float32,
@@ -152,7 +224,10 @@ def test_what_aten_says_about_shapes_is_an_error_of_the_call():
     torch.npu.synchronize()
     status, _, message = calls.workspace("MseLoss", x, y, 0, out)
     assert status == 161002
-    assert message.startswith("[ascend-emulator] aclnnMseLoss: The size of tensor a (6) must match the size of tensor b (5)")
+    assert message.startswith(
+        "[ascend-emulator] aclnnMseLoss: The size of tensor a (6) must match the size of tensor"
+        " b (5)"
+    )
     status, _, message = calls.workspace("MseLoss", x, out, 0, y)
     assert status == 161002
 
@@ -181,12 +256,27 @@ def test_more_than_eight_dimensions_are_refused_in_every_operator():
 @pytest.mark.parametrize(
     ("call", "named"),
     [
-        (lambda: functional.max_pool2d(npu(1, 1, 9, 9), 2, dilation=2), "dilation is [2, 2]; it must be 1"),
-        (lambda: functional.max_pool3d(npu(1, 1, 9, 9, 9), 2, dilation=2, return_indices=True), "dilation is [2, 2, 2]; it must"),
-        (lambda: functional.group_norm(npu(1, 4, 3), 2, eps=-0.5), "eps is -0.5; it must be above 0"),
+        (
+            lambda: functional.max_pool2d(npu(1, 1, 9, 9), 2, dilation=2),
+            "dilation is [2, 2]; it must be 1",
+        ),
+        (
+            lambda: functional.max_pool3d(npu(1, 1, 9, 9, 9), 2, dilation=2, return_indices=True),
+            "dilation is [2, 2, 2]; it must",
+        ),
+        (
+            lambda: functional.group_norm(npu(1, 4, 3), 2, eps=-0.5),
+            "eps is -0.5; it must be above 0",
+        ),
         (lambda: torch.topk(npu(), 1), "self has 0 dimensions; allowed: 1 to 8"),
-        (lambda: torch.gather(npu(3), 0, npu(0, dtype=torch.uint8)), "index is Byte (DT_UINT8); allowed: Int, Long"),
-        (lambda: torch.baddbmm(npu(1), npu(2, 3, 3), npu(2, 3, 3)), "self has 1 dimensions; allowed: 3"),
+        (
+            lambda: torch.gather(npu(3), 0, npu(0, dtype=torch.uint8)),
+            "index is Byte (DT_UINT8); allowed: Int, Long",
+        ),
+        (
+            lambda: torch.baddbmm(npu(1), npu(2, 3, 3), npu(2, 3, 3)),
+            "self has 1 dimensions; allowed: 3",
+        ),
         (
             lambda: functional.pad(npu(1, 3, 4, 4), (-1, 1, -2, 1), mode="reflect"),
             "padding is [-1, 1, -2, 1]; it must not be negative in Float",
@@ -196,10 +286,15 @@ def test_more_than_eight_dimensions_are_refused_in_every_operator():
             "aclnnDropoutDoMask: mask is Bool (DT_BOOL); allowed: Byte",
         ),
         (
-            lambda: functional.embedding_bag(npu(0, dtype=torch.int64), npu(4, 3), npu(2, dtype=torch.int64), mode="mean"),
+            lambda: functional.embedding_bag(
+                npu(0, dtype=torch.int64), npu(4, 3), npu(2, dtype=torch.int64), mode="mean"
+            ),
             "indices is empty and mode is 1",
         ),
-        (lambda: npu(1).repeat_interleave(1 << 22), "out has 4194304 elements; allowed: less than 4194304"),
+        (
+            lambda: npu(1).repeat_interleave(1 << 22),
+            "out has 4194304 elements; allowed: less than 4194304",
+        ),
         (
             lambda: functional.ctc_loss(npu(4, 2, 3), npu(2, 2, dtype=torch.int64), [4, 4], [0, 2]),
             "targetLengths is [0, 2]; it must have one length above 0 per sample",
@@ -216,10 +311,19 @@ def test_arguments_that_no_caller_of_torch_npu_passes_are_refused():
     torch.npu.synchronize()
     arguments = (x, channels, channels, None, None, False, 0.0, 1.0, npu(4, 6), npu(6), npu(6))
     assert "without training both are needed" in calls.workspace("BatchNorm", *arguments)[2]
-    assert "dim is -3; allowed: -2 to 1" in calls.workspace("GatherV3", x, -3, index, 0, 0, npu(2, 6))[2]
+    assert (
+        "dim is -3; allowed: -2 to 1"
+        in calls.workspace("GatherV3", x, -3, index, 0, 0, npu(2, 6))[2]
+    )
     assert calls.run("GatherV3", x, -2, index, 0, 0, npu(2, 6)) == (0, "")
-    assert "out has shape [4, 2]; it must be [2, 6]" in calls.workspace("GatherV3", x, 0, index, 0, 0, npu(4, 2))[2]
-    assert "out has 6 columns; expected half of x's 6" in calls.workspace("SwiGlu", x, -1, npu(4, 6))[2]
+    assert (
+        "out has shape [4, 2]; it must be [2, 6]"
+        in calls.workspace("GatherV3", x, 0, index, 0, 0, npu(4, 2))[2]
+    )
+    assert (
+        "out has 6 columns; expected half of x's 6"
+        in calls.workspace("SwiGlu", x, -1, npu(4, 6))[2]
+    )
 
 
 def test_number_plus_tensor():
@@ -228,7 +332,10 @@ def test_number_plus_tensor():
     torch.npu.synchronize()
     assert Calls().run("AddV3", 2.5, x, 2.0, out) == (0, "")
     torch.testing.assert_close(out, 2.5 + 2 * x)
-    assert "aclnnAddV3: other is Long (DT_INT64); allowed: " in Calls().workspace("AddV3", 2.5, whole, 2.0, whole)[2]
+    assert (
+        "aclnnAddV3: other is Long (DT_INT64); allowed: "
+        in Calls().workspace("AddV3", 2.5, whole, 2.0, whole)[2]
+    )
 
 
 def test_result_that_does_not_fit_in_place_is_refused_at_the_call():
@@ -248,26 +355,35 @@ def test_floating_dtypes_are_taken(dtype):
 
 def test_bfloat16_and_operators_are_refused_where_the_chip_has_none(run):
     script = (
-        "import torch, torch_npu\n"
-        "torch_npu.npu.set_compile_mode(jit_compile=False)\n"
-        "x = torch.empty(4, 4, dtype=torch.bfloat16, device='npu')\n"
-        "half, positions = torch.empty(2, 64, dtype=torch.half, device='npu'), torch.zeros(2, dtype=torch.int64, device='npu')\n"
-        "def rotary(): torch_npu.npu_mrope(positions, half, half, half, 64, mrope_section=[0, 0, 0], rotary_mode='half')\n"
-        "silu = torch.nn.functional.silu\n"
-        "for call in (lambda: x @ x, lambda: silu(x), lambda: torch.add(x, x), lambda: torch.cat([x, x]), rotary):\n"
-        "    try: call()\n"
-        "    except RuntimeError as error: print(' '.join(str(error).split()))\n"
-        "print((torch.ones(4, 4, device='npu') @ torch.ones(4, 4, device='npu')).sum().item())\n"
+        "import torch, torch_npu\ntorch_npu.npu.set_compile_mode(jit_compile=False)\nx ="
+        " torch.empty(4, 4, dtype=torch.bfloat16, device='npu')\nhalf, positions = torch.empty(2,"
+        " 64, dtype=torch.half, device='npu'), torch.zeros(2, dtype=torch.int64, device='npu')\ndef"
+        " rotary(): torch_npu.npu_mrope(positions, half, half, half, 64, mrope_section=[0, 0, 0],"
+        " rotary_mode='half')\nsilu = torch.nn.functional.silu\nfor call in (lambda: x @ x, lambda:"
+        " silu(x), lambda: torch.add(x, x), lambda: torch.cat([x, x]), rotary):\n    try: call()\n "
+        "   except RuntimeError as error: print(' '.join(str(error).split()))\nprint((torch.ones(4,"
+        " 4, device='npu') @ torch.ones(4, 4, device='npu')).sum().item())\n"
     )
     done = run("run", "--soc", "Ascend310P3", "--", sys.executable, "-c", script)
     assert done.returncode == 0, done.stderr
     *lines, operator, value = done.stdout.splitlines()
-    assert "aclnnRopeWithSinCosCacheV2 is not an operator of Ascend310P3, by torch_npu's documentation" in operator
-    wanted = ["aclnnMatmul: self is", "aclnnSilu: self is", "aclnnAdd: self is", "aclnnCat: tensors is"]
+    assert (
+        "aclnnRopeWithSinCosCacheV2 is not an operator of Ascend310P3, by torch_npu's documentation"
+        in operator
+    )
+    wanted = [
+        "aclnnMatmul: self is",
+        "aclnnSilu: self is",
+        "aclnnAdd: self is",
+        "aclnnCat: tensors is",
+    ]
     assert value == "64.0"
     assert len(lines) == len(wanted)
     for line, named in zip(lines, wanted, strict=True):
-        assert f"{named} BFloat16 (DT_BFLOAT16); Ascend310P3 does not compute in bfloat16; use float16" in line
+        assert (
+            f"{named} BFloat16 (DT_BFLOAT16); Ascend310P3 does not compute in bfloat16; use float16"
+            in line
+        )
 
 
 @pytest.mark.parametrize("soc", ["Ascend310P3", "Ascend910A", "Ascend910B1"])
@@ -283,10 +399,13 @@ def test_operators_are_compiled_at_run_time_by_default_on_the_first_chips(run, s
     compiled = run("run", "--soc", soc, "--", sys.executable, "-c", script)
     assert compiled.returncode == 0, compiled.stderr
     named = (
-        f"jit_compile is on, the default on {soc}, where each operator is compiled for each new shape; fix: torch_npu.npu.set_"
+        f"jit_compile is on, the default on {soc}, where each operator is compiled for each new"
+        " shape; fix: torch_npu.npu.set_"
     )
     assert (named in compiled.stdout) == (soc != "Ascend910B1")
-    done = run("run", "--soc", soc, "--", sys.executable, "-c", script.replace("(None, False)", "(False,)"))
+    done = run(
+        "run", "--soc", soc, "--", sys.executable, "-c", script.replace("(None, False)", "(False,)")
+    )
     assert done.stdout == "[-1.0, -1.0]\n"
 
 
@@ -306,34 +425,73 @@ ONE = 1.0
     [
         ("Silu", (M, (4, 5)), "out has shape [4, 5]; it must be [4, 6]"),
         ("Abs", (M, ()), "out has shape []; it must be [4, 6]"),
-        ("Add", (M, V, ONE, OUT), "other has shape [3], which does not broadcast with self's [4, 6]"),
+        (
+            "Add",
+            (M, V, ONE, OUT),
+            "other has shape [3], which does not broadcast with self's [4, 6]",
+        ),
         ("Mul", (M, (1, 6), (1, 6)), "out has shape [1, 6]; it must be [4, 6]"),
-        ("InplaceMul", ((1, 6), M), "other has shape [4, 6], which does not expand to self's [1, 6]"),
-        ("Addcmul", (M, (6,), V, ONE, OUT), "b has shape [3], which does not broadcast with self and the others' [4, 6]"),
+        (
+            "InplaceMul",
+            ((1, 6), M),
+            "other has shape [4, 6], which does not expand to self's [1, 6]",
+        ),
+        (
+            "Addcmul",
+            (M, (6,), V, ONE, OUT),
+            "b has shape [3], which does not broadcast with self and the others' [4, 6]",
+        ),
         ("EqTensor", (M, (4, 1), (4, 1)), "out has shape [4, 1]; it must be [4, 6]"),
-        ("Mm", (M, (5, 2), (4, 2), 0), "other has shape [5, 2], where 5 must be 6, the last size of self's [4, 6]"),
+        (
+            "Mm",
+            (M, (5, 2), (4, 2), 0),
+            "other has shape [5, 2], where 5 must be 6, the last size of self's [4, 6]",
+        ),
         ("Mm", (M, (6, 2), (4, 3), 0), "out has shape [4, 3]; it must be [4, 2]"),
         ("Mm", ((2, 4, 6), (6, 2), (4, 3), 0), "self has 3 dimensions; allowed: 2"),
         (
             "Matmul",
             ((3, 4, 6), (2, 6, 5), (3, 4, 5), 0),
-            "other has shape [2, 6, 5], whose first dimensions do not broadcast with those of self's [3, 4, 6]",
+            (
+                "other has shape [2, 6, 5], whose first dimensions do not broadcast with those of"
+                " self's [3, 4, 6]"
+            ),
         ),
-        ("Addmm", (V, M, (6, 2), ONE, ONE, (4, 2), 0), "self has shape [3], which does not expand to out's [4, 2]"),
+        (
+            "Addmm",
+            (V, M, (6, 2), ONE, ONE, (4, 2), 0),
+            "self has shape [3], which does not expand to out's [4, 2]",
+        ),
         ("Softmax", (M, 2, OUT), "dim is 2; allowed: -2 to 1"),
         ("Cumsum", (M, -3, 0, OUT), "dim is -3; allowed: -2 to 1"),
-        ("ReduceSum", (M, [0, -2], False, 0, (6,)), "dim is [0, -2], which has dimension 0 more than once"),
+        (
+            "ReduceSum",
+            (M, [0, -2], False, 0, (6,)),
+            "dim is [0, -2], which has dimension 0 more than once",
+        ),
         ("Mean", (M, [1], True, 0, (4,)), "out has shape [4]; it must be [4, 1]"),
         ("Amax", (M, [5], False, (4,)), "dim is 5; allowed: -2 to 1"),
-        ("Cat", ([M, (5, 6), V], 0, (9, 6)), "tensors has shapes [4, 6] and [3]; allowed: a difference in dimension 0 alone"),
+        (
+            "Cat",
+            ([M, (5, 6), V], 0, (9, 6)),
+            "tensors has shapes [4, 6] and [3]; allowed: a difference in dimension 0 alone",
+        ),
         ("Cat", ([M, (5, 6)], 0, (8, 6)), "out has shape [8, 6]; it must be [9, 6]"),
         ("Stack", ([M, V], 0, OUT), "tensors has shapes [4, 6] and [3]; they must be the same"),
-        ("Repeat", (M, [2], OUT), "repeats has 1 numbers; allowed: at least 2, the dimensions of self"),
+        (
+            "Repeat",
+            (M, [2], OUT),
+            "repeats has 1 numbers; allowed: at least 2, the dimensions of self",
+        ),
         ("ConstantPadNd", (M, [1, 2], ONE, OUT), "out has shape [4, 6]; it must be [4, 9]"),
         ("InplaceCopy", (M, V), "source has shape [3], which does not expand to self's [4, 6]"),
         ("Embedding", (M, V, (3, 6)), "indices is Float (DT_FLOAT); allowed: Int, Long"),
         ("IndexSelect", (M, 2, V, (3, 6)), "index is Float (DT_FLOAT); allowed: Int, Long"),
-        ("Gather", (M, 1, V, V), "index has shape [3]; allowed: sizes up to [4, 6], but for dimension 1"),
+        (
+            "Gather",
+            (M, 1, V, V),
+            "index has shape [3]; allowed: sizes up to [4, 6], but for dimension 1",
+        ),
         ("TopkV2", (M, 7, 1, True, True, 1, OUT, OUT), "k is 7; allowed: 0 to 6"),
         ("Sort", (M, False, 1, False, (4, 5), OUT), "values has shape [4, 5]; it must be [4, 6]"),
         ("Eye", (2, 3, (3, 2)), "out has shape [3, 2]; it must be [2, 3]"),
@@ -357,7 +515,9 @@ def test_output_of_the_wrong_shape_is_refused_not_resized():
     for shape in ((5,), (2, 3), (8,), (0,)):
         status, message = calls.run("Silu", x, calls.tensor(y, shape))
         assert status != 0
-        assert message == f"[ascend-emulator] aclnnSilu: out has shape {list(shape)}; it must be [6]"
+        assert (
+            message == f"[ascend-emulator] aclnnSilu: out has shape {list(shape)}; it must be [6]"
+        )
         assert torch.equal(y.cpu(), before)
 
 
@@ -409,12 +569,28 @@ def test_forms_that_hardware_takes_beyond_the_documentation_are_taken(agree):
     agree(torch.sinh, torch.arange(3))
     agree(torch.sinh, torch.tensor([True, False]))
     agree(torch.square, torch.tensor([True, False]))
-    agree(lambda a, i, b: a.put_(i, b), torch.zeros(4, dtype=torch.bool), torch.tensor([1]), torch.tensor([True]))
+    agree(
+        lambda a, i, b: a.put_(i, b),
+        torch.zeros(4, dtype=torch.bool),
+        torch.tensor([1]),
+        torch.tensor([True]),
+    )
     agree(lambda a: functional.layer_norm(a, (3,)), torch.zeros(0, 3))
     agree(lambda a: functional.layer_norm(a, (2, 3)), torch.zeros(0, 2, 3))
     agree(lambda a: torch.all(a, dim=()), torch.tensor([True, False]))
     empty, offsets = torch.zeros(0, dtype=torch.int32), torch.zeros(2, dtype=torch.int32)
-    agree(lambda a, i, o: functional.embedding_bag(i, a, o, mode="sum"), torch.randn(4, 3), empty, offsets)
+    agree(
+        lambda a, i, o: functional.embedding_bag(i, a, o, mode="sum"),
+        torch.randn(4, 3),
+        empty,
+        offsets,
+    )
     samples = torch.zeros(0)
     call = functional.embedding_bag
-    agree(lambda a, i, o, w: call(i, a, o, mode="sum", per_sample_weights=w), torch.randn(4, 3), empty, offsets, samples)
+    agree(
+        lambda a, i, o, w: call(i, a, o, mode="sum", per_sample_weights=w),
+        torch.randn(4, 3),
+        empty,
+        offsets,
+        samples,
+    )

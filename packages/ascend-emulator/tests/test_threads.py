@@ -1,4 +1,5 @@
-"""Several threads use streams, events, graphs and memory at a time. Run threads.py by itself for the thread sanitizer."""
+"""Several threads use streams, events, graphs and memory at a time. Run threads.py by itself for
+the thread sanitizer."""
 
 import sys
 from pathlib import Path

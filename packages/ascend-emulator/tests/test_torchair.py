@@ -1,4 +1,5 @@
-"""torchair, which torch_npu's wheel contains: its libraries load, graphs of aclgraph compute, CANN's graph engine refuses."""
+"""torchair, which torch_npu's wheel contains: its libraries load, graphs of aclgraph compute,
+CANN's graph engine refuses."""
 
 import sys
 
@@ -41,7 +42,11 @@ def printed(run):
         done = run("run", "--", sys.executable, "-c", program)
         assert done.returncode == 0, done.stderr[-2000:]
         words = ("loaded", "failed", "difference", "refused", "afterwards")
-        return [(first, rest) for first, _, rest in (line.partition(" ") for line in done.stdout.splitlines()) if first in words]
+        return [
+            (first, rest)
+            for first, _, rest in (line.partition(" ") for line in done.stdout.splitlines())
+            if first in words
+        ]
 
     return start
 
@@ -49,7 +54,9 @@ def printed(run):
 def test_every_library_of_the_wheel_loads_with_all_its_symbols(printed):
     found = printed(LOAD)
     assert [rest for first, rest in found if first == "failed"] == []
-    assert {"libtorch_npu.so", "libop_plugin_atb.so", "_torchair.so", "_npu_graph_executor.so"} <= {rest for _, rest in found}
+    assert {"libtorch_npu.so", "libop_plugin_atb.so", "_torchair.so", "_npu_graph_executor.so"} <= {
+        rest for _, rest in found
+    }
 
 
 def test_graphs_compute_and_the_graph_engine_refuses_by_name(printed):
@@ -57,7 +64,7 @@ def test_graphs_compute_and_the_graph_engine_refuses_by_name(printed):
     assert [first for first, _ in found] == ["difference"] * 3 + ["refused", "afterwards"]
     assert [float(rest) for first, rest in found[:3]] == [0.0] * 3
     assert (
-        " of CANN's graph engine is not emulated; supported: torchair's mode reduce-overhead; fix: CompilerConfig().mode"
-        in found[3][1]
+        " of CANN's graph engine is not emulated; supported: torchair's mode reduce-overhead; fix:"
+        " CompilerConfig().mode" in found[3][1]
     )
     assert found[4][1] == "3.0"

@@ -43,7 +43,10 @@ def test_a_trace_has_operators_copies_and_synchronizations(trace):
     (sum_,) = [event for event in events if event["name"] == "aclnnAdds"]
     assert sum_["args"]["stream"] != products[0]["args"]["stream"]
     assert {"copy", "operator", "synchronize"} <= {event["cat"] for event in events}
-    assert any(event["cat"] == "copy" and event["args"]["bytes"] in (512 * 128 * 2, 2 * 512 * 128 * 2) for event in events)
+    assert any(
+        event["cat"] == "copy" and event["args"]["bytes"] in (512 * 128 * 2, 2 * 512 * 128 * 2)
+        for event in events
+    )
 
 
 def test_a_trace_names_its_threads(trace):
@@ -82,8 +85,12 @@ def test_the_model_follows_the_roofline():
         a @ b
     with tracing.estimate() as sum_:
         a + b
-    assert product.seconds[0] == pytest.approx(chip.launch + 2 * 1024**3 / chip.cube_flops, rel=0.01)
-    assert sum_.seconds[0] == pytest.approx(chip.launch + 3 * 1024 * 1024 * 2 / chip.bandwidth, rel=0.01)
+    assert product.seconds[0] == pytest.approx(
+        chip.launch + 2 * 1024**3 / chip.cube_flops, rel=0.01
+    )
+    assert sum_.seconds[0] == pytest.approx(
+        chip.launch + 3 * 1024 * 1024 * 2 / chip.bandwidth, rel=0.01
+    )
 
 
 def test_streams_overlap_in_the_model_as_events_allow():
@@ -109,12 +116,22 @@ def test_the_time_of_a_graph_s_branch_is_of_the_stream_that_replays_it():
     torch.ones(1, device="npu")
     (captured, inner, on), size = (stream() for _ in range(3)), 8 << 20
     to, source = memory(size), memory(size)
-    status, graph, condition, branch = ctypes.c_int32(), ctypes.c_void_p(), ctypes.c_void_p(), ctypes.c_void_p()
+    status, graph, condition, branch = (
+        ctypes.c_int32(),
+        ctypes.c_void_p(),
+        ctypes.c_void_p(),
+        ctypes.c_void_p(),
+    )
     with tracing.estimate():
         begin(captured)
         call("aclmdlRICaptureGetInfo", captured, ctypes.byref(status), ctypes.byref(graph))
         call("aclmdlRICondHandleCreate", graph, 1, 1, ctypes.byref(condition))
-        call("aclmdlRIAddCondTask", ConditionalTask(condition, 0, 1, ctypes.pointer(branch)), captured, 0)
+        call(
+            "aclmdlRIAddCondTask",
+            ConditionalTask(condition, 0, 1, ctypes.pointer(branch)),
+            captured,
+            0,
+        )
         call("aclmdlRICaptureToModelRIBegin", inner, branch, 2)
         copy(to, source, inner, size)
         end(inner)
@@ -187,21 +204,33 @@ torch.npu.synchronize()
     path = tmp_path / "trace.json"
     done = run("run", "--trace", str(path), "--", sys.executable, "-c", script)
     assert done.returncode == 0, done.stderr
-    told = {event["name"]: event["args"] for event in tracing.events(path) if event["cat"] == "operator"}
+    told = {
+        event["name"]: event["args"] for event in tracing.events(path) if event["cat"] == "operator"
+    }
     row = 2 * 64 * 2  # bytes of a token's keys
     assert told["aclnnScatterPaKvCache"]["bytes"] == 2 * 2 * 3 * row + 3 * 4
-    attention, latent = told["aclnnFusedInferAttentionScoreV3"], told["aclnnFusedInferAttentionScoreV4"]
+    attention, latent = (
+        told["aclnnFusedInferAttentionScoreV3"],
+        told["aclnnFusedInferAttentionScoreV4"],
+    )
     keys, queries = 2 * (130 + 70) * row, 2 * 2 * 8 * 64 * 2
-    assert keys + queries <= attention["bytes"] < keys + queries + 1000  # lengths, table and sums besides
+    # lengths, table and sums besides
+    assert keys + queries <= attention["bytes"] < keys + queries + 1000
     assert attention["flops"] == 4 * 8 * 64 * (130 + 70)
-    keys, queries = (512 + 64 + 512) * (130 + 70) * 2, (512 + 64 + 512) * 2 * 8 * 2  # latents are read as keys and as values
+    # latents are read as keys and as values
+    keys, queries = (512 + 64 + 512) * (130 + 70) * 2, (512 + 64 + 512) * 2 * 8 * 2
     assert keys + queries <= latent["bytes"] < keys + queries + 1000
     keys, queries = (512 + 64 + 512) * (3 + 2) * 2, (512 + 64 + 512) * 3 * 8 * 2  # the named tokens
     assert keys + queries <= told["aclnnSparseFlashAttention"]["bytes"] < keys + queries + 1000
     read, written = 3 * 576 + 512 + 2 * 3 * 64, 2 * 576  # one of three tokens has no slot
-    assert 2 * (read + written) <= told["aclnnKvRmsNormRopeCache"]["bytes"] < 2 * (read + written) + 100
+    assert (
+        2 * (read + written)
+        <= told["aclnnKvRmsNormRopeCache"]["bytes"]
+        < 2 * (read + written) + 100
+    )
     state = 4 * 64 * 64 * 2
-    assert 5 * state <= told["aclnnRecurrentGatedDeltaRule"]["bytes"] < 5 * state + 5000  # two are read and three written
+    # two are read and three written
+    assert 5 * state <= told["aclnnRecurrentGatedDeltaRule"]["bytes"] < 5 * state + 5000
     assert told["aclnnEmbedding"]["bytes"] == 2 * 2 * 64 * 2 + 2 * 8
     (product,) = [arguments for name, arguments in told.items() if "GroupedMatmul" in name]
     assert product["flops"] == 2 * 5 * 64 * 32

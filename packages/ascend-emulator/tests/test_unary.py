@@ -71,13 +71,17 @@ def test_function(agree, name, dtype):
         agree(strided_out(getattr(torch, name)), x)
 
 
-@pytest.mark.parametrize("name", ["abs", "exp", "neg", "reciprocal", "rsqrt", "sign", "sqrt", "trunc"])
+@pytest.mark.parametrize(
+    "name", ["abs", "exp", "neg", "reciprocal", "rsqrt", "sign", "sqrt", "trunc"]
+)
 def test_infinities_and_nans_come_through(agree, name):
     agree(getattr(torch, name), ODD)
 
 
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
-@pytest.mark.parametrize("name", ["isfinite", "isposinf", "isneginf", "isnan", "isinf", "signbit", "logical_not"])
+@pytest.mark.parametrize(
+    "name", ["isfinite", "isposinf", "isneginf", "isnan", "isinf", "signbit", "logical_not"]
+)
 def test_predicate(agree, name, dtype):
     agree(getattr(torch, name), ODD.to(dtype))
     agree(getattr(torch, name), ODD.to(dtype)[3])
@@ -89,7 +93,9 @@ def test_logical_not_in_place(agree):
 
 
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
-@pytest.mark.parametrize("call", [torch.nan_to_num, torch.Tensor.nan_to_num_], ids=["new", "in place"])
+@pytest.mark.parametrize(
+    "call", [torch.nan_to_num, torch.Tensor.nan_to_num_], ids=["new", "in place"]
+)
 def test_nan_to_num(agree, call, dtype):
     agree(lambda x: call(x, 2.0, 10.0, -10.0), ODD.to(dtype))
     agree(strided_out(lambda x, out: torch.nan_to_num(x, 2.0, 10.0, -10.0, out=out)), ODD.to(dtype))
@@ -102,10 +108,15 @@ def test_round_to_decimals(agree, dtype):
         agree(lambda x: x.round_(decimals=1), x)
 
 
-@pytest.mark.parametrize("dtype", [torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8], ids=str)
+@pytest.mark.parametrize(
+    "dtype", [torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8], ids=str
+)
 @pytest.mark.parametrize("name", ["abs", "neg", "sign", "bitwise_not"])
 def test_whole_numbers(agree, name, dtype):
-    if dtype in {"neg": (torch.int16, torch.uint8), "sign": (torch.int16, torch.int8, torch.uint8)}.get(name, ()):
+    if dtype in {
+        "neg": (torch.int16, torch.uint8),
+        "sign": (torch.int16, torch.int8, torch.uint8),
+    }.get(name, ()):
         pytest.skip("A3 refuses it (test_strictness.py)")
     x = torch.randint(0 if dtype == torch.uint8 else -99, 99, (4, 5)).to(dtype)
     agree(getattr(torch, name), x)
@@ -126,7 +137,10 @@ def test_whole_numbers_become_floats(agree, name):
 
 
 def test_sign_of_complex_numbers(agree):
-    agree(lambda x: torch.view_as_real(torch.sgn(torch.view_as_complex(x))), torch.tensor([[3.0, -4], [0, 0], [0, 2]]))
+    agree(
+        lambda x: torch.view_as_real(torch.sgn(torch.view_as_complex(x))),
+        torch.tensor([[3.0, -4], [0, 0], [0, 2]]),
+    )
 
 
 def test_a_negative_threshold_is_refused():

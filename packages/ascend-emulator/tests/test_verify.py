@@ -1,4 +1,5 @@
-"""Command ``ascend-emulator verify``: its tables, the emulator's own report, and the comparison of two reports."""
+"""Command ``ascend-emulator verify``: its tables, the emulator's own report, and the comparison of
+two reports."""
 
 import copy
 import dataclasses
@@ -14,7 +15,17 @@ from types import SimpleNamespace
 import pytest
 import torch
 from ascend_emulator import chips, cli
-from ascend_emulator.verify import collectives, command, diff, errors, inputs, markdown, report, tables, timings
+from ascend_emulator.verify import (
+    collectives,
+    command,
+    diff,
+    errors,
+    inputs,
+    markdown,
+    report,
+    tables,
+    timings,
+)
 from sanitizers import without_sanitizers
 
 REPORTS = Path(__file__).parents[3] / "reports"
@@ -28,7 +39,9 @@ def test_page_has_the_numbers_of_cases():
     options = SimpleNamespace(only=",".join(report.SECTIONS), select="*", quick=False)
     counts = Counter(section for section, _ in command.selected(options))
     rows = dict(re.findall(r"^\| (\w+) \| (\d+) \|", PAGE.read_text(), re.MULTILINE))
-    assert {section: int(count) for section, count in rows.items()} == {name: counts[name] for name in report.SECTIONS[1:]}
+    assert {section: int(count) for section, count in rows.items()} == {
+        name: counts[name] for name in report.SECTIONS[1:]
+    }
     assert min(counts["operators"] - 300, counts["refusals"] - 60) > 0
 
 
@@ -45,11 +58,23 @@ def test_inputs_of_all_cases_can_be_made(section):
 
 
 def test_inputs_are_the_same_bits_on_every_machine():
-    """Hashes of this version: a report of another machine can be compared only if it computed with the same inputs."""
+    """Hashes of this version: a report of another machine can be compared only if it computed with
+    the same inputs."""
     made = [
-        inputs.make(text, 7) for text in ("float32 4096 -3..3", "bfloat16 100 normal", "int64 50 0..9", "int32 20 permutation")
+        inputs.make(text, 7)
+        for text in (
+            "float32 4096 -3..3",
+            "bfloat16 100 normal",
+            "int64 50 0..9",
+            "int32 20 permutation",
+        )
     ]
-    assert [inputs.digest(each)[:8] for each in made] == ["b46b7f8e", "1b638de2", "e8e11c23", "93e79a34"]
+    assert [inputs.digest(each)[:8] for each in made] == [
+        "b46b7f8e",
+        "1b638de2",
+        "e8e11c23",
+        "93e79a34",
+    ]
     assert -3 <= made[0].min() < -2.9 < 2.9 < made[0].max() < 3
     assert abs(made[0].mean().item()) < 0.1
     assert 0.8 < made[1].float().var() < 1.2
@@ -69,7 +94,10 @@ def test_nan_has_one_hash_and_zeros_have_two():
         ("cannot read /home/someone/models/x.bin", "cannot read PATH"),
         ("bound to 192.168.7.12:29500 by PID 4711", "bound to ADDRESS by PROCESS"),
         ("address 0x7f12deadbeef of fe80::1ff:fe23:4567:890a", "address ADDRESS of ADDRESS"),
-        ("error code is 161002, EZ1001 at 2026-01-02 03:04:05.678", "error code is 161002, EZ1001 at TIME"),
+        (
+            "error code is 161002, EZ1001 at 2026-01-02 03:04:05.678",
+            "error code is 161002, EZ1001 at TIME",
+        ),
     ],
 )
 def test_nothing_private_is_in_an_error(told, kept, monkeypatch):
@@ -80,9 +108,10 @@ def test_nothing_private_is_in_an_error(told, kept, monkeypatch):
 
 def test_error_has_the_codes_and_the_words_of_cann():
     error = RuntimeError(
-        "dot:../third_party/op-plugin/Dot.cpp:66 NPU function error: call aclnnDot failed, error code is 161002\n"
-        "[ERROR] 2026-01-01-00:00:00 (PID:77, Device:0, RankID:-1) ERR00100 PTA call acl api failed.\n"
-        "EZ1001: [PID: 77] 2026-01-01-00:00:00.123.456 self dtype DT_DOUBLE not implemented."
+        "dot:../third_party/op-plugin/Dot.cpp:66 NPU function error: call aclnnDot failed, error"
+        " code is 161002\n[ERROR] 2026-01-01-00:00:00 (PID:77, Device:0, RankID:-1) ERR00100 PTA"
+        " call acl api failed.\nEZ1001: [PID: 77] 2026-01-01-00:00:00.123.456 self dtype DT_DOUBLE"
+        " not implemented."
     )
     found = errors.described(error)
     assert found["codes"] == ["161002", "ERR00100", "EZ1001"]
@@ -93,7 +122,17 @@ def test_error_has_the_codes_and_the_words_of_cann():
 def own(tmp_path_factory):
     """A report of the emulator, of the small selection."""
     place = tmp_path_factory.mktemp("verify") / "own"
-    command = [sys.executable, "-m", "ascend_emulator.cli", "verify", "--quick", "--minutes", "30", "--output", str(place)]
+    command = [
+        sys.executable,
+        "-m",
+        "ascend_emulator.cli",
+        "verify",
+        "--quick",
+        "--minutes",
+        "30",
+        "--output",
+        str(place),
+    ]
     done = subprocess.run(command, capture_output=True, text=True, timeout=1800, check=False)
     assert done.returncode == 0, done.stderr
     assert "no host names" in done.stdout
@@ -104,25 +143,47 @@ def test_report_of_the_emulator_is_complete_and_right(own):
     assert report.problems(own) == []
     assert own["complete"]
     assert {record["outcome"] for record in own["cases"]["operators"].values()} == {"computed"}
-    assert [name for name, record in own["cases"]["operators"].items() if record.get("within") is False] == []
+    assert [
+        name for name, record in own["cases"]["operators"].items() if record.get("within") is False
+    ] == []
     assert own["cases"]["refusals"]["float64/dot(x, x)"]["error"]["codes"] == ["161002", "ERR00100"]
-    assert own["cases"]["runtime"]["graphs-replay-with-new-inputs"]["facts"] == {"first": 262144.0, "second": 1048576.0}
+    assert own["cases"]["runtime"]["graphs-replay-with-new-inputs"]["facts"] == {
+        "first": 262144.0,
+        "second": 1048576.0,
+    }
     page = markdown.text(own)
     assert "| `float64/dot(x, x)` | refused | 161002 ERR00100 |" in page
 
 
 def test_emulator_agrees_with_its_report_in_the_repository(own):
-    """A change of what the emulator computes or refuses needs a new report: docs/verify.md has the command."""
+    """A change of what the emulator computes or refuses needs a new report: docs/verify.md has the
+    command."""
     found = diff.compare(own, report.read(OWN))
     assert found.disagreements == {}
     assert found.agreements > 100
 
 
 ALTERATIONS = {
-    "an error": (("operators", "matmul/float16/33x65 65x17", "outputs", 0, "ulps"), 99.0, "the same bits, but ulps"),
-    "a code": (("refusals", "acl/set-device-99", "error", "codes"), ["507899"], "refused 107001 | refused 507899"),
-    "an outcome": (("refusals", "npu_swiglu-odd", "outcome"), "accepted", "refused 161002 ERR00100 | accepted"),
-    "a fact": (("runtime", "memory-granularity", "facts", "bytes_of_1"), 32, "bytes_of_1: 512 | 32"),
+    "an error": (
+        ("operators", "matmul/float16/33x65 65x17", "outputs", 0, "ulps"),
+        99.0,
+        "the same bits, but ulps",
+    ),
+    "a code": (
+        ("refusals", "acl/set-device-99", "error", "codes"),
+        ["507899"],
+        "refused 107001 | refused 507899",
+    ),
+    "an outcome": (
+        ("refusals", "npu_swiglu-odd", "outcome"),
+        "accepted",
+        "refused 161002 ERR00100 | accepted",
+    ),
+    "a fact": (
+        ("runtime", "memory-granularity", "facts", "bytes_of_1"),
+        32,
+        "bytes_of_1: 512 | 32",
+    ),
     "a result": (("operators", "integer/add/int32", "outputs", 0, "most"), 3, "most 0 and 3"),
     "a special value": (("operators", "special/exp", "values", 0, 10), "0.0", "inf"),
 }
@@ -145,7 +206,9 @@ def test_one_altered_number_is_shown(own, what):
     text = diff.text(own, altered, found)
     assert "B was altered after it was written." in text
     assert "A was altered" not in text
-    assert report.problems(altered) == ["the checksum does not match: the report was altered after it was written"]
+    assert report.problems(altered) == [
+        "the checksum does not match: the report was altered after it was written"
+    ]
 
 
 def test_rounding_is_not_a_disagreement_and_a_worse_error_is(own):
@@ -164,9 +227,24 @@ def test_rounding_is_not_a_disagreement_and_a_worse_error_is(own):
         (lambda each: each.pop("tables"), "missing: tables"),
         (lambda each: each["cases"].update(extra={}), "unknown section 'extra'"),
         (lambda each: each["cases"]["refusals"].update(x={"outcome": "fine"}), "outcome is 'fine'"),
-        (lambda each: each["cases"]["refusals"].update(x={"outcome": "refused", "hostname": "x"}), "unknown field 'hostname'"),
-        (lambda each: each["cases"]["refusals"].update(x={"outcome": "failed", "why": "in /home/me/x"}), "it contains a path"),
-        (lambda each: each["cases"]["refusals"].update(x={"outcome": "failed", "why": "10.1.2.3"}), "it contains an address"),
+        (
+            lambda each: each["cases"]["refusals"].update(
+                x={"outcome": "refused", "hostname": "x"}
+            ),
+            "unknown field 'hostname'",
+        ),
+        (
+            lambda each: each["cases"]["refusals"].update(
+                x={"outcome": "failed", "why": "in /home/me/x"}
+            ),
+            "it contains a path",
+        ),
+        (
+            lambda each: each["cases"]["refusals"].update(
+                x={"outcome": "failed", "why": "10.1.2.3"}
+            ),
+            "it contains an address",
+        ),
     ],
 )
 def test_form_is_checked(own, change, problem):
@@ -179,8 +257,14 @@ def measured_on(own, soc="Ascend910B1", emulated=False):
     """The emulator's report with another machine's name and times."""
     other = copy.deepcopy(own)
     report.environment(other).update(soc=soc, emulated=emulated)
-    facts = {"copy-on-the-device": {"best": 1234.0}, "launch": {"eager": 7.5, "graph": 2.5}, "matmul-float16": {"best": 290.0}}
-    other["cases"]["timings"] = {name: {"outcome": "observed", "facts": each} for name, each in facts.items()}
+    facts = {
+        "copy-on-the-device": {"best": 1234.0},
+        "launch": {"eager": 7.5, "graph": 2.5},
+        "matmul-float16": {"best": 290.0},
+    }
+    other["cases"]["timings"] = {
+        name: {"outcome": "observed", "facts": each} for name, each in facts.items()
+    }
     return other
 
 
@@ -190,15 +274,23 @@ def test_times_of_a_report_replace_published_figures(own, run, tmp_path):
     assert (found.bandwidth, found.cube_flops) == (1234e9, 290e12)
     assert (found.launch, found.graph_launch) == pytest.approx((7.5e-6, 2.5e-6))
     assert found == dataclasses.replace(
-        chip, bandwidth=found.bandwidth, launch=found.launch, graph_launch=found.graph_launch, cube_flops=found.cube_flops
+        chip,
+        bandwidth=found.bandwidth,
+        launch=found.launch,
+        graph_launch=found.graph_launch,
+        cube_flops=found.cube_flops,
     )
     path = tmp_path / "npu.json"
     path.write_text(report.text(measured_on(own)))
     script = "import os; print('bandwidth=1234000000000 ' in os.environ['ASCEND_EMULATOR_CHIP'])"
-    done = run("run", "--times", str(path), "--memory", "1GiB", "--", sys.executable, "-S", "-c", script)
+    done = run(
+        "run", "--times", str(path), "--memory", "1GiB", "--", sys.executable, "-S", "-c", script
+    )
     assert (done.returncode, done.stdout) == (0, "True\n")
     version = report.environment(own)["torch_npu"]
-    assert done.stderr.endswith(f"; estimates use times measured on Ascend910B1, CANN 9.1.0, torch_npu {version}\n")
+    assert done.stderr.endswith(
+        f"; estimates use times measured on Ascend910B1, CANN 9.1.0, torch_npu {version}\n"
+    )
 
 
 def test_times_that_are_not_the_chip_s_are_refused(own):
@@ -209,7 +301,9 @@ def test_times_that_are_not_the_chip_s_are_refused(own):
         chips.measured(chip, measured_on(own, "Ascend910B4"))
     with pytest.raises(ValueError, match="the report has no times"):
         chips.measured(
-            chip, measured_on(own) | {"cases": {**own["cases"], "environment": measured_on(own)["cases"]["environment"]}}
+            chip,
+            measured_on(own)
+            | {"cases": {**own["cases"], "environment": measured_on(own)["cases"]["environment"]}},
         )
 
 
@@ -248,18 +342,29 @@ def test_cases_that_crash_or_hang_do_not_end_the_run(monkeypatch, tmp_path):
     monkeypatch.setenv("RANK_FILE", str(tmp_path / "rank"))
     monkeypatch.setattr(command, "child", SimpleNamespace(__name__="worker"))
     monkeypatch.setattr(command, "CASE_SECONDS", 5.0)
-    options = SimpleNamespace(only="operators,limits,collectives", select="[dlt]*o*", quick=False, minutes=30.0, device=0)
+    options = SimpleNamespace(
+        only="operators,limits,collectives", select="[dlt]*o*", quick=False, minutes=30.0, device=0
+    )
     run = command.Run(command.selected(options), options)
     run.everything()
     found = {name: record for (_, name), record in run.records.items()}
     assert found.keys() == {name for _, name in run.cases}
-    assert found["dot/float32"] == {"outcome": "crashed", "why": "x.cpp: bad address ADDRESS", "signal": 11}
+    assert found["dot/float32"] == {
+        "outcome": "crashed",
+        "why": "x.cpp: bad address ADDRESS",
+        "signal": 11,
+    }
     assert found["dot/float16"] == {"outcome": "hung", "why": "no result in 5 s"}
     assert found["two-npus"] == {"outcome": "skipped", "why": "one NPU"}
-    others = [record["outcome"] for name, record in found.items() if name not in ("dot/float32", "dot/float16", "two-npus")]
+    others = [
+        record["outcome"]
+        for name, record in found.items()
+        if name not in ("dot/float32", "dot/float16", "two-npus")
+    ]
     assert set(others) == {"observed"}
     assert len(others) > 5
-    state = Path("/proc", (tmp_path / "rank").read_text(), "stat")  # a killed process may stay a zombie for a while
+    # a killed process may stay a zombie for a while
+    state = Path("/proc", (tmp_path / "rank").read_text(), "stat")
     assert not state.exists() or state.read_text().rpartition(")")[2].split()[0] in "ZX"
 
 
@@ -269,12 +374,24 @@ def test_ranks_without_a_result_in_time_are_named(monkeypatch):
     monkeypatch.setattr(collectives, "SECONDS", 0.5)
     record = collectives.run("two-npus", {})
     message = "rank 0: no result in 0.5 s; rank 1: no result in 0.5 s"
-    assert record == {"outcome": "failed", "error": {"type": "timeout", "codes": [], "message": message}}
+    assert record == {
+        "outcome": "failed",
+        "error": {"type": "timeout", "codes": [], "message": message},
+    }
 
 
 @pytest.mark.slow
 def test_a_chip_without_bfloat16_refuses_parts_and_runs_the_others(run, tmp_path):
-    command = [sys.executable, "-m", "ascend_emulator.cli", "verify", "--only", "timings,collectives", "--select", "[tm]*[s6]"]
+    command = [
+        sys.executable,
+        "-m",
+        "ascend_emulator.cli",
+        "verify",
+        "--only",
+        "timings,collectives",
+        "--select",
+        "[tm]*[s6]",
+    ]
     machine = ("--npus", "2", "--soc", "Ascend310P3", "--memory", "1GiB")
     done = run("run", *machine, "--", *command, "--output", str(tmp_path / "own"))
     assert done.returncode == 0, done.stderr
@@ -284,8 +401,12 @@ def test_a_chip_without_bfloat16_refuses_parts_and_runs_the_others(run, tmp_path
     assert cases["timings"]["matmul-bfloat16"]["error"]["codes"] == codes
     assert cases["timings"]["matmul-float16"]["outcome"] == "observed"
     results = cases["collectives"]["two-npus"]["facts"]["results"]
-    assert {name: each["codes"] for name, each in results.items() if "codes" in each} == {"refused-bfloat16": codes}
-    assert [each["right"] for name, each in results.items() if name.startswith("all_reduce-")] == [True] * 3
+    assert {name: each["codes"] for name, each in results.items() if "codes" in each} == {
+        "refused-bfloat16": codes
+    }
+    assert [each["right"] for name, each in results.items() if name.startswith("all_reduce-")] == [
+        True
+    ] * 3
 
 
 @pytest.mark.parametrize(("always", "times"), [(True, 6), (False, 2)])
@@ -313,12 +434,19 @@ def test_ctrl_c_leaves_a_partial_report(own, monkeypatch, tmp_path, capsys):
 
 
 def test_python_3_10_without_tomli_and_pip_is_one_line():
-    """As an environment of uv has neither after an install without dependencies; site-packages are left out here."""
+    """As an environment of uv has neither after an install without dependencies; site-packages are
+    left out here."""
     script = (
-        f"import sys; sys.path.append({str(Path(report.__file__).parents[2])!r}); sys.version_info = (3, 10)\n"
-        "from ascend_emulator.cli import main"
+        f"import sys; sys.path.append({str(Path(report.__file__).parents[2])!r}); sys.version_info"
+        " = (3, 10)\nfrom ascend_emulator.cli import main"
     )
-    done = subprocess.run([sys.executable, "-S", "-c", script], capture_output=True, text=True, timeout=120, check=False)
+    done = subprocess.run(
+        [sys.executable, "-S", "-c", script],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
     assert done.returncode == 1
     assert done.stderr.count("\n") == 1
     assert done.stderr.endswith("fix: install tomli, or use Python 3.11 or later\n")
@@ -333,7 +461,12 @@ def test_without_an_npu_one_line_says_so(tmp_path):
     )
     clean = {"PATH": "/usr/bin", "PYTHONPATH": str(source), "PYTHONNOUSERSITE": "1"}
     done = subprocess.run(
-        [sys.executable, "-S", "-c", script], capture_output=True, text=True, timeout=120, env=clean, check=False
+        [sys.executable, "-S", "-c", script],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        env=clean,
+        check=False,
     )
     assert done.returncode == 2
     assert "no NPU could be used" in done.stderr.splitlines()[-1]

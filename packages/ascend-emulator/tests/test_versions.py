@@ -1,4 +1,5 @@
-"""Versions of operators that the installed torch_npu does not call, against CPU torch in float64 or the version that it calls."""
+"""Versions of operators that the installed torch_npu does not call, against CPU torch in float64 or
+the version that it calls."""
 
 import pytest
 import torch
@@ -64,22 +65,31 @@ def test_foreach_of_two_lists(calls, name, dtype):
 def test_foreach_of_three_lists(calls, name):
     xs, ys, zs = lists(torch.float32, 3)
     outs = [npu(shape) for shape in SHAPES]
-    calls.compute(f"Foreach{name}Scalar", on_npu(xs), on_npu(ys), on_npu(zs), torch.tensor([2.0]).npu(), outs)
+    calls.compute(
+        f"Foreach{name}Scalar", on_npu(xs), on_npu(ys), on_npu(zs), torch.tensor([2.0]).npu(), outs
+    )
     for x, y, z, out in zip(xs, ys, zs, outs, strict=True):
         near(out, getattr(torch, name.lower())(x.double(), y.double(), z.double(), value=2.0))
-    assert "scalar has shape [2]" in calls.refusal(f"Foreach{name}Scalar", on_npu(xs), on_npu(ys), on_npu(zs), npu(2), outs)
+    assert "scalar has shape [2]" in calls.refusal(
+        f"Foreach{name}Scalar", on_npu(xs), on_npu(ys), on_npu(zs), npu(2), outs
+    )
 
 
 @pytest.mark.parametrize(
-    ("mode", "function"), {1: torch.round, 2: torch.floor, 3: torch.ceil, 5: torch.trunc, 7: torch.frac}.items()
+    ("mode", "function"),
+    {1: torch.round, 2: torch.floor, 3: torch.ceil, 5: torch.trunc, 7: torch.frac}.items(),
 )
 def test_foreach_rounding(calls, mode, function):
     xs = [4 * torch.randn(shape) for shape in SHAPES]
     outs = [npu(shape) for shape in SHAPES]
-    calls.compute("ForeachRoundOffNumber", on_npu(xs), torch.tensor([mode], dtype=torch.int8).npu(), outs)
+    calls.compute(
+        "ForeachRoundOffNumber", on_npu(xs), torch.tensor([mode], dtype=torch.int8).npu(), outs
+    )
     for x, out in zip(xs, outs, strict=True):
         near(out, function(x.double()))
-    assert "roundMode has shape [2]" in calls.refusal("ForeachRoundOffNumber", on_npu(xs), npu(2, dtype=torch.int8), outs)
+    assert "roundMode has shape [2]" in calls.refusal(
+        "ForeachRoundOffNumber", on_npu(xs), npu(2, dtype=torch.int8), outs
+    )
 
 
 def test_topk(calls):
@@ -88,7 +98,10 @@ def test_topk(calls):
     expected = x.topk(2, largest=False)
     assert torch.equal(values.cpu(), expected.values)
     assert torch.equal(indices.cpu(), expected.indices)
-    assert calls.refusal("Topk", x.npu(), 7, -1, True, True, values, indices) == "k is 7; allowed: 0 to 6"
+    assert (
+        calls.refusal("Topk", x.npu(), 7, -1, True, True, values, indices)
+        == "k is 7; allowed: 0 to 6"
+    )
 
 
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
@@ -101,11 +114,22 @@ def test_upsampling(calls, dtype):
     calls.compute("UpsampleNearest2d", image.npu(), [7, 9], out)
     near(out, functional.interpolate(image.double(), size=(7, 9), mode="nearest"))
     grad, inner = torch.randn(2, 3, 7, 9).to(dtype), npu(2, 3, 4, 5, dtype=dtype)
-    calls.compute("UpsampleBilinear2dBackward", grad.npu(), [7, 9], [2, 3, 4, 5], True, 0.0, 0.0, inner)
-    near(inner, torch.ops.aten.upsample_bilinear2d_backward(grad.double(), [7, 9], [2, 3, 4, 5], True), ulps=16)
+    calls.compute(
+        "UpsampleBilinear2dBackward", grad.npu(), [7, 9], [2, 3, 4, 5], True, 0.0, 0.0, inner
+    )
+    near(
+        inner,
+        torch.ops.aten.upsample_bilinear2d_backward(grad.double(), [7, 9], [2, 3, 4, 5], True),
+        ulps=16,
+    )
     assert calls.workspace("UpsampleNearest1d", line.npu(), [8], npu(2, 3, 7, dtype=dtype))[0] != 0
     assert calls.workspace("UpsampleNearest2d", line.npu(), [7, 9], out)[0] != 0
-    assert calls.workspace("UpsampleBilinear2dBackward", grad.npu(), [7, 8], [2, 3, 4, 5], True, 0.0, 0.0, inner)[0] != 0
+    assert (
+        calls.workspace(
+            "UpsampleBilinear2dBackward", grad.npu(), [7, 8], [2, 3, 4, 5], True, 0.0, 0.0, inner
+        )[0]
+        != 0
+    )
 
 
 def test_hardswish_backward(calls):
@@ -121,8 +145,13 @@ def test_rotary_embedding(calls, mode):
     cos, sin = angles.cos().half(), angles.sin().half()
     out = npu(2, 5, 3, 16, dtype=torch.half)
     calls.compute("RotaryPositionEmbedding", x.npu(), cos.npu(), sin.npu(), mode, out)
-    assert torch.equal(out, torch_npu.npu_rotary_mul(x.npu(), cos.npu(), sin.npu(), "interleave" if mode else "half"))
-    assert "rotary_mode is 2; allowed: 0, 1" in calls.refusal("RotaryPositionEmbedding", x.npu(), cos.npu(), sin.npu(), 2, out)
+    assert torch.equal(
+        out,
+        torch_npu.npu_rotary_mul(x.npu(), cos.npu(), sin.npu(), "interleave" if mode else "half"),
+    )
+    assert "rotary_mode is 2; allowed: 0, 1" in calls.refusal(
+        "RotaryPositionEmbedding", x.npu(), cos.npu(), sin.npu(), 2, out
+    )
 
 
 def test_rotary_embedding_in_place(calls):
@@ -133,7 +162,9 @@ def test_rotary_embedding_in_place(calls):
     calls.compute("ApplyRotaryPosEmb", query, key, cos, sin, 1)
     assert torch.equal(query, expected[0])
     assert torch.equal(key, expected[1])
-    assert "layout (1 BSND, 4 TND) is 2" in calls.refusal("ApplyRotaryPosEmb", query, key, cos, sin, 2)
+    assert "layout (1 BSND, 4 TND) is 2" in calls.refusal(
+        "ApplyRotaryPosEmb", query, key, cos, sin, 2
+    )
 
 
 def test_rotary_embedding_of_positions(calls):
@@ -144,7 +175,9 @@ def test_rotary_embedding_of_positions(calls):
     calls.compute("RopeWithSinCosCache", *given, [0, 0, 0], 64, True, *outs)
     expected = torch_npu.npu_mrope(*given, 64, mrope_section=[0, 0, 0], rotary_mode="half")
     assert all(torch.equal(*pair) for pair in zip(outs, expected, strict=True))
-    assert "head_size is 48" in calls.refusal("RopeWithSinCosCache", *given, [0, 0, 0], 48, True, *outs)
+    assert "head_size is 48" in calls.refusal(
+        "RopeWithSinCosCache", *given, [0, 0, 0], 48, True, *outs
+    )
 
 
 def test_quantization(calls):
@@ -152,20 +185,29 @@ def test_quantization(calls):
     out = npu(4, 64, dtype=torch.int8)
     calls.compute("AscendQuant", x, scale, None, False, "round", 2, out)
     assert torch.equal(out, torch_npu.npu_quantize(x, scale, None, torch.qint8, -1, False))
-    assert calls.refusal("AscendQuant", x, scale, None, False, "floor", 2, out) == "round_mode is floor; allowed: round"
+    assert (
+        calls.refusal("AscendQuant", x, scale, None, False, "floor", 2, out)
+        == "round_mode is floor; allowed: round"
+    )
     rows = npu(4)
     calls.compute("DynamicQuant", x, None, out, rows)
     expected = torch_npu.npu_dynamic_quant(x)
     assert torch.equal(out, expected[0])
     assert torch.equal(rows, expected[1])
-    assert calls.refusal("DynamicQuant", x.float(), None, out, rows) == "x is Float (DT_FLOAT); allowed: Half, BFloat16"
+    assert (
+        calls.refusal("DynamicQuant", x.float(), None, out, rows)
+        == "x is Float (DT_FLOAT); allowed: Half, BFloat16"
+    )
 
 
 def test_quantization_parameters(calls):
     scale, offset, out = torch.randn(8).npu(), torch.randn(8).npu(), npu(8, dtype=torch.int64)
     calls.compute("TransQuantParamV2", scale, offset, out)
     assert torch.equal(out, torch_npu.npu_trans_quant_param(scale, offset))
-    assert calls.refusal("TransQuantParamV2", scale.half(), offset, out) == "scale is Half (DT_FLOAT16); allowed: Float"
+    assert (
+        calls.refusal("TransQuantParamV2", scale.half(), offset, out)
+        == "scale is Half (DT_FLOAT16); allowed: Float"
+    )
 
 
 def test_flat_quantization(calls):
@@ -175,14 +217,24 @@ def test_flat_quantization(calls):
     expected = torch_npu.npu_kronecker_quant(x, left, right, 0.9)
     assert torch.equal(out, expected[0])
     assert torch.equal(scale, expected[1])
-    assert "clip_ratio is 2; allowed: above 0, up to 1" in calls.refusal("FlatQuant", x, left, right, 2.0, out, scale)
+    assert "clip_ratio is 2; allowed: above 0, up to 1" in calls.refusal(
+        "FlatQuant", x, left, right, 2.0, out, scale
+    )
 
 
 def test_add_rms_norm_and_quantization(calls):
-    a, b, gamma, scale = (torch.rand(shape).half().npu() for shape in ((3, 32), (3, 32), (32,), (32,)))
-    y1, y2, total = npu(3, 32, dtype=torch.int8), npu(3, 32, dtype=torch.int8), npu(3, 32, dtype=torch.half)
+    a, b, gamma, scale = (
+        torch.rand(shape).half().npu() for shape in ((3, 32), (3, 32), (32,), (32,))
+    )
+    y1, y2, total = (
+        npu(3, 32, dtype=torch.int8),
+        npu(3, 32, dtype=torch.int8),
+        npu(3, 32, dtype=torch.half),
+    )
     zero = torch.randint(-9, 9, (32,), dtype=torch.int32).npu()
-    calls.compute("AddRmsNormQuant", a, b, gamma, scale, None, zero, None, -1, 1e-6, True, y1, y2, total)
+    calls.compute(
+        "AddRmsNormQuant", a, b, gamma, scale, None, zero, None, -1, 1e-6, True, y1, y2, total
+    )
     expected = torch_npu.npu_add_rms_norm_quant(a, b, gamma, scale, zero)
     assert torch.equal(y1, expected[0])
     assert torch.equal(total, expected[2])
@@ -199,27 +251,45 @@ def test_layer_norm_of_the_compatible_mode(calls):
     calls.compute("FastLayerNorm", x.npu(), [8], weight.npu(), bias.npu(), 1e-5, out, mean, rstd)
     near(out, functional.layer_norm(x.double(), [8], weight.double(), bias.double()), ulps=16)
     near(mean, x.double().mean(-1, keepdim=True))
-    assert calls.workspace("FastLayerNorm", x.npu(), [7], weight.npu(), bias.npu(), 1e-5, out, mean, rstd)[0] != 0
+    assert (
+        calls.workspace(
+            "FastLayerNorm", x.npu(), [7], weight.npu(), bias.npu(), 1e-5, out, mean, rstd
+        )[0]
+        != 0
+    )
 
 
 def test_dequantization_and_swiglu(calls):
-    x, factors = torch.randint(-900, 900, (3, 128), dtype=torch.int32).npu(), (torch.rand(128) / 100).npu()
+    x, factors = (
+        torch.randint(-900, 900, (3, 128), dtype=torch.int32).npu(),
+        (torch.rand(128) / 100).npu(),
+    )
     rows, smooth = torch.rand(3).npu(), torch.rand(64).npu()
     out, scale = npu(3, 64, dtype=torch.int8), npu(3)
     given = (x, factors, rows, None, smooth, None, None)
     calls.compute("DequantSwigluQuant", *given, True, "dynamic", out, scale)
     expected = torch_npu.npu_dequant_swiglu_quant(
-        x, weight_scale=factors, activation_scale=rows, quant_scale=smooth, activate_left=True, quant_mode=1
+        x,
+        weight_scale=factors,
+        activation_scale=rows,
+        quant_scale=smooth,
+        activate_left=True,
+        quant_mode=1,
     )
     assert torch.equal(out, expected[0])
     assert torch.equal(scale, expected[1])
-    said = calls.refusal("DequantSwigluQuant", x, None, rows, None, smooth, None, None, True, "dynamic", out, scale)
+    said = calls.refusal(
+        "DequantSwigluQuant", x, None, rows, None, smooth, None, None, True, "dynamic", out, scale
+    )
     assert said == "an int32 x needs weight_scale"
 
 
 def test_sampling(calls):
     logits, noise = torch.randn(3, 50).half().npu(), torch.rand(3, 50).npu()
-    k, p = torch.tensor([5, 50, 9], dtype=torch.int32).npu(), torch.tensor([0.9, 0.5, 1.0]).half().npu()
+    k, p = (
+        torch.tensor([5, 50, 9], dtype=torch.int32).npu(),
+        torch.tensor([0.9, 0.5, 1.0]).half().npu(),
+    )
     chosen, kept = npu(3, dtype=torch.int64), npu(3, 50)
     calls.compute("TopKTopPSample", logits, k, p, noise, 1e-8, True, 32, chosen, kept)
     expected = torch_npu.npu_top_k_top_p_sample(logits, k, p, noise, None, 1e-8, True)
@@ -242,7 +312,9 @@ def test_dropout(calls, p):
     assert torch.equal(bits(), first)  # of the same seed and offset
     near(out, torch.where(first.bool(), x.cpu().double() / max(1 - p, 1e-9), 0))
     assert calls.refusal("DropoutV3", x, None, 1.5, 7, 3, out, mask) == "p is 1.5; allowed: 0 to 1"
-    assert "the mask has 64 bits for 1000 values" in calls.refusal("DropoutV3", x, None, p, 7, 3, out, npu(8, dtype=torch.uint8))
+    assert "the mask has 64 bits for 1000 values" in calls.refusal(
+        "DropoutV3", x, None, p, 7, 3, out, npu(8, dtype=torch.uint8)
+    )
 
 
 def test_index_fill(calls):
@@ -253,7 +325,9 @@ def test_index_fill(calls):
     assert torch.equal(out.cpu(), expected)
     assert torch.equal(ours.cpu(), expected)
     assert calls.refusal("IndexFillTensor", ours, 2, [0], 2.5, out) == "dim is 2; allowed: -2 to 1"
-    assert calls.refusal("InplaceIndexFillTensor", ours, -3, [0], 2.5) == "dim is -3; allowed: -2 to 1"
+    assert (
+        calls.refusal("InplaceIndexFillTensor", ours, -3, [0], 2.5) == "dim is -3; allowed: -2 to 1"
+    )
 
 
 def test_random_numbers_of_the_whole_range(calls):
@@ -275,7 +349,9 @@ def test_cdist_backward(calls):
         arguments = [each.npu() for each in (grad, a, b, torch.cdist(a, b, p))]
         calls.compute("CdistBackward", *arguments, given, out)
         near(out, expected, ulps=64)
-        assert "out has shape [3, 4]; it must be [4, 3]" in calls.refusal("CdistBackward", *arguments, given, npu(3, 4))
+        assert "out has shape [3, 4]; it must be [4, 3]" in calls.refusal(
+            "CdistBackward", *arguments, given, npu(3, 4)
+        )
 
 
 def test_bucketize(calls):
@@ -283,4 +359,6 @@ def test_bucketize(calls):
     out = npu(4, 5, dtype=torch.int32)
     calls.compute("Bucketize", x.npu(), edges.npu(), True, True, out)
     assert torch.equal(out.cpu(), torch.bucketize(x, edges, out_int32=True, right=True))
-    assert "boundaries has 2 dimensions; allowed: 1" in calls.refusal("Bucketize", x.npu(), x.npu(), True, True, out)
+    assert "boundaries has 2 dimensions; allowed: 1" in calls.refusal(
+        "Bucketize", x.npu(), x.npu(), True, True, out
+    )

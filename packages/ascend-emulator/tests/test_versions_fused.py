@@ -1,4 +1,5 @@
-"""Versions of fused operators that the installed torch_npu does not call, against those that it calls or the formula."""
+"""Versions of fused operators that the installed torch_npu does not call, against those that it
+calls or the formula."""
 
 import sys
 
@@ -21,7 +22,8 @@ def close(actual, expected, ulps=8):
 
 
 def attention(query, key, value, heads=4, groups=2, layout="BNSD", mode=0):
-    """Arguments of the version before ropes: 24 to value_antiquant_offset and prefixes, then the numbers."""
+    """Arguments of the version before ropes: 24 to value_antiquant_offset and prefixes, then the
+    numbers."""
     out, lse = torch.zeros_like(query), npu(0)
     return (
         query,
@@ -47,7 +49,9 @@ def attention(query, key, value, heads=4, groups=2, layout="BNSD", mode=0):
 
 
 def test_fused_inference_attention(calls):
-    query, key, value = (torch.randn(shape).half().npu() for shape in ((2, 4, 6, 32), (2, 2, 9, 32), (2, 2, 9, 32)))
+    query, key, value = (
+        torch.randn(shape).half().npu() for shape in ((2, 4, 6, 32), (2, 2, 9, 32), (2, 2, 9, 32))
+    )
     given = attention(query, key, value)
     calls.compute("FusedInferAttentionScoreV2", *given)
     expected, _ = torch_npu.npu_fused_infer_attention_score(
@@ -65,14 +69,27 @@ def test_grouped_product(calls):
     before, after = [x], [out]
     rest = (*[None] * 6, ends, None, None, None, 3, 0, 0)
     calls.compute("GroupedMatmulV4", before, [weight], *rest, 0, after, None, None)
-    (expected,) = torch_npu.npu_grouped_matmul([x], [weight], group_list=ends, split_item=3, group_type=0)
+    (expected,) = torch_npu.npu_grouped_matmul(
+        [x], [weight], group_list=ends, split_item=3, group_type=0
+    )
     assert torch.equal(out, expected)
-    assert calls.refusal("GroupedMatmulV4", before, [weight], *rest, 1, after, None, None) == "act_type is 1; allowed: 0"
+    assert (
+        calls.refusal("GroupedMatmulV4", before, [weight], *rest, 1, after, None, None)
+        == "act_type is 1; allowed: 0"
+    )
 
 
 def test_grouped_product_and_routing(calls):
-    x, weight, scale = integers(8, 32).npu(), integers(3, 32, 256).npu(), (torch.rand(3, 256) / 100).npu()
-    rows, logit, shared = torch.rand(8).npu(), torch.rand(8).npu(), torch.randn(2, 256).bfloat16().npu()
+    x, weight, scale = (
+        integers(8, 32).npu(),
+        integers(3, 32, 256).npu(),
+        (torch.rand(3, 256) / 100).npu(),
+    )
+    rows, logit, shared = (
+        torch.rand(8).npu(),
+        torch.rand(8).npu(),
+        torch.randn(2, 256).bfloat16().npu(),
+    )
     counts, places, out = torch.tensor([2, 1, 5]).npu(), (torch.randperm(8) // 2).npu(), npu(4, 256)
     expected = torch_npu.npu_grouped_matmul_finalize_routing(
         x, weight, counts, scale=scale, pertoken_scale=rows, shared_input=shared, logit=logit, row_index=places,
@@ -85,20 +102,30 @@ def test_grouped_product_and_routing(calls):
         out.zero_()
         calls.compute(f"GroupedMatmulFinalizeRouting{name}", *given(1))
         assert torch.equal(out, expected)
-        assert "group_list_type is 3; allowed: 0 to 2" in calls.refusal(f"GroupedMatmulFinalizeRouting{name}", *given(3))
+        assert "group_list_type is 3; allowed: 0 to 2" in calls.refusal(
+            f"GroupedMatmulFinalizeRouting{name}", *given(3)
+        )
 
 
 @pytest.mark.parametrize("dtype", [torch.half, torch.bfloat16], ids=str)
 def test_grouped_products_are_added(calls, dtype):
     """The gradients of experts' weights, in Python and as counts (Ascend950)."""
-    x, weight, start, counts = torch.randn(9, 6).to(dtype), torch.randn(9, 4).to(dtype), torch.randn(3, 6, 4), [4, 0, 5]
+    x, weight, start, counts = (
+        torch.randn(9, 6).to(dtype),
+        torch.randn(9, 4).to(dtype),
+        torch.randn(3, 6, 4),
+        [4, 0, 5],
+    )
     ends = torch.tensor(counts).cumsum(0)
     parts = zip(x.double().split(counts), weight.double().split(counts), strict=True)
     expected = start.double() + torch.stack([a.T @ b for a, b in parts])
     ours = start.npu().view(18, 4)
     torch_npu.npu_grouped_matmul_add_(ours, x.npu(), weight.npu(), ends.npu())
     close(ours.view(3, 6, 4), expected, ulps=64)
-    for name, more, lists in (("GroupedMatmulAdd", (), ends), ("GroupedMatmulAddV2", (1,), torch.tensor(counts))):
+    for name, more, lists in (
+        ("GroupedMatmulAdd", (), ends),
+        ("GroupedMatmulAddV2", (1,), torch.tensor(counts)),
+    ):
         out = start.npu()
         calls.compute(name, x.npu(), weight.npu(), lists.npu(), out, True, False, 2, *more)
         close(out, expected, ulps=64)
@@ -114,15 +141,24 @@ def test_finalize_routing(calls, mode):
     tokens, k, columns = 4, 3, 6
     rows = (torch.randn(5, 3, columns) if mode % 2 else torch.randn(tokens * k, columns)).npu()
     places = torch.randperm(12).int().npu()
-    skip1, skip2, bias = (torch.randn(shape).npu() for shape in ((tokens, columns), (tokens, columns), (5, columns)))
-    scales, chosen = torch.randn(tokens, k).npu(), torch.randint(0, 5, (tokens, k), dtype=torch.int32).npu()
+    skip1, skip2, bias = (
+        torch.randn(shape).npu() for shape in ((tokens, columns), (tokens, columns), (5, columns))
+    )
+    scales, chosen = (
+        torch.randn(tokens, k).npu(),
+        torch.randint(0, 5, (tokens, k), dtype=torch.int32).npu(),
+    )
     newest = lambda first, second: torch_npu.npu_moe_finalize_routing(  # noqa: E731
         rows, first, second, bias, scales, places, chosen, drop_pad_mode=mode
     )
     out = npu(tokens, columns)
-    calls.compute("MoeFinalizeRoutingV2", rows, places, skip1, skip2, bias, scales, chosen, mode, out)
+    calls.compute(
+        "MoeFinalizeRoutingV2", rows, places, skip1, skip2, bias, scales, chosen, mode, out
+    )
     assert torch.equal(out, newest(skip1, skip2))
-    said = calls.refusal("MoeFinalizeRoutingV2", rows, places, skip1, None, bias, scales, chosen, mode, out)
+    said = calls.refusal(
+        "MoeFinalizeRoutingV2", rows, places, skip1, None, bias, scales, chosen, mode, out
+    )
     assert said == "skip1 is given without skip2"
     if mode:
         return
@@ -142,8 +178,14 @@ def test_unpermutation_with_a_routing_map(padded, weighted):
     for token in range(tokens):
         routes[token, torch.randperm(experts)[:k]] = True
     if padded:
-        index = routes.T.byte().argsort(dim=-1, descending=True, stable=True)[:, :capacity].reshape(-1)
-        row, token, expert = torch.arange(len(index)), index, torch.arange(experts).repeat_interleave(capacity)
+        index = (
+            routes.T.byte().argsort(dim=-1, descending=True, stable=True)[:, :capacity].reshape(-1)
+        )
+        row, token, expert = (
+            torch.arange(len(index)),
+            index,
+            torch.arange(experts).repeat_interleave(capacity),
+        )
     else:
         expert, token = routes.T.nonzero(as_tuple=True)
         index = token.argsort(stable=True)
@@ -155,7 +197,11 @@ def test_unpermutation_with_a_routing_map(padded, weighted):
     rows = exact[row] * exact_weights[token, expert].unsqueeze(1) if weighted else exact[row]
     expected = torch.zeros(tokens, 5, dtype=torch.float64).index_add(0, token, rows)
     given = (index.int().npu(), [tokens, 5])
-    more = {"routing_map": routes.npu(), "drop_and_pad": padded, "probs": weights if weighted else None}
+    more = {
+        "routing_map": routes.npu(),
+        "drop_and_pad": padded,
+        "probs": weights if weighted else None,
+    }
     out = torch_npu.npu_moe_token_unpermute_with_routing_map(ours, *given, **more)
     close(out, expected.detach())
     slope = torch.randn(tokens, 5)
@@ -164,7 +210,9 @@ def test_unpermutation_with_a_routing_map(padded, weighted):
     close(ours.grad, exact.grad)
     if weighted:
         close(weights.grad, exact_weights.grad, ulps=32)
-        shares = torch_npu._npu_moe_token_unpermute_with_routing_map(ours.detach(), *given, **more)[3]
+        shares = torch_npu._npu_moe_token_unpermute_with_routing_map(ours.detach(), *given, **more)[
+            3
+        ]
         assert torch.equal(shares.cpu(), probs[token, expert])
     with pytest.raises(RuntimeError, match=r"restore_shape is \[6, 4\]; it must be \[6, 5\]"):
         torch_npu._npu_moe_token_unpermute_with_routing_map(ours.detach(), given[0], [6, 4], **more)
@@ -174,15 +222,40 @@ def test_gradient_of_unpermutation_needs_its_rows(calls):
     routes = torch.ones(2, 2, dtype=torch.bool).npu()
     grad, index, out = npu(2, 3), torch.arange(4).int().npu(), npu(4, 3)
     given = (grad, index, index, routes, None, npu(2, 2), False, [2, 3], out, npu(2, 2))
-    assert calls.refusal("MoeTokenUnpermuteWithRoutingMapGrad", *given) == "permuted_tokens is needed with probs"
+    assert (
+        calls.refusal("MoeTokenUnpermuteWithRoutingMapGrad", *given)
+        == "permuted_tokens is needed with probs"
+    )
 
 
 def test_weights_to_dequantize(calls):
     x, weight, scale = torch.randn(2, 64).half(), integers(64, 48), torch.rand(48).half() / 50
     out = npu(2, 48, dtype=torch.half)
-    calls.compute("WeightQuantBatchMatmulNz", x.npu(), weight.npu(), scale.npu(), None, None, None, None, 0, out)
+    calls.compute(
+        "WeightQuantBatchMatmulNz",
+        x.npu(),
+        weight.npu(),
+        scale.npu(),
+        None,
+        None,
+        None,
+        None,
+        0,
+        out,
+    )
     close(out, x.double() @ (weight.double() * scale.double()))
-    said = calls.refusal("WeightQuantBatchMatmulNz", x.float().npu(), weight.npu(), scale.npu(), None, None, None, None, 0, out)
+    said = calls.refusal(
+        "WeightQuantBatchMatmulNz",
+        x.float().npu(),
+        weight.npu(),
+        scale.npu(),
+        None,
+        None,
+        None,
+        None,
+        0,
+        out,
+    )
     assert said == "x is Float (DT_FLOAT); allowed: Half, BFloat16"
 
 

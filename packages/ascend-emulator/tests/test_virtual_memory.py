@@ -1,4 +1,5 @@
-"""Address ranges, physical memory and mappings, as torch-npu's expandable segments use them; memory shared between processes."""
+"""Address ranges, physical memory and mappings, as torch-npu's expandable segments use them; memory
+shared between processes."""
 
 import ctypes
 import os
@@ -14,7 +15,12 @@ from memory_calls import DEVICE, HOST, MIB, Physical, acl, address_of, check, re
 def physical(size=2 * MIB, location=DEVICE, npu=0):
     handle = ctypes.c_void_p()
     check(
-        acl.aclrtMallocPhysical(ctypes.byref(handle), ctypes.c_size_t(size), ctypes.byref(Physical(location=(npu, location))), 0)
+        acl.aclrtMallocPhysical(
+            ctypes.byref(handle),
+            ctypes.c_size_t(size),
+            ctypes.byref(Physical(location=(npu, location))),
+            0,
+        )
     )
     return handle
 
@@ -34,12 +40,22 @@ def unmap(address):
 
 
 def write(address, data, room=None):
-    return acl.aclrtMemcpy(ctypes.c_void_p(address), ctypes.c_size_t(room or len(data)), data, ctypes.c_size_t(len(data)), 1)
+    return acl.aclrtMemcpy(
+        ctypes.c_void_p(address),
+        ctypes.c_size_t(room or len(data)),
+        data,
+        ctypes.c_size_t(len(data)),
+        1,
+    )
 
 
 def read(address, size):
     data = ctypes.create_string_buffer(size)
-    check(acl.aclrtMemcpy(data, ctypes.c_size_t(size), ctypes.c_void_p(address), ctypes.c_size_t(size), 2))
+    check(
+        acl.aclrtMemcpy(
+            data, ctypes.c_size_t(size), ctypes.c_void_p(address), ctypes.c_size_t(size), 2
+        )
+    )
     return data.raw
 
 
@@ -103,7 +119,10 @@ def test_calls_in_a_wrong_order_are_refused(range_of_three):
     assert "no physical memory" in refused(acl.aclrtFreePhysical(ctypes.c_void_p(12345)))
     assert "multiple of" in refused(
         acl.aclrtMallocPhysical(
-            ctypes.byref(ctypes.c_void_p()), ctypes.c_size_t(MIB), ctypes.byref(Physical(location=(0, DEVICE))), 0
+            ctypes.byref(ctypes.c_void_p()),
+            ctypes.c_size_t(MIB),
+            ctypes.byref(Physical(location=(0, DEVICE))),
+            0,
         )
     )
 
@@ -115,7 +134,12 @@ def test_physical_memory_counts_against_the_npus():
     assert torch.npu.mem_get_info() == (free - 64 * MIB, total)
     big = free // (2 * MIB) * 2 * MIB
     handle, properties = ctypes.c_void_p(), Physical(location=(0, DEVICE))
-    message = refused(acl.aclrtMallocPhysical(ctypes.byref(handle), ctypes.c_size_t(big), ctypes.byref(properties), 0), 207001)
+    message = refused(
+        acl.aclrtMallocPhysical(
+            ctypes.byref(handle), ctypes.c_size_t(big), ctypes.byref(properties), 0
+        ),
+        207001,
+    )
     assert "out of memory on NPU 0" in message
     check(acl.aclrtFreePhysical(chunk))
     assert torch.npu.mem_get_info() == (free, total)
@@ -127,7 +151,11 @@ def test_host_memory_is_the_hosts_too():
     ctypes.memmove(start, b"from the host", 13)
     assert ctypes.string_at(start, 13) == b"from the host"
     here = torch.zeros(13, dtype=torch.uint8, device="npu")
-    check(acl.aclrtMemcpy(address_of(here), ctypes.c_size_t(13), ctypes.c_void_p(start), ctypes.c_size_t(13), 1))
+    check(
+        acl.aclrtMemcpy(
+            address_of(here), ctypes.c_size_t(13), ctypes.c_void_p(start), ctypes.c_size_t(13), 1
+        )
+    )
     assert bytes(here.cpu().tolist()) == b"from the host"
     check(unmap(start))
     check(acl.aclrtFreePhysical(chunk))
@@ -171,7 +199,8 @@ with Client({socket!r}) as parent:
 
 @pytest.fixture
 def importer(tmp_path):
-    """``importer(kind, key)``: a process that imports the memory when it is told to, and its connection."""
+    """``importer(kind, key)``: a process that imports the memory when it is told to, and its
+    connection."""
     import subprocess
 
     started = []
@@ -213,9 +242,15 @@ def test_physical_memory_is_shared_with_listed_processes(range_of_three, importe
     start, chunks = range_of_three
     check(write(start, b"hello"))
     handle = ctypes.c_uint64()
-    check(acl.aclrtMemExportToShareableHandle(chunks[0], 0, ctypes.c_uint64(0), ctypes.byref(handle)))
+    check(
+        acl.aclrtMemExportToShareableHandle(chunks[0], 0, ctypes.c_uint64(0), ctypes.byref(handle))
+    )
     connection = importer("handle", handle.value)
-    allow = (lambda process: check(acl.aclrtMemSetPidToShareableHandle(handle, process, 1))) if listed else None
+    allow = (
+        (lambda process: check(acl.aclrtMemSetPidToShareableHandle(handle, process, 1)))
+        if listed
+        else None
+    )
     answer = exchanged(connection, allow)
     if not listed:
         assert "is not in the list" in answer
@@ -261,14 +296,24 @@ def test_a_handle_of_a_process_that_ended_opens_nothing():
     check(acl.aclrtMemImportFromShareableHandle(handle, 0, ctypes.byref(out)))
     check(acl.aclrtFreePhysical(out))
     other = ctypes.c_uint64(handle.value ^ 1 << 63)
-    assert "shares no memory: it ended" in refused(acl.aclrtMemImportFromShareableHandle(other, 0, ctypes.byref(out)))
+    assert "shares no memory: it ended" in refused(
+        acl.aclrtMemImportFromShareableHandle(other, 0, ctypes.byref(out))
+    )
     check(acl.aclrtFreePhysical(chunk))
 
 
 def test_memory_of_another_call_is_not_unmapped():
     """aclrtUnmapMem undoes aclrtMapMem only."""
-    x, key, address = torch.zeros(2 * MIB, dtype=torch.uint8, device="npu"), ctypes.create_string_buffer(65), ctypes.c_void_p()
-    check(acl.aclrtIpcMemGetExportKey(address_of(x), ctypes.c_size_t(x.numel()), key, ctypes.c_size_t(65), ctypes.c_uint64(1)))
+    x, key, address = (
+        torch.zeros(2 * MIB, dtype=torch.uint8, device="npu"),
+        ctypes.create_string_buffer(65),
+        ctypes.c_void_p(),
+    )
+    check(
+        acl.aclrtIpcMemGetExportKey(
+            address_of(x), ctypes.c_size_t(x.numel()), key, ctypes.c_size_t(65), ctypes.c_uint64(1)
+        )
+    )
     check(acl.aclrtIpcMemImportByKey(ctypes.byref(address), key, ctypes.c_uint64(0)))
     assert "no memory is mapped at" in refused(acl.aclrtUnmapMem(address))
     check(write(address.value, b"still there"))
@@ -277,7 +322,9 @@ def test_memory_of_another_call_is_not_unmapped():
 
 def test_addresses_without_an_allocation_are_not_freed():
     start = reserve()
-    assert "not an allocation of aclrtMalloc" in refused(acl.aclrtFree(ctypes.c_void_p(start)), 100000)
+    assert "not an allocation of aclrtMalloc" in refused(
+        acl.aclrtFree(ctypes.c_void_p(start)), 100000
+    )
     check(acl.aclrtReleaseMemAddress(ctypes.c_void_p(start)))
 
 
@@ -286,7 +333,11 @@ def test_ordinary_memory_is_shared_by_key(importer):
     x[:5] = torch.tensor(list(b"hello"), dtype=torch.uint8)
     torch.npu.synchronize()
     key = ctypes.create_string_buffer(65)
-    check(acl.aclrtIpcMemGetExportKey(address_of(x), ctypes.c_size_t(x.numel()), key, ctypes.c_size_t(65), ctypes.c_uint64(1)))
+    check(
+        acl.aclrtIpcMemGetExportKey(
+            address_of(x), ctypes.c_size_t(x.numel()), key, ctypes.c_size_t(65), ctypes.c_uint64(1)
+        )
+    )
     connection = importer("key", key.value.decode())
     assert exchanged(connection) == b"hello"
     connection.send("go")
@@ -325,7 +376,14 @@ print("sum of a part", y[::MIB].sum().item() == -(-y.numel() // MIB))
 
 def test_expandable_segments(run):
     done = run(
-        "run", "--memory", "1GiB", "--", sys.executable, "-c", EXPANDABLE, PYTORCH_NPU_ALLOC_CONF="expandable_segments:True"
+        "run",
+        "--memory",
+        "1GiB",
+        "--",
+        sys.executable,
+        "-c",
+        EXPANDABLE,
+        PYTORCH_NPU_ALLOC_CONF="expandable_segments:True",
     )
     assert done.returncode == 0, done.stderr
     assert "out of memory: NPU out of memory" in done.stdout
@@ -365,6 +423,14 @@ if __name__ == "__main__":
 def test_tensors_are_shared_with_a_process(run, tmp_path, settings):
     script = tmp_path / "sharing.py"
     script.write_text(SHARING)
-    done = run("run", "--memory", "1GiB", "--", sys.executable, str(script), PYTORCH_NPU_ALLOC_CONF=settings)
+    done = run(
+        "run",
+        "--memory",
+        "1GiB",
+        "--",
+        sys.executable,
+        str(script),
+        PYTORCH_NPU_ALLOC_CONF=settings,
+    )
     assert done.returncode == 0, done.stderr
     assert "shared" in done.stdout

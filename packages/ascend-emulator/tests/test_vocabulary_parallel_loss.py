@@ -1,4 +1,5 @@
-"""Cross entropy of a vocabulary that is split over ranks, against torch.nn.functional.cross_entropy in float64."""
+"""Cross entropy of a vocabulary that is split over ranks, against torch.nn.functional.cross_entropy
+in float64."""
 
 import numpy as np
 import pytest
@@ -14,30 +15,44 @@ def tokens(dtype=torch.int32):
 
 
 @pytest.mark.parametrize("keep", [True, False], ids=["logits kept", "logits recomputed"])
-@pytest.mark.parametrize(("dtype", "index"), [(torch.float16, torch.int32), (torch.bfloat16, torch.int64)], ids=str)
+@pytest.mark.parametrize(
+    ("dtype", "index"), [(torch.float16, torch.int32), (torch.bfloat16, torch.int64)], ids=str
+)
 def test_loss_and_gradients_of_two_ranks(dtype, index, keep):
     """As Megatron uses it: what the ranks reduce between the operators is reduced here."""
-    x, weight, target = torch.randn(ROWS, WIDTH).to(dtype), torch.randn(RANKS * EACH, WIDTH).div(4).to(dtype), tokens(index)
+    x, weight, target = (
+        torch.randn(ROWS, WIDTH).to(dtype),
+        torch.randn(RANKS * EACH, WIDTH).div(4).to(dtype),
+        tokens(index),
+    )
     exact_x, exact_weight = x.double().requires_grad_(), weight.double().requires_grad_()
-    expected = torch.nn.functional.cross_entropy(exact_x @ exact_weight.t(), target.long(), reduction="none")
+    expected = torch.nn.functional.cross_entropy(
+        exact_x @ exact_weight.t(), target.long(), reduction="none"
+    )
     slope = torch.randn(ROWS)
     expected.backward(slope.double())
 
     parts = [each.npu() for each in weight.split(EACH)]
     ranks = [
-        torch_npu.npu_fused_linear_online_max_sum(x.npu(), part, target.npu(), i * EACH, (i + 1) * EACH - 1, return_logits=keep)
+        torch_npu.npu_fused_linear_online_max_sum(
+            x.npu(), part, target.npu(), i * EACH, (i + 1) * EACH - 1, return_logits=keep
+        )
         for i, part in enumerate(parts)
     ]
     most = torch.stack([each[0] for each in ranks]).amax(0)
     total = sum(each[1] * (each[0] - most).exp() for each in ranks)
     # the logits of the ranks that have the token, from each rank's own largest value to that of all
     own = [torch.from_numpy(own_rows(each[3])).npu() for each in ranks]
-    predicted = sum((each[2] + each[0] - most) * here for each, here in zip(ranks, own, strict=True))
+    predicted = sum(
+        (each[2] + each[0] - most) * here for each, here in zip(ranks, own, strict=True)
+    )
     tolerance = 2e-2 if dtype is torch.bfloat16 else 4e-3
     whole, gradients = torch.zeros(ROWS, WIDTH, dtype=torch.double), []
     for part, (_, _, _, mask, place, logits) in zip(parts, ranks, strict=True):
         assert (logits is None) != keep
-        loss, softmax = torch_npu.npu_fused_cross_entropy_loss_with_max_sum(most, total, predicted, vocab_parallel_logits=logits)
+        loss, softmax = torch_npu.npu_fused_cross_entropy_loss_with_max_sum(
+            most, total, predicted, vocab_parallel_logits=logits
+        )
         torch.testing.assert_close(loss.cpu().double(), expected.detach(), rtol=1e-4, atol=1e-4)
         kept = {"softmax": softmax} if keep else {"logits_max": most, "sum_exp_logits": total}
         of_x, of_weight = torch_npu.npu_fused_linear_cross_entropy_loss_with_max_sum_backward(
@@ -46,11 +61,14 @@ def test_loss_and_gradients_of_two_ranks(dtype, index, keep):
         whole += of_x.cpu().double()
         gradients.append(of_weight.cpu().double())
     torch.testing.assert_close(whole, exact_x.grad, rtol=tolerance, atol=tolerance)
-    torch.testing.assert_close(torch.cat(gradients), exact_weight.grad, rtol=tolerance, atol=tolerance)
+    torch.testing.assert_close(
+        torch.cat(gradients), exact_weight.grad, rtol=tolerance, atol=tolerance
+    )
 
 
 def own_rows(mask):
-    """1 for the rows whose token the rank has, from its packed mask, whose first row is the highest bit."""
+    """1 for the rows whose token the rank has, from its packed mask, whose first row is the highest
+    bit."""
     return (1 - np.unpackbits(mask.cpu().numpy())[:ROWS]).astype("float32")
 
 
@@ -58,7 +76,9 @@ def test_mask_and_places():
     """Rows past the last count as masked: 9 rows are 16 bits."""
     target = torch.tensor([3, 4, 5, 6, 7, 8, 9, 100, 4], dtype=torch.int32)
     x, weight = torch.randn(9, 16).half().npu(), torch.randn(5, 16).half().npu()
-    _, _, predicted, mask, place, _ = torch_npu.npu_fused_linear_online_max_sum(x, weight, target.npu(), 4, 8)
+    _, _, predicted, mask, place, _ = torch_npu.npu_fused_linear_online_max_sum(
+        x, weight, target.npu(), 4, 8
+    )
     assert mask.tolist() == [0b10000011, 0b01111111]
     assert place.tolist() == [0, 0, 1, 2, 3, 4, 0, 0, 0]
     assert (predicted.cpu() == 0)[[0, 6, 7]].all()
@@ -66,7 +86,10 @@ def test_mask_and_places():
 
 def test_what_the_documentation_excludes_is_refused():
     calls, rows, half = Calls(), torch.zeros(ROWS).npu(), torch.float16
-    x, weight = torch.zeros(ROWS, WIDTH, dtype=half).npu(), torch.zeros(EACH, WIDTH, dtype=half).npu()
+    x, weight = (
+        torch.zeros(ROWS, WIDTH, dtype=half).npu(),
+        torch.zeros(EACH, WIDTH, dtype=half).npu(),
+    )
     mask, place = torch.zeros(2, dtype=torch.uint8).npu(), tokens().npu()
     outs = (rows, rows, rows, mask, place, None)
     for given, said in (
@@ -76,12 +99,23 @@ def test_what_the_documentation_excludes_is_refused():
         assert calls.refusal("FusedLinearOnlineMaxSum", *given, place, 0, 8, *outs) == said
     for first, last in ((-1, 8), (9, 8), (0, EACH)):
         said = calls.refusal("FusedLinearOnlineMaxSum", x, weight, place, first, last, *outs)
-        assert said.startswith(f"vocab_start_index is {first} and vocab_end_index {last}; allowed: from 0 on")
+        assert said.startswith(
+            f"vocab_start_index is {first} and vocab_end_index {last}; allowed: from 0 on"
+        )
     loss = ("FusedCrossEntropyLossWithMaxSum", rows, rows, rows)
-    assert calls.refusal(*loss, 0.1, None, None, None, rows, None) == "label_smoothing is 0.1; only 0 is supported"
-    assert calls.refusal(*loss, 0.0, x, None, None, rows, None) == "input or weight is given; only None is supported"
+    assert (
+        calls.refusal(*loss, 0.1, None, None, None, rows, None)
+        == "label_smoothing is 0.1; only 0 is supported"
+    )
+    assert (
+        calls.refusal(*loss, 0.0, x, None, None, rows, None)
+        == "input or weight is given; only None is supported"
+    )
     grad = ("FusedLinearCrossEntropyLossGrad", rows, x)
     few = weight[:64].contiguous()
-    assert calls.refusal(*grad, few, mask, place, 0.0, rows, rows, None, x, few) == "weight has 64 rows; at least 128"
+    assert (
+        calls.refusal(*grad, few, mask, place, 0.0, rows, rows, None, x, few)
+        == "weight has 64 rows; at least 128"
+    )
     said = "softmax is null; without it logits_max and sum_exp_logits are needed"
     assert calls.refusal(*grad, weight, mask, place, 0.0, rows, None, None, x, weight) == said

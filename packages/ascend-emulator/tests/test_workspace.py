@@ -30,7 +30,11 @@ def test_cube_operators_need_the_system_workspace():
     assert 16 * MIB <= peak(lambda: torch.nn.functional.conv2d(image, weight)) < 17 * MIB
     heads = x.view(1, 64, 1, 64)
     fused = torch_npu.npu_fused_infer_attention_score
-    assert 16 * MIB <= peak(lambda: fused(heads, heads, heads, num_heads=1, input_layout="BSND", scale=1.0)[0]) < 18 * MIB
+    assert (
+        16 * MIB
+        <= peak(lambda: fused(heads, heads, heads, num_heads=1, input_layout="BSND", scale=1.0)[0])
+        < 18 * MIB
+    )
 
 
 def test_element_wise_operators_need_none():
@@ -47,7 +51,10 @@ def test_sorting_of_long_rows_needs_buffers():
 
 def test_gradients_of_attention_are_added_in_float32():
     def backward():
-        query, key, value = (torch.rand(1, 2, 512, 128, dtype=torch.bfloat16, device="npu", requires_grad=True) for _ in range(3))
+        query, key, value = (
+            torch.rand(1, 2, 512, 128, dtype=torch.bfloat16, device="npu", requires_grad=True)
+            for _ in range(3)
+        )
         out = torch_npu.npu_fusion_attention(query, key, value, 2, "BNSD", scale=0.1)[0]
         torch.npu.synchronize()
         return peak(lambda: torch.autograd.grad(out.float().sum(), (query, key, value)))
@@ -64,7 +71,17 @@ def test_a_chip_with_an_unknown_size_needs_none(run):
         torch.npu.synchronize()
         print(torch.npu.max_memory_allocated() >> 20)
     """
-    done = run("run", "--soc", "Ascend310P3", "--memory", "1GiB", "--", sys.executable, "-c", textwrap.dedent(script))
+    done = run(
+        "run",
+        "--soc",
+        "Ascend310P3",
+        "--memory",
+        "1GiB",
+        "--",
+        sys.executable,
+        "-c",
+        textwrap.dedent(script),
+    )
     assert done.stdout == "0\n", done.stderr
 
 
@@ -80,7 +97,16 @@ def test_a_graph_is_captured_and_replayed_with_workspaces(run, level):
         torch.npu.synchronize()
         print(y[0, 0].item())
     """
-    done = run("run", "--memory", "1GiB", "--", sys.executable, "-c", textwrap.dedent(script), TASK_QUEUE_ENABLE=level)
+    done = run(
+        "run",
+        "--memory",
+        "1GiB",
+        "--",
+        sys.executable,
+        "-c",
+        textwrap.dedent(script),
+        TASK_QUEUE_ENABLE=level,
+    )
     assert done.stdout == "32768.0\n", done.stderr
 
 
@@ -93,5 +119,14 @@ def test_workspaces_have_an_allocator_of_their_own(run):
         before, _ = torch.npu.mem_get_info()
         print(((x @ x) @ x)[0, 0].item(), before - torch.npu.mem_get_info()[0] >> 20)
     """
-    done = run("run", "--memory", "1GiB", "--", sys.executable, "-c", textwrap.dedent(script), TASK_QUEUE_ENABLE="2")
+    done = run(
+        "run",
+        "--memory",
+        "1GiB",
+        "--",
+        sys.executable,
+        "-c",
+        textwrap.dedent(script),
+        TASK_QUEUE_ENABLE="2",
+    )
     assert done.stdout == "4096.0 18\n", done.stderr

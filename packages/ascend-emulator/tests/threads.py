@@ -1,6 +1,8 @@
-"""Streams, events, graphs and memory used by several threads, two of which capture at a time: for the thread sanitizer.
+"""Streams, events, graphs and memory used by several threads, two of which capture at a time: for
+the thread sanitizer.
 
-ASCEND_EMULATOR_SANITIZE=thread OMP_NUM_THREADS=1 TASK_QUEUE_ENABLE=0 ascend-emulator run --npus 2 -- python threads.py
+ASCEND_EMULATOR_SANITIZE=thread OMP_NUM_THREADS=1 TASK_QUEUE_ENABLE=0 ascend-emulator run --npus 2
+-- python threads.py
 """
 
 import ctypes
@@ -21,7 +23,8 @@ def capture_and_replay(device):
     for turn in range(ROUNDS):
         graph = torch.npu.NPUGraph()
         main.synchronize()
-        with torch.npu.stream(main):  # torch.npu.graph would synchronize all NPUs, which the other capture forbids
+        # torch.npu.graph would synchronize all NPUs, which the other capture forbids
+        with torch.npu.stream(main):
             graph.capture_begin(capture_error_mode="thread_local")
             y = x * turn
             side.wait_stream(main)
@@ -53,7 +56,10 @@ def captured_by_two_threads(device):
         begin(main)
         call("aclrtRecordEvent", fork, main)
         call("aclrtStreamWaitEvent", side, fork)
-        feeders = [threading.Thread(target=feed, args=each) for each in ((main, *blocks[:2]), (side, *blocks[2:]))]
+        feeders = [
+            threading.Thread(target=feed, args=each)
+            for each in ((main, *blocks[:2]), (side, *blocks[2:]))
+        ]
         for feeder in feeders:
             feeder.start()
         for feeder in feeders:

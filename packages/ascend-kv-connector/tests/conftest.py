@@ -1,4 +1,5 @@
-"""Fixtures: instances with synthetic KV caches on the in-memory transport, without an NPU or an engine."""
+"""Fixtures: instances with synthetic KV caches on the in-memory transport, without an NPU or an
+engine."""
 
 from __future__ import annotations
 

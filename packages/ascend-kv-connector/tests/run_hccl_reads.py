@@ -1,4 +1,5 @@
-"""Program of test_hccl.py on two emulated NPUs, one per process: reads of a peer's registered memory over HCCL.
+"""Program of test_hccl.py on two emulated NPUs, one per process: reads of a peer's registered
+memory over HCCL.
 
 Prints lines `RESULT {json}`.
 """
@@ -73,7 +74,12 @@ def failure(act: Callable[[], None]) -> dict[str, Any]:
     try:
         act()
     except Exception as error:
-        return {"kind": error.kind, "cause": str(error), "settled": error.settled(), "seconds": time.monotonic() - began}
+        return {
+            "kind": error.kind,
+            "cause": str(error),
+            "settled": error.settled(),
+            "seconds": time.monotonic() - began,
+        }
     return {"kind": "none", "seconds": time.monotonic() - began}
 
 
@@ -92,7 +98,8 @@ def main() -> None:
     here = buffer.data_ptr()
 
     def read(value: int, at: int = 0, size: int = SIZE) -> bool:
-        """Read a range from the peer; whether its bytes arrived and those around it are unchanged."""
+        """Read a range from the peer; whether its bytes arrived and those around it are
+        unchanged."""
         pipe.send(value)
         pipe.recv()
         buffer.zero_()
@@ -108,18 +115,30 @@ def main() -> None:
         reader.client = Deaf(reader.client)
 
     right = {"some": [read(1), read(2, 12345, 100_000), read(3, SIZE - 1, 1), read(4)]}
-    results = {"not registered here": failure(lambda: transport.read(session, run(address, here + 1, SIZE), 5))}
-    results["not registered there"] = failure(lambda: transport.read(session, run(address + 1, here, SIZE), 5))
-    results["another secret"] = failure(lambda: transport.read(stranger.session, run(address, here, SIZE), 5))
+    results = {
+        "not registered here": failure(
+            lambda: transport.read(session, run(address, here + 1, SIZE), 5)
+        )
+    }
+    results["not registered there"] = failure(
+        lambda: transport.read(session, run(address + 1, here, SIZE), 5)
+    )
+    results["another secret"] = failure(
+        lambda: transport.read(stranger.session, run(address, here, SIZE), 5)
+    )
     right["after a refusal"] = [read(5)]
     deafen()
-    results["nothing is sent"] = failure(lambda: transport.read(session, run(address, here, SIZE), 0.5))
+    results["nothing is sent"] = failure(
+        lambda: transport.read(session, run(address, here, SIZE), 0.5)
+    )
     torch.npu.synchronize()  # must not block on the missing send
     right["after nothing was sent"] = [read(6)]
     deafen()
     link = transport._readers[session].link
     destroy, link.destroy = link.destroy, fail
-    results["link is not destroyed"] = failure(lambda: transport.read(session, run(address, here, SIZE), 0.5))
+    results["link is not destroyed"] = failure(
+        lambda: transport.read(session, run(address, here, SIZE), 0.5)
+    )
     destroy()
     right["after a link was not destroyed"] = [read(8)]
     os.kill(process.pid, signal.SIGSTOP)

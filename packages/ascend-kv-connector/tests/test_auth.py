@@ -23,10 +23,15 @@ OURS, OTHERS = CurveKeys(b"sixteen bytes or more"), CurveKeys(b"sixteen bytes, o
 @pytest.mark.parametrize("pause", [0.0, 0.3], ids=["at once", "after the handshake"])
 @pytest.mark.parametrize("ours", [OURS, None], ids=["secret", "none"])
 @pytest.mark.parametrize("theirs", [OURS, OTHERS, None], ids=["secret", "another", "none"])
-def test_client_with_a_different_secret_is_refused(ours: CurveKeys | None, theirs: CurveKeys | None, pause: float) -> None:
-    """Also if the handshake fails before the first query: ZMQ then has no connection, and does not try again."""
+def test_client_with_a_different_secret_is_refused(
+    ours: CurveKeys | None, theirs: CurveKeys | None, pause: float
+) -> None:
+    """Also if the handshake fails before the first query: ZMQ then has no connection, and does not
+    try again."""
     asked = []
-    server = RpcServer(CODEC, lambda question: asked.append(question) or Ack(), "127.0.0.1", keys=theirs)
+    server = RpcServer(
+        CODEC, lambda question: asked.append(question) or Ack(), "127.0.0.1", keys=theirs
+    )
     context = zmq.Context()
     client = RpcClient(CODEC, context, "127.0.0.1", server.port, 30.0, ours)
     sleep(pause)
@@ -35,7 +40,10 @@ def test_client_with_a_different_secret_is_refused(ours: CurveKeys | None, their
         if ours is theirs:
             assert client.call(Finish("r", "d", 0, 1), began + 30) == Ack()
         else:
-            with pytest.raises(TransferError, match="authentication failed: the secrets differ or only one instance has one"):
+            with pytest.raises(
+                TransferError,
+                match="authentication failed: the secrets differ or only one instance has one",
+            ):
                 client.call(Finish("r", "d", 0, 1), began + 30)
             assert asked == []
         assert monotonic() - began < 10
@@ -71,10 +79,13 @@ def test_server_takes_the_first_free_port_of_a_range() -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         with pytest.raises(
-            extension.RefusedError, match=rf"cannot listen on 127\.0\.0\.1:{port} .*change kv_port, or host or ports"
+            extension.RefusedError,
+            match=rf"cannot listen on 127\.0\.0\.1:{port} .*change kv_port, or host or ports",
         ):
             RpcServer(CODEC, lambda question: Ack(), "127.0.0.1", port)
-        server = RpcServer(CODEC, lambda question: Ack(), "127.0.0.1", range(port, min(port + 200, 65536)))
+        server = RpcServer(
+            CODEC, lambda question: Ack(), "127.0.0.1", range(port, min(port + 200, 65536))
+        )
         assert port < server.port
         server.close()
 
@@ -112,7 +123,9 @@ def test_tokens_are_transferred(instances: Callable) -> None:
     assert producer.all_free("r")
 
 
-def test_secret_file_takes_precedence_over_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_secret_file_takes_precedence_over_environment(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.delenv(SECRET_ENV, raising=False)
     assert read_secret("") == b""
     file = tmp_path / "secret"
@@ -125,12 +138,16 @@ def test_secret_file_takes_precedence_over_environment(tmp_path: Path, monkeypat
     monkeypatch.setenv(SECRET_ENV, "of the file, in a line")
     assert read_secret("") == of_file
     monkeypatch.setenv(SECRET_ENV, "short")
-    with pytest.raises(extension.RefusedError, match=f"{SECRET_ENV} has a secret of 5 bytes; it needs at least 16"):
+    with pytest.raises(
+        extension.RefusedError, match=f"{SECRET_ENV} has a secret of 5 bytes; it needs at least 16"
+    ):
         read_secret("")
     file.write_text("")
     with pytest.raises(extension.RefusedError, match="secret has a secret of 0 bytes"):
         read_secret(str(file))
-    with pytest.raises(extension.RefusedError, match=r"secret_file .*none cannot be read: No such file"):
+    with pytest.raises(
+        extension.RefusedError, match=r"secret_file .*none cannot be read: No such file"
+    ):
         read_secret(str(tmp_path / "none"))
 
 
@@ -140,21 +157,30 @@ def test_secret_is_required_where_others_can_connect() -> None:
         require_secret(b"", True, "10.0.0.1", transport)
         require_secret(b"sixteen bytes or more", False, "10.0.0.1", transport)
     with pytest.raises(
-        extension.RefusedError, match=r"can reach 10\.0\.0\.1, .*set secret_file .*VLLM_ASCEND_KV_SECRET .*insecure"
+        extension.RefusedError,
+        match=r"can reach 10\.0\.0\.1, .*set secret_file .*VLLM_ASCEND_KV_SECRET .*insecure",
     ):
         require_secret(b"", False, "10.0.0.1", "hccl")
-    with pytest.raises(extension.RefusedError, match=r"Mooncake listens on all addresses .*fix: set secret_file .*insecure"):
+    with pytest.raises(
+        extension.RefusedError,
+        match=r"Mooncake listens on all addresses .*fix: set secret_file .*insecure",
+    ):
         require_secret(b"", False, "127.0.0.1", "mooncake")
 
 
 def test_open_ports_are_named_with_a_secret_too(monkeypatch: pytest.MonkeyPatch) -> None:
     lines = list[str]()
-    monkeypatch.setattr(extension.logger, "warning", lambda line, *values: lines.append(line % values))
+    monkeypatch.setattr(
+        extension.logger, "warning", lambda line, *values: lines.append(line % values)
+    )
     warn_of_open_ports(True, "mooncake", "10.0.0.1:15000")
     warn_of_open_ports(False, "hccl", "10.0.0.1:15000")
     assert lines == []
     warn_of_open_ports(False, "mooncake", "10.0.0.1:15000")
-    assert re.search(r"Mooncake authenticates nobody: .*10\.0\.0\.1:15000.*fix: admit the other instances only", lines[0])
+    assert re.search(
+        r"Mooncake authenticates nobody: .*10\.0\.0\.1:15000.*fix: admit the other instances only",
+        lines[0],
+    )
 
 
 def test_is_loopback() -> None:

@@ -18,10 +18,15 @@ from ascend_platform.transfer.rpc import RpcServer
 from harness.kv.prompts import Prompt
 
 
-def test_siblings_do_not_return_each_others_buffers(instances: Callable, network: InMemoryNetwork) -> None:
-    """Several requests of one engine read a source at once, some give up: what the others read is not packed anew meanwhile."""
+def test_siblings_do_not_return_each_others_buffers(
+    instances: Callable, network: InMemoryNetwork
+) -> None:
+    """Several requests of one engine read a source at once, some give up: what the others read is
+    not packed anew meanwhile."""
     producer = instances("p", expose_cache=False, slots=2, lease=60.0, blocks=400).produce()
-    consumer = instances("d", expose_cache=False, lanes=4, blocks=400, transfer_timeout=30.0).consume()
+    consumer = instances(
+        "d", expose_cache=False, lanes=4, blocks=400, transfer_timeout=30.0
+    ).consume()
     network.faults.delay, network.faults.seconds = 0.5, 0.02
     draw = random.Random(5)
     for turn in range(6):
@@ -32,11 +37,16 @@ def test_siblings_do_not_return_each_others_buffers(instances: Callable, network
         sleep(0.02 * draw.random())
         consumer.consumers[0].cancel(f"{turn}-1", TransferError("aborted", "the request has ended"))
         (ended,) = consumer.wait(5)
-        assert [outcome.kind for outcome in ended if isinstance(outcome, Failed)] in ([], ["aborted"]), ended
+        assert [outcome.kind for outcome in ended if isinstance(outcome, Failed)] in (
+            [],
+            ["aborted"],
+        ), ended
         for outcome in ended:
             if isinstance(outcome, Done):
                 source = sources[outcome.request.endswith("-4")]
-                assert consumer.holds(source.request, blocks[outcome.request], 0, 60), outcome.request
+                assert consumer.holds(source.request, blocks[outcome.request], 0, 60), (
+                    outcome.request
+                )
         for number in range(2):
             assert producer.all_free(f"r{turn}-{number}")
         producer.free, consumer.free = list(range(400)), list(range(400))
@@ -44,9 +54,13 @@ def test_siblings_do_not_return_each_others_buffers(instances: Callable, network
 
 def test_more_readers_than_buffers_of_a_pipeline(instances: Callable) -> None:
     """Readers that start with different ranks do not wait for each other's buffers."""
-    producer = instances("p", expose_cache=False, pp=2, slots=2, chunk_bytes=320, blocks=400).produce()
+    producer = instances(
+        "p", expose_cache=False, pp=2, slots=2, chunk_bytes=320, blocks=400
+    ).produce()
     readers = [
-        instances(f"d{number}", expose_cache=False, tp=2, lanes=2, blocks=400, transfer_timeout=15.0).consume()
+        instances(
+            f"d{number}", expose_cache=False, tp=2, lanes=2, blocks=400, transfer_timeout=15.0
+        ).consume()
         for number in range(3)
     ]
     wanted = []
@@ -72,7 +86,9 @@ def test_more_producers_than_a_context_has_sockets(instances: Callable) -> None:
     blocks = consumer.take(4)
     for number in range(400):
         source, held = producer.fill(f"r{number}", 4)
-        source = source._replace(ranks=((f"127.0.{1 + number // 200}.{1 + number % 200}", door.port),))
+        source = source._replace(
+            ranks=((f"127.0.{1 + number // 200}.{1 + number % 200}", door.port),)
+        )
         rank.start(f"r{number}", source, blocks, 0, 4)
         ((outcome,),) = consumer.wait()
         assert isinstance(outcome, Done), (number, outcome)
@@ -84,13 +100,18 @@ def test_more_producers_than_a_context_has_sockets(instances: Callable) -> None:
     door.close()
 
 
-def test_dead_and_slow_peers_cost_their_own_requests_alone(instances: Callable, network: InMemoryNetwork) -> None:
-    """With more requests for peers that do not answer, and for peers whose bytes do not arrive, than there are lanes."""
+def test_dead_and_slow_peers_cost_their_own_requests_alone(
+    instances: Callable, network: InMemoryNetwork
+) -> None:
+    """With more requests for peers that do not answer, and for peers whose bytes do not arrive,
+    than there are lanes."""
     healthy, slow = (
         instances("p", expose_cache=False).produce(),
         [instances(f"s{number}", expose_cache=False).produce() for number in range(3)],
     )
-    consumer = instances("d", expose_cache=False, lanes=2, answer_timeout=30.0, transfer_timeout=30.0).consume()
+    consumer = instances(
+        "d", expose_cache=False, lanes=2, answer_timeout=30.0, transfer_timeout=30.0
+    ).consume()
     rank, blocks = consumer.consumers[0], consumer.take(17)
     (own,) = {rank.transport.session}
     network.cut.update(frozenset((own, each.producers[0].transport.session)) for each in slow)
@@ -100,7 +121,9 @@ def test_dead_and_slow_peers_cost_their_own_requests_alone(instances: Callable, 
         for number in range(6):
             dead = Source(f"x{number % 3}", f"dead-{number}", (("127.0.0.1", ports[number % 3]),))
             rank.start(f"dead-{number}", dead, blocks, 0, 17)
-            rank.start(f"slow-{number}", slow[number % 3].fill(f"slow-{number}", 17)[0], blocks, 0, 17)
+            rank.start(
+                f"slow-{number}", slow[number % 3].fill(f"slow-{number}", 17)[0], blocks, 0, 17
+            )
         own_blocks = {f"r{number}": consumer.take(17) for number in range(2)}
         for name, taken in own_blocks.items():
             rank.start(name, healthy.fill(name, 17)[0], taken, 0, 17)
@@ -115,14 +138,20 @@ def test_dead_and_slow_peers_cost_their_own_requests_alone(instances: Callable, 
 
 
 @pytest.mark.parametrize("exposed", [True, False], ids=["direct", "staged"])
-def test_prompts_that_the_producer_has_forgotten_do_not_keep_others_waiting(exposed: bool, instances: Callable) -> None:
+def test_prompts_that_the_producer_has_forgotten_do_not_keep_others_waiting(
+    exposed: bool, instances: Callable
+) -> None:
     """Anyone may repeat old parameters."""
     producer = instances("p", expose_cache=exposed).produce()
-    consumer = instances("d", expose_cache=exposed, lanes=2, answer_timeout=20.0, transfer_timeout=60.0).consume()
+    consumer = instances(
+        "d", expose_cache=exposed, lanes=2, answer_timeout=20.0, transfer_timeout=60.0
+    ).consume()
     rank, blocks = consumer.consumers[0], consumer.take(17)
     source, _ = producer.fill("r", 17)
     for number in range(6):
-        rank.start(f"old-{number}", source._replace(request=f"old-{number}"), consumer.take(4), 0, 4)
+        rank.start(
+            f"old-{number}", source._replace(request=f"old-{number}"), consumer.take(4), 0, 4
+        )
     sleep(0.5)
     rank.start("r", source, blocks, 0, 17)
     ((outcome,),) = consumer.wait()
@@ -142,13 +171,19 @@ def test_failures_of_one_outage_count_once() -> None:
     assert breaker.refusal() == ""
     now[0] = 12.0
     breaker.note_failure("no answer", 11.0)
-    assert breaker.refusal() == "not contacted: 2 requests in a row failed, the last one 0.0 s ago (no answer)"
+    assert (
+        breaker.refusal()
+        == "not contacted: 2 requests in a row failed, the last one 0.0 s ago (no answer)"
+    )
     breaker.note_success()
     assert breaker.refusal() == ""
 
 
 def test_peer_that_failed_twice_is_not_contacted_for_a_while(instances: Callable) -> None:
-    producer, consumer = instances("p").produce(), instances("d", lanes=1, answer_timeout=0.3).consume()
+    producer, consumer = (
+        instances("p").produce(),
+        instances("d", lanes=1, answer_timeout=0.3).consume(),
+    )
     rank, answer = consumer.consumers[0], producer.producers[0].server._handler
     producer.producers[0].server._handler = lambda query: sleep(0.5)
     blocks = consumer.take(4)
@@ -157,7 +192,10 @@ def test_peer_that_failed_twice_is_not_contacted_for_a_while(instances: Callable
     (ended,) = consumer.wait(6)
     causes = [outcome.cause for outcome in sorted(ended, key=lambda outcome: outcome.request)]
     assert causes[:2] == ["no answer in 0.3 s"] * 2
-    refusal = r"not contacted: \d requests in a row failed, the last one \d\.\d s ago \(no answer in 0.3 s\)"
+    refusal = (
+        r"not contacted: \d requests in a row failed, the last one \d\.\d s ago \(no answer in"
+        r" 0.3 s\)"
+    )
     assert re.fullmatch(refusal, causes[2])
     producer.producers[0].server._handler = answer
     until = monotonic() + 20.0
@@ -170,8 +208,13 @@ def test_peer_that_failed_twice_is_not_contacted_for_a_while(instances: Callable
     assert isinstance(outcome, Done)
 
 
-def test_failed_reads_take_a_limited_number_of_buffers(instances: Callable, network: InMemoryNetwork) -> None:
-    producer, consumer = instances("p", expose_cache=False).produce(), instances("d", expose_cache=False, lanes=2).consume()
+def test_failed_reads_take_a_limited_number_of_buffers(
+    instances: Callable, network: InMemoryNetwork
+) -> None:
+    producer, consumer = (
+        instances("p", expose_cache=False).produce(),
+        instances("d", expose_cache=False, lanes=2).consume(),
+    )
     rank, network.faults.late, network.faults.seconds = consumer.consumers[0], 1.0, 5.0
     blocks = consumer.take(4)
     for number in range(MAX_QUARANTINED + 6):
@@ -181,7 +224,10 @@ def test_failed_reads_take_a_limited_number_of_buffers(instances: Callable, netw
         ((outcome,),) = consumer.wait()
         assert outcome.kind == "transport"
     most = MAX_QUARANTINED + 4
-    assert f"{most} receive buffers are still in use or in quarantine after failed reads" in outcome.cause
+    assert (
+        f"{most} receive buffers are still in use or in quarantine after failed reads"
+        in outcome.cause
+    )
     assert outcome.seconds < 10
     assert len(rank.transport._memory) == most
     network.faults.late, until = 0.0, monotonic() + 60.0
@@ -198,7 +244,13 @@ def test_failed_reads_take_a_limited_number_of_buffers(instances: Callable, netw
 @pytest.mark.parametrize("layerwise", [False, True])
 def test_queue_of_the_peer_does_not_shorten_a_loan(layerwise: bool, instances: Callable) -> None:
     """A buffer is lent from when it is free, which may be long after it was first asked for."""
-    options = {"answer_timeout": 0.3, "transfer_timeout": 30.0, "lease": 60.0, "slots": 1, "expose_cache": False}
+    options = {
+        "answer_timeout": 0.3,
+        "transfer_timeout": 30.0,
+        "lease": 60.0,
+        "slots": 1,
+        "expose_cache": False,
+    }
     producer, consumer = instances("p", **options).produce(), instances("d", **options).consume()
     rank, other = producer.producers[0], Owner("other", "x", 0, "y")
     assert rank._buffers.acquire(other, 1000.0)

@@ -14,7 +14,11 @@ import torch
 from ascend_kv_connector.testing import ConnectorTests, Engine, HandoffTests, one_rank  # noqa: F401
 from ascend_kv_connector.transfers import Done
 
-pytest.importorskip("mooncake.engine", exc_type=ImportError, reason="Mooncake lacks a library: apt-get install libibverbs1")
+pytest.importorskip(
+    "mooncake.engine",
+    exc_type=ImportError,
+    reason="Mooncake lacks a library: apt-get install libibverbs1",
+)
 
 P2P: dict[str, Any] = {
     "kv_connector": "AscendP2PConnector",
@@ -44,19 +48,28 @@ STORE: dict[str, Any] = {
 
 @pytest.fixture
 def store(tmp_path: Path) -> dict[str, Any]:
-    return STORE | {"kv_connector_extra_config": STORE["kv_connector_extra_config"] | {"disk_path": str(tmp_path)}}
+    return STORE | {
+        "kv_connector_extra_config": STORE["kv_connector_extra_config"]
+        | {"disk_path": str(tmp_path)}
+    }
 
 
 class Busy:
-    """A stream that executes nothing after :meth:`start` until it is released, as an NPU that is busy with a step."""
+    """A stream that executes nothing after :meth:`start` until it is released, as an NPU that is
+    busy with a step."""
 
     def __init__(self) -> None:
         self.stream, self.released = torch.npu.Stream(), threading.Event()
-        self._wait = ctypes.CFUNCTYPE(None, ctypes.c_void_p)(lambda _: self.released.wait(60) and None)
+        self._wait = ctypes.CFUNCTYPE(None, ctypes.c_void_p)(
+            lambda _: self.released.wait(60) and None
+        )
 
     def start(self) -> None:
         library = ctypes.CDLL("libascendcl.so")
-        assert library.aclrtLaunchHostFunc(ctypes.c_void_p(self.stream.npu_stream), self._wait, None) == 0
+        assert (
+            library.aclrtLaunchHostFunc(ctypes.c_void_p(self.stream.npu_stream), self._wait, None)
+            == 0
+        )
 
 
 @contextmanager
@@ -73,19 +86,28 @@ class TestAscendP2PConnector(HandoffTests):
     transfer: ClassVar[dict[str, Any]] = P2P
     device = "npu"
 
-    def test_addresses_of_a_client_are_not_contacted(self, engine: Callable[..., Engine], tmp_path: Path) -> None:
+    def test_addresses_of_a_client_are_not_contacted(
+        self, engine: Callable[..., Engine], tmp_path: Path
+    ) -> None:
         (tmp_path / "secret").write_text("sixteen bytes or more")
         options = P2P["kv_connector_extra_config"] | {"secret_file": str(tmp_path / "secret")}
-        one, other = (engine(kv_role=role, kv_connector_extra_config=options) for role in ("kv_producer", "kv_consumer"))
+        one, other = (
+            engine(kv_role=role, kv_connector_extra_config=options)
+            for role in ("kv_producer", "kv_consumer")
+        )
         prompt = list(range(60))
         sent = self.prefill_all(one, {"a": prompt})["a"]
         with socket.create_server(("127.0.0.1", 0)) as listener:
             listener.settimeout(0.3)
             port = listener.getsockname()[1]
             chosen = {
-                "metaserver": {"do_remote_prefill": True, "metaserver": f"http://127.0.0.1:{port}/"},
+                "metaserver": {
+                    "do_remote_prefill": True,
+                    "metaserver": f"http://127.0.0.1:{port}/",
+                },
                 "ranks": sent | {"remote_ranks": [["127.0.0.1", port]]},
-                "reader": sent | {"do_remote_prefill": False, "do_remote_decode": True, "remote_reader": "r"},
+                "reader": sent
+                | {"do_remote_prefill": False, "do_remote_decode": True, "remote_reader": "r"},
             }
             chosen["reader"]["remote_ranks"] = [["127.0.0.1", port]]
             for name, params in chosen.items():
@@ -103,7 +125,10 @@ class TestAscendP2PConnector(HandoffTests):
 
     def test_request_that_waits_longer_than_the_lease(self, engine: Callable[..., Engine]) -> None:
         options = P2P["kv_connector_extra_config"] | {"lease": 3}
-        one, other = (engine(kv_role=role, kv_connector_extra_config=options) for role in ("kv_producer", "kv_consumer"))
+        one, other = (
+            engine(kv_role=role, kv_connector_extra_config=options)
+            for role in ("kv_producer", "kv_consumer")
+        )
         prompt, until = list(range(60)), monotonic() + 6
         params = self.prefill_all(one, {"a": prompt})["a"]
         for number in range(8):  # as many as run at once

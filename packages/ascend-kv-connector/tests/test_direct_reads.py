@@ -1,4 +1,5 @@
-"""Reads of exposed KV cache: without staging, confirmed by the lease, and blocks that a failed read may still write to."""
+"""Reads of exposed KV cache: without staging, confirmed by the lease, and blocks that a failed read
+may still write to."""
 
 import random
 from collections.abc import Callable
@@ -28,9 +29,13 @@ COPIES = {
 
 @pytest.mark.parametrize("layout", COPIES)
 def test_copies_and_messages(layout: str, instances: Callable) -> None:
-    """Copies of each byte by device operations on either side, and messages to a rank with connections open."""
+    """Copies of each byte by device operations on either side, and messages to a rank with
+    connections open."""
     one, other, packed, unpacked = COPIES[layout]
-    producer, consumer = instances("p", chunk_bytes=8192, **one).produce(), instances("d", chunk_bytes=8192, **other).consume()
+    producer, consumer = (
+        instances("p", chunk_bytes=8192, **one).produce(),
+        instances("d", chunk_bytes=8192, **other).consume(),
+    )
     for name in ("first", "second"):
         source, _ = producer.fill(name, 30)
         before = sum(rank.copied_bytes for rank in producer.producers)
@@ -45,10 +50,13 @@ def test_copies_and_messages(layout: str, instances: Callable) -> None:
     assert sum(rank.copied_bytes for rank in producer.producers) - before == packed * size
     assert sum(outcome.copied for outcome in outcomes) == unpacked * size
     ranks = len(producer.producers)
-    assert [outcome.messages for outcome in outcomes] == [2 * ranks] * len(outcomes)  # Locate and Confirm, or Fetch and Release
+    # Locate and Confirm, or Fetch and Release
+    assert [outcome.messages for outcome in outcomes] == [2 * ranks] * len(outcomes)
 
 
-def test_blocks_that_were_freed_during_a_read_are_not_loaded(instances: Callable, network: InMemoryNetwork) -> None:
+def test_blocks_that_were_freed_during_a_read_are_not_loaded(
+    instances: Callable, network: InMemoryNetwork
+) -> None:
     """The reader's bytes may be of another prompt, which has the blocks by then."""
     producer, consumer = instances("p", lease=60.0).produce(), instances("d").consume()
     network.faults.delay, network.faults.seconds = 1.0, 0.4
@@ -63,10 +71,15 @@ def test_blocks_that_were_freed_during_a_read_are_not_loaded(instances: Callable
     producer.fill("s", 17)
     ((outcome,),) = consumer.wait()
     assert (outcome.kind, outcome.blocks) == ("lease", tuple(blocks))
-    assert outcome.cause == "the request's blocks were freed while they were read: all readers have released it"
+    assert (
+        outcome.cause
+        == "the request's blocks were freed while they were read: all readers have released it"
+    )
 
 
-def test_request_id_that_is_used_again_has_another_lease(instances: Callable, network: InMemoryNetwork) -> None:
+def test_request_id_that_is_used_again_has_another_lease(
+    instances: Callable, network: InMemoryNetwork
+) -> None:
     producer, consumer = instances("p").produce(), instances("d").consume()
     network.faults.delay, network.faults.seconds = 1.0, 0.4
     source, _ = producer.fill("r", 17)
@@ -79,8 +92,13 @@ def test_request_id_that_is_used_again_has_another_lease(instances: Callable, ne
 
 
 @pytest.mark.parametrize("fault", ["late", "hang"])
-def test_blocks_are_kept_while_a_failed_read_may_write_to_them(fault: str, instances: Callable, network: InMemoryNetwork) -> None:
-    producer, consumer = instances("p").produce(), instances("d", lanes=1, transfer_timeout=1.0).consume()
+def test_blocks_are_kept_while_a_failed_read_may_write_to_them(
+    fault: str, instances: Callable, network: InMemoryNetwork
+) -> None:
+    producer, consumer = (
+        instances("p").produce(),
+        instances("d", lanes=1, transfer_timeout=1.0).consume(),
+    )
     rank = consumer.consumers[0]
     setattr(network.faults, fault, 1.0)
     network.faults.seconds = 0.6
@@ -130,7 +148,9 @@ def test_locate_outside_the_lease_is_refused(instances: Callable) -> None:
         with pytest.raises(Exception, match="invalid fetch"):
             rank.answer(Locate(**(good | bad)))
     closed = instances("q", expose_cache=False).produce().producers[0]
-    assert closed.answer(Locate(**good)).cause == "the prefill instance does not expose its KV cache"
+    assert (
+        closed.answer(Locate(**good)).cause == "the prefill instance does not expose its KV cache"
+    )
 
 
 def test_runs_are_the_tokens_bytes() -> None:
@@ -143,9 +163,17 @@ def test_runs_are_the_tokens_bytes() -> None:
         for _ in range(2):
             block = draw.choice([1, 2, 4, 64])
             strides = [block * size + draw.choice([0, 3]) for size in sizes]
-            memory.append([torch.randint(0, 255, (64 * stride,), dtype=torch.uint8) for stride in strides])
-            slots = numpy.array(sorted(draw.sample(range(64 * block), tokens)) if draw.random() < 0.5 else numpy.arange(tokens))
-            regions_of = [(each.data_ptr(), stride) for each, stride in zip(memory[-1], strides, strict=True)]
+            memory.append(
+                [torch.randint(0, 255, (64 * stride,), dtype=torch.uint8) for stride in strides]
+            )
+            slots = numpy.array(
+                sorted(draw.sample(range(64 * block), tokens))
+                if draw.random() < 0.5
+                else numpy.arange(tokens)
+            )
+            regions_of = [
+                (each.data_ptr(), stride) for each, stride in zip(memory[-1], strides, strict=True)
+            ]
             places.append(Placement(regions_of, block, slots))
             homes.append(
                 [
@@ -165,4 +193,6 @@ def test_runs_are_the_tokens_bytes() -> None:
         }
         assert got == wanted
     dense = Placement([(1000, 8), (5000, 16)], 4, numpy.arange(12))
-    assert plan_runs(dense, Placement.packed(0, 12, [2, 4]), [2, 4]) == Runs([1000, 5000], [0, 24], [24, 48])
+    assert plan_runs(dense, Placement.packed(0, 12, [2, 4]), [2, 4]) == Runs(
+        [1000, 5000], [0, 24], [24, 48]
+    )

@@ -16,11 +16,18 @@ def _seconds(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def found(peer: str | None) -> list[tuple[str, str]]:
-    return [(title, level) for title, level, *_ in doctor.check(argparse.Namespace(category="kv", peer=peer))]
+    return [
+        (title, level)
+        for title, level, *_ in doctor.check(argparse.Namespace(category="kv", peer=peer))
+    ]
 
 
-@pytest.mark.parametrize(("listens", "level"), [("127.0.0.1", "ok"), ("", "warn")], ids=["loopback", "all addresses"])
-def test_instance_that_answers(listens: str, level: str, instances: Callable, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("listens", "level"), [("127.0.0.1", "ok"), ("", "warn")], ids=["loopback", "all addresses"]
+)
+def test_instance_that_answers(
+    listens: str, level: str, instances: Callable, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """An instance on this machine whose data port is open to others, as Mooncake's is."""
     monkeypatch.setattr(doctor, "other_addresses", lambda: ["127.0.0.2"])
     (rank,) = instances("p").produce().producers
@@ -28,14 +35,25 @@ def test_instance_that_answers(listens: str, level: str, instances: Callable, mo
         session = f"127.0.0.1:{listener.getsockname()[1]}"
         rank._cache_info = msgspec.structs.replace(rank._cache_info, session=session)
         results = list(doctor.check_peer("127.0.0.1", rank.server.port, b""))
-    assert [(title, level) for title, level, *_ in results] == [("control port", "ok"), ("model", "ok"), ("data port", level)]
-    assert ("accepts connections at 127.0.0.2 too, without the secret" in results[2][2]) == (level == "warn")
-    assert results[1][2] == "m, weights of unknown fingerprint; 4 regions of int16, 80 elements a token, read directly"
+    assert [(title, level) for title, level, *_ in results] == [
+        ("control port", "ok"),
+        ("model", "ok"),
+        ("data port", level),
+    ]
+    assert ("accepts connections at 127.0.0.2 too, without the secret" in results[2][2]) == (
+        level == "warn"
+    )
+    assert (
+        results[1][2]
+        == "m, weights of unknown fingerprint; 4 regions of int16, 80 elements a token, read"
+        " directly"
+    )
 
 
 def test_data_port_that_is_closed(instances: Callable) -> None:
     (rank,) = instances("p", expose_cache=False).produce().producers
-    results = list(doctor.check_peer("127.0.0.1", rank.server.port, b""))  # the in-memory transport has no port
+    # the in-memory transport has no port
+    results = list(doctor.check_peer("127.0.0.1", rank.server.port, b""))
     assert [level for _, level, *_ in results] == ["ok", "ok", "fail"]
     assert results[1][2].endswith("staged")
 
@@ -45,7 +63,11 @@ def test_nothing_listens() -> None:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     ((title, level, text, fix),) = doctor.check_peer("127.0.0.1", port, b"")
-    assert (title, level, text) == ("control port", "fail", f"127.0.0.1:{port}: nothing listens at its address (5 attempts)")
+    assert (title, level, text) == (
+        "control port",
+        "fail",
+        f"127.0.0.1:{port}: nothing listens at its address (5 attempts)",
+    )
     assert "VLLM_ASCEND_KV_SECRET, here not set" in fix
 
 
@@ -54,9 +76,12 @@ def test_another_secret(instances: Callable) -> None:
     (result,) = doctor.check_peer("127.0.0.1", rank.server.port, b"another secret of 16")
     assert result[1] == "fail"
     assert "authentication failed" in result[2]
-    assert [level for _, level, *_ in doctor.check_peer("127.0.0.1", rank.server.port, b"sixteen bytes or more")][:2] == [
-        "ok"
-    ] * 2
+    assert [
+        level
+        for _, level, *_ in doctor.check_peer(
+            "127.0.0.1", rank.server.port, b"sixteen bytes or more"
+        )
+    ][:2] == ["ok"] * 2
 
 
 def test_arguments() -> None:

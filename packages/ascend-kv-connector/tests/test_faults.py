@@ -1,4 +1,5 @@
-"""Endurance test: many requests under faults; each ends in time, correctly or with a cause, and nothing leaks."""
+"""Endurance test: many requests under faults; each ends in time, correctly or with a cause, and
+nothing leaks."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -31,7 +32,9 @@ def test_every_request_ends_correctly_or_with_a_cause(
     for kind, number in result.ended.items():
         record_property(kind, number)
     assert (result.wrong, result.late, result.leaked) == ([], [], [])
-    assert sum(number for kind, number in result.ended.items() if not kind.startswith("(")) == REQUESTS
+    assert (
+        sum(number for kind, number in result.ended.items() if not kind.startswith("(")) == REQUESTS
+    )
     assert result.ended["done"] > REQUESTS * 0.5
     assert result.ended["(a producer was killed)"] == 3
     assert set(result.ended) > {"done", "transport"}
@@ -39,7 +42,8 @@ def test_every_request_ends_correctly_or_with_a_cause(
 
 @pytest.mark.usefixtures("one_rank")
 def test_requests_through_a_router_under_faults(tmp_path: Path) -> None:
-    """vLLM's schedulers, repeated and mixed-up requests, restarts; ``tools/check transfers requests`` runs 2,000."""
+    """vLLM's schedulers, repeated and mixed-up requests, restarts; ``tools/check transfers
+    requests`` runs 2,000."""
     suite = Suite(tmp_path)
     suite.device = "cpu"
     result = request_faults.Endurance(suite.make, 80, restarts=2).run()
@@ -48,7 +52,12 @@ def test_requests_through_a_router_under_faults(tmp_path: Path) -> None:
     assert result.requests == 80
     assert result.loaded > 20
     assert result.events.keys() >= {"kill prefill", "restart decode", "the router dies"}
-    assert {name.partition(":")[0] for name in result.ended} >= {"once", "layer by layer", "the same body again", "n = 2"}
+    assert {name.partition(":")[0] for name in result.ended} >= {
+        "once",
+        "layer by layer",
+        "the same body again",
+        "n = 2",
+    }
 
 
 def test_outcome_is_reported_once(instances: Callable) -> None:

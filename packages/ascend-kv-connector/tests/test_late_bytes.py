@@ -1,4 +1,5 @@
-"""Bytes of failed reads and writes that arrive late: blocks and buffers are not used again before all have arrived."""
+"""Bytes of failed reads and writes that arrive late: blocks and buffers are not used again before
+all have arrived."""
 
 import logging
 from collections.abc import Callable
@@ -29,7 +30,8 @@ def short_waits(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def settle(consumer: Any, seconds: float = 30.0) -> float:
-    """Wait until the transfer's blocks may be used again, and use them; returns the seconds that it took."""
+    """Wait until the transfer's blocks may be used again, and use them; returns the seconds that it
+    took."""
     rank, began = consumer.consumers[0], monotonic()
     while not rank.pop_settled():
         assert monotonic() < began + seconds
@@ -45,7 +47,8 @@ def is_unchanged(consumer: Any) -> bool:
 
 
 def pushing(instances: Callable, **options: Any) -> tuple[Any, Any, Prompt, list[int]]:
-    """Both instances, and a prompt of which the first has computed nothing yet, for the blocks of the other."""
+    """Both instances, and a prompt of which the first has computed nothing yet, for the blocks of
+    the other."""
     producer, consumer = instances("p", **options).produce(), instances("d", **options).consume()
     prompt, blocks = Prompt(producer, "r", 40), consumer.take(40)
     consumer.consumers[0].start("r", None, blocks, 0, 40)
@@ -77,8 +80,11 @@ def test_blocks_are_kept_until_a_write_in_progress_has_ended(
 
 
 @pytest.mark.parametrize("cancelled", [False, True])
-def test_failed_write_may_still_arrive(cancelled: bool, instances: Callable, network: InMemoryNetwork, short_waits: None) -> None:
-    """The reader keeps the blocks also if it gave the transfer up while the write was in progress."""
+def test_failed_write_may_still_arrive(
+    cancelled: bool, instances: Callable, network: InMemoryNetwork, short_waits: None
+) -> None:
+    """The reader keeps the blocks also if it gave the transfer up while the write was in
+    progress."""
     network.faults.late, network.faults.seconds = 1.0, 2.0
     producer, consumer, prompt, blocks = pushing(instances)
     rank, write = consumer.consumers[0], producer.producers[0].transport.write
@@ -92,14 +98,19 @@ def test_failed_write_may_still_arrive(cancelled: bool, instances: Callable, net
     began = monotonic()
     prompt.compute(40)
     ((outcome,),) = consumer.wait()
-    assert (outcome.kind, outcome.blocks) == ("aborted" if cancelled else "transport", tuple(blocks))
+    assert (outcome.kind, outcome.blocks) == (
+        "aborted" if cancelled else "transport",
+        tuple(blocks),
+    )
     settle(consumer)
     assert monotonic() - began > 2.4  # the bytes' arrival, and the time for those in transit
     sleep(0.5)
     assert is_unchanged(consumer)
 
 
-@pytest.mark.parametrize("successor", [False, True], ids=["nothing listens", "another instance has the port"])
+@pytest.mark.parametrize(
+    "successor", [False, True], ids=["nothing listens", "another instance has the port"]
+)
 def test_blocks_are_free_once_their_writer_has_died(
     successor: bool, instances: Callable, network: InMemoryNetwork, short_waits: None
 ) -> None:
@@ -154,7 +165,8 @@ def test_peer_that_was_paused_is_told(instances: Callable) -> None:
 
 
 def test_late_push_is_stopped_at_once(instances: Callable) -> None:
-    """The reader's Finish, which comes while the prefill instance waits for the write to end, leaves the query to stop it."""
+    """The reader's Finish, which comes while the prefill instance waits for the write to end,
+    leaves the query to stop it."""
     producer, consumer, prompt, _ = pushing(instances, transfer_timeout=1.0, answer_timeout=5.0)
     rank = producer.producers[0]
     write, writing = rank.transport.write, []
@@ -175,7 +187,15 @@ def test_late_push_is_stopped_at_once(instances: Callable) -> None:
 
 
 def test_push_without_a_thread_can_be_stopped() -> None:
-    given: dict[str, Any] = {"request": "r", "reader": "x", "rank": 0, "transfer": "n", "start": 0, "stop": 8, "regions": [0]}
+    given: dict[str, Any] = {
+        "request": "r",
+        "reader": "x",
+        "rank": 0,
+        "transfer": "n",
+        "start": 0,
+        "stop": 8,
+        "regions": [0],
+    }
     push = Push(**given, session="s", memory=[(0, 16)], block_tokens=4, block_size=4, blocks=[1, 2])
     started: list[Any] = []
     jobs, owner = PushJobs(started.append), Owner("r", "x", 0, "n")
@@ -260,6 +280,8 @@ def test_failed_reads_keep_a_limited_part_of_the_cache(
     assert consumer.holds("c", taken, 0, 20)
     assert "10 KV cache blocks of 64 are kept from use" in caplog.text
     settled = set[str]()
-    assert wait_for(lambda: bool(settled.update(rank.pop_settled()) or settled == {"a", "b", "c"}), 20.0)
+    assert wait_for(
+        lambda: bool(settled.update(rank.pop_settled()) or settled == {"a", "b", "c"}), 20.0
+    )
     rank.start("d", producer.fill("d", 20)[0], consumer.take(20), 0, 20)
     assert consumer.wait()[0][0].copied == 0

@@ -25,8 +25,13 @@ from harness.kv.prompts import LAYERS, Prompt, wait_for
     ids=["1 to 1", "2 to 1", "1 to 2", "to a pipeline"],
 )
 @pytest.mark.parametrize("announced", ["before", "after"])
-def test_layers_are_transferred_during_prefill(one: dict, other: dict, announced: str, instances: Callable) -> None:
-    producer, consumer = instances("p", **one).produce(), instances("d", verify=True, **other).consume()
+def test_layers_are_transferred_during_prefill(
+    one: dict, other: dict, announced: str, instances: Callable
+) -> None:
+    producer, consumer = (
+        instances("p", **one).produce(),
+        instances("d", verify=True, **other).consume(),
+    )
     prompt = Prompt(producer, "r", 40)
     blocks = consumer.take(36)
     if announced == "before":
@@ -36,12 +41,20 @@ def test_layers_are_transferred_during_prefill(one: dict, other: dict, announced
     if announced == "after":
         prompt.announce(consumer)
     transfers = [rank._transfers["r"] for rank in consumer.consumers]
-    layer = sum(cache.token_bytes(range(len(cache.regions)), cache.heads.num) for cache in consumer.caches) // 2
+    layer = (
+        sum(
+            cache.token_bytes(range(len(cache.regions)), cache.heads.num)
+            for cache in consumer.caches
+        )
+        // 2
+    )
     arrived = 0
     for tokens, computed, new in ((17, LAYERS[0], 13), (17, LAYERS[1], 13), (40, LAYERS[0], 23)):
         prompt.compute(tokens, computed)
         arrived += new * layer
-        assert wait_for(lambda wanted=arrived: sum(transfer.size for transfer in transfers) == wanted)
+        assert wait_for(
+            lambda wanted=arrived: sum(transfer.size for transfer in transfers) == wanted
+        )
         assert any(rank._transfers for rank in consumer.consumers)
     prompt.compute(40, LAYERS[1])
     assert all(isinstance(outcome, Done) for (outcome,) in consumer.wait())
@@ -60,7 +73,10 @@ def part_of_a_prompt(instances: Callable) -> tuple[Any, Any, list[int]]:
     consumer.consumers[0].start("r", None, blocks, 0, 20)
     prompt.announce(consumer)
     prompt.compute(8)
-    transfer, token = consumer.consumers[0]._transfers["r"], consumer.caches[0].token_bytes(range(4), 4)
+    transfer, token = (
+        consumer.consumers[0]._transfers["r"],
+        consumer.caches[0].token_bytes(range(4), 4),
+    )
     assert wait_for(lambda: transfer.size == 8 * token)
     return producer, consumer, blocks
 
@@ -130,11 +146,17 @@ def test_rejected_prefill_request_fails_the_transfer(instances: Callable) -> Non
     rank.start("t", None, consumer.take(8), 0, 8)
     rank.answer(PrefillCancelled("t", "it has ended"))
     ((failed,),) = consumer.wait()
-    assert (failed.kind, failed.cause) == ("peer", "the prefill instance cancelled it: it has ended")
+    assert (failed.kind, failed.cause) == (
+        "peer",
+        "the prefill instance cancelled it: it has ended",
+    )
     rank.answer(PrefillCancelled("u", "it was too long"))  # before the request is scheduled
     rank.start("u", None, consumer.take(8), 0, 8)
     ((failed,),) = consumer.wait()
-    assert (failed.kind, failed.cause) == ("peer", "the prefill instance cancelled it: it was too long")
+    assert (failed.kind, failed.cause) == (
+        "peer",
+        "the prefill instance cancelled it: it was too long",
+    )
     rank.start("s", None, blocks, 0, 8)
     prompt.announce(consumer)
     rank.cancel_unstarted("s", "the router answers 503")  # although an instance runs the prefill
@@ -142,7 +164,9 @@ def test_rejected_prefill_request_fails_the_transfer(instances: Callable) -> Non
     assert isinstance(consumer.wait()[0][0], Done)
 
 
-def test_cancelled_load_does_not_write_blocks(instances: Callable, network: InMemoryNetwork) -> None:
+def test_cancelled_load_does_not_write_blocks(
+    instances: Callable, network: InMemoryNetwork
+) -> None:
     producer, consumer = instances("p").produce(), instances("d", lanes=1).consume()
     network.faults.delay, network.faults.seconds = 1.0, 0.2
     source, _ = producer.fill("r", 8)
@@ -165,7 +189,10 @@ def test_notification_reaches_all_ranks(instances: Callable) -> None:
         rank.start("r", None, blocks, 0, 8)
     notifier = PrefillNotifier(1.0)
     notifier.notify((("127.0.0.1", 1),), prompt.announcement())  # nothing listens there
-    notifier.notify(tuple((rank.server.host, rank.server.port) for rank in consumer.consumers), prompt.announcement())
+    notifier.notify(
+        tuple((rank.server.host, rank.server.port) for rank in consumer.consumers),
+        prompt.announcement(),
+    )
     prompt.compute(8)
     assert all(isinstance(outcome, Done) for (outcome,) in consumer.wait())
     notifier.close()
@@ -175,18 +202,23 @@ def test_notification_of_a_rank_that_did_not_reply_is_repeated(instances: Callab
     """And instances that do not reply at all delay no others."""
     with zmq.Context() as context:
         silent = [context.socket(zmq.ROUTER) for _ in range(8)]
-        ranks = tuple(("127.0.0.1", socket.bind_to_random_port("tcp://127.0.0.1")) for socket in silent)
+        ranks = tuple(
+            ("127.0.0.1", socket.bind_to_random_port("tcp://127.0.0.1")) for socket in silent
+        )
         message, notifier = PrefillStarted("r", "p", "r", [("127.0.0.1", 1)]), PrefillNotifier(2.0)
         for rank in ranks:
             notifier.notify((rank,), message)
         notifier.notify(ranks, message)
         consumer, began = instances("d").consume(), monotonic()
-        notifier.notify(((consumer.consumers[0].server.host, consumer.consumers[0].server.port),), message)
+        notifier.notify(
+            ((consumer.consumers[0].server.host, consumer.consumers[0].server.port),), message
+        )
         while "r" not in consumer.consumers[0]._announced and monotonic() < began + 20.0:
             sleep(0.01)
         assert monotonic() - began < 10.0
         seen = 0
-        while seen < 3 and silent[0].poll(20_000):  # the first attempts of two notifications, and one that is repeated
+        # the first attempts of two notifications, and one that is repeated
+        while seen < 3 and silent[0].poll(20_000):
             silent[0].recv_multipart()
             seen += 1
         assert seen == 3
@@ -228,7 +260,9 @@ def test_metaserver_client_posts_and_reports_failures() -> None:
     assert "replied 404: not here" in failed["b"]
 
 
-def test_metaserver_client_follows_no_redirect_and_limits_answers_and_connections(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_metaserver_client_follows_no_redirect_and_limits_answers_and_connections(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """An answer may contain a client's text, and a redirect may name any address."""
     failed: dict[str, str] = {}
     asked, open_now, most = list[str](), 0, 0
@@ -252,7 +286,9 @@ def test_metaserver_client_follows_no_redirect_and_limits_answers_and_connection
         monkeypatch.setattr(metaserver, "most_connections", lambda: 2)
         client = MetaserverClient(60.0, failed.__setitem__)
         for name in ("redirect", *"abcde"):
-            client.post(name, f"http://127.0.0.1:{runner.addresses[0][1]}/{name}", {"request_id": name})
+            client.post(
+                name, f"http://127.0.0.1:{runner.addresses[0][1]}/{name}", {"request_id": name}
+            )
         until = monotonic() + 60
         while len(failed) < 6 and monotonic() < until:
             await asyncio.sleep(0.01)

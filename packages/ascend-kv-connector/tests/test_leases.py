@@ -4,7 +4,13 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from ascend_kv_connector.leases import MAX_READERS, MAX_REMEMBERED, Leases, NotReadyError, PrefillProgress
+from ascend_kv_connector.leases import (
+    MAX_READERS,
+    MAX_REMEMBERED,
+    Leases,
+    NotReadyError,
+    PrefillProgress,
+)
 from ascend_kv_connector.protocol import Ack, Fetch, Refused
 from ascend_kv_connector.send_buffers import Owner, SendBuffers
 from ascend_platform.transfer.errors import TransferError
@@ -35,7 +41,10 @@ def test_lease_expires_once(leases: Leases, clock: Clock) -> None:
     clock.now += 0.2
     assert leases.pop_ended() == {"r": "the lease of 10 s has expired"}
     assert leases.pop_ended() == {}
-    with pytest.raises(TransferError, match="were freed: the lease of 10 s has expired"), leases.use("r", "d"):
+    with (
+        pytest.raises(TransferError, match="were freed: the lease of 10 s has expired"),
+        leases.use("r", "d"),
+    ):
         pass
 
 
@@ -165,7 +174,11 @@ def test_send_buffers_are_lent_for_limited_time(clock: Clock) -> None:
 def test_a_transfer_cannot_return_its_siblings_buffers(clock: Clock) -> None:
     """With n > 1, or a repeated request, several requests of one engine read the same blocks."""
     buffers = SendBuffers([torch.empty(1) for _ in range(3)], clock)
-    one, sibling, later = Owner("r", "d", 0, "0_n"), Owner("r", "d", 0, "1_n"), Owner("s", "d", 0, "m")
+    one, sibling, later = (
+        Owner("r", "d", 0, "0_n"),
+        Owner("r", "d", 0, "1_n"),
+        Owner("s", "d", 0, "m"),
+    )
     (ticket, _), _, _ = (buffers.acquire(each, 9) for each in (one, sibling, later))
     buffers.release(sibling, [ticket])
     assert buffers.in_use == 3
@@ -201,7 +214,10 @@ def test_peers_cannot_fill_the_memory(leases: Leases) -> None:
     for number in range(MAX_READERS):
         with leases.use("r", f"d{number}"):
             pass
-    with pytest.raises(TransferError, match=f"{MAX_READERS} other instances read the request"), leases.use("r", "one more"):
+    with (
+        pytest.raises(TransferError, match=f"{MAX_READERS} other instances read the request"),
+        leases.use("r", "one more"),
+    ):
         pass
 
 
@@ -222,7 +238,8 @@ def test_queries_are_answered_in_their_order(clock: Clock) -> None:
 
     def ask(number: int) -> None:
         queue.add(
-            BusyError((f"n{number}",), "all in use"), Asked(fetch(number), lambda reply: replies.append((f"n{number}", reply)))
+            BusyError((f"n{number}",), "all in use"),
+            Asked(fetch(number), lambda reply: replies.append((f"n{number}", reply))),
         )
 
     for number in range(4):

@@ -10,7 +10,9 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, gene
 
 
 def failed(engine: str = "p", kind: str = "peer") -> Failed:
-    return Failed("r", (3, 4), kind, "no answer in 10 s", "check it", "h:1", engine, "memory", 0, 10, 10.0)
+    return Failed(
+        "r", (3, 4), kind, "no answer in 10 s", "check it", "h:1", engine, "memory", 0, 10, 10.0
+    )
 
 
 def ranks() -> TransferStats:
@@ -32,8 +34,16 @@ def test_prometheus_metrics() -> None:
     config = SimpleNamespace(kv_transfer_config=SimpleNamespace())
     metrics = TransferMetrics(config, kinds, ["engine"], {0: ["0"]})
     metrics.observe(ranks().data)
-    lines = dict(line.rsplit(" ", 1) for line in generate_latest(registry).decode().splitlines() if line[0] != "#")
-    found = {name.removeprefix("vllm:ascend_kv_"): float(value) for name, value in lines.items() if "_created" not in name}
+    lines = dict(
+        line.rsplit(" ", 1)
+        for line in generate_latest(registry).decode().splitlines()
+        if line[0] != "#"
+    )
+    found = {
+        name.removeprefix("vllm:ascend_kv_"): float(value)
+        for name, value in lines.items()
+        if "_created" not in name
+    }
     expected = {
         'transfer_seconds_count{engine="0"}': 2,
         'transfer_phase_seconds_count{engine="0",phase="queue"}': 2,
@@ -78,6 +88,7 @@ def test_phases_of_a_transfer(instances: Callable) -> None:
     consumer.consumers[0].start("r", source, consumer.take(17), 0, 17)
     ((outcome,),) = consumer.wait()
     assert {*outcome.phases} == {*PHASES} - {"unpack"}  # the read is into the cache
-    assert sum(outcome.phases[phase] for phase in PHASES if phase != "unpack") <= outcome.seconds  # it overlaps with others
+    # it overlaps with others
+    assert sum(outcome.phases[phase] for phase in PHASES if phase != "unpack") <= outcome.seconds
     assert producer.producers[0].sent_bytes == outcome.size > 0
     assert consumer.consumers[0].gauges() == {"transfers_open": 0, "unsettled_blocks": 0}

@@ -21,7 +21,11 @@ from ascend_kv_connector.transfers import Done
 from ascend_platform.transfer.engine import Runs
 from ascend_platform.transfer.errors import TransferError
 
-pytest.importorskip("mooncake.engine", exc_type=ImportError, reason="Mooncake lacks a library: apt-get install libibverbs1")
+pytest.importorskip(
+    "mooncake.engine",
+    exc_type=ImportError,
+    reason="Mooncake lacks a library: apt-get install libibverbs1",
+)
 
 from ascend_platform.transfer import mooncake
 from ascend_platform.transfer.mooncake import MooncakeEngine, SharedEngine
@@ -34,9 +38,16 @@ class Loopback:
         return MooncakeEngine("127.0.0.1", "tcp")
 
 
-@pytest.mark.parametrize(("one", "other"), [({}, {}), ({"tp": 2}, {}), ({}, {"tp": 2})], ids=["1 to 1", "2 to 1", "1 to 2"])
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [({}, {}), ({"tp": 2}, {}), ({}, {"tp": 2})],
+    ids=["1 to 1", "2 to 1", "1 to 2"],
+)
 def test_tokens_are_transferred(one: dict, other: dict, instances: Callable) -> None:
-    producer, consumer = instances("p", chunk_bytes=4096, **one), instances("d", chunk_bytes=4096, verify=True, **other)
+    producer, consumer = (
+        instances("p", chunk_bytes=4096, **one),
+        instances("d", chunk_bytes=4096, verify=True, **other),
+    )
     producer.network = consumer.network = Loopback()
     producer.produce()
     consumer.consume()
@@ -49,7 +60,8 @@ def test_tokens_are_transferred(one: dict, other: dict, instances: Callable) -> 
     ended = consumer.wait(len(wanted))
     assert all(isinstance(outcome, Done) for rank in ended for outcome in rank), ended
     assert all(
-        consumer.holds(name, blocks, 0, tokens) for (name, blocks), tokens in zip(wanted.items(), (1, 17, 80), strict=True)
+        consumer.holds(name, blocks, 0, tokens)
+        for (name, blocks), tokens in zip(wanted.items(), (1, 17, 80), strict=True)
     )
     assert all(producer.all_free(name) for name in wanted)
 
@@ -88,7 +100,9 @@ class Moving:
     ],
     ids=["done", "failed", "failed before the last", "slices late", "timeout", "not submitted"],
 )
-def test_runs_are_waited_for_asleep(states: tuple[int, ...], locals: list[int], code: int, left: int) -> None:
+def test_runs_are_waited_for_asleep(
+    states: tuple[int, ...], locals: list[int], code: int, left: int
+) -> None:
     """After an error, those that are left are asked for until they have ended, which frees them."""
     moving = Moving(*states)
     shared = SharedEngine.__new__(SharedEngine)
@@ -101,7 +115,9 @@ def test_runs_are_waited_for_asleep(states: tuple[int, ...], locals: list[int], 
     sleep(0.06)
     for number in range(left):
         assert not settled()
-        moving.states[next(index for index, state in enumerate(moving.states) if state in (0, -2))] = (-1) ** number
+        moving.states[
+            next(index for index, state in enumerate(moving.states) if state in (0, -2))
+        ] = (-1) ** number
     assert settled()
     assert settled()
     assert moving.freed == set(range(1, len(states) + 1))
@@ -109,7 +125,13 @@ def test_runs_are_waited_for_asleep(states: tuple[int, ...], locals: list[int], 
 
 @pytest.mark.parametrize(
     ("found", "variable", "can"),
-    [("0.3.11.post1", "", False), ("0.3.12.post1", "", True), ("0.3.13", "1", False), ("1.0", "2", True), (None, "", False)],
+    [
+        ("0.3.11.post1", "", False),
+        ("0.3.12.post1", "", True),
+        ("0.3.13", "1", False),
+        ("1.0", "2", True),
+        (None, "", False),
+    ],
 )
 def test_pushes_need_writes_that_are_acknowledged(
     found: str | None, variable: str, can: bool, monkeypatch: pytest.MonkeyPatch
@@ -128,11 +150,18 @@ def test_pushes_need_writes_that_are_acknowledged(
 
 def test_more_runs_are_read_than_mooncakes_queue_takes() -> None:
     transport, count, size = MooncakeEngine("127.0.0.1", "tcp"), 4096, 64
-    sent, received = torch.randint(256, (count, size), dtype=torch.uint8), torch.zeros(count, size, dtype=torch.uint8)
+    sent, received = (
+        torch.randint(256, (count, size), dtype=torch.uint8),
+        torch.zeros(count, size, dtype=torch.uint8),
+    )
     for buffer in (sent, received):
         transport.register(buffer.view(-1))
     remote = [sent.data_ptr() + size * run for run in range(count)]
-    transport.read(transport.session, Runs(remote, [received[-1 - run].data_ptr() for run in range(count)], [size] * count), 30)
+    transport.read(
+        transport.session,
+        Runs(remote, [received[-1 - run].data_ptr() for run in range(count)], [size] * count),
+        30,
+    )
     assert torch.equal(received.flip(0), sent)
     transport.close()
 
@@ -148,7 +177,10 @@ def serve(pipe: Connection) -> None:
 def test_process_has_one_engine_and_memory_has_several_users() -> None:
     one, other = (MooncakeEngine("127.0.0.1", "tcp") for _ in range(2))
     assert one.session == other.session
-    sent, received = torch.arange(1 << 20, dtype=torch.uint8), torch.zeros(1 << 20, dtype=torch.uint8)
+    sent, received = (
+        torch.arange(1 << 20, dtype=torch.uint8),
+        torch.zeros(1 << 20, dtype=torch.uint8),
+    )
     runs = Runs([sent.data_ptr()], [received.data_ptr()], [len(sent)])
     for engine in (one, other):
         engine.register(sent)
@@ -179,20 +211,26 @@ print("result", torch.equal(sent, received), one.session)
 @pytest.mark.skipif(not socket.has_dualstack_ipv6(), reason="no IPv6 on this machine")
 def test_ipv6_address_and_ports_of_a_range() -> None:
     """In a process of its own: Mooncake reads both settings when it is imported."""
-    done = subprocess.run([sys.executable, "-c", IPV6], capture_output=True, text=True, timeout=300, check=False)
-    assert re.search(r"^result True \[::1\]:20[0-2]\d\d/\w{8}$", done.stdout, re.MULTILINE), done.stdout + done.stderr
+    done = subprocess.run(
+        [sys.executable, "-c", IPV6], capture_output=True, text=True, timeout=300, check=False
+    )
+    assert re.search(r"^result True \[::1\]:20[0-2]\d\d/\w{8}$", done.stdout, re.MULTILINE), (
+        done.stdout + done.stderr
+    )
 
 
 def test_mooncake_listens_on_all_addresses() -> None:
-    """The reason for which an instance needs a secret, or "insecure": true, also with a loopback host. If this fails, Mooncake
-    binds to its host, and the rule of ``auth.require_secret`` can be that of the other transports again."""
+    """The reason for which an instance needs a secret, or "insecure": true, also with a loopback
+    host. If this fails, Mooncake binds to its host, and the rule of ``auth.require_secret`` can be
+    that of the other transports again."""
     transport = MooncakeEngine("127.0.0.1", "tcp")
     socket.create_connection(("127.0.0.2", transport._shared.engine.get_rpc_port()), 10).close()
     transport.close()
 
 
 def test_peers_that_had_the_same_port_have_different_names() -> None:
-    """Mooncake keeps by name by which port it reads a peer, and never looks again. It reads the port as a number."""
+    """Mooncake keeps by name by which port it reads a peer, and never looks again. It reads the
+    port as a number."""
     shared = SharedEngine.__new__(SharedEngine)
     shared._names, shared._known, shared._lock = {}, Counter(), threading.Lock()
     sessions = [
@@ -203,14 +241,24 @@ def test_peers_that_had_the_same_port_have_different_names() -> None:
         "[fd00::7]:15000/dd",
         "[fd00::7]:15000",
     ]
-    names = ["10.0.0.1:15000", "10.0.0.1:15001", "10.0.0.1:015000", "10.0.0.1:15000", "[fd00::7]:15000", "[fd00::7]:015000"]
+    names = [
+        "10.0.0.1:15000",
+        "10.0.0.1:15001",
+        "10.0.0.1:015000",
+        "10.0.0.1:15000",
+        "[fd00::7]:15000",
+        "[fd00::7]:015000",
+    ]
     assert [shared.peer_name(session) for session in sessions] == names
 
 
 def test_peer_is_read_by_a_name_with_zeros() -> None:
     """As one that was restarted at the port of another, which Mooncake cannot be made to forget."""
     transport = MooncakeEngine("127.0.0.1", "tcp")
-    sent, received = torch.arange(1 << 20, dtype=torch.uint8), torch.zeros(1 << 20, dtype=torch.uint8)
+    sent, received = (
+        torch.arange(1 << 20, dtype=torch.uint8),
+        torch.zeros(1 << 20, dtype=torch.uint8),
+    )
     for buffer in (sent, received):
         transport.register(buffer)
     restarted = transport.session + "restarted"
@@ -233,7 +281,8 @@ def test_read_that_ended_with_a_closed_connection_is_repeated() -> None:
     codes[:] = [-1, -1, -1, -1, 0]
     transport.read("peer:1", runs, 10)
     assert codes == []
-    for direction, ended in (("write", True), ("read", False)):  # bytes of the first attempt may still arrive
+    # bytes of the first attempt may still arrive
+    for direction, ended in (("write", True), ("read", False)):
         codes[:], ends[0] = [-1, 0], ended
         with pytest.raises(TransferError, match=f"mooncake failed to {direction} 1 bytes"):
             transport._run(direction, "peer:1", runs)
@@ -247,16 +296,26 @@ def test_read_that_ended_with_a_closed_connection_is_repeated() -> None:
 
 def test_version_that_was_not_tested_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     lines = list[str]()
-    monkeypatch.setattr(mooncake.logger, "warning", lambda line, *values: lines.append(line % values))
-    monkeypatch.setattr(mooncake.metadata, "version", {mooncake.WHEELS[0]: "0.3.13.post1", mooncake.WHEELS[1]: "0.4.0"}.get)
+    monkeypatch.setattr(
+        mooncake.logger, "warning", lambda line, *values: lines.append(line % values)
+    )
+    monkeypatch.setattr(
+        mooncake.metadata,
+        "version",
+        {mooncake.WHEELS[0]: "0.3.13.post1", mooncake.WHEELS[1]: "0.4.0"}.get,
+    )
     monkeypatch.setattr(mooncake, "WHEELS", mooncake.WHEELS[:2])
     mooncake._note_version.__wrapped__()
     (line,) = lines
-    assert line.startswith("mooncake-transfer-engine-non-cuda 0.4.0 was not tested with this version; fix: pip install ")
+    assert line.startswith(
+        "mooncake-transfer-engine-non-cuda 0.4.0 was not tested with this version; fix: pip"
+        " install "
+    )
 
 
 def test_paused_and_killed_peer() -> None:
-    """Bytes that arrive after a read has failed, when the peer goes on, arrive before the read is settled."""
+    """Bytes that arrive after a read has failed, when the peer goes on, arrive before the read is
+    settled."""
     context = multiprocessing.get_context("spawn")
     ours, theirs = context.Pipe()
     process = context.Process(target=serve, args=(theirs,))
@@ -272,7 +331,10 @@ def test_paused_and_killed_peer() -> None:
         values = torch.arange(1 << 20, dtype=torch.int32)
         assert torch.equal(buffer.view(torch.int32), values)
         os.kill(process.pid or 0, signal.SIGSTOP)
-        runs = Runs(*([start + (at << 16) for at in range(64)] for start in (address, buffer.data_ptr())), [1 << 16] * 64)
+        runs = Runs(
+            *([start + (at << 16) for at in range(64)] for start in (address, buffer.data_ptr())),
+            [1 << 16] * 64,
+        )
         with pytest.raises(TransferError, match="mooncake failed to read") as failed:
             transport.read(session, runs, 10)
         assert not failed.value.settled()

@@ -26,11 +26,18 @@ def places(*ids: int, first: int = 0) -> Any:
 
 @pytest.fixture(params=["contiguous", "rows of a shared region"])
 def worker(request: pytest.FixtureRequest) -> Iterator[HostWorker]:
-    pages = [torch.arange(20 * SIZE).remainder(113).to(torch.int8).view(20, SIZE).npu() + part for part in range(2)]
+    pages = [
+        torch.arange(20 * SIZE).remainder(113).to(torch.int8).view(20, SIZE).npu() + part
+        for part in range(2)
+    ]
     tensors = [CanonicalKVCacheTensor(page, SIZE) for page in pages]
-    caches = CanonicalKVCaches(tensors, [[CanonicalKVCacheRef(0, SIZE), CanonicalKVCacheRef(1, SIZE)]])
+    caches = CanonicalKVCaches(
+        tensors, [[CanonicalKVCacheRef(0, SIZE), CanonicalKVCacheRef(1, SIZE)]]
+    )
     if request.param == "contiguous":
-        host = [torch.zeros(10, PER_CHUNK, SIZE, dtype=torch.int8, pin_memory=True) for _ in range(2)]
+        host = [
+            torch.zeros(10, PER_CHUNK, SIZE, dtype=torch.int8, pin_memory=True) for _ in range(2)
+        ]
     else:
         rows = torch.zeros(10, 2, PER_CHUNK, SIZE, dtype=torch.int8, pin_memory=True)
         host = [rows[:, part] for part in range(2)]
@@ -84,9 +91,17 @@ def test_loads_do_not_wait_for_stores(worker: HostWorker) -> None:
 PRIVATE = {
     "vllm.distributed.kv_transfer.kv_connector.factory:KVConnectorFactory": ["_registry"],
     "vllm.v1.kv_offload.tiering.factory:SecondaryTierFactory": ["_registry"],
-    "vllm.distributed.kv_transfer.kv_connector.v1.offloading.worker:OffloadingConnectorWorker": ["_init_worker"],
-    "vllm.distributed.kv_transfer.kv_connector.v1.offloading.scheduler:OffloadingConnectorScheduler": ["_req_status"],
-    "vllm.v1.kv_offload.tiering.spec:TieringOffloadingSpec": ["_scheduler_mmap", "_engine_id", "_manager"],
+    "vllm.distributed.kv_transfer.kv_connector.v1.offloading.worker:OffloadingConnectorWorker": [
+        "_init_worker"
+    ],
+    "vllm.distributed.kv_transfer.kv_connector.v1.offloading.scheduler:OffloadingConnectorScheduler": [
+        "_req_status"
+    ],
+    "vllm.v1.kv_offload.tiering.spec:TieringOffloadingSpec": [
+        "_scheduler_mmap",
+        "_engine_id",
+        "_manager",
+    ],
     "vllm.v1.kv_offload.cpu.shared_offload_region:SharedOffloadRegion": ["_base", "_creator"],
     "vllm.v1.kv_offload.tiering.fs.thread_pool:DualQueueThreadPool": ["_threads"],
 }
@@ -97,5 +112,7 @@ PRIVATE = {
 def test_vllm_has_the_private_names_that_are_used(place: str) -> None:
     module, _, name = place.partition(":")
     bases = getattr(importlib.import_module(module), name).__mro__
-    source = "".join(inspect.getsource(base) for base in bases if base.__module__.startswith("vllm."))
+    source = "".join(
+        inspect.getsource(base) for base in bases if base.__module__.startswith("vllm.")
+    )
     assert [each for each in PRIVATE[place] if not re.search(rf"\b{each}\b", source)] == []

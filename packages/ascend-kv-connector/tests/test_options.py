@@ -13,7 +13,9 @@ from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 
 def test_defaults_and_values() -> None:
     assert Options.from_config({}) == Options()
-    assert Options.from_config({"lease": 3, "verify": True, "prefill": {"tp_size": 2}}) == Options(lease=3, verify=True)
+    assert Options.from_config({"lease": 3, "verify": True, "prefill": {"tp_size": 2}}) == Options(
+        lease=3, verify=True
+    )
     assert Options.from_config({"chunk_mib": 2}).chunk_bytes == 2 << 20
     assert Options.from_config({"metaserver": "http://r"}).metaservers == ["http://r"]
     assert Options.from_config({"peers": ["10.0.0.0/8", "p"]}).peer_hosts == ["10.0.0.0/8", "p"]
@@ -31,7 +33,10 @@ def test_defaults_and_values() -> None:
         ({"slots": 1.5}, "slots is 1.5; it must be a positive integer"),
         ({"verify": 1}, "verify is 1; it must be true or false"),
         ({"host": 7}, "host is 7; it must be a string"),
-        ({"ports": "20002-20000"}, "ports is '20002-20000'; it must be the first and last port, such as"),
+        (
+            {"ports": "20002-20000"},
+            "ports is '20002-20000'; it must be the first and last port, such as",
+        ),
         ({"mode": "both"}, "mode is 'both'; it must be pull or push"),
         ({"metaserver": ["http://r", "r:80"]}, "metaserver is 'r:80'; it must be a URL"),
         ({"metaserver": {"a": 1}}, "it must be a name or a list of names"),
@@ -59,12 +64,20 @@ def test_unsupported_kv_caches_are_refused() -> None:
     full = KVCacheGroupSpec(["a"], FullAttentionSpec(**shape))
     window = KVCacheGroupSpec(["b"], SlidingWindowSpec(**shape, sliding_window=32))
     assert sliding_windows("X", [full, window, full]) == (0, 32, 0)
-    latent = KVCacheGroupSpec(["e"], MLAAttentionSpec(**shape | {"num_kv_heads": 1, "head_size": 576}))
+    latent = KVCacheGroupSpec(
+        ["e"], MLAAttentionSpec(**shape | {"num_kv_heads": 1, "head_size": 576})
+    )
     assert sliding_windows("X", [latent]) == (0,)
     chunks = KVCacheGroupSpec(["c"], ChunkedLocalAttentionSpec(**shape, attention_chunk_size=32))
     larger = KVCacheGroupSpec(["d"], FullAttentionSpec(**shape | {"block_size": 32}))
-    for groups, what in (([full, chunks], "ChunkedLocalAttentionSpec"), ([full, larger], "blocks of 16, 32 tokens")):
-        with pytest.raises(ValueError, match=f"X supports KV caches of full, latent and sliding-window attention.*{what}"):
+    for groups, what in (
+        ([full, chunks], "ChunkedLocalAttentionSpec"),
+        ([full, larger], "blocks of 16, 32 tokens"),
+    ):
+        with pytest.raises(
+            ValueError,
+            match=f"X supports KV caches of full, latent and sliding-window attention.*{what}",
+        ):
             sliding_windows("X", groups)
 
 

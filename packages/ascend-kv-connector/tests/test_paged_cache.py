@@ -12,7 +12,11 @@ from ascend_kv_connector.paged_cache import Heads
 @pytest.mark.parametrize("device", ["cpu", "npu"])
 @pytest.mark.parametrize("blocks", [[3, 4, 5, 9], [9, 2, 3, 0]])
 def test_pack_and_unpack_round_trip(
-    blocks: list[int], device: str, direct: int, instances: Callable, monkeypatch: pytest.MonkeyPatch
+    blocks: list[int],
+    device: str,
+    direct: int,
+    instances: Callable,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(module, "MIN_RUN_BYTES", direct)
     one, other = instances("p", device=device).caches[0], instances("d", device=device).caches[0]

@@ -13,11 +13,16 @@ from ascend_kv_connector.proxy import application
 PARAMS = {"do_remote_prefill": True, "remote_engine_id": "p"}
 
 
-def ask(body: Any, prefill: Callable, decode: Callable, stop: str = "") -> tuple[int, str, list[tuple[str, dict, str]]]:
-    """Status and text that the client gets, and the requests that the instances received; ``stop`` names an instance to stop."""
+def ask(
+    body: Any, prefill: Callable, decode: Callable, stop: str = ""
+) -> tuple[int, str, list[tuple[str, dict, str]]]:
+    """Status and text that the client gets, and the requests that the instances received; ``stop``
+    names an instance to stop."""
     asked: list[tuple[str, dict, str]] = []
 
-    def server(name: str, answer: Callable[[web.Request], Awaitable[web.StreamResponse]]) -> TestServer:
+    def server(
+        name: str, answer: Callable[[web.Request], Awaitable[web.StreamResponse]]
+    ) -> TestServer:
         async def handle(request: web.Request) -> web.StreamResponse:
             asked.append((name, await request.json(), request.headers["X-Request-Id"]))
             return await answer(request)
@@ -58,12 +63,21 @@ async def second(request: web.Request) -> web.StreamResponse:
 
 
 def test_prefill_params_are_passed_to_decode_and_its_stream_to_the_client() -> None:
-    body = {"prompt": "6*7=", "max_tokens": 5, "stream": True, "stream_options": {"include_usage": True}}
+    body = {
+        "prompt": "6*7=",
+        "max_tokens": 5,
+        "stream": True,
+        "stream_options": {"include_usage": True},
+    }
     status, text, asked = ask(body, first, second)
     assert (status, text) == (200, "data: 4\n\ndata: 2\n\n")
     (one, to_prefill, name), (other, to_decode, same) = asked
     assert (one, other, name) == ("prefill", "decode", same)
-    assert to_prefill == {"prompt": "6*7=", "max_tokens": 1, "kv_transfer_params": {"do_remote_decode": True}}
+    assert to_prefill == {
+        "prompt": "6*7=",
+        "max_tokens": 1,
+        "kv_transfer_params": {"do_remote_decode": True},
+    }
     assert to_decode == body | {"kv_transfer_params": PARAMS}
 
 
@@ -71,7 +85,11 @@ def test_prefill_generates_one_token_of_one_sequence() -> None:
     body = {"prompt": [6, 7], "max_tokens": 5, "min_tokens": 2, "n": 2, "best_of": 2}
     _, _, asked = ask(body, first, second)
     (_, to_prefill, _), (_, to_decode, _) = asked
-    assert to_prefill == {"prompt": [6, 7], "max_tokens": 1, "kv_transfer_params": {"do_remote_decode": True}}
+    assert to_prefill == {
+        "prompt": [6, 7],
+        "max_tokens": 1,
+        "kv_transfer_params": {"do_remote_decode": True},
+    }
     assert to_decode == body | {"kv_transfer_params": PARAMS}
 
 

@@ -1,4 +1,5 @@
-"""Writes of a prompt into the decode instance's blocks during its prefill, over the in-memory transport."""
+"""Writes of a prompt into the decode instance's blocks during its prefill, over the in-memory
+transport."""
 
 from collections import Counter
 from collections.abc import Callable
@@ -18,7 +19,10 @@ LAYOUTS: dict[str, tuple[dict, dict]] = {
     "1 to 1": ({}, {}),
     "2 to 2": ({"tp": 2}, {"tp": 2}),
     "pipeline of 2 to 1": ({"pp": 2}, {}),
-    "other block size, to a pipeline": ({"block_size": 8}, {"block_size": 2, "blocks": 128, "pp": 2}),
+    "other block size, to a pipeline": (
+        {"block_size": 8},
+        {"block_size": 2, "blocks": 128, "pp": 2},
+    ),
     "latents": (
         {"sizes": {"latent": 512, "rope": 64}, "total_heads": 1},
         {"sizes": {"latent": 512, "rope": 64}, "total_heads": 1},
@@ -29,8 +33,12 @@ LAYOUTS: dict[str, tuple[dict, dict]] = {
 def started(
     instances: Callable, one: dict | None = None, other: dict | None = None, tokens: int = 40
 ) -> tuple[Any, Any, Prompt, list[int]]:
-    """Both instances, a prompt that the first begins to compute, and the blocks into which the other loads it from token 4 on."""
-    producer, consumer = instances("p", **one or {}).produce(), instances("d", **other or {}).consume()
+    """Both instances, a prompt that the first begins to compute, and the blocks into which the
+    other loads it from token 4 on."""
+    producer, consumer = (
+        instances("p", **one or {}).produce(),
+        instances("d", **other or {}).consume(),
+    )
     prompt = Prompt(producer, "r", tokens)
     blocks = consumer.take(tokens - 4)
     for rank in consumer.consumers:
@@ -43,18 +51,24 @@ def started(
 def test_layers_are_written_as_they_are_computed(layout: str, instances: Callable) -> None:
     """Without copies on either side, and with a message a rank."""
     one, other = LAYOUTS[layout]
-    producer, consumer, prompt, blocks = started(instances, one, other | {"answer_timeout": 60.0})  # after which it is renewed
+    # after which it is renewed
+    producer, consumer, prompt, blocks = started(instances, one, other | {"answer_timeout": 60.0})
     places = [list(consumer.places("r", blocks, 4, stop)) for stop in (17, 40)]
     regions = [region for cache in consumer.caches for region in cache.regions]
     for stop, layer in ((17, LAYERS[0]), (17, LAYERS[1]), (40, LAYERS[0])):
         prompt.compute(stop, layer)
         for region, (cache, rows, expected) in zip(regions, places[stop == 40], strict=True):
             if region.layer == layer:
-                assert wait_for(lambda cache=cache, rows=rows, expected=expected: torch.equal(cache[rows], expected)), (
+                assert wait_for(
+                    lambda cache=cache, rows=rows, expected=expected: torch.equal(
+                        cache[rows], expected
+                    )
+                ), (
                     stop,
                     layer,
                 )
-        assert not consumer.consumers[-1].get_finished()  # a pipeline's first rank may have all of its layers
+        # a pipeline's first rank may have all of its layers
+        assert not consumer.consumers[-1].get_finished()
     prompt.compute(40, LAYERS[1])
     outcomes = [outcome for (outcome,) in consumer.wait()]
     assert all(isinstance(outcome, Done) for outcome in outcomes), outcomes
@@ -62,15 +76,22 @@ def test_layers_are_written_as_they_are_computed(layout: str, instances: Callabl
     assert all(rank.pop_settled() == {"r"} for rank in consumer.consumers)
     size = sum(outcome.size for outcome in outcomes)
     assert sum(rank.sent_bytes for rank in producer.producers) == size
-    assert (sum(rank.copied_bytes for rank in producer.producers), sum(outcome.copied for outcome in outcomes)) == (0, 0)
-    producers = len(producer.producers)  # a handshake with each, and a Push to those that have something
+    assert (
+        sum(rank.copied_bytes for rank in producer.producers),
+        sum(outcome.copied for outcome in outcomes),
+    ) == (0, 0)
+    # a handshake with each, and a Push to those that have something
+    producers = len(producer.producers)
     assert all(producers < outcome.messages <= 2 * producers for outcome in outcomes)
     prompt.finish()
     assert producer.all_free("r-far")
 
 
-def test_waiting_pushes_leave_the_interpreter_to_the_engine(instances: Callable, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each has a thread, and its reader's query waits in the server, while the engine launches other prompts."""
+def test_waiting_pushes_leave_the_interpreter_to_the_engine(
+    instances: Callable, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each has a thread, and its reader's query waits in the server, while the engine launches
+    other prompts."""
     looks = Counter[str]()
 
     def count(cls: type, name: str) -> None:
@@ -110,7 +131,9 @@ def test_aborted_prefill_fails_the_transfer(instances: Callable) -> None:
     producer.producers[0].leases.revoke("r-far", "the request ended before its prefill")
     ((outcome,),) = consumer.wait()
     assert (outcome.kind, outcome.blocks) == ("lease", tuple(blocks))
-    assert wait_for(lambda: not consumer.consumers[0].pop_settled() and not consumer.consumers[0]._unsettled)
+    assert wait_for(
+        lambda: not consumer.consumers[0].pop_settled() and not consumer.consumers[0]._unsettled
+    )
 
 
 def test_cancelled_request_stops_the_writes_at_once(instances: Callable) -> None:
@@ -142,19 +165,47 @@ def test_push_for_a_reader_that_is_gone_ends(instances: Callable) -> None:
     for each in consumer.consumers:
         each.close()
     assert wait_for(lambda: job.reply is not None, 20.0)
-    assert (job.reply.kind, job.reply.cause) == ("aborted", "the reader has cancelled it, or is gone")
+    assert (job.reply.kind, job.reply.cause) == (
+        "aborted",
+        "the reader has cancelled it, or is gone",
+    )
 
 
 def test_invalid_pushes_are_refused(instances: Callable) -> None:
     rank = instances("p").produce().producers[0]
-    good: dict[str, Any] = {"request": "r", "reader": "x", "rank": 0, "transfer": "n", "start": 0, "stop": 8, "regions": [0]}
-    good |= {"session": "s", "memory": [(0, 16)], "block_tokens": 4, "block_size": 4, "blocks": [1, 2]}
+    good: dict[str, Any] = {
+        "request": "r",
+        "reader": "x",
+        "rank": 0,
+        "transfer": "n",
+        "start": 0,
+        "stop": 8,
+        "regions": [0],
+    }
+    good |= {
+        "session": "s",
+        "memory": [(0, 16)],
+        "block_tokens": 4,
+        "block_size": 4,
+        "blocks": [1, 2],
+    }
     twice = {"regions": [0, 0], "memory": [(0, 16), (0, 16)]}
-    for bad in ({"stop": 0}, {"start": -1}, {"regions": [4]}, {"regions": []}, {"memory": []}, {"blocks": [1]}, twice):
+    for bad in (
+        {"stop": 0},
+        {"start": -1},
+        {"regions": [4]},
+        {"regions": []},
+        {"memory": []},
+        {"blocks": [1]},
+        twice,
+    ):
         assert isinstance(rank.answer(Push(**(good | bad))), Refused), bad
     rank._trusts = lambda host: host == "10.0.0.1"
     for session in ("10.0.0.2:15000/ab", "10.0.0.2", ":1"):
         answer = rank.answer(Push(**(good | {"session": session})))
-        assert answer.cause == "the prefill instance's option peers does not have this decode instance's host"
+        assert (
+            answer.cause
+            == "the prefill instance's option peers does not have this decode instance's host"
+        )
     hidden = instances("q", expose_cache=False).produce().producers[0]
     assert isinstance(hidden.answer(Push(**good)), Refused)

@@ -37,11 +37,22 @@ SOURCE = Source("p", "far", (("10.0.0.1", 7000), ("10.0.0.2", 7001)))
 NOTHING = SchedulerOutput.make_empty()
 
 
-def request(tokens: int = 21, params: dict[str, Any] | None = None, name: str = "near", first: int = 0, **more: Any) -> Request:
-    """Request for the prompt ``first``, 1, 2, …; a source in its parameters is for it, unless they have a digest."""
-    sampling = SamplingParams(max_tokens=1, extra_args={"kv_transfer_params": params} if params else None)
+def request(
+    tokens: int = 21,
+    params: dict[str, Any] | None = None,
+    name: str = "near",
+    first: int = 0,
+    **more: Any,
+) -> Request:
+    """Request for the prompt ``first``, 1, 2, …; a source in its parameters is for it, unless they
+    have a digest."""
+    sampling = SamplingParams(
+        max_tokens=1, extra_args={"kv_transfer_params": params} if params else None
+    )
     ids = [first, *range(1, tokens)]
-    made = Request(request_id=name, prompt_token_ids=ids, sampling_params=sampling, pooling_params=None, **more)
+    made = Request(
+        request_id=name, prompt_token_ids=ids, sampling_params=sampling, pooling_params=None, **more
+    )
     if params and "remote_num_tokens" in params and isinstance(params["remote_num_tokens"], int):
         params.setdefault("remote_prompt_digest", prompt_digest(made, params["remote_num_tokens"]))
     return made
@@ -49,8 +60,12 @@ def request(tokens: int = 21, params: dict[str, Any] | None = None, name: str = 
 
 def scheduler(produces: bool = True, consumes: bool = True) -> P2PScheduler:
     urls = ["http://router/v1/metaserver", "http://configured", "http://own"]
-    made = P2PScheduler("d", 4, produces, consumes, trusted=TrustedAddresses(metaservers=urls, insecure=True))
-    made.set_endpoints({(1, 0): Endpoint("h", 3, 23), (0, 1): Endpoint("h", 2, 22), (0, 0): Endpoint("h", 1, 21)})
+    made = P2PScheduler(
+        "d", 4, produces, consumes, trusted=TrustedAddresses(metaservers=urls, insecure=True)
+    )
+    made.set_endpoints(
+        {(1, 0): Endpoint("h", 3, 23), (0, 1): Endpoint("h", 2, 22), (0, 0): Endpoint("h", 1, 21)}
+    )
     return made
 
 
@@ -63,7 +78,8 @@ def test_remote_prompt_is_loaded_after_the_local_prefix() -> None:
     assert made.get_num_new_matched_tokens(near, 8) == (13, True)
     assert made.get_num_new_matched_tokens(near, 8) == (13, True)
     made.update_state_after_alloc(near, blocks(50, 51, 52, 53, 54, 55, 56), 13)
-    made.update_state_after_alloc(near, blocks(50, 51, 52, 53, 54, 55, 56), 0)  # vLLM calls it again after the load
+    # vLLM calls it again after the load
+    made.update_state_after_alloc(near, blocks(50, 51, 52, 53, 54, 55, 56), 0)
     meta = made.build_connector_meta(NOTHING)
     assert meta.loads == {"near": Load(SOURCE, [52, 53, 54, 55], 8, 21)}
     assert meta.released == []
@@ -82,16 +98,22 @@ def of_windows() -> P2PScheduler:
 def test_last_token_is_not_loaded_with_sliding_windows() -> None:
     made, near = of_windows(), request(params=dict(ANSWER))
     assert made.get_num_new_matched_tokens(near, 8) == (12, True)
-    tables = SimpleNamespace(get_block_ids=lambda: ([50, 51, 52, 53, 54, 55], [0, 0, 0, 63, 64, 65]))
+    tables = SimpleNamespace(
+        get_block_ids=lambda: ([50, 51, 52, 53, 54, 55], [0, 0, 0, 63, 64, 65])
+    )
     made.update_state_after_alloc(near, tables, 12)
-    assert made.build_connector_meta(NOTHING).loads == {"near": Load(SOURCE, [52, 53, 54, 0, 63, 64], 8, 20)}
+    assert made.build_connector_meta(NOTHING).loads == {
+        "near": Load(SOURCE, [52, 53, 54, 0, 63, 64], 8, 20)
+    }
     one = request(1, params=dict(ANSWER, remote_num_tokens=1, remote_request_id="one"))
     assert made.get_num_new_matched_tokens(one, 0) == (0, False)
     made.update_state_after_alloc(one, blocks(7), 0)
     assert made.build_connector_meta(NOTHING).released == [SOURCE._replace(request="one")]
 
 
-@pytest.mark.parametrize(("tokens", "kept"), [(4, True), (9, False), (10, True), (21, False), (22, True)])
+@pytest.mark.parametrize(
+    ("tokens", "kept"), [(4, True), (9, False), (10, True), (21, False), (22, True)]
+)
 def test_prompt_with_freed_window_blocks_is_not_offered(tokens: int, kept: bool) -> None:
     made, far = of_windows(), request(tokens, params={"do_remote_decode": True}, name="far")
     far.status, far.num_computed_tokens = RequestStatus.FINISHED_LENGTH_CAPPED, tokens
@@ -125,7 +147,9 @@ def test_fully_cached_prompt_is_declined() -> None:
 
 def test_lease_is_renewed_while_a_request_waits_or_loads() -> None:
     now = [100.0]
-    made = P2PScheduler("d", 4, True, True, trusted=TrustedAddresses(insecure=True), clock=lambda: now[0])
+    made = P2PScheduler(
+        "d", 4, True, True, trusted=TrustedAddresses(insecure=True), clock=lambda: now[0]
+    )
     near = request(params=dict(ANSWER, remote_lease=30.0))
     made.on_new_request(near)
 
@@ -139,7 +163,10 @@ def test_lease_is_renewed_while_a_request_waits_or_loads() -> None:
     assert renewed(11.0) == [SOURCE]  # its transfer may wait, too
     made.update_finished_loads(["near"])
     assert renewed(50.0) == []
-    for params in (dict(ANSWER, remote_request_id="far2"), dict(ANSWER, remote_num_tokens=20, remote_prompt_digest="other")):
+    for params in (
+        dict(ANSWER, remote_request_id="far2"),
+        dict(ANSWER, remote_num_tokens=20, remote_prompt_digest="other"),
+    ):
         left = request(params=params, name="left")
         made.on_new_request(left)
         left.status = RequestStatus.FINISHED_ABORTED
@@ -149,10 +176,16 @@ def test_lease_is_renewed_while_a_request_waits_or_loads() -> None:
 
 @pytest.mark.parametrize("produces", [True, False], ids=["both roles", "consumer"])
 def test_instances_of_both_roles_do_not_wait_for_each_other_for_ever(produces: bool) -> None:
-    """Each may keep the blocks that the other one's requests wait for. An instance with one role waits until its requests end."""
+    """Each may keep the blocks that the other one's requests wait for. An instance with one role
+    waits until its requests end."""
     now = [100.0]
-    made = P2PScheduler("d", 4, produces, True, 20.0, TrustedAddresses(insecure=True), clock=lambda: now[0])
-    waits, loads = (request(params=dict(ANSWER, remote_request_id=name), name=name) for name in ("waits", "loads"))
+    made = P2PScheduler(
+        "d", 4, produces, True, 20.0, TrustedAddresses(insecure=True), clock=lambda: now[0]
+    )
+    waits, loads = (
+        request(params=dict(ANSWER, remote_request_id=name), name=name)
+        for name in ("waits", "loads")
+    )
     for each in (waits, loads):
         made.on_new_request(each)
         assert made.get_num_new_matched_tokens(each, 8) == (13, True)
@@ -166,8 +199,12 @@ def test_instances_of_both_roles_do_not_wait_for_each_other_for_ever(produces: b
 
 def test_source_with_another_protocol_version_is_not_loaded() -> None:
     made = scheduler()
-    assert made.get_num_new_matched_tokens(request(params=dict(ANSWER, remote_protocol=VERSION)), 8) == (13, True)
-    assert made.get_num_new_matched_tokens(request(params=dict(ANSWER, remote_protocol=VERSION + 1)), 8) == (0, False)
+    assert made.get_num_new_matched_tokens(
+        request(params=dict(ANSWER, remote_protocol=VERSION)), 8
+    ) == (13, True)
+    assert made.get_num_new_matched_tokens(
+        request(params=dict(ANSWER, remote_protocol=VERSION + 1)), 8
+    ) == (0, False)
 
 
 def test_router_frees_what_it_has_aborted() -> None:
@@ -203,7 +240,9 @@ def test_finished_prompt_is_kept_and_its_params_returned() -> None:
         (RequestStatus.FINISHED_LENGTH_CAPPED, {"do_remote_decode": True}, False),
     ],
 )
-def test_other_prompts_are_not_kept(status: RequestStatus, params: dict | None, produces: bool) -> None:
+def test_other_prompts_are_not_kept(
+    status: RequestStatus, params: dict | None, produces: bool
+) -> None:
     made, far = scheduler(produces), request(params=params)
     far.status, far.num_computed_tokens = status, 21
     assert made.request_finished(far, [7]) == (False, None)
@@ -223,11 +262,15 @@ def test_other_prompts_are_not_kept(status: RequestStatus, params: dict | None, 
         {"metaserver": "http://169.254.169.254/latest"},
     ],
 )
-def test_invalid_params_are_logged_and_the_prompt_is_computed(wrong: dict, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_invalid_params_are_logged_and_the_prompt_is_computed(
+    wrong: dict, monkeypatch: pytest.MonkeyPatch
+) -> None:
     from ascend_platform import extension
 
     said: list[str] = []
-    monkeypatch.setattr(extension.logger, "warning", lambda form, *values: said.append(form % values))
+    monkeypatch.setattr(
+        extension.logger, "warning", lambda form, *values: said.append(form % values)
+    )
     made, near = scheduler(), request(params=ANSWER | wrong)
     assert made.get_num_new_matched_tokens(near, 0) == (0, False)
     assert made.get_num_new_matched_tokens(near, 0) == (0, False)
@@ -236,10 +279,17 @@ def test_invalid_params_are_logged_and_the_prompt_is_computed(wrong: dict, monke
     assert len(line) < 500
 
 
-def step(new: list[NewRequestData], tokens: dict[str, int], preempted: tuple[str, ...] = (), **old: Any) -> SchedulerOutput:
-    """SchedulerOutput of one step; ``old`` has (blocks, tokens computed before, whether it resumes) of running requests."""
+def step(
+    new: list[NewRequestData], tokens: dict[str, int], preempted: tuple[str, ...] = (), **old: Any
+) -> SchedulerOutput:
+    """SchedulerOutput of one step; ``old`` has (blocks, tokens computed before, whether it resumes)
+    of running requests."""
     made = SchedulerOutput.make_empty()
-    made.scheduled_new_reqs, made.num_scheduled_tokens, made.preempted_req_ids = new, tokens, set(preempted)
+    made.scheduled_new_reqs, made.num_scheduled_tokens, made.preempted_req_ids = (
+        new,
+        tokens,
+        set(preempted),
+    )
     cached = made.scheduled_cached_reqs = CachedRequestData.make_empty()
     for name, (ids, computed, resumed) in old.items():
         cached.req_ids.append(name)
@@ -254,10 +304,15 @@ def test_layerwise_prefill_for_a_waiting_consumer() -> None:
     decode = scheduler()
     asked: list[tuple] = []
     decode._metaserver_client.post = lambda *arguments: asked.append(arguments)
-    near = request(params={"do_remote_prefill": True, "metaserver": "http://router/v1/metaserver"}, name="cmpl-7-0-12345678")
+    near = request(
+        params={"do_remote_prefill": True, "metaserver": "http://router/v1/metaserver"},
+        name="cmpl-7-0-12345678",
+    )
     assert decode.get_num_new_matched_tokens(near, 8) == (13, True)
     decode.update_state_after_alloc(near, blocks(50, 51, 52, 53, 54, 55), 13)
-    assert decode.build_connector_meta(NOTHING).loads == {near.request_id: Load(None, [52, 53, 54, 55], 8, 21)}
+    assert decode.build_connector_meta(NOTHING).loads == {
+        near.request_id: Load(None, [52, 53, 54, 55], 8, 21)
+    }
     ((name, url, wanted),) = asked
     assert (name, url) == (near.request_id, "http://router/v1/metaserver")
     assert (wanted["request_id"], wanted["do_remote_decode"]) == ("cmpl-7-0", True)
@@ -271,11 +326,15 @@ def test_layerwise_prefill_for_a_waiting_consumer() -> None:
     assert built.ranks == [("h", 1), ("h", 2), ("h", 3)]  # also in an instance's first step
     first = built.layerwise["far"]
     assert first == LayerwisePrefill(near.request_id, places, 21, [7, 8], 8, announced=False)
-    second = prefill.build_connector_meta(step([], {"far": 8}, far=([9, 10], 8, False))).layerwise["far"]
+    second = prefill.build_connector_meta(step([], {"far": 8}, far=([9, 10], 8, False))).layerwise[
+        "far"
+    ]
     assert (second.blocks, second.tokens, second.announced) == ([7, 8, 9, 10], 16, True)
     taken = prefill.build_connector_meta(step([], {}, preempted=("far",)))
     assert (taken.revoked, taken.layerwise) == ({"far": ""}, {})
-    again = prefill.build_connector_meta(step([], {"far": 21}, far=([3, 4, 5, 6, 7, 8], 0, True))).layerwise["far"]
+    again = prefill.build_connector_meta(
+        step([], {"far": 21}, far=([3, 4, 5, 6, 7, 8], 0, True))
+    ).layerwise["far"]
     assert (again.blocks, again.tokens) == ([3, 4, 5, 6, 7, 8], 21)
     assert prefill.build_connector_meta(step([], {"far": 1}, far=([], 21, False))).layerwise == {}
     far.status, far.num_computed_tokens = RequestStatus.FINISHED_LENGTH_CAPPED, 21
@@ -286,10 +345,17 @@ def test_layerwise_prefill_for_a_waiting_consumer() -> None:
 def test_push_mode_uses_the_configured_metaserver_by_default() -> None:
     decode, asked = scheduler(), []
     decode._metaserver_client.post = lambda name, url, wanted: asked.append((name, url))
-    plain, own = request(params={"do_remote_prefill": True}), {"do_remote_prefill": True, "metaserver": "http://own"}
+    plain, own = (
+        request(params={"do_remote_prefill": True}),
+        {"do_remote_prefill": True, "metaserver": "http://own"},
+    )
     assert decode.get_num_new_matched_tokens(plain, 0) == (0, False)  # mode pull: computed here
     decode._metaserver = "http://configured"
-    for name, params, source in (("plain", {"do_remote_prefill": True}, None), ("own", own, None), ("pull", ANSWER, SOURCE)):
+    for name, params, source in (
+        ("plain", {"do_remote_prefill": True}, None),
+        ("own", own, None),
+        ("pull", ANSWER, SOURCE),
+    ):
         near = request(params=dict(params), name=name + "-12345678")
         assert decode.get_num_new_matched_tokens(near, 8) == (13, True)
         decode.update_state_after_alloc(near, blocks(50, 51, 52, 53, 54, 55), 13)
@@ -297,7 +363,8 @@ def test_push_mode_uses_the_configured_metaserver_by_default() -> None:
     assert asked == [("plain-12345678", "http://configured"), ("own-12345678", "http://own")]
     prefill = scheduler()
     prefill._metaserver = "http://configured"
-    far = request(params={"do_remote_decode": True}, name="far")  # without a waiting consumer: kept for pull
+    # without a waiting consumer: kept for pull
+    far = request(params={"do_remote_decode": True}, name="far")
     far.status, far.num_computed_tokens = RequestStatus.FINISHED_LENGTH_CAPPED, 21
     assert prefill.request_finished(far, [7, 8])[0]
 
@@ -325,7 +392,11 @@ def test_load_of_a_disconnected_client_is_aborted() -> None:
     near.status = RequestStatus.FINISHED_ABORTED
     assert made.request_finished(near, [50]) == (False, None)
     assert made.build_connector_meta(NOTHING).aborted == ["near"]
-    made.update_state_after_alloc(second := request(params=dict(ANSWER), name="second"), blocks(50, 51, 52, 53, 54, 55, 56), 21)
+    made.update_state_after_alloc(
+        second := request(params=dict(ANSWER), name="second"),
+        blocks(50, 51, 52, 53, 54, 55, 56),
+        21,
+    )
     made.update_finished_loads({"second"})
     assert made.request_finished(second, [50]) == (False, None)
     assert made.build_connector_meta(NOTHING).aborted == []
@@ -339,7 +410,8 @@ def load(made: P2PScheduler, near: Request) -> tuple[int, list[Source]]:
 
 
 def test_source_of_another_prompt_is_not_loaded() -> None:
-    """vLLM returns the parameters of a list's first prompt, and routers give them to all prompts of the list."""
+    """vLLM returns the parameters of a list's first prompt, and routers give them to all prompts of
+    the list."""
     made = scheduler()
     answer = request(params=dict(ANSWER)).kv_transfer_params
     prompts = {
@@ -348,7 +420,12 @@ def test_source_of_another_prompt_is_not_loaded() -> None:
         "shorter": request(20, params=dict(answer), name="shorter"),
         "longer": request(30, params=dict(answer), name="longer"),
     }
-    assert {name: load(made, near)[0] for name, near in prompts.items()} == {"first": 21, "second": 0, "shorter": 0, "longer": 21}
+    assert {name: load(made, near)[0] for name, near in prompts.items()} == {
+        "first": 21,
+        "second": 0,
+        "shorter": 0,
+        "longer": 21,
+    }
     assert made.build_connector_meta(NOTHING).released == []
 
 
@@ -366,16 +443,21 @@ def test_digest_covers_what_determines_the_kv_cache() -> None:
         "embeddings": request(prompt_embeds=embeds),
         "other embeddings": request(prompt_embeds=embeds + 1),
     }
-    digests = {name: prompt_digest(each, 21) for name, each in others.items()} | {"": prompt_digest(request(), 21)}
+    digests = {name: prompt_digest(each, 21) for name, each in others.items()} | {
+        "": prompt_digest(request(), 21)
+    }
     assert len(set(digests.values())) == len(digests), digests
-    assert prompt_digest(request(30, mm_features=[image(22, "a")]), 21) == digests[""]  # only what is before it counts
+    # only what is before it counts
+    assert prompt_digest(request(30, mm_features=[image(22, "a")]), 21) == digests[""]
     assert prompt_digest(request(), 20) != digests[""]
 
 
 def test_requests_that_share_a_source_release_it_once() -> None:
     """With n > 1, or if a router repeats a request, several requests name one source."""
     made, answer = scheduler(), request(params=dict(ANSWER)).kv_transfer_params
-    one, other, aborted, late = (request(params=dict(answer), name=name) for name in ("one", "other", "aborted", "late"))
+    one, other, aborted, late = (
+        request(params=dict(answer), name=name) for name in ("one", "other", "aborted", "late")
+    )
     assert [load(made, each) for each in (one, other, aborted)] == [(21, [])] * 3
     made.update_finished_loads({"one"})
     aborted.status = RequestStatus.FINISHED_ABORTED
@@ -416,7 +498,13 @@ def test_prefill_for_another_prompt_is_not_sent() -> None:
 
 def test_connector_implements_vllms_signatures() -> None:
     assert not AscendP2PConnector.__abstractmethods__
-    own = {name: method for name, method in vars(AscendP2PConnector).items() if inspect.isfunction(method)}
+    own = {
+        name: method
+        for name, method in vars(AscendP2PConnector).items()
+        if inspect.isfunction(method)
+    }
     for name, method in own.items():
         asked = getattr(KVConnectorBase_V1, name, None) or getattr(SupportsHMA, name)
-        assert list(inspect.signature(method).parameters) == list(inspect.signature(asked).parameters), name
+        assert list(inspect.signature(method).parameters) == list(
+            inspect.signature(asked).parameters
+        ), name

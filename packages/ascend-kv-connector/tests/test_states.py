@@ -1,4 +1,5 @@
-"""States of linear attention and state-space layers beside pages: block tables, prompts without their last token, transfers."""
+"""States of linear attention and state-space layers beside pages: block tables, prompts without
+their last token, transfers."""
 
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
@@ -34,9 +35,14 @@ class Pages(SimpleNamespace):
         return vars(self)
 
 
-def caches(tp: tuple[int, int] = (0, 1), block: int = BLOCK) -> tuple[PagedCache, dict[str, torch.Tensor]]:
-    """A layer with pages and two with states, of which blocks are apart, and all tensors by name."""
-    tensors: dict[str, torch.Tensor] = {part: torch.zeros(BLOCKS, block, HEADS, SIZE) for part in ("key", "value")}
+def caches(
+    tp: tuple[int, int] = (0, 1), block: int = BLOCK
+) -> tuple[PagedCache, dict[str, torch.Tensor]]:
+    """A layer with pages and two with states, of which blocks are apart, and all tensors
+    by name."""
+    tensors: dict[str, torch.Tensor] = {
+        part: torch.zeros(BLOCKS, block, HEADS, SIZE) for part in ("key", "value")
+    }
     layers: dict[str, Any] = {"pages": Pages(**tensors)}
     for layer in ("states.0", "states.1"):
         held = []
@@ -48,7 +54,10 @@ def caches(tp: tuple[int, int] = (0, 1), block: int = BLOCK) -> tuple[PagedCache
         layers[layer] = tuple(held)
     groups = {"pages": 0, "states.0": 1, "states.1": 2}
     windows = (0, LAST_STATE, LAST_STATE)
-    return PagedCache(list_regions(layers, HEADS), block, Heads(0, HEADS), HEADS, groups, windows, tp), tensors
+    return (
+        PagedCache(list_regions(layers, HEADS), block, Heads(0, HEADS), HEADS, groups, windows, tp),
+        tensors,
+    )
 
 
 @pytest.fixture
@@ -56,9 +65,17 @@ def pair(network: InMemoryNetwork) -> Iterator[Callable]:
     parts: list[Any] = []
 
     def make(exposed: bool = True, chunk: int = 1 << 20, **shapes: Any) -> tuple[Any, ...]:
-        given = {"transfer_timeout": 5.0, "answer_timeout": 2.0, "lease": 5.0, "expose_cache": exposed}
+        given = {
+            "transfer_timeout": 5.0,
+            "answer_timeout": 2.0,
+            "lease": 5.0,
+            "expose_cache": exposed,
+        }
         options = type("SmallOptions", (Options,), {"chunk_bytes": chunk})(**given)
-        (one, there), (other, here) = caches(**shapes.get("one", {})), caches(**shapes.get("other", {}))
+        (one, there), (other, here) = (
+            caches(**shapes.get("one", {})),
+            caches(**shapes.get("other", {})),
+        )
         producer = Producer(one, network.make_transport(), options, "p", "m", "127.0.0.1")
         consumer = Consumer(other, network.make_transport(), options, "d", "m")
         parts.extend([consumer, producer])
@@ -71,10 +88,15 @@ def pair(network: InMemoryNetwork) -> Iterator[Callable]:
         part.transport.close()
 
 
-def transfer(producer: Producer, consumer: Consumer, leased: int, start: int, stop: int) -> Done | Failed:
-    """Transfer tokens of a prompt, in blocks 5, 6 and 7 there with states in 3 and 9, to blocks 8 and 10, 11 and 2."""
+def transfer(
+    producer: Producer, consumer: Consumer, leased: int, start: int, stop: int
+) -> Done | Failed:
+    """Transfer tokens of a prompt, in blocks 5, 6 and 7 there with states in 3 and 9, to blocks 8
+    and 10, 11 and 2."""
     wide = producer.cache.block_size > BLOCK
-    producer.leases.grant("r", [5, 6, 0, 3, 0, 9] if wide else [5, 6, 7, 0, 0, 3, 0, 0, 9], leased, 5.0)
+    producer.leases.grant(
+        "r", [5, 6, 0, 3, 0, 9] if wide else [5, 6, 7, 0, 0, 3, 0, 0, 9], leased, 5.0
+    )
     source = Source("p", "r", ((producer.server.host, producer.server.port),))
     consumer.start("r", source, [8, 10, 0, 11, 0, 2], start, stop)
     while not (ended := consumer.get_finished()):
@@ -91,7 +113,9 @@ def test_pages_and_last_states_are_transferred(exposed: bool, chunk: int, pair: 
         tensor.copy_(torch.randn(tensor.shape))
     ended = transfer(producer, consumer, 11, 4, 11)
     assert isinstance(ended, Done), ended
-    expected = {name: torch.zeros(tensor.shape, dtype=tensor.dtype) for name, tensor in there.items()}
+    expected = {
+        name: torch.zeros(tensor.shape, dtype=tensor.dtype) for name, tensor in there.items()
+    }
     for part in ("key", "value"):
         expected[part][8], expected[part][10, :3] = there[part][6], there[part][7, :3]
     for layer, (one, other) in {"states.0": (3, 11), "states.1": (9, 2)}.items():
@@ -117,7 +141,10 @@ def test_block_sizes_may_differ(exposed: bool, pair: Callable) -> None:
 def test_the_state_of_fewer_tokens_is_refused(exposed: bool, pair: Callable) -> None:
     producer, _, consumer, here = pair(exposed)
     failed = transfer(producer, consumer, 11, 4, 10)
-    assert (failed.kind, failed.cause) == ("mismatch", "invalid fetch: the state after token 10; there is that after 11")
+    assert (failed.kind, failed.cause) == (
+        "mismatch",
+        "invalid fetch: the state after token 10; there is that after 11",
+    )
     assert all(not tensor.any() for name, tensor in here.items() if "states" in name)
 
 
@@ -130,7 +157,9 @@ def test_states_of_other_ranks_are_refused(pair: Callable) -> None:
     )
 
 
-def test_states_of_other_shapes_are_refused(pair: Callable, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_states_of_other_shapes_are_refused(
+    pair: Callable, monkeypatch: pytest.MonkeyPatch
+) -> None:
     one, _ = caches()
     monkeypatch.setitem(STATES, "convolution", ((4, 20), torch.bfloat16))
     other, _ = caches()
@@ -143,7 +172,17 @@ def test_a_state_is_in_the_column_of_the_last_token() -> None:
     pages, alone, aligned, drafting = [5, 6, 7, 8], [3], [0, 0, 9], [0, 4, 2, 1]
     windows = (0, LAST_STATE, LAST_STATE)
     assert join_tables([pages, alone, aligned], windows, 0, 11, 4) == [5, 6, 7, 0, 0, 3, 0, 0, 9]
-    assert join_tables([pages, [3, 2, 1], drafting], windows, 2, 11, 4) == [5, 6, 7, 0, 0, 3, 0, 0, 4]
+    assert join_tables([pages, [3, 2, 1], drafting], windows, 2, 11, 4) == [
+        5,
+        6,
+        7,
+        0,
+        0,
+        3,
+        0,
+        0,
+        4,
+    ]
     assert join_tables([pages, [], []], windows, 0, 11, 4) == [5, 6, 7, 0, 0, 0, 0, 0, 0]
     assert join_tables([[], [], []], windows, 0, 0, 4) == []
     assert join_tables([pages, [1, 2, 3, 4]], (0, 6), 0, 11, 4) == [5, 6, 7, 8, 1, 2, 3, 4]
@@ -158,11 +197,21 @@ def of_states() -> P2PScheduler:
 
 def request(tokens: int, params: dict[str, Any], **sampling: Any) -> Request:
     given = SamplingParams(max_tokens=8, extra_args={"kv_transfer_params": params}, **sampling)
-    return Request(request_id="r", prompt_token_ids=list(range(1, tokens + 1)), sampling_params=given, pooling_params=None)
+    return Request(
+        request_id="r",
+        prompt_token_ids=list(range(1, tokens + 1)),
+        sampling_params=given,
+        pooling_params=None,
+    )
 
 
-@pytest.mark.parametrize(("tokens", "sampling", "kept"), [(12, {}, True), (1, {}, False), (12, {"prompt_logprobs": 0}, False)])
-def test_a_prefill_instance_leaves_the_last_token_out(tokens: int, sampling: dict[str, int], kept: bool) -> None:
+@pytest.mark.parametrize(
+    ("tokens", "sampling", "kept"),
+    [(12, {}, True), (1, {}, False), (12, {"prompt_logprobs": 0}, False)],
+)
+def test_a_prefill_instance_leaves_the_last_token_out(
+    tokens: int, sampling: dict[str, int], kept: bool
+) -> None:
     made, far = of_states(), request(tokens, {"do_remote_decode": True}, **sampling)
     made.on_new_request(far)
     computed = tokens - kept
@@ -177,29 +226,43 @@ def test_a_prefill_instance_leaves_the_last_token_out(tokens: int, sampling: dic
         assert made.build_connector_meta(NOTHING).leases == {"r": ([5, 6, 7, 0, 0, 3], 11)}
         near = request(12, params)  # the decode instance's, with the whole prompt
         assert made.get_num_new_matched_tokens(near, 4) == (7, True)
-        made.update_state_after_alloc(near, SimpleNamespace(get_block_ids=lambda: ([50, 51, 52, 53], [60])), 7)
+        made.update_state_after_alloc(
+            near, SimpleNamespace(get_block_ids=lambda: ([50, 51, 52, 53], [60])), 7
+        )
         load = made.build_connector_meta(NOTHING).loads["r"]
         assert (load.blocks, load.start, load.stop) == ([51, 52, 0, 60], 4, 11)
 
 
 def test_groups_with_states_are_known_and_other_connectors_refuse_them() -> None:
-    full = KVCacheGroupSpec(["a"], FullAttentionSpec(block_size=16, num_kv_heads=2, head_size=16, dtype=torch.float32))
-    spec = MambaSpec(block_size=1024, shapes=((3, 20),), dtypes=(torch.float32,), num_speculative_blocks=2)
+    full = KVCacheGroupSpec(
+        ["a"], FullAttentionSpec(block_size=16, num_kv_heads=2, head_size=16, dtype=torch.float32)
+    )
+    spec = MambaSpec(
+        block_size=1024, shapes=((3, 20),), dtypes=(torch.float32,), num_speculative_blocks=2
+    )
     states = KVCacheGroupSpec(["b"], spec)
     assert sliding_windows("X", [states, full], states=True) == (LAST_STATE, 0)
     assert (paged_block_size([states, full]), draft_blocks([states, full])) == (16, 2)
-    for groups, known, what in (([states, full], False, "MambaSpec"), ([states], True, "has states alone")):
+    for groups, known, what in (
+        ([states, full], False, "MambaSpec"),
+        ([states], True, "has states alone"),
+    ):
         with pytest.raises(extension.RefusedError, match=what):
             sliding_windows("X", groups, known)
 
 
 def test_push_is_refused() -> None:
     config = SimpleNamespace(
-        kv_transfer_config=SimpleNamespace(kv_connector_extra_config={"mode": "push", "insecure": True}),
+        kv_transfer_config=SimpleNamespace(
+            kv_connector_extra_config={"mode": "push", "insecure": True}
+        ),
         parallel_config=SimpleNamespace(decode_context_parallel_size=1),
         model_config=SimpleNamespace(is_hybrid=True),
     )
-    with pytest.raises(extension.RefusedError, match=r'layer by layer; remove kv_connector_extra_config\.mode "push"'):
+    with pytest.raises(
+        extension.RefusedError,
+        match=r'layer by layer; remove kv_connector_extra_config\.mode "push"',
+    ):
         AscendP2PConnector.check_config(config)
     config.model_config.is_hybrid = False
     AscendP2PConnector.check_config(config)

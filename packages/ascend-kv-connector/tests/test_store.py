@@ -16,7 +16,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from ascend_kv_connector.store.chunk_format import FOOTER_BYTES, is_intact, read_footer, write_footer
+from ascend_kv_connector.store.chunk_format import (
+    FOOTER_BYTES,
+    is_intact,
+    read_footer,
+    write_footer,
+)
 from ascend_kv_connector.store.disk import DiskPool
 from ascend_kv_connector.store.options import StoreOptions
 from ascend_kv_connector.store.pool import PoolError
@@ -40,8 +45,15 @@ def engine(one_rank: None, tmp_path: Path) -> Iterator[Callable[..., Engine]]:  
 
     def make(transfer: dict[str, Any] | None = None, **more: Any) -> Engine:
         if transfer is None:
-            extra = {"backend": "disk", "disk_path": str(tmp_path / "pool"), "cpu_bytes_to_use": 200 * CHUNK}
-            transfer = {"kv_role": more.pop("kv_role", "kv_both"), "kv_connector_extra_config": extra | more.pop("extra", {})}
+            extra = {
+                "backend": "disk",
+                "disk_path": str(tmp_path / "pool"),
+                "cpu_bytes_to_use": 200 * CHUNK,
+            }
+            transfer = {
+                "kv_role": more.pop("kv_role", "kv_both"),
+                "kv_connector_extra_config": extra | more.pop("extra", {}),
+            }
         made.append(suite.make(transfer, **more))
         return made[-1]
 
@@ -66,11 +78,16 @@ def settle(engine: Engine) -> None:
         engine.step()
 
 
-LONG = {name: prompt for name, prompt in prompts(12, 3).items() if len(prompt) >= 3 * BLOCK and name[-1] not in "258"}
+LONG = {
+    name: prompt
+    for name, prompt in prompts(12, 3).items()
+    if len(prompt) >= 3 * BLOCK and name[-1] not in "258"
+}
 """Prompts without a shared prefix."""
 
 WHOLE = {name: min(len(prompt) - 1, len(prompt) // BLOCK * BLOCK) for name, prompt in LONG.items()}
-"""Tokens loaded of each when all its chunks are in the pool: the last token of a prompt is always computed."""
+"""Tokens loaded of each when all its chunks are in the pool: the last token of a prompt is always
+computed."""
 
 
 def test_stored_chunks_are_loaded_by_another_instance(engine: Callable[..., Engine]) -> None:
@@ -81,13 +98,28 @@ def test_stored_chunks_are_loaded_by_another_instance(engine: Callable[..., Engi
     assert serve(engine(), LONG, "again") == WHOLE
 
 
-def test_different_layouts_and_hashes_do_not_share(engine: Callable[..., Engine], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_different_layouts_and_hashes_do_not_share(
+    engine: Callable[..., Engine], monkeypatch: pytest.MonkeyPatch
+) -> None:
     serve(engine(), LONG, "first")
     assert not any(serve(engine(dtype="bfloat16"), dict(list(LONG.items())[:1]), "dtype").values())
-    assert not any(serve(engine(extra={"blocks_per_chunk": 2}), dict(list(LONG.items())[:1]), "chunks").values())
-    assert not any(serve(engine(extra={"namespace": "other"}), dict(list(LONG.items())[:1]), "namespace").values())
-    assert not any(serve(engine(hf_overrides={"rope_theta": 7.0}), dict(list(LONG.items())[:1]), "model").values())
-    monkeypatch.setattr(mla_prolog, "check", lambda config: None)  # of latent attention, which this model has not
+    assert not any(
+        serve(
+            engine(extra={"blocks_per_chunk": 2}), dict(list(LONG.items())[:1]), "chunks"
+        ).values()
+    )
+    assert not any(
+        serve(
+            engine(extra={"namespace": "other"}), dict(list(LONG.items())[:1]), "namespace"
+        ).values()
+    )
+    assert not any(
+        serve(
+            engine(hf_overrides={"rope_theta": 7.0}), dict(list(LONG.items())[:1]), "model"
+        ).values()
+    )
+    # of latent attention, which this model has not
+    monkeypatch.setattr(mla_prolog, "check", lambda config: None)
     halves = {"additional_config": {"ascend": {"platform": {"mla_prolog": True}}}}
     assert not any(serve(engine(**halves), dict(list(LONG.items())[:1]), "order").values())
     assert all(serve(engine(), dict(list(LONG.items())[:1]), "the same").values())
@@ -95,7 +127,9 @@ def test_different_layouts_and_hashes_do_not_share(engine: Callable[..., Engine]
     assert not any(serve(engine(), dict(list(LONG.items())[:1]), "seed").values())
 
 
-def test_weights_replaced_under_the_same_path_do_not_share(engine: Callable[..., Engine], tmp_path: Path) -> None:
+def test_weights_replaced_under_the_same_path_do_not_share(
+    engine: Callable[..., Engine], tmp_path: Path
+) -> None:
     one = dict(list(LONG.items())[:1])
     weights = torch.arange(1000.0)
     save_file({"weight": weights}, tmp_path / "model" / "model.safetensors")
@@ -107,7 +141,10 @@ def test_weights_replaced_under_the_same_path_do_not_share(engine: Callable[...,
 
 def test_temporary_files_of_killed_writers_are_removed(tmp_path: Path) -> None:
     (tmp_path / "space" / "abc").mkdir(parents=True)
-    old, young, chunk = (tmp_path / "space" / "abc" / name for name in (".abcd.kv.1.2.tmp", ".abce.kv.1.2.tmp", "abcf.kv"))
+    old, young, chunk = (
+        tmp_path / "space" / "abc" / name
+        for name in (".abcd.kv.1.2.tmp", ".abce.kv.1.2.tmp", "abcf.kv")
+    )
     for file in (old, young, chunk):
         file.write_bytes(b"part")
     for file in (old, chunk):
@@ -139,7 +176,9 @@ def test_disk_keeps_to_its_quota_and_removes_what_was_not_used_for_longest(tmp_p
     pool.close()
 
 
-def test_stored_and_corrupt_chunks_are_events_for_routers(engine: Callable[..., Engine], tmp_path: Path) -> None:
+def test_stored_and_corrupt_chunks_are_events_for_routers(
+    engine: Callable[..., Engine], tmp_path: Path
+) -> None:
     (name, prompt), *_ = LONG.items()
 
     taken: dict[int, list[Any]] = {}
@@ -162,13 +201,16 @@ def test_stored_and_corrupt_chunks_are_events_for_routers(engine: Callable[..., 
         made.scheduler.connector.connector_scheduler.manager.secondary_tiers[0].take_events()
         return taken[id(made)]
 
-    announced = {"extra": {"enable_kv_events": True}, "kv_events_config": KVEventsConfig(True, "null")}
+    announced = {
+        "extra": {"enable_kv_events": True},
+        "kv_events_config": KVEventsConfig(True, "null"),
+    }
     one = watched(**announced)
     serve(one, {name: prompt}, "first")
     stored = events(one)
-    assert {(event.medium.name, event.locality.name, event.ownership, event.removed) for event in stored} == {
-        ("STORAGE", "REMOTE", "ascend_disk", False)
-    }
+    assert {
+        (event.medium.name, event.locality.name, event.ownership, event.removed) for event in stored
+    } == {("STORAGE", "REMOTE", "ascend_disk", False)}
     keys = [key for event in stored for key in event.keys]
     assert len(keys) == len(set(keys)) == len(list(tmp_path.glob("pool/*/*/*.kv")))
     one.close()
@@ -184,14 +226,21 @@ def test_stored_and_corrupt_chunks_are_events_for_routers(engine: Callable[..., 
 
 def test_roles(engine: Callable[..., Engine]) -> None:
     serve(engine(kv_role="kv_consumer"), LONG, "consumer first")
-    assert not any(serve(engine(extra={"enable_lookup": False}), LONG, "does not look").values())  # the consumer stored nothing
+    # the consumer stored nothing
+    assert not any(serve(engine(extra={"enable_lookup": False}), LONG, "does not look").values())
     assert all(serve(engine(kv_role="kv_consumer"), LONG, "consumer").values())
     assert all(serve(engine(kv_role="kv_producer"), LONG, "producer").values())
-    assert not any(serve(engine(kv_role="kv_consumer", extra={"consumer_is_to_load": False}), LONG, "neither").values())
+    assert not any(
+        serve(
+            engine(kv_role="kv_consumer", extra={"consumer_is_to_load": False}), LONG, "neither"
+        ).values()
+    )
 
 
 @pytest.mark.parametrize("harm", ["cut", "changed", "of another prefix", "removed"])
-def test_damaged_files_are_recomputed_and_stored_again(engine: Callable[..., Engine], tmp_path: Path, harm: str) -> None:
+def test_damaged_files_are_recomputed_and_stored_again(
+    engine: Callable[..., Engine], tmp_path: Path, harm: str
+) -> None:
     name, prompt = max(LONG.items(), key=lambda item: len(item[1]))
     given, chunks = {name: prompt}, len(prompt) // BLOCK
     serve(engine(), given, "first")
@@ -213,7 +262,9 @@ def test_damaged_files_are_recomputed_and_stored_again(engine: Callable[..., Eng
     assert serve(engine(), given, "again")[name] == WHOLE[name]
 
 
-def test_full_disk_is_tolerated(engine: Callable[..., Engine], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_full_disk_is_tolerated(
+    engine: Callable[..., Engine], monkeypatch: pytest.MonkeyPatch
+) -> None:
     write = os.write
 
     def full(file: int, data: Any) -> int:
@@ -249,10 +300,14 @@ def counted(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(PoolTier, "_count", watch)
 
 
-def test_full_disk_is_left_alone_for_a_while(engine: Callable[..., Engine], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_full_disk_is_left_alone_for_a_while(
+    engine: Callable[..., Engine], monkeypatch: pytest.MonkeyPatch
+) -> None:
     made, puts = engine(), list[int]()
     (tier,) = made.scheduler.connector.connector_scheduler.manager.secondary_tiers
-    monkeypatch.setattr(tier._pool, "put", lambda names, records: puts.append(len(names)) or ["full"] * len(names))
+    monkeypatch.setattr(
+        tier._pool, "put", lambda names, records: puts.append(len(names)) or ["full"] * len(names)
+    )
     for name, prompt in LONG.items():
         serve(made, {name: prompt}, "full")
     assert len(puts) == 1
@@ -281,14 +336,19 @@ def test_cleaning_goes_on_after_an_error(tmp_path: Path, monkeypatch: pytest.Mon
 def test_directory_that_others_may_write_to_is_refused(tmp_path: Path) -> None:
     (shared := tmp_path / "shared").mkdir()
     shared.chmod(0o777)
-    with pytest.raises(RefusedError, match=r"disk_path .*shared belongs to user \d+ with mode 777: .*; fix: chmod o-w"):
+    with pytest.raises(
+        RefusedError,
+        match=r"disk_path .*shared belongs to user \d+ with mode 777: .*; fix: chmod o-w",
+    ):
         DiskPool(str(shared))
     assert list(shared.iterdir()) == []
 
 
 def test_links_are_not_followed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also if their names are guessed."""
-    monkeypatch.setattr("ascend_kv_connector.store.disk.secrets.token_hex", lambda size: "0" * 2 * size)
+    monkeypatch.setattr(
+        "ascend_kv_connector.store.disk.secrets.token_hex", lambda size: "0" * 2 * size
+    )
     (victim := tmp_path / "victim").write_bytes(b"of another program")
     pool = DiskPool(str(tmp_path / "pool"))
     (folder := tmp_path / "pool" / "m" / "abc").mkdir(parents=True)
@@ -315,7 +375,9 @@ def test_every_outcome_is_counted(engine: Callable[..., Engine]) -> None:
     made, counted = engine(), {}
     for name, prompt in LONG.items():
         made.add(name, prompt, 3)
-    while made.scheduler.has_unfinished_requests() or made.scheduler.connector.has_pending_push_work():
+    while (
+        made.scheduler.has_unfinished_requests() or made.scheduler.connector.has_pending_push_work()
+    ):
         made.step()
         if stats := made.scheduler.connector.get_kv_connector_stats():
             for labels, count in stats.data["data"].get(CHUNKS_METRIC, {}).items():
@@ -325,21 +387,29 @@ def test_every_outcome_is_counted(engine: Callable[..., Engine]) -> None:
     tier = made.scheduler.connector.connector_scheduler.manager.secondary_tiers[0]
     assert CHUNKS_METRIC in type(tier).build_metric_definitions({})
     tier._count_outcome("store", "failed -800")  # with an error code of Mooncake's
-    assert tier.get_stats().data["data"][CHUNKS_METRIC] == {("ascend_disk", "store", "failed", "-800"): 1}
+    assert tier.get_stats().data["data"][CHUNKS_METRIC] == {
+        ("ascend_disk", "store", "failed", "-800"): 1
+    }
 
 
 def test_requests_under_faults(engine: Callable[..., Engine]) -> None:
-    result = store_faults.Endurance(lambda: engine(store_faults.TRANSFER_CONFIG, blocks=64), 200, deaths=1).run()
+    result = store_faults.Endurance(
+        lambda: engine(store_faults.TRANSFER_CONFIG, blocks=64), 200, deaths=1
+    ).run()
     print(result)
     assert (result.wrong, result.late, result.leaked) == ([], [], 0)
     assert sum(result.ended.values()) == 200
     assert set(result.ended) <= {"length", "left", "left there"}
     assert result.chunks["loaded"] > 50
-    assert all(result.faults.get(name) for name in ("fail", "corrupt", "late", "cut", "lost", "full")), result.faults
+    assert all(
+        result.faults.get(name) for name in ("fail", "corrupt", "late", "cut", "lost", "full")
+    ), result.faults
 
 
 @pytest.mark.parametrize("load", [True, False])
-def test_rows_of_a_late_job_are_not_accessed(engine: Callable[..., Engine], monkeypatch: pytest.MonkeyPatch, load: bool) -> None:
+def test_rows_of_a_late_job_are_not_accessed(
+    engine: Callable[..., Engine], monkeypatch: pytest.MonkeyPatch, load: bool
+) -> None:
     store_faults.POOL.__init__()  # type: ignore[misc]
     made = engine(store_faults.TRANSFER_CONFIG)
     serve(made, LONG, "first")
@@ -359,7 +429,9 @@ def test_rows_of_a_late_job_are_not_accessed(engine: Callable[..., Engine], monk
     host = np.asarray(manager.primary_tier.get_kv_memoryview())
     key = key if load else bytes(len(key))
     began = monotonic()
-    (tier.submit_load if load else tier.submit_store)(SimpleNamespace(job_id=-1, keys=[key], chunk_ids=[7]))
+    (tier.submit_load if load else tier.submit_store)(
+        SimpleNamespace(job_id=-1, keys=[key], chunk_ids=[7])
+    )
     while not (ended := tier.get_finished_jobs()):
         sleep(0.01)
     assert store_faults.TRANSFER <= monotonic() - began < store_faults.TRANSFER + store_faults.LATE
@@ -392,7 +464,8 @@ def test_files_are_written_atomically(tmp_path: Path) -> None:
     ended.set()
     thread.join()
     assert seen <= {"missing", "loaded"}
-    assert {path.stat().st_mode & 0o777 for path in tmp_path.rglob("*.kv")} == {0o600}  # prompts are in them
+    # prompts are in them
+    assert {path.stat().st_mode & 0o777 for path in tmp_path.rglob("*.kv")} == {0o600}
     assert is_intact(name, read[:-FOOTER_BYTES], read_footer(read))
     assert not is_intact("m/abd", read[:-FOOTER_BYTES], read_footer(read))
 
@@ -422,7 +495,9 @@ def test_options_of_vllm_ascend_are_accepted() -> None:
     assert options.roles(SimpleNamespace(kv_role="kv_consumer")) == (True, False)
 
 
-def test_unshareable_configurations_are_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_unshareable_configurations_are_refused(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     config = SimpleNamespace(
         parallel_config=SimpleNamespace(nnodes_within_dp=1),
         cache_config=SimpleNamespace(prefix_caching_hash_algo="xxhash"),
@@ -445,7 +520,11 @@ def test_unshareable_configurations_are_refused(monkeypatch: pytest.MonkeyPatch,
 
 
 def test_mooncake_reports_an_outcome_per_chunk(one_rank: None) -> None:  # noqa: F811
-    pytest.importorskip("mooncake.store", exc_type=ImportError, reason="Mooncake lacks a library: apt-get install libibverbs1")
+    pytest.importorskip(
+        "mooncake.store",
+        exc_type=ImportError,
+        reason="Mooncake lacks a library: apt-get install libibverbs1",
+    )
     from ascend_kv_connector.store.mooncake import MooncakeConfig, MooncakePool
     from harness.kv import mooncake_pool
 
@@ -453,7 +532,11 @@ def test_mooncake_reports_an_outcome_per_chunk(one_rank: None) -> None:  # noqa:
     with mooncake_pool.mooncake_pool(mib=32) as processes:
         pool = MooncakePool(MooncakeConfig.read(str(processes.config)))
         buffer = pool.buffer(3 * size)
-        one, other, small = buffer[:size], buffer[size : 2 * size], buffer[2 * size : 2 * size + FOOTER_BYTES]
+        one, other, small = (
+            buffer[:size],
+            buffer[size : 2 * size],
+            buffer[2 * size : 2 * size + FOOTER_BYTES],
+        )
         one[:] = os.urandom(size)
         assert pool.put(["m/a", "m/b"], [one, small]) == ["stored", "stored"]
         assert pool.put(["m/a"], [one]) == ["stored"]  # already stored
@@ -477,16 +560,25 @@ def test_mooncake_reports_an_outcome_per_chunk(one_rank: None) -> None:  # noqa:
             MooncakePool(MooncakeConfig.read(str(processes.config)))
 
 
-def test_mooncake_configuration_is_validated(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_mooncake_configuration_is_validated(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     from ascend_kv_connector.store.mooncake import MooncakeConfig
 
     file = tmp_path / "mooncake.json"
-    file.write_text('{"master_server_address": "127.0.0.1:9", "global_segment_size": "1.5GB", "ssd_offload_path": "/x"}')
+    file.write_text(
+        '{"master_server_address": "127.0.0.1:9", "global_segment_size": "1.5GB",'
+        ' "ssd_offload_path": "/x"}'
+    )
     known = MooncakeConfig.read(str(file))
     assert (known.global_segment_size, known.protocol) == (3 << 29, "tcp")
     monkeypatch.setenv("MOONCAKE_MASTER", "127.0.0.1:10")
     assert MooncakeConfig.read(str(file)).master_server_address == "127.0.0.1:10"
-    for text in ("[]", "{", '{"master_server_address": "127.0.0.1:9", "global_segment_size": "much"}'):
+    for text in (
+        "[]",
+        "{",
+        '{"master_server_address": "127.0.0.1:9", "global_segment_size": "much"}',
+    ):
         file.write_text(text)
         with pytest.raises(RefusedError, match="is not a Mooncake configuration"):
             MooncakeConfig.read(str(file))

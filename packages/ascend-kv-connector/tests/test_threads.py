@@ -30,7 +30,10 @@ def test_two_readers_of_a_layer_see_computed_tokens_only() -> None:
 
     progress.record("l", 100, first_chunk)
     progress.record("l", 200, lambda: False)
-    threads = [threading.Thread(target=lambda: found.append(progress.ready_tokens(["l"]))) for _ in range(2)]
+    threads = [
+        threading.Thread(target=lambda: found.append(progress.ready_tokens(["l"])))
+        for _ in range(2)
+    ]
     threads[0].start()
     assert entered.wait(10)
     threads[1].start()
@@ -42,7 +45,8 @@ def test_two_readers_of_a_layer_see_computed_tokens_only() -> None:
 
 
 class Interrupted:
-    """A lock; when the main thread has left it, ``act`` runs in another thread before its next line, once."""
+    """A lock; when the main thread has left it, ``act`` runs in another thread before its next
+    line, once."""
 
     def __init__(self, lock: Any, act: Callable[[], Any]) -> None:
         self.lock, self.act = lock, [act]
@@ -60,9 +64,17 @@ class Interrupted:
 
 def test_transfer_that_is_announced_while_it_starts_runs_once(instances: Callable) -> None:
     producer, consumer = instances("p").produce(), instances("d").consume()
-    prompt, rank, blocks, begun = Prompt(producer, "r", 40), consumer.consumers[0], consumer.take(40), []
+    prompt, rank, blocks, begun = (
+        Prompt(producer, "r", 40),
+        consumer.consumers[0],
+        consumer.take(40),
+        [],
+    )
     enqueue = rank._enqueue
-    rank._enqueue = lambda work: (begun.append(work) if isinstance(work, Transfer) else None, enqueue(work))
+    rank._enqueue = lambda work: (
+        begun.append(work) if isinstance(work, Transfer) else None,
+        enqueue(work),
+    )
     rank._lock = Interrupted(rank._lock, lambda: rank.answer(prompt.announcement()))
     rank.start("r", None, blocks, 0, 40)
     prompt.compute(40)
@@ -80,7 +92,10 @@ def refuse_threads(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_requests_fail_while_no_thread_can_be_started(instances: Callable) -> None:
     """The engine goes on, and so does the peer's queue afterwards."""
-    producer, consumer = instances("p", expose_cache=False).produce(), instances("d", expose_cache=False).consume()
+    producer, consumer = (
+        instances("p", expose_cache=False).produce(),
+        instances("d", expose_cache=False).consume(),
+    )
     rank = consumer.consumers[0]
     with pytest.MonkeyPatch.context() as patch:
         refuse_threads(patch)
@@ -114,7 +129,9 @@ def test_stuck_threads_of_a_peer_do_not_count_against_others() -> None:
     for work in works:
         work.wait = stuck.wait  # type: ignore[method-assign]
         queues.put("a", work, 1)
-        assert wait_for(lambda work=work: any(thread.work is work for thread in queues._peers["a"].threads))
+        assert wait_for(
+            lambda work=work: any(thread.work is work for thread in queues._peers["a"].threads)
+        )
         queues.abandon(work)
     assert (len(queues._stuck), len(queues._peers["a"].threads)) == (MAX_STUCK_THREADS, 1)
     other, after = threading.Event(), threading.Event()
@@ -146,14 +163,19 @@ def test_memory_is_looked_up_while_more_is_registered() -> None:
     assert all(engine.registered_slices([each.data_ptr()], [64]) for each in buffers)
 
 
-def test_cache_that_is_being_read_is_not_put_to_sleep(instances: Callable, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_cache_that_is_being_read_is_not_put_to_sleep(
+    instances: Callable, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(worker, "SUSPEND_SECONDS", 0.1)
     producer = instances("p").produce()
     producer.fill("r", 8)
     own = P2PWorker.__new__(P2PWorker)
     own._consumer, own._producer, own._progress = None, producer.producers[0], {}
     with own._producer.leases.use("r", "d"):
-        with pytest.raises(extension.RefusedError, match=r"is still being read after 0.1 s and cannot be put to sleep; fix: "):
+        with pytest.raises(
+            extension.RefusedError,
+            match=r"is still being read after 0.1 s and cannot be put to sleep; fix: ",
+        ):
             own.set_awake(False)
         with own._producer.leases.use("r", "e"):
             pass

@@ -38,7 +38,10 @@ SHAPES = {
     "checksums": ({}, {"verify": True}),
     "windows": ({"windows": (0, 6)}, {"windows": (0, 6)}),
     "a window alone, tp 2 to 1": ({"windows": (6,), "tp": 2}, {"windows": (6,)}),
-    "three groups, pp 2 to tp 2": ({"windows": (5, 0, 1), "layers": 6, "pp": 2}, {"windows": (5, 0, 1), "layers": 6, "tp": 2}),
+    "three groups, pp 2 to tp 2": (
+        {"windows": (5, 0, 1), "layers": 6, "pp": 2},
+        {"windows": (5, 0, 1), "layers": 6, "tp": 2},
+    ),
     "windows that the producer keeps whole": ({}, {"windows": (0, 6)}),
     "latents": (LATENT, LATENT),
     "latents, tp 4 to 2": (LATENT | {"tp": 4}, LATENT | {"tp": 2}),
@@ -49,16 +52,27 @@ SHAPES = {
         LATENT | {"device": "npu", "dtype": torch.bfloat16},
     ),
     "latents and index, tp 2 to 1": (INDEXED | {"tp": 2}, INDEXED),
-    "latents and index, tp 1 to 2, other block size": (INDEXED | {"block_size": 8}, INDEXED | {"tp": 2}),
+    "latents and index, tp 1 to 2, other block size": (
+        INDEXED | {"block_size": 8},
+        INDEXED | {"tp": 2},
+    ),
     "on the NPU": ({"device": "npu"}, {"device": "npu"}),
-    "on the NPU, tp 2 to 1": ({"device": "npu", "tp": 2, "dtype": torch.bfloat16}, {"device": "npu", "dtype": torch.bfloat16}),
-    "on the NPU, tp 1 to 2": ({"device": "npu", "dtype": torch.bfloat16}, {"device": "npu", "tp": 2, "dtype": torch.bfloat16}),
+    "on the NPU, tp 2 to 1": (
+        {"device": "npu", "tp": 2, "dtype": torch.bfloat16},
+        {"device": "npu", "dtype": torch.bfloat16},
+    ),
+    "on the NPU, tp 1 to 2": (
+        {"device": "npu", "dtype": torch.bfloat16},
+        {"device": "npu", "tp": 2, "dtype": torch.bfloat16},
+    ),
 }
 
 
 @pytest.mark.parametrize("exposed", [True, False], ids=["direct", "staged"])
 @pytest.mark.parametrize("shape", SHAPES)
-def test_tokens_are_transferred_and_blocks_are_freed(shape: str, exposed: bool, instances: Callable) -> None:
+def test_tokens_are_transferred_and_blocks_are_freed(
+    shape: str, exposed: bool, instances: Callable
+) -> None:
     one, other = SHAPES[shape]
     producer, consumer = (
         instances("p", **one, expose_cache=exposed).produce(),
@@ -81,21 +95,34 @@ def test_tokens_are_transferred_and_blocks_are_freed(shape: str, exposed: bool, 
     untouched = set(range(64)) - {block for blocks, _, _ in wanted.values() for block in blocks}
     if consumer.windows != (0,):
         untouched.add(0)  # the null block
-    caches = [cache.view(-1, consumer.block_size, *cache.shape[2:]) for rank in consumer.caches for cache in rank.caches]
+    caches = [
+        cache.view(-1, consumer.block_size, *cache.shape[2:])
+        for rank in consumer.caches
+        for cache in rank.caches
+    ]
     assert all(bool((cache[list(untouched)] == -1).all()) for cache in caches)
     assert sum(rank.buffers_in_use for rank in producer.producers) == 0
 
 
 def test_latents_are_read_from_different_ranks(instances: Callable) -> None:
     """Of the ranks that all have them each reader's rank chooses another one."""
-    producer, consumer = instances("p", **LATENT, tp=4).produce(), instances("d", **LATENT, tp=2).consume()
+    producer, consumer = (
+        instances("p", **LATENT, tp=4).produce(),
+        instances("d", **LATENT, tp=2).consume(),
+    )
     infos = [rank.answer(Handshake(VERSION, "p")) for rank in producer.producers]
     plans = [plan_fetches(cache, infos, rank) for rank, cache in enumerate(consumer.caches)]
-    assert [[(plan.rank, plan.heads) for plan in each] for each in plans] == [[(0, Heads(0, 1))], [(1, Heads(0, 1))]]
+    assert [[(plan.rank, plan.heads) for plan in each] for each in plans] == [
+        [(0, Heads(0, 1))],
+        [(1, Heads(0, 1))],
+    ]
 
 
-def fails(instances: Callable, act: Callable, tokens: int = 17, **options: object) -> tuple[Failed, float]:
-    """Outcome and duration of one failing transfer; ``act(producer, consumer)`` causes the failure."""
+def fails(
+    instances: Callable, act: Callable, tokens: int = 17, **options: object
+) -> tuple[Failed, float]:
+    """Outcome and duration of one failing transfer; ``act(producer, consumer)`` causes the
+    failure."""
     producer, consumer = instances("p").produce(), instances("d", **options).consume()
     source, _ = producer.fill("r", tokens)
     source = act(producer, consumer) or source
@@ -117,20 +144,34 @@ def test_failure_message_has_all_details(instances: Callable, network: InMemoryN
     line = str(outcome)
     assert outcome.kind == "transport"
     assert len(outcome.blocks) == 5
-    for part in ("r failed after", "closed the connection", "of engine p", "transport memory", "0.0 of 0.0 MiB", "5 blocks"):
+    for part in (
+        "r failed after",
+        "closed the connection",
+        "of engine p",
+        "transport memory",
+        "0.0 of 0.0 MiB",
+        "5 blocks",
+    ):
         assert part in line
     assert "\n" not in line
 
 
 def test_stopped_peer(instances: Callable) -> None:
-    outcome, took = fails(instances, lambda producer, consumer: producer.close(), answer_timeout=30.0, transfer_timeout=30.0)
+    outcome, took = fails(
+        instances,
+        lambda producer, consumer: producer.close(),
+        answer_timeout=30.0,
+        transfer_timeout=30.0,
+    )
     assert (outcome.kind, outcome.cause) == ("peer", "nothing listens at its address (5 attempts)")
     assert took < 15
 
 
 def test_peer_with_an_invalid_address(instances: Callable) -> None:
     producer, consumer = instances("p").produce(), instances("d", lanes=1).consume()
-    consumer.consumers[0].start("r", Source("p", "r", (("no such host!", 1 << 20),)), consumer.take(8), 0, 8)
+    consumer.consumers[0].start(
+        "r", Source("p", "r", (("no such host!", 1 << 20),)), consumer.take(8), 0, 8
+    )
     assert consumer.wait()[0][0].kind == "peer"
     source, _ = producer.fill("s", 8)
     consumer.consumers[0].start("s", source, consumer.take(8), 0, 8)
@@ -190,7 +231,9 @@ def test_cut_link_ends_at_the_deadline(instances: Callable, network: InMemoryNet
     assert 0.4 < took < 10
 
 
-def test_hanging_read_ends_at_the_deadline_without_blocking_others(instances: Callable, network: InMemoryNetwork) -> None:
+def test_hanging_read_ends_at_the_deadline_without_blocking_others(
+    instances: Callable, network: InMemoryNetwork
+) -> None:
     producer, consumer = (
         instances("p", expose_cache=False).produce(),
         instances("d", transfer_timeout=2.0, lanes=1, expose_cache=False).consume(),
@@ -212,8 +255,13 @@ def test_hanging_read_ends_at_the_deadline_without_blocking_others(instances: Ca
     assert consumer.holds("s", blocks, 0, 17)
 
 
-def test_late_bytes_are_not_written_to_the_cache(instances: Callable, network: InMemoryNetwork) -> None:
-    producer, consumer = instances("p").produce(), instances("d", lanes=1, expose_cache=False).consume()
+def test_late_bytes_are_not_written_to_the_cache(
+    instances: Callable, network: InMemoryNetwork
+) -> None:
+    producer, consumer = (
+        instances("p").produce(),
+        instances("d", lanes=1, expose_cache=False).consume(),
+    )
     blocks = consumer.take(17)
     network.faults.late, network.faults.seconds = 1.0, 0.1
     first, _ = producer.fill("r", 17)
@@ -238,7 +286,9 @@ def test_checksums_detect_corruption(instances: Callable, network: InMemoryNetwo
     assert outcome.size == 0
 
 
-def test_blocks_before_the_failure_count_as_loaded(instances: Callable, network: InMemoryNetwork) -> None:
+def test_blocks_before_the_failure_count_as_loaded(
+    instances: Callable, network: InMemoryNetwork
+) -> None:
     producer, consumer = (
         instances("p", expose_cache=False).produce(),
         instances("d", chunk_bytes=640, lanes=1, expose_cache=False).consume(),
@@ -261,7 +311,9 @@ def test_blocks_before_the_failure_count_as_loaded(instances: Callable, network:
     assert consumer.holds("r", blocks, 0, loaded)
 
 
-def test_no_partial_results_with_sliding_windows(instances: Callable, network: InMemoryNetwork) -> None:
+def test_no_partial_results_with_sliding_windows(
+    instances: Callable, network: InMemoryNetwork
+) -> None:
     shape = {"windows": (0, 6), "chunk_bytes": 200, "expose_cache": False}
     producer, consumer = instances("p", **shape).produce(), instances("d", **shape).consume()
     source, _ = producer.fill("r", 30)
@@ -276,7 +328,10 @@ def test_no_partial_results_with_sliding_windows(instances: Callable, network: I
 
 
 def test_tokens_outside_a_window_are_refused(instances: Callable) -> None:
-    producer, consumer = instances("p", windows=(0, 6)).produce(), instances("d", windows=(0, 20)).consume()
+    producer, consumer = (
+        instances("p", windows=(0, 6)).produce(),
+        instances("d", windows=(0, 20)).consume(),
+    )
     source, _ = producer.fill("r", 30)
     consumer.consumers[0].start("r", source, consumer.take(30), 0, 30)
     ((outcome,),) = consumer.wait()
@@ -294,7 +349,10 @@ def test_single_group_cannot_read_from_several_groups(instances: Callable) -> No
 
 
 def test_sleep_ends_leases_and_transfers(instances: Callable, network: InMemoryNetwork) -> None:
-    producer, consumer = instances("p", expose_cache=False).produce(), instances("d", expose_cache=False).consume()
+    producer, consumer = (
+        instances("p", expose_cache=False).produce(),
+        instances("d", expose_cache=False).consume(),
+    )
     network.faults.delay, network.faults.seconds = 1.0, 0.5
     source, _ = producer.fill("r", 30)
     for part in (consumer, producer):
@@ -311,7 +369,10 @@ def test_sleep_ends_leases_and_transfers(instances: Callable, network: InMemoryN
             cache.fill_(-3)  # it is freed
         if part is consumer:
             ((outcome,),) = consumer.wait()
-            assert (outcome.kind, outcome.cause) == ("sleep", "the instance went to sleep: this one")
+            assert (outcome.kind, outcome.cause) == (
+                "sleep",
+                "the instance went to sleep: this one",
+            )
             assert outcome.blocks == tuple(blocks)
             sleep(1.5)  # the read returns
             assert all(bool((cache == -3).all()) for cache in part.caches[0].caches)
@@ -319,7 +380,10 @@ def test_sleep_ends_leases_and_transfers(instances: Callable, network: InMemoryN
             assert "s" in part.producers[0].leases.pop_ended()
             consumer.consumers[0].start("s", source, consumer.take(30), 0, 30)
             ((outcome,),) = consumer.wait()
-            assert (outcome.kind, outcome.cause[-32:]) == ("lease", "the one that computed the prompt")
+            assert (outcome.kind, outcome.cause[-32:]) == (
+                "lease",
+                "the one that computed the prompt",
+            )
             worker.set_awake(True)
             network.faults.delay = 0.0
             source, _ = producer.fill("t", 17)
@@ -337,7 +401,9 @@ def test_buffers_are_not_in_the_pool_of_the_kv_cache() -> None:
     with torch.npu.use_mem_pool(pool):
         cache = torch.empty(1 << 20, device="npu")
         buffer = allocate_buffer(transport, 1 << 20, torch.device("npu", 0))
-    segments = [range(each["address"], each["address"] + each["total_size"]) for each in pool.snapshot()]
+    segments = [
+        range(each["address"], each["address"] + each["total_size"]) for each in pool.snapshot()
+    ]
     assert any(cache.data_ptr() in segment for segment in segments)
     assert not any(buffer.data_ptr() in segment for segment in segments)
 
@@ -370,7 +436,10 @@ def test_lease_is_kept_while_a_request_waits(instances: Callable) -> None:
 
 
 def test_lease_is_kept_during_reads(instances: Callable, network: InMemoryNetwork) -> None:
-    producer, consumer = instances("p", lease=0.3, expose_cache=False).produce(), instances("d").consume()
+    producer, consumer = (
+        instances("p", lease=0.3, expose_cache=False).produce(),
+        instances("d").consume(),
+    )
     network.faults.delay, network.faults.seconds = 1.0, 0.1
     source, _ = producer.fill("r", 30)
     blocks = consumer.take(30)
@@ -434,7 +503,8 @@ def test_mismatched_model_and_engine_are_refused(instances: Callable) -> None:
 
 
 def test_rotated_keys_in_another_order_are_refused(instances: Callable) -> None:
-    """Their KV caches have the same shapes; the model's own order is not named, so that older instances are compatible."""
+    """Their KV caches have the same shapes; the model's own order is not named, so that older
+    instances are compatible."""
     model = SimpleNamespace(hf_config=PretrainedConfig(architectures=["M"]))
     on = {"ascend": {"platform": {"mla_prolog": True}}}
     configs = [SimpleNamespace(model_config=model, additional_config=given) for given in ({}, on)]
@@ -444,21 +514,32 @@ def test_rotated_keys_in_another_order_are_refused(instances: Callable) -> None:
     source, _ = producer.fill("r", 8)
     consumer.consumers[0].start("r", source, consumer.take(8), 0, 8)
     ((failed,),) = consumer.wait()
-    assert (failed.kind, failed.cause) == ("mismatch", f"the peer serves {pairs} by memory, this instance {halves} by memory")
+    assert (failed.kind, failed.cause) == (
+        "mismatch",
+        f"the peer serves {pairs} by memory, this instance {halves} by memory",
+    )
 
 
 def test_other_weights_of_the_same_model_are_refused(instances: Callable) -> None:
-    """An instance without the checkpoint's files, of which the fingerprint is not known, is compared by the model alone."""
+    """An instance without the checkpoint's files, of which the fingerprint is not known, is
+    compared by the model alone."""
     for theirs, ours, cause in (
         ("new", "old", "the peer's weights of m have fingerprint new, this instance's old"),
         ("new", "new", ""),
         ("", "old", ""),
     ):
-        producer, consumer = instances("p", weights=theirs).produce(), instances("d", weights=ours).consume()
+        producer, consumer = (
+            instances("p", weights=theirs).produce(),
+            instances("d", weights=ours).consume(),
+        )
         source, _ = producer.fill("r", 8)
         consumer.consumers[0].start("r", source, consumer.take(8), 0, 8)
         ((outcome,),) = consumer.wait()
-        assert (outcome.kind, outcome.cause) == ("mismatch", cause) if cause else isinstance(outcome, Done)
+        assert (
+            (outcome.kind, outcome.cause) == ("mismatch", cause)
+            if cause
+            else isinstance(outcome, Done)
+        )
 
 
 def test_fetch_outside_the_lease_is_refused(instances: Callable) -> None:
@@ -477,7 +558,14 @@ def test_fetch_outside_the_lease_is_refused(instances: Callable) -> None:
         "heads": 1,
     }
     assert not isinstance(rank.answer(Fetch(**good)), Refused)
-    bad_ones = [{"stop": 9}, {"start": -1}, {"start": 2}, {"regions": [4]}, {"regions": [-1]}, {"regions": []}]
+    bad_ones = [
+        {"stop": 9},
+        {"start": -1},
+        {"start": 2},
+        {"regions": [4]},
+        {"regions": [-1]},
+        {"regions": []},
+    ]
     bad_ones += [{"heads": 5}, {"first_head": 4}, {"heads": 0}]
     for bad in bad_ones:
         with pytest.raises(Exception, match="invalid fetch"):
@@ -491,7 +579,9 @@ def test_malformed_messages_are_refused(instances: Callable) -> None:
     socket = context.socket(zmq.DEALER)
     socket.connect(f"tcp://{server.host}:{server.port}")
     for _ in range(200):
-        socket.send_multipart([draw.randbytes(draw.randrange(60)) for _ in range(draw.randrange(1, 5))])
+        socket.send_multipart(
+            [draw.randbytes(draw.randrange(60)) for _ in range(draw.randrange(1, 5))]
+        )
     socket.send_multipart([b"1", b"\x81\xa4type\xa5Hello"])
     assert socket.poll(2000)
     assert isinstance(CODEC.decode_reply(socket.recv_multipart()[-1]), Refused)

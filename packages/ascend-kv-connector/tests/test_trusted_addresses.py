@@ -11,7 +11,11 @@ SECRET = b"sixteen bytes or more"
 
 
 def params(*hosts: str, **more: Any) -> dict[str, Any]:
-    return {"remote_engine_id": "p", "remote_request_id": "r", "remote_ranks": [[host, 7000] for host in hosts]} | more
+    return {
+        "remote_engine_id": "p",
+        "remote_request_id": "r",
+        "remote_ranks": [[host, 7000] for host in hosts],
+    } | more
 
 
 @pytest.mark.parametrize(
@@ -24,7 +28,11 @@ def params(*hosts: str, **more: Any) -> dict[str, Any]:
         ({"insecure": True}, ["10.0.0.1", "prefill"], True),
         ({"insecure": True, "local": True}, ["127.0.0.1"], True),
         ({"insecure": True, "local": True}, ["127.0.0.1", "10.0.0.1"], False),
-        ({"peers": ["10.0.0.0/8", "prefill", "fd00::/8"]}, ["10.1.2.3", "prefill", "fd00::7"], True),
+        (
+            {"peers": ["10.0.0.0/8", "prefill", "fd00::/8"]},
+            ["10.1.2.3", "prefill", "fd00::7"],
+            True,
+        ),
         ({"peers": ["10.0.0.0/8"]}, ["11.1.2.3"], False),
         ({"peers": ["10.0.0.0/8"], "insecure": True}, ["11.1.2.3"], False),
         ({"peers": ["10.0.0.0/8"]}, ["prefill"], False),
@@ -41,13 +49,24 @@ def test_ranks_without_a_secret(options: dict[str, Any], hosts: list[str], allow
 def test_ranks_are_signed_with_the_secret() -> None:
     one, other = TrustedAddresses(SECRET), TrustedAddresses(SECRET, peers=["10.0.0.0/8"])
     sent = one.sign(params("10.0.0.1", remote_num_tokens=7))
-    assert one.refusal(sent | {"remote_prefill_cached_tokens": 3}) == ""  # routers and vLLM add to them
+    # routers and vLLM add to them
+    assert one.refusal(sent | {"remote_prefill_cached_tokens": 3}) == ""
     assert other.refusal(sent) == ""
     assert "10.0.0.1, which is not" in TrustedAddresses(SECRET, peers=["prefill"]).refusal(sent)
-    forged = [params("10.0.0.1"), sent | {"remote_ranks": [["10.0.0.2", 7000]]}, sent | {"remote_num_tokens": 8}]
-    forged += [sent | {SIGNATURE: ""}, sent | {SIGNATURE: None}, TrustedAddresses(b"another secret..").sign(params("10.0.0.1"))]
+    forged = [
+        params("10.0.0.1"),
+        sent | {"remote_ranks": [["10.0.0.2", 7000]]},
+        sent | {"remote_num_tokens": 8},
+    ]
+    forged += [
+        sent | {SIGNATURE: ""},
+        sent | {SIGNATURE: None},
+        TrustedAddresses(b"another secret..").sign(params("10.0.0.1")),
+    ]
     for each in forged:
-        assert one.refusal(each) == "has remote_ranks that no instance with this one's secret has sent"
+        assert (
+            one.refusal(each) == "has remote_ranks that no instance with this one's secret has sent"
+        )
     assert TrustedAddresses().sign(params("h")) == params("h")
 
 
@@ -65,7 +84,14 @@ def test_signatures_expire(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_metaserver_is_one_of_the_configuration() -> None:
     trusted = TrustedAddresses(insecure=True, metaservers=["http://router:8000/v1/metaserver"])
     assert trusted.refusal({"metaserver": "http://router:8000/v1/metaserver"}) == ""
-    for url in ("http://router:8000/v1/metaserver2", "http://169.254.169.254/latest", "http://127.0.0.1:1"):
-        assert trusted.refusal({"metaserver": url}) == f"has metaserver {url}, which is not in option metaserver"
+    for url in (
+        "http://router:8000/v1/metaserver2",
+        "http://169.254.169.254/latest",
+        "http://127.0.0.1:1",
+    ):
+        assert (
+            trusted.refusal({"metaserver": url})
+            == f"has metaserver {url}, which is not in option metaserver"
+        )
     assert "\n" not in TrustedAddresses().refusal({"metaserver": "http://a\nERROR forged line"})
     assert len(TrustedAddresses().refusal({"metaserver": "http://a" * 100_000})) < 400

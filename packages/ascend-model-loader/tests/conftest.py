@@ -9,7 +9,9 @@ import pytest
 from harness import npus
 from harness.weights.peers import Serving
 
-FUZZER = "import json; from harness.weights import fuzz; print('RESULT', json.dumps(fuzz.fuzz(20, 1)))"
+FUZZER = (
+    "import json; from harness.weights import fuzz; print('RESULT', json.dumps(fuzz.fuzz(20, 1)))"
+)
 
 
 @pytest.fixture(scope="session", autouse=True)

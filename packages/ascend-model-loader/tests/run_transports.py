@@ -1,4 +1,5 @@
-"""Program of test_transports.py on two NPUs: chunks over HCCL and Mooncake from a server in another process.
+"""Program of test_transports.py on two NPUs: chunks over HCCL and Mooncake from a server in another
+process.
 
     python run_transports.py
 
@@ -29,14 +30,17 @@ extension.offer("hccl.link", "ascend_communicator.p2p_link.P2PLink")
 
 
 def serve(pipe: Connection) -> None:
-    """Server on the second NPU, controlled over a pipe: it changes a weight, or sends itself a signal after the first
-    header of the third request once each transport has sent that, when the client has read the first request's chunks."""
+    """Server on the second NPU, controlled over a pipe: it changes a weight, or sends itself a
+    signal after the first header of the third request once each transport has sent that, when the
+    client has read the first request's chunks."""
     torch.npu.set_device(0)
     served = Serving(device="npu:0", transport=TRANSPORTS, timeout=5.0)
     pipe.send(served.server.port)
     send, together = wire.Channel.send, threading.Barrier(len(TRANSPORTS), timeout=20)
 
-    def send_and_end(channel: wire.Channel, message: wire.Message, payload: memoryview | None = None) -> None:
+    def send_and_end(
+        channel: wire.Channel, message: wire.Message, payload: memoryview | None = None
+    ) -> None:
         send(channel, message, payload)
         if isinstance(message, wire.Chunk) and message.index == 8:
             if together.wait() == 0:
@@ -45,7 +49,9 @@ def serve(pipe: Connection) -> None:
 
     while (told := pipe.recv()) is not None:
         until = time.monotonic() + 10
-        while [each for each in threading.enumerate() if each.name == "weights"][1:] and time.monotonic() < until:
+        while [each for each in threading.enumerate() if each.name == "weights"][
+            1:
+        ] and time.monotonic() < until:
             time.sleep(0.05)  # until the connections are closed
         torch.npu.synchronize()  # a lost client must not block the NPU
         if isinstance(told, float):
@@ -57,7 +63,9 @@ def serve(pipe: Connection) -> None:
         pipe.send(True)
 
 
-def take(port: int, into: dict[str, torch.Tensor], *transport: str, timeout: float = 5.0) -> dict[str, Any]:
+def take(
+    port: int, into: dict[str, torch.Tensor], *transport: str, timeout: float = 5.0
+) -> dict[str, Any]:
     begin, report = time.monotonic(), Report()
     torch.npu.set_device(0)
     given = Options(transport=transport, timeout=timeout, deadline=30, connections=1)
@@ -66,12 +74,19 @@ def take(port: int, into: dict[str, torch.Tensor], *transport: str, timeout: flo
         error = ""
     except wire.PeerError as found:
         error = str(found)
-    return {"error": error, "seconds": time.monotonic() - begin, "phases": [phase.name for phase in report.phases]}
+    return {
+        "error": error,
+        "seconds": time.monotonic() - begin,
+        "phases": [phase.name for phase in report.phases],
+    }
 
 
 def compared(into: dict[str, torch.Tensor]) -> dict[str, Any]:
     got, sent = (np.frombuffer(b"".join(as_bytes(each)), np.uint8) for each in (into, weights()))
-    return {"right": bool(((got == sent) | (got == 0)).all()), "arrived": float((got[sent != 0] != 0).mean())}
+    return {
+        "right": bool(((got == sent) | (got == 0)).all()),
+        "arrived": float((got[sent != 0] != 0).mean()),
+    }
 
 
 def tell(pipe: Connection, what: float | int) -> None:
@@ -112,7 +127,9 @@ def play(process: Any, pipe: Connection) -> dict[str, dict[str, Any]]:
         tell(pipe, int(number))
         with ThreadPoolExecutor() as pool:
             rooms = {name: room("npu:0") for name in TRANSPORTS}
-            under_way = {name: pool.submit(take, port, rooms[name], name, timeout=1) for name in TRANSPORTS}
+            under_way = {
+                name: pool.submit(take, port, rooms[name], name, timeout=1) for name in TRANSPORTS
+            }
         torch.npu.synchronize()  # a receive that never completes must not block this NPU
         for name, mine in found.items():
             mine[case] = under_way[name].result() | compared(rooms[name])

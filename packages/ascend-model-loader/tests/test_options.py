@@ -29,9 +29,15 @@ def no_secret(monkeypatch: pytest.MonkeyPatch) -> None:
         ({"stream": "fast"}, "is invalid: Invalid enum value 'fast' - at `$.stream`"),
         (
             {"strategies": ["peer", "peer"]},
-            "strategies is ['peer', 'peer']; supported: peer, stream and default, each at most once",
+            (
+                "strategies is ['peer', 'peer']; supported: peer, stream and default, each at most"
+                " once"
+            ),
         ),
-        ({"strategies": []}, "strategies is []; supported: peer, stream and default, each at most once"),
+        (
+            {"strategies": []},
+            "strategies is []; supported: peer, stream and default, each at most once",
+        ),
         ({"peers": ["nowhere"]}, "peers has 'nowhere'; it must be host:port"),
         ({"peers": ["a:b"]}, "peers has 'a:b'; it must be host:port"),
         ({"peers": ["a:0"]}, "peers has 'a:0'; it must be host:port"),
@@ -58,16 +64,22 @@ def test_defaults_are_valid() -> None:
     assert options.parse_options({}) == options.Options()
 
 
-def test_secret_file_takes_precedence_over_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_secret_file_takes_precedence_over_environment(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     path = tmp_path / "secret"
     path.write_text("of the file, of the file\n")
     monkeypatch.setenv(options.SECRET_ENV, "of the variable, 16 bytes")
-    of_file = options.read_secret(options.parse_options({"secret_file": str(path), "serve_weights": True}))
+    of_file = options.read_secret(
+        options.parse_options({"secret_file": str(path), "serve_weights": True})
+    )
     assert options.read_secret(options.parse_options({"serve_weights": True})) != of_file
     monkeypatch.setenv(options.SECRET_ENV, "of the file, of the file")
     assert options.read_secret(options.parse_options({"serve_weights": True})) == of_file
 
 
-@pytest.mark.parametrize(("text", "found"), [("a.b:1", ("a.b", 1)), ("[::1]:65535", ("::1", 65535))])
+@pytest.mark.parametrize(
+    ("text", "found"), [("a.b:1", ("a.b", 1)), ("[::1]:65535", ("::1", 65535))]
+)
 def test_parse_address(text: str, found: tuple[str, int]) -> None:
     assert options.parse_address(text) == found

@@ -33,28 +33,42 @@ def test_entry_point_registers_format_and_platform_validates_options(name: str) 
     assert extension.state("ascend-model-loader") == "active"
     unsupported.check_load_format(LoadConfig(load_format=name))
     with pytest.raises(extension.RefusedError, match="has no key 'peer'; did you mean 'peers'"):
-        unsupported.check_load_format(LoadConfig(load_format=name, model_loader_extra_config={"peer": "a:1"}))
+        unsupported.check_load_format(
+            LoadConfig(load_format=name, model_loader_extra_config={"peer": "a:1"})
+        )
 
 
 @pytest.mark.parametrize("name", FORMATS)
 def test_format_is_refused_without_the_wheel(name: str) -> None:
-    with pytest.raises(extension.RefusedError, match=rf"^--load-format {name} needs ascend-model-loader, which is .*"):
+    with pytest.raises(
+        extension.RefusedError,
+        match=rf"^--load-format {name} needs ascend-model-loader, which is .*",
+    ):
         unsupported.check_load_format(LoadConfig(load_format=name))
 
 
 @pytest.mark.parametrize("name", ["auto", "sharded_state", "runai_streamer"])
 def test_vllm_formats_are_unaffected(name: str) -> None:
-    unsupported.check_load_format(LoadConfig(load_format=name, model_loader_extra_config={"what": "ever"}))
+    unsupported.check_load_format(
+        LoadConfig(load_format=name, model_loader_extra_config={"what": "ever"})
+    )
 
 
 def test_sharded_state_with_quantization_is_refused() -> None:
-    with pytest.raises(extension.RefusedError, match=r"^--load-format sharded_state supports unquantized weights"):
+    with pytest.raises(
+        extension.RefusedError, match=r"^--load-format sharded_state supports unquantized weights"
+    ):
         unsupported.check_load_format(LoadConfig(load_format="sharded_state"), True)
 
 
 def test_register_imports_no_heavy_modules() -> None:
-    script = "import ascend_model_loader, sys; ascend_model_loader.register(); print({'msgspec', 'xxhash'} & {*sys.modules})"
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    script = (
+        "import ascend_model_loader, sys; ascend_model_loader.register(); print({'msgspec',"
+        " 'xxhash'} & {*sys.modules})"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, check=True
+    )
     assert done.stdout.strip() == "set()"
 
 

@@ -28,7 +28,13 @@ def test_find_returns_live_entries_most_recent_first(tmp_path: Path) -> None:
 def test_find_skips_invalid_entries(tmp_path: Path) -> None:
     assert registry.find(str(tmp_path / "nowhere"), "key") == []
     for number, content in enumerate(
-        [b"", b"{}", b'{"address": 1}', b'{"address": "a:1", "more": 2}', b'{"address": "' + b"a" * 5000]
+        [
+            b"",
+            b"{}",
+            b'{"address": 1}',
+            b'{"address": "a:1", "more": 2}',
+            b'{"address": "' + b"a" * 5000,
+        ]
     ):
         (tmp_path / f"key-{number}.json").write_bytes(content)
     (tmp_path / "key-directory.json").mkdir()
@@ -38,7 +44,9 @@ def test_find_skips_invalid_entries(tmp_path: Path) -> None:
     assert registry.find(str(tmp_path), "key") == []
 
 
-def test_ages_are_by_the_clock_of_the_file_system(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ages_are_by_the_clock_of_the_file_system(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     registry.Registration(str(tmp_path), "key", "a:1")
     for there in (time.time() - 1000.0, time.time() + 1000.0):
         monkeypatch.setattr(registry.time, "time", functools.partial(float, there))
@@ -54,7 +62,11 @@ def test_entry_that_was_cleaned_is_written_again(tmp_path: Path) -> None:
 
 def test_server_is_registered_until_it_stops(serving: Any, tmp_path: Path) -> None:
     served = serving(registry=str(tmp_path))
-    assert registry.find(str(tmp_path), identity.registry_key(IDENTITY)) == [f"127.0.0.1:{served.server.port}"]
-    assert registry.find(str(tmp_path), identity.registry_key(IDENTITY | {"dtype": "float16"})) == []
+    assert registry.find(str(tmp_path), identity.registry_key(IDENTITY)) == [
+        f"127.0.0.1:{served.server.port}"
+    ]
+    assert (
+        registry.find(str(tmp_path), identity.registry_key(IDENTITY | {"dtype": "float16"})) == []
+    )
     served.server.stop()
     assert registry.find(str(tmp_path), identity.registry_key(IDENTITY)) == []

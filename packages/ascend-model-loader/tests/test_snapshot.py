@@ -1,4 +1,5 @@
-"""Snapshot of the weights to serve: as before processing, from the device if processing left them unchanged."""
+"""Snapshot of the weights to serve: as before processing, from the device if processing left them
+unchanged."""
 
 from collections.abc import Callable
 from typing import Any
@@ -54,18 +55,36 @@ class Model(nn.Module):
 
 @pytest.mark.parametrize("device", ["cpu", "npu"])
 @pytest.mark.parametrize(
-    ("act", "kept"), [(leave, []), (replace, ["layer.weight"]), (double, ["layer.weight"]), (drop, ["layer.weight"])]
+    ("act", "kept"),
+    [
+        (leave, []),
+        (replace, ["layer.weight"]),
+        (double, ["layer.weight"]),
+        (drop, ["layer.weight"]),
+    ],
 )
-def test_replaced_weights_are_copied_to_the_host(device: str, act: Callable[[nn.Module], None], kept: list[str]) -> None:
+def test_replaced_weights_are_copied_to_the_host(
+    device: str, act: Callable[[nn.Module], None], kept: list[str]
+) -> None:
     model = Model(device, Method(act))
-    before = {name: each.detach().cpu().clone() for name, each in model.state_dict().items() if not name.startswith("tied")}
+    before = {
+        name: each.detach().cpu().clone()
+        for name, each in model.state_dict().items()
+        if not name.startswith("tied")
+    }
     snapshot = Snapshot(model, "xxh3")
     model.layer.quant_method.process_weights_after_loading(model.layer)
     snapshot.release_unchanged(model)
     assert [*snapshot.host_copies] == kept
     assert [*snapshot.tensors] == [*before]
-    assert all(torch.equal(each.detach().cpu(), before[name]) for name, each in snapshot.tensors.items())
-    assert {name for name, each in snapshot.tensors.items() if each.device.type == device or name in kept} == {*before}
+    assert all(
+        torch.equal(each.detach().cpu(), before[name]) for name, each in snapshot.tensors.items()
+    )
+    assert {
+        name
+        for name, each in snapshot.tensors.items()
+        if each.device.type == device or name in kept
+    } == {*before}
     assert snapshot.digests == chunk_digests(before, "xxh3", torch.device("cpu"))
 
 
@@ -73,12 +92,19 @@ def test_replaced_weights_without_a_host_copy_are_not_served() -> None:
     model = Model("cpu", Method(leave))
     snapshot = Snapshot(model, "xxh3")
     replace(model.plain)
-    with pytest.raises(PeerError, match=r"^process_weights_after_loading replaced plain.weight, of which there is no host copy$"):
+    with pytest.raises(
+        PeerError,
+        match=(
+            r"^process_weights_after_loading replaced plain.weight, of which there is no host copy$"
+        ),
+    ):
         snapshot.release_unchanged(model)
 
 
 def test_meta_weights_are_not_served() -> None:
-    with pytest.raises(PeerError, match=r"^plain.weight is a Parameter on meta, which cannot be sent as bytes$"):
+    with pytest.raises(
+        PeerError, match=r"^plain.weight is a Parameter on meta, which cannot be sent as bytes$"
+    ):
         Snapshot(Model("meta", Method(leave)), "xxh3")
 
 

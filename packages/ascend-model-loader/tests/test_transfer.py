@@ -23,7 +23,9 @@ from harness.weights.peers import IDENTITY, SECRET, Cut, as_bytes, room, weights
 @pytest.mark.parametrize("device", ["cpu", "npu"])
 @pytest.mark.parametrize("checksum", ["xxh3", "blake3"])
 @pytest.mark.parametrize("connections", [1, 4])
-def test_received_bytes_equal_the_peers(serving: Any, device: str, checksum: str, connections: int) -> None:
+def test_received_bytes_equal_the_peers(
+    serving: Any, device: str, checksum: str, connections: int
+) -> None:
     into = room(device)
     report = serving(device=device, checksum=checksum).fetch(into, connections=connections)
     assert as_bytes(into) == as_bytes(weights())
@@ -31,7 +33,9 @@ def test_received_bytes_equal_the_peers(serving: Any, device: str, checksum: str
 
 
 def test_checksum_that_an_attacker_can_forge_is_not_accepted(serving: Any) -> None:
-    with pytest.raises(PeerError, match="its checksums are xxh3; this engine's option checksum is blake3"):
+    with pytest.raises(
+        PeerError, match="its checksums are xxh3; this engine's option checksum is blake3"
+    ):
         serving(checksum="xxh3").fetch(room(), checksum="blake3")
 
 
@@ -77,7 +81,10 @@ def test_listener_may_have_any_file_number(serving: Any) -> None:
 @pytest.mark.parametrize("device", ["cpu", "npu"])
 def test_non_contiguous_tensors_are_filled(serving: Any, device: str) -> None:
     made = torch.arange(6000, dtype=torch.float32).view(2, 30, 100)
-    into = {"t": torch.zeros(100, 30, 2, device=device).permute(2, 1, 0), "u": torch.zeros(5, device=device)}
+    into = {
+        "t": torch.zeros(100, 30, 2, device=device).permute(2, 1, 0),
+        "u": torch.zeros(5, device=device),
+    }
     serving({"t": made, "u": torch.ones(5)}).fetch(into)
     assert torch.equal(into["t"].cpu(), made)
     assert torch.equal(into["u"].cpu(), torch.ones(5))
@@ -89,29 +96,55 @@ def test_dying_peer_leaves_only_verified_bytes(serving: Any, tenth: int) -> None
     served = serving()
     total = sum(map(len, as_bytes(served.tensors)))
     into, begin = room(), time.monotonic()
-    with Cut(served.server.port, total * tenth // 10) as cut, pytest.raises(PeerError, match=r"^the peer (closed|is gone)"):
+    with (
+        Cut(served.server.port, total * tenth // 10) as cut,
+        pytest.raises(PeerError, match=r"^the peer (closed|is gone)"),
+    ):
         peer.fetch(
-            ("127.0.0.1", cut.port), into, IDENTITY, Options(timeout=30, deadline=60), SECRET, torch.device("cpu"), Report()
+            ("127.0.0.1", cut.port),
+            into,
+            IDENTITY,
+            Options(timeout=30, deadline=60),
+            SECRET,
+            torch.device("cpu"),
+            Report(),
         )
     assert time.monotonic() - begin < 15
-    got, sent = (np.frombuffer(b"".join(as_bytes(each)), np.uint8) for each in (into, served.tensors))
+    got, sent = (
+        np.frombuffer(b"".join(as_bytes(each)), np.uint8) for each in (into, served.tensors)
+    )
     assert ((got == sent) | (got == 0)).all()
     right = (got[sent != 0] != 0).mean()
-    assert max(0, tenth / 10 - 0.45) <= right < 1  # four connections with a chunk of 4 of 39 MB each
+    # four connections with a chunk of 4 of 39 MB each
+    assert max(0, tenth / 10 - 0.45) <= right < 1
 
 
 def test_weights_changed_after_loading_are_rejected(serving: Any) -> None:
     served = serving()
     served.tensors["head.weight"][12_000_000] += 1
-    with pytest.raises(PeerError, match=r"chunk \d+ of 10 \(head.weight\) fails its checksum: it changed in transit"):
+    with pytest.raises(
+        PeerError,
+        match=r"chunk \d+ of 10 \(head.weight\) fails its checksum: it changed in transit",
+    ):
         served.fetch(room())
 
 
 def test_bytes_corrupted_in_transit_are_rejected(serving: Any) -> None:
     served = serving()
     into = room()
-    with Cut(served.server.port, None, flip=20_000_000) as cut, pytest.raises(PeerError, match="fails its checksum"):
-        peer.fetch(("127.0.0.1", cut.port), into, IDENTITY, Options(connections=1), SECRET, torch.device("cpu"), Report())
+    with (
+        Cut(served.server.port, None, flip=20_000_000) as cut,
+        pytest.raises(PeerError, match="fails its checksum"),
+    ):
+        peer.fetch(
+            ("127.0.0.1", cut.port),
+            into,
+            IDENTITY,
+            Options(connections=1),
+            SECRET,
+            torch.device("cpu"),
+            Report(),
+        )
 
 
 def test_header_corrupted_in_transit_is_rejected(serving: Any) -> None:
@@ -119,20 +152,42 @@ def test_header_corrupted_in_transit_is_rejected(serving: Any) -> None:
         Cut(serving().server.port, None, flip=300) as cut,
         pytest.raises(PeerError, match="HMAC is wrong: it was made with another secret"),
     ):
-        peer.fetch(("127.0.0.1", cut.port), room(), IDENTITY, Options(), SECRET, torch.device("cpu"), Report())
+        peer.fetch(
+            ("127.0.0.1", cut.port),
+            room(),
+            IDENTITY,
+            Options(),
+            SECRET,
+            torch.device("cpu"),
+            Report(),
+        )
 
 
 @pytest.mark.parametrize(
     ("identity", "said"),
     [
         ({"config": "d"}, "its weights differ: config: the peer has c, this engine d"),
-        ({"dtype": "float16"}, "its weights differ: dtype: the peer has bfloat16, this engine float16"),
-        ({"tensor parallelism": "rank 1 of 2"}, "tensor parallelism: the peer has rank 0 of 1, this engine rank 1 of 2"),
-        ({"checkpoint": "bad"}, "its weights differ: checkpoint: the peer has c0ffee, this engine bad"),
-        ({"checkpoint": "", "name": "n@main"}, "its weights differ: name: the peer has m@main, this engine n@main"),
+        (
+            {"dtype": "float16"},
+            "its weights differ: dtype: the peer has bfloat16, this engine float16",
+        ),
+        (
+            {"tensor parallelism": "rank 1 of 2"},
+            "tensor parallelism: the peer has rank 0 of 1, this engine rank 1 of 2",
+        ),
+        (
+            {"checkpoint": "bad"},
+            "its weights differ: checkpoint: the peer has c0ffee, this engine bad",
+        ),
+        (
+            {"checkpoint": "", "name": "n@main"},
+            "its weights differ: name: the peer has m@main, this engine n@main",
+        ),
     ],
 )
-def test_mismatched_identity_is_refused_with_the_difference(serving: Any, identity: dict[str, str], said: str) -> None:
+def test_mismatched_identity_is_refused_with_the_difference(
+    serving: Any, identity: dict[str, str], said: str
+) -> None:
     into = room()
     with pytest.raises(PeerError, match=said):
         serving().fetch(into, IDENTITY | identity)
@@ -140,7 +195,9 @@ def test_mismatched_identity_is_refused_with_the_difference(serving: Any, identi
 
 
 @pytest.mark.parametrize("identity", [{"name": "elsewhere"}, {"checkpoint": ""}])
-def test_names_are_compared_without_checkpoint_files(serving: Any, identity: dict[str, str]) -> None:
+def test_names_are_compared_without_checkpoint_files(
+    serving: Any, identity: dict[str, str]
+) -> None:
     serving().fetch(room(), IDENTITY | identity)
 
 
@@ -148,7 +205,12 @@ def test_mismatched_tensors_are_refused_with_the_first_difference(serving: Any) 
     served = serving()
     into = room()
     into["scale"] = torch.zeros(3)
-    with pytest.raises(PeerError, match=r"the peer has \('scale', 'float32', \[\]\), this engine \('scale', 'float32', \[3\]\)"):
+    with pytest.raises(
+        PeerError,
+        match=(
+            r"the peer has \('scale', 'float32', \[\]\), this engine \('scale', 'float32', \[3\]\)"
+        ),
+    ):
         served.fetch(into)
     del into["flag"], into["scale"]
     with pytest.raises(PeerError, match="its tensors differ"):
@@ -202,7 +264,8 @@ def test_connection_limit_and_transfer_over_fewer_connections(serving: Any) -> N
     served.fetch(into, connections=4)
     assert as_bytes(into) == as_bytes(weights())
     begin = time.monotonic()
-    while len(idle) < 2 and time.monotonic() < begin + 30:  # until the server has noticed the end of that transfer
+    # until the server has noticed the end of that transfer
+    while len(idle) < 2 and time.monotonic() < begin + 30:
         with contextlib.suppress(PeerError):
             idle.append(peer.connect(address, Options(), SECRET, until))
     with pytest.raises(PeerError, match=r"^the peer refused: all 2 connections are in use$"):
@@ -212,7 +275,8 @@ def test_connection_limit_and_transfer_over_fewer_connections(serving: Any) -> N
 
 
 def test_refused_extra_connections_do_not_end_a_transfer(serving: Any) -> None:
-    tensors = {"weight": torch.arange(25 << 19, dtype=torch.int64)}  # 25 chunks: too many for one connection's requests
+    # 25 chunks: too many for one connection's requests
+    tensors = {"weight": torch.arange(25 << 19, dtype=torch.int64)}
     served, into = (
         serving(tensors, max_connections=1, max_bytes_per_second=400e6),
         {"weight": torch.zeros(25 << 19, dtype=torch.int64)},
@@ -235,22 +299,46 @@ def test_client_of_a_busy_peer_waits_and_finds_the_next_one(serving: Any) -> Non
         return found[-1]
 
     into, given = room(), Options(timeout=60, deadline=200)
-    _, address = peer.fetch_from_first(find, into, IDENTITY, given, SECRET, torch.device("cpu"), Report())
+    _, address = peer.fetch_from_first(
+        find, into, IDENTITY, given, SECRET, torch.device("cpu"), Report()
+    )
     assert as_bytes(into) == as_bytes(weights())
     assert (address, len(found)) == (found[-1][0], 4)
-    with pytest.raises(PeerError, match=r"^127\.0\.0\.1:\d+: the peer refused: all 1 connections are in use$"):
-        peer.fetch_from_first(lambda: found[0], into, IDENTITY, Options(busy_timeout=0.1), SECRET, torch.device("cpu"), Report())
+    with pytest.raises(
+        PeerError, match=r"^127\.0\.0\.1:\d+: the peer refused: all 1 connections are in use$"
+    ):
+        peer.fetch_from_first(
+            lambda: found[0],
+            into,
+            IDENTITY,
+            Options(busy_timeout=0.1),
+            SECRET,
+            torch.device("cpu"),
+            Report(),
+        )
     idle.close()
 
 
 def test_slow_peer_is_left(serving: Any) -> None:
     slow = serving(max_bytes_per_second=1e6, timeout=300.0, deadline=300.0)
     given = Options(timeout=5, deadline=300, min_bytes_per_second=20e6, connections=1)
-    with pytest.raises(PeerError, match=r"^it sends [\d.]+ MB/s, less than min_bytes_per_second, 20 MB/s$"):
-        peer.fetch(("127.0.0.1", slow.server.port), room(), IDENTITY, given, SECRET, torch.device("cpu"), Report())
+    with pytest.raises(
+        PeerError, match=r"^it sends [\d.]+ MB/s, less than min_bytes_per_second, 20 MB/s$"
+    ):
+        peer.fetch(
+            ("127.0.0.1", slow.server.port),
+            room(),
+            IDENTITY,
+            given,
+            SECRET,
+            torch.device("cpu"),
+            Report(),
+        )
 
 
-def test_clients_without_the_secret_do_not_keep_others_out(serving: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_clients_without_the_secret_do_not_keep_others_out(
+    serving: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(server, "HANDSHAKE", 600.0)
     served = serving(max_connections=2, timeout=600.0)
     strangers = [socket.create_connection(("127.0.0.1", served.server.port)) for _ in range(80)]
@@ -268,7 +356,14 @@ def test_clients_without_the_secret_do_not_keep_others_out(serving: Any, monkeyp
 def test_unreachable_and_silent_peers_time_out() -> None:
     silent = socket.create_server(("127.0.0.1", 0))
     port = silent.getsockname()[1]
-    given = (room(), IDENTITY, Options(connect_timeout=1, timeout=0.3, deadline=60), SECRET, torch.device("cpu"), Report())
+    given = (
+        room(),
+        IDENTITY,
+        Options(connect_timeout=1, timeout=0.3, deadline=60),
+        SECRET,
+        torch.device("cpu"),
+        Report(),
+    )
     begin = time.monotonic()
     with pytest.raises(PeerError, match=r"^the peer sent nothing for 0\.3 s$"):
         peer.fetch(("127.0.0.1", port), *given)
@@ -284,8 +379,15 @@ def test_deadline_is_for_all_peers_together() -> None:
     addresses = [each.getsockname() for each in silent]
     given = Options(timeout=1.0, deadline=2.5)
     began = time.monotonic()
-    with pytest.raises(PeerError, match=r"sent nothing for 1 s, .*the deadline of 2\.5 s has passed, and further peers were not"):
-        peer.fetch_from_first(lambda: addresses, room(), IDENTITY, given, SECRET, torch.device("cpu"), Report())
+    with pytest.raises(
+        PeerError,
+        match=(
+            r"sent nothing for 1 s, .*the deadline of 2\.5 s has passed, and further peers were not"
+        ),
+    ):
+        peer.fetch_from_first(
+            lambda: addresses, room(), IDENTITY, given, SECRET, torch.device("cpu"), Report()
+        )
     assert time.monotonic() - began < 6
     for each in silent:
         each.close()
@@ -294,23 +396,43 @@ def test_deadline_is_for_all_peers_together() -> None:
 def test_slow_peer_is_stopped_by_the_deadline(serving: Any) -> None:
     served, begin = serving(), time.monotonic()
     given = Options(timeout=60, deadline=1)
-    with Cut(served.server.port, None, delay=0.05) as cut, pytest.raises(PeerError, match=r"^the deadline has passed$"):
-        peer.fetch(("127.0.0.1", cut.port), room(), IDENTITY, given, SECRET, torch.device("cpu"), Report())
+    with (
+        Cut(served.server.port, None, delay=0.05) as cut,
+        pytest.raises(PeerError, match=r"^the deadline has passed$"),
+    ):
+        peer.fetch(
+            ("127.0.0.1", cut.port), room(), IDENTITY, given, SECRET, torch.device("cpu"), Report()
+        )
     assert time.monotonic() - begin < 30
 
 
 @pytest.mark.parametrize(
     ("frame", "said"),
     [
-        (wire.PREFIX.pack(b"HTTP", 1, 0), "a frame begins with 48545450 instead of 41575031: the peer does not use"),
-        (wire.PREFIX.pack(b"AWP1", 4097, 0), "the peer announced a header of 4097 bytes; the limit is 4096"),
-        (wire.PREFIX.pack(b"AWP1", 2**32 - 1, 2**64 - 1), "the peer announced a header of 4294967295 bytes; the limit is 4096"),
-        (wire.PREFIX.pack(b"AWP1", 3, 0) + b"\x80\x80\x80", "a header is not GetManifest: Object missing required field `type`"),
+        (
+            wire.PREFIX.pack(b"HTTP", 1, 0),
+            "a frame begins with 48545450 instead of 41575031: the peer does not use",
+        ),
+        (
+            wire.PREFIX.pack(b"AWP1", 4097, 0),
+            "the peer announced a header of 4097 bytes; the limit is 4096",
+        ),
+        (
+            wire.PREFIX.pack(b"AWP1", 2**32 - 1, 2**64 - 1),
+            "the peer announced a header of 4294967295 bytes; the limit is 4096",
+        ),
+        (
+            wire.PREFIX.pack(b"AWP1", 3, 0) + b"\x80\x80\x80",
+            "a header is not GetManifest: Object missing required field `type`",
+        ),
         (
             wire.PREFIX.pack(b"AWP1", 10, 9) + b"\x81\xa4type\xa3Ask",
             "the peer announced a payload of 9 bytes with GetManifest, which has none",
         ),
-        (wire.PREFIX.pack(b"AWP1", 10, 0) + b"\x81\xa4ty", "the peer closed the connection after 4 of 10 bytes"),
+        (
+            wire.PREFIX.pack(b"AWP1", 10, 0) + b"\x81\xa4ty",
+            "the peer closed the connection after 4 of 10 bytes",
+        ),
     ],
 )
 def test_malformed_and_oversized_frames_are_refused(frame: bytes, said: str) -> None:

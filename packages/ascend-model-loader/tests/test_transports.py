@@ -1,4 +1,5 @@
-"""Transfers over HCCL and Mooncake: byte equality, and servers stopped or killed between a chunk's header and its payload."""
+"""Transfers over HCCL and Mooncake: byte equality, and servers stopped or killed between a chunk's
+header and its payload."""
 
 import importlib.util
 import re
@@ -22,7 +23,11 @@ NAMES = ["hccl", "mooncake"]
 
 @pytest.fixture(scope="module")
 def played() -> dict[str, Any]:
-    pytest.importorskip("mooncake.engine", exc_type=ImportError, reason="Mooncake lacks a library: apt-get install libibverbs1")
+    pytest.importorskip(
+        "mooncake.engine",
+        exc_type=ImportError,
+        reason="Mooncake lacks a library: apt-get install libibverbs1",
+    )
     done = npus.run(2, sys.executable, str(PROGRAM), timeout=300)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-6000:]
     (found,) = npus.results(done.stdout)
@@ -30,7 +35,9 @@ def played() -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_received_bytes_equal_the_peers_after_a_lost_client(played: dict[str, Any], name: str) -> None:
+def test_received_bytes_equal_the_peers_after_a_lost_client(
+    played: dict[str, Any], name: str
+) -> None:
     found = played[name]
     assert (found["whole"]["error"], found["whole"]["arrived"]) == ("", 1)
     assert found["whole"]["phases"] == ["manifest", f"peer to NPU, {name}"]
@@ -46,9 +53,19 @@ def test_checksum_mismatch_is_rejected(played: dict[str, Any], name: str) -> Non
 @pytest.mark.parametrize(
     ("name", "case", "said", "seconds"),
     [
-        ("hccl", "stopped", "by hccl: (no answer in |HCCL did not receive |the peer sent nothing)", 4),
+        (
+            "hccl",
+            "stopped",
+            "by hccl: (no answer in |HCCL did not receive |the peer sent nothing)",
+            4,
+        ),
         ("hccl", "killed", "by hccl: (the peer |nothing listens at |HCCL )", 4),
-        ("mooncake", "stopped", r"by mooncake: (mooncake failed to read \d+ bytes|the peer sent nothing)", 9),
+        (
+            "mooncake",
+            "stopped",
+            r"by mooncake: (mooncake failed to read \d+ bytes|the peer sent nothing)",
+            9,
+        ),
         ("mooncake", "killed", "by mooncake: (mooncake failed|the peer )", 9),
     ],
 )
@@ -70,8 +87,14 @@ def test_next_transport_is_tried_if_the_peer_lacks_one(played: dict[str, Any], n
     assert found["phases"] == ["manifest", f"peer to NPU, {name} (failed)", "peer to NPU"]
 
 
-def test_chunks_are_verified_while_the_next_ones_are_read(serving: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    pytest.importorskip("mooncake.engine", exc_type=ImportError, reason="Mooncake lacks a library: apt-get install libibverbs1")
+def test_chunks_are_verified_while_the_next_ones_are_read(
+    serving: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip(
+        "mooncake.engine",
+        exc_type=ImportError,
+        reason="Mooncake lacks a library: apt-get install libibverbs1",
+    )
     reading, reads = threading.Event(), []
 
     def read(self: MooncakeEngine, session: str, runs: Runs, seconds: float) -> None:
@@ -98,7 +121,13 @@ def test_chunks_are_verified_while_the_next_ones_are_read(serving: Any, monkeypa
     ("transport", "said"),
     [
         ("hccl", "by hccl: transport hccl needs weights on an NPU; these are on cpu, by tcp: "),
-        ("mooncake", "by mooncake: the peer refused: transport mooncake is not served; supported: tcp, by tcp: "),
+        (
+            "mooncake",
+            (
+                "by mooncake: the peer refused: transport mooncake is not served; supported: tcp,"
+                " by tcp: "
+            ),
+        ),
     ],
 )
 def test_unavailable_transport_is_reported(serving: Any, transport: str, said: str) -> None:
@@ -113,7 +142,12 @@ def test_unavailable_transport_is_reported(serving: Any, transport: str, said: s
 
 def test_missing_mooncake_is_reported(serving: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(Exception, match=r"^by mooncake: Mooncake's transfer engine is not installed; fix: pip install mooncake"):
+    with pytest.raises(
+        Exception,
+        match=(
+            r"^by mooncake: Mooncake's transfer engine is not installed; fix: pip install mooncake"
+        ),
+    ):
         serving().fetch(room(), transport="mooncake")
 
 

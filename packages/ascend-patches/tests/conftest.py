@@ -1,4 +1,5 @@
-"""A plugin with patches, and something to patch, both real packages on the path of a process of their own."""
+"""A plugin with patches, and something to patch, both real packages on the path of a process of
+their own."""
 
 import os
 import subprocess
@@ -16,7 +17,8 @@ FIELDS = dict(scope="platform", vllm=">=0", reason="r", upstream="u", remove_whe
 
 
 class World:
-    """A directory with the package ``victim`` and the plugin ``plugin_p``, whose entry point is ``p``."""
+    """A directory with the package ``victim`` and the plugin ``plugin_p``, whose entry point is
+    ``p``."""
 
     def __init__(self, directory: Path) -> None:
         self.directory = directory
@@ -26,14 +28,19 @@ class World:
             (directory / package / "__init__.py").touch()
         info = directory / "plugin_p-1.0.dist-info"
         info.mkdir()
-        info.joinpath("METADATA").write_text("Metadata-Version: 2.1\nName: plugin-p\nVersion: 1.0\n")
+        info.joinpath("METADATA").write_text(
+            "Metadata-Version: 2.1\nName: plugin-p\nVersion: 1.0\n"
+        )
         info.joinpath("entry_points.txt").write_text("[vllm_ascend.patches]\np = plugin_p\n")
 
     def victim(self, module: str, text: str) -> None:
         self.directory.joinpath("victim", f"{module}.py").write_text(text)
 
-    def patch(self, name: str, target: str, result: str, fingerprint: str | None = None, **fields: str) -> None:
-        """Adds a patch ``p.<name>`` that makes `result`, an expression in which ``original`` stands for the original."""
+    def patch(
+        self, name: str, target: str, result: str, fingerprint: str | None = None, **fields: str
+    ) -> None:
+        """Adds a patch ``p.<name>`` that makes `result`, an expression in which ``original`` stands
+        for the original."""
         module, _, qualname = target.partition(":")
         path = self.directory.joinpath(*module.split(".")).with_suffix(".py")
         if fingerprint is None:
@@ -41,13 +48,17 @@ class World:
         file = self.directory / "plugin_p" / "patch_p.py"
         before = file.read_text() if file.exists() else HEAD
         fields = {"target": target, "fingerprint": fingerprint} | fields
-        file.write_text(f"{before}\n@patch(**FIELDS | {fields!r})\ndef {name}(original):\n    return {result}\n")
+        file.write_text(
+            f"{before}\n@patch(**FIELDS | {fields!r})\ndef {name}(original):\n    return {result}\n"
+        )
 
     def run(self, script: str) -> tuple[str, str]:
         """What a script prints on stdout and stderr; ascend-platform's lines come on the latter."""
         path = os.pathsep.join(filter(None, [str(self.directory), os.environ.get("PYTHONPATH")]))
         inherited = {
-            k: v for k, v in os.environ.items() if k not in ("VLLM_PLUGINS", "VLLM_VERSION", "VLLM_ASCEND_DISABLE_PATCHES")
+            k: v
+            for k, v in os.environ.items()
+            if k not in ("VLLM_PLUGINS", "VLLM_VERSION", "VLLM_ASCEND_DISABLE_PATCHES")
         }
         done = subprocess.run(
             [sys.executable, "-c", script],
@@ -70,7 +81,10 @@ def command(world: World) -> Callable[..., tuple[int, str, str]]:
     """Runs ``vllm-ascend patches …`` in the world; gives the exit status, stdout and stderr."""
 
     def run(*arguments: str) -> tuple[int, str, str]:
-        out, err = world.run(f"from ascend_platform.cli.main import main; print('STATUS', main({['patches', *arguments]!r}))")
+        out, err = world.run(
+            "from ascend_platform.cli.main import main; print('STATUS',"
+            f" main({['patches', *arguments]!r}))"
+        )
         text, _, status = out.rpartition("STATUS ")
         return int(status), text, err
 

@@ -32,7 +32,11 @@ def patched(world):
 
 @pytest.mark.parametrize(
     "script",
-    [ENTER + PRINT, "import victim.m\n" + ENTER + PRINT, ENTER + ENTER + "import victim.m\n" + ENTER + PRINT],
+    [
+        ENTER + PRINT,
+        "import victim.m\n" + ENTER + PRINT,
+        ENTER + ENTER + "import victim.m\n" + ENTER + PRINT,
+    ],
     ids=["before the import", "after the import", "again and again"],
 )
 def test_applied_once_whenever_the_module_comes(patched, script):
@@ -48,7 +52,9 @@ def test_applied_at_the_end_of_an_import_that_is_under_way(patched):
 
 def test_module_that_fails_is_patched_when_it_comes_at_last(patched):
     patched.victim("m", "import os\nif 'READY' not in os.environ: raise ImportError\n" + VICTIM)
-    retry = "import os\ntry:\n    import victim.m\nexcept ImportError:\n    os.environ['READY'] = '1'\n"
+    retry = (
+        "import os\ntry:\n    import victim.m\nexcept ImportError:\n    os.environ['READY'] = '1'\n"
+    )
     assert patched.run(ENTER + retry + PRINT) == ("11", "")
 
 
@@ -57,7 +63,10 @@ def test_kinds_of_methods_keep_their_kind(world):
     world.patch("lid", "victim.m:Box.lid", "lambda: original() + '!'")
     world.patch("name", "victim.m:Box.name", "lambda cls: original(cls) + '!'")
     world.patch("size", "victim.m:Box.size", "lambda self: original(self) + 1")
-    show = "from victim.m import Box; print(Box.lid(), Box().lid(), Box.name(), Box().size(), Box.size.__qualname__)"
+    show = (
+        "from victim.m import Box; print(Box.lid(), Box().lid(), Box.name(), Box().size(),"
+        " Box.size.__qualname__)"
+    )
     assert world.run(ENTER + show) == ("lid! lid! Box! 2 Box.size", "")
 
 
@@ -71,8 +80,8 @@ def test_second_patch_of_a_target_is_disabled(patched):
     patched.patch("two", "victim.m:one", "lambda: 2")
     out, said = patched.run(ENTER + PRINT)
     assert out == "11"
-    assert said == (
-        "patch p.two disabled: target victim.m:one is patched by p.one already; "
+    assert (
+        said == "patch p.two disabled: target victim.m:one is patched by p.one already; "
         "disable one of the two: VLLM_ASCEND_DISABLE_PATCHES=p.one"
     )
 
@@ -90,13 +99,18 @@ def test_patch_of_a_patched_class_s_method_is_disabled(world):
     ("text", "said"),
     [
         (VICTIM.replace("return 1", "return 1 + 0", 1), "target victim.m:one has changed: found "),
-        (VICTIM.replace("def one", "def uno"), "target victim.m:one is missing: victim.m does not define one; "),
+        (
+            VICTIM.replace("def one", "def uno"),
+            "target victim.m:one is missing: victim.m does not define one; ",
+        ),
     ],
     ids=["changed", "renamed"],
 )
 def test_drift_is_one_line_and_the_original_stays(patched, text, said):
     patched.victim("m", text)
-    out, lines = patched.run(ENTER + "from victim import m; print(getattr(m, 'one', m.__dict__.get('uno'))())")
+    out, lines = patched.run(
+        ENTER + "from victim import m; print(getattr(m, 'one', m.__dict__.get('uno'))())"
+    )
     assert out == "1"
     assert lines.startswith(f"patch p.one disabled: {said}")
     assert lines.endswith("compare the patch with the new source, or narrow its range >=0")
@@ -106,7 +120,10 @@ def test_drift_is_one_line_and_the_original_stays(patched, text, said):
 def test_patch_that_raises_is_one_line(world):
     world.victim("m", VICTIM)
     world.patch("one", "victim.m:one", "1 / 0")
-    assert world.run(ENTER + PRINT) == ("1", "patch p.one disabled: ZeroDivisionError: division by zero")
+    assert world.run(ENTER + PRINT) == (
+        "1",
+        "patch p.one disabled: ZeroDivisionError: division by zero",
+    )
 
 
 def test_version_out_of_range_is_quiet(world):
@@ -123,23 +140,39 @@ def test_switched_off_by_the_environment(patched):
     patched.variables["VLLM_ASCEND_DISABLE_PATCHES"] = "p.on"
     out, said = patched.run(ENTER + PRINT)
     assert out == "11"
-    assert said == "VLLM_ASCEND_DISABLE_PATCHES names 'p.on', which is no patch; did you mean 'p.one'?"
+    assert (
+        said == "VLLM_ASCEND_DISABLE_PATCHES names 'p.on', which is no patch; did you mean 'p.one'?"
+    )
 
 
 def test_switched_off_by_the_configuration_in_this_process_and_its_children(patched):
-    configure = "from ascend_platform.components import options; import os; take = options.configure\n"
-    off = "take({'ascend': {'patches': {'disable': ['p.one']}}}); print(os.environ['VLLM_ASCEND_DISABLE_PATCHES'])\n"
+    configure = (
+        "from ascend_platform.components import options; import os; take = options.configure\n"
+    )
+    off = (
+        "take({'ascend': {'patches': {'disable': ['p.one']}}});"
+        " print(os.environ['VLLM_ASCEND_DISABLE_PATCHES'])\n"
+    )
     on = "take({}); print('VLLM_ASCEND_DISABLE_PATCHES' in os.environ)\n"
-    assert patched.run(ENTER + PRINT + configure + off + PRINT + on + PRINT) == ("11\np.one\n1\nFalse\n11", "")
+    assert patched.run(ENTER + PRINT + configure + off + PRINT + on + PRINT) == (
+        "11\np.one\n1\nFalse\n11",
+        "",
+    )
 
 
 @pytest.mark.parametrize(
     ("disable", "said"),
-    [("['p.won']", "'p.won', which is no patch; did you mean 'p.one'?"), ("'p.one'", "must be a list of names, not 'p.one'")],
+    [
+        ("['p.won']", "'p.won', which is no patch; did you mean 'p.one'?"),
+        ("'p.one'", "must be a list of names, not 'p.one'"),
+    ],
 )
 def test_configuration_that_is_wrong_is_refused(patched, disable, said):
     configure = "from ascend_platform.components import options\ntry:\n"
-    configure += f"    options.configure({{'ascend': {{'patches': {{'disable': {disable}}}}}}})\nexcept ValueError as e: print(e)"
+    configure += (
+        f"    options.configure({{'ascend': {{'patches': {{'disable': {disable}}}}}}})\nexcept"
+        " ValueError as e: print(e)"
+    )
     out, _ = patched.run(ENTER + configure)
     assert said in out
 
@@ -147,22 +180,42 @@ def test_configuration_that_is_wrong_is_refused(patched, disable, said):
 def test_filtered_by_vllm_plugins(patched):
     platform = "from ascend_platform.components import scopes; scopes.enter('platform')\n"
     assert patched.run(platform + PRINT)[0] == "11"
-    for names, result in {"ascend": "1", "ascend,p": "1", "ascend,ascend_patches": "1", "ascend_patches,p": "11"}.items():
+    for names, result in {
+        "ascend": "1",
+        "ascend,p": "1",
+        "ascend,ascend_patches": "1",
+        "ascend_patches,p": "11",
+    }.items():
         patched.variables["VLLM_PLUGINS"] = names
         assert patched.run(platform + PRINT)[0] == result, names
 
 
 def test_file_that_cannot_be_read_is_one_line_and_the_others_serve(patched):
-    patched.directory.joinpath("plugin_p", "patch_broken.py").write_text("import nothing_of_this_name")
+    patched.directory.joinpath("plugin_p", "patch_broken.py").write_text(
+        "import nothing_of_this_name"
+    )
     out, said = patched.run(ENTER + PRINT)
     assert out == "11"
-    assert said == "patches of patch_broken disabled: ModuleNotFoundError: No module named 'nothing_of_this_name'"
+    assert (
+        said == "patches of patch_broken disabled: ModuleNotFoundError: No module named"
+        " 'nothing_of_this_name'"
+    )
 
 
 def test_names_of_processes_are_as_vllm_gives_them(world):
-    show = "import multiprocessing as m; from ascend_platform.components.scopes import scopes_here\n"
+    show = (
+        "import multiprocessing as m; from ascend_platform.components.scopes import scopes_here\n"
+    )
     for name in ("MainProcess", "EngineCore", "EngineCore_DP1", "VllmWorker-0", "ApiServer_0"):
         show += f"m.current_process().name = '{name}'; print(*scopes_here())\n"
     assert world.run(show)[0].split() == ["platform", "engine", "engine", "worker", "platform"]
     world.variables["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
-    assert world.run(show)[0].split() == ["platform", "engine", "engine", "engine", "worker", "platform", "engine"]
+    assert world.run(show)[0].split() == [
+        "platform",
+        "engine",
+        "engine",
+        "engine",
+        "worker",
+        "platform",
+        "engine",
+    ]

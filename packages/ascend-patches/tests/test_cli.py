@@ -29,8 +29,12 @@ def test_list_says_what_applies_and_why_not(world, command):
     last = out.splitlines()[-1]
     assert last.startswith(f"{1 + applied} of {3 + len(discover())} patches apply to vLLM ")
     assert last.endswith(f", and {count} of {count} overrides")
-    grouped = next(line for line in out.splitlines() if line.startswith("grouped_topk_router.grouped_topk: "))
-    assert grouped.startswith("grouped_topk_router.grouped_topk: applies (replaced, vLLM 0.31, vllm.model_executor.")
+    grouped = next(
+        line for line in out.splitlines() if line.startswith("grouped_topk_router.grouped_topk: ")
+    )
+    assert grouped.startswith(
+        "grouped_topk_router.grouped_topk: applies (replaced, vLLM 0.31, vllm.model_executor."
+    )
     world.variables["VLLM_ASCEND_DISABLE_PATCHES"] = "p.a"
     assert "p.a: disabled" in command("list")[1]
     (first,) = (each for each in json.loads(command("list", "--json")[1]) if each["name"] == "p.a")
@@ -40,18 +44,26 @@ def test_list_says_what_applies_and_why_not(world, command):
 def test_check_reads_a_given_vllm_and_fails_when_it_has_drifted(world, command, tmp_path):
     name, _, qualname = TARGET.partition(":")
     text = extension.module_source(name)
-    world.patch("loop", TARGET, "original", fingerprint=extension.fingerprint(text, qualname), vllm=">=0.32")
+    world.patch(
+        "loop", TARGET, "original", fingerprint=extension.fingerprint(text, qualname), vllm=">=0.32"
+    )
     assert command("check")[0] == 0
     tree = tmp_path / "tree"
     core = tree / "vllm" / "v1" / "engine" / "core.py"
     core.parent.mkdir(parents=True)
-    core.write_text("raise SystemExit('imported')\n" + text.replace("def run_busy_loop(self)", "def run_busy_loop(self, more)"))
+    core.write_text(
+        "raise SystemExit('imported')\n"
+        + text.replace("def run_busy_loop(self)", "def run_busy_loop(self, more)")
+    )
     (tree / "vllm-0.40.0.dist-info").mkdir()
     status, out, _ = command("check", "--vllm", str(tree))
     assert status == 1
     assert "p.loop: differs" in out
     count = len(extension.overrides(tree))  # whose modules the tree does not have
-    last = f"1 of {1 + len(discover())} patches and {count} of {count} overrides differ from vLLM 0.40.0"
+    last = (
+        f"1 of {1 + len(discover())} patches and {count} of {count} overrides differ from vLLM"
+        " 0.40.0"
+    )
     assert out.splitlines()[-1] == last
     world.variables["VLLM_VERSION"] = "0.31"
     assert "p.loop: out of range" in command("check", "--vllm", str(tree))[1]
@@ -67,15 +79,23 @@ def test_new_makes_what_is_found_applied_and_unfinished(world, command, tmp_path
     made, test, ledger = map(Path, out.split())
     assert made.name == "patch_core.py"
     (patch,) = module._of_directory(made.parent)
-    assert (patch.name, patch.scope, patch.target) == ("core.enginecoreproc_run_busy_loop", "engine", TARGET)
+    assert (patch.name, patch.scope, patch.target) == (
+        "core.enginecoreproc_run_busy_loop",
+        "engine",
+        TARGET,
+    )
     assert patch.drift(extension.module_source(patch.module)) == ""
     assert f"| {patch.name} | `{TARGET}` | engine |" in ledger.read_text()
     lint = [sys.executable, "-m", "ruff"]
     subprocess.run([*lint, "check", "--isolated", "--line-length=130", made, test], check=True)
-    subprocess.run([*lint, "format", "--isolated", "--line-length=130", "--check", made, test], check=True)
+    subprocess.run(
+        [*lint, "format", "--isolated", "--line-length=130", "--check", made, test], check=True
+    )
     status, _, said = command("new", TARGET, "--scope", "engine", "--package", str(package))
     assert (status, "exists; add to it by hand, with fingerprint" in said) == (2, True)
-    status, _, said = command("new", "vllm.v1.engine.core:Nothing", "--scope", "engine", "--package", str(package))
+    status, _, said = command(
+        "new", "vllm.v1.engine.core:Nothing", "--scope", "engine", "--package", str(package)
+    )
     assert (status, "is not defined in what is installed" in said) == (2, True)
 
 

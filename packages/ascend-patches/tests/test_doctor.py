@@ -13,7 +13,11 @@ print(main(['doctor', '--json']), file=sys.stderr)
 
 def lines(world):
     out, _ = world.run(DOCTOR)
-    found = [line for line in json.loads(out)["checks"] if line["category"] == "patches" and line["title"].startswith("p.")]
+    found = [
+        line
+        for line in json.loads(out)["checks"]
+        if line["category"] == "patches" and line["title"].startswith("p.")
+    ]
     return {line["title"]: (line["state"], line["found"], line["fix"]) for line in found}
 
 
@@ -24,7 +28,11 @@ def test_doctor_names_a_patch_whose_target_was_renamed(world):
     world.patch("old", "victim.engine:gone", "original", fingerprint="0", vllm="<0.1")
     version = extension.version("vllm")
     sound = ("ok", f"fits vLLM {version}", "")
-    assert lines(world) == {"p.step": sound, "p.stop": sound, "p.old": ("ok", f"not for vLLM {version}", "")}
+    assert lines(world) == {
+        "p.step": sound,
+        "p.stop": sound,
+        "p.old": ("ok", f"not for vLLM {version}", ""),
+    }
     world.victim("engine", "def step_once():\n    return 1\n\ndef stop():\n    return 2\n")
     found = lines(world)
     assert found["p.stop"] == sound

@@ -1,4 +1,5 @@
-"""Every patch of this wheel, in a vLLM whose target was renamed or changed: disabled at start-up, in one line with its name."""
+"""Every patch of this wheel, in a vLLM whose target was renamed or changed: disabled at start-up,
+in one line with its name."""
 
 import os
 import subprocess
@@ -20,9 +21,13 @@ for module in sys.argv[1:]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("renamed", "reason"), [(True, "is missing: "), (False, "has changed: found ")], ids=["renamed", "changed"]
+    ("renamed", "reason"),
+    [(True, "is missing: "), (False, "has changed: found ")],
+    ids=["renamed", "changed"],
 )
-def test_patch_whose_target_differs_is_disabled_by_name(renamed: bool, reason: str, tmp_path) -> None:
+def test_patch_whose_target_differs_is_disabled_by_name(
+    renamed: bool, reason: str, tmp_path
+) -> None:
     tree = vllm_copy.make(tmp_path)
     patches = [each for each in discover() if each.make.__module__.startswith("ascend_patches.")]
     assert len(patches) == 9
@@ -33,10 +38,16 @@ def test_patch_whose_target_differs_is_disabled_by_name(renamed: bool, reason: s
             vllm_copy.rename_in_importers(tree, each.target)
     removed = ("VLLM_PLUGINS", "VLLM_VERSION", "VLLM_ASCEND_DISABLE_PATCHES")
     environment = {name: value for name, value in os.environ.items() if name not in removed}
-    environment["PYTHONPATH"] = os.pathsep.join(filter(None, [str(tree), os.environ.get("PYTHONPATH")]))
+    environment["PYTHONPATH"] = os.pathsep.join(
+        filter(None, [str(tree), os.environ.get("PYTHONPATH")])
+    )
     command = [sys.executable, "-c", START, *(each.module for each in patches)]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=400, check=False)
+    done = subprocess.run(
+        command, env=environment, capture_output=True, text=True, timeout=400, check=False
+    )
     assert done.returncode == 0, done.stderr
     for each in patches:
-        (said,) = (line for line in done.stderr.splitlines() if f"patch {each.name} disabled: " in line)
+        (said,) = (
+            line for line in done.stderr.splitlines() if f"patch {each.name} disabled: " in line
+        )
         assert f"target {each.target} {reason}" in said

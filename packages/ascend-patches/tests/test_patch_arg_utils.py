@@ -1,4 +1,5 @@
-"""``--enable-eplb`` on the NPU: refused by vLLM, accepted with the patch, which changes the answer to that check alone."""
+"""``--enable-eplb`` on the NPU: refused by vLLM, accepted with the patch, which changes the answer
+to that check alone."""
 
 import json
 import subprocess
@@ -24,7 +25,8 @@ EXPERTS = {
     "max_position_embeddings": 256,
     "torch_dtype": "bfloat16",
 }
-# In a process of its own, since a patch is for a process: says "right" when the behaviour is as it should be.
+# In a process of its own, since a patch is for a process: says "right" when the behaviour is as it
+# should be.
 SCRIPT = """
 import sys
 from ascend_patches import enter
@@ -48,9 +50,15 @@ sys.exit(said if parallel.current_platform is before else "another platform has 
 """
 
 
-@pytest.mark.parametrize(("disabled", "said"), [("", "right"), (NAME, "refused")], ids=["patched", "without"])
-def test_eplb_on_any_device(disabled: str, said: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("disabled", "said"), [("", "right"), (NAME, "refused")], ids=["patched", "without"]
+)
+def test_eplb_on_any_device(
+    disabled: str, said: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     monkeypatch.setenv("VLLM_ASCEND_DISABLE_PATCHES", disabled)
     tmp_path.joinpath("config.json").write_text(json.dumps(EXPERTS))
-    done = subprocess.run([sys.executable, "-c", SCRIPT, str(tmp_path)], capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        [sys.executable, "-c", SCRIPT, str(tmp_path)], capture_output=True, text=True, check=False
+    )
     assert said in done.stderr.splitlines(), done.stdout + done.stderr

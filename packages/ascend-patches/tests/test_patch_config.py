@@ -1,4 +1,5 @@
-"""Experts without a gate: refused by vLLM on a platform that it does not name, made with the patch."""
+"""Experts without a gate: refused by vLLM on a platform that it does not name, made with
+the patch."""
 
 import subprocess
 import sys
@@ -23,8 +24,12 @@ except NotImplementedError as error:
 """
 
 
-@pytest.mark.parametrize(("disabled", "printed"), [("", "1"), (NAME, "is_act_and_mul=False is supported only for CUDA")])
+@pytest.mark.parametrize(
+    ("disabled", "printed"), [("", "1"), (NAME, "is_act_and_mul=False is supported only for CUDA")]
+)
 def test_experts_without_a_gate_are_made_with_the_patch(disabled, printed, monkeypatch):
     monkeypatch.setenv("VLLM_ASCEND_DISABLE_PATCHES", disabled)
-    done = subprocess.run([sys.executable, "-c", SCRIPT], capture_output=True, text=True, timeout=300)
+    done = subprocess.run(
+        [sys.executable, "-c", SCRIPT], capture_output=True, text=True, timeout=300
+    )
     assert done.stdout.splitlines()[-1].startswith(printed), done.stdout + done.stderr

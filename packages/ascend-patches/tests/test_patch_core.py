@@ -1,4 +1,5 @@
-"""Signals during ``EngineCore.__init__``: only noted by vLLM, the end of the process with the patch; afterwards as in vLLM."""
+"""Signals during ``EngineCore.__init__``: only noted by vLLM, the end of the process with the
+patch; afterwards as in vLLM."""
 
 import signal
 import subprocess
@@ -7,7 +8,8 @@ import sys
 import pytest
 
 NAME = "core.end_while_starting"
-# The executor of a real engine core, whose constructor sends the signal as a user would while weights are loaded.
+# The executor of a real engine core, whose constructor sends the signal as a user would while
+# weights are loaded.
 SCRIPT = """
 import os, signal, sys
 from ascend_patches import enter
@@ -36,7 +38,12 @@ run_engine_core()
 @pytest.mark.parametrize("disabled", [False, True])
 def test_signal_ends_an_engine_core_that_is_constructed(disabled, number, monkeypatch):
     monkeypatch.setenv("VLLM_ASCEND_DISABLE_PATCHES", NAME if disabled else "")
-    done = subprocess.run([sys.executable, "-c", SCRIPT, str(int(number))], capture_output=True, text=True, timeout=300)
+    done = subprocess.run(
+        [sys.executable, "-c", SCRIPT, str(int(number))],
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
     if disabled:
         assert "constructed True" in done.stdout, done.stderr
     else:

@@ -1,4 +1,5 @@
-"""Replies of several ranks after a call that failed or timed out: each call's own with the patch, an earlier one's in vLLM."""
+"""Replies of several ranks after a call that failed or timed out: each call's own with the patch,
+an earlier one's in vLLM."""
 
 import subprocess
 import sys
@@ -90,8 +91,19 @@ os._exit(0)
 @pytest.mark.parametrize("disabled", ["", NAME], ids=["patched", "without"])
 def test_replies_belong_to_their_calls(disabled: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("VLLM_ASCEND_DISABLE_PATCHES", disabled)
-    done = subprocess.run([sys.executable, "-c", SCRIPT], capture_output=True, text=True, timeout=300, check=False)
-    cases = ("no failure", "all ranks", "the first", "the last", "one reply", "futures", "not sent", "timeout")
+    done = subprocess.run(
+        [sys.executable, "-c", SCRIPT], capture_output=True, text=True, timeout=300, check=False
+    )
+    cases = (
+        "no failure",
+        "all ranks",
+        "the first",
+        "the last",
+        "one reply",
+        "futures",
+        "not sent",
+        "timeout",
+    )
     right = ("no failure",) if disabled else cases
     expected = [f"{case} {'right' if case in right else 'wrong'}" for case in cases]
     assert done.stdout.splitlines() == expected, done.stderr

@@ -26,5 +26,7 @@ with zmq_socket_ctx("inproc://here", zmq.ROUTER, bind=True) as socket:
 @pytest.mark.parametrize(("disabled", "first"), [("", "raised terminated"), (NAME, "dropped")])
 def test_keyboard_interrupt_is_raised_with_the_patch(disabled, first, monkeypatch):
     monkeypatch.setenv("VLLM_ASCEND_DISABLE_PATCHES", disabled)
-    done = subprocess.run([sys.executable, "-c", SCRIPT], capture_output=True, text=True, timeout=300)
+    done = subprocess.run(
+        [sys.executable, "-c", SCRIPT], capture_output=True, text=True, timeout=300
+    )
     assert done.stdout.splitlines()[-2:] == [first, "bound"], done.stderr

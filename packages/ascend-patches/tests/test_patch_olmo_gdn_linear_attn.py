@@ -1,4 +1,5 @@
-"""OLMo-hybrid's convolution is loaded in three parts, whose number is the tensor's attribute: not by vLLM, but with the patch."""
+"""OLMo-hybrid's convolution is loaded in three parts, whose number is the tensor's attribute: not
+by vLLM, but with the patch."""
 
 import subprocess
 import sys
@@ -25,9 +26,15 @@ except TypeError as error:
 
 
 @pytest.mark.parametrize(
-    ("disabled", "printed"), [("", "[2.0, 3.0, 12.0, 13.0, 24.0, 25.0, 26.0, 27.0]"), (NAME, "list indices must be integers")]
+    ("disabled", "printed"),
+    [
+        ("", "[2.0, 3.0, 12.0, 13.0, 24.0, 25.0, 26.0, 27.0]"),
+        (NAME, "list indices must be integers"),
+    ],
 )
 def test_the_parts_of_a_convolution_are_loaded_with_the_patch(disabled, printed, monkeypatch):
     monkeypatch.setenv("VLLM_ASCEND_DISABLE_PATCHES", disabled)
-    done = subprocess.run([sys.executable, "-c", SCRIPT], capture_output=True, text=True, timeout=300)
+    done = subprocess.run(
+        [sys.executable, "-c", SCRIPT], capture_output=True, text=True, timeout=300
+    )
     assert done.stdout.splitlines()[-1].startswith(printed), done.stdout + done.stderr

@@ -1,4 +1,5 @@
-"""A reader of a MessageQueue of another machine: shutdown() leaves it waiting in vLLM, and ends it with the patch."""
+"""A reader of a MessageQueue of another machine: shutdown() leaves it waiting in vLLM, and ends it
+with the patch."""
 
 import subprocess
 import sys
@@ -38,8 +39,14 @@ os._exit(0)
 """
 
 
-@pytest.mark.parametrize(("disabled", "patience", "last"), [("", "60", "cancelled"), (NAME, "3", "waits")])
-def test_shut_down_ends_a_reader_of_another_machine_with_the_patch(disabled, patience, last, monkeypatch):
+@pytest.mark.parametrize(
+    ("disabled", "patience", "last"), [("", "60", "cancelled"), (NAME, "3", "waits")]
+)
+def test_shut_down_ends_a_reader_of_another_machine_with_the_patch(
+    disabled, patience, last, monkeypatch
+):
     monkeypatch.setenv("VLLM_ASCEND_DISABLE_PATCHES", disabled)
-    done = subprocess.run([sys.executable, "-c", SCRIPT, patience], capture_output=True, text=True, timeout=300)
+    done = subprocess.run(
+        [sys.executable, "-c", SCRIPT, patience], capture_output=True, text=True, timeout=300
+    )
     assert done.stdout.splitlines()[-3:] == ["sent", "nothing", last], done.stderr

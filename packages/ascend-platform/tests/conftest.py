@@ -11,7 +11,8 @@ from harness.models import small as small_models
 
 @pytest.fixture
 def lines():
-    """(level, message) of what is logged, at the logger itself: "vllm" has a handler of its own and does not always propagate."""
+    """(level, message) of what is logged, at the logger itself: "vllm" has a handler of its own and
+    does not always propagate."""
     records = []
     handler = logging.Handler()
     handler.emit = lambda record: records.append((record.levelname, record.getMessage()))
@@ -34,7 +35,8 @@ def model(tmp_path):
 
 @pytest.fixture
 def cuda_torch(tmp_path):
-    """A directory for PYTHONPATH with this environment's torch and, in its lib, the library that only torch's CUDA build has."""
+    """A directory for PYTHONPATH with this environment's torch and, in its lib, the library that
+    only torch's CUDA build has."""
     import torch
 
     here = Path(torch.__file__).parent
@@ -44,7 +46,9 @@ def cuda_torch(tmp_path):
         for entry in directory.iterdir():
             if entry.name != "lib":
                 (names / entry.name).symlink_to(entry)
-    (there / "lib" / "libc10_cuda.so").write_bytes((here / "lib" / "libc10.so").read_bytes() + b"pinned_reserve_segment_size_mb")
+    (there / "lib" / "libc10_cuda.so").write_bytes(
+        (here / "lib" / "libc10.so").read_bytes() + b"pinned_reserve_segment_size_mb"
+    )
     return tmp_path
 
 

@@ -10,32 +10,52 @@ import torch
 from ascend_platform.ops import lora_layers
 from harness.models import small as small_models
 from safetensors.torch import save_file
-from vllm.config import LoRAConfig, ModelConfig, SchedulerConfig, VllmConfig, set_current_vllm_config
+from vllm.config import (
+    LoRAConfig,
+    ModelConfig,
+    SchedulerConfig,
+    VllmConfig,
+    set_current_vllm_config,
+)
 from vllm.distributed import parallel_state
 from vllm.forward_context import set_forward_context
 from vllm.lora.layers import BaseLayerWithLoRA, LoRAMapping
 from vllm.lora.request import LoRARequest
 from vllm.lora.worker_manager import LRUCacheWorkerLoRAManager
 from vllm.model_executor.layers.attention import MLAAttention
-from vllm.model_executor.layers.linear import ColumnParallelLinear, MergedColumnParallelLinear, ReplicatedLinear
+from vllm.model_executor.layers.linear import (
+    ColumnParallelLinear,
+    MergedColumnParallelLinear,
+    ReplicatedLinear,
+)
 from vllm.model_executor.layers.mamba.mamba_mixer import MambaMixer
 from vllm.model_executor.layers.mamba.mamba_mixer2 import MambaMixer2
 from vllm.model_executor.models.interfaces import SupportsLoRA
 
-SIZES = {"kv_b_proj": (16, 32), "o_proj": (32, 64), "gate": (16, 8), "mixer": (16, 32), "conv1d": (4, 32)}
+SIZES = {
+    "kv_b_proj": (16, 32),
+    "o_proj": (32, 64),
+    "gate": (16, 8),
+    "mixer": (16, 32),
+    "conv1d": (4, 32),
+}
 
 
 class Mixer(ColumnParallelLinear):
-    """A layer that vLLM has no form with adapters for: it takes ColumnParallelLinear, and none that is derived from it."""
+    """A layer that vLLM has no form with adapters for: it takes ColumnParallelLinear, and none that
+    is derived from it."""
 
 
 class Attention(torch.nn.Module):
-    """An attention with the projections of latent attention, and vLLM's inner layer, which also has kv_b_proj."""
+    """An attention with the projections of latent attention, and vLLM's inner layer, which also has
+    kv_b_proj."""
 
     def __init__(self, prefix: str) -> None:
         super().__init__()
         for name, (inputs, outputs) in SIZES.items() - {("mixer", SIZES["mixer"])}:
-            setattr(self, name, ReplicatedLinear(inputs, outputs, bias=False, prefix=f"{prefix}.{name}"))
+            setattr(
+                self, name, ReplicatedLinear(inputs, outputs, bias=False, prefix=f"{prefix}.{name}")
+            )
         self.mixer = Mixer(*SIZES["mixer"], bias=False, prefix=f"{prefix}.mixer")
         self.conv1d.weight.data = self.conv1d.weight.data.unsqueeze(1)
         self.expert = torch.nn.Module()
@@ -67,16 +87,31 @@ def adapter(directory: Path, number: int, *names: str) -> LoRARequest:
         for part, shape in (("A", (8, SIZES[name][0])), ("B", (SIZES[name][1], 8)))
     }
     save_file(weights, path / "adapter_model.safetensors")
-    config = {"peft_type": "LORA", "r": 8, "lora_alpha": 8, "target_modules": list(names), "bias": "none"}
+    config = {
+        "peft_type": "LORA",
+        "r": 8,
+        "lora_alpha": 8,
+        "target_modules": list(names),
+        "bias": "none",
+    }
     (path / "adapter_config.json").write_text(json.dumps(config))
     return LoRARequest(path.name, number, str(path))
 
 
 def manager(directory: Path, targets: list[str] | None, create: Any = None, **options: Any) -> Any:
     (directory / "config.json").write_text(json.dumps(small_models.TINY))
-    lora = LoRAConfig(max_lora_rank=8, max_loras=2, max_cpu_loras=2, lora_dtype=torch.float32, target_modules=targets, **options)
+    lora = LoRAConfig(
+        max_lora_rank=8,
+        max_loras=2,
+        max_cpu_loras=2,
+        lora_dtype=torch.float32,
+        target_modules=targets,
+        **options,
+    )
     model = ModelConfig(str(directory), skip_tokenizer_init=True)
-    config = VllmConfig(model_config=model, lora_config=lora, scheduler_config=SchedulerConfig.default_factory())
+    config = VllmConfig(
+        model_config=model, lora_config=lora, scheduler_config=SchedulerConfig.default_factory()
+    )
     with set_current_vllm_config(config):
         made = LRUCacheWorkerLoRAManager(config, torch.device("npu"), {})
         made.create_lora_manager(create() if create else Model().npu(), config)
@@ -90,7 +125,10 @@ def test_adapters_that_would_be_left_out_are_refused(name: str, tmp_path: Path) 
     made = manager(tmp_path, None)
     first = adapter(tmp_path, 1, "o_proj")
     assert made.add_adapter(first)
-    with pytest.raises(ValueError, match=rf"{name}-o_proj in .* adapts layers\.1\.{name}, .*; fix: .* without {name}") as refused:
+    with pytest.raises(
+        ValueError,
+        match=rf"{name}-o_proj in .* adapts layers\.1\.{name}, .*; fix: .* without {name}",
+    ) as refused:
         made.add_adapter(adapter(tmp_path, 2, name, "o_proj"))
     assert "\n" not in str(refused.value)
     assert made.list_adapters() == {1}
@@ -110,14 +148,25 @@ def test_layer_has_its_adapters_under_each_name(tmp_path: Path) -> None:
 
 
 class Mamba(torch.nn.Module, SupportsLoRA):
-    """A layer of Mamba 1, which computes the inner projections of a step's prefills first, and then those of its decodes."""
+    """A layer of Mamba 1, which computes the inner projections of a step's prefills first, and then
+    those of its decodes."""
 
     config = None
 
     def __init__(self) -> None:
         super().__init__()
-        sizes = {"ssm_state_size": 4, "conv_kernel_size": 4, "intermediate_size": 16, "time_step_rank": 4}
-        options = {"use_conv_bias": True, "use_bias": False, "use_rms_norm": False, "is_lora_enabled": True}
+        sizes = {
+            "ssm_state_size": 4,
+            "conv_kernel_size": 4,
+            "intermediate_size": 16,
+            "time_step_rank": 4,
+        }
+        options = {
+            "use_conv_bias": True,
+            "use_bias": False,
+            "use_rms_norm": False,
+            "is_lora_enabled": True,
+        }
         self.mixer = MambaMixer(8, **sizes, **options, prefix="mixer")
 
 
@@ -150,14 +199,21 @@ def test_inner_projections_of_mamba_have_the_adapters_of_their_tokens(tmp_path: 
 
 
 class Hybrid(torch.nn.Module, SupportsLoRA):
-    """Layers with one B that are sharded by parts: of a gated delta net, a gated MLP, and Mamba 2 with one group or several."""
+    """Layers with one B that are sharded by parts: of a gated delta net, a gated MLP, and Mamba 2
+    with one group or several."""
 
     config = None
 
     def __init__(self) -> None:
         super().__init__()
         self.packed_modules_mapping = {name: ["whole"] for name in ("one", "two", "in_proj")}
-        mixer = {"ssm_state_size": 4, "conv_kernel_size": 4, "intermediate_size": 16, "num_heads": 4, "head_dim": 4}
+        mixer = {
+            "ssm_state_size": 4,
+            "conv_kernel_size": 4,
+            "intermediate_size": 16,
+            "num_heads": 4,
+            "head_dim": 4,
+        }
         common = {"hidden_size": 8, "use_conv_bias": True, "use_bias": False, **mixer}
         self.one = MergedColumnParallelLinear(8, [24], bias=False, prefix="one")
         self.two = MergedColumnParallelLinear(8, [16, 24], bias=False, prefix="two")
@@ -186,7 +242,8 @@ def test_adapters_are_sharded_as_their_layers(
 
     made = manager(tmp_path, None, create, fully_sharded_loras=is_fully_sharded)
     layers = {name: layer for name, layer in made._adapter_manager.modules.items() if name in whole}
-    assert layers.keys() == whole.keys() - ({"groups.in_proj"} if is_fully_sharded else set())  # vLLM has no form of it
+    # vLLM has no form of it
+    assert layers.keys() == whole.keys() - ({"groups.in_proj"} if is_fully_sharded else set())
     for name, layer in layers.items():
         layer.set_lora(0, torch.zeros(8, 8).npu(), whole[name])
         found = torch.cat([b[0, 0] for b in layer.lora_b_stacked])

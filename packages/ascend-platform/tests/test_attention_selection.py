@@ -12,11 +12,16 @@ from harness.configuration import engine_config
 from vllm.v1.attention.backends.registry import AttentionBackendEnum
 from vllm.v1.attention.selector import AttentionSelectorConfig
 
-DENSE = AttentionSelectorConfig(head_size=64, dtype=torch.bfloat16, kv_cache_dtype="auto", block_size=None)
+DENSE = AttentionSelectorConfig(
+    head_size=64, dtype=torch.bfloat16, kv_cache_dtype="auto", block_size=None
+)
 
 
 def test_another_attention_backend_is_refused_by_name():
-    with pytest.raises(ValueError, match="FLASH_ATTN is not supported on Ascend NPUs; fix: remove --attention-backend"):
+    with pytest.raises(
+        ValueError,
+        match="FLASH_ATTN is not supported on Ascend NPUs; fix: remove --attention-backend",
+    ):
         NPUPlatform.get_attn_backend_cls(AttentionBackendEnum.FLASH_ATTN, DENSE)
 
 
@@ -47,13 +52,33 @@ SPARSE = LATENT | {"use_sparse": True}
         ({"attn_type": "encoder_decoder"}, {}, FUSED["attention.dense"], "fused"),
         ({"has_sink": True}, {}, FUSED["attention.sinks"], "fused"),
         ({"attn_type": "encoder_only"}, {}, FUSED["attention.encoder"], "fused"),
-        ({"attn_type": "encoder_only", "dtype": torch.float32}, {}, FUSED["attention.encoder"], "fused"),
-        ({"dtype": torch.float32}, {}, BUILT_IN["dense"], "built-in PyTorch (fused attention disabled: dtype not"),
+        (
+            {"attn_type": "encoder_only", "dtype": torch.float32},
+            {},
+            FUSED["attention.encoder"],
+            "fused",
+        ),
+        (
+            {"dtype": torch.float32},
+            {},
+            BUILT_IN["dense"],
+            "built-in PyTorch (fused attention disabled: dtype not",
+        ),
         ({"has_sink": True, "dtype": torch.float16}, {}, BUILT_IN["dense"], "built-in PyTorch"),
         ({"has_sink": True, "head_size": 192}, {}, BUILT_IN["dense"], "built-in PyTorch"),
         (LATENT, {}, FUSED["attention.latent"], "fused (ascend-attention "),
-        (LATENT | {"head_size": 320}, {}, BUILT_IN["latent"], "built-in PyTorch (fused attention disabled: head_size not"),
-        (LATENT | {"dtype": torch.float32}, {}, BUILT_IN["latent"], "built-in PyTorch (fused attention disabled: dtype not"),
+        (
+            LATENT | {"head_size": 320},
+            {},
+            BUILT_IN["latent"],
+            "built-in PyTorch (fused attention disabled: head_size not",
+        ),
+        (
+            LATENT | {"dtype": torch.float32},
+            {},
+            BUILT_IN["latent"],
+            "built-in PyTorch (fused attention disabled: dtype not",
+        ),
         (SPARSE, {}, FUSED["attention.latent_sparse"], "fused (ascend-attention "),
         (
             SPARSE | {"dtype": torch.float32},
@@ -75,7 +100,9 @@ SPARSE = LATENT | {"use_sparse": True}
         ),
     ],
 )
-def test_offered_attention_serves_what_it_takes_and_the_built_in_one_the_rest(monkeypatch, change, asked, path, why):
+def test_offered_attention_serves_what_it_takes_and_the_built_in_one_the_rest(
+    monkeypatch, change, asked, path, why
+):
     pytest.importorskip("ascend_attention")
     monkeypatch.setattr(slots, "_offers", FUSED)
     text = SimpleNamespace(attn_logit_softcapping=asked.get("cap"))
@@ -85,7 +112,10 @@ def test_offered_attention_serves_what_it_takes_and_the_built_in_one_the_rest(mo
     assert reason.startswith(why)
 
 
-HEADS = "built-in PyTorch (fused attention disabled: head_size {} not supported with one query head for each key-value head)"
+HEADS = (
+    "built-in PyTorch (fused attention disabled: head_size {} not supported with one query head for"
+    " each key-value head)"
+)
 LENGTH = "built-in PyTorch (fused attention disabled: max_model_len above 262144 not supported)"
 
 
@@ -96,15 +126,23 @@ LENGTH = "built-in PyTorch (fused attention disabled: max_model_len above 262144
         (4, 4, 96, 1, 256, HEADS.format(96)),
         (4, 2, 96, 1, 256, "fused (ascend-attention "),
         (4, 4, 256, 2, 256, HEADS.format(256)),
-        (16, 2, 256, 8, 256, "fused (ascend-attention "),  # Qwen3.5: a rank has 2 heads, and one that it shares
+        # Qwen3.5: a rank has 2 heads, and one that it shares
+        (16, 2, 256, 8, 256, "fused (ascend-attention "),
         (16, 2, 256, 16, 256, HEADS.format(256)),
         (4, 2, 128, 1, 262144, "fused (ascend-attention "),
         (4, 2, 128, 1, 262145, LENGTH),
     ],
 )
-def test_heads_of_a_rank_and_lengths_decide_on_fused_attention(model, heads, kv_heads, size, ranks, length, why):
+def test_heads_of_a_rank_and_lengths_decide_on_fused_attention(
+    model, heads, kv_heads, size, ranks, length, why
+):
     pytest.importorskip("ascend_attention")
-    path = model(num_attention_heads=heads, num_key_value_heads=kv_heads, head_dim=size, max_position_embeddings=length)
+    path = model(
+        num_attention_heads=heads,
+        num_key_value_heads=kv_heads,
+        head_dim=size,
+        max_position_embeddings=length,
+    )
     config = engine_config(path)
     config.parallel_config.tensor_parallel_size = ranks  # more than there are NPUs here
     assert describe_backend(config).startswith(why)
@@ -127,7 +165,10 @@ def test_attention_that_nobody_has_is_refused_by_name(change, named):
 
 def test_dtype_auto_is_one_of_the_chip(model, ascend310p):
     assert engine_config(model(dtype="bfloat16")).model_config.dtype == torch.float16
-    with pytest.raises(ValueError, match=r"dtype bfloat16 is not supported on Ascend310P3; supported: float16, float32; fix"):
+    with pytest.raises(
+        ValueError,
+        match=r"dtype bfloat16 is not supported on Ascend310P3; supported: float16, float32; fix",
+    ):
         engine_config(model(), dtype="bfloat16")
 
 
@@ -135,7 +176,9 @@ def test_dtype_auto_is_one_of_the_chip(model, ascend310p):
 def test_built_in_attention_serves_on_a_chip_without_the_kernels(monkeypatch, ascend310p, slot):
     pytest.importorskip("ascend_attention")
     monkeypatch.setattr(slots, "_offers", FUSED)
-    change = {"dense": {}, "sinks": {"has_sink": True}, "encoder": {"attn_type": "encoder_only"}}[slot]
+    change = {"dense": {}, "sinks": {"has_sink": True}, "encoder": {"attn_type": "encoder_only"}}[
+        slot
+    ]
     path, why = select_backend(DENSE._replace(**change), None)
     assert path == BUILT_IN[slot]
     assert "fused attention disabled: Ascend310P3 has no npu_fus" in why

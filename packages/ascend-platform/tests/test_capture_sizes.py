@@ -18,17 +18,24 @@ SIZES = [1, 2, 4, *range(8, 257, 8), *range(272, 513, 16)]  # vLLM's own, for 25
 
 @pytest.mark.parametrize(
     ("mode", "graphs"),
-    [("FULL", 51), ("FULL_DECODE_ONLY", 35), ("PIECEWISE", 29 * 51), ("FULL_AND_PIECEWISE", 29 * 51 + 35)],
+    [
+        ("FULL", 51),
+        ("FULL_DECODE_ONLY", 35),
+        ("PIECEWISE", 29 * 51),
+        ("FULL_AND_PIECEWISE", 29 * 51 + 35),
+    ],
 )
 def test_num_graphs(mode: str, graphs: int) -> None:
     assert capture_sizes.num_graphs(CUDAGraphMode[mode], SIZES, 29, 256) == graphs
 
 
 @pytest.mark.parametrize(
-    ("groups", "mode", "streams"), [(0, "", 100), (1, "AIV", 200), (2, "AIV", 300), (1, "", 340), (2, "AI_CPU", 580)]
+    ("groups", "mode", "streams"),
+    [(0, "", 100), (1, "AIV", 200), (2, "AIV", 300), (1, "", 340), (2, "AI_CPU", 580)],
 )
 def test_num_streams_by_mode_of_hccl(groups: int, mode: str, streams: int) -> None:
-    """Except with AIV a captured collective takes two streams, and each communicator some of its own."""
+    """Except with AIV a captured collective takes two streams, and each communicator some of its
+    own."""
     assert capture_sizes.num_streams(100, groups, mode) == streams
     assert capture_sizes.num_streams(100, groups, mode, own=2) == streams + 100  # of shared experts
 
@@ -77,10 +84,15 @@ def test_all_sizes_are_captured_where_streams_are_reused(
     [
         "error code is 207008\nInsufficient_Stream_Resources(EL0009)",
         "error code is 207005",
-        "HCCL function error: error code is 4\n[SqCqManage]Alloc sq cq fail, stream_id=1984, retCode=0x7020023.",
+        (
+            "HCCL function error: error code is 4\n[SqCqManage]Alloc sq cq fail, stream_id=1984,"
+            " retCode=0x7020023."
+        ),
     ],
 )
-def test_exhausted_streams_are_recognized_by_code_or_text(message: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_exhausted_streams_are_recognized_by_code_or_text(
+    message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(capture_sizes, "_min_over_ranks", lambda number: number)
     with pytest.raises(capture_sizes.OutOfStreamsError), capture_sizes.failing_on_all_ranks():
         raise RuntimeError(message)
@@ -93,15 +105,23 @@ def backend(support: AttentionCGSupport) -> Any:
     return SimpleNamespace(get_builder_cls=lambda: builder)
 
 
-@pytest.mark.parametrize(("stages", "another", "taken"), [(2, 0, "NEVER"), (2, 2, None), (2, 3, None), (1, 0, None)])
+@pytest.mark.parametrize(
+    ("stages", "another", "taken"), [(2, 0, "NEVER"), (2, 2, None), (2, 3, None), (1, 0, None)]
+)
 def test_a_pipeline_stage_supports_what_the_others_do(
     stages: int, another: int, taken: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A stage whose layers with states can be captured, beside one whose attention can or cannot."""
+    """A stage whose layers with states can be captured, beside one whose attention can
+    or cannot."""
     asked: list[int] = []
     monkeypatch.setattr(capture_sizes, "get_pp_group", lambda: SimpleNamespace(world_size=stages))
-    monkeypatch.setattr(capture_sizes, "_min_over_ranks", lambda own: asked.append(own) or min(own, another))
-    backends: list[Any] = [[backend(AttentionCGSupport.UNIFORM_BATCH), backend(AttentionCGSupport.ALWAYS)], []]
+    monkeypatch.setattr(
+        capture_sizes, "_min_over_ranks", lambda own: asked.append(own) or min(own, another)
+    )
+    backends: list[Any] = [
+        [backend(AttentionCGSupport.UNIFORM_BATCH), backend(AttentionCGSupport.ALWAYS)],
+        [],
+    ]
     groups = [SimpleNamespace(kv_cache_spec=None)] * len(backends)
     found = capture_sizes.support_of_other_stages(None, backends, groups)
     assert asked == [AttentionCGSupport.UNIFORM_BATCH.value] * (stages - 1)
@@ -131,15 +151,26 @@ with NPUModelRunner._freeze_gc():
     pass
 assert not gc.isenabled()
 """
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=120)
+    done = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, timeout=120
+    )
     assert done.returncode == 0, done.stderr[-2000:]
 
 
 def test_outputs_of_a_graph_are_kept_while_a_drafter_s_graph_runs() -> None:
-    """The first graph's output is freed when it has been captured, as vLLM's wrapper does, and another may take its memory."""
-    given, pool, stream = torch.arange(4096.0, device="npu"), torch.npu.graph_pool_handle(), torch.npu.Stream()
+    """The first graph's output is freed when it has been captured, as vLLM's wrapper does, and
+    another may take its memory."""
+    given, pool, stream = (
+        torch.arange(4096.0, device="npu"),
+        torch.npu.graph_pool_handle(),
+        torch.npu.Stream(),
+    )
     graphs, outputs = [], []
-    for factor, context in ((2, contextlib.nullcontext()), (3, acl_graph.drafter_pool()), (4, acl_graph.drafter_pool())):
+    for factor, context in (
+        (2, contextlib.nullcontext()),
+        (3, acl_graph.drafter_pool()),
+        (4, acl_graph.drafter_pool()),
+    ):
         graphs.append(acl_graph.NPUGraph())
         with context, acl_graph._Capture(graphs[-1], pool, stream):
             outputs.append(acl_graph._weak_ref_tensor(given * factor))

@@ -33,7 +33,9 @@ def test_operators_that_only_atlas_a2_and_a3_have() -> None:
     for capability in ("top_k_top_p", "moe_routing", "mc2"):
         assert {family.name for family in chips.FAMILIES if getattr(family, capability)} == served
     assert {family.name for family in chips.FAMILIES if family.quantization is None} == served
-    assert {family.name for family in chips.FAMILIES if not family.lacks(*chips.ALL_OPERATORS)} == served
+    assert {
+        family.name for family in chips.FAMILIES if not family.lacks(*chips.ALL_OPERATORS)
+    } == served
 
 
 @pytest.mark.parametrize(
@@ -41,25 +43,40 @@ def test_operators_that_only_atlas_a2_and_a3_have() -> None:
     [
         ("Ascend910B3", "bfloat16", []),
         ("Ascend310P3", "float16", ["npu_fused_infer_attention_score", "npu_mrope"]),
-        ("Ascend910A", "float16", ["npu_add_rms_norm", "npu_fused_infer_attention_score", "npu_mrope"]),
+        (
+            "Ascend910A",
+            "float16",
+            ["npu_add_rms_norm", "npu_fused_infer_attention_score", "npu_mrope"],
+        ),
         ("Ascend950PR_9599", "bfloat16", ["npu_fused_infer_attention_score", "npu_mrope"]),
-        ("Ascend310B1", "float16", ["npu_add_rms_norm", "npu_fused_infer_attention_score", "npu_mrope"]),
+        (
+            "Ascend310B1",
+            "float16",
+            ["npu_add_rms_norm", "npu_fused_infer_attention_score", "npu_mrope"],
+        ),
     ],
 )
 def test_preferred_dtype_and_operators(chip: str, dtype: str, lacking: list[str]) -> None:
     family = chips.family_of(chip)
     assert family.dtypes[0] == dtype
-    assert family.lacks("npu_add_rms_norm", "npu_fused_infer_attention_score", "npu_mrope") == lacking
+    assert (
+        family.lacks("npu_add_rms_norm", "npu_fused_infer_attention_score", "npu_mrope") == lacking
+    )
 
 
 def test_the_product_names_no_chip_elsewhere() -> None:
     """`chips.py` is the one table."""
     sources = Path(chips.__file__).parent
-    assert [path.name for path in sources.rglob("*.py") if re.search(r"Ascend(910|310|950)", path.read_text())] == ["chips.py"]
+    assert [
+        path.name
+        for path in sources.rglob("*.py")
+        if re.search(r"Ascend(910|310|950)", path.read_text())
+    ] == ["chips.py"]
 
 
 def test_emulated_chips_lack_what_the_table_says() -> None:
-    """By the operators that the emulator refuses on a chip; the table may lack more, which vLLM computes by itself then."""
+    """By the operators that the emulator refuses on a chip; the table may lack more, which vLLM
+    computes by itself then."""
     names = {
         "npu_fused_infer_attention_score": "aclnnFusedInferAttentionScoreV3",
         "npu_scatter_pa_kv_cache": "aclnnScatterPaKvCache",
@@ -73,7 +90,9 @@ def test_emulated_chips_lack_what_the_table_says() -> None:
         family = chips.family_of(key)
         assert chip.bfloat16 == ("bfloat16" in family.dtypes)
         assert chip.streams == family.streams
-        assert {name for name, called in names.items() if called in chip.lacks} <= set(family.lacks(*names))
+        assert {name for name, called in names.items() if called in chip.lacks} <= set(
+            family.lacks(*names)
+        )
 
 
 def test_figures_go_by_the_beginning_of_the_name() -> None:

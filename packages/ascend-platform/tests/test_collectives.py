@@ -33,7 +33,10 @@ def test_a_step_outlasts_a_collective(monkeypatch, layout, collective, step):
     [
         ({"tensor_parallel_size": 2}, None),
         ({"tensor_parallel_size": 2, "enable_expert_parallel": True}, "expert parallelism"),
-        ({"data_parallel_size": 2, "enable_expert_parallel": True}, "expert parallelism and data parallelism"),
+        (
+            {"data_parallel_size": 2, "enable_expert_parallel": True},
+            "expert parallelism and data parallelism",
+        ),
         ({"tensor_parallel_size": 2, "decode_context_parallel_size": 2}, "context parallelism"),
     ],
 )

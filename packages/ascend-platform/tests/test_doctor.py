@@ -1,7 +1,8 @@
-"""``vllm-ascend doctor``, ``plugins`` and ``env`` in separate processes, in environments with real faults.
+"""``vllm-ascend doctor``, ``plugins`` and ``env`` in separate processes, in environments with real
+faults.
 
-The faults are environment variables, distribution metadata found first on PYTHONPATH, and linker paths. Settings are in
-test_doctor_settings.py.
+The faults are environment variables, distribution metadata found first on PYTHONPATH, and linker
+paths. Settings are in test_doctor_settings.py.
 """
 
 import json
@@ -20,12 +21,18 @@ from harness.doctor import CLI, SOURCES, bad, examine, failing, run
 
 @pytest.fixture
 def installed(tmp_path):
-    """Installs a distribution's metadata in a directory for PYTHONPATH, and returns the directory."""
+    """Installs a distribution's metadata in a directory for PYTHONPATH, and returns the
+    directory."""
 
     def install(name, version, requires=(), points=""):
         info = tmp_path / f"{name.replace('-', '_')}-{version}.dist-info"
         info.mkdir()
-        lines = ["Metadata-Version: 2.1", f"Name: {name}", f"Version: {version}", *(f"Requires-Dist: {one}" for one in requires)]
+        lines = [
+            "Metadata-Version: 2.1",
+            f"Name: {name}",
+            f"Version: {version}",
+            *(f"Requires-Dist: {one}" for one in requires),
+        ]
         info.joinpath("METADATA").write_text("\n".join(lines) + "\n")
         info.joinpath("entry_points.txt").write_text(points)
         return tmp_path
@@ -37,7 +44,17 @@ def test_all_checks_pass():
     status, lines = examine()
     assert failing(lines) == {}
     assert status == 0
-    categories = ["chip and driver", "CANN", "versions", "plugins", "triton", "environment", "HCCL", "disk and memory", "patches"]
+    categories = [
+        "chip and driver",
+        "CANN",
+        "versions",
+        "plugins",
+        "triton",
+        "environment",
+        "HCCL",
+        "disk and memory",
+        "patches",
+    ]
     assert list(dict.fromkeys(category for category, _ in lines)) == categories
     assert lines["chip and driver", "NPUs"][1] == "1 Ascend910B1"
     assert lines["CANN", "CANN"][1].startswith("9.1.0 in ")
@@ -78,7 +95,9 @@ def test_with_one_library_of_cann_missing(tmp_path):
     }
 
 
-@pytest.mark.parametrize(("variable", "title"), [("ASCEND_HOME_PATH", "CANN"), ("ASCEND_OPP_PATH", "ASCEND_OPP_PATH")])
+@pytest.mark.parametrize(
+    ("variable", "title"), [("ASCEND_HOME_PATH", "CANN"), ("ASCEND_OPP_PATH", "ASCEND_OPP_PATH")]
+)
 def test_cann_paths_that_do_not_exist(variable, title):
     status, lines = examine(**{variable: "/no/such/place"})
     assert status == 1
@@ -114,7 +133,10 @@ def test_another_torch_npu(installed):
     found = failing(lines)
     assert found["requirements of ascend-platform"][0].endswith(", found 2.7.1")
     assert found["requirements of ascend-platform"][1].startswith("pip install 'torch-npu")
-    assert found["requirements of torch-npu"][1] == f"pip install 'torch==2.7.1' --index-url {requirements.CPU_INDEX}"
+    assert (
+        found["requirements of torch-npu"][1]
+        == f"pip install 'torch==2.7.1' --index-url {requirements.CPU_INDEX}"
+    )
     assert "disabled" in found["ascend of ascend-platform 0.1.0"][0]
 
 
@@ -124,18 +146,33 @@ def test_another_vllm_by_metadata_and_the_variable_that_overrides_it(installed):
     assert status == 1
     found = failing(lines)
     ours = ", ".join(
-        f"ascend-{name}" for name in ("platform", "attention", "communicator", "kv-connector", "model-loader", "patches")
+        f"ascend-{name}"
+        for name in (
+            "platform",
+            "attention",
+            "communicator",
+            "kv-connector",
+            "model-loader",
+            "patches",
+        )
     )
     reason, fix = found[f"requirements of {ours}"]
     assert "found 0.18.0" in reason
-    of_source = "VLLM_TARGET_DEVICE=empty VLLM_SKIP_VERSION_SUFFIX=1 pip install --no-binary vllm 'vllm"
+    of_source = (
+        "VLLM_TARGET_DEVICE=empty VLLM_SKIP_VERSION_SUFFIX=1 pip install --no-binary vllm 'vllm"
+    )
     assert fix.startswith(of_source)
     reason, fix = bad(lines)["torch for vLLM"]
     assert reason == "vLLM requires torch==2.10.0, found 2.13.0+cpu"
-    assert re.match(of_source + r"\S+' torch==2\.13\.0, or ignore this if Compatibility lists this pair", fix)
+    assert re.match(
+        of_source + r"\S+' torch==2\.13\.0, or ignore this if Compatibility lists this pair", fix
+    )
     status, lines = examine(path=path, VLLM_VERSION="0.32.0")
     assert status == 0
-    assert lines["versions", "VLLM_VERSION"][1] == "'0.32.0' replaces the version of the installed vLLM (0.18.0)"
+    assert (
+        lines["versions", "VLLM_VERSION"][1]
+        == "'0.32.0' replaces the version of the installed vLLM (0.18.0)"
+    )
 
 
 @pytest.mark.parametrize("version", ["0.18.0", "main"])
@@ -150,22 +187,30 @@ def test_the_cuda_build_of_torch(cuda_torch):
     assert status == 1
     found, fix = failing(lines)["torch"]
     assert "is the CUDA build, beside which importing torch_npu aborts" in found
-    assert fix == f"pip install --force-reinstall 'torch==2.13.0' --index-url {requirements.CPU_INDEX}"
+    assert (
+        fix == f"pip install --force-reinstall 'torch==2.13.0' --index-url {requirements.CPU_INDEX}"
+    )
 
 
 def test_metadata_without_its_package(tmp_path):
-    """torch_npu's metadata without its files: links to this environment except for these, without start-up files."""
+    """torch_npu's metadata without its files: links to this environment except for these, without
+    start-up files."""
     for entry in Path(sysconfig.get_path("purelib")).iterdir():
-        if entry.name != "torch_npu" and (not entry.name.startswith("ascend_") or entry.name.startswith("ascend_platform-")):
+        if entry.name != "torch_npu" and (
+            not entry.name.startswith("ascend_") or entry.name.startswith("ascend_platform-")
+        ):
             (tmp_path / entry.name).symlink_to(entry)
     status, lines = examine(flags=["-S"], path=[tmp_path])
     assert status == 1
     assert failing(lines)["torch-npu"][1] == "pip install --force-reinstall --no-deps torch-npu"
-    assert failing(lines)["libraries that torch_npu links against"][0] == "torch_npu is not installed"
+    assert (
+        failing(lines)["libraries that torch_npu links against"][0] == "torch_npu is not installed"
+    )
 
 
 def test_with_the_platform_only(tmp_path):
-    """Without torch, torch_npu, vLLM, rich and other components the doctor runs and names what is missing."""
+    """Without torch, torch_npu, vLLM, rich and other components the doctor runs and names what is
+    missing."""
     site = Path(sysconfig.get_path("purelib"))
     for name in (
         "packaging",
@@ -196,21 +241,36 @@ def test_vllm_ascend_is_installed_too(installed):
     assert status == 1
     found = failing(lines)
     assert found["vllm-ascend"][1] == "pip uninstall -y vllm-ascend"
-    shadowed = {title: fix for title, (reason, fix) in found.items() if "has a plugin of the same name" in reason}
+    shadowed = {
+        title: fix
+        for title, (reason, fix) in found.items()
+        if "has a plugin of the same name" in reason
+    }
     assert [title.split()[0] for title in shadowed] == ["ascend", "ascend_kv_connector"]
     assert set(shadowed.values()) == {"pip uninstall -y vllm-ascend"}
 
 
 def test_shadowed_plugin_another_platform_and_a_missing_module(installed):
-    points = "[vllm.general_plugins]\nascend_attention = other:register\nlost = no_such_module:register\n"
-    directory = installed("other-wheel", "1.0", points=points + "[vllm.platform_plugins]\nother = other:register\n")
+    points = (
+        "[vllm.general_plugins]\nascend_attention = other:register\nlost ="
+        " no_such_module:register\n"
+    )
+    directory = installed(
+        "other-wheel", "1.0", points=points + "[vllm.platform_plugins]\nother = other:register\n"
+    )
     (directory / "other.py").write_text("")
     _, lines = examine(path=[directory])
     found = bad(lines)
-    assert list(found) == ["ascend_attention of other-wheel 1.0", "lost of other-wheel 1.0", "other, another platform"]
+    assert list(found) == [
+        "ascend_attention of other-wheel 1.0",
+        "lost of other-wheel 1.0",
+        "other, another platform",
+    ]
     assert "vLLM keeps one" in found["ascend_attention of other-wheel 1.0"][0]
     assert "no module no_such_module" in found["lost of other-wheel 1.0"][0]
-    assert {fix for title, (_, fix) in found.items() if "lost" not in title} == {"pip uninstall -y other-wheel"}
+    assert {fix for title, (_, fix) in found.items() if "lost" not in title} == {
+        "pip uninstall -y other-wheel"
+    }
     assert lines["plugins", "other, another platform"][0] == "warn"
 
 
@@ -233,14 +293,24 @@ def test_invalid_metadata_fails_the_check(installed):
 
 
 def test_checks_of_other_wheels_and_one_that_raises(installed):
-    points = "[vllm_ascend.checks]\nfruit = fruit:check\nrotten = fruit:raises\nlost = no_such_module:check\n"
+    points = (
+        "[vllm_ascend.checks]\nfruit = fruit:check\nrotten = fruit:raises\nlost ="
+        " no_such_module:check\n"
+    )
     directory = installed("fruit", "1.0", points=points)
-    lines = ["def check(options):", "    yield 'apple', 'warn', 'has a worm', 'cut it'", "def raises(options):", "    1 / 0"]
+    lines = [
+        "def check(options):",
+        "    yield 'apple', 'warn', 'has a worm', 'cut it'",
+        "def raises(options):",
+        "    1 / 0",
+    ]
     (directory / "fruit.py").write_text("\n".join(lines))
     status, lines = examine(path=[directory])
     assert status == 1
     assert lines["fruit", "apple"] == ("warn", "has a worm", "cut it")
-    assert lines["rotten", "rotten"][1] == "could not be checked: ZeroDivisionError: division by zero"
+    assert (
+        lines["rotten", "rotten"][1] == "could not be checked: ZeroDivisionError: division by zero"
+    )
     assert "no_such_module" in lines["lost", "lost"][1]
 
 
@@ -250,7 +320,9 @@ def test_two_tritons(installed):
     assert status == 1
     found, fix = failing(lines)["triton"]
     assert "triton 3.5.0 and triton-ascend 3.2.1" in found
-    assert fix == "pip uninstall -y triton triton-ascend && pip install --no-deps triton-ascend==3.2.1"
+    assert (
+        fix == "pip uninstall -y triton triton-ascend && pip install --no-deps triton-ascend==3.2.1"
+    )
 
 
 # Variables
@@ -258,10 +330,20 @@ def test_two_tritons(installed):
 
 @pytest.mark.parametrize("command", ["doctor", "plugins", "env"])
 def test_commands_import_no_heavy_modules(command):
-    script = f"import sys\nfrom ascend_platform.cli.main import main\nmain([{command!r}, '--json'])\n"
-    script += "print(sorted({'torch', 'torch_npu', 'vllm', 'numpy', 'rich'} & {*sys.modules}), file=sys.stderr)"
-    environ = {**os.environ, "PYTHONPATH": os.pathsep.join([SOURCES, os.environ.get("PYTHONPATH", "")])}
-    done = subprocess.run([sys.executable, "-c", script], env=environ, capture_output=True, text=True, timeout=120)
+    script = (
+        f"import sys\nfrom ascend_platform.cli.main import main\nmain([{command!r}, '--json'])\n"
+    )
+    script += (
+        "print(sorted({'torch', 'torch_npu', 'vllm', 'numpy', 'rich'} & {*sys.modules}),"
+        " file=sys.stderr)"
+    )
+    environ = {
+        **os.environ,
+        "PYTHONPATH": os.pathsep.join([SOURCES, os.environ.get("PYTHONPATH", "")]),
+    }
+    done = subprocess.run(
+        [sys.executable, "-c", script], env=environ, capture_output=True, text=True, timeout=120
+    )
     json.loads(done.stdout)
     assert done.stderr == "[]\n"
 
@@ -269,7 +351,10 @@ def test_commands_import_no_heavy_modules(command):
 def test_plain_in_a_pipe_and_pretty_on_a_terminal():
     done = run("doctor", VLLM_TARGET_DEVICE="cpu")
     assert done.returncode == 1
-    assert "  FAIL VLLM_TARGET_DEVICE: 'cpu' makes vLLM use the CPU; fix: unset VLLM_TARGET_DEVICE\n" in done.stdout
+    assert (
+        "  FAIL VLLM_TARGET_DEVICE: 'cpu' makes vLLM use the CPU; fix: unset VLLM_TARGET_DEVICE\n"
+        in done.stdout
+    )
     assert "\x1b" not in done.stdout
     environ = {**os.environ, "VLLM_TARGET_DEVICE": "cpu", "TERM": "xterm-256color", "COLUMNS": "60"}
     environ["PYTHONPATH"] = os.pathsep.join([SOURCES, environ.get("PYTHONPATH", "")])
@@ -286,7 +371,11 @@ def test_plain_in_a_pipe_and_pretty_on_a_terminal():
     assert process.returncode == 1
     assert "\N{CHECK MARK} NPUs: 1 Ascend910B1".encode() in shown
     assert b"\x1b[" in shown
-    assert "\N{BALLOT X} VLLM_TARGET_DEVICE: 'cpu' makes vLLM use the CPU; fix: unset VLLM_TARGET_DEVICE".encode() in shown
+    assert (
+        "\N{BALLOT X} VLLM_TARGET_DEVICE: 'cpu' makes vLLM use the CPU; fix: unset"
+        " VLLM_TARGET_DEVICE".encode()
+        in shown
+    )
 
 
 def test_plugins_lists_states():
@@ -324,4 +413,7 @@ def test_env_shows_versions_and_hides_secrets():
 def test_cann_and_driver_versions_of_an_installation(tmp_path):
     (tmp_path / "compiler").mkdir()
     (tmp_path / "compiler" / "version.info").write_text("# x\nVersion=8.5.1\nother=1\n")
-    assert json.loads(run("env", "--json", ASCEND_HOME_PATH=str(tmp_path)).stdout)["npu"]["cann"] == "8.5.1"
+    assert (
+        json.loads(run("env", "--json", ASCEND_HOME_PATH=str(tmp_path)).stdout)["npu"]["cann"]
+        == "8.5.1"
+    )

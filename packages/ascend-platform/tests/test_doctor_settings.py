@@ -1,4 +1,5 @@
-"""``vllm-ascend doctor`` on settings: environment variables, the machine's tuning, files, memory and ``--additional-config``.
+"""``vllm-ascend doctor`` on settings: environment variables, the machine's tuning, files, memory
+and ``--additional-config``.
 
 The faults are environment variables, process limits and mounted file systems.
 """
@@ -15,8 +16,18 @@ from harness.doctor import bad, examine, failing
     ("value", "state", "says", "fix"),
     [
         ("", "fail", "no plugin load", "unset VLLM_PLUGINS"),
-        ("ascend, ascend_attention", "fail", "spaces", "export VLLM_PLUGINS=ascend,ascend_attention"),
-        ("ascend_attention", "fail", "leaves out ascend", "export VLLM_PLUGINS=ascend,ascend_attention"),
+        (
+            "ascend, ascend_attention",
+            "fail",
+            "spaces",
+            "export VLLM_PLUGINS=ascend,ascend_attention",
+        ),
+        (
+            "ascend_attention",
+            "fail",
+            "leaves out ascend",
+            "export VLLM_PLUGINS=ascend,ascend_attention",
+        ),
         (
             "ascend,ascend_atention",
             "warn",
@@ -37,7 +48,10 @@ def test_plugin_names(value, state, says, fix):
 def test_filtered_component_is_a_warning_and_filtered_platform_a_failure():
     status, lines = examine(VLLM_PLUGINS="ascend")
     assert status == 0
-    names = "ascend_attention, ascend_communicator, ascend_kv_connector, ascend_model_loader, ascend_patches"
+    names = (
+        "ascend_attention, ascend_communicator, ascend_kv_connector, ascend_model_loader,"
+        " ascend_patches"
+    )
     fix = f"export VLLM_PLUGINS=ascend,{names.replace(', ', ',')}"
     assert lines["plugins", "filtered out by VLLM_PLUGINS"] == ("warn", names, fix)
     assert lines["plugins", "lora_hf_hub_resolver of vllm 0.32.0+empty"][0] == "ok"
@@ -55,7 +69,12 @@ def test_target_device():
 
 
 def test_variables_that_nothing_reads():
-    given = {"VLLM_PLUGIN": "ascend", "VLLM_ASCEND_ENABLE_NZ": "1", "ASCEND_VISIBLE_DEVICE": "0", "HCCL_BUFSIZE": "200"}
+    given = {
+        "VLLM_PLUGIN": "ascend",
+        "VLLM_ASCEND_ENABLE_NZ": "1",
+        "ASCEND_VISIBLE_DEVICE": "0",
+        "HCCL_BUFSIZE": "200",
+    }
     harmless = {
         "ASCEND_LAUNCH_BLOCKING": "0",
         "HCCL_BUFFSIZE": "200",
@@ -67,7 +86,9 @@ def test_variables_that_nothing_reads():
     assert {title: fix for title, (_, fix) in bad(lines).items()} == {
         "VLLM_PLUGIN": "export VLLM_PLUGINS=$VLLM_PLUGIN; unset VLLM_PLUGIN",
         "VLLM_ASCEND_ENABLE_NZ": "unset VLLM_ASCEND_ENABLE_NZ",
-        "ASCEND_VISIBLE_DEVICE": "export ASCEND_VISIBLE_DEVICES=$ASCEND_VISIBLE_DEVICE; unset ASCEND_VISIBLE_DEVICE",
+        "ASCEND_VISIBLE_DEVICE": (
+            "export ASCEND_VISIBLE_DEVICES=$ASCEND_VISIBLE_DEVICE; unset ASCEND_VISIBLE_DEVICE"
+        ),
         "HCCL_BUFSIZE": "export HCCL_BUFFSIZE=$HCCL_BUFSIZE; unset HCCL_BUFSIZE",
     }
 
@@ -96,12 +117,24 @@ def test_interfaces(variable, value, state, says):
 
 
 def test_settings_of_queue_and_hccl():
-    given = {"TASK_QUEUE_ENABLE": "2", "HCCL_OP_EXPANSION_MODE": "HOST", "HCCL_BUFFSIZE": "1024", "ASCEND_LAUNCH_BLOCKING": "1"}
-    status, lines = examine(ASCEND_EMULATOR_NPUS="2", ASCEND_CUSTOM_OPP_PATH="/a/vllm_ascend/ops:/mine", **given)
+    given = {
+        "TASK_QUEUE_ENABLE": "2",
+        "HCCL_OP_EXPANSION_MODE": "HOST",
+        "HCCL_BUFFSIZE": "1024",
+        "ASCEND_LAUNCH_BLOCKING": "1",
+    }
+    status, lines = examine(
+        ASCEND_EMULATOR_NPUS="2", ASCEND_CUSTOM_OPP_PATH="/a/vllm_ascend/ops:/mine", **given
+    )
     assert status == 0
     found = bad(lines)
-    assert found["TASK_QUEUE_ENABLE"][1] == "export TASK_QUEUE_ENABLE=1, or serve with --enforce-eager"
-    assert found["ASCEND_LAUNCH_BLOCKING"][1] == "unset ASCEND_LAUNCH_BLOCKING, or serve with --enforce-eager"
+    assert (
+        found["TASK_QUEUE_ENABLE"][1] == "export TASK_QUEUE_ENABLE=1, or serve with --enforce-eager"
+    )
+    assert (
+        found["ASCEND_LAUNCH_BLOCKING"][1]
+        == "unset ASCEND_LAUNCH_BLOCKING, or serve with --enforce-eager"
+    )
     assert "HCCL_OP_EXPANSION_MODE" not in found
     assert found["HCCL_BUFFSIZE"][0].startswith("1024 MiB: 8.0 GiB of an NPU with 4 communicators")
     assert found["ASCEND_CUSTOM_OPP_PATH"][1] == "export ASCEND_CUSTOM_OPP_PATH=/mine"
@@ -110,9 +143,17 @@ def test_settings_of_queue_and_hccl():
     assert set(failing(examine(**wrong)[1])) == set(wrong)
 
 
-@pytest.mark.parametrize(("mode", "says"), [(None, []), ("AIV", ["for tensor parallelism alone"]), ("AI_CPU", ["AI_CPU"])])
+@pytest.mark.parametrize(
+    ("mode", "says"),
+    [(None, []), ("AIV", ["for tensor parallelism alone"]), ("AI_CPU", ["AI_CPU"])],
+)
 def test_no_mode_of_collectives_is_a_warning(monkeypatch, mode, says):
-    for name in ("HCCL_OP_EXPANSION_MODE", "HCCL_BUFFSIZE", "VLLM_EXECUTE_MODEL_TIMEOUT_SECONDS", "HCCL_EXEC_TIMEOUT"):
+    for name in (
+        "HCCL_OP_EXPANSION_MODE",
+        "HCCL_BUFFSIZE",
+        "VLLM_EXECUTE_MODEL_TIMEOUT_SECONDS",
+        "HCCL_EXEC_TIMEOUT",
+    ):
         monkeypatch.delenv(name, raising=False)
     if mode:
         monkeypatch.setenv("HCCL_OP_EXPANSION_MODE", mode)
@@ -125,21 +166,35 @@ def test_no_mode_of_collectives_is_a_warning(monkeypatch, mode, says):
     ("step", "collective", "found"),
     [
         (None, None, ""),
-        ("300", None, "300 s: a step ends before a collective does (1836 s), whose error names the rank that is missing"),
+        (
+            "300",
+            None,
+            (
+                "300 s: a step ends before a collective does (1836 s), whose error names the rank"
+                " that is missing"
+            ),
+        ),
         ("300", "240", ""),
         ("2000", None, ""),
         ("300", "0", ""),
     ],
 )
 def test_a_step_that_ends_before_a_collective_is_a_warning(monkeypatch, step, collective, found):
-    for name, value in (("VLLM_EXECUTE_MODEL_TIMEOUT_SECONDS", step), ("HCCL_EXEC_TIMEOUT", collective)):
+    for name, value in (
+        ("VLLM_EXECUTE_MODEL_TIMEOUT_SECONDS", step),
+        ("HCCL_EXEC_TIMEOUT", collective),
+    ):
         monkeypatch.setenv(name, value) if value else monkeypatch.delenv(name, raising=False)
     monkeypatch.delenv("HCCL_OP_EXPANSION_MODE", raising=False)
     results = list(tuning.hccl(8))
-    assert [(result.state, result.found) for result in results] == ([("warn", found)] if found else [])
+    assert [(result.state, result.found) for result in results] == (
+        [("warn", found)] if found else []
+    )
 
 
-@pytest.mark.parametrize(("governors", "state"), [(["performance"] * 2, "ok"), (["performance", "powersave"], "warn")])
+@pytest.mark.parametrize(
+    ("governors", "state"), [(["performance"] * 2, "ok"), (["performance", "powersave"], "warn")]
+)
 def test_cpu_governor(tmp_path, governors, state):
     for number, governor in enumerate(governors):
         directory = tmp_path / f"cpu{number}" / "cpufreq"
@@ -176,7 +231,9 @@ def test_firmware_is_shown(tmp_path, monkeypatch):
 def test_files_of_vllm_ascend(tmp_path):
     (tmp_path / "vllm_ascend").mkdir()
     (tmp_path / "vllm_ascend" / "__init__.py").write_text("")
-    assert bad(examine(path=[tmp_path])[1])["vllm_ascend"][1].startswith(f"rm -r {tmp_path}/vllm_ascend")
+    assert bad(examine(path=[tmp_path])[1])["vllm_ascend"][1].startswith(
+        f"rm -r {tmp_path}/vllm_ascend"
+    )
 
 
 # Disk, memory, configuration
@@ -189,7 +246,9 @@ def test_model_cache_that_is_not_writable():
 
 
 def test_small_disk_and_shared_memory(tmp_path):
-    mount = f"mount -t tmpfs -o size=1m tmpfs {tmp_path} && mount -t tmpfs -o size=1m tmpfs /dev/shm"
+    mount = (
+        f"mount -t tmpfs -o size=1m tmpfs {tmp_path} && mount -t tmpfs -o size=1m tmpfs /dev/shm"
+    )
     if subprocess.run(["unshare", "-m", "sh", "-c", mount], capture_output=True).returncode:
         pytest.skip("file systems cannot be mounted here")
     before = ["unshare", "-m", "sh", "-c", f'{mount} && exec "$@"', "sh"]
@@ -211,8 +270,18 @@ def test_little_memory():
     ("given", "state", "says", "fix"),
     [
         ('{"ascend": {}}', "ok", "known keys only", ""),
-        ('{"ascend": {"atention": {}}}', "fail", "no key 'atention'", "correct the key (did you mean 'attention'?)"),
-        ('{"ascend": {"attention": {"fast": 1}}}', "fail", "no key 'fast'", "correct the key (known: none)"),
+        (
+            '{"ascend": {"atention": {}}}',
+            "fail",
+            "no key 'atention'",
+            "correct the key (did you mean 'attention'?)",
+        ),
+        (
+            '{"ascend": {"attention": {"fast": 1}}}',
+            "fail",
+            "no key 'fast'",
+            "correct the key (known: none)",
+        ),
         ('{"ascend": 1}', "fail", "must be an object", "correct the value"),
         ("{'ascend': {}}", "fail", "not valid JSON", "in single quotes"),
         ("[]", "fail", "not an object", "--additional-config"),
@@ -229,7 +298,10 @@ def test_additional_config(given, state, says, fix):
 def test_keys_of_additional_config_for_other_plugins():
     status, lines = examine("--additional-config", '{"ascend_scheduler_config": {}}')
     assert status == 0
-    assert bad(lines)["--additional-config, 'ascend_scheduler_config'"][0] == "no installed wheel of ours reads this key"
+    assert (
+        bad(lines)["--additional-config, 'ascend_scheduler_config'"][0]
+        == "no installed wheel of ours reads this key"
+    )
 
 
 # The commands

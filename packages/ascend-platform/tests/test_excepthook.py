@@ -1,4 +1,5 @@
-"""`vllm serve` in broken environments: the last line, or a line at the start, names the problem and the fix."""
+"""`vllm serve` in broken environments: the last line, or a line at the start, names the problem and
+the fix."""
 
 import os
 import socket
@@ -16,12 +17,18 @@ ADDER = str(Path(__file__).parents[3] / "tools" / "models" / "adder")
 
 @pytest.fixture
 def installed(tmp_path):
-    """Installs a distribution's metadata, and optionally a module, in a directory for PYTHONPATH, and returns the directory."""
+    """Installs a distribution's metadata, and optionally a module, in a directory for PYTHONPATH,
+    and returns the directory."""
 
     def install(name, version, requires=(), module=None):
         info = tmp_path / f"{name.replace('-', '_')}-{version}.dist-info"
         info.mkdir()
-        lines = ["Metadata-Version: 2.1", f"Name: {name}", f"Version: {version}", *(f"Requires-Dist: {one}" for one in requires)]
+        lines = [
+            "Metadata-Version: 2.1",
+            f"Name: {name}",
+            f"Version: {version}",
+            *(f"Requires-Dist: {one}" for one in requires),
+        ]
         info.joinpath("METADATA").write_text("\n".join(lines) + "\n")
         if module is not None:
             package = tmp_path / name.replace("-", "_")
@@ -34,8 +41,18 @@ def installed(tmp_path):
 
 def vllm(*arguments, **variables):
     """Run vLLM's command; return its exit status and the lines of standard error."""
-    removed = ("VLLM_PLUGINS", "VLLM_VERSION", "VLLM_TARGET_DEVICE", "VLLM_LOGGING_LEVEL", "PYTHONPATH")
-    env = {name: value for name, value in os.environ.items() if name not in removed} | {"HF_HUB_OFFLINE": "1"} | variables
+    removed = (
+        "VLLM_PLUGINS",
+        "VLLM_VERSION",
+        "VLLM_TARGET_DEVICE",
+        "VLLM_LOGGING_LEVEL",
+        "PYTHONPATH",
+    )
+    env = (
+        {name: value for name, value in os.environ.items() if name not in removed}
+        | {"HF_HUB_OFFLINE": "1"}
+        | variables
+    )
     done = subprocess.run([VLLM, *arguments], env=env, capture_output=True, text=True, timeout=400)
     return done.returncode, done.stderr.splitlines()
 
@@ -68,10 +85,16 @@ def ends(status_and_lines):
             {"VLLM_PLUGINS": "ascend_attention"},
             ("VLLM_PLUGINS: 'ascend_attention' leaves out ascend, without which vLLM", "=ascend,"),
         ),
-        ({"VLLM_PLUGINS": " ascend"}, ("VLLM_PLUGINS: ' ascend' has spaces", "fix: export VLLM_PLUGINS=ascend")),
+        (
+            {"VLLM_PLUGINS": " ascend"},
+            ("VLLM_PLUGINS: ' ascend' has spaces", "fix: export VLLM_PLUGINS=ascend"),
+        ),
         (
             {"ASCEND_RT_VISIBLE_DEVICES": "7"},
-            (f"{NO_DEVICE} no NPU is visible: ASCEND_RT_VISIBLE_DEVICES='7' leaves 0", "; fix: unset ASCEND_RT_VISIBLE_DEVICES"),
+            (
+                f"{NO_DEVICE} no NPU is visible: ASCEND_RT_VISIBLE_DEVICES='7' leaves 0",
+                "; fix: unset ASCEND_RT_VISIBLE_DEVICES",
+            ),
         ),
     ],
     ids=["another vLLM", "plugin filtered out", "spaces in the filter", "no device"],
@@ -101,9 +124,10 @@ def test_another_torch_npu(installed):
 def test_a_torch_npu_for_another_torch_that_cannot_be_loaded(installed):
     module = "raise ImportError('libtorch_npu.so: undefined symbol: _ZN3c10')"
     line = ends(serve(PYTHONPATH=installed("torch-npu", "2.12.0", ["torch==2.12.0"], module)))
-    assert line == (
-        "torch_npu 2.12.0 cannot be loaded (libtorch_npu.so: undefined symbol: _ZN3c10): requires torch==2.12.0, found "
-        "2.13.0+cpu; fix: pip install 'torch==2.12.0' --index-url https://download.pytorch.org/whl/cpu"
+    assert (
+        line == "torch_npu 2.12.0 cannot be loaded (libtorch_npu.so: undefined symbol: _ZN3c10):"
+        " requires torch==2.12.0, found 2.13.0+cpu; fix: pip install 'torch==2.12.0' --index-url"
+        " https://download.pytorch.org/whl/cpu"
     )
 
 
@@ -135,21 +159,35 @@ def test_refused_feature_and_its_traceback_with_debug_logging():
 def test_target_device_cpu_without_cpu_kernels():
     status, lines = serve(VLLM_TARGET_DEVICE="cpu")
     assert (status, len(lines)) == (1, 1)
-    assert lines[0].startswith("ascend-platform: VLLM_TARGET_DEVICE: 'cpu' makes vLLM use the CPU, for which this vLLM has no")
+    assert lines[0].startswith(
+        "ascend-platform: VLLM_TARGET_DEVICE: 'cpu' makes vLLM use the CPU, for which this vLLM"
+        " has no"
+    )
     assert lines[0].endswith("; fix: unset VLLM_TARGET_DEVICE")
 
 
 def test_two_tritons_and_target_device_are_warnings(installed):
     installed("triton", "3.9.0")
-    status, lines = vllm("--version", PYTHONPATH=installed("triton-ascend", "3.2.0"), VLLM_TARGET_DEVICE="empty")
+    status, lines = vllm(
+        "--version", PYTHONPATH=installed("triton-ascend", "3.2.0"), VLLM_TARGET_DEVICE="empty"
+    )
     assert status == 0
     assert [line for line in lines if line.startswith("ascend-platform: ")] == [
-        "ascend-platform: VLLM_TARGET_DEVICE: 'empty' is only for building vLLM; fix: unset VLLM_TARGET_DEVICE",
-        "ascend-platform: triton: triton 3.9.0 and triton-ascend 3.2.0 overwrite each other's files; fix: "
-        "pip uninstall -y triton triton-ascend && pip install --no-deps triton-ascend==3.2.0",
+        (
+            "ascend-platform: VLLM_TARGET_DEVICE: 'empty' is only for building vLLM; fix: unset"
+            " VLLM_TARGET_DEVICE"
+        ),
+        (
+            "ascend-platform: triton: triton 3.9.0 and triton-ascend 3.2.0 overwrite each other's"
+            " files; fix: pip uninstall -y triton triton-ascend && pip install --no-deps"
+            " triton-ascend==3.2.0"
+        ),
     ]
 
 
 def test_suffix_without_its_library():
-    error = ImportError("Arctic Inference is required for suffix decoding. Install via `pip install arctic-inference==0.1.1`.")
+    error = ImportError(
+        "Arctic Inference is required for suffix decoding. Install via `pip install"
+        " arctic-inference==0.1.1`."
+    )
     assert explanations.explain(error).endswith("; fix: pip install 'ascend-platform[suffix]'")

@@ -1,4 +1,5 @@
-"""Errors of vLLM, torch and safetensors as they raise them, explained in one line; and causes from a process to its parent."""
+"""Errors of vLLM, torch and safetensors as they raise them, explained in one line; and causes from
+a process to its parent."""
 
 import datetime
 import json
@@ -70,19 +71,30 @@ def error_of(work, *arguments, **options):
 
 def test_heads_that_do_not_divide(model):
     line = explain(error_of(engine_config, model, tensor_parallel_size=3))
-    assert line == "--tensor-parallel-size 3 does not divide the model's 4 attention heads; fix: choose one of 1, 2, 4"
+    assert (
+        line
+        == "--tensor-parallel-size 3 does not divide the model's 4 attention heads; fix: choose one"
+        " of 1, 2, 4"
+    )
 
 
 def test_unknown_quantization_names_the_supported_ones(model):
     line = explain(error_of(engine_config, model, quantization="awqq"))
-    assert line.startswith("quantization method awqq is unknown; fix: correct or remove --quantization (supported: ")
+    assert line.startswith(
+        "quantization method awqq is unknown; fix: correct or remove --quantization (supported: "
+    )
     assert "compressed-tensors" in line
 
 
 def test_refusal_of_a_ray_worker_is_its_message():
     exceptions = pytest.importorskip("ray.exceptions")
-    text = "ray::RayWorkerProc.initialize_worker()\n  File worker.py\n    raise\n    ^^^^^\nRefusedError: too large; fix: less\n"
-    error = exceptions.RayTaskError("initialize_worker", text, RefusedError("too large; fix: less")).as_instanceof_cause()
+    text = (
+        "ray::RayWorkerProc.initialize_worker()\n  File worker.py\n    raise\n   "
+        " ^^^^^\nRefusedError: too large; fix: less\n"
+    )
+    error = exceptions.RayTaskError(
+        "initialize_worker", text, RefusedError("too large; fix: less")
+    ).as_instanceof_cause()
     assert explain(error) == "too large; fix: less"
 
 
@@ -101,7 +113,9 @@ def test_truncated_checkpoint_is_named(tmp_path):
     file = tmp_path / "model.safetensors"
     save_file({"x": torch.zeros(1000)}, file)
     os.truncate(file, 2000)
-    line = explain(error_of(lambda: list(safetensors_weights_iterator([str(file)], use_tqdm_on_load=False))))
+    line = explain(
+        error_of(lambda: list(safetensors_weights_iterator([str(file)], use_tqdm_on_load=False)))
+    )
     assert line.startswith(f"checkpoint file {file} is incomplete or damaged (")
     assert "; fix: " in line
 
@@ -111,7 +125,10 @@ def test_peers_that_do_not_meet():
     with socket.create_server(("127.0.0.1", 0)) as other:
         free = other.getsockname()[1]
     line = explain(error_of(store, "127.0.0.1", free, 2, False, second))
-    assert line.startswith(f"no answer from 127.0.0.1 port {free} in 1 s; fix: start vllm serve with --node-rank 0 there")
+    assert line.startswith(
+        f"no answer from 127.0.0.1 port {free} in 1 s; fix: start vllm serve with --node-rank 0"
+        " there"
+    )
     line = explain(error_of(store, "127.0.0.1", 0, 2, True, second))
     assert line.startswith("1 of 2 ranks joined")
     assert "; fix: start vllm serve --headless" in line
@@ -123,37 +140,61 @@ def test_memory_that_the_npu_does_not_have():
     assert "; fix: lower --gpu-memory-utilization, --kv-cache-memory-bytes" in line
 
 
-@pytest.mark.parametrize(("longest", "fix"), [(400, "--max-model-len 400, or raise"), (0, "lower --max-model-len, or raise")])
+@pytest.mark.parametrize(
+    ("longest", "fix"),
+    [(400, "--max-model-len 400, or raise"), (0, "lower --max-model-len, or raise")],
+)
 def test_length_that_memory_cannot_hold(longest, fix):
     from vllm.v1.core.kv_cache_utils import _check_enough_kv_cache_memory
 
-    line = explain(error_of(_check_enough_kv_cache_memory, 1 << 30, lambda: 3 << 30, 1000, lambda available: longest))
-    assert line.startswith(f"a request of 1000 tokens needs 3.0 GiB of KV cache, and 1.0 GiB are available; fix: {fix}")
+    line = explain(
+        error_of(
+            _check_enough_kv_cache_memory, 1 << 30, lambda: 3 << 30, 1000, lambda available: longest
+        )
+    )
+    assert line.startswith(
+        f"a request of 1000 tokens needs 3.0 GiB of KV cache, and 1.0 GiB are available; fix: {fix}"
+    )
 
 
 @pytest.mark.parametrize("given", [100, None])
 def test_cache_that_memory_cannot_hold_names_the_option_that_was_given(model, given):
     from vllm.v1.core.kv_cache_utils import _check_enough_kv_cache_memory
 
-    def check(vllm_config, available):  # vLLM's functions that call it have the configuration under this name
+    # vLLM's functions that call it have the configuration under this name
+    def check(vllm_config, available):
         _check_enough_kv_cache_memory(available, lambda: 3 << 30, 1000, lambda available: 0)
 
     option = f"--kv-cache-memory-bytes, which is {given}" if given else "--gpu-memory-utilization"
     config = engine_config(model, kv_cache_memory_bytes=given)
-    assert explain(error_of(check, config, 0)).startswith(f"no memory is left for the KV cache; fix: raise {option}, ")
-    assert f"fix: lower --max-model-len, or raise {option}, " in explain(error_of(check, config, 100))
+    assert explain(error_of(check, config, 0)).startswith(
+        f"no memory is left for the KV cache; fix: raise {option}, "
+    )
+    assert f"fix: lower --max-model-len, or raise {option}, " in explain(
+        error_of(check, config, 100)
+    )
 
 
 def test_architecture_whose_package_is_not_installed(monkeypatch):
     from vllm.model_executor.models.registry import ModelRegistry
 
-    error = ValueError("Model architectures ['Qwen3_5ForCausalLM'] failed to be inspected. Please check the logs for details.")
+    error = ValueError(
+        "Model architectures ['Qwen3_5ForCausalLM'] failed to be inspected. Please check the logs"
+        " for details."
+    )
     monkeypatch.setitem(sys.modules, "torchvision", None)  # as if it were not installed
     module = ModelRegistry.models["Qwen3_5ForCausalLM"].module_name
-    for name in [name for name in sys.modules if name == module or name.startswith("vllm.model_executor.models.qwen3_vl")]:
+    for name in [
+        name
+        for name in sys.modules
+        if name == module or name.startswith("vllm.model_executor.models.qwen3_vl")
+    ]:
         monkeypatch.delitem(sys.modules, name)
     fix = "pip install torchvision --index-url https://download.pytorch.org/whl/cpu"
-    assert explain(error) == f"Qwen3_5ForCausalLM needs torchvision, which is not installed; fix: {fix}"
+    assert (
+        explain(error)
+        == f"Qwen3_5ForCausalLM needs torchvision, which is not installed; fix: {fix}"
+    )
 
 
 def test_adapter_above_its_rank():
@@ -165,9 +206,14 @@ def test_adapter_above_its_rank():
     assert line == "an adapter has rank 32, and --max-lora-rank is 16; fix: --max-lora-rank 32"
 
 
-@pytest.mark.parametrize(("number", "hint"), [(signal.SIGKILL, "memory"), (signal.SIGBUS, "/dev/shm"), (signal.SIGSEGV, "env")])
+@pytest.mark.parametrize(
+    ("number", "hint"),
+    [(signal.SIGKILL, "memory"), (signal.SIGBUS, "/dev/shm"), (signal.SIGSEGV, "env")],
+)
 def test_killed_process_is_described_by_its_signal(number, hint):
-    status = subprocess.run([sys.executable, "-S", "-c", f"import os; os.kill(os.getpid(), {number})"], check=False).returncode
+    status = subprocess.run(
+        [sys.executable, "-S", "-c", f"import os; os.kill(os.getpid(), {number})"], check=False
+    ).returncode
     line = death("EngineCore", status)
     assert line.startswith(f"EngineCore was killed by {number.name} (signal {number}); fix: ")
     assert hint in line
@@ -180,7 +226,8 @@ def _end_slowly(number):
 
 
 def test_worker_that_takes_time_to_end_is_described_by_its_signal(monkeypatch):
-    """vLLM's monitor logs exit status None of a process that has closed its files and cannot be waited for yet."""
+    """vLLM's monitor logs exit status None of a process that has closed its files and cannot be
+    waited for yet."""
 
     class Executor(MultiprocExecutor):
         def __init__(self, process):
@@ -191,7 +238,9 @@ def test_worker_that_takes_time_to_end_is_described_by_its_signal(monkeypatch):
 
     monkeypatch.setattr(failures, "_found", [])
     failures.watch()
-    process = multiprocessing.get_context("fork").Process(target=_end_slowly, args=(signal.SIGKILL,), name="VllmWorker-1")
+    process = multiprocessing.get_context("fork").Process(
+        target=_end_slowly, args=(signal.SIGKILL,), name="VllmWorker-1"
+    )
     process.start()
     Executor(process).start_worker_monitor(inline=True)
     assert failures.cause().startswith("VllmWorker-1 was killed by SIGKILL (signal 9); fix: ")
@@ -202,7 +251,13 @@ def test_worker_that_takes_time_to_end_is_described_by_its_signal(monkeypatch):
     [
         (2, "3 NPUs are needed; fix: list more"),
         (1, "VllmWorker-0: ValueError: lost the peer in two lines"),
-        (0, "EngineCore: Exception: WorkerProc initialization failed due to an exception in a background process."),
+        (
+            0,
+            (
+                "EngineCore: Exception: WorkerProc initialization failed due to an exception in a"
+                " background process."
+            ),
+        ),
     ],
 )
 def test_cause_reaches_the_command_and_an_explained_one_comes_first(tmp_path, workers, cause):
@@ -210,7 +265,13 @@ def test_cause_reaches_the_command_and_an_explained_one_comes_first(tmp_path, wo
     script.write_text(CHILD)
     sockets.mkdir()
     environ = os.environ | {"VLLM_RPC_BASE_PATH": str(sockets)}
-    done = subprocess.run([sys.executable, str(script), str(workers)], env=environ, capture_output=True, text=True, timeout=120)
+    done = subprocess.run(
+        [sys.executable, str(script), str(workers)],
+        env=environ,
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
     assert done.stdout.splitlines() == [cause, "[]"], done.stderr
 
 
@@ -251,7 +312,10 @@ def test_architectures_that_cann_cannot_compute_are_refused_by_name():
     from ascend_platform.config import architectures
     from vllm.model_executor.models.registry import ModelRegistry
 
-    error = ValueError("Model architectures ['DeepseekV4ForCausalLM'] failed to be inspected. Please check the logs for details.")
+    error = ValueError(
+        "Model architectures ['DeepseekV4ForCausalLM'] failed to be inspected. Please check the"
+        " logs for details."
+    )
     assert "DeepseekV4ForCausalLM is not supported" in explain(error)
     assert "CANN's operators lack attention over compressed keys and values" in explain(error)
     packages = {
@@ -259,10 +323,19 @@ def test_architectures_that_cann_cannot_compute_are_refused_by_name():
         for model in ModelRegistry.models.values()
         if getattr(model, "module_name", "").startswith("vllm.models.")
     }
-    assert packages - {"deepseek_v32"} == set(architectures.LACKING)  # each package of vLLM's is decided on
-    for name in ("KimiK3ForConditionalGeneration", "MiniMaxM3SparseForCausalLM", "Glm5NextForCausalLM"):
-        with pytest.raises(ValueError, match=f"{name} is not supported by ascend-platform .*; fix: "):
+    # each package of vLLM's is decided on
+    assert packages - {"deepseek_v32"} == set(architectures.LACKING)
+    for name in (
+        "KimiK3ForConditionalGeneration",
+        "MiniMaxM3SparseForCausalLM",
+        "Glm5NextForCausalLM",
+    ):
+        with pytest.raises(
+            ValueError, match=f"{name} is not supported by ascend-platform .*; fix: "
+        ):
             NPUPlatform.verify_model_arch(name)
-    with pytest.raises(ValueError, match=r"KimiLinearForCausalLM .* lack prefill of Kimi delta attention; fix: "):
+    with pytest.raises(
+        ValueError, match=r"KimiLinearForCausalLM .* lack prefill of Kimi delta attention; fix: "
+    ):
         NPUPlatform.verify_model_arch("KimiLinearForCausalLM")
     NPUPlatform.verify_model_arch("LlamaForCausalLM")

@@ -1,4 +1,5 @@
-"""Registration, slots and options of components, with real distribution metadata in a directory on sys.path."""
+"""Registration, slots and options of components, with real distribution metadata in a directory on
+sys.path."""
 
 import importlib
 import inspect
@@ -16,7 +17,8 @@ from ascend_platform.components import COMPONENTS, options, registry, slots
 
 @pytest.fixture(autouse=True)
 def fresh(monkeypatch):
-    """No component, no option, and no current configuration of vLLM, which tests of connectors keep until the session's end."""
+    """No component, no option, and no current configuration of vLLM, which tests of connectors keep
+    until the session's end."""
     monkeypatch.setattr(registry, "_statuses", {})
     monkeypatch.setattr(slots, "_offers", {})
     for name in ("_defaults", "_given", "_listeners"):
@@ -37,13 +39,22 @@ def installed(tmp_path, monkeypatch):
         info = tmp_path / f"{name.replace('-', '_')}-{version}.dist-info"
         info.mkdir()
         lines = ["Metadata-Version: 2.1", f"Name: {name}", f"Version: {version}"]
-        info.joinpath("METADATA").write_text("\n".join(lines + [f"Requires-Dist: {r}" for r in requires]) + "\n")
+        info.joinpath("METADATA").write_text(
+            "\n".join(lines + [f"Requires-Dist: {r}" for r in requires]) + "\n"
+        )
 
     return install
 
 
 def test_component_with_met_requirements_is_active_and_set_up_once(installed):
-    installed("wheel-a", requires=["packaging>=1", "no-such-thing; extra == 'more'", "no-such-thing; python_version < '3'"])
+    installed(
+        "wheel-a",
+        requires=[
+            "packaging>=1",
+            "no-such-thing; extra == 'more'",
+            "no-such-thing; python_version < '3'",
+        ],
+    )
     calls = []
     extension.join("wheel-a", "ascend_a", lambda: calls.append(1), note="no features")
     extension.join("wheel-a", "ascend_a", lambda: calls.append(2))
@@ -54,8 +65,14 @@ def test_component_with_met_requirements_is_active_and_set_up_once(installed):
 @pytest.mark.parametrize(
     ("requirement", "said"),
     [
-        ("packaging<1", ["packaging<1", extension.version("packaging"), "pip install 'packaging<1'"]),
-        ("no-such-thing>=2", ["no-such-thing>=2", "not installed", "pip install 'no-such-thing>=2'"]),
+        (
+            "packaging<1",
+            ["packaging<1", extension.version("packaging"), "pip install 'packaging<1'"],
+        ),
+        (
+            "no-such-thing>=2",
+            ["no-such-thing>=2", "not installed", "pip install 'no-such-thing>=2'"],
+        ),
     ],
 )
 def test_component_with_unmet_requirement_is_disabled(installed, lines, requirement, said):
@@ -75,7 +92,9 @@ def test_setup_that_raises_does_not_reach_vllm(installed, lines):
     assert len(lines) == 1
 
 
-@pytest.mark.parametrize(("override", "holds"), [("0.32.5.dev3", True), ("0.33.0", False), ("0.32.0+empty", True)])
+@pytest.mark.parametrize(
+    ("override", "holds"), [("0.32.5.dev3", True), ("0.33.0", False), ("0.32.0+empty", True)]
+)
 def test_vllm_version_overrides_the_installed_one(installed, monkeypatch, override, holds):
     installed("wheel-a", requires=["vllm>=0.32,<0.33"])
     installed("vllm", version="0.1")
@@ -96,7 +115,9 @@ def test_slot_has_one_implementation():
 def test_summary_names_every_component_with_its_state(installed, monkeypatch):
     for name in COMPONENTS:
         installed(name, requires=["packaging<1"] if name == "ascend-patches" else [])
-    monkeypatch.setenv("VLLM_PLUGINS", "ascend,ascend_attention,ascend_patches, ascend_model_loader")
+    monkeypatch.setenv(
+        "VLLM_PLUGINS", "ascend,ascend_attention,ascend_patches, ascend_model_loader"
+    )
     for name, entry_point in COMPONENTS.items():
         if name in ("ascend-platform", "ascend-attention", "ascend-patches"):
             extension.join(name, entry_point)
@@ -158,7 +179,8 @@ def signature(value):
 
 def signatures(name, value):
     """A line for a name, and for each public member of a class."""
-    of_enum = inspect.isclass(value) and issubclass(value, Enum)  # the signature is Python's, of each version another
+    # the signature is Python's, of each version another
+    of_enum = inspect.isclass(value) and issubclass(value, Enum)
     yield f"{name}{signature(value)}" if callable(value) and not of_enum else name
     for each in sorted(vars(value)) if inspect.isclass(value) else ():
         if not each.startswith("_"):
@@ -167,16 +189,25 @@ def signatures(name, value):
 
 
 def test_interface_is_the_recorded_one():
-    """An addition raises API_VERSION's second number, any other change its first; then update the record."""
+    """An addition raises API_VERSION's second number, any other change its first; then update the
+    record."""
     record = Path(__file__).parent / f"extension_{extension.API_VERSION}.txt"
-    found = [line for name in sorted(extension.__all__) for line in signatures(name, getattr(extension, name))]
+    found = [
+        line
+        for name in sorted(extension.__all__)
+        for line in signatures(name, getattr(extension, name))
+    ]
     assert "\n".join(found) == record.read_text().rstrip()
 
 
 def test_transfer_is_the_recorded_one():
-    """The second door, for wheels that move data between instances: what its modules define without an underscore."""
+    """The second door, for wheels that move data between instances: what its modules define without
+    an underscore."""
     found = []
-    for module in map(importlib.import_module, (f"{transfer.__name__}.{each.name}" for each in iter_modules(transfer.__path__))):
+    for module in map(
+        importlib.import_module,
+        (f"{transfer.__name__}.{each.name}" for each in iter_modules(transfer.__path__)),
+    ):
         for name, value in sorted(vars(module).items()):
             if not name.startswith("_") and getattr(value, "__module__", "") == module.__name__:
                 found += signatures(f"{module.__name__.rpartition('.')[2]}.{name}", value)
@@ -201,7 +232,10 @@ def test_component_for_an_incompatible_interface_is_disabled(installed, lines, a
     if upgrade is None:
         assert (extension.state("wheel-a"), lines) == ("active", [])
         return
-    said = f"written for version {api} of ascend_platform.extension, found 1.5; fix: pip install --upgrade {upgrade}"
+    said = (
+        f"written for version {api} of ascend_platform.extension, found 1.5; fix: pip install"
+        f" --upgrade {upgrade}"
+    )
     assert extension.state("wheel-a") == f"disabled: {said}"
     assert lines == [("WARNING", f"wheel-a 1.0 {extension.state('wheel-a')}")]
 
@@ -211,13 +245,19 @@ def test_later_minor_version_of_the_interface_is_compatible(installed, monkeypat
     for name, api in {"wheel-a": "1.0", "wheel-b": "1.4", "wheel-c": "1.5"}.items():
         installed(name)
         extension.join(name, name, api=api)
-    assert [extension.state(f"wheel-{letter}").partition(":")[0] for letter in "abc"] == ["active", "active", "disabled"]
+    assert [extension.state(f"wheel-{letter}").partition(":")[0] for letter in "abc"] == [
+        "active",
+        "active",
+        "disabled",
+    ]
 
 
 def test_unknown_argument_of_join_does_not_raise(installed, lines):
     installed("wheel-a")
     extension.join("wheel-a", "ascend_a", lambda: pytest.fail("set up"), api="1.0", colour="green")
-    assert extension.state("wheel-a").startswith("disabled: ascend_platform.extension.join takes no colour; fix: pip")
+    assert extension.state("wheel-a").startswith(
+        "disabled: ascend_platform.extension.join takes no colour; fix: pip"
+    )
     installed("wheel-b")
     extension.join("wheel-b", "ascend_b", lambda: pytest.fail("set up"), api="one")
     assert extension.state("wheel-b").startswith("disabled: ValueError")
@@ -229,11 +269,18 @@ def test_attention_refuses_what_it_has_not():
     class Attention(extension.AttentionImplBase):
         title = "the attention of somebody"
 
-    one = Attention(8, 64, 0.125, num_kv_heads=2, kv_sharing_target_layer_name="layers.0", sinks=None)
+    one = Attention(
+        8, 64, 0.125, num_kv_heads=2, kv_sharing_target_layer_name="layers.0", sinks=None
+    )
     assert (one.num_heads, one.num_kv_heads, one.head_size, one.writes_cache) == (8, 2, 64, False)
-    with pytest.raises(NotImplementedError, match="needs sliding window, attention sinks; the attention of somebody supports "):
+    with pytest.raises(
+        NotImplementedError,
+        match="needs sliding window, attention sinks; the attention of somebody supports ",
+    ):
         Attention(8, 64, 0.125, sliding_window=4096, sinks=[1.0])
-    Attention.serves = frozenset({extension.AttentionFeature.SLIDING_WINDOW, extension.AttentionFeature.ENCODER_ONLY})
+    Attention.serves = frozenset(
+        {extension.AttentionFeature.SLIDING_WINDOW, extension.AttentionFeature.ENCODER_ONLY}
+    )
     windowed = Attention(8, 64, 0.125, sliding_window=4096, attn_type=AttentionType.ENCODER_ONLY)
     assert (windowed.sliding_window, windowed.sinks, windowed.soft_cap) == (4096, None, None)
     with pytest.raises(
@@ -242,13 +289,19 @@ def test_attention_refuses_what_it_has_not():
     ):
         Attention(8, 64, 0.125, sliding_window=4096, sinks=[1.0])
     Attention.dcp_world_size, Attention.supports_dcp = 2, True
-    with pytest.raises(NotImplementedError, match="needs decode context parallelism with sliding window;"):
+    with pytest.raises(
+        NotImplementedError, match="needs decode context parallelism with sliding window;"
+    ):
         Attention(8, 64, 0.125, sliding_window=4096)
 
 
-@pytest.mark.parametrize(("old", "new"), [("DenseBackend", "AttentionBackendBase"), ("DenseImpl", "AttentionImplBase")])
+@pytest.mark.parametrize(
+    ("old", "new"), [("DenseBackend", "AttentionBackendBase"), ("DenseImpl", "AttentionImplBase")]
+)
 def test_deprecated_names_are_aliases(old, new):
-    with pytest.warns(DeprecationWarning, match=f"ascend_platform.extension.{old} is deprecated; use {new}"):
+    with pytest.warns(
+        DeprecationWarning, match=f"ascend_platform.extension.{old} is deprecated; use {new}"
+    ):
         assert getattr(extension, old) is getattr(extension, new)
     assert old not in extension.__all__
     assert not hasattr(extension, "NoSuchName")

@@ -9,8 +9,14 @@ BASE = "class A:\n    def f(self, x=None):\n        return x or [1, 'a']\n"
 @pytest.mark.parametrize(
     "other",
     [
-        'class A:\n    "doc"\n    def f( self,x = None ):  # a comment\n        """Doc."""\n        return (x or [1, "a",])\n',
-        "import os\nif 1:\n    class A:\n        def f(self, x=None):\n            return x or [1, 'a']\n    def f(): ...\n",
+        (
+            'class A:\n    "doc"\n    def f( self,x = None ):  # a comment\n        """Doc."""\n   '
+            '     return (x or [1, "a",])\n'
+        ),
+        (
+            "import os\nif 1:\n    class A:\n        def f(self, x=None):\n            return x or"
+            " [1, 'a']\n    def f(): ...\n"
+        ),
     ],
     ids=["written differently", "somewhere else"],
 )
@@ -18,7 +24,9 @@ def test_same_code(other):
     assert fingerprint(BASE, "A.f") == fingerprint(other, "A.f") != ""
 
 
-@pytest.mark.parametrize("change", [("1", "2"), ("None", "False"), ("or", "and"), ("f(self", "@g\n    def f(self")])
+@pytest.mark.parametrize(
+    "change", [("1", "2"), ("None", "False"), ("or", "and"), ("f(self", "@g\n    def f(self")]
+)
 def test_other_code(change):
     other = BASE.replace(*change).replace("def @g\n    def", "@g\n    def")
     assert fingerprint(other, "A.f") not in ("", fingerprint(BASE, "A.f"))

@@ -1,4 +1,5 @@
-"""Conversion of FP8 weights: bit for bit against torch's own float8, and through vLLM's loaders on emulated NPUs."""
+"""Conversion of FP8 weights: bit for bit against torch's own float8, and through vLLM's loaders on
+emulated NPUs."""
 
 import math
 
@@ -26,9 +27,13 @@ def same_bits(actual, expected):
 def test_dequantized_bit_for_bit(dtype, monkeypatch):
     stored, scale, numbers = drawn(384, 256, 128, 128)
     monkeypatch.setattr(fp8, "CHUNK", 128 * 256)  # several chunks
-    assert same_bits(dequantized(stored.view(torch.uint8).npu(), scale.npu(), dtype), numbers.to(dtype))
+    assert same_bits(
+        dequantized(stored.view(torch.uint8).npu(), scale.npu(), dtype), numbers.to(dtype)
+    )
     both = dequantized(
-        stored.view(torch.uint8).expand(2, -1, -1).contiguous().npu(), torch.stack([scale, scale * 2]).npu(), dtype
+        stored.view(torch.uint8).expand(2, -1, -1).contiguous().npu(),
+        torch.stack([scale, scale * 2]).npu(),
+        dtype,
     )
     assert same_bits(both[1], (numbers * 2).to(dtype))  # of experts
 
@@ -42,7 +47,8 @@ def test_each_of_the_values():
 
 
 def test_error_of_int8():
-    """Relative error of the matrix: int8 per output channel against e4m3 in blocks, for normally distributed weights."""
+    """Relative error of the matrix: int8 per output channel against e4m3 in blocks, for normally
+    distributed weights."""
     torch.manual_seed(0)
     weight = torch.randn(512, 1024) * 0.02
     stored, scale, numbers = fp8_models.in_blocks(weight, 128, 128)

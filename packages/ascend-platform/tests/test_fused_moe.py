@@ -8,7 +8,11 @@ import torch
 import torch.nn.functional as F
 from ascend_platform.ops.lora_experts import FusedMoEWithLoRA
 from vllm.model_executor.layers.fused_moe.activation import MoEActivation
-from vllm.model_executor.layers.fused_moe.router import fused_topk_router, grouped_topk_router, zero_expert_router
+from vllm.model_executor.layers.fused_moe.router import (
+    fused_topk_router,
+    grouped_topk_router,
+    zero_expert_router,
+)
 
 TOKENS, EXPERTS, HIDDEN, INNER = 33, 16, 64, 32
 
@@ -25,7 +29,9 @@ def chosen(logits, k, scoring, renormalize, bias=None, factor=1.0, groups=1, bes
     by_group = ranked.view(len(logits), groups, -1)
     of_group = by_group.amax(-1) if bias is None else by_group.topk(2, -1).values.sum(-1)
     allowed = torch.zeros_like(of_group).scatter_(1, of_group.topk(best_groups, -1).indices, 1)
-    ranked = ranked.masked_fill(allowed.repeat_interleave(logits.shape[1] // groups, 1) == 0, -torch.inf)
+    ranked = ranked.masked_fill(
+        allowed.repeat_interleave(logits.shape[1] // groups, 1) == 0, -torch.inf
+    )
     ids = ranked.topk(k, -1).indices
     weights = scores.gather(1, ids)
     if renormalize:
@@ -35,7 +41,9 @@ def chosen(logits, k, scoring, renormalize, bias=None, factor=1.0, groups=1, bes
 
 def spread(weights, ids):
     assert (weights.dtype, ids.dtype) == (torch.float32, torch.int32)
-    return torch.zeros(len(ids), EXPERTS, dtype=torch.float64).scatter_(1, ids.cpu().long(), weights.cpu().double())
+    return torch.zeros(len(ids), EXPERTS, dtype=torch.float64).scatter_(
+        1, ids.cpu().long(), weights.cpu().double()
+    )
 
 
 @pytest.mark.parametrize("renormalize", [True, False])
@@ -44,19 +52,26 @@ def spread(weights, ids):
 def test_fused_topk(scoring, renormalize, dtype):
     logits = drawn(TOKENS, EXPERTS).to(dtype)
     x = torch.empty(TOKENS, HIDDEN, dtype=dtype, device="npu")
-    weights, ids, _ = fused_topk_router.fused_topk(x, logits.npu(), 3, renormalize, scoring_func=scoring)
-    torch.testing.assert_close(spread(weights, ids), chosen(logits, 3, scoring, renormalize), rtol=1e-5, atol=1e-6)
+    weights, ids, _ = fused_topk_router.fused_topk(
+        x, logits.npu(), 3, renormalize, scoring_func=scoring
+    )
+    torch.testing.assert_close(
+        spread(weights, ids), chosen(logits, 3, scoring, renormalize), rtol=1e-5, atol=1e-6
+    )
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_experts_without_weights_are_identities(dtype):
-    """LongCat routes over experts with weights and, after them, identities, whose share of the output the router computes.
+    """LongCat routes over experts with weights and, after them, identities, whose share of the
+    output the router computes.
 
     In a graph, where nothing may wait for the device.
     """
     logits, bias, real = drawn(TOKENS, EXPERTS), drawn(EXPERTS, seed=1) * 0.1, EXPERTS - 6
     x = drawn(TOKENS, HIDDEN, seed=2).to(dtype)
-    router = zero_expert_router.ZeroExpertRouter(3, EXPERTS, bias.npu(), real, "identity", routed_scaling_factor=2.5)
+    router = zero_expert_router.ZeroExpertRouter(
+        3, EXPERTS, bias.npu(), real, "identity", routed_scaling_factor=2.5
+    )
     given, graph = (x.npu(), logits.npu(), torch.int32), torch.npu.NPUGraph()
     router._compute_routing(*given)
     with torch.npu.graph(graph):
@@ -65,7 +80,9 @@ def test_experts_without_weights_are_identities(dtype):
     expected = chosen(logits, 3, "softmax", False, bias, 2.5)
     assert (expected[:, real:] > 0).any()
     shares = expected[:, real:].sum(-1, keepdim=True)
-    torch.testing.assert_close(router.zero_expert_output.cpu(), (x.double() * shares).to(dtype), rtol=1e-2, atol=1e-5)
+    torch.testing.assert_close(
+        router.zero_expert_output.cpu(), (x.double() * shares).to(dtype), rtol=1e-2, atol=1e-5
+    )
     expected[:, real:] = 0
     kept = torch.zeros_like(expected).scatter_add_(1, ids.cpu().long(), weights.cpu().double())
     torch.testing.assert_close(kept, expected, rtol=1e-5, atol=1e-6)
@@ -103,7 +120,9 @@ def test_small_groups_fall_back_to_vllm():
 
 def method(first, count):
     made = moe.NPUFusedMoEMethod.__new__(moe.NPUFusedMoEMethod)
-    parallel = SimpleNamespace(dp_size=1, pcp_size=1, is_sequence_parallel=False, use_ep=count < EXPERTS)
+    parallel = SimpleNamespace(
+        dp_size=1, pcp_size=1, is_sequence_parallel=False, use_ep=count < EXPERTS
+    )
     made.moe = SimpleNamespace(num_experts=EXPERTS, has_bias=False, moe_parallel_config=parallel)
     made.first_expert, made.num_local_experts = first, count
     return made
@@ -111,19 +130,29 @@ def method(first, count):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize(
-    ("first", "count", "tokens"), [(0, EXPERTS, TOKENS), (4, 8, TOKENS), (15, 1, TOKENS), (0, 1, 1), (8, 8, 1)]
+    ("first", "count", "tokens"),
+    [(0, EXPERTS, TOKENS), (4, 8, TOKENS), (15, 1, TOKENS), (0, 1, 1), (8, 8, 1)],
 )
-@pytest.mark.parametrize("activation", [MoEActivation.SILU, MoEActivation.GELU_TANH, MoEActivation.RELU2_NO_MUL])
+@pytest.mark.parametrize(
+    "activation", [MoEActivation.SILU, MoEActivation.GELU_TANH, MoEActivation.RELU2_NO_MUL]
+)
 def test_local_experts(activation, first, count, tokens, dtype):
     x, gated = drawn(tokens, HIDDEN).to(dtype), activation.is_gated
     w13 = (drawn(EXPERTS, (1 + gated) * INNER, HIDDEN, seed=1) / 8).to(dtype)
     w2 = (drawn(EXPERTS, HIDDEN, INNER, seed=2) / 8).to(dtype)
-    ids = torch.stack([torch.randperm(EXPERTS, generator=torch.Generator().manual_seed(i))[:3] for i in range(tokens)]).int()
+    ids = torch.stack(
+        [
+            torch.randperm(EXPERTS, generator=torch.Generator().manual_seed(i))[:3]
+            for i in range(tokens)
+        ]
+    ).int()
     if tokens == 1:
         ids = torch.tensor([[3, 5, 7]], dtype=torch.int32)  # none is local
     weights = drawn(tokens, 3, seed=3).softmax(-1)
     expected = torch.zeros(tokens, HIDDEN, dtype=torch.float64)
-    for token, expert, weight in zip(range(tokens), ids.tolist(), weights.to(dtype).double(), strict=True):
+    for token, expert, weight in zip(
+        range(tokens), ids.tolist(), weights.to(dtype).double(), strict=True
+    ):
         for number, factor in zip(expert, weight, strict=True):
             if first <= number < first + count:
                 inner = w13[number].double() @ x[token].double()
@@ -134,7 +163,9 @@ def test_local_experts(activation, first, count, tokens, dtype):
                 else:
                     inner = inner.clamp(min=0) ** 2
                 expected[token] += factor * (w2[number].double() @ inner)
-    layer = SimpleNamespace(w13_weight=w13[first : first + count].npu(), w2_weight=w2[first : first + count].npu())
+    layer = SimpleNamespace(
+        w13_weight=w13[first : first + count].npu(), w2_weight=w2[first : first + count].npu()
+    )
     layer.activation = activation
     actual = method(first, count).forward_oot(layer, x.npu(), weights.npu(), ids.npu(), None, None)
     assert (actual.dtype, actual.shape) == (dtype, x.shape)
@@ -146,19 +177,34 @@ def test_local_experts(activation, first, count, tokens, dtype):
 def test_biases_and_clipped_swiglu(dtype):
     """gpt-oss's experts against float64: gate and up interleaved, clamped to 7, with biases."""
     x = drawn(TOKENS, HIDDEN).to(dtype)
-    w13, w2 = drawn(EXPERTS, 2 * INNER, HIDDEN, seed=1).to(dtype), (drawn(EXPERTS, HIDDEN, INNER, seed=2) / 8).to(dtype)
+    w13, w2 = (
+        drawn(EXPERTS, 2 * INNER, HIDDEN, seed=1).to(dtype),
+        (drawn(EXPERTS, HIDDEN, INNER, seed=2) / 8).to(dtype),
+    )
     b13, b2 = drawn(EXPERTS, 2 * INNER, seed=4).to(dtype), drawn(EXPERTS, HIDDEN, seed=5).to(dtype)
-    ids = torch.stack([torch.randperm(EXPERTS, generator=torch.Generator().manual_seed(i))[:3] for i in range(TOKENS)]).int()
+    ids = torch.stack(
+        [
+            torch.randperm(EXPERTS, generator=torch.Generator().manual_seed(i))[:3]
+            for i in range(TOKENS)
+        ]
+    ).int()
     weights = drawn(TOKENS, 3, seed=3).softmax(-1)
     expected = torch.zeros(TOKENS, HIDDEN, dtype=torch.float64)
     for token in range(TOKENS):
-        for number, factor in zip(ids[token].tolist(), weights[token].to(dtype).double(), strict=True):
+        for number, factor in zip(
+            ids[token].tolist(), weights[token].to(dtype).double(), strict=True
+        ):
             both = w13[number].double() @ x[token].double() + b13[number].double()
             gate, up = both[::2].clamp(max=7), both[1::2].clamp(-7, 7)
             inner = gate * torch.sigmoid(1.702 * gate) * (up + 1)
             expected[token] += factor * (w2[number].double() @ inner + b2[number].double())
     wide = torch.float32 if dtype == torch.bfloat16 else dtype
-    layer = SimpleNamespace(w13_weight=w13.npu(), w2_weight=w2.npu(), w13_bias=b13.to(wide).npu(), w2_bias=b2.to(wide).npu())
+    layer = SimpleNamespace(
+        w13_weight=w13.npu(),
+        w2_weight=w2.npu(),
+        w13_bias=b13.to(wide).npu(),
+        w2_bias=b2.to(wide).npu(),
+    )
     layer.activation = MoEActivation.SWIGLUOAI
     ours = method(0, EXPERTS)
     ours.moe.has_bias = True
@@ -169,11 +215,14 @@ def test_biases_and_clipped_swiglu(dtype):
 
 @pytest.mark.parametrize("dropped", [0, 2])
 def test_router_weights_stay_float32(dropped):
-    """Two experts cancel but for the last bits of a weight, which bfloat16 does not have, with and without others dropped."""
+    """Two experts cancel but for the last bits of a weight, which bfloat16 does not have, with and
+    without others dropped."""
     values, rows = [256.0, -256.0] + [torch.nan] * dropped, [0, 1] + [-1] * dropped
     expert_out = torch.tensor(values)[:, None].expand(-1, HIDDEN).contiguous().bfloat16().npu()
     weights = torch.tensor([[0.5 + 2**-10, 0.5] + [0.25] * dropped]).npu()
-    actual = moe.combine(expert_out, torch.tensor(rows, dtype=torch.int32).npu(), weights, has_dropped=bool(dropped))
+    actual = moe.combine(
+        expert_out, torch.tensor(rows, dtype=torch.int32).npu(), weights, has_dropped=bool(dropped)
+    )
     assert actual.tolist() == [[0.25] * HIDDEN]
 
 
@@ -203,11 +252,17 @@ def test_unrouted_rows_are_not_read(monkeypatch):
     ],
 )
 def test_unsupported_experts_are_refused(monkeypatch, changes, named):
-    monkeypatch.setattr(moe.UnquantizedFusedMoEMethod, "process_weights_after_loading", lambda self, layer: None)
+    monkeypatch.setattr(
+        moe.UnquantizedFusedMoEMethod, "process_weights_after_loading", lambda self, layer: None
+    )
     ours = method(0, EXPERTS)
     ours.moe.has_bias = changes.pop("bias", False)
     ours.takes_biases = False  # as of quantized experts
-    plain = {"activation": MoEActivation.SILU, "apply_router_weight_on_input": False, "expert_map": None}
+    plain = {
+        "activation": MoEActivation.SILU,
+        "apply_router_weight_on_input": False,
+        "expert_map": None,
+    }
     layer = SimpleNamespace(**plain | changes)
     with pytest.raises(ValueError, match=f"experts with {named} are not supported"):
         ours.process_weights_after_loading(layer)
@@ -216,8 +271,12 @@ def test_unsupported_experts_are_refused(monkeypatch, changes, named):
 @pytest.mark.parametrize("recorded", [True, False])
 @pytest.mark.parametrize("unpadded", [None, 5])
 def test_eplb_map_to_physical(recorded, unpadded):
-    """Compared with a loop: experts 0 and 2 have two replicas; the last two of seven tokens are padding."""
-    places, copies = torch.tensor([[0, 4, -1], [1, -1, -1], [2, 5, -1], [3, -1, -1]]), torch.tensor([2, 1, 2, 1])
+    """Compared with a loop: experts 0 and 2 have two replicas; the last two of seven tokens are
+    padding."""
+    places, copies = (
+        torch.tensor([[0, 4, -1], [1, -1, -1], [2, 5, -1], [3, -1, -1]]),
+        torch.tensor([2, 1, 2, 1]),
+    )
     ids = torch.tensor([[0, 2], [0, 1], [2, 3], [3, 0], [0, 2], [2, 0], [1, 2]], dtype=torch.int32)
     load = torch.tensor([1, 0, 0, 0, 0, 0], dtype=torch.int32)
     expected, counts = [], load.tolist()
@@ -227,7 +286,9 @@ def test_eplb_map_to_physical(recorded, unpadded):
             counts[place] += 1
     on_npu = load.npu()
     number = None if unpadded is None else torch.tensor(unpadded, dtype=torch.int32).npu()
-    found = moe.eplb_map_to_physical(ids.npu(), on_npu, places.npu(), copies.npu(), torch.tensor(recorded).npu(), number)
+    found = moe.eplb_map_to_physical(
+        ids.npu(), on_npu, places.npu(), copies.npu(), torch.tensor(recorded).npu(), number
+    )
     assert (found.dtype, found.tolist()) == (ids.dtype, expected)
     assert on_npu.tolist() == counts
     assert [expected[0], expected[5]] == [[0, 2], [5, 4]]  # the same experts, other replicas
@@ -236,6 +297,8 @@ def test_eplb_map_to_physical(recorded, unpadded):
 def test_lora_on_experts_without_a_gate_is_refused():
     """As Nemotron-H has them."""
     config = SimpleNamespace(is_act_and_mul=False, tp_size=1, tp_rank=0, num_local_experts=2)
-    layer = SimpleNamespace(moe_config=config, _shared_experts=None, weight=torch.zeros(1), local_num_experts=2)
+    layer = SimpleNamespace(
+        moe_config=config, _shared_experts=None, weight=torch.zeros(1), local_num_experts=2
+    )
     with pytest.raises(ValueError, match="LoRA on experts without a gate is not supported; fix: "):
         FusedMoEWithLoRA(layer)

@@ -1,4 +1,5 @@
-"""Facts of the machine compared with torch_npu, and with faulty drivers that are compiled for the tests."""
+"""Facts of the machine compared with torch_npu, and with faulty drivers that are compiled for the
+tests."""
 
 import os
 import shutil
@@ -14,8 +15,14 @@ SOURCES = str(Path(ascend_platform.__file__).parents[1])
 
 
 def python(script, **variables):
-    environ = {**os.environ, "PYTHONPATH": os.pathsep.join([SOURCES, os.environ.get("PYTHONPATH", "")]), **variables}
-    done = subprocess.run([sys.executable, "-c", script], env=environ, capture_output=True, text=True, timeout=120)
+    environ = {
+        **os.environ,
+        "PYTHONPATH": os.pathsep.join([SOURCES, os.environ.get("PYTHONPATH", "")]),
+        **variables,
+    }
+    done = subprocess.run(
+        [sys.executable, "-c", script], env=environ, capture_output=True, text=True, timeout=120
+    )
     assert done.returncode == 0, done.stderr
     return done.stdout.strip()
 
@@ -36,7 +43,10 @@ for listed in ("", "1", "1,0", "0,1", "0, 1", "0,7", "npu0", "0,0", "0,", ",0"):
     [
         ("int drvGetDevNum(unsigned *count) { *count = 8; return 0; }", "(8, '')"),
         ("int drvGetDevNum(unsigned *count) { return 87; }", "(0, 'drvGetDevNum returned 87')"),
-        ("void abort(void); int drvGetDevNum(unsigned *count) { abort(); }", "(0, 'asking the driver ended with status -6')"),
+        (
+            "void abort(void); int drvGetDevNum(unsigned *count) { abort(); }",
+            "(0, 'asking the driver ended with status -6')",
+        ),
         ("int other;", "undefined symbol: drvGetDevNum"),
     ],
     ids=["8", "refuses", "crashes", "too old"],
@@ -46,9 +56,18 @@ def test_driver(driver, said, tmp_path):
     if compiler is None:
         pytest.skip("there is no C compiler")
     (tmp_path / "driver.c").write_text(driver)
-    command = [compiler, "-shared", "-fPIC", "-o", tmp_path / "libascend_hal.so", tmp_path / "driver.c"]
+    command = [
+        compiler,
+        "-shared",
+        "-fPIC",
+        "-o",
+        tmp_path / "libascend_hal.so",
+        tmp_path / "driver.c",
+    ]
     subprocess.run(command, check=True, capture_output=True)
-    assert said in python("from ascend_platform import host; print(host.npu_count())", LD_LIBRARY_PATH=str(tmp_path))
+    assert said in python(
+        "from ascend_platform import host; print(host.npu_count())", LD_LIBRARY_PATH=str(tmp_path)
+    )
 
 
 LISTING = """
@@ -71,7 +90,16 @@ LISTING = """
 
 
 @pytest.mark.parametrize(
-    ("listed", "nodes"), [(None, [3, 0, 1]), ("0,2", [3, 1]), ("1", [0]), ("2,7", [1]), ("1,0", None), ("", None), ("7", None)]
+    ("listed", "nodes"),
+    [
+        (None, [3, 0, 1]),
+        ("0,2", [3, 1]),
+        ("1", [0]),
+        ("2,7", [1]),
+        ("1,0", None),
+        ("", None),
+        ("7", None),
+    ],
 )
 def test_numa_nodes_of_visible_npus(tmp_path, monkeypatch, listed, nodes):
     for bus, node in (("0000:c1:00.0", "3"), ("0000:01:00.0", "0"), ("0000:9d:00.0", "1")):
@@ -87,10 +115,16 @@ def test_numa_nodes_of_visible_npus(tmp_path, monkeypatch, listed, nodes):
 
 def test_unknown_numa_nodes_have_a_reason(tmp_path, monkeypatch):
     monkeypatch.delenv("ASCEND_RT_VISIBLE_DEVICES", raising=False)
-    assert host.numa_nodes(tmp_path, LISTING) == ([], "the kernel does not know the NUMA node of the NPU at 0000:C1:00.0")
+    assert host.numa_nodes(tmp_path, LISTING) == (
+        [],
+        "the kernel does not know the NUMA node of the NPU at 0000:C1:00.0",
+    )
     (tmp_path / "0000:c1:00.0").mkdir()
     (tmp_path / "0000:c1:00.0" / "numa_node").write_text("-1\n")
-    assert host.numa_nodes(tmp_path, LISTING) == ([], "the kernel does not know the NUMA node of the NPU at 0000:C1:00.0")
+    assert host.numa_nodes(tmp_path, LISTING) == (
+        [],
+        "the kernel does not know the NUMA node of the NPU at 0000:C1:00.0",
+    )
     monkeypatch.setenv("PATH", str(tmp_path))
     assert host.numa_nodes()[1].startswith("npu-smi info failed (")
     smi = tmp_path / "npu-smi"

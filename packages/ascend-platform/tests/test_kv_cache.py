@@ -26,13 +26,20 @@ BLOCKS, BLOCK_SIZE, HEADS, HEAD_SIZE = 6, 16, 2, 32
 
 
 def spec(cls=FullAttentionSpec, **extra):
-    return cls(block_size=BLOCK_SIZE, num_kv_heads=HEADS, head_size=HEAD_SIZE, dtype=torch.float16, **extra)
+    return cls(
+        block_size=BLOCK_SIZE, num_kv_heads=HEADS, head_size=HEAD_SIZE, dtype=torch.float16, **extra
+    )
 
 
 def config(layers=("a", "b"), groups=1, kind=None):
     kind = kind or spec()
     page = kind.page_size_bytes
-    tensor = KVCacheTensor(size=page * BLOCKS * len(layers), layers=list(layers), layer_stride=page * BLOCKS, block_stride=page)
+    tensor = KVCacheTensor(
+        size=page * BLOCKS * len(layers),
+        layers=list(layers),
+        layer_stride=page * BLOCKS,
+        block_stride=page,
+    )
     return KVCacheConfig(
         num_blocks=BLOCKS,
         kv_cache_tensors=[tensor],
@@ -61,11 +68,16 @@ def test_split_is_two_contiguous_views(caches):
 
 
 def test_layer_of_latent_attention_has_latents_and_rotated_keys():
-    kind = MLAAttentionSpec(block_size=BLOCK_SIZE, num_kv_heads=1, head_size=96 + 32, dtype=torch.float16)
-    allocated = allocate_kv_cache(config(["a"], kind=kind), torch.device("npu"), kv_cache.LAYOUT)["a"]
+    kind = MLAAttentionSpec(
+        block_size=BLOCK_SIZE, num_kv_heads=1, head_size=96 + 32, dtype=torch.float16
+    )
+    allocated = allocate_kv_cache(config(["a"], kind=kind), torch.device("npu"), kv_cache.LAYOUT)[
+        "a"
+    ]
     layer = MLAAttention.__new__(MLAAttention)
     torch.nn.Module.__init__(layer)
-    layer.kv_lora_rank, layer.kv_cache = 96, allocated.squeeze(1)  # as MLAAttention.bind_kv_cache does
+    # as MLAAttention.bind_kv_cache does
+    layer.kv_lora_rank, layer.kv_cache = 96, allocated.squeeze(1)
     parts = kv_cache.split_layer(layer)
     assert {name: part.shape for name, part in extension.cache_parts(parts).items()} == {
         "latent": (BLOCKS, BLOCK_SIZE, 1, 96),
@@ -78,11 +90,17 @@ def test_layer_of_latent_attention_has_latents_and_rotated_keys():
 
 
 def test_indexer_has_a_cache_of_its_keys():
-    kind = MLAAttentionSpec(block_size=BLOCK_SIZE, num_kv_heads=1, head_size=128, dtype=torch.float16)
+    kind = MLAAttentionSpec(
+        block_size=BLOCK_SIZE, num_kv_heads=1, head_size=128, dtype=torch.float16
+    )
     layer = kv_cache.IndexCache("a", 128, SimpleNamespace(impl="impl", attn_backend="backend"))
-    layer.bind_kv_cache(allocate_kv_cache(config(["a"], kind=kind), torch.device("npu"), kv_cache.LAYOUT)["a"])
+    layer.bind_kv_cache(
+        allocate_kv_cache(config(["a"], kind=kind), torch.device("npu"), kv_cache.LAYOUT)["a"]
+    )
     parts = extension.cache_parts(kv_cache.split_layer(layer))
-    assert {name: part.shape for name, part in parts.items()} == {"index": (BLOCKS, BLOCK_SIZE, 1, 128)}
+    assert {name: part.shape for name, part in parts.items()} == {
+        "index": (BLOCKS, BLOCK_SIZE, 1, 128)
+    }
     assert parts["index"].is_contiguous()
     assert (layer.impl, layer.get_attn_backend()) == ("impl", "backend")
 
@@ -90,14 +108,20 @@ def test_indexer_has_a_cache_of_its_keys():
 def test_latents_and_index_keys_are_one_group():
     """Groups of other attention divide the memory by the blocks of the smallest."""
     latents, index = (
-        MLAAttentionSpec(block_size=BLOCK_SIZE, num_kv_heads=1, head_size=size, dtype=torch.float16) for size in (576, 128)
+        MLAAttentionSpec(block_size=BLOCK_SIZE, num_kv_heads=1, head_size=size, dtype=torch.float16)
+        for size in (576, 128)
     )
     assert worker._block_bytes([latents, index, latents]) == BLOCK_SIZE * (2 * 576 + 128) * 2
-    assert worker._block_bytes([spec(), spec(), spec(SlidingWindowSpec, sliding_window=8)]) == spec().page_size_bytes
+    assert (
+        worker._block_bytes([spec(), spec(), spec(SlidingWindowSpec, sliding_window=8)])
+        == spec().page_size_bytes
+    )
 
 
 def test_copy_of_kv_cache_blocks(caches):
-    every = [tensor for cache in caches.values() for tensor in kv_cache.split_kv_cache(cache, HEAD_SIZE)]
+    every = [
+        tensor for cache in caches.values() for tensor in kv_cache.split_kv_cache(cache, HEAD_SIZE)
+    ]
     for number, tensor in enumerate(every):
         tensor.copy_(torch.arange(BLOCKS).view(-1, 1, 1, 1) + 10 * number)
     copy_kv_cache_blocks_inplace(every, BLOCKS, [(1, 4), (2, 0)])
@@ -112,7 +136,11 @@ def test_other_layouts_are_refused():
 
 
 def groups(*kinds):
-    return KVCacheConfig(num_blocks=BLOCKS, kv_cache_tensors=[], kv_cache_groups=[KVCacheGroupSpec([], kind) for kind in kinds])
+    return KVCacheConfig(
+        num_blocks=BLOCKS,
+        kv_cache_tensors=[],
+        kv_cache_groups=[KVCacheGroupSpec([], kind) for kind in kinds],
+    )
 
 
 def test_groups_with_different_block_shapes_are_refused():
@@ -120,11 +148,17 @@ def test_groups_with_different_block_shapes_are_refused():
     kv_cache.check(groups(spec(), spec()))
     kv_cache.check(groups(window, spec(), window))
     kv_cache.check(groups(cross, spec(), spec(EncoderOnlyAttentionSpec)))
-    wider = FullAttentionSpec(block_size=BLOCK_SIZE, num_kv_heads=HEADS, head_size=2 * HEAD_SIZE, dtype=torch.float16)
+    wider = FullAttentionSpec(
+        block_size=BLOCK_SIZE, num_kv_heads=HEADS, head_size=2 * HEAD_SIZE, dtype=torch.float16
+    )
     kv_cache.check(groups(wider))
-    with pytest.raises(NotImplementedError, match=r"blocks of different shapes.*--disable-hybrid-kv-cache-manager"):
+    with pytest.raises(
+        NotImplementedError, match=r"blocks of different shapes.*--disable-hybrid-kv-cache-manager"
+    ):
         kv_cache.check(groups(window, wider))
-    with pytest.raises(NotImplementedError, match="KV cache spec ChunkedLocalAttentionSpec is not supported"):
+    with pytest.raises(
+        NotImplementedError, match="KV cache spec ChunkedLocalAttentionSpec is not supported"
+    ):
         kv_cache.check(groups(spec(ChunkedLocalAttentionSpec, attention_chunk_size=64)))
 
 
@@ -134,7 +168,10 @@ def test_groups_share_memory_by_block():
     shared = {"size": page * BLOCKS * 2, "layer_stride": page * BLOCKS, "block_stride": page}
     both = KVCacheConfig(
         num_blocks=BLOCKS,
-        kv_cache_tensors=[KVCacheTensor(layers=["a", "b"], **shared), KVCacheTensor(layers=["c", "d"], **shared)],
+        kv_cache_tensors=[
+            KVCacheTensor(layers=["a", "b"], **shared),
+            KVCacheTensor(layers=["c", "d"], **shared),
+        ],
         kv_cache_groups=[
             KVCacheGroupSpec(["a", "b"], spec()),
             KVCacheGroupSpec(["c", "d"], spec(SlidingWindowSpec, sliding_window=64)),
@@ -149,4 +186,7 @@ def test_groups_share_memory_by_block():
             views[name][part][3:] = 10 * number + part if name in "cd" else views[name][part][3:]
     for number, name in enumerate("abcd"):
         rows = slice(0, 3) if name in "ab" else slice(3, None)
-        assert [views[name][part][rows].unique().tolist() for part in range(2)] == [[10.0 * number], [10.0 * number + 1]]
+        assert [views[name][part][rows].unique().tolist() for part in range(2)] == [
+            [10.0 * number],
+            [10.0 * number + 1],
+        ]

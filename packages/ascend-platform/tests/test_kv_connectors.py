@@ -1,4 +1,5 @@
-"""KV connectors in vLLM's configuration: which are served, which are refused, and what checks their options."""
+"""KV connectors in vLLM's configuration: which are served, which are refused, and what checks their
+options."""
 
 import pytest
 from ascend_platform.components import registry, slots
@@ -24,24 +25,39 @@ def transfer(connector, **more):
 
 
 def test_connectors_of_other_devices_are_refused_with_the_supported_ones(model, connectors):
-    with pytest.raises(ValueError, match=r"ExampleConnector is not supported .* need .* is not loaded; fix: pip"):
+    with pytest.raises(
+        ValueError, match=r"ExampleConnector is not supported .* need .* is not loaded; fix: pip"
+    ):
         engine_config(model(), **transfer("ExampleConnector"))
     connectors()
-    with pytest.raises(ValueError, match="ExampleConnector is not supported on Ascend NPUs; supported: AscendP2P"):
+    with pytest.raises(
+        ValueError, match="ExampleConnector is not supported on Ascend NPUs; supported: AscendP2P"
+    ):
         engine_config(model(), **transfer("ExampleConnector"))
 
 
 def test_connector_checks_its_options_before_the_engine_starts(model, connectors):
     connectors()
-    with pytest.raises(ValueError, match=r"kv_connector_extra_config has no key 'leese'; did you mean 'lease'?"):
-        engine_config(model(), **transfer("AscendP2PConnector", kv_connector_extra_config={"leese": 1}))
+    with pytest.raises(
+        ValueError, match=r"kv_connector_extra_config has no key 'leese'; did you mean 'lease'?"
+    ):
+        engine_config(
+            model(), **transfer("AscendP2PConnector", kv_connector_extra_config={"leese": 1})
+        )
     with pytest.raises(ValueError, match="transport is 'carrier pigeon'; supported: mooncake"):
-        engine_config(model(), **transfer("AscendP2PConnector", kv_connector_extra_config={"transport": "carrier pigeon"}))
+        engine_config(
+            model(),
+            **transfer(
+                "AscendP2PConnector", kv_connector_extra_config={"transport": "carrier pigeon"}
+            ),
+        )
 
 
 def test_kv_offloading_and_multi_connector_use_the_connectors_for_npus(model, connectors):
     ours = "ascend_kv_connector.offloading"
-    with pytest.raises(ValueError, match=r"OffloadingConnector is not supported on Ascend NPUs; .* is not loaded"):
+    with pytest.raises(
+        ValueError, match=r"OffloadingConnector is not supported on Ascend NPUs; .* is not loaded"
+    ):
         engine_config(model(), kv_offloading_size=1)
     connectors()
     config = engine_config(model(), kv_offloading_size=1).kv_transfer_config
@@ -59,25 +75,44 @@ def test_kv_offloading_and_multi_connector_use_the_connectors_for_npus(model, co
     host |= {"kv_connector": "NixlConnector", "kv_connector_module_path": None}
     with pytest.raises(ValueError, match="NixlConnector is not supported on Ascend NPUs"):
         engine_config(model(), **several)
-    with pytest.raises(ValueError, match=r"MultiConnector: kv_connector_extra_config.connectors is None"):
+    with pytest.raises(
+        ValueError, match=r"MultiConnector: kv_connector_extra_config.connectors is None"
+    ):
         engine_config(model(), **transfer("MultiConnector"))
 
 
 def test_module_path_of_vllm_ascend_is_ignored_for_a_counterpart(model, connectors, lines):
     connectors()
-    there = {"kv_connector_module_path": "vllm_ascend.distributed.mooncake_connector", "kv_connector_extra_config": {"leese": 1}}
+    there = {
+        "kv_connector_module_path": "vllm_ascend.distributed.mooncake_connector",
+        "kv_connector_extra_config": {"leese": 1},
+    }
     with pytest.raises(ValueError, match="no key 'leese'"):  # the counterpart has been asked
         engine_config(model(), **transfer("MooncakeConnectorV1", **there))
-    assert any("ignoring kv_connector_module_path vllm_ascend.distributed.mooncake_connector" in line for _, line in lines)
+    assert any(
+        "ignoring kv_connector_module_path vllm_ascend.distributed.mooncake_connector" in line
+        for _, line in lines
+    )
 
 
 def test_connectors_that_do_not_transfer_states_are_refused_with_such_models(model, connectors):
     connectors()
-    mamba = {"model_type": "falcon_h1", "architectures": ["FalconH1ForCausalLM"], "mamba_d_ssm": 64, "mamba_n_heads": 4}
+    mamba = {
+        "model_type": "falcon_h1",
+        "architectures": ["FalconH1ForCausalLM"],
+        "mamba_d_ssm": 64,
+        "mamba_n_heads": 4,
+    }
     directory = model(**mamba, mamba_d_head=16, mamba_n_groups=1, mamba_d_state=16, mamba_expand=1)
     for name in ("OffloadingConnector", "AscendStoreConnector"):
-        line = f"KV connector {name} does not support models with state-space or linear attention layers; AscendP2PConnector does"
+        line = (
+            f"KV connector {name} does not support models with state-space or linear attention"
+            " layers; AscendP2PConnector does"
+        )
         with pytest.raises(ValueError, match=line):
             engine_config(directory, **transfer(name))
     local = {"kv_connector_extra_config": {"insecure": True}}
-    assert engine_config(directory, **transfer("AscendP2PConnector", **local)).kv_transfer_config is not None
+    assert (
+        engine_config(directory, **transfer("AscendP2PConnector", **local)).kv_transfer_config
+        is not None
+    )

@@ -1,4 +1,5 @@
-"""What this machine lacks for an engine with several ranks: NPUs in ASCEND_RT_VISIBLE_DEVICES, and the address of its sockets."""
+"""What this machine lacks for an engine with several ranks: NPUs in ASCEND_RT_VISIBLE_DEVICES, and
+the address of its sockets."""
 
 import errno
 import os
@@ -11,7 +12,10 @@ from vllm.config import ParallelConfig
 
 @pytest.mark.parametrize(
     ("variable", "needed", "said"),
-    [("0, 1", 2, "='0, 1' leaves 1 of 1 NPUs: .*; fix: export ASCEND_RT_VISIBLE_DEVICES=0$"), ("0", 2, "1 are visible; lower ")],
+    [
+        ("0, 1", 2, "='0, 1' leaves 1 of 1 NPUs: .*; fix: export ASCEND_RT_VISIBLE_DEVICES=0$"),
+        ("0", 2, "1 are visible; lower "),
+    ],
 )
 def test_list_of_npus_that_is_not_used_as_a_whole_is_named(monkeypatch, variable, needed, said):
     monkeypatch.setenv("ASCEND_RT_VISIBLE_DEVICES", variable)
@@ -21,7 +25,11 @@ def test_list_of_npus_that_is_not_used_as_a_whole_is_named(monkeypatch, variable
 
 
 def test_several_ranks_on_a_machine_without_a_loopback_address_are_refused(monkeypatch):
-    one, *several = ParallelConfig(), ParallelConfig(tensor_parallel_size=2), ParallelConfig(data_parallel_size=2)
+    one, *several = (
+        ParallelConfig(),
+        ParallelConfig(tensor_parallel_size=2),
+        ParallelConfig(data_parallel_size=2),
+    )
 
     def bind(self, address):
         raise OSError(errno.EADDRNOTAVAIL, os.strerror(errno.EADDRNOTAVAIL))
@@ -29,5 +37,7 @@ def test_several_ranks_on_a_machine_without_a_loopback_address_are_refused(monke
     monkeypatch.setattr(socket.socket, "bind", bind)
     sockets.check_loopback(one)
     for parallel in several:
-        with pytest.raises(ValueError, match=r"has no address 127\.0\.0\.1 .*; fix: ip link set lo up"):
+        with pytest.raises(
+            ValueError, match=r"has no address 127\.0\.0\.1 .*; fix: ip link set lo up"
+        ):
             sockets.check_loopback(parallel)

@@ -14,7 +14,8 @@ UNGUARDED = f"{IMPORTS}llm = {ENGINE}\n"
 GUARDED = f'{IMPORTS}if __name__ == "__main__":\n    llm = {ENGINE}\n'
 FUNCTION = f"{IMPORTS}def main():\n    return {ENGINE}\nmain()\n"
 REFUSED = (
-    "script.py creates an engine when it is imported, as each process of the engine does; fix: put its code below: if __name__ =="
+    "script.py creates an engine when it is imported, as each process of the engine does; fix: put"
+    " its code below: if __name__ =="
 )
 NEXT = "the layout needs 2 NPUs"  # a later check of the configuration
 
@@ -28,7 +29,10 @@ NEXT = "the layout needs 2 NPUs"  # a later check of the configuration
         (
             GUARDED,
             True,
-            "the program is read from <stdin>, which the processes of an engine cannot import; fix: save it to a file",
+            (
+                "the program is read from <stdin>, which the processes of an engine cannot import;"
+                " fix: save it to a file"
+            ),
         ),
     ],
     ids=["no guard", "a function without a guard", "guard", "stdin"],
@@ -38,6 +42,8 @@ def test_main_module(script: str, from_stdin: bool, said: str, tmp_path: Path) -
     (tmp_path / "script.py").write_text(script)
     command = [sys.executable, "-" if from_stdin else "script.py", str(tmp_path)]
     given = {"input": script} if from_stdin else {}
-    done = subprocess.run(command, **given, cwd=tmp_path, capture_output=True, text=True, timeout=300, check=False)
+    done = subprocess.run(
+        command, **given, cwd=tmp_path, capture_output=True, text=True, timeout=300, check=False
+    )
     lines = done.stderr.strip().splitlines()
     assert said in (done.stderr if said == NEXT else lines[-1]), done.stderr

@@ -20,15 +20,35 @@ print("RESULT", json.dumps([metrics.measured(0, failed), sorted(failed), metrics
 
 def test_each_fails_alone_and_once() -> None:
     """Reading the utilization is refused, as in a container that may not."""
-    emulator = [sys.executable, "-m", "ascend_emulator.cli", "run", "--without", "aclrtGetDeviceUtilizationRate", "--"]
-    done = subprocess.run([*emulator, sys.executable, "-c", SCRIPT], capture_output=True, text=True, timeout=120, check=True)
+    emulator = [
+        sys.executable,
+        "-m",
+        "ascend_emulator.cli",
+        "run",
+        "--without",
+        "aclrtGetDeviceUtilizationRate",
+        "--",
+    ]
+    done = subprocess.run(
+        [*emulator, sys.executable, "-c", SCRIPT],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=True,
+    )
     (line,) = [line for line in done.stdout.splitlines() if line.startswith("RESULT")]
     values, failed, again = json.loads(line.removeprefix("RESULT"))
     assert failed == ["vllm:npu_utilization_ratio"]
     assert set(values) == set(again) == set(metrics.GAUGES) - set(failed)
-    assert 4000 <= values["vllm:npu_memory_allocated_bytes"] <= values["vllm:npu_memory_reserved_bytes"]
     assert (
-        values["vllm:npu_memory_reserved_bytes"] <= values["vllm:npu_memory_used_bytes"] < values["vllm:npu_memory_total_bytes"]
+        4000
+        <= values["vllm:npu_memory_allocated_bytes"]
+        <= values["vllm:npu_memory_reserved_bytes"]
+    )
+    assert (
+        values["vllm:npu_memory_reserved_bytes"]
+        <= values["vllm:npu_memory_used_bytes"]
+        < values["vllm:npu_memory_total_bytes"]
     )
 
 
@@ -44,18 +64,27 @@ def config(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> Config:
     return config
 
 
-def test_files_that_vanish_and_missing_metrics_do_not_end_collection(config: Config, tmp_path: Any) -> None:
+def test_files_that_vanish_and_missing_metrics_do_not_end_collection(
+    config: Config, tmp_path: Any
+) -> None:
     directory = tmp_path / "npus-a"
     directory.mkdir()
     (directory / "0-0-0").symlink_to(directory / "gone")
     metrics._file_writer(directory / "0-1-1", ["0", "1", "1"])({"vllm:npu_memory_total_bytes": 5.0})
     (family,) = metrics.Collector().collect()
     (sample,) = family.samples
-    assert (sample.name, sample.value, sample.labels["device"]) == ("vllm:npu_memory_total_bytes", 5.0, "1")
+    assert (sample.name, sample.value, sample.labels["device"]) == (
+        "vllm:npu_memory_total_bytes",
+        5.0,
+        "1",
+    )
 
 
-def test_without_the_main_process_s_directory_a_process_has_its_own(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> None:
-    """As with external_launcher, or on another node, which has no such directory and must not keep one."""
+def test_without_the_main_process_s_directory_a_process_has_its_own(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Any
+) -> None:
+    """As with external_launcher, or on another node, which has no such directory and must not keep
+    one."""
     monkeypatch.setenv("VLLM_RPC_BASE_PATH", str(tmp_path / "of another node"))
     directory = metrics._directory()
     assert directory.stat().st_mode & 0o777 == 0o700

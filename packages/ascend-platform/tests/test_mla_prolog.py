@@ -1,4 +1,5 @@
-"""The option ascend.platform.mla_prolog: what refuses it, what disables the operator, and the order of elements stored."""
+"""The option ascend.platform.mla_prolog: what refuses it, what disables the operator, and the order
+of elements stored."""
 
 import json
 
@@ -20,9 +21,9 @@ def configure(tmp_path):
         if name:
             family, given = kinds.DECODERS[name]
             kind = {"DeepseekV3": "deepseek_v3", "DeepseekV32": "deepseek_v32"}[family]
-            AutoConfig.for_model(kind, architectures=[f"{family}ForCausalLM"], **kinds.COMMON | given | changes).save_pretrained(
-                tmp_path
-            )
+            AutoConfig.for_model(
+                kind, architectures=[f"{family}ForCausalLM"], **kinds.COMMON | given | changes
+            ).save_pretrained(tmp_path)
         else:
             tmp_path.joinpath("config.json").write_text(json.dumps(small.TINY))
         return EngineArgs(
@@ -37,43 +38,87 @@ def configure(tmp_path):
     [
         ("", {}, {}, "with a model without latent attention"),
         ("deepseek-v3.2, selected tokens", {}, {}, "or with sparse latent attention"),
-        ("deepseek-v3, mla_prolog", {}, {"dtype": "float16"}, "with --dtype float16; supported: bfloat16"),
-        ("deepseek-v3, mla_prolog", {"hidden_size": 5120}, {}, "with hidden_size 5120; supported: 6144, 7168, 7680"),
-        ("deepseek-v3, mla_prolog", {"q_lora_rank": None}, {}, "with q_lora_rank None; supported: 1536"),
-        ("deepseek-v3, mla_prolog", {"num_attention_heads": 12, "num_key_value_heads": 12}, {}, "with num_attention_heads 12;"),
+        (
+            "deepseek-v3, mla_prolog",
+            {},
+            {"dtype": "float16"},
+            "with --dtype float16; supported: bfloat16",
+        ),
+        (
+            "deepseek-v3, mla_prolog",
+            {"hidden_size": 5120},
+            {},
+            "with hidden_size 5120; supported: 6144, 7168, 7680",
+        ),
+        (
+            "deepseek-v3, mla_prolog",
+            {"q_lora_rank": None},
+            {},
+            "with q_lora_rank None; supported: 1536",
+        ),
+        (
+            "deepseek-v3, mla_prolog",
+            {"num_attention_heads": 12, "num_key_value_heads": 12},
+            {},
+            "with num_attention_heads 12;",
+        ),
     ],
 )
-def test_models_that_the_operator_does_not_take_are_refused(configure, name, changes, arguments, said):
-    with pytest.raises(ValueError, match=rf"ascend\.platform\.mla_prolog is not supported .*{said}.*fix: remove it"):
+def test_models_that_the_operator_does_not_take_are_refused(
+    configure, name, changes, arguments, said
+):
+    with pytest.raises(
+        ValueError, match=rf"ascend\.platform\.mla_prolog is not supported .*{said}.*fix: remove it"
+    ):
         configure(name, ON | arguments, **changes)
 
 
 def test_it_needs_ascend_attention(configure, monkeypatch):
     monkeypatch.delitem(slots._offers, mla_prolog.SLOT)
-    with pytest.raises(ValueError, match=r"mla_prolog is not supported with ascend-attention .*; fix: remove it"):
+    with pytest.raises(
+        ValueError, match=r"mla_prolog is not supported with ascend-attention .*; fix: remove it"
+    ):
         configure()
 
 
-def test_the_option_alone_decides_the_order_and_other_reasons_only_the_operator(configure, monkeypatch):
+def test_the_option_alone_decides_the_order_and_other_reasons_only_the_operator(
+    configure, monkeypatch
+):
     """Instances for prefills and decodes have different layouts, and exchange KV caches."""
     off, on = configure(arguments={}), configure()
-    assert (extension.rope_order(off), extension.uses_mla_prolog(off), mla_prolog.describe(off)) == ("pairs", False, "")
+    assert (
+        extension.rope_order(off),
+        extension.uses_mla_prolog(off),
+        mla_prolog.describe(off),
+    ) == ("pairs", False, "")
     assert (extension.rope_order(on), extension.uses_mla_prolog(on)) == ("halves", True)
     assert mla_prolog.describe(on) == ", decodes with npu_mla_prolog_v3"
     for attribute, value, reason in (
         ("lora_config", LoRAConfig(), "LoRA"),
-        ("kv_transfer_config", KVTransferConfig(kv_connector="A", kv_role="kv_producer"), "a prefill instance"),
-        ("compilation_config", CompilationConfig(mode=CompilationMode.VLLM_COMPILE), "torch.compile"),
+        (
+            "kv_transfer_config",
+            KVTransferConfig(kv_connector="A", kv_role="kv_producer"),
+            "a prefill instance",
+        ),
+        (
+            "compilation_config",
+            CompilationConfig(mode=CompilationMode.VLLM_COMPILE),
+            "torch.compile",
+        ),
     ):
         with monkeypatch.context() as patched:
             patched.setattr(on, attribute, value)
             assert (extension.rope_order(on), extension.uses_mla_prolog(on)) == ("halves", False)
             assert mla_prolog.describe(on) == f", npu_mla_prolog_v3 disabled: {reason}"
-    blocks = configure(arguments=ON | {"block_size": 64})  # the fused attention has blocks of 128, which the operator takes
+    # the fused attention has blocks of 128, which the operator takes
+    blocks = configure(arguments=ON | {"block_size": 64})
     assert (extension.rope_order(blocks), extension.uses_mla_prolog(blocks)) == ("halves", False)
     assert mla_prolog.describe(blocks) == ", npu_mla_prolog_v3 disabled: built-in attention"
     monkeypatch.setattr(on, "quant_config", object())  # of some layers or all
-    assert mla_prolog.describe(on) == ", decodes with npu_mla_prolog_v3 in layers with unquantized projections"
+    assert (
+        mla_prolog.describe(on)
+        == ", decodes with npu_mla_prolog_v3 in layers with unquantized projections"
+    )
     monkeypatch.setattr(on.parallel_config, "decode_context_parallel_size", 2)
     assert mla_prolog.reason_against(on) == "decode context parallelism"
     monkeypatch.setattr(host, "chip_family", lambda: chips.ChipFamily("none", ()))

@@ -6,15 +6,31 @@ import pytest
 import torch
 import torch.nn.functional as F
 import torch_npu
-from ascend_platform.ops import activation, gemma_layernorm, layernorm, rotary_embedding, tensor_parallel  # noqa: F401
+from ascend_platform.ops import (
+    activation,
+    gemma_layernorm,
+    layernorm,  # noqa: F401
+    rotary_embedding,
+    tensor_parallel,
+)
 from ascend_platform.worker import rotary_tables
 from vllm.config import VllmConfig, set_current_vllm_config
 from vllm.model_executor.layers import rotary_embedding as rotary_of_vllm
 from vllm.model_executor.layers import vocab_parallel_embedding
-from vllm.model_executor.layers.activation import FastGELU, GeluAndMul, NewGELU, QuickGELU, SiluAndMul
+from vllm.model_executor.layers.activation import (
+    FastGELU,
+    GeluAndMul,
+    NewGELU,
+    QuickGELU,
+    SiluAndMul,
+)
 from vllm.model_executor.layers.attention import Attention
 from vllm.model_executor.layers.layernorm import GemmaRMSNorm, RMSNorm, RMSNormGated
-from vllm.model_executor.layers.rotary_embedding import Llama3RotaryEmbedding, MRotaryEmbedding, RotaryEmbedding
+from vllm.model_executor.layers.rotary_embedding import (
+    Llama3RotaryEmbedding,
+    MRotaryEmbedding,
+    RotaryEmbedding,
+)
 from vllm.model_executor.layers.rotary_embedding.common import ApplyRotaryEmb
 
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
@@ -59,15 +75,27 @@ def test_fused_add_rms_norm(dtype):
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("form", [{}, {"activation": "sigmoid"}, {"norm_before_gate": False}, {"group_size": 64}])
+@pytest.mark.parametrize(
+    "form", [{}, {"activation": "sigmoid"}, {"norm_before_gate": False}, {"group_size": 64}]
+)
 def test_gated_rms_norm(dtype, form):
     layer = RMSNormGated(128, eps=1e-6, dtype=dtype, **({"norm_before_gate": True} | form))
     layer.weight.data.normal_()
     x, z = torch.randn(2, 9, 4, 128, dtype=dtype)
-    weight, gate = layer.weight.double(), torch.sigmoid(z.double()) * (1 if form.get("activation") else z.double())
+    weight, gate = (
+        layer.weight.double(),
+        torch.sigmoid(z.double()) * (1 if form.get("activation") else z.double()),
+    )
     groups = (-1, form.get("group_size", 128))
-    normed = rms((x * gate if "norm_before_gate" in form else x).double().unflatten(-1, groups), 1, 1e-6).flatten(-2) * weight
-    close(layer.to("npu")(x.npu(), z.npu()), normed if "norm_before_gate" in form else normed * gate)
+    normed = (
+        rms(
+            (x * gate if "norm_before_gate" in form else x).double().unflatten(-1, groups), 1, 1e-6
+        ).flatten(-2)
+        * weight
+    )
+    close(
+        layer.to("npu")(x.npu(), z.npu()), normed if "norm_before_gate" in form else normed * gate
+    )
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -78,7 +106,8 @@ def test_gemma_rms_norm(dtype):
     expected_weight = layer.weight.double() + 1
     layer = layer.to("npu")
     x, residual = torch.randn(2, 9, 256, dtype=dtype)
-    heads = x.npu()[:, :128].unflatten(-1, (1, 128))  # as Gemma 3 has queries: rows of a wider tensor
+    # as Gemma 3 has queries: rows of a wider tensor
+    heads = x.npu()[:, :128].unflatten(-1, (1, 128))
     close(layer(heads)[:, 0], rms(x[:, :128].double(), expected_weight, 1e-6))
     x, residual = x[:, :128], residual[:, :128]
     normed, left = layer(x.npu(), residual.npu())
@@ -91,7 +120,9 @@ def test_rms_norm_of_another_dtype_than_the_weight_s_falls_back_to_native():
     layer.weight.data.normal_()
     x = torch.randn(3, 64)
     assert layer.is_fused
-    close(layer.to("npu")(x.npu()), rms(x.double(), layer.weight.cpu().double(), 1e-6), ulps=1 << 16)
+    close(
+        layer.to("npu")(x.npu()), rms(x.double(), layer.weight.cpu().double(), 1e-6), ulps=1 << 16
+    )
 
 
 def test_rms_norm_is_vllm_s_where_the_user_disables_it():
@@ -106,7 +137,10 @@ def test_rms_norm_is_vllm_s_where_the_user_disables_it():
 def test_partial_rms_norm_falls_back_to_native():
     layer = RMSNorm(64, var_hidden_size=32, dtype=torch.float32)
     x = torch.randn(3, 64)
-    close(layer.to("npu")(x.npu()), x.double() / (x[:, :32].double().pow(2).mean(-1, keepdim=True) + 1e-6).sqrt())
+    close(
+        layer.to("npu")(x.npu()),
+        x.double() / (x[:, :32].double().pow(2).mean(-1, keepdim=True) + 1e-6).sqrt(),
+    )
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -137,7 +171,8 @@ def test_forms_of_gelu(dtype):
 
 
 def rotated(x, positions, inverse_frequencies, neox, head_size):
-    """Rotate each pair (a, b) of a head by position times frequency, or the token's; pairs are halves (neox) or neighbours."""
+    """Rotate each pair (a, b) of a head by position times frequency, or the token's; pairs are
+    halves (neox) or neighbours."""
     turned = x.double().reshape(len(positions), -1, head_size).clone()
     angles = positions.double()[:, None] * inverse_frequencies.double()
     cos, sin = angles.cos()[:, None], angles.sin()[:, None]
@@ -151,17 +186,29 @@ def rotated(x, positions, inverse_frequencies, neox, head_size):
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("neox", [True, False])
-@pytest.mark.parametrize(("head_size", "rotary_dim"), [(64, 64), (128, 64), (80, 80), (80, 32)])  # 80 is no multiple of 32
+# 80 is no multiple of 32
+@pytest.mark.parametrize(("head_size", "rotary_dim"), [(64, 64), (128, 64), (80, 80), (80, 32)])
 def test_rotary_embedding(dtype, neox, head_size, rotary_dim):
     layer = RotaryEmbedding(head_size, rotary_dim, 512, 10000.0, neox, dtype).to("npu")
     positions = torch.randint(0, 512, (11,))
-    query, key = torch.randn(11, 4 * head_size, dtype=dtype), torch.randn(11, 2 * head_size, dtype=dtype)
+    query, key = (
+        torch.randn(11, 4 * head_size, dtype=dtype),
+        torch.randn(11, 2 * head_size, dtype=dtype),
+    )
     joined = torch.cat([query, key], -1).npu()  # as the model has them: slices of one projection
     got_query, got_key = layer(positions.npu(), *joined.split([4 * head_size, 2 * head_size], -1))
     frequencies = 10000.0 ** -(torch.arange(0, rotary_dim, 2, dtype=torch.float64) / rotary_dim)
     # vLLM computes the angles in float32: up to 512 * 2^-24 off
-    close(got_query, rotated(query, positions, frequencies, neox, head_size), ulps=300 if dtype is torch.float32 else 4)
-    close(got_key, rotated(key, positions, frequencies, neox, head_size), ulps=300 if dtype is torch.float32 else 4)
+    close(
+        got_query,
+        rotated(query, positions, frequencies, neox, head_size),
+        ulps=300 if dtype is torch.float32 else 4,
+    )
+    close(
+        got_key,
+        rotated(key, positions, frequencies, neox, head_size),
+        ulps=300 if dtype is torch.float32 else 4,
+    )
 
 
 LONGROPE = {"short_factor": [1.0] * 32, "long_factor": [2.0] * 32}
@@ -174,9 +221,17 @@ LONGROPE = {"short_factor": [1.0] * 32, "long_factor": [2.0] * 32}
         ({"rope_type": "linear", "factor": 2.0}, 512),
         ({"rope_type": "dynamic", "factor": 2.0}, 256),
         ({"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32}, 128),
-        ({"rope_type": "deepseek_yarn", "factor": 4.0, "original_max_position_embeddings": 32}, 128),
         (
-            {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32, "mrope_section": [16, 8, 8]},
+            {"rope_type": "deepseek_yarn", "factor": 4.0, "original_max_position_embeddings": 32},
+            128,
+        ),
+        (
+            {
+                "rope_type": "yarn",
+                "factor": 4.0,
+                "original_max_position_embeddings": 32,
+                "mrope_section": [16, 8, 8],
+            },
             512,
         ),  # 4 times
         (
@@ -194,16 +249,23 @@ def test_requests_longer_than_the_rotary_table_are_refused_at_load(scaling, rows
     config = VllmConfig()
     config.model_config = types.SimpleNamespace(max_model_len=256)  # for LongRoPE
     with set_current_vllm_config(config):
-        attention.rotary_emb = rotary_of_vllm.get_rope(64, 256, True, {"rope_theta": 10000.0, **scaling}, torch.float32)
+        attention.rotary_emb = rotary_of_vllm.get_rope(
+            64, 256, True, {"rope_theta": 10000.0, **scaling}, torch.float32
+        )
     attention.attn = Attention.__new__(Attention)
     torch.nn.Module.__init__(attention.attn)
     model = torch.nn.Sequential(attention)
     rotary_tables.check(model, rows)
     with pytest.raises(
-        ValueError, match=rf"has {rows} positions .* --max-model-len is {rows + 1}; fix: --max-model-len {rows}, or"
+        ValueError,
+        match=(
+            rf"has {rows} positions .* --max-model-len is {rows + 1}; fix: --max-model-len"
+            rf" {rows}, or"
+        ),
     ):
         rotary_tables.check(model, rows + 1)
-    vision = torch.nn.Sequential(torch.nn.Sequential(attention.rotary_emb))  # without a KV cache: positions of a picture
+    # without a KV cache: positions of a picture
+    vision = torch.nn.Sequential(torch.nn.Sequential(attention.rotary_emb))
     rotary_tables.check(vision, rows + 1)
 
 
@@ -214,33 +276,52 @@ def test_rotary_subclasses_are_fused():
     positions = torch.arange(200, 230)
     query, key = torch.randn(2, 30, 128)
     got, _ = layer(positions.npu(), query.npu(), key.npu())
-    close(got, rotated(query, positions, layer._compute_inv_freq(10000.0).cpu(), True, 64), ulps=300)
+    close(
+        got, rotated(query, positions, layer._compute_inv_freq(10000.0).cpu(), True, 64), ulps=300
+    )
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("neox", [True, False])
 @pytest.mark.parametrize(
     ("section", "turns", "fused"),
-    [([16, 24, 24], False, True), ([24, 20, 20], True, True), ([8, 12, 12], False, True), ([11, 11, 10], True, False)],
+    [
+        ([16, 24, 24], False, True),
+        ([24, 20, 20], True, True),
+        ([8, 12, 12], False, True),
+        ([11, 11, 10], True, False),
+    ],
 )
 def test_mrope(section, turns, fused, neox, dtype, monkeypatch):
-    """The models' sections: of Qwen2.5-VL, Qwen3-VL, GLM-4V, and of Qwen3.5, which npu_mrope does not support."""
+    """The models' sections: of Qwen2.5-VL, Qwen3-VL, GLM-4V, and of Qwen3.5, which npu_mrope does
+    not support."""
     head_size, rotary = 128, 2 * sum(section)
     layer = MRotaryEmbedding(head_size, rotary, 128, 10000.0, neox, dtype, section, turns).to("npu")
     calls = []
     operator = torch_npu.npu_mrope
-    monkeypatch.setattr(torch_npu, "npu_mrope", lambda *x, **options: calls.append(options) or operator(*x, **options))
+    monkeypatch.setattr(
+        torch_npu,
+        "npu_mrope",
+        lambda *x, **options: calls.append(options) or operator(*x, **options),
+    )
     owners = [row for row, count in enumerate(section) for _ in range(count)]
     if turns:
         owners = [i % 3 if i < 3 * section[i % 3] else 0 for i in range(rotary // 2)]
     positions = torch.randint(0, 512, (3, 11))
-    query, key = torch.randn(11, 4 * head_size, dtype=dtype), torch.randn(11, 2 * head_size, dtype=dtype)
+    query, key = (
+        torch.randn(11, 4 * head_size, dtype=dtype),
+        torch.randn(11, 2 * head_size, dtype=dtype),
+    )
     joined = torch.cat([query, key], -1).npu()
     got = layer(positions.npu(), *joined.split([4 * head_size, 2 * head_size], -1))
     frequencies = 10000.0 ** -(torch.arange(0, rotary, 2, dtype=torch.float64) / rotary)
     angles = torch.stack([positions[row] * frequencies[i] for i, row in enumerate(owners)], -1)
     for x, found in zip((query, key), got, strict=True):
-        close(found, rotated(x, torch.ones(11), angles, neox, head_size), ulps=300 if dtype is torch.float32 else 4)
+        close(
+            found,
+            rotated(x, torch.ones(11), angles, neox, head_size),
+            ulps=300 if dtype is torch.float32 else 4,
+        )
     layer(positions[0].npu(), *joined.split([4 * head_size, 2 * head_size], -1))  # text alone
     assert len(calls) == 1 + fused
 
@@ -249,7 +330,8 @@ def test_mrope(section, turns, fused, neox, dtype, monkeypatch):
 @pytest.mark.parametrize("neox", [True, False])
 @pytest.mark.parametrize("shape", [(2, 7, 3, 80), (7, 3, 72)])
 def test_rotary_embedding_of_vision_encoders(dtype, neox, shape, monkeypatch):
-    monkeypatch.setattr(ApplyRotaryEmb, "forward_native", None)  # also of the class that vLLM takes where ours is not registered
+    # also of the class that vLLM takes where ours is not registered
+    monkeypatch.setattr(ApplyRotaryEmb, "forward_native", None)
     layer = ApplyRotaryEmb(enforce_enable=True, is_neox_style=neox)
     x, angles = torch.randn(shape, dtype=dtype), torch.randn(shape[-3], shape[-1] // 2)
     got = layer(x.npu(), angles.cos().to(dtype).npu(), angles.sin().to(dtype).npu())
@@ -259,13 +341,17 @@ def test_rotary_embedding_of_vision_encoders(dtype, neox, shape, monkeypatch):
     close(got, expected, ulps=8)
 
 
-@pytest.mark.parametrize("added", [(20, 20), (22, 24)])  # tokens that are added to the vocabulary, of this rank
+# tokens that are added to the vocabulary, of this rank
+@pytest.mark.parametrize("added", [(20, 20), (22, 24)])
 @pytest.mark.parametrize("shard", [(0, 7), (7, 14), (14, 20), (20, 20)])
 def test_rows_and_mask_of_a_vocabulary_shard(shard, added):
     ids, ranges = torch.arange(26, dtype=torch.int32), (*shard, 2, *added)
     rows, masked = vocab_parallel_embedding.get_masked_input_and_mask(ids.npu(), *ranges)
     expected, others = tensor_parallel._native(ids, *ranges)
-    assert vocab_parallel_embedding.get_masked_input_and_mask is tensor_parallel.get_masked_input_and_mask
+    assert (
+        vocab_parallel_embedding.get_masked_input_and_mask
+        is tensor_parallel.get_masked_input_and_mask
+    )
     assert torch.equal(masked.cpu(), others)
     assert torch.equal(rows.cpu()[~others], expected[~others])
     assert rows.cpu().min() >= 0

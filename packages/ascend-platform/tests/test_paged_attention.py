@@ -41,7 +41,9 @@ def test_head_sizes(size, monkeypatch):
 def test_latent_attention(widths, kind):
     rng = random.Random(kind)
     batch = LatentBatch(3, widths, torch.float32, pairs(kind, rng, 3, 300), rng)
-    torch.testing.assert_close(batch.run(PagedLatentAttentionBackend).double(), batch.expected(), atol=2e-5, rtol=2e-5)
+    torch.testing.assert_close(
+        batch.run(PagedLatentAttentionBackend).double(), batch.expected(), atol=2e-5, rtol=2e-5
+    )
 
 
 @pytest.mark.parametrize(("widths", "indexer"), [((512, 64), (16, 128)), ((96, 32), (5, 24))])
@@ -50,7 +52,9 @@ def test_latent_attention(widths, kind):
 def test_sparse_latent_attention(widths, indexer, kind, max_elements, monkeypatch):
     monkeypatch.setattr(sparse_latent, "MAX_ELEMENTS", max_elements)
     rng = random.Random(kind)
-    batch = SparseLatentBatch(3, widths, torch.float32, pairs(kind, rng, 3, 120), rng, count=24, indexer=indexer)
+    batch = SparseLatentBatch(
+        3, widths, torch.float32, pairs(kind, rng, 3, 120), rng, count=24, indexer=indexer
+    )
     chosen, output = batch.run_sparse(sparse_latent.PagedSparseLatentAttentionBackend)
     batch.check_selected(chosen, bound=1e-4)
     torch.testing.assert_close(output.double(), batch.expected_of(chosen), atol=2e-5, rtol=2e-5)
@@ -62,7 +66,12 @@ BEYOND = {
     "soft cap": {"logits_soft_cap": 1.5},
     "ALiBi": {"alibi_slopes": [0.5, 0.25, 0.1, 0.02]},
     "sinks": {"sinks": torch.tensor([0.5, 3.0, -1.0, 2.0])},
-    "all": {"sliding_window": 24, "logits_soft_cap": 1.5, "alibi_slopes": [0.5, 0.25, 0.1, 0.02], "sinks": torch.ones(4)},
+    "all": {
+        "sliding_window": 24,
+        "logits_soft_cap": 1.5,
+        "alibi_slopes": [0.5, 0.25, 0.1, 0.02],
+        "sinks": torch.ones(4),
+    },
 }
 
 
@@ -79,12 +88,20 @@ def check(dtype, heads, kv_heads, kind, max_elements, monkeypatch, size=32, **be
     requests = pairs(kind, rng, rng.randint(1, 6), 150)
     if rng.random() < 0.5:  # vLLM sorts decodes first, but the result must not depend on it
         requests.sort(key=lambda pair: pair[0] > 1)
-    batch = PagedBatch(Sizes(BLOCKS, BLOCK_SIZE, heads, kv_heads, size, dtype, torch.nan), requests, rng)
+    batch = PagedBatch(
+        Sizes(BLOCKS, BLOCK_SIZE, heads, kv_heads, size, dtype, torch.nan), requests, rng
+    )
     output = batch.run(paged.PagedAttentionBackend, **beyond)
     slopes = torch.tensor(beyond["alibi_slopes"]) if "alibi_slopes" in beyond else None
-    options = {"window": beyond.get("sliding_window"), "cap": beyond.get("logits_soft_cap"), "sinks": beyond.get("sinks")}
+    options = {
+        "window": beyond.get("sliding_window"),
+        "cap": beyond.get("logits_soft_cap"),
+        "sinks": beyond.get("sinks"),
+    }
     bound = 8 * torch.finfo(dtype).eps
-    torch.testing.assert_close(output.double(), batch.expected(slopes=slopes, **options), atol=bound, rtol=bound)
+    torch.testing.assert_close(
+        output.double(), batch.expected(slopes=slopes, **options), atol=bound, rtol=bound
+    )
 
 
 def test_slopes_of_alibi_are_copied_to_the_device_once(monkeypatch):
@@ -102,7 +119,9 @@ def test_slopes_of_alibi_are_copied_to_the_device_once(monkeypatch):
         causal=True,
     )
     query, key, value = torch.randn(3, 5, 4, 16).npu()
-    monkeypatch.setattr(torch, "tensor", lambda *args, **named: copied.append(args[0]) or tensor(*args, **named))
+    monkeypatch.setattr(
+        torch, "tensor", lambda *args, **named: copied.append(args[0]) or tensor(*args, **named)
+    )
     for layer in layers:
         layer.forward(None, query, key, value, cache, meta, torch.empty_like(query))
     assert [list(values) for values in copied if values in (slopes, tuple(slopes))] == [slopes]
@@ -111,12 +130,19 @@ def test_slopes_of_alibi_are_copied_to_the_device_once(monkeypatch):
 def test_profiling_run_returns_zeros():
     layer = paged.PagedAttentionImpl(2, 16, 1.0)
     output = torch.full((3, 2, 16), torch.nan, device="npu")
-    assert layer.forward(None, output, output, output, KVCachePair(output, output), None, output).abs().sum().item() == 0
+    assert (
+        layer.forward(None, output, output, output, KVCachePair(output, output), None, output)
+        .abs()
+        .sum()
+        .item()
+        == 0
+    )
 
 
 @pytest.mark.parametrize("num_decodes", [0, 3])
 def test_cross_attention(num_decodes):
-    """Each token attends to all keys of its request. They are written in the first step; the second step has none."""
+    """Each token attends to all keys of its request. They are written in the first step; the second
+    step has none."""
     heads, size, lengths, counts = 4, 32, [40, 7, 100], [1, 1, 1] if num_decodes else [1, 5, 3]
     keys, values = ([torch.randn(n, 2, size) for n in lengths] for _ in range(2))
     table = torch.arange(21, dtype=torch.int32).view(3, 7)
@@ -157,7 +183,10 @@ def test_capability_queries(plain):
     """vLLM passes members of AttentionType, whose str() is not their value."""
     asked = [kind.value if plain else kind for kind in AttentionType]
     decoder, encoder = paged.PagedAttentionBackend, EncoderAttentionBackend
-    assert [kind for kind in asked if decoder.supports_attn_type(kind)] == ["decoder", "encoder_decoder"]
+    assert [kind for kind in asked if decoder.supports_attn_type(kind)] == [
+        "decoder",
+        "encoder_decoder",
+    ]
     assert [kind for kind in asked if encoder.supports_attn_type(kind)] == ["encoder_only"]
     assert (decoder.supports_sink(), encoder.supports_sink()) == (True, False)
     assert decoder.supports_sliding_window()

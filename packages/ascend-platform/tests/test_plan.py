@@ -1,4 +1,5 @@
-"""Sizes compared with models that transformers builds, estimates with figures published for real NPUs."""
+"""Sizes compared with models that transformers builds, estimates with figures published for real
+NPUs."""
 
 import dataclasses
 import json
@@ -15,16 +16,33 @@ from ascend_platform.cli import main
 from ascend_platform.cli.plan import estimate, model
 
 PAGE = Path(__file__).parents[3] / "docs" / "layout-planner.md"
-QWEN3 = {"num_key_value_heads": 8, "head_dim": 128, "vocab_size": 151936, "tie_word_embeddings": False}
+QWEN3 = {
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+    "vocab_size": 151936,
+    "tie_word_embeddings": False,
+}
 CONFIGS = {
     "Qwen3-8B": transformers.Qwen3Config(
-        num_hidden_layers=36, hidden_size=4096, num_attention_heads=32, intermediate_size=12288, **QWEN3
+        num_hidden_layers=36,
+        hidden_size=4096,
+        num_attention_heads=32,
+        intermediate_size=12288,
+        **QWEN3,
     ),
     "Qwen3-14B": transformers.Qwen3Config(
-        num_hidden_layers=40, hidden_size=5120, num_attention_heads=40, intermediate_size=17408, **QWEN3
+        num_hidden_layers=40,
+        hidden_size=5120,
+        num_attention_heads=40,
+        intermediate_size=17408,
+        **QWEN3,
     ),
     "Qwen3-32B": transformers.Qwen3Config(
-        num_hidden_layers=64, hidden_size=5120, num_attention_heads=64, intermediate_size=25600, **QWEN3
+        num_hidden_layers=64,
+        hidden_size=5120,
+        num_attention_heads=64,
+        intermediate_size=25600,
+        **QWEN3,
     ),
     "Qwen3-30B-A3B": transformers.Qwen3MoeConfig(
         num_hidden_layers=48,
@@ -62,7 +80,9 @@ CONFIGS = {
         q_lora_rank=None,
         vocab_size=102400,
     ),
-    "opt": transformers.OPTConfig(hidden_size=512, ffn_dim=2048, num_hidden_layers=4, num_attention_heads=8),
+    "opt": transformers.OPTConfig(
+        hidden_size=512, ffn_dim=2048, num_hidden_layers=4, num_attention_heads=8
+    ),
     "Qwen3-Next": transformers.Qwen3NextConfig(),
     "Qwen3.5": transformers.Qwen3_5TextConfig(),
 }
@@ -140,19 +160,26 @@ def test_layouts_are_valid_and_hold_all_weights(name, npus):
 def test_kv_cache_capacity_by_hand():
     """Qwen3-8B on one 64 GiB NPU with 16 bits: 36 layers of 2 x 8 x 128 elements per token."""
     sizes = sizes_of(CONFIGS["Qwen3-8B"])
-    one = estimate.estimate(sizes, chips.FIGURES["Ascend910B1"], estimate.Layout(1, 1, 1), estimate.Load())
+    one = estimate.estimate(
+        sizes, chips.FIGURES["Ascend910B1"], estimate.Layout(1, 1, 1), estimate.Load()
+    )
     cache = 64 * 2**30 * 0.92 - 2 * sizes.parameters - 3 * 2**30
     assert one.kv_tokens == int(cache / (36 * 2 * 8 * 128 * 2))
-    half = estimate.estimate(sizes, chips.FIGURES["Ascend910B1"], estimate.Layout(1, 1, 1), estimate.Load(kv_bytes=1))
+    half = estimate.estimate(
+        sizes, chips.FIGURES["Ascend910B1"], estimate.Layout(1, 1, 1), estimate.Load(kv_bytes=1)
+    )
     assert half.kv_tokens == pytest.approx(2 * one.kv_tokens, abs=2)
 
 
 def test_states_have_blocks_as_long_as_attention_has():
-    """Qwen3-Next: 36 states of 32 heads in 1 MiB, and blocks of 1024 tokens, whose keys are as large; with TP4 512 tokens."""
+    """Qwen3-Next: 36 states of 32 heads in 1 MiB, and blocks of 1024 tokens, whose keys are as
+    large; with TP4 512 tokens."""
     sizes = sizes_of(CONFIGS["Qwen3-Next"])
     assert (sizes.linear, sizes.state) == (36, 2**20)
     for ranks, tokens in ((1, 1024), (2, 1024), (4, 512)):
-        of_rank = estimate._Calculation(sizes, chips.FIGURES["Ascend910B1"], estimate.Layout(ranks, 1, 1), estimate.Load())
+        of_rank = estimate._Calculation(
+            sizes, chips.FIGURES["Ascend910B1"], estimate.Layout(ranks, 1, 1), estimate.Load()
+        )
         block = tokens * 2 * 256 * max(2 // ranks, 1) * 2
         assert of_rank.kv(1) == of_rank.kv(tokens) == 48 * block
         assert of_rank.kv(tokens + 1) == 60 * block
@@ -200,13 +227,22 @@ def test_command(saved, capsys):
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        (["--soc", "H100", "--npus", "1"], "unknown chip 'H100'; fix: --soc with one of: Ascend910B1"),
+        (
+            ["--soc", "H100", "--npus", "1"],
+            "unknown chip 'H100'; fix: --soc with one of: Ascend910B1",
+        ),
         (
             ["--soc", "Ascend910B4", "--npus", "1", "--input", "200000"],
             "does not fit on 1 Ascend910B4: the smallest layout",
         ),
-        (["--soc", "Ascend910B4", "--npus", "1", "--requests", "0"], "--requests must be at least 1"),
-        (["--soc", "Ascend910B4", "--npus", "1", "--gpu-memory-utilization", "92"], "must be greater than 0 and at most 1"),
+        (
+            ["--soc", "Ascend910B4", "--npus", "1", "--requests", "0"],
+            "--requests must be at least 1",
+        ),
+        (
+            ["--soc", "Ascend910B4", "--npus", "1", "--gpu-memory-utilization", "92"],
+            "must be greater than 0 and at most 1",
+        ),
     ],
 )
 def test_errors_are_one_line(saved, capsys, options, said):
@@ -219,7 +255,10 @@ def test_errors_are_one_line(saved, capsys, options, said):
 def report(path, soc="Ascend910B3", emulated=False, **timings):
     """A report of `ascend-emulator verify` with these times."""
     facts = {"soc": soc, "emulated": emulated}
-    observed = {name.replace("_", "-"): {"outcome": "observed", "facts": each} for name, each in timings.items()}
+    observed = {
+        name.replace("_", "-"): {"outcome": "observed", "facts": each}
+        for name, each in timings.items()
+    }
     cases = {"environment": {"environment": {"facts": facts}}, "timings": observed}
     path.write_text(json.dumps({"schema": 1, "cases": cases}))
     return str(path)
@@ -231,14 +270,19 @@ def test_times_of_a_report_replace_published_figures(saved, capsys, tmp_path):
     assert main.main(["plan", saved, "--soc", "Ascend910B3", "--npus", "1", "--report", path]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert lines[0].endswith("1 x Ascend910B3 (64 GiB, 1200.0 GB/s, 250.0 TFLOPS)")
-    assert lines[-1].startswith("estimated from times measured on an NPU (cann.json); best: vllm serve")
+    assert lines[-1].startswith(
+        "estimated from times measured on an NPU (cann.json); best: vllm serve"
+    )
     figures = chips.measured(chips.FIGURES["Ascend910B3"], Path(path))
     assert (figures.link_gbs, figures.collective_us) == (28, 20)  # the report has no collectives
     sizes, load = model.load(saved), estimate.Load(1, 64, 64)
     fast = estimate.estimate(sizes, figures, estimate.Layout(1, 1, 1), load)
     slow = estimate.estimate(
         sizes,
-        chips.measured(figures, Path(report(tmp_path / "b.json", one_token_by_a_matrix={"gb_per_second": 600.0}))),
+        chips.measured(
+            figures,
+            Path(report(tmp_path / "b.json", one_token_by_a_matrix={"gb_per_second": 600.0})),
+        ),
         estimate.Layout(1, 1, 1),
         load,
     )
@@ -248,8 +292,14 @@ def test_times_of_a_report_replace_published_figures(saved, capsys, tmp_path):
 @pytest.mark.parametrize(
     ("given", "said"),
     [
-        ({"emulated": True, "launch": {"eager": 5.0}}, "is a report of the emulator, whose times are those of a CPU; fix:"),
-        ({"soc": "Ascend910B1"}, "is a report of Ascend910B1; fix: --soc Ascend910B1, or a report of Ascend910B3"),
+        (
+            {"emulated": True, "launch": {"eager": 5.0}},
+            "is a report of the emulator, whose times are those of a CPU; fix:",
+        ),
+        (
+            {"soc": "Ascend910B1"},
+            "is a report of Ascend910B1; fix: --soc Ascend910B1, or a report of Ascend910B3",
+        ),
         ({}, "has no times; fix: ascend-emulator verify --only timings,collectives"),
     ],
 )
@@ -259,21 +309,44 @@ def test_other_reports_are_refused_in_one_line(saved, capsys, tmp_path, given, s
     error = capsys.readouterr().err
     assert said in error
     assert error.count("\n") == 1
-    assert main.main(["plan", saved, "--soc", "Ascend910B3", "--npus", "1", "--report", str(tmp_path / "none.json")]) == 2
-    assert "is not a report of `ascend-emulator verify`: FileNotFoundError" in capsys.readouterr().err
+    assert (
+        main.main(
+            [
+                "plan",
+                saved,
+                "--soc",
+                "Ascend910B3",
+                "--npus",
+                "1",
+                "--report",
+                str(tmp_path / "none.json"),
+            ]
+        )
+        == 2
+    )
+    assert (
+        "is not a report of `ascend-emulator verify`: FileNotFoundError" in capsys.readouterr().err
+    )
 
 
 def test_unsupported_models_are_refused():
     with pytest.raises(ValueError, match="conv are not supported"):
-        model.from_config(CONFIGS["Qwen3-8B"].to_dict() | {"layer_types": ["conv", "full_attention"]})
+        model.from_config(
+            CONFIGS["Qwen3-8B"].to_dict() | {"layer_types": ["conv", "full_attention"]}
+        )
     with pytest.raises(ValueError, match="an encoder are not supported"):
         sizes_of(transformers.T5Config())
 
 
 def test_experts_are_sharded_over_the_replicas():
-    """vLLM has one group of tensor and data parallelism for experts, whole (EP) or in slices; other weights are per replica."""
+    """vLLM has one group of tensor and data parallelism for experts, whole (EP) or in slices; other
+    weights are per replica."""
     sizes = sizes_of(CONFIGS["Qwen3-30B-A3B"])
     chip = chips.FIGURES["Ascend910_93"]
     for expert in (False, True):
         one = estimate.estimate(sizes, chip, estimate.Layout(1, 1, 4, expert), estimate.Load())
-        assert one.weights == 2 * (sizes.dense + 2 * sizes.head) + 2 * sizes.mixed * sizes.experts * sizes.expert / 4
+        assert (
+            one.weights
+            == 2 * (sizes.dense + 2 * sizes.head)
+            + 2 * sizes.mixed * sizes.experts * sizes.expert / 4
+        )

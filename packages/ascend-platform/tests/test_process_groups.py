@@ -1,4 +1,5 @@
-"""A rank that exits while another one hangs: its exit is bounded. Pipeline stages that schedule by their own caches."""
+"""A rank that exits while another one hangs: its exit is bounded. Pipeline stages that schedule by
+their own caches."""
 
 import socket
 import sys
@@ -47,11 +48,15 @@ def test_exit_beside_a_rank_that_hangs_has_a_deadline() -> None:
 
 @pytest.mark.parametrize("executor", ["external_launcher", "mp"])
 @pytest.mark.parametrize("other", ["attention and states", "states"])
-def test_stages_of_which_one_has_no_attention_are_refused_under_the_external_launcher(executor, other, monkeypatch):
+def test_stages_of_which_one_has_no_attention_are_refused_under_the_external_launcher(
+    executor, other, monkeypatch
+):
     def gather(stages, own, group):
         stages[:] = [other, own]
 
-    monkeypatch.setattr(process_groups, "get_pp_group", lambda: SimpleNamespace(world_size=2, cpu_group=None))
+    monkeypatch.setattr(
+        process_groups, "get_pp_group", lambda: SimpleNamespace(world_size=2, cpu_group=None)
+    )
     monkeypatch.setattr(process_groups.dist, "all_gather_object", gather)
     specs = [
         FullAttentionSpec(block_size=128, num_kv_heads=2, head_size=64, dtype=torch.bfloat16),

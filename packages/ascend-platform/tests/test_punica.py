@@ -35,7 +35,9 @@ def expected(x, a, b, tokens):
     for row, adapter in zip(x.cpu().double(), tokens, strict=True):
         index = slot(adapter)
         rows.append(
-            torch.zeros(b.shape[2]).double() if index is None else b[index, 0].cpu().double() @ (a[index, 0].cpu().double() @ row)
+            torch.zeros(b.shape[2]).double()
+            if index is None
+            else b[index, 0].cpu().double() @ (a[index, 0].cpu().double() @ row)
         )
     return torch.stack(rows)
 
@@ -48,14 +50,23 @@ MIXED = [7, 0, 9, 9, 0, 7, 7]
 def test_linear(out, tokens):
     a, b = adapters(out, len(out))
     before = [weight.cpu() for weight in (*a, *b)]
-    x, y = torch.randn(len(tokens), IN, device="npu"), torch.randn(len(tokens), sum(out), device="npu")
-    added = torch.cat([expected(x, *pair, tokens) for pair in zip(a, b, strict=True)], 1) + y.cpu().double()
+    x, y = (
+        torch.randn(len(tokens), IN, device="npu"),
+        torch.randn(len(tokens), sum(out), device="npu"),
+    )
+    added = (
+        torch.cat([expected(x, *pair, tokens) for pair in zip(a, b, strict=True)], 1)
+        + y.cpu().double()
+    )
     made = wrapper(tokens)
-    for _ in range(2):  # the second time the weights are in the order that the first brought them into
+    # the second time the weights are in the order that the first brought them into
+    for _ in range(2):
         found = y.clone()
         made.add_lora_linear(found, x, a, b, 1.0, tuple(out))
         torch.testing.assert_close(found.cpu().double(), added, rtol=1e-4, atol=1e-4)
-    assert all(torch.equal(weight.cpu(), kept) for weight, kept in zip((*a, *b), before, strict=True))
+    assert all(
+        torch.equal(weight.cpu(), kept) for weight, kept in zip((*a, *b), before, strict=True)
+    )
 
 
 def test_slots_can_be_loaded_outside_of_inference_mode():
@@ -79,7 +90,9 @@ def test_adapter_loaded_after_first_use():
     b[0][0, 0, :4].copy_(torch.ones(4, RANK))  # as vLLM's set_lora does
     y.zero_()
     made.add_lora_linear(y, x, a, b, 1.0, (16,))
-    torch.testing.assert_close(y.cpu().double(), expected(x, a[0], b[0], MIXED), rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(
+        y.cpu().double(), expected(x, a[0], b[0], MIXED), rtol=1e-4, atol=1e-4
+    )
 
 
 def test_separate_shrink_and_expand():
@@ -99,7 +112,10 @@ def test_embedding_and_logits():
     made, x = wrapper(MIXED, rows=[9, 0, 7]), torch.randn(7, RANK, device="npu")
     y = torch.zeros(7, 20, device="npu")
     made.add_lora_embedding(y, x, b[0])
-    rows = [torch.zeros(20) if slot(t) is None else b[0][slot(t), 0].cpu() @ row for t, row in zip(MIXED, x.cpu(), strict=True)]
+    rows = [
+        torch.zeros(20) if slot(t) is None else b[0][slot(t), 0].cpu() @ row
+        for t, row in zip(MIXED, x.cpu(), strict=True)
+    ]
     torch.testing.assert_close(y.cpu(), torch.stack(rows), rtol=1e-4, atol=1e-4)
     hidden, logits = torch.randn(3, IN, device="npu"), torch.zeros(3, 18, device="npu")
     made.add_lora_logits(logits, hidden, a[0], b[0], 1.0)
@@ -112,7 +128,9 @@ def test_logits_of_prompts_have_the_adapters_of_their_tokens():
     a, b = adapters([20], 1)
     tokens = [7, 7, 7, 9, 9, 9, 0, 0]
     made = wrapper(tokens, rows=[7, 9, 0])
-    manager = types.SimpleNamespace(_adapter_manager=types.SimpleNamespace(punica_wrapper_mapping={"": made}))
+    manager = types.SimpleNamespace(
+        _adapter_manager=types.SimpleNamespace(punica_wrapper_mapping={"": made})
+    )
     hidden = torch.randn(10, IN, device="npu")[1:9]
 
     def compute_logits(rows):
@@ -124,7 +142,12 @@ def test_logits_of_prompts_have_the_adapters_of_their_tokens():
     for part in (slice(0, 2), slice(2, 5), slice(3, 6), slice(6, 8)):
         found = of_tokens(hidden[part])
         torch.testing.assert_close(
-            found.cpu().double(), expected(hidden[part], a[0], b[0], tokens[part])[:, :18], rtol=1e-4, atol=1e-4
+            found.cpu().double(),
+            expected(hidden[part], a[0], b[0], tokens[part])[:, :18],
+            rtol=1e-4,
+            atol=1e-4,
         )
     sampled = expected(hidden[:3], a[0], b[0], [7, 9, 0])[:, :18]
-    torch.testing.assert_close(compute_logits(hidden[:3]).cpu().double(), sampled, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(
+        compute_logits(hidden[:3]).cpu().double(), sampled, rtol=1e-4, atol=1e-4
+    )

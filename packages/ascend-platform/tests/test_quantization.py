@@ -1,4 +1,5 @@
-"""Quantization schemes against float64, and refused configurations through vLLM's own configuration."""
+"""Quantization schemes against float64, and refused configurations through vLLM's own
+configuration."""
 
 import functools
 import json
@@ -39,12 +40,18 @@ SPECS = [
     Spec(4, "dynamic"),
     Spec(4, "dynamic", group=64),
 ]
-OF_EXPERTS = [spec for spec in SPECS if spec.inputs != "static" and (spec.bits == 4 or not spec.group)]
+OF_EXPERTS = [
+    spec for spec in SPECS if spec.inputs != "static" and (spec.bits == 4 or not spec.group)
+]
 
 
 def described(spec):
     """The description's entries for a layer called x."""
-    second = {"x.weight_scale_second": spec.scheme} if spec.scheme == "W4A8_DYNAMIC" and spec.group else {}
+    second = (
+        {"x.weight_scale_second": spec.scheme}
+        if spec.scheme == "W4A8_DYNAMIC" and spec.group
+        else {}
+    )
     packed = {"x.weight_packed": spec.scheme} if spec.packed else {}
     return {"version": "1.0.0"} | second | packed
 
@@ -52,7 +59,9 @@ def described(spec):
 def drawn(spec, dtype, *, experts=0):
     """A random matrix (or one per expert), and its tensors in a ModelSlim checkpoint."""
     torch.manual_seed(0)
-    made = [quantize.matrix(torch.randn(OUT, IN) * 0.1 + 0.02, spec, dtype) for _ in range(experts or 1)]
+    made = [
+        quantize.matrix(torch.randn(OUT, IN) * 0.1 + 0.02, spec, dtype) for _ in range(experts or 1)
+    ]
     inputs = torch.tensor(-1.5), torch.tensor(4.0)
     stored = [quantize.of_ascend(own, torch.linspace(-1, 1, OUT), inputs, dtype) for own in made]
     names = SCHEMES[spec.scheme].stored(described(spec), "x")
@@ -85,8 +94,11 @@ def test_linear_layer(spec, dtype):
         given["deq_scale"] = given["deq_scale"].to(torch.int32).view(torch.float32)
     packed = scheme.load(given, dtype, "x", True)
     assert set(packed) == set(scheme.packed)
-    if spec.inputs == "static":  # converted once: npu_quant_matmul would convert a float32 scale for float16 in each call
-        assert packed["deq_scale"].dtype == (torch.int64 if dtype == torch.float16 else torch.float32)
+    # converted once: npu_quant_matmul would convert a float32 scale for float16 in each call
+    if spec.inputs == "static":
+        assert packed["deq_scale"].dtype == (
+            torch.int64 if dtype == torch.float16 else torch.float32
+        )
     x = (torch.randn(5, IN) * 0.8).to(dtype)
     bias = torch.linspace(-1, 1, OUT).to(dtype)
     actual = scheme.apply(x.npu(), packed, None if spec.inputs == "static" else bias.npu())
@@ -100,40 +112,56 @@ def test_linear_layer(spec, dtype):
     if spec.inputs == "static":
         shifted = values + (quantize.input_steps((torch.tensor(-1.5), torch.tensor(4.0)), dtype)[0])
         assert distance(actual, shifted @ own.numbers().T + bias.double()) > bound
-        later = scheme.load(given, dtype, "x", False)  # of the other ranks, which do not add the bias
+        # of the other ranks, which do not add the bias
+        later = scheme.load(given, dtype, "x", False)
         assert not later["quant_bias"].any()
 
 
 @pytest.mark.parametrize(
-    ("given", "form"), [({}, "FRACTAL_NZ"), ({"weight_nz": False}, "ND"), ({"weight_nz": True}, "FRACTAL_NZ")]
+    ("given", "form"),
+    [({}, "FRACTAL_NZ"), ({"weight_nz": False}, "ND"), ({"weight_nz": True}, "FRACTAL_NZ")],
 )
 def test_weights_in_fractal_nz(monkeypatch, given, form):
     monkeypatch.setitem(options._given, "platform", given)
     scheme, (own,), tensors = SCHEMES["W8A8_DYNAMIC"], *drawn(Spec(8, "dynamic"), torch.float16)
     packed = scheme.load(tensors, torch.float16, "x", True)
     assert torch_npu.get_npu_format(packed["weight"]).name == form
-    narrow = base.transpose_int8(torch.zeros(48, IN, dtype=torch.int8).npu())  # blocks of 32 do not divide 48
+    # blocks of 32 do not divide 48
+    narrow = base.transpose_int8(torch.zeros(48, IN, dtype=torch.int8).npu())
     assert torch_npu.get_npu_format(narrow).name == "ND"
     x = torch.randn(5, IN).half()
     actual = scheme.apply(x.npu(), packed, None)
-    assert distance(actual, quantized_inputs(x, own.spec, torch.float16) @ own.numbers().T) < torch.finfo(torch.float16).eps
+    assert (
+        distance(actual, quantized_inputs(x, own.spec, torch.float16) @ own.numbers().T)
+        < torch.finfo(torch.float16).eps
+    )
 
 
 def test_updated_weights_stay_in_fractal_nz():
     """A reload copies a layer's new tensors into its parameters (vLLM's ``layerwise.py``)."""
     scheme, (own,), tensors = SCHEMES["W8A8_DYNAMIC"], *drawn(Spec(8, "dynamic"), torch.float16)
-    packed = scheme.load(tensors | {"weight": torch.zeros_like(tensors["weight"])}, torch.float16, "x", True)
+    packed = scheme.load(
+        tensors | {"weight": torch.zeros_like(tensors["weight"])}, torch.float16, "x", True
+    )
     address = packed["weight"].data_ptr()
     for name, new in scheme.load(tensors, torch.float16, "x", True).items():
         packed[name].copy_(new)
-    assert (torch_npu.get_npu_format(packed["weight"]).name, packed["weight"].data_ptr()) == ("FRACTAL_NZ", address)
+    assert (torch_npu.get_npu_format(packed["weight"]).name, packed["weight"].data_ptr()) == (
+        "FRACTAL_NZ",
+        address,
+    )
     x = torch.randn(5, IN).half()
     actual = scheme.apply(x.npu(), packed, None)
-    assert distance(actual, quantized_inputs(x, own.spec, torch.float16) @ own.numbers().T) < torch.finfo(torch.float16).eps
+    assert (
+        distance(actual, quantized_inputs(x, own.spec, torch.float16) @ own.numbers().T)
+        < torch.finfo(torch.float16).eps
+    )
 
 
 def test_other_values_of_weight_nz_are_refused(model):
-    with pytest.raises(ValueError, match=r"ascend\.platform\.weight_nz\" is 'yes'; supported: true, false"):
+    with pytest.raises(
+        ValueError, match=r"ascend\.platform\.weight_nz\" is 'yes'; supported: true, false"
+    ):
         engine_config(model(), additional_config={"ascend": {"platform": {"weight_nz": "yes"}}})
 
 
@@ -142,7 +170,9 @@ def wrong_scale(own):
 
 
 def swapped(own):
-    return quantize.Matrix(own.spec, own.values.unflatten(1, (-1, 2)).flip(-1).flatten(1), own.scale, own.zero)
+    return quantize.Matrix(
+        own.spec, own.values.unflatten(1, (-1, 2)).flip(-1).flatten(1), own.scale, own.zero
+    )
 
 
 def no_zero(own):
@@ -162,9 +192,15 @@ def test_experts(spec, dtype, counts):
         assert down["weight_scale"].dtype == (dtype if dtype == torch.bfloat16 else torch.float32)
     x = torch.randn(sum(counts), IN).to(dtype)
     actual = scheme.grouped(x.npu(), packed, torch.tensor(counts).npu())
-    values, expert = quantized_inputs(x, spec, dtype), torch.arange(len(counts)).repeat_interleave(torch.tensor(counts))
+    values, expert = (
+        quantized_inputs(x, spec, dtype),
+        torch.arange(len(counts)).repeat_interleave(torch.tensor(counts)),
+    )
     numbers = torch.stack([own.numbers() for own in made])
-    assert distance(actual, torch.einsum("mk,mnk->mn", values, numbers[expert])) < torch.finfo(dtype).eps
+    assert (
+        distance(actual, torch.einsum("mk,mnk->mn", values, numbers[expert]))
+        < torch.finfo(dtype).eps
+    )
 
 
 @pytest.mark.parametrize("inner", [32, 64])  # the second by npu_dequant_swiglu_quant
@@ -173,23 +209,45 @@ def test_swiglu_of_int8_experts(inner):
     torch.manual_seed(1)
     matrices = []
     for out, inputs in ((2 * inner, IN), (OUT, inner)):
-        made = [quantize.matrix(torch.randn(out, inputs) * 0.1, Spec(8, "dynamic"), dtype) for _ in range(2)]
-        stored = base.Quantized(*(torch.stack([getattr(own, n) for own in made]).npu() for n in ("values", "scale", "zero")))
-        matrices.append((torch.stack([own.numbers() for own in made]), scheme.pack(scheme.checked(stored, "x"), dtype)))
+        made = [
+            quantize.matrix(torch.randn(out, inputs) * 0.1, Spec(8, "dynamic"), dtype)
+            for _ in range(2)
+        ]
+        stored = base.Quantized(
+            *(
+                torch.stack([getattr(own, n) for own in made]).npu()
+                for n in ("values", "scale", "zero")
+            )
+        )
+        matrices.append(
+            (
+                torch.stack([own.numbers() for own in made]),
+                scheme.pack(scheme.checked(stored, "x"), dtype),
+            )
+        )
     x, expert = torch.randn(6, IN).to(dtype), torch.tensor([0, 0, 1, 1, 1, 1])
     (first, first_packed), (second, second_packed) = matrices
     actual = scheme.swiglu(first_packed, second_packed, x.npu(), torch.tensor([2, 4]).npu())
-    gate, up = torch.einsum("mk,mnk->mn", quantized_inputs(x, Spec(8, "dynamic"), dtype), first[expert]).chunk(2, -1)
+    gate, up = torch.einsum(
+        "mk,mnk->mn", quantized_inputs(x, Spec(8, "dynamic"), dtype), first[expert]
+    ).chunk(2, -1)
     hidden = quantized_inputs(torch.nn.functional.silu(gate) * up, Spec(8, "dynamic"), dtype)
     assert (
         distance(actual, torch.einsum("mk,mnk->mn", hidden, second[expert])) < 0.01
     )  # a value near a tie may be rounded differently
 
 
-@pytest.mark.parametrize("spec", [Spec(8, symmetric=False), Spec(4, group=32, symmetric=False), Spec(4)], ids=str)
+@pytest.mark.parametrize(
+    "spec", [Spec(8, symmetric=False), Spec(4, group=32, symmetric=False), Spec(4)], ids=str
+)
 def test_packed_words_of_compressed_tensors(spec):
     own = quantize.matrix(torch.randn(OUT, IN) + 0.3, spec, torch.float16)
-    found = reader(spec.bits)({name: tensor.npu() for name, tensor in quantize.of_compressed(own, None, torch.float16).items()})
+    found = reader(spec.bits)(
+        {
+            name: tensor.npu()
+            for name, tensor in quantize.of_compressed(own, None, torch.float16).items()
+        }
+    )
     assert torch.equal(found.weight.cpu(), own.values)
     assert torch.equal(found.scale.cpu(), own.scale)
     assert spec.symmetric or torch.equal(found.zero_point.cpu(), own.zero)
@@ -210,24 +268,35 @@ def test_packed_words_of_compressed_tensors(spec):
 def test_packed_words_of_awq_and_gptq(form, spec):
     own = quantize.matrix(torch.randn(OUT, IN) + 0.3, spec, torch.float16)
     if form == "awq":
-        given, read = quantize.of_awq(own, torch.float16), functools.partial(awq_gptq.read_awq, symmetric=spec.symmetric)
+        given, read = (
+            quantize.of_awq(own, torch.float16),
+            functools.partial(awq_gptq.read_awq, symmetric=spec.symmetric),
+        )
     else:
         given = quantize.of_gptq(own, torch.float16, second=form == "gptq_v2")
         offset = 0 if form == "gptq_v2" else awq_gptq.ONES[spec.bits]
-        read = functools.partial(awq_gptq.read_gptq, bits=spec.bits, symmetric=spec.symmetric, offset=offset)
+        read = functools.partial(
+            awq_gptq.read_gptq, bits=spec.bits, symmetric=spec.symmetric, offset=offset
+        )
     found = read({name: tensor.npu() for name, tensor in given.items()})
     assert torch.equal(found.weight.cpu(), own.values)
     assert torch.equal(found.scale.cpu().float(), own.scale)
     assert spec.symmetric or torch.equal(found.zero_point.cpu(), own.zero)
-    several = read({name: torch.stack((tensor, tensor)).npu() for name, tensor in given.items()})  # experts
+    # experts
+    several = read({name: torch.stack((tensor, tensor)).npu() for name, tensor in given.items()})
     assert torch.equal(several.weight[1], found.weight)
 
 
 def test_first_gptq_format_with_zeros_of_0():
-    """GPTQModel subtracts 1 from a word of eight zeros at once, which borrows from the next where a zero is 0."""
+    """GPTQModel subtracts 1 from a word of eight zeros at once, which borrows from the next where a
+    zero is 0."""
     zero = torch.tensor([[-8.0, 3, -8, -8, 0, 7, -8, 5]]).T
-    own = quantize.Matrix(Spec(4, symmetric=False), torch.zeros(8, 32, dtype=torch.int8), torch.ones(8, 1), zero)
-    found = awq_gptq.read_gptq(quantize.of_gptq(own, torch.float16), bits=4, symmetric=False, offset=awq_gptq.ONES[4])
+    own = quantize.Matrix(
+        Spec(4, symmetric=False), torch.zeros(8, 32, dtype=torch.int8), torch.ones(8, 1), zero
+    )
+    found = awq_gptq.read_gptq(
+        quantize.of_gptq(own, torch.float16), bits=4, symmetric=False, offset=awq_gptq.ONES[4]
+    )
     assert torch.equal(found.zero_point, zero)
 
 
@@ -249,17 +318,32 @@ WEIGHT = "model.layers.0.mlp.down_proj.weight"
 
 def test_quantized_weights_of_layers_that_vllm_keeps_unquantized_are_refused():
     layer = "model.layers.0.self_attn"
-    description = {f"{layer}.{name}.weight": "W8A8_DYNAMIC" for name in ("o_proj", "compressor.wkv")}
-    description |= {f"model.layers.{number}.mlp.experts.0.gate_proj.weight": "W8A8_DYNAMIC" for number in (0, 61)}
+    description = {
+        f"{layer}.{name}.weight": "W8A8_DYNAMIC" for name in ("o_proj", "compressor.wkv")
+    }
+    description |= {
+        f"model.layers.{number}.mlp.experts.0.gate_proj.weight": "W8A8_DYNAMIC"
+        for number in (0, 61)
+    }
     description |= {f"{layer}.compressor.norm.weight": "FLOAT"}
     config = modelslim.ModelSlimConfig(description)
     config._asked |= {f"{layer}.o_proj", "model.layers.0.mlp.experts"}
     made = torch.nn.Module()
-    for path in ("model", "model.layers", "model.layers.0", layer, f"{layer}.compressor", "model.layers.0.mlp"):
+    for path in (
+        "model",
+        "model.layers",
+        "model.layers.0",
+        layer,
+        f"{layer}.compressor",
+        "model.layers.0.mlp",
+    ):
         parent, _, name = path.rpartition(".")
         made.get_submodule(parent).add_module(name, torch.nn.Module())
     with pytest.raises(
-        ValueError, match=r"compressor\.wkv\.weight as W8A8_DYNAMIC, and vLLM keeps that layer unquantized; fix: "
+        ValueError,
+        match=(
+            r"compressor\.wkv\.weight as W8A8_DYNAMIC, and vLLM keeps that layer unquantized; fix: "
+        ),
     ):
         config.check_loaded(made)
     config.description[f"{layer}.compressor.wkv.weight"] = "FLOAT"
@@ -268,11 +352,16 @@ def test_quantized_weights_of_layers_that_vllm_keeps_unquantized_are_refused():
 
 @pytest.mark.parametrize("name", ["wk", "weights_proj"])
 def test_quantized_weights_of_an_indexer_are_refused_before_they_are_loaded(name):
-    """The indexer's wk of DeepSeek-V3.2 has no quantization method in vLLM: its integers would be loaded as numbers."""
+    """The indexer's wk of DeepSeek-V3.2 has no quantization method in vLLM: its integers would be
+    loaded as numbers."""
     weight = f"model.layers.0.self_attn.indexer.{name}.weight"
     assert modelslim.ModelSlimConfig({weight: "FLOAT"}).description
     with pytest.raises(
-        ValueError, match=rf"indexer\.{name}\.weight as W8A8_DYNAMIC, and vLLM keeps that layer unquantized; fix: "
+        ValueError,
+        match=(
+            rf"indexer\.{name}\.weight as W8A8_DYNAMIC, and vLLM keeps that layer unquantized;"
+            r" fix: "
+        ),
     ):
         modelslim.ModelSlimConfig({weight: "W8A8_DYNAMIC"})
 
@@ -287,9 +376,21 @@ def test_modelslim_checkpoint_is_detected(model):
 @pytest.mark.parametrize(
     ("description", "named"),
     [
-        ({WEIGHT: "W4A4_DYNAMIC"}, f"W4A4_DYNAMIC .such as {WEIGHT}.; supported: W8A8, W8A8_DYNAMIC, W8A16, W4A16, W4A8_DYNAMIC"),
-        ({WEIGHT: "W8A8", "fa_quant_type": "FAKQuant"}, "KV cache or attention quantization FAKQuant; supported: C8"),
-        ({WEIGHT: "W8A8", "kv_cache_type": "KV4"}, "KV cache or attention quantization KV4; supported: C8"),
+        (
+            {WEIGHT: "W4A4_DYNAMIC"},
+            (
+                f"W4A4_DYNAMIC .such as {WEIGHT}.; supported: W8A8, W8A8_DYNAMIC, W8A16, W4A16,"
+                " W4A8_DYNAMIC"
+            ),
+        ),
+        (
+            {WEIGHT: "W8A8", "fa_quant_type": "FAKQuant"},
+            "KV cache or attention quantization FAKQuant; supported: C8",
+        ),
+        (
+            {WEIGHT: "W8A8", "kv_cache_type": "KV4"},
+            "KV cache or attention quantization KV4; supported: C8",
+        ),
     ],
 )
 def test_unsupported_descriptions_are_refused_in_one_line(model, description, named):
@@ -298,7 +399,12 @@ def test_unsupported_descriptions_are_refused_in_one_line(model, description, na
 
 
 def test_option_without_a_description_is_refused(model):
-    with pytest.raises(ValueError, match=rf"--quantization {NAME} is for ModelSlim checkpoints, which have a file {DESCRIPTION}"):
+    with pytest.raises(
+        ValueError,
+        match=(
+            rf"--quantization {NAME} is for ModelSlim checkpoints, which have a file {DESCRIPTION}"
+        ),
+    ):
         engine_config(model(), quantization=NAME)
 
 
@@ -307,7 +413,11 @@ def test_other_chips_and_dtypes_are_refused(model, monkeypatch):
         engine_config(model({WEIGHT: "W8A8"}), dtype="float32")
     monkeypatch.setattr(host, "chip", lambda: "Ascend310P3")
     with pytest.raises(
-        ValueError, match=r"of W4A16, which are supported on Atlas A2 and Atlas A3; this NPU is Ascend310P3; .* of W8A8"
+        ValueError,
+        match=(
+            r"of W4A16, which are supported on Atlas A2 and Atlas A3; this NPU is Ascend310P3; .*"
+            r" of W8A8"
+        ),
     ):
         engine_config(model({WEIGHT: "W8A8", "x.weight": "W4A16"}))
     engine_config(model({WEIGHT: "W8A8"}), dtype="float16")
@@ -316,7 +426,11 @@ def test_other_chips_and_dtypes_are_refused(model, monkeypatch):
 
 def compressed(weights, inputs=None, form="pack-quantized", **more):
     group = {"targets": ["Linear"], "weights": weights, "input_activations": inputs, "format": form}
-    return {"quant_method": "compressed-tensors", "format": form, "config_groups": {"group_0": group}} | more
+    return {
+        "quant_method": "compressed-tensors",
+        "format": form,
+        "config_groups": {"group_0": group},
+    } | more
 
 
 INT4 = {"num_bits": 4, "type": "int", "symmetric": True, "strategy": "channel", "dynamic": False}
@@ -345,7 +459,10 @@ TOKEN = {"num_bits": 8, "type": "int", "symmetric": True, "strategy": "token", "
 def test_unsupported_compressed_tensors_are_refused_in_one_line(model, config, named):
     with pytest.raises(ValueError, match=rf"compressed-tensors asks for [^\n]*{named}"):
         engine_config(model(quantization_config=config))
-    assert engine_config(model(quantization_config=compressed(INT4))).model_config.quantization == "compressed-tensors"
+    assert (
+        engine_config(model(quantization_config=compressed(INT4))).model_config.quantization
+        == "compressed-tensors"
+    )
 
 
 AWQ = {"quant_method": "awq", "bits": 4, "group_size": 128, "zero_point": True, "version": "gemm"}
@@ -355,12 +472,24 @@ GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": 128, "desc_act": False,
 @pytest.mark.parametrize(
     ("config", "named"),
     [
-        (AWQ | {"version": "gemv"}, "the AWQ checkpoint has weights in the layout of gemv kernels; supported: gemm; fix: "),
+        (
+            AWQ | {"version": "gemv"},
+            "the AWQ checkpoint has weights in the layout of gemv kernels; supported: gemm; fix: ",
+        ),
         (AWQ | {"bits": 8}, "the AWQ checkpoint has 8-bit weights; supported: 4 bits"),
         (GPTQ | {"bits": 3}, "the GPTQ checkpoint has 3-bit weights; supported: 4 and 8 bits"),
-        (GPTQ | {"checkpoint_format": "marlin"}, r"weights in format marlin \(checkpoint_format\); supported: gptq, gptq_v2"),
-        (GPTQ | {"desc_act": True}, r"activation ordering \(desc_act=True\) is no longer supported"),
-        (GPTQ | {"lm_head": True}, "a quantized output head .lm_head.; supported: output heads that are not quantized"),
+        (
+            GPTQ | {"checkpoint_format": "marlin"},
+            r"weights in format marlin \(checkpoint_format\); supported: gptq, gptq_v2",
+        ),
+        (
+            GPTQ | {"desc_act": True},
+            r"activation ordering \(desc_act=True\) is no longer supported",
+        ),
+        (
+            GPTQ | {"lm_head": True},
+            "a quantized output head .lm_head.; supported: output heads that are not quantized",
+        ),
     ],
 )
 def test_unsupported_awq_and_gptq_checkpoints_are_refused_in_one_line(model, config, named):
@@ -368,7 +497,10 @@ def test_unsupported_awq_and_gptq_checkpoints_are_refused_in_one_line(model, con
         engine_config(model(quantization_config=config))
 
 
-@pytest.mark.parametrize(("config", "asked"), [(AWQ, "awq"), (GPTQ, "gptq_marlin"), (GPTQ | {"sym": False, "bits": 8}, None)])
+@pytest.mark.parametrize(
+    ("config", "asked"),
+    [(AWQ, "awq"), (GPTQ, "gptq_marlin"), (GPTQ | {"sym": False, "bits": 8}, None)],
+)
 def test_awq_and_gptq_checkpoints_are_detected(model, monkeypatch, config, asked):
     tensors = {"model.layers.0.mlp.down_proj.qweight": torch.zeros(1, dtype=torch.int32)}
     path = model(quantization_config=config)
@@ -376,7 +508,9 @@ def test_awq_and_gptq_checkpoints_are_detected(model, monkeypatch, config, asked
     found = engine_config(path, quantization=asked)
     assert found.model_config.quantization == f"auto_{config['quant_method']}"
     monkeypatch.setattr(host, "chip", lambda: "Ascend310P3")
-    with pytest.raises(ValueError, match=f"W{config['bits']}A16, which are supported on .* this NPU is Ascend310P3"):
+    with pytest.raises(
+        ValueError, match=f"W{config['bits']}A16, which are supported on .* this NPU is Ascend310P3"
+    ):
         engine_config(path)
 
 
@@ -386,11 +520,19 @@ def test_a_vllm_that_lacks_a_name_serves_unquantized_models_only(model, monkeypa
     monkeypatch.delattr(quantization.formats, "modelslim", raising=False)
     quantization.register.cache_clear()
     engine_config(model())
-    with pytest.raises(ValueError, match=r"the model is quantized \(compressed-tensors\), and .* cannot load quantized weights"):
+    with pytest.raises(
+        ValueError,
+        match=(
+            r"the model is quantized \(compressed-tensors\), and .* cannot load quantized weights"
+        ),
+    ):
         engine_config(model(quantization_config=compressed(INT4)))
     directory = model()
     (tmp_path / DESCRIPTION).write_text("{}")
-    with pytest.raises(ValueError, match=r"the model is quantized \(ascend\), .*; fix: pip install --upgrade ascend-platform"):
+    with pytest.raises(
+        ValueError,
+        match=r"the model is quantized \(ascend\), .*; fix: pip install --upgrade ascend-platform",
+    ):
         engine_config(directory)
     quantization.register.cache_clear()
 
@@ -398,15 +540,26 @@ def test_a_vllm_that_lacks_a_name_serves_unquantized_models_only(model, monkeypa
 def test_other_methods_are_refused_by_name(model):
     with pytest.raises(
         ValueError,
-        match="methods ascend, compressed-tensors, auto_awq, auto_gptq, fp8, gpt_oss_mxfp4; the model has 'fbgemm_fp8'",
+        match=(
+            "methods ascend, compressed-tensors, auto_awq, auto_gptq, fp8, gpt_oss_mxfp4; the model"
+            " has 'fbgemm_fp8'"
+        ),
     ):
-        engine_config(model(quantization_config={"quant_method": "fbgemm_fp8", "activation_scale_ub": 1200.0}))
+        engine_config(
+            model(quantization_config={"quant_method": "fbgemm_fp8", "activation_scale_ub": 1200.0})
+        )
     assert NPUPlatform.supported_quantization == []
 
 
 def attention(**changes):
     impl = SimpleNamespace(int8_cache=True, title="this one")
-    plain = {"impl": impl, "head_size": 64, "head_size_v": 64, "num_kv_heads": 2, "dtype": torch.float16}
+    plain = {
+        "impl": impl,
+        "head_size": 64,
+        "head_size_v": 64,
+        "num_kv_heads": 2,
+        "dtype": torch.float16,
+    }
     layer = torch.nn.Module()
     for name, value in (plain | changes).items():
         setattr(layer, name, value)
@@ -420,7 +573,10 @@ def attention(**changes):
             {"impl": SimpleNamespace(title="the built-in attention")},
             "which the built-in attention does not support and the fused attention does",
         ),
-        ({"head_size": 48, "head_size_v": 48}, "an int8 KV cache with head size 48; multiples of 32"),
+        (
+            {"head_size": 48, "head_size_v": 48},
+            "an int8 KV cache with head size 48; multiples of 32",
+        ),
     ],
 )
 def test_unsupported_int8_caches_are_refused(changes, named):
@@ -447,8 +603,13 @@ def test_int8_cache_scales_are_loaded_per_rank(monkeypatch, rank):
     assert torch.equal(layer.k_cache_scale.data, scales.view(2, -1)[rank].half())
     assert layer.k_cache_offset is None
     assert (layer.v_cache_offset == 3).all()
-    with pytest.raises(ValueError, match="a KV cache scale has 100 elements; supported: one, or a multiple of the 128"):
-        kv_cache.load_part(torch.nn.Parameter(torch.zeros(128), requires_grad=False), torch.zeros(100))
+    with pytest.raises(
+        ValueError,
+        match="a KV cache scale has 100 elements; supported: one, or a multiple of the 128",
+    ):
+        kv_cache.load_part(
+            torch.nn.Parameter(torch.zeros(128), requires_grad=False), torch.zeros(100)
+        )
 
 
 @pytest.mark.parametrize("dtype", HALVES, ids=str)
@@ -458,4 +619,7 @@ def test_a_rank_with_a_single_group_has_scales_per_channel(dtype):
     (own,), given = drawn(spec, dtype)
     packed = SCHEMES[spec.scheme].load(given, dtype, "x", True)
     x = torch.randn(5, IN).to(dtype)
-    assert distance(SCHEMES[spec.scheme].apply(x.npu(), packed, None), x.double() @ own.numbers().T) < torch.finfo(dtype).eps
+    assert (
+        distance(SCHEMES[spec.scheme].apply(x.npu(), packed, None), x.double() @ own.numbers().T)
+        < torch.finfo(dtype).eps
+    )

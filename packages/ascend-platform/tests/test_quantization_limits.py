@@ -18,10 +18,21 @@ IN = 256
             Spec(8, "dynamic"),
             4,
             False,
-            "W8A8_DYNAMIC with 4 scales per channel; W8A8_DYNAMIC supports one per channel; fix: quantize",
+            (
+                "W8A8_DYNAMIC with 4 scales per channel; W8A8_DYNAMIC supports one per channel;"
+                " fix: quantize"
+            ),
         ),
         (Spec(8), 4, True, "W8A16 supports one per channel in experts"),
-        (Spec(4), 16, False, "16 scales per channel for this rank's 256 inputs; group sizes that are multiples of 32"),
+        (
+            Spec(4),
+            16,
+            False,
+            (
+                "16 scales per channel for this rank's 256 inputs; group sizes that are multiples"
+                " of 32"
+            ),
+        ),
     ],
 )
 def test_unsupported_groups_are_refused(spec, groups, experts, named):
@@ -29,10 +40,16 @@ def test_unsupported_groups_are_refused(spec, groups, experts, named):
         SCHEMES[spec.scheme].check_groups(IN, groups, experts, "x")
 
 
-@pytest.mark.parametrize(("experts", "cure"), [(False, "-size$"), (True, "or set --enable-expert-parallel$")])
+@pytest.mark.parametrize(
+    ("experts", "cure"), [(False, "-size$"), (True, "or set --enable-expert-parallel$")]
+)
 def test_groups_that_a_rank_has_in_part_are_refused(experts, cure):
-    """Qwen3-30B-A3B has 768 inputs in an expert's second matrix: with groups of 128, four ranks have one and a half each."""
-    named = f"groups of 128, which do not divide this rank's 192 inputs; fix: lower --tensor-parallel{'-size, ' * experts}{cure}"
+    """Qwen3-30B-A3B has 768 inputs in an expert's second matrix: with groups of 128, four ranks
+    have one and a half each."""
+    named = (
+        "groups of 128, which do not divide this rank's 192 inputs; fix: lower"
+        f" --tensor-parallel{'-size, ' * experts}{cure}"
+    )
     with pytest.raises(ValueError, match=named):
         SCHEMES["W4A16"].count_groups(192, 128, experts, "x")
     assert SCHEMES["W4A16"].count_groups(384, 128, experts, "x") == 3
@@ -44,10 +61,17 @@ def test_groups_that_a_rank_has_in_part_are_refused(experts, cure):
 def test_matrices_that_are_too_large_are_refused_before_they_are_loaded(method, inputs, parts):
     """Gemma-2-27B has 73,728 outputs in a layer."""
     scheme = SCHEMES["W8A8_DYNAMIC"]
-    own = method(scheme, scheme.stored({}, "x"), "x") if method is ModelSlimLinearMethod else method(None, "x")
+    own = (
+        method(scheme, scheme.stored({}, "x"), "x")
+        if method is ModelSlimLinearMethod
+        else method(None, "x")
+    )
     layer, named = (
         torch.nn.Module(),
-        rf"x is W8A8_DYNAMIC with {sum(parts)} outputs and {inputs} inputs .* up to 65535 of each; fix",
+        (
+            rf"x is W8A8_DYNAMIC with {sum(parts)} outputs and {inputs} inputs .* up to 65535 of"
+            r" each; fix"
+        ),
     )
     with pytest.raises(ValueError, match=named):
         own.create_weights(

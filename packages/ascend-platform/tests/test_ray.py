@@ -1,4 +1,5 @@
-"""Processes of Ray: what they get from another machine, and what they leave when they are killed."""
+"""Processes of Ray: what they get from another machine, and what they leave when they
+are killed."""
 
 import os
 import subprocess
@@ -8,14 +9,21 @@ from pathlib import Path
 
 
 def test_ray_worker_replaces_a_directory_of_another_machine_and_the_new_one_goes_with_it(tmp_path):
-    script = "import os, sys; sys.modules['ray'] = None; from ascend_platform.config import sockets; "
+    script = (
+        "import os, sys; sys.modules['ray'] = None; from ascend_platform.config import sockets; "
+    )
     script += "sockets.replace_foreign_directory(); print(os.environ['VLLM_RPC_BASE_PATH']); "
-    script += "print(os.path.isdir(os.environ['VLLM_RPC_BASE_PATH']), flush=True); os.kill(os.getpid(), 9)"
+    script += (
+        "print(os.path.isdir(os.environ['VLLM_RPC_BASE_PATH']), flush=True);"
+        " os.kill(os.getpid(), 9)"
+    )
     (shared := tmp_path / "shared").mkdir()
     shared.chmod(0o777)  # another user's may have any content
     for given, kept in ((tmp_path, True), (tmp_path / "elsewhere", False), (shared, False)):
         environ = os.environ | {"TMPDIR": str(tmp_path), "VLLM_RPC_BASE_PATH": str(given)}
-        done = subprocess.run([sys.executable, "-c", script], env=environ, capture_output=True, text=True, timeout=120)
+        done = subprocess.run(
+            [sys.executable, "-c", script], env=environ, capture_output=True, text=True, timeout=120
+        )
         used, exists = done.stdout.split()[-2:]
         assert (used == str(given), exists) == (kept, "True"), done.stderr
         deadline = time.monotonic() + 60
@@ -25,12 +33,17 @@ def test_ray_worker_replaces_a_directory_of_another_machine_and_the_new_one_goes
 
 
 def test_shared_memory_of_a_ray_worker_whose_process_group_is_killed_is_removed(tmp_path):
-    script = "import os, sys; from multiprocessing.shared_memory import SharedMemory; sys.modules['ray'] = None; "
+    script = (
+        "import os, sys; from multiprocessing.shared_memory import SharedMemory; sys.modules['ray']"
+        " = None; "
+    )
     script += "from ascend_platform.config import ray; ray.keep_resource_tracker(); "
     script += "print(SharedMemory(create=True, size=8).name, flush=True); os.killpg(0, 9)"
     command = [sys.executable, "-c", script]
     with (tmp_path / "out").open("w+") as out:  # the tracker would hold a pipe open
-        subprocess.run(command, stdout=out, stderr=out, start_new_session=True, timeout=120, check=False)
+        subprocess.run(
+            command, stdout=out, stderr=out, start_new_session=True, timeout=120, check=False
+        )
         out.seek(0)
         segment = Path("/dev/shm", out.read().split()[0])
     deadline = time.monotonic() + 60

@@ -23,9 +23,17 @@ print("\\nresult", *names, "opened" if opened else "untouched")
 
 def run(prologue="", flags=(), **environment):
     env = {**os.environ, **environment}
-    done = subprocess.run([sys.executable, *flags, "-c", prologue + SCRIPT], env=env, capture_output=True, text=True, timeout=120)
+    done = subprocess.run(
+        [sys.executable, *flags, "-c", prologue + SCRIPT],
+        env=env,
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
     assert done.returncode == 0, done.stderr
-    (result,) = [line.split()[1:] for line in done.stdout.splitlines() if line.startswith("result ")]
+    (result,) = [
+        line.split()[1:] for line in done.stdout.splitlines() if line.startswith("result ")
+    ]
     return result, [line for line in done.stderr.splitlines() if "not activated" in line]
 
 
@@ -46,13 +54,16 @@ before = state()
 import ascend_platform.platform
 assert state() == before, (os.environ.items() ^ before[0].items(), before[1:], state()[1:])
 """
-    env = {name: value for name, value in os.environ.items() if not name.startswith("VLLM_")} | {"VLLM_PLUGINS": ""}
+    env = {name: value for name, value in os.environ.items() if not name.startswith("VLLM_")} | {
+        "VLLM_PLUGINS": ""
+    }
     done = subprocess.run([sys.executable, "-c", script], env=env, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-2000:]
 
 
 def test_without_cann_it_names_the_library_and_the_fix():
-    # the libraries are found through LD_LIBRARY_PATH; torch would load torch_npu itself and fail before us
+    # the libraries are found through LD_LIBRARY_PATH; torch would load torch_npu itself and fail
+    # before us
     out, said = run(LD_LIBRARY_PATH="", TORCH_DEVICE_BACKEND_AUTOLOAD="0")
     assert out == ["None", "None", "untouched"]
     (line,) = said
@@ -62,7 +73,8 @@ def test_without_cann_it_names_the_library_and_the_fix():
 
 
 @pytest.mark.parametrize(
-    ("visible", "fix"), [("", "unset"), ("7", "unset"), ("a", "unset"), ("1,0", "export"), (" 0,1", "export")]
+    ("visible", "fix"),
+    [("", "unset"), ("7", "unset"), ("a", "unset"), ("1,0", "export"), (" 0,1", "export")],
 )
 def test_without_a_visible_device_it_names_the_variable(visible, fix):
     out, said = run(ASCEND_RT_VISIBLE_DEVICES=visible)
@@ -70,16 +82,24 @@ def test_without_a_visible_device_it_names_the_variable(visible, fix):
     (line,) = said
     assert f"no NPU is visible: ASCEND_RT_VISIBLE_DEVICES='{visible}' leaves 0 of " in line
     variable = "ASCEND_RT_VISIBLE_DEVICES"
-    assert line.endswith(f"ascending, without spaces; fix: {f'export {variable}=0' if fix == 'export' else f'unset {variable}'}")
+    assert line.endswith(
+        "ascending, without spaces; fix:"
+        f" {f'export {variable}=0' if fix == 'export' else f'unset {variable}'}"
+    )
 
 
 def test_without_torch_npu_it_names_the_fix(tmp_path):
-    # this environment without that one package: its other entries, linked, and no start-up files (-S)
+    # this environment without that one package: its other entries, linked, and no start-up files
+    # (-S)
     for entry in Path(sysconfig.get_path("purelib")).iterdir():
         if not entry.name.startswith("torch_npu"):
             (tmp_path / entry.name).symlink_to(entry)
     sources = Path(ascend_platform.__file__).parents[1]
-    out, said = run(flags=["-S"], PYTHONPATH=os.pathsep.join([str(tmp_path), str(sources)]), TORCH_DEVICE_BACKEND_AUTOLOAD="0")
+    out, said = run(
+        flags=["-S"],
+        PYTHONPATH=os.pathsep.join([str(tmp_path), str(sources)]),
+        TORCH_DEVICE_BACKEND_AUTOLOAD="0",
+    )
     assert out == ["None", "None", "untouched"]
     (line,) = said
     assert "requires torch-npu" in line
@@ -124,17 +144,20 @@ def vllm_ascend(tmp_path):
     """A directory with the metadata of vllm-ascend 0.18, whose plugins have the names of ours."""
     info = tmp_path / "vllm_ascend-0.18.0.dist-info"
     info.mkdir()
-    info.joinpath("METADATA").write_text("Metadata-Version: 2.1\nName: vllm-ascend\nVersion: 0.18.0\n")
+    info.joinpath("METADATA").write_text(
+        "Metadata-Version: 2.1\nName: vllm-ascend\nVersion: 0.18.0\n"
+    )
     points = (
-        "[vllm.platform_plugins]\nascend = vllm_ascend:register\n[vllm.general_plugins]\nascend_kv_connector = vllm_ascend:a\n"
+        "[vllm.platform_plugins]\nascend ="
+        " vllm_ascend:register\n[vllm.general_plugins]\nascend_kv_connector = vllm_ascend:a\n"
     )
     info.joinpath("entry_points.txt").write_text(points)
     return tmp_path
 
 
 CONFLICT = (
-    "vllm-ascend 0.18.0 is installed too and has plugins of the same name (ascend, ascend_kv_connector), of which vLLM "
-    "keeps one; fix: pip uninstall -y vllm-ascend"
+    "vllm-ascend 0.18.0 is installed too and has plugins of the same name (ascend,"
+    " ascend_kv_connector), of which vLLM keeps one; fix: pip uninstall -y vllm-ascend"
 )
 
 
@@ -153,8 +176,8 @@ def test_vllm_command_with_vllm_ascend_ends_in_one_line(vllm_ascend):
 
 
 CUDA = (
-    "is the CUDA build, beside which importing torch_npu aborts the process; fix: pip install --force-reinstall 'torch==2.13.0' "
-    "--index-url https://download.pytorch.org/whl/cpu"
+    "is the CUDA build, beside which importing torch_npu aborts the process; fix: pip install"
+    " --force-reinstall 'torch==2.13.0' --index-url https://download.pytorch.org/whl/cpu"
 )
 
 
@@ -170,7 +193,13 @@ def test_with_the_cuda_build_of_torch_nothing_is_activated(cuda_torch):
 def test_vllm_command_with_the_cuda_build_of_torch_ends_in_one_line(cuda_torch, tmp_path):
     (tmp_path / "vllm").write_text("import torch")
     env = {**os.environ, "PYTHONPATH": str(cuda_torch)}
-    done = subprocess.run([sys.executable, str(tmp_path / "vllm")], env=env, capture_output=True, text=True, timeout=60)
+    done = subprocess.run(
+        [sys.executable, str(tmp_path / "vllm")],
+        env=env,
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
     assert (done.returncode, done.stdout) == (1, "")
     (line,) = done.stderr.splitlines()
     assert line.startswith("ascend-platform: torch 2.13.0")
@@ -186,12 +215,19 @@ def test_vllm_command_with_the_cuda_build_of_torch_ends_in_one_line(cuda_torch, 
         (["pytest", "vllm"], {}, False),
     ],
 )
-def test_start_up_is_checked_where_vllm_is_the_program(vllm_ascend, tmp_path, words, variables, stopped):
+def test_start_up_is_checked_where_vllm_is_the_program(
+    vllm_ascend, tmp_path, words, variables, stopped
+):
     for name in ("vllm", "pytest"):
         (tmp_path / name).write_text("print('started')")
-    words = [str(tmp_path / word) if word in ("vllm", "pytest") and word != words[-1] else word for word in words]
+    words = [
+        str(tmp_path / word) if word in ("vllm", "pytest") and word != words[-1] else word
+        for word in words
+    ]
     env = {**os.environ, "PYTHONPATH": str(vllm_ascend)} | variables
-    done = subprocess.run([sys.executable, *words], env=env, capture_output=True, text=True, timeout=60)
+    done = subprocess.run(
+        [sys.executable, *words], env=env, capture_output=True, text=True, timeout=60
+    )
     assert (done.returncode, done.stdout) == ((1, "") if stopped else (0, "started\n"))
 
 
@@ -213,16 +249,22 @@ USUAL = str(gc.get_threshold())
 def test_garbage_is_collected_rarely_while_vllm_is_imported(tmp_path, words, variables, thresholds):
     for name in ("vllm", "pytest"):
         (tmp_path / name).write_text("import gc; print(gc.get_threshold())")
-    env = {name: value for name, value in os.environ.items() if name != "VLLM_RPC_BASE_PATH"} | variables
+    env = {
+        name: value for name, value in os.environ.items() if name != "VLLM_RPC_BASE_PATH"
+    } | variables
     command = [sys.executable, str(tmp_path / words[0]), *words[1:]]
     done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=60)
     assert (done.returncode, done.stdout.strip()) == (0, thresholds), done.stderr
 
 
 def test_garbage_is_collected_as_before_when_it_was_never_rare():
-    script = "import gc; from ascend_platform.cli import startup; gc.set_threshold(9); startup.collect_garbage_as_before(); "
+    script = (
+        "import gc; from ascend_platform.cli import startup; gc.set_threshold(9);"
+        " startup.collect_garbage_as_before(); "
+    )
     done = subprocess.run(
-        [sys.executable, "-c", script + "print(gc.get_threshold()[0], gc.get_freeze_count())"], capture_output=True
+        [sys.executable, "-c", script + "print(gc.get_threshold()[0], gc.get_freeze_count())"],
+        capture_output=True,
     )
     assert done.stdout.split() == [b"9", b"0"]
 
@@ -234,22 +276,33 @@ def test_vllm_as_a_module_is_the_program():
 
 
 def test_components_are_disabled_with_vllm_ascend(vllm_ascend):
-    script = "import ascend_attention; from ascend_platform import extension; ascend_attention.register(); "
+    script = (
+        "import ascend_attention; from ascend_platform import extension;"
+        " ascend_attention.register(); "
+    )
     script += "print(extension.state('ascend-attention'))"
     env = {**os.environ, "PYTHONPATH": str(vllm_ascend)}
-    done = subprocess.run([sys.executable, "-c", script], env=env, capture_output=True, text=True, timeout=60)
+    done = subprocess.run(
+        [sys.executable, "-c", script], env=env, capture_output=True, text=True, timeout=60
+    )
     assert done.stdout.strip().endswith(f"disabled: {CONFLICT}"), done.stderr
 
 
 def test_excepthook_does_not_change_other_errors():
     hook = "import ascend_platform.cli.excepthook; ascend_platform.cli.excepthook.install()\n"
-    other = "raise RuntimeError('x') from ImportError('libother.so: cannot open shared object file')"
-    done = subprocess.run([sys.executable, "-c", hook + other], capture_output=True, text=True, timeout=60)
+    other = (
+        "raise RuntimeError('x') from ImportError('libother.so: cannot open shared object file')"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", hook + other], capture_output=True, text=True, timeout=60
+    )
     assert "Traceback" in done.stderr
     assert "libother.so" in done.stderr
 
 
 def test_excepthook_is_installed_for_vllm_commands_only():
     script = "import sys; print(sys.excepthook is sys.__excepthook__)"
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60)
+    done = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, timeout=60
+    )
     assert done.stdout.strip() == "True"

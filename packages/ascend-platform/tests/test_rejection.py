@@ -1,7 +1,7 @@
 """vLLM's rejection sampler on the NPU samples from the target's distribution for any drafts.
 
-Each test is a chi-square test of counts against probabilities in float64, with fixed seeds. FALSE_ALARM is the probability that
-a correct sampler fails with other seeds.
+Each test is a chi-square test of counts against probabilities in float64, with fixed seeds.
+FALSE_ALARM is the probability that a correct sampler fails with other seeds.
 """
 
 import functools
@@ -45,11 +45,16 @@ def metadata(temperature, generators=None):
 
 def upper_tail(statistic, freedom):
     """P-value of a chi-square statistic."""
-    return float(torch.special.gammaincc(torch.tensor(freedom / 2, dtype=torch.float64), torch.tensor(statistic / 2).double()))
+    return float(
+        torch.special.gammaincc(
+            torch.tensor(freedom / 2, dtype=torch.float64), torch.tensor(statistic / 2).double()
+        )
+    )
 
 
 def check(tokens, probabilities):
-    """Chi-square statistic of tokens against float64 probabilities; tokens of probability 0 must not occur."""
+    """Chi-square statistic of tokens against float64 probabilities; tokens of probability 0 must
+    not occur."""
     counts = torch.bincount(tokens, minlength=WORDS).double()
     assert not counts[probabilities == 0].any()
     expected = probabilities[probabilities > 0] * len(tokens)
@@ -60,13 +65,16 @@ def check(tokens, probabilities):
 
 @functools.cache
 def sampled(kind):
-    """Target logits and the tokens ``[REQUESTS, DRAFTS + 1]`` for drafts drawn from another distribution, or always the same."""
+    """Target logits and the tokens ``[REQUESTS, DRAFTS + 1]`` for drafts drawn from another
+    distribution, or always the same."""
     torch.manual_seed(7)
     logits = torch.randn(DRAFTS, WORDS, dtype=torch.float64) * 1.5
     logits[1, 2] = -torch.inf  # left out, as by top-k
     if kind == "drawn":
         draft = (torch.randn(DRAFTS, WORDS, dtype=torch.float64) * 1.5).softmax(-1)
-        drafts = torch.stack([torch.multinomial(each, REQUESTS, replacement=True) for each in draft], 1)
+        drafts = torch.stack(
+            [torch.multinomial(each, REQUESTS, replacement=True) for each in draft], 1
+        )
         probabilities = draft.float().repeat(REQUESTS, 1).to("npu")
     else:
         drafts = logits.argmax(-1).repeat(REQUESTS, 1)
@@ -87,7 +95,8 @@ def sampled(kind):
 
 @pytest.mark.parametrize("kind", ["drawn", "certain"])
 def test_each_position_has_the_target_distribution(kind):
-    """Tokens after an accepted draft token have the target's distribution of their position, too."""
+    """Tokens after an accepted draft token have the target's distribution of their
+    position, too."""
     logits, drafts, out = sampled(kind)
     rows = torch.ones(REQUESTS, dtype=torch.bool)
     for place in range(DRAFTS):

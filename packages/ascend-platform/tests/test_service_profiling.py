@@ -1,4 +1,5 @@
-"""What msServiceProfiler is told: functions that are there, in a file that is written where it is asked for."""
+"""What msServiceProfiler is told: functions that are there, in a file that is written where it is
+asked for."""
 
 import functools
 import importlib
@@ -45,7 +46,9 @@ def test_the_functions_are_there(each):
 def test_each_runner_that_engines_may_have_is_measured():
     measured = {each.symbol.partition(":")[2] for each in symbols()}
     assert "NPUModelRunner.execute_model" in measured
-    assert ("NPUModelRunnerV2.execute_model" in measured) == (Version(__version__) >= Version("0.33"))
+    assert ("NPUModelRunnerV2.execute_model" in measured) == (
+        Version(__version__) >= Version("0.33")
+    )
 
 
 def test_the_file_says_what_to_time(home, tool):

@@ -11,12 +11,15 @@ GRAPHS = 8  # a wrong pool depends on how far torch_npu's task queue is
 
 
 def test_tensors_of_a_captured_step_are_in_the_graph_s_pool() -> None:
-    """torch_npu's allocator takes the pool of a stream that is captured already, and its task queue runs behind."""
+    """torch_npu's allocator takes the pool of a stream that is captured already, and its task queue
+    runs behind."""
     config = VllmConfig(additional_config={"ascend": {"platform": {"shared_experts_stream": True}}})
     layer = torch.nn.Linear(64, 64, bias=False).npu()
     with set_current_vllm_config(config):
         parallel = FusedMoEParallelConfig.make_no_parallel()
-        shared = NPUSharedExperts(layer, SimpleNamespace(moe_parallel_config=parallel), False, lambda: False)
+        shared = NPUSharedExperts(
+            layer, SimpleNamespace(moe_parallel_config=parallel), False, lambda: False
+        )
     x = torch.randn(4, 64).npu()
     for _ in range(GRAPHS):
         graph = torch.npu.NPUGraph()
@@ -28,8 +31,16 @@ def test_tensors_of_a_captured_step_are_in_the_graph_s_pool() -> None:
             shared.wait()
             output = shared.output
             total = output + inputs
-        (pool,) = {segment["segment_pool_id"] for segment in torch.npu.memory_snapshot() if holds(segment, total)}
-        assert {segment["segment_pool_id"] for segment in torch.npu.memory_snapshot() if holds(segment, output)} == {pool}
+        (pool,) = {
+            segment["segment_pool_id"]
+            for segment in torch.npu.memory_snapshot()
+            if holds(segment, total)
+        }
+        assert {
+            segment["segment_pool_id"]
+            for segment in torch.npu.memory_snapshot()
+            if holds(segment, output)
+        } == {pool}
         x.copy_(torch.randn(4, 64))
         graph.replay()
         expected = 31 * x.cpu().double()

@@ -1,4 +1,5 @@
-"""Sleep mode: memory freed and restored at the same addresses, with a worker that has only a model and KV caches."""
+"""Sleep mode: memory freed and restored at the same addresses, with a worker that has only a model
+and KV caches."""
 
 import gc
 import os
@@ -18,7 +19,8 @@ BIG = 12 << 20  # bytes, with a segment of the caching allocator of its own
 
 
 class Model(torch.nn.Module):
-    """Parameters, one of them tied, a buffer, a tensor in a private format, and one that no module has as an attribute."""
+    """Parameters, one of them tied, a buffer, a tensor in a private format, and one that no module
+    has as an attribute."""
 
     def __init__(self):
         super().__init__()
@@ -60,7 +62,9 @@ def used():
 def values(model):
     private = torch_npu.npu_format_cast(model.private.data, ND)
     kept = [model.table, model.listed[0]]
-    return [tensor.cpu().clone() for tensor in (model.first.weight.data, model.small.bias.data, private)], [t.cpu() for t in kept]
+    return [
+        tensor.cpu().clone() for tensor in (model.first.weight.data, model.small.bias.data, private)
+    ], [t.cpu() for t in kept]
 
 
 def test_temporary_tensors_of_loading_are_freed(worker):
@@ -108,7 +112,9 @@ def test_tags(worker):
     backend.resume(["weights"])
     assert backend.state() == "RUNNING"
     torch.testing.assert_close(values(model), before, rtol=0, atol=0)
-    with pytest.raises(ValueError, match="unknown sleep mode tag 'kv'; supported: weights, kv_cache"):
+    with pytest.raises(
+        ValueError, match="unknown sleep mode tag 'kv'; supported: weights, kv_cache"
+    ):
         backend.resume(["kv"])
 
 
@@ -142,7 +148,8 @@ def test_sleep_without_the_option_is_refused():
 
 
 def test_process_ends_with_tensors_in_use():
-    """Segments are freed by Python functions, which must not be called after the interpreter has ended."""
+    """Segments are freed by Python functions, which must not be called after the interpreter has
+    ended."""
     program = """
 import torch
 from ascend_platform.worker.virtual_memory import VirtualMemory
@@ -151,14 +158,18 @@ with memory.pool("weights"):
     kept = torch.ones(1 << 22, device="npu"); torch.ones(1 << 23, device="npu")
 memory.free("weights", ())
 """
-    done = subprocess.run([sys.executable, "-c", program], env=os.environ, capture_output=True, text=True, timeout=300)
+    done = subprocess.run(
+        [sys.executable, "-c", program], env=os.environ, capture_output=True, text=True, timeout=300
+    )
     assert (done.returncode, "Traceback" in done.stderr) == (0, False), done.stderr
 
 
 def test_all_components_are_told(monkeypatch):
     told = []
     monkeypatch.setattr(slots, "_offers", {})
-    monkeypatch.setattr(sleep_mode, "resolve_obj_by_qualname", lambda name: lambda state: told.append((name, state)))
+    monkeypatch.setattr(
+        sleep_mode, "resolve_obj_by_qualname", lambda name: lambda state: told.append((name, state))
+    )
     slots.offer("worker.awake", "weights.awake")
     slots.offer("worker.awake.kv_connector", "kv.awake")
     sleep_mode.notify_awake(False)

@@ -1,4 +1,5 @@
-"""Slot mappings computed in place of vLLM's kernel, on the device and on the host, compared with a loop."""
+"""Slot mappings computed in place of vLLM's kernel, on the device and on the host, compared with a
+loop."""
 
 import random
 from types import SimpleNamespace
@@ -13,7 +14,9 @@ from vllm.triton_utils import dispatcher
 
 @pytest.mark.parametrize("decode", [True, False])
 @pytest.mark.parametrize("block_size", [16, 128])
-@pytest.mark.parametrize(("ranks", "rank", "interleave"), [(1, 0, 1), (2, 0, 1), (3, 2, 1), (2, 1, 8)])
+@pytest.mark.parametrize(
+    ("ranks", "rank", "interleave"), [(1, 0, 1), (2, 0, 1), (3, 2, 1), (2, 1, 8)]
+)
 @pytest.mark.parametrize("seed", range(4))
 def test_slot_mapping(decode, block_size, ranks, rank, interleave, seed):
     rng = random.Random(seed)
@@ -22,7 +25,9 @@ def test_slot_mapping(decode, block_size, ranks, rank, interleave, seed):
     starts = [rng.randint(0, 5 * block_size) for _ in range(requests)]
     width = (5 * block_size + 300) // block_size + 1
     table = [[rng.randint(0, 999) for _ in range(width)] for _ in range(8)]
-    positions = [start + i for start, length in zip(starts, lengths, strict=True) for i in range(length)]
+    positions = [
+        start + i for start, length in zip(starts, lengths, strict=True) for i in range(length)
+    ]
     owners = [request for request, length in enumerate(lengths) for _ in range(length)]
     begins = [sum(lengths[:request]) for request in range(requests + 1)]
     slots = torch.zeros(2048, dtype=torch.int64, device="npu")
@@ -41,21 +46,26 @@ def test_slot_mapping(decode, block_size, ranks, rank, interleave, seed):
         -1,
         1024,
     )
-    turn = [place for place in range(max(positions) + 1) if place // interleave % ranks == rank]  # what is here
+    # what is here
+    turn = [place for place in range(max(positions) + 1) if place // interleave % ranks == rank]
     at = {place: number for number, place in enumerate(turn)}
     expected = [
         table[o][at[p] // block_size] * block_size + at[p] % block_size if p in at else -1
         for o, p in zip(owners, positions, strict=True)
     ]
-    assert slots.tolist() == expected + [0] * (2048 - len(positions))  # the model runner's are those of padding
+    # the model runner's are those of padding
+    assert slots.tolist() == expected + [0] * (2048 - len(positions))
     blocks = SimpleNamespace(np=np.array(table, dtype=np.int32))
-    of_host = SimpleNamespace(block_size=block_size, dcp_world_size=ranks, dcp_rank=rank, block_table=blocks)
+    of_host = SimpleNamespace(
+        block_size=block_size, dcp_world_size=ranks, dcp_rank=rank, block_table=blocks
+    )
     of_host.cp_kv_cache_interleave_size = interleave
     assert slots_of(of_host, np.array(owners), np.array(positions)).tolist() == expected
 
 
 def test_kernels_are_registered_beside_numba(monkeypatch):
-    """vLLM looks for copies of a kernel in every object of every module, and numba's library answers every name."""
+    """vLLM looks for copies of a kernel in every object of every module, and numba's library
+    answers every name."""
     import numba
 
     assert numba.njit(lambda number: number + 1)(1) == 2

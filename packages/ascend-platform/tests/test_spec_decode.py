@@ -12,9 +12,14 @@ from ascend_platform.config import unsupported
 def config(method, **uses):
     methods = ("dflash", "gemma4_mtp", "ngram_gpu")
     asked = {f"use_{name}": functools.partial(uses.get, name, False) for name in methods}
-    drafter = types.SimpleNamespace(architectures=["OpenPanguMTPModel" if uses.get("openPangu's MTP") else "DeepSeekMTPModel"])
+    drafter = types.SimpleNamespace(
+        architectures=["OpenPanguMTPModel" if uses.get("openPangu's MTP") else "DeepSeekMTPModel"]
+    )
     speculative = types.SimpleNamespace(method=method, draft_model_config=drafter, **asked)
-    return types.SimpleNamespace(speculative_config=speculative, scheduler_config=types.SimpleNamespace(async_scheduling=True))
+    return types.SimpleNamespace(
+        speculative_config=speculative,
+        scheduler_config=types.SimpleNamespace(async_scheduling=True),
+    )
 
 
 @pytest.mark.parametrize("name", unsupported.DRAFTS)
@@ -25,7 +30,10 @@ def test_methods_are_refused_by_name_and_reason(name):
 
 def test_without_numba_there_is_no_ngram(monkeypatch):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(extension.RefusedError, match=r"ngram needs numba; fix: pip install 'ascend-platform\[ngram\]'"):
+    with pytest.raises(
+        extension.RefusedError,
+        match=r"ngram needs numba; fix: pip install 'ascend-platform\[ngram\]'",
+    ):
         unsupported.check_drafts(config("ngram").speculative_config)
 
 

@@ -1,4 +1,5 @@
-"""PyTorch implementations of vLLM's Triton kernels for speculative decoding, compared with loops."""
+"""PyTorch implementations of vLLM's Triton kernels for speculative decoding, compared
+with loops."""
 
 import random
 import types
@@ -17,7 +18,8 @@ def npu(values, dtype=torch.int32):
 
 
 def batch(seed, longest=4):
-    """A random generator, draft tokens per request, their cumulative sum, and the first draft token of each request."""
+    """A random generator, draft tokens per request, their cumulative sum, and the first draft token
+    of each request."""
     rng = random.Random(seed)
     counts = [rng.randint(0, longest) for _ in range(rng.randint(1, 7))]
     if seed == 0:
@@ -32,7 +34,9 @@ def test_expand(seed):
     values = [rng.choice([0.0, 0.5, 2.0]) for _ in counts]
     out = torch.empty(sums[-1], device="npu")
     rejection.expand(out, npu(values, torch.float32), npu(sums), 0.0, 1.0, 128)
-    assert out.tolist() == [value or 1.0 for value, count in zip(values, counts, strict=True) for _ in range(count)]
+    assert out.tolist() == [
+        value or 1.0 for value, count in zip(values, counts, strict=True) for _ in range(count)
+    ]
 
 
 def emitted(counts, begins, tokens, accepted, bonus, rows, width):
@@ -64,7 +68,9 @@ def test_greedy_rejection(seed, all_greedy, synthetic):
     tokens = choice
     if synthetic:
         places = [place for count in counts for place in range(count)]
-        accepted = [u < rates[p] and d >= 0 for u, p, d in zip(uniform, places, drafts, strict=True)]
+        accepted = [
+            u < rates[p] and d >= 0 for u, p, d in zip(uniform, places, drafts, strict=True)
+        ]
         tokens = [d if a else c for d, a, c in zip(drafts, accepted, choice, strict=True)]
     out = npu([[-1] * 5 for _ in counts])
     rejection.rejection_greedy_sample(
@@ -91,11 +97,15 @@ def test_random_rejection(seed, with_probs):
     target = torch.rand(total, words).softmax(-1)
     draft = (torch.rand(total, words) * 3).softmax(-1)
     drafts = [rng.choice([-1, rng.randrange(words)]) for _ in range(total)]
-    recovered, bonus = [rng.randint(20, 29) for _ in range(total)], [rng.randint(30, 39) for _ in counts]
+    recovered, bonus = (
+        [rng.randint(20, 29) for _ in range(total)],
+        [rng.randint(30, 39) for _ in counts],
+    )
     greedy = [rng.random() < 0.3 for _ in counts]
     uniform = [rng.random() * (1 if with_probs else 0.2) for _ in range(total)]
     accepted = [
-        d >= 0 and float(target[i, d]) / (float(draft[i, d]) if with_probs else 1.0) >= uniform[i] for i, d in enumerate(drafts)
+        d >= 0 and float(target[i, d]) / (float(draft[i, d]) if with_probs else 1.0) >= uniform[i]
+        for i, d in enumerate(drafts)
     ]
     tokens = [d if a else r for d, a, r in zip(drafts, accepted, recovered, strict=True)]
     out = npu([[-1] * 5 for _ in counts])
@@ -115,7 +125,9 @@ def test_random_rejection(seed, with_probs):
         not with_probs,
         False,
     )
-    assert out.tolist() == emitted(counts, begins, tokens, accepted, bonus, [not each for each in greedy], 5)
+    assert out.tolist() == emitted(
+        counts, begins, tokens, accepted, bonus, [not each for each in greedy], 5
+    )
 
 
 @pytest.mark.parametrize("with_probs", [False, True])
@@ -157,18 +169,35 @@ def test_eagle_step(seed):
     positions = [rng.choice([0, 14, 15, 16, 30, 62, 63]) for _ in range(requests)]
     lengths = [position + 1 for position in positions]
     table = [[rng.randint(1, 99) for _ in range(blocks)] for _ in range(requests)]
-    out_positions, out_slots, seq_lens = npu([0] * 7, torch.int64), npu([5] * padded, torch.int64), npu(lengths)
+    out_positions, out_slots, seq_lens = (
+        npu([0] * 7, torch.int64),
+        npu([5] * padded, torch.int64),
+        npu(lengths),
+    )
     given = npu(positions, torch.int64)
     drafter.eagle_step(
-        given, npu(table), blocks, seq_lens, out_positions[:requests], out_slots, size, longest, blocks, -1, requests
+        given,
+        npu(table),
+        blocks,
+        seq_lens,
+        out_positions[:requests],
+        out_slots,
+        size,
+        longest,
+        blocks,
+        -1,
+        requests,
     )
     following = [position + 1 if position + 1 < longest else 0 for position in positions]
     past = [position + 1 >= longest for position in positions]
     assert out_positions.tolist()[:requests] == following
     rows = enumerate(zip(past, table, following, strict=True))
-    slots = [n if p else row[f // size] * size + f % size for n, (p, row, f) in rows]  # n is a slot of the null block
+    # n is a slot of the null block
+    slots = [n if p else row[f // size] * size + f % size for n, (p, row, f) in rows]
     assert out_slots.tolist() == [*slots, *range(requests, padded)]
-    assert seq_lens.tolist() == [1 if p else min(length + 1, longest) for p, length in zip(past, lengths, strict=True)]
+    assert seq_lens.tolist() == [
+        1 if p else min(length + 1, longest) for p, length in zip(past, lengths, strict=True)
+    ]
 
 
 @pytest.mark.parametrize("seed", SEEDS)
@@ -177,7 +206,9 @@ def test_eagle_prepare_inputs(seed):
     valid = [rng.randint(1, count + 1) for count in counts]
     ends = [sum(count + 1 for count in counts[: i + 1]) for i in range(len(counts))]
     last, rejected = npu([0] * len(counts)), npu([0] * len(counts))
-    drafter.eagle_prepare_inputs(npu(sums), npu(valid), npu([0, *ends]), last, rejected, len(counts))
+    drafter.eagle_prepare_inputs(
+        npu(sums), npu(valid), npu([0, *ends]), last, rejected, len(counts)
+    )
     expected = [count + 1 - v if count else 0 for count, v in zip(counts, valid, strict=True)]
     assert rejected.tolist() == expected
     assert last.tolist() == [end - 1 - r for end, r in zip(ends, expected, strict=True)]
@@ -191,11 +222,25 @@ def test_eagle_prepare_next_token(seed):
     discarded, backup = [rng.random() < 0.3 for _ in rows], [rng.randint(200, 300) for _ in rows]
     following, counts = npu([0] * requests), npu([0] * requests)
     drafter.eagle_prepare_next_token(
-        npu(rows), npu(discarded, torch.bool), npu(backup), following, counts, 100, width, requests, width, 4
+        npu(rows),
+        npu(discarded, torch.bool),
+        npu(backup),
+        following,
+        counts,
+        100,
+        width,
+        requests,
+        width,
+        4,
     )
-    good = [[] if d else [token for token in row if token not in (-1, 100)] for row, d in zip(rows, discarded, strict=True)]
+    good = [
+        [] if d else [token for token in row if token not in (-1, 100)]
+        for row, d in zip(rows, discarded, strict=True)
+    ]
     assert counts.tolist() == [len(each) for each in good]
-    assert following.tolist() == [each[-1] if each else b for each, b in zip(good, backup, strict=True)]
+    assert following.tolist() == [
+        each[-1] if each else b for each, b in zip(good, backup, strict=True)
+    ]
 
 
 @pytest.mark.parametrize("shift", [False, True])
@@ -208,8 +253,15 @@ def test_expand_eagle_inputs(seed, slots, shift):
     rejected = [rng.randint(0, length - 1) for length in lengths]
     begins = [sum(lengths[:i]) for i in range(requests + 1)]
     total, added = begins[-1], slots - 1 if shift else slots
-    tokens, following = [rng.randint(1, 99) for _ in range(total)], [rng.randint(100, 199) for _ in range(requests)]
-    positions = [start + i for start, n in zip([rng.randint(0, 50) for _ in lengths], lengths, strict=True) for i in range(n)]
+    tokens, following = (
+        [rng.randint(1, 99) for _ in range(total)],
+        [rng.randint(100, 199) for _ in range(requests)],
+    )
+    positions = [
+        start + i
+        for start, n in zip([rng.randint(0, 50) for _ in lengths], lengths, strict=True)
+        for i in range(n)
+    ]
     room = total + requests * added
     out = [[-5] * (room + 2) for _ in range(4)]
     new, mapping = [-5] * requests * slots, [-5] * total
@@ -218,7 +270,9 @@ def test_expand_eagle_inputs(seed, slots, shift):
         kept = length - rejected[i]
         row = tokens[begin + int(shift) : begin + kept] + [following[i]] + [77] * (slots - 1)
         kinds = [(0, 0)] * (kept - int(shift) + 1) + [(0, 1)] * (slots - 1)
-        new[i * slots : (i + 1) * slots] = range(at + kept - int(shift), at + kept - int(shift) + slots)
+        new[i * slots : (i + 1) * slots] = range(
+            at + kept - int(shift), at + kept - int(shift) + slots
+        )
         mapping[begin : begin + length] = range(at, at + length)
         for place in range(length + added):
             padding = place >= len(row)
@@ -226,9 +280,15 @@ def test_expand_eagle_inputs(seed, slots, shift):
             out[1][at + place] = 0 if padding else positions[begin] + place
             out[2][at + place], out[3][at + place] = (1, 0) if padding else kinds[place]
         at += length + added
-    found = [npu([-5] * (room + 2)), npu([-5] * (room + 2), torch.int64), *(npu([-5] * (room + 2)) for _ in range(2))]
+    found = [
+        npu([-5] * (room + 2)),
+        npu([-5] * (room + 2), torch.int64),
+        *(npu([-5] * (room + 2)) for _ in range(2)),
+    ]
     found_new, found_mapping = npu([-5] * len(new)), npu([-5] * total)
-    ends = [begin + length - 1 - r for begin, length, r in zip(begins, lengths, rejected, strict=False)]
+    ends = [
+        begin + length - 1 - r for begin, length, r in zip(begins, lengths, rejected, strict=False)
+    ]
     drafter.expand_eagle_inputs(
         npu(tokens),
         npu(positions, torch.int64),
@@ -253,7 +313,8 @@ def test_expand_eagle_inputs(seed, slots, shift):
 
 
 def test_drafter_metadata_has_exact_host_lengths():
-    """2 and 0 of 3 draft tokens are rejected in this step, and 0 and 1 were in the last one, as the host learns later."""
+    """2 and 0 of 3 draft tokens are rejected in this step, and 0 and 1 were in the last one, as the
+    host learns later."""
     from vllm.v1.attention.backend import CommonAttentionMetadata
     from vllm.v1.spec_decode import llm_base_proposer
 
@@ -294,18 +355,23 @@ def test_drafter_metadata_has_exact_host_lengths():
     reset = drafter.rejected_in_step.set(base.Rejected(count("this", [2, 0]), [3, 3]))
     with base.subtract_rejected(base.Rejected(count("last", [0, 1]))):
         for draft_index in (0, 1):
-            llm_base_proposer.SpecDecodeBaseProposer.build_per_group_and_layer_attn_metadata(proposer, given, draft_index)
+            llm_base_proposer.SpecDecodeBaseProposer.build_per_group_and_layer_attn_metadata(
+                proposer, given, draft_index
+            )
     drafter.rejected_in_step.reset(reset)
     slots = [130, 1]  # a place in block 0, which is no request's
     assert built == [(None, [], [9, 8], slots), (([9, 8], [3, 3]), ["last"], [7, 8], slots)]
-    extended = llm_base_proposer.extend_all_queries_by_N(given, 2, npu([0, 1, 2]), given.slot_mapping)
+    extended = llm_base_proposer.extend_all_queries_by_N(
+        given, 2, npu([0, 1, 2]), given.slot_mapping
+    )
     assert extended.seq_lens_cpu_upper_bound.tolist() == [11, 11]
     assert given.seq_lens_cpu_upper_bound.tolist() == [9, 9]
 
 
 @pytest.mark.parametrize("padded", [3, 4, 130])
 def test_padding_tokens_of_a_drafter_have_slots_of_the_null_block(padded):
-    """Latent attention writes the keys of all tokens of a piecewise graph, and npu_scatter_pa_kv_cache rejects slot -1."""
+    """Latent attention writes the keys of all tokens of a piecewise graph, and
+    npu_scatter_pa_kv_cache rejects slot -1."""
     from vllm.v1.spec_decode.llm_base_proposer import SpecDecodeBaseProposer
 
     drafter.install()
@@ -324,7 +390,9 @@ def test_padding_tokens_of_a_drafter_have_slots_of_the_null_block(padded):
 
 
 def test_host_lengths_of_cross_attention_have_no_draft_tokens():
-    common = types.SimpleNamespace(causal=False, num_reqs=2, seq_lens_cpu_upper_bound=torch.tensor([5, 6, 0]))
+    common = types.SimpleNamespace(
+        causal=False, num_reqs=2, seq_lens_cpu_upper_bound=torch.tensor([5, 6, 0])
+    )
     with base.subtract_rejected(base.Rejected(lambda: [1, 1])):
         assert base.host_lengths(common, "this attention") == [5, 6]
         common.causal = True

@@ -1,4 +1,5 @@
-"""Layers with states, on the NPU, against the recurrences that define them, token by token in float64."""
+"""Layers with states, on the NPU, against the recurrences that define them, token by token in
+float64."""
 
 import itertools
 import sys
@@ -31,7 +32,8 @@ def error(found, expected):
 
 
 def delta_rule(q, k, v, g, beta, state):
-    """Outputs and states after each token of one request; arguments in float64, state ``[heads, values, keys]``."""
+    """Outputs and states after each token of one request; arguments in float64, state ``[heads,
+    values, keys]``."""
     groups, outputs, states = v.shape[1] // k.shape[1], [], []
     for t in range(len(v)):
         key, query = k[t].repeat_interleave(groups, 0), q[t].repeat_interleave(groups, 0)
@@ -46,7 +48,13 @@ def delta_rule(q, k, v, g, beta, state):
 def tensors(tokens, decay=1.0):
     torch.manual_seed(tokens)
     q, k = (F.normalize(torch.randn(tokens, 2, 16), dim=-1) for _ in range(2))
-    return q, k, torch.randn(tokens, 4, 24), -torch.rand(tokens, 4) * decay, torch.rand(tokens, 4) * 2
+    return (
+        q,
+        k,
+        torch.randn(tokens, 4, 24),
+        -torch.rand(tokens, 4) * decay,
+        torch.rand(tokens, 4) * 2,
+    )
 
 
 @pytest.mark.parametrize("decay", [0.01, 1, 30])
@@ -61,39 +69,63 @@ def test_chunks_of_prefills_compute_the_delta_rule(decay):
 
 
 def test_heads_of_the_published_size():
-    """16 heads of keys for 32 of values, 1024 tokens: repeat_interleave does not take as many elements on the NPU."""
+    """16 heads of keys for 32 of values, 1024 tokens: repeat_interleave does not take as many
+    elements on the NPU."""
     torch.manual_seed(0)
     q, k, v = (torch.randn(1024, heads, 128) * 0.1 for heads in (16, 16, 32))
     g, beta = -torch.rand(1024, 32), torch.rand(1024, 32)
     states, where = torch.zeros(1, 32, 128, 128), starts([1024]).npu()
-    output, after = gated_delta.chunk_rule(*(x.npu() for x in (q, k, v, g, beta)), 0.1, states.npu(), where)
+    output, after = gated_delta.chunk_rule(
+        *(x.npu() for x in (q, k, v, g, beta)), 0.1, states.npu(), where
+    )
     alone = [x.npu() for x in (q[:, 15:], k[:, 15:], v[:, 30:], g[:, 30:], beta[:, 30:])]
     expected, final = gated_delta.chunk_rule(*alone, 0.1, states[:, 30:].npu(), where)
     assert torch.equal(output[:, 30:], expected)
     assert torch.equal(after[:, 30:], final)
-    v, pool, blocks = v[..., :1], torch.zeros(1025, 32, 1, 128).npu(), torch.arange(1, 1025, dtype=torch.int32).npu()
-    one = gated_delta.recurrent_rule(*(x.npu() for x in (q, k, v, g, beta)), 0.1, pool, blocks, None, None)
-    score = torch.einsum("thk,thk->th", q.repeat_interleave(2, 1), k.repeat_interleave(2, 1)) * 0.1 * beta
+    v, pool, blocks = (
+        v[..., :1],
+        torch.zeros(1025, 32, 1, 128).npu(),
+        torch.arange(1, 1025, dtype=torch.int32).npu(),
+    )
+    one = gated_delta.recurrent_rule(
+        *(x.npu() for x in (q, k, v, g, beta)), 0.1, pool, blocks, None, None
+    )
+    score = (
+        torch.einsum("thk,thk->th", q.repeat_interleave(2, 1), k.repeat_interleave(2, 1))
+        * 0.1
+        * beta
+    )
     assert error(one, (v * score[..., None]).double()) < FLOAT32
 
 
 def test_equal_keys_do_not_grow_errors():
-    """Products of a chunk's updates cancel, which sums of powers of their matrix would not survive in float32."""
+    """Products of a chunk's updates cancel, which sums of powers of their matrix would not survive
+    in float32."""
     q, k, v, g, beta = tensors(64)
     k, g, beta = k[:1].expand_as(k), g * 0, torch.full_like(beta, 1.5)
     output, _ = gated_delta.chunk_rule(
-        *(x.npu() for x in (q, k, v, g, beta)), 1.0, torch.zeros(1, 4, 24, 16).npu(), starts([64]).npu()
+        *(x.npu() for x in (q, k, v, g, beta)),
+        1.0,
+        torch.zeros(1, 4, 24, 16).npu(),
+        starts([64]).npu(),
     )
-    expected, _ = delta_rule(*(x.double() for x in (q, k, v, g, beta)), torch.zeros(4, 24, 16).double())
+    expected, _ = delta_rule(
+        *(x.double() for x in (q, k, v, g, beta)), torch.zeros(4, 24, 16).double()
+    )
     assert error(output, expected) < FLOAT32
 
 
 def test_decodes_compute_the_delta_rule_in_their_blocks():
     inputs, pool = tensors(3), torch.randn(6, 4, 24, 16)
-    states, blocks = pool.npu(), torch.tensor([4, 0, 2], dtype=torch.int32)  # the second row is padding
-    output = gated_delta.recurrent_rule(*(x.npu() for x in inputs), 0.25, states, blocks.npu(), None, None)
+    # the second row is padding
+    states, blocks = pool.npu(), torch.tensor([4, 0, 2], dtype=torch.int32)
+    output = gated_delta.recurrent_rule(
+        *(x.npu() for x in inputs), 0.25, states, blocks.npu(), None, None
+    )
     for row, block in ((0, 4), (2, 2)):
-        expected, after = delta_rule(*(x[row : row + 1].double() for x in inputs), pool[block].double())
+        expected, after = delta_rule(
+            *(x[row : row + 1].double() for x in inputs), pool[block].double()
+        )
         assert error(output[row], expected[0] * 0.25) < FLOAT32
         assert error(states[block], after[0]) < FLOAT32
     assert torch.equal(states[[0, 1, 3, 5]].cpu(), pool[[0, 1, 3, 5]])
@@ -101,16 +133,31 @@ def test_decodes_compute_the_delta_rule_in_their_blocks():
 
 def test_packed_decodes_normalize_queries_and_keys():
     q, k, v, *_ = tensors(3)
-    q, k, a, b, a_log, bias = q * 3, k / 2, torch.randn(3, 4), torch.randn(3, 4), torch.randn(4), torch.randn(4)
+    q, k, a, b, a_log, bias = (
+        q * 3,
+        k / 2,
+        torch.randn(3, 4),
+        torch.randn(3, 4),
+        torch.randn(4),
+        torch.randn(4),
+    )
     pool, blocks = torch.randn(6, 4, 24, 16), torch.tensor([4, 5, 2], dtype=torch.int32)
-    mixed, states, out = torch.cat([each.flatten(1) for each in (q, k, v)], 1), pool.npu(), torch.empty(3, 1, 4, 24).npu()
+    mixed, states, out = (
+        torch.cat([each.flatten(1) for each in (q, k, v)], 1),
+        pool.npu(),
+        torch.empty(3, 1, 4, 24).npu(),
+    )
     arguments = [x.npu() for x in (mixed, a, b, a_log, bias)]
-    gated_delta.fused_recurrent_gated_delta_rule_packed_decode(*arguments, 0.25, states, out, blocks.npu(), True)
+    gated_delta.fused_recurrent_gated_delta_rule_packed_decode(
+        *arguments, 0.25, states, out, blocks.npu(), True
+    )
     g, beta = -a_log.double().exp() * F.softplus((a + bias).double()), b.double().sigmoid()
     unit = [F.normalize(each.double(), dim=-1) for each in (q, k)]
     for row, block in enumerate(blocks.tolist()):
         part = slice(row, row + 1)
-        outputs, after = delta_rule(*(x[part] for x in (*unit, v.double(), g, beta)), pool[block].double())
+        outputs, after = delta_rule(
+            *(x[part] for x in (*unit, v.double(), g, beta)), pool[block].double()
+        )
         assert error(out[row], outputs * 0.25) < FLOAT32
         assert error(states[block], after[-1]) < FLOAT32
 
@@ -129,7 +176,9 @@ def test_draft_tokens_keep_the_state_after_each():
         torch.tensor(accepted, dtype=torch.int32).npu(),
     )
     for row, part in enumerate(requests(lengths)):
-        expected, after = delta_rule(*(x[part].double() for x in inputs), pool[blocks[row, accepted[row] - 1]].double())
+        expected, after = delta_rule(
+            *(x[part].double() for x in inputs), pool[blocks[row, accepted[row] - 1]].double()
+        )
         assert error(output[part], expected) < FLOAT32
         for each, state in enumerate(after):
             assert error(states[blocks[row, each]], state) < FLOAT32
@@ -141,7 +190,9 @@ def convolution(inputs, weight, bias, history):
     """Of one request; ``[tokens, channels]``, in float64, after `history`."""
     rows = torch.cat((history, inputs))
     width = weight.shape[1]
-    found = torch.stack([(rows[t : t + width].T * weight).sum(1) + bias for t in range(len(inputs))])
+    found = torch.stack(
+        [(rows[t : t + width].T * weight).sum(1) + bias for t in range(len(inputs))]
+    )
     return F.silu(found), rows[len(rows) - width + 1 :]
 
 
@@ -151,7 +202,14 @@ def test_convolutions_of_prefills_and_decodes():
     states, blocks = pool.npu(), torch.tensor([3, 1, 5, 6, 2])
     x, known = torch.randn(sum(LENGTHS), 8), torch.tensor([True, False, True, True, False])
     found = causal_conv.causal_conv1d_fn(
-        x.T.npu(), weight.npu(), bias.npu(), states, starts(LENGTHS).npu(), blocks.npu(), known.npu(), "silu"
+        x.T.npu(),
+        weight.npu(),
+        bias.npu(),
+        states,
+        starts(LENGTHS).npu(),
+        blocks.npu(),
+        known.npu(),
+        "silu",
     )
     kept = []
     for row, part in enumerate(requests(LENGTHS)):
@@ -161,9 +219,13 @@ def test_convolutions_of_prefills_and_decodes():
         assert error(states[blocks[row]].T, last) < FLOAT32
         kept.append(last)
     following = torch.randn(len(LENGTHS), 8)
-    found = causal_conv.causal_conv1d_update(following.npu(), states, weight.npu(), bias.npu(), "silu", blocks.npu())
+    found = causal_conv.causal_conv1d_update(
+        following.npu(), states, weight.npu(), bias.npu(), "silu", blocks.npu()
+    )
     for row, last in enumerate(kept):
-        expected, after = convolution(following[row : row + 1].double(), weight.double(), bias.double(), last)
+        expected, after = convolution(
+            following[row : row + 1].double(), weight.double(), bias.double(), last
+        )
         assert error(found[row], expected[0]) < FLOAT32
         assert error(states[blocks[row]].T, after) < FLOAT32
     assert torch.equal(states[0].cpu(), pool[0])
@@ -175,7 +237,15 @@ def test_convolutions_of_draft_tokens_begin_after_the_accepted_ones():
     lengths, accepted, blocks = [3, 2], [2, 1], torch.tensor([[3], [1]]).expand(2, 3)
     states, x = pool.npu(), torch.randn(sum(lengths), 8)
     found = causal_conv.causal_conv1d_update(
-        x.npu(), states, weight.npu(), bias.npu(), "silu", blocks.npu(), torch.tensor(accepted).npu(), starts(lengths).npu(), 3
+        x.npu(),
+        states,
+        weight.npu(),
+        bias.npu(),
+        "silu",
+        blocks.npu(),
+        torch.tensor(accepted).npu(),
+        starts(lengths).npu(),
+        3,
     )
     for row, part in enumerate(requests(lengths)):
         history = pool[blocks[row, 0], :, accepted[row] - 1 : accepted[row] + 2].T.double()
@@ -185,14 +255,26 @@ def test_convolutions_of_draft_tokens_begin_after_the_accepted_ones():
         assert error(states[blocks[row, 0]].T[: len(rows)], rows) < FLOAT32
 
 
-@pytest.mark.parametrize("into_cache", [False, True], ids=["returned", "into the cache"])  # as vLLM 0.33 has them
+# as vLLM 0.33 has them
+@pytest.mark.parametrize("into_cache", [False, True], ids=["returned", "into the cache"])
 def test_scans_of_mamba_2(into_cache):
     torch.manual_seed(0)
     tokens, heads, size, width = sum(LENGTHS), 4, 8, 6
     x, dt, a = torch.randn(tokens, heads, size), torch.randn(tokens, heads), -torch.rand(heads) * 3
-    b, c, d, bias = torch.randn(tokens, 2, width), torch.randn(tokens, 2, width), torch.randn(heads), torch.randn(heads)
-    before, out = torch.randn(len(LENGTHS), heads, size, width), torch.empty(tokens, heads, size).npu()
-    cache, blocks = torch.zeros(len(LENGTHS) + 1, heads, size, width).npu(), torch.arange(len(LENGTHS), 0, -1).npu()
+    b, c, d, bias = (
+        torch.randn(tokens, 2, width),
+        torch.randn(tokens, 2, width),
+        torch.randn(heads),
+        torch.randn(heads),
+    )
+    before, out = (
+        torch.randn(len(LENGTHS), heads, size, width),
+        torch.empty(tokens, heads, size).npu(),
+    )
+    cache, blocks = (
+        torch.zeros(len(LENGTHS) + 1, heads, size, width).npu(),
+        torch.arange(len(LENGTHS), 0, -1).npu(),
+    )
     after = selective_scan.mamba_chunk_scan_combined_varlen(
         *(each.npu() for each in (x, dt, a, b, c)),
         64,
@@ -210,7 +292,9 @@ def test_scans_of_mamba_2(into_cache):
         after = cache[blocks]
     pool = torch.cat((before, torch.zeros(1, heads, size, width))).npu()
     for row, part in enumerate(requests(LENGTHS)):
-        expected, state = scan(x[part], dt[part] + bias, a[:, None, None], b[part], c[part], before[row])
+        expected, state = scan(
+            x[part], dt[part] + bias, a[:, None, None], b[part], c[part], before[row]
+        )
         assert error(out[part], expected + x[part].double() * d[:, None].double()) < FLOAT32 * 5
         assert error(after[row], state) < FLOAT32
         # the last token again as a decode, from the same state
@@ -232,14 +316,19 @@ def test_scans_of_mamba_2(into_cache):
     )
     for row in range(len(first) - 1):
         one = slice(first[row], first[row] + 1)
-        expected, state = scan(x[one], dt[one] + bias, a[:, None, None], b[one], c[one], before[row + 1])
-        assert error(found[row], expected[0] + x[one][0].double() * d[:, None].double()) < FLOAT32 * 5
+        expected, state = scan(
+            x[one], dt[one] + bias, a[:, None, None], b[one], c[one], before[row + 1]
+        )
+        assert (
+            error(found[row], expected[0] + x[one][0].double() * d[:, None].double()) < FLOAT32 * 5
+        )
         assert error(pool[row + 1], state) < FLOAT32
     assert torch.equal(pool[0].cpu(), before[0])
 
 
 def scan(x, dt, a, b, c, state):
-    """Of one request; x ``[tokens, heads, size]``, b and c ``[tokens, groups, width]``, in float64."""
+    """Of one request; x ``[tokens, heads, size]``, b and c ``[tokens, groups, width]``, in
+    float64."""
     outputs, state = [], state.double()
     groups = x.shape[1] // b.shape[1]
     for t in range(len(x)):
@@ -259,7 +348,12 @@ def test_scans_of_mamba_1():
         torch.randn(tokens, channels),
         -torch.rand(channels, width),
     )
-    b, c, d, bias = torch.randn(tokens, width), torch.randn(tokens, width), torch.randn(channels), torch.randn(channels)
+    b, c, d, bias = (
+        torch.randn(tokens, width),
+        torch.randn(tokens, width),
+        torch.randn(channels),
+        torch.randn(channels),
+    )
     pool, known = torch.randn(7, channels, width), torch.tensor([True, False, True, True, False])
     states, blocks = pool.npu(), torch.tensor([3, 1, 5, 6, 2])
     found = selective_scan.selective_scan_fn(
@@ -271,14 +365,18 @@ def test_scans_of_mamba_1():
     )
     for row, part in enumerate(requests(LENGTHS)):
         before = pool[blocks[row], :, None] * known[row]
-        expected, state = scan(x[part][..., None], dt[part] + bias, a[:, None], b[part, None], c[part, None], before)
+        expected, state = scan(
+            x[part][..., None], dt[part] + bias, a[:, None], b[part, None], c[part, None], before
+        )
         expected = (expected[..., 0] + x[part].double() * d.double()) * F.silu(z[part].double())
         assert error(found.T[part], expected) < FLOAT32 * 5
         assert error(states[blocks[row]], state[:, 0]) < FLOAT32
 
 
 def test_a_block_of_states_is_cut_as_one_of_pages():
-    attention = FullAttentionSpec(block_size=128, num_kv_heads=2, head_size=16, dtype=torch.bfloat16)
+    attention = FullAttentionSpec(
+        block_size=128, num_kv_heads=2, head_size=16, dtype=torch.bfloat16
+    )
     spec = MambaSpec(
         shapes=((3, 40), (4, 16, 32)),
         dtypes=(torch.bfloat16, torch.float32),
@@ -292,7 +390,9 @@ def test_a_block_of_states_is_cut_as_one_of_pages():
     blocks, page = 5, attention.page_size_bytes
     memory = torch.zeros(blocks * page + 64, dtype=torch.int8)
     region = memory[64:].view(blocks, 1, 1, page)
-    convolution, recurrent = state_cache.split({"states": region}, SimpleNamespace(kv_cache_groups=groups))["states"]
+    convolution, recurrent = state_cache.split(
+        {"states": region}, SimpleNamespace(kv_cache_groups=groups)
+    )["states"]
     assert convolution.shape == (5, 3, 40)
     assert recurrent.shape == (5, 4, 16, 32)
     recurrent[2], convolution[3] = 1, 1
@@ -309,7 +409,8 @@ def test_states_that_do_not_fit_into_a_block_have_no_place():
 
 
 def test_layers_are_not_warmed_up_with_random_decays():
-    """vLLM would compute a prefill in the profile run; CANN's operator is not used again where its decays are out of range."""
+    """vLLM would compute a prefill in the profile run; CANN's operator is not used again where its
+    decays are out of range."""
     program = """
 from ascend_platform.worker import state_layers
 from vllm.model_executor.custom_op import op_registry_oot

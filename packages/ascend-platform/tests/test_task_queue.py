@@ -17,17 +17,23 @@ def default_level() -> Iterator[None]:
 
 
 def level(mode: CUDAGraphMode) -> int:
-    worker: Any = SimpleNamespace(vllm_config=SimpleNamespace(compilation_config=SimpleNamespace(cudagraph_mode=mode)))
+    worker: Any = SimpleNamespace(
+        vllm_config=SimpleNamespace(compilation_config=SimpleNamespace(cudagraph_mode=mode))
+    )
     NPUWorker._set_task_queue(worker)
     return torch.npu.get_task_queue_enable()
 
 
-def test_eager_engines_prepare_operators_in_the_launching_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_eager_engines_prepare_operators_in_the_launching_thread(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.delenv("TASK_QUEUE_ENABLE", raising=False)
     assert level(CUDAGraphMode.NONE) == 2
 
 
-def test_engines_with_graphs_have_the_level_that_is_captured(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_engines_with_graphs_have_the_level_that_is_captured(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """Also after an eager engine in the same process."""
     monkeypatch.delenv("TASK_QUEUE_ENABLE", raising=False)
     assert [level(mode) for mode in (CUDAGraphMode.NONE, CUDAGraphMode.FULL_DECODE_ONLY)] == [2, 1]

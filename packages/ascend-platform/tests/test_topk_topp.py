@@ -22,7 +22,9 @@ def sampler():
     runners = []  # which the samplers do not keep
 
     def make(ks, mode="raw_logprobs"):
-        batch = types.SimpleNamespace(top_k_cpu=numpy.array([*ks, 1500]), num_reqs=len(ks), vocab_size=WORDS)
+        batch = types.SimpleNamespace(
+            top_k_cpu=numpy.array([*ks, 1500]), num_reqs=len(ks), vocab_size=WORDS
+        )
         runners.append(Runner(batch))
         return topk_topp.NPUTopKTopPSampler(TopKTopPSampler(mode), runners[-1])
 
@@ -37,13 +39,16 @@ def inputs(ks, ps):
 
 @pytest.mark.parametrize("ks", [[1, 5, 1024, WORDS], [5, 1500, 3, WORDS]])
 def test_mask_agrees_with_vllm(sampler, ks):
-    """With the operator and with the fallback: the operator does not support k between 1024 and vocab_size."""
+    """With the operator and with the fallback: the operator does not support k between 1024 and
+    vocab_size."""
     logits, k, p = inputs(ks, [1.0, 0.7, 0.9, 0.5])
     made = sampler(ks)
     assert made.supports(k) == (1500 not in ks)
     for arguments in ((k, p), (k, None), (None, p), (None, None)):
         expected = apply_top_k_top_p_pytorch(logits.clone(), *arguments)
-        found = made.mask_logits(logits.to("npu"), *(each if each is None else each.to("npu") for each in arguments))
+        found = made.mask_logits(
+            logits.to("npu"), *(each if each is None else each.to("npu") for each in arguments)
+        )
         assert torch.equal(found.cpu(), expected)
 
 
@@ -54,7 +59,9 @@ def test_sampled_tokens_and_processed_logits(sampler, ks, mode):
     expected = apply_top_k_top_p_pytorch(logits.clone(), k, p)
     tokens, processed = sampler(ks, mode)(logits.to("npu"), {}, k.to("npu"), p.to("npu"))
     assert (expected.gather(1, tokens.cpu().unsqueeze(1)) > -torch.inf).all()
-    torch.testing.assert_close(processed.cpu(), expected if mode == "processed_logits" else expected.log_softmax(-1))
+    torch.testing.assert_close(
+        processed.cpu(), expected if mode == "processed_logits" else expected.log_softmax(-1)
+    )
 
 
 def test_rejection_samplers_of_two_engines_use_their_own_requests():
@@ -66,7 +73,9 @@ def test_rejection_samplers_of_two_engines_use_their_own_requests():
 
     engines, batches = [], ([5, 1500, 3, WORDS], [1, 5, 1024, WORDS])
     for ks in batches:
-        runner = Runner(types.SimpleNamespace(top_k_cpu=numpy.array(ks), num_reqs=len(ks), vocab_size=WORDS))
+        runner = Runner(
+            types.SimpleNamespace(top_k_cpu=numpy.array(ks), num_reqs=len(ks), vocab_size=WORDS)
+        )
         runner.sampler = types.SimpleNamespace(topk_topp_sampler=TopKTopPSampler("raw_logprobs"))
         runner.rejection_sampler = Rejection()
         topk_topp.install(runner)

@@ -11,14 +11,21 @@ from types import SimpleNamespace
 import pytest
 import torch
 from ascend_platform.components import RefusedError
-from ascend_platform.transfer.checkpoint import checkpoint_fingerprint, loaded_fingerprint, note_files
+from ascend_platform.transfer.checkpoint import (
+    checkpoint_fingerprint,
+    loaded_fingerprint,
+    note_files,
+)
 from safetensors.torch import save_file
 
 
 def checkpoint(path: Path, change: tuple[str, int] | None = None) -> Path:
     path.mkdir()
     draw = torch.Generator().manual_seed(1)
-    tensors = {name: torch.rand(size, generator=draw) for name, size in {"a": 10_000, "b": 5, "c": 70_000}.items()}
+    tensors = {
+        name: torch.rand(size, generator=draw)
+        for name, size in {"a": 10_000, "b": 5, "c": 70_000}.items()
+    }
     if change:
         tensors[change[0]][change[1]] += 1
     save_file({"a": tensors["a"]}, path / "1.safetensors")
@@ -34,22 +41,33 @@ def test_fingerprint_depends_on_every_tensor(tmp_path: Path, change: tuple[str, 
     assert found != checkpoint_fingerprint(checkpoint(tmp_path / "changed", change))
 
 
-def test_fingerprint_of_files_that_changed_while_they_were_loaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_fingerprint_of_files_that_changed_while_they_were_loaded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     model = SimpleNamespace(model=str(tmp_path / "here"), model_weights="", revision=None)
     checkpoint(tmp_path / "here")
     assert loaded_fingerprint(model) == checkpoint_fingerprint(tmp_path / "here")  # not noted
     note_files(model)
-    assert loaded_fingerprint(pickle.loads(pickle.dumps(model))) == checkpoint_fingerprint(tmp_path / "here")
+    assert loaded_fingerprint(pickle.loads(pickle.dumps(model))) == checkpoint_fingerprint(
+        tmp_path / "here"
+    )
     shutil.copy(checkpoint(tmp_path / "new", ("c", 1000)) / "2.safetensors", tmp_path / "here")
-    with pytest.raises(RefusedError, match=r"2\.safetensors of .*here has changed since this instance began to load it.*; fix: "):
+    with pytest.raises(
+        RefusedError,
+        match=r"2\.safetensors of .*here has changed since this instance began to load it.*; fix: ",
+    ):
         loaded_fingerprint(model)
-    monkeypatch.setattr(socket, "gethostname", lambda: "another machine, with its own copy of the files")
+    monkeypatch.setattr(
+        socket, "gethostname", lambda: "another machine, with its own copy of the files"
+    )
     assert loaded_fingerprint(model) == checkpoint_fingerprint(tmp_path / "here")
 
 
 def test_fingerprint_of_missing_and_malformed_files(tmp_path: Path) -> None:
     assert checkpoint_fingerprint(tmp_path) == checkpoint_fingerprint(tmp_path / "nowhere") == ""
-    for number, content in enumerate([b"", b"12345", struct.pack("<Q", 2**60), struct.pack("<Q", 2) + b"[]"]):
+    for number, content in enumerate(
+        [b"", b"12345", struct.pack("<Q", 2**60), struct.pack("<Q", 2) + b"[]"]
+    ):
         (tmp_path / f"{number}.safetensors").write_bytes(content)
     header = json.dumps({"a": {"data_offsets": "x"}}).encode()
     (tmp_path / "9.safetensors").write_bytes(struct.pack("<Q", len(header)) + header)

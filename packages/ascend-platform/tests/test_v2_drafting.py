@@ -1,4 +1,5 @@
-"""Draft tokens in the V2 runner: kernels in PyTorch, compared with a loop for each of vLLM's, and with distributions."""
+"""Draft tokens in the V2 runner: kernels in PyTorch, compared with a loop for each of vLLM's, and
+with distributions."""
 
 import random
 from types import SimpleNamespace
@@ -29,16 +30,27 @@ class Drafts(Batch):
         self.drafts = []
         for number, row in enumerate(self.rows):
             generates = self.computed[row] >= self.prefill_len[row]
-            is_padded = not generates and self.lengths[number] == self.prefill_len[row] - self.computed[row]
-            self.drafts.append(rng.randint(0, STEPS) if generates or (is_padded and rng.random() < 0.5) else 0)
+            is_padded = (
+                not generates and self.lengths[number] == self.prefill_len[row] - self.computed[row]
+            )
+            self.drafts.append(
+                rng.randint(0, STEPS) if generates or (is_padded and rng.random() < 0.5) else 0
+            )
             self.lengths[number] += self.drafts[-1]
         self.starts = [sum(self.lengths[:number]) for number in range(len(self.rows) + 1)]
         self.num_tokens = self.starts[-1]
-        self.seq_lens = [self.computed[row] + length for row, length in zip(self.rows, self.lengths, strict=True)]
+        self.seq_lens = [
+            self.computed[row] + length for row, length in zip(self.rows, self.lengths, strict=True)
+        ]
         self.logits = [sum(self.drafts[:number]) + number for number in range(len(self.rows) + 1)]
         self.drafted = [[rng.randrange(VOCABULARY) for _ in range(STEPS)] for _ in range(ROWS)]
         is_prefill = any(self.computed[row] < self.prefill_len[row] for row in self.rows)
-        self.step = inputs.Step(np.array(self.lengths), is_prefill, num_draft_tokens=np.array(self.drafts), looks_ahead=True)
+        self.step = inputs.Step(
+            np.array(self.lengths),
+            is_prefill,
+            num_draft_tokens=np.array(self.drafts),
+            looks_ahead=True,
+        )
 
 
 @pytest.mark.parametrize("decode", [False, True])
@@ -46,14 +58,26 @@ class Drafts(Batch):
 def test_inputs_of_a_step(seed: int, decode: bool) -> None:
     batch = Drafts(seed, decode)
     count, total = len(batch.rows), batch.logits[-1]
-    input_ids, following, seq_lens = device([-7] * 200), device([[-7] * ROWS] * 2), device([9] * ROWS)
-    mapping, starts, cumulative = device(batch.rows, torch.int64), batch.query_start_loc(), device(batch.logits)
+    input_ids, following, seq_lens = (
+        device([-7] * 200),
+        device([[-7] * ROWS] * 2),
+        device([9] * ROWS),
+    )
+    mapping, starts, cumulative = (
+        device(batch.rows, torch.int64),
+        batch.query_start_loc(),
+        device(batch.logits),
+    )
     prefill_len, computed = device(batch.prefill_len), device(batch.computed)
     with inputs.preparing(batch.step):
         states, places = inputs.expand_idx_mapping(mapping, total, cumulative, STEPS + 1)
         if batch.step.has_prefill:
-            inputs.prepare_prefill_inputs(input_ids, following, mapping, starts, device(batch.tokens), prefill_len, computed)
-        inputs.prepare_pos_seq_lens(mapping, starts, computed, device([0] * 200, torch.int64), seq_lens)
+            inputs.prepare_prefill_inputs(
+                input_ids, following, mapping, starts, device(batch.tokens), prefill_len, computed
+            )
+        inputs.prepare_pos_seq_lens(
+            mapping, starts, computed, device([0] * 200, torch.int64), seq_lens
+        )
         indices = inputs.combine_sampled_and_draft_tokens(
             input_ids, mapping, device([[token] for token in batch.last], torch.int64), starts, seq_lens, prefill_len,
             device(batch.drafted, torch.int64), cumulative, total,
@@ -66,11 +90,17 @@ def test_inputs_of_a_step(seed: int, decode: bool) -> None:
             for values, value in zip(wanted, (row, place, end - drafts - 1 + place), strict=True):
                 values.append(value)
         if batch.computed[row] < batch.prefill_len[row]:
-            for offset in range(min(batch.lengths[number], batch.prefill_len[row] - batch.computed[row])):
-                expected[batch.starts[number] + offset] = batch.tokens[row][batch.computed[row] + offset]
+            for offset in range(
+                min(batch.lengths[number], batch.prefill_len[row] - batch.computed[row])
+            ):
+                expected[batch.starts[number] + offset] = batch.tokens[row][
+                    batch.computed[row] + offset
+                ]
             for ahead in range(2):
                 place = batch.seq_lens[number] + ahead
-                assert following[ahead, row] == (batch.tokens[row][place] if place < batch.prefill_len[row] else 0)
+                assert following[ahead, row] == (
+                    batch.tokens[row][place] if place < batch.prefill_len[row] else 0
+                )
         if batch.seq_lens[number] > batch.prefill_len[row]:
             if batch.seq_lens[number] - drafts - 1 >= batch.prefill_len[row]:
                 expected[end - drafts - 1] = batch.last[row]
@@ -83,7 +113,8 @@ def test_inputs_of_a_step(seed: int, decode: bool) -> None:
 @pytest.mark.parametrize("earlier", [False, True])
 @pytest.mark.parametrize("seed", range(6))
 def test_states_after_a_step(seed: int, earlier: bool) -> None:
-    """`earlier`: a batch of a pipeline that another stage has sampled, with its next draft tokens."""
+    """`earlier`: a batch of a pipeline that another stage has sampled, with its next
+    draft tokens."""
     batch, rng = Drafts(seed), random.Random(seed)
     rows = [-1 if earlier and rng.random() < 0.3 else row for row in batch.rows]
     sampled = [rng.randint(0, drafts + 1) for drafts in batch.drafts]
@@ -91,7 +122,9 @@ def test_states_after_a_step(seed: int, earlier: bool) -> None:
     tokens = [[rng.randrange(VOCABULARY) for _ in range(STEPS + 1)] for _ in batch.rows]
     bins = [[rng.randrange(3) for _ in range(VOCABULARY)] for _ in range(ROWS)]
     proposed = [[rng.randrange(VOCABULARY) for _ in range(STEPS)] for _ in batch.rows]
-    computed, total, table, last = (device(each) for each in (batch.computed, batch.total, batch.tokens, batch.last))
+    computed, total, table, last = (
+        device(each) for each in (batch.computed, batch.total, batch.tokens, batch.last)
+    )
     last, binned, drafted = last.long()[:, None], device(bins), device(batch.drafted, torch.int64)
     inputs.post_update(
         device(rows, torch.int64), computed, last, binned, VOCABULARY, device(tokens, torch.int64), STEPS + 1, device(sampled),
@@ -108,11 +141,26 @@ def test_states_after_a_step(seed: int, earlier: bool) -> None:
         batch.computed[row] += (0 if earlier else batch.lengths[number]) - rejected[number]
         if earlier:
             batch.drafted[row] = proposed[number]
-    assert (last[:, 0].tolist(), total.tolist(), computed.tolist()) == (batch.last, batch.total, batch.computed)
-    assert (table.tolist(), binned.tolist(), drafted.tolist()) == (batch.tokens, bins, batch.drafted)
+    assert (last[:, 0].tolist(), total.tolist(), computed.tolist()) == (
+        batch.last,
+        batch.total,
+        batch.computed,
+    )
+    assert (table.tolist(), binned.tolist(), drafted.tolist()) == (
+        batch.tokens,
+        bins,
+        batch.drafted,
+    )
 
 
-def verify(batch: Drafts, target: torch.Tensor, draft: torch.Tensor | None, drafted: Any, heat: Any, **options: Any) -> Any:
+def verify(
+    batch: Drafts,
+    target: torch.Tensor,
+    draft: torch.Tensor | None,
+    drafted: Any,
+    heat: Any,
+    **options: Any,
+) -> Any:
     requests = [number for number, drafts in enumerate(batch.drafts) for _ in range(drafts + 1)]
     mapping = device(batch.rows, torch.int64)
     places = [place for drafts in batch.drafts for place in range(drafts + 1)]
@@ -134,12 +182,19 @@ def test_greedy_requests_accept_what_the_target_would_choose(seed: int) -> None:
     for number, drafts in enumerate(batch.drafts):
         first = batch.logits[number]
         for place in range(drafts):
-            drafted[first + place + 1] = rng.choice([best[first + place]] * 3 + [rng.randrange(VOCABULARY), -1])
-        right = next((place for place in range(drafts) if drafted[first + place + 1] != best[first + place]), drafts)
+            drafted[first + place + 1] = rng.choice(
+                [best[first + place]] * 3 + [rng.randrange(VOCABULARY), -1]
+            )
+        right = next(
+            (place for place in range(drafts) if drafted[first + place + 1] != best[first + place]),
+            drafts,
+        )
         expected.append(best[first : first + right + 1])
     tokens, counts = verify(batch, target, None, drafted, [0.0] * ROWS)
     assert counts.tolist() == [len(each) for each in expected]
-    assert [row[: len(each)] for row, each in zip(tokens.tolist(), expected, strict=True)] == expected
+    assert [
+        row[: len(each)] for row, each in zip(tokens.tolist(), expected, strict=True)
+    ] == expected
 
     flat = device([7] * len(best), torch.int64)
     rejection.flatten_sampled(flat, tokens, STEPS + 1, counts, device(batch.logits), num_warps=1)
@@ -157,7 +212,9 @@ def test_sampled_tokens_have_the_target_s_distribution(has_scores: bool) -> None
     proposal = torch.randn(vocabulary, generator=generator)
     drafted = torch.full((count, 2), 2)
     if has_scores:
-        drafted[:, 1] = torch.multinomial((proposal / 0.7).softmax(-1), count, replacement=True, generator=generator)
+        drafted[:, 1] = torch.multinomial(
+            (proposal / 0.7).softmax(-1), count, replacement=True, generator=generator
+        )
     mapping = torch.arange(count)
     tokens, counts = rejection.rejection_sample(
         target.expand(2 * count, -1).contiguous().npu(),
@@ -173,9 +230,14 @@ def test_sampled_tokens_have_the_target_s_distribution(has_scores: bool) -> None
         steps,
     )
     expected = target.double().softmax(-1)
-    accepted = torch.minimum(expected, (proposal / 0.7).double().softmax(-1)).sum() if has_scores else expected[2]
+    accepted = (
+        torch.minimum(expected, (proposal / 0.7).double().softmax(-1)).sum()
+        if has_scores
+        else expected[2]
+    )
     assert abs((counts == 2).float().mean().item() - accepted) < 0.03
-    for chosen in (tokens[:, 0], tokens[counts == 2, 1]):  # the first token, and the one after an accepted draft
+    # the first token, and the one after an accepted draft
+    for chosen in (tokens[:, 0], tokens[counts == 2, 1]):
         found = torch.bincount(chosen.cpu(), minlength=vocabulary).double()
         statistic = ((found - expected * len(chosen)) ** 2 / (expected * len(chosen))).sum().item()
         assert statistic < 37  # with 5 degrees of freedom, beyond it in one of 10^6 cases
@@ -186,14 +248,26 @@ def test_synthetic_acceptance_has_its_rates() -> None:
     target, drafted = torch.zeros(batch.logits[-1], VOCABULARY), [5] * batch.logits[-1]
     for rate in (0.0, 1.0):
         rates = device([rate] * STEPS, torch.float32)
-        tokens, counts = verify(batch, target, None, drafted, [0.0] * ROWS, synthetic_conditional_rates=rates)
+        tokens, counts = verify(
+            batch, target, None, drafted, [0.0] * ROWS, synthetic_conditional_rates=rates
+        )
         assert counts.tolist() == [drafts * rate + 1 for drafts in batch.drafts]
-    assert all(row[:drafts] == [5] * drafts for row, drafts in zip(tokens.tolist(), batch.drafts, strict=True))
+    assert all(
+        row[:drafts] == [5] * drafts
+        for row, drafts in zip(tokens.tolist(), batch.drafts, strict=True)
+    )
 
 
 def test_other_methods_of_verification_are_not_taken_for_this_one() -> None:
     with pytest.raises(AssertionError, match="block verification"):
-        verify(Drafts(0), torch.zeros(99, VOCABULARY), None, [0] * 99, [0.0] * ROWS, use_block_verification=True)
+        verify(
+            Drafts(0),
+            torch.zeros(99, VOCABULARY),
+            None,
+            [0] * 99,
+            [0.0] * ROWS,
+            use_block_verification=True,
+        )
 
 
 def test_placeholders_after_a_prompt_are_rejected() -> None:
@@ -213,13 +287,23 @@ def buffers(size: int = 200) -> Any:
 
 
 def of_target(batch: Drafts, seed: int) -> tuple[Any, list[int], list[int], list[int], list[int]]:
-    """The target's step, its tokens and positions, and how many tokens each request has sampled and rejected."""
+    """The target's step, its tokens and positions, and how many tokens each request has sampled and
+    rejected."""
     rng, count = random.Random(seed), len(batch.rows)
     tokens = [rng.randrange(VOCABULARY) for _ in range(batch.num_tokens)]
-    places = [batch.computed[row] + at for row, length in zip(batch.rows, batch.lengths, strict=True) for at in range(length)]
-    has_more = [batch.seq_lens[number] < batch.prefill_len[row] for number, row in enumerate(batch.rows)]
+    places = [
+        batch.computed[row] + at
+        for row, length in zip(batch.rows, batch.lengths, strict=True)
+        for at in range(length)
+    ]
+    has_more = [
+        batch.seq_lens[number] < batch.prefill_len[row] for number, row in enumerate(batch.rows)
+    ]
     rejected = [rng.randint(0, drafts) for drafts in batch.drafts]
-    sampled = [0 if more else drafts + 1 - each for more, drafts, each in zip(has_more, batch.drafts, rejected, strict=True)]
+    sampled = [
+        0 if more else drafts + 1 - each
+        for more, drafts, each in zip(has_more, batch.drafts, rejected, strict=True)
+    ]
     step = SimpleNamespace(
         num_reqs=count, num_tokens=batch.num_tokens, idx_mapping=device(batch.rows, torch.int64),
         query_start_loc=batch.query_start_loc(), seq_lens=device(batch.seq_lens), input_ids=device(tokens),
@@ -243,7 +327,10 @@ def test_inputs_of_eagle_and_mtp(seed: int) -> None:
         first, length = batch.starts[number], batch.lengths[number] - rejected[number]
         ends.append(first + length - 1)
         added = batch.last[row] if sampled[number] else following[0][row]
-        assert own.input_ids[first : first + length].tolist() == [*tokens[first + 1 : first + length], added]
+        assert own.input_ids[first : first + length].tolist() == [
+            *tokens[first + 1 : first + length],
+            added,
+        ]
         assert own.positions[first : first + length].tolist() == places[first : first + length]
     count = len(batch.rows)
     assert last.tolist() == ends + [0] * (ROWS - count)
@@ -253,17 +340,37 @@ def test_inputs_of_eagle_and_mtp(seed: int) -> None:
 
     own.positions[:count] = device([places[end] for end in ends], torch.int64)
     keys = device([3] * ROWS, torch.int64)
-    drafting.prepare_decode_inputs(device([9] * count, torch.int64), step.seq_lens, device(rejected), own, keys, limit, ROWS)
+    drafting.prepare_decode_inputs(
+        device([9] * count, torch.int64), step.seq_lens, device(rejected), own, keys, limit, ROWS
+    )
     now = [min(places[end] + 1, limit - 1) for end in ends]
-    lengths = [min(length - each + 1, limit) for length, each in zip(batch.seq_lens, rejected, strict=True)]
+    lengths = [
+        min(length - each + 1, limit) for length, each in zip(batch.seq_lens, rejected, strict=True)
+    ]
     assert own.positions[:count].tolist() == now
     assert own.seq_lens.tolist() == lengths + [0] * (ROWS - count)
     assert own.query_start_loc.tolist() == [min(each, count) for each in range(ROWS + 1)]
-    assert (own.input_ids[:count].tolist(), keys.tolist()) == ([9] * count, [4] * count + [3] * (ROWS - count))
+    assert (own.input_ids[:count].tolist(), keys.tolist()) == (
+        [9] * count,
+        [4] * count + [3] * (ROWS - count),
+    )
 
-    drafts, hidden, kept = device([[0] * STEPS] * ROWS, torch.int64), torch.randn(count, 4).npu(), torch.zeros(ROWS, 4).npu()
+    drafts, hidden, kept = (
+        device([[0] * STEPS] * ROWS, torch.int64),
+        torch.randn(count, 4).npu(),
+        torch.zeros(ROWS, 4).npu(),
+    )
     drafting.update_draft_inputs(
-        device([6] * count, torch.int64), device(1, torch.int64), hidden, drafts, kept, own, keys, count, limit, STEPS
+        device([6] * count, torch.int64),
+        device(1, torch.int64),
+        hidden,
+        drafts,
+        kept,
+        own,
+        keys,
+        count,
+        limit,
+        STEPS,
     )
     assert drafts.tolist() == [[0, 6, 0]] * count + [[0] * STEPS] * (ROWS - count)
     assert torch.equal(kept[:count], hidden)
@@ -275,13 +382,29 @@ def test_inputs_of_eagle_and_mtp(seed: int) -> None:
 def test_inputs_of_a_draft_model(seed: int) -> None:
     batch, own, limit = Drafts(seed), buffers(), 62
     step, tokens, places, _, rejected = of_target(batch, seed)
-    ids, positions, last = device([-7] * 200), device([-7] * 200, torch.int64), device([-7] * ROWS, torch.int64)
+    ids, positions, last = (
+        device([-7] * 200),
+        device([-7] * 200, torch.int64),
+        device([-7] * ROWS, torch.int64),
+    )
     total = drafting.prepare_extended_inputs(
-        own, step, device([[each] for each in batch.last], torch.int64), device(rejected), ids, positions, last, ROWS, limit
+        own,
+        step,
+        device([[each] for each in batch.last], torch.int64),
+        device(rejected),
+        ids,
+        positions,
+        last,
+        ROWS,
+        limit,
     )
     expected, numbers, ends, starts = [], [], [], []
     for number, row in enumerate(batch.rows):
-        first, end, valid = batch.starts[number], batch.starts[number + 1], batch.lengths[number] - rejected[number]
+        first, end, valid = (
+            batch.starts[number],
+            batch.starts[number + 1],
+            batch.lengths[number] - rejected[number],
+        )
         starts.append(len(expected))
         ends.append(len(expected) + valid)
         expected += tokens[first : first + valid] + [batch.last[row]] + [0] * (end - first - valid)
@@ -291,7 +414,9 @@ def test_inputs_of_a_draft_model(seed: int) -> None:
     assert (ids[:total].tolist(), positions[:total].tolist()) == (expected, numbers)
     assert last.tolist() == ends + [0] * (ROWS - count)
     assert own.query_start_loc.tolist() == starts + [total] * (ROWS + 1 - count)
-    assert own.seq_lens.tolist() == [min(each + 1, limit) for each in batch.seq_lens] + [0] * (ROWS - count)
+    assert own.seq_lens.tolist() == [min(each + 1, limit) for each in batch.seq_lens] + [0] * (
+        ROWS - count
+    )
 
 
 @pytest.mark.parametrize("seed", range(12))
@@ -301,14 +426,32 @@ def test_ngrams(seed: int) -> None:
     lengths = [rng.randint(1, WIDTH) for _ in range(ROWS)]
     rows, last = rng.sample(range(ROWS), 5), [30 + row for row in range(ROWS)]
     sampled = [rng.randint(0, 1) for _ in rows]
-    scratch, drafts = device([[9] * 2] * ROWS, torch.int64), device([[-7] * STEPS] * ROWS, torch.int64)
+    scratch, drafts = (
+        device([[9] * 2] * ROWS, torch.int64),
+        device([[-7] * STEPS] * ROWS, torch.int64),
+    )
     given = device(tokens), WIDTH, device(rows, torch.int64), device(lengths), device(sampled)
     drafting.find_ngrams(*given, scratch, 2, WIDTH, low, high, 4, 64, num_warps=4, num_stages=2)
-    drafting.take_ngrams(*given, device(last, torch.int64), scratch, 2, drafts, WIDTH, 2, STEPS, 4, 2, num_warps=2, num_stages=1)
+    drafting.take_ngrams(
+        *given,
+        device(last, torch.int64),
+        scratch,
+        2,
+        drafts,
+        WIDTH,
+        2,
+        STEPS,
+        4,
+        2,
+        num_warps=2,
+        num_stages=1,
+    )
     for number, row in enumerate(rows):
         text, expected = tokens[row][: lengths[row]], [last[row]] * STEPS
         for n in range(min(high, len(text) - 1), low - 1, -1):
-            found = [place for place in range(len(text) - n) if text[place : place + n] == text[-n:]]
+            found = [
+                place for place in range(len(text) - n) if text[place : place + n] == text[-n:]
+            ]
             if found and sampled[number]:
                 following = text[found[-1] + n :][:STEPS]
                 expected = following + expected[len(following) :]
@@ -317,7 +460,8 @@ def test_ngrams(seed: int) -> None:
 
 
 def test_lengths_while_draft_tokens_are_in_flight() -> None:
-    """The scheduler counts the last step's draft tokens as accepted, unless it has seen the step's result."""
+    """The scheduler counts the last step's draft tokens as accepted, unless it has seen the step's
+    result."""
     lengths = draft_lengths.DraftLengths(4)
     for row, computed in ((0, 5), (2, 7)):
         lengths.add(row, computed)
@@ -330,6 +474,7 @@ def test_lengths_while_draft_tokens_are_in_flight() -> None:
     assert lengths.before(np.array([0, 2]), np.array([8, 9])) is None
     lengths.advance(rows, np.array([4, 4]), draft_lengths.Rejections(rows, device([3, 1])))
     lengths.add(2, 1)  # another request in its row
-    before = lengths.before(np.array([2, 0]), np.array([1, 11]))  # the scheduler knows that one of 8 + 4 is rejected
+    # the scheduler knows that one of 8 + 4 is rejected
+    before = lengths.before(np.array([2, 0]), np.array([1, 11]))
     assert before is not None
     assert before.count() == [0, 0]

@@ -1,4 +1,5 @@
-"""The V2 runner's kernels in PyTorch, compared with a loop for each kernel of vLLM's, written from what it computes."""
+"""The V2 runner's kernels in PyTorch, compared with a loop for each kernel of vLLM's, written from
+what it computes."""
 
 import random
 import subprocess
@@ -16,9 +17,14 @@ from packaging.version import Version
 from vllm import __version__ as vllm_version
 
 SINCE_V2 = pytest.mark.skipif(
-    Version(vllm_version).release < Version(overrides.SINCE).release, reason="vLLM's V2 runner is another"
+    Version(vllm_version).release < Version(overrides.SINCE).release,
+    reason="vLLM's V2 runner is another",
 )
-BATCHES = [(seed, decode, empty) for seed in range(8) for decode, empty in ((False, False), (False, True), (True, False))]
+BATCHES = [
+    (seed, decode, empty)
+    for seed in range(8)
+    for decode, empty in ((False, False), (False, True), (True, False))
+]
 
 
 @pytest.mark.parametrize("on_host", [False, True])
@@ -32,7 +38,15 @@ def test_inputs_of_a_step(seed: int, decode: bool, empty: bool, on_host: bool) -
     count = len(batch.rows)
     with inputs.preparing(batch.step_on_host if on_host else batch.step):
         if batch.step.has_prefill:
-            inputs.prepare_prefill_inputs(input_ids, following, idx_mapping, starts, device(batch.tokens), prefill_len, computed)
+            inputs.prepare_prefill_inputs(
+                input_ids,
+                following,
+                idx_mapping,
+                starts,
+                device(batch.tokens),
+                prefill_len,
+                computed,
+            )
         inputs.prepare_pos_seq_lens(idx_mapping, starts, computed, positions, seq_lens)
         last = None
         if not empty:  # a request without tokens has no logits
@@ -46,19 +60,25 @@ def test_inputs_of_a_step(seed: int, decode: bool, empty: bool, on_host: bool) -
         for offset in range(batch.lengths[number]):
             places[batch.starts[number] + offset] = batch.computed[row] + offset
             if batch.computed[row] < batch.prefill_len[row]:
-                expected[batch.starts[number] + offset] = batch.tokens[row][batch.computed[row] + offset]
+                expected[batch.starts[number] + offset] = batch.tokens[row][
+                    batch.computed[row] + offset
+                ]
         if last is not None and batch.seq_lens[number] > batch.prefill_len[row]:
             expected[batch.starts[number + 1] - 1] = batch.last[row]
     assert positions.tolist() == places
     assert seq_lens.tolist() == batch.seq_lens + [0] * (ROWS - count)
     if last is not None:
-        assert torch.arange(200, device="npu")[last].tolist() == [end - 1 for end in batch.starts[1:]]
+        assert torch.arange(200, device="npu")[last].tolist() == [
+            end - 1 for end in batch.starts[1:]
+        ]
         assert input_ids.tolist() == expected
 
 
 def test_inputs_are_prepared_within_a_step_alone() -> None:
     with pytest.raises(AssertionError, match="prepare_inputs alone"):
-        inputs.prepare_pos_seq_lens(device([0]), device([0, 1]), device([0]), device([0]), device([0]))
+        inputs.prepare_pos_seq_lens(
+            device([0]), device([0, 1]), device([0]), device([0]), device([0])
+        )
 
 
 def test_constants_are_shared_while_inputs_are_prepared_alone() -> None:
@@ -68,7 +88,11 @@ def test_constants_are_shared_while_inputs_are_prepared_alone() -> None:
         batch.step.are_constants_shared = True
         for made, values in ((inputs.arange, [0, 1, 2, 3]), (inputs.zeros, [0] * 4)):
             first, second = made(4, **asked), made(4, **asked)
-            assert (first.data_ptr(), first.tolist(), first.dtype) == (second.data_ptr(), values, torch.int32)
+            assert (first.data_ptr(), first.tolist(), first.dtype) == (
+                second.data_ptr(),
+                values,
+                torch.int32,
+            )
             assert made(4, dtype=torch.int64, device="npu").dtype is torch.int64
     kept, own = inputs.zeros(4, **asked), inputs.zeros(4, **asked)
     assert kept.data_ptr() != own.data_ptr()
@@ -83,23 +107,36 @@ def test_sampled_and_rejected(seed: int, decode: bool, empty: bool) -> None:
     cumulative = [sum(logits[:number]) for number in range(count + 1)]
     num_sampled = device(sampled)
     lens = device(batch.seq_lens + [0] * (ROWS - count))
-    arguments = (lens, device(cumulative), device(batch.rows, torch.int64), device(batch.prefill_len))
+    arguments = (
+        lens,
+        device(cumulative),
+        device(batch.rows, torch.int64),
+        device(batch.prefill_len),
+    )
     num_sampled, num_rejected = inputs.get_num_sampled_and_rejected(num_sampled, *arguments)
-    more = [batch.seq_lens[number] < batch.prefill_len[row] for number, row in enumerate(batch.rows)]
-    assert num_sampled.tolist() == [0 if has else each for has, each in zip(more, sampled, strict=True)]
+    more = [
+        batch.seq_lens[number] < batch.prefill_len[row] for number, row in enumerate(batch.rows)
+    ]
+    assert num_sampled.tolist() == [
+        0 if has else each for has, each in zip(more, sampled, strict=True)
+    ]
     wanted = [0 if has else n - each for has, n, each in zip(more, logits, sampled, strict=True)]
     assert num_rejected.tolist() == wanted
 
 
 @pytest.mark.parametrize("counts", [True, False])
-@pytest.mark.parametrize(("lengths", "decode"), [(True, False), (False, False), (True, True), (False, True)])
+@pytest.mark.parametrize(
+    ("lengths", "decode"), [(True, False), (False, False), (True, True), (False, True)]
+)
 @pytest.mark.parametrize("seed", range(6))
 def test_post_update(seed: int, lengths: bool, decode: bool, counts: bool) -> None:
-    """Without lengths the batch is an earlier one of a pipeline; in a step of decodes every request samples one token."""
+    """Without lengths the batch is an earlier one of a pipeline; in a step of decodes every request
+    samples one token."""
     batch, rng = Batch(seed, decode), random.Random(seed)
     count = len(batch.rows)
     rows = [-1 if not lengths and rng.random() < 0.25 else row for row in batch.rows]
-    batch.total[batch.rows[0]] = WIDTH  # a full row, which has no space for a token that is not sampled either
+    # a full row, which has no space for a token that is not sampled either
+    batch.total[batch.rows[0]] = WIDTH
     sampled = [0 if batch.total[row] == WIDTH else rng.randint(0, 1) for row in batch.rows]
     rejected = [rng.randint(0, 1) for _ in batch.rows]
     if decode and lengths:
@@ -123,14 +160,20 @@ def test_post_update(seed: int, lengths: bool, decode: bool, counts: bool) -> No
             batch.total[row] += 1
             bins[row][tokens[number]] += counts
         batch.computed[row] += (batch.lengths[number] if lengths else 0) - rejected[number]
-    assert (last[:, 0].tolist(), total.tolist(), computed.tolist()) == (batch.last, batch.total, batch.computed)
+    assert (last[:, 0].tolist(), total.tolist(), computed.tolist()) == (
+        batch.last,
+        batch.total,
+        batch.computed,
+    )
     assert table.tolist() == batch.tokens
     assert binned.tolist() == bins
 
 
 @pytest.mark.parametrize("counts", [True, False])
 @pytest.mark.parametrize(("seed", "decode", "empty"), BATCHES)
-def test_states_are_the_same_by_what_the_host_knows(seed: int, decode: bool, empty: bool, counts: bool) -> None:
+def test_states_are_the_same_by_what_the_host_knows(
+    seed: int, decode: bool, empty: bool, counts: bool
+) -> None:
     batch, rng = Batch(seed, decode, empty), random.Random(seed)
     count, mapping = len(batch.rows), device(batch.rows, torch.int64)
     tokens = device([[rng.randrange(VOCABULARY)] for _ in batch.rows], torch.int64)
@@ -138,9 +181,14 @@ def test_states_are_the_same_by_what_the_host_knows(seed: int, decode: bool, emp
     given = lens, device(list(range(count + 1))), mapping, device(batch.prefill_len)
     found = []
     for step in (batch.step, batch.step_on_host):
-        sampled, table, computed, total = map(device, ([1] * count, batch.tokens, batch.computed, batch.total))
+        sampled, table, computed, total = map(
+            device, ([1] * count, batch.tokens, batch.computed, batch.total)
+        )
         batch.host.table = table
-        last, bins = device([[token] for token in batch.last], torch.int64), device([[0] * VOCABULARY] * ROWS)
+        last, bins = (
+            device([[token] for token in batch.last], torch.int64),
+            device([[0] * VOCABULARY] * ROWS),
+        )
         with inputs.preparing(step):
             if step is batch.step_on_host:  # which sends the indices of a decode step too
                 batch.host.write_positions(device([0] * 200, torch.int64), device([0] * ROWS))
@@ -154,10 +202,18 @@ def test_states_are_the_same_by_what_the_host_knows(seed: int, decode: bool, emp
             )  # fmt: skip
         found.append([each.tolist() for each in (sampled, rejected, table, bins)])
         if step is batch.step:  # what the host knows of the next step
-            after = HostInputs(batch.host.rows, np.ones(count), computed.cpu().numpy()[batch.rows], batch.host.prefill_len, table)
+            after = HostInputs(
+                batch.host.rows,
+                np.ones(count),
+                computed.cpu().numpy()[batch.rows],
+                batch.host.prefill_len,
+                table,
+            )
             lengths = device([[0] * ROWS] * 4)
             after.write_lengths(mapping, lengths)
-            assert lengths[:2, mapping].tolist() == torch.stack((computed, total))[:, mapping].tolist()
+            assert (
+                lengths[:2, mapping].tolist() == torch.stack((computed, total))[:, mapping].tolist()
+            )
             assert not lengths[2:].any()
     assert found[0] == found[1]
 
@@ -166,7 +222,9 @@ def test_states_are_the_same_by_what_the_host_knows(seed: int, decode: bool, emp
 def test_post_update_without_sampling(seed: int) -> None:
     batch = Batch(seed, empty=True)
     computed = device(batch.computed)
-    inputs.post_update_num_computed_tokens(device(batch.rows, torch.int64), computed, batch.query_start_loc())
+    inputs.post_update_num_computed_tokens(
+        device(batch.rows, torch.int64), computed, batch.query_start_loc()
+    )
     for row, length in zip(batch.rows, batch.lengths, strict=True):
         batch.computed[row] += length
     assert computed.tolist() == batch.computed
@@ -174,7 +232,9 @@ def test_post_update_without_sampling(seed: int) -> None:
 
 @pytest.mark.parametrize("on_host", [False, True])
 @pytest.mark.parametrize(("seed", "decode", "empty"), BATCHES)
-def test_positions_of_multimodal_rotary_tables(seed: int, decode: bool, empty: bool, on_host: bool) -> None:
+def test_positions_of_multimodal_rotary_tables(
+    seed: int, decode: bool, empty: bool, on_host: bool
+) -> None:
     batch, dimensions = Batch(seed, decode, empty), 3
     rng = random.Random(seed)
     given = [[rng.randrange(99) for _ in range(WIDTH)] for _ in range(ROWS * dimensions)]
@@ -188,7 +248,10 @@ def test_positions_of_multimodal_rotary_tables(seed: int, decode: bool, empty: b
     expected = [[-7] * 200 for _ in range(dimensions)]
     for number, row in enumerate(batch.rows):
         for offset in range(batch.lengths[number]):
-            place, in_prefill = batch.computed[row] + offset, batch.computed[row] < batch.prefill_len[row]
+            place, in_prefill = (
+                batch.computed[row] + offset,
+                batch.computed[row] < batch.prefill_len[row],
+            )
             for axis in range(dimensions):
                 value = given[row * dimensions + axis][place] if in_prefill else place + deltas[row]
                 expected[axis][batch.starts[number] + offset] = value
@@ -203,7 +266,10 @@ def test_lengths_of_context_parallelism(interleave: int) -> None:
         local = torch.full((9,), 7, dtype=torch.int32, device="npu")
         arguments = local, device([*lengths, 5, 5]), len(lengths), ranks, rank, interleave
         found.append(inputs.prepare_dcp_local_seq_lens(*arguments, num_reqs_padded=8).tolist())
-        owned = [sum(token // interleave % ranks == rank for token in range(length)) for length in lengths]
+        owned = [
+            sum(token // interleave % ranks == rank for token in range(length))
+            for length in lengths
+        ]
         assert local.tolist() == [*owned, 0, 0]
     assert [sum(each) for each in zip(*found, strict=True)] == [*lengths, 0]
 
@@ -213,18 +279,24 @@ def test_lengths_of_context_parallelism(interleave: int) -> None:
 def test_staged_writes(seed: int, dtype: torch.dtype) -> None:
     rng = random.Random(seed)
     one_dimension = seed % 3 == 0
-    expected = [[rng.randrange(99) for _ in range(1 if one_dimension else WIDTH)] for _ in range(ROWS)]
+    expected = [
+        [rng.randrange(99) for _ in range(1 if one_dimension else WIDTH)] for _ in range(ROWS)
+    ]
     gpu = device([row[0] for row in expected] if one_dimension else expected, dtype)
     staged: dict[str, list[Any]] = {"indices": [], "starts": [], "contents": [], "cu_lens": []}
     for row in rng.sample(range(ROWS), rng.randint(0, ROWS)):
         start = 0 if one_dimension else rng.randrange(WIDTH)
-        piece = [rng.randrange(99) for _ in range(1 if one_dimension else rng.randint(1, WIDTH - start))]
+        piece = [
+            rng.randrange(99) for _ in range(1 if one_dimension else rng.randint(1, WIDTH - start))
+        ]
         expected[row][start : start + len(piece)] = piece
         staged["indices"].append(row)
         staged["starts"].append(start)
         staged["contents"] += piece
         staged["cu_lens"].append(len(staged["contents"]))
-    tensor = SimpleNamespace(gpu=gpu, dtype=dtype, device=gpu.device, clear_staged_writes=staged.clear)
+    tensor = SimpleNamespace(
+        gpu=gpu, dtype=dtype, device=gpu.device, clear_staged_writes=staged.clear
+    )
     for name, values in staged.items():
         setattr(tensor, f"_staged_write_{name}", values)
     buffers.apply_writes(tensor)
@@ -240,11 +312,18 @@ def test_new_requests_are_written_together(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr(buffer_utils, "is_uva_available", buffers.is_uva_available)
     monkeypatch.setattr(buffer_utils, "UvaBufferPool", buffers.PinnedBufferPool)
     states = NPURequestState(ROWS, WIDTH, WIDTH, 0, VOCABULARY, torch.device("npu"))
-    tensors: tuple[Any, ...] = states.num_computed_tokens, states.total_len, states.prompt_len, states.prefill_len
+    tensors: tuple[Any, ...] = (
+        states.num_computed_tokens,
+        states.total_len,
+        states.prompt_len,
+        states.prefill_len,
+    )
     expected, tokens = np.zeros((4, ROWS), int), np.zeros((ROWS, WIDTH), int)
     for together in (3, 0, 1):
         for number in range(together):
-            known = [random.Random(number + together).randrange(VOCABULARY) for _ in range(7 + number)]
+            known = [
+                random.Random(number + together).randrange(VOCABULARY) for _ in range(7 + number)
+            ]
             states.add_request(f"{together} {number}", 5, known, 2 * number, 9)
             row = states.req_id_to_index[f"{together} {number}"]
             expected[:, row] = 2 * number, len(known), 5, len(known)
@@ -292,7 +371,9 @@ with freeze_gc_for_cudagraph_capture():
 assert gc.isenabled()
 assert gc.get_freeze_count() > 0.99 * frozen > 100_000
 """
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=120)
+    done = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, timeout=120
+    )
     assert done.returncode == 0, done.stderr[-2000:]
 
 
@@ -330,14 +411,20 @@ def test_block_tables_and_slots(seed: int, decode: bool, empty: bool, reach: int
         (got,) = tables.gather_block_tables(mapping, padded, num_computed_tokens=computed)
         on_device = got.tolist()
         tables.input_block_tables[0][: len(batch.rows)].fill_(77)
-        (got,) = tables.gather_block_tables(mapping, padded, num_computed_tokens=computed, host=batch.host)
+        (got,) = tables.gather_block_tables(
+            mapping, padded, num_computed_tokens=computed, host=batch.host
+        )
         assert got.tolist() == on_device
 
         def is_gathered() -> bool:
             """Whether the next step of the same requests writes their tables."""
             tables.input_block_tables[0][: len(batch.rows)].fill_(78)
-            (again,) = tables.gather_block_tables(mapping, padded, num_computed_tokens=computed, host=batch.host)
-            gathered = again[: len(batch.rows)].tolist() != [[78] * again.shape[1]] * len(batch.rows)
+            (again,) = tables.gather_block_tables(
+                mapping, padded, num_computed_tokens=computed, host=batch.host
+            )
+            gathered = again[: len(batch.rows)].tolist() != [[78] * again.shape[1]] * len(
+                batch.rows
+            )
             assert not gathered or again.tolist() == on_device
             return gathered
 
@@ -356,17 +443,34 @@ def test_block_tables_and_slots(seed: int, decode: bool, empty: bool, reach: int
     assert got[: len(batch.rows), :7].tolist() == expected
     assert not tables.input_block_tables[0][len(batch.rows) :].any()
 
-    places = [batch.computed[row] + i for row, length in zip(batch.rows, batch.lengths, strict=True) for i in range(length)]
-    owners = [row for row, length in zip(batch.rows, batch.lengths, strict=True) for _ in range(length)]
+    places = [
+        batch.computed[row] + i
+        for row, length in zip(batch.rows, batch.lengths, strict=True)
+        for i in range(length)
+    ]
+    owners = [
+        row for row, length in zip(batch.rows, batch.lengths, strict=True) for _ in range(length)
+    ]
     count = batch.num_tokens
     positions = device(places + [0] * 3, torch.int64)
     if empty and count == len(batch.rows):
-        return  # as many tokens as requests are one each, since vLLM schedules no request without tokens
-    slots = tables.compute_slot_mappings(mapping, batch.query_start_loc(), positions, count + 3, num_tokens=count)
-    wanted = [blocks[row][place // size] * size + place % size for row, place in zip(owners, places, strict=True)]
+        # as many tokens as requests are one each, since vLLM schedules no request without tokens
+        return
+    slots = tables.compute_slot_mappings(
+        mapping, batch.query_start_loc(), positions, count + 3, num_tokens=count
+    )
+    wanted = [
+        blocks[row][place // size] * size + place % size
+        for row, place in zip(owners, places, strict=True)
+    ]
     assert slots[0, :count].tolist() == wanted
     on_device = slots.tolist()
-    assert tables.compute_slot_mappings(mapping, device([]), positions, count + 3, host=batch.host).tolist() == on_device
+    assert (
+        tables.compute_slot_mappings(
+            mapping, device([]), positions, count + 3, host=batch.host
+        ).tolist()
+        == on_device
+    )
     assert all(0 <= slot < size for slot in slots[0, count:].tolist())  # of the null block
     assert all(0 <= slot < size for slot in tables.get_dummy_slot_mappings(9)[0].tolist())
 

@@ -1,4 +1,5 @@
-"""Launch sites of Triton kernels in vLLM's V2 runner: each is overridden, refused by name or unreachable, and unchanged."""
+"""Launch sites of Triton kernels in vLLM's V2 runner: each is overridden, refused by name or
+unreachable, and unchanged."""
 
 import ast
 import importlib
@@ -21,7 +22,8 @@ from vllm.config.utils import replace
 
 SITES = launch_sites.sites()
 supported = pytest.mark.skipif(
-    Version(vllm_version).release < Version(overrides.SINCE).release, reason="vLLM's V2 runner is another"
+    Version(vllm_version).release < Version(overrides.SINCE).release,
+    reason="vLLM's V2 runner is another",
 )
 
 
@@ -31,7 +33,9 @@ def launches(node: ast.AST, outer: tuple[str, ...] = ()) -> Iterator[tuple[str, 
         inner = (*outer, child.name) if isinstance(child, ast.FunctionDef | ast.ClassDef) else outer
         if isinstance(child, ast.Call) and isinstance(child.func, ast.Subscript):
             called = child.func.value
-            if isinstance(called, ast.Name | ast.Attribute) and ast.unparse(called).endswith("_kernel"):
+            if isinstance(called, ast.Name | ast.Attribute) and ast.unparse(called).endswith(
+                "_kernel"
+            ):
                 yield ast.unparse(called), ".".join(outer)
         yield from launches(child, inner)
 
@@ -44,7 +48,9 @@ def test_table_has_every_launch() -> None:
         module = ".".join(path.relative_to(root).with_suffix("").parts)
         found += [(module, *launch) for launch in launches(ast.parse(path.read_text()))]
     assert len(found) == 76
-    assert sorted(found) == sorted((site.module, site.kernel.rpartition(":")[2], site.caller) for site in SITES)
+    assert sorted(found) == sorted(
+        (site.module, site.kernel.rpartition(":")[2], site.caller) for site in SITES
+    )
 
 
 @supported
@@ -58,10 +64,14 @@ def test_changed_kernel_is_named(tmp_path, monkeypatch: pytest.MonkeyPatch) -> N
     (gpu / "block_table.py").write_text("def _gather_block_tables_kernel():\n    pass\n")
     site = next(site for site in SITES if site.kernel == "_gather_block_tables_kernel")
     changed, missing = site.differences(tmp_path)
-    assert changed.startswith("target vllm.v1.worker.gpu.block_table:_gather_block_tables_kernel has changed: found ")
+    assert changed.startswith(
+        "target vllm.v1.worker.gpu.block_table:_gather_block_tables_kernel has changed: found "
+    )
     assert "BlockTables.gather_block_tables is missing" in missing
     monkeypatch.setattr(launch_sites, "sites", lambda: [site._replace(kernel_source="0" * 12)])
-    monkeypatch.setattr(fingerprint, "module_source", lambda module, tree: (gpu / "block_table.py").read_text())
+    monkeypatch.setattr(
+        fingerprint, "module_source", lambda module, tree: (gpu / "block_table.py").read_text()
+    )
     assert "_gather_block_tables_kernel has changed" in launch_sites.difference()
 
 
@@ -70,23 +80,32 @@ def test_patches_check_compares_the_table(tmp_path) -> None:
     (tmp_path / "vllm" / "_version.py").write_text('__version__ = "0.33.0"\n')
     rows = extension.overrides(tmp_path)
     assert len(rows) == len(extension.overrides()) + len(overrides.OVERRIDES) + len(SITES)
-    assert "is missing" in next(row["problem"] for row in rows if row["name"] == "block_table._gather_block_tables_kernel")
+    assert "is missing" in next(
+        row["problem"] for row in rows if row["name"] == "block_table._gather_block_tables_kernel"
+    )
     (tmp_path / "vllm" / "_version.py").write_text('__version__ = "0.32.0"\n')
     assert len(extension.overrides(tmp_path)) == len(extension.overrides())
 
 
-@pytest.mark.parametrize("site", SITES, ids=lambda site: f"{site.module}-{site.kernel}-{site.caller}")
+@pytest.mark.parametrize(
+    "site", SITES, ids=lambda site: f"{site.module}-{site.kernel}-{site.caller}"
+)
 def test_state_is_true(site: launch_sites.Site) -> None:
     if site.state == "overridden":
         module, *names = site.by.split(".")
-        if module == "block_tables" and Version(vllm_version).release < Version(overrides.SINCE).release:
+        if (
+            module == "block_tables"
+            and Version(vllm_version).release < Version(overrides.SINCE).release
+        ):
             return
         found = importlib.import_module(f"ascend_platform.worker.v2.{module}")
         for name in names:
             found = vars(found)[name]
         assert callable(found)
     elif site.state == "refused":
-        names = {feature.name for feature in model_runner.FEATURES} | set(model_runner.REQUEST_FEATURES)
+        names = {feature.name for feature in model_runner.FEATURES} | set(
+            model_runner.REQUEST_FEATURES
+        )
         assert site.by in names
     else:
         assert site.state == "unreachable"
@@ -104,11 +123,14 @@ def test_sampling_parameter_is_refused_with_its_kernel(monkeypatch: pytest.Monke
     model_runner.check_request(asked)
     monkeypatch.setenv(model_runner.VARIABLE, "1")
     with pytest.raises(
-        extension.RefusedError, match=r"thinking budgets \(kernel _update_committed_marker_cache_kernel\)"
+        extension.RefusedError,
+        match=r"thinking budgets \(kernel _update_committed_marker_cache_kernel\)",
     ) as refused:
         model_runner.check_request(asked)
     assert "\n" not in str(refused.value)
-    model_runner.check_request(SamplingParams(temperature=1, logprobs=2, prompt_logprobs=1, min_p=0.1, bad_words=["a"]))
+    model_runner.check_request(
+        SamplingParams(temperature=1, logprobs=2, prompt_logprobs=1, min_p=0.1, bad_words=["a"])
+    )
 
 
 def config(runner: object, **given: object) -> SimpleNamespace:
@@ -119,7 +141,10 @@ def config(runner: object, **given: object) -> SimpleNamespace:
 def test_option_has_three_values() -> None:
     assert model_runner.choice(config("v2")) == (True, "additional_config")
     assert model_runner.choice(config("v1")) == (False, "additional_config")
-    with pytest.raises(extension.RefusedError, match=r'"ascend.platform.model_runner" is \'v3\'; supported: auto, v1, v2$'):
+    with pytest.raises(
+        extension.RefusedError,
+        match=r'"ascend.platform.model_runner" is \'v3\'; supported: auto, v1, v2$',
+    ):
         model_runner.choice(config("v3"))
 
 
@@ -131,19 +156,28 @@ def chosen(
     watermark_config: object = None,
     routed_experts: bool = False,
 ) -> Any:
-    """The choice where these features are asked for, with the environment variable as it is `asked`, if it is."""
+    """The choice where these features are asked for, with the environment variable as it is
+    `asked`, if it is."""
     monkeypatch.setenv("VLLM_VERSION", version)
     monkeypatch.setattr("ascend_platform.runner_is_given", asked is not None)
     monkeypatch.setattr(model_runner, "_IN_ENVIRONMENT", bool(asked))
-    monkeypatch.setattr(model_runner, "FEATURES", [Feature(name, lambda _: True) for name in features])
-    given = {"_get_v2_model_runner_unsupported_features": list, "watermark_config": watermark_config}
+    monkeypatch.setattr(
+        model_runner, "FEATURES", [Feature(name, lambda _: True) for name in features]
+    )
+    given = {
+        "_get_v2_model_runner_unsupported_features": list,
+        "watermark_config": watermark_config,
+    }
     aux_output = SimpleNamespace(enabled=routed_experts)
     return model_runner.choice(config("auto", aux_output_config=aux_output, **given))
 
 
 def test_v2_is_the_default_but_for_what_it_lacks(monkeypatch: pytest.MonkeyPatch) -> None:
     assert chosen(monkeypatch, []) == (True, "the default from vLLM 0.33 on")
-    assert chosen(monkeypatch, ["prompt embeddings", "dflash"]) == (False, "V2 lacks prompt embeddings, dflash")
+    assert chosen(monkeypatch, ["prompt embeddings", "dflash"]) == (
+        False,
+        "V2 lacks prompt embeddings, dflash",
+    )
     assert chosen(monkeypatch, ["sampling masks"]).is_v2  # which V1 would ignore: refused by name
     assert chosen(monkeypatch, ["prompt embeddings"], watermark_config="given").is_v2
     assert chosen(monkeypatch, ["prompt embeddings"], routed_experts=True).is_v2
@@ -157,22 +191,39 @@ class OfV1:
 
 
 def of_model(**given: object) -> SimpleNamespace:
-    kept = {"runner_type": "generate", "logits_processors": None, "pooler_config": None, "architecture": "Qwen3ForCausalLM"}
+    kept = {
+        "runner_type": "generate",
+        "logits_processors": None,
+        "pooler_config": None,
+        "architecture": "Qwen3ForCausalLM",
+    }
     return SimpleNamespace(model_config=SimpleNamespace(**kept | given))
 
 
 def lacking(config: SimpleNamespace) -> list[str]:
     names = ("logits processors with V1's interface", "the pooling task plugin")
-    return [feature.name for feature in model_runner.FEATURES if feature.name in names and feature.asked(config)]
+    return [
+        feature.name
+        for feature in model_runner.FEATURES
+        if feature.name in names and feature.asked(config)
+    ]
 
 
 @supported
 def test_v1_has_the_logits_processors_of_its_interface(monkeypatch: pytest.MonkeyPatch) -> None:
     named = ["logits processors with V1's interface"]
     assert lacking(of_model(logits_processors=["harness.logits_processor:OnlyToken"])) == []
-    assert lacking(of_model(logits_processors=["harness.logits_processor:OnlyToken", "types:SimpleNamespace"])) == named
+    assert (
+        lacking(
+            of_model(
+                logits_processors=["harness.logits_processor:OnlyToken", "types:SimpleNamespace"]
+            )
+        )
+        == named
+    )
     assert lacking(of_model(logits_processors=[OfV1])) == named
-    assert lacking(of_model(logits_processors=["no.such:Module", "malformed"])) == []  # for vLLM to report
+    # for vLLM to report
+    assert lacking(of_model(logits_processors=["no.such:Module", "malformed"])) == []
     point = SimpleNamespace(load=lambda: OfV1)
     monkeypatch.setattr(model_runner.importlib.metadata, "entry_points", lambda group: [point])
     assert lacking(of_model()) == named
@@ -181,10 +232,13 @@ def test_v1_has_the_logits_processors_of_its_interface(monkeypatch: pytest.Monke
 
 @supported
 @pytest.mark.parametrize(
-    ("task", "architecture", "found"), [("plugin", "A", True), (None, "Terratorch", True), ("embed", "A", False)]
+    ("task", "architecture", "found"),
+    [("plugin", "A", True), (None, "Terratorch", True), ("embed", "A", False)],
 )
 def test_v1_pools_by_plugins(task: str | None, architecture: str, found: bool) -> None:
-    model = of_model(runner_type="pooling", architecture=architecture, pooler_config=SimpleNamespace(task=task))
+    model = of_model(
+        runner_type="pooling", architecture=architecture, pooler_config=SimpleNamespace(task=task)
+    )
     assert lacking(model) == ["the pooling task plugin"] * found
     assert lacking(of_model()) == []
 
@@ -205,7 +259,8 @@ def test_drafters_of_an_engine_have_its_runner(monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_configuration_can_be_replaced() -> None:
-    """As vLLM does for a drafter; it refuses attributes that are no fields (``vllm/config/utils.py``)."""
+    """As vLLM does for a drafter; it refuses attributes that are no fields
+    (``vllm/config/utils.py``)."""
     engine = VllmConfig(additional_config=config("v1").additional_config)
     engine.model_config = object()  # type: ignore[assignment]
     model_runner.choose(engine)
@@ -216,6 +271,7 @@ def test_configuration_can_be_replaced() -> None:
 def test_v2_below_its_first_version_is_refused_in_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("VLLM_VERSION", "0.32.0")
     with pytest.raises(
-        extension.RefusedError, match=r"additional_config asks for, is supported from vLLM 0.33 on, .* 0.32.0; fix: "
+        extension.RefusedError,
+        match=r"additional_config asks for, is supported from vLLM 0.33 on, .* 0.32.0; fix: ",
     ):
         model_runner.choose(config("v2", model_config=object()))

@@ -1,4 +1,5 @@
-"""Logits processors and random numbers of the V2 runner, compared with a loop for each kernel of vLLM's."""
+"""Logits processors and random numbers of the V2 runner, compared with a loop for each kernel of
+vLLM's."""
 
 import math
 import random
@@ -15,17 +16,23 @@ SEEDS = range(8)
 
 
 class Batch:
-    """Requests in a random order, each with a row for each of its up to three draft tokens and one more."""
+    """Requests in a random order, each with a row for each of its up to three draft tokens and one
+    more."""
 
     def __init__(self, seed: int, drafts: bool = True) -> None:
         rng = self.rng = random.Random(seed)
         self.requests = rng.sample(range(ROWS), 4)
         self.counts = [rng.randint(1, 4) if drafts else 1 for _ in self.requests]
-        self.rows = [request for request, count in zip(self.requests, self.counts, strict=True) for _ in range(count)]
+        self.rows = [
+            request
+            for request, count in zip(self.requests, self.counts, strict=True)
+            for _ in range(count)
+        ]
         self.local = [place for count in self.counts for place in range(count)]
         self.prompt = [rng.randint(1, 20) for _ in range(ROWS)]
         self.total = [length + rng.randint(0, 20) for length in self.prompt]
-        self.tokens = [[rng.randrange(6) for _ in range(WIDTH)] for _ in range(ROWS)]  # few, so that words are found
+        # few, so that words are found
+        self.tokens = [[rng.randrange(6) for _ in range(WIDTH)] for _ in range(ROWS)]
         self.input_ids = [rng.randrange(6) for _ in self.rows]
         self.logits = [[rng.uniform(-4, 4) for _ in range(VOCABULARY)] for _ in self.rows]
 
@@ -55,20 +62,29 @@ def test_penalties(seed: int) -> None:
     for tokens in batch.tokens:  # the sign of a word, and the last bit
         tokens[0], tokens[WIDTH - 1] = 31, VOCABULARY - 1
     arguments = device(batch.tokens), device(batch.prompt), device(batch.total), mask, counts
-    logits_processors.bincount(device(batch.requests, torch.int64), *arguments, max(batch.total[r] for r in batch.requests))
+    logits_processors.bincount(
+        device(batch.requests, torch.int64), *arguments, max(batch.total[r] for r in batch.requests)
+    )
     kept = [row for row in range(ROWS) if row not in batch.requests]
-    assert all((counts[row] == 7).all() and (mask[row] == 7).all() for row in kept)  # of other requests
-    repetition, frequency, presence = ([batch.rng.choice([1.0, 1.5, 0.7]) for _ in range(ROWS)] for _ in range(3))
+    # of other requests
+    assert all((counts[row] == 7).all() and (mask[row] == 7).all() for row in kept)
+    repetition, frequency, presence = (
+        [batch.rng.choice([1.0, 1.5, 0.7]) for _ in range(ROWS)] for _ in range(3)
+    )
     logits = batch.on_device()
     given = [device(each, torch.float32) for each in (repetition, frequency, presence)]
-    logits_processors.apply_penalties(logits, batch.mapping(), device(batch.input_ids), device(batch.local), *given, mask, counts)
+    logits_processors.apply_penalties(
+        logits, batch.mapping(), device(batch.input_ids), device(batch.local), *given, mask, counts
+    )
     for row, request in enumerate(batch.rows):
         output, prompt = batch.output(row), batch.tokens[request][: batch.prompt[request]]
         for token in range(VOCABULARY):
             value, times = batch.logits[row][token], output.count(token)
             if times or token in prompt:
                 value = value / repetition[request] if value > 0 else value * repetition[request]
-            batch.logits[row][token] = value - frequency[request] * times - presence[request] * (times > 0)
+            batch.logits[row][token] = (
+                value - frequency[request] * times - presence[request] * (times > 0)
+            )
     expect(logits, batch.logits)
 
 
@@ -76,9 +92,15 @@ def test_penalties(seed: int) -> None:
 @pytest.mark.parametrize("seed", SEEDS)
 def test_logit_bias(seed: int, restores: bool) -> None:
     batch, rng = Batch(seed), random.Random(seed)
-    allowed, stops = ([rng.sample(range(VOCABULARY), rng.choice([0, 3, 5])) for _ in range(ROWS)] for _ in range(2))
+    allowed, stops = (
+        [rng.sample(range(VOCABULARY), rng.choice([0, 3, 5])) for _ in range(ROWS)]
+        for _ in range(2)
+    )
     stops[batch.requests[0]] = allowed[batch.requests[0]] = [3, 4]  # only stop tokens are left
-    biases = [{token: rng.uniform(-2, 2) for token in rng.sample(range(VOCABULARY), rng.choice([0, 4]))} for _ in range(ROWS)]
+    biases = [
+        {token: rng.uniform(-2, 2) for token in rng.sample(range(VOCABULARY), rng.choice([0, 4]))}
+        for _ in range(ROWS)
+    ]
     least = [rng.randint(0, 40) for _ in range(ROWS)]
     least[batch.requests[0]] = 99
     restore = [int(restores and rng.random() < 0.8) for _ in range(ROWS)]
@@ -95,10 +117,15 @@ def test_logit_bias(seed: int, restores: bool) -> None:
     for row, request in enumerate(batch.rows):
         values = batch.logits[row]
         for token in range(VOCABULARY):
-            values[token] = -math.inf if allowed[request] and token not in allowed[request] else values[token]
+            values[token] = (
+                -math.inf if allowed[request] and token not in allowed[request] else values[token]
+            )
             values[token] += biases[request].get(token, 0)
         if positions[row] + 1 < least[request]:
-            left = [-math.inf if token in stops[request] else value for token, value in enumerate(values)]
+            left = [
+                -math.inf if token in stops[request] else value
+                for token, value in enumerate(values)
+            ]
             if max(left) > -math.inf or not restore[request]:
                 values[:] = left
     expect(logits, batch.logits)
@@ -109,12 +136,18 @@ def test_logit_bias(seed: int, restores: bool) -> None:
 def test_bad_words(seed: int, drafts: bool) -> None:
     batch = Batch(seed, drafts)
     rng = batch.rng
-    words = [[[rng.randrange(6) for _ in range(rng.randint(1, 3))] for _ in range(rng.choice([0, 4, 6]))] for _ in range(ROWS)]
-    flat, offsets = [[99] * 30 for _ in range(ROWS)], [[5] * 9 for _ in range(ROWS)]  # with what earlier requests have left
+    words = [
+        [[rng.randrange(6) for _ in range(rng.randint(1, 3))] for _ in range(rng.choice([0, 4, 6]))]
+        for _ in range(ROWS)
+    ]
+    # with what earlier requests have left
+    flat, offsets = [[99] * 30 for _ in range(ROWS)], [[5] * 9 for _ in range(ROWS)]
     for request, own in enumerate(words):
         tokens = [token for word in own for token in word]
         flat[request][: len(tokens)] = tokens
-        offsets[request][: len(own) + 1] = [sum(map(len, own[:number])) for number in range(len(own) + 1)]
+        offsets[request][: len(own) + 1] = [
+            sum(map(len, own[:number])) for number in range(len(own) + 1)
+        ]
     logits, most = batch.on_device(), max(1, *(len(words[request]) for request in batch.requests))
     logits_processors.apply_bad_words(
         logits, batch.mapping(), device(flat), device(offsets), device([len(own) for own in words]), device(batch.tokens),
@@ -137,7 +170,9 @@ def test_grammars(seed: int) -> None:
     starts = [sum(batch.counts[:number]) for number in range(len(batch.counts) + 1)]
     with_grammar = batch.rng.sample(range(4), 3)
     places = [number * stride + place for number in with_grammar for place in range(stride)]
-    masks = [[batch.rng.getrandbits(32) - (1 << 31) for _ in range(-(-VOCABULARY // 32))] for _ in places]
+    masks = [
+        [batch.rng.getrandbits(32) - (1 << 31) for _ in range(-(-VOCABULARY // 32))] for _ in places
+    ]
     logits = batch.on_device()
     step = SimpleNamespace(req_ids=list("abcd"), cu_num_logits_np=np.array(starts, np.int32))
     asked = ["abcd"[number] for number in with_grammar]
@@ -170,7 +205,12 @@ def test_noise_is_the_hash_of_seed_position_and_token() -> None:
     seeds, positions = [11, -(1 << 62) - 12345, (1 << 63) - 1], [0, 129, 1 << 30]
     found = noise.exponential(device(seeds, torch.int64), device(positions, torch.int64), 50)
     wanted = [
-        [-math.log1p(-(murmur3(seed, seed >> 32, position, token) + 0.5) * 2**-32) for token in range(50)]
+        [
+            -math.log1p(-(murmur3(seed, seed >> 32, position, token) + 0.5) * 2**-32)
+            for token in range(50)
+        ]
         for seed, position in zip(seeds, positions, strict=True)
     ]
-    torch.testing.assert_close(found.cpu().double(), torch.tensor(wanted, dtype=torch.float64), rtol=1e-5, atol=1e-9)
+    torch.testing.assert_close(
+        found.cpu().double(), torch.tensor(wanted, dtype=torch.float64), rtol=1e-5, atol=1e-9
+    )

@@ -1,4 +1,5 @@
-"""Sampling and log-probabilities of the V2 runner, compared with a loop for each kernel of vLLM's, and with the distribution."""
+"""Sampling and log-probabilities of the V2 runner, compared with a loop for each kernel of vLLM's,
+and with the distribution."""
 
 import random
 from types import SimpleNamespace
@@ -29,9 +30,13 @@ def test_log_probabilities_and_ranks(seed: int) -> None:
     got = sampling.compute_token_logprobs(logits.npu(), ids.npu())
     torch.testing.assert_close(got.cpu().double(), expected, atol=1e-5, rtol=1e-5)
     ranks = device([0] * 5, torch.int64)
-    sampling.rank_tokens(ranks, logits.npu(), VOCABULARY, ids[:, 0].npu(), VOCABULARY, BLOCK_SIZE=8192)
+    sampling.rank_tokens(
+        ranks, logits.npu(), VOCABULARY, ids[:, 0].npu(), VOCABULARY, BLOCK_SIZE=8192
+    )
     chosen = [float(logits[row, ids[row, 0]]) for row in range(5)]
-    assert ranks.tolist() == [sum(float(each) >= chosen[row] for each in logits[row]) for row in range(5)]
+    assert ranks.tolist() == [
+        sum(float(each) >= chosen[row] for each in logits[row]) for row in range(5)
+    ]
 
 
 def test_logits_that_are_no_numbers_are_counted() -> None:
@@ -42,7 +47,9 @@ def test_logits_that_are_no_numbers_are_counted() -> None:
 
 
 @pytest.mark.parametrize("on_host", [False, True])
-@pytest.mark.parametrize(("seed", "empty"), [(seed, empty) for seed in range(4) for empty in (False, True)])
+@pytest.mark.parametrize(
+    ("seed", "empty"), [(seed, empty) for seed in range(4) for empty in (False, True)]
+)
 def test_tokens_of_prompts_to_score(seed: int, empty: bool, on_host: bool) -> None:
     batch = Batch(seed, empty=empty)
     batch.computed[batch.rows[0]] = WIDTH - batch.lengths[0]  # the row's last token
@@ -84,19 +91,35 @@ def test_requested_log_probabilities(top: int) -> None:
     counts, requested = [0, 3, 1], [[9] * 5, [4, 5, 6, 9, 9], [7, 9, 9, 9, 9]]
     rows, sampled, best = [2, 0, 1, 0], [30, 31, 32, 33], [[20, 21, 22, 23]] * 4
     width = max(top, 3)
-    ids, valid = torch.zeros(4, 1 + width, dtype=torch.int64).npu(), torch.zeros(4, 1 + width, dtype=torch.bool).npu()
-    given = device(sampled, torch.int64), device([row[: max(top, 1)] for row in best]), top, device(rows, torch.int64)
-    sampling.fill_logprob_token_ids(ids, 0, valid, 0, *given, device(counts), device(requested), 5, NUM_TOPK=top, PADDED_COLS=8)
+    ids, valid = (
+        torch.zeros(4, 1 + width, dtype=torch.int64).npu(),
+        torch.zeros(4, 1 + width, dtype=torch.bool).npu(),
+    )
+    given = (
+        device(sampled, torch.int64),
+        device([row[: max(top, 1)] for row in best]),
+        top,
+        device(rows, torch.int64),
+    )
+    sampling.fill_logprob_token_ids(
+        ids, 0, valid, 0, *given, device(counts), device(requested), 5, NUM_TOPK=top, PADDED_COLS=8
+    )
     for number, row in enumerate(rows):
-        wanted = [sampled[number], *(requested[row][: counts[row]] if counts[row] else best[0][:top])]
+        wanted = [
+            sampled[number],
+            *(requested[row][: counts[row]] if counts[row] else best[0][:top]),
+        ]
         assert ids[number].tolist() == wanted + [0] * (1 + width - len(wanted))
         assert valid[number].tolist() == [place < len(wanted) for place in range(1 + width)]
 
 
 @pytest.mark.parametrize("seeded", [False, True])
 @pytest.mark.parametrize(("top_k", "top_p"), [(None, None), (3, 0.9), (None, 0.7), (2000, 0.8)])
-def test_draws_have_their_distribution(seeded: bool, top_k: int | None, top_p: float | None) -> None:
-    """By the fused operator, and, with a top-k that it ignores, by vLLM's own mask; greedy rows are the argmax."""
+def test_draws_have_their_distribution(
+    seeded: bool, top_k: int | None, top_p: float | None
+) -> None:
+    """By the fused operator, and, with a top-k that it ignores, by vLLM's own mask; greedy rows are
+    the argmax."""
     rows, vocabulary = 3000, 2500
     torch.manual_seed(0)
     np.random.seed(0)
@@ -107,13 +130,20 @@ def test_draws_have_their_distribution(seeded: bool, top_k: int | None, top_p: f
     k = np.full(rows, top_k or vocabulary, np.int32)
     states = SimpleNamespace(
         vocab_size=vocabulary,
-        temperature=SimpleNamespace(np=temperature, gpu=device(temperature.tolist(), torch.float32)),
+        temperature=SimpleNamespace(
+            np=temperature, gpu=device(temperature.tolist(), torch.float32)
+        ),
         top_k=SimpleNamespace(np=k),
         seeds=SimpleNamespace(gpu=torch.randint(-(1 << 62), 1 << 62, (rows,)).npu()),
         any_explicit_seed=lambda rows: seeded,
     )
     sampler = sampling.NPUSampler.__new__(sampling.NPUSampler)
-    vars(sampler).update(logprobs_mode="raw_logprobs", return_sampling_mask=False, use_fp64_gumbel=False, sampling_states=states)
+    vars(sampler).update(
+        logprobs_mode="raw_logprobs",
+        return_sampling_mask=False,
+        use_fp64_gumbel=False,
+        sampling_states=states,
+    )
     arguments = (
         torch.arange(rows).npu(), np.arange(rows), torch.arange(rows).npu(),
         None if top_k is None else device(k.tolist()), None if top_p is None else torch.full((rows,), top_p).npu(),
@@ -121,7 +151,9 @@ def test_draws_have_their_distribution(seeded: bool, top_k: int | None, top_p: f
     )  # fmt: skip
 
     def draw() -> torch.Tensor:
-        return sampler._sample_random(logits.expand(rows, -1).contiguous().npu(), *arguments)[0].cpu()
+        return sampler._sample_random(logits.expand(rows, -1).contiguous().npu(), *arguments)[
+            0
+        ].cpu()
 
     tokens = draw()
     assert (tokens[::10] == 0).all()

@@ -1,4 +1,5 @@
-"""Overrides of vLLM's names: a vLLM that differs is refused by the name of the override, before anything is replaced."""
+"""Overrides of vLLM's names: a vLLM that differs is refused by the name of the override, before
+anything is replaced."""
 
 import ast
 import copy
@@ -23,10 +24,15 @@ from vllm import __version__ as vllm_version
 ADDER = Path(__file__).parents[3] / "tools" / "models" / "adder"
 TABLE = OVERRIDES
 if Version(vllm_version).release >= Version(v2.SINCE).release:
-    TABLE += tuple(each for each in v2.OVERRIDES if each.qualname != "HAS_TRITON")  # a bool, which is no module's own
+    # a bool, which is no module's own
+    TABLE += tuple(each for each in v2.OVERRIDES if each.qualname != "HAS_TRITON")
 if Version(vllm_version).release >= Version(state_layers.SINCE).release:
     TABLE += state_layers.OVERRIDES
-FUNCTIONS = [each for each in TABLE if each.action == "replaced" and each.qualname.isidentifier() and each.qualname != "torch"]
+FUNCTIONS = [
+    each
+    for each in TABLE
+    if each.action == "replaced" and each.qualname.isidentifier() and each.qualname != "torch"
+]
 GROUPED = "vllm.model_executor.layers.fused_moe.router.grouped_topk_router:grouped_topk"
 
 
@@ -58,11 +64,21 @@ def vllm_tree(tmp_path_factory) -> Path:
 
 
 def walk(tree: Path, cases: list[tuple[str, str]]) -> list[str]:
-    """What :func:`vllm_overrides.check` refuses of each edited vLLM, in a process that finds this vLLM first."""
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, [str(tree), os.environ.get("PYTHONPATH")]))}
+    """What :func:`vllm_overrides.check` refuses of each edited vLLM, in a process that finds this
+    vLLM first."""
+    environment = os.environ | {
+        "PYTHONPATH": os.pathsep.join(filter(None, [str(tree), os.environ.get("PYTHONPATH")]))
+    }
     environment.pop(vllm_overrides.ACCEPT, None)
     command = [sys.executable, "-c", WALK, str(tree)]
-    done = subprocess.run(command, input=json.dumps(cases), env=environment, capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        command,
+        input=json.dumps(cases),
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout)
 
@@ -74,7 +90,9 @@ def test_table_is_of_this_vllm() -> None:
 def test_renamed_target_is_refused_by_name(vllm_tree: Path) -> None:
     targets = [each.compared if each.compared.endswith(".*") else each.target for each in OVERRIDES]
     for each, said in zip(
-        OVERRIDES, walk(vllm_tree, [vllm_copy.edited(target, renamed=True) for target in targets]), strict=True
+        OVERRIDES,
+        walk(vllm_tree, [vllm_copy.edited(target, renamed=True) for target in targets]),
+        strict=True,
     ):
         assert f"override {each.name}: target " in said, each.name
         assert " is missing: " in said
@@ -85,27 +103,37 @@ def test_renamed_target_is_refused_by_name(vllm_tree: Path) -> None:
 def test_changed_target_is_refused_with_both_fingerprints(vllm_tree: Path) -> None:
     targets = [each.compared or each.target for each in OVERRIDES]
     for each, said in zip(
-        OVERRIDES, walk(vllm_tree, [vllm_copy.edited(target, renamed=False) for target in targets]), strict=True
+        OVERRIDES,
+        walk(vllm_tree, [vllm_copy.edited(target, renamed=False) for target in targets]),
+        strict=True,
     ):
         compared = each.compared or each.target
-        first = next(other for other in OVERRIDES if (other.compared or other.target) == compared)  # several may depend on it
+        # several may depend on it
+        first = next(other for other in OVERRIDES if (other.compared or other.target) == compared)
         assert f"override {first.name}: target {compared} has changed: found " in said, each.name
         assert f"expected {' or '.join(each.sources.values())}" in said
         assert "\n" not in said
 
 
-def test_unchanged_vllm_of_another_version_is_taken(vllm_tree: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unchanged_vllm_of_another_version_is_taken(
+    vllm_tree: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("VLLM_VERSION", "0.99.0")
     assert walk(vllm_tree, [vllm_copy.edited(GROUPED, renamed=True), ("vllm/__init__.py", "")]) == [
-        "vLLM 0.99.0 is not as ascend-platform 0.1.0 supports it: override grouped_topk_router.grouped_topk: target "
-        f"{GROUPED} is missing: {GROUPED.partition(':')[0]} does not define grouped_topk; fix: pip install --upgrade "
-        f"ascend-platform, or install an unedited release of {vllm_overrides._supported()}",
+        (
+            "vLLM 0.99.0 is not as ascend-platform 0.1.0 supports it: override"
+            f" grouped_topk_router.grouped_topk: target {GROUPED} is missing:"
+            f" {GROUPED.partition(':')[0]} does not define grouped_topk; fix: pip install --upgrade"
+            f" ascend-platform, or install an unedited release of {vllm_overrides._supported()}"
+        ),
         "",
     ]
 
 
 @pytest.mark.parametrize("entry", FUNCTIONS, ids=lambda entry: entry.name)
-def test_importer_that_the_table_does_not_name_is_refused(entry: Override, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_importer_that_the_table_does_not_name_is_refused(
+    entry: Override, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(vllm_overrides, "_applied", set())
     importer, module = ModuleType("vllm.somebody"), importlib.import_module(entry.module)
     value = getattr(module, entry.qualname)  # of this module alone: replacements may be shared
@@ -114,7 +142,9 @@ def test_importer_that_the_table_does_not_name_is_refused(entry: Override, monke
     monkeypatch.setitem(sys.modules, "vllm.somebody", importer)
     with pytest.raises(extension.RefusedError) as refused:
         vllm_overrides.override(entry.target, None)
-    assert f"override {entry.name}: vllm.somebody has imported {entry.target} too" in str(refused.value)
+    assert f"override {entry.name}: vllm.somebody has imported {entry.target} too" in str(
+        refused.value
+    )
     assert getattr(importlib.import_module(entry.module), entry.qualname) is importer.taken
 
 
@@ -128,11 +158,18 @@ def test_table_names_every_importer(entry: Override) -> None:
         parts = path.relative_to(vllm_copy.INSTALLED.parent).with_suffix("").parts
         module = ".".join(parts).removesuffix(".__init__")
         for node in ast.walk(ast.parse(text)):
-            if not isinstance(node, ast.ImportFrom) or node.col_offset:  # one in a function is later, and gets the replacement
+            # one in a function is later, and gets the replacement
+            if not isinstance(node, ast.ImportFrom) or node.col_offset:
                 continue
-            origin = ".".join(filter(None, (*parts[: -node.level], node.module))) if node.level else node.module
+            origin = (
+                ".".join(filter(None, (*parts[: -node.level], node.module)))
+                if node.level
+                else node.module
+            )
             if origin == entry.module and {entry.qualname, "*"} & {one.name for one in node.names}:
-                assert module in named or any(f"{module}.".startswith(f"{kept}.") for kept in entry.kept_in), module
+                assert module in named or any(
+                    f"{module}.".startswith(f"{kept}.") for kept in entry.kept_in
+                ), module
 
 
 @pytest.fixture
@@ -144,8 +181,17 @@ def plain(monkeypatch: pytest.MonkeyPatch):
     user.one = module.one
     for each in (module, user):
         monkeypatch.setitem(sys.modules, each.__name__, each)
-    entry = Override("vllm.plain:one", "replaced", "", "", {"0.31": "a"}, replaced_in=("vllm.plain", "vllm.user", "vllm.later"))
-    tables = [Override(f"vllm.plain:{name}", "entries added", "", "", {}) for name in ("TABLE", "NAMES")]
+    entry = Override(
+        "vllm.plain:one",
+        "replaced",
+        "",
+        "",
+        {"0.31": "a"},
+        replaced_in=("vllm.plain", "vllm.user", "vllm.later"),
+    )
+    tables = [
+        Override(f"vllm.plain:{name}", "entries added", "", "", {}) for name in ("TABLE", "NAMES")
+    ]
     monkeypatch.setattr(vllm_overrides, "OVERRIDES", (entry, *tables))
     monkeypatch.setattr(vllm_overrides, "_applied", set())
     problems: dict[str, str] = {}
@@ -174,39 +220,64 @@ def test_another_plugin_that_has_replaced_it_is_named(plain: ModuleType, lines) 
     exec("def one():\n    return 2\n", plugin.__dict__)
     plain.one = plugin.one
     vllm_overrides.override("vllm.plain:one", len)
-    assert lines == [("WARNING", "override plain.one replaces what plugin_of_somebody has put in place of vllm.plain:one")]
+    assert lines == [
+        (
+            "WARNING",
+            (
+                "override plain.one replaces what plugin_of_somebody has put in place of"
+                " vllm.plain:one"
+            ),
+        )
+    ]
     assert plain.one is len
 
 
-def test_difference_that_the_user_accepts_is_a_line(plain: ModuleType, lines, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_difference_that_the_user_accepts_is_a_line(
+    plain: ModuleType, lines, monkeypatch: pytest.MonkeyPatch
+) -> None:
     plain.problems["vllm.plain:one"] = "target vllm.plain:one has changed: found b, expected a"
     with pytest.raises(
-        extension.RefusedError, match=r"or, if this vLLM is edited .* export VLLM_ASCEND_ACCEPT_OVERRIDES=plain.one$"
+        extension.RefusedError,
+        match=r"or, if this vLLM is edited .* export VLLM_ASCEND_ACCEPT_OVERRIDES=plain.one$",
     ):
         vllm_overrides.override("vllm.plain:one", len)
     monkeypatch.setenv(vllm_overrides.ACCEPT, "plain.one")
     vllm_overrides.override("vllm.plain:one", len)
     assert plain.one is len
-    said = f"override plain.one is applied, as {vllm_overrides.ACCEPT} says: {plain.problems['vllm.plain:one']}"
+    said = (
+        f"override plain.one is applied, as {vllm_overrides.ACCEPT} says:"
+        f" {plain.problems['vllm.plain:one']}"
+    )
     assert lines == [("WARNING", said)]
     plain.problems["vllm.plain:TABLE"] = "target vllm.plain:TABLE is missing"
     monkeypatch.setenv(vllm_overrides.ACCEPT, "plain.one,plain.TABLE,plain.on")
     with pytest.raises(extension.RefusedError, match=r"override plain.TABLE: .* is missing; fix: "):
         vllm_overrides.check()
-    assert ("WARNING", f"{vllm_overrides.ACCEPT} names 'plain.on', which is no override; did you mean 'plain.one'?") in lines
+    assert (
+        "WARNING",
+        (
+            f"{vllm_overrides.ACCEPT} names 'plain.on', which is no override; did you mean"
+            " 'plain.one'?"
+        ),
+    ) in lines
 
 
 def test_more_than_one_difference_is_counted(plain: ModuleType) -> None:
-    plain.problems.update({f"vllm.plain:{name}": f"target {name} is missing" for name in ("one", "TABLE", "NAMES")})
+    plain.problems.update(
+        {f"vllm.plain:{name}": f"target {name} is missing" for name in ("one", "TABLE", "NAMES")}
+    )
     with pytest.raises(
-        extension.RefusedError, match=r"override plain.one: .* \(and 2 more, see vllm-ascend patches check\); fix"
+        extension.RefusedError,
+        match=r"override plain.one: .* \(and 2 more, see vllm-ascend patches check\); fix",
     ):
         vllm_overrides.check()
 
 
 @pytest.mark.slow
 def test_serve_with_a_renamed_function_ends_with_one_line(vllm_tree: Path) -> None:
-    entry = next(each for each in OVERRIDES if each.name.endswith("eplb_map_to_physical_and_record"))
+    entry = next(
+        each for each in OVERRIDES if each.name.endswith("eplb_map_to_physical_and_record")
+    )
     file, text = vllm_copy.edited(entry.target, renamed=True)
     before = (vllm_tree / file).read_text()
     vllm_copy.write(vllm_tree, file, text)

@@ -53,7 +53,9 @@ if __name__ == "__main__":
 def test_engine_core_and_worker_exit_with_their_parent(tmp_path: Path) -> None:
     script = tmp_path / "parent.py"
     script.write_text(PARENT)
-    parent = subprocess.Popen([sys.executable, str(script)], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    parent = subprocess.Popen(
+        [sys.executable, str(script)], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    )
     assert parent.stdout is not None
     lines = [line.strip() for line in itertools.islice(filter(None, map(said, parent.stdout)), 5)]
     assert sorted(lines)[1:] == ["ready"] * 4
@@ -80,7 +82,12 @@ def test_worker_exits_with_rank_0() -> None:
         port = probe.getsockname()[1]
     command = [sys.executable, "-c", SCRIPT]
     ranks = [
-        subprocess.Popen([*command, str(rank), str(port)], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+        subprocess.Popen(
+            [*command, str(rank), str(port)],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
         for rank in (0, 1)
     ]
     try:

@@ -1,7 +1,8 @@
-"""The conformance suite on vLLM's own connectors: `tools/check transfers connectors` runs it with pytest.
+"""The conformance suite on vLLM's own connectors: `tools/check transfers connectors` runs it with
+pytest.
 
-With `VLLM_TARGET_DEVICE=cpu` on vLLM's platform for CPUs, otherwise on an emulated NPU, where the platform accepts the connectors
-because their module is named (`kv_connector_module_path`).
+With `VLLM_TARGET_DEVICE=cpu` on vLLM's platform for CPUs, otherwise on an emulated NPU, where the
+platform accepts the connectors because their module is named (`kv_connector_module_path`).
 """
 
 import gc
@@ -55,7 +56,8 @@ class InTree(ConnectorTests):
 
     @pytest.fixture(autouse=True)
     def patience(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        """Finalizers of connectors that were shut down wait for ever, such as for a ZMQ context whose sockets are open."""
+        """Finalizers of connectors that were shut down wait for ever, such as for a ZMQ context
+        whose sockets are open."""
         gc.disable()
         monkeypatch.setattr(testing_engine, "PATIENCE", 120.0)
 
@@ -108,7 +110,10 @@ class MultiConnector(NixlConnector):
 
     @pytest.fixture(autouse=True)
     def parts_of_it(self, tmp_path: Path) -> None:
-        parts = [named("NixlConnector"), named("ExampleConnector", shared_storage_path=str(tmp_path))]
+        parts = [
+            named("NixlConnector"),
+            named("ExampleConnector", shared_storage_path=str(tmp_path)),
+        ]
         self.extra_config = {"connectors": parts}  # type: ignore[misc]
 
 
@@ -123,13 +128,31 @@ class MooncakeStoreConnector(InTree):
 
 
 def run(chosen: list[str]) -> None:
-    """The command: run the suite on both platforms, and write the table of docs/kv-conformance.md; names choose connectors."""
+    """The command: run the suite on both platforms, and write the table of docs/kv-conformance.md;
+    names choose connectors."""
     for place, variables in PLATFORMS.items():
         with tempfile.TemporaryDirectory() as directory:
             report = Path(directory, "report.xml")
-            command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--show-capture=no", "--tb=native"]
-            command += ["-o", "python_classes=*Connector", f"--junitxml={report}", "-k", " or ".join(chosen or ["Connector"])]
-            process = subprocess.Popen([*command, __file__], env=os.environ | variables, cwd=checkout.ROOT)
+            command = [
+                sys.executable,
+                "-m",
+                "pytest",
+                "-q",
+                "-p",
+                "no:cacheprovider",
+                "--show-capture=no",
+                "--tb=native",
+            ]
+            command += [
+                "-o",
+                "python_classes=*Connector",
+                f"--junitxml={report}",
+                "-k",
+                " or ".join(chosen or ["Connector"]),
+            ]
+            process = subprocess.Popen(
+                [*command, __file__], env=os.environ | variables, cwd=checkout.ROOT
+            )
             until = monotonic() + HOURS * 3600
             while process.poll() is None and not report.exists() and monotonic() < until:
                 sleep(1.0)
@@ -139,16 +162,34 @@ def run(chosen: list[str]) -> None:
             found: dict[str, dict[str, Any]] = json.loads(KEPT.read_text()) if KEPT.exists() else {}
             for case in ElementTree.parse(report).iter("testcase"):
                 failed = next((each for each in case if each.tag in ("failure", "error")), None)
-                result = "skipped" if case.find("skipped") is not None else "passed" if failed is None else _cause(failed)
+                result = (
+                    "skipped"
+                    if case.find("skipped") is not None
+                    else "passed"
+                    if failed is None
+                    else _cause(failed)
+                )
                 name = case.attrib["classname"].rpartition(".")[2]
-                found.setdefault(name, {}).setdefault(place, {})[case.attrib["name"].removeprefix("test_")] = result
+                found.setdefault(name, {}).setdefault(place, {})[
+                    case.attrib["name"].removeprefix("test_")
+                ] = result
         KEPT.write_text(json.dumps(found, indent=1) + "\n")
-    sys.exit(subprocess.run([sys.executable, checkout.TOOLS / "docs-tables"], check=False).returncode)
+    sys.exit(
+        subprocess.run([sys.executable, checkout.TOOLS / "docs-tables"], check=False).returncode
+    )
 
 
 def _cause(failed: ElementTree.Element) -> str:
     """The first line of an error; of an assertion without a message, its place."""
-    line = failed.attrib.get("message", "").strip().partition("\n")[0].removeprefix("failed on setup with ").strip('"')
-    if line == "AssertionError" and (places := re.findall(r'/([^/"]+)", line (\d+)', failed.text or "")):
+    line = (
+        failed.attrib.get("message", "")
+        .strip()
+        .partition("\n")[0]
+        .removeprefix("failed on setup with ")
+        .strip('"')
+    )
+    if line == "AssertionError" and (
+        places := re.findall(r'/([^/"]+)", line (\d+)', failed.text or "")
+    ):
         line += " in {}, line {}".format(*places[-1])
     return re.sub(r"\['.*'\]", "requests", line.partition(", first at")[0])[:200]

@@ -23,7 +23,8 @@ TOTAL_HEADS, SIZES = 4, {"key": 6, "value": 4}
 
 
 def values(request: str, layer: int, part: str, tokens: range, heads: Heads) -> torch.Tensor:
-    """Cache contents of a request, ``[tokens, heads]``, distinct for each layer, part, token and head."""
+    """Cache contents of a request, ``[tokens, heads]``, distinct for each layer, part, token and
+    head."""
     seed = zlib.crc32(f"{request} {layer} {part}".encode()) % 32749
     token, head = torch.tensor(tokens)[:, None], torch.arange(heads.first, sum(heads))
     return (seed + 131 * token + 7919 * head) % 32749 + 1
@@ -36,9 +37,18 @@ class Network(Protocol):
 
 
 class ScheduledConsumer(Consumer):
-    """A consumer that releases a source after the last load from it, as P2PScheduler lets the workers do."""
+    """A consumer that releases a source after the last load from it, as P2PScheduler lets the
+    workers do."""
 
-    def start(self, request: str, source: Source | None, blocks: list[int], start: int, stop: int, after: Any = None) -> None:
+    def start(
+        self,
+        request: str,
+        source: Source | None,
+        blocks: list[int],
+        start: int,
+        stop: int,
+        after: Any = None,
+    ) -> None:
         self.__dict__.setdefault("sources", {})[request] = source
         super().start(request, source, blocks, start, stop, after)
 
@@ -52,9 +62,11 @@ class ScheduledConsumer(Consumer):
 
 
 class Instance:
-    """The ranks of one instance: caches ``[blocks, block_size, heads, size]`` of int16, for each rank its layers and heads.
+    """The ranks of one instance: caches ``[blocks, block_size, heads, size]`` of int16, for each
+    rank its layers and heads.
 
-    With several windows (0: none) the layers are of these groups by turns, and a request's tables one behind the other.
+    With several windows (0: none) the layers are of these groups by turns, and a request's tables
+    one behind the other.
     """
 
     def __init__(
@@ -76,7 +88,13 @@ class Instance:
         windows: tuple[int, ...] = (0,),
         **options: object,
     ) -> None:
-        self.name, self.block_size, self.total_heads, self.layers, self.windows = name, block_size, total_heads, layers, windows
+        self.name, self.block_size, self.total_heads, self.layers, self.windows = (
+            name,
+            block_size,
+            total_heads,
+            layers,
+            windows,
+        )
         given = {"transfer_timeout": 5.0, "answer_timeout": 2.0, "lease": 5.0} | options
         chunk_bytes = given.pop("chunk_bytes", 512)
         self.options = type("SmallOptions", (Options,), {"chunk_bytes": chunk_bytes})(**given)
@@ -92,14 +110,20 @@ class Instance:
                     (
                         f"layers.{layer}",
                         part,
-                        torch.full((blocks * cut, block_size // cut, heads.num, size), -1).to(device, dtype),
+                        torch.full((blocks * cut, block_size // cut, heads.num, size), -1).to(
+                            device, dtype
+                        ),
                     )
                     for layer in own
                     for part, size in (sizes or SIZES).items()
                 ]
                 groups = {f"layers.{layer}": layer % len(windows) for layer in own}
-                self.caches.append(PagedCache(regions, block_size, heads, total_heads, groups, windows))
-        self.queue = nullcontext if device == "cpu" else partial(private_stream, torch.device(device, 0))
+                self.caches.append(
+                    PagedCache(regions, block_size, heads, total_heads, groups, windows)
+                )
+        self.queue = (
+            nullcontext if device == "cpu" else partial(private_stream, torch.device(device, 0))
+        )
         self.producers: list[Producer] = []
         self.consumers: list[Consumer] = []
 
@@ -142,7 +166,8 @@ class Instance:
         return self
 
     def take(self, tokens: int) -> list[int]:
-        """Allocate blocks for `tokens` in each group; none for tokens that are outside a sliding window."""
+        """Allocate blocks for `tokens` in each group; none for tokens that are outside a sliding
+        window."""
         count, taken = -(-tokens // self.block_size), []
         for group in range(len(self.windows)):
             gone = self.caches[0].first_needed_token(0, tokens, group) // self.block_size
@@ -153,12 +178,17 @@ class Instance:
     def places(
         self, request: str, blocks: list[int], start: int, stop: int
     ) -> Iterator[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
-        """Of each region all rows, those of the tokens, and what belongs there; ``blocks`` begin with token ``start``."""
+        """Of each region all rows, those of the tokens, and what belongs there; ``blocks`` begin
+        with token ``start``."""
         device = self.caches[0].device
         for cache in self.caches:
-            for region, group, tensor in zip(cache.regions, cache.region_groups, cache.caches, strict=True):
+            for region, group, tensor in zip(
+                cache.regions, cache.region_groups, cache.caches, strict=True
+            ):
                 first = cache.first_needed_token(start, stop, group)
-                table = torch.tensor(group_block_table(blocks, group, len(self.windows)), dtype=torch.int64)
+                table = torch.tensor(
+                    group_block_table(blocks, group, len(self.windows)), dtype=torch.int64
+                )
                 tokens = torch.arange(first - start, stop - start)
                 rows = table[tokens // self.block_size] * self.block_size + tokens % self.block_size
                 layer = int(region.layer.split(".")[1])
@@ -166,14 +196,18 @@ class Instance:
                 rows_of_heads = expected[:, :, None].expand(-1, -1, region.size)
                 yield tensor.flatten(0, 1), rows.to(device), rows_of_heads.to(device, tensor.dtype)
 
-    def fill(self, request: str, tokens: int, seconds: float | None = None) -> tuple[Source, list[int]]:
+    def fill(
+        self, request: str, tokens: int, seconds: float | None = None
+    ) -> tuple[Source, list[int]]:
         """Compute a prompt and keep its blocks for readers."""
         blocks = self.take(tokens)
         for cache, rows, expected in self.places(request, blocks, 0, tokens):
             cache[rows] = expected
         written = self.mark()
         for producer in self.producers:
-            producer.leases.grant(request, blocks, tokens, self.options.lease if seconds is None else seconds, written)
+            producer.leases.grant(
+                request, blocks, tokens, self.options.lease if seconds is None else seconds, written
+            )
         return self.source(request), blocks
 
     def mark(self) -> Callable[[], bool]:
@@ -189,7 +223,10 @@ class Instance:
         return Source(self.name, request, ranks)
 
     def holds(self, request: str, blocks: list[int], start: int, stop: int) -> bool:
-        return all(torch.equal(cache[rows], expected) for cache, rows, expected in self.places(request, blocks, start, stop))
+        return all(
+            torch.equal(cache[rows], expected)
+            for cache, rows, expected in self.places(request, blocks, start, stop)
+        )
 
     def wait(self, requests: int = 1, seconds: float = 20.0) -> list[list[Done | Failed]]:
         """Wait for the outcome of `count` requests on each rank."""
@@ -212,7 +249,8 @@ class Instance:
         return all(request in freed for freed in self.freed)
 
     def close(self) -> None:
-        """Close, with the transports: a Mooncake transport left to the garbage collector blocks a later test for a second."""
+        """Close, with the transports: a Mooncake transport left to the garbage collector blocks a
+        later test for a second."""
         parts = [*self.consumers, *self.producers]
         for part in parts:
             part.close()

@@ -19,14 +19,19 @@ PROGRAMS = Path(sys.executable).parent
 
 
 class MooncakePool:
-    """``config`` is the path of the configuration for instances; ``processes`` are by name, ``master`` and ``owner``."""
+    """``config`` is the path of the configuration for instances; ``processes`` are by name,
+    ``master`` and ``owner``."""
 
     def __init__(self, directory: Path, mib: int) -> None:
         self.directory, self.mib = directory, mib
         self.config = directory / "mooncake.json"
         self.processes: dict[str, subprocess.Popen[bytes]] = {}
         self.port = self._start("master", _master)
-        known = {"master_server_address": f"127.0.0.1:{self.port}", "protocol": "tcp", "local_hostname": "127.0.0.1"}
+        known = {
+            "master_server_address": f"127.0.0.1:{self.port}",
+            "protocol": "tcp",
+            "local_hostname": "127.0.0.1",
+        }
         self.config.write_text(json.dumps(known | {"metadata_server": "P2PHANDSHAKE"}))
         self.start_owner()
 
@@ -35,8 +40,17 @@ class MooncakePool:
         self._start("master", _master, self.port)
 
     def start_owner(self) -> None:
-        size, where = f"--global_segment_size={self.mib} MB", f"--master_server_address=127.0.0.1:{self.port}"
-        common = (size, where, "--metadata_server=P2PHANDSHAKE", "--host=127.0.0.1", "--protocol=tcp")
+        size, where = (
+            f"--global_segment_size={self.mib} MB",
+            f"--master_server_address=127.0.0.1:{self.port}",
+        )
+        common = (
+            size,
+            where,
+            "--metadata_server=P2PHANDSHAKE",
+            "--host=127.0.0.1",
+            "--protocol=tcp",
+        )
         self._start("owner", lambda port: ("mooncake_client", *common, f"--port={port}"))
 
     def signal(self, name: str, number: int) -> None:
@@ -49,19 +63,26 @@ class MooncakePool:
             process.kill()
             process.wait(20)
 
-    def _start(self, name: str, command: Callable[[int], tuple[str, ...]], known: int | None = None) -> int:
-        """Start a process and return the port that it listens on, another one if somebody took the first meanwhile."""
+    def _start(
+        self, name: str, command: Callable[[int], tuple[str, ...]], known: int | None = None
+    ) -> int:
+        """Start a process and return the port that it listens on, another one if somebody took the
+        first meanwhile."""
         for _ in range(5):
             port = known or _free_port()
             program, *options = command(port)
             with (self.directory / f"{name}.log").open("ab") as log:
-                process = subprocess.Popen([str(PROGRAMS / program), *options], stdout=log, stderr=subprocess.STDOUT)
+                process = subprocess.Popen(
+                    [str(PROGRAMS / program), *options], stdout=log, stderr=subprocess.STDOUT
+                )
             self.processes[name] = process
             if _listens(process, port):
                 return port
             process.kill()
             process.wait(20)
-        logs = "".join(file.read_text(errors="replace")[-2000:] for file in self.directory.glob("*.log"))
+        logs = "".join(
+            file.read_text(errors="replace")[-2000:] for file in self.directory.glob("*.log")
+        )
         raise TimeoutError(f"Mooncake's {name} listens on no port\n{logs}")
 
 
@@ -70,12 +91,16 @@ def _master(port: int) -> tuple[str, ...]:
 
 
 def _listens(process: subprocess.Popen[bytes], port: int, seconds: float = 30.0) -> bool:
-    """Whether the process itself listens on the port, in time; another process may have taken it."""
+    """Whether the process itself listens on the port, in time; another process may have
+    taken it."""
     seen = psutil.Process(process.pid)
     until = monotonic() + seconds
     while monotonic() < until and process.poll() is None:
         with contextlib.suppress(psutil.Error):
-            if any(each.status == psutil.CONN_LISTEN and each.laddr.port == port for each in seen.net_connections("tcp")):
+            if any(
+                each.status == psutil.CONN_LISTEN and each.laddr.port == port
+                for each in seen.net_connections("tcp")
+            ):
                 return True
         sleep(0.05)
     return False

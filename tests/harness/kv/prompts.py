@@ -11,16 +11,24 @@ LAYERS = ["layers.0", "layers.1"]
 
 
 class Prompt:
-    """Prompt that an instance prefills for the reader ``name``; the test controls when each layer's tokens are computed."""
+    """Prompt that an instance prefills for the reader ``name``; the test controls when each layer's
+    tokens are computed."""
 
     def __init__(self, producer: Any, name: str, tokens: int) -> None:
-        self.producer, self.name, self.tokens, self.progress = producer, name, tokens, PrefillProgress()
+        self.producer, self.name, self.tokens, self.progress = (
+            producer,
+            name,
+            tokens,
+            PrefillProgress(),
+        )
         self.blocks = producer.take(tokens)
         for rank in producer.producers:
             rank.leases.track(f"{name}-far", self.blocks, tokens, self.progress)
 
     def announcement(self) -> PrefillStarted:
-        return PrefillStarted(self.name, self.producer.name, f"{self.name}-far", list(self.producer.source("").ranks))
+        return PrefillStarted(
+            self.name, self.producer.name, f"{self.name}-far", list(self.producer.source("").ranks)
+        )
 
     def announce(self, consumer: Any) -> None:
         for rank in consumer.consumers:

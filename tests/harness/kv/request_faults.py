@@ -1,8 +1,9 @@
-"""Clients, a router and two instances under faults: vLLM's schedulers, the connector and its messages, without a model.
+"""Clients, a router and two instances under faults: vLLM's schedulers, the connector and its
+messages, without a model.
 
-The engines are those of ``ascend_kv_connector.testing``: every token of every block that a step uses is compared. KV cache moves
-by the in-memory transport, directly or staged. The router is this program: it also repeats requests, mixes their parameters up,
-and dies.
+The engines are those of ``ascend_kv_connector.testing``: every token of every block that a step
+uses is compared. KV cache moves by the in-memory transport, directly or staged. The router is this
+program: it also repeats requests, mixes their parameters up, and dies.
 """
 
 from __future__ import annotations
@@ -29,7 +30,8 @@ NETWORK = InMemoryNetwork()
 
 TIMEOUT, LEASE, LINGER = 2.0, 3.0, 0.3
 LATE = 20.0
-"""Seconds beyond the deadline of its transfer in which a request must have ended, however busy this machine."""
+"""Seconds beyond the deadline of its transfer in which a request must have ended, however busy this
+machine."""
 
 LENGTH, INFLIGHT = 3, 8
 OPTIONS: dict[str, Any] = {
@@ -63,7 +65,9 @@ def check() -> None:
 
 
 class MemoryTransport(InMemoryTransport):
-    def __init__(self, host: str, protocol: str, keys: Any = None, ports: Any = None, timeout: float = 0.0) -> None:
+    def __init__(
+        self, host: str, protocol: str, keys: Any = None, ports: Any = None, timeout: float = 0.0
+    ) -> None:
         made = NETWORK.make_transport()
         super().__init__(NETWORK, made.session)
         NETWORK.transports[self.session] = self
@@ -78,12 +82,14 @@ class Written:
 
 @contextmanager
 def host_memory() -> Iterator[None]:
-    """The connector's workers have KV cache in host memory, which needs no streams, and the in-memory transport."""
+    """The connector's workers have KV cache in host memory, which needs no streams, and the
+    in-memory transport."""
     places: list[tuple[Any, str, Any]] = [
         (worker, "_record_event", Written),
         (worker, "private_stream", lambda device, behind=None: nullcontext()),
     ]
-    places += [(push_receiver, "LINGER_SECONDS", LINGER)]  # of writes of an instance that was killed
+    # of writes of an instance that was killed
+    places += [(push_receiver, "LINGER_SECONDS", LINGER)]
     before = [(module, name, getattr(module, name)) for module, name, _ in places]
     engine.ENGINES["memory"] = f"{__name__}.MemoryTransport"
     try:
@@ -115,7 +121,8 @@ class Router(BaseHTTPRequestHandler):
 
 @dataclass
 class Request:
-    """A client's request: its completions on the decode instance are ``names``, the others have not been sent."""
+    """A client's request: its completions on the decode instance are ``names``, the others have not
+    been sent."""
 
     kind: str
     prompts: list[list[int]]
@@ -127,8 +134,8 @@ class Request:
 
 @dataclass
 class Result:
-    """``ended``: completions by kind and outcome. The last three should be empty: completions with wrong tokens or KV cache,
-    those that ended late, and what was not given back."""
+    """``ended``: completions by kind and outcome. The last three should be empty: completions with
+    wrong tokens or KV cache, those that ended late, and what was not given back."""
 
     ended: Counter[str] = field(default_factory=Counter)
     events: Counter[str] = field(default_factory=Counter)
@@ -141,23 +148,36 @@ class Result:
 
 
 class Endurance:
-    """``count`` requests, eight at a time; either side is restarted ``restarts`` times, and the router dies a tenth as often.
+    """``count`` requests, eight at a time; either side is restarted ``restarts`` times, and the
+    router dies a tenth as often.
 
     ``make(transfer, blocks)`` makes an engine of the suite's.
     """
 
-    def __init__(self, make: Callable[..., Any], count: int, restarts: int = 50, seed: int = 23) -> None:
+    def __init__(
+        self, make: Callable[..., Any], count: int, restarts: int = 50, seed: int = 23
+    ) -> None:
         NETWORK.__init__()  # type: ignore[misc]
         NETWORK.faults = Faults(draw=random.Random(seed), seconds=0.02, **RATES)
-        self.make, self.count, self.draw, self.result = make, count, random.Random(seed + 1), Result()
-        events = ["kill prefill", "restart decode"] * restarts + ["the router dies"] * max(1, restarts // 10)
+        self.make, self.count, self.draw, self.result = (
+            make,
+            count,
+            random.Random(seed + 1),
+            Result(),
+        )
+        events = ["kill prefill", "restart decode"] * restarts + ["the router dies"] * max(
+            1, restarts // 10
+        )
         self.draw.shuffle(events)
-        self.events = [(count * (place + 1) // (len(events) + 1), event) for place, event in enumerate(events)]
+        self.events = [
+            (count * (place + 1) // (len(events) + 1), event) for place, event in enumerate(events)
+        ]
         self.server = ThreadingHTTPServer(("127.0.0.1", 0), Router)
         threading.Thread(target=self.server.serve_forever, daemon=True).start()
         self.metaserver = f"http://127.0.0.1:{self.server.server_address[1]}/v1/metaserver"
         self.open: list[Request] = []
-        self.prefills: dict[str, tuple[Request, int]] = {}  # by name on the prefill instance; the number of the prompt
+        # by name on the prefill instance; the number of the prompt
+        self.prefills: dict[str, tuple[Request, int]] = {}
         self.layerwise: dict[str, tuple[Request, list[int]]] = {}
         self.repeats: list[tuple[float, str, list[int], dict[str, Any], Request]] = []
         self.other_params: dict[str, Any] = {}
@@ -171,7 +191,11 @@ class Endurance:
             options |= {"metaserver": self.metaserver}
             NETWORK.faults.corrupt = 0.02 if options.get("verify") else 0.0
         policy = "recompute" if self.lives[role] % 3 == 0 else "fail"
-        transfer = {"kv_connector": "AscendP2PConnector", "kv_role": role, "kv_connector_extra_config": options}
+        transfer = {
+            "kv_connector": "AscendP2PConnector",
+            "kv_role": role,
+            "kv_connector_extra_config": options,
+        }
         return self.make(transfer | {"kv_load_failure_policy": policy}, blocks=300)
 
     def run(self) -> Result:
@@ -201,7 +225,9 @@ class Endurance:
         NETWORK.faults.hung.set()
         self.server.shutdown()
         self.server.server_close()
-        self.result.faults = Counter({name or "none": count for name, count in NETWORK.faults.counts.items()})
+        self.result.faults = Counter(
+            {name or "none": count for name, count in NETWORK.faults.counts.items()}
+        )
         self.check_handles(handles)
         return self.result
 
@@ -226,7 +252,9 @@ class Endurance:
             request.waiting += 1
             self.prefill.add(f"{number}.{place}", prompt, 1, {"do_remote_decode": True})
 
-    def complete(self, request: Request, name: str, prompt: list[int], params: dict[str, Any]) -> None:
+    def complete(
+        self, request: Request, name: str, prompt: list[int], params: dict[str, Any]
+    ) -> None:
         request.names[name] = prompt
         self.decode.add(name, prompt, LENGTH, json.loads(json.dumps(params)))
 
@@ -250,13 +278,19 @@ class Endurance:
             request.waiting -= 1
             if request in self.open:
                 self.complete(request, name, prompt, params)
-        for request in [request for request in self.open if request.leaves and request.leaves <= now]:
+        for request in [
+            request for request in self.open if request.leaves and request.leaves <= now
+        ]:
             self.leave(request)
 
     def to_decode(self, request: Request, name: str, params: dict[str, Any]) -> None:
         if request.kind == "no request for the decode instance":
             return
-        sent = self.other_params if request.kind == "parameters of another prompt" and self.other_params else params
+        sent = (
+            self.other_params
+            if request.kind == "parameters of another prompt" and self.other_params
+            else params
+        )
         self.other_params = params
         copies = 2 if request.kind == "n = 2" else 1
         for copy in range(copies):
@@ -283,15 +317,24 @@ class Endurance:
                 prompt = request.names.pop(name)
                 loaded = self.decode.loaded.pop(name, 0)
                 if reason == "length":
-                    how = "transferred" if len(prompt) == 1 or loaded >= len(prompt) - 1 else "computed"
+                    how = (
+                        "transferred"
+                        if len(prompt) == 1 or loaded >= len(prompt) - 1
+                        else "computed"
+                    )
                     self.result.loaded += how == "transferred"
                     if tokens != expected_tokens(prompt, LENGTH):
                         self.result.wrong.append((request.kind, name, tokens))
                 else:
                     how = {"abort": "left", "error": "error"}.get(reason, reason)
                 self.result.ended[f"{request.kind}: {how}"] += 1
-            if monotonic() - request.began > 2 * TIMEOUT + LATE and request.kind not in self.result.late:
-                self.result.late.append(f"{request.kind}: {request.names}, {request.waiting} to come")
+            if (
+                monotonic() - request.began > 2 * TIMEOUT + LATE
+                and request.kind not in self.result.late
+            ):
+                self.result.late.append(
+                    f"{request.kind}: {request.names}, {request.waiting} to come"
+                )
                 self.open.remove(request)
             elif not request.names and not request.waiting:
                 self.open.remove(request)
@@ -305,7 +348,11 @@ class Endurance:
             self.cut_until = 0.0
         elif not self.cut_until and self.draw.random() < 0.001:
             self.result.events["the link is cut"] += 1
-            NETWORK.cut.update(frozenset((one, other)) for one in NETWORK.transports for other in NETWORK.transports)
+            NETWORK.cut.update(
+                frozenset((one, other))
+                for one in NETWORK.transports
+                for other in NETWORK.transports
+            )
             self.cut_until = monotonic() + 0.05
 
     def happen(self, event: str) -> None:
@@ -362,7 +409,9 @@ class Endurance:
         if engine.held:
             self.result.leaked.append(f"{engine.held} blocks of a {name} instance")
         if part._producer and (part._producer.buffers_in_use or len(part._producer.leases)):
-            self.result.leaked.append(f"{part._producer.buffers_in_use} buffers, {len(part._producer.leases)} leases")
+            self.result.leaked.append(
+                f"{part._producer.buffers_in_use} buffers, {len(part._producer.leases)} leases"
+            )
         self.result.wrong += engine.wrong
         engine.close()
 

@@ -1,4 +1,5 @@
-"""A pool of KV cache: filled by an engine that is killed, loaded by the next one, and requests under faults."""
+"""A pool of KV cache: filled by an engine that is killed, loaded by the next one, and requests
+under faults."""
 
 from __future__ import annotations
 
@@ -44,7 +45,11 @@ def engines(chosen: list[str], requests: int) -> list[str]:
         path = qwen3(Path(directory))
         for name in chosen or CASES:
             case = COMMON | CASES[name] | {"model": path, "requests": requests}
-            program = [sys.executable, str(checkout.PROGRAMS / "serve_kv_store.py"), json.dumps(case)]
+            program = [
+                sys.executable,
+                str(checkout.PROGRAMS / "serve_kv_store.py"),
+                json.dumps(case),
+            ]
             shared = {"VLLM_HOST_IP": "127.0.0.1", "VLLM_PLUGINS": ""}
             done = npus.run(2, *program, memory="4GiB", timeout=3000, **shared)
             if not (found := npus.results(done.stdout)):
@@ -54,35 +59,53 @@ def engines(chosen: list[str], requests: int) -> list[str]:
             if left := found[0].pop("left in /dev/shm"):
                 wrong.append(f"{name}: left in /dev/shm: {left}")
             for phase, result in found[0].items():
-                chunks = ", ".join(f"{count} {what}" for what, count in sorted(result.get("chunks", {}).items()))
+                chunks = ", ".join(
+                    f"{count} {what}" for what, count in sorted(result.get("chunks", {}).items())
+                )
                 ended = ", ".join(f"{count} {how}" for how, count in result["ended"].items())
                 rows.append(
-                    f"| {name} | {phase} | {ended} | {len(result['different'])} | {result['tokens loaded']} | {chunks} | "
-                    f"{result['seconds']} |"
+                    f"| {name} | {phase} | {ended} | {len(result['different'])} |"
+                    f" {result['tokens loaded']} | {chunks} | {result['seconds']} |"
                 )
                 print(rows[-1], flush=True)
                 if result["different"] or not result.get("blocks are free", True):
                     wrong.append(f"{name}, {phase}: {result}")
                 if phase == "restart" and result["not loaded"]:
                     wrong.append(f"{name}, {phase}: not loaded: {result['not loaded']}")
-    print("\n| | | requests ended | different tokens | tokens loaded | chunks | seconds |\n|---|---|---|---|---|---|---|")
+    print(
+        "\n| | | requests ended | different tokens | tokens loaded | chunks | seconds"
+        " |\n|---|---|---|---|---|---|---|"
+    )
     print("\n".join(rows))
     return wrong
 
 
 def faults(requests: int) -> list[str]:
-    """Run requests with fault injection in the pool, and print outcomes of requests and chunks; returns what is wrong."""
+    """Run requests with fault injection in the pool, and print outcomes of requests and chunks;
+    returns what is wrong."""
     ranks = one_rank.__wrapped__()
     next(ranks)
     with tempfile.TemporaryDirectory() as directory:
         suite = Suite(Path(directory))
-        result = store_faults.Endurance(lambda: suite.make(store_faults.TRANSFER_CONFIG, blocks=64), requests).run()
+        result = store_faults.Endurance(
+            lambda: suite.make(store_faults.TRANSFER_CONFIG, blocks=64), requests
+        ).run()
     print("\n| requests | | chunks | | faults | |\n|---|---|---|---|---|---|")
     result.faults["none"] = result.faults.pop("", 0)
-    columns = [sorted(each.items(), key=lambda item: -item[1]) for each in (result.ended, result.chunks, result.faults)]
-    columns[0] += [("wrong", len(result.wrong)), ("late", len(result.late)), ("blocks leaked", result.leaked)]
+    columns = [
+        sorted(each.items(), key=lambda item: -item[1])
+        for each in (result.ended, result.chunks, result.faults)
+    ]
+    columns[0] += [
+        ("wrong", len(result.wrong)),
+        ("late", len(result.late)),
+        ("blocks leaked", result.leaked),
+    ]
     for place in range(max(len(column) for column in columns)):
-        cells = [f"{column[place][0]} | {column[place][1]}" if place < len(column) else " | " for column in columns]
+        cells = [
+            f"{column[place][0]} | {column[place][1]}" if place < len(column) else " | "
+            for column in columns
+        ]
         print(f"| {' | '.join(cells)} |")
     found = {"wrong": result.wrong, "late": result.late, "leaked": result.leaked}
     return [f"pool under faults: {what}: {each}" for what, each in found.items() if each]

@@ -32,7 +32,11 @@ class Suite(ConnectorTests):
             skip_tokenizer_init=True,
             enforce_eager=True,
             async_scheduling=False,
-            kv_transfer_config=json.loads(json.dumps({"kv_connector": "AscendStoreConnector", "kv_role": "kv_both"} | transfer)),
+            kv_transfer_config=json.loads(
+                json.dumps(
+                    {"kv_connector": "AscendStoreConnector", "kv_role": "kv_both"} | transfer
+                )
+            ),
             **shape | more,
         )
         return Engine(arguments.create_engine_config(), blocks, self.make_caches, self.parts)

@@ -1,6 +1,7 @@
 """Fault injection for pools of KV cache: hundreds of requests, and the outcome of each.
 
-The engine is that of ``ascend_kv_connector.testing``: vLLM's scheduler, no model, and every token of every block compared.
+The engine is that of ``ascend_kv_connector.testing``: vLLM's scheduler, no model, and every token
+of every block compared.
 """
 
 from __future__ import annotations
@@ -20,7 +21,8 @@ from ascend_kv_connector.testing_transport import Faults
 
 ANSWER, TRANSFER, QUARANTINE_SECONDS, DEAD = 0.3, 0.6, 0.1, 0.3
 LATE = 4.0
-"""Seconds more than the first two that a request may take on this machine, however busy, as some wait for blocks of others."""
+"""Seconds more than the first two that a request may take on this machine, however busy, as some
+wait for blocks of others."""
 
 TRANSFER_CONFIG = {
     "kv_connector": "OffloadingConnector",
@@ -39,7 +41,8 @@ TRANSFER_CONFIG = {
         ],
     },
 }
-"""Host memory for 40 blocks of the suite's, so that most of what comes again comes from the pool."""
+"""Host memory for 40 blocks of the suite's, so that most of what comes again comes from the pool.
+"""
 
 
 def outcome_words(op: str, outcome: str, code: str) -> str:
@@ -50,7 +53,8 @@ def outcome_words(op: str, outcome: str, code: str) -> str:
 
 @dataclass
 class PoolFaults(Faults):
-    """More faults. cut: truncated data; lost: a chunk is listed but missing; full: no space for a chunk."""
+    """More faults. cut: truncated data; lost: a chunk is listed but missing; full: no space for a
+    chunk."""
 
     cut: float = 0.0
     lost: float = 0.0
@@ -67,7 +71,8 @@ class PoolFaults(Faults):
 
 
 class FaultyPool:
-    """See :class:`~ascend_kv_connector.store.pool.Pool`: a dictionary. While it is ``dead`` nothing answers."""
+    """See :class:`~ascend_kv_connector.store.pool.Pool`: a dictionary. While it is ``dead`` nothing
+    answers."""
 
     description = "memory that fails"
 
@@ -145,7 +150,9 @@ POOL = FaultyPool()
 
 
 class FaultyTier(PoolTier):
-    def __init__(self, offloading_spec: Any, primary_kv_view: memoryview, tier_type: str, **more: Any) -> None:
+    def __init__(
+        self, offloading_spec: Any, primary_kv_view: memoryview, tier_type: str, **more: Any
+    ) -> None:
         super().__init__(offloading_spec, primary_kv_view, tier_type, POOL, **more)
 
     def _count(self, op: str, outcome: str, code: str = "", number: int = 1) -> None:
@@ -155,8 +162,9 @@ class FaultyTier(PoolTier):
 
 @dataclass
 class Result:
-    """``ended``: requests by how they ended. The others should be empty or 0: requests with another token or another KV cache,
-    those that took longer than their deadline, and blocks that nobody has and that are not free."""
+    """``ended``: requests by how they ended. The others should be empty or 0: requests with another
+    token or another KV cache, those that took longer than their deadline, and blocks that nobody
+    has and that are not free."""
 
     ended: Counter[str] = field(default_factory=Counter)
     chunks: Counter[str] = field(default_factory=Counter)
@@ -168,12 +176,15 @@ class Result:
 
 
 class Endurance:
-    """``count`` requests, an eighth of which leave; ``deaths`` times the instance is made anew and the pool is dead for a while.
+    """``count`` requests, an eighth of which leave; ``deaths`` times the instance is made anew and
+    the pool is dead for a while.
 
     ``make`` makes an engine of the suite's.
     """
 
-    def __init__(self, make: Callable[[], Any], count: int, deaths: int = 3, seed: int = 11) -> None:
+    def __init__(
+        self, make: Callable[[], Any], count: int, deaths: int = 3, seed: int = 11
+    ) -> None:
         rates: dict[str, Any] = {
             "fail": 0.01,
             "corrupt": 0.02,
@@ -186,9 +197,15 @@ class Endurance:
         }
         POOL.__init__()  # type: ignore[misc]
         POOL.faults = PoolFaults(draw=random.Random(seed), seconds=0.02, **rates)
-        self.make, self.count, self.draw, self.result = make, count, random.Random(seed + 1), Result()
+        self.make, self.count, self.draw, self.result = (
+            make,
+            count,
+            random.Random(seed + 1),
+            Result(),
+        )
         self.events = [
-            (count * place // (2 * deaths + 1), "restart" if place % 2 else "dead") for place in range(1, 2 * deaths + 1)
+            (count * place // (2 * deaths + 1), "restart" if place % 2 else "dead")
+            for place in range(1, 2 * deaths + 1)
         ]
 
     def run(self) -> Result:

@@ -21,8 +21,9 @@ AIM = 0.9
 """Of bare Mooncake's throughput, which reads should reach."""
 
 MOONCAKE, ASLEEP, FLOOR = "Mooncake", "Mooncake, waited for asleep", "that beside both copies alone"
-"""Reads of as many bytes by Mooncake's synchronous call, by the engine of ascend_platform.transfer, and by the latter while both
-processes copy as many bytes between cache and buffer, without waiting for each other: what staged reads could reach at best."""
+"""Reads of as many bytes by Mooncake's synchronous call, by the engine of ascend_platform.transfer,
+and by the latter while both processes copy as many bytes between cache and buffer, without waiting
+for each other: what staged reads could reach at best."""
 
 WAYS = {"direct": True, "staged": False}
 """Option ``expose_cache`` by way of reading."""
@@ -38,7 +39,8 @@ class Loopback:
 
 
 def instance(name: str, device: str, exposed: bool) -> Any:
-    """One rank with a cache for all requests, 16-bit, ``[blocks, 128 tokens, 8 heads, 128]`` for a layer's keys and values."""
+    """One rank with a cache for all requests, 16-bit, ``[blocks, 128 tokens, 8 heads, 128]`` for a
+    layer's keys and values."""
     import torch
     from harness.kv.instances import Instance
 
@@ -63,7 +65,8 @@ def instance(name: str, device: str, exposed: bool) -> Any:
 
 
 def serve(pipe: Connection, device: str) -> None:
-    """The producer process: prompts for each round, and a buffer for the reads by Mooncake alone."""
+    """The producer process: prompts for each round, and a buffer for the reads by
+    Mooncake alone."""
     import torch
 
     producers = {way: instance(way, device, exposed).produce() for way, exposed in WAYS.items()}
@@ -71,7 +74,9 @@ def serve(pipe: Connection, device: str) -> None:
     buffer = torch.ones(PIECE, dtype=torch.uint8)
     transport.register(buffer)
     pipe.send((transport.session, buffer.data_ptr()))
-    blocks = {way: [producer.take(TOKENS) for _ in range(REQUESTS)] for way, producer in producers.items()}
+    blocks = {
+        way: [producer.take(TOKENS) for _ in range(REQUESTS)] for way, producer in producers.items()
+    }
     for producer in producers.values():
         for cache in producer.caches[0].caches:
             cache.copy_(torch.arange(cache.shape[0]).view(-1, 1, 1, 1))
@@ -106,7 +111,11 @@ def copy_cache(held: Any, into_buffer: bool) -> None:
     with held.queue():
         for cache in held.caches[0].caches:
             part = buffer[: cache.nbytes].view(cache.dtype).view(cache.shape)
-            part.copy_(cache, non_blocking=True) if into_buffer else cache.copy_(part, non_blocking=True)
+            (
+                part.copy_(cache, non_blocking=True)
+                if into_buffer
+                else cache.copy_(part, non_blocking=True)
+            )
     if not into_buffer:
         rank.buffers.release(buffer)
 
@@ -114,20 +123,28 @@ def copy_cache(held: Any, into_buffer: bool) -> None:
 def compare(rounds: int, device: str = "cpu") -> list[str]:
     """Print seconds of each round and the ratios; returns what is below the aim.
 
-    The KV caches are in host memory, as those of protocol ``ascend`` are in the NPU's: the transport can access them. With
-    ``device`` npu both ways are staged, since protocol ``tcp`` cannot.
+    The KV caches are in host memory, as those of protocol ``ascend`` are in the NPU's: the
+    transport can access them. With ``device`` npu both ways are staged, since protocol ``tcp``
+    cannot.
     """
     context = multiprocessing.get_context("spawn")
     ours, theirs = context.Pipe()
     process = context.Process(target=serve, args=(theirs, device))
     process.start()
     try:
-        consumers = {way: instance(f"d-{way}", device, exposed).consume() for way, exposed in WAYS.items()}
+        consumers = {
+            way: instance(f"d-{way}", device, exposed).consume() for way, exposed in WAYS.items()
+        }
         assert ours.poll(240)
         session, address = ours.recv()
-        total = REQUESTS * TOKENS * consumers["direct"].caches[0].token_bytes(range(2 * LAYERS), HEADS)
+        total = (
+            REQUESTS * TOKENS * consumers["direct"].caches[0].token_bytes(range(2 * LAYERS), HEADS)
+        )
         synchronous, asleep = bare_readers(session, address, total)
-        blocks = {way: [consumer.take(TOKENS) for _ in range(REQUESTS)] for way, consumer in consumers.items()}
+        blocks = {
+            way: [consumer.take(TOKENS) for _ in range(REQUESTS)]
+            for way, consumer in consumers.items()
+        }
         counts: dict[str, str] = {}
 
         def ask(what: str) -> Any:
@@ -150,7 +167,9 @@ def compare(rounds: int, device: str = "cpu") -> list[str]:
 
             return run
 
-        readers = {MOONCAKE: synchronous, ASLEEP: asleep, FLOOR: beside_copies} | {way: reader(way) for way in WAYS}
+        readers = {MOONCAKE: synchronous, ASLEEP: asleep, FLOOR: beside_copies} | {
+            way: reader(way) for way in WAYS
+        }
         times: dict[str, list[float]] = {name: [] for name in readers}
         used: dict[str, list[float]] = {name: [] for name in readers}
         for number in range(rounds + 1):  # the first connects
@@ -176,17 +195,29 @@ def compare(rounds: int, device: str = "cpu") -> list[str]:
     rates = {name: [total / seconds / 1e9 for seconds in each] for name, each in times.items()}
     print(f"{total >> 20} MiB of {REQUESTS} prompts, KV cache on {device}, {rounds} rounds\n")
     print(
-        "| | GB/s: median | least | most | of Mooncake's (median of pairs) | of Mooncake's, waited for asleep "
-        "| processor seconds a GB, both processes | copies per byte here, messages per prompt |\n" + "|---" * 8 + "|"
+        "| | GB/s: median | least | most | of Mooncake's (median of pairs) | of Mooncake's, waited"
+        " for asleep | processor seconds a GB, both processes | copies per byte here, messages per"
+        " prompt |\n" + "|---" * 8 + "|"
     )
     ratios = {}
     for name, each in rates.items():
-        of = [statistics.median(one / other for one, other in zip(each, rates[bare], strict=True)) for bare in (MOONCAKE, ASLEEP)]
+        of = [
+            statistics.median(one / other for one, other in zip(each, rates[bare], strict=True))
+            for bare in (MOONCAKE, ASLEEP)
+        ]
         ratios[name] = of[0]
         seconds = statistics.median(used[name]) / total * 1e9
         figures = [statistics.median(each), min(each), max(each), *of, seconds]
-        print(f"| {name} | {' | '.join(f'{figure:.2f}' for figure in figures)} | {counts.get(name, '')} |", flush=True)
-    return [f"throughput: {way} {ratios[way]:.2f} of Mooncake's, below {AIM}" for way in WAYS if ratios[way] < AIM]
+        print(
+            f"| {name} | {' | '.join(f'{figure:.2f}' for figure in figures)} |"
+            f" {counts.get(name, '')} |",
+            flush=True,
+        )
+    return [
+        f"throughput: {way} {ratios[way]:.2f} of Mooncake's, below {AIM}"
+        for way in WAYS
+        if ratios[way] < AIM
+    ]
 
 
 def load(consumer: Any, sources: list[Any], blocks: list[list[int]]) -> str:
@@ -195,12 +226,18 @@ def load(consumer: Any, sources: list[Any], blocks: list[list[int]]) -> str:
         consumer.consumers[0].start(source.request, source, held, 0, TOKENS)
     (ended,) = consumer.wait(len(sources), 120.0)
     assert not any(hasattr(outcome, "cause") for outcome in ended), ended
-    size, messages = sum(outcome.size for outcome in ended), sum(outcome.messages for outcome in ended)
+    size, messages = (
+        sum(outcome.size for outcome in ended),
+        sum(outcome.messages for outcome in ended),
+    )
     return f"{sum(outcome.copied for outcome in ended) / size:.0f}, {messages / len(ended):.1f}"
 
 
-def bare_readers(session: str, address: int, total: int) -> tuple[Callable[[], None], Callable[[], None]]:
-    """Baselines: read as many bytes with Mooncake alone, with the connector's chunk size and number of lanes.
+def bare_readers(
+    session: str, address: int, total: int
+) -> tuple[Callable[[], None], Callable[[], None]]:
+    """Baselines: read as many bytes with Mooncake alone, with the connector's chunk size and number
+    of lanes.
 
     The first by Mooncake's synchronous call, which other connectors use; the second by our engine.
     """

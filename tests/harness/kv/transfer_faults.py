@@ -1,4 +1,5 @@
-"""Fault injection for KV transfers: hundreds of requests, the outcome of each, and what must not have happened."""
+"""Fault injection for KV transfers: hundreds of requests, the outcome of each, and what must not
+have happened."""
 
 from __future__ import annotations
 
@@ -17,7 +18,8 @@ from ascend_platform.transfer.errors import TransferError
 
 TIMEOUT = 1.0
 LATE = 0.5
-"""Seconds after its deadline by which a transfer must have been reported on this machine, however busy."""
+"""Seconds after its deadline by which a transfer must have been reported on this machine, however
+busy."""
 
 BLOCKS, BLOCK_SIZE = 400, 4
 LENGTHS = (1, 3, 9, 17, 40)
@@ -25,8 +27,8 @@ LENGTHS = (1, 3, 9, 17, 40)
 
 @dataclass
 class Result:
-    """``ended``: outcomes, of requests. The others should be empty: requests with wrong tokens, those that ended late, and blocks
-    or buffers that nobody has and that are not free."""
+    """``ended``: outcomes, of requests. The others should be empty: requests with wrong tokens,
+    those that ended late, and blocks or buffers that nobody has and that are not free."""
 
     ended: Counter[str] = field(default_factory=Counter)
     wrong: list[Any] = field(default_factory=list)
@@ -37,7 +39,8 @@ class Result:
 
 @dataclass
 class Prompt:
-    """A request on the producer: its blocks, the tokens computed, and whether the consumer frees it."""
+    """A request on the producer: its blocks, the tokens computed, and whether the consumer frees
+    it."""
 
     name: str
     tokens: int
@@ -59,7 +62,8 @@ class Load:
 
 
 class Endurance:
-    """``count`` requests between a consumer and a producer, which is replaced each time it is killed.
+    """``count`` requests between a consumer and a producer, which is replaced each time it is
+    killed.
 
     ``layerwise``: prompts are read while they are computed, are preempted and given up in between.
     """
@@ -76,13 +80,29 @@ class Endurance:
         seed: int = 7,
     ) -> None:
         self.draw = random.Random(seed)
-        self.make, self.network, self.count, self.shape, self.layerwise = make, network, count, one, layerwise
+        self.make, self.network, self.count, self.shape, self.layerwise = (
+            make,
+            network,
+            count,
+            one,
+            layerwise,
+        )
         corrupt = 0.02 if other.get("verify", True) else 0.0
-        rates: dict[str, Any] = {"fail": 0.02, "corrupt": corrupt, "delay": 0.03, "late": 0.02, "hang": 0.004}
+        rates: dict[str, Any] = {
+            "fail": 0.02,
+            "corrupt": corrupt,
+            "delay": 0.03,
+            "late": 0.02,
+            "hang": 0.004,
+        }
         if layerwise:  # as many per request, which has more reads
             rates = {name: rate / 4 for name, rate in rates.items()}
         network.faults = Faults(draw=random.Random(seed + 1), seconds=0.02, **rates)
-        options = {"transfer_timeout": TIMEOUT, "verify": True, "lanes": 8 if layerwise else 4} | other
+        options = {
+            "transfer_timeout": TIMEOUT,
+            "verify": True,
+            "lanes": 8 if layerwise else 4,
+        } | other
         self.consumer = make("d", blocks=BLOCKS, **options).consume()
         self.deaths = [count * (place + 1) // (kills + 1) for place in range(kills)]
         self.result = Result()
@@ -96,7 +116,9 @@ class Endurance:
 
     def new_producer(self) -> None:
         self.lives += 1
-        self.producer = self.make(f"p{self.lives}", blocks=BLOCKS, lease=3.0, **self.shape).produce()
+        self.producer = self.make(
+            f"p{self.lives}", blocks=BLOCKS, lease=3.0, **self.shape
+        ).produce()
         self.prompts.clear()
 
     def run(self) -> Result:
@@ -106,7 +128,11 @@ class Endurance:
                 self.deaths.pop()
                 self.kill()
             self.cut()
-            while left and len(self.loads) < 8 and min(len(self.producer.free), len(self.consumer.free)) > 20:
+            while (
+                left
+                and len(self.loads) < 8
+                and min(len(self.producer.free), len(self.consumer.free)) > 20
+            ):
                 self.begin(*left.pop())
             if self.layerwise:
                 self.compute()
@@ -116,7 +142,9 @@ class Endurance:
         self.result.faults = dict(self.network.faults.counts)
         ranks = self.producer.producers
         until = monotonic() + 2.0
-        while (self.ended or any(len(rank.leases) or rank.buffers_in_use for rank in ranks)) and monotonic() < until:
+        while (
+            self.ended or any(len(rank.leases) or rank.buffers_in_use for rank in ranks)
+        ) and monotonic() < until:
             self.free_settled()
             sleep(0.005)
         self.result.leaked += [
@@ -126,7 +154,9 @@ class Endurance:
         ]
         for name, instance in (("producer", self.producer), ("consumer", self.consumer)):
             if len(set(instance.free)) != BLOCKS:
-                self.result.leaked.append(f"{BLOCKS - len(set(instance.free))} blocks of the {name}")
+                self.result.leaked.append(
+                    f"{BLOCKS - len(set(instance.free))} blocks of the {name}"
+                )
         return self.result
 
     def kill(self) -> None:
@@ -158,7 +188,9 @@ class Endurance:
         if self.layerwise:
             self.prompts[name] = prompt = Prompt(name, tokens, instance.take(tokens))
             source = None
-            announcement = PrefillStarted(name, instance.name, name, list(instance.source(name).ranks))
+            announcement = PrefillStarted(
+                name, instance.name, name, list(instance.source(name).ranks)
+            )
             self.grow(prompt)
         else:
             seconds = 0.001 if self.draw.random() < 0.02 else 3.0
@@ -194,7 +226,11 @@ class Endurance:
                 if how:
                     del self.prompts[prompt.name]
                     continue
-                prompt.blocks, prompt.computed, prompt.progress = self.producer.take(prompt.tokens), 0, PrefillProgress()
+                prompt.blocks, prompt.computed, prompt.progress = (
+                    self.producer.take(prompt.tokens),
+                    0,
+                    PrefillProgress(),
+                )
                 self.grow(prompt)
             prompt.computed = min(prompt.tokens, prompt.computed + self.draw.choice((1, 4, 9, 20)))
             instance = self.producer
@@ -215,7 +251,9 @@ class Endurance:
         for rank in self.consumer.consumers:
             for name in rank.pop_settled():
                 self.settled[name] += 1
-        for name in [name for name, (_, ranks) in self.ended.items() if self.settled[name] >= ranks]:
+        for name in [
+            name for name, (_, ranks) in self.ended.items() if self.settled[name] >= ranks
+        ]:
             self.consumer.free += self.ended.pop(name)[0]
 
     def collect(self) -> None:
@@ -232,9 +270,17 @@ class Endurance:
             failed = [outcome for outcome in load.outcomes if isinstance(outcome, Failed)]
             self.result.ended[failed[0].kind if failed else "done"] += 1
             missing = {block for outcome in failed for block in outcome.blocks}
-            good = next((place for place, block in enumerate(load.blocks) if block in missing), len(load.blocks)) * BLOCK_SIZE
+            good = (
+                next(
+                    (place for place, block in enumerate(load.blocks) if block in missing),
+                    len(load.blocks),
+                )
+                * BLOCK_SIZE
+            )
             stop = min(load.start + good, load.tokens)
-            if not self.consumer.holds(name, load.blocks[: -(-good // BLOCK_SIZE)], load.start, stop):
+            if not self.consumer.holds(
+                name, load.blocks[: -(-good // BLOCK_SIZE)], load.start, stop
+            ):
                 self.result.wrong.append((name, load.outcomes))
             self.ended[name] = load.blocks, len(self.consumer.consumers)
         self.free_settled()

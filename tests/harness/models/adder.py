@@ -1,4 +1,5 @@
-"""The trained model tools/models/adder: its vocabulary, and texts that have one right continuation."""
+"""The trained model tools/models/adder: its vocabulary, and texts that have one right
+continuation."""
 
 import json
 from functools import cache

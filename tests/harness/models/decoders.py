@@ -4,7 +4,8 @@ from pathlib import Path
 
 
 def qwen3(directory: Path) -> str:
-    """A Qwen3 with two key heads, written to the directory; in float32 another order of sums moves no choice."""
+    """A Qwen3 with two key heads, written to the directory; in float32 another order of sums moves
+    no choice."""
     import torch
     import transformers
 

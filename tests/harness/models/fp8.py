@@ -1,4 +1,5 @@
-"""Small models with random weights in FP8, as DeepSeek-V3 and compressed-tensors store them, beside their dequantized form."""
+"""Small models with random weights in FP8, as DeepSeek-V3 and compressed-tensors store them, beside
+their dequantized form."""
 
 from __future__ import annotations
 
@@ -35,15 +36,23 @@ COMMON: dict[str, Any] = {
 }
 LEFT_OUT = {
     "Qwen3Moe": ("mlp.gate",),
-    "Qwen3Next": ("mlp.gate", "mlp.shared_expert_gate", "linear_attn.conv1d", "linear_attn.in_proj_ba"),
+    "Qwen3Next": (
+        "mlp.gate",
+        "mlp.shared_expert_gate",
+        "linear_attn.conv1d",
+        "linear_attn.in_proj_ba",
+    ),
 }
 """Modules that published checkpoints of a family leave in bfloat16."""
 STRATEGIES = ("block", "channel", "tensor")
 """Of compressed-tensors; each layer of the model has one."""
 
 
-def in_blocks(weight: torch.Tensor, rows: int, columns: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """A matrix in e4m3, its scales for blocks of this size, and its dequantized values, value * scale in float32."""
+def in_blocks(
+    weight: torch.Tensor, rows: int, columns: int
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """A matrix in e4m3, its scales for blocks of this size, and its dequantized values, value *
+    scale in float32."""
     out, inputs = weight.shape
     scale = torch.empty(-(-out // rows), -(-inputs // columns))
     stored, numbers = torch.empty_like(weight, dtype=torch.float8_e4m3fn), torch.empty_like(weight)
@@ -57,13 +66,19 @@ def in_blocks(weight: torch.Tensor, rows: int, columns: int) -> tuple[torch.Tens
 
 
 def size_of(strategy: str, weight: torch.Tensor) -> tuple[int, int]:
-    return {"block": (BLOCK, BLOCK), "channel": (1, weight.shape[1]), "tensor": (weight.shape[0], weight.shape[1])}[strategy]
+    return {
+        "block": (BLOCK, BLOCK),
+        "channel": (1, weight.shape[1]),
+        "tensor": (weight.shape[0], weight.shape[1]),
+    }[strategy]
 
 
 def make(directory: Path, form: str, family: str = "Qwen3Moe", **special: Any) -> tuple[Path, Path]:
-    """Write a Qwen3-MoE, whose first layer is dense, and its dequantized form; ``form``: ``fp8`` or ``compressed-tensors``.
+    """Write a Qwen3-MoE, whose first layer is dense, and its dequantized form; ``form``: ``fp8`` or
+    ``compressed-tensors``.
 
-    With ``Qwen3Next`` as the family, the projections of linear attention are in FP8 but for those of decays and strengths.
+    With ``Qwen3Next`` as the family, the projections of linear attention are in FP8 but for those
+    of decays and strengths.
     """
     import transformers
 
@@ -88,21 +103,50 @@ def make(directory: Path, form: str, family: str = "Qwen3Moe", **special: Any) -
     save_file(stored, path / "model.safetensors", {"format": "pt"})
     config = json.loads((path / "config.json").read_text())
     if form == "fp8":
-        about: dict[str, Any] = {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic"}
+        about: dict[str, Any] = {
+            "quant_method": "fp8",
+            "fmt": "e4m3",
+            "activation_scheme": "dynamic",
+        }
         about["weight_block_size"] = [BLOCK, BLOCK]
         layers = range(config["num_hidden_layers"])
-        about["modules_to_not_convert"] = ["lm_head", *(f"model.layers.{i}.{name}" for i in layers for name in LEFT_OUT[family])]
+        about["modules_to_not_convert"] = [
+            "lm_head",
+            *(f"model.layers.{i}.{name}" for i in layers for name in LEFT_OUT[family]),
+        ]
     else:
-        about = {"quant_method": form, "format": "float-quantized", "quantization_status": "compressed"}
+        about = {
+            "quant_method": form,
+            "format": "float-quantized",
+            "quantization_status": "compressed",
+        }
         about |= {"ignore": ["lm_head", r"re:.*mlp\.gate$"]}
-        about["config_groups"] = {f"group_{i}": group(i, strategy) for i, strategy in enumerate(STRATEGIES)}
+        about["config_groups"] = {
+            f"group_{i}": group(i, strategy) for i, strategy in enumerate(STRATEGIES)
+        }
     (path / "config.json").write_text(json.dumps(config | {"quantization_config": about}, indent=2))
     return path, plain
 
 
 def group(layer: int, strategy: str) -> dict[str, Any]:
     """A group of compressed-tensors' configuration."""
-    weights = {"num_bits": 8, "type": "float", "symmetric": True, "dynamic": False, "strategy": strategy}
+    weights = {
+        "num_bits": 8,
+        "type": "float",
+        "symmetric": True,
+        "dynamic": False,
+        "strategy": strategy,
+    }
     weights |= {"block_structure": [BLOCK, BLOCK]} if strategy == "block" else {}
-    inputs = {"num_bits": 8, "type": "float", "symmetric": True, "dynamic": True, "strategy": "token"}
-    return {"targets": [rf"re:model\.layers\.{layer}\..*"], "weights": weights, "input_activations": inputs}
+    inputs = {
+        "num_bits": 8,
+        "type": "float",
+        "symmetric": True,
+        "dynamic": True,
+        "strategy": "token",
+    }
+    return {
+        "targets": [rf"re:model\.layers\.{layer}\..*"],
+        "weights": weights,
+        "input_activations": inputs,
+    }

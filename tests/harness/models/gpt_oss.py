@@ -1,4 +1,5 @@
-"""A small gpt-oss with random weights, its experts in MXFP4 as OpenAI's checkpoints store them, beside its expanded form."""
+"""A small gpt-oss with random weights, its experts in MXFP4 as OpenAI's checkpoints store them,
+beside its expanded form."""
 
 from __future__ import annotations
 
@@ -33,14 +34,19 @@ CONFIG: dict[str, Any] = {
 
 
 def in_mxfp4(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Blocks ``[…, in / 32, 16]`` and scales ``[…, in / 32]`` of a matrix ``[…, in]``, and its expanded values."""
+    """Blocks ``[…, in / 32, 16]`` and scales ``[…, in / 32]`` of a matrix ``[…, in]``, and its
+    expanded values."""
     parts = weight.unflatten(-1, (-1, 32))
     exponent = (parts.abs().amax(-1) / 6).log2().ceil()
     near = parts / exponent.exp2().unsqueeze(-1)
     level = (near.abs().unsqueeze(-1) - LEVELS).abs().argmin(-1)
     codes = (level + 8 * (near < 0)).to(torch.uint8)
     numbers = LEVELS[level] * near.sign() * exponent.exp2().unsqueeze(-1)
-    return codes[..., ::2] | codes[..., 1::2] << 4, (exponent + 127).to(torch.uint8), numbers.flatten(-2)
+    return (
+        codes[..., ::2] | codes[..., 1::2] << 4,
+        (exponent + 127).to(torch.uint8),
+        numbers.flatten(-2),
+    )
 
 
 def make(directory: Path) -> tuple[Path, Path]:
@@ -59,14 +65,25 @@ def make(directory: Path) -> tuple[Path, Path]:
     stored = {}
     for name, weight in weights.items():
         if name.endswith(("gate_up_proj", "down_proj")):  # [experts, in, out]
-            stored[f"{name}_blocks"], stored[f"{name}_scales"], numbers = in_mxfp4(weight.transpose(1, 2))
+            stored[f"{name}_blocks"], stored[f"{name}_scales"], numbers = in_mxfp4(
+                weight.transpose(1, 2)
+            )
             weights[name] = numbers.transpose(1, 2).contiguous()
         else:
             stored[name] = weight
     save_file(weights, plain / "model.safetensors", {"format": "pt"})
-    save_file({name: each.contiguous() for name, each in stored.items()}, path / "model.safetensors", {"format": "pt"})
+    save_file(
+        {name: each.contiguous() for name, each in stored.items()},
+        path / "model.safetensors",
+        {"format": "pt"},
+    )
     config = json.loads((path / "config.json").read_text())
-    kept = ["model.layers.*.self_attn", "model.layers.*.mlp.router", "model.embed_tokens", "lm_head"]
+    kept = [
+        "model.layers.*.self_attn",
+        "model.layers.*.mlp.router",
+        "model.embed_tokens",
+        "lm_head",
+    ]
     about = {"quant_method": "mxfp4", "modules_to_not_convert": kept}
     (path / "config.json").write_text(json.dumps(config | {"quantization_config": about}, indent=2))
     return path, plain

@@ -30,17 +30,32 @@ COMMON: dict[str, Any] = {
 }
 WINDOW = 24
 BOTH = ["sliding_attention", "full_attention"]
-ENCODER = {name: value for name, value in COMMON.items() if name not in ("head_dim", "num_key_value_heads")}
+ENCODER = {
+    name: value for name, value in COMMON.items() if name not in ("head_dim", "num_key_value_heads")
+}
 DECODERS: dict[str, tuple[str, dict[str, Any]]] = {
     "mistral, window": ("Mistral", {"sliding_window": WINDOW}),
     "gemma3, windows between": (
         "Gemma3",
-        {"sliding_window": WINDOW, "layer_types": BOTH * 2, "num_hidden_layers": 4, "query_pre_attn_scalar": 64},
+        {
+            "sliding_window": WINDOW,
+            "layer_types": BOTH * 2,
+            "num_hidden_layers": 4,
+            "query_pre_attn_scalar": 64,
+        },
     ),
-    "gemma2, soft caps": ("Gemma2", {"sliding_window": WINDOW, "layer_types": BOTH, "attn_logit_softcapping": 2.0}),
+    "gemma2, soft caps": (
+        "Gemma2",
+        {"sliding_window": WINDOW, "layer_types": BOTH, "attn_logit_softcapping": 2.0},
+    ),
     "granite, sinks and windows": (
         "GraniteSWA",
-        {"sliding_window": WINDOW, "layer_types": BOTH * 2, "num_hidden_layers": 4, "attention_multiplier": 0.125},
+        {
+            "sliding_window": WINDOW,
+            "layer_types": BOTH * 2,
+            "num_hidden_layers": 4,
+            "attention_multiplier": 0.125,
+        },
     ),
     "gpt-oss, experts with biases": (
         "GptOss",
@@ -50,15 +65,41 @@ DECODERS: dict[str, tuple[str, dict[str, Any]]] = {
     "bloom, ALiBi": ("Bloom", {"n_layer": 2, "n_head": 4}),
     "qwen3-next, gated delta net": (
         "Qwen3Next",
-        {"num_hidden_layers": 4, "layer_types": ["linear_attention", "linear_attention", "linear_attention", "full_attention"]}
-        | {"linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 128, "linear_value_head_dim": 128}
-        | {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64, "shared_expert_intermediate_size": 64},
+        {
+            "num_hidden_layers": 4,
+            "layer_types": [
+                "linear_attention",
+                "linear_attention",
+                "linear_attention",
+                "full_attention",
+            ],
+        }
+        | {
+            "linear_num_key_heads": 2,
+            "linear_num_value_heads": 4,
+            "linear_key_head_dim": 128,
+            "linear_value_head_dim": 128,
+        }
+        | {
+            "num_experts": 4,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 64,
+            "shared_expert_intermediate_size": 64,
+        },
     ),
-    "falcon-h1, mamba 2": ("FalconH1", {"mamba_n_heads": 4, "mamba_d_state": 16, "mamba_expand": 2, "mamba_d_ssm": 256}),
+    "falcon-h1, mamba 2": (
+        "FalconH1",
+        {"mamba_n_heads": 4, "mamba_d_state": 16, "mamba_expand": 2, "mamba_d_ssm": 256},
+    ),
     **latent.MODELS,
-    **{f"qwen3, heads of {size}": ("Qwen3", {"head_dim": size}) for size in (80, 96, 128, 192, 256)},
     **{
-        f"qwen3, multi-head, heads of {size}": ("Qwen3", {"head_dim": size, "num_key_value_heads": 4})
+        f"qwen3, heads of {size}": ("Qwen3", {"head_dim": size}) for size in (80, 96, 128, 192, 256)
+    },
+    **{
+        f"qwen3, multi-head, heads of {size}": (
+            "Qwen3",
+            {"head_dim": size, "num_key_value_heads": 4},
+        )
         for size in (64, 80, 96, 128, 192, 256)
     },
 }
@@ -66,7 +107,11 @@ DECODERS: dict[str, tuple[str, dict[str, Any]]] = {
 
 
 def _settings(family: str, special: dict[str, Any]) -> dict[str, Any]:
-    common = COMMON if family != "Bloom" else {name: COMMON[name] for name in ("vocab_size", "hidden_size", "initializer_range")}
+    common = (
+        COMMON
+        if family != "Bloom"
+        else {name: COMMON[name] for name in ("vocab_size", "hidden_size", "initializer_range")}
+    )
     return common | special
 
 
@@ -80,13 +125,16 @@ def decoder(path: Path, name: str) -> None:
         openpangu.write(path, transformers.DeepseekV3Config(**_settings(family, special)))
         return
     kind = {"Gemma3": "Gemma3Text"}.get(family, family)
-    model = getattr(transformers, f"{family}ForCausalLM")(getattr(transformers, f"{kind}Config")(**_settings(family, special)))
+    model = getattr(transformers, f"{family}ForCausalLM")(
+        getattr(transformers, f"{kind}Config")(**_settings(family, special))
+    )
     for key, weight in model.named_parameters():
         if key.endswith("sinks"):
             torch.nn.init.normal_(weight, mean=1.0)
         if key.endswith(("experts.gate_up_proj_bias", "experts.down_proj_bias")):
             torch.nn.init.normal_(weight, std=0.1)
-        if key.endswith("A_log") and ".0." not in key:  # decays of the first layer alone are below -1
+        # decays of the first layer alone are below -1
+        if key.endswith("A_log") and ".0." not in key:
             torch.nn.init.uniform_(weight, -4, -2)
     for key, buffer in model.named_buffers():
         if key.endswith("e_score_correction_bias"):
@@ -101,9 +149,15 @@ def causal(path: Path, dtype: Any) -> Any:
     """Hugging Face's model of a decoder."""
     import transformers
 
-    kind = openpangu.reference_class() if (path / openpangu.CODE).exists() else transformers.AutoModelForCausalLM
+    kind = (
+        openpangu.reference_class()
+        if (path / openpangu.CODE).exists()
+        else transformers.AutoModelForCausalLM
+    )
     own = path / latent.REFERENCE
-    return kind.from_pretrained(own if own.exists() else path, dtype=dtype, attn_implementation="eager").eval()
+    return kind.from_pretrained(
+        own if own.exists() else path, dtype=dtype, attn_implementation="eager"
+    ).eval()
 
 
 ENCODERS: dict[str, tuple[str, dict[str, Any]]] = {
@@ -112,7 +166,8 @@ ENCODERS: dict[str, tuple[str, dict[str, Any]]] = {
     "roberta embedding": ("Roberta", ENCODER | {"max_position_embeddings": 1026}),
     "modernbert embedding, windows between": (
         "ModernBert",
-        ENCODER | {"local_attention": 32, "num_hidden_layers": 4, "cls_token_id": 0, "sep_token_id": 1},
+        ENCODER
+        | {"local_attention": 32, "num_hidden_layers": 4, "cls_token_id": 0, "sep_token_id": 1},
     ),
 }
 
@@ -121,7 +176,9 @@ def embedding(path: Path, name: str) -> None:
     import transformers
 
     family, settings = ENCODERS[name]
-    getattr(transformers, f"{family}Model")(getattr(transformers, f"{family}Config")(**settings)).save_pretrained(path)
+    getattr(transformers, f"{family}Model")(
+        getattr(transformers, f"{family}Config")(**settings)
+    ).save_pretrained(path)
     tokenizer().save_pretrained(path)
 
 
@@ -137,18 +194,35 @@ def classifier(path: Path, name: str) -> None:
 def tokenizer(**more: Any) -> Any:
     """One token per character; the second text of a pair has token type 1."""
     import transformers
-    from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, processors
+    from tokenizers import (
+        AddedToken,
+        Regex,
+        Tokenizer,
+        decoders,
+        models,
+        pre_tokenizers,
+        processors,
+    )
 
-    words = {text: number for number, text in enumerate(["<s>", "<eos>", "<unk>", *map(chr, range(32, 127))])}
+    words = {
+        text: number
+        for number, text in enumerate(["<s>", "<eos>", "<unk>", *map(chr, range(32, 127))])
+    }
     names = ["<fake_token_around_image>", "<global-img>", "<end_of_utterance>"]
     words |= {name: len(words) + number for number, name in enumerate(names)}
-    words |= {f"<{number}>": number for number in range(len(words), VOCABULARY - 1)} | {"<image>": IMAGE_TOKEN}
+    words |= {f"<{number}>": number for number in range(len(words), VOCABULARY - 1)} | {
+        "<image>": IMAGE_TOKEN
+    }
     made = Tokenizer(models.WordLevel(words, unk_token="<unk>"))
     made.pre_tokenizer = pre_tokenizers.Split(Regex("."), "isolated")
     made.decoder = decoders.Fuse()
-    made.add_special_tokens([AddedToken(word, special=True) for word in words if word.startswith("<")])
+    made.add_special_tokens(
+        [AddedToken(word, special=True) for word in words if word.startswith("<")]
+    )
     marks = [("<s>", 0), ("<eos>", 1)]
-    made.post_processor = processors.TemplateProcessing("<s> $A <eos>", "<s> $A <eos> $B:1 <eos>:1", marks)
+    made.post_processor = processors.TemplateProcessing(
+        "<s> $A <eos>", "<s> $A <eos> $B:1 <eos>:1", marks
+    )
     special = {"bos_token": "<s>", "eos_token": "<eos>", "pad_token": "<eos>", "unk_token": "<unk>"}
     return transformers.PreTrainedTokenizerFast(tokenizer_object=made, **special, **more)
 
@@ -157,7 +231,12 @@ def idefics3(path: Path, _: str) -> None:
     import torch
     import transformers
 
-    sizes = {"hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 2, "num_attention_heads": 4}
+    sizes = {
+        "hidden_size": 128,
+        "intermediate_size": 256,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+    }
     text = transformers.LlamaConfig(**COMMON)
     config = transformers.Idefics3Config(
         vision_config=sizes | {"image_size": SIDE, "patch_size": PATCH},
@@ -175,7 +254,9 @@ def idefics3(path: Path, _: str) -> None:
     pictures = transformers.Idefics3ImageProcessorPil(
         size={"longest_edge": SIDE}, max_image_size={"longest_edge": SIDE}, do_image_splitting=False
     )
-    processor = transformers.Idefics3Processor(pictures, tokenizer(), image_seq_len=(SIDE // PATCH // 2) ** 2)
+    processor = transformers.Idefics3Processor(
+        pictures, tokenizer(), image_seq_len=(SIDE // PATCH // 2) ** 2
+    )
     processor.save_pretrained(path)
 
 
@@ -187,9 +268,15 @@ def paddleocr(path: Path, _: str) -> None:
     words = tokenizer(extra_special_tokens={"image_token": "<image>"})
     rope = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [16, 24, 24]}
     config = transformers.PaddleOCRVLConfig(
-        vision_config={"hidden_size": 144, "intermediate_size": 256, "num_hidden_layers": 2, "num_attention_heads": 2}
+        vision_config={
+            "hidden_size": 144,
+            "intermediate_size": 256,
+            "num_hidden_layers": 2,
+            "num_attention_heads": 2,
+        }
         | {"image_size": SIDE, "patch_size": PATCH},
-        text_config=COMMON | {"head_dim": 128, "rope_parameters": rope, "tie_word_embeddings": False},
+        text_config=COMMON
+        | {"head_dim": 128, "rope_parameters": rope, "tie_word_embeddings": False},
         image_token_id=IMAGE_TOKEN,
         video_token_id=IMAGE_TOKEN - 1,
         vision_start_token_id=IMAGE_TOKEN - 2,
@@ -212,7 +299,9 @@ def whisper(path: Path, _: str) -> None:
     special = {"decoder_start_token_id": 3, "bos_token_id": 0, "eos_token_id": 1, "pad_token_id": 1}
     parts = ("encoder", "decoder")
     sizes = {"layers": 2, "attention_heads": 2, "ffn_dim": 256}
-    named: dict[str, Any] = {f"{part}_{name}": size for part in parts for name, size in sizes.items()} | special
+    named: dict[str, Any] = {
+        f"{part}_{name}": size for part in parts for name, size in sizes.items()
+    } | special
     config = transformers.WhisperConfig(
         vocab_size=VOCABULARY,
         d_model=128,
@@ -242,13 +331,22 @@ def sound(number: int) -> Any:
 
 
 def prompts() -> tuple[list[list[int]], list[int]]:
-    """Prompts of 1 to 400 tokens, long enough that blocks leave the sliding window, and the tokens to generate for each."""
+    """Prompts of 1 to 400 tokens, long enough that blocks leave the sliding window, and the tokens
+    to generate for each."""
     draw = random.Random(9)
-    return [[draw.randrange(3, 500) for _ in range(n)] for n in (1, 400, 7, 33, 290, 5)], [6, 12, 8, 3, 5, 7]
+    return [[draw.randrange(3, 500) for _ in range(n)] for n in (1, 400, 7, 33, 290, 5)], [
+        6,
+        12,
+        8,
+        3,
+        5,
+        7,
+    ]
 
 
 def batch() -> tuple[list[list[int]], list[int]]:
-    """A batch of 32 prompts of 1 to 600 tokens, some of which begin as others do, and the tokens to generate for each."""
+    """A batch of 32 prompts of 1 to 600 tokens, some of which begin as others do, and the tokens to
+    generate for each."""
     draw = random.Random(10)
     common = [draw.randrange(3, 500) for _ in range(300)]
     lengths = [1, 600, 2, 599, 128, 129, 256, 300, *(draw.randrange(1, 600) for _ in range(24))]

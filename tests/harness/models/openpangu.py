@@ -1,7 +1,9 @@
-"""A small model of openPangu-Ultra-MoE's kind, which transformers has no class of: DeepSeek-V3 with more norms.
+"""A small model of openPangu-Ultra-MoE's kind, which transformers has no class of: DeepSeek-V3 with
+more norms.
 
-Each layer also normalizes what attention and the MLP add to the hidden states ("sandwich norm", arXiv 2505.04519). These norms
-are here; all else of the reference is transformers' DeepSeek-V3, with one group of experts and without yarn.
+Each layer also normalizes what attention and the MLP add to the hidden states ("sandwich norm",
+arXiv 2505.04519). These norms are here; all else of the reference is transformers' DeepSeek-V3,
+with one group of experts and without yarn.
 """
 
 from __future__ import annotations

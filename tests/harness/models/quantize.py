@@ -1,7 +1,9 @@
-"""Quantize a small model for tests: write it as ModelSlim, compressed-tensors, AutoAWQ or GPTQModel do.
+"""Quantize a small model for tests: write it as ModelSlim, compressed-tensors, AutoAWQ or GPTQModel
+do.
 
-No calibration is done here: the ranges of inputs and of keys and values are given. Layouts: msmodelslim's AscendV1Saver,
-compressed-tensors' pack-quantized and int-quantized formats as vLLM reads them, AutoAWQ's WQLinear_GEMM, GPTQModel's QuantLinear.
+No calibration is done here: the ranges of inputs and of keys and values are given. Layouts:
+msmodelslim's AscendV1Saver, compressed-tensors' pack-quantized and int-quantized formats as vLLM
+reads them, AutoAWQ's WQLinear_GEMM, GPTQModel's QuantLinear.
 """
 
 from __future__ import annotations
@@ -23,8 +25,9 @@ Range = tuple[torch.Tensor, torch.Tensor]  # least and largest
 
 @dataclass(frozen=True)
 class Spec:
-    """How a matrix is quantized: bits of its weights, inputs that share a scale (0: the whole row), and its own inputs, which
-    are ``none``, ``dynamic`` or ``static``. ``packed`` asks for the other of two layouts, where a format has two."""
+    """How a matrix is quantized: bits of its weights, inputs that share a scale (0: the whole row),
+    and its own inputs, which are ``none``, ``dynamic`` or ``static``. ``packed`` asks for the other
+    of two layouts, where a format has two."""
 
     bits: int
     inputs: str = "none"
@@ -34,16 +37,24 @@ class Spec:
 
     @property
     def scheme(self) -> str:
-        return f"W{self.bits}A16" if self.inputs == "none" else f"W{self.bits}A8" + "_DYNAMIC" * (self.inputs == "dynamic")
+        return (
+            f"W{self.bits}A16"
+            if self.inputs == "none"
+            else f"W{self.bits}A8" + "_DYNAMIC" * (self.inputs == "dynamic")
+        )
 
     def __str__(self) -> str:
         group = f"groups of {self.group}" if self.group else "per channel"
-        return f"{self.scheme} {group}{'' if self.symmetric else ', asymmetric'}{', packed' if self.packed else ''}"
+        return (
+            f"{self.scheme}"
+            f" {group}{'' if self.symmetric else ', asymmetric'}{', packed' if self.packed else ''}"
+        )
 
 
 @dataclass
 class Matrix:
-    """(values - zero) * scale, values int8 ``[out, in]``, scale and zero float32 ``[out, groups]``."""
+    """(values - zero) * scale, values int8 ``[out, in]``, scale and zero float32 ``[out,
+    groups]``."""
 
     spec: Spec
     values: torch.Tensor
@@ -57,20 +68,25 @@ class Matrix:
 
 @dataclass
 class Made:
-    """What was written: the matrices by name, the scales and zeros of static inputs, and those of keys and values."""
+    """What was written: the matrices by name, the scales and zeros of static inputs, and those of
+    keys and values."""
 
     matrices: dict[str, Matrix]
     inputs: dict[str, Range]
     cache: dict[str, Range]
 
 
-def steps(least: torch.Tensor, most: torch.Tensor, bits: int, symmetric: bool, dtype: torch.dtype) -> Range:
+def steps(
+    least: torch.Tensor, most: torch.Tensor, bits: int, symmetric: bool, dtype: torch.dtype
+) -> Range:
     """Scale, exactly representable in dtype, and zero point for these ranges."""
     top = 2 ** (bits - 1) - 1
     if symmetric:
         scale = (torch.maximum(most, -least) / top).clamp_min(1e-6).to(dtype).float()
         return scale, torch.zeros_like(scale)
-    scale = ((most.clamp_min(0) - least.clamp_max(0)) / (2 * top + 1)).clamp_min(1e-6).to(dtype).float()
+    scale = (
+        ((most.clamp_min(0) - least.clamp_max(0)) / (2 * top + 1)).clamp_min(1e-6).to(dtype).float()
+    )
     return scale, (-top - 1 - least.clamp_max(0) / scale).round()
 
 
@@ -83,7 +99,8 @@ def matrix(weight: torch.Tensor, spec: Spec, dtype: torch.dtype) -> Matrix:
 
 
 def in_words(values: torch.Tensor, bits: int, dim: int) -> torch.Tensor:
-    """Pack signed values into int32 along dim, with an offset to unsigned, the first in the lowest bits."""
+    """Pack signed values into int32 along dim, with an offset to unsigned, the first in the lowest
+    bits."""
     each = 32 // bits
     fields = (values.long() + 2 ** (bits - 1)).unflatten(dim, (-1, each))
     fields = fields.movedim(dim % values.dim() + 1, -1)
@@ -103,7 +120,9 @@ def input_steps(given: Range, dtype: torch.dtype) -> tuple[torch.Tensor, torch.T
     return scale, zero
 
 
-def of_ascend(own: Matrix, bias: torch.Tensor | None, inputs: Range | None, dtype: torch.dtype) -> dict[str, torch.Tensor]:
+def of_ascend(
+    own: Matrix, bias: torch.Tensor | None, inputs: Range | None, dtype: torch.dtype
+) -> dict[str, torch.Tensor]:
     """A matrix's tensors in a ModelSlim checkpoint."""
     spec = own.spec
     if spec.inputs == "static":
@@ -113,10 +132,20 @@ def of_ascend(own: Matrix, bias: torch.Tensor | None, inputs: Range | None, dtyp
         added = torch.zeros_like(factor) if bias is None else bias.float()
         quant_bias = (added / factor - own.values.float().sum(1) * offset).round().to(torch.int32)
         bits = factor.view(torch.int32).long() if dtype == torch.float16 else factor
-        return {"weight": own.values, "quant_bias": quant_bias, "deq_scale": bits, "input_scale": scale, "input_offset": offset}
+        return {
+            "weight": own.values,
+            "quant_bias": quant_bias,
+            "deq_scale": bits,
+            "input_scale": scale,
+            "input_offset": offset,
+        }
     if spec.bits == 4 and spec.packed and spec.inputs == "none":
         shape = torch.tensor(own.values.shape)
-        return {"weight_packed": in_words(own.values, 4, 1), "weight_scale": own.scale, "weight_shape": shape}
+        return {
+            "weight_packed": in_words(own.values, 4, 1),
+            "weight_scale": own.scale,
+            "weight_shape": shape,
+        }
     if spec.scheme != "W4A8_DYNAMIC":
         return {"weight": own.values, "weight_scale": own.scale, "weight_offset": own.zero}
     whole = own.scale.amax(1, keepdim=True)
@@ -128,7 +157,10 @@ def of_ascend(own: Matrix, bias: torch.Tensor | None, inputs: Range | None, dtyp
         "scale_bias": sums,
     }
     if own.scale.shape[1] > 1:
-        tensors |= {"weight_scale_second": own.scale / whole, "weight_offset_second": torch.zeros_like(own.scale)}
+        tensors |= {
+            "weight_scale_second": own.scale / whole,
+            "weight_offset_second": torch.zeros_like(own.scale),
+        }
     return tensors
 
 
@@ -153,8 +185,11 @@ AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
 """Columns of a word from its lowest bits on (AutoAWQ, ``WQLinear_GEMM.from_linear``)."""
 
 
-def words_of_columns(values: np.ndarray, bits: int, order: tuple[int, ...] | None = None) -> np.ndarray:
-    """Pack unsigned values ``[rows, columns]`` into 32-bit words ``[rows, columns / n]``, from the lowest bits on."""
+def words_of_columns(
+    values: np.ndarray, bits: int, order: tuple[int, ...] | None = None
+) -> np.ndarray:
+    """Pack unsigned values ``[rows, columns]`` into 32-bit words ``[rows, columns / n]``, from the
+    lowest bits on."""
     each = 32 // bits
     words = np.zeros((len(values), values.shape[1] // each), np.uint32)
     for slot, column in enumerate(order or range(each)):
@@ -165,25 +200,37 @@ def words_of_columns(values: np.ndarray, bits: int, order: tuple[int, ...] | Non
 def of_awq(own: Matrix, dtype: torch.dtype) -> dict[str, torch.Tensor]:
     """A matrix's tensors in an AWQ checkpoint: ``[in, out]``, words along the columns."""
     values, zeros = ((tensor.T.numpy() + 8).astype(np.uint32) for tensor in (own.values, own.zero))
-    words = {"qweight": words_of_columns(values, 4, AWQ_ORDER), "qzeros": words_of_columns(zeros, 4, AWQ_ORDER)}
-    return {name: torch.from_numpy(each.view(np.int32)) for name, each in words.items()} | {"scales": own.scale.T.to(dtype)}
+    words = {
+        "qweight": words_of_columns(values, 4, AWQ_ORDER),
+        "qzeros": words_of_columns(zeros, 4, AWQ_ORDER),
+    }
+    return {name: torch.from_numpy(each.view(np.int32)) for name, each in words.items()} | {
+        "scales": own.scale.T.to(dtype)
+    }
 
 
 def of_gptq(own: Matrix, dtype: torch.dtype, *, second: bool = False) -> dict[str, torch.Tensor]:
-    """A matrix's tensors in a GPTQ checkpoint: ``[in, out]``, words along the rows; ``second``: in format gptq_v2."""
+    """A matrix's tensors in a GPTQ checkpoint: ``[in, out]``, words along the rows; ``second``: in
+    format gptq_v2."""
     bits, middle = own.spec.bits, 2 ** (own.spec.bits - 1)
-    values, zeros = ((tensor.T.numpy().astype(np.int64) + middle).astype(np.uint32) for tensor in (own.values, own.zero))
+    values, zeros = (
+        (tensor.T.numpy().astype(np.int64) + middle).astype(np.uint32)
+        for tensor in (own.values, own.zero)
+    )
     stored = words_of_columns(zeros, bits)
     if not second:  # GPTQModel subtracts 1 from each value of the word at once
         stored = stored - np.uint32(sum(1 << shift for shift in range(0, 32, bits)))
     words = {"qweight": words_of_columns(values.T, bits).T.copy(), "qzeros": stored}
-    groups = torch.arange(values.shape[0], dtype=torch.int32) // (values.shape[0] // own.scale.shape[1])
+    groups = torch.arange(values.shape[0], dtype=torch.int32) // (
+        values.shape[0] // own.scale.shape[1]
+    )
     tensors = {name: torch.from_numpy(each.view(np.int32)) for name, each in words.items()}
     return tensors | {"scales": own.scale.T.to(dtype), "g_idx": groups}
 
 
 def config_of(form: str, names: dict[Spec, list[str]]) -> dict[str, Any]:
-    """The ``quantization_config`` of an AWQ or GPTQ checkpoint; specs after the first are GPTQ's rules for single layers."""
+    """The ``quantization_config`` of an AWQ or GPTQ checkpoint; specs after the first are GPTQ's
+    rules for single layers."""
 
     def own(spec: Spec) -> dict[str, Any]:
         return {"bits": spec.bits, "group_size": spec.group or -1}
@@ -191,12 +238,23 @@ def config_of(form: str, names: dict[Spec, list[str]]) -> dict[str, Any]:
     first, *others = names
     if form == "awq":
         assert not others, "an AWQ checkpoint has one scheme"
-        return own(first) | {"quant_method": "awq", "version": "gemm", "zero_point": not first.symmetric}
+        return own(first) | {
+            "quant_method": "awq",
+            "version": "gemm",
+            "zero_point": not first.symmetric,
+        }
     rules: dict[str, Any] = {}
     for spec in others:
         layers = sorted({re.sub(r"^(.*layers\.\d+)\..*", r"\1", name) for name in names[spec]})
-        rules |= {rf"+:{re.escape(layer)}\..*": own(spec) | {"sym": spec.symmetric} for layer in layers}
-    more = {"desc_act": False, "sym": first.symmetric, "checkpoint_format": "gptq", "dynamic": rules}
+        rules |= {
+            rf"+:{re.escape(layer)}\..*": own(spec) | {"sym": spec.symmetric} for layer in layers
+        }
+    more = {
+        "desc_act": False,
+        "sym": first.symmetric,
+        "checkpoint_format": "gptq",
+        "dynamic": rules,
+    }
     return own(first) | {"quant_method": "gptq"} | more
 
 
@@ -206,19 +264,51 @@ def form_of(spec: Spec) -> str:
 
 def group_of(spec: Spec, names: list[str]) -> dict[str, Any]:
     """A group of compressed-tensors' configuration."""
-    strategy = {"strategy": "group", "group_size": spec.group} if spec.group else {"strategy": "channel"}
-    weights = {"num_bits": spec.bits, "type": "int", "symmetric": spec.symmetric, "dynamic": False} | strategy
+    strategy = (
+        {"strategy": "group", "group_size": spec.group} if spec.group else {"strategy": "channel"}
+    )
+    weights = {
+        "num_bits": spec.bits,
+        "type": "int",
+        "symmetric": spec.symmetric,
+        "dynamic": False,
+    } | strategy
     inputs = {
         "none": None,
-        "dynamic": {"num_bits": 8, "type": "int", "symmetric": True, "dynamic": True, "strategy": "token"},
-        "static": {"num_bits": 8, "type": "int", "symmetric": False, "dynamic": False, "strategy": "tensor"},
+        "dynamic": {
+            "num_bits": 8,
+            "type": "int",
+            "symmetric": True,
+            "dynamic": True,
+            "strategy": "token",
+        },
+        "static": {
+            "num_bits": 8,
+            "type": "int",
+            "symmetric": False,
+            "dynamic": False,
+            "strategy": "tensor",
+        },
     }[spec.inputs]
     targets = set()
     for name in names:
         own = re.sub(r"experts\.\d+\.\w+$", "experts.*", name)
-        own = re.sub(r"\.[qkv]_proj$", ".(q|k|v|qkv)_proj", re.sub(r"mlp\.(gate|up)_proj$", "mlp.(gate|up|gate_up)_proj", own))
-        targets.add("re:" + own.replace(".", r"\.").replace(r"experts\.*", r"experts\..*") + "$" * ("experts" not in own))
-    return {"targets": sorted(targets), "weights": weights, "input_activations": inputs, "format": form_of(spec)}
+        own = re.sub(
+            r"\.[qkv]_proj$",
+            ".(q|k|v|qkv)_proj",
+            re.sub(r"mlp\.(gate|up)_proj$", "mlp.(gate|up|gate_up)_proj", own),
+        )
+        targets.add(
+            "re:"
+            + own.replace(".", r"\.").replace(r"experts\.*", r"experts\..*")
+            + "$" * ("experts" not in own)
+        )
+    return {
+        "targets": sorted(targets),
+        "weights": weights,
+        "input_activations": inputs,
+        "format": form_of(spec),
+    }
 
 
 def quantize(
@@ -238,7 +328,8 @@ def quantize(
         spec_of: by a matrix's name, without ``.weight``.
         dtype: that the model will be served in.
         inputs: ranges of the inputs of matrices with static ones.
-        cache: ranges ``[kv_heads * head_size]`` of keys and values, by ``<layer>.k_proj`` and ``.v_proj``: with an int8 cache.
+        cache: ranges ``[kv_heads * head_size]`` of keys and values, by ``<layer>.k_proj`` and
+        ``.v_proj``: with an int8 cache.
     """
     shutil.copytree(source, target, ignore=shutil.ignore_patterns("*.safetensors"))
     weights = load_file(source / "model.safetensors")
@@ -258,7 +349,9 @@ def quantize(
         names.setdefault(spec, []).append(base)
         bias = weights.get(f"{base}.bias")
         if form == "ascend":
-            tensors = of_ascend(own, None if bias is None else bias.to(dtype), inputs.get(base), dtype)
+            tensors = of_ascend(
+                own, None if bias is None else bias.to(dtype), inputs.get(base), dtype
+            )
         elif form == "compressed-tensors":
             tensors = of_compressed(own, inputs.get(base), dtype)
         else:
@@ -269,7 +362,9 @@ def quantize(
         scale, offset = made.cache[name] = steps(*given, 8, False, dtype)
         stored |= {f"{name}.kv_cache_scale": scale, f"{name}.kv_cache_offset": offset}
         kinds |= {f"{name}.kv_cache_{part}": "C8" for part in ("scale", "offset")}
-    config = json.loads((source / "config.json").read_text()) | {"dtype": str(dtype).removeprefix("torch.")}
+    config = json.loads((source / "config.json").read_text()) | {
+        "dtype": str(dtype).removeprefix("torch.")
+    }
     if form == "ascend":
         group = max((spec.group for spec in names), default=0)
         about = {"model_quant_type": "W8A8", "version": "1.0.0", "group_size": group}
@@ -280,10 +375,16 @@ def quantize(
         config["quantization_config"] = config_of(form, names)
         save_file(stored, target / "model.safetensors", {"format": "pt"})
     else:
-        groups = {f"group_{i}": group_of(spec, under) for i, (spec, under) in enumerate(names.items())}
+        groups = {
+            f"group_{i}": group_of(spec, under) for i, (spec, under) in enumerate(names.items())
+        }
         config["quantization_config"] = {
             "quant_method": "compressed-tensors",
-            "format": "mixed-precision" if len({form_of(spec) for spec in names}) > 1 else form_of(next(iter(names))),
+            "format": (
+                "mixed-precision"
+                if len({form_of(spec) for spec in names}) > 1
+                else form_of(next(iter(names)))
+            ),
             "quantization_status": "compressed",
             "config_groups": groups,
             "ignore": [base for base in ("lm_head",) if f"{base}.weight" in weights],

@@ -1,4 +1,5 @@
-"""Tiny random models of the text architectures that vLLM's registry and transformers have in common."""
+"""Tiny random models of the text architectures that vLLM's registry and transformers have in
+common."""
 
 from __future__ import annotations
 
@@ -13,13 +14,27 @@ SIZES: dict[str, Any] = {
     **dict.fromkeys(("intermediate_size", "ffn_dim", "n_inner", "ffn_hidden_size"), 256),
     **dict.fromkeys(("num_hidden_layers", "n_layer", "n_layers"), 4),
     **dict.fromkeys(("num_attention_heads", "n_head", "n_heads"), 4),
-    **dict.fromkeys(("max_position_embeddings", "n_positions", "max_seq_len", "n_ctx", "max_sequence_length"), 1024),
+    **dict.fromkeys(
+        ("max_position_embeddings", "n_positions", "max_seq_len", "n_ctx", "max_sequence_length"),
+        1024,
+    ),
     **dict.fromkeys(("initializer_range", "init_std"), 0.1),
-    **dict.fromkeys(("moe_intermediate_size", "shared_expert_intermediate_size", "shared_intermediate_size"), 64),
+    **dict.fromkeys(
+        ("moe_intermediate_size", "shared_expert_intermediate_size", "shared_intermediate_size"), 64
+    ),
     **dict.fromkeys(("expert_ffn_hidden_size", "moe_shared_expert_intermediate_size"), 64),
     **dict.fromkeys(("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts"), 4),
     **dict.fromkeys(("num_experts_per_tok", "moe_k", "moe_topk"), 2),
-    **dict.fromkeys(("n_group", "topk_group", "n_shared_experts", "first_k_dense_replace", "num_shared_experts"), 1),
+    **dict.fromkeys(
+        (
+            "n_group",
+            "topk_group",
+            "n_shared_experts",
+            "first_k_dense_replace",
+            "num_shared_experts",
+        ),
+        1,
+    ),
     "vocab_size": 512,
     "vocab_size_per_layer_input": 512,
     "num_key_value_heads": 2,
@@ -48,9 +63,21 @@ SIZES: dict[str, Any] = {
 """Values of a configuration, by name; those that a family has are set."""
 
 SPECIAL: dict[str, dict[str, Any]] = {
-    "gemma3n_text": {"num_kv_shared_layers": 0, "laurel_rank": 16, "hidden_size_per_layer_input": 32, "intermediate_size": 256}
-    | {"activation_sparsity_pattern": None, "layer_types": ["sliding_attention", "full_attention"] * 2},
-    "gemma4_text": {"num_kv_shared_layers": 0, "hidden_size_per_layer_input": 32, "global_head_dim": 64}
+    "gemma3n_text": {
+        "num_kv_shared_layers": 0,
+        "laurel_rank": 16,
+        "hidden_size_per_layer_input": 32,
+        "intermediate_size": 256,
+    }
+    | {
+        "activation_sparsity_pattern": None,
+        "layer_types": ["sliding_attention", "full_attention"] * 2,
+    },
+    "gemma4_text": {
+        "num_kv_shared_layers": 0,
+        "hidden_size_per_layer_input": 32,
+        "global_head_dim": 64,
+    }
     | {"enable_moe_block": True, "top_k_experts": 2},
     "dbrx": {"ffn_config": {"moe_num_experts": 4, "moe_top_k": 2, "ffn_hidden_size": 64}}
     | {"attn_config": {"kv_n_heads": 2, "rope_theta": 10000.0, "clip_qkv": 8.0}},
@@ -61,11 +88,21 @@ SPECIAL: dict[str, dict[str, Any]] = {
     "gptj": {"rotary_dim": 16, "n_inner": None},
     "falcon": {"num_kv_heads": 4, "multi_query": False, "ffn_hidden_size": 512},
     "granitemoehybrid": {"layer_types": ["linear_attention", "full_attention"] * 2},
-    "olmo_hybrid": {"linear_num_value_heads": 2},  # else transformers splits the convolution's weights wrongly when it saves
+    # else transformers splits the convolution's weights wrongly when it saves
+    "olmo_hybrid": {"linear_num_value_heads": 2},
     "jamba": {"attn_layer_period": 2, "attn_layer_offset": 1},
-    "mamba2": {"num_heads": 4, "head_dim": 64, "n_groups": 1},  # transformers has no groups in its norm
-    "nemotron_h": {"n_groups": 2, "mamba_head_dim": 64, "layer_types": ["linear_attention", "mlp", "full_attention", "mlp"]},
-    "zamba2": {"layer_types": ["mamba", "hybrid", "mamba", "hybrid"], "mamba_ngroups": 2, "n_mamba_heads": 4},
+    # transformers has no groups in its norm
+    "mamba2": {"num_heads": 4, "head_dim": 64, "n_groups": 1},
+    "nemotron_h": {
+        "n_groups": 2,
+        "mamba_head_dim": 64,
+        "layer_types": ["linear_attention", "mlp", "full_attention", "mlp"],
+    },
+    "zamba2": {
+        "layer_types": ["mamba", "hybrid", "mamba", "hybrid"],
+        "mamba_ngroups": 2,
+        "n_mamba_heads": 4,
+    },
     "lfm2": {"layer_types": ["conv", "full_attention"] * 2},
     "lfm2_moe": {"layer_types": ["conv", "full_attention"] * 2},
     "hy_v3": {"qk_norm": True},
@@ -73,41 +110,72 @@ SPECIAL: dict[str, dict[str, Any]] = {
     "glm4_moe_lite": {"first_k_dense_replace": 1},
     "opt": {"word_embed_proj_dim": 128},
     "longcat_flash": {"num_layers": 2, "zero_expert_num": 2},
-    "llama4_text": {"intermediate_size_mlp": 256, "attention_chunk_size": 64, "no_rope_layers": [1, 1, 1, 0]},
+    "llama4_text": {
+        "intermediate_size_mlp": 256,
+        "attention_chunk_size": 64,
+        "no_rope_layers": [1, 1, 1, 0],
+    },
 }
 """Values of single families."""
 
 STORED: dict[str, dict[str, Any]] = {
     "afmoe": {"score_func": "sigmoid", "route_norm": True, "n_group": 1, "topk_group": 1},
     "deepseek_v32": {"topk_method": "noaux_tc", "scoring_func": "sigmoid"},
-    "glm_moe_dsa": {"topk_method": "noaux_tc", "scoring_func": "sigmoid", "indexer_rope_interleave": True},
+    "glm_moe_dsa": {
+        "topk_method": "noaux_tc",
+        "scoring_func": "sigmoid",
+        "indexer_rope_interleave": True,
+    },
     "deepseek_v3": {"topk_method": "noaux_tc", "scoring_func": "sigmoid"},
-    "glm4_moe_lite": {"topk_method": "noaux_tc", "scoring_func": "sigmoid", "first_k_dense_replace": 1},
+    "glm4_moe_lite": {
+        "topk_method": "noaux_tc",
+        "scoring_func": "sigmoid",
+        "first_k_dense_replace": 1,
+    },
     "hy_v3": {"first_k_dense_replace": 1, "expert_hidden_dim": 64, "route_norm": True},
     "lfm2": {"block_dim": 128, "conv_dim": 128, "block_ff_dim": 256},
-    "longcat_flash": {"mla_scale_q_lora": True, "mla_scale_kv_lora": True, "zero_expert_type": "identity"},
+    "longcat_flash": {
+        "mla_scale_q_lora": True,
+        "mla_scale_kv_lora": True,
+        "zero_expert_type": "identity",
+    },
     "mimo_v2_flash": {"hybrid_layer_pattern": [0, 1, 0, 1], "moe_layer_freq": [0, 1, 1, 1]}
-    | {"layernorm_epsilon": 1e-6, "swa_head_dim": 64, "swa_num_attention_heads": 4, "swa_num_key_value_heads": 2}
+    | {
+        "layernorm_epsilon": 1e-6,
+        "swa_head_dim": 64,
+        "swa_num_attention_heads": 4,
+        "swa_num_key_value_heads": 2,
+    }
     | {"sliding_window_size": 24, "swa_v_head_dim": 128, "attention_bias": False},
     "minimax_m2": {"rotary_dim": 64, "scoring_func": "sigmoid", "use_routing_bias": True},
-    # the least step: transformers has this in place of the configuration's time_step_limit, of 0 and more, and vLLM has no limit
+    # the least step: transformers has this in place of the configuration's time_step_limit, of 0
+    # and more, and vLLM has no limit
     "nemotron_h": {"time_step_min": 1e-30},
 }
-"""Values that published checkpoints have in config.json, that vLLM reads, and transformers' class does not, or otherwise."""
+"""Values that published checkpoints have in config.json, that vLLM reads, and transformers' class
+does not, or otherwise."""
 
 ENGINES: dict[str, dict[str, Any]] = {
-    "hrm_text": {"max_num_batched_tokens": 256},  # vLLM does not cut its prompts, and waits for ever with one of more tokens
+    # vLLM does not cut its prompts, and waits for ever with one of more tokens
+    "hrm_text": {"max_num_batched_tokens": 256},
 }
 """Options of the engine."""
 
-RENAMED = {"olmo_hybrid": {"attention_layer_norm": "input_layernorm", "feedforward_layer_norm": "post_attention_layernorm"}}
-"""Names of tensors in published checkpoints, as vLLM reads them, by the names that transformers writes."""
+RENAMED = {
+    "olmo_hybrid": {
+        "attention_layer_norm": "input_layernorm",
+        "feedforward_layer_norm": "post_attention_layernorm",
+    }
+}
+"""Names of tensors in published checkpoints, as vLLM reads them, by the names that transformers
+writes."""
 
 WINDOW = 24
 
 
 def families() -> dict[str, str]:
-    """Architectures of vLLM's registry of text generation that transformers can build, with the model type."""
+    """Architectures of vLLM's registry of text generation that transformers can build, with the
+    model type."""
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
     from vllm.model_executor.models.registry import _TEXT_GENERATION_MODELS
 
@@ -148,12 +216,16 @@ def write(kind: str, path: Path) -> None:
     if known.get("sliding_window"):
         chosen["sliding_window"] = WINDOW
     if "kv_lora_rank" in known:
-        chosen["num_key_value_heads"] = chosen["num_attention_heads"]  # as latent attention has in transformers
+        # as latent attention has in transformers
+        chosen["num_key_value_heads"] = chosen["num_attention_heads"]
     torch.manual_seed(0)
     config = transformers.AutoConfig.for_model(kind, **(chosen | SPECIAL.get(kind, {})))
     model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     for name, weight in (*model.named_parameters(), *model.named_buffers()):
-        if name.endswith(("sinks", "bias", "e_score_correction_bias")) and weight.is_floating_point():
+        if (
+            name.endswith(("sinks", "bias", "e_score_correction_bias"))
+            and weight.is_floating_point()
+        ):
             torch.nn.init.normal_(weight, std=0.1)
     model.save_pretrained(path)
     if renamed := RENAMED.get(kind):
@@ -163,7 +235,8 @@ def write(kind: str, path: Path) -> None:
 
 
 def publish(kind: str, path: Path) -> None:
-    """Change the weights to those that published checkpoints have, where transformers writes others."""
+    """Change the weights to those that published checkpoints have, where transformers writes
+    others."""
     import torch
     from safetensors.torch import load_file, save_file
 

@@ -1,8 +1,8 @@
 """Small models with predictable tokens, draft models for them, and LoRA adapters.
 
-A token is a character. After each comes, with a margin, the one that a fixed permutation of the vocabulary says, as far as the
-layers, whose weights are random and small, do not change it. A drafter that has the permutation is right nearly always, and one
-that has another is wrong.
+A token is a character. After each comes, with a margin, the one that a fixed permutation of the
+vocabulary says, as far as the layers, whose weights are random and small, do not change it. A
+drafter that has the permutation is right nearly always, and one that has another is wrong.
 """
 
 from __future__ import annotations
@@ -57,12 +57,27 @@ EXPERTS = {
     "partial_rotary_factor": 0.5,
     "use_qk_norm": False,
 }
-QWEN_EXPERTS = {"moe_intermediate_size": 96, "num_experts": 8, "num_experts_per_tok": 3, "norm_topk_prob": True}
+QWEN_EXPERTS = {
+    "moe_intermediate_size": 96,
+    "num_experts": 8,
+    "num_experts_per_tok": 3,
+    "norm_topk_prob": True,
+}
 QWEN_EXPERTS |= {"shared_expert_intermediate_size": 64, "head_dim": 32}
 LATENT: dict[str, Any] = (
-    latent.WIDTHS | latent.BIASED | {"q_lora_rank": 96, "num_key_value_heads": 4, "partial_rotary_factor": 1.0}
+    latent.WIDTHS
+    | latent.BIASED
+    | {
+        "q_lora_rank": 96,
+        "num_key_value_heads": 4,
+        "partial_rotary_factor": 1.0,
+    }
 )
-SPARSE = latent.INDEXER | {"index_topk": 16, "indexer_rope_interleave": True, "index_share_for_mtp_iteration": True}
+SPARSE = latent.INDEXER | {
+    "index_topk": 16,
+    "indexer_rope_interleave": True,
+    "index_share_for_mtp_iteration": True,
+}
 WITH_MTP = "Glm4Moe", "Glm4MoeLite", "DeepseekV3", "GlmMoeDsa"
 """Families whose small models have a layer for MTP."""
 MARGIN = 0.06  # times HIDDEN: the logit of the next token
@@ -82,7 +97,8 @@ def following(steps: int = 1) -> torch.Tensor:
 
 
 def head(steps: int = 1) -> torch.Tensor:
-    """Weight of an output layer that maps a token's embedding to the token `steps` positions later."""
+    """Weight of an output layer that maps a token's embedding to the token `steps`
+    positions later."""
     weight = torch.empty(VOCABULARY, HIDDEN)
     weight[following(steps)] = embedding() * MARGIN
     return weight
@@ -91,10 +107,16 @@ def head(steps: int = 1) -> torch.Tensor:
 def tokenizer() -> transformers.PreTrainedTokenizerFast:
     from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 
-    words = Tokenizer(models.WordLevel({text: number for number, text in enumerate(CHARACTERS)}, unk_token="<pad>"))
+    words = Tokenizer(
+        models.WordLevel(
+            {text: number for number, text in enumerate(CHARACTERS)}, unk_token="<pad>"
+        )
+    )
     words.pre_tokenizer = pre_tokenizers.Split(Regex("."), "isolated")
     words.decoder = decoders.Fuse()
-    return transformers.PreTrainedTokenizerFast(tokenizer_object=words, eos_token="<eos>", pad_token="<pad>")
+    return transformers.PreTrainedTokenizerFast(
+        tokenizer_object=words, eos_token="<eos>", pad_token="<pad>"
+    )
 
 
 def _shrink(model: torch.nn.Module, size: float, seed: int) -> None:
@@ -103,7 +125,12 @@ def _shrink(model: torch.nn.Module, size: float, seed: int) -> None:
     for name, weight in model.named_parameters():
         if weight.dim() > 1:
             torch.nn.init.normal_(
-                weight, std=size if name.split(".")[-2] in ("o_proj", "down_proj") or "experts" in name else 0.1
+                weight,
+                std=(
+                    size
+                    if name.split(".")[-2] in ("o_proj", "down_proj") or "experts" in name
+                    else 0.1
+                ),
             )
 
 
@@ -121,7 +148,9 @@ def target(directory: Path, family: str = "Llama", seed: int = 3, size: float = 
         "GlmMoeDsa": LATENT | SPARSE,
     }
     shape |= special.get(family, {})
-    model = getattr(transformers, f"{family}ForCausalLM")(getattr(transformers, f"{family}Config")(**shape))
+    model = getattr(transformers, f"{family}ForCausalLM")(
+        getattr(transformers, f"{family}Config")(**shape)
+    )
     _shrink(model, size, seed)
     model.model.embed_tokens.weight.data.copy_(embedding())
     model.lm_head.weight.data.copy_(head())
@@ -136,7 +165,10 @@ def _add_mtp(path: Path) -> None:
     layers = SHAPE["num_hidden_layers"]
     last = f"model.layers.{layers}."
     weights = load_file(path / "model.safetensors")
-    weights |= {last + name: torch.ones(HIDDEN) for name in ("enorm.weight", "hnorm.weight", "shared_head.norm.weight")}
+    weights |= {
+        last + name: torch.ones(HIDDEN)
+        for name in ("enorm.weight", "hnorm.weight", "shared_head.norm.weight")
+    }
     weights[last + "eh_proj.weight"] = _select_first(2)
     weights[last + "shared_head.head.weight"] = head()
     weights[last + "embed_tokens.weight"] = embedding()
@@ -145,29 +177,45 @@ def _add_mtp(path: Path) -> None:
     for key in ("layer_types", "mlp_layer_types", "indexer_types"):
         if key in config:
             config[key] = config[key][:layers]
-    (path / "config.json").write_text(json.dumps(config | {"num_hidden_layers": layers, "num_nextn_predict_layers": 1}))
+    (path / "config.json").write_text(
+        json.dumps(config | {"num_hidden_layers": layers, "num_nextn_predict_layers": 1})
+    )
 
 
 def _select_first(parts: int) -> torch.Tensor:
-    """A linear layer of ``parts`` hidden states that gives the first, and a little of the others."""
-    others = torch.randn(HIDDEN, HIDDEN * (parts - 1), generator=torch.Generator().manual_seed(4)) * 0.01
+    """A linear layer of ``parts`` hidden states that gives the first, and a little of
+    the others."""
+    others = (
+        torch.randn(HIDDEN, HIDDEN * (parts - 1), generator=torch.Generator().manual_seed(4)) * 0.01
+    )
     return torch.cat([torch.eye(HIDDEN), others], 1)
 
 
 def eagle(directory: Path, wrong: bool = False) -> Path:
     """A drafter of EAGLE's architecture for the Llama target."""
-    model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**SHAPE | {"num_hidden_layers": 1}))
+    model = transformers.LlamaForCausalLM(
+        transformers.LlamaConfig(**SHAPE | {"num_hidden_layers": 1})
+    )
     _shrink(model, 0.02, 5)
-    weights = {name.removeprefix("model."): weight for name, weight in model.state_dict().items() if ".layers." in name}
+    weights = {
+        name.removeprefix("model."): weight
+        for name, weight in model.state_dict().items()
+        if ".layers." in name
+    }
     del weights["layers.0.input_layernorm.weight"]
     weights["embed_tokens.weight"] = embedding()
     weights["fc.weight"] = _select_first(2) * (-1 if wrong else 1)
-    config = SHAPE | {"num_hidden_layers": 1, "architectures": ["LlamaForCausalLM"], "model_type": "llama"}
+    config = SHAPE | {
+        "num_hidden_layers": 1,
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+    }
     return _write(directory / f"eagle{'-wrong' if wrong else ''}", config, weights)
 
 
 def eagle3(directory: Path) -> Path:
-    """A drafter of EAGLE-3's architecture for the Llama target: its attention, which finds each token itself, passes it on."""
+    """A drafter of EAGLE-3's architecture for the Llama target: its attention, which finds each
+    token itself, passes it on."""
     width, heads, kv = 64, SHAPE["num_attention_heads"], SHAPE["num_key_value_heads"]
     draw = torch.Generator().manual_seed(6)
     match = torch.randn(width, HIDDEN, generator=draw) * 0.2
@@ -180,33 +228,65 @@ def eagle3(directory: Path) -> Path:
     weights = {
         "midlayer.self_attn.q_proj.weight": torch.cat([torch.cat([match, nothing], 1)] * heads),
         "midlayer.self_attn.k_proj.weight": torch.cat([torch.cat([match, nothing], 1)] * kv),
-        "midlayer.self_attn.v_proj.weight": torch.cat([value.flatten(0, 1), torch.zeros(HIDDEN, HIDDEN)], 1),
+        "midlayer.self_attn.v_proj.weight": torch.cat(
+            [value.flatten(0, 1), torch.zeros(HIDDEN, HIDDEN)], 1
+        ),
         "midlayer.self_attn.o_proj.weight": out.flatten(1),
-        **{f"midlayer.mlp.{name}.weight": torch.randn(shape, generator=draw) * 0.02 for name, shape in small.items()},
+        **{
+            f"midlayer.mlp.{name}.weight": torch.randn(shape, generator=draw) * 0.02
+            for name, shape in small.items()
+        },
         **{
             f"{name}.weight": torch.ones(HIDDEN)
-            for name in ("midlayer.input_layernorm", "midlayer.hidden_norm", "midlayer.post_attention_layernorm", "norm")
+            for name in (
+                "midlayer.input_layernorm",
+                "midlayer.hidden_norm",
+                "midlayer.post_attention_layernorm",
+                "norm",
+            )
         },
         "fc.weight": torch.randn(HIDDEN, 2 * HIDDEN, generator=draw) * 0.005,
         "lm_head.weight": head(),
     }
-    config = SHAPE | {"num_hidden_layers": 1, "architectures": ["LlamaForCausalLM"], "model_type": "llama"}
-    config |= {"draft_vocab_size": VOCABULARY, "eagle_config": {"eagle_aux_hidden_state_layer_ids": [0, 1]}}
+    config = SHAPE | {
+        "num_hidden_layers": 1,
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+    }
+    config |= {
+        "draft_vocab_size": VOCABULARY,
+        "eagle_config": {"eagle_aux_hidden_state_layer_ids": [0, 1]},
+    }
     return _write(directory / "eagle3", config, weights)
 
 
 def medusa(directory: Path, heads: int = 3) -> Path:
     """Medusa's heads for the Llama target, each for one token later."""
-    weights = {f"blocks.{each}.layers.0.weight": torch.zeros(HIDDEN, HIDDEN) for each in range(heads)}
+    weights = {
+        f"blocks.{each}.layers.0.weight": torch.zeros(HIDDEN, HIDDEN) for each in range(heads)
+    }
     weights |= {f"lm_heads.{each}.weight": head(each + 2) for each in range(heads)}
-    config = {"model_type": "medusa", "architectures": ["MedusaModel"], "hidden_size": HIDDEN, "vocab_size": VOCABULARY}
-    return _write(directory / "medusa", config | {"num_heads": heads, "num_hidden_layers": 1, "torch_dtype": "float32"}, weights)
+    config = {
+        "model_type": "medusa",
+        "architectures": ["MedusaModel"],
+        "hidden_size": HIDDEN,
+        "vocab_size": VOCABULARY,
+    }
+    return _write(
+        directory / "medusa",
+        config | {"num_heads": heads, "num_hidden_layers": 1, "torch_dtype": "float32"},
+        weights,
+    )
 
 
 def _write(path: Path, config: dict[str, Any], weights: dict[str, torch.Tensor]) -> Path:
     path.mkdir(parents=True, exist_ok=True)
     (path / "config.json").write_text(json.dumps(config))
-    save_file({name: weight.contiguous() for name, weight in weights.items()}, path / "model.safetensors", {"format": "pt"})
+    save_file(
+        {name: weight.contiguous() for name, weight in weights.items()},
+        path / "model.safetensors",
+        {"format": "pt"},
+    )
     return path
 
 
@@ -221,11 +301,17 @@ ADAPTERS: dict[str, dict[str, Any]] = {
 
 LATENT_ADAPTERS: dict[str, dict[str, Any]] = {
     "latent": {"r": 8, "target_modules": ["q_a_proj", "kv_a_proj_with_mqa", "q_b_proj", "o_proj"]},
-    "latent, other rank": {"r": 4, "target_modules": ["q_b_proj", "kv_a_proj_with_mqa", "o_proj"], "use_rslora": True},
+    "latent, other rank": {
+        "r": 4,
+        "target_modules": ["q_b_proj", "kv_a_proj_with_mqa", "o_proj"],
+        "use_rslora": True,
+    },
 }
 """The same for the DeepseekV3 target."""
 
-ABSORBED_ADAPTER: dict[str, dict[str, Any]] = {"latent, refused": {"r": 8, "target_modules": ["kv_b_proj", "o_proj"]}}
+ABSORBED_ADAPTER: dict[str, dict[str, Any]] = {
+    "latent, refused": {"r": 8, "target_modules": ["kv_b_proj", "o_proj"]}
+}
 """With a part that latent attention would leave out."""
 
 ON_LATENTS = LATENT_ADAPTERS | ABSORBED_ADAPTER
@@ -239,7 +325,10 @@ def adapter(model: Path, directory: Path, name: str) -> Path:
         torch.manual_seed(sum(map(ord, name)))
         base = transformers.AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
         made = peft.get_peft_model(
-            base, peft.LoraConfig(task_type="CAUSAL_LM", **{"lora_alpha": 16} | (ADAPTERS | ON_LATENTS)[name])
+            base,
+            peft.LoraConfig(
+                task_type="CAUSAL_LM", **{"lora_alpha": 16} | (ADAPTERS | ON_LATENTS)[name]
+            ),
         )
         for key, weight in made.named_parameters():
             if "lora_" in key:
@@ -253,18 +342,28 @@ EXPERT_RANKS = (4, 8)
 
 
 def adapter_on_experts(model: Path, directory: Path, rank: int) -> tuple[Path, Path]:
-    """An adapter for the experts and the attention of a Qwen2Moe target: as PEFT writes it, and with a matrix for each expert.
+    """An adapter for the experts and the attention of a Qwen2Moe target: as PEFT writes it, and
+    with a matrix for each expert.
 
-    PEFT adapts the tensors of all experts of a layer; the second form is what other trainers write and vLLM reads.
+    PEFT adapts the tensors of all experts of a layer; the second form is what other trainers write
+    and vLLM reads.
     """
     import peft
 
-    own, path = directory / "adapters" / f"experts-{rank}-peft", directory / "adapters" / f"experts-{rank}"
+    own, path = (
+        directory / "adapters" / f"experts-{rank}-peft",
+        directory / "adapters" / f"experts-{rank}",
+    )
     if path.exists():
         return own, path
     torch.manual_seed(rank)
     base = transformers.AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
-    shared: dict[str, Any] = {"r": rank, "lora_alpha": 16, "task_type": "CAUSAL_LM", "target_modules": ATTENTION}
+    shared: dict[str, Any] = {
+        "r": rank,
+        "lora_alpha": 16,
+        "task_type": "CAUSAL_LM",
+        "target_modules": ATTENTION,
+    }
     parameters = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
     made = peft.get_peft_model(base, peft.LoraConfig(**shared, target_parameters=parameters))
     for key, weight in made.named_parameters():
@@ -280,11 +379,16 @@ def adapter_on_experts(model: Path, directory: Path, rank: int) -> tuple[Path, P
             inputs = HIDDEN if part else QWEN_EXPERTS["moe_intermediate_size"]
             per_expert = zip(a.view(8, rank, -1), b.view(-1, rank, 8).permute(2, 0, 1), strict=True)
             for expert, (first, second) in enumerate(per_expert):
-                if first.shape[1] != inputs:  # PEFT takes the first dimension of a matrix for its inputs
+                # PEFT takes the first dimension of a matrix for its inputs
+                if first.shape[1] != inputs:
                     first, second = second.T, first.T
                 parts = second.chunk(2) if part else (second,)
-                for name, half in zip(("gate_proj", "up_proj") if part else ("down_proj",), parts, strict=True):
-                    split[f"{layer}.experts.{expert}.{name}.lora_A.weight"] = first.clone(memory_format=torch.contiguous_format)
+                for name, half in zip(
+                    ("gate_proj", "up_proj") if part else ("down_proj",), parts, strict=True
+                ):
+                    split[f"{layer}.experts.{expert}.{name}.lora_A.weight"] = first.clone(
+                        memory_format=torch.contiguous_format
+                    )
                     split[f"{layer}.experts.{expert}.{name}.lora_B.weight"] = half.contiguous()
     path.mkdir()
     save_file(split, path / "adapter_model.safetensors")

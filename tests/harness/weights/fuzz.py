@@ -25,9 +25,22 @@ def value(draw: random.Random, depth: int = 0) -> Any:
     """A random MessagePack value, often at the end of a range."""
     kind = draw.randrange(9 if depth < 4 else 7)
     if kind == 0:
-        return draw.choice([0, 1, -1, 2**31, 2**32, 2**63 - 1, -(2**63), 2**64 - 1, draw.randrange(2**20)])
+        return draw.choice(
+            [0, 1, -1, 2**31, 2**32, 2**63 - 1, -(2**63), 2**64 - 1, draw.randrange(2**20)]
+        )
     if kind == 1:
-        return draw.choice(["", "type", "Get", "\x00", "é" * 50, "a" * draw.randrange(3000), "../../etc/passwd", "\n\x1b[31m"])
+        return draw.choice(
+            [
+                "",
+                "type",
+                "Get",
+                "\x00",
+                "é" * 50,
+                "a" * draw.randrange(3000),
+                "../../etc/passwd",
+                "\n\x1b[31m",
+            ]
+        )
     if kind == 2:
         return draw.randbytes(draw.choice([0, 1, 31, 32, 33, 5000]))
     if kind == 3:
@@ -39,7 +52,8 @@ def value(draw: random.Random, depth: int = 0) -> Any:
     if kind == 7:
         return [value(draw, depth + 1) for _ in range(draw.randrange(6))]
     return {
-        draw.choice(["type", "first", "last", "nonce", "proof", "x"]): value(draw, depth + 1) for _ in range(draw.randrange(5))
+        draw.choice(["type", "first", "last", "nonce", "proof", "x"]): value(draw, depth + 1)
+        for _ in range(draw.randrange(5))
     }
 
 
@@ -67,10 +81,20 @@ def header(draw: random.Random) -> bytes:
 def frame(draw: random.Random, channel: wire.Channel) -> bytes:
     """A frame whose lengths, MAC and magic mostly match its header."""
     content = header(draw)
-    odd = [0, 1, wire.MAX_HEADER_BYTES, wire.MAX_HEADER_BYTES + 1, wire.MAX_MANIFEST_BYTES + 1, 2**31, 2**32 - 1]
+    odd = [
+        0,
+        1,
+        wire.MAX_HEADER_BYTES,
+        wire.MAX_HEADER_BYTES + 1,
+        wire.MAX_MANIFEST_BYTES + 1,
+        2**31,
+        2**32 - 1,
+    ]
     length = len(content) if draw.random() < 0.8 else draw.choice(odd)
     payload = 0 if draw.random() < 0.7 else draw.choice([1, 4 << 20, 2**40, 2**64 - 1])
-    prefix = wire.PREFIX.pack(wire.MAGIC if draw.random() < 0.9 else draw.randbytes(4), length, payload)
+    prefix = wire.PREFIX.pack(
+        wire.MAGIC if draw.random() < 0.9 else draw.randbytes(4), length, payload
+    )
     mac = channel._mac(channel._is_server, channel._sent, prefix, content)
     channel._sent += 1
     if mac and draw.random() < 0.2:
@@ -82,7 +106,16 @@ def to_server(draw: random.Random, port: int) -> str:
     """One connection of a malicious client; returns its outcome."""
     connection = socket.create_connection(("127.0.0.1", port), 5)
     channel = wire.Channel(connection, 0.5, time.monotonic() + 5)
-    kind = draw.choice(["bytes", "before the proof", "in place of the proof", "behind the proof", "behind the proof", "gone"])
+    kind = draw.choice(
+        [
+            "bytes",
+            "before the proof",
+            "in place of the proof",
+            "behind the proof",
+            "behind the proof",
+            "gone",
+        ]
+    )
     with contextlib.suppress(OSError), contextlib.closing(connection):
         try:
             if kind == "bytes":
@@ -112,7 +145,9 @@ def to_server(draw: random.Random, port: int) -> str:
 class BadServer:
     """A server that follows the protocol up to a random point."""
 
-    def __init__(self, draw: random.Random, tensors: dict[str, torch.Tensor], honest: wire.Manifest) -> None:
+    def __init__(
+        self, draw: random.Random, tensors: dict[str, torch.Tensor], honest: wire.Manifest
+    ) -> None:
         self._draw, self._tensors, self._honest = draw, tensors, honest
         self._listening = socket.create_server(("127.0.0.1", 0))
         self.port = self._listening.getsockname()[1]
@@ -127,13 +162,19 @@ class BadServer:
         with contextlib.suppress(OSError):
             while True:
                 connection, _ = self._listening.accept()
-                threading.Thread(target=self._play, args=[connection, random.Random(self._draw.random())], daemon=True).start()
+                threading.Thread(
+                    target=self._play,
+                    args=[connection, random.Random(self._draw.random())],
+                    daemon=True,
+                ).start()
 
     def _play(self, connection: socket.socket, draw: random.Random) -> None:
         channel = wire.Channel(connection, 2, time.monotonic() + 5)
         with contextlib.suppress(wire.PeerError, OSError), contextlib.closing(connection):
             if draw.random() < 0.2:
-                connection.sendall(draw.choice([draw.randbytes(draw.randrange(1, 2000)), frame(draw, channel)]))
+                connection.sendall(
+                    draw.choice([draw.randbytes(draw.randrange(1, 2000)), frame(draw, channel)])
+                )
                 return
             channel.authenticate_as_server(SECRET)
             channel.receive(wire.GetManifest)
@@ -148,29 +189,42 @@ class BadServer:
                 channel.receive(wire.GetChunks)
             connection.sendall(frame(draw, channel))
             if draw.random() < 0.5:
-                channel.send(wire.Chunk(0), memoryview(draw.randbytes(draw.choice([1, 1000, 4 << 20]))))
+                channel.send(
+                    wire.Chunk(0), memoryview(draw.randbytes(draw.choice([1, 1000, 4 << 20])))
+                )
 
     def _manifest(self, draw: random.Random) -> wire.Manifest:
         fields = msgspec.structs.asdict(self._honest)
         key = draw.choice(sorted(fields))
         changed: dict[str, Callable[[], Any]] = {
-            "identity": lambda: fields["identity"] | {draw.choice(sorted(fields["identity"])): "\x1b[31m\n" * 300},
-            "tensors": lambda: draw.sample(fields["tensors"], draw.randrange(len(fields["tensors"]))),
+            "identity": lambda: (
+                fields["identity"] | {draw.choice(sorted(fields["identity"])): "\x1b[31m\n" * 300}
+            ),
+            "tensors": lambda: draw.sample(
+                fields["tensors"], draw.randrange(len(fields["tensors"]))
+            ),
             "chunk_bytes": lambda: draw.choice([0, -1, 1, 2**63 - 1]),
             "checksum": lambda: draw.choice(["", "none", "__import__('os')"]),
-            "digests": lambda: [draw.randbytes(16) for _ in range(draw.choice([0, 1, 10_000, len(fields["digests"])]))],
+            "digests": lambda: [
+                draw.randbytes(16)
+                for _ in range(draw.choice([0, 1, 10_000, len(fields["digests"])]))
+            ],
         }
         return wire.Manifest(**fields | {key: changed[key]()})
 
 
 def fuzz(seconds: float, seed: int, say: Callable[[str], None] = lambda line: None) -> Counter[str]:
-    """Fuzz a server, which has to go on serving, for half of the time, and a client for the other half.
+    """Fuzz a server, which has to go on serving, for half of the time, and a client for the other
+    half.
 
     Raises:
-        AssertionError: the server does not serve right afterwards, or the client does not refuse with a PeerError.
+        AssertionError: the server does not serve right afterwards, or the client does not refuse
+        with a PeerError.
     """
     draw, counts = random.Random(seed), Counter[str]()
-    served = Serving({"a": torch.arange(100_000.0), "b": torch.ones(300_000)}, timeout=1.0, max_connections=8)
+    served = Serving(
+        {"a": torch.arange(100_000.0), "b": torch.ones(300_000)}, timeout=1.0, max_connections=8
+    )
     into = {name: torch.zeros_like(each) for name, each in served.tensors.items()}
     threads = threading.active_count()
     Path("executed-by-a-pickle").unlink(missing_ok=True)
@@ -189,7 +243,15 @@ def fuzz(seconds: float, seed: int, say: Callable[[str], None] = lambda line: No
             bad = BadServer(random.Random(draw.random()), served.tensors, served.server._manifest)
             given = Options(timeout=1, deadline=3, connections=draw.choice([1, 3]))
             try:
-                peer.fetch(("127.0.0.1", bad.port), into, IDENTITY, given, SECRET, torch.device("cpu"), Report())
+                peer.fetch(
+                    ("127.0.0.1", bad.port),
+                    into,
+                    IDENTITY,
+                    given,
+                    SECRET,
+                    torch.device("cpu"),
+                    Report(),
+                )
             except wire.PeerError as error:
                 counts["to the client: refused"] += 1
                 said_of_it = str(error)
@@ -214,7 +276,8 @@ def fuzz(seconds: float, seed: int, say: Callable[[str], None] = lambda line: No
 
 
 def check(served: Serving, into: dict[str, torch.Tensor], counts: Counter[str]) -> None:
-    """Check that the server serves correct bytes, at the latest when it has dropped the bad connections."""
+    """Check that the server serves correct bytes, at the latest when it has dropped the bad
+    connections."""
     for each in into.values():
         each.zero_()
     until = time.monotonic() + 20

@@ -15,11 +15,18 @@ from ascend_model_loader.report import Report
 from ascend_model_loader.server import WeightServer
 
 SECRET = b"0123456789abcdef"
-IDENTITY = {"name": "m@main", "checkpoint": "c0ffee", "config": "c", "dtype": "bfloat16", "tensor parallelism": "rank 0 of 1"}
+IDENTITY = {
+    "name": "m@main",
+    "checkpoint": "c0ffee",
+    "config": "c",
+    "dtype": "bfloat16",
+    "tensor parallelism": "rank 0 of 1",
+}
 
 
 def weights(device: str = "cpu") -> dict[str, torch.Tensor]:
-    """39 MB, in tensors that are smaller and larger than a chunk, empty, of no dimension and of odd sizes."""
+    """39 MB, in tensors that are smaller and larger than a chunk, empty, of no dimension and of odd
+    sizes."""
     return {name: each.clone().to(device) for name, each in _weights().items()}
 
 
@@ -52,22 +59,33 @@ def room(device: str = "cpu") -> dict[str, torch.Tensor]:
 
 
 def as_bytes(tensors: dict[str, torch.Tensor]) -> list[bytes]:
-    return [each.cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes() for each in tensors.values()]
+    return [
+        each.cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes()
+        for each in tensors.values()
+    ]
 
 
 class Serving:
     """A weight server, and the weights that it serves."""
 
-    def __init__(self, tensors: dict[str, torch.Tensor] | None = None, device: str = "cpu", **options: Any) -> None:
+    def __init__(
+        self, tensors: dict[str, torch.Tensor] | None = None, device: str = "cpu", **options: Any
+    ) -> None:
         self.tensors = weights(device=device) if tensors is None else tensors
-        self.options = Options(port=0, serve_weights=True, **{"timeout": 5.0, "deadline": 30.0} | options)
+        self.options = Options(
+            port=0, serve_weights=True, **{"timeout": 5.0, "deadline": 30.0} | options
+        )
         self.device = torch.device(device)
         made = chunk_digests(self.tensors, self.options.checksum, self.device)
         self.server = WeightServer(self.tensors, made, IDENTITY, self.options, SECRET, self.device)
         self.server.start()
 
     def fetch(
-        self, into: dict[str, torch.Tensor], identity: dict[str, str] = IDENTITY, secret: bytes = SECRET, **options: Any
+        self,
+        into: dict[str, torch.Tensor],
+        identity: dict[str, str] = IDENTITY,
+        secret: bytes = SECRET,
+        **options: Any,
     ) -> Report:
         report, given = Report(), Options(**{"timeout": 5.0, "deadline": 30.0} | options)
         where = ("127.0.0.1", self.server.port)
@@ -84,7 +102,9 @@ class Cut:
         delay: seconds that each byte waits.
     """
 
-    def __init__(self, port: int, after: int | None, flip: int | None = None, delay: float = 0.0) -> None:
+    def __init__(
+        self, port: int, after: int | None, flip: int | None = None, delay: float = 0.0
+    ) -> None:
         self._target, self._left, self._flip, self._delay = port, after, flip, delay
         self._listening = socket.create_server(("127.0.0.1", 0))
         self.port = self._listening.getsockname()[1]

@@ -1,8 +1,10 @@
-"""Decode context parallelism: the tokens of a request are distributed over the KV caches of vLLM's DCP ranks.
+"""Decode context parallelism: the tokens of a request are distributed over the KV caches of vLLM's
+DCP ranks.
 
-Each rank computes attention from the query heads of all ranks to the context in its own KV cache, and from its own heads to the
-step's new tokens, whose keys and values are on all ranks. An all-to-all sends the partial outputs to the rank of their head,
-where npu_attention_update merges them by their softmax_lse (``torch_npu/_op_plugin_docs.py``).
+Each rank computes attention from the query heads of all ranks to the context in its own KV cache,
+and from its own heads to the step's new tokens, whose keys and values are on all ranks. An
+all-to-all sends the partial outputs to the rank of their head, where npu_attention_update merges
+them by their softmax_lse (``torch_npu/_op_plugin_docs.py``).
 ``vllm/v1/attention/backends/flash_attn.py`` is the reference.
 """
 
@@ -18,12 +20,15 @@ from vllm.v1.attention.backends.utils import get_dcp_local_seq_lens
 from ascend_attention.metadata import DCPMetadata, FusedAttentionMetadata
 
 
-def build_metadata(cu_query_lens: list[int], seq_lens: list[int], slot_mapping: torch.Tensor, interleave: int) -> DCPMetadata:
+def build_metadata(
+    cu_query_lens: list[int], seq_lens: list[int], slot_mapping: torch.Tensor, interleave: int
+) -> DCPMetadata:
     """Build this rank's share of a step on the host, without synchronizing with the device.
 
     Args:
         cu_query_lens: cumulative query length of each request.
-        seq_lens: sequence length of each request over all ranks, after this step's tokens are written.
+        seq_lens: sequence length of each request over all ranks, after this step's tokens are
+        written.
         slot_mapping: int64 ``[tokens]`` of this rank; only the slots of its own tokens are valid.
         interleave: consecutive tokens per rank (``cp_kv_cache_interleave_size``).
     """
@@ -31,12 +36,16 @@ def build_metadata(cu_query_lens: list[int], seq_lens: list[int], slot_mapping: 
     ends = torch.tensor(cu_query_lens)
     query_lens = ends.diff(prepend=ends.new_zeros(1))
     context_lens = torch.tensor(seq_lens) - query_lens
-    positions = torch.arange(cu_query_lens[-1]) + (context_lens + query_lens - ends).repeat_interleave(query_lens)
+    positions = torch.arange(cu_query_lens[-1]) + (
+        context_lens + query_lens - ends
+    ).repeat_interleave(query_lens)
     local = (positions // interleave % group.world_size == group.rank_in_group).nonzero().squeeze(1)
     local = local.pin_memory().to(slot_mapping.device, non_blocking=True)
     cached_lens = None
     if context_lens.any():
-        cached_lens = get_dcp_local_seq_lens(context_lens, group.world_size, group.rank_in_group, interleave).tolist()
+        cached_lens = get_dcp_local_seq_lens(
+            context_lens, group.world_size, group.rank_in_group, interleave
+        ).tolist()
     return DCPMetadata(cached_lens, local, slot_mapping[local])
 
 
@@ -49,10 +58,12 @@ def attend(
     head_args: dict[str, Any],
     output: torch.Tensor,
 ) -> None:
-    """Compute attention of a step's tokens to each other and to the context in the KV caches of all DCP ranks.
+    """Compute attention of a step's tokens to each other and to the context in the KV caches of all
+    DCP ranks.
 
     Args:
-        query: ``[tokens, heads, head_size]`` of this rank; output has the same shape and is written.
+        query: ``[tokens, heads, head_size]`` of this rank; output has the same shape and is
+        written.
         key, value: ``[tokens, kv_heads, head_size]``.
         kv_cache: keys and values, each ``[blocks, block_size, kv_heads, head_size]``.
         meta: metadata with ``dcp``.
@@ -60,10 +71,16 @@ def attend(
     """
     assert meta.dcp is not None
     cu_query_lens = meta.lengths["actual_seq_lengths"]
-    common = head_args | {"input_layout": "TND", "actual_seq_lengths": cu_query_lens, "softmax_lse_flag": True}
+    common = head_args | {
+        "input_layout": "TND",
+        "actual_seq_lengths": cu_query_lens,
+        "softmax_lse_flag": True,
+    }
     fused = torch_npu.npu_fused_infer_attention_score
     causal = {"atten_mask": meta.mask, "sparse_mode": 3, "actual_seq_lengths_kv": cu_query_lens}
-    out, softmax_lse = fused(query.contiguous(), key.contiguous(), value.contiguous(), **common | causal)
+    out, softmax_lse = fused(
+        query.contiguous(), key.contiguous(), value.contiguous(), **common | causal
+    )
     if meta.dcp.cached_lens is not None:
         group = get_dcp_group()
         all_heads = group.all_gather(query.contiguous(), dim=1)
@@ -73,15 +90,22 @@ def attend(
             "actual_seq_lengths_kv": meta.dcp.cached_lens,
             "num_heads": head_args["num_heads"] * group.world_size,
         }
-        parts, lse_parts = fused(all_heads, *(cache.flatten(2) for cache in kv_cache), **common | paged)
-        lse_parts.masked_fill_(lse_parts == torch.inf, -torch.inf)  # requests without context on this rank
+        parts, lse_parts = fused(
+            all_heads, *(cache.flatten(2) for cache in kv_cache), **common | paged
+        )
+        # requests without context on this rank
+        lse_parts.masked_fill_(lse_parts == torch.inf, -torch.inf)
         parts, lse_parts = (exchange_heads(each, group) for each in (parts, lse_parts))
-        out, _ = merge([softmax_lse.flatten(), *lse_parts.flatten(1)], [out.flatten(0, 1), *parts.flatten(1, 2)])
+        out, _ = merge(
+            [softmax_lse.flatten(), *lse_parts.flatten(1)],
+            [out.flatten(0, 1), *parts.flatten(1, 2)],
+        )
     output.copy_(out.view_as(output))
 
 
 def exchange_heads(part: torch.Tensor, group: Any) -> torch.Tensor:
-    """All-to-all from ``[tokens, heads of all ranks, width]`` to ``[ranks, tokens, heads of this rank, width]``."""
+    """All-to-all from ``[tokens, heads of all ranks, width]`` to ``[ranks, tokens, heads of this
+    rank, width]``."""
     sent = part.unflatten(1, (group.world_size, -1)).transpose(0, 1).contiguous()
     received = torch.empty_like(sent)
     dist.all_to_all_single(received, sent, group=group.device_group)
@@ -92,11 +116,15 @@ MAX_PARTS = 16
 """Partial outputs that npu_attention_update merges in one call (op-plugin's page)."""
 
 
-def merge(softmax_lse: Sequence[torch.Tensor], parts: Sequence[torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
-    """Merge partial outputs ``[rows, head_size]`` by their log-sum-exp ``[rows]``, of which the first 16 have one that is finite.
+def merge(
+    softmax_lse: Sequence[torch.Tensor], parts: Sequence[torch.Tensor]
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Merge partial outputs ``[rows, head_size]`` by their log-sum-exp ``[rows]``, of which the
+    first 16 have one that is finite.
 
     Returns:
-        The output and its log-sum-exp, in float32, so that the roundings of several merges do not add up.
+        The output and its log-sum-exp, in float32, so that the roundings of several merges do not
+        add up.
     """
     softmax_lse, parts = list(softmax_lse), [part.float() for part in parts]
     while len(parts) > 1:

@@ -1,7 +1,9 @@
-"""Dense decoder attention with npu_fused_infer_attention_score over the paged KV cache: causal, sliding-window or cross.
+"""Dense decoder attention with npu_fused_infer_attention_score over the paged KV cache: causal,
+sliding-window or cross.
 
-Arguments, dtypes and limits of the kernel are those of ``torch_npu/_op_plugin_docs.py`` in the torch_npu wheel. The KV cache is
-written by npu_scatter_pa_kv_cache, documented there for Atlas A2 and A3.
+Arguments, dtypes and limits of the kernel are those of ``torch_npu/_op_plugin_docs.py`` in the
+torch_npu wheel. The KV cache is written by npu_scatter_pa_kv_cache, documented there for Atlas A2
+and A3.
 """
 
 from collections.abc import Callable
@@ -25,17 +27,19 @@ from ascend_attention import dcp, int8
 from ascend_attention.metadata import FusedAttentionMetadata, upper_triangle
 
 BLOCK_SIZE = 128
-"""Tokens per block: supported by the kernel for prefill and decode, and recommended by its documentation."""
+"""Tokens per block: supported by the kernel for prefill and decode, and recommended by its
+documentation."""
 
 MAX_REQUESTS = 4096
-"""Requests in one call of the kernel with layout TND (op-plugin's page of npu_fused_infer_attention_score)."""
+"""Requests in one call of the kernel with layout TND (op-plugin's page of
+npu_fused_infer_attention_score)."""
 
 MAX_DECODE_KEYS = 262144
 """Keys of a request with one query token (the same page)."""
 
 MULTI_HEAD_SIZES = (64, 128, 192)
-"""Head sizes that the kernel takes in layout TND where each key-value head has one query head; with grouped queries it takes
-more. It returns 561002 for others (vllm-ascend, issue 4020)."""
+"""Head sizes that the kernel takes in layout TND where each key-value head has one query head; with
+grouped queries it takes more. It returns 561002 for others (vllm-ascend, issue 4020)."""
 
 
 class FusedAttentionMetadataBuilder(AttentionMetadataBuilder[FusedAttentionMetadata]):
@@ -43,29 +47,41 @@ class FusedAttentionMetadataBuilder(AttentionMetadataBuilder[FusedAttentionMetad
     length_args: ClassVar[tuple[str, str]] = ("actual_seq_lengths", "actual_seq_lengths_kv")
     """The kernel's argument names for the cumulative query lengths and the sequence lengths."""
 
-    def __init__(self, kv_cache_spec: Any, layer_names: list[str], vllm_config: Any, device: torch.device) -> None:
+    def __init__(
+        self, kv_cache_spec: Any, layer_names: list[str], vllm_config: Any, device: torch.device
+    ) -> None:
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
         self.mask = upper_triangle(torch.int8, device)
         self.softmax_lse = torch.empty(1, dtype=torch.float32, device=device)
         parallel = vllm_config.parallel_config
-        self.interleave = parallel.cp_kv_cache_interleave_size if parallel.decode_context_parallel_size > 1 else 0
+        self.interleave = (
+            parallel.cp_kv_cache_interleave_size if parallel.decode_context_parallel_size > 1 else 0
+        )
         self.padded_block_table: torch.Tensor | None = None
-        if (most := vllm_config.scheduler_config.max_num_seqs) >= MAX_REQUESTS:  # one is left for a dummy request
+        # one is left for a dummy request
+        if (most := vllm_config.scheduler_config.max_num_seqs) >= MAX_REQUESTS:
             raise NotImplementedError(
-                f"{FusedAttentionImpl.title} supports up to {MAX_REQUESTS - 1} requests in a step, not max_num_seqs {most}; "
-                f"fix: --max-num-seqs {MAX_REQUESTS - 1}"
+                f"{FusedAttentionImpl.title} supports up to {MAX_REQUESTS - 1} requests in a step,"
+                f" not max_num_seqs {most}; fix: --max-num-seqs {MAX_REQUESTS - 1}"
             )
         self.int8_cache = kv_cache_spec.dtype == torch.int8
         if self.int8_cache and self.interleave:
-            raise NotImplementedError("an int8 KV cache is not supported with decode context parallelism; disable one of them")
+            raise NotImplementedError(
+                "an int8 KV cache is not supported with decode context parallelism; disable one of"
+                " them"
+            )
         if self.int8_cache and getattr(kv_cache_spec, "sliding_window", None):
-            raise NotImplementedError("an int8 KV cache is not supported with sliding windows; quantize without kv_cache_type")
+            raise NotImplementedError(
+                "an int8 KV cache is not supported with sliding windows; quantize without"
+                " kv_cache_type"
+            )
         if self.int8_cache:
             self._init_reorder_batch_threshold(1)  # int8.py needs the decodes first
 
     @classmethod
     def get_cudagraph_support(cls, vllm_config: Any, kv_cache_spec: Any) -> AttentionCGSupport:
-        """NEVER for decode context parallelism and cross attention, whose kernel calls differ between steps.
+        """NEVER for decode context parallelism and cross attention, whose kernel calls differ
+        between steps.
 
         With an int8 KV cache only decodes read the cache as it is.
         """
@@ -76,11 +92,15 @@ class FusedAttentionMetadataBuilder(AttentionMetadataBuilder[FusedAttentionMetad
         return AttentionCGSupport.UNIFORM_SINGLE_TOKEN_DECODE if is_int8 else cls._cudagraph_support
 
     def build(
-        self, common_prefix_len: int, common_attn_metadata: CommonAttentionMetadata, fast_build: bool = False
+        self,
+        common_prefix_len: int,
+        common_attn_metadata: CommonAttentionMetadata,
+        fast_build: bool = False,
     ) -> FusedAttentionMetadata:
         """Build the metadata of one step on the host, without synchronizing with the device.
 
-        For a full graph vLLM pads the tokens, and pads the requests with dummy requests that have no tokens.
+        For a full graph vLLM pads the tokens, and pads the requests with dummy requests that have
+        no tokens.
         """
         common = common_attn_metadata
         seq_lens = extension.deferred_host_lengths(common, FusedAttentionImpl.title)
@@ -88,7 +108,9 @@ class FusedAttentionMetadataBuilder(AttentionMetadataBuilder[FusedAttentionMetad
         num_tokens, block_table = common.num_actual_tokens, common.block_table_tensor
         share = None
         if self.interleave:
-            share = dcp.build_metadata(cu_query_lens, seq_lens(), common.slot_mapping[:num_tokens], self.interleave)
+            share = dcp.build_metadata(
+                cu_query_lens, seq_lens(), common.slot_mapping[:num_tokens], self.interleave
+            )
         rows = None
         bounds = extension.draft_length_bounds(common)
         if bounds and not self.interleave and not self.int8_cache:
@@ -96,7 +118,8 @@ class FusedAttentionMetadataBuilder(AttentionMetadataBuilder[FusedAttentionMetad
         num_dummies = int(common.num_reqs < num_tokens <= self._max_mixed_graph_tokens())
         if num_dummies:
             block_table = self._append_dummy_request(block_table)
-        convert = list if self.int8_cache and common.max_query_len > 1 else to_script_list  # int8.py slices the lists
+        # int8.py slices the lists
+        convert = list if self.int8_cache and common.max_query_len > 1 else to_script_list
 
         def lengths() -> dict[str, Any]:
             ends, lens = cu_query_lens, seq_lens()
@@ -118,7 +141,8 @@ class FusedAttentionMetadataBuilder(AttentionMetadataBuilder[FusedAttentionMetad
         )
 
     def _max_mixed_graph_tokens(self) -> int:
-        """Tokens of the largest full graph for mixed prefill-decode batches; 0 without such graphs."""
+        """Tokens of the largest full graph for mixed prefill-decode batches; 0 without
+        such graphs."""
         compilation = self.vllm_config.compilation_config
         mixed = compilation.cudagraph_mode.mixed_mode() == CUDAGraphMode.FULL
         return compilation.max_cudagraph_capture_size if mixed else 0
@@ -138,30 +162,37 @@ class FusedAttentionMetadataBuilder(AttentionMetadataBuilder[FusedAttentionMetad
 
 
 def to_script_list(lengths: list[int]) -> Any:
-    """Convert a list for operator calls once instead of in each layer, where it dominates a call with 256 requests."""
+    """Convert a list for operator calls once instead of in each layer, where it dominates a call
+    with 256 requests."""
     return torch._C.ScriptList(lengths)
 
 
 def pad_queries(
     seq_lens: torch.Tensor, bounds: list[int], drafts: list[int]
 ) -> tuple[list[int], Callable[[], list[int]], torch.Tensor]:
-    """Cumulative query lengths, sequence lengths and rows for requests with one query token and draft tokens in flight.
+    """Cumulative query lengths, sequence lengths and rows for requests with one query token and
+    draft tokens in flight.
 
-    ``seq_lens`` is known on the device alone, and is up to ``drafts`` lower than ``bounds``. The kernel aligns the last query row
-    with the last key, so that a token n rows before the last attends to n fewer keys: each request gets a row for each possible
-    length, and the token goes to the row of its length.
+    ``seq_lens`` is known on the device alone, and is up to ``drafts`` lower than ``bounds``. The
+    kernel aligns the last query row with the last key, so that a token n rows before the last
+    attends to n fewer keys: each request gets a row for each possible length, and the token goes to
+    the row of its length.
     """
     ends = list(accumulate(count + 1 for count in drafts))
-    last, longest = torch.tensor([[end - 1 for end in ends], bounds], pin_memory=True).to(seq_lens.device, non_blocking=True)
+    last, longest = torch.tensor([[end - 1 for end in ends], bounds], pin_memory=True).to(
+        seq_lens.device, non_blocking=True
+    )
     return ends, lambda: bounds, last - longest + seq_lens
 
 
 def assign_padding(
     num_tokens: int, cu_query_lens: list[int], seq_lens: list[int], num_dummies: int
 ) -> tuple[list[int], list[int]]:
-    """Append dummy requests, and assign padding tokens to the dummy requests at the end of a padded batch.
+    """Append dummy requests, and assign padding tokens to the dummy requests at the end of a padded
+    batch.
 
-    The kernel requires every token to belong to a request, and no request to have more query tokens than its sequence length.
+    The kernel requires every token to belong to a request, and no request to have more query tokens
+    than its sequence length.
 
     Returns:
         The cumulative query lengths and the sequence lengths.
@@ -173,7 +204,9 @@ def assign_padding(
         share, remainder = divmod(padding, len(seq_lens) - first_dummy)
         for request in range(first_dummy, len(seq_lens)):
             seq_lens[request] = share + (request - first_dummy < remainder)
-            cu_query_lens[request] = (cu_query_lens[request - 1] if request else 0) + seq_lens[request]
+            cu_query_lens[request] = (cu_query_lens[request - 1] if request else 0) + seq_lens[
+                request
+            ]
     return cu_query_lens, seq_lens
 
 
@@ -181,7 +214,9 @@ class FusedAttentionImpl(extension.AttentionImplBase, AttentionImpl[FusedAttenti
     """Fused attention; see ``extension.AttentionImplBase`` for the constructor."""
 
     title = "the fused attention of ascend-attention"
-    serves = frozenset({extension.AttentionFeature.SLIDING_WINDOW, extension.AttentionFeature.ENCODER_DECODER})
+    serves = frozenset(
+        {extension.AttentionFeature.SLIDING_WINDOW, extension.AttentionFeature.ENCODER_DECODER}
+    )
     operators = ("npu_fused_infer_attention_score", "npu_scatter_pa_kv_cache")
     can_return_lse_for_decode = True
     supports_dcp = True
@@ -189,8 +224,11 @@ class FusedAttentionImpl(extension.AttentionImplBase, AttentionImpl[FusedAttenti
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        if reason := unsupported_heads(self.head_size, self.num_heads, self.num_kv_heads):  # the model's other layers have others
-            raise NotImplementedError(f"{self.title}: {reason}; fix: VLLM_PLUGINS=ascend, for the built-in attention")
+        # the model's other layers have others
+        if reason := unsupported_heads(self.head_size, self.num_heads, self.num_kv_heads):
+            raise NotImplementedError(
+                f"{self.title}: {reason}; fix: VLLM_PLUGINS=ascend, for the built-in attention"
+            )
 
     def forward(
         self,
@@ -208,9 +246,11 @@ class FusedAttentionImpl(extension.AttentionImplBase, AttentionImpl[FusedAttenti
 
         Args:
             query: ``[tokens, heads, head_size]``; output has the same shape and is written.
-            key, value: ``[tokens, kv_heads, head_size]``; in cross attention the encoder's new tokens, or None.
+            key, value: ``[tokens, kv_heads, head_size]``; in cross attention the encoder's new
+            tokens, or None.
             kv_cache: keys and values, each ``[blocks, 128, kv_heads, head_size]``, contiguous.
-            attn_metadata: None during vLLM's memory profiling run, when there is no KV cache; the output is then zero.
+            attn_metadata: None during vLLM's memory profiling run, when there is no KV cache; the
+            output is then zero.
         """
         if attn_metadata is None:
             if getattr(layer, "kv_cache_torch_dtype", None) == torch.int8:
@@ -232,7 +272,9 @@ class FusedAttentionImpl(extension.AttentionImplBase, AttentionImpl[FusedAttenti
             padded = query.new_zeros(meta.num_rows, *query.shape[1:])
             padded.index_copy_(0, meta.rows, query)
             attended = torch.empty_like(padded)
-            self.attend(padded, key_cache, value_cache, meta.lengths, meta.block_table, meta, attended)
+            self.attend(
+                padded, key_cache, value_cache, meta.lengths, meta.block_table, meta, attended
+            )
             output.copy_(attended.index_select(0, meta.rows))
         else:
             self.attend(query, key_cache, value_cache, meta.lengths, meta.block_table, meta, output)
@@ -257,7 +299,9 @@ class FusedAttentionImpl(extension.AttentionImplBase, AttentionImpl[FusedAttenti
         elif len(slots):
             # value is a slice of the fused QKV projection; the kernel needs it contiguous
             new = key.contiguous(), value.contiguous()
-            torch_npu.npu_scatter_pa_kv_cache(*new, key_cache, value_cache, slots, cache_mode="Norm")
+            torch_npu.npu_scatter_pa_kv_cache(
+                *new, key_cache, value_cache, slots, cache_mode="Norm"
+            )
 
     def attend(
         self,
@@ -279,21 +323,36 @@ class FusedAttentionImpl(extension.AttentionImplBase, AttentionImpl[FusedAttenti
             **lengths,
         }
         tensors = query.contiguous(), key_cache.flatten(2), value_cache.flatten(2)
-        if extension.is_captured():  # workspace for the longest sequences, so that a graph's memory does not change
-            attend["workspace"] = torch_npu._npu_fused_infer_attention_score_get_max_workspace(*tensors, **attend)
+        # workspace for the longest sequences, so that a graph's memory does not change
+        if extension.is_captured():
+            attend["workspace"] = torch_npu._npu_fused_infer_attention_score_get_max_workspace(
+                *tensors, **attend
+            )
         with extension.graph_task():
-            torch_npu.npu_fused_infer_attention_score.out(*tensors, **attend, out=[output, meta.softmax_lse])
+            torch_npu.npu_fused_infer_attention_score.out(
+                *tensors, **attend, out=[output, meta.softmax_lse]
+            )
 
     def _mask_args(self, meta: FusedAttentionMetadata) -> dict[str, Any]:
-        """The kernel's mask arguments: none for cross attention, causal, or causal with a sliding window."""
+        """The kernel's mask arguments: none for cross attention, causal, or causal with a sliding
+        window."""
         if not meta.causal:
             return {"sparse_mode": 0}
         if self.sliding_window:
-            return {"atten_mask": meta.mask, "sparse_mode": 4, "pre_tokens": self.sliding_window - 1, "next_tokens": 0}
+            return {
+                "atten_mask": meta.mask,
+                "sparse_mode": 4,
+                "pre_tokens": self.sliding_window - 1,
+                "next_tokens": 0,
+            }
         return {"atten_mask": meta.mask, "sparse_mode": 3}
 
     def _head_args(self) -> dict[str, Any]:
-        return {"num_heads": self.num_heads, "num_key_value_heads": self.num_kv_heads, "scale": self.scale}
+        return {
+            "num_heads": self.num_heads,
+            "num_key_value_heads": self.num_kv_heads,
+            "scale": self.scale,
+        }
 
 
 def unsupported_heads(head_size: int, num_heads: int, num_kv_heads: int) -> str:
@@ -305,7 +364,11 @@ def unsupported_heads(head_size: int, num_heads: int, num_kv_heads: int) -> str:
 
 def unsupported_length(model: Any) -> str:
     """Why the kernel does not take decodes of a model's longest sequences; empty if it does."""
-    return f"max_model_len above {MAX_DECODE_KEYS} not supported" if model.max_model_len > MAX_DECODE_KEYS else ""
+    return (
+        f"max_model_len above {MAX_DECODE_KEYS} not supported"
+        if model.max_model_len > MAX_DECODE_KEYS
+        else ""
+    )
 
 
 class FusedAttentionBackend(extension.AttentionBackendBase, AttentionBackend):
@@ -322,6 +385,11 @@ class FusedAttentionBackend(extension.AttentionBackendBase, AttentionBackend):
         reasons = super().validate_configuration(head_size, *args, **kwargs)
         config = get_current_vllm_config_or_none()
         if config and (model := config.model_config):
-            heads = [count(config.parallel_config) for count in (model.get_num_attention_heads, model.get_num_kv_heads)]
-            reasons += filter(None, [unsupported_heads(head_size, *heads), unsupported_length(model)])
+            heads = [
+                count(config.parallel_config)
+                for count in (model.get_num_attention_heads, model.get_num_kv_heads)
+            ]
+            reasons += filter(
+                None, [unsupported_heads(head_size, *heads), unsupported_length(model)]
+            )
         return reasons

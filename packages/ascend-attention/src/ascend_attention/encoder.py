@@ -1,7 +1,8 @@
-"""Encoder attention of text and multimodal models with npu_fusion_attention: variable-length sequences without a KV cache.
+"""Encoder attention of text and multimodal models with npu_fusion_attention: variable-length
+sequences without a KV cache.
 
-Limits of the kernel in layout TND (``torch_npu/_op_plugin_docs.py``): float16, bfloat16 and float32, head sizes up to 768, at
-most 1024 sequences per call.
+Limits of the kernel in layout TND (``torch_npu/_op_plugin_docs.py``): float16, bfloat16 and
+float32, head sizes up to 768, at most 1024 sequences per call.
 """
 
 from dataclasses import dataclass
@@ -27,7 +28,12 @@ MAX_SEQUENCES = 1024
 
 
 def attend(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, cu_seqlens: list[int], scale: float, **mask_args: Any
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    cu_seqlens: list[int],
+    scale: float,
+    **mask_args: Any,
 ) -> torch.Tensor:
     """Compute bidirectional attention within each sequence; returns ``[tokens, heads, head_size]``.
 
@@ -42,8 +48,14 @@ def attend(
         lengths = [end - start for end in chunk]
         rows = slice(start, chunk[-1])
         tensors = [x[rows].contiguous() for x in (query, key, value)]
-        arguments = {"scale": scale, "actual_seq_qlen": lengths, "actual_seq_kvlen": lengths} | mask_args
-        outputs.append(torch_npu.npu_fusion_attention(*tensors, query.shape[1], "TND", **arguments)[0])
+        arguments = {
+            "scale": scale,
+            "actual_seq_qlen": lengths,
+            "actual_seq_kvlen": lengths,
+        } | mask_args
+        outputs.append(
+            torch_npu.npu_fusion_attention(*tensors, query.shape[1], "TND", **arguments)[0]
+        )
         start = chunk[-1]
     return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
 
@@ -62,22 +74,34 @@ class FusedEncoderAttentionMetadata(AttentionMetadata):
 
 
 class FusedEncoderAttentionMetadataBuilder(AttentionMetadataBuilder[FusedEncoderAttentionMetadata]):
-    def __init__(self, kv_cache_spec: Any, layer_names: list[str], vllm_config: Any, device: torch.device) -> None:
+    def __init__(
+        self, kv_cache_spec: Any, layer_names: list[str], vllm_config: Any, device: torch.device
+    ) -> None:
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
         self.mask = upper_triangle(torch.uint8, device)
 
     def build(
-        self, common_prefix_len: int, common_attn_metadata: CommonAttentionMetadata, fast_build: bool = False
+        self,
+        common_prefix_len: int,
+        common_attn_metadata: CommonAttentionMetadata,
+        fast_build: bool = False,
     ) -> FusedEncoderAttentionMetadata:
         common = common_attn_metadata
-        return FusedEncoderAttentionMetadata(common.query_start_loc_cpu[1 : common.num_reqs + 1].tolist(), self.mask)
+        return FusedEncoderAttentionMetadata(
+            common.query_start_loc_cpu[1 : common.num_reqs + 1].tolist(), self.mask
+        )
 
 
-class FusedEncoderAttentionImpl(extension.AttentionImplBase, AttentionImpl[FusedEncoderAttentionMetadata]):
-    """Fused encoder-only attention. A sliding window extends to both sides (``vllm/v1/attention/backends/flash_attn.py``)."""
+class FusedEncoderAttentionImpl(
+    extension.AttentionImplBase, AttentionImpl[FusedEncoderAttentionMetadata]
+):
+    """Fused encoder-only attention. A sliding window extends to both sides
+    (``vllm/v1/attention/backends/flash_attn.py``)."""
 
     title = "the fused encoder-only attention of ascend-attention"
-    serves = frozenset({extension.AttentionFeature.SLIDING_WINDOW, extension.AttentionFeature.ENCODER_ONLY})
+    serves = frozenset(
+        {extension.AttentionFeature.SLIDING_WINDOW, extension.AttentionFeature.ENCODER_ONLY}
+    )
     operators = ("npu_fusion_attention",)
 
     def forward(
@@ -104,9 +128,16 @@ class FusedEncoderAttentionImpl(extension.AttentionImplBase, AttentionImpl[Fused
         mask_args: dict[str, Any] = {}
         if self.sliding_window:
             width = self.sliding_window - 1
-            mask_args = {"atten_mask": attn_metadata.mask, "sparse_mode": 4, "pre_tockens": width, "next_tockens": width}
+            mask_args = {
+                "atten_mask": attn_metadata.mask,
+                "sparse_mode": 4,
+                "pre_tockens": width,
+                "next_tockens": width,
+            }
         num_tokens = attn_metadata.cu_seqlens[-1]
-        output[:num_tokens] = attend(query, key, value, attn_metadata.cu_seqlens, self.scale, **mask_args)
+        output[:num_tokens] = attend(
+            query, key, value, attn_metadata.cu_seqlens, self.scale, **mask_args
+        )
         return output
 
 
@@ -120,19 +151,23 @@ class FusedEncoderAttentionBackend(extension.AttentionBackendBase, AttentionBack
 
 
 def host_ends(cu_seqlens: torch.Tensor) -> list[int]:
-    """Cumulative lengths on the host, without the leading 0: copied once, as all layers of a forward pass get the same tensor."""
+    """Cumulative lengths on the host, without the leading 0: copied once, as all layers of a
+    forward pass get the same tensor."""
     if not hasattr(cu_seqlens, "host_ends"):
         cu_seqlens.host_ends = cu_seqlens[1:].tolist()
     return cu_seqlens.host_ends
 
 
 class FusedMMEncoderAttention(MMEncoderAttention):
-    """Attention of vision and audio encoders with all sequences in one call; vLLM's native one loops over them."""
+    """Attention of vision and audio encoders with all sequences in one call; vLLM's native one
+    loops over them."""
 
     operators = ("npu_fusion_attention",)
 
     @classmethod
-    def maybe_recompute_cu_seqlens(cls, attn_backend: Any, cu_seqlens: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
+    def maybe_recompute_cu_seqlens(
+        cls, attn_backend: Any, cu_seqlens: Any, *args: Any, **kwargs: Any
+    ) -> torch.Tensor:
         """vLLM's tensor on the device, with the lengths that the host knows here."""
         on_device = super().maybe_recompute_cu_seqlens(attn_backend, cu_seqlens, *args, **kwargs)
         on_device.host_ends = cu_seqlens[1:].tolist()
@@ -147,13 +182,21 @@ class FusedMMEncoderAttention(MMEncoderAttention):
         max_seqlen: torch.Tensor | None = None,
         sequence_lengths: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Compute attention; query, key, value and the output are ``[batch, length, heads * head_size]``, or 4-dimensional.
+        """Compute attention; query, key, value and the output are ``[batch, length, heads *
+        head_size]``, or 4-dimensional.
 
         Args:
-            cu_seqlens: int ``[sequences + 1]``, cumulative lengths of the sequences packed in a batch of one.
+            cu_seqlens: int ``[sequences + 1]``, cumulative lengths of the sequences packed in a
+            batch of one.
         """
         batch, length = query.shape[:2]
-        ends = [*range(length, batch * length + 1, length)] if cu_seqlens is None else host_ends(cu_seqlens)
+        ends = (
+            [*range(length, batch * length + 1, length)]
+            if cu_seqlens is None
+            else host_ends(cu_seqlens)
+        )
         kv_shape = (-1, self.num_kv_heads, self.head_size)
         queries = query.reshape(-1, self.num_heads, self.head_size)
-        return attend(queries, key.reshape(kv_shape), value.reshape(kv_shape), ends, self.scale).view(query.shape)
+        return attend(
+            queries, key.reshape(kv_shape), value.reshape(kv_shape), ends, self.scale
+        ).view(query.shape)

@@ -1,8 +1,10 @@
-"""The gated delta rule of linear attention layers (Qwen3-Next, Qwen3.5, OLMo-hybrid) by CANN's operators.
+"""The gated delta rule of linear attention layers (Qwen3-Next, Qwen3.5, OLMo-hybrid) by CANN's
+operators.
 
-Their ranges are those of ``torch_npu/_op_plugin_docs.py``, and for decays and strengths those of op-plugin's documentation of
-npu_chunk_gated_delta_rule: its results may overflow beyond them. A layer's decays have no lower bound, so the host waits for
-the least of each prefill, until one is out of range: from then on the built-in serves the layer's prefills, without waits.
+Their ranges are those of ``torch_npu/_op_plugin_docs.py``, and for decays and strengths those of
+op-plugin's documentation of npu_chunk_gated_delta_rule: its results may overflow beyond them. A
+layer's decays have no lower bound, so the host waits for the least of each prefill, until one is
+out of range: from then on the built-in serves the layer's prefills, without waits.
 """
 
 import functools
@@ -32,7 +34,13 @@ class FusedGatedDeltaRule:
 
     @staticmethod
     def unsupported(
-        phase: str, *, heads: int, sizes: tuple[int, int], dtype: torch.dtype, state_dtype: torch.dtype, tokens: int
+        phase: str,
+        *,
+        heads: int,
+        sizes: tuple[int, int],
+        dtype: torch.dtype,
+        state_dtype: torch.dtype,
+        tokens: int,
     ) -> str:
         """Why a layer's ``prefill`` or ``decode`` is not supported, "" if it is.
 
@@ -42,12 +50,18 @@ class FusedGatedDeltaRule:
             tokens: of a request in a decode.
         """
         if state_dtype != torch.bfloat16:
-            return f"states are {_name(state_dtype)}, the operators take bfloat16 (--mamba-ssm-cache-dtype)"
+            return (
+                f"states are {_name(state_dtype)}, the operators take bfloat16"
+                " (--mamba-ssm-cache-dtype)"
+            )
         if dtype != torch.bfloat16:
             return f"the operators take bfloat16, not {_name(dtype)}"
         if any(size not in SIZES[phase] for size in sizes):
             allowed = SIZES[phase]
-            return f"keys and values of {sizes[0]} and {sizes[1]}, {OPERATORS[phase]} takes {allowed[0]} to {allowed[-1]}"
+            return (
+                f"keys and values of {sizes[0]} and {sizes[1]}, {OPERATORS[phase]} takes"
+                f" {allowed[0]} to {allowed[-1]}"
+            )
         if heads > HEADS[phase]:
             return f"{heads} heads, {OPERATORS[phase]} takes up to {HEADS[phase]}"
         if phase == "decode" and tokens > TOKENS:
@@ -97,8 +111,8 @@ class FusedGatedDeltaRule:
     ) -> torch.Tensor:
         """As ``ascend_platform.triton_overrides.gated_delta.recurrent_rule``.
 
-        Each request has as many tokens for the operator, which takes none without tokens, such as padding. Those of no request
-        repeat the state before them.
+        Each request has as many tokens for the operator, which takes none without tokens, such as
+        padding. Those of no request repeat the state before them.
         """
         requests, device = len(indices), v.device
         named: dict[str, torch.Tensor] = {}
@@ -116,7 +130,11 @@ class FusedGatedDeltaRule:
                 named["num_accepted_tokens"] = num_accepted_tokens[:requests].clamp(1, steps).int()
         g, beta = (torch.where(exists[:, None], each[rows], 0) for each in (g, beta))
         in_place = states.is_contiguous() and len(states) >= len(blocks)
-        index = blocks.int() if in_place else torch.arange(len(blocks), dtype=torch.int32, device=device)
+        index = (
+            blocks.int()
+            if in_place
+            else torch.arange(len(blocks), dtype=torch.int32, device=device)
+        )
         used = states if in_place else states[blocks]
         result = torch_npu.npu_recurrent_gated_delta_rule(
             *(each[rows].bfloat16() for each in (q, k)),
@@ -145,7 +163,7 @@ def _name(dtype: torch.dtype) -> str:
 @functools.cache
 def _say_out_of_range() -> None:
     extension.logger.info(
-        "the built-in gated delta rule serves prefills of layers with decays below %s or strengths above 1, "
-        "for which npu_chunk_gated_delta_rule may overflow",
+        "the built-in gated delta rule serves prefills of layers with decays below %s or strengths"
+        " above 1, for which npu_chunk_gated_delta_rule may overflow",
         LEAST_DECAY,
     )

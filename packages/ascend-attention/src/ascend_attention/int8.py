@@ -1,9 +1,10 @@
 """Attention over an int8 KV cache.
 
-The kernel reads int8 blocks only with one query token per request (``torch_npu/_op_plugin_docs.py``,
-npu_fused_infer_attention_score: key_antiquant_scale and Q_S). For prefills the blocks are dequantized to the model's dtype first,
-into a workspace of bounded size: requests whose blocks do not fit together run one after another, longer ones in slices.
-Stored values are round(value / scale + offset), with one scale and offset per channel.
+The kernel reads int8 blocks only with one query token per request
+(``torch_npu/_op_plugin_docs.py``, npu_fused_infer_attention_score: key_antiquant_scale and Q_S).
+For prefills the blocks are dequantized to the model's dtype first, into a workspace of bounded
+size: requests whose blocks do not fit together run one after another, longer ones in slices. Stored
+values are round(value / scale + offset), with one scale and offset per channel.
 """
 
 from __future__ import annotations
@@ -27,15 +28,20 @@ def write(
     value_cache: torch.Tensor,
     slot_mapping: torch.Tensor,
 ) -> None:
-    """Quantize keys and values ``[tokens, kv_heads, head_size]`` into caches ``[blocks, 128, kv_heads, head_size]``."""
+    """Quantize keys and values ``[tokens, kv_heads, head_size]`` into caches ``[blocks, 128,
+    kv_heads, head_size]``."""
 
     def quantize(x: torch.Tensor, scale: torch.Tensor, offset: torch.Tensor | None) -> torch.Tensor:
         offset = None if offset is None else offset.float()
-        return torch_npu.npu_quantize(x.flatten(1), 1 / scale.float(), offset, torch.qint8, -1, False).view(x.shape)
+        return torch_npu.npu_quantize(
+            x.flatten(1), 1 / scale.float(), offset, torch.qint8, -1, False
+        ).view(x.shape)
 
     int8_key = quantize(key, layer.k_cache_scale, layer.k_cache_offset)
     int8_value = quantize(value, layer.v_cache_scale, layer.v_cache_offset)
-    torch_npu.npu_scatter_pa_kv_cache(int8_key, int8_value, key_cache, value_cache, slot_mapping, cache_mode="Norm")
+    torch_npu.npu_scatter_pa_kv_cache(
+        int8_key, int8_value, key_cache, value_cache, slot_mapping, cache_mode="Norm"
+    )
 
 
 def attend(
@@ -55,7 +61,9 @@ def attend(
     """
     num_decodes, cu_query_lens = meta.num_decodes, meta.lengths["actual_seq_lengths"]
     if num_decodes:
-        _decode(impl, layer, query[:num_decodes], key_cache, value_cache, meta, output[:num_decodes])
+        _decode(
+            impl, layer, query[:num_decodes], key_cache, value_cache, meta, output[:num_decodes]
+        )
     if num_decodes == len(cu_query_lens):
         return
     starts, seq_lens = [0, *cu_query_lens], meta.lengths["actual_seq_lengths_kv"]
@@ -65,7 +73,9 @@ def attend(
     for first, last in group_prefills(blocks, num_decodes, capacity):
         rows, tokens = slice(first, last), slice(starts[first], starts[last])
 
-        def dequantize(columns: slice, rows: slice = rows) -> tuple[list[torch.Tensor], torch.Tensor]:
+        def dequantize(
+            columns: slice, rows: slice = rows
+        ) -> tuple[list[torch.Tensor], torch.Tensor]:
             table = meta.block_table[rows, columns]
             return _dequantize(layer, key_cache, value_cache, table, query.dtype), _renumber(table)
 
@@ -78,7 +88,16 @@ def attend(
             }
             impl.attend(query[tokens], *caches, lengths, table, meta, output[tokens])
         else:
-            _prefill_in_slices(impl, query[tokens], seq_lens[first], block_size, capacity, dequantize, meta, output[tokens])
+            _prefill_in_slices(
+                impl,
+                query[tokens],
+                seq_lens[first],
+                block_size,
+                capacity,
+                dequantize,
+                meta,
+                output[tokens],
+            )
 
 
 WORKSPACE_TOKENS = 4096
@@ -86,21 +105,27 @@ WORKSPACE_TOKENS = 4096
 
 
 def _workspace_blocks(num_tokens: int, block_size: int) -> int:
-    """Blocks in the workspace: the new tokens of one request, with those before them in their first block."""
+    """Blocks in the workspace: the new tokens of one request, with those before them in their first
+    block."""
     return -(-max(num_tokens, WORKSPACE_TOKENS) // block_size) + 1
 
 
 def reserve(impl: Any, query: torch.Tensor, block_size: int) -> None:
-    """Allocate and free what a prefill of these tokens allocates, so that it is in the profiled peak of memory."""
+    """Allocate and free what a prefill of these tokens allocates, so that it is in the profiled
+    peak of memory."""
     shape = _workspace_blocks(len(query), block_size), block_size, impl.num_kv_heads, impl.head_size
-    workspace = [torch.empty(shape, dtype=dtype, device=query.device) for dtype in (query.dtype, query.dtype, torch.int8)]
+    workspace = [
+        torch.empty(shape, dtype=dtype, device=query.device)
+        for dtype in (query.dtype, query.dtype, torch.int8)
+    ]
     # a slice's output, and the merged ones before and after
     workspace += [torch.empty_like(query, dtype=torch.float32) for _ in range(3)]
     workspace.clear()
 
 
 def group_prefills(blocks: list[int], first: int, capacity: int) -> Iterator[tuple[int, int]]:
-    """Ranges of requests whose blocks fit into the workspace together, padded to the longest; a longer request is alone."""
+    """Ranges of requests whose blocks fit into the workspace together, padded to the longest; a
+    longer request is alone."""
     start = first
     for end in range(first + 1, len(blocks) + 1):
         if end == len(blocks) or (end + 1 - start) * max(blocks[start : end + 1]) > capacity:
@@ -118,14 +143,16 @@ def _prefill_in_slices(
     meta: FusedAttentionMetadata,
     output: torch.Tensor,
 ) -> None:
-    """Attention of one request whose blocks exceed the workspace: slices of its context, then the blocks with its new tokens.
+    """Attention of one request whose blocks exceed the workspace: slices of its context, then the
+    blocks with its new tokens.
 
     npu_attention_update merges the outputs by their softmax_lse (``torch_npu/_op_plugin_docs.py``).
     """
     first_new = (seq_len - len(query)) // block_size
     causal: dict[str, Any] = {"atten_mask": meta.mask, "sparse_mode": 3}
     slices: list[tuple[int, int, dict[str, Any]]] = [
-        (start, min(start + capacity, first_new), {"sparse_mode": 0}) for start in range(0, first_new, capacity)
+        (start, min(start + capacity, first_new), {"sparse_mode": 0})
+        for start in range(0, first_new, capacity)
     ]
     merged: tuple[torch.Tensor, ...] = ()
     for start, end, mask in [*slices, (first_new, -(-seq_len // block_size), causal)]:
@@ -145,25 +172,37 @@ def _prefill_in_slices(
         )
         del keys, values
         part, softmax_lse = part.flatten(0, 1).float(), softmax_lse.flatten()
-        merged = dcp.merge([merged[1], softmax_lse], [merged[0], part]) if merged else (part, softmax_lse)
+        merged = (
+            dcp.merge([merged[1], softmax_lse], [merged[0], part])
+            if merged
+            else (part, softmax_lse)
+        )
         del part
     output.copy_(merged[0].view_as(output))
 
 
 def _renumber(block_table: torch.Tensor) -> torch.Tensor:
     """The block table of dequantized blocks, which are in the order of the block table."""
-    return torch.arange(block_table.numel(), dtype=block_table.dtype, device=block_table.device).view(block_table.shape)
+    return torch.arange(
+        block_table.numel(), dtype=block_table.dtype, device=block_table.device
+    ).view(block_table.shape)
 
 
 def _dequantize(
-    layer: Any, key_cache: torch.Tensor, value_cache: torch.Tensor, block_table: torch.Tensor, dtype: torch.dtype
+    layer: Any,
+    key_cache: torch.Tensor,
+    value_cache: torch.Tensor,
+    block_table: torch.Tensor,
+    dtype: torch.dtype,
 ) -> list[torch.Tensor]:
     """Keys and values of these blocks, each ``[blocks, block_size, kv_heads, head_size]``."""
 
     def one(cache: torch.Tensor, scale: torch.Tensor, offset: torch.Tensor | None) -> torch.Tensor:
         blocks = cache.index_select(0, block_table.flatten())
         offset = None if offset is None else -offset.float()  # the operator adds it
-        return torch_npu.npu_anti_quant(blocks.flatten(2), scale.float(), offset=offset, dst_dtype=dtype).view(blocks.shape)
+        return torch_npu.npu_anti_quant(
+            blocks.flatten(2), scale.float(), offset=offset, dst_dtype=dtype
+        ).view(blocks.shape)
 
     return [
         one(key_cache, layer.k_cache_scale, layer.k_cache_offset),
@@ -186,11 +225,16 @@ def _decode(
     # the kernel adds the offsets, and requires both or neither
     offsets = [layer.k_cache_offset, layer.v_cache_offset]
     if any(offset is not None for offset in offsets):
-        offsets = [torch.zeros_like(layer.k_cache_scale) if offset is None else -offset for offset in offsets]
+        offsets = [
+            torch.zeros_like(layer.k_cache_scale) if offset is None else -offset
+            for offset in offsets
+        ]
     seq_lens = meta.lengths["actual_seq_lengths_kv"]
     num_decodes = len(query)
     attend = {
-        "actual_seq_lengths_kv": seq_lens if len(seq_lens) == num_decodes else seq_lens[:num_decodes],
+        "actual_seq_lengths_kv": seq_lens
+        if len(seq_lens) == num_decodes
+        else seq_lens[:num_decodes],
         "block_table": meta.block_table[:num_decodes],
         "block_size": key_cache.shape[1],
         "input_layout": "BNSD",
@@ -202,6 +246,10 @@ def _decode(
     }
     tensors = query.contiguous().unsqueeze(2), key_cache.flatten(2), value_cache.flatten(2)
     if extension.is_captured():
-        attend["workspace"] = torch_npu._npu_fused_infer_attention_score_get_max_workspace(*tensors, **attend)
+        attend["workspace"] = torch_npu._npu_fused_infer_attention_score_get_max_workspace(
+            *tensors, **attend
+        )
     with extension.graph_task():
-        torch_npu.npu_fused_infer_attention_score.out(*tensors, **attend, out=[output.unsqueeze(2), meta.softmax_lse])
+        torch_npu.npu_fused_infer_attention_score.out(
+            *tensors, **attend, out=[output.unsqueeze(2), meta.softmax_lse]
+        )

@@ -1,9 +1,11 @@
 """Latent attention of long prompts and chunks, over keys and values expanded from the latents.
 
-A pair of a query and a key costs ``128 + 64 + 128`` multiplications a head in this form, and ``512 + 64 + 512`` in the absorbed
-one, but the keys and values of the context have to be expanded again in each step. npu_fused_infer_attention_score_v2 takes the
-new tokens with a causal mask, and then the context in chunks of a bounded number of tokens; npu_attention_update merges the
-results by their softmax_lse. Limits of the kernels are those of ``torch_npu/_op_plugin_docs.py`` in the torch_npu wheel.
+A pair of a query and a key costs ``128 + 64 + 128`` multiplications a head in this form, and ``512
++ 64 + 512`` in the absorbed one, but the keys and values of the context have to be expanded again
+in each step. npu_fused_infer_attention_score_v2 takes the new tokens with a causal mask, and then
+the context in chunks of a bounded number of tokens; npu_attention_update merges the results by
+their softmax_lse. Limits of the kernels are those of ``torch_npu/_op_plugin_docs.py`` in the
+torch_npu wheel.
 """
 
 import functools
@@ -25,8 +27,9 @@ HEAD = 128
 """Elements of a head of the expanded keys, besides the rotated part, and values."""
 
 MAX_ABSORBED_TOKENS = 2 * LATENT * HEAD // (2 * LATENT - 2 * HEAD)
-"""Query tokens up to which the absorbed form costs less for a long context: an expanded token costs ``2 * LATENT * HEAD``
-multiplications a head, and each pair with a query that much less than the absorbed one."""
+"""Query tokens up to which the absorbed form costs less for a long context: an expanded token costs
+``2 * LATENT * HEAD`` multiplications a head, and each pair with a query that much less than the
+absorbed one."""
 
 
 @dataclass(frozen=True)
@@ -36,7 +39,8 @@ class Chunk:
     Attributes:
         slots: int64 ``[tokens]``, their KV cache slots.
         rows: of the requests' queries.
-        lengths: cumulative numbers of the requests' queries and of the tokens, as the kernel takes them.
+        lengths: cumulative numbers of the requests' queries and of the tokens, as the kernel takes
+        them.
     """
 
     slots: torch.Tensor
@@ -61,7 +65,8 @@ class Prefills:
         mask: torch.Tensor,
         chunk_size: int,
     ) -> None:
-        """Take the cumulative query lengths, a function for the context lengths, and the most tokens of a chunk."""
+        """Take the cumulative query lengths, a function for the context lengths, and the most
+        tokens of a chunk."""
         self.ends, self.block_table, self.mask = ends, block_table, mask
         self._context_lens, self._chunk_size = context_lens, chunk_size
 
@@ -71,7 +76,9 @@ class Prefills:
 
     @functools.cached_property
     def chunks(self) -> list[Chunk]:
-        return [self._chunk(pieces) for pieces in cut_context(self._context_lens(), self._chunk_size)]
+        return [
+            self._chunk(pieces) for pieces in cut_context(self._context_lens(), self._chunk_size)
+        ]
 
     def _chunk(self, pieces: list["Piece"]) -> Chunk:
         starts = [0, *self.ends]
@@ -79,12 +86,20 @@ class Prefills:
         query_ends = [self.ends[piece.request] - first for piece in pieces]
         places = torch.cat([torch.arange(piece.start, piece.end) for piece in pieces])
         requests = torch.tensor([piece.request for piece in pieces])
-        requests = requests.repeat_interleave(torch.tensor([piece.end - piece.start for piece in pieces]))
-        index = torch.stack([requests * self.block_table.shape[1] + places // BLOCK_SIZE, places % BLOCK_SIZE])
+        requests = requests.repeat_interleave(
+            torch.tensor([piece.end - piece.start for piece in pieces])
+        )
+        index = torch.stack(
+            [requests * self.block_table.shape[1] + places // BLOCK_SIZE, places % BLOCK_SIZE]
+        )
         block, place = index.pin_memory().to(self.block_table.device, non_blocking=True)
         slots = self.block_table.flatten().index_select(0, block) * BLOCK_SIZE + place
         kv_ends = list(accumulate(piece.end - piece.start for piece in pieces))
-        return Chunk(slots, slice(first, first + query_ends[-1]), (to_script_list(query_ends), to_script_list(kv_ends)))
+        return Chunk(
+            slots,
+            slice(first, first + query_ends[-1]),
+            (to_script_list(query_ends), to_script_list(kv_ends)),
+        )
 
 
 @dataclass(frozen=True)
@@ -99,7 +114,8 @@ class Piece:
 def cut_context(context_lens: list[int], size: int) -> list[list[Piece]]:
     """Cut the requests' contexts into chunks of at most ``size`` tokens, of consecutive requests.
 
-    vLLM orders requests with context before those without, so that no chunk ends early for one without.
+    vLLM orders requests with context before those without, so that no chunk ends early for one
+    without.
     """
     chunks: list[list[Piece]] = []
     free = 0
@@ -118,7 +134,9 @@ def cut_context(context_lens: list[int], size: int) -> list[list[Piece]]:
 def serves(layers: list[Any], dtype: torch.dtype) -> bool:
     """Whether the kernel takes the expanded heads of these ``MLAAttention``."""
     return (
-        bool(layers) and dtype == torch.bfloat16 and all(layer.qk_nope_head_dim == layer.v_head_dim == HEAD for layer in layers)
+        bool(layers)
+        and dtype == torch.bfloat16
+        and all(layer.qk_nope_head_dim == layer.v_head_dim == HEAD for layer in layers)
     )
 
 
@@ -145,9 +163,17 @@ def attend(
     parts = [part.contiguous() for part in query.split((HEAD, ROPE), -1)]
     chunks = prefills.chunks
 
-    def fused(rows: slice, latents: torch.Tensor, ropes: torch.Tensor, lengths: tuple[Any, Any], **mask: Any) -> Any:
+    def fused(
+        rows: slice,
+        latents: torch.Tensor,
+        ropes: torch.Tensor,
+        lengths: tuple[Any, Any],
+        **mask: Any,
+    ) -> Any:
         heads = query.shape[1]
-        key, value = (part.contiguous() for part in expand(latents).view(-1, heads, 2 * HEAD).split(HEAD, -1))
+        key, value = (
+            part.contiguous() for part in expand(latents).view(-1, heads, 2 * HEAD).split(HEAD, -1)
+        )
         return torch_npu.npu_fused_infer_attention_score_v2(
             parts[0][rows],
             key,
@@ -165,13 +191,20 @@ def attend(
         )
 
     own_lengths = prefills.lengths, prefills.lengths
-    output, softmax_lse = fused(slice(None), latents, ropes, own_lengths, atten_mask=prefills.mask, sparse_mode=3)
+    output, softmax_lse = fused(
+        slice(None), latents, ropes, own_lengths, atten_mask=prefills.mask, sparse_mode=3
+    )
     output = output.float() if chunks else output
     pages = [cache.view(-1, 1, cache.shape[-1]) for cache in kv_cache]
     for chunk in chunks:
         latents, ropes = (page.index_select(0, chunk.slots) for page in pages)
         found = fused(chunk.rows, latents.squeeze(1), ropes, chunk.lengths)
         both = (output[chunk.rows], softmax_lse[chunk.rows]), found
-        merged, lse = dcp.merge([each.flatten() for _, each in both], [each.flatten(0, 1) for each, _ in both])
-        output[chunk.rows], softmax_lse[chunk.rows] = merged.view_as(found[0]), lse.view_as(found[1])
+        merged, lse = dcp.merge(
+            [each.flatten() for _, each in both], [each.flatten(0, 1) for each, _ in both]
+        )
+        output[chunk.rows], softmax_lse[chunk.rows] = (
+            merged.view_as(found[0]),
+            lse.view_as(found[1]),
+        )
     return output

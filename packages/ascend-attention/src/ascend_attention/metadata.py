@@ -9,7 +9,8 @@ import torch
 from vllm.v1.attention.backend import AttentionMetadata
 
 MASK_SIZE = 2048
-"""Rows and columns of the compressed mask that the kernels' sparse modes 3 and 4 take for sequences of any length."""
+"""Rows and columns of the compressed mask that the kernels' sparse modes 3 and 4 take for sequences
+of any length."""
 
 
 @dataclass(frozen=True)
@@ -17,8 +18,10 @@ class DCPMetadata:
     """This rank's share of a step under decode context parallelism.
 
     Attributes:
-        cached_lens: context length of each request in this rank's KV cache, on the host; None if no rank has context.
-        local_token_indices: int64 ``[n]``, the step's tokens whose keys and values this rank stores.
+        cached_lens: context length of each request in this rank's KV cache, on the host; None if no
+        rank has context.
+        local_token_indices: int64 ``[n]``, the step's tokens whose keys and values this rank
+        stores.
         slot_mapping: int64 ``[n]``, their KV cache slots.
     """
 
@@ -35,12 +38,14 @@ class FusedAttentionMetadata(AttentionMetadata):
         compute_lengths: computes ``lengths``; with draft tokens it may wait for the device.
         num_tokens: query tokens, including padding tokens in full-graph mode.
         block_table: int32 ``[requests, blocks]``.
-        slot_mapping: int64, KV cache slot of each new key. vLLM replaces it in layers with cross attention.
+        slot_mapping: int64, KV cache slot of each new key. vLLM replaces it in layers with cross
+        attention.
         mask: int8 ``[2048, 2048]``, 1 above the diagonal.
         softmax_lse: float32 ``[1]``, placeholder for the unused softmax_lse output.
         causal: False for cross attention, where every token attends to all of its request's keys.
         dcp: this rank's share of the step under decode context parallelism.
-        rows: int64 ``[num_tokens]``, row of each query token among ``num_rows``, where the host does not know the exact lengths.
+        rows: int64 ``[num_tokens]``, row of each query token among ``num_rows``, where the host
+        does not know the exact lengths.
     """
 
     compute_lengths: Callable[[], dict[str, Any]]
@@ -56,10 +61,12 @@ class FusedAttentionMetadata(AttentionMetadata):
 
     @functools.cached_property
     def lengths(self) -> dict[str, Any]:
-        """The kernel's host arguments, which a graph updates at each replay (``extension.graph_task``).
+        """The kernel's host arguments, which a graph updates at each replay
+        (``extension.graph_task``).
 
-        ``actual_seq_lengths`` is the cumulative query length of each request; the last entry is the number of tokens.
-        ``actual_seq_lengths_kv`` is the sequence length of each request after this step's tokens are written.
+        ``actual_seq_lengths`` is the cumulative query length of each request; the last entry is the
+        number of tokens. ``actual_seq_lengths_kv`` is the sequence length of each request after
+        this step's tokens are written.
         """
         return self.compute_lengths()
 
@@ -67,10 +74,14 @@ class FusedAttentionMetadata(AttentionMetadata):
     def num_decodes(self) -> int:
         """Number of leading requests with one query token."""
         ends = enumerate(self.lengths["actual_seq_lengths"], 1)
-        return next((number - 1 for number, end in ends if end != number), len(self.lengths["actual_seq_lengths"]))
+        return next(
+            (number - 1 for number, end in ends if end != number),
+            len(self.lengths["actual_seq_lengths"]),
+        )
 
 
 @functools.cache
 def upper_triangle(dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """The compressed causal mask ``[2048, 2048]``, 1 above the diagonal; one per device and dtype."""
+    """The compressed causal mask ``[2048, 2048]``, 1 above the diagonal; one per device
+    and dtype."""
     return torch.ones(MASK_SIZE, MASK_SIZE, dtype=dtype).triu_(1).to(device)

@@ -1,8 +1,10 @@
-"""The layer around multi-head latent attention, with npu_mla_prolog_v3 for what precedes the attention of decodes.
+"""The layer around multi-head latent attention, with npu_mla_prolog_v3 for what precedes the
+attention of decodes.
 
-The operator computes the projections, norms and rotation, and writes the KV cache. It stores the rotated part of a key with its
-even elements first; other steps do the same here, so that scores are those of the model. Limits of the operator are those of
-``torch_npu/_op_plugin_docs.py`` in the torch_npu wheel; the platform checks them by the model's configuration.
+The operator computes the projections, norms and rotation, and writes the KV cache. It stores the
+rotated part of a key with its even elements first; other steps do the same here, so that scores are
+those of the model. Limits of the operator are those of ``torch_npu/_op_plugin_docs.py`` in the
+torch_npu wheel; the platform checks them by the model's configuration.
 """
 
 import functools
@@ -33,9 +35,13 @@ class RopeInHalves(torch.nn.Module):
         self.rope = rope
         rope.is_neox_style = rope.gets_halves = True  # all layers share it
 
-    def forward(self, positions: torch.Tensor, query: torch.Tensor, key: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def forward(
+        self, positions: torch.Tensor, query: torch.Tensor, key: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         """Rotate ``[tokens, heads, 64]`` by positions ``[tokens]``."""
-        rotated: tuple[torch.Tensor, torch.Tensor] = self.rope(positions, halves(query), halves(key))
+        rotated: tuple[torch.Tensor, torch.Tensor] = self.rope(
+            positions, halves(query), halves(key)
+        )
         return rotated
 
 
@@ -48,8 +54,10 @@ class PrologAttention(MLAAttention):
     """vLLM's MLAAttention with weights for the operator.
 
     Attributes:
-        projections: the layers from the hidden state to the latents of query and key, and from the former to the query.
-        prolog_weights: ``weight_dq``, ``weight_uq_qr``, ``weight_uk`` and ``weight_dkv_kr``; none with quantized weights.
+        projections: the layers from the hidden state to the latents of query and key, and from the
+        former to the query.
+        prolog_weights: ``weight_dq``, ``weight_uq_qr``, ``weight_uk`` and ``weight_dkv_kr``; none
+        with quantized weights.
     """
 
     projections: tuple[Any, Any]
@@ -76,7 +84,8 @@ def _log_once(line: str) -> None:
 
 def to_nz(weight: torch.Tensor) -> torch.Tensor:
     """A copy of ``[out, in]`` as ``[in, out]`` in FRACTAL_NZ."""
-    torch.npu.config.allow_internal_format = True  # torch_npu creates base formats otherwise; the attribute cannot be read
+    # torch_npu creates base formats otherwise; the attribute cannot be read
+    torch.npu.config.allow_internal_format = True
     try:
         return torch_npu.npu_format_cast(weight.data.t().contiguous(), FRACTAL_NZ)
     finally:
@@ -91,23 +100,37 @@ class FusedLatentLayer(MultiHeadLatentAttentionWrapper):
         config = get_current_vllm_config()
         attention: Any = self.mla_attn
         rope: Any = self.rotary_emb
-        if extension.rope_order(config) != "halves" or rope is None or (rope.is_neox_style and not hasattr(rope, "gets_halves")):
+        if (
+            extension.rope_order(config) != "halves"
+            or rope is None
+            or (rope.is_neox_style and not hasattr(rope, "gets_halves"))
+        ):
             return
         self.rotary_emb = RopeInHalves(rope)
-        plain = self.g_proj is None and not self.dcp_q_replicate and isinstance(attention.impl, FusedLatentAttentionImpl)
+        plain = (
+            self.g_proj is None
+            and not self.dcp_q_replicate
+            and isinstance(attention.impl, FusedLatentAttentionImpl)
+        )
         if plain and extension.uses_mla_prolog(config):
             attention.__class__ = PrologAttention
             attention.projections = self.fused_qkv_a_proj, self.q_b_proj
 
     def forward(
-        self, positions: torch.Tensor, hidden_states: torch.Tensor, llama_4_scaling: torch.Tensor | None = None
+        self,
+        positions: torch.Tensor,
+        hidden_states: torch.Tensor,
+        llama_4_scaling: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Compute attention of hidden states ``[tokens, hidden_size]``, with the operator where all requests are absorbed."""
+        """Compute attention of hidden states ``[tokens, hidden_size]``, with the operator where all
+        requests are absorbed."""
         attention: Any = self.mla_attn
         query_norm: Any = self.q_a_layernorm
         key_norm: Any = self.kv_a_layernorm
         weights = getattr(attention, "prolog_weights", ())
-        context: tuple[Any, ...] = get_attention_context(attention.layer_name) if weights else (None,) * 4
+        context: tuple[Any, ...] = (
+            get_attention_context(attention.layer_name) if weights else (None,) * 4
+        )
         metadata, _, kv_cache, slots = context
         if metadata is None or metadata.num_prefills or llama_4_scaling is not None:
             return super().forward(positions, hidden_states, llama_4_scaling)
@@ -134,15 +157,22 @@ class FusedLatentLayer(MultiHeadLatentAttentionWrapper):
         rope: Any = self.rotary_emb
         table = rope.rope._match_cos_sin_cache_dtype(like)
         known: dict[str, list[torch.Tensor]] = get_forward_context().additional_kwargs
-        key = f"latent rope {table.data_ptr()} {extension.is_captured()}"  # vLLM's V2 runner warms up in the context of a capture
+        # vLLM's V2 runner warms up in the context of a capture
+        key = f"latent rope {table.data_ptr()} {extension.is_captured()}"
         if key not in known:
-            known[key] = [torch.cat((part, part), -1) for part in table.index_select(0, positions).chunk(2, -1)]
+            known[key] = [
+                torch.cat((part, part), -1)
+                for part in table.index_select(0, positions).chunk(2, -1)
+            ]
         return known[key]
 
 
 @maybe_transfer_kv_layer
-def attend(query: torch.Tensor, query_rope: torch.Tensor, output: torch.Tensor, layer_name: str) -> None:
-    """Compute attention of absorbed queries ``[tokens, heads, 512 and 64]``; output is ``[tokens, heads * v_head_dim]``."""
+def attend(
+    query: torch.Tensor, query_rope: torch.Tensor, output: torch.Tensor, layer_name: str
+) -> None:
+    """Compute attention of absorbed queries ``[tokens, heads, 512 and 64]``; output is ``[tokens,
+    heads * v_head_dim]``."""
     context: tuple[Any, ...] = get_attention_context(layer_name)
     metadata, layer, kv_cache, _ = context
     attended, _ = layer.impl.forward_mqa((query, query_rope), kv_cache, metadata, layer)

@@ -1,7 +1,8 @@
-"""Dense attention with attention sinks: one score per head that only adds to the softmax's denominator (gpt-oss, Granite SWA).
+"""Dense attention with attention sinks: one score per head that only adds to the softmax's
+denominator (gpt-oss, Granite SWA).
 
-npu_fused_infer_attention_score_v2 takes them as ``learnable_sink``, with bfloat16 and head sizes up to 128
-(``torch_npu/_op_plugin_docs.py``).
+npu_fused_infer_attention_score_v2 takes them as ``learnable_sink``, with bfloat16 and head sizes up
+to 128 (``torch_npu/_op_plugin_docs.py``).
 """
 
 from typing import Any, ClassVar
@@ -54,9 +55,13 @@ class SinkAttentionImpl(FusedAttentionImpl):
         }
         tensors = query.contiguous(), key_cache.flatten(2), value_cache.flatten(2)
         if extension.is_captured():
-            attend["workspace"] = torch_npu._npu_fused_infer_attention_score_v2_get_max_workspace(*tensors, **attend)
+            attend["workspace"] = torch_npu._npu_fused_infer_attention_score_v2_get_max_workspace(
+                *tensors, **attend
+            )
         with extension.graph_task():
-            torch_npu.npu_fused_infer_attention_score_v2.out(*tensors, **attend, out=[output, meta.softmax_lse])
+            torch_npu.npu_fused_infer_attention_score_v2.out(
+                *tensors, **attend, out=[output, meta.softmax_lse]
+            )
 
 
 class SinkAttentionBackend(FusedAttentionBackend):

@@ -1,8 +1,9 @@
-"""Sparse latent attention (DSA): npu_lightning_indexer selects tokens, npu_sparse_flash_attention attends to them.
+"""Sparse latent attention (DSA): npu_lightning_indexer selects tokens, npu_sparse_flash_attention
+attends to them.
 
-All tokens of a step are one call of each, in any mix of prefills and decodes. Sequence lengths are read on the device, so that
-the calls belong to graphs as they are. Limits of the kernels are those of ``torch_npu/_op_plugin_docs.py`` in the torch_npu
-wheel, and of op-plugin's pages for them.
+All tokens of a step are one call of each, in any mix of prefills and decodes. Sequence lengths are
+read on the device, so that the calls belong to graphs as they are. Limits of the kernels are those
+of ``torch_npu/_op_plugin_docs.py`` in the torch_npu wheel, and of op-plugin's pages for them.
 """
 
 from dataclasses import dataclass
@@ -19,7 +20,13 @@ from vllm.v1.attention.backend import (
     MLAAttentionImpl,
 )
 
-from ascend_attention.latent import LATENT, ROPE, FusedLatentAttentionBackend, pad_heads, write_latents
+from ascend_attention.latent import (
+    LATENT,
+    ROPE,
+    FusedLatentAttentionBackend,
+    pad_heads,
+    write_latents,
+)
 
 INDEX_HEAD, MAX_INDEX_HEADS = 128, 64
 """Elements of a head of the indexer, and how many it may have."""
@@ -33,7 +40,8 @@ class SparseLatentMetadata(AttentionMetadata):
     """Metadata of one step, the same for attention and indexers.
 
     Attributes:
-        num_actual_tokens: query tokens, including padding tokens in full-graph mode, which belong to no request.
+        num_actual_tokens: query tokens, including padding tokens in full-graph mode, which belong
+        to no request.
         num_decodes: requests of vLLM.
         query_ends: int32 ``[requests]``, end of each request's query tokens.
         seq_lens: int32 ``[requests]``.
@@ -58,11 +66,16 @@ class SparseLatentMetadata(AttentionMetadata):
 class SparseLatentMetadataBuilder(AttentionMetadataBuilder[SparseLatentMetadata]):
     _cudagraph_support: ClassVar[AttentionCGSupport] = AttentionCGSupport.ALWAYS
 
-    def __init__(self, kv_cache_spec: Any, layer_names: list[str], vllm_config: Any, device: torch.device) -> None:
+    def __init__(
+        self, kv_cache_spec: Any, layer_names: list[str], vllm_config: Any, device: torch.device
+    ) -> None:
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
 
     def build(
-        self, common_prefix_len: int, common_attn_metadata: CommonAttentionMetadata, fast_build: bool = False
+        self,
+        common_prefix_len: int,
+        common_attn_metadata: CommonAttentionMetadata,
+        fast_build: bool = False,
     ) -> SparseLatentMetadata:
         common = common_attn_metadata
         return SparseLatentMetadata(
@@ -75,11 +88,18 @@ class SparseLatentMetadataBuilder(AttentionMetadataBuilder[SparseLatentMetadata]
         )
 
 
-class FusedSparseLatentAttentionImpl(extension.SparseLatentAttentionImplBase, MLAAttentionImpl[SparseLatentMetadata]):
+class FusedSparseLatentAttentionImpl(
+    extension.SparseLatentAttentionImplBase, MLAAttentionImpl[SparseLatentMetadata]
+):
     """Fused sparse latent attention; see ``extension.SparseLatentAttentionImplBase``."""
 
     title = "the fused sparse latent attention of ascend-attention"
-    operators = ("npu_lightning_indexer", "npu_sparse_flash_attention", "npu_scatter_nd_update_", "npu_scatter_pa_kv_cache")
+    operators = (
+        "npu_lightning_indexer",
+        "npu_sparse_flash_attention",
+        "npu_scatter_nd_update_",
+        "npu_scatter_pa_kv_cache",
+    )
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -88,21 +108,36 @@ class FusedSparseLatentAttentionImpl(extension.SparseLatentAttentionImplBase, ML
         if self.indexer is not None:
             index = self.indexer
             found += [index.head_dim, index.n_head, index.topk_tokens]
-            fits = fits and index.head_dim == INDEX_HEAD and index.n_head <= MAX_INDEX_HEADS and index.topk_tokens in COUNTS
+            fits = (
+                fits
+                and index.head_dim == INDEX_HEAD
+                and index.n_head <= MAX_INDEX_HEADS
+                and index.topk_tokens in COUNTS
+            )
         if not fits:
             raise NotImplementedError(
-                f"{self.title} supports latents of {LATENT} with {ROPE} rotated elements, at most 128 heads, indexers with at "
-                f"most {MAX_INDEX_HEADS} heads of {INDEX_HEAD}, and index_topk to 2048 or a multiple of 1024 to 8192, not "
-                f"{', '.join(map(str, found))}; fix: VLLM_PLUGINS=ascend, for the built-in attention"
+                f"{self.title} supports latents of {LATENT} with {ROPE} rotated elements, at most"
+                f" 128 heads, indexers with at most {MAX_INDEX_HEADS} heads of {INDEX_HEAD}, and"
+                " index_topk to 2048 or a multiple of 1024 to 8192, not"
+                f" {', '.join(map(str, found))}; fix: VLLM_PLUGINS=ascend, for the built-in"
+                " attention"
             )
 
     def do_kv_cache_update(
-        self, kv_c_normed: torch.Tensor, k_pe: torch.Tensor, kv_cache: Any, slot_mapping: torch.Tensor, *args: Any
+        self,
+        kv_c_normed: torch.Tensor,
+        k_pe: torch.Tensor,
+        kv_cache: Any,
+        slot_mapping: torch.Tensor,
+        *args: Any,
     ) -> None:
-        """Write latents ``[tokens, 512]`` and rotated keys ``[tokens, 1, 64]`` into the KV cache."""
+        """Write latents ``[tokens, 512]`` and rotated keys ``[tokens, 1, 64]`` into the
+        KV cache."""
         write_latents((kv_c_normed, k_pe), kv_cache, self.valid_slots(slot_mapping))
 
-    def write_index(self, key: torch.Tensor, index_cache: torch.Tensor, attn_metadata: SparseLatentMetadata) -> None:
+    def write_index(
+        self, key: torch.Tensor, index_cache: torch.Tensor, attn_metadata: SparseLatentMetadata
+    ) -> None:
         slots = attn_metadata.slot_mapping[: len(key)].unsqueeze(1)
         torch_npu.npu_scatter_nd_update_(index_cache.view(-1, INDEX_HEAD), slots, key)
 
@@ -135,7 +170,8 @@ class FusedSparseLatentAttentionImpl(extension.SparseLatentAttentionImplBase, ML
         """Compute attention of absorbed queries to the selected tokens.
 
         Args:
-            q: the query's latent and rotated parts, ``[tokens, heads, 512]`` and ``[tokens, heads, 64]``.
+            q: the query's latent and rotated parts, ``[tokens, heads, 512]`` and ``[tokens, heads,
+            64]``.
             kv_c_and_k_pe_cache: the layer's latents and rotated keys.
 
         Returns:
@@ -165,7 +201,8 @@ class FusedSparseLatentAttentionImpl(extension.SparseLatentAttentionImplBase, ML
 
 
 class FusedSparseLatentAttentionBackend(FusedLatentAttentionBackend):
-    """Fused backend for vLLM's MLAAttention with ``use_sparse``, and for the KV cache of its indexer."""
+    """Fused backend for vLLM's MLAAttention with ``use_sparse``, and for the KV cache of its
+    indexer."""
 
     impl_cls, builder_cls = FusedSparseLatentAttentionImpl, SparseLatentMetadataBuilder
 

@@ -12,7 +12,8 @@ OPTIONS = {"all2all": "auto", "groups": {}, "deterministic": False, "connect_tim
 """Keys and defaults of ``ascend.communicator``; see docs/configuration.md."""
 
 GROUPS = ("tp", "pp", "dp", "ep", "eplb", "etp", "edp", "mc2")
-"""Names of vLLM's groups with a device communicator (``vllm/distributed/parallel_state.py``), and of the group of MC2 alone."""
+"""Names of vLLM's groups with a device communicator (``vllm/distributed/parallel_state.py``), and
+of the group of MC2 alone."""
 
 GROUP_OPTIONS = {
     "buffer_size": ("hccl_buffer_size", "MiB"),
@@ -24,19 +25,30 @@ GROUP_OPTIONS = {
 def register() -> None:
     """Offer the communicator to ascend-platform; never raises.
 
-    Entry point of the group ``vllm.general_plugins``. vLLM calls it in every process, possibly more than once.
+    Entry point of the group ``vllm.general_plugins``. vLLM calls it in every process, possibly more
+    than once.
     """
-    extension.join("ascend-communicator", "ascend_communicator", _offer, options=OPTIONS, configured=_take_options, api="1.5")
+    extension.join(
+        "ascend-communicator",
+        "ascend_communicator",
+        _offer,
+        options=OPTIONS,
+        configured=_take_options,
+        api="1.5",
+    )
 
 
 def _offer() -> None:
     extension.offer("communicator", "ascend_communicator.communicator.HCCLCommunicator")
-    extension.offer("weight_transfer.hccl", "ascend_communicator.weight_transfer.HCCLWeightTransferEngine")
+    extension.offer(
+        "weight_transfer.hccl", "ascend_communicator.weight_transfer.HCCLWeightTransferEngine"
+    )
     extension.offer("hccl.link", "ascend_communicator.p2p_link.P2PLink")
 
 
 def _take_options(options: Mapping[str, object]) -> None:
-    """Check the options, and set the environment variables of those that HCCL supports per process only.
+    """Check the options, and set the environment variables of those that HCCL supports per process
+    only.
 
     Raises:
         RefusedError: an unknown name or an unsupported value.
@@ -51,7 +63,9 @@ def _take_options(options: Mapping[str, object]) -> None:
             raise _refused(f"groups.{name}", values, f"an object, for one of {', '.join(GROUPS)}")
         for key, value in values.items():
             if key not in GROUP_OPTIONS:
-                raise _refused(f"groups.{name}.{key}", value, f"one of the keys {', '.join(GROUP_OPTIONS)}")
+                raise _refused(
+                    f"groups.{name}.{key}", value, f"one of the keys {', '.join(GROUP_OPTIONS)}"
+                )
             _check_int(f"groups.{name}.{key}", value, 1, 2**31 - 1, GROUP_OPTIONS[key][1])
     if not isinstance(options["deterministic"], bool):
         raise _refused("deterministic", options["deterministic"], "true or false")

@@ -1,8 +1,9 @@
 """vLLM's device communicator over HCCL, through torch_npu's process group ``hccl``.
 
-The methods inherited from ``DeviceCommunicatorBase`` are one HCCL call each (``all_reduce`` works in place, as its caller in
-``vllm/distributed/parallel_state.py`` allows). This class adds the methods that the base class lacks, and MoE dispatch and
-combine, which return their input unchanged in the base class, without an error.
+The methods inherited from ``DeviceCommunicatorBase`` are one HCCL call each (``all_reduce`` works
+in place, as its caller in ``vllm/distributed/parallel_state.py`` allows). This class adds the
+methods that the base class lacks, and MoE dispatch and combine, which return their input unchanged
+in the base class, without an error.
 """
 
 from collections.abc import Mapping
@@ -12,7 +13,10 @@ import torch
 import torch.distributed as dist
 import torch_npu
 from ascend_platform import extension
-from vllm.distributed.device_communicators.base_device_communicator import All2AllManagerBase, DeviceCommunicatorBase
+from vllm.distributed.device_communicators.base_device_communicator import (
+    All2AllManagerBase,
+    DeviceCommunicatorBase,
+)
 
 from ascend_communicator import GROUP_OPTIONS
 
@@ -30,13 +34,15 @@ INHERITED = {
     "checkpoint_prepare": "nothing, as suspend",
     "checkpoint_restore": "nothing, as suspend",
 }
-"""Inherited methods and the HCCL calls below them. A test compares this list with the base class."""
+"""Inherited methods and the HCCL calls below them. A test compares this list with the base class.
+"""
 
 Dispatched = tuple[torch.Tensor, ...] | tuple[torch.Tensor | list[torch.Tensor], ...]
 
 
 class HCCLCommunicator(DeviceCommunicatorBase):
-    """Collectives of one of vLLM's groups. Tensors are on this process's NPU; ranks are ranks in the group."""
+    """Collectives of one of vLLM's groups. Tensors are on this process's NPU; ranks are ranks in
+    the group."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -48,23 +54,33 @@ class HCCLCommunicator(DeviceCommunicatorBase):
 
             if self.all2all_backend not in (None, "naive", "allgather_reducescatter"):
                 raise ValueError(
-                    f"--all2all-backend {self.all2all_backend} is not supported on Ascend NPUs; fix: remove it, and select a "
-                    "backend by ascend.communicator.all2all in --additional-config"
+                    f"--all2all-backend {self.all2all_backend} is not supported on Ascend NPUs;"
+                    " fix: remove it, and select a backend by ascend.communicator.all2all in"
+                    " --additional-config"
                 )
             assert self.device_group is not None
             self.all2all_manager = HCCLAll2AllManager(self.cpu_group, self.device_group)
 
     def _set_options(self) -> None:
-        """Set this group's ``ascend.communicator.groups`` options, before its first call creates the HCCL communicator."""
-        groups = cast(Mapping[str, Mapping[str, int]], extension.config("communicator").get("groups", {}))
+        """Set this group's ``ascend.communicator.groups`` options, before its first call creates
+        the HCCL communicator."""
+        groups = cast(
+            Mapping[str, Mapping[str, int]], extension.config("communicator").get("groups", {})
+        )
         given = groups.get(self.unique_name.partition(":")[0], {})
         if given:
             group: Any = self.device_group
             options = group._get_backend(self.device).options
-            options.hccl_config = {**options.hccl_config, **{GROUP_OPTIONS[key][0]: value for key, value in given.items()}}
+            options.hccl_config = {
+                **options.hccl_config,
+                **{GROUP_OPTIONS[key][0]: value for key, value in given.items()},
+            }
 
     def all_gatherv(
-        self, input_: torch.Tensor | list[torch.Tensor], dim: int = 0, sizes: list[int] | None = None
+        self,
+        input_: torch.Tensor | list[torch.Tensor],
+        dim: int = 0,
+        sizes: list[int] | None = None,
     ) -> torch.Tensor | list[torch.Tensor]:
         """Gather rows of all ranks, with a different number of rows per rank.
 
@@ -91,10 +107,14 @@ class HCCLCommunicator(DeviceCommunicatorBase):
         if len(set(sizes)) == 1:
             dist.all_gather_single(output, input_.contiguous(), group=self.device_group)
         else:
-            torch_npu.distributed.all_gather_into_tensor_uneven(output, input_.contiguous(), sizes, group=self.device_group)
+            torch_npu.distributed.all_gather_into_tensor_uneven(
+                output, input_.contiguous(), sizes, group=self.device_group
+            )
         return output
 
-    def reduce_scatterv(self, input_: torch.Tensor, dim: int = -1, sizes: list[int] | None = None) -> torch.Tensor:
+    def reduce_scatterv(
+        self, input_: torch.Tensor, dim: int = -1, sizes: list[int] | None = None
+    ) -> torch.Tensor:
         """Reduce over all ranks and scatter, with a different part size per rank.
 
         Args:
@@ -111,27 +131,40 @@ class HCCLCommunicator(DeviceCommunicatorBase):
         return self._scatter_rows(rows, output, sizes).movedim(0, dim).contiguous()
 
     def reduce_scatterv_into_output(
-        self, input_: torch.Tensor, output: torch.Tensor, dim: int = -1, sizes: list[int] | None = None
+        self,
+        input_: torch.Tensor,
+        output: torch.Tensor,
+        dim: int = -1,
+        sizes: list[int] | None = None,
     ) -> torch.Tensor:
-        """As ``reduce_scatterv`` into ``output``; without a copy if it is contiguous and ``dim`` is the first dimension."""
+        """As ``reduce_scatterv`` into ``output``; without a copy if it is contiguous and ``dim`` is
+        the first dimension."""
         if dim % input_.dim() or not output.is_contiguous():
             return output.copy_(self.reduce_scatterv(input_, dim, sizes))
         rows = input_.contiguous()
         return self._scatter_rows(rows, output, self._part_sizes(rows, sizes))
 
-    def _scatter_rows(self, rows: torch.Tensor, output: torch.Tensor, sizes: list[int]) -> torch.Tensor:
+    def _scatter_rows(
+        self, rows: torch.Tensor, output: torch.Tensor, sizes: list[int]
+    ) -> torch.Tensor:
         if len(set(sizes)) == 1:
             dist.reduce_scatter_single(output, rows, group=self.device_group)
         else:
-            torch_npu.distributed.reduce_scatter_tensor_uneven(output, rows, sizes, group=self.device_group)
+            torch_npu.distributed.reduce_scatter_tensor_uneven(
+                output, rows, sizes, group=self.device_group
+            )
         return output
 
     def _part_sizes(self, rows: torch.Tensor, sizes: list[int] | None) -> list[int]:
         if sizes is None and len(rows) % self.world_size:
-            raise ValueError(f"{len(rows)} rows are not divisible by {self.world_size} ranks; give sizes")
+            raise ValueError(
+                f"{len(rows)} rows are not divisible by {self.world_size} ranks; give sizes"
+            )
         part_sizes = self._check_sizes(sizes, len(rows) // self.world_size)
         if sum(part_sizes) != len(rows):
-            raise ValueError(f"sizes {part_sizes} add up to {sum(part_sizes)} rows; the tensor has {len(rows)}")
+            raise ValueError(
+                f"sizes {part_sizes} add up to {sum(part_sizes)} rows; the tensor has {len(rows)}"
+            )
         return part_sizes
 
     def _check_sizes(self, sizes: list[int] | None, own: int) -> list[int]:
@@ -142,7 +175,8 @@ class HCCLCommunicator(DeviceCommunicatorBase):
         return sizes
 
     def batch_isend_irecv(self, p2p_ops: list[dist.P2POp]) -> None:
-        """Queue sends and receives as one group, also in both directions between two ranks; does not wait for them.
+        """Queue sends and receives as one group, also in both directions between two ranks; does
+        not wait for them.
 
         Args:
             p2p_ops: ``torch.distributed.P2POp`` of this group.
@@ -155,7 +189,9 @@ class HCCLCommunicator(DeviceCommunicatorBase):
     @property
     def _manager(self) -> All2AllManagerBase:
         if self.all2all_manager is None:
-            raise RuntimeError(f"group {self.unique_name} has no all2all manager; use vLLM's group 'ep'")
+            raise RuntimeError(
+                f"group {self.unique_name} has no all2all manager; use vLLM's group 'ep'"
+            )
         return self.all2all_manager
 
     def dispatch_router_logits(
@@ -165,8 +201,11 @@ class HCCLCommunicator(DeviceCommunicatorBase):
         is_sequence_parallel: bool = False,
         extra_tensors: list[torch.Tensor] | None = None,
     ) -> Dispatched:
-        """Dispatch tokens ``[tokens, hidden]`` with router logits and extra tensors to the ranks of their experts."""
-        return self._manager.dispatch_router_logits(hidden_states, router_logits, is_sequence_parallel, extra_tensors)
+        """Dispatch tokens ``[tokens, hidden]`` with router logits and extra tensors to the ranks of
+        their experts."""
+        return self._manager.dispatch_router_logits(
+            hidden_states, router_logits, is_sequence_parallel, extra_tensors
+        )
 
     def dispatch(
         self,
@@ -177,14 +216,22 @@ class HCCLCommunicator(DeviceCommunicatorBase):
         extra_tensors: list[torch.Tensor] | None = None,
     ) -> Dispatched:
         """Dispatch tokens with top-k weights and ids ``[tokens, k]`` in place of router logits."""
-        return self._manager.dispatch(hidden_states, topk_weights, topk_ids, is_sequence_parallel, extra_tensors)
+        return self._manager.dispatch(
+            hidden_states, topk_weights, topk_ids, is_sequence_parallel, extra_tensors
+        )
 
-    def combine(self, hidden_states: torch.Tensor, is_sequence_parallel: bool = False) -> torch.Tensor:
+    def combine(
+        self, hidden_states: torch.Tensor, is_sequence_parallel: bool = False
+    ) -> torch.Tensor:
         """Combine: sum the expert outputs of all ranks for this rank's tokens."""
         return self._manager.combine(hidden_states, is_sequence_parallel)
 
     def allocate_combine_input(
-        self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device, is_sequence_parallel: bool = False
+        self,
+        shape: tuple[int, ...],
+        dtype: torch.dtype,
+        device: torch.device,
+        is_sequence_parallel: bool = False,
     ) -> torch.Tensor | None:
         """Allocate an input of ``combine`` that needs no copy; None without special memory."""
         return self._manager.allocate_combine_input(shape, dtype, device, is_sequence_parallel)

@@ -1,8 +1,9 @@
 """Point-to-point HCCL link with bounded waits, on a private stream, for peers that may fail.
 
-A call whose peer has failed blocks its stream, and with it every synchronization of the device. So the calls are queued on a
-private stream that is destroyed with the link, and not on one of torch_npu's, which are reused. Functions and constants are those
-of Huawei's public API reference "acl API (C)" (aclrtCreateStream, aclrtSynchronizeStreamWithTimeout, aclrtDestroyStreamForce).
+A call whose peer has failed blocks its stream, and with it every synchronization of the device. So
+the calls are queued on a private stream that is destroyed with the link, and not on one of
+torch_npu's, which are reused. Functions and constants are those of Huawei's public API reference
+"acl API (C)" (aclrtCreateStream, aclrtSynchronizeStreamWithTimeout, aclrtDestroyStreamForce).
 """
 
 import ctypes
@@ -17,13 +18,16 @@ TIMED_OUT = 507046
 
 
 class P2PLink(PyHcclCommunicator):
-    """A communicator of two ranks. ``send`` and ``recv`` use the link's private stream unless another is given.
+    """A communicator of two ranks. ``send`` and ``recv`` use the link's private stream unless
+    another is given.
 
-    A tensor must be complete before ``send``, and is complete after ``recv`` once :meth:`wait` has returned True.
+    A tensor must be complete before ``send``, and is complete after ``recv`` once :meth:`wait` has
+    returned True.
 
     Args:
         rank: 0 or 1, on the current NPU.
-        info: :meth:`root_info` of rank 0. HCCL does not verify it, so it must come from a trusted peer.
+        info: :meth:`root_info` of rank 0. HCCL does not verify it, so it must come from a trusted
+        peer.
 
     Raises:
         ValueError: ``info`` has another length.
@@ -34,9 +38,15 @@ class P2PLink(PyHcclCommunicator):
         self.library, self.rank, self.world_size = load(), rank, 2
         self.device = torch.device("npu", torch.npu.current_device())
         self._runtime, self._comm = ctypes.CDLL("libascendcl.so"), None
-        root_info, comm, handle = torch.frombuffer(bytearray(info), dtype=torch.uint8), ctypes.c_void_p(), ctypes.c_void_p()
+        root_info, comm, handle = (
+            torch.frombuffer(bytearray(info), dtype=torch.uint8),
+            ctypes.c_void_p(),
+            ctypes.c_void_p(),
+        )
         if len(root_info) != ROOT_INFO_BYTES:
-            raise ValueError(f"HCCL's root information has {ROOT_INFO_BYTES} bytes; found {len(root_info)}")
+            raise ValueError(
+                f"HCCL's root information has {ROOT_INFO_BYTES} bytes; found {len(root_info)}"
+            )
         self.library.call("HcclCommInitRootInfo", 2, root_info.data_ptr(), rank, ctypes.byref(comm))
         self._comm = comm.value
         self._check("aclrtCreateStream", ctypes.byref(handle))
@@ -44,7 +54,8 @@ class P2PLink(PyHcclCommunicator):
 
     @staticmethod
     def root_info() -> bytes:
-        """Create HCCL's root information for both ranks, in the process of rank 0 on its current NPU.
+        """Create HCCL's root information for both ranks, in the process of rank 0 on its current
+        NPU.
 
         Raises:
             HCCLError: HCCL finds no network address, for example.
@@ -68,9 +79,13 @@ class P2PLink(PyHcclCommunicator):
         Raises:
             HCCLError: a call has failed.
         """
-        status = self._runtime.aclrtSynchronizeStreamWithTimeout(ctypes.c_void_p(self.npu_stream), max(1, int(seconds * 1000)))
+        status = self._runtime.aclrtSynchronizeStreamWithTimeout(
+            ctypes.c_void_p(self.npu_stream), max(1, int(seconds * 1000))
+        )
         if status not in (0, TIMED_OUT):
-            raise HCCLError(f"a point-to-point transfer failed with {status}; the peer has exited or refused")
+            raise HCCLError(
+                f"a point-to-point transfer failed with {status}; the peer has exited or refused"
+            )
         return not status
 
     def destroy(self) -> None:

@@ -1,8 +1,9 @@
 """ctypes bindings of HCCL's functions, on a caller's stream: the counterpart of vLLM's pynccl.
 
-torch.distributed runs collectives on a stream of its own, with events and a watchdog. Here a collective is one call on the given
-stream, also in graph capture. Declarations and constants are those of Huawei's public API reference "HCCL" (each function's
-page, HcclDataType, HcclReduceOp, HcclRootInfo).
+torch.distributed runs collectives on a stream of its own, with events and a watchdog. Here a
+collective is one call on the given stream, also in graph capture. Declarations and constants are
+those of Huawei's public API reference "HCCL" (each function's page, HcclDataType, HcclReduceOp,
+HcclRootInfo).
 """
 
 import ctypes
@@ -15,7 +16,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch_npu  # noqa: F401  (torch.npu)
+import torch_npu  # noqa: F401
 from torch.distributed import ProcessGroup, ReduceOp
 from vllm.distributed.utils import StatelessProcessGroup
 
@@ -65,14 +66,16 @@ _FUNCTIONS: dict[str, tuple[Any, ...]] = {
 
 
 class HCCLError(RuntimeError):
-    """A function of HCCL failed; the message has its name, HcclResult and error string in one line."""
+    """A function of HCCL failed; the message has its name, HcclResult and error string in
+    one line."""
 
 
 class HCCLLibrary:
     """The shared library libhccl.
 
     Args:
-        path: library file; defaults to the environment variable ``HCCL_SO_PATH``, then to ``libhccl.so``.
+        path: library file; defaults to the environment variable ``HCCL_SO_PATH``, then to
+        ``libhccl.so``.
 
     Raises:
         RuntimeError: the library cannot be loaded.
@@ -84,8 +87,8 @@ class HCCLLibrary:
             self._library = ctypes.CDLL(self.path)
         except OSError as error:
             raise RuntimeError(
-                f"HCCL's library {self.path} cannot be loaded ({error}); source CANN's set_env.sh, or set HCCL_SO_PATH to "
-                "the file"
+                f"HCCL's library {self.path} cannot be loaded ({error}); source CANN's set_env.sh,"
+                " or set HCCL_SO_PATH to the file"
             ) from None
         self._library.HcclGetErrorString.restype = ctypes.c_char_p
 
@@ -123,7 +126,8 @@ def load(path: str | None = None) -> HCCLLibrary:
 def _exchange(group: StatelessProcessGroup, info: torch.Tensor) -> torch.Tensor:
     """Rank 0's root information, ``[ROOT_INFO_BYTES]``, as bytes.
 
-    The group's own broadcasts are pickles: whoever names rank 0's address to a worker could run code in it.
+    The group's own broadcasts are pickles: whoever names rank 0's address to a worker could run
+    code in it.
 
     Raises:
         RuntimeError: rank 0 has sent something else.
@@ -136,20 +140,26 @@ def _exchange(group: StatelessProcessGroup, info: torch.Tensor) -> torch.Tensor:
     received = group.store.get(f"hccl_root_info/{group.broadcast_recv_src_counter[0]}")
     group.broadcast_recv_src_counter[0] += 1
     if len(received) != ROOT_INFO_BYTES:
-        found = f"rank 0 of the group sent {len(received)} bytes of root information; HCCL's has {ROOT_INFO_BYTES}"
+        found = (
+            f"rank 0 of the group sent {len(received)} bytes of root information; HCCL's has"
+            f" {ROOT_INFO_BYTES}"
+        )
         raise RuntimeError(f"{found}; fix: use the same ascend-communicator on all ranks")
     return torch.frombuffer(bytearray(received), dtype=torch.uint8)
 
 
 class PyHcclCommunicator:
-    """HCCL collectives among the ranks of a group, with the arguments of vLLM's ``PyNcclCommunicator``.
+    """HCCL collectives among the ranks of a group, with the arguments of vLLM's
+    ``PyNcclCommunicator``.
 
-    Every method queues one call on ``stream`` (``torch.npu.Stream``; the current one if None) and returns. Tensors must be
-    contiguous, on this communicator's NPU, and must not be freed before the stream has used them. A method raises ValueError for
-    unsuitable tensors, RuntimeError after ``destroy``, and HCCLError for errors of HCCL.
+    Every method queues one call on ``stream`` (``torch.npu.Stream``; the current one if None) and
+    returns. Tensors must be contiguous, on this communicator's NPU, and must not be freed before
+    the stream has used them. A method raises ValueError for unsuitable tensors, RuntimeError after
+    ``destroy``, and HCCLError for errors of HCCL.
 
     Args:
-        group: a CPU group (gloo) or vLLM's ``StatelessProcessGroup``, used to exchange HCCL's root information.
+        group: a CPU group (gloo) or vLLM's ``StatelessProcessGroup``, used to exchange HCCL's root
+        information.
         device: the NPU.
         library_path: see :class:`HCCLLibrary`.
 
@@ -160,20 +170,28 @@ class PyHcclCommunicator:
     """
 
     def __init__(
-        self, group: ProcessGroup | StatelessProcessGroup, device: int | str | torch.device, library_path: str | None = None
+        self,
+        group: ProcessGroup | StatelessProcessGroup,
+        device: int | str | torch.device,
+        library_path: str | None = None,
     ) -> None:
         self.group, self.library = group, load(library_path)
-        self.device = torch.device("npu", device) if isinstance(device, int) else torch.device(device)
+        self.device = (
+            torch.device("npu", device) if isinstance(device, int) else torch.device(device)
+        )
         info = torch.zeros(ROOT_INFO_BYTES, dtype=torch.uint8)
         if isinstance(group, StatelessProcessGroup):
             self.rank, self.world_size = group.rank, group.world_size
         elif dist.get_backend(group) == "hccl":
-            raise ValueError("PyHcclCommunicator needs a CPU group, such as gloo; the group's backend is hccl")
+            raise ValueError(
+                "PyHcclCommunicator needs a CPU group, such as gloo; the group's backend is hccl"
+            )
         else:
             self.rank, self.world_size = dist.get_rank(group), dist.get_world_size(group)
         self._comm: int | None = None
         with torch.npu.device(self.device):
-            # opens the NPU; the device is not synchronized, since another stream may wait for a failed rank
+            # opens the NPU; the device is not synchronized, since another stream may wait for a
+            # failed rank
             torch.npu.current_stream().synchronize()
             if self.rank == 0:
                 self.library.call("HcclGetRootInfo", info.data_ptr())
@@ -182,7 +200,13 @@ class PyHcclCommunicator:
             else:
                 dist.broadcast(info, src=dist.get_process_group_ranks(group)[0], group=group)
             comm = ctypes.c_void_p()
-            self.library.call("HcclCommInitRootInfo", self.world_size, info.data_ptr(), self.rank, ctypes.byref(comm))
+            self.library.call(
+                "HcclCommInitRootInfo",
+                self.world_size,
+                info.data_ptr(),
+                self.rank,
+                ctypes.byref(comm),
+            )
         self._comm = comm.value
 
     def all_reduce(
@@ -192,10 +216,18 @@ class PyHcclCommunicator:
         op: ReduceOp.RedOpType = ReduceOp.SUM,
         stream: Stream = None,
     ) -> torch.Tensor:
-        """Reduce ``in_tensor`` of all ranks into ``out_tensor``, which may be ``in_tensor``; into a new tensor if None."""
+        """Reduce ``in_tensor`` of all ranks into ``out_tensor``, which may be ``in_tensor``; into a
+        new tensor if None."""
         out = torch.empty_like(in_tensor) if out_tensor is None else out_tensor
         self._check_match(in_tensor, out, in_tensor.numel())
-        self._run("HcclAllReduce", stream, in_tensor, out, in_tensor.numel(), *self._reduction(in_tensor, op))
+        self._run(
+            "HcclAllReduce",
+            stream,
+            in_tensor,
+            out,
+            in_tensor.numel(),
+            *self._reduction(in_tensor, op),
+        )
         return out
 
     def reduce(
@@ -209,12 +241,23 @@ class PyHcclCommunicator:
         """Reduce to rank ``root``; on other ranks ``output_tensor`` is unchanged."""
         self._check_match(input_tensor, output_tensor, input_tensor.numel())
         kind = self._reduction(input_tensor, op)
-        self._run("HcclReduce", stream, input_tensor, output_tensor, input_tensor.numel(), *kind, root)
+        self._run(
+            "HcclReduce", stream, input_tensor, output_tensor, input_tensor.numel(), *kind, root
+        )
 
-    def all_gather(self, output_tensor: torch.Tensor, input_tensor: torch.Tensor, stream: Stream = None) -> None:
+    def all_gather(
+        self, output_tensor: torch.Tensor, input_tensor: torch.Tensor, stream: Stream = None
+    ) -> None:
         """Concatenate ``input_tensor`` of all ranks into ``output_tensor``."""
         self._check_match(input_tensor, output_tensor, input_tensor.numel() * self.world_size)
-        self._run("HcclAllGather", stream, input_tensor, output_tensor, input_tensor.numel(), self._dtype(input_tensor))
+        self._run(
+            "HcclAllGather",
+            stream,
+            input_tensor,
+            output_tensor,
+            input_tensor.numel(),
+            self._dtype(input_tensor),
+        )
 
     def all_gatherv(
         self,
@@ -227,7 +270,16 @@ class PyHcclCommunicator:
         counts, starts = self._rows(sizes, output_tensor)
         self._check_match(output_tensor, input_tensor, counts[self.rank])
         kind = self._dtype(input_tensor)
-        self._run("HcclAllGatherV", stream, input_tensor, input_tensor.numel(), output_tensor, counts, starts, kind)
+        self._run(
+            "HcclAllGatherV",
+            stream,
+            input_tensor,
+            input_tensor.numel(),
+            output_tensor,
+            counts,
+            starts,
+            kind,
+        )
 
     def reduce_scatter(
         self,
@@ -239,7 +291,9 @@ class PyHcclCommunicator:
         """Reduce ``input_tensor`` of all ranks and scatter equal parts into ``output_tensor``."""
         self._check_match(output_tensor, input_tensor, output_tensor.numel() * self.world_size)
         kind = self._reduction(input_tensor, op)
-        self._run("HcclReduceScatter", stream, input_tensor, output_tensor, output_tensor.numel(), *kind)
+        self._run(
+            "HcclReduceScatter", stream, input_tensor, output_tensor, output_tensor.numel(), *kind
+        )
 
     def reduce_scatterv(
         self,
@@ -253,7 +307,16 @@ class PyHcclCommunicator:
         counts, starts = self._rows(sizes, input_tensor)
         self._check_match(input_tensor, output_tensor, counts[self.rank])
         kind = self._reduction(input_tensor, op)
-        self._run("HcclReduceScatterV", stream, input_tensor, counts, starts, output_tensor, output_tensor.numel(), *kind)
+        self._run(
+            "HcclReduceScatterV",
+            stream,
+            input_tensor,
+            counts,
+            starts,
+            output_tensor,
+            output_tensor.numel(),
+            *kind,
+        )
 
     def broadcast(self, tensor: torch.Tensor, src: int, stream: Stream = None) -> None:
         """Broadcast ``tensor`` from rank ``src``."""
@@ -267,11 +330,17 @@ class PyHcclCommunicator:
         input_sizes: list[int],
         stream: Stream = None,
     ) -> None:
-        """All-to-all: send ``input_sizes[i]`` rows to rank i, and receive ``output_sizes[i]`` rows from it."""
-        sent, received = self._rows(input_sizes, input_tensor), self._rows(output_sizes, output_tensor)
+        """All-to-all: send ``input_sizes[i]`` rows to rank i, and receive ``output_sizes[i]`` rows
+        from it."""
+        sent, received = (
+            self._rows(input_sizes, input_tensor),
+            self._rows(output_sizes, output_tensor),
+        )
         self._check_match(input_tensor, output_tensor, output_tensor.numel())
         kind = self._dtype(input_tensor)
-        self._run("HcclAlltoAllV", stream, input_tensor, *sent, kind, output_tensor, *received, kind)
+        self._run(
+            "HcclAlltoAllV", stream, input_tensor, *sent, kind, output_tensor, *received, kind
+        )
 
     def send(self, tensor: torch.Tensor, dst: int, stream: Stream = None) -> None:
         """Send ``tensor`` to rank ``dst``."""
@@ -282,7 +351,8 @@ class PyHcclCommunicator:
         self._run("HcclRecv", stream, tensor, tensor.numel(), self._dtype(tensor), src)
 
     def group_start(self) -> None:
-        """Start a group: calls of this thread are queued together at ``group_end``, for example sends in both directions."""
+        """Start a group: calls of this thread are queued together at ``group_end``, for example
+        sends in both directions."""
         self._open()
         self.library.call("HcclGroupStart")
 
@@ -300,7 +370,8 @@ class PyHcclCommunicator:
             self.group_end()
 
     def destroy(self) -> None:
-        """Destroy the communicator after the NPU has finished; idempotent. Graphs that captured it become invalid."""
+        """Destroy the communicator after the NPU has finished; idempotent. Graphs that captured it
+        become invalid."""
         comm, self._comm = self._comm, None
         if comm is not None:
             with torch.npu.device(self.device):
@@ -317,10 +388,16 @@ class PyHcclCommunicator:
         for each in arguments:
             if isinstance(each, torch.Tensor):
                 if each.device != self.device:
-                    raise ValueError(f"this PyHcclCommunicator is on {self.device}; a tensor is on {each.device}")
+                    raise ValueError(
+                        f"this PyHcclCommunicator is on {self.device}; a tensor is on {each.device}"
+                    )
                 if not each.is_contiguous():
-                    raise ValueError(f"HCCL needs contiguous tensors; {list(each.shape)} has strides {each.stride()}")
-        # reading the handle flushes torch_npu's task queue, which may still hold the operators that write the tensors
+                    raise ValueError(
+                        f"HCCL needs contiguous tensors; {list(each.shape)} has strides"
+                        f" {each.stride()}"
+                    )
+        # reading the handle flushes torch_npu's task queue, which may still hold the operators that
+        # write the tensors
         handle = (torch.npu.current_stream(self.device) if stream is None else stream).npu_stream
         plain = (each.data_ptr() if isinstance(each, torch.Tensor) else each for each in arguments)
         self.library.call(name, *plain, comm, handle)
@@ -329,25 +406,33 @@ class PyHcclCommunicator:
     def _dtype(tensor: torch.Tensor) -> int:
         if tensor.dtype not in DTYPES:
             names = ", ".join(str(each).removeprefix("torch.") for each in DTYPES)
-            raise ValueError(f"HCCL does not support {str(tensor.dtype).removeprefix('torch.')}; supported: {names}")
+            raise ValueError(
+                f"HCCL does not support {str(tensor.dtype).removeprefix('torch.')}; supported:"
+                f" {names}"
+            )
         return DTYPES[tensor.dtype]
 
     def _reduction(self, tensor: torch.Tensor, op: ReduceOp.RedOpType) -> tuple[int, int]:
         if op not in OPERATIONS:
-            raise ValueError(f"HCCL does not support reduction by {op}; supported: SUM, PRODUCT, MAX, MIN")
+            raise ValueError(
+                f"HCCL does not support reduction by {op}; supported: SUM, PRODUCT, MAX, MIN"
+            )
         return self._dtype(tensor), OPERATIONS[op]
 
     @staticmethod
     def _check_match(tensor: torch.Tensor, other: torch.Tensor, elements: int) -> None:
         if other.dtype != tensor.dtype or other.numel() != elements:
-            raise ValueError(f"expected {elements} elements of {tensor.dtype}; found {other.numel()} of {other.dtype}")
+            raise ValueError(
+                f"expected {elements} elements of {tensor.dtype}; found {other.numel()} of"
+                f" {other.dtype}"
+            )
 
     def _rows(self, sizes: list[int], tensor: torch.Tensor) -> tuple[Any, Any]:
         """Element counts and offsets of each rank's rows of a tensor, as C arrays of uint64."""
         if len(sizes) != self.world_size or sum(sizes) != len(tensor):
             raise ValueError(
-                f"sizes {sizes} are for {len(sizes)} ranks and {sum(sizes)} rows; expected {self.world_size} ranks and "
-                f"{len(tensor)} rows"
+                f"sizes {sizes} are for {len(sizes)} ranks and {sum(sizes)} rows; expected"
+                f" {self.world_size} ranks and {len(tensor)} rows"
             )
         width, array = tensor[:1].numel() if len(tensor) else 0, ctypes.c_uint64 * self.world_size
         counts = [size * width for size in sizes]

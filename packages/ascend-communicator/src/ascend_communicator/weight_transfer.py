@@ -1,7 +1,9 @@
-"""Weight transfer from a trainer to running engines by HCCL broadcast: vLLM's weight-transfer backend ``hccl``.
+"""Weight transfer from a trainer to running engines by HCCL broadcast: vLLM's weight-transfer
+backend ``hccl``.
 
-It has the interface and life cycle of vLLM's ``nccl`` backend (``vllm/distributed/weight_transfer/nccl_engine.py``): the trainer
-is rank 0 of a separate group with all workers. Parameters are sent in buffers of ``packed_buffer_size_bytes``, or one by one
+It has the interface and life cycle of vLLM's ``nccl`` backend
+(``vllm/distributed/weight_transfer/nccl_engine.py``): the trainer is rank 0 of a separate group
+with all workers. Parameters are sent in buffers of ``packed_buffer_size_bytes``, or one by one
 without ``packed``.
 """
 
@@ -15,7 +17,10 @@ import torch
 from vllm.config import ParallelConfig
 from vllm.distributed.utils import StatelessProcessGroup
 from vllm.distributed.weight_transfer.base import ParamMeta, VLLMWeightSyncClient, WeightSource
-from vllm.distributed.weight_transfer.nccl_common import NCCLWeightTransferInitInfo, worker_init_payload
+from vllm.distributed.weight_transfer.nccl_common import (
+    NCCLWeightTransferInitInfo,
+    worker_init_payload,
+)
 from vllm.distributed.weight_transfer.nccl_engine import (
     NCCLTrainerInitInfo,
     NCCLTrainerWeightTransferEngine,
@@ -27,11 +32,15 @@ from vllm.model_executor.model_loader import mtp_validation
 from ascend_communicator.pyhccl import PyHcclCommunicator
 
 CONNECT_SECONDS = 300.0
-"""For the trainer and all workers to join the group: the timeout of vLLM's store and of its HTTP client."""
+"""For the trainer and all workers to join the group: the timeout of vLLM's store and of its HTTP
+client."""
 
 
-def connect(address: str, port: int, rank: int, world_size: int, device: torch.device | int | None = None) -> PyHcclCommunicator:
-    """Join the trainer's group on an NPU, by default the current one, through a store at rank 0's address and port."""
+def connect(
+    address: str, port: int, rank: int, world_size: int, device: torch.device | int | None = None
+) -> PyHcclCommunicator:
+    """Join the trainer's group on an NPU, by default the current one, through a store at rank 0's
+    address and port."""
     if device is not None:
         torch.npu.set_device(device)
     group = StatelessProcessGroup.create(host=address, port=port, rank=rank, world_size=world_size)
@@ -39,7 +48,8 @@ def connect(address: str, port: int, rank: int, world_size: int, device: torch.d
 
 
 def bucketize(meta: Sequence[ParamMeta], max_bytes: int) -> Iterator[list[ParamMeta]]:
-    """Group parameters in order into buckets of at most ``max_bytes``, or of one parameter; the same on both sides."""
+    """Group parameters in order into buckets of at most ``max_bytes``, or of one parameter; the
+    same on both sides."""
     group: list[ParamMeta] = []
     size = 0
     for each in meta:
@@ -67,11 +77,19 @@ class HCCLWeightTransferEngine(NCCLWeightTransferEngine):
             ValueError: the trainer sent an NCCL unique id instead of an address.
         """
         if init_info.master_address is None or init_info.master_port is None:
-            raise ValueError("the weight-transfer backend hccl needs master_address and master_port, not nccl_unique_id_b64")
-        self.packed, self.packed_buffer_size_bytes = init_info.packed, init_info.packed_buffer_size_bytes
+            raise ValueError(
+                "the weight-transfer backend hccl needs master_address and master_port, not"
+                " nccl_unique_id_b64"
+            )
+        self.packed, self.packed_buffer_size_bytes = (
+            init_info.packed,
+            init_info.packed_buffer_size_bytes,
+        )
         self._last: dict[torch.nn.Module, NCCLWeightTransferUpdateInfo] = {}
         rank = init_info.rank_offset + rank_of_worker(self.parallel_config)
-        self.model_update_group: Any = connect(init_info.master_address, init_info.master_port, rank, init_info.world_size)
+        self.model_update_group: Any = connect(
+            init_info.master_address, init_info.master_port, rank, init_info.world_size
+        )
 
     def receive_weights(self, update_info: NCCLWeightTransferUpdateInfo) -> None:
         """Receive parameters from the trainer and load them.
@@ -87,13 +105,23 @@ class HCCLWeightTransferEngine(NCCLWeightTransferEngine):
             self._last[self.model] = update_info
         update_info = self._last.get(self.model, update_info)
         named = zip(update_info.names, update_info.dtype_names, update_info.shapes, strict=True)
-        meta = [ParamMeta(name, getattr(torch, dtype), tuple(shape)) for name, dtype, shape in named]
+        meta = [
+            ParamMeta(name, getattr(torch, dtype), tuple(shape)) for name, dtype, shape in named
+        ]
         model: Any = self.model  # each of vLLM's models has load_weights, torch's Module does not
-        with mtp_validation.disable_mtp_completeness_check():  # a bucket has some parameters of a drafter
+        # a bucket has some parameters of a drafter
+        with mtp_validation.disable_mtp_completeness_check():
             for group in bucketize(meta, self.packed_buffer_size_bytes if self.packed else 0):
-                buffer = torch.empty(sum(map(aligned_nbytes, group)), dtype=torch.uint8, device=self.device)
+                buffer = torch.empty(
+                    sum(map(aligned_nbytes, group)), dtype=torch.uint8, device=self.device
+                )
                 self.model_update_group.broadcast(buffer, 0)
-                model.load_weights([(each.name, part) for each, part in zip(group, unpack(buffer, group), strict=True)])
+                model.load_weights(
+                    [
+                        (each.name, part)
+                        for each, part in zip(group, unpack(buffer, group), strict=True)
+                    ]
+                )
 
 
 def rank_of_worker(parallel: ParallelConfig) -> int:
@@ -112,44 +140,62 @@ def unpack(buffer: torch.Tensor, group: list[ParamMeta]) -> Iterator[torch.Tenso
 
 @dataclass
 class HCCLTrainerInitInfo(NCCLTrainerInitInfo):
-    """Trainer configuration: ``rank`` among the trainer's ranks, of which 0 sends, the group's address and its ``world_size``."""
+    """Trainer configuration: ``rank`` among the trainer's ranks, of which 0 sends, the group's
+    address and its ``world_size``."""
 
     backend: ClassVar[str] = "hccl"
 
 
 class HCCLTrainerWeightTransferEngine(NCCLTrainerWeightTransferEngine):
-    """Sender in the trainer: call ``trainer_init``, then ``send_weights`` after each training step."""
+    """Sender in the trainer: call ``trainer_init``, then ``send_weights`` after each
+    training step."""
 
     init_info_cls = HCCLTrainerInitInfo
-    model_update_group: Any  # PyHcclCommunicator, which has the methods of vLLM's PyNcclCommunicator
+    # PyHcclCommunicator, which has the methods of vLLM's PyNcclCommunicator
+    model_update_group: Any
 
     @classmethod
     def trainer_init(
-        cls, init_info: NCCLTrainerInitInfo, *, client: VLLMWeightSyncClient, source: WeightSource | None = None
+        cls,
+        init_info: NCCLTrainerInitInfo,
+        *,
+        client: VLLMWeightSyncClient,
+        source: WeightSource | None = None,
     ) -> Self:
         """Create the group with the workers, which are notified through ``client``.
 
         Raises:
             ValueError: ``source`` is missing.
-            TimeoutError: a worker did not join within ``CONNECT_SECONDS``. The client's errors are raised at once.
+            TimeoutError: a worker did not join within ``CONNECT_SECONDS``. The client's errors are
+            raised at once.
         """
         if source is None:
             raise ValueError("trainer_init needs a source, such as vLLM's ModuleSource(model)")
-        wire: dict[str, Any] = {"packed": init_info.packed, "packed_buffer_size_bytes": init_info.packed_buffer_size_bytes}
+        wire: dict[str, Any] = {
+            "packed": init_info.packed,
+            "packed_buffer_size_bytes": init_info.packed_buffer_size_bytes,
+        }
         engine = cls(client=client, source=source, is_sender=init_info.is_sender, **wire)
         if engine.is_sender:
-            where: dict[str, Any] = {"master_address": init_info.master_address, "master_port": init_info.master_port}
-            theirs = NCCLWeightTransferInitInfo(rank_offset=1, world_size=init_info.world_size, **where, **wire)
+            where: dict[str, Any] = {
+                "master_address": init_info.master_address,
+                "master_port": init_info.master_port,
+            }
+            theirs = NCCLWeightTransferInitInfo(
+                rank_offset=1, world_size=init_info.world_size, **where, **wire
+            )
             address = init_info.master_address, init_info.master_port, 0, init_info.world_size
-            request = _start(client.init_weight_transfer_engine, worker_init_payload(theirs))  # returns once this rank has joined
+            # returns once this rank has joined
+            request = _start(client.init_weight_transfer_engine, worker_init_payload(theirs))
             joined = _start(connect, *address, torch.npu.current_device())
             done, waiting = wait((request, joined), CONNECT_SECONDS, FIRST_EXCEPTION)
             for each in done:
                 each.result()
             if waiting:
                 raise TimeoutError(
-                    f"weight transfer: the {init_info.world_size - 1} workers did not join the group at {address[0]} port "
-                    f"{address[1]} in {CONNECT_SECONDS:g} s; fix: check that vllm serve reaches this address, and world_size"
+                    f"weight transfer: the {init_info.world_size - 1} workers did not join the"
+                    f" group at {address[0]} port {address[1]} in {CONNECT_SECONDS:g} s; fix: check"
+                    " that vllm serve reaches this address, and world_size"
                 )
             engine.model_update_group = joined.result()
         return engine

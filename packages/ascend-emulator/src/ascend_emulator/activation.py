@@ -14,8 +14,10 @@ from ascend_emulator.chips import chip, measured
 from ascend_emulator.verify.report import read, title
 
 DEFAULT_SOC = "Ascend910B1"
-_PYACL = str(Path(__file__).with_name("pyacl"))  # CANN's Python binding, a top-level module as in CANN
-_PROGRAMS = tuple(str(Path(__file__).parent / name) for name in ("bin", "tools/profiler/bin"))  # npu-smi, msprof
+# CANN's Python binding, a top-level module as in CANN
+_PYACL = str(Path(__file__).with_name("pyacl"))
+# npu-smi, msprof
+_PROGRAMS = tuple(str(Path(__file__).parent / name) for name in ("bin", "tools/profiler/bin"))
 _UNITS = {"": 1, "b": 1, "k": 1 << 10, "m": 1 << 20, "g": 1 << 30, "t": 1 << 40}
 
 
@@ -30,7 +32,9 @@ def parse_size(text: str) -> int:
     try:
         return int(float(number) * _UNITS[lower[len(number) :]])
     except (ValueError, KeyError):
-        raise ValueError(f"invalid memory size {text!r}; use a form such as 8GiB or 8589934592") from None
+        raise ValueError(
+            f"invalid memory size {text!r}; use a form such as 8GiB or 8589934592"
+        ) from None
 
 
 def _default_memory(capacity: int, npus: int) -> int:
@@ -39,18 +43,28 @@ def _default_memory(capacity: int, npus: int) -> int:
     return min(capacity, page * pages // 2 // npus) & ~((2 << 20) - 1)
 
 
-STRICT = "poison device memory, report leaks at exit, and run tasks in the order of --adversary (seed 1 unless given)"
+STRICT = (
+    "poison device memory, report leaks at exit, and run tasks in the order of --adversary (seed 1"
+    " unless given)"
+)
 
 
 def set_strict(environ: MutableMapping[str, str]) -> None:
-    """Set the variables in ``environ`` that find bugs which an NPU may hide; those that are set already are kept."""
+    """Set the variables in ``environ`` that find bugs which an NPU may hide; those that are set
+    already are kept."""
     for name in ("POISON", "LEAKS", "ADVERSARY"):
         environ.setdefault(f"ASCEND_EMULATOR_{name}", "1")
 
 
-# Code of this CPU that ATen, MKL and oneDNN use instead of what they would choose; the emulator's kernels follow ATen.
-GENERIC = {"ATEN_CPU_CAPABILITY": "default", "MKL_CBWR": "COMPATIBLE", "ONEDNN_MAX_CPU_ISA": "SSE41"}
-VALUES = {"POISON": "0|1", "LEAKS": "0|1", "NULL": "0|1", "ADVERSARY": r"\d+", "CPU": "generic"}  # of ASCEND_EMULATOR_…
+# Code of this CPU that ATen, MKL and oneDNN use instead of what they would choose; the emulator's
+# kernels follow ATen.
+GENERIC = {
+    "ATEN_CPU_CAPABILITY": "default",
+    "MKL_CBWR": "COMPATIBLE",
+    "ONEDNN_MAX_CPU_ISA": "SSE41",
+}
+# of ASCEND_EMULATOR_…
+VALUES = {"POISON": "0|1", "LEAKS": "0|1", "NULL": "0|1", "ADVERSARY": r"\d+", "CPU": "generic"}
 
 
 def _check_variables(environ: Mapping[str, str]) -> None:
@@ -58,20 +72,30 @@ def _check_variables(environ: Mapping[str, str]) -> None:
         value = environ.get(f"ASCEND_EMULATOR_{name}", "")
         if value and not re.fullmatch(form, value):
             allowed = "a number" if form == r"\d+" else form.replace("|", " and ")
-            raise ValueError(f"ASCEND_EMULATOR_{name} is {value!r}; supported: {allowed}; fix: correct or unset it")
+            raise ValueError(
+                f"ASCEND_EMULATOR_{name} is {value!r}; supported: {allowed}; fix: correct or"
+                " unset it"
+            )
 
 
 def set_environment(
-    environ: MutableMapping[str, str], npus: int, soc: str, memory: int | None, times: Path | None = None, driver: str = ""
+    environ: MutableMapping[str, str],
+    npus: int,
+    soc: str,
+    memory: int | None,
+    times: Path | None = None,
+    driver: str = "",
 ) -> str:
-    """Set the variables in ``environ`` that emulate NPUs in processes started with it; return a message for the user.
+    """Set the variables in ``environ`` that emulate NPUs in processes started with it; return a
+    message for the user.
 
-    ``times`` is a report of a real NPU, whose times replace the chip's published figures in estimates, and ``driver`` the version
-    of the driver, by default unknown.
+    ``times`` is a report of a real NPU, whose times replace the chip's published figures in
+    estimates, and ``driver`` the version of the driver, by default unknown.
 
     Raises:
         BuildError: the libraries could not be compiled.
-        ValueError: ``npus``, ``soc``, ``memory`` or ``driver`` is out of range, or ``times`` cannot be used.
+        ValueError: ``npus``, ``soc``, ``memory`` or ``driver`` is out of range, or ``times`` cannot
+        be used.
     """
     if not 1 <= npus <= 64:
         raise ValueError(f"{npus} NPUs requested; 1 to 64 are supported")
@@ -82,7 +106,10 @@ def set_environment(
     model, source = chip(soc), ""
     if times:
         report = read(times)
-        model, source = measured(model, report), f"; estimates use times measured on {title(report)}"
+        model, source = (
+            measured(model, report),
+            f"; estimates use times measured on {title(report)}",
+        )
     size = _default_memory(model.memory, npus) if memory is None else memory
     _check_variables(environ)
     if environ.get("ASCEND_EMULATOR_CPU"):
@@ -93,7 +120,9 @@ def set_environment(
     libraries = str(build.library_dir())
     paths = [libraries]
     if own := operators.library(environ):
-        environ["ASCEND_CUSTOM_OPP_PATH"] = _first(str(own), environ.get("ASCEND_CUSTOM_OPP_PATH", ""))
+        environ["ASCEND_CUSTOM_OPP_PATH"] = _first(
+            str(own), environ.get("ASCEND_CUSTOM_OPP_PATH", "")
+        )
         paths.append(str(own / "op_api" / "lib"))  # for callers that look it up by its name alone
     environ.update(
         LD_LIBRARY_PATH=_first(*paths, environ.get("LD_LIBRARY_PATH", "")),
@@ -109,10 +138,19 @@ def set_environment(
     )
     atb = ""
     if unknown := build.atb_without_layout():
-        environ["ASCEND_EMULATOR_WITHOUT"] = ",".join(filter(None, [environ.get("ASCEND_EMULATOR_WITHOUT", ""), *unknown]))
-        atb = f"; ATB's {len(unknown)} operators refuse: their parameters are known for torch-npu {', '.join(build.ATB_LAYOUT)}"
+        environ["ASCEND_EMULATOR_WITHOUT"] = ",".join(
+            filter(None, [environ.get("ASCEND_EMULATOR_WITHOUT", ""), *unknown])
+        )
+        atb = (
+            f"; ATB's {len(unknown)} operators refuse: their parameters are known for torch-npu"
+            f" {', '.join(build.ATB_LAYOUT)}"
+        )
     if sanitizers := build.sanitizer_libraries():
-        others = [one for one in environ.get("LD_PRELOAD", "").split(os.pathsep) if one and one not in sanitizers]
+        others = [
+            one
+            for one in environ.get("LD_PRELOAD", "").split(os.pathsep)
+            if one and one not in sanitizers
+        ]
         environ["LD_PRELOAD"] = os.pathsep.join([*sanitizers, *others])
         for name, options in build.SANITIZER_OPTIONS.items():
             environ.setdefault(name, options)
@@ -126,16 +164,23 @@ def set_environment(
 def _first(*parts: str) -> str:
     """The last part, a search path, behind the other parts."""
     *directories, path = parts
-    return os.pathsep.join([*directories, *(part for part in path.split(os.pathsep) if part and part not in directories)])
+    return os.pathsep.join(
+        [
+            *directories,
+            *(part for part in path.split(os.pathsep) if part and part not in directories),
+        ]
+    )
 
 
 def activate(npus: int = 1, soc: str = DEFAULT_SOC, memory: int | None = None) -> str:
-    """Emulate ``npus`` NPUs in this process and its child processes. Must be called before torch is imported.
+    """Emulate ``npus`` NPUs in this process and its child processes. Must be called before torch is
+    imported.
 
     Args:
         npus: number of NPUs, 1 to 64.
         soc: chip, a key of ``ascend_emulator.chips.chips()``.
-        memory: bytes of device memory per NPU; default: the chip's, or less if this machine has less.
+        memory: bytes of device memory per NPU; default: the chip's, or less if this machine has
+        less.
 
     Returns:
         The message, which is also printed to stderr once.
@@ -152,12 +197,17 @@ def activate(npus: int = 1, soc: str = DEFAULT_SOC, memory: int | None = None) -
         return line
     if "torch_npu" in sys.modules:
         raise RuntimeError(
-            "ascend_emulator.activate() was called after torch_npu was loaded; fix: call it before importing torch, or set "
-            "TORCH_DEVICE_BACKEND_AUTOLOAD=0 where something else imports torch first, such as a pytest plugin (-p)"
+            "ascend_emulator.activate() was called after torch_npu was loaded; fix: call it before"
+            " importing torch, or set TORCH_DEVICE_BACKEND_AUTOLOAD=0 where something else imports"
+            " torch first, such as a pytest plugin (-p)"
         )
     if not all(map(_loaded, build.sanitizer_libraries())):
-        raise RuntimeError("sanitizers must be preloaded; use `ascend-emulator run`, or tools/test --sanitize for tests")
-    # A loaded library satisfies a NEEDED entry of the same name; the dynamic linker reads LD_LIBRARY_PATH only at start.
+        raise RuntimeError(
+            "sanitizers must be preloaded; use `ascend-emulator run`, or tools/test --sanitize for"
+            " tests"
+        )
+    # A loaded library satisfies a NEEDED entry of the same name; the dynamic linker reads
+    # LD_LIBRARY_PATH only at start.
     for name in ("libc10.so", "libtorch_cpu.so"):
         ctypes.CDLL(str(build.torch_dir() / "lib" / name), mode=ctypes.RTLD_GLOBAL)
     for name in (f"lib{build.CORE}.so", *build.SONAMES):

@@ -1,7 +1,7 @@
 """Directory of compiled libraries: its place, its owner and mode, and its locks.
 
-What is in it runs in each process that uses the emulator. So it is created for its user only, and files that another user can
-replace are refused, as by OpenSSH (``StrictModes`` of sshd_config(5)).
+What is in it runs in each process that uses the emulator. So it is created for its user only, and
+files that another user can replace are refused, as by OpenSSH (``StrictModes`` of sshd_config(5)).
 """
 
 from __future__ import annotations
@@ -31,7 +31,8 @@ def say_on_stderr(line: str) -> None:
 
 
 def root() -> Path:
-    """``ASCEND_EMULATOR_CACHE``, else ``ascend-emulator`` in the user's cache directory; absolute, without symbolic links.
+    """``ASCEND_EMULATOR_CACHE``, else ``ascend-emulator`` in the user's cache directory; absolute,
+    without symbolic links.
 
     Raises:
         BuildError: there is no home directory.
@@ -40,27 +41,38 @@ def root() -> Path:
     try:
         path = Path(chosen or caches or "~/.cache").expanduser()
     except RuntimeError:
-        raise BuildError(f"ascend-emulator: this user has no home directory for the compiled libraries; {FIX}") from None
+        raise BuildError(
+            f"ascend-emulator: this user has no home directory for the compiled libraries; {FIX}"
+        ) from None
     return Path(os.path.realpath(path if chosen else path / "ascend-emulator"))
 
 
 def _refuse_foreign(path: Path, *, above: bool = False) -> None:
-    """Refuse a file or directory that another user can change. `above`: a directory above the cache's."""
+    """Refuse a file or directory that another user can change. `above`: a directory above the
+    cache's."""
     found = path.lstat()
     problem = ""
     # The owner of / can replace every program; in a user namespace it is not 0.
     if found.st_uid not in (0, os.geteuid(), os.lstat("/").st_uid):
         problem = f"belongs to user {found.st_uid}"
     elif stat.S_ISLNK(found.st_mode) or (above and found.st_mode & stat.S_ISVTX):
-        return  # a link has no mode of its own; in a sticky directory such as /tmp others cannot replace what is not theirs
-    elif found.st_mode & stat.S_IWOTH or (found.st_mode & stat.S_IWGRP and not _is_private(found.st_gid)):
+        # a link has no mode of its own; in a sticky directory such as /tmp others cannot replace
+        # what is not theirs
+        return
+    elif found.st_mode & stat.S_IWOTH or (
+        found.st_mode & stat.S_IWGRP and not _is_private(found.st_gid)
+    ):
         problem = f"has mode {stat.S_IMODE(found.st_mode):04o}"
     if problem:
-        raise BuildError(f"ascend-emulator: {path} {problem}, so that others can replace the compiled libraries; {FIX}")
+        raise BuildError(
+            f"ascend-emulator: {path} {problem}, so that others can replace the compiled libraries;"
+            f" {FIX}"
+        )
 
 
 def _is_private(group: int) -> bool:
-    """Whether a group is root's, or that of this user only: with the user's number, and without members."""
+    """Whether a group is root's, or that of this user only: with the user's number, and without
+    members."""
     try:
         return group == 0 or (group == os.geteuid() and not grp.getgrgid(group).gr_mem)
     except KeyError:
@@ -68,7 +80,8 @@ def _is_private(group: int) -> bool:
 
 
 def check(path: Path) -> None:
-    """Check that no other user can replace a file or directory of the cache, or what is in the directory.
+    """Check that no other user can replace a file or directory of the cache, or what is in the
+    directory.
 
     Raises:
         BuildError: another user can, or this one cannot read it.
@@ -85,11 +98,14 @@ def check(path: Path) -> None:
 
 def unusable(error: OSError, path: Path) -> BuildError:
     """The error of a file or directory that this user cannot read or write."""
-    return BuildError(f"ascend-emulator: cannot use {error.filename or path}: {error.strerror}; {FIX}")
+    return BuildError(
+        f"ascend-emulator: cannot use {error.filename or path}: {error.strerror}; {FIX}"
+    )
 
 
 def complete(directory: Path, name: str) -> bool:
-    """Whether a directory has a file, with which its creation ended, and only this user or root can change it.
+    """Whether a directory has a file, with which its creation ended, and only this user or root can
+    change it.
 
     Raises:
         BuildError: another user can change it, or this one cannot read it.
@@ -137,7 +153,9 @@ def lock(path: Path, say: Callable[[str], None] = say_on_stderr) -> Iterator[Non
     """
     create(path.parent)
     try:  # a symbolic link is not followed: its target would be created
-        file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK, 0o600)
+        file = os.open(
+            path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK, 0o600
+        )
     except OSError as error:
         raise unusable(error, path) from None
     try:
@@ -153,7 +171,8 @@ def lock(path: Path, say: Callable[[str], None] = say_on_stderr) -> Iterator[Non
                 waits = True
             if time.monotonic() > deadline:
                 raise BuildError(
-                    f"ascend-emulator: another process holds {path} for {LOCK_SECONDS:.0f} s; fix: end it (fuser {path})"
+                    f"ascend-emulator: another process holds {path} for {LOCK_SECONDS:.0f} s; fix:"
+                    f" end it (fuser {path})"
                 )
             time.sleep(0.1)
         yield

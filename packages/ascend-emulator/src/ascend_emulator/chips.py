@@ -32,7 +32,8 @@ class Chip:
         bandwidth: of device memory, in bytes per second.
         host_bandwidth: between host and device, in bytes per second and direction.
         link_bandwidth: between two NPUs of a machine, in bytes per second and direction.
-        cube_flops: floating-point operations per second of the cube cores in 16-bit types; int8 twice, float32 a quarter.
+        cube_flops: floating-point operations per second of the cube cores in 16-bit types; int8
+        twice, float32 a quarter.
         vector_flops: floating-point operations per second of the vector cores in float32.
         launch: seconds between the end of an operator and the start of the next one, in eager mode.
         graph_launch: the same in a captured graph.
@@ -59,7 +60,9 @@ class Chip:
     def description(self) -> str:
         """The fields as the library reads them (csrc/core/device.cpp)."""
         fields = dataclasses.asdict(self)
-        return " ".join(f"{name}={float(fields[name]):.17g}" for name in fields if name not in SEPARATE)
+        return " ".join(
+            f"{name}={float(fields[name]):.17g}" for name in fields if name not in SEPARATE
+        )
 
 
 @cache
@@ -105,7 +108,8 @@ def chip(name: str) -> Chip:
 
 
 def measured(chip: Chip, report: dict[str, Any]) -> Chip:
-    """The chip with the times of a report of ``ascend-emulator verify`` in place of published figures, where the report has them.
+    """The chip with the times of a report of ``ascend-emulator verify`` in place of published
+    figures, where the report has them.
 
     Raises:
         ValueError: the report is of another chip, of the emulator, or without times.
@@ -114,16 +118,23 @@ def measured(chip: Chip, report: dict[str, Any]) -> Chip:
 
     facts = environment(report)
     if facts.get("emulated"):
-        raise ValueError("the report is the emulator's: its times are those of a CPU; use a report of an NPU")
+        raise ValueError(
+            "the report is the emulator's: its times are those of a CPU; use a report of an NPU"
+        )
     if facts.get("soc") != chip.name:
-        raise ValueError(f"the report is of {facts.get('soc')}; give --soc {facts.get('soc')} or a report of {chip.name}")
+        raise ValueError(
+            f"the report is of {facts.get('soc')}; give --soc {facts.get('soc')} or a report of"
+            f" {chip.name}"
+        )
     found = {
         name: record.get("facts", {})
         for section in ("timings", "collectives")
         for name, record in report["cases"].get(section, {}).items()
     }
     host = [found.get(name, {}).get("best") for name in ("copy-to-the-device", "copy-to-the-host")]
-    links = [each["gb_per_second"] for each in found.get("two-npus", {}).get("all_reduce", {}).values()]
+    links = [
+        each["gb_per_second"] for each in found.get("two-npus", {}).get("all_reduce", {}).values()
+    ]
     times = {
         "bandwidth": (found.get("copy-on-the-device", {}).get("best"), 1e9),
         "host_bandwidth": (min((each for each in host if each), default=None), 1e9),
@@ -134,5 +145,8 @@ def measured(chip: Chip, report: dict[str, Any]) -> Chip:
     }
     replaced = {name: value * unit for name, (value, unit) in times.items() if value}
     if not replaced:
-        raise ValueError("the report has no times; make one with: ascend-emulator verify --only timings,collectives")
+        raise ValueError(
+            "the report has no times; make one with: ascend-emulator verify --only"
+            " timings,collectives"
+        )
     return dataclasses.replace(chip, **replaced)

@@ -1,4 +1,5 @@
-"""Command ``ascend-emulator``: run programs on emulated NPUs, build the libraries, show coverage and traces, verify NPUs."""
+"""Command ``ascend-emulator``: run programs on emulated NPUs, build the libraries, show coverage
+and traces, verify NPUs."""
 
 from __future__ import annotations
 
@@ -13,7 +14,10 @@ from ascend_emulator.chips import chips
 from ascend_emulator.faults import KINDS, checked
 from ascend_emulator.verify import command as verify
 
-SANITIZE = "build with the address and undefined-behaviour sanitizers (ASCEND_EMULATOR_SANITIZE=address,undefined)"
+SANITIZE = (
+    "build with the address and undefined-behaviour sanitizers"
+    " (ASCEND_EMULATOR_SANITIZE=address,undefined)"
+)
 
 
 def _size(text: str) -> int:
@@ -26,21 +30,33 @@ def _size(text: str) -> int:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        prog="ascend-emulator", description="Emulated Ascend NPUs: CANN's shared libraries on the CPU."
+        prog="ascend-emulator",
+        description="Emulated Ascend NPUs: CANN's shared libraries on the CPU.",
     )
-    parser.add_argument("--version", action="version", version=f"ascend-emulator {verify.emulator_version()}")
+    parser.add_argument(
+        "--version", action="version", version=f"ascend-emulator {verify.emulator_version()}"
+    )
     commands = parser.add_subparsers(dest="action", required=True)
-    run = commands.add_parser("run", help="run a command, including its child processes, with emulated NPUs")
+    run = commands.add_parser(
+        "run", help="run a command, including its child processes, with emulated NPUs"
+    )
     run.add_argument("--npus", type=int, default=1, help="number of NPUs (default: 1)")
-    run.add_argument("--soc", default=DEFAULT_SOC, help=f"chip: {', '.join(chips())} (default: {DEFAULT_SOC})")
     run.add_argument(
-        "--memory", type=_size, help="device memory per NPU, such as 8GiB (default: the chip's, limited by this machine's)"
+        "--soc", default=DEFAULT_SOC, help=f"chip: {', '.join(chips())} (default: {DEFAULT_SOC})"
+    )
+    run.add_argument(
+        "--memory",
+        type=_size,
+        help="device memory per NPU, such as 8GiB (default: the chip's, limited by this machine's)",
     )
     run.add_argument(
         "--driver",
         default="",
         metavar="VERSION",
-        help="version of the NPUs' driver, such as 25.5.1 (default: unknown); it selects what happens when streams are used up",
+        help=(
+            "version of the NPUs' driver, such as 25.5.1 (default: unknown); it selects what"
+            " happens when streams are used up"
+        ),
     )
     run.add_argument(
         "--without",
@@ -53,8 +69,10 @@ def _parser() -> argparse.ArgumentParser:
         action="append",
         default=[],
         metavar="NAME@N=KIND",
-        help="make the Nth call of an entry point fail (N+: and all later ones), such as aclrtMalloc@3=oom; repeatable; "
-        f"kinds: {', '.join(KINDS)}",
+        help=(
+            "make the Nth call of an entry point fail (N+: and all later ones), such as"
+            f" aclrtMalloc@3=oom; repeatable; kinds: {', '.join(KINDS)}"
+        ),
     )
     run.add_argument("--sanitize", action="store_true", help=SANITIZE)
     run.add_argument(
@@ -66,25 +84,45 @@ def _parser() -> argparse.ArgumentParser:
         "--times",
         type=Path,
         metavar="REPORT",
-        help="report of `ascend-emulator verify` on a real NPU; its times replace the chip's published figures in estimates",
+        help=(
+            "report of `ascend-emulator verify` on a real NPU; its times replace the chip's"
+            " published figures in estimates"
+        ),
     )
     run.add_argument(
         "--adversary",
         type=int,
         metavar="SEED",
-        help="run tasks as late as possible in a random, reproducible order that the events allow, to find missing waits",
+        help=(
+            "run tasks as late as possible in a random, reproducible order that the events allow,"
+            " to find missing waits"
+        ),
     )
     run.add_argument("--strict", action="store_true", help=STRICT)
-    run.add_argument("--null", action="store_true", help="do not execute operators, to measure the host's overhead")
+    run.add_argument(
+        "--null",
+        action="store_true",
+        help="do not execute operators, to measure the host's overhead",
+    )
     run.add_argument("command", nargs=argparse.REMAINDER, metavar="-- COMMAND", help="what to run")
-    compiling = commands.add_parser("build", help="compile the libraries if they are not cached, and print their directory")
+    compiling = commands.add_parser(
+        "build", help="compile the libraries if they are not cached, and print their directory"
+    )
     compiling.add_argument("--sanitize", action="store_true", help=SANITIZE)
-    trace = commands.add_parser("trace", help="summarize a trace: calls, bytes, FLOPs, emulated and estimated time")
+    trace = commands.add_parser(
+        "trace", help="summarize a trace: calls, bytes, FLOPs, emulated and estimated time"
+    )
     trace.add_argument("file", type=Path)
-    coverage = commands.add_parser("coverage", help="list the names that the installed torch_npu can look up, and their state")
-    coverage.add_argument("--markdown", action="store_true", help="print Markdown for the documentation")
+    coverage = commands.add_parser(
+        "coverage", help="list the names that the installed torch_npu can look up, and their state"
+    )
+    coverage.add_argument(
+        "--markdown", action="store_true", help="print Markdown for the documentation"
+    )
     verify.add_options(
-        commands.add_parser("verify", help="report what this machine's NPU, or the emulator, computes and refuses")
+        commands.add_parser(
+            "verify", help="report what this machine's NPU, or the emulator, computes and refuses"
+        )
     )
     return parser
 
@@ -93,14 +131,19 @@ def _run(options: argparse.Namespace) -> int:
     command = options.command[1:] if options.command[:1] == ["--"] else options.command
     if not command:
         print(
-            "ascend-emulator run: no command given; add it after --, such as: ascend-emulator run -- vllm serve MODEL",
+            "ascend-emulator run: no command given; add it after --, such as: ascend-emulator run"
+            " -- vllm serve MODEL",
             file=sys.stderr,
         )
         return 2
     environ = dict(os.environ)
-    line = set_environment(environ, options.npus, options.soc, options.memory, options.times, options.driver)
+    line = set_environment(
+        environ, options.npus, options.soc, options.memory, options.times, options.driver
+    )
     if options.without:
-        environ["ASCEND_EMULATOR_WITHOUT"] = ",".join(filter(None, [environ.get("ASCEND_EMULATOR_WITHOUT", ""), options.without]))
+        environ["ASCEND_EMULATOR_WITHOUT"] = ",".join(
+            filter(None, [environ.get("ASCEND_EMULATOR_WITHOUT", ""), options.without])
+        )
     if options.fault:
         environ["ASCEND_EMULATOR_FAULTS"] = ";".join(map(checked, options.fault))
     if options.trace:
@@ -108,7 +151,10 @@ def _run(options: argparse.Namespace) -> int:
         try:
             path.write_text("[\n")  # every process appends one event per line
         except OSError as error:
-            print(f"ascend-emulator run: cannot write the trace to {path}: {error.strerror}", file=sys.stderr)
+            print(
+                f"ascend-emulator run: cannot write the trace to {path}: {error.strerror}",
+                file=sys.stderr,
+            )
             return 2
         environ["ASCEND_EMULATOR_TRACE"] = str(path)
     if options.adversary is not None:

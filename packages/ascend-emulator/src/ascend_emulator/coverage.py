@@ -1,4 +1,5 @@
-"""Coverage: the state of every name that the installed torch_npu can look up: computed, bookkeeping, or refuses."""
+"""Coverage: the state of every name that the installed torch_npu can look up: computed,
+bookkeeping, or refuses."""
 
 from __future__ import annotations
 
@@ -18,12 +19,13 @@ class EntryPoint:
 
     Attributes:
         name: the C symbol; an aclnn operator's two symbols count as one.
-        effect: effect of a successful call: ``computed``, ``answers`` through its outputs, ``keeps`` or releases host state,
-            ``nothing``; or ``refuses``.
+        effect: effect of a successful call: ``computed``, ``answers`` through its outputs,
+            ``keeps`` or releases host state, ``nothing``; or ``refuses``.
         why: reason why ``nothing`` is correct; empty for other effects.
         family: source file below csrc, without suffix; empty if it refuses.
-        asked: whether the installed torch_npu can look it up. Legacy graph operators (``aclop::Fill``) are the names of a table
-            that one function reads, which nothing looks up.
+        asked: whether the installed torch_npu can look it up. Legacy graph operators
+            (``aclop::Fill``) are the names of a table that one function reads, which nothing looks
+            up.
     """
 
     name: str
@@ -40,7 +42,8 @@ class EntryPoint:
 
 @cache
 def _registry() -> dict[str, tuple[str, str, str]]:
-    """Name to (family, effect, why), read in a separate process, because the library needs torch's libraries."""
+    """Name to (family, effect, why), read in a separate process, because the library needs torch's
+    libraries."""
     script = (
         "import ctypes, sys\n"
         "for path in sys.argv[1:]: library = ctypes.CDLL(path, mode=ctypes.RTLD_GLOBAL)\n"
@@ -49,17 +52,23 @@ def _registry() -> dict[str, tuple[str, str, str]]:
     )
     libraries = build.library_dir()
     paths = [build.torch_dir() / "lib" / "libtorch_cpu.so", libraries / f"lib{build.CORE}.so"]
-    listing = subprocess.run([sys.executable, "-c", script, *map(str, paths)], check=True, capture_output=True, text=True).stdout
+    listing = subprocess.run(
+        [sys.executable, "-c", script, *map(str, paths)], check=True, capture_output=True, text=True
+    ).stdout
     lines = (line.split(" ", 3) for line in listing.splitlines() if line)
     return {name: (family, effect, why) for name, family, effect, why in lines}
 
 
 def entry_points() -> list[EntryPoint]:
-    """All names that torch_npu can look up, that CANN declares for other programs, or that the emulator implements, sorted."""
+    """All names that torch_npu can look up, that CANN declares for other programs, or that the
+    emulator implements, sorted."""
     asked = {build.operator(name) for name in build.wheel_names()} | set(build.atb_operators())
     have = _registry()
     names = asked | have.keys() | build.public_names().keys()
-    return [EntryPoint(name, *have.get(name, ("", "refuses", "")), name in asked) for name in sorted(names)]
+    return [
+        EntryPoint(name, *have.get(name, ("", "refuses", "")), name in asked)
+        for name in sorted(names)
+    ]
 
 
 def _group(name: str) -> str:
@@ -77,14 +86,24 @@ def _group(name: str) -> str:
 
 
 def report(markdown: bool = False) -> str:
-    """The report as text: a table of sums, then all computed and bookkeeping names by source file."""
+    """The report as text: a table of sums, then all computed and bookkeeping names by
+    source file."""
     points = [point for point in entry_points() if point.asked]
     states = ("computed", "bookkeeping", "refuses")
     counts = Counter((_group(point.name), point.state) for point in points)
     rows = [
-        [group, *(str(counts[group, state]) for state in states)] for group in sorted({_group(point.name) for point in points})
+        [group, *(str(counts[group, state]) for state in states)]
+        for group in sorted({_group(point.name) for point in points})
     ]
-    rows.append(["all", *(str(sum(counts[group, state] for group in {g for g, _ in counts})) for state in states)])
+    rows.append(
+        [
+            "all",
+            *(
+                str(sum(counts[group, state] for group in {g for g, _ in counts}))
+                for state in states
+            ),
+        ]
+    )
     lines = _table(["", *states], rows, markdown)
     families: dict[str, list[str]] = {}
     for point in entry_points():
@@ -92,7 +111,9 @@ def report(markdown: bool = False) -> str:
             families.setdefault(point.family, []).append(point.name)
     lines.append("")
     for family, names in sorted(families.items()):
-        lines.append(f"**{family}**: {', '.join(names)}\n" if markdown else f"{family}: {' '.join(names)}")
+        lines.append(
+            f"**{family}**: {', '.join(names)}\n" if markdown else f"{family}: {' '.join(names)}"
+        )
     return os.linesep.join(lines)
 
 
@@ -101,6 +122,9 @@ def _table(head: list[str], rows: list[list[str]], markdown: bool) -> list[str]:
         return ["| " + " | ".join(row) + " |" for row in [head, ["---"] * len(head), *rows]]
     widths = [max(len(row[i]) for row in [head, *rows]) for i in range(len(head))]
     return [
-        "  ".join(cell.rjust(width) if i else cell.ljust(width) for i, (cell, width) in enumerate(zip(row, widths, strict=True)))
+        "  ".join(
+            cell.rjust(width) if i else cell.ljust(width)
+            for i, (cell, width) in enumerate(zip(row, widths, strict=True))
+        )
         for row in [head, *rows]
     ]

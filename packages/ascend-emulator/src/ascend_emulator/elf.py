@@ -12,19 +12,25 @@ DYNAMIC_SYMBOLS = 11  # type of the section, SHT_DYNSYM
 
 def symbols(library: bytes) -> dict[str, bool]:
     """Dynamic symbols of a library: name to whether the library defines it."""
-    (table,), (size, count) = struct.unpack_from("<Q", library, 40), struct.unpack_from("<HH", library, 58)
+    (table,), (size, count) = (
+        struct.unpack_from("<Q", library, 40),
+        struct.unpack_from("<HH", library, 58),
+    )
     sections = [struct.unpack_from("<IIQQQQIIQQ", library, table + i * size) for i in range(count)]
     found = {}
     for _, kind, _, _, start, length, strings, *_ in sections:
         if kind == DYNAMIC_SYMBOLS:
-            for name, _, _, section, _, _ in struct.iter_unpack("<IBBHQQ", library[start : start + length]):
+            for name, _, _, section, _, _ in struct.iter_unpack(
+                "<IBBHQQ", library[start : start + length]
+            ):
                 first = sections[strings][4] + name
                 found[library[first : library.index(b"\0", first)].decode()] = section != 0
     return found
 
 
 def missing(libraries: Iterable[Path], pattern: str) -> list[str]:
-    """Symbols that begin with the pattern, and that the libraries ask for and none of them defines, sorted."""
+    """Symbols that begin with the pattern, and that the libraries ask for and none of them defines,
+    sorted."""
     found = [symbols(path.read_bytes()) for path in libraries]
     defined = {name for each in found for name, here in each.items() if here}
     return sorted({name for each in found for name in each if re.match(pattern, name)} - defined)

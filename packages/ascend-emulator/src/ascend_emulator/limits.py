@@ -1,4 +1,5 @@
-"""CPU and memory of this process: affinity, available memory, control groups (v1 and v2), and vector unit."""
+"""CPU and memory of this process: affinity, available memory, control groups (v1 and v2), and
+vector unit."""
 
 from __future__ import annotations
 
@@ -22,8 +23,8 @@ def _cgroup_files(controller: str, name: str, proc: Path, mount: Path) -> Iterat
         _, controllers, path = line.split(":", 2)
         if controllers and controller not in controllers.split(","):
             continue
-        # v2 has one hierarchy and no controllers here; v1 has one directory per controller. In containers the path may be the
-        # host's.
+        # v2 has one hierarchy and no controllers here; v1 has one directory per controller. In
+        # containers the path may be the host's.
         for root in [mount] if not controllers else [mount / controllers, mount / controller]:
             group = root / path.lstrip("/")
             for directory in [group, *group.parents]:
@@ -40,14 +41,20 @@ def cpus(proc: Path = PROC, mount: Path = CGROUPS, affinity: int | None = None) 
             found.append(int(quota) / int(period or 100_000))
     quotas = _cgroup_files("cpu", "cpu.cfs_quota_us", proc, mount)
     periods = _cgroup_files("cpu", "cpu.cfs_period_us", proc, mount)
-    found += [int(quota) / int(period) for quota, period in zip(quotas, periods, strict=False) if int(quota) > 0]
+    found += [
+        int(quota) / int(period)
+        for quota, period in zip(quotas, periods, strict=False)
+        if int(quota) > 0
+    ]
     return max(1, math.ceil(min(found)))
 
 
 def memory(proc: Path = PROC, mount: Path = CGROUPS) -> int:
     """Available memory in bytes, at most the control groups' limits."""
     available = next(
-        int(line.split()[1]) * 1024 for line in (proc / "meminfo").read_text().splitlines() if line.startswith("MemAvailable:")
+        int(line.split()[1]) * 1024
+        for line in (proc / "meminfo").read_text().splitlines()
+        if line.startswith("MemAvailable:")
     )
     limits = [*_cgroup_files("memory", "memory.max", proc, mount)]
     limits += _cgroup_files("memory", "memory.limit_in_bytes", proc, mount)
@@ -55,7 +62,8 @@ def memory(proc: Path = PROC, mount: Path = CGROUPS) -> int:
 
 
 def vector_unit(environ: Mapping[str, str], proc: Path = PROC) -> str:
-    """Vector unit that the kernels use, by which sums differ in their order: AVX512_BF16, AVX512, AVX2 or generic.
+    """Vector unit that the kernels use, by which sums differ in their order: AVX512_BF16, AVX512,
+    AVX2 or generic.
 
     The rules are those of ``vector_unit()`` in csrc/ops/vectorized.h, which asks ATen.
     """

@@ -1,7 +1,8 @@
-"""Program ``npu-smi`` of ``ascend-emulator run``: ``info``, ``info -l``, ``info -m`` and ``info -t board|memory|usages``.
+"""Program ``npu-smi`` of ``ascend-emulator run``: ``info``, ``info -l``, ``info -m`` and ``info -t
+board|memory|usages``.
 
-The layout is that of npu-smi 25 for one chip per NPU. Usages and processes are not known across processes, and are 0. It runs
-with any ``python3`` on PATH, and so imports nothing of this package.
+The layout is that of npu-smi 25 for one chip per NPU. Usages and processes are not known across
+processes, and are 0. It runs with any ``python3`` on PATH, and so imports nothing of this package.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ def _rows(pairs: list[tuple[str, object]]) -> str:
 
 
 def _cells(*texts: str) -> str:
-    return "|" + "|".join(f" {text}".ljust(width) for text, width in zip(texts, (27, 15, 52))) + "|"  # noqa: B905 (any Python 3)
+    return "|" + "|".join(f" {text}".ljust(width) for text, width in zip(texts, (27, 15, 52))) + "|"  # noqa: B905
 
 
 def overview(npus: int, name: str, memory: int) -> str:
@@ -39,7 +40,8 @@ def overview(npus: int, name: str, memory: int) -> str:
         ]
     lines += [
         THREE,
-        "| NPU     Chip".ljust(28) + "| Process id    | Process name             | Process memory(MB)      |",
+        "| NPU     Chip".ljust(28)
+        + "| Process id    | Process name             | Process memory(MB)      |",
         double,
     ]
     for npu in range(npus):
@@ -91,7 +93,11 @@ def main(arguments: list[str]) -> int:
     """Print what is asked for; other queries are refused in a line."""
     npus = int(os.environ.get("ASCEND_EMULATOR_NPUS", "0"))
     if not npus:
-        print("npu-smi: no NPU is emulated in this process; start it with: ascend-emulator run -- COMMAND", file=sys.stderr)
+        print(
+            "npu-smi: no NPU is emulated in this process; start it with: ascend-emulator run --"
+            " COMMAND",
+            file=sys.stderr,
+        )
         return 1
     name = os.environ["ASCEND_EMULATOR_SOC"].replace("Ascend", "", 1)
     memory = int(os.environ["ASCEND_EMULATOR_MEMORY"]) >> 20
@@ -104,12 +110,16 @@ def main(arguments: list[str]) -> int:
     elif arguments == ["info", "-m"]:
         print(mapping(npus, name))
     else:
-        given = dict(zip(arguments[1::2], arguments[2::2]))  # noqa: B905 (any Python 3)
+        given = dict(zip(arguments[1::2], arguments[2::2]))  # noqa: B905
         npu = given.get("-i", "0")
-        if arguments[:1] != ["info"] or given.keys() - {"-t", "-i", "-c"} or given.get("-t") not in TOPICS:
+        if (
+            arguments[:1] != ["info"]
+            or given.keys() - {"-t", "-i", "-c"}
+            or given.get("-t") not in TOPICS
+        ):
             print(
-                f"npu-smi: {' '.join(arguments) or 'no query'} is not emulated; supported: info, info -l, info -m, "
-                f"info -t {'|'.join(TOPICS)} -i NPU",
+                f"npu-smi: {' '.join(arguments) or 'no query'} is not emulated; supported: info,"
+                f" info -l, info -m, info -t {'|'.join(TOPICS)} -i NPU",
                 file=sys.stderr,
             )
             return 1

@@ -1,9 +1,10 @@
 """Operators of your own on the emulator, in C++ or Python: what an AscendC kernel computes.
 
-``ASCEND_EMULATOR_OPERATORS`` and the entry points of the group ``ascend_emulator.operators`` name C++ files, which use
-``ascend_emulator/operator.h``, and Python files or modules, in which each function ``aclnn…`` is an operator. They become
-one ``libcust_opapi.so``, where torch_npu and other callers look operators up first. Python functions are found without importing
-their module: the type annotations are the kernel's C parameters.
+``ASCEND_EMULATOR_OPERATORS`` and the entry points of the group ``ascend_emulator.operators`` name
+C++ files, which use ``ascend_emulator/operator.h``, and Python files or modules, in which each
+function ``aclnn…`` is an operator. They become one ``libcust_opapi.so``, where torch_npu and other
+callers look operators up first. Python functions are found without importing their module: the type
+annotations are the kernel's C parameters.
 """
 
 from __future__ import annotations
@@ -84,7 +85,11 @@ class Operator:
         for name, annotation in self.parameters:
             kind, role = TYPES[annotation]
             parameters.append(f"{kind} {name}, ")
-            value = {"Real": f"nullptr, 0, {name}", "Integer": f"nullptr, {name}, 0", "Boolean": f"nullptr, {name}, 0"}
+            value = {
+                "Real": f"nullptr, 0, {name}",
+                "Integer": f"nullptr, {name}, 0",
+                "Boolean": f"nullptr, {name}, 0",
+            }
             arguments.append(f"{{kAscendEmulator{role}, {value.get(role, f'{name}, 0, 0')}}}")
         return STUB.format(
             name=self.name,
@@ -116,12 +121,15 @@ def declared(path: Path, where: str) -> list[Operator]:
         for name, annotation in parameters:
             if annotation not in TYPES:
                 raise build.BuildError(
-                    f"{path}:{node.lineno}: parameter {name} of {node.name} has the annotation {annotation or 'none'!r}; "
-                    f"supported: {', '.join(TYPES)}"
+                    f"{path}:{node.lineno}: parameter {name} of {node.name} has the annotation"
+                    f" {annotation or 'none'!r}; supported: {', '.join(TYPES)}"
                 )
         found.append(Operator(node.name, where, tuple(parameters)))
     if not found:
-        raise build.BuildError(f"{path} has no function whose name starts with aclnn ({VARIABLE} or entry point {GROUP})")
+        raise build.BuildError(
+            f"{path} has no function whose name starts with aclnn ({VARIABLE} or entry point"
+            f" {GROUP})"
+        )
     return found
 
 
@@ -131,35 +139,55 @@ def _file(name: str) -> Path:
         path = Path(name).resolve()
         if path.suffix in (".cpp", ".cc", ".py") and path.exists():
             return path
-        raise build.BuildError(f"{VARIABLE}: {name} is not a C++ (.cpp, .cc) or Python (.py) file, or a module")
+        raise build.BuildError(
+            f"{VARIABLE}: {name} is not a C++ (.cpp, .cc) or Python (.py) file, or a module"
+        )
     top, *rest = name.split(".")
     spec = importlib.util.find_spec(top)
     places = [Path(place) for place in (spec.submodule_search_locations if spec else None) or ()]
     candidates = [place.joinpath(*rest) for place in places]
-    found = [file for each in candidates for file in (each.with_suffix(".py"), each / "__init__.py", each.with_suffix(".cpp"))]
+    found = [
+        file
+        for each in candidates
+        for file in (each.with_suffix(".py"), each / "__init__.py", each.with_suffix(".cpp"))
+    ]
     found += [Path(spec.origin)] if spec and spec.origin and not rest else []
     existing = next((path for path in found if path.is_file()), None)
     if existing is None:
         raise build.BuildError(
-            f"{VARIABLE} or entry point {GROUP}: there is no module {name}, and no {name.replace('.', '/')}.cpp"
+            f"{VARIABLE} or entry point {GROUP}: there is no module {name}, and no"
+            f" {name.replace('.', '/')}.cpp"
         )
     return existing
 
 
 def library(environ: Mapping[str, str]) -> Path | None:
-    """Directory with ``op_api/lib/libcust_opapi.so`` of all declared operators, compiled unless cached; None if there are none.
+    """Directory with ``op_api/lib/libcust_opapi.so`` of all declared operators, compiled unless
+    cached; None if there are none.
 
     Raises:
         BuildError: a declared file or module is missing or wrong, or there is no compiler.
     """
     named = [name for name in re.split(r"[:,]", environ.get(VARIABLE, "")) if name]
-    named += [entry.value for entry in sorted(importlib.metadata.entry_points(group=GROUP), key=lambda entry: entry.value)]
+    named += [
+        entry.value
+        for entry in sorted(
+            importlib.metadata.entry_points(group=GROUP), key=lambda entry: entry.value
+        )
+    ]
     files = {name: _file(name) for name in dict.fromkeys(named)}
     if not files:
         return None
     native = [path for path in files.values() if path.suffix != ".py"]
-    python = [each for name, path in files.items() if path.suffix == ".py" for each in declared(path, _where(name, path))]
-    return build.custom_library(native, STUBS + "".join(each.stub() for each in python), HEADERS, SONAME)
+    python = [
+        each
+        for name, path in files.items()
+        if path.suffix == ".py"
+        for each in declared(path, _where(name, path))
+    ]
+    return build.custom_library(
+        native, STUBS + "".join(each.stub() for each in python), HEADERS, SONAME
+    )
 
 
 def _where(name: str, path: Path) -> str:
@@ -194,9 +222,29 @@ _CALL = ctypes.CFUNCTYPE(
 def _dtypes() -> dict[int, Any]:
     import torch
 
-    known = {0: torch.float32, 1: torch.float16, 2: torch.int8, 3: torch.int32, 4: torch.uint8, 6: torch.int16, 9: torch.int64}
-    known |= {11: torch.float64, 12: torch.bool, 16: torch.complex64, 17: torch.complex128, 27: torch.bfloat16}
-    return known | {7: torch.uint16, 8: torch.uint32, 10: torch.uint64, 35: torch.float8_e5m2, 36: torch.float8_e4m3fn}
+    known = {
+        0: torch.float32,
+        1: torch.float16,
+        2: torch.int8,
+        3: torch.int32,
+        4: torch.uint8,
+        6: torch.int16,
+        9: torch.int64,
+    }
+    known |= {
+        11: torch.float64,
+        12: torch.bool,
+        16: torch.complex64,
+        17: torch.complex128,
+        27: torch.bfloat16,
+    }
+    return known | {
+        7: torch.uint16,
+        8: torch.uint32,
+        10: torch.uint64,
+        35: torch.float8_e5m2,
+        36: torch.float8_e4m3fn,
+    }
 
 
 def _tensor(view: _View) -> Any:
@@ -204,7 +252,11 @@ def _tensor(view: _View) -> Any:
 
     if not view.sizes:
         return None
-    sizes, strides, dtype = view.sizes[: view.rank], view.strides[: view.rank], _dtypes()[view.dtype]
+    sizes, strides, dtype = (
+        view.sizes[: view.rank],
+        view.strides[: view.rank],
+        _dtypes()[view.dtype],
+    )
     if 0 in sizes:
         return torch.empty(sizes, dtype=dtype)
     elements = 1 + sum((size - 1) * stride for size, stride in zip(sizes, strides, strict=True))
@@ -216,7 +268,9 @@ def _tensor(view: _View) -> Any:
 def _function(name: str) -> Any:
     where, _, function = name.rpartition(":")
     if where.endswith(".py"):
-        spec = importlib.util.spec_from_file_location(f"ascend_emulator_operators_{Path(where).stem}", where)
+        spec = importlib.util.spec_from_file_location(
+            f"ascend_emulator_operators_{Path(where).stem}", where
+        )
         assert spec
         assert spec.loader
         module = importlib.util.module_from_spec(spec)
@@ -240,7 +294,9 @@ def _call(function: bytes, values: bytes, tensors: Any, count: int, message: Any
         import torch
 
         with torch.no_grad():
-            _function(function.decode())(*(_argument(value, tensors) for value in json.loads(values)))
+            _function(function.decode())(
+                *(_argument(value, tensors) for value in json.loads(values))
+            )
         return 0
     except BaseException as error:
         text = f"{type(error).__name__}: {error}".encode()[: size - 1]
@@ -252,7 +308,8 @@ _registered: list[Any] = []  # the callback must live as long as the process
 
 
 def register() -> None:
-    """Let the emulator of this process call Python functions; the emulator does this when it first needs one."""
+    """Let the emulator of this process call Python functions; the emulator does this when it first
+    needs one."""
     library = ctypes.CDLL("libascend_emulator.so", mode=os.RTLD_NOLOAD | os.RTLD_LAZY)
     if not _registered:
         _registered.append(_CALL(_call))

@@ -18,10 +18,14 @@ LINE = pytest.StashKey[str]()
 def pytest_addoption(parser: pytest.Parser) -> None:
     """Add the options, on the command line and in the configuration file."""
     group = parser.getgroup("ascend-emulator")
-    group.addoption("--npus", type=int, default=None, help="run the tests with this many emulated NPUs")
+    group.addoption(
+        "--npus", type=int, default=None, help="run the tests with this many emulated NPUs"
+    )
     group.addoption("--soc", default=None, help="chip of the emulated NPUs")
     group.addoption("--npu-strict", action="store_true", help=STRICT)
-    group.addoption("--npu-memory", default=None, help="device memory of each emulated NPU, such as 2GiB")
+    group.addoption(
+        "--npu-memory", default=None, help="device memory of each emulated NPU, such as 2GiB"
+    )
     parser.addini("ascend_emulator_npus", "emulated NPUs to run the tests with", default="0")
     parser.addini("ascend_emulator_memory", "device memory of each emulated NPU", default="")
 
@@ -35,7 +39,9 @@ def pytest_load_initial_conftests(early_config: pytest.Config) -> None:
     chosen = early_config.known_args_namespace
     configured = early_config.getini("ascend_emulator_npus")
     if chosen.npus is None and not configured.isdecimal():
-        raise pytest.UsageError(f"ascend_emulator_npus is {configured!r}; supported: a number of NPUs, 0 to 64")
+        raise pytest.UsageError(
+            f"ascend_emulator_npus is {configured!r}; supported: a number of NPUs, 0 to 64"
+        )
     npus = chosen.npus if chosen.npus is not None else int(configured)
     if not npus:
         return
@@ -44,8 +50,11 @@ def pytest_load_initial_conftests(early_config: pytest.Config) -> None:
     memory = chosen.npu_memory or early_config.getini("ascend_emulator_memory")
     capture = early_config.pluginmanager.getplugin("capturemanager")
     try:
-        with capture.global_and_fixture_disabled() if capture else nullcontext():  # compiling takes minutes, and reports progress
-            early_config.stash[LINE] = activate(npus, chosen.soc or DEFAULT_SOC, parse_size(memory) if memory else None)
+        # compiling takes minutes, and reports progress
+        with capture.global_and_fixture_disabled() if capture else nullcontext():
+            early_config.stash[LINE] = activate(
+                npus, chosen.soc or DEFAULT_SOC, parse_size(memory) if memory else None
+            )
     except (BuildError, RuntimeError, ValueError) as error:
         raise pytest.UsageError(str(error)) from None
 

@@ -1,6 +1,7 @@
 """tomllib, which Python has from 3.11 on; with 3.10 tomli, or the copy of it that pip contains.
 
-`pip install --no-deps ascend-emulator` has no tomli beside it, and `ascend-emulator verify` is to run all the same.
+`pip install --no-deps ascend-emulator` has no tomli beside it, and `ascend-emulator verify` is to
+run all the same.
 """
 
 import sys
@@ -15,8 +16,8 @@ else:
             from pip._vendor.tomli import loads
         except ModuleNotFoundError:
             sys.exit(
-                "ascend-emulator: Python 3.10 has no tomllib, and neither tomli nor pip, which contains it, is installed; "
-                "fix: install tomli, or use Python 3.11 or later"
+                "ascend-emulator: Python 3.10 has no tomllib, and neither tomli nor pip, which"
+                " contains it, is installed; fix: install tomli, or use Python 3.11 or later"
             )
 
 __all__ = ["loads"]

@@ -16,7 +16,8 @@ class Estimate:
     """Estimated device time of an ``estimate()`` block, set at its end.
 
     Attributes:
-        seconds: per NPU, of its latest stream, without host overhead. An estimate from the figures in ``chips.toml``.
+        seconds: per NPU, of its latest stream, without host overhead. An estimate from the figures
+        in ``chips.toml``.
     """
 
     seconds: dict[int, float] = field(default_factory=dict)
@@ -26,11 +27,14 @@ def _library() -> ctypes.CDLL:
     try:
         return ctypes.CDLL("libascend_emulator.so", mode=ctypes.RTLD_GLOBAL | 4)  # RTLD_NOLOAD
     except OSError:
-        raise RuntimeError("no NPU is emulated in this process; start it with: ascend-emulator run -- COMMAND") from None
+        raise RuntimeError(
+            "no NPU is emulated in this process; start it with: ascend-emulator run -- COMMAND"
+        ) from None
 
 
 def flush() -> None:
-    """Write this process's buffered events to the trace file; synchronize first. Done automatically at exit.
+    """Write this process's buffered events to the trace file; synchronize first. Done automatically
+    at exit.
 
     Raises:
         RuntimeError: no NPU is emulated in this process.
@@ -40,10 +44,11 @@ def flush() -> None:
 
 @contextmanager
 def estimate() -> Iterator[Estimate]:
-    """Estimate the device time of a block on all NPUs that this process uses; synchronizes at both ends.
+    """Estimate the device time of a block on all NPUs that this process uses; synchronizes at both
+    ends.
 
-    The time of an operator is its launch overhead plus max(FLOPs / throughput, bytes / memory bandwidth), of collectives and
-    copies bytes / link bandwidth. Streams overlap as events allow.
+    The time of an operator is its launch overhead plus max(FLOPs / throughput, bytes / memory
+    bandwidth), of collectives and copies bytes / link bandwidth. Streams overlap as events allow.
 
     Raises:
         RuntimeError: no NPU is emulated in this process.
@@ -72,11 +77,14 @@ def estimate() -> Iterator[Estimate]:
     finally:
         after = at()
         library.ascend_emulator_model(0)
-        result.seconds = {device: seconds - before.get(device, 0.0) for device, seconds in after.items()}
+        result.seconds = {
+            device: seconds - before.get(device, 0.0) for device, seconds in after.items()
+        }
 
 
 def events(trace: Path) -> list[dict]:
-    """Events of a trace file (``ASCEND_EMULATOR_TRACE``), whose JSON list is not closed, because its writers may be killed.
+    """Events of a trace file (``ASCEND_EMULATOR_TRACE``), whose JSON list is not closed, because
+    its writers may be killed.
 
     A last line without its end is left out: another process may be writing it.
 
@@ -94,19 +102,36 @@ def events(trace: Path) -> list[dict]:
 
 
 def table(trace: Path) -> str:
-    """Summary of a trace by name: calls, bytes, FLOPs, time on the CPU and estimated time on the chip."""
+    """Summary of a trace by name: calls, bytes, FLOPs, time on the CPU and estimated time on the
+    chip."""
     sums: dict[tuple[str, str], list[float]] = defaultdict(lambda: [0, 0, 0, 0, 0])
     for event in events(trace):
         arguments = event["args"]
         row = sums[event["cat"], event["name"]]
         for place, value in enumerate(
-            (1, arguments.get("bytes", 0), arguments.get("flops", 0), event["dur"], arguments.get("estimated_us", 0))
+            (
+                1,
+                arguments.get("bytes", 0),
+                arguments.get("flops", 0),
+                event["dur"],
+                arguments.get("estimated_us", 0),
+            )
         ):
             row[place] += value
     head = ["kind", "name", "calls", "MB", "GFLOP", "emulated ms", "estimated ms"]
     rows = [
-        [kind, name, f"{calls:.0f}", f"{size / 1e6:.2f}", f"{flops / 1e9:.3f}", f"{emulated / 1e3:.2f}", f"{estimated / 1e3:.3f}"]
-        for (kind, name), (calls, size, flops, emulated, estimated) in sorted(sums.items(), key=lambda item: -item[1][3])
+        [
+            kind,
+            name,
+            f"{calls:.0f}",
+            f"{size / 1e6:.2f}",
+            f"{flops / 1e9:.3f}",
+            f"{emulated / 1e3:.2f}",
+            f"{estimated / 1e3:.3f}",
+        ]
+        for (kind, name), (calls, size, flops, emulated, estimated) in sorted(
+            sums.items(), key=lambda item: -item[1][3]
+        )
     ]
     widths = [max(len(row[place]) for row in [head, *rows]) for place in range(len(head))]
     lines = [
@@ -120,6 +145,9 @@ def table(trace: Path) -> str:
         [
             *lines,
             "",
-            "Estimated times: roofline model, summed over streams (an estimate, not a measurement). Graphs contain operators.",
+            (
+                "Estimated times: roofline model, summed over streams (an estimate, not a"
+                " measurement). Graphs contain operators."
+            ),
         ]
     )

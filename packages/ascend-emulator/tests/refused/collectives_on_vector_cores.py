@@ -2,7 +2,8 @@
 # refused: with HCCL_OP_EXPANSION_MODE=AIV collectives of several communicators must not overlap
 # source: CANN, HCCL_OP_EXPANSION_MODE
 # seen on hardware: no
-"""With `HCCL_OP_EXPANSION_MODE=AIV`, sums of two communicators on two streams of an NPU that no event orders"""
+"""With `HCCL_OP_EXPANSION_MODE=AIV`, sums of two communicators on two streams of an NPU that no
+event orders"""
 
 import ctypes
 import os
@@ -27,7 +28,18 @@ for rank in range(2):  # rank 0's wait for rank 1's
         x, stream = torch.full((4,), float(rank), device="npu"), torch.npu.Stream()
         address, one = ctypes.c_void_p(x.data_ptr()), ctypes.c_void_p(each[rank])
         torch.npu.current_stream().synchronize()
-        assert hccl.HcclAllReduce(address, address, ctypes.c_uint64(4), FLOAT, SUM, one, ctypes.c_void_p(stream.npu_stream)) == 0
+        assert (
+            hccl.HcclAllReduce(
+                address,
+                address,
+                ctypes.c_uint64(4),
+                FLOAT,
+                SUM,
+                one,
+                ctypes.c_void_p(stream.npu_stream),
+            )
+            == 0
+        )
         if rank:
             stream.synchronize()
 print("summed")

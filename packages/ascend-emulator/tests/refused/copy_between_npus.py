@@ -1,14 +1,16 @@
 """A copy between two NPUs that no call of aclrtDeviceEnablePeerAccess preceded."""
-# run: --npus 2
-# refused: copying from NPU 0 to NPU 1, between which it is not enabled; call aclrtDeviceEnablePeerAccess
-# source: CANN, aclrtDeviceEnablePeerAccess
-# seen on hardware: no
+# run: --npus 2 refused: copying from NPU 0 to NPU 1, between which it is not enabled; call
+# aclrtDeviceEnablePeerAccess source: CANN, aclrtDeviceEnablePeerAccess seen on hardware: no
 
 import ctypes
 
 import torch  # noqa: F401
 
-acl, buffers, size = ctypes.CDLL("libascendcl.so"), [ctypes.c_void_p(), ctypes.c_void_p()], ctypes.c_size_t(4096)
+acl, buffers, size = (
+    ctypes.CDLL("libascendcl.so"),
+    [ctypes.c_void_p(), ctypes.c_void_p()],
+    ctypes.c_size_t(4096),
+)
 acl.aclGetRecentErrMsg.restype = ctypes.c_char_p
 for npu, buffer in enumerate(buffers):
     assert acl.aclrtSetDevice(npu) == 0

@@ -2,7 +2,8 @@
 # refused: in another order than they were issued
 # source: HCCL, order of calls of a communicator
 # seen on hardware: no
-"""Two streams share a communicator and no event orders them: rank 0 begins with the second sum, rank 1 with the first.
+"""Two streams share a communicator and no event orders them: rank 0 begins with the second sum,
+rank 1 with the first.
 
 The sums have one shape, so each rank adds its first values to the other's second ones.
 """
@@ -25,7 +26,15 @@ errors = []
 def all_reduce(rank: int, x: torch.Tensor, stream: torch.npu.Stream) -> None:
     address, communicator = ctypes.c_void_p(x.data_ptr()), ctypes.c_void_p(communicators[rank])
     assert (
-        hccl.HcclAllReduce(address, address, ctypes.c_uint64(4), FLOAT, SUM, communicator, ctypes.c_void_p(stream.npu_stream))
+        hccl.HcclAllReduce(
+            address,
+            address,
+            ctypes.c_uint64(4),
+            FLOAT,
+            SUM,
+            communicator,
+            ctypes.c_void_p(stream.npu_stream),
+        )
         == 0
     )
 
@@ -36,7 +45,8 @@ def work(rank: int) -> None:
     sums = [torch.full((4,), 10.0 * k + rank, device="npu") for k in range(2)]
     x = torch.ones(1500, 1500, device="npu")
     torch.npu.synchronize()
-    with torch.npu.stream(streams[rank]):  # one stream is late: the first on rank 0, the second on rank 1
+    # one stream is late: the first on rank 0, the second on rank 1
+    with torch.npu.stream(streams[rank]):
         for _ in range(60):
             x = x @ x / 1500
     torch.npu.current_stream().synchronize()

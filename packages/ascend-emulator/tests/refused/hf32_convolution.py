@@ -1,4 +1,5 @@
-"""A convolution in float32 that expects float32's precision: NPUs multiply in HF32 unless torch.npu.conv.allow_hf32 is off."""
+"""A convolution in float32 that expects float32's precision: NPUs multiply in HF32 unless
+torch.npu.conv.allow_hf32 is off."""
 # run:
 # refused: AssertionError: the convolution differs from float64 by \d\.\de-0[34]
 # source: torch_npu, torch.npu.conv.allow_hf32; CANN, cubeMathType
@@ -9,5 +10,10 @@ import torch_npu  # noqa: F401
 
 x, weight = torch.randn(2, 64, 16, 16), torch.randn(8, 64, 3, 3)
 expected = torch.nn.functional.conv2d(x.double(), weight.double())
-error = ((torch.nn.functional.conv2d(x.npu(), weight.npu()).cpu() - expected) / expected.std()).abs().max().item()
+error = (
+    ((torch.nn.functional.conv2d(x.npu(), weight.npu()).cpu() - expected) / expected.std())
+    .abs()
+    .max()
+    .item()
+)
 assert error < 1e-5, f"the convolution differs from float64 by {error:.1e}"

@@ -12,7 +12,9 @@ import tempfile
 if "RANK" not in os.environ:
     with tempfile.TemporaryDirectory() as directory:
         command = [sys.executable, __file__, f"file://{directory}/store"]
-        children = [subprocess.Popen(command, env=os.environ | {"RANK": str(rank)}) for rank in range(2)]
+        children = [
+            subprocess.Popen(command, env=os.environ | {"RANK": str(rank)}) for rank in range(2)
+        ]
         sys.exit(max(abs(child.wait()) for child in children))
 
 import torch

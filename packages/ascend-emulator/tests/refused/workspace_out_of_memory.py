@@ -1,4 +1,5 @@
-"""A matrix product whose tensors fit, but not its workspace: 16 MiB on Atlas A2, and torch_npu's rounding."""
+"""A matrix product whose tensors fit, but not its workspace: 16 MiB on Atlas A2, and torch_npu's
+rounding."""
 # run: --memory 128MiB
 # refused: NPU out of memory. Tried to allocate 18\.00 MiB
 # source: CANN, GetWorkspaceSize; 16 MiB of the cube on Atlas A2

@@ -16,16 +16,19 @@ CONNECTORS = {
     "MooncakeConnectorStoreV1": STORE,
     "OffloadingConnector": "ascend_kv_connector.offloading.OffloadingConnector",
 }
-"""Values of ``kv_connector`` in ``--kv-transfer-config``. OffloadingConnector is vLLM's with NPU copies; the names with Mooncake
-are vllm-ascend's aliases."""
+"""Values of ``kv_connector`` in ``--kv-transfer-config``. OffloadingConnector is vLLM's with NPU
+copies; the names with Mooncake are vllm-ascend's aliases."""
 
 
 def register() -> None:
     """Register the connectors; never raises.
 
-    Entry point of group ``vllm.general_plugins``: vLLM calls it in every process, possibly more than once.
+    Entry point of group ``vllm.general_plugins``: vLLM calls it in every process, possibly more
+    than once.
     """
-    extension.join("ascend-kv-connector", "ascend_kv_connector", _offer, note=", ".join(CONNECTORS), api="1.4")
+    extension.join(
+        "ascend-kv-connector", "ascend_kv_connector", _offer, note=", ".join(CONNECTORS), api="1.4"
+    )
 
 
 def _offer() -> None:
@@ -33,7 +36,9 @@ def _offer() -> None:
         extension.offer(f"kv_connector.{name}", path)
     extension.offer("worker.awake.kv_connector", "ascend_kv_connector.worker.set_awake")
     if "vllm" not in sys.modules:
-        return  # listing the components outside of vLLM; vLLM itself is imported before its plugins are loaded
+        # listing the components outside of vLLM; vLLM itself is imported before its plugins are
+        # loaded
+        return
     from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 
     for name, path in CONNECTORS.items():

@@ -1,4 +1,5 @@
-"""``AscendP2PConnector``: vLLM's connector interface, forwarded to the scheduler or the worker side."""
+"""``AscendP2PConnector``: vLLM's connector interface, forwarded to the scheduler or the worker
+side."""
 
 from __future__ import annotations
 
@@ -55,19 +56,25 @@ class AscendP2PConnector(KVConnectorBase_V1, SupportsHMA):
             ranks = vllm_config.parallel_config.world_size
             if len(ports) < PORTS_OF_RANK * ranks:
                 extension.logger.warning(
-                    "AscendP2PConnector: option ports has %d ports for %d ranks; fix: give it %d a rank, so that it can "
-                    "be restarted at once: Mooncake takes random ones, and those of before are in use for a minute",
+                    "AscendP2PConnector: option ports has %d ports for %d ranks; fix: give it %d a"
+                    " rank, so that it can be restarted at once: Mooncake takes random ones, and"
+                    " those of before are in use for a minute",
                     len(ports),
                     ranks,
                     PORTS_OF_RANK,
                 )
-        auth.require_secret(auth.read_secret(options.secret_file), options.insecure, host, options.transport)
+        auth.require_secret(
+            auth.read_secret(options.secret_file), options.insecure, host, options.transport
+        )
         if vllm_config.parallel_config.decode_context_parallel_size > 1:
-            raise extension.RefusedError("AscendP2PConnector does not support decode context parallelism; remove one of the two")
+            raise extension.RefusedError(
+                "AscendP2PConnector does not support decode context parallelism; remove one of"
+                " the two"
+            )
         if options.mode == "push" and vllm_config.model_config.is_hybrid:
             raise extension.RefusedError(
-                "AscendP2PConnector does not transfer the states of linear attention and state-space layers layer by layer; "
-                'remove kv_connector_extra_config.mode "push"'
+                "AscendP2PConnector does not transfer the states of linear attention and"
+                ' state-space layers layer by layer; remove kv_connector_extra_config.mode "push"'
             )
 
     def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any) -> None:
@@ -96,18 +103,22 @@ class AscendP2PConnector(KVConnectorBase_V1, SupportsHMA):
 
     # Scheduler side
 
-    def set_xfer_handshake_metadata_pp_aware(self, metadata: dict[tuple[int, int], Endpoint]) -> None:
+    def set_xfer_handshake_metadata_pp_aware(
+        self, metadata: dict[tuple[int, int], Endpoint]
+    ) -> None:
         self._scheduler.set_endpoints(metadata)
 
     def on_new_request(self, request: Any) -> None:
         self._scheduler.on_new_request(request)
 
     def get_loaded_kv_cache_group_ids(self, request: Any) -> tuple[int, ...]:
-        """None with states: vLLM zeroes the new blocks of the others before they are loaded, as a load leaves the rest of the
-        last one as it is, which may be states of another request."""
+        """None with states: vLLM zeroes the new blocks of the others before they are loaded, as a
+        load leaves the rest of the last one as it is, which may be states of another request."""
         return () if self._has_states else super().get_loaded_kv_cache_group_ids(request)
 
-    def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int, bool]:
+    def get_num_new_matched_tokens(
+        self, request: Any, num_computed_tokens: int
+    ) -> tuple[int, bool]:
         return self._scheduler.get_num_new_matched_tokens(request, num_computed_tokens)
 
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
@@ -119,11 +130,17 @@ class AscendP2PConnector(KVConnectorBase_V1, SupportsHMA):
     def update_connector_output(self, connector_output: Any) -> None:
         self._scheduler.update_finished_loads(connector_output.finished_recving or ())
 
-    def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
+    def request_finished(
+        self, request: Any, block_ids: list[int]
+    ) -> tuple[bool, dict[str, Any] | None]:
         return self._scheduler.request_finished(request, block_ids)
 
-    def request_finished_all_groups(self, request: Any, block_ids: tuple[list[int], ...]) -> tuple[bool, dict[str, Any] | None]:
-        return self._scheduler.request_finished(request, self._scheduler.joined_tables(request, block_ids))
+    def request_finished_all_groups(
+        self, request: Any, block_ids: tuple[list[int], ...]
+    ) -> tuple[bool, dict[str, Any] | None]:
+        return self._scheduler.request_finished(
+            request, self._scheduler.joined_tables(request, block_ids)
+        )
 
     # Worker side
 
@@ -145,7 +162,9 @@ class AscendP2PConnector(KVConnectorBase_V1, SupportsHMA):
     def wait_for_layer_load(self, layer_name: str) -> None:
         """No-op: a request is scheduled only after all its layers are loaded."""
 
-    def save_kv_layer(self, layer_name: str, kv_layer: Any, attn_metadata: Any, **kwargs: Any) -> None:
+    def save_kv_layer(
+        self, layer_name: str, kv_layer: Any, attn_metadata: Any, **kwargs: Any
+    ) -> None:
         self._worker.save_kv_layer(layer_name)
 
     def wait_for_save(self) -> None:
@@ -159,12 +178,18 @@ class AscendP2PConnector(KVConnectorBase_V1, SupportsHMA):
         return self._worker.get_block_ids_with_load_errors()
 
     def shutdown(self) -> None:
-        (self._scheduler.close if self.role == KVConnectorRole.SCHEDULER else self._worker.shutdown)()
+        (
+            self._scheduler.close
+            if self.role == KVConnectorRole.SCHEDULER
+            else self._worker.shutdown
+        )()
 
     # Metrics
 
     def get_kv_connector_stats(self) -> TransferStats | None:
-        return self._worker.get_kv_connector_stats() if self.role == KVConnectorRole.WORKER else None
+        return (
+            self._worker.get_kv_connector_stats() if self.role == KVConnectorRole.WORKER else None
+        )
 
     @classmethod
     def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> TransferStats:

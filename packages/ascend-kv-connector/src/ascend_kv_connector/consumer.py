@@ -42,17 +42,19 @@ BUFFERS_OF_LANE = 2
 """Receive buffers of a lane: one is read into while the other is unpacked."""
 
 MAX_KEPT = 1 / 8
-"""Part of the KV cache's blocks that failed transfers may keep from use; beyond that, bytes of peers go to receive buffers."""
+"""Part of the KV cache's blocks that failed transfers may keep from use; beyond that, bytes of
+peers go to receive buffers."""
 
 MAX_LAYERWISE = 32
-"""Prompts of one instance that are received layer by layer at once; each has a thread while it is computed."""
+"""Prompts of one instance that are received layer by layer at once; each has a thread while it is
+computed."""
 
 
 class Consumer:
     """Rank ``rank`` of ``ranks`` of a consumer instance.
 
-    ``stream_context(event)`` is entered around all device work, in the unpack threads: it runs after the event and has completed
-    on exit.
+    ``stream_context(event)`` is entered around all device work, in the unpack threads: it runs
+    after the event and has completed on exit.
     """
 
     def __init__(
@@ -71,7 +73,8 @@ class Consumer:
         trusts: Callable[[str], bool] = lambda host: True,
         weights: str = "",
     ) -> None:
-        """``trusts(host)``: whether a producer's host, which announces itself, may be contacted. ``weights`` as in CacheInfo."""
+        """``trusts(host)``: whether a producer's host, which announces itself, may be contacted.
+        ``weights`` as in CacheInfo."""
         self.cache, self.transport, self.options = cache, transport, options
         self.weights = weights
         self.model, self.rank, self.ranks, self.reader = model, rank, ranks, engine
@@ -81,34 +84,51 @@ class Consumer:
         self.buffers = ReceiveBuffers(self._allocate_buffer, BUFFERS_OF_LANE * options.lanes)
         self.unpackers = ThreadPoolExecutor(options.lanes, "kv-unpack")
         started = threading.Barrier(options.lanes)
-        for _ in range(options.lanes):  # now: a submission that cannot start its thread is run later all the same
+        # now: a submission that cannot start its thread is run later all the same
+        for _ in range(options.lanes):
             self.unpackers.submit(started.wait)
         self.breakers: BoundedDict[CircuitBreaker] = BoundedDict()
-        self.queues: PeerQueues[Transfer | Notice | PushStop] = PeerQueues("kv-fetch", lambda: Fetcher(self))
+        self.queues: PeerQueues[Transfer | Notice | PushStop] = PeerQueues(
+            "kv-fetch", lambda: Fetcher(self)
+        )
         self._transfers: dict[str, Transfer] = {}
         self._unsettled: list[Transfer] = []  # outcome was reported
         self._is_full = False
         self._lock = threading.Lock()
-        # PrefillStarted and PrefillCancelled received before the request, and requests that ended before them
+        # PrefillStarted and PrefillCancelled received before the request, and requests that ended
+        # before them
         self._announced: BoundedDict[Source] = BoundedDict(256)
         self._cancelled: BoundedDict[str] = BoundedDict(256)
         self._unannounced: BoundedDict[None] = BoundedDict()
         self.server = RpcServer(CODEC, self.answer, host, port, keys)
 
-    def start(self, request: str, source: Source | None, blocks: list[int], start: int, stop: int, after: Any = None) -> None:
-        """Fetch tokens ``start`` to ``stop`` into ``blocks``; :meth:`get_finished` reports the outcome.
+    def start(
+        self,
+        request: str,
+        source: Source | None,
+        blocks: list[int],
+        start: int,
+        stop: int,
+        after: Any = None,
+    ) -> None:
+        """Fetch tokens ``start`` to ``stop`` into ``blocks``; :meth:`get_finished` reports the
+        outcome.
 
-        The blocks are written after the event ``after``, if given. Without a source the transfer starts when a producer sends
-        PrefillStarted, proceeds layer by layer, and releases the producer's blocks at its end. Otherwise other requests may load
-        from the source too, until :meth:`release`.
+        The blocks are written after the event ``after``, if given. Without a source the transfer
+        starts when a producer sends PrefillStarted, proceeds layer by layer, and releases the
+        producer's blocks at its end. Otherwise other requests may load from the source too, until
+        :meth:`release`.
         """
-        transfer = Transfer(request, source, blocks, start, stop, self.options.transfer_timeout, after)
+        transfer = Transfer(
+            request, source, blocks, start, stop, self.options.transfer_timeout, after
+        )
         with self._lock:
             self._transfers[request] = transfer
             if source is None:
                 transfer.source = self._announced.pop(request, None)
             cancelled = self._cancelled.pop(request, "") if source is None else ""
-            if transfer.source is not None:  # decided here: PrefillStarted may arrive in another thread
+            # decided here: PrefillStarted may arrive in another thread
+            if transfer.source is not None:
                 self._enqueue(transfer)
         if cancelled:
             self.cancel_unstarted(request, cancelled)
@@ -125,11 +145,20 @@ class Consumer:
         if not isinstance(query, PrefillStarted):
             return Refused("mismatch", "this rank is a consumer only")
         if not all(self._trusts(host) for host, _ in query.ranks):
-            return Refused("mismatch", "the decode instance's option peers does not have this prefill instance's hosts")
-        source = Source(query.source_engine, query.source_request, tuple((host, port) for host, port in query.ranks))
+            return Refused(
+                "mismatch",
+                "the decode instance's option peers does not have this prefill instance's hosts",
+            )
+        source = Source(
+            query.source_engine,
+            query.source_request,
+            tuple((host, port) for host, port in query.ranks),
+        )
         with self._lock:
             transfer = self._transfers.get(query.request)
-            if query.request in self._unannounced or (transfer and transfer.source not in (None, source)):
+            if query.request in self._unannounced or (
+                transfer and transfer.source not in (None, source)
+            ):
                 self.release(source)  # no longer needed, or computed twice (n > 1)
             elif transfer is None:
                 self._announced[query.request] = source
@@ -139,14 +168,18 @@ class Consumer:
         return Ack()
 
     def cancel(self, request: str, error: TransferError) -> None:
-        """Fail a transfer, unless it has ended; :meth:`get_finished` reports it, and nothing more is written."""
+        """Fail a transfer, unless it has ended; :meth:`get_finished` reports it, and nothing more
+        is written."""
         if transfer := self._transfers.get(request):
             transfer.fail(error, self.transport.name, self.cache.block_size)
 
     def suspend(self, cause: str) -> None:
-        """Fail all transfers; after that nothing is written to the KV cache, which is not exposed if it can sleep."""
+        """Fail all transfers; after that nothing is written to the KV cache, which is not exposed
+        if it can sleep."""
         with self._lock:
-            transfers = [transfer for transfer in self._transfers.values() if transfer.outcome is None]
+            transfers = [
+                transfer for transfer in self._transfers.values() if transfer.outcome is None
+            ]
         for transfer in transfers:
             transfer.fail(TransferError("sleep", cause), self.transport.name, self.cache.block_size)
             self._release_failed(transfer)
@@ -154,14 +187,20 @@ class Consumer:
     def cancel_unstarted(self, request: str, cause: str) -> None:
         """Fail a transfer that has no producer yet."""
         if (transfer := self._transfers.get(request)) and transfer.source is None:
-            self.cancel(request, TransferError("peer", cause, "check the logs of the router and the prefill instance"))
+            self.cancel(
+                request,
+                TransferError(
+                    "peer", cause, "check the logs of the router and the prefill instance"
+                ),
+            )
 
     def release(self, source: Source) -> None:
         """Tell the producer that this rank does not need the request's blocks any more."""
         self._enqueue(Notice(source, self.finish_message(source)))
 
     def renew(self, source: Source) -> None:
-        """Tell the producer that a request waits to load from a source. Each of its ranks is told by one of this instance's."""
+        """Tell the producer that a request waits to load from a source. Each of its ranks is told
+        by one of this instance's."""
         if ranks := source.ranks[self.rank :: self.ranks]:
             self._enqueue(Notice(source, Renew(source.request, self.reader), ranks))
 
@@ -169,13 +208,16 @@ class Consumer:
         return Finish(source.request, self.reader, self.rank, self.ranks)
 
     def release_chunks(self, transfer: Transfer) -> None:
-        """Tell the producer that a transfer does not read any more; without effect for a layer-by-layer transfer's blocks."""
+        """Tell the producer that a transfer does not read any more; without effect for a
+        layer-by-layer transfer's blocks."""
         assert transfer.source is not None
         self._enqueue(Notice(transfer.source, self.release_message(transfer)))
 
     def release_message(self, transfer: Transfer, *tickets: int) -> Release:
         assert transfer.source is not None
-        return Release(transfer.source.request, self.reader, self.rank, transfer.request, list(tickets))
+        return Release(
+            transfer.source.request, self.reader, self.rank, transfer.request, list(tickets)
+        )
 
     def get_finished(self) -> list[Done | Failed]:
         """Transfers that ended since the last call. Fails those whose deadline has passed.
@@ -187,7 +229,11 @@ class Consumer:
             if transfer.deadline <= now and transfer.outcome is None:
                 self._expire(transfer)
         with self._lock:
-            ended = {name: transfer.outcome for name, transfer in self._transfers.items() if transfer.outcome is not None}
+            ended = {
+                name: transfer.outcome
+                for name, transfer in self._transfers.items()
+                if transfer.outcome is not None
+            }
             for name in ended:
                 transfer = self._transfers.pop(name)
                 self._unsettled.append(transfer)
@@ -196,7 +242,8 @@ class Consumer:
         return list(ended.values())
 
     def pop_settled(self) -> set[str]:
-        """Requests whose transfer was reported as ended and whose blocks no read can write to any more, since the last call."""
+        """Requests whose transfer was reported as ended and whose blocks no read can write to any
+        more, since the last call."""
         settled = [transfer for transfer in self._unsettled if transfer.settled()]
         with self._lock:
             self._unsettled = [transfer for transfer in self._unsettled if transfer not in settled]
@@ -214,8 +261,8 @@ class Consumer:
             self.context.destroy(linger=0)  # otherwise a thread still uses it
 
     def try_later(self, transfer: Transfer) -> bool:
-        """Queue a transfer behind others, whose producer does not have the prompt yet, or has forgotten it; False if it has been
-        tried for ``answer_timeout``."""
+        """Queue a transfer behind others, whose producer does not have the prompt yet, or has
+        forgotten it; False if it has been tried for ``answer_timeout``."""
         transfer.not_ready_since = transfer.not_ready_since or monotonic()
         if again := monotonic() - transfer.not_ready_since < self.options.answer_timeout:
             self._enqueue(transfer)
@@ -233,14 +280,16 @@ class Consumer:
         self._enqueue(stop)
 
     def may_write_directly(self) -> bool:
-        """Whether peers' bytes may go to the KV cache at once: not while failed transfers keep many blocks from use."""
+        """Whether peers' bytes may go to the KV cache at once: not while failed transfers keep many
+        blocks from use."""
         with self._lock:
             kept = self._count_kept()
         most = max(1, int(MAX_KEPT * self.cache.blocks))
         if (full := kept >= most) and not self._is_full:
             logger.error(
-                "%d KV cache blocks of %d are kept from use, because failed transfers may still write to them; until they are "
-                "settled, transfers go through staging buffers; fix: restart the prefill instances that do not respond",
+                "%d KV cache blocks of %d are kept from use, because failed transfers may still"
+                " write to them; until they are settled, transfers go through staging buffers; fix:"
+                " restart the prefill instances that do not respond",
                 kept,
                 self.cache.blocks,
             )
@@ -248,7 +297,11 @@ class Consumer:
         return not full
 
     def _count_kept(self) -> int:
-        return sum(len(transfer.blocks) for transfer in self._unsettled if isinstance(transfer.outcome, Failed))
+        return sum(
+            len(transfer.blocks)
+            for transfer in self._unsettled
+            if isinstance(transfer.outcome, Failed)
+        )
 
     def _enqueue(self, work: Transfer | Notice | PushStop) -> None:
         assert work.source is not None
@@ -267,7 +320,11 @@ class Consumer:
             elif isinstance(work, PushStop):
                 work.ended()
             else:
-                logger.warning("KV transfer: %s is not told that a request has ended: %s", printable(work.source.engine), error)
+                logger.warning(
+                    "KV transfer: %s is not told that a request has ended: %s",
+                    printable(work.source.engine),
+                    error,
+                )
 
     def _allocate_buffer(self) -> torch.Tensor:
         return allocate_buffer(self.transport, self.options.chunk_bytes, self.cache.device)
@@ -275,7 +332,9 @@ class Consumer:
     def _expire(self, transfer: Transfer) -> None:
         error = TransferError("deadline", f"the deadline of {transfer.seconds:g} s has passed")
         if transfer.source is None:
-            error = TransferError("peer", f"no prefill instance started the prompt in {transfer.seconds:g} s")
+            error = TransferError(
+                "peer", f"no prefill instance started the prompt in {transfer.seconds:g} s"
+            )
         transfer.fail(error, self.transport.name, self.cache.block_size)
         self._release_failed(transfer)
         self.queues.abandon(transfer)

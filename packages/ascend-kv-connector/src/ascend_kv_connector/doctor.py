@@ -1,4 +1,5 @@
-"""Check of ``vllm-ascend doctor kv --peer HOST:PORT``, an entry point of group ``vllm_ascend.checks``: two instances can talk."""
+"""Check of ``vllm-ascend doctor kv --peer HOST:PORT``, an entry point of group
+``vllm_ascend.checks``: two instances can talk."""
 
 from __future__ import annotations
 
@@ -21,11 +22,21 @@ def check(options: argparse.Namespace) -> Iterator[Finding]:
     peer = getattr(options, "peer", None)
     if not peer:
         if getattr(options, "category", None) == "kv":
-            yield "prefill instance", "warn", "none was named", "vllm-ascend doctor kv --peer HOST:PORT, with its kv_port"
+            yield (
+                "prefill instance",
+                "warn",
+                "none was named",
+                "vllm-ascend doctor kv --peer HOST:PORT, with its kv_port",
+            )
         return
     host, _, port = peer.rpartition(":")
     if not host or not port.isdecimal():
-        yield "prefill instance", "fail", f"{peer} is no HOST:PORT", "name the host and kv_port of a prefill instance's rank"
+        yield (
+            "prefill instance",
+            "fail",
+            f"{peer} is no HOST:PORT",
+            "name the host and kv_port of a prefill instance's rank",
+        )
         return
     from ascend_kv_connector.auth import read_secret  # not imported by a doctor that checks no peer
 
@@ -44,39 +55,82 @@ def check_peer(host: str, port: int, secret: bytes) -> Iterator[Finding]:
 
     context = make_context()
     try:
-        client = RpcClient(protocol.CODEC, context, host, port, SECONDS, CurveKeys(secret) if secret else None)
+        client = RpcClient(
+            protocol.CODEC, context, host, port, SECONDS, CurveKeys(secret) if secret else None
+        )
         reply = client.call(Handshake(protocol.VERSION, ""), monotonic() + SECONDS)
         client.close()
     except TransferError as error:
-        fix = f"{hint(error)}; the secret is VLLM_ASCEND_KV_SECRET, here {'set' if secret else 'not set'}"
+        fix = (
+            f"{hint(error)}; the secret is VLLM_ASCEND_KV_SECRET, here"
+            f" {'set' if secret else 'not set'}"
+        )
         yield "control port", "fail", f"{host}:{port}: {printable(str(error))}", fix
         return
     finally:
         context.destroy(linger=0)
-    yield "control port", "ok", f"{host}:{port} answers, {'with this secret' if secret else 'without a secret'}", ""
+    yield (
+        "control port",
+        "ok",
+        f"{host}:{port} answers, {'with this secret' if secret else 'without a secret'}",
+        "",
+    )
     if not isinstance(reply, CacheInfo):
-        yield "prefill instance", "fail", f"unexpected reply {type(reply).__name__}", "name the port of a prefill instance"
+        yield (
+            "prefill instance",
+            "fail",
+            f"unexpected reply {type(reply).__name__}",
+            "name the port of a prefill instance",
+        )
         return
     size = sum(region.size for region in reply.regions) * reply.heads
     exposed = "read directly" if reply.memory else "staged"
-    model = f"{printable(reply.model)}, weights {printable(reply.weights) or 'of unknown fingerprint'}"
-    yield "model", "ok", f"{model}; {len(reply.regions)} regions of {reply.dtype}, {size} elements a token, {exposed}", ""
+    model = (
+        f"{printable(reply.model)}, weights {printable(reply.weights) or 'of unknown fingerprint'}"
+    )
+    yield (
+        "model",
+        "ok",
+        (
+            f"{model}; {len(reply.regions)} regions of {reply.dtype}, {size} elements a token,"
+            f" {exposed}"
+        ),
+        "",
+    )
     where = f"{printable(reply.session.partition('/')[0])} by {printable(reply.transport)}"
     session_host, _, data_port = reply.session.partition("/")[0].rpartition(":")
     if found := _connection_error(data_host := session_host.strip("[]"), data_port):
-        yield "data port", "fail", f"{where}: {found}", "admit it in the firewalls between both machines (option ports)"
-    elif is_loopback(data_host) and (open_at := [each for each in other_addresses() if not _connection_error(each, data_port)]):
+        yield (
+            "data port",
+            "fail",
+            f"{where}: {found}",
+            "admit it in the firewalls between both machines (option ports)",
+        )
+    elif is_loopback(data_host) and (
+        open_at := [each for each in other_addresses() if not _connection_error(each, data_port)]
+    ):
         fix = "close it to other machines in this machine's firewall"
-        yield "data port", "warn", f"{where} accepts connections at {open_at[0]} too, without the secret", fix
+        yield (
+            "data port",
+            "warn",
+            f"{where} accepts connections at {open_at[0]} too, without the secret",
+            fix,
+        )
     else:
-        yield "data port", "ok", f"{where} accepts connections; on a machine that is no instance this check has to fail", ""
+        yield (
+            "data port",
+            "ok",
+            f"{where} accepts connections; on a machine that is no instance this check has to fail",
+            "",
+        )
 
 
 def other_addresses() -> list[str]:
     """Addresses of this machine that others can reach."""
     found = {str(each[4][0]) for each in socket.getaddrinfo(socket.gethostname(), None)}
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe, suppress(OSError):
-        probe.connect(("192.0.2.1", 9))  # sends nothing, and chooses the address of the default route
+        # sends nothing, and chooses the address of the default route
+        probe.connect(("192.0.2.1", 9))
         found.add(str(probe.getsockname()[0]))
     return sorted(each for each in found if not is_loopback(each))
 

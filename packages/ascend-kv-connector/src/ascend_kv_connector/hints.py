@@ -5,12 +5,17 @@ from ascend_platform.transfer.errors import Kind, TransferError
 HINTS: dict[Kind, str] = {
     "peer": "check that the instance is alive and its ports are reachable from here",
     "transport": "check the peer's log and the network between the two",
-    "lease": "raise lease on the prefill instance, or route the request to a less loaded decode instance",
+    "lease": (
+        "raise lease on the prefill instance, or route the request to a less loaded decode instance"
+    ),
     "deadline": "raise transfer_timeout, or find what is slow between the two instances",
     "verify": "data was corrupted in transit: check the network and the memory of both machines",
     "mismatch": "start both instances with the same model, dtype and connector",
     "aborted": "the client disconnected; nothing to do",
-    "sleep": "transfers end before an instance sleeps: route no requests to it, and wait until it has none",
+    "sleep": (
+        "transfers end before an instance sleeps: route no requests to it, and wait until it has"
+        " none"
+    ),
     "internal": "this is a bug in ascend-kv-connector; please report it with this line",
 }
 

@@ -1,4 +1,5 @@
-"""Leases: which requests' blocks a producer keeps for readers, until when, and which readers have finished with them."""
+"""Leases: which requests' blocks a producer keeps for readers, until when, and which readers have
+finished with them."""
 
 from __future__ import annotations
 
@@ -16,7 +17,8 @@ from ascend_platform.transfer.errors import TransferError
 Value = TypeVar("Value")
 
 MAX_REMEMBERED = 4096
-"""Requests that are remembered after their end or before their start, for messages that arrive out of order."""
+"""Requests that are remembered after their end or before their start, for messages that arrive out
+of order."""
 
 
 MAX_READERS = 64
@@ -41,7 +43,8 @@ class NotReadyError(Exception):
 
 
 class PrefillProgress:
-    """Computed tokens of a prompt by layer; a layer's tokens are ready when the device has executed its work. Thread-safe."""
+    """Computed tokens of a prompt by layer; a layer's tokens are ready when the device has executed
+    its work. Thread-safe."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -49,7 +52,8 @@ class PrefillProgress:
         self._pending: dict[str, deque[tuple[int, Callable[[], bool]]]] = {}
 
     def record(self, layer: str, tokens: int, ready: Callable[[], bool]) -> None:
-        """The layer's first ``tokens`` are ready once ``ready()`` is true; ignored if as many were recorded before."""
+        """The layer's first ``tokens`` are ready once ``ready()`` is true; ignored if as many were
+        recorded before."""
         with self._lock:
             marks = self._pending.setdefault(layer, deque())
             if tokens > (marks[-1][0] if marks else self._ready.get(layer, 0)):
@@ -67,7 +71,8 @@ class PrefillProgress:
 
 @dataclass
 class Reader:
-    """An instance that reads a request: which of its ``ranks`` ranks have finished; 0 ranks if none has said so."""
+    """An instance that reads a request: which of its ``ranks`` ranks have finished; 0 ranks if none
+    has said so."""
 
     finished: set[int] = field(default_factory=set)
     ranks: int = 0
@@ -79,10 +84,12 @@ class Reader:
 
 @dataclass
 class Lease:
-    """``blocks`` of a request of ``tokens`` tokens; ``ready_tokens(layers)`` is how many of them the device has written.
+    """``blocks`` of a request of ``tokens`` tokens; ``ready_tokens(layers)`` is how many of them
+    the device has written.
 
-    ``finished`` is False during prefill: the blocks belong to the running request and the lease does not expire. ``number``
-    distinguishes it from other leases, also of the same request. ``revoked``: the blocks are not the request's any more.
+    ``finished`` is False during prefill: the blocks belong to the running request and the lease
+    does not expire. ``number`` distinguishes it from other leases, also of the same request.
+    ``revoked``: the blocks are not the request's any more.
     """
 
     blocks: list[int]
@@ -126,10 +133,18 @@ class Leases:
     def oldest(self) -> float:
         """Seconds since the oldest lease that is live was granted; 0 without leases."""
         with self._lock:
-            return max((self._clock() - lease.granted for lease in self._live.values() if lease.finished), default=0.0)
+            return max(
+                (self._clock() - lease.granted for lease in self._live.values() if lease.finished),
+                default=0.0,
+            )
 
     def grant(
-        self, request: str, blocks: list[int], tokens: int, seconds: float, ready: Callable[[], bool] = lambda: True
+        self,
+        request: str,
+        blocks: list[int],
+        tokens: int,
+        seconds: float,
+        ready: Callable[[], bool] = lambda: True,
     ) -> None:
         """Keep a finished request's blocks, for ``seconds`` after the last use."""
         with self._lock:
@@ -138,15 +153,20 @@ class Leases:
             lease.expires = lease.granted + seconds
             self._end_if_unused(request, lease)
 
-    def track(self, request: str, blocks: list[int], tokens: int, progress: PrefillProgress) -> None:
-        """Update the blocks of a request during prefill; readers may fetch the tokens that are ready."""
+    def track(
+        self, request: str, blocks: list[int], tokens: int, progress: PrefillProgress
+    ) -> None:
+        """Update the blocks of a request during prefill; readers may fetch the tokens that are
+        ready."""
         with self._lock:
             self._update(request, blocks, tokens, progress.ready_tokens)
 
     def revoke(self, request: str, reason: str = "") -> None:
-        """Withdraw the blocks of a request during prefill. What is being read of them does not count (:attr:`Lease.revoked`).
+        """Withdraw the blocks of a request during prefill. What is being read of them does not
+        count (:attr:`Lease.revoked`).
 
-        Without a reason the request was preempted: readers are told to retry, as :meth:`track` will give it new blocks.
+        Without a reason the request was preempted: readers are told to retry, as :meth:`track` will
+        give it new blocks.
         """
         with self._lock:
             lease = self._live.get(request)
@@ -171,7 +191,9 @@ class Leases:
             lease = self._live.get(request)
             if lease is None or self._suspended:
                 if request in self._ended:
-                    raise TransferError("lease", f"the request's blocks were freed: {self._ended[request]}")
+                    raise TransferError(
+                        "lease", f"the request's blocks were freed: {self._ended[request]}"
+                    )
                 if self._suspended:
                     raise TransferError("lease", self._suspended)
                 raise NotReadyError("the request's blocks are not available yet")
@@ -196,10 +218,13 @@ class Leases:
             lease = self._live.get(request)
             if lease is None or lease.number != number:
                 reason = self._ended.get(request, "the prompt was preempted")
-                raise TransferError("lease", f"the request's blocks were freed while they were read: {reason}")
+                raise TransferError(
+                    "lease", f"the request's blocks were freed while they were read: {reason}"
+                )
 
     def finish(self, request: str, reader: str, rank: int, ranks: int) -> None:
-        """A rank of a reader needs the request no more; the lease ends when all ranks of all its readers have said so."""
+        """A rank of a reader needs the request no more; the lease ends when all ranks of all its
+        readers have said so."""
         with self._lock:
             lease = self._live.get(request)
             if lease is None and request in self._ended:
@@ -230,10 +255,13 @@ class Leases:
                 self._end(request, "the router has aborted the request")
 
     def suspend(self, reason: str, seconds: float) -> bool:
-        """End all leases, and refuse readers until :meth:`resume`; False, and no effect, if some still read after ``seconds``."""
+        """End all leases, and refuse readers until :meth:`resume`; False, and no effect, if some
+        still read after ``seconds``."""
         with self._lock:
             self._suspended = reason
-            if not self._lock.wait_for(lambda: not any(lease.in_use for lease in self._live.values()), seconds):
+            if not self._lock.wait_for(
+                lambda: not any(lease.in_use for lease in self._live.values()), seconds
+            ):
                 self._suspended = ""
                 return False
             for request, lease in list(self._live.items()):
@@ -250,16 +278,27 @@ class Leases:
             self._suspended = ""
 
     def pop_ended(self) -> dict[str, str]:
-        """Requests whose lease ended since the last call, with the reason; their blocks are free."""
+        """Requests whose lease ended since the last call, with the reason; their blocks
+        are free."""
         with self._lock:
             now = self._clock()
-            expired = [name for name, lease in self._live.items() if lease.finished and lease.expires <= now and not lease.in_use]
+            expired = [
+                name
+                for name, lease in self._live.items()
+                if lease.finished and lease.expires <= now and not lease.in_use
+            ]
             for request in expired:
                 self._end(request, f"the lease of {self._live[request].seconds:g} s has expired")
             ended, self._unreported = self._unreported, {}
         return ended
 
-    def _update(self, request: str, blocks: list[int], tokens: int, ready_tokens: Callable[[Iterable[str]], int]) -> Lease:
+    def _update(
+        self,
+        request: str,
+        blocks: list[int],
+        tokens: int,
+        ready_tokens: Callable[[Iterable[str]], int],
+    ) -> Lease:
         self._ended.pop(request, None)  # request ids may be reused
         if request not in self._live:
             self._live[request] = Lease([], 0, 0.0, 0.0, ready_tokens, number=next(self._numbers))
@@ -270,7 +309,11 @@ class Leases:
         return lease
 
     def _end_if_unused(self, request: str, lease: Lease) -> None:
-        if lease.finished and lease.readers and all(reader.has_finished for reader in lease.readers.values()):
+        if (
+            lease.finished
+            and lease.readers
+            and all(reader.has_finished for reader in lease.readers.values())
+        ):
             self._end(request, "all readers have released it")
 
     def _end(self, request: str, reason: str) -> None:

@@ -1,4 +1,5 @@
-"""Metaserver client: a decode instance that has allocated blocks for a prompt posts a prefill request to the router."""
+"""Metaserver client: a decode instance that has allocated blocks for a prompt posts a prefill
+request to the router."""
 
 from __future__ import annotations
 
@@ -30,11 +31,12 @@ def external_request_id(request: str) -> str:
 
 
 class MetaserverClient:
-    """Posts from a background thread, started with the first post. A router may reply only after the prefill."""
+    """Posts from a background thread, started with the first post. A router may reply only after
+    the prefill."""
 
     def __init__(self, seconds: float, on_failure: Callable[[str, str], None]) -> None:
-        """``on_failure(request, cause)`` is called in that thread for each post that the router rejects or does not accept in
-        ``seconds``."""
+        """``on_failure(request, cause)`` is called in that thread for each post that the router
+        rejects or does not accept in ``seconds``."""
         self._seconds, self._on_failure = seconds, on_failure
         self._loop: asyncio.AbstractEventLoop | None = None
         self._session: ClientSession | None = None
@@ -44,7 +46,9 @@ class MetaserverClient:
         if self._loop is None:
             loop = asyncio.new_event_loop()
             try:
-                threading.Thread(target=self._run, args=[loop], name="kv-client", daemon=True).start()
+                threading.Thread(
+                    target=self._run, args=[loop], name="kv-client", daemon=True
+                ).start()
             except RuntimeError as error:  # too many processes and threads
                 loop.close()
                 self._on_failure(request, f"cannot post to the router at {url}: {error}")
@@ -65,22 +69,31 @@ class MetaserverClient:
         loop.close()
 
     async def _post(self, request: str, url: str, message: dict[str, Any]) -> None:
-        if self._session is None:  # for all posts: each keeps a connection for as long as the prefill takes
+        # for all posts: each keeps a connection for as long as the prefill takes
+        if self._session is None:
             timeout = ClientTimeout(total=self._seconds, sock_connect=10)
-            connector = TCPConnector(limit=most_connections(), force_close=True)  # a kept one may close as a post is sent
-            self._session = ClientSession(connector=connector, timeout=timeout, cookie_jar=DummyCookieJar())
+            # a kept one may close as a post is sent
+            connector = TCPConnector(limit=most_connections(), force_close=True)
+            self._session = ClientSession(
+                connector=connector, timeout=timeout, cookie_jar=DummyCookieJar()
+            )
         try:
             async with self._session.post(url, json=message, allow_redirects=False) as answer:
                 if answer.status >= 300:
-                    text = printable((await answer.content.read(ANSWER_BYTES)).decode(errors="replace"))
-                    self._on_failure(request, f"the router at {url} replied {answer.status}: {text}")
+                    text = printable(
+                        (await answer.content.read(ANSWER_BYTES)).decode(errors="replace")
+                    )
+                    self._on_failure(
+                        request, f"the router at {url} replied {answer.status}: {text}"
+                    )
         except (ClientError, OSError, TimeoutError, ValueError) as error:
             cause = printable(f"{type(error).__name__}: {error}")
             self._on_failure(request, f"cannot reach the router at {url}: {cause}")
 
 
 def most_connections() -> int:
-    """Connections to routers at a time: posts beyond that wait. A quarter of the files that this process may open."""
+    """Connections to routers at a time: posts beyond that wait. A quarter of the files that this
+    process may open."""
     files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     return max(1, min(MAX_CONNECTIONS, files // 4))
 

@@ -1,4 +1,5 @@
-"""Statistics of transfers for vLLM's log and Prometheus (``vllm/distributed/kv_transfer/kv_connector/v1/metrics.py``)."""
+"""Statistics of transfers for vLLM's log and Prometheus
+(``vllm/distributed/kv_transfer/kv_connector/v1/metrics.py``)."""
 
 from __future__ import annotations
 
@@ -9,7 +10,10 @@ from typing import Any
 
 from ascend_platform.transfer.errors import KINDS
 from prometheus_client import Counter, Gauge, Histogram
-from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorPromMetrics, KVConnectorStats
+from vllm.distributed.kv_transfer.kv_connector.v1.metrics import (
+    KVConnectorPromMetrics,
+    KVConnectorStats,
+)
 
 from ascend_kv_connector.leases import BoundedDict
 from ascend_kv_connector.transfers import Done, Failed
@@ -40,8 +44,8 @@ COUNTS = {
 class TransferStats(KVConnectorStats):
     """Statistics of an interval.
 
-    ``data``: seconds and bytes of each completed transfer and the seconds of its phases, :data:`COUNTS`, failures by kind,
-    expired leases, and the latest gauges by rank.
+    ``data``: seconds and bytes of each completed transfer and the seconds of its phases,
+    :data:`COUNTS`, failures by kind, expired leases, and the latest gauges by rank.
     """
 
     def __post_init__(self) -> None:
@@ -87,32 +91,55 @@ class TransferStats(KVConnectorStats):
         """Of all ranks."""
         ranks = self.data["gauges"].values()
         found = {name: [rank[name] for rank in ranks if name in rank] for name in GAUGES}
-        return {name: max(values) if "oldest" in name else sum(values) for name, values in found.items() if values}
+        return {
+            name: max(values) if "oldest" in name else sum(values)
+            for name, values in found.items()
+            if values
+        }
 
     def reduce(self) -> dict[str, int | float]:
         seconds, size = self.data["seconds"], sum(self.data["bytes"])
         reduced: dict[str, int | float] = {"Done": len(seconds)}
         if seconds:
-            reduced |= {"Mean (s)": round(sum(seconds) / len(seconds), 4), "Longest (s)": round(max(seconds), 4)}
+            reduced |= {
+                "Mean (s)": round(sum(seconds) / len(seconds), 4),
+                "Longest (s)": round(max(seconds), 4),
+            }
             reduced |= {"MiB": round(size / 2**20, 1)}
             phases = self.data["phases"].items()
-            reduced |= {f"Mean {phase} (s)": round(sum(each) / len(each), 4) for phase, each in phases}
+            reduced |= {
+                f"Mean {phase} (s)": round(sum(each) / len(each), 4) for phase, each in phases
+            }
         for key in ("sent", "packed", "unpacked"):
             reduced |= {f"MiB {key}": round(self.data[key] / 2**20, 1)} if self.data[key] else {}
         reduced |= {"Messages": self.data["messages"]} if self.data["messages"] else {}
         reduced |= {f"Failed ({kind})": count for kind, count in self.data["failed"].items()}
-        reduced |= {name.replace("_", " ").capitalize(): value for name, value in self.gauges().items() if value}
+        reduced |= {
+            name.replace("_", " ").capitalize(): value
+            for name, value in self.gauges().items()
+            if value
+        }
         return reduced | ({"Leases expired": self.data["expired"]} if self.data["expired"] else {})
 
 
 class TransferMetrics(KVConnectorPromMetrics):
-    """Prometheus metrics per engine, listed in the README; the exposition adds ``_total`` to the names of counters."""
+    """Prometheus metrics per engine, listed in the README; the exposition adds ``_total`` to the
+    names of counters."""
 
-    def __init__(self, vllm_config: Any, metric_types: Any, labelnames: list[str], per_engine_labelvalues: Any) -> None:
+    def __init__(
+        self,
+        vllm_config: Any,
+        metric_types: Any,
+        labelnames: list[str],
+        per_engine_labelvalues: Any,
+    ) -> None:
         super().__init__(vllm_config, metric_types, labelnames, per_engine_labelvalues)
         name = "vllm:ascend_kv_"
         self._seconds = metric_types[Histogram](
-            name=f"{name}transfer_seconds", documentation="Completed KV transfers", buckets=BUCKETS, labelnames=labelnames
+            name=f"{name}transfer_seconds",
+            documentation="Completed KV transfers",
+            buckets=BUCKETS,
+            labelnames=labelnames,
         )
         self._phases = metric_types[Histogram](
             name=f"{name}transfer_phase_seconds",
@@ -121,21 +148,32 @@ class TransferMetrics(KVConnectorPromMetrics):
             labelnames=[*labelnames, "phase"],
         )
         self._bytes = metric_types[Counter](
-            name=f"{name}transfer_bytes", documentation="Bytes of KV cache received", labelnames=labelnames
+            name=f"{name}transfer_bytes",
+            documentation="Bytes of KV cache received",
+            labelnames=labelnames,
         )
         self._counts = {
-            key: metric_types[Counter](name=f"{name}{metric}", documentation=text, labelnames=labelnames)
+            key: metric_types[Counter](
+                name=f"{name}{metric}", documentation=text, labelnames=labelnames
+            )
             for key, (metric, text) in COUNTS.items()
         }
         self._failures = metric_types[Counter](
-            name=f"{name}transfer_failures", documentation="Failed KV transfers by cause", labelnames=[*labelnames, "cause"]
+            name=f"{name}transfer_failures",
+            documentation="Failed KV transfers by cause",
+            labelnames=[*labelnames, "cause"],
         )
         self._expired = metric_types[Counter](
-            name=f"{name}leases_expired", documentation="Prompts whose lease expired unread", labelnames=labelnames
+            name=f"{name}leases_expired",
+            documentation="Prompts whose lease expired unread",
+            labelnames=labelnames,
         )
         self._gauges = {
             gauge: metric_types[Gauge](
-                name=f"{name}{gauge}", documentation=text, multiprocess_mode="mostrecent", labelnames=labelnames
+                name=f"{name}{gauge}",
+                documentation=text,
+                multiprocess_mode="mostrecent",
+                labelnames=labelnames,
             )
             for gauge, text in GAUGES.items()
         }
@@ -162,11 +200,14 @@ class TransferMetrics(KVConnectorPromMetrics):
 
 
 class FailureLog:
-    """Limits the log lines of failures: of each producer the first :data:`MOST` in :data:`SECONDS`, then their number."""
+    """Limits the log lines of failures: of each producer the first :data:`MOST` in :data:`SECONDS`,
+    then their number."""
 
     MOST, SECONDS = 3, 10.0
 
-    def __init__(self, log: Callable[[str], object], clock: Callable[[], float] = monotonic) -> None:
+    def __init__(
+        self, log: Callable[[str], object], clock: Callable[[], float] = monotonic
+    ) -> None:
         self._log, self._clock = log, clock
         self._since: BoundedDict[tuple[float, int]] = BoundedDict(256)
 
@@ -176,8 +217,8 @@ class FailureLog:
         if now - since >= self.SECONDS:
             if count > self.MOST:
                 self._log(
-                    f"{count - self.MOST} more KV transfers from engine {outcome.engine} failed in {now - since:.0f} s "
-                    f"({outcome.kind})"
+                    f"{count - self.MOST} more KV transfers from engine {outcome.engine} failed in"
+                    f" {now - since:.0f} s ({outcome.kind})"
                 )
             since, count = now, 0
         self._since[key] = since, count + 1

@@ -1,7 +1,8 @@
 """vLLM's OffloadingConnector for NPUs: host memory as a second tier of prefix cache.
 
-Bookkeeping, eviction, metrics, options and the tiers behind host memory are vLLM's (``vllm/v1/kv_offload``). The block copies
-between device and host, CUDA kernels in vLLM, are done here by PyTorch. A layer's block is two pages, keys and values.
+Bookkeeping, eviction, metrics, options and the tiers behind host memory are vLLM's
+(``vllm/v1/kv_offload``). The block copies between device and host, CUDA kernels in vLLM, are done
+here by PyTorch. A layer's block is two pages, keys and values.
 """
 
 from __future__ import annotations
@@ -44,11 +45,13 @@ for _name, _place in TIERS.items():
         SecondaryTierFactory.register_tier(_name, *_place)
 
 HOST_REGISTER_MAPPED = 0x2
-"""ACL_HOST_REG_MAPPED, a flag of aclrtHostRegisterV2; source: torch_npu's ``test/npu/test_npurt.py``."""
+"""ACL_HOST_REG_MAPPED, a flag of aclrtHostRegisterV2; source: torch_npu's
+``test/npu/test_npurt.py``."""
 
 
 class OffloadingConnector(offloading_connector.OffloadingConnector):
-    """vLLM's OffloadingConnector with host memory (``cpu_bytes_to_use``, total of all ranks) and secondary tiers."""
+    """vLLM's OffloadingConnector with host memory (``cpu_bytes_to_use``, total of all ranks) and
+    secondary tiers."""
 
     @classmethod
     def check_config(cls, vllm_config: Any) -> None:
@@ -60,14 +63,17 @@ class OffloadingConnector(offloading_connector.OffloadingConnector):
         given = vllm_config.kv_transfer_config.kv_connector_extra_config
         if (spec := given.get("spec_name", "CPUOffloadingSpec")) not in (*SPECS, *SPECS.values()):
             raise extension.RefusedError(
-                f"OffloadingConnector: spec_name is {spec!r}; supported on NPUs: CPUOffloadingSpec (default) and "
-                "TieringOffloadingSpec"
+                f"OffloadingConnector: spec_name is {spec!r}; supported on NPUs: CPUOffloadingSpec"
+                " (default) and TieringOffloadingSpec"
             )
         if SPECS.get(spec, spec) == "TieredSpec":
             check_single_host("OffloadingConnector", vllm_config)
-        if vllm_config.cache_config.kv_offloading_size is None and not given.get("cpu_bytes_to_use"):
+        if vllm_config.cache_config.kv_offloading_size is None and not given.get(
+            "cpu_bytes_to_use"
+        ):
             raise extension.RefusedError(
-                "OffloadingConnector: set cpu_bytes_to_use in kv_connector_extra_config, the bytes of host memory for all ranks"
+                "OffloadingConnector: set cpu_bytes_to_use in kv_connector_extra_config, the bytes"
+                " of host memory for all ranks"
             )
 
     @classmethod
@@ -78,21 +84,35 @@ class OffloadingConnector(offloading_connector.OffloadingConnector):
         sliding_windows(type(self).__name__, kv_cache_config.kv_cache_groups)
         given = vllm_config.kv_transfer_config.kv_connector_extra_config
         spec = given.get("spec_name", "CPUOffloadingSpec")
-        given.update(spec_name=SPECS.get(spec, spec), spec_module_path=__name__, rope_order=extension.rope_order(vllm_config))
+        given.update(
+            spec_name=SPECS.get(spec, spec),
+            spec_module_path=__name__,
+            rope_order=extension.rope_order(vllm_config),
+        )
         super().__init__(vllm_config, role, kv_cache_config)
 
     def register_kv_caches(self, kv_caches: dict[str, Any]) -> None:
-        """Register each page tensor once: layers of several groups may share memory, as a block belongs to one group."""
+        """Register each page tensor once: layers of several groups may share memory, as a block
+        belongs to one group."""
         assert self.connector_worker is not None
         tensors: dict[int, CanonicalKVCacheTensor] = {}
         refs = []
         for group in self.connector_worker.kv_cache_config.kv_cache_groups:
-            parts = [part for layer in group.layer_names for part in extension.cache_parts(kv_caches[layer]).values()]
+            parts = [
+                part
+                for layer in group.layer_names
+                for part in extension.cache_parts(kv_caches[layer]).values()
+            ]
             pages = [part.view(torch.int8).flatten(1) for part in parts]
             for page in pages:
                 tensors.setdefault(page.data_ptr(), CanonicalKVCacheTensor(page, page.shape[1]))
             places = list(tensors)
-            refs.append([CanonicalKVCacheRef(places.index(page.data_ptr()), page.shape[1]) for page in pages])
+            refs.append(
+                [
+                    CanonicalKVCacheRef(places.index(page.data_ptr()), page.shape[1])
+                    for page in pages
+                ]
+            )
         self.connector_worker._init_worker(CanonicalKVCaches(list(tensors.values()), refs))
 
 
@@ -104,31 +124,40 @@ class HostSpec(CPUOffloadingSpec):
     def get_worker(self, kv_caches: CanonicalKVCaches) -> HostWorker:
         if not self._worker:
             shape = self.num_chunks, self.blocks_per_chunk
-            host = [torch.zeros(*shape, cache.tensor.shape[1], dtype=torch.int8, pin_memory=True) for cache in kv_caches.tensors]
+            host = [
+                torch.zeros(*shape, cache.tensor.shape[1], dtype=torch.int8, pin_memory=True)
+                for cache in kv_caches.tensors
+            ]
             self._worker = HostWorker(kv_caches, host)
         return self._worker
 
 
 class TieredSpec(TieringOffloadingSpec):
-    """vLLM's tiered offloading; host memory is one file in /dev/shm that all ranks and the scheduler map."""
+    """vLLM's tiered offloading; host memory is one file in /dev/shm that all ranks and the
+    scheduler map."""
 
     _worker: Any  # vLLM declares a worker for CUDA
 
     def __init__(self, config: Any) -> None:
-        if (order := config.extra_config.get("rope_order", "pairs")) != "pairs":  # tiers name a KV cache by its model
-            config = replace(config, model=replace(config.model, name=f"{config.model.name}-{order}"))
+        # tiers name a KV cache by its model
+        if (order := config.extra_config.get("rope_order", "pairs")) != "pairs":
+            config = replace(
+                config, model=replace(config.model, name=f"{config.model.name}-{order}")
+            )
         super().__init__(config)
         if self.num_chunks < 1 and self.kv_bytes_per_chunk:
             raise extension.RefusedError(
-                f"cpu_bytes_to_use is {self.extra_config['cpu_bytes_to_use']}, less than a chunk of {self.blocks_per_chunk} "
-                f"blocks, which has {self.kv_bytes_per_chunk} bytes in all ranks; increase it"
+                f"cpu_bytes_to_use is {self.extra_config['cpu_bytes_to_use']}, less than a chunk of"
+                f" {self.blocks_per_chunk} blocks, which has {self.kv_bytes_per_chunk} bytes in all"
+                " ranks; increase it"
             )
 
     def get_manager(self) -> Any:
         made = self._manager is None
         manager = super().get_manager()
         if made and self._scheduler_mmap is not None and not self._scheduler_mmap._creator:
-            # The workers, created first, have mapped it. Unlinked, the kernel frees it however the processes end.
+            # The workers, created first, have mapped it. Unlinked, the kernel frees it however the
+            # processes end.
             _unlink(self._scheduler_mmap)
         return manager
 
@@ -141,14 +170,21 @@ class TieredSpec(TieringOffloadingSpec):
                 kv_bytes_per_chunk=self.kv_bytes_per_chunk,
                 cpu_page_size=self.cpu_page_size_per_worker,
             )
-            pages, blocks = [cache.tensor.shape[1] for cache in kv_caches.tensors], self.blocks_per_chunk
-            host = [region.create_next_worker_view(page * blocks).unflatten(1, (blocks, page)) for page in pages]
+            pages, blocks = (
+                [cache.tensor.shape[1] for cache in kv_caches.tensors],
+                self.blocks_per_chunk,
+            )
+            host = [
+                region.create_next_worker_view(page * blocks).unflatten(1, (blocks, page))
+                for page in pages
+            ]
             self._worker = RegionWorker(kv_caches, host, region)
         return self._worker
 
 
 def _unlink(region: SharedOffloadRegion) -> None:
-    for path in [path for path, *_ in getattr(region, "_segments", ())] or [region.mmap_path]:  # vLLM 0.33 has several
+    # vLLM 0.33 has several
+    for path in [path for path, *_ in getattr(region, "_segments", ())] or [region.mmap_path]:
         with contextlib.suppress(FileNotFoundError):
             os.unlink(path)
 
@@ -161,8 +197,8 @@ def check_single_host(name: str, vllm_config: Any) -> None:
     """
     if (nodes := vllm_config.parallel_config.nnodes_within_dp) > 1:
         raise extension.RefusedError(
-            f"{name}: the instance spans {nodes} machines; its ranks share host memory, so use one machine; instances can share "
-            "a pool"
+            f"{name}: the instance spans {nodes} machines; its ranks share host memory, so use one"
+            " machine; instances can share a pool"
         )
 
 
@@ -175,7 +211,9 @@ class CopyJob:
     launched: Future[int]
 
     def has_ended(self) -> bool:
-        return self.launched.done() and (self.launched.exception() is not None or self.ended.query())
+        return self.launched.done() and (
+            self.launched.exception() is not None or self.ended.query()
+        )
 
 
 class Direction:
@@ -189,10 +227,11 @@ class Direction:
 class HostWorker(OffloadingWorker):
     """Copies blocks between NPU and pinned host memory, in each direction in the order of the jobs.
 
-    Each direction has a stream and a thread, because launches for a long prompt take tens of milliseconds.
+    Each direction has a stream and a thread, because launches for a long prompt take tens of
+    milliseconds.
 
-    ``pages[i]`` is ``[blocks, bytes]`` on the NPU, ``host[i]`` ``[chunks, blocks_per_chunk, bytes]``; ``groups`` has the indices
-    of each KV cache group's pages.
+    ``pages[i]`` is ``[blocks, bytes]`` on the NPU, ``host[i]`` ``[chunks, blocks_per_chunk,
+    bytes]``; ``groups`` has the indices of each KV cache group's pages.
     """
 
     def __init__(self, kv_caches: CanonicalKVCaches, host: Sequence[torch.Tensor]) -> None:
@@ -207,7 +246,8 @@ class HostWorker(OffloadingWorker):
         return self._enqueue(job_id, src_spec, dst_spec, store=True)
 
     def submit_load(self, job_id: int, src_spec: Any, dst_spec: Any, **later: Any) -> bool:
-        """Start a load. ``later``: vLLM 0.33 passes whether it is urgent; jobs keep their order here."""
+        """Start a load. ``later``: vLLM 0.33 passes whether it is urgent; jobs keep their order
+        here."""
         return self._enqueue(job_id, dst_spec, src_spec, store=False)
 
     def get_finished(self) -> list[TransferResult]:
@@ -215,10 +255,18 @@ class HostWorker(OffloadingWorker):
         for number in [number for number, job in self._jobs.items() if job.has_ended()]:
             job = self._jobs.pop(number)
             if (error := job.launched.exception()) is not None:
-                extension.logger.error("KV cache was not copied between NPU and host: %s: %s", type(error).__name__, error)
+                extension.logger.error(
+                    "KV cache was not copied between NPU and host: %s: %s",
+                    type(error).__name__,
+                    error,
+                )
                 ended.append(TransferResult(number, False))
                 continue
-            ended.append(TransferResult(number, True, job.launched.result(), job.began.elapsed_time(job.ended) / 1000))
+            ended.append(
+                TransferResult(
+                    number, True, job.launched.result(), job.began.elapsed_time(job.ended) / 1000
+                )
+            )
         return ended
 
     def wait(self, job_ids: set[int]) -> None:
@@ -236,7 +284,10 @@ class HostWorker(OffloadingWorker):
 
     def _enqueue(self, job: int, blocks: Any, chunks: Any, store: bool) -> bool:
         direction = self._stores if store else self._loads
-        after, began, ended = torch.npu.Event(), *(torch.npu.Event(enable_timing=True) for _ in range(2))
+        after, began, ended = (
+            torch.npu.Event(),
+            *(torch.npu.Event(enable_timing=True) for _ in range(2)),
+        )
         after.record()
         runs = self._runs(blocks, chunks)
 
@@ -253,12 +304,15 @@ class HostWorker(OffloadingWorker):
         return True
 
     def _copy(self, group: int, block: int, row: int, count: int, store: bool) -> int:
-        """Copy consecutive blocks to or from consecutive rows, for all pages of a group; returns the number of bytes."""
+        """Copy consecutive blocks to or from consecutive rows, for all pages of a group; returns
+        the number of bytes."""
         size = 0
         for index in self.groups[group]:
             page, host = self.pages[index], self.host[index]
             if host.is_contiguous():
-                pairs = [(page[block : block + count], host.view(-1, host.shape[-1])[row : row + count])]
+                pairs = [
+                    (page[block : block + count], host.view(-1, host.shape[-1])[row : row + count])
+                ]
             else:  # a copy of several rows that are apart would go through a temporary tensor
                 rows = [divmod(row + number, self.blocks_per_chunk) for number in range(count)]
                 pairs = [(page[block + number], host[place]) for number, place in enumerate(rows)]
@@ -269,10 +323,17 @@ class HostWorker(OffloadingWorker):
         return size
 
     def _runs(self, blocks: Any, chunks: Any) -> list[tuple[int, tuple[int, int, int]]]:
-        """Group, and first block, first host row and number of blocks of each run that is consecutive on both sides."""
-        block_ids, chunk_ids, chunk = iter(blocks.block_ids.tolist()), iter(chunks.block_ids.tolist()), 0
+        """Group, and first block, first host row and number of blocks of each run that is
+        consecutive on both sides."""
+        block_ids, chunk_ids, chunk = (
+            iter(blocks.block_ids.tolist()),
+            iter(chunks.block_ids.tolist()),
+            0,
+        )
         runs: list[tuple[int, tuple[int, int, int]]] = []
-        for group, (count, first) in enumerate(zip(blocks.group_sizes, blocks.block_indices, strict=True)):
+        for group, (count, first) in enumerate(
+            zip(blocks.group_sizes, blocks.block_indices, strict=True)
+        ):
             begins = len(runs)
             # first: block index in the request; chunks are aligned to their size
             for place in range(first, first + count):
@@ -292,13 +353,21 @@ class HostWorker(OffloadingWorker):
 class RegionWorker(HostWorker):
     """HostWorker on host memory that is shared with the scheduler's process."""
 
-    def __init__(self, kv_caches: CanonicalKVCaches, host: Sequence[torch.Tensor], region: SharedOffloadRegion) -> None:
+    def __init__(
+        self,
+        kv_caches: CanonicalKVCaches,
+        host: Sequence[torch.Tensor],
+        region: SharedOffloadRegion,
+    ) -> None:
         super().__init__(kv_caches, host)
         self._region: SharedOffloadRegion | None = region
         self._address = region._base.data_ptr()
-        if code := torch.npu.npurt().npuHostRegister(self._address, region.total_size_bytes, HOST_REGISTER_MAPPED):
+        if code := torch.npu.npurt().npuHostRegister(
+            self._address, region.total_size_bytes, HOST_REGISTER_MAPPED
+        ):
             extension.logger.warning(
-                "aclrtHostRegister failed with code %d for %d bytes of host memory; KV cache copies will block steps",
+                "aclrtHostRegister failed with code %d for %d bytes of host memory; KV cache copies"
+                " will block steps",
                 code,
                 region.total_size_bytes,
             )

@@ -1,4 +1,5 @@
-"""Paged KV cache of a rank as a list of regions; packs tokens of a request into a buffer and unpacks them."""
+"""Paged KV cache of a rank as a list of regions; packs tokens of a request into a buffer and
+unpacks them."""
 
 from __future__ import annotations
 
@@ -16,7 +17,8 @@ from ascend_kv_connector.runs import Placement, token_slots
 from ascend_kv_connector.states import LAST_STATE
 
 MIN_RUN_BYTES = 32 << 10
-"""Average bytes per contiguous run above which runs are copied directly instead of gathered on the device."""
+"""Average bytes per contiguous run above which runs are copied directly instead of gathered on the
+device."""
 
 
 class Heads(NamedTuple):
@@ -31,24 +33,28 @@ class Heads(NamedTuple):
 
 
 def kv_heads_of_rank(rank: int, ranks: int, total: int) -> Heads:
-    """KV heads of a tensor-parallel rank, as vLLM shards them (``vllm/model_executor/layers/linear.py``, QKVParallelLinear):
-    evenly, or replicated if there are fewer heads than ranks."""
+    """KV heads of a tensor-parallel rank, as vLLM shards them
+    (``vllm/model_executor/layers/linear.py``, QKVParallelLinear): evenly, or replicated if there
+    are fewer heads than ranks."""
     return Heads(rank * total // ranks, max(1, total // ranks))
 
 
 class PagedCache:
-    """Regions of one rank: ``caches[i]`` of ``regions[i]`` is ``[blocks, block_size, heads, size]``.
+    """Regions of one rank: ``caches[i]`` of ``regions[i]`` is ``[blocks, block_size, heads,
+    size]``.
 
     Sizes may differ, as those of latents and their rotary keys do.
 
-    ``block_size`` is the scheduler's. An attention backend may split blocks into several kernel blocks, which are contiguous
-    (``vllm/v1/worker/utils.py``, ``prepare_kernel_block_sizes``), so that a token's slot is the same.
+    ``block_size`` is the scheduler's. An attention backend may split blocks into several kernel
+    blocks, which are contiguous (``vllm/v1/worker/utils.py``, ``prepare_kernel_block_sizes``), so
+    that a token's slot is the same.
 
-    KV cache groups have block tables of their own: ``windows`` has the tokens that each group retains, 0 meaning all, and
-    ``groups`` the group of each layer. A request's ``blocks`` are the tables of all groups concatenated, equally long; in a
-    sliding-window table block 0, vLLM's null block, stands for blocks that are not retained. With ``LAST_STATE`` as its window a
-    group has states (see :mod:`~ascend_kv_connector.states`), which differ between tensor-parallel ranks: ``tp`` is this one's
-    number and how many there are.
+    KV cache groups have block tables of their own: ``windows`` has the tokens that each group
+    retains, 0 meaning all, and ``groups`` the group of each layer. A request's ``blocks`` are the
+    tables of all groups concatenated, equally long; in a sliding-window table block 0, vLLM's null
+    block, stands for blocks that are not retained. With ``LAST_STATE`` as its window a group has
+    states (see :mod:`~ascend_kv_connector.states`), which differ between tensor-parallel ranks:
+    ``tp`` is this one's number and how many there are.
     """
 
     def __init__(
@@ -72,16 +78,29 @@ class PagedCache:
         self.region_groups = [(groups or {}).get(layer, 0) for layer, _, _ in regions]
         self.windows, self.tp = tuple(windows), tp
         self._registered: list[Engine] = []
-        paged = [cache for cache, group in zip(self.caches, self.region_groups, strict=True) if windows[group] != LAST_STATE]
+        paged = [
+            cache
+            for cache, group in zip(self.caches, self.region_groups, strict=True)
+            if windows[group] != LAST_STATE
+        ]
         kinds = {(cache.shape[1], cache.shape[2], cache.dtype) for cache in paged}
         if len(kinds) != 1:
-            raise ValueError(f"the layers' KV caches differ in block size, heads or dtype: {sorted(map(str, kinds))}")
+            raise ValueError(
+                "the layers' KV caches differ in block size, heads or dtype:"
+                f" {sorted(map(str, kinds))}"
+            )
         ((tokens, held, self.dtype),) = kinds
         self.block_size, self.block_tokens = block_size, tokens
         if block_size % tokens:
-            raise ValueError(f"the scheduler's block size {block_size} is not a multiple of the cache's, {tokens}")
+            raise ValueError(
+                f"the scheduler's block size {block_size} is not a multiple of the cache's,"
+                f" {tokens}"
+            )
         if held != heads.num:
-            raise ValueError(f"the KV caches have {held} heads; this rank should have {heads.num} of {total_heads}")
+            raise ValueError(
+                f"the KV caches have {held} heads; this rank should have {heads.num} of"
+                f" {total_heads}"
+            )
 
     @property
     def device(self) -> torch.device:
@@ -102,17 +121,24 @@ class PagedCache:
         return self.windows != (0,)
 
     def first_needed_token(self, start: int, stop: int, group: int) -> int:
-        """First of tokens ``start`` to ``stop`` that the group needs to compute tokens from ``stop`` on.
+        """First of tokens ``start`` to ``stop`` that the group needs to compute tokens from
+        ``stop`` on.
 
-        It is the first of its block: vLLM's prefix cache offers the block to requests whose window reaches further back.
+        It is the first of its block: vLLM's prefix cache offers the block to requests whose window
+        reaches further back.
         """
         window = self.windows[group]
         if window == LAST_STATE:
             return stop - 1
-        return max(start, (stop + 1 - window) // self.block_size * self.block_size) if window else start
+        return (
+            max(start, (stop + 1 - window) // self.block_size * self.block_size)
+            if window
+            else start
+        )
 
     def memory(self) -> list[tuple[int, int]]:
-        """Address and bytes of a block of each region; empty if tokens are not contiguous within a block of some region."""
+        """Address and bytes of a block of each region; empty if tokens are not contiguous within a
+        block of some region."""
         if not all(cache[0].is_contiguous() for cache in self.caches):
             return []
         return [(cache.data_ptr(), cache.stride(0) * cache.element_size()) for cache in self.caches]
@@ -122,7 +148,9 @@ class PagedCache:
         if transport in self._registered:
             return
         self._registered.append(transport)
-        storages = {cache.untyped_storage().data_ptr(): cache.untyped_storage() for cache in self.caches}
+        storages = {
+            cache.untyped_storage().data_ptr(): cache.untyped_storage() for cache in self.caches
+        }
         for storage in storages.values():
             transport.register(torch.empty(0, dtype=torch.uint8, device=self.device).set_(storage))
 
@@ -130,9 +158,11 @@ class PagedCache:
         """Bytes of a token in each of these regions."""
         return [self.regions[index].size * heads * self.dtype.itemsize for index in regions]
 
-    def slot_mapping(self, blocks: Sequence[int], start: int, stop: int, group: int = 0) -> torch.Tensor:
-        """int64 ``[stop - start]`` on the host: the tokens' slots, indices into ``[blocks * block_size]``; of states ``[1]``, the
-        block.
+    def slot_mapping(
+        self, blocks: Sequence[int], start: int, stop: int, group: int = 0
+    ) -> torch.Tensor:
+        """int64 ``[stop - start]`` on the host: the tokens' slots, indices into ``[blocks *
+        block_size]``; of states ``[1]``, the block.
 
         Raises:
             TransferError: of kind ``lease``; a token has left the group's window.
@@ -142,7 +172,10 @@ class PagedCache:
             return torch.tensor([table[(stop - 1) // self.block_size]])
         slots = token_slots(table, self.block_size, start, stop)
         if self.windows[group] and (slots < self.block_size).any():
-            raise TransferError("lease", f"some of tokens {start} to {stop} have left the window of {self.windows[group]}")
+            raise TransferError(
+                "lease",
+                f"some of tokens {start} to {stop} have left the window of {self.windows[group]}",
+            )
         return torch.from_numpy(slots)
 
     def placement(
@@ -157,10 +190,14 @@ class PagedCache:
         """Where a peer has ``tokens`` of a group; ``blocks`` begin with that of the first one."""
         if self.windows[group] == LAST_STATE:
             return Placement(memory, 1, numpy.array(blocks))
-        slots = token_slots(blocks, block_size, tokens.start, tokens.stop, tokens.start // block_size)
+        slots = token_slots(
+            blocks, block_size, tokens.start, tokens.stop, tokens.start // block_size
+        )
         return Placement(memory, block_tokens, slots)
 
-    def pack(self, slots: torch.Tensor, regions: Sequence[int], heads: Heads, buffer: torch.Tensor) -> int:
+    def pack(
+        self, slots: torch.Tensor, regions: Sequence[int], heads: Heads, buffer: torch.Tensor
+    ) -> int:
         """Copy tokens to the beginning of a buffer, uint8 ``[bytes]``, in the layout of
         :class:`~ascend_kv_connector.protocol.Chunk`.
 
@@ -171,24 +208,39 @@ class PagedCache:
         if runs := self._contiguous_runs(slots, regions, heads):
             for index, part in self._region_views(values, regions, len(slots), heads):
                 for at, first, count in runs:
-                    part[at : at + count].copy_(self._token_rows(index)[first : first + count], non_blocking=True)
+                    part[at : at + count].copy_(
+                        self._token_rows(index)[first : first + count], non_blocking=True
+                    )
             return size
         slots = slots.to(self.device)
-        gathered = values if values.device == self.device else torch.empty_like(values, device=self.device)
+        gathered = (
+            values if values.device == self.device else torch.empty_like(values, device=self.device)
+        )
         for index, part in self._region_views(gathered, regions, len(slots), heads):
-            torch.index_select(self._token_rows(index)[:, self._head_slice(heads)], 0, slots, out=part)
+            torch.index_select(
+                self._token_rows(index)[:, self._head_slice(heads)], 0, slots, out=part
+            )
         if gathered is not values:
             values.copy_(gathered, non_blocking=True)
         return size
 
-    def unpack(self, slots: torch.Tensor, regions: Sequence[int], heads: Heads, data: torch.Tensor) -> None:
+    def unpack(
+        self, slots: torch.Tensor, regions: Sequence[int], heads: Heads, data: torch.Tensor
+    ) -> None:
         """Inverse of :meth:`pack`: copy uint8 ``[bytes]`` to the given heads of the cache."""
         if runs := self._contiguous_runs(slots, regions, heads):
-            for index, part in self._region_views(data.view(self.dtype), regions, len(slots), heads):
+            for index, part in self._region_views(
+                data.view(self.dtype), regions, len(slots), heads
+            ):
                 for at, first, count in runs:
-                    self._token_rows(index)[first : first + count].copy_(part[at : at + count], non_blocking=True)
+                    self._token_rows(index)[first : first + count].copy_(
+                        part[at : at + count], non_blocking=True
+                    )
             return
-        values, slots = data.to(self.device, non_blocking=True).view(self.dtype), slots.to(self.device)
+        values, slots = (
+            data.to(self.device, non_blocking=True).view(self.dtype),
+            slots.to(self.device),
+        )
         for index, part in self._region_views(values, regions, len(slots), heads):
             if heads.num == self.heads.num:
                 self._token_rows(index).index_copy_(0, slots, part)
@@ -198,9 +250,11 @@ class PagedCache:
     def _head_slice(self, heads: Heads) -> slice:
         return slice(heads.first - self.heads.first, heads.first - self.heads.first + heads.num)
 
-    def _contiguous_runs(self, slots: torch.Tensor, regions: Sequence[int], heads: Heads) -> list[tuple[int, int, int]]:
-        """Runs of tokens with contiguous slots as (token, slot, length); empty if they are too short to be copied without a
-        gather."""
+    def _contiguous_runs(
+        self, slots: torch.Tensor, regions: Sequence[int], heads: Heads
+    ) -> list[tuple[int, int, int]]:
+        """Runs of tokens with contiguous slots as (token, slot, length); empty if they are too
+        short to be copied without a gather."""
         if heads.num != self.heads.num:
             return []
         cuts = [0, *(torch.nonzero(slots.diff() != 1).flatten() + 1).tolist(), len(slots)]
@@ -231,7 +285,8 @@ def group_block_table(blocks: Sequence[int], group: int, groups: int) -> Sequenc
 
 
 class FetchPlan(NamedTuple):
-    """What to fetch from one rank: regions of one group, as pairs of remote and local indices, and heads."""
+    """What to fetch from one rank: regions of one group, as pairs of remote and local indices, and
+    heads."""
 
     rank: int
     remote: list[int]
@@ -254,10 +309,15 @@ def plan_fetches(own: PagedCache, peers: Sequence[CacheInfo], rank: int) -> list
         if (peer.dtype, peer.total_heads) != (dtype, own.total_heads):
             raise TransferError(
                 "mismatch",
-                f"the peer's KV cache is {peer.dtype} with {peer.total_heads} heads, this one {dtype} with {own.total_heads}",
+                f"the peer's KV cache is {peer.dtype} with {peer.total_heads} heads, this one"
+                f" {dtype} with {own.total_heads}",
             )
     plans: list[FetchPlan] = []
-    missing = {(index, head) for index in wanted.values() for head in range(own.heads.first, sum(own.heads))}
+    missing = {
+        (index, head)
+        for index in wanted.values()
+        for head in range(own.heads.first, sum(own.heads))
+    }
     rank_order = [(rank + offset) % len(peers) for offset in range(len(peers))]
     for number in rank_order:
         peer = peers[number]
@@ -270,8 +330,14 @@ def plan_fetches(own: PagedCache, peers: Sequence[CacheInfo], rank: int) -> list
             if own.windows[own.region_groups[local]] == LAST_STATE and peer.tp != own.tp:
                 continue
             if region.size != own.regions[local].size:
-                raise TransferError("mismatch", f"the head size of {region.layer}'s {region.part} is {region.size} on the peer")
-            plan = by_group.setdefault(own.region_groups[local], FetchPlan(number, [], [], common, own.region_groups[local]))
+                raise TransferError(
+                    "mismatch",
+                    f"the head size of {region.layer}'s {region.part} is {region.size} on the peer",
+                )
+            plan = by_group.setdefault(
+                own.region_groups[local],
+                FetchPlan(number, [], [], common, own.region_groups[local]),
+            )
             plan.remote.append(remote)
             plan.local.append(local)
             missing -= {(local, head) for head in range(common.first, sum(common))}
@@ -280,7 +346,9 @@ def plan_fetches(own: PagedCache, peers: Sequence[CacheInfo], rank: int) -> list
         tp = {peer.tp[1] for peer in peers}
         if own.windows[own.region_groups[min(missing)[0]]] == LAST_STATE and tp != {own.tp[1]}:
             raise TransferError(
-                "mismatch", f"the peer's tensor parallel size is {min(tp)}, this one's {own.tp[1]}; states need the same size"
+                "mismatch",
+                f"the peer's tensor parallel size is {min(tp)}, this one's {own.tp[1]}; states need"
+                " the same size",
             )
         layer = own.regions[min(missing)[0]].layer
         raise TransferError("mismatch", f"none of the peer's {len(peers)} ranks has all of {layer}")

@@ -1,4 +1,5 @@
-"""Notifications from a prefill instance to the decode instances that wait for its prompts (layer-by-layer transfers)."""
+"""Notifications from a prefill instance to the decode instances that wait for its prompts
+(layer-by-layer transfers)."""
 
 from __future__ import annotations
 
@@ -27,19 +28,24 @@ class Notification(NamedTuple):
 
 
 class PrefillNotifier:
-    """Sends messages to decode instances and awaits their replies; an instance that does not reply delays no other one."""
+    """Sends messages to decode instances and awaits their replies; an instance that does not reply
+    delays no other one."""
 
     def __init__(self, answer_timeout: float, keys: CurveKeys | None = None) -> None:
         self.timeout, self.keys = answer_timeout, keys
         self.context = make_context()
-        self._queues: PeerQueues[Notification] = PeerQueues("kv-announce", lambda: NotificationSender(self))
+        self._queues: PeerQueues[Notification] = PeerQueues(
+            "kv-announce", lambda: NotificationSender(self)
+        )
 
     def notify(self, ranks: Ranks, message: PrefillStarted | PrefillCancelled) -> None:
         try:
             self._queues.put(ranks, Notification(ranks, message), threads=1)
         except TransferError as error:
             extension.logger.warning(
-                "KV transfer of %s: cannot notify the decode instance: %s", printable(message.request), error
+                "KV transfer of %s: cannot notify the decode instance: %s",
+                printable(message.request),
+                error,
             )
 
     def close(self) -> None:
@@ -55,14 +61,19 @@ class NotificationSender:
         self._clients = ClientPool(CODEC, notifier.context, notifier.timeout, notifier.keys)
 
     def run(self, work: Notification) -> None:
-        """Notify all ranks at once; those that did not reply are notified again. Failures are logged."""
+        """Notify all ranks at once; those that did not reply are notified again. Failures are
+        logged."""
         left = dict.fromkeys(work.ranks, "")
         for _ in range(ATTEMPTS):
             left = self._notify(left, work.message)
         for (host, port), cause in left.items():
             name = printable(work.message.request)
             extension.logger.warning(
-                "KV transfer of %s: cannot notify the decode instance at %s:%d: %s", name, printable(host), port, cause
+                "KV transfer of %s: cannot notify the decode instance at %s:%d: %s",
+                name,
+                printable(host),
+                port,
+                cause,
             )
 
     def close(self) -> None:

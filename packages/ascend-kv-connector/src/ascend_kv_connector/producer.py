@@ -1,4 +1,5 @@
-"""Producer side of a rank: keeps the blocks of finished prompts, packs the tokens that readers fetch, and frees the blocks."""
+"""Producer side of a rank: keeps the blocks of finished prompts, packs the tokens that readers
+fetch, and frees the blocks."""
 
 from __future__ import annotations
 
@@ -46,7 +47,8 @@ MAX_PUSHES = 32
 class Producer:
     """One rank that others read from; ``leases`` is its bookkeeping, ``server`` receives queries.
 
-    ``stream_context()`` is entered around all device work, in the server's thread; on exit that work has completed.
+    ``stream_context()`` is entered around all device work, in the server's thread; on exit that
+    work has completed.
     """
 
     def __init__(
@@ -69,9 +71,18 @@ class Producer:
         self._stream_context, self._trusts = stream_context, trusts
         self._waiting, self.steps = QueryQueue(options.answer_timeout / 2), Steps()
         self.memory = expose(cache, transport, options)
-        self._queues: PeerQueues[Job] = PeerQueues("kv-push", lambda: Pusher(self, options.answer_timeout, self._pushes.begin))
-        self._pushes = PushJobs(lambda job: self._queues.put((job.push.reader, job.push.rank), job, MAX_PUSHES))
-        self._buffers = SendBuffers([allocate_buffer(transport, options.chunk_bytes, cache.device) for _ in range(options.slots)])
+        self._queues: PeerQueues[Job] = PeerQueues(
+            "kv-push", lambda: Pusher(self, options.answer_timeout, self._pushes.begin)
+        )
+        self._pushes = PushJobs(
+            lambda job: self._queues.put((job.push.reader, job.push.rank), job, MAX_PUSHES)
+        )
+        self._buffers = SendBuffers(
+            [
+                allocate_buffer(transport, options.chunk_bytes, cache.device)
+                for _ in range(options.slots)
+            ]
+        )
         self._cache_info = CacheInfo(
             version=protocol.VERSION,
             engine=engine,
@@ -118,9 +129,15 @@ class Producer:
             case Handshake(version=version, engine=engine):
                 if version != protocol.VERSION:
                     found = f"the peer has protocol {protocol.VERSION}, this instance {version}"
-                    return Refused("mismatch", f"{found}; install the same ascend-kv-connector on both sides")
+                    return Refused(
+                        "mismatch", f"{found}; install the same ascend-kv-connector on both sides"
+                    )
                 if engine not in ("", self._cache_info.engine):
-                    return Refused("peer", f"engine {self._cache_info.engine} listens at this address instead of engine {engine}")
+                    return Refused(
+                        "peer",
+                        f"engine {self._cache_info.engine} listens at this address instead of"
+                        f" engine {engine}",
+                    )
                 return self._cache_info
             case Locate():
                 return self._locate(query)
@@ -138,7 +155,11 @@ class Producer:
                     self._waiting.remove(lambda place: place == owner)
             case Finish(request=request, reader=reader, rank=rank, ranks=ranks):
                 self._buffers.release_request(request, reader, rank)
-                self._waiting.remove(lambda place: len(place) == len(Owner._fields) and place[:3] == (request, reader, rank))
+                self._waiting.remove(
+                    lambda place: (
+                        len(place) == len(Owner._fields) and place[:3] == (request, reader, rank)
+                    )
+                )
                 self.leases.finish(request, reader, rank, ranks)
             case Renew(request=request, reader=reader):
                 self.leases.renew(request, reader)
@@ -167,9 +188,12 @@ class Producer:
                 if not lease.finished or lease.ready_tokens(self._layers(query)) < query.stop:
                     raise NotReadyError("the request's blocks are still being written")
                 group = self.cache.region_groups[query.regions[0]]
-                self.cache.slot_mapping(lease.blocks, query.start, query.stop, group)  # all tokens are in the window
+                # all tokens are in the window
+                self.cache.slot_mapping(lease.blocks, query.start, query.stop, group)
                 table = group_block_table(lease.blocks, group, len(self.cache.windows))
-                columns = slice(query.start // self.cache.block_size, -(-query.stop // self.cache.block_size))
+                columns = slice(
+                    query.start // self.cache.block_size, -(-query.stop // self.cache.block_size)
+                )
                 return Located(lease.number, list(table[columns]))
         except NotReadyError as error:
             return Refused("lease", str(error), again=True)
@@ -178,12 +202,25 @@ class Producer:
         known = self._are_regions(push.regions)
         needed = -(-push.stop // push.block_size) - push.start // push.block_size
         if not (self._cache_info.accepts_push and known and 0 <= push.start < push.stop):
-            return Refused("mismatch", "invalid push, or the prefill instance does not expose its KV cache")
+            return Refused(
+                "mismatch", "invalid push, or the prefill instance does not expose its KV cache"
+            )
         address = push.session.partition("/")[0]
-        if not self._trusts((address.rpartition(":")[0] or address).strip("[]")):  # Mooncake has a default port
-            return Refused("mismatch", "the prefill instance's option peers does not have this decode instance's host")
-        if len(push.memory) != len(push.regions) or len(push.blocks) < needed or self.cache.is_hybrid:
-            return Refused("mismatch", f"invalid push: {len(push.memory)} regions, {len(push.blocks)} blocks of {needed}")
+        # Mooncake has a default port
+        if not self._trusts((address.rpartition(":")[0] or address).strip("[]")):
+            return Refused(
+                "mismatch",
+                "the prefill instance's option peers does not have this decode instance's host",
+            )
+        if (
+            len(push.memory) != len(push.regions)
+            or len(push.blocks) < needed
+            or self.cache.is_hybrid
+        ):
+            return Refused(
+                "mismatch",
+                f"invalid push: {len(push.memory)} regions, {len(push.blocks)} blocks of {needed}",
+            )
         reply = self._pushes.answer(push.owner, push)
         self.sent_bytes += reply.size if isinstance(reply, Pushed) else 0
         return reply
@@ -191,7 +228,9 @@ class Producer:
     def _are_regions(self, indices: list[int]) -> bool:
         """Whether a query names regions, each once: repeated ones would cost as many launches."""
         return (
-            bool(indices) and len(set(indices)) == len(indices) and all(0 <= each < len(self.cache.regions) for each in indices)
+            bool(indices)
+            and len(set(indices)) == len(indices)
+            and all(0 <= each < len(self.cache.regions) for each in indices)
         )
 
     def _layers(self, query: Fetch | Locate) -> set[str]:
@@ -208,15 +247,21 @@ class Producer:
                     raise NotReadyError("the request's blocks are still being written")
                 stop = min(fetch.stop, ready)
                 seconds = 3 * self.options.answer_timeout
-                loan = self._buffers.acquire(owner, seconds) if self._waiting.is_next(owner) else None
+                loan = (
+                    self._buffers.acquire(owner, seconds) if self._waiting.is_next(owner) else None
+                )
                 if loan is None:
-                    raise BusyError(owner, f"all {len(self._buffers.buffers)} send buffers are in use")
+                    raise BusyError(
+                        owner, f"all {len(self._buffers.buffers)} send buffers are in use"
+                    )
                 ticket, buffer = loan
                 try:
                     with self._stream_context():
                         group = self.cache.region_groups[fetch.regions[0]]
                         slots = self.cache.slot_mapping(lease.blocks, fetch.start, stop, group)
-                        size = self.cache.pack(slots, fetch.regions, Heads(fetch.first_head, fetch.heads), buffer)
+                        size = self.cache.pack(
+                            slots, fetch.regions, Heads(fetch.first_head, fetch.heads), buffer
+                        )
                     lease.raise_if_revoked()
                 except Exception:
                     self._buffers.release(owner, [ticket])
@@ -231,18 +276,29 @@ class Producer:
     def _check(self, query: Fetch | Locate, tokens: int) -> None:
         """Reject a query outside the lease or the cache, whoever sends it."""
         if not 0 <= query.start < query.stop <= tokens:
-            raise TransferError("mismatch", f"invalid fetch: tokens {query.start} to {query.stop} of a prompt of {tokens}")
-        if not self._are_regions(query.regions):
-            raise TransferError("mismatch", f"invalid fetch: regions {query.regions} of {len(self.cache.regions)}")
-        window = self.cache.windows[self.cache.region_groups[query.regions[0]]]
-        if window == LAST_STATE and (query.start, query.stop) != (tokens - 1, tokens):
-            raise TransferError("mismatch", f"invalid fetch: the state after token {query.stop}; there is that after {tokens}")
-        partial = isinstance(query, Fetch) and query.allow_partial
-        if self.cache.is_hybrid and (partial or len({self.cache.region_groups[index] for index in query.regions}) > 1):
             raise TransferError(
                 "mismatch",
-                "the prefill instance has several KV cache groups, which are read separately after the prefill; give both "
-                "instances --disable-hybrid-kv-cache-manager or neither (mode push needs it)",
+                f"invalid fetch: tokens {query.start} to {query.stop} of a prompt of {tokens}",
+            )
+        if not self._are_regions(query.regions):
+            raise TransferError(
+                "mismatch", f"invalid fetch: regions {query.regions} of {len(self.cache.regions)}"
+            )
+        window = self.cache.windows[self.cache.region_groups[query.regions[0]]]
+        if window == LAST_STATE and (query.start, query.stop) != (tokens - 1, tokens):
+            raise TransferError(
+                "mismatch",
+                f"invalid fetch: the state after token {query.stop}; there is that after {tokens}",
+            )
+        partial = isinstance(query, Fetch) and query.allow_partial
+        if self.cache.is_hybrid and (
+            partial or len({self.cache.region_groups[index] for index in query.regions}) > 1
+        ):
+            raise TransferError(
+                "mismatch",
+                "the prefill instance has several KV cache groups, which are read separately after"
+                " the prefill; give both instances --disable-hybrid-kv-cache-manager or neither"
+                " (mode push needs it)",
             )
 
     def _check_size(self, fetch: Fetch) -> None:
@@ -251,15 +307,23 @@ class Producer:
             raise TransferError("mismatch", f"invalid fetch: heads {wanted} of {self.cache.heads}")
         size = (fetch.stop - fetch.start) * self.cache.token_bytes(fetch.regions, fetch.heads)
         if size > self.options.chunk_bytes:
-            raise TransferError("mismatch", f"invalid fetch: {size} bytes; a chunk has {self.options.chunk_bytes}")
+            raise TransferError(
+                "mismatch", f"invalid fetch: {size} bytes; a chunk has {self.options.chunk_bytes}"
+            )
 
 
 def expose(cache: PagedCache, transport: Engine, options: Options) -> list[tuple[int, int]]:
-    """Register a rank's KV cache with its transport; its memory, or an empty list if it is not exposed.
+    """Register a rank's KV cache with its transport; its memory, or an empty list if it is not
+    exposed.
 
-    It is not with checksums, which are of packed bytes, nor to a transport that cannot access its memory.
+    It is not with checksums, which are of packed bytes, nor to a transport that cannot access its
+    memory.
     """
-    if options.verify or not options.expose_cache or transport.on_device != (cache.device.type != "cpu"):
+    if (
+        options.verify
+        or not options.expose_cache
+        or transport.on_device != (cache.device.type != "cpu")
+    ):
         return []
     if memory := cache.memory():
         cache.register(transport)

@@ -1,9 +1,10 @@
 """Control protocol between the ranks of two instances: msgpack messages over ZMQ.
 
-A consumer's rank sends queries and a producer's rank replies to each with one message; PrefillStarted and PrefillCancelled go the
-other way. A rank that exposes its KV cache sends its addresses in CacheInfo; readers ask where a request is (Locate), read
-them, and ask whether it had them all the time (Confirm). Otherwise a producer packs tokens into a buffer of its own and sends the
-buffer's address (Fetch). A message's ``tag`` is its name on the wire.
+A consumer's rank sends queries and a producer's rank replies to each with one message;
+PrefillStarted and PrefillCancelled go the other way. A rank that exposes its KV cache sends its
+addresses in CacheInfo; readers ask where a request is (Locate), read them, and ask whether it had
+them all the time (Confirm). Otherwise a producer packs tokens into a buffer of its own and sends
+the buffer's address (Fetch). A message's ``tag`` is its name on the wire.
 """
 
 from __future__ import annotations
@@ -31,14 +32,16 @@ Rank = Annotated[int, msgspec.Meta(ge=0, le=MAX_RANKS)]
 
 
 class Handshake(Message, frozen=True, tag="Hello"):
-    """Start of a connection, for the given engine, "" for any. Reply: CacheInfo, or Refused by another engine or version."""
+    """Start of a connection, for the given engine, "" for any. Reply: CacheInfo, or Refused by
+    another engine or version."""
 
     version: int
     engine: str
 
 
 class CacheRegion(msgspec.Struct, frozen=True):
-    """One KV cache tensor of a layer: ``part`` is its name there, such as ``key``, ``size`` the elements per head and token."""
+    """One KV cache tensor of a layer: ``part`` is its name there, such as ``key``, ``size`` the
+    elements per head and token."""
 
     layer: str
     part: str
@@ -46,12 +49,14 @@ class CacheRegion(msgspec.Struct, frozen=True):
 
 
 class CacheInfo(Message, frozen=True, tag="Cache"):
-    """KV cache of a rank: of each region, heads ``first_head`` to ``first_head + heads`` of the model's ``total_heads``.
+    """KV cache of a rank: of each region, heads ``first_head`` to ``first_head + heads`` of the
+    model's ``total_heads``.
 
-    ``weights`` is a fingerprint of the model's weights; "" if the rank does not have the checkpoint's files. ``memory`` is where
-    the regions are, as (address, bytes from one block to the next), with ``block_tokens`` tokens in a block; empty if the cache
-    is not exposed. ``block_size`` is the scheduler's. ``accepts_push``: the rank answers Push.
-    ``tp`` is the tensor-parallel rank and their number.
+    ``weights`` is a fingerprint of the model's weights; "" if the rank does not have the
+    checkpoint's files. ``memory`` is where the regions are, as (address, bytes from one block to
+    the next), with ``block_tokens`` tokens in a block; empty if the cache is not exposed.
+    ``block_size`` is the scheduler's. ``accepts_push``: the rank answers Push. ``tp`` is the
+    tensor-parallel rank and their number.
     """
 
     version: int
@@ -74,7 +79,8 @@ class CacheInfo(Message, frozen=True, tag="Cache"):
 
 
 class Locate(Message, frozen=True):
-    """Where tokens ``start`` to ``stop`` of a request are in ``regions``, of one KV cache group. Reply: Located or Refused."""
+    """Where tokens ``start`` to ``stop`` of a request are in ``regions``, of one KV cache group.
+    Reply: Located or Refused."""
 
     request: Name
     reader: Name
@@ -84,14 +90,16 @@ class Locate(Message, frozen=True):
 
 
 class Located(Message, frozen=True):
-    """``blocks`` of a request, of which the first holds token ``start``. ``lease`` identifies the lease that keeps them."""
+    """``blocks`` of a request, of which the first holds token ``start``. ``lease`` identifies the
+    lease that keeps them."""
 
     lease: int
     blocks: list[int]
 
 
 class Confirm(Message, frozen=True):
-    """``size`` bytes of a request were read since its blocks were located. Reply: Ack if ``lease`` has kept them, or Refused."""
+    """``size`` bytes of a request were read since its blocks were located. Reply: Ack if ``lease``
+    has kept them, or Refused."""
 
     request: Name
     lease: int
@@ -99,7 +107,8 @@ class Confirm(Message, frozen=True):
 
 
 class TransferQuery(Message, frozen=True):
-    """Base of queries for a transfer: of ``reader``, an engine, its rank ``rank`` and its own request ``transfer``."""
+    """Base of queries for a transfer: of ``reader``, an engine, its rank ``rank`` and its own
+    request ``transfer``."""
 
     request: Name
     reader: Name
@@ -112,7 +121,8 @@ class TransferQuery(Message, frozen=True):
 
 
 class TokensQuery(TransferQuery, frozen=True):
-    """Base of queries for tokens ``start`` to ``stop`` of ``regions``, indices into CacheInfo.regions."""
+    """Base of queries for tokens ``start`` to ``stop`` of ``regions``, indices into
+    CacheInfo.regions."""
 
     start: int
     stop: int
@@ -120,10 +130,12 @@ class TokensQuery(TransferQuery, frozen=True):
 
 
 class Push(TokensQuery, frozen=True):
-    """Write tokens of a request to a reader's KV cache while they are computed. Reply: Pushed, at the end.
+    """Write tokens of a request to a reader's KV cache while they are computed. Reply: Pushed, at
+    the end.
 
-    ``memory`` is where the regions are at the reader, whose ``session`` is its engine's, and ``blocks`` its blocks, of which the
-    first holds token ``start``. A rank of the reader holds the same heads.
+    ``memory`` is where the regions are at the reader, whose ``session`` is its engine's, and
+    ``blocks`` its blocks, of which the first holds token ``start``. A rank of the reader holds the
+    same heads.
     """
 
     session: str
@@ -142,8 +154,8 @@ class Pushed(Message, frozen=True):
 class Fetch(TokensQuery, frozen=True, rename={"allow_partial": "growing"}):
     """Pack tokens of a request into a chunk. Reply: Chunk or Refused.
 
-    Of each region, heads ``first_head`` to ``first_head + heads``. A transfer has one Fetch at a time. With ``allow_partial`` the
-    reply may have fewer tokens: those that are computed.
+    Of each region, heads ``first_head`` to ``first_head + heads``. A transfer has one Fetch at a
+    time. With ``allow_partial`` the reply may have fewer tokens: those that are computed.
     """
 
     first_head: int
@@ -153,10 +165,12 @@ class Fetch(TokensQuery, frozen=True, rename={"allow_partial": "growing"}):
 
 
 class Chunk(Message, frozen=True):
-    """A packed chunk: ``[regions][tokens, heads, size]`` without padding, ``size`` bytes at ``address``, tokens up to ``stop``.
+    """A packed chunk: ``[regions][tokens, heads, size]`` without padding, ``size`` bytes at
+    ``address``, tokens up to ``stop``.
 
-    ``ticket`` identifies this loan of the buffer. The reader owns the buffer for ``seconds`` after the reply was sent, hence at
-    least as long after it sent the query: measured on its own clock from before the query, data read in that time is valid.
+    ``ticket`` identifies this loan of the buffer. The reader owns the buffer for ``seconds`` after
+    the reply was sent, hence at least as long after it sent the query: measured on its own clock
+    from before the query, data read in that time is valid.
     """
 
     ticket: int
@@ -168,13 +182,15 @@ class Chunk(Message, frozen=True):
 
 
 class Release(TransferQuery, frozen=True):
-    """A transfer does not read the chunks of these ``tickets`` any more, and without tickets none at all. Reply: Ack."""
+    """A transfer does not read the chunks of these ``tickets`` any more, and without tickets none
+    at all. Reply: Ack."""
 
     tickets: list[int] = msgspec.field(default_factory=list)
 
 
 class Finish(Message, frozen=True):
-    """Rank ``rank`` of the ``ranks`` of engine ``reader`` needs the request no more. Reply: Ack, also when repeated."""
+    """Rank ``rank`` of the ``ranks`` of engine ``reader`` needs the request no more. Reply: Ack,
+    also when repeated."""
 
     request: Name
     reader: Name
@@ -183,7 +199,8 @@ class Finish(Message, frozen=True):
 
 
 class Renew(Message, frozen=True):
-    """A request of engine ``reader`` waits to read: the lease begins anew. Reply: Ack, also if there is none."""
+    """A request of engine ``reader`` waits to read: the lease begins anew. Reply: Ack, also if
+    there is none."""
 
     request: Name
     reader: Name
@@ -208,7 +225,18 @@ class PrefillCancelled(Message, frozen=True, tag="Dropped"):
     cause: str
 
 
-Query = Handshake | Locate | Confirm | Push | Fetch | Release | Finish | Renew | PrefillStarted | PrefillCancelled
+Query = (
+    Handshake
+    | Locate
+    | Confirm
+    | Push
+    | Fetch
+    | Release
+    | Finish
+    | Renew
+    | PrefillStarted
+    | PrefillCancelled
+)
 Reply = CacheInfo | Located | Pushed | Chunk | Ack | Refused
 
 CODEC = Codec(Query, Reply)

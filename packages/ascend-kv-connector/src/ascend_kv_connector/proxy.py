@@ -1,11 +1,14 @@
-"""Router for trying out prefill and decode instances: ``python -m ascend_kv_connector.proxy --prefill URL… --decode URL…``.
+"""Router for trying out prefill and decode instances: ``python -m ascend_kv_connector.proxy
+--prefill URL… --decode URL…``.
 
-It sends each completion to a prefill instance for one token and then, with the returned parameters, to a decode instance, both
-round-robin. With ``--layerwise`` the decode instance is first: it allocates blocks and posts to the router, which sends the
-prompt with these parameters to a prefill instance, and the KV cache is transferred layer by layer during the prefill.
+It sends each completion to a prefill instance for one token and then, with the returned parameters,
+to a decode instance, both round-robin. With ``--layerwise`` the decode instance is first: it
+allocates blocks and posts to the router, which sends the prompt with these parameters to a prefill
+instance, and the KV cache is transferred layer by layer during the prefill.
 
-A list of prompts goes to a decode instance alone: a prefill instance answers with the parameters of the first one only.
-It has no queues, retries or health checks; in production use a router such as vLLM's own or llm-d.
+A list of prompts goes to a decode instance alone: a prefill instance answers with the parameters of
+the first one only. It has no queues, retries or health checks; in production use a router such as
+vLLM's own or llm-d.
 """
 
 from __future__ import annotations
@@ -24,15 +27,25 @@ SESSION = web.AppKey("session", ClientSession)
 PATHS = {"/v1/completions": "cmpl-{}-0", "/v1/chat/completions": "chatcmpl-{}"}
 """vLLM's request id for an X-Request-Id, by path (``vllm/entrypoints/openai``)."""
 
-NOT_FOR_PREFILL = ("stream", "stream_options", "max_completion_tokens", "min_tokens", "n", "best_of")
+NOT_FOR_PREFILL = (
+    "stream",
+    "stream_options",
+    "max_completion_tokens",
+    "min_tokens",
+    "n",
+    "best_of",
+)
 """Parameters of a request that would let a prefill instance generate more than one token."""
 
 METASERVER = "/v1/metaserver"
 """Path where a decode instance requests a prefill; vllm-ascend's name."""
 
 
-def application(prefill: Sequence[str], decode: Sequence[str], layerwise: str = "") -> web.Application:
-    """The router for base URLs such as ``http://10.0.0.1:8100``; ``layerwise`` is its own URL, for layer-by-layer transfers."""
+def application(
+    prefill: Sequence[str], decode: Sequence[str], layerwise: str = ""
+) -> web.Application:
+    """The router for base URLs such as ``http://10.0.0.1:8100``; ``layerwise`` is its own URL, for
+    layer-by-layer transfers."""
     instances = [itertools.cycle(url.rstrip("/") for url in urls) for urls in (prefill, decode)]
     app = web.Application(client_max_size=64 << 20)
     waiting: dict[str, tuple[str, dict[str, Any], dict[str, str]]] = {}
@@ -49,11 +62,17 @@ def application(prefill: Sequence[str], decode: Sequence[str], layerwise: str = 
         except (ValueError, AssertionError):
             return _error(400, "the body is not a JSON object")
         headers = {"X-Request-Id": request.headers.get("X-Request-Id") or uuid.uuid4().hex}
-        headers |= {name: request.headers[name] for name in ("Authorization",) if name in request.headers}
+        headers |= {
+            name: request.headers[name] for name in ("Authorization",) if name in request.headers
+        }
         if _has_several_prompts(body):
             return await send_to_decode(request, body, headers, None)
         if layerwise:
-            params = {"do_remote_prefill": True, "do_remote_decode": False, "metaserver": layerwise.rstrip("/") + METASERVER}
+            params = {
+                "do_remote_prefill": True,
+                "do_remote_decode": False,
+                "metaserver": layerwise.rstrip("/") + METASERVER,
+            }
             name = PATHS[request.path].format(headers["X-Request-Id"])
             waiting[name] = request.path, body, headers
             try:
@@ -66,13 +85,19 @@ def application(prefill: Sequence[str], decode: Sequence[str], layerwise: str = 
             async with request.app[SESSION].post(where, json=first, headers=headers) as answer:
                 text = await answer.text()
             if answer.status != 200:
-                return web.Response(status=answer.status, text=text, content_type="application/json")
+                return web.Response(
+                    status=answer.status, text=text, content_type="application/json"
+                )
             params = json.loads(text).get("kv_transfer_params")
         except (ClientError, ValueError, TimeoutError) as error:
-            return _error(502, f"the prefill instance at {where} failed: {type(error).__name__}: {error}")
+            return _error(
+                502, f"the prefill instance at {where} failed: {type(error).__name__}: {error}"
+            )
         if not params:
             return _error(
-                502, f"{where} returned no kv_transfer_params; start it with --kv-transfer-config and kv_role kv_producer"
+                502,
+                f"{where} returned no kv_transfer_params; start it with --kv-transfer-config and"
+                " kv_role kv_producer",
             )
         return await send_to_decode(request, body, headers, params)
 
@@ -80,33 +105,47 @@ def application(prefill: Sequence[str], decode: Sequence[str], layerwise: str = 
         """A decode instance has blocks for a request and asks for its prefill."""
         params = json.loads(await request.text())
         name = str(params.get("request_id"))
-        wanted = waiting.get(name) or waiting.get(re.sub(r"^\d+_", "", name))  # n > 1: vLLM numbers them, "0_cmpl-…"
+        # n > 1: vLLM numbers them, "0_cmpl-…"
+        wanted = waiting.get(name) or waiting.get(re.sub(r"^\d+_", "", name))
         if wanted is None:
             return _error(404, f"unknown request {name!r}")
         path, body, headers = wanted
         where = next(instances[0]) + path
         try:
-            async with request.app[SESSION].post(where, json=_prefill_body(body, params), headers=headers) as answer:
-                return web.Response(status=answer.status, text=await answer.text(), content_type="application/json")
+            async with request.app[SESSION].post(
+                where, json=_prefill_body(body, params), headers=headers
+            ) as answer:
+                return web.Response(
+                    status=answer.status, text=await answer.text(), content_type="application/json"
+                )
         except (ClientError, TimeoutError) as error:
-            return _error(502, f"the prefill instance at {where} failed: {type(error).__name__}: {error}")
+            return _error(
+                502, f"the prefill instance at {where} failed: {type(error).__name__}: {error}"
+            )
 
     async def send_to_decode(
-        request: web.Request, body: dict[str, Any], headers: dict[str, str], params: dict[str, Any] | None
+        request: web.Request,
+        body: dict[str, Any],
+        headers: dict[str, str],
+        params: dict[str, Any] | None,
     ) -> web.StreamResponse:
         where = next(instances[1]) + request.path
         body = body | {"kv_transfer_params": params} if params else body
         response = None
         try:
             async with request.app[SESSION].post(where, json=body, headers=headers) as answer:
-                response = web.StreamResponse(status=answer.status, headers={"Content-Type": answer.headers["Content-Type"]})
+                response = web.StreamResponse(
+                    status=answer.status, headers={"Content-Type": answer.headers["Content-Type"]}
+                )
                 await response.prepare(request)
                 async for data in answer.content.iter_any():
                     await response.write(data)
         except (ClientError, TimeoutError) as error:
             if response is not None:
                 raise  # a part of the response was sent: close the connection
-            return _error(502, f"the decode instance at {where} failed: {type(error).__name__}: {error}")
+            return _error(
+                502, f"the decode instance at {where} failed: {type(error).__name__}: {error}"
+            )
         return response
 
     app.cleanup_ctx.append(session)
@@ -125,23 +164,42 @@ def _prefill_body(body: dict[str, Any], params: dict[str, Any]) -> dict[str, Any
 def _has_several_prompts(body: dict[str, Any]) -> bool:
     """Whether ``prompt`` is a list of prompts, and not one of token ids."""
     prompt = body.get("prompt")
-    return isinstance(prompt, list) and len(prompt) > 1 and not all(isinstance(each, int) for each in prompt)
+    return (
+        isinstance(prompt, list)
+        and len(prompt) > 1
+        and not all(isinstance(each, int) for each in prompt)
+    )
 
 
 def _error(status: int, message: str) -> web.Response:
-    return web.json_response({"error": {"message": message, "type": "proxy_error", "code": status}}, status=status)
+    return web.json_response(
+        {"error": {"message": message, "type": "proxy_error", "code": status}}, status=status
+    )
 
 
 def main() -> None:
     """The command."""
-    parser = argparse.ArgumentParser(prog="python -m ascend_kv_connector.proxy", description=str(__doc__).partition("\n")[0])
-    parser.add_argument("--prefill", nargs="+", required=True, metavar="URL", help="base URLs of prefill instances")
-    parser.add_argument("--decode", nargs="+", required=True, metavar="URL", help="base URLs of decode instances")
+    parser = argparse.ArgumentParser(
+        prog="python -m ascend_kv_connector.proxy", description=str(__doc__).partition("\n")[0]
+    )
+    parser.add_argument(
+        "--prefill", nargs="+", required=True, metavar="URL", help="base URLs of prefill instances"
+    )
+    parser.add_argument(
+        "--decode", nargs="+", required=True, metavar="URL", help="base URLs of decode instances"
+    )
     parser.add_argument("--host", default="127.0.0.1")
     parser.add_argument("--port", type=int, default=8000)
-    parser.add_argument("--layerwise", metavar="URL", default="", help="layer-by-layer transfers; URL is this router's own")
+    parser.add_argument(
+        "--layerwise",
+        metavar="URL",
+        default="",
+        help="layer-by-layer transfers; URL is this router's own",
+    )
     given = parser.parse_args()
-    web.run_app(application(given.prefill, given.decode, given.layerwise), host=given.host, port=given.port)
+    web.run_app(
+        application(given.prefill, given.decode, given.layerwise), host=given.host, port=given.port
+    )
 
 
 if __name__ == "__main__":

@@ -1,4 +1,5 @@
-"""Reader's side of a push: the ranks of a prefill instance write a prompt into this rank's blocks while they compute it."""
+"""Reader's side of a push: the ranks of a prefill instance write a prompt into this rank's blocks
+while they compute it."""
 
 from __future__ import annotations
 
@@ -15,15 +16,27 @@ from ascend_platform.transfer.rpc import ClientPool
 
 from ascend_kv_connector.config import Options
 from ascend_kv_connector.paged_cache import FetchPlan, Heads, PagedCache
-from ascend_kv_connector.protocol import MAX_BLOCKS, VERSION, CacheInfo, Handshake, Push, Pushed, Refused, Release, Renew
+from ascend_kv_connector.protocol import (
+    MAX_BLOCKS,
+    VERSION,
+    CacheInfo,
+    Handshake,
+    Push,
+    Pushed,
+    Refused,
+    Release,
+    Renew,
+)
 from ascend_kv_connector.transfers import Source, Transfer
 
 LINGER_SECONDS = 120.0
-"""Seconds for which bytes may arrive after their sender has closed the connection, or has died: Linux gives up such a connection
-after 8 retransmissions, 102 s (``tcp_orphan_retries`` in ``Documentation/networking/ip-sysctl.rst``)."""
+"""Seconds for which bytes may arrive after their sender has closed the connection, or has died:
+Linux gives up such a connection after 8 retransmissions, 102 s (``tcp_orphan_retries`` in
+``Documentation/networking/ip-sysctl.rst``)."""
 
 RETRY_SECONDS = 1.0, 30.0
-"""First and longest pause between queries to ranks that have not confirmed that they write no more."""
+"""First and longest pause between queries to ranks that have not confirmed that they write no more.
+"""
 
 
 class Rank(Protocol):
@@ -45,10 +58,15 @@ class Rank(Protocol):
 
 
 class PushStop:
-    """The end of a transfer at the ranks that write it. Those in ``left`` have not confirmed that they write no more."""
+    """The end of a transfer at the ranks that write it. Those in ``left`` have not confirmed that
+    they write no more."""
 
     def __init__(
-        self, source: Source, message: Release, ranks: Iterable[tuple[str, int]], ask_again: Callable[[PushStop], None]
+        self,
+        source: Source,
+        message: Release,
+        ranks: Iterable[tuple[str, int]],
+        ask_again: Callable[[PushStop], None],
     ) -> None:
         """``ask_again(stop)`` calls :meth:`ask` in a thread."""
         self.source, self.left = source, list(dict.fromkeys(ranks))
@@ -58,7 +76,8 @@ class PushStop:
         self._linger, self._last = 0.0, 0.0
 
     def settled(self) -> bool:
-        """Whether nothing can arrive any more; the ranks that are left are asked again from time to time."""
+        """Whether nothing can arrive any more; the ranks that are left are asked again from time to
+        time."""
         with self._lock:
             now = monotonic()
             if self.left:
@@ -78,7 +97,8 @@ class PushStop:
             try:
                 lingers = self._has_ended(clients, address, until)
             except TransferError:
-                clients.close(address)  # a client that was refused once, also by a peer that is paused, stays refused
+                # a client that was refused once, also by a peer that is paused, stays refused
+                clients.close(address)
                 continue
             with self._lock:
                 self.left.remove(address)
@@ -95,7 +115,8 @@ class PushStop:
             self._asking, self._last = False, monotonic()
 
     def _has_ended(self, clients: ClientPool, address: tuple[str, int], until: float) -> bool:
-        """Ask a rank, which writes no more on return; whether bytes that it has sent may still arrive.
+        """Ask a rank, which writes no more on return; whether bytes that it has sent may still
+        arrive.
 
         Raises:
             TransferError: it has not confirmed it.
@@ -131,12 +152,16 @@ class PushReceiver:
 
     def can_push(self, transfer: Transfer, plan: FetchPlan, peer: CacheInfo) -> bool:
         consumer = self._consumer
-        same = plan.heads == consumer.cache.heads == Heads(peer.first_head, peer.heads) and not consumer.cache.is_hybrid
+        same = (
+            plan.heads == consumer.cache.heads == Heads(peer.first_head, peer.heads)
+            and not consumer.cache.is_hybrid
+        )
         able = peer.accepts_push and consumer.transport.can_write and consumer.memory and same
         return bool(able) and len(transfer.blocks) <= MAX_BLOCKS and consumer.may_write_directly()
 
     def receive(self, transfer: Transfer, plans: list[FetchPlan]) -> None:
-        """Let the ranks write a prompt into this one's blocks during its prefill, until they have written all."""
+        """Let the ranks write a prompt into this one's blocks during its prefill, until they have
+        written all."""
         consumer, source, cache = self._consumer, transfer.source, self._consumer.cache
         assert source is not None
         transfer.written_until = dict.fromkeys(range(len(plans)), transfer.start)
@@ -155,18 +180,26 @@ class PushReceiver:
         with transfer.reading():
             try:
                 queries = [self._make_push(transfer, plan) for plan in plans]
-                numbers = [client.send(query) for client, query in zip(clients, queries, strict=True)]
-                for part, (client, query, number) in enumerate(zip(clients, queries, numbers, strict=True)):
+                numbers = [
+                    client.send(query) for client, query in zip(clients, queries, strict=True)
+                ]
+                for part, (client, query, number) in enumerate(
+                    zip(clients, queries, numbers, strict=True)
+                ):
                     transfer.peer = client.peer
                     with transfer.phase("wait"):
                         reply = client.await_reply(number, query, transfer.deadline, check=check)
-                    size = (transfer.stop - transfer.start) * cache.token_bytes(plans[part].local, plans[part].heads.num)
+                    size = (transfer.stop - transfer.start) * cache.token_bytes(
+                        plans[part].local, plans[part].heads.num
+                    )
                     if not isinstance(reply, Pushed) or reply.size != size:
                         raise TransferError("mismatch", f"unexpected reply to Push: {reply}")
                     transfer.count(part, size, transfer.stop)
             except Exception as error:
                 ranks = [source.ranks[plan.rank] for plan in plans]
-                stop = PushStop(source, consumer.release_message(transfer), ranks, consumer.ask_again)
+                stop = PushStop(
+                    source, consumer.release_message(transfer), ranks, consumer.ask_again
+                )
                 stop.ask(self._clients, consumer.options.answer_timeout)
                 error.settled = stop.settled
                 raise

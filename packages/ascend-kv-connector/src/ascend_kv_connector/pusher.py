@@ -1,4 +1,5 @@
-"""Writes of KV cache into a decode instance's blocks during the prefill, layer after layer as the tokens are computed."""
+"""Writes of KV cache into a decode instance's blocks during the prefill, layer after layer as the
+tokens are computed."""
 
 from __future__ import annotations
 
@@ -19,26 +20,29 @@ from ascend_kv_connector.runs import Placement, plan_runs, token_slots
 from ascend_kv_connector.send_buffers import Owner
 
 POLL_SECONDS = 0.002
-"""Interval at which a prefill's events are queried, after something was written or a step was launched."""
+"""Interval at which a prefill's events are queried, after something was written or a step was
+launched."""
 
 STARTED_SECONDS = 0.02
 """Longest interval for a prompt that is being computed."""
 
 WAITING_SECONDS = 0.05
-"""Longest interval for a prompt that is not: all threads together must leave the interpreter to the one that launches."""
+"""Longest interval for a prompt that is not: all threads together must leave the interpreter to the
+one that launches."""
 
 MAX_ENDED = 1024
 """Pushes that have ended and whose reader has not been told."""
 
 FAILED_SECONDS = 3600.0
-"""Seconds for which a push with a failed write is remembered, for a reader that is paused or cut off meanwhile."""
+"""Seconds for which a push with a failed write is remembered, for a reader that is paused or cut
+off meanwhile."""
 
 
 class Job:
     """A push. ``reply`` is set at its end, which comes soon after its reader was last ``heard``.
 
-    ``failed``: since when a write has failed; it may be in progress until it is ``settled``. Cancelled before it has a thread, a
-    job is not ``started`` any more.
+    ``failed``: since when a write has failed; it may be in progress until it is ``settled``.
+    Cancelled before it has a thread, a job is not ``started`` any more.
     """
 
     def __init__(self, push: Push) -> None:
@@ -70,13 +74,15 @@ class Steps:
         self._count = 0
 
     def note(self) -> None:
-        """Blocks were given to prompts that readers wait for, or their tokens are being computed."""
+        """Blocks were given to prompts that readers wait for, or their tokens are being
+        computed."""
         with self._changed:
             self._count += 1
             self._changed.notify_all()
 
     def wait(self, count: int, seconds: float) -> int:
-        """Wait until there are others than ``count``, for ``seconds`` at most; returns their number."""
+        """Wait until there are others than ``count``, for ``seconds`` at most; returns their
+        number."""
         with self._changed:
             self._changed.wait_for(lambda: self._count != count, seconds)
             return self._count
@@ -100,7 +106,11 @@ class PushJobs:
         with self._lock:
             if owner not in self._jobs:
                 until = monotonic() - FAILED_SECONDS
-                ended = [each for each, job in self._jobs.items() if job.reply and job.failed < until and job.settled()]
+                ended = [
+                    each
+                    for each, job in self._jobs.items()
+                    if job.reply and job.failed < until and job.settled()
+                ]
                 for each in ended[: max(0, len(ended) - MAX_ENDED)]:
                     del self._jobs[each]
                 self._start(job := Job(push))
@@ -131,7 +141,8 @@ class PushJobs:
 
         Raises:
             BusyError: it still writes.
-            TransferError: nothing is written any more, but a write has failed, and what was sent of it may still arrive.
+            TransferError: nothing is written any more, but a write has failed, and what was sent of
+            it may still arrive.
         """
         with self._lock:
             if (job := self._jobs.get(owner)) is None:
@@ -140,7 +151,9 @@ class PushJobs:
             if (job.started and job.reply is None) or not job.settled():
                 raise BusyError((*owner, "stop"), "a write is in progress", alone=True)
             if job.failed:
-                raise TransferError("transport", "a write has failed, and what was sent of it may still arrive")
+                raise TransferError(
+                    "transport", "a write has failed, and what was sent of it may still arrive"
+                )
             del self._jobs[owner]
 
 
@@ -148,7 +161,8 @@ class Pusher:
     """One thread that runs jobs."""
 
     def __init__(self, rank: Rank, patience: float, begin: Callable[[Job], bool]) -> None:
-        """A reader that is not heard of for ``patience`` seconds is gone. ``begin(job)``: whether a job is still wanted."""
+        """A reader that is not heard of for ``patience`` seconds is gone. ``begin(job)``: whether a
+        job is still wanted."""
         self._rank, self._patience, self._begin = rank, patience, begin
 
     def run(self, job: Job) -> None:
@@ -182,10 +196,14 @@ class Pusher:
                     computed = push.stop
                     for layer in unfinished:
                         if at[layer] >= computed:
-                            continue  # the device computes one layer after another, and has not computed the one before
+                            # the device computes one layer after another, and has not computed the
+                            # one before
+                            continue
                         computed = min(push.stop, lease.ready_tokens([layer]))
                         if computed > at[layer] and not job.cancelled:
-                            written = self._write(job, layers[layer], lease.blocks, at[layer], computed)
+                            written = self._write(
+                                job, layers[layer], lease.blocks, at[layer], computed
+                            )
                             lease.raise_if_revoked()  # the blocks may be another prompt's since
                             size += written
                             at[layer], wrote = computed, True
@@ -205,8 +223,12 @@ class Pusher:
         sizes = cache.token_sizes(regions, cache.heads.num)
         slots = cache.slot_mapping(blocks, start, stop, cache.region_groups[regions[0]]).numpy()
         own = Placement([self._rank.memory[index] for index in regions], cache.block_tokens, slots)
-        remote_slots = token_slots(push.blocks, push.block_size, start - push.start, stop - push.start)
-        remote = Placement([push.memory[place] for place in places], push.block_tokens, remote_slots)
+        remote_slots = token_slots(
+            push.blocks, push.block_size, start - push.start, stop - push.start
+        )
+        remote = Placement(
+            [push.memory[place] for place in places], push.block_tokens, remote_slots
+        )
         runs = plan_runs(remote, own, sizes)
         try:
             self._rank.transport.write(push.session, runs)

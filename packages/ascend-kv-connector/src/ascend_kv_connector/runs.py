@@ -1,4 +1,5 @@
-"""Runs: contiguous bytes of a peer's memory, and where they belong here, for reads of paged KV cache without staging."""
+"""Runs: contiguous bytes of a peer's memory, and where they belong here, for reads of paged KV
+cache without staging."""
 
 from __future__ import annotations
 
@@ -11,18 +12,23 @@ from ascend_platform.transfer.engine import Runs
 Ints = numpy.ndarray
 
 
-def token_slots(blocks: Sequence[int], block_size: int, start: int, stop: int, first_column: int = 0) -> Ints:
-    """Slots of tokens ``start`` to ``stop``, indices into ``[blocks, block_size]``; ``blocks`` begins with that column of the
-    request's block table."""
+def token_slots(
+    blocks: Sequence[int], block_size: int, start: int, stop: int, first_column: int = 0
+) -> Ints:
+    """Slots of tokens ``start`` to ``stop``, indices into ``[blocks, block_size]``; ``blocks``
+    begins with that column of the request's block table."""
     tokens = numpy.arange(start, stop)
-    return numpy.array(blocks, dtype=numpy.int64)[tokens // block_size - first_column] * block_size + tokens % block_size
+    return (
+        numpy.array(blocks, dtype=numpy.int64)[tokens // block_size - first_column] * block_size
+        + tokens % block_size
+    )
 
 
 class Placement(NamedTuple):
     """Addresses of tokens in several regions.
 
-    Token i is in slot ``slots[i]``; a region is ``(address, block_bytes)`` and has slot s in block ``s // block_tokens``. A
-    buffer that is filled without padding is one block.
+    Token i is in slot ``slots[i]``; a region is ``(address, block_bytes)`` and has slot s in block
+    ``s // block_tokens``. A buffer that is filled without padding is one block.
     """
 
     regions: Sequence[tuple[int, int]]
@@ -31,9 +37,12 @@ class Placement(NamedTuple):
 
     @classmethod
     def packed(cls, address: int, tokens: int, token_bytes: Sequence[int]) -> Placement:
-        """Regions one behind the other from an address on, as in a :class:`~ascend_kv_connector.protocol.Chunk`."""
+        """Regions one behind the other from an address on, as in a
+        :class:`~ascend_kv_connector.protocol.Chunk`."""
         starts = numpy.cumsum([0, *(tokens * each for each in token_bytes)])[:-1]
-        return cls([(address + int(start), 0) for start in starts], max(tokens, 1), numpy.arange(tokens))
+        return cls(
+            [(address + int(start), 0) for start in starts], max(tokens, 1), numpy.arange(tokens)
+        )
 
     def piece(self, start: int, stop: int) -> Placement:
         return self._replace(slots=self.slots[start:stop])
@@ -45,7 +54,11 @@ class Placement(NamedTuple):
     def addresses(self, region: int, token_bytes: int, tokens: Ints) -> Ints:
         address, block_bytes = self.regions[region]
         slots = self.slots[tokens]
-        return address + slots // self.block_tokens * block_bytes + slots % self.block_tokens * token_bytes
+        return (
+            address
+            + slots // self.block_tokens * block_bytes
+            + slots % self.block_tokens * token_bytes
+        )
 
     def ends_run(self, dense: bool) -> Ints:
         """Of each token but the last whether the next one is elsewhere."""
@@ -54,7 +67,8 @@ class Placement(NamedTuple):
 
 
 def plan_runs(remote: Placement, local: Placement, token_bytes: Sequence[int]) -> Runs:
-    """The runs of the same tokens in both places; ``token_bytes`` are the bytes of a token in each region."""
+    """The runs of the same tokens in both places; ``token_bytes`` are the bytes of a token in each
+    region."""
     runs, known = Runs([], [], []), dict[tuple[bool, bool], tuple[Ints, Ints]]()
     for region, size in enumerate(token_bytes):
         key = remote.is_dense(region, size), local.is_dense(region, size)

@@ -18,7 +18,8 @@ def checksum(data: torch.Tensor) -> int:
 
 
 class Owner(NamedTuple):
-    """A transfer of a reader: its engine and rank, the producer's request that it reads, and its own request."""
+    """A transfer of a reader: its engine and rank, the producer's request that it reads, and its
+    own request."""
 
     request: str
     reader: str
@@ -27,7 +28,8 @@ class Owner(NamedTuple):
 
 
 class Loan(NamedTuple):
-    """A buffer lent to a transfer until ``until``. ``ticket`` distinguishes it from earlier loans of the buffer."""
+    """A buffer lent to a transfer until ``until``. ``ticket`` distinguishes it from earlier loans
+    of the buffer."""
 
     owner: Owner
     until: float
@@ -35,7 +37,8 @@ class Loan(NamedTuple):
 
 
 class SendBuffers:
-    """Buffers that a rank sends from: lent to a transfer for a limited time, until it releases them."""
+    """Buffers that a rank sends from: lent to a transfer for a limited time, until it releases
+    them."""
 
     def __init__(self, buffers: list[torch.Tensor], clock: Callable[[], float] = monotonic) -> None:
         self.buffers = buffers
@@ -55,7 +58,8 @@ class SendBuffers:
         return None
 
     def release(self, owner: Owner, tickets: Sequence[int] = ()) -> None:
-        """Take back the buffers of these tickets if the transfer has them, without tickets all that it has."""
+        """Take back the buffers of these tickets if the transfer has them, without tickets all that
+        it has."""
         self._release(lambda loan: loan.owner == owner and (not tickets or loan.ticket in tickets))
 
     def release_request(self, request: str, reader: str, rank: int) -> None:

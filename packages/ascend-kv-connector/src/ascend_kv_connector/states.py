@@ -1,11 +1,13 @@
 """States of linear attention and state-space layers beside the pages of a KV cache.
 
-A KV cache group of such layers has one block a request, with the states after its last computed token. In the block tables of
-this package, where all groups have equally many columns, it stands in the column of that token, behind null blocks. For packing
-and reading, a state is one token whose heads are parts of the state's bytes, so that its rank has all of them.
+A KV cache group of such layers has one block a request, with the states after its last computed
+token. In the block tables of this package, where all groups have equally many columns, it stands in
+the column of that token, behind null blocks. For packing and reading, a state is one token whose
+heads are parts of the state's bytes, so that its rank has all of them.
 
-States are of whole prompts: a decode instance that computes the last token needs the states before it, so that a prefill
-instance leaves that token out, as with vLLM's NIXL connector (``nixl/base_scheduler.py``, ``_truncate_request_for_prefill``).
+States are of whole prompts: a decode instance that computes the last token needs the states before
+it, so that a prefill instance leaves that token out, as with vLLM's NIXL connector
+(``nixl/base_scheduler.py``, ``_truncate_request_for_prefill``).
 """
 
 from __future__ import annotations
@@ -21,8 +23,11 @@ LAST_STATE = -1
 """In place of a group's window: its layers have states."""
 
 
-def state_parts(states: Sequence[torch.Tensor], dtype: torch.dtype, heads: int) -> dict[str, torch.Tensor]:
-    """Views of a layer's states, each ``[blocks, *shape]``, as ``[blocks, 1, heads, size]`` of the pages' dtype.
+def state_parts(
+    states: Sequence[torch.Tensor], dtype: torch.dtype, heads: int
+) -> dict[str, torch.Tensor]:
+    """Views of a layer's states, each ``[blocks, *shape]``, as ``[blocks, 1, heads, size]`` of the
+    pages' dtype.
 
     The names have dtype and shape, so that only equal states are transferred.
 
@@ -34,9 +39,13 @@ def state_parts(states: Sequence[torch.Tensor], dtype: torch.dtype, heads: int) 
         size = prod(state.shape[1:]) * state.element_size()
         if size % (heads * dtype.itemsize):
             raise extension.RefusedError(
-                f"KV connector: a state of {size} bytes cannot be transferred as {heads} heads of {dtype}; remove the connector"
+                f"KV connector: a state of {size} bytes cannot be transferred as {heads} heads of"
+                f" {dtype}; remove the connector"
             )
-        name = f"state {number}: {str(state.dtype).removeprefix('torch.')} {'x'.join(map(str, state.shape[1:]))}"
+        name = (
+            f"state {number}: {str(state.dtype).removeprefix('torch.')}"
+            f" {'x'.join(map(str, state.shape[1:]))}"
+        )
         found[name] = state.flatten(1).view(dtype).unflatten(1, (1, heads, -1))
     return found
 
@@ -44,19 +53,33 @@ def state_parts(states: Sequence[torch.Tensor], dtype: torch.dtype, heads: int) 
 def list_regions(kv_caches: Mapping[str, Any], heads: int) -> list[tuple[str, str, torch.Tensor]]:
     """Layer, part and cache of each region of :class:`~ascend_kv_connector.paged_cache.PagedCache`.
 
-    ``kv_caches`` are vLLM's by layer: of states a tuple of tensors, else what ``extension.cache_parts`` takes.
+    ``kv_caches`` are vLLM's by layer: of states a tuple of tensors, else what
+    ``extension.cache_parts`` takes.
 
     Raises:
         RefusedError: states alone, as a pipeline stage may have them.
     """
-    pages = {layer: extension.cache_parts(held) for layer, held in kv_caches.items() if hasattr(held, "_asdict")}
+    pages = {
+        layer: extension.cache_parts(held)
+        for layer, held in kv_caches.items()
+        if hasattr(held, "_asdict")
+    }
     if not pages:
         raise extension.RefusedError(
-            "KV connector: a pipeline stage without attention layers is not supported; lower --pipeline-parallel-size"
+            "KV connector: a pipeline stage without attention layers is not supported; lower"
+            " --pipeline-parallel-size"
         )
     dtype = next(cache.dtype for parts in pages.values() for cache in parts.values())
-    states = {layer: state_parts(held, dtype, heads) for layer, held in kv_caches.items() if layer not in pages}
-    return [(layer, part, cache) for layer in kv_caches for part, cache in (pages | states)[layer].items()]
+    states = {
+        layer: state_parts(held, dtype, heads)
+        for layer, held in kv_caches.items()
+        if layer not in pages
+    }
+    return [
+        (layer, part, cache)
+        for layer in kv_caches
+        for part, cache in (pages | states)[layer].items()
+    ]
 
 
 def draft_blocks(groups: Iterable[Any]) -> int:
@@ -65,12 +88,17 @@ def draft_blocks(groups: Iterable[Any]) -> int:
 
 
 def join_tables(
-    tables: Sequence[Sequence[int]], windows: Sequence[int], draft_blocks: int, tokens: int, block_size: int
+    tables: Sequence[Sequence[int]],
+    windows: Sequence[int],
+    draft_blocks: int,
+    tokens: int,
+    block_size: int,
 ) -> list[int]:
-    """The groups' block tables one behind the other; with states equally long, for ``tokens`` tokens.
+    """The groups' block tables one behind the other; with states equally long, for ``tokens``
+    tokens.
 
-    The table of a group with states ends with the block of the current ones and ``draft_blocks`` for those after draft tokens
-    (``vllm/v1/core/single_type_kv_cache_manager.py``, MambaManager).
+    The table of a group with states ends with the block of the current ones and ``draft_blocks``
+    for those after draft tokens (``vllm/v1/core/single_type_kv_cache_manager.py``, MambaManager).
     """
     if LAST_STATE not in windows:
         return [block for table in tables for block in table]
@@ -84,9 +112,11 @@ def join_tables(
 
 
 def leave_last_token(request: Any) -> bool:
-    """Let a prefill instance's request, of vLLM's scheduler, end before its prompt's last token; whether it does.
+    """Let a prefill instance's request, of vLLM's scheduler, end before its prompt's last token;
+    whether it does.
 
-    Not a prompt of one token, nor one that a decode instance computes whole, for its log-probabilities.
+    Not a prompt of one token, nor one that a decode instance computes whole, for its
+    log-probabilities.
     """
     if request.num_prompt_tokens < 2 or request.get_skip_reading_prefix_cache():
         return False

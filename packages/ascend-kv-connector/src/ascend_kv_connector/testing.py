@@ -1,13 +1,14 @@
-"""Conformance suite for KV connectors: subclass :class:`ConnectorTests` in a test module, and pytest runs it.
+"""Conformance suite for KV connectors: subclass :class:`ConnectorTests` in a test module, and
+pytest runs it.
 
     from ascend_kv_connector.testing import ConnectorTests
 
-    class TestMine(ConnectorTests):
-        transfer = {"kv_connector": "Mine", "kv_connector_module_path": "my.module", "kv_role": "kv_both"}
+    class TestMine(ConnectorTests): transfer = {"kv_connector": "Mine", "kv_connector_module_path":
+        "my.module", "kv_role": "kv_both"}
 
-It runs vLLM's scheduler and a worker, each with the connector, but no model: the KV cache of a token is a function of the tokens
-up to it, and so is the next token. Thus every token of every block that a step uses can be checked, however it was loaded, on any
-device.
+It runs vLLM's scheduler and a worker, each with the connector, but no model: the KV cache of a
+token is a function of the tokens up to it, and so is the next token. Thus every token of every
+block that a step uses can be checked, however it was loaded, on any device.
 """
 
 from __future__ import annotations
@@ -81,7 +82,9 @@ def prompts(count: int, seed: int = 0, longest: int = 150) -> dict[str, list[int
     for number in range(count):
         size = draw.choice([1, 2, BLOCK - 1, BLOCK, BLOCK + 1, 3 * BLOCK, 70, longest])
         own = [draw.randrange(VOCABULARY) for _ in range(size)]
-        out[f"r{seed}-{number}"] = (shared[: size * 2 // 3] + own)[:size] if number % 3 == 2 else own
+        out[f"r{seed}-{number}"] = (
+            (shared[: size * 2 // 3] + own)[:size] if number % 3 == 2 else own
+        )
     return out
 
 
@@ -108,10 +111,12 @@ def one_rank() -> Iterator[None]:
 class ConnectorTests:
     """Tests that every connector has to pass. ``transfer`` is its ``--kv-transfer-config``.
 
-    ``device`` is the device of the KV cache. With ``paged`` a layer's cache is :class:`Pages`, as on Ascend NPUs, otherwise one
-    tensor ``[blocks, HEADS, BLOCK, 2 * SIZE]``, as in vLLM elsewhere. ``keeps``: the connector keeps KV cache after a reset of
-    the device's prefix cache. The layers in ``windowed`` have a sliding window of 40 tokens, and a block table of their own. With
-    ``latent`` layers have :class:`Latents`, and the last one an :class:`Index`, as sparse latent attention on Ascend NPUs.
+    ``device`` is the device of the KV cache. With ``paged`` a layer's cache is :class:`Pages`, as
+    on Ascend NPUs, otherwise one tensor ``[blocks, HEADS, BLOCK, 2 * SIZE]``, as in vLLM elsewhere.
+    ``keeps``: the connector keeps KV cache after a reset of the device's prefix cache. The layers
+    in ``windowed`` have a sliding window of 40 tokens, and a block table of their own. With
+    ``latent`` layers have :class:`Latents`, and the last one an :class:`Index`, as sparse latent
+    attention on Ascend NPUs.
     """
 
     transfer: ClassVar[dict[str, Any]] = {}
@@ -125,14 +130,20 @@ class ConnectorTests:
         """KV cache of each layer, in one allocation."""
         whole = torch.full((layers, blocks * BLOCK * HEADS * 2 * SIZE), -1.0, device=self.device)
         if self.latent:
-            rows = [layer.view(-1, LATENT["kv_lora_rank"] + LATENT["qk_rope_head_dim"]) for layer in whole]
-            return [_latents(layer, blocks) for layer in rows[:-1]] + [Index(rows[-1].view(blocks, BLOCK, 1, -1))]
+            rows = [
+                layer.view(-1, LATENT["kv_lora_rank"] + LATENT["qk_rope_head_dim"])
+                for layer in whole
+            ]
+            return [_latents(layer, blocks) for layer in rows[:-1]] + [
+                Index(rows[-1].view(blocks, BLOCK, 1, -1))
+            ]
         if self.paged:
             return [Pages(*layer.view(2, blocks, BLOCK, HEADS, SIZE)) for layer in whole]
         return [layer.view(blocks, BLOCK, HEADS, 2 * SIZE).transpose(1, 2) for layer in whole]
 
     def parts(self, cache: Any) -> list[torch.Tensor]:
-        """A layer's keys and values, views ``[blocks, BLOCK, HEADS, SIZE]`` of the cache, or the parts of its latents."""
+        """A layer's keys and values, views ``[blocks, BLOCK, HEADS, SIZE]`` of the cache, or the
+        parts of its latents."""
         if self.paged:
             return [*cache]
         apart = cache.transpose(1, 2)
@@ -140,12 +151,15 @@ class ConnectorTests:
 
     @pytest.fixture
     def engine(self, one_rank: None, tmp_path: Path) -> Iterator[Callable[..., Engine]]:
-        """Factory of engines; its arguments override the connector's configuration, except ``blocks``."""
+        """Factory of engines; its arguments override the connector's configuration, except
+        ``blocks``."""
         made = []
 
         def make(blocks: int = 200, **transfer: Any) -> Engine:
             config = self.config(self.transfer | transfer)
-            made.append(Engine(config, blocks, self.make_caches, self.parts, self.windowed, self.latent))
+            made.append(
+                Engine(config, blocks, self.make_caches, self.parts, self.windowed, self.latent)
+            )
             return made[-1]
 
         yield make
@@ -169,11 +183,20 @@ class ConnectorTests:
             kv_transfer_config=json.loads(json.dumps(transfer)),
         ).create_engine_config()
         if not self.paged and hasattr(made.cache_config, "kv_cache_layout"):
-            made.cache_config.kv_cache_layout = "LBNHC"  # of make_caches; vLLM's engine core resolves it
+            # of make_caches; vLLM's engine core resolves it
+            made.cache_config.kv_cache_layout = "LBNHC"
         return made
 
-    def check(self, engine: Engine, given: dict[str, list[int]], length: int, left: AbstractSet[str] = frozenset()) -> None:
-        assert engine.wrong == [], f"the KV cache differs, first at (request, token, layer) {engine.wrong[0]}"
+    def check(
+        self,
+        engine: Engine,
+        given: dict[str, list[int]],
+        length: int,
+        left: AbstractSet[str] = frozenset(),
+    ) -> None:
+        assert engine.wrong == [], (
+            f"the KV cache differs, first at (request, token, layer) {engine.wrong[0]}"
+        )
         for name, prompt in given.items():
             reason, tokens, _ = engine.ended[name]
             if name not in left:
@@ -183,17 +206,30 @@ class ConnectorTests:
     # Tests
 
     def test_signatures_match_vllms(self, engine: Callable[..., Engine]) -> None:
-        from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1, SupportsHMA
+        from vllm.distributed.kv_transfer.kv_connector.v1.base import (
+            KVConnectorBase_V1,
+            SupportsHMA,
+        )
 
         kind = type(engine().worker)
         assert issubclass(kind, KVConnectorBase_V1)
-        for base in (KVConnectorBase_V1, SupportsHMA) if issubclass(kind, SupportsHMA) else (KVConnectorBase_V1,):
+        for base in (
+            (KVConnectorBase_V1, SupportsHMA)
+            if issubclass(kind, SupportsHMA)
+            else (KVConnectorBase_V1,)
+        ):
             for name, asked in inspect.getmembers(base, inspect.isfunction):
                 if name.startswith("_"):
                     continue
-                wanted = [each for each in inspect.signature(asked).parameters.values() if each.name != "self"]
+                wanted = [
+                    each
+                    for each in inspect.signature(asked).parameters.values()
+                    if each.name != "self"
+                ]
                 try:
-                    inspect.signature(getattr(kind, name)).bind(None, *([None] * sum(each.kind in (0, 1) for each in wanted)))
+                    inspect.signature(getattr(kind, name)).bind(
+                        None, *([None] * sum(each.kind in (0, 1) for each in wanted))
+                    )
                 except TypeError as error:
                     pytest.fail(f"{kind.__name__}.{name} cannot be called as vLLM does: {error}")
 
@@ -263,14 +299,17 @@ def _latents(layer: torch.Tensor, blocks: int) -> Latents:
     """A region ``[tokens, 64]`` as latents followed by rotated keys, each contiguous."""
     widths = LATENT["kv_lora_rank"], LATENT["qk_rope_head_dim"]
     parts = layer.view(-1).split([len(layer) * width for width in widths])
-    return Latents(*(part.view(blocks, BLOCK, 1, width) for part, width in zip(parts, widths, strict=True)))
+    return Latents(
+        *(part.view(blocks, BLOCK, 1, width) for part, width in zip(parts, widths, strict=True))
+    )
 
 
 class HandoffTests(ConnectorTests):
-    """Tests of connectors that pass a prompt from one instance to another by ``kv_transfer_params``.
+    """Tests of connectors that pass a prompt from one instance to another by
+    ``kv_transfer_params``.
 
-    The first instance gets ``do_remote_decode``, the other the parameters that the first returns. ``prefill`` and ``decode`` are
-    merged into ``transfer`` for the two.
+    The first instance gets ``do_remote_decode``, the other the parameters that the first returns.
+    ``prefill`` and ``decode`` are merged into ``transfer`` for the two.
     """
 
     prefill: ClassVar[dict[str, Any]] = {"kv_role": "kv_producer"}
@@ -283,10 +322,19 @@ class HandoffTests(ConnectorTests):
         while one.scheduler.has_unfinished_requests():
             one.step()
         assert all(one.ended[name][0] == "length" for name in given)
-        assert all(one.ended[name][2] for name in given), "the prefill instance returned no kv_transfer_params"
-        return {name: json.loads(json.dumps(one.ended[name][2])) for name in given}  # serialized as by a router
+        assert all(one.ended[name][2] for name in given), (
+            "the prefill instance returned no kv_transfer_params"
+        )
+        # serialized as by a router
+        return {name: json.loads(json.dumps(one.ended[name][2])) for name in given}
 
-    def hand_over(self, one: Engine, other: Engine, given: dict[str, list[int]], left: dict[str, int] | None = None) -> None:
+    def hand_over(
+        self,
+        one: Engine,
+        other: Engine,
+        given: dict[str, list[int]],
+        left: dict[str, int] | None = None,
+    ) -> None:
         for name, params in self.prefill_all(one, given).items():
             other.add(name, given[name], 5, params)
 
@@ -313,7 +361,8 @@ class HandoffTests(ConnectorTests):
         self.check(other, given, 5, set(left))
 
     def test_params_of_another_prompt(self, engine: Callable[..., Engine]) -> None:
-        """The API server returns the parameters of a list's first prompt, and a router gives them to all prompts of the list."""
+        """The API server returns the parameters of a list's first prompt, and a router gives them
+        to all prompts of the list."""
         one, other = engine(**self.prefill), engine(**self.decode)
         given = {name: prompt for name, prompt in prompts(12, 7).items() if len(prompt) > BLOCK}
         first = next(iter(given))
@@ -328,9 +377,12 @@ class HandoffTests(ConnectorTests):
         self.check(other, {f"{name}-again": prompt for name, prompt in given.items()}, 5)
 
     def test_params_of_several_requests(self, engine: Callable[..., Engine]) -> None:
-        """With ``n`` > 1, and if a router repeats a request, several requests have the same parameters."""
+        """With ``n`` > 1, and if a router repeats a request, several requests have the same
+        parameters."""
         one, other, given = engine(**self.prefill), engine(**self.decode), prompts(8, 8)
-        siblings = {f"{number}_{name}": prompt for name, prompt in given.items() for number in range(3)}
+        siblings = {
+            f"{number}_{name}": prompt for name, prompt in given.items() for number in range(3)
+        }
         params = self.prefill_all(one, given)
         for name, prompt in siblings.items():
             other.add(name, prompt, 5, dict(params[name.partition("_")[2]]))

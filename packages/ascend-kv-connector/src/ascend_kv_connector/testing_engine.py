@@ -1,4 +1,5 @@
-"""Engine of the conformance suite: vLLM's scheduler and a worker with a KV connector, without a model."""
+"""Engine of the conformance suite: vLLM's scheduler and a worker with a KV connector, without a
+model."""
 
 from __future__ import annotations
 
@@ -20,21 +21,24 @@ PATIENCE = 30.0
 
 
 class Pages(NamedTuple):
-    """A layer's keys and values, each ``[blocks, BLOCK, HEADS, SIZE]``, as ascend-platform passes them to connectors."""
+    """A layer's keys and values, each ``[blocks, BLOCK, HEADS, SIZE]``, as ascend-platform passes
+    them to connectors."""
 
     key: torch.Tensor
     value: torch.Tensor
 
 
 class Latents(NamedTuple):
-    """A layer's latents and rotated keys, ``[blocks, BLOCK, 1, 40 and 24]``: multi-head latent attention."""
+    """A layer's latents and rotated keys, ``[blocks, BLOCK, 1, 40 and 24]``: multi-head latent
+    attention."""
 
     latent: torch.Tensor
     rope: torch.Tensor
 
 
 class Index(NamedTuple):
-    """Keys of an indexer, ``[blocks, BLOCK, 1, 64]``: sparse latent attention has them as a layer of its own."""
+    """Keys of an indexer, ``[blocks, BLOCK, 1, 64]``: sparse latent attention has them as a layer
+    of its own."""
 
     index: torch.Tensor  # type: ignore[assignment]  # tuple.index is not used
 
@@ -86,7 +90,12 @@ class Engine:
         hashing = get_hash_fn_by_name(config.cache_config.prefix_caching_hash_algo)
         init_none_hash(hashing)
         self.hasher = get_request_block_hasher(BLOCK, hashing)
-        shape: dict[str, Any] = {"block_size": BLOCK, "num_kv_heads": HEADS, "head_size": SIZE, "dtype": torch.float32}
+        shape: dict[str, Any] = {
+            "block_size": BLOCK,
+            "num_kv_heads": HEADS,
+            "head_size": SIZE,
+            "dtype": torch.float32,
+        }
         spec = FullAttentionSpec(**shape)
         if latent:
             spec = MLAAttentionSpec(**shape | {"num_kv_heads": 1, "head_size": 2 * HEADS * SIZE})
@@ -97,15 +106,26 @@ class Engine:
         groups = [KVCacheGroupSpec([layer for layer in self.layers if not self.group[layer]], spec)]
         if windowed:
             back = SlidingWindowSpec(**shape, sliding_window=WINDOW)
-            groups.append(KVCacheGroupSpec([layer for layer in self.layers if self.group[layer]], back))
+            groups.append(
+                KVCacheGroupSpec([layer for layer in self.layers if self.group[layer]], back)
+            )
         cache = KVCacheConfig(num_blocks=blocks, kv_cache_tensors=tensors, kv_cache_groups=groups)
         config.cache_config.num_gpu_blocks = blocks
         self.config, self.blocks, self.parts = config, blocks, parts
-        self.scheduler = Scheduler(config, cache, StructuredOutputManager(config), BLOCK, hash_block_size=BLOCK, log_stats=True)
+        self.scheduler = Scheduler(
+            config,
+            cache,
+            StructuredOutputManager(config),
+            BLOCK,
+            hash_block_size=BLOCK,
+            log_stats=True,
+        )
         self.worker = KVConnectorFactory.create_connector(config, KVConnectorRole.WORKER, cache)
         self.caches = dict(zip(self.layers, make_caches(LAYERS, blocks), strict=True))
         for name, held in self.caches.items():
-            config.compilation_config.static_forward_context[name] = SimpleNamespace(kv_cache=held, layer_name=name)
+            config.compilation_config.static_forward_context[name] = SimpleNamespace(
+                kv_cache=held, layer_name=name
+            )
         self.worker.register_kv_caches(self.caches)
         if (handshake := self.worker.get_handshake_metadata()) is not None:
             metadata = pickle.loads(pickle.dumps(handshake))
@@ -116,12 +136,16 @@ class Engine:
         self.ended: dict[str, tuple[str, list[int], dict[str, Any] | None]] = {}
         self.loaded: dict[str, int] = {}
 
-    def add(self, name: str, prompt: list[int], length: int, params: dict[str, Any] | None = None) -> None:
+    def add(
+        self, name: str, prompt: list[int], length: int, params: dict[str, Any] | None = None
+    ) -> None:
         from vllm import SamplingParams
         from vllm.v1.request import Request
 
         sampling = SamplingParams(
-            max_tokens=length, ignore_eos=True, extra_args={"kv_transfer_params": params} if params else None
+            max_tokens=length,
+            ignore_eos=True,
+            extra_args={"kv_transfer_params": params} if params else None,
         )
         request = Request(name, list(prompt), sampling, None, block_hasher=self.hasher)
         self.scheduler.add_request(request)
@@ -134,14 +158,20 @@ class Engine:
             self.scheduler.finish_requests(name, RequestStatus.FINISHED_ABORTED)
 
     def step(self) -> None:
-        """One step, as in vLLM's engine core and model runner (``vllm/v1/worker/kv_connector_model_runner_mixin.py``)."""
+        """One step, as in vLLM's engine core and model runner
+        (``vllm/v1/worker/kv_connector_model_runner_mixin.py``)."""
         from vllm.forward_context import get_forward_context, set_forward_context
         from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
 
         out, worker = self.scheduler.schedule(), self.worker
-        metadata = pickle.loads(pickle.dumps(out.kv_connector_metadata))  # serialized as between processes
+        # serialized as between processes
+        metadata = pickle.loads(pickle.dumps(out.kv_connector_metadata))
         self._take_tables(out)
-        described = {name: self._describe(out, self.group[name]) for name in self.layers} if out.num_scheduled_tokens else None
+        described = (
+            {name: self._describe(out, self.group[name]) for name in self.layers}
+            if out.num_scheduled_tokens
+            else None
+        )
         with set_forward_context(described, self.config):
             worker.handle_preemptions(metadata)
             worker.bind_connector_metadata(metadata)
@@ -165,19 +195,29 @@ class Engine:
             worker.clear_connector_metadata()
         names = list(out.num_scheduled_tokens)
         tokens = [sampled.get(name, []) for name in names]
-        ran = ModelRunnerOutput(names, {name: index for index, name in enumerate(names)}, tokens, kv_connector_output=given)
+        ran = ModelRunnerOutput(
+            names,
+            {name: index for index, name in enumerate(names)},
+            tokens,
+            kv_connector_output=given,
+        )
         for answers in self.scheduler.update_from_output(out, ran).values():
             for answer in answers.outputs:
                 known = self.ended.get(answer.request_id, ("", [], None))
                 reason = str(answer.finish_reason) if answer.finish_reason is not None else ""
-                self.ended[answer.request_id] = reason, known[1] + list(answer.new_token_ids), answer.kv_transfer_params
+                self.ended[answer.request_id] = (
+                    reason,
+                    known[1] + list(answer.new_token_ids),
+                    answer.kv_transfer_params,
+                )
 
     def run(self, while_running: Callable[[int], None] = lambda step: None) -> None:
         """Step until all requests have ended and all blocks are free."""
         until, steps = monotonic() + PATIENCE, 0
         while self.scheduler.has_unfinished_requests() or self.held:
             assert monotonic() < until, (
-                f"after {PATIENCE} s {sorted(self.scheduler.requests)} are unfinished, {self.held} blocks in use"
+                f"after {PATIENCE} s {sorted(self.scheduler.requests)} are unfinished, {self.held}"
+                " blocks in use"
             )
             while_running(steps)
             self.step()
@@ -202,7 +242,9 @@ class Engine:
         for name, blocks in zip(old.req_ids, old.new_block_ids, strict=True):
             more = [list(table) for table in blocks] if blocks else [[] for _ in self.tables[name]]
             resumed = name in old.resumed_req_ids
-            self.tables[name] = more if resumed else [a + b for a, b in zip(self.tables[name], more, strict=True)]
+            self.tables[name] = (
+                more if resumed else [a + b for a, b in zip(self.tables[name], more, strict=True)]
+            )
 
     def _rows(self, name: str, group: int, start: int, stop: int) -> torch.Tensor:
         table = torch.tensor(self.tables[name][group], dtype=torch.int64)
@@ -211,16 +253,27 @@ class Engine:
 
     def _span(self, out: Any, name: str) -> tuple[int, int]:
         computed = {new.req_id: new.num_computed_tokens for new in out.scheduled_new_reqs}
-        computed |= dict(zip(out.scheduled_cached_reqs.req_ids, out.scheduled_cached_reqs.num_computed_tokens, strict=True))
+        computed |= dict(
+            zip(
+                out.scheduled_cached_reqs.req_ids,
+                out.scheduled_cached_reqs.num_computed_tokens,
+                strict=True,
+            )
+        )
         return computed[name], computed[name] + out.num_scheduled_tokens[name]
 
     def _describe(self, out: Any, group: int) -> Any:
         """Attention metadata as connectors use it."""
-        rows = [self._rows(name, group, *self._span(out, name)) for name in out.num_scheduled_tokens]
-        return SimpleNamespace(slot_mapping=torch.cat(rows), num_actual_tokens=sum(out.num_scheduled_tokens.values()))
+        rows = [
+            self._rows(name, group, *self._span(out, name)) for name in out.num_scheduled_tokens
+        ]
+        return SimpleNamespace(
+            slot_mapping=torch.cat(rows), num_actual_tokens=sum(out.num_scheduled_tokens.values())
+        )
 
     def _forward(self, out: Any, described: Any) -> dict[str, list[int]]:
-        """Write this step's tokens layer by layer, check all visible tokens before them, and return the next tokens."""
+        """Write this step's tokens layer by layer, check all visible tokens before them, and return
+        the next tokens."""
         for number, layer in enumerate(self.layers if out.num_scheduled_tokens else ()):
             self.worker.wait_for_layer_load(layer)
             for name in out.num_scheduled_tokens:
@@ -233,8 +286,16 @@ class Engine:
                     expected = content(known, number, part)[seen:].to(flat.device)
                     own = rows[start - seen :].to(flat.device)
                     flat[own] = expected[start - seen :, None, None].expand(-1, *flat.shape[1:])
-                    same = (flat[rows.to(flat.device)] == expected[:, None, None]).flatten(1).all(1).cpu()
-                    self.wrong += [(name, place, layer) for place in torch.nonzero(~same).flatten().tolist()[:1]]
+                    same = (
+                        (flat[rows.to(flat.device)] == expected[:, None, None])
+                        .flatten(1)
+                        .all(1)
+                        .cpu()
+                    )
+                    self.wrong += [
+                        (name, place, layer)
+                        for place in torch.nonzero(~same).flatten().tolist()[:1]
+                    ]
             self.worker.save_kv_layer(layer, self.caches[layer], described[layer])
         sampled = {}
         for name in out.num_scheduled_tokens:
@@ -245,7 +306,8 @@ class Engine:
 
 
 def _tensors(kind: Any, layers: list[str], size: int, page: int) -> list[Any]:
-    """All layers in one allocation, consecutively, as vLLM's KVCacheTensor describes it (``vllm/v1/kv_cache_interface.py``)."""
+    """All layers in one allocation, consecutively, as vLLM's KVCacheTensor describes it
+    (``vllm/v1/kv_cache_interface.py``)."""
     if "layer_stride" in inspect.signature(kind).parameters:
         return [kind(size=size * len(layers), layers=layers, layer_stride=size, block_stride=page)]
     return [kind(size=size, shared_by=[layer]) for layer in layers]

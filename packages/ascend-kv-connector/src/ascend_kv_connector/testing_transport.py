@@ -19,8 +19,9 @@ from ascend_platform.transfer.errors import TransferError, at_once
 class Faults:
     """Fault probabilities per read, drawn by ``draw``; ``hung`` releases hanging reads.
 
-    fail: the read fails after a part of the bytes. corrupt: one bit is flipped. delay: it takes ``seconds`` longer. late: it
-    fails, and the bytes arrive ``seconds`` later; until then it is not settled. hang: it does not return until ``hung`` is set.
+    fail: the read fails after a part of the bytes. corrupt: one bit is flipped. delay: it takes
+    ``seconds`` longer. late: it fails, and the bytes arrive ``seconds`` later; until then it is not
+    settled. hang: it does not return until ``hung`` is set.
     """
 
     draw: random.Random = field(default_factory=lambda: random.Random(0))
@@ -46,7 +47,8 @@ class Faults:
 
 
 class InMemoryNetwork:
-    """Sessions that can read from each other. ``killed`` sessions do not respond; ``cut`` pairs cannot reach each other."""
+    """Sessions that can read from each other. ``killed`` sessions do not respond; ``cut`` pairs
+    cannot reach each other."""
 
     def __init__(self, faults: Faults | None = None) -> None:
         self.faults = faults or Faults()
@@ -62,7 +64,8 @@ class InMemoryNetwork:
 
 
 class InMemoryTransport:
-    """See :class:`~ascend_platform.transfer.engine.Engine`. It checks that both addresses are in registered memory."""
+    """See :class:`~ascend_platform.transfer.engine.Engine`. It checks that both addresses are in
+    registered memory."""
 
     name = "memory"
     on_device = False
@@ -94,16 +97,23 @@ class InMemoryTransport:
             raise TransferError("transport", f"session {session} does not exist", settled=at_once)
         if frozenset((session, self.session)) in network.cut:
             network.faults.hung.wait(seconds)
-            raise TransferError("transport", f"no data from session {session} in {seconds:g} s", settled=at_once)
+            raise TransferError(
+                "transport", f"no data from session {session} in {seconds:g} s", settled=at_once
+            )
         each = list(zip(*runs, strict=True))
-        if not all(peer.is_registered(remote, size) and self.is_registered(local, size) for remote, local, size in each):
+        if not all(
+            peer.is_registered(remote, size) and self.is_registered(local, size)
+            for remote, local, size in each
+        ):
             raise TransferError("transport", "the memory is not registered", settled=at_once)
         fault = network.faults.choose()
         if fault == "hang":
             network.faults.hung.wait(60)
         if fault == "delay":
             sleep(network.faults.seconds)
-        targets = [(local, remote, size) if read else (remote, local, size) for remote, local, size in each]
+        targets = [
+            (local, remote, size) if read else (remote, local, size) for remote, local, size in each
+        ]
         if fault in ("fail", "late"):
             for target, source, size in targets:
                 ctypes.memmove(target, source, size // 2)
@@ -111,7 +121,9 @@ class InMemoryTransport:
             if fault == "late":
                 threading.Timer(network.faults.seconds, _overwrite, (targets, arrived)).start()
             settled = arrived.is_set if fault == "late" else at_once
-            raise TransferError("transport", f"session {session} closed the connection", settled=settled)
+            raise TransferError(
+                "transport", f"session {session} closed the connection", settled=settled
+            )
         for target, source, size in targets:
             ctypes.memmove(target, source, size)
         if fault == "corrupt":

@@ -1,4 +1,5 @@
-"""State of a consumer's transfers: each ends exactly once, done or failed, and nothing is written to its blocks afterwards."""
+"""State of a consumer's transfers: each ends exactly once, done or failed, and nothing is written
+to its blocks afterwards."""
 
 from __future__ import annotations
 
@@ -14,13 +15,15 @@ from ascend_platform.transfer.errors import Kind, Settled, TransferError, never,
 from ascend_kv_connector.hints import hint
 
 Phase = Literal["queue", "connect", "wait", "read", "unpack"]
-"""In the queue of its peer; connecting to ranks; waiting for chunks to be packed; reading them; writing them to the cache."""
+"""In the queue of its peer; connecting to ranks; waiting for chunks to be packed; reading them;
+writing them to the cache."""
 
 PHASES: tuple[Phase, ...] = get_args(Phase)
 
 
 class Source(NamedTuple):
-    """Location of a request's blocks: the producer's engine id, its request id, and (host, port) of each of its ranks."""
+    """Location of a request's blocks: the producer's engine id, its request id, and (host, port) of
+    each of its ranks."""
 
     engine: str
     request: str
@@ -29,7 +32,8 @@ class Source(NamedTuple):
 
 @dataclass(frozen=True)
 class Done:
-    """All tokens were loaded. ``size`` in bytes, ``seconds`` since the transfer was requested; ``phases`` are parts of them.
+    """All tokens were loaded. ``size`` in bytes, ``seconds`` since the transfer was requested;
+    ``phases`` are parts of them.
 
     ``copied`` bytes were copied here from staging buffers; ``messages`` were sent to the producer.
     """
@@ -42,12 +46,16 @@ class Done:
     messages: int = 0
 
     def __str__(self) -> str:
-        return f"KV transfer of {self.request} done after {self.seconds:.3f} s, {self.size / 2**20:.1f} MiB"
+        return (
+            f"KV transfer of {self.request} done after {self.seconds:.3f} s,"
+            f" {self.size / 2**20:.1f} MiB"
+        )
 
 
 @dataclass(frozen=True)
 class Failed:
-    """The transfer failed. ``blocks`` are local blocks that were not loaded; ``size`` of ``total`` bytes were read."""
+    """The transfer failed. ``blocks`` are local blocks that were not loaded; ``size`` of ``total``
+    bytes were read."""
 
     request: str
     blocks: tuple[int, ...]
@@ -64,9 +72,10 @@ class Failed:
     def __str__(self) -> str:
         first, last = (self.blocks[0], self.blocks[-1]) if self.blocks else (0, 0)
         return (
-            f"KV transfer of {self.request} failed after {self.seconds:.2f} s: {self.cause}; peer {self.peer} of engine "
-            f"{self.engine}, transport {self.transport}, {self.size / 2**20:.1f} of {self.total / 2**20:.1f} MiB read, "
-            f"{len(self.blocks)} blocks from {first} to {last} not loaded; {self.hint}"
+            f"KV transfer of {self.request} failed after {self.seconds:.2f} s: {self.cause}; peer"
+            f" {self.peer} of engine {self.engine}, transport {self.transport},"
+            f" {self.size / 2**20:.1f} of {self.total / 2**20:.1f} MiB read, {len(self.blocks)}"
+            f" blocks from {first} to {last} not loaded; {self.hint}"
         )
 
 
@@ -75,11 +84,13 @@ class TransferEndedError(Exception):
 
 
 class Transfer:
-    """Load of tokens ``start`` to ``stop`` of a request into ``blocks``; the first block holds token ``start``.
+    """Load of tokens ``start`` to ``stop`` of a request into ``blocks``; the first block holds
+    token ``start``.
 
-    One thread works on it and another may end it at its deadline. ``writing`` is held while the cache is written: the transfer
-    does not end meanwhile, and nothing is written after its end. A layer-by-layer transfer (``layerwise``) has no source until a
-    producer sends PrefillStarted. ``after`` is the device's event from which on the blocks may be written.
+    One thread works on it and another may end it at its deadline. ``writing`` is held while the
+    cache is written: the transfer does not end meanwhile, and nothing is written after its end. A
+    layer-by-layer transfer (``layerwise``) has no source until a producer sends PrefillStarted.
+    ``after`` is the device's event from which on the blocks may be written.
     """
 
     def __init__(
@@ -92,7 +103,13 @@ class Transfer:
         seconds: float,
         after: Any = None,
     ) -> None:
-        self.request, self.source, self.blocks, self.start, self.stop = request, source, blocks, start, stop
+        self.request, self.source, self.blocks, self.start, self.stop = (
+            request,
+            source,
+            blocks,
+            start,
+            stop,
+        )
         self.after = after
         self.started = monotonic()
         self.deadline = self.started + seconds
@@ -148,7 +165,8 @@ class Transfer:
 
     @contextmanager
     def reading(self) -> Iterator[None]:
-        """Held while the transport writes to the blocks; the transfer may end meanwhile, but is not :meth:`settled`.
+        """Held while the transport writes to the blocks; the transfer may end meanwhile, but is not
+        :meth:`settled`.
 
         Raises:
             TransferEndedError: the transfer has ended; nothing may be written.
@@ -181,7 +199,8 @@ class Transfer:
             self.written_until[part] = stop
 
     def settled(self) -> bool:
-        """Whether it has ended, and nothing writes to its blocks any more: they may be freed, or written by others."""
+        """Whether it has ended, and nothing writes to its blocks any more: they may be freed, or
+        written by others."""
         with self._lock:
             if self._outcome is None or self._reads:
                 return False
@@ -190,7 +209,9 @@ class Transfer:
 
     def succeed(self) -> bool:
         seconds = monotonic() - self.started
-        return self._end(Done(self.request, self.size, seconds, dict(self.phases), self.copied, self.messages))
+        return self._end(
+            Done(self.request, self.size, seconds, dict(self.phases), self.copied, self.messages)
+        )
 
     def fail(self, error: TransferError, transport: str, block_size: int) -> bool:
         """End the transfer as failed, unless it has ended; returns whether this call ended it."""

@@ -1,4 +1,5 @@
-"""Which addresses of a request's ``kv_transfer_params`` may be contacted: they come from whoever may call vLLM's API."""
+"""Which addresses of a request's ``kv_transfer_params`` may be contacted: they come from whoever
+may call vLLM's API."""
 
 from __future__ import annotations
 
@@ -30,15 +31,17 @@ SIGNED = (
 """Parameters that the signature covers; routers may add others."""
 
 VALID_SECONDS = 900
-"""Age of a signature at which it is not accepted any more: longer than clocks differ and requests take through a router."""
+"""Age of a signature at which it is not accepted any more: longer than clocks differ and requests
+take through a router."""
 
 
 class TrustedAddresses:
     """Addresses that the configuration allows.
 
-    Ranks of other instances: with a secret those that an instance with the same secret has signed, without one those on this
-    machine. With ``peers`` (hosts and networks) they must be in it as well, and without a secret they may be anywhere in it. With
-    ``insecure`` and neither, all are allowed, unless this instance is ``local``. Routers: ``metaservers``, by their exact URL.
+    Ranks of other instances: with a secret those that an instance with the same secret has signed,
+    without one those on this machine. With ``peers`` (hosts and networks) they must be in it as
+    well, and without a secret they may be anywhere in it. With ``insecure`` and neither, all are
+    allowed, unless this instance is ``local``. Routers: ``metaservers``, by their exact URL.
     """
 
     def __init__(
@@ -49,15 +52,26 @@ class TrustedAddresses:
         insecure: bool = False,
         local: bool = False,
     ) -> None:
-        """``local``: the instance's host is a loopback address, which instances on other machines cannot have contacted."""
-        self._secret, self.metaservers, self._insecure = secret, tuple(metaservers), insecure and not local
+        """``local``: the instance's host is a loopback address, which instances on other machines
+        cannot have contacted."""
+        self._secret, self.metaservers, self._insecure = (
+            secret,
+            tuple(metaservers),
+            insecure and not local,
+        )
         self._hosts = {peer for peer in peers if parse_network(peer) is None}
         self._networks = [network for peer in peers if (network := parse_network(peer))]
 
     @classmethod
     def from_options(cls, options: Options) -> TrustedAddresses:
         local = is_loopback(options.host or get_ip())
-        return cls(read_secret(options.secret_file), options.peer_hosts, options.metaservers, options.insecure, local)
+        return cls(
+            read_secret(options.secret_file),
+            options.peer_hosts,
+            options.metaservers,
+            options.insecure,
+            local,
+        )
 
     def sign(self, params: dict[str, Any]) -> dict[str, Any]:
         """The parameters, with a signature if there is a secret."""
@@ -67,21 +81,36 @@ class TrustedAddresses:
         return params | {SIGNATURE: self._signature(params)}
 
     def refusal(self, params: dict[str, Any], is_new: bool = True) -> str:
-        """Why the parameters' router or ranks may not be contacted; "" if they may. The parameters have the right types.
+        """Why the parameters' router or ranks may not be contacted; "" if they may. The parameters
+        have the right types.
 
-        ``is_new`` is False for a request that was accepted before: its signature may expire while it waits.
+        ``is_new`` is False for a request that was accepted before: its signature may expire while
+        it waits.
         """
         if "metaserver" in params:
             url = params["metaserver"]
-            return "" if url in self.metaservers else f"has metaserver {printable(url)}, which is not in option metaserver"
-        if self._secret and not hmac.compare_digest(str(params.get(SIGNATURE)).encode(), self._signature(params).encode()):
+            return (
+                ""
+                if url in self.metaservers
+                else f"has metaserver {printable(url)}, which is not in option metaserver"
+            )
+        if self._secret and not hmac.compare_digest(
+            str(params.get(SIGNATURE)).encode(), self._signature(params).encode()
+        ):
             return "has remote_ranks that no instance with this one's secret has sent"
         if self._secret and is_new and params["remote_expires"] < time.time():
-            return f"has remote_ranks that were signed over {VALID_SECONDS} s ago, or the two machines' clocks differ"
+            return (
+                f"has remote_ranks that were signed over {VALID_SECONDS} s ago, or the two"
+                " machines' clocks differ"
+            )
         for host, _ in params["remote_ranks"]:
             if not self.allows(host):
-                option = "peers" if self._hosts or self._networks else "peers, and there is no secret"
-                return f"has remote_ranks with host {printable(host)}, which is not in option {option}"
+                option = (
+                    "peers" if self._hosts or self._networks else "peers, and there is no secret"
+                )
+                return (
+                    f"has remote_ranks with host {printable(host)}, which is not in option {option}"
+                )
         return ""
 
     def allows(self, host: str) -> bool:
@@ -89,14 +118,23 @@ class TrustedAddresses:
         address = parse_network(host)
         if self._hosts or self._networks:
             return host in self._hosts or any(
-                address is not None and address.version == network.version and address.subnet_of(network)  # type: ignore[arg-type]
+                address is not None
+                and address.version == network.version
+                and address.subnet_of(network)  # type: ignore[arg-type]
                 for network in self._networks
             )
-        return bool(self._secret or self._insecure or host == "localhost" or (address and address.is_loopback))
+        return bool(
+            self._secret
+            or self._insecure
+            or host == "localhost"
+            or (address and address.is_loopback)
+        )
 
     def _signature(self, params: dict[str, Any]) -> str:
         signed = json.dumps([params.get(key) for key in SIGNED])
-        return hmac.digest(self._secret, b"ascend-kv-connector params " + signed.encode(), "sha256").hex()
+        return hmac.digest(
+            self._secret, b"ascend-kv-connector params " + signed.encode(), "sha256"
+        ).hex()
 
 
 def parse_network(text: str) -> ipaddress.IPv4Network | ipaddress.IPv6Network | None:

@@ -42,7 +42,8 @@ DEFAULT_KV_PORT = 14579
 
 
 KEPT_STEPS = 64
-"""Steps whose end is remembered for leases; older ones have been executed when a request is found to have finished."""
+"""Steps whose end is remembered for leases; older ones have been executed when a request is found
+to have finished."""
 
 
 GAUGE_SECONDS = 1.0
@@ -55,9 +56,16 @@ SUSPEND_SECONDS = 30.0
 class P2PWorker:
     """Implements the worker methods of ``vllm/distributed/kv_transfer/kv_connector/v1/base.py``."""
 
-    def __init__(self, vllm_config: Any, groups: list[Any], options: Options, transport: Engine | None = None) -> None:
+    def __init__(
+        self, vllm_config: Any, groups: list[Any], options: Options, transport: Engine | None = None
+    ) -> None:
         """``groups`` are the KVCacheGroupSpecs of vLLM's KVCacheConfig."""
-        self._config, self._groups, self._options, self._transport = vllm_config, groups, options, transport
+        self._config, self._groups, self._options, self._transport = (
+            vllm_config,
+            groups,
+            options,
+            transport,
+        )
         self._producer: Producer | None = None
         self._consumer: Consumer | None = None
         self._stats = TransferStats()
@@ -79,16 +87,32 @@ class P2PWorker:
             RefusedError: the transport is not available, or the port is in use.
         """
         _workers.add(self)
-        groups = {layer: number for number, group in enumerate(self._groups) for layer in group.layer_names}
+        groups = {
+            layer: number
+            for number, group in enumerate(self._groups)
+            for layer in group.layer_names
+        }
         transfer, parallel = self._config.kv_transfer_config, self._config.parallel_config
         tp, pp = get_tp_group(), get_pp_group()
-        rank, ranks = pp.rank_in_group * tp.world_size + tp.rank_in_group, pp.world_size * tp.world_size
+        rank, ranks = (
+            pp.rank_in_group * tp.world_size + tp.rank_in_group,
+            pp.world_size * tp.world_size,
+        )
         self._rank = rank
         total = total_kv_heads(self._config.model_config)
-        heads, block_size = kv_heads_of_rank(tp.rank_in_group, tp.world_size, total), paged_block_size(self._groups)
+        heads, block_size = (
+            kv_heads_of_rank(tp.rank_in_group, tp.world_size, total),
+            paged_block_size(self._groups),
+        )
         windows = sliding_windows("AscendP2PConnector", self._groups, states=True)
         cache = PagedCache(
-            list_regions(kv_caches, heads.num), block_size, heads, total, groups, windows, (tp.rank_in_group, tp.world_size)
+            list_regions(kv_caches, heads.num),
+            block_size,
+            heads,
+            total,
+            groups,
+            windows,
+            (tp.rank_in_group, tp.world_size),
         )
         host = self._options.host or get_ip()
         shared = read_secret(self._options.secret_file)
@@ -100,30 +124,49 @@ class P2PWorker:
         if rank == 0:
             warn_of_open_ports(self._options.insecure, self._options.transport, transport.session)
         if self._options.expose_cache and self._config.model_config.enable_sleep_mode:
-            extension.logger.info("KV connector: --enable-sleep-mode frees the KV cache, which is therefore not exposed to peers")
+            extension.logger.info(
+                "KV connector: --enable-sleep-mode frees the KV cache, which is therefore not"
+                " exposed to peers"
+            )
             self._options = replace(self._options, expose_cache=False)
-        common = {"cache": cache, "transport": transport, "options": self._options, "engine": transfer.engine_id, "keys": keys}
-        common |= {"model": model_fingerprint(self._config), "weights": loaded_fingerprint(self._config.model_config)}
+        common = {
+            "cache": cache,
+            "transport": transport,
+            "options": self._options,
+            "engine": transfer.engine_id,
+            "keys": keys,
+        }
+        common |= {
+            "model": model_fingerprint(self._config),
+            "weights": loaded_fingerprint(self._config.model_config),
+        }
         port: int | range = int(transfer.kv_port)
         free = self._options.port_range or 0
-        port = free if port == DEFAULT_KV_PORT else port + parallel.data_parallel_index * ranks + rank
+        port = (
+            free if port == DEFAULT_KV_PORT else port + parallel.data_parallel_index * ranks + rank
+        )
         stream_context = partial(private_stream, cache.device)
         trusts = TrustedAddresses.from_options(self._options).allows
         if transfer.is_kv_producer:
-            self._producer = Producer(**common, host=host, port=port, stream_context=stream_context, trusts=trusts)
+            self._producer = Producer(
+                **common, host=host, port=port, stream_context=stream_context, trusts=trusts
+            )
             if rank == 0:
                 self._notifier = PrefillNotifier(self._options.answer_timeout, keys)
         if transfer.is_kv_consumer:
             landing = free if self._producer else port
             where: dict[str, Any] = {"rank": rank, "ranks": ranks, "host": host, "port": landing}
-            self._consumer = Consumer(**common, **where, stream_context=stream_context, trusts=trusts)
+            self._consumer = Consumer(
+                **common, **where, stream_context=stream_context, trusts=trusts
+            )
 
     def get_handshake_metadata(self) -> Endpoint | None:
         ports = [part.server.port if part else 0 for part in (self._producer, self._consumer)]
         return Endpoint(self._options.host or get_ip(), *ports) if any(ports) else None
 
     def begin_step(self, metadata: P2PMetadata) -> None:
-        """Before the forward pass: revoke and update blocks of layer-by-layer prefills, and notify their consumers.
+        """Before the forward pass: revoke and update blocks of layer-by-layer prefills, and notify
+        their consumers.
 
         Blocks to load into may still be used by earlier steps, but not by this one.
         """
@@ -137,26 +180,37 @@ class P2PWorker:
             self._progress.pop(request, None)
         for prefill, reason in metadata.cancelled:
             if self._notifier:
-                self._notifier.notify(prefill.reader_ranks, PrefillCancelled(prefill.reader, reason))
+                self._notifier.notify(
+                    prefill.reader_ranks, PrefillCancelled(prefill.reader, reason)
+                )
         self._step_tokens = {}
         for request, prefill in metadata.layerwise.items():
             progress = self._progress.setdefault(request, PrefillProgress())
             leases.track(request, prefill.blocks, prefill.total, progress)
             self._step_tokens[request] = prefill.tokens
             if self._notifier and not prefill.announced:
-                what = PrefillStarted(prefill.reader, self._config.kv_transfer_config.engine_id, request, metadata.ranks)
+                what = PrefillStarted(
+                    prefill.reader,
+                    self._config.kv_transfer_config.engine_id,
+                    request,
+                    metadata.ranks,
+                )
                 self._notifier.notify(prefill.reader_ranks, what)
         if metadata.layerwise:
             self._producer.steps.note()
 
     def save_kv_layer(self, layer: str) -> None:
-        """Record that this step's tokens of a layer are ready once the current stream reaches this point."""
+        """Record that this step's tokens of a layer are ready once the current stream reaches this
+        point."""
         self._record_progress([layer])
 
     def end_step(self) -> None:
-        """:meth:`save_kv_layer` for all layers: vLLM does not call it in graphs, nor for the layers of a drafter."""
+        """:meth:`save_kv_layer` for all layers: vLLM does not call it in graphs, nor for the layers
+        of a drafter."""
         if self._producer is not None:
-            self._record_progress(dict.fromkeys(region.layer for region in self._producer.cache.regions))
+            self._record_progress(
+                dict.fromkeys(region.layer for region in self._producer.cache.regions)
+            )
             if self._step_tokens:
                 self._producer.steps.note()
             if self._step:
@@ -184,7 +238,9 @@ class P2PWorker:
                 self._producer.leases.end(request)
         if self._consumer:
             for request, load in metadata.loads.items():
-                self._consumer.start(request, load.source, load.blocks, load.start, load.stop, self._before_step)
+                self._consumer.start(
+                    request, load.source, load.blocks, load.start, load.stop, self._before_step
+                )
             for source in metadata.renewed:
                 self._consumer.renew(source)
             for source in metadata.released:
@@ -202,7 +258,9 @@ class P2PWorker:
             for request, reason in ended.items():
                 if "expired" in reason:
                     self._stats.data["expired"] += 1
-                    extension.logger.warning("KV blocks of %s were freed unread: %s", request, reason)
+                    extension.logger.warning(
+                        "KV blocks of %s were freed unread: %s", request, reason
+                    )
         if self._consumer:
             for outcome in self._consumer.get_finished():
                 self._stats.add(outcome)
@@ -234,12 +292,17 @@ class P2PWorker:
         self._packed_bytes += self._stats.data["packed"]
         self._gauges_reported = now
         parts = [part for part in (self._producer, self._consumer) if part is not None]
-        self._stats.data["gauges"] = {str(self._rank): {name: value for part in parts for name, value in part.gauges().items()}}
+        self._stats.data["gauges"] = {
+            str(self._rank): {
+                name: value for part in parts for name, value in part.gauges().items()
+            }
+        }
         stats, self._stats = self._stats, TransferStats()
         return stats
 
     def set_awake(self, state: bool) -> None:
-        """Before the KV cache is freed, end all transfers and leases; after it is restored, admit readers again.
+        """Before the KV cache is freed, end all transfers and leases; after it is restored, admit
+        readers again.
 
         Raises:
             RefusedError: the KV cache is still being read and must not be freed.
@@ -250,10 +313,12 @@ class P2PWorker:
         if self._producer and state:
             self._producer.leases.resume()
         elif self._producer:
-            if not self._producer.leases.suspend(f"{cause}: the one that computed the prompt", SUSPEND_SECONDS):
+            if not self._producer.leases.suspend(
+                f"{cause}: the one that computed the prompt", SUSPEND_SECONDS
+            ):
                 raise extension.RefusedError(
-                    f"the KV cache is still being read after {SUSPEND_SECONDS:g} s and cannot be put to sleep; "
-                    "fix: call /wake_up, then try again, or restart the engine"
+                    f"the KV cache is still being read after {SUSPEND_SECONDS:g} s and cannot be"
+                    " put to sleep; fix: call /wake_up, then try again, or restart the engine"
                 )
             self._progress.clear()
 
@@ -268,7 +333,8 @@ _workers: weakref.WeakSet[P2PWorker] = weakref.WeakSet()
 
 
 def set_awake(state: bool) -> None:
-    """Hook of the platform's worker: False before its memory is freed for sleep mode, True when it can serve, also again."""
+    """Hook of the platform's worker: False before its memory is freed for sleep mode, True when it
+    can serve, also again."""
     for worker in _workers:
         worker.set_awake(state)
 
@@ -297,14 +363,21 @@ def private_stream(device: torch.device, behind: Any = None) -> Iterator[None]:
 
 
 def total_kv_heads(model: Any) -> int:
-    """KV heads of the model, which its tensor-parallel ranks share; all ranks have the same latents, as one head."""
+    """KV heads of the model, which its tensor-parallel ranks share; all ranks have the same
+    latents, as one head."""
     return 1 if model.use_mla else int(model.get_total_num_kv_heads())
 
 
 def model_fingerprint(vllm_config: Any) -> str:
-    """What must be equal in both instances, without the weights: architecture, a digest of the model's configuration, and the
-    order of rotated keys where it is not the model's."""
+    """What must be equal in both instances, without the weights: architecture, a digest of the
+    model's configuration, and the order of rotated keys where it is not the model's."""
     config, order = vllm_config.model_config.hf_config, extension.rope_order(vllm_config)
-    values = {key: value for key, value in config.to_dict().items() if not key.startswith(("_", "transformers"))}
-    digest = hashlib.sha256(json.dumps(values, sort_keys=True, default=str).encode()).hexdigest()[:12]
+    values = {
+        key: value
+        for key, value in config.to_dict().items()
+        if not key.startswith(("_", "transformers"))
+    }
+    digest = hashlib.sha256(json.dumps(values, sort_keys=True, default=str).encode()).hexdigest()[
+        :12
+    ]
     return f"{'+'.join(config.architectures or ['?'])}/{digest}{'' if order == 'pairs' else f'/rope in {order}'}"

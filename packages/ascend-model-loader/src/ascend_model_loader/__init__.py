@@ -1,4 +1,5 @@
-"""Weight loading for vLLM on Ascend NPUs: from a peer engine, streamed from a checkpoint, or by vLLM's default loader."""
+"""Weight loading for vLLM on Ascend NPUs: from a peer engine, streamed from a checkpoint, or by
+vLLM's default loader."""
 
 from ascend_platform import extension
 
@@ -9,7 +10,8 @@ FORMATS = ("ascend_peer", "netloader")
 def register() -> None:
     """Offer the load format to ascend-platform; never raises.
 
-    Entry point of group ``vllm.general_plugins``: vLLM calls it in every process, possibly more than once.
+    Entry point of group ``vllm.general_plugins``: vLLM calls it in every process, possibly more
+    than once.
     """
     extension.join("ascend-model-loader", "ascend_model_loader", _offer, api="1.4")
 

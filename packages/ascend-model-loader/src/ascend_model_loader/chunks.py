@@ -1,4 +1,5 @@
-"""Chunks of a model's weights: fixed-size slices of all tensors' bytes, copied to and from an NPU through pinned memory."""
+"""Chunks of a model's weights: fixed-size slices of all tensors' bytes, copied to and from an NPU
+through pinned memory."""
 
 import bisect
 import itertools
@@ -19,7 +20,8 @@ CHECKSUMS: Mapping[str, Callable[[memoryview], bytes]] = {
     "xxh3": lambda data: xxhash.xxh3_128_digest(data),
     "blake3": lambda data: blake3.blake3(data).digest(),
 }
-"""Checksum functions by name. BLAKE3 is collision resistant; xxh3 detects accidental changes, in a tenth of the time."""
+"""Checksum functions by name. BLAKE3 is collision resistant; xxh3 detects accidental changes, in a
+tenth of the time."""
 
 TensorSpecs = list[tuple[str, str, list[int]]]
 
@@ -28,15 +30,23 @@ def named_tensors(model: torch.nn.Module) -> dict[str, torch.Tensor]:
     """Parameters and persistent buffers by name; of tied ones the first.
 
     Raises:
-        PeerError: a tensor has no bytes of its own, such as weights that are quantized during loading.
+        PeerError: a tensor has no bytes of its own, such as weights that are quantized during
+        loading.
     """
     found: dict[str, torch.Tensor] = {}
     seen: set[int] = set()
     for name, tensor in model.state_dict(keep_vars=True).items():
         if not torch.is_tensor(tensor) or id(tensor) in seen:
             continue
-        if tensor.is_meta or torch.nn.parameter.is_lazy(tensor) or is_traceable_wrapper_subclass(tensor):
-            raise PeerError(f"{name} is a {type(tensor).__name__} on {tensor.device.type}, which cannot be sent as bytes")
+        if (
+            tensor.is_meta
+            or torch.nn.parameter.is_lazy(tensor)
+            or is_traceable_wrapper_subclass(tensor)
+        ):
+            raise PeerError(
+                f"{name} is a {type(tensor).__name__} on {tensor.device.type}, which cannot be sent"
+                " as bytes"
+            )
         seen.add(id(tensor))
         found[name] = tensor
     return found
@@ -44,18 +54,23 @@ def named_tensors(model: torch.nn.Module) -> dict[str, torch.Tensor]:
 
 def tensor_specs(tensors: Mapping[str, torch.Tensor]) -> TensorSpecs:
     """(name, dtype, shape) of each tensor, as in a manifest."""
-    return [(name, str(each.dtype).removeprefix("torch."), [*each.shape]) for name, each in tensors.items()]
+    return [
+        (name, str(each.dtype).removeprefix("torch."), [*each.shape])
+        for name, each in tensors.items()
+    ]
 
 
 def is_plain(tensor: torch.Tensor) -> bool:
-    """Whether a tensor is contiguous and in a base NPU format, so that chunks of it can be copied as bytes."""
+    """Whether a tensor is contiguous and in a base NPU format, so that chunks of it can be copied
+    as bytes."""
     if not tensor.is_contiguous():
         return False
     if tensor.device.type != "npu":
         return True
     import torch_npu
 
-    return int(torch_npu.get_npu_format(tensor)) in (-1, 0, 2, 27, 30)  # not defined, NCHW, ND, NCL and NCDHW
+    # not defined, NCHW, ND, NCL and NCDHW
+    return int(torch_npu.get_npu_format(tensor)) in (-1, 0, 2, 27, 30)
 
 
 def byte_view(tensor: torch.Tensor) -> torch.Tensor:
@@ -92,7 +107,8 @@ class ChunkLayout:
         return min(self.chunk, self.total - index * self.chunk)
 
     def slices(self, index: int) -> Iterator[tuple[int, slice, slice]]:
-        """Per tensor in the chunk: its index, the byte range in the tensor, and the byte range in the chunk."""
+        """Per tensor in the chunk: its index, the byte range in the tensor, and the byte range in
+        the chunk."""
         at, end = index * self.chunk, index * self.chunk + self.size(index)
         number = bisect.bisect_right(self.ends, at)
         while at < end:
@@ -109,20 +125,23 @@ def chunk_layout(tensors: Mapping[str, torch.Tensor], chunk: int = CHUNK_BYTES) 
 
 
 def use_private_stream(device: torch.device) -> None:
-    """Give this thread its own NPU stream, so that its copies do not wait for work on the default stream."""
+    """Give this thread its own NPU stream, so that its copies do not wait for work on the default
+    stream."""
     if device.type == "npu":
         torch.npu.set_device(device)
         torch.npu.set_stream(torch.npu.Stream(device))
 
 
 def synchronize(memory: torch.Tensor) -> None:
-    """Wait for this thread's device-to-device copies; copies to and from the host have already completed."""
+    """Wait for this thread's device-to-device copies; copies to and from the host have already
+    completed."""
     if memory.device.type == "npu":
         torch.npu.current_stream(memory.device).synchronize()
 
 
 class ChunkCopier:
-    """Copies chunks between plain tensors and other memory. A copy has completed when its method returns."""
+    """Copies chunks between plain tensors and other memory. A copy has completed when its method
+    returns."""
 
     def __init__(self, tensors: Iterable[torch.Tensor]) -> None:
         self._tensors = [byte_view(each) for each in tensors]
@@ -142,7 +161,13 @@ class ChunkCopier:
         synchronize(chunk)
 
 
-def chunk_digests(tensors: Mapping[str, torch.Tensor], checksum: str, device: torch.device) -> list[bytes]:
+def chunk_digests(
+    tensors: Mapping[str, torch.Tensor], checksum: str, device: torch.device
+) -> list[bytes]:
     """Checksum of each chunk of plain tensors."""
-    copier, buffer, hashed = ChunkCopier(tensors.values()), staging_buffer(device), CHECKSUMS[checksum]
+    copier, buffer, hashed = (
+        ChunkCopier(tensors.values()),
+        staging_buffer(device),
+        CHECKSUMS[checksum],
+    )
     return [hashed(host_bytes(copier.read(index, buffer))) for index in range(copier.layout.count)]

@@ -10,21 +10,34 @@ from ascend_platform.transfer.errors import printable
 from vllm.config import ModelConfig, VllmConfig
 from vllm.distributed import parallel_state
 
-IGNORED_CONFIG_KEYS = {"_name_or_path", "_commit_hash", "transformers_version", "dtype", "torch_dtype"}
+IGNORED_CONFIG_KEYS = {
+    "_name_or_path",
+    "_commit_hash",
+    "transformers_version",
+    "dtype",
+    "torch_dtype",
+}
 """Keys of the model's configuration that do not affect its weights, or are compared separately."""
 
 
-def weight_identity(vllm_config: VllmConfig, model_config: ModelConfig, name: str | None = None) -> dict[str, str]:
+def weight_identity(
+    vllm_config: VllmConfig, model_config: ModelConfig, name: str | None = None
+) -> dict[str, str]:
     """Identity of this rank's weights, as in a peer's manifest.
 
     Args:
         name: used instead of ``--model`` and ``--revision``.
     """
     parallel = vllm_config.parallel_config
-    config = {key: value for key, value in model_config.hf_config.to_dict().items() if key not in IGNORED_CONFIG_KEYS}
+    config = {
+        key: value
+        for key, value in model_config.hf_config.to_dict().items()
+        if key not in IGNORED_CONFIG_KEYS
+    }
     experts, eplb = "none", parallel.eplb_config
     if model_config.is_moe:
-        # over all data-parallel engines; without expert parallelism each expert is sharded over this group
+        # over all data-parallel engines; without expert parallelism each expert is sharded over
+        # this group
         group = parallel_state.get_ep_group()
         redundant = eplb.num_redundant_experts if parallel.enable_eplb else 0
         placement = f"{redundant} redundant" if parallel.enable_expert_parallel else "each sharded"
@@ -51,12 +64,19 @@ def differences(peer: Mapping[str, str], own: Mapping[str, str]) -> str:
     both = bool(peer.get("checkpoint") and own.get("checkpoint"))
     left_out = "name" if both else "checkpoint"
     points = [key for key in own if key != left_out and peer.get(key) != own[key]]
-    return "; ".join(f"{key}: the peer has {printable(str(peer.get(key)))}, this engine {own[key]}" for key in points)
+    return "; ".join(
+        f"{key}: the peer has {printable(str(peer.get(key)))}, this engine {own[key]}"
+        for key in points
+    )
 
 
 def registry_key(identity: Mapping[str, str]) -> str:
     """Hash of the fields that must be equal, as 16 hexadecimal digits."""
-    return _hash(json.dumps([identity[each] for each in sorted(identity) if each not in ("name", "checkpoint")]).encode())
+    return _hash(
+        json.dumps(
+            [identity[each] for each in sorted(identity) if each not in ("name", "checkpoint")]
+        ).encode()
+    )
 
 
 def _hash(data: bytes) -> str:

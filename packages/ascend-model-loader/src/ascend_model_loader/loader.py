@@ -1,4 +1,5 @@
-"""Load format ``ascend_peer``: a chain of strategies, each of which loads all weights or falls back to the next one."""
+"""Load format ``ascend_peer``: a chain of strategies, each of which loads all weights or falls back
+to the next one."""
 
 import contextlib
 from collections.abc import Iterator, Mapping
@@ -16,7 +17,13 @@ from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbed
 from vllm.model_executor.model_loader.base_loader import BaseModelLoader
 
 from ascend_model_loader import identity, options, peer, registry, server, stream
-from ascend_model_loader.chunks import byte_view, chunk_digests, chunk_layout, is_plain, named_tensors
+from ascend_model_loader.chunks import (
+    byte_view,
+    chunk_digests,
+    chunk_layout,
+    is_plain,
+    named_tensors,
+)
 from ascend_model_loader.report import Report
 from ascend_model_loader.wire import PeerError
 
@@ -27,10 +34,12 @@ UNCHANGED_BY_PROCESSING = (UnquantizedLinearMethod, UnquantizedEmbeddingMethod)
 
 
 class PeerModelLoader(BaseModelLoader):
-    """Model loader that reads weights from a peer, from a streamer or by vLLM's default loader, and optionally serves them.
+    """Model loader that reads weights from a peer, from a streamer or by vLLM's default loader, and
+    optionally serves them.
 
-    Transferred are the weights as ``load_weights`` made them, before ``process_weights_after_loading``: that step stores derived
-    values outside the state dict (absorbed projections, scales as Python numbers), so each engine runs it itself.
+    Transferred are the weights as ``load_weights`` made them, before
+    ``process_weights_after_loading``: that step stores derived values outside the state dict
+    (absorbed projections, scales as Python numbers), so each engine runs it itself.
     """
 
     def __init__(self, load_config: LoadConfig) -> None:
@@ -44,12 +53,17 @@ class PeerModelLoader(BaseModelLoader):
     def download_model(self, model_config: ModelConfig) -> None:
         stream.default_loader(self.load_config).download_model(model_config)
 
-    def get_all_weights(self, model_config: ModelConfig, model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    def get_all_weights(
+        self, model_config: ModelConfig, model: nn.Module
+    ) -> Iterator[tuple[str, torch.Tensor]]:
         """Weights of the checkpoint, for ``reload_weights``."""
         return stream.default_loader(self.load_config).get_all_weights(model_config, model)
 
-    def load_model(self, vllm_config: VllmConfig, model_config: ModelConfig, prefix: str = "") -> nn.Module:
-        """Load the model as vLLM does, log the table of phases, and start the weight server if ``serve_weights`` is set."""
+    def load_model(
+        self, vllm_config: VllmConfig, model_config: ModelConfig, prefix: str = ""
+    ) -> nn.Module:
+        """Load the model as vLLM does, log the table of phases, and start the weight server if
+        ``serve_weights`` is set."""
         # A drafter is loaded with the same options, but they describe the target model's weights.
         self._vllm_config = vllm_config if model_config is vllm_config.model_config else None
         with self.report.phase("total, including model construction"):
@@ -68,9 +82,12 @@ class PeerModelLoader(BaseModelLoader):
         serving = self.options.serve_weights and self._vllm_config is not None
         before = scalar_attributes(model) if serving else {}
         if self._vllm_config and (serving or self.options.peers or self.options.registry):
-            # before processing, which may change the model's configuration (vLLM's weight_cache/daemon.py)
+            # before processing, which may change the model's configuration (vLLM's
+            # weight_cache/daemon.py)
             note_files(model_config)
-            self._identity = identity.weight_identity(self._vllm_config, model_config, self.options.name)
+            self._identity = identity.weight_identity(
+                self._vllm_config, model_config, self.options.name
+            )
         reasons: list[str] = []
         for strategy in self.options.strategies:
             try:
@@ -82,13 +99,19 @@ class PeerModelLoader(BaseModelLoader):
                 following = self.options.strategies[len(reasons) :]
                 fallback = f"; falling back to: {following[0]}" if following else ""
                 if strategy != "peer" or self.options.peers or self.options.registry:
-                    logger.warning("cannot load weights by %s%s", " ".join(reasons[-1].split()), fallback)
+                    logger.warning(
+                        "cannot load weights by %s%s", " ".join(reasons[-1].split()), fallback
+                    )
                 if strategy != "peer" and any(each.is_meta for each in model.parameters()):
                     raise  # weights that are quantized during loading: cannot be restarted
         else:
-            raise RuntimeError(f"no strategy could load the weights of {model_config.model}: {'; '.join(reasons)}")
+            raise RuntimeError(
+                f"no strategy could load the weights of {model_config.model}: {'; '.join(reasons)}"
+            )
         if serving:
-            self._take_snapshot(model, before, known_digests, None if strategy == "peer" else model_config)
+            self._take_snapshot(
+                model, before, known_digests, None if strategy == "peer" else model_config
+            )
 
     # Strategies; each returns the chunk digests of what it loaded, if it knows them
 
@@ -98,7 +121,9 @@ class PeerModelLoader(BaseModelLoader):
         own = self._identity
         # data-parallel engines differ in their experts only
         offset = _worker_rank(self._vllm_config, within_engine=not model_config.is_moe)
-        listed = [(host, port + offset) for host, port in map(options.parse_address, self.options.peers)]
+        listed = [
+            (host, port + offset) for host, port in map(options.parse_address, self.options.peers)
+        ]
 
         def find() -> list[tuple[str, int]]:
             return listed + self._registered_peers(own)
@@ -107,14 +132,20 @@ class PeerModelLoader(BaseModelLoader):
             raise PeerError("no peer is given, and the registry has none with these weights")
         tensors, secret = named_tensors(model), options.read_secret(self.options)
         device = next(iter(tensors.values())).device
-        manifest, (host, port) = peer.fetch_from_first(find, tensors, own, self.options, secret, device, self.report)
+        manifest, (host, port) = peer.fetch_from_first(
+            find, tensors, own, self.options, secret, device, self.report
+        )
         logger.info("weights loaded from peer %s:%d", host, port)
         return manifest.digests if manifest.checksum == self.options.checksum else None
 
     def _registered_peers(self, own: Mapping[str, str]) -> list[tuple[str, int]]:
         """Addresses in the registry, the engine that began to serve last first."""
         addresses = []
-        for each in registry.find(self.options.registry, identity.registry_key(own)) if self.options.registry else ():
+        for each in (
+            registry.find(self.options.registry, identity.registry_key(own))
+            if self.options.registry
+            else ()
+        ):
             with contextlib.suppress(extension.RefusedError):  # not an address
                 addresses.append(options.parse_address(each))
         return addresses
@@ -134,13 +165,19 @@ class PeerModelLoader(BaseModelLoader):
     # Serving
 
     def _take_snapshot(
-        self, model: nn.Module, before: Mapping[str, str], known_digests: list[bytes] | None, from_files: ModelConfig | None
+        self,
+        model: nn.Module,
+        before: Mapping[str, str],
+        known_digests: list[bytes] | None,
+        from_files: ModelConfig | None,
     ) -> None:
         try:
             if from_files is not None:
                 loaded_fingerprint(from_files)
             if changed := sorted(set(scalar_attributes(model).items()) - set(before.items())):
-                raise PeerError(f"load_weights set an attribute that is not a tensor: {changed[0][0]}")
+                raise PeerError(
+                    f"load_weights set an attribute that is not a tensor: {changed[0][0]}"
+                )
             with self.report.phase("checksums for peers") as phase:
                 self._loaded = Snapshot(model, self.options.checksum, known_digests)
                 phase.bytes = 0 if known_digests else self._loaded.size
@@ -150,15 +187,22 @@ class PeerModelLoader(BaseModelLoader):
     def _serve(self, loaded: "Snapshot", model: nn.Module, vllm_config: VllmConfig) -> None:
         try:
             loaded.release_unchanged(model)
-            own, secret, rank = self._identity, options.read_secret(self.options), _worker_rank(vllm_config)
-            made = server.WeightServer(loaded.tensors, loaded.digests, own, self.options, secret, loaded.device, rank)
+            own, secret, rank = (
+                self._identity,
+                options.read_secret(self.options),
+                _worker_rank(vllm_config),
+            )
+            made = server.WeightServer(
+                loaded.tensors, loaded.digests, own, self.options, secret, loaded.device, rank
+            )
             server.publish(made)
         except (PeerError, OSError, OverflowError) as error:
             logger.warning("weights are not served: %s", error)
 
 
 class Snapshot:
-    """A model's weights as loaded: tensors on the device, and host copies of those that processing is going to replace.
+    """A model's weights as loaded: tensors on the device, and host copies of those that processing
+    is going to replace.
 
     Args:
         checksum: name of a function in ``chunks.CHECKSUMS``.
@@ -168,7 +212,9 @@ class Snapshot:
         PeerError: a tensor has no storage of its own that could be sent.
     """
 
-    def __init__(self, model: nn.Module, checksum: str, known_digests: list[bytes] | None = None) -> None:
+    def __init__(
+        self, model: nn.Module, checksum: str, known_digests: list[bytes] | None = None
+    ) -> None:
         found = named_tensors(model)
         processed = {
             f"{name}.{own}".lstrip(".")
@@ -189,7 +235,8 @@ class Snapshot:
         self.digests = known_digests or chunk_digests(self.tensors, checksum, self.device)
 
     def release_unchanged(self, model: nn.Module) -> None:
-        """Drop host copies of tensors that processing left unchanged, and serve those from the device.
+        """Drop host copies of tensors that processing left unchanged, and serve those from the
+        device.
 
         Raises:
             PeerError: processing changed a tensor of which there is no host copy.
@@ -199,7 +246,10 @@ class Snapshot:
             live = after.get(name)
             if live is None or _storage_key(live) != storage:
                 if name not in self.host_copies:
-                    raise PeerError(f"process_weights_after_loading replaced {name}, of which there is no host copy")
+                    raise PeerError(
+                        f"process_weights_after_loading replaced {name}, of which there is no host"
+                        " copy"
+                    )
             elif (
                 name in self.host_copies
                 and is_plain(live)
@@ -218,9 +268,11 @@ def _parameter_bytes(model: nn.Module) -> int:
 
 
 def _worker_rank(vllm_config: VllmConfig, *, within_engine: bool = False) -> int:
-    """Rank of this worker across all data-parallel engines, each of which serves at its own ports; or within its engine."""
+    """Rank of this worker across all data-parallel engines, each of which serves at its own ports;
+    or within its engine."""
     parallel = vllm_config.parallel_config
-    together = parallel.distributed_executor_backend == "external_launcher"  # its world has all engines' ranks
+    # its world has all engines' ranks
+    together = parallel.distributed_executor_backend == "external_launcher"
     size = parallel.world_size // (parallel.data_parallel_size if together else 1)
     return int(parallel.rank % size + (0 if within_engine else parallel.data_parallel_index * size))
 

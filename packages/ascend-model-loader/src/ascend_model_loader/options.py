@@ -1,4 +1,5 @@
-"""Options of ``--model-loader-extra-config`` for load format ``ascend_peer``, and the shared secret, which is not one of them."""
+"""Options of ``--model-loader-extra-config`` for load format ``ascend_peer``, and the shared
+secret, which is not one of them."""
 
 import difflib
 from collections.abc import Mapping
@@ -16,7 +17,8 @@ Transport = Literal["tcp", "hccl", "mooncake"]
 
 
 class Options(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """Options and their defaults, documented in docs/model-loader.md. Times are in seconds, sizes in bytes."""
+    """Options and their defaults, documented in docs/model-loader.md. Times are in seconds, sizes
+    in bytes."""
 
     strategies: tuple[Strategy, ...] = ("peer", "stream", "default")
     peers: tuple[str, ...] = ()
@@ -67,9 +69,15 @@ def parse_options(given: object) -> Options:
     except msgspec.ValidationError as error:
         raise _refusal(f"is invalid: {error}") from None
     if not options.strategies or len({*options.strategies}) < len(options.strategies):
-        raise _refusal(f"strategies is {[*options.strategies]}; supported: peer, stream and default, each at most once")
+        raise _refusal(
+            f"strategies is {[*options.strategies]}; supported: peer, stream and default, each at"
+            " most once"
+        )
     if not options.transports or len({*options.transports}) < len(options.transports):
-        raise _refusal(f"transport is {[*options.transports]}; supported: tcp, hccl and mooncake, each at most once")
+        raise _refusal(
+            f"transport is {[*options.transports]}; supported: tcp, hccl and mooncake, each at most"
+            " once"
+        )
     for peer in options.peers:
         parse_address(peer)
     if options.serve_weights or options.peers or options.registry:
@@ -95,8 +103,15 @@ def read_secret(options: Options) -> bytes:
     Raises:
         RefusedError: there is none, or it is shorter than 16 bytes.
     """
-    if not (found := secret.read_secret(options.secret_file, SECRET_ENV, "--model-loader-extra-config secret_file")):
-        raise _refusal(f"needs a secret of at least {secret.MIN_SECRET_BYTES} bytes; set secret_file or {SECRET_ENV}")
+    if not (
+        found := secret.read_secret(
+            options.secret_file, SECRET_ENV, "--model-loader-extra-config secret_file"
+        )
+    ):
+        raise _refusal(
+            f"needs a secret of at least {secret.MIN_SECRET_BYTES} bytes; set secret_file or"
+            f" {SECRET_ENV}"
+        )
     return found
 
 

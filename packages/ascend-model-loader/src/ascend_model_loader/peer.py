@@ -1,4 +1,5 @@
-"""Client of a weight server: receives chunks over several connections and verifies their checksums before writing parameters."""
+"""Client of a weight server: receives chunks over several connections and verifies their checksums
+before writing parameters."""
 
 import contextlib
 import functools
@@ -29,16 +30,23 @@ from ascend_model_loader.options import Options
 from ascend_model_loader.report import Report
 
 
-def connect(address: tuple[str, int], options: Options, secret: bytes, deadline: float) -> wire.Channel:
+def connect(
+    address: tuple[str, int], options: Options, secret: bytes, deadline: float
+) -> wire.Channel:
     """Open an authenticated connection to a weight server.
 
     Raises:
         PeerError: it cannot be reached, or does not have the secret.
     """
     try:
-        connection = socket.create_connection(address, min(options.connect_timeout, max(0.001, deadline - time.monotonic())))
-    except (OSError, OverflowError, UnicodeError) as error:  # the last two: invalid port or host name
-        raise wire.PeerError(f"cannot be reached: {getattr(error, 'strerror', None) or error}") from None
+        connection = socket.create_connection(
+            address, min(options.connect_timeout, max(0.001, deadline - time.monotonic()))
+        )
+    except (OSError, OverflowError, UnicodeError) as error:
+        # the last two: invalid port or host name
+        raise wire.PeerError(
+            f"cannot be reached: {getattr(error, 'strerror', None) or error}"
+        ) from None
     channel = wire.Channel(connection, options.timeout, deadline)
     try:
         channel.authenticate_as_client(secret)
@@ -60,14 +68,16 @@ def fetch(
     """Fill tensors with a peer's weights.
 
     Args:
-        tensors: same names, shapes and dtypes as the peer's. Only bytes whose checksum matched are written to them.
+        tensors: same names, shapes and dtypes as the peer's. Only bytes whose checksum matched are
+        written to them.
         identity: required identity of the weights (identity.py).
 
     Returns:
         The peer's manifest.
 
     Raises:
-        PeerError: the peer's weights are different or incomplete; the tensors may have been partly written.
+        PeerError: the peer's weights are different or incomplete; the tensors may have been partly
+        written.
     """
     deadline = time.monotonic() + options.deadline
     first: wire.Channel | None = None
@@ -89,7 +99,9 @@ def fetch(
                 phase.bytes = transfer.layout.total
             return manifest
         except wire.PeerError as error:
-            reasons.append(str(error) if options.transports == ("tcp",) else f"by {transport}: {error}")
+            reasons.append(
+                str(error) if options.transports == ("tcp",) else f"by {transport}: {error}"
+            )
             first = None
     raise wire.PeerError(", ".join(reasons))
 
@@ -110,10 +122,11 @@ def fetch_from_first(
     device: torch.device,
     report: Report,
 ) -> tuple[wire.Manifest, tuple[str, int]]:
-    """:func:`fetch` from the first of several peers that has the weights; the deadline is for all together.
+    """:func:`fetch` from the first of several peers that has the weights; the deadline is for all
+    together.
 
-    If some of them only have too many clients, ``find`` is called again: these clients may serve meanwhile, so that the peers
-    become a tree.
+    If some of them only have too many clients, ``find`` is called again: these clients may serve
+    meanwhile, so that the peers become a tree.
 
     Raises:
         PeerError: none of them has; with each one's reason.
@@ -125,7 +138,10 @@ def fetch_from_first(
             if address in failed:
                 continue
             if (left := began + options.deadline - time.monotonic()) <= 0:
-                untried = f"the deadline of {options.deadline:g} s has passed, and further peers were not tried"
+                untried = (
+                    f"the deadline of {options.deadline:g} s has passed, and further peers were not"
+                    " tried"
+                )
                 raise wire.PeerError(", ".join([*_reasons(failed | busy), untried]))
             remaining = msgspec.structs.replace(options, deadline=left)
             try:
@@ -134,7 +150,9 @@ def fetch_from_first(
                 busy[address] = str(error)
             except wire.PeerError as error:
                 failed[address] = str(error)
-        if not busy or time.monotonic() + BUSY_PAUSE > began + min(options.busy_timeout, options.deadline):
+        if not busy or time.monotonic() + BUSY_PAUSE > began + min(
+            options.busy_timeout, options.deadline
+        ):
             raise wire.PeerError(", ".join(_reasons(failed | busy)))
         time.sleep(BUSY_PAUSE)
 
@@ -144,11 +162,16 @@ def _reasons(failed: Mapping[tuple[str, int], str]) -> list[str]:
 
 
 def _phase(transport: str, device: torch.device) -> str:
-    return f"peer to {'NPU' if device.type == 'npu' else 'memory'}" + (f", {transport}" if transport != "tcp" else "")
+    return f"peer to {'NPU' if device.type == 'npu' else 'memory'}" + (
+        f", {transport}" if transport != "tcp" else ""
+    )
 
 
 def _check_manifest(
-    manifest: wire.Manifest, tensors: Mapping[str, torch.Tensor], identity: Mapping[str, str], checksum: str
+    manifest: wire.Manifest,
+    tensors: Mapping[str, torch.Tensor],
+    identity: Mapping[str, str],
+    checksum: str,
 ) -> None:
     if other := differences(manifest.identity, identity):
         raise wire.PeerError(f"its weights differ: {other}")
@@ -160,13 +183,19 @@ def _check_manifest(
         raise wire.PeerError(f"its tensors differ: the peer has {found}, this engine {expected}")
     if manifest.chunk_bytes != CHUNK_BYTES or manifest.checksum not in CHECKSUMS:
         raise wire.PeerError(
-            f"its chunks have {manifest.chunk_bytes} bytes and checksum {printable(manifest.checksum)}; supported: "
-            f"{CHUNK_BYTES} bytes and {' or '.join(CHECKSUMS)}"
+            f"its chunks have {manifest.chunk_bytes} bytes and checksum"
+            f" {printable(manifest.checksum)}; supported: {CHUNK_BYTES} bytes and"
+            f" {' or '.join(CHECKSUMS)}"
         )
     if checksum == "blake3" != manifest.checksum:
-        raise wire.PeerError(f"its checksums are {manifest.checksum}; this engine's option checksum is {checksum}")
+        raise wire.PeerError(
+            f"its checksums are {manifest.checksum}; this engine's option checksum is {checksum}"
+        )
     if len(manifest.digests) != (count := chunk_layout(tensors).count):
-        raise wire.PeerError(f"its manifest has checksums of {len(manifest.digests)} chunks; the tensors have {count}")
+        raise wire.PeerError(
+            f"its manifest has checksums of {len(manifest.digests)} chunks; the tensors have"
+            f" {count}"
+        )
 
 
 class _Transfer:
@@ -184,7 +213,11 @@ class _Transfer:
         self.layout, self.device = chunk_layout(tensors), device
         self._transport, self._options, self._secret = transport, options, secret
         self._manifest, self._hashed = manifest, CHECKSUMS[manifest.checksum]
-        self._staged = {name: torch.empty(each.shape, dtype=each.dtype) for name, each in tensors.items() if not is_plain(each)}
+        self._staged = {
+            name: torch.empty(each.shape, dtype=each.dtype)
+            for name, each in tensors.items()
+            if not is_plain(each)
+        }
         self._tensors = tensors
         self._targets = [self._staged.get(name, each) for name, each in tensors.items()]
         self._lock, self._next, self._written = threading.Lock(), 0, 0
@@ -201,11 +234,17 @@ class _Transfer:
             PeerError: the first error on any connection.
         """
         if self.device.type == "npu":
-            torch.npu.synchronize()  # the parameters' memory may still be in use by earlier work on the current stream
+            # the parameters' memory may still be in use by earlier work on the current stream
+            torch.npu.synchronize()
         # each HCCL communicator allocates buffers on the NPU
         connections = 1 if self._transport == "hccl" else self._options.connections
-        count = max(1, min(connections, -(-self.layout.count // transports.TcpTransport.chunks_per_request)))
-        connects = [lambda: first or reconnect(), *[functools.partial(_extra_connection, reconnect)] * (count - 1)]
+        count = max(
+            1, min(connections, -(-self.layout.count // transports.TcpTransport.chunks_per_request))
+        )
+        connects = [
+            lambda: first or reconnect(),
+            *[functools.partial(_extra_connection, reconnect)] * (count - 1),
+        ]
         threads = [
             threading.Thread(target=self._work, args=[connect_channel], name="weights", daemon=True)
             for connect_channel in connects
@@ -236,7 +275,9 @@ class _Transfer:
                     return
                 self._channels.append(channel)
             use_private_stream(self.device)
-            receiver = transports.make_receiver(self._transport, channel, self.device, self._options, self._secret)
+            receiver = transports.make_receiver(
+                self._transport, channel, self.device, self._options, self._secret
+            )
             try:
                 self._receive_chunks(channel, receiver)
             finally:
@@ -249,7 +290,12 @@ class _Transfer:
 
     def _check_rate(self, rate: float) -> None:
         if rate < (least := self._options.min_bytes_per_second):
-            self._fail(wire.PeerError(f"it sends {rate / 1e6:.3g} MB/s, less than min_bytes_per_second, {least / 1e6:.3g} MB/s"))
+            self._fail(
+                wire.PeerError(
+                    f"it sends {rate / 1e6:.3g} MB/s, less than min_bytes_per_second,"
+                    f" {least / 1e6:.3g} MB/s"
+                )
+            )
 
     def _fail(self, error: Exception) -> None:
         with self._lock:
@@ -258,7 +304,8 @@ class _Transfer:
                 _shut_down(channel)
 
     def _receive_chunks(self, channel: wire.Channel, receiver: transports.Receiver) -> None:
-        """Receive chunks until all are requested. Those of an engine are verified and copied while the next ones are read."""
+        """Receive chunks until all are requested. Those of an engine are verified and copied while
+        the next ones are read."""
         copier = ChunkCopier(self._targets)
         ahead: deque[range] = deque()
         copying: Future[None] | None = None
@@ -291,18 +338,21 @@ class _Transfer:
         for index, chunk in zip(chunks, received.split(CHUNK_BYTES), strict=True):
             self._write(copier, index, chunk, chunk_is_private=False)
 
-    def _write(self, copier: ChunkCopier, index: int, chunk: torch.Tensor, chunk_is_private: bool) -> None:
+    def _write(
+        self, copier: ChunkCopier, index: int, chunk: torch.Tensor, chunk_is_private: bool
+    ) -> None:
         """Copy a chunk into the tensors.
 
         Raises:
             PeerError: its checksum is wrong.
         """
-        # a copy: an engine's buffer can be written by whoever reaches the engine, also between checksum and use
+        # a copy: an engine's buffer can be written by whoever reaches the engine, also between
+        # checksum and use
         chunk = chunk if chunk_is_private else chunk.to("cpu", copy=True)
         if self._hashed(host_bytes(chunk)) != self._manifest.digests[index]:
             raise wire.PeerError(
-                f"chunk {index} of {self.layout.count} ({self._names(index)}) fails its checksum: it changed in "
-                "transit, or in the peer since loading"
+                f"chunk {index} of {self.layout.count} ({self._names(index)}) fails its checksum:"
+                " it changed in transit, or in the peer since loading"
             )
         with torch.inference_mode():  # the parameters may be inference tensors
             copier.write(index, chunk)
@@ -310,7 +360,9 @@ class _Transfer:
             self._written += self.layout.size(index)
 
     def _names(self, index: int) -> str:
-        first, *others = [self._manifest.tensors[number][0] for number, _, _ in self.layout.slices(index)]
+        first, *others = [
+            self._manifest.tensors[number][0] for number, _, _ in self.layout.slices(index)
+        ]
         return f"{first} and {len(others)} more" if others else first
 
     def _next_chunks(self, most: int) -> range:
@@ -321,7 +373,8 @@ class _Transfer:
 
 
 def _extra_connection(reconnect: Callable[[], wire.Channel]) -> wire.Channel | None:
-    """An additional connection, or None if the server's limit is reached: the first connection can receive all chunks."""
+    """An additional connection, or None if the server's limit is reached: the first connection can
+    receive all chunks."""
     try:
         return reconnect()
     except wire.PeerError:

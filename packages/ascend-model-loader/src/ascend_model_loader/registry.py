@@ -1,7 +1,7 @@
 """Peer registry: a shared directory with one file per serving rank, holding its address.
 
-A server updates its file's mtime while it lives; a file not updated for a minute is stale. The registry proves nothing: a peer
-found there still has to know the secret.
+A server updates its file's mtime while it lives; a file not updated for a minute is stale. The
+registry proves nothing: a peer found there still has to know the secret.
 """
 
 import contextlib
@@ -57,7 +57,8 @@ class Registration:
 
 
 def find(directory: str, key: str) -> list[str]:
-    """Addresses of servers whose weights have this key, the most recently updated first. Unreadable entries are skipped."""
+    """Addresses of servers whose weights have this key, the most recently updated first. Unreadable
+    entries are skipped."""
     found = []
     with contextlib.suppress(OSError):
         now = _time_there(directory)
@@ -70,7 +71,8 @@ def find(directory: str, key: str) -> list[str]:
 
 
 def _time_there(directory: str) -> float:
-    """The time by the clock of the file system, which updates the entries' times; this machine's if it cannot be asked."""
+    """The time by the clock of the file system, which updates the entries' times; this machine's if
+    it cannot be asked."""
     try:
         with tempfile.TemporaryFile(dir=directory) as probe:
             return os.fstat(probe.fileno()).st_mtime
@@ -79,8 +81,11 @@ def _time_there(directory: str) -> float:
 
 
 def _read(path: Path, now: float) -> tuple[float, bytes]:
-    """Age in seconds and content of a file; of anything else, such as a FIFO, which would block, nothing."""
-    with open(path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK | os.O_NOFOLLOW)) as file:
+    """Age in seconds and content of a file; of anything else, such as a FIFO, which would block,
+    nothing."""
+    with open(
+        path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK | os.O_NOFOLLOW)
+    ) as file:
         status = os.fstat(file.fileno())
         if not stat.S_ISREG(status.st_mode) or status.st_size > MAX_ENTRY_BYTES:
             return TTL, b""

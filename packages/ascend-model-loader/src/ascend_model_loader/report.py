@@ -38,7 +38,12 @@ class Report:
         rows = [("phase", "seconds", "bytes", "GB/s")]
         for each in self.phases:
             rate = f"{each.bytes / each.seconds / 1e9:.2f}" if each.bytes and each.seconds else ""
-            rows.append((each.name, f"{each.seconds:.3f}", f"{each.bytes:,}" if each.bytes else "", rate))
+            rows.append(
+                (each.name, f"{each.seconds:.3f}", f"{each.bytes:,}" if each.bytes else "", rate)
+            )
         widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-        lines = ["  ".join([row[0].ljust(widths[0]), *map(str.rjust, row[1:], widths[1:])]).rstrip() for row in rows]
+        lines = [
+            "  ".join([row[0].ljust(widths[0]), *map(str.rjust, row[1:], widths[1:])]).rstrip()
+            for row in rows
+        ]
         return "\n".join(lines)

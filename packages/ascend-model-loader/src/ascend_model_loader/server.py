@@ -1,4 +1,5 @@
-"""Weight server of an engine with ``serve_weights``: an accept thread, and a thread per connection that sends chunks."""
+"""Weight server of an engine with ``serve_weights``: an accept thread, and a thread per connection
+that sends chunks."""
 
 import atexit
 import contextlib
@@ -11,7 +12,13 @@ import torch
 from ascend_platform import extension
 
 from ascend_model_loader import identity, registry, transports, wire
-from ascend_model_loader.chunks import CHUNK_BYTES, ChunkCopier, chunk_layout, tensor_specs, use_private_stream
+from ascend_model_loader.chunks import (
+    CHUNK_BYTES,
+    ChunkCopier,
+    chunk_layout,
+    tensor_specs,
+    use_private_stream,
+)
 from ascend_model_loader.options import Options
 
 MAX_HANDSHAKES = 64
@@ -24,7 +31,8 @@ logger = extension.logger
 
 
 class ReadGate:
-    """Admits readers while the weights can be read; ``close`` waits until the last reader has left."""
+    """Admits readers while the weights can be read; ``close`` waits until the last reader
+    has left."""
 
     def __init__(self) -> None:
         self._state = threading.Condition()
@@ -98,7 +106,9 @@ class WeightServer:
         self.gate = ReadGate()
         self._tensors, self._layout = list(tensors.values()), chunk_layout(tensors)
         self._identity = dict(weight_identity)
-        self._manifest = wire.Manifest(self._identity, tensor_specs(tensors), CHUNK_BYTES, options.checksum, [*digests])
+        self._manifest = wire.Manifest(
+            self._identity, tensor_specs(tensors), CHUNK_BYTES, options.checksum, [*digests]
+        )
         self._options, self._secret, self._device = options, secret, device
         self._rate_limiter = RateLimiter(options.max_bytes_per_second)
         self._connections: set[socket.socket] = set()
@@ -165,7 +175,9 @@ class WeightServer:
                     with contextlib.suppress(OSError):
                         next(iter(self._handshaking)).shutdown(socket.SHUT_RDWR)
                 self._handshaking[connection] = None
-            threading.Thread(target=self._serve, args=[connection], name="weights", daemon=True).start()
+            threading.Thread(
+                target=self._serve, args=[connection], name="weights", daemon=True
+            ).start()
 
     def _admit(self, connection: socket.socket) -> None:
         """Count a connection whose client has the secret; others must not keep it out.
@@ -175,7 +187,9 @@ class WeightServer:
         """
         with self._lock:
             if len(self._connections) >= self._options.max_connections:
-                raise wire.PeerBusyError(f"all {self._options.max_connections} connections are in use")
+                raise wire.PeerBusyError(
+                    f"all {self._options.max_connections} connections are in use"
+                )
             del self._handshaking[connection]
             self._connections.add(connection)
 
@@ -208,7 +222,9 @@ class WeightServer:
                 message, _ = channel.receive(wire.GetManifest, wire.UseTransport, wire.GetChunks)
                 if isinstance(message, wire.GetManifest):
                     with self.gate.reading():
-                        pass  # refuse if the engine is asleep; a client that reads no chunks must not delay sleep
+                        # refuse if the engine is asleep; a client that reads no chunks must not
+                        # delay sleep
+                        pass
                     channel.send(self._manifest)
                     continue
                 if copier is None:
@@ -216,14 +232,21 @@ class WeightServer:
                     copier = ChunkCopier(self._tensors)
                 if sender is None:
                     name = message.transport if isinstance(message, wire.UseTransport) else "tcp"
-                    sender = transports.make_sender(name, channel, self._device, self._options, self._secret)
+                    sender = transports.make_sender(
+                        name, channel, self._device, self._options, self._secret
+                    )
                     stack.callback(sender.close)
                 if isinstance(message, wire.GetChunks):
                     self._send(message, copier, sender)
 
-    def _send(self, message: wire.GetChunks, copier: ChunkCopier, sender: transports.Sender) -> None:
+    def _send(
+        self, message: wire.GetChunks, copier: ChunkCopier, sender: transports.Sender
+    ) -> None:
         if not 0 <= message.first < message.last <= self._layout.count:
-            raise wire.PeerError(f"chunks {message.first} to {message.last} are out of range (0 to {self._layout.count})")
+            raise wire.PeerError(
+                f"chunks {message.first} to {message.last} are out of range (0 to"
+                f" {self._layout.count})"
+            )
         sender.begin_request(message.last - message.first)
         for index in range(message.first, message.last):
             self._rate_limiter.acquire(self._layout.size(index))
@@ -237,7 +260,8 @@ _started = False
 
 
 def publish(server: WeightServer) -> None:
-    """Let a server start after the engine has captured its graphs: reads from an NPU during capture would abort it."""
+    """Let a server start after the engine has captured its graphs: reads from an NPU during capture
+    would abort it."""
     global _published, _started
     if _published:
         _published.stop()
@@ -246,7 +270,8 @@ def publish(server: WeightServer) -> None:
 
 
 def awake(state: bool) -> None:
-    """Hook of the platform's worker: True once the engine can serve, also after wake-up; False before its weights sleep.
+    """Hook of the platform's worker: True once the engine can serve, also after wake-up; False
+    before its weights sleep.
 
     Raises:
         RefusedError: a peer is still reading the weights, which must not be freed.
@@ -258,7 +283,8 @@ def awake(state: bool) -> None:
         if not _published.gate.close(30.0):
             _published.gate.open()
             raise extension.RefusedError(
-                "a peer is still reading the weights after 30 s, which cannot be put to sleep; fix: call /wake_up, then try again"
+                "a peer is still reading the weights after 30 s, which cannot be put to sleep; fix:"
+                " call /wake_up, then try again"
             )
     elif _started:
         _published.gate.open()

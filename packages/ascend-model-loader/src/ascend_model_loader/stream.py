@@ -1,4 +1,5 @@
-"""Multi-threaded reading of local checkpoints: Run:ai's model streamer if it is installed, otherwise vLLM's thread pool."""
+"""Multi-threaded reading of local checkpoints: Run:ai's model streamer if it is installed,
+otherwise vLLM's thread pool."""
 
 import importlib.util
 import os
@@ -22,24 +23,38 @@ PREFETCHED_TENSORS = 4
 class RunaiLoader(DefaultModelLoader):
     """vLLM's default loader with Run:ai's streamer to read safetensors files.
 
-    vLLM's load format ``runai_streamer`` skips the files of secondary weights and does not check that every parameter was loaded
-    (``vllm/model_executor/model_loader/runai_streamer_loader.py``); the default loader does both.
+    vLLM's load format ``runai_streamer`` skips the files of secondary weights and does not check
+    that every parameter was loaded (``vllm/model_executor/model_loader/runai_streamer_loader.py``);
+    the default loader does both.
     """
 
-    def _get_weights_iterator(self, source: DefaultModelLoader.Source) -> Iterator[tuple[str, torch.Tensor]]:
-        given = (source.model_or_path, source.subfolder, source.revision, source.fall_back_to_pt, source.allow_patterns_overrides)
+    def _get_weights_iterator(
+        self, source: DefaultModelLoader.Source
+    ) -> Iterator[tuple[str, torch.Tensor]]:
+        given = (
+            source.model_or_path,
+            source.subfolder,
+            source.revision,
+            source.fall_back_to_pt,
+            source.allow_patterns_overrides,
+        )
         _, files, are_safetensors, _ = self._prepare_weights(*given)
         if not are_safetensors:
             raise ValueError("the checkpoint has no safetensors files; streaming needs them")
-        self.counter_before_loading_weights = self.counter_before_loading_weights or time.perf_counter()
+        self.counter_before_loading_weights = (
+            self.counter_before_loading_weights or time.perf_counter()
+        )
         weights = runai_safetensors_weights_iterator(files, self.load_config.use_tqdm_on_load)
         return ((source.prefix + name, tensor) for name, tensor in weights)
 
 
 class PinnedLoader(DefaultModelLoader):
-    """vLLM's default loader, or the next class in the MRO, through pinned host memory, which an NPU reads by DMA."""
+    """vLLM's default loader, or the next class in the MRO, through pinned host memory, which an NPU
+    reads by DMA."""
 
-    def _get_weights_iterator(self, source: DefaultModelLoader.Source) -> Iterator[tuple[str, torch.Tensor]]:
+    def _get_weights_iterator(
+        self, source: DefaultModelLoader.Source
+    ) -> Iterator[tuple[str, torch.Tensor]]:
         return pin_weights(super()._get_weights_iterator(source), torch.npu.current_device())
 
 
@@ -47,7 +62,9 @@ class PinnedRunaiLoader(PinnedLoader, RunaiLoader):
     """Run:ai's streamer through pinned host memory."""
 
 
-def pin_weights(weights: Iterator[tuple[str, torch.Tensor]], device: int) -> Iterator[tuple[str, torch.Tensor]]:
+def pin_weights(
+    weights: Iterator[tuple[str, torch.Tensor]], device: int
+) -> Iterator[tuple[str, torch.Tensor]]:
     """Copy weights to pinned host memory on a background thread, ``PREFETCHED_TENSORS`` ahead.
 
     The caller may keep the tensors: pinned memory is reused only when nothing refers to it.
@@ -67,7 +84,9 @@ def pin_weights(weights: Iterator[tuple[str, torch.Tensor]], device: int) -> Ite
 
 def default_loader(load_config: LoadConfig) -> DefaultModelLoader:
     """vLLM's default loader, as for ``--load-format auto``."""
-    return DefaultModelLoader(replace(load_config, load_format="auto", model_loader_extra_config={}))
+    return DefaultModelLoader(
+        replace(load_config, load_format="auto", model_loader_extra_config={})
+    )
 
 
 def streaming_loader(options: Options, load_config: LoadConfig) -> DefaultModelLoader:
@@ -78,7 +97,10 @@ def streaming_loader(options: Options, load_config: LoadConfig) -> DefaultModelL
     """
     installed = importlib.util.find_spec("runai_model_streamer") is not None
     if options.stream == "runai_streamer" and not installed:
-        raise ImportError("stream is runai_streamer, which is not installed; fix: pip install 'ascend-model-loader[runai]'")
+        raise ImportError(
+            "stream is runai_streamer, which is not installed; fix: pip install"
+            " 'ascend-model-loader[runai]'"
+        )
     given = {"load_format": "auto", "safetensors_load_strategy": None}
     if installed and options.stream != "multithread":
         os.environ.setdefault("RUNAI_STREAMER_CONCURRENCY", str(options.stream_threads))

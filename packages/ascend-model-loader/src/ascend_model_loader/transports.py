@@ -1,7 +1,8 @@
 """Transports for chunks: inline over TCP, or reads by Mooncake's transfer engine or HCCL.
 
-Handshake, manifest and a header per chunk use the TCP connection in any case. A connection has one Sender (server) and one
-Receiver (client); the server calls ``buffer`` and ``send`` alternately, the client ``receive``.
+Handshake, manifest and a header per chunk use the TCP connection in any case. A connection has one
+Sender (server) and one Receiver (client); the server calls ``buffer`` and ``send`` alternately, the
+client ``receive``.
 """
 
 from typing import Protocol
@@ -43,15 +44,17 @@ class Sender(Protocol):
 class Receiver(Protocol):
     """Client side of a transport. ``chunks_per_request`` is a limit.
 
-    ``inline``: a chunk is the payload of its header, and the next one may overwrite it. Otherwise all chunks of a request are
-    received at once after their headers, into other memory than those of the request before.
+    ``inline``: a chunk is the payload of its header, and the next one may overwrite it. Otherwise
+    all chunks of a request are received at once after their headers, into other memory than those
+    of the request before.
     """
 
     chunks_per_request: int
     inline: bool
 
     def receive(self, size: int) -> torch.Tensor:
-        """Receive the chunk, or the chunks of the request one behind the other. Raises PeerError."""
+        """Receive the chunk, or the chunks of the request one behind the other. Raises
+        PeerError."""
 
     def close(self) -> None: ...
 
@@ -91,8 +94,12 @@ class EngineSender:
 
     def begin_request(self, count: int) -> None:
         if count > ENGINE_CHUNKS:
-            raise wire.PeerError(f"a request for {count} chunks over {self._engine.name}; at most {ENGINE_CHUNKS} are supported")
-        self._half, self._index = 1 - self._half, 0  # free: the client requests more only after reading it
+            raise wire.PeerError(
+                f"a request for {count} chunks over {self._engine.name}; at most {ENGINE_CHUNKS}"
+                " are supported"
+            )
+        # free: the client requests more only after reading it
+        self._half, self._index = 1 - self._half, 0
 
     def buffer(self) -> torch.Tensor:
         return self._memory[(self._half * ENGINE_CHUNKS + self._index) * CHUNK_BYTES :]
@@ -110,18 +117,31 @@ class EngineReceiver:
 
     chunks_per_request, inline = ENGINE_CHUNKS, False
 
-    def __init__(self, channel: wire.Channel, device: torch.device, engine: Engine, region: wire.ReadableRegion) -> None:
+    def __init__(
+        self,
+        channel: wire.Channel,
+        device: torch.device,
+        engine: Engine,
+        region: wire.ReadableRegion,
+    ) -> None:
         self._channel, self._engine, self._region = channel, engine, region
-        self._buffers = [allocate_buffer(engine, ENGINE_CHUNKS * CHUNK_BYTES, device) for _ in range(2)]
+        self._buffers = [
+            allocate_buffer(engine, ENGINE_CHUNKS * CHUNK_BYTES, device) for _ in range(2)
+        ]
         self._half = 1
         engine.connect(region.session, min(CONNECT_SECONDS, channel.seconds_left()))
 
     def receive(self, size: int) -> torch.Tensor:
         self._half = 1 - self._half
-        buffer, begin = self._buffers[self._half], self._region.address + self._half * ENGINE_CHUNKS * CHUNK_BYTES
+        buffer, begin = (
+            self._buffers[self._half],
+            self._region.address + self._half * ENGINE_CHUNKS * CHUNK_BYTES,
+        )
         seconds = min(self._channel.timeout, self._channel.seconds_left())
         try:
-            self._engine.read(self._region.session, Runs([begin], [buffer.data_ptr()], [size]), seconds)
+            self._engine.read(
+                self._region.session, Runs([begin], [buffer.data_ptr()], [size]), seconds
+            )
         except TransferError as error:
             raise wire.PeerError(printable(str(error))) from None
         return buffer[:size]
@@ -130,7 +150,9 @@ class EngineReceiver:
         self._engine.close()
 
 
-def make_sender(transport: str, channel: wire.Channel, device: torch.device, options: Options, secret: bytes) -> Sender:
+def make_sender(
+    transport: str, channel: wire.Channel, device: torch.device, options: Options, secret: bytes
+) -> Sender:
     """Sender for the transport that a client requested.
 
     Raises:
@@ -138,7 +160,8 @@ def make_sender(transport: str, channel: wire.Channel, device: torch.device, opt
     """
     if transport not in ("tcp", *options.transports):
         raise wire.PeerError(
-            f"transport {printable(transport)} is not served; supported: {', '.join(dict.fromkeys(['tcp', *options.transports]))}"
+            f"transport {printable(transport)} is not served; supported:"
+            f" {', '.join(dict.fromkeys(['tcp', *options.transports]))}"
         )
     if transport == "tcp":
         return TcpTransport(channel, device)
@@ -149,7 +172,9 @@ def make_sender(transport: str, channel: wire.Channel, device: torch.device, opt
         raise wire.PeerError(str(error)) from None
 
 
-def make_receiver(transport: str, channel: wire.Channel, device: torch.device, options: Options, secret: bytes) -> Receiver:
+def make_receiver(
+    transport: str, channel: wire.Channel, device: torch.device, options: Options, secret: bytes
+) -> Receiver:
     """Receiver for a transport, after requesting it from the server.
 
     Raises:
@@ -170,7 +195,9 @@ def make_receiver(transport: str, channel: wire.Channel, device: torch.device, o
         raise
 
 
-def _make_engine(transport: str, channel: wire.Channel, device: torch.device, options: Options, secret: bytes) -> Engine:
+def _make_engine(
+    transport: str, channel: wire.Channel, device: torch.device, options: Options, secret: bytes
+) -> Engine:
     """This side's engine, at the address of the connection.
 
     Raises:
@@ -181,6 +208,8 @@ def _make_engine(transport: str, channel: wire.Channel, device: torch.device, op
     try:
         engines.check(transport, "transport")
         host = str(channel.connection.getsockname()[0])
-        return engines.make_engine(transport, host, options.mooncake_protocol, CurveKeys(secret), timeout=channel.timeout)
+        return engines.make_engine(
+            transport, host, options.mooncake_protocol, CurveKeys(secret), timeout=channel.timeout
+        )
     except extension.RefusedError as error:
         raise wire.PeerError(str(error)) from None

@@ -1,9 +1,11 @@
-"""Wire format between engines: length-prefixed frames with a strictly decoded header and a raw payload.
+"""Wire format between engines: length-prefixed frames with a strictly decoded header and a raw
+payload.
 
-A frame is ``AWP1``, the header's length (4 bytes) and the payload's (8 bytes), both in network byte order, the header in
-MessagePack, after the handshake the header's HMAC-SHA256 (32 bytes), and the payload. Lengths are checked against what is
-expected before anything is read or allocated. Headers are decoded by msgspec into the message types below only: no pickle, and no
-type or function name is taken from the network. A message's ``tag`` is its name on the wire.
+A frame is ``AWP1``, the header's length (4 bytes) and the payload's (8 bytes), both in network byte
+order, the header in MessagePack, after the handshake the header's HMAC-SHA256 (32 bytes), and the
+payload. Lengths are checked against what is expected before anything is read or allocated. Headers
+are decoded by msgspec into the message types below only: no pickle, and no type or function name is
+taken from the network. A message's ``tag`` is its name on the wire.
 """
 
 import functools
@@ -99,9 +101,11 @@ class Refused(Message, frozen=True, omit_defaults=True):
 
 
 class Manifest(Message, frozen=True, tag="Described", rename={"chunk_bytes": "piece"}):
-    """Manifest: identity of the weights, (name, dtype, shape) of each tensor, and a checksum of each chunk.
+    """Manifest: identity of the weights, (name, dtype, shape) of each tensor, and a checksum of
+    each chunk.
 
-    The bytes of all tensors, concatenated in this order, are cut into chunks of ``chunk_bytes``; the last may be shorter.
+    The bytes of all tensors, concatenated in this order, are cut into chunks of ``chunk_bytes``;
+    the last may be shorter.
     """
 
     identity: dict[str, str]
@@ -115,7 +119,8 @@ M = TypeVar("M", bound=Message)
 
 
 class Channel:
-    """Connection with bounded waits: ``timeout`` seconds without a byte, and ``deadline`` in any case.
+    """Connection with bounded waits: ``timeout`` seconds without a byte, and ``deadline`` in any
+    case.
 
     The kernel applies the timeout to whole buffers: within one it may take twice ``timeout``.
 
@@ -175,13 +180,20 @@ class Channel:
         prefix = bytes(self.receive_bytes(PREFIX.size))
         magic, length, payload = PREFIX.unpack(prefix)
         if magic != MAGIC:
-            raise PeerError(f"a frame begins with {magic.hex()} instead of {MAGIC.hex()}: the peer does not use this protocol")
+            raise PeerError(
+                f"a frame begins with {magic.hex()} instead of {MAGIC.hex()}: the peer does not use"
+                " this protocol"
+            )
         if length > max_size:
-            raise PeerError(f"the peer announced a header of {length} bytes; the limit is {max_size}")
+            raise PeerError(
+                f"the peer announced a header of {length} bytes; the limit is {max_size}"
+            )
         header = bytes(self.receive_bytes(length))
         mac = self._mac(not self._is_server, self._received, prefix, header)
         if mac and not hmac.compare_digest(mac, bytes(self.receive_bytes(MAC_BYTES))):
-            raise PeerError("a header's HMAC is wrong: it was made with another secret, or changed in transit")
+            raise PeerError(
+                "a header's HMAC is wrong: it was made with another secret, or changed in transit"
+            )
         self._received += 1
         try:
             message = _decoder(*kinds).decode(header)
@@ -189,9 +201,14 @@ class Channel:
             expected = " or ".join(kind.__name__ for kind in kinds)
             raise PeerError(f"a header is not {expected}: {printable(str(error))}") from None
         if isinstance(message, Refused):
-            raise (PeerBusyError if message.busy else PeerError)(f"the peer refused: {printable(message.reason)}")
+            raise (PeerBusyError if message.busy else PeerError)(
+                f"the peer refused: {printable(message.reason)}"
+            )
         if payload and not isinstance(message, Chunk):
-            raise PeerError(f"the peer announced a payload of {payload} bytes with {type(message).__name__}, which has none")
+            raise PeerError(
+                f"the peer announced a payload of {payload} bytes with {type(message).__name__},"
+                " which has none"
+            )
         return message, payload
 
     def receive_bytes(self, size: int) -> memoryview:
@@ -216,7 +233,9 @@ class Channel:
             except OSError as error:
                 raise PeerError(f"the peer is gone: {error.strerror or error}") from None
             if not count:
-                raise PeerError(f"the peer closed the connection after {filled} of {len(buffer)} bytes")
+                raise PeerError(
+                    f"the peer closed the connection after {filled} of {len(buffer)} bytes"
+                )
             filled += count
 
     def seconds_left(self) -> float:
@@ -245,8 +264,11 @@ class Channel:
             raise PeerError("the peer does not have this engine's secret")
         self._key = _proof(secret, b"session", nonces)
 
-    def authenticate_as_server(self, secret: bytes, admit: Callable[[], object] = lambda: None) -> None:
-        """Server side of the mutual authentication. ``admit`` is called once the client has proved that it has the secret.
+    def authenticate_as_server(
+        self, secret: bytes, admit: Callable[[], object] = lambda: None
+    ) -> None:
+        """Server side of the mutual authentication. ``admit`` is called once the client has proved
+        that it has the secret.
 
         Raises:
             PeerError: the peer does not have this secret, or is not admitted.
@@ -276,13 +298,17 @@ class Channel:
 
     def _timeout_error(self, did: str) -> PeerError:
         past = time.monotonic() >= self.deadline
-        return PeerError("the deadline has passed" if past else f"the peer {did} nothing for {self.timeout:g} s")
+        return PeerError(
+            "the deadline has passed" if past else f"the peer {did} nothing for {self.timeout:g} s"
+        )
 
     def _wait(self, option: int) -> None:
         if (seconds := min(self.timeout, self.seconds_left())) != self._waits.get(option):
             self._waits[option] = seconds
             whole = int(seconds)
-            self.connection.setsockopt(socket.SOL_SOCKET, option, TIMEVAL.pack(whole, max(1, int((seconds - whole) * 1e6))))
+            self.connection.setsockopt(
+                socket.SOL_SOCKET, option, TIMEVAL.pack(whole, max(1, int((seconds - whole) * 1e6)))
+            )
 
 
 @functools.cache
@@ -297,4 +323,6 @@ def _check_nonce(nonce: bytes) -> bytes:
 
 
 def _proof(secret: bytes, label: bytes, nonces: bytes) -> bytes:
-    return hmac.digest(secret, b"ascend-model-loader " + MAGIC + b" " + label + b" " + nonces, "sha256")
+    return hmac.digest(
+        secret, b"ascend-model-loader " + MAGIC + b" " + label + b" " + nonces, "sha256"
+    )

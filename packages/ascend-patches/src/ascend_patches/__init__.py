@@ -1,4 +1,5 @@
-"""Patches of vLLM, each for a range of versions, one kind of process and a known source of its target."""
+"""Patches of vLLM, each for a range of versions, one kind of process and a known source of its
+target."""
 
 from ascend_patches.apply import enter, register
 from ascend_patches.registry import SCOPES, Patch, patch

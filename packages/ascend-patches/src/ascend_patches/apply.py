@@ -1,4 +1,5 @@
-"""Applying patches in this process: when a scope is entered, or when the target's module is imported later."""
+"""Applying patches in this process: when a scope is entered, or when the target's module is
+imported later."""
 
 from __future__ import annotations
 
@@ -19,18 +20,28 @@ DISABLE = "VLLM_ASCEND_DISABLE_PATCHES"
 
 
 def register() -> None:
-    """Register with ascend-platform; never raises. The entry point of group ``vllm.general_plugins``."""
+    """Register with ascend-platform; never raises. The entry point of group
+    ``vllm.general_plugins``."""
     if not _Process.joined:
         _Process.joined = True
         patches = discover()
         note = f"{len(patches)} patch{'es' * (len(patches) != 1)}"
         take = functools.partial(_setup, patches)
         options: dict[str, object] = {"disable": []}
-        extension.join("ascend-patches", "ascend_patches", take, note=note, options=options, configured=_configured, api="1.3")
+        extension.join(
+            "ascend-patches",
+            "ascend_patches",
+            take,
+            note=note,
+            options=options,
+            configured=_configured,
+            api="1.3",
+        )
 
 
 def enter(scope: str) -> None:
-    """Apply the patches of a scope in this process, now and as modules are imported. Idempotent; never raises.
+    """Apply the patches of a scope in this process, now and as modules are imported. Idempotent;
+    never raises.
 
     The entry point of group ``vllm_ascend.scopes``, which ascend-platform calls.
     """
@@ -46,9 +57,12 @@ class _Process:
     patches: tuple[Patch, ...] = ()
     scopes: set[str] = set()  # noqa: RUF012
     switched_off: set[str] = set()  # noqa: RUF012
-    applied: dict[str, tuple[Patch, Callable[[], None]]] = {}  # noqa: RUF012  # by name: the patch and the function that undoes it
+    applied: dict[
+        str, tuple[Patch, Callable[[], None]]
+    ] = {}  # by name: the patch and the function that undoes it  # noqa: RUF012
     said: set[str] = set()  # noqa: RUF012
-    from_environment: str | None = None  # of DISABLE, before the names of the configuration are added
+    # of DISABLE, before the names of the configuration are added
+    from_environment: str | None = None
 
 
 def _setup(patches: Iterable[Patch]) -> None:
@@ -57,7 +71,9 @@ def _setup(patches: Iterable[Patch]) -> None:
     _Process.switched_off = environment_disabled()
     known = {each.name for each in _Process.patches}
     for name in sorted(_Process.switched_off - known):
-        extension.logger.warning("%s names %r, which is no patch%s", DISABLE, name, _hint(name, known))
+        extension.logger.warning(
+            "%s names %r, which is no patch%s", DISABLE, name, _hint(name, known)
+        )
 
 
 def _configured(options: Mapping[str, object]) -> None:
@@ -68,11 +84,14 @@ def _configured(options: Mapping[str, object]) -> None:
     """
     given, known = options["disable"], {each.name for each in _Process.patches}
     if not isinstance(given, list) or not all(isinstance(name, str) for name in given):
-        raise extension.RefusedError(f'additional_config "ascend.patches.disable" must be a list of names, not {given!r}')
+        raise extension.RefusedError(
+            f'additional_config "ascend.patches.disable" must be a list of names, not {given!r}'
+        )
     for name in given:
         if name not in known:
             raise extension.RefusedError(
-                f'additional_config "ascend.patches.disable" names {name!r}, which is no patch{_hint(name, known)}'
+                f'additional_config "ascend.patches.disable" names {name!r}, which is no'
+                f" patch{_hint(name, known)}"
             )
     before = _Process.from_environment
     if given:
@@ -95,7 +114,11 @@ def _synchronize() -> None:
     for name in [name for name in _Process.applied if name in _Process.switched_off]:
         _Process.applied.pop(name)[1]()
     for each in _Process.patches:
-        if each.scope in _Process.scopes and each.name not in _Process.switched_off and each.name not in _Process.applied:
+        if (
+            each.scope in _Process.scopes
+            and each.name not in _Process.switched_off
+            and each.name not in _Process.applied
+        ):
             when_imported(each.module, functools.partial(_apply, each))
 
 
@@ -108,17 +131,26 @@ def _apply(patch: Patch) -> None:
         reason = patch.obstacle(extension.version("vllm"), extension.module_source(patch.module))
         others = [other.name for other, _ in _Process.applied.values() if other.overlaps(patch)]
         if not reason and others:
-            reason = f"target {patch.target} is patched by {others[0]} already; disable one of the two: {DISABLE}={others[0]}"
+            reason = (
+                f"target {patch.target} is patched by {others[0]} already; disable one of the two:"
+                f" {DISABLE}={others[0]}"
+            )
         if not reason:
             _Process.applied[patch.name] = (patch, replace(module, patch.qualname, patch.make))
     except Exception as error:
         reason = f"{type(error).__name__}: {error}"
     if patch.name in _Process.applied:
-        extension.logger.info("patch %s applied to %s (%s): %s", patch.name, patch.target, patch.scope, patch.reason)
+        extension.logger.info(
+            "patch %s applied to %s (%s): %s", patch.name, patch.target, patch.scope, patch.reason
+        )
     elif patch.name not in _Process.said:
         _Process.said.add(patch.name)
         # a patch out of its range is no longer needed
-        say = extension.logger.warning if patch.in_range(extension.version("vllm")) else extension.logger.debug
+        say = (
+            extension.logger.warning
+            if patch.in_range(extension.version("vllm"))
+            else extension.logger.debug
+        )
         say("patch %s disabled: %s", patch.name, reason)
 
 
@@ -129,7 +161,11 @@ def replace(module: ModuleType, qualname: str, make: Callable[[Any], Any]) -> Ca
     raw = vars(owner)[name]
     method = type(raw) if isinstance(raw, (staticmethod, classmethod)) else None
     new = make(raw.__func__ if method else raw)
-    if callable(new) and not isinstance(new, type) and callable(original := raw.__func__ if method else raw):
+    if (
+        callable(new)
+        and not isinstance(new, type)
+        and callable(original := raw.__func__ if method else raw)
+    ):
         functools.update_wrapper(new, original)
     setattr(owner, name, method(new) if method else new)
     return lambda: setattr(owner, name, raw)
@@ -141,7 +177,8 @@ _waiting: dict[str, list[Callable[[], None]]] = {}
 
 
 def when_imported(name: str, act: Callable[[], None]) -> None:
-    """Call ``act`` after the module has been executed: now if it has been, and never if nothing imports it."""
+    """Call ``act`` after the module has been executed: now if it has been, and never if nothing
+    imports it."""
     module = sys.modules.get(name)
     spec = getattr(module, "__spec__", None)
     if module is not None and not getattr(spec, "_initializing", False):
@@ -155,12 +192,14 @@ def when_imported(name: str, act: Callable[[], None]) -> None:
 
 
 class _Watched(ModuleSpec):
-    """The spec of an awaited module. Python sets `_initializing` to False when the module has been executed.
+    """The spec of an awaited module. Python sets `_initializing` to False when the module has been
+    executed.
 
-    Wrapping the loader in a finder would be too late for a module whose import is in progress, such as the engine core's: the
-    spawned process unpickles ``EngineCoreProc.run_engine_core`` and so imports ``vllm.v1.engine.core``, which imports
-    ``vllm.config``, which asks for the platform. (CPython 3.11 to 3.13, ``importlib/_bootstrap.py``,
-    ``_load_unlocked``; the attribute is also what tells its C code of circular imports.)
+    Wrapping the loader in a finder would be too late for a module whose import is in progress, such
+    as the engine core's: the spawned process unpickles ``EngineCoreProc.run_engine_core`` and so
+    imports ``vllm.v1.engine.core``, which imports ``vllm.config``, which asks for the platform.
+    (CPython 3.11 to 3.13, ``importlib/_bootstrap.py``, ``_load_unlocked``; the attribute is also
+    what tells its C code of circular imports.)
     """
 
     @property
@@ -181,13 +220,18 @@ class _Finder:
 
     _asking: set[str] = set()  # noqa: RUF012
 
-    def find_spec(self, name: str, path: Any = None, target: ModuleType | None = None) -> ModuleSpec | None:
+    def find_spec(
+        self, name: str, path: Any = None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
         if name not in _waiting or name in self._asking:
             return None
         self._asking.add(name)
         try:
             for finder in sys.meta_path:
-                if finder is not self and (spec := finder.find_spec(name, path, target)) is not None:
+                if (
+                    finder is not self
+                    and (spec := finder.find_spec(name, path, target)) is not None
+                ):
                     spec.__class__ = _Watched
                     return spec
             return None

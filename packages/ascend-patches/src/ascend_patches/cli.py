@@ -1,4 +1,5 @@
-"""The command ``vllm-ascend patches``: list and check patches of vLLM and overrides, and begin a new patch."""
+"""The command ``vllm-ascend patches``: list and check patches of vLLM and overrides, and begin a
+new patch."""
 
 from __future__ import annotations
 
@@ -68,44 +69,86 @@ LEDGER = "PATCHES.md"
 
 
 def add(parser: argparse.ArgumentParser) -> None:
-    """List patches of vLLM and ascend-platform's overrides, compare them with a version of vLLM, or begin a new patch."""
+    """List patches of vLLM and ascend-platform's overrides, compare them with a version of vLLM, or
+    begin a new patch."""
     actions = parser.add_subparsers(title="actions", metavar="ACTION", required=True)
-    lister = actions.add_parser("list", help="which patches and overrides apply here, and why or why not")
+    lister = actions.add_parser(
+        "list", help="which patches and overrides apply here, and why or why not"
+    )
     lister.set_defaults(run=_list)
-    checker = actions.add_parser("check", help="compare them with vLLM's source; exit status 1 where something differs")
-    checker.add_argument("--vllm", type=Path, metavar="DIR", help="a checkout or site-packages, which is not imported")
+    checker = actions.add_parser(
+        "check", help="compare them with vLLM's source; exit status 1 where something differs"
+    )
+    checker.add_argument(
+        "--vllm",
+        type=Path,
+        metavar="DIR",
+        help="a checkout or site-packages, which is not imported",
+    )
     checker.set_defaults(run=_check)
     for each in (lister, checker):
         each.add_argument("--json", action="store_true", help="print JSON")
-    maker = actions.add_parser("new", help="create the patch's file, its test and its line in the ledger")
+    maker = actions.add_parser(
+        "new", help="create the patch's file, its test and its line in the ledger"
+    )
     maker.add_argument("target", help="package.module:qualified.name")
     maker.add_argument("--scope", choices=SCOPES, required=True)
-    maker.add_argument("--package", type=Path, default=Path(), metavar="DIR", help="directory with src/ and tests/ (here)")
+    maker.add_argument(
+        "--package",
+        type=Path,
+        default=Path(),
+        metavar="DIR",
+        help="directory with src/ and tests/ (here)",
+    )
     maker.set_defaults(run=_new)
 
 
 def examine(options: argparse.Namespace) -> Iterator[tuple[str, str, str, str]]:
     """The doctor's lines about patches and overrides: title, state, finding and fix.
 
-    The entry point of group ``vllm_ascend.checks``. A patch that is for another vLLM, or disabled by the user, is ok.
+    The entry point of group ``vllm_ascend.checks``. A patch that is for another vLLM, or disabled
+    by the user, is ok.
     """
     disabled, version = environment_disabled(), extension.version("vllm")
     for each in discover():
         if each.name in disabled or not each.in_range(version):
-            yield each.name, "ok", "disabled" if each.name in disabled else f"not for vLLM {version or '(not installed)'}", ""
+            yield (
+                each.name,
+                "ok",
+                (
+                    "disabled"
+                    if each.name in disabled
+                    else f"not for vLLM {version or '(not installed)'}"
+                ),
+                "",
+            )
         elif why := each.obstacle(version, extension.module_source(each.module)):
             without = f"export {DISABLE}={','.join(sorted({*disabled, each.name}))}"
-            yield each.name, "fail", f"disabled: {why}", f"upgrade the wheel that it is in, or disable it: {without}"
+            yield (
+                each.name,
+                "fail",
+                f"disabled: {why}",
+                f"upgrade the wheel that it is in, or disable it: {without}",
+            )
         else:
             yield each.name, "ok", f"fits vLLM {version}", ""
     for row in extension.overrides():
         if problem := row["problem"]:
-            yield row["name"], "fail", problem, "pip install --upgrade ascend-platform, or install an unedited release of vLLM"
+            yield (
+                row["name"],
+                "fail",
+                problem,
+                "pip install --upgrade ascend-platform, or install an unedited release of vLLM",
+            )
 
 
 def _list(given: argparse.Namespace) -> int:
     disabled, version = environment_disabled(), extension.version("vllm")
-    off = "" if extension.allowed("ascend_patches") else "ascend_patches is filtered out by VLLM_PLUGINS"
+    off = (
+        ""
+        if extension.allowed("ascend_patches")
+        else "ascend_patches is filtered out by VLLM_PLUGINS"
+    )
     off = off or extension.unmet("ascend-patches")
     taken: list[Patch] = []
     rows = []
@@ -120,13 +163,18 @@ def _list(given: argparse.Namespace) -> int:
     overrides = [_override_row(row, "applies") for row in extension.overrides()]
     fitting = sum(row["state"] == "applies" for row in overrides)
     counts = f"{len(taken)} of {len(rows)} patches apply to vLLM {version or '(not installed)'}"
-    return _show([*rows, *overrides], given.json, f"{counts}, and {fitting} of {len(overrides)} overrides")
+    return _show(
+        [*rows, *overrides], given.json, f"{counts}, and {fitting} of {len(overrides)} overrides"
+    )
 
 
 def _check(given: argparse.Namespace) -> int:
     tree = given.vllm
     if tree is not None and not (tree / "vllm").is_dir():
-        raise ValueError(f"{tree} has no directory vllm; give a checkout of vLLM or a site-packages that contains it")
+        raise ValueError(
+            f"{tree} has no directory vllm; give a checkout of vLLM or a site-packages that"
+            " contains it"
+        )
     version = extension.version("vllm")
     if tree is not None:
         version = os.environ.get("VLLM_VERSION") or extension.tree_version(tree)
@@ -138,8 +186,13 @@ def _check(given: argparse.Namespace) -> int:
         else:
             rows.append(_row(each, "differs" if drift else "fits", drift))
     overrides = [_override_row(row, "fits") for row in extension.overrides(tree or _installed())]
-    patches_differ, overrides_differ = (sum(row["state"] == "differs" for row in each) for each in (rows, overrides))
-    last = f"{patches_differ} of {len(rows)} patches and {overrides_differ} of {len(overrides)} overrides differ from vLLM "
+    patches_differ, overrides_differ = (
+        sum(row["state"] == "differs" for row in each) for each in (rows, overrides)
+    )
+    last = (
+        f"{patches_differ} of {len(rows)} patches and {overrides_differ} of {len(overrides)}"
+        " overrides differ from vLLM "
+    )
     _show([*rows, *overrides], given.json, last + (version or "of unknown version"))
     return int(bool(patches_differ or overrides_differ))
 
@@ -147,18 +200,29 @@ def _check(given: argparse.Namespace) -> int:
 def _installed() -> Path | None:
     """The directory that contains the installed vLLM, which is not imported."""
     spec = importlib.util.find_spec("vllm")
-    return Path(next(iter(spec.submodule_search_locations))).parent if spec and spec.submodule_search_locations else None
+    return (
+        Path(next(iter(spec.submodule_search_locations))).parent
+        if spec and spec.submodule_search_locations
+        else None
+    )
 
 
 def _row(patch: Patch, state: str, why: str) -> dict[str, object]:
-    fields = {field.name: getattr(patch, field.name) for field in dataclasses.fields(patch) if field.name != "make"}
+    fields = {
+        field.name: getattr(patch, field.name)
+        for field in dataclasses.fields(patch)
+        if field.name != "make"
+    }
     return {"kind": "patch"} | fields | {"state": state, "why": why}
 
 
 def _override_row(row: dict[str, str], fits: str) -> dict[str, object]:
     reason = row["why"] if fits == "applies" else ""
     fields: dict[str, object] = {"kind": "override", **row}
-    return fields | {"state": "differs" if row["problem"] else fits, "why": row["problem"] or reason}
+    return fields | {
+        "state": "differs" if row["problem"] else fits,
+        "why": row["problem"] or reason,
+    }
 
 
 def _show(rows: Sequence[dict[str, object]], as_json: bool, last: str) -> int:
@@ -167,8 +231,8 @@ def _show(rows: Sequence[dict[str, object]], as_json: bool, last: str) -> int:
     else:
         for row in rows:
             print(
-                f"{row['name']}: {row['state']} ({row.get('scope', row.get('action'))}, vLLM {row['vllm']}, {row['target']}): "
-                f"{row['why']}".rstrip(": ")
+                f"{row['name']}: {row['state']} ({row.get('scope', row.get('action'))}, vLLM"
+                f" {row['vllm']}, {row['target']}): {row['why']}".rstrip(": ")
             )
         print(last)
     return 0
@@ -179,10 +243,16 @@ def _new(given: argparse.Namespace) -> int:
     text = extension.module_source(module)
     found = extension.fingerprint(text, qualname) if text else ""
     if not found:
-        raise ValueError(f"{given.target} is not defined in what is installed; name it package.module:qualified.name")
+        raise ValueError(
+            f"{given.target} is not defined in what is installed; name it"
+            " package.module:qualified.name"
+        )
     packages = list(given.package.glob("src/*/patches"))
     if len(packages) != 1:
-        raise ValueError(f"{given.package.resolve()} has {len(packages)} directories src/*/patches; give another with --package")
+        raise ValueError(
+            f"{given.package.resolve()} has {len(packages)} directories src/*/patches; give another"
+            " with --package"
+        )
     stem = re.sub(r"\W", "_", module.rpartition(".")[2])
     function = re.sub(r"\W", "_", qualname).strip("_").lower()
     version = Version(extension.version("vllm"))
@@ -197,7 +267,10 @@ def _new(given: argparse.Namespace) -> int:
         "fingerprint": found,
         "vllm": f">={version.major}.{version.minor},<{version.major}.{version.minor + 1}",
     }
-    files = {packages[0] / f"patch_{stem}.py": PATCH, given.package / "tests" / f"test_patch_{stem}.py": TEST}
+    files = {
+        packages[0] / f"patch_{stem}.py": PATCH,
+        given.package / "tests" / f"test_patch_{stem}.py": TEST,
+    }
     for path in files:
         if path.exists():
             raise ValueError(f"{path} exists; add to it by hand, with fingerprint {found}")
@@ -229,5 +302,11 @@ def ledger(patches: Iterable[Patch]) -> str:
         known = ", ".join(f"`{one}`" for one in each.fingerprints)
         first = (each.name, f"`{each.target}`", each.scope, f"`{each.vllm}`: {known}")
         rows.append(f"| {' | '.join((*first, each.reason, each.upstream, each.remove_when))} |")
-    head = ["| patch | target | scope | vLLM, and the target's fingerprints | why | upstream | remove when |", "|---" * 7 + "|"]
+    head = [
+        (
+            "| patch | target | scope | vLLM, and the target's fingerprints | why | upstream |"
+            " remove when |"
+        ),
+        "|---" * 7 + "|",
+    ]
     return "\n".join([*lines, *(head + rows if rows else ["No patches."]), ""])

@@ -1,4 +1,5 @@
-"""The declaration of patches, their discovery by entry point, and their comparison with a version of vLLM."""
+"""The declaration of patches, their discovery by entry point, and their comparison with a version
+of vLLM."""
 
 from __future__ import annotations
 
@@ -15,7 +16,8 @@ from packaging.specifiers import SpecifierSet
 
 SCOPES = ("platform", "engine", "worker")
 GROUP = "vllm_ascend.patches"
-"""Entry points of this group name a package with files ``patch_*.py``. VLLM_PLUGINS filters them by their name."""
+"""Entry points of this group name a package with files ``patch_*.py``. VLLM_PLUGINS filters them by
+their name."""
 
 
 @dataclass(frozen=True)
@@ -46,41 +48,56 @@ class Patch:
         return a.startswith(b) or b.startswith(a)
 
     def obstacle(self, version: str, text: str | None) -> str:
-        """The reason why it does not apply to this version of vLLM and this source of the target's module; "" if it does.
+        """The reason why it does not apply to this version of vLLM and this source of the target's
+        module; "" if it does.
 
         Args:
             version: of vLLM; "" skips the check of the range.
             text: the source of the target's module; None when there is no such module.
         """
-        return self.drift(text) if self.in_range(version) else f"vLLM {version} is outside its range {self.vllm}"
+        return (
+            self.drift(text)
+            if self.in_range(version)
+            else f"vLLM {version} is outside its range {self.vllm}"
+        )
 
     def in_range(self, version: str) -> bool:
         return not version or SpecifierSet(self.vllm).contains(version, prereleases=True)
 
     def drift(self, text: str | None) -> str:
-        """The difference between the target and the source that the patch is for; "" if there is none."""
+        """The difference between the target and the source that the patch is for; "" if there is
+        none."""
         if not (found := extension.drift(self.target, self.fingerprints, text)):
             return ""
         return f"{found}; compare the patch with the new source, or narrow its range {self.vllm}"
 
 
 def patch(
-    *, target: str, scope: str, vllm: str, reason: str, upstream: str, remove_when: str, fingerprint: str | Iterable[str]
+    *,
+    target: str,
+    scope: str,
+    vllm: str,
+    reason: str,
+    upstream: str,
+    remove_when: str,
+    fingerprint: str | Iterable[str],
 ) -> Callable[[Callable[[Any], Any]], Patch]:
     """Declare a patch. The decorated function takes the original and returns the replacement.
 
-    The patch's name is the file's without ``patch_``, a dot, and the function's. Every process imports the files of patches, so
-    they import vLLM inside functions only. For a static or class method the original is the underlying function, and the
-    replacement becomes a method of the same kind.
+    The patch's name is the file's without ``patch_``, a dot, and the function's. Every process
+    imports the files of patches, so they import vLLM inside functions only. For a static or class
+    method the original is the underlying function, and the replacement becomes a method of the same
+    kind.
 
     Args:
         target: ``package.module:qualified.name``, where the module itself defines the name.
-        scope: ``platform`` (the main process, as early as plugins load), ``engine`` (the engine core, before its object is
-            made) or ``worker`` (before the worker's class is imported).
+        scope: ``platform`` (the main process, as early as plugins load), ``engine`` (the engine
+            core, before its object is made) or ``worker`` (before the worker's class is imported).
         vllm: the versions that it is for, a PEP 440 specifier.
-        reason, upstream, remove_when: for the ledger: what fails without it, a reference, and the condition for its removal.
-        fingerprint: of the target's source, as ``vllm-ascend patches new`` or ``check`` prints it; several if it differs
-            between the versions of the range.
+        reason, upstream, remove_when: for the ledger: what fails without it, a reference, and the
+        condition for its removal.
+        fingerprint: of the target's source, as ``vllm-ascend patches new`` or ``check`` prints it;
+            several if it differs between the versions of the range.
 
     Raises:
         ValueError: a malformed declaration.
@@ -90,9 +107,14 @@ def patch(
         name = f"{make.__module__.rpartition('.')[2].removeprefix('patch_')}.{make.__name__}"
         known = (fingerprint,) if isinstance(fingerprint, str) else tuple(fingerprint)
         if scope not in SCOPES:
-            raise ValueError(f"patch {name} has scope {scope!r}; it must be one of {', '.join(SCOPES)}")
+            raise ValueError(
+                f"patch {name} has scope {scope!r}; it must be one of {', '.join(SCOPES)}"
+            )
         if not all(target.partition(":")) or not known:
-            raise ValueError(f"patch {name} needs a fingerprint and a target of the form package.module:qualified.name")
+            raise ValueError(
+                f"patch {name} needs a fingerprint and a target of the form"
+                " package.module:qualified.name"
+            )
         SpecifierSet(vllm)
         return Patch(name, make, target, scope, vllm, reason, upstream, remove_when, known)
 
@@ -100,24 +122,37 @@ def patch(
 
 
 def discover() -> list[Patch]:
-    """All patches of installed packages that VLLM_PLUGINS allows, by name. A file that cannot be imported is logged."""
+    """All patches of installed packages that VLLM_PLUGINS allows, by name. A file that cannot be
+    imported is logged."""
     found: dict[str, Patch] = {}
     for point in importlib.metadata.entry_points(group=GROUP):
         if not extension.allowed(point.name):
             continue
         try:
             package = point.load()
-            names = [each.name for each in pkgutil.iter_modules(package.__path__) if each.name.startswith("patch_")]
+            names = [
+                each.name
+                for each in pkgutil.iter_modules(package.__path__)
+                if each.name.startswith("patch_")
+            ]
         except Exception as error:
-            extension.logger.warning("patches of %s disabled: %s: %s", point.value, type(error).__name__, error)
+            extension.logger.warning(
+                "patches of %s disabled: %s: %s", point.value, type(error).__name__, error
+            )
             continue
         for name in sorted(names):
             try:
                 for each in collect(importlib.import_module(f"{package.__name__}.{name}")):
                     if found.setdefault(each.name, each) is not each:
-                        extension.logger.warning("a second patch called %s, of %s, is disabled", each.name, package.__name__)
+                        extension.logger.warning(
+                            "a second patch called %s, of %s, is disabled",
+                            each.name,
+                            package.__name__,
+                        )
             except Exception as error:
-                extension.logger.warning("patches of %s disabled: %s: %s", name, type(error).__name__, error)
+                extension.logger.warning(
+                    "patches of %s disabled: %s: %s", name, type(error).__name__, error
+                )
     return [found[name] for name in sorted(found)]
 
 
@@ -128,4 +163,6 @@ def collect(module: object) -> list[Patch]:
 
 def environment_disabled() -> set[str]:
     """Names in VLLM_ASCEND_DISABLE_PATCHES."""
-    return set(filter(None, map(str.strip, os.environ.get("VLLM_ASCEND_DISABLE_PATCHES", "").split(","))))
+    return set(
+        filter(None, map(str.strip, os.environ.get("VLLM_ASCEND_DISABLE_PATCHES", "").split(",")))
+    )

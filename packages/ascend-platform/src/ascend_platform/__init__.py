@@ -1,7 +1,8 @@
 """The Ascend NPU as a platform of vLLM: device, worker, model runner and operators."""
 
 runner_is_given = True
-"""Whether VLLM_USE_V2_MODEL_RUNNER was set before this process's plugins; in a process of an engine it is the engine's choice."""
+"""Whether VLLM_USE_V2_MODEL_RUNNER was set before this process's plugins; in a process of an engine
+it is the engine's choice."""
 
 
 def register() -> str | None:
@@ -11,8 +12,8 @@ def register() -> str | None:
     (``vllm/platforms/__init__.py``).
 
     Returns:
-        The qualified name of the platform class if torch_npu and an NPU are present; otherwise None, and the reason is logged
-        in one line.
+        The qualified name of the platform class if torch_npu and an NPU are present; otherwise
+        None, and the reason is logged in one line.
     """
     from ascend_platform import components
 
@@ -27,7 +28,12 @@ def _find_reason() -> str:
     from ascend_platform.components import NOT_ACTIVATED, logger, requirements
 
     try:
-        found = str(requirements.conflict() or requirements.unmet("ascend-platform") or _missing_device() or "")
+        found = str(
+            requirements.conflict()
+            or requirements.unmet("ascend-platform")
+            or _missing_device()
+            or ""
+        )
     except Exception as error:
         found = f"{type(error).__name__}: {error}"
     if found:
@@ -36,7 +42,8 @@ def _find_reason() -> str:
 
 
 def _activate() -> None:
-    """Prepare this process, before vLLM reads these variables, imports the platform's class and creates anything."""
+    """Prepare this process, before vLLM reads these variables, imports the platform's class and
+    creates anything."""
     import os
 
     from ascend_platform.cli import failures
@@ -46,11 +53,21 @@ def _activate() -> None:
 
     global runner_is_given
     if requirements.version("vllm").startswith(("0.31.", "0.32.")):
-        _pin("VLLM_USE_V2_MODEL_RUNNER", "0", "ascend-platform uses vLLM's V1 model runner, which needs no Triton")
-    if "VLLM_USE_V2_MODEL_RUNNER" not in os.environ:  # vLLM would choose V1 where there is no Triton
-        os.environ["VLLM_USE_V2_MODEL_RUNNER"] = "1"  # until the engine is configured: see ascend_platform/config/model_runner.py
+        _pin(
+            "VLLM_USE_V2_MODEL_RUNNER",
+            "0",
+            "ascend-platform uses vLLM's V1 model runner, which needs no Triton",
+        )
+    # vLLM would choose V1 where there is no Triton
+    if "VLLM_USE_V2_MODEL_RUNNER" not in os.environ:
+        # until the engine is configured: see ascend_platform/config/model_runner.py
+        os.environ["VLLM_USE_V2_MODEL_RUNNER"] = "1"
         runner_is_given = False
-    _pin("VLLM_USE_BREAKABLE_CUDAGRAPH", "0", "it captures by torch.cuda; cudagraph_mode PIECEWISE splits compiled models")
+    _pin(
+        "VLLM_USE_BREAKABLE_CUDAGRAPH",
+        "0",
+        "it captures by torch.cuda; cudagraph_mode PIECEWISE splits compiled models",
+    )
     _pin("VLLM_WORKER_MULTIPROC_METHOD", "spawn", "a device context does not survive a fork")
     watchdog.exit_when_parent_exits()
     sockets.replace_foreign_directory()
@@ -67,7 +84,13 @@ def _pin(variable: str, value: str, why: str) -> None:
     from ascend_platform.components import logger
 
     if (given := os.environ.get(variable)) not in (None, value):
-        logger.warning("%s=%s is not supported on Ascend NPUs and is set to %s: %s", variable, given, value, why)
+        logger.warning(
+            "%s=%s is not supported on Ascend NPUs and is set to %s: %s",
+            variable,
+            given,
+            value,
+            why,
+        )
     os.environ[variable] = value
 
 

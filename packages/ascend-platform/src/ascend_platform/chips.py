@@ -1,8 +1,9 @@
 """Facts of Ascend chips: the capabilities of each family and the published figures of each model.
 
-No other module of the product names a chip. A family lists a capability where the documentation of torch_npu or of op-plugin
-names it for the operators concerned; a chip of no family has the defaults of :class:`ChipFamily`. The module imports neither
-torch nor vLLM, because ``ascend_platform.extension`` imports it.
+No other module of the product names a chip. A family lists a capability where the documentation of
+torch_npu or of op-plugin names it for the operators concerned; a chip of no family has the defaults
+of :class:`ChipFamily`. The module imports neither torch nor vLLM, because
+``ascend_platform.extension`` imports it.
 """
 
 from __future__ import annotations
@@ -15,7 +16,8 @@ from pathlib import Path
 
 @dataclass(frozen=True)
 class MC2Algorithm:
-    """An algorithm of npu_moe_distribute_dispatch_v2 and npu_moe_distribute_combine_v2, with its limits by their documentation.
+    """An algorithm of npu_moe_distribute_dispatch_v2 and npu_moe_distribute_combine_v2, with its
+    limits by their documentation.
 
     Attributes:
         comm_alg: its name.
@@ -38,8 +40,10 @@ class MC2:
 
     Attributes:
         default: the algorithm.
-        internode: the algorithm for a group over several machines, where it takes the group; None: the default.
-        group_buffer: whether the buffer size of a group's own HCCL options counts, rather than HCCL_BUFFSIZE alone.
+        internode: the algorithm for a group over several machines, where it takes the group; None:
+        the default.
+        group_buffer: whether the buffer size of a group's own HCCL options counts, rather than
+        HCCL_BUFFSIZE alone.
     """
 
     default: MC2Algorithm
@@ -54,14 +58,17 @@ class ChipFamily:
     Attributes:
         name: the product's.
         prefixes: of the chips' names, as ``aclrtGetSocName`` and torch_npu give them.
-        streams: of an NPU; each captured graph keeps some for as long as it lives (CANN's API reference, ``aclrtCreateStream``).
+        streams: of an NPU; each captured graph keeps some for as long as it lives (CANN's API
+        reference, ``aclrtCreateStream``).
         dtypes: of models; the first is what a model gets whose own dtype is not among them.
-        operators: fused operators of torch_npu that the product uses where a chip has them, and does without elsewhere.
+        operators: fused operators of torch_npu that the product uses where a chip has them, and
+        does without elsewhere.
         quantization: schemes of quantized weights; None means all.
         top_k_top_p: npu_sim_exponential_ and npu_top_k_top_p_sample.
         moe_routing: npu_moe_init_routing_v2 and npu_moe_re_routing, which all-to-all needs.
         token_unpermute: npu_moe_token_unpermute, which expert parallelism needs.
-        weight_nz: int8 weights of npu_quant_matmul in FRACTAL_NZ, which its documentation recommends.
+        weight_nz: int8 weights of npu_quant_matmul in FRACTAL_NZ, which its documentation
+        recommends.
         matmul_all_reduce: tensor-parallel sizes of npu_mm_all_reduce_base.
         mc2: MC2's algorithms, None without its operators.
     """
@@ -106,7 +113,8 @@ ALL_OPERATORS = frozenset(
         "npu_swiglu",
     }
 )
-"""Of Atlas A2 and A3. torch_npu's documentation lists the products of each operator (op-plugin: docs/zh/custom_APIs)"""
+"""Of Atlas A2 and A3. torch_npu's documentation lists the products of each operator (op-plugin:
+docs/zh/custom_APIs)"""
 
 FAMILIES = (
     ChipFamily(
@@ -121,7 +129,13 @@ FAMILIES = (
         token_unpermute=True,
         matmul_all_reduce=frozenset({2, 4, 8}),
         mc2=MC2(
-            MC2Algorithm("fullmesh", frozenset({*range(2, 9), 16, 32, 64, 128, 256}), 256, range(32, 7168 + 1, 32), True),
+            MC2Algorithm(
+                "fullmesh",
+                frozenset({*range(2, 9), 16, 32, 64, 128, 256}),
+                256,
+                range(32, 7168 + 1, 32),
+                True,
+            ),
             MC2Algorithm("hierarchy", frozenset({16, 32, 64}), 512, range(32, 10240 + 1, 32), True),
             group_buffer=False,
         ),
@@ -144,7 +158,8 @@ FAMILIES = (
         dtypes=ALL_DTYPES,
         operators=frozenset({"npu_add_rms_norm", "npu_fusion_attention"}),
     ),
-    # npu_dynamic_quant and per-token scales of npu_quant_matmul are for A2 and A3, so that only static inputs can be quantized
+    # npu_dynamic_quant and per-token scales of npu_quant_matmul are for A2 and A3, so that only
+    # static inputs can be quantized
     ChipFamily(
         "Ascend 310P",
         ("Ascend310P",),
@@ -153,7 +168,11 @@ FAMILIES = (
         quantization=("W8A8",),
     ),
     # the first generation has an Ascend910B, too
-    ChipFamily("Ascend 910A", ("Ascend910A", "Ascend910P", "Ascend910B"), operators=frozenset({"npu_rms_norm"})),
+    ChipFamily(
+        "Ascend 910A",
+        ("Ascend910A", "Ascend910P", "Ascend910B"),
+        operators=frozenset({"npu_rms_norm"}),
+    ),
 )
 """The first whose prefixes fit is a chip's family."""
 
@@ -176,9 +195,11 @@ class ChipFigures:
         node: NPUs joined by the links below.
         network_gbs: GB/s of one NPU beyond the node, in one direction.
         collective_us: time of a collective without data, in microseconds.
-        link_gbs: GB/s to each other NPU of the node, in one direction; 0 where ``injection_gbs`` is the limit.
+        link_gbs: GB/s to each other NPU of the node, in one direction; 0 where ``injection_gbs`` is
+        the limit.
         injection_gbs: GB/s out of one NPU in one direction, to any number of peers of the node.
-        source: report whose times ``bandwidth_gbs``, ``tflops`` and the collectives' are; empty: published figures.
+        source: report whose times ``bandwidth_gbs``, ``tflops`` and the collectives' are; empty:
+        published figures.
     """
 
     name: str
@@ -200,15 +221,27 @@ class ChipFigures:
 
 
 def _atlas_a2(name: str, memory_gib: float, bandwidth_gbs: float, tflops: float) -> ChipFigures:
-    return ChipFigures(name, memory_gib, bandwidth_gbs, tflops, node=8, network_gbs=25, collective_us=20, link_gbs=28)
+    return ChipFigures(
+        name,
+        memory_gib,
+        bandwidth_gbs,
+        tflops,
+        node=8,
+        network_gbs=25,
+        collective_us=20,
+        link_gbs=28,
+    )
 
 
 # Sources:
-# - memory, bandwidth, cores, host link: Huawei's product pages for Atlas 800T A2, Atlas 800T A3 and Atlas 300I Duo.
-# - tflops: cube cores x 8192 operations a cycle x 1.8 GHz (1.08 GHz on 310P, for which 70 TFLOPS are published).
+# - memory, bandwidth, cores, host link: Huawei's product pages for Atlas 800T A2, Atlas 800T A3 and
+# Atlas 300I Duo.
+# - tflops: cube cores x 8192 operations a cycle x 1.8 GHz (1.08 GHz on 310P, for which 70 TFLOPS
+# are published).
 # - link_gbs: HCCS of an Atlas 800T A2, 392 GB/s over seven links in both directions.
-# - injection_gbs: on A3 half of the 392 GB/s that "Serving Large Language Models on Huawei CloudMatrix384" (arXiv 2506.12708)
-#   gives for a package of two NPUs; on 310P half of a PCIe 4.0 x16 slot that two NPUs share.
+# - injection_gbs: on A3 half of the 392 GB/s that "Serving Large Language Models on Huawei
+# CloudMatrix384" (arXiv 2506.12708) gives for a package of two NPUs; on 310P half of a PCIe 4.0 x16
+# slot that two NPUs share.
 # - network_gbs: 200 Gbit/s RoCE.
 # - collective_us: an order of magnitude, of HCCL's AIV mode and, on 310P, over PCIe.
 FIGURES = {
@@ -218,8 +251,19 @@ FIGURES = {
         _atlas_a2("Ascend910B2", 64, 1600, 354),
         _atlas_a2("Ascend910B3", 64, 1600, 295),
         _atlas_a2("Ascend910B4", 32, 800, 295),
-        ChipFigures("Ascend910_93", 64, 1600, 354, node=16, network_gbs=25, collective_us=20, injection_gbs=196),
-        ChipFigures("Ascend310P3", 48, 204, 70, node=8, network_gbs=3, collective_us=100, injection_gbs=16),
+        ChipFigures(
+            "Ascend910_93",
+            64,
+            1600,
+            354,
+            node=16,
+            network_gbs=25,
+            collective_us=20,
+            injection_gbs=196,
+        ),
+        ChipFigures(
+            "Ascend310P3", 48, 204, 70, node=8, network_gbs=3, collective_us=100, injection_gbs=16
+        ),
     )
 }
 """By chip name."""
@@ -227,7 +271,9 @@ FIGURES = {
 
 def figures_of(chip: str) -> ChipFigures | None:
     """The figures of a chip by its name, or None."""
-    return FIGURES.get(chip) or next((each for each in FIGURES.values() if chip.startswith(each.name)), None)
+    return FIGURES.get(chip) or next(
+        (each for each in FIGURES.values() if chip.startswith(each.name)), None
+    )
 
 
 def measured(figures: ChipFigures, path: Path) -> ChipFigures:
@@ -241,23 +287,40 @@ def measured(figures: ChipFigures, path: Path) -> ChipFigures:
         facts = cases["environment"]["environment"]["facts"]
         soc, emulated = facts["soc"], facts["emulated"]
     except (OSError, ValueError, KeyError, TypeError) as error:
-        raise ValueError(f"{path} is not a report of `ascend-emulator verify`: {type(error).__name__} {error}") from None
+        raise ValueError(
+            f"{path} is not a report of `ascend-emulator verify`: {type(error).__name__} {error}"
+        ) from None
     if emulated:
-        raise ValueError(f"{path} is a report of the emulator, whose times are those of a CPU; fix: a report of an NPU")
+        raise ValueError(
+            f"{path} is a report of the emulator, whose times are those of a CPU; fix: a report of"
+            " an NPU"
+        )
     if not soc.startswith(figures.name):
-        raise ValueError(f"{path} is a report of {soc}; fix: --soc {soc}, or a report of {figures.name}")
-    found = {name: record.get("facts", {}) for part in ("timings", "collectives") for name, record in cases.get(part, {}).items()}
+        raise ValueError(
+            f"{path} is a report of {soc}; fix: --soc {soc}, or a report of {figures.name}"
+        )
+    found = {
+        name: record.get("facts", {})
+        for part in ("timings", "collectives")
+        for name, record in cases.get(part, {}).items()
+    }
     reduced = found.get("two-npus", {}).get("all_reduce", {})  # by bytes
     shortest = min((each["microseconds"] for each in reduced.values()), default=None)
     # between two ranks an all-reduce sends each byte once
     link = "injection_gbs" if figures.injection_gbs else "link_gbs"
     times = {
         "bandwidth_gbs": found.get("one-token-by-a-matrix", {}).get("gb_per_second"),
-        "tflops": found.get("matmul-bfloat16", {}).get("best") or found.get("matmul-float16", {}).get("best"),
+        "tflops": (
+            found.get("matmul-bfloat16", {}).get("best")
+            or found.get("matmul-float16", {}).get("best")
+        ),
         "collective_us": shortest,
         link: max((each["gb_per_second"] for each in reduced.values()), default=None),
     }
     replaced = {name: value for name, value in times.items() if value}
     if not replaced:
-        raise ValueError(f"{path} has no times; fix: ascend-emulator verify --only timings,collectives on the NPU")
+        raise ValueError(
+            f"{path} has no times; fix: ascend-emulator verify --only timings,collectives on"
+            " the NPU"
+        )
     return dataclasses.replace(figures, source=path.name, **replaced)

@@ -1,8 +1,9 @@
-"""Shims for what some supported versions of vLLM lack; each is removed once the lowest supported version has it.
+"""Shims for what some supported versions of vLLM lack; each is removed once the lowest supported
+version has it.
 
-Whether it is needed is asked of vLLM's code, never of its version. ``until``, the first vLLM that has what is missing, is for
-the tests (``tests/plugins/test_compat.py``), which fail when no supported vLLM is below it, and for the table in the
-documentation.
+Whether it is needed is asked of vLLM's code, never of its version. ``until``, the first vLLM that
+has what is missing, is for the tests (``tests/plugins/test_compat.py``), which fail when no
+supported vLLM is below it, and for the table in the documentation.
 """
 
 import inspect
@@ -25,8 +26,11 @@ class Shim(NamedTuple):
 SHIMS: dict[str, Shim] = {}
 
 
-def shim(*, until: str, lacks: str, needed: bool, otherwise: Callable[..., Any]) -> Callable[[Callable], Callable[..., Any]]:
-    """Use the decorated function where it is needed, elsewhere ``otherwise``, which replaces the shim once it is removed."""
+def shim(
+    *, until: str, lacks: str, needed: bool, otherwise: Callable[..., Any]
+) -> Callable[[Callable], Callable[..., Any]]:
+    """Use the decorated function where it is needed, elsewhere ``otherwise``, which replaces the
+    shim once it is removed."""
 
     def choose(function: Callable[..., Any]) -> Callable[..., Any]:
         SHIMS[function.__name__] = Shim(until, needed, function)
@@ -37,7 +41,10 @@ def shim(*, until: str, lacks: str, needed: bool, otherwise: Callable[..., Any])
 
 @shim(
     until="0.32",
-    lacks="``Worker._init_workspace_and_model_runner``, which creates the runner by a method that can be overridden",
+    lacks=(
+        "``Worker._init_workspace_and_model_runner``, which creates the runner by a method that can"
+        " be overridden"
+    ),
     needed=not hasattr(gpu_worker.Worker, "_init_workspace_and_model_runner"),
     otherwise=lambda worker: worker._init_workspace_and_model_runner(),
 )
@@ -54,22 +61,29 @@ def init_workspace_and_model_runner(worker: Any) -> None:
 
 @shim(
     until="0.32",
-    lacks="block tables of KV cache blocks: it splits them into the attention's blocks, and computes slots from both",
+    lacks=(
+        "block tables of KV cache blocks: it splits them into the attention's blocks, and computes"
+        " slots from both"
+    ),
     needed=hasattr(block_table.BlockTable, "map_to_kernel_blocks"),
     otherwise=lambda compute: compute,
 )
 def slot_mapping_kernel(compute: Callable[..., None]) -> Callable[..., None]:
     """Adapt a function with 0.32's arguments of ``ComputeSlotMappingKernel.kernel`` to 0.31's.
 
-    0.31 has two more: ``block_size`` of the attention, before ``slot_mapping``, and ``BLOCKS_PER_KV_BLOCK``, after
-    ``KV_CACHE_BLOCK_SIZE``, their product. The table contains the attention's blocks, which alone determine a token's slot.
+    0.31 has two more: ``block_size`` of the attention, before ``slot_mapping``, and
+    ``BLOCKS_PER_KV_BLOCK``, after ``KV_CACHE_BLOCK_SIZE``, their product. The table contains the
+    attention's blocks, which alone determine a token's slot.
     """
     return lambda *arguments: compute(*arguments[:6], arguments[7], arguments[6], *arguments[10:])
 
 
 @shim(
     until="0.32",
-    lacks="a different seed for each data-parallel engine: ``set_random_seed`` has no argument for its index",
+    lacks=(
+        "a different seed for each data-parallel engine: ``set_random_seed`` has no argument for"
+        " its index"
+    ),
     needed="data_parallel_index" not in inspect.signature(torch_utils.set_random_seed).parameters,
     otherwise=torch_utils.set_random_seed,
 )
@@ -80,11 +94,15 @@ def set_random_seed(seed: int | None, data_parallel_index: int = 0) -> None:
 
 @shim(
     until="0.32",
-    lacks="``Platform.get_mla_prefill_backend_cls``, by which a platform gives the backend of latent attention's prefills",
+    lacks=(
+        "``Platform.get_mla_prefill_backend_cls``, by which a platform gives the backend of latent"
+        " attention's prefills"
+    ),
     needed=not hasattr(Platform, "get_mla_prefill_backend_cls"),
     otherwise=lambda: None,
 )
 def ask_platform_for_mla_prefill_backend() -> None:
-    """Replace 0.31's selection, whose default needs vLLM's FlashAttention, by the question to the platform."""
+    """Replace 0.31's selection, whose default needs vLLM's FlashAttention, by the question to the
+    platform."""
     choose = current_platform.get_mla_prefill_backend_cls
     override("vllm.v1.attention.backends.mla.prefill.selector:get_mla_prefill_backend", choose)

@@ -1,8 +1,10 @@
-"""Interface of the platform for other wheels: registration, slots, options, versions, the chip, bases for attention backends.
+"""Interface of the platform for other wheels: registration, slots, options, versions, the chip,
+bases for attention backends.
 
-It is the one module that other wheels may import. A wheel's ``register()`` calls :func:`join`; its set-up function calls
-:func:`offer`. Importing this module imports neither torch nor vLLM, because vLLM calls ``register()`` in every process, in no
-particular order and possibly twice (``vllm/plugins/__init__.py``).
+It is the one module that other wheels may import. A wheel's ``register()`` calls :func:`join`; its
+set-up function calls :func:`offer`. Importing this module imports neither torch nor vLLM, because
+vLLM calls ``register()`` in every process, in no particular order and possibly twice
+(``vllm/plugins/__init__.py``).
 
 The names in ``__all__`` are the interface, of version :data:`API_VERSION`.
 """
@@ -80,17 +82,23 @@ _RENAMED = {"DenseBackend": "AttentionBackendBase", "DenseImpl": "AttentionImplB
 def __getattr__(name: str) -> Any:
     if name not in _RENAMED:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    warnings.warn(f"{__name__}.{name} is deprecated; use {_RENAMED[name]}", DeprecationWarning, stacklevel=2)
+    warnings.warn(
+        f"{__name__}.{name} is deprecated; use {_RENAMED[name]}", DeprecationWarning, stacklevel=2
+    )
     return globals()[_RENAMED[name]]
 
 
 class Experts(Protocol):
-    """A rank's experts, applied to rows sorted by expert: what ``apply_experts`` of a communicator's all2all manager takes.
+    """A rank's experts, applied to rows sorted by expert: what ``apply_experts`` of a
+    communicator's all2all manager takes.
 
-    An attribute ``takes_int8`` that is true says that rows may be int8, quantized by row with ``scale``.
+    An attribute ``takes_int8`` that is true says that rows may be int8, quantized by row with
+    ``scale``.
     """
 
-    def __call__(self, rows: torch.Tensor, counts: torch.Tensor, scale: torch.Tensor | None = None) -> torch.Tensor:
+    def __call__(
+        self, rows: torch.Tensor, counts: torch.Tensor, scale: torch.Tensor | None = None
+    ) -> torch.Tensor:
         """The outputs ``[rows, hidden]`` in the model's dtype.
 
         Args:
@@ -121,37 +129,50 @@ def chip() -> Chip:
     import torch
 
     properties = torch.npu.get_device_properties(torch.npu.current_device())
-    return Chip(properties.name, properties.total_memory, properties.cube_core_num, properties.vector_core_num)
+    return Chip(
+        properties.name,
+        properties.total_memory,
+        properties.cube_core_num,
+        properties.vector_core_num,
+    )
 
 
 def cache_parts(kv_cache: Any) -> dict[str, Any]:
-    """The tensors of one layer's KV cache, by name: ``key`` and ``value``, ``latent`` and ``rope``, or ``index``.
+    """The tensors of one layer's KV cache, by name: ``key`` and ``value``, ``latent`` and ``rope``,
+    or ``index``.
 
-    Each is contiguous, ``[blocks, block_size, kv_heads, width]`` in the cache's dtype: block ``b`` is the run of
-    ``stride(0)`` elements at ``data_ptr() + b * stride(0) * element_size()``. ``kv_cache`` is what an attention's ``forward`` and
-    a connector's ``register_kv_caches`` get for a layer.
+    Each is contiguous, ``[blocks, block_size, kv_heads, width]`` in the cache's dtype: block ``b``
+    is the run of ``stride(0)`` elements at ``data_ptr() + b * stride(0) * element_size()``.
+    ``kv_cache`` is what an attention's ``forward`` and a connector's ``register_kv_caches`` get for
+    a layer.
 
     Raises:
         TypeError: something else.
     """
     if not hasattr(kv_cache, "_asdict"):
         found = type(kv_cache).__name__
-        raise TypeError(f"a layer's KV cache is expected, as ascend_platform.attention.kv_cache.KVCachePair, not {found}")
+        raise TypeError(
+            "a layer's KV cache is expected, as ascend_platform.attention.kv_cache.KVCachePair,"
+            f" not {found}"
+        )
     return kv_cache._asdict()
 
 
 def allowed(entry_point: str) -> bool:
-    """Whether VLLM_PLUGINS lets an entry point of this name load, as vLLM reads it (``vllm/plugins/__init__.py``)."""
+    """Whether VLLM_PLUGINS lets an entry point of this name load, as vLLM reads it
+    (``vllm/plugins/__init__.py``)."""
     return PluginFilter.current().allows(entry_point)
 
 
 def unmet(distribution: str) -> str:
-    """The first declared requirement of an installed wheel that is not met, with the command that fixes it; "" if all are met."""
+    """The first declared requirement of an installed wheel that is not met, with the command that
+    fixes it; "" if all are met."""
     return str(requirements.unmet(distribution) or "")
 
 
 def rope_order(vllm_config: Any) -> str:
-    """Order of the elements of latent attention's rotated keys in the KV cache: ``pairs``, as in the model, or ``halves``.
+    """Order of the elements of latent attention's rotated keys in the KV cache: ``pairs``, as in
+    the model, or ``halves``.
 
     KV caches of different orders have the same shape; with ``halves`` the even elements come first.
     """
@@ -161,7 +182,8 @@ def rope_order(vllm_config: Any) -> str:
 
 
 def uses_mla_prolog(vllm_config: Any) -> bool:
-    """Whether layers with latent attention compute what precedes the attention of a decode by npu_mla_prolog_v3."""
+    """Whether layers with latent attention compute what precedes the attention of a decode by
+    npu_mla_prolog_v3."""
     from ascend_platform.config import mla_prolog
 
     return rope_order(vllm_config) == "halves" and not mla_prolog.reason_against(vllm_config)
@@ -171,12 +193,13 @@ def overrides(tree: Path | None = None) -> list[dict[str, str]]:
     """The names of vLLM that ascend-platform overrides, compared with a vLLM.
 
     Args:
-        tree: a checkout or a site-packages that contains vLLM, for which those of vLLM's V2 model runner, and the launches of
-            its kernels, are compared too where that runner is supported; the installed one without.
+        tree: a checkout or a site-packages that contains vLLM, for which those of vLLM's V2 model
+            runner, and the launches of its kernels, are compared too where that runner is
+            supported; the installed one without.
 
     Returns:
-        For each its ``name``, ``target``, ``action``, ``vllm`` (the versions whose source is known), ``why``, ``remove_when`` and
-        ``problem``, "" where vLLM's source is as supported.
+        For each its ``name``, ``target``, ``action``, ``vllm`` (the versions whose source is
+        known), ``why``, ``remove_when`` and ``problem``, "" where vLLM's source is as supported.
     """
     from ascend_platform import vllm_overrides
 

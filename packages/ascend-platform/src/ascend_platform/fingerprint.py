@@ -1,6 +1,8 @@
-"""Fingerprints of source code, read from a source tree or an installed package without importing it.
+"""Fingerprints of source code, read from a source tree or an installed package without importing
+it.
 
-Patches (ascend-patches) and overrides (``vllm_overrides.py``) compare vLLM's source with what they were written for.
+Patches (ascend-patches) and overrides (``vllm_overrides.py``) compare vLLM's source with what they
+were written for.
 """
 
 from __future__ import annotations
@@ -15,10 +17,11 @@ from pathlib import Path
 
 
 def fingerprint(source: str, qualname: str) -> str:
-    """A hash of a function, method, class or assigned name in a module's source; "" if it is not there.
+    """A hash of a function, method, class or assigned name in a module's source; "" if it is not
+    there.
 
-    Comments, formatting and docstrings do not count, nor does the version of Python that parses it. ``torch.cuda.*`` stands for
-    the set of attributes of ``torch.cuda`` that the module uses.
+    Comments, formatting and docstrings do not count, nor does the version of Python that parses it.
+    ``torch.cuda.*`` stands for the set of attributes of ``torch.cuda`` that the module uses.
     """
     nodes: list[ast.AST] = [parsed(source)]
     if qualname.endswith(".*"):
@@ -32,7 +35,8 @@ def fingerprint(source: str, qualname: str) -> str:
 
 @functools.lru_cache(maxsize=1)
 def parsed(source: str) -> ast.Module:
-    """The syntax tree of the last source; tens of megabytes for a large module, so that users clear the cache."""
+    """The syntax tree of the last source; tens of megabytes for a large module, so that users clear
+    the cache."""
     return ast.parse(source)
 
 
@@ -41,11 +45,16 @@ def _attributes(tree: ast.AST, prefix: str) -> set[str]:
     owner = prefix.removesuffix(".")
     last = owner.rpartition(".")[2]
     found = (node for node in ast.walk(tree) if isinstance(node, ast.Attribute))
-    return {ast.unparse(node) for node in found if getattr(node.value, "attr", "") == last and ast.unparse(node.value) == owner}
+    return {
+        ast.unparse(node)
+        for node in found
+        if getattr(node.value, "attr", "") == last and ast.unparse(node.value) == owner
+    }
 
 
 def module_source(module: str, tree: Path | None = None) -> str | None:
-    """The source text of a module, which is not imported; None if there is none. ``tree`` as for :func:`locate`."""
+    """The source text of a module, which is not imported; None if there is none. ``tree`` as for
+    :func:`locate`."""
     path = locate(module, tree)
     return None if path is None else path.read_text()
 
@@ -64,11 +73,16 @@ def drift(target: str, supported: Iterable[str], source: str | None) -> str:
     if not (found := fingerprint(source, qualname)):
         return f"target {target} is missing: {module} does not define {qualname}"
     supported = tuple(dict.fromkeys(supported))
-    return "" if found in supported else f"target {target} has changed: found {found}, expected {' or '.join(supported)}"
+    return (
+        ""
+        if found in supported
+        else f"target {target} has changed: found {found}, expected {' or '.join(supported)}"
+    )
 
 
 def locate(module: str, tree: Path | None = None) -> Path | None:
-    """The file of a module, in `tree` (a checkout or a site-packages) if its top package is there, else as installed."""
+    """The file of a module, in `tree` (a checkout or a site-packages) if its top package is there,
+    else as installed."""
     top, *rest = module.split(".")
     if tree is not None and (tree / top).is_dir():
         base = tree / top
@@ -78,9 +92,14 @@ def locate(module: str, tree: Path | None = None) -> Path | None:
             return Path(spec.origin) if spec and spec.origin and not rest else None
         base = Path(next(iter(spec.submodule_search_locations)))
     path = base.joinpath(*rest)
-    return next((file for file in (path.with_suffix(".py"), path / "__init__.py") if rest and file.is_file()), None) or (
-        base / "__init__.py" if not rest and (base / "__init__.py").is_file() else None
-    )
+    return next(
+        (
+            file
+            for file in (path.with_suffix(".py"), path / "__init__.py")
+            if rest and file.is_file()
+        ),
+        None,
+    ) or (base / "__init__.py" if not rest and (base / "__init__.py").is_file() else None)
 
 
 def tree_version(tree: Path) -> str:
@@ -88,12 +107,17 @@ def tree_version(tree: Path) -> str:
     for info in sorted(tree.glob("vllm-*.dist-info")):
         return info.name.removeprefix("vllm-").removesuffix(".dist-info")
     written = tree / "vllm" / "_version.py"
-    found = re.search(r"^__version__ = .*?['\"]([^'\"]+)", written.read_text(), re.M) if written.is_file() else None
+    found = (
+        re.search(r"^__version__ = .*?['\"]([^'\"]+)", written.read_text(), re.M)
+        if written.is_file()
+        else None
+    )
     return found[1] if found else ""
 
 
 def _named(node: ast.AST, name: str) -> Iterator[ast.AST]:
-    """Definitions and assignments of a name in a module or class, also under ``if``, ``try`` and ``with``."""
+    """Definitions and assignments of a name in a module or class, also under ``if``, ``try`` and
+    ``with``."""
     for child in ast.iter_child_nodes(node):
         if isinstance(child, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
             if child.name == name:
@@ -107,13 +131,21 @@ def _named(node: ast.AST, name: str) -> Iterator[ast.AST]:
 
 
 def _shape(value: object) -> str:
-    # not ast.dump: what it leaves out, and which fields there are, differs between versions of Python
+    # not ast.dump: what it leaves out, and which fields there are, differs between versions of
+    # Python
     if isinstance(value, list):
         return f"[{','.join(map(_shape, value))}]"
     if not isinstance(value, ast.AST):
         return repr(value)
     fields = dict(ast.iter_fields(value))
-    if isinstance(value, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)) and ast.get_docstring(value) is not None:
+    if (
+        isinstance(value, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef))
+        and ast.get_docstring(value) is not None
+    ):
         fields["body"] = value.body[1:]
-    shown = (f"{name}={_shape(field)}" for name, field in fields.items() if field not in (None, []) and name != "type_comment")
+    shown = (
+        f"{name}={_shape(field)}"
+        for name, field in fields.items()
+        if field not in (None, []) and name != "type_comment"
+    )
     return f"{type(value).__name__}({','.join(shown)})"

@@ -1,4 +1,5 @@
-"""NPUs, driver, CANN and memory of this machine, found without importing torch, torch_npu or vLLM and without opening an NPU."""
+"""NPUs, driver, CANN and memory of this machine, found without importing torch, torch_npu or vLLM
+and without opening an NPU."""
 
 from __future__ import annotations
 
@@ -21,10 +22,12 @@ VISIBLE_NPUS = "ASCEND_RT_VISIBLE_DEVICES"
 """Environment variable with the NPUs that a process may use."""
 PCI_DEVICES = Path("/sys/bus/pci/devices")
 REUSE_STREAMS = {"CANN": (8, 5, 0), "driver": (25, 5, 1)}
-"""Versions since which the streams of captured graphs are reused (vllm-project/vllm-ascend, pull requests 9962 and 10555)."""
+"""Versions since which the streams of captured graphs are reused (vllm-project/vllm-ascend, pull
+requests 9962 and 10555)."""
 _DRIVER_PACKAGE, _VERSION_BYTES = 7, 512
 """Of CANN's ``aclCANNPackageName``, and the size of its ``aclCANNPackageVersion``."""
-# Runs in a separate process: loading CANN starts threads, and a broken installation may end the process. It opens no device.
+# Runs in a separate process: loading CANN starts threads, and a broken installation may end the
+# process. It opens no device.
 _QUESTIONS = """
 import ctypes
 def npus():
@@ -55,7 +58,8 @@ def package(name: str) -> Path | None:
 
 
 def has_library(stem: str) -> bool:
-    """Whether LD_LIBRARY_PATH or the linker's cache has a library with this prefix, such as ``libopapi``."""
+    """Whether LD_LIBRARY_PATH or the linker's cache has a library with this prefix, such as
+    ``libopapi``."""
     directories = [Path(part) for part in os.environ.get("LD_LIBRARY_PATH", "").split(":") if part]
     cache = Path("/etc/ld.so.cache")
     return any(True for directory in directories for _ in directory.glob(f"{stem}*.so*")) or (
@@ -64,7 +68,8 @@ def has_library(stem: str) -> bool:
 
 
 def missing_libraries(torch_npu: Path) -> tuple[list[str], str]:
-    """The libraries that torch_npu needs, directly or indirectly, and the linker does not find; and other output of ldd.
+    """The libraries that torch_npu needs, directly or indirectly, and the linker does not find; and
+    other output of ldd.
 
     Raises:
         FileNotFoundError: ldd is not installed.
@@ -72,17 +77,25 @@ def missing_libraries(torch_npu: Path) -> tuple[list[str], str]:
     command = ["ldd", str(torch_npu / "lib" / "libtorch_npu.so")]
     done = subprocess.run(command, env=_with_torch(), capture_output=True, text=True, timeout=20)
     missing = re.findall(r"^\s*(\S+) => not found", done.stdout, re.MULTILINE)
-    return sorted(set(missing)), "" if done.returncode == 0 else " ".join((done.stdout + done.stderr).split())
+    return sorted(set(missing)), (
+        "" if done.returncode == 0 else " ".join((done.stdout + done.stderr).split())
+    )
 
 
 def missing_library(error: BaseException | None) -> str:
-    """The missing library and the fix, if an error or its cause is that torch_npu lacks a library of CANN; else ""."""
+    """The missing library and the fix, if an error or its cause is that torch_npu lacks a library
+    of CANN; else ""."""
     for each in error_chain(error):
         name, _, rest = str(each).partition(": ")
-        if isinstance(each, ImportError) and "cannot open shared object file" in rest and through_torch_npu(each):
+        if (
+            isinstance(each, ImportError)
+            and "cannot open shared object file" in rest
+            and through_torch_npu(each)
+        ):
             return (
-                f"CANN's library {name} was not found, so torch_npu cannot be loaded; fix: source CANN's set_env.sh "
-                "(usually /usr/local/Ascend/ascend-toolkit/set_env.sh), or use ascend-emulator run on a machine without NPUs"
+                f"CANN's library {name} was not found, so torch_npu cannot be loaded; fix: source"
+                " CANN's set_env.sh (usually /usr/local/Ascend/ascend-toolkit/set_env.sh), or use"
+                " ascend-emulator run on a machine without NPUs"
             )
     return ""
 
@@ -106,10 +119,13 @@ def through_torch_npu(error: BaseException) -> bool:
 
 @functools.cache
 def query_driver() -> dict[str, str]:
-    """Answers of the driver and CANN's runtime: ``npus`` and ``chip``; a value that begins with "?=" is an error."""
+    """Answers of the driver and CANN's runtime: ``npus`` and ``chip``; a value that begins with
+    "?=" is an error."""
     command = [sys.executable, "-I", "-S", "-c", _QUESTIONS]
     try:
-        done = subprocess.run(command, env=_with_torch(), capture_output=True, text=True, timeout=20)
+        done = subprocess.run(
+            command, env=_with_torch(), capture_output=True, text=True, timeout=20
+        )
     except subprocess.TimeoutExpired:
         return {"npus": "?=no answer from the driver in 20 seconds"}
     answers = dict(line.split("=", 1) for line in done.stdout.splitlines() if "=" in line)
@@ -117,17 +133,22 @@ def query_driver() -> dict[str, str]:
 
 
 def npu_count() -> tuple[int, str]:
-    """The number of NPUs, regardless of ASCEND_RT_VISIBLE_DEVICES, and the driver's error if it did not tell ("")."""
+    """The number of NPUs, regardless of ASCEND_RT_VISIBLE_DEVICES, and the driver's error if it did
+    not tell ("")."""
     answer = query_driver()["npus"]
     if not answer.startswith("?="):
         return int(answer), ""
-    return len([path for path in Path("/dev").glob("davinci*") if path.name[7:].isdigit()]), answer[2:]
+    return (
+        len([path for path in Path("/dev").glob("davinci*") if path.name[7:].isdigit()]),
+        answer[2:],
+    )
 
 
 def visible(listed: str, npus: int) -> int:
     """How many of ``npus`` NPUs torch_npu uses with a value of ASCEND_RT_VISIBLE_DEVICES.
 
-    The list ends at the first character that is neither digit nor comma, and at an id that is too large; ids must ascend.
+    The list ends at the first character that is neither digit nor comma, and at an id that is too
+    large; ids must ascend.
     """
     ids: list[int] = []
     for word in re.split(r"[^\d,]", listed)[0].split(","):
@@ -140,13 +161,20 @@ def visible(listed: str, npus: int) -> int:
 
 
 def unused_npus(listed: str, npus: int) -> tuple[str, str]:
-    """What is wrong with a value of ASCEND_RT_VISIBLE_DEVICES and the command that corrects it; "" if it is right."""
+    """What is wrong with a value of ASCEND_RT_VISIBLE_DEVICES and the command that corrects it; ""
+    if it is right."""
     usable = visible(listed, npus)
     if usable == len(listed.split(",")):
         return "", ""
     ids = sorted({int(word) for word in re.findall(r"\d+", listed) if int(word) < npus})
     fix = f"export {VISIBLE_NPUS}={','.join(map(str, ids))}" if ids else f"unset {VISIBLE_NPUS}"
-    return f"{listed!r} leaves {usable} of {npus} NPUs: ids must be 0 to {npus - 1}, ascending, without spaces", fix
+    return (
+        (
+            f"{listed!r} leaves {usable} of {npus} NPUs: ids must be 0 to {npus - 1}, ascending,"
+            " without spaces"
+        ),
+        fix,
+    )
 
 
 def has_numa_nodes(online: Path = Path("/sys/devices/system/node/online")) -> bool:
@@ -168,12 +196,18 @@ def numa_nodes(devices: Path = PCI_DEVICES, listing: str | None = None) -> tuple
     """
     if listing is None:
         try:
-            done = subprocess.run(["npu-smi", "info"], capture_output=True, text=True, timeout=20, check=True)
+            done = subprocess.run(
+                ["npu-smi", "info"], capture_output=True, text=True, timeout=20, check=True
+            )
         except (OSError, subprocess.SubprocessError) as error:
             return [], f"npu-smi info failed ({' '.join(str(error).split())})"
         listing = done.stdout
     # the second line of each NPU: number of the chip, number of the device, PCI address
-    buses = re.findall(r"^\|\s*\d+(?:\s+\d+)?\s*\|\s*([0-9A-Fa-f]{4}:[0-9A-Fa-f]{2}:[0-9A-Fa-f]{2}\.\d)\s*\|", listing, re.M)
+    buses = re.findall(
+        r"^\|\s*\d+(?:\s+\d+)?\s*\|\s*([0-9A-Fa-f]{4}:[0-9A-Fa-f]{2}:[0-9A-Fa-f]{2}\.\d)\s*\|",
+        listing,
+        re.M,
+    )
     listed = os.environ.get("ASCEND_RT_VISIBLE_DEVICES")
     if listed is not None:
         count = visible(listed, len(buses))
@@ -219,12 +253,18 @@ def cann_version() -> str:
     if home is None:
         return ""
     places = [home, home / f"{platform.machine()}-linux"]
-    files = [path for place in places for pattern in ("*_install.info", "*/version.info") for path in sorted(place.glob(pattern))]
+    files = [
+        path
+        for place in places
+        for pattern in ("*_install.info", "*/version.info")
+        for path in sorted(place.glob(pattern))
+    ]
     return next(filter(None, map(_version_in, files)), "")
 
 
 def driver_version() -> str:
-    """The driver's version from its version file, else from CANN's runtime: containers may lack the file. "" if it is unknown."""
+    """The driver's version from its version file, else from CANN's runtime: containers may lack the
+    file. "" if it is unknown."""
     if found := _version_in(DRIVER / "version.info"):
         return found
     try:
@@ -236,7 +276,8 @@ def driver_version() -> str:
 
 
 def reuses_streams() -> bool:
-    """Whether CANN reuses the streams of captured graphs, so that their number is not limited; no where a version is unknown."""
+    """Whether CANN reuses the streams of captured graphs, so that their number is not limited; no
+    where a version is unknown."""
     versions = (cann_version(), REUSE_STREAMS["CANN"]), (driver_version(), REUSE_STREAMS["driver"])
     return all(_numbers(found) >= least for found, least in versions)
 
@@ -247,24 +288,37 @@ def firmware_version() -> str:
 
 
 def set_env() -> str:
-    """The command that sets up CANN's environment, if an installation is found, else how to install it."""
+    """The command that sets up CANN's environment, if an installation is found, else how to install
+    it."""
     roots = [Path("/usr/local/Ascend"), Path.home() / "Ascend"]
-    for path in (root / name / "set_env.sh" for root in roots for name in ("ascend-toolkit", "cann", "nnae")):
+    for path in (
+        root / name / "set_env.sh" for root in roots for name in ("ascend-toolkit", "cann", "nnae")
+    ):
         if path.is_file():
             return f"source {path}"
-    return "install CANN and source its set_env.sh; on a machine without NPUs put `ascend-emulator run --` before the command"
+    return (
+        "install CANN and source its set_env.sh; on a machine without NPUs put `ascend-emulator run"
+        " --` before the command"
+    )
 
 
 def driver_fix() -> str:
     """The fix if the driver's library does not answer."""
     libraries = DRIVER / "lib64" / "driver"
     if (libraries / "libascend_hal.so").is_file():
-        return f"export LD_LIBRARY_PATH={libraries}:{libraries.parent / 'common'}:$LD_LIBRARY_PATH, then look at npu-smi info"
-    return "install the NPU driver, or mount it into the container (-v /usr/local/Ascend/driver:/usr/local/Ascend/driver)"
+        return (
+            f"export LD_LIBRARY_PATH={libraries}:{libraries.parent / 'common'}:$LD_LIBRARY_PATH,"
+            " then look at npu-smi info"
+        )
+    return (
+        "install the NPU driver, or mount it into the container (-v"
+        " /usr/local/Ascend/driver:/usr/local/Ascend/driver)"
+    )
 
 
 def free_memory() -> int:
-    """Bytes that this process can allocate: the least of available memory, the container's limit and the process's limit."""
+    """Bytes that this process can allocate: the least of available memory, the container's limit
+    and the process's limit."""
     available = re.search(r"MemAvailable:\s*(\d+)", Path("/proc/meminfo").read_text())
     limits = [int(available[1]) << 10] if available else []
     own = resource.getrlimit(resource.RLIMIT_AS)[0]
@@ -277,20 +331,28 @@ def free_memory() -> int:
 
 
 def _with_torch() -> dict[str, str]:
-    """This environment with torch's libraries on LD_LIBRARY_PATH, as torch_npu is loaded after torch."""
+    """This environment with torch's libraries on LD_LIBRARY_PATH, as torch_npu is loaded after
+    torch."""
     torch = package("torch")
     parts = [os.environ.get("LD_LIBRARY_PATH", ""), str(torch / "lib") if torch else ""]
     return {**os.environ, "LD_LIBRARY_PATH": ":".join(filter(None, parts))}
 
 
 def _numbers(version: str) -> tuple[int, ...]:
-    """The first three numbers of a version such as 25.5.1 or 24.1.rc3, where a release candidate is before the release."""
-    return tuple(int(part) if part.isdigit() else -1 for part in (*version.split("."), "0", "0", "0")[:3])
+    """The first three numbers of a version such as 25.5.1 or 24.1.rc3, where a release candidate is
+    before the release."""
+    return tuple(
+        int(part) if part.isdigit() else -1 for part in (*version.split("."), "0", "0", "0")[:3]
+    )
 
 
 def _version_in(path: Path) -> str:
     try:
-        found = re.search(r"^\s*version\s*=\s*(\S+)", path.read_text(errors="replace"), re.IGNORECASE | re.MULTILINE)
+        found = re.search(
+            r"^\s*version\s*=\s*(\S+)",
+            path.read_text(errors="replace"),
+            re.IGNORECASE | re.MULTILINE,
+        )
     except OSError:
         return ""
     return found[1] if found else ""

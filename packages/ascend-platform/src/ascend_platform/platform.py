@@ -40,10 +40,12 @@ _resolve_again = functools.cache(resolve_current_platform_cls_qualname)
 
 
 def announce(vllm_config: "VllmConfig") -> None:
-    """Hand the components their options and log the summary line, once per process, whose imports are over by then.
+    """Hand the components their options and log the summary line, once per process, whose imports
+    are over by then.
 
-    Called where each process first has the configuration and all plugins are loaded: ``check_and_update_config`` in the
-    API server, ``register_custom_kv_cache_specs`` in the engine core, ``NPUWorker`` in a worker.
+    Called where each process first has the configuration and all plugins are loaded:
+    ``check_and_update_config`` in the API server, ``register_custom_kv_cache_specs`` in the engine
+    core, ``NPUWorker`` in a worker.
     """
     startup.collect_garbage_as_before()
     registry.join("ascend-platform", "ascend", api=registry.API_VERSION)
@@ -65,7 +67,8 @@ def _log_once(line: str) -> None:
 
 
 class NPUPlatform(Platform):
-    """Ascend NPUs through torch_npu. Other attributes are vLLM's defaults, or those of ``torch.npu``."""
+    """Ascend NPUs through torch_npu. Other attributes are vLLM's defaults, or those of
+    ``torch.npu``."""
 
     _enum = PlatformEnum.OOT
     device_name = "npu"
@@ -83,11 +86,13 @@ class NPUPlatform(Platform):
 
     @classmethod
     def import_ir_kernels(cls) -> None:
-        """Import no implementations: vLLM's IR, which vLLM 0.34 removes, keeps its PyTorch forms; see ``ops.register``."""
+        """Import no implementations: vLLM's IR, which vLLM 0.34 removes, keeps its PyTorch forms;
+        see ``ops.register``."""
 
     @classmethod
     def register_triton_kernel_overrides(cls) -> None:
-        enter("worker")  # vLLM calls this right before it imports the worker's class (vllm/v1/worker/worker_base.py)
+        # vLLM calls this right before it imports the worker's class (vllm/v1/worker/worker_base.py)
+        enter("worker")
 
         from ascend_platform import triton_overrides
         from ascend_platform.triton_overrides import slot_mapping
@@ -106,7 +111,8 @@ class NPUPlatform(Platform):
 
     @classmethod
     def get_device_name(cls, device_id: int = 0) -> str:
-        # vLLM also asks in the API server, when it replaces a dtype that is not supported (vllm/config/model.py)
+        # vLLM also asks in the API server, when it replaces a dtype that is not supported
+        # (vllm/config/model.py)
         return torch.npu.get_device_name(device_id) if torch.npu.is_initialized() else host.chip()
 
     @classmethod
@@ -114,11 +120,14 @@ class NPUPlatform(Platform):
         """Bytes of device memory.
 
         Raises:
-            NotImplementedError: in a process without a device context. vLLM also calls this in the API server
-                (``vllm/engine/arg_utils.py:2913``) and uses a default there, which leaves the NPU to the worker.
+            NotImplementedError: in a process without a device context. vLLM also calls this in the
+                API server (``vllm/engine/arg_utils.py:2913``) and uses a default there, which
+                leaves the NPU to the worker.
         """
         if not torch.npu.is_initialized():
-            raise NotImplementedError("this process has no device context, and reading the memory size would create one")
+            raise NotImplementedError(
+                "this process has no device context, and reading the memory size would create one"
+            )
         return torch.npu.get_device_properties(device_id).total_memory
 
     @classmethod
@@ -141,7 +150,8 @@ class NPUPlatform(Platform):
 
     @classmethod
     def opaque_attention_op(cls) -> bool:
-        # with False, Dynamo traces the branch of attention without metadata, for profiling, into the graph: silent wrong tokens
+        # with False, Dynamo traces the branch of attention without metadata, for profiling, into
+        # the graph: silent wrong tokens
         return True
 
     @classmethod
@@ -150,7 +160,8 @@ class NPUPlatform(Platform):
 
     @classmethod
     def get_static_graph_wrapper_cls(cls) -> str:
-        return "vllm.compilation.cuda_graph.CUDAGraphWrapper"  # with torch.npu's graphs, see ascend_platform/graph/acl_graph.py
+        # with torch.npu's graphs, see ascend_platform/graph/acl_graph.py
+        return "vllm.compilation.cuda_graph.CUDAGraphWrapper"
 
     @classmethod
     def get_pass_manager_cls(cls) -> str:
@@ -165,11 +176,13 @@ class NPUPlatform(Platform):
 
     @classmethod
     def check_runner_kv_caches_multi_layer(cls) -> None:
-        """Nothing: ``NPUModelRunner.kv_caches`` is only copied by blocks, regardless of the layers of a cache."""
+        """Nothing: ``NPUModelRunner.kv_caches`` is only copied by blocks, regardless of the layers
+        of a cache."""
 
     @classmethod
     def pre_register_and_update(cls, parser: Any = None) -> None:
-        if parser is None:  # for a model's configuration; the parser alone is also created for --help
+        # for a model's configuration; the parser alone is also created for --help
+        if parser is None:
             quantization.register()
 
     @classmethod
@@ -182,20 +195,27 @@ class NPUPlatform(Platform):
 
     @classmethod
     def get_attn_backend_cls(
-        cls, selected_backend: Any, attn_selector_config: "AttentionSelectorConfig", num_heads: int | None = None
+        cls,
+        selected_backend: Any,
+        attn_selector_config: "AttentionSelectorConfig",
+        num_heads: int | None = None,
     ) -> str:
         """The qualified name of the attention for a layer.
 
         Raises:
-            RefusedError: no installed attention supports the layer, or another backend is selected by name.
+            RefusedError: no installed attention supports the layer, or another backend is selected
+            by name.
         """
         if selected_backend is not None and selected_backend.name != "CUSTOM":
             raise extension.RefusedError(
-                f"attention backend {selected_backend.name} is not supported on Ascend NPUs; fix: remove --attention-backend"
+                f"attention backend {selected_backend.name} is not supported on Ascend NPUs; fix:"
+                " remove --attention-backend"
             )
         from vllm.config import get_current_vllm_config
 
-        return selector.select_backend(attn_selector_config, get_current_vllm_config().model_config)[0]
+        return selector.select_backend(
+            attn_selector_config, get_current_vllm_config().model_config
+        )[0]
 
     @classmethod
     def get_mla_prefill_backend_cls(cls, mla_selector_config: Any) -> type:
@@ -222,10 +242,12 @@ class NPUPlatform(Platform):
 
     @classmethod
     def log_warnings(cls) -> None:
-        """Log again which platform plugins vLLM found and activated, and note errors that end the process.
+        """Log again which platform plugins vLLM found and activated, and note errors that end the
+        process.
 
-        vLLM resolves its platform while its modules are imported, before it configures logging, and loses its own log lines
-        about it. It calls this hook right after (``vllm/logger.py``, ``configure_logging``).
+        vLLM resolves its platform while its modules are imported, before it configures logging, and
+        loses its own log lines about it. It calls this hook right after (``vllm/logger.py``,
+        ``configure_logging``).
         """
         failures.watch()
         _resolve_again()
@@ -283,7 +305,9 @@ class NPUPlatform(Platform):
         if "ray" in (parallel.distributed_executor_backend, parallel.data_parallel_backend):
             ray.prepare(parallel)
         if parallel.numa_bind_nodes is None:
-            devices.bind_to_numa_nodes(parallel, performance.enabled(vllm_config, performance.NUMA_BIND))
+            devices.bind_to_numa_nodes(
+                parallel, performance.enabled(vllm_config, performance.NUMA_BIND)
+            )
         unsupported.check_communicator(vllm_config)
         metrics.offer(vllm_config)
         announce(vllm_config)
@@ -294,8 +318,9 @@ class NPUPlatform(Platform):
 
     @classmethod
     def register_custom_kv_cache_specs(cls, vllm_config: "VllmConfig | None") -> None:
-        # the first hook in the engine core after plugins are loaded, in whichever process it runs; without a configuration where
-        # vLLM looks up a spec before an engine has registered them (vllm/v1/kv_cache_spec_registry.py)
+        # the first hook in the engine core after plugins are loaded, in whichever process it runs;
+        # without a configuration where vLLM looks up a spec before an engine has registered them
+        # (vllm/v1/kv_cache_spec_registry.py)
         enter("engine")
         if vllm_config is not None:
             announce(vllm_config)

@@ -1,8 +1,10 @@
-"""Names of vLLM that ascend-platform replaces or adds to: a table, and guards that compare vLLM's source with it.
+"""Names of vLLM that ascend-platform replaces or adds to: a table, and guards that compare vLLM's
+source with it.
 
-vLLM has no registry, platform hook or base class for these. :func:`check` compares all of them where an engine is configured;
-:func:`override`, :func:`add` and :func:`require` compare a single one again where it is applied, so that nothing is replaced in
-a vLLM that is not supported. The table is also the source of docs/patches-ledger.md and of ``vllm-ascend patches``.
+vLLM has no registry, platform hook or base class for these. :func:`check` compares all of them
+where an engine is configured; :func:`override`, :func:`add` and :func:`require` compare a single
+one again where it is applied, so that nothing is replaced in a vLLM that is not supported. The
+table is also the source of docs/patches-ledger.md and of ``vllm-ascend patches``.
 """
 
 from __future__ import annotations
@@ -32,14 +34,19 @@ class Override:
     """One name of vLLM.
 
     Attributes:
-        target: ``package.module:qualified.name`` of the definition, or of the module's own ``torch``.
-        action: what is done to it: ``replaced``, ``entries added``, ``kernel registered``, ``operator defined`` or ``used``.
+        target: ``package.module:qualified.name`` of the definition, or of the module's own
+        ``torch``.
+        action: what is done to it: ``replaced``, ``entries added``, ``kernel registered``,
+        ``operator defined`` or ``used``.
         why: what fails on the NPU without it.
         remove_when: the condition under which the entry can be deleted.
-        sources: fingerprints of the source that it was written for, by the first minor version of vLLM that has that source.
+        sources: fingerprints of the source that it was written for, by the first minor version of
+        vLLM that has that source.
         compared: the target whose source is compared, where it is not ``target`` itself.
-        replaced_in: the modules whose name is replaced, where that is not the defining module alone.
-        kept_in: modules, or packages, that import the name with ``from … import`` and keep vLLM's own.
+        replaced_in: the modules whose name is replaced, where that is not the defining module
+        alone.
+        kept_in: modules, or packages, that import the name with ``from … import`` and keep vLLM's
+        own.
     """
 
     target: str
@@ -65,15 +72,27 @@ class Override:
 
     def row(self, tree: Path | None = None) -> dict[str, str]:
         """What a table of overrides shows; see ``extension.overrides``."""
-        fields = {"name": self.name, "target": self.target, "action": self.action, "vllm": ", ".join(self.sources)}
-        return fields | {"why": self.why, "remove_when": self.remove_when, "problem": self.problem(tree)}
+        fields = {
+            "name": self.name,
+            "target": self.target,
+            "action": self.action,
+            "vllm": ", ".join(self.sources),
+        }
+        return fields | {
+            "why": self.why,
+            "remove_when": self.remove_when,
+            "problem": self.problem(tree),
+        }
 
     def problem(self, tree: Path | None = None) -> str:
-        """The difference between a vLLM (of a source tree, or the installed one) and the supported ones; "" if there is none."""
+        """The difference between a vLLM (of a source tree, or the installed one) and the supported
+        ones; "" if there is none."""
         module, _, qualname = self.target.partition(":")
         source = fingerprint.module_source(module, tree)
         compared = self.compared or self.target
-        found = source is not None and (compared.endswith(".*") or fingerprint.fingerprint(source, qualname))
+        found = source is not None and (
+            compared.endswith(".*") or fingerprint.fingerprint(source, qualname)
+        )
         if not found:
             return fingerprint.drift(self.target, (), source)
         source = fingerprint.module_source(compared.partition(":")[0], tree)
@@ -81,7 +100,8 @@ class Override:
 
 
 def include(entries: Iterable[Override]) -> None:
-    """Add the names that only some engines replace. They are compared by :func:`check` with these entries, and when applied."""
+    """Add the names that only some engines replace. They are compared by :func:`check` with these
+    entries, and when applied."""
     _included.extend(each for each in entries if each not in _included)
 
 
@@ -106,23 +126,28 @@ def check(entries: Iterable[Override] | None = None) -> None:
         near = difflib.get_close_matches(name, names, n=1)
         hint = f"; did you mean {near[0]!r}?" if near else ""
         logger.warning("%s names %r, which is no override%s", ACCEPT, name, hint)
-    present = [each for each in (OVERRIDES if entries is None else entries) if not _is_removed(each.module)]
+    present = [
+        each for each in (OVERRIDES if entries is None else entries) if not _is_removed(each.module)
+    ]
     different = [each for each in present if _problem(each.target)]
     refused = [each for each in different if not _accept(each)]
     fingerprint.parsed.cache_clear()
     if refused:
-        more = f" (and {len(refused) - 1} more, see vllm-ascend patches check)" if refused[1:] else ""
+        more = (
+            f" (and {len(refused) - 1} more, see vllm-ascend patches check)" if refused[1:] else ""
+        )
         raise _error(refused[0], f"{_problem(refused[0].target)}{more}")
 
 
 def override(target: str, replacement: Any) -> None:
     """Replace a name of vLLM in this process; a second call for a target does nothing.
 
-    A module that has imported the original with ``from … import`` would keep it. vLLM's modules that have done so must be in
-    the entry's ``replaced_in`` or ``kept_in``.
+    A module that has imported the original with ``from … import`` would keep it. vLLM's modules
+    that have done so must be in the entry's ``replaced_in`` or ``kept_in``.
 
     Raises:
-        RefusedError: the target is missing or has changed, or a module that the entry does not name has imported it.
+        RefusedError: the target is missing or has changed, or a module that the entry does not name
+        has imported it.
     """
     each = _entry(target)
     if target in _applied or _is_removed(each.module):
@@ -130,7 +155,9 @@ def override(target: str, replacement: Any) -> None:
     original = _resolve(each)
     report_foreign(target, original)
     if "." in each.qualname:
-        owner = functools.reduce(getattr, each.qualname.split(".")[:-1], importlib.import_module(each.module))
+        owner = functools.reduce(
+            getattr, each.qualname.split(".")[:-1], importlib.import_module(each.module)
+        )
         setattr(owner, each.qualname.rpartition(".")[2], replacement)
     else:
         named = each.replaced_in or (each.module,)
@@ -138,13 +165,15 @@ def override(target: str, replacement: Any) -> None:
         if not isinstance(original, ModuleType):
             _check_importers(each, original, {each.module, *own})
         for name in own:
-            if name in sys.modules or each.module not in named:  # one that is imported later imports the replacement
+            # one that is imported later imports the replacement
+            if name in sys.modules or each.module not in named:
                 setattr(importlib.import_module(name), each.qualname, replacement)
     _applied.add(target)
 
 
 def add(target: str, entries: Mapping[Any, Any] | Iterable[Any]) -> None:
-    """Add entries to a dict, or attributes to a class, where it does not have the key, or members to a set of vLLM's.
+    """Add entries to a dict, or attributes to a class, where it does not have the key, or members
+    to a set of vLLM's.
 
     Raises:
         RefusedError: the target is missing, or its source or that of its user has changed.
@@ -176,7 +205,8 @@ def without(target: str, members: Iterable[Any]) -> Iterator[None]:
 
 
 def require(target: str) -> None:
-    """Compare a target that is used, or replaced through a registry of vLLM's, with the supported source.
+    """Compare a target that is used, or replaced through a registry of vLLM's, with the supported
+    source.
 
     Raises:
         RefusedError: the target is missing or has changed.
@@ -218,9 +248,10 @@ def _error(each: Override, problem: str) -> RefusedError:
         names = ",".join(sorted({*_accepted(), each.name}))
         accept = f", or, if this vLLM is edited and the override fits it: export {ACCEPT}={names}"
     return RefusedError(
-        f"vLLM {requirements.version('vllm')} is not as ascend-platform {requirements.version('ascend-platform')} supports it: "
-        f"override {each.name}: {problem}; fix: pip install --upgrade ascend-platform, or install an unedited release of "
-        f"{_supported()}{accept}"
+        f"vLLM {requirements.version('vllm')} is not as ascend-platform"
+        f" {requirements.version('ascend-platform')} supports it: override {each.name}: {problem};"
+        " fix: pip install --upgrade ascend-platform, or install an unedited release of"
+        f" {_supported()}{accept}"
     )
 
 
@@ -231,24 +262,44 @@ def _supported() -> str:
 def _resolve(each: Override) -> Any:
     require(each.target)
     try:
-        return functools.reduce(getattr, each.qualname.split("."), importlib.import_module(each.module))
+        return functools.reduce(
+            getattr, each.qualname.split("."), importlib.import_module(each.module)
+        )
     except (ImportError, AttributeError) as error:
         raise _error(each, f"target {each.target} is missing: {error}") from error
 
 
 def _check_importers(each: Override, original: Any, known: set[str]) -> None:
     for name, module in list(sys.modules.items()):
-        if not name.startswith("vllm.") or name in known or any(f"{name}.".startswith(f"{kept}.") for kept in each.kept_in):
+        if (
+            not name.startswith("vllm.")
+            or name in known
+            or any(f"{name}.".startswith(f"{kept}.") for kept in each.kept_in)
+        ):
             continue
-        if any(value is original for value in list(vars(module).values())) and each.name not in _accepted():
+        if (
+            any(value is original for value in list(vars(module).values()))
+            and each.name not in _accepted()
+        ):
             raise _error(each, f"{name} has imported {each.target} too, and would keep vLLM's own")
 
 
 def report_foreign(target: str, original: Any) -> None:
     """Log which other plugin has put something in place of vLLM's own, if one has."""
-    name = getattr(original, "__globals__", {}).get("__name__") or getattr(original, "__module__", None) or ""
-    if isinstance(name, str) and name.partition(".")[0] not in (*sys.stdlib_module_names, "vllm", "torch", ""):
-        logger.warning("override %s replaces what %s has put in place of %s", _entry(target).name, name, target)
+    name = (
+        getattr(original, "__globals__", {}).get("__name__")
+        or getattr(original, "__module__", None)
+        or ""
+    )
+    if isinstance(name, str) and name.partition(".")[0] not in (
+        *sys.stdlib_module_names,
+        "vllm",
+        "torch",
+        "",
+    ):
+        logger.warning(
+            "override %s replaces what %s has put in place of %s", _entry(target).name, name, target
+        )
 
 
 _ROUTER = "vllm.model_executor.layers.fused_moe.router."
@@ -258,29 +309,60 @@ _HOOK = "vLLM has a platform hook for it"
 def torch_view(module: str, why: str, fingerprint: str, since: str = "0.31") -> Override:
     """A module whose ``torch.cuda`` becomes ``torch.npu``, without a change to ``torch`` itself."""
     remove_when = "the module uses torch.accelerator in place of torch.cuda"
-    return Override(f"{module}:torch", "replaced", why, remove_when, {since: fingerprint}, compared=f"{module}:torch.cuda.*")
+    return Override(
+        f"{module}:torch",
+        "replaced",
+        why,
+        remove_when,
+        {since: fingerprint},
+        compared=f"{module}:torch.cuda.*",
+    )
 
 
 def kernel(module: str, qualname: str, why: str, **sources: str) -> Override:
-    """A Triton kernel with a PyTorch implementation that takes its arguments, through vLLM's registry of kernels."""
-    by_minor = {minor.replace("v", "").replace("_", "."): source for minor, source in sources.items()}
-    return Override(f"{module}:{qualname}", "kernel registered", why, "Triton runs on the NPU", by_minor)
+    """A Triton kernel with a PyTorch implementation that takes its arguments, through vLLM's
+    registry of kernels."""
+    by_minor = {
+        minor.replace("v", "").replace("_", "."): source for minor, source in sources.items()
+    }
+    return Override(
+        f"{module}:{qualname}", "kernel registered", why, "Triton runs on the NPU", by_minor
+    )
 
 
 OVERRIDES: tuple[Override, ...] = (
-    torch_view("vllm.v1.worker.gpu_model_runner", "the V1 runner makes streams and events by torch.cuda", "5a9f55bd7b2c"),
-    torch_view("vllm.distributed.parallel_state", "graph_capture and the groups take torch.cuda's streams", "7420a0e96b51"),
     torch_view(
-        "vllm.v1.spec_decode.ngram_proposer_gpu", "it copies the number of draft tokens on a torch.cuda stream", "0285abb6afad"
+        "vllm.v1.worker.gpu_model_runner",
+        "the V1 runner makes streams and events by torch.cuda",
+        "5a9f55bd7b2c",
     ),
-    torch_view("vllm.compilation.cuda_graph", "CUDAGraphWrapper captures by torch.cuda.graph", "934f7fb345ba"),
+    torch_view(
+        "vllm.distributed.parallel_state",
+        "graph_capture and the groups take torch.cuda's streams",
+        "7420a0e96b51",
+    ),
+    torch_view(
+        "vllm.v1.spec_decode.ngram_proposer_gpu",
+        "it copies the number of draft tokens on a torch.cuda stream",
+        "0285abb6afad",
+    ),
+    torch_view(
+        "vllm.compilation.cuda_graph",
+        "CUDAGraphWrapper captures by torch.cuda.graph",
+        "934f7fb345ba",
+    ),
     Override(
         "vllm.distributed.parallel_state:graph_capture",
         "replaced",
         "it prepares the communicators of CUDA and XPU; HCCL's collectives are captured without",
         _HOOK,
         {"0.31": "91b3eceb44f5", "0.33": "4312d0671379"},
-        replaced_in=("vllm.distributed.parallel_state", "vllm.distributed", V1_RUNNER, "vllm.v1.worker.gpu.cudagraph_utils"),
+        replaced_in=(
+            "vllm.distributed.parallel_state",
+            "vllm.distributed",
+            V1_RUNNER,
+            "vllm.v1.worker.gpu.cudagraph_utils",
+        ),
         kept_in=("vllm.v1.worker.gpu", "vllm.benchmarks"),
     ),
     Override(
@@ -292,12 +374,17 @@ OVERRIDES: tuple[Override, ...] = (
         compared="vllm.distributed.eplb.eplb_state:EplbState.__init__",
         replaced_in=("vllm.v1.worker.gpu_model_runner",),
         # These use its static methods, or its name in annotations.
-        kept_in=("vllm.model_executor.layers.fused_moe.routed_experts", "vllm.v1.spec_decode", "vllm.v1.worker.gpu"),
+        kept_in=(
+            "vllm.model_executor.layers.fused_moe.routed_experts",
+            "vllm.v1.spec_decode",
+            "vllm.v1.worker.gpu",
+        ),
     ),
     Override(
         "vllm.v1.attention.backends.mla.prefill.selector:get_mla_prefill_backend",
         "replaced",
-        "0.31's own choice needs vLLM's FlashAttention; nothing is replaced from 0.32 on, which asks the platform",
+        "0.31's own choice needs vLLM's FlashAttention; nothing is replaced from 0.32 on, which"
+        " asks the platform",
         "vLLM 0.31 is no longer supported",
         {"0.31": "6f85060308a7", "0.32": "9fb90850b67e"},
         replaced_in=("vllm.model_executor.layers.attention.mla_attention",),
@@ -339,7 +426,8 @@ OVERRIDES: tuple[Override, ...] = (
     Override(
         "vllm.model_executor.layers.vocab_parallel_embedding:get_masked_input_and_mask",
         "replaced",
-        "its thirteen operators are one kernel by torch.compile on CUDA alone, and the layer has no hook",
+        "its thirteen operators are one kernel by torch.compile on CUDA alone, and the layer has no"
+        " hook",
         "the layer asks the platform for it",
         {"0.31": "6b69b33dab0e"},
     ),
@@ -369,7 +457,8 @@ OVERRIDES: tuple[Override, ...] = (
     Override(
         f"{_ROUTER}base_router:eplb_map_to_physical_and_record",
         "replaced",
-        "for other devices than CUDA, ROCm and XPU vLLM returns the logical ids unmapped, and counts nothing",
+        "for other devices than CUDA, ROCm and XPU vLLM returns the logical ids unmapped, and"
+        " counts nothing",
         "vLLM's fallback maps the ids",
         {"0.31": "b0dacc84bbf9"},
         replaced_in=(
@@ -382,7 +471,8 @@ OVERRIDES: tuple[Override, ...] = (
     Override(
         f"{_ROUTER}zero_expert_router:ZeroExpertRouter._compute_routing",
         "replaced",
-        "it launches a Triton kernel that is not in vLLM's registry of kernels, and tensor[mask] = 0 waits for the device",
+        "it launches a Triton kernel that is not in vLLM's registry of kernels, and tensor[mask] ="
+        " 0 waits for the device",
         "vLLM computes the share of experts without weights in PyTorch",
         {"0.31": "6fb87209ee4a"},
     ),
@@ -390,7 +480,8 @@ OVERRIDES: tuple[Override, ...] = (
         Override(
             f"{_ROUTER}{module}:vllm_topk_{scores}",
             "replaced",
-            f"it calls torch.ops._moe_C.topk_{scores} of vLLM's CUDA extension; the NPU's operators return new tensors",
+            f"it calls torch.ops._moe_C.topk_{scores} of vLLM's CUDA extension; the NPU's operators"
+            " return new tensors",
             "the router asks the platform for it",
             {"0.31": fingerprinted},
         )
@@ -418,7 +509,8 @@ OVERRIDES: tuple[Override, ...] = (
     Override(
         "vllm.v1.spec_decode.llm_base_proposer:SpecDecodeBaseProposer.build_per_group_and_layer_attn_metadata",
         "replaced",
-        "rejected tokens change seq_lens on the device alone, and have slot -1, which npu_scatter_pa_kv_cache rejects",
+        "rejected tokens change seq_lens on the device alone, and have slot -1, which"
+        " npu_scatter_pa_kv_cache rejects",
         "drafters keep exact lengths on the host and use slots of the null block",
         {"0.31": "1a23a12d0de6", "0.32": "c117a57e4063"},
     ),
@@ -446,19 +538,25 @@ OVERRIDES: tuple[Override, ...] = (
             {"0.31": "7858fd04a880"},
             compared="vllm.profiler.wrapper:validate_worker_profiler_config",
         )
-        for table in ("_SUPPORTED_PROFILER_KINDS", "_DEFAULT_TORCH_PROFILER_ACTIVITIES", "_SUPPORTED_TORCH_PROFILER_ACTIVITIES")
+        for table in (
+            "_SUPPORTED_PROFILER_KINDS",
+            "_DEFAULT_TORCH_PROFILER_ACTIVITIES",
+            "_SUPPORTED_TORCH_PROFILER_ACTIVITIES",
+        )
     ),
     Override(
         "vllm.model_executor.layers.rotary_embedding:_ROPE_DICT",
         "used",
-        "engines of a process share the rotary tables of equal models, and sleep mode frees those of its engine",
+        "engines of a process share the rotary tables of equal models, and sleep mode frees those"
+        " of its engine",
         "vLLM keeps the tables per engine",
         {"0.31": "24362a6e9494"},
     ),
     Override(
         "vllm.v1.executor.ray_utils:WORKER_SPECIFIC_ENV_VARS",
         "entries added",
-        "Ray workers on other nodes must not get the driver's visible NPUs and address, nor Ray's state the secrets",
+        "Ray workers on other nodes must not get the driver's visible NPUs and address, nor Ray's"
+        " state the secrets",
         "vLLM takes the platform's device_control_env_var for it",
         {"0.31": "c65f283590fa"},
     ),
@@ -480,19 +578,47 @@ OVERRIDES: tuple[Override, ...] = (
     *(
         kernel("vllm.v1.sample.rejection_sampler", qualname, why, v0_31=source)
         for qualname, why, source in (
-            ("expand_kernel", "a request's sampling parameter for each of its draft tokens", "c78260607249"),
-            ("rejection_greedy_sample_kernel", "accepted draft tokens at temperature 0", "8954f37cd20f"),
+            (
+                "expand_kernel",
+                "a request's sampling parameter for each of its draft tokens",
+                "c78260607249",
+            ),
+            (
+                "rejection_greedy_sample_kernel",
+                "accepted draft tokens at temperature 0",
+                "8954f37cd20f",
+            ),
             ("rejection_random_sample_kernel", "accepted draft tokens", "82b20c180407"),
-            ("sample_recovered_tokens_kernel", "the token in place of the first rejected one", "4ec2a810d3d8"),
+            (
+                "sample_recovered_tokens_kernel",
+                "the token in place of the first rejected one",
+                "4ec2a810d3d8",
+            ),
         )
     ),
     *(
         kernel("vllm.v1.spec_decode.utils", qualname, why, v0_31=source)
         for qualname, why, source in (
-            ("eagle_step_slot_mapping_metadata_kernel", "positions and slots of the drafter's next step", "15bfc6d06e03"),
-            ("eagle_prepare_inputs_padded_kernel", "the drafter's inputs after rejection", "25a6038779a9"),
-            ("eagle_prepare_next_token_padded_kernel", "the last accepted token of each request", "dcb94ba9102c"),
-            ("copy_and_expand_eagle_inputs_kernel", "the inputs of parallel drafting", "bc6ff465c28d"),
+            (
+                "eagle_step_slot_mapping_metadata_kernel",
+                "positions and slots of the drafter's next step",
+                "15bfc6d06e03",
+            ),
+            (
+                "eagle_prepare_inputs_padded_kernel",
+                "the drafter's inputs after rejection",
+                "25a6038779a9",
+            ),
+            (
+                "eagle_prepare_next_token_padded_kernel",
+                "the last accepted token of each request",
+                "dcb94ba9102c",
+            ),
+            (
+                "copy_and_expand_eagle_inputs_kernel",
+                "the inputs of parallel drafting",
+                "bc6ff465c28d",
+            ),
         )
     ),
 )

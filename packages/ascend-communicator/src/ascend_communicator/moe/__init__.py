@@ -1,4 +1,5 @@
-"""MoE dispatch and combine over expert parallel ranks: all2all manager, backends and their selection."""
+"""MoE dispatch and combine over expert parallel ranks: all2all manager, backends and their
+selection."""
 
 from dataclasses import dataclass
 
@@ -7,7 +8,8 @@ import torch
 
 @dataclass(frozen=True)
 class MoEShape:
-    """Sizes of an MoE layer: ranks, experts of all ranks, experts per token, and a token's elements and their dtype."""
+    """Sizes of an MoE layer: ranks, experts of all ranks, experts per token, and a token's elements
+    and their dtype."""
 
     ranks: int
     experts: int

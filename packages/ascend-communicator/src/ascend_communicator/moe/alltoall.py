@@ -17,7 +17,8 @@ def dispatch_and_combine(
     num_experts: int,
     experts: extension.Experts,
 ) -> torch.Tensor:
-    """Apply the experts of all ranks to this rank's tokens ``[tokens, hidden]``; see ``HCCLAll2AllManager.apply_experts``."""
+    """Apply the experts of all ranks to this rank's tokens ``[tokens, hidden]``; see
+    ``HCCLAll2AllManager.apply_experts``."""
     # copies sorted by expert, hence by rank
     rows, row_idx, counts, _ = torch_npu.npu_moe_init_routing_v2(
         x,
@@ -32,25 +33,33 @@ def dispatch_and_combine(
     local_counts = torch.empty_like(counts)
     dist.all_to_all_single(local_counts, counts, group=group)
     by_rank = torch.stack((counts, local_counts)).view(2, group.size(), -1)
-    sent, received = by_rank.sum(-1).tolist()  # synchronizes: HCCL takes the message sizes from the host
+    # synchronizes: HCCL takes the message sizes from the host
+    sent, received = by_rank.sum(-1).tolist()
     received_rows = rows.new_empty((sum(received), rows.shape[1]))
     dist.all_to_all_single(received_rows, rows, received, sent, group=group)
-    outputs = _apply_sorted(received_rows, by_rank[1], experts) if len(received_rows) else received_rows
+    outputs = (
+        _apply_sorted(received_rows, by_rank[1], experts) if len(received_rows) else received_rows
+    )
     expert_out = torch.empty_like(rows)
     dist.all_to_all_single(expert_out, outputs, sent, received, group=group)
     return torch_npu.npu_moe_token_unpermute(expert_out, row_idx, probs=topk_weights)
 
 
-def _apply_sorted(rows: torch.Tensor, counts: torch.Tensor, experts: extension.Experts) -> torch.Tensor:
-    """Apply experts to rows sorted by rank and then by expert, after sorting them by expert; counts ``[ranks, experts]``."""
+def _apply_sorted(
+    rows: torch.Tensor, counts: torch.Tensor, experts: extension.Experts
+) -> torch.Tensor:
+    """Apply experts to rows sorted by rank and then by expert, after sorting them by expert; counts
+    ``[ranks, experts]``."""
     grouped, totals = regroup(rows, counts)
     return regroup(experts(grouped, totals), counts.t())[0]
 
 
 def regroup(rows: torch.Tensor, counts: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Sort rows ``[rows, hidden]`` by group, from an order by part and then by group; undone with the transposed counts.
+    """Sort rows ``[rows, hidden]`` by group, from an order by part and then by group; undone with
+    the transposed counts.
 
-    The index that the operator returns is of the rows to read, which only a sort of integers could invert.
+    The index that the operator returns is of the rows to read, which only a sort of integers could
+    invert.
 
     Args:
         counts: int64 ``[parts, groups]``, adjacent rows of a part's group.
@@ -64,6 +73,7 @@ def regroup(rows: torch.Tensor, counts: torch.Tensor) -> tuple[torch.Tensor, tor
     while values.shape[1] % pieces or values.shape[1] // pieces > MOST_COLUMNS:
         pieces += 1
     moved, _, _, totals = torch_npu.npu_moe_re_routing(
-        values.reshape(-1, values.shape[1] // pieces), (counts if pieces == 1 else counts * pieces).contiguous()
+        values.reshape(-1, values.shape[1] // pieces),
+        (counts if pieces == 1 else counts * pieces).contiguous(),
     )
     return moved.view(rows.dtype).view(rows.shape), totals if pieces == 1 else totals // pieces

@@ -1,8 +1,11 @@
-"""All2all manager of vLLM's expert parallel group: dispatch and combine of MoE tokens, with a backend selected per step.
+"""All2all manager of vLLM's expert parallel group: dispatch and combine of MoE tokens, with a
+backend selected per step.
 
-*allgather*: every rank gets all tokens, and outputs are reduce-scattered (vLLM's ``AgRsAll2AllManager``). *alltoall*: each copy
-of a token is sent to the rank of its expert and back; the host needs the message sizes. *mc2*: the same in CANN's operators
-``npu_moe_distribute_dispatch_v2`` and ``npu_moe_distribute_combine_v2``, without synchronization with the host.
+*allgather*: every rank gets all tokens, and outputs are reduce-scattered (vLLM's
+``AgRsAll2AllManager``). *alltoall*: each copy of a token is sent to the rank of its expert and
+back; the host needs the message sizes. *mc2*: the same in CANN's operators
+``npu_moe_distribute_dispatch_v2`` and ``npu_moe_distribute_combine_v2``, without synchronization
+with the host.
 """
 
 import os
@@ -34,21 +37,37 @@ class HCCLAll2AllManager(AgRsAll2AllManager):
         self._limits: dict[MoEShape, mc2.Limit] = {}
         self._mc2_group: mc2.MC2Group | None = None
         groups = cast(Mapping[str, Mapping[str, int]], options.get("groups", {}))
-        self._hccl_config = {GROUP_OPTIONS[key][0]: value for key, value in groups.get("mc2", {}).items()}
-        if "hccl_buffer_size" in self._hccl_config and self.chip.family.mc2 and not self.chip.family.mc2.group_buffer:
+        self._hccl_config = {
+            GROUP_OPTIONS[key][0]: value for key, value in groups.get("mc2", {}).items()
+        }
+        if (
+            "hccl_buffer_size" in self._hccl_config
+            and self.chip.family.mc2
+            and not self.chip.family.mc2.group_buffer
+        ):
             raise extension.RefusedError(
-                f"ascend.communicator.groups.mc2.buffer_size has no effect on {self.chip.name}, whose operators take the size "
-                "from HCCL_BUFFSIZE; fix: set HCCL_BUFFSIZE instead"
+                f"ascend.communicator.groups.mc2.buffer_size has no effect on {self.chip.name},"
+                " whose operators take the size from HCCL_BUFFSIZE; fix: set HCCL_BUFFSIZE instead"
             )
         config = get_current_vllm_config()
-        drafts = config.speculative_config.num_speculative_tokens if config.speculative_config else 0
+        drafts = (
+            config.speculative_config.num_speculative_tokens if config.speculative_config else 0
+        )
         decoded = config.scheduler_config.max_num_seqs * (1 + drafts)
-        self._decode_tokens = max(decoded, config.compilation_config.max_cudagraph_capture_size or 0)
+        self._decode_tokens = max(
+            decoded, config.compilation_config.max_cudagraph_capture_size or 0
+        )
 
     def apply_experts(
-        self, x: torch.Tensor, topk_weights: torch.Tensor, topk_ids: torch.Tensor, num_experts: int, experts: extension.Experts
+        self,
+        x: torch.Tensor,
+        topk_weights: torch.Tensor,
+        topk_ids: torch.Tensor,
+        num_experts: int,
+        experts: extension.Experts,
     ) -> torch.Tensor | None:
-        """Compute the weighted sum of expert outputs for this rank's tokens, with the experts of all ranks.
+        """Compute the weighted sum of expert outputs for this rank's tokens, with the experts of
+        all ranks.
 
         Args:
             x: ``[tokens, hidden]``.
@@ -57,14 +76,18 @@ class HCCLAll2AllManager(AgRsAll2AllManager):
             experts: applies this rank's experts to rows sorted by expert.
 
         Returns:
-            ``[tokens, hidden]``, or None for the backend allgather, which the caller runs as ``dispatch`` and ``combine``.
+            ``[tokens, hidden]``, or None for the backend allgather, which the caller runs as
+            ``dispatch`` and ``combine``.
         """
         metadata = get_forward_context().dp_metadata
         sizes = (metadata.get_chunk_sizes_across_dp_rank() if metadata else None) or []
         if len(sizes) != self.world_size:
-            return None  # tensor-parallel ranks have the same tokens, which only allgather keeps together
+            # tensor-parallel ranks have the same tokens, which only allgather keeps together
+            return None
         shape = MoEShape(self.world_size, num_experts, topk_ids.shape[1], x.shape[1], x.dtype)
-        backend, reason = select_backend(self.requested, self.chip, sizes, shape, self._limit(shape))
+        backend, reason = select_backend(
+            self.requested, self.chip, sizes, shape, self._limit(shape)
+        )
         if backend == "alltoall" and torch.npu.is_current_stream_capturing():
             backend = "allgather"  # the host cannot know the message sizes at a replay
         if backend not in self.used:
@@ -76,13 +99,18 @@ class HCCLAll2AllManager(AgRsAll2AllManager):
         if backend == "mc2":
             assert self._mc2_group is not None
             limits = mc2.algorithm(self.chip, shape, self.internode)
-            return mc2.dispatch_and_combine(limits, self._mc2_group, x, topk_weights, topk_ids, num_experts, experts, max(sizes))
+            return mc2.dispatch_and_combine(
+                limits, self._mc2_group, x, topk_weights, topk_ids, num_experts, experts, max(sizes)
+            )
         if backend == "alltoall":
-            return alltoall.dispatch_and_combine(self.device_group, x, topk_weights, topk_ids, num_experts, experts)
+            return alltoall.dispatch_and_combine(
+                self.device_group, x, topk_weights, topk_ids, num_experts, experts
+            )
         return None
 
     def _limit(self, shape: MoEShape) -> mc2.Limit:
-        """Tokens that mc2 takes, the same on all ranks. Creates the group of mc2 at the first call with a shape it supports."""
+        """Tokens that mc2 takes, the same on all ranks. Creates the group of mc2 at the first call
+        with a shape it supports."""
         if self.requested not in ("auto", "mc2"):
             return mc2.Limit(0, "")
         if shape not in self._limits:
@@ -91,7 +119,9 @@ class HCCLAll2AllManager(AgRsAll2AllManager):
             agreed = torch.tensor(limit.tokens)
             dist.all_reduce(agreed, dist.ReduceOp.MIN, self.cpu_group)
             if agreed.item() < limit.tokens:
-                limit = mc2.Limit(int(agreed), f"mc2 takes up to {int(agreed)} tokens of a rank on another rank")
+                limit = mc2.Limit(
+                    int(agreed), f"mc2 takes up to {int(agreed)} tokens of a rank on another rank"
+                )
             if limit.tokens and self._mc2_group is None:
                 self._mc2_group = mc2.MC2Group(self.cpu_group, self._hccl_config)
             self._limits[shape] = limit

@@ -6,14 +6,18 @@ from ascend_communicator import ALL2ALL_BACKENDS
 from ascend_communicator.moe import MoEShape, mc2
 
 
-def select_backend(requested: str, chip: extension.Chip, sizes: list[int], shape: MoEShape, limit: mc2.Limit) -> tuple[str, str]:
+def select_backend(
+    requested: str, chip: extension.Chip, sizes: list[int], shape: MoEShape, limit: mc2.Limit
+) -> tuple[str, str]:
     """Select the backend of a step. The result is the same on all ranks, because the arguments are.
 
-    mc2 where it is supported, as it sends only routed copies and does not synchronize with the host. Else alltoall where it sends
-    less than allgather: ``top_k`` copies of a token each way, against one per rank. Else allgather.
+    mc2 where it is supported, as it sends only routed copies and does not synchronize with the
+    host. Else alltoall where it sends less than allgather: ``top_k`` copies of a token each way,
+    against one per rank. Else allgather.
 
     Args:
-        requested: ``auto`` or a backend. Steps with more tokens than ``mc2`` takes use ``alltoall`` instead.
+        requested: ``auto`` or a backend. Steps with more tokens than ``mc2`` takes use ``alltoall``
+        instead.
         chip: the NPU.
         sizes: tokens of each rank.
         shape: of the layer.
@@ -28,12 +32,15 @@ def select_backend(requested: str, chip: extension.Chip, sizes: list[int], shape
     if requested == "mc2" and not limit.tokens:
         supported = " or ".join(ALL2ALL_BACKENDS[:2])
         raise ValueError(
-            f"ascend.communicator.all2all is mc2, which is not supported here: {limit.reason}; set auto or {supported}"
+            f"ascend.communicator.all2all is mc2, which is not supported here: {limit.reason}; set"
+            f" auto or {supported}"
         )
     if requested not in ("auto", "mc2"):
         return requested, ""
     if min(sizes) >= 1 and max(sizes) <= limit.tokens:
         return "mc2", ""
-    if requested == "mc2" or (chip.family.moe_routing and shape.experts % shape.ranks == 0 and shape.top_k < shape.ranks):
+    if requested == "mc2" or (
+        chip.family.moe_routing and shape.experts % shape.ranks == 0 and shape.top_k < shape.ranks
+    ):
         return "alltoall", limit.reason
     return "allgather", limit.reason

@@ -1,7 +1,8 @@
-"""Process that runs cases on one NPU: it reads their names from its input and writes a line of JSON for each to a pipe.
+"""Process that runs cases on one NPU: it reads their names from its input and writes a line of JSON
+for each to a pipe.
 
-After a case that failed it computes something known. If that is wrong the NPU's context is lost, and the process ends; the parent
-continues with the next case in a new one.
+After a case that failed it computes something known. If that is wrong the NPU's context is lost,
+and the process ends; the parent continues with the next case in a new one.
 """
 
 from __future__ import annotations
@@ -30,20 +31,34 @@ def _alive() -> bool:
 
 def runner(section: str) -> Callable[[str, dict[str, Any]], dict[str, Any]]:
     """The function that runs a section's case by name."""
-    from ascend_emulator.verify import collectives, environment, operators, refusals, runtime, tables, timings
+    from ascend_emulator.verify import (
+        collectives,
+        environment,
+        operators,
+        refusals,
+        runtime,
+        tables,
+        timings,
+    )
 
     if section == "operators":
         return lambda name, options: operators.run(tables.cases("operators")[name])
     if section == "refusals":
         return lambda name, options: refusals.run(tables.cases("refusals")[name])
-    programs = {"environment": environment, "runtime": runtime, "limits": runtime, "timings": timings}
+    programs = {
+        "environment": environment,
+        "runtime": runtime,
+        "limits": runtime,
+        "timings": timings,
+    }
     if section == "collectives":
         return collectives.run
     return lambda name, options: programs[section].PROGRAMS[name](options)
 
 
 def main() -> int:
-    """Run the cases that standard input names (JSON: device, file descriptor, options, list of [section, name])."""
+    """Run the cases that standard input names (JSON: device, file descriptor, options, list of
+    [section, name])."""
     task = json.load(sys.stdin)
     pipe = os.fdopen(task["pipe"], "w", buffering=1)
     import torch
@@ -64,13 +79,19 @@ def main() -> int:
             record = {"outcome": "absent", "error": described(error)}
         except Exception as error:
             description = described(error)
-            refused = section == "timings" and description["codes"]  # a dtype that the chip lacks, for one
+            # a dtype that the chip lacks, for one
+            refused = section == "timings" and description["codes"]
             record = {"outcome": "refused" if refused else "failed", "error": description}
         failed = record.get("outcome") not in ("computed", "accepted", "observed", "absent")
         lost = failed and not _alive()
         if lost:
             record["context"] = "lost"
-        pipe.write(json.dumps({"end": [section, name], "record": record, "seconds": time.monotonic() - started}) + "\n")
+        pipe.write(
+            json.dumps(
+                {"end": [section, name], "record": record, "seconds": time.monotonic() - started}
+            )
+            + "\n"
+        )
         if lost:
             pipe.close()
             os._exit(LOST)  # torch_npu's exit may hang or abort without a context

@@ -1,4 +1,5 @@
-"""Collectives between two NPUs of this machine, in two processes: results, latency and bandwidth."""
+"""Collectives between two NPUs of this machine, in two processes: results, latency and
+bandwidth."""
 
 from __future__ import annotations
 
@@ -25,10 +26,18 @@ def run(name: str, options: Facts) -> Facts:
     with ExitStack() as stack:
         # A file of this user's: a TCPStore would listen at all addresses of the machine.
         store = Path(stack.enter_context(tempfile.TemporaryDirectory()), "store")
-        outputs, errors = ([stack.enter_context(tempfile.TemporaryFile("w+")) for _ in range(2)] for _ in range(2))
+        outputs, errors = (
+            [stack.enter_context(tempfile.TemporaryFile("w+")) for _ in range(2)] for _ in range(2)
+        )
         ranks = []
         for rank in range(2):
-            command = [sys.executable, "-m", "ascend_emulator.verify.collectives", str(rank), str(store)]
+            command = [
+                sys.executable,
+                "-m",
+                "ascend_emulator.verify.collectives",
+                str(rank),
+                str(store),
+            ]
             ranks.append(subprocess.Popen(command, stdout=outputs[rank], stderr=errors[rank]))
             stack.callback(ranks[rank].wait)
             stack.callback(ranks[rank].kill)
@@ -40,9 +49,15 @@ def run(name: str, options: Facts) -> Facts:
             return {"outcome": "observed", **json.loads(lines[0])}
         last = [(stream.read().strip().splitlines() or [""])[-1] for stream in errors]
     ends = [f"no result in {SECONDS} s" if code is None else f"exit {code}" for code in codes]
-    message = "; ".join(f"rank {rank}: {end} {said}".strip() for rank, (end, said) in enumerate(zip(ends, last, strict=True)))
+    message = "; ".join(
+        f"rank {rank}: {end} {said}".strip()
+        for rank, (end, said) in enumerate(zip(ends, last, strict=True))
+    )
     kind = "timeout" if None in codes else "exit"
-    return {"outcome": "failed", "error": {"type": kind, "codes": [], "message": scrubbed(message)[:300]}}
+    return {
+        "outcome": "failed",
+        "error": {"type": kind, "codes": [], "message": scrubbed(message)[:300]},
+    }
 
 
 def _exits(ranks: list[subprocess.Popen[bytes]]) -> list[int | None]:
@@ -58,7 +73,8 @@ def _exits(ranks: list[subprocess.Popen[bytes]]) -> list[int | None]:
 
 
 def _results(rank: int) -> Facts:
-    """Results of each dtype, or the codes with which the NPU refuses it, as one without bfloat16 does."""
+    """Results of each dtype, or the codes with which the NPU refuses it, as one without bfloat16
+    does."""
     from ascend_emulator.verify.errors import described
 
     facts: Facts = {}
@@ -104,12 +120,16 @@ def _results_of(kind: str, rank: int) -> Facts:
         ("all_to_all", exchanged, torch.cat([each[half] for each in whole])),
         ("broadcast", sent, whole[1]),
     ):
-        facts[f"{name}-{kind}"] = {"hash": inputs.digest(actual), "right": torch.equal(actual.cpu(), wanted)}
+        facts[f"{name}-{kind}"] = {
+            "hash": inputs.digest(actual),
+            "right": torch.equal(actual.cpu(), wanted),
+        }
     return facts
 
 
 def _times() -> Facts:
-    """Microseconds and bandwidth of all_reduce by bytes; of two ranks, each sends and receives its data once."""
+    """Microseconds and bandwidth of all_reduce by bytes; of two ranks, each sends and receives its
+    data once."""
     import torch
     import torch.distributed as dist
 
@@ -121,7 +141,10 @@ def _times() -> Facts:
         seconds = torch.tensor([_seconds(partial(dist.all_reduce, x), always=True)]).npu()
         dist.all_reduce(seconds, op=dist.ReduceOp.MAX)  # both ranks end the loop at the same size
         slowest = seconds.item()
-        facts[str(size)] = {"microseconds": _rounded(slowest * 1e6), "gb_per_second": _rounded(size / slowest / 1e9)}
+        facts[str(size)] = {
+            "microseconds": _rounded(slowest * 1e6),
+            "gb_per_second": _rounded(size / slowest / 1e9),
+        }
         if slowest > ENOUGH:
             break
     return facts

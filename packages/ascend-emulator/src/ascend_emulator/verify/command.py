@@ -1,4 +1,5 @@
-"""Command ``verify``: runs the cases in processes of their own, shows progress, and writes the report."""
+"""Command ``verify``: runs the cases in processes of their own, shows progress, and writes the
+report."""
 
 from __future__ import annotations
 
@@ -17,26 +18,74 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-from ascend_emulator.verify import child, collectives, diff, markdown, report, runtime, tables, timings
+from ascend_emulator.verify import (
+    child,
+    collectives,
+    diff,
+    markdown,
+    report,
+    runtime,
+    tables,
+    timings,
+)
 
 Name = tuple[str, str]
 FIRST_SECONDS = 300.0  # until the first case: torch_npu's import, and the first operator's kernels
 CASE_SECONDS = 90.0
-SPARE_SECONDS = 60.0  # beside what collectives take: whether the NPU still computes is asked after a failure
+# beside what collectives take: whether the NPU still computes is asked after a failure
+SPARE_SECONDS = 60.0
 BUSY_PERCENT = 20
-QUICK_RUNTIME = ("streams-run-in-order-of-events", "events-measure-time", "graphs-replay-with-new-inputs", "memory-granularity")
+QUICK_RUNTIME = (
+    "streams-run-in-order-of-events",
+    "events-measure-time",
+    "graphs-replay-with-new-inputs",
+    "memory-granularity",
+)
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     """The options of ``ascend-emulator verify``."""
-    parser.add_argument("--output", type=Path, default=Path("ascend-report"), help="name of the report, without .json and .md")
-    parser.add_argument("--device", type=int, default=0, help="NPU to use (default: 0); nothing else should use it meanwhile")
-    parser.add_argument("--minutes", type=float, default=10, help="cases that are left after this time are not run (default: 10)")
-    parser.add_argument("--only", metavar="SECTIONS", default=",".join(report.SECTIONS), help="comma-separated sections")
-    parser.add_argument("--select", metavar="PATTERN", default="*", help="cases whose names match, such as 'matmul*'")
+    parser.add_argument(
+        "--output",
+        type=Path,
+        default=Path("ascend-report"),
+        help="name of the report, without .json and .md",
+    )
+    parser.add_argument(
+        "--device",
+        type=int,
+        default=0,
+        help="NPU to use (default: 0); nothing else should use it meanwhile",
+    )
+    parser.add_argument(
+        "--minutes",
+        type=float,
+        default=10,
+        help="cases that are left after this time are not run (default: 10)",
+    )
+    parser.add_argument(
+        "--only",
+        metavar="SECTIONS",
+        default=",".join(report.SECTIONS),
+        help="comma-separated sections",
+    )
+    parser.add_argument(
+        "--select",
+        metavar="PATTERN",
+        default="*",
+        help="cases whose names match, such as 'matmul*'",
+    )
     parser.add_argument("--quick", action="store_true", help="a selection of the cases, in seconds")
-    parser.add_argument("--diff", nargs=2, type=Path, metavar=("A", "B"), help="compare two reports; exit 1 if they disagree")
-    parser.add_argument("--check", nargs="+", type=Path, metavar="FILE", help="check the form of reports")
+    parser.add_argument(
+        "--diff",
+        nargs=2,
+        type=Path,
+        metavar=("A", "B"),
+        help="compare two reports; exit 1 if they disagree",
+    )
+    parser.add_argument(
+        "--check", nargs="+", type=Path, metavar="FILE", help="check the form of reports"
+    )
 
 
 def emulator_version() -> str:
@@ -58,8 +107,16 @@ def selected(options: argparse.Namespace) -> list[Name]:
     if unknown:
         raise ValueError(f"unknown section {unknown[0]!r}; supported: {', '.join(report.SECTIONS)}")
     names: dict[str, list[str]] = {
-        "operators": [name for name, case in tables.cases("operators").items() if case.quick or not options.quick],
-        "refusals": [name for name, case in tables.cases("refusals").items() if case.quick or not options.quick],
+        "operators": [
+            name
+            for name, case in tables.cases("operators").items()
+            if case.quick or not options.quick
+        ],
+        "refusals": [
+            name
+            for name, case in tables.cases("refusals").items()
+            if case.quick or not options.quick
+        ],
         "runtime": [name for name in runtime.PROGRAMS if name not in runtime.LIMITS],
         "timings": list(timings.PROGRAMS),
         "collectives": list(collectives.NAMES),
@@ -67,7 +124,12 @@ def selected(options: argparse.Namespace) -> list[Name]:
     }
     if options.quick:
         names |= {"runtime": list(QUICK_RUNTIME), "timings": [], "collectives": [], "limits": []}
-    found = [(section, name) for section in report.SECTIONS if section in sections for name in names.get(section, [])]
+    found = [
+        (section, name)
+        for section in report.SECTIONS
+        if section in sections
+        for name in names.get(section, [])
+    ]
     found = [each for each in found if fnmatch.fnmatchcase(each[1], options.select)]
     if not found:
         raise ValueError(f"no case of {options.only} matches {options.select!r}")
@@ -106,9 +168,14 @@ class Run:
 
     def progress(self, case: Name) -> None:
         """The line of progress: on a terminal it replaces the last one."""
-        bad = sum(record["outcome"] in ("failed", "crashed", "hung") for record in self.records.values())
+        bad = sum(
+            record["outcome"] in ("failed", "crashed", "hung") for record in self.records.values()
+        )
         seconds = time.monotonic() - self.started
-        line = f"{len(self.records)} of {len(self.cases)} cases, {bad} failed, {seconds:.0f} s: {' '.join(case)}"
+        line = (
+            f"{len(self.records)} of {len(self.cases)} cases, {bad} failed, {seconds:.0f} s:"
+            f" {' '.join(case)}"
+        )
         if sys.stderr.isatty():
             print(f"\r\033[K{line[:110]}", end="", file=sys.stderr, flush=True)
         elif len(self.records) % 50 == 0:
@@ -147,7 +214,8 @@ class Run:
                 left = [case for case in left if case not in self.records]
 
     def process(self, cases: list[Name]) -> None:
-        """Run cases in one process, until it has ended or a case takes too long. At least one gets a record."""
+        """Run cases in one process, until it has ended or a case takes too long. At least one gets
+        a record."""
         read, write = os.pipe()
         os.set_inheritable(write, True)
         worker = subprocess.Popen(
@@ -186,7 +254,9 @@ class Run:
             if not ready:
                 hung = time.monotonic() >= deadline
                 self.records[current or cases[0]] = (
-                    {"outcome": "hung", "why": f"no result in {limit:.0f} s"} if hung else self._over()
+                    {"outcome": "hung", "why": f"no result in {limit:.0f} s"}
+                    if hung
+                    else self._over()
                 )
                 return
             for key, _ in ready:
@@ -221,10 +291,19 @@ class Run:
         """The report of what has been run so far."""
         cases: dict[str, dict[str, Any]] = {}
         for section, name in self.cases:
-            record = self.records.get((section, name), {"outcome": "skipped", "why": self.stopped or "not reached"})
+            record = self.records.get(
+                (section, name), {"outcome": "skipped", "why": self.stopped or "not reached"}
+            )
             cases.setdefault(section, {})[name] = record
-        complete = not self.stopped and not any("minutes" in record.get("why", "") for record in self.records.values())
-        head = {"schema": report.SCHEMA, "emulator": emulator_version(), "tables": tables.version(), "complete": complete}
+        complete = not self.stopped and not any(
+            "minutes" in record.get("why", "") for record in self.records.values()
+        )
+        head = {
+            "schema": report.SCHEMA,
+            "emulator": emulator_version(),
+            "tables": tables.version(),
+            "complete": complete,
+        }
         return head | {"seconds": round(time.monotonic() - self.started), "cases": cases}
 
 
@@ -236,7 +315,11 @@ def main(options: argparse.Namespace) -> int:
         print(diff.text(ours, theirs, found))
         return 1 if found.disagreements else 0
     if options.check:
-        bad = [f"{path}: {problem}" for path in options.check for problem in report.problems(json.loads(path.read_text()))]
+        bad = [
+            f"{path}: {problem}"
+            for path in options.check
+            for problem in report.problems(json.loads(path.read_text()))
+        ]
         print("\n".join(bad) or f"{len(options.check)} reports: correct")
         return 1 if bad else 0
     run = Run(selected(options), options)
@@ -248,10 +331,12 @@ def main(options: argparse.Namespace) -> int:
         print("\r\033[K", end="", file=sys.stderr)
     first = run.records.get(("environment", "environment"), {})
     if not first.get("facts"):
-        why = first.get("why") or first.get("error", {}).get("message") or run.stopped or "no answer"
+        why = (
+            first.get("why") or first.get("error", {}).get("message") or run.stopped or "no answer"
+        )
         print(
-            f"ascend-emulator verify: no NPU could be used: {why}. It needs torch_npu 2.7 or later and an NPU; without one: "
-            "ascend-emulator run -- ascend-emulator verify",
+            f"ascend-emulator verify: no NPU could be used: {why}. It needs torch_npu 2.7 or later"
+            " and an NPU; without one: ascend-emulator run -- ascend-emulator verify",
             file=sys.stderr,
         )
         return 2
@@ -264,8 +349,9 @@ def main(options: argparse.Namespace) -> int:
     for problem in private:
         print(f"look at this before you send it: {problem}")
     print(
-        f"\nWritten: {output}.json ({Path(f'{output}.json').stat().st_size / 1e3:.0f} kB) and {output}.md.\n"
-        "They have versions, the chip's name and figures, results, times and error codes of the cases; no host names, user\n"
-        "names, paths or addresses. Read them, and send them as docs/verify.md says."
+        f"\nWritten: {output}.json ({Path(f'{output}.json').stat().st_size / 1e3:.0f} kB) and"
+        f" {output}.md.\nThey have versions, the chip's name and figures, results, times and error"
+        " codes of the cases; no host names, user\nnames, paths or addresses. Read them, and send"
+        " them as docs/verify.md says."
     )
     return 0

@@ -8,7 +8,8 @@ from typing import Any
 from ascend_emulator.verify.report import Report, checksum, title
 
 WORSE = 4.0
-"""A result disagrees if its error is beyond the case's tolerance in one report, or this many times the other's above one ulp."""
+"""A result disagrees if its error is beyond the case's tolerance in one report, or this many times
+the other's above one ulp."""
 VALUES = "values differ"
 
 
@@ -51,15 +52,30 @@ def _outputs(ours: dict[str, Any], theirs: dict[str, Any]) -> tuple[str, str]:
         for name in ("dtype", "shape", "number"):
             if a.get(name) != b.get(name):
                 return f"result {place}: {name} {a.get(name)} and {b.get(name)}", ""
-        numbers = {name: (a.get(name, 0), b.get(name, 0)) for name in ("ulps", "max_abs", "rel", "special", "different", "most")}
+        numbers = {
+            name: (a.get(name, 0), b.get(name, 0))
+            for name in ("ulps", "max_abs", "rel", "special", "different", "most")
+        }
         differing = {name: pair for name, pair in numbers.items() if pair[0] != pair[1]}
         text = ", ".join(f"{name} {a} and {b}" for name, (a, b) in differing.items())
         if a.get("hash") == b.get("hash"):
             if differing:
-                return f"result {place}: the same bits, but {text}: a figure was altered, or the references differ", ""
+                return (
+                    (
+                        f"result {place}: the same bits, but {text}: a figure was altered, or the"
+                        " references differ"
+                    ),
+                    "",
+                )
             continue
         if a.get("within") != b.get("within"):
-            return f"result {place}: {'first' if a.get('within') else 'second'} report alone is within the tolerance: {text}", ""
+            return (
+                (
+                    f"result {place}: {'first' if a.get('within') else 'second'} report alone is"
+                    f" within the tolerance: {text}"
+                ),
+                "",
+            )
         low, high = sorted(numbers["ulps"])
         if (
             high > WORSE * max(low, 1)
@@ -81,7 +97,11 @@ def _case(name: str, ours: dict[str, Any], theirs: dict[str, Any], found: Compar
         found.disagreements[name] = f"{_how(ours)} | {_how(theirs)}"
         return
     problem, rounding = _outputs(ours, theirs)
-    shown = [(a, b) for a, b in zip(ours.get("values", []), theirs.get("values", []), strict=False) if a != b]
+    shown = [
+        (a, b)
+        for a, b in zip(ours.get("values", []), theirs.get("values", []), strict=False)
+        if a != b
+    ]
     if (problem or not ours.get("outputs")) and shown:
         problem = f"{problem or VALUES}: {shown[0][0]} | {shown[0][1]}"
     facts = {**ours.get("facts", {}), **theirs.get("facts", {})}
@@ -102,8 +122,16 @@ def _case(name: str, ours: dict[str, Any], theirs: dict[str, Any], found: Compar
 def _numbers(value: Any, name: str = "") -> dict[str, float]:
     """All numbers of nested objects by their path."""
     if isinstance(value, dict):
-        return {key: each for part, inner in value.items() for key, each in _numbers(inner, f"{name} {part}").items()}
-    return {name.strip(): float(value)} if isinstance(value, (int, float)) and not isinstance(value, bool) else {}
+        return {
+            key: each
+            for part, inner in value.items()
+            for key, each in _numbers(inner, f"{name} {part}").items()
+        }
+    return (
+        {name.strip(): float(value)}
+        if isinstance(value, (int, float)) and not isinstance(value, bool)
+        else {}
+    )
 
 
 def compare(ours: Report, theirs: Report) -> Comparison:
@@ -117,9 +145,17 @@ def compare(ours: Report, theirs: Report) -> Comparison:
             if name not in first or name not in second:
                 found.missing += 1
             elif section in ("timings", "collectives"):
-                times = [_numbers(record.get("facts", {})) for record in (first[name], second[name])]
-                found.times |= {f"{name} {key}": (times[0][key], times[1][key]) for key in times[0].keys() & times[1].keys()}
-                pair = [{**each, "facts": each.get("facts", {}).get("results", {})} for each in (first[name], second[name])]
+                times = [
+                    _numbers(record.get("facts", {})) for record in (first[name], second[name])
+                ]
+                found.times |= {
+                    f"{name} {key}": (times[0][key], times[1][key])
+                    for key in times[0].keys() & times[1].keys()
+                }
+                pair = [
+                    {**each, "facts": each.get("facts", {}).get("results", {})}
+                    for each in (first[name], second[name])
+                ]
                 _case(f"{section} {name}", pair[0], pair[1], found)
             else:
                 _case(f"{section} {name}", first[name], second[name], found)
@@ -135,10 +171,14 @@ def text(ours: Report, theirs: Report, found: Comparison) -> str:
         if each.get("checksum") != checksum(each)
     ]
     lines.append(
-        f"{found.agreements} agree, {len(found.rounding)} differ by rounding, {len(found.disagreements)} disagree, "
-        f"{found.missing} are in one report only or were skipped."
+        f"{found.agreements} agree, {len(found.rounding)} differ by rounding,"
+        f" {len(found.disagreements)} disagree, {found.missing} are in one report only or were"
+        " skipped."
     )
-    for heading, rows in (("Disagreements (A | B)", found.disagreements), ("Rounding (A and B)", found.rounding)):
+    for heading, rows in (
+        ("Disagreements (A | B)", found.disagreements),
+        ("Rounding (A and B)", found.rounding),
+    ):
         if rows:
             lines += ["", f"{heading}:", *(f"  {name}: {what}" for name, what in rows.items())]
     if found.times:
@@ -146,6 +186,9 @@ def text(ours: Report, theirs: Report, found: Comparison) -> str:
         lines += [
             "",
             "Times (A, B):",
-            *(f"  {name.ljust(width)}  {a:10.4g}  {b:10.4g}" for name, (a, b) in sorted(found.times.items())),
+            *(
+                f"  {name.ljust(width)}  {a:10.4g}  {b:10.4g}"
+                for name, (a, b) in sorted(found.times.items())
+            ),
         ]
     return "\n".join(lines)

@@ -1,4 +1,5 @@
-"""What a report says about the machine: versions and the NPU's figures, nothing that identifies it."""
+"""What a report says about the machine: versions and the NPU's figures, nothing that
+identifies it."""
 
 from __future__ import annotations
 
@@ -20,7 +21,9 @@ def _version_in(path: Path) -> str:
     except OSError:
         return ""
     found = re.search(
-        r"^\s*(?:package_|runtime_running_|toolkit_running_)?version\s*=\s*\W*([\w.+-]+)", text, re.MULTILINE | re.IGNORECASE
+        r"^\s*(?:package_|runtime_running_|toolkit_running_)?version\s*=\s*\W*([\w.+-]+)",
+        text,
+        re.MULTILINE | re.IGNORECASE,
     )
     return found[1] if found else ""
 
@@ -35,7 +38,9 @@ def _cann() -> str:
     except (OSError, AttributeError):
         pass
     home = Path(
-        os.environ.get("ASCEND_HOME_PATH") or os.environ.get("ASCEND_TOOLKIT_HOME") or "/usr/local/Ascend/ascend-toolkit/latest"
+        os.environ.get("ASCEND_HOME_PATH")
+        or os.environ.get("ASCEND_TOOLKIT_HOME")
+        or "/usr/local/Ascend/ascend-toolkit/latest"
     )
     paths = [path for name in INSTALLED for path in [home / name, *sorted(home.glob(f"*/{name}"))]]
     return next((version for version in map(_version_in, paths) if version), "unknown")

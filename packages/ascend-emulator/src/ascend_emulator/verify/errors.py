@@ -1,4 +1,5 @@
-"""Errors as a report has them: their codes and one sentence, without paths, addresses, host names or numbers of processes."""
+"""Errors as a report has them: their codes and one sentence, without paths, addresses, host names
+or numbers of processes."""
 
 from __future__ import annotations
 
@@ -10,13 +11,16 @@ from typing import Any
 
 CODES = re.compile(r"\b(E[A-Z]\d{4}|ERR\d{5}|(?:10[07]|14[58]|20[07]|50[07]|161|361|561)\d{3})\b")
 SENTENCE = re.compile(r"\bE[A-Z]\d{4}: .*|\[ascend-emulator\] .*")
-PLACE = re.compile(r"^[\w():]+:(?:\.\./)*[\w./-]+\.(?:cpp|h):\d+ ")  # torch_npu's source file and line
+# torch_npu's source file and line
+PLACE = re.compile(r"^[\w():]+:(?:\.\./)*[\w./-]+\.(?:cpp|h):\d+ ")
 LONGEST = 160
 SCRUB = (
     (re.compile(r"\b0x[0-9a-fA-F]+\b"), "ADDRESS"),
     (re.compile(r"\b\d{1,3}(?:\.\d{1,3}){3}(?::\d+)?\b"), "ADDRESS"),
     (
-        re.compile(r"\b(?:[0-9a-fA-F]{1,4}:){3,7}[0-9a-fA-F]{0,4}\b|\b(?:[0-9a-fA-F]{1,4})?::[0-9a-fA-F:]*[0-9a-fA-F]\b"),
+        re.compile(
+            r"\b(?:[0-9a-fA-F]{1,4}:){3,7}[0-9a-fA-F]{0,4}\b|\b(?:[0-9a-fA-F]{1,4})?::[0-9a-fA-F:]*[0-9a-fA-F]\b"
+        ),
         "ADDRESS",
     ),
     (re.compile(r"(?<![\w.])~?(?:/[\w.+@-]+){2,}/?"), "PATH"),
@@ -48,7 +52,8 @@ def scrubbed(text: str) -> str:
 def described(error: BaseException) -> dict[str, Any]:
     """Type, CANN's codes and the most informative line of an exception."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    told = next((match[0] for match in map(SENTENCE.search, lines) if match), "")  # CANN's own words
+    # CANN's own words
+    told = next((match[0] for match in map(SENTENCE.search, lines) if match), "")
     line = told or next((each for each in lines if "[ERROR]" not in each), "")
     line = PLACE.sub("", line)
     return {

@@ -3,9 +3,9 @@
 A specification is ``DTYPE SHAPE VALUES``, such as ``bfloat16 64x129 -3..3``:
 
 - shape: sizes separated by ``x``; ``scalar`` has no dimensions;
-- values: ``LOW..HIGH`` (uniform, integers inclusive), ``normal`` (sum of four uniform numbers, variance 1), ``permutation``,
-  ``distinct`` (a permutation of equidistant numbers in [-1, 1)), ``count`` (0, 1, 2 …), ``special`` (zeros, infinities, NaN),
-  or a list ``=1,-0.0,inf``.
+- values: ``LOW..HIGH`` (uniform, integers inclusive), ``normal`` (sum of four uniform numbers,
+  variance 1), ``permutation``, ``distinct`` (a permutation of equidistant numbers in [-1, 1)),
+  ``count`` (0, 1, 2 …), ``special`` (zeros, infinities, NaN), or a list ``=1,-0.0,inf``.
 """
 
 from __future__ import annotations
@@ -13,7 +13,8 @@ from __future__ import annotations
 import hashlib
 from typing import Any
 
-GOLDEN, FIRST, SECOND = -7046029254386353131, -4658895280553007687, -7723592293110705685  # splitmix64's constants
+# splitmix64's constants
+GOLDEN, FIRST, SECOND = -7046029254386353131, -4658895280553007687, -7723592293110705685
 SPECIAL = "0,-0.0,1,-1,0.5,-0.5,2.5,-2.5,inf,-inf,nan,100,-100,1000,-1000,1e-30"
 WHOLE = "0,1,-1,2,-2,3,7,-7,100,-100,127,-128"
 
@@ -76,7 +77,9 @@ def make(specification: str, seed: int) -> Any:
     if dtype == torch.bool:
         return (_bits(count, seed) % 2 == 1).view(sizes)
     if dtype.is_complex:
-        parts = [_values(values, count, 2 * seed + each, False).to(torch.float32) for each in range(2)]
+        parts = [
+            _values(values, count, 2 * seed + each, False).to(torch.float32) for each in range(2)
+        ]
         return torch.complex(*parts).to(dtype).view(sizes)
     whole = not dtype.is_floating_point
     return _values(values, count, seed, whole).to(dtype).view(sizes)
@@ -88,5 +91,11 @@ def digest(tensor: Any) -> str:
 
     data = tensor.detach().cpu().contiguous()
     if data.is_floating_point():
-        data = torch.where(data.isnan(), torch.full_like(data, float("nan")), data) if data.element_size() > 1 else data
-    return hashlib.sha256(data.flatten().view(torch.uint8).numpy().tobytes() if data.numel() else b"").hexdigest()[:16]
+        data = (
+            torch.where(data.isnan(), torch.full_like(data, float("nan")), data)
+            if data.element_size() > 1
+            else data
+        )
+    return hashlib.sha256(
+        data.flatten().view(torch.uint8).numpy().tobytes() if data.numel() else b""
+    ).hexdigest()[:16]

@@ -21,7 +21,13 @@ def counts(report: Report) -> list[list[str]]:
             found = Counter(record["outcome"] for record in cases.values())
             beyond = sum(record.get("within") is False for record in cases.values())
             what = [f"{found[outcome]} {outcome}" for outcome in OUTCOMES if found[outcome]]
-            rows.append([section, str(len(cases)), ", ".join(what + [f"{beyond} of them beyond the tolerance"] * bool(beyond))])
+            rows.append(
+                [
+                    section,
+                    str(len(cases)),
+                    ", ".join(what + [f"{beyond} of them beyond the tolerance"] * bool(beyond)),
+                ]
+            )
     return rows
 
 
@@ -37,7 +43,12 @@ def summary(report: Report) -> str:
 
 def _codes(record: dict[str, Any]) -> str:
     error = record.get("error", {})
-    return " ".join([*error.get("codes", []), *([record["context"] + " context"] if "context" in record else [])])
+    return " ".join(
+        [
+            *error.get("codes", []),
+            *([record["context"] + " context"] if "context" in record else []),
+        ]
+    )
 
 
 def _facts(value: Any) -> str:
@@ -56,7 +67,12 @@ def text(report: Report) -> str:
     for name, record in cases.get("operators", {}).items():
         if record["outcome"] != "computed":
             odd.append(
-                [f"`{name}`", record["outcome"], _codes(record), record.get("error", {}).get("message", record.get("why", ""))]
+                [
+                    f"`{name}`",
+                    record["outcome"],
+                    _codes(record),
+                    record.get("error", {}).get("message", record.get("why", "")),
+                ]
             )
         elif record.get("within") is False:
             worst = max((output.get("ulps", 0) for output in record.get("outputs", [])), default=0)
@@ -76,7 +92,12 @@ def text(report: Report) -> str:
     if shown:
         lines += ["## Results of special values", "", *_table(["case", "values"], shown), ""]
     rows = [
-        [f"`{name}`", record["outcome"], _codes(record), record.get("error", {}).get("message", record.get("why", ""))]
+        [
+            f"`{name}`",
+            record["outcome"],
+            _codes(record),
+            record.get("error", {}).get("message", record.get("why", "")),
+        ]
         for name, record in cases.get("refusals", {}).items()
     ]
     if rows:

@@ -9,7 +9,8 @@ from ascend_emulator.verify.errors import described
 from ascend_emulator.verify.tables import Case
 
 ULPS = {"torch.float32": 16.0, "torch.float16": 4.0, "torch.bfloat16": 4.0}
-"""Tolerances of cases without their own. Some 1e-6, 4e-3 and 3e-2, of the order that CANN's operators promise."""
+"""Tolerances of cases without their own. Some 1e-6, 4e-3 and 3e-2, of the order that CANN's
+operators promise."""
 SHOWN = 16
 
 
@@ -18,12 +19,21 @@ def namespace() -> dict[str, Any]:
     import torch
     import torch_npu
 
-    return {"torch": torch, "torch_npu": torch_npu, "npu": torch_npu, "F": torch.nn.functional, "ref": references}
+    return {
+        "torch": torch,
+        "torch_npu": torch_npu,
+        "npu": torch_npu,
+        "F": torch.nn.functional,
+        "ref": references,
+    }
 
 
 def arguments(case: Case) -> dict[str, Any]:
     """A case's inputs on the CPU."""
-    return {name: inputs.make(text, inputs.seed_of(f"{case.name}.{name}")) for name, text in case.inputs.items()}
+    return {
+        name: inputs.make(text, inputs.seed_of(f"{case.name}.{name}"))
+        for name, text in case.inputs.items()
+    }
 
 
 def _leaves(value: Any) -> list[Any]:
@@ -33,25 +43,38 @@ def _leaves(value: Any) -> list[Any]:
 
 
 def _evaluate(case: Case, expression: str, given: dict[str, Any]) -> list[Any]:
-    """Results of an expression: tensors and numbers; with ``gradients`` those of the floating inputs too."""
+    """Results of an expression: tensors and numbers; with ``gradients`` those of the floating
+    inputs too."""
     import torch
 
     names = namespace() | given
     if not case.gradients:
         with torch.no_grad():
             return _leaves(eval(expression, names))
-    leaves = {name: value.detach().requires_grad_() if value.is_floating_point() else value for name, value in given.items()}
+    leaves = {
+        name: value.detach().requires_grad_() if value.is_floating_point() else value
+        for name, value in given.items()
+    }
     wanted = [value for value in leaves.values() if value.requires_grad]
     outputs = _leaves(eval(expression, names | leaves))
     smooth = [output for output in outputs if output.requires_grad]
-    slopes = [((torch.arange(each.numel()) % 7 - 3) / 4).view(each.shape).to(each.device, each.dtype) for each in smooth]
+    slopes = [
+        ((torch.arange(each.numel()) % 7 - 3) / 4).view(each.shape).to(each.device, each.dtype)
+        for each in smooth
+    ]
     return [*(each.detach() for each in outputs), *torch.autograd.grad(smooth, wanted, slopes)]
 
 
 def _wide(tensor: Any) -> Any:
     import torch
 
-    return tensor.to(torch.complex128) if tensor.is_complex() else tensor.double() if tensor.is_floating_point() else tensor
+    return (
+        tensor.to(torch.complex128)
+        if tensor.is_complex()
+        else tensor.double()
+        if tensor.is_floating_point()
+        else tensor
+    )
 
 
 def _compare(actual: Any, wanted: Any, ulps: float) -> dict[str, Any]:
@@ -73,7 +96,8 @@ def _compare(actual: Any, wanted: Any, ulps: float) -> dict[str, Any]:
         wanted = wanted.to(actual.dtype)
         different = int((actual != wanted).sum())
         furthest = int((actual.long() - wanted.long()).abs().max()) if different else 0
-        near = not different or (furthest == 1 and actual.dtype == torch.int8)  # a quantized value between two neighbours
+        # a quantized value between two neighbours
+        near = not different or (furthest == 1 and actual.dtype == torch.int8)
         return found | {"different": different, "most": furthest, "within": near}
     wanted = _wide(wanted.to(actual.dtype)) if actual.element_size() > 1 else _wide(wanted)
     ours = torch.view_as_real(_wide(actual)) if actual.is_complex() else _wide(actual)
@@ -105,12 +129,17 @@ def run(case: Case) -> dict[str, Any]:
     import torch
 
     given = arguments(case)
-    record: dict[str, Any] = {"inputs": inputs.digest(torch.cat([_bytes(each) for each in given.values()]))[:8]} if given else {}
+    record: dict[str, Any] = (
+        {"inputs": inputs.digest(torch.cat([_bytes(each) for each in given.values()]))[:8]}
+        if given
+        else {}
+    )
     try:
         if case.before:
             exec(case.before, namespace())
         outputs = _evaluate(case, case.call, {name: value.npu() for name, value in given.items()})
-        torch.npu.synchronize()  # errors of asynchronous execution come here, before results are read
+        # errors of asynchronous execution come here, before results are read
+        torch.npu.synchronize()
         actual = [leaf.cpu() if isinstance(leaf, torch.Tensor) else leaf for leaf in outputs]
     except AttributeError as error:
         if "npu" in str(error) or "module" in str(error):
@@ -120,16 +149,29 @@ def run(case: Case) -> dict[str, Any]:
         return record | {"outcome": "refused", "error": described(error)}
     undefined = case.reference == "none"
     wide = {name: _wide(value) for name, value in given.items()}
-    wanted = [None] * len(actual) if undefined else _evaluate(case, case.reference or case.call, wide)
+    wanted = (
+        [None] * len(actual) if undefined else _evaluate(case, case.reference or case.call, wide)
+    )
     if len(actual) != len(wanted):
-        return record | {"outcome": "computed", "within": False, "why": f"{len(actual)} results, {len(wanted)} expected"}
+        return record | {
+            "outcome": "computed",
+            "within": False,
+            "why": f"{len(actual)} results, {len(wanted)} expected",
+        }
     bounds = [case.ulps or ULPS.get(str(getattr(each, "dtype", "")), 16.0) for each in actual]
     record["outputs"] = [_compare(*each) for each in zip(actual, wanted, bounds, strict=True)]
     if case.values:
-        shown = [each.flatten()[:SHOWN].tolist() if isinstance(each, torch.Tensor) else [each] for each in actual]
+        shown = [
+            each.flatten()[:SHOWN].tolist() if isinstance(each, torch.Tensor) else [each]
+            for each in actual
+        ]
         record["values"] = [[str(value) for value in each] for each in shown]
     record["outcome"] = "computed"
-    return record if undefined else record | {"within": all(each["within"] for each in record["outputs"])}
+    return (
+        record
+        if undefined
+        else record | {"within": all(each["within"] for each in record["outputs"])}
+    )
 
 
 def _bytes(tensor: Any) -> Any:

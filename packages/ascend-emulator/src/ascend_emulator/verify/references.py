@@ -1,4 +1,5 @@
-"""References of fused operators: their formulas from torch_npu's documentation, written for float64 on the CPU."""
+"""References of fused operators: their formulas from torch_npu's documentation, written for float64
+on the CPU."""
 
 from __future__ import annotations
 
@@ -49,20 +50,24 @@ def quantized_rows(x: Any) -> tuple[Any, Any]:
 
 
 def attention(query: Any, key: Any, value: Any, scale: float, causal: bool = False) -> Any:
-    """Softmax attention of [batch, heads, tokens, size]; key heads are repeated for groups of query heads."""
+    """Softmax attention of [batch, heads, tokens, size]; key heads are repeated for groups of query
+    heads."""
     import torch
 
     groups = query.shape[1] // key.shape[1]
     key, value = key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1)
     scores = query @ key.mT * scale
     if causal:
-        later = torch.ones(scores.shape[-2:], dtype=torch.bool).triu(1 + scores.shape[-1] - scores.shape[-2])
+        later = torch.ones(scores.shape[-2:], dtype=torch.bool).triu(
+            1 + scores.shape[-1] - scores.shape[-2]
+        )
         scores = scores.masked_fill(later, float("-inf"))
     return scores.softmax(-1) @ value
 
 
 def paged(cache: Any, table: Any, length: int) -> Any:
-    """Keys or values of one request, [1, heads, length, size], from blocks [blocks, block size, heads x size] and two heads."""
+    """Keys or values of one request, [1, heads, length, size], from blocks [blocks, block size,
+    heads x size] and two heads."""
     rows = cache[table.long()].flatten(0, 1)[:length]
     return rows.view(length, 2, -1).transpose(0, 1)[None]
 
@@ -78,7 +83,12 @@ def grouped_matmul(x: Any, weight: Any, ends: list[int]) -> Any:
     import torch
 
     starts = [0, *ends[:-1]]
-    return torch.cat([x[start:end] @ weight[group] for group, (start, end) in enumerate(zip(starts, ends, strict=True))])
+    return torch.cat(
+        [
+            x[start:end] @ weight[group]
+            for group, (start, end) in enumerate(zip(starts, ends, strict=True))
+        ]
+    )
 
 
 def quant_matmul(x: Any, weight: Any, scale: Any, rows: Any = None) -> Any:

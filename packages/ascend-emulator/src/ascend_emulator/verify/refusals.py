@@ -29,7 +29,10 @@ def call(name: str, *arguments: Any) -> None:
         StatusError: it returned a status other than 0.
         AttributeError: this CANN does not have it.
     """
-    sizes = [ctypes.c_void_p(each) if isinstance(each, int) and each > 1 << 31 else each for each in arguments]
+    sizes = [
+        ctypes.c_void_p(each) if isinstance(each, int) and each > 1 << 31 else each
+        for each in arguments
+    ]
     status = getattr(library(), name)(*sizes)
     if status:
         raise StatusError(f"{name} returned {status}")
@@ -102,5 +105,7 @@ def run(case: Case) -> dict[str, Any]:
         return {"outcome": "refused", "error": found}
     record: dict[str, Any] = {"outcome": "accepted"}
     if isinstance(result, torch.Tensor):
-        record["values"] = [str(value) for value in result.cpu().flatten()[: operators.SHOWN].tolist()]
+        record["values"] = [
+            str(value) for value in result.cpu().flatten()[: operators.SHOWN].tolist()
+        ]
     return record

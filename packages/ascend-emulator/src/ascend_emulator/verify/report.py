@@ -10,7 +10,17 @@ from typing import Any
 
 SCHEMA = 1
 SECTIONS = ("environment", "operators", "refusals", "runtime", "timings", "collectives", "limits")
-OUTCOMES = ("computed", "accepted", "observed", "refused", "absent", "failed", "crashed", "hung", "skipped")
+OUTCOMES = (
+    "computed",
+    "accepted",
+    "observed",
+    "refused",
+    "absent",
+    "failed",
+    "crashed",
+    "hung",
+    "skipped",
+)
 FACTS = {
     "emulated": bool,
     "soc": str,
@@ -23,13 +33,39 @@ FACTS = {
     "npus": int,
     "memory_mib": int,
 }
-CASE = {"outcome": str, "inputs": str, "outputs": list, "values": list, "facts": dict, "error": dict, "within": bool, "why": str}
+CASE = {
+    "outcome": str,
+    "inputs": str,
+    "outputs": list,
+    "values": list,
+    "facts": dict,
+    "error": dict,
+    "within": bool,
+    "why": str,
+}
 CASE |= {"context": str, "signal": int}
-OUTPUT = {"dtype": str, "shape": list, "hash": str, "ulps": (int, float), "max_abs": (int, float), "rel": (int, float)}
-OUTPUT |= {"special": int, "different": int, "most": int, "within": bool, "why": str, "number": (int, float, bool)}
+OUTPUT = {
+    "dtype": str,
+    "shape": list,
+    "hash": str,
+    "ulps": (int, float),
+    "max_abs": (int, float),
+    "rel": (int, float),
+}
+OUTPUT |= {
+    "special": int,
+    "different": int,
+    "most": int,
+    "within": bool,
+    "why": str,
+    "number": (int, float, bool),
+}
 PRIVATE = (
     ("a path", re.compile(r"(?<![\w.)\]])/(?:[\w.+@-]+/)+[\w.+@-]*")),
-    ("an address", re.compile(r"\b(?!127\.0\.0\.1\b)\d{1,3}\.\d{1,3}\.\d{1,3}\.\d{1,3}\b|0x[0-9a-fA-F]{6,}")),
+    (
+        "an address",
+        re.compile(r"\b(?!127\.0\.0\.1\b)\d{1,3}\.\d{1,3}\.\d{1,3}\.\d{1,3}\b|0x[0-9a-fA-F]{6,}"),
+    ),
 )
 
 Report = dict[str, Any]
@@ -43,7 +79,9 @@ def checksum(report: Report) -> str:
 
 def text(report: Report) -> str:
     """The report as JSON, one case per line."""
-    head = {name: value for name, value in report.items() if name != "cases"} | {"checksum": checksum(report)}
+    head = {name: value for name, value in report.items() if name != "cases"} | {
+        "checksum": checksum(report)
+    }
     lines = [f" {json.dumps(name)}: {json.dumps(value)}," for name, value in head.items()]
     sections = []
     for section, cases in report["cases"].items():
@@ -103,11 +141,19 @@ def problems(report: Any, altered: bool = True) -> list[str]:
             where = f"{section} {name!r}"
             found += _typed(where, record, CASE)
             if isinstance(record, dict) and record.get("outcome") not in OUTCOMES:
-                found.append(f"{where}: outcome is {record.get('outcome')!r}; supported: {', '.join(OUTCOMES)}")
+                found.append(
+                    f"{where}: outcome is {record.get('outcome')!r}; supported:"
+                    f" {', '.join(OUTCOMES)}"
+                )
             for output in record.get("outputs", []) if isinstance(record, dict) else []:
                 found += _typed(where, output, OUTPUT)
     strings = json.dumps({section: list(records.values()) for section, records in cases.items()})
-    found += [f"it contains {what}: {match[0]}" for what, pattern in PRIVATE for match in [pattern.search(strings)] if match]
+    found += [
+        f"it contains {what}: {match[0]}"
+        for what, pattern in PRIVATE
+        for match in [pattern.search(strings)]
+        if match
+    ]
     if altered and report.get("checksum") != checksum(report):
         found.append("the checksum does not match: the report was altered after it was written")
     return found

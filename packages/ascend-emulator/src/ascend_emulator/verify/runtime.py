@@ -1,4 +1,5 @@
-"""Programs that observe streams, events, graphs and their limits. Each returns facts that two reports can be compared by."""
+"""Programs that observe streams, events, graphs and their limits. Each returns facts that two
+reports can be compared by."""
 
 from __future__ import annotations
 
@@ -14,8 +15,11 @@ LIMITS = set[str]()
 MOST_STREAMS, MOST_GRAPHS = 4096, 2200
 
 
-def _program(isolated: bool = False, limit: bool = False) -> Callable[[Callable[[], Facts]], Callable[[], Facts]]:
-    """Register a program under its function's name; its record is ``observed`` with the facts that it returns."""
+def _program(
+    isolated: bool = False, limit: bool = False
+) -> Callable[[Callable[[], Facts]], Callable[[], Facts]]:
+    """Register a program under its function's name; its record is ``observed`` with the facts that
+    it returns."""
 
     def register(function: Callable[[], Facts]) -> Callable[[], Facts]:
         name = function.__name__.replace("_", "-")
@@ -95,7 +99,11 @@ def events_not_recorded() -> Facts:
     import torch
 
     event = torch.npu.Event()
-    return {"query": event.query(), "synchronize": _attempt(event.synchronize), "wait": _attempt(event.wait)}
+    return {
+        "query": event.query(),
+        "synchronize": _attempt(event.synchronize),
+        "wait": _attempt(event.wait),
+    }
 
 
 @_program()
@@ -103,7 +111,10 @@ def stream_pool_and_priorities() -> Facts:
     import torch
 
     handles = {torch.npu.Stream().npu_stream for _ in range(80)}
-    return {"distinct_of_80": len(handles), "priority": _attempt(lambda: torch.npu.Stream(priority=-1))}
+    return {
+        "distinct_of_80": len(handles),
+        "priority": _attempt(lambda: torch.npu.Stream(priority=-1)),
+    }
 
 
 @_program()
@@ -115,7 +126,11 @@ def memory_granularity() -> Facts:
     small = torch.npu.memory_allocated() - before
     y = torch.empty((3 << 20) + 1, dtype=torch.uint8, device="npu")
     large = torch.npu.memory_allocated() - before - small
-    return {"bytes_of_1": small, "bytes_of_3MiB_and_1": large, "aligned_512": x.data_ptr() % 512 == 0 and y.data_ptr() % 512 == 0}
+    return {
+        "bytes_of_1": small,
+        "bytes_of_3MiB_and_1": large,
+        "aligned_512": x.data_ptr() % 512 == 0 and y.data_ptr() % 512 == 0,
+    }
 
 
 @_program()
@@ -225,7 +240,10 @@ def graphs_share_a_memory_pool() -> Facts:
     graph.replay()
     other.replay()
     torch.npu.synchronize()
-    return {"more_bytes_reserved": reserved, "right": y.sum().item() == 2 << 20 and z.sum().item() == 3 << 20}
+    return {
+        "more_bytes_reserved": reserved,
+        "right": y.sum().item() == 2 << 20 and z.sum().item() == 3 << 20,
+    }
 
 
 @_program()
@@ -244,7 +262,8 @@ def graphs_task_groups() -> Facts:
 
 @_program(isolated=True)
 def an_error_of_the_device_fails_the_stream() -> Facts:
-    """An index out of range; whether and where it is reported, and whether the process can go on."""
+    """An index out of range; whether and where it is reported, and whether the process
+    can go on."""
     import torch
 
     table, index = torch.ones(50, 20).npu(), torch.tensor([0, 50]).npu()

@@ -1,7 +1,7 @@
 """Cases of operators and refusals, from the files in ``tables/``.
 
-A file has groups. ``over`` has lists of values, or tables of values by the name that they have in the report; a group has a
-case for each combination, in which ``$name`` stands for the value.
+A file has groups. ``over`` has lists of values, or tables of values by the name that they have in
+the report; a group has a case for each combination, in which ``$name`` stands for the value.
 """
 
 from __future__ import annotations
@@ -28,12 +28,15 @@ class Case:
         name: unique name: the group's, and the values of ``over``.
         call: Python expression of the inputs.
         inputs: input's name to specification (``inputs.make``).
-        reference: expression of the same inputs in float64; empty: ``call``; ``none``: PyTorch does not define the result.
+        reference: expression of the same inputs in float64; empty: ``call``; ``none``: PyTorch does
+        not define the result.
         before: statement that runs first.
-        ulps: tolerance in units in the last place of the result's dtype, relative to 1 + the reference's magnitude.
+        ulps: tolerance in units in the last place of the result's dtype, relative to 1 + the
+        reference's magnitude.
         gradients: whether the gradients of floating inputs are results too.
         values: whether the report has the values themselves.
-        isolated: whether the case has a process of its own, since it may end its process or its NPU's context.
+        isolated: whether the case has a process of its own, since it may end its process or its
+        NPU's context.
         source: where a refusal is documented or was seen.
         quick: whether the case is in the small selection (``--quick``).
     """
@@ -54,7 +57,8 @@ class Case:
 
 def _expand(section: str, group: dict[str, Any]) -> list[Case]:
     over = {
-        key: each if isinstance(each, dict) else {str(one): one for one in each} for key, each in group.get("over", {}).items()
+        key: each if isinstance(each, dict) else {str(one): one for one in each}
+        for key, each in group.get("over", {}).items()
     }
     cases = []
     for combination in itertools.product(*(each.items() for each in over.values())):
@@ -64,7 +68,11 @@ def _expand(section: str, group: dict[str, Any]) -> list[Case]:
         def put(text: str, chosen: dict[str, str] = chosen) -> str:
             return Template(text).substitute(chosen)
 
-        options = {key: group[key] for key in ("ulps", "gradients", "values", "isolated", "source") if key in group}
+        options = {
+            key: group[key]
+            for key in ("ulps", "gradients", "values", "isolated", "source")
+            if key in group
+        }
         cases.append(
             Case(
                 section,
@@ -102,6 +110,7 @@ def cases(section: str) -> dict[str, Case]:
 
 
 def version() -> str:
-    """A hash of all tables: reports of different tables are compared by the cases that they share."""
+    """A hash of all tables: reports of different tables are compared by the cases that
+    they share."""
     texts = (path.read_bytes() for path in sorted(TABLES.glob("*.toml")))
     return hashlib.sha256(b"\0".join(texts)).hexdigest()[:12]

@@ -1,4 +1,5 @@
-"""Times of copies, launches and matrix products, by the device's events. Each is the best of several repetitions."""
+"""Times of copies, launches and matrix products, by the device's events. Each is the best of
+several repetitions."""
 
 from __future__ import annotations
 
@@ -8,18 +9,22 @@ from typing import Any
 
 Facts = dict[str, Any]
 PROGRAMS: dict[str, Callable[[Facts], Facts]] = {}
-ENOUGH = 0.02  # seconds of one measurement; sizes grow until then, so that a slow device is done soon
+# seconds of one measurement; sizes grow until then, so that a slow device is done soon
+ENOUGH = 0.02
 REPEAT = 5
 
 
 def _program(function: Callable[[], Facts]) -> Callable[[], Facts]:
-    PROGRAMS[function.__name__.replace("_", "-")] = lambda options: {"outcome": "observed", "facts": function()}
+    PROGRAMS[function.__name__.replace("_", "-")] = lambda options: {
+        "outcome": "observed",
+        "facts": function(),
+    }
     return function
 
 
 def _seconds(function: Callable[[], Any], repeat: int = REPEAT, always: bool = False) -> float:
-    """Best device time of the function, after one run that is not counted. ``always``: repeat it however long it takes, because
-    another rank repeats it too."""
+    """Best device time of the function, after one run that is not counted. ``always``: repeat it
+    however long it takes, because another rank repeats it too."""
     import torch
 
     function()
@@ -125,7 +130,9 @@ def launch() -> Facts:
         with torch.npu.graph(graph):
             work()
         facts["graph"] = _seconds(graph.replay) / count * 1e6
-    return {name: value if isinstance(value, str) else _rounded(value) for name, value in facts.items()}
+    return {
+        name: value if isinstance(value, str) else _rounded(value) for name, value in facts.items()
+    }
 
 
 def _matmul(kind: str) -> Facts:
@@ -169,7 +176,13 @@ def matmul_int8() -> Facts:
         x = torch.ones(size, size, dtype=torch.int8).npu()
         scale = torch.ones(size).npu()
         times = max(1, 4096 // size)
-        work = lambda: [torch_npu.npu_quant_matmul(x, x, scale, output_dtype=torch.bfloat16) for _ in range(times)]  # noqa: E731
+
+        def work():
+            return [
+                torch_npu.npu_quant_matmul(x, x, scale, output_dtype=torch.bfloat16)
+                for _ in range(times)
+            ]
+
         return _seconds(work), times * 2 * size**3 / 1e12
 
     return _growing([512, 1024, 2048, 4096, 8192], measure, "TOP per second")
@@ -195,4 +208,8 @@ def one_token_by_a_matrix() -> Facts:
     x = torch.ones(1, 4096, device="npu").half()
     weights = [torch.ones(4096, 4096, device="npu").half() for _ in range(8)]
     seconds = _seconds(lambda: [x @ weight for weight in weights]) / 8
-    return {"unit": "microseconds", "each": _rounded(seconds * 1e6), "gb_per_second": _rounded(4096 * 4096 * 2 / seconds / 1e9)}
+    return {
+        "unit": "microseconds",
+        "each": _rounded(seconds * 1e6),
+        "gb_per_second": _rounded(4096 * 4096 * 2 / seconds / 1e9),
+    }

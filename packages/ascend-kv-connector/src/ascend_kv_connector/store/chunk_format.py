@@ -1,4 +1,5 @@
-"""Format of a pool's records: chunk bytes with a checksum footer, under a name that identifies the KV cache."""
+"""Format of a pool's records: chunk bytes with a checksum footer, under a name that identifies the
+KV cache."""
 
 from __future__ import annotations
 
@@ -30,7 +31,8 @@ def read_footer(record: memoryview) -> bytes:
 
 
 def is_intact(name: str, chunk: memoryview, footer: bytes) -> bool:
-    """Whether a chunk, uint8 ``[chunk]``, matches the footer that was written for it under this name."""
+    """Whether a chunk, uint8 ``[chunk]``, matches the footer that was written for it under this
+    name."""
     magic, size, checksum = _FOOTER.unpack(footer)
     return magic == _MAGIC and size == len(chunk) and checksum == _checksum(name, chunk)
 
@@ -40,17 +42,20 @@ def _checksum(name: str, chunk: memoryview) -> int:
 
 
 class ChunkNames:
-    """Names of chunks; equal in two instances only if their KV cache of the prefix has the same bytes.
+    """Names of chunks; equal in two instances only if their KV cache of the prefix has the same
+    bytes.
 
-    A name has vLLM's hash of the prefix and a digest of: what vLLM's own file tier distinguishes (``FileMapper``: model, dtype,
-    block sizes, layers, parallel sizes), this wheel's format, the hash seed, and the connector's ``identity``.
+    A name has vLLM's hash of the prefix and a digest of: what vLLM's own file tier distinguishes
+    (``FileMapper``: model, dtype, block sizes, layers, parallel sizes), this wheel's format, the
+    hash seed, and the connector's ``identity``.
     """
 
     def __init__(self, spec: Any, identity: dict[str, Any]) -> None:
         from vllm.v1.core.kv_cache_utils import get_none_hash_seed
         from vllm.v1.kv_offload.file_mapper import FileMapper
 
-        mapper = FileMapper.from_offloading_spec("", spec, spec.blocks_per_chunk)  # not agnostic of tensor parallelism
+        # not agnostic of tensor parallelism
+        mapper = FileMapper.from_offloading_spec("", spec, spec.blocks_per_chunk)
         seed = hashlib.sha256(get_none_hash_seed().encode()).hexdigest()
         self._known = mapper.get_run_config() | {
             "format": _FORMAT,

@@ -1,4 +1,5 @@
-"""``AscendStoreConnector``: vLLM's tiered offloading with a shared pool, under vllm-ascend's name and options."""
+"""``AscendStoreConnector``: vLLM's tiered offloading with a shared pool, under vllm-ascend's name
+and options."""
 
 from __future__ import annotations
 
@@ -16,7 +17,9 @@ class AscendStoreConnector(OffloadingConnector):
 
     @classmethod
     def check_config(cls, vllm_config: Any) -> None:
-        StoreOptions.from_config(vllm_config.kv_transfer_config.kv_connector_extra_config).check(vllm_config)
+        StoreOptions.from_config(vllm_config.kv_transfer_config.kv_connector_extra_config).check(
+            vllm_config
+        )
 
     def __init__(self, vllm_config: Any, role: Any, kv_cache_config: Any) -> None:
         options = StoreOptions.from_config(vllm_config.kv_transfer_config.kv_connector_extra_config)

@@ -33,10 +33,12 @@ NO_SPACE = (errno.ENOSPC, errno.EDQUOT)
 
 
 class DiskPool:
-    """See :class:`~ascend_kv_connector.store.pool.Pool`. Reads and writes use O_DIRECT if the disk supports it."""
+    """See :class:`~ascend_kv_connector.store.pool.Pool`. Reads and writes use O_DIRECT if the disk
+    supports it."""
 
     def __init__(self, path: str, quota: int | None = None) -> None:
-        """Create the directory. ``quota``: bytes beyond which the chunks that were not used for longest are removed.
+        """Create the directory. ``quota``: bytes beyond which the chunks that were not used for
+        longest are removed.
 
         Raises:
             RefusedError: it is not writable, or others may write there, and hence plant KV cache.
@@ -46,11 +48,14 @@ class DiskPool:
             self.root.mkdir(parents=True, exist_ok=True, mode=0o700)
             ours, found = self._probe(), self.root.stat()
         except OSError as error:
-            raise extension.RefusedError(f"disk_path {path} is not writable ({error}); choose a writable directory") from None
+            raise extension.RefusedError(
+                f"disk_path {path} is not writable ({error}); choose a writable directory"
+            ) from None
         if found.st_mode & stat.S_IWOTH or found.st_uid not in (ours.st_uid, 0):
             raise extension.RefusedError(
-                f"disk_path {path} belongs to user {found.st_uid} with mode {stat.S_IMODE(found.st_mode):o}: other users may "
-                "write KV cache there, which this instance would load; fix: chmod o-w it, or choose a directory of this user"
+                f"disk_path {path} belongs to user {found.st_uid} with mode"
+                f" {stat.S_IMODE(found.st_mode):o}: other users may write KV cache there, which"
+                " this instance would load; fix: chmod o-w it, or choose a directory of this user"
             )
         self.description = f"disk {path}"
         self._direct = O_DIRECT if probe_o_direct(path) else 0
@@ -65,10 +70,16 @@ class DiskPool:
         return [self._path(name).exists() for name in names]
 
     def put(self, names: Sequence[str], records: Sequence[memoryview]) -> list[str]:
-        return [self._write(self._path(name), record) for name, record in zip(names, records, strict=True)]
+        return [
+            self._write(self._path(name), record)
+            for name, record in zip(names, records, strict=True)
+        ]
 
     def get(self, names: Sequence[str], records: Sequence[memoryview]) -> list[str]:
-        return [self._read(self._path(name), record) for name, record in zip(names, records, strict=True)]
+        return [
+            self._read(self._path(name), record)
+            for name, record in zip(names, records, strict=True)
+        ]
 
     def remove(self, names: Sequence[str]) -> None:
         for name in names:
@@ -82,28 +93,34 @@ class DiskPool:
             self._changed.notify()
 
     def _probe(self) -> os.stat_result:
-        """Status of a new file there: owner and time as the file system sees them, which may be a mount with another clock."""
+        """Status of a new file there: owner and time as the file system sees them, which may be a
+        mount with another clock."""
         with _create(probe := self.root / f".{secrets.token_hex(8)}.tmp") as file:
             found = os.fstat(file)
         probe.unlink()
         return found
 
     def _clean(self) -> None:
-        """Remove temporary files of writers that were killed; then keep to the quota: at the start, as the pool grows, and every
-        minute, for what other instances write. Errors, such as a directory that is removed meanwhile, end one pass only."""
+        """Remove temporary files of writers that were killed; then keep to the quota: at the start,
+        as the pool grows, and every minute, for what other instances write. Errors, such as a
+        directory that is removed meanwhile, end one pass only."""
         self._attempt(self._remove_abandoned)
         enough = int((self._quota or 0) * (1 - EVICTED_TO) / 2)
         while not self._closed and self._quota is not None:
             self._attempt(self._evict)
             with self._changed:
-                self._changed.wait_for(lambda: self._closed or self._written > enough, CLEAN_SECONDS)
+                self._changed.wait_for(
+                    lambda: self._closed or self._written > enough, CLEAN_SECONDS
+                )
                 self._written = 0
 
     def _attempt(self, clean: Callable[[], None]) -> None:
         try:
             clean()
         except OSError as error:
-            extension.logger.warning("KV cache in %s cannot be cleaned now: %s", self.description, error)
+            extension.logger.warning(
+                "KV cache in %s cannot be cleaned now: %s", self.description, error
+            )
 
     def _remove_abandoned(self) -> None:
         now = self._probe().st_mtime
@@ -113,7 +130,8 @@ class DiskPool:
                     part.unlink()
 
     def _evict(self) -> None:
-        """Remove the files that were not read or written for longest, if all together exceed the quota."""
+        """Remove the files that were not read or written for longest, if all together exceed the
+        quota."""
         assert self._quota is not None
         found, quota = [], self._quota
         for path in self.root.glob("*/*/*.kv"):
@@ -165,7 +183,8 @@ class DiskPool:
         except OSError:
             return "failed"
         with suppress(OSError):
-            os.utime(path)  # it was used: of the times, not all mounts update the one of the last access
+            # it was used: of the times, not all mounts update the one of the last access
+            os.utime(path)
         return LOADED if read == len(record) else "cut"
 
 

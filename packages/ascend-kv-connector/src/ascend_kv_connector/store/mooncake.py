@@ -1,4 +1,5 @@
-"""Mooncake's store (``mooncake.store``) as a pool: a master that locates chunks, and processes that contribute memory."""
+"""Mooncake's store (``mooncake.store``) as a pool: a master that locates chunks, and processes that
+contribute memory."""
 
 from __future__ import annotations
 
@@ -20,10 +21,12 @@ from ascend_kv_connector.store.pool import LOADED, STORED, PoolError
 from ascend_kv_connector.store.tier import PoolTier
 
 CONFIG_ENV = "MOONCAKE_CONFIG_PATH"
-"""Environment variable that Mooncake, vLLM and vllm-ascend use for the path of the configuration."""
+"""Environment variable that Mooncake, vLLM and vllm-ascend use for the path of the configuration.
+"""
 
 FULL, MISSING = (-200,), (-704,)
-"""Mooncake's codes (``mooncake-store/include/types.h``): no space; no such object, or none of its replicas."""
+"""Mooncake's codes (``mooncake-store/include/types.h``): no space; no such object, or none of its
+replicas."""
 
 UNREACHABLE = (-900, -901)
 """Codes for a master that does not respond."""
@@ -33,9 +36,11 @@ UNITS = {"": 1, "B": 1, "KB": 1 << 10, "MB": 1 << 20, "GB": 1 << 30}
 
 @dataclass(frozen=True)
 class MooncakeConfig:
-    """Mooncake's configuration, as far as used; sizes are in bytes, or strings such as "4GB" in the file.
+    """Mooncake's configuration, as far as used; sizes are in bytes, or strings such as "4GB" in the
+    file.
 
-    ``global_segment_size`` is the memory that this instance contributes to the pool; its content is lost when the instance ends.
+    ``global_segment_size`` is the memory that this instance contributes to the pool; its content is
+    lost when the instance ends.
     """
 
     master_server_address: str
@@ -49,38 +54,53 @@ class MooncakeConfig:
 
     @classmethod
     def read(cls, path: str) -> MooncakeConfig:
-        """Read the file, by default that of ``MOONCAKE_CONFIG_PATH``; ``MOONCAKE_MASTER`` and ``MOONCAKE_GLOBAL_SEGMENT_SIZE``
-        override it.
+        """Read the file, by default that of ``MOONCAKE_CONFIG_PATH``; ``MOONCAKE_MASTER`` and
+        ``MOONCAKE_GLOBAL_SEGMENT_SIZE`` override it.
 
         Raises:
             RefusedError: it is missing or invalid, in one line.
         """
         if not (path := path or os.environ.get(CONFIG_ENV, "")):
             raise extension.RefusedError(
-                f'backend mooncake: set {CONFIG_ENV} to the path of a file with {{"master_server_address": "HOST:PORT"}}, or '
-                "mooncake_config_path in kv_connector_extra_config"
+                f"backend mooncake: set {CONFIG_ENV} to the path of a file with"
+                ' {"master_server_address": "HOST:PORT"}, or mooncake_config_path in'
+                " kv_connector_extra_config"
             )
         try:
             given = json.loads(Path(path).read_text())
-            known = {name: given[name] for name in cls.__dataclass_fields__ if given.get(name) is not None}
+            known = {
+                name: given[name]
+                for name in cls.__dataclass_fields__
+                if given.get(name) is not None
+            }
             return cls(**cls._parse_sizes(known | cls._from_environment()))
         except (OSError, ValueError, TypeError, AttributeError) as error:
             raise extension.RefusedError(
-                f"backend mooncake: {path} is not a Mooncake configuration ({type(error).__name__}: {error}); it must be a JSON "
-                'object with at least "master_server_address"'
+                f"backend mooncake: {path} is not a Mooncake configuration ({type(error).__name__}:"
+                f' {error}); it must be a JSON object with at least "master_server_address"'
             ) from None
 
     @staticmethod
     def _from_environment() -> dict[str, str]:
-        named = {"master_server_address": "MOONCAKE_MASTER", "global_segment_size": "MOONCAKE_GLOBAL_SEGMENT_SIZE"}
-        return {name: os.environ[variable] for name, variable in named.items() if os.environ.get(variable)}
+        named = {
+            "master_server_address": "MOONCAKE_MASTER",
+            "global_segment_size": "MOONCAKE_GLOBAL_SEGMENT_SIZE",
+        }
+        return {
+            name: os.environ[variable]
+            for name, variable in named.items()
+            if os.environ.get(variable)
+        }
 
     @staticmethod
     def _parse_sizes(given: Mapping[str, Any]) -> dict[str, Any]:
         out = dict(given)
         for name in ("global_segment_size", "local_buffer_size"):
             if isinstance(value := out.get(name), str):
-                if not (match := re.fullmatch(r"\s*([\d.]+)\s*([KMG]?B?)\s*", value.upper())) or match[2] not in UNITS:
+                if (
+                    not (match := re.fullmatch(r"\s*([\d.]+)\s*([KMG]?B?)\s*", value.upper()))
+                    or match[2] not in UNITS
+                ):
                     raise ValueError(f"{name} is {value!r}")
                 out[name] = int(float(match[1]) * UNITS[match[2]])
         return out
@@ -97,14 +117,15 @@ class MooncakeConfig:
             socket.create_connection((host.strip("[]"), int(port)), seconds).close()
         except (OSError, ValueError) as error:
             raise extension.RefusedError(
-                f"backend mooncake: no master at master_server_address {self.master_server_address!r} ({error}); start "
-                "one with mooncake_master --port PORT, or correct the address"
+                "backend mooncake: no master at master_server_address"
+                f" {self.master_server_address!r} ({error}); start one with mooncake_master --port"
+                " PORT, or correct the address"
             ) from None
 
 
 class MooncakePool:
-    """See :class:`~ascend_kv_connector.store.pool.Pool`. Mooncake's calls release the GIL and time out after 30 s, or as
-    ``MC_RPC_TIMEOUT_MS`` and others say."""
+    """See :class:`~ascend_kv_connector.store.pool.Pool`. Mooncake's calls release the GIL and time
+    out after 30 s, or as ``MC_RPC_TIMEOUT_MS`` and others say."""
 
     def __init__(self, config: MooncakeConfig) -> None:
         """Join the pool.
@@ -116,7 +137,9 @@ class MooncakePool:
         store = mooncake.import_module("mooncake.store")
         from vllm.utils.network_utils import get_ip
 
-        self.description = f"Mooncake's store of master {config.master_server_address} ({config.protocol})"
+        self.description = (
+            f"Mooncake's store of master {config.master_server_address} ({config.protocol})"
+        )
         self._store: Any = store.MooncakeDistributedStore()
         setup = {
             "local_hostname": config.local_hostname or get_ip(),
@@ -130,8 +153,9 @@ class MooncakePool:
         }
         if code := self._store.setup(setup):
             raise extension.RefusedError(
-                f"backend mooncake: cannot join {self.description} from {setup['local_hostname']} (code {code}); protocol is "
-                f"tcp, or ascend with {mooncake.WHEELS[0]}, and local_hostname this machine's address"
+                f"backend mooncake: cannot join {self.description} from {setup['local_hostname']}"
+                f" (code {code}); protocol is tcp, or ascend with {mooncake.WHEELS[0]}, and"
+                " local_hostname this machine's address"
             )
         self._buffers: list[mmap.mmap] = []
 
@@ -150,9 +174,14 @@ class MooncakePool:
         return [_outcome(code, STORED) for code in self._check_reachable(codes)]
 
     def get(self, names: Sequence[str], records: Sequence[memoryview]) -> list[str]:
-        codes = self._check_reachable(self._store.batch_get_into(list(names), *_addresses_and_sizes(records)))
+        codes = self._check_reachable(
+            self._store.batch_get_into(list(names), *_addresses_and_sizes(records))
+        )
         cut = [0 <= code < len(record) for code, record in zip(codes, records, strict=True)]
-        return ["cut" if short else _outcome(code, LOADED) for code, short in zip(codes, cut, strict=True)]
+        return [
+            "cut" if short else _outcome(code, LOADED)
+            for code, short in zip(codes, cut, strict=True)
+        ]
 
     def remove(self, names: Sequence[str]) -> None:
         self._check_reachable(self._store.batch_remove(list(names), True))
@@ -183,9 +212,21 @@ def _address(memory: Any) -> int:
 
 
 class MooncakeTier(PoolTier):
-    """Tier over a MooncakePool. ``config_path``: path of Mooncake's configuration, overriding the environment."""
+    """Tier over a MooncakePool. ``config_path``: path of Mooncake's configuration, overriding the
+    environment."""
 
     def __init__(
-        self, offloading_spec: Any, primary_kv_view: memoryview, tier_type: str, config_path: str = "", **more: Any
+        self,
+        offloading_spec: Any,
+        primary_kv_view: memoryview,
+        tier_type: str,
+        config_path: str = "",
+        **more: Any,
     ) -> None:
-        super().__init__(offloading_spec, primary_kv_view, tier_type, MooncakePool(MooncakeConfig.read(config_path)), **more)
+        super().__init__(
+            offloading_spec,
+            primary_kv_view,
+            tier_type,
+            MooncakePool(MooncakeConfig.read(config_path)),
+            **more,
+        )

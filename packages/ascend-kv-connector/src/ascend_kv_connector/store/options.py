@@ -30,7 +30,8 @@ IGNORED_KEYS = (
     "register_buffer",
     "use_layerwise",
 )
-"""Options of vllm-ascend's connectors for its processes' discovery, or for facts that ranks know here; ignored."""
+"""Options of vllm-ascend's connectors for its processes' discovery, or for facts that ranks know
+here; ignored."""
 
 HOST_SPECIFIC_KEYS = {"_name_or_path", "transformers_version"}
 """Keys of a model's configuration that may differ between machines."""
@@ -67,21 +68,25 @@ class StoreOptions:
         """Validate ``kv_connector_extra_config``.
 
         Raises:
-            RefusedError: an unknown key, with the closest known one, or an invalid value, in one line.
+            RefusedError: an unknown key, with the closest known one, or an invalid value, in one
+            line.
         """
         if given.get("use_layerwise"):
             raise extension.RefusedError(
-                f"{NAME}: use_layerwise is not supported; chunks are stored asynchronously as they are finished; remove it"
+                f"{NAME}: use_layerwise is not supported; chunks are stored asynchronously as they"
+                " are finished; remove it"
             )
         options = parse_options(cls, given, IGNORED_KEYS, f"{NAME}: ")
         for backend in options.backends:
             if backend not in BACKENDS:
                 raise extension.RefusedError(
-                    f"{NAME}: backend is {backend!r}; supported: {', '.join(BACKENDS)}, a list of these in lookup "
-                    "order, or [] for host memory only, which is not shared"
+                    f"{NAME}: backend is {backend!r}; supported: {', '.join(BACKENDS)}, a list of"
+                    " these in lookup order, or [] for host memory only, which is not shared"
                 )
         if "disk" in options.backends and not options.disk_path:
-            raise extension.RefusedError(f"{NAME}: backend disk needs disk_path, a directory that instances share")
+            raise extension.RefusedError(
+                f"{NAME}: backend disk needs disk_path, a directory that instances share"
+            )
         return options
 
     @property
@@ -100,19 +105,25 @@ class StoreOptions:
         check_single_host(NAME, vllm_config)
         if (free := shutil.disk_usage(SHM).free) < self.cpu_bytes_to_use:
             raise extension.RefusedError(
-                f"{NAME}: cpu_bytes_to_use is {self.cpu_bytes_to_use}, but {SHM} has {free} bytes left; reduce it or enlarge "
-                f"{SHM} (for a container: --shm-size)"
+                f"{NAME}: cpu_bytes_to_use is {self.cpu_bytes_to_use}, but {SHM} has {free} bytes"
+                f" left; reduce it or enlarge {SHM} (for a container: --shm-size)"
             )
         algorithm = vllm_config.cache_config.prefix_caching_hash_algo
-        if self.backends and algorithm.startswith("xxhash") and os.environ.get("PYTHONHASHSEED") is None:
+        if (
+            self.backends
+            and algorithm.startswith("xxhash")
+            and os.environ.get("PYTHONHASHSEED") is None
+        ):
             raise extension.RefusedError(
-                f"{NAME}: --prefix-caching-hash-algo is {algorithm}, whose hashes differ from process to process without a seed; "
-                "set PYTHONHASHSEED to the same number for all instances, or use the default algorithm"
+                f"{NAME}: --prefix-caching-hash-algo is {algorithm}, whose hashes differ from"
+                " process to process without a seed; set PYTHONHASHSEED to the same number for all"
+                " instances, or use the default algorithm"
             )
         events = vllm_config.kv_events_config
         if self.enable_kv_events and not (events and events.enable_kv_cache_events):
             raise extension.RefusedError(
-                f"{NAME}: enable_kv_events needs --kv-events-config with enable_kv_cache_events, by which vLLM publishes them"
+                f"{NAME}: enable_kv_events needs --kv-events-config with enable_kv_cache_events, by"
+                " which vLLM publishes them"
             )
         if "mooncake" in self.backends:
             MooncakeConfig.read(self.mooncake_config_path).check()
@@ -126,7 +137,10 @@ class StoreOptions:
     def to_offloading_config(self, vllm_config: Any) -> Any:
         """VllmConfig with the equivalent options of vLLM's OffloadingConnector."""
         config, transfer = copy.copy(vllm_config), copy.copy(vllm_config.kv_transfer_config)
-        common = {name: getattr(self, name) for name in ("answer_timeout", "transfer_timeout", "rest", "threads")}
+        common = {
+            name: getattr(self, name)
+            for name in ("answer_timeout", "transfer_timeout", "rest", "threads")
+        }
         common |= {"identity": self._identity(vllm_config), "kv_events": self.enable_kv_events}
         own: dict[str, dict[str, Any]] = {
             "disk": {"path": self.disk_path, "quota": self.disk_bytes_to_use},
@@ -135,17 +149,25 @@ class StoreOptions:
         transfer.kv_connector_extra_config = {
             "spec_name": "TieringOffloadingSpec",
             "cpu_bytes_to_use": self.cpu_bytes_to_use,
-            "secondary_tiers": [{"type": BACKENDS[name]} | own[name] | common for name in self.backends],
+            "secondary_tiers": [
+                {"type": BACKENDS[name]} | own[name] | common for name in self.backends
+            ],
         } | {name: value for name in PASSED_THROUGH if (value := getattr(self, name)) is not None}
-        transfer.engine_id = f"{transfer.engine_id}-store"  # MultiConnector's connectors need separate host memory
+        # MultiConnector's connectors need separate host memory
+        transfer.engine_id = f"{transfer.engine_id}-store"
         config.kv_transfer_config = transfer
         return config
 
     def _identity(self, vllm_config: Any) -> dict[str, Any]:
-        """What determines the KV cache of a prefix, in addition to what vLLM's own file tier distinguishes."""
+        """What determines the KV cache of a prefix, in addition to what vLLM's own file tier
+        distinguishes."""
         model = vllm_config.model_config
         known = model.hf_config.to_dict()
-        described = json.dumps({key: known[key] for key in known.keys() - HOST_SPECIFIC_KEYS}, sort_keys=True, default=str)
+        described = json.dumps(
+            {key: known[key] for key in known.keys() - HOST_SPECIFIC_KEYS},
+            sort_keys=True,
+            default=str,
+        )
         return {
             "namespace": self.namespace,
             "revision": model.revision,

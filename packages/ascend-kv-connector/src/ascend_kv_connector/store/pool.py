@@ -9,7 +9,8 @@ STORED, LOADED = "stored", "loaded"
 
 
 class PoolError(Exception):
-    """The pool does not respond and should be backed off from; the message says which pool and why, in one line."""
+    """The pool does not respond and should be backed off from; the message says which pool and why,
+    in one line."""
 
 
 class Pool(Protocol):
@@ -31,10 +32,12 @@ class Pool(Protocol):
         """Whether each name exists."""
 
     def put(self, names: Sequence[str], records: Sequence[memoryview]) -> list[str]:
-        """Outcome for each: ``stored``, or a word for the reason, such as ``full``, which the pool's error code may follow."""
+        """Outcome for each: ``stored``, or a word for the reason, such as ``full``, which the
+        pool's error code may follow."""
 
     def get(self, names: Sequence[str], records: Sequence[memoryview]) -> list[str]:
-        """Outcome for each: ``loaded``, or a word for the reason, such as ``missing`` or ``cut``, as in ``put``."""
+        """Outcome for each: ``loaded``, or a word for the reason, such as ``missing`` or ``cut``,
+        as in ``put``."""
 
     def remove(self, names: Sequence[str]) -> None:
         """Remove these records, which may be corrupt."""

@@ -1,8 +1,10 @@
-"""Secondary tier over a pool (``vllm/v1/kv_offload/tiering``): jobs, deadlines, verification and outcomes.
+"""Secondary tier over a pool (``vllm/v1/kv_offload/tiering``): jobs, deadlines, verification and
+outcomes.
 
-vLLM's manager, in the scheduler's process, looks up chunks in a tier and lends it rows of host memory to copy from or to. Each of
-these operations ends before its deadline whatever the pool does, and a chunk counts as loaded only if its checksum matches:
-threads copy through private buffers, and access a lent row only while its job is open.
+vLLM's manager, in the scheduler's process, looks up chunks in a tier and lends it rows of host
+memory to copy from or to. Each of these operations ends before its deadline whatever the pool does,
+and a chunk counts as loaded only if its checksum matches: threads copy through private buffers, and
+access a lent row only while its job is open.
 """
 
 from __future__ import annotations
@@ -32,7 +34,13 @@ from vllm.v1.kv_offload.tiering.async_lookup import AsyncLookupManager
 from vllm.v1.kv_offload.tiering.base import JobResult, SecondaryTierManager
 from vllm.v1.kv_offload.tiering.fs.thread_pool import DualQueueThreadPool
 
-from ascend_kv_connector.store.chunk_format import FOOTER_BYTES, ChunkNames, is_intact, read_footer, write_footer
+from ascend_kv_connector.store.chunk_format import (
+    FOOTER_BYTES,
+    ChunkNames,
+    is_intact,
+    read_footer,
+    write_footer,
+)
 from ascend_kv_connector.store.pool import LOADED, STORED, Pool, PoolError
 
 CHUNKS_METRIC = "vllm:ascend_store_chunks"
@@ -47,7 +55,8 @@ NO_REPLY = object()
 
 @dataclass
 class Job:
-    """A job of vLLM's: ``rows[i]`` of host memory is the chunk of ``keys[i]``. Times are ``monotonic`` seconds."""
+    """A job of vLLM's: ``rows[i]`` of host memory is the chunk of ``keys[i]``. Times are
+    ``monotonic`` seconds."""
 
     keys: list[OffloadKey]
     names: list[str]
@@ -77,10 +86,11 @@ class PoolLookups(AsyncLookupManager):
 class PoolTier(SecondaryTierManager):
     """Secondary tier over a pool.
 
-    ``answer_timeout``: seconds for a lookup. ``transfer_timeout``: seconds for a job, the chunks of a request. ``rest``: seconds
-    of backoff from a pool that did not respond, in which prompts are computed. ``threads``: number of load threads, and of store
-    threads. ``identity``: see :class:`~ascend_kv_connector.store.chunk_format.ChunkNames`. ``kv_events``: note events for vLLM's
-    ``--kv-events-config``.
+    ``answer_timeout``: seconds for a lookup. ``transfer_timeout``: seconds for a job, the chunks of
+    a request. ``rest``: seconds of backoff from a pool that did not respond, in which prompts are
+    computed. ``threads``: number of load threads, and of store threads. ``identity``: see
+    :class:`~ascend_kv_connector.store.chunk_format.ChunkNames`. ``kv_events``: note events for
+    vLLM's ``--kv-events-config``.
     """
 
     medium: ClassVar[Medium | None] = None
@@ -102,7 +112,11 @@ class PoolTier(SecondaryTierManager):
         super().__init__(offloading_spec, primary_kv_view, tier_type, backpressure_detector)
         self.names = ChunkNames(offloading_spec, identity or {})
         self._pool = pool
-        self._answer_timeout, self._transfer_timeout, self._backoff = answer_timeout, transfer_timeout, rest
+        self._answer_timeout, self._transfer_timeout, self._backoff = (
+            answer_timeout,
+            transfer_timeout,
+            rest,
+        )
         self._size = self.block_size_bytes + FOOTER_BYTES
         self._batch = max(1, BATCH_BYTES // self._size)
         self._threads = DualQueueThreadPool(threads, threads, thread_name_prefix=f"kv_{tier_type}")
@@ -116,13 +130,22 @@ class PoolTier(SecondaryTierManager):
         self._counting = threading.Lock()
         self._lookups = PoolLookups(self)
         extension.logger.info(
-            "%s stores KV cache under %s; instances with the same name share it", pool.description, self.names.prefix
+            "%s stores KV cache under %s; instances with the same name share it",
+            pool.description,
+            self.names.prefix,
         )
 
     @classmethod
     def build_metric_definitions(cls, extra_config: dict[str, Any]) -> dict[str, Any]:
-        text = "KV cache chunks in a pool by operation (lookup, store, load), its outcome and the pool's error code."
-        return {CHUNKS_METRIC: OffloadingCounterMetadata(documentation=text, labelnames=("tier", "op", "outcome", "code"))}
+        text = (
+            "KV cache chunks in a pool by operation (lookup, store, load), its outcome and the"
+            " pool's error code."
+        )
+        return {
+            CHUNKS_METRIC: OffloadingCounterMetadata(
+                documentation=text, labelnames=("tier", "op", "outcome", "code")
+            )
+        }
 
     # Called by vLLM's manager, in the scheduler's thread
 
@@ -153,7 +176,8 @@ class PoolTier(SecondaryTierManager):
         return ended
 
     def take_events(self) -> Iterable[OffloadingEvent]:
-        """Chunks that were stored, or removed because they were corrupt; vLLM publishes them for routers."""
+        """Chunks that were stored, or removed because they were corrupt; vLLM publishes them for
+        routers."""
         with self._counting:
             events, self._events = self._events or [], None if self._events is None else []
         return events
@@ -161,14 +185,17 @@ class PoolTier(SecondaryTierManager):
     def drain_jobs(self) -> None:
         """Finish all jobs, in their time at most; then switch to new names.
 
-        vLLM calls this when existing KV cache must not be used any more, such as after a weight update (``reset_cache``).
+        vLLM calls this when existing KV cache must not be used any more, such as after a weight
+        update (``reset_cache``).
         """
         while self._jobs:
             self._collect()
             sleep(0.001)
         self.names.rotate()
         extension.logger.info(
-            "the KV cache was reset; it is now stored under %s in %s", self.names.prefix, self._pool.description
+            "the KV cache was reset; it is now stored under %s in %s",
+            self.names.prefix,
+            self._pool.description,
         )
 
     def get_stats(self) -> OffloadingConnectorStats | None:
@@ -190,7 +217,8 @@ class PoolTier(SecondaryTierManager):
         asking = [*self._threads._threads, *([self._lookup_thread] if self._lookup_thread else [])]
         for thread in asking:
             thread.join(max(0.0, until - monotonic()))
-        if not any(thread.is_alive() for thread in asking):  # a thread may still use the client; it ends with the process
+        # a thread may still use the client; it ends with the process
+        if not any(thread.is_alive() for thread in asking):
             self._pool.close()
 
     # Backoff
@@ -205,7 +233,8 @@ class PoolTier(SecondaryTierManager):
                 return
             self._backoff_until = monotonic() + self._backoff
         extension.logger.warning(
-            "KV cache in %s: %s; not used for %g s, prompts are computed; check that it is alive and reachable",
+            "KV cache in %s: %s; not used for %g s, prompts are computed; check that it is alive"
+            " and reachable",
             self._pool.description,
             why,
             self._backoff,
@@ -226,7 +255,8 @@ class PoolTier(SecondaryTierManager):
                 answer.put(error)
 
         found: Any = NO_REPLY
-        if self._lookup_thread is None or not self._lookup_thread.is_alive():  # at most one lookup, even if it hangs
+        # at most one lookup, even if it hangs
+        if self._lookup_thread is None or not self._lookup_thread.is_alive():
             thread = threading.Thread(target=ask, daemon=True, name="kv_ask")
             try:
                 thread.start()
@@ -241,7 +271,9 @@ class PoolTier(SecondaryTierManager):
             self._count("lookup", "missing", number=len(found) - sum(found))
             return found
         self._count("lookup", "unanswered", number=len(keys))
-        self._back_off(f"no answer in {self._answer_timeout:g} s" if found is NO_REPLY else str(found))
+        self._back_off(
+            f"no answer in {self._answer_timeout:g} s" if found is NO_REPLY else str(found)
+        )
         return [False] * len(keys)
 
     # Jobs
@@ -249,7 +281,13 @@ class PoolTier(SecondaryTierManager):
     def _submit(self, given: Any, load: bool) -> None:
         deadline = monotonic() + self._transfer_timeout
         keys = list(given.keys)
-        job = Job(keys, [self.names(key) for key in keys], [int(row) for row in given.chunk_ids], load, deadline)
+        job = Job(
+            keys,
+            [self.names(key) for key in keys],
+            [int(row) for row in given.chunk_ids],
+            load,
+            deadline,
+        )
         if not keys or self.is_backing_off or (not load and monotonic() < self._full_until):
             self._count(job.op, "skipped", number=len(job.keys))
             self._end(given.job_id, job)
@@ -258,7 +296,11 @@ class PoolTier(SecondaryTierManager):
         move = self._load if load else self._store
         parts = [slice(at, at + self._batch) for at in range(0, len(job.keys), self._batch)]
         enqueue = self._threads.enqueue_load if load else self._threads.enqueue_store
-        enqueue(given.job_id, len(parts), [functools.partial(self._move, move, job, part) for part in parts])
+        enqueue(
+            given.job_id,
+            len(parts),
+            [functools.partial(self._move, move, job, part) for part in parts],
+        )
 
     def _collect(self) -> None:
         for number, _, seconds in self._threads.get_finished():
@@ -270,7 +312,9 @@ class PoolTier(SecondaryTierManager):
                 job.open = False
             del self._jobs[number]
             self._count(job.op, "late", number=len(job.keys) - len(job.done))
-            self._back_off(f"{len(job.keys)} chunks were not transferred in {self._transfer_timeout:g} s")
+            self._back_off(
+                f"{len(job.keys)} chunks were not transferred in {self._transfer_timeout:g} s"
+            )
             self._end(number, job)
 
     def _end(self, number: int, job: Job, seconds: float | None = None) -> None:
@@ -281,7 +325,11 @@ class PoolTier(SecondaryTierManager):
         if not job.load:
             self._note_event(list(job.done), removed=False)
         size = len(job.done) * self.block_size_bytes
-        self._ended.append(JobResult(number, not failed, (tuple(job.done) or None) if failed else None, seconds, size))
+        self._ended.append(
+            JobResult(
+                number, not failed, (tuple(job.done) or None) if failed else None, seconds, size
+            )
+        )
 
     # In the pool's threads
 
@@ -293,7 +341,9 @@ class PoolTier(SecondaryTierManager):
             self._count(job.op, "failed", number=len(job.keys[part]))
         except Exception as error:  # an error of the pool's client must not stop the engine
             self._count(job.op, "failed", number=len(job.keys[part]))
-            extension.logger.warning("KV cache in %s: %s: %s", self._pool.description, type(error).__name__, error)
+            extension.logger.warning(
+                "KV cache in %s: %s: %s", self._pool.description, type(error).__name__, error
+            )
 
     def _store(self, job: Job, part: slice) -> None:
         chunks = list(zip(job.keys[part], job.names[part], job.rows[part], strict=True))
@@ -307,7 +357,8 @@ class PoolTier(SecondaryTierManager):
                 return
             host = np.asarray(self._primary_kv_view)
             for record, (_, _, row) in zip(records, chunks, strict=True):
-                np.copyto(np.asarray(record)[:-FOOTER_BYTES], host[row].view(np.uint8))  # unlike a memoryview, without the GIL
+                # unlike a memoryview, without the GIL
+                np.copyto(np.asarray(record)[:-FOOTER_BYTES], host[row].view(np.uint8))
         for name, record in zip(names, records, strict=True):
             write_footer(name, record)
         outcomes = self._pool.put(names, records) if chunks else []
@@ -327,7 +378,9 @@ class PoolTier(SecondaryTierManager):
             if not job.open:
                 return
             host = np.asarray(self._primary_kv_view)
-            for place, (key, row, record) in enumerate(zip(job.keys[part], job.rows[part], records, strict=True)):
+            for place, (key, row, record) in enumerate(
+                zip(job.keys[part], job.rows[part], records, strict=True)
+            ):
                 if outcomes[place] != LOADED:
                     continue
                 chunk, written = host[row].view(np.uint8), read_footer(record)
@@ -340,17 +393,23 @@ class PoolTier(SecondaryTierManager):
         for outcome in outcomes:
             self._count_outcome("load", outcome)
         if broken := [place for place, outcome in enumerate(outcomes) if outcome in BROKEN]:
-            self._pool.remove([names[place] for place in broken])  # so that the chunk is stored again
+            # so that the chunk is stored again
+            self._pool.remove([names[place] for place in broken])
             self._note_event([job.keys[part][place] for place in broken], removed=True)
             extension.logger.warning(
-                "KV cache in %s: removed %d truncated or corrupt chunks", self._pool.description, len(broken)
+                "KV cache in %s: removed %d truncated or corrupt chunks",
+                self._pool.description,
+                len(broken),
             )
 
     def _record_buffers(self, count: int) -> list[memoryview]:
         """This thread's buffer as ``count`` records; earlier content is overwritten."""
         if not hasattr(self._local, "buffer"):
             self._local.buffer = self._pool.buffer(self._batch * self._size)
-        return [self._local.buffer[place * self._size : (place + 1) * self._size] for place in range(count)]
+        return [
+            self._local.buffer[place * self._size : (place + 1) * self._size]
+            for place in range(count)
+        ]
 
     def _count_outcome(self, op: str, outcome: str) -> None:
         word, _, code = outcome.partition(" ")

@@ -7,21 +7,28 @@ from typing import Any
 from ascend_patches import patch
 
 CHECK = "_validate_parallel_config"
-"""The validator of vllm/config/parallel.py that refuses it, by ``current_platform.is_cuda_alike()``."""
+"""The validator of vllm/config/parallel.py that refuses it, by
+``current_platform.is_cuda_alike()``."""
 
 
 @patch(
     target="vllm.engine.arg_utils:EngineArgs.create_engine_config",
     scope="platform",
     vllm=">=0.31,<0.34",
-    reason="`--enable-eplb` is refused on the NPU, for which ascend-platform maps and counts the experts",
-    upstream="no issue is known; the check is in vllm/config/parallel.py, _validate_parallel_config",
+    reason=(
+        "`--enable-eplb` is refused on the NPU, for which ascend-platform maps and counts the"
+        " experts"
+    ),
+    upstream=(
+        "no issue is known; the check is in vllm/config/parallel.py, _validate_parallel_config"
+    ),
     remove_when="vLLM asks the platform whether it has expert load balancing",
     fingerprint=["edcadc3d5a7a", "b6ccce9e8c51", "c76f3ef87e1f"],
 )
 def eplb_on_any_device(original: Callable[..., Any]) -> Callable[..., Any]:
     def replacement(*args: Any, **kwargs: Any) -> Any:
-        # pydantic has compiled the validator, so that it cannot be replaced; the platform that it asks can
+        # pydantic has compiled the validator, so that it cannot be replaced; the platform that it
+        # asks can
         from vllm.config import parallel
 
         platform = parallel.current_platform
@@ -35,7 +42,8 @@ def eplb_on_any_device(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 class _EplbPlatform:
-    """A platform that is CUDA-alike for the check of EPLB, and itself for everything else in vllm/config/parallel.py."""
+    """A platform that is CUDA-alike for the check of EPLB, and itself for everything else in
+    vllm/config/parallel.py."""
 
     def __init__(self, platform: Any) -> None:
         self.platform = platform

@@ -10,7 +10,10 @@ from ascend_patches import patch
     target="vllm.model_executor.layers.fused_moe.config:FusedMoEConfig.__post_init__",
     scope="worker",
     vllm=">=0.32,<0.34",
-    reason="Nemotron-H's experts, which have no gate, are refused: `is_act_and_mul=False is supported only for CUDA, XPU`",
+    reason=(
+        "Nemotron-H's experts, which have no gate, are refused: `is_act_and_mul=False is supported"
+        " only for CUDA, XPU`"
+    ),
     upstream="no issue is known; the check names platforms, and is the last line of the method",
     remove_when="the check is by what the platform's experts support",
     fingerprint="6d4e5859c5f3",

@@ -17,14 +17,19 @@ PATIENCE = 1.5  # seconds for workers to end by themselves
     target="vllm.v1.engine.core:EngineCore.__init__",
     scope="engine",
     vllm=">=0.31,<0.34",
-    reason="ctrl-C while the engine starts ends it only when the model is loaded, or with tracebacks of its workers' ends",
+    reason=(
+        "ctrl-C while the engine starts ends it only when the model is loaded, or with tracebacks"
+        " of its workers' ends"
+    ),
     upstream="no issue is known; the handler is in vllm/v1/engine/core.py, run_engine_core",
     remove_when="vLLM's handler ends an engine core that is being constructed",
     fingerprint=["513f93524983", "7194526c4154", "8062e648a17d"],
 )
 def end_while_starting(original: Callable[..., Any]) -> Callable[..., Any]:
     def replacement(*args: Any, **kwargs: Any) -> None:
-        handlers: dict[int, Any] = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+        handlers: dict[int, Any] = {
+            number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)
+        }
         theirs = {number: handler for number, handler in handlers.items() if _is_of_vllm(handler)}
         for number, handler in theirs.items():
             signal.signal(number, functools.partial(_end, handler))
@@ -42,8 +47,8 @@ def _is_of_vllm(handler: Any) -> bool:
 
 def _end(handler: Callable[..., Any], number: int, frame: FrameType | None) -> None:
     handler(number, frame)
-    # After a ctrl-C, which reaches all processes, the main process sends SIGTERM. Not SIG_IGN: if both have arrived, Python
-    # reports the second one as an error.
+    # After a ctrl-C, which reaches all processes, the main process sends SIGTERM. Not SIG_IGN: if
+    # both have arrived, Python reports the second one as an error.
     for each in (signal.SIGINT, signal.SIGTERM):
         signal.signal(each, _ignore)
     timer = threading.Timer(PATIENCE, _kill_workers)
@@ -57,6 +62,7 @@ def _ignore(number: int, frame: FrameType | None) -> None:
 
 
 def _kill_workers() -> None:
-    """End workers that wait in C++, such as for another rank, and do not handle signals. The main process waits for 5 seconds."""
+    """End workers that wait in C++, such as for another rank, and do not handle signals. The main
+    process waits for 5 seconds."""
     for process in multiprocessing.active_children():
         process.kill()

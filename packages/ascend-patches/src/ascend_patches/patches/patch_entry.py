@@ -1,4 +1,5 @@
-"""``vllm serve`` exits with status 0 when its engine has died, so that a service manager does not restart it."""
+"""``vllm serve`` exits with status 0 when its engine has died, so that a service manager does not
+restart it."""
 
 from collections.abc import Callable
 from typing import Any
@@ -23,7 +24,8 @@ def build_and_serve(original: Callable[..., Any]) -> Callable[..., Any]:
             stopped.append(True)
             return stop(*args, **kwargs)
 
-        engine_client.shutdown = shutdown  # called on a signal (serve_http in vllm/entrypoints/launchers/launcher.py)
+        # called on a signal (serve_http in vllm/entrypoints/launchers/launcher.py)
+        engine_client.shutdown = shutdown
         ended = await original(engine_client, *args, **kwargs)
         return ended if stopped else _failed(ended)
 
@@ -32,4 +34,7 @@ def build_and_serve(original: Callable[..., Any]) -> Callable[..., Any]:
 
 async def _failed(ended: Any) -> None:
     await ended
-    raise SystemExit("vllm serve: the engine has died, and the server has ended with it; the first error above says why")
+    raise SystemExit(
+        "vllm serve: the engine has died, and the server has ended with it; the first error above"
+        " says why"
+    )

@@ -1,4 +1,5 @@
-"""After a call that fails or times out on one of several ranks, each later call gets the reply to an earlier one."""
+"""After a call that fails or times out on one of several ranks, each later call gets the reply to
+an earlier one."""
 
 import functools
 import time
@@ -16,7 +17,10 @@ _counts: weakref.WeakKeyDictionary[Any, list[int]] = weakref.WeakKeyDictionary()
     target="vllm.v1.executor.multiproc_executor:MultiprocExecutor.collective_rpc",
     scope="engine",
     vllm=">=0.31,<0.34",
-    reason="with several ranks, replies to a call that failed or timed out stay unread, and later calls get them as their own",
+    reason=(
+        "with several ranks, replies to a call that failed or timed out stay unread, and later"
+        " calls get them as their own"
+    ),
     upstream="no issue is known; vllm/v1/executor/abstract.py, Executor.profile, mentions it",
     remove_when="collective_rpc raises only after each rank's reply is read, or identifies replies",
     fingerprint=["05fa0fafb13f", "2c1559ec4f4f"],
@@ -34,7 +38,16 @@ def collective_rpc(original: Callable[..., Any]) -> Callable[..., Any]:
     ) -> Any:
         # as collective_rpc does: a call with an aggregator is answered by every rank
         rank = None if any(aggregators.values()) else unique_reply_rank
-        return original(_Call(self, rank), method, timeout, args, kwargs, non_block, unique_reply_rank, **aggregators)
+        return original(
+            _Call(self, rank),
+            method,
+            timeout,
+            args,
+            kwargs,
+            non_block,
+            unique_reply_rank,
+            **aggregators,
+        )
 
     return replacement
 
@@ -50,13 +63,15 @@ class _Call:
 
     @functools.cached_property
     def response_mqs(self) -> list[Any]:
-        """One queue for each rank; collective_rpc reads it after it has sent the call, hence replies will come."""
+        """One queue for each rank; collective_rpc reads it after it has sent the call, hence
+        replies will come."""
         queues = enumerate(self._executor.response_mqs)
         return [_Reply(queue) if self._rank in (None, rank) else None for rank, queue in queues]
 
 
 class _Reply:
-    """A rank's reply to one call. Replies arrive in the order of the calls, so that counting identifies them."""
+    """A rank's reply to one call. Replies arrive in the order of the calls, so that counting
+    identifies them."""
 
     def __init__(self, queue: Any) -> None:
         self._queue, self._count = queue, _counts.setdefault(queue, [0, 0])
@@ -66,7 +81,9 @@ class _Reply:
     def dequeue(self, timeout: float | None = None) -> Any:
         deadline = None if timeout is None else time.monotonic() + timeout
         while True:
-            reply = self._queue.dequeue(timeout=None if deadline is None else max(0.0, deadline - time.monotonic()))
+            reply = self._queue.dequeue(
+                timeout=None if deadline is None else max(0.0, deadline - time.monotonic())
+            )
             self._count[1] += 1
             if self._count[1] == self._number:
                 return reply

@@ -1,4 +1,5 @@
-"""`vllm serve` goes on after a SIGTERM that comes while its engine starts, and waits for an engine that has ended."""
+"""`vllm serve` goes on after a SIGTERM that comes while its engine starts, and waits for an engine
+that has ended."""
 
 import contextlib
 from collections.abc import Callable, Iterator
@@ -11,8 +12,14 @@ from ascend_patches import patch
     target="vllm.utils.network_utils:zmq_socket_ctx",
     scope="platform",
     vllm=">=0.31,<0.34",
-    reason="`vllm serve` drops the KeyboardInterrupt by which SIGTERM ends it while the engine starts, and waits for ten minutes",
-    upstream="no issue is known; the exception is in vllm/entrypoints/launchers/api_server/entry.py, run_server",
+    reason=(
+        "`vllm serve` drops the KeyboardInterrupt by which SIGTERM ends it while the engine starts,"
+        " and waits for ten minutes"
+    ),
+    upstream=(
+        "no issue is known; the exception is in vllm/entrypoints/launchers/api_server/entry.py,"
+        " run_server"
+    ),
     remove_when="zmq_socket_ctx does not catch KeyboardInterrupt",
     fingerprint="e40313ef3e71",
 )

@@ -7,11 +7,19 @@ from ascend_patches import patch
 
 
 @patch(
-    target="vllm.model_executor.layers.mamba.gdn.olmo_gdn_linear_attn:_make_fused_conv1d_weight_loader",
+    target=(
+        "vllm.model_executor.layers.mamba.gdn.olmo_gdn_linear_attn:_make_fused_conv1d_weight_loader"
+    ),
     scope="worker",
     vllm=">=0.32,<0.34",
-    reason="OLMo-hybrid's convolutions of query, key and value, which vLLM keeps as one, cannot be loaded (`TypeError`)",
-    upstream="no issue is known; WeightsMapper (vllm/model_executor/models/utils.py) hands the part on as an attribute, shard_id",
+    reason=(
+        "OLMo-hybrid's convolutions of query, key and value, which vLLM keeps as one, cannot be"
+        " loaded (`TypeError`)"
+    ),
+    upstream=(
+        "no issue is known; WeightsMapper (vllm/model_executor/models/utils.py) hands the part on"
+        " as an attribute, shard_id"
+    ),
     remove_when="the loader reads the attribute, as MergedColumnParallelLinear's does",
     fingerprint="a9e22431b41d",
 )
@@ -19,8 +27,18 @@ def make_fused_conv1d_weight_loader(original: Callable[..., Any]) -> Callable[..
     def replacement(*args: Any, **kwargs: Any) -> Callable[..., Any]:
         load = original(*args, **kwargs)
 
-        def weight_loader(param: Any, loaded_weight: Any, loaded_shard_id: int | None = None) -> None:
-            load(param, loaded_weight, getattr(loaded_weight, "shard_id", None) if loaded_shard_id is None else loaded_shard_id)
+        def weight_loader(
+            param: Any, loaded_weight: Any, loaded_shard_id: int | None = None
+        ) -> None:
+            load(
+                param,
+                loaded_weight,
+                (
+                    getattr(loaded_weight, "shard_id", None)
+                    if loaded_shard_id is None
+                    else loaded_shard_id
+                ),
+            )
 
         return weight_loader
 

@@ -18,6 +18,9 @@ from ascend_patches import patch
 def run_headless(original: Callable[..., Any]) -> Callable[..., Any]:
     def replacement(args: Any) -> None:
         original(args)  # raises SystemExit on a signal
-        raise SystemExit("vllm serve --headless: a worker or engine of this machine has died; the first error above says why")
+        raise SystemExit(
+            "vllm serve --headless: a worker or engine of this machine has died; the first error"
+            " above says why"
+        )
 
     return replacement

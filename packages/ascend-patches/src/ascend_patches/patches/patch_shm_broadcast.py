@@ -13,8 +13,14 @@ PATIENCE = 1.0  # seconds between two looks at the executor
     target="vllm.distributed.device_communicators.shm_broadcast:MessageQueue.dequeue",
     scope="engine",
     vllm=">=0.31,<0.34",
-    reason="the engine waits for ever for outputs of a worker on another machine that has died, with Ray or `--nnodes`",
-    upstream="no issue is known; MessageQueue.recv waits without end, and MessageQueue.shutdown ends local readers alone",
+    reason=(
+        "the engine waits for ever for outputs of a worker on another machine that has died, with"
+        " Ray or `--nnodes`"
+    ),
+    upstream=(
+        "no issue is known; MessageQueue.recv waits without end, and MessageQueue.shutdown ends"
+        " local readers alone"
+    ),
     remove_when="MessageQueue.shutdown ends a remote reader that waits",
     fingerprint=["8bdebbfa9813", "5c6d1503c1db"],
 )

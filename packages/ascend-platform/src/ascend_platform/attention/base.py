@@ -1,7 +1,7 @@
 """Base classes of the attention backends of the slots ``attention.*``, in all wheels.
 
-This module imports neither torch nor vLLM, because ``ascend_platform.extension`` exports it. The base classes are mixins: list
-them before vLLM's own class (``vllm/v1/attention/backend.py``).
+This module imports neither torch nor vLLM, because ``ascend_platform.extension`` exports it. The
+base classes are mixins: list them before vLLM's own class (``vllm/v1/attention/backend.py``).
 """
 
 from __future__ import annotations
@@ -17,7 +17,8 @@ from typing import Any, ClassVar
 
 
 class AttentionFeature(Enum):
-    """Optional features of an attention implementation, beyond causal decoder attention. The values are texts for messages."""
+    """Optional features of an attention implementation, beyond causal decoder attention. The values
+    are texts for messages."""
 
     ALIBI = "ALiBi"
     SLIDING_WINDOW = "sliding window"
@@ -37,12 +38,14 @@ class AttentionFeature(Enum):
 class AttentionBackendBase:
     """Mixin for vLLM's ``AttentionBackend``: name, classes, KV cache layout and capability queries.
 
-    The queries about sliding windows, sinks and attention types are answered from ``serves`` of the implementation.
+    The queries about sliding windows, sinks and attention types are answered from ``serves`` of the
+    implementation.
 
     Attributes:
         impl_cls: the implementation, a subclass of AttentionImplBase.
         builder_cls: the metadata builder.
-        block_sizes: supported block sizes in tokens, as returned by vLLM's ``get_supported_kernel_block_sizes``.
+        block_sizes: supported block sizes in tokens, as returned by vLLM's
+        ``get_supported_kernel_block_sizes``.
         head_sizes: supported head sizes in elements; empty means any.
     """
 
@@ -70,7 +73,8 @@ class AttentionBackendBase:
 
     @classmethod
     def supports_attn_type(cls, attn_type: str) -> bool:
-        """Whether ``serves`` has the type's feature. Encoder-only attention has no KV cache and does not serve decoders."""
+        """Whether ``serves`` has the type's feature. Encoder-only attention has no KV cache and
+        does not serve decoders."""
         serves, feature = cls.get_impl_cls().serves, AttentionFeature.of_attn_type(attn_type)
         return AttentionFeature.ENCODER_ONLY not in serves if feature is None else feature in serves
 
@@ -84,12 +88,14 @@ class AttentionBackendBase:
 
     @staticmethod
     def get_name() -> str:
-        """CUSTOM: ``Attention.__init__`` looks the name up in AttentionBackendEnum, whose members are fixed."""
+        """CUSTOM: ``Attention.__init__`` looks the name up in AttentionBackendEnum, whose members
+        are fixed."""
         return "CUSTOM"
 
     @classmethod
     def supported_kv_cache_layouts(cls) -> tuple[Any, ...]:
-        """The layout from which keys and values are split (``ascend_platform/attention/kv_cache.py``)."""
+        """The layout from which keys and values are split
+        (``ascend_platform/attention/kv_cache.py``)."""
         from ascend_platform.attention.kv_cache import LAYOUT
 
         return (LAYOUT,)
@@ -100,10 +106,12 @@ class AttentionBackendBase:
 
 
 class AttentionImplBase:
-    """Mixin for vLLM's ``AttentionImpl``: a constructor that raises for features that are not in ``serves``.
+    """Mixin for vLLM's ``AttentionImpl``: a constructor that raises for features that are not in
+    ``serves``.
 
-    ``forward`` receives the KV cache as a pair of contiguous tensors, keys ``[blocks, block_size, kv_heads, head_size]`` and
-    values ``[blocks, block_size, kv_heads, head_size_v]``. Its metadata is None during vLLM's memory profiling run.
+    ``forward`` receives the KV cache as a pair of contiguous tensors, keys ``[blocks, block_size,
+    kv_heads, head_size]`` and values ``[blocks, block_size, kv_heads, head_size_v]``. Its metadata
+    is None during vLLM's memory profiling run.
 
     Attributes:
         title: name of the attention in error messages.
@@ -112,8 +120,8 @@ class AttentionImplBase:
         num_heads, num_kv_heads: heads of the query and of the KV cache on this rank.
         head_size: elements of one key.
         scale: factor of the scores.
-        writes_cache: False for layers that share another layer's KV cache.
-        alibi_slopes, sliding_window, soft_cap, sinks: the layer's, or None. A window includes the token itself.
+        writes_cache: False for layers that share another layer's KV cache. alibi_slopes,
+        sliding_window, soft_cap, sinks: the layer's, or None. A window includes the token itself.
     """
 
     title: ClassVar[str] = "this attention"
@@ -137,7 +145,8 @@ class AttentionImplBase:
         """Take the arguments of vLLM's ``AttentionImpl``.
 
         Raises:
-            NotImplementedError: a feature is not in ``serves``, or not supported with decode context parallelism.
+            NotImplementedError: a feature is not in ``serves``, or not supported with decode
+            context parallelism.
         """
         uses_dcp = getattr(self, "dcp_world_size", 1) > 1
         sinks = extra.pop("sinks", None)
@@ -155,10 +164,16 @@ class AttentionImplBase:
         if uses_dcp and not getattr(self, "supports_dcp", False):
             refused.append("decode context parallelism")
         elif uses_dcp and needed:
-            refused.append(f"decode context parallelism with {', '.join(feature.value for feature in needed)}")
+            refused.append(
+                f"decode context parallelism with {', '.join(feature.value for feature in needed)}"
+            )
         if refused:
-            supported = ", ".join(["causal decoder attention", *sorted(feature.value for feature in self.serves)])
-            raise NotImplementedError(f"the model needs {', '.join(refused)}; {self.title} supports {supported}")
+            supported = ", ".join(
+                ["causal decoder attention", *sorted(feature.value for feature in self.serves)]
+            )
+            raise NotImplementedError(
+                f"the model needs {', '.join(refused)}; {self.title} supports {supported}"
+            )
         self.alibi_slopes, self.sliding_window, self.sinks = alibi_slopes, sliding_window, sinks
         self.soft_cap = logits_soft_cap or None
         self.num_heads, self.head_size, self.scale = num_heads, head_size, float(scale)
@@ -168,15 +183,18 @@ class AttentionImplBase:
 
 
 class LatentAttentionImplBase(AttentionImplBase):
-    """Mixin for vLLM's ``MLAAttentionImpl``: multi-head latent attention, by ``forward_mqa`` for all tokens.
+    """Mixin for vLLM's ``MLAAttentionImpl``: multi-head latent attention, by ``forward_mqa`` for
+    all tokens.
 
-    The query comes projected to the latents ("absorbed"), so that all heads share one key, a latent and its rotated part, and one
-    value, the latent. The KV cache is a pair of contiguous tensors, ``latent`` ``[blocks, block_size, 1, kv_lora_rank]`` and
-    ``rope`` ``[blocks, block_size, 1, qk_rope_head_dim]``.
+    The query comes projected to the latents ("absorbed"), so that all heads share one key, a latent
+    and its rotated part, and one value, the latent. The KV cache is a pair of contiguous tensors,
+    ``latent`` ``[blocks, block_size, 1, kv_lora_rank]`` and ``rope`` ``[blocks, block_size, 1,
+    qk_rope_head_dim]``.
 
     Attributes:
         kv_lora_rank, qk_rope_head_dim: elements of a latent and of the rotated part.
-        qk_nope_head_dim, v_head_dim: elements of a head of the expanded keys, besides the rotated part, and values.
+        qk_nope_head_dim, v_head_dim: elements of a head of the expanded keys, besides the rotated
+        part, and values.
         kv_b_proj: the layer that expands latents to keys and values.
     """
 
@@ -200,27 +218,35 @@ class LatentAttentionImplBase(AttentionImplBase):
 
     @staticmethod
     def valid_slots(slot_mapping: Any) -> Any:
-        """Slots to write to. In a run without metadata vLLM gives -1 for all tokens: they go to the null block.
+        """Slots to write to. In a run without metadata vLLM gives -1 for all tokens: they go to the
+        null block.
 
-        vLLM writes the KV cache of latent attention in such runs, too, of which piecewise graphs are captured.
+        vLLM writes the KV cache of latent attention in such runs, too, of which piecewise graphs
+        are captured.
         """
         from vllm.forward_context import get_forward_context
 
-        return slot_mapping.clamp_min(0) if get_forward_context().attn_metadata is None else slot_mapping
+        return (
+            slot_mapping.clamp_min(0)
+            if get_forward_context().attn_metadata is None
+            else slot_mapping
+        )
 
 
 class SparseLatentAttentionImplBase(LatentAttentionImplBase):
-    """Mixin for vLLM's ``MLAAttentionImpl``: latent attention of each token to the tokens that an indexer has selected (DSA).
+    """Mixin for vLLM's ``MLAAttentionImpl``: latent attention of each token to the tokens that an
+    indexer has selected (DSA).
 
-    The indexer's keys are a KV cache layer with the same backend and metadata, ``[blocks, block_size, 1, index_head_dim]``.
-    Beyond ``forward_mqa`` an implementation has two methods::
+    The indexer's keys are a KV cache layer with the same backend and metadata, ``[blocks,
+    block_size, 1, index_head_dim]``. Beyond ``forward_mqa`` an implementation has two methods::
 
         write_index(key, index_cache, attn_metadata)
         select(query, weights, index_cache, attn_metadata, selected)
 
-    ``write_index`` stores keys ``[tokens, index_head_dim]``. ``select`` writes to ``selected``, int32 ``[tokens, index_topk]``,
-    the positions of the visible keys with the largest sums over heads of ``weights * relu(query @ key)``, and -1 beyond; query is
-    ``[tokens, heads, index_head_dim]`` and weights ``[tokens, heads]``.
+    ``write_index`` stores keys ``[tokens, index_head_dim]``. ``select`` writes to ``selected``,
+    int32 ``[tokens, index_topk]``, the positions of the visible keys with the largest sums over
+    heads of ``weights * relu(query @ key)``, and -1 beyond; query is ``[tokens, heads,
+    index_head_dim]`` and weights ``[tokens, heads]``.
 
     Attributes:
         indexer: the layer's, or None if it uses the selection of an earlier layer.
@@ -231,16 +257,25 @@ class SparseLatentAttentionImplBase(LatentAttentionImplBase):
     supports_dense_mha_prefill = False
 
     def __init__(
-        self, *args: Any, indexer: Any = None, topk_indices_buffer: Any = None, index_group_builder: Any = None, **extra: Any
+        self,
+        *args: Any,
+        indexer: Any = None,
+        topk_indices_buffer: Any = None,
+        index_group_builder: Any = None,
+        **extra: Any,
     ) -> None:
-        """Take the arguments of vLLM's sparse ``MLAAttentionImpl``; see :class:`LatentAttentionImplBase`."""
+        """Take the arguments of vLLM's sparse ``MLAAttentionImpl``; see
+        :class:`LatentAttentionImplBase`."""
         super().__init__(*args, **extra)
         self.indexer, self._topk_indices_buffer = indexer, topk_indices_buffer
 
     @property
     def topk_indices_buffer(self) -> Any:
-        """The indexer's, where there is one: vLLM lets a drafter's indexers share the target's buffer after construction."""
-        return self._topk_indices_buffer if self.indexer is None else self.indexer.topk_indices_buffer
+        """The indexer's, where there is one: vLLM lets a drafter's indexers share the target's
+        buffer after construction."""
+        return (
+            self._topk_indices_buffer if self.indexer is None else self.indexer.topk_indices_buffer
+        )
 
     def record_logical_topk_ready(self) -> None:
         """Nothing: for vLLM's cache of selected tokens on the host (HiSparse)."""
@@ -252,7 +287,8 @@ class Rejected:
 
     Attributes:
         count: returns the number of each request; it may wait for the device.
-        drafts: number of draft tokens of each request, while the host cannot know yet how many are rejected; None after that.
+        drafts: number of draft tokens of each request, while the host cannot know yet how many are
+        rejected; None after that.
     """
 
     count: Callable[[], list[int]]
@@ -264,7 +300,8 @@ _rejected: ContextVar[tuple[Rejected, ...]] = ContextVar("rejected draft tokens"
 
 @contextmanager
 def subtract_rejected(rejected: Rejected | None) -> Iterator[None]:
-    """Subtract rejected draft tokens from the host lengths of the metadata that is built in this context."""
+    """Subtract rejected draft tokens from the host lengths of the metadata that is built in this
+    context."""
     reset = _rejected.set((*_rejected.get(), rejected) if rejected else _rejected.get())
     try:
         yield
@@ -275,8 +312,9 @@ def subtract_rejected(rejected: Rejected | None) -> Iterator[None]:
 def host_lengths(common: Any, title: str) -> list[int]:
     """Sequence lengths of a step as a host list.
 
-    A length counts the tokens in the KV cache after this step's are written. With draft tokens in flight, this waits for the
-    number of accepted ones; ``deferred_host_lengths`` lets the device start before.
+    A length counts the tokens in the KV cache after this step's are written. With draft tokens in
+    flight, this waits for the number of accepted ones; ``deferred_host_lengths`` lets the device
+    start before.
 
     Args:
         common: vLLM's CommonAttentionMetadata.
@@ -289,19 +327,25 @@ def host_lengths(common: Any, title: str) -> list[int]:
 
 
 def deferred_host_lengths(common: Any, title: str) -> Callable[[], list[int]]:
-    """A function that returns a step's ``host_lengths``, to be called within the step: it may wait for the device."""
+    """A function that returns a step's ``host_lengths``, to be called within the step: it may wait
+    for the device."""
     bounds = common.seq_lens_cpu_upper_bound
     if not isinstance(common.causal, bool) or bounds is None:
-        raise NotImplementedError(f"{title} supports batches that are causal as a whole or not at all, with seq_lens on the host")
-    rejected = _rejected.get() if common.causal else ()  # the lengths of cross attention are the encoder's
+        raise NotImplementedError(
+            f"{title} supports batches that are causal as a whole or not at all, with seq_lens on"
+            " the host"
+        )
+    # the lengths of cross attention are the encoder's
+    rejected = _rejected.get() if common.causal else ()
     return functools.partial(_subtract, bounds[: common.num_reqs].tolist(), rejected)
 
 
 def draft_length_bounds(common: Any) -> tuple[list[int], list[int]] | None:
-    """Upper bounds of the sequence lengths in a drafter's pass after the first, and how many tokens each may be too high.
+    """Upper bounds of the sequence lengths in a drafter's pass after the first, and how many tokens
+    each may be too high.
 
-    The host does not know yet how many draft tokens are rejected, and ``host_lengths`` would wait for it. ``common.seq_lens`` on
-    the device is exact. None where the host knows the lengths.
+    The host does not know yet how many draft tokens are rejected, and ``host_lengths`` would wait
+    for it. ``common.seq_lens`` on the device is exact. None where the host knows the lengths.
     """
     rejected = _rejected.get()
     drafts = next((each.drafts for each in rejected if each.drafts is not None), None)
@@ -317,15 +361,17 @@ def _subtract(bounds: list[int], rejected: Sequence[Rejected]) -> list[int]:
 
 
 capturing: AbstractContextManager[Any] | None = None
-"""torch_npu's graph dispatch mode while ``ascend_platform.graph.acl_graph`` captures: kernel calls in it become task groups."""
+"""torch_npu's graph dispatch mode while ``ascend_platform.graph.acl_graph`` captures: kernel calls
+in it become task groups."""
 
 
 def graph_task() -> AbstractContextManager[Any]:
     """Context manager for a kernel call whose sequence lengths are updated at each graph replay.
 
-    The new lengths are the attribute ``lengths`` of the attention metadata, a dictionary of the kernel's keyword arguments. The
-    kernel needs a handler in torch_npu (``torch_npu/npu/_npugraph_handlers``) and an explicit ``workspace``. A no-op outside of
-    graph capture.
+    The new lengths are the attribute ``lengths`` of the attention metadata, a dictionary of the
+    kernel's keyword arguments. The kernel needs a handler in torch_npu
+    (``torch_npu/npu/_npugraph_handlers``) and an explicit ``workspace``. A no-op outside of graph
+    capture.
     """
     return capturing or nullcontext()
 

@@ -24,25 +24,32 @@ from ascend_platform.attention.paged import MAX_ELEMENTS, PagedAttentionImpl
 
 @dataclass
 class EncoderAttentionMetadata(AttentionMetadata):
-    """Metadata of one step: ``query_start_loc``, the start of each request's tokens on the host, ``requests + 1`` entries."""
+    """Metadata of one step: ``query_start_loc``, the start of each request's tokens on the host,
+    ``requests + 1`` entries."""
 
     query_start_loc: list[int]
 
 
 class EncoderAttentionMetadataBuilder(AttentionMetadataBuilder[EncoderAttentionMetadata]):
     # vLLM's constructor is abstract
-    def __init__(self, kv_cache_spec: Any, layer_names: list[str], vllm_config: Any, device: torch.device) -> None:
+    def __init__(
+        self, kv_cache_spec: Any, layer_names: list[str], vllm_config: Any, device: torch.device
+    ) -> None:
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
 
     def build(
-        self, common_prefix_len: int, common_attn_metadata: CommonAttentionMetadata, fast_build: bool = False
+        self,
+        common_prefix_len: int,
+        common_attn_metadata: CommonAttentionMetadata,
+        fast_build: bool = False,
     ) -> EncoderAttentionMetadata:
         common = common_attn_metadata
         return EncoderAttentionMetadata(common.query_start_loc_cpu[: common.num_reqs + 1].tolist())
 
 
 class EncoderAttentionImpl(PagedAttentionImpl, AttentionImpl[EncoderAttentionMetadata]):
-    """Built-in encoder-only attention. A sliding window extends to both sides (``vllm/v1/attention/backends/flash_attn.py``)."""
+    """Built-in encoder-only attention. A sliding window extends to both sides
+    (``vllm/v1/attention/backends/flash_attn.py``)."""
 
     title = "the built-in encoder-only attention of ascend-platform"
     serves = frozenset({AttentionFeature.SLIDING_WINDOW, AttentionFeature.ENCODER_ONLY})
@@ -74,9 +81,13 @@ class EncoderAttentionImpl(PagedAttentionImpl, AttentionImpl[EncoderAttentionMet
             chunk = max(1, MAX_ELEMENTS // max(1, (end - start) * self.num_heads))
             for first in range(start, end, chunk):
                 rows = slice(first, min(first + chunk, end))
-                distance = positions - positions[rows.start - start : rows.stop - start].unsqueeze(1)
+                distance = positions - positions[rows.start - start : rows.stop - start].unsqueeze(
+                    1
+                )
                 mask = distance.abs() >= (self.sliding_window or end - start)
-                output[rows] = self._attend(query[rows][None], keys, values, mask[None], distance[None])[0]
+                output[rows] = self._attend(
+                    query[rows][None], keys, values, mask[None], distance[None]
+                )[0]
         return output
 
 

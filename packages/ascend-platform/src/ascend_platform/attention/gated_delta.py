@@ -1,4 +1,5 @@
-"""Choice of the gated delta rule's implementation: the operators that a component offers, or the built-in PyTorch."""
+"""Choice of the gated delta rule's implementation: the operators that a component offers, or the
+built-in PyTorch."""
 
 from __future__ import annotations
 
@@ -49,19 +50,27 @@ def select(vllm_config: VllmConfig) -> GatedDeltaRule | None:
     """Select the implementation for the model's layers, None if it has none of this kind."""
     from vllm.model_executor.layers.mamba.mamba_utils import MambaStateDtypeCalculator
 
-    model, cache, drafts = vllm_config.model_config, vllm_config.cache_config, vllm_config.speculative_config
+    model, cache, drafts = (
+        vllm_config.model_config,
+        vllm_config.cache_config,
+        vllm_config.speculative_config,
+    )
     if SERVED.get(model.architecture) != "gated delta net":
         return None
     path = extension.offered("attention.gated_delta")
     if path is None:
-        return GatedDeltaRule(None, dict.fromkeys(PHASES, f"ascend-attention is {extension.state('ascend-attention')}"))
+        return GatedDeltaRule(
+            None,
+            dict.fromkeys(PHASES, f"ascend-attention is {extension.state('ascend-attention')}"),
+        )
     fused: Any = resolve_obj_by_qualname(path)
     settings = model.hf_text_config
     states = MambaStateDtypeCalculator.gated_delta_net_state_dtype(
         model.dtype, cache.mamba_cache_dtype, cache.mamba_ssm_cache_dtype
     )
     layer = {
-        "heads": settings.linear_num_value_heads // vllm_config.parallel_config.tensor_parallel_size,
+        "heads": settings.linear_num_value_heads
+        // vllm_config.parallel_config.tensor_parallel_size,
         "sizes": (settings.linear_key_head_dim, settings.linear_value_head_dim),
         "dtype": model.dtype,
         "state_dtype": states[1],
@@ -70,5 +79,7 @@ def select(vllm_config: VllmConfig) -> GatedDeltaRule | None:
     reasons = {}
     for phase in PHASES:
         lacking = host.chip_family().lacks(fused.operators[phase])
-        reasons[phase] = f"{host.chip()} has no {lacking[0]}" if lacking else fused.unsupported(phase, **layer)
+        reasons[phase] = (
+            f"{host.chip()} has no {lacking[0]}" if lacking else fused.unsupported(phase, **layer)
+        )
     return GatedDeltaRule(fused, reasons)

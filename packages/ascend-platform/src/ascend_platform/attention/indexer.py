@@ -1,8 +1,10 @@
-"""Indexers of sparse latent attention (DSA: DeepSeek-V3.2, GLM-5): keys in the model's dtype, and the selection of tokens.
+"""Indexers of sparse latent attention (DSA: DeepSeek-V3.2, GLM-5): keys in the model's dtype, and
+the selection of tokens.
 
-vLLM's Indexer (``vllm/model_executor/models/deepseek_v2.py``) quantizes to float8, which Atlas A2 and A3 do not have. Its
-parameters and their loaders stay; :func:`install` replaces its computation and its KV cache layer. The kernels are those of the
-attention's implementation (``SparseLatentAttentionImplBase``).
+vLLM's Indexer (``vllm/model_executor/models/deepseek_v2.py``) quantizes to float8, which Atlas A2
+and A3 do not have. Its parameters and their loaders stay; :func:`install` replaces its computation
+and its KV cache layer. The kernels are those of the attention's implementation
+(``SparseLatentAttentionImplBase``).
 """
 
 from typing import Any
@@ -27,7 +29,13 @@ class NPUIndexer(Indexer):
 
     k_cache: IndexCache  # type: ignore[assignment]
 
-    def forward(self, hidden_states: torch.Tensor, qr: torch.Tensor, positions: torch.Tensor, rotary_emb: Any) -> torch.Tensor:
+    def forward(
+        self,
+        hidden_states: torch.Tensor,
+        qr: torch.Tensor,
+        positions: torch.Tensor,
+        rotary_emb: Any,
+    ) -> torch.Tensor:
         """Store the keys of the step's tokens, and select the tokens that each attends to.
 
         Args:
@@ -38,10 +46,14 @@ class NPUIndexer(Indexer):
             ``topk_indices_buffer``, whose first rows are written.
         """
         query = self.wq_b(qr)[0].view(-1, self.n_head, self.head_dim)
-        key, weights = self.wk_weights_proj(hidden_states)[0].split([self.head_dim, self.n_head], -1)
+        key, weights = self.wk_weights_proj(hidden_states)[0].split(
+            [self.head_dim, self.n_head], -1
+        )
         query, key = self._rotate(positions, query, self.k_norm(key), rotary_emb)
         selected: Any = self.topk_indices_buffer
-        torch.ops.vllm.npu_sparse_indexer(query, key, weights.contiguous(), selected, self.k_cache.prefix)
+        torch.ops.vllm.npu_sparse_indexer(
+            query, key, weights.contiguous(), selected, self.k_cache.prefix
+        )
         return selected
 
     def _rotate(
@@ -60,7 +72,11 @@ class NPUIndexer(Indexer):
 
 
 def sparse_indexer(
-    query: torch.Tensor, key: torch.Tensor, weights: torch.Tensor, selected: torch.Tensor, layer_name: str
+    query: torch.Tensor,
+    key: torch.Tensor,
+    weights: torch.Tensor,
+    selected: torch.Tensor,
+    layer_name: str,
 ) -> None:
     """Store keys and select tokens; nothing in a run without metadata, as vLLM's profiling run."""
     metadata, cache, kv_cache, _ = get_attention_context(layer_name)
@@ -81,17 +97,24 @@ direct_register_custom_op(
 
 
 def install(layers: dict[str, Any]) -> None:
-    """Replace the indexers of all layers, and their KV cache layers in vLLM's ``static_forward_context``.
+    """Replace the indexers of all layers, and their KV cache layers in vLLM's
+    ``static_forward_context``.
 
     Raises:
-        RefusedError: a pipeline stage begins with a layer that uses the selection of an earlier one.
+        RefusedError: a pipeline stage begins with a layer that uses the selection of an earlier
+        one.
     """
-    sparse = {name: layer for name, layer in layers.items() if isinstance(layer, MLAAttention) and layer.use_sparse}
+    sparse = {
+        name: layer
+        for name, layer in layers.items()
+        if isinstance(layer, MLAAttention) and layer.use_sparse
+    }
     first = next(iter(sparse), "")
     if first and sparse[first].indexer is None:
         raise RefusedError(
-            f"{first} uses the tokens that the indexer of an earlier layer selects, which is on another pipeline stage; fix: "
-            "VLLM_PP_LAYER_PARTITION with stages that begin with a layer that has an indexer"
+            f"{first} uses the tokens that the indexer of an earlier layer selects, which is on"
+            " another pipeline stage; fix: VLLM_PP_LAYER_PARTITION with stages that begin with a"
+            " layer that has an indexer"
         )
     for layer in sparse.values():
         indexer = layer.indexer

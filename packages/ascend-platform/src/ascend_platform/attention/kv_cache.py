@@ -1,11 +1,13 @@
-"""Paged KV cache in the layout of CANN's kernels: each part of a layer, such as its keys, is one contiguous tensor.
+"""Paged KV cache in the layout of CANN's kernels: each part of a layer, such as its keys, is one
+contiguous tensor.
 
-vLLM makes one backing allocation and views each layer as ``[blocks, kv_heads, block_size, K|V]`` (``vllm/v1/worker/utils.py``,
-``allocate_kv_cache``). In the layout LBNHC a layer is one contiguous region, whose first part becomes the keys and whose second
-part becomes the values: same bytes, same block numbers, different order within the region. Code that needs the address of a
-block (attention, block copies, KV connectors, offloading) starts from :class:`KVCachePair`: a block of one layer is the two
-contiguous runs ``key[block]`` and ``value[block]``. Latent attention has a :class:`PagedLatent` instead, and an indexer a
-:class:`PagedIndex`.
+vLLM makes one backing allocation and views each layer as ``[blocks, kv_heads, block_size, K|V]``
+(``vllm/v1/worker/utils.py``, ``allocate_kv_cache``). In the layout LBNHC a layer is one contiguous
+region, whose first part becomes the keys and whose second part becomes the values: same bytes, same
+block numbers, different order within the region. Code that needs the address of a block (attention,
+block copies, KV connectors, offloading) starts from :class:`KVCachePair`: a block of one layer is
+the two contiguous runs ``key[block]`` and ``value[block]``. Latent attention has a
+:class:`PagedLatent` instead, and an indexer a :class:`PagedIndex`.
 """
 
 from typing import Any, NamedTuple, cast
@@ -30,7 +32,13 @@ from vllm.v1.kv_cache_layout import KVCacheLayout
 LAYOUT = KVCacheLayout.LBNHC
 """vLLM's KV cache layout in which a layer is contiguous; our attention backends request it."""
 
-SUPPORTED_SPECS = (FullAttentionSpec, SlidingWindowSpec, CrossAttentionSpec, MLAAttentionSpec, MambaSpec)
+SUPPORTED_SPECS = (
+    FullAttentionSpec,
+    SlidingWindowSpec,
+    CrossAttentionSpec,
+    MLAAttentionSpec,
+    MambaSpec,
+)
 
 
 class KVCachePair(NamedTuple):
@@ -83,7 +91,8 @@ class PagedIndex(NamedTuple):
 
 
 class IndexCache(torch.nn.Module, AttentionLayerBase):
-    """KV cache layer of an indexer's keys, in the model's dtype. Its backend is that of the attention that it selects for."""
+    """KV cache layer of an indexer's keys, in the model's dtype. Its backend is that of the
+    attention that it selects for."""
 
     def __init__(self, prefix: str, head_size: int, attention: Any) -> None:
         super().__init__()
@@ -118,7 +127,8 @@ def split_kv_cache(cache: torch.Tensor, head_size: int) -> KVCachePair:
     """Split one layer's region into keys and values, as views.
 
     Args:
-        cache: vLLM's view ``[blocks, kv_heads, block_size, head_size + head_size_v]`` in layout LBNHC.
+        cache: vLLM's view ``[blocks, kv_heads, block_size, head_size + head_size_v]`` in layout
+        LBNHC.
         head_size: elements of a key per head.
 
     Raises:
@@ -132,33 +142,49 @@ def _split(cache: torch.Tensor, head_size: int) -> tuple[torch.Tensor, torch.Ten
     region = cache.transpose(1, 2)
     if not region.is_contiguous():
         raise ValueError(
-            f"the KV cache of a layer is not contiguous (shape {tuple(cache.shape)}, strides {cache.stride()}); "
-            f"unset VLLM_KV_CACHE_LAYOUT or set it to {LAYOUT.name}"
+            f"the KV cache of a layer is not contiguous (shape {tuple(cache.shape)}, strides"
+            f" {cache.stride()}); unset VLLM_KV_CACHE_LAYOUT or set it to {LAYOUT.name}"
         )
-    key, value = region.view(-1).split([blocks * block_size * heads * w for w in (head_size, width - head_size)])
-    return key.view(blocks, block_size, heads, head_size), value.view(blocks, block_size, heads, width - head_size)
+    key, value = region.view(-1).split(
+        [blocks * block_size * heads * w for w in (head_size, width - head_size)]
+    )
+    return key.view(blocks, block_size, heads, head_size), value.view(
+        blocks, block_size, heads, width - head_size
+    )
 
 
 def check(config: KVCacheConfig) -> None:
     """Raise for KV caches that cannot be split.
 
-    KV cache groups share memory, and a block belongs to one group at a time. With keys and values in separate tensors this holds
-    only if all groups divide a block's bytes in the same way.
+    KV cache groups share memory, and a block belongs to one group at a time. With keys and values
+    in separate tensors this holds only if all groups divide a block's bytes in the same way.
 
     Raises:
-        NotImplementedError: a compressed cache, chunked attention, or groups with different block shapes.
+        NotImplementedError: a compressed cache, chunked attention, or groups with different block
+        shapes.
     """
     # vLLM's runner adds a group for encoder-only layers, which have no cache
-    groups = [group for group in config.kv_cache_groups if not isinstance(group.kv_cache_spec, EncoderOnlyAttentionSpec)]
+    groups = [
+        group
+        for group in config.kv_cache_groups
+        if not isinstance(group.kv_cache_spec, EncoderOnlyAttentionSpec)
+    ]
     specs = [spec for group in groups for spec in iter_layer_specs(group.kv_cache_spec)]
-    if others := sorted({type(spec).__name__ for spec in specs if type(spec) not in SUPPORTED_SPECS}):
+    if others := sorted(
+        {type(spec).__name__ for spec in specs if type(spec) not in SUPPORTED_SPECS}
+    ):
         raise NotImplementedError(
-            f"KV cache spec {', '.join(others)} is not supported; {', '.join(spec.__name__ for spec in SUPPORTED_SPECS)} are"
+            f"KV cache spec {', '.join(others)} is not supported;"
+            f" {', '.join(spec.__name__ for spec in SUPPORTED_SPECS)} are"
         )
-    paged = [spec for spec in specs if not isinstance(spec, MambaSpec)]  # states go into a block as it is, see state_cache.py
-    shapes = {(spec.block_size, spec.num_kv_heads, spec.head_size, spec.head_size_v, str(spec.dtype)) for spec in paged}
+    # states go into a block as it is, see state_cache.py
+    paged = [spec for spec in specs if not isinstance(spec, MambaSpec)]
+    shapes = {
+        (spec.block_size, spec.num_kv_heads, spec.head_size, spec.head_size_v, str(spec.dtype))
+        for spec in paged
+    }
     if len(groups) > 1 and len(shapes) > 1:
         raise NotImplementedError(
-            f"the model's KV cache groups share memory but have blocks of different shapes {sorted(shapes)}; "
-            "fix: --disable-hybrid-kv-cache-manager"
+            "the model's KV cache groups share memory but have blocks of different shapes"
+            f" {sorted(shapes)}; fix: --disable-hybrid-kv-cache-manager"
         )

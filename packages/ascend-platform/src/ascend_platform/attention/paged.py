@@ -1,8 +1,10 @@
-"""Built-in attention: PyTorch over the paged KV cache, so that the platform serves without ascend-attention.
+"""Built-in attention: PyTorch over the paged KV cache, so that the platform serves without
+ascend-attention.
 
-Dense attention (multi-head, grouped-query, multi-query) for prefill, chunked prefill, prefix-cache hits and decode in one batch:
-causal, with sliding windows, attention sinks, logits soft caps or ALiBi, and encoder-decoder attention. It gathers keys and
-values from the blocks and computes in float32. Install ascend-attention for the fused kernel.
+Dense attention (multi-head, grouped-query, multi-query) for prefill, chunked prefill, prefix-cache
+hits and decode in one batch: causal, with sliding windows, attention sinks, logits soft caps or
+ALiBi, and encoder-decoder attention. It gathers keys and values from the blocks and computes in
+float32. Install ascend-attention for the fused kernel.
 """
 
 import functools
@@ -20,22 +22,31 @@ from vllm.v1.attention.backend import (
     MultipleOf,
 )
 
-from ascend_platform.attention.base import AttentionBackendBase, AttentionFeature, AttentionImplBase, host_lengths
+from ascend_platform.attention.base import (
+    AttentionBackendBase,
+    AttentionFeature,
+    AttentionImplBase,
+    host_lengths,
+)
 from ascend_platform.attention.kv_cache import KVCachePair
 
 MAX_ELEMENTS = 1 << 24
-"""Upper bound of the elements of the scores, and of the gathered keys, in one chunk of the computation (64 MiB in float32)."""
+"""Upper bound of the elements of the scores, and of the gathered keys, in one chunk of the
+computation (64 MiB in float32)."""
 
 
 @dataclass
 class PagedAttentionMetadata(AttentionMetadata):
-    """Metadata of one step. Decodes (requests with one query token) come first (``reorder_batch_threshold``).
+    """Metadata of one step. Decodes (requests with one query token) come first
+    (``reorder_batch_threshold``).
 
     Attributes:
-        query_start_loc: start of each request's query tokens, on the host, ``requests + 1`` entries.
+        query_start_loc: start of each request's query tokens, on the host, ``requests + 1``
+        entries.
         seq_lens: sequence length of each request after this step's tokens are written, on the host.
         block_table: int32 ``[requests, blocks]``.
-        slot_mapping: int64, KV cache slot of each new key. vLLM replaces it in layers with cross attention.
+        slot_mapping: int64, KV cache slot of each new key. vLLM replaces it in layers with cross
+        attention.
         num_decodes: number of leading requests with one query token.
         decode_seq_lens: int32 ``[num_decodes]``, seq_lens on the device.
         max_decode_tokens: tokens in the blocks of the longest decode.
@@ -53,18 +64,28 @@ class PagedAttentionMetadata(AttentionMetadata):
 
 
 class PagedAttentionMetadataBuilder(AttentionMetadataBuilder[PagedAttentionMetadata]):
-    def __init__(self, kv_cache_spec: Any, layer_names: list[str], vllm_config: Any, device: torch.device) -> None:
+    def __init__(
+        self, kv_cache_spec: Any, layer_names: list[str], vllm_config: Any, device: torch.device
+    ) -> None:
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
         self._init_reorder_batch_threshold(1)
 
     def build(
-        self, common_prefix_len: int, common_attn_metadata: CommonAttentionMetadata, fast_build: bool = False
+        self,
+        common_prefix_len: int,
+        common_attn_metadata: CommonAttentionMetadata,
+        fast_build: bool = False,
     ) -> PagedAttentionMetadata:
         """Build the metadata of one step on the host, without synchronizing with the device."""
-        common, seq_lens = common_attn_metadata, host_lengths(common_attn_metadata, PagedAttentionImpl.title)
+        common, seq_lens = (
+            common_attn_metadata,
+            host_lengths(common_attn_metadata, PagedAttentionImpl.title),
+        )
         query_start_loc = common.query_start_loc_cpu[: common.num_reqs + 1].tolist()
         query_lens = [end - start for start, end in pairwise(query_start_loc)]
-        num_decodes = next((i for i, query_len in enumerate(query_lens) if query_len != 1), len(seq_lens))
+        num_decodes = next(
+            (i for i, query_len in enumerate(query_lens) if query_len != 1), len(seq_lens)
+        )
         block_size = self.kv_cache_spec.block_size
         max_blocks = -(-max(seq_lens[:num_decodes], default=0) // block_size)
         return PagedAttentionMetadata(
@@ -80,7 +101,8 @@ class PagedAttentionMetadataBuilder(AttentionMetadataBuilder[PagedAttentionMetad
 
 
 class PagedAttentionImpl(AttentionImplBase, AttentionImpl[PagedAttentionMetadata]):
-    """Built-in attention in float32; see :class:`~ascend_platform.attention.base.AttentionImplBase` for the constructor."""
+    """Built-in attention in float32; see :class:`~ascend_platform.attention.base.AttentionImplBase`
+    for the constructor."""
 
     title = "the built-in attention of ascend-platform"
     serves = frozenset(
@@ -109,8 +131,10 @@ class PagedAttentionImpl(AttentionImplBase, AttentionImpl[PagedAttentionMetadata
 
         Args:
             query: ``[tokens, heads, head_size]``; output has the same shape and is written.
-            key, value: ``[tokens, kv_heads, head_size]``; in cross attention the encoder's new tokens, or None.
-            attn_metadata: None during vLLM's memory profiling run, when there is no KV cache; the output is then zero.
+            key, value: ``[tokens, kv_heads, head_size]``; in cross attention the encoder's new
+            tokens, or None.
+            attn_metadata: None during vLLM's memory profiling run, when there is no KV cache; the
+            output is then zero.
         """
         if attn_metadata is None:
             return output.zero_()
@@ -124,8 +148,11 @@ class PagedAttentionImpl(AttentionImplBase, AttentionImpl[PagedAttentionMetadata
             self._prefill(request, query, kv_cache, meta, output)
         return output
 
-    def _decode(self, query: torch.Tensor, kv_cache: Any, meta: PagedAttentionMetadata, output: torch.Tensor) -> None:
-        """Compute all decodes, padded to the longest, in chunks of requests that keep the gathered keys below MAX_ELEMENTS."""
+    def _decode(
+        self, query: torch.Tensor, kv_cache: Any, meta: PagedAttentionMetadata, output: torch.Tensor
+    ) -> None:
+        """Compute all decodes, padded to the longest, in chunks of requests that keep the gathered
+        keys below MAX_ELEMENTS."""
         max_tokens = meta.max_decode_tokens
         max_blocks = max_tokens // kv_cache[0].shape[1]
         chunk = max(1, MAX_ELEMENTS // max(1, max_tokens * kv_cache[0].shape[2] * self.head_size))
@@ -133,16 +160,24 @@ class PagedAttentionImpl(AttentionImplBase, AttentionImpl[PagedAttentionMetadata
         for start in range(0, meta.num_decodes, chunk):
             rows = slice(start, min(start + chunk, meta.num_decodes))
             keys, values = self._gather(kv_cache, meta.block_table[rows, :max_blocks])
-            distance = key_positions - meta.decode_seq_lens[rows].unsqueeze(1) + 1  # 0 at the query token itself
+            # 0 at the query token itself
+            distance = key_positions - meta.decode_seq_lens[rows].unsqueeze(1) + 1
             mask = distance > 0
             if self.sliding_window and meta.causal:
                 mask |= distance <= -self.sliding_window
             values = values.masked_fill(mask[:, :, None, None], 0)  # freed blocks may hold NaN
-            attended = self._attend(query[rows].unsqueeze(1), keys, values, mask.unsqueeze(1), distance.unsqueeze(1))
+            attended = self._attend(
+                query[rows].unsqueeze(1), keys, values, mask.unsqueeze(1), distance.unsqueeze(1)
+            )
             output[rows] = attended.squeeze(1)
 
     def _prefill(
-        self, request: int, query: torch.Tensor, kv_cache: Any, meta: PagedAttentionMetadata, output: torch.Tensor
+        self,
+        request: int,
+        query: torch.Tensor,
+        kv_cache: Any,
+        meta: PagedAttentionMetadata,
+        output: torch.Tensor,
     ) -> None:
         """Compute one prefill in chunks of query tokens that keep the scores below MAX_ELEMENTS."""
         start, end = meta.query_start_loc[request], meta.query_start_loc[request + 1]
@@ -152,7 +187,8 @@ class PagedAttentionImpl(AttentionImplBase, AttentionImpl[PagedAttentionMetadata
             return
         num_blocks = -(-seq_len // kv_cache[0].shape[1])
         keys, values = (
-            each[:, :seq_len] for each in self._gather(kv_cache, meta.block_table[request : request + 1, :num_blocks])
+            each[:, :seq_len]
+            for each in self._gather(kv_cache, meta.block_table[request : request + 1, :num_blocks])
         )
         chunk = max(1, MAX_ELEMENTS // (seq_len * self.num_heads))
         positions = torch.arange(seq_len, device=query.device)
@@ -169,24 +205,34 @@ class PagedAttentionImpl(AttentionImplBase, AttentionImpl[PagedAttentionMetadata
             mask = distance > 0 if meta.causal else torch.zeros_like(distance, dtype=torch.bool)
             if self.sliding_window and meta.causal:
                 mask |= distance <= -self.sliding_window
-            attended = self._attend(query[rows][None], keys[:, visible], values[:, visible], mask[None], distance[None])
+            attended = self._attend(
+                query[rows][None], keys[:, visible], values[:, visible], mask[None], distance[None]
+            )
             output[rows] = attended[0]
 
     def _gather(self, kv_cache: Any, blocks: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Keys and values ``[requests, tokens, kv_heads, head_size]`` in blocks ``[requests, blocks]``."""
+        """Keys and values ``[requests, tokens, kv_heads, head_size]`` in blocks ``[requests,
+        blocks]``."""
         keys, values = (cache[blocks].flatten(1, 2) for cache in kv_cache)
         return keys, values
 
     def _attend(
-        self, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, mask: torch.Tensor, distance: torch.Tensor
+        self,
+        query: torch.Tensor,
+        keys: torch.Tensor,
+        values: torch.Tensor,
+        mask: torch.Tensor,
+        distance: torch.Tensor,
     ) -> torch.Tensor:
         """Compute softmax(scale * q k^T) v with the layer's soft cap, ALiBi and sinks.
 
         Args:
             query: ``[requests, tokens, heads, head_size]``.
             keys, values: ``[requests, seq_len, kv_heads, head_size]``.
-            mask: bool ``[requests, tokens, seq_len]``, True for excluded keys; one row may stand for all tokens.
-            distance: int ``[requests, tokens, seq_len]``, position of the key minus position of the query token.
+            mask: bool ``[requests, tokens, seq_len]``, True for excluded keys; one row may stand
+            for all tokens.
+            distance: int ``[requests, tokens, seq_len]``, position of the key minus position of the
+            query token.
         """
         requests, tokens, heads, width = query.shape
         kv_heads, seq_len = keys.shape[2], keys.shape[1]
@@ -200,7 +246,8 @@ class PagedAttentionImpl(AttentionImplBase, AttentionImpl[PagedAttentionMetadata
             slopes = _on_device(tuple(self.alibi_slopes), query.device)
             scores += slopes.view(1, -1, 1, 1) * distance.unsqueeze(1)
         scores = scores.masked_fill_(mask.unsqueeze(1), float("-inf"))
-        if self.sinks is not None:  # a score without a value: it only adds to the softmax's denominator
+        # a score without a value: it only adds to the softmax's denominator
+        if self.sinks is not None:
             sinks = self.sinks.float().view(1, -1, 1, 1).expand(requests, -1, tokens, 1)
             scores = torch.cat([scores, sinks], -1)
         weights = scores.softmax(dim=-1)[..., :seq_len]
@@ -223,4 +270,5 @@ class PagedAttentionBackend(AttentionBackendBase, AttentionBackend):
 
     @classmethod
     def get_preferred_block_size(cls, default_block_size: int) -> int:
-        return 128  # the fused kernel's block size, so that prefix-cache hits do not depend on the backend
+        # the fused kernel's block size, so that prefix-cache hits do not depend on the backend
+        return 128

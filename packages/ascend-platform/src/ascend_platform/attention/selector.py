@@ -1,4 +1,5 @@
-"""Attention backend selection: the backend offered by a component, or the built-in one as a fallback."""
+"""Attention backend selection: the backend offered by a component, or the built-in one as a
+fallback."""
 
 from typing import TYPE_CHECKING, Any, cast
 
@@ -26,7 +27,8 @@ BUILT_IN = {
 def select_backend(config: "AttentionSelectorConfig", model: Any) -> tuple[str, str]:
     """Select the attention backend of a layer, of vLLM's current configuration.
 
-    The backend that is offered for the layer's slot is used if it supports the layer, otherwise the built-in one.
+    The backend that is offered for the layer's slot is used if it supports the layer, otherwise the
+    built-in one.
 
     Returns:
         The backend's qualified name, and a description with the reason of a fallback.
@@ -34,7 +36,9 @@ def select_backend(config: "AttentionSelectorConfig", model: Any) -> tuple[str, 
     Raises:
         RefusedError: neither backend supports the layer.
     """
-    slot = "encoder" if config.attn_type == "encoder_only" else "sinks" if config.has_sink else "dense"
+    slot = (
+        "encoder" if config.attn_type == "encoder_only" else "sinks" if config.has_sink else "dense"
+    )
     if config.use_mla:
         slot = "latent_sparse" if config.use_sparse else "latent"
     built_in = BUILT_IN[slot]
@@ -46,7 +50,9 @@ def select_backend(config: "AttentionSelectorConfig", model: Any) -> tuple[str, 
         reason = f"fused attention disabled: {', '.join(reasons)}"
     if reasons := _unsupported_reasons(built_in, config, model):
         own = f"ascend-platform {requirements.version('ascend-platform')}"
-        raise RefusedError(f"no attention backend of {own} supports the model: {', '.join(reasons)}")
+        raise RefusedError(
+            f"no attention backend of {own} supports the model: {', '.join(reasons)}"
+        )
     return built_in, f"built-in PyTorch ({reason})"
 
 
@@ -61,7 +67,11 @@ def _unsupported_reasons(path: str, config: "AttentionSelectorConfig", model: An
     impl = backend.get_impl_cls()
     serves = getattr(impl, "serves", ())
     lacking = host.chip_family().lacks(*getattr(impl, "operators", ()))
-    missing = [feature for feature, is_requested in requested.items() if is_requested and feature not in serves]
+    missing = [
+        feature
+        for feature, is_requested in requested.items()
+        if is_requested and feature not in serves
+    ]
     reasons = backend.validate_configuration(device_capability=None, **config._asdict())
     reasons += [f"{feature.value} not supported" for feature in missing]
     return reasons + [f"{host.chip()} has no {operator}" for operator in lacking]
@@ -80,7 +90,9 @@ def _select_for_model(vllm_config: "VllmConfig") -> tuple[str, str]:
     model, cache = vllm_config.model_config, vllm_config.cache_config
     block_size = cache.block_size if cache.user_specified_block_size else None
     dtype = cast(torch.dtype, model.dtype)  # resolved by now
-    config = AttentionSelectorConfig(model.get_head_size(), dtype, cache.cache_dtype, block_size, model.use_mla)
+    config = AttentionSelectorConfig(
+        model.get_head_size(), dtype, cache.cache_dtype, block_size, model.use_mla
+    )
     config = config._replace(use_sparse=is_sparse(model))
     if model.attn_type == "encoder_only":
         config = config._replace(attn_type="encoder_only")
@@ -89,7 +101,8 @@ def _select_for_model(vllm_config: "VllmConfig") -> tuple[str, str]:
 
 
 def describe_backend(vllm_config: "VllmConfig") -> str:
-    """Describe the model's attention backend for the log: ``fused (...)``, ``built-in PyTorch (reason)`` or ``none (error)``."""
+    """Describe the model's attention backend for the log: ``fused (...)``, ``built-in PyTorch
+    (reason)`` or ``none (error)``."""
     try:
         return _select_for_model(vllm_config)[1]
     except RefusedError as error:

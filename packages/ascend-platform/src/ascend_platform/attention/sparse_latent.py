@@ -1,4 +1,5 @@
-"""Built-in sparse latent attention (DSA): PyTorch over the paged latents and the indexer's keys, of any widths, in float32."""
+"""Built-in sparse latent attention (DSA): PyTorch over the paged latents and the indexer's keys, of
+any widths, in float32."""
 
 from dataclasses import dataclass
 from itertools import pairwise
@@ -30,12 +31,17 @@ class PagedSparseLatentMetadata(PagedLatentAttentionMetadata):
 
 class PagedSparseLatentMetadataBuilder(PagedLatentAttentionMetadataBuilder):
     def build(
-        self, common_prefix_len: int, common_attn_metadata: CommonAttentionMetadata, fast_build: bool = False
+        self,
+        common_prefix_len: int,
+        common_attn_metadata: CommonAttentionMetadata,
+        fast_build: bool = False,
     ) -> PagedSparseLatentMetadata:
         latent = super().build(common_prefix_len, common_attn_metadata, fast_build)
         lengths = torch.tensor([end - start for start, end in pairwise(latent.query_start_loc)])
         requests = torch.arange(len(lengths)).repeat_interleave(lengths).pin_memory()
-        return PagedSparseLatentMetadata(**vars(latent), requests=requests.to(latent.block_table.device, non_blocking=True))
+        return PagedSparseLatentMetadata(
+            **vars(latent), requests=requests.to(latent.block_table.device, non_blocking=True)
+        )
 
 
 class PagedSparseLatentAttentionImpl(SparseLatentAttentionImplBase, PagedLatentAttentionImpl):
@@ -43,7 +49,9 @@ class PagedSparseLatentAttentionImpl(SparseLatentAttentionImplBase, PagedLatentA
 
     title = "the built-in sparse latent attention of ascend-platform"
 
-    def write_index(self, key: torch.Tensor, index_cache: torch.Tensor, attn_metadata: PagedSparseLatentMetadata) -> None:
+    def write_index(
+        self, key: torch.Tensor, index_cache: torch.Tensor, attn_metadata: PagedSparseLatentMetadata
+    ) -> None:
         slots = attn_metadata.slot_mapping
         index_cache.view(-1, index_cache.shape[-1])[slots] = key[: len(slots)]
 
@@ -55,7 +63,8 @@ class PagedSparseLatentAttentionImpl(SparseLatentAttentionImplBase, PagedLatentA
         attn_metadata: PagedSparseLatentMetadata,
         selected: torch.Tensor,
     ) -> None:
-        """Select tokens request by request, in chunks of query tokens that keep the scores below MAX_ELEMENTS."""
+        """Select tokens request by request, in chunks of query tokens that keep the scores below
+        MAX_ELEMENTS."""
         meta, heads, most = attn_metadata, query.shape[1], selected.shape[1]
         selected.fill_(-1)
         for request, (start, end) in enumerate(pairwise(meta.query_start_loc)):
@@ -71,16 +80,20 @@ class PagedSparseLatentAttentionImpl(SparseLatentAttentionImplBase, PagedLatentA
                 scores = (query[rows].float() @ keys.t()).relu_()
                 scores = (weights[rows].float().unsqueeze(1) @ scores).squeeze(1)
                 own = positions[length - end + first : length - end + rows.stop]
-                best, places = scores.masked_fill_(positions > own.unsqueeze(1), -torch.inf).topk(count)
+                best, places = scores.masked_fill_(positions > own.unsqueeze(1), -torch.inf).topk(
+                    count
+                )
                 selected[rows, :count] = places.masked_fill(best == -torch.inf, -1).int()
 
     def forward_mqa(
         self, q: Any, kv_c_and_k_pe_cache: Any, attn_metadata: PagedSparseLatentMetadata, layer: Any
     ) -> tuple[torch.Tensor, None]:
-        """Compute attention of absorbed queries to the selected tokens, in chunks that keep the gathered keys below MAX_ELEMENTS.
+        """Compute attention of absorbed queries to the selected tokens, in chunks that keep the
+        gathered keys below MAX_ELEMENTS.
 
         Args:
-            q: the query's latent and rotated parts, ``[tokens, heads, kv_lora_rank]`` and ``[tokens, heads, qk_rope_head_dim]``.
+            q: the query's latent and rotated parts, ``[tokens, heads, kv_lora_rank]`` and
+            ``[tokens, heads, qk_rope_head_dim]``.
             kv_c_and_k_pe_cache: the layer's PagedLatent.
 
         Returns:
@@ -104,7 +117,8 @@ class PagedSparseLatentAttentionImpl(SparseLatentAttentionImplBase, PagedLatentA
 
 
 class PagedSparseLatentAttentionBackend(PagedLatentAttentionBackend):
-    """Built-in backend for vLLM's MLAAttention with ``use_sparse``, and for the KV cache of its indexer."""
+    """Built-in backend for vLLM's MLAAttention with ``use_sparse``, and for the KV cache of its
+    indexer."""
 
     impl_cls, builder_cls = PagedSparseLatentAttentionImpl, PagedSparseLatentMetadataBuilder
 

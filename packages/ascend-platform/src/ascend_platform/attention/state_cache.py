@@ -1,8 +1,10 @@
-"""Caches of states, of linear attention and state-space layers, beside the pages of attention layers.
+"""Caches of states, of linear attention and state-space layers, beside the pages of attention
+layers.
 
-KV cache groups share memory, and a block belongs to one group at a time. As the keys of all blocks come before the values
-(``kv_cache.py``), a block of states is cut in the same way: its largest state, as the recurrent one, takes the place of the
-keys, and the others, such as that of the convolution, that of the values. The block size of attention follows from it.
+KV cache groups share memory, and a block belongs to one group at a time. As the keys of all blocks
+come before the values (``kv_cache.py``), a block of states is cut in the same way: its largest
+state, as the recurrent one, takes the place of the keys, and the others, such as that of the
+convolution, that of the values. The block size of attention follows from it.
 """
 
 from __future__ import annotations
@@ -54,10 +56,15 @@ def align_block_size(vllm_config: VllmConfig) -> None:
     """Enlarge the block size of attention until the states fit into the parts of a block."""
     from vllm.model_executor.models import ModelRegistry
 
-    cache, model, parallel = vllm_config.cache_config, vllm_config.model_config, vllm_config.parallel_config
+    cache, model, parallel = (
+        vllm_config.cache_config,
+        vllm_config.model_config,
+        vllm_config.parallel_config,
+    )
     model_class: Any = ModelRegistry.resolve_model_cls(model.architecture, model_config=model)[0]
     states = sizes(
-        model_class.get_mamba_state_shape_from_config(vllm_config), model_class.get_mamba_state_dtype_from_config(vllm_config)
+        model_class.get_mamba_state_shape_from_config(vllm_config),
+        model_class.get_mamba_state_dtype_from_config(vllm_config),
     )
     one = FullAttentionSpec(
         block_size=1,
@@ -77,26 +84,46 @@ def align_block_size(vllm_config: VllmConfig) -> None:
     cache.mamba_page_size_padded = None if page == sum(states) else page
 
 
-def split(caches: Mapping[str, torch.Tensor], config: KVCacheConfig) -> dict[str, tuple[torch.Tensor, ...]]:
-    """The states of the layers that have some, each ``[blocks, *shape]``, as views of vLLM's region of the layer."""
+def split(
+    caches: Mapping[str, torch.Tensor], config: KVCacheConfig
+) -> dict[str, tuple[torch.Tensor, ...]]:
+    """The states of the layers that have some, each ``[blocks, *shape]``, as views of vLLM's region
+    of the layer."""
     specs = {
         name: spec
         for group in config.kv_cache_groups
         for spec in iter_layer_specs(group.kv_cache_spec)
         for name in group.layer_names
     }
-    pages = next((parts(spec) for spec in specs.values() if isinstance(spec, FullAttentionSpec)), None)
-    return {name: _split(caches[name], spec, pages) for name, spec in specs.items() if isinstance(spec, MambaSpec)}
+    pages = next(
+        (parts(spec) for spec in specs.values() if isinstance(spec, FullAttentionSpec)), None
+    )
+    return {
+        name: _split(caches[name], spec, pages)
+        for name, spec in specs.items()
+        if isinstance(spec, MambaSpec)
+    }
 
 
-def _split(region: torch.Tensor, spec: MambaSpec, pages: tuple[int, ...] | None) -> tuple[torch.Tensor, ...]:
+def _split(
+    region: torch.Tensor, spec: MambaSpec, pages: tuple[int, ...] | None
+) -> tuple[torch.Tensor, ...]:
     blocks, page, states = region.shape[0], region.stride(0), sizes(spec.shapes, spec.dtypes)
     pages = pages or (*states, page - sum(states))
     placed = place(states, pages)
     if placed is None or sum(pages) != page:
-        raise NotImplementedError(f"states of {states} bytes do not fit into the parts of a block, {pages} of {page} bytes")
+        raise NotImplementedError(
+            f"states of {states} bytes do not fit into the parts of a block, {pages} of {page}"
+            " bytes"
+        )
     views = []
-    for (part, offset), shape, dtype, size in zip(placed, spec.shapes, spec.dtypes, states, strict=True):
+    for (part, offset), shape, dtype, size in zip(
+        placed, spec.shapes, spec.dtypes, states, strict=True
+    ):
         start = region.storage_offset() + blocks * sum(pages[:part]) + offset
-        views.append(region.as_strided((blocks, size), (pages[part], 1), start).view(dtype).view(blocks, *shape))
+        views.append(
+            region.as_strided((blocks, size), (pages[part], 1), start)
+            .view(dtype)
+            .view(blocks, *shape)
+        )
     return tuple(views)

@@ -1,7 +1,7 @@
 """Checks of ``vllm-ascend doctor``, each a generator of results.
 
-They read metadata, files and the environment. They do not import torch, torch_npu or vLLM and open no device, so they work where
-these are missing or broken.
+They read metadata, files and the environment. They do not import torch, torch_npu or vLLM and open
+no device, so they work where these are missing or broken.
 """
 
 from __future__ import annotations
@@ -23,7 +23,8 @@ from ascend_platform.components.registry import State
 
 GIB = 1 << 30
 DISK, MEMORY, SHARED = 10 * GIB, 8 * GIB, GIB
-"""Less than this is warned of: free disk space for models, free memory, and shared memory between vLLM's processes."""
+"""Less than this is warned of: free disk space for models, free memory, and shared memory between
+vLLM's processes."""
 
 Check = Callable[[argparse.Namespace], Iterable[tuple[str, str, str, str]]]
 
@@ -38,7 +39,10 @@ def device(given: argparse.Namespace) -> Iterator[Result]:
     if firmware := host.firmware_version():
         yield ok("firmware", firmware)
     if npus == 0:
-        fix = "npu-smi info; a container needs --device /dev/davinci0; on a machine without NPUs: ascend-emulator run -- COMMAND"
+        fix = (
+            "npu-smi info; a container needs --device /dev/davinci0; on a machine without NPUs:"
+            " ascend-emulator run -- COMMAND"
+        )
         yield fail("NPUs", "none found", fix)
         return
     yield ok("NPUs", " ".join(filter(None, (str(npus), host.chip()))))
@@ -64,7 +68,11 @@ def cann(given: argparse.Namespace) -> Iterator[Result]:
         yield from tuning.cann_for_torch_npu(host.cann_version())
     if opp := os.environ.get("ASCEND_OPP_PATH"):
         exists = Path(opp).is_dir()
-        yield ok("ASCEND_OPP_PATH", opp) if exists else fail("ASCEND_OPP_PATH", f"{opp} does not exist", host.set_env())
+        yield (
+            ok("ASCEND_OPP_PATH", opp)
+            if exists
+            else fail("ASCEND_OPP_PATH", f"{opp} does not exist", host.set_env())
+        )
     yield _linked("libraries that torch_npu links against")
     if host.has_library("libopapi"):
         yield ok("operators (libopapi)", "found")
@@ -81,7 +89,11 @@ def _linked(title: str) -> Result:
     try:
         missing, other = host.missing_libraries(torch_npu)
     except FileNotFoundError:
-        return warn(title, "not checked, as ldd is missing", "apt-get install libc-bin, or dnf install glibc-common")
+        return warn(
+            title,
+            "not checked, as ldd is missing",
+            "apt-get install libc-bin, or dnf install glibc-common",
+        )
     of_torch = [name for name in missing if name.startswith(("libtorch", "libc10"))]
     if of_cann := [name for name in missing if name not in of_torch]:
         return fail(title, f"not found: {', '.join(of_cann)}", host.set_env())
@@ -96,7 +108,10 @@ def versions(given: argparse.Namespace) -> Iterator[Result]:
     override = os.environ.get("VLLM_VERSION")
     if override is not None:
         real = plugins.distributions().get("vllm")
-        found = f"{override!r} replaces the version of the installed vLLM ({real.version if real else 'none'})"
+        found = (
+            f"{override!r} replaces the version of the installed vLLM"
+            f" ({real.version if real else 'none'})"
+        )
         try:
             Version(override)
             yield ok("VLLM_VERSION", found)
@@ -106,10 +121,16 @@ def versions(given: argparse.Namespace) -> Iterator[Result]:
     for name, top in (("vllm", "vllm"), ("torch", "torch"), ("torch-npu", "torch_npu")):
         version = requirements.version(name)
         if not version:
-            yield fail(name, "not installed", requirements.install_command(requirements.required_by_platform(name)))
+            yield fail(
+                name,
+                "not installed",
+                requirements.install_command(requirements.required_by_platform(name)),
+            )
         elif host.package(top) is None:
             fix = f"pip install --force-reinstall --no-deps {name}"
-            yield fail(name, f"{version} according to its metadata, but there is no package {top}", fix)
+            yield fail(
+                name, f"{version} according to its metadata, but there is no package {top}", fix
+            )
         elif name == "torch" and (problem := requirements.cuda_torch()):
             yield fail(name, *problem)
         else:
@@ -124,20 +145,29 @@ def versions(given: argparse.Namespace) -> Iterator[Result]:
     for unmet in requirements.all_unmet("vllm") if "vllm" in plugins.distributions() else ():
         if unmet.requirement.name == "torch" and unmet.installed:
             vllm = requirements.install_command(requirements.required_by_platform("vllm"))
-            fix = f"{vllm} torch=={Version(unmet.installed).public}, or ignore this if Compatibility lists this pair"
-            yield warn("torch for vLLM", f"vLLM requires {unmet.requirement}, found {unmet.installed}", fix)
+            fix = (
+                f"{vllm} torch=={Version(unmet.installed).public}, or ignore this if Compatibility"
+                " lists this pair"
+            )
+            yield warn(
+                "torch for vLLM", f"vLLM requires {unmet.requirement}, found {unmet.installed}", fix
+            )
 
 
 def installed_plugins(given: argparse.Namespace) -> Iterator[Result]:
     if "vllm-ascend" in plugins.distributions():
         version = requirements.version("vllm-ascend")
-        found = f"{version} is installed too; it has plugins of the same names, and vLLM loads one of two"
+        found = (
+            f"{version} is installed too; it has plugins of the same names, and vLLM loads one"
+            " of two"
+        )
         yield fail("vllm-ascend", found, "pip uninstall -y vllm-ascend")
     found_plugins, off = plugins.plugins(), list[str]()
     for plugin in found_plugins:
         title = f"{plugin.name} of {plugin.distribution} {plugin.version}"
         detail = f"{plugin.state}: {plugin.why}" if plugin.why else str(plugin.state)
-        main = plugin.name in ("ascend", plugin.distribution.replace("-", "_"))  # a component's own, not an additional plugin
+        # a component's own, not an additional plugin
+        main = plugin.name in ("ascend", plugin.distribution.replace("-", "_"))
         optional = plugin.distribution not in COMPONENTS or not main
         if plugin.state == State.ACTIVE or (plugin.state == State.OFF and optional):
             yield ok(title, detail)
@@ -146,20 +176,38 @@ def installed_plugins(given: argparse.Namespace) -> Iterator[Result]:
         else:
             yield fail(title, detail, plugin.fix)
     if off:
-        yield warn("filtered out by VLLM_PLUGINS", ", ".join(off), PluginFilter.current().fix_to_allow(*off))
+        yield warn(
+            "filtered out by VLLM_PLUGINS",
+            ", ".join(off),
+            PluginFilter.current().fix_to_allow(*off),
+        )
     if not any(plugin.distribution == "ascend-platform" for plugin in found_plugins):
-        yield fail("ascend", "ascend-platform has no entry point here", "pip install ascend-platform")
+        yield fail(
+            "ascend", "ascend-platform has no entry point here", "pip install ascend-platform"
+        )
     for plugin in found_plugins:
-        if plugin.group == plugins.GROUPS[0] and plugin.state == State.ACTIVE and plugin.name != "ascend":
+        if (
+            plugin.group == plugins.GROUPS[0]
+            and plugin.state == State.ACTIVE
+            and plugin.name != "ascend"
+        ):
             found = f"of {plugin.distribution}; vLLM refuses to start if both find their device"
-            yield warn(f"{plugin.name}, another platform", found, f"pip uninstall -y {plugin.distribution}")
+            yield warn(
+                f"{plugin.name}, another platform", found, f"pip uninstall -y {plugin.distribution}"
+            )
 
 
 def triton(given: argparse.Namespace | None = None) -> Iterator[Result]:
     both = {name: requirements.version(name) for name in ("triton", "triton-ascend")}
     if all(both.values()):
-        fix = f"pip uninstall -y triton triton-ascend && pip install --no-deps triton-ascend=={both['triton-ascend']}"
-        found = f"triton {both['triton']} and triton-ascend {both['triton-ascend']} overwrite each other's files"
+        fix = (
+            "pip uninstall -y triton triton-ascend && pip install --no-deps"
+            f" triton-ascend=={both['triton-ascend']}"
+        )
+        found = (
+            f"triton {both['triton']} and triton-ascend {both['triton-ascend']} overwrite each"
+            " other's files"
+        )
         yield fail("triton", found, fix)
     else:
         one = [f"{name} {version}" for name, version in both.items() if version]
@@ -186,15 +234,29 @@ def hccl(given: argparse.Namespace) -> Iterator[Result]:
 
 
 def disk_and_memory(given: argparse.Namespace) -> Iterator[Result]:
-    cache = Path(os.environ.get("HF_HUB_CACHE") or Path(os.environ.get("HF_HOME") or "~/.cache/huggingface") / "hub").expanduser()
+    cache = Path(
+        os.environ.get("HF_HUB_CACHE")
+        or Path(os.environ.get("HF_HOME") or "~/.cache/huggingface") / "hub"
+    ).expanduser()
     existing = next(path for path in (cache, *cache.parents) if path.exists())
     if not existing.is_dir() or not os.access(existing, os.W_OK):
-        yield warn("model cache", f"{cache} is not writable", "export HF_HOME=<a writable directory>")
+        yield warn(
+            "model cache", f"{cache} is not writable", "export HF_HOME=<a writable directory>"
+        )
     else:
         status = os.statvfs(existing)
-        free, fix = status.f_bavail * status.f_frsize, "export HF_HOME=<a directory on a larger disk>"
+        free, fix = (
+            status.f_bavail * status.f_frsize,
+            "export HF_HOME=<a directory on a larger disk>",
+        )
         yield _enough("model cache", free, DISK, f"free for {cache}", fix)
-    yield _enough("memory", host.free_memory(), MEMORY, "free", "end other processes, or give the container more memory")
+    yield _enough(
+        "memory",
+        host.free_memory(),
+        MEMORY,
+        "free",
+        "end other processes, or give the container more memory",
+    )
     if Path("/dev/shm").is_dir():
         status = os.statvfs("/dev/shm")
         fix = "docker run --shm-size=8g, or: mount -o remount,size=8g /dev/shm"
@@ -203,7 +265,11 @@ def disk_and_memory(given: argparse.Namespace) -> Iterator[Result]:
 
 def _enough(title: str, free: float, wanted: int, what: str, fix: str) -> Result:
     found = f"{free / GIB:.1f} GiB {what}"
-    return ok(title, found) if free >= wanted else warn(title, f"{found}; vLLM may need {wanted // GIB} GiB", fix)
+    return (
+        ok(title, found)
+        if free >= wanted
+        else warn(title, f"{found}; vLLM may need {wanted // GIB} GiB", fix)
+    )
 
 
 def configuration(given: argparse.Namespace) -> Iterator[Result]:
@@ -213,10 +279,16 @@ def configuration(given: argparse.Namespace) -> Iterator[Result]:
     try:
         config = json.loads(given.additional_config)
     except json.JSONDecodeError as error:
-        yield fail(title, f"not valid JSON: {error}", """--additional-config '{"ascend": {...}}', in single quotes""")
+        yield fail(
+            title,
+            f"not valid JSON: {error}",
+            """--additional-config '{"ascend": {...}}', in single quotes""",
+        )
         return
     if not isinstance(config, dict):
-        yield fail(title, f"not an object: {config!r}", """--additional-config '{"ascend": {...}}'""")
+        yield fail(
+            title, f"not an object: {config!r}", """--additional-config '{"ascend": {...}}'"""
+        )
         return
     for key in sorted(config.keys() - {"ascend"}):
         fix = """put options of these wheels under "ascend", and remove others"""

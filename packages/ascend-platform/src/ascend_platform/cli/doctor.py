@@ -1,4 +1,5 @@
-"""The command ``vllm-ascend doctor``: checks of what vLLM needs to serve, each failing one with the command that fixes it."""
+"""The command ``vllm-ascend doctor``: checks of what vLLM needs to serve, each failing one with the
+command that fixes it."""
 
 from __future__ import annotations
 
@@ -23,8 +24,9 @@ MARKS = {
 def diagnose(options: argparse.Namespace) -> dict[str, list[Result]]:
     """The results of all checks by category.
 
-    Another wheel adds a category by an entry point of group ``vllm_ascend.checks``: its name is the category's, and it names
-    a function from the parsed arguments to tuples with the fields of :class:`Result`.
+    Another wheel adds a category by an entry point of group ``vllm_ascend.checks``: its name is the
+    category's, and it names a function from the parsed arguments to tuples with the fields of
+    :class:`Result`.
     """
     checks: dict[str, Check] = dict(CHECKS)
     for point in importlib.metadata.entry_points(group=CHECKS_GROUP):
@@ -46,11 +48,20 @@ def _run_check(category: str, check: Check, options: argparse.Namespace) -> list
 
 def add(parser: argparse.ArgumentParser) -> None:
     """Check what keeps vLLM from serving on this machine, and show how to fix it."""
-    categories = [*CHECKS, *(point.name for point in importlib.metadata.entry_points(group=CHECKS_GROUP))]
+    categories = [
+        *CHECKS,
+        *(point.name for point in importlib.metadata.entry_points(group=CHECKS_GROUP)),
+    ]
     parser.add_argument("category", nargs="?", choices=categories, help="run these checks only")
-    parser.add_argument("--peer", metavar="HOST:PORT", help="with kv: a prefill instance's host and kv_port, to be contacted")
+    parser.add_argument(
+        "--peer",
+        metavar="HOST:PORT",
+        help="with kv: a prefill instance's host and kv_port, to be contacted",
+    )
     parser.add_argument("--json", action="store_true", help="print JSON")
-    parser.add_argument("--additional-config", metavar="JSON", help="also check this value of vllm serve's option")
+    parser.add_argument(
+        "--additional-config", metavar="JSON", help="also check this value of vllm serve's option"
+    )
     parser.set_defaults(run=_run)
 
 
@@ -58,7 +69,11 @@ def _run(options: argparse.Namespace) -> int:
     found = diagnose(options)
     failed = sum(result.state == Level.FAIL for results in found.values() for result in results)
     if options.json:
-        lines = [{"category": category, **result._asdict()} for category, results in found.items() for result in results]
+        lines = [
+            {"category": category, **result._asdict()}
+            for category, results in found.items()
+            for result in results
+        ]
         print(json.dumps({"ok": not failed, "checks": lines}, indent=2))
     else:
         _print(found)
@@ -66,9 +81,15 @@ def _run(options: argparse.Namespace) -> int:
 
 
 def _print(found: dict[str, list[Result]]) -> None:
-    counts = {level: sum(result.state == level for results in found.values() for result in results) for level in Level}
+    counts = {
+        level: sum(result.state == level for results in found.values() for result in results)
+        for level in Level
+    }
     warnings = counts[Level.WARN]
-    last = f"{counts[Level.OK]} ok, {warnings} warning{'s' * (warnings != 1)}, {counts[Level.FAIL]} failed"
+    last = (
+        f"{counts[Level.OK]} ok, {warnings} warning{'s' * (warnings != 1)}, {counts[Level.FAIL]}"
+        " failed"
+    )
     show = _rich_printer() if sys.stdout.isatty() else None
     for category, results in found.items():
         if results:
@@ -86,4 +107,6 @@ def _rich_printer() -> Callable[[str, str], None] | None:
     except ImportError:
         return None
     console = Console()
-    return lambda line, style: console.print(line, style=style, markup=False, highlight=False, soft_wrap=True)
+    return lambda line, style: console.print(
+        line, style=style, markup=False, highlight=False, soft_wrap=True
+    )

@@ -1,4 +1,5 @@
-"""Checks of environment variables: those that vLLM, CANN and HCCL read, and those that nothing reads."""
+"""Checks of environment variables: those that vLLM, CANN and HCCL read, and those that nothing
+reads."""
 
 from __future__ import annotations
 
@@ -14,7 +15,8 @@ from ascend_platform.cli.result import Result, fail, ok, warn
 from ascend_platform.components import VARIABLES
 from ascend_platform.components.plugin_filter import VARIABLE, PluginFilter
 
-# Documented by CANN, HCCL, torch_npu and the container runtime; other names may belong to other software.
+# Documented by CANN, HCCL, torch_npu and the container runtime; other names may belong to other
+# software.
 _ASCEND = """
 AICPU_PATH CACHE_PATH COREDUMP_SIGNAL CUSTOM_OPP_PATH DEVICE_ID DOCKER_RUNTIME DRIVER_PATH DUMP_PATH DUMP_SCENE
 ENHANCE_ENABLE GLOBAL_EVENT_ENABLE GLOBAL_LOG_LEVEL HOME_PATH HOST_LOG_FILE_NUM INSTALL_PATH LATEST_INSTALL_PATH
@@ -30,16 +32,28 @@ NPU_SOCKET_PORT_RANGE OP_EXPANSION_MODE OP_RETRY_ENABLE OP_RETRY_PARAMS RDMA_PCI
 RDMA_QPS_PER_CONNECTION RDMA_RETRY_CNT RDMA_SL RDMA_TC RDMA_TIMEOUT SOCKET_FAMILY SOCKET_IFNAME SO_PATH
 WHITELIST_DISABLE WHITELIST_FILE
 """
-KNOWN = {*(f"ASCEND_{name}" for name in _ASCEND.split()), *(f"HCCL_{name}" for name in _HCCL.split())}
+KNOWN = {
+    *(f"ASCEND_{name}" for name in _ASCEND.split()),
+    *(f"HCCL_{name}" for name in _HCCL.split()),
+}
 
 
 def target_device() -> Iterator[Result]:
-    """VLLM_TARGET_DEVICE, which vLLM also reads at run time: cpu selects the CPU before any plugin is asked."""
+    """VLLM_TARGET_DEVICE, which vLLM also reads at run time: cpu selects the CPU before any plugin
+    is asked."""
     if value := os.environ.get("VLLM_TARGET_DEVICE"):
         if value == "cpu":
-            yield fail("VLLM_TARGET_DEVICE", f"{value!r} makes vLLM use the CPU", "unset VLLM_TARGET_DEVICE")
+            yield fail(
+                "VLLM_TARGET_DEVICE",
+                f"{value!r} makes vLLM use the CPU",
+                "unset VLLM_TARGET_DEVICE",
+            )
         else:
-            yield warn("VLLM_TARGET_DEVICE", f"{value!r} is only for building vLLM", "unset VLLM_TARGET_DEVICE")
+            yield warn(
+                "VLLM_TARGET_DEVICE",
+                f"{value!r} is only for building vLLM",
+                "unset VLLM_TARGET_DEVICE",
+            )
 
 
 def plugin_filter(known: set[str]) -> Iterator[Result]:
@@ -53,11 +67,14 @@ def plugin_filter(known: set[str]) -> Iterator[Result]:
         problem, platform_is_off = wrong
         yield (fail if platform_is_off else warn)(VARIABLE, *problem)
     else:
-        yield ok(VARIABLE, "not set: all plugins load" if filtered.value is None else filtered.value)
+        yield ok(
+            VARIABLE, "not set: all plugins load" if filtered.value is None else filtered.value
+        )
 
 
 def unknown() -> Iterator[Result]:
-    """Variables named VLLM_… that the installed vLLM does not read, and likely typos of CANN's and HCCL's variables."""
+    """Variables named VLLM_… that the installed vLLM does not read, and likely typos of CANN's and
+    HCCL's variables."""
     vllm = _read_by_vllm()
     for name in sorted(os.environ):
         known = vllm if name.startswith("VLLM_") else KNOWN
@@ -65,10 +82,18 @@ def unknown() -> Iterator[Result]:
             continue
         near = difflib.get_close_matches(name, known, n=1, cutoff=0.85)
         if near:
-            yield warn(name, f"a likely typo of {near[0]}; nothing reads it", f"export {near[0]}=${name}; unset {name}")
+            yield warn(
+                name,
+                f"a likely typo of {near[0]}; nothing reads it",
+                f"export {near[0]}=${name}; unset {name}",
+            )
         elif name.startswith("VLLM_"):
             theirs = name.startswith("VLLM_ASCEND_")
-            found = "one of vllm-ascend's; these wheels do not read it" if theirs else "the installed vLLM does not read it"
+            found = (
+                "one of vllm-ascend's; these wheels do not read it"
+                if theirs
+                else "the installed vLLM does not read it"
+            )
             yield warn(name, found, f"unset {name}")
 
 
@@ -83,15 +108,27 @@ def interfaces() -> Iterator[Result]:
     for name in ("HCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME"):
         if value := os.environ.get(name):
             matching = _matching(value, present, exact=name.startswith("GLOO"))
-            found = f"{value}: {', '.join(matching) or 'no such interface'}; this machine has {', '.join(present)}"
-            yield ok(name, found) if matching else fail(name, found, f"unset {name}, or set one of: ip -brief link")
+            found = (
+                f"{value}: {', '.join(matching) or 'no such interface'}; this machine has"
+                f" {', '.join(present)}"
+            )
+            yield (
+                ok(name, found)
+                if matching
+                else fail(name, found, f"unset {name}, or set one of: ip -brief link")
+            )
 
 
 def _matching(value: str, present: list[str], exact: bool) -> list[str]:
-    """The interfaces that a value selects: names or prefixes; ``=`` in front means whole names, ``^`` all others (HCCL)."""
+    """The interfaces that a value selects: names or prefixes; ``=`` in front means whole names,
+    ``^`` all others (HCCL)."""
     excluded, names = value.startswith("^"), value.removeprefix("^")
     exact, words = exact or names.startswith("="), names.removeprefix("=").split(",")
-    named = [one for one in present if any(one == word if exact else one.startswith(word) for word in words)]
+    named = [
+        one
+        for one in present
+        if any(one == word if exact else one.startswith(word) for word in words)
+    ]
     return [one for one in present if (one in named) != excluded]
 
 
@@ -110,7 +147,8 @@ def _address_problem(value: str) -> str:
 
 
 def _read_by_vllm() -> set[str]:
-    """The names in vLLM's table of variables, read from its source; empty if vLLM is not installed."""
+    """The names in vLLM's table of variables, read from its source; empty if vLLM is not
+    installed."""
     vllm = host.package("vllm")
     table = vllm / "envs.py" if vllm else None
     if table is None or not table.is_file():

@@ -1,8 +1,9 @@
 """The last line of vLLM's own commands: what was found, and what fixes it.
 
-``import torch`` loads torch_npu by itself, transformers imports it too, and vLLM imports both before it asks any plugin. So where
-torch_npu is installed and CANN is not, nothing of vLLM or of ours runs before the error. vLLM keeps one of two plugins with one
-name, so ours may not run at all, and a plugin that is filtered out does not run. ``ascend_platform.pth`` imports this module as
+``import torch`` loads torch_npu by itself, transformers imports it too, and vLLM imports both
+before it asks any plugin. So where torch_npu is installed and CANN is not, nothing of vLLM or of
+ours runs before the error. vLLM keeps one of two plugins with one name, so ours may not run at all,
+and a plugin that is filtered out does not run. ``ascend_platform.pth`` imports this module as
 Python starts, which is the one earlier place, in vLLM's own commands only.
 """
 
@@ -47,28 +48,36 @@ def install() -> None:
     def show(kind, error, traceback):  # type: ignore[no-untyped-def]
         global _last
         if issubclass(kind, KeyboardInterrupt):
-            _last = f"vllm: interrupted by {'SIGTERM' if str(error) == 'terminated' else 'SIGINT'}"  # vLLM's own text for SIGTERM
+            # vLLM's own text for SIGTERM
+            _last = f"vllm: interrupted by {'SIGTERM' if str(error) == 'terminated' else 'SIGINT'}"
             return
         line = failures.cause() or explanations.explain(error)
         if not line or os.environ.get("VLLM_LOGGING_LEVEL") == "DEBUG":
             before(kind, error, traceback)
-        _last = f"ascend-platform: {line}" if line else f"vllm: {explanations.describe(error)}; fix: see the traceback above"
+        _last = (
+            f"ascend-platform: {line}"
+            if line
+            else f"vllm: {explanations.describe(error)}; fix: see the traceback above"
+        )
 
     sys.excepthook = show
     failures.forget()
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
         signal.signal(signal.SIGINT, _interrupt)
-    atexit.register(gc.freeze)  # else Python's last garbage collection takes up to 2 s, with ctrl-C too
-    # torch_npu prints a line at exit if the excepthook was called (torch_npu/utils/_error_code.py). The handler registered first,
-    # before torch_npu is imported, runs last.
+    # else Python's last garbage collection takes up to 2 s, with ctrl-C too
+    atexit.register(gc.freeze)
+    # torch_npu prints a line at exit if the excepthook was called (torch_npu/utils/_error_code.py).
+    # The handler registered first, before torch_npu is imported, runs last.
     atexit.register(_print_last)
 
 
 def _interrupt(number: int, frame: FrameType | None) -> None:
-    """End on ctrl-C: at once while modules are imported, some of which catch any exception, and later by SystemExit.
+    """End on ctrl-C: at once while modules are imported, some of which catch any exception, and
+    later by SystemExit.
 
-    vLLM catches KeyboardInterrupt where it waits for the engine (``zmq_socket_ctx``), and asyncio replaces Python's own handler
-    by one that waits for the event loop. VLLM_RPC_BASE_PATH is set before child processes are started (``config/sockets.py``).
+    vLLM catches KeyboardInterrupt where it waits for the engine (``zmq_socket_ctx``), and asyncio
+    replaces Python's own handler by one that waits for the event loop. VLLM_RPC_BASE_PATH is set
+    before child processes are started (``config/sockets.py``).
     """
     global _last
     line = "vllm: interrupted by SIGINT"
@@ -92,7 +101,8 @@ def _print_last() -> None:
 
 
 def _wait_for_resource_tracker() -> None:
-    """Let Python's resource tracker warn of what killed processes have left, which it removes when all processes have ended."""
+    """Let Python's resource tracker warn of what killed processes have left, which it removes when
+    all processes have ended."""
     module = sys.modules.get("multiprocessing.resource_tracker")
     tracker = module and module._resource_tracker
     if tracker and tracker._fd is not None:
@@ -104,9 +114,15 @@ def _wait_for_resource_tracker() -> None:
 
 
 def _cpu_without_kernels() -> Problem | None:
-    """VLLM_TARGET_DEVICE=cpu with a vLLM that was built without CPU kernels: `vllm serve` would fail after a while."""
+    """VLLM_TARGET_DEVICE=cpu with a vLLM that was built without CPU kernels: `vllm serve` would
+    fail after a while."""
     vllm = host.package("vllm")
-    if os.environ.get("VLLM_TARGET_DEVICE") != "cpu" or "serve" not in sys.orig_argv[:4] or not vllm or any(vllm.glob("_C*.so")):
+    if (
+        os.environ.get("VLLM_TARGET_DEVICE") != "cpu"
+        or "serve" not in sys.orig_argv[:4]
+        or not vllm
+        or any(vllm.glob("_C*.so"))
+    ):
         return None
     found = "VLLM_TARGET_DEVICE: 'cpu' makes vLLM use the CPU, for which this vLLM has no kernels"
     return Problem(found, "unset VLLM_TARGET_DEVICE")

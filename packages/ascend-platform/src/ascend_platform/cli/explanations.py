@@ -1,4 +1,5 @@
-"""One-line explanations of the errors that end vLLM's commands: what was found, and what fixes it."""
+"""One-line explanations of the errors that end vLLM's commands: what was found, and what
+fixes it."""
 
 from __future__ import annotations
 
@@ -43,10 +44,17 @@ def explain(error: BaseException) -> str:
 
 
 def describe(error: BaseException) -> str:
-    """Type and message of an error, and of one that pydantic wraps its message alone, in one line."""
+    """Type and message of an error, and of one that pydantic wraps its message alone, in
+    one line."""
     *_, inner = _errors(error) if hasattr(error, "errors") else [error]
     message = _one_line(inner)
-    return message if inner is not error else f"{type(error).__name__}: {message}" if message else type(error).__name__
+    return (
+        message
+        if inner is not error
+        else f"{type(error).__name__}: {message}"
+        if message
+        else type(error).__name__
+    )
 
 
 def death(what: str, status: int | None) -> str:
@@ -58,7 +66,10 @@ def death(what: str, status: int | None) -> str:
     except ValueError:
         name = "a signal"
     fixes = {
-        signal.SIGKILL: "if nobody killed it, the kernel did for want of memory (dmesg): give the machine or container more",
+        signal.SIGKILL: (
+            "if nobody killed it, the kernel did for want of memory (dmesg): give the machine or"
+            " container more"
+        ),
         signal.SIGBUS: "free or enlarge /dev/shm (docker run --shm-size)",
     }
     fix = fixes.get(-status, "report the log above with the output of vllm-ascend env")  # type: ignore[call-overload]
@@ -68,7 +79,8 @@ def death(what: str, status: int | None) -> str:
 def _errors(error: BaseException) -> Iterator[BaseException]:
     """The error, its causes, and those that pydantic wraps."""
     for found in host.error_chain(error):
-        cause = getattr(found, "cause", None)  # of a RayTaskError, which has its cause's class and a traceback as its message
+        # of a RayTaskError, which has its cause's class and a traceback as its message
+        cause = getattr(found, "cause", None)
         each = cause if isinstance(cause, BaseException) else found
         yield each
         listing = getattr(each, "errors", None)
@@ -87,7 +99,9 @@ def _search(error: BaseException, pattern: str) -> re.Match[str] | None:
 
 def _local(error: BaseException, name: str) -> Any:
     """A local variable of the innermost frame of a traceback that has it."""
-    found = [frame.f_locals[name] for frame, _ in walk_tb(error.__traceback__) if name in frame.f_locals]
+    found = [
+        frame.f_locals[name] for frame, _ in walk_tb(error.__traceback__) if name in frame.f_locals
+    ]
     return found[-1] if found else None
 
 
@@ -97,7 +111,10 @@ def _other_torch_npu(error: BaseException) -> str:
         if not host.through_torch_npu(each):
             continue
         if problem := requirements.unmet("torch-npu") or requirements.unmet("ascend-platform"):
-            return f"torch_npu {requirements.version('torch-npu')} cannot be loaded ({_one_line(each)}): {problem}"
+            return (
+                f"torch_npu {requirements.version('torch-npu')} cannot be loaded"
+                f" ({_one_line(each)}): {problem}"
+            )
     return ""
 
 
@@ -113,7 +130,9 @@ def _own_words(error: BaseException) -> str:
 
 def _no_platform(error: BaseException) -> str:
     """Why vLLM found no device (``vllm/config/device.py``), if the platform knows."""
-    if not any(str(each).startswith("Failed to infer device type") for each in host.error_chain(error)):
+    if not any(
+        str(each).startswith("Failed to infer device type") for each in host.error_chain(error)
+    ):
         return ""
     filtered = PluginFilter.current()
     if filtered.allows(COMPONENTS["ascend-platform"]):
@@ -126,33 +145,49 @@ def _no_platform(error: BaseException) -> str:
 
 
 def _port_in_use(error: BaseException) -> str:
-    """A port that another process uses (``vllm/entrypoints/launchers/launcher.py``, ``create_server_socket``)."""
+    """A port that another process uses (``vllm/entrypoints/launchers/launcher.py``,
+    ``create_server_socket``)."""
     for each in host.error_chain(error):
         if isinstance(each, OSError) and each.errno == errno.EADDRINUSE:
             *_, last = walk_tb(each.__traceback__)
             address, port, *_ = last[0].f_locals.get("addr", ("", "of vLLM"))
             at = address and f" (on {address})"
-            return f"port {port} is in use by another process{at}; fix: end that process, or choose another port with --port"
+            return (
+                f"port {port} is in use by another process{at}; fix: end that process, or choose"
+                " another port with --port"
+            )
     return ""
 
 
 def _no_suffix(error: BaseException) -> str:
-    """vLLM's own error about a missing library (``vllm/config/speculative.py``, ``_validate_suffix_decoding``)."""
-    if any(isinstance(each, ImportError) and "Arctic Inference is required" in str(each) for each in host.error_chain(error)):
-        return "speculative decoding with suffix needs arctic-inference; fix: pip install 'ascend-platform[suffix]'"
+    """vLLM's own error about a missing library (``vllm/config/speculative.py``,
+    ``_validate_suffix_decoding``)."""
+    if any(
+        isinstance(each, ImportError) and "Arctic Inference is required" in str(each)
+        for each in host.error_chain(error)
+    ):
+        return (
+            "speculative decoding with suffix needs arctic-inference; fix: pip install"
+            " 'ascend-platform[suffix]'"
+        )
     return ""
 
 
 def _dead_process(error: BaseException) -> str:
     """An engine core or worker that a signal ended while it started.
 
-    In ``vllm/v1/engine/utils.py``, ``wait_for_engine_startup``, and ``vllm/v1/executor/multiproc_executor.py``,
-    ``wait_for_ready``. Both end the other processes by SIGTERM.
+    In ``vllm/v1/engine/utils.py``, ``wait_for_engine_startup``, and
+    ``vllm/v1/executor/multiproc_executor.py``, ``wait_for_ready``. Both end the other processes by
+    SIGTERM.
     """
     processes: list[Any] = []
     if str(error).startswith("Engine core initialization failed"):
-        processes = getattr(getattr(_local(error, "launch"), "engine_manager", None), "processes", [])
-    elif str(error).startswith("WorkerProc initialization failed") and (handle := _local(error, "unready_proc_handle")):
+        processes = getattr(
+            getattr(_local(error, "launch"), "engine_manager", None), "processes", []
+        )
+    elif str(error).startswith("WorkerProc initialization failed") and (
+        handle := _local(error, "unready_proc_handle")
+    ):
         processes = [handle.proc]
     for process in processes:
         if (process.exitcode or 0) < 0 and process.exitcode != -signal.SIGTERM:
@@ -165,21 +200,36 @@ def _damaged_checkpoint(error: BaseException) -> str:
         if type(each).__name__ == "SafetensorError":
             file = _local(each, "st_file") or "of the model"
             fix = "compare its size and checksum with the original, and copy or download it again"
-            return f"checkpoint file {file} is incomplete or damaged ({_one_line(each)}); fix: {fix}"
+            return (
+                f"checkpoint file {file} is incomplete or damaged ({_one_line(each)}); fix: {fix}"
+            )
     return ""
 
 
 def _unreachable_peer(error: BaseException) -> str:
     """Ranks that did not meet in time (torch's ``TCPStore``)."""
     hint = "or raise --distributed-timeout-seconds"
-    if found := _search(error, r"timed out after (\d+)ms while trying to connect to \((.+), (\d+)\)"):
+    if found := _search(
+        error, r"timed out after (\d+)ms while trying to connect to \((.+), (\d+)\)"
+    ):
         seconds, address, port = int(found[1]) / 1000, found[2], found[3]
-        fix = f"start vllm serve with --node-rank 0 there, correct --master-addr and --master-port, {hint}"
+        fix = (
+            "start vllm serve with --node-rank 0 there, correct --master-addr and --master-port,"
+            f" {hint}"
+        )
         return f"no answer from {address} port {port} in {seconds:g} s; fix: {fix}"
-    if found := _search(error, r"Timed out after (\d+) seconds waiting for clients\. (\d+)/(\d+) clients joined"):
+    if found := _search(
+        error, r"Timed out after (\d+) seconds waiting for clients\. (\d+)/(\d+) clients joined"
+    ):
         at = _search(error, r"\[?([\w.:]+)\]?:(\d+)")
-        fix = f"start vllm serve --headless with the other values of --node-rank on the other machines, {hint}"
-        return f"{found[2]} of {found[3]} ranks joined{f' at {at[0]}' if at and '.' in at[1] else ''} in {found[1]} s; fix: {fix}"
+        fix = (
+            "start vllm serve --headless with the other values of --node-rank on the other"
+            f" machines, {hint}"
+        )
+        return (
+            f"{found[2]} of {found[3]} ranks joined{f' at {at[0]}' if at and '.' in at[1] else ''}"
+            f" in {found[1]} s; fix: {fix}"
+        )
     return ""
 
 
@@ -187,20 +237,26 @@ def _out_of_memory(error: BaseException) -> str:
     found = _search(error, r"NPU out of memory\.[^\n]*?(?=Please set|If reserved|See doc|$)")
     if not found:
         return ""
-    fix = "lower --gpu-memory-utilization, --kv-cache-memory-bytes, --max-num-seqs or --max-num-batched-tokens, or use more NPUs"
+    fix = (
+        "lower --gpu-memory-utilization, --kv-cache-memory-bytes, --max-num-seqs or"
+        " --max-num-batched-tokens, or use more NPUs"
+    )
     return f"{' '.join(found[0].split()).rstrip('. ')}; fix: {fix} (--tensor-parallel-size)"
 
 
 def _long_request(error: BaseException) -> str:
     """A length whose KV cache memory cannot hold (``vllm/v1/core/kv_cache_utils.py``)."""
-    found = _search(error, r"max seq len \((\d+)\), \((\S+ GiB) KV cache is needed, .*? memory \((\S+ GiB)\)")
+    found = _search(
+        error, r"max seq len \((\d+)\), \((\S+ GiB) KV cache is needed, .*? memory \((\S+ GiB)\)"
+    )
     if not found:
         return ""
     longest = _search(error, r"estimated maximum model length is (\d+)")
     fix = f"--max-model-len {longest[1]}, or" if longest else "lower --max-model-len, or"
     return (
-        f"a request of {found[1]} tokens needs {found[2]} of KV cache, and {found[3]} are available; fix: {fix} raise "
-        f"{_cache_option(error)}, or use more NPUs (--tensor-parallel-size)"
+        f"a request of {found[1]} tokens needs {found[2]} of KV cache, and {found[3]} are"
+        f" available; fix: {fix} raise {_cache_option(error)}, or use more NPUs"
+        " (--tensor-parallel-size)"
     )
 
 
@@ -209,13 +265,14 @@ def _no_cache(error: BaseException) -> str:
     if not _search(error, r"No available memory for the cache blocks"):
         return ""
     return (
-        f"no memory is left for the KV cache; fix: raise {_cache_option(error)}, lower --max-num-batched-tokens, or use more "
-        "NPUs (--tensor-parallel-size)"
+        f"no memory is left for the KV cache; fix: raise {_cache_option(error)}, lower"
+        " --max-num-batched-tokens, or use more NPUs (--tensor-parallel-size)"
     )
 
 
 def _cache_option(error: BaseException) -> str:
-    """The option that sets the memory of the KV cache, with its value where it is given in bytes."""
+    """The option that sets the memory of the KV cache, with its value where it is given
+    in bytes."""
     configs = (_local(each, "vllm_config") for each in _errors(error))
     given = next((config.cache_config.kv_cache_memory_bytes for config in configs if config), None)
     return f"--kv-cache-memory-bytes, which is {given}" if given else "--gpu-memory-utilization"
@@ -225,18 +282,29 @@ def _adapter_rank(error: BaseException) -> str:
     found = _search(error, r"LoRA rank (\d+) is greater than max_lora_rank (\d+)")
     if not found:
         return ""
-    lora = next(filter(None, (_local(each, "lora_request") for each in host.error_chain(error))), None)
+    lora = next(
+        filter(None, (_local(each, "lora_request") for each in host.error_chain(error))), None
+    )
     which = f"adapter {lora.lora_name} in {lora.lora_path}" if lora else "an adapter"
-    return f"{which} has rank {found[1]}, and --max-lora-rank is {found[2]}; fix: --max-lora-rank {found[1]}"
+    return (
+        f"{which} has rank {found[1]}, and --max-lora-rank is {found[2]}; fix: --max-lora-rank"
+        f" {found[1]}"
+    )
 
 
 def _indivisible_heads(error: BaseException) -> str:
-    found = _search(error, r"number of attention heads \((\d+)\) must be divisible by tensor parallel size \((\d+)\)")
+    found = _search(
+        error,
+        r"number of attention heads \((\d+)\) must be divisible by tensor parallel size \((\d+)\)",
+    )
     if not found:
         return ""
     heads = int(found[1])
     sizes = ", ".join(str(size) for size in range(1, heads + 1) if heads % size == 0)
-    return f"--tensor-parallel-size {found[2]} does not divide the model's {heads} attention heads; fix: choose one of {sizes}"
+    return (
+        f"--tensor-parallel-size {found[2]} does not divide the model's {heads} attention heads;"
+        f" fix: choose one of {sizes}"
+    )
 
 
 def _unknown_quantization(error: BaseException) -> str:
@@ -246,7 +314,10 @@ def _unknown_quantization(error: BaseException) -> str:
     from ascend_platform.quantization.common import METHODS
 
     supported = ", ".join(METHODS)
-    return f"quantization method {found[1]} is unknown; fix: correct or remove --quantization (supported: {supported})"
+    return (
+        f"quantization method {found[1]} is unknown; fix: correct or remove --quantization"
+        f" (supported: {supported})"
+    )
 
 
 def _refused_architecture(error: BaseException) -> str:
@@ -260,7 +331,8 @@ def _refused_architecture(error: BaseException) -> str:
 
 
 def _missing_package(error: BaseException) -> str:
-    """An architecture whose module vLLM could not import for a package that is not installed (its log has the traceback)."""
+    """An architecture whose module vLLM could not import for a package that is not installed (its
+    log has the traceback)."""
     found = _search(error, r"Model architectures \[(.*?)\] failed to be inspected")
     if not found:
         return ""
@@ -268,11 +340,20 @@ def _missing_package(error: BaseException) -> str:
 
     for architecture in re.findall(r"'(\w+)'", found[1]):
         try:
-            importlib.import_module(getattr(ModelRegistry.models.get(architecture), "module_name", "vllm"))
+            importlib.import_module(
+                getattr(ModelRegistry.models.get(architecture), "module_name", "vllm")
+            )
         except ModuleNotFoundError as missing:
             name = (missing.name or "").partition(".")[0]
-            index = " --index-url https://download.pytorch.org/whl/cpu" if name.startswith("torch") else ""
-            return f"{architecture} needs {name}, which is not installed; fix: pip install {name}{index}"
+            index = (
+                " --index-url https://download.pytorch.org/whl/cpu"
+                if name.startswith("torch")
+                else ""
+            )
+            return (
+                f"{architecture} needs {name}, which is not installed; fix: pip install"
+                f" {name}{index}"
+            )
         except Exception:
             continue
     return ""

@@ -1,7 +1,9 @@
-"""Causes of failures, carried from vLLM's engine and worker processes to the command whose last line they are.
+"""Causes of failures, carried from vLLM's engine and worker processes to the command whose last
+line they are.
 
-vLLM's command only says "See root cause above". A handler on vLLM's logger sees the errors that end a process, and leaves one
-line for the parent process in the directory of the server's sockets (``config/sockets.py``).
+vLLM's command only says "See root cause above". A handler on vLLM's logger sees the errors that end
+a process, and leaves one line for the parent process in the directory of the server's sockets
+(``config/sockets.py``).
 """
 
 from __future__ import annotations
@@ -29,26 +31,30 @@ WORKER_DIED = "Worker proc %s died unexpectedly"
 # vllm/v1/engine/core_client.py
 CORE_DIED = "[shutdown] MPClient: engine core exited unexpectedly"
 STATUS_WITHIN = 5.0
-"""Seconds that a process may take from closing its files, by which vLLM knows that it ends, to having an exit status."""
+"""Seconds that a process may take from closing its files, by which vLLM knows that it ends, to
+having an exit status."""
 
 _found: list[str] = []  # in this process or, at exit, by its child processes
 
 
 def watch() -> None:
-    """Note the errors that end this process or its child processes. vLLM removes log handlers when it configures logging."""
+    """Note the errors that end this process or its child processes. vLLM removes log handlers when
+    it configures logging."""
     log = logging.getLogger("vllm")
     if not any(isinstance(handler, _Handler) for handler in log.handlers):
         log.addHandler(_Handler(logging.WARNING))
 
 
 def forget() -> None:
-    """Remove what was left for an earlier process with this process id in a directory that the user keeps."""
+    """Remove what was left for an earlier process with this process id in a directory that the user
+    keeps."""
     if file := _file(os.getpid()):
         file.unlink(missing_ok=True)
 
 
 def cause() -> str:
-    """Why this process or a child process has failed, or "". The first cause that is explained, else the first."""
+    """Why this process or a child process has failed, or "". The first cause that is explained,
+    else the first."""
     file = _file(os.getpid())
     if not _found and file and file.is_file():
         lines = [line.split(" ", 1) for line in file.read_text(errors="replace").splitlines()]
@@ -59,14 +65,19 @@ def cause() -> str:
 
 class _Handler(logging.Handler):
     def emit(self, record: logging.LogRecord) -> None:
-        if logging.lastResort and logging.getLogger("vllm").handlers == [self]:  # vLLM has not configured logging yet
+        # vLLM has not configured logging yet
+        if logging.lastResort and logging.getLogger("vllm").handlers == [self]:
             logging.lastResort.handle(record)
         with contextlib.suppress(Exception):
             error = record.exc_info[1] if record.exc_info else None
             message = str(record.msg)
             if error and message in FATAL:
                 known = explanations.explain(error) or cause()
-                _report(known or f"{multiprocessing.current_process().name}: {explanations.describe(error)}", not known)
+                _report(
+                    known
+                    or f"{multiprocessing.current_process().name}: {explanations.describe(error)}",
+                    not known,
+                )
             elif message.startswith(WORKER_DIED) and isinstance(record.args, tuple):
                 process = _of_caller("proc")
                 status = _status(process) if process else record.args[1]
@@ -83,12 +94,17 @@ def _report(line: str, unexplained: bool) -> None:
 
 
 def is_private(directory: str) -> bool:
-    """Whether this is a directory, and no link to one, in which only this user, and root, may write."""
+    """Whether this is a directory, and no link to one, in which only this user, and root, may
+    write."""
     try:
         found = os.lstat(directory)
     except OSError:
         return False
-    return stat.S_ISDIR(found.st_mode) and found.st_uid == os.geteuid() and not found.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
+    return (
+        stat.S_ISDIR(found.st_mode)
+        and found.st_uid == os.geteuid()
+        and not found.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
+    )
 
 
 def _file(reader: int) -> Path | None:
@@ -98,7 +114,8 @@ def _file(reader: int) -> Path | None:
 
 
 def _dead_cores() -> list[str]:
-    """Engine cores that a signal has ended; ``monitor_engine_cores`` of vLLM, which logs it, has them in its frame."""
+    """Engine cores that a signal has ended; ``monitor_engine_cores`` of vLLM, which logs it, has
+    them in its frame."""
     manager = _of_caller("engine_manager")
     ended = [(process.name, _status(process)) for process in (manager.processes if manager else [])]
     return [explanations.death(name, status) for name, status in ended if (status or 0) < 0]

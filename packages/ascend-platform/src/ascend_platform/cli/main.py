@@ -1,4 +1,5 @@
-"""The command ``vllm-ascend``. Its subcommands are the entry points of group ``vllm_ascend.commands`` of any wheel."""
+"""The command ``vllm-ascend``. Its subcommands are the entry points of group
+``vllm_ascend.commands`` of any wheel."""
 
 from __future__ import annotations
 
@@ -13,20 +14,32 @@ from ascend_platform.components import requirements
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run a subcommand and return its exit status.
 
-    A subcommand's entry point is a function that takes a parser, adds arguments to it and sets the default ``run``: a function
-    from the parsed arguments to the exit status. The first line of its docstring is the help text. A ValueError or OSError that
-    ``run`` raises is shown in one line, with exit status 2.
+    A subcommand's entry point is a function that takes a parser, adds arguments to it and sets the
+    default ``run``: a function from the parsed arguments to the exit status. The first line of its
+    docstring is the help text. A ValueError or OSError that ``run`` raises is shown in one line,
+    with exit status 2.
     """
-    parser = argparse.ArgumentParser(prog="vllm-ascend", description="Diagnostics and tools for vLLM on Ascend NPUs.")
-    parser.add_argument("--version", action="version", version=f"ascend-platform {requirements.version('ascend-platform')}")
+    parser = argparse.ArgumentParser(
+        prog="vllm-ascend", description="Diagnostics and tools for vLLM on Ascend NPUs."
+    )
+    parser.add_argument(
+        "--version",
+        action="version",
+        version=f"ascend-platform {requirements.version('ascend-platform')}",
+    )
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
-    for point in sorted(importlib.metadata.entry_points(group="vllm_ascend.commands"), key=lambda point: point.name):
+    for point in sorted(
+        importlib.metadata.entry_points(group="vllm_ascend.commands"), key=lambda point: point.name
+    ):
         try:
             add = point.load()
             line = (add.__doc__ or "").partition("\n")[0]
             add(commands.add_parser(point.name, help=line, description=line))
         except Exception as error:
-            print(f"vllm-ascend: {point.name} is not available: {type(error).__name__}: {error}", file=sys.stderr)
+            print(
+                f"vllm-ascend: {point.name} is not available: {type(error).__name__}: {error}",
+                file=sys.stderr,
+            )
     given = parser.parse_args(arguments)
     try:
         return given.run(given)

@@ -1,4 +1,5 @@
-"""The commands ``vllm-ascend plugins`` and ``vllm-ascend env``: installed plugins with their states, and the environment."""
+"""The commands ``vllm-ascend plugins`` and ``vllm-ascend env``: installed plugins with their
+states, and the environment."""
 
 from __future__ import annotations
 
@@ -21,8 +22,26 @@ from ascend_platform.components.plugin_filter import PluginFilter
 from ascend_platform.components.registry import State, Status
 
 GROUPS = ("vllm.platform_plugins", "vllm.general_plugins")
-PREFIXES = ("VLLM_", "ASCEND_", "HCCL_", "HF_", "PYTORCH_NPU_", "TORCH_NPU_", "TORCH_DEVICE_", "TASK_QUEUE_", "ATB_", "GLOO_")
-NAMES = ("LD_LIBRARY_PATH", "LD_PRELOAD", "PYTHONPATH", "OMP_NUM_THREADS", "CPU_AFFINITY_CONF", "TRANSFORMERS_OFFLINE")
+PREFIXES = (
+    "VLLM_",
+    "ASCEND_",
+    "HCCL_",
+    "HF_",
+    "PYTORCH_NPU_",
+    "TORCH_NPU_",
+    "TORCH_DEVICE_",
+    "TASK_QUEUE_",
+    "ATB_",
+    "GLOO_",
+)
+NAMES = (
+    "LD_LIBRARY_PATH",
+    "LD_PRELOAD",
+    "PYTHONPATH",
+    "OMP_NUM_THREADS",
+    "CPU_AFFINITY_CONF",
+    "TRANSFORMERS_OFFLINE",
+)
 SECRET = ("KEY", "TOKEN", "SECRET", "PASSWORD")
 
 
@@ -41,7 +60,8 @@ class Plugin:
 
 @functools.cache
 def distributions() -> dict[str, importlib.metadata.Distribution]:
-    """Installed distributions by normalized name; of two with one name, the one that Python finds first."""
+    """Installed distributions by normalized name; of two with one name, the one that Python finds
+    first."""
     found: dict[str, importlib.metadata.Distribution] = {}
     for distribution in importlib.metadata.distributions():
         if name := distribution.metadata["Name"]:
@@ -57,8 +77,12 @@ def plugins() -> list[Plugin]:
     for name, point in points:
         status = _status(name, point, last[point.group, point.name])
         version = requirements.version(name)
-        found.append(Plugin(point.name, point.group, name, version, status.state, status.detail, status.fix))
-    return sorted(found, key=lambda plugin: (GROUPS.index(plugin.group), plugin.name, plugin.distribution))
+        found.append(
+            Plugin(point.name, point.group, name, version, status.state, status.detail, status.fix)
+        )
+    return sorted(
+        found, key=lambda plugin: (GROUPS.index(plugin.group), plugin.name, plugin.distribution)
+    )
 
 
 def names() -> set[str]:
@@ -67,11 +91,16 @@ def names() -> set[str]:
 
 
 def _points() -> list[tuple[str, importlib.metadata.EntryPoint]]:
-    return [(name, point) for name, distribution in distributions().items() for point in distribution.entry_points]
+    return [
+        (name, point)
+        for name, distribution in distributions().items()
+        for point in distribution.entry_points
+    ]
 
 
 def unmet(distribution: str) -> Problem | None:
-    """The first unmet requirement of a wheel; of vLLM's version, where VLLM_VERSION replaces it, the fix is to unset that."""
+    """The first unmet requirement of a wheel; of vLLM's version, where VLLM_VERSION replaces it,
+    the fix is to unset that."""
     first = next(requirements.all_unmet(distribution), None)
     if first is None:
         return None
@@ -89,9 +118,14 @@ def _status(distribution: str, point: importlib.metadata.EntryPoint, last: str) 
     filtered = PluginFilter.current()
     if not filtered.allows(point.name):
         space = "VLLM_PLUGINS has a space next to its name"
-        why = space if filtered.has_space_beside(point.name) else f"not listed in VLLM_PLUGINS={filtered.value!r}"
+        why = (
+            space
+            if filtered.has_space_beside(point.name)
+            else f"not listed in VLLM_PLUGINS={filtered.value!r}"
+        )
         return Status(State.OFF, why, filtered.fix_to_allow(point.name))
-    if distribution in COMPONENTS and (problem := unmet(distribution)):  # vLLM loads others whatever they require
+    # vLLM loads others whatever they require
+    if distribution in COMPONENTS and (problem := unmet(distribution)):
         return Status(State.DISABLED, *problem)
     if importlib.util.find_spec(point.module.partition(".")[0]) is None:
         return Status(State.BROKEN, f"there is no module {point.module}", reinstall)
@@ -102,12 +136,15 @@ def _status(distribution: str, point: importlib.metadata.EntryPoint, last: str) 
     except Exception as error:
         return Status(State.BROKEN, f"{type(error).__name__}: {error}", reinstall)
     if found.state == State.DISABLED:
-        return Status(found.state, found.detail, found.fix or f"pip install --upgrade {distribution}")
+        return Status(
+            found.state, found.detail, found.fix or f"pip install --upgrade {distribution}"
+        )
     return Status(State.ACTIVE, found.detail)
 
 
 def _registered(distribution: str, point: importlib.metadata.EntryPoint) -> Status:
-    """The status of a component after it is registered as by vLLM; the platform by name only, as it would import torch_npu."""
+    """The status of a component after it is registered as by vLLM; the platform by name only, as it
+    would import torch_npu."""
     logger.disabled = True  # the status says what would be logged
     try:
         if distribution == "ascend-platform":
@@ -130,7 +167,11 @@ def environment() -> dict[str, dict[str, str]]:
         if name in wanted or name.startswith(("vllm", "ascend-"))
     }
     return {
-        "machine": {"python": platform.python_version(), "system": platform.platform(), "processors": str(os.cpu_count())},
+        "machine": {
+            "python": platform.python_version(),
+            "system": platform.platform(),
+            "processors": str(os.cpu_count()),
+        },
         "npu": {
             "npus": f"{npus} (counted in /dev: {unknown})" if unknown else str(npus),
             "chip": host.chip() or "unknown",
@@ -163,13 +204,19 @@ def _show_plugins(options: argparse.Namespace) -> int:
     found = plugins()
     absent = [name for name in COMPONENTS if name not in {plugin.distribution for plugin in found}]
     if options.json:
-        json.dump({"plugins": [asdict(plugin) for plugin in found], "absent": absent}, sys.stdout, indent=2)
+        json.dump(
+            {"plugins": [asdict(plugin) for plugin in found], "absent": absent},
+            sys.stdout,
+            indent=2,
+        )
         print()
         return 0
     rows: list[tuple[str, ...]] = [("name", "wheel", "version", "group", "state", "")]
     for plugin in found:
         why = str(Problem(plugin.why, plugin.fix))
-        rows.append((plugin.name, plugin.distribution, plugin.version, plugin.group, plugin.state, why))
+        rows.append(
+            (plugin.name, plugin.distribution, plugin.version, plugin.group, plugin.state, why)
+        )
     print("\n".join(table(rows)))
     if absent:
         print(f"not installed: {', '.join(absent)}")
@@ -177,7 +224,8 @@ def _show_plugins(options: argparse.Namespace) -> int:
 
 
 def add_env(parser: argparse.ArgumentParser) -> None:
-    """Print NPUs, driver, CANN, versions and environment variables for a bug report, beside vllm collect-env."""
+    """Print NPUs, driver, CANN, versions and environment variables for a bug report, beside vllm
+    collect-env."""
     parser.add_argument("--json", action="store_true", help="print JSON")
     parser.set_defaults(run=_show_env)
 
@@ -188,5 +236,9 @@ def _show_env(options: argparse.Namespace) -> int:
         print(json.dumps(found, indent=2))
         return 0
     for section, facts in found.items():
-        print(section, *(f"  {line}" for line in table(list(facts.items()) or [("none", "")])), sep="\n")
+        print(
+            section,
+            *(f"  {line}" for line in table(list(facts.items()) or [("none", "")])),
+            sep="\n",
+        )
     return 0

@@ -17,7 +17,8 @@ class Level(enum.StrEnum):
 
 
 class Result(NamedTuple):
-    """Outcome of one check. ``fix`` is the command or change that makes it pass, "" if it passes."""
+    """Outcome of one check. ``fix`` is the command or change that makes it pass, "" if
+    it passes."""
 
     title: str
     state: Level

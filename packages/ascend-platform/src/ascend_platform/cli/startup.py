@@ -1,4 +1,5 @@
-"""Start-up of vLLM's own commands and of the processes that vLLM spawns, called by ``ascend_platform.pth`` as Python starts."""
+"""Start-up of vLLM's own commands and of the processes that vLLM spawns, called by
+``ascend_platform.pth`` as Python starts."""
 
 import gc
 import os
@@ -7,33 +8,39 @@ import sys
 from collections.abc import Sequence
 
 SWITCH = "VLLM_ASCEND_STARTUP_CHECKS"
-"""Environment variable; with "0" nothing is checked, no excepthook is installed, and garbage is collected as Python does."""
+"""Environment variable; with "0" nothing is checked, no excepthook is installed, and garbage is
+collected as Python does."""
 
 IMPORTING = 100_000, 20, 100
-"""Thresholds of the garbage collector while vLLM is imported, which makes a million objects that stay."""
+"""Thresholds of the garbage collector while vLLM is imported, which makes a million objects that
+stay."""
 
 _thresholds: tuple[int, int, int] | None = None  # to be restored
 
 
 def run() -> None:
-    """Check the environment and install the excepthook if vLLM is the program that this process runs."""
+    """Check the environment and install the excepthook if vLLM is the program that this process
+    runs."""
     if os.environ.get(SWITCH) != "0" and runs_vllm(sys.orig_argv):
         from ascend_platform.cli import excepthook
 
         excepthook.install()
-        if "bench" not in sys.orig_argv:  # it measures, and configures no engine for collect_garbage_as_before()
+        # it measures, and configures no engine for collect_garbage_as_before()
+        if "bench" not in sys.orig_argv:
             collect_garbage_rarely()
 
 
 def run_child() -> None:
-    """Prepare a process that multiprocessing spawns below a process of vLLM, which handles ctrl-C for it."""
+    """Prepare a process that multiprocessing spawns below a process of vLLM, which handles ctrl-C
+    for it."""
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     if os.environ.get(SWITCH) != "0":
         collect_garbage_rarely()
 
 
 def collect_garbage_rarely() -> None:
-    """Raise the collector's thresholds: by Python's own a quarter of the CPU time of vLLM's imports is garbage collection."""
+    """Raise the collector's thresholds: by Python's own a quarter of the CPU time of vLLM's imports
+    is garbage collection."""
     global _thresholds
     if _thresholds is None and gc.get_threshold()[0]:
         _thresholds = gc.get_threshold()
@@ -41,7 +48,8 @@ def collect_garbage_rarely() -> None:
 
 
 def collect_garbage_as_before() -> None:
-    """Restore the thresholds, and leave what was imported out of all later collections; vLLM asks for many while it starts."""
+    """Restore the thresholds, and leave what was imported out of all later collections; vLLM asks
+    for many while it starts."""
     global _thresholds
     if _thresholds is not None:
         gc.freeze()
@@ -50,7 +58,8 @@ def collect_garbage_as_before() -> None:
 
 
 def runs_vllm(command: Sequence[str]) -> bool:
-    """Whether a command of Python is ``vllm …`` or ``python -m vllm…``, with or without options of Python."""
+    """Whether a command of Python is ``vllm …`` or ``python -m vllm…``, with or without options of
+    Python."""
     words = [word for word in command[1:] if word == "-m" or not word.startswith("-")]
     if words[:1] == ["-m"]:
         return words[1:] != [] and words[1].split(".")[0] == "vllm"

@@ -1,4 +1,5 @@
-"""Checks of what makes serving slow or unstable without an error: settings of HCCL, torch_npu, CANN and the host."""
+"""Checks of what makes serving slow or unstable without an error: settings of HCCL, torch_npu, CANN
+and the host."""
 
 from __future__ import annotations
 
@@ -14,15 +15,17 @@ from ascend_platform.components import requirements
 from ascend_platform.config import collectives
 
 CANN_OF_TORCH_NPU = {"2.13": (9, 1), "2.14": (9, 1)}
-"""The oldest CANN by torch_npu's minor version; 2.12 is released for 9.1 (COMPATIBILITY.md of Ascend/pytorch)."""
+"""The oldest CANN by torch_npu's minor version; 2.12 is released for 9.1 (COMPATIBILITY.md of
+Ascend/pytorch)."""
 
 EXPANSION_MODES = ("AIV", "AI_CPU", "HOST", "HOST_TS", "CCU_MS", "CCU_SCHED")
 """Values of HCCL_OP_EXPANSION_MODE (CANN's reference of environment variables)."""
 
 CPUS = Path("/sys/devices/system/cpu")
 BUFFER, COMMUNICATORS, SHARE = 200, 4, 0.1
-"""HCCL's default buffer in MiB, the communicators of a layout with tensor, data, expert and pipeline parallelism, and the part of
-an NPU's memory that their buffers may have without a warning."""
+"""HCCL's default buffer in MiB, the communicators of a layout with tensor, data, expert and
+pipeline parallelism, and the part of an NPU's memory that their buffers may have without a warning.
+"""
 
 
 def cann_for_torch_npu(cann: str) -> Iterator[Result]:
@@ -32,16 +35,28 @@ def cann_for_torch_npu(cann: str) -> Iterator[Result]:
     found = re.match(r"(\d+)\.(\d+)", cann)
     if wanted and found and (int(found[1]), int(found[2])) < wanted:
         newer = ".".join(map(str, wanted))
-        yield warn("CANN for torch_npu", f"torch_npu {torch_npu} is for CANN {newer}, found {cann}", f"install CANN {newer}")
+        yield warn(
+            "CANN for torch_npu",
+            f"torch_npu {torch_npu} is for CANN {newer}, found {cann}",
+            f"install CANN {newer}",
+        )
 
 
 def task_queue() -> Iterator[Result]:
     """TASK_QUEUE_ENABLE, of torch_npu."""
     name, value = "TASK_QUEUE_ENABLE", os.environ.get("TASK_QUEUE_ENABLE")
     if value == "2":
-        yield warn(name, "2: torch_npu captures no graphs with it", f"export {name}=1, or serve with --enforce-eager")
+        yield warn(
+            name,
+            "2: torch_npu captures no graphs with it",
+            f"export {name}=1, or serve with --enforce-eager",
+        )
     elif value == "0":
-        yield warn(name, "0: each operator is launched by the thread that calls it, which is slower", f"unset {name}")
+        yield warn(
+            name,
+            "0: each operator is launched by the thread that calls it, which is slower",
+            f"unset {name}",
+        )
     elif value not in (None, "1"):
         yield fail(name, f"{value!r} is not 0, 1 or 2", f"unset {name}")
 
@@ -50,16 +65,29 @@ def launch_blocking() -> Iterator[Result]:
     """ASCEND_LAUNCH_BLOCKING, of torch_npu."""
     if os.environ.get("ASCEND_LAUNCH_BLOCKING") == "1":
         found = "1: the host waits for each operator, and full graphs are refused"
-        yield warn("ASCEND_LAUNCH_BLOCKING", found, "unset ASCEND_LAUNCH_BLOCKING, or serve with --enforce-eager")
+        yield warn(
+            "ASCEND_LAUNCH_BLOCKING",
+            found,
+            "unset ASCEND_LAUNCH_BLOCKING, or serve with --enforce-eager",
+        )
 
 
 def streams_of_graphs() -> Iterator[Result]:
     """Whether the versions of driver and CANN limit the number of graphs."""
     driver = host.driver_version()
     if driver and not host.reuses_streams():
-        newer = " and ".join(f"{name} {'.'.join(map(str, version))}" for name, version in host.REUSE_STREAMS.items())
-        found = f"driver {driver}, CANN {host.cann_version() or 'unknown'}: each graph keeps streams of the NPU"
-        yield warn("streams of graphs", f"{found}, so that fewer sizes may be captured", f"install {newer} or later")
+        newer = " and ".join(
+            f"{name} {'.'.join(map(str, version))}" for name, version in host.REUSE_STREAMS.items()
+        )
+        found = (
+            f"driver {driver}, CANN {host.cann_version() or 'unknown'}: each graph keeps streams of"
+            " the NPU"
+        )
+        yield warn(
+            "streams of graphs",
+            f"{found}, so that fewer sizes may be captured",
+            f"install {newer} or later",
+        )
 
 
 def hccl(npus: int) -> Iterator[Result]:
@@ -68,7 +96,11 @@ def hccl(npus: int) -> Iterator[Result]:
     if mode is not None and mode not in EXPANSION_MODES:
         yield fail(name, f"{mode!r}; supported: {', '.join(EXPANSION_MODES)}", f"unset {name}")
     elif mode == "AIV" and npus > 1:
-        yield ok(name, "AIV, which is for tensor parallelism alone: several groups of ranks of an NPU may hang with it")
+        yield ok(
+            name,
+            "AIV, which is for tensor parallelism alone: several groups of ranks of an NPU may hang"
+            " with it",
+        )
     elif mode is not None:
         yield ok(name, mode)
     yield from _timeouts()
@@ -77,45 +109,85 @@ def hccl(npus: int) -> Iterator[Result]:
 
 def _timeouts() -> Iterator[Result]:
     """Whether vLLM ends a step before HCCL names the rank that a collective waits for."""
-    step, collective = collectives.seconds(collectives.STEP), collectives.seconds(collectives.COLLECTIVE)
+    step, collective = (
+        collectives.seconds(collectives.STEP),
+        collectives.seconds(collectives.COLLECTIVE),
+    )
     if collectives.STEP in os.environ and step <= collective:
-        found = f"{step} s: a step ends before a collective does ({collective} s), whose error names the rank that is missing"
-        yield warn(collectives.STEP, found, f"unset {collectives.STEP}, or set a smaller {collectives.COLLECTIVE}")
+        found = (
+            f"{step} s: a step ends before a collective does ({collective} s), whose error names"
+            " the rank that is missing"
+        )
+        yield warn(
+            collectives.STEP,
+            found,
+            f"unset {collectives.STEP}, or set a smaller {collectives.COLLECTIVE}",
+        )
 
 
 def _buffers(value: str | None) -> Iterator[Result]:
     if value is None:
         return
     if not value.isdigit() or int(value) < 1:
-        yield fail("HCCL_BUFFSIZE", f"{value!r} is not a number of MiB", f"unset HCCL_BUFFSIZE (its default is {BUFFER})")
+        yield fail(
+            "HCCL_BUFFSIZE",
+            f"{value!r} is not a number of MiB",
+            f"unset HCCL_BUFFSIZE (its default is {BUFFER})",
+        )
         return
     taken, figures = 2 * int(value) * COMMUNICATORS / 1024, chips.figures_of(host.chip())
-    found = f"{value} MiB: {taken:.1f} GiB of an NPU with {COMMUNICATORS} communicators, each with two buffers"
+    found = (
+        f"{value} MiB: {taken:.1f} GiB of an NPU with {COMMUNICATORS} communicators, each with two"
+        " buffers"
+    )
     if figures and taken > SHARE * figures.memory_gib:
-        fix = "set a size for single groups (ascend.communicator.groups), or a smaller HCCL_BUFFSIZE"
+        fix = (
+            "set a size for single groups (ascend.communicator.groups), or a smaller HCCL_BUFFSIZE"
+        )
         yield warn("HCCL_BUFFSIZE", f"{found}, which the KV cache lacks", fix)
     else:
         yield ok("HCCL_BUFFSIZE", found)
 
 
 def cpu_governor(cpus: Path = CPUS) -> Iterator[Result]:
-    """Whether the CPUs run at full speed: decoding waits for the host, which launches the operators."""
+    """Whether the CPUs run at full speed: decoding waits for the host, which launches the
+    operators."""
     files = cpus.glob("cpu[0-9]*/cpufreq/scaling_governor")
     governors = Counter(file.read_text().strip() for file in files)
     if slow := {name: count for name, count in governors.items() if name != "performance"}:
         found = ", ".join(f"{name} on {count} CPUs" for name, count in slow.items())
-        yield warn("CPU governor", f"{found}: launching operators is slower", "cpupower frequency-set -g performance")
+        yield warn(
+            "CPU governor",
+            f"{found}: launching operators is slower",
+            "cpupower frequency-set -g performance",
+        )
     elif governors:
         yield ok("CPU governor", "performance")
 
 
 def vllm_ascend() -> Iterator[Result]:
     """What vllm-ascend leaves behind; see ``checks.installed_plugins`` for the wheel itself."""
-    paths = [path for path in os.environ.get("ASCEND_CUSTOM_OPP_PATH", "").split(":") if re.search("vllm[-_]ascend", path)]
+    paths = [
+        path
+        for path in os.environ.get("ASCEND_CUSTOM_OPP_PATH", "").split(":")
+        if re.search("vllm[-_]ascend", path)
+    ]
     if paths:
-        kept = [path for path in os.environ["ASCEND_CUSTOM_OPP_PATH"].split(":") if path and path not in paths]
-        fix = f"export ASCEND_CUSTOM_OPP_PATH={':'.join(kept)}" if kept else "unset ASCEND_CUSTOM_OPP_PATH"
-        yield warn("ASCEND_CUSTOM_OPP_PATH", f"CANN loads vllm-ascend's operators from {', '.join(paths)}", fix)
+        kept = [
+            path
+            for path in os.environ["ASCEND_CUSTOM_OPP_PATH"].split(":")
+            if path and path not in paths
+        ]
+        fix = (
+            f"export ASCEND_CUSTOM_OPP_PATH={':'.join(kept)}"
+            if kept
+            else "unset ASCEND_CUSTOM_OPP_PATH"
+        )
+        yield warn(
+            "ASCEND_CUSTOM_OPP_PATH",
+            f"CANN loads vllm-ascend's operators from {', '.join(paths)}",
+            fix,
+        )
     package = host.package("vllm_ascend")
     if package and not requirements.version("vllm-ascend"):
         found = f"{package} has files of vllm-ascend, which is not installed"

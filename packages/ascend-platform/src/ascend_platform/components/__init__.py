@@ -1,11 +1,13 @@
-"""Component wheels: their names and environment variables, and the types that the modules of this folder share."""
+"""Component wheels: their names and environment variables, and the types that the modules of this
+folder share."""
 
 from __future__ import annotations
 
 import logging
 from typing import NamedTuple
 
-# vLLM's log handler is attached to the logger "vllm" (vllm/logger.py); a logger below it inherits the handler.
+# vLLM's log handler is attached to the logger "vllm" (vllm/logger.py); a logger below it inherits
+# the handler.
 logger = logging.getLogger("vllm.ascend")
 
 COMPONENTS = {
@@ -16,18 +18,31 @@ COMPONENTS = {
     "ascend-model-loader": "ascend_model_loader",
     "ascend-patches": "ascend_patches",
 }
-"""Distribution name to entry-point name, in the order of the summary line. VLLM_PLUGINS filters by entry-point name."""
+"""Distribution name to entry-point name, in the order of the summary line. VLLM_PLUGINS filters by
+entry-point name."""
 
 VARIABLES = {
-    "VLLM_VERSION": "the version of vLLM that requirements and patches are compared with, in place of the installed one",
+    "VLLM_VERSION": (
+        "the version of vLLM that requirements and patches are compared with, in place of the"
+        " installed one"
+    ),
     "VLLM_ASCEND_DISABLE_PATCHES": "names of patches to leave out, separated by commas",
-    "VLLM_ASCEND_ACCEPT_OVERRIDES": "names of overrides to apply to a vLLM whose source differs, separated by commas",
-    "VLLM_ASCEND_STARTUP_CHECKS": "`0` keeps `ascend_platform.pth` from checking the environment of vLLM's commands at start-up, "
-    "and from collecting garbage rarely while vLLM is imported",
-    "VLLM_ASCEND_WEIGHTS_SECRET": "the secret of engines that load weights from each other, where no file is named for it",
-    "VLLM_ASCEND_KV_SECRET": "the secret of instances that transfer KV cache, where no file is named for it",
+    "VLLM_ASCEND_ACCEPT_OVERRIDES": (
+        "names of overrides to apply to a vLLM whose source differs, separated by commas"
+    ),
+    "VLLM_ASCEND_STARTUP_CHECKS": (
+        "`0` keeps `ascend_platform.pth` from checking the environment of vLLM's commands at"
+        " start-up, and from collecting garbage rarely while vLLM is imported"
+    ),
+    "VLLM_ASCEND_WEIGHTS_SECRET": (
+        "the secret of engines that load weights from each other, where no file is named for it"
+    ),
+    "VLLM_ASCEND_KV_SECRET": (
+        "the secret of instances that transfer KV cache, where no file is named for it"
+    ),
 }
-"""Environment variables of all components. The platform registers them with vLLM, which warns of unknown ones."""
+"""Environment variables of all components. The platform registers them with vLLM, which warns of
+unknown ones."""
 
 
 SECRETS = ("VLLM_ASCEND_WEIGHTS_SECRET", "VLLM_ASCEND_KV_SECRET")
@@ -35,7 +50,8 @@ SECRETS = ("VLLM_ASCEND_WEIGHTS_SECRET", "VLLM_ASCEND_KV_SECRET")
 
 
 class RefusedError(ValueError):
-    """Unsupported configuration. vLLM's command ends with the message, which is one line, and without a traceback."""
+    """Unsupported configuration. vLLM's command ends with the message, which is one line, and
+    without a traceback."""
 
     def __init__(self, message: str) -> None:
         super().__init__(message)
@@ -54,4 +70,5 @@ class Problem(NamedTuple):
 NOT_ACTIVATED = "Ascend platform not activated"
 
 not_activated: str | None = None
-"""Why this process has not activated the platform; "" if it has, None before the first call of ``ascend_platform.register``."""
+"""Why this process has not activated the platform; "" if it has, None before the first call of
+``ascend_platform.register``."""

@@ -1,6 +1,8 @@
-"""The ``ascend`` part of vLLM's ``--additional-config``: known keys, values given, and the components that check them.
+"""The ``ascend`` part of vLLM's ``--additional-config``: known keys, values given, and the
+components that check them.
 
-Values are checked where they are read, so that no hook of vLLM sees one of another type, whichever comes first.
+Values are checked where they are read, so that no hook of vLLM sees one of another type, whichever
+comes first.
 """
 
 from __future__ import annotations
@@ -35,23 +37,29 @@ PLATFORM = {
 }
 """All options of ``ascend.platform``; see docs/configuration.md."""
 
-_defaults: dict[str, dict[str, object]] = {"platform": {name: each.default for name, each in PLATFORM.items()}}
+_defaults: dict[str, dict[str, object]] = {
+    "platform": {name: each.default for name, each in PLATFORM.items()}
+}
 _given: dict[str, dict[str, object]] = {}
 _listeners: dict[str, Callable[[Mapping[str, object]], None]] = {}
 
 
 class UnknownKeyError(RefusedError):
-    """An unknown name or key of ``--additional-config``; ``problem`` has the nearest known one, or all known, as its fix."""
+    """An unknown name or key of ``--additional-config``; ``problem`` has the nearest known one, or
+    all known, as its fix."""
 
     def __init__(self, where: str, key: str, known: Mapping[str, object]) -> None:
         near = difflib.get_close_matches(str(key), known, n=1)
-        hint = f"did you mean {near[0]!r}?" if near else f"known: {', '.join(sorted(known)) or 'none'}"
+        hint = (
+            f"did you mean {near[0]!r}?" if near else f"known: {', '.join(sorted(known)) or 'none'}"
+        )
         self.problem = Problem(f"additional_config {where!r} has no key {key!r}", hint)
         super().__init__(f"{self.problem.found}; {hint}")
 
 
 def namespace(entry_point: str) -> str:
-    """The name under ``ascend`` of a component's options: its entry point's without ``ascend_``, or ``platform``."""
+    """The name under ``ascend`` of a component's options: its entry point's without ``ascend_``, or
+    ``platform``."""
     return "platform" if entry_point == "ascend" else entry_point.removeprefix("ascend_")
 
 
@@ -69,7 +77,8 @@ def check(additional_config: object) -> dict[str, dict[str, object]]:
     """The ``ascend`` part of vLLM's ``--additional-config``: by component, what is given.
 
     Raises:
-        RefusedError: an unknown name or key, with the nearest known one, or a value that the platform does not support.
+        RefusedError: an unknown name or key, with the nearest known one, or a value that the
+        platform does not support.
     """
     names = _ascend(additional_config)
     for name in names:
@@ -110,34 +119,49 @@ def of_platform(vllm_config: object, name: str) -> Any:
 
 
 def config(namespace: str) -> dict[str, object]:
-    """The options of a component, given ones over defaults. ``namespace`` is its name without ``ascend-``.
+    """The options of a component, given ones over defaults. ``namespace`` is its name without
+    ``ascend-``.
 
-    They are those of the engine whose configuration is vLLM's current one, otherwise those of the last engine of the process.
+    They are those of the engine whose configuration is vLLM's current one, otherwise those of the
+    last engine of the process.
     """
     vllm = sys.modules.get("vllm.config")  # this module does not import vLLM
     current = vllm and vllm.get_current_vllm_config_or_none()
-    return _defaults.get(namespace, {}) | (given(current, namespace) if current else _given.get(namespace, {}))
+    return _defaults.get(namespace, {}) | (
+        given(current, namespace) if current else _given.get(namespace, {})
+    )
 
 
 def _ascend(additional_config: object) -> Mapping[str, object]:
     """The ``ascend`` part, an object of objects."""
     names = additional_config.get("ascend", {}) if isinstance(additional_config, Mapping) else {}
     if not isinstance(names, Mapping):
-        raise RefusedError(f'additional_config "ascend" must be an object, not {names!r}; fix: {{"ascend": {{"NAME": {{…}}}}}}')
+        raise RefusedError(
+            f'additional_config "ascend" must be an object, not {names!r}; fix: {{"ascend":'
+            ' {"NAME": {…}}}'
+        )
     return names
 
 
 def _values(names: Mapping[str, object], namespace: str) -> dict[str, object]:
-    """The options given under a name, with keys of a registered component and values that the platform supports."""
+    """The options given under a name, with keys of a registered component and values that the
+    platform supports."""
     values = names.get(namespace, {})
     if not isinstance(values, Mapping):
         fix = f'{{"ascend": {{"{namespace}": {{…}}}}}}'
-        raise RefusedError(f'additional_config "ascend.{namespace}" must be an object, not {values!r}; fix: {fix}')
+        raise RefusedError(
+            f'additional_config "ascend.{namespace}" must be an object, not {values!r}; fix: {fix}'
+        )
     known = _defaults.get(namespace, values)
     for key, value in values.items():
         if key not in known:
             raise UnknownKeyError(f"ascend.{namespace}", key, known)
         if namespace == "platform" and not PLATFORM[key].takes(value):
-            supported = ", ".join(each if isinstance(each, str) else json.dumps(each) for each in PLATFORM[key].supported)
-            raise RefusedError(f'additional_config "ascend.platform.{key}" is {value!r}; supported: {supported}')
+            supported = ", ".join(
+                each if isinstance(each, str) else json.dumps(each)
+                for each in PLATFORM[key].supported
+            )
+            raise RefusedError(
+                f'additional_config "ascend.platform.{key}" is {value!r}; supported: {supported}'
+            )
     return dict(values)

@@ -14,7 +14,8 @@ VARIABLE = "VLLM_PLUGINS"
 
 @dataclass(frozen=True)
 class PluginFilter:
-    """A value of VLLM_PLUGINS as vLLM reads it (``vllm/plugins/__init__.py``): split at commas and not trimmed.
+    """A value of VLLM_PLUGINS as vLLM reads it (``vllm/plugins/__init__.py``): split at commas and
+    not trimmed.
 
     ``value`` is None where the variable is not set, which lets all plugins load.
     """
@@ -53,16 +54,25 @@ class PluginFilter:
             return None
         platform, names = COMPONENTS["ascend-platform"], self.names
         unknown = [name for name in names if name not in known]
-        near = {name: (difflib.get_close_matches(name, known, n=1, cutoff=0.8) or [""])[0] for name in unknown}
+        near = {
+            name: (difflib.get_close_matches(name, known, n=1, cutoff=0.8) or [""])[0]
+            for name in unknown
+        }
         fix = _export([platform, *(near.get(name, name) for name in names)])
         if not names:
             return Problem(f"{self.value!r} lets no plugin load", f"unset {VARIABLE}"), True
         if any(word != word.strip() for word in self.value.split(",")):
-            return Problem(f"{self.value!r} has spaces, which vLLM takes as part of the names", fix), True
+            return Problem(
+                f"{self.value!r} has spaces, which vLLM takes as part of the names", fix
+            ), True
         if unknown:
-            return Problem(f"no plugin has the name {', '.join(unknown)}", fix), platform not in names
+            return Problem(
+                f"no plugin has the name {', '.join(unknown)}", fix
+            ), platform not in names
         if platform not in names:
-            return Problem(f"{self.value!r} leaves out {platform}, without which vLLM finds no NPU", fix), True
+            return Problem(
+                f"{self.value!r} leaves out {platform}, without which vLLM finds no NPU", fix
+            ), True
         return None
 
 

@@ -11,7 +11,8 @@ from ascend_platform.components import COMPONENTS, Problem, logger, options, req
 from ascend_platform.components.plugin_filter import PluginFilter
 
 API_VERSION = "1.5"
-"""Version of ``ascend_platform.extension``: additions raise the second number, all other changes the first."""
+"""Version of ``ascend_platform.extension``: additions raise the second number, all other changes
+the first."""
 
 
 class State(enum.StrEnum):
@@ -32,7 +33,8 @@ class State(enum.StrEnum):
 
 @dataclass(frozen=True)
 class Status:
-    """A state, details of it, and the command that makes the component active ("" if none is known)."""
+    """A state, details of it, and the command that makes the component active ("" if none is
+    known)."""
 
     state: State
     detail: str = ""
@@ -58,26 +60,36 @@ def join(
     api: str = "1.0",
     **later: object,
 ) -> None:
-    """Register a component, which stays disabled if its requirements are not met or its set-up fails.
+    """Register a component, which stays disabled if its requirements are not met or its set-up
+    fails.
 
     Never raises; a second call does nothing.
 
     Args:
-        distribution: the wheel's name, whose ``Requires-Dist`` metadata is compared with what is installed.
+        distribution: the wheel's name, whose ``Requires-Dist`` metadata is compared with what is
+        installed.
         entry_point: the name of its entry point, by which VLLM_PLUGINS filters.
         setup: called once if the requirements are met; it must not import torch or vLLM.
         note: shown in the summary line.
-        options: the keys, with defaults, that ``--additional-config '{"ascend": {<name>: {...}}}'`` may set, where
-            ``<name>`` is the entry point's name without ``ascend_``.
-        configured: called with the options, given ones over defaults, whenever vLLM's configuration is taken; it raises
-            RefusedError to refuse them.
+        options: the keys, with defaults, that ``--additional-config '{"ascend": {<name>: {...}}}'``
+            may set, where ``<name>`` is the entry point's name without ``ascend_``.
+        configured: called with the options, given ones over defaults, whenever vLLM's configuration
+            is taken; it raises RefusedError to refuse them.
         api: the version of this interface that the component was written for.
-        later: arguments of later versions of this interface; a component that gives any is disabled.
+        later: arguments of later versions of this interface; a component that gives any is
+        disabled.
     """
     if distribution not in _statuses:
-        _statuses[distribution] = _join(distribution, entry_point, setup, note, options, configured, api, later)
+        _statuses[distribution] = _join(
+            distribution, entry_point, setup, note, options, configured, api, later
+        )
         if _statuses[distribution].state == State.DISABLED:
-            logger.warning("%s %s %s", distribution, requirements.version(distribution), _statuses[distribution])
+            logger.warning(
+                "%s %s %s",
+                distribution,
+                requirements.version(distribution),
+                _statuses[distribution],
+            )
 
 
 def _join(
@@ -92,7 +104,11 @@ def _join(
 ) -> Status:
     namespace = options.namespace(entry_point)
     try:
-        problem = requirements.conflict() or requirements.unmet(distribution) or _incompatible(distribution, api, later)
+        problem = (
+            requirements.conflict()
+            or requirements.unmet(distribution)
+            or _incompatible(distribution, api, later)
+        )
         if not problem:
             options.register(namespace, keys or {})
             if setup:
@@ -105,8 +121,11 @@ def _join(
 
 
 def _incompatible(distribution: str, api: str, later: Iterable[str]) -> Problem | None:
-    """Why a component written for version ``api`` of the interface cannot use this one, if it cannot."""
-    (major, minor), (wanted_major, wanted_minor) = (map(int, each.split(".")) for each in (API_VERSION, api))
+    """Why a component written for version ``api`` of the interface cannot use this one, if it
+    cannot."""
+    (major, minor), (wanted_major, wanted_minor) = (
+        map(int, each.split(".")) for each in (API_VERSION, api)
+    )
     found = f"written for version {api} of ascend_platform.extension, found {API_VERSION}"
     if wanted_major < major:
         return Problem(found, f"pip install --upgrade {distribution}")
@@ -128,31 +147,51 @@ def status(distribution: str) -> Status:
     if filtered.allows(name):
         vllm_plugins = sys.modules.get("vllm.plugins")  # this module does not import vLLM
         if vllm_plugins and not vllm_plugins.plugins_loaded:
-            return Status(State.NOT_LOADED, "vLLM has not loaded its plugins", "call vllm.plugins.load_general_plugins() before")
-        return Status(State.NOT_LOADED, fix=f"pip install --force-reinstall --no-deps {distribution}")
+            return Status(
+                State.NOT_LOADED,
+                "vLLM has not loaded its plugins",
+                "call vllm.plugins.load_general_plugins() before",
+            )
+        return Status(
+            State.NOT_LOADED, fix=f"pip install --force-reinstall --no-deps {distribution}"
+        )
     space = "VLLM_PLUGINS has a space next to its name, which vLLM takes as part of it"
     detail = space if filtered.has_space_beside(name) else "filtered out by VLLM_PLUGINS"
     return Status(State.OFF, detail, filtered.fix_to_allow(name))
 
 
 def state(distribution: str) -> str:
-    """A component's state as in the summary line: active, off, not installed or disabled, and why."""
+    """A component's state as in the summary line: active, off, not installed or disabled,
+    and why."""
     return str(status(distribution))
 
 
 def with_state(distribution: str) -> str:
-    """A component's name with its state and the command that makes it active, for errors about what needs it."""
+    """A component's name with its state and the command that makes it active, for errors about what
+    needs it."""
     found = status(distribution)
     return str(Problem(f"{distribution}, which is {replace(found, fix='')}", found.fix))
 
 
 def summary(attention: str, runner: str = "", delta_rule: str = "") -> str:
-    """One line with every component's version and state, the attention backend, and the versions of vLLM, torch and torch-npu.
+    """One line with every component's version and state, the attention backend, and the versions of
+    vLLM, torch and torch-npu.
 
-    ``runner`` is the model runner and what asks for it; ``delta_rule`` is the gated delta rule of a model that has it.
+    ``runner`` is the model runner and what asks for it; ``delta_rule`` is the gated delta rule of a
+    model that has it.
     """
     version = requirements.version
-    parts = [" ".join(filter(None, (name.removeprefix("ascend-"), version(name), state(name)))) for name in COMPONENTS]
+    parts = [
+        " ".join(filter(None, (name.removeprefix("ascend-"), version(name), state(name))))
+        for name in COMPONENTS
+    ]
     below = ", ".join(f"{name} {version(name)}" for name in ("vllm", "torch", "torch-npu"))
     chosen = {"attention": attention, "gated delta rule": delta_rule, "model runner": runner}
-    return " | ".join(["vllm-ascend-all", *parts, *(f"{what}: {which}" for what, which in chosen.items() if which), below])
+    return " | ".join(
+        [
+            "vllm-ascend-all",
+            *parts,
+            *(f"{what}: {which}" for what, which in chosen.items() if which),
+            below,
+        ]
+    )

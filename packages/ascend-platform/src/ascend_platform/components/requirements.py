@@ -1,6 +1,7 @@
 """Installed distributions: versions, declared requirements, and conflicting wheels.
 
-The environment variable VLLM_VERSION replaces vLLM's version throughout, for people who run a modified vLLM.
+The environment variable VLLM_VERSION replaces vLLM's version throughout, for people who run a
+modified vLLM.
 """
 
 from __future__ import annotations
@@ -33,7 +34,8 @@ def version(distribution: str) -> str:
 
 
 def declared(distribution: str) -> list[Requirement]:
-    """The requirements in a wheel's metadata whose markers hold here; none if the wheel is not installed."""
+    """The requirements in a wheel's metadata whose markers hold here; none if the wheel is not
+    installed."""
     try:
         lines = importlib.metadata.requires(distribution) or []
     except importlib.metadata.PackageNotFoundError:
@@ -72,41 +74,63 @@ def unmet(distribution: str) -> Problem | None:
 
 def required_by_platform(name: str) -> Requirement:
     """What ascend-platform requires of a distribution."""
-    return next((each for each in declared("ascend-platform") if each.name == name), Requirement(name))
+    return next(
+        (each for each in declared("ascend-platform") if each.name == name), Requirement(name)
+    )
 
 
 def install_command(requirement: Requirement) -> str:
     """The command that installs a requirement.
 
-    vLLM is built from source: its wheels are for CUDA and require CUDA packages. torch comes from PyTorch's index of CPU builds:
-    on PyPI it is the CUDA build, beside which torch_npu cannot be loaded.
+    vLLM is built from source: its wheels are for CUDA and require CUDA packages. torch comes from
+    PyTorch's index of CPU builds: on PyPI it is the CUDA build, beside which torch_npu cannot be
+    loaded.
     """
     of_source = "VLLM_TARGET_DEVICE=empty VLLM_SKIP_VERSION_SUFFIX=1 pip install --no-binary vllm"
-    index = {"torch": f" --index-url {CPU_INDEX}", "torch-npu": f" --extra-index-url {CPU_INDEX}"}.get(requirement.name, "")
-    return f"{of_source if requirement.name == 'vllm' else 'pip install'} '{_text(requirement)}'{index}"
+    index = {
+        "torch": f" --index-url {CPU_INDEX}",
+        "torch-npu": f" --extra-index-url {CPU_INDEX}",
+    }.get(requirement.name, "")
+    return (
+        f"{of_source if requirement.name == 'vllm' else 'pip install'}"
+        f" '{_text(requirement)}'{index}"
+    )
 
 
 def cuda_torch() -> Problem | None:
-    """torch's CUDA build beside torch_npu: both register one option of the allocator, and the process aborts at import.
+    """torch's CUDA build beside torch_npu: both register one option of the allocator, and the
+    process aborts at import.
 
-    The first error is ``Duplicated key 'pinned_reserve_segment_size_mb'``, of C++, so that nothing can catch it. A library of
-    that name without the option, which some CPU builds have in place of CUDA's, does no harm.
+    The first error is ``Duplicated key 'pinned_reserve_segment_size_mb'``, of C++, so that nothing
+    can catch it. A library of that name without the option, which some CPU builds have in place of
+    CUDA's, does no harm.
     """
     torch, torch_npu = map(importlib.util.find_spec, ("torch", "torch_npu"))
     places = torch and torch_npu and torch.submodule_search_locations
-    found = [library for place in places or () if (library := Path(place, "lib", "libc10_cuda.so")).exists()]
+    found = [
+        library
+        for place in places or ()
+        if (library := Path(place, "lib", "libc10_cuda.so")).exists()
+    ]
     if not any(_OPTION in library.read_bytes() for library in found):
         return None
-    said = f"torch {version('torch')} is the CUDA build, beside which importing torch_npu aborts the process"
-    return Problem(said, f"pip install --force-reinstall 'torch=={version('torch').partition('+')[0]}' --index-url {CPU_INDEX}")
+    said = (
+        f"torch {version('torch')} is the CUDA build, beside which importing torch_npu aborts the"
+        " process"
+    )
+    return Problem(
+        said,
+        f"pip install --force-reinstall 'torch=={version('torch').partition('+')[0]}' --index-url"
+        f" {CPU_INDEX}",
+    )
 
 
 @functools.cache
 def conflict() -> Problem | None:
     """Another installed wheel with a plugin of the platform's name.
 
-    vLLM keeps one plugin of a name, whichever it finds last (``vllm/plugins/__init__.py``). vllm-ascend has that name and
-    others of ours.
+    vLLM keeps one plugin of a name, whichever it finds last (``vllm/plugins/__init__.py``).
+    vllm-ascend has that name and others of ours.
     """
     taken: dict[str, list[str]] = {}
     for group in ("vllm.platform_plugins", "vllm.general_plugins"):
@@ -117,8 +141,8 @@ def conflict() -> Problem | None:
     for owner, names in taken.items():
         if COMPONENTS["ascend-platform"] in names:
             found = (
-                f"{owner} {version(owner)} is installed too and has plugins of the same name ({', '.join(names)}), of which vLLM "
-                "keeps one"
+                f"{owner} {version(owner)} is installed too and has plugins of the same name"
+                f" ({', '.join(names)}), of which vLLM keeps one"
             )
             return Problem(found, f"pip uninstall -y {owner}")
     return None

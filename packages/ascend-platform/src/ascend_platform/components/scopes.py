@@ -13,25 +13,32 @@ from ascend_platform.components.plugin_filter import PluginFilter
 def scopes_here() -> tuple[str, ...]:
     """The scopes that this process is known to have before vLLM creates anything in it.
 
-    vLLM's process names are set by ``multiprocessing.spawn.prepare`` before the child unpickles, hence imports, anything of
-    vLLM: ``EngineCore`` or ``EngineCore_DP<n>`` (``vllm/v1/engine/utils.py``, ``CoreEngineProcManager``) and
-    ``VllmWorker-<n>`` (``vllm/v1/executor/multiproc_executor.py``). Any other process counts as the main process. Engine and
-    worker can also run in the main process, in the engine's, or in a Ray actor; there the platform enters their scopes from the
-    hooks that vLLM calls.
+    vLLM's process names are set by ``multiprocessing.spawn.prepare`` before the child unpickles,
+    hence imports, anything of vLLM: ``EngineCore`` or ``EngineCore_DP<n>``
+    (``vllm/v1/engine/utils.py``, ``CoreEngineProcManager``) and ``VllmWorker-<n>``
+    (``vllm/v1/executor/multiproc_executor.py``). Any other process counts as the main process.
+    Engine and worker can also run in the main process, in the engine's, or in a Ray actor; there
+    the platform enters their scopes from the hooks that vLLM calls.
     """
     name = multiprocessing.current_process().name
     if name.startswith("EngineCore"):
         return ("engine",)
     if name.startswith("VllmWorker-"):
         return ("worker",)
-    return ("platform", "engine") if os.environ.get("VLLM_ENABLE_V1_MULTIPROCESSING") == "0" else ("platform",)
+    return (
+        ("platform", "engine")
+        if os.environ.get("VLLM_ENABLE_V1_MULTIPROCESSING") == "0"
+        else ("platform",)
+    )
 
 
 def enter(scope: str) -> None:
-    """Tell the components that patch vLLM that this process has a scope: ``platform``, ``engine`` or ``worker``.
+    """Tell the components that patch vLLM that this process has a scope: ``platform``, ``engine``
+    or ``worker``.
 
-    They are the entry points of group ``vllm_ascend.scopes``, functions that take the scope. Entry points are used because
-    general plugins load too late: in the engine core only after ``EngineCoreProc.__init__`` has begun. Never raises.
+    They are the entry points of group ``vllm_ascend.scopes``, functions that take the scope. Entry
+    points are used because general plugins load too late: in the engine core only after
+    ``EngineCoreProc.__init__`` has begun. Never raises.
     """
     filtered = PluginFilter.current()
     for point in importlib.metadata.entry_points(group="vllm_ascend.scopes"):
@@ -39,4 +46,10 @@ def enter(scope: str) -> None:
             try:
                 point.load()(scope)
             except Exception as error:
-                logger.warning("%s failed to enter scope %s: %s: %s", point.value, scope, type(error).__name__, error)
+                logger.warning(
+                    "%s failed to enter scope %s: %s: %s",
+                    point.value,
+                    scope,
+                    type(error).__name__,
+                    error,
+                )

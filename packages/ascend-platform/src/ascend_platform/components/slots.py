@@ -6,13 +6,16 @@ _offers: dict[str, str] = {}
 
 
 def offer(slot: str, implementation: str) -> None:
-    """Offer the class of this qualified name for a slot of the platform, for example ``attention.dense``.
+    """Offer the class of this qualified name for a slot of the platform, for example
+    ``attention.dense``.
 
     Raises:
         ValueError: another implementation has been offered for the slot.
     """
     if _offers.setdefault(slot, implementation) != implementation:
-        raise ValueError(f"slot {slot} is taken by {_offers[slot]}; {implementation} cannot have it too")
+        raise ValueError(
+            f"slot {slot} is taken by {_offers[slot]}; {implementation} cannot have it too"
+        )
 
 
 def offered(slot: str) -> str | None:
@@ -22,4 +25,6 @@ def offered(slot: str) -> str | None:
 
 def names(family: str) -> list[str]:
     """The names of the slots ``<family>.<name>`` for which there is an implementation, sorted."""
-    return sorted(slot.removeprefix(f"{family}.") for slot in _offers if slot.startswith(f"{family}."))
+    return sorted(
+        slot.removeprefix(f"{family}.") for slot in _offers if slot.startswith(f"{family}.")
+    )

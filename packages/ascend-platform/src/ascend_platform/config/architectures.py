@@ -1,4 +1,5 @@
-"""Models that are refused: what CANN's public operators lack for their architectures, or the chip of this machine."""
+"""Models that are refused: what CANN's public operators lack for their architectures, or the chip
+of this machine."""
 
 from __future__ import annotations
 
@@ -26,7 +27,8 @@ LACKING = {
     "minimax_m3": "MiniMax's sparse attention by blocks of keys",
     "qwen4_exp": _MHC,
 }
-"""What CANN lacks, by the package of ``vllm.models`` that has the architecture; such packages have code for named platforms."""
+"""What CANN lacks, by the package of ``vllm.models`` that has the architecture; such packages have
+code for named platforms."""
 
 
 def refusal(architecture: str) -> str:
@@ -34,12 +36,17 @@ def refusal(architecture: str) -> str:
     from vllm.model_executor.models.registry import ModelRegistry
 
     module = str(getattr(ModelRegistry.models.get(architecture), "module_name", ""))
-    package = module.removeprefix("vllm.models.").partition(".")[0] if module.startswith("vllm.models.") else ""
+    package = (
+        module.removeprefix("vllm.models.").partition(".")[0]
+        if module.startswith("vllm.models.")
+        else ""
+    )
     if package not in LACKING:
         return ""
     return (
-        f"{architecture} is not supported by ascend-platform {extension.version('ascend-platform')}: CANN's operators lack "
-        f"{LACKING[package]}; fix: serve another model"
+        f"{architecture} is not supported by ascend-platform"
+        f" {extension.version('ascend-platform')}: CANN's operators lack {LACKING[package]}; fix:"
+        " serve another model"
     )
 
 
@@ -68,8 +75,8 @@ def check_dtype(dtype: torch.dtype) -> None:
     if dtype not in served:
         names = ", ".join(str(each).removeprefix("torch.") for each in served)
         raise extension.RefusedError(
-            f"dtype {str(dtype).removeprefix('torch.')} is not supported on {host.chip()}; supported: {names}; "
-            "fix: remove --dtype, or --dtype float16"
+            f"dtype {str(dtype).removeprefix('torch.')} is not supported on {host.chip()};"
+            f" supported: {names}; fix: remove --dtype, or --dtype float16"
         )
 
 
@@ -83,8 +90,10 @@ def check_chip(vllm_config: VllmConfig) -> None:
     if model is None:
         return
     check_dtype(model.dtype)  # type: ignore[arg-type]  # resolved by now
-    if model.is_moe and (missing := family.lacks("npu_moe_gating_top_k", "npu_moe_init_routing_v2")):
+    if model.is_moe and (
+        missing := family.lacks("npu_moe_gating_top_k", "npu_moe_init_routing_v2")
+    ):
         raise extension.RefusedError(
-            f"mixture-of-experts models are not supported on {host.chip()}, which has no {' and no '.join(missing)}; "
-            "supported: dense and pooling models"
+            f"mixture-of-experts models are not supported on {host.chip()}, which has no"
+            f" {' and no '.join(missing)}; supported: dense and pooling models"
         )

@@ -1,4 +1,5 @@
-"""Settings of HCCL that depend on the parallel layout: how long a step may wait for collectives, and where they run."""
+"""Settings of HCCL that depend on the parallel layout: how long a step may wait for collectives,
+and where they run."""
 
 import os
 from typing import TYPE_CHECKING
@@ -15,13 +16,15 @@ MARGIN = 120
 
 
 def seconds(variable: str) -> int:
-    """The limit that one of the two variables sets; 0 is none, also where the value is no number."""
+    """The limit that one of the two variables sets; 0 is none, also where the value is
+    no number."""
     value = os.environ.get(variable) or str(DEFAULTS[variable])
     return int(value) if value.isdigit() else 0
 
 
 def check(parallel: "ParallelConfig") -> None:
-    """Let a step outlast a collective, whose error names the missing rank, and warn of AIV with several groups of ranks."""
+    """Let a step outlast a collective, whose error names the missing rank, and warn of AIV with
+    several groups of ranks."""
     if parallel.world_size_across_dp == 1:
         return
     if STEP not in os.environ and seconds(COLLECTIVE) + MARGIN > DEFAULTS[STEP]:
@@ -29,12 +32,15 @@ def check(parallel: "ParallelConfig") -> None:
     several = {
         "expert parallelism": parallel.enable_expert_parallel,
         "data parallelism": parallel.data_parallel_size > 1,
-        "context parallelism": max(parallel.prefill_context_parallel_size, parallel.decode_context_parallel_size) > 1,
+        "context parallelism": (
+            max(parallel.prefill_context_parallel_size, parallel.decode_context_parallel_size) > 1
+        ),
     }
     names = [name for name, is_used in several.items() if is_used]
     if names and os.environ.get("HCCL_OP_EXPANSION_MODE") == "AIV":
         extension.logger.warning(
-            "HCCL_OP_EXPANSION_MODE is AIV with %s: CANN does not support it for several groups of ranks of an NPU at a time, "
-            "and collectives may hang; fix: unset HCCL_OP_EXPANSION_MODE",
+            "HCCL_OP_EXPANSION_MODE is AIV with %s: CANN does not support it for several groups of"
+            " ranks of an NPU at a time, and collectives may hang; fix: unset"
+            " HCCL_OP_EXPANSION_MODE",
             " and ".join(names),
         )

@@ -17,18 +17,28 @@ def set_defaults(vllm_config: "VllmConfig") -> None:
     from vllm.config.vllm import OptimizationLevel
 
     compilation, model = vllm_config.compilation_config, vllm_config.model_config
-    if compilation.cudagraph_mode is None and vllm_config.optimization_level == OptimizationLevel.O2:
+    if (
+        compilation.cudagraph_mode is None
+        and vllm_config.optimization_level == OptimizationLevel.O2
+    ):
         pooling = model is not None and model.pooler_config is not None
-        compilation.cudagraph_mode = CUDAGraphMode.NONE if pooling else CUDAGraphMode.FULL_DECODE_ONLY
+        compilation.cudagraph_mode = (
+            CUDAGraphMode.NONE if pooling else CUDAGraphMode.FULL_DECODE_ONLY
+        )
     mode = compilation.cudagraph_mode
     if compilation.mode is None and mode is not None and not mode.requires_piecewise_compilation():
-        compilation.mode = CompilationMode.NONE  # without Inductor, compiling only serves to split a model into pieces
-    if compilation.cudagraph_capture_sizes is None and compilation.max_cudagraph_capture_size is None:
+        # without Inductor, compiling only serves to split a model into pieces
+        compilation.mode = CompilationMode.NONE
+    if (
+        compilation.cudagraph_capture_sizes is None
+        and compilation.max_cudagraph_capture_size is None
+    ):
         _with_default_sizes.add(vllm_config.instance_id)
     if compilation.compile_sizes is None:
         compilation.compile_sizes = []
     for field in dataclasses.fields(compilation.pass_config):
-        if getattr(compilation.pass_config, field.name) is None:  # vLLM's other fusions create CUDA operators
+        # vLLM's other fusions create CUDA operators
+        if getattr(compilation.pass_config, field.name) is None:
             setattr(compilation.pass_config, field.name, field.name == "fuse_norm_quant")
 
 
@@ -40,41 +50,55 @@ SIZE_STEP = 64
 
 
 def cover_largest_decode(vllm_config: "VllmConfig") -> None:
-    """Add capture sizes up to the largest decode step in tokens, which with draft tokens is easily above vLLM's largest."""
+    """Add capture sizes up to the largest decode step in tokens, which with draft tokens is easily
+    above vLLM's largest."""
     from vllm.config import CUDAGraphMode
 
     compilation, scheduler = vllm_config.compilation_config, vllm_config.scheduler_config
     sizes, length = compilation.cudagraph_capture_sizes, vllm_config.uniform_decode_query_len
-    is_default = vllm_config.instance_id in _with_default_sizes and compilation.cudagraph_mode == CUDAGraphMode.FULL_DECODE_ONLY
+    is_default = (
+        vllm_config.instance_id in _with_default_sizes
+        and compilation.cudagraph_mode == CUDAGraphMode.FULL_DECODE_ONLY
+    )
     if not sizes or not is_default:
         return
     largest = scheduler.max_num_seqs
     requests = (*range(sizes[-1] // length, largest, max(SIZE_STEP // length, 1)), largest)
-    more = [each * length for each in requests if sizes[-1] < each * length <= scheduler.max_num_batched_tokens]
+    more = [
+        each * length
+        for each in requests
+        if sizes[-1] < each * length <= scheduler.max_num_batched_tokens
+    ]
     compilation.cudagraph_capture_sizes = [*sizes, *more]
     compilation.max_cudagraph_capture_size = compilation.cudagraph_capture_sizes[-1]
 
 
 INDEXER_OP = "vllm::npu_sparse_indexer"
-"""The operator of ``ascend_platform.attention.indexer``, which piecewise graphs leave out like attention."""
+"""The operator of ``ascend_platform.attention.indexer``, which piecewise graphs leave out like
+attention."""
 
 
 def split_at_indexers(vllm_config: "VllmConfig") -> None:
-    """Split a compiled model with sparse latent attention at its indexers, too; vLLM's list has its own operator for them."""
+    """Split a compiled model with sparse latent attention at its indexers, too; vLLM's list has its
+    own operator for them."""
     from vllm.config import CompilationMode
 
     compilation = vllm_config.compilation_config
-    if compilation.mode != CompilationMode.VLLM_COMPILE or not selector.is_sparse(vllm_config.model_config):
+    if compilation.mode != CompilationMode.VLLM_COMPILE or not selector.is_sparse(
+        vllm_config.model_config
+    ):
         return
     if compilation.splitting_ops is None:
-        updates = "vllm::unified_kv_cache_update", "vllm::unified_mla_kv_cache_update"  # as set_splitting_ops_for_v1 adds
+        # as set_splitting_ops_for_v1 adds
+        updates = "vllm::unified_kv_cache_update", "vllm::unified_mla_kv_cache_update"
         compilation.splitting_ops = [*compilation._attention_ops, *updates]
     if compilation.splitting_ops and INDEXER_OP not in compilation.splitting_ops:
         compilation.splitting_ops.append(INDEXER_OP)
 
 
 def check(vllm_config: "VllmConfig") -> None:
-    """Refuse Inductor, and graphs with attention, adapters and settings of torch_npu that do not go with them.
+    """Refuse Inductor, and graphs with attention, adapters and settings of torch_npu that do not go
+    with them.
 
     Raises:
         RefusedError: the modes that are supported, in one line.
@@ -86,28 +110,43 @@ def check(vllm_config: "VllmConfig") -> None:
         compilation.backend == "inductor" or compilation.use_inductor_graph_partition
     ):
         raise extension.RefusedError(
-            'compilation by Inductor is not supported on Ascend NPUs; fix: remove "backend" and "use_inductor_graph_partition" '
-            "from --compilation-config"
+            'compilation by Inductor is not supported on Ascend NPUs; fix: remove "backend" and'
+            ' "use_inductor_graph_partition" from --compilation-config'
         )
     mode = vllm_config.compilation_config.cudagraph_mode
-    if mode is not None and mode.has_full_cudagraphs() and os.environ.get("ASCEND_LAUNCH_BLOCKING") == "1":
-        raise extension.RefusedError(  # a replay gets its sequence lengths after the launch, and would be waited for before
-            f"cudagraph_mode {mode.name} is not supported with ASCEND_LAUNCH_BLOCKING=1, with which torch_npu waits for a graph "
-            "before it gets its sequence lengths; fix: unset ASCEND_LAUNCH_BLOCKING, or --enforce-eager"
+    if (
+        mode is not None
+        and mode.has_full_cudagraphs()
+        and os.environ.get("ASCEND_LAUNCH_BLOCKING") == "1"
+    ):
+        # a replay gets its sequence lengths after the launch, and would be waited for before
+        raise extension.RefusedError(
+            f"cudagraph_mode {mode.name} is not supported with ASCEND_LAUNCH_BLOCKING=1, with which"
+            " torch_npu waits for a graph before it gets its sequence lengths; fix: unset"
+            " ASCEND_LAUNCH_BLOCKING, or --enforce-eager"
         )
-    if vllm_config.lora_config and vllm_config.compilation_config.mode not in (None, CompilationMode.NONE):
-        raise extension.RefusedError(  # torch.compile would keep whether there were adapters when it traced the model
-            "LoRA is not supported with torch.compile, which PIECEWISE, FULL_AND_PIECEWISE and -O3 need; supported: "
-            'cudagraph_mode FULL_DECODE_ONLY, FULL and NONE; fix: --compilation-config \'{"cudagraph_mode": "FULL_DECODE_ONLY"}\''
+    if vllm_config.lora_config and vllm_config.compilation_config.mode not in (
+        None,
+        CompilationMode.NONE,
+    ):
+        # torch.compile would keep whether there were adapters when it traced the model
+        raise extension.RefusedError(
+            "LoRA is not supported with torch.compile, which PIECEWISE, FULL_AND_PIECEWISE and -O3"
+            " need; supported: cudagraph_mode FULL_DECODE_ONLY, FULL and NONE; fix:"
+            ' --compilation-config \'{"cudagraph_mode": "FULL_DECODE_ONLY"}\''
         )
     if mode != CUDAGraphMode.NONE and os.environ.get("TASK_QUEUE_ENABLE") == "2":
         raise extension.RefusedError(
-            "torch_npu captures no graphs with TASK_QUEUE_ENABLE=2; fix: export TASK_QUEUE_ENABLE=1, or --enforce-eager"
+            "torch_npu captures no graphs with TASK_QUEUE_ENABLE=2; fix: export"
+            " TASK_QUEUE_ENABLE=1, or --enforce-eager"
         )
-    if vllm_config.model_config is None or vllm_config.compilation_config.cudagraph_mode != CUDAGraphMode.FULL:
+    if (
+        vllm_config.model_config is None
+        or vllm_config.compilation_config.cudagraph_mode != CUDAGraphMode.FULL
+    ):
         return
     if (attention := selector.describe_backend(vllm_config)).startswith("built-in"):
         raise extension.RefusedError(
-            f"cudagraph_mode FULL needs attention that can be captured, and this model's is {attention}; "
-            "supported: PIECEWISE, NONE"
+            "cudagraph_mode FULL needs attention that can be captured, and this model's is"
+            f" {attention}; supported: PIECEWISE, NONE"
         )

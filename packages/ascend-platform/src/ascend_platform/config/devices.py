@@ -14,7 +14,8 @@ if TYPE_CHECKING:
 
 
 def check(parallel: "ParallelConfig") -> None:
-    """Refuse a layout that needs more NPUs than are visible, where vLLM starts all workers on this machine.
+    """Refuse a layout that needs more NPUs than are visible, where vLLM starts all workers on this
+    machine.
 
     Raises:
         RefusedError: the numbers of NPUs needed and visible, in one line.
@@ -28,29 +29,46 @@ def check(parallel: "ParallelConfig") -> None:
     found = torch.npu.device_count() if given is None else len(given)  # creates no context
     if needed > found:
         context = parallel.prefill_context_parallel_size
-        layout = f"tensor {parallel.tensor_parallel_size} x pipeline {parallel.pipeline_parallel_size}"
-        layout += (f" x prefill context {context}" if context > 1 else "") + f" x data {parallel.data_parallel_size_local}"
+        layout = (
+            f"tensor {parallel.tensor_parallel_size} x pipeline {parallel.pipeline_parallel_size}"
+        )
+        layout += (
+            f" x prefill context {context}" if context > 1 else ""
+        ) + f" x data {parallel.data_parallel_size_local}"
         listed = os.environ.get(host.VISIBLE_NPUS)
-        wrong, fix = ("", "") if listed is None or given is not None else host.unused_npus(listed, host.npu_count()[0])
+        wrong, fix = (
+            ("", "")
+            if listed is None or given is not None
+            else host.unused_npus(listed, host.npu_count()[0])
+        )
         if wrong:
             raise extension.RefusedError(
-                f"the layout needs {needed} NPUs ({layout}), and {host.VISIBLE_NPUS}={wrong}; fix: {fix}"
+                f"the layout needs {needed} NPUs ({layout}), and {host.VISIBLE_NPUS}={wrong}; fix:"
+                f" {fix}"
             )
         raise extension.RefusedError(
-            f"the layout needs {needed} NPUs ({layout}) and {found} are visible; lower "
-            f"--tensor-parallel-size, --pipeline-parallel-size or --data-parallel-size-local, or add NPUs to {host.VISIBLE_NPUS}"
+            f"the layout needs {needed} NPUs ({layout}) and {found} are visible; lower"
+            " --tensor-parallel-size, --pipeline-parallel-size or --data-parallel-size-local, or"
+            f" add NPUs to {host.VISIBLE_NPUS}"
         )
 
 
 def bind_to_numa_nodes(parallel: "ParallelConfig", by_default: bool) -> None:
-    """Set the NUMA node of each NPU, which vLLM reads for CUDA devices only; no binding where it is unknown.
+    """Set the NUMA node of each NPU, which vLLM reads for CUDA devices only; no binding where it is
+    unknown.
 
     Args:
-        by_default: bind without --numa-bind, too, where vLLM starts the workers and the machine has several NUMA nodes.
+        by_default: bind without --numa-bind, too, where vLLM starts the workers and the machine has
+        several NUMA nodes.
     """
     asked = parallel.numa_bind
-    local = parallel.distributed_executor_backend in (None, "mp", "uni") and parallel.data_parallel_backend != "ray"
-    if not asked and not (by_default and local and "platform" in scopes_here() and host.has_numa_nodes()):
+    local = (
+        parallel.distributed_executor_backend in (None, "mp", "uni")
+        and parallel.data_parallel_backend != "ray"
+    )
+    if not asked and not (
+        by_default and local and "platform" in scopes_here() and host.has_numa_nodes()
+    ):
         return
     nodes, obstacle = host.numa_nodes()
     if not obstacle and not shutil.which("numactl"):
@@ -61,7 +79,9 @@ def bind_to_numa_nodes(parallel: "ParallelConfig", by_default: bool) -> None:
         extension.logger.info("--numa-bind: NUMA nodes of the NPUs: %s", ", ".join(map(str, nodes)))
     elif asked:
         extension.logger.warning(
-            "--numa-bind disabled: %s; fix: give the nodes of the NPUs, in their order, with --numa-bind-nodes", obstacle
+            "--numa-bind disabled: %s; fix: give the nodes of the NPUs, in their order, with"
+            " --numa-bind-nodes",
+            obstacle,
         )
     else:
         extension.logger.info("workers are not bound to NUMA nodes: %s", obstacle)

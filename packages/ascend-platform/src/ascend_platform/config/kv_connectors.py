@@ -1,4 +1,5 @@
-"""KV connectors: only those that a component offers know the layout of the KV cache, and all others are refused."""
+"""KV connectors: only those that a component offers know the layout of the KV cache, and all others
+are refused."""
 
 from __future__ import annotations
 
@@ -13,14 +14,16 @@ if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
 MULTI = "MultiConnector"
-"""vLLM's connector of several connectors; it does not access the KV cache itself, so it is supported if all its parts are."""
+"""vLLM's connector of several connectors; it does not access the KV cache itself, so it is
+supported if all its parts are."""
 
 
 def resolve(vllm_config: VllmConfig) -> None:
-    """Set ``kv_connector_module_path`` so that each connector's name refers to the offered class, before vLLM looks it up.
+    """Set ``kv_connector_module_path`` so that each connector's name refers to the offered class,
+    before vLLM looks it up.
 
-    Where vLLM has a connector of the same name, which does not work on NPUs, the path selects the offered one. A module of
-    vllm-ascend is dropped: the name alone selects the counterpart.
+    Where vLLM has a connector of the same name, which does not work on NPUs, the path selects the
+    offered one. A module of vllm-ascend is dropped: the name alone selects the counterpart.
 
     Raises:
         RefusedError: a connector that is not offered, with those that are.
@@ -31,23 +34,36 @@ def resolve(vllm_config: VllmConfig) -> None:
     transfer, cache = cast(Any, vllm_config.kv_transfer_config), vllm_config.cache_config
     if cache is not None and cache.kv_offloading_size is not None:
         # vLLM turns it into a connector only after this hook (vllm/config/vllm.py)
-        simple = "SimpleCPUOffloadConnector" if envs.VLLM_USE_SIMPLE_KV_OFFLOAD else "OffloadingConnector"
+        simple = (
+            "SimpleCPUOffloadConnector"
+            if envs.VLLM_USE_SIMPLE_KV_OFFLOAD
+            else "OffloadingConnector"
+        )
         name = simple if cache.kv_offloading_backend == "native" else "LMCacheMPConnector"
         transfer = vllm_config.kv_transfer_config = transfer or KVTransferConfig()
         transfer.kv_connector_module_path = _module(name, None)
         return
     if transfer is None or not transfer.kv_connector:
         return
-    transfer.kv_connector_module_path = _module(transfer.kv_connector, transfer.kv_connector_module_path)
+    transfer.kv_connector_module_path = _module(
+        transfer.kv_connector, transfer.kv_connector_module_path
+    )
     if transfer.kv_connector == MULTI:
         parts = transfer.kv_connector_extra_config.get("connectors")
-        if not isinstance(parts, list) or not parts or not all(isinstance(part, dict) for part in parts):
+        if (
+            not isinstance(parts, list)
+            or not parts
+            or not all(isinstance(part, dict) for part in parts)
+        ):
             raise extension.RefusedError(
-                f"KV connector {MULTI}: kv_connector_extra_config.connectors is {parts!r}; it must be a list with a "
-                "configuration (kv_connector, kv_role) for each of its connectors"
+                f"KV connector {MULTI}: kv_connector_extra_config.connectors is {parts!r}; it must"
+                " be a list with a configuration (kv_connector, kv_role) for each of its"
+                " connectors"
             )
         for part in parts:
-            part["kv_connector_module_path"] = _module(part.get("kv_connector"), part.get("kv_connector_module_path"))
+            part["kv_connector_module_path"] = _module(
+                part.get("kv_connector"), part.get("kv_connector_module_path")
+            )
 
 
 def check(vllm_config: VllmConfig) -> None:
@@ -68,15 +84,20 @@ def check(vllm_config: VllmConfig) -> None:
     if transfer.kv_connector == MULTI:
         given = cast(Any, found)._get_connector_classes_and_configs(vllm_config)
     for connector, config in given:
-        if vllm_config.model_config is not None and has_states(vllm_config) and not getattr(connector, "transfers_states", False):
+        if (
+            vllm_config.model_config is not None
+            and has_states(vllm_config)
+            and not getattr(connector, "transfers_states", False)
+        ):
             raise extension.RefusedError(
-                f"KV connector {connector.__name__} does not support models with state-space or linear attention layers; "
-                "AscendP2PConnector does"
+                f"KV connector {connector.__name__} does not support models with state-space or"
+                " linear attention layers; AscendP2PConnector does"
             )
         if check_config := getattr(connector, "check_config", None):
             check_config(config)
     if vllm_config.model_config is not None:
-        checkpoint.note_files(vllm_config.model_config)  # for the scheduler, whose process may load no weights
+        # for the scheduler, whose process may load no weights
+        checkpoint.note_files(vllm_config.model_config)
 
 
 def _module(name: str | None, module: str | None) -> str | None:
@@ -88,9 +109,15 @@ def _module(name: str | None, module: str | None) -> str | None:
     offered = extension.offered(f"kv_connector.{name}")
     if not offered:
         supported, needed = slots.names("kv_connector"), registry.with_state("ascend-kv-connector")
-        hint = f"supported: {', '.join(supported)}" if supported else f"connectors for NPUs need {needed}"
+        hint = (
+            f"supported: {', '.join(supported)}"
+            if supported
+            else f"connectors for NPUs need {needed}"
+        )
         raise extension.RefusedError(f"KV connector {name} is not supported on Ascend NPUs; {hint}")
     if module:
-        extension.logger.info("ignoring kv_connector_module_path %s: %s is registered as %s", module, offered, name)
+        extension.logger.info(
+            "ignoring kv_connector_module_path %s: %s is registered as %s", module, offered, name
+        )
     found, _, cls = offered.rpartition(".")
     return found if cls == name else None

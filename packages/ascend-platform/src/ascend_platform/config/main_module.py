@@ -1,4 +1,5 @@
-"""Programs whose main module the processes of an engine cannot import, as multiprocessing's start method spawn requires."""
+"""Programs whose main module the processes of an engine cannot import, as multiprocessing's start
+method spawn requires."""
 
 import os
 import sys
@@ -14,31 +15,42 @@ GUARDS = "__name__", "current_process", "parent_process"
 
 
 def check() -> None:
-    """Refuse an engine that a program creates while its main module runs without a guard, or that is read from stdin.
+    """Refuse an engine that a program creates while its main module runs without a guard, or that
+    is read from stdin.
 
-    Each process that multiprocessing spawns imports the main module, and would create an engine itself.
+    Each process that multiprocessing spawns imports the main module, and would create an engine
+    itself.
 
     Raises:
-        RuntimeError: what to write, in one line; pydantic, which calls this, would add lines to a RefusedError.
+        RuntimeError: what to write, in one line; pydantic, which calls this, would add lines to a
+        RefusedError.
     """
     from vllm import envs
 
     main = sys.modules["__main__"]
-    file = getattr(main, "__file__", None)  # none in a notebook, an interactive session, and with -c
+    # none in a notebook, an interactive session, and with -c
+    file = getattr(main, "__file__", None)
     frames = list(_stack())
-    if not file or not envs.VLLM_ENABLE_V1_MULTIPROCESSING or not any(_module(frame) in ENGINES for frame in frames):
+    if (
+        not file
+        or not envs.VLLM_ENABLE_V1_MULTIPROCESSING
+        or not any(_module(frame) in ENGINES for frame in frames)
+    ):
         return
     if not os.path.isfile(file):
         raise RuntimeError(
-            f"the program is read from {file}, which the processes of an engine cannot import; fix: save it to a file"
+            f"the program is read from {file}, which the processes of an engine cannot import; fix:"
+            " save it to a file"
         )
-    if not any(frame.f_globals is vars(main) and frame.f_code.co_name == "<module>" for frame in frames):
+    if not any(
+        frame.f_globals is vars(main) and frame.f_code.co_name == "<module>" for frame in frames
+    ):
         return
     with open(file, errors="replace") as source:
         if not any(guard in line for line in source for guard in GUARDS):
             raise RuntimeError(
-                f"{file} creates an engine when it is imported, as each process of the engine does; "
-                'fix: put its code below: if __name__ == "__main__":'
+                f"{file} creates an engine when it is imported, as each process of the engine does;"
+                ' fix: put its code below: if __name__ == "__main__":'
             )
 
 

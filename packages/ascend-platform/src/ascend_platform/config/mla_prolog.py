@@ -1,8 +1,10 @@
-"""The option ``ascend.platform.mla_prolog``: npu_mla_prolog_v3 before the attention of latent attention's decodes.
+"""The option ``ascend.platform.mla_prolog``: npu_mla_prolog_v3 before the attention of latent
+attention's decodes.
 
-The operator stores the rotated part of a key with its even elements first, as halves; vLLM's layers leave them in pairs. With the
-option all steps of an engine store halves, so that the option alone decides what the KV cache has. The operator's limits are
-those of ``torch_npu/_op_plugin_docs.py`` in the torch_npu wheel.
+The operator stores the rotated part of a key with its even elements first, as halves; vLLM's layers
+leave them in pairs. With the option all steps of an engine store halves, so that the option alone
+decides what the KV cache has. The operator's limits are those of ``torch_npu/_op_plugin_docs.py``
+in the torch_npu wheel.
 """
 
 from typing import TYPE_CHECKING
@@ -52,7 +54,10 @@ def check(vllm_config: "VllmConfig") -> None:
         elif not slots.offered(SLOT):
             found = f"ascend-attention {registry.state('ascend-attention')}"
     if found:
-        raise RefusedError(f"ascend.platform.{performance.MLA_PROLOG} is not supported with {found}; fix: remove it")
+        raise RefusedError(
+            f"ascend.platform.{performance.MLA_PROLOG} is not supported with {found}; fix:"
+            " remove it"
+        )
 
 
 def describe(vllm_config: "VllmConfig") -> str:
@@ -61,12 +66,15 @@ def describe(vllm_config: "VllmConfig") -> str:
         return ""
     if reason := reason_against(vllm_config):
         return f", {OPERATOR} disabled: {reason}"
-    where = " in layers with unquantized projections" if vllm_config.quant_config is not None else ""
+    where = (
+        " in layers with unquantized projections" if vllm_config.quant_config is not None else ""
+    )
     return f", decodes with {OPERATOR}{where}"
 
 
 def reason_against(vllm_config: "VllmConfig") -> str:
-    """Why an engine with the option does not use the operator; "" if it does, unless its layers are quantized."""
+    """Why an engine with the option does not use the operator; "" if it does, unless its layers are
+    quantized."""
     from vllm.config import CompilationMode
 
     transfer = vllm_config.kv_transfer_config
@@ -74,7 +82,9 @@ def reason_against(vllm_config: "VllmConfig") -> str:
         f"{host.chip()} has no {OPERATOR}": bool(host.chip_family().lacks(OPERATOR)),
         "torch.compile": vllm_config.compilation_config.mode not in (None, CompilationMode.NONE),
         "decode context parallelism": vllm_config.parallel_config.decode_context_parallel_size > 1,
-        "prefill context parallelism": vllm_config.parallel_config.prefill_context_parallel_size > 1,
+        "prefill context parallelism": (
+            vllm_config.parallel_config.prefill_context_parallel_size > 1
+        ),
         "LoRA": vllm_config.lora_config is not None,
         "a prefill instance": transfer is not None and transfer.kv_role == "kv_producer",
         "built-in attention": not selector.is_fused(vllm_config),

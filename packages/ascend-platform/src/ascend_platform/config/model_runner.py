@@ -1,7 +1,8 @@
-"""The model runner: vLLM's V2, which NPUs serve without Triton from vLLM 0.33 on, or V1 for what V2 lacks and for earlier vLLMs.
+"""The model runner: vLLM's V2, which NPUs serve without Triton from vLLM 0.33 on, or V1 for what V2
+lacks and for earlier vLLMs.
 
-The scheduler works differently for each, so that all processes must agree. The choice is made where an engine is configured, and
-handed to its processes by vLLM's own environment variable.
+The scheduler works differently for each, so that all processes must agree. The choice is made where
+an engine is configured, and handed to its processes by vLLM's own environment variable.
 """
 
 from __future__ import annotations
@@ -28,7 +29,8 @@ if TYPE_CHECKING:
 
 VARIABLE = "VLLM_USE_V2_MODEL_RUNNER"
 _IN_ENVIRONMENT = os.environ.get(VARIABLE) == "1"
-"""What the user has set, or, in a process of an engine, the engine's choice; of no meaning where neither is given."""
+"""What the user has set, or, in a process of an engine, the engine's choice; of no meaning where
+neither is given."""
 
 
 class Choice(NamedTuple):
@@ -63,31 +65,60 @@ def _has_v1_logits_processors(config: VllmConfig) -> bool:
         return False
     from vllm.v1.worker.gpu.sample.logits_processor import LogitsProcessor
 
-    return any(isinstance(each, type) and not issubclass(each, LogitsProcessor) for each in _logits_processors(config))
+    return any(
+        isinstance(each, type) and not issubclass(each, LogitsProcessor)
+        for each in _logits_processors(config)
+    )
 
 
 def _pools_by_plugin(config: VllmConfig) -> bool:
-    """Whether the pooling task is a plugin's, which V2 has not (``vllm/v1/worker/gpu/pool/pooling_runner.py``)."""
+    """Whether the pooling task is a plugin's, which V2 has not
+    (``vllm/v1/worker/gpu/pool/pooling_runner.py``)."""
     pooler = config.model_config.pooler_config
-    task = pooler and (pooler.task or ("plugin" if config.model_config.architecture == "Terratorch" else None))
+    task = pooler and (
+        pooler.task or ("plugin" if config.model_config.architecture == "Terratorch" else None)
+    )
     return task == "plugin"
 
 
 FEATURES = (
-    Feature("dflash and dspark drafters", lambda config: _drafts(config, lambda it: it.use_dflash() or it.use_dspark())),
-    Feature("MTP with several modules", lambda config: _drafts(config, lambda it: it.use_multi_module_mtp())),
-    Feature("extract_hidden_states", lambda config: _drafts(config, lambda it: it.method == "extract_hidden_states")),
-    Feature("adaptive draft verification", lambda config: _drafts(config, lambda it: it.enable_adaptive_verification)),
     Feature(
-        "block verification and FLy", lambda config: _drafts(config, lambda it: it.rejection_sample_method in _OTHER_METHODS)
+        "dflash and dspark drafters",
+        lambda config: _drafts(config, lambda it: it.use_dflash() or it.use_dspark()),
     ),
-    Feature("speculative decoding with pipeline parallelism", lambda config: _drafts(config, lambda _: _has_stages(config))),
+    Feature(
+        "MTP with several modules",
+        lambda config: _drafts(config, lambda it: it.use_multi_module_mtp()),
+    ),
+    Feature(
+        "extract_hidden_states",
+        lambda config: _drafts(config, lambda it: it.method == "extract_hidden_states"),
+    ),
+    Feature(
+        "adaptive draft verification",
+        lambda config: _drafts(config, lambda it: it.enable_adaptive_verification),
+    ),
+    Feature(
+        "block verification and FLy",
+        lambda config: _drafts(config, lambda it: it.rejection_sample_method in _OTHER_METHODS),
+    ),
+    Feature(
+        "speculative decoding with pipeline parallelism",
+        lambda config: _drafts(config, lambda _: _has_stages(config)),
+    ),
     Feature("thinking budgets", lambda config: config.reasoning_config),
-    Feature("batch-sharded sampling", lambda config: config.parallel_config.enable_batch_sharded_sampling),
+    Feature(
+        "batch-sharded sampling",
+        lambda config: config.parallel_config.enable_batch_sharded_sampling,
+    ),
     Feature("KV-sharing fast prefill", lambda config: config.cache_config.kv_sharing_fast_prefill),
     Feature("state-space layers", state_layers.has_states, of_model=True),
-    Feature("prompt embeddings", lambda config: config.model_config.enable_prompt_embeds, of_model=True),
-    Feature("sampling masks", lambda config: config.model_config.return_sampling_mask, of_model=True),
+    Feature(
+        "prompt embeddings", lambda config: config.model_config.enable_prompt_embeds, of_model=True
+    ),
+    Feature(
+        "sampling masks", lambda config: config.model_config.return_sampling_mask, of_model=True
+    ),
     Feature("trace replay", lambda config: config.model_config.enable_trace_replay, of_model=True),
     Feature("logits processors with V1's interface", _has_v1_logits_processors, of_model=True),
     Feature("the pooling task plugin", _pools_by_plugin, of_model=True),
@@ -108,10 +139,11 @@ _chosen: dict[str, Choice] = {}
 
 
 def choice(vllm_config: VllmConfig) -> Choice:
-    """The runner of an engine: that of the option or the environment variable; else V2, but V1 for what V2 lacks.
+    """The runner of an engine: that of the option or the environment variable; else V2, but V1 for
+    what V2 lacks.
 
-    A configuration that is made while an engine's is current, for a drafter, has the engine's. In the processes of an engine
-    the environment variable has what was chosen.
+    A configuration that is made while an engine's is current, for a drafter, has the engine's. In
+    the processes of an engine the environment variable has what was chosen.
 
     Raises:
         RefusedError: another value of the option.
@@ -132,7 +164,11 @@ def choice(vllm_config: VllmConfig) -> Choice:
     if not vllm_overrides.has_v1_runner():
         return Choice(True, "vLLM has no V1 runner")
     lacking = [*_lacking(vllm_config), *vllm_config._get_v2_model_runner_unsupported_features()]
-    needs_v2 = vllm_config.watermark_config or vllm_config.aux_output_config.enabled or set(lacking) & set(_V2_ONLY)
+    needs_v2 = (
+        vllm_config.watermark_config
+        or vllm_config.aux_output_config.enabled
+        or set(lacking) & set(_V2_ONLY)
+    )
     if lacking and not needs_v2:
         return Choice(False, f"V2 lacks {', '.join(lacking)}")
     return Choice(True, f"the default from vLLM {overrides.SINCE} on")
@@ -142,7 +178,8 @@ def choose(vllm_config: VllmConfig) -> None:
     """Choose the runner of an engine, and refuse what V2 does not serve where it is asked for.
 
     Raises:
-        RefusedError: this vLLM's V2 runner is not supported, or a feature of the configuration is not, in one line.
+        RefusedError: this vLLM's V2 runner is not supported, or a feature of the configuration is
+        not, in one line.
     """
     if vllm_config.model_config is None:  # made somewhere in an engine's processes, for defaults
         return
@@ -150,16 +187,23 @@ def choose(vllm_config: VllmConfig) -> None:
     if is_v2:
         if Version(version := extension.version("vllm")) < Version(overrides.SINCE):
             raise extension.RefusedError(
-                f"vLLM's V2 model runner, which {why} asks for, is supported from vLLM {overrides.SINCE} on, and this is "
-                f"{version}; fix: do not ask for it"
+                f"vLLM's V2 model runner, which {why} asks for, is supported from vLLM"
+                f" {overrides.SINCE} on, and this is {version}; fix: do not ask for it"
             )
         vllm_overrides.check(overrides.OVERRIDES)
         if difference := launch_sites.difference():
-            raise extension.RefusedError(f"vLLM {version}'s V2 model runner is not as ascend-platform supports it: {difference}")
+            raise extension.RefusedError(
+                f"vLLM {version}'s V2 model runner is not as ascend-platform supports it:"
+                f" {difference}"
+            )
         _refuse(_lacking(vllm_config), why)
-        os.environ["VLLM_MOE_SKIP_PADDING"] = "0"  # routers on the NPU do not read the mask, which costs a step two launches
-    elif envs.VLLM_USE_V2_MODEL_RUNNER and (vllm_config.speculative_config or _has_stages(vllm_config)):
-        # vLLM has chosen asynchronous scheduling for V2; V1 has it for some drafters only, and not for pipelines
+        # routers on the NPU do not read the mask, which costs a step two launches
+        os.environ["VLLM_MOE_SKIP_PADDING"] = "0"
+    elif envs.VLLM_USE_V2_MODEL_RUNNER and (
+        vllm_config.speculative_config or _has_stages(vllm_config)
+    ):
+        # vLLM has chosen asynchronous scheduling for V2; V1 has it for some drafters only, and not
+        # for pipelines
         if vllm_config.scheduler_config.async_scheduling:
             extension.logger.info("asynchronous scheduling is off: the V1 model runner (%s)", why)
         vllm_config.scheduler_config.async_scheduling = False
@@ -180,7 +224,10 @@ def check_request(params: Any) -> None:
         ValueError: their names, in one line.
     """
     if envs.VLLM_USE_V2_MODEL_RUNNER and hasattr(params, "temperature"):
-        _refuse([name for name, asked in REQUEST_FEATURES.items() if asked(params)], "this engine's choice")
+        _refuse(
+            [name for name, asked in REQUEST_FEATURES.items() if asked(params)],
+            "this engine's choice",
+        )
 
 
 def _refuse(features: list[str], asked: str) -> None:
@@ -191,6 +238,7 @@ def _refuse(features: list[str], asked: str) -> None:
         kernels = launch_sites.kernels_of(feature)
         named.append(f"{feature} (kernel {kernels[0]})" if kernels else feature)
     raise extension.RefusedError(
-        f"ascend-platform {extension.version('ascend-platform')} does not support {', '.join(named)} with vLLM's V2 model runner "
-        f"({asked}) yet; fix: use V1{'' if vllm_overrides.has_v1_runner() else ', which an earlier vLLM has'}"
+        f"ascend-platform {extension.version('ascend-platform')} does not support"
+        f" {', '.join(named)} with vLLM's V2 model runner ({asked}) yet; fix: use"
+        f" V1{'' if vllm_overrides.has_v1_runner() else ', which an earlier vLLM has'}"
     )

@@ -1,4 +1,5 @@
-"""Options that trade memory, streams or memory traffic for speed: their values, and the chips and layouts that they need."""
+"""Options that trade memory, streams or memory traffic for speed: their values, and the chips and
+layouts that they need."""
 
 from typing import TYPE_CHECKING
 
@@ -36,13 +37,13 @@ def check(vllm_config: "VllmConfig") -> None:
         return
     if vllm_config.compilation_config.mode not in (None, CompilationMode.NONE):
         raise RefusedError(
-            f'ascend.platform.{MATMUL_ALL_REDUCE} is not supported with torch.compile; fix: remove it, or "cudagraph_mode": '
-            '"FULL_DECODE_ONLY" in --compilation-config'
+            f"ascend.platform.{MATMUL_ALL_REDUCE} is not supported with torch.compile; fix: remove"
+            ' it, or "cudagraph_mode": "FULL_DECODE_ONLY" in --compilation-config'
         )
     ranks, family = vllm_config.parallel_config.tensor_parallel_size, host.chip_family()
     if ranks not in family.matmul_all_reduce:
         supported = ", ".join(map(str, sorted(family.matmul_all_reduce))) or "none"
         raise RefusedError(
-            f"ascend.platform.{MATMUL_ALL_REDUCE} is not supported with --tensor-parallel-size {ranks} on {host.chip()}; "
-            f"supported: {supported}; fix: remove it"
+            f"ascend.platform.{MATMUL_ALL_REDUCE} is not supported with --tensor-parallel-size"
+            f" {ranks} on {host.chip()}; supported: {supported}; fix: remove it"
         )

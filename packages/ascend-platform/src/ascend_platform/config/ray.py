@@ -17,14 +17,19 @@ _trackers: list["subprocess.Popen[bytes]"] = []
 
 
 def prepare(parallel: "ParallelConfig") -> None:
-    """Keep each node's own visible NPUs and address, and let each worker's shared memory be removed with the worker.
+    """Keep each node's own visible NPUs and address, and let each worker's shared memory be removed
+    with the worker.
 
-    Secrets are not copied: Ray keeps the environment of an actor in its state, which its dashboard and API show. vLLM copies
-    the driver's environment to workers, except for the variables listed here (``vllm/v1/executor/ray_executor_v2.py``). It
-    ends workers by ``ray.kill``, which by default also kills their children, among them Python's resource tracker, which
-    removes the shared memory.
+    Secrets are not copied: Ray keeps the environment of an actor in its state, which its dashboard
+    and API show. vLLM copies the driver's environment to workers, except for the variables listed
+    here (``vllm/v1/executor/ray_executor_v2.py``). It ends workers by ``ray.kill``, which by
+    default also kills their children, among them Python's resource tracker, which removes the
+    shared memory.
     """
-    add("vllm.v1.executor.ray_utils:WORKER_SPECIFIC_ENV_VARS", [VISIBLE_NPUS, "HCCL_IF_IP", *SECRETS])
+    add(
+        "vllm.v1.executor.ray_utils:WORKER_SPECIFIC_ENV_VARS",
+        [VISIBLE_NPUS, "HCCL_IF_IP", *SECRETS],
+    )
     given: dict[str, Any] = dict(parallel.ray_runtime_env or {})
     variables = {"RAY_kill_child_processes_on_worker_exit": "0"} | given.get("env_vars", {})
     parallel.ray_runtime_env = cast(Any, given | {"env_vars": variables})
@@ -33,14 +38,18 @@ def prepare(parallel: "ParallelConfig") -> None:
 def keep_resource_tracker() -> None:
     """Start Python's resource tracker in a session of its own, in a process of Ray.
 
-    It removes the shared memory of a process that is killed. Ray kills the process group of a worker that has died, in which
-    Python would start it.
+    It removes the shared memory of a process that is killed. Ray kills the process group of a
+    worker that has died, in which Python would start it.
     """
     tracker: Any = resource_tracker._resource_tracker
     if "ray" not in sys.modules or tracker._fd is not None:
         return
     read, write = os.pipe()
-    command = [sys.executable, "-c", f"from multiprocessing.resource_tracker import main; main({read})"]
+    command = [
+        sys.executable,
+        "-c",
+        f"from multiprocessing.resource_tracker import main; main({read})",
+    ]
     _trackers.append(subprocess.Popen(command, pass_fds=[read], start_new_session=True))
     os.close(read)
     tracker._fd = write  # as multiprocessing.spawn does in a child process, which has its parent's

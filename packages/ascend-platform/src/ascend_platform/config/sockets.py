@@ -13,29 +13,37 @@ from ascend_platform.cli import failures
 from ascend_platform.components import RefusedError
 
 VARIABLE = "VLLM_RPC_BASE_PATH"
-LONGEST = 107 - len("/00000000-0000-0000-0000-000000000000")  # bytes: sun_path of Linux, minus vLLM's name of a socket
+# bytes: sun_path of Linux, minus vLLM's name of a socket
+LONGEST = 107 - len("/00000000-0000-0000-0000-000000000000")
 
 _waiting: list["subprocess.Popen[bytes]"] = []
 
 
 def use_own_directory() -> None:
-    """Set VLLM_RPC_BASE_PATH to a directory that is removed at exit, with the sockets that killed processes leave behind.
+    """Set VLLM_RPC_BASE_PATH to a directory that is removed at exit, with the sockets that killed
+    processes leave behind.
 
-    One that the user has set is used if no other user may write there, and otherwise has the new directory.
+    One that the user has set is used if no other user may write there, and otherwise has the new
+    directory.
 
     Raises:
         RefusedError: the names of sockets in it would be too long.
     """
     given = os.environ.get(VARIABLE)
     if given is None or (os.path.isdir(given) and not failures.is_private(given)):
-        _check("TMPDIR" if given is None else VARIABLE, given or tempfile.gettempdir(), LONGEST - len("/vllm-00000000"))
+        _check(
+            "TMPDIR" if given is None else VARIABLE,
+            given or tempfile.gettempdir(),
+            LONGEST - len("/vllm-00000000"),
+        )
         _create(given)
     else:
         _check(VARIABLE, given, LONGEST)
 
 
 def check_loopback(parallel: Any) -> None:
-    """Refuse several ranks on a machine without 127.0.0.1, where vLLM's and Gloo's sockets for local processes are.
+    """Refuse several ranks on a machine without 127.0.0.1, where vLLM's and Gloo's sockets for
+    local processes are.
 
     Raises:
         RefusedError: the address, and the command that adds it.
@@ -47,16 +55,18 @@ def check_loopback(parallel: Any) -> None:
             probe.bind(("127.0.0.1", 0))
         except OSError as error:
             raise RefusedError(
-                f"this machine has no address 127.0.0.1 ({error.strerror}), at which the ranks of an engine meet; "
-                "fix: ip link set lo up; ip address add 127.0.0.1/8 dev lo"
+                f"this machine has no address 127.0.0.1 ({error.strerror}), at which the ranks of"
+                " an engine meet; fix: ip link set lo up; ip address add 127.0.0.1/8 dev lo"
             ) from error
 
 
 def replace_foreign_directory() -> None:
-    """Replace VLLM_RPC_BASE_PATH in a process of Ray if it is no directory of this machine and user.
+    """Replace VLLM_RPC_BASE_PATH in a process of Ray if it is no directory of this machine and
+    user.
 
-    vLLM hands its environment to Ray's workers and engines on other machines (``vllm/v1/executor/ray_env_utils.py``), and ends
-    them without their exit handlers. So a process that waits for their end removes the new directory.
+    vLLM hands its environment to Ray's workers and engines on other machines
+    (``vllm/v1/executor/ray_env_utils.py``), and ends them without their exit handlers. So a process
+    that waits for their end removes the new directory.
     """
     given = os.environ.get(VARIABLE)
     if given and "ray" in sys.modules and not failures.is_private(given):
@@ -71,13 +81,15 @@ def _check(variable: str, directory: str, longest: int) -> None:
     length = len(os.fsencode(directory))
     if length > longest and envs.VLLM_ENABLE_V1_MULTIPROCESSING:
         raise RefusedError(
-            f"{variable}: {directory} has {length} characters, and with more than {longest} the names of vLLM's Unix sockets "
-            "in it are too long; fix: export VLLM_RPC_BASE_PATH=/tmp, or another short directory"
+            f"{variable}: {directory} has {length} characters, and with more than {longest} the"
+            " names of vLLM's Unix sockets in it are too long; fix: export"
+            " VLLM_RPC_BASE_PATH=/tmp, or another short directory"
         )
 
 
 def _create(parent: str | None = None) -> None:
-    directory = os.environ[VARIABLE] = tempfile.mkdtemp(prefix="vllm-", dir=parent)  # child processes inherit it
+    # child processes inherit it
+    directory = os.environ[VARIABLE] = tempfile.mkdtemp(prefix="vllm-", dir=parent)
     atexit.register(_remove, directory, os.getpid())
 
 

@@ -1,4 +1,5 @@
-"""Models with linear attention or state-space layers: which are served, and what is not supported with them."""
+"""Models with linear attention or state-space layers: which are served, and what is not supported
+with them."""
 
 from __future__ import annotations
 
@@ -48,8 +49,9 @@ def other_options(config: VllmConfig) -> str:
     asked = {
         "--kv-offloading-size": config.cache_config.kv_offloading_size is not None,
         "decode context parallelism": config.parallel_config.decode_context_parallel_size > 1,
-        "prefix caching and draft tokens; fix: --no-enable-prefix-caching": config.cache_config.mamba_cache_mode != "none"
-        and config.speculative_config,
+        "prefix caching and draft tokens; fix: --no-enable-prefix-caching": (
+            config.cache_config.mamba_cache_mode != "none" and config.speculative_config
+        ),
         "--use-replayssm": config.cache_config.use_replayssm,
     }
     return ", ".join(name for name, is_asked in asked.items() if is_asked)

@@ -22,8 +22,9 @@ if TYPE_CHECKING:
 class Feature(NamedTuple):
     """A feature that is not supported.
 
-    ``asked`` tells from a configuration whether it is asked for: a string is the value to show, any other value counts as a
-    truth value. With ``of_model`` it is called only for a configuration with a model.
+    ``asked`` tells from a configuration whether it is asked for: a string is the value to show, any
+    other value counts as a truth value. With ``of_model`` it is called only for a configuration
+    with a model.
     """
 
     name: str
@@ -38,7 +39,11 @@ def _offloads_weights(config: VllmConfig) -> Any:
 
 def _fuses(config: VllmConfig) -> bool:
     passes = config.compilation_config.pass_config
-    names = {field.name for field in dataclasses.fields(passes) if field.name.startswith(("fuse_", "enable_"))}
+    names = {
+        field.name
+        for field in dataclasses.fields(passes)
+        if field.name.startswith(("fuse_", "enable_"))
+    }
     return any(getattr(passes, name) is True for name in names - {"fuse_norm_quant"})
 
 
@@ -46,7 +51,9 @@ def _other_lora_on_experts(config: VllmConfig) -> str:
     lora, parallel = config.lora_config, config.parallel_config
     if not lora or not config.model_config.is_moe:
         return ""
-    if lora.target_modules is not None and not any(target.rpartition(".")[2] == "experts" for target in lora.target_modules):
+    if lora.target_modules is not None and not any(
+        target.rpartition(".")[2] == "experts" for target in lora.target_modules
+    ):
         return ""
     others = {
         "expert parallelism": parallel.enable_expert_parallel,
@@ -67,22 +74,27 @@ def _needs_other_runner(config: VllmConfig) -> bool:
 
 
 def _routed_experts(config: VllmConfig) -> str:
-    """vLLM leaves this check to platforms that are not its own (``vllm/config/vllm.py``, _verify_aux_output_compatibility)."""
+    """vLLM leaves this check to platforms that are not its own (``vllm/config/vllm.py``,
+    _verify_aux_output_compatibility)."""
     if not config.aux_output_config.enabled or envs.VLLM_USE_V2_MODEL_RUNNER:
         return ""
     return "fix: leave the option out, or serve with V2, the default from vLLM 0.33 on"
 
 
 def _has_agnostic_layers(config: VllmConfig) -> bool:
-    return bool(getattr(envs, "VLLM_USE_HW_AGNOSTIC", False))  # since vLLM 0.32; read by the Transformers backend's models
+    # since vLLM 0.32; read by the Transformers backend's models
+    return bool(getattr(envs, "VLLM_USE_HW_AGNOSTIC", False))
 
 
 def _shards_sparse_context(config: VllmConfig) -> bool:
-    return config.parallel_config.decode_context_parallel_size > 1 and selector.is_sparse(config.model_config)
+    return config.parallel_config.decode_context_parallel_size > 1 and selector.is_sparse(
+        config.model_config
+    )
 
 
 def _other_prefill_context(config: VllmConfig) -> str:
-    """What prefill context parallelism is not supported with; vLLM has it in its V2 runner, for latent attention."""
+    """What prefill context parallelism is not supported with; vLLM has it in its V2 runner, for
+    latent attention."""
     from vllm.config import CUDAGraphMode
 
     parallel, model = config.parallel_config, config.model_config
@@ -90,7 +102,9 @@ def _other_prefill_context(config: VllmConfig) -> str:
         return ""
     others = {
         "vLLM's V1 model runner": not envs.VLLM_USE_V2_MODEL_RUNNER,
-        "attention other than dense latent attention (MLA)": not model.use_mla or selector.is_sparse(model),
+        "attention other than dense latent attention (MLA)": (
+            not model.use_mla or selector.is_sparse(model)
+        ),
         "data parallelism": parallel.data_parallel_size > 1,
         "expert load balancing": parallel.enable_eplb,
         "decode context parallelism": parallel.decode_context_parallel_size > 1,
@@ -98,25 +112,40 @@ def _other_prefill_context(config: VllmConfig) -> str:
         "LoRA": config.lora_config,
         "KV connectors": config.kv_transfer_config,
         "graph modes other than FULL_DECODE_ONLY": (
-            config.compilation_config.cudagraph_mode not in (CUDAGraphMode.NONE, CUDAGraphMode.FULL_DECODE_ONLY)
+            config.compilation_config.cudagraph_mode
+            not in (
+                CUDAGraphMode.NONE,
+                CUDAGraphMode.FULL_DECODE_ONLY,
+            )
         ),
     }
     return ", ".join(name for name, asked in others.items() if asked)
 
 
 def _other_value_heads(config: VllmConfig) -> str:
-    """vLLM's MiMo-V2 takes kernels of FlashAttention or Triton by name where the sizes differ (``mimo_v2.py``)."""
+    """vLLM's MiMo-V2 takes kernels of FlashAttention or Triton by name where the sizes differ
+    (``mimo_v2.py``)."""
     text = config.model_config.hf_text_config
-    sizes = [getattr(text, name, None) for name in ("head_dim", "v_head_dim", "swa_head_dim", "swa_v_head_dim")]
-    differ = [f"{key} and {value}" for key, value in (sizes[:2], sizes[2:]) if value not in (None, key)]
+    sizes = [
+        getattr(text, name, None)
+        for name in ("head_dim", "v_head_dim", "swa_head_dim", "swa_v_head_dim")
+    ]
+    differ = [
+        f"{key} and {value}" for key, value in (sizes[:2], sizes[2:]) if value not in (None, key)
+    ]
     return differ[0] if differ and config.model_config.architecture.startswith("MiMoV2") else ""
 
 
 def _scaled_residual(config: VllmConfig) -> str:
-    """openPangu's layers scale the residual, while their norms undo the scale of what is added to it (``openpangu.py``)."""
+    """openPangu's layers scale the residual, while their norms undo the scale of what is added to
+    it (``openpangu.py``)."""
     text = config.model_config.hf_text_config
     scale = getattr(text, "routed_scaling_factor", None) or 1
-    if str(config.model_config.dtype) != "torch.float16" or scale == 1 or not getattr(text, "sandwich_norm", False):
+    if (
+        str(config.model_config.dtype) != "torch.float16"
+        or scale == 1
+        or not getattr(text, "sandwich_norm", False)
+    ):
         return ""
     return f"routed_scaling_factor {scale}; fix: --dtype bfloat16"
 
@@ -135,10 +164,17 @@ def _other_kernels(config: VllmConfig) -> str:
     """Kernels that vLLM selects on CUDA and ROCm devices, and would ignore here."""
     names = ("moe_backend", "linear_backend", "sparse_indexer_topk_backend")
     given = {name: getattr(config.kernel_config, name, None) for name in names}
-    given["mamba_backend"] = config.mamba_config.backend.name.lower().replace("triton", "auto")  # vLLM's default
+    # vLLM's default
+    given["mamba_backend"] = config.mamba_config.backend.name.lower().replace("triton", "auto")
     additional = config.additional_config
-    given["gdn_prefill_backend"] = additional.get("gdn_prefill_backend") if isinstance(additional, dict) else None
-    return ", ".join(f"--{name.replace('_', '-')} {value}" for name, value in given.items() if value not in (None, "auto"))
+    given["gdn_prefill_backend"] = (
+        additional.get("gdn_prefill_backend") if isinstance(additional, dict) else None
+    )
+    return ", ".join(
+        f"--{name.replace('_', '-')} {value}"
+        for name, value in given.items()
+        if value not in (None, "auto")
+    )
 
 
 def _other_weight_transfer(config: VllmConfig) -> str:
@@ -149,29 +185,41 @@ def _other_weight_transfer(config: VllmConfig) -> str:
 FEATURES = (
     Feature("encoder-cache connectors", lambda config: config.ec_transfer_config),
     Feature("weight offloading", _offloads_weights),
-    Feature("prefill context parallelism other than for latent attention with vLLM's V2 model runner", _other_prefill_context),
-    Feature("elastic expert parallelism", lambda config: config.parallel_config.enable_elastic_ep),
-    Feature("--enable-fault-tolerance", lambda config: config.parallel_config.enable_fault_tolerance),
-    Feature("dual batch overlap", lambda config: config.parallel_config.use_ubatching),
-    Feature("VLLM_USE_HW_AGNOSTIC (layers other than those that have NPU forms)", _has_agnostic_layers),
     Feature(
-        '--enable-layerwise-nvtx-tracing, for NVIDIA\'s profiler (--profiler-config \'{"profiler": "torch"}\' traces operators)',
+        "prefill context parallelism other than for latent attention with vLLM's V2 model runner",
+        _other_prefill_context,
+    ),
+    Feature("elastic expert parallelism", lambda config: config.parallel_config.enable_elastic_ep),
+    Feature(
+        "--enable-fault-tolerance", lambda config: config.parallel_config.enable_fault_tolerance
+    ),
+    Feature("dual batch overlap", lambda config: config.parallel_config.use_ubatching),
+    Feature(
+        "VLLM_USE_HW_AGNOSTIC (layers other than those that have NPU forms)", _has_agnostic_layers
+    ),
+    Feature(
+        "--enable-layerwise-nvtx-tracing, for NVIDIA's profiler (--profiler-config '{\"profiler\":"
+        ' "torch"}\' traces operators)',
         lambda config: config.observability_config.enable_layerwise_nvtx_tracing,
     ),
     Feature("profilers other than torch", _other_profiler),
     Feature("kernels of other devices", _other_kernels),
-    Feature("weight transfer of CUDA devices (hccl is ascend-communicator's)", _other_weight_transfer),
+    Feature(
+        "weight transfer of CUDA devices (hccl is ascend-communicator's)", _other_weight_transfer
+    ),
     Feature("batch invariance", lambda config: envs.VLLM_BATCH_INVARIANT),
     Feature("vLLM's V2 model runner, which watermarking needs", _needs_other_runner),
     Feature("--enable-return-routed-experts with vLLM's V1 model runner", _routed_experts),
     Feature("fusions by torch.compile other than fuse_norm_quant", _fuses),
     Feature(
-        "LoRA on experts beyond tensor parallelism (--lora-target-modules without experts serves the other layers)",
+        "LoRA on experts beyond tensor parallelism (--lora-target-modules without experts serves"
+        " the other layers)",
         _other_lora_on_experts,
         of_model=True,
     ),
     Feature(
-        "LoRA on encoder-decoder models, of which vLLM knows the adapters of the decoder's tokens only",
+        "LoRA on encoder-decoder models, of which vLLM knows the adapters of the decoder's tokens"
+        " only",
         lambda config: config.lora_config and config.model_config.is_encoder_decoder,
         of_model=True,
     ),
@@ -181,20 +229,32 @@ FEATURES = (
     ),
     Feature("KV cache dtypes other than the model's", _other_cache_dtype, of_model=True),
     Feature(
-        "decode context parallelism with sparse latent attention (DSA), whose operator has no log-sum-exp over pages",
+        "decode context parallelism with sparse latent attention (DSA), whose operator has no"
+        " log-sum-exp over pages",
         _shards_sparse_context,
         of_model=True,
     ),
     Feature("heads of keys and values of different sizes", _other_value_heads, of_model=True),
-    Feature("sandwich norms in float16, which vLLM computes wrongly", _scaled_residual, of_model=True),
     Feature(
-        "bidirectional attention between the tokens of an image (--limit-mm-per-prompt '{\"image\": 0}' serves the text model)",
+        "sandwich norms in float16, which vLLM computes wrongly", _scaled_residual, of_model=True
+    ),
+    Feature(
+        'bidirectional attention between the tokens of an image (--limit-mm-per-prompt \'{"image":'
+        " 0}' serves the text model)",
         lambda config: config.model_config.is_mm_prefix_lm,
         of_model=True,
     ),
     Feature("expert placement strategies other than linear", _other_placement, of_model=True),
-    Feature("other architectures with state-space or linear attention layers", state_layers.other_architecture, of_model=True),
-    Feature("options with state-space and linear attention layers", state_layers.other_options, of_model=True),
+    Feature(
+        "other architectures with state-space or linear attention layers",
+        state_layers.other_architecture,
+        of_model=True,
+    ),
+    Feature(
+        "options with state-space and linear attention layers",
+        state_layers.other_options,
+        of_model=True,
+    ),
 )
 
 
@@ -212,19 +272,23 @@ def check(vllm_config: VllmConfig) -> None:
             refused.append(f"{feature.name} ({asked})" if isinstance(asked, str) else feature.name)
     if refused:
         version = extension.version("ascend-platform")
-        raise extension.RefusedError(f"ascend-platform {version} does not support {', '.join(refused)} yet")
+        raise extension.RefusedError(
+            f"ascend-platform {version} does not support {', '.join(refused)} yet"
+        )
 
 
 def check_load_format(load_config: Any, is_quantized: bool = False) -> None:
     """Check --load-format, and its options by the function that its component offers.
 
     Raises:
-        RefusedError: wrong options, a load format whose component is not active, or a sharded state of quantized weights.
+        RefusedError: wrong options, a load format whose component is not active, or a sharded state
+        of quantized weights.
     """
     if is_quantized and load_config.load_format in ("sharded_state", "runai_streamer_sharded"):
         raise extension.RefusedError(
-            f"--load-format {load_config.load_format} supports unquantized weights: a sharded state is saved after the weights "
-            "are processed for the NPU, and loading would process them again; load the checkpoint, or load weights from a peer"
+            f"--load-format {load_config.load_format} supports unquantized weights: a sharded state"
+            " is saved after the weights are processed for the NPU, and loading would process them"
+            " again; load the checkpoint, or load weights from a peer"
         )
     if check := extension.offered(f"load_options.{load_config.load_format}"):
         resolve_obj_by_qualname(check)(load_config.model_loader_extra_config)
@@ -234,9 +298,14 @@ def check_load_format(load_config: Any, is_quantized: bool = False) -> None:
 
 
 DRAFTS = {
-    "dflash": "its drafter needs non-causal attention, and the attention backends for NPUs are causal",
+    "dflash": (
+        "its drafter needs non-causal attention, and the attention backends for NPUs are causal"
+    ),
     "gemma4_mtp": "its drafter captures CUDA graphs of its own",
-    "openPangu's MTP": "vLLM's drafter asks its decoder layer for use_sequence_parallel_moe, which only DeepSeek's has",
+    "openPangu's MTP": (
+        "vLLM's drafter asks its decoder layer for use_sequence_parallel_moe, which only"
+        " DeepSeek's has"
+    ),
 }
 """Methods of speculative decoding with V1 that are not supported, and why."""
 
@@ -256,9 +325,13 @@ def check_drafts(config: Any) -> None:
         "openPangu's MTP": "OpenPanguMTPModel" in drafter,
     }
     if name := next((name for name in asked if asked[name]), ""):
-        raise extension.RefusedError(f"speculative decoding with {name} is not supported: {DRAFTS[name]}")
+        raise extension.RefusedError(
+            f"speculative decoding with {name} is not supported: {DRAFTS[name]}"
+        )
     if config.method == "ngram" and not importlib.util.find_spec("numba"):
-        raise extension.RefusedError("speculative decoding with ngram needs numba; fix: pip install 'ascend-platform[ngram]'")
+        raise extension.RefusedError(
+            "speculative decoding with ngram needs numba; fix: pip install 'ascend-platform[ngram]'"
+        )
 
 
 def check_communicator(vllm_config: VllmConfig) -> None:
@@ -270,5 +343,6 @@ def check_communicator(vllm_config: VllmConfig) -> None:
     model, offered = vllm_config.model_config, extension.offered("communicator")
     if model and model.is_moe and vllm_config.parallel_config.use_all2all and not offered:
         raise extension.RefusedError(
-            f"expert parallelism over data-parallel engines needs {registry.with_state('ascend-communicator')}"
+            "expert parallelism over data-parallel engines needs"
+            f" {registry.with_state('ascend-communicator')}"
         )

@@ -1,8 +1,10 @@
-"""ACL graphs: vLLM's CUDAGraphWrapper on ``torch.npu``, with attention lengths updated at each replay.
+"""ACL graphs: vLLM's CUDAGraphWrapper on ``torch.npu``, with attention lengths updated at each
+replay.
 
-vLLM's CUDAGraphWrapper and ``graph_capture`` call ``torch.cuda`` directly. Their modules get a ``torch`` in which the names that
-they use are those of ``torch.npu``. CANN's attention kernels take sequence lengths as host lists, which a replay would repeat as
-captured. torch_npu captures such a call as a task group that waits for an external event, and updates the group's arguments from
+vLLM's CUDAGraphWrapper and ``graph_capture`` call ``torch.cuda`` directly. Their modules get a
+``torch`` in which the names that they use are those of ``torch.npu``. CANN's attention kernels take
+sequence lengths as host lists, which a replay would repeat as captured. torch_npu captures such a
+call as a task group that waits for an external event, and updates the group's arguments from
 another stream before it records the event (``torch_npu/npu/graphs.py``).
 """
 
@@ -24,20 +26,25 @@ from ascend_platform.vllm_overrides import override
 
 
 def module_with_overrides(module: ModuleType, **replaced: object) -> ModuleType:
-    """Copy a module with some names replaced. Names that are added to the original later are found too."""
+    """Copy a module with some names replaced. Names that are added to the original later are found
+    too."""
     copy = ModuleType(module.__name__)
-    copy.__dict__.update(module.__dict__, __getattr__=lambda name: getattr(module, name), **replaced)
+    copy.__dict__.update(
+        module.__dict__, __getattr__=lambda name: getattr(module, name), **replaced
+    )
     return copy
 
 
 class NPUGraph(torch_npu.npu.NPUGraph):
-    """A graph that is replayed with this step's attention lengths, from ``lengths`` of the metadata in the forward context."""
+    """A graph that is replayed with this step's attention lengths, from ``lengths`` of the metadata
+    in the forward context."""
 
     _lengths_read: ClassVar[torch_npu.npu.Event | None] = None
     """Recorded after the last replay: until then a graph may still read its lengths."""
 
     def __init__(self) -> None:
-        # Each update ends by emptying torch_npu's task queue, so that its thread would only add two switches to it.
+        # Each update ends by emptying torch_npu's task queue, so that its thread would only add two
+        # switches to it.
         if _GraphDispatchMode.update_stream is None:
             _GraphDispatchMode.update_stream = torch_npu.npu.SyncLaunchStream()
         super().__init__()
@@ -48,7 +55,8 @@ class NPUGraph(torch_npu.npu.NPUGraph):
             super().replay()
             return
         stream, update_stream = torch.npu.current_stream(), self.graph_dispatch_mode.update_stream
-        super().replay()  # empties the task queue: the event below, which the last replay queued, has been recorded
+        # empties the task queue: the event below, which the last replay queued, has been recorded
+        super().replay()
         if NPUGraph._lengths_read is not None:
             update_stream.wait_event(NPUGraph._lengths_read)
         try:
@@ -61,7 +69,8 @@ class NPUGraph(torch_npu.npu.NPUGraph):
 
 
 def _host_lengths() -> dict[str, Any]:
-    """Merge ``lengths`` of all KV cache groups' metadata: the values are the same, the argument names differ by kernel."""
+    """Merge ``lengths`` of all KV cache groups' metadata: the values are the same, the argument
+    names differ by kernel."""
     attn_metadata: Any = get_forward_context().attn_metadata
     lengths: dict[str, Any] = {}
     for metadata in {id(metadata): metadata for metadata in attn_metadata.values()}.values():
@@ -82,8 +91,8 @@ def _pool_of_drafter(pool: Hashable) -> Any:
 def drafter_pool() -> Iterator[None]:
     """Capture into a memory pool of the drafter's own.
 
-    In one pool the drafter's graphs would overwrite the target's outputs, which are read after the drafter has run: prompt
-    log-probabilities are computed of its hidden states then.
+    In one pool the drafter's graphs would overwrite the target's outputs, which are read after the
+    drafter has run: prompt log-probabilities are computed of its hidden states then.
     """
     reset = _is_drafter.set(True)
     try:
@@ -93,10 +102,13 @@ def drafter_pool() -> Iterator[None]:
 
 
 class _Capture(torch_npu.npu.graph):
-    """``torch.npu.graph`` that sets the dispatch mode of ``attention.base.graph_task``; see :func:`drafter_pool`."""
+    """``torch.npu.graph`` that sets the dispatch mode of ``attention.base.graph_task``; see
+    :func:`drafter_pool`."""
 
     def __init__(self, npu_graph: Any, pool: Any = None, *args: Any, **kwargs: Any) -> None:
-        super().__init__(npu_graph, _pool_of_drafter(pool) if _is_drafter.get() else pool, *args, **kwargs)
+        super().__init__(
+            npu_graph, _pool_of_drafter(pool) if _is_drafter.get() else pool, *args, **kwargs
+        )
 
     def __enter__(self) -> None:
         super().__enter__()
@@ -111,7 +123,8 @@ class _Capture(torch_npu.npu.graph):
 def graph_capture(device: torch.device) -> Iterator[GraphCaptureContext]:
     """Provide the capture stream; replaces ``vllm.distributed.parallel_state.graph_capture``.
 
-    vLLM's also prepares the communicators of CUDA and XPU. HCCL collectives are captured like other operators.
+    vLLM's also prepares the communicators of CUDA and XPU. HCCL collectives are captured like other
+    operators.
     """
     stream = torch.npu.Stream(device)
     stream.wait_stream(torch.npu.current_stream(device))
@@ -121,9 +134,15 @@ def graph_capture(device: torch.device) -> Iterator[GraphCaptureContext]:
 
 def _weak_ref_tensor(tensor: Any) -> Any:
     """Return a tensor that does not own its memory; vLLM's version calls a CUDA operator."""
-    return torch_npu._C._weak_ref_tensor(tensor) if isinstance(tensor, torch.Tensor) and tensor.numel() else tensor
+    return (
+        torch_npu._C._weak_ref_tensor(tensor)
+        if isinstance(tensor, torch.Tensor) and tensor.numel()
+        else tensor
+    )
 
 
-torch_with_graphs = module_with_overrides(torch, cuda=module_with_overrides(torch.cuda, CUDAGraph=NPUGraph, graph=_Capture))
+torch_with_graphs = module_with_overrides(
+    torch, cuda=module_with_overrides(torch.cuda, CUDAGraph=NPUGraph, graph=_Capture)
+)
 override("vllm.compilation.cuda_graph:torch", torch_with_graphs)
 override("vllm.utils.torch_utils:weak_ref_tensor", _weak_ref_tensor)

@@ -1,7 +1,9 @@
-"""Graph mode and capture sizes of a model runner: the same on all ranks, and limited by the NPU's streams.
+"""Graph mode and capture sizes of a model runner: the same on all ranks, and limited by the NPU's
+streams.
 
-A graph holds one stream of the NPU for each stream that it captured, until it is freed. In piecewise mode every piece between two
-attention layers is a graph, so that sizes times layers reaches the limit.
+A graph holds one stream of the NPU for each stream that it captured, until it is freed. In
+piecewise mode every piece between two attention layers is a graph, so that sizes times layers
+reaches the limit.
 """
 
 import contextlib
@@ -33,12 +35,13 @@ RESERVED_STREAMS = 184
 """Streams left to torch_npu's stream pools, HCCL and other processes on the NPU."""
 
 HCCL_STREAMS = 40
-"""Streams that HCCL itself takes for a communicator where it does not schedule collectives on the vector cores (from
-vllm-ascend's ``update_aclgraph_sizes``)."""
+"""Streams that HCCL itself takes for a communicator where it does not schedule collectives on the
+vector cores (from vllm-ascend's ``update_aclgraph_sizes``)."""
 
 OUT_OF_STREAMS = ("207008", "207005", "Alloc sq cq fail", "Insufficient_Stream_Resources")
-"""CANN's error codes when no stream is left (vllm-project/vllm-ascend, issues 9564 and 9691), and texts. Drivers before 25.5.1
-have the third (issues 5213 and 8393, pull request 10555), which HCCL and operators report with codes of their own."""
+"""CANN's error codes when no stream is left (vllm-project/vllm-ascend, issues 9564 and 9691), and
+texts. Drivers before 25.5.1 have the third (issues 5213 and 8393, pull request 10555), which HCCL
+and operators report with codes of their own."""
 
 
 class OutOfStreamsError(RuntimeError):
@@ -51,7 +54,8 @@ class GraphSizeMixin(Runner):
     def _check_and_update_cudagraph_mode(
         self: Any, backends: list[set[Any]], groups: list[Any], *args: Any, **named: Any
     ) -> None:
-        """Choose the graph mode as vLLM does, by what all pipeline stages support, then remove sizes until the graphs fit."""
+        """Choose the graph mode as vLLM does, by what all pipeline stages support, then remove
+        sizes until the graphs fit."""
         if others := support_of_other_stages(self.vllm_config, backends, groups):
             backends, groups = [*backends, {others}], [*groups, SimpleNamespace(kv_cache_spec=None)]
         super()._check_and_update_cudagraph_mode(backends, groups, *args, **named)
@@ -65,11 +69,13 @@ class GraphSizeMixin(Runner):
     def capture_model(self: Any) -> int:
         """Capture graphs as vLLM does, and retry with half of the sizes when the streams run out.
 
-        In mode NONE vLLM's method is not called, because its warning about a mode set by hand would be wrong.
+        In mode NONE vLLM's method is not called, because its warning about a mode set by hand would
+        be wrong.
         """
         while self.compilation_config.cudagraph_mode != CUDAGraphMode.NONE:
-            # torch_npu cannot capture into a pool after a failed start of a capture (beginAllocateToPool: already recording), and
-            # in a pool that is shared a replay of another engine overwrites this one's outputs
+            # torch_npu cannot capture into a pool after a failed start of a capture
+            # (beginAllocateToPool: already recording), and in a pool that is shared a replay of
+            # another engine overwrites this one's outputs
             pool = current_platform.graph_pool_handle()
             for wrapper in wrappers_of(self.compilation_config):
                 wrapper.graph_pool = pool
@@ -89,8 +95,11 @@ class GraphSizeMixin(Runner):
         return 0
 
     def profile_cudagraph_memory(self: Any) -> int:
-        """Estimate graph memory as vLLM does, whose method clears all wrappers' graphs, with this runner's wrappers only."""
-        others = set(CUDAGraphWrapper._all_instances).difference(wrappers_of(self.compilation_config))
+        """Estimate graph memory as vLLM does, whose method clears all wrappers' graphs, with this
+        runner's wrappers only."""
+        others = set(CUDAGraphWrapper._all_instances).difference(
+            wrappers_of(self.compilation_config)
+        )
         with without("vllm.compilation.cuda_graph:CUDAGraphWrapper._all_instances", others):
             return super().profile_cudagraph_memory()
 
@@ -99,7 +108,8 @@ class GraphSizeMixin(Runner):
     def _freeze_gc() -> Iterator[None]:
         """Collect no garbage during captures, as vLLM, whose context also ends what is frozen.
 
-        Each of its later collections, four of them while an engine starts, would walk through all that is imported: 0.4 s.
+        Each of its later collections, four of them while an engine starts, would walk through all
+        that is imported: 0.4 s.
         """
         was_enabled = gc.isenabled()
         gc.collect()
@@ -113,7 +123,8 @@ class GraphSizeMixin(Runner):
             gc.collect()
 
     def _warmup_and_capture(self: Any, *args: Any, **kwargs: Any) -> None:
-        """Capture one size. If one rank runs out of streams, fail on all; the others would hang in a collective."""
+        """Capture one size. If one rank runs out of streams, fail on all; the others would hang in
+        a collective."""
         with failing_on_all_ranks():
             super()._warmup_and_capture(*args, **kwargs)
 
@@ -122,20 +133,26 @@ class GraphSizeMixin(Runner):
         self.compilation_config.max_cudagraph_capture_size = sizes[-1]
         for keys in self.cudagraph_dispatcher.cudagraph_keys.values():
             keys.clear()
-        self.cudagraph_dispatcher.initialize_cudagraph_keys(self._graph_mode, self.uniform_decode_query_len)
+        self.cudagraph_dispatcher.initialize_cudagraph_keys(
+            self._graph_mode, self.uniform_decode_query_len
+        )
 
     def _num_streams(self: Any, sizes: list[int]) -> int:
         """Count the streams of the graphs of these sizes, and those of HCCL."""
         pieces = 1 + sum(len(group.layer_names) for group in self.kv_cache_config.kv_cache_groups)
-        graphs = num_graphs(self._graph_mode, sizes, pieces, self.uniform_decode_query_len * self.max_num_reqs)
+        graphs = num_graphs(
+            self._graph_mode, sizes, pieces, self.uniform_decode_query_len * self.max_num_reqs
+        )
         return num_streams_here(graphs, self.vllm_config)
 
 
 def support_of_other_stages(vllm_config: Any, backends: list[set[Any]], groups: list[Any]) -> Any:
-    """Return a backend with the least support of graphs among the pipeline's stages, None if this stage's is as little.
+    """Return a backend with the least support of graphs among the pipeline's stages, None if this
+    stage's is as little.
 
-    A stage may have no attention, or other attention. With a graph mode of its own it would capture by itself, and its waits for
-    the other ranks, at each capture, would be answered by their next collective.
+    A stage may have no attention, or other attention. With a graph mode of its own it would capture
+    by itself, and its waits for the other ranks, at each capture, would be answered by their next
+    collective.
     """
     if get_pp_group().world_size == 1:
         return None
@@ -165,22 +182,31 @@ def support_of_other_stages(vllm_config: Any, backends: list[set[Any]], groups: 
     return AnotherStage
 
 
-def sizes_that_fit(requested: list[int], num_streams: Callable[[list[int]], int]) -> list[int] | None:
-    """Return the sizes to capture where the NPU has too few streams for all of them, and warn; None if it has enough.
+def sizes_that_fit(
+    requested: list[int], num_streams: Callable[[list[int]], int]
+) -> list[int] | None:
+    """Return the sizes to capture where the NPU has too few streams for all of them, and warn; None
+    if it has enough.
 
-    All are captured where CANN reuses the streams of graphs on each rank; if they run out all the same, fewer are.
+    All are captured where CANN reuses the streams of graphs on each rank; if they run out all the
+    same, fewer are.
     """
     chip = extension.chip()
     limit = chip.family.streams
-    fitting = len(requested) if host.reuses_streams() else max_sizes_that_fit(requested, limit - RESERVED_STREAMS, num_streams)
+    fitting = (
+        len(requested)
+        if host.reuses_streams()
+        else max_sizes_that_fit(requested, limit - RESERVED_STREAMS, num_streams)
+    )
     count = _min_over_ranks(fitting)
     if count == len(requested):
         return None
     kept = subsample_sizes(requested, count)
     _warn(
-        "capturing graphs of %d of the %d requested sizes (%s tokens): all sizes need %d streams, and %s has %d, "
-        "%d of them reserved; steps are padded to the next captured size. fix: fewer cudagraph_capture_sizes, or "
-        '"cudagraph_mode": "FULL_DECODE_ONLY", in --compilation-config',
+        "capturing graphs of %d of the %d requested sizes (%s tokens): all sizes need %d streams,"
+        " and %s has %d, %d of them reserved; steps are padded to the next captured size. fix:"
+        ' fewer cudagraph_capture_sizes, or "cudagraph_mode": "FULL_DECODE_ONLY", in'
+        " --compilation-config",
         count,
         len(requested),
         ", ".join(map(str, kept)),
@@ -193,29 +219,43 @@ def sizes_that_fit(requested: list[int], num_streams: Callable[[list[int]], int]
 
 
 def half_of_sizes(sizes: list[int], reason: str) -> list[int]:
-    """Return the sizes to capture after a capture for which the streams ran out, and warn; none if there was one size."""
+    """Return the sizes to capture after a capture for which the streams ran out, and warn; none if
+    there was one size."""
     if len(sizes) == 1:
         _warn("graphs disabled: %s", reason)
         return []
     kept = subsample_sizes(sizes, len(sizes) // 2)
-    _warn("capturing graphs of %d of %d sizes (%s tokens): %s", len(kept), len(sizes), ", ".join(map(str, kept)), reason)
+    _warn(
+        "capturing graphs of %d of %d sizes (%s tokens): %s",
+        len(kept),
+        len(sizes),
+        ", ".join(map(str, kept)),
+        reason,
+    )
     return kept
 
 
 def wrappers_of(compilation_config: Any) -> list[CUDAGraphWrapper]:
-    """The wrappers of an engine's models; the draft model's configuration differs, but not its compilation_config."""
-    return [wrapper for wrapper in CUDAGraphWrapper._all_instances if wrapper.compilation_config is compilation_config]
+    """The wrappers of an engine's models; the draft model's configuration differs, but not its
+    compilation_config."""
+    return [
+        wrapper
+        for wrapper in CUDAGraphWrapper._all_instances
+        if wrapper.compilation_config is compilation_config
+    ]
 
 
 def clear_graphs(compilation_config: Any) -> None:
-    """Drop the graphs of an engine's models, whose wrappers torch.compile keeps for the life of the process."""
+    """Drop the graphs of an engine's models, whose wrappers torch.compile keeps for the life of the
+    process."""
     for wrapper in wrappers_of(compilation_config):
         wrapper.clear_graphs()
 
 
 @contextlib.contextmanager
 def failing_on_all_ranks() -> Iterator[None]:
-    """Context of a capture: if one rank runs out of streams in it, fail on all; the others would hang in a collective.
+    """Context of a capture: if one rank runs out of streams in it, fail on all; the others would
+    hang in a collective.
 
     Raises:
         OutOfStreamsError: at the end of the context.
@@ -228,7 +268,9 @@ def failing_on_all_ranks() -> Iterator[None]:
         if not any(sign.lower() in failure.lower() for sign in OUT_OF_STREAMS):
             raise
     if _min_over_ranks(0 if failure else 1) == 0:
-        raise OutOfStreamsError(failure.strip().splitlines()[-1] if failure else "another rank ran out of streams")
+        raise OutOfStreamsError(
+            failure.strip().splitlines()[-1] if failure else "another rank ran out of streams"
+        )
 
 
 def num_streams_here(graphs: int, vllm_config: Any) -> int:
@@ -243,8 +285,8 @@ def num_streams_here(graphs: int, vllm_config: Any) -> int:
 def num_streams(graphs: int, groups: int, expansion_mode: str, own: int = 1) -> int:
     """Count the streams that graphs take.
 
-    Each graph has its own, and for each process group whose collectives it contains one more if HCCL schedules them on the
-    vector cores (AIV), otherwise two.
+    Each graph has its own, and for each process group whose collectives it contains one more if
+    HCCL schedules them on the vector cores (AIV), otherwise two.
 
     Args:
         expansion_mode: HCCL_OP_EXPANSION_MODE.
@@ -259,7 +301,8 @@ def num_graphs(mode: CUDAGraphMode, sizes: list[int], pieces: int, max_decode_to
     """Count the graphs of these capture sizes.
 
     Args:
-        pieces: graphs of one size in piecewise mode, which are the parts of the model between attention layers.
+        pieces: graphs of one size in piecewise mode, which are the parts of the model between
+        attention layers.
         max_decode_tokens: tokens of the largest decode step, the limit of decode-only full graphs.
     """
     piecewise = pieces * len(sizes) if mode.has_mode(CUDAGraphMode.PIECEWISE) else 0
@@ -267,7 +310,9 @@ def num_graphs(mode: CUDAGraphMode, sizes: list[int], pieces: int, max_decode_to
     return piecewise + (len(full) if mode.has_mode(CUDAGraphMode.FULL) else 0)
 
 
-def max_sizes_that_fit(sizes: list[int], max_streams: int, num_streams: Callable[[list[int]], int]) -> int:
+def max_sizes_that_fit(
+    sizes: list[int], max_streams: int, num_streams: Callable[[list[int]], int]
+) -> int:
     """Count the evenly spaced sizes that need at most ``max_streams``; at least 1."""
     count = len(sizes)
     while count > 1 and num_streams(subsample_sizes(sizes, count)) > max_streams:
@@ -276,7 +321,8 @@ def max_sizes_that_fit(sizes: list[int], max_streams: int, num_streams: Callable
 
 
 def subsample_sizes(sizes: list[int], count: int) -> list[int]:
-    """Select ``count`` evenly spaced sizes, with the first and the last; the last if there is only one."""
+    """Select ``count`` evenly spaced sizes, with the first and the last; the last if there is only
+    one."""
     if count == 1:
         return sizes[-1:]
     return [sizes[round(i * (len(sizes) - 1) / (count - 1))] for i in range(count)]

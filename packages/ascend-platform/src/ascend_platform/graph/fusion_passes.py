@@ -1,7 +1,8 @@
 """FX passes for torch.compile: fusion of RMSNorm and dynamic quantization into one operator.
 
-vLLM runs its passes inside Inductor, which has no NPU backend, and its eager compiler runs none. Importing this module makes the
-eager compiler run the platform's passes. Apart from them the pieces between attention layers run operator by operator.
+vLLM runs its passes inside Inductor, which has no NPU backend, and its eager compiler runs none.
+Importing this module makes the eager compiler run the platform's passes. Apart from them the pieces
+between attention layers run operator by operator.
 """
 
 import operator
@@ -9,7 +10,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-import torch_npu  # noqa: F401  (its operators)
+import torch_npu  # noqa: F401
 from torch import fx
 from vllm.compilation.compiler_interface import EagerAdaptor
 from vllm.compilation.passes.inductor_pass import InductorPass
@@ -27,7 +28,8 @@ class PassManager(InductorPass):
     fuses_norm_quant = False
 
     def configure(self, config: Any) -> None:
-        """Read ``pass_config.fuse_norm_quant`` of vLLM's configuration; other passes do not exist here."""
+        """Read ``pass_config.fuse_norm_quant`` of vLLM's configuration; other passes do not exist
+        here."""
         self.fuses_norm_quant = config.compilation_config.pass_config.fuse_norm_quant
 
     def add(self, pass_: InductorPass) -> None:
@@ -36,7 +38,10 @@ class PassManager(InductorPass):
         Raises:
             ValueError: always, because NPUs compile without Inductor.
         """
-        raise ValueError(f"pass {type(pass_).__name__} is not supported: Ascend NPUs compile without Inductor; remove the pass")
+        raise ValueError(
+            f"pass {type(pass_).__name__} is not supported: Ascend NPUs compile without Inductor;"
+            " remove the pass"
+        )
 
     def __call__(self, graph: fx.Graph) -> None:
         if self.fuses_norm_quant and (count := fuse_norm_quant(graph)):
@@ -47,7 +52,12 @@ class CompilerWithPasses(EagerAdaptor):
     """vLLM's eager compiler with the platform's passes."""
 
     def compile(
-        self, graph: fx.GraphModule, example_inputs: list[Any], compiler_config: dict[str, Any], *args: Any, **kwargs: Any
+        self,
+        graph: fx.GraphModule,
+        example_inputs: list[Any],
+        compiler_config: dict[str, Any],
+        *args: Any,
+        **kwargs: Any,
     ) -> tuple[Callable[..., Any] | None, Any | None]:
         compiler_config[current_platform.pass_key](graph.graph)
         graph.recompile()
@@ -60,9 +70,10 @@ override("vllm.compilation.compiler_interface:EagerAdaptor", CompilerWithPasses)
 def fuse_norm_quant(graph: fx.Graph) -> int:
     """Fuse each npu_add_rms_norm whose normalized output is used by one npu_dynamic_quant only.
 
-    npu_add_rms_norm_dynamic_quant (Atlas A2 and A3, as quantized layers) does not round the normalized values to the input dtype
-    before it quantizes them. Static quantization is not fused: npu_add_rms_norm_quant needs a scale and an int32 offset per
-    channel (``torch_npu/_op_plugin_docs.py``), which such layers do not have.
+    npu_add_rms_norm_dynamic_quant (Atlas A2 and A3, as quantized layers) does not round the
+    normalized values to the input dtype before it quantizes them. Static quantization is not fused:
+    npu_add_rms_norm_quant needs a scale and an int32 offset per channel
+    (``torch_npu/_op_plugin_docs.py``), which such layers do not have.
 
     Returns:
         Number of fused pairs.
@@ -85,8 +96,12 @@ def fuse_norm_quant(graph: fx.Graph) -> int:
         x, residual, weight, epsilon = norm.args
         with graph.inserting_before(norm):
             options = {"epsilon": epsilon, "output_mask": [True, False]}
-            fused = graph.call_function(ops.npu_add_rms_norm_dynamic_quant, (x, residual, weight), options)
-            values, total, scale = (graph.call_function(operator.getitem, (fused, index)) for index in (0, 2, 3))
+            fused = graph.call_function(
+                ops.npu_add_rms_norm_dynamic_quant, (x, residual, weight), options
+            )
+            values, total, scale = (
+                graph.call_function(operator.getitem, (fused, index)) for index in (0, 2, 3)
+            )
             values = graph.call_method("reshape", (values, *reshaped.args[1:]))
             scale = graph.call_method("reshape", (scale, -1))
         for index, new in ((0, values), (1, scale)):

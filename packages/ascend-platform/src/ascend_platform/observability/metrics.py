@@ -1,8 +1,9 @@
 """Prometheus metrics of each NPU's memory and utilization, beside vLLM's own.
 
-vLLM has no path for device metrics from a worker to the process that serves ``/metrics``. With one API server process, each
-worker writes a small file every few seconds, which that process reads on request; workers on other machines are not included.
-With several API server processes, prometheus_client's multiprocess files are used (vLLM sets ``PROMETHEUS_MULTIPROC_DIR`` then).
+vLLM has no path for device metrics from a worker to the process that serves ``/metrics``. With one
+API server process, each worker writes a small file every few seconds, which that process reads on
+request; workers on other machines are not included. With several API server processes,
+prometheus_client's multiprocess files are used (vLLM sets ``PROMETHEUS_MULTIPROC_DIR`` then).
 """
 
 from __future__ import annotations
@@ -33,18 +34,24 @@ INTERVAL, STALE = 5.0, 60.0
 GAUGES = {
     "vllm:npu_memory_used_bytes": "Used memory of the NPU, by all processes.",
     "vllm:npu_memory_total_bytes": "Total memory of the NPU.",
-    "vllm:npu_memory_allocated_bytes": "Memory allocated to tensors of the worker by torch_npu's caching allocator.",
+    "vllm:npu_memory_allocated_bytes": (
+        "Memory allocated to tensors of the worker by torch_npu's caching allocator."
+    ),
     "vllm:npu_memory_reserved_bytes": "Memory reserved by the worker's caching allocator.",
-    "vllm:npu_utilization_ratio": "Utilization of the NPU, 0 to 1, by aclrtGetDeviceUtilizationRate.",
+    "vllm:npu_utilization_ratio": (
+        "Utilization of the NPU, 0 to 1, by aclrtGetDeviceUtilizationRate."
+    ),
 }
 LABELS = ("engine", "rank", "device")
-"""Index of the data-parallel engine, rank of the worker in it, index of its NPU among the visible ones."""
+"""Index of the data-parallel engine, rank of the worker in it, index of its NPU among the visible
+ones."""
 
 _configs: list[weakref.ref[VllmConfig]] = []  # of engines created in this process
 
 
 class Collector:
-    """Collector for ``prometheus_client.REGISTRY`` of the latest files of the workers of this process's engines."""
+    """Collector for ``prometheus_client.REGISTRY`` of the latest files of the workers of this
+    process's engines."""
 
     def describe(self) -> list[Metric]:
         return []
@@ -63,7 +70,8 @@ class Collector:
 
 
 def offer(config: VllmConfig) -> None:
-    """Add the NPUs of this engine's workers to this process's ``/metrics`` and to ``LLM.get_metrics``."""
+    """Add the NPUs of this engine's workers to this process's ``/metrics`` and to
+    ``LLM.get_metrics``."""
     if not _configs:
         from prometheus_client import REGISTRY
 
@@ -72,7 +80,8 @@ def offer(config: VllmConfig) -> None:
 
 
 def report(config: VllmConfig, rank: int, device: int) -> Callable[[], None]:
-    """Report the metrics of a worker's NPU from a separate thread until the returned function is called.
+    """Report the metrics of a worker's NPU from a separate thread until the returned function is
+    called.
 
     Args:
         rank: of the worker in its engine.
@@ -86,7 +95,9 @@ def report(config: VllmConfig, rank: int, device: int) -> Callable[[], None]:
         directory.mkdir(mode=0o700, parents=True, exist_ok=True)
         write = _file_writer(directory / "-".join(labels), labels)
     stopped = threading.Event()
-    thread = threading.Thread(target=_report_until_stopped, args=(write, device, stopped), name="npu-metrics", daemon=True)
+    thread = threading.Thread(
+        target=_report_until_stopped, args=(write, device, stopped), name="npu-metrics", daemon=True
+    )
     thread.start()
     return functools.partial(_stop, thread, stopped)
 
@@ -95,8 +106,8 @@ def measured(device: int, failed: set[str] | None = None) -> dict[str, float]:
     """The metrics of an NPU on which this process has a context, by name.
 
     Args:
-        failed: names that are left out; those that fail are added, each with a warning. For example, a container may not be
-            allowed to read the utilization.
+        failed: names that are left out; those that fail are added, each with a warning. For
+            example, a container may not be allowed to read the utilization.
     """
     import torch
 
@@ -117,11 +128,15 @@ def measured(device: int, failed: set[str] | None = None) -> dict[str, float]:
             values[name] = measures[name]()
         except Exception as error:
             failed.add(name)
-            extension.logger.warning("metric %s of NPU %d disabled: %s: %s", name, device, type(error).__name__, error)
+            extension.logger.warning(
+                "metric %s of NPU %d disabled: %s: %s", name, device, type(error).__name__, error
+            )
     return values
 
 
-def _report_until_stopped(write: Callable[[dict[str, float]], None], device: int, stopped: threading.Event) -> None:
+def _report_until_stopped(
+    write: Callable[[dict[str, float]], None], device: int, stopped: threading.Event
+) -> None:
     failed: set[str] = set()
     try:
         import torch
@@ -132,7 +147,9 @@ def _report_until_stopped(write: Callable[[dict[str, float]], None], device: int
             if stopped.wait(INTERVAL):
                 return
     except Exception as error:
-        extension.logger.warning("metrics of NPU %d disabled: %s: %s", device, type(error).__name__, error)
+        extension.logger.warning(
+            "metrics of NPU %d disabled: %s: %s", device, type(error).__name__, error
+        )
 
 
 def _stop(thread: threading.Thread, stopped: threading.Event) -> None:
@@ -143,7 +160,10 @@ def _stop(thread: threading.Thread, stopped: threading.Event) -> None:
 def _gauge_writer(labels: list[str]) -> Callable[[dict[str, float]], None]:
     from prometheus_client import Gauge
 
-    gauges = {name: Gauge(name, text, LABELS, multiprocess_mode="livemostrecent") for name, text in GAUGES.items()}
+    gauges = {
+        name: Gauge(name, text, LABELS, multiprocess_mode="livemostrecent")
+        for name, text in GAUGES.items()
+    }
 
     def write(values: dict[str, float]) -> None:
         for name, value in values.items():
@@ -156,7 +176,8 @@ def _file_writer(file: Path, labels: list[str]) -> Callable[[dict[str, float]], 
     part = file.with_suffix(".part")
 
     def write(values: dict[str, float]) -> None:
-        with contextlib.suppress(FileNotFoundError):  # the main process removes the directory when it ends, before its workers
+        # the main process removes the directory when it ends, before its workers
+        with contextlib.suppress(FileNotFoundError):
             part.write_text(json.dumps({"labels": labels, "values": values}))
             part.replace(file)
 
@@ -171,13 +192,15 @@ def _own_directory() -> Path:
 
 
 def _directory() -> Path:
-    """The directory of vLLM's sockets, which the main process removes at exit; else one of this process."""
+    """The directory of vLLM's sockets, which the main process removes at exit; else one of this
+    process."""
     shared = os.environ.get("VLLM_RPC_BASE_PATH")
     return Path(shared) if shared and os.path.isdir(shared) else _own_directory()
 
 
 def _readings() -> Iterator[dict[str, Any]]:
-    """What the workers of this process's engines have written last. A file may be removed at any time."""
+    """What the workers of this process's engines have written last. A file may be removed at any
+    time."""
     for config in filter(None, (each() for each in _configs)):
         for file in sorted(_directory().glob(f"npus-{config.instance_id}*/*[0-9]")):
             try:

@@ -1,4 +1,5 @@
-"""vLLM's start_profile and stop_profile with torch_npu's profiler, for MindStudio Insight and Perfetto."""
+"""vLLM's start_profile and stop_profile with torch_npu's profiler, for MindStudio Insight and
+Perfetto."""
 
 from contextlib import AbstractContextManager, nullcontext
 
@@ -15,14 +16,16 @@ ACTIVITIES = {
 }
 """vLLM's names of profiler activities to torch_npu's."""
 
-# vLLM asks these tables, by device type, whether a configuration can be served (validate_worker_profiler_config).
+# vLLM asks these tables, by device type, whether a configuration can be served
+# (validate_worker_profiler_config).
 add("vllm.profiler.wrapper:_SUPPORTED_PROFILER_KINDS", {"npu": frozenset({"torch"})})
 add("vllm.profiler.wrapper:_DEFAULT_TORCH_PROFILER_ACTIVITIES", {"npu": tuple(ACTIVITIES)})
 add("vllm.profiler.wrapper:_SUPPORTED_TORCH_PROFILER_ACTIVITIES", {"npu": frozenset(ACTIVITIES)})
 
 
 class NPUProfiler(wrapper.WorkerProfiler):
-    """torch_npu's profiler with vLLM's delays and limits; each session writes a directory ``{name}_…_ascend_pt``."""
+    """torch_npu's profiler with vLLM's delays and limits; each session writes a directory
+    ``{name}_…_ascend_pt``."""
 
     def __init__(self, profiler_config: ProfilerConfig, name: str) -> None:
         super().__init__(profiler_config)
@@ -39,19 +42,27 @@ class NPUProfiler(wrapper.WorkerProfiler):
         config, npu = self._config, torch_npu.profiler
         schedule = None
         if config.warmup_iterations > 0 or config.wait_iterations > 0:
-            steps = {"wait": config.wait_iterations, "warmup": config.warmup_iterations, "active": config.active_iterations}
+            steps = {
+                "wait": config.wait_iterations,
+                "warmup": config.warmup_iterations,
+                "active": config.active_iterations,
+            }
             schedule = npu.schedule(**steps, repeat=1)
         # starting consumes the first step of the schedule; vLLM's limit counts recorded steps only
         self._before = max(config.wait_iterations + config.warmup_iterations - 1, 0)
         self._scheduled = schedule is not None
         self._profile = npu.profile(
-            activities=[ACTIVITIES[name] for name in config.torch_profiler_activities or ACTIVITIES],
+            activities=[
+                ACTIVITIES[name] for name in config.torch_profiler_activities or ACTIVITIES
+            ],
             schedule=schedule,
             record_shapes=config.torch_profiler_record_shapes,
             profile_memory=config.torch_profiler_with_memory,
             with_stack=config.torch_profiler_with_stack,
             with_flops=config.torch_profiler_with_flops,
-            on_trace_ready=npu.tensorboard_trace_handler(config.torch_profiler_dir, worker_name=self._name),
+            on_trace_ready=npu.tensorboard_trace_handler(
+                config.torch_profiler_dir, worker_name=self._name
+            ),
             # kernels and HCCL; level 0, the default, has no HCCL
             experimental_config=npu._ExperimentalConfig(profiler_level=npu.ProfilerLevel.Level1),
         )

@@ -1,8 +1,10 @@
-"""General plugin ``ascend_service_profiling``: the functions of vLLM and of these wheels that msServiceProfiler measures.
+"""General plugin ``ascend_service_profiling``: the functions of vLLM and of these wheels that
+msServiceProfiler measures.
 
-msServiceProfiler, from CANN's toolkit or from PyPI, is a vLLM plugin itself. It measures and labels the functions that
-``~/.config/vllm_ascend/service_profiling_symbols.VERSION.yaml`` names, VERSION being vLLM's, once ``SERVICE_PROF_CONFIG_PATH`` is
-set; ``PROFILING_SYMBOLS_PATH`` names another file. Its documentation describes both, and the fields of the file:
+msServiceProfiler, from CANN's toolkit or from PyPI, is a vLLM plugin itself. It measures and labels
+the functions that ``~/.config/vllm_ascend/service_profiling_symbols.VERSION.yaml`` names, VERSION
+being vLLM's, once ``SERVICE_PROF_CONFIG_PATH`` is set; ``PROFILING_SYMBOLS_PATH`` names another
+file. Its documentation describes both, and the fields of the file:
 https://docs.vllm.ai/projects/ascend/en/latest/developer_guide/performance_and_debug/service_profiling_guide.html
 """
 
@@ -20,11 +22,13 @@ HANDLERS = {
     "ms_service_profiler": "ms_service_profiler.patcher.vllm.handlers.v1.{}_handlers:{}",
     "msserviceprofiler": "msserviceprofiler.vllm_profiler.vllm_v1.{}_hookers:{}",
 }
-"""Package of each distribution of the tool, newest first, to the name pattern of its handlers for vLLM."""
+"""Package of each distribution of the tool, newest first, to the name pattern of its handlers for
+vLLM."""
 
 
 class Symbol(NamedTuple):
-    """A function to measure: under a name, or by one of the tool's handlers, which also label requests and batches."""
+    """A function to measure: under a name, or by one of the tool's handlers, which also label
+    requests and batches."""
 
     symbol: str
     name: str = ""
@@ -34,44 +38,84 @@ class Symbol(NamedTuple):
 
 _CORE = "vllm.v1.core"
 SYMBOLS = [
-    Symbol(f"{_CORE}.sched.scheduler:Scheduler.schedule", "batchFrameworkProcessing", handler=("batch", "schedule")),
+    Symbol(
+        f"{_CORE}.sched.scheduler:Scheduler.schedule",
+        "batchFrameworkProcessing",
+        handler=("batch", "schedule"),
+    ),
     Symbol(f"{_CORE}.sched.scheduler:Scheduler.add_request", handler=("batch", "add_request")),
     Symbol(f"{_CORE}.kv_cache_manager:KVCacheManager.free", handler=("kvcache", "free")),
-    Symbol(f"{_CORE}.kv_cache_manager:KVCacheManager.get_computed_blocks", handler=("kvcache", "get_computed_blocks")),
+    Symbol(
+        f"{_CORE}.kv_cache_manager:KVCacheManager.get_computed_blocks",
+        handler=("kvcache", "get_computed_blocks"),
+    ),
     Symbol(
         "vllm.model_executor.layers.logits_processor:LogitsProcessor.forward",
         "computing_logits",
         handler=("model", "compute_logits"),
     ),
-    Symbol("vllm.v1.executor.abstract:Executor.execute_model", "modelExec", handler=("model", "execute_model")),
     Symbol(
-        "vllm.v1.executor.multiproc_executor:MultiprocExecutor.execute_model", "modelExec", handler=("model", "execute_model")
+        "vllm.v1.executor.abstract:Executor.execute_model",
+        "modelExec",
+        handler=("model", "execute_model"),
     ),
-    Symbol("vllm.v1.executor.uniproc_executor:UniProcExecutor.execute_model", "modelExec", handler=("model", "execute_model")),
-    Symbol("vllm.v1.engine.async_llm:AsyncLLM.add_request", handler=("request", "add_request_async")),
-    Symbol("vllm.v1.engine.output_processor:OutputProcessor.process_outputs", handler=("request", "process_outputs")),
-    Symbol("vllm.v1.engine.core:DPEngineCoreProc.add_request", handler=("meta", "init_data_parallel")),
+    Symbol(
+        "vllm.v1.executor.multiproc_executor:MultiprocExecutor.execute_model",
+        "modelExec",
+        handler=("model", "execute_model"),
+    ),
+    Symbol(
+        "vllm.v1.executor.uniproc_executor:UniProcExecutor.execute_model",
+        "modelExec",
+        handler=("model", "execute_model"),
+    ),
+    Symbol(
+        "vllm.v1.engine.async_llm:AsyncLLM.add_request", handler=("request", "add_request_async")
+    ),
+    Symbol(
+        "vllm.v1.engine.output_processor:OutputProcessor.process_outputs",
+        handler=("request", "process_outputs"),
+    ),
+    Symbol(
+        "vllm.v1.engine.core:DPEngineCoreProc.add_request", handler=("meta", "init_data_parallel")
+    ),
     Symbol("ascend_platform.worker.worker:NPUWorker.execute_model", "workerExec", "Execute"),
 ]
 """Functions that every engine has."""
 
 
 def _of_runner(runner: str, *methods: str) -> list[Symbol]:
-    named = [Symbol(f"{runner}.{method}", method, "Execute") for method in ("sample_tokens", *methods)]
+    named = [
+        Symbol(f"{runner}.{method}", method, "Execute") for method in ("sample_tokens", *methods)
+    ]
     return [Symbol(f"{runner}.execute_model", "modelRunnerExec", "Execute"), *named]
 
 
 _V1 = "ascend_platform.worker.model_runner:NPUModelRunner"
 V1_SYMBOLS = [
-    Symbol("vllm.v1.sample.sampler:Sampler.forward", "sample", handler=("model", "sampler_forward")),
+    Symbol(
+        "vllm.v1.sample.sampler:Sampler.forward", "sample", handler=("model", "sampler_forward")
+    ),
     *_of_runner(_V1, "_update_states", "_prepare_inputs", "_build_attention_metadata"),
     Symbol(f"{_V1}.propose_draft_token_ids", "propose_draft_token_ids", "SpecDecode"),
 ]
 _V2 = "ascend_platform.worker.v2.runner:NPUModelRunnerV2"
 V2_SYMBOLS = [
-    *_of_runner(_V2, "add_requests", "update_requests", "prepare_inputs", "prepare_attn", "sample", "postprocess_sampled"),
+    *_of_runner(
+        _V2,
+        "add_requests",
+        "update_requests",
+        "prepare_inputs",
+        "prepare_attn",
+        "sample",
+        "postprocess_sampled",
+    ),
     *(
-        Symbol(f"vllm.v1.worker.gpu.spec_decode.{name}Speculator.propose", "propose_draft_token_ids", "SpecDecode")
+        Symbol(
+            f"vllm.v1.worker.gpu.spec_decode.{name}Speculator.propose",
+            "propose_draft_token_ids",
+            "SpecDecode",
+        )
         for name in (
             "target_dependent_ar.speculator:TargetDependentAR",
             "standalone_ar.speculator:StandaloneAR",
@@ -82,7 +126,8 @@ V2_SYMBOLS = [
 
 
 def symbols() -> list[Symbol]:
-    """Those of the installed vLLM: of the runners that it has, as an engine's options choose between them."""
+    """Those of the installed vLLM: of the runners that it has, as an engine's options choose
+    between them."""
     from ascend_platform import extension, vllm_overrides
     from ascend_platform.worker.v2 import overrides
 
@@ -91,7 +136,8 @@ def symbols() -> list[Symbol]:
 
 
 def register() -> None:
-    """Entry point of group ``vllm.general_plugins``: write the file if the switch is set. Never raises.
+    """Entry point of group ``vllm.general_plugins``: write the file if the switch is set. Never
+    raises.
 
     An existing file is kept, as the user may have edited it.
     """
@@ -104,7 +150,8 @@ def register() -> None:
     package = next((name for name in HANDLERS if importlib.util.find_spec(name)), None)
     if package is None:
         extension.logger.warning(
-            "%s is set and msServiceProfiler is not installed; fix: pip install msserviceprofiler, or source CANN's set_env.sh",
+            "%s is set and msServiceProfiler is not installed; fix: pip install msserviceprofiler,"
+            " or source CANN's set_env.sh",
             SWITCH,
         )
         return
@@ -116,7 +163,11 @@ def register() -> None:
     except FileExistsError:
         return
     except OSError as error:
-        extension.logger.warning("%s cannot be written, and msServiceProfiler uses its own symbols: %s", file, error.strerror)
+        extension.logger.warning(
+            "%s cannot be written, and msServiceProfiler uses its own symbols: %s",
+            file,
+            error.strerror,
+        )
         return
     extension.logger.info("wrote %s, the functions that msServiceProfiler measures", file)
 
@@ -131,7 +182,12 @@ def text(package: str) -> str:
     lines = []
     for each in symbols():
         handler = HANDLERS[package].format(*each.handler) if any(each.handler) else ""
-        fields = {"symbol": each.symbol, "handler": handler, "domain": each.domain, "name": each.name}
+        fields = {
+            "symbol": each.symbol,
+            "handler": handler,
+            "domain": each.domain,
+            "name": each.name,
+        }
         given = [f"{key}: {value}" for key, value in fields.items() if value]
         lines.append("- " + "\n  ".join(given))
     return "\n".join(lines) + "\n"

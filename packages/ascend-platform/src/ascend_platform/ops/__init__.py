@@ -4,7 +4,8 @@ from ascend_platform import host
 
 
 def register() -> None:
-    """Import the modules of the fused operators that this process's chip has, which registers them as vLLM's layers."""
+    """Import the modules of the fused operators that this process's chip has, which registers them
+    as vLLM's layers."""
     from ascend_platform.ops import layernorm  # noqa: F401
 
     family = host.chip_family()

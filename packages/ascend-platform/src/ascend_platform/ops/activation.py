@@ -1,17 +1,26 @@
-"""Activations on fused NPU operators, registered by ``CustomOp.register_oot`` on import: SwiGLU, GeGLU and forms of GELU.
+"""Activations on fused NPU operators, registered by ``CustomOp.register_oot`` on import: SwiGLU,
+GeGLU and forms of GELU.
 
-Shapes, dtypes and limits of the operators are those of ``torch_npu/_op_plugin_docs.py`` in the torch_npu wheel.
+Shapes, dtypes and limits of the operators are those of ``torch_npu/_op_plugin_docs.py`` in the
+torch_npu wheel.
 """
 
 import torch
 import torch.nn.functional as F
 import torch_npu
-from vllm.model_executor.layers.activation import FastGELU, GeluAndMul, NewGELU, QuickGELU, SiluAndMul
+from vllm.model_executor.layers.activation import (
+    FastGELU,
+    GeluAndMul,
+    NewGELU,
+    QuickGELU,
+    SiluAndMul,
+)
 
 
 @SiluAndMul.register_oot
 class NPUSiluAndMul(SiluAndMul):
-    """``silu(x[..., :d]) * x[..., d:]`` by npu_swiglu; x ``[..., 2 d]`` of float32, float16 or bfloat16."""
+    """``silu(x[..., :d]) * x[..., d:]`` by npu_swiglu; x ``[..., 2 d]`` of float32, float16 or
+    bfloat16."""
 
     def forward_oot(self, x: torch.Tensor) -> torch.Tensor:
         return torch_npu.npu_swiglu(x)
@@ -19,14 +28,18 @@ class NPUSiluAndMul(SiluAndMul):
 
 @GeluAndMul.register_oot
 class NPUGeluAndMul(GeluAndMul):
-    """``gelu(x[..., :d]) * x[..., d:]`` by npu_geglu; npu_gelu_mul, which has one output, is limited to ``2 d <= 1024``."""
+    """``gelu(x[..., :d]) * x[..., d:]`` by npu_geglu; npu_gelu_mul, which has one output, is
+    limited to ``2 d <= 1024``."""
 
     def forward_oot(self, x: torch.Tensor) -> torch.Tensor:
-        return torch_npu.npu_geglu(x, approximate=int(self.approximate == "tanh"), activate_left=True)[0]
+        return torch_npu.npu_geglu(
+            x, approximate=int(self.approximate == "tanh"), activate_left=True
+        )[0]
 
 
 class NPUTanhGELUMixin:
-    """GELU's tanh approximation by PyTorch's operator, of which vLLM's layer is the formula written out."""
+    """GELU's tanh approximation by PyTorch's operator, of which vLLM's layer is the formula written
+    out."""
 
     def forward_oot(self, x: torch.Tensor) -> torch.Tensor:
         return F.gelu(x, approximate="tanh")

@@ -1,8 +1,10 @@
-"""Fused MoE on CANN's operators: top-k routing, grouped matrix products and the weighted sum of expert outputs.
+"""Fused MoE on CANN's operators: top-k routing, grouped matrix products and the weighted sum of
+expert outputs.
 
-The functions of vLLM's routers that call CUDA operators are replaced (``vllm/model_executor/layers/fused_moe/router``).
-Unquantized experts are the CustomOp ``UnquantizedFusedMoEMethod``, replaced by ``register_oot``.
-Shapes, dtypes and limits of the NPU operators are those of ``torch_npu/_op_plugin_docs.py`` in the torch_npu wheel.
+The functions of vLLM's routers that call CUDA operators are replaced
+(``vllm/model_executor/layers/fused_moe/router``). Unquantized experts are the CustomOp
+``UnquantizedFusedMoEMethod``, replaced by ``register_oot``. Shapes, dtypes and limits of the NPU
+operators are those of ``torch_npu/_op_plugin_docs.py`` in the torch_npu wheel.
 """
 
 import functools
@@ -14,7 +16,9 @@ import torch_npu
 from vllm.distributed import get_ep_group, get_pcp_group
 from vllm.model_executor.layers.fused_moe.activation import MoEActivation
 from vllm.model_executor.layers.fused_moe.router import fused_topk_bias_router, grouped_topk_router
-from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import UnquantizedFusedMoEMethod
+from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import (
+    UnquantizedFusedMoEMethod,
+)
 
 from ascend_platform import extension
 from ascend_platform.chips import ChipFamily
@@ -45,7 +49,9 @@ def topk_softmax(
             gating_output.float(), k=topk_indices.shape[1], renorm=int(renormalize)
         )
     else:
-        weights, ids = gating_top_k(gating_output, topk_indices.shape[1], SOFTMAX, renormalize, e_score_correction_bias)
+        weights, ids = gating_top_k(
+            gating_output, topk_indices.shape[1], SOFTMAX, renormalize, e_score_correction_bias
+        )
     return weights, ids.to(topk_indices.dtype)
 
 
@@ -58,18 +64,35 @@ def topk_sigmoid(
     e_score_correction_bias: torch.Tensor | None = None,
     routed_scaling_factor: float = 1.0,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """As :func:`topk_softmax` with sigmoid scores; the weights are multiplied by ``routed_scaling_factor``."""
+    """As :func:`topk_softmax` with sigmoid scores; the weights are multiplied by
+    ``routed_scaling_factor``."""
     weights, ids = gating_top_k(
-        gating_output, topk_indices.shape[1], SIGMOID, renormalize, e_score_correction_bias, routed_scaling_factor
+        gating_output,
+        topk_indices.shape[1],
+        SIGMOID,
+        renormalize,
+        e_score_correction_bias,
+        routed_scaling_factor,
     )
     return weights, ids.to(topk_indices.dtype)
 
 
-# they call torch.ops._moe_C, of vLLM's CUDA extension, which writes to the buffers: two copies in each layer
-override("vllm.model_executor.layers.fused_moe.router.fused_topk_router:vllm_topk_softmax", topk_softmax)
-override("vllm.model_executor.layers.fused_moe.router.fused_topk_router:vllm_topk_sigmoid", topk_sigmoid)
-override("vllm.model_executor.layers.fused_moe.router.fused_topk_bias_router:vllm_topk_softmax", topk_softmax)
-override("vllm.model_executor.layers.fused_moe.router.fused_topk_bias_router:vllm_topk_sigmoid", topk_sigmoid)
+# they call torch.ops._moe_C, of vLLM's CUDA extension, which writes to the buffers: two copies in
+# each layer
+override(
+    "vllm.model_executor.layers.fused_moe.router.fused_topk_router:vllm_topk_softmax", topk_softmax
+)
+override(
+    "vllm.model_executor.layers.fused_moe.router.fused_topk_router:vllm_topk_sigmoid", topk_sigmoid
+)
+override(
+    "vllm.model_executor.layers.fused_moe.router.fused_topk_bias_router:vllm_topk_softmax",
+    topk_softmax,
+)
+override(
+    "vllm.model_executor.layers.fused_moe.router.fused_topk_bias_router:vllm_topk_sigmoid",
+    topk_sigmoid,
+)
 
 
 def gating_top_k(
@@ -89,14 +112,15 @@ def gating_top_k(
         norm: SOFTMAX or SIGMOID, over a token's logits.
         renormalize: scale the weights of a token to a sum of 1, before ``factor``.
         bias: ``[experts]``, added for the selection only.
-        groups: number of expert groups; experts are selected from the best ``topk_groups`` of them. A group's score is that of
-            its best expert, or with a bias the sum of its best two.
+        groups: number of expert groups; experts are selected from the best ``topk_groups`` of them.
+            A group's score is that of its best expert, or with a bias the sum of its best two.
 
     Returns:
         Weights float32 and ids int32, both ``[tokens, k]``.
     """
     select = MAX_SCORE if bias is None else TOP2_SUM
-    # the operator renormalizes sigmoid scores and never softmax scores; the other two cases are computed here
+    # the operator renormalizes sigmoid scores and never softmax scores; the other two cases are
+    # computed here
     in_operator = renormalize == (norm == SIGMOID)
     weights, ids, scores = torch_npu.npu_moe_gating_top_k(
         logits.float(),
@@ -132,9 +156,12 @@ def grouped_topk(
     routed_scaling_factor: float = 1.0,
     e_score_correction_bias: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """vLLM's grouped_topk as one operator; groups of one or two experts fall back to vLLM's implementation."""
+    """vLLM's grouped_topk as one operator; groups of one or two experts fall back to vLLM's
+    implementation."""
     experts = gating_output.shape[-1]
-    if scoring_func not in ("softmax", "sigmoid") or (num_expert_group > 1 and experts // num_expert_group <= 2):
+    if scoring_func not in ("softmax", "sigmoid") or (
+        num_expert_group > 1 and experts // num_expert_group <= 2
+    ):
         return _native_grouped_topk(
             hidden_states,
             gating_output,
@@ -148,11 +175,16 @@ def grouped_topk(
         )
     norm = SIGMOID if scoring_func == "sigmoid" else SOFTMAX
     bias, factor = e_score_correction_bias, routed_scaling_factor
-    return gating_top_k(gating_output, topk, norm, renormalize, bias, factor, num_expert_group, topk_group)
+    return gating_top_k(
+        gating_output, topk, norm, renormalize, bias, factor, num_expert_group, topk_group
+    )
 
 
-# the router has no hook for it: grouped_topk_router.py (_compute_routing) calls the function of its own module
-override("vllm.model_executor.layers.fused_moe.router.grouped_topk_router:grouped_topk", grouped_topk)
+# the router has no hook for it: grouped_topk_router.py (_compute_routing) calls the function of its
+# own module
+override(
+    "vllm.model_executor.layers.fused_moe.router.grouped_topk_router:grouped_topk", grouped_topk
+)
 
 
 def eplb_map_to_physical(
@@ -163,23 +195,37 @@ def eplb_map_to_physical(
     record_enabled: torch.Tensor,
     num_unpadded_tokens: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Map logical expert ids to physical ones for EPLB, with replicas in round-robin order; ``[tokens, k]`` as ``topk_ids``.
+    """Map logical expert ids to physical ones for EPLB, with replicas in round-robin order;
+    ``[tokens, k]`` as ``topk_ids``.
 
     Args:
-        expert_load_view: ``[physical experts]``, token counts; updated if ``record_enabled``, a scalar bool, is True.
-        logical_to_physical_map: ``[experts, max replicas]``; expert i has ``logical_replica_count[i]`` replicas.
-        num_unpadded_tokens: scalar; later tokens are padding and not counted. Without it all tokens are counted.
+        expert_load_view: ``[physical experts]``, token counts; updated if ``record_enabled``, a
+        scalar bool, is True.
+        logical_to_physical_map: ``[experts, max replicas]``; expert i has
+        ``logical_replica_count[i]`` replicas.
+        num_unpadded_tokens: scalar; later tokens are padding and not counted. Without it all tokens
+        are counted.
     """
     ids = topk_ids.long()
     token = torch.arange(len(ids), device=ids.device).unsqueeze(1)
     physical = logical_to_physical_map[ids, token % logical_replica_count[ids]]
-    counts = record_enabled if num_unpadded_tokens is None else record_enabled & (token < num_unpadded_tokens)
-    expert_load_view.scatter_add_(0, physical.flatten(), counts.expand_as(physical).flatten().to(expert_load_view.dtype))
+    counts = (
+        record_enabled
+        if num_unpadded_tokens is None
+        else record_enabled & (token < num_unpadded_tokens)
+    )
+    expert_load_view.scatter_add_(
+        0, physical.flatten(), counts.expand_as(physical).flatten().to(expert_load_view.dtype)
+    )
     return physical.to(topk_ids.dtype)
 
 
-# vLLM's is a Triton kernel for three device types; on others it returns the ids unmapped (base_router.py)
-override("vllm.model_executor.layers.fused_moe.router.base_router:eplb_map_to_physical_and_record", eplb_map_to_physical)
+# vLLM's is a Triton kernel for three device types; on others it returns the ids unmapped
+# (base_router.py)
+override(
+    "vllm.model_executor.layers.fused_moe.router.base_router:eplb_map_to_physical_and_record",
+    eplb_map_to_physical,
+)
 
 
 def route_with_identities(
@@ -190,10 +236,12 @@ def route_with_identities(
     *,
     input_ids: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Select among experts and, with ids after theirs, identities (LongCat), whose share of the output the router keeps.
+    """Select among experts and, with ids after theirs, identities (LongCat), whose share of the
+    output the router keeps.
 
-    An identity becomes an expert that the token has not chosen, with a weight of 0: npu_moe_distribute_dispatch takes none twice.
-    Weights are float32, weights and ids ``[tokens, k]``.
+    An identity becomes an expert that the token has not chosen, with a weight of 0:
+    npu_moe_distribute_dispatch takes none twice. Weights are float32, weights and ids ``[tokens,
+    k]``.
     """
     weights, ids = fused_topk_bias_router.fused_topk_bias(
         hidden_states=hidden_states,
@@ -206,14 +254,18 @@ def route_with_identities(
     )
     weights, identities = weights * self.routed_scaling_factor, ids >= self.num_logical_experts
     kept = weights.masked_fill(identities, 0)
-    self._zero_expert_output = (hidden_states * (weights - kept).sum(-1, keepdim=True)).to(hidden_states.dtype)
+    self._zero_expert_output = (hidden_states * (weights - kept).sum(-1, keepdim=True)).to(
+        hidden_states.dtype
+    )
     return kept, torch.where(identities, _unchosen(ids, identities), ids)
 
 
 def _unchosen(ids: torch.Tensor, is_free: torch.Tensor) -> torch.Tensor:
-    """Distinct experts that a token has not chosen, lowest first, for its places that are free, ``[tokens, k]``.
+    """Distinct experts that a token has not chosen, lowest first, for its places that are free,
+    ``[tokens, k]``.
 
-    Among numbers from 0 on, the one after ``n`` others that are not chosen is ``n`` plus the chosen ones before it.
+    Among numbers from 0 on, the one after ``n`` others that are not chosen is ``n`` plus the chosen
+    ones before it.
     """
     others = is_free.int().cumsum(-1) - 1
     chosen = ids.masked_fill(is_free, torch.iinfo(torch.int32).max).sort(-1).values
@@ -222,12 +274,14 @@ def _unchosen(ids: torch.Tensor, is_free: torch.Tensor) -> torch.Tensor:
 
 
 override(
-    "vllm.model_executor.layers.fused_moe.router.zero_expert_router:ZeroExpertRouter._compute_routing", route_with_identities
+    "vllm.model_executor.layers.fused_moe.router.zero_expert_router:ZeroExpertRouter._compute_routing",
+    route_with_identities,
 )
 
 
 def clipped_swiglu(gate_up: torch.Tensor) -> torch.Tensor:
-    """gpt-oss's activation: ``clamp(gate, max=7) * sigmoid(1.702 gate) * (clamp(up, -7, 7) + 1)``, gate and up interleaved."""
+    """gpt-oss's activation: ``clamp(gate, max=7) * sigmoid(1.702 gate) * (clamp(up, -7, 7) + 1)``,
+    gate and up interleaved."""
     return torch_npu.npu_clipped_swiglu(gate_up, alpha=1.702, limit=7.0, bias=1.0, interleaved=True)
 
 
@@ -253,8 +307,9 @@ ACTIVATIONS = {
 class NPUExperts:
     """Mixin for vLLM's FusedMoEMethodBase that applies experts by grouped matrix products.
 
-    With data or sequence parallelism the tokens are exchanged by the all2all manager of vLLM's expert parallel group: by its
-    ``apply_experts`` if it has that method, else by dispatch and combine.
+    With data or sequence parallelism the tokens are exchanged by the all2all manager of vLLM's
+    expert parallel group: by its ``apply_experts`` if it has that method, else by dispatch and
+    combine.
     """
 
     is_monolithic = False  # routing is a separate step
@@ -263,7 +318,8 @@ class NPUExperts:
     takes_biases = False
     activations: tuple[MoEActivation, ...] = (MoEActivation.SILU,)
     lora: Any = None
-    """Finds the adapters of rows (``ops/lora_experts.py``, ``FusedMoEWithLoRA.of_rows``); None without LoRA on experts."""
+    """Finds the adapters of rows (``ops/lora_experts.py``, ``FusedMoEWithLoRA.of_rows``); None
+    without LoRA on experts."""
 
     def setup_experts(self, layer: Any) -> None:
         """Store the range of this rank's experts.
@@ -278,30 +334,43 @@ class NPUExperts:
         }
         if reasons := [reason for reason, is_used in unsupported.items() if is_used]:
             supported = (
-                f"experts {'with or ' * self.takes_biases}without biases and {', '.join(each.value for each in self.activations)}"
+                f"experts {'with or ' * self.takes_biases}without biases and"
+                f" {', '.join(each.value for each in self.activations)}"
             )
-            raise ValueError(f"MoE experts with {', '.join(reasons)} are not supported; supported: {supported}")
+            raise ValueError(
+                f"MoE experts with {', '.join(reasons)} are not supported; supported: {supported}"
+            )
         if layer.expert_map is not None and not chip_family().token_unpermute:
             raise extension.RefusedError(
-                f"expert parallelism is not supported on {extension.chip().name}, which lacks operators for the tokens of other "
-                "ranks' experts; fix: remove --enable-expert-parallel"
+                f"expert parallelism is not supported on {extension.chip().name}, which lacks"
+                " operators for the tokens of other ranks' experts; fix: remove"
+                " --enable-expert-parallel"
             )
-        local = range(self.moe.num_experts) if layer.expert_map is None else (layer.expert_map >= 0).nonzero().flatten().tolist()
+        local = (
+            range(self.moe.num_experts)
+            if layer.expert_map is None
+            else (layer.expert_map >= 0).nonzero().flatten().tolist()
+        )
         self.first_expert, self.num_local_experts = local[0], len(local)
 
     def apply_routed(
-        self, experts: extension.Experts, x: torch.Tensor, topk_weights: torch.Tensor, topk_ids: torch.Tensor
+        self,
+        experts: extension.Experts,
+        x: torch.Tensor,
+        topk_weights: torch.Tensor,
+        topk_ids: torch.Tensor,
     ) -> torch.Tensor:
         """Compute the weighted sum of the outputs of each token's experts, ``[tokens, hidden]``.
 
-        With tensor parallelism, or expert parallelism without token exchange, it is a partial sum that vLLM's MoE runner
-        reduces. The runner applies shared experts, too.
+        With tensor parallelism, or expert parallelism without token exchange, it is a partial sum
+        that vLLM's MoE runner reduces. The runner applies shared experts, too.
         """
         parallel = self.moe.moe_parallel_config
         if parallel.dp_size == 1 and not parallel.is_sequence_parallel:
             if parallel.pcp_size == 1 or not parallel.use_ep:
                 return self.apply_local(experts, x, topk_weights, topk_ids)
-            # vLLM's MoE runner exchanges the tokens of prefill context parallelism without expert parallelism alone
+            # vLLM's MoE runner exchanges the tokens of prefill context parallelism without expert
+            # parallelism alone
             context = get_pcp_group()
             every = (context.all_gather(each, dim=0) for each in (x, topk_weights, topk_ids))
             return context.reduce_scatter(self.apply_local(experts, *every), dim=0)
@@ -311,11 +380,19 @@ class NPUExperts:
             output = apply_experts(x, topk_weights, topk_ids, self.moe.num_experts, experts)
             if output is not None:
                 return output
-        x, topk_weights, topk_ids = group.dispatch(x, topk_weights, topk_ids, parallel.is_sequence_parallel)[:3]
-        return group.combine(self.apply_local(experts, x, topk_weights, topk_ids), parallel.is_sequence_parallel)
+        x, topk_weights, topk_ids = group.dispatch(
+            x, topk_weights, topk_ids, parallel.is_sequence_parallel
+        )[:3]
+        return group.combine(
+            self.apply_local(experts, x, topk_weights, topk_ids), parallel.is_sequence_parallel
+        )
 
     def apply_local(
-        self, experts: extension.Experts, x: torch.Tensor, topk_weights: torch.Tensor, topk_ids: torch.Tensor
+        self,
+        experts: extension.Experts,
+        x: torch.Tensor,
+        topk_weights: torch.Tensor,
+        topk_ids: torch.Tensor,
     ) -> torch.Tensor:
         takes_int8, apply = getattr(experts, "takes_int8", False), cast(Any, experts)
         rows, row_idx, counts, scale = torch_npu.npu_moe_init_routing_v2(
@@ -331,24 +408,33 @@ class NPUExperts:
         if self.lora is not None and (adapters := self.lora(row_idx, topk_ids.shape[1])):
             apply = functools.partial(apply, lora=adapters)
         expert_out = apply(rows, counts, scale) if takes_int8 else apply(rows, counts)
-        return combine(expert_out, row_idx, topk_weights, self.num_local_experts < self.moe.num_experts)
+        return combine(
+            expert_out, row_idx, topk_weights, self.num_local_experts < self.moe.num_experts
+        )
 
 
-def combine(expert_out: torch.Tensor, row_idx: torch.Tensor, topk_weights: torch.Tensor, has_dropped: bool) -> torch.Tensor:
+def combine(
+    expert_out: torch.Tensor, row_idx: torch.Tensor, topk_weights: torch.Tensor, has_dropped: bool
+) -> torch.Tensor:
     """Compute the weighted sum of each token's expert outputs, ``[tokens, hidden]``.
 
     Args:
-        expert_out: ``[tokens * k, hidden]``, sorted by expert; dropped rows come last, with any values; the last becomes zeros.
-        row_idx: int32 ``[tokens * k]``, the row of each copy of a token; -1, of another rank's expert, becomes the last one.
+        expert_out: ``[tokens * k, hidden]``, sorted by expert; dropped rows come last, with any
+        values; the last becomes zeros.
+        row_idx: int32 ``[tokens * k]``, the row of each copy of a token; -1, of another rank's
+        expert, becomes the last one.
         topk_weights: float32 ``[tokens, k]``.
         has_dropped: whether there may be dropped rows.
     """
-    if not chip_family().token_unpermute:  # a chip without expert parallelism, which alone drops rows
+    # a chip without expert parallelism, which alone drops rows
+    if not chip_family().token_unpermute:
         weights = topk_weights.to(expert_out.dtype)
-        return torch_npu.npu_moe_finalize_routing(expert_out, None, None, None, weights, row_idx, None, drop_pad_mode=2)
+        return torch_npu.npu_moe_finalize_routing(
+            expert_out, None, None, None, weights, row_idx, None, drop_pad_mode=2
+        )
     if has_dropped:
-        # any dropped row makes the last one a row of no expert, which then holds zeros for all of them; weights of 0 would not
-        # do: 0 times what such a row may hold can be NaN
+        # any dropped row makes the last one a row of no expert, which then holds zeros for all of
+        # them; weights of 0 would not do: 0 times what such a row may hold can be NaN
         dropped, last = row_idx < 0, len(expert_out) - 1
         expert_out[last:].masked_fill_(dropped.any(), 0)
         row_idx.masked_fill_(dropped, last)
@@ -363,7 +449,8 @@ def chip_family() -> ChipFamily:
 
 @UnquantizedFusedMoEMethod.register_oot
 class NPUFusedMoEMethod(NPUExperts, UnquantizedFusedMoEMethod):
-    """Unquantized experts: ``w13_weight [experts, 2 * inner, hidden]`` and ``w2_weight [experts, hidden, inner]``, as in vLLM.
+    """Unquantized experts: ``w13_weight [experts, 2 * inner, hidden]`` and ``w2_weight [experts,
+    hidden, inner]``, as in vLLM.
 
     Without a gate, ``w13_weight`` is ``[experts, inner, hidden]``.
     """
@@ -375,7 +462,8 @@ class NPUFusedMoEMethod(NPUExperts, UnquantizedFusedMoEMethod):
         super().create_weights(layer, *arguments, **named)
         for name in ("w13_bias", "w2_bias") if self.moe.has_bias else ():
             own = getattr(layer, name)
-            if own.dtype == torch.bfloat16:  # npu_grouped_matmul takes float32 biases beside bfloat16 weights
+            # npu_grouped_matmul takes float32 biases beside bfloat16 weights
+            if own.dtype == torch.bfloat16:
                 own.data = own.data.float()
 
     def process_weights_after_loading(self, layer: Any) -> None:
@@ -391,7 +479,12 @@ class NPUFusedMoEMethod(NPUExperts, UnquantizedFusedMoEMethod):
         shared_experts: Any,
         shared_experts_input: torch.Tensor | None,
     ) -> torch.Tensor:
-        experts = functools.partial(apply_experts, layer.w13_weight, layer.w2_weight, activation=ACTIVATIONS[layer.activation])
+        experts = functools.partial(
+            apply_experts,
+            layer.w13_weight,
+            layer.w2_weight,
+            activation=ACTIVATIONS[layer.activation],
+        )
         if self.moe.has_bias:
             experts = functools.partial(experts, biases=(layer.w13_bias, layer.w2_bias))
         return self.apply_routed(experts, x, topk_weights, topk_ids)
@@ -409,13 +502,15 @@ def apply_experts(
     """Apply experts to rows sorted by expert; output rows after the last expert's are undefined.
 
     Args:
-        w13: ``[experts, 2 * inner, hidden]``, gate and up projections, or ``[experts, inner, hidden]`` without a gate.
+        w13: ``[experts, 2 * inner, hidden]``, gate and up projections, or ``[experts, inner,
+        hidden]`` without a gate.
         w2: ``[experts, hidden, inner]``, down projection.
         rows: ``[rows, hidden]``.
         counts: int64 ``[experts]``, rows per expert.
         lora: adapters of the rows (``ascend_platform.ops.lora_experts.RowLoRA``), or None.
         activation: of the first product, which becomes ``[rows, inner]``.
-        biases: of both products, ``[experts, 2 * inner]`` and ``[experts, hidden]``, in float32 for bfloat16 rows; or None.
+        biases: of both products, ``[experts, 2 * inner]`` and ``[experts, hidden]``, in float32 for
+        bfloat16 rows; or None.
     """
     first, second = ({} if bias is None else {"bias": bias} for bias in biases)
     gate_up = grouped_matmul(rows, w13.transpose(1, 2), counts, **first)
@@ -428,15 +523,28 @@ def apply_experts(
     return expert_out
 
 
-def grouped_matmul(rows: torch.Tensor, weight: torch.Tensor, counts: torch.Tensor, **options: Any) -> torch.Tensor:
-    """Multiply each expert's rows by its matrix; rows ``[rows, in]``, weight ``[experts, in, out]``, result ``[rows, out]``.
+def grouped_matmul(
+    rows: torch.Tensor, weight: torch.Tensor, counts: torch.Tensor, **options: Any
+) -> torch.Tensor:
+    """Multiply each expert's rows by its matrix; rows ``[rows, in]``, weight ``[experts, in,
+    out]``, result ``[rows, out]``.
 
     Args:
         counts: int64 ``[experts]``, rows per expert.
         options: arguments of npu_grouped_matmul; tensors are wrapped in lists.
     """
-    list_type = 0 if len(counts) == 1 else 1  # a single group is supported as a cumulative sum only, which equals its count
-    lists = {name: [value] if isinstance(value, torch.Tensor) else value for name, value in options.items()}
+    # a single group is supported as a cumulative sum only, which equals its count
+    list_type = 0 if len(counts) == 1 else 1
+    lists = {
+        name: [value] if isinstance(value, torch.Tensor) else value
+        for name, value in options.items()
+    }
     return torch_npu.npu_grouped_matmul(
-        [rows], [weight], split_item=2, group_type=0, group_list=counts, group_list_type=list_type, **lists
+        [rows],
+        [weight],
+        split_item=2,
+        group_type=0,
+        group_list=counts,
+        group_list_type=list_type,
+        **lists,
     )[0]

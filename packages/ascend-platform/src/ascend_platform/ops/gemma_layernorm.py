@@ -1,6 +1,7 @@
 """Gemma's RMSNorm on a fused NPU operator, registered by ``CustomOp.register_oot`` on import.
 
-Shapes, dtypes and limits of the operators are those of ``torch_npu/_op_plugin_docs.py`` in the torch_npu wheel.
+Shapes, dtypes and limits of the operators are those of ``torch_npu/_op_plugin_docs.py`` in the
+torch_npu wheel.
 """
 
 import torch
@@ -10,16 +11,18 @@ from vllm.model_executor.layers.layernorm import GemmaRMSNorm
 
 @GemmaRMSNorm.register_oot
 class NPUGemmaRMSNorm(GemmaRMSNorm):
-    """RMSNorm with the weight ``1 + weight`` by npu_gemma_rms_norm, which takes contiguous inputs of the weight's dtype.
+    """RMSNorm with the weight ``1 + weight`` by npu_gemma_rms_norm, which takes contiguous inputs
+    of the weight's dtype.
 
-    A residual is added by an operator of its own: npu_add_rms_norm takes weights of the input's dtype only, to which
-    ``1 + weight`` would have to be rounded.
+    A residual is added by an operator of its own: npu_add_rms_norm takes weights of the input's
+    dtype only, to which ``1 + weight`` would have to be rounded.
     """
 
     def forward_oot(
         self, x: torch.Tensor, residual: torch.Tensor | None = None
     ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
-        """``rms_norm(x) * (1 + weight)``; with a residual of x, that of ``x + residual``, and the sum."""
+        """``rms_norm(x) * (1 + weight)``; with a residual of x, that of ``x + residual``, and the
+        sum."""
         if self.weight.dtype != x.dtype:
             return self.forward_native(x, residual)
         if residual is not None:

@@ -1,6 +1,7 @@
 """RMSNorm on fused NPU operators, registered by ``CustomOp.register_oot`` on import.
 
-Shapes, dtypes and limits of the operators are those of ``torch_npu/_op_plugin_docs.py`` in the torch_npu wheel.
+Shapes, dtypes and limits of the operators are those of ``torch_npu/_op_plugin_docs.py`` in the
+torch_npu wheel.
 """
 
 from typing import Any
@@ -14,7 +15,8 @@ from ascend_platform import host
 
 @RMSNorm.register_oot
 class NPURMSNorm(RMSNorm):
-    """RMSNorm by npu_rms_norm and npu_add_rms_norm, for a weight of the input's dtype and the whole last dimension."""
+    """RMSNorm by npu_rms_norm and npu_add_rms_norm, for a weight of the input's dtype and the whole
+    last dimension."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -24,7 +26,8 @@ class NPURMSNorm(RMSNorm):
     def forward_oot(
         self, x: torch.Tensor, residual: torch.Tensor | None = None
     ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
-        """``rms_norm(x)``; with a residual of x, that of ``x + residual``, and the sum. All ``[..., hidden]``."""
+        """``rms_norm(x)``; with a residual of x, that of ``x + residual``, and the sum. All ``[...,
+        hidden]``."""
         weight = self.weight
         if not self.is_fused or x.dtype != weight.dtype:
             return self.forward_native(x, residual)
@@ -38,12 +41,19 @@ class NPURMSNorm(RMSNorm):
 class NPURMSNormGated(RMSNormGated):
     """``rms_norm(x) * silu(z)``, the norm of linear attention, by npu_rms_norm and npu_swiglu.
 
-    The norm is rounded to x's dtype before it is multiplied, as in transformers. Other forms are vLLM's in PyTorch.
+    The norm is rounded to x's dtype before it is multiplied, as in transformers. Other forms are
+    vLLM's in PyTorch.
     """
 
     def forward_oot(self, x: torch.Tensor, z: torch.Tensor | None = None) -> torch.Tensor:
         """x and z ``[..., hidden]`` of one dtype."""
-        is_silu = self.norm_before_gate and self.group_size is None and self.activation in ("silu", "swish")
+        is_silu = (
+            self.norm_before_gate
+            and self.group_size is None
+            and self.activation in ("silu", "swish")
+        )
         if z is None or not is_silu or not x.dtype == z.dtype == self.weight.dtype:
             return self.forward_native(x, z)
-        return torch_npu.npu_swiglu(torch.cat((z, torch_npu.npu_rms_norm(x, self.weight, self.eps)[0]), -1))
+        return torch_npu.npu_swiglu(
+            torch.cat((z, torch_npu.npu_rms_norm(x, self.weight, self.eps)[0]), -1)
+        )

@@ -1,8 +1,10 @@
-"""LoRA on experts: grouped matrix products beside those of the experts, for all adapters of a batch.
+"""LoRA on experts: grouped matrix products beside those of the experts, for all adapters of a
+batch.
 
-vLLM's layer wraps a modular kernel of Triton, which NPUs do not have. Here the products with the A matrices of all slots, a mask
-that keeps each row's own adapter, and the products with the B matrices are added to the experts' own products, as
-``ascend_platform.ops.punica`` does for linear layers.
+vLLM's layer wraps a modular kernel of Triton, which NPUs do not have. Here the products with the A
+matrices of all slots, a mask that keeps each row's own adapter, and the products with the B
+matrices are added to the experts' own products, as ``ascend_platform.ops.punica`` does for linear
+layers.
 """
 
 from __future__ import annotations
@@ -22,7 +24,8 @@ from ascend_platform.vllm_overrides import override
 
 
 class FusedMoEWithLoRA(fused_moe.FusedMoEWithLoRA):
-    """vLLM's layer, with adapters in the order of npu_grouped_matmul. It has vLLM's name, by which vLLM recognizes it."""
+    """vLLM's layer, with adapters in the order of npu_grouped_matmul. It has vLLM's name, by which
+    vLLM recognizes it."""
 
     def __init__(self, base_layer: Any) -> None:
         """Set what vLLM's methods use, except its kernel.
@@ -32,34 +35,51 @@ class FusedMoEWithLoRA(fused_moe.FusedMoEWithLoRA):
         """
         BaseLayerWithLoRA.__init__(self)
         self.base_layer, self.moe_config = base_layer, base_layer.moe_config
-        self._shared_experts = base_layer._shared_experts  # whose layers vLLM looks up here, for adapters of their own
+        # whose layers vLLM looks up here, for adapters of their own
+        self._shared_experts = base_layer._shared_experts
         self.tp_size, self.tp_rank = base_layer.moe_config.tp_size, base_layer.moe_config.tp_rank
         self.device = _get_lora_device(base_layer)
         self._w13_slices = 2
         self.n_slices = self.local_num_experts * (self._w13_slices + 1)
         if not base_layer.moe_config.is_act_and_mul:
             raise extension.RefusedError(
-                "LoRA on experts without a gate is not supported; fix: --lora-target-modules without experts serves the others"
+                "LoRA on experts without a gate is not supported; fix: --lora-target-modules"
+                " without experts serves the others"
             )
         experts = base_layer.routed_experts
         experts.lora_base_layer_prefix = "base_layer."
         if not isinstance(experts.quant_method, NPUFusedMoEMethod):
             raise extension.RefusedError(
-                "LoRA on quantized experts is not supported; fix: --lora-target-modules without experts serves the other layers"
+                "LoRA on quantized experts is not supported; fix: --lora-target-modules without"
+                " experts serves the other layers"
             )
 
     def _create_lora_a_weights(self, max_loras: int, lora_config: Any) -> None:
-        experts, rank, like = self.local_num_experts, lora_config.max_lora_rank, self._like(lora_config)
-        self._w13_a = torch.zeros(experts, self._w13_slices, max_loras, rank, self.hidden_size, **like)
-        self._w2_a = torch.zeros(experts, 1, max_loras, rank, self.intermediate_size_per_partition, **like)
+        experts, rank, like = (
+            self.local_num_experts,
+            lora_config.max_lora_rank,
+            self._like(lora_config),
+        )
+        self._w13_a = torch.zeros(
+            experts, self._w13_slices, max_loras, rank, self.hidden_size, **like
+        )
+        self._w2_a = torch.zeros(
+            experts, 1, max_loras, rank, self.intermediate_size_per_partition, **like
+        )
         # vLLM's order: [slots, experts, rank, in]
         self.w13_lora_a_stacked = tuple(part.transpose(0, 1) for part in self._w13_a.unbind(1))
         self.w2_lora_a_stacked = (self._w2_a[:, 0].transpose(0, 1),)
 
     def _create_lora_b_weights(self, max_loras: int, lora_config: Any) -> None:
-        experts, rank, like = self.local_num_experts, lora_config.max_lora_rank, self._like(lora_config)
+        experts, rank, like = (
+            self.local_num_experts,
+            lora_config.max_lora_rank,
+            self._like(lora_config),
+        )
         inner = self.intermediate_size_per_partition
-        self._w13_b = [torch.zeros(experts, max_loras, rank, inner, **like) for _ in range(self._w13_slices)]
+        self._w13_b = [
+            torch.zeros(experts, max_loras, rank, inner, **like) for _ in range(self._w13_slices)
+        ]
         self._w2_b = [torch.zeros(experts, max_loras, rank, self.hidden_size, **like)]
         # vLLM's order: [slots, experts, out, rank]
         self.w13_lora_b_stacked = tuple(b.permute(1, 0, 3, 2) for b in self._w13_b)
@@ -86,24 +106,35 @@ class FusedMoEWithLoRA(fused_moe.FusedMoEWithLoRA):
 
 @dataclass(frozen=True)
 class RowLoRA:
-    """The adapters of rows that are sorted by expert. ``mask`` ``[rows, slots]`` is 1 at the slot of a row's adapter."""
+    """The adapters of rows that are sorted by expert. ``mask`` ``[rows, slots]`` is 1 at the slot
+    of a row's adapter."""
 
     layer: FusedMoEWithLoRA
     mask: torch.Tensor
 
     def add_w13(self, y: torch.Tensor, rows: torch.Tensor, counts: torch.Tensor) -> None:
-        """Add the adapters' product to y ``[rows, 2 * inner]``, gate and up; rows ``[rows, hidden]``, counts by expert."""
+        """Add the adapters' product to y ``[rows, 2 * inner]``, gate and up; rows ``[rows,
+        hidden]``, counts by expert."""
         self._add(y, rows, counts, self.layer._w13_a, self.layer._w13_b)
 
     def add_w2(self, y: torch.Tensor, rows: torch.Tensor, counts: torch.Tensor) -> None:
         """Add the adapters' product to y ``[rows, hidden]``; rows ``[rows, inner]``."""
         self._add(y, rows, counts, self.layer._w2_a, self.layer._w2_b)
 
-    def _add(self, y: torch.Tensor, rows: torch.Tensor, counts: torch.Tensor, a: torch.Tensor, bs: list[torch.Tensor]) -> None:
+    def _add(
+        self,
+        y: torch.Tensor,
+        rows: torch.Tensor,
+        counts: torch.Tensor,
+        a: torch.Tensor,
+        bs: list[torch.Tensor],
+    ) -> None:
         shrunk = grouped_matmul(rows.to(a.dtype), a.flatten(1, 3).transpose(1, 2), counts)
         shrunk = shrunk.view(len(rows), *a.shape[1:4]) * self.mask[:, None, :, None]
         for index, (b, part) in enumerate(zip(bs, y.chunk(len(bs), -1), strict=True)):
-            part += grouped_matmul(shrunk[:, index].flatten(1).contiguous(), b.flatten(1, 2), counts)
+            part += grouped_matmul(
+                shrunk[:, index].flatten(1).contiguous(), b.flatten(1, 2), counts
+            )
 
 
 class FusedMoE3DWithLoRA(fused_moe.FusedMoE3DWithLoRA):
@@ -111,10 +142,16 @@ class FusedMoE3DWithLoRA(fused_moe.FusedMoE3DWithLoRA):
 
     def __init__(self, base_layer: Any) -> None:
         raise extension.RefusedError(
-            "LoRA on experts whose gate and up projections are one tensor is not supported; fix: --lora-target-modules without "
-            "experts serves the other layers"
+            "LoRA on experts whose gate and up projections are one tensor is not supported; fix:"
+            " --lora-target-modules without experts serves the other layers"
         )
 
 
-_OWN: dict[Any, Any] = {fused_moe.FusedMoEWithLoRA: FusedMoEWithLoRA, fused_moe.FusedMoE3DWithLoRA: FusedMoE3DWithLoRA}
-override("vllm.lora.utils:_all_lora_classes", tuple(_OWN.get(each, each) for each in utils._all_lora_classes))
+_OWN: dict[Any, Any] = {
+    fused_moe.FusedMoEWithLoRA: FusedMoEWithLoRA,
+    fused_moe.FusedMoE3DWithLoRA: FusedMoE3DWithLoRA,
+}
+override(
+    "vllm.lora.utils:_all_lora_classes",
+    tuple(_OWN.get(each, each) for each in utils._all_lora_classes),
+)

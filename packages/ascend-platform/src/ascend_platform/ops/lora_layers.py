@@ -1,4 +1,5 @@
-"""Layers with adapters that vLLM shards wrongly, does not reach, takes for other tokens, or does not compute with."""
+"""Layers with adapters that vLLM shards wrongly, does not reach, takes for other tokens, or does
+not compute with."""
 
 import itertools
 from collections.abc import Callable
@@ -6,7 +7,11 @@ from typing import Any
 
 import torch
 from vllm.forward_context import get_forward_context
-from vllm.lora.layers import BaseLayerWithLoRA, ColumnParallelLinearWithLoRA, ColumnParallelLinearWithShardedLoRA
+from vllm.lora.layers import (
+    BaseLayerWithLoRA,
+    ColumnParallelLinearWithLoRA,
+    ColumnParallelLinearWithShardedLoRA,
+)
 from vllm.lora.lora_model import LoRAModel
 from vllm.lora.request import LoRARequest
 from vllm.model_executor.layers.attention import MLAAttention
@@ -22,7 +27,8 @@ OF_ONE_ADAPTER = (ColumnParallelLinearWithLoRA, ColumnParallelLinearWithShardedL
 
 
 def install(manager: Any) -> None:
-    """Let a WorkerLoRAManager shard adapters as layers are, reach all users of a layer, and refuse what it would leave out."""
+    """Let a WorkerLoRAManager shard adapters as layers are, reach all users of a layer, and refuse
+    what it would leave out."""
     known = manager._adapter_manager
     _shard(known)
     _share(known)
@@ -33,31 +39,49 @@ def install(manager: Any) -> None:
 def _shard(known: Any) -> None:
     """Slice B as the layer's weight is sharded."""
     for layer in known.modules.values():
-        sizes = getattr(layer.base_layer, "output_sizes", None) if type(layer) in OF_ONE_ADAPTER else None
-        if sizes is not None:  # of Qwen3-Next's gated delta net one, whose rows are in the order of key heads
+        sizes = (
+            getattr(layer.base_layer, "output_sizes", None)
+            if type(layer) in OF_ONE_ADAPTER
+            else None
+        )
+        # of Qwen3-Next's gated delta net one, whose rows are in the order of key heads
+        if sizes is not None:
             layer.slice_lora_b = _slicer(layer, [(size, True) for size in sizes])
     for mixer in known.model.modules():
         projection: Any = getattr(mixer, "in_proj", None)
         if isinstance(mixer, MambaMixer2) and type(projection) in OF_ONE_ADAPTER:
             # one group of B and C, which each rank has
             inner, group = (mixer.intermediate_size, True), (mixer.ssm_state_size, False)
-            projection.slice_lora_b = _slicer(projection, [inner, inner, group, group, (mixer.num_heads, True)])
+            projection.slice_lora_b = _slicer(
+                projection, [inner, inner, group, group, (mixer.num_heads, True)]
+            )
 
 
 def _slicer(layer: Any, parts: list[tuple[int, bool]]) -> Callable[[torch.Tensor], torch.Tensor]:
-    """Return the function that selects a rank's rows of B ``[out, rank]``; parts: their rows, and whether they are sharded."""
+    """Return the function that selects a rank's rows of B ``[out, rank]``; parts: their rows, and
+    whether they are sharded."""
 
     def slice_lora_b(lora_b: torch.Tensor) -> torch.Tensor:
         split = lora_b.split([size for size, _ in parts])
         rows = [part.chunk(layer.tp_size)[layer.tp_rank] for part in split]
-        return torch.cat([row if is_sharded else part for row, part, (_, is_sharded) in zip(rows, split, parts, strict=True)])
+        return torch.cat(
+            [
+                row if is_sharded else part
+                for row, part, (_, is_sharded) in zip(rows, split, parts, strict=True)
+            ]
+        )
 
     return slice_lora_b
 
 
 def _share(known: Any) -> None:
-    """Replace a layer with adapters under its other names, such as the gate that a shared expert multiplies its output by."""
-    wrappers = {id(layer.base_layer): layer for layer in known.modules.values() if isinstance(layer.base_layer, LinearBase)}
+    """Replace a layer with adapters under its other names, such as the gate that a shared expert
+    multiplies its output by."""
+    wrappers = {
+        id(layer.base_layer): layer
+        for layer in known.modules.values()
+        if isinstance(layer.base_layer, LinearBase)
+    }
     for parent in list(known.model.modules()):
         for name, child in parent._modules.items():
             if id(child) in wrappers and not isinstance(parent, BaseLayerWithLoRA):
@@ -65,8 +89,11 @@ def _share(known: Any) -> None:
 
 
 def _divide(known: Any) -> None:
-    """Let Mamba 1's inner projections, which it computes of prefills and then of decodes, take the adapters of these tokens."""
-    mixers: list[Any] = [module for module in known.model.modules() if isinstance(module, MambaMixer)]
+    """Let Mamba 1's inner projections, which it computes of prefills and then of decodes, take the
+    adapters of these tokens."""
+    mixers: list[Any] = [
+        module for module in known.model.modules() if isinstance(module, MambaMixer)
+    ]
     for mixer in mixers:
         mixer._ssm_transform = _divided(mixer, list(known.punica_wrapper_mapping.values()))
 
@@ -88,11 +115,14 @@ def _divided(mixer: Any, wrappers: list[Any]) -> Callable[[torch.Tensor], Any]:
 def _refuse(manager: Any) -> None:
     """Refuse adapters of layers that vLLM would leave out, before it stores or evicts any.
 
-    vLLM's MLAAttention computes with W_UK and W_UV, copies of ``kv_b_proj``; convolutions are computed from their weights; and
-    some layers have no form with adapters. Layers that ``--lora-target-modules`` excludes are left out on request.
+    vLLM's MLAAttention computes with W_UK and W_UV, copies of ``kv_b_proj``; convolutions are
+    computed from their weights; and some layers have no form with adapters. Layers that
+    ``--lora-target-modules`` excludes are left out on request.
     """
     known, load = manager._adapter_manager, manager._load_adapter
-    latent = {id(layer.kv_b_proj) for layer in known.model.modules() if isinstance(layer, MLAAttention)}
+    latent = {
+        id(layer.kv_b_proj) for layer in known.model.modules() if isinstance(layer, MLAAttention)
+    }
     refused = {}
     for name, layer in known.modules.items():
         if id(layer) in latent:
@@ -101,23 +131,37 @@ def _refuse(manager: Any) -> None:
             refused[name] = "a convolution"
     for name, block in known.model.named_modules():
         if getattr(block, "is_sequence_parallel", False):
-            inner = [known.packed_modules.get(each, [each]) for each in known.modules if each.startswith(f"{name}.")]
-            refused |= dict.fromkeys(itertools.chain(*inner), "whose tokens are divided among ranks (sequence-parallel experts)")
+            inner = [
+                known.packed_modules.get(each, [each])
+                for each in known.modules
+                if each.startswith(f"{name}.")
+            ]
+            refused |= dict.fromkeys(
+                itertools.chain(*inner),
+                "whose tokens are divided among ranks (sequence-parallel experts)",
+            )
     wrapped = {id(layer.base_layer) for layer in known.modules.values()}
     for name, module in known.model.named_modules():
-        is_left_out = isinstance(module, LinearBase) and id(module) not in wrapped and known._match_target_modules(name)
-        if is_left_out and known._get_punica_wrapper(name) is not None:  # else of a tower, see --enable-tower-connector-lora
+        is_left_out = (
+            isinstance(module, LinearBase)
+            and id(module) not in wrapped
+            and known._match_target_modules(name)
+        )
+        # else of a tower, see --enable-tower-connector-lora
+        if is_left_out and known._get_punica_wrapper(name) is not None:
             parent, _, own = name.rpartition(".")
-            parts = (f"{parent}.{part}".lstrip(".") for part in known.packed_modules_mapping.get(own, ()))
+            parts = (
+                f"{parent}.{part}".lstrip(".") for part in known.packed_modules_mapping.get(own, ())
+            )
             refused |= dict.fromkeys([name, *parts], "for which vLLM has no form with adapters")
 
     def load_adapter(request: LoRARequest) -> LoRAModel:
         adapter: LoRAModel = load(request)
         if found := sorted(refused.keys() & adapter.loras.keys()):
             raise RefusedError(
-                f"LoRA adapter {request.lora_name} in {request.lora_path} adapts {found[0]}, {refused[found[0]]}; fix: an "
-                f"adapter of other layers, or --lora-target-modules without {found[0].rpartition('.')[2]}, which leaves this "
-                "part of the adapter out"
+                f"LoRA adapter {request.lora_name} in {request.lora_path} adapts {found[0]},"
+                f" {refused[found[0]]}; fix: an adapter of other layers, or --lora-target-modules"
+                f" without {found[0].rpartition('.')[2]}, which leaves this part of the adapter out"
             )
         return adapter
 

@@ -1,9 +1,12 @@
-"""LoRA (vLLM's Punica wrapper): shrink and expand for all tokens and adapters of a batch in a few matrix products.
+"""LoRA (vLLM's Punica wrapper): shrink and expand for all tokens and adapters of a batch in a few
+matrix products.
 
-vLLM keeps a layer's adapters in slots, A ``[slots, 1, rank, in]`` and B ``[slots, 1, out, rank]``. The shrink multiplies by A of
-all slots, a mask sets the results of other adapters to zero, and the expand adds the product with B of all slots to the output:
-one launch for A of all slices, one for the mask, and one per slice for B. Rows are not reordered and no shape depends on the
-adapters in use, so there is no synchronization with the device. ``docs/lora.md`` compares it with grouped matrix products.
+vLLM keeps a layer's adapters in slots, A ``[slots, 1, rank, in]`` and B ``[slots, 1, out, rank]``.
+The shrink multiplies by A of all slots, a mask sets the results of other adapters to zero, and the
+expand adds the product with B of all slots to the output: one launch for A of all slices, one for
+the mask, and one per slice for B. Rows are not reordered and no shape depends on the adapters in
+use, so there is no synchronization with the device. ``docs/lora.md`` compares it with grouped
+matrix products.
 """
 
 import contextlib
@@ -13,7 +16,7 @@ from typing import Any
 import torch
 from vllm.lora.punica_wrapper.punica_cpu import PunicaWrapperCPU
 
-from ascend_platform.ops import lora_experts  # noqa: F401  (registers the layer)
+from ascend_platform.ops import lora_experts  # noqa: F401
 
 
 class NPUPunicaWrapper(PunicaWrapperCPU):
@@ -22,26 +25,44 @@ class NPUPunicaWrapper(PunicaWrapperCPU):
     It extends vLLM's PyTorch wrapper, which handles full classifier weights.
     """
 
-    def __init__(self, max_num_batched_tokens: int, max_batches: int, device: Any, *, lora_config: Any, **kwargs: Any) -> None:
+    def __init__(
+        self,
+        max_num_batched_tokens: int,
+        max_batches: int,
+        device: Any,
+        *,
+        lora_config: Any,
+        **kwargs: Any,
+    ) -> None:
         super().__init__(max_num_batched_tokens, max_batches, device, **kwargs)
         slots, dtype = lora_config.max_loras, lora_config.lora_dtype
         self._slots = torch.arange(slots, device=device)
         # [rows, slots]: 1 where a token, or a sampled row, uses the adapter of the slot
         self._token_mask = torch.zeros(max_num_batched_tokens, slots, dtype=dtype, device=device)
         self._sampler_mask = torch.zeros_like(self._token_mask)
-        self._first_token: int | None = None  # of a layer's rows, where they are a part of the step's tokens
+        # of a layer's rows, where they are a part of the step's tokens
+        self._first_token: int | None = None
 
     def update_metadata(
-        self, mapping: Any, lora_index_to_id: list[int | None], max_loras: int, vocab_size: int, **kwargs: Any
+        self,
+        mapping: Any,
+        lora_index_to_id: list[int | None],
+        max_loras: int,
+        vocab_size: int,
+        **kwargs: Any,
     ) -> None:
         """Update the adapter of each token, without synchronizing with the device."""
         self._update_base_metadata(mapping, lora_index_to_id, max_loras, vocab_size)
         self.no_lora = not any(mapping.index_mapping)
-        for mask, indices in ((self._token_mask, self.token_lora_indices), (self._sampler_mask, self.sampler_indices)):
+        for mask, indices in (
+            (self._token_mask, self.token_lora_indices),
+            (self._sampler_mask, self.sampler_indices),
+        ):
             mask[: len(indices)] = indices.unsqueeze(1) == self._slots
 
     def token_mask(self, tokens: int) -> torch.Tensor:
-        """``[tokens, slots]`` for the first tokens of the batch: 1 at the slot of a token's adapter."""
+        """``[tokens, slots]`` for the first tokens of the batch: 1 at the slot of a token's
+        adapter."""
         return self._token_mask[:tokens]
 
     def add_lora_linear(
@@ -56,14 +77,25 @@ class NPUPunicaWrapper(PunicaWrapperCPU):
         buffer: Any = None,
         **kwargs: Any,
     ) -> None:
-        """Add ``x A B`` of each slice to y ``[tokens, sum of output_slices]``; x is ``[tokens, in]``."""
+        """Add ``x A B`` of each slice to y ``[tokens, sum of output_slices]``; x is ``[tokens,
+        in]``."""
         if self.no_lora:
             return
         x, y = x.view(-1, x.shape[-1]), y.view(-1, y.shape[-1])
-        self._expand(y, _shrink(x, lora_a_stacked, scale) * self._slot_mask(x), lora_b_stacked, output_slices)
+        self._expand(
+            y, _shrink(x, lora_a_stacked, scale) * self._slot_mask(x), lora_b_stacked, output_slices
+        )
 
-    def add_shrink(self, y: Any, x: torch.Tensor, lora_a_stacked: tuple[torch.Tensor, ...], scale: float, **kwargs: Any) -> None:
-        """Write ``x A`` of each slice into y ``[slices, tokens, rank]``; zeros for tokens without an adapter."""
+    def add_shrink(
+        self,
+        y: Any,
+        x: torch.Tensor,
+        lora_a_stacked: tuple[torch.Tensor, ...],
+        scale: float,
+        **kwargs: Any,
+    ) -> None:
+        """Write ``x A`` of each slice into y ``[slices, tokens, rank]``; zeros for tokens without
+        an adapter."""
         if self.no_lora:
             return
         x = x.view(-1, x.shape[-1])
@@ -81,18 +113,33 @@ class NPUPunicaWrapper(PunicaWrapperCPU):
         add_inputs: bool = True,
         **kwargs: Any,
     ) -> None:
-        """Add ``x[slice] B`` to each slice of y ``[tokens, ...]`` from ``offset_start`` on; x is ``[slices, tokens, rank]``."""
+        """Add ``x[slice] B`` to each slice of y ``[tokens, ...]`` from ``offset_start`` on; x is
+        ``[slices, tokens, rank]``."""
         if self.no_lora:
             return
         x = torch.stack(tuple(x), 1).to(lora_b_stacked[0].dtype)
-        self._expand(y.view(-1, y.shape[-1]), x.unsqueeze(2) * self._slot_mask(x), lora_b_stacked, output_slices, offset_start)
+        self._expand(
+            y.view(-1, y.shape[-1]),
+            x.unsqueeze(2) * self._slot_mask(x),
+            lora_b_stacked,
+            output_slices,
+            offset_start,
+        )
 
     def add_lora_embedding(
-        self, y: torch.Tensor, x: torch.Tensor, lora_b_stacked: torch.Tensor, add_inputs: bool = True, **kwargs: Any
+        self,
+        y: torch.Tensor,
+        x: torch.Tensor,
+        lora_b_stacked: torch.Tensor,
+        add_inputs: bool = True,
+        **kwargs: Any,
     ) -> None:
-        """Add ``x B`` to y ``[tokens, hidden]``; x ``[tokens, rank]`` has the rows of A of each token's adapter."""
+        """Add ``x B`` to y ``[tokens, hidden]``; x ``[tokens, rank]`` has the rows of A of each
+        token's adapter."""
         if not self.no_lora:
-            self._expand(y, x[:, None, None] * self._slot_mask(x), (lora_b_stacked,), (y.shape[-1],))
+            self._expand(
+                y, x[:, None, None] * self._slot_mask(x), (lora_b_stacked,), (y.shape[-1],)
+            )
 
     def add_lora_logits(
         self,
@@ -105,7 +152,8 @@ class NPUPunicaWrapper(PunicaWrapperCPU):
         buffer: Any = None,
         **kwargs: Any,
     ) -> None:
-        """Add ``x A B`` to the logits y ``[rows, vocab_size or more]`` of the sampled rows, or see :func:`of_tokens`."""
+        """Add ``x A B`` to the logits y ``[rows, vocab_size or more]`` of the sampled rows, or see
+        :func:`of_tokens`."""
         if self.no_lora:
             return
         first = self._first_token
@@ -124,7 +172,8 @@ class NPUPunicaWrapper(PunicaWrapperCPU):
         output_slices: tuple[int, ...],
         start: int = 0,
     ) -> None:
-        """Add the product of x ``[tokens, slices, slots, rank]`` with B of all slots to the slices of y."""
+        """Add the product of x ``[tokens, slices, slots, rank]`` with B of all slots to the slices
+        of y."""
         for index, (b, width) in enumerate(zip(stacked, output_slices, strict=True)):
             weight, part = _flatten_lora_b(b)[:width], y[:, start : start + width]
             if y.dtype == b.dtype:
@@ -149,14 +198,16 @@ def _stack_lora_a(stacked: tuple[torch.Tensor, ...]) -> torch.Tensor:
         return first
     size = first.numel() * first.element_size()
     if any(a.data_ptr() != first.data_ptr() + index * size for index, a in enumerate(stacked)):
-        with torch.inference_mode(False):  # adapters are loaded into slots outside of inference mode too
+        # adapters are loaded into slots outside of inference mode too
+        with torch.inference_mode(False):
             for a, part in zip(stacked, torch.stack(stacked), strict=True):
                 a.data = part
     return first.as_strided((len(stacked), *first.shape), (first.numel(), *first.stride()))
 
 
 def _flatten_lora_b(b: torch.Tensor) -> torch.Tensor:
-    """Return B ``[slots, 1, out, rank]`` as ``[out, slots * rank]``; on first use it is stored in this order."""
+    """Return B ``[slots, 1, out, rank]`` as ``[out, slots * rank]``; on first use it is stored in
+    this order."""
     slots, _, out, rank = b.shape
     if b.stride(2) != slots * rank:
         with torch.inference_mode(False):
@@ -164,15 +215,22 @@ def _flatten_lora_b(b: torch.Tensor) -> torch.Tensor:
     return b[:, 0].transpose(0, 1).reshape(out, slots * rank)
 
 
-def of_tokens(manager: Any, compute_logits: Callable[..., Any], hidden_states: torch.Tensor) -> Callable[..., Any]:
-    """Return ``compute_logits`` for slices of a step's hidden states ``[tokens, hidden]``, each with its tokens' adapters.
+def of_tokens(
+    manager: Any, compute_logits: Callable[..., Any], hidden_states: torch.Tensor
+) -> Callable[..., Any]:
+    """Return ``compute_logits`` for slices of a step's hidden states ``[tokens, hidden]``, each
+    with its tokens' adapters.
 
-    vLLM computes the logits of prompts so (``prompt_logprobs``), and lets the wrapper know the adapters of sampled rows only.
+    vLLM computes the logits of prompts so (``prompt_logprobs``), and lets the wrapper know the
+    adapters of sampled rows only.
     """
     wrappers = manager._adapter_manager.punica_wrapper_mapping.values()
 
     def compute(rows: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        with starting_at((rows.storage_offset() - hidden_states.storage_offset()) // hidden_states.stride(0), *wrappers):
+        with starting_at(
+            (rows.storage_offset() - hidden_states.storage_offset()) // hidden_states.stride(0),
+            *wrappers,
+        ):
             return compute_logits(rows, *args, **kwargs)
 
     return compute

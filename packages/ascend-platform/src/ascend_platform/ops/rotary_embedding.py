@@ -1,6 +1,7 @@
 """Rotary embeddings on fused NPU operators, registered by ``CustomOp.register_oot`` on import.
 
-Shapes, dtypes and limits of the operators are those of ``torch_npu/_op_plugin_docs.py`` in the torch_npu wheel.
+Shapes, dtypes and limits of the operators are those of ``torch_npu/_op_plugin_docs.py`` in the
+torch_npu wheel.
 """
 
 from collections.abc import Iterator, Sequence
@@ -9,13 +10,17 @@ from typing import Any
 import torch
 import torch_npu
 from vllm.model_executor.layers import rotary_embedding
-from vllm.model_executor.layers.rotary_embedding import DeepseekScalingRotaryEmbedding, MRotaryEmbedding, RotaryEmbedding
+from vllm.model_executor.layers.rotary_embedding import (
+    DeepseekScalingRotaryEmbedding,
+    MRotaryEmbedding,
+    RotaryEmbedding,
+)
 from vllm.model_executor.layers.rotary_embedding.base import RotaryEmbeddingBase
 from vllm.model_executor.layers.rotary_embedding.common import ApplyRotaryEmb
 
 MROPE_SECTIONS = {(16, 24, 24), (24, 20, 20), (8, 12, 12)}
-"""Sections that npu_mrope supports with three rows of positions (op-plugin, ``docs/zh/custom_APIs``): those of Qwen2-VL and
-Qwen2.5-VL, Qwen3-VL, and GLM-4V."""
+"""Sections that npu_mrope supports with three rows of positions (op-plugin,
+``docs/zh/custom_APIs``): those of Qwen2-VL and Qwen2.5-VL, Qwen3-VL, and GLM-4V."""
 
 ONE_ROW = [0, 0, 0]
 """The section of npu_mrope for one row of positions."""
@@ -25,8 +30,12 @@ MAX_HEADS = 999
 
 
 def _is_supported(layer: Any, query: torch.Tensor, head_size: int = 0) -> bool:
-    """Whether npu_mrope supports the head size and the rotary dimensions: multiples of 64 bytes (op-plugin's page)."""
-    return all(size * query.element_size() % 64 == 0 for size in (layer.rotary_dim, head_size or layer.head_size))
+    """Whether npu_mrope supports the head size and the rotary dimensions: multiples of 64 bytes
+    (op-plugin's page)."""
+    return all(
+        size * query.element_size() % 64 == 0
+        for size in (layer.rotary_dim, head_size or layer.head_size)
+    )
 
 
 def _rotate(
@@ -65,8 +74,9 @@ def _rotate(
 class NPURotaryMixin:
     """Mixin that rotates query and key with npu_mrope.
 
-    npu_mrope supports both rotation styles, and heads and partial rotary dimensions in multiples of 64 bytes (32 elements of
-    16-bit types, 16 of float32). Other sizes fall back to vLLM's PyTorch implementation.
+    npu_mrope supports both rotation styles, and heads and partial rotary dimensions in multiples of
+    64 bytes (32 elements of 16-bit types, 16 of float32). Other sizes fall back to vLLM's PyTorch
+    implementation.
     """
 
     def forward_oot(
@@ -80,7 +90,8 @@ class NPURotaryMixin:
     def rotate_first(
         self: Any, positions: torch.Tensor, query: torch.Tensor, key: torch.Tensor, head_size: int
     ) -> tuple[torch.Tensor, torch.Tensor] | None:
-        """Rotate the first elements of heads that are wider than the layer's; None if npu_mrope does not support the width."""
+        """Rotate the first elements of heads that are wider than the layer's; None if npu_mrope
+        does not support the width."""
         if not _is_supported(self, query, head_size):
             return None
         return _rotate(self, positions.view(-1), query, key, ONE_ROW, "default", head_size)
@@ -88,7 +99,8 @@ class NPURotaryMixin:
 
 @MRotaryEmbedding.register_oot
 class NPUMRotaryEmbedding(MRotaryEmbedding):
-    """M-RoPE by npu_mrope; sections that it does not support fall back to vLLM's PyTorch implementation."""
+    """M-RoPE by npu_mrope; sections that it does not support fall back to vLLM's PyTorch
+    implementation."""
 
     def forward_oot(
         self,
@@ -97,7 +109,8 @@ class NPUMRotaryEmbedding(MRotaryEmbedding):
         key: torch.Tensor | None = None,
         offsets: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Rotate query and key ``[tokens, heads * head_size]`` by positions ``[tokens]`` or ``[3, tokens]``."""
+        """Rotate query and key ``[tokens, heads * head_size]`` by positions ``[tokens]`` or ``[3,
+        tokens]``."""
         section, cache_mode = ONE_ROW, "default"
         if positions.dim() == 2:
             section = self.mrope_section or section
@@ -110,17 +123,23 @@ class NPUMRotaryEmbedding(MRotaryEmbedding):
 
 @ApplyRotaryEmb.register_oot
 class NPUApplyRotaryEmb(ApplyRotaryEmb):
-    """Rotation of vision encoders by npu_rotary_mul, with a cosine and a sine for each element of a head."""
+    """Rotation of vision encoders by npu_rotary_mul, with a cosine and a sine for each element of a
+    head."""
 
     def forward_oot(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-        """Rotate x ``[batch, tokens, heads, head_size]``, batch optional, by cos and sin ``[tokens, head_size / 2]``."""
+        """Rotate x ``[batch, tokens, heads, head_size]``, batch optional, by cos and sin ``[tokens,
+        head_size / 2]``."""
         batch, heads = (x.shape[0] if x.dim() == 4 else 1), x.shape[-2]
-        too_many = max(batch, heads) > MAX_HEADS if self.is_neox_style else batch * heads > MAX_HEADS
+        too_many = (
+            max(batch, heads) > MAX_HEADS if self.is_neox_style else batch * heads > MAX_HEADS
+        )
         if too_many or 2 * cos.shape[-1] != x.shape[-1] or cos.dim() != 2 or x.shape[-1] >= 896:
             return self.forward_native(x, cos, sin)
         inputs, cos, sin, shape, dtype = self._pre_process(x, cos, sin)
         factors = [self._for_each_element(each.to(inputs.dtype)) for each in (cos, sin)]
-        rotated = torch_npu.npu_rotary_mul(inputs, *factors, "half" if self.is_neox_style else "interleave")
+        rotated = torch_npu.npu_rotary_mul(
+            inputs, *factors, "half" if self.is_neox_style else "interleave"
+        )
         return self._post_process(rotated, shape, dtype)
 
     def _for_each_element(self, half: torch.Tensor) -> torch.Tensor:
@@ -130,9 +149,11 @@ class NPUApplyRotaryEmb(ApplyRotaryEmb):
 
 
 def _plain_rotary_classes() -> Iterator[type[RotaryEmbeddingBase]]:
-    """RotaryEmbedding and the classes that differ only in the contents of the cosine and sine cache.
+    """RotaryEmbedding and the classes that differ only in the contents of the cosine and sine
+    cache.
 
-    vLLM looks replacements up by the class's name (``CustomOp.__new__``), so that each subclass needs a registration.
+    vLLM looks replacements up by the class's name (``CustomOp.__new__``), so that each subclass
+    needs a registration.
     """
     yield DeepseekScalingRotaryEmbedding  # its own forward_native computes the same
     for cls in vars(rotary_embedding).values():

@@ -1,7 +1,7 @@
 """Shared experts on a stream of their own, beside router, token exchange and routed experts.
 
-vLLM's class does so on CUDA. The two streams wait for each other on the device: the second for the layer's input, the first for
-the output.
+vLLM's class does so on CUDA. The two streams wait for each other on the device: the second for the
+layer's input, the first for the output.
 """
 
 from typing import Any
@@ -9,7 +9,10 @@ from typing import Any
 import torch
 from vllm import envs
 from vllm.config import get_current_vllm_config
-from vllm.model_executor.layers.fused_moe.runner.shared_experts import SharedExperts, SharedExpertsOrder
+from vllm.model_executor.layers.fused_moe.runner.shared_experts import (
+    SharedExperts,
+    SharedExpertsOrder,
+)
 
 from ascend_platform.config import performance
 from ascend_platform.vllm_overrides import override
@@ -32,7 +35,8 @@ class NPUSharedExperts(SharedExperts):
         super().__init__(*arguments, **named)
         config = get_current_vllm_config()
         lora = config.lora_config
-        sharded = lora is not None and lora.fully_sharded_loras  # collectives of both streams in one group could change places
+        # collectives of both streams in one group could change places
+        sharded = lora is not None and lora.fully_sharded_loras
         wanted = performance.enabled(config, performance.SHARED_EXPERTS_STREAM)
         if wanted and not sharded and not envs.VLLM_DISABLE_SHARED_EXPERTS_STREAM:
             self._stream = _stream()
@@ -43,11 +47,19 @@ class NPUSharedExperts(SharedExperts):
         order = super()._determine_shared_experts_order(hidden_states)
         small = hidden_states.shape[0] <= envs.VLLM_SHARED_EXPERTS_STREAM_TOKEN_THRESHOLD
         overlaps = order == SharedExpertsOrder.NO_OVERLAP and self._stream is not None and small
-        return SharedExpertsOrder.MULTI_STREAM_OVERLAPPED if overlaps and not self._disable_shared_experts_overlap else order
+        return (
+            SharedExpertsOrder.MULTI_STREAM_OVERLAPPED
+            if overlaps and not self._disable_shared_experts_overlap
+            else order
+        )
 
     def maybe_forward_async(self, shared_experts_input: torch.Tensor) -> bool:
-        """As vLLM's, on an NPU's stream: queue the shared experts, and return whether :meth:`wait` has to be called."""
-        if self._determine_shared_experts_order(shared_experts_input) != SharedExpertsOrder.MULTI_STREAM_OVERLAPPED:
+        """As vLLM's, on an NPU's stream: queue the shared experts, and return whether :meth:`wait`
+        has to be called."""
+        if (
+            self._determine_shared_experts_order(shared_experts_input)
+            != SharedExpertsOrder.MULTI_STREAM_OVERLAPPED
+        ):
             return False
         index = self._output_idx
         is_capturing = torch.npu.is_current_stream_capturing()
@@ -55,8 +67,9 @@ class NPUSharedExperts(SharedExperts):
         with torch.npu.stream(self._stream):
             self._input_ready_event[index].wait(self._stream)
             if is_capturing:
-                # torch_npu queues the wait, by which the stream joins the capture; its allocator asks the stream whether it is
-                # captured, and would take memory outside of the graph's pool before. Reading this waits for the queue.
+                # torch_npu queues the wait, by which the stream joins the capture; its allocator
+                # asks the stream whether it is captured, and would take memory outside of the
+                # graph's pool before. Reading this waits for the queue.
                 torch.npu.current_stream().npu_stream  # noqa: B018
             self._output[index] = self._layer(shared_experts_input)
             self._output_ready_event[index].record(self._stream)
@@ -67,4 +80,6 @@ class NPUSharedExperts(SharedExperts):
         self._output_ready_event[self._output_idx].wait(torch.npu.current_stream())
 
 
-override("vllm.model_executor.layers.fused_moe.runner.shared_experts:SharedExperts", NPUSharedExperts)
+override(
+    "vllm.model_executor.layers.fused_moe.runner.shared_experts:SharedExperts", NPUSharedExperts
+)

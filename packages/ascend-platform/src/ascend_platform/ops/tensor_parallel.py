@@ -1,6 +1,8 @@
-"""Layers of tensor parallelism: a vocabulary's embedding in few operators, and row-parallel products fused with their all-reduce.
+"""Layers of tensor parallelism: a vocabulary's embedding in few operators, and row-parallel
+products fused with their all-reduce.
 
-By torch_npu's documentation npu_mm_all_reduce_base is for prefill alone, and for tensor parallelism within a machine of Atlas A2.
+By torch_npu's documentation npu_mm_all_reduce_base is for prefill alone, and for tensor parallelism
+within a machine of Atlas A2.
 """
 
 import functools
@@ -28,12 +30,16 @@ def get_masked_input_and_mask(
     added_vocab_start_index: int,
     added_vocab_end_index: int,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The local row of each token id, and whether the id belongs to another rank; rows of those are any valid one.
+    """The local row of each token id, and whether the id belongs to another rank; rows of those are
+    any valid one.
 
-    vLLM's thirteen operators become one kernel on CUDA alone, by torch.compile. A shard with added tokens, or
-    without any, takes vLLM's.
+    vLLM's thirteen operators become one kernel on CUDA alone, by torch.compile. A shard with added
+    tokens, or without any, takes vLLM's.
     """
-    if added_vocab_start_index < added_vocab_end_index or org_vocab_start_index == org_vocab_end_index:
+    if (
+        added_vocab_start_index < added_vocab_end_index
+        or org_vocab_start_index == org_vocab_end_index
+    ):
         ranges = (org_vocab_start_index, org_vocab_end_index, num_org_vocab_padding)
         return _native(input_, *ranges, added_vocab_start_index, added_vocab_end_index)
     local = input_ - org_vocab_start_index
@@ -41,25 +47,41 @@ def get_masked_input_and_mask(
     return rows, rows != local
 
 
-override("vllm.model_executor.layers.vocab_parallel_embedding:get_masked_input_and_mask", get_masked_input_and_mask)
+override(
+    "vllm.model_executor.layers.vocab_parallel_embedding:get_masked_input_and_mask",
+    get_masked_input_and_mask,
+)
 
 
 @RowParallelLinear.register_oot
 class NPURowParallelLinear(RowParallelLinear):
-    """vLLM's layer, with the option ``ascend.platform.matmul_all_reduce``. Quantized layers, biases and LoRA take vLLM's path."""
+    """vLLM's layer, with the option ``ascend.platform.matmul_all_reduce``. Quantized layers, biases
+    and LoRA take vLLM's path."""
 
     def __init__(self, *arguments: Any, **named: Any) -> None:
         super().__init__(*arguments, **named)
         self.fused_above: int | None = None
         """The tokens of a decode step; None where the layer is not fused."""
         config = get_current_vllm_config()
-        plain = type(self.quant_method) is UnquantizedLinearMethod and self.bias is None and self.input_is_parallel
+        plain = (
+            type(self.quant_method) is UnquantizedLinearMethod
+            and self.bias is None
+            and self.input_is_parallel
+        )
         plain = plain and self.reduce_results and self.tp_size > 1
-        if plain and self.weight.dtype != torch.float32 and performance.enabled(config, performance.MATMUL_ALL_REDUCE):
+        if (
+            plain
+            and self.weight.dtype != torch.float32
+            and performance.enabled(config, performance.MATMUL_ALL_REDUCE)
+        ):
             self.fused_above = performance.max_decode_tokens(config)
 
     def forward(self, input_: torch.Tensor) -> Any:
-        if self.fused_above is None or len(input_) <= self.fused_above or torch.npu.is_current_stream_capturing():
+        if (
+            self.fused_above is None
+            or len(input_) <= self.fused_above
+            or torch.npu.is_current_stream_capturing()
+        ):
             return super().forward(input_)
         group: Any = get_tp_group().device_group
         weight: Any = self.weight

@@ -1,6 +1,8 @@
-"""Quantized weights and KV caches of ModelSlim, compressed-tensors, AWQ, GPTQ, FP8 and MXFP4 checkpoints, on CANN's operators.
+"""Quantized weights and KV caches of ModelSlim, compressed-tensors, AWQ, GPTQ, FP8 and MXFP4
+checkpoints, on CANN's operators.
 
-Each scheme is a module of ``schemes``, registered in ``schemes/__init__.py``; ``formats`` has the checkpoint formats.
+Each scheme is a module of ``schemes``, registered in ``schemes/__init__.py``; ``formats`` has the
+checkpoint formats.
 """
 
 from __future__ import annotations
@@ -9,7 +11,14 @@ import functools
 from typing import TYPE_CHECKING, Any
 
 from ascend_platform import extension
-from ascend_platform.quantization.common import DESCRIPTION, FP8, METHODS, MXFP4, NAME, not_quantized
+from ascend_platform.quantization.common import (
+    DESCRIPTION,
+    FP8,
+    METHODS,
+    MXFP4,
+    NAME,
+    not_quantized,
+)
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -19,10 +28,11 @@ _import_error: ImportError | None = None
 
 @functools.cache
 def register() -> None:
-    """Register the formats with vLLM, once. Imports vLLM's quantization, so call it only before a model is configured.
+    """Register the formats with vLLM, once. Imports vLLM's quantization, so call it only before a
+    model is configured.
 
-    Never raises: with a vLLM that lacks a name imported here, models that are not quantized still work; :func:`check` raises
-    for the others.
+    Never raises: with a vLLM that lacks a name imported here, models that are not quantized still
+    work; :func:`check` raises for the others.
     """
     global _import_error
     try:
@@ -43,19 +53,23 @@ def check(method: str) -> None:
     """
     own = f"ascend-platform {extension.version('ascend-platform')}"
     if method not in METHODS:
-        raise extension.RefusedError(f"{own} supports quantization methods {', '.join(METHODS)}; the model has {method!r}")
+        raise extension.RefusedError(
+            f"{own} supports quantization methods {', '.join(METHODS)}; the model has {method!r}"
+        )
     if _import_error:
         raise extension.RefusedError(
-            f"the model is quantized ({method}), and {own} cannot load quantized weights with vLLM {extension.version('vllm')}: "
-            f"{_import_error}; fix: pip install --upgrade ascend-platform"
+            f"the model is quantized ({method}), and {own} cannot load quantized weights with vLLM"
+            f" {extension.version('vllm')}: {_import_error}; fix: pip install --upgrade"
+            " ascend-platform"
         ) from _import_error
 
 
 def detect(vllm_config: VllmConfig) -> None:
-    """Set the method for a ModelSlim checkpoint where neither the user nor the checkpoint's configuration names one.
+    """Set the method for a ModelSlim checkpoint where neither the user nor the checkpoint's
+    configuration names one.
 
-    vLLM asks quantization configurations only about models whose ``config.json`` has a ``quantization_config``
-    (``vllm/config/model.py``), and ModelSlim writes none.
+    vLLM asks quantization configurations only about models whose ``config.json`` has a
+    ``quantization_config`` (``vllm/config/model.py``), and ModelSlim writes none.
 
     Raises:
         RefusedError: a method for weights that are not quantized.
@@ -64,7 +78,11 @@ def detect(vllm_config: VllmConfig) -> None:
 
     model: Any = vllm_config.model_config
     configs = (model.hf_config, model.hf_text_config) if model else ()
-    if model and model.quantization in (FP8, MXFP4) and not any(hasattr(each, "quantization_config") for each in configs):
+    if (
+        model
+        and model.quantization in (FP8, MXFP4)
+        and not any(hasattr(each, "quantization_config") for each in configs)
+    ):
         raise not_quantized(model.quantization, model.model)
     if model is None or model.quantization is not None or vllm_config.quant_config is not None:
         return

@@ -1,4 +1,5 @@
-"""Base class of quantization schemes; quantized matrices, their checks, and their storage in checkpoints."""
+"""Base class of quantization schemes; quantized matrices, their checks, and their storage in
+checkpoints."""
 
 from __future__ import annotations
 
@@ -18,15 +19,17 @@ FRACTAL_NZ = 29  # ACL_FORMAT_FRACTAL_NZ
 GROUP_STEP = 32
 """Group sizes are multiples of this (npu_weight_quant_batchmatmul, antiquant_group_size)."""
 MOST = 65535
-"""Inputs and outputs of a matrix (npu_quant_matmul, npu_weight_quant_batchmatmul and npu_grouped_matmul)."""
+"""Inputs and outputs of a matrix (npu_quant_matmul, npu_weight_quant_batchmatmul and
+npu_grouped_matmul)."""
 
 
 class Quantized(NamedTuple):
-    """A quantized matrix, or one per expert (``...`` is empty, or the experts). Values are (weight - zero_point) * scale.
+    """A quantized matrix, or one per expert (``...`` is empty, or the experts). Values are (weight
+    - zero_point) * scale.
 
-    weight: int8 ``[..., out, in]``, also for four-bit values.
-    scale: float32 ``[..., out, groups]``, each for in / groups adjacent inputs of an output channel.
-    zero_point: float32 with the shape of scale; None means 0 throughout.
+    weight: int8 ``[..., out, in]``, also for four-bit values. scale: float32 ``[..., out,
+    groups]``, each for in / groups adjacent inputs of an output channel. zero_point: float32 with
+    the shape of scale; None means 0 throughout.
     """
 
     weight: torch.Tensor
@@ -65,7 +68,9 @@ class Stored(NamedTuple):
             return (1,)
         if self.layout == Layout.CHANNELS:
             return (rows,)
-        columns = {Layout.WEIGHT: inputs, Layout.GROUPS: groups, Layout.COLUMN: 1}[self.layout] // self.columns
+        columns = {Layout.WEIGHT: inputs, Layout.GROUPS: groups, Layout.COLUMN: 1}[
+            self.layout
+        ] // self.columns
         return (columns, rows) if self.transposed else (rows, columns)
 
 
@@ -76,7 +81,8 @@ class Scheme:
         name: as in ``quant_model_description.json``.
         bits: of a weight.
         experts: whether the scheme supports experts.
-        groups, expert_groups: whether it supports per-group scales, in linear layers and in experts.
+        groups, expert_groups: whether it supports per-group scales, in linear layers and in
+        experts.
         offsets: whether it supports a non-zero zero_point.
         packed: names of the tensors that ``pack`` returns.
         int8_rows: whether experts take rows that are already quantized to int8, dynamically by row.
@@ -93,15 +99,22 @@ class Scheme:
 
     def stored(self, description: Mapping[str, Any], layer: str) -> dict[str, Stored]:
         """The tensors of a layer in a ModelSlim checkpoint (msmodelslim, ``ascendv1`` format)."""
-        scales = {name: Stored(torch.float32, Layout.GROUPS) for name in ("weight_scale", "weight_offset")}
+        scales = {
+            name: Stored(torch.float32, Layout.GROUPS) for name in ("weight_scale", "weight_offset")
+        }
         return {"weight": Stored(torch.int8)} | scales
 
     def read(self, given: Tensors) -> Quantized:
         """The matrix, from the tensors that :meth:`stored` names."""
-        return Quantized(given["weight"], given["weight_scale"].float(), given["weight_offset"].float())
+        return Quantized(
+            given["weight"], given["weight_scale"].float(), given["weight_offset"].float()
+        )
 
-    def load(self, given: Tensors, dtype: torch.dtype, layer: str, first_rank: bool) -> dict[str, torch.Tensor]:
-        """Convert the tensors of a linear layer in a ModelSlim checkpoint to those of the operators.
+    def load(
+        self, given: Tensors, dtype: torch.dtype, layer: str, first_rank: bool
+    ) -> dict[str, torch.Tensor]:
+        """Convert the tensors of a linear layer in a ModelSlim checkpoint to those of the
+        operators.
 
         Args:
             dtype: of the layer's inputs and outputs.
@@ -119,13 +132,22 @@ class Scheme:
         Raises:
             RefusedError: the scheme does not support the matrix's groups or zero_point.
         """
-        inputs, groups, several = matrix.weight.shape[-1], matrix.scale.shape[-1], matrix.weight.dim() > 2
+        inputs, groups, several = (
+            matrix.weight.shape[-1],
+            matrix.scale.shape[-1],
+            matrix.weight.dim() > 2,
+        )
         self.check_groups(inputs, groups, several, layer)
-        zero_point = matrix.zero_point if matrix.zero_point is not None and bool(matrix.zero_point.any()) else None
+        zero_point = (
+            matrix.zero_point
+            if matrix.zero_point is not None and bool(matrix.zero_point.any())
+            else None
+        )
         if zero_point is not None and not self.offsets:
             raise extension.RefusedError(
-                f"{layer} is {self.name} with asymmetric weights (weight_offset is not 0); {self.name} supports symmetric "
-                "weights, W8A16 and W4A16 both; fix: quantize the model again"
+                f"{layer} is {self.name} with asymmetric weights (weight_offset is not 0);"
+                f" {self.name} supports symmetric weights, W8A16 and W4A16 both; fix: quantize the"
+                " model again"
             )
         return Quantized(matrix.weight, matrix.scale, zero_point)
 
@@ -133,12 +155,14 @@ class Scheme:
         """Raise RefusedError unless the operators multiply a matrix ``[out, in]`` of this size."""
         if max(out, inputs) > MOST:
             raise extension.RefusedError(
-                f"{layer} is {self.name} with {out} outputs and {inputs} inputs on a rank; CANN multiplies quantized matrices of "
-                f"up to {MOST} of each; fix: raise --tensor-parallel-size, or leave the layer unquantized"
+                f"{layer} is {self.name} with {out} outputs and {inputs} inputs on a rank; CANN"
+                f" multiplies quantized matrices of up to {MOST} of each; fix: raise"
+                " --tensor-parallel-size, or leave the layer unquantized"
             )
 
     def count_groups(self, inputs: int, group_size: int, experts: bool, layer: str) -> int:
-        """Number of groups in an output channel of so many inputs; one if ``group_size`` is 0 or -1.
+        """Number of groups in an output channel of so many inputs; one if ``group_size`` is 0 or
+        -1.
 
         Raises:
             RefusedError: the groups do not divide the inputs, or the scheme does not support them.
@@ -147,25 +171,29 @@ class Scheme:
             return 1
         if inputs % group_size:
             raise extension.RefusedError(
-                f"{layer} is {self.name} with groups of {group_size}, which do not divide this rank's {inputs} inputs; fix: "
-                f"lower --tensor-parallel-size{', or set --enable-expert-parallel' if experts else ''}"
+                f"{layer} is {self.name} with groups of {group_size}, which do not divide this"
+                f" rank's {inputs} inputs; fix: lower"
+                f" --tensor-parallel-size{', or set --enable-expert-parallel' if experts else ''}"
             )
         self.check_groups(inputs, inputs // group_size, experts, layer)
         return inputs // group_size
 
     def check_groups(self, inputs: int, groups: int, experts: bool, layer: str) -> None:
-        """Raise RefusedError unless the scheme supports so many groups in an output channel of so many inputs."""
+        """Raise RefusedError unless the scheme supports so many groups in an output channel of so
+        many inputs."""
         if groups == 1:
             return
         if not (self.expert_groups if experts else self.groups):
             raise extension.RefusedError(
-                f"{layer} is {self.name} with {groups} scales per channel; {self.name} supports one per channel"
-                f"{' in experts' if experts and self.groups else ''}; fix: quantize the model again per channel"
+                f"{layer} is {self.name} with {groups} scales per channel; {self.name} supports one"
+                f" per channel{' in experts' if experts and self.groups else ''}; fix: quantize the"
+                " model again per channel"
             )
         if inputs % groups or inputs // groups % GROUP_STEP:
             raise extension.RefusedError(
-                f"{layer} is {self.name} with {groups} scales per channel for this rank's {inputs} inputs; group sizes that are "
-                f"multiples of {GROUP_STEP} are supported; fix: quantize the model again, or lower --tensor-parallel-size"
+                f"{layer} is {self.name} with {groups} scales per channel for this rank's {inputs}"
+                f" inputs; group sizes that are multiples of {GROUP_STEP} are supported; fix:"
+                " quantize the model again, or lower --tensor-parallel-size"
             )
 
     def pack(self, matrix: Quantized, dtype: torch.dtype) -> dict[str, torch.Tensor]:
@@ -173,11 +201,13 @@ class Scheme:
         raise NotImplementedError
 
     def apply(self, x: torch.Tensor, own: Tensors, bias: torch.Tensor | None) -> torch.Tensor:
-        """Multiply x ``[tokens, in]``, float16 or bfloat16, by the matrix: ``[tokens, out]`` of x's dtype."""
+        """Multiply x ``[tokens, in]``, float16 or bfloat16, by the matrix: ``[tokens, out]`` of x's
+        dtype."""
         raise NotImplementedError
 
     def grouped(self, rows: torch.Tensor, own: Tensors, counts: torch.Tensor) -> torch.Tensor:
-        """Multiply each expert's rows by its matrix; see ``ascend_platform.ops.fused_moe.grouped_matmul``.
+        """Multiply each expert's rows by its matrix; see
+        ``ascend_platform.ops.fused_moe.grouped_matmul``.
 
         With ``int8_rows`` the rows are quantized dynamically and given to :meth:`grouped_int8`.
         """
@@ -191,9 +221,15 @@ class Scheme:
         return self.pack(matrix, dtype)
 
     def grouped_int8(
-        self, values: torch.Tensor, scale: torch.Tensor, own: Tensors, counts: torch.Tensor, dtype: torch.dtype
+        self,
+        values: torch.Tensor,
+        scale: torch.Tensor,
+        own: Tensors,
+        counts: torch.Tensor,
+        dtype: torch.dtype,
     ) -> torch.Tensor:
-        """As :meth:`grouped` for int8 rows with ``scale`` float32 ``[rows]``, if ``int8_rows``; the result has this dtype."""
+        """As :meth:`grouped` for int8 rows with ``scale`` float32 ``[rows]``, if ``int8_rows``; the
+        result has this dtype."""
         raise NotImplementedError
 
     def swiglu(
@@ -219,33 +255,43 @@ class Scheme:
 
 
 def unpack_words(words: torch.Tensor, bits: int, dim: int = -1) -> torch.Tensor:
-    """Unpack int32 words to int8: unsigned values, lowest bits first, minus the middle of their range."""
-    fields = torch.stack([(words >> shift) & (2**bits - 1) for shift in range(0, 32, bits)], dim % words.dim() + 1)
-    return (fields.flatten(dim % words.dim(), dim % words.dim() + 1) - 2 ** (bits - 1)).to(torch.int8)
+    """Unpack int32 words to int8: unsigned values, lowest bits first, minus the middle of their
+    range."""
+    fields = torch.stack(
+        [(words >> shift) & (2**bits - 1) for shift in range(0, 32, bits)], dim % words.dim() + 1
+    )
+    return (fields.flatten(dim % words.dim(), dim % words.dim() + 1) - 2 ** (bits - 1)).to(
+        torch.int8
+    )
 
 
 def unpack_int4_rows(pairs: torch.Tensor) -> torch.Tensor:
-    """Unpack the four-bit values of int8 ``[..., rows, in]`` to int8 ``[..., 2 * rows, in]``, lower half first."""
+    """Unpack the four-bit values of int8 ``[..., rows, in]`` to int8 ``[..., 2 * rows, in]``, lower
+    half first."""
     low, high = ((pairs.int() & 15) ^ 8) - 8, pairs.int() >> 4
     return torch.stack((low, high), -2).flatten(-3, -2).to(torch.int8)
 
 
 def pack_int4(weight: torch.Tensor) -> torch.Tensor:
-    """Transpose int8 ``[..., out, in]`` and pack it to the operators' format of four-bit values, int32 ``[..., in, out / 8]``."""
+    """Transpose int8 ``[..., out, in]`` and pack it to the operators' format of four-bit values,
+    int32 ``[..., in, out / 8]``."""
     across = weight.transpose(-1, -2).int().contiguous()
     words = torch_npu.npu_convert_weight_to_int4pack(across.flatten(0, -2))
     return words.view(*across.shape[:-1], -1)
 
 
 def transpose_int8(weight: torch.Tensor) -> torch.Tensor:
-    """Transpose int8 ``[..., out, in]`` to ``[..., in, out]``; a matrix of npu_quant_matmul, not of experts, to FRACTAL_NZ.
+    """Transpose int8 ``[..., out, in]`` to ``[..., in, out]``; a matrix of npu_quant_matmul, not of
+    experts, to FRACTAL_NZ.
 
-    FRACTAL_NZ has blocks of 16 by 32 values; a matrix that they do not divide keeps the base format.
+    FRACTAL_NZ has blocks of 16 by 32 values; a matrix that they do not divide keeps the base
+    format.
     """
     across = weight.transpose(-1, -2).contiguous()
     if across.dim() > 2 or across.shape[0] % 16 or across.shape[1] % 32 or not uses_weight_nz():
         return across
-    torch.npu.config.allow_internal_format = True  # torch_npu creates base formats otherwise; the attribute cannot be read
+    # torch_npu creates base formats otherwise; the attribute cannot be read
+    torch.npu.config.allow_internal_format = True
     try:
         return torch_npu.npu_format_cast(across, FRACTAL_NZ)
     finally:
@@ -253,5 +299,10 @@ def transpose_int8(weight: torch.Tensor) -> torch.Tensor:
 
 
 def per_row(parameter: torch.Tensor) -> torch.Tensor:
-    """Reshape a scale or zero_point ``[..., out, groups]`` to ``[..., out]`` if groups is 1, else to ``[..., groups, out]``."""
-    return parameter.squeeze(-1) if parameter.shape[-1] == 1 else parameter.transpose(-1, -2).contiguous()
+    """Reshape a scale or zero_point ``[..., out, groups]`` to ``[..., out]`` if groups is 1, else
+    to ``[..., groups, out]``."""
+    return (
+        parameter.squeeze(-1)
+        if parameter.shape[-1] == 1
+        else parameter.transpose(-1, -2).contiguous()
+    )

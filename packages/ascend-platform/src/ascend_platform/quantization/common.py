@@ -20,31 +20,42 @@ METHODS = (NAME, "compressed-tensors", AWQ, GPTQ, FP8, MXFP4)
 
 
 def not_quantized(method: str, model: str) -> extension.RefusedError:
-    """The error of ``--quantization`` for weights that are not quantized; vLLM would quantize some when it loads them."""
+    """The error of ``--quantization`` for weights that are not quantized; vLLM would quantize some
+    when it loads them."""
     return extension.RefusedError(
-        f"--quantization {method} is for checkpoints that are quantized so, and the weights of {model} are not; "
-        "fix: remove --quantization, or quantize the weights first"
+        f"--quantization {method} is for checkpoints that are quantized so, and the weights of"
+        f" {model} are not; fix: remove --quantization, or quantize the weights first"
     )
 
 
 def check_chip(schemes: Iterable[str]) -> None:
-    """Raise RefusedError if the chip does not have the operators of these schemes, by torch_npu's documentation."""
+    """Raise RefusedError if the chip does not have the operators of these schemes, by torch_npu's
+    documentation."""
     found, served = host.chip(), host.chip_family().quantization
     names = [] if served is None else sorted(set(schemes) - set(served))
     if found and names:
-        families = " and ".join(family.name for family in chips.FAMILIES if family.quantization is None)
-        fix = f"serve a checkpoint of {', '.join(served)}, or the unquantized model" if served else "serve the unquantized model"
+        families = " and ".join(
+            family.name for family in chips.FAMILIES if family.quantization is None
+        )
+        fix = (
+            f"serve a checkpoint of {', '.join(served)}, or the unquantized model"
+            if served
+            else "serve the unquantized model"
+        )
         raise extension.RefusedError(
-            f"the model has weights of {', '.join(names)}, which are supported on {families}; this NPU is {found}; fix: {fix}"
+            f"the model has weights of {', '.join(names)}, which are supported on {families}; this"
+            f" NPU is {found}; fix: {fix}"
         )
 
 
 def uses_weight_nz() -> bool:
-    """Whether matrices of npu_quant_matmul are stored in FRACTAL_NZ: the option ``ascend.platform.weight_nz``, or by chip."""
+    """Whether matrices of npu_quant_matmul are stored in FRACTAL_NZ: the option
+    ``ascend.platform.weight_nz``, or by chip."""
     asked = options.config("platform")["weight_nz"]
     return extension.chip().family.weight_nz if asked is None else bool(asked)
 
 
 def fp8_target() -> str:
-    """What FP8 weights are converted to at load, the model's dtype or int8: the option ``ascend.platform.fp8``."""
+    """What FP8 weights are converted to at load, the model's dtype or int8: the option
+    ``ascend.platform.fp8``."""
     return str(options.config("platform")["fp8"])

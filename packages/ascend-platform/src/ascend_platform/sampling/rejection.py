@@ -1,9 +1,10 @@
 """PyTorch implementations of the Triton kernels of vLLM's rejection sampler.
 
-The functions take the kernels' arguments in the kernels' order (``vllm/triton_utils/dispatcher.py``), with the meaning of
-``vllm/v1/sample/rejection_sampler.py``. They compute a whole batch at once, without synchronizing with the device, and no shape
-depends on which tokens are accepted. ``cu_num_draft_tokens`` is int32 ``[requests]``, the cumulative number of draft tokens;
-tensors of shape ``[tokens]`` hold the draft tokens of all requests one after another.
+The functions take the kernels' arguments in the kernels' order
+(``vllm/triton_utils/dispatcher.py``), with the meaning of ``vllm/v1/sample/rejection_sampler.py``.
+They compute a whole batch at once, without synchronizing with the device, and no shape depends on
+which tokens are accepted. ``cu_num_draft_tokens`` is int32 ``[requests]``, the cumulative number of
+draft tokens; tensors of shape ``[tokens]`` hold the draft tokens of all requests one after another.
 """
 
 from collections.abc import Callable
@@ -15,7 +16,9 @@ import torch
 def token_requests(cu_num_tokens: torch.Tensor, tokens: int) -> torch.Tensor:
     """Index of the request of each token, int64 ``[tokens]``."""
     return torch.bucketize(
-        torch.arange(tokens, dtype=cu_num_tokens.dtype, device=cu_num_tokens.device), cu_num_tokens, right=True
+        torch.arange(tokens, dtype=cu_num_tokens.dtype, device=cu_num_tokens.device),
+        cu_num_tokens,
+        right=True,
     )
 
 
@@ -27,7 +30,8 @@ def expand(
     replace_to: float,
     max_num_tokens: int,
 ) -> None:
-    """Expand one value per request to ``[tokens]``, with ``replace_from`` replaced by ``replace_to``."""
+    """Expand one value per request to ``[tokens]``, with ``replace_from`` replaced by
+    ``replace_to``."""
     values = torch.where(values == replace_from, replace_to, values).to(output.dtype)
     torch.index_select(values, 0, token_requests(cu_num_tokens, output.shape[0]), out=output)
 
@@ -40,11 +44,14 @@ def _write_accepted(
     bonus_token_ids: torch.Tensor,
     rows: torch.Tensor | None,
 ) -> None:
-    """Write each request's tokens up to and including the first rejected one, and the bonus token if none is rejected.
+    """Write each request's tokens up to and including the first rejected one, and the bonus token
+    if none is rejected.
 
     Args:
-        output: int32 ``[requests, max_spec_len + 1]``; only rows where ``rows`` bool ``[requests]`` is True are written, or all.
-        tokens, accepted: ``[tokens]``, the token to emit at each draft position, and whether the draft was accepted.
+        output: int32 ``[requests, max_spec_len + 1]``; only rows where ``rows`` bool ``[requests]``
+        is True are written, or all.
+        tokens, accepted: ``[tokens]``, the token to emit at each draft position, and whether the
+        draft was accepted.
         bonus_token_ids: int64 ``[requests, 1]``.
     """
     if not tokens.shape[0]:  # no request has draft tokens
@@ -53,10 +60,15 @@ def _write_accepted(
     positions = torch.arange(output.shape[1], dtype=cu_num_draft_tokens.dtype, device=output.device)
     index = (cu_num_draft_tokens.unsqueeze(1) - counts + positions).clamp_max(tokens.shape[0] - 1)
     rejected = (~accepted).int()[index]
-    write = (positions <= counts) & (rejected.cumsum(1) == rejected)  # no rejection before this position
+    # no rejection before this position
+    write = (positions <= counts) & (rejected.cumsum(1) == rejected)
     if rows is not None:
         write &= rows.unsqueeze(1)
-    values = torch.where(positions < counts, tokens.to(output.dtype)[index], bonus_token_ids.view(-1, 1).to(output.dtype))
+    values = torch.where(
+        positions < counts,
+        tokens.to(output.dtype)[index],
+        bonus_token_ids.view(-1, 1).to(output.dtype),
+    )
     output.copy_(torch.where(write, values, output))
 
 
@@ -72,16 +84,21 @@ def rejection_greedy_sample(
     synthetic_conditional_rates: torch.Tensor | None,
     synthetic_mode: bool,
 ) -> None:
-    """Emit the target's argmax tokens of greedy requests, up to the first that differs from the draft.
+    """Emit the target's argmax tokens of greedy requests, up to the first that differs from the
+    draft.
 
     Args:
-        draft_token_ids, target_argmax, uniform_probs: ``[tokens]``; a draft token id of -1 is rejected.
+        draft_token_ids, target_argmax, uniform_probs: ``[tokens]``; a draft token id of -1 is
+        rejected.
         is_greedy: bool ``[requests]``; None if all requests are greedy.
-        synthetic_conditional_rates: float32 ``[max_spec_len]``, acceptance probabilities by draft position in synthetic mode.
+        synthetic_conditional_rates: float32 ``[max_spec_len]``, acceptance probabilities by draft
+        position in synthetic mode.
     """
     tokens = target_argmax
     if synthetic_mode:
-        accepted = _accept_synthetic(cu_num_draft_tokens, draft_token_ids, uniform_probs, synthetic_conditional_rates)
+        accepted = _accept_synthetic(
+            cu_num_draft_tokens, draft_token_ids, uniform_probs, synthetic_conditional_rates
+        )
         tokens = torch.where(accepted, draft_token_ids.to(tokens.dtype), tokens)
     else:
         accepted = draft_token_ids == tokens
@@ -93,7 +110,10 @@ def _accept_synthetic(
 ) -> torch.Tensor:
     count = draft_token_ids.shape[0]
     first = torch.nn.functional.pad(cu_num_draft_tokens, (1, -1))
-    position = torch.arange(count, device=draft_token_ids.device) - first[token_requests(cu_num_draft_tokens, count)]
+    position = (
+        torch.arange(count, device=draft_token_ids.device)
+        - first[token_requests(cu_num_draft_tokens, count)]
+    )
     return (uniform_probs < rates[position]) & (draft_token_ids >= 0)
 
 
@@ -113,15 +133,19 @@ def rejection_random_sample(
     no_draft_probs: bool,
     synthetic_mode: bool,
 ) -> None:
-    """Accept a draft token with probability ``target / draft``; emit the recovered token in place of the first rejected one.
+    """Accept a draft token with probability ``target / draft``; emit the recovered token in place
+    of the first rejected one.
 
     Args:
-        draft_probs, target_probs: float32 ``[tokens, vocab_size]``; without draft_probs the draft's probability is 1.
+        draft_probs, target_probs: float32 ``[tokens, vocab_size]``; without draft_probs the draft's
+        probability is 1.
         recovered_token_ids: ``[tokens]``, from :func:`sample_recovered_tokens`.
         uniform_probs: float64 ``[tokens]`` in [0, 1).
     """
     if synthetic_mode:
-        accepted = _accept_synthetic(cu_num_draft_tokens, draft_token_ids, uniform_probs, synthetic_conditional_rates)
+        accepted = _accept_synthetic(
+            cu_num_draft_tokens, draft_token_ids, uniform_probs, synthetic_conditional_rates
+        )
     else:
         column = draft_token_ids.long().clamp_min(0).unsqueeze(1)
         bound = uniform_probs
@@ -147,7 +171,8 @@ def sample_recovered_tokens(
     no_draft_probs: bool,
     use_fp64_gumbel: bool,
 ) -> None:
-    """Sample from ``max(target - draft, 0)`` at each draft position, by the largest ratio to exponential noise.
+    """Sample from ``max(target - draft, 0)`` at each draft position, by the largest ratio to
+    exponential noise.
 
     Args:
         output: ``[tokens]``, written.
@@ -160,7 +185,8 @@ def sample_recovered_tokens(
     else:
         scores *= target_probs
         column = draft_token_ids.long().view(-1, 1)
-        kept = scores.gather(1, column.clamp_min(0)).masked_fill_(column >= 0, 0)  # a draft token id of -1 is padding
+        # a draft token id of -1 is padding
+        kept = scores.gather(1, column.clamp_min(0)).masked_fill_(column >= 0, 0)
         scores.scatter_(1, column.clamp_min(0), kept)
     output.copy_(scores.argmax(-1).view_as(output))
 
@@ -172,4 +198,5 @@ OVERRIDES: dict[str, Callable[..., Any]] = {
     _PREFIX + "rejection_random_sample_kernel": rejection_random_sample,
     _PREFIX + "sample_recovered_tokens_kernel": sample_recovered_tokens,
 }
-"""vLLM's kernels, as in ``vllm_overrides.OVERRIDES``, and the functions that take their arguments."""
+"""vLLM's kernels, as in ``vllm_overrides.OVERRIDES``, and the functions that take their arguments.
+"""

@@ -1,8 +1,8 @@
 """Top-k, top-p and random sampling with two fused operators, on chips that have them.
 
-npu_sim_exponential_ draws the noise, npu_top_k_top_p_sample does the rest. The steps before are vLLM's, in PyTorch: penalties,
-bias, bad words, min-p, temperature. Shapes, dtypes and limits of the operators are those of ``torch_npu/_op_plugin_docs.py`` in
-the torch_npu wheel.
+npu_sim_exponential_ draws the noise, npu_top_k_top_p_sample does the rest. The steps before are
+vLLM's, in PyTorch: penalties, bias, bad words, min-p, temperature. Shapes, dtypes and limits of the
+operators are those of ``torch_npu/_op_plugin_docs.py`` in the torch_npu wheel.
 """
 
 import weakref
@@ -20,7 +20,8 @@ MAX_TOP_K = 1024
 
 
 class NPUTopKTopPSampler(torch.nn.Module):
-    """TopKTopPSampler on the fused operators, with vLLM's (``vllm/v1/sample/ops/topk_topp_sampler.py``) as a fallback.
+    """TopKTopPSampler on the fused operators, with vLLM's
+    (``vllm/v1/sample/ops/topk_topp_sampler.py``) as a fallback.
 
     vLLM's implementation keeps all logits equal to the k-th largest; the operator keeps exactly k.
     """
@@ -28,7 +29,8 @@ class NPUTopKTopPSampler(torch.nn.Module):
     def __init__(self, native: TopKTopPSampler, runner: Any) -> None:
         super().__init__()
         self.native = native
-        # runner.input_batch, which is replaced at times, has top-k on the host; a proxy, so that the runner can be freed
+        # runner.input_batch, which is replaced at times, has top-k on the host; a proxy, so that
+        # the runner can be freed
         self.runner = weakref.proxy(runner)
         self.uses_float64 = getattr(native, "use_fp64_gumbel", False)
 
@@ -48,7 +50,8 @@ class NPUTopKTopPSampler(torch.nn.Module):
             p: float32 ``[requests]``, 1 for requests without top-p.
 
         Returns:
-            Token ids int64 ``[requests]``, and the processed logits or log-probabilities if ``logprobs_mode`` needs them.
+            Token ids int64 ``[requests]``, and the processed logits or log-probabilities if
+            ``logprobs_mode`` needs them.
         """
         if self.uses_float64 or not self.supports(k):
             return self.native(logits, generators, k, p)
@@ -64,8 +67,11 @@ class NPUTopKTopPSampler(torch.nn.Module):
             return tokens, None
         return tokens, processed.log_softmax(-1) if mode == "processed_logprobs" else processed
 
-    def mask_logits(self, logits: torch.Tensor, k: torch.Tensor | None, p: torch.Tensor | None) -> torch.Tensor:
-        """Mask logits ``[rows, vocab_size]`` outside of top-k and top-p with minus infinity; k and p are ``[rows]``."""
+    def mask_logits(
+        self, logits: torch.Tensor, k: torch.Tensor | None, p: torch.Tensor | None
+    ) -> torch.Tensor:
+        """Mask logits ``[rows, vocab_size]`` outside of top-k and top-p with minus infinity; k and
+        p are ``[rows]``."""
         if (k is None and p is None) or not self.supports(k):
             return apply_top_k_top_p(logits, k, p)
         return top_k_top_p_sample(logits, k, p, is_need_logits=True)[1]
@@ -79,28 +85,40 @@ class NPUTopKTopPSampler(torch.nn.Module):
         return not ((top_k > MAX_TOP_K) & (top_k < batch.vocab_size)).any()
 
 
-def top_k_top_p_sample(logits: torch.Tensor, k: torch.Tensor | None, p: torch.Tensor | None, **options: Any) -> Any:
+def top_k_top_p_sample(
+    logits: torch.Tensor, k: torch.Tensor | None, p: torch.Tensor | None, **options: Any
+) -> Any:
     rows = logits.shape[0]
     if k is None:
         k = torch.zeros(rows, dtype=torch.int32, device=logits.device)
-    p = torch.ones(rows, dtype=logits.dtype, device=logits.device) if p is None else p.to(logits.dtype)
+    p = (
+        torch.ones(rows, dtype=logits.dtype, device=logits.device)
+        if p is None
+        else p.to(logits.dtype)
+    )
     return torch_npu.npu_top_k_top_p_sample(logits, k.int(), p, **options)
 
 
 _active: NPUTopKTopPSampler | None = None
-"""The sampler of the engine whose rejection sampler ran last; a process may have several engines."""
+"""The sampler of the engine whose rejection sampler ran last; a process may have several engines.
+"""
 
 
-def _mask_logits(logits: torch.Tensor, k: torch.Tensor | None, p: torch.Tensor | None) -> torch.Tensor:
+def _mask_logits(
+    logits: torch.Tensor, k: torch.Tensor | None, p: torch.Tensor | None
+) -> torch.Tensor:
     """Replacement of vLLM's ``apply_top_k_top_p`` for the rejection sampler."""
     return apply_top_k_top_p(logits, k, p) if _active is None else _active.mask_logits(logits, k, p)
 
 
 def install(runner: Any) -> None:
-    """Use the fused operators in a model runner's sampler and rejection sampler, on chips that have them."""
+    """Use the fused operators in a model runner's sampler and rejection sampler, on chips that have
+    them."""
     if not extension.chip().family.top_k_top_p:
         return
-    sampler = runner.sampler.topk_topp_sampler = NPUTopKTopPSampler(runner.sampler.topk_topp_sampler, runner)
+    sampler = runner.sampler.topk_topp_sampler = NPUTopKTopPSampler(
+        runner.sampler.topk_topp_sampler, runner
+    )
     if (rejection := getattr(runner, "rejection_sampler", None)) is not None:
         override("vllm.v1.sample.ops.topk_topp_sampler:apply_top_k_top_p", _mask_logits)
 

@@ -1,6 +1,7 @@
 """Authentication of ZMQ connections: CURVE keys derived from a secret that instances share.
 
-Peers without the secret can neither send queries nor reply, and messages are encrypted (https://rfc.zeromq.org/spec/26).
+Peers without the secret can neither send queries nor reply, and messages are encrypted
+(https://rfc.zeromq.org/spec/26).
 """
 
 from __future__ import annotations
@@ -17,7 +18,9 @@ from zmq.utils import z85
 def is_loopback(host: str) -> bool:
     """Whether a host name or address is reachable from this machine only."""
     try:
-        return all(ipaddress.ip_address(each[4][0]).is_loopback for each in socket.getaddrinfo(host, None))
+        return all(
+            ipaddress.ip_address(each[4][0]).is_loopback for each in socket.getaddrinfo(host, None)
+        )
     except (OSError, ValueError):
         return False
 
@@ -26,7 +29,10 @@ class CurveKeys:
     """Key pairs derived from the secret: one for clients, one for servers."""
 
     def __init__(self, secret: bytes) -> None:
-        self._client_keys, self._server_keys = _derive_keypair(secret, b"asks"), _derive_keypair(secret, b"answers")
+        self._client_keys, self._server_keys = (
+            _derive_keypair(secret, b"asks"),
+            _derive_keypair(secret, b"answers"),
+        )
 
     def configure_client(self, socket: zmq.Socket) -> None:
         """Set the keys of a client socket, before it connects."""
@@ -34,7 +40,8 @@ class CurveKeys:
         socket.curve_serverkey = self._server_keys[0]
 
     def configure_server(self, socket: zmq.Socket) -> ThreadAuthenticator:
-        """Set the keys of a server socket, before it binds; stop the returned authenticator before closing the context."""
+        """Set the keys of a server socket, before it binds; stop the returned authenticator before
+        closing the context."""
         authenticator = ThreadAuthenticator(socket.context)
         authenticator.start()
         authenticator.configure_curve_callback("*", self)
@@ -43,7 +50,8 @@ class CurveKeys:
         return authenticator
 
     def callback(self, domain: str, key: bytes) -> bool:
-        """Whether a client's public key, in Z85, is accepted; pyzmq calls it for each connection."""
+        """Whether a client's public key, in Z85, is accepted; pyzmq calls it for each
+        connection."""
         return hmac.compare_digest(key, self._client_keys[0])
 
 

@@ -1,4 +1,5 @@
-"""Fingerprint of a checkpoint's weights: what two instances must share to exchange KV cache or weights."""
+"""Fingerprint of a checkpoint's weights: what two instances must share to exchange KV cache or
+weights."""
 
 import hashlib
 import json
@@ -20,11 +21,13 @@ SAMPLES_OF_FILE = 4096
 
 
 Files = tuple[str, list[tuple[str, int, int]]]
-"""This machine's name, and name, bytes and time of the last change in ns of each file with weights."""
+"""This machine's name, and name, bytes and time of the last change in ns of each file with weights.
+"""
 
 
 def note_files(model_config: Any) -> None:
-    """Before loading, remember the checkpoint's files in a vLLM ModelConfig, for :func:`loaded_fingerprint` of it or a copy."""
+    """Before loading, remember the checkpoint's files in a vLLM ModelConfig, for
+    :func:`loaded_fingerprint` of it or a copy."""
     model_config.ascend_checkpoint_files = _files(model_config)
 
 
@@ -32,21 +35,24 @@ def loaded_fingerprint(model_config: Any) -> str:
     """:func:`weights_fingerprint` of the weights that were loaded since :func:`note_files`.
 
     Raises:
-        RefusedError: the files have changed since then, so that it is not known which weights were loaded.
+        RefusedError: the files have changed since then, so that it is not known which weights were
+        loaded.
     """
     fingerprint, (machine, now) = weights_fingerprint(model_config), _files(model_config)
     noted_on, noted = getattr(model_config, "ascend_checkpoint_files", ("", []))
     if noted and noted_on == machine and noted != now:
         changed = sorted({name for name, *_ in set(noted) ^ set(now)})
         raise RefusedError(
-            f"{changed[0]} of {model_config.model} has changed since this instance began to load it, which must share neither KV "
-            "cache nor weights; fix: start it again once the checkpoint is complete, and write new weights to another directory"
+            f"{changed[0]} of {model_config.model} has changed since this instance began to load"
+            " it, which must share neither KV cache nor weights; fix: start it again once the"
+            " checkpoint is complete, and write new weights to another directory"
         )
     return fingerprint
 
 
 def weights_fingerprint(model_config: Any) -> str:
-    """:func:`checkpoint_fingerprint` of the checkpoint of a vLLM ModelConfig; "" if this machine does not have its files.
+    """:func:`checkpoint_fingerprint` of the checkpoint of a vLLM ModelConfig; "" if this machine
+    does not have its files.
 
     Weights that are replaced in the running engine have the fingerprint of those that were loaded.
     """
@@ -68,21 +74,30 @@ def _directory(model_config: Any) -> Path | None:
 
 def _files(model_config: Any) -> Files:
     directory = _directory(model_config)
-    found = [path for kind in ("*.safetensors", *OTHER_FORMATS) for path in directory.glob(kind)] if directory else []
-    return socket.gethostname(), sorted((path.name, (status := path.stat()).st_size, status.st_mtime_ns) for path in found)
+    found = (
+        [path for kind in ("*.safetensors", *OTHER_FORMATS) for path in directory.glob(kind)]
+        if directory
+        else []
+    )
+    return socket.gethostname(), sorted(
+        (path.name, (status := path.stat()).st_size, status.st_mtime_ns) for path in found
+    )
 
 
 def checkpoint_fingerprint(directory: Path) -> str:
     """Hash of a directory's weights; "" if there are none.
 
-    It covers the headers of safetensors files and the first, middle and last 256 bytes of each tensor: reading everything would
-    take as long as loading. Other formats count only without safetensors files; of them it covers evenly distributed samples.
+    It covers the headers of safetensors files and the first, middle and last 256 bytes of each
+    tensor: reading everything would take as long as loading. Other formats count only without
+    safetensors files; of them it covers evenly distributed samples.
     """
     if not directory.is_dir():
         return ""
     paths = sorted(directory.glob("*.safetensors"))
     if not paths:
-        return _fingerprint_by_samples(sorted(path for kind in OTHER_FORMATS for path in directory.glob(kind)))
+        return _fingerprint_by_samples(
+            sorted(path for kind in OTHER_FORMATS for path in directory.glob(kind))
+        )
     digest = hashlib.sha256()
     for path in paths:
         with open(path, "rb") as file:
@@ -103,7 +118,9 @@ def _fingerprint_by_samples(paths: list[Path]) -> str:
         size = path.stat().st_size
         digest.update(b"%d" % size)
         with open(path, "rb") as file:
-            for at in sorted({*range(0, size, max(1, size // SAMPLES_OF_FILE)), max(0, size - SAMPLE_BYTES)}):
+            for at in sorted(
+                {*range(0, size, max(1, size // SAMPLES_OF_FILE)), max(0, size - SAMPLE_BYTES)}
+            ):
                 file.seek(at)
                 digest.update(file.read(SAMPLE_BYTES))
     return digest.hexdigest()[:16] if paths else ""

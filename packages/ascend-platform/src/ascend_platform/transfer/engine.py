@@ -41,9 +41,9 @@ class Runs(NamedTuple):
 class Engine(Protocol):
     """One process's side of an engine.
 
-    The constructor takes the host, the protocol, if instances share a secret the keys, ports to choose from, None for any, and
-    the seconds after which a read is aborted, if the engine has to know them before. It raises RefusedError if the engine is not
-    available.
+    The constructor takes the host, the protocol, if instances share a secret the keys, ports to
+    choose from, None for any, and the seconds after which a read is aborted, if the engine has to
+    know them before. It raises RefusedError if the engine is not available.
 
     Attributes:
         name: for messages, such as ``mooncake (tcp)``; must be the same on both sides.
@@ -60,27 +60,32 @@ class Engine(Protocol):
     can_write: bool
 
     def register(self, buffer: torch.Tensor) -> None:
-        """Register a buffer, uint8 ``[bytes]``, for peers to read and for :meth:`read` to write. Raises TransferError."""
+        """Register a buffer, uint8 ``[bytes]``, for peers to read and for :meth:`read` to write.
+        Raises TransferError."""
 
     def connect(self, session: str, seconds: float) -> None:
-        """Connect to a peer, in this time, which the first read from it does otherwise. Raises TransferError."""
+        """Connect to a peer, in this time, which the first read from it does otherwise. Raises
+        TransferError."""
 
     def read(self, session: str, runs: Runs, seconds: float) -> None:
-        """Copy runs of a peer's registered memory to registered memory here; returns when all have arrived.
+        """Copy runs of a peer's registered memory to registered memory here; returns when all have
+        arrived.
 
-        ``seconds`` is for engines that can abort a read. Others may return late: the caller does not wait for them and discards
-        the bytes.
+        ``seconds`` is for engines that can abort a read. Others may return late: the caller does
+        not wait for them and discards the bytes.
 
         Raises:
-            TransferError: the memory here is undefined, and may change until the error is ``settled``.
+            TransferError: the memory here is undefined, and may change until the error is
+            ``settled``.
         """
 
     def write(self, session: str, runs: Runs) -> None:
-        """Copy runs of registered memory here to a peer's, whose addresses are ``remote``; only if ``can_write``.
+        """Copy runs of registered memory here to a peer's, whose addresses are ``remote``; only if
+        ``can_write``.
 
         Raises:
-            TransferError: the memory there is undefined, and may change until the error is ``settled``, and for as long as bytes
-                that were sent are in transit.
+            TransferError: the memory there is undefined, and may change until the error is
+                ``settled``, and for as long as bytes that were sent are in transit.
         """
 
     def close(self) -> None:
@@ -91,7 +96,8 @@ class Engine(Protocol):
 
 
 def check(name: str, option: str) -> None:
-    """Check that an engine exists and its dependencies are installed, without loading it; ``option`` is where it was named.
+    """Check that an engine exists and its dependencies are installed, without loading it;
+    ``option`` is where it was named.
 
     Raises:
         RefusedError: in one line.
@@ -114,11 +120,14 @@ def make_engine(
     Raises:
         RefusedError: it is not available.
     """
-    return getattr(_module(name), ENGINES[name].rpartition(".")[2])(host, protocol, keys, ports, timeout)
+    return getattr(_module(name), ENGINES[name].rpartition(".")[2])(
+        host, protocol, keys, ports, timeout
+    )
 
 
 def release_when_settled(settled: Settled, release: Callable[[], object]) -> None:
-    """Call ``release`` once this is settled, unless the process has ended; what it refers to is kept until then."""
+    """Call ``release`` once this is settled, unless the process has ended; what it refers to is
+    kept until then."""
 
     def wait() -> None:
         while not settled():

@@ -5,9 +5,21 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Literal
 
-Kind = Literal["peer", "transport", "lease", "deadline", "verify", "mismatch", "aborted", "sleep", "internal"]
+Kind = Literal[
+    "peer", "transport", "lease", "deadline", "verify", "mismatch", "aborted", "sleep", "internal"
+]
 
-KINDS: tuple[Kind, ...] = ("peer", "transport", "lease", "deadline", "verify", "mismatch", "aborted", "sleep", "internal")
+KINDS: tuple[Kind, ...] = (
+    "peer",
+    "transport",
+    "lease",
+    "deadline",
+    "verify",
+    "mismatch",
+    "aborted",
+    "sleep",
+    "internal",
+)
 
 Settled = Callable[[], bool]
 """Whether a failed read or write can change its target no more. Once True it stays so."""
@@ -36,8 +48,9 @@ def one_line(error: Exception) -> str:
 class TransferError(Exception):
     """A transfer failed.
 
-    ``kind`` is a label of metrics; ``hint`` says what to do, if that is not the same for all errors of the kind. ``settled`` is
-    for failed reads and writes: until it is True, the target's memory may still change and must not be reused.
+    ``kind`` is a label of metrics; ``hint`` says what to do, if that is not the same for all errors
+    of the kind. ``settled`` is for failed reads and writes: until it is True, the target's memory
+    may still change and must not be reused.
     """
 
     def __init__(self, kind: Kind, cause: str, hint: str = "", settled: Settled = never) -> None:

@@ -1,9 +1,10 @@
 """HCCL as an engine: a read is a send on the peer's NPU and a receive on this one.
 
-HCCL has no one-sided reads (Huawei's API reference "HCCL": HcclSend and HcclRecv are paired). So each rank listens on a port of
-its own, where readers request sends; only bytes of registered buffers are sent. A pair of ranks uses ascend-communicator's
-point-to-point link: the peer is rank 0, the reader rank 1. The link has a private stream and is destroyed with all work on it, so
-that nothing on this NPU waits for a lost peer.
+HCCL has no one-sided reads (Huawei's API reference "HCCL": HcclSend and HcclRecv are paired). So
+each rank listens on a port of its own, where readers request sends; only bytes of registered
+buffers are sent. A pair of ranks uses ascend-communicator's point-to-point link: the peer is rank
+0, the reader rank 1. The link has a private stream and is destroyed with all work on it, so that
+nothing on this NPU waits for a lost peer.
 """
 
 from __future__ import annotations
@@ -97,7 +98,9 @@ class HcclSender:
     ready: bool = False
     failed: str = ""
     closed: bool = False
-    work: queue.SimpleQueue[tuple[list[torch.Tensor], float] | None] = field(default_factory=queue.SimpleQueue)
+    work: queue.SimpleQueue[tuple[list[torch.Tensor], float] | None] = field(
+        default_factory=queue.SimpleQueue
+    )
 
     def run(self, make: Callable[[], Any]) -> None:
         """Connect to the reader, and send until closed or failed."""
@@ -119,7 +122,10 @@ class HcclSender:
             link.send(source)
         while not link.wait(POLL_SECONDS):
             if self.closed or monotonic() >= until:
-                raise TransferError("transport", f"the reader did not receive {_bytes(sources)} bytes in {seconds:.3g} s")
+                raise TransferError(
+                    "transport",
+                    f"the reader did not receive {_bytes(sources)} bytes in {seconds:.3g} s",
+                )
 
     def end(self) -> None:
         self.closed = True
@@ -127,14 +133,16 @@ class HcclSender:
 
 
 class Memory(NamedTuple):
-    """Registered buffers by address, and where they start; replaced as a whole, since other threads look slices up."""
+    """Registered buffers by address, and where they start; replaced as a whole, since other threads
+    look slices up."""
 
     buffers: list[torch.Tensor]
     starts: list[int]
 
 
 _kept: list[torch.Tensor] = []
-"""Memory that a link which cannot be destroyed may still write to: kept for the life of the process."""
+"""Memory that a link which cannot be destroyed may still write to: kept for the life of the
+process."""
 
 
 class HcclEngine:
@@ -143,7 +151,8 @@ class HcclEngine:
     name = "hccl"
     on_device = True
     can_write = False
-    most_runs = 4  # each is a send and a receive, of which the host launches some 100,000 in a second
+    # each is a send and a receive, of which the host launches some 100,000 in a second
+    most_runs = 4
 
     def __init__(
         self,
@@ -199,7 +208,11 @@ class HcclEngine:
                 self._readers[session] = HcclReader(self, session, f"{self.session}/{uuid4().hex}")
             reader = self._readers[session]
         if not reader.lock.acquire(timeout=seconds):
-            raise TransferError("transport", f"waited {seconds:.3g} s for other reads from this NPU", settled=at_once)
+            raise TransferError(
+                "transport",
+                f"waited {seconds:.3g} s for other reads from this NPU",
+                settled=at_once,
+            )
         try:
             yield reader
         finally:
@@ -214,7 +227,9 @@ class HcclEngine:
             if self._readers.get(session) is reader:
                 del self._readers[session]
 
-    def registered_slices(self, addresses: list[int], sizes: list[int]) -> list[torch.Tensor] | None:
+    def registered_slices(
+        self, addresses: list[int], sizes: list[int]
+    ) -> list[torch.Tensor] | None:
         """These bytes of registered memory; None if some are outside."""
         slices, memory = [], self._memory
         for address, size in zip(addresses, sizes, strict=True):
@@ -256,7 +271,9 @@ class HcclEngine:
             return Refused("transport", "the peer has no registered memory")
         self.set_device()
         try:
-            for name in [name for name in self._senders if name.partition("/")[0] == reader.partition("/")[0]]:
+            for name in [
+                name for name in self._senders if name.partition("/")[0] == reader.partition("/")[0]
+            ]:
                 self._senders.pop(name).end()  # a link that this reader discarded
             info = self.link.root_info()
         except Exception as error:
@@ -267,7 +284,9 @@ class HcclEngine:
             self.set_device()
             return self.link(0, info)
 
-        thread = threading.Thread(target=sending.run, args=[make], name="transfer-hccl", daemon=True)
+        thread = threading.Thread(
+            target=sending.run, args=[make], name="transfer-hccl", daemon=True
+        )
         self._threads = [each for each in self._threads if each.is_alive()] + [thread]
         thread.start()
         self._senders[reader] = sending
@@ -282,7 +301,11 @@ class HcclEngine:
         same = len(message.addresses) == len(message.sizes)
         sources = self.registered_slices(message.addresses, message.sizes) if same else None
         if not sources:
-            return Refused("transport", f"{sum(message.sizes)} bytes were requested outside of the peer's registered memory")
+            return Refused(
+                "transport",
+                f"{sum(message.sizes)} bytes were requested outside of the peer's registered"
+                " memory",
+            )
         sending.work.put((sources, message.seconds))
         return Ack()
 
@@ -292,7 +315,8 @@ class HcclEngine:
 
 
 class HcclReader:
-    """Reader's side of a link with one peer, for successive reads. It is discarded after a failure."""
+    """Reader's side of a link with one peer, for successive reads. It is discarded after a
+    failure."""
 
     def __init__(self, engine: HcclEngine, session: str, name: str) -> None:
         self._engine, self._session, self._name = engine, session, name
@@ -320,7 +344,9 @@ class HcclReader:
         started = False
         try:
             if self.closed:  # by the previous read
-                raise TransferError("transport", f"the HCCL link with {self._session} failed in another read")
+                raise TransferError(
+                    "transport", f"the HCCL link with {self._session} failed in another read"
+                )
             self._engine.set_device()
             if self.link is None:
                 self._open(until)
@@ -333,9 +359,13 @@ class HcclReader:
                 self.link.recv(target)
             while not self.link.wait(min(POLL_SECONDS, until - monotonic())):
                 if monotonic() >= until:
-                    raise TransferError("transport", f"HCCL did not receive {_bytes(targets)} bytes in time")
+                    raise TransferError(
+                        "transport", f"HCCL did not receive {_bytes(targets)} bytes in time"
+                    )
                 if self.client.connection_count() != connection:
-                    raise TransferError("peer", "the peer closed the connection during an HCCL receive")
+                    raise TransferError(
+                        "peer", "the peer closed the connection during an HCCL receive"
+                    )
         except Exception as error:
             settled = at_once if self._abandon() or not started else never
             if settled is never:
@@ -352,7 +382,8 @@ class HcclReader:
             self.lock.release()
 
     def _abandon(self) -> bool:
-        """Discard the link with all work on it; whether that has succeeded, so that nothing is received any more."""
+        """Discard the link with all work on it; whether that has succeeded, so that nothing is
+        received any more."""
         self.closed = True
         self._engine.forget(self._session, self)
         client, self.client = self.client, None
@@ -363,13 +394,17 @@ class HcclReader:
             if link is not None:
                 link.destroy()
         except Exception as error:  # the NPU may have failed
-            logger.warning("HCCL link with %s cannot be destroyed: %s", self._session, one_line(error))
+            logger.warning(
+                "HCCL link with %s cannot be destroyed: %s", self._session, one_line(error)
+            )
             return False
         return True
 
     def _open(self, until: float) -> None:
         host, _, port = self._session.rpartition(":")
-        self.client = RpcClient(CODEC, self._engine.context, host, int(port), REPLY_SECONDS, self._engine.keys)
+        self.client = RpcClient(
+            CODEC, self._engine.context, host, int(port), REPLY_SECONDS, self._engine.keys
+        )
         root = self.client.call(Connect(self._name), until)
         if not isinstance(root, RootInfo):
             raise TransferError("mismatch", f"unexpected reply to Connect: {type(root).__name__}")
@@ -389,7 +424,9 @@ class HcclReader:
         try:
             self.link = made.get(timeout=seconds)
         except queue.Empty:
-            raise TransferError("transport", f"HCCL did not connect the two NPUs in {seconds:.3g} s") from None
+            raise TransferError(
+                "transport", f"HCCL did not connect the two NPUs in {seconds:.3g} s"
+            ) from None
         if isinstance(self.link, Exception):
             error, self.link = self.link, None
             raise TransferError("transport", f"HCCL cannot connect the two NPUs: {one_line(error)}")

@@ -1,4 +1,5 @@
-"""Registered memory: buffers for an engine to read into, limited in number and kept aside after failed reads."""
+"""Registered memory: buffers for an engine to read into, limited in number and kept aside after
+failed reads."""
 
 from __future__ import annotations
 
@@ -14,18 +15,20 @@ from ascend_platform.transfer.errors import Settled, TransferError
 
 
 def allocate_buffer(engine: Engine, size: int, device: torch.device) -> torch.Tensor:
-    """Allocate and register ``size`` bytes, uint8: on the device if the engine reads device memory, otherwise pinned on the
-    host.
+    """Allocate and register ``size`` bytes, uint8: on the device if the engine reads device memory,
+    otherwise pinned on the host.
 
-    In another thread, hence outside of the memory pool in which vLLM registers the KV cache, which is freed in sleep mode: what
-    an engine has registered must keep its memory.
+    In another thread, hence outside of the memory pool in which vLLM registers the KV cache, which
+    is freed in sleep mode: what an engine has registered must keep its memory.
     """
     where = device if engine.on_device else torch.device("cpu")
 
     def allocate() -> torch.Tensor:
         if device.type == "npu":
             torch.npu.set_device(device)
-        return torch.empty(size, dtype=torch.uint8, device=where, pin_memory=where.type != device.type)
+        return torch.empty(
+            size, dtype=torch.uint8, device=where, pin_memory=where.type != device.type
+        )
 
     with ThreadPoolExecutor(1, "transfer-buffers") as thread:
         buffer = thread.submit(allocate).result()
@@ -34,16 +37,24 @@ def allocate_buffer(engine: Engine, size: int, device: torch.device) -> torch.Te
 
 
 MAX_QUARANTINED = 64
-"""Receive buffers beyond the usual number, while others are in quarantine or in slow reads: 1 GiB with chunks of 16 MiB."""
+"""Receive buffers beyond the usual number, while others are in quarantine or in slow reads: 1 GiB
+with chunks of 16 MiB."""
 
 SLOW_READ_SECONDS = 1.0
-"""A buffer that is in use for longer does not count, so that slow peers do not keep buffers from others."""
+"""A buffer that is in use for longer does not count, so that slow peers do not keep buffers from
+others."""
 
 
 class ReceiveBuffers:
-    """Buffers that a rank receives into: ``count`` of them, and up to :data:`MAX_QUARANTINED` more while some are not usable."""
+    """Buffers that a rank receives into: ``count`` of them, and up to :data:`MAX_QUARANTINED` more
+    while some are not usable."""
 
-    def __init__(self, allocate: Callable[[], torch.Tensor], count: int, clock: Callable[[], float] = monotonic) -> None:
+    def __init__(
+        self,
+        allocate: Callable[[], torch.Tensor],
+        count: int,
+        clock: Callable[[], float] = monotonic,
+    ) -> None:
         self._allocate, self._count, self._clock = allocate, count, clock
         self._most = count + MAX_QUARANTINED
         self._changed = threading.Condition()
@@ -67,7 +78,8 @@ class ReceiveBuffers:
                 if not in_time and self._made >= self._most:
                     raise TransferError(
                         "transport",
-                        f"{self._made} receive buffers are still in use or in quarantine after failed reads, which is the most",
+                        f"{self._made} receive buffers are still in use or in quarantine after"
+                        " failed reads, which is the most",
                     )
                 if grow := in_time < self._count and self._made < self._most:
                     self._made += 1
@@ -91,7 +103,9 @@ class ReceiveBuffers:
             self._changed.notify()
 
     def _take(self) -> torch.Tensor | None:
-        over = next((index for index, (settled, _) in enumerate(self._quarantined) if settled()), None)
+        over = next(
+            (index for index, (settled, _) in enumerate(self._quarantined) if settled()), None
+        )
         if self._free or over is not None:
             buffer = self._free.pop() if over is None else self._quarantined.pop(over)[1]
             self._in_use[buffer.data_ptr()] = self._clock()

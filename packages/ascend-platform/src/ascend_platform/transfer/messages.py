@@ -19,7 +19,8 @@ class Ack(Message, frozen=True, tag="Noted"):
 
 
 class Refused(Message, frozen=True):
-    """Negative reply. ``again``: the same query may succeed a moment later; ``kind`` is one of errors.KINDS.
+    """Negative reply. ``again``: the same query may succeed a moment later; ``kind`` is one of
+    errors.KINDS.
 
     ``queued``: it keeps its place in the peer's queue if it is repeated at once.
     """

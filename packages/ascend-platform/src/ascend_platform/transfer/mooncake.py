@@ -1,4 +1,5 @@
-"""Mooncake's transfer engine (``mooncake.engine.TransferEngine``), of which a process has one for each host and protocol."""
+"""Mooncake's transfer engine (``mooncake.engine.TransferEngine``), of which a process has one for
+each host and protocol."""
 
 from __future__ import annotations
 
@@ -25,43 +26,53 @@ from ascend_platform.transfer.auth import CurveKeys
 from ascend_platform.transfer.engine import READ_SECONDS, Runs, release_when_settled
 from ascend_platform.transfer.errors import Settled, TransferError, at_once, never
 
-WHEELS = ("mooncake-transfer-engine-npu", "mooncake-transfer-engine-non-cuda", "mooncake-transfer-engine")
-"""Wheels with the same modules; which one to install depends on the machine, so no wheel of ours requires one of them."""
+WHEELS = (
+    "mooncake-transfer-engine-npu",
+    "mooncake-transfer-engine-non-cuda",
+    "mooncake-transfer-engine",
+)
+"""Wheels with the same modules; which one to install depends on the machine, so no wheel of ours
+requires one of them."""
 
 TESTED = "0.3.13"
-"""Version of them whose behaviour at failures, closed connections and restarts this module was tested with."""
+"""Version of them whose behaviour at failures, closed connections and restarts this module was
+tested with."""
 
 TIMEOUT_VARIABLE = "MC_TRANSFER_TIMEOUT"
-"""Seconds after which Mooncake aborts a read; read when an engine is created, default 30, at least 5 (Mooncake,
-``mooncake-integration/transfer_engine/transfer_engine_py.cpp``)."""
+"""Seconds after which Mooncake aborts a read; read when an engine is created, default 30, at least
+5 (Mooncake, ``mooncake-integration/transfer_engine/transfer_engine_py.cpp``)."""
 
 PAUSES = 0.0001, 0.001
-"""First and longest pause in seconds between looks at a transfer's state: a chunk of 16 MiB at 25 GB/s takes 0.0007."""
+"""First and longest pause in seconds between looks at a transfer's state: a chunk of 16 MiB at 25
+GB/s takes 0.0007."""
 
 MOST_QUEUED = 16
-"""Runs of a read or write in Mooncake's queue for a peer, which all threads share: it takes 1024 by default
-(``MC_TCP_MAX_QUEUED_TRANSFERS_PER_PEER``), and then fails transfers."""
+"""Runs of a read or write in Mooncake's queue for a peer, which all threads share: it takes 1024 by
+default (``MC_TCP_MAX_QUEUED_TRANSFERS_PER_PEER``), and then fails transfers."""
 
 READ_ATTEMPTS = 5
-"""Attempts of a read over ``tcp`` that fails at once: Mooncake keeps four connections to a peer (``MC_TCP_LANES_PER_PEER``), and
-notices only by using them that a peer which was restarted has closed them. A write is not repeated: what was sent may arrive."""
+"""Attempts of a read over ``tcp`` that fails at once: Mooncake keeps four connections to a peer
+(``MC_TCP_LANES_PER_PEER``), and notices only by using them that a peer which was restarted has
+closed them. A write is not repeated: what was sent may arrive."""
 
 RETRY_SECONDS = 1.0
 """Seconds in which a read has to fail, and its runs to end, for another attempt."""
 
 PORTS_OF_RANK = 20
-"""Ports a rank with which an instance can be restarted at once: Mooncake tries random ones, and takes none in TIME_WAIT."""
+"""Ports a rank with which an instance can be restarted at once: Mooncake tries random ones, and
+takes none in TIME_WAIT."""
 
 FAILED_BATCHES = 0, 2**64 - 1
 """What Mooncake returns for a batch that it could not submit."""
 
 DONE, FAILED = 1, -1
-"""States in which a batch has ended, and which free it when they are returned: it may not be looked at again. In others, also in
--2 for slices that are late, its bytes may still arrive."""
+"""States in which a batch has ended, and which free it when they are returned: it may not be looked
+at again. In others, also in -2 for slices that are late, its bytes may still arrive."""
 
 ACKNOWLEDGED_SINCE = 0, 3, 12
-"""Version from which a write over ``tcp`` is done when its bytes are in the peer's memory; before, and with the variable, it is
-when they have been sent (https://github.com/kvcache-ai/Mooncake/pull/2850)."""
+"""Version from which a write over ``tcp`` is done when its bytes are in the peer's memory; before,
+and with the variable, it is when they have been sent
+(https://github.com/kvcache-ai/Mooncake/pull/2850)."""
 
 PROTOCOL_VARIABLE = "MC_TCP_PROTO"
 
@@ -89,16 +100,26 @@ def _note_version() -> None:
     for wheel in WHEELS:
         with contextlib.suppress(metadata.PackageNotFoundError):
             if not (found := metadata.version(wheel)).startswith(TESTED):
-                logger.warning("%s %s was not tested with this version; fix: pip install %s==%s.*", wheel, found, wheel, TESTED)
+                logger.warning(
+                    "%s %s was not tested with this version; fix: pip install %s==%s.*",
+                    wheel,
+                    found,
+                    wheel,
+                    TESTED,
+                )
 
 
 def acknowledges_writes() -> bool:
-    """Whether a write over ``tcp`` is done when its bytes are in the peer's memory, if the peer's Mooncake can do that too."""
+    """Whether a write over ``tcp`` is done when its bytes are in the peer's memory, if the peer's
+    Mooncake can do that too."""
     versions = []
     for wheel in WHEELS:
         with contextlib.suppress(metadata.PackageNotFoundError):
             versions.append(Version(metadata.version(wheel)).release)
-    return max(versions, default=(0,)) >= ACKNOWLEDGED_SINCE and os.environ.get(PROTOCOL_VARIABLE) != "1"
+    return (
+        max(versions, default=(0,)) >= ACKNOWLEDGED_SINCE
+        and os.environ.get(PROTOCOL_VARIABLE) != "1"
+    )
 
 
 def import_module(name: str) -> Any:
@@ -112,15 +133,17 @@ def import_module(name: str) -> Any:
         return importlib.import_module(name)
     except ImportError as error:
         raise RefusedError(
-            f"{name} cannot be loaded ({' '.join(str(error).split())}); install the missing library, on Debian libibverbs1, "
-            "libnuma1 and libcurl4"
+            f"{name} cannot be loaded ({' '.join(str(error).split())}); install the missing"
+            " library, on Debian libibverbs1, libnuma1 and libcurl4"
         ) from None
 
 
 class SharedEngine:
-    """A TransferEngine, to which peers connect by host and port, without a metadata server (``P2PHANDSHAKE``).
+    """A TransferEngine, to which peers connect by host and port, without a metadata server
+    (``P2PHANDSHAKE``).
 
-    Mooncake refuses memory that is registered already: ``registered`` counts the users of each (address, bytes).
+    Mooncake refuses memory that is registered already: ``registered`` counts the users of each
+    (address, bytes).
     """
 
     def __init__(self, host: str, protocol: str, timeout: int, ports: range | None) -> None:
@@ -143,7 +166,8 @@ class SharedEngine:
                 del os.environ[TIMEOUT_VARIABLE]
         if code := self.engine.initialize(name, "P2PHANDSHAKE", protocol, ""):
             raise RefusedError(
-                f"mooncake cannot start with protocol {protocol} on {host} (code {code}); fix: {_fix(protocol, ports)}"
+                f"mooncake cannot start with protocol {protocol} on {host} (code {code}); fix:"
+                f" {_fix(protocol, ports)}"
             )
         self.session = f"{name}:{self.engine.get_rpc_port()}/{secrets.token_hex(4)}"
         self._names: dict[str, str] = {}
@@ -152,11 +176,13 @@ class SharedEngine:
         self._lock = threading.Lock()
 
     def peer_name(self, session: str) -> str:
-        """The name for Mooncake of a peer: host and port, the latter behind as many zeros as processes were known by them before.
+        """The name for Mooncake of a peer: host and port, the latter behind as many zeros as
+        processes were known by them before.
 
-        Mooncake remembers by name where a peer's memory is and by which port it is read, for as long as this process lives
-        (kvcache-ai/Mooncake#3072): what it knows of an instance that was restarted at the same port may now be another process.
-        A session has a random part behind a slash, which distinguishes them.
+        Mooncake remembers by name where a peer's memory is and by which port it is read, for as
+        long as this process lives (kvcache-ai/Mooncake#3072): what it knows of an instance that was
+        restarted at the same port may now be another process. A session has a random part behind a
+        slash, which distinguishes them.
         """
         with self._lock:
             if session not in self._names:
@@ -167,12 +193,15 @@ class SharedEngine:
             return self._names[session]
 
     def run(self, submit: Callable[..., int], session: str, runs: Runs) -> tuple[int, Settled]:
-        """Submit runs and wait until all are done; returns 0, or a negative code and whether all that were submitted have ended.
+        """Submit runs and wait until all are done; returns 0, or a negative code and whether all
+        that were submitted have ended.
 
-        Mooncake's synchronous calls read the state without a pause, so that each takes a processor, and fail if they submit more
-        runs than the peer's queue takes; this waits asleep, with few in the queue. The state that Mooncake has of a batch is its
-        first run's: each run is a batch. The timeout is that of the synchronous calls
-        (``mooncake-integration/transfer_engine/transfer_engine_py.cpp``, ``batchTransferSync``, ``transferCheckStatus``).
+        Mooncake's synchronous calls read the state without a pause, so that each takes a processor,
+        and fail if they submit more runs than the peer's queue takes; this waits asleep, with few
+        in the queue. The state that Mooncake has of a batch is its first run's: each run is a
+        batch. The timeout is that of the synchronous calls
+        (``mooncake-integration/transfer_engine/transfer_engine_py.cpp``, ``batchTransferSync``,
+        ``transferCheckStatus``).
         """
         until = monotonic() + self.timeout + runs.total / 1e9
         queued: deque[int] = deque()
@@ -202,8 +231,14 @@ class SharedEngine:
     def register(self, address: int, size: int) -> None:
         """Register memory, unless it is. Raises TransferError."""
         with self._lock:
-            if not self.registered[address, size] and (code := self.engine.register_memory(address, size)):
-                raise TransferError("transport", f"mooncake cannot register {size} bytes (code {code})", settled=at_once)
+            if not self.registered[address, size] and (
+                code := self.engine.register_memory(address, size)
+            ):
+                raise TransferError(
+                    "transport",
+                    f"mooncake cannot register {size} bytes (code {code})",
+                    settled=at_once,
+                )
             self.registered[address, size] += 1
 
     def unregister(self, address: int, size: int) -> None:
@@ -219,13 +254,15 @@ def _fix(protocol: str, ports: range | None) -> str:
     if protocol not in ("tcp", "ascend") or ports is None:
         return f"protocol must be tcp, or ascend with {WHEELS[0]}"
     return (
-        f"give option ports at least {PORTS_OF_RANK} ports a rank, it has {len(ports)} in all: Mooncake takes random ones, and "
-        f"those of an instance that has ended are in use for a minute; protocol ascend needs {WHEELS[0]}"
+        f"give option ports at least {PORTS_OF_RANK} ports a rank, it has {len(ports)} in all:"
+        " Mooncake takes random ones, and those of an instance that has ended are in use for a"
+        f" minute; protocol ascend needs {WHEELS[0]}"
     )
 
 
 class Batches:
-    """Batches of a failed read or write, which Mooncake goes on with: for as long as a peer is paused, or cut off."""
+    """Batches of a failed read or write, which Mooncake goes on with: for as long as a peer is
+    paused, or cut off."""
 
     def __init__(self, engine: Any, batches: Iterable[int]) -> None:
         self._engine, self._batches = engine, list(batches)
@@ -234,7 +271,11 @@ class Batches:
     def have_ended(self) -> bool:
         """Whether all have ended; those that have are freed."""
         with self._lock:
-            self._batches = [each for each in self._batches if self._engine.transfer_check_status(each) not in (DONE, FAILED)]
+            self._batches = [
+                each
+                for each in self._batches
+                if self._engine.transfer_check_status(each) not in (DONE, FAILED)
+            ]
             return not self._batches
 
 
@@ -242,11 +283,14 @@ _engines: dict[tuple[str, str, int, range | None], SharedEngine] = {}
 _starting = threading.Lock()
 
 
-def shared_engine(host: str, protocol: str, timeout: float, ports: range | None = None) -> SharedEngine:
-    """This process's engine for a host, a protocol, a timeout of reads in seconds, and ports to choose from.
+def shared_engine(
+    host: str, protocol: str, timeout: float, ports: range | None = None
+) -> SharedEngine:
+    """This process's engine for a host, a protocol, a timeout of reads in seconds, and ports to
+    choose from.
 
-    The environment's timeout has precedence. Engines take two ports of ``ports``, those of the first engine with any in this
-    process; by default of 15000 to 17000.
+    The environment's timeout has precedence. Engines take two ports of ``ports``, those of the
+    first engine with any in this process; by default of 15000 to 17000.
 
     Raises:
         RefusedError: Mooncake is not installed, lacks a library, or does not start.
@@ -259,7 +303,8 @@ def shared_engine(host: str, protocol: str, timeout: float, ports: range | None 
 
 
 class MooncakeEngine:
-    """See :class:`~ascend_platform.transfer.engine.Engine`; it uses this process's engine. The keys are not used."""
+    """See :class:`~ascend_platform.transfer.engine.Engine`; it uses this process's engine. The keys
+    are not used."""
 
     most_runs = sys.maxsize
 
@@ -276,7 +321,8 @@ class MooncakeEngine:
         self.name = f"mooncake ({protocol})"
         self.on_device = protocol == "ascend"
         self.can_write = self.on_device or acknowledges_writes()
-        self._buffers: list[torch.Tensor] = []  # their memory must not be reused while it is registered
+        # their memory must not be reused while it is registered
+        self._buffers: list[torch.Tensor] = []
         self._running = 0
         self._unsettled: list[Settled] = []
         self._lock = threading.Lock()
@@ -321,19 +367,29 @@ class MooncakeEngine:
                 break
         with self._lock:
             self._unsettled = [each for each in self._unsettled if not each()] + [settled]
-        raise TransferError("transport", f"mooncake failed to {direction} {runs.total} bytes (code {code})", settled=settled)
+        raise TransferError(
+            "transport",
+            f"mooncake failed to {direction} {runs.total} bytes (code {code})",
+            settled=settled,
+        )
 
     def _attempt(self, direction: str, name: str, runs: Runs) -> tuple[int, Settled]:
         """0, or Mooncake's code, and when nothing is read or written any more."""
         engine, began = self._shared.engine, monotonic()
         if self.on_device:  # one batch is one call of CANN's there
-            code: int = getattr(engine, f"batch_transfer_sync_{direction}")(name, runs.local, runs.remote, runs.size)
-            # Before its timeout it returns only once CANN's call has ended and the link is closed (ascend_direct_transport).
+            code: int = getattr(engine, f"batch_transfer_sync_{direction}")(
+                name, runs.local, runs.remote, runs.size
+            )
+            # Before its timeout it returns only once CANN's call has ended and the link is closed
+            # (ascend_direct_transport).
             return code, at_once if monotonic() - began < self._shared.timeout else never
         return self._shared.run(getattr(engine, f"batch_transfer_async_{direction}"), name, runs)
 
     def close(self) -> None:
-        release_when_settled(lambda: not self._running and all(each() for each in self._unsettled), self._unregister_all)
+        release_when_settled(
+            lambda: not self._running and all(each() for each in self._unsettled),
+            self._unregister_all,
+        )
 
 
 def _unregister_all(shared: SharedEngine, buffers: list[torch.Tensor]) -> None:

@@ -1,4 +1,5 @@
-"""Work queues by peer: each peer has threads of its own, so that one that is slow or dead delays its own work alone."""
+"""Work queues by peer: each peer has threads of its own, so that one that is slow or dead delays
+its own work alone."""
 
 from __future__ import annotations
 
@@ -14,7 +15,8 @@ Work = TypeVar("Work")
 WorkOfWorker = TypeVar("WorkOfWorker", contravariant=True)
 
 IDLE_SECONDS = 60.0
-"""Seconds after which a thread without work ends, and closes its connections: its peer may be gone for good."""
+"""Seconds after which a thread without work ends, and closes its connections: its peer may be gone
+for good."""
 
 MAX_IDLE_THREADS = 64
 """Threads without work; beyond that the one that has been idle for longest ends."""
@@ -23,7 +25,8 @@ MAX_THREADS = 512
 """Threads of all peers; beyond that work of further peers waits until one ends."""
 
 MAX_STUCK_THREADS = 16
-"""Threads of a peer that may be stuck in their work; beyond that, its stuck threads are not replaced."""
+"""Threads of a peer that may be stuck in their work; beyond that, its stuck threads are not
+replaced."""
 
 
 class Worker(Protocol[WorkOfWorker]):
@@ -67,11 +70,13 @@ class PeerQueues(Generic[Work]):
     """A queue for each peer, in order of arrival; threads are started as they are needed."""
 
     def __init__(self, name: str, make_worker: Callable[[], Worker[Work]]) -> None:
-        """``name`` is that of the threads; ``make_worker`` is called in each of them, and may not fail."""
+        """``name`` is that of the threads; ``make_worker`` is called in each of them, and may not
+        fail."""
         self.name, self.make_worker = name, make_worker
         self._lock = threading.Lock()
         self._peers: dict[Hashable, Peer[Work]] = {}
-        self._idle: dict[PeerThread[Work], None] = {}  # the one that has been idle for longest first
+        # the one that has been idle for longest first
+        self._idle: dict[PeerThread[Work], None] = {}
         self._stuck: list[PeerThread[Work]] = []
         self._closed = False
 
@@ -92,15 +97,22 @@ class PeerQueues(Generic[Work]):
             queue.waiting.append(work)
             if (error := self._start_threads(queue)) and not queue.threads:
                 queue.waiting.pop()
-                raise TransferError("internal", f"{error}; fix: raise the limit of processes and threads (ulimit -u, pids.max)")
+                raise TransferError(
+                    "internal",
+                    f"{error}; fix: raise the limit of processes and threads (ulimit -u, pids.max)",
+                )
             queue.changed.notify()
 
     def abandon(self, work: Work) -> None:
-        """The thread at this work is stuck: it ends when it returns, and another one takes its place meanwhile."""
+        """The thread at this work is stuck: it ends when it returns, and another one takes its
+        place meanwhile."""
         with self._lock:
             for queue in self._peers.values():
                 for thread in queue.threads:
-                    if thread.work is work and sum(stuck.peer is queue for stuck in self._stuck) < MAX_STUCK_THREADS:
+                    if (
+                        thread.work is work
+                        and sum(stuck.peer is queue for stuck in self._stuck) < MAX_STUCK_THREADS
+                    ):
                         thread.stop = True
                         queue.threads.remove(thread)
                         self._stuck.append(thread)
@@ -111,7 +123,9 @@ class PeerQueues(Generic[Work]):
         """End all threads; whether they ended in time."""
         with self._lock:
             self._closed = True
-            threads = [thread for queue in self._peers.values() for thread in queue.threads] + self._stuck
+            threads = [
+                thread for queue in self._peers.values() for thread in queue.threads
+            ] + self._stuck
             for thread in threads:
                 thread.stop = True
             for queue in self._peers.values():
@@ -147,13 +161,22 @@ class PeerQueues(Generic[Work]):
                 thread.peer.threads.remove(thread)
             for queue in self._peers.values():
                 self._start_threads(queue)
-            for peer in [peer for peer, queue in self._peers.items() if not queue.threads and not queue.waiting]:
+            for peer in [
+                peer
+                for peer, queue in self._peers.items()
+                if not queue.threads and not queue.waiting
+            ]:
                 del self._peers[peer]
 
     def _start_threads(self, queue: Peer[Work]) -> str:
         """Start a thread if there is work for it; returns why it cannot be started."""
         free = sum(thread in self._idle and not thread.stop for thread in queue.threads)
-        if self._closed or len(queue.waiting) <= free or len(queue.threads) >= queue.limit or self._count() >= MAX_THREADS:
+        if (
+            self._closed
+            or len(queue.waiting) <= free
+            or len(queue.threads) >= queue.limit
+            or self._count() >= MAX_THREADS
+        ):
             return ""
         thread = PeerThread(self, queue)
         try:
@@ -172,7 +195,8 @@ class PeerQueues(Generic[Work]):
 
 
 class CircuitBreaker:
-    """Remembers that a peer does not answer: after :data:`FAILURES` in a row it is not contacted for some seconds."""
+    """Remembers that a peer does not answer: after :data:`FAILURES` in a row it is not contacted
+    for some seconds."""
 
     FAILURES = 2
 
@@ -187,10 +211,14 @@ class CircuitBreaker:
             since = self._clock() - self._last
             if self._failures < self.FAILURES or since >= self._seconds:
                 return ""
-            return f"not contacted: {self._failures} requests in a row failed, the last one {since:.1f} s ago ({self._cause})"
+            return (
+                f"not contacted: {self._failures} requests in a row failed, the last one"
+                f" {since:.1f} s ago ({self._cause})"
+            )
 
     def note_failure(self, cause: str, began: float | None = None) -> None:
-        """A request that ``began`` before the last failure has met the same outage, and does not count."""
+        """A request that ``began`` before the last failure has met the same outage, and does not
+        count."""
         with self._lock:
             if began is None or began >= self._last or not self._failures:
                 self._failures += 1

@@ -20,7 +20,8 @@ ALONE_SECONDS = 0.05
 
 
 class BusyError(Exception):
-    """A query cannot be answered before another one's resource is free: it waits under ``place``, one query at a time.
+    """A query cannot be answered before another one's resource is free: it waits under ``place``,
+    one query at a time.
 
     One that waits ``alone`` waits for something else than a buffer: no other query waits for it.
     """
@@ -39,7 +40,8 @@ class Asked(NamedTuple):
 
 @dataclass
 class Waiting:
-    """A place in the queue. ``asked`` is None from when the sender was told to repeat its query until it does, or ``until``."""
+    """A place in the queue. ``asked`` is None from when the sender was told to repeat its query
+    until it does, or ``until``."""
 
     asked: Asked | None
     until: float
@@ -47,8 +49,9 @@ class Waiting:
 
 
 class QueryQueue:
-    """Places by arrival. After ``seconds`` a sender is told to repeat its query, so that it knows that this side is alive; the
-    place is kept for as long again. ``changed`` is set, in any thread, when a query that waits alone may be answered."""
+    """Places by arrival. After ``seconds`` a sender is told to repeat its query, so that it knows
+    that this side is alive; the place is kept for as long again. ``changed`` is set, in any thread,
+    when a query that waits alone may be answered."""
 
     def __init__(self, seconds: float, clock: Callable[[], float] = monotonic) -> None:
         self._seconds, self._clock = seconds, clock
@@ -78,10 +81,13 @@ class QueryQueue:
 
     def remove(self, matches: Callable[[Place], bool]) -> None:
         """Forget the places of senders that no longer wait."""
-        self._places = {place: waiting for place, waiting in self._places.items() if not matches(place)}
+        self._places = {
+            place: waiting for place, waiting in self._places.items() if not matches(place)
+        }
 
     def serve(self, answer: Callable[[Message], Message]) -> None:
-        """Answer queries in their order, until one has to wait on; those that wait alone are asked in any case."""
+        """Answer queries in their order, until one has to wait on; those that wait alone are asked
+        in any case."""
         blocked, ask_alone = "", self.changed or self._clock() >= self._ask_alone_at
         if ask_alone:
             self.changed, self._ask_alone_at = False, self._clock() + ALONE_SECONDS

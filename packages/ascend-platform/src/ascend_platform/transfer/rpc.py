@@ -20,15 +20,22 @@ from ascend_platform.transfer.query_queue import Asked, BusyError, QueryQueue
 MAX_CONNECT_ATTEMPTS = 5
 """Connection attempts, 0.1 s apart, before a peer counts as unreachable."""
 
-AUTH_FAILED = "authentication failed: the secrets differ or only one instance has one; give both the same secret_file"
+AUTH_FAILED = (
+    "authentication failed: the secrets differ or only one instance has one; give both the same"
+    " secret_file"
+)
 
-HANDSHAKE_FAILED = zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL | zmq.EVENT_HANDSHAKE_FAILED_AUTH
+HANDSHAKE_FAILED = (
+    zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
+    | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
+    | zmq.EVENT_HANDSHAKE_FAILED_AUTH
+)
 
 HANDSHAKES = HANDSHAKE_FAILED | zmq.EVENT_HANDSHAKE_SUCCEEDED
 
 HANDSHAKE_MS = 5000
-"""Milliseconds after which a server closes a connection without a complete handshake: anyone can open them, and each takes a file
-of the process. ZMQ's default is 30 s."""
+"""Milliseconds after which a server closes a connection without a complete handshake: anyone can
+open them, and each takes a file of the process. ZMQ's default is 30 s."""
 
 POLL_MS = 100
 """Milliseconds between checks of whether a wait should end."""
@@ -97,21 +104,24 @@ class RpcServer:
     def _bind(self, ports: range) -> None:
         for port in ports:
             try:
-                self._socket.bind(endpoint_url(self.host, port) if port else endpoint_url(self.host, 0)[:-1] + "*")
+                self._socket.bind(
+                    endpoint_url(self.host, port) if port else endpoint_url(self.host, 0)[:-1] + "*"
+                )
                 return
             except zmq.ZMQError as error:
                 if error.errno == zmq.EADDRINUSE and port != ports[-1]:
                     continue
                 which = f"{ports[0]} to {port}" if port != ports[0] else str(port)
                 raise RefusedError(
-                    f"cannot listen on {self.host}:{which} ({error}); change kv_port, or host or ports in "
-                    "kv_connector_extra_config, or the model loader's host"
+                    f"cannot listen on {self.host}:{which} ({error}); change kv_port, or host or"
+                    " ports in kv_connector_extra_config, or the model loader's host"
                 ) from None
 
     def close(self) -> None:
         self._stop.set()
         self._thread.join(5)
-        if not self._thread.is_alive():  # else it still uses the socket, which ends with the process
+        # else it still uses the socket, which ends with the process
+        if not self._thread.is_alive():
             self._close()
 
     def _close(self) -> None:
@@ -131,8 +141,12 @@ class RpcServer:
         sender, request_id, content = frames
 
         def reply(message: Message) -> None:
-            if len(content := self._codec.encode(message)) > LONGEST_MESSAGE:  # the peer would close the connection
-                cause = f"a {type(message).__name__} of {len(content)} bytes; the most is {LONGEST_MESSAGE}"
+            # the peer would close the connection
+            if len(content := self._codec.encode(message)) > LONGEST_MESSAGE:
+                cause = (
+                    f"a {type(message).__name__} of {len(content)} bytes; the most is"
+                    f" {LONGEST_MESSAGE}"
+                )
                 content = self._codec.encode(Refused("mismatch", cause))
             self._socket.send_multipart([sender, request_id, content])
 
@@ -156,7 +170,9 @@ class RpcServer:
         except TransferError as error:
             return Refused(error.kind, str(error))
         except Exception as error:
-            logger.warning("transfer: error while answering a peer: %s: %s", type(error).__name__, error)
+            logger.warning(
+                "transfer: error while answering a peer: %s: %s", type(error).__name__, error
+            )
             return Refused("internal", f"{type(error).__name__}: {error}")
 
 
@@ -168,7 +184,8 @@ def make_context() -> zmq.Context:
 
 
 class RpcClient:
-    """Client of one rank for one thread; only the latest query's reply is awaited. It was sent not before ``sent_at``."""
+    """Client of one rank for one thread; only the latest query's reply is awaited. It was sent not
+    before ``sent_at``."""
 
     def __init__(
         self,
@@ -183,12 +200,15 @@ class RpcClient:
         self._timeout = answer_timeout
         self._socket = context.socket(zmq.DEALER)
         self._socket.setsockopt(zmq.LINGER, 2000)  # lets a final Release be sent in the background
-        self._socket.setsockopt(zmq.SNDTIMEO, int(answer_timeout * 1000))  # else a send waits for ever once the queue is full
+        # else a send waits for ever once the queue is full
+        self._socket.setsockopt(zmq.SNDTIMEO, int(answer_timeout * 1000))
         self._socket.setsockopt(zmq.IPV6, int(":" in host))
         self._socket.setsockopt(zmq.MAXMSGSIZE, LONGEST_MESSAGE)
         if keys:
             keys.configure_client(self._socket)
-        watched = zmq.EVENT_CONNECTED | zmq.EVENT_DISCONNECTED | zmq.EVENT_CONNECT_RETRIED | HANDSHAKES
+        watched = (
+            zmq.EVENT_CONNECTED | zmq.EVENT_DISCONNECTED | zmq.EVENT_CONNECT_RETRIED | HANDSHAKES
+        )
         self._monitor = self._socket.get_monitor_socket(watched)
         self._poller = zmq.Poller()
         for socket in (self._socket, self._monitor):
@@ -199,7 +219,8 @@ class RpcClient:
         self.sent, self.sent_at = 0, 0.0
 
     def send(self, query: Message) -> int:
-        """Send a query and discard replies to earlier ones; returns a request id for :meth:`receive`.
+        """Send a query and discard replies to earlier ones; returns a request id for
+        :meth:`receive`.
 
         Raises:
             TransferError: the peer has rejected this client, or takes no more messages.
@@ -223,8 +244,12 @@ class RpcClient:
 
     def _send(self, request_id: bytes, query: Message) -> None:
         self._raise_if_rejected()
-        if len(content := self._codec.encode(query)) > LONGEST_MESSAGE:  # the peer would close the connection
-            raise TransferError("mismatch", f"a {type(query).__name__} of {len(content)} bytes; the most is {LONGEST_MESSAGE}")
+        # the peer would close the connection
+        if len(content := self._codec.encode(query)) > LONGEST_MESSAGE:
+            raise TransferError(
+                "mismatch",
+                f"a {type(query).__name__} of {len(content)} bytes; the most is {LONGEST_MESSAGE}",
+            )
         self.sent += 1
         try:
             self._socket.send_multipart([request_id, content])
@@ -233,8 +258,11 @@ class RpcClient:
             self._raise_if_rejected()
             raise TransferError("peer", f"it took no message in {self._timeout:g} s") from None
 
-    def receive(self, request_id: int, deadline: float, check: Callable[[], object] = lambda: None) -> Message:
-        """The reply to this query; replies to earlier ones are discarded. ``deadline`` is monotonic time.
+    def receive(
+        self, request_id: int, deadline: float, check: Callable[[], object] = lambda: None
+    ) -> Message:
+        """The reply to this query; replies to earlier ones are discarded. ``deadline`` is monotonic
+        time.
 
         ``check`` is called every 0.1 s and may raise.
 
@@ -244,7 +272,9 @@ class RpcClient:
         began = monotonic()
         until = min(deadline, began + self._timeout)
         while monotonic() < until:
-            if self._socket not in dict(self._poller.poll(max(1, min(POLL_MS, int((until - monotonic()) * 1000))))):
+            if self._socket not in dict(
+                self._poller.poll(max(1, min(POLL_MS, int((until - monotonic()) * 1000))))
+            ):
                 check()
                 self._check_connection()
                 continue
@@ -258,7 +288,8 @@ class RpcClient:
         raise TransferError(kind, f"no answer in {max(0.0, until - began):.2g} s")
 
     def connection_count(self) -> int:
-        """Number of times the connection was lost; if it changed, another process may be listening at the address."""
+        """Number of times the connection was lost; if it changed, another process may be listening
+        at the address."""
         while self._monitor.poll(0):
             self._next_event()
         return self._disconnects
@@ -266,8 +297,9 @@ class RpcClient:
     def _next_event(self) -> int:
         """Read and count one event of the connection.
 
-        ZMQ gives up a connection whose security mechanism or keys do not fit, so that event, which may come before the first
-        query, comes once. A handshake that ends without detail is repeated, and may also be a peer that is exiting.
+        ZMQ gives up a connection whose security mechanism or keys do not fit, so that event, which
+        may come before the first query, comes once. A handshake that ends without detail is
+        repeated, and may also be a peer that is exiting.
         """
         event = int(recv_monitor_message(self._monitor)["event"])
         if event & HANDSHAKE_FAILED:
@@ -288,7 +320,8 @@ class RpcClient:
         """Detect lost connections; ZMQ itself reconnects forever.
 
         Raises:
-            TransferError: nothing listens at the address, or the connection was closed after the query was sent.
+            TransferError: nothing listens at the address, or the connection was closed after the
+            query was sent.
         """
         while self._monitor.poll(0):
             event = self._next_event()
@@ -299,7 +332,9 @@ class RpcClient:
                 raise TransferError("peer", "the peer closed the connection")
             self._attempts = self._attempts + 1 if event == zmq.EVENT_CONNECT_RETRIED else 0
             if self._attempts >= MAX_CONNECT_ATTEMPTS:
-                raise TransferError("peer", f"nothing listens at its address ({MAX_CONNECT_ATTEMPTS} attempts)")
+                raise TransferError(
+                    "peer", f"nothing listens at its address ({MAX_CONNECT_ATTEMPTS} attempts)"
+                )
 
     def call(self, query: Message, deadline: float) -> Message:
         """Send a query and await its reply, retrying while the peer asks for it.
@@ -320,8 +355,8 @@ class RpcClient:
     ) -> Message:
         """Await the reply to a query that was sent, as :meth:`call` does.
 
-        Refused replies with ``again`` are retried for ``retry_seconds`` seconds, by default the answer timeout; ``queued`` ones
-        until the deadline.
+        Refused replies with ``again`` are retried for ``retry_seconds`` seconds, by default the
+        answer timeout; ``queued`` ones until the deadline.
         """
         pause, first = 0.002, monotonic()
         retry_seconds = self._timeout if retry_seconds is None else retry_seconds
@@ -333,10 +368,17 @@ class RpcClient:
             if reply.queued and monotonic() < deadline:
                 request_id = self.send(query)
                 continue
-            if not reply.again or monotonic() - first > retry_seconds or monotonic() + pause > deadline:
+            if (
+                not reply.again
+                or monotonic() - first > retry_seconds
+                or monotonic() + pause > deadline
+            ):
                 waited = f" (for {monotonic() - first:.2g} s)" if reply.again else ""
                 failure = NotYetError if reply.again else TransferError
-                raise failure(reply.kind if reply.kind in KINDS else "internal", f"{printable(reply.cause)}{waited}")
+                raise failure(
+                    reply.kind if reply.kind in KINDS else "internal",
+                    f"{printable(reply.cause)}{waited}",
+                )
             threading.Event().wait(pause)
             pause = min(2 * pause, max_pause)
             request_id = self.send(query)
@@ -348,7 +390,8 @@ class RpcClient:
 
 
 class ClientPool:
-    """Clients of one thread, by address; ``on_close(address)`` is called for each that is closed."""
+    """Clients of one thread, by address; ``on_close(address)`` is called for each that
+    is closed."""
 
     def __init__(
         self,
@@ -358,10 +401,13 @@ class ClientPool:
         keys: CurveKeys | None = None,
         on_close: Callable[[tuple[str, int]], object] = lambda address: None,
     ) -> None:
-        self._make = lambda address: RpcClient(codec, context, address[0], address[1], answer_timeout, keys)
+        self._make = lambda address: RpcClient(
+            codec, context, address[0], address[1], answer_timeout, keys
+        )
         self._on_close = on_close
         self._sent = 0  # by clients that are closed
-        self._clients: dict[tuple[str, int], tuple[RpcClient, float]] = {}  # with the time of their last use, oldest first
+        # with the time of their last use, oldest first
+        self._clients: dict[tuple[str, int], tuple[RpcClient, float]] = {}
 
     def __len__(self) -> int:
         return len(self._clients)
@@ -385,7 +431,9 @@ class ClientPool:
             try:
                 client = self._make(address)
             except zmq.ZMQError as error:
-                raise TransferError("peer", f"cannot connect to {printable(address[0])}:{address[1]} ({error})") from None
+                raise TransferError(
+                    "peer", f"cannot connect to {printable(address[0])}:{address[1]} ({error})"
+                ) from None
         self._clients[address] = client, monotonic()
         return client
 
@@ -399,5 +447,7 @@ class ClientPool:
 
     def close_idle(self, seconds: float = IDLE_SECONDS) -> None:
         """Close the clients that were not used for this long."""
-        for address in [address for address, (_, used) in self._clients.items() if monotonic() - used >= seconds]:
+        for address in [
+            address for address, (_, used) in self._clients.items() if monotonic() - used >= seconds
+        ]:
             self.close(address)

@@ -12,10 +12,12 @@ MIN_SECRET_BYTES = 16
 
 
 def read_secret(path: str | None, variable: str, option: str) -> bytes:
-    """Key derived from the content of the file, without a path from that of the environment variable; b"" if that is not set.
+    """Key derived from the content of the file, without a path from that of the environment
+    variable; b"" if that is not set.
 
-    White space around it is ignored. The derivation costs 0.1 s and 32 MiB, so that a secret that was chosen by a person is not
-    found by trying guesses on what its holders have signed. ``option`` is the name of the option with the path, for messages.
+    White space around it is ignored. The derivation costs 0.1 s and 32 MiB, so that a secret that
+    was chosen by a person is not found by trying guesses on what its holders have signed.
+    ``option`` is the name of the option with the path, for messages.
 
     Raises:
         RefusedError: the file cannot be read, or the secret is shorter than 16 bytes, in one line.
@@ -26,10 +28,14 @@ def read_secret(path: str | None, variable: str, option: str) -> bytes:
     except OSError as error:
         raise RefusedError(f"{source} cannot be read: {error.strerror}") from None
     if len(found) < MIN_SECRET_BYTES and (found or path):
-        raise RefusedError(f"{source} has a secret of {len(found)} bytes; it needs at least {MIN_SECRET_BYTES}")
+        raise RefusedError(
+            f"{source} has a secret of {len(found)} bytes; it needs at least {MIN_SECRET_BYTES}"
+        )
     return _derive(found) if found else b""
 
 
 @functools.cache
 def _derive(secret: bytes) -> bytes:
-    return hashlib.scrypt(secret, salt=b"ascend_platform.transfer", n=1 << 15, r=8, p=1, maxmem=1 << 26, dklen=32)
+    return hashlib.scrypt(
+        secret, salt=b"ascend_platform.transfer", n=1 << 15, r=8, p=1, maxmem=1 << 26, dklen=32
+    )

@@ -11,7 +11,8 @@ from ascend_platform import vllm_overrides
 
 
 def register(overrides: Mapping[str, Callable[..., Any]]) -> None:
-    """Let vLLM launch these functions instead of its kernels; a second call for a kernel does nothing.
+    """Let vLLM launch these functions instead of its kernels; a second call for a kernel does
+    nothing.
 
     Raises:
         RefusedError: a kernel is missing, or its source has changed.

@@ -1,7 +1,8 @@
 """Causal convolution over packed tokens with a state per request, in PyTorch.
 
-CANN's operators for it take width 3 only, and are for another chip (``npu_fused_causal_conv1d``). Nothing here waits for the
-device: lengths and indices stay there. Block 0 is vLLM's null block, whose rows are left as they are.
+CANN's operators for it take width 3 only, and are for another chip (``npu_fused_causal_conv1d``).
+Nothing here waits for the device: lengths and indices stay there. Block 0 is vLLM's null block,
+whose rows are left as they are.
 """
 
 from collections.abc import Callable
@@ -33,7 +34,8 @@ def causal_conv1d_fn(
         weight: ``[channels, width]``.
         conv_states: ``[blocks, channels, at least width - 1]``, written.
         query_start_loc: ``[requests + 1]``, the first token of each request.
-        cache_indices, has_initial_state: ``[requests]``, the block of a request, and whether it holds earlier tokens.
+        cache_indices, has_initial_state: ``[requests]``, the block of a request, and whether it
+        holds earlier tokens.
 
     Returns:
         ``[channels, tokens]``.
@@ -43,14 +45,23 @@ def causal_conv1d_fn(
     history = conv_states[cache_indices][..., :kept].transpose(1, 2)
     history = torch.where(has_initial_state.view(-1, 1, 1), history, 0)
     # each request's rows are its history, then its tokens
-    position, request = torch.arange(len(tokens), device=device), packed.requests_of(len(tokens), query_start_loc)
-    first = query_start_loc[:-1, None] + torch.arange(kept, device=device) + torch.arange(requests, device=device)[:, None] * kept
+    position, request = (
+        torch.arange(len(tokens), device=device),
+        packed.requests_of(len(tokens), query_start_loc),
+    )
+    first = (
+        query_start_loc[:-1, None]
+        + torch.arange(kept, device=device)
+        + torch.arange(requests, device=device)[:, None] * kept
+    )
     row = position + (request + 1) * kept
     rows = tokens.new_empty(len(tokens) + requests * kept, tokens.shape[1])
     rows[first.flatten()] = history.flatten(0, 1)
     rows[row] = tokens
     conv_states[cache_indices, :, :kept] = (
-        rows[(first + query_start_loc.diff()[:, None]).flatten()].view(requests, kept, -1).transpose(1, 2)
+        rows[(first + query_start_loc.diff()[:, None]).flatten()]
+        .view(requests, kept, -1)
+        .transpose(1, 2)
     )
     output = _convolve(rows[None], weight, bias, activation)[0]
     return output[row - kept].to(dtype).t()
@@ -71,8 +82,9 @@ def causal_conv1d_update(
 ) -> torch.Tensor:
     """Convolve the token of each request, or its token and draft tokens.
 
-    Replaces ``vllm.model_executor.layers.mamba.ops.causal_conv1d.causal_conv1d_update``. With draft tokens a state has the inputs
-    of the last step, and `num_accepted_tokens` tells how many of them count.
+    Replaces ``vllm.model_executor.layers.mamba.ops.causal_conv1d.causal_conv1d_update``. With draft
+    tokens a state has the inputs of the last step, and `num_accepted_tokens` tells how many of them
+    count.
 
     Args:
         x: ``[tokens, channels]``; without `query_start_loc` a token for each request.
@@ -95,24 +107,36 @@ def causal_conv1d_update(
         new = tokens[place.flatten()].view(requests, steps, -1)
         history = state[:, :kept]
         if num_accepted_tokens is not None:
-            offset = (num_accepted_tokens[:requests, None] - 1).clamp_min(0) + torch.arange(kept, device=device)
+            offset = (num_accepted_tokens[:requests, None] - 1).clamp_min(0) + torch.arange(
+                kept, device=device
+            )
             history = state.gather(1, offset.long()[..., None].expand(-1, -1, state.shape[2]))
     window = torch.cat((history, new), 1)
     output = _convolve(window, weight, bias, activation)
     length = kept + steps - 1
-    states[index, :length] = torch.where((index > 0).view(-1, 1, 1), window[:, 1 : 1 + length], state[:, :length])
+    states[index, :length] = torch.where(
+        (index > 0).view(-1, 1, 1), window[:, 1 : 1 + length], state[:, :length]
+    )
     if query_start_loc is None:
         output = output[:, 0]
     else:
         request = packed.requests_of(len(tokens), query_start_loc[: requests + 1])
-        step = (torch.arange(len(tokens), device=x.device) - query_start_loc[request]).clamp(0, steps - 1)
+        step = (torch.arange(len(tokens), device=x.device) - query_start_loc[request]).clamp(
+            0, steps - 1
+        )
         output = output.flatten(0, 1)[request * steps + step]
     output = output.to(dtype)
     return output if out is None else out.copy_(output)
 
 
-def _convolve(rows: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, activation: str | bool | None) -> torch.Tensor:
-    """The rows ``[requests, rows, channels]``, each with the ``width - 1`` before it; in float32, without the first."""
+def _convolve(
+    rows: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    activation: str | bool | None,
+) -> torch.Tensor:
+    """The rows ``[requests, rows, channels]``, each with the ``width - 1`` before it; in float32,
+    without the first."""
     width = weight.shape[1]
     length = rows.shape[1] - width + 1
     rows, weights = rows.float(), weight.t().float()

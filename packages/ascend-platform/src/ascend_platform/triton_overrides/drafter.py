@@ -1,8 +1,10 @@
-"""PyTorch implementations of the Triton kernels of vLLM's drafters, and sequence lengths on the host for drafters.
+"""PyTorch implementations of the Triton kernels of vLLM's drafters, and sequence lengths on the
+host for drafters.
 
-The functions take the kernels' arguments in the kernels' order (``vllm/triton_utils/dispatcher.py``), with the meaning of
-``vllm/v1/spec_decode/utils.py``. They compute a whole batch at once, without synchronizing with the device, and no shape depends
-on which tokens are accepted.
+The functions take the kernels' arguments in the kernels' order
+(``vllm/triton_utils/dispatcher.py``), with the meaning of ``vllm/v1/spec_decode/utils.py``. They
+compute a whole batch at once, without synchronizing with the device, and no shape depends on which
+tokens are accepted.
 """
 
 import functools
@@ -35,18 +37,22 @@ def eagle_step(
     """Advance each request by one token: update positions, slot mapping and seq_lens in place.
 
     Args:
-        positions, out_positions: int64 ``[batch_size]``; a position beyond ``max_model_len`` becomes 0.
+        positions, out_positions: int64 ``[batch_size]``; a position beyond ``max_model_len``
+        becomes 0.
         block_table: int32 ``[batch_size, n_blocks_per_req]``.
         seq_lens: int32 ``[batch_size]``.
-        out_slot_mapping: int64. Where Triton's kernel writes ``pad_slot_id``, for padding and for positions beyond
-            ``max_model_len``, it gets slots of the null block.
+        out_slot_mapping: int64. Where Triton's kernel writes ``pad_slot_id``, for padding and for
+            positions beyond ``max_model_len``, it gets slots of the null block.
     """
     count = positions.shape[0]
     next_positions = positions + 1
     exceeds = next_positions >= max_model_len
     next_positions = next_positions.masked_fill(exceeds, 0)
     block = (next_positions // block_size).clamp_max(n_blocks_per_req - 1)
-    slot_mapping = block_table[:count].gather(1, block.unsqueeze(1)).squeeze(1) * block_size + next_positions % block_size
+    slot_mapping = (
+        block_table[:count].gather(1, block.unsqueeze(1)).squeeze(1) * block_size
+        + next_positions % block_size
+    )
     null = null_slots(len(out_slot_mapping), block_size, positions.device)
     out_slot_mapping[count:] = null[count:]
     out_slot_mapping[:count] = torch.where(exceeds, null[:count], slot_mapping)
@@ -62,7 +68,8 @@ def eagle_prepare_inputs(
     num_rejected_tokens: torch.Tensor,
     num_reqs: int,
 ) -> None:
-    """Write the number of rejected draft tokens and the index of the last valid token of each request, ``[num_reqs]``.
+    """Write the number of rejected draft tokens and the index of the last valid token of each
+    request, ``[num_reqs]``.
 
     ``cu_num_draft_tokens`` is int32 ``[num_reqs]``, the cumulative number of draft tokens.
     """
@@ -84,13 +91,18 @@ def eagle_prepare_next_token(
     stride: int,
     block_size: int,
 ) -> None:
-    """Write the number of valid sampled tokens and the last of them, or the backup token without any, ``[num_reqs]``.
+    """Write the number of valid sampled tokens and the last of them, or the backup token without
+    any, ``[num_reqs]``.
 
     Args:
         sampled_token_ids: ``[num_reqs, num_sampled_tokens_per_req]``, -1 for rejected tokens.
         discard_request_mask: bool ``[num_reqs]``, requests of which no token is valid.
     """
-    valid = (sampled_token_ids != -1) & (sampled_token_ids < vocab_size) & ~discard_request_mask[:num_reqs].unsqueeze(1)
+    valid = (
+        (sampled_token_ids != -1)
+        & (sampled_token_ids < vocab_size)
+        & ~discard_request_mask[:num_reqs].unsqueeze(1)
+    )
     columns = torch.arange(num_sampled_tokens_per_req, device=sampled_token_ids.device)
     last = torch.where(valid, columns, -1).amax(1, keepdim=True)
     tokens = sampled_token_ids.gather(1, last.clamp_min(0)).squeeze(1).to(next_token_ids.dtype)
@@ -118,7 +130,8 @@ def expand_eagle_inputs(
     shift_input_ids: bool,
     block_size: int,
 ) -> None:
-    """Build a drafter's input of each request: valid tokens, next token, ``num_slots - 1`` parallel drafting tokens, padding.
+    """Build a drafter's input of each request: valid tokens, next token, ``num_slots - 1`` parallel
+    drafting tokens, padding.
 
     There are as many padding tokens as rejected tokens.
 
@@ -128,10 +141,12 @@ def expand_eagle_inputs(
         query_end_loc: ``[num_reqs]``, last valid token of each request.
         out_input_ids, out_positions: the drafter's input.
         out_is_rejected, out_is_masked: masks of padding tokens and of parallel drafting tokens.
-        out_new_token_indices: ``[num_reqs * num_slots]``, indices of the next token and the parallel drafting tokens.
-        out_hidden_state_mapping: ``[total_input_tokens]``, output index of each input token's hidden state; written with
-            ``shift_input_ids``.
-        shift_input_ids: drop each request's first token, for drafters that take the previous token's hidden state.
+        out_new_token_indices: ``[num_reqs * num_slots]``, indices of the next token and the
+        parallel drafting tokens.
+        out_hidden_state_mapping: ``[total_input_tokens]``, output index of each input token's
+            hidden state; written with ``shift_input_ids``.
+        shift_input_ids: drop each request's first token, for drafters that take the previous
+        token's hidden state.
     """
     num_reqs, device = query_end_loc.shape[0], target_token_ids.device
     starts, ends = query_start_loc[:num_reqs].long(), query_end_loc.long()
@@ -145,14 +160,20 @@ def expand_eagle_inputs(
     parallel = (offset > count) & ~padding
     source = (starts[request] + offset + int(shift_input_ids)).clamp_max(total_input_tokens - 1)
     dtype = out_input_ids.dtype
-    input_ids = torch.where(offset == count, next_token_ids[request].to(dtype), target_token_ids[source].to(dtype))
-    input_ids = input_ids.masked_fill(parallel, parallel_drafting_token_id).masked_fill(padding, padding_token_id)
+    input_ids = torch.where(
+        offset == count, next_token_ids[request].to(dtype), target_token_ids[source].to(dtype)
+    )
+    input_ids = input_ids.masked_fill(parallel, parallel_drafting_token_id).masked_fill(
+        padding, padding_token_id
+    )
     written = slice(out.shape[0])
     out_input_ids[written] = input_ids
     out_is_rejected[written] = padding
     out_is_masked[written] = parallel
     out_positions[written] = (target_positions[starts][request] + offset).masked_fill(padding, 0)
-    out_new_token_indices.copy_(((out_starts + valid).unsqueeze(1) + torch.arange(num_slots, device=device)).flatten())
+    out_new_token_indices.copy_(
+        ((out_starts + valid).unsqueeze(1) + torch.arange(num_slots, device=device)).flatten()
+    )
     if shift_input_ids:
         indices = torch.arange(total_input_tokens, device=device)
         token_requests = torch.bucketize(indices, starts[1:], right=True)
@@ -166,18 +187,23 @@ OVERRIDES: dict[str, Callable[..., Any]] = {
     _PREFIX + "eagle_prepare_next_token_padded_kernel": eagle_prepare_next_token,
     _PREFIX + "copy_and_expand_eagle_inputs_kernel": expand_eagle_inputs,
 }
-"""vLLM's kernels, as in ``vllm_overrides.OVERRIDES``, and the functions that take their arguments."""
+"""vLLM's kernels, as in ``vllm_overrides.OVERRIDES``, and the functions that take their arguments.
+"""
 
 
-rejected_in_step: ContextVar[base.Rejected | None] = ContextVar("draft tokens rejected in this step", default=None)
+rejected_in_step: ContextVar[base.Rejected | None] = ContextVar(
+    "draft tokens rejected in this step", default=None
+)
 """Set while a drafter runs, unless no request of the step had draft tokens."""
 
 
 def install() -> None:
-    """Register the kernels, and make a drafter's attention metadata meet the attention kernels' requirements.
+    """Register the kernels, and make a drafter's attention metadata meet the attention kernels'
+    requirements.
 
-    In ``vllm/v1/spec_decode/llm_base_proposer.py`` added and rejected tokens change ``seq_lens`` on the device only, and rejected
-    and padding tokens have slot -1. The kernels need lengths on the host and valid slots. A second call does nothing.
+    In ``vllm/v1/spec_decode/llm_base_proposer.py`` added and rejected tokens change ``seq_lens`` on
+    the device only, and rejected and padding tokens have slot -1. The kernels need lengths on the
+    host and valid slots. A second call does nothing.
     """
     from vllm.compilation.decorators import ignore_torch_compile
     from vllm.v1.spec_decode import llm_base_proposer, ngram_proposer_gpu
@@ -199,9 +225,14 @@ def install() -> None:
             return build(self, common_attn_metadata, draft_index)
 
     @functools.wraps(get_slots)
-    def get_slots_of_null_block(self: Any, num_tokens: int, slot_mapping: torch.Tensor | None = None) -> Any:
-        if slot_mapping is not None and len(slot_mapping) < num_tokens:  # latent attention writes the keys of padding tokens, too
-            padding = null_slots(num_tokens, self.vllm_config.cache_config.block_size, slot_mapping.device)
+    def get_slots_of_null_block(
+        self: Any, num_tokens: int, slot_mapping: torch.Tensor | None = None
+    ) -> Any:
+        # latent attention writes the keys of padding tokens, too
+        if slot_mapping is not None and len(slot_mapping) < num_tokens:
+            padding = null_slots(
+                num_tokens, self.vllm_config.cache_config.block_size, slot_mapping.device
+            )
             slot_mapping = torch.cat([slot_mapping, padding[len(slot_mapping) :]])
         return get_slots(self, num_tokens, slot_mapping)
 
@@ -212,7 +243,11 @@ def install() -> None:
         return extended.replace(seq_lens_cpu_upper_bound=lengths + N)
 
     override(
-        "vllm.v1.spec_decode.llm_base_proposer:SpecDecodeBaseProposer.build_per_group_and_layer_attn_metadata", build_with_lengths
+        "vllm.v1.spec_decode.llm_base_proposer:SpecDecodeBaseProposer.build_per_group_and_layer_attn_metadata",
+        build_with_lengths,
     )
-    override("vllm.v1.spec_decode.llm_base_proposer:SpecDecodeBaseProposer._get_slot_mapping", get_slots_of_null_block)
+    override(
+        "vllm.v1.spec_decode.llm_base_proposer:SpecDecodeBaseProposer._get_slot_mapping",
+        get_slots_of_null_block,
+    )
     override("vllm.v1.spec_decode.utils:extend_all_queries_by_N", extend_with_lengths)

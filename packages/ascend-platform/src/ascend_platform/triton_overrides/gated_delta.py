@@ -1,8 +1,9 @@
 """The gated delta rule of linear attention layers (Qwen3-Next, Qwen3.5, OLMo-hybrid) in PyTorch.
 
-A head has a state ``S`` of ``[values, keys]``; a token with query q, key k, value v, decay g and strength b changes it to
-``S' = exp(g) S + b (v - exp(g) S k) kᵀ`` and reads ``S' q``. Prefills compute 64 tokens at once (the WY form of the product of
-these updates), decodes one after the other. Nothing here waits for the device.
+A head has a state ``S`` of ``[values, keys]``; a token with query q, key k, value v, decay g and
+strength b changes it to ``S' = exp(g) S + b (v - exp(g) S k) kᵀ`` and reads ``S' q``. Prefills
+compute 64 tokens at once (the WY form of the product of these updates), decodes one after the
+other. Nothing here waits for the device.
 """
 
 from collections.abc import Callable
@@ -60,12 +61,14 @@ def chunk_rule(
 
 
 def _inverse(strict: torch.Tensor) -> torch.Tensor:
-    """The inverse of 1 + the part of a matrix below its diagonal, by inverses of blocks of 1, 2, 4... rows."""
+    """The inverse of 1 + the part of a matrix below its diagonal, by inverses of blocks of 1, 2,
+    4... rows."""
     size = strict.shape[-1]
     inverse = strict.new_ones(*strict.shape[:-2], size, 1, 1)
     rows = 1
     while rows < size:
-        blocks = strict.unflatten(-1, (-1, 2 * rows)).unflatten(-3, (-1, 2 * rows))  # [..., blocks, rows, blocks, rows]
+        # [..., blocks, rows, blocks, rows]
+        blocks = strict.unflatten(-1, (-1, 2 * rows)).unflatten(-3, (-1, 2 * rows))
         below = blocks.diagonal(dim1=-4, dim2=-2).movedim(-1, -3)[..., rows:, :rows]
         upper, lower = inverse[..., 0::2, :, :], inverse[..., 1::2, :, :]
         left = torch.cat((upper, -(lower @ below @ upper)), -2)
@@ -91,9 +94,11 @@ def recurrent_rule(
     Args:
         q, k, v, g, beta: as for `chunk_rule`.
         states: ``[blocks, heads, values, keys]``, written; block 0 is no request's.
-        indices: ``[requests]``, or ``[requests, steps]`` with a block for the state after each token.
+        indices: ``[requests]``, or ``[requests, steps]`` with a block for the state after each
+        token.
         query_start_loc: ``[requests + 1]``; None for a token each.
-        num_accepted_tokens: ``[requests]``, which of the blocks has the state to begin with, from 1; or None.
+        num_accepted_tokens: ``[requests]``, which of the blocks has the state to begin with, from
+        1; or None.
 
     Returns:
         ``[tokens, heads, values]`` of v's dtype; rows of no request are undefined.
@@ -101,10 +106,14 @@ def recurrent_rule(
     groups, output = v.shape[1] // k.shape[1], torch.zeros_like(v)
     q, k = (packed.repeat_heads(each.float(), groups) for each in (q * scale, k))
 
-    def step(state: torch.Tensor, tokens: slice | torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def step(
+        state: torch.Tensor, tokens: slice | torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         state = state * g[tokens].float().exp()[..., None, None]
         key = k[tokens]
-        change = (v[tokens].float() - (state @ key[..., None]).squeeze(-1)) * beta[tokens].float()[..., None]
+        change = (v[tokens].float() - (state @ key[..., None]).squeeze(-1)) * beta[tokens].float()[
+            ..., None
+        ]
         state = state + change[..., None] * key[..., None, :]
         return state, (state @ q[tokens][..., None]).squeeze(-1)
 
@@ -112,8 +121,11 @@ def recurrent_rule(
     return output
 
 
-def gates(a_log: torch.Tensor, a: torch.Tensor, b: torch.Tensor, dt_bias: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Decays, as logarithms, and strengths ``[tokens, heads]`` of a layer's projections a and b, in float32."""
+def gates(
+    a_log: torch.Tensor, a: torch.Tensor, b: torch.Tensor, dt_bias: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Decays, as logarithms, and strengths ``[tokens, heads]`` of a layer's projections a and b, in
+    float32."""
     return -a_log.float().exp() * F.softplus(a.float() + dt_bias.float()), b.float().sigmoid()
 
 
@@ -124,7 +136,8 @@ def normalize(x: torch.Tensor) -> torch.Tensor:
 
 
 rules = SimpleNamespace(prefill=lambda: chunk_rule, decode=recurrent_rule)
-"""Of this process: what makes the rule of a layer's prefills, and the rule of decodes; by default those above."""
+"""Of this process: what makes the rule of a layer's prefills, and the rule of decodes; by default
+those above."""
 
 # What takes the place of vLLM's functions; arguments are named as there.
 
@@ -150,8 +163,13 @@ def fused_post_conv_prep(
 
 
 def _heads(mixed: torch.Tensor, key_heads: int, keys: int, values: int) -> list[torch.Tensor]:
-    parts = mixed.split([key_heads * keys, key_heads * keys, mixed.shape[1] - 2 * key_heads * keys], -1)
-    return [part.unflatten(-1, (-1, size)) for part, size in zip(parts, (keys, keys, values), strict=True)]
+    parts = mixed.split(
+        [key_heads * keys, key_heads * keys, mixed.shape[1] - 2 * key_heads * keys], -1
+    )
+    return [
+        part.unflatten(-1, (-1, size))
+        for part, size in zip(parts, (keys, keys, values), strict=True)
+    ]
 
 
 def chunk_gated_delta_rule(
@@ -204,7 +222,18 @@ def fused_recurrent_gated_delta_rule(
         q, k = normalize(q.float()), normalize(k.float())
     scale = k.shape[-1] ** -0.5 if scale is None else scale
     indices = ssm_state_indices[: len(cu_seqlens) - 1]
-    output = rules.decode(q[0], k[0], v[0], g[0], beta[0], scale, initial_state, indices, cu_seqlens, num_accepted_tokens)
+    output = rules.decode(
+        q[0],
+        k[0],
+        v[0],
+        g[0],
+        beta[0],
+        scale,
+        initial_state,
+        indices,
+        cu_seqlens,
+        num_accepted_tokens,
+    )
     return output[None], initial_state
 
 
@@ -241,12 +270,18 @@ def fused_recurrent_gated_delta_rule_packed_decode(
     of_keys, v = of_keys.unflatten(-1, (-1, keys)), of_values.unflatten(-1, (-1, values))
     q, k = (normalize(of_keys.float()) if use_qk_l2norm_in_kernel else of_keys).chunk(2, 1)
     g, beta = gates(A_log, a, b, dt_bias)
-    out.copy_(rules.decode(q, k, v, g, beta, scale, initial_state, ssm_state_indices, None, None)[:, None])
+    out.copy_(
+        rules.decode(q, k, v, g, beta, scale, initial_state, ssm_state_indices, None, None)[:, None]
+    )
     return out, initial_state
 
 
 def fused_olmo_hybrid_gdn_gating(
-    A_log: torch.Tensor, a: torch.Tensor, b: torch.Tensor, dt_bias: torch.Tensor, allow_neg_eigval: bool = False
+    A_log: torch.Tensor,
+    a: torch.Tensor,
+    b: torch.Tensor,
+    dt_bias: torch.Tensor,
+    allow_neg_eigval: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Decays and strengths ``[1, tokens, heads]``; OLMo's strengths may reach 2."""
     g, beta = gates(A_log, a, b, dt_bias)
@@ -258,7 +293,11 @@ OVERRIDES: dict[str, Callable[..., Any]] = {
     _PREFIX + "fused_gdn_prefill_post_conv:fused_post_conv_prep": fused_post_conv_prep,
     _PREFIX + "chunk:chunk_gated_delta_rule": chunk_gated_delta_rule,
     _PREFIX + "fused_recurrent:fused_recurrent_gated_delta_rule": fused_recurrent_gated_delta_rule,
-    _PREFIX + "fused_recurrent:fused_recurrent_gated_delta_rule_packed_decode": fused_recurrent_gated_delta_rule_packed_decode,
-    _PREFIX + "fused_sigmoid_gating:fused_sigmoid_gating_delta_rule_update": fused_sigmoid_gating_delta_rule_update,
+    _PREFIX + "fused_recurrent:fused_recurrent_gated_delta_rule_packed_decode": (
+        fused_recurrent_gated_delta_rule_packed_decode
+    ),
+    _PREFIX + "fused_sigmoid_gating:fused_sigmoid_gating_delta_rule_update": (
+        fused_sigmoid_gating_delta_rule_update
+    ),
 }
 """Functions of vLLM, as in ``vllm_overrides.OVERRIDES``, and what takes their place."""

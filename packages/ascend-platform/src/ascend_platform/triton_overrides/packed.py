@@ -1,4 +1,5 @@
-"""Packed requests as layers with states compute them: prefills in chunks of a fixed length, decodes token by token.
+"""Packed requests as layers with states compute them: prefills in chunks of a fixed length, decodes
+token by token.
 
 Nothing here waits for the device: lengths and indices stay there.
 """
@@ -27,15 +28,21 @@ class Chunks:
         until = ((ends - starts + length - 1) // length).cumsum(0)
         each = torch.arange(self.count, device=device)
         self.requests = torch.bucketize(each, until, right=True).clamp_max(requests - 1)
-        of_request = each - torch.where(self.requests > 0, until[(self.requests - 1).clamp_min(0)], 0)
-        places = (starts[self.requests] + of_request * length)[:, None] + torch.arange(length, device=device)
+        of_request = each - torch.where(
+            self.requests > 0, until[(self.requests - 1).clamp_min(0)], 0
+        )
+        places = (starts[self.requests] + of_request * length)[:, None] + torch.arange(
+            length, device=device
+        )
         self.exists = places < ends[self.requests][:, None]
         self.places = torch.where(self.exists, places, tokens)
 
     def slab(self, start: int, length: int) -> "Slab":
         """Some consecutive chunks."""
         end = start + length
-        return Slab(self.places[start:end], self.exists[start:end], self.requests[start:end], self.tokens)
+        return Slab(
+            self.places[start:end], self.exists[start:end], self.requests[start:end], self.tokens
+        )
 
 
 def slabs(query_start_loc: torch.Tensor, tokens: int) -> Iterator["Slab"]:
@@ -50,7 +57,8 @@ class Slab:
     """Chunks that are computed together.
 
     Attributes:
-        places: ``[chunks, length]``, the token of each place; the number of tokens where there is none.
+        places: ``[chunks, length]``, the token of each place; the number of tokens where there is
+        none.
         exists: ``[chunks, length]``.
         requests: ``[chunks]``.
     """
@@ -61,23 +69,31 @@ class Slab:
     tokens: int
 
     def heads(self, x: torch.Tensor, heads: int = 0) -> torch.Tensor:
-        """The rows ``[tokens, heads, size]`` as ``[chunks, heads, length, size]`` in float32, 0 where there is no token."""
-        rows = x[self.places.clamp_max(self.tokens - 1).flatten()].float().unflatten(0, self.places.shape)
+        """The rows ``[tokens, heads, size]`` as ``[chunks, heads, length, size]`` in float32, 0
+        where there is no token."""
+        rows = (
+            x[self.places.clamp_max(self.tokens - 1).flatten()]
+            .float()
+            .unflatten(0, self.places.shape)
+        )
         rows = torch.where(self.exists[..., None, None], rows, 0).transpose(1, 2)
         return repeat_heads(rows, heads // x.shape[1]) if heads > x.shape[1] else rows
 
     def decays(self, logs: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Of logarithms ``[tokens, heads]``: their sums up to each token, and the decays from each token to each later one."""
+        """Of logarithms ``[tokens, heads]``: their sums up to each token, and the decays from each
+        token to each later one."""
         sums = self.heads(logs[..., None]).squeeze(-1).cumsum(-1)
         return sums, (sums[..., :, None] - sums[..., None, :]).tril().exp().tril()
 
     def write(self, output: torch.Tensor, rows: torch.Tensor) -> None:
-        """Write ``[chunks, heads, length, size]`` to their tokens in ``[tokens + 1, heads, size]``; the last row is of none."""
+        """Write ``[chunks, heads, length, size]`` to their tokens in ``[tokens + 1, heads, size]``;
+        the last row is of none."""
         output[self.places.flatten()] = rows.transpose(1, 2).flatten(0, 1).to(output.dtype)
 
 
 def repeat_heads(x: torch.Tensor, times: int) -> torch.Tensor:
-    """``[n, heads, ...]`` with each head ``times`` times; CANN's repeat_interleave takes less than 4,194,304 elements."""
+    """``[n, heads, ...]`` with each head ``times`` times; CANN's repeat_interleave takes less than
+    4,194,304 elements."""
     return x.unsqueeze(2).expand(-1, -1, times, *x.shape[2:]).flatten(1, 2)
 
 
@@ -89,7 +105,8 @@ def requests_of(tokens: int, query_start_loc: torch.Tensor) -> torch.Tensor:
 
 
 Step = Callable[[torch.Tensor, slice | torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
-"""A step of a recurrence: of states ``[requests, ...]`` and the requests' tokens, the new states and the output."""
+"""A step of a recurrence: of states ``[requests, ...]`` and the requests' tokens, the new states
+and the output."""
 
 
 def decode(
@@ -105,9 +122,11 @@ def decode(
 
     Args:
         states: ``[blocks, ...]``, written; block 0 is no request's and keeps what it has.
-        read, write: ``[requests]``, or ``[requests, steps]`` with a block for the state after each token.
+        read, write: ``[requests]``, or ``[requests, steps]`` with a block for the state after each
+        token.
         query_start_loc: ``[requests + 1]``; None for a token each.
-        num_accepted_tokens: ``[requests]``, which of the blocks has the state to begin with, from 1; or None.
+        num_accepted_tokens: ``[requests]``, which of the blocks has the state to begin with, from
+        1; or None.
         output: ``[tokens, ...]``, written; rows of no request are undefined.
     """
     requests = len(read)
@@ -122,7 +141,9 @@ def decode(
     starts, lengths = query_start_loc[:-1], query_start_loc.diff()
     first = read[:, 0]
     if num_accepted_tokens is not None:
-        first = read.gather(1, (num_accepted_tokens[:requests, None] - 1).clamp_min(0).long()).squeeze(1)
+        first = read.gather(
+            1, (num_accepted_tokens[:requests, None] - 1).clamp_min(0).long()
+        ).squeeze(1)
     state, null, results = states[first].float(), states[0].float(), []
     for each in range(write.shape[1]):
         state, result = step(state, (starts + each).clamp_max(len(output) - 1))
@@ -130,7 +151,9 @@ def decode(
         block = torch.where((lengths > each) & (first > 0), write[:, each], 0)
         states[block] = torch.where(_column(block > 0, state), state, null).to(states.dtype)
     request = requests_of(len(output), query_start_loc)
-    place = (torch.arange(len(output), device=output.device) - starts[request]).clamp(0, len(results) - 1)
+    place = (torch.arange(len(output), device=output.device) - starts[request]).clamp(
+        0, len(results) - 1
+    )
     output.copy_(torch.stack(results, 1)[request, place])
 
 

@@ -1,7 +1,7 @@
 """State-space layers (Mamba 1 and 2) in PyTorch: CANN has no operator for them.
 
-A channel has a state ``h`` that a token changes to ``exp(dt A) h + dt B x`` and of which it reads ``C h + D x``. Nothing here
-waits for the device.
+A channel has a state ``h`` that a token changes to ``exp(dt A) h + dt B x`` and of which it reads
+``C h + D x``. Nothing here waits for the device.
 """
 
 from collections.abc import Callable
@@ -42,8 +42,8 @@ def mamba_chunk_scan_combined_varlen(
         dt: ``[tokens, heads]``.
         A: ``[heads]``.
         B, C: ``[tokens, groups, state]``.
-        final_states_out: the cache ``[blocks, heads, size, state]`` whose blocks `final_state_indices`, ``[requests]``, get the
-            states; since vLLM 0.33.
+        final_states_out: the cache ``[blocks, heads, size, state]`` whose blocks
+            `final_state_indices`, ``[requests]``, get the states; since vLLM 0.33.
 
     Returns:
         The states ``[requests, heads, size, state]``; None if they are in the cache.
@@ -157,7 +157,8 @@ def selective_state_update(
     cu_seqlens: torch.Tensor | None = None,
     **_: Any,
 ) -> torch.Tensor:
-    """Mamba 1 and 2: compute the token of each request, or its token and draft tokens, into ``out``.
+    """Mamba 1 and 2: compute the token of each request, or its token and draft tokens, into
+    ``out``.
 
     Args:
         state: ``[blocks, heads, size, state]``, written; without heads for Mamba 1, as all others.
@@ -170,9 +171,13 @@ def selective_state_update(
     inputs, steps = x.float(), _steps(dt, dt_bias, dt_softplus)
     into, outof = B.float(), C.float()
     if x.dim() == 3:
-        into, outof = (packed.repeat_heads(each, x.shape[1] // each.shape[1]) for each in (into, outof))
+        into, outof = (
+            packed.repeat_heads(each, x.shape[1] // each.shape[1]) for each in (into, outof)
+        )
 
-    def step(before: torch.Tensor, tokens: slice | torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def step(
+        before: torch.Tensor, tokens: slice | torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         by = steps[tokens][..., None]
         change = by * inputs[tokens][..., None]
         after = before * (by * A.float()).exp() + change * into[tokens][..., None, :]
@@ -189,7 +194,9 @@ def _steps(dt: torch.Tensor, bias: torch.Tensor | None, softplus: bool) -> torch
     return F.softplus(steps) if softplus else steps
 
 
-def _gated(output: torch.Tensor, inputs: torch.Tensor, factor: torch.Tensor | None, z: torch.Tensor | None) -> torch.Tensor:
+def _gated(
+    output: torch.Tensor, inputs: torch.Tensor, factor: torch.Tensor | None, z: torch.Tensor | None
+) -> torch.Tensor:
     if factor is not None:
         output = output + inputs * factor.float()
     return output if z is None else output * F.silu(z.float())

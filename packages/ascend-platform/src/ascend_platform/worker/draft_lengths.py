@@ -1,9 +1,10 @@
 """Sequence lengths on the host while draft tokens are in flight.
 
-CANN's attention takes lengths from the host. With draft tokens, vLLM's ``seq_lens_cpu_upper_bound`` counts each of the last
-step's as accepted, and only ``seq_lens`` on the device is exact. The number of accepted tokens is copied to the host right after
-the rejection sampler, while the device goes on with the drafter. The host waits for this copy, once per step, where the next step
-first needs a length: with a full graph after its launch.
+CANN's attention takes lengths from the host. With draft tokens, vLLM's ``seq_lens_cpu_upper_bound``
+counts each of the last step's as accepted, and only ``seq_lens`` on the device is exact. The number
+of accepted tokens is copied to the host right after the rejection sampler, while the device goes on
+with the drafter. The host waits for this copy, once per step, where the next step first needs a
+length: with a full graph after its launch.
 """
 
 import functools
@@ -23,7 +24,8 @@ else:
 
 
 class DraftLengthsMixin(Runner):
-    """Mixin for vLLM's GPUModelRunner that subtracts rejected draft tokens from the lengths that attention gets from the host."""
+    """Mixin for vLLM's GPUModelRunner that subtracts rejected draft tokens from the lengths that
+    attention gets from the host."""
 
     _valid_counts: list[int] | None = None
     """Valid sampled tokens of each request of the last step, once the host knows them."""
@@ -33,10 +35,13 @@ class DraftLengthsMixin(Runner):
 
     def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        if self.num_spec_tokens and self.valid_sampled_token_count_event is None:  # vLLM has these with asynchronous scheduling
+        # vLLM has these with asynchronous scheduling
+        if self.num_spec_tokens and self.valid_sampled_token_count_event is None:
             self.valid_sampled_token_count_event = torch.npu.Event()
             self.valid_sampled_token_count_copy_stream = torch.npu.Stream()
-            self.valid_sampled_token_count_cpu = torch.empty(self.max_num_reqs, dtype=torch.int32, pin_memory=True)
+            self.valid_sampled_token_count_cpu = torch.empty(
+                self.max_num_reqs, dtype=torch.int32, pin_memory=True
+            )
 
     def _build_attention_metadata(self: Any, *args: Any, **kwargs: Any) -> Any:
         is_dummy = kwargs.get("num_scheduled_tokens") is None
@@ -47,12 +52,14 @@ class DraftLengthsMixin(Runner):
     def _rejected_in_last_step(self: Any) -> base.Rejected | None:
         if not self.use_async_spec_decode or not self.input_batch.prev_req_id_to_index:
             return None
-        rows = self.prev_positions.np[: self.input_batch.num_reqs].copy()  # of the requests in the last step; -1 for new ones
+        # of the requests in the last step; -1 for new ones
+        rows = self.prev_positions.np[: self.input_batch.num_reqs].copy()
         drafts = np.where(rows < 0, 0, self.prev_num_draft_tokens.np[rows])
         return base.Rejected(self._count_rejected(drafts, rows)) if drafts.any() else None
 
     def _count_rejected(self: Any, drafts: np.ndarray, rows: np.ndarray) -> Callable[[], list[int]]:
-        """A function that waits for the counts of sampled tokens, and returns how many draft tokens were rejected.
+        """A function that waits for the counts of sampled tokens, and returns how many draft tokens
+        were rejected.
 
         Args:
             drafts: number of draft tokens of each request.
@@ -80,7 +87,9 @@ class DraftLengthsMixin(Runner):
         rejected = None
         if spec_decode_metadata is not None and isinstance(sampled_token_ids, torch.Tensor):
             drafts = np.array(spec_decode_metadata.num_draft_tokens)
-            rejected = base.Rejected(self._count_rejected(drafts, np.arange(len(drafts))), drafts.tolist())
+            rejected = base.Rejected(
+                self._count_rejected(drafts, np.arange(len(drafts))), drafts.tolist()
+            )
         reset = drafter.rejected_in_step.set(rejected)
         try:
             with base.subtract_rejected(self._rejected_before):
@@ -103,7 +112,8 @@ class DraftLengthsMixin(Runner):
         self._valid_counts, self._num_counts = None, len(valid_sampled_tokens_count)
         super()._copy_valid_sampled_token_count(next_token_ids, valid_sampled_tokens_count)
         if not self.use_async_scheduling:
-            self.input_batch.prev_sampled_token_ids = None  # the next step's input has these tokens on the host
+            # the next step's input has these tokens on the host
+            self.input_batch.prev_sampled_token_ids = None
 
     def _get_valid_sampled_token_count(self: Any) -> list[int]:
         if self._valid_counts is None:

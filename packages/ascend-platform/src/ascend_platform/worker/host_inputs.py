@@ -12,21 +12,26 @@ from ascend_platform.triton_overrides.slot_mapping import slots_of
 
 
 class HostInputsMixin:
-    """Mixin for GPUModelRunner that computes a step's inputs on the host and copies each to the device once.
+    """Mixin for GPUModelRunner that computes a step's inputs on the host and copies each to the
+    device once.
 
-    vLLM computes them on the device, with some fifteen small operators, as the numbers of accepted draft tokens may still be
-    there. Only with asynchronous speculative decoding they are; otherwise the host knows all lengths.
+    vLLM computes them on the device, with some fifteen small operators, as the numbers of accepted
+    draft tokens may still be there. Only with asynchronous speculative decoding they are; otherwise
+    the host knows all lengths.
     """
 
     def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         names = ("positions", "seq_lens", "num_computed_tokens")
-        self._host_inputs = {name: torch.zeros_like(getattr(self, name), device="cpu").pin_memory() for name in names}
+        self._host_inputs = {
+            name: torch.zeros_like(getattr(self, name), device="cpu").pin_memory() for name in names
+        }
         # of the sampler's dtype, so that sampled tokens are copied to the host without a cast
         self.sampled_token_ids_pinned_cpu = self.sampled_token_ids_pinned_cpu.int().pin_memory()
         if self.parallel_config.pipeline_parallel_size > 1:
-            # Several batches are in flight, and a stage that does not sample never waits for its NPU: vLLM, which has this event
-            # with asynchronous scheduling only, would overwrite the inputs of one batch before they are copied.
+            # Several batches are in flight, and a stage that does not sample never waits for its
+            # NPU: vLLM, which has this event with asynchronous scheduling only, would overwrite the
+            # inputs of one batch before they are copied.
             self.prepare_inputs_event = torch.npu.Event(blocking=True)
 
     def _prepare_inputs(self: Any, scheduler_output: Any, num_scheduled_tokens: Any) -> Any:
@@ -36,7 +41,9 @@ class HostInputsMixin:
         with self._inputs_on_host():
             prepared = super()._prepare_inputs(scheduler_output, num_scheduled_tokens)  # type: ignore[misc]
         num_tokens = scheduler_output.total_num_scheduled_tokens
-        self.positions[:num_tokens].copy_(self._host_inputs["positions"][:num_tokens], non_blocking=True)
+        self.positions[:num_tokens].copy_(
+            self._host_inputs["positions"][:num_tokens], non_blocking=True
+        )
         self.seq_lens.copy_(self._host_inputs["seq_lens"], non_blocking=True)
         return prepared
 
@@ -58,11 +65,16 @@ class HostInputsMixin:
             for buffer, tensor in zip(buffers, on_device, strict=True):
                 buffer.gpu = tensor
 
-    def _compute_slot_mapping(self: Any, num_reqs: int, query_start_loc: torch.Tensor, positions: torch.Tensor) -> None:
-        """Write and copy the slot mapping of each KV cache group; in place of ``MultiGroupBlockTable.compute_slot_mapping``."""
+    def _compute_slot_mapping(
+        self: Any, num_reqs: int, query_start_loc: torch.Tensor, positions: torch.Tensor
+    ) -> None:
+        """Write and copy the slot mapping of each KV cache group; in place of
+        ``MultiGroupBlockTable.compute_slot_mapping``."""
         num_tokens = len(positions)
         for table in self.input_batch.block_table.block_tables:
             mode = getattr(table, "slot_mapping_mode", None)  # vLLM 0.31 has no modes
             if mode is None or mode.value != "none":
-                table.slot_mapping.np[:num_tokens] = slots_of(table, self.req_indices.np[:num_tokens], positions.numpy())
+                table.slot_mapping.np[:num_tokens] = slots_of(
+                    table, self.req_indices.np[:num_tokens], positions.numpy()
+                )
                 table.slot_mapping.copy_to_gpu(num_tokens)

@@ -1,4 +1,5 @@
-"""Process groups of a worker: communicators that only requests use are created early, and the end of the process is bounded."""
+"""Process groups of a worker: communicators that only requests use are created early, and the end
+of the process is bounded."""
 
 import contextlib
 import os
@@ -9,21 +10,28 @@ from collections.abc import Iterable
 import torch
 import torch.distributed as dist
 from vllm.config import VllmConfig
-from vllm.distributed import destroy_distributed_environment, destroy_model_parallel, get_dcp_group, get_pp_group
+from vllm.distributed import (
+    destroy_distributed_environment,
+    destroy_model_parallel,
+    get_dcp_group,
+    get_pp_group,
+)
 from vllm.v1.kv_cache_interface import KVCacheSpec, MambaSpec
 
 from ascend_platform import extension
 from ascend_platform.components import logger
 
 DESTROY_SECONDS = 30.0
-"""For destroying the process groups at exit, which waits for pending collectives, hence for other ranks."""
+"""For destroying the process groups at exit, which waits for pending collectives, hence for other
+ranks."""
 
 
 def create_communicators(vllm_config: VllmConfig, device: torch.device) -> None:
-    """Create the communicators that vLLM's profile run does not use, so that their buffers are taken off the KV cache's budget.
+    """Create the communicators that vLLM's profile run does not use, so that their buffers are
+    taken off the KV cache's budget.
 
-    HCCL allocates a communicator's buffers at its first call: between pipeline stages and for decode context parallelism that
-    would be the first request, when the KV cache has the memory.
+    HCCL allocates a communicator's buffers at its first call: between pipeline stages and for
+    decode context parallelism that would be the first request, when the KV cache has the memory.
     """
     pp, dcp = get_pp_group(), get_dcp_group()
     token = torch.zeros(1, device=device)
@@ -33,7 +41,8 @@ def create_communicators(vllm_config: VllmConfig, device: torch.device) -> None:
         if not pp.is_last_rank:
             dist.send(token, pp.next_rank, group=pp.device_group)
         external = vllm_config.parallel_config.distributed_executor_backend == "external_launcher"
-        if external or vllm_config.scheduler_config.async_scheduling:  # sampled tokens are broadcast
+        # sampled tokens are broadcast
+        if external or vllm_config.scheduler_config.async_scheduling:
             dist.broadcast(token, pp.last_rank, group=pp.device_group)
     if dcp.world_size > 1:
         dist.all_reduce(token, group=dcp.device_group)
@@ -41,31 +50,41 @@ def create_communicators(vllm_config: VllmConfig, device: torch.device) -> None:
 
 
 def check_stages(vllm_config: VllmConfig, specs: Iterable[KVCacheSpec]) -> None:
-    """Refuse pipeline stages of which some have no attention, or no states, where each rank has a scheduler of its own.
+    """Refuse pipeline stages of which some have no attention, or no states, where each rank has a
+    scheduler of its own.
 
-    Under vLLM's external launcher a rank schedules by its own cache, and such stages would schedule other tokens.
+    Under vLLM's external launcher a rank schedules by its own cache, and such stages would schedule
+    other tokens.
 
     Raises:
         RefusedError: on all ranks.
     """
     pp = get_pp_group()
-    if vllm_config.parallel_config.distributed_executor_backend != "external_launcher" or pp.world_size == 1:
+    if (
+        vllm_config.parallel_config.distributed_executor_backend != "external_launcher"
+        or pp.world_size == 1
+    ):
         return
-    own = " and ".join(sorted({"states" if isinstance(spec, MambaSpec) else "attention" for spec in specs}))
+    own = " and ".join(
+        sorted({"states" if isinstance(spec, MambaSpec) else "attention" for spec in specs})
+    )
     stages: list[str] = [""] * pp.world_size
     dist.all_gather_object(stages, own, group=pp.cpu_group)
     if len(set(stages)) > 1:
         raise extension.RefusedError(
-            f"the pipeline stages' layers have {', '.join(stages)}: the external launcher, which schedules for each rank by its "
-            "own cache, supports stages of the same kinds; fix: --distributed-executor-backend mp, or VLLM_PP_LAYER_PARTITION"
+            f"the pipeline stages' layers have {', '.join(stages)}: the external launcher, which"
+            " schedules for each rank by its own cache, supports stages of the same kinds; fix:"
+            " --distributed-executor-backend mp, or VLLM_PP_LAYER_PARTITION"
         )
 
 
 def destroy() -> None:
-    """Destroy the remaining process groups at exit, as vLLM's engine does on shutdown, or end the process after a time.
+    """Destroy the remaining process groups at exit, as vLLM's engine does on shutdown, or end the
+    process after a time.
 
-    torch_npu destroys them in an exit handler of its own (``torch_npu/_init/core/runtime_lifecycle.py``), and an engine in the
-    main process, which is finalized after that, then fails. This handler is registered later, so it runs earlier.
+    torch_npu destroys them in an exit handler of its own
+    (``torch_npu/_init/core/runtime_lifecycle.py``), and an engine in the main process, which is
+    finalized after that, then fails. This handler is registered later, so it runs earlier.
     """
     if not dist.is_initialized():
         return
@@ -78,7 +97,8 @@ def destroy() -> None:
 
 def _give_up() -> None:
     logger.error(
-        "the process groups could not be destroyed in %g s, because another rank does not answer: this process ends without it",
+        "the process groups could not be destroyed in %g s, because another rank does not answer:"
+        " this process ends without it",
         DESTROY_SECONDS,
     )
     with contextlib.suppress(OSError, ValueError):

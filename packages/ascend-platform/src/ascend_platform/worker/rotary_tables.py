@@ -9,15 +9,21 @@ from ascend_platform import extension
 
 
 def check(model: torch.nn.Module, max_model_len: int) -> None:
-    """Refuse a model whose attention has a cosine and sine cache with fewer rows than a request may have positions.
+    """Refuse a model whose attention has a cosine and sine cache with fewer rows than a request may
+    have positions.
 
-    An NPU ends the process at a position outside of the cache; vLLM takes ``--max-model-len`` from ``max_position_embeddings``
-    and the rows of YaRN's cache from ``original_max_position_embeddings`` and ``factor``.
+    An NPU ends the process at a position outside of the cache; vLLM takes ``--max-model-len`` from
+    ``max_position_embeddings`` and the rows of YaRN's cache from
+    ``original_max_position_embeddings`` and ``factor``.
 
     Raises:
         RefusedError: the rows and the limit, in one line.
     """
-    layers = [layer for layer in model.modules() if any(isinstance(each, Attention | MLAAttention) for each in layer.children())]
+    layers = [
+        layer
+        for layer in model.modules()
+        if any(isinstance(each, Attention | MLAAttention) for each in layer.children())
+    ]
     inner: list[Any] = [each for layer in layers for each in layer.children()]
     for layer in {id(each): each for each in inner}.values():
         rows = max_model_len
@@ -27,6 +33,8 @@ def check(model: torch.nn.Module, max_model_len: int) -> None:
             rows = layer.long_short_cos_sin_cache.shape[0] - layer.original_max_position_embeddings
         if rows < max_model_len:
             raise extension.RefusedError(
-                f"the rotary embedding has {rows} positions (with YaRN, original_max_position_embeddings x factor) and "
-                f"--max-model-len is {max_model_len}; fix: --max-model-len {rows}, or correct the model's rope parameters"
+                f"the rotary embedding has {rows} positions (with YaRN,"
+                " original_max_position_embeddings x factor) and --max-model-len is"
+                f" {max_model_len}; fix: --max-model-len {rows}, or correct the model's rope"
+                " parameters"
             )

@@ -1,7 +1,8 @@
 """Sleep mode in PyTorch: frees the NPU memory of weights and KV cache while an engine is idle.
 
-vLLM's backend needs a compiled allocator that unmaps the memory of tensors. Here ``virtual_memory.py`` does, with CANN's
-functions: tensors keep their addresses, so that graphs stay valid.
+vLLM's backend needs a compiled allocator that unmaps the memory of tensors. Here
+``virtual_memory.py`` does, with CANN's functions: tensors keep their addresses, so that graphs stay
+valid.
 """
 
 from __future__ import annotations
@@ -36,8 +37,9 @@ class VirtualMemoryBackend(SleepModeBackend):
     def suspend(self, level: int = 1) -> None:
         """Free weights and KV cache.
 
-        At level 1 the weights are kept on the host. At level 2 the model's parameters are not; other tensors that were made
-        with the model, such as rotary tables and the slots of LoRA adapters, are.
+        At level 1 the weights are kept on the host. At level 2 the model's parameters are not;
+        other tensors that were made with the model, such as rotary tables and the slots of LoRA
+        adapters, are.
 
         Raises:
             RefusedError: sleep mode is not enabled.
@@ -97,13 +99,15 @@ class VirtualMemoryBackend(SleepModeBackend):
             self._memory.free(tag, None)
 
     def _parameters(self) -> Iterator[torch.Tensor]:
-        for model in filter(None, (self._worker.model_runner.get_model(), self._worker.get_draft_model())):
+        for model in filter(
+            None, (self._worker.model_runner.get_model(), self._worker.get_draft_model())
+        ):
             yield from model.parameters()
 
 
 def notify_awake(state: bool) -> None:
-    """Call what is offered for ``worker.awake`` and ``worker.awake.*``: True once weights and graphs are ready, False before they
-    are freed."""
+    """Call what is offered for ``worker.awake`` and ``worker.awake.*``: True once weights and
+    graphs are ready, False before they are freed."""
     for slot in ("worker.awake", *(f"worker.awake.{name}" for name in slots.names("worker.awake"))):
         if offered := slots.offered(slot):
             resolve_obj_by_qualname(offered)(state)

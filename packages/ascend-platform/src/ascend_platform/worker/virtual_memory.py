@@ -1,8 +1,11 @@
-"""Device memory whose physical pages are freed and mapped again at the same addresses, for sleep mode.
+"""Device memory whose physical pages are freed and mapped again at the same addresses, for sleep
+mode.
 
-Tensors are allocated from memory pools of torch_npu's caching allocator, which gets its segments here: CANN reserves an address
-range for each and maps physical memory to it. The functions are those of CANN's runtime, as torch_npu's expandable segments use
-them (``torch_npu/csrc/core/npu/NPUCachingAllocator.cpp``); torch_npu itself offers no way to unmap memory of a live tensor.
+Tensors are allocated from memory pools of torch_npu's caching allocator, which gets its segments
+here: CANN reserves an address range for each and maps physical memory to it. The functions are
+those of CANN's runtime, as torch_npu's expandable segments use them
+(``torch_npu/csrc/core/npu/NPUCachingAllocator.cpp``); torch_npu itself offers no way to unmap
+memory of a live tensor.
 """
 
 from __future__ import annotations
@@ -18,7 +21,8 @@ import torch
 import torch_npu
 
 PAGE = 2 << 20
-"""Granularity of physical memory in bytes ("only 2 MB is supported", aclrtMemGetAllocationGranularity)."""
+"""Granularity of physical memory in bytes ("only 2 MB is supported",
+aclrtMemGetAllocationGranularity)."""
 
 OUT_OF_MEMORY = 207001  # ACL_ERROR_RT_MEMORY_ALLOCATION
 TO_DEVICE, TO_HOST = 1, 2  # aclrtMemcpyKind
@@ -47,7 +51,12 @@ _SIZE, _POINTER = ctypes.c_size_t, ctypes.c_void_p
 _ARGUMENTS = {
     "aclrtReserveMemAddress": (ctypes.POINTER(_POINTER), _SIZE, _SIZE, _POINTER, ctypes.c_uint64),
     "aclrtReleaseMemAddress": (_POINTER,),
-    "aclrtMallocPhysical": (ctypes.POINTER(_POINTER), _SIZE, ctypes.POINTER(_PhysicalMemoryProperties), ctypes.c_uint64),
+    "aclrtMallocPhysical": (
+        ctypes.POINTER(_POINTER),
+        _SIZE,
+        ctypes.POINTER(_PhysicalMemoryProperties),
+        ctypes.c_uint64,
+    ),
     "aclrtFreePhysical": (_POINTER,),
     "aclrtMapMem": (_POINTER, _SIZE, _SIZE, _POINTER, ctypes.c_uint64),
     "aclrtUnmapMem": (_POINTER,),
@@ -66,7 +75,9 @@ def _call(name: str, *arguments: Any) -> None:
     function = getattr(ctypes.CDLL("libascendcl.so"), name)
     function.argtypes, function.restype = _ARGUMENTS[name], ctypes.c_int
     if error := function(*arguments):
-        raise (torch.OutOfMemoryError if error == OUT_OF_MEMORY else RuntimeError)(f"{name} failed with error {error}")
+        raise (torch.OutOfMemoryError if error == OUT_OF_MEMORY else RuntimeError)(
+            f"{name} failed with error {error}"
+        )
 
 
 class Segment:
@@ -75,7 +86,8 @@ class Segment:
     def __init__(self, size: int, device: int, tag: str) -> None:
         self.size, self.device, self.tag = -(-size // PAGE) * PAGE, device, tag
         self.handle: ctypes.c_void_p | None = None
-        self.kept: list[tuple[int, int, torch.Tensor]] = []  # address, bytes and host copy of what is kept while asleep
+        # address, bytes and host copy of what is kept while asleep
+        self.kept: list[tuple[int, int, torch.Tensor]] = []
         address = _POINTER()
         _call("aclrtReserveMemAddress", ctypes.byref(address), self.size, 0, None, 0)
         assert address.value is not None
@@ -100,7 +112,8 @@ class Segment:
             self.handle = None
 
     def free(self, blocks: Iterable[tuple[int, int]]) -> None:
-        """Free the physical memory, keeping host copies of these blocks, each an address and its size in bytes."""
+        """Free the physical memory, keeping host copies of these blocks, each an address and its
+        size in bytes."""
         for address, size in blocks:
             copy = torch.empty(size, dtype=torch.uint8, pin_memory=True)
             _call("aclrtMemcpy", copy.data_ptr(), size, address, size, TO_HOST)
@@ -146,7 +159,8 @@ class VirtualMemory:
         return not self._pools
 
     def free(self, tag: str, discard: Iterable[torch.Tensor] | None) -> None:
-        """Free the physical memory of a tag; tensors keep their addresses and must not be used until :meth:`restore`.
+        """Free the physical memory of a tag; tensors keep their addresses and must not be used
+        until :meth:`restore`.
 
         Args:
             discard: tensors whose contents are not kept on the host; None: none are kept.
@@ -155,7 +169,9 @@ class VirtualMemory:
             return
         self._asleep.add(tag)
         torch.npu.synchronize()
-        discarded = None if discard is None else {tensor.untyped_storage().data_ptr() for tensor in discard}
+        discarded = (
+            None if discard is None else {tensor.untyped_storage().data_ptr() for tensor in discard}
+        )
         for own, pool in self._pools:
             for found in pool.snapshot() if own == tag else ():
                 segment = self._segments[found["address"]]
@@ -166,7 +182,8 @@ class VirtualMemory:
         """Map memory of a tag again.
 
         Raises:
-            torch.OutOfMemoryError: the NPU has too little free memory; a later call restores the rest.
+            torch.OutOfMemoryError: the NPU has too little free memory; a later call restores the
+            rest.
         """
         if tag not in self._asleep:
             return
@@ -195,7 +212,8 @@ class VirtualMemory:
         try:
             segment = Segment(size, device, self._tag)
         except torch.OutOfMemoryError:
-            return None  # the caching allocator frees what it has cached, tries again, and raises its own error
+            # the caching allocator frees what it has cached, tries again, and raises its own error
+            return None
         self._segments[segment.address] = segment
         return segment.address
 
@@ -209,7 +227,11 @@ class VirtualMemory:
 def _blocks(segment: Any, discarded: set[int] | None) -> Iterator[tuple[int, int]]:
     """Address and size of a segment's blocks in use that are not discarded."""
     for block in segment["blocks"]:
-        if discarded is not None and block["state"].startswith("active") and block["address"] not in discarded:
+        if (
+            discarded is not None
+            and block["state"].startswith("active")
+            and block["address"] not in discarded
+        ):
             yield block["address"], block["size"]
 
 

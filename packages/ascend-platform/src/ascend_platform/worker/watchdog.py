@@ -21,11 +21,13 @@ VLLM_PROCESS_NAMES = ("EngineCore", "VllmWorker", "ApiServer", "VLLM_DP_Coordina
 
 
 def exit_when_parent_exits() -> None:
-    """End this process when its parent exits, if it is a multiprocessing child of vLLM. Called when the platform is activated.
+    """End this process when its parent exits, if it is a multiprocessing child of vLLM. Called when
+    the platform is activated.
 
-    The parent may have exited before this call. It is not known yet where the platform is activated while multiprocessing
-    unpickles the process's object, as in an engine core of ``vllm serve``. The last garbage collection of such a process, at
-    exit, leaves out all objects: it takes 1 to 2 s, for which the parent waits.
+    The parent may have exited before this call. It is not known yet where the platform is activated
+    while multiprocessing unpickles the process's object, as in an engine core of ``vllm serve``.
+    The last garbage collection of such a process, at exit, leaves out all objects: it takes 1 to 2
+    s, for which the parent waits.
     """
     if multiprocessing.current_process().name.startswith(VLLM_PROCESS_NAMES):
         threading.Thread(target=_watch_parent, name="ascend-parent", daemon=True).start()
@@ -34,16 +36,21 @@ def exit_when_parent_exits() -> None:
 
 def _watch_parent() -> None:
     parent: Any
-    while (parent := multiprocessing.parent_process()) is None:  # until multiprocessing has unpickled this process's object
+    # until multiprocessing has unpickled this process's object
+    while (parent := multiprocessing.parent_process()) is None:
         time.sleep(0.1)
     # the sentinel is a pipe, which a process that the parent has forked keeps open
-    while not multiprocessing.connection.wait([parent.sentinel], timeout=1) and os.getppid() == parent.pid:
+    while (
+        not multiprocessing.connection.wait([parent.sentinel], timeout=1)
+        and os.getppid() == parent.pid
+    ):
         pass
     _terminate("the parent process %d has exited; terminating", parent.pid)
 
 
 def exit_when_rank_0_exits() -> None:
-    """End this process when rank 0 exits, detected by a connection to the TCP store of torch.distributed.
+    """End this process when rank 0 exits, detected by a connection to the TCP store of
+    torch.distributed.
 
     Call it after the process groups are initialized. Does nothing with other stores.
     """
@@ -54,13 +61,17 @@ def exit_when_rank_0_exits() -> None:
         store = store.underlying_store
     if isinstance(store, torch.distributed.TCPStore):
         connection = socket.create_connection((store.host, store.port), timeout=60)
-        threading.Thread(target=_watch_rank_0, args=(connection,), name="ascend-rank-0", daemon=True).start()
+        threading.Thread(
+            target=_watch_rank_0, args=(connection,), name="ascend-rank-0", daemon=True
+        ).start()
 
 
 def _watch_rank_0(connection: socket.socket) -> None:
     connection.settimeout(None)
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-    for option, value in zip((socket.TCP_KEEPIDLE, socket.TCP_KEEPINTVL, socket.TCP_KEEPCNT), TCP_KEEPALIVE, strict=True):
+    for option, value in zip(
+        (socket.TCP_KEEPIDLE, socket.TCP_KEEPINTVL, socket.TCP_KEEPCNT), TCP_KEEPALIVE, strict=True
+    ):
         connection.setsockopt(socket.IPPROTO_TCP, option, value)
     host, port = connection.getpeername()[:2]
     try:
@@ -68,7 +79,11 @@ def _watch_rank_0(connection: socket.socket) -> None:
             pass
     except OSError:
         pass
-    _terminate("lost the connection to rank 0 (%s port %d): its process or machine is down; terminating", host, port)
+    _terminate(
+        "lost the connection to rank 0 (%s port %d): its process or machine is down; terminating",
+        host,
+        port,
+    )
 
 
 def _terminate(line: str, *arguments: object) -> None:

@@ -1,4 +1,5 @@
-"""vLLM's GPU worker on the NPU, for both model runners: device, process groups and the KV cache's memory budget."""
+"""vLLM's GPU worker on the NPU, for both model runners: device, process groups and the KV cache's
+memory budget."""
 
 import atexit
 import os
@@ -51,18 +52,23 @@ class NPUWorker(Worker):
         sockets.replace_foreign_directory()
         directory = os.environ.get("VLLM_RPC_BASE_PATH")
         if directory and self.distributed_init_method.startswith("file://"):
-            # a worker that dies leaves this file behind; the directory is removed with the main process
-            self.distributed_init_method = f"file://{directory}/{self.distributed_init_method.rpartition('/')[2]}"
+            # a worker that dies leaves this file behind; the directory is removed with the main
+            # process
+            self.distributed_init_method = (
+                f"file://{directory}/{self.distributed_init_method.rpartition('/')[2]}"
+            )
 
     def init_device(self) -> None:
-        """Open the device, initialize the process groups, take a memory snapshot and create the model runner.
+        """Open the device, initialize the process groups, take a memory snapshot and create the
+        model runner.
 
         Raises:
             RuntimeError: there are fewer visible NPUs than local ranks.
         """
         parallel = self.parallel_config
         if parallel.assigned_physical_gpu_ids is not None:
-            # vLLM assigns devices to the data-parallel engines that it starts (vllm/v1/engine/utils.py:298)
+            # vLLM assigns devices to the data-parallel engines that it starts
+            # (vllm/v1/engine/utils.py:298)
             set_assigned_physical_gpu_ids(parallel.assigned_physical_gpu_ids)
             num_devices = len(parallel.assigned_physical_gpu_ids)
         else:
@@ -79,26 +85,39 @@ class NPUWorker(Worker):
                 self.local_rank += parallel.world_size * local_dp_rank
         if self.local_rank >= num_devices:
             raise RuntimeError(
-                f"rank {self.rank} needs NPU {self.local_rank}, but {num_devices} are visible; fix: lower "
-                "--tensor-parallel-size, --pipeline-parallel-size or --data-parallel-size, or list more NPUs in "
-                f"{current_platform.device_control_env_var}"
+                f"rank {self.rank} needs NPU {self.local_rank}, but {num_devices} are visible; fix:"
+                " lower --tensor-parallel-size, --pipeline-parallel-size or --data-parallel-size,"
+                f" or list more NPUs in {current_platform.device_control_env_var}"
             )
         index = current_platform.logical_device_id_to_visible_device_id(self.local_rank)
         self.device = torch.device("npu", index)
         torch.npu.set_device(self.device)
-        # CANN's default on 310P and 910A compiles each operator for each new shape, which takes seconds
+        # CANN's default on 310P and 910A compiles each operator for each new shape, which takes
+        # seconds
         torch.npu.set_compile_mode(jit_compile=False)
         self._set_expandable_segments()
         self._set_task_queue()
         init_worker_distributed_environment(
-            self.vllm_config, self.rank, self.distributed_init_method, self.local_rank, current_platform.dist_backend
+            self.vllm_config,
+            self.rank,
+            self.distributed_init_method,
+            self.local_rank,
+            current_platform.dist_backend,
         )
-        is_remote = parallel.node_rank > 0 or parallel.data_parallel_index >= parallel.data_parallel_size_local
-        if is_remote and torch.distributed.get_rank() and parallel.distributed_executor_backend in ("mp", "uni"):
+        is_remote = (
+            parallel.node_rank > 0
+            or parallel.data_parallel_index >= parallel.data_parallel_size_local
+        )
+        if (
+            is_remote
+            and torch.distributed.get_rank()
+            and parallel.distributed_executor_backend in ("mp", "uni")
+        ):
             watchdog.exit_when_rank_0_exits()
         atexit.register(process_groups.destroy)
         compat.set_random_seed(self.model_config.seed)
-        freeze_gc_heap()  # memory is measured eight times before vLLM freezes it, with a collection of 0.4 s each
+        # memory is measured eight times before vLLM freezes it, with a collection of 0.4 s each
+        freeze_gc_heap()
         torch.npu.empty_cache()
         self.init_snapshot = MemorySnapshot(device=self.device)
         self.requested_memory = request_memory(self.init_snapshot, self.cache_config)
@@ -106,26 +125,33 @@ class NPUWorker(Worker):
         compat.init_workspace_and_model_runner(self)
 
     def _set_expandable_segments(self) -> None:
-        """Let the allocator's segments grow, which fragments less, unless the user has set the allocator.
+        """Let the allocator's segments grow, which fragments less, unless the user has set the
+        allocator.
 
-        Not with sleep mode, whose memory comes from pools, nor with KV transfer, which registers the cache's memory with
-        transports that are not known to take memory of several mappings.
+        Not with sleep mode, whose memory comes from pools, nor with KV transfer, which registers
+        the cache's memory with transports that are not known to take memory of several mappings.
         """
         if not {"PYTORCH_NPU_ALLOC_CONF", "PYTORCH_ALLOC_CONF"} & os.environ.keys():
-            expands = not self.model_config.enable_sleep_mode and self.vllm_config.kv_transfer_config is None
+            expands = (
+                not self.model_config.enable_sleep_mode
+                and self.vllm_config.kv_transfer_config is None
+            )
             torch.npu.memory._set_allocator_settings(f"expandable_segments:{expands}")
 
     def _set_task_queue(self) -> None:
-        """Move the preparation of operators to torch_npu's launching thread too, unless the user has set ``TASK_QUEUE_ENABLE``.
+        """Move the preparation of operators to torch_npu's launching thread too, unless the user
+        has set ``TASK_QUEUE_ENABLE``.
 
-        Level 2 is for inference (``torch_npu/npu/utils.py``, set_task_queue_enable), and torch_npu captures no graphs with it.
+        Level 2 is for inference (``torch_npu/npu/utils.py``, set_task_queue_enable), and torch_npu
+        captures no graphs with it.
         """
         if "TASK_QUEUE_ENABLE" not in os.environ:
             is_eager = self.vllm_config.compilation_config.cudagraph_mode == CUDAGraphMode.NONE
             torch.npu.set_task_queue_enable(2 if is_eager else 1)
 
     def load_model(self, **options: Any) -> None:
-        """Load the model as vLLM does, after registering the load formats and weight transfer engines offered by components."""
+        """Load the model as vLLM does, after registering the load formats and weight transfer
+        engines offered by components."""
         engine = extension.offered("weight_transfer.hccl")
         if engine and "hccl" not in WeightTransferEngineFactory._registry:
             WeightTransferEngineFactory.register_engine("hccl", *engine.rsplit(".", 1))
@@ -139,14 +165,17 @@ class NPUWorker(Worker):
         super().load_model(**options)
 
     def get_supported_kv_cache_layouts(self) -> list[str]:
-        """That of our attention, also in a pipeline stage that has layers with states alone: vLLM wants all stages to agree."""
+        """That of our attention, also in a pipeline stage that has layers with states alone: vLLM
+        wants all stages to agree."""
         return [LAYOUT.name]
 
     def determine_available_memory(self) -> int:
-        """Return the bytes available for the KV cache: free memory minus graph memory, limited by CANN's attention kernels.
+        """Return the bytes available for the KV cache: free memory minus graph memory, limited by
+        CANN's attention kernels.
 
-        vLLM estimates graph memory on CUDA and XPU only. The keys of a layer, and its values, must have fewer than 2^31 elements
-        (torch_npu's documentation of npu_fused_infer_attention_score, page attention).
+        vLLM estimates graph memory on CUDA and XPU only. The keys of a layer, and its values, must
+        have fewer than 2^31 elements (torch_npu's documentation of npu_fused_infer_attention_score,
+        page attention).
         """
         available = super().determine_available_memory()
         if self._estimates_graph_memory():
@@ -156,25 +185,38 @@ class NPUWorker(Worker):
         paged = [spec for spec in specs if not isinstance(spec, MambaSpec)]
         if not paged:
             return available
-        block_elements = max(spec.block_size * spec.num_kv_heads * max(spec.head_size, spec.head_size_v) for spec in paged)
+        block_elements = max(
+            spec.block_size * spec.num_kv_heads * max(spec.head_size, spec.head_size_v)
+            for spec in paged
+        )
         return min(available, (2**31 - 1) // block_elements * _block_bytes([*specs]))
 
     def _estimates_graph_memory(self) -> bool:
-        """Whether graph memory is subtracted: graphs are captured, the KV cache size is not fixed, and vLLM's switch is on."""
+        """Whether graph memory is subtracted: graphs are captured, the KV cache size is not fixed,
+        and vLLM's switch is on."""
         mode = self.vllm_config.compilation_config.cudagraph_mode
         has_budget = self.cache_config.kv_cache_memory_bytes is None
-        return has_budget and mode != CUDAGraphMode.NONE and envs.VLLM_MEMORY_PROFILER_ESTIMATE_CUDAGRAPHS
+        return (
+            has_budget
+            and mode != CUDAGraphMode.NONE
+            and envs.VLLM_MEMORY_PROFILER_ESTIMATE_CUDAGRAPHS
+        )
 
     def compile_or_warm_up_model(self) -> CompilationTimes:
-        """Capture graphs, run the largest step and its sampling once to reserve their memory, and set the seed.
+        """Capture graphs, run the largest step and its sampling once to reserve their memory, and
+        set the seed.
 
-        vLLM's version (``vllm/v1/worker/gpu_worker.py``) also warms up JIT-compiled kernels, which NPUs do not have, and imports
-        models that need torchvision for it (``vllm/model_executor/warmup/kernel_warmup.py``).
+        vLLM's version (``vllm/v1/worker/gpu_worker.py``) also warms up JIT-compiled kernels, which
+        NPUs do not have, and imports models that need torchvision for it
+        (``vllm/model_executor/warmup/kernel_warmup.py``).
         """
         self.model_runner.capture_model()
         # torch.compile keeps the model's graphs, and their memory, when the engine has gone
-        weakref.finalize(self, capture_sizes.clear_graphs, self.vllm_config.compilation_config).atexit = False
-        if get_pp_group().is_last_rank and not self.use_v2_model_runner:  # V2 has sampled when memory was profiled
+        weakref.finalize(
+            self, capture_sizes.clear_graphs, self.vllm_config.compilation_config
+        ).atexit = False
+        # V2 has sampled when memory was profiled
+        if get_pp_group().is_last_rank and not self.use_v2_model_runner:
             scheduler = self.scheduler_config
             num_reqs = min(scheduler.max_num_seqs, scheduler.max_num_batched_tokens)
             hidden, last_hidden = self.model_runner._dummy_run(
@@ -190,20 +232,27 @@ class NPUWorker(Worker):
         notify_awake(True)
         assert self.device is not None
         stop_metrics = metrics.report(self.vllm_config, self.rank, self.device.index)
-        weakref.finalize(self, stop_metrics)  # at exit, too: before the interpreter destroys the modules that the thread uses
+        # at exit, too: before the interpreter destroys the modules that the thread uses
+        weakref.finalize(self, stop_metrics)
         return CompilationTimes(language_model=0.0, encoder=0.0)
 
     def checkpoint_prepare(self) -> None:
         """Refuse checkpointing of the worker process.
 
         Raises:
-            NotImplementedError: always; CANN cannot checkpoint and restore a process with an open NPU.
+            NotImplementedError: always; CANN cannot checkpoint and restore a process with an open
+            NPU.
         """
-        raise NotImplementedError("a process with an open NPU cannot be checkpointed; use sleep mode or start another process")
+        raise NotImplementedError(
+            "a process with an open NPU cannot be checkpointed; use sleep mode or start another"
+            " process"
+        )
 
     checkpoint_restore = checkpoint_prepare
 
-    def profile(self, is_start: bool = True, profile_prefix: str | None = None, **iterations: Any) -> None:
+    def profile(
+        self, is_start: bool = True, profile_prefix: str | None = None, **iterations: Any
+    ) -> None:
         """Start or stop torch_npu's profiler (``--profiler-config``), as vLLM's Worker.profile."""
         configured = self.profiler_config is not None and self.profiler_config.profiler is not None
         if is_start and configured and self.profiler is None:
@@ -219,7 +268,8 @@ class NPUWorker(Worker):
         return NPUModelRunner(self.vllm_config, self.device)
 
     def _maybe_get_memory_pool_context(self, tag: str) -> AbstractContextManager:
-        """Context in which vLLM allocates weights and KV cache: with sleep mode, memory that can be freed and restored.
+        """Context in which vLLM allocates weights and KV cache: with sleep mode, memory that can be
+        freed and restored.
 
         Raises:
             RefusedError: expandable segments, whose memory does not come from memory pools.
@@ -228,8 +278,8 @@ class NPUWorker(Worker):
             return nullcontext()
         if "expandable_segments:true" in os.environ.get("PYTORCH_NPU_ALLOC_CONF", "").lower():
             raise extension.RefusedError(
-                "sleep mode does not support PYTORCH_NPU_ALLOC_CONF=expandable_segments:True; fix: unset it, or remove "
-                "--enable-sleep-mode"
+                "sleep mode does not support PYTORCH_NPU_ALLOC_CONF=expandable_segments:True; fix:"
+                " unset it, or remove --enable-sleep-mode"
             )
         return self.sleep_mode_backend.pool(tag)
 
@@ -243,10 +293,11 @@ def _draft_load_config(vllm_config: Any) -> Any:
 
 
 def _block_bytes(specs: list[KVCacheSpec]) -> int:
-    """Bytes of a block in the layers of the smallest KV cache group, by which other groups divide the memory too.
+    """Bytes of a block in the layers of the smallest KV cache group, by which other groups divide
+    the memory too.
 
-    A group has at least the layers of the rarest spec (``vllm/v1/core/kv_cache_utils.py``), and latents with the keys of indexers
-    are one group.
+    A group has at least the layers of the rarest spec (``vllm/v1/core/kv_cache_utils.py``), and
+    latents with the keys of indexers are one group.
     """
     kinds = [MLAAttentionSpec if isinstance(spec, MLAAttentionSpec) else spec for spec in specs]
     pages = [(kind, spec.page_size_bytes) for kind, spec in zip(kinds, specs, strict=True)]

@@ -1,4 +1,5 @@
-"""Part of pyACL, CANN's Python binding, that Ray (``ray/_private/accelerators/npu.py``) and vllm-ascend's allocator use.
+"""Part of pyACL, CANN's Python binding, that Ray (``ray/_private/accelerators/npu.py``) and
+vllm-ascend's allocator use.
 
 It is found through PYTHONPATH (``activation.set_environment``), as with CANN's set_env.sh.
 """

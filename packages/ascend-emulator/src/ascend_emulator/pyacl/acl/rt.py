@@ -24,6 +24,7 @@ def get_device_count() -> tuple[int, int]:
 
 
 def memcpy(dst: int, dest_max: int, src: int, count: int, kind: int) -> int:
-    """Copy `count` bytes between addresses; `kind` is an aclrtMemcpyKind. CANN's status, 0 on success."""
+    """Copy `count` bytes between addresses; `kind` is an aclrtMemcpyKind. CANN's status, 0 on
+    success."""
     size, pointer = ctypes.c_size_t, ctypes.c_void_p
     return int(library().aclrtMemcpy(pointer(dst), size(dest_max), pointer(src), size(count), kind))

@@ -1,1 +1,2 @@
-"""The command ``vllm-ascend plan``: which parallel layouts a model can have on given NPUs, and an estimate of what each does."""
+"""The command ``vllm-ascend plan``: which parallel layouts a model can have on given NPUs, and an
+estimate of what each does."""

@@ -30,17 +30,45 @@ HEAD = (
 
 def add(parser: argparse.ArgumentParser) -> None:
     """Estimate memory and throughput of a model's parallel layouts on NPUs, best first."""
-    parser.add_argument("model", metavar="MODEL", help="directory or Hugging Face Hub name; only config.json is read")
-    parser.add_argument("--soc", help=f"chip (default: this machine's); one of: {', '.join(chips.FIGURES)}")
+    parser.add_argument(
+        "model",
+        metavar="MODEL",
+        help="directory or Hugging Face Hub name; only config.json is read",
+    )
+    parser.add_argument(
+        "--soc", help=f"chip (default: this machine's); one of: {', '.join(chips.FIGURES)}"
+    )
     parser.add_argument("--npus", type=int, help="number of NPUs (default: this machine's)")
-    parser.add_argument("--quantization", choices=[*BITS], help="quantization of the linear layers (default: none)")
-    parser.add_argument("--kv-cache-dtype", choices=["auto", "int8"], default="auto", help="auto: 16 bits (default)")
-    parser.add_argument("--requests", type=int, default=64, metavar="N", help="concurrent requests (default: 64)")
-    parser.add_argument("--input", type=int, default=1024, metavar="TOKENS", help="prompt tokens per request (default: 1024)")
-    parser.add_argument("--output", type=int, default=256, metavar="TOKENS", help="generated tokens per request (default: 256)")
-    utilization = parser.add_argument("--gpu-memory-utilization", type=float, default=0.92, metavar="FRACTION")
+    parser.add_argument(
+        "--quantization", choices=[*BITS], help="quantization of the linear layers (default: none)"
+    )
+    parser.add_argument(
+        "--kv-cache-dtype", choices=["auto", "int8"], default="auto", help="auto: 16 bits (default)"
+    )
+    parser.add_argument(
+        "--requests", type=int, default=64, metavar="N", help="concurrent requests (default: 64)"
+    )
+    parser.add_argument(
+        "--input",
+        type=int,
+        default=1024,
+        metavar="TOKENS",
+        help="prompt tokens per request (default: 1024)",
+    )
+    parser.add_argument(
+        "--output",
+        type=int,
+        default=256,
+        metavar="TOKENS",
+        help="generated tokens per request (default: 256)",
+    )
+    utilization = parser.add_argument(
+        "--gpu-memory-utilization", type=float, default=0.92, metavar="FRACTION"
+    )
     utilization.help = "as for vllm serve (default: 0.92)"
-    report = "report of `ascend-emulator verify` on such an NPU; its times replace the published figures"
+    report = (
+        "report of `ascend-emulator verify` on such an NPU; its times replace the published figures"
+    )
     parser.add_argument("--report", type=Path, metavar="FILE", help=report)
     parser.add_argument("--all", action="store_true", help="also show layouts that do not fit")
     parser.add_argument("--json", action="store_true", help="print JSON")
@@ -51,7 +79,8 @@ def run(options: argparse.Namespace) -> int:
     """Print the layouts, best first.
 
     Raises:
-        ValueError: an option out of range, an unknown chip or kind of model, or a model that does not fit.
+        ValueError: an option out of range, an unknown chip or kind of model, or a model that does
+        not fit.
     """
     for name in ("requests", "input", "output"):
         if getattr(options, name) < 1:
@@ -61,7 +90,9 @@ def run(options: argparse.Namespace) -> int:
     soc = options.soc or host.chip()
     chip = chips.figures_of(soc)
     if chip is None:
-        raise ValueError(f"unknown chip {soc!r}; fix: --soc with one of: {', '.join(chips.FIGURES)}")
+        raise ValueError(
+            f"unknown chip {soc!r}; fix: --soc with one of: {', '.join(chips.FIGURES)}"
+        )
     if options.report:
         chip = chips.measured(chip, options.report)
     npus = options.npus or host.npu_count()[0]
@@ -76,20 +107,38 @@ def run(options: argparse.Namespace) -> int:
         1 if options.kv_cache_dtype == "int8" else 2,
         options.gpu_memory_utilization,
     )
-    found = [estimate.estimate(model, chip, layout, given) for layout in estimate.layouts(model, npus)]
+    found = [
+        estimate.estimate(model, chip, layout, given) for layout in estimate.layouts(model, npus)
+    ]
     found.sort(key=lambda one: (bool(one.obstacle), -one.tokens_per_second, one.weights))
     shown = [one for one in found if options.all or not one.obstacle]
     if options.json:
-        print(json.dumps({"chip": chip.name, "npus": npus, "layouts": [dataclasses.asdict(one) for one in shown]}, indent=2))
+        print(
+            json.dumps(
+                {
+                    "chip": chip.name,
+                    "npus": npus,
+                    "layouts": [dataclasses.asdict(one) for one in shown],
+                },
+                indent=2,
+            )
+        )
         return 0
     if not any(not one.obstacle for one in found):
         least = min(found, key=lambda one: one.weights)
         raise ValueError(
-            f"{model.name} does not fit on {npus} {chip.name}: the smallest layout ({_name(least.layout)}) {least.obstacle}"
+            f"{model.name} does not fit on {npus} {chip.name}: the smallest layout"
+            f" ({_name(least.layout)}) {least.obstacle}"
         )
     width = f"{model.parameters / 1e9:.2f} billion weights, {model.active / 1e9:.2f} active"
-    print(f"{model.name}: {width}; {npus} x {chip.name} ({chip.memory_gib} GiB, {chip.bandwidth_gbs} GB/s, {chip.tflops} TFLOPS)")
-    workload = f"{given.requests} concurrent requests, {given.input} input tokens, {given.output} output tokens"
+    print(
+        f"{model.name}: {width}; {npus} x {chip.name} ({chip.memory_gib} GiB, {chip.bandwidth_gbs}"
+        f" GB/s, {chip.tflops} TFLOPS)"
+    )
+    workload = (
+        f"{given.requests} concurrent requests, {given.input} input tokens, {given.output} output"
+        " tokens"
+    )
     print(f"{workload}; quantization {given.quantization}")
     rows = [HEAD, *(_row(one) for one in shown)]
     widths = [max(len(row[i]) for row in rows if len(row) == len(HEAD)) for i in range(len(HEAD))]
@@ -99,14 +148,25 @@ def run(options: argparse.Namespace) -> int:
             if len(row) == len(HEAD)
             else "  ".join(row)
         )
-    source = f"times measured on an NPU ({chip.source})" if chip.source else "published figures, not measured"
-    print(f"estimated from {source}; best: vllm serve {options.model} {shown[0].layout.options}".rstrip())
+    source = (
+        f"times measured on an NPU ({chip.source})"
+        if chip.source
+        else "published figures, not measured"
+    )
+    print(
+        f"estimated from {source}; best: vllm serve {options.model} {shown[0].layout.options}".rstrip()
+    )
     return 0
 
 
 def _row(one: estimate.Estimate) -> tuple[str, ...]:
     layout, gib = one.layout, estimate.GIB
-    sizes = (str(layout.tensor), str(layout.pipeline), str(layout.data), "yes" if layout.expert else "")
+    sizes = (
+        str(layout.tensor),
+        str(layout.pipeline),
+        str(layout.data),
+        "yes" if layout.expert else "",
+    )
     if one.obstacle:
         return (_name(layout), one.obstacle)
     return (

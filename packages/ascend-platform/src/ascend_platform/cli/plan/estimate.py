@@ -1,7 +1,7 @@
 """Parallel layouts of a model, and a roofline estimate of memory, communication and time of each.
 
-All figures are computed from published data, none is measured. docs/layout-planner.md compares the estimates with
-results published for real NPUs.
+All figures are computed from published data, none is measured. docs/layout-planner.md compares the
+estimates with results published for real NPUs.
 """
 
 from __future__ import annotations
@@ -15,11 +15,14 @@ from ascend_platform.cli.plan.model import BITS, STATE_BLOCK, Model
 
 GIB = 1 << 30
 STREAMED = 0.8
-"""Fraction of the memory bandwidth that a decode step attains; from the first figure of docs/layout-planner.md."""
+"""Fraction of the memory bandwidth that a decode step attains; from the first figure of
+docs/layout-planner.md."""
 MULTIPLIED = 0.25
-"""Fraction of the cube cores' rate that matrix multiplications of a prefill attain; fitted to the fourth figure there."""
+"""Fraction of the cube cores' rate that matrix multiplications of a prefill attain; fitted to the
+fourth figure there."""
 OPERATOR_US = 3.0
-"""Least time of an operator in a decode step, also in a graph, in microseconds; chosen with the last figures there in view."""
+"""Least time of an operator in a decode step, also in a graph, in microseconds; chosen with the
+last figures there in view."""
 HOST_MS = 4.0
 """Host time of a step that does not overlap with the NPU, in milliseconds; an assumption."""
 SPARE_GIB = 3.0
@@ -28,7 +31,8 @@ SPARE_GIB = 3.0
 
 @dataclass(frozen=True)
 class Load:
-    """Workload: concurrent requests, and tokens of each. ``utilization`` is vLLM's gpu_memory_utilization."""
+    """Workload: concurrent requests, and tokens of each. ``utilization`` is vLLM's
+    gpu_memory_utilization."""
 
     requests: int = 64
     input: int = 1024
@@ -61,7 +65,8 @@ class Layout:
 
 @dataclass(frozen=True)
 class Estimate:
-    """Estimate of one layout. Bytes are per NPU; ``obstacle`` is why the layout does not fit, or ""."""
+    """Estimate of one layout. Bytes are per NPU; ``obstacle`` is why the layout does not fit, or
+    ""."""
 
     layout: Layout
     weights: float
@@ -77,12 +82,19 @@ class Estimate:
 
 
 def layouts(model: Model, npus: int) -> Iterator[Layout]:
-    """All layouts of exactly ``npus`` NPUs that vLLM accepts for the model (``vllm/config``: heads must divide evenly)."""
+    """All layouts of exactly ``npus`` NPUs that vLLM accepts for the model (``vllm/config``: heads
+    must divide evenly)."""
     for tensor in range(1, npus + 1):
         for pipeline in range(1, npus // tensor + 1):
             data, rest = divmod(npus, tensor * pipeline)
             even = model.kv_heads % tensor == 0 or tensor % model.kv_heads == 0 or model.latent
-            if rest or model.heads % tensor or not even or model.mlp_width % tensor or pipeline > model.layers:
+            if (
+                rest
+                or model.heads % tensor
+                or not even
+                or model.mlp_width % tensor
+                or pipeline > model.layers
+            ):
                 continue
             yield Layout(tensor, pipeline, data)
             if model.experts and tensor * data > 1:
@@ -104,7 +116,8 @@ class _Calculation:
         # measured figures are attained ones already
         self.bandwidth = chip.bandwidth_gbs * 1e9 * (1 if chip.source else STREAMED)
         self.flops = chip.tflops * 1e12 * (1 if chip.source else MULTIPLIED) * fast
-        # Experts are sharded over all NPUs of a stage, whole or in slices; other weights over a tensor-parallel group.
+        # Experts are sharded over all NPUs of a stage, whole or in slices; other weights over a
+        # tensor-parallel group.
         self.expert_ranks = layout.tensor * layout.data if model.experts else layout.tensor
 
     def weights(self) -> float:
@@ -116,7 +129,8 @@ class _Calculation:
         return layers / layout.pipeline + ends
 
     def kv(self, tokens: float) -> float:
-        """Bytes of KV cache and states of an NPU for one request of so many tokens, in all its layers."""
+        """Bytes of KV cache and states of an NPU for one request of so many tokens, in all its
+        layers."""
         model, layout = self.model, self.layout
         share = 1 if model.latent else min(layout.tensor, model.kv_heads)
         token = model.kv * self.load.kv_bytes / share
@@ -129,10 +143,15 @@ class _Calculation:
 
     def exchange(self, sent: float, ranks: int) -> float:
         """Time of a collective in which each rank sends so many bytes."""
-        return self.chip.collective_us / 1e6 + sent / (self.chip.send_gbs(ranks) * 1e9) if ranks > 1 else 0.0
+        return (
+            self.chip.collective_us / 1e6 + sent / (self.chip.send_gbs(ranks) * 1e9)
+            if ranks > 1
+            else 0.0
+        )
 
     def sent(self, tokens: float) -> tuple[float, float]:
-        """Bytes that an NPU sends, and their time, for a stage's layers and so many tokens of its replica."""
+        """Bytes that an NPU sends, and their time, for a stage's layers and so many tokens of its
+        replica."""
         model, layout = self.model, self.layout
         row = tokens * model.hidden * 2
         tensor, ranks = layout.tensor, self.expert_ranks
@@ -142,7 +161,8 @@ class _Calculation:
         size += dense_reductions * reduce
         time += dense_reductions * 2 * self.exchange(reduce / 2, tensor)
         if model.mixed and layout.data > 1:
-            # with EP each token is sent to at most as many NPUs as it has experts; otherwise to all, and their sum is sent back
+            # with EP each token is sent to at most as many NPUs as it has experts; otherwise to
+            # all, and their sum is sent back
             each = row / tensor * (min(model.chosen, ranks - 1) if layout.expert else ranks - 1)
             size += model.mixed * 2 * each
             time += model.mixed * 2 * self.exchange(each, ranks)
@@ -157,7 +177,9 @@ class _Calculation:
         model, layout = self.model, self.layout
         size = model.dense * self.element / layout.tensor + model.head * 2 / layout.tensor
         if model.experts:
-            active = model.experts * (1 - (1 - model.chosen / model.experts) ** (tokens * layout.data))
+            active = model.experts * (
+                1 - (1 - model.chosen / model.experts) ** (tokens * layout.data)
+            )
             size += model.mixed * active * model.expert * self.element / self.expert_ranks
         return size / layout.pipeline
 
@@ -165,11 +187,16 @@ class _Calculation:
         """Time of the linear layers of a stage for so many tokens of each replica."""
         model, layout = self.model, self.layout
         work = 2 * tokens * (model.dense + model.head) / layout.tensor
-        work += 2 * tokens * layout.data * model.mixed * model.chosen * model.expert / self.expert_ranks if model.experts else 0
+        work += (
+            2 * tokens * layout.data * model.mixed * model.chosen * model.expert / self.expert_ranks
+            if model.experts
+            else 0
+        )
         return work / layout.pipeline / self.flops
 
     def step(self, requests: float, context: float) -> tuple[float, dict[str, float]]:
-        """Time of a decode step of one replica's requests, and its parts. Pipeline stages run one after another."""
+        """Time of a decode step of one replica's requests, and its parts. Pipeline stages run one
+        after another."""
         pipeline = self.layout.pipeline
         each = max(requests / pipeline, 1.0)
         read = self.weights_read(each) / self.bandwidth
@@ -180,17 +207,28 @@ class _Calculation:
             "operators": self.model.operators * OPERATOR_US / 1e6 / pipeline,
             "host": HOST_MS / 1e3,
         }
-        return sum(parts.values()) * pipeline, {name: time * pipeline for name, time in parts.items()}
+        return sum(parts.values()) * pipeline, {
+            name: time * pipeline for name, time in parts.items()
+        }
 
     def prefill(self, requests: float) -> float:
         """Time to prefill so many requests of one replica, one after another."""
         model, load, layout = self.model, self.load, self.layout
         pairs = load.input**2 / 2
-        scores = 2 * pairs * model.score * model.heads * (model.layers - model.linear) / layout.tensor / layout.pipeline
+        scores = (
+            2
+            * pairs
+            * model.score
+            * model.heads
+            * (model.layers - model.linear)
+            / layout.tensor
+            / layout.pipeline
+        )
         fast = 2 if load.quantization.endswith("a8") else 1
         one = self.matmul_time(load.input) + scores / (self.flops / fast) + self.sent(load.input)[1]
         one = max(one, self.weights_read(load.input) / self.bandwidth)
-        stages = layout.pipeline if requests <= 1 else 1  # a single prompt passes the stages in turn, several overlap
+        # a single prompt passes the stages in turn, several overlap
+        stages = layout.pipeline if requests <= 1 else 1
         return requests * one * stages
 
     def estimate(self) -> Estimate:

@@ -9,12 +9,15 @@ from pathlib import Path
 from typing import Any
 
 BITS = {"none": 16, "w8a8": 8, "w8a16": 8, "w4a16": 4, "w4a8": 4}
-"""Bits of a weight of the linear layers; embeddings and the output head have 16, as ModelSlim does not quantize them."""
+"""Bits of a weight of the linear layers; embeddings and the output head have 16, as ModelSlim does
+not quantize them."""
 UNSUPPORTED_LAYERS = {"mamba", "mamba2", "recurrent", "conv"}
 STATE_BLOCK = 128
-"""Tokens by which the block size of attention grows, until a block's keys are as large as a state; ``STEP`` of state_cache.py."""
+"""Tokens by which the block size of attention grows, until a block's keys are as large as a state;
+``STEP`` of state_cache.py."""
 DELTA_OPERATORS = 60
-"""Operators of a gated delta net in a decode step beyond those of attention; an estimate from its functions in PyTorch."""
+"""Operators of a gated delta net in a decode step beyond those of attention; an estimate from its
+functions in PyTorch."""
 UNGATED = {"gpt2", "gpt_neox", "gptj", "opt", "phi", "falcon", "starcoder2", "bloom", "mpt"}
 """Model types whose MLP has two matrices instead of three (``modeling_*.py`` of transformers)."""
 TIED = {"gemma", "gemma2", "gemma3", "gemma3_text", "gpt2", "opt", "bloom"}
@@ -23,7 +26,8 @@ TIED = {"gemma", "gemma2", "gemma3", "gemma3_text", "gpt2", "opt", "bloom"}
 
 @dataclass(frozen=True)
 class Model:
-    """Sizes in elements. ``experts`` is 0 for a dense model; ``mixed`` is the number of layers with experts."""
+    """Sizes in elements. ``experts`` is 0 for a dense model; ``mixed`` is the number of layers with
+    experts."""
 
     name: str
     layers: int
@@ -45,7 +49,8 @@ class Model:
     shared: int = 0  # weights of a layer's shared experts and router
     window: int = 0  # tokens that a sliding layer keeps
     sliding: int = 0  # layers with such a window
-    linear: int = 0  # layers with a gated delta net, which have a state for each request instead of KV cache
+    # layers with a gated delta net, which have a state for each request instead of KV cache
+    linear: int = 0
     state: int = 0  # bytes of such a state
 
     @property
@@ -56,17 +61,29 @@ class Model:
     @property
     def dense(self) -> int:
         """Weights of all layers without routed experts."""
-        return self.layers * self.attention + (self.layers - self.mixed) * self.mlp + self.mixed * self.shared
+        return (
+            self.layers * self.attention
+            + (self.layers - self.mixed) * self.mlp
+            + self.mixed * self.shared
+        )
 
     @property
     def parameters(self) -> int:
         """All weights without norms and biases, which are less than a thousandth."""
-        return self.dense + self.mixed * self.experts * self.expert + self.head * (1 if self.tied else 2)
+        return (
+            self.dense
+            + self.mixed * self.experts * self.expert
+            + self.head * (1 if self.tied else 2)
+        )
 
     @property
     def operators(self) -> int:
         """Operators of a decode step, as docs/performance.md counts them with int8 weights."""
-        return self.layers * (22 if self.latent else 17) + self.mixed * 3 + self.linear * DELTA_OPERATORS
+        return (
+            self.layers * (22 if self.latent else 17)
+            + self.mixed * 3
+            + self.linear * DELTA_OPERATORS
+        )
 
     @property
     def active(self) -> int:
@@ -78,7 +95,8 @@ def from_config(config: Mapping[str, Any], name: str = "") -> Model:
     """The sizes from a Hugging Face configuration, the contents of a config.json.
 
     Raises:
-        ValueError: an unsupported kind of model, or a configuration without the fields of a decoder.
+        ValueError: an unsupported kind of model, or a configuration without the fields of a
+        decoder.
     """
     text = {**config, **(config.get("text_config") or config.get("llm_config") or {})}
     kind = text.get("model_type", "")
@@ -89,22 +107,36 @@ def from_config(config: Mapping[str, Any], name: str = "") -> Model:
     types = list(get("layer_types") or [])
     linear = _linear_layers(text, types)
     others = UNSUPPORTED_LAYERS if linear else {*UNSUPPORTED_LAYERS, "linear_attention"}
-    if odd := sorted(others.intersection(types)) or (["an encoder"] if get("is_encoder_decoder") else []):
-        raise ValueError(f"{kind}: models with {odd[0]} are not supported; supported: attention in each layer")
+    if odd := sorted(others.intersection(types)) or (
+        ["an encoder"] if get("is_encoder_decoder") else []
+    ):
+        raise ValueError(
+            f"{kind}: models with {odd[0]} are not supported; supported: attention in each layer"
+        )
     hidden, layers, heads = (
         get("hidden_size", "n_embd"),
         get("num_hidden_layers", "n_layer"),
         get("num_attention_heads", "n_head"),
     )
     if not (hidden and layers and heads and get("vocab_size")):
-        raise ValueError(f"{kind}: no hidden_size, num_hidden_layers, num_attention_heads or vocab_size in the configuration")
+        raise ValueError(
+            f"{kind}: no hidden_size, num_hidden_layers, num_attention_heads or vocab_size in the"
+            " configuration"
+        )
     kv_heads = get("num_key_value_heads") or heads
     size = get("head_dim") or hidden // heads
     if latent := bool(get("kv_lora_rank")):
-        nope, rope, value, rank = get("qk_nope_head_dim"), get("qk_rope_head_dim"), get("v_head_dim"), get("kv_lora_rank")
+        nope, rope, value, rank = (
+            get("qk_nope_head_dim"),
+            get("qk_rope_head_dim"),
+            get("v_head_dim"),
+            get("kv_lora_rank"),
+        )
         query = heads * (nope + rope)
         into = get("q_lora_rank")
-        attention = (hidden * into + into * query if into else hidden * query) + hidden * (rank + rope)
+        attention = (hidden * into + into * query if into else hidden * query) + hidden * (
+            rank + rope
+        )
         attention += rank * heads * (nope + value) + heads * value * hidden
         score, kv, kv_heads = nope + rope + value, rank + rope, 1
         if get("index_topk"):  # DSA
@@ -119,10 +151,19 @@ def from_config(config: Mapping[str, Any], name: str = "") -> Model:
     state = 0
     if linear:
         of_keys, of_values = get("linear_num_key_heads"), get("linear_num_value_heads")
-        keys, values = of_keys * get("linear_key_head_dim"), of_values * get("linear_value_head_dim")
-        delta = hidden * (2 * keys + 3 * values + 2 * of_values) + get("linear_conv_kernel_dim") * (2 * keys + values)
+        keys, values = (
+            of_keys * get("linear_key_head_dim"),
+            of_values * get("linear_value_head_dim"),
+        )
+        delta = hidden * (2 * keys + 3 * values + 2 * of_values) + get("linear_conv_kernel_dim") * (
+            2 * keys + values
+        )
         attention = (attention * (layers - linear) + delta * linear) // layers
-        state = values * get("linear_key_head_dim") * (4 if "float32" in str(get("mamba_ssm_dtype")) else 2)
+        state = (
+            values
+            * get("linear_key_head_dim")
+            * (4 if "float32" in str(get("mamba_ssm_dtype")) else 2)
+        )
     matrices = 2 if kind in UNGATED else 3
     width = get("intermediate_size", "n_inner") or 4 * hidden
     experts = get("n_routed_experts", "num_local_experts", "num_experts")
@@ -130,11 +171,19 @@ def from_config(config: Mapping[str, Any], name: str = "") -> Model:
     if experts:
         expert_width = get("moe_intermediate_size") or width
         expert = 3 * hidden * expert_width
-        shared_width = get("shared_expert_intermediate_size") or get("n_shared_experts") * expert_width
+        shared_width = (
+            get("shared_expert_intermediate_size") or get("n_shared_experts") * expert_width
+        )
         shared = 3 * hidden * shared_width + hidden * experts
-        step, first, without = get("decoder_sparse_step") or 1, get("first_k_dense_replace"), get("mlp_only_layers") or []
+        step, first, without = (
+            get("decoder_sparse_step") or 1,
+            get("first_k_dense_replace"),
+            get("mlp_only_layers") or [],
+        )
         mixed = sum(i >= first and i not in without and (i + 1) % step == 0 for i in range(layers))
-    sliding = types.count("sliding_attention") or (layers if get("sliding_window") and not types and kind == "mistral" else 0)
+    sliding = types.count("sliding_attention") or (
+        layers if get("sliding_window") and not types and kind == "mistral" else 0
+    )
     return Model(
         name=name or kind,
         layers=layers,
@@ -166,7 +215,11 @@ def _linear_layers(text: Mapping[str, Any], types: list[str]) -> int:
     if not text.get("linear_num_value_heads"):
         return 0
     layers = text.get("num_hidden_layers") or 0
-    return types.count("linear_attention") if types else layers - layers // (text.get("full_attention_interval") or 4)
+    return (
+        types.count("linear_attention")
+        if types
+        else layers - layers // (text.get("full_attention_interval") or 4)
+    )
 
 
 def _indexers(text: Mapping[str, Any], layers: int) -> int:
@@ -178,9 +231,11 @@ def _indexers(text: Mapping[str, Any], layers: int) -> int:
 
 
 def load(name: str) -> Model:
-    """The sizes of a model in a directory or, if there is no such directory, on the Hugging Face Hub.
+    """The sizes of a model in a directory or, if there is no such directory, on the Hugging Face
+    Hub.
 
-    Only config.json is read, without torch and transformers, which need CANN's libraries where torch_npu is installed.
+    Only config.json is read, without torch and transformers, which need CANN's libraries where
+    torch_npu is installed.
 
     Raises:
         ValueError: see :func:`from_config`.
@@ -189,11 +244,17 @@ def load(name: str) -> Model:
     path = Path(name) / "config.json"
     if not path.parent.is_dir():
         from huggingface_hub import hf_hub_download
-        from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
+        from huggingface_hub.errors import (
+            HfHubHTTPError,
+            HFValidationError,
+            LocalEntryNotFoundError,
+        )
 
         try:
             path = Path(hf_hub_download(name, "config.json"))
         except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError) as error:
             why = str(error).strip().partition("\n")[0]
-            raise OSError(f"{name} is neither a directory nor available from the Hugging Face Hub: {why}") from None
+            raise OSError(
+                f"{name} is neither a directory nor available from the Hugging Face Hub: {why}"
+            ) from None
     return from_config(json.loads(path.read_text()), name)

@@ -1,7 +1,9 @@
-"""AWQ and GPTQ checkpoints: vLLM's configurations, with weights converted at load to those of schemes W4A16 and W8A16.
+"""AWQ and GPTQ checkpoints: vLLM's configurations, with weights converted at load to those of
+schemes W4A16 and W8A16.
 
-Both store the transpose of a matrix: ``scales`` ``[groups, out]``; ``qzeros`` ``[groups, out]``, in 32-bit words along ``out``;
-``qweight`` ``[in, out]``, in words along ``out`` (AWQ) or ``in`` (GPTQ). Values are unsigned; a weight is (value - zero) * scale.
+Both store the transpose of a matrix: ``scales`` ``[groups, out]``; ``qzeros`` ``[groups, out]``, in
+32-bit words along ``out``; ``qweight`` ``[in, out]``, in words along ``out`` (AWQ) or ``in``
+(GPTQ). Values are unsigned; a weight is (value - zero) * scale.
 """
 
 from __future__ import annotations
@@ -21,14 +23,22 @@ from vllm.model_executor.layers.quantization.utils.quant_utils import is_layer_s
 from vllm.scalar_type import scalar_types
 
 from ascend_platform import extension
-from ascend_platform.quantization.base import Layout, Quantized, Scheme, Stored, Tensors, unpack_words
+from ascend_platform.quantization.base import (
+    Layout,
+    Quantized,
+    Scheme,
+    Stored,
+    Tensors,
+    unpack_words,
+)
 from ascend_platform.quantization.common import AWQ, GPTQ, check_chip
 from ascend_platform.quantization.methods.experts import QuantizedExperts
 from ascend_platform.quantization.methods.linear import TransposedLinearMethod
 from ascend_platform.quantization.schemes import SCHEMES
 
 AWQ_SLOTS = (0, 4, 1, 5, 2, 6, 3, 7)
-"""Slot of a word's four bits that has each of its eight columns (AutoAWQ, ``WQLinear_GEMM``: ``order_map``, inverted)."""
+"""Slot of a word's four bits that has each of its eight columns (AutoAWQ, ``WQLinear_GEMM``:
+``order_map``, inverted)."""
 
 ONES = {4: 0x11111111, 8: 0x01010101}
 """1 in each value of a word, by bits: GPTQ's first format stores zeros minus 1."""
@@ -48,21 +58,33 @@ def tensors_of(bits: int, *, awq: bool) -> dict[str, Stored]:
 def read_awq(given: Tensors, *, symmetric: bool) -> Quantized:
     """The matrix of AWQ's tensors in the layout of its ``gemm`` kernels."""
     weight, zeros = (
-        unpack_words(given[name], 4).unflatten(-1, (-1, 8))[..., AWQ_SLOTS].flatten(-2).transpose(-1, -2)
+        unpack_words(given[name], 4)
+        .unflatten(-1, (-1, 8))[..., AWQ_SLOTS]
+        .flatten(-2)
+        .transpose(-1, -2)
         for name in ("qweight", "qzeros")
     )
-    return Quantized(weight, given["scales"].transpose(-1, -2), None if symmetric else zeros.float())
+    return Quantized(
+        weight, given["scales"].transpose(-1, -2), None if symmetric else zeros.float()
+    )
 
 
 def read_gptq(given: Tensors, *, bits: int, symmetric: bool, offset: int) -> Quantized:
-    """The matrix of GPTQ's tensors. ``offset`` is added to the words of the zeros, which symmetric weights do not need."""
+    """The matrix of GPTQ's tensors. ``offset`` is added to the words of the zeros, which symmetric
+    weights do not need."""
     weight = unpack_words(given["qweight"], bits, -2).transpose(-1, -2)
-    zeros = None if symmetric else unpack_words(given["qzeros"] + offset, bits).transpose(-1, -2).float()
+    zeros = (
+        None
+        if symmetric
+        else unpack_words(given["qzeros"] + offset, bits).transpose(-1, -2).float()
+    )
     return Quantized(weight, given["scales"].transpose(-1, -2), zeros)
 
 
 def refuse(method: str, found: str, supported: str) -> extension.RefusedError:
-    return extension.RefusedError(f"the {method} checkpoint has {found}; supported: {supported}; fix: use another checkpoint")
+    return extension.RefusedError(
+        f"the {method} checkpoint has {found}; supported: {supported}; fix: use another checkpoint"
+    )
 
 
 @register_quantization_config(AWQ)
@@ -82,7 +104,9 @@ class NPUAWQConfig(AutoAWQConfig):
         if (version := str(config.get("version") or "gemm").lower()) != "gemm":
             raise refuse("AWQ", f"weights in the layout of {version} kernels", "gemm")
         if config.get("lm_head"):
-            raise refuse("AWQ", "a quantized output head (lm_head)", "output heads that are not quantized")
+            raise refuse(
+                "AWQ", "a quantized output head (lm_head)", "output heads that are not quantized"
+            )
         check_chip(["W4A16"])
         return super().from_config(config)
 
@@ -100,12 +124,17 @@ class NPUAWQConfig(AutoAWQConfig):
 
 @register_quantization_config(GPTQ)
 class NPUGPTQConfig(AutoGPTQConfig):
-    """vLLM's configuration, with linear layers and experts of schemes W4A16 and W8A16, symmetric and asymmetric.
+    """vLLM's configuration, with linear layers and experts of schemes W4A16 and W8A16, symmetric
+    and asymmetric.
 
-    vLLM refuses groups in activation order (``desc_act``), and applies the rules for single layers (``dynamic``).
+    vLLM refuses groups in activation order (``desc_act``), and applies the rules for single layers
+    (``dynamic``).
     """
 
-    TYPE_MAP = AutoGPTQConfig.TYPE_MAP | {(4, False): scalar_types.uint4, (8, False): scalar_types.uint8}
+    TYPE_MAP = AutoGPTQConfig.TYPE_MAP | {
+        (4, False): scalar_types.uint4,
+        (8, False): scalar_types.uint8,
+    }
 
     @classmethod
     def from_config(cls, config: dict[str, Any]) -> AutoGPTQConfig:
@@ -120,7 +149,9 @@ class NPUGPTQConfig(AutoGPTQConfig):
         if (form := config.get("checkpoint_format") or "gptq") not in ("gptq", "gptq_v2"):
             raise refuse("GPTQ", f"weights in format {form} (checkpoint_format)", "gptq, gptq_v2")
         if config.get("lm_head"):
-            raise refuse("GPTQ", "a quantized output head (lm_head)", "output heads that are not quantized")
+            raise refuse(
+                "GPTQ", "a quantized output head (lm_head)", "output heads that are not quantized"
+            )
         check_chip([f"W{bits}A16"])
         return super().from_config(config)
 
@@ -133,7 +164,8 @@ class NPUGPTQConfig(AutoGPTQConfig):
         return get_linear_quant_method(self, layer, prefix, linear)
 
     def arguments(self, prefix: str) -> tuple[Scheme, dict[str, Stored], Any, int, str]:
-        """Arguments of the methods: the scheme, the stored tensors, their reader, the group size and the layer's name."""
+        """Arguments of the methods: the scheme, the stored tensors, their reader, the group size
+        and the layer's name."""
         bits = self.weight_bits
         offset = 0 if self.full_config.get("checkpoint_format") == "gptq_v2" else ONES[bits]
         read = functools.partial(read_gptq, bits=bits, symmetric=self.is_sym, offset=offset)

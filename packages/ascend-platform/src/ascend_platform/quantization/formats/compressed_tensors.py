@@ -1,6 +1,8 @@
-"""compressed-tensors checkpoints: vLLM's configuration, with kernels for linear layers from vLLM's kernel registry.
+"""compressed-tensors checkpoints: vLLM's configuration, with kernels for linear layers from vLLM's
+kernel registry.
 
-The registry does not cover experts (``vllm/model_executor/layers/fused_moe/oracle``): for them the configuration is subclassed.
+The registry does not cover experts (``vllm/model_executor/layers/fused_moe/oracle``): for them the
+configuration is subclassed.
 """
 
 from __future__ import annotations
@@ -11,7 +13,10 @@ from typing import Any
 import torch
 from compressed_tensors.quantization import QuantizationArgs
 from vllm.model_executor.kernels.linear import register_linear_kernel
-from vllm.model_executor.kernels.linear.mixed_precision.MPLinearKernel import MPLinearKernel, MPLinearLayerConfig
+from vllm.model_executor.kernels.linear.mixed_precision.MPLinearKernel import (
+    MPLinearKernel,
+    MPLinearLayerConfig,
+)
 from vllm.model_executor.kernels.linear.scaled_mm.ScaledMMLinearKernel import (
     Int8ScaledMMLinearKernel,
     Int8ScaledMMLinearLayerConfig,
@@ -21,13 +26,24 @@ from vllm.model_executor.layers.fused_moe import RoutedExperts, UnquantizedFused
 from vllm.model_executor.layers.linear import LinearBase
 from vllm.model_executor.layers.quantization import register_quantization_config
 from vllm.model_executor.layers.quantization.base_config import QuantizeMethodBase
-from vllm.model_executor.layers.quantization.compressed_tensors.compressed_tensors import CompressedTensorsConfig
+from vllm.model_executor.layers.quantization.compressed_tensors.compressed_tensors import (
+    CompressedTensorsConfig,
+)
 from vllm.model_executor.models.utils import WeightsMapper
 from vllm.platforms.interface import PlatformEnum
 from vllm.scalar_type import scalar_types
 
 from ascend_platform import extension
-from ascend_platform.quantization.base import GROUP_STEP, MOST, Layout, Quantized, Scheme, Stored, Tensors, unpack_words
+from ascend_platform.quantization.base import (
+    GROUP_STEP,
+    MOST,
+    Layout,
+    Quantized,
+    Scheme,
+    Stored,
+    Tensors,
+    unpack_words,
+)
 from ascend_platform.quantization.common import FP8, check_chip, not_quantized
 from ascend_platform.quantization.formats.fp8 import method_of
 from ascend_platform.quantization.methods.experts import QuantizedExperts
@@ -40,20 +56,29 @@ PACKED, BYTES = "pack-quantized", "int-quantized"
 STATIC = "W8A8"
 UNUSED = WeightsMapper(orig_to_new_suffix={".weight_shape": None})
 SUPPORTED = (
-    f"supported: int8 and int4 weights, per channel or per group, with unquantized inputs ({PACKED}), dynamic symmetric "
-    f"per-token int8 inputs or, with int8 weights ({BYTES}), static per-tensor int8 inputs; FP8 weights, per tensor, channel or "
-    "block, without static inputs, which are converted"
+    "supported: int8 and int4 weights, per channel or per group, with unquantized inputs"
+    f" ({PACKED}), dynamic symmetric per-token int8 inputs or, with int8 weights ({BYTES}), static"
+    " per-tensor int8 inputs; FP8 weights, per tensor, channel or block, without static inputs,"
+    " which are converted"
 )
 
 
 def fp8_form(weights: QuantizationArgs | None) -> Fp8Format | None:
     """The storage of FP8 weights, whose inputs are not FP8 here; None for other weights."""
-    if weights is None or weights.type != "float" or weights.num_bits != 8 or weights.dynamic or not weights.symmetric:
+    if (
+        weights is None
+        or weights.type != "float"
+        or weights.num_bits != 8
+        or weights.dynamic
+        or not weights.symmetric
+    ):
         return None
     if weights.strategy == "block" and weights.block_structure:
         return Fp8Format("weight_scale", (weights.block_structure[0], weights.block_structure[1]))
     blocks = {"tensor": (0, 0), "channel": (1, 0)}
-    return Fp8Format("weight_scale", blocks[weights.strategy]) if weights.strategy in blocks else None
+    return (
+        Fp8Format("weight_scale", blocks[weights.strategy]) if weights.strategy in blocks else None
+    )
 
 
 def scheme_of(weights: QuantizationArgs, inputs: QuantizationArgs | None, form: str | None) -> str:
@@ -69,16 +94,26 @@ def scheme_of(weights: QuantizationArgs, inputs: QuantizationArgs | None, form: 
     if weights.type == "int" and bits in (4, 8) and rows and not weights.dynamic:
         if inputs is None:
             kind = f"W{bits}A16" if form == PACKED and weights.strategy != "tensor" else None
-        elif inputs.type == "int" and inputs.num_bits == 8 and weights.symmetric and form in (PACKED, BYTES):
+        elif (
+            inputs.type == "int"
+            and inputs.num_bits == 8
+            and weights.symmetric
+            and form in (PACKED, BYTES)
+        ):
             if inputs.dynamic and inputs.strategy == "token" and inputs.symmetric:
                 kind = f"W{bits}A8_DYNAMIC"
             elif not inputs.dynamic and inputs.strategy == "tensor" and bits == 8 and form == BYTES:
                 kind = STATIC
     if kind is None:
         found = f"{weights.num_bits}-bit {weights.type} weights ({weights.strategy})"
-        asked = f"{inputs.num_bits}-bit {inputs.type} inputs ({inputs.strategy})" if inputs else "unquantized inputs"
+        asked = (
+            f"{inputs.num_bits}-bit {inputs.type} inputs ({inputs.strategy})"
+            if inputs
+            else "unquantized inputs"
+        )
         raise extension.RefusedError(
-            f"compressed-tensors asks for {found} with {asked} in format {form}; {SUPPORTED}; fix: quantize the model again"
+            f"compressed-tensors asks for {found} with {asked} in format {form}; {SUPPORTED}; fix:"
+            " quantize the model again"
         )
     return kind
 
@@ -88,7 +123,8 @@ class NPUCompressedTensorsConfig(CompressedTensorsConfig):
     """vLLM's configuration, with experts on grouped matrix multiplications."""
 
     def __init__(self, *arguments: Any, **named: Any) -> None:
-        if not arguments and not named:  # of --quantization for a checkpoint that has no such configuration
+        # of --quantization for a checkpoint that has no such configuration
+        if not arguments and not named:
             raise not_quantized("compressed-tensors", "this model")
         super().__init__(*arguments, **named)
 
@@ -104,12 +140,17 @@ class NPUCompressedTensorsConfig(CompressedTensorsConfig):
         """
         if cache := config.get("kv_cache_scheme"):
             raise extension.RefusedError(
-                f"compressed-tensors asks for a KV cache of {cache.get('num_bits')}-bit {cache.get('type')}; supported: the "
-                "model's dtype, and ModelSlim's C8; fix: quantize the model again without kv_cache_scheme"
+                f"compressed-tensors asks for a KV cache of {cache.get('num_bits')}-bit"
+                f" {cache.get('type')}; supported: the model's dtype, and ModelSlim's C8; fix:"
+                " quantize the model again without kv_cache_scheme"
             )
         made = super().from_config(config)
         kinds = [
-            scheme_of(scheme["weights"], scheme["input_activations"], scheme.get("format") or made.quant_format)
+            scheme_of(
+                scheme["weights"],
+                scheme["input_activations"],
+                scheme.get("format") or made.quant_format,
+            )
             for scheme in made.target_scheme_map.values()
         ]
         check_chip(set(kinds) - {FP8})
@@ -133,7 +174,9 @@ class NPUCompressedTensorsConfig(CompressedTensorsConfig):
         parts = (layer.ckpt_gate_proj_name, layer.ckpt_up_proj_name, layer.ckpt_down_proj_name)
         found = [self.get_scheme_dict(layer, f"{prefix}.0.{part}") for part in parts]
         if any(each != found[0] for each in found):
-            raise extension.RefusedError(f"the matrices of {prefix} have different schemes; fix: quantize them alike")
+            raise extension.RefusedError(
+                f"the matrices of {prefix} have different schemes; fix: quantize them alike"
+            )
         if found[0] is None:
             return UnquantizedFusedMoEMethod(layer.moe_config)
         weights: Any = found[0]["weights"]
@@ -144,11 +187,14 @@ class NPUCompressedTensorsConfig(CompressedTensorsConfig):
         scheme = SCHEMES[scheme_of(weights, inputs, form)]
         stored = tensors_of(weights, form)
         read = reader(scheme.bits)
-        return QuantizedExperts(layer.moe_config, scheme, stored, read, weights.group_size or 0, prefix)
+        return QuantizedExperts(
+            layer.moe_config, scheme, stored, read, weights.group_size or 0, prefix
+        )
 
 
 def tensors_of(weights: QuantizationArgs, form: str) -> dict[str, Stored]:
-    """The tensors of a matrix in a checkpoint (``compressed_tensors_moe_wna16.py``, ``_w4a8_int8.py``, ``_w8a8_int8.py``)."""
+    """The tensors of a matrix in a checkpoint (``compressed_tensors_moe_wna16.py``,
+    ``_w4a8_int8.py``, ``_w8a8_int8.py``)."""
     scale = {"weight_scale": Stored(torch.float32, Layout.GROUPS)}
     if form == BYTES:
         return {"weight": Stored(torch.int8)} | scale
@@ -161,9 +207,15 @@ def tensors_of(weights: QuantizationArgs, form: str) -> dict[str, Stored]:
 
 def reader(bits: int) -> Callable[[Tensors], Quantized]:
     def read(given: Tensors) -> Quantized:
-        weight = given["weight"] if "weight" in given else unpack_words(given["weight_packed"], bits)
+        weight = (
+            given["weight"] if "weight" in given else unpack_words(given["weight_packed"], bits)
+        )
         zero = given.get("weight_zero_point")
-        return Quantized(weight, given["weight_scale"].float(), None if zero is None else unpack_words(zero, bits, -2).float())
+        return Quantized(
+            weight,
+            given["weight_scale"].float(),
+            None if zero is None else unpack_words(zero, bits, -2).float(),
+        )
 
     return read
 
@@ -193,24 +245,39 @@ class NPUInt8Kernel(Int8ScaledMMLinearKernel):
         if self.config.is_static_input_scheme:
             assert input_scale is not None
             self.scheme: Scheme = SCHEMES[STATIC]
-            offset = torch.zeros_like(input_scale.data) if zero is None else zero.data.to(input_scale.dtype)
+            offset = (
+                torch.zeros_like(input_scale.data)
+                if zero is None
+                else zero.data.to(input_scale.dtype)
+            )
             bias = (-offset * weight.data.sum(1, dtype=torch.float32)).round().to(torch.int32)
             assert isinstance(self.scheme, W8A8)
             inputs = (input_scale.data, offset, torch.get_default_dtype())
-            packed = self.scheme.pack_static(weight.data, (scale * input_scale.data).flatten(), bias, *inputs)
+            packed = self.scheme.pack_static(
+                weight.data, (scale * input_scale.data).flatten(), bias, *inputs
+            )
         else:
             self.scheme = SCHEMES["W8A8_DYNAMIC"]
             packed = self.scheme.pack(Quantized(weight.data, scale), torch.get_default_dtype())
         replace(layer, names, packed)
 
-    def apply_weights(self, layer: torch.nn.Module, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+    def apply_weights(
+        self, layer: torch.nn.Module, x: torch.Tensor, bias: torch.Tensor | None = None
+    ) -> torch.Tensor:
         return apply(self.scheme, layer, x, bias)
 
 
 class NPUMixedPrecisionKernel(MPLinearKernel):
-    """W8A16, W4A16 and W4A8_DYNAMIC for vLLM's ``CompressedTensorsWNA16``, ``WNA8Int`` and ``W4A8Int``."""
+    """W8A16, W4A16 and W4A8_DYNAMIC for vLLM's ``CompressedTensorsWNA16``, ``WNA8Int`` and
+    ``W4A8Int``."""
 
-    TYPES = (scalar_types.int4, scalar_types.uint4b8, scalar_types.uint4, scalar_types.uint8b128, scalar_types.uint8)
+    TYPES = (
+        scalar_types.int4,
+        scalar_types.uint4b8,
+        scalar_types.uint4,
+        scalar_types.uint8b128,
+        scalar_types.uint8,
+    )
 
     @classmethod
     def get_min_capability(cls) -> int:
@@ -223,7 +290,13 @@ class NPUMixedPrecisionKernel(MPLinearKernel):
             return False, f"does not support {c.weight_type} weights with {c.act_type} inputs"
         several = c.group_size not in (-1, inputs, c.full_weight_shape[0])
         if several and (c.group_size % GROUP_STEP or inputs % c.group_size):
-            return False, f"supports groups of multiples of {GROUP_STEP} that divide the {inputs} inputs, not {c.group_size}"
+            return (
+                False,
+                (
+                    f"supports groups of multiples of {GROUP_STEP} that divide the {inputs} inputs,"
+                    f" not {c.group_size}"
+                ),
+            )
         if max(inputs, out) > MOST:
             return False, f"supports up to {MOST} inputs and outputs, not {inputs} and {out}"
         if c.weight_type.size_bits == 4 and out % 8:
@@ -233,7 +306,10 @@ class NPUMixedPrecisionKernel(MPLinearKernel):
     def process_weights_after_loading(self, layer: torch.nn.Module) -> None:
         kind, bits = self.config.weight_type, self.config.weight_type.size_bits
         # the one way in which vLLM tells a kernel of quantized inputs (compressed_tensors_wNa8.py)
-        quantized = kind == scalar_types.int4 or getattr(layer, "_humming_input_quant_config", None) is not None
+        quantized = (
+            kind == scalar_types.int4
+            or getattr(layer, "_humming_input_quant_config", None) is not None
+        )
         self.scheme = SCHEMES[f"W{bits}A8_DYNAMIC" if quantized else f"W{bits}A16"]
         weight, scale, zero = self._get_weight_params(layer)
         given = {"weight_scale": scale.data}
@@ -242,10 +318,18 @@ class NPUMixedPrecisionKernel(MPLinearKernel):
             given["weight_zero_point"] = zero.data
         matrix = self.scheme.checked(reader(bits)(given), type(self).__name__)
         packed = self.scheme.pack(matrix, self.config.act_type)
-        loaded = {"weight", "weight_shape", self.w_q_name, self.w_s_name, self.w_zp_name or "weight_zero_point"}
+        loaded = {
+            "weight",
+            "weight_shape",
+            self.w_q_name,
+            self.w_s_name,
+            self.w_zp_name or "weight_zero_point",
+        }
         replace(layer, loaded, packed)
 
-    def apply_weights(self, layer: torch.nn.Module, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+    def apply_weights(
+        self, layer: torch.nn.Module, x: torch.Tensor, bias: torch.Tensor | None = None
+    ) -> torch.Tensor:
         return apply(self.scheme, layer, x, bias)
 
 

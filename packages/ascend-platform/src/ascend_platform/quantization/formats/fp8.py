@@ -1,7 +1,8 @@
 """FP8 checkpoints (``quant_method`` "fp8"): vLLM's configuration, with weights converted at load.
 
-Blocks of 128 by 128 with ``weight_scale_inv`` (DeepSeek-V3, Kimi-K2, GLM-5, MiniMax-M2, Qwen3-FP8), or one ``weight_scale`` per
-matrix. Activations are not FP8: their static scales (``input_scale``) are not loaded.
+Blocks of 128 by 128 with ``weight_scale_inv`` (DeepSeek-V3, Kimi-K2, GLM-5, MiniMax-M2, Qwen3-FP8),
+or one ``weight_scale`` per matrix. Activations are not FP8: their static scales (``input_scale``)
+are not loaded.
 """
 
 from __future__ import annotations
@@ -13,7 +14,10 @@ import torch
 from vllm.model_executor.layers.fused_moe import RoutedExperts, UnquantizedFusedMoEMethod
 from vllm.model_executor.layers.linear import LinearBase, UnquantizedLinearMethod
 from vllm.model_executor.layers.quantization import register_quantization_config
-from vllm.model_executor.layers.quantization.base_config import QuantizationConfig, QuantizeMethodBase
+from vllm.model_executor.layers.quantization.base_config import (
+    QuantizationConfig,
+    QuantizeMethodBase,
+)
 from vllm.model_executor.layers.quantization.fp8 import Fp8Config
 from vllm.model_executor.layers.quantization.utils.quant_utils import is_layer_skipped
 from vllm.model_executor.models.utils import WeightsMapper
@@ -27,7 +31,10 @@ UNUSED = WeightsMapper(orig_to_new_suffix={".input_scale": None})
 
 
 def _is_unexpected(record: logging.LogRecord) -> bool:
-    return not isinstance(record.args, tuple) or record.args[1:] != (torch.float8_e4m3fn, torch.uint8)
+    return not isinstance(record.args, tuple) or record.args[1:] != (
+        torch.float8_e4m3fn,
+        torch.uint8,
+    )
 
 
 # vLLM warns of each matrix whose dtype is not its parameter's (models/utils.py)
@@ -35,7 +42,8 @@ logging.getLogger("vllm.model_executor.models.utils").addFilter(_is_unexpected)
 
 
 def method_of(layer: torch.nn.Module, form: Fp8Format, prefix: str) -> QuantizeMethodBase:
-    """The method of a linear layer or of experts. MLA's kv_b_proj, whose matrix is multiplied into others, is dequantized.
+    """The method of a linear layer or of experts. MLA's kv_b_proj, whose matrix is multiplied into
+    others, is dequantized.
 
     Raises:
         RefusedError: the chip does not support the scheme that the weights are converted to.
@@ -45,7 +53,11 @@ def method_of(layer: torch.nn.Module, form: Fp8Format, prefix: str) -> QuantizeM
         check_chip([fp8.INT8])
     if isinstance(layer, RoutedExperts):
         experts = layer.moe_config
-        return fp8.RequantizedExperts(experts, form, prefix) if int8 else fp8.DequantizedExperts(experts, form)
+        return (
+            fp8.RequantizedExperts(experts, form, prefix)
+            if int8
+            else fp8.DequantizedExperts(experts, form)
+        )
     return fp8.RequantizedLinearMethod(form, prefix) if int8 else fp8.DequantizedLinearMethod(form)
 
 
@@ -69,10 +81,14 @@ class NPUFp8Config(Fp8Config):
             RefusedError: weights that are not e4m3, or experts that are stored as MXFP4.
         """
         if (form := str(config.get("fmt") or "e4m3")) not in ("e4m3", "float8_e4m3fn"):
-            raise extension.RefusedError(f"the FP8 checkpoint has {form} weights; supported: e4m3; fix: use another checkpoint")
+            raise extension.RefusedError(
+                f"the FP8 checkpoint has {form} weights; supported: e4m3; fix: use another"
+                " checkpoint"
+            )
         if store := config.get("store_dtype"):
             raise extension.RefusedError(
-                f"the FP8 checkpoint has experts stored as {store}; supported: FP8; fix: use another checkpoint"
+                f"the FP8 checkpoint has experts stored as {store}; supported: FP8; fix: use"
+                " another checkpoint"
             )
         return super().from_config(config)
 
@@ -90,7 +106,15 @@ class NPUFp8Config(Fp8Config):
             match_mode=self.ignored_layers_match_mode,
         )
         blocks = self.weight_block_size
-        form = Fp8Format("weight_scale_inv", (blocks[0], blocks[1])) if blocks else Fp8Format("weight_scale", (0, 0))
+        form = (
+            Fp8Format("weight_scale_inv", (blocks[0], blocks[1]))
+            if blocks
+            else Fp8Format("weight_scale", (0, 0))
+        )
         if not skipped:
             return method_of(layer, form, prefix)
-        return UnquantizedFusedMoEMethod(layer.moe_config) if isinstance(layer, RoutedExperts) else UnquantizedLinearMethod()
+        return (
+            UnquantizedFusedMoEMethod(layer.moe_config)
+            if isinstance(layer, RoutedExperts)
+            else UnquantizedLinearMethod()
+        )

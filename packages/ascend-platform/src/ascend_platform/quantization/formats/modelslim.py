@@ -1,7 +1,9 @@
-"""ModelSlim checkpoints (``--quantization ascend``): a JSON file beside the weights names the scheme of each tensor.
+"""ModelSlim checkpoints (``--quantization ascend``): a JSON file beside the weights names the
+scheme of each tensor.
 
-The format is that of msmodelslim's ``AscendV1Saver``: ``quant_model_description.json`` maps each tensor's name to its scheme,
-and has ``version``, ``group_size`` and ``kv_cache_type`` for the whole checkpoint.
+The format is that of msmodelslim's ``AscendV1Saver``: ``quant_model_description.json`` maps each
+tensor's name to its scheme, and has ``version``, ``group_size`` and ``kv_cache_type`` for the whole
+checkpoint.
 """
 
 from __future__ import annotations
@@ -15,8 +17,14 @@ from vllm.model_executor.layers.attention import Attention
 from vllm.model_executor.layers.fused_moe import RoutedExperts, UnquantizedFusedMoEMethod
 from vllm.model_executor.layers.linear import LinearBase, UnquantizedLinearMethod
 from vllm.model_executor.layers.quantization import register_quantization_config
-from vllm.model_executor.layers.quantization.base_config import QuantizationConfig, QuantizeMethodBase
-from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbeddingMethod, VocabParallelEmbedding
+from vllm.model_executor.layers.quantization.base_config import (
+    QuantizationConfig,
+    QuantizeMethodBase,
+)
+from vllm.model_executor.layers.vocab_parallel_embedding import (
+    UnquantizedEmbeddingMethod,
+    VocabParallelEmbedding,
+)
 from vllm.model_executor.models.utils import WeightsMapper
 from vllm.transformers_utils.repo_utils import get_hf_file_to_dict
 
@@ -31,7 +39,8 @@ from ascend_platform.quantization.schemes import FLOAT, SCHEMES
 CACHE_KINDS = ("C8",)
 
 UNQUANTIZED = (".indexer.wk.weight", ".indexer.weights_proj.weight")
-"""Ends of names of DeepSeek-V3.2 and GLM-5, which vLLM fuses into one layer without quantization."""
+"""Ends of names of DeepSeek-V3.2 and GLM-5, which vLLM fuses into one layer without quantization.
+"""
 
 
 @register_quantization_config(NAME)
@@ -60,14 +69,18 @@ class ModelSlimConfig(QuantizationConfig):
 
     @staticmethod
     def get_config_filenames() -> list[str]:
-        return []  # maybe_update_config reads the description; its error for a missing file names the fix
+        # maybe_update_config reads the description; its error for a missing file names the fix
+        return []
 
     @classmethod
     def from_config(cls, config: dict[str, Any]) -> ModelSlimConfig:
-        """From ``quantization_config`` of a model's configuration, which may contain the description."""
+        """From ``quantization_config`` of a model's configuration, which may contain the
+        description."""
         return cls({key: value for key, value in config.items() if key != "quant_method"})
 
-    def maybe_update_config(self, model_name: str, hf_config: Any = None, revision: str | None = None) -> None:
+    def maybe_update_config(
+        self, model_name: str, hf_config: Any = None, revision: str | None = None
+    ) -> None:
         """Read the description beside the weights.
 
         Raises:
@@ -78,8 +91,9 @@ class ModelSlimConfig(QuantizationConfig):
         description = get_hf_file_to_dict(DESCRIPTION, model_name, revision or "main")
         if description is None:
             raise extension.RefusedError(
-                f"--quantization {NAME} is for ModelSlim checkpoints, which have a file {DESCRIPTION}; {model_name} has none; "
-                "fix: remove --quantization, or quantize the model with ModelSlim"
+                f"--quantization {NAME} is for ModelSlim checkpoints, which have a file"
+                f" {DESCRIPTION}; {model_name} has none; fix: remove --quantization, or quantize"
+                " the model with ModelSlim"
             )
         self._take(description)
 
@@ -91,15 +105,20 @@ class ModelSlimConfig(QuantizationConfig):
         if unknown:
             example = next(name for name, kind in weights.items() if kind in unknown)
             raise extension.RefusedError(
-                f"{DESCRIPTION} has weights of {', '.join(unknown)} (such as {example}); supported: {', '.join(SCHEMES)}, "
-                f"{FLOAT}; fix: quantize the model again with these"
+                f"{DESCRIPTION} has weights of {', '.join(unknown)} (such as {example}); supported:"
+                f" {', '.join(SCHEMES)}, {FLOAT}; fix: quantize the model again with these"
             )
         cache = description.get("kv_cache_type") or description.get("kv_quant_type")
-        others = [kind for kind in (cache, description.get("fa_quant_type")) if kind and kind not in CACHE_KINDS]
+        others = [
+            kind
+            for kind in (cache, description.get("fa_quant_type"))
+            if kind and kind not in CACHE_KINDS
+        ]
         if others:
             raise extension.RefusedError(
-                f"{DESCRIPTION} asks for KV cache or attention quantization {', '.join(map(str, others))}; supported: C8 (int8 "
-                "KV cache); fix: quantize the model again with C8, or without"
+                f"{DESCRIPTION} asks for KV cache or attention quantization"
+                f" {', '.join(map(str, others))}; supported: C8 (int8 KV cache); fix: quantize the"
+                " model again with C8, or without"
             )
         for name, kind in weights.items():
             if kind != FLOAT and name.endswith(UNQUANTIZED):
@@ -111,11 +130,15 @@ class ModelSlimConfig(QuantizationConfig):
         self.description = hf_to_vllm_mapper.apply_dict(self.description)
 
     def get_cache_scale_mapper(self) -> WeightsMapper:  # vLLM's is static, and called on the object
-        return WeightsMapper(orig_to_new_suffix=CACHE_NAMES) | QuantizationConfig.get_cache_scale_mapper()
+        return (
+            WeightsMapper(orig_to_new_suffix=CACHE_NAMES)
+            | QuantizationConfig.get_cache_scale_mapper()
+        )
 
     @staticmethod
     def get_checkpoint_weight_mapper() -> WeightsMapper:
-        """Drop tensors that are not used: ``scale_bias``, which is computed here, and shapes before packing."""
+        """Drop tensors that are not used: ``scale_bias``, which is computed here, and shapes before
+        packing."""
         return WeightsMapper(orig_to_new_suffix={".scale_bias": None, ".weight_shape": None})
 
     def get_quant_method(self, layer: torch.nn.Module, prefix: str) -> QuantizeMethodBase | None:
@@ -132,25 +155,32 @@ class ModelSlimConfig(QuantizationConfig):
             stored = scheme.stored(self.description, parts[0])
             if not any(tensor.layout == Layout.GROUPS for tensor in stored.values()):
                 group_size = 0
-            return QuantizedExperts(layer.moe_config, scheme, stored, scheme.read, group_size, prefix)
+            return QuantizedExperts(
+                layer.moe_config, scheme, stored, scheme.read, group_size, prefix
+            )
         if isinstance(layer, LinearBase | VocabParallelEmbedding):
             matrices = self._matrices(prefix)
             self._asked.update(matrices)
             if isinstance(layer, VocabParallelEmbedding):
-                if (kind := self._of(prefix) or FLOAT) != FLOAT:  # tied heads are not in the description
+                # tied heads are not in the description
+                if (kind := self._of(prefix) or FLOAT) != FLOAT:
                     raise extension.RefusedError(
-                        f"{prefix} is {kind}; embeddings and output heads are supported as {FLOAT}; fix: quantize the model again"
+                        f"{prefix} is {kind}; embeddings and output heads are supported as {FLOAT};"
+                        " fix: quantize the model again"
                     )
                 return UnquantizedEmbeddingMethod()
             kind = self._kind(matrices, prefix)
             if kind == FLOAT:
                 return UnquantizedLinearMethod()
             scheme = SCHEMES[kind]
-            return ModelSlimLinearMethod(scheme, scheme.stored(self.description, matrices[0]), prefix)
+            return ModelSlimLinearMethod(
+                scheme, scheme.stored(self.description, matrices[0]), prefix
+            )
         return None
 
     def check_loaded(self, model: torch.nn.Module) -> None:
-        """Check that vLLM quantizes each layer that the description calls quantized: others would load integers as numbers.
+        """Check that vLLM quantizes each layer that the description calls quantized: others would
+        load integers as numbers.
 
         Raises:
             RefusedError: vLLM keeps a layer unquantized, such as the indexer's wk of DeepSeek-V3.2.
@@ -159,7 +189,12 @@ class ModelSlimConfig(QuantizationConfig):
         for name, kind in self.description.items():
             matrix = name.rpartition(".")[0]
             parents = [matrix[: found.start()] for found in re.finditer(r"\.", matrix)]
-            if not _is_weight(name) or kind == FLOAT or matrix in self._asked or not self._asked.isdisjoint(parents):
+            if (
+                not _is_weight(name)
+                or kind == FLOAT
+                or matrix in self._asked
+                or not self._asked.isdisjoint(parents)
+            ):
                 continue
             if parents and parents[-1] in modules:  # a layer of this rank
                 raise _unquantized(name, kind)
@@ -172,26 +207,30 @@ class ModelSlimConfig(QuantizationConfig):
         return names if any(self._of(name) for name in names) else [prefix]
 
     def _of(self, matrix: str) -> str | None:
-        return self.description.get(f"{matrix}.weight") or self.description.get(f"{matrix}.weight_packed")
+        return self.description.get(f"{matrix}.weight") or self.description.get(
+            f"{matrix}.weight_packed"
+        )
 
     def _kind(self, matrices: Iterable[str], prefix: str) -> str:
         kinds = {name: self._of(name) for name in matrices}
         if not any(kinds.values()):
             raise extension.RefusedError(
-                f"{DESCRIPTION} has no scheme for {', '.join(kinds)}; fix: add it there, {FLOAT!r} if it is not quantized"
+                f"{DESCRIPTION} has no scheme for {', '.join(kinds)}; fix: add it there, {FLOAT!r}"
+                " if it is not quantized"
             )
         if len(set(kinds.values())) > 1:
             found = ", ".join(f"{name.rpartition('.')[2]} {kind}" for name, kind in kinds.items())
             raise extension.RefusedError(
-                f"the matrices of {prefix}, which vLLM fuses, have different schemes ({found}); fix: quantize them alike"
+                f"the matrices of {prefix}, which vLLM fuses, have different schemes ({found});"
+                " fix: quantize them alike"
             )
         return str(next(iter(kinds.values())))
 
 
 def _unquantized(name: str, kind: str) -> extension.RefusedError:
     return extension.RefusedError(
-        f"{DESCRIPTION} has {name} as {kind}, and vLLM keeps that layer unquantized; fix: quantize the model again with "
-        f"{name.rpartition('.')[0]} as {FLOAT}"
+        f"{DESCRIPTION} has {name} as {kind}, and vLLM keeps that layer unquantized; fix: quantize"
+        f" the model again with {name.rpartition('.')[0]} as {FLOAT}"
     )
 
 

@@ -1,4 +1,5 @@
-"""MXFP4 checkpoints of gpt-oss: experts in e2m1 with a power of two per 32 inputs, expanded exactly to the model's dtype."""
+"""MXFP4 checkpoints of gpt-oss: experts in e2m1 with a power of two per 32 inputs, expanded exactly
+to the model's dtype."""
 
 from __future__ import annotations
 
@@ -19,20 +20,25 @@ from ascend_platform.quantization.methods.linear import replace
 
 BLOCK = 32
 MAGNITUDES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
-"""Values of e2m1 without the sign, which is the highest of the four bits (OCP Microscaling Formats, section 5.3.3)."""
+"""Values of e2m1 without the sign, which is the highest of the four bits (OCP Microscaling Formats,
+section 5.3.3)."""
 
 
 @functools.cache
 def tables(device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-    """Float32 values of each byte: the two of e2m1 ``[256, 2]``, lower half first, and the power of two of e8m0 ``[256]``."""
+    """Float32 values of each byte: the two of e2m1 ``[256, 2]``, lower half first, and the power of
+    two of e8m0 ``[256]``."""
     every = torch.arange(256, dtype=torch.uint8, device="cpu")
-    values = torch.tensor([*MAGNITUDES, *(-each for each in MAGNITUDES)], dtype=torch.float32, device="cpu")
+    values = torch.tensor(
+        [*MAGNITUDES, *(-each for each in MAGNITUDES)], dtype=torch.float32, device="cpu"
+    )
     pairs = values[torch.stack((every & 15, every >> 4), 1).long()]
     return pairs.to(device), every.view(torch.float8_e8m0fnu).float().to(device)
 
 
 def expanded(packed: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Expand bytes ``[experts, out, in / 2]`` with scales ``[experts, out, in / 32]`` to ``[experts, out, in]`` of ``dtype``."""
+    """Expand bytes ``[experts, out, in / 2]`` with scales ``[experts, out, in / 32]`` to
+    ``[experts, out, in]`` of ``dtype``."""
     pairs, powers = tables(packed.device)
     made = torch.empty(*packed.shape[:-1], 2 * packed.shape[-1], dtype=dtype, device=packed.device)
     for matrix, bytes_, exponents in zip(made, packed, scale, strict=True):
@@ -64,9 +70,14 @@ class ExpandedExperts(NPUFusedMoEMethod):
     weight_dtype = MXFP4  # selects gpt-oss's loader in vLLM
 
     def maybe_roundup_sizes(
-        self, hidden_size: int, intermediate_size_per_partition: int, act_dtype: torch.dtype, moe_parallel_config: Any
+        self,
+        hidden_size: int,
+        intermediate_size_per_partition: int,
+        act_dtype: torch.dtype,
+        moe_parallel_config: Any,
     ) -> tuple[int, int]:
-        return hidden_size, round_up(intermediate_size_per_partition, BLOCK)  # ranks have whole blocks
+        # ranks have whole blocks
+        return hidden_size, round_up(intermediate_size_per_partition, BLOCK)
 
     def create_weights(
         self,
@@ -85,10 +96,22 @@ class ExpandedExperts(NPUFusedMoEMethod):
                 register(layer, prefix + name, data, extra_weight_attrs)
             if self.moe.has_bias:
                 wide = torch.float32 if params_dtype == torch.bfloat16 else params_dtype
-                register(layer, f"{prefix}bias", torch.zeros(num_experts, out, dtype=wide), extra_weight_attrs)
+                register(
+                    layer,
+                    f"{prefix}bias",
+                    torch.zeros(num_experts, out, dtype=wide),
+                    extra_weight_attrs,
+                )
 
     def process_weights_after_loading(self, layer: Any) -> None:
         for prefix in ("w13_", "w2_"):
-            packed, scale = (getattr(layer, prefix + name).data for name in ("weight", "weight_scale"))
-            replace(layer, ("weight", "weight_scale"), {"weight": expanded(packed, scale, self.dtype)}, prefix)
+            packed, scale = (
+                getattr(layer, prefix + name).data for name in ("weight", "weight_scale")
+            )
+            replace(
+                layer,
+                ("weight", "weight_scale"),
+                {"weight": expanded(packed, scale, self.dtype)},
+                prefix,
+            )
         super().process_weights_after_loading(layer)

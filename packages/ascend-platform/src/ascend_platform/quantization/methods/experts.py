@@ -1,4 +1,5 @@
-"""Quantized experts of any checkpoint format: loaded by vLLM's expert loader, applied by a scheme."""
+"""Quantized experts of any checkpoint format: loaded by vLLM's expert loader, applied by
+a scheme."""
 
 from __future__ import annotations
 
@@ -17,18 +18,23 @@ from ascend_platform.quantization.base import Layout, Quantized, Scheme, Stored,
 from ascend_platform.quantization.methods.linear import replace
 
 
-def register(layer: torch.nn.Module, name: str, data: torch.Tensor, attributes: dict[str, Any]) -> None:
-    """Register a parameter that is loaded and not trained, with the attributes that vLLM's weight loaders read."""
+def register(
+    layer: torch.nn.Module, name: str, data: torch.Tensor, attributes: dict[str, Any]
+) -> None:
+    """Register a parameter that is loaded and not trained, with the attributes that vLLM's weight
+    loaders read."""
     parameter = torch.nn.Parameter(data, requires_grad=False)
     layer.register_parameter(name, parameter)
     set_weight_attrs(parameter, attributes)
 
 
 class QuantizedExperts(NPUExperts, FusedMoEMethodBase):
-    """Quantization method of one layer's experts. Tokens are quantized as they are dispatched, if the scheme takes int8 rows.
+    """Quantization method of one layer's experts. Tokens are quantized as they are dispatched, if
+    the scheme takes int8 rows.
 
     Args:
-        stored: the tensors of an expert's matrix, which vLLM loads into ``w13_<name>`` and ``w2_<name>``.
+        stored: the tensors of an expert's matrix, which vLLM loads into ``w13_<name>`` and
+        ``w2_<name>``.
         read: converts these tensors to a matrix.
         group_size: inputs per scale; 0 or -1 for one scale per channel.
         name: of the layer, for errors.
@@ -46,10 +52,16 @@ class QuantizedExperts(NPUExperts, FusedMoEMethodBase):
         super().__init__(moe)
         if not scheme.experts:
             raise extension.RefusedError(
-                f"{name} has experts of {scheme.name}; supported for experts: W8A8_DYNAMIC, W8A16, W4A16, W4A8_DYNAMIC; "
-                "fix: quantize them again as one of these"
+                f"{name} has experts of {scheme.name}; supported for experts: W8A8_DYNAMIC, W8A16,"
+                " W4A16, W4A8_DYNAMIC; fix: quantize them again as one of these"
             )
-        self.scheme, self.stored, self.read, self.group_size, self.name = scheme, stored, read, group_size, name
+        self.scheme, self.stored, self.read, self.group_size, self.name = (
+            scheme,
+            stored,
+            read,
+            group_size,
+            name,
+        )
 
     def create_weights(
         self,
@@ -69,9 +81,16 @@ class QuantizedExperts(NPUExperts, FusedMoEMethodBase):
             self.scheme.check_size(out, inputs, self.name)
             groups = self.scheme.count_groups(inputs, self.group_size, True, self.name)
             for name, stored in self.stored.items():
-                data = torch.zeros(num_experts, *stored.shape(out, inputs, groups), dtype=stored.dtype)
-                several = stored.layout == Layout.GROUPS and self.group_size > 0  # a rank may have a single group
-                kind = FusedMoeWeightScaleSupported.GROUP if several else FusedMoeWeightScaleSupported.CHANNEL
+                data = torch.zeros(
+                    num_experts, *stored.shape(out, inputs, groups), dtype=stored.dtype
+                )
+                # a rank may have a single group
+                several = stored.layout == Layout.GROUPS and self.group_size > 0
+                kind = (
+                    FusedMoeWeightScaleSupported.GROUP
+                    if several
+                    else FusedMoeWeightScaleSupported.CHANNEL
+                )
                 own = {"quant_method": kind.value, "is_transposed": stored.transposed}
                 register(layer, prefix + name, data, extra_weight_attrs | own)
 
@@ -95,8 +114,12 @@ class QuantizedExperts(NPUExperts, FusedMoEMethodBase):
         shared_experts: Any,
         shared_experts_input: torch.Tensor | None,
     ) -> torch.Tensor:
-        first, second = ({n: getattr(layer, p + n) for n in self.scheme.packed} for p in ("w13_", "w2_"))
-        return self.apply_routed(SchemeExperts(self.scheme, first, second, x.dtype), x, topk_weights, topk_ids)
+        first, second = (
+            {n: getattr(layer, p + n) for n in self.scheme.packed} for p in ("w13_", "w2_")
+        )
+        return self.apply_routed(
+            SchemeExperts(self.scheme, first, second, x.dtype), x, topk_weights, topk_ids
+        )
 
 
 @dataclass(frozen=True)
@@ -112,5 +135,7 @@ class SchemeExperts:
     def takes_int8(self) -> bool:
         return self.scheme.int8_rows
 
-    def __call__(self, rows: torch.Tensor, counts: torch.Tensor, scale: torch.Tensor | None = None) -> torch.Tensor:
+    def __call__(
+        self, rows: torch.Tensor, counts: torch.Tensor, scale: torch.Tensor | None = None
+    ) -> torch.Tensor:
         return self.scheme.swiglu(self.first, self.second, rows, counts, scale, self.dtype)

@@ -1,8 +1,10 @@
-"""FP8 weights (e4m3) of linear layers and experts, converted at load: no operator of Atlas A2 and A3 computes in float8.
+"""FP8 weights (e4m3) of linear layers and experts, converted at load: no operator of Atlas A2 and
+A3 computes in float8.
 
-Weights are loaded as bytes (uint8) and converted layer by layer when all are loaded, so that the peak memory is that of the
-converted model and one layer. A weight is value * scale, computed in float32 and rounded once: to the model's dtype, or to int8
-with a scale per output channel (W8A8_DYNAMIC).
+Weights are loaded as bytes (uint8) and converted layer by layer when all are loaded, so that the
+peak memory is that of the converted model and one layer. A weight is value * scale, computed in
+float32 and rounded once: to the model's dtype, or to int8 with a scale per output channel
+(W8A8_DYNAMIC).
 """
 
 from __future__ import annotations
@@ -15,7 +17,10 @@ from typing import Any
 
 import torch
 from vllm.model_executor.layers.fused_moe.config import FusedMoEConfig
-from vllm.model_executor.layers.linear import UnquantizedLinearMethod, register_weight_loader_v2_supported_method
+from vllm.model_executor.layers.linear import (
+    UnquantizedLinearMethod,
+    register_weight_loader_v2_supported_method,
+)
 from vllm.model_executor.parameter import (
     BlockQuantScaleParameter,
     ChannelQuantScaleParameter,
@@ -35,7 +40,8 @@ CHUNK = 2**18
 """Elements converted at once, which limits temporary memory: 12 bytes each."""
 
 Sizes = tuple[int, int]
-ones = functools.partial(torch.ones, dtype=torch.float32)  # the default dtype is the model's while it is created
+# the default dtype is the model's while it is created
+ones = functools.partial(torch.ones, dtype=torch.float32)
 
 
 @dataclass(frozen=True)
@@ -50,11 +56,13 @@ class Fp8Format:
     block: Sizes
 
     def grid(self, rows: list[int], inputs: int) -> Sizes:
-        """The largest block that divides this rank's matrices of so many rows; shards need not begin at checkpoint blocks."""
+        """The largest block that divides this rank's matrices of so many rows; shards need not
+        begin at checkpoint blocks."""
         return math.gcd(self.block[0], *rows), math.gcd(self.block[1], inputs)
 
     def expanded(self, scale: torch.Tensor, grid: Sizes, most: Sizes) -> torch.Tensor:
-        """A matrix's scales per block of ``grid``, without those beyond ``most`` rows and inputs."""
+        """A matrix's scales per block of ``grid``, without those beyond ``most`` rows
+        and inputs."""
         scale = scale.float()
         for dim, (stored, own, size) in enumerate(zip(self.block, grid, most, strict=True), -2):
             scale = scale.repeat_interleave(stored // own, dim)
@@ -62,11 +70,15 @@ class Fp8Format:
         return scale
 
 
-def loading(loader: Callable[..., Any], convert: Callable[[torch.Tensor], torch.Tensor]) -> Callable[..., Any]:
+def loading(
+    loader: Callable[..., Any], convert: Callable[[torch.Tensor], torch.Tensor]
+) -> Callable[..., Any]:
     """The weight loader, for tensors that are converted first."""
 
     @functools.wraps(loader)
-    def load(param: torch.nn.Parameter, loaded_weight: torch.Tensor, *arguments: Any, **named: Any) -> Any:
+    def load(
+        param: torch.nn.Parameter, loaded_weight: torch.Tensor, *arguments: Any, **named: Any
+    ) -> Any:
         return loader(param, convert(loaded_weight), *arguments, **named)
 
     return load
@@ -80,8 +92,9 @@ def as_bytes(loaded: torch.Tensor) -> torch.Tensor:
     """
     if loaded.dtype != torch.float8_e4m3fn:
         raise extension.RefusedError(
-            f"the FP8 checkpoint has a matrix {list(loaded.shape)} of {loaded.dtype}, in a layer that its configuration calls "
-            "FP8; fix: name the layer in quantization_config (modules_to_not_convert, or ignore)"
+            f"the FP8 checkpoint has a matrix {list(loaded.shape)} of {loaded.dtype}, in a layer"
+            " that its configuration calls FP8; fix: name the layer in quantization_config"
+            " (modules_to_not_convert, or ignore)"
         )
     return loaded.view(torch.uint8)
 
@@ -89,25 +102,35 @@ def as_bytes(loaded: torch.Tensor) -> torch.Tensor:
 @functools.cache
 def values_of(device: torch.device) -> torch.Tensor:
     """The value of each byte in e4m3: float32 ``[256]``."""
-    return torch.arange(256, dtype=torch.uint8, device="cpu").view(torch.float8_e4m3fn).float().to(device)
+    return (
+        torch.arange(256, dtype=torch.uint8, device="cpu")
+        .view(torch.float8_e4m3fn)
+        .float()
+        .to(device)
+    )
 
 
 def chunks(weight: torch.Tensor, scale: torch.Tensor) -> Iterator[tuple[int, torch.Tensor]]:
-    """Dequantize bytes ``[out, in]``, with one scale for each of a grid of blocks; yields row offsets and float32 rows."""
+    """Dequantize bytes ``[out, in]``, with one scale for each of a grid of blocks; yields row
+    offsets and float32 rows."""
     block = weight.shape[0] // scale.shape[0]
     step = max(CHUNK // weight.shape[1] // block, 1)
     table = values_of(weight.device)
     for first in range(0, scale.shape[0], step):
         factors = scale[first : first + step]
         rows = weight[first * block : (first + len(factors)) * block]
-        values = table.index_select(0, rows.flatten().int()).view(len(factors), block, scale.shape[1], -1)
+        values = table.index_select(0, rows.flatten().int()).view(
+            len(factors), block, scale.shape[1], -1
+        )
         yield first * block, (values * factors[:, None, :, None]).view(rows.shape)
 
 
 def dequantized(weight: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """The matrix, or one per expert, rounded to ``dtype``."""
     made = torch.empty(weight.shape, dtype=dtype, device=weight.device)
-    for matrix, bytes_, factors in zip(*(each.view(-1, *each.shape[-2:]) for each in (made, weight, scale)), strict=True):
+    for matrix, bytes_, factors in zip(
+        *(each.view(-1, *each.shape[-2:]) for each in (made, weight, scale)), strict=True
+    ):
         for first, rows in chunks(bytes_, factors):
             matrix[first : first + len(rows)] = rows
     return made
@@ -123,13 +146,19 @@ def requantized(weight: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype) -
         RefusedError: the dtype is not supported.
     """
     if dtype not in (torch.bfloat16, torch.float16):
-        raise extension.RefusedError(f"FP8 weights converted to {INT8} need --dtype bfloat16 or float16; the dtype is {dtype}")
+        raise extension.RefusedError(
+            f"FP8 weights converted to {INT8} need --dtype bfloat16 or float16; the dtype is"
+            f" {dtype}"
+        )
     made = torch.empty(weight.shape, dtype=torch.int8, device=weight.device)
     scales = torch.empty(*weight.shape[:-1], 1, dtype=torch.float32, device=weight.device)
     tensors = (each.view(-1, *each.shape[-2:]) for each in (made, scales, weight, scale))
     for matrix, own, bytes_, factors in zip(*tensors, strict=True):
         for first, rows in chunks(bytes_, factors):
-            steps = rows.abs().amax(-1, keepdim=True).clamp_min(torch.finfo(torch.float32).tiny * 127) / 127
+            steps = (
+                rows.abs().amax(-1, keepdim=True).clamp_min(torch.finfo(torch.float32).tiny * 127)
+                / 127
+            )
             own[first : first + len(rows)] = steps
             matrix[first : first + len(rows)] = (rows / steps).round()
     return Quantized(made, scales)
@@ -154,10 +183,14 @@ class Fp8Linear:
         rows, loader = sum(output_partition_sizes), extra_weight_attrs["weight_loader"]
         weight = torch.empty(rows, input_size_per_partition, dtype=torch.uint8)
         options: dict[str, Any] = {"output_dim": 0, "weight_loader": loading(loader, as_bytes)}
-        layer.register_parameter("weight", ModelWeightParameter(data=weight, input_dim=1, **options))
+        layer.register_parameter(
+            "weight", ModelWeightParameter(data=weight, input_dim=1, **options)
+        )
         if self.fp8.block == (0, 0):
             data = ones(len(output_partition_sizes))
-            made: Any = PerTensorScaleParameter(data=data, weight_loader=loading(loader, torch.Tensor.float))
+            made: Any = PerTensorScaleParameter(
+                data=data, weight_loader=loading(loader, torch.Tensor.float)
+            )
         elif self.fp8.block[1] == 0:
             options["weight_loader"] = loading(loader, torch.Tensor.float)
             made = ChannelQuantScaleParameter(data=ones(rows, 1), **options)
@@ -204,10 +237,17 @@ class RequantizedLinearMethod(Fp8Linear, ModelSlimLinearMethod):
         self.fp8 = fp8
 
     def create_weights(
-        self, layer: Any, input_size_per_partition: int, output_partition_sizes: list[int], *arguments: Any, **named: Any
+        self,
+        layer: Any,
+        input_size_per_partition: int,
+        output_partition_sizes: list[int],
+        *arguments: Any,
+        **named: Any,
     ) -> None:
         self.scheme.check_size(sum(output_partition_sizes), input_size_per_partition, self.name)
-        super().create_weights(layer, input_size_per_partition, output_partition_sizes, *arguments, **named)
+        super().create_weights(
+            layer, input_size_per_partition, output_partition_sizes, *arguments, **named
+        )
 
     def process_weights_after_loading(self, layer: Any) -> None:
         packed = self.scheme.pack(requantized(*self.loaded(layer), self.dtype), self.dtype)
@@ -239,7 +279,12 @@ class Fp8Experts:
         loader = extra_weight_attrs.pop("weight_loader")
         for prefix, (rows, inputs, most) in sizes.items():
             data: Any = torch.empty(num_experts, sum(rows), inputs, dtype=torch.uint8)
-            register(layer, f"{prefix}weight", data, extra_weight_attrs | {"weight_loader": loading(loader, as_bytes)})
+            register(
+                layer,
+                f"{prefix}weight",
+                data,
+                extra_weight_attrs | {"weight_loader": loading(loader, as_bytes)},
+            )
             kind, convert = "tensor", torch.Tensor.float
             if self.fp8.block == (0, 0):
                 data = ones(num_experts, len(rows)) if len(rows) > 1 else ones(num_experts)
@@ -255,7 +300,9 @@ class Fp8Experts:
     def loaded(self, layer: Any, prefix: str) -> tuple[torch.Tensor, torch.Tensor]:
         """The bytes and their scales of ``w13_`` or ``w2_``."""
         scale = getattr(layer, prefix + self.fp8.scale).data
-        return getattr(layer, f"{prefix}weight").data, scale if scale.dim() == 3 else scale.view(len(scale), -1, 1)
+        return getattr(layer, f"{prefix}weight").data, (
+            scale if scale.dim() == 3 else scale.view(len(scale), -1, 1)
+        )
 
 
 class DequantizedExperts(Fp8Experts, NPUFusedMoEMethod):

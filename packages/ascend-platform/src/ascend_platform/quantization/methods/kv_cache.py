@@ -11,7 +11,9 @@ from vllm.model_executor.layers.quantization.kv_cache import BaseKVCacheMethod
 from ascend_platform import extension
 
 CACHE_NAMES = {
-    f".{kind}_proj.kv_cache_{part}": f".attn.{kind}_cache_{part}" for kind in ("k", "v") for part in ("scale", "offset")
+    f".{kind}_proj.kv_cache_{part}": f".attn.{kind}_cache_{part}"
+    for kind in ("k", "v")
+    for part in ("scale", "offset")
 }
 """Suffixes of names in a checkpoint to those of the attention layer's parameters."""
 
@@ -22,9 +24,9 @@ HEAD_STEP = 32
 class Int8CacheMethod(BaseKVCacheMethod):
     """KV cache method that stores keys and values as int8: round(x / scale + offset).
 
-    An attention implementation that supports it has ``int8_cache`` True. The layer gets ``k_cache_scale``,
-    ``k_cache_offset``, ``v_cache_scale`` and ``v_cache_offset``, each ``[kv_heads * head_size]`` of the model's dtype; offsets
-    are None if all are 0.
+    An attention implementation that supports it has ``int8_cache`` True. The layer gets
+    ``k_cache_scale``, ``k_cache_offset``, ``v_cache_scale`` and ``v_cache_offset``, each
+    ``[kv_heads * head_size]`` of the model's dtype; offsets are None if all are 0.
 
     Args:
         name: of the layer, for errors.
@@ -43,29 +45,40 @@ class Int8CacheMethod(BaseKVCacheMethod):
         if not getattr(layer.impl, "int8_cache", False):
             title = getattr(layer.impl, "title", type(layer.impl).__name__)
             raise extension.RefusedError(
-                f"the model has an int8 KV cache, which {title} does not support and the fused attention does; "
-                f"ascend-attention is {extension.state('ascend-attention')}"
+                f"the model has an int8 KV cache, which {title} does not support and the fused"
+                f" attention does; ascend-attention is {extension.state('ascend-attention')}"
             )
         if layer.head_size % HEAD_STEP or layer.head_size_v != layer.head_size:
             raise extension.RefusedError(
-                f"{self.name} has an int8 KV cache with head size {layer.head_size}; multiples of {HEAD_STEP} are supported; "
-                "fix: quantize the model without kv_cache_type"
+                f"{self.name} has an int8 KV cache with head size {layer.head_size}; multiples of"
+                f" {HEAD_STEP} are supported; fix: quantize the model without kv_cache_type"
             )
         layer.kv_cache_torch_dtype = torch.int8
         size = layer.num_kv_heads * layer.head_size
         for kind in "kv":
             for part, start in (("scale", float("nan")), ("offset", 0.0)):
-                own = torch.nn.Parameter(torch.full((size,), start, dtype=torch.float32), requires_grad=False)
+                own = torch.nn.Parameter(
+                    torch.full((size,), start, dtype=torch.float32), requires_grad=False
+                )
                 own.weight_loader = load_part
                 layer.register_parameter(f"{kind}_cache_{part}", own)
 
     def process_weights_after_loading(self, layer: Any) -> None:
         dtype = layer.dtype
         for kind in "kv":
-            scale, offset = getattr(layer, f"{kind}_cache_scale").data, getattr(layer, f"{kind}_cache_offset").data
+            scale, offset = (
+                getattr(layer, f"{kind}_cache_scale").data,
+                getattr(layer, f"{kind}_cache_offset").data,
+            )
             if bool(scale.isnan().any()):
-                raise extension.RefusedError(f"no kv_cache_scale for {self.name} ({kind}) in the checkpoint; fix: quantize again")
-            for part, value in (("scale", scale.to(dtype)), ("offset", offset.to(dtype) if bool(offset.any()) else None)):
+                raise extension.RefusedError(
+                    f"no kv_cache_scale for {self.name} ({kind}) in the checkpoint; fix: quantize"
+                    " again"
+                )
+            for part, value in (
+                ("scale", scale.to(dtype)),
+                ("offset", offset.to(dtype) if bool(offset.any()) else None),
+            ):
                 delattr(layer, f"{kind}_cache_{part}")
                 own = None if value is None else torch.nn.Parameter(value, requires_grad=False)
                 layer.register_parameter(f"{kind}_cache_{part}", own)
@@ -79,8 +92,8 @@ def load_part(own: torch.nn.Parameter, loaded: torch.Tensor) -> None:
         return
     if loaded.numel() % own.numel():
         raise extension.RefusedError(
-            f"a KV cache scale has {loaded.numel()} elements; supported: one, or a multiple of the {own.numel()} of this rank's "
-            "heads"
+            f"a KV cache scale has {loaded.numel()} elements; supported: one, or a multiple of the"
+            f" {own.numel()} of this rank's heads"
         )
     parts = loaded.numel() // own.numel()
     part = get_tensor_model_parallel_rank() * parts // get_tensor_model_parallel_world_size()

@@ -1,4 +1,5 @@
-"""Linear layers of ModelSlim, AWQ and GPTQ checkpoints: loaded through vLLM's parameters, applied by a scheme."""
+"""Linear layers of ModelSlim, AWQ and GPTQ checkpoints: loaded through vLLM's parameters, applied
+by a scheme."""
 
 from __future__ import annotations
 
@@ -6,7 +7,11 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from vllm.model_executor.layers.linear import LinearMethodBase, RowParallelLinear, register_weight_loader_v2_supported_method
+from vllm.model_executor.layers.linear import (
+    LinearMethodBase,
+    RowParallelLinear,
+    register_weight_loader_v2_supported_method,
+)
 from vllm.model_executor.parameter import (
     BasevLLMParameter,
     ChannelQuantScaleParameter,
@@ -24,7 +29,8 @@ from ascend_platform.quantization.base import Layout, Quantized, Scheme, Stored,
 class ScaleParameter(GroupQuantScaleParameter):
     """Scales or offsets ``[out, groups]`` whose number of groups is taken from the loaded tensor.
 
-    The description's ``group_size`` is for the whole checkpoint, which may also have matrices with one scale per channel.
+    The description's ``group_size`` is for the whole checkpoint, which may also have matrices with
+    one scale per channel.
     """
 
     fitted = False
@@ -36,8 +42,9 @@ class ScaleParameter(GroupQuantScaleParameter):
             parts = 1
         if groups % parts or (self.fitted and self.data.shape[1] != groups // parts):
             raise extension.RefusedError(
-                f"{groups} scales per channel are not divisible by {parts} ranks, or differ from the {self.data.shape[1]} of "
-                "the other matrices of the layer; fix: lower --tensor-parallel-size, or quantize them alike"
+                f"{groups} scales per channel are not divisible by {parts} ranks, or differ from"
+                f" the {self.data.shape[1]} of the other matrices of the layer; fix: lower"
+                " --tensor-parallel-size, or quantize them alike"
             )
         if not self.fitted:
             self.fitted = True
@@ -61,12 +68,16 @@ class ScaleParameter(GroupQuantScaleParameter):
             super().load_row_parallel_weight(loaded)
 
 
-def parameter(stored: Stored, rows: int, inputs: int, matrices: int, loader: Callable[..., None]) -> BasevLLMParameter:
-    """vLLM's parameter for a tensor of a linear layer with so many rows, fused of so many matrices."""
+def parameter(
+    stored: Stored, rows: int, inputs: int, matrices: int, loader: Callable[..., None]
+) -> BasevLLMParameter:
+    """vLLM's parameter for a tensor of a linear layer with so many rows, fused of so many
+    matrices."""
 
     def load(own: BasevLLMParameter, loaded: torch.Tensor, *arguments: Any, **named: Any) -> None:
         if loaded.dtype == torch.int64 and own.dtype == torch.float32:
-            loaded = loaded.to(torch.int32).view(torch.float32)  # deq_scale of float16 models: the bits of a float
+            # deq_scale of float16 models: the bits of a float
+            loaded = loaded.to(torch.int32).view(torch.float32)
         loader(own, loaded, *arguments, **named)
 
     options: dict[str, Any] = {"weight_loader": load}
@@ -84,7 +95,9 @@ def parameter(stored: Stored, rows: int, inputs: int, matrices: int, loader: Cal
     return PackedvLLMParameter(data=data, output_dim=0, input_dim=1, **packed, **options)
 
 
-def replace(layer: torch.nn.Module, loaded: Any, packed: dict[str, torch.Tensor], prefix: str = "") -> None:
+def replace(
+    layer: torch.nn.Module, loaded: Any, packed: dict[str, torch.Tensor], prefix: str = ""
+) -> None:
     """Replace a layer's loaded tensors by those of the operators."""
     for name in loaded:
         if hasattr(layer, prefix + name):
@@ -93,7 +106,9 @@ def replace(layer: torch.nn.Module, loaded: Any, packed: dict[str, torch.Tensor]
         layer.register_parameter(prefix + name, torch.nn.Parameter(tensor, requires_grad=False))
 
 
-def apply(scheme: Scheme, layer: torch.nn.Module, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+def apply(
+    scheme: Scheme, layer: torch.nn.Module, x: torch.Tensor, bias: torch.Tensor | None
+) -> torch.Tensor:
     """Multiply x ``[..., in]`` by the layer's matrix: ``[..., out]``."""
     own = {name: getattr(layer, name) for name in scheme.packed}
     product = scheme.apply(x.reshape(-1, x.shape[-1]), own, bias)
@@ -102,7 +117,8 @@ def apply(scheme: Scheme, layer: torch.nn.Module, x: torch.Tensor, bias: torch.T
 
 @register_weight_loader_v2_supported_method
 class ModelSlimLinearMethod(LinearMethodBase):
-    """Quantization method of one linear layer. ``stored`` are its tensors in the checkpoint, ``name`` is for errors."""
+    """Quantization method of one linear layer. ``stored`` are its tensors in the checkpoint,
+    ``name`` is for errors."""
 
     def __init__(self, scheme: Scheme, stored: dict[str, Stored], name: str) -> None:
         self.scheme, self.stored, self.name = scheme, stored, name
@@ -121,11 +137,16 @@ class ModelSlimLinearMethod(LinearMethodBase):
         self.scheme.check_size(rows, input_size_per_partition, self.name)
         self.dtype = params_dtype
         for name, stored in self.stored.items():
-            made = self.parameter(stored, rows, input_size_per_partition, len(output_partition_sizes), loader)
+            made = self.parameter(
+                stored, rows, input_size_per_partition, len(output_partition_sizes), loader
+            )
             layer.register_parameter(name, made)
 
-    def parameter(self, stored: Stored, rows: int, inputs: int, parts: int, loader: Callable[..., None]) -> BasevLLMParameter:
-        """vLLM's parameter for a tensor of a matrix ``[rows, inputs]`` of this rank, which has several ``parts`` if merged."""
+    def parameter(
+        self, stored: Stored, rows: int, inputs: int, parts: int, loader: Callable[..., None]
+    ) -> BasevLLMParameter:
+        """vLLM's parameter for a tensor of a matrix ``[rows, inputs]`` of this rank, which has
+        several ``parts`` if merged."""
         return parameter(stored, rows, inputs, parts, loader)
 
     def process_weights_after_loading(self, layer: torch.nn.Module) -> None:
@@ -133,7 +154,9 @@ class ModelSlimLinearMethod(LinearMethodBase):
         first = not isinstance(layer, RowParallelLinear) or layer.tp_rank == 0
         replace(layer, self.stored, self.scheme.load(given, self.dtype, self.name, first))
 
-    def apply(self, layer: torch.nn.Module, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+    def apply(
+        self, layer: torch.nn.Module, x: torch.Tensor, bias: torch.Tensor | None = None
+    ) -> torch.Tensor:
         # with static inputs, quant_bias includes the layer's bias
         return apply(self.scheme, layer, x, None if "quant_bias" in self.stored else bias)
 
@@ -141,21 +164,29 @@ class ModelSlimLinearMethod(LinearMethodBase):
 def transposed_parameter(
     stored: Stored, shape: tuple[int, ...], per_channel: bool, loader: Callable[..., None]
 ) -> BasevLLMParameter:
-    """vLLM's parameter for a transposed tensor of a linear layer, ``[in, out]`` or ``[groups, out]``."""
+    """vLLM's parameter for a transposed tensor of a linear layer, ``[in, out]`` or ``[groups,
+    out]``."""
     data = torch.zeros(shape, dtype=stored.dtype)
     options: dict[str, Any] = {"data": data, "output_dim": 1, "weight_loader": loader}
     packed: dict[str, Any] = {}
     if stored.rows * stored.columns > 1:
         packed = {"packed_dim": int(stored.rows > 1), "packed_factor": stored.rows * stored.columns}
     if stored.layout == Layout.GROUPS and per_channel:  # one group, which all ranks share
-        return PackedColumnParameter(**options, **packed) if packed else ChannelQuantScaleParameter(**options)
+        return (
+            PackedColumnParameter(**options, **packed)
+            if packed
+            else ChannelQuantScaleParameter(**options)
+        )
     options["input_dim"] = 0
-    return PackedvLLMParameter(**options, **packed) if packed else GroupQuantScaleParameter(**options)
+    return (
+        PackedvLLMParameter(**options, **packed) if packed else GroupQuantScaleParameter(**options)
+    )
 
 
 @register_weight_loader_v2_supported_method
 class TransposedLinearMethod(ModelSlimLinearMethod):
-    """Quantization method of one linear layer whose matrix is transposed in the checkpoint, as in AWQ and GPTQ.
+    """Quantization method of one linear layer whose matrix is transposed in the checkpoint, as in
+    AWQ and GPTQ.
 
     Args:
         stored: the layer's tensors in the checkpoint, all transposed.
@@ -165,15 +196,26 @@ class TransposedLinearMethod(ModelSlimLinearMethod):
     """
 
     def __init__(
-        self, scheme: Scheme, stored: dict[str, Stored], read: Callable[[Tensors], Quantized], group_size: int, name: str
+        self,
+        scheme: Scheme,
+        stored: dict[str, Stored],
+        read: Callable[[Tensors], Quantized],
+        group_size: int,
+        name: str,
     ) -> None:
         super().__init__(scheme, stored, name)
         self.read, self.group_size = read, group_size
 
-    def parameter(self, stored: Stored, rows: int, inputs: int, parts: int, loader: Callable[..., None]) -> BasevLLMParameter:
+    def parameter(
+        self, stored: Stored, rows: int, inputs: int, parts: int, loader: Callable[..., None]
+    ) -> BasevLLMParameter:
         groups = self.scheme.count_groups(inputs, self.group_size, False, self.name)
-        return transposed_parameter(stored, stored.shape(rows, inputs, groups), self.group_size <= 0, loader)
+        return transposed_parameter(
+            stored, stored.shape(rows, inputs, groups), self.group_size <= 0, loader
+        )
 
     def process_weights_after_loading(self, layer: torch.nn.Module) -> None:
         matrix = self.read({name: getattr(layer, name).data for name in self.stored})
-        replace(layer, self.stored, self.scheme.pack(self.scheme.checked(matrix, self.name), self.dtype))
+        replace(
+            layer, self.stored, self.scheme.pack(self.scheme.checked(matrix, self.name), self.dtype)
+        )

@@ -5,6 +5,8 @@ from ascend_platform.quantization.schemes.w4a8 import W4A8Dynamic
 from ascend_platform.quantization.schemes.w8a8 import W8A8, W8A8Dynamic
 from ascend_platform.quantization.schemes.weight_only import W4A16, W8A16
 
-SCHEMES: dict[str, Scheme] = {scheme.name: scheme for scheme in (W8A8(), W8A8Dynamic(), W8A16(), W4A16(), W4A8Dynamic())}
+SCHEMES: dict[str, Scheme] = {
+    scheme.name: scheme for scheme in (W8A8(), W8A8Dynamic(), W8A16(), W4A16(), W4A8Dynamic())
+}
 FLOAT = "FLOAT"
 """Scheme name of a weight that is not quantized."""

@@ -1,4 +1,5 @@
-"""W4A8_DYNAMIC: four-bit weights with per-channel or per-group scales, int8 inputs with per-token scales."""
+"""W4A8_DYNAMIC: four-bit weights with per-channel or per-group scales, int8 inputs with per-token
+scales."""
 
 from __future__ import annotations
 
@@ -20,11 +21,13 @@ from ascend_platform.quantization.base import (
 
 
 class W4A8Dynamic(Scheme):
-    """Scheme W4A8_DYNAMIC by npu_grouped_matmul, the one operator for int8 by int4; a linear layer is a single group.
+    """Scheme W4A8_DYNAMIC by npu_grouped_matmul, the one operator for int8 by int4; a linear layer
+    is a single group.
 
-    The operator splits an int8 into two signed four-bit parts, which subtracts 8 times the sums of the matrix from the result;
-    they are added as a bias (op-plugin, ``test_npu_grouped_matmul_A8W4``). Checkpoints contain it as ``scale_bias``; it is
-    computed here instead, so that each rank has the sums of its own part.
+    The operator splits an int8 into two signed four-bit parts, which subtracts 8 times the sums of
+    the matrix from the result; they are added as a bias (op-plugin,
+    ``test_npu_grouped_matmul_A8W4``). Checkpoints contain it as ``scale_bias``; it is computed here
+    instead, so that each rank has the sums of its own part.
     """
 
     name = "W4A8_DYNAMIC"
@@ -35,12 +38,18 @@ class W4A8Dynamic(Scheme):
     packed: ClassVar[tuple[str, ...]] = ("weight", "weight_scale", "scale_bias")
 
     def stored(self, description: Mapping[str, Any], layer: str) -> dict[str, Stored]:
-        """See Scheme. Since version 1.0.0 of the format a byte has two rows; per-group scales multiply the per-channel scales."""
+        """See Scheme. Since version 1.0.0 of the format a byte has two rows; per-group scales
+        multiply the per-channel scales."""
         rows = 2 if description.get("version") == "1.0.0" else 1
         tensors = {"weight": Stored(torch.int8, rows=rows)}
-        tensors |= {name: Stored(torch.float32, Layout.COLUMN) for name in ("weight_scale", "weight_offset")}
+        tensors |= {
+            name: Stored(torch.float32, Layout.COLUMN) for name in ("weight_scale", "weight_offset")
+        }
         if f"{layer}.weight_scale_second" in description:
-            tensors |= {f"{name}_second": Stored(torch.float32, Layout.GROUPS) for name in ("weight_scale", "weight_offset")}
+            tensors |= {
+                f"{name}_second": Stored(torch.float32, Layout.GROUPS)
+                for name in ("weight_scale", "weight_offset")
+            }
         return tensors
 
     def read(self, given: Tensors) -> Quantized:
@@ -50,16 +59,22 @@ class W4A8Dynamic(Scheme):
             scale, zero = scale * given["weight_scale_second"], second + zero
         weight = given["weight"]
         # packed weights have half as many rows as scales
-        return Quantized(unpack_int4_rows(weight) if weight.shape[-2] < scale.shape[-2] else weight, scale, zero)
+        return Quantized(
+            unpack_int4_rows(weight) if weight.shape[-2] < scale.shape[-2] else weight, scale, zero
+        )
 
     def pack(self, matrix: Quantized, dtype: torch.dtype) -> dict[str, torch.Tensor]:
-        weight, scale = matrix.weight, matrix.scale.transpose(-1, -2).contiguous()  # [..., groups, out]
+        # [..., groups, out]
+        weight, scale = matrix.weight, matrix.scale.transpose(-1, -2).contiguous()
         if weight.dim() == 2:
             weight, scale = weight.unsqueeze(0), scale.unsqueeze(0)
-        sums = weight.unflatten(-1, (scale.shape[1], -1)).sum(-1, dtype=torch.float32).transpose(1, 2)
+        sums = (
+            weight.unflatten(-1, (scale.shape[1], -1)).sum(-1, dtype=torch.float32).transpose(1, 2)
+        )
         return {
             "weight": pack_int4(weight),
-            "weight_scale": scale.view(torch.int32).long(),  # the bits of a float in the lower half of an int64
+            # the bits of a float in the lower half of an int64
+            "weight_scale": scale.view(torch.int32).long(),
             "scale_bias": 8 * (sums * scale).sum(1),
         }
 
@@ -69,7 +84,12 @@ class W4A8Dynamic(Scheme):
         return product if bias is None else product.add_(bias)
 
     def grouped_int8(
-        self, values: torch.Tensor, scale: torch.Tensor, own: Tensors, counts: torch.Tensor, dtype: torch.dtype
+        self,
+        values: torch.Tensor,
+        scale: torch.Tensor,
+        own: Tensors,
+        counts: torch.Tensor,
+        dtype: torch.dtype,
     ) -> torch.Tensor:
         return grouped_matmul(
             values,

@@ -1,4 +1,5 @@
-"""W8A8 and W8A8_DYNAMIC: int8 weights with scales per channel; int8 inputs with one static scale, or a scale per token."""
+"""W8A8 and W8A8_DYNAMIC: int8 weights with scales per channel; int8 inputs with one static scale,
+or a scale per token."""
 
 from __future__ import annotations
 
@@ -10,32 +11,57 @@ import torch_npu
 
 from ascend_platform import extension
 from ascend_platform.ops.fused_moe import grouped_matmul
-from ascend_platform.quantization.base import Layout, Quantized, Scheme, Stored, Tensors, per_row, transpose_int8
+from ascend_platform.quantization.base import (
+    Layout,
+    Quantized,
+    Scheme,
+    Stored,
+    Tensors,
+    per_row,
+    transpose_int8,
+)
 
 FUSED_STEP, FUSED_MOST = 64, 10496
-"""Intermediate sizes that npu_dequant_swiglu_quant supports with groups: multiples of the first up to the second (its
-documentation)."""
+"""Intermediate sizes that npu_dequant_swiglu_quant supports with groups: multiples of the first up
+to the second (its documentation)."""
 
 
 class W8A8(Scheme):
-    """Scheme W8A8: x is quantized to q = round(x / input_scale + input_offset), y = (q @ weight + quant_bias) * deq_scale.
+    """Scheme W8A8: x is quantized to q = round(x / input_scale + input_offset), y = (q @ weight +
+    quant_bias) * deq_scale.
 
-    ``quant_bias`` compensates the offset by -input_offset * sum(weight), and in a ModelSlim checkpoint includes the layer's
-    bias; ``deq_scale`` is input_scale * weight_scale (msmodelslim, ``AscendV1Saver.on_w8a8_static``).
+    ``quant_bias`` compensates the offset by -input_offset * sum(weight), and in a ModelSlim
+    checkpoint includes the layer's bias; ``deq_scale`` is input_scale * weight_scale (msmodelslim,
+    ``AscendV1Saver.on_w8a8_static``).
     """
 
     name = "W8A8"
     experts = False
-    packed: ClassVar[tuple[str, ...]] = ("weight", "deq_scale", "quant_bias", "input_factor", "input_offset")
+    packed: ClassVar[tuple[str, ...]] = (
+        "weight",
+        "deq_scale",
+        "quant_bias",
+        "input_factor",
+        "input_offset",
+    )
 
     def stored(self, description: Mapping[str, Any], layer: str) -> dict[str, Stored]:
-        rows = {"quant_bias": Stored(torch.int32, Layout.CHANNELS), "deq_scale": Stored(torch.float32, Layout.CHANNELS)}
-        inputs = {name: Stored(torch.float32, Layout.INPUT) for name in ("input_scale", "input_offset")}
+        rows = {
+            "quant_bias": Stored(torch.int32, Layout.CHANNELS),
+            "deq_scale": Stored(torch.float32, Layout.CHANNELS),
+        }
+        inputs = {
+            name: Stored(torch.float32, Layout.INPUT) for name in ("input_scale", "input_offset")
+        }
         return {"weight": Stored(torch.int8)} | rows | inputs
 
-    def load(self, given: Tensors, dtype: torch.dtype, layer: str, first_rank: bool) -> dict[str, torch.Tensor]:
+    def load(
+        self, given: Tensors, dtype: torch.dtype, layer: str, first_rank: bool
+    ) -> dict[str, torch.Tensor]:
         bias = given["quant_bias"] if first_rank else torch.zeros_like(given["quant_bias"])
-        scale, offset = (shared_input_value(given[name], layer) for name in ("input_scale", "input_offset"))
+        scale, offset = (
+            shared_input_value(given[name], layer) for name in ("input_scale", "input_offset")
+        )
         return self.pack_static(given["weight"], given["deq_scale"], bias, scale, offset, dtype)
 
     def pack_static(
@@ -68,7 +94,9 @@ class W8A8(Scheme):
         }
 
     def apply(self, x: torch.Tensor, own: Tensors, bias: torch.Tensor | None) -> torch.Tensor:
-        values = torch_npu.npu_quantize(x, own["input_factor"], own["input_offset"], torch.qint8, -1, False)
+        values = torch_npu.npu_quantize(
+            x, own["input_factor"], own["input_offset"], torch.qint8, -1, False
+        )
         product = torch_npu.npu_quant_matmul(
             values, own["weight"], own["deq_scale"], bias=own["quant_bias"], output_dtype=x.dtype
         )
@@ -83,8 +111,9 @@ def shared_input_value(given: torch.Tensor, layer: str) -> torch.Tensor:
     """
     if bool((given != given[0]).any()):
         raise extension.RefusedError(
-            f"the matrices of {layer} have different input scales or offsets ({', '.join(f'{v:g}' for v in given.tolist())}); "
-            "supported: one for all; fix: quantize them together"
+            f"the matrices of {layer} have different input scales or offsets"
+            f" ({', '.join(f'{v:g}' for v in given.tolist())}); supported: one for all; fix:"
+            " quantize them together"
         )
     return given[:1].clone()
 
@@ -99,7 +128,12 @@ class W8A8Dynamic(Scheme):
     def apply(self, x: torch.Tensor, own: Tensors, bias: torch.Tensor | None) -> torch.Tensor:
         values, scale = torch_npu.npu_dynamic_quant(x)
         return torch_npu.npu_quant_matmul(
-            values, own["weight"], own["weight_scale"], pertoken_scale=scale, bias=bias, output_dtype=x.dtype
+            values,
+            own["weight"],
+            own["weight_scale"],
+            pertoken_scale=scale,
+            bias=bias,
+            output_dtype=x.dtype,
         )
 
     def pack_down(self, matrix: Quantized, dtype: torch.dtype) -> dict[str, torch.Tensor]:
@@ -107,10 +141,17 @@ class W8A8Dynamic(Scheme):
         return packed | {"weight_scale": _output_scale(packed["weight_scale"], dtype)}
 
     def grouped_int8(
-        self, values: torch.Tensor, scale: torch.Tensor, own: Tensors, counts: torch.Tensor, dtype: torch.dtype
+        self,
+        values: torch.Tensor,
+        scale: torch.Tensor,
+        own: Tensors,
+        counts: torch.Tensor,
+        dtype: torch.dtype,
     ) -> torch.Tensor:
         factor = _output_scale(own["weight_scale"], dtype)
-        return grouped_matmul(values, own["weight"], counts, scale=factor, per_token_scale=scale, output_dtype=dtype)
+        return grouped_matmul(
+            values, own["weight"], counts, scale=factor, per_token_scale=scale, output_dtype=dtype
+        )
 
     def swiglu(
         self,
@@ -139,5 +180,6 @@ class W8A8Dynamic(Scheme):
 
 
 def _output_scale(scale: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """npu_grouped_matmul supports bfloat16 scales only for bfloat16 outputs, and float32 scales for float16."""
+    """npu_grouped_matmul supports bfloat16 scales only for bfloat16 outputs, and float32 scales for
+    float16."""
     return scale.to(dtype) if dtype == torch.bfloat16 else scale

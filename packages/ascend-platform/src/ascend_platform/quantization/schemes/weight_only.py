@@ -1,4 +1,5 @@
-"""W8A16 and W4A16: int8 and four-bit weights, dequantized to the inputs' dtype inside the matrix multiplication."""
+"""W8A16 and W4A16: int8 and four-bit weights, dequantized to the inputs' dtype inside the matrix
+multiplication."""
 
 from __future__ import annotations
 
@@ -9,7 +10,16 @@ import torch
 import torch_npu
 
 from ascend_platform.ops.fused_moe import grouped_matmul
-from ascend_platform.quantization.base import Layout, Quantized, Scheme, Stored, Tensors, pack_int4, per_row, unpack_words
+from ascend_platform.quantization.base import (
+    Layout,
+    Quantized,
+    Scheme,
+    Stored,
+    Tensors,
+    pack_int4,
+    per_row,
+    unpack_words,
+)
 
 
 class WeightOnly(Scheme):
@@ -21,7 +31,11 @@ class WeightOnly(Scheme):
         # the operators add the offset; those of experts want it
         offset = torch.zeros_like(matrix.scale) if matrix.zero_point is None else -matrix.zero_point
         weight = self.pack_weight(matrix.weight)
-        return {"weight": weight, "weight_scale": per_row(matrix.scale.to(dtype)), "weight_offset": per_row(offset.to(dtype))}
+        return {
+            "weight": weight,
+            "weight_scale": per_row(matrix.scale.to(dtype)),
+            "weight_offset": per_row(offset.to(dtype)),
+        }
 
     def pack_weight(self, weight: torch.Tensor) -> torch.Tensor:
         """Convert int8 ``[..., out, in]`` to the operators' ``[..., in, out]``."""
@@ -40,7 +54,11 @@ class WeightOnly(Scheme):
 
     def grouped(self, rows: torch.Tensor, own: Tensors, counts: torch.Tensor) -> torch.Tensor:
         return grouped_matmul(
-            rows, own["weight"], counts, antiquant_scale=own["weight_scale"], antiquant_offset=own["weight_offset"]
+            rows,
+            own["weight"],
+            counts,
+            antiquant_scale=own["weight_scale"],
+            antiquant_offset=own["weight_offset"],
         )
 
 
@@ -56,8 +74,8 @@ class W8A16(WeightOnly):
 class W4A16(WeightOnly):
     """Scheme W4A16, with per-channel or per-group scales and offsets.
 
-    ModelSlim checkpoints have values of -8 to 7 in bytes (``weight``), or eight in a word in the format of compressed-tensors
-    (``weight_packed``, as in the experts of Kimi-K2-Thinking).
+    ModelSlim checkpoints have values of -8 to 7 in bytes (``weight``), or eight in a word in the
+    format of compressed-tensors (``weight_packed``, as in the experts of Kimi-K2-Thinking).
     """
 
     name = "W4A16"
@@ -66,12 +84,17 @@ class W4A16(WeightOnly):
 
     def stored(self, description: Mapping[str, Any], layer: str) -> dict[str, Stored]:
         if f"{layer}.weight_packed" in description:
-            return {"weight_packed": Stored(torch.int32, columns=8), "weight_scale": Stored(torch.float32, Layout.GROUPS)}
+            return {
+                "weight_packed": Stored(torch.int32, columns=8),
+                "weight_scale": Stored(torch.float32, Layout.GROUPS),
+            }
         return super().stored(description, layer)
 
     def read(self, given: Tensors) -> Quantized:
         if "weight_packed" in given:
-            return Quantized(unpack_words(given["weight_packed"], self.bits), given["weight_scale"].float())
+            return Quantized(
+                unpack_words(given["weight_packed"], self.bits), given["weight_scale"].float()
+            )
         return super().read(given)
 
     def pack_weight(self, weight: torch.Tensor) -> torch.Tensor:

@@ -1,1 +1,2 @@
-"""vLLM's V2 model runner on NPUs, without Triton; chosen by ``ascend_platform/config/model_runner.py``."""
+"""vLLM's V2 model runner on NPUs, without Triton; chosen by
+``ascend_platform/config/model_runner.py``."""

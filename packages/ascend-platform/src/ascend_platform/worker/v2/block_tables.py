@@ -1,4 +1,5 @@
-"""Block tables of the V2 runner, by operators in place of kernels that take addresses; with prefill context parallelism too."""
+"""Block tables of the V2 runner, by operators in place of kernels that take addresses; with prefill
+context parallelism too."""
 
 from typing import Any
 
@@ -16,26 +17,39 @@ from ascend_platform.worker.v2.host_inputs import HostInputs
 
 
 class NPUBlockTables(BlockTables):
-    """BlockTables whose padding slots are in the null block; npu_scatter_pa_kv_cache rejects slot -1.
+    """BlockTables whose padding slots are in the null block; npu_scatter_pa_kv_cache rejects slot
+    -1.
 
-    Entries of a row after the request's blocks are those of earlier requests; attention does not read them.
+    Entries of a row after the request's blocks are those of earlier requests; attention does not
+    read them.
     """
 
     _num_dirty_rows: int
     _gathered: tuple[bytes, int] | None = None
-    """States and number of rows of the last step's tables, while those of the requests are the same."""
+    """States and number of rows of the last step's tables, while those of the requests are the
+    same."""
 
-    def __init__(self, *arguments: Any, dcp_sharded: list[bool] | None = None, **named: Any) -> None:
+    def __init__(
+        self, *arguments: Any, dcp_sharded: list[bool] | None = None, **named: Any
+    ) -> None:
         super().__init__(*arguments, dcp_sharded=dcp_sharded, **named)  # type: ignore[misc]
         self._is_sharded = dcp_sharded or [True] * self.num_kv_cache_groups
         self.on_host = [np.zeros(table.gpu.shape, np.int32) for table in self.block_tables]
 
-    def append_block_ids(self, req_index: int, new_block_ids: tuple[list[int], ...], overwrite: bool) -> None:
+    def append_block_ids(
+        self, req_index: int, new_block_ids: tuple[list[int], ...], overwrite: bool
+    ) -> None:
         """Append blocks as vLLM does, and on the host too."""
-        starts = np.zeros(len(self.on_host), int) if overwrite else self.num_blocks.np[:, req_index].copy()
+        starts = (
+            np.zeros(len(self.on_host), int)
+            if overwrite
+            else self.num_blocks.np[:, req_index].copy()
+        )
         super().append_block_ids(req_index, new_block_ids, overwrite)
         for table, start, blocks in zip(self.on_host, starts, new_block_ids, strict=True):
-            table[req_index, start : start + len(blocks)] = 0 if self.redirect_writes_to_null_block else blocks
+            table[req_index, start : start + len(blocks)] = (
+                0 if self.redirect_writes_to_null_block else blocks
+            )
 
     def _make_ptr_tensor(self, x: Any) -> torch.Tensor:
         return torch.empty(0, device=self.device)  # of addresses, which no operator takes
@@ -54,13 +68,22 @@ class NPUBlockTables(BlockTables):
         num_computed_tokens: torch.Tensor | None = None,
         host: HostInputs | None = None,
     ) -> tuple[torch.Tensor, ...]:
-        """Copy the rows of the step's requests to the tables of the forward pass, followed by zeros for padding requests.
+        """Copy the rows of the step's requests to the tables of the forward pass, followed by zeros
+        for padding requests.
 
-        Blocks that have left a sliding window become the null block, because vLLM may have given them to other requests. ``out``
-        are other tables than ``input_block_tables``, for prefill context parallelism; ``out_ptrs`` is not used.
+        Blocks that have left a sliding window become the null block, because vLLM may have given
+        them to other requests. ``out`` are other tables than ``input_block_tables``, for prefill
+        context parallelism; ``out_ptrs`` is not used.
         """
-        tables, num_reqs, num_rows = self.input_block_tables if out is None else out, len(idx_mapping), num_reqs_padded
-        nulls = [self._num_null(group, idx_mapping, num_computed_tokens, host) for group in range(self.num_kv_cache_groups)]
+        tables, num_reqs, num_rows = (
+            self.input_block_tables if out is None else out,
+            len(idx_mapping),
+            num_reqs_padded,
+        )
+        nulls = [
+            self._num_null(group, idx_mapping, num_computed_tokens, host)
+            for group in range(self.num_kv_cache_groups)
+        ]
         if out is None:
             gathered = None
             if host is not None and all(num_null is None for num_null in nulls):
@@ -81,9 +104,14 @@ class NPUBlockTables(BlockTables):
         return tuple(table[:num_reqs_padded] for table in tables)
 
     def _num_null(
-        self, group: int, idx_mapping: torch.Tensor, num_computed_tokens: torch.Tensor | None, host: HostInputs | None
+        self,
+        group: int,
+        idx_mapping: torch.Tensor,
+        num_computed_tokens: torch.Tensor | None,
+        host: HostInputs | None,
     ) -> torch.Tensor | None:
-        """How many blocks of each request have left the sliding window, ``[requests]``; None if none have, as the host knows."""
+        """How many blocks of each request have left the sliding window, ``[requests]``; None if
+        none have, as the host knows."""
         reach, size = self._sliding_window_reach[group], self.block_sizes[group]
         if not reach or num_computed_tokens is None:
             return None
@@ -102,39 +130,62 @@ class NPUBlockTables(BlockTables):
         num_tokens: int | None = None,
         host: HostInputs | None = None,
     ) -> torch.Tensor:
-        """Write the slot of each of the step's tokens, from the tables that :meth:`gather_block_tables` has made.
+        """Write the slot of each of the step's tokens, from the tables that
+        :meth:`gather_block_tables` has made.
 
-        Drafters give the positions of their tokens alone, without ``num_tokens``, and negative rows of ``idx_mapping`` for
-        requests of a dummy run, whose slots are in the null block.
+        Drafters give the positions of their tokens alone, without ``num_tokens``, and negative rows
+        of ``idx_mapping`` for requests of a dummy run, whose slots are in the null block.
         """
         starts, of_drafter = query_start_loc[: len(idx_mapping) + 1], num_tokens is None
         if num_tokens is None:
             num_tokens = len(positions)
         mappings = self.slot_mappings if out is None else out
         if host is not None:
-            on_host = (self._slots_on_host(group, host, num_tokens_padded) for group in range(len(mappings)))
-            buffers.copy_each(*((array, slots[:num_tokens_padded]) for array, slots in zip(on_host, mappings, strict=True)))
+            on_host = (
+                self._slots_on_host(group, host, num_tokens_padded)
+                for group in range(len(mappings))
+            )
+            buffers.copy_each(
+                *(
+                    (array, slots[:num_tokens_padded])
+                    for array, slots in zip(on_host, mappings, strict=True)
+                )
+            )
             return mappings[:, :num_tokens_padded]
         for group, slots in enumerate(mappings):
             table, size = self.input_block_tables[group], self.block_sizes[group]
             if self._slot_mapping_enabled[group]:
                 arguments = (positions[:num_tokens], table, table.stride(0), slots, size)
-                ranks = (self.cp_size, self.cp_rank, self.cp_interleave) if self._is_sharded[group] else (1, 0, 1)
-                compute_slot_mapping(num_tokens, len(slots), starts, *arguments, *ranks, PAD_SLOT_ID, 0)
+                ranks = (
+                    (self.cp_size, self.cp_rank, self.cp_interleave)
+                    if self._is_sharded[group]
+                    else (1, 0, 1)
+                )
+                compute_slot_mapping(
+                    num_tokens, len(slots), starts, *arguments, *ranks, PAD_SLOT_ID, 0
+                )
                 if of_drafter and num_tokens == len(idx_mapping):
                     null = null_slots(num_tokens, size, self.device)
                     slots[:num_tokens].copy_(torch.where(idx_mapping < 0, null, slots[:num_tokens]))
             first = num_tokens if self._slot_mapping_enabled[group] else 0
             if first < num_tokens_padded:
-                slots[first:num_tokens_padded].copy_(null_slots(num_tokens_padded, size, self.device)[first:])
+                slots[first:num_tokens_padded].copy_(
+                    null_slots(num_tokens_padded, size, self.device)[first:]
+                )
         return mappings[:, :num_tokens_padded]
 
     def _slots_on_host(self, group: int, host: HostInputs, num_tokens_padded: int) -> np.ndarray:
         slots = np.arange(num_tokens_padded) % self.block_sizes[group]  # of the null block
         if self._slot_mapping_enabled[group]:
-            ranks = (self.cp_size, self.cp_rank, self.cp_interleave) if self._is_sharded[group] else (1, 0, 1)
+            ranks = (
+                (self.cp_size, self.cp_rank, self.cp_interleave)
+                if self._is_sharded[group]
+                else (1, 0, 1)
+            )
             own = host.rows[host.requests], host.positions
-            slots[: len(host.positions)] = slots_in(self.on_host[group], self.block_sizes[group], *ranks, *own)
+            slots[: len(host.positions)] = slots_in(
+                self.on_host[group], self.block_sizes[group], *ranks, *own
+            )
         return slots
 
     def get_dummy_block_tables(self, num_reqs: int) -> tuple[torch.Tensor, ...]:
@@ -150,7 +201,8 @@ class NPUBlockTables(BlockTables):
 
 
 class NPUPCPManager(PCPManager):
-    """PCPManager whose padding slots are in the null block. A rank computes parts of each prompt, and has the whole KV cache."""
+    """PCPManager whose padding slots are in the null block. A rank computes parts of each prompt,
+    and has the whole KV cache."""
 
     _block_tables: Any
     _local_block_tables: tuple[torch.Tensor, ...]
@@ -161,21 +213,31 @@ class NPUPCPManager(PCPManager):
         self._pad_slot_id.zero_()
 
     def partition_batch(self, input_batch: InputBatch, *arguments: Any) -> InputBatch:
-        """This rank's part of the step. A rank without tokens has one request without any, whose length on the host becomes 0."""
+        """This rank's part of the step. A rank without tokens has one request without any, whose
+        length on the host becomes 0."""
         batch = super().partition_batch(input_batch, *arguments)
         if not batch.num_tokens:
             batch.seq_lens_cpu_upper_bound.zero_()
         return batch
 
-    def prepare_attn(self, input_batch: InputBatch, host: HostInputs) -> tuple[tuple[torch.Tensor, ...], torch.Tensor]:
-        """Block tables of this rank's requests, and the slots of all ranks' tokens, as vLLM gathers these before it writes them.
+    def prepare_attn(
+        self, input_batch: InputBatch, host: HostInputs
+    ) -> tuple[tuple[torch.Tensor, ...], torch.Tensor]:
+        """Block tables of this rank's requests, and the slots of all ranks' tokens, as vLLM gathers
+        these before it writes them.
 
         Args:
             input_batch: this rank's.
             host: the inputs of the whole step.
         """
-        requests, padded, step = input_batch.idx_mapping, input_batch.num_reqs_after_padding, self.global_batch
-        tables = self._block_tables.gather_block_tables(requests, padded, out=self._local_block_tables)
+        requests, padded, step = (
+            input_batch.idx_mapping,
+            input_batch.num_reqs_after_padding,
+            self.global_batch,
+        )
+        tables = self._block_tables.gather_block_tables(
+            requests, padded, out=self._local_block_tables
+        )
         slots = self._block_tables.compute_slot_mappings(
             step.idx_mapping,
             step.query_start_loc,

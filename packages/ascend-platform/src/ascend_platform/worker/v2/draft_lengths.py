@@ -1,8 +1,9 @@
-"""Sequence lengths on the host while draft tokens are in flight, as ``ascend_platform/worker/draft_lengths.py`` has them for V1.
+"""Sequence lengths on the host while draft tokens are in flight, as
+``ascend_platform/worker/draft_lengths.py`` has them for V1.
 
-With asynchronous scheduling, the scheduler's numbers of computed tokens count each draft token of the last step as accepted. The
-number of rejected ones is copied to the host right after the rejection sampler, and the host waits for it where the next step
-first needs a length.
+With asynchronous scheduling, the scheduler's numbers of computed tokens count each draft token of
+the last step as accepted. The number of rejected ones is copied to the host right after the
+rejection sampler, and the host waits for it where the next step first needs a length.
 """
 
 from __future__ import annotations
@@ -32,14 +33,17 @@ class DraftLengths:
         if self._rejected is not None:
             self._rejected.is_current[self._rejected.rows == request] = False
 
-    def advance(self, rows: np.ndarray, num_scheduled_tokens: np.ndarray, rejected: Rejections | None) -> None:
+    def advance(
+        self, rows: np.ndarray, num_scheduled_tokens: np.ndarray, rejected: Rejections | None
+    ) -> None:
         """Count a step's tokens, of which some draft tokens are rejected."""
         self._settle()
         self._computed[rows] += num_scheduled_tokens
         self._rejected = rejected
 
     def before(self, rows: np.ndarray, num_computed_tokens: np.ndarray) -> base.Rejected | None:
-        """The draft tokens that the scheduler's numbers for the next step's requests count and that are rejected."""
+        """The draft tokens that the scheduler's numbers for the next step's requests count and that
+        are rejected."""
         if self._rejected is None:
             return None
 
@@ -52,7 +56,9 @@ class DraftLengths:
 
     def _settle(self) -> None:
         if self._rejected is not None:
-            self._computed[self._rejected.rows] -= np.where(self._rejected.is_current, self._rejected.count(), 0)
+            self._computed[self._rejected.rows] -= np.where(
+                self._rejected.is_current, self._rejected.count(), 0
+            )
             self._rejected = None
 
 
@@ -66,14 +72,15 @@ class Rejections:
         self._event = torch.npu.Event()
         self._event.record()
 
-    @functools.cache  # noqa: B019  # an object lives for two steps
+    @functools.cache  # an object lives for two steps  # noqa: B019
     def count(self) -> list[int]:
         self._event.synchronize()
         return self._on_host.tolist()
 
 
 class DraftLengthsMixin:
-    """Mixin for vLLM's V2 GPUModelRunner: lengths that attention gets from the host are without rejected draft tokens."""
+    """Mixin for vLLM's V2 GPUModelRunner: lengths that attention gets from the host are without
+    rejected draft tokens."""
 
     _lengths: DraftLengths | None = None
     _before: base.Rejected | None = None
@@ -90,19 +97,24 @@ class DraftLengthsMixin:
             make_manager = self.speculator.init_cudagraph_manager
             vars(self.speculator).update(
                 _build_attn_metadata=self._build_with_lengths,
-                init_cudagraph_manager=lambda mode: make_manager(CUDAGraphMode.NONE),  # lengths change with each pass
+                # lengths change with each pass
+                init_cudagraph_manager=lambda mode: make_manager(CUDAGraphMode.NONE),
             )
 
     def add_requests(self: Any, scheduler_output: Any) -> None:
         super().add_requests(scheduler_output)  # type: ignore[misc]
         if self._lengths is not None:
             for request in scheduler_output.scheduled_new_reqs:
-                self._lengths.add(self.req_states.req_id_to_index[request.req_id], request.num_computed_tokens)
+                self._lengths.add(
+                    self.req_states.req_id_to_index[request.req_id], request.num_computed_tokens
+                )
 
     def prepare_inputs(self: Any, scheduler_output: Any, batch: Any, *arguments: Any) -> Any:
         prepared = super().prepare_inputs(scheduler_output, batch, *arguments)  # type: ignore[misc]
         if self._lengths is not None:
-            self._before = self._lengths.before(prepared.idx_mapping_np, prepared.num_computed_tokens_np)
+            self._before = self._lengths.before(
+                prepared.idx_mapping_np, prepared.num_computed_tokens_np
+            )
         return prepared
 
     def prepare_dummy_attn(self: Any, *arguments: Any, **named: Any) -> Any:
@@ -114,7 +126,9 @@ class DraftLengthsMixin:
         rejected = Rejections(batch.idx_mapping_np, sampled[2]) if batch.num_draft_tokens else None
         if self._lengths is not None:
             self._lengths.advance(batch.idx_mapping_np, batch.num_scheduled_tokens, rejected)
-        self._in_step = rejected and base.Rejected(rejected.count, batch.num_draft_tokens_per_req.tolist())
+        self._in_step = rejected and base.Rejected(
+            rejected.count, batch.num_draft_tokens_per_req.tolist()
+        )
         return sampled
 
     def sample_tokens(self: Any, grammar_output: Any) -> Any:
@@ -125,7 +139,8 @@ class DraftLengthsMixin:
             self._in_step = None
 
     def _build_with_lengths(self: Any, *arguments: Any, step: int, **named: Any) -> Any:
-        """Metadata of a drafter's pass; a draft model's first, which still has the rejected tokens, has one token more."""
+        """Metadata of a drafter's pass; a draft model's first, which still has the rejected tokens,
+        has one token more."""
         step_of_host = step + ("slot_mappings" in named)
         with base.subtract_rejected(self._in_step if step else None):
             return self._build_draft_metadata(*arguments, step=step_of_host, **named)

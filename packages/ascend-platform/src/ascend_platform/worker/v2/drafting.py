@@ -1,4 +1,5 @@
-"""Inputs of drafters in the V2 runner: vLLM's Triton kernels (``gpu/spec_decode/*/speculator.py``) in PyTorch.
+"""Inputs of drafters in the V2 runner: vLLM's Triton kernels (``gpu/spec_decode/*/speculator.py``)
+in PyTorch.
 
 Nothing here synchronizes with the device. Drafters run without graphs of their own.
 """
@@ -24,11 +25,17 @@ def prepare_shifted_inputs(
     next_prefill_tokens: torch.Tensor,
     max_num_reqs: int,
 ) -> torch.Tensor:
-    """Write the input of EAGLE's and MTP's first pass: the target's, shifted by one, with the sampled token at its end.
+    """Write the input of EAGLE's and MTP's first pass: the target's, shifted by one, with the
+    sampled token at its end.
 
-    A prompt with further chunks has its next token there. What is after this place belongs to rejected draft tokens.
+    A prompt with further chunks has its next token there. What is after this place belongs to
+    rejected draft tokens.
     """
-    count, tokens, starts = input_batch.num_reqs, input_batch.num_tokens, input_batch.query_start_loc
+    count, tokens, starts = (
+        input_batch.num_reqs,
+        input_batch.num_tokens,
+        input_batch.query_start_loc,
+    )
     last = (starts[1 : count + 1] - 1 - num_rejected).long()
     rows = input_batch.idx_mapping
     sampled = last_sampled.view(-1).index_select(0, rows).to(next_prefill_tokens.dtype)
@@ -58,7 +65,9 @@ def prepare_decode_inputs(
 ) -> None:
     """Write the input of the second pass, in which each request has its first draft token."""
     count = len(draft_tokens)
-    starts = torch.arange(max_num_reqs + 1, dtype=torch.int32, device=draft_tokens.device).clamp_(max=count)
+    starts = torch.arange(max_num_reqs + 1, dtype=torch.int32, device=draft_tokens.device).clamp_(
+        max=count
+    )
     input_buffers.query_start_loc.copy_(starts)
     input_buffers.input_ids[:count].copy_(draft_tokens)
     sample_src_positions[:count].add_(1)
@@ -83,8 +92,11 @@ def update_draft_inputs(
     num_speculative_steps: int,
     advance_draft_positions: bool = True,
 ) -> None:
-    """Keep a pass's draft tokens ``[requests]``, and write the next pass's input, which after the last one nothing reads."""
-    output_draft_tokens[:num_reqs].index_copy_(1, current_draft_step.view(1), draft_tokens[:num_reqs, None])
+    """Keep a pass's draft tokens ``[requests]``, and write the next pass's input, which after the
+    last one nothing reads."""
+    output_draft_tokens[:num_reqs].index_copy_(
+        1, current_draft_step.view(1), draft_tokens[:num_reqs, None]
+    )
     input_buffers.input_ids[:num_reqs].copy_(draft_tokens[:num_reqs])
     next_input_hidden_states[:num_reqs].copy_(hidden_states[:num_reqs])
     sample_src_positions[:num_reqs].add_(1)
@@ -104,7 +116,8 @@ def prepare_extended_inputs(
     max_num_reqs: int,
     max_model_len: int,
 ) -> int:
-    """Write the input of a draft model's first pass: the target's accepted tokens, the sampled one, then rejected ones' places.
+    """Write the input of a draft model's first pass: the target's accepted tokens, the sampled one,
+    then rejected ones' places.
 
     Returns:
         The number of tokens, one for each request more than the target's.
@@ -118,8 +131,15 @@ def prepare_extended_inputs(
     places = torch.arange(tokens + count, device=starts.device) - shifted.index_select(0, rows)
     sources = (starts.index_select(0, rows) + places).clamp_(max=tokens - 1)
     own = num_valid.index_select(0, rows)
-    sampled = last_sampled.view(-1).index_select(0, input_batch.idx_mapping).to(expanded_input_ids.dtype).index_select(0, rows)
-    known = torch.where(places < own, input_batch.input_ids.index_select(0, sources).to(sampled.dtype), 0)
+    sampled = (
+        last_sampled.view(-1)
+        .index_select(0, input_batch.idx_mapping)
+        .to(expanded_input_ids.dtype)
+        .index_select(0, rows)
+    )
+    known = torch.where(
+        places < own, input_batch.input_ids.index_select(0, sources).to(sampled.dtype), 0
+    )
     expanded_input_ids[: tokens + count].copy_(torch.where(places == own, sampled, known))
     first = input_batch.positions.index_select(0, starts[:count])
     torch.add(first.index_select(0, rows), places, out=expanded_positions[: tokens + count])
@@ -128,7 +148,9 @@ def prepare_extended_inputs(
     last_token_indices[count:].zero_()
     input_buffers.query_start_loc[: count + 1].copy_(shifted)
     input_buffers.query_start_loc[count + 1 :].fill_(tokens + count)
-    input_buffers.seq_lens[:count].copy_((input_batch.seq_lens[:count] + 1).clamp_(max=max_model_len))
+    input_buffers.seq_lens[:count].copy_(
+        (input_batch.seq_lens[:count] + 1).clamp_(max=max_model_len)
+    )
     input_buffers.seq_lens[count:].zero_()
     return int(tokens + count)
 
@@ -147,9 +169,11 @@ def find_ngrams(
     *_: int,
     **options: Any,
 ) -> None:
-    """Replaces ``_ngram_scan_kernel``: find where each request's last tokens have been before, the longest and then the last.
+    """Replaces ``_ngram_scan_kernel``: find where each request's last tokens have been before, the
+    longest and then the last.
 
-    The result, ``n * (max_model_len + 1) + position + 1`` or 0, is written to the first column of ``scratch``.
+    The result, ``n * (max_model_len + 1) + position + 1`` or 0, is written to the first column of
+    ``scratch``.
     """
     tokens = token_ids.index_select(0, idx_mapping)
     lengths = total_len.index_select(0, idx_mapping).long()[:, None]
@@ -161,7 +185,9 @@ def find_ngrams(
         is_match = (tokens == token) & is_match & (places <= lengths - n)
         if n >= min_n:
             before = is_match & (places < lengths - n) & (lengths >= n)
-            found = torch.where(before, n * (max_model_len + 1) + places + 1, 0).amax(1, keepdim=True)
+            found = torch.where(before, n * (max_model_len + 1) + places + 1, 0).amax(
+                1, keepdim=True
+            )
             score = torch.maximum(score, found)
         is_match = _shifted(is_match)
     scratch[: len(score)].zero_()
@@ -189,16 +215,21 @@ def take_ngrams(
     *_: int,
     **options: Any,
 ) -> None:
-    """Replaces ``_ngram_finalize_kernel``: write the tokens that followed, and the last sampled token where there are none."""
+    """Replaces ``_ngram_finalize_kernel``: write the tokens that followed, and the last sampled
+    token where there are none."""
     count = len(idx_mapping)
     score = scratch[:count].amax(1, keepdim=True)
     n = (score - 1).clamp(min=0) // (max_model_len + 1)
     start = (score - 1).clamp(min=0) - n * (max_model_len + 1) + n
     places = start + torch.arange(num_tokens, device=drafts.device)
     is_known = (score > 0) & (places < total_len.index_select(0, idx_mapping)[:, None])
-    elements = torch.add(places.clamp(max=max_model_len - 1), idx_mapping[:, None], alpha=token_ids.stride(0))
+    elements = torch.add(
+        places.clamp(max=max_model_len - 1), idx_mapping[:, None], alpha=token_ids.stride(0)
+    )
     tokens = token_ids.view(-1).index_select(0, elements.view(-1)).view(count, -1).long()
-    drafts[:count].copy_(torch.where(is_known, tokens, last_sampled.index_select(0, idx_mapping)[:, None]))
+    drafts[:count].copy_(
+        torch.where(is_known, tokens, last_sampled.index_select(0, idx_mapping)[:, None])
+    )
 
 
 _PREFIX = "vllm.v1.worker.gpu.spec_decode."
@@ -214,8 +245,20 @@ def install() -> None:
     from ascend_platform import triton_overrides
 
     rejection.install()
-    override("vllm.v1.worker.gpu.spec_decode.target_dependent_ar.speculator:prepare_prefill_inputs", prepare_shifted_inputs)
-    override("vllm.v1.worker.gpu.spec_decode.target_dependent_ar.speculator:prepare_decode_inputs", prepare_decode_inputs)
-    override("vllm.v1.worker.gpu.spec_decode.target_dependent_ar.speculator:update_draft_inputs", update_draft_inputs)
-    override("vllm.v1.worker.gpu.spec_decode.standalone_ar.speculator:prepare_prefill_inputs", prepare_extended_inputs)
+    override(
+        "vllm.v1.worker.gpu.spec_decode.target_dependent_ar.speculator:prepare_prefill_inputs",
+        prepare_shifted_inputs,
+    )
+    override(
+        "vllm.v1.worker.gpu.spec_decode.target_dependent_ar.speculator:prepare_decode_inputs",
+        prepare_decode_inputs,
+    )
+    override(
+        "vllm.v1.worker.gpu.spec_decode.target_dependent_ar.speculator:update_draft_inputs",
+        update_draft_inputs,
+    )
+    override(
+        "vllm.v1.worker.gpu.spec_decode.standalone_ar.speculator:prepare_prefill_inputs",
+        prepare_extended_inputs,
+    )
     triton_overrides.register({_PREFIX + name: function for name, function in OVERRIDES.items()})

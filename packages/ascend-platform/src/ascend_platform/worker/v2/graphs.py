@@ -1,4 +1,5 @@
-"""ACL graphs of the V2 runner: full graphs take the step's attention lengths at replay, and sizes fit the NPU's streams."""
+"""ACL graphs of the V2 runner: full graphs take the step's attention lengths at replay, and sizes
+fit the NPU's streams."""
 
 from collections.abc import Callable
 from typing import Any
@@ -14,7 +15,8 @@ from ascend_platform.vllm_overrides import override
 
 
 class GraphSizes(CudaGraphManager):
-    """CudaGraphManager whose graphs fit the NPU's streams, and are in a memory pool of their engine's own.
+    """CudaGraphManager whose graphs fit the NPU's streams, and are in a memory pool of their
+    engine's own.
 
     Attributes:
         attn_metadata: of the step that is prepared; set by the runner.
@@ -25,13 +27,16 @@ class GraphSizes(CudaGraphManager):
     def _init_candidates(self) -> None:
         compilation = self.compilation_config
         if self.cudagraph_mode and compilation.cudagraph_capture_sizes:
-            kept = capture_sizes.sizes_that_fit(sorted(compilation.cudagraph_capture_sizes), self._num_streams)
+            kept = capture_sizes.sizes_that_fit(
+                sorted(compilation.cudagraph_capture_sizes), self._num_streams
+            )
             if kept:
                 self._set_sizes(kept)
         super()._init_candidates()
 
     def capture(self, create_forward_fn: Callable[..., Any], *arguments: Any) -> None:
-        """Capture graphs as vLLM does, and retry with half of the sizes when the streams run out on some rank."""
+        """Capture graphs as vLLM does, and retry with half of the sizes when the streams run out on
+        some rank."""
 
         def create(desc: Any, warmup: bool) -> Any:
             if warmup:  # the sizes before this one have been captured
@@ -58,7 +63,9 @@ class GraphSizes(CudaGraphManager):
             torch.npu.empty_cache()
             self._candidates.clear()
             self._capture_descs.clear()
-            if kept := capture_sizes.half_of_sizes(sorted(self.compilation_config.cudagraph_capture_sizes), reason):
+            if kept := capture_sizes.half_of_sizes(
+                sorted(self.compilation_config.cudagraph_capture_sizes), reason
+            ):
                 self._set_sizes(kept)
                 super()._init_candidates()
 
@@ -66,7 +73,9 @@ class GraphSizes(CudaGraphManager):
         engines = self.vllm_config.parallel_config.data_parallel_size
         # all replay this size; without it vLLM would ask them again, on the device
         across = torch.full((engines,), desc.num_tokens, dtype=torch.int32) if engines > 1 else None
-        with set_forward_context(self.attn_metadata, self.vllm_config, desc.num_tokens, num_tokens_across_dp=across):
+        with set_forward_context(
+            self.attn_metadata, self.vllm_config, desc.num_tokens, num_tokens_across_dp=across
+        ):
             return super().run_fullgraph(desc)
 
     def _capture_stream(self, desc: Any) -> Any:

@@ -1,6 +1,8 @@
-"""Inputs of a V2 step, and the requests' states after it: vLLM's Triton kernels (``gpu/input_batch.py``) in PyTorch.
+"""Inputs of a V2 step, and the requests' states after it: vLLM's Triton kernels
+(``gpu/input_batch.py``) in PyTorch.
 
-Nothing here synchronizes with the device. A request has a logit for its last token, and one for each draft token before it.
+Nothing here synchronizes with the device. A request has a logit for its last token, and one for
+each draft token before it.
 """
 
 from __future__ import annotations
@@ -21,7 +23,8 @@ from ascend_platform.worker.v2.host_inputs import HostInputs
 
 
 class Step:
-    """What the host knows of the step whose inputs are being prepared, and the device cannot tell without a wait."""
+    """What the host knows of the step whose inputs are being prepared, and the device cannot tell
+    without a wait."""
 
     def __init__(
         self,
@@ -38,7 +41,8 @@ class Step:
         """Describe a step.
 
         Args:
-            counts_output: whether a request has penalties, for which its output's tokens are counted.
+            counts_output: whether a request has penalties, for which its output's tokens are
+            counted.
             num_draft_tokens: of each request; None if there are none.
             looks_ahead: whether a drafter reads the prompt's token after the step's.
             is_greedy: whether all requests are.
@@ -48,7 +52,8 @@ class Step:
         """
         self.host, self.sent = host, sent
         self.are_constants_shared = False
-        """Whether tensors that vLLM makes anew for each step, and only reads, are constants: in ``prepare_inputs`` alone."""
+        """Whether tensors that vLLM makes anew for each step, and only reads, are constants: in
+        ``prepare_inputs`` alone."""
         self.counts_output, self.looks_ahead = counts_output, looks_ahead
         self.is_greedy, self.has_seeds = is_greedy, has_seeds
         self.num_tokens = int(num_scheduled_tokens.sum())
@@ -63,19 +68,26 @@ class Step:
         return self._num_draft_tokens is not None
 
     def logit_rows(self, device: torch.device) -> torch.Tensor:
-        """Request of each logit, the logit's number in its request, and its token's index in the step, int64 ``[3, logits]``."""
+        """Request of each logit, the logit's number in its request, and its token's index in the
+        step, int64 ``[3, logits]``."""
         if self._logit_rows is None:
             assert self._num_draft_tokens is not None
             counts = self._num_draft_tokens.astype(np.int64) + 1
             requests = np.repeat(np.arange(len(counts)), counts)
             places = np.arange(len(requests)) - (counts.cumsum() - counts)[requests]
             first = self._num_scheduled_tokens.cumsum() - counts
-            self._logit_rows = async_tensor_h2d(np.stack([requests, places, first[requests] + places]), device=device)
+            self._logit_rows = async_tensor_h2d(
+                np.stack([requests, places, first[requests] + places]), device=device
+            )
         return self._logit_rows
 
     def per_logit(self, values: tuple[int, ...]) -> tuple[int, ...]:
         """Values of requests by logit."""
-        return values if self._num_draft_tokens is None else tuple(np.repeat(values, self._num_draft_tokens + 1))
+        return (
+            values
+            if self._num_draft_tokens is None
+            else tuple(np.repeat(values, self._num_draft_tokens + 1))
+        )
 
     @property
     def samples_one_each(self) -> bool:
@@ -94,7 +106,8 @@ class Step:
         return values.index_select(0, self._rows)
 
     def positions(self, computed: torch.Tensor, query_start_loc: torch.Tensor) -> torch.Tensor:
-        """Positions of the tokens in their requests, int64 ``[tokens]``; ``computed`` is ``num_computed_tokens`` by request."""
+        """Positions of the tokens in their requests, int64 ``[tokens]``; ``computed`` is
+        ``num_computed_tokens`` by request."""
         if self.one_token_each:
             return computed.long()
         shift = computed - query_start_loc[: len(computed)]
@@ -116,12 +129,15 @@ def preparing(step: Step | None) -> Iterator[None]:
 
 
 def current() -> Step | None:
-    """The step that is being prepared or sampled; None for an earlier batch of a pipeline, and for dummy runs."""
+    """The step that is being prepared or sampled; None for an earlier batch of a pipeline, and for
+    dummy runs."""
     return _step
 
 
 def _current() -> Step:
-    assert _step is not None, "the inputs of a step are prepared in NPUModelRunnerV2.prepare_inputs alone"
+    assert _step is not None, (
+        "the inputs of a step are prepared in NPUModelRunnerV2.prepare_inputs alone"
+    )
     return _step
 
 
@@ -136,7 +152,9 @@ def _arange(length: int, device: torch.device) -> torch.Tensor:
 
 @functools.lru_cache(maxsize=8)
 def _padded_constant(kind: str, length: int, device: torch.device) -> torch.Tensor:
-    return (torch.arange if kind == "arange" else torch.zeros)(length, dtype=torch.int32, device=device)
+    return (torch.arange if kind == "arange" else torch.zeros)(
+        length, dtype=torch.int32, device=device
+    )
 
 
 def _constant(kind: str, length: int, device: torch.device) -> torch.Tensor:
@@ -145,28 +163,43 @@ def _constant(kind: str, length: int, device: torch.device) -> torch.Tensor:
 
 
 def arange(*arguments: Any, **named: Any) -> torch.Tensor:
-    """torch.arange for vLLM's ``prepare_inputs``, which numbers the logits in each step without draft tokens."""
-    if _step is not None and _step.are_constants_shared and len(arguments) == 1 and named.get("dtype") is torch.int32:
+    """torch.arange for vLLM's ``prepare_inputs``, which numbers the logits in each step without
+    draft tokens."""
+    if (
+        _step is not None
+        and _step.are_constants_shared
+        and len(arguments) == 1
+        and named.get("dtype") is torch.int32
+    ):
         return _constant("arange", arguments[0], named["device"])
     return torch.arange(*arguments, **named)
 
 
 def zeros(*arguments: Any, **named: Any) -> torch.Tensor:
     """torch.zeros for vLLM's ``prepare_inputs``: the number of each logit in its request."""
-    if _step is not None and _step.are_constants_shared and len(arguments) == 1 and named.get("dtype") is torch.int32:
+    if (
+        _step is not None
+        and _step.are_constants_shared
+        and len(arguments) == 1
+        and named.get("dtype") is torch.int32
+    ):
         return _constant("zeros", arguments[0], named["device"])
     return torch.zeros(*arguments, **named)
 
 
-def copy_input(data: Any, device: Any = None, dtype: torch.dtype | None = None, out: Any = None) -> torch.Tensor:
-    """async_tensor_h2d for vLLM's ``prepare_inputs``: states and starts of the requests are often those of the last step."""
+def copy_input(
+    data: Any, device: Any = None, dtype: torch.dtype | None = None, out: Any = None
+) -> torch.Tensor:
+    """async_tensor_h2d for vLLM's ``prepare_inputs``: states and starts of the requests are often
+    those of the last step."""
     if _step is not None and _step.are_constants_shared and _step.sent is not None:
         return _step.sent.copy(data, device, dtype, out)
     return async_tensor_h2d(data, device, dtype, out)
 
 
 def copy_to_np(x: torch.Tensor) -> np.ndarray:
-    """async_copy_to_np for vLLM's output of a step, whose number of sampled tokens the host may know."""
+    """async_copy_to_np for vLLM's output of a step, whose number of sampled tokens the host may
+    know."""
     if _step is not None and _step.host is not None and x is _step.host.num_sampled:
         return _step.host.samples.astype(np.int32)
     return async_copy_to_np(x)
@@ -183,9 +216,10 @@ def prepare_prefill_inputs(
 ) -> None:
     """Write the step's known tokens to ``input_ids``.
 
-    vLLM writes those of requests in prefill alone; the last sampled token of others, which is known too, is written again by
-    :func:`combine_sampled_and_draft_tokens`. ``next_prefill_tokens`` ``[tokens, requests]``, the prompt's tokens after those of
-    the step, is written for drafters alone.
+    vLLM writes those of requests in prefill alone; the last sampled token of others, which is known
+    too, is written again by :func:`combine_sampled_and_draft_tokens`. ``next_prefill_tokens``
+    ``[tokens, requests]``, the prompt's tokens after those of the step, is written for drafters
+    alone.
     """
     step = _current()
     if step.host is not None:
@@ -201,7 +235,9 @@ def prepare_prefill_inputs(
         following = ends + _arange(len(next_prefill_tokens), ends.device)[:, None]
         tokens = all_token_ids.view(-1)[following.clamp(max=width - 1) + idx_mapping * width]
         known = following < prefill_len.index_select(0, idx_mapping)
-        next_prefill_tokens.index_copy_(1, idx_mapping, torch.where(known, tokens, 0).to(next_prefill_tokens.dtype))
+        next_prefill_tokens.index_copy_(
+            1, idx_mapping, torch.where(known, tokens, 0).to(next_prefill_tokens.dtype)
+        )
 
 
 def prepare_pos_seq_lens(
@@ -211,7 +247,8 @@ def prepare_pos_seq_lens(
     pos: torch.Tensor,
     seq_lens: torch.Tensor,
 ) -> None:
-    """Write the tokens' positions and the requests' sequence lengths; those of padding requests are 0."""
+    """Write the tokens' positions and the requests' sequence lengths; those of padding requests are
+    0."""
     step, num_reqs = _current(), len(idx_mapping)
     if step.host is not None:
         step.host.write_positions(pos, seq_lens)
@@ -238,7 +275,8 @@ def combine_sampled_and_draft_tokens(
     num_logits: int,
     num_new_sampled_tokens: int = 1,
 ) -> torch.Tensor:
-    """Write the last sampled token of each request in decode, and the draft tokens after it, to ``input_ids``.
+    """Write the last sampled token of each request in decode, and the draft tokens after it, to
+    ``input_ids``.
 
     Returns:
         The index of each logit's token in the step, int64 ``[logits]``.
@@ -249,10 +287,23 @@ def combine_sampled_and_draft_tokens(
         return step.host.write_tokens(input_ids)
     sampled = last_sampled_tokens.view(-1).index_select(0, idx_mapping)
     if step.has_drafts:
-        lengths = prefill_len.index_select(0, idx_mapping), cu_num_logits[1 : num_reqs + 1] - cu_num_logits[:num_reqs]
-        return _combine_drafts(input_ids, sampled, draft_tokens.index_select(0, idx_mapping), seq_lens[:num_reqs], *lengths)
+        lengths = (
+            prefill_len.index_select(0, idx_mapping),
+            cu_num_logits[1 : num_reqs + 1] - cu_num_logits[:num_reqs],
+        )
+        return _combine_drafts(
+            input_ids,
+            sampled,
+            draft_tokens.index_select(0, idx_mapping),
+            seq_lens[:num_reqs],
+            *lengths,
+        )
     assert num_logits == num_reqs, "draft tokens"
-    last = _arange(num_reqs, input_ids.device) if step.one_token_each else query_start_loc[1 : num_reqs + 1].long() - 1
+    last = (
+        _arange(num_reqs, input_ids.device)
+        if step.one_token_each
+        else query_start_loc[1 : num_reqs + 1].long() - 1
+    )
     if not step.has_prefill:
         assert step.one_token_each, "draft tokens"
         input_ids[:num_reqs].copy_(sampled)
@@ -271,13 +322,19 @@ def _combine_drafts(
     prefill_len: torch.Tensor,
     num_logits: torch.Tensor,
 ) -> torch.Tensor:
-    """Write the tokens of a step with draft tokens ``[requests, steps]``; all arguments but ``input_ids`` are by request."""
+    """Write the tokens of a step with draft tokens ``[requests, steps]``; all arguments but
+    ``input_ids`` are by request."""
     step = _current()
     requests, places, indices = step.logit_rows(input_ids.device).unbind()
     tokens = torch.cat((sampled[:, None], draft_tokens), 1).view(-1)
-    values = tokens.index_select(0, torch.add(places, requests, alpha=draft_tokens.shape[1] + 1)).to(input_ids.dtype)
-    if step.has_prefill:  # drafts after a prompt are placeholders; the last tokens of the prompt stay
-        is_written = torch.stack((seq_lens - num_logits >= prefill_len, seq_lens > prefill_len), 1).view(-1)
+    values = tokens.index_select(
+        0, torch.add(places, requests, alpha=draft_tokens.shape[1] + 1)
+    ).to(input_ids.dtype)
+    # drafts after a prompt are placeholders; the last tokens of the prompt stay
+    if step.has_prefill:
+        is_written = torch.stack(
+            (seq_lens - num_logits >= prefill_len, seq_lens > prefill_len), 1
+        ).view(-1)
         is_written = is_written.index_select(0, torch.add(places.clamp(max=1), requests, alpha=2))
         values = torch.where(is_written, values, input_ids.index_select(0, indices))
     input_ids.index_put_((indices,), values)
@@ -285,9 +342,13 @@ def _combine_drafts(
 
 
 def expand_idx_mapping(
-    idx_mapping: torch.Tensor, total_num_logits: int, cu_num_logits: torch.Tensor, max_expand_len: int
+    idx_mapping: torch.Tensor,
+    total_num_logits: int,
+    cu_num_logits: torch.Tensor,
+    max_expand_len: int,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Each logit's request state int64 ``[logits]``, and its number in the request int32 ``[logits]``."""
+    """Each logit's request state int64 ``[logits]``, and its number in the request int32
+    ``[logits]``."""
     requests, places, _ = _current().logit_rows(idx_mapping.device).unbind()
     return idx_mapping.index_select(0, requests), places.int()
 
@@ -299,7 +360,8 @@ def get_num_sampled_and_rejected(
     idx_mapping: torch.Tensor,
     prefill_len: torch.Tensor,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """How many tokens each request has sampled, which is written to `num_sampled`, and rejected; both int32 ``[requests]``.
+    """How many tokens each request has sampled, which is written to `num_sampled`, and rejected;
+    both int32 ``[requests]``.
 
     Requests whose prompt has further chunks have sampled and rejected 0 tokens.
     """
@@ -307,7 +369,8 @@ def get_num_sampled_and_rejected(
     if _step is not None and _step.host is not None:
         _step.host.write_sampled_counts(num_sampled)
         return num_sampled, _constant("zeros", num_reqs, num_sampled.device)
-    if _step is not None and _step.samples_one_each:  # num_sampled has the ones with which vLLM makes it
+    # num_sampled has the ones with which vLLM makes it
+    if _step is not None and _step.samples_one_each:
         return num_sampled, _constant("zeros", num_reqs, num_sampled.device)
     has_more = seq_lens[:num_reqs] < prefill_len.index_select(0, idx_mapping)
     num_sampled.masked_fill_(has_more, 0)
@@ -334,10 +397,12 @@ def post_update(
     num_draft_tokens: int,
     **_: Any,
 ) -> None:
-    """Replaces ``_post_update_kernel``; ``sampled_tokens`` is ``[requests, columns]``, of which ``num_sampled`` are valid.
+    """Replaces ``_post_update_kernel``; ``sampled_tokens`` is ``[requests, columns]``, of which
+    ``num_sampled`` are valid.
 
-    Rows with a negative index are skipped. Differences are added in place of new values, so that neither these nor tokens that
-    are not valid write to another request's state, whatever the order of the writes is.
+    Rows with a negative index are skipped. Differences are added in place of new values, so that
+    neither these nor tokens that are not valid write to another request's state, whatever the order
+    of the writes is.
     """
     if _step is not None and not _step.counts_output:
         output_bin_counts = None
@@ -348,7 +413,9 @@ def post_update(
     if _step is not None and _step.samples_one_each and query_start_loc is not None:
         end = total_len.index_select(0, idx_mapping).clamp_(max=all_token_ids_stride - 1)
         last.index_copy_(0, idx_mapping, tokens)
-        table.index_copy_(0, torch.add(end, idx_mapping, alpha=all_token_ids_stride), tokens.to(table.dtype))
+        table.index_copy_(
+            0, torch.add(end, idx_mapping, alpha=all_token_ids_stride), tokens.to(table.dtype)
+        )
         for counter in (total_len, num_computed_tokens):
             counter.index_add_(0, idx_mapping, num_sampled)
         if output_bin_counts is not None:
@@ -369,15 +436,21 @@ def post_update(
     last.index_add_(0, rows, (tokens - last.index_select(0, rows)) * (sampled > 0))
     places = (lengths[:, None] + columns).clamp(max=all_token_ids_stride - 1)
     elements = torch.add(places, rows[:, None], alpha=all_token_ids_stride).view(-1)
-    difference = (sampled_tokens.to(table.dtype).view(-1) - table.index_select(0, elements)) * is_valid.view(-1)
+    difference = (
+        sampled_tokens.to(table.dtype).view(-1) - table.index_select(0, elements)
+    ) * is_valid.view(-1)
     table.index_add_(0, elements, difference)
     total_len.index_add_(0, rows, sampled)
     if output_bin_counts is not None:
         counted = torch.add(sampled_tokens, rows[:, None], alpha=output_bin_counts_stride).view(-1)
-        output_bin_counts.view(-1).index_add_(0, counted, is_valid.view(-1).to(output_bin_counts.dtype))
+        output_bin_counts.view(-1).index_add_(
+            0, counted, is_valid.view(-1).to(output_bin_counts.dtype)
+        )
     if draft_tokens is not None:
         assert draft_tokens_out is not None
-        drafts = (draft_tokens - draft_tokens_out.index_select(0, rows)) * (idx_mapping >= 0)[:, None]
+        drafts = (draft_tokens - draft_tokens_out.index_select(0, rows)) * (idx_mapping >= 0)[
+            :, None
+        ]
         draft_tokens_out.index_add_(0, rows, drafts)
 
     if query_start_loc is None:
@@ -393,7 +466,9 @@ def post_update_num_computed_tokens(
 ) -> None:
     """Replaces ``_post_update_num_computed_tokens_kernel``."""
     num_reqs = len(idx_mapping)
-    num_computed_tokens.index_add_(0, idx_mapping, query_start_loc[1 : num_reqs + 1] - query_start_loc[:num_reqs])
+    num_computed_tokens.index_add_(
+        0, idx_mapping, query_start_loc[1 : num_reqs + 1] - query_start_loc[:num_reqs]
+    )
 
 
 def prepare_dcp_local_seq_lens(
@@ -406,7 +481,8 @@ def prepare_dcp_local_seq_lens(
     *,
     num_reqs_padded: int | None = None,
 ) -> torch.Tensor:
-    """Write how many of each request's tokens this rank stores; runs of ``cp_interleave`` tokens go to the ranks in turn."""
+    """Write how many of each request's tokens this rank stores; runs of ``cp_interleave`` tokens go
+    to the ranks in turn."""
     lengths, span = seq_lens[:num_reqs], dcp_size * cp_interleave
     rest = (lengths % span - dcp_rank * cp_interleave).clamp(0, cp_interleave)
     torch.add(rest, lengths // span, alpha=cp_interleave, out=dcp_local_seq_lens[:num_reqs])
@@ -428,9 +504,11 @@ def prepare_rope_positions(
     BLOCK_SIZE: int,
     NUM_DIMS: int,
 ) -> None:
-    """Replaces ``_prepare_rope_positions_kernel``; ``positions`` is int64 ``[dimensions, tokens]``, written.
+    """Replaces ``_prepare_rope_positions_kernel``; ``positions`` is int64 ``[dimensions, tokens]``,
+    written.
 
-    A prompt's come from ``prefill_positions``; those of generated tokens are the same in all dimensions.
+    A prompt's come from ``prefill_positions``; those of generated tokens are the same in all
+    dimensions.
     """
     step = _current()
     if step.host is None:
@@ -441,10 +519,14 @@ def prepare_rope_positions(
     deltas = step.per_token(prefill_delta.index_select(0, idx_mapping), query_start_loc)
     written = (places + deltas).expand(NUM_DIMS, -1)
     if step.has_prefill:
-        first = step.per_token(idx_mapping * stride_of_request, query_start_loc) + places.clamp(max=stride_of_dimension - 1)
+        first = step.per_token(idx_mapping * stride_of_request, query_start_loc) + places.clamp(
+            max=stride_of_dimension - 1
+        )
         elements = first + _arange(NUM_DIMS, positions.device)[:, None] * stride_of_dimension
         if step.host is None:
-            in_prefill = step.per_token(computed < prefill_lens.index_select(0, idx_mapping), query_start_loc)
+            in_prefill = step.per_token(
+                computed < prefill_lens.index_select(0, idx_mapping), query_start_loc
+            )
         else:
             in_prefill = step.host.device_in_prefill
         written = torch.where(in_prefill, prefill_positions.view(-1)[elements].long(), written)
@@ -468,8 +550,13 @@ def install() -> None:
     override("vllm.v1.worker.gpu.async_utils:async_copy_to_np", copy_to_np)
     override("vllm.v1.worker.gpu.input_batch:prepare_prefill_inputs", prepare_prefill_inputs)
     override("vllm.v1.worker.gpu.input_batch:prepare_pos_seq_lens", prepare_pos_seq_lens)
-    override("vllm.v1.worker.gpu.input_batch:combine_sampled_and_draft_tokens", combine_sampled_and_draft_tokens)
+    override(
+        "vllm.v1.worker.gpu.input_batch:combine_sampled_and_draft_tokens",
+        combine_sampled_and_draft_tokens,
+    )
     override("vllm.v1.worker.gpu.input_batch:expand_idx_mapping", expand_idx_mapping)
-    override("vllm.v1.worker.gpu.input_batch:get_num_sampled_and_rejected", get_num_sampled_and_rejected)
+    override(
+        "vllm.v1.worker.gpu.input_batch:get_num_sampled_and_rejected", get_num_sampled_and_rejected
+    )
     override("vllm.v1.worker.gpu.cp_utils:prepare_dcp_local_seq_lens", prepare_dcp_local_seq_lens)
     triton_overrides.register({_PREFIX + name: function for name, function in OVERRIDES.items()})

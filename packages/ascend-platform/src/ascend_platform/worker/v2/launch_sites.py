@@ -1,7 +1,9 @@
-"""Where vLLM's V2 runner launches Triton kernels (``launch_sites.csv``): who serves each, or why it is never reached.
+"""Where vLLM's V2 runner launches Triton kernels (``launch_sites.csv``): who serves each, or why it
+is never reached.
 
-``state`` is ``overridden`` by a function of this package, ``refused`` with a feature of ``config/model_runner.py``, or
-``unreachable`` for the reason given. Fingerprints are of the kernel and of the function that launches it.
+``state`` is ``overridden`` by a function of this package, ``refused`` with a feature of
+``config/model_runner.py``, or ``unreachable`` for the reason given. Fingerprints are of the kernel
+and of the function that launches it.
 """
 
 import csv
@@ -18,7 +20,8 @@ GPU = "vllm.v1.worker.gpu"
 
 
 class Site(NamedTuple):
-    """One launch. ``kernel`` has the form ``package.module:name`` where another module defines it."""
+    """One launch. ``kernel`` has the form ``package.module:name`` where another module
+    defines it."""
 
     module: str
     kernel: str
@@ -29,7 +32,8 @@ class Site(NamedTuple):
     by: str
 
     def differences(self, tree: Path | None = None) -> Iterator[str]:
-        """What has changed in a vLLM (of a source tree, or the installed one) since the table was written."""
+        """What has changed in a vLLM (of a source tree, or the installed one) since the table was
+        written."""
         for name, kept in ((self.kernel, self.kernel_source), (self.caller, self.caller_source)):
             module, _, qualname = name.rpartition(":")
             module = module or f"{GPU}.{self.module}"
@@ -49,7 +53,8 @@ def kernels_of(feature: str) -> list[str]:
 
 
 def rows(tree: Path | None, version: str) -> list[dict[str, str]]:
-    """The overrides for the V2 runner, and all launches, compared with a vLLM; none for one whose V2 runner is not supported.
+    """The overrides for the V2 runner, and all launches, compared with a vLLM; none for one whose
+    V2 runner is not supported.
 
     See ``extension.overrides``.
     """
@@ -57,14 +62,24 @@ def rows(tree: Path | None, version: str) -> list[dict[str, str]]:
         return []
     found = [each.row(tree) for each in overrides.OVERRIDES]
     for site in sites():
-        fields = {"name": f"{site.module}.{site.kernel.rpartition(':')[2]}", "target": f"{GPU}.{site.module}:{site.caller}"}
+        fields = {
+            "name": f"{site.module}.{site.kernel.rpartition(':')[2]}",
+            "target": f"{GPU}.{site.module}:{site.caller}",
+        }
         fields |= {"action": f"launch {site.state}", "vllm": overrides.SINCE, "why": site.by}
-        found.append(fields | {"remove_when": "Triton runs on the NPU", "problem": "; ".join(site.differences(tree))})
+        found.append(
+            fields
+            | {
+                "remove_when": "Triton runs on the NPU",
+                "problem": "; ".join(site.differences(tree)),
+            }
+        )
     return found
 
 
 def difference() -> str:
-    """The first difference between the installed vLLM's kernels that are overridden and those of the table; "" if none."""
+    """The first difference between the installed vLLM's kernels that are overridden and those of
+    the table; "" if none."""
     found = (each for site in sites() if site.state == "overridden" for each in site.differences())
     first = next(found, "")
     fingerprint.parsed.cache_clear()

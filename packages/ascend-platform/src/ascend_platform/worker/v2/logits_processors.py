@@ -1,7 +1,7 @@
 """Penalties, logit bias, bad words and grammars of the V2 runner: vLLM's Triton kernels in PyTorch.
 
-Logits ``[rows, vocab_size]`` are changed in place, and nothing synchronizes with the device. Each draft token of a request has a
-row; ``expanded_local_pos`` is the number of the row in its request.
+Logits ``[rows, vocab_size]`` are changed in place, and nothing synchronizes with the device. Each
+draft token of a request has a row; ``expanded_local_pos`` is the number of the row in its request.
 """
 
 from typing import Any
@@ -15,7 +15,9 @@ from ascend_platform.worker.v2.buffers import copy_together
 
 def _bits(device: torch.device) -> torch.Tensor:
     """The 32 bits of a mask's int32, of which the last is the sign."""
-    return torch.bitwise_left_shift(torch.ones(32, dtype=torch.int32, device=device), torch.arange(32, device=device).int())
+    return torch.bitwise_left_shift(
+        torch.ones(32, dtype=torch.int32, device=device), torch.arange(32, device=device).int()
+    )
 
 
 def _unpack(masks: torch.Tensor, vocab_size: int) -> torch.Tensor:
@@ -24,8 +26,10 @@ def _unpack(masks: torch.Tensor, vocab_size: int) -> torch.Tensor:
 
 
 def _member(tokens: torch.Tensor, valid: torch.Tensor, vocab_size: int) -> torch.Tensor:
-    """Bool ``[rows, vocab_size]``: whether a token is among the valid ones of ``tokens`` ``[rows, columns]``."""
-    found = torch.zeros(len(tokens), vocab_size + 1, dtype=torch.bool, device=tokens.device)  # the last is for invalid ones
+    """Bool ``[rows, vocab_size]``: whether a token is among the valid ones of ``tokens`` ``[rows,
+    columns]``."""
+    # the last is for invalid ones
+    found = torch.zeros(len(tokens), vocab_size + 1, dtype=torch.bool, device=tokens.device)
     return found.scatter_(1, torch.where(valid, tokens, vocab_size).long(), True)[:, :vocab_size]
 
 
@@ -40,18 +44,26 @@ def apply_penalties(
     prompt_bin_mask: torch.Tensor,
     output_bin_counts: torch.Tensor,
 ) -> None:
-    """Apply penalties for the prompt's and the output's tokens, and for the request's draft tokens before the row's."""
+    """Apply penalties for the prompt's and the output's tokens, and for the request's draft tokens
+    before the row's."""
     repetition, frequency, presence = (
-        each.index_select(0, expanded_idx_mapping)[:, None] for each in (repetition_penalty, frequency_penalty, presence_penalty)
+        each.index_select(0, expanded_idx_mapping)[:, None]
+        for each in (repetition_penalty, frequency_penalty, presence_penalty)
     )
     rows = torch.arange(len(logits), device=logits.device)
     before = (rows > (rows - expanded_local_pos)[:, None]) & (rows <= rows[:, None])
     counts = output_bin_counts.index_select(0, expanded_idx_mapping)
     counts.scatter_add_(1, token_ids.long().expand(len(rows), -1), before.to(counts.dtype))
     in_output = counts > 0
-    seen = in_output | _unpack(prompt_bin_mask.index_select(0, expanded_idx_mapping), logits.shape[1])
+    seen = in_output | _unpack(
+        prompt_bin_mask.index_select(0, expanded_idx_mapping), logits.shape[1]
+    )
     scale = torch.where(seen, repetition, 1)
-    logits.copy_(torch.where(logits > 0, logits / scale, logits * scale) - frequency * counts - presence * in_output)
+    logits.copy_(
+        torch.where(logits > 0, logits / scale, logits * scale)
+        - frequency * counts
+        - presence * in_output
+    )
 
 
 def bincount(
@@ -63,18 +75,25 @@ def bincount(
     output_bin_counts: torch.Tensor,
     max_prefill_len: int,
 ) -> None:
-    """Write which tokens are in these requests' prompts, as bit masks, and how often each is in their output."""
+    """Write which tokens are in these requests' prompts, as bit masks, and how often each is in
+    their output."""
     rows, vocab_size = expanded_idx_mapping, output_bin_counts.shape[1]
     tokens = all_token_ids.index_select(0, rows)[:, :max_prefill_len].long()
     places = torch.arange(tokens.shape[1], device=tokens.device)
     in_prompt = places < prompt_len.index_select(0, rows)[:, None]
     in_output = ~in_prompt & (places < prefill_len.index_select(0, rows)[:, None])
     words = prompt_bin_mask.shape[1]
-    found = torch.nn.functional.pad(_member(tokens, in_prompt, vocab_size), (0, 32 * words - vocab_size))
+    found = torch.nn.functional.pad(
+        _member(tokens, in_prompt, vocab_size), (0, 32 * words - vocab_size)
+    )
     masks = (found.view(len(rows), words, 32) * _bits(tokens.device)).sum(-1, dtype=torch.int32)
     prompt_bin_mask.index_copy_(0, rows, masks)
-    counts = torch.zeros(len(rows), vocab_size + 1, dtype=output_bin_counts.dtype, device=tokens.device)
-    counts.scatter_add_(1, torch.where(in_output, tokens, vocab_size), torch.ones_like(tokens, dtype=counts.dtype))
+    counts = torch.zeros(
+        len(rows), vocab_size + 1, dtype=output_bin_counts.dtype, device=tokens.device
+    )
+    counts.scatter_add_(
+        1, torch.where(in_output, tokens, vocab_size), torch.ones_like(tokens, dtype=counts.dtype)
+    )
     output_bin_counts.index_copy_(0, rows, counts[:, :vocab_size])
 
 
@@ -93,15 +112,22 @@ def apply_logit_bias(
     stop_token_ids: torch.Tensor,
     check_all_masked_rows: bool = False,
 ) -> None:
-    """Mask all but the allowed tokens, add biases, and mask stop tokens of answers that are shorter than ``min_tokens``.
+    """Mask all but the allowed tokens, add biases, and mask stop tokens of answers that are shorter
+    than ``min_tokens``.
 
     Where a grammar allows stop tokens alone, they stay.
     """
     rows, vocab_size = expanded_idx_mapping, logits.shape[1]
 
-    def listed(counts: torch.Tensor, tokens: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    def listed(
+        counts: torch.Tensor, tokens: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         count = counts.index_select(0, rows)[:, None]
-        return count, tokens.index_select(0, rows), torch.arange(tokens.shape[1], device=tokens.device) < count
+        return (
+            count,
+            tokens.index_select(0, rows),
+            torch.arange(tokens.shape[1], device=tokens.device) < count,
+        )
 
     count, tokens, valid = listed(num_allowed_token_ids, allowed_token_ids)
     logits.masked_fill_(~_member(tokens, valid, vocab_size) & (count > 0), -torch.inf)
@@ -109,14 +135,20 @@ def apply_logit_bias(
     count, tokens, valid = listed(num_logit_bias, logit_bias_token_ids)
     biases = torch.zeros(len(rows), vocab_size + 1, dtype=logits.dtype, device=logits.device)
     given = torch.where(valid, logit_bias.index_select(0, rows), 0).to(logits.dtype)
-    logits += biases.scatter_add_(1, torch.where(valid, tokens, vocab_size).long(), given)[:, :vocab_size]
+    logits += biases.scatter_add_(1, torch.where(valid, tokens, vocab_size).long(), given)[
+        :, :vocab_size
+    ]
 
     count, tokens, valid = listed(num_stop_token_ids, stop_token_ids)
     is_short = (pos + 1 < min_lens.index_select(0, rows))[:, None]
     stops = _member(tokens, valid & is_short, vocab_size)
     if check_all_masked_rows:
         nothing_left = logits.masked_fill(stops, -torch.inf).amax(-1, keepdim=True) == -torch.inf
-        stops &= ~(nothing_left & (restore_when_all_masked.index_select(0, rows) > 0)[:, None] & logits.isfinite())
+        stops &= ~(
+            nothing_left
+            & (restore_when_all_masked.index_select(0, rows) > 0)[:, None]
+            & logits.isfinite()
+        )
     logits.masked_fill_(stops, -torch.inf)
 
 
@@ -133,24 +165,33 @@ def apply_bad_words(
     expanded_local_pos: torch.Tensor,
     max_num_bad_words: int,
 ) -> None:
-    """Mask the last token of each bad word whose other tokens are the last ones of the output, draft tokens included.
+    """Mask the last token of each bad word whose other tokens are the last ones of the output,
+    draft tokens included.
 
-    A request's words are one after another in its row of ``bad_word_token_ids``, and begin at ``bad_word_offsets``.
+    A request's words are one after another in its row of ``bad_word_token_ids``, and begin at
+    ``bad_word_offsets``.
     """
     rows, position = expanded_idx_mapping, expanded_local_pos[:, None]
     tokens = bad_word_token_ids.index_select(0, rows)
     offsets = bad_word_offsets.index_select(0, rows)[:, : max_num_bad_words + 1]
     count = num_bad_words.index_select(0, rows)[:, None]
     places = torch.arange(tokens.shape[1], dtype=torch.int32, device=logits.device)
-    ends = torch.where(torch.arange(max_num_bad_words, device=logits.device) < count, offsets[:, 1:], tokens.shape[1])
-    word = torch.searchsorted(ends.contiguous(), places.expand(len(rows), -1).contiguous(), right=True)
+    ends = torch.where(
+        torch.arange(max_num_bad_words, device=logits.device) < count,
+        offsets[:, 1:],
+        tokens.shape[1],
+    )
+    word = torch.searchsorted(
+        ends.contiguous(), places.expand(len(rows), -1).contiguous(), right=True
+    )
     is_word = word < count
     word.clamp_(max=max_num_bad_words - 1)
     start, end = offsets.gather(1, word), offsets.gather(1, word + 1)
 
     prompt = prompt_len.index_select(0, rows)[:, None]
     output_len = total_len.index_select(0, rows)[:, None] - prompt
-    behind = output_len + position - (end - 1 - start) + (places - start)  # the output's token to compare with
+    # the output's token to compare with
+    behind = output_len + position - (end - 1 - start) + (places - start)
     width = all_token_ids.shape[1]
     elements = (prompt + behind).clamp(0, width - 1) + rows[:, None] * width
     committed = all_token_ids.view(-1)[elements]
@@ -166,11 +207,17 @@ def apply_bad_words(
 
 
 def apply_grammar_bitmask(
-    worker: Any, logits: torch.Tensor, batch: Any, grammar_req_ids: list[str], grammar_bitmask: np.ndarray
+    worker: Any,
+    logits: torch.Tensor,
+    batch: Any,
+    grammar_req_ids: list[str],
+    grammar_bitmask: np.ndarray,
 ) -> None:
-    """Replaces ``StructuredOutputsWorker.apply_grammar_bitmask``: mask the tokens that requests' grammars do not allow.
+    """Replaces ``StructuredOutputsWorker.apply_grammar_bitmask``: mask the tokens that requests'
+    grammars do not allow.
 
-    Masks are int32 ``[requests * mask_stride, words]``, of which a request's first are for its logits; the others are not read.
+    Masks are int32 ``[requests * mask_stride, words]``, of which a request's first are for its
+    logits; the others are not read.
     """
     if not grammar_req_ids:
         return
@@ -178,7 +225,9 @@ def apply_grammar_bitmask(
     requests = np.array([number[req_id] for req_id in grammar_req_ids])
     rows = batch.cu_num_logits_np[requests, None] + np.arange(worker.mask_stride)
     has_logit = rows < batch.cu_num_logits_np[requests + 1, None]
-    places, masks = copy_together([rows[has_logit].astype(np.int64), grammar_bitmask[has_logit.ravel()]], logits.device)
+    places, masks = copy_together(
+        [rows[has_logit].astype(np.int64), grammar_bitmask[has_logit.ravel()]], logits.device
+    )
     banned = torch.zeros(logits.shape, dtype=torch.bool, device=logits.device)
     logits.masked_fill_(banned.index_copy_(0, places, ~_unpack(masks, logits.shape[1])), -torch.inf)
 
@@ -188,4 +237,7 @@ def install() -> None:
     override("vllm.v1.worker.gpu.sample.penalties:bincount", bincount)
     override("vllm.v1.worker.gpu.sample.logit_bias:apply_logit_bias", apply_logit_bias)
     override("vllm.v1.worker.gpu.sample.bad_words:apply_bad_words", apply_bad_words)
-    override("vllm.v1.worker.gpu.structured_outputs:StructuredOutputsWorker.apply_grammar_bitmask", apply_grammar_bitmask)
+    override(
+        "vllm.v1.worker.gpu.structured_outputs:StructuredOutputsWorker.apply_grammar_bitmask",
+        apply_grammar_bitmask,
+    )

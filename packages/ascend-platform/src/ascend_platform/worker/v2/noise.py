@@ -1,6 +1,8 @@
-"""Random numbers of the V2 runner that depend on a seed, a position and a token alone: vLLM's murmur3 hash, in PyTorch.
+"""Random numbers of the V2 runner that depend on a seed, a position and a token alone: vLLM's
+murmur3 hash, in PyTorch.
 
-A request with a seed draws the same tokens in any batch, and those that vLLM draws on CUDA where the logits are the same.
+A request with a seed draws the same tokens in any batch, and those that vLLM draws on CUDA where
+the logits are the same.
 """
 
 import functools
@@ -15,18 +17,21 @@ DRAFT_SALT = 1 << 30
 
 
 ACCEPT_SALT = 1 << 29
-"""Added to the positions at which draft tokens are accepted or not, for numbers other than those that sample the next token."""
+"""Added to the positions at which draft tokens are accepted or not, for numbers other than those
+that sample the next token."""
 
 
 def unseeded(logits: torch.Tensor, use_fp64: bool) -> torch.Tensor:
-    """Exponential noise of the shape of `logits` from the device's generator, in one operator where the chip has it."""
+    """Exponential noise of the shape of `logits` from the device's generator, in one operator where
+    the chip has it."""
     drawn = torch.empty_like(logits)
     is_fused = extension.chip().family.top_k_top_p and not use_fp64
     return torch_npu.npu_sim_exponential_(drawn) if is_fused else drawn.exponential_()
 
 
 def exponential(seeds: torch.Tensor, positions: torch.Tensor, vocab_size: int) -> torch.Tensor:
-    """Exponential noise, float32 ``[rows, vocab_size]``; seeds and positions are int64 ``[rows]``."""
+    """Exponential noise, float32 ``[rows, vocab_size]``; seeds and positions are int64
+    ``[rows]``."""
     h = _mix(torch.zeros_like(seeds, dtype=torch.int32), seeds.to(torch.int32))
     h = _mix(h, (seeds >> 32).to(torch.int32))
     h = _mix(h, positions.to(torch.int32))

@@ -1,4 +1,5 @@
-"""Names of vLLM that the V2 model runner replaces, in addition to ``vllm_overrides.OVERRIDES``; compared where V2 is chosen."""
+"""Names of vLLM that the V2 model runner replaces, in addition to ``vllm_overrides.OVERRIDES``;
+compared where V2 is chosen."""
 
 from ascend_platform.vllm_overrides import Override, include, kernel, torch_view
 
@@ -10,11 +11,30 @@ _WATERMARKING = "vllm.v1.watermarking"
 _TRITON = "Triton runs on the NPU, or vLLM has a PyTorch form of the kernel"
 
 
-def _function(module: str, name: str, why: str, fingerprint: str, *importers: str, kept_in: tuple[str, ...] = ()) -> Override:
-    """A function around a Triton kernel whose own arguments do not contain what the host knows of a step."""
-    target, modules = f"{_GPU}.{module}:{name}", tuple(f"{_GPU}.{importer}" for importer in importers)
+def _function(
+    module: str,
+    name: str,
+    why: str,
+    fingerprint: str,
+    *importers: str,
+    kept_in: tuple[str, ...] = (),
+) -> Override:
+    """A function around a Triton kernel whose own arguments do not contain what the host knows of a
+    step."""
+    target, modules = (
+        f"{_GPU}.{module}:{name}",
+        tuple(f"{_GPU}.{importer}" for importer in importers),
+    )
     found, kept = {SINCE: fingerprint}, (f"{_GPU}.spec_decode.dflash", *kept_in)
-    return Override(target, "replaced", why, _TRITON, found, replaced_in=(f"{_GPU}.{module}", *modules), kept_in=kept)
+    return Override(
+        target,
+        "replaced",
+        why,
+        _TRITON,
+        found,
+        replaced_in=(f"{_GPU}.{module}", *modules),
+        kept_in=kept,
+    )
 
 
 _OF_RANKS = ("model_runner", "cudagraph_utils", "ubatch_utils", "spec_decode.speculator")
@@ -30,16 +50,44 @@ OVERRIDES: tuple[Override, ...] = (
         replaced_in=("vllm.v1.worker.gpu_worker", f"{_GPU}.spec_decode.ngram.speculator"),
         kept_in=("vllm",),
     ),
-    torch_view(f"{_GPU}.model_runner", "the V2 runner makes its copy stream by torch.cuda", "94cd679ae1c6", SINCE),
-    torch_view(f"{_GPU}.async_utils", "it copies sampled tokens on a torch.cuda stream", "edf7c6d7179e", SINCE),
-    torch_view(f"{_GPU}.structured_outputs", "it copies grammar masks on a torch.cuda stream", "7420a0e96b51", SINCE),
-    torch_view(f"{_GPU}.spec_decode.utils", "every V2 runner makes a torch.cuda stream for draft tokens", "0285abb6afad", SINCE),
-    torch_view(f"{_GPU}.pp_utils", "stages broadcast sampled tokens on a torch.cuda stream", "0285abb6afad", SINCE),
-    torch_view(f"{_GPU}.cudagraph_utils", "full graphs are torch.cuda.CUDAGraph", "d5ff749fd829", SINCE),
+    torch_view(
+        f"{_GPU}.model_runner",
+        "the V2 runner makes its copy stream by torch.cuda",
+        "94cd679ae1c6",
+        SINCE,
+    ),
+    torch_view(
+        f"{_GPU}.async_utils",
+        "it copies sampled tokens on a torch.cuda stream",
+        "edf7c6d7179e",
+        SINCE,
+    ),
+    torch_view(
+        f"{_GPU}.structured_outputs",
+        "it copies grammar masks on a torch.cuda stream",
+        "7420a0e96b51",
+        SINCE,
+    ),
+    torch_view(
+        f"{_GPU}.spec_decode.utils",
+        "every V2 runner makes a torch.cuda stream for draft tokens",
+        "0285abb6afad",
+        SINCE,
+    ),
+    torch_view(
+        f"{_GPU}.pp_utils",
+        "stages broadcast sampled tokens on a torch.cuda stream",
+        "0285abb6afad",
+        SINCE,
+    ),
+    torch_view(
+        f"{_GPU}.cudagraph_utils", "full graphs are torch.cuda.CUDAGraph", "d5ff749fd829", SINCE
+    ),
     Override(
         f"{_GPU}.cudagraph_utils:ModelCudaGraphManager",
         "replaced",
-        "full graphs are replayed outside of a forward context, and graphs take streams, which NPUs have few of",
+        "full graphs are replayed outside of a forward context, and graphs take streams, which NPUs"
+        " have few of",
         "vLLM asks the platform for its graph manager",
         {SINCE: "5a894a5df517"},
         replaced_in=(f"{_GPU}.model_runner",),
@@ -72,22 +120,34 @@ OVERRIDES: tuple[Override, ...] = (
     Override(
         "vllm.utils.torch_utils:async_tensor_h2d",
         "replaced",
-        "prepare_inputs copies the states and starts of requests in each step, most of which are those of the last one",
+        "prepare_inputs copies the states and starts of requests in each step, most of which are"
+        " those of the last one",
         "vLLM copies what has changed",
         {SINCE: "b7ec14317e52"},
         replaced_in=(f"{_GPU}.model_runner",),
         kept_in=(
-            *(f"vllm.{package}" for package in ("distributed", "lora", "model_executor", "models", "third_party")),
+            *(
+                f"vllm.{package}"
+                for package in ("distributed", "lora", "model_executor", "models", "third_party")
+            ),
             *(
                 f"vllm.v1.{package}"
-                for package in ("attention", "hisparse", "sample", "spec_decode", "structured_output", "worker")
+                for package in (
+                    "attention",
+                    "hisparse",
+                    "sample",
+                    "spec_decode",
+                    "structured_output",
+                    "worker",
+                )
             ),
         ),
     ),
     Override(
         f"{_GPU}.async_utils:async_copy_to_np",
         "replaced",
-        "each step copies the number of sampled tokens to the host, which knows it without draft tokens",
+        "each step copies the number of sampled tokens to the host, which knows it without draft"
+        " tokens",
         "vLLM copies it in steps with draft tokens alone",
         {SINCE: "08ece0bf637a"},
         kept_in=(f"{_GPU}.spec_decode.utils",),
@@ -111,7 +171,8 @@ OVERRIDES: tuple[Override, ...] = (
     Override(
         f"{_GPU}.states:RequestState",
         "replaced",
-        "new requests' lengths and tokens are five tensors, each of which is copied and written by itself",
+        "new requests' lengths and tokens are five tensors, each of which is copied and written by"
+        " itself",
         "vLLM keeps the lengths in one tensor",
         {SINCE: "d78c35d4f575"},
         replaced_in=(f"{_GPU}.model_runner",),
@@ -120,7 +181,8 @@ OVERRIDES: tuple[Override, ...] = (
     Override(
         f"{_GPU}.block_table:BlockTables",
         "replaced",
-        "its kernels take addresses, and give padding tokens slot -1, which npu_scatter_pa_kv_cache rejects",
+        "its kernels take addresses, and give padding tokens slot -1, which npu_scatter_pa_kv_cache"
+        " rejects",
         _TRITON,
         {SINCE: "e2fdeaa0ebe8"},
         replaced_in=(f"{_GPU}.model_runner",),
@@ -135,9 +197,27 @@ OVERRIDES: tuple[Override, ...] = (
         replaced_in=(f"{_GPU}.model_runner",),
         kept_in=(f"{_GPU}.attn_utils",),
     ),
-    _function("input_batch", "prepare_prefill_inputs", "the tokens of prompts", "98fb07ccd421", "model_runner"),
-    _function("input_batch", "prepare_pos_seq_lens", "positions and sequence lengths", "0ec62e54fcd1", "model_runner"),
-    _function("input_batch", "combine_sampled_and_draft_tokens", "the last sampled tokens", "c1ce33e6d3ff", "model_runner"),
+    _function(
+        "input_batch",
+        "prepare_prefill_inputs",
+        "the tokens of prompts",
+        "98fb07ccd421",
+        "model_runner",
+    ),
+    _function(
+        "input_batch",
+        "prepare_pos_seq_lens",
+        "positions and sequence lengths",
+        "0ec62e54fcd1",
+        "model_runner",
+    ),
+    _function(
+        "input_batch",
+        "combine_sampled_and_draft_tokens",
+        "the last sampled tokens",
+        "c1ce33e6d3ff",
+        "model_runner",
+    ),
     _function(
         "input_batch",
         "get_num_sampled_and_rejected",
@@ -146,9 +226,22 @@ OVERRIDES: tuple[Override, ...] = (
         "sample.sampler",
         "spec_decode.rejection_sampler",
     ),
-    _function("input_batch", "expand_idx_mapping", "the request of each logit", "79e8d7064aea", "model_runner"),
-    _function("cp_utils", "prepare_dcp_local_seq_lens", "context parallelism", "c91af192e934", *_OF_RANKS),
-    kernel(f"{_GPU}.mm.rope", "_prepare_rope_positions_kernel", "positions of multimodal rotary tables", v0_33="94794d39da65"),
+    _function(
+        "input_batch",
+        "expand_idx_mapping",
+        "the request of each logit",
+        "79e8d7064aea",
+        "model_runner",
+    ),
+    _function(
+        "cp_utils", "prepare_dcp_local_seq_lens", "context parallelism", "c91af192e934", *_OF_RANKS
+    ),
+    kernel(
+        f"{_GPU}.mm.rope",
+        "_prepare_rope_positions_kernel",
+        "positions of multimodal rotary tables",
+        v0_33="94794d39da65",
+    ),
     Override(
         f"{_GPU}.sample.sampler:Sampler",
         "replaced",
@@ -157,7 +250,8 @@ OVERRIDES: tuple[Override, ...] = (
         {SINCE: "d5fd9940f82c"},
         compared=f"{_GPU}.sample.sampler:Sampler._sample_random",
         replaced_in=(f"{_GPU}.sample.sampler", f"{_GPU}.model_runner"),
-        kept_in=(f"{_GPU}.spec_decode", _WATERMARKING, "vllm.models"),  # in annotations, and as a base class
+        # in annotations, and as a base class
+        kept_in=(f"{_GPU}.spec_decode", _WATERMARKING, "vllm.models"),
     ),
     Override(
         f"{_GPU}.sample.gumbel:gumbel_sample",
@@ -165,8 +259,13 @@ OVERRIDES: tuple[Override, ...] = (
         "the tokens that a drafter samples, and those beside watermarked ones",
         _TRITON,
         {SINCE: "10533e09af59"},
-        replaced_in=(f"{_GPU}.sample.gumbel", f"{_GPU}.spec_decode.speculator", f"{_WATERMARKING}.watermarker"),
-        kept_in=(f"{_GPU}.sample.sampler", f"{_GPU}.spec_decode.dspark", "vllm.models"),  # not reached
+        replaced_in=(
+            f"{_GPU}.sample.gumbel",
+            f"{_GPU}.spec_decode.speculator",
+            f"{_WATERMARKING}.watermarker",
+        ),
+        # not reached
+        kept_in=(f"{_GPU}.sample.sampler", f"{_GPU}.spec_decode.dspark", "vllm.models"),
     ),
     Override(
         "vllm.triton_utils.importing:TritonPlaceholder",
@@ -187,7 +286,12 @@ OVERRIDES: tuple[Override, ...] = (
         "sample.sampler",
         "spec_decode.rejection_sampler",
     ),
-    _function("sample.logit_bias", "apply_logit_bias", "logit bias, allowed tokens and min_tokens", "d3d6364d15b7"),
+    _function(
+        "sample.logit_bias",
+        "apply_logit_bias",
+        "logit bias, allowed tokens and min_tokens",
+        "d3d6364d15b7",
+    ),
     _function("sample.bad_words", "apply_bad_words", "bad words", "47d96f7be180"),
     Override(
         f"{_GPU}.structured_outputs:StructuredOutputsWorker.apply_grammar_bitmask",
@@ -228,24 +332,48 @@ OVERRIDES: tuple[Override, ...] = (
         {SINCE: "aade448703f7"},
         replaced_in=(f"{_GPU}.sample.watermark", f"{_WATERMARKING}.spec_decode"),
     ),
-    kernel(f"{_GPU}.sample.logprob", "_fill_logprob_token_ids_kernel", "logprob_token_ids", v0_33="a6b1837812b7"),
+    kernel(
+        f"{_GPU}.sample.logprob",
+        "_fill_logprob_token_ids_kernel",
+        "logprob_token_ids",
+        v0_33="a6b1837812b7",
+    ),
     *(
         kernel(f"{_GPU}.input_batch", name, why, v0_33=source)
         for name, why, source in (
             ("_post_update_kernel", "the requests' states after sampling", "e61e1bbcb632"),
-            ("_post_update_num_computed_tokens_kernel", "the requests' states of a rank that does not sample", "e849fe619740"),
+            (
+                "_post_update_num_computed_tokens_kernel",
+                "the requests' states of a rank that does not sample",
+                "e849fe619740",
+            ),
         )
     ),
     *(
-        _function("spec_decode.target_dependent_ar.speculator", name, "inputs of EAGLE's and MTP's drafters", source)
+        _function(
+            "spec_decode.target_dependent_ar.speculator",
+            name,
+            "inputs of EAGLE's and MTP's drafters",
+            source,
+        )
         for name, source in (
             ("prepare_prefill_inputs", "da2ce5e63572"),
             ("prepare_decode_inputs", "74a9b8908ee9"),
             ("update_draft_inputs", "b8741f8de38f"),
         )
     ),
-    _function("spec_decode.standalone_ar.speculator", "prepare_prefill_inputs", "inputs of a draft model", "a3601e3c09e0"),
-    _function("spec_decode.rejection_sampler", "gather_draft_sampled", "the draft tokens to verify", "f821e4d89628"),
+    _function(
+        "spec_decode.standalone_ar.speculator",
+        "prepare_prefill_inputs",
+        "inputs of a draft model",
+        "a3601e3c09e0",
+    ),
+    _function(
+        "spec_decode.rejection_sampler",
+        "gather_draft_sampled",
+        "the draft tokens to verify",
+        "f821e4d89628",
+    ),
     _function(
         "spec_decode.rejection_sampler_utils",
         "rejection_sample",
@@ -254,12 +382,40 @@ OVERRIDES: tuple[Override, ...] = (
         "spec_decode.rejection_sampler",
         kept_in=(_WATERMARKING,),
     ),
-    kernel(f"{_GPU}.spec_decode.rejection_sampler", "_flatten_sampled_kernel", "log-probabilities", v0_33="95dbd58c6d91"),
-    kernel(f"{_GPU}.spec_decode.ngram.speculator", "_ngram_scan_kernel", "n-gram drafter's matches", v0_33="4d2cf828d818"),
-    kernel(f"{_GPU}.spec_decode.ngram.speculator", "_ngram_finalize_kernel", "n-gram drafter's tokens", v0_33="bdca1a7844b7"),
-    _function("sample.logprob", "compute_token_logprobs", "log-probabilities", "e3235d4bf796", "sample.prompt_logprob"),
-    kernel(f"{_GPU}.sample.logprob", "_ranks_kernel", "the sampled tokens' ranks", v0_33="759ab23bc60c"),
-    _function("sample.prompt_logprob", "get_prompt_logprobs_token_ids", "the tokens of prompts to score", "d24d199bc865"),
+    kernel(
+        f"{_GPU}.spec_decode.rejection_sampler",
+        "_flatten_sampled_kernel",
+        "log-probabilities",
+        v0_33="95dbd58c6d91",
+    ),
+    kernel(
+        f"{_GPU}.spec_decode.ngram.speculator",
+        "_ngram_scan_kernel",
+        "n-gram drafter's matches",
+        v0_33="4d2cf828d818",
+    ),
+    kernel(
+        f"{_GPU}.spec_decode.ngram.speculator",
+        "_ngram_finalize_kernel",
+        "n-gram drafter's tokens",
+        v0_33="bdca1a7844b7",
+    ),
+    _function(
+        "sample.logprob",
+        "compute_token_logprobs",
+        "log-probabilities",
+        "e3235d4bf796",
+        "sample.prompt_logprob",
+    ),
+    kernel(
+        f"{_GPU}.sample.logprob", "_ranks_kernel", "the sampled tokens' ranks", v0_33="759ab23bc60c"
+    ),
+    _function(
+        "sample.prompt_logprob",
+        "get_prompt_logprobs_token_ids",
+        "the tokens of prompts to score",
+        "d24d199bc865",
+    ),
 )
 
 include(OVERRIDES)

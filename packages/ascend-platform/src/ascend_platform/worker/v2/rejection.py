@@ -1,7 +1,9 @@
-"""Verification of draft tokens in the V2 runner: vLLM's Triton kernels (``gpu/spec_decode/rejection_sampler*.py``) in PyTorch.
+"""Verification of draft tokens in the V2 runner: vLLM's Triton kernels
+(``gpu/spec_decode/rejection_sampler*.py``) in PyTorch.
 
-Nothing here synchronizes with the device, and no shape depends on which tokens are accepted. ``cu_num_logits`` is int32
-``[requests + 1]``; the logit after a request's draft token ``i`` is row ``cu_num_logits[request] + i + 1``.
+Nothing here synchronizes with the device, and no shape depends on which tokens are accepted.
+``cu_num_logits`` is int32 ``[requests + 1]``; the logit after a request's draft token ``i`` is row
+``cu_num_logits[request] + i + 1``.
 """
 
 from collections.abc import Callable
@@ -23,8 +25,12 @@ def gather_draft_sampled(
     expanded_local_pos: torch.Tensor,
     prefill_len: torch.Tensor,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Input token and position of each logit; draft tokens that are placeholders, after a prompt, become -1."""
-    tokens, places = input_ids.index_select(0, logits_indices), positions.index_select(0, logits_indices)
+    """Input token and position of each logit; draft tokens that are placeholders, after a prompt,
+    become -1."""
+    tokens, places = (
+        input_ids.index_select(0, logits_indices),
+        positions.index_select(0, logits_indices),
+    )
     in_prefill = places - expanded_local_pos < prefill_len.index_select(0, expanded_idx_mapping)
     return tokens.masked_fill(in_prefill & (expanded_local_pos > 0), -1), places
 
@@ -37,7 +43,8 @@ def flatten_sampled(
     cu_num_logits: torch.Tensor,
     **_: Any,
 ) -> None:
-    """Replaces ``_flatten_sampled_kernel``: write sampled tokens ``[requests, columns]`` to ``[logits]``, 0 for the others."""
+    """Replaces ``_flatten_sampled_kernel``: write sampled tokens ``[requests, columns]`` to
+    ``[logits]``, 0 for the others."""
     requests = token_requests(cu_num_logits[1:], len(flat))
     places = torch.arange(len(flat), device=flat.device) - cu_num_logits.index_select(0, requests)
     elements = torch.add(places.clamp(max=sampled.shape[1] - 1), requests, alpha=sampled.shape[1])
@@ -69,15 +76,16 @@ def rejection_sample(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Accept draft tokens up to the first that is rejected, and sample one token more.
 
-    A greedy request accepts what the target model would choose. Another accepts token x with probability min(1, p(x) / q(x)), and
-    samples in place of a rejected one from max(p - q, 0); without ``draft_logits`` q is 1 for the draft token.
+    A greedy request accepts what the target model would choose. Another accepts token x with
+    probability min(1, p(x) / q(x)), and samples in place of a rejected one from max(p - q, 0);
+    without ``draft_logits`` q is 1 for the draft token.
 
     Args:
         target_logits: ``[logits, vocab_size]``, with all sampling parameters applied.
         draft_logits: ``[states, steps, vocab_size]`` before temperature.
         draft_sampled: ``[logits]``, the first of each request no draft token; -1 is rejected.
-        contexts: int64 ``[logits, context_width]`` with a key for watermarks, of the requests with ``watermarking``, but for the
-            logits of the mask.
+        contexts: int64 ``[logits, context_width]`` with a key for watermarks, of the requests with
+            ``watermarking``, but for the logits of the mask.
 
     Returns:
         Tokens int64 ``[requests, steps + 1]`` and how many are valid, int32 ``[requests]``.
@@ -95,7 +103,9 @@ def rejection_sample(
     temperatures = temperature.index_select(0, expanded_idx_mapping)
     target_lse = draft_lse = scores = None
     if samples or synthetic_conditional_rates is not None:
-        waiting = noise.exponential(seed.index_select(0, expanded_idx_mapping), pos.long() + noise.ACCEPT_SALT, 1)[:, 0]
+        waiting = noise.exponential(
+            seed.index_select(0, expanded_idx_mapping), pos.long() + noise.ACCEPT_SALT, 1
+        )[:, 0]
         if synthetic_conditional_rates is not None:
             steps = expanded_local_pos.clamp(max=len(synthetic_conditional_rates) - 1)
             accepted = (-waiting).exp() < synthetic_conditional_rates.index_select(0, steps)
@@ -104,12 +114,15 @@ def rejection_sample(
             target_lse = target_logits.logsumexp(-1)
             ratio = target_logits.gather(-1, chosen)[:, 0] - target_lse
             if draft_logits is not None:
-                scores = _draft_scores(draft_logits, expanded_idx_mapping, expanded_local_pos, temperatures)
+                scores = _draft_scores(
+                    draft_logits, expanded_idx_mapping, expanded_local_pos, temperatures
+                )
                 draft_lse = scores.logsumexp(-1)
                 in_draft = chosen < scores.shape[-1]
                 at_draft = scores.gather(-1, chosen.clamp(max=scores.shape[-1] - 1))
                 ratio = ratio - (torch.where(in_draft, at_draft, -torch.inf)[:, 0] - draft_lse)
-            accepted = torch.where(temperatures == 0, accepted, ratio > -waiting)  # p / q > u, and -log u is exponential
+            # p / q > u, and -log u is exponential
+            accepted = torch.where(temperatures == 0, accepted, ratio > -waiting)
     accepted = accepted & (drafted >= 0)
     is_draft = columns < num_drafts[:, None]
     run = (accepted[rows] & is_draft).int().cumprod(1)
@@ -121,7 +134,12 @@ def rejection_sample(
         wrong = drafted.index_select(0, last)
         is_rejected = ((num_accepted < num_drafts) & (wrong >= 0))[:, None]
         if scores is not None and target_lse is not None and draft_lse is not None:
-            logits = _residual(logits - target_lse[last][:, None], (scores - draft_lse[:, None])[last], logits, is_rejected)
+            logits = _residual(
+                logits - target_lse[last][:, None],
+                (scores - draft_lse[:, None])[last],
+                logits,
+                is_rejected,
+            )
         else:
             vocabulary = torch.arange(logits.shape[1], device=logits.device)
             logits = logits.masked_fill(is_rejected & (vocabulary == wrong[:, None]), -torch.inf)
@@ -131,33 +149,54 @@ def rejection_sample(
             is_marked = watermarking.index_select(0, idx_mapping)
             if watermarking_skip_mask is not None:
                 is_marked &= ~watermarking_skip_mask.index_select(0, last)
-            others = torch.where(is_marked, watermarks.draw(watermark_key, logits, contexts.index_select(0, last)), others)
+            others = torch.where(
+                is_marked,
+                watermarks.draw(watermark_key, logits, contexts.index_select(0, last)),
+                others,
+            )
         tokens = torch.where(temperatures.index_select(0, last) == 0, tokens, others)
-    sampled = torch.where(run.bool(), drafted[rows], tokens[:, None]) * (columns <= num_accepted[:, None])
+    sampled = torch.where(run.bool(), drafted[rows], tokens[:, None]) * (
+        columns <= num_accepted[:, None]
+    )
     assert len(sampled) == count
     return sampled, (num_accepted + 1).int()
 
 
 def _draft_scores(
-    draft_logits: torch.Tensor, expanded_idx_mapping: torch.Tensor, expanded_local_pos: torch.Tensor, temperatures: torch.Tensor
+    draft_logits: torch.Tensor,
+    expanded_idx_mapping: torch.Tensor,
+    expanded_local_pos: torch.Tensor,
+    temperatures: torch.Tensor,
 ) -> torch.Tensor:
-    """The drafter's logits for the token after each logit, ``[logits, vocab_size]``, with temperature."""
+    """The drafter's logits for the token after each logit, ``[logits, vocab_size]``, with
+    temperature."""
     steps = draft_logits.shape[1]
     places = torch.add(expanded_local_pos.clamp(max=steps - 1), expanded_idx_mapping, alpha=steps)
     scores = draft_logits.view(-1, draft_logits.shape[-1]).index_select(0, places).float()
     return scores / torch.where(temperatures == 0, 1, temperatures)[:, None]
 
 
-def _residual(target: torch.Tensor, draft: torch.Tensor, logits: torch.Tensor, is_rejected: torch.Tensor) -> torch.Tensor:
+def _residual(
+    target: torch.Tensor, draft: torch.Tensor, logits: torch.Tensor, is_rejected: torch.Tensor
+) -> torch.Tensor:
     """Logarithm of max(p - q, 0) where a draft token is rejected, from log-probabilities."""
     width = min(target.shape[1], draft.shape[1])
-    ratio = (draft[:, :width] - target[:, :width]).exp()  # nan where neither model has the token, which then has no residual
+    # nan where neither model has the token, which then has no residual
+    ratio = (draft[:, :width] - target[:, :width]).exp()
     rest = torch.where(ratio < 1, target[:, :width] + torch.log1p(-ratio), -torch.inf)
-    return torch.where(is_rejected, torch.nn.functional.pad(rest, (0, logits.shape[1] - width), value=-torch.inf), logits)
+    return torch.where(
+        is_rejected,
+        torch.nn.functional.pad(rest, (0, logits.shape[1] - width), value=-torch.inf),
+        logits,
+    )
 
 
 def _noise(
-    logits: torch.Tensor, seed: torch.Tensor, idx_mapping: torch.Tensor, positions: torch.Tensor, use_fp64: bool
+    logits: torch.Tensor,
+    seed: torch.Tensor,
+    idx_mapping: torch.Tensor,
+    positions: torch.Tensor,
+    use_fp64: bool,
 ) -> torch.Tensor:
     step = inputs.current()
     if step is not None and not step.has_seeds:
@@ -174,6 +213,11 @@ OVERRIDES: dict[str, Callable[..., Any]] = {
 def install() -> None:
     from ascend_platform import triton_overrides
 
-    override("vllm.v1.worker.gpu.spec_decode.rejection_sampler:gather_draft_sampled", gather_draft_sampled)
-    override("vllm.v1.worker.gpu.spec_decode.rejection_sampler_utils:rejection_sample", rejection_sample)
+    override(
+        "vllm.v1.worker.gpu.spec_decode.rejection_sampler:gather_draft_sampled",
+        gather_draft_sampled,
+    )
+    override(
+        "vllm.v1.worker.gpu.spec_decode.rejection_sampler_utils:rejection_sample", rejection_sample
+    )
     triton_overrides.register(OVERRIDES)

@@ -1,4 +1,5 @@
-"""vLLM's V2 model runner on the NPU: torch.npu streams, split KV caches, and PyTorch in place of Triton kernels."""
+"""vLLM's V2 model runner on the NPU: torch.npu streams, split KV caches, and PyTorch in place of
+Triton kernels."""
 
 from collections.abc import Callable
 from typing import Any
@@ -26,7 +27,8 @@ _init_kv_cache = attn_utils.init_kv_cache
 
 
 def init_kv_cache(layers: dict[str, Any], config: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
-    """Allocate the KV cache as vLLM does, then bind its parts to each layer, as a KVCachePair or PagedLatent."""
+    """Allocate the KV cache as vLLM does, then bind its parts to each layer, as a KVCachePair or
+    PagedLatent."""
     kv_cache.check(config)
     caches = _init_kv_cache(layers, config, *args, **kwargs)
     parts = {name: kv_cache.split_layer(layers[name]) for name in caches}
@@ -35,13 +37,18 @@ def init_kv_cache(layers: dict[str, Any], config: Any, *args: Any, **kwargs: Any
     return parts
 
 
-override("vllm.v1.worker.gpu.model_runner:torch", module_with_overrides(torch_on_npu, arange=inputs.arange, zeros=inputs.zeros))
+override(
+    "vllm.v1.worker.gpu.model_runner:torch",
+    module_with_overrides(torch_on_npu, arange=inputs.arange, zeros=inputs.zeros),
+)
 override("vllm.v1.worker.gpu.async_utils:torch", torch_on_npu)
 override("vllm.v1.worker.gpu.structured_outputs:torch", torch_on_npu)
 override("vllm.v1.worker.gpu.spec_decode.utils:torch", torch_on_npu)
 override("vllm.v1.worker.gpu.pp_utils:torch", torch_on_npu)
 override("vllm.v1.worker.gpu.attn_utils:init_kv_cache", init_kv_cache)
-override("vllm.utils.gc_utils:freeze_gc_for_cudagraph_capture", capture_sizes.GraphSizeMixin._freeze_gc)
+override(
+    "vllm.utils.gc_utils:freeze_gc_for_cudagraph_capture", capture_sizes.GraphSizeMixin._freeze_gc
+)
 override("vllm.v1.worker.gpu.block_table:BlockTables", NPUBlockTables)
 buffers.install()
 graphs.install()
@@ -51,7 +58,8 @@ watermarking.install()
 
 
 class NPUModelRunnerV2(ModelMixin, DraftLengthsMixin, GPUModelRunner):
-    """vLLM's V2 GPUModelRunner; what it does not serve is refused by ``ascend_platform/config/model_runner.py``."""
+    """vLLM's V2 GPUModelRunner; what it does not serve is refused by
+    ``ascend_platform/config/model_runner.py``."""
 
     cudagraph_manager: Any
     model: Any
@@ -71,25 +79,35 @@ class NPUModelRunnerV2(ModelMixin, DraftLengthsMixin, GPUModelRunner):
             drafting.install()
         self._sent = buffers.SentInputs()
         super().__init__(vllm_config, device)
-        if self.pp_handler is not None:  # so that its communicator's buffers are taken off the KV cache's budget
+        # so that its communicator's buffers are taken off the KV cache's budget
+        if self.pp_handler is not None:
             token = torch.zeros(1, device=device)
-            torch.distributed.broadcast(token, src=self.pp_handler.last_rank, group=self.pp_handler.broadcast_group)
+            torch.distributed.broadcast(
+                token, src=self.pp_handler.last_rank, group=self.pp_handler.broadcast_group
+            )
             torch.npu.synchronize()
         self._make_lora_inputs = self.lora_state.make_lora_inputs
         vars(self.lora_state).update(make_lora_inputs=self._make_lora_inputs_of_logits)
         parallel = vllm_config.parallel_config
-        self._has_lockstep = parallel.distributed_executor_backend == "external_launcher" and parallel.data_parallel_size > 1
+        self._has_lockstep = (
+            parallel.distributed_executor_backend == "external_launcher"
+            and parallel.data_parallel_size > 1
+        )
         self._prepare_eplb = self.eplb.prepare_load
         vars(self.eplb).update(prepare_load=self._prepare_eplb_on_npu)
 
     def _prepare_eplb_on_npu(self) -> None:
-        """As vLLM's, with the device index that the weight transfer thread needs; vLLM sets it on CUDA and XPU only."""
+        """As vLLM's, with the device index that the weight transfer thread needs; vLLM sets it on
+        CUDA and XPU only."""
         self._prepare_eplb()
         if self.eplb.state is not None:
             self.eplb.state.device_index = self.device.index
 
-    def _make_lora_inputs_of_logits(self, *arguments: Any) -> tuple[tuple[int, ...], tuple[int, ...], set[Any]]:
-        """As vLLM's, with the adapter of each logit first; vLLM has that of each request, also where it has draft tokens."""
+    def _make_lora_inputs_of_logits(
+        self, *arguments: Any
+    ) -> tuple[tuple[int, ...], tuple[int, ...], set[Any]]:
+        """As vLLM's, with the adapter of each logit first; vLLM has that of each request, also
+        where it has draft tokens."""
         of_requests, of_tokens, requests = self._make_lora_inputs(*arguments)
         assert self._step is not None
         return self._step.per_logit(of_requests), of_tokens, requests
@@ -107,20 +125,35 @@ class NPUModelRunnerV2(ModelMixin, DraftLengthsMixin, GPUModelRunner):
             return metadata
 
         def prepare_inputs(batch: InputBatch, *args: Any) -> Any:
-            with inputs.preparing(self._step or inputs.Step(batch.num_scheduled_tokens, batch.has_prefill)):
+            with inputs.preparing(
+                self._step or inputs.Step(batch.num_scheduled_tokens, batch.has_prefill)
+            ):
                 return prepare_model_inputs(batch, *args)
 
         if self.lora_config and (worker := self.prompt_logprobs_worker) is not None:
-            scored = [name for name in ("compute_prompt_logprobs", "compute_prompt_token_id_logprobs") if hasattr(worker, name)]
-            vars(worker).update({name: self._with_adapters(getattr(worker, name)) for name in scored})
+            scored = [
+                name
+                for name in ("compute_prompt_logprobs", "compute_prompt_token_id_logprobs")
+                if hasattr(worker, name)
+            ]
+            vars(worker).update(
+                {name: self._with_adapters(getattr(worker, name)) for name in scored}
+            )
         prepare_model_inputs = self.model_state.prepare_inputs
         vars(self.model_state).update(prepare_attn=prepare_attn, prepare_inputs=prepare_inputs)
 
     def _with_adapters(self, score: Callable[..., Any]) -> Callable[..., Any]:
-        """Let a method of PromptLogprobsWorker compute logits with each prompt's adapter on ``lm_head``."""
+        """Let a method of PromptLogprobsWorker compute logits with each prompt's adapter on
+        ``lm_head``."""
 
-        def scored(compute_logits: Callable[..., Any], hidden_states: torch.Tensor, *args: Any) -> Any:
-            return score(punica.of_tokens(self.lora_manager, compute_logits, hidden_states), hidden_states, *args)
+        def scored(
+            compute_logits: Callable[..., Any], hidden_states: torch.Tensor, *args: Any
+        ) -> Any:
+            return score(
+                punica.of_tokens(self.lora_manager, compute_logits, hidden_states),
+                hidden_states,
+                *args,
+            )
 
         return scored
 
@@ -129,21 +162,26 @@ class NPUModelRunnerV2(ModelMixin, DraftLengthsMixin, GPUModelRunner):
         return NPUPCPManager
 
     def initialize_kv_cache(self, *arguments: Any, **named: Any) -> None:
-        """Allocate the KV cache; ``self.kv_caches``, in which blocks are copied, lists keys and values as two caches."""
+        """Allocate the KV cache; ``self.kv_caches``, in which blocks are copied, lists keys and
+        values as two caches."""
         super().initialize_kv_cache(*arguments, **named)
         tensors = [tensor for pair in self.kv_caches for tensor in pair]
-        self.kv_caches = list({tensor.data_ptr(): tensor for tensor in tensors}.values())  # KV cache groups share tensors
+        # KV cache groups share tensors
+        self.kv_caches = list({tensor.data_ptr(): tensor for tensor in tensors}.values())
 
     def prepare_inputs(self, scheduler_output: Any, batch: Any, *arguments: Any) -> InputBatch:
         of_sampler = {}
         if self.sampler is not None:
             states, rows = self.sampler.sampling_states, batch.idx_mapping_np
-            of_sampler = {"counts_output": bool(self.sampler.penalties_state.use_penalty[rows].any())}
+            of_sampler = {
+                "counts_output": bool(self.sampler.penalties_state.use_penalty[rows].any())
+            }
             if self.num_speculative_steps:  # for the rejection sampler
                 of_sampler["is_greedy"] = bool((states.temperature.np[rows] == 0).all())
                 of_sampler["has_seeds"] = states.any_explicit_seed(rows)
         host = None
-        if not self.num_speculative_steps:  # with draft tokens the scheduler's numbers are upper bounds
+        # with draft tokens the scheduler's numbers are upper bounds
+        if not self.num_speculative_steps:
             computed = self.req_states.num_computed_tokens_np[batch.idx_mapping_np]
             known = batch.idx_mapping_np, batch.num_scheduled_tokens, computed, batch.prefill_len_np
             host = HostInputs(*known, self.req_states.all_token_ids.gpu, self.req_states.indices)
@@ -153,7 +191,8 @@ class NPUModelRunnerV2(ModelMixin, DraftLengthsMixin, GPUModelRunner):
             num_draft_tokens=batch.num_draft_tokens_np,
             looks_ahead=self.speculator is not None,
             host=host,
-            sent=self._sent if host is not None else None,  # a step with draft tokens changes query_start_loc on the device
+            # a step with draft tokens changes query_start_loc on the device
+            sent=self._sent if host is not None else None,
             **of_sampler,
         )
         self._step.are_constants_shared = not self._step.has_drafts
@@ -162,12 +201,17 @@ class NPUModelRunnerV2(ModelMixin, DraftLengthsMixin, GPUModelRunner):
                 prepared = super().prepare_inputs(scheduler_output, batch, *arguments)
         finally:
             self._step.are_constants_shared = False
-        if host is not None and self.sampler is not None and self.sampler.reads_lengths(batch.idx_mapping_np):
+        if (
+            host is not None
+            and self.sampler is not None
+            and self.sampler.reads_lengths(batch.idx_mapping_np)
+        ):
             host.write_lengths(prepared.idx_mapping, self.req_states.lengths)
         return prepared
 
     def execute_model(self, scheduler_output: Any, *arguments: Any, **named: Any) -> Any:
-        """As vLLM's; a step without tokens of one of several engines under the external launcher runs a dummy step, as with V1.
+        """As vLLM's; a step without tokens of one of several engines under the external launcher
+        runs a dummy step, as with V1.
 
         The others wait for this engine's number of tokens.
         """
@@ -175,7 +219,9 @@ class NPUModelRunnerV2(ModelMixin, DraftLengthsMixin, GPUModelRunner):
             self._step = None
             self._sent.forget()
         output = super().execute_model(scheduler_output, *arguments, **named)
-        if self._has_lockstep and not (named.get("dummy_run") or scheduler_output.total_num_scheduled_tokens):
+        if self._has_lockstep and not (
+            named.get("dummy_run") or scheduler_output.total_num_scheduled_tokens
+        ):
             self._dummy_run(1, uniform_decode=True)
         return output
 
@@ -190,7 +236,9 @@ class NPUModelRunnerV2(ModelMixin, DraftLengthsMixin, GPUModelRunner):
         if self.pcp_manager is not None:
             return self.pcp_manager.prepare_attn(batch, host)
         padded = batch.num_reqs_after_padding
-        tables = self.block_tables.gather_block_tables(batch.idx_mapping, padded, num_computed_tokens=computed, host=host)
+        tables = self.block_tables.gather_block_tables(
+            batch.idx_mapping, padded, num_computed_tokens=computed, host=host
+        )
         slots = self.block_tables.compute_slot_mappings(
             batch.idx_mapping,
             batch.query_start_loc,
@@ -206,14 +254,18 @@ class NPUModelRunnerV2(ModelMixin, DraftLengthsMixin, GPUModelRunner):
         if not self.needs_cudagraph_capture():
             return 0
         self._sent.forget()
-        set_cudagraph_capturing_enabled(True)  # a V1 runner of this process has disabled it after its captures
+        # a V1 runner of this process has disabled it after its captures
+        set_cudagraph_capturing_enabled(True)
         try:
             return super().capture_model(**named)
         finally:
             set_cudagraph_capturing_enabled(False)
 
     def profile_cudagraph_memory(self) -> int:
-        """Estimate graph memory as vLLM does, whose function clears all wrappers' graphs, with this runner's wrappers only."""
-        others = set(CUDAGraphWrapper._all_instances).difference(capture_sizes.wrappers_of(self.compilation_config))
+        """Estimate graph memory as vLLM does, whose function clears all wrappers' graphs, with this
+        runner's wrappers only."""
+        others = set(CUDAGraphWrapper._all_instances).difference(
+            capture_sizes.wrappers_of(self.compilation_config)
+        )
         with without("vllm.compilation.cuda_graph:CUDAGraphWrapper._all_instances", others):
             return super().profile_cudagraph_memory()

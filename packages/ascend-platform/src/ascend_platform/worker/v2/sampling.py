@@ -1,7 +1,8 @@
-"""Sampling and log-probabilities of the V2 runner: vLLM's Triton kernels (``gpu/sample/``) in PyTorch, and the fused operators.
+"""Sampling and log-probabilities of the V2 runner: vLLM's Triton kernels (``gpu/sample/``) in
+PyTorch, and the fused operators.
 
-Nothing here synchronizes with the device. ``rows`` are rows of logits, of which a request with draft tokens has several;
-``expanded_idx_mapping`` has the request's index for each.
+Nothing here synchronizes with the device. ``rows`` are rows of logits, of which a request with
+draft tokens has several; ``expanded_idx_mapping`` has the request's index for each.
 """
 
 import dataclasses
@@ -28,7 +29,8 @@ NUM_PROCESSORS = 3
 
 
 class NPUSampler(Sampler):
-    """Sampler that draws with npu_top_k_top_p_sample, and only where a request of the step is not greedy."""
+    """Sampler that draws with npu_top_k_top_p_sample, and only where a request of the step is not
+    greedy."""
 
     _has_new_requests = True
 
@@ -37,27 +39,39 @@ class NPUSampler(Sampler):
         self._has_new_requests = True
 
     def apply_staged_writes(self) -> None:
-        """As vLLM's, which does so in each step; nothing is staged but by ``add_request``, save by a user's logits processors."""
+        """As vLLM's, which does so in each step; nothing is staged but by ``add_request``, save by
+        a user's logits processors."""
         if self._has_new_requests or len(self.logits_processors) > NUM_PROCESSORS:
             super().apply_staged_writes()
             self._has_new_requests = False
 
     def reads_positions(self, rows: np.ndarray) -> bool:
-        """Whether these requests' sampling reads the positions and tokens of logits: logits processors and seeds."""
-        return bool(self.needs_logits_processing[rows].any()) or self.sampling_states.any_explicit_seed(rows)
+        """Whether these requests' sampling reads the positions and tokens of logits: logits
+        processors and seeds."""
+        return bool(
+            self.needs_logits_processing[rows].any()
+        ) or self.sampling_states.any_explicit_seed(rows)
 
     def reads_lengths(self, rows: np.ndarray) -> bool:
-        """Whether a logits processor of these requests reads how many tokens are known: bad words, or a user's own."""
+        """Whether a logits processor of these requests reads how many tokens are known: bad words,
+        or a user's own."""
         return len(self.logits_processors) > NUM_PROCESSORS or bool(self._num_bad_words[rows].any())
 
     @functools.cached_property
     def _num_bad_words(self) -> np.ndarray:
-        return next(each.num_bad_words.np for each in self.logits_processors if isinstance(each, BadWordsState))
+        return next(
+            each.num_bad_words.np
+            for each in self.logits_processors
+            if isinstance(each, BadWordsState)
+        )
 
     def __call__(self, logits: torch.Tensor, input_batch: InputBatch) -> SamplerOutput:
-        """As vLLM's, which first gathers each logit's position and token, without this where they are not read."""
+        """As vLLM's, which first gathers each logit's position and token, without this where they
+        are not read."""
         indices = input_batch.logits_indices
-        if isinstance(indices, torch.Tensor) and not self.reads_positions(input_batch.idx_mapping_np):
+        if isinstance(indices, torch.Tensor) and not self.reads_positions(
+            input_batch.idx_mapping_np
+        ):
             none: Any = slice(0, 0)
             input_batch = dataclasses.replace(input_batch, logits_indices=none)
         return super().__call__(logits, input_batch)
@@ -82,17 +96,25 @@ class NPUSampler(Sampler):
         logits = processed_logits.double() if self.use_fp64_gumbel else processed_logits.float()
         drawn = self._noise(logits, expanded_idx_mapping, idx_mapping_np, pos)
         if is_greedy.any():
-            drawn.masked_fill_((states.temperature.gpu.index_select(0, expanded_idx_mapping) == 0)[:, None], 1)
+            drawn.masked_fill_(
+                (states.temperature.gpu.index_select(0, expanded_idx_mapping) == 0)[:, None], 1
+            )
         top_k_np = states.top_k.np[idx_mapping_np]
         is_fused = extension.chip().family.top_k_top_p and not self.use_fp64_gumbel
         if is_fused and not ((top_k_np > MAX_TOP_K) & (top_k_np < states.vocab_size)).any():
-            tokens, processed = top_k_top_p_sample(logits, top_k, top_p, q=drawn, is_need_logits=needs_logits)
+            tokens, processed = top_k_top_p_sample(
+                logits, top_k, top_p, q=drawn, is_need_logits=needs_logits
+            )
             return tokens, processed if needs_logits else logits
         logits = apply_top_k_top_p(logits, top_k, top_p, has_topp_only_rows=has_topp_only_rows)  # type: ignore[call-arg]
         return (logits - drawn.log_()).argmax(-1), logits
 
     def _noise(
-        self, logits: torch.Tensor, expanded_idx_mapping: torch.Tensor, idx_mapping_np: np.ndarray, pos: torch.Tensor
+        self,
+        logits: torch.Tensor,
+        expanded_idx_mapping: torch.Tensor,
+        idx_mapping_np: np.ndarray,
+        pos: torch.Tensor,
     ) -> torch.Tensor:
         states = self.sampling_states
         if states.any_explicit_seed(idx_mapping_np):
@@ -114,10 +136,11 @@ def gumbel_sample(
     use_fp64: bool = False,
     logits_cache_source: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Sample one token for each row, int64 ``[rows]``; the sampler itself does not call this, drafters do.
+    """Sample one token for each row, int64 ``[rows]``; the sampler itself does not call this,
+    drafters do.
 
-    With ``logits_cache`` ``[requests, steps, vocab_size]`` the logits are kept for the rejection sampler. Rows with a negative
-    index are padding.
+    With ``logits_cache`` ``[requests, steps, vocab_size]`` the logits are kept for the rejection
+    sampler. Rows with a negative index are padding.
     """
     valid = expanded_idx_mapping >= 0
     rows = expanded_idx_mapping.clamp(min=0).long()
@@ -129,7 +152,9 @@ def gumbel_sample(
         steps = logits_cache_col.expand(len(rows)).long()
         cached = logits_cache.view(-1, logits_cache.shape[-1])
         places_in_cache = torch.add(steps, rows, alpha=logits_cache.shape[1])
-        kept = torch.where(valid[:, None], source, cached.index_select(0, places_in_cache)[:, : source.shape[1]])
+        kept = torch.where(
+            valid[:, None], source, cached.index_select(0, places_in_cache)[:, : source.shape[1]]
+        )
         cached[:, : source.shape[1]].index_copy_(0, places_in_cache, kept.to(cached.dtype))
         seeds = seeds ^ (steps << 32)
     if is_drafting:
@@ -141,20 +166,26 @@ def gumbel_sample(
     return (logits + torch.where(temperatures == 0, 0, gumbel)).argmax(-1)
 
 
-def apply_temperature(logits: torch.Tensor, expanded_idx_mapping: torch.Tensor, temperature: torch.Tensor) -> None:
-    """Divide logits ``[rows, vocab_size]`` by the temperature, in place; temperature 0 means greedy."""
+def apply_temperature(
+    logits: torch.Tensor, expanded_idx_mapping: torch.Tensor, temperature: torch.Tensor
+) -> None:
+    """Divide logits ``[rows, vocab_size]`` by the temperature, in place; temperature 0 means
+    greedy."""
     by_row = temperature.index_select(0, expanded_idx_mapping)
     logits.div_(torch.where(by_row == 0, 1, by_row)[:, None])
 
 
-def apply_min_p(logits: torch.Tensor, expanded_idx_mapping: torch.Tensor, min_p: torch.Tensor) -> None:
+def apply_min_p(
+    logits: torch.Tensor, expanded_idx_mapping: torch.Tensor, min_p: torch.Tensor
+) -> None:
     """Mask tokens that are less probable than min-p times the most probable one, in place."""
     threshold = logits.amax(-1) + min_p.index_select(0, expanded_idx_mapping).log()
     logits.masked_fill_(logits < threshold[:, None], -torch.inf)
 
 
 def compute_token_logprobs(logits: torch.Tensor, token_ids: torch.Tensor) -> torch.Tensor:
-    """Log-probabilities of these tokens, float32 ``[rows, tokens]``, from logits ``[rows, vocab_size]``."""
+    """Log-probabilities of these tokens, float32 ``[rows, tokens]``, from logits ``[rows,
+    vocab_size]``."""
     logits = logits.float()
     return logits.gather(-1, token_ids.long()).sub_(logits.logsumexp(-1, keepdim=True))
 
@@ -165,9 +196,15 @@ def get_num_nans(logits: torch.Tensor) -> torch.Tensor:
 
 
 def rank_tokens(
-    ranks: torch.Tensor, logits: torch.Tensor, stride: int, token_ids: torch.Tensor, vocab_size: int, BLOCK_SIZE: int
+    ranks: torch.Tensor,
+    logits: torch.Tensor,
+    stride: int,
+    token_ids: torch.Tensor,
+    vocab_size: int,
+    BLOCK_SIZE: int,
 ) -> None:
-    """Replaces ``_ranks_kernel``: how many logits are not below the token's, int64 ``[rows]``, written."""
+    """Replaces ``_ranks_kernel``: how many logits are not below the token's, int64 ``[rows]``,
+    written."""
     chosen = logits.gather(-1, token_ids.long().view(-1, 1))
     torch.sum(logits >= chosen, -1, out=ranks)
 
@@ -187,7 +224,8 @@ def fill_logprob_token_ids(
     NUM_TOPK: int,
     PADDED_COLS: int,
 ) -> None:
-    """Replaces ``_fill_logprob_token_ids_kernel``: the sampled token, then those that the request names, or the most probable.
+    """Replaces ``_fill_logprob_token_ids_kernel``: the sampled token, then those that the request
+    names, or the most probable.
 
     ``token_ids`` int64 and ``valid_mask`` bool are ``[rows, 1 + columns]``, written.
     """
@@ -195,7 +233,11 @@ def fill_logprob_token_ids(
     count = num_requested.index_select(0, expanded_idx_mapping)[:, None]
     columns = torch.arange(width, device=token_ids.device)
     named = requested.index_select(0, expanded_idx_mapping)[:, :width].long()
-    others = torch.nn.functional.pad(top[:, :NUM_TOPK].long(), (0, width - NUM_TOPK)) if NUM_TOPK else torch.zeros_like(named)
+    others = (
+        torch.nn.functional.pad(top[:, :NUM_TOPK].long(), (0, width - NUM_TOPK))
+        if NUM_TOPK
+        else torch.zeros_like(named)
+    )
     valid = columns < torch.where(count > 0, count, NUM_TOPK)
     token_ids[:, 0] = sampled
     token_ids[:, 1:] = torch.where(valid, torch.where(count > 0, named, others), 0)
@@ -218,7 +260,8 @@ def get_prompt_logprobs_token_ids(
     tokens = torch.arange(num_tokens, dtype=torch.int32, device=idx_mapping.device)
     rows = torch.bucketize(tokens, query_start_loc[1 : num_reqs + 1], right=True)
     shift = num_computed_tokens.index_select(0, idx_mapping) - query_start_loc[:num_reqs] + 1
-    following = (tokens + shift.index_select(0, rows)).clamp(max=width - 1)  # of the last token there is none
+    # of the last token there is none
+    following = (tokens + shift.index_select(0, rows)).clamp(max=width - 1)
     elements = torch.add(following, idx_mapping.index_select(0, rows), alpha=width)
     return all_token_ids.view(-1).index_select(0, elements).long()
 
@@ -239,8 +282,14 @@ def install() -> None:
     override("vllm.v1.worker.gpu.metrics.logits:get_num_nans", get_num_nans)
     override("vllm.v1.worker.gpu.sample.gumbel:apply_temperature", apply_temperature)
     override("vllm.v1.worker.gpu.sample.min_p:apply_min_p", apply_min_p)
-    add("vllm.triton_utils.importing:TritonPlaceholder", {"next_power_of_2": staticmethod(next_power_of_2)})
+    add(
+        "vllm.triton_utils.importing:TritonPlaceholder",
+        {"next_power_of_2": staticmethod(next_power_of_2)},
+    )
     override("vllm.v1.worker.gpu.sample.logprob:compute_token_logprobs", compute_token_logprobs)
-    override("vllm.v1.worker.gpu.sample.prompt_logprob:get_prompt_logprobs_token_ids", get_prompt_logprobs_token_ids)
+    override(
+        "vllm.v1.worker.gpu.sample.prompt_logprob:get_prompt_logprobs_token_ids",
+        get_prompt_logprobs_token_ids,
+    )
     triton_overrides.register(OVERRIDES)
     logits_processors.install()

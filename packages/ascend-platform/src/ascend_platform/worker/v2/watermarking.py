@@ -1,6 +1,8 @@
-"""Watermarking in the V2 runner: its sampler, and the kernels of ``gpu/sample/watermark.py`` in PyTorch.
+"""Watermarking in the V2 runner: its sampler, and the kernels of ``gpu/sample/watermark.py`` in
+PyTorch.
 
-The numbers are those of vLLM's detector (``v1/watermarking/prfs/philox.py``). Nothing here synchronizes with the device.
+The numbers are those of vLLM's detector (``v1/watermarking/prfs/philox.py``). Nothing here
+synchronizes with the device.
 """
 
 import functools
@@ -24,7 +26,8 @@ _NUMBERS_AT_ONCE = 1 << 23
 
 
 class NPUWatermarkSampler(GPUWatermarkSampler, NPUSampler):  # type: ignore[misc]  # of vLLM 0.33
-    """GPUWatermarkSampler that, where no request of a step is watermarked, samples as NPUSampler."""
+    """GPUWatermarkSampler that, where no request of a step is watermarked, samples as
+    NPUSampler."""
 
     def reads_positions(self, rows: np.ndarray) -> bool:
         return self._marks(rows) or super().reads_positions(rows)
@@ -33,48 +36,75 @@ class NPUWatermarkSampler(GPUWatermarkSampler, NPUSampler):  # type: ignore[misc
         return self._marks(rows) or super().reads_lengths(rows)
 
     def _marks(self, rows: np.ndarray) -> bool:
-        return bool((self.watermarking.np[rows] & (self.sampling_states.temperature.np[rows] != 0)).any())
+        return bool(
+            (self.watermarking.np[rows] & (self.sampling_states.temperature.np[rows] != 0)).any()
+        )
 
 
-def sample_watermarked(watermarker: GumbelWatermarker, logits: torch.Tensor, contexts: torch.Tensor) -> WatermarkSample:
+def sample_watermarked(
+    watermarker: GumbelWatermarker, logits: torch.Tensor, contexts: torch.Tensor
+) -> WatermarkSample:
     """Sample a token for each row of logits with the Gumbel noise of its context; see :func:`draw`.
 
-    Philox is the only function of ``WatermarkConfig``. vLLM's PyTorch form computes four words for each token and takes one.
+    Philox is the only function of ``WatermarkConfig``. vLLM's PyTorch form computes four words for
+    each token and takes one.
     """
     return WatermarkSample(draw(watermarker.prf.key, logits, contexts), logits)
 
 
 def draw(key: int, logits: torch.Tensor, contexts: torch.Tensor) -> torch.Tensor:
-    """Tokens, int64 ``[rows]``, of logits ``[rows, vocab_size]`` and contexts, int32 or int64 ``[rows, context_width]``."""
+    """Tokens, int64 ``[rows]``, of logits ``[rows, vocab_size]`` and contexts, int32 or int64
+    ``[rows, context_width]``."""
     parts = contexts.split(max(1, _NUMBERS_AT_ONCE // logits.shape[1]))
     uniform = torch.cat([philox_uniform(key, part, logits.shape[1]) for part in parts])
     return (logits.float() - uniform.log_().neg_().log_()).argmax(-1)
 
 
 def philox_uniform(key: int, contexts: torch.Tensor, vocab_size: int) -> torch.Tensor:
-    """Uniform numbers of each context for all tokens, float32 ``[rows, vocab_size]`` between 0 and 1, exclusive."""
+    """Uniform numbers of each context for all tokens, float32 ``[rows, vocab_size]`` between 0 and
+    1, exclusive."""
     device, width = contexts.device, contexts.shape[1]
     contexts = contexts.long() & _MASK
-    words = torch.stack([torch.full_like(contexts[:, 0], word) for word in (philox._CONTEXT_DOMAIN, width, 0, 0)])
+    words = torch.stack(
+        [torch.full_like(contexts[:, 0], word) for word in (philox._CONTEXT_DOMAIN, width, 0, 0)]
+    )
     for offset in range(0, width, 4):
         block = contexts[:, offset : offset + 4].t()
         if len(block) < 4:
-            block = torch.cat([block, *(torch.full_like(block[:1], _MASK - place) for place in range(len(block), 4))])
+            block = torch.cat(
+                [
+                    block,
+                    *(torch.full_like(block[:1], _MASK - place) for place in range(len(block), 4)),
+                ]
+            )
         words = _philox(words ^ block, _keys((key & _MASK) ^ offset, key >> 32, device))
-    added, others = _keys(0, (key >> 32) ^ philox._TOKEN_DOMAIN, device).unbind(1)  # of a token's two keys one has the context
-    keys = torch.stack([((words[3] ^ (key & _MASK)) + added) & _MASK, others.expand(-1, len(contexts))], 1)
+    # of a token's two keys one has the context
+    added, others = _keys(0, (key >> 32) ^ philox._TOKEN_DOMAIN, device).unbind(1)
+    keys = torch.stack(
+        [((words[3] ^ (key & _MASK)) + added) & _MASK, others.expand(-1, len(contexts))], 1
+    )
     groups = torch.arange(-(-vocab_size // 4), device=device)
-    counters = torch.stack([groups.expand(len(contexts), -1), *(word[:, None].expand(-1, len(groups)) for word in words[:3])])
-    drawn = torch.stack(_philox(counters, keys[..., None]).unbind(), -1).view(len(contexts), -1)[:, :vocab_size]
+    counters = torch.stack(
+        [
+            groups.expand(len(contexts), -1),
+            *(word[:, None].expand(-1, len(groups)) for word in words[:3]),
+        ]
+    )
+    drawn = torch.stack(_philox(counters, keys[..., None]).unbind(), -1).view(len(contexts), -1)[
+        :, :vocab_size
+    ]
     upper = ((drawn >> 8) + 1).float().mul_(2**-24)
-    return upper.sub_(upper, alpha=2**-24)  # the float32 below, as vLLM's division by 2**24 + 1 gives
+    # the float32 below, as vLLM's division by 2**24 + 1 gives
+    return upper.sub_(upper, alpha=2**-24)
 
 
 def _philox(counters: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
-    """Philox4x32-10 of 32-bit words in int64, ``[4, ...]``; the keys of its rounds are ``[10, 2, ...]``."""
+    """Philox4x32-10 of 32-bit words in int64, ``[4, ...]``; the keys of its rounds are ``[10, 2,
+    ...]``."""
     multiplied, added = counters[0::2], counters[1::2]
     for of_round in keys.unbind():
-        # Wraps as the unsigned product of 64 bits, whose upper half the shift leaves below its sign.
+        # Wraps as the unsigned product of 64 bits, whose upper half the shift leaves below its
+        # sign.
         products = torch.stack([multiplied[1] * _MULTIPLIERS[1], multiplied[0] * _MULTIPLIERS[0]])
         multiplied, added = ((products >> 32) ^ added ^ of_round) & _MASK, products
     return torch.stack([multiplied[0], added[0], multiplied[1], added[1]]) & _MASK
@@ -84,7 +114,10 @@ def _philox(counters: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
 def _keys(first: int, second: int, device: torch.device) -> torch.Tensor:
     """The keys of each round, int64 ``[10, 2, 1]``; copied to the device once."""
     weyl = philox._PHILOX_W0, philox._PHILOX_W1
-    by_round = [[(key + step * each) & _MASK for key, each in zip((first, second), weyl, strict=True)] for step in range(10)]
+    by_round = [
+        [(key + step * each) & _MASK for key, each in zip((first, second), weyl, strict=True)]
+        for step in range(10)
+    ]
     return torch.tensor(by_round, device=device)[..., None]
 
 
@@ -101,9 +134,11 @@ def repeated_context_mask(
     local_positions: torch.Tensor | None = None,
     num_speculative_steps: int = 0,
 ) -> torch.Tensor:
-    """Whether the request of each row has had the row's context before, bool ``[rows]``; see vLLM's function.
+    """Whether the request of each row has had the row's context before, bool ``[rows]``; see vLLM's
+    function.
 
-    As many positions are searched as ``max_history``, or the step's longest request, has, up to a power of two.
+    As many positions are searched as ``max_history``, or the step's longest request, has, up to a
+    power of two.
     """
     width, length = contexts.shape[1], all_token_ids.shape[1]
     step = inputs.current()
@@ -114,20 +149,33 @@ def repeated_context_mask(
     start = torch.zeros_like(rows) if include_prompt else prompts
     places = (totals - start)[:, None] + torch.arange(-count - width, 0, device=rows.device)
     elements = (places.clamp(min=0) + start[:, None]).add_(rows[:, None], alpha=length)
-    tokens = all_token_ids.view(-1).index_select(0, elements.view(-1)).view_as(places).masked_fill_(places < 0, -1)
+    tokens = (
+        all_token_ids.view(-1)
+        .index_select(0, elements.view(-1))
+        .view_as(places)
+        .masked_fill_(places < 0, -1)
+    )
     found = places[:, width:] >= 0
     if max_history is not None:
         ages = torch.arange(count, 0, -1, device=rows.device)
-        found &= ages <= (max_history if history_offsets is None else max_history - history_offsets[:, None])
+        found &= ages <= (
+            max_history if history_offsets is None else max_history - history_offsets[:, None]
+        )
     for offset in range(width):
         found &= tokens[:, offset : offset + count] == contexts[:, offset, None]
     repeated = found.any(-1)
     if skip_partial_context:
         repeated |= totals - prompts < width
     if local_positions is not None:
-        for offset in range(1, min(num_speculative_steps, max_history or num_speculative_steps, len(rows) - 1) + 1):
-            same = (contexts[offset:] == contexts[:-offset]).all(-1) & (req_indices[offset:] == req_indices[:-offset])
-            repeated[offset:] |= same & (local_positions[offset:] == local_positions[:-offset] + offset)
+        for offset in range(
+            1, min(num_speculative_steps, max_history or num_speculative_steps, len(rows) - 1) + 1
+        ):
+            same = (contexts[offset:] == contexts[:-offset]).all(-1) & (
+                req_indices[offset:] == req_indices[:-offset]
+            )
+            repeated[offset:] |= same & (
+                local_positions[offset:] == local_positions[:-offset] + offset
+            )
     if include_prompt and history_offsets is not None:
         repeated |= (contexts < 0).any(-1)
     return repeated & (req_indices >= 0)
@@ -145,9 +193,12 @@ def draft_watermarking_mask(
     max_history: int | None,
     include_prompt: bool,
 ) -> torch.Tensor:
-    """Whether the next draft token of each row is watermarked, bool ``[rows]``; its context is added to ``prior_contexts``."""
+    """Whether the next draft token of each row is watermarked, bool ``[rows]``; its context is
+    added to ``prior_contexts``."""
     states = all_token_ids, req_indices, prompt_lens, total_lens
-    repeated = repeated_context_mask(*states, contexts, max_history, include_prompt, history_offsets=steps)
+    repeated = repeated_context_mask(
+        *states, contexts, max_history, include_prompt, history_offsets=steps
+    )
     prior = prior_contexts[: len(contexts)]
     ages = steps[:, None] - torch.arange(prior.shape[1], device=steps.device)
     same = (prior == contexts[:, None]).all(-1) & (ages > 0)
@@ -159,6 +210,8 @@ def draft_watermarking_mask(
 
 def install() -> None:
     override("vllm.v1.watermarking.gpu_sampler:GPUWatermarkSampler", NPUWatermarkSampler)
-    override("vllm.v1.watermarking.gumbel:GumbelWatermarker._sample_watermarked", sample_watermarked)
+    override(
+        "vllm.v1.watermarking.gumbel:GumbelWatermarker._sample_watermarked", sample_watermarked
+    )
     override("vllm.v1.worker.gpu.sample.watermark:repeated_context_mask", repeated_context_mask)
     override("vllm.v1.worker.gpu.sample.watermark:draft_watermarking_mask", draft_watermarking_mask)

@@ -1,7 +1,8 @@
-"""Program ``msprof`` of ``ascend-emulator run``: ``--export=on --output=PROF_…`` makes timeline and op_summary of a profile.
+"""Program ``msprof`` of ``ascend-emulator run``: ``--export=on --output=PROF_…`` makes timeline and
+op_summary of a profile.
 
-torch_npu's profiler calls it, and looks for this path beside it. Durations are those of this machine's CPU. It runs with any
-``python3`` on PATH, and so imports nothing of this package.
+torch_npu's profiler calls it, and looks for this path beside it. Durations are those of this
+machine's CPU. It runs with any ``python3`` on PATH, and so imports nothing of this package.
 """
 
 from __future__ import annotations
@@ -13,7 +14,10 @@ import sys
 from collections import defaultdict
 from pathlib import Path
 
-USAGE = "usage: msprof --export=on --output=DIR    (of a profile of the emulator; DIR is PROF_… or holds such directories)"
+USAGE = (
+    "usage: msprof --export=on --output=DIR    (of a profile of the emulator; DIR is PROF_… or"
+    " holds such directories)"
+)
 OUTPUT = "mindstudio_profiler_output"
 TASKS = {"operator": "AI_CORE", "collective": "COMMUNICATION", "copy": "MEMCPY_ASYNC"}
 DTYPES = {
@@ -45,9 +49,11 @@ SUMMARY = (
 
 
 def tasks(profile: Path) -> list[dict]:
-    """The tasks of a profile with local times in µs as text, which torch_npu compares digit by digit."""
+    """The tasks of a profile with local times in µs as text, which torch_npu compares digit by
+    digit."""
     info = json.loads((profile / "host" / "start_info").read_text())
-    begin, steady = int(info["collectionTimeBegin"].replace(".", "")), int(info["clockMonotonic"])  # nanoseconds
+    # nanoseconds
+    begin, steady = int(info["collectionTimeBegin"].replace(".", "")), int(info["clockMonotonic"])
 
     def local(microseconds: float) -> str:
         whole = begin + round(microseconds * 1000) - steady
@@ -57,7 +63,10 @@ def tasks(profile: Path) -> list[dict]:
     found = [json.loads(line.rstrip(",")) for line in lines if line.endswith("},")]
     found = [event for event in found if event.get("cat") in TASKS and "stream" in event["args"]]
     for event in found:
-        event["start"], event["called"] = local(event["ts"]), local(event["args"].get("called", event["ts"]))
+        event["start"], event["called"] = (
+            local(event["ts"]),
+            local(event["args"].get("called", event["ts"])),
+        )
     return sorted(found, key=lambda event: event["ts"])
 
 
@@ -71,10 +80,17 @@ def timeline(events: list[dict]) -> list[dict]:
     pid = events[0]["pid"] if events else 0
     host, device = pid * 100 + 1, pid * 100 + 2
     names = [(host, "CANN"), (device, "Ascend Hardware")]
-    trace: list[dict] = [{"name": "process_name", "ph": "M", "pid": at, "tid": 0, "args": {"name": name}} for at, name in names]
+    trace: list[dict] = [
+        {"name": "process_name", "ph": "M", "pid": at, "tid": 0, "args": {"name": name}}
+        for at, name in names
+    ]
     for number, event in enumerate(events):
         arguments = event["args"]
-        task = {"Task Type": TASKS[event["cat"]], "Stream Id": arguments["stream"], "Task Id": number}
+        task = {
+            "Task Type": TASKS[event["cat"]],
+            "Stream Id": arguments["stream"],
+            "Task Id": number,
+        }
         at = {"pid": device, "tid": arguments["stream"], "ts": event["start"]}
         trace.append({"name": event["name"], "ph": "X", **at, "dur": event["dur"], "args": task})
         flow = {"name": f"HostToDevice{number}", "cat": "HostToDevice", "id": str(number)}
@@ -89,14 +105,26 @@ def summary(events: list[dict]) -> list[list]:
     ends: dict[int, float] = defaultdict(float)
     for number, event in enumerate(events):
         arguments = event["args"]
-        waited = max(0.0, event["ts"] - ends[arguments["stream"]]) if arguments["stream"] in ends else 0.0
+        waited = (
+            max(0.0, event["ts"] - ends[arguments["stream"]])
+            if arguments["stream"] in ends
+            else 0.0
+        )
         ends[arguments["stream"]] = event["ts"] + event["dur"]
         if event["cat"] == "copy":
             continue
         tensors = re.findall(r"(\w+)\[([\d, ]*)\]", arguments.get("shapes", ""))
         shapes = ";".join(sizes.replace(" ", "") for _, sizes in tensors)
         dtypes = ";".join(DTYPES.get(dtype, dtype.upper()) for dtype, _ in tensors)
-        row = [arguments["npu"], 4294967295, number, arguments["stream"], event["name"], operator(event["name"]), "static"]
+        row = [
+            arguments["npu"],
+            4294967295,
+            number,
+            arguments["stream"],
+            event["name"],
+            operator(event["name"]),
+            "static",
+        ]
         row += [TASKS[event["cat"]], event["start"], f"{event['dur']:.3f}", f"{waited:.3f}", 0]
         rows.append([*row, f'"{shapes}"', dtypes, ";".join("ND" for _ in tensors)])
     return rows
@@ -118,26 +146,50 @@ def export(profile: Path) -> None:
     whole = sum(map(sum, kinds.values())) or 1.0
     with (output / f"op_statistic_{stamp}.csv").open("w", newline="") as file:
         writer = csv.writer(file)
-        head = ("Device_id", "OP Type", "Core Type", "Count", "Total Time(us)", "Min Time(us)", "Avg Time(us)", "Max Time(us)")
+        head = (
+            "Device_id",
+            "OP Type",
+            "Core Type",
+            "Count",
+            "Total Time(us)",
+            "Min Time(us)",
+            "Avg Time(us)",
+            "Max Time(us)",
+        )
         writer.writerow((*head, "Ratio(%)"))
         for (kind, core), times in sorted(kinds.items(), key=lambda each: -sum(each[1])):
-            figures = (sum(times), min(times), sum(times) / len(times), max(times), 100 * sum(times) / whole)
+            figures = (
+                sum(times),
+                min(times),
+                sum(times) / len(times),
+                max(times),
+                100 * sum(times) / whole,
+            )
             writer.writerow([0, kind, core, len(times), *(f"{figure:.3f}" for figure in figures)])
 
 
 def main(arguments: list[str]) -> int:
-    options = {name: value for name, _, value in (argument.lstrip("-").partition("=") for argument in arguments)}
+    options = {
+        name: value
+        for name, _, value in (argument.lstrip("-").partition("=") for argument in arguments)
+    }
     if "help" in options or not arguments:
         print(USAGE)
         return 0
     if options.get("analyze") == "on":
         return 0  # of links between NPUs, which are not modelled
-    if options.get("export") != "on" or options.get("type", "text") != "text" or not options.get("output"):
+    if (
+        options.get("export") != "on"
+        or options.get("type", "text") != "text"
+        or not options.get("output")
+    ):
         print(f"msprof of ascend-emulator cannot {' '.join(arguments)}; {USAGE}", file=sys.stderr)
         return 2
     root = Path(options["output"])
     profiles = [root] if root.name.startswith("PROF_") else sorted(root.glob("PROF_*"))
-    profiles = [profile for profile in profiles if (profile / "host" / "emulator_trace.json").exists()]
+    profiles = [
+        profile for profile in profiles if (profile / "host" / "emulator_trace.json").exists()
+    ]
     if not profiles:
         print(f"msprof of ascend-emulator: no profile of the emulator in {root}", file=sys.stderr)
         return 1
