@@ -1,5 +1,5 @@
-// libFuzzer target for what arrives over HCCL's connections: a peer sends the input to a rank that makes one to three calls, then
-// closes. How to build and run it: docs/development.md.
+// libFuzzer target for what arrives over HCCL's connections: a peer sends the input to a rank that
+// makes one to three calls, then closes. How to build and run it: docs/development.md.
 #include "hccl/transport.h"
 
 #include <fcntl.h>
@@ -28,7 +28,8 @@ using namespace emu::hccl;
 
 extern "C" int LLVMFuzzerTestOneInput(const uint8_t* data, size_t size) {
   if (size < 4) return 0;
-  // The first bytes choose the calls, whether the peer reads, and the payloads; the rest is what the peer sends.
+  // The first bytes choose the calls, whether the peer reads, and the payloads; the rest is what
+  // the peer sends.
   const uint8_t calls = 1 + data[0] % 3, kinds = data[1], deaf = data[2] & 1;
   const uint64_t bytes = data[3];
   int ends[2];
@@ -62,7 +63,8 @@ extern "C" int LLVMFuzzerTestOneInput(const uint8_t* data, size_t size) {
       if (kind != 2 && kind != 0) incoming.push_back({1, asked, nullptr});
       if (kind == 2 || kind == 3) outgoing.push_back({1, asked, nullptr});
       if (kind != 1) incoming.push_back({1, header, in.data()});
-      transfer(links, outgoing, incoming, emu::Clock::now() + std::chrono::milliseconds(100), wake.get());
+      transfer(links, outgoing, incoming, emu::Clock::now() + std::chrono::milliseconds(100),
+          wake.get());
     }
   } catch (const TransferError& error) { notify_failure(links, error.what()); }
   return 0;

@@ -7,7 +7,8 @@
 namespace emu {
 namespace {
 
-constexpr auto kIdleTime = std::chrono::milliseconds(200);  // without any call, after which everything may run
+constexpr auto kIdleTime =
+    std::chrono::milliseconds(200);  // without any call, after which everything may run
 
 struct DemandedTicket {
   Stream* stream;
@@ -41,7 +42,8 @@ State* state() {
   return instance;
 }
 
-// Hash of the seed and the purpose (splitmix64). There is no random sequence, because its order would depend on thread timing.
+// Hash of the seed and the purpose (splitmix64). There is no random sequence, because its order
+// would depend on thread timing.
 uint64_t hash(uint64_t seed, std::initializer_list<uint64_t> parts) {
   for (uint64_t part : parts) {
     seed += 0x9e3779b97f4a7c15 + part;
@@ -52,7 +54,9 @@ uint64_t hash(uint64_t seed, std::initializer_list<uint64_t> parts) {
   return seed;
 }
 
-bool blocked(const Head& head) { return head.waits_for && !head.waits_for->stream->reached(head.waits_for->ticket); }
+bool blocked(const Head& head) {
+  return head.waits_for && !head.waits_for->stream->reached(head.waits_for->ticket);
+}
 
 void add_dependencies(Stream& stream, std::set<const Stream*>& into) {
   if (!into.insert(&stream).second) return;
@@ -68,12 +72,15 @@ void schedule_next(State& s) {
     if (auto stream = weak.lock()) living.push_back(stream);
   std::set<const Stream*> needed;
   for (const auto& demand : s.demands)
-    if (hash(s.seed, {static_cast<uint64_t>(demand.stream->id), demand.ticket}) % 2) add_dependencies(*demand.stream, needed);
+    if (hash(s.seed, {static_cast<uint64_t>(demand.stream->id), demand.ticket}) % 2)
+      add_dependencies(*demand.stream, needed);
   const Stream* best = nullptr;
   uint64_t best_rank = 0;
   for (const auto& stream : living) {
     const auto head = Adversary::head(*stream);
-    if (!head.any || s.busy.count(stream.get()) || blocked(head) || (!needed.empty() && !needed.count(stream.get()))) continue;
+    if (!head.any || s.busy.count(stream.get()) || blocked(head) ||
+        (!needed.empty() && !needed.count(stream.get())))
+      continue;
     const auto rank = hash(s.seed, {static_cast<uint64_t>(stream->id), stream->completed() / 8});
     if (best && rank <= best_rank) continue;
     best = stream.get();
@@ -137,7 +144,9 @@ void Adversary::dropped(Stream& stream) {
   schedule_next(*s);
 }
 
-uint64_t Adversary::number(std::initializer_list<uint64_t> parts) { return state() ? hash(state()->seed, parts) : 0; }
+uint64_t Adversary::number(std::initializer_list<uint64_t> parts) {
+  return state() ? hash(state()->seed, parts) : 0;
+}
 
 Adversary::Demand::Demand(Stream& stream, uint64_t ticket) {
   auto* s = state();

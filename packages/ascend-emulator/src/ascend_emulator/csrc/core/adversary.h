@@ -1,9 +1,11 @@
-// Adversarial scheduler (ASCEND_EMULATOR_ADVERSARY=SEED): runs tasks as late as possible and in a random order that the events
-// allow. The same seed gives the same order, so a missing wait fails reproducibly.
+// Adversarial scheduler (ASCEND_EMULATOR_ADVERSARY=SEED): runs tasks as late as possible and in a
+// random order that the events allow. The same seed gives the same order, so a missing wait fails
+// reproducibly.
 //
-// Nothing runs until the host synchronizes (a demand). Then one task runs at a time: the seed chooses a stream whose head is not
-// blocked by an event; for some demands only among the streams that the demanded ticket depends on. The order therefore depends
-// on the program's calls only, not on thread timing. After 200 ms without any call everything may run, for programs that poll or
+// Nothing runs until the host synchronizes (a demand). Then one task runs at a time: the seed
+// chooses a stream whose head is not blocked by an event; for some demands only among the streams
+// that the demanded ticket depends on. The order therefore depends on the program's calls only, not
+// on thread timing. After 200 ms without any call everything may run, for programs that poll or
 // wait for another process.
 #ifndef ASCEND_EMULATOR_CORE_ADVERSARY_H
 #define ASCEND_EMULATOR_CORE_ADVERSARY_H
@@ -26,8 +28,9 @@ class Adversary {
   static void join(const std::shared_ptr<Stream>& stream);
   static void submitted();
   static void completed(Stream& stream);
-  static void dropped(Stream& stream);                            // its queue was dropped: it may have been chosen to run
-  static uint64_t number(std::initializer_list<uint64_t> parts);  // random number from the seed and these values
+  static void dropped(Stream& stream);  // its queue was dropped: it may have been chosen to run
+  static uint64_t number(
+      std::initializer_list<uint64_t> parts);  // random number from the seed and these values
 
   // Scope in which the host waits for a ticket.
   class Demand {
@@ -38,7 +41,8 @@ class Adversary {
    private:
     const void* own_ = nullptr;
   };
-  // Scope in which a worker runs the head of its queue. The constructor waits for the worker's turn.
+  // Scope in which a worker runs the head of its queue. The constructor waits for the worker's
+  // turn.
   class Turn {
    public:
     Turn(Stream& stream, const Task& task);

@@ -20,12 +20,13 @@
 namespace emu::arena {
 namespace {
 
-// Names by which other processes find the files in /proc/<pid>/fd, so nothing remains when the process ends.
+// Names by which other processes find the files in /proc/<pid>/fd, so nothing remains when the
+// process ends.
 constexpr char kMemory[] = "ascend-emulator-memory";
 
-// Record of a shared range, in a file that other processes map. A process that has the range open holds a read lock of the
-// record's first byte in that file, which ends with the process; who frees the range holds the write lock. So exactly one side
-// frees it.
+// Record of a shared range, in a file that other processes map. A process that has the range open
+// holds a read lock of the record's first byte in that file, which ends with the process; who frees
+// the range holds the write lock. So exactly one side frees it.
 struct Record {
   uint64_t offset, bytes;
   std::atomic<uint32_t> offered;    // may be opened
@@ -36,8 +37,8 @@ struct Record {
 static_assert(sizeof(Record) == 512);
 constexpr uint64_t kRecords = 1 << 20;  // sparse file of 512 MiB
 
-// A key is `nonce | process | index of the record`. The nonce tells processes apart that have the same number, one after the
-// other.
+// A key is `nonce | process | index of the record`. The nonce tells processes apart that have the
+// same number, one after the other.
 constexpr int kIndexBits = 20, kProcessBits = 22;  // Linux has at most 2^22 processes
 static_assert(kRecords == 1 << kIndexBits);
 uint64_t index_of(uint64_t key) { return key & (kRecords - 1); }
@@ -62,7 +63,8 @@ int memory() {
 }
 
 Record* map_records(int file) {
-  void* at = mmap(nullptr, kRecords * sizeof(Record), PROT_READ | PROT_WRITE, MAP_SHARED | MAP_NORESERVE, file, 0);
+  void* at = mmap(nullptr, kRecords * sizeof(Record), PROT_READ | PROT_WRITE,
+      MAP_SHARED | MAP_NORESERVE, file, 0);
   check(at != MAP_FAILED, kOutOfMemory, "cannot map a memory file: ", std::strerror(errno));
   return static_cast<Record*>(at);
 }
@@ -70,7 +72,8 @@ Record* map_records(int file) {
 int own_parts() {
   static const int file = [] {
     const int made = create(parts_name(own_nonce()));
-    check(ftruncate(made, kRecords * sizeof(Record)) == 0, kOutOfMemory, "cannot enlarge a memory file: ", std::strerror(errno));
+    check(ftruncate(made, kRecords * sizeof(Record)) == 0, kOutOfMemory,
+        "cannot enlarge a memory file: ", std::strerror(errno));
     return made;
   }();
   return file;
@@ -81,7 +84,8 @@ Record* own_records() {
   return records;
 }
 
-// Locks the record's byte, or changes the lock that the file has; false if another file's lock is in the way.
+// Locks the record's byte, or changes the lock that the file has; false if another file's lock is
+// in the way.
 bool lock(int parts, uint64_t key, short type) {
   struct flock range{};
   range.l_type = type;
@@ -95,17 +99,21 @@ bool lock(int parts, uint64_t key, short type) {
 int file_of(int process, const std::string& name) {
   const auto target = text("/memfd:", name, " (deleted)");
   std::error_code error;
-  for (const auto& entry : std::filesystem::directory_iterator(text("/proc/", process, "/fd"), error)) {
+  for (const auto& entry :
+      std::filesystem::directory_iterator(text("/proc/", process, "/fd"), error)) {
     if (std::filesystem::read_symlink(entry.path(), error) != target) continue;
     const int file = ::open(entry.path().c_str(), O_RDWR | O_CLOEXEC);
     if (file >= 0) return file;
   }
-  throw Error(kInvalidParam, text("process ", process, " shares no memory: it ended, or belongs to another user or container"));
+  throw Error(
+      kInvalidParam, text("process ", process,
+                         " shares no memory: it ended, or belongs to another user or container"));
 }
 
 Record& own(uint64_t key) {
-  check(owner(key) == getpid() && nonce_of(key) == own_nonce() && own_records()[index_of(key)].bytes, kInvalidParam,
-      "nothing was exported under ", key, " by this process");
+  check(
+      owner(key) == getpid() && nonce_of(key) == own_nonce() && own_records()[index_of(key)].bytes,
+      kInvalidParam, "nothing was exported under ", key, " by this process");
   return own_records()[index_of(key)];
 }
 
@@ -121,7 +129,8 @@ std::mutex lent_mutex;
 std::set<uint64_t> lent;  // keys of ranges that were abandoned while other processes had them open
 
 void punch(int file, uint64_t offset, uint64_t bytes) {
-  fallocate(file, FALLOC_FL_PUNCH_HOLE | FALLOC_FL_KEEP_SIZE, static_cast<off_t>(offset), static_cast<off_t>(bytes));
+  fallocate(file, FALLOC_FL_PUNCH_HOLE | FALLOC_FL_KEEP_SIZE, static_cast<off_t>(offset),
+      static_cast<off_t>(bytes));
 }
 
 }  // namespace
@@ -159,7 +168,8 @@ uint64_t allocate(uint64_t bytes) {
     return offset;
   }
   const uint64_t offset = end, next = end + bytes;
-  check(ftruncate(memory(), static_cast<off_t>(next)) == 0, kOutOfMemory, "cannot enlarge a memory file: ", std::strerror(errno));
+  check(ftruncate(memory(), static_cast<off_t>(next)) == 0, kOutOfMemory,
+      "cannot enlarge a memory file: ", std::strerror(errno));
   end = next;
   return offset;
 }
@@ -168,7 +178,8 @@ void release(uint64_t offset, uint64_t bytes) {
   punch(memory(), offset, bytes);
   std::lock_guard lock(mutex);
   const auto range = free_ranges.emplace(offset, rounded(bytes)).first;
-  if (const auto next = std::next(range); next != free_ranges.end() && offset + range->second == next->first) {
+  if (const auto next = std::next(range);
+      next != free_ranges.end() && offset + range->second == next->first) {
     range->second += next->second;
     free_ranges.erase(next);
   }
@@ -190,15 +201,16 @@ void write(uint64_t offset, const void* from, uint64_t bytes) {
 }
 
 void map(void* at, int file, uint64_t offset, uint64_t bytes) {
-  const void* done =
-      mmap(at, bytes, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_FIXED | MAP_NORESERVE, file, static_cast<off_t>(offset));
+  const void* done = mmap(at, bytes, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_FIXED | MAP_NORESERVE,
+      file, static_cast<off_t>(offset));
   check(done != MAP_FAILED, kOutOfMemory, "cannot map ", bytes, " bytes: ", std::strerror(errno));
   madvise(at, bytes, MADV_HUGEPAGE);
 }
 void map(void* at, uint64_t offset, uint64_t bytes) { map(at, memory(), offset, bytes); }
 
 void unmap(void* at, uint64_t bytes) {
-  mmap(at, bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_FIXED | MAP_NORESERVE, -1, 0);
+  mmap(at, bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_FIXED | MAP_NORESERVE,
+      -1, 0);
   madvise(at, bytes, MADV_HUGEPAGE);
 }
 
@@ -206,11 +218,13 @@ uint64_t publish(uint64_t offset, uint64_t bytes) {
   static uint64_t next = 0;
   std::lock_guard lock(mutex);
   memory();
-  check(next < kRecords, kOutOfMemory, kRecords, " parts of memory have been shared, which is the most");
+  check(next < kRecords, kOutOfMemory, kRecords,
+      " parts of memory have been shared, which is the most");
   auto& record = own_records()[next];
   record.offset = offset;
   record.bytes = bytes;
-  return own_nonce() << (kIndexBits + kProcessBits) | static_cast<uint64_t>(getpid()) << kIndexBits | next++;
+  return own_nonce() << (kIndexBits + kProcessBits) |
+         static_cast<uint64_t>(getpid()) << kIndexBits | next++;
 }
 
 void offer(uint64_t key, bool to_everybody) {
@@ -250,8 +264,8 @@ Import open(uint64_t key) {
     check(lock(import.parts, key, F_RDLCK) && record.offered, kInvalidParam, "process ", owner(key),
         " does not share memory under ", key, " any more");
     const int32_t *first = record.process, *end = first + record.allowed;
-    check(record.to_everybody || std::find(first, end, getpid()) != end, kNoPermission, "process ", getpid(),
-        " is not in the list of those that may use it");
+    check(record.to_everybody || std::find(first, end, getpid()) != end, kNoPermission, "process ",
+        getpid(), " is not in the list of those that may use it");
     import.offset = record.offset;
     import.bytes = record.bytes;
     import.file = file_of(owner(key), kMemory);
@@ -263,7 +277,8 @@ Import open(uint64_t key) {
 }
 
 void close_import(const Import& import) {
-  // The write lock excludes the owner, which releases the range afterwards, and other processes that have it open.
+  // The write lock excludes the owner, which releases the range afterwards, and other processes
+  // that have it open.
   const Records records(import.parts);
   if (records.all[index_of(import.key)].abandoned && lock(import.parts, import.key, F_WRLCK))
     punch(import.file, import.offset, import.bytes);

@@ -1,5 +1,5 @@
-// Bounded string functions of CANN's libc_sec.so, which torchair's libraries call without being linked against it. The text that
-// does not fit is an error, not cut off.
+// Bounded string functions of CANN's libc_sec.so, which torchair's libraries call without being
+// linked against it. The text that does not fit is an error, not cut off.
 #include <algorithm>
 #include <cerrno>
 #include <cstdarg>

@@ -18,7 +18,8 @@ Scope::~Scope() { counters = before_; }
 void partial_access(const void* argument, size_t size, double bytes) {
   if (!counters) return;
   std::lock_guard lock(counters->mutex);
-  if (std::find(counters->parts.begin(), counters->parts.end(), argument) == counters->parts.end()) {
+  if (std::find(counters->parts.begin(), counters->parts.end(), argument) ==
+      counters->parts.end()) {
     counters->parts.push_back(argument);
     counters->bytes -= static_cast<double>(size);
   }

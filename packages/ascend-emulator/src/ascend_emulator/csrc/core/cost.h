@@ -1,5 +1,6 @@
-// Bytes and FLOPs of an operator where they do not follow from the sizes of its arguments: it accesses a part of a cache, or
-// multiplies matrices internally. Operators report them while they compute; TaskTrace (trace.h) adds them to the task's Work.
+// Bytes and FLOPs of an operator where they do not follow from the sizes of its arguments: it
+// accesses a part of a cache, or multiplies matrices internally. Operators report them while they
+// compute; TaskTrace (trace.h) adds them to the task's Work.
 #ifndef ASCEND_EMULATOR_CORE_COST_H
 #define ASCEND_EMULATOR_CORE_COST_H
 #include <cstddef>
@@ -10,7 +11,8 @@ namespace emu::cost {
 
 struct Counters {  // of one execution of an operator
   std::mutex mutex;
-  double bytes = 0, flops = 0;  // bytes: difference to the arguments' sizes; flops: replaces the estimate from shapes
+  double bytes = 0, flops = 0;  // bytes: difference to the arguments' sizes; flops: replaces the
+                                // estimate from shapes
   int item = 0;
   std::vector<const void*> parts;  // tensors that are accessed in part
 };

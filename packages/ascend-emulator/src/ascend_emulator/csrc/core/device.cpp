@@ -21,10 +21,12 @@
 namespace emu {
 namespace {
 
-constexpr uint64_t kGranule = 4096;          // page size, so that each allocation can be shared and freed separately
-constexpr uint64_t kReturnPages = 1u << 20;  // freed blocks of at least this size return their pages
-// Address space for virtual memory. torch_npu reserves 9/8 of an NPU's memory for each expandable segment, one per stream and
-// pool.
+constexpr uint64_t kGranule =
+    4096;  // page size, so that each allocation can be shared and freed separately
+constexpr uint64_t kReturnPages = 1u
+                                  << 20;  // freed blocks of at least this size return their pages
+// Address space for virtual memory. torch_npu reserves 9/8 of an NPU's memory for each expandable
+// segment, one per stream and pool.
 constexpr uint64_t kVirtualPerMemory = 16, kVirtualMost = 16ull << 40;
 
 uint64_t number(const char* variable, uint64_t otherwise) {
@@ -35,7 +37,8 @@ uint64_t number(const char* variable, uint64_t otherwise) {
 struct Machine {
   Chip chip;
   std::vector<std::unique_ptr<Device>> devices;
-  uintptr_t device_base = 0, kernel_base = 0, memory = 0, bytes = 0;  // both views: the NPUs' memory, then virtual address space
+  uintptr_t device_base = 0, kernel_base = 0, memory = 0,
+            bytes = 0;  // both views: the NPUs' memory, then virtual address space
 
   Machine() {
     if (const char* name = std::getenv("ASCEND_EMULATOR_SOC")) chip.name = name;
@@ -52,18 +55,22 @@ struct Machine {
     kernel_base = map(PROT_NONE);
     // Fails where the kernel does not overcommit memory (vm.overcommit_memory is 2).
     if (mprotect(reinterpret_cast<void*>(kernel_base), memory, PROT_READ | PROT_WRITE) != 0) {
-      fprintf(stderr, "ascend-emulator: cannot map %llu bytes for %d NPUs: %s; use a smaller --memory\n",
+      fprintf(stderr,
+          "ascend-emulator: cannot map %llu bytes for %d NPUs: %s; use a smaller --memory\n",
           static_cast<unsigned long long>(memory), npus, std::strerror(errno));
       std::abort();
     }
     madvise(reinterpret_cast<void*>(kernel_base), memory, MADV_HUGEPAGE);
-    virtual_memory::initialize(device_base + memory, bytes - memory, static_cast<intptr_t>(kernel_base - device_base));
-    for (int i = 0; i < npus; ++i) devices.push_back(std::make_unique<Device>(i, device_base + i * chip.memory, chip.memory));
+    virtual_memory::initialize(
+        device_base + memory, bytes - memory, static_cast<intptr_t>(kernel_base - device_base));
+    for (int i = 0; i < npus; ++i)
+      devices.push_back(std::make_unique<Device>(i, device_base + i * chip.memory, chip.memory));
   }
 
   // ASCEND_EMULATOR_CHIP: fields of a chip in chips.py as name=value, separated by spaces.
   void describe() {
-    std::stringstream fields(std::getenv("ASCEND_EMULATOR_CHIP") ? std::getenv("ASCEND_EMULATOR_CHIP") : "");
+    std::stringstream fields(
+        std::getenv("ASCEND_EMULATOR_CHIP") ? std::getenv("ASCEND_EMULATOR_CHIP") : "");
     for (std::string field; fields >> field;) {
       const auto equals = field.find('=');
       const auto name = field.substr(0, equals);
@@ -100,15 +107,17 @@ struct Machine {
   uintptr_t map(int protection) const {
     void* at = mmap(nullptr, bytes, protection, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
     if (at == MAP_FAILED) {
-      fprintf(stderr, "ascend-emulator: cannot reserve %llu bytes of address space; use a smaller --memory\n",
+      fprintf(stderr,
+          "ascend-emulator: cannot reserve %llu bytes of address space; use a smaller --memory\n",
           static_cast<unsigned long long>(bytes));
       std::abort();
     }
     return reinterpret_cast<uintptr_t>(at);
   }
 
-  // ASCEND_RT_VISIBLE_DEVICES, as CANN documents it and torch_npu parses it (torch_npu/npu/__init__.py, device_count): a list of
-  // ids; the first invalid id ends it. No NPU is visible if the ids do not ascend.
+  // ASCEND_RT_VISIBLE_DEVICES, as CANN documents it and torch_npu parses it
+  // (torch_npu/npu/__init__.py, device_count): a list of ids; the first invalid id ends it. No NPU
+  // is visible if the ids do not ascend.
   std::vector<int> visible() const {
     const int npus = static_cast<int>(devices.size());
     std::vector<int> ids;
@@ -151,26 +160,30 @@ void on_first_use() {
 
 thread_local int current = -1;
 std::atomic<int> default_device{-1};
-std::atomic<const std::vector<int>*> in_use{nullptr};  // the visible devices, fixed when one was first set
+std::atomic<const std::vector<int>*> in_use{
+    nullptr};  // the visible devices, fixed when one was first set
 
-// ASCEND_EMULATOR_LEAKS: reported at exit, after torch_npu's clean-up: this library is unloaded after its dependents.
+// ASCEND_EMULATOR_LEAKS: reported at exit, after torch_npu's clean-up: this library is unloaded
+// after its dependents.
 __attribute__((destructor)) void report_leaks() {
   if (forked || !number("ASCEND_EMULATOR_LEAKS", 0)) return;
   for (const auto& npu : machine().devices)
-    if (const auto line = npu->leaks(); !line.empty()) fprintf(stderr, "ascend-emulator: %s\n", line.c_str());
+    if (const auto line = npu->leaks(); !line.empty())
+      fprintf(stderr, "ascend-emulator: %s\n", line.c_str());
 }
 
 }  // namespace
 
 void Device::count(uint64_t bytes) {
-  check(bytes <= capacity_ - used_, kOutOfMemory, "out of memory on NPU ", id, ": asked for ", bytes, " bytes, ",
-      capacity_ - used_, " of ", capacity_, " free");
+  check(bytes <= capacity_ - used_, kOutOfMemory, "out of memory on NPU ", id, ": asked for ",
+      bytes, " bytes, ", capacity_ - used_, " of ", capacity_, " free");
   used_ += bytes;
   most_ = std::max(most_, used_);
 }
 
 void* Device::allocate(uint64_t bytes) {
-  bytes = std::max(std::max((bytes + kGranule - 1) / kGranule * kGranule, bytes), kGranule);  // rounding up may overflow
+  bytes = std::max(std::max((bytes + kGranule - 1) / kGranule * kGranule, bytes),
+      kGranule);  // rounding up may overflow
   std::lock_guard lock(mutex_);
   count(bytes);
   for (auto block = free_.begin(); block != free_.end(); ++block) {
@@ -183,8 +196,9 @@ void* Device::allocate(uint64_t bytes) {
     return reinterpret_cast<void*>(address);
   }
   used_ -= bytes;
-  throw Error(kOutOfMemory, text("out of memory on NPU ", id, ": asked for ", bytes, " bytes, ", capacity_ - used_, " of ",
-                                capacity_, " free, but not in one piece"));
+  throw Error(
+      kOutOfMemory, text("out of memory on NPU ", id, ": asked for ", bytes, " bytes, ",
+                        capacity_ - used_, " of ", capacity_, " free, but not in one piece"));
 }
 
 void Device::release(void* pointer) {
@@ -241,8 +255,9 @@ void Device::release_physical(uint64_t bytes) {
 Device::Shared Device::share(const void* address) {
   std::lock_guard lock(mutex_);
   auto block = live_.upper_bound(reinterpret_cast<uintptr_t>(address));
-  check(block != live_.begin() && (--block)->first + block->second.bytes > reinterpret_cast<uintptr_t>(address), kInvalidParam,
-      "not an allocation of NPU ", id, ": ", address);
+  check(block != live_.begin() &&
+            (--block)->first + block->second.bytes > reinterpret_cast<uintptr_t>(address),
+      kInvalidParam, "not an allocation of NPU ", id, ": ", address);
   auto& [bytes, _, shared] = block->second;
   if (!shared) {
     void* view = kernel_view(block->first);
@@ -267,8 +282,8 @@ std::string Device::leaks() {
     total += bytes * times;
     if (++listed <= 8) largest += text(listed == 1 ? "" : ", ", times, " x ", bytes);
   }
-  return text(
-      "NPU ", id, ": ", count, " allocations of ", total, " bytes were never freed: ", largest, listed > 8 ? ", ..." : "");
+  return text("NPU ", id, ": ", count, " allocations of ", total,
+      " bytes were never freed: ", largest, listed > 8 ? ", ..." : "");
 }
 
 uint64_t Device::bytes_from(const void* address, uint64_t* allocation) {
@@ -289,8 +304,8 @@ Device::Usage Device::usage() {
 
 void Device::inject_memory_error() {
   std::lock_guard lock(mutex_);
-  const auto largest =
-      std::max_element(live_.begin(), live_.end(), [](const auto& a, const auto& b) { return a.second.bytes < b.second.bytes; });
+  const auto largest = std::max_element(live_.begin(), live_.end(),
+      [](const auto& a, const auto& b) { return a.second.bytes < b.second.bytes; });
   if (largest != live_.end()) memory_error_ = reinterpret_cast<void*>(largest->first);
 }
 void Device::clear_memory_error() {
@@ -310,8 +325,8 @@ uint64_t Device::available() {
 MemoryEvents memory_events;
 
 const Chip& chip() { return machine().chip; }
-// The variable may change until a device is set (torch_npu's test_torch_npu.py, test_device_count_not_cached_pre_init), and
-// afterwards for child processes.
+// The variable may change until a device is set (torch_npu's test_torch_npu.py,
+// test_device_count_not_cached_pre_init), and afterwards for child processes.
 std::vector<int> visible_devices() {
   const auto* fixed = in_use.load();
   return fixed ? *fixed : machine().visible();
@@ -363,7 +378,8 @@ bool has_current_device() { return current >= 0; }
 int current_device() {
   if (current < 0 && default_device >= 0) set_current_device(default_device);
   check(current >= 0, kContextNull, "no device was set in this thread");
-  check(machine().devices[current]->active, kContextNull, "NPU ", current, " was reset (aclrtResetDevice)");
+  check(machine().devices[current]->active, kContextNull, "NPU ", current,
+      " was reset (aclrtResetDevice)");
   return current;
 }
 void set_default_device(int id) { default_device = id; }
@@ -400,10 +416,12 @@ void poison(void* kernel_address, uint64_t bytes, bool freed) {
 bool zero_pages(void* kernel_address, uint64_t bytes) {
   const auto& m = machine();
   const auto at = reinterpret_cast<uintptr_t>(kernel_address);
-  if (at < m.kernel_base || at + bytes > m.kernel_base + m.bytes) return false;  // registered host memory, perhaps of a file
-  // MADV_DONTNEED zeroes private memory only. Shared mappings of the arena (expandable segments, IPC) need MADV_REMOVE, which
-  // fails at the first private one (madvise(2)).
-  return madvise(kernel_address, bytes, MADV_REMOVE) == 0 || madvise(kernel_address, bytes, MADV_DONTNEED) == 0;
+  if (at < m.kernel_base || at + bytes > m.kernel_base + m.bytes)
+    return false;  // registered host memory, perhaps of a file
+  // MADV_DONTNEED zeroes private memory only. Shared mappings of the arena (expandable segments,
+  // IPC) need MADV_REMOVE, which fails at the first private one (madvise(2)).
+  return madvise(kernel_address, bytes, MADV_REMOVE) == 0 ||
+         madvise(kernel_address, bytes, MADV_DONTNEED) == 0;
 }
 
 bool is_virtual(const void* address) {
@@ -421,7 +439,8 @@ const void* device_address(const void* kernel) {
 LookedUp look_up(const void* address, uint64_t bytes) {
   const auto& m = machine();
   const auto at = reinterpret_cast<uintptr_t>(address);
-  if (!is_device(address)) return {{const_cast<void*>(address), kNoNpu}, host_memory::mapped(address)};
+  if (!is_device(address))
+    return {{const_cast<void*>(address), kNoNpu}, host_memory::mapped(address)};
   LookedUp found{{kernel_view(at), kNoNpu}, 0};
   if (!is_virtual(address)) {
     found.place.npu = static_cast<int>((at - m.device_base) / m.chip.memory);
@@ -439,7 +458,8 @@ LookedUp look_up(const void* address, uint64_t bytes) {
 Place locate(const void* address, uint64_t bytes) {
   const auto found = look_up(address, bytes);
   check(is_device(address) || found.bytes >= bytes, kOpParam, "not device memory: ", address);
-  check(bytes <= found.bytes, kInvalidParam, bytes, " bytes at ", address, ", where ", found.bytes, " are allocated");
+  check(bytes <= found.bytes, kInvalidParam, bytes, " bytes at ", address, ", where ", found.bytes,
+      " are allocated");
   return found.place;
 }
 
@@ -460,4 +480,5 @@ bool is_pinned(const void* address) {
 
 // Driver call (libascend_hal.so): counts all NPUs, visible or not. Used by torch.npu.device_count()
 // (torch_npu/npu/__init__.py).
-ACL_API(answers, drvGetDevNum, (uint32_t* count), { *count = static_cast<uint32_t>(emu::machine().devices.size()); })
+ACL_API(answers, drvGetDevNum, (uint32_t* count),
+    { *count = static_cast<uint32_t>(emu::machine().devices.size()); })

@@ -1,8 +1,9 @@
 // The emulated NPUs of this process: how many, which chip, and their memory.
 //
-// Device addresses lie in a PROT_NONE reservation, so a host access through a device pointer faults, as on hardware. Kernels
-// access the memory through a second mapping at a constant distance (to_kernel()). The reservation holds each NPU's memory, where
-// aclrtMalloc allocates, followed by address space for virtual memory (virtual_memory.h).
+// Device addresses lie in a PROT_NONE reservation, so a host access through a device pointer
+// faults, as on hardware. Kernels access the memory through a second mapping at a constant distance
+// (to_kernel()). The reservation holds each NPU's memory, where aclrtMalloc allocates, followed by
+// address space for virtual memory (virtual_memory.h).
 #ifndef ASCEND_EMULATOR_CORE_DEVICE_H
 #define ASCEND_EMULATOR_CORE_DEVICE_H
 #include <atomic>
@@ -28,17 +29,20 @@ struct Chip {
   int driver = 0;  // version of the driver, 25.5.1 as 250501; 0 where it is unknown
   int graph_nodes = 1 << 20;
   // For the roofline model (trace.h): bytes/s, FLOP/s; launch overheads in seconds.
-  double bandwidth = 1.6e12, host_bandwidth = 32e9, link_bandwidth = 28e9, cube_flops = 300e12, vector_flops = 10e12,
-         launch = 5e-6, graph_launch = 1e-6;
+  double bandwidth = 1.6e12, host_bandwidth = 32e9, link_bandwidth = 28e9, cube_flops = 300e12,
+         vector_flops = 10e12, launch = 5e-6, graph_launch = 1e-6;
 };
 
 class Device {
  public:
-  Device(int id, uintptr_t base, uint64_t capacity) : id(id), base_(base), capacity_(capacity) { free_[base] = capacity; }
+  Device(int id, uintptr_t base, uint64_t capacity) : id(id), base_(base), capacity_(capacity) {
+    free_[base] = capacity;
+  }
 
   void* allocate(uint64_t bytes);
   void release(void* address);
-  // Physical memory without an address, counted against the same capacity. reserve_physical() throws kOutOfMemory.
+  // Physical memory without an address, counted against the same capacity. reserve_physical()
+  // throws kOutOfMemory.
   void reserve_physical(uint64_t bytes);
   void release_physical(uint64_t bytes);
   uint64_t capacity() const { return capacity_; }
@@ -47,14 +51,15 @@ class Device {
     uint64_t now, most;
   };
   Usage usage();
-  // To the end of the address's allocation, 0 outside of allocations; and the number of the allocation.
+  // To the end of the address's allocation, 0 outside of allocations; and the number of the
+  // allocation.
   uint64_t bytes_from(const void* address, uint64_t* allocation = nullptr);
   bool owns(const void* address) const {
     const auto at = reinterpret_cast<uintptr_t>(address);
     return at >= base_ && at < base_ + capacity_;
   }
-  // Moves the allocation that holds this address into the arena (arena.h), where other processes can map it; the address stays.
-  // No kernel may be running.
+  // Moves the allocation that holds this address into the arena (arena.h), where other processes
+  // can map it; the address stays. No kernel may be running.
   struct Shared {
     uint64_t key;    // as published
     uint64_t delta;  // of the address within the allocation
@@ -93,8 +98,8 @@ class Device {
 };
 
 const Chip& chip();
-// Whether the chip belongs to this family, named as in torch_npu's documentation: "Ascend910B" (A2), "Ascend910_93" (A3),
-// "Ascend950" (A5), "Ascend310P".
+// Whether the chip belongs to this family, named as in torch_npu's documentation: "Ascend910B"
+// (A2), "Ascend910_93" (A3), "Ascend950" (A5), "Ascend310P".
 inline bool is_chip(const char* family) { return chip().name.rfind(family, 0) == 0; }
 int device_count();
 Device& device(int id);  // throws kInvalidDevice
@@ -103,27 +108,32 @@ int physical_id(int id);
 // Identifier of this machine: 16 bytes, from its boot id.
 const std::string& machine_id();
 
-// Whether copies between two NPUs are enabled; aclrtDeviceEnablePeerAccess enables them in both directions.
+// Whether copies between two NPUs are enabled; aclrtDeviceEnablePeerAccess enables them in both
+// directions.
 void enable_peer_access(int npu, int peer, bool enabled);
 bool peer_access(int npu, int peer);
 
-// The calling thread's device, or aclInit's default device; throws kContextNull without either, and if the device was reset.
+// The calling thread's device, or aclInit's default device; throws kContextNull without either, and
+// if the device was reset.
 int current_device();
 void set_default_device(int id);
 bool has_current_device();
 void set_current_device(int id);
 
-// ASCEND_EMULATOR_POISON: fills memory with NaNs when it is allocated (all bits set) and freed (0x7FFF).
+// ASCEND_EMULATOR_POISON: fills memory with NaNs when it is allocated (all bits set) and freed
+// (0x7FFF).
 bool poisoned();
 void poison(void* kernel_address, uint64_t bytes, bool freed);
-// Zeroes whole pages of device memory by returning them to the system. False if this is other memory: nothing has changed then.
+// Zeroes whole pages of device memory by returning them to the system. False if this is other
+// memory: nothing has changed then.
 bool zero_pages(void* kernel_address, uint64_t bytes);
 
 // In place of an NPU's id: host memory that devices may access (aclrtHostRegister).
 constexpr int kNoNpu = -1;
 
 bool is_device(const void* address);
-// Kernel address and NPU of a device address. Throws unless all bytes are allocated, mapped, or registered host memory.
+// Kernel address and NPU of a device address. Throws unless all bytes are allocated, mapped, or
+// registered host memory.
 struct Place {
   void* kernel;
   int npu;
@@ -132,7 +142,8 @@ Place locate(const void* address, uint64_t bytes);
 // The same without an error.
 struct LookedUp {
   Place place;
-  uint64_t bytes;  // from the address to the end of its allocation or mapping, at least those asked for; 0 if there is none
+  uint64_t bytes;  // from the address to the end of its allocation or mapping, at least those asked
+                   // for; 0 if there is none
   uint64_t allocation = 0;  // number of the allocation or address range
 };
 LookedUp look_up(const void* address, uint64_t bytes);
@@ -140,13 +151,16 @@ bool is_virtual(const void* address);  // in an address range of virtual memory
 // Device address of a kernel address; other addresses are returned unchanged.
 const void* device_address(const void* kernel);
 
-// Allocations and reserved address ranges of this process are numbered from 1. `freed` counts those that ended, and mappings.
+// Allocations and reserved address ranges of this process are numbered from 1. `freed` counts those
+// that ended, and mappings.
 struct MemoryEvents {
   std::atomic<uint64_t> allocated{0}, freed{0};
 };
 extern MemoryEvents memory_events;
 
-inline void* to_kernel(const void* device_address, uint64_t bytes = 1) { return locate(device_address, bytes).kernel; }
+inline void* to_kernel(const void* device_address, uint64_t bytes = 1) {
+  return locate(device_address, bytes).kernel;
+}
 // Kernel address of device memory, or the host pointer itself.
 void* resolve(const void* address, bool must_be_device, const char* what, uint64_t bytes = 1);
 

@@ -47,7 +47,9 @@ bool is_collective(const std::string& name) {
 bool covers(const std::string& name, const std::string& called) {
   if (name == called) return true;
   if (name == "aclrtMalloc") return called == "aclrtMallocAlign32";
-  if (name == "memory") return called == "aclrtMalloc" || called == "aclrtMallocAlign32" || called == "aclrtMallocPhysical";
+  if (name == "memory")
+    return called == "aclrtMalloc" || called == "aclrtMallocAlign32" ||
+           called == "aclrtMallocPhysical";
   return name == "collective" && is_collective(called);
 }
 
@@ -63,9 +65,10 @@ Fault parse(const std::string& text) {
     nth.pop_back();
   }
   const auto number = [&](const std::string& digits, const char* what) {
-    check(!digits.empty() && digits.size() < 10 && digits.find_first_not_of("0123456789") == std::string::npos &&
-              std::stoi(digits) > 0,
-        kInvalidParam, "the fault '", text, "': ", what, " is '", digits, "'; it must be a number from 1");
+    check(!digits.empty() && digits.size() < 10 &&
+              digits.find_first_not_of("0123456789") == std::string::npos && std::stoi(digits) > 0,
+        kInvalidParam, "the fault '", text, "': ", what, " is '", digits,
+        "'; it must be a number from 1");
     return std::stoi(digits);
   };
   fault.nth = number(nth, "which call");
@@ -76,15 +79,17 @@ Fault parse(const std::string& text) {
   const char* const kinds[] = {"", "oom", "ecc", "uce", "error", "hang", "timeout", "drop"};
   for (int i = 1; i < static_cast<int>(std::size(kinds)); ++i)
     if (kind == kinds[i]) fault.kind = static_cast<Kind>(i);
-  check(fault.kind != Kind::none && (fault.kind != Kind::error || fault.code), kInvalidParam, "the fault '", text, "': '", kind,
+  check(fault.kind != Kind::none && (fault.kind != Kind::error || fault.code), kInvalidParam,
+      "the fault '", text, "': '", kind,
       "' is no kind; allowed: oom, ecc, uce, error=CODE, hang, timeout, drop");
 
   const bool word = fault.name == "stream" || fault.name == "collective" || fault.name == "memory";
-  check(word || registered(fault.name.c_str()), kInvalidParam, "the fault '", text, "': ", fault.name,
+  check(word || registered(fault.name.c_str()), kInvalidParam, "the fault '", text,
+      "': ", fault.name,
       " is no entry point that is emulated, nor one of stream, collective, memory");
   const bool collective = fault.name == "collective" || is_collective(fault.name);
-  check((fault.kind != Kind::timeout && fault.kind != Kind::drop) || collective, kInvalidParam, "the fault '", text,
-      "': only a collective can ", kind);
+  check((fault.kind != Kind::timeout && fault.kind != Kind::drop) || collective, kInvalidParam,
+      "the fault '", text, "': only a collective can ", kind);
   check((fault.kind == Kind::hang) == (fault.name == "stream") ||
             (fault.kind == Kind::hang && (collective || starts(fault.name, "aclnn"))),
       kInvalidParam, "the fault '", text,
@@ -137,11 +142,15 @@ void at(const char* name) {
     case Kind::oom: throw Error(kOutOfMemory, text("out of memory (injected: ", fault.text, ")"));
     case Kind::ecc:
       if (has_current_device()) device(current_device()).inject_memory_error();
-      throw Error(kEccError, text("multi-bit ECC error in the NPU's memory (injected: ", fault.text, ")"));
+      throw Error(
+          kEccError, text("multi-bit ECC error in the NPU's memory (injected: ", fault.text, ")"));
     case Kind::uce:
       if (has_current_device()) device(current_device()).inject_memory_error();
-      throw Error(kMemoryError, text("uncorrectable error in the NPU's memory (injected: ", fault.text, ")"));
-    case Kind::error: throw Error(static_cast<Status>(fault.code), text("error ", fault.code, " (injected: ", fault.text, ")"));
+      throw Error(kMemoryError,
+          text("uncorrectable error in the NPU's memory (injected: ", fault.text, ")"));
+    case Kind::error:
+      throw Error(static_cast<Status>(fault.code),
+          text("error ", fault.code, " (injected: ", fault.text, ")"));
     default: left_to_do = fault.kind;
   }
 }
@@ -162,7 +171,8 @@ void hang() {
 
 }  // namespace emu::fault
 
-// Inject faults in the syntax of ASCEND_EMULATOR_FAULTS, and clear all of them. Called by ascend_emulator.faults.
+// Inject faults in the syntax of ASCEND_EMULATOR_FAULTS, and clear all of them. Called by
+// ascend_emulator.faults.
 EXPORT int ascend_emulator_inject(const char* list) {
   return emu::guarded("ascend_emulator_inject", [&] { emu::fault::inject(list); });
 }

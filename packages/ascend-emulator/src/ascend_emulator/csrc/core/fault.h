@@ -1,6 +1,7 @@
-// Fault injection: ASCEND_EMULATOR_FAULTS="aclrtMalloc@3=oom;aclnnMatmul@10=ecc;stream@100=hang;HcclAllReduce@2+=timeout", or
-// ascend_emulator_inject() with the same text. `NAME@N=KIND` fails the Nth call of an entry point, `NAME@N+=KIND` that and every
-// later one; each process counts calls from the injection.
+// Fault injection:
+// ASCEND_EMULATOR_FAULTS="aclrtMalloc@3=oom;aclnnMatmul@10=ecc;stream@100=hang;HcclAllReduce@2+=timeout",
+// or ascend_emulator_inject() with the same text. `NAME@N=KIND` fails the Nth call of an entry
+// point, `NAME@N+=KIND` that and every later one; each process counts calls from the injection.
 #ifndef ASCEND_EMULATOR_CORE_FAULT_H
 #define ASCEND_EMULATOR_CORE_FAULT_H
 #include <atomic>
@@ -15,12 +16,13 @@ inline bool armed() { return any.load(std::memory_order_relaxed); }
 // Called by each entry point: throws if a fault is due.
 void at(const char* name);
 
-// Fault that the current call has to carry out itself: an operator or collective hangs on its stream, a collective times out or
-// loses its connection. Returned once; call only if armed().
+// Fault that the current call has to carry out itself: an operator or collective hangs on its
+// stream, a collective times out or loses its connection. Returned once; call only if armed().
 enum class Kind { none, oom, ecc, uce, error, hang, timeout, drop };
 Kind pending();
 
-// Called when a task is submitted: whether it must hang; and the hanging task, which ends when its stream is aborted.
+// Called when a task is submitted: whether it must hang; and the hanging task, which ends when its
+// stream is aborted.
 bool hangs();
 void hang();
 

@@ -42,14 +42,16 @@ void append(Capture& capture, const Stream& stream, Task task) {
   const int index = static_cast<int>(nodes.size());
   const int limit = chip().graph_nodes;
   if (index >= limit) {
-    invalidate(*capture.graph, text("a graph holds ", limit, " nodes on this chip; ", task.name, " would be one more"));
+    invalidate(*capture.graph,
+        text("a graph holds ", limit, " nodes on this chip; ", task.name, " would be one more"));
     throw Error(kNoResource, capture.graph->invalid);
   }
   auto& of = capture.streams.at(stream.id);
   Node node{std::make_shared<const Task>(std::move(task)), {}, stream.id};
   if (of.last >= 0) node.after.push_back(of.last);
   for (int other : of.joined)
-    if (other >= 0 && std::find(node.after.begin(), node.after.end(), other) == node.after.end()) node.after.push_back(other);
+    if (other >= 0 && std::find(node.after.begin(), node.after.end(), other) == node.after.end())
+      node.after.push_back(other);
   of.joined.clear();
   of.last = index;
   nodes.push_back(std::move(node));
@@ -69,14 +71,17 @@ Condition::~Condition() {
 
 bool Graph::blocks() {
   std::lock_guard lock(mutex);
-  return std::any_of(nodes.begin(), nodes.end(), [](const Node& node) { return node.task->blocks; }) ||
-         std::any_of(branches.begin(), branches.end(), [](const auto& branch) { return branch->blocks(); });
+  return std::any_of(
+             nodes.begin(), nodes.end(), [](const Node& node) { return node.task->blocks; }) ||
+         std::any_of(
+             branches.begin(), branches.end(), [](const auto& branch) { return branch->blocks(); });
 }
 
 void Graph::run(Stream& on) {
   const uint64_t replay = replays++;
   for (const auto& condition : conditions)
-    if (condition->assign) *static_cast<uint64_t*>(to_kernel(condition->address)) = condition->initial;
+    if (condition->assign)
+      *static_cast<uint64_t*>(to_kernel(condition->address)) = condition->initial;
   const auto run_node = [&](int node) {
     check_not_aborted();
     std::shared_ptr<const Task> task;
@@ -89,7 +94,8 @@ void Graph::run(Stream& on) {
       task->run();
     } catch (const std::exception& e) {
       const auto error = error_of(e);
-      throw Error(error.status, text(task->name, " (node ", node, " of graph ", id, "): ", error.what()));
+      throw Error(
+          error.status, text(task->name, " (node ", node, " of graph ", id, "): ", error.what()));
     }
   };
   const int count = static_cast<int>(nodes.size());
@@ -105,7 +111,8 @@ void Graph::run(Stream& on) {
     if (!missing[i]) ready.push_back(i);
   }
   while (!ready.empty()) {
-    const auto random = Adversary::number({static_cast<uint64_t>(id), replay, ready.size(), static_cast<uint64_t>(ready.back())});
+    const auto random = Adversary::number(
+        {static_cast<uint64_t>(id), replay, ready.size(), static_cast<uint64_t>(ready.back())});
     const auto next = ready.begin() + static_cast<long>(random % ready.size());
     const int node = *next;
     ready.erase(next);
@@ -147,10 +154,12 @@ bool capture_wait(Stream& stream, Event& event) {
     if (!capture) return false;
     if (!event.mark) return true;  // never recorded: nothing to wait for
     std::lock_guard nodes_lock(capture->graph->mutex);
-    invalidate(*capture->graph, "a captured stream waits for an event that was recorded outside the capture");
+    invalidate(*capture->graph,
+        "a captured stream waits for an event that was recorded outside the capture");
     throw Error(kCaptureDependency, capture->graph->invalid);
   }
-  check(!capture || capture == recorded, kCaptureDependency, "the event belongs to another capture");
+  check(
+      !capture || capture == recorded, kCaptureDependency, "the event belongs to another capture");
   std::lock_guard nodes_lock(recorded->graph->mutex);
   check(!recorded->ended, kCaptureDependency, "the event was recorded in a capture that has ended");
   enter(stream, recorded, kNoResource);
@@ -158,30 +167,37 @@ bool capture_wait(Stream& stream, Event& event) {
   return true;
 }
 
-// The capture remains valid (torch_npu's test_aclgraph_rng_state.py, test_graph_rng_after_failed_capture).
+// The capture remains valid (torch_npu's test_aclgraph_rng_state.py,
+// test_graph_rng_after_failed_capture).
 void check_not_captured(const Stream& stream) {
-  check(!stream.captured(), kStreamCaptured, "the stream is being captured, and does not run until the graph is replayed");
+  check(!stream.captured(), kStreamCaptured,
+      "the stream is being captured, and does not run until the graph is replayed");
 }
 
-// The forbidden calls: CANN's API reference, "aclmdlRICaptureBegin" (aclrtMemset, aclrtMemcpy, aclrtMemcpy2d, and asynchronous
-// copies of host memory that is not pinned) and "aclmdlRICaptureMode".
+// The forbidden calls: CANN's API reference, "aclmdlRICaptureBegin" (aclrtMemset, aclrtMemcpy,
+// aclrtMemcpy2d, and asynchronous copies of host memory that is not pinned) and
+// "aclmdlRICaptureMode".
 void check_capture_mode(const char* call) {
   std::lock_guard lock(active_captures_mutex);
   if (active_captures.empty() || thread_mode == CaptureMode::relaxed) return;
   for (auto* capture : active_captures) {
     const bool global = capture->mode == CaptureMode::global;
-    if (!global && (capture->mode == CaptureMode::relaxed || capture->thread != std::this_thread::get_id())) continue;
+    if (!global &&
+        (capture->mode == CaptureMode::relaxed || capture->thread != std::this_thread::get_id()))
+      continue;
     std::lock_guard nodes_lock(capture->graph->mutex);
     invalidate(*capture->graph, text(call, " was called during the capture"));
-    throw Error(kCaptureMode, text("not allowed while a stream is captured in the mode ", global ? "global" : "thread_local",
+    throw Error(kCaptureMode, text("not allowed while a stream is captured in the mode ",
+                                  global ? "global" : "thread_local",
                                   "; capture in the mode relaxed, or make the call before"));
   }
 }
 
 }  // namespace emu
 
-// aclmdlRI entry points. Signatures: torch_npu/csrc/core/npu/interface/AclInterface.cpp (Ascend/pytorch,
-// BSD); behaviour: CANN's public API reference ("aclmdlRICaptureBegin" and following) and torch_npu's NPUGraph.cpp.
+// aclmdlRI entry points. Signatures: torch_npu/csrc/core/npu/interface/AclInterface.cpp
+// (Ascend/pytorch, BSD); behaviour: CANN's public API reference ("aclmdlRICaptureBegin" and
+// following) and torch_npu's NPUGraph.cpp.
 #include "registry.h"
 
 using namespace emu;
@@ -212,8 +228,10 @@ auto found(Map& map, void* handle, const char* what) {
 void begin(void* handle, const std::shared_ptr<Graph>& graph, int32_t mode) {
   auto stream = stream_at(handle);
   check(handle != nullptr, kInvalidParam, "the default stream cannot be captured");
-  check(mode >= 0 && mode <= 2, kInvalidParam, "capture mode ", mode, "; supported: 0 global, 1 thread_local and 2 relaxed");
-  std::shared_ptr<Capture> capture(new Capture{graph, static_cast<CaptureMode>(mode), std::this_thread::get_id(), stream->id});
+  check(mode >= 0 && mode <= 2, kInvalidParam, "capture mode ", mode,
+      "; supported: 0 global, 1 thread_local and 2 relaxed");
+  std::shared_ptr<Capture> capture(
+      new Capture{graph, static_cast<CaptureMode>(mode), std::this_thread::get_id(), stream->id});
   {
     std::lock_guard lock(graph->mutex);
     check(!graph->capturing, kStreamCaptured, "the graph is being captured already");
@@ -224,7 +242,8 @@ void begin(void* handle, const std::shared_ptr<Graph>& graph, int32_t mode) {
   active_captures.insert(capture.get());
 }
 
-// Ends a capture and releases its streams; returns why it is invalid, nothing if it has ended before.
+// Ends a capture and releases its streams; returns why it is invalid, nothing if it has ended
+// before.
 std::optional<std::string> ended(Capture& capture) {
   {
     std::lock_guard lock(active_captures_mutex);
@@ -246,7 +265,9 @@ std::optional<std::string> ended(Capture& capture) {
   for (const auto& [id, of] : capture.streams) {
     of.stream->leave_capture();
     if (of.last >= 0 && !reached.count(of.last))
-      invalidate(graph, text("stream ", id, " took part in the capture and was not joined to its first stream by an event"));
+      invalidate(graph,
+          text("stream ", id,
+              " took part in the capture and was not joined to its first stream by an event"));
     if (of.group) invalidate(graph, "a task group was begun and not ended");
   }
   capture.streams.clear();
@@ -264,9 +285,12 @@ void forget(const std::shared_ptr<Graph>& graph) {
 }
 
 // Branches run on the stream of the replay.
-void run_branch(const std::shared_ptr<Condition>& condition, int32_t type, const std::vector<std::shared_ptr<Graph>>& branches) {
+void run_branch(const std::shared_ptr<Condition>& condition, int32_t type,
+    const std::vector<std::shared_ptr<Graph>>& branches) {
   auto& on = running_stream();
-  const auto value = [&] { return *static_cast<const volatile uint64_t*>(to_kernel(condition->address)); };
+  const auto value = [&] {
+    return *static_cast<const volatile uint64_t*>(to_kernel(condition->address));
+  };
   if (type == 0) {  // if, with optional else
     if (value())
       branches[0]->run(on);
@@ -320,8 +344,8 @@ ACL_API(computed, aclmdlRICaptureEnd, (void* handle, void** graph), {
   if (graph) *graph = nullptr;
   check(capture != nullptr, kNotCaptured, "the stream is not being captured");
   check(capture->origin == stream->id, kCaptureUnmatched, "the capture began on another stream");
-  check(capture->mode == CaptureMode::relaxed || capture->thread == std::this_thread::get_id(), kCaptureThread,
-      "the capture began in another thread");
+  check(capture->mode == CaptureMode::relaxed || capture->thread == std::this_thread::get_id(),
+      kCaptureThread, "the capture began in another thread");
   const auto invalid = ended(*capture);
   check(invalid.has_value(), kNotCaptured, "the stream is not being captured");
   if (invalid->empty()) {
@@ -342,8 +366,10 @@ ACL_API(computed, aclmdlRICaptureThreadExchangeMode, (int32_t* mode), {
 ACL_API(computed, aclmdlRIExecuteAsync, (void* handle, void* stream), {
   const auto graph = found(graphs, handle, "graph");
   auto on = stream_at(stream);
-  check(!on->captured(), kStreamCaptured, "a graph cannot be run on a stream that is being captured");
-  check(on->device == graph->device, kInvalidParam, "the graph is of NPU ", graph->device, ", the stream of NPU ", on->device);
+  check(
+      !on->captured(), kStreamCaptured, "a graph cannot be run on a stream that is being captured");
+  check(on->device == graph->device, kInvalidParam, "the graph is of NPU ", graph->device,
+      ", the stream of NPU ", on->device);
   {
     std::lock_guard lock(graph->mutex);
     check(!graph->capturing, kStreamCaptured, "the graph is being captured");
@@ -355,11 +381,12 @@ ACL_API(computed, aclmdlRIExecuteAsync, (void* handle, void* stream), {
 ACL_API(computed, aclmdlRIDestroy, (void* handle), {
   forget(found(graphs, handle, "graph"));  // a running replay keeps it alive
 })
-ACL_API(
-    answers, aclmdlRIGetId, (void* handle, uint32_t* id), { *id = static_cast<uint32_t>(found(graphs, handle, "graph")->id); })
+ACL_API(answers, aclmdlRIGetId, (void* handle, uint32_t* id),
+    { *id = static_cast<uint32_t>(found(graphs, handle, "graph")->id); })
 
-// Task groups: the nodes captured between begin and end get a handle. In an update, the same operators are called again on
-// another stream; they replace the nodes in that order and are not executed.
+// Task groups: the nodes captured between begin and end get a handle. In an update, the same
+// operators are called again on another stream; they replace the nodes in that order and are not
+// executed.
 ACL_API(computed, aclmdlRICaptureTaskGrpBegin, (void* stream), {
   auto& on = stream_of(stream);
   const auto capture = on.capture();
@@ -390,7 +417,8 @@ ACL_API(computed, aclmdlRICaptureTaskUpdateBegin, (void* stream, void* handle), 
   auto group = found(groups, handle, "task group");
   check(!group->graph.expired(), kInvalidParam, "the graph of this task group was destroyed");
   std::lock_guard lock(update_mutex);
-  check(updates.emplace(on.id, Update{std::move(group), {}}).second, kInvalidParam, "an update is open on this stream already");
+  check(updates.emplace(on.id, Update{std::move(group), {}}).second, kInvalidParam,
+      "an update is open on this stream already");
   ++open_updates;
 })
 ACL_API(computed, aclmdlRICaptureTaskUpdateEnd, (void* stream), {
@@ -405,16 +433,16 @@ ACL_API(computed, aclmdlRICaptureTaskUpdateEnd, (void* stream), {
     --open_updates;
   }
   const auto count = update.tasks.size();
-  check(count == update.group->nodes.size(), kInvalidParam, "the task group has ", update.group->nodes.size(),
-      " operators, its update ", count);
+  check(count == update.group->nodes.size(), kInvalidParam, "the task group has ",
+      update.group->nodes.size(), " operators, its update ", count);
   on.submit_brief("aclmdlRICaptureTaskUpdate", Kind::host, [update = std::move(update)] {
     const auto graph = update.group->graph.lock();
     check(graph != nullptr, kInvalidParam, "the graph was destroyed before its update");
     std::lock_guard lock(graph->mutex);
     for (size_t i = 0; i < update.tasks.size(); ++i) {
       auto& old = graph->nodes[update.group->nodes[i]].task;
-      check(std::string_view(old->name) == update.tasks[i].name, kInvalidParam, "node ", update.group->nodes[i], " is ",
-          old->name, ", its update ", update.tasks[i].name);
+      check(std::string_view(old->name) == update.tasks[i].name, kInvalidParam, "node ",
+          update.group->nodes[i], " is ", old->name, ", its update ", update.tasks[i].name);
       old = std::make_shared<const Task>(update.tasks[i]);
     }
   });
@@ -442,17 +470,18 @@ void end_captures(int device) {
 }  // namespace emu
 
 // Conditional nodes.
-ACL_API(computed, aclmdlRICondHandleCreate, (void* handle, uint32_t initial, uint32_t flags, void** out), {
-  const auto graph = found(graphs, handle, "graph");
-  auto condition = std::make_shared<Condition>();
-  condition->address = static_cast<uint64_t*>(device(graph->device).allocate(sizeof(uint64_t)));
-  condition->initial = initial;
-  condition->assign = flags == 1;
-  std::scoped_lock lock(graph->mutex, graphs_mutex);
-  graph->conditions.push_back(condition);
-  conditions[condition.get()] = condition;
-  *out = condition.get();
-})
+ACL_API(computed, aclmdlRICondHandleCreate,
+    (void* handle, uint32_t initial, uint32_t flags, void** out), {
+      const auto graph = found(graphs, handle, "graph");
+      auto condition = std::make_shared<Condition>();
+      condition->address = static_cast<uint64_t*>(device(graph->device).allocate(sizeof(uint64_t)));
+      condition->initial = initial;
+      condition->assign = flags == 1;
+      std::scoped_lock lock(graph->mutex, graphs_mutex);
+      graph->conditions.push_back(condition);
+      conditions[condition.get()] = condition;
+      *out = condition.get();
+    })
 ACL_API(computed, aclmdlRICondHandleGetCondPtr, (void* handle, uint64_t** address),
     { *address = found(conditions, handle, "condition")->address; })
 ACL_API(computed, aclmdlRIAddCondTask, (CondTaskParams params, void* handle, uint32_t), {
@@ -463,8 +492,8 @@ ACL_API(computed, aclmdlRIAddCondTask, (CondTaskParams params, void* handle, uin
   check(params.type >= 0 && params.type <= 2, kInvalidParam, "condition type ", params.type,
       "; supported: 0 if, 1 while and 2 switch");
   const uint32_t most[] = {2, 1, UINT32_MAX};
-  check(params.size >= 1 && params.size <= most[params.type], kInvalidParam, params.size, " branches for condition type ",
-      params.type);
+  check(params.size >= 1 && params.size <= most[params.type], kInvalidParam, params.size,
+      " branches for condition type ", params.type);
   std::vector<std::shared_ptr<Graph>> branches;
   for (uint32_t i = 0; i < params.size; ++i) {
     branches.push_back(new_graph(stream.device));
@@ -472,8 +501,9 @@ ACL_API(computed, aclmdlRIAddCondTask, (CondTaskParams params, void* handle, uin
     std::lock_guard lock(capture->graph->mutex);
     capture->graph->branches.push_back(branches.back());
   }
-  Task task{
-      "aclmdlRIAddCondTask", [condition, type = params.type, branches] { run_branch(condition, type, branches); }, Kind::graph};
+  Task task{"aclmdlRIAddCondTask",
+      [condition, type = params.type, branches] { run_branch(condition, type, branches); },
+      Kind::graph};
   stream.submit(std::move(task));
 })
 
@@ -482,7 +512,8 @@ ACL_API(computed, aclmdlRIDebugPrint, (void* handle), {
   const auto graph = found(graphs, handle, "graph");
   std::lock_guard lock(graph->mutex);
   for (size_t i = 0; i < graph->nodes.size(); ++i)
-    printf("graph %d node %zu: %s, stream %d\n", graph->id, i, graph->nodes[i].task->name, graph->nodes[i].stream);
+    printf("graph %d node %zu: %s, stream %d\n", graph->id, i, graph->nodes[i].task->name,
+        graph->nodes[i].stream);
 })
 ACL_API(computed, aclmdlRIDebugJsonPrint, (void* handle, const char* path, uint32_t), {
   const auto graph = found(graphs, handle, "graph");
@@ -492,7 +523,8 @@ ACL_API(computed, aclmdlRIDebugJsonPrint, (void* handle, const char* path, uint3
   std::fputs("[", file);
   for (size_t i = 0; i < graph->nodes.size(); ++i)
     std::fprintf(file,
-        "%s\n{\"name\": \"%s\", \"ph\": \"X\", \"pid\": \"graph %d\", \"tid\": \"stream %d\", \"ts\": %zu, \"dur\": 1}",
+        "%s\n{\"name\": \"%s\", \"ph\": \"X\", \"pid\": \"graph %d\", \"tid\": \"stream %d\", "
+        "\"ts\": %zu, \"dur\": 1}",
         i ? "," : "", graph->nodes[i].task->name, graph->id, graph->nodes[i].stream, i);
   std::fputs("\n]\n", file);
   std::fclose(file);

@@ -1,5 +1,5 @@
-// Graph capture and replay (aclmdlRI). Replay runs one node at a time in an order that their dependencies allow: that of the
-// capture, or one chosen by the adversary's seed.
+// Graph capture and replay (aclmdlRI). Replay runs one node at a time in an order that their
+// dependencies allow: that of the capture, or one chosen by the adversary's seed.
 #ifndef ASCEND_EMULATOR_CORE_GRAPH_H
 #define ASCEND_EMULATOR_CORE_GRAPH_H
 #include <map>
@@ -22,10 +22,11 @@ struct Graph {
   bool blocks();
 
   const int device, id;
-  std::mutex mutex;  // guards all below, and the capture; after a capture only the nodes' tasks change, by updates
+  std::mutex mutex;  // guards all below, and the capture; after a capture only the nodes' tasks
+                     // change, by updates
   std::vector<Node> nodes;
   bool capturing = false;
-  std::string invalid;                           // reason why the capture is invalid; empty if valid
+  std::string invalid;  // reason why the capture is invalid; empty if valid
   std::vector<std::shared_ptr<Graph>> branches;  // of conditional nodes
   std::vector<std::shared_ptr<struct Condition>> conditions;
   int streams = 0;  // reserved on the device

@@ -35,7 +35,9 @@ constexpr uint64_t kPage = 4096;
 }  // namespace
 
 void* allocate(uint64_t bytes) {
-  void* address = bytes + kPage > bytes ? std::aligned_alloc(kPage, (bytes + kPage - 1) / kPage * kPage) : nullptr;
+  void* address = bytes + kPage > bytes
+                      ? std::aligned_alloc(kPage, (bytes + kPage - 1) / kPage * kPage)
+                      : nullptr;
   check(address != nullptr, kOutOfMemory, "no host memory for ", bytes, " bytes");
   std::lock_guard lock(mutex);
   allocated()[reinterpret_cast<uintptr_t>(address)] = {bytes};
@@ -45,7 +47,8 @@ void* allocate(uint64_t bytes) {
 void release(void* address) {
   {
     std::lock_guard lock(mutex);
-    check(allocated().erase(reinterpret_cast<uintptr_t>(address)), kInvalidParam, "not memory of aclrtMallocHost: ", address);
+    check(allocated().erase(reinterpret_cast<uintptr_t>(address)), kInvalidParam,
+        "not memory of aclrtMallocHost: ", address);
     ++memory_events.freed;
   }
   std::free(address);
@@ -53,17 +56,20 @@ void release(void* address) {
 
 void register_range(void* address, uint64_t bytes, bool for_devices) {
   const auto at = reinterpret_cast<uintptr_t>(address);
-  // Pinned memory without device access needs no alignment (torch_npu's test_npurt.py, test_npurt_register_only_pinned).
-  check(at && bytes && (!for_devices || at % kPage == 0), kInvalidParam, bytes, " bytes at ", address,
-      "; for devices the address must be a multiple of ", kPage);
+  // Pinned memory without device access needs no alignment (torch_npu's test_npurt.py,
+  // test_npurt_register_only_pinned).
+  check(at && bytes && (!for_devices || at % kPage == 0), kInvalidParam, bytes, " bytes at ",
+      address, "; for devices the address must be a multiple of ", kPage);
   std::lock_guard lock(mutex);
-  check(bytes_from(registered(), address, false) == 0, kInvalidParam, "registered already: ", address);
+  check(bytes_from(registered(), address, false) == 0, kInvalidParam,
+      "registered already: ", address);
   registered()[at] = {bytes, for_devices};
 }
 
 void unregister(void* address) {
   std::lock_guard lock(mutex);
-  check(registered().erase(reinterpret_cast<uintptr_t>(address)), kInvalidParam, "not registered: ", address);
+  check(registered().erase(reinterpret_cast<uintptr_t>(address)), kInvalidParam,
+      "not registered: ", address);
 }
 
 uint64_t pinned(const void* address) {

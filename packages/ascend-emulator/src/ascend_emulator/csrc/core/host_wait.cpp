@@ -18,8 +18,9 @@ void HostWait::release_python() {
     function = reinterpret_cast<std::decay_t<decltype(function)>>(dlsym(RTLD_DEFAULT, name));
     return function != nullptr;
   };
-  releases = find(python_initialized, "Py_IsInitialized") && find(python_lock_held, "PyGILState_Check") &&
-             find(python_save, "PyEval_SaveThread") && find(python_restore, "PyEval_RestoreThread");
+  releases = find(python_initialized, "Py_IsInitialized") &&
+             find(python_lock_held, "PyGILState_Check") && find(python_save, "PyEval_SaveThread") &&
+             find(python_restore, "PyEval_RestoreThread");
 }
 
 HostWait::HostWait() {

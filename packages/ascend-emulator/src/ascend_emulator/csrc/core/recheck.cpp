@@ -2,13 +2,14 @@
 
 namespace emu {
 
-void Recheck::check(c10::function_ref<std::string()> what, const void* address, uint64_t bytes) const {
+void Recheck::check(
+    c10::function_ref<std::string()> what, const void* address, uint64_t bytes) const {
   const auto found = look_up(address, bytes);
   const bool gone = found.bytes < bytes;
   if (!gone && found.allocation <= allocated_) return;
-  throw Error(kInvalidParam,
-      text(what(), ", ", bytes, " bytes at ", address, ", which were ", gone && is_virtual(address) ? "unmapped" : "freed",
-          " after the call", gone ? "" : ", and allocated again"));
+  throw Error(kInvalidParam, text(what(), ", ", bytes, " bytes at ", address, ", which were ",
+                                 gone && is_virtual(address) ? "unmapped" : "freed",
+                                 " after the call", gone ? "" : ", and allocated again"));
 }
 
 void Recheck::check(const char* what, const void* address, uint64_t bytes) const {

@@ -1,5 +1,5 @@
-// Memory of a task's arguments is checked at the call, and again when the task runs: by then it may have been freed, and a
-// captured task runs as often as its graph is replayed.
+// Memory of a task's arguments is checked at the call, and again when the task runs: by then it may
+// have been freed, and a captured task runs as often as its graph is replayed.
 #ifndef ASCEND_EMULATOR_CORE_RECHECK_H
 #define ASCEND_EMULATOR_CORE_RECHECK_H
 #include <c10/util/FunctionRef.h>
@@ -21,8 +21,9 @@ class Recheck {
     check_all();
     verified_.store(freed, std::memory_order_relaxed);
   }
-  // For `check_all`: throws unless the same allocations still hold these bytes. Address ranges count, not what is mapped into
-  // them: sleep mode maps other physical memory at the same addresses.
+  // For `check_all`: throws unless the same allocations still hold these bytes. Address ranges
+  // count, not what is mapped into them: sleep mode maps other physical memory at the same
+  // addresses.
   void check(c10::function_ref<std::string()> what, const void* address, uint64_t bytes) const;
   void check(const char* what, const void* address, uint64_t bytes) const;
 

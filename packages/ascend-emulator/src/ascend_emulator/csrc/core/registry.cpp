@@ -23,7 +23,9 @@ std::map<std::string, Entry>& entries() {
   return all;
 }
 
-std::string without_suffix(const std::string& file) { return file.substr(0, file.find_last_of('.')); }
+std::string without_suffix(const std::string& file) {
+  return file.substr(0, file.find_last_of('.'));
+}
 
 const std::set<std::string>& removals() {
   static const std::set<std::string> names = [] {
@@ -62,7 +64,9 @@ void note(const char* name) {
   if (!seen.insert(name).second) return;
   static const int file = [path] {
     const int made = open(path, O_WRONLY | O_APPEND | O_CREAT | O_CLOEXEC, 0666);
-    if (made < 0) fprintf(stderr, "ascend-emulator: cannot write ASCEND_EMULATOR_CALLS to %s: %s\n", path, std::strerror(errno));
+    if (made < 0)
+      fprintf(stderr, "ascend-emulator: cannot write ASCEND_EMULATOR_CALLS to %s: %s\n", path,
+          std::strerror(errno));
     return made;
   }();
   const auto line = text(name, "\n");
@@ -95,7 +99,8 @@ EXPORT const char* ascend_emulator_registry() {
   static const std::string listing = [] {
     std::string out;
     for (const auto& [name, entry] : emu::entries())
-      out += emu::text(name, " ", entry.family, " ", entry.effect.name, " ", entry.effect.why, "\n");
+      out +=
+          emu::text(name, " ", entry.family, " ", entry.effect.name, " ", entry.effect.why, "\n");
     return out;
   }();
   return listing.c_str();

@@ -74,7 +74,9 @@ std::string hex(uint64_t value) {
   return digits;
 }
 
-void raise(Status status, std::initializer_list<Printable> parts) { throw Error(status, joined(parts)); }
+void raise(Status status, std::initializer_list<Printable> parts) {
+  throw Error(status, joined(parts));
+}
 
 Error error_of(const std::exception& e) {
   if (const auto* own = dynamic_cast<const Error*>(&e)) return *own;
@@ -87,7 +89,8 @@ std::atomic<bool> forked{false};
 int guarded(const char* name, c10::function_ref<void()> body) noexcept {
   try {
     check(!forked, kContextNull,
-        "this process was forked from one that uses NPUs, and cannot use them; start it with the method spawn");
+        "this process was forked from one that uses NPUs, and cannot use them; start it with the "
+        "method spawn");
     body();
     return kOk;
   } catch (const std::exception& e) {
@@ -109,7 +112,8 @@ bool lacking(const char* name) {
 int refuse(const char* name) {
   const char* soc = std::getenv("ASCEND_EMULATOR_SOC");
   const int status = fail(kUnsupported,
-      lacking(name) ? text(name, " is not an operator of ", soc ? soc : "this chip", ", by torch_npu's documentation.")
+      lacking(name) ? text(name, " is not an operator of ", soc ? soc : "this chip",
+                          ", by torch_npu's documentation.")
                     : text(name, " is not emulated. `ascend-emulator coverage` lists what is."));
   return std::strncmp(name, "aclnn", 5) == 0 || of_atb(name) ? operator_done(name, status) : status;
 }
@@ -154,14 +158,16 @@ int operator_done(const char* name, int status) {
 void check_queue(int device) {
   std::lock_guard lock(failure_mutex);
   for (const auto& [npu, name] : failed_on_queue) {
-    check(npu != device && npu != kNoNpu, kOpFailed, name, " failed earlier, and torch_npu computes nothing more on NPU ", device,
+    check(npu != device && npu != kNoNpu, kOpFailed, name,
+        " failed earlier, and torch_npu computes nothing more on NPU ", device,
         " in this process; start a new one");
   }
 }
 
 }  // namespace emu
 
-// Returns the calling thread's last message and clears it, as torch_npu expects (c10_npu_get_error_message).
+// Returns the calling thread's last message and clears it, as torch_npu expects
+// (c10_npu_get_error_message).
 ACL_VALUE(const char*, answers, aclGetRecentErrMsg, (), {
   using namespace emu;
   returned_message.swap(last_message);

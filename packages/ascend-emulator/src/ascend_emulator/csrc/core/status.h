@@ -1,6 +1,7 @@
 // Error codes, and error messages as aclGetRecentErrMsg returns them.
 //
-// The codes are public; torch_npu documents them in torch_npu/csrc/core/npu/NPUErrorCodes.h (Ascend/pytorch, BSD).
+// The codes are public; torch_npu documents them in torch_npu/csrc/core/npu/NPUErrorCodes.h
+// (Ascend/pytorch, BSD).
 #ifndef ASCEND_EMULATOR_CORE_STATUS_H
 #define ASCEND_EMULATOR_CORE_STATUS_H
 #include <c10/core/ScalarType.h>
@@ -57,14 +58,17 @@ struct Error : std::runtime_error {
   Error(Status s, const std::string& what) : std::runtime_error(what), status(s) {}
 };
 
-// Type-erased reference to a value with operator<<, so that the functions below are not instantiated for each list of types.
+// Type-erased reference to a value with operator<<, so that the functions below are not
+// instantiated for each list of types.
 class Printable {
  public:
   template <class T>
   Printable(const T& value)
-      : value_(&value), print_([](std::ostream& out, const void* at) { out << *static_cast<const T*>(at); }) {}
+      : value_(&value),
+        print_([](std::ostream& out, const void* at) { out << *static_cast<const T*>(at); }) {}
   Printable(const char* value)
-      : value_(value), print_([](std::ostream& out, const void* at) { out << static_cast<const char*>(at); }) {}
+      : value_(value),
+        print_([](std::ostream& out, const void* at) { out << static_cast<const char*>(at); }) {}
   Printable(const c10::ScalarType& value);  // PyTorch's and CANN's name: Double (DT_DOUBLE)
   friend std::ostream& operator<<(std::ostream& out, const Printable& part) {
     part.print_(out, part.value_);
@@ -110,17 +114,18 @@ long refuse_value(const char* name);
 // For C++ functions of CANN's graph engine: throws, which torchair passes on as a Python exception.
 [[noreturn]] void refuse_engine(const char* name);
 
-// Returns the status of an operator. When an operator fails on torch_npu's queue thread, the thread ends: torch_npu raises that
-// error once and silently drops everything queued for that NPU later. So a failure on that thread is kept, and synchronizing with
-// the NPU fails from then on.
+// Returns the status of an operator. When an operator fails on torch_npu's queue thread, the thread
+// ends: torch_npu raises that error once and silently drops everything queued for that NPU later.
+// So a failure on that thread is kept, and synchronizing with the NPU fails from then on.
 int operator_done(const char* name, int status);
-// Creation calls of arguments return null on failure; torch_npu passes the null on, so the operator reports this reason. Cleared
-// when an operator is done, which need not look at each argument.
+// Creation calls of arguments return null on failure; torch_npu passes the null on, so the operator
+// reports this reason. Cleared when an operator is done, which need not look at each argument.
 extern thread_local std::string creation_error;
 void check_queue(int device);  // throws if an operator failed on this NPU's queue thread
 
-// Set in a process that was forked from one that had used an NPU: all calls fail. The worker threads do not exist there, and a
-// context of CANN does not survive a fork either (torch_npu/npu/__init__.py, "Cannot re-initialize NPU in forked subprocess").
+// Set in a process that was forked from one that had used an NPU: all calls fail. The worker
+// threads do not exist there, and a context of CANN does not survive a fork either
+// (torch_npu/npu/__init__.py, "Cannot re-initialize NPU in forked subprocess").
 extern std::atomic<bool> forked;
 
 // Converts an exception to a status and a message, without c10::Error's backtrace.

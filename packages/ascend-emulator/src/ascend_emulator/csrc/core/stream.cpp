@@ -32,20 +32,24 @@ thread_local Stream* worker_of = nullptr;
 
 int count(int device) {
   auto& a = table();
-  return a.in_graphs[device] + static_cast<int>(std::count_if(a.streams.begin(), a.streams.end(),
-                                   [&](const auto& each) { return each.second->device == device; }));
+  return a.in_graphs[device] +
+         static_cast<int>(std::count_if(a.streams.begin(), a.streams.end(),
+             [&](const auto& each) { return each.second->device == device; }));
 }
 
-// Drivers from this version on reuse the streams of captured graphs, and earlier ones have another code and text for exhausted
-// streams: vllm-project/vllm-ascend pull requests 9962 and 10555, issues 2629 and 8393 (at the beginning of a capture).
+// Drivers from this version on reuse the streams of captured graphs, and earlier ones have another
+// code and text for exhausted streams: vllm-project/vllm-ascend pull requests 9962 and 10555,
+// issues 2629 and 8393 (at the beginning of a capture).
 constexpr int kReusingDriver = 250501;
 
 void check_stream_limit(int device, int wanted, Status status) {
   const int limit = chip().streams, used = count(device);
   const bool is_old = chip().driver && chip().driver < kReusingDriver;
-  check(used + wanted <= limit, is_old ? kNoResource : status, is_old ? "[SqCqManage]Alloc sq cq fail, retCode=0x7020023; " : "",
-      "no stream resource: NPU ", device, " has ", limit, " streams; ", used, " are in use (", table().in_graphs[device],
-      " of them by captured graphs) and ", wanted, " more are asked for. Capture fewer graphs, or destroy streams");
+  check(used + wanted <= limit, is_old ? kNoResource : status,
+      is_old ? "[SqCqManage]Alloc sq cq fail, retCode=0x7020023; " : "", "no stream resource: NPU ",
+      device, " has ", limit, " streams; ", used, " are in use (", table().in_graphs[device],
+      " of them by captured graphs) and ", wanted,
+      " more are asked for. Capture fewer graphs, or destroy streams");
 }
 
 }  // namespace
@@ -77,7 +81,9 @@ uint64_t Stream::submit(Task task) {
     std::unique_lock lock(mutex_);
     check(!retired_, kNotThisStream, "the stream was destroyed");
     if (submitted_ == 0)
-      std::thread([self = shared_from_this()] { self->work(); }).detach();  // at the first task: most streams are never used
+      std::thread([self = shared_from_this()] {
+        self->work();
+      }).detach();  // at the first task: most streams are never used
     tasks_.push_back(std::move(task));
     ticket = ++submitted_;
     const bool idle = tasks_.size() == 1;
@@ -120,8 +126,8 @@ void Stream::check_failure() {
 }
 
 void Stream::synchronize(Deadline deadline, Status timeout) {
-  check(wait(submitted(), deadline), timeout, "the deadline passed while stream ", id, " of NPU ", device, " ran ",
-      running_task_name());
+  check(wait(submitted(), deadline), timeout, "the deadline passed while stream ", id, " of NPU ",
+      device, " ran ", running_task_name());
 }
 
 std::string Stream::running_task_name() {
@@ -170,7 +176,8 @@ void Stream::run_head(std::unique_lock<std::mutex>& lock) {
     Adversary::Turn turn(*this, task);
     perform(task);
   }
-  // Release the task's arguments before it counts as completed: the caller may free the memory then.
+  // Release the task's arguments before it counts as completed: the caller may free the memory
+  // then.
   task.run = nullptr;
   lock.lock();
   tasks_.pop_front();
@@ -180,7 +187,9 @@ void Stream::run_head(std::unique_lock<std::mutex>& lock) {
   progressed_.notify_all();
 }
 
-void check_not_aborted() { check(!worker_of || !worker_of->aborting_, kOpFailed, "the stream was aborted"); }
+void check_not_aborted() {
+  check(!worker_of || !worker_of->aborting_, kOpFailed, "the stream was aborted");
+}
 
 Stream& running_stream() {
   check(worker_of != nullptr, kOpFailed, "not on a stream's thread");
@@ -329,7 +338,8 @@ void stop_streams() {
 }
 
 bool null_mode() {
-  static const bool on = std::getenv("ASCEND_EMULATOR_NULL") && *std::getenv("ASCEND_EMULATOR_NULL") == '1';
+  static const bool on =
+      std::getenv("ASCEND_EMULATOR_NULL") && *std::getenv("ASCEND_EMULATOR_NULL") == '1';
   return on;
 }
 

@@ -1,8 +1,9 @@
-// Streams and events. A stream is a queue with a worker thread that runs the tasks in order; submitting returns immediately. A
-// brief task of an idle stream is run by the thread that submits it, because waking the worker takes longer.
+// Streams and events. A stream is a queue with a worker thread that runs the tasks in order;
+// submitting returns immediately. A brief task of an idle stream is run by the thread that submits
+// it, because waking the worker takes longer.
 //
-// A task that throws fails its stream: later tasks do not run, and synchronizing throws the error, as does waiting for an event
-// that was recorded after it.
+// A task that throws fails its stream: later tasks do not run, and synchronizing throws the error,
+// as does waiting for an event that was recorded after it.
 #ifndef ASCEND_EMULATOR_CORE_STREAM_H
 #define ASCEND_EMULATOR_CORE_STREAM_H
 #include <atomic>
@@ -51,8 +52,9 @@ struct Task {
   const char* name;
   std::function<void()> run;
   Kind kind = Kind::op;
-  bool blocks = false;                // may wait for something other than this process's streams
-  bool brief = false;                 // does not wait and computes little: an idle stream runs it in the caller's thread
+  bool blocks = false;  // may wait for something other than this process's streams
+  bool brief =
+      false;  // does not wait and computes little: an idle stream runs it in the caller's thread
   std::shared_ptr<Mark> waits_for{};  // of Kind::wait
   Work work{};
 };
@@ -79,8 +81,8 @@ class Stream : public std::enable_shared_from_this<Stream> {
   void synchronize(Deadline deadline = {}, Status timeout = kStreamSyncTimeout);
   void check_failure();  // throws the error of a failed task
 
-  // Drops queued tasks and a failure. finish_abort() returns when no task runs; a task that blocks may ignore the abort, and is
-  // waited for until the deadline only.
+  // Drops queued tasks and a failure. finish_abort() returns when no task runs; a task that blocks
+  // may ignore the abort, and is waited for until the deadline only.
   void start_abort();
   void finish_abort(Clock::time_point until);
   static void abort(const std::vector<std::shared_ptr<Stream>>& streams);
@@ -103,7 +105,8 @@ class Stream : public std::enable_shared_from_this<Stream> {
   Stream(int device, int id) : device(device), id(id) {}
   void work();
   void perform(Task& task);
-  void run_head(std::unique_lock<std::mutex>& lock);  // runs the first task of the queue; locked before and after
+  void run_head(std::unique_lock<std::mutex>&
+          lock);  // runs the first task of the queue; locked before and after
 
   std::mutex mutex_;
   std::condition_variable arrived_, progressed_;
@@ -128,14 +131,16 @@ void prepare_worker();
 struct Event {
   uint32_t flags = 0;
   std::mutex mutex;
-  std::shared_ptr<Mark> mark;                                                       // of the latest record
-  std::shared_ptr<std::atomic<int>> waits = std::make_shared<std::atomic<int>>(0);  // streams' waits that are not complete
-  std::weak_ptr<Capture> captured;                                                  // the capture that recorded it last
+  std::shared_ptr<Mark> mark;  // of the latest record
+  std::shared_ptr<std::atomic<int>> waits =
+      std::make_shared<std::atomic<int>>(0);  // streams' waits that are not complete
+  std::weak_ptr<Capture> captured;            // the capture that recorded it last
   int node = -1;
 };
 
-std::shared_ptr<Stream> stream_at(void* handle);  // throws if invalid; null: the current device's default stream
-Stream& stream_of(void* handle);                  // valid until the stream is destroyed
+std::shared_ptr<Stream> stream_at(
+    void* handle);                // throws if invalid; null: the current device's default stream
+Stream& stream_of(void* handle);  // valid until the stream is destroyed
 std::vector<std::shared_ptr<Stream>> streams_of(int device);
 void* add_stream(std::shared_ptr<Stream> stream);  // throws if the device's streams are exhausted
 std::shared_ptr<Stream> remove_stream(void* handle);

@@ -46,7 +46,8 @@ Trace* whole_trace() {
     const char* path = std::getenv("ASCEND_EMULATOR_TRACE");
     if (!path || !*path) return static_cast<Trace*>(nullptr);
     const int made_now = open(path, O_WRONLY | O_APPEND | O_CREAT | O_EXCL | O_CLOEXEC, 0666);
-    if (made_now >= 0 && write(made_now, "[\n", 2) != 2) fprintf(stderr, "ascend-emulator: cannot write the trace to %s\n", path);
+    if (made_now >= 0 && write(made_now, "[\n", 2) != 2)
+      fprintf(stderr, "ascend-emulator: cannot write the trace to %s\n", path);
     const int file = made_now >= 0 ? made_now : open(path, O_WRONLY | O_APPEND | O_CLOEXEC);
     if (file < 0) {
       fprintf(stderr, "ascend-emulator: cannot write the trace to %s\n", path);
@@ -59,7 +60,9 @@ Trace* whole_trace() {
   return instance;
 }
 
-double microseconds(Clock::time_point time) { return std::chrono::duration<double, std::micro>(time.time_since_epoch()).count(); }
+double microseconds(Clock::time_point time) {
+  return std::chrono::duration<double, std::micro>(time.time_since_epoch()).count();
+}
 
 const char* name_of(Kind kind) {
   const char* const names[] = {"operator", "copy", "record", "wait", "host", "collective", "graph"};
@@ -79,20 +82,22 @@ void name_thread(Trace* trace, const std::string& id, const std::string& name) {
     std::lock_guard lock(trace->mutex);
     if (!trace->named.insert(id).second) return;
   }
-  trace->add(text("{\"name\": \"thread_name\", \"ph\": \"M\", \"pid\": ", getpid(), ", \"tid\": ", id,
-      ", \"args\": {\"name\": \"", name, "\"}},\n"));
+  trace->add(text("{\"name\": \"thread_name\", \"ph\": \"M\", \"pid\": ", getpid(),
+      ", \"tid\": ", id, ", \"args\": {\"name\": \"", name, "\"}},\n"));
 }
 void name_thread(const std::string& id, const std::string& name) {
   for (Trace* trace : {whole_trace(), profile.load()}) name_thread(trace, id, name);
 }
 
-std::string event(const std::string& name, const char* category, const std::string& tid, Clock::time_point start,
-    Clock::time_point end, const std::string& arguments) {
+std::string event(const std::string& name, const char* category, const std::string& tid,
+    Clock::time_point start, Clock::time_point end, const std::string& arguments) {
   std::ostringstream out;
   out.precision(3);
-  out << std::fixed << "{\"name\": \"" << name << "\", \"cat\": \"" << category << "\", \"ph\": \"X\", \"pid\": " << getpid()
-      << ", \"tid\": " << tid << ", \"ts\": " << microseconds(start) << ", \"dur\": " << microseconds(end) - microseconds(start)
-      << ", \"args\": {" << arguments << "}},\n";
+  out << std::fixed << "{\"name\": \"" << name << "\", \"cat\": \"" << category
+      << "\", \"ph\": \"X\", \"pid\": " << getpid() << ", \"tid\": " << tid
+      << ", \"ts\": " << microseconds(start)
+      << ", \"dur\": " << microseconds(end) - microseconds(start) << ", \"args\": {" << arguments
+      << "}},\n";
   return out.str();
 }
 
@@ -140,15 +145,18 @@ TaskTrace::~TaskTrace() {
   std::ostringstream arguments;
   arguments << "\"npu\": " << stream_.device << ", \"stream\": " << stream_.id
             << ", \"bytes\": " << static_cast<int64_t>(work.bytes + work.link)
-            << ", \"flops\": " << static_cast<int64_t>(work.flops) << ", \"estimated_us\": " << seconds * 1e6;
+            << ", \"flops\": " << static_cast<int64_t>(work.flops)
+            << ", \"estimated_us\": " << seconds * 1e6;
   if (work.link > 0) arguments << ", \"link\": " << static_cast<int64_t>(work.link);
   if (work.called != Clock::time_point{})
-    arguments << ", \"called\": " << static_cast<int64_t>(microseconds(work.called) * 1000) << "e-3";
+    arguments << ", \"called\": " << static_cast<int64_t>(microseconds(work.called) * 1000)
+              << "e-3";
   if (!work.shapes.empty()) arguments << ", \"shapes\": \"" << work.shapes << '"';
   add(event(task_.name, name_of(task_.kind), id, start_, Clock::now(), arguments.str()));
 }
 
-HostTrace::HostTrace(const char* name, double copied) : name_(name), copied_(copied), on_(traced()) {
+HostTrace::HostTrace(const char* name, double copied)
+    : name_(name), copied_(copied), on_(traced()) {
   if (on_) start_ = Clock::now();
 }
 

@@ -1,9 +1,10 @@
-// Trace of the device's tasks (ASCEND_EMULATOR_TRACE=FILE, and the file of a running profile), and their estimated device time by
-// a roofline model.
+// Trace of the device's tasks (ASCEND_EMULATOR_TRACE=FILE, and the file of a running profile), and
+// their estimated device time by a roofline model.
 //
-// The model: the launch overhead plus the maximum of FLOPs / throughput, bytes / memory bandwidth and link bytes / link
-// bandwidth. Streams run in parallel; an event passes the time of its record to the streams that wait for it. The host is assumed
-// to be fast enough. The chips' figures and their sources are in chips.toml. The result is an estimate.
+// The model: the launch overhead plus the maximum of FLOPs / throughput, bytes / memory bandwidth
+// and link bytes / link bandwidth. Streams run in parallel; an event passes the time of its record
+// to the streams that wait for it. The host is assumed to be fast enough. The chips' figures and
+// their sources are in chips.toml. The result is an estimate.
 #ifndef ASCEND_EMULATOR_CORE_TRACE_H
 #define ASCEND_EMULATOR_CORE_TRACE_H
 #include "cost.h"
@@ -43,7 +44,8 @@ class HostTrace {
 
 double modelled_seconds(Kind kind, const Work& work, bool in_graph);
 void flush_trace();
-// The file of a profile; each call to start_profile() makes a new one. Throws if it cannot be written.
+// The file of a profile; each call to start_profile() makes a new one. Throws if it cannot be
+// written.
 void start_profile(const std::string& path);
 void stop_profile();
 

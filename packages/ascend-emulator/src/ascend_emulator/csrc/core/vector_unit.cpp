@@ -3,7 +3,8 @@
 #include "status.h"
 
 namespace at {
-__attribute__((visibility("default"))) std::string get_cpu_capability();  // ATen/Version.h, which includes much more
+__attribute__((visibility("default"))) std::string
+get_cpu_capability();  // ATen/Version.h, which includes much more
 }
 
 namespace emu {
@@ -12,10 +13,11 @@ VectorUnit vector_unit() {
 #if defined(__x86_64__)
   static const VectorUnit unit = [] {
     const auto capability = at::get_cpu_capability();
-    if (!__builtin_cpu_supports("avx2") || !__builtin_cpu_supports("fma") || capability.find("AVX") != 0)
+    if (!__builtin_cpu_supports("avx2") || !__builtin_cpu_supports("fma") ||
+        capability.find("AVX") != 0)
       return VectorUnit::generic;
-    if (capability == "AVX2" || !__builtin_cpu_supports("avx512bw") || !__builtin_cpu_supports("avx512vl") ||
-        !__builtin_cpu_supports("avx512dq"))
+    if (capability == "AVX2" || !__builtin_cpu_supports("avx512bw") ||
+        !__builtin_cpu_supports("avx512vl") || !__builtin_cpu_supports("avx512dq"))
       return VectorUnit::avx2;
     return __builtin_cpu_supports("avx512bf16") ? VectorUnit::avx512_bf16 : VectorUnit::avx512;
   }();

@@ -1,5 +1,5 @@
-// What the kernels use of this CPU, by what ATen does, which the variable ATEN_CPU_CAPABILITY limits. limits.py has the same
-// rules.
+// What the kernels use of this CPU, by what ATen does, which the variable ATEN_CPU_CAPABILITY
+// limits. limits.py has the same rules.
 #ifndef ASCEND_EMULATOR_CORE_VECTOR_UNIT_H
 #define ASCEND_EMULATOR_CORE_VECTOR_UNIT_H
 

@@ -50,12 +50,14 @@ void release(void* start) {
   const auto range = reserved.find(reinterpret_cast<uintptr_t>(start));
   check(range != reserved.end(), kInvalidParam, "no address range was reserved at ", start);
   const auto window = windows.lower_bound(range->first);
-  check(window == windows.end() || window->first >= range->first + range->second.bytes, kInvalidParam, "the address range at ",
-      start, " still has memory mapped at ", window == windows.end() ? nullptr : reinterpret_cast<void*>(window->first));
+  check(window == windows.end() || window->first >= range->first + range->second.bytes,
+      kInvalidParam, "the address range at ", start, " still has memory mapped at ",
+      window == windows.end() ? nullptr : reinterpret_cast<void*>(window->first));
   auto freed = free_ranges.emplace(range->first, range->second.bytes).first;
   reserved.erase(range);
   ++memory_events.freed;
-  if (auto next = std::next(freed); next != free_ranges.end() && freed->first + freed->second == next->first) {
+  if (auto next = std::next(freed);
+      next != free_ranges.end() && freed->first + freed->second == next->first) {
     freed->second += next->second;
     free_ranges.erase(next);
   }
@@ -68,14 +70,15 @@ void release(void* start) {
 
 void map(void* at, const Window& window) {
   const auto start = reinterpret_cast<uintptr_t>(at);
-  check(start % kPage == 0 && window.bytes % kPage == 0, kInvalidParam, window.bytes, " bytes at ", at,
-      "; both must be multiples of ", kPage);
+  check(start % kPage == 0 && window.bytes % kPage == 0, kInvalidParam, window.bytes, " bytes at ",
+      at, "; both must be multiples of ", kPage);
   std::lock_guard lock(mutex);
   const auto range = holding(reserved, start);
-  check(range != reserved.end() && start + window.bytes <= range->first + range->second.bytes, kInvalidParam, window.bytes,
-      " bytes at ", at, " are not in one reserved address range");
+  check(range != reserved.end() && start + window.bytes <= range->first + range->second.bytes,
+      kInvalidParam, window.bytes, " bytes at ", at, " are not in one reserved address range");
   const auto other = holding(windows, start + window.bytes - 1);
-  check(other == windows.end() || other->first + other->second.bytes <= start, kInvalidParam, "memory is mapped already at ",
+  check(other == windows.end() || other->first + other->second.bytes <= start, kInvalidParam,
+      "memory is mapped already at ",
       reinterpret_cast<void*>(other == windows.end() ? 0 : other->first));
   void* view = reinterpret_cast<void*>(window.npu == kNoNpu ? start : start + distance);
   if (window.file < 0) {
@@ -92,9 +95,11 @@ void unmap(void* at) {
   const auto window = windows.find(start);
   check(window != windows.end(), kInvalidParam, "no memory is mapped at ", at);
   if (window->second.npu == kNoNpu) {
-    mmap(at, window->second.bytes, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_FIXED | MAP_NORESERVE, -1, 0);
+    mmap(at, window->second.bytes, PROT_NONE,
+        MAP_PRIVATE | MAP_ANONYMOUS | MAP_FIXED | MAP_NORESERVE, -1, 0);
   } else {
-    // Replaced by private memory, so that a running kernel does not crash the process; new accesses are refused.
+    // Replaced by private memory, so that a running kernel does not crash the process; new accesses
+    // are refused.
     arena::unmap(reinterpret_cast<void*>(start + distance), window->second.bytes);
   }
   windows.erase(window);
@@ -109,7 +114,9 @@ Mapped at(const void* address, uint64_t wanted) {
   const int npu = window->second.npu;
   uintptr_t end = window->first + window->second.bytes;
   if (end <= start) return {};
-  for (++window; end - start < wanted && window != windows.end() && window->first == end && window->second.npu == npu; ++window)
+  for (++window; end - start < wanted && window != windows.end() && window->first == end &&
+                 window->second.npu == npu;
+      ++window)
     end += window->second.bytes;
   return {end - start, npu, holding(reserved, start)->second.number};
 }

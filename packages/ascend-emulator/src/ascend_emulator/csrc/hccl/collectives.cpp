@@ -1,5 +1,6 @@
-// All pairs of ranks are connected, so each collective takes one step, or two: large reductions are a reduce-scatter and an
-// all-gather. Reductions are in rank order, so results are bitwise identical on all ranks and in all runs.
+// All pairs of ranks are connected, so each collective takes one step, or two: large reductions are
+// a reduce-scatter and an all-gather. Reductions are in rank order, so results are bitwise
+// identical on all ranks and in all runs.
 #include "collectives.h"
 
 #include <ATen/ATen.h>
@@ -11,7 +12,8 @@ namespace emu::hccl {
 namespace {
 
 constexpr uint64_t kSmall = 64 << 10;  // bytes up to which one step is faster than two
-constexpr int64_t kBlock = 16 << 10;   // elements per reduction call: fits the caches, below ATen's threshold for threads
+constexpr int64_t kBlock =
+    16 << 10;  // elements per reduction call: fits the caches, below ATen's threshold for threads
 
 void copy(void* to, const void* from, uint64_t bytes) {
   if (bytes && to != from) std::memmove(to, from, bytes);
@@ -27,11 +29,14 @@ void accumulate(at::Tensor& into, const at::Tensor& value, int op) {
 }
 
 uint64_t size_of(const Header& call) { return data_type(call.type).bytes; }
-char* at_element(void* base, uint64_t index, uint64_t size) { return static_cast<char*>(base) + index * size; }
+char* at_element(void* base, uint64_t index, uint64_t size) {
+  return static_cast<char*>(base) + index * size;
+}
 
 std::vector<Part> parts(void* base, const Counts& counts, const Counts& starts, uint64_t size) {
   std::vector<Part> out;
-  for (size_t i = 0; i < counts.size(); ++i) out.push_back({at_element(base, starts[i], size), counts[i] * size});
+  for (size_t i = 0; i < counts.size(); ++i)
+    out.push_back({at_element(base, starts[i], size), counts[i] * size});
   return out;
 }
 
@@ -45,8 +50,10 @@ void divide(uint64_t count, int ranks, Counts& counts, Counts& starts) {
   }
 }
 
-// Reduce-scatter: sends each rank its part of `send` and reduces the received parts with this rank's own.
-void reduce_part(Communicator& on, const Header& call, void* send, const Counts& counts, const Counts& starts, void* receive) {
+// Reduce-scatter: sends each rank its part of `send` and reduces the received parts with this
+// rank's own.
+void reduce_part(Communicator& on, const Header& call, void* send, const Counts& counts,
+    const Counts& starts, void* receive) {
   const uint64_t size = size_of(call), bytes = counts[on.rank] * size;
   char* space = on.scratch(bytes * on.ranks);
   std::vector<Part> in(on.ranks);
@@ -69,9 +76,11 @@ void reduce(void* out, const std::vector<const void*>& ranks, uint64_t count, in
   for (uint64_t start = 0; start < count; start += kBlock) {
     const int64_t length = static_cast<int64_t>(std::min<uint64_t>(kBlock, count - start));
     const auto view = [&](const void* base) {
-      return at::from_blob(static_cast<char*>(const_cast<void*>(base)) + start * size, {length}, scalar);
+      return at::from_blob(
+          static_cast<char*>(const_cast<void*>(base)) + start * size, {length}, scalar);
     };
-    // In the type: HcommLocalReduceOnThread, of which algorithms are made, reduces memory of `dataType` into memory of it.
+    // In the type: HcommLocalReduceOnThread, of which algorithms are made, reduces memory of
+    // `dataType` into memory of it.
     auto total = view(ranks[0]).clone();
     for (size_t i = 1; i < ranks.size(); ++i) accumulate(total, view(ranks[i]), op);
     view(out).copy_(total);
@@ -108,11 +117,13 @@ void reduce(Communicator& on, const Header& call, void* send, void* receive) {
   reduce_part(on, call, send, counts, starts, receive);
 }
 
-void reduce_scatter(Communicator& on, const Header& call, void* send, const Counts& counts, const Counts& starts, void* receive) {
+void reduce_scatter(Communicator& on, const Header& call, void* send, const Counts& counts,
+    const Counts& starts, void* receive) {
   reduce_part(on, call, send, counts, starts, receive);
 }
 
-void all_gather(Communicator& on, const Header& call, void* send, void* receive, const Counts& counts, const Counts& starts) {
+void all_gather(Communicator& on, const Header& call, void* send, void* receive,
+    const Counts& counts, const Counts& starts) {
   const auto in = parts(receive, counts, starts, size_of(call));
   copy(in[on.rank].data, send, in[on.rank].bytes);
   on.exchange(call, std::vector<Part>(on.ranks, in[on.rank]), in);
@@ -140,13 +151,15 @@ void scatter(Communicator& on, const Header& call, void* send, void* receive) {
   on.exchange(call, out, in);
 }
 
-void all_to_all(Communicator& on, const Header& call, void* send, const Counts& send_counts, const Counts& send_starts,
-    void* receive, const Counts& receive_counts, const Counts& receive_starts) {
+void all_to_all(Communicator& on, const Header& call, void* send, const Counts& send_counts,
+    const Counts& send_starts, void* receive, const Counts& receive_counts,
+    const Counts& receive_starts) {
   const uint64_t size = size_of(call);
-  const auto out = parts(send, send_counts, send_starts, size), in = parts(receive, receive_counts, receive_starts, size);
+  const auto out = parts(send, send_counts, send_starts, size),
+             in = parts(receive, receive_counts, receive_starts, size);
   if (out[on.rank].bytes != in[on.rank].bytes) {
-    throw TransferError(
-        kParameter, text("this rank sends itself ", send_counts[on.rank], " elements and expects ", receive_counts[on.rank]));
+    throw TransferError(kParameter, text("this rank sends itself ", send_counts[on.rank],
+                                        " elements and expects ", receive_counts[on.rank]));
   }
   copy(in[on.rank].data, out[on.rank].data, out[on.rank].bytes);
   on.exchange(call, out, in);

@@ -21,15 +21,16 @@ int number(const char* variable, int otherwise, int least, const char* unit) {
   if (!value || !*value) return otherwise;
   char* end = nullptr;
   const long number = std::strtol(value, &end, 10);
-  check(!*end && number >= least && number <= 2147483647L, kInvalidParam, variable, " is ", value, "; it is a number of ", unit,
-      ", at least ", least);
+  check(!*end && number >= least && number <= 2147483647L, kInvalidParam, variable, " is ", value,
+      "; it is a number of ", unit, ", at least ", least);
   return static_cast<int>(number);
 }
 
 Clock::time_point after(int seconds) { return Clock::now() + std::chrono::seconds(seconds); }
 
-// A collective of this process while it runs on an NPU. One on the vector cores must have the NPU's links alone, also beside MC2:
-// "不支持多通信域并行的场景" (CANN's reference, HCCL_OP_EXPANSION_MODE). Sends and receives do not run there.
+// A collective of this process while it runs on an NPU. One on the vector cores must have the NPU's
+// links alone, also beside MC2: "不支持多通信域并行的场景" (CANN's reference,
+// HCCL_OP_EXPANSION_MODE). Sends and receives do not run there.
 class Running {
  public:
   Running(const Communicator& on, const Header& call) : on_(on), call_(call) {
@@ -39,7 +40,8 @@ class Running {
       if (other->on_.device == on.device && &other->on_ != &on &&
           (other->on_.options.on_vector_cores || on.options.on_vector_cores))
         throw TransferError(
-            kParameter, text("NPU ", on.device, " runs ", other->call_.describe(), " on communicator ", other->on_.name,
+            kParameter, text("NPU ", on.device, " runs ", other->call_.describe(),
+                            " on communicator ", other->on_.name,
                             " at the same time; with HCCL_OP_EXPANSION_MODE=AIV "
                             "collectives of several communicators must not overlap"));
     all().insert(this);
@@ -75,7 +77,8 @@ bool on_vector_cores() {
   return mode && std::strcmp(mode, "AIV") == 0;
 }
 
-Communicator::Communicator(c10::intrusive_ptr<c10d::Store> store, std::string name, int rank, int ranks, Options options)
+Communicator::Communicator(
+    c10::intrusive_ptr<c10d::Store> store, std::string name, int rank, int ranks, Options options)
     : name(std::move(name)),
       rank(rank),
       ranks(ranks),
@@ -88,16 +91,18 @@ Communicator::Communicator(c10::intrusive_ptr<c10d::Store> store, std::string na
 
 Communicator::~Communicator() = default;
 
-// "Each communicator occupies 2 x HCCL_BUFFSIZE memory, which is used for receiving and sending memory" (Huawei's
-// "HCCL_BUFFSIZE"), "for sharing data between two NPUs": a single rank needs none.
-Buffers::Buffers(const std::string& communicator, int ranks, uint64_t size) : device_(current_device()) {
+// "Each communicator occupies 2 x HCCL_BUFFSIZE memory, which is used for receiving and sending
+// memory" (Huawei's "HCCL_BUFFSIZE"), "for sharing data between two NPUs": a single rank needs
+// none.
+Buffers::Buffers(const std::string& communicator, int ranks, uint64_t size)
+    : device_(current_device()) {
   if (ranks == 1) return;
   const uint64_t bytes = 2 * (size << 20);
   try {
     device(device_).reserve_physical(bytes);
   } catch (const Error& error) {
-    throw Error(
-        error.status, text("the buffers of communicator ", communicator, ", 2 x ", size, " MiB (HCCL_BUFFSIZE): ", error.what()));
+    throw Error(error.status, text("the buffers of communicator ", communicator, ", 2 x ", size,
+                                  " MiB (HCCL_BUFFSIZE): ", error.what()));
   }
   bytes_ = bytes;
 }
@@ -110,8 +115,10 @@ void Communicator::claim(uint8_t kind) {
   const auto of_experts = [](uint8_t each) { return each == kDispatch || each == kCombine; };
   std::lock_guard lock(order_mutex_);
   if (!claimed_) claimed_ = kind;
-  check(of_experts(kind) == of_experts(*claimed_), kOpParam, kind_name(kind), " on communicator ", name, ", on which ",
-      kind_name(*claimed_), " was called before: MoE dispatch and combine need a communicator without other operators; create a ",
+  check(of_experts(kind) == of_experts(*claimed_), kOpParam, kind_name(kind), " on communicator ",
+      name, ", on which ", kind_name(*claimed_),
+      " was called before: MoE dispatch and combine need a communicator without other operators; "
+      "create a ",
       "group for them alone");
 }
 
@@ -120,7 +127,8 @@ int Communicator::next_use(const std::string& key) {
   return uses_[key]++;
 }
 
-Ticket::Ticket(std::shared_ptr<Communicator> on, std::set<int> lanes) : on_(std::move(on)), lanes_(std::move(lanes)) {
+Ticket::Ticket(std::shared_ptr<Communicator> on, std::set<int> lanes)
+    : on_(std::move(on)), lanes_(std::move(lanes)) {
   on_->started();
   std::lock_guard lock(on_->order_mutex_);
   number_ = on_->issued_++;
@@ -154,11 +162,13 @@ void Communicator::connect() {
       return action(round + key);
     } catch (const std::exception& error) {
       const std::string reason = error_of(error).what();
-      if (reason.find("timeout") != std::string::npos || reason.find("timed out") != std::string::npos)
+      if (reason.find("timeout") != std::string::npos ||
+          reason.find("timed out") != std::string::npos)
         refuse_call(kTimeout, own, "rank ", peer, " did not come within ", connect_timeout(),
             " s (HCCL_CONNECT_TIMEOUT); look at its output");
       if (dynamic_cast<const c10::DistNetworkError*>(&error))
-        refuse_call(kRemote, own, "rank 0, which has the store, ended or closed the connection; look at its output");
+        refuse_call(kRemote, own,
+            "rank 0, which has the store, ended or closed the connection; look at its output");
       refuse_call(kInternal, own, "rank 0's store: ", reason.substr(0, 200));
     }
   };
@@ -174,7 +184,8 @@ void Communicator::connect() {
     const std::string all(bytes.begin(), bytes.end()), value = all.substr(0, all.find_last_of(' '));
     if (all != text(value, " ", options.secret.sign(text(round, key, "=", value))))
       refuse_call(kConnect, own, "what the store has of rank ", peer,
-          " is not signed with the communicator's secret: the rank failed, has another root info, or a stranger writes to the "
+          " is not signed with the communicator's secret: the rank failed, has another root info, "
+          "or a stranger writes to the "
           "store");
     return value;
   };
@@ -183,12 +194,16 @@ void Communicator::connect() {
   std::vector<std::string> addresses;
   for (int peer = 0; peer < ranks; ++peer) addresses.push_back(published(peer, text(peer)));
   Rendezvous::check_npus(name, addresses);
-  if (const auto tcp = rendezvous.listen_for_other_machines(addresses, rank); !tcp.empty()) publish(text(rank, "/tcp"), tcp);
-  links_ =
-      rendezvous.connect(addresses, [&](int peer) { return published(peer, text(peer, "/tcp")); }, rank, options.secret, until);
+  if (const auto tcp = rendezvous.listen_for_other_machines(addresses, rank); !tcp.empty())
+    publish(text(rank, "/tcp"), tcp);
+  links_ = rendezvous.connect(
+      addresses, [&](int peer) { return published(peer, text(peer, "/tcp")); }, rank,
+      options.secret, until);
 }
 
-Deadline Communicator::deadline() const { return options.exec_timeout ? Deadline(after(options.exec_timeout)) : std::nullopt; }
+Deadline Communicator::deadline() const {
+  return options.exec_timeout ? Deadline(after(options.exec_timeout)) : std::nullopt;
+}
 
 void Communicator::stop(Code result, const std::string& text) {
   std::lock_guard lock(message_mutex_);
@@ -205,17 +220,18 @@ std::string Communicator::message() {
 }
 
 void Communicator::fail(const Header& call, Code result, const std::string& message) {
-  stop(result,
-      text(call.describe(), " on communicator ", name, " (rank ", rank, " of ", ranks, ", call ", calls_, "): ", message));
+  stop(result, text(call.describe(), " on communicator ", name, " (rank ", rank, " of ", ranks,
+                   ", call ", calls_, "): ", message));
   notify_failure(links_, this->message());
   throw Error(kOpFailed, this->message());
 }
 
-void Communicator::perform(
-    const Header& call, const std::function<void()>& body, const std::vector<Ticket*>& tickets, fault::Kind fault) {
+void Communicator::perform(const Header& call, const std::function<void()>& body,
+    const std::vector<Ticket*>& tickets, fault::Kind fault) {
   std::lock_guard lock(mutex_);
   tickets_ = &tickets;
-  if (error_) throw Error(kOpFailed, text(call.describe(), ": the communicator failed earlier: ", message()));
+  if (error_)
+    throw Error(kOpFailed, text(call.describe(), ": the communicator failed earlier: ", message()));
   ++calls_;
   try {
     const Running running(*this, call);
@@ -223,7 +239,8 @@ void Communicator::perform(
     if (delay) pause(Clock::now() + std::chrono::milliseconds(delay), wake_.get());
     if (fault == fault::Kind::timeout) {
       pause(deadline(), wake_.get());
-      throw TransferError(kTimeout, "nothing from the other ranks until HCCL_EXEC_TIMEOUT (injected)");
+      throw TransferError(
+          kTimeout, "nothing from the other ranks until HCCL_EXEC_TIMEOUT (injected)");
     }
     if (fault == fault::Kind::drop && ranks > 1) {
       for (const auto& link : links_) {
@@ -232,7 +249,9 @@ void Communicator::perform(
       throw TransferError(kRemote, "the connections broke (injected)");
     }
     body();
-  } catch (const TransferError& failed) { fail(call, failed.result, failed.what()); } catch (const std::bad_alloc&) {
+  } catch (const TransferError& failed) {
+    fail(call, failed.result, failed.what());
+  } catch (const std::bad_alloc&) {
     fail(call, kMemory, "the host has no memory for it");
   } catch (const std::exception& error) {  // possibly within a message
     fail(call, kSuspending, error.what());
@@ -240,7 +259,8 @@ void Communicator::perform(
   for (auto* ticket : tickets) ticket->end();
 }
 
-void Communicator::exchange(const Header& call, const std::vector<Part>& out, const std::vector<Part>& in) {
+void Communicator::exchange(
+    const Header& call, const std::vector<Part>& out, const std::vector<Part>& in) {
   std::vector<Outgoing> outgoing;
   std::vector<Incoming> incoming;
   Header header = call;
@@ -255,7 +275,8 @@ void Communicator::exchange(const Header& call, const std::vector<Part>& out, co
   transfer(links_, outgoing, incoming, deadline(), wake_.get());
 }
 
-// Sends are synchronous: they complete when the receiver has made its call ("HcclSend"). So a receive sends its header.
+// Sends are synchronous: they complete when the receiver has made its call ("HcclSend"). So a
+// receive sends its header.
 void Communicator::exchange(const std::vector<PointToPoint>& items) {
   std::vector<Outgoing> outgoing;
   std::vector<Incoming> incoming;
@@ -269,8 +290,10 @@ void Communicator::exchange(const std::vector<PointToPoint>& items) {
       }
       const auto& other = to_self.front();
       if (other.header.bytes != item.header.bytes)
-        throw TransferError(kParameter, "a send to this rank itself and its receive have different sizes");
-      std::memmove(sends ? other.data : item.data, sends ? item.data : other.data, item.header.bytes);
+        throw TransferError(
+            kParameter, "a send to this rank itself and its receive have different sizes");
+      std::memmove(
+          sends ? other.data : item.data, sends ? item.data : other.data, item.header.bytes);
       to_self.pop_front();
       continue;
     }
@@ -286,8 +309,9 @@ void Communicator::exchange(const std::vector<PointToPoint>& items) {
     incoming.push_back({item.peer, sends ? without : with, item.data});
   }
   if (!to_self.empty())
-    throw TransferError(
-        kParameter, "a send to this rank itself, or a receive from it, is alone; they must be in one group or batch");
+    throw TransferError(kParameter,
+        "a send to this rank itself, or a receive from it, is alone; they must be in one group or "
+        "batch");
   transfer(links_, outgoing, incoming, deadline(), wake_.get());
 }
 

@@ -31,8 +31,8 @@ struct PointToPoint {
   void* data;
 };
 
-// Device memory that two buffers take, each of `size` MiB, on the current NPU: of one communicator, or of all those of the
-// process that name the same buffer.
+// Device memory that two buffers take, each of `size` MiB, on the current NPU: of one communicator,
+// or of all those of the process that name the same buffer.
 class Buffers {
  public:
   Buffers(const std::string& communicator, int ranks, uint64_t size);
@@ -62,15 +62,18 @@ class Ticket;
 class Communicator {
  public:
   // Connects to the other ranks through the store, whose keys belong to this communicator only.
-  Communicator(c10::intrusive_ptr<c10d::Store> store, std::string name, int rank, int ranks, Options options);
+  Communicator(c10::intrusive_ptr<c10d::Store> store, std::string name, int rank, int ranks,
+      Options options);
   ~Communicator();
 
-  // Runs one operation at a time on the stream's thread. A failure fails all later operations. `tickets` are of the calls, if
-  // their order is compared with the other ranks'; `fault` is an injected timeout or drop.
-  void perform(const Header& call, const std::function<void()>& body, const std::vector<Ticket*>& tickets = {},
-      fault::Kind fault = fault::Kind::none);
-  // Within perform(): sends each rank its part and receives each rank's part, with the call's header. Empty parts are sent too,
-  // so that ranks can compare their calls. This rank's own parts are ignored.
+  // Runs one operation at a time on the stream's thread. A failure fails all later operations.
+  // `tickets` are of the calls, if their order is compared with the other ranks'; `fault` is an
+  // injected timeout or drop.
+  void perform(const Header& call, const std::function<void()>& body,
+      const std::vector<Ticket*>& tickets = {}, fault::Kind fault = fault::Kind::none);
+  // Within perform(): sends each rank its part and receives each rank's part, with the call's
+  // header. Empty parts are sent too, so that ranks can compare their calls. This rank's own parts
+  // are ignored.
   void exchange(const Header& call, const std::vector<Part>& out, const std::vector<Part>& in);
   void exchange(const std::vector<PointToPoint>& items);
   char* scratch(uint64_t bytes);
@@ -79,15 +82,17 @@ class Communicator {
   void finished();
   // Waits briefly for pending operations, ends them, and closes the connections.
   void close();
-  // After an operator failed outside of perform(): the other ranks learn of it, if the communicator has not failed before.
+  // After an operator failed outside of perform(): the other ranks learn of it, if the communicator
+  // has not failed before.
   void abandon(const std::string& reason);
   void suspend();
   void resume();  // reconnects; must be called on all ranks
 
   int error() const { return error_; }
   std::string message();
-  // To be called before each call is issued. Throws if MoE dispatch or combine shares the communicator with other operators:
-  // "该通信域中不允许有其他算子" (torch_npu's documentation of npu_moe_distribute_dispatch_v2).
+  // To be called before each call is issued. Throws if MoE dispatch or combine shares the
+  // communicator with other operators: "该通信域中不允许有其他算子" (torch_npu's documentation of
+  // npu_moe_distribute_dispatch_v2).
   void claim(uint8_t kind);
   // How often this was asked with the same key; equal on all ranks that ask equally often.
   int next_use(const std::string& key);
@@ -126,9 +131,9 @@ class Communicator {
   std::condition_variable idle_;
 };
 
-// A call's place in the order in which its rank issued the communicator's calls, until it has run or was dropped from its
-// stream's queue. Calls of a replayed graph have none. A lane holds calls that must match in order: all collectives, and the
-// sends to, or receives from, each peer.
+// A call's place in the order in which its rank issued the communicator's calls, until it has run
+// or was dropped from its stream's queue. Calls of a replayed graph have none. A lane holds calls
+// that must match in order: all collectives, and the sends to, or receives from, each peer.
 class Ticket {
  public:
   Ticket(std::shared_ptr<Communicator> on, std::set<int> lanes);
@@ -146,7 +151,8 @@ class Ticket {
   bool ended_ = false;
 };
 
-// Reduces the ranks' values in rank order and in their type, which each step rounds to; `out` may alias an input.
+// Reduces the ranks' values in rank order and in their type, which each step rounds to; `out` may
+// alias an input.
 void reduce(void* out, const std::vector<const void*>& ranks, uint64_t count, int type, int op);
 
 }  // namespace emu::hccl

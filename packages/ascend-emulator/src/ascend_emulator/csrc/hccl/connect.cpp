@@ -25,16 +25,18 @@
 namespace emu::hccl {
 namespace {
 
-// How a rank introduces itself to a lower one. The signature is of the lower rank's address, which occurs once, and of the
-// numbers: who reads it cannot use it for another connection.
+// How a rank introduces itself to a lower one. The signature is of the lower rank's address, which
+// occurs once, and of the numbers: who reads it cannot use it for another connection.
 struct Handshake {
   uint32_t rank, ranks;
   char signature[Secret::kSignature];
 };
 
-Handshake introduction(const Secret& secret, const std::string& address, uint32_t rank, uint32_t ranks) {
+Handshake introduction(
+    const Secret& secret, const std::string& address, uint32_t rank, uint32_t ranks) {
   Handshake made{rank, ranks, {}};
-  secret.sign(text("link to ", address, " from ", rank, " of ", ranks)).copy(made.signature, sizeof made.signature);
+  secret.sign(text("link to ", address, " from ", rank, " of ", ranks))
+      .copy(made.signature, sizeof made.signature);
   return made;
 }
 
@@ -48,7 +50,8 @@ struct Arrival {
   // False if the connection ended, or took too long.
   bool read(bool readable) {
     if (!readable) return Clock::now() < until;
-    const auto bytes = recv(link.get(), reinterpret_cast<char*>(&from) + received, sizeof from - received, MSG_DONTWAIT);
+    const auto bytes = recv(link.get(), reinterpret_cast<char*>(&from) + received,
+        sizeof from - received, MSG_DONTWAIT);
     if (bytes > 0) received += static_cast<size_t>(bytes);
     return bytes > 0 || (bytes < 0 && (errno == EAGAIN || errno == EINTR));
   }
@@ -76,14 +79,16 @@ sockaddr_in tcp_address(const std::string& ip, int port) {
   sockaddr_in address{};
   address.sin_family = AF_INET;
   address.sin_port = htons(static_cast<uint16_t>(port));
-  check(inet_pton(AF_INET, ip.c_str(), &address.sin_addr) == 1, kInvalidParam, "not an IPv4 address: ", ip, " (HCCL_IF_IP)");
+  check(inet_pton(AF_INET, ip.c_str(), &address.sin_addr) == 1, kInvalidParam,
+      "not an IPv4 address: ", ip, " (HCCL_IF_IP)");
   return address;
 }
 
 // Waits for a file descriptor; false on timeout.
 bool ready(int fd, short events, Clock::time_point deadline) {
   while (true) {
-    const auto left = std::chrono::duration_cast<std::chrono::milliseconds>(deadline - Clock::now()).count();
+    const auto left =
+        std::chrono::duration_cast<std::chrono::milliseconds>(deadline - Clock::now()).count();
     pollfd file{fd, events, 0};
     const int found = poll(&file, 1, static_cast<int>(std::max<int64_t>(left, 0)));
     if (found > 0) return true;
@@ -120,18 +125,24 @@ Address parse(const std::string& text) {
   return address;
 }
 
-bool needs_tcp(const Address& peer) { return use_tcp() || peer.transport == "tcp" || peer.machine != machine(); }
+bool needs_tcp(const Address& peer) {
+  return use_tcp() || peer.transport == "tcp" || peer.machine != machine();
+}
 
 // Other users of the machine can connect to an abstract Unix socket.
 bool same_user(const File& link) {
   ucred peer{};
   socklen_t length = sizeof peer;
-  return getsockopt(link.get(), SOL_SOCKET, SO_PEERCRED, &peer, &length) == 0 && peer.uid == geteuid();
+  return getsockopt(link.get(), SOL_SOCKET, SO_PEERCRED, &peer, &length) == 0 &&
+         peer.uid == geteuid();
 }
 
-void set_nonblocking(const File& file) { fcntl(file.get(), F_SETFL, fcntl(file.get(), F_GETFL) | O_NONBLOCK); }
+void set_nonblocking(const File& file) {
+  fcntl(file.get(), F_SETFL, fcntl(file.get(), F_GETFL) | O_NONBLOCK);
+}
 
-File connect_to(int peer, const Address& at, const std::function<std::string(int)>& tcp_address_of, Clock::time_point deadline) {
+File connect_to(int peer, const Address& at, const std::function<std::string(int)>& tcp_address_of,
+    Clock::time_point deadline) {
   const bool tcp = needs_tcp(at);
   File link = make_socket(tcp ? AF_INET : AF_UNIX);
   set_nonblocking(link);
@@ -160,7 +171,8 @@ File connect_to(int peer, const Address& at, const std::function<std::string(int
   if (error)
     refuse_call(kConnect, "no connection to rank ", peer, " at ", place, ": ", std::strerror(error),
         "; is it reachable from this machine (HCCL_IF_IP, HCCL_SOCKET_IFNAME)?");
-  if (!tcp && !same_user(link)) refuse_call(kConnect, "rank ", peer, " is a process of another user");
+  if (!tcp && !same_user(link))
+    refuse_call(kConnect, "rank ", peer, " is a process of another user");
   finish(link, tcp);
   return link;
 }
@@ -177,7 +189,9 @@ std::string machine() {
 }
 
 std::string root_ip() {
-  const auto given = [](const char* variable) { return std::getenv(variable) && *std::getenv(variable); };
+  const auto given = [](const char* variable) {
+    return std::getenv(variable) && *std::getenv(variable);
+  };
   return given("HCCL_IF_IP") || given("HCCL_SOCKET_IFNAME") ? host_ip() : "127.0.0.1";
 }
 
@@ -187,15 +201,18 @@ std::pair<File, int> bound(const std::string& ip, int port) {
   socklen_t length = sizeof address;
   const int on = 1;
   check(setsockopt(made.get(), SOL_SOCKET, SO_REUSEADDR, &on, sizeof on) == 0 &&
-            bind(made.get(), reinterpret_cast<sockaddr*>(&address), length) == 0 && listen(made.get(), 1024) == 0 &&
+            bind(made.get(), reinterpret_cast<sockaddr*>(&address), length) == 0 &&
+            listen(made.get(), 1024) == 0 &&
             getsockname(made.get(), reinterpret_cast<sockaddr*>(&address), &length) == 0,
-      kOpFailed, "cannot listen on ", ip, port ? text(" port ", port) : "", ": ", std::strerror(errno));
+      kOpFailed, "cannot listen on ", ip, port ? text(" port ", port) : "", ": ",
+      std::strerror(errno));
   return {std::move(made), ntohs(address.sin_port)};
 }
 
 std::string host_ip() {
   if (const char* ip = std::getenv("HCCL_IF_IP"); ip && *ip) return ip;
-  // HCCL_SOCKET_IFNAME: "eth,enp" prefixes, "=eth0" names, "^…" all but these (Huawei's "Environment Variables").
+  // HCCL_SOCKET_IFNAME: "eth,enp" prefixes, "=eth0" names, "^…" all but these (Huawei's
+  // "Environment Variables").
   std::string rule = std::getenv("HCCL_SOCKET_IFNAME") ? std::getenv("HCCL_SOCKET_IFNAME") : "";
   bool without = false, exact = false;
   if (rule.starts_with('^')) without = true, rule.erase(0, 1);
@@ -209,24 +226,31 @@ std::string host_ip() {
   };
   ifaddrs* all = nullptr;
   if (getifaddrs(&all) != 0) return "127.0.0.1";
-  std::vector<std::tuple<int, std::string, std::string>> found;  // order: others, docker, loopback; then by name
+  std::vector<std::tuple<int, std::string, std::string>>
+      found;  // order: others, docker, loopback; then by name
   for (auto* one = all; one; one = one->ifa_next) {
-    if (!one->ifa_addr || one->ifa_addr->sa_family != AF_INET || !(one->ifa_flags & IFF_UP)) continue;
+    if (!one->ifa_addr || one->ifa_addr->sa_family != AF_INET || !(one->ifa_flags & IFF_UP))
+      continue;
     const std::string name = one->ifa_name;
     if (!rule.empty() && matches(name) == without) continue;
     char ip[INET_ADDRSTRLEN];
     inet_ntop(AF_INET, &reinterpret_cast<sockaddr_in*>(one->ifa_addr)->sin_addr, ip, sizeof ip);
-    found.emplace_back(one->ifa_flags & IFF_LOOPBACK ? 2 : name.starts_with("docker") ? 1 : 0, name, ip);
+    found.emplace_back(one->ifa_flags & IFF_LOOPBACK ? 2
+                       : name.starts_with("docker")  ? 1
+                                                     : 0,
+        name, ip);
   }
   freeifaddrs(all);
-  check(!found.empty() || rule.empty(), kInvalidParam, "no network interface fits HCCL_SOCKET_IFNAME=",
+  check(!found.empty() || rule.empty(), kInvalidParam,
+      "no network interface fits HCCL_SOCKET_IFNAME=",
       std::getenv("HCCL_SOCKET_IFNAME") ? std::getenv("HCCL_SOCKET_IFNAME") : "");
   return found.empty() ? "127.0.0.1" : std::get<2>(*std::min_element(found.begin(), found.end()));
 }
 
 Secret Secret::random() {
   uint64_t words[2];
-  check(getrandom(words, sizeof words, 0) == sizeof words, kOpFailed, "getrandom: ", std::strerror(errno));
+  check(getrandom(words, sizeof words, 0) == sizeof words, kOpFailed,
+      "getrandom: ", std::strerror(errno));
   return Secret(text(hex(words[0]), "-", hex(words[1])));
 }
 
@@ -234,7 +258,8 @@ namespace {
 constexpr size_t kSha1Block = 64;  // bytes, of SHA-1
 }  // namespace
 
-Secret::Secret(const std::string& key) : key_(key.size() > kSha1Block ? c10::sha1(key).str() : key) {}
+Secret::Secret(const std::string& key)
+    : key_(key.size() > kSha1Block ? c10::sha1(key).str() : key) {}
 
 std::string Secret::sign(const std::string& message) const {
   std::string inner(kSha1Block, '\x36'), outer(kSha1Block, '\x5c');
@@ -246,27 +271,32 @@ Rendezvous::Rendezvous(int npu) : local_(make_socket(AF_UNIX)) {
   static std::atomic<int> number{0};
   const auto name = text("ascend-emulator-", getpid(), "-", number++, "-", Secret::random().key());
   auto [local, local_length] = local_address(name);
-  check(bind(local_.get(), reinterpret_cast<sockaddr*>(&local), local_length) == 0 && listen(local_.get(), 128) == 0, kOpFailed,
-      "cannot listen on a Unix socket: ", std::strerror(errno));
+  check(bind(local_.get(), reinterpret_cast<sockaddr*>(&local), local_length) == 0 &&
+            listen(local_.get(), 128) == 0,
+      kOpFailed, "cannot listen on a Unix socket: ", std::strerror(errno));
   address_ = text(machine(), " ", physical_id(npu), " ", name, " ", use_tcp() ? "tcp" : "any");
 }
 
-// A rank is an NPU of the communicator: "每个通信对象(例如一个NPU就是一个通信对象)…称为一个rank" (Huawei's HCCL user guide,
-// 通信域管理); "the entered device list cannot contain duplicate device IDs" (HcclCommInitAll).
-void Rendezvous::check_npus(const std::string& communicator, const std::vector<std::string>& addresses) {
+// A rank is an NPU of the communicator: "每个通信对象(例如一个NPU就是一个通信对象)…称为一个rank"
+// (Huawei's HCCL user guide, 通信域管理); "the entered device list cannot contain duplicate device
+// IDs" (HcclCommInitAll).
+void Rendezvous::check_npus(
+    const std::string& communicator, const std::vector<std::string>& addresses) {
   std::map<std::pair<std::string, std::string>, size_t> ranks;
   for (size_t rank = 0; rank < addresses.size(); ++rank) {
     const auto at = parse(addresses[rank]);
     const auto [other, is_new] = ranks.emplace(std::pair{at.machine, at.npu}, rank);
     if (!is_new)
-      refuse_call(kParameter, "ranks ", other->second, " and ", rank, " of communicator ", communicator, " are both on NPU ",
-          at.npu,
-          "; a rank has an NPU of its own: call torch.npu.set_device(local rank) before the first collective, or set "
+      refuse_call(kParameter, "ranks ", other->second, " and ", rank, " of communicator ",
+          communicator, " are both on NPU ", at.npu,
+          "; a rank has an NPU of its own: call torch.npu.set_device(local rank) before the first "
+          "collective, or set "
           "ASCEND_RT_VISIBLE_DEVICES");
   }
 }
 
-std::string Rendezvous::listen_for_other_machines(const std::vector<std::string>& addresses, int rank) {
+std::string Rendezvous::listen_for_other_machines(
+    const std::vector<std::string>& addresses, int rank) {
   // The lower rank of a pair listens.
   bool listens = false, beyond = false;
   for (auto peer = addresses.begin() + rank + 1; peer != addresses.end(); ++peer) {
@@ -279,14 +309,18 @@ std::string Rendezvous::listen_for_other_machines(const std::vector<std::string>
     auto [made, port] = bound(ip, 0);
     tcp_ = std::move(made);
     return text(ip, " ", port);
-  } catch (const Error& error) { refuse_call(kConnect, error.what(), "; set HCCL_IF_IP to an address of this machine"); }
+  } catch (const Error& error) {
+    refuse_call(kConnect, error.what(), "; set HCCL_IF_IP to an address of this machine");
+  }
 }
 
 std::vector<Link> Rendezvous::connect(const std::vector<std::string>& addresses,
-    const std::function<std::string(int peer)>& tcp_address, int rank, const Secret& secret, Clock::time_point deadline) {
+    const std::function<std::string(int peer)>& tcp_address, int rank, const Secret& secret,
+    Clock::time_point deadline) {
   const int ranks = static_cast<int>(addresses.size());
   std::vector<Link> links(ranks);
-  for (int peer = 0; peer < rank; ++peer) {  // the higher rank connects; the lower one is already listening
+  for (int peer = 0; peer < rank;
+      ++peer) {  // the higher rank connects; the lower one is already listening
     links[peer].socket = connect_to(peer, parse(addresses[peer]), tcp_address, deadline);
     const auto own = introduction(secret, addresses[peer], rank, ranks);
     if (send(links[peer].socket.get(), &own, sizeof own, MSG_NOSIGNAL) != sizeof own)
@@ -298,12 +332,14 @@ std::vector<Link> Rendezvous::connect(const std::vector<std::string>& addresses,
     const auto right = introduction(secret, addresses[rank], from.rank, from.ranks);
     if (std::memcmp(&from, &right, sizeof from) != 0) return false;
     if (static_cast<int>(from.ranks) != ranks) {
-      refuse_call(kParameter, "rank ", from.rank, " counts ", from.ranks, " ranks, rank ", rank, " counts ", ranks,
-          "; it must be the same on all");
+      refuse_call(kParameter, "rank ", from.rank, " counts ", from.ranks, " ranks, rank ", rank,
+          " counts ", ranks, "; it must be the same on all");
     }
     if (static_cast<int>(from.rank) <= rank || from.rank >= from.ranks)
-      refuse_call(kParameter, "rank ", from.rank, " connects to rank ", rank, " of ", ranks, "; a rank connects to lower ranks");
-    if (links[from.rank].socket.get() >= 0) refuse_call(kParameter, "two ranks call themselves ", from.rank);
+      refuse_call(kParameter, "rank ", from.rank, " connects to rank ", rank, " of ", ranks,
+          "; a rank connects to lower ranks");
+    if (links[from.rank].socket.get() >= 0)
+      refuse_call(kParameter, "two ranks call themselves ", from.rank);
     links[from.rank].socket = std::move(arrival.link);
     return true;
   };
@@ -311,18 +347,23 @@ std::vector<Link> Rendezvous::connect(const std::vector<std::string>& addresses,
   if (tcp_.get() >= 0) set_nonblocking(tcp_);
   std::vector<Arrival> arrivals;
   for (int missing = ranks - rank - 1; missing > 0;) {
-    std::vector<pollfd> files{{tcp_.get(), POLLIN, 0}, {local_.get(), POLLIN, 0}};  // poll() skips a TCP socket of -1
+    std::vector<pollfd> files{
+        {tcp_.get(), POLLIN, 0}, {local_.get(), POLLIN, 0}};  // poll() skips a TCP socket of -1
     auto until = deadline;
     for (const auto& each : arrivals) {
       files.push_back({each.link.get(), POLLIN, 0});
       until = std::min(until, each.until);
     }
-    const auto left = std::chrono::duration_cast<std::chrono::milliseconds>(until - Clock::now()).count();
+    const auto left =
+        std::chrono::duration_cast<std::chrono::milliseconds>(until - Clock::now()).count();
     if (Clock::now() >= deadline)
-      refuse_call(kTimeout, missing, " of ", ranks, " ranks did not connect in time (HCCL_CONNECT_TIMEOUT)");
-    if (poll(files.data(), files.size(), static_cast<int>(std::max<int64_t>(left, 0)) + 1) < 0) continue;
+      refuse_call(kTimeout, missing, " of ", ranks,
+          " ranks did not connect in time (HCCL_CONNECT_TIMEOUT)");
+    if (poll(files.data(), files.size(), static_cast<int>(std::max<int64_t>(left, 0)) + 1) < 0)
+      continue;
     for (size_t i = arrivals.size(); i-- > 0;) {
-      const bool open = arrivals[i].read(files[i + 2].revents != 0), complete = arrivals[i].complete();
+      const bool open = arrivals[i].read(files[i + 2].revents != 0),
+                 complete = arrivals[i].complete();
       if (complete && admit(arrivals[i])) --missing;
       if (complete || !open) arrivals.erase(arrivals.begin() + static_cast<long>(i));
     }

@@ -31,7 +31,8 @@ void* add_communicator(std::shared_ptr<Communicator> made) {
   return handle;
 }
 
-c10::intrusive_ptr<c10d::Store> prefixed(const std::string& prefix, c10::intrusive_ptr<c10d::Store> store) {
+c10::intrusive_ptr<c10d::Store> prefixed(
+    const std::string& prefix, c10::intrusive_ptr<c10d::Store> store) {
   return c10::make_intrusive<c10d::PrefixStore>(prefix, std::move(store));
 }
 
@@ -47,12 +48,14 @@ c10::intrusive_ptr<c10d::TCPStore> store_of_rank_0(const std::string& ip, int po
   try {
     return c10::make_intrusive<c10d::TCPStore>(ip, store_options(port));
   } catch (const std::exception& error) {
-    refuse_call(kTimeout, "rank 0 does not answer at ", ip, " port ", port, " within ", connect_timeout(),
+    refuse_call(kTimeout, "rank 0 does not answer at ", ip, " port ", port, " within ",
+        connect_timeout(),
         " s (HCCL_CONNECT_TIMEOUT); is it running, and reachable from this machine?");
   }
 }
 
-// A store that listens at one address only; TCPStore by itself would listen at all of this machine's.
+// A store that listens at one address only; TCPStore by itself would listen at all of this
+// machine's.
 c10::intrusive_ptr<c10d::TCPStore> serving_store(const std::string& ip, int port, const char* fix) {
   try {
     auto [socket, actual] = bound(ip, port);
@@ -68,39 +71,47 @@ c10::intrusive_ptr<c10d::TCPStore> serving_store(const std::string& ip, int port
 // Store for the communicators whose root is in this process.
 c10d::TCPStore& root_store() {
   // Never destroyed: ranks may connect during exit.
-  static auto* store = new auto(serving_store(root_ip(), 0, "set HCCL_IF_IP to an address of this machine"));
+  static auto* store =
+      new auto(serving_store(root_ip(), 0, "set HCCL_IF_IP to an address of this machine"));
   return **store;
 }
 
-// Rank 0's store for the communicators of rank tables, by port. Never destroyed: a rank that already makes its next communicator
-// may be connected to it while this one destroys the last.
+// Rank 0's store for the communicators of rank tables, by port. Never destroyed: a rank that
+// already makes its next communicator may be connected to it while this one destroys the last.
 c10::intrusive_ptr<c10d::Store> table_store(const std::string& ip, int port) {
   static auto* mutex = new std::mutex;
   static auto* stores = new std::map<int, c10::intrusive_ptr<c10d::Store>>;
   std::lock_guard lock(*mutex);
   auto& store = (*stores)[port];
   if (!store)
-    store =
-        serving_store(ip, port, "set HCCL_IF_BASE_PORT to a free port, and the server's host_ip to an address of this machine");
+    store = serving_store(ip, port,
+        "set HCCL_IF_BASE_PORT to a free port, and the server's host_ip to an address of this "
+        "machine");
   return store;
 }
 
-// HcclRootInfo: mark, address and port of the root's store, identifier, secret, and the root's machine, separated by spaces. Only
-// ranks may know it: torch_npu passes it on through the process group's store.
+// HcclRootInfo: mark, address and port of the root's store, identifier, secret, and the root's
+// machine, separated by spaces. Only ranks may know it: torch_npu passes it on through the process
+// group's store.
 constexpr char kMark[] = "ascend-emulator-hccl-2";
 
 std::string config_name(const Config* config, const std::string& otherwise) {
   const bool named = config && config->size > offsetof(Config, name) && config->name[0];
-  return named ? std::string(config->name, strnlen(config->name, sizeof config->name - 1)) : otherwise;
+  return named ? std::string(config->name, strnlen(config->name, sizeof config->name - 1))
+               : otherwise;
 }
 
 constexpr uint32_t kUnset = 0xffffffff;
 
-// Communicators of a process with the same "hcclBufferName" use one buffer (torch_npu's hccl_buffer_name).
-std::shared_ptr<Buffers> buffers_of(const Config* config, const std::string& name, int ranks, uint64_t size) {
+// Communicators of a process with the same "hcclBufferName" use one buffer (torch_npu's
+// hccl_buffer_name).
+std::shared_ptr<Buffers> buffers_of(
+    const Config* config, const std::string& name, int ranks, uint64_t size) {
   const auto made = [&] { return std::make_shared<Buffers>(name, ranks, size); };
-  if (!config || config->size < offsetof(Config, buffer_name) + sizeof config->buffer_name) return made();
-  const std::string shared(config->buffer_name, strnlen(config->buffer_name, sizeof config->buffer_name));
+  if (!config || config->size < offsetof(Config, buffer_name) + sizeof config->buffer_name)
+    return made();
+  const std::string shared(
+      config->buffer_name, strnlen(config->buffer_name, sizeof config->buffer_name));
   if (shared.empty() || ranks == 1) return made();
   static auto* mutex = new std::mutex;
   static auto* named = new std::map<std::pair<int, std::string>, std::weak_ptr<Buffers>>;
@@ -114,7 +125,8 @@ std::shared_ptr<Buffers> buffers_of(const Config* config, const std::string& nam
 Options options_of(const Config* config, const std::string& name, int ranks, const Secret& secret) {
   Options options{exec_timeout(), buffer_size(), on_vector_cores(), secret};
   // hcclOpExpansionMode: 0 as the variable says, 3 AIV, 4 AIV or an error.
-  if (config && config->size > offsetof(Config, expansion_mode) && config->expansion_mode && config->expansion_mode != kUnset)
+  if (config && config->size > offsetof(Config, expansion_mode) && config->expansion_mode &&
+      config->expansion_mode != kUnset)
     options.on_vector_cores = config->expansion_mode >= 3;
   if (config && config->size > offsetof(Config, exec_timeout) && config->exec_timeout != -1)
     options.exec_timeout = config->exec_timeout;
@@ -128,8 +140,9 @@ Options options_of(const Config* config, const std::string& name, int ranks, con
 }
 
 bool is_word(std::string_view text, const char* besides = "") {
-  return !text.empty() && std::all_of(text.begin(), text.end(),
-                              [&](unsigned char c) { return std::isalnum(c) || c == '_' || std::strchr(besides, c); });
+  return !text.empty() && std::all_of(text.begin(), text.end(), [&](unsigned char c) {
+    return std::isalnum(c) || c == '_' || std::strchr(besides, c);
+  });
 }
 
 std::vector<std::string> split(const std::string& text, char separator) {
@@ -151,15 +164,16 @@ bool is_algorithm(const std::string& text) {
       levels = levels.substr(equals + 1);
     }
     for (const auto& level : split(levels, ';'))
-      if (level.rfind("level", 0) != 0 || level.size() < 8 || !std::isdigit(static_cast<unsigned char>(level[5])) ||
-          level[6] != ':' || !is_word(level.substr(7), "-"))
+      if (level.rfind("level", 0) != 0 || level.size() < 8 ||
+          !std::isdigit(static_cast<unsigned char>(level[5])) || level[6] != ':' ||
+          !is_word(level.substr(7), "-"))
         return false;
   }
   return true;
 }
 
-// "level0:NA;level1:ring", or per operation "allreduce=level0:NA;level1:ring/allgather=…" (HCCL_ALGO). It does not affect
-// results.
+// "level0:NA;level1:ring", or per operation "allreduce=level0:NA;level1:ring/allgather=…"
+// (HCCL_ALGO). It does not affect results.
 void check_algorithm(const Config* config) {
   if (!config || config->size < offsetof(Config, algorithm) + sizeof config->algorithm) return;
   const std::string chosen(config->algorithm, strnlen(config->algorithm, sizeof config->algorithm));
@@ -169,24 +183,28 @@ void check_algorithm(const Config* config) {
   }
 }
 
-std::shared_ptr<Communicator> from_root(uint32_t ranks, const char* root, uint32_t rank, const Config* config) {
+std::shared_ptr<Communicator> from_root(
+    uint32_t ranks, const char* root, uint32_t rank, const Config* config) {
   if (!root) refuse_call(kNullPointer, "rootInfo is null");
   check_algorithm(config);
-  if (ranks == 0 || rank >= ranks) refuse_call(kParameter, "rank is ", rank, " of ", ranks, "; allowed: 0 to nRanks - 1");
+  if (ranks == 0 || rank >= ranks)
+    refuse_call(kParameter, "rank is ", rank, " of ", ranks, "; allowed: 0 to nRanks - 1");
   std::stringstream parts(std::string(root, strnlen(root, 512)));
   std::string mark, ip, id, secret, host;
   int port = 0;
   parts >> mark >> ip >> port >> id >> secret >> host;
-  if (mark != kMark || host.empty()) refuse_call(kParameter, "rootInfo does not come from HcclGetRootInfo of an emulated HCCL");
+  if (mark != kMark || host.empty())
+    refuse_call(kParameter, "rootInfo does not come from HcclGetRootInfo of an emulated HCCL");
   if (ranks > 1 && ip.starts_with("127.") && host != machine())
-    refuse_call(kConnect, "the root listens at ", ip, ", and this rank is on another machine or in another network namespace; ",
+    refuse_call(kConnect, "the root listens at ", ip,
+        ", and this rank is on another machine or in another network namespace; ",
         "fix: set HCCL_IF_IP on each machine to its own address");
   const auto name = config_name(config, "hccl_" + id);
   auto options = options_of(config, name, static_cast<int>(ranks), Secret(secret));
   auto store = ranks == 1 ? c10::intrusive_ptr<c10d::Store>(c10::make_intrusive<c10d::HashStore>())
                           : c10::intrusive_ptr<c10d::Store>(store_of_rank_0(ip, port));
-  return std::make_shared<Communicator>(
-      prefixed(id, store), name, static_cast<int>(rank), static_cast<int>(ranks), std::move(options));
+  return std::make_shared<Communicator>(prefixed(id, store), name, static_cast<int>(rank),
+      static_cast<int>(ranks), std::move(options));
 }
 
 std::shared_ptr<Communicator> from_table(const char* path, uint32_t rank, const Config* config) {
@@ -194,27 +212,34 @@ std::shared_ptr<Communicator> from_table(const char* path, uint32_t rank, const 
   check_algorithm(config);
   const auto table = read_rank_table(path);
   const int ranks = static_cast<int>(table.servers.size());
-  if (static_cast<int64_t>(rank) >= ranks) refuse_call(kParameter, "rank is ", rank, "; ", path, " has ", ranks, " ranks");
+  if (static_cast<int64_t>(rank) >= ranks)
+    refuse_call(kParameter, "rank is ", rank, "; ", path, " has ", ranks, " ranks");
   const char* base = std::getenv("HCCL_IF_BASE_PORT");
-  const int port = base && *base ? std::atoi(base) : 60000;     // the documented default
-  static std::map<std::pair<std::string, uint32_t>, int> uses;  // by table and rank: equal on all ranks
+  const int port = base && *base ? std::atoi(base) : 60000;  // the documented default
+  static std::map<std::pair<std::string, uint32_t>, int>
+      uses;  // by table and rank: equal on all ranks
   int use;
   {
     std::lock_guard lock(communicators_mutex);
     use = uses[{table.identity, rank}]++;
   }
-  const std::string prefix = text("hccl_table_", table.identity, "_", use), name = config_name(config, prefix);
+  const std::string prefix = text("hccl_table_", table.identity, "_", use),
+                    name = config_name(config, prefix);
   auto options = options_of(config, name, ranks, table.secret.derived(prefix));
   const auto& servers = table.servers;
-  const bool one = std::all_of(servers.begin(), servers.end(), [&](const auto& each) { return each == servers[0]; });
+  const bool one = std::all_of(
+      servers.begin(), servers.end(), [&](const auto& each) { return each == servers[0]; });
   const std::string ip = one ? "127.0.0.1" : servers[0];
   auto store = ranks == 1  ? c10::intrusive_ptr<c10d::Store>(c10::make_intrusive<c10d::HashStore>())
                : rank == 0 ? table_store(ip, port)
                            : c10::intrusive_ptr<c10d::Store>(store_of_rank_0(ip, port));
-  return std::make_shared<Communicator>(prefixed(prefix, store), name, static_cast<int>(rank), ranks, std::move(options));
+  return std::make_shared<Communicator>(
+      prefixed(prefix, store), name, static_cast<int>(rank), ranks, std::move(options));
 }
 
-void result(void** comm, std::shared_ptr<Communicator> made) { *comm = add_communicator(std::move(made)); }
+void result(void** comm, std::shared_ptr<Communicator> made) {
+  *comm = add_communicator(std::move(made));
+}
 
 void place(void** comm) {
   if (!comm) refuse_call(kNullPointer, "comm is null");
@@ -226,7 +251,8 @@ std::shared_ptr<Communicator> communicator(void* handle) {
   if (!handle) refuse_call(kNullPointer, "comm is null");
   std::lock_guard lock(communicators_mutex);
   const auto found = communicators.find(handle);
-  if (found == communicators.end()) refuse_call(kParameter, handle, " is no communicator, or it was destroyed");
+  if (found == communicators.end())
+    refuse_call(kParameter, handle, " is no communicator, or it was destroyed");
   return found->second;
 }
 
@@ -236,7 +262,8 @@ std::shared_ptr<Communicator> named(const char* argument, const std::string& nam
   for (const auto& [handle, each] : communicators) {
     if (each->name.substr(0, 127) == name && each->device == npu) return each;
   }
-  throw Error(kOpParam, text(argument, " is \"", name, "\"; NPU ", npu, " has no communicator of this name in this process"));
+  throw Error(kOpParam, text(argument, " is \"", name, "\"; NPU ", npu,
+                            " has no communicator of this name in this process"));
 }
 
 }  // namespace emu::hccl
@@ -244,18 +271,20 @@ std::shared_ptr<Communicator> named(const char* argument, const std::string& nam
 HCCL_API(computed, HcclGetRootInfo, (char* root), {
   if (!root) refuse_call(kNullPointer, "rootInfo is null");
   static std::atomic<int> number{0};
-  static const uint64_t process = std::random_device{}() * 0x100000001ull ^ static_cast<uint64_t>(getpid());
-  const auto line = text(kMark, " ", root_store().getHost(), " ", root_store().getPort(), " ", hex(process), "_", number++, " ",
-      Secret::random().key(), " ", machine());
+  static const uint64_t process =
+      std::random_device{}() * 0x100000001ull ^ static_cast<uint64_t>(getpid());
+  const auto line = text(kMark, " ", root_store().getHost(), " ", root_store().getPort(), " ",
+      hex(process), "_", number++, " ", Secret::random().key(), " ", machine());
   std::strcpy(root, line.c_str());
 })
 
-HCCL_API(computed, HcclCommInitRootInfo, (uint32_t ranks, const char* root, uint32_t rank, void** comm), {
-  place(comm);
-  result(comm, from_root(ranks, root, rank, nullptr));
-})
-HCCL_API(
-    computed, HcclCommInitRootInfoConfig, (uint32_t ranks, const char* root, uint32_t rank, const Config* config, void** comm), {
+HCCL_API(computed, HcclCommInitRootInfo,
+    (uint32_t ranks, const char* root, uint32_t rank, void** comm), {
+      place(comm);
+      result(comm, from_root(ranks, root, rank, nullptr));
+    })
+HCCL_API(computed, HcclCommInitRootInfoConfig,
+    (uint32_t ranks, const char* root, uint32_t rank, const Config* config, void** comm), {
       place(comm);
       if (!config) refuse_call(kNullPointer, "config is null");
       result(comm, from_root(ranks, root, rank, config));
@@ -264,35 +293,42 @@ HCCL_API(computed, HcclCommInitClusterInfo, (const char* path, uint32_t rank, vo
   place(comm);
   result(comm, from_table(path, rank, nullptr));
 })
-HCCL_API(computed, HcclCommInitClusterInfoConfig, (const char* path, uint32_t rank, const Config* config, void** comm), {
-  place(comm);
-  if (!config) refuse_call(kNullPointer, "config is null");
-  result(comm, from_table(path, rank, config));
-})
+HCCL_API(computed, HcclCommInitClusterInfoConfig,
+    (const char* path, uint32_t rank, const Config* config, void** comm), {
+      place(comm);
+      if (!config) refuse_call(kNullPointer, "config is null");
+      result(comm, from_table(path, rank, config));
+    })
 
 // Ranks that are not members pass null and get null.
 HCCL_API(computed, HcclCreateSubCommConfig,
-    (void** comm, uint32_t number, const uint32_t* members, uint64_t id, uint32_t rank, const Config* config, void** sub), {
+    (void** comm, uint32_t number, const uint32_t* members, uint64_t id, uint32_t rank,
+        const Config* config, void** sub),
+    {
       if (!comm) refuse_call(kNullPointer, "comm is null");
       place(sub);
       const auto whole = communicator(*comm);
       *sub = nullptr;
       if (!members) {
         if (id != 0xffffffff)
-          refuse_call(kNullPointer, "rankIds is null; a rank that takes no part passes subCommId 0xFFFFFFFF too");
+          refuse_call(kNullPointer,
+              "rankIds is null; a rank that takes no part passes subCommId 0xFFFFFFFF too");
         return;
       }
       if (!config) refuse_call(kNullPointer, "config is null");
-      if (rank >= number) refuse_call(kParameter, "subCommRankId is ", rank, " of ", number, " ranks");
+      if (rank >= number)
+        refuse_call(kParameter, "subCommRankId is ", rank, " of ", number, " ranks");
       for (uint32_t i = 0; i < number; ++i) {
         if (static_cast<int64_t>(members[i]) >= whole->ranks)
-          refuse_call(kParameter, "rankIds[", i, "] is ", members[i], "; the communicator has ", whole->ranks, " ranks");
+          refuse_call(kParameter, "rankIds[", i, "] is ", members[i], "; the communicator has ",
+              whole->ranks, " ranks");
         if (i && members[i] <= members[i - 1])
-          refuse_call(kParameter, "rankIds must ascend; rankIds[", i, "] is ", members[i], " after ", members[i - 1]);
+          refuse_call(kParameter, "rankIds must ascend; rankIds[", i, "] is ", members[i],
+              " after ", members[i - 1]);
       }
       if (static_cast<int>(members[rank]) != whole->rank) {
-        refuse_call(kParameter, "rankIds[", rank, "] is ", members[rank], ", this rank is ", whole->rank,
-            "; subCommRankId is its index in rankIds");
+        refuse_call(kParameter, "rankIds[", rank, "] is ", members[rank], ", this rank is ",
+            whole->rank, "; subCommRankId is its index in rankIds");
       }
       std::string prefix = text("sub/", id);
       for (uint32_t i = 0; i < number; ++i) prefix += text("/", members[i]);
@@ -300,8 +336,9 @@ HCCL_API(computed, HcclCreateSubCommConfig,
       prefix += text("/", name);
       prefix += text("/", whole->next_use(prefix));
       const auto secret = whole->options.secret.derived(prefix);
-      result(sub, std::make_shared<Communicator>(prefixed(prefix, whole->store()), name, static_cast<int>(rank),
-                      static_cast<int>(number), options_of(config, name, static_cast<int>(number), secret)));
+      result(sub, std::make_shared<Communicator>(prefixed(prefix, whole->store()), name,
+                      static_cast<int>(rank), static_cast<int>(number),
+                      options_of(config, name, static_cast<int>(number), secret)));
     })
 
 // All ranks in this process, one per NPU.
@@ -312,8 +349,8 @@ HCCL_API(computed, HcclCommInitAll, (uint32_t number, const int32_t* devices, vo
   for (uint32_t i = 0; i < number; ++i) {
     device(devices[i]);
     if (const auto* other = std::find(devices, devices + i, devices[i]); other != devices + i)
-      refuse_call(kParameter, "devices[", other - devices, "] and devices[", i, "] are both ", devices[i],
-          "; each rank has an NPU of its own");
+      refuse_call(kParameter, "devices[", other - devices, "] and devices[", i, "] are both ",
+          devices[i], "; each rank has an NPU of its own");
   }
   static std::atomic<int> uses{0};
   const auto name = text("hccl_all_", getpid(), "_", uses++);
@@ -327,8 +364,8 @@ HCCL_API(computed, HcclCommInitAll, (uint32_t number, const int32_t* devices, vo
     threads.emplace_back([&, i] {
       try {
         set_current_device(devices[i]);
-        made[i] = std::make_shared<Communicator>(store, name, static_cast<int>(i), static_cast<int>(number),
-            options_of(nullptr, name, static_cast<int>(number), secret));
+        made[i] = std::make_shared<Communicator>(store, name, static_cast<int>(i),
+            static_cast<int>(number), options_of(nullptr, name, static_cast<int>(number), secret));
       } catch (const std::exception& error) {
         {
           std::lock_guard lock(first_mutex);
@@ -353,20 +390,24 @@ HCCL_API(computed, HcclCommDestroy, (void* comm), {
   it->close();
 })
 
-HCCL_API(computed, HcclGetRankSize, (void* comm, uint32_t* ranks), { *ranks = communicator(comm)->ranks; })
-HCCL_API(computed, HcclGetRankId, (void* comm, uint32_t* rank), { *rank = communicator(comm)->rank; })
+HCCL_API(computed, HcclGetRankSize, (void* comm, uint32_t* ranks),
+    { *ranks = communicator(comm)->ranks; })
+HCCL_API(
+    computed, HcclGetRankId, (void* comm, uint32_t* rank), { *rank = communicator(comm)->rank; })
 HCCL_API(computed, HcclGetCommName, (void* comm, char* name), {
   const auto it = communicator(comm);
   std::strcpy(name, it->name.substr(0, 127).c_str());
 })
 
-// Error of the first failed operation; its message becomes this thread's recent message, which torch_npu's watchdog reports.
+// Error of the first failed operation; its message becomes this thread's recent message, which
+// torch_npu's watchdog reports.
 HCCL_API(computed, HcclGetCommAsyncError, (void* comm, int32_t* error), {
   const auto it = communicator(comm);
   *error = it->error();
   if (*error) fail(static_cast<Status>(*error), it->message());
 })
-ACL_VALUE(const char*, answers, HcclGetErrorString, (int32_t result), { return emu::hccl::describe(result); })
+ACL_VALUE(const char*, answers, HcclGetErrorString, (int32_t result),
+    { return emu::hccl::describe(result); })
 
 HCCL_API(computed, HcclCommSuspend, (void* comm), { communicator(comm)->suspend(); })
 HCCL_API(computed, HcclCommResume, (void* comm), { communicator(comm)->resume(); })
@@ -375,7 +416,8 @@ HCCL_API(computed, HcclCommResume, (void* comm), { communicator(comm)->resume();
 ACL_VALUE(uint32_t, answers, HcclGetCommConfigCapability, (), { return 12; })
 
 // HcclConfig 0: deterministic reductions, which is always the case.
-HCCL_API(nothing("reductions are deterministic in any case"), HcclSetConfig, (int32_t config, int64_t),
+HCCL_API(nothing("reductions are deterministic in any case"), HcclSetConfig,
+    (int32_t config, int64_t),
     { check(config == 0, kInvalidParam, "configuration ", config, " is not emulated"); })
 
 // Two ranks have only one connection.
@@ -385,6 +427,7 @@ HCCL_API(nothing("two ranks have one connection"), HcclCommWorkingDevNicSet,
       if (number && (!ranks || !backup)) refuse_call(kNullPointer, "ranks or useBackup is null");
       for (uint32_t i = 0; i < number; ++i) {
         if (static_cast<int64_t>(ranks[i]) >= it->ranks)
-          refuse_call(kParameter, "ranks[", i, "] is ", ranks[i], "; the communicator has ", it->ranks, " ranks");
+          refuse_call(kParameter, "ranks[", i, "] is ", ranks[i], "; the communicator has ",
+              it->ranks, " ranks");
       }
     })

@@ -1,4 +1,5 @@
-// HCCL's operations. Arguments are checked at the call; the operation runs as a task of the stream. Signatures: see types.h.
+// HCCL's operations. Arguments are checked at the call; the operation runs as a task of the stream.
+// Signatures: see types.h.
 #include <algorithm>
 #include <utility>
 
@@ -41,7 +42,8 @@ thread_local std::vector<Buffer> buffers;
 
 void check_memory(const Operation& operation) {
   operation.memory.verify([&] {
-    for (const auto& each : operation.buffers) operation.memory.check(each.name, each.address, each.bytes);
+    for (const auto& each : operation.buffers)
+      operation.memory.check(each.name, each.address, each.bytes);
   });
 }
 
@@ -78,7 +80,8 @@ void run(const std::vector<Operation>& operations) {
 double link_bytes(const Operation& operation) {
   const auto& on = operation.on;
   const auto& call = operation.call;
-  const double bytes = static_cast<double>(call.count * data_type(call.type).bytes), others = on->ranks - 1;
+  const double bytes = static_cast<double>(call.count * data_type(call.type).bytes),
+               others = on->ranks - 1;
   double sum = 0;
   switch (call.kind) {
     case kAllReduce: return 2 * bytes * others / on->ranks;
@@ -114,10 +117,11 @@ void submit(std::vector<Operation> operations) {
 }
 
 void issue(Operation operation) {
-  if (operation.on->error()) refuse_call(static_cast<Code>(operation.on->error()), operation.on->message());
+  if (operation.on->error())
+    refuse_call(static_cast<Code>(operation.on->error()), operation.on->message());
   const int device = stream_at(operation.stream)->device;
-  check(device == operation.on->device, kInvalidParam, "the stream is of NPU ", device, ", the communicator of NPU ",
-      operation.on->device);
+  check(device == operation.on->device, kInvalidParam, "the stream is of NPU ", device,
+      ", the communicator of NPU ", operation.on->device);
   operation.on->claim(operation.call.kind);
   if (fault::armed()) operation.fault = fault::pending();
   operation.buffers = std::move(buffers);
@@ -150,11 +154,14 @@ void rank_within(const char* name, uint32_t rank, const Communicator& on) {
 
 // Ensures that sizes in bytes do not overflow.
 uint64_t checked_count(const char* name, uint64_t count) {
-  if (count >> 40) refuse_call(kParameter, name, " is ", count, "; no NPU holds that many elements");
+  if (count >> 40)
+    refuse_call(kParameter, name, " is ", count, "; no NPU holds that many elements");
   return count;
 }
 
-uint64_t bytes_of(uint64_t count, int type) { return checked_count("the count", count) * data_type(type).bytes; }
+uint64_t bytes_of(uint64_t count, int type) {
+  return checked_count("the count", count) * data_type(type).bytes;
+}
 
 Header header(CallKind kind, uint64_t count, int type, int op = 0xff, uint32_t root = kNone) {
   Header made;
@@ -188,157 +195,187 @@ uint64_t extent(const Counts& counts, const Counts& starts) {
   return end;
 }
 
-PointToPoint item(CallKind kind, void* address, uint64_t count, int type, uint32_t peer, const Communicator& on) {
+PointToPoint item(
+    CallKind kind, void* address, uint64_t count, int type, uint32_t peer, const Communicator& on) {
   check_transferable(type);
   rank_within(kind == kSend ? "destRank" : "srcRank", peer, on);
   auto call = header(kind, count, type);
   call.bytes = bytes_of(count, type);
-  return {static_cast<int>(peer), call, buffer(address, call.bytes, kind == kSend ? "sendBuf" : "recvBuf")};
+  return {static_cast<int>(peer), call,
+      buffer(address, call.bytes, kind == kSend ? "sendBuf" : "recvBuf")};
 }
 
-void all_to_all_call(CallKind kind, uint64_t count, const void* send_address, Counts send_counts, Counts send_starts,
-    int send_type, const void* receive_address, Counts receive_counts, Counts receive_starts, int receive_type,
-    std::shared_ptr<Communicator> on, void* stream) {
+void all_to_all_call(CallKind kind, uint64_t count, const void* send_address, Counts send_counts,
+    Counts send_starts, int send_type, const void* receive_address, Counts receive_counts,
+    Counts receive_starts, int receive_type, std::shared_ptr<Communicator> on, void* stream) {
   check_transferable(send_type);
   check_transferable(receive_type);
   if (send_type != receive_type)
-    refuse_call(kParameter, "sendType is ", data_type(send_type).name, ", recvType ", data_type(receive_type).name,
-        "; they must be the same");
+    refuse_call(kParameter, "sendType is ", data_type(send_type).name, ", recvType ",
+        data_type(receive_type).name, "; they must be the same");
   const uint64_t size = data_type(send_type).bytes;
   void* send = buffer(send_address, extent(send_counts, send_starts) * size, "sendBuf");
   void* receive = buffer(receive_address, extent(receive_counts, receive_starts) * size, "recvBuf");
-  if (send && send == receive) refuse_call(kParameter, "sendBuf and recvBuf are the same; they must not be");
+  if (send && send == receive)
+    refuse_call(kParameter, "sendBuf and recvBuf are the same; they must not be");
   const auto call = header(kind, count, send_type);
   issue({on, stream, call,
-      [=] { all_to_all(*on, call, send, send_counts, send_starts, receive, receive_counts, receive_starts); }, {}});
+      [=] {
+        all_to_all(
+            *on, call, send, send_counts, send_starts, receive, receive_counts, receive_starts);
+      },
+      {}});
 }
 
 }  // namespace
 
-HCCL_API(
-    computed, HcclAllReduce, (void* send, void* receive, uint64_t count, int32_t type, int32_t op, void* comm, void* stream), {
+HCCL_API(computed, HcclAllReduce,
+    (void* send, void* receive, uint64_t count, int32_t type, int32_t op, void* comm, void* stream),
+    {
       const auto on = communicator_of(comm);
       check_reducible(type, op);
       const uint64_t bytes = bytes_of(count, type);
       const auto call = header(kAllReduce, count, type, op);
       issue({on, stream, call,
-          [=, from = buffer(send, bytes, "sendBuf"), to = buffer(receive, bytes, "recvBuf")] { all_reduce(*on, call, from, to); },
+          [=, from = buffer(send, bytes, "sendBuf"), to = buffer(receive, bytes, "recvBuf")] {
+            all_reduce(*on, call, from, to);
+          },
           {}});
     })
 
 HCCL_API(computed, HcclReduce,
-    (void* send, void* receive, uint64_t count, int32_t type, int32_t op, uint32_t root, void* comm, void* stream), {
+    (void* send, void* receive, uint64_t count, int32_t type, int32_t op, uint32_t root, void* comm,
+        void* stream),
+    {
       const auto on = communicator_of(comm);
       check_reducible(type, op);
       rank_within("root", root, *on);
       const uint64_t bytes = bytes_of(count, type);
       void* to = on->rank == static_cast<int>(root) ? buffer(receive, bytes, "recvBuf") : nullptr;
       const auto call = header(kReduce, count, type, op, root);
-      issue({on, stream, call, [=, from = buffer(send, bytes, "sendBuf")] { reduce(*on, call, from, to); }, {}});
+      issue({on, stream, call,
+          [=, from = buffer(send, bytes, "sendBuf")] { reduce(*on, call, from, to); }, {}});
     })
 
 HCCL_API(computed, HcclReduceScatter,
-    (void* send, void* receive, uint64_t count, int32_t type, int32_t op, void* comm, void* stream), {
+    (void* send, void* receive, uint64_t count, int32_t type, int32_t op, void* comm, void* stream),
+    {
       const auto on = communicator_of(comm);
       check_reducible(type, op);
       const uint64_t bytes = bytes_of(count, type);
       void* from = buffer(send, bytes * on->ranks, "sendBuf");
       void* to = buffer(receive, bytes, "recvBuf");
       const auto call = header(kReduceScatter, count, type, op);
-      issue({on, stream, call, [=] { reduce_scatter(*on, call, from, same(call.count, *on), multiples(call.count, *on), to); },
+      issue({on, stream, call,
+          [=] {
+            reduce_scatter(*on, call, from, same(call.count, *on), multiples(call.count, *on), to);
+          },
           {}});
     })
 
 HCCL_API(computed, HcclReduceScatterV,
-    (const void* send, const void* send_counts, const void* send_starts, const void* receive, uint64_t count, int32_t type,
-        int32_t op, void* comm, void* stream),
+    (const void* send, const void* send_counts, const void* send_starts, const void* receive,
+        uint64_t count, int32_t type, int32_t op, void* comm, void* stream),
     {
       const auto on = communicator_of(comm);
       check_reducible(type, op);
       const auto counts = counts_of(send_counts, "sendCounts", *on);
       const auto starts = counts_of(send_starts, "sdispls", *on);
       if (counts[on->rank] != count)
-        refuse_call(
-            kParameter, "recvCount is ", count, ", sendCounts[", on->rank, "] ", counts[on->rank], "; they must be the same");
+        refuse_call(kParameter, "recvCount is ", count, ", sendCounts[", on->rank, "] ",
+            counts[on->rank], "; they must be the same");
       void* from = buffer(send, extent(counts, starts) * data_type(type).bytes, "sendBuf");
       void* to = buffer(receive, bytes_of(count, type), "recvBuf");
       const auto call = header(kReduceScatterV, 0, type, op);
       issue({on, stream, call, [=] { reduce_scatter(*on, call, from, counts, starts, to); }, {}});
     })
 
-HCCL_API(computed, HcclAllGather, (void* send, void* receive, uint64_t count, int32_t type, void* comm, void* stream), {
-  const auto on = communicator_of(comm);
-  check_transferable(type);
-  const uint64_t bytes = bytes_of(count, type);
-  void* from = buffer(send, bytes, "sendBuf");
-  void* to = buffer(receive, bytes * on->ranks, "recvBuf");
-  const auto call = header(kAllGather, count, type);
-  issue({on, stream, call, [=] { all_gather(*on, call, from, to, same(call.count, *on), multiples(call.count, *on)); }, {}});
-})
+HCCL_API(computed, HcclAllGather,
+    (void* send, void* receive, uint64_t count, int32_t type, void* comm, void* stream), {
+      const auto on = communicator_of(comm);
+      check_transferable(type);
+      const uint64_t bytes = bytes_of(count, type);
+      void* from = buffer(send, bytes, "sendBuf");
+      void* to = buffer(receive, bytes * on->ranks, "recvBuf");
+      const auto call = header(kAllGather, count, type);
+      issue({on, stream, call,
+          [=] {
+            all_gather(*on, call, from, to, same(call.count, *on), multiples(call.count, *on));
+          },
+          {}});
+    })
 
 HCCL_API(computed, HcclAllGatherV,
-    (const void* send, uint64_t count, const void* receive, const void* receive_counts, const void* receive_starts, int32_t type,
-        void* comm, void* stream),
+    (const void* send, uint64_t count, const void* receive, const void* receive_counts,
+        const void* receive_starts, int32_t type, void* comm, void* stream),
     {
       const auto on = communicator_of(comm);
       check_transferable(type);
       const auto counts = counts_of(receive_counts, "recvCounts", *on);
       const auto starts = counts_of(receive_starts, "rdispls", *on);
       if (counts[on->rank] != count)
-        refuse_call(
-            kParameter, "sendCount is ", count, ", recvCounts[", on->rank, "] ", counts[on->rank], "; they must be the same");
+        refuse_call(kParameter, "sendCount is ", count, ", recvCounts[", on->rank, "] ",
+            counts[on->rank], "; they must be the same");
       void* from = buffer(send, bytes_of(count, type), "sendBuf");
       void* to = buffer(receive, extent(counts, starts) * data_type(type).bytes, "recvBuf");
       const auto call = header(kAllGatherV, 0, type);
       issue({on, stream, call, [=] { all_gather(*on, call, from, to, counts, starts); }, {}});
     })
 
-HCCL_API(computed, HcclBroadcast, (void* address, uint64_t count, int32_t type, uint32_t root, void* comm, void* stream), {
-  const auto on = communicator_of(comm);
-  check_transferable(type);
-  rank_within("root", root, *on);
-  void* whole = buffer(address, bytes_of(count, type), "buf");
-  const auto call = header(kBroadcast, count, type, 0xff, root);
-  issue({on, stream, call, [=] { broadcast(*on, call, whole); }, {}});
-})
+HCCL_API(computed, HcclBroadcast,
+    (void* address, uint64_t count, int32_t type, uint32_t root, void* comm, void* stream), {
+      const auto on = communicator_of(comm);
+      check_transferable(type);
+      rank_within("root", root, *on);
+      void* whole = buffer(address, bytes_of(count, type), "buf");
+      const auto call = header(kBroadcast, count, type, 0xff, root);
+      issue({on, stream, call, [=] { broadcast(*on, call, whole); }, {}});
+    })
 
-HCCL_API(
-    computed, HcclScatter, (void* send, void* receive, uint64_t count, int32_t type, uint32_t root, void* comm, void* stream), {
+HCCL_API(computed, HcclScatter,
+    (void* send, void* receive, uint64_t count, int32_t type, uint32_t root, void* comm,
+        void* stream),
+    {
       const auto on = communicator_of(comm);
       check_transferable(type);
       rank_within("root", root, *on);
       const uint64_t bytes = bytes_of(count, type);
-      void* from = on->rank == static_cast<int>(root) ? buffer(send, bytes * on->ranks, "sendBuf") : nullptr;
+      void* from =
+          on->rank == static_cast<int>(root) ? buffer(send, bytes * on->ranks, "sendBuf") : nullptr;
       void* to = buffer(receive, bytes, "recvBuf");
       const auto call = header(kScatter, count, type, 0xff, root);
       issue({on, stream, call, [=] { scatter(*on, call, from, to); }, {}});
     })
 
 HCCL_API(computed, HcclAlltoAll,
-    (const void* send, uint64_t send_count, int32_t send_type, const void* receive, uint64_t receive_count, int32_t receive_type,
-        void* comm, void* stream),
+    (const void* send, uint64_t send_count, int32_t send_type, const void* receive,
+        uint64_t receive_count, int32_t receive_type, void* comm, void* stream),
     {
       const auto on = communicator_of(comm);
       if (send_count != receive_count)
-        refuse_call(kParameter, "sendCount is ", send_count, ", recvCount ", receive_count, "; they must be the same");
-      all_to_all_call(kAllToAll, send_count, send, same(send_count, *on), multiples(send_count, *on), send_type, receive,
-          same(receive_count, *on), multiples(receive_count, *on), receive_type, on, stream);
+        refuse_call(kParameter, "sendCount is ", send_count, ", recvCount ", receive_count,
+            "; they must be the same");
+      all_to_all_call(kAllToAll, send_count, send, same(send_count, *on),
+          multiples(send_count, *on), send_type, receive, same(receive_count, *on),
+          multiples(receive_count, *on), receive_type, on, stream);
     })
 
 HCCL_API(computed, HcclAlltoAllV,
-    (const void* send, const void* send_counts, const void* send_starts, int32_t send_type, const void* receive,
-        const void* receive_counts, const void* receive_starts, int32_t receive_type, void* comm, void* stream),
+    (const void* send, const void* send_counts, const void* send_starts, int32_t send_type,
+        const void* receive, const void* receive_counts, const void* receive_starts,
+        int32_t receive_type, void* comm, void* stream),
     {
       const auto on = communicator_of(comm);
-      all_to_all_call(kAllToAllV, 0, send, counts_of(send_counts, "sendCounts", *on), counts_of(send_starts, "sdispls", *on),
-          send_type, receive, counts_of(receive_counts, "recvCounts", *on), counts_of(receive_starts, "rdispls", *on),
+      all_to_all_call(kAllToAllV, 0, send, counts_of(send_counts, "sendCounts", *on),
+          counts_of(send_starts, "sdispls", *on), send_type, receive,
+          counts_of(receive_counts, "recvCounts", *on), counts_of(receive_starts, "rdispls", *on),
           receive_type, on, stream);
     })
 
 // Counts of all ranks as a matrix [from][to]; parts are contiguous.
 HCCL_API(computed, HcclAlltoAllVC,
-    (const void* send, const void* matrix, int32_t send_type, const void* receive, int32_t receive_type, void* comm,
-        void* stream),
+    (const void* send, const void* matrix, int32_t send_type, const void* receive,
+        int32_t receive_type, void* comm, void* stream),
     {
       const auto on = communicator_of(comm);
       if (!matrix) refuse_call(kNullPointer, "sendCountMatrix is null");
@@ -351,36 +388,42 @@ HCCL_API(computed, HcclAlltoAllVC,
       };
       Counts send_counts(counts + on->rank * on->ranks, counts + (on->rank + 1) * on->ranks);
       Counts receive_counts;
-      for (int i = 0; i < on->ranks; ++i) receive_counts.push_back(counts[i * on->ranks + on->rank]);
-      all_to_all_call(kAllToAllV, 0, send, send_counts, starts(send_counts), send_type, receive, receive_counts,
-          starts(receive_counts), receive_type, on, stream);
+      for (int i = 0; i < on->ranks; ++i)
+        receive_counts.push_back(counts[i * on->ranks + on->rank]);
+      all_to_all_call(kAllToAllV, 0, send, send_counts, starts(send_counts), send_type, receive,
+          receive_counts, starts(receive_counts), receive_type, on, stream);
     })
 
-HCCL_API(computed, HcclSend, (void* address, uint64_t count, int32_t type, uint32_t peer, void* comm, void* stream), {
-  const auto on = communicator_of(comm);
-  const auto one = item(kSend, address, count, type, peer, *on);
-  issue({on, stream, one.header, {}, {one}});
-})
+HCCL_API(computed, HcclSend,
+    (void* address, uint64_t count, int32_t type, uint32_t peer, void* comm, void* stream), {
+      const auto on = communicator_of(comm);
+      const auto one = item(kSend, address, count, type, peer, *on);
+      issue({on, stream, one.header, {}, {one}});
+    })
 
-HCCL_API(computed, HcclRecv, (void* address, uint64_t count, int32_t type, uint32_t peer, void* comm, void* stream), {
-  const auto on = communicator_of(comm);
-  const auto one = item(kReceive, address, count, type, peer, *on);
-  issue({on, stream, one.header, {}, {one}});
-})
+HCCL_API(computed, HcclRecv,
+    (void* address, uint64_t count, int32_t type, uint32_t peer, void* comm, void* stream), {
+      const auto on = communicator_of(comm);
+      const auto one = item(kReceive, address, count, type, peer, *on);
+      issue({on, stream, one.header, {}, {one}});
+    })
 
-HCCL_API(computed, HcclBatchSendRecv, (const SendReceive* batch, uint32_t number, void* comm, void* stream), {
-  const auto on = communicator_of(comm);
-  if (!batch) refuse_call(kNullPointer, "sendRecvInfo is null");
-  if (!number) refuse_call(kParameter, "itemNum is 0");
-  std::vector<PointToPoint> items;
-  for (uint32_t i = 0; i < number; ++i) {
-    const auto& each = batch[i];
-    if (each.kind != 0 && each.kind != 1)
-      refuse_call(kParameter, "sendRecvInfo[", i, "].sendRecvType is ", each.kind, "; allowed: 0 (send), 1 (receive)");
-    items.push_back(item(each.kind == 0 ? kSend : kReceive, each.buffer, each.count, each.type, each.peer, *on));
-  }
-  issue({on, stream, items.front().header, {}, items});
-})
+HCCL_API(computed, HcclBatchSendRecv,
+    (const SendReceive* batch, uint32_t number, void* comm, void* stream), {
+      const auto on = communicator_of(comm);
+      if (!batch) refuse_call(kNullPointer, "sendRecvInfo is null");
+      if (!number) refuse_call(kParameter, "itemNum is 0");
+      std::vector<PointToPoint> items;
+      for (uint32_t i = 0; i < number; ++i) {
+        const auto& each = batch[i];
+        if (each.kind != 0 && each.kind != 1)
+          refuse_call(kParameter, "sendRecvInfo[", i, "].sendRecvType is ", each.kind,
+              "; allowed: 0 (send), 1 (receive)");
+        items.push_back(item(
+            each.kind == 0 ? kSend : kReceive, each.buffer, each.count, each.type, each.peer, *on));
+      }
+      issue({on, stream, items.front().header, {}, items});
+    })
 
 HCCL_API(computed, HcclBarrier, (void* comm, void* stream), {
   const auto on = communicator_of(comm);
@@ -395,11 +438,13 @@ HCCL_API(computed, HcclGroupEnd, (), {
   if (--group_depth) return;
   auto rest = std::move(group);
   group.clear();
-  while (!rest.empty()) {  // one task per communicator and stream, in the order of their first calls
+  while (
+      !rest.empty()) {  // one task per communicator and stream, in the order of their first calls
     std::vector<Operation> together;
     std::vector<Operation> later;
     for (auto& each : rest) {
-      const bool fits = together.empty() || (each.on == together.front().on && each.stream == together.front().stream);
+      const bool fits = together.empty() ||
+                        (each.on == together.front().on && each.stream == together.front().stream);
       (fits ? together : later).push_back(std::move(each));
     }
     submit(std::move(together));

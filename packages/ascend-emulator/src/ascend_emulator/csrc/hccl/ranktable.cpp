@@ -48,7 +48,9 @@ class Reader {
     if (next() != expected) fail_at_position();
     ++at_;
   }
-  [[noreturn]] void fail_at_position() { refuse_call(kParameter, "the rank table is not JSON at character ", at_); }
+  [[noreturn]] void fail_at_position() {
+    refuse_call(kParameter, "the rank table is not JSON at character ", at_);
+  }
   std::string string() {
     expect('"');
     std::string out;
@@ -69,7 +71,8 @@ class Reader {
   // Four hexadecimal digits of \uXXXX.
   uint32_t code_unit() {
     uint32_t code = 0;
-    const auto [end, error] = std::from_chars(text_.data() + at_, text_.data() + std::min(at_ + 4, text_.size()), code, 16);
+    const auto [end, error] = std::from_chars(
+        text_.data() + at_, text_.data() + std::min(at_ + 4, text_.size()), code, 16);
     if (error != std::errc() || end != text_.data() + at_ + 4) fail_at_position();
     at_ += 4;
     if (code >> 10 != 0x36) return code;  // no first half of a pair
@@ -108,8 +111,8 @@ class Reader {
         break;
       case '"': value.text = string(); break;
       default:
-        while (at_ < text_.size() &&
-               (std::isalnum(static_cast<unsigned char>(text_[at_])) || std::string("+-.").find(text_[at_]) != std::string::npos))
+        while (at_ < text_.size() && (std::isalnum(static_cast<unsigned char>(text_[at_])) ||
+                                         std::string("+-.").find(text_[at_]) != std::string::npos))
           value.text += text_[at_++];
         if (value.text.empty()) fail_at_position();
     }
@@ -120,13 +123,16 @@ class Reader {
   size_t at_ = 0;
 };
 
-// IPv4 address of a server, "" if there is none. A name that does not resolve is this machine if it is the only server.
+// IPv4 address of a server, "" if there is none. A name that does not resolve is this machine if it
+// is the only server.
 std::string resolved(const std::string& host, bool only) {
   addrinfo hints{}, *found = nullptr;
   hints.ai_family = AF_INET;
-  if (getaddrinfo(host.c_str(), nullptr, &hints, &found) != 0 || !found) return only ? "127.0.0.1" : "";
+  if (getaddrinfo(host.c_str(), nullptr, &hints, &found) != 0 || !found)
+    return only ? "127.0.0.1" : "";
   char address[INET_ADDRSTRLEN];
-  inet_ntop(AF_INET, &reinterpret_cast<sockaddr_in*>(found->ai_addr)->sin_addr, address, sizeof address);
+  inet_ntop(
+      AF_INET, &reinterpret_cast<sockaddr_in*>(found->ai_addr)->sin_addr, address, sizeof address);
   freeaddrinfo(found);
   return address;
 }
@@ -139,7 +145,8 @@ RankTable read_rank_table(const char* path) {
   const std::string content{std::istreambuf_iterator<char>(file), {}};
   const auto root = Reader(content).all();
   if (const auto status = root.at("status"); status != "completed")
-    refuse_call(kUnavailable, path, ": status is ", status.empty() ? "missing" : status, "; it must be completed");
+    refuse_call(kUnavailable, path, ": status is ", status.empty() ? "missing" : status,
+        "; it must be completed");
   std::map<int, std::string> found;
   const auto& servers = root.list("server_list");
   for (const auto& server : servers) {
@@ -147,18 +154,21 @@ RankTable read_rank_table(const char* path) {
     const auto host = server.at("host_ip").empty() ? server.at("server_id") : server.at("host_ip");
     const auto address = resolved(host, servers.size() == 1);
     if (address.empty())
-      refuse_call(
-          kParameter, path, ": server_id '", host, "' is no IPv4 address and does not resolve; give the server's host_ip");
+      refuse_call(kParameter, path, ": server_id '", host,
+          "' is no IPv4 address and does not resolve; give the server's host_ip");
     for (const auto& device : server.list("device")) {
       const auto rank = device.at("rank_id");
-      if (rank.empty() || rank.find_first_not_of("0123456789") != std::string::npos || rank.size() > 6)
+      if (rank.empty() || rank.find_first_not_of("0123456789") != std::string::npos ||
+          rank.size() > 6)
         refuse_call(kParameter, path, ": rank_id is '", rank, "'; it is a number");
-      if (!found.emplace(std::stoi(rank), address).second) refuse_call(kParameter, path, ": rank_id ", rank, " occurs twice");
+      if (!found.emplace(std::stoi(rank), address).second)
+        refuse_call(kParameter, path, ": rank_id ", rank, " occurs twice");
     }
   }
   if (found.empty()) refuse_call(kParameter, path, ": server_list has no device with a rank_id");
   if (found.rbegin()->first + 1 != static_cast<int>(found.size()))
-    refuse_call(kParameter, path, ": rank_id goes to ", found.rbegin()->first, ", but there are ", found.size());
+    refuse_call(kParameter, path, ": rank_id goes to ", found.rbegin()->first, ", but there are ",
+        found.size());
   const Secret of_readers(Secret("rank table").sign(content));
   RankTable table{{}, of_readers.sign("identity").substr(0, 16), of_readers};
   for (const auto& [rank, address] : found) table.servers.push_back(address);

@@ -17,10 +17,12 @@ File::~File() {
 }
 
 const char* kind_name(uint8_t kind) {
-  static const char* names[] = {"HcclBarrier", "HcclAllReduce", "HcclAllGather", "HcclAllGatherV", "HcclReduceScatter",
-      "HcclReduceScatterV", "HcclBroadcast", "HcclReduce", "HcclScatter", "HcclAlltoAll", "HcclAlltoAllV", "HcclSend", "HcclRecv",
-      "a failure", "MoeDistributeDispatch", "MoeDistributeCombine", "MatmulAllReduce", "AllGatherMatmul", "MatmulReduceScatter",
-      "DistributeBarrier", "AlltoAllvGroupedMatMul", "GroupedMatMulAlltoAllv", "AlltoAllMatmul", "MatmulAlltoAll"};
+  static const char* names[] = {"HcclBarrier", "HcclAllReduce", "HcclAllGather", "HcclAllGatherV",
+      "HcclReduceScatter", "HcclReduceScatterV", "HcclBroadcast", "HcclReduce", "HcclScatter",
+      "HcclAlltoAll", "HcclAlltoAllV", "HcclSend", "HcclRecv", "a failure", "MoeDistributeDispatch",
+      "MoeDistributeCombine", "MatmulAllReduce", "AllGatherMatmul", "MatmulReduceScatter",
+      "DistributeBarrier", "AlltoAllvGroupedMatMul", "GroupedMatMulAlltoAllv", "AlltoAllMatmul",
+      "MatmulAlltoAll"};
   return kind < std::size(names) ? names[kind] : "an unknown call";
 }
 
@@ -66,26 +68,34 @@ bool point_to_point(uint8_t kind) { return kind == kSend || kind == kReceive; }
   else if (ours.kind == kReceive)
     mine.kind = kSend;
   if (theirs.describe() == mine.describe()) {
-    throw TransferError(kParameter, text("rank ", peer, " sends ", theirs.bytes, " bytes to this rank's ", mine.describe(),
-                                        ", where ", ours.bytes, " are expected; the counts of the ranks must fit together"));
+    throw TransferError(kParameter,
+        text("rank ", peer, " sends ", theirs.bytes, " bytes to this rank's ", mine.describe(),
+            ", where ", ours.bytes, " are expected; the counts of the ranks must fit together"));
   }
-  throw TransferError(kParameter, text("rank ", peer, " called ", theirs.describe(), " where this rank called ", mine.describe(),
-                                      "; all ranks must make the same calls in the same order"));
+  throw TransferError(
+      kParameter, text("rank ", peer, " called ", theirs.describe(), " where this rank called ",
+                      mine.describe(), "; all ranks must make the same calls in the same order"));
 }
 
 bool same(const Header& a, const Header& b) {
-  return a.kind == b.kind && a.type == b.type && a.op == b.op && a.root == b.root && a.count == b.count && a.bytes == b.bytes;
+  return a.kind == b.kind && a.type == b.type && a.op == b.op && a.root == b.root &&
+         a.count == b.count && a.bytes == b.bytes;
 }
 
-// Streams run in any order that events allow. Ranks that run a communicator's calls in different orders would wait for each other
-// on an NPU, or exchange the data of different calls.
+// Streams run in any order that events allow. Ranks that run a communicator's calls in different
+// orders would wait for each other on an NPU, or exchange the data of different calls.
 void check_order(int peer, const Header& theirs, const Header& ours) {
-  if (theirs.overtaken == ours.overtaken || theirs.overtaken == kNone || ours.overtaken == kNone) return;
-  const auto ahead = [](uint32_t calls) { return calls ? text("ahead of ", calls, " issued earlier") : "in turn"; };
-  throw TransferError(kParameter,
-      text("rank ", peer, " runs ", theirs.describe(), " ", ahead(theirs.overtaken), " and this rank ", ahead(ours.overtaken),
-          ": streams ran the communicator's calls in another order than they were issued; use one stream for a communicator, or "
-          "order its streams by events"));
+  if (theirs.overtaken == ours.overtaken || theirs.overtaken == kNone || ours.overtaken == kNone)
+    return;
+  const auto ahead = [](uint32_t calls) {
+    return calls ? text("ahead of ", calls, " issued earlier") : "in turn";
+  };
+  throw TransferError(
+      kParameter, text("rank ", peer, " runs ", theirs.describe(), " ", ahead(theirs.overtaken),
+                      " and this rank ", ahead(ours.overtaken),
+                      ": streams ran the communicator's calls in another order than they were "
+                      "issued; use one stream for a communicator, or "
+                      "order its streams by events"));
 }
 
 // Finds the call that matches a message. Point-to-point messages may arrive before their call.
@@ -98,7 +108,8 @@ const Incoming* match_receive(Channel& channel, const Header& header) {
     channel.waiting.erase(at);
     return found;
   }
-  if (channel.waiting.empty()) return nullptr;  // a send failed: what arrives is read up to the peer's reason
+  if (channel.waiting.empty())
+    return nullptr;  // a send failed: what arrives is read up to the peer's reason
   const auto& expected = channel.waiting.front()->header;
   if (!point_to_point(header.kind) || !point_to_point(expected.kind)) {
     check_order(channel.peer, header, expected);
@@ -114,16 +125,18 @@ void begin_unexpected(Channel& channel, const Link& link) {
   const auto& header = channel.header;
   if (link.unexpected.size() >= kEarlyMessages || header.bytes > kEarlyBytes ||
       link.unexpected_bytes > kEarlyBytes - header.bytes) {
-    throw TransferError(kParameter, text("rank ", channel.peer, " sends ", header.describe(), " of ", header.bytes,
-                                        " bytes before this rank asks for it; at most ", kEarlyMessages, " messages and ",
-                                        kEarlyBytes, " bytes may be ahead of their calls"));
+    throw TransferError(
+        kParameter, text("rank ", channel.peer, " sends ", header.describe(), " of ", header.bytes,
+                        " bytes before this rank asks for it; at most ", kEarlyMessages,
+                        " messages and ", kEarlyBytes, " bytes may be ahead of their calls"));
   }
   channel.unexpected.emplace(UnexpectedMessage{header, {}});
 }
 
 [[noreturn]] void raise_closed(int peer) {
-  throw TransferError(kRemote,
-      text("rank ", peer, " closed its connection: its process ended, or it destroyed the communicator; look at its output"));
+  throw TransferError(kRemote, text("rank ", peer,
+                                   " closed its connection: its process ended, or it destroyed the "
+                                   "communicator; look at its output"));
 }
 
 // False if nothing could be sent.
@@ -135,11 +148,13 @@ bool send_some(Channel& channel, Link& link) {
     int count = 0;
     if (channel.sent < sizeof(Header)) {
       parts[count++] = {
-          const_cast<char*>(reinterpret_cast<const char*>(&message.header)) + channel.sent, sizeof(Header) - channel.sent};
+          const_cast<char*>(reinterpret_cast<const char*>(&message.header)) + channel.sent,
+          sizeof(Header) - channel.sent};
     }
     const uint64_t done = channel.sent < sizeof(Header) ? 0 : channel.sent - sizeof(Header);
     if (done < message.header.bytes)
-      parts[count++] = {static_cast<char*>(const_cast<void*>(message.data)) + done, message.header.bytes - done};
+      parts[count++] = {
+          static_cast<char*>(const_cast<void*>(message.data)) + done, message.header.bytes - done};
     msghdr packet{};
     packet.msg_iov = parts;
     packet.msg_iovlen = count;
@@ -204,7 +219,8 @@ bool receive_some(Channel& channel, Link& link) {
       }
     }
     if (channel.has_header && channel.received == sizeof(Header) + channel.header.bytes) {
-      if (channel.header.kind == kFailed) throw TransferError(kRemote, text("rank ", channel.peer, " failed: ", channel.failure));
+      if (channel.header.kind == kFailed)
+        throw TransferError(kRemote, text("rank ", channel.peer, " failed: ", channel.failure));
       if (channel.unexpected) {
         link.unexpected_bytes += channel.header.bytes;
         link.unexpected.push_back(std::move(*channel.unexpected));
@@ -223,7 +239,8 @@ constexpr int kAbortPollMs = 50;  // milliseconds between checks for an aborted 
 
 int milliseconds(Deadline deadline) {
   if (!deadline) return kAbortPollMs;
-  const auto left = std::chrono::duration_cast<std::chrono::milliseconds>(*deadline - Clock::now()).count() + 1;
+  const auto left =
+      std::chrono::duration_cast<std::chrono::milliseconds>(*deadline - Clock::now()).count() + 1;
   return static_cast<int>(std::clamp<int64_t>(left, 0, 1 << 30));
 }
 
@@ -231,12 +248,15 @@ int milliseconds(Deadline deadline) {
 bool wait(std::vector<pollfd>& files, Deadline deadline) {
   while (true) {
     check_not_aborted();
-    const int ready = poll(files.data(), files.size(), std::min(milliseconds(deadline), kAbortPollMs));
+    const int ready =
+        poll(files.data(), files.size(), std::min(milliseconds(deadline), kAbortPollMs));
     if (ready > 0) break;
     if (ready == 0 && deadline && Clock::now() >= *deadline) return false;
-    if (ready < 0 && errno != EINTR) throw TransferError(kInternal, text("poll: ", std::strerror(errno)));
+    if (ready < 0 && errno != EINTR)
+      throw TransferError(kInternal, text("poll: ", std::strerror(errno)));
   }
-  if (files[0].revents) throw TransferError(kSuspending, "the communicator was destroyed or suspended meanwhile");
+  if (files[0].revents)
+    throw TransferError(kSuspending, "the communicator was destroyed or suspended meanwhile");
   return true;
 }
 
@@ -246,11 +266,13 @@ void notify_failure(std::vector<Link>& links, const std::string& reason) {
   Header header;
   header.kind = kFailed;
   header.bytes = std::min<size_t>(reason.size(), 4096);
-  const std::string message = std::string(reinterpret_cast<const char*>(&header), sizeof header) + reason.substr(0, header.bytes);
+  const std::string message = std::string(reinterpret_cast<const char*>(&header), sizeof header) +
+                              reason.substr(0, header.bytes);
   for (auto& link : links) {
     if (link.socket.get() < 0) continue;
     // Shut down instead of close: close would drop data in flight.
-    if (!link.within_message && send(link.socket.get(), message.data(), message.size(), MSG_NOSIGNAL | MSG_DONTWAIT) < 0 &&
+    if (!link.within_message &&
+        send(link.socket.get(), message.data(), message.size(), MSG_NOSIGNAL | MSG_DONTWAIT) < 0 &&
         errno == EPIPE)
       continue;
     shutdown(link.socket.get(), SHUT_WR);
@@ -262,8 +284,8 @@ void pause(Deadline deadline, int wake) {
   wait(files, deadline);
 }
 
-void transfer(
-    std::vector<Link>& links, const std::vector<Outgoing>& out, const std::vector<Incoming>& in, Deadline deadline, int wake) {
+void transfer(std::vector<Link>& links, const std::vector<Outgoing>& out,
+    const std::vector<Incoming>& in, Deadline deadline, int wake) {
   std::vector<Channel> channels(links.size());
   for (size_t i = 0; i < channels.size(); ++i) channels[i].peer = static_cast<int>(i);
   for (const auto& message : out) channels[message.peer].out.push_back(&message);
@@ -281,12 +303,14 @@ void transfer(
   while (!channels.empty()) {
     bool moved = false;
     for (auto& channel : channels) moved |= send_some(channel, links[channel.peer]);
-    for (auto& channel : channels) moved |= receive_some(channel, links[channel.peer]);  // after this rank's headers are sent
+    for (auto& channel : channels)
+      moved |= receive_some(channel, links[channel.peer]);  // after this rank's headers are sent
     std::erase_if(channels, [](const Channel& channel) { return channel.done(); });
     if (moved || channels.empty()) continue;
     std::vector<pollfd> files{{wake, POLLIN, 0}};
     for (const auto& channel : channels) {
-      const short events = (channel.wants_to_send() ? POLLOUT : 0) | (channel.wants_to_receive() ? POLLIN : 0);
+      const short events =
+          (channel.wants_to_send() ? POLLOUT : 0) | (channel.wants_to_receive() ? POLLIN : 0);
       files.push_back({links[channel.peer].socket.get(), events, 0});
     }
     if (!wait(files, deadline)) {
@@ -296,9 +320,9 @@ void transfer(
         if (const auto& unexpected = links[channel.peer].unexpected; !unexpected.empty())
           missing += text(" (which is in ", unexpected.front().header.describe(), ")");
       }
-      throw TransferError(
-          kTimeout, text("nothing from rank ", missing,
-                        " in time; it did not make this call, is slower than HCCL_EXEC_TIMEOUT allows, or hangs"));
+      throw TransferError(kTimeout, text("nothing from rank ", missing,
+                                        " in time; it did not make this call, is slower than "
+                                        "HCCL_EXEC_TIMEOUT allows, or hangs"));
     }
   }
 }

@@ -1,6 +1,7 @@
-// Transport between ranks: one connection per pair of ranks, over Unix sockets within a machine and TCP between machines. All
-// messages of a step progress concurrently and the thread waits in poll(), so the order of calls cannot deadlock, a closed
-// connection is noticed immediately, and waiting uses no CPU.
+// Transport between ranks: one connection per pair of ranks, over Unix sockets within a machine and
+// TCP between machines. All messages of a step progress concurrently and the thread waits in
+// poll(), so the order of calls cannot deadlock, a closed connection is noticed immediately, and
+// waiting uses no CPU.
 #ifndef ASCEND_EMULATOR_HCCL_TRANSPORT_H
 #define ASCEND_EMULATOR_HCCL_TRANSPORT_H
 #include <chrono>
@@ -67,9 +68,10 @@ constexpr uint32_t kNone = 0xffffffff;
 struct Header {
   uint8_t kind = kBarrier, type = 0, op = 0xff, unused = 0;
   uint32_t root = kNone;
-  uint64_t count = 0;          // of elements, if equal on all ranks
-  uint64_t bytes = 0;          // of the payload
-  uint32_t overtaken = kNone;  // calls that were issued earlier and have not run yet (Ticket); kNone: not known
+  uint64_t count = 0;  // of elements, if equal on all ranks
+  uint64_t bytes = 0;  // of the payload
+  uint32_t overtaken =
+      kNone;  // calls that were issued earlier and have not run yet (Ticket); kNone: not known
   uint32_t reserved = 0;
   std::string describe() const;
 };
@@ -106,24 +108,26 @@ struct TransferError : std::runtime_error {
   TransferError(Code result, const std::string& what) : std::runtime_error(what), result(result) {}
 };
 
-// Transfers all messages. Throws TransferError if a peer closed its connection or sent another call, the deadline passed, or
-// `wake` became readable; and check_not_aborted()'s error.
-void transfer(
-    std::vector<Link>& links, const std::vector<Outgoing>& out, const std::vector<Incoming>& in, Deadline deadline, int wake);
+// Transfers all messages. Throws TransferError if a peer closed its connection or sent another
+// call, the deadline passed, or `wake` became readable; and check_not_aborted()'s error.
+void transfer(std::vector<Link>& links, const std::vector<Outgoing>& out,
+    const std::vector<Incoming>& in, Deadline deadline, int wake);
 // Sends the reason of this rank's failure to all peers that are still reachable.
 void notify_failure(std::vector<Link>& links, const std::string& reason);
 // Sleeps until the deadline; throws TransferError if `wake` becomes readable.
 void pause(Deadline deadline, int wake);
 
-// What the ranks of a communicator know and no other process: from HcclRootInfo, or from the rank table. It is never sent or
-// stored. Ranks sign with it what they publish and how they introduce themselves.
+// What the ranks of a communicator know and no other process: from HcclRootInfo, or from the rank
+// table. It is never sent or stored. Ranks sign with it what they publish and how they introduce
+// themselves.
 class Secret {
  public:
   explicit Secret(const std::string& key);
   static Secret random();
   const std::string& key() const { return key_; }
   static constexpr size_t kSignature = 40;
-  std::string sign(const std::string& message) const;  // HMAC (RFC 2104) with SHA-1's hexadecimal digests
+  std::string sign(
+      const std::string& message) const;  // HMAC (RFC 2104) with SHA-1's hexadecimal digests
   Secret derived(const std::string& purpose) const { return Secret(sign("derived " + purpose)); }
 
  private:
@@ -137,26 +141,31 @@ class Rendezvous {
   // What this rank publishes: its machine, its NPU, and its Unix socket.
   std::string address() const { return address_; }
   // Throws if two ranks are on one NPU. `addresses` by rank.
-  static void check_npus(const std::string& communicator, const std::vector<std::string>& addresses);
-  // Listens on TCP if a peer is on another machine; returns the address to publish for those, or "".
+  static void check_npus(
+      const std::string& communicator, const std::vector<std::string>& addresses);
+  // Listens on TCP if a peer is on another machine; returns the address to publish for those, or
+  // "".
   std::string listen_for_other_machines(const std::vector<std::string>& addresses, int rank);
   // `tcp_address` asks for what a peer on another machine published.
-  std::vector<Link> connect(const std::vector<std::string>& addresses, const std::function<std::string(int peer)>& tcp_address,
-      int rank, const Secret& secret, Clock::time_point deadline);
+  std::vector<Link> connect(const std::vector<std::string>& addresses,
+      const std::function<std::string(int peer)>& tcp_address, int rank, const Secret& secret,
+      Clock::time_point deadline);
 
  private:
   File tcp_, local_;
   std::string address_;
 };
 
-// This machine's address for other ranks: HCCL_IF_IP, HCCL_SOCKET_IFNAME, or the first non-loopback address.
+// This machine's address for other ranks: HCCL_IF_IP, HCCL_SOCKET_IFNAME, or the first non-loopback
+// address.
 std::string host_ip();
-// Where HCCL's root listens: that address if the user chose it, otherwise the loopback address, for ranks of this machine.
+// Where HCCL's root listens: that address if the user chose it, otherwise the loopback address, for
+// ranks of this machine.
 std::string root_ip();
 // A TCP socket that is bound to this address and port (0: any), and its port.
 std::pair<File, int> bound(const std::string& ip, int port);
-// Identifies the kernel and network namespace: processes with the same value reach each other's loopback address and abstract
-// Unix sockets.
+// Identifies the kernel and network namespace: processes with the same value reach each other's
+// loopback address and abstract Unix sockets.
 std::string machine();
 
 }  // namespace emu::hccl

@@ -31,7 +31,8 @@ void one_of_types(const char* what, int code, const std::vector<int>& allowed) {
   if (std::find(allowed.begin(), allowed.end(), code) != allowed.end()) return;
   std::vector<const char*> names;
   for (const int each : allowed) names.push_back(data_type(each).name);
-  refuse_call(kNotSupported, what, " is ", data_type(code).name, "; allowed on ", chip().name, ": ", listed(names));
+  refuse_call(kNotSupported, what, " is ", data_type(code).name, "; allowed on ", chip().name, ": ",
+      listed(names));
 }
 
 }  // namespace
@@ -89,9 +90,12 @@ void check_transferable(int code) {
   one_of_types("the data type", code, allowed);
 }
 
-// "HcclAllReduce", "HcclReduce", "HcclReduceScatter": same lists. uint64 of Ascend950 is not supported: ATen cannot add it.
+// "HcclAllReduce", "HcclReduce", "HcclReduceScatter": same lists. uint64 of Ascend950 is not
+// supported: ATen cannot add it.
 void check_reducible(int code, int op) {
-  if (op < kSum || op > kMin) refuse_call(kParameter, "the reduction is ", op, "; allowed: 0 (sum), 1 (prod), 2 (max), 3 (min)");
+  if (op < kSum || op > kMin)
+    refuse_call(
+        kParameter, "the reduction is ", op, "; allowed: 0 (sum), 1 (prod), 2 (max), 3 (min)");
   const bool duo = is_chip("Ascend310P");
   std::vector<int> allowed{0};
   if (!(op == kProd || (duo && op != kSum))) allowed.push_back(1);

@@ -1,6 +1,6 @@
-// HCCL's constants and limits. Source of the values and of the limits: Huawei's public API reference "HCCL" (HcclDataType,
-// HcclReduceOp, HcclResult, HcclCommConfig, and each operation's page); of the signatures,
-// torch_npu/csrc/distributed/HcclCompile.h (Ascend/pytorch, BSD).
+// HCCL's constants and limits. Source of the values and of the limits: Huawei's public API
+// reference "HCCL" (HcclDataType, HcclReduceOp, HcclResult, HcclCommConfig, and each operation's
+// page); of the signatures, torch_npu/csrc/distributed/HcclCompile.h (Ascend/pytorch, BSD).
 #ifndef ASCEND_EMULATOR_HCCL_TYPES_H
 #define ASCEND_EMULATOR_HCCL_TYPES_H
 #include <c10/core/ScalarType.h>
@@ -29,7 +29,8 @@ enum Code : int {
 };
 const char* describe(int result);
 
-// Error of a call. An operation that fails on its stream also fails the stream with an ACL code (communicator.h).
+// Error of a call. An operation that fails on its stream also fails the stream with an ACL code
+// (communicator.h).
 template <class... Parts>
 [[noreturn]] void refuse_call(Code result, const Parts&... parts) {
   throw Error(static_cast<Status>(result), text(parts...));

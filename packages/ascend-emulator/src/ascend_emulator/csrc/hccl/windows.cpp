@@ -1,6 +1,7 @@
-// Memory registered with a communicator for direct access by peers. The emulator always transfers over connections, so
-// registrations are only checked and stored. Signatures: torch_npu/csrc/distributed/HcclCompile.h and
-// torch_npu/csrc/core/npu/interface/HcclInterface.cpp (Ascend/pytorch, BSD).
+// Memory registered with a communicator for direct access by peers. The emulator always transfers
+// over connections, so registrations are only checked and stored. Signatures:
+// torch_npu/csrc/distributed/HcclCompile.h and torch_npu/csrc/core/npu/interface/HcclInterface.cpp
+// (Ascend/pytorch, BSD).
 #include <map>
 
 #include "core/device.h"
@@ -14,14 +15,18 @@ namespace {
 struct Memory {
   uintptr_t start = 0;
   uint64_t bytes = 0;
-  bool contains(uintptr_t at, uint64_t size) const { return at >= start && size <= bytes && at - start <= bytes - size; }
+  bool contains(uintptr_t at, uint64_t size) const {
+    return at >= start && size <= bytes && at - start <= bytes - size;
+  }
 };
 
 std::mutex windows_mutex;
 uintptr_t next_window = 1;
 std::map<std::pair<void*, uintptr_t>, Memory> windows;  // communicator and handle
-std::map<std::pair<void*, uintptr_t>, Memory> ranges;   // communicator and start of reserved addresses
-std::map<std::pair<void*, uintptr_t>, Memory> active;   // communicator and start of memory within them
+std::map<std::pair<void*, uintptr_t>, Memory>
+    ranges;  // communicator and start of reserved addresses
+std::map<std::pair<void*, uintptr_t>, Memory>
+    active;  // communicator and start of memory within them
 
 uintptr_t number(const void* address) { return reinterpret_cast<uintptr_t>(address); }
 
@@ -38,10 +43,12 @@ void check_mapped(const void* address, uint64_t bytes, const char* name) {
   } catch (const Error& error) { refuse_call(kParameter, name, ": ", error.what()); }
 }
 
-void remove(std::map<std::pair<void*, uintptr_t>, Memory>& from, void* comm, uintptr_t key, const char* what) {
+void remove(std::map<std::pair<void*, uintptr_t>, Memory>& from, void* comm, uintptr_t key,
+    const char* what) {
   communicator(comm);
   std::lock_guard lock(windows_mutex);
-  if (!from.erase({comm, key})) refuse_call(kNotFound, reinterpret_cast<void*>(key), " is no ", what, " of this communicator");
+  if (!from.erase({comm, key}))
+    refuse_call(kNotFound, reinterpret_cast<void*>(key), " is no ", what, " of this communicator");
 }
 
 }  // namespace
@@ -52,68 +59,78 @@ void emu::hccl::forget_memory(void* comm) {
     std::erase_if(*map, [&](const auto& entry) { return entry.first.first == comm; });
 }
 
-HCCL_API(keeps, HcclCommRegister, (void* comm, void* address, uint64_t bytes, void** handle, uint32_t flag), {
-  communicator(comm);
-  check_buffer(address, bytes, "addr");
-  if (!handle) refuse_call(kNullPointer, "handle is null");
-  if (flag) refuse_call(kParameter, "flag is ", flag, "; allowed: 0");
-  check_mapped(address, bytes, "addr");
-  std::lock_guard lock(windows_mutex);
-  *handle = reinterpret_cast<void*>(next_window);
-  windows[{comm, next_window++}] = {number(address), bytes};
-})
-HCCL_API(keeps, HcclCommDeregister, (void* comm, void* handle), { remove(windows, comm, number(handle), "registered memory"); })
-HCCL_API(nothing("ranks have no memory of each other to map: what they exchange is sent"), HcclCommExchangeMem,
-    (void* comm, void* handle, const uint32_t* peers, uint32_t count), {
+HCCL_API(keeps, HcclCommRegister,
+    (void* comm, void* address, uint64_t bytes, void** handle, uint32_t flag), {
+      communicator(comm);
+      check_buffer(address, bytes, "addr");
+      if (!handle) refuse_call(kNullPointer, "handle is null");
+      if (flag) refuse_call(kParameter, "flag is ", flag, "; allowed: 0");
+      check_mapped(address, bytes, "addr");
+      std::lock_guard lock(windows_mutex);
+      *handle = reinterpret_cast<void*>(next_window);
+      windows[{comm, next_window++}] = {number(address), bytes};
+    })
+HCCL_API(keeps, HcclCommDeregister, (void* comm, void* handle),
+    { remove(windows, comm, number(handle), "registered memory"); })
+HCCL_API(nothing("ranks have no memory of each other to map: what they exchange is sent"),
+    HcclCommExchangeMem, (void* comm, void* handle, const uint32_t* peers, uint32_t count), {
       const auto on = communicator(comm);
       if (!handle) refuse_call(kNullPointer, "handle is null");
       if (count && !peers) refuse_call(kNullPointer, "peerRanks is null");
       for (uint32_t i = 0; i < count; ++i) {
         if (static_cast<int64_t>(peers[i]) >= on->ranks)
-          refuse_call(kParameter, "peerRanks[", i, "] is ", peers[i], "; the communicator has ", on->ranks, " ranks");
+          refuse_call(kParameter, "peerRanks[", i, "] is ", peers[i], "; the communicator has ",
+              on->ranks, " ranks");
       }
       std::lock_guard lock(windows_mutex);
       const auto found = windows.find({comm, number(handle)});
-      if (found == windows.end()) refuse_call(kNotFound, handle, " is no registered memory of this communicator");
-      check_mapped(reinterpret_cast<void*>(found->second.start), found->second.bytes, "the registered memory");
+      if (found == windows.end())
+        refuse_call(kNotFound, handle, " is no registered memory of this communicator");
+      check_mapped(reinterpret_cast<void*>(found->second.start), found->second.bytes,
+          "the registered memory");
     })
 
-HCCL_API(keeps, HcclCommSetMemoryRange, (void* comm, void* base, size_t bytes, size_t alignment, uint64_t), {
-  communicator(comm);
-  check_buffer(base, bytes, "baseVirPtr");
-  if (alignment) refuse_call(kParameter, "alignment is ", alignment, "; allowed: 0");
-  std::lock_guard lock(windows_mutex);
-  ranges[{comm, number(base)}] = {number(base), bytes};
-})
+HCCL_API(keeps, HcclCommSetMemoryRange,
+    (void* comm, void* base, size_t bytes, size_t alignment, uint64_t), {
+      communicator(comm);
+      check_buffer(base, bytes, "baseVirPtr");
+      if (alignment) refuse_call(kParameter, "alignment is ", alignment, "; allowed: 0");
+      std::lock_guard lock(windows_mutex);
+      ranges[{comm, number(base)}] = {number(base), bytes};
+    })
 HCCL_API(keeps, HcclCommUnsetMemoryRange, (void* comm, void* base), {
   communicator(comm);
   {
     std::lock_guard lock(windows_mutex);
     const auto range = ranges.find({comm, number(base)});
     for (const auto& [key, memory] : active)
-      if (key.first == comm && range != ranges.end() && range->second.contains(memory.start, memory.bytes))
+      if (key.first == comm && range != ranges.end() &&
+          range->second.contains(memory.start, memory.bytes))
         refuse_call(kParameter, "memory at ", reinterpret_cast<void*>(memory.start),
             " in this range is active; call HcclCommDeactivateCommMemory before");
   }
   remove(ranges, comm, number(base), "memory range");
 })
-HCCL_API(keeps, HcclCommActivateCommMemory, (void* comm, void* address, size_t bytes, size_t offset, void* handle, uint64_t), {
-  communicator(comm);
-  check_buffer(address, bytes, "virPtr");
-  if (offset) refuse_call(kParameter, "offset is ", offset, "; allowed: 0");
-  if (!handle) refuse_call(kNullPointer, "handle is null");
-  std::lock_guard lock(windows_mutex);
-  for (const auto& [key, range] : ranges) {
-    if (key.first != comm || !range.contains(number(address), bytes)) continue;
-    for (const auto& [other, memory] : active)
-      if (other.first == comm && number(address) < memory.start + memory.bytes && memory.start < number(address) + bytes)
-        refuse_call(kParameter, "virPtr: ", bytes, " bytes at ", address, " overlap the active memory at ",
-            reinterpret_cast<void*>(memory.start));
-    check_mapped(address, bytes, "virPtr");
-    active[{comm, number(address)}] = {number(address), bytes};
-    return;
-  }
-  refuse_call(kNotFound, bytes, " bytes at ", address, " are in no range of HcclCommSetMemoryRange");
-})
-HCCL_API(
-    keeps, HcclCommDeactivateCommMemory, (void* comm, void* address), { remove(active, comm, number(address), "active memory"); })
+HCCL_API(keeps, HcclCommActivateCommMemory,
+    (void* comm, void* address, size_t bytes, size_t offset, void* handle, uint64_t), {
+      communicator(comm);
+      check_buffer(address, bytes, "virPtr");
+      if (offset) refuse_call(kParameter, "offset is ", offset, "; allowed: 0");
+      if (!handle) refuse_call(kNullPointer, "handle is null");
+      std::lock_guard lock(windows_mutex);
+      for (const auto& [key, range] : ranges) {
+        if (key.first != comm || !range.contains(number(address), bytes)) continue;
+        for (const auto& [other, memory] : active)
+          if (other.first == comm && number(address) < memory.start + memory.bytes &&
+              memory.start < number(address) + bytes)
+            refuse_call(kParameter, "virPtr: ", bytes, " bytes at ", address,
+                " overlap the active memory at ", reinterpret_cast<void*>(memory.start));
+        check_mapped(address, bytes, "virPtr");
+        active[{comm, number(address)}] = {number(address), bytes};
+        return;
+      }
+      refuse_call(
+          kNotFound, bytes, " bytes at ", address, " are in no range of HcclCommSetMemoryRange");
+    })
+HCCL_API(keeps, HcclCommDeactivateCommMemory, (void* comm, void* address),
+    { remove(active, comm, number(address), "active memory"); })

@@ -1,7 +1,8 @@
-// Legacy graph operators (aclop). torch_npu uses them where op-plugin has no aclnn operator for a call, where jit-compilation is
-// on, and where an aclnn symbol is missing; the emulator defines all aclnn symbols. Those of
-// GRAPH_OP are computed, others refuse with their type. An Identity from a format to itself, which npu_format_cast(x, 3) executes
-// when internal formats are off, the default (torch_npu's FormatCastKernelNpu.cpp), copies bytes. Call sites:
+// Legacy graph operators (aclop). torch_npu uses them where op-plugin has no aclnn operator for a
+// call, where jit-compilation is on, and where an aclnn symbol is missing; the emulator defines all
+// aclnn symbols. Those of GRAPH_OP are computed, others refuse with their type. An Identity from a
+// format to itself, which npu_format_cast(x, 3) executes when internal formats are off, the default
+// (torch_npu's FormatCastKernelNpu.cpp), copies bytes. Call sites:
 // torch_npu/csrc/framework/OpParamMaker.cpp (BSD).
 #include <c10/core/InferenceMode.h>
 
@@ -38,24 +39,30 @@ std::map<std::string_view, GraphOperator>& table() {
 
 constexpr int32_t kJitCompile = 10;  // ACL_OP_JIT_COMPILE
 
-// "Atlas训练系列产品、Atlas推理系列产品：默认值jit_compile=True" (torch_npu's documentation of set_compile_mode).
+// "Atlas训练系列产品、Atlas推理系列产品：默认值jit_compile=True" (torch_npu's documentation of
+// set_compile_mode).
 bool compiles_by_default() { return is_chip("Ascend310P") || is_chip("Ascend910A"); }
 
 int refuse_aclop(const char* op_type) {
   if (!op_type) op_type = "(null)";
   const bool compiles = compile_option(kJitCompile) == "enable";
   return operator_done(op_type,
-      fail(kUnsupported, text("the legacy graph operator '", op_type, "' (aclopCompileAndExecute) is not emulated; ",
-                             compiles ? text("torch_npu reaches it because jit_compile is on, ",
-                                            compiles_by_default() ? text("the default on ", chip().name)
-                                                                  : std::string("as this process has set it"),
-                                            ", where each operator is compiled for each new shape; fix: "
-                                            "torch_npu.npu.set_compile_mode(jit_compile=False) before the first tensor")
-                                      : std::string("torch_npu reaches it only where it has no aclnn operator for this call"))));
+      fail(kUnsupported,
+          text("the legacy graph operator '", op_type,
+              "' (aclopCompileAndExecute) is not emulated; ",
+              compiles
+                  ? text("torch_npu reaches it because jit_compile is on, ",
+                        compiles_by_default() ? text("the default on ", chip().name)
+                                              : std::string("as this process has set it"),
+                        ", where each operator is compiled for each new shape; fix: "
+                        "torch_npu.npu.set_compile_mode(jit_compile=False) before the first tensor")
+                  : std::string("torch_npu reaches it only where it has no aclnn operator for this "
+                                "call"))));
 }
 
 bool changes_nothing(const void* input, const void* output, const void* from, const void* to) {
-  return desc_of(input).type == desc_of(output).type && desc_of(input).storage_format == desc_of(output).storage_format &&
+  return desc_of(input).type == desc_of(output).type &&
+         desc_of(input).storage_format == desc_of(output).storage_format &&
          buffer_of(from).bytes == buffer_of(to).bytes;
 }
 
@@ -63,35 +70,39 @@ int copy_bytes(const DataBuffer& from, const DataBuffer& to, void* stream) {
   return guarded("Identity", [&] {
     auto task = std::make_unique<aclOpExecutor>();
     if (const auto bytes = static_cast<int64_t>(to.bytes)) {
-      task->tensors = {
-          at::from_blob(to_kernel(from.data), bytes, at::kByte), at::from_blob(to_kernel(to.data), bytes, at::kByte)};
+      task->tensors = {at::from_blob(to_kernel(from.data), bytes, at::kByte),
+          at::from_blob(to_kernel(to.data), bytes, at::kByte)};
       task->compute = [tensors = task->tensors] { tensors[1].copy_(tensors[0]); };
     } else {
       task->compute = [] {};
     }
-    check(launch("Identity", hand_out(std::move(task)), stream) == kOk, kOpFailed, "the copy failed");
+    check(
+        launch("Identity", hand_out(std::move(task)), stream) == kOk, kOpFailed, "the copy failed");
   });
 }
 
-// Formats whose memory is in the order of the dimensions: NCHW, NHWC, ND, NCDHW (aclFormat, CANN's API reference).
+// Formats whose memory is in the order of the dimensions: NCHW, NHWC, ND, NCDHW (aclFormat, CANN's
+// API reference).
 bool is_plain(int32_t format) { return format == 0 || format == 1 || format == 2 || format == 30; }
 
-// Undefined for an input that is not given (ACL_DT_UNDEFINED). One in FRACTAL_NZ is a copy in row-major order: each execution
-// reads inputs into it, and writes outputs from it.
-Tensor tensor_of(const void* given_desc, const void* given_buffer, const std::string& what, std::vector<Fractal>& fractals) {
+// Undefined for an input that is not given (ACL_DT_UNDEFINED). One in FRACTAL_NZ is a copy in
+// row-major order: each execution reads inputs into it, and writes outputs from it.
+Tensor tensor_of(const void* given_desc, const void* given_buffer, const std::string& what,
+    std::vector<Fractal>& fractals) {
   const auto& desc = desc_of(given_desc);
   const auto& buffer = buffer_of(given_buffer);
   if (desc.type < 0) return {};
   const auto dtype = to_scalar_type(desc.type);
-  const bool fractal =
-      desc.storage_format == kFractalNZ && desc.dims.size() >= 2 && desc.storage_dims.size() == desc.dims.size() + 2;
-  check(fractal || is_plain(desc.storage_format), kOpParam, what, " is in format ", desc.storage_format,
-      "; computed: ND and FRACTAL_NZ, npu_format_cast(tensor, 2)");
-  check(desc.dims.size() <= 8, kOpParam, what, " has ", desc.dims.size(), " dimensions; allowed: up to 8");
+  const bool fractal = desc.storage_format == kFractalNZ && desc.dims.size() >= 2 &&
+                       desc.storage_dims.size() == desc.dims.size() + 2;
+  check(fractal || is_plain(desc.storage_format), kOpParam, what, " is in format ",
+      desc.storage_format, "; computed: ND and FRACTAL_NZ, npu_format_cast(tensor, 2)");
+  check(desc.dims.size() <= 8, kOpParam, what, " has ", desc.dims.size(),
+      " dimensions; allowed: up to 8");
   const auto& stored = fractal ? desc.storage_dims : desc.dims;
   const auto bytes = static_cast<size_t>(c10::multiply_integers(stored)) * c10::elementSize(dtype);
-  check(bytes <= buffer.bytes, kOpParam, what, " of shape ", at::IntArrayRef(desc.dims), " needs ", bytes,
-      " bytes; its buffer has ", buffer.bytes);
+  check(bytes <= buffer.bytes, kOpParam, what, " of shape ", at::IntArrayRef(desc.dims), " needs ",
+      bytes, " bytes; its buffer has ", buffer.bytes);
   if (!bytes) return at::empty(desc.dims, dtype);
   if (desc.placement) return at::from_blob(buffer.data, desc.dims, dtype).clone();
   check(is_device(buffer.data), kOpParam, what, " is not in device memory");
@@ -101,8 +112,9 @@ Tensor tensor_of(const void* given_desc, const void* given_buffer, const std::st
   return fractals.back().matrix;
 }
 
-int execute(const char* op_type, int inputs, const void* const input[], const void* const from[], int outputs,
-    const void* const output[], void* const to[], const void* attributes, void* stream) {
+int execute(const char* op_type, int inputs, const void* const input[], const void* const from[],
+    int outputs, const void* const output[], void* const to[], const void* attributes,
+    void* stream) {
   const auto found = op_type ? table().find(op_type) : table().end();
   if (found == table().end()) return refuse_aclop(op_type);
   const auto& op = found->second;
@@ -123,13 +135,15 @@ int execute(const char* op_type, int inputs, const void* const input[], const vo
     if (attributes) call.attributes = Attributes(*static_cast<const Values*>(attributes));
     for (size_t i = 0; i < task->tensors.size(); ++i)
       check_dtypes(task->tensors, i, i + 1, 0, op.parameters, static_cast<int>(i));
-    task->compute = [compute = std::make_shared<Computation>(op.prepare(call)), packed, entry = op.entry] {
+    task->compute = [compute = std::make_shared<Computation>(op.prepare(call)), packed,
+                        entry = op.entry] {
       (*compute)();
       for (const auto& each : packed) each.pack();
       note(entry);
     };
   });
-  return status ? operator_done(op.type, status) : launch(op.type, hand_out(std::move(task)), stream);
+  return status ? operator_done(op.type, status)
+                : launch(op.type, hand_out(std::move(task)), stream);
 }
 }  // namespace
 
@@ -147,7 +161,8 @@ const Attribute* Attributes::find(const char* name) const {
   return found == values_->end() ? nullptr : &found->second;
 }
 
-// Those of torch_npu's own begin with an underscore: the engine that runs the operator (OpCommandImpl::SetEnginePriority).
+// Those of torch_npu's own begin with an underscore: the engine that runs the operator
+// (OpCommandImpl::SetEnginePriority).
 void Attributes::all_read() const {
   if (!values_) return;
   for (const auto& [name, value] : *values_)
@@ -155,29 +170,34 @@ void Attributes::all_read() const {
 }
 
 Tensor GraphReader::input(const std::string& name) {
-  check(input_ < call_.inputs.size() && call_.inputs[input_].defined(), kOpParam, "input ", name, " is missing");
+  check(input_ < call_.inputs.size() && call_.inputs[input_].defined(), kOpParam, "input ", name,
+      " is missing");
   return call_.inputs[input_++];
 }
 
 Tensor GraphReader::on_host(const std::string& name) {
   const auto value = input(name);
-  check(call_.on_host[input_ - 1], kOpParam, "input ", name, " is in device memory; computed: in host memory");
+  check(call_.on_host[input_ - 1], kOpParam, "input ", name,
+      " is in device memory; computed: in host memory");
   return value;
 }
 
 Tensor GraphReader::output(const std::string& name) {
-  check(output_ < call_.outputs.size() && call_.outputs[output_].defined(), kOpParam, "output ", name, " is missing");
+  check(output_ < call_.outputs.size() && call_.outputs[output_].defined(), kOpParam, "output ",
+      name, " is missing");
   return call_.outputs[output_++];
 }
 
 void GraphReader::finish() const {
-  check(input_ >= call_.inputs.size() && output_ == call_.outputs.size(), kOpParam, "the call has ", call_.inputs.size(),
-      " inputs and ", call_.outputs.size(), " outputs; the operator is ", parameters_);
+  check(input_ >= call_.inputs.size() && output_ == call_.outputs.size(), kOpParam, "the call has ",
+      call_.inputs.size(), " inputs and ", call_.outputs.size(), " outputs; the operator is ",
+      parameters_);
 }
 
 }  // namespace emu
 
-// Compile options of graph operators are kept; unset ones read "disable", but for jit-compile on the first chips.
+// Compile options of graph operators are kept; unset ones read "disable", but for jit-compile on
+// the first chips.
 namespace {
 std::mutex options_mutex;
 std::map<int32_t, std::string> options;
@@ -185,14 +205,17 @@ std::map<int32_t, std::string> options;
 std::string emu::compile_option(int32_t option) {
   std::lock_guard lock(options_mutex);
   const auto found = options.find(option);
-  return found != options.end() ? found->second : option == kJitCompile && compiles_by_default() ? "enable" : "disable";
+  return found != options.end()                           ? found->second
+         : option == kJitCompile && compiles_by_default() ? "enable"
+                                                          : "disable";
 }
 ACL_API(keeps, aclSetCompileopt, (int32_t option, const char* value), {
   check(value != nullptr, kInvalidParam, "value is null");
   std::lock_guard lock(options_mutex);
   options[option] = value;
 })
-ACL_VALUE(size_t, answers, aclGetCompileoptSize, (int32_t option), { return compile_option(option).size() + 1; })
+ACL_VALUE(size_t, answers, aclGetCompileoptSize, (int32_t option),
+    { return compile_option(option).size() + 1; })
 ACL_API(answers, aclGetCompileopt, (int32_t option, char* value, size_t length), {
   const auto found = compile_option(option);
   check(length > found.size(), kInvalidParam, "no room for the value, '", found, "'");
@@ -200,18 +223,21 @@ ACL_API(answers, aclGetCompileopt, (int32_t option, char* value, size_t length),
 })
 
 REGISTER(computed, aclopCompileAndExecute, "the table of GRAPH_OP")
-EXPORT int aclopCompileAndExecute(const char* op_type, int inputs, const void* const input[], const void* const from[],
-    int outputs, const void* const output[], void* const to[], const void* attributes, int, int, const char*, void* stream) {
+EXPORT int aclopCompileAndExecute(const char* op_type, int inputs, const void* const input[],
+    const void* const from[], int outputs, const void* const output[], void* const to[],
+    const void* attributes, int, int, const char*, void* stream) {
   note("aclopCompileAndExecute");
-  if (op_type && std::strcmp(op_type, "Identity") == 0 && changes_nothing(*input, *output, *from, *to)) {
+  if (op_type && std::strcmp(op_type, "Identity") == 0 &&
+      changes_nothing(*input, *output, *from, *to)) {
     return copy_bytes(buffer_of(*from), buffer_of(*to), stream);
   }
   return execute(op_type, inputs, input, from, outputs, output, to, attributes, stream);
 }
 // Also tells the outputs' shapes, which are those of the descriptions for the computed operators.
 REGISTER(computed, aclopCompileAndExecuteV2, "the table of GRAPH_OP")
-EXPORT int aclopCompileAndExecuteV2(const char* op_type, int inputs, const void* const input[], const void* const from[],
-    int outputs, const void* const output[], void* const to[], const void* attributes, int, int, const char*, void* stream) {
+EXPORT int aclopCompileAndExecuteV2(const char* op_type, int inputs, const void* const input[],
+    const void* const from[], int outputs, const void* const output[], void* const to[],
+    const void* attributes, int, int, const char*, void* stream) {
   note("aclopCompileAndExecuteV2");
   return execute(op_type, inputs, input, from, outputs, output, to, attributes, stream);
 }
@@ -219,16 +245,22 @@ EXPORT int aclopCompileAndExecuteV2(const char* op_type, int inputs, const void*
 #define IGNORE(NAME, WHY) ACL_API(nothing(WHY), NAME, (), {})
 
 ACL_VALUE(void*, keeps, aclopCreateAttr, (), { return new Values; })
-ACL_VALUE(void, keeps, aclopDestroyAttr, (const void* object), { delete static_cast<const Values*>(object); })
+ACL_VALUE(void, keeps, aclopDestroyAttr, (const void* object),
+    { delete static_cast<const Values*>(object); })
 ACL_API(keeps, aclDestroyDataBuffer, (const void* buffer), { delete &buffer_of(buffer); })
-ACL_VALUE(void*, keeps, aclCreateDataBuffer, (void* data, size_t bytes), { return new DataBuffer{data, bytes}; })
-ACL_VALUE(void*, keeps, aclCreateTensorDesc, (int32_t type, int32_t rank, const int64_t* dims, int32_t format),
+ACL_VALUE(void*, keeps, aclCreateDataBuffer, (void* data, size_t bytes),
+    { return new DataBuffer{data, bytes}; })
+ACL_VALUE(void*, keeps, aclCreateTensorDesc,
+    (int32_t type, int32_t rank, const int64_t* dims, int32_t format),
     { return new TensorDesc{type, format, {dims, dims + (dims ? rank : 0)}}; })
 ACL_VALUE(void, keeps, aclDestroyTensorDesc, (const void* desc), { delete &desc_of(desc); })
 // Of no description: ACL_DT_UNDEFINED, ACL_FORMAT_UNDEFINED and 0.
-ACL_VALUE(int32_t, answers, aclGetTensorDescType, (const void* desc), { return desc ? desc_of(desc).type : -1; })
-ACL_VALUE(int32_t, answers, aclGetTensorDescFormat, (const void* desc), { return desc ? desc_of(desc).format : -1; })
-ACL_VALUE(size_t, answers, aclGetTensorDescNumDims, (const void* desc), { return desc ? desc_of(desc).dims.size() : 0; })
+ACL_VALUE(int32_t, answers, aclGetTensorDescType, (const void* desc),
+    { return desc ? desc_of(desc).type : -1; })
+ACL_VALUE(int32_t, answers, aclGetTensorDescFormat, (const void* desc),
+    { return desc ? desc_of(desc).format : -1; })
+ACL_VALUE(size_t, answers, aclGetTensorDescNumDims, (const void* desc),
+    { return desc ? desc_of(desc).dims.size() : 0; })
 ACL_API(answers, aclGetTensorDescDimV2, (const void* desc, size_t index, int64_t* size), {
   check(desc != nullptr, kInvalidParam, "desc is null");
   const auto& dims = desc_of(desc).dims;
@@ -259,11 +291,16 @@ SET_ATTR(Int, (void* attributes, const char* name, int64_t value), value)
 SET_ATTR(Float, (void* attributes, const char* name, float value), value)
 SET_ATTR(String, (void* attributes, const char* name, const char* value), Text(value ? value : ""))
 SET_ATTR(DataType, (void* attributes, const char* name, int32_t value), int64_t{value})
-SET_ATTR(ListBool, (void* attributes, const char* name, int count, const uint8_t* values), Bools(values, values + count))
-SET_ATTR(ListInt, (void* attributes, const char* name, int count, const int64_t* values), Ints(values, values + count))
-SET_ATTR(ListFloat, (void* attributes, const char* name, int count, const float* values), Floats(values, values + count))
+SET_ATTR(ListBool, (void* attributes, const char* name, int count, const uint8_t* values),
+    Bools(values, values + count))
+SET_ATTR(ListInt, (void* attributes, const char* name, int count, const int64_t* values),
+    Ints(values, values + count))
+SET_ATTR(ListFloat, (void* attributes, const char* name, int count, const float* values),
+    Floats(values, values + count))
 ACL_API(keeps, aclopSetAttrListListInt,
-    (void* attributes, const char* name, int count, const int* counts, const int64_t* const values[]), {
+    (void* attributes, const char* name, int count, const int* counts,
+        const int64_t* const values[]),
+    {
       check(attributes != nullptr && name != nullptr, kInvalidParam, "attr or name is null");
       std::vector<Ints> lists;
       for (int i = 0; i < count; ++i) lists.emplace_back(values[i], values[i] + counts[i]);

@@ -10,21 +10,24 @@ void not_one_of(const char* argument, Printable found, const std::string& allowe
 
 void one_of(const char* argument, const at::Tensor& tensor, DTypes allowed) {
   const auto found = tensor.scalar_type();
-  if (std::find(allowed.begin(), allowed.end(), found) == allowed.end()) not_one_of(argument, found, listed(allowed));
+  if (std::find(allowed.begin(), allowed.end(), found) == allowed.end())
+    not_one_of(argument, found, listed(allowed));
 }
 
-void same_dtype(const char* argument, const at::Tensor& tensor, const char* other, const at::Tensor& like) {
-  check(tensor.scalar_type() == like.scalar_type(), kOpParam, argument, " is ", tensor.scalar_type(), " and ", other, " is ",
-      like.scalar_type(), "; they must be the same");
+void same_dtype(
+    const char* argument, const at::Tensor& tensor, const char* other, const at::Tensor& like) {
+  check(tensor.scalar_type() == like.scalar_type(), kOpParam, argument, " is ",
+      tensor.scalar_type(), " and ", other, " is ", like.scalar_type(), "; they must be the same");
 }
 
 void rank(const char* argument, const at::Tensor& tensor, int64_t least, int64_t most) {
-  check(tensor.dim() >= least && tensor.dim() <= most, kOpParam, argument, " has ", tensor.dim(), " dimensions; allowed: ", least,
-      least == most ? "" : text(" to ", most));
+  check(tensor.dim() >= least && tensor.dim() <= most, kOpParam, argument, " has ", tensor.dim(),
+      " dimensions; allowed: ", least, least == most ? "" : text(" to ", most));
 }
 
 void shape(const char* argument, const at::Tensor& tensor, at::IntArrayRef expected) {
-  check(tensor.sizes() == expected, kOpParam, argument, " has shape ", tensor.sizes(), "; it must be ", expected);
+  check(tensor.sizes() == expected, kOpParam, argument, " has shape ", tensor.sizes(),
+      "; it must be ", expected);
 }
 
 void multiple(const char* argument, int64_t value, int64_t unit) {
@@ -32,13 +35,14 @@ void multiple(const char* argument, int64_t value, int64_t unit) {
 }
 
 void contiguous(const char* argument, const at::Tensor& tensor) {
-  check(tensor.is_contiguous(), kOpParam, argument, " has strides ", tensor.strides(), " for shape ", tensor.sizes(),
-      "; it must be contiguous");
+  check(tensor.is_contiguous(), kOpParam, argument, " has strides ", tensor.strides(),
+      " for shape ", tensor.sizes(), "; it must be contiguous");
 }
 
 void chips(std::initializer_list<const char*> families) {
   if (std::any_of(families.begin(), families.end(), is_chip)) return;
-  raise(kOpParam, {"the chip is ", chip().name, "; this operator is supported on ", listed(families)});
+  raise(kOpParam,
+      {"the chip is ", chip().name, "; this operator is supported on ", listed(families)});
 }
 
 }  // namespace emu

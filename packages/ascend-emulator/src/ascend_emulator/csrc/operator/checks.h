@@ -1,5 +1,5 @@
-// Argument checks. Each error names the argument, the found value and the allowed ones; the operator's name is prepended at the C
-// boundary. Write the source of the rule beside the check.
+// Argument checks. Each error names the argument, the found value and the allowed ones; the
+// operator's name is prepended at the C boundary. Write the source of the rule beside the check.
 #ifndef ASCEND_EMULATOR_OPERATOR_CHECKS_H
 #define ASCEND_EMULATOR_OPERATOR_CHECKS_H
 #include <ATen/ATen.h>
@@ -14,7 +14,8 @@
 namespace emu {
 
 using DTypes = at::ArrayRef<at::ScalarType>;
-inline constexpr at::ScalarType kFloatingList[] = {at::kFloat, at::kHalf, at::kBFloat16}, kIndexList[] = {at::kInt, at::kLong};
+inline constexpr at::ScalarType kFloatingList[] = {at::kFloat, at::kHalf, at::kBFloat16},
+                                kIndexList[] = {at::kInt, at::kLong};
 inline const DTypes kFloating(kFloatingList), kHalves(kFloatingList + 1, 2), kIndices(kIndexList);
 
 // The dtype is one of `allowed`.
@@ -22,16 +23,21 @@ void one_of(const char* argument, const at::Tensor& tensor, DTypes allowed);
 [[noreturn]] void not_one_of(const char* argument, Printable found, const std::string& allowed);
 template <class T>
 void one_of(const char* argument, const T& value, std::initializer_list<T> allowed) {
-  if (std::find(allowed.begin(), allowed.end(), value) == allowed.end()) not_one_of(argument, value, listed(allowed));
+  if (std::find(allowed.begin(), allowed.end(), value) == allowed.end())
+    not_one_of(argument, value, listed(allowed));
 }
-void same_dtype(const char* argument, const at::Tensor& tensor, const char* other, const at::Tensor& like);
+void same_dtype(
+    const char* argument, const at::Tensor& tensor, const char* other, const at::Tensor& like);
 // The number of dimensions lies in [least, most].
 void rank(const char* argument, const at::Tensor& tensor, int64_t least, int64_t most);
-inline void rank(const char* argument, const at::Tensor& tensor, int64_t exactly) { rank(argument, tensor, exactly, exactly); }
+inline void rank(const char* argument, const at::Tensor& tensor, int64_t exactly) {
+  rank(argument, tensor, exactly, exactly);
+}
 void shape(const char* argument, const at::Tensor& tensor, at::IntArrayRef expected);
 template <class T, class U>
 void within(const char* argument, const T& value, const U& least, const U& most) {
-  check(value >= least && value <= most, kOpParam, argument, " is ", value, "; allowed: ", least, " to ", most);
+  check(value >= least && value <= most, kOpParam, argument, " is ", value, "; allowed: ", least,
+      " to ", most);
 }
 void multiple(const char* argument, int64_t value, int64_t unit);
 void contiguous(const char* argument, const at::Tensor& tensor);

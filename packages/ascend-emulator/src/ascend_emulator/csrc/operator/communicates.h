@@ -1,4 +1,5 @@
-// Operators that communicate with other ranks: their tasks may block, as collectives do (Task::blocks in core/stream.h).
+// Operators that communicate with other ranks: their tasks may block, as collectives do
+// (Task::blocks in core/stream.h).
 #ifndef ASCEND_EMULATOR_OPERATOR_COMMUNICATES_H
 #define ASCEND_EMULATOR_OPERATOR_COMMUNICATES_H
 #include <functional>
@@ -9,7 +10,8 @@ namespace emu {
 // Whether this operator does; `register_it` adds it to the set.
 bool communicates(const char* name, bool register_it);
 
-// What to do if the operator that this thread prepares fails on its stream: the other ranks must learn of it.
+// What to do if the operator that this thread prepares fails on its stream: the other ranks must
+// learn of it.
 using OnFailure = std::function<void(const std::string& reason)>;
 void on_failure(OnFailure failed);
 

@@ -1,4 +1,5 @@
-// Operators of the user's own, in C++ or in Python: the functions of include/ascend_emulator/operator.h.
+// Operators of the user's own, in C++ or in Python: the functions of
+// include/ascend_emulator/operator.h.
 #define ASCEND_EMULATOR_NO_ATEN
 #include "include/ascend_emulator/operator.h"
 
@@ -14,9 +15,10 @@
 namespace emu::custom {
 namespace {
 
-// ascend_emulator.operators' function: computes `function` of the arguments in `values` (JSON; a tensor is its index, in a list).
-using Python = int (*)(
-    const char* function, const char* values, const AscendEmulatorTensor* tensors, int count, char* message, int size);
+// ascend_emulator.operators' function: computes `function` of the arguments in `values` (JSON; a
+// tensor is its index, in a list).
+using Python = int (*)(const char* function, const char* values,
+    const AscendEmulatorTensor* tensors, int count, char* message, int size);
 std::atomic<Python> python{nullptr};
 
 int32_t acl_type(at::ScalarType type) {
@@ -28,7 +30,8 @@ int32_t acl_type(at::ScalarType type) {
 // Names outlive their library's strings; a replayed graph and a trace refer to them.
 OperatorInfo& info_of(const char* name, const char* parameters) {
   static std::mutex mutex;
-  static auto* const all = new std::map<std::string, std::pair<std::string, std::unique_ptr<OperatorInfo>>>;
+  static auto* const all =
+      new std::map<std::string, std::pair<std::string, std::unique_ptr<OperatorInfo>>>;
   std::lock_guard lock(mutex);
   auto& [names, info] = (*all)[name];
   if (!info) {
@@ -56,15 +59,16 @@ struct Custom {
     held = given;
     for (const auto& each : held) {
       if (each.defined())
-        tensors.push_back({each.data_ptr(), each.sizes().data(), each.strides().data(), static_cast<int32_t>(each.dim()),
-            acl_type(each.scalar_type())});
+        tensors.push_back({each.data_ptr(), each.sizes().data(), each.strides().data(),
+            static_cast<int32_t>(each.dim()), acl_type(each.scalar_type())});
       else
         tensors.push_back({});
     }
   }
   void run() const {
     char message[1024] = "";
-    if (compute(context, tensors.data(), static_cast<int>(tensors.size()), message, sizeof message) != 0)
+    if (compute(context, tensors.data(), static_cast<int>(tensors.size()), message,
+            sizeof message) != 0)
       raise(kOpFailed, {static_cast<const char*>(message)});
   }
 };
@@ -74,7 +78,9 @@ void take(ArgumentReader& reader, const AscendEmulatorArgument& argument) {
   switch (argument.kind) {
     case kAscendEmulatorTensor: reader.take<Tensor>(tensor); return;
     case kAscendEmulatorOptionalTensor: reader.take<Opt<Tensor>>(tensor); return;
-    case kAscendEmulatorTensors: reader.take<Tensors>(static_cast<const aclTensorList*>(argument.object)); return;
+    case kAscendEmulatorTensors:
+      reader.take<Tensors>(static_cast<const aclTensorList*>(argument.object));
+      return;
     default: reader.take<int64_t>(argument.integer); return;  // keeps the position of the others
   }
 }
@@ -98,14 +104,16 @@ std::string number(double value) {
   if (std::isinf(value)) return value > 0 ? "Infinity" : "-Infinity";
   char digits[32];
   std::snprintf(digits, sizeof digits, "%.17g", value);
-  return std::string_view(digits).find_first_of(".e") == std::string_view::npos ? text(digits, ".0") : digits;
+  return std::string_view(digits).find_first_of(".e") == std::string_view::npos ? text(digits, ".0")
+                                                                                : digits;
 }
 
 template <class Object, class Write>
 std::string list(const void* object, Write&& write) {
   if (!object) return "null";
   std::string out = "[";
-  for (const auto& each : static_cast<const Object*>(object)->value) out += text(out.size() > 1 ? ", " : "", write(each));
+  for (const auto& each : static_cast<const Object*>(object)->value)
+    out += text(out.size() > 1 ? ", " : "", write(each));
   return out + "]";
 }
 
@@ -131,7 +139,8 @@ std::string json(const AscendEmulatorArgument* arguments, int count) {
       case kAscendEmulatorOptionalTensor: out += text("{\"tensor\": ", tensors++, "}"); break;
       case kAscendEmulatorTensors: {
         required(object);
-        const auto size = static_cast<int64_t>(static_cast<const aclTensorList*>(object)->items.size());
+        const auto size =
+            static_cast<int64_t>(static_cast<const aclTensorList*>(object)->items.size());
         out += text("{\"tensors\": [", tensors, ", ", size, "]}");
         tensors += size;
         break;
@@ -139,8 +148,12 @@ std::string json(const AscendEmulatorArgument* arguments, int count) {
       case kAscendEmulatorScalar: out += scalar(static_cast<const aclScalar*>(object)); break;
       case kAscendEmulatorInts: out += list<aclIntArray>(object, whole); break;
       case kAscendEmulatorFloats: out += list<aclFloatArray>(object, number); break;
-      case kAscendEmulatorBools: out += list<aclBoolArray>(object, [](bool each) { return each ? "true" : "false"; }); break;
-      case kAscendEmulatorText: out += object ? quoted(static_cast<const char*>(object)) : "null"; break;
+      case kAscendEmulatorBools:
+        out += list<aclBoolArray>(object, [](bool each) { return each ? "true" : "false"; });
+        break;
+      case kAscendEmulatorText:
+        out += object ? quoted(static_cast<const char*>(object)) : "null";
+        break;
       case kAscendEmulatorReal: out += number(real); break;
       case kAscendEmulatorBoolean: out += integer ? "true" : "false"; break;
       default: out += whole(integer);
@@ -155,7 +168,8 @@ Python interpreter() {
   std::call_once(once, [] {
     const auto ensure = reinterpret_cast<int (*)()>(dlsym(RTLD_DEFAULT, "PyGILState_Ensure"));
     const auto release = reinterpret_cast<void (*)(int)>(dlsym(RTLD_DEFAULT, "PyGILState_Release"));
-    const auto run = reinterpret_cast<int (*)(const char*)>(dlsym(RTLD_DEFAULT, "PyRun_SimpleString"));
+    const auto run =
+        reinterpret_cast<int (*)(const char*)>(dlsym(RTLD_DEFAULT, "PyRun_SimpleString"));
     if (!ensure || !release || !run) return;
     const int state = ensure();
     run("import ascend_emulator.operators; ascend_emulator.operators.register()");
@@ -169,7 +183,8 @@ struct PythonCall {
   std::string function, values;
 };
 
-int run_python(void* context, const AscendEmulatorTensor* tensors, int count, char* message, int size) {
+int run_python(
+    void* context, const AscendEmulatorTensor* tensors, int count, char* message, int size) {
   const auto& call = *static_cast<const PythonCall*>(context);
   return python.load()(call.function.c_str(), call.values.c_str(), tensors, count, message, size);
 }
@@ -179,8 +194,9 @@ int run_python(void* context, const AscendEmulatorTensor* tensors, int count, ch
 
 using namespace emu;
 
-EXPORT int ascend_emulator_prepare(const char* name, const char* parameters, const AscendEmulatorArgument* arguments, int count,
-    AscendEmulatorCompute compute, void* context, AscendEmulatorRelease release, uint64_t* workspace, void** executor) {
+EXPORT int ascend_emulator_prepare(const char* name, const char* parameters,
+    const AscendEmulatorArgument* arguments, int count, AscendEmulatorCompute compute,
+    void* context, AscendEmulatorRelease release, uint64_t* workspace, void** executor) {
   const auto call = std::make_shared<custom::Custom>(compute, context, release);
   return prepare(
       custom::info_of(name, parameters),
@@ -193,8 +209,9 @@ EXPORT int ascend_emulator_prepare(const char* name, const char* parameters, con
       workspace, reinterpret_cast<aclOpExecutor**>(executor));
 }
 
-EXPORT int ascend_emulator_prepare_python(const char* name, const char* parameters, const AscendEmulatorArgument* arguments,
-    int count, const char* function, uint64_t* workspace, void** executor) {
+EXPORT int ascend_emulator_prepare_python(const char* name, const char* parameters,
+    const AscendEmulatorArgument* arguments, int count, const char* function, uint64_t* workspace,
+    void** executor) {
   std::unique_ptr<custom::PythonCall> call;
   const int status = guarded(name, [&] {
     check(custom::interpreter() != nullptr, kUnsupported, "its emulation, ", function,
@@ -216,17 +233,22 @@ EXPORT int ascend_emulator_fail(const char* name, const char* message) {
   return operator_done(name, fail(kOpParam, text(name, ": ", message)));
 }
 
-EXPORT int64_t ascend_emulator_values(AscendEmulatorKind kind, const void* object, void* values, int64_t most) {
+EXPORT int64_t ascend_emulator_values(
+    AscendEmulatorKind kind, const void* object, void* values, int64_t most) {
   if (!object) return -1;
   const auto read = [&](const auto& all, auto* into) {
     for (size_t i = 0; i < all.size() && static_cast<int64_t>(i) < most; ++i) into[i] = all[i];
     return static_cast<int64_t>(all.size());
   };
   switch (kind) {
-    case kAscendEmulatorTensors: return static_cast<int64_t>(static_cast<const aclTensorList*>(object)->items.size());
-    case kAscendEmulatorInts: return read(static_cast<const aclIntArray*>(object)->value, static_cast<int64_t*>(values));
-    case kAscendEmulatorFloats: return read(static_cast<const aclFloatArray*>(object)->value, static_cast<float*>(values));
-    case kAscendEmulatorBools: return read(static_cast<const aclBoolArray*>(object)->value, static_cast<uint8_t*>(values));
+    case kAscendEmulatorTensors:
+      return static_cast<int64_t>(static_cast<const aclTensorList*>(object)->items.size());
+    case kAscendEmulatorInts:
+      return read(static_cast<const aclIntArray*>(object)->value, static_cast<int64_t*>(values));
+    case kAscendEmulatorFloats:
+      return read(static_cast<const aclFloatArray*>(object)->value, static_cast<float*>(values));
+    case kAscendEmulatorBools:
+      return read(static_cast<const aclBoolArray*>(object)->value, static_cast<uint8_t*>(values));
     default: return -1;
   }
 }
@@ -241,6 +263,7 @@ EXPORT int ascend_emulator_scalar(const void* object, double* real, int64_t* int
 }
 
 // For ascend_emulator.operators.
-EXPORT void ascend_emulator_set_python(int (*call)(const char*, const char*, const AscendEmulatorTensor*, int, char*, int)) {
+EXPORT void ascend_emulator_set_python(
+    int (*call)(const char*, const char*, const AscendEmulatorTensor*, int, char*, int)) {
   custom::python = call;
 }

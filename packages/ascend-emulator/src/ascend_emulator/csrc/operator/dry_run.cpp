@@ -16,7 +16,8 @@ std::array<std::atomic<uint64_t>, 8192> remembered;
 
 int64_t storage_elements(const at::Tensor& tensor) {
   int64_t last = 0;
-  for (int64_t dim = 0; dim < tensor.dim(); ++dim) last += std::max<int64_t>(tensor.size(dim) - 1, 0) * tensor.stride(dim);
+  for (int64_t dim = 0; dim < tensor.dim(); ++dim)
+    last += std::max<int64_t>(tensor.size(dim) - 1, 0) * tensor.stride(dim);
   return last + 1;
 }
 
@@ -36,19 +37,22 @@ struct OutputsKeepTheirShape : c10::WarningHandler {
 };
 
 bool has_one_of(const std::string& message, std::initializer_list<const char*> parts) {
-  return std::any_of(parts.begin(), parts.end(), [&](const char* part) { return message.find(part) != std::string::npos; });
+  return std::any_of(parts.begin(), parts.end(),
+      [&](const char* part) { return message.find(part) != std::string::npos; });
 }
 
 bool about_dtypes(const std::string& message) {
-  return has_one_of(message, {"not implemented for '", "can't be cast", "dtype", "calar type", "data type", "bool", "Bool",
-                                 "omplex", "nteger", "floating"});
+  return has_one_of(message, {"not implemented for '", "can't be cast", "dtype", "calar type",
+                                 "data type", "bool", "Bool", "omplex", "nteger", "floating"});
 }
 
-// What ATen raises for values: an index, a divisor of zero, a singular matrix, probabilities, counts.
+// What ATen raises for values: an index, a divisor of zero, a singular matrix, probabilities,
+// counts.
 bool about_values(const std::exception& error, const std::string& message) {
-  if (dynamic_cast<const c10::IndexError*>(&error) || dynamic_cast<const c10::LinAlgError*>(&error)) return true;
-  return has_one_of(
-      message, {"ZeroDivisionError", "out of range", "out of bounds", "probabilit", "allocated size does not match"});
+  if (dynamic_cast<const c10::IndexError*>(&error) || dynamic_cast<const c10::LinAlgError*>(&error))
+    return true;
+  return has_one_of(message, {"ZeroDivisionError", "out of range", "out of bounds", "probabilit",
+                                 "allocated size does not match"});
 }
 
 }  // namespace
@@ -68,13 +72,16 @@ void Signature::add(const at::Scalar& scalar) {
     add(scalar.toDouble());
 }
 
-bool passed_before(uint64_t signature) { return remembered[signature % remembered.size()].load() == signature; }
+bool passed_before(uint64_t signature) {
+  return remembered[signature % remembered.size()].load() == signature;
+}
 void passed(uint64_t signature) { remembered[signature % remembered.size()] = signature; }
 
 StandIns::StandIns(const std::vector<at::Tensor>& tensors) {
   const auto fit = [&](int64_t longest) {
-    return std::all_of(tensors.begin(), tensors.end(),
-        [&](const at::Tensor& tensor) { return !tensor.defined() || elements(tensor, longest) <= kMostElements; });
+    return std::all_of(tensors.begin(), tensors.end(), [&](const at::Tensor& tensor) {
+      return !tensor.defined() || elements(tensor, longest) <= kMostElements;
+    });
   };
   if (fit(INT64_MAX)) return;
   longest_ = 16;
@@ -93,8 +100,8 @@ at::Tensor StandIns::of(const at::Tensor& tensor) const {
   const auto bytes = std::max<int64_t>(count, 1) * static_cast<int64_t>(tensor.element_size());
   void* memory = std::calloc(bytes, 1);
   const auto deleter = [memory](void*) { std::free(memory); };
-  auto made =
-      strided ? at::from_blob(memory, sizes, tensor.strides(), deleter, options) : at::from_blob(memory, sizes, deleter, options);
+  auto made = strided ? at::from_blob(memory, sizes, tensor.strides(), deleter, options)
+                      : at::from_blob(memory, sizes, deleter, options);
   if (tensor.is_floating_point()) at::from_blob(memory, {count}, options).fill_(1);
   return made;
 }
@@ -103,7 +110,8 @@ void dry_run(const StandIns& stand_ins, c10::function_ref<void()> body) {
   using c10::DispatchKey;
   // Nothing of the calling thread's modes: autograd, Python's dispatch, functorch.
   const c10::impl::ForceDispatchKeyGuard plain(c10::DispatchKeySet(DispatchKey::BackendSelect),
-      c10::default_excluded_set | c10::autograd_dispatch_keyset_with_ADInplaceOrView | c10::python_ks);
+      c10::default_excluded_set | c10::autograd_dispatch_keyset_with_ADInplaceOrView |
+          c10::python_ks);
   OutputsKeepTheirShape warnings;
   const c10::WarningUtils::WarningHandlerGuard handler(&warnings);
   const cost::Scope uncounted(nullptr);

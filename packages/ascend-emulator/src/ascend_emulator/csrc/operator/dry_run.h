@@ -1,7 +1,8 @@
-// Dry run of an operator at the call. The body of a plain operator is ATen calls; what ATen refuses about dtypes and shapes would
-// fail the stream, where CANN refuses the call. So the first time that a signature is seen (operator, dtypes, sizes and strides
-// of the tensors, attributes without their values where these do not decide), the body runs on stand-ins: small tensors of ones,
-// or of zeros where they are integers.
+// Dry run of an operator at the call. The body of a plain operator is ATen calls; what ATen refuses
+// about dtypes and shapes would fail the stream, where CANN refuses the call. So the first time
+// that a signature is seen (operator, dtypes, sizes and strides of the tensors, attributes without
+// their values where these do not decide), the body runs on stand-ins: small tensors of ones, or of
+// zeros where they are integers.
 #ifndef ASCEND_EMULATOR_OPERATOR_DRY_RUN_H
 #define ASCEND_EMULATOR_OPERATOR_DRY_RUN_H
 #include <ATen/ATen.h>
@@ -37,12 +38,13 @@ class Signature {
   int64_t largest_ = 0;
 };
 
-// Whether this signature passed a dry run before (a fixed number of them is remembered), and: it did.
+// Whether this signature passed a dry run before (a fixed number of them is remembered), and: it
+// did.
 bool passed_before(uint64_t signature);
 void passed(uint64_t signature);
 
-// Makes the stand-ins of one call's tensors. Where the tensors are too large, so are the stand-ins' sizes cut, equal ones to
-// equal ones, and only errors about dtypes count.
+// Makes the stand-ins of one call's tensors. Where the tensors are too large, so are the stand-ins'
+// sizes cut, equal ones to equal ones, and only errors about dtypes count.
 class StandIns {
  public:
   explicit StandIns(const std::vector<at::Tensor>& tensors);
@@ -55,8 +57,8 @@ class StandIns {
   std::vector<std::unique_ptr<aclTensor>> results_;
 };
 
-// Runs `body`; throws what ATen says about the arguments, as an error of the call. An error about values does not count: the
-// stand-ins have none.
+// Runs `body`; throws what ATen says about the arguments, as an error of the call. An error about
+// values does not count: the stand-ins have none.
 void dry_run(const StandIns& stand_ins, c10::function_ref<void()> body);
 
 }  // namespace emu

@@ -1,4 +1,5 @@
-// Supported dtypes of operators: torch_npu's documentation of the torch functions that call them (dtypes.h), and the chip.
+// Supported dtypes of operators: torch_npu's documentation of the torch functions that call them
+// (dtypes.h), and the chip.
 #include "op.h"
 
 #include <unordered_map>
@@ -51,8 +52,8 @@ DTypeSet documented(const char* name) {
   return found == all.end() ? 0 : found->second;
 }
 
-void check_dtypes(
-    const std::vector<Tensor>& tensors, size_t first, size_t last, DTypeSet allowed, const char* parameters, int position) {
+void check_dtypes(const std::vector<Tensor>& tensors, size_t first, size_t last, DTypeSet allowed,
+    const char* parameters, int position) {
   for (; first < last; ++first) {
     if (!tensors[first].defined()) continue;
     const auto found = tensors[first].scalar_type();
@@ -60,12 +61,15 @@ void check_dtypes(
       throw Error(kOpParam, text(nth(parameters, position), " is ", found, "; ", why...));
     };
     // float8 is listed for Ascend950 alone, by each page of torch_npu's documentation that has it
-    if (c10::isFloat8Type(found) && !is_chip("Ascend950")) refused(chip().name, " does not compute in float8; use uint8 views");
-    if (found == at::kBFloat16 && !chip().bfloat16) refused(chip().name, " does not compute in bfloat16; use float16");
+    if (c10::isFloat8Type(found) && !is_chip("Ascend950"))
+      refused(chip().name, " does not compute in float8; use uint8 views");
+    if (found == at::kBFloat16 && !chip().bfloat16)
+      refused(chip().name, " does not compute in bfloat16; use float16");
     if (allowed && !(allowed & bit(found))) {
       std::vector<at::ScalarType> names;
       for (const auto& [name, dtype] : kNames)
-        if (allowed & bit(dtype) && (dtype != at::kBFloat16 || chip().bfloat16)) names.push_back(dtype);
+        if (allowed & bit(dtype) && (dtype != at::kBFloat16 || chip().bfloat16))
+          names.push_back(dtype);
       refused("allowed: ", listed(names));
     }
   }

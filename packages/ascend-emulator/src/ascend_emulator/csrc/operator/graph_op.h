@@ -6,10 +6,11 @@
 //     COMPUTE { y.copy_(x * at::sigmoid(x * scale)); };  // runs on the stream
 //   })
 //
-// The parameters are the inputs, the outputs and the attributes of op-plugin's OpCommand in op_plugin/ops/aclops (BSD), in this
-// order. Inputs in host memory are read at the call; Ints and Scalar must be there. Inputs that need not be given are Opt;
-// Tensors are all that are left. All attributes of a call must have been read when the body returns; another one is refused by
-// its name.
+// The parameters are the inputs, the outputs and the attributes of op-plugin's OpCommand in
+// op_plugin/ops/aclops (BSD), in this order. Inputs in host memory are read at the call; Ints and
+// Scalar must be there. Inputs that need not be given are Opt; Tensors are all that are left. All
+// attributes of a call must have been read when the body returns; another one is refused by its
+// name.
 #ifndef ASCEND_EMULATOR_OPERATOR_GRAPH_OP_H
 #define ASCEND_EMULATOR_OPERATOR_GRAPH_OP_H
 #include <map>
@@ -64,7 +65,8 @@ struct GraphCall {
 // Takes the arguments of a call one after the other.
 class GraphReader {
  public:
-  GraphReader(const GraphCall& call, const char* parameters) : call_(call), parameters_(parameters) {}
+  GraphReader(const GraphCall& call, const char* parameters)
+      : call_(call), parameters_(parameters) {}
   template <class T>
   T take() {
     const auto name = nth(parameters_, position_++);
@@ -77,7 +79,8 @@ class GraphReader {
       while (input_ < call_.inputs.size()) taken.push_back(input(name));
       return taken;
     } else if constexpr (std::is_same_v<T, Opt<Tensor>> || std::is_same_v<T, Opt<Scalar>>) {
-      if (input_ == call_.inputs.size() || !call_.inputs[input_].defined()) return ++input_, std::nullopt;
+      if (input_ == call_.inputs.size() || !call_.inputs[input_].defined())
+        return ++input_, std::nullopt;
       return convert<typename T::value_type>(name);
     } else {
       return convert<T>(name);
@@ -132,12 +135,14 @@ struct GraphBody<Body> {
 
 }  // namespace emu
 
-#define GRAPH_OP(TYPE, PARAMS, ...)                                                                                 \
-  namespace emu::graph_ops {                                                                                        \
-  static Computation body_##TYPE PARAMS __VA_ARGS__ static Computation prepare_##TYPE(const GraphCall& call) {      \
-    return GraphBody<&body_##TYPE>::prepare(#PARAMS, call);                                                         \
-  }                                                                                                                 \
-  static const GraphRegistration registration_##TYPE({#TYPE, "aclop::" #TYPE, #PARAMS, &prepare_##TYPE}, __FILE__); \
+#define GRAPH_OP(TYPE, PARAMS, ...)                                                    \
+  namespace emu::graph_ops {                                                           \
+  static Computation body_##TYPE PARAMS __VA_ARGS__ static Computation prepare_##TYPE( \
+      const GraphCall& call) {                                                         \
+    return GraphBody<&body_##TYPE>::prepare(#PARAMS, call);                            \
+  }                                                                                    \
+  static const GraphRegistration registration_##TYPE(                                  \
+      {#TYPE, "aclop::" #TYPE, #PARAMS, &prepare_##TYPE}, __FILE__);                   \
   }
 
 #endif  // ASCEND_EMULATOR_OPERATOR_GRAPH_OP_H

@@ -14,10 +14,12 @@
 namespace emu {
 namespace {
 
-// ATen resizes an output of the wrong shape with only a warning; torch_npu would not see the result.
+// ATen resizes an output of the wrong shape with only a warning; torch_npu would not see the
+// result.
 struct NoResize : c10::WarningHandler {
   void process(const c10::Warning& warning) override {
-    check(warning.msg().find("was resized") == std::string::npos, kOpFailed, "the output has the wrong shape: ", warning.msg());
+    check(warning.msg().find("was resized") == std::string::npos, kOpFailed,
+        "the output has the wrong shape: ", warning.msg());
     c10::WarningHandler::process(warning);
   }
 };
@@ -39,20 +41,24 @@ Work work_of(const std::string& name, const std::vector<Tensor>& tensors) {
   const char* const products[] = {"atmul", "MatMul", "Mm", "Linear"};
   if (seen > 1 && std::any_of(std::begin(products), std::end(products),
                       [&](const char* part) { return name.find(part) != std::string::npos; })) {
-    const bool adds = name.rfind("aclnnAdd", 0) == 0 || name.rfind("aclnnBaddbmm", 0) == 0;  // the first argument is the addend
+    const bool adds = name.rfind("aclnnAdd", 0) == 0 ||
+                      name.rfind("aclnnBaddbmm", 0) == 0;  // the first argument is the addend
     const Tensor& left = adds ? *matrices[1] : *matrices[0];
     if (left.dim() > 0) {
-      work.flops = 2.0 * static_cast<double>(tensors.back().numel()) * static_cast<double>(left.size(-1));
+      work.flops =
+          2.0 * static_cast<double>(tensors.back().numel()) * static_cast<double>(left.size(-1));
       work.item = static_cast<int>(left.element_size());
     }
   } else {
-    work.flops = tensors.empty() || !tensors.back().defined() ? 0 : static_cast<double>(tensors.back().numel());
+    work.flops = tensors.empty() || !tensors.back().defined()
+                     ? 0
+                     : static_cast<double>(tensors.back().numel());
   }
   return work;
 }
 
-// ATen's state of a thread that computes: kernels alone, without what the caller of the operator has set (inference mode, a
-// profiler, dispatch modes of Python).
+// ATen's state of a thread that computes: kernels alone, without what the caller of the operator
+// has set (inference mode, a profiler, dispatch modes of Python).
 class KernelState {
   static c10::impl::LocalDispatchKeySet kernels() {
     c10::impl::LocalDispatchKeySet keys{c10::impl::PODLocalDispatchKeySet{}};
@@ -117,7 +123,8 @@ bool discard(aclOpExecutor* executor) {
 namespace {
 // "self", or "tensors[2]" of a list.
 std::string argument(const aclOpExecutor& executor, size_t tensor) {
-  const auto end = std::find_if(executor.ends.begin(), executor.ends.end(), [&](size_t each) { return each > tensor; });
+  const auto end = std::find_if(
+      executor.ends.begin(), executor.ends.end(), [&](size_t each) { return each > tensor; });
   if (end == executor.ends.end()) return text("tensor ", tensor);
   const size_t first = end == executor.ends.begin() ? 0 : *(end - 1);
   const auto name = nth(executor.parameters, end - executor.ends.begin());
@@ -140,10 +147,14 @@ void recheck(const aclOpExecutor& executor) {
 int launch(const char* name, aclOpExecutor* executor, void* stream) {
   if (!executor) {
     // GetWorkspaceSize failed, perhaps on another thread, and some callers ignore its status.
-    return removed(name) ? refuse(name) : operator_done(name, fail(kOpParam, text(name, ": its arguments were refused")));
+    return removed(name)
+               ? refuse(name)
+               : operator_done(name, fail(kOpParam, text(name, ": its arguments were refused")));
   }
   if (!take_back(executor))
-    return operator_done(name, fail(kOpParam, text(name, ": the executor was launched or destroyed before, or never made")));
+    return operator_done(
+        name, fail(kOpParam,
+                  text(name, ": the executor was launched or destroyed before, or never made")));
   std::shared_ptr<aclOpExecutor> owned(executor);
   return operator_done(name, guarded(name, [&] {
     const auto on = stream_at(stream);
@@ -160,10 +171,13 @@ int launch(const char* name, aclOpExecutor* executor, void* stream) {
               }};
     if (owned->hangs) task.run = fault::hang;
     task.blocks = communicates(name, false);
-    task.brief = !task.blocks && !owned->hangs && on->device == current_device() && is_brief(owned->tensors);
+    task.brief =
+        !task.blocks && !owned->hangs && on->device == current_device() && is_brief(owned->tensors);
     if (trace_enabled()) task.work = work_of(name, owned->tensors);
     const bool at_once = owned->reports_shape;
-    if (at_once) check(!on->captured(), kStreamCaptured, "its result's shape depends on values, so that it cannot be captured");
+    if (at_once)
+      check(!on->captured(), kStreamCaptured,
+          "its result's shape depends on values, so that it cannot be captured");
     owned.reset();
     std::optional<KernelState> state;
     if (task.brief) state.emplace();
@@ -192,7 +206,9 @@ void ArgumentReader::collect(const Ints& values) {
   signature_.mix(values.size());
 }
 
-void ArgumentReader::collect(const Stored& value) { collect(value.storage.defined() ? value.storage : value.value); }
+void ArgumentReader::collect(const Stored& value) {
+  collect(value.storage.defined() ? value.storage : value.value);
+}
 void ArgumentReader::collect(const Weight& value) {
   collect(value.storage.defined() ? value.storage : static_cast<Tensor>(value));
 }
@@ -216,10 +232,12 @@ void ArgumentReader::unpack(Weights& taken, const aclTensorList* given) {
   }
 }
 
-// "数据格式支持ND" of each operator's page in CANN's API reference; torch_npu casts or refuses before most calls.
+// "数据格式支持ND" of each operator's page in CANN's API reference; torch_npu casts or refuses
+// before most calls.
 void ArgumentReader::refuse_fractal(const aclTensor* given) const {
   if (given && given->storage.defined())
-    throw Error(kOpParam, text(name(), " is in FRACTAL_NZ; this operator reads ND: npu_format_cast(tensor, 2)"));
+    throw Error(kOpParam,
+        text(name(), " is in FRACTAL_NZ; this operator reads ND: npu_format_cast(tensor, 2)"));
 }
 void ArgumentReader::refuse_fractal(const aclTensorList* given) const {
   if (given)
@@ -228,25 +246,30 @@ void ArgumentReader::refuse_fractal(const aclTensorList* given) const {
 
 void ArgumentReader::check() const {
   if (info_.allowed == ~DTypeSet{0}) info_.allowed = documented(info_.name);
-  // A3 refuses complex32 in every operator of PyTorch's tests but complex(): add, clone, fill, zeros, eq, cat, where, index_put
-  // (Ascend/pytorch, ci-test, skip_list.json at 52087f69e).
-  const bool half = std::any_of(tensors_.begin(), tensors_.end(),
-      [](const Tensor& tensor) { return tensor.defined() && tensor.scalar_type() == at::kComplexHalf; });
-  emu::check(
-      !half || std::string_view(info_.name) == "aclnnComplex", kOpParam, "a tensor is ComplexHalf; aclnnComplex alone takes it");
+  // A3 refuses complex32 in every operator of PyTorch's tests but complex(): add, clone, fill,
+  // zeros, eq, cat, where, index_put (Ascend/pytorch, ci-test, skip_list.json at 52087f69e).
+  const bool half = std::any_of(tensors_.begin(), tensors_.end(), [](const Tensor& tensor) {
+    return tensor.defined() && tensor.scalar_type() == at::kComplexHalf;
+  });
+  emu::check(!half || std::string_view(info_.name) == "aclnnComplex", kOpParam,
+      "a tensor is ComplexHalf; aclnnComplex alone takes it");
   // The rule is about the first argument that is a tensor: arange and eye have their output alone.
   DTypeSet allowed = info_.allowed;
   size_t first = 0;
   for (size_t position = 0; position < ends_.size(); ++position) {
-    check_dtypes(tensors_, first, ends_[position], allowed, info_.parameters, static_cast<int>(position));
+    check_dtypes(
+        tensors_, first, ends_[position], allowed, info_.parameters, static_cast<int>(position));
     first = ends_[position];
     if (first) allowed = 0;
   }
 }
 
-int prepare(OperatorInfo& info, c10::function_ref<Computation(ArgumentReader&)> take, uint64_t* bytes, aclOpExecutor** executor) {
+int prepare(OperatorInfo& info, c10::function_ref<Computation(ArgumentReader&)> take,
+    uint64_t* bytes, aclOpExecutor** executor) {
   // ACLNN_ERR_PARAM_NULLPTR
-  if (!bytes || !executor) return operator_done(info.name, fail(kOpNull, text(info.name, ": workspaceSize or executor is null")));
+  if (!bytes || !executor)
+    return operator_done(
+        info.name, fail(kOpNull, text(info.name, ": workspaceSize or executor is null")));
   *bytes = 0;
   *executor = nullptr;
   return operator_done(info.name, intercepted(info.name, [&] {
@@ -266,8 +289,8 @@ int prepare(OperatorInfo& info, c10::function_ref<Computation(ArgumentReader&)> 
 void Result::assign(const Tensor& value) const {
   check(tensor != nullptr, kOpParam, "a required output is null");
   const auto shape = value.sizes();
-  check(value.numel() <= tensor->value.numel(), kOpFailed, "the result has ", value.numel(), " elements, the output holds ",
-      tensor->value.numel());
+  check(value.numel() <= tensor->value.numel(), kOpFailed, "the result has ", value.numel(),
+      " elements, the output holds ", tensor->value.numel());
   tensor->value.view(-1).narrow(0, 0, value.numel()).copy_(value.reshape(-1));
   tensor->result_shape = shape.vec();
   tensor->has_result_shape = true;
@@ -275,5 +298,7 @@ void Result::assign(const Tensor& value) const {
 
 }  // namespace emu
 
-ACL_API(keeps, aclDestroyAclOpExecutor, (aclOpExecutor * executor),
-    { check(!executor || discard(executor), kInvalidParam, "the executor was launched or destroyed before, or never made"); })
+ACL_API(keeps, aclDestroyAclOpExecutor, (aclOpExecutor * executor), {
+  check(!executor || discard(executor), kInvalidParam,
+      "the executor was launched or destroyed before, or never made");
+})

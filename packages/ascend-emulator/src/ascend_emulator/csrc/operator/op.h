@@ -3,20 +3,23 @@
 //   OP(aclnnSilu, (Tensor self, Tensor out), { at::silu_out(out, self); })
 //
 //   CHECKED(aclnnSwiGlu, (Tensor x, int64_t dim, Tensor out), {
-//     one_of("x", x, kFloating);        // runs in aclnnSwiGluGetWorkspaceSize, on the thread that calls the operator
-//     COMPUTE { swiglu(x, dim, out); };  // runs on the stream
+//     one_of("x", x, kFloating);        // runs in aclnnSwiGluGetWorkspaceSize, on the thread that
+//     calls the operator COMPUTE { swiglu(x, dim, out); };  // runs on the stream
 //   })
 //
 //   // The third argument has checks of shapes.h.
-//   SHAPED(aclnnTriu, (Tensor self, int64_t diagonal, Tensor out), SAME(out, self), { at::triu_out(out, self, diagonal); })
+//   SHAPED(aclnnTriu, (Tensor self, int64_t diagonal, Tensor out), SAME(out, self), {
+//   at::triu_out(out, self, diagonal); })
 //
-// The macros define both C functions that torch_npu looks up: `aclnnSiluGetWorkspaceSize(const aclTensor*, const aclTensor*,
-// uint64_t*, aclOpExecutor**)`, which records the arguments, and `aclnnSilu(void*, uint64_t, aclOpExecutor*, aclrtStream)`, which
-// submits it to the stream. The C parameter list follows from the C++ one (Arg below), so write the parameters in the order of
-// the EXEC_NPU_CMD call sites in Ascend/op-plugin (BSD). torch_npu raises the error of a check at the call, the error of a
-// computation when the stream is synchronized. The bodies of OP and SHAPED also run at the call, on stand-ins (dry_run.h), so
-// they must neither block nor keep state; OP_OF_VALUES is OP without this. Tensor values may be read in the computation only. A
-// replayed graph runs the computation again, from unchanged captured arguments.
+// The macros define both C functions that torch_npu looks up: `aclnnSiluGetWorkspaceSize(const
+// aclTensor*, const aclTensor*, uint64_t*, aclOpExecutor**)`, which records the arguments, and
+// `aclnnSilu(void*, uint64_t, aclOpExecutor*, aclrtStream)`, which submits it to the stream. The C
+// parameter list follows from the C++ one (Arg below), so write the parameters in the order of the
+// EXEC_NPU_CMD call sites in Ascend/op-plugin (BSD). torch_npu raises the error of a check at the
+// call, the error of a computation when the stream is synchronized. The bodies of OP and SHAPED
+// also run at the call, on stand-ins (dry_run.h), so they must neither block nor keep state;
+// OP_OF_VALUES is OP without this. Tensor values may be read in the computation only. A replayed
+// graph runs the computation again, from unchanged captured arguments.
 #ifndef ASCEND_EMULATOR_OPERATOR_OP_H
 #define ASCEND_EMULATOR_OPERATOR_OP_H
 #include <ATen/ATen.h>
@@ -38,14 +41,16 @@
 
 namespace emu {
 
-// Callable that an operator executes on the stream. Each execution calls a copy, because a computation may modify its captures
-// and a replayed graph executes it again.
+// Callable that an operator executes on the stream. Each execution calls a copy, because a
+// computation may modify its captures and a replayed graph executes it again.
 class Computation {
  public:
   Computation() = default;
-  template <class Function, class = std::enable_if_t<!std::is_same_v<std::decay_t<Function>, Computation>>>
+  template <class Function,
+      class = std::enable_if_t<!std::is_same_v<std::decay_t<Function>, Computation>>>
   Computation(Function function)
-      : function_(new Function(std::move(function)), [](void* held) { delete static_cast<Function*>(held); }),
+      : function_(new Function(std::move(function)),
+            [](void* held) { delete static_cast<Function*>(held); }),
         run_([](void* held) {
           Function copy(*static_cast<const Function*>(held));
           copy();
@@ -65,10 +70,11 @@ struct aclOpExecutor {
   emu::Recheck memory{};                  // of these tensors
   const char* parameters = "";            // as in the source
   c10::SmallVector<uint16_t, 16> ends{};  // number of tensors up to and including each parameter
-  bool reports_shape = false;             // the caller reads an output's shape as soon as the operator is launched
-  bool hangs = false;                     // injected fault
-  std::vector<emu::Fractal> fractals{};   // unpacked before each execution
-  emu::OnFailure failed{};                // of an operator that communicates
+  bool reports_shape =
+      false;           // the caller reads an output's shape as soon as the operator is launched
+  bool hangs = false;  // injected fault
+  std::vector<emu::Fractal> fractals{};  // unpacked before each execution
+  emu::OnFailure failed{};               // of an operator that communicates
   void run() const {
     for (const auto& each : fractals) each.unpack();
     compute();
@@ -91,7 +97,8 @@ struct DType {
   at::ScalarType value;
   operator at::ScalarType() const { return value; }
 };
-// Output with a data-dependent shape: assign() writes the values and reports the shape (aclGetViewShape).
+// Output with a data-dependent shape: assign() writes the values and reports the shape
+// (aclGetViewShape).
 struct Result {
   aclTensor* tensor;
   void assign(const Tensor& value) const;
@@ -132,7 +139,8 @@ struct Arg<Tensors> {
   static Tensors get(C list) {
     required(list);
     Tensors out;
-    for (const auto* item : list->items) out.push_back(given(item) ? Arg<Tensor>::get(item) : Tensor());
+    for (const auto* item : list->items)
+      out.push_back(given(item) ? Arg<Tensor>::get(item) : Tensor());
     return out;
   }
 };
@@ -158,7 +166,8 @@ struct Arg<Stored> {
   }
 };
 template <class T>
-inline constexpr bool reads_fractal = std::is_same_v<T, Weight> || std::is_same_v<T, Weights> || std::is_same_v<T, Stored>;
+inline constexpr bool reads_fractal =
+    std::is_same_v<T, Weight> || std::is_same_v<T, Weights> || std::is_same_v<T, Stored>;
 template <>
 struct Arg<Scalars> {
   using C = const aclScalarList*;
@@ -185,15 +194,17 @@ struct Arg<Result> {
   static Result get(C tensor) { return {const_cast<aclTensor*>(tensor)}; }
 };
 
-// Set of dtypes, one bit each. documented(): dtypes of an operator's first tensor by torch_npu's documentation and by what NPUs
-// took (dtypes.cpp); empty if there is no rule.
+// Set of dtypes, one bit each. documented(): dtypes of an operator's first tensor by torch_npu's
+// documentation and by what NPUs took (dtypes.cpp); empty if there is no rule.
 using DTypeSet = uint64_t;
 DTypeSet documented(const char* name);
-// Throws if the dtype of a tensor in [first, last) is not supported by the chip or not in `allowed`. `parameters` is the
-// parameter list as in the source, `position` the parameter's index in it.
-void check_dtypes(
-    const std::vector<Tensor>& tensors, size_t first, size_t last, DTypeSet allowed, const char* parameters, int position);
-// For computations (core/cost.h): the number of accessed bytes of an argument, or the accessed part.
+// Throws if the dtype of a tensor in [first, last) is not supported by the chip or not in
+// `allowed`. `parameters` is the parameter list as in the source, `position` the parameter's index
+// in it.
+void check_dtypes(const std::vector<Tensor>& tensors, size_t first, size_t last, DTypeSet allowed,
+    const char* parameters, int position);
+// For computations (core/cost.h): the number of accessed bytes of an argument, or the accessed
+// part.
 namespace cost {
 inline void partial_access(const Tensor& argument, double bytes) {
   partial_access(argument.const_data_ptr(), argument.nbytes(), bytes);
@@ -206,7 +217,8 @@ inline void partial_access(const Tensor& argument, const Tensor& part) {
 struct OperatorInfo {
   const char *name, *parameters;  // as in the source
   bool reports_shape;
-  std::atomic<DTypeSet> allowed{~DTypeSet{0}};       // of the first argument; looked up at the first call
+  std::atomic<DTypeSet> allowed{
+      ~DTypeSet{0}};  // of the first argument; looked up at the first call
   std::atomic<const Workspace*> workspace{nullptr};  // looked up at the first call
 };
 
@@ -214,7 +226,11 @@ struct OperatorInfo {
 class ArgumentReader {
  public:
   ArgumentReader(OperatorInfo& info, aclOpExecutor& executor)
-      : info_(info), executor_(executor), tensors_(executor.tensors), ends_(executor.ends), signature_(&info) {}
+      : info_(info),
+        executor_(executor),
+        tensors_(executor.tensors),
+        ends_(executor.ends),
+        signature_(&info) {}
   template <class T>
   T take(typename Arg<T>::C value) {
     T taken = Arg<T>::get(value);
@@ -272,8 +288,10 @@ class ArgumentReader {
   Signature signature_;
 };
 
-// GetWorkspaceSize without the operator's types: `take` converts the arguments and returns the computation.
-int prepare(OperatorInfo& info, c10::function_ref<Computation(ArgumentReader&)> take, uint64_t* bytes, aclOpExecutor** executor);
+// GetWorkspaceSize without the operator's types: `take` converts the arguments and returns the
+// computation.
+int prepare(OperatorInfo& info, c10::function_ref<Computation(ArgumentReader&)> take,
+    uint64_t* bytes, aclOpExecutor** executor);
 
 // An argument with stand-ins in place of its tensors.
 template <class T>
@@ -304,10 +322,12 @@ struct Operator;
 template <class R, class... Params, R (*Body)(Params...), class Name>
 struct Operator<Body, Name> {
   static constexpr char kinds[] = {kind_of<typename Arg<Params>::C>()..., 0};
-  static_assert(is_called_with(Name::text, kinds), "the parameters are not the arguments of op-plugin's calls (arguments.h)");
+  static_assert(is_called_with(Name::text, kinds),
+      "the parameters are not the arguments of op-plugin's calls (arguments.h)");
 
   static int workspace(typename Arg<Params>::C... args, uint64_t* bytes, aclOpExecutor** executor) {
-    static constinit OperatorInfo info{Name::text, Name::parameters, (std::is_same_v<Params, Result> || ...)};
+    static constinit OperatorInfo info{
+        Name::text, Name::parameters, (std::is_same_v<Params, Result> || ...)};
     return prepare(
         info,
         [&](ArgumentReader& reader) -> Computation {
@@ -354,22 +374,27 @@ int launch(const char* name, aclOpExecutor* executor, void* stream);
 
 }  // namespace emu
 
-// The GetWorkspaceSize symbol is an ifunc that resolves to the typed function above, so the C signature is not repeated.
-#define OPERATOR(RETURN, DRY_RUN, NAME, PARAMS, ...)                                                                     \
-  namespace emu::ops {                                                                                                   \
-  struct name_##NAME {                                                                                                   \
-    static constexpr const char *text = #NAME, *parameters = #PARAMS;                                                    \
-    static constexpr bool dry_run = DRY_RUN;                                                                             \
-  };                                                                                                                     \
-  static RETURN body_##NAME PARAMS __VA_ARGS__ static const Registration registration_##NAME{#NAME, computed, __FILE__}; \
-  }                                                                                                                      \
-  extern "C" {                                                                                                           \
-  static void* resolve_##NAME() {                                                                                        \
-    return reinterpret_cast<void*>(&emu::Operator<&emu::ops::body_##NAME, emu::ops::name_##NAME>::workspace);            \
-  }                                                                                                                      \
-  __attribute__((visibility("default"), ifunc("resolve_" #NAME))) void NAME##GetWorkspaceSize();                         \
-  }                                                                                                                      \
-  EXPORT int NAME(void*, uint64_t, aclOpExecutor* executor, void* stream) { return emu::launch(#NAME, executor, stream); }
+// The GetWorkspaceSize symbol is an ifunc that resolves to the typed function above, so the C
+// signature is not repeated.
+#define OPERATOR(RETURN, DRY_RUN, NAME, PARAMS, ...)                                             \
+  namespace emu::ops {                                                                           \
+  struct name_##NAME {                                                                           \
+    static constexpr const char *text = #NAME, *parameters = #PARAMS;                            \
+    static constexpr bool dry_run = DRY_RUN;                                                     \
+  };                                                                                             \
+  static RETURN body_##NAME PARAMS __VA_ARGS__ static const Registration registration_##NAME{    \
+      #NAME, computed, __FILE__};                                                                \
+  }                                                                                              \
+  extern "C" {                                                                                   \
+  static void* resolve_##NAME() {                                                                \
+    return reinterpret_cast<void*>(                                                              \
+        &emu::Operator<&emu::ops::body_##NAME, emu::ops::name_##NAME>::workspace);               \
+  }                                                                                              \
+  __attribute__((visibility("default"), ifunc("resolve_" #NAME))) void NAME##GetWorkspaceSize(); \
+  }                                                                                              \
+  EXPORT int NAME(void*, uint64_t, aclOpExecutor* executor, void* stream) {                      \
+    return emu::launch(#NAME, executor, stream);                                                 \
+  }
 #define OP(NAME, PARAMS, ...) OPERATOR(void, true, NAME, PARAMS, __VA_ARGS__)
 // For outputs whose size is that of a value, which stand-ins do not have.
 #define OP_OF_VALUES(NAME, PARAMS, ...) OPERATOR(void, false, NAME, PARAMS, __VA_ARGS__)

@@ -23,7 +23,8 @@ bool broadcast_into(Shape& shape, at::IntArrayRef other) {
 
 int64_t real_dim(int64_t dim, int64_t dims, const char* argument) {
   const auto bound = std::max<int64_t>(dims, 1);
-  check(dim >= -bound && dim < bound, kOpParam, argument, " is ", dim, "; allowed: ", -bound, " to ", bound - 1);
+  check(dim >= -bound && dim < bound, kOpParam, argument, " is ", dim, "; allowed: ", -bound,
+      " to ", bound - 1);
   return dim < 0 ? dim + bound : dim;
 }
 
@@ -35,10 +36,13 @@ void broadcasts(const char* names, TensorRefs tensors) {
     if (input == first + 1)
       shape = sizes;
     else if (const auto before = shape; !broadcast_into(shape, sizes))
-      throw Error(kOpParam, text(nth(names, input - first), " has shape ", sizes, ", which does not broadcast with ",
-                                nth(names, 1), input == first + 2 ? "'s " : " and the others' ", at::IntArrayRef(before)));
+      throw Error(
+          kOpParam, text(nth(names, input - first), " has shape ", sizes,
+                        ", which does not broadcast with ", nth(names, 1),
+                        input == first + 2 ? "'s " : " and the others' ", at::IntArrayRef(before)));
   }
-  if (first->get().sizes() != at::IntArrayRef(shape)) emu::shape(nth(names, 0).c_str(), *first, shape);
+  if (first->get().sizes() != at::IntArrayRef(shape))
+    emu::shape(nth(names, 0).c_str(), *first, shape);
 }
 
 void expands(const char* names, TensorRefs tensors) {
@@ -48,8 +52,8 @@ void expands(const char* names, TensorRefs tensors) {
     if (sizes == target) continue;
     Shape shape(target);
     if (!broadcast_into(shape, sizes) || at::IntArrayRef(shape) != target)
-      throw Error(kOpParam, text(nth(names, source - tensors.begin()), " has shape ", sizes, ", which does not expand to ",
-                                nth(names, 0), "'s ", target));
+      throw Error(kOpParam, text(nth(names, source - tensors.begin()), " has shape ", sizes,
+                                ", which does not expand to ", nth(names, 0), "'s ", target));
   }
 }
 
@@ -58,7 +62,8 @@ void along(const char* out_name, const Tensor& out, const Tensor& self, int64_t 
   shape(out_name, out, self.sizes());
 }
 
-void reduced(const char* out_name, const Tensor& out, const Tensor& self, at::IntArrayRef dims, bool keepdim) {
+void reduced(const char* out_name, const Tensor& out, const Tensor& self, at::IntArrayRef dims,
+    bool keepdim) {
   std::bitset<64> gone;
   if (dims.empty()) gone.set();
   for (const auto dim : dims) {
@@ -76,18 +81,21 @@ void reduced(const char* out_name, const Tensor& out, const Tensor& self, at::In
   shape(out_name, out, expected);
 }
 
-Shape product(const char* names, const Tensor& self, const Tensor& other, int64_t least, int64_t most) {
+Shape product(
+    const char* names, const Tensor& self, const Tensor& other, int64_t least, int64_t most) {
   const auto a = self.sizes(), b = other.sizes();
   for (const auto* each : {&self, &other})
-    if (each->dim() < least || each->dim() > most) rank(nth(names, each == &other).c_str(), *each, least, most);
+    if (each->dim() < least || each->dim() > most)
+      rank(nth(names, each == &other).c_str(), *each, least, most);
   const auto inner = b.size() == 1 ? b[0] : b[b.size() - 2];
   if (a.back() != inner)
-    throw Error(kOpParam, text(nth(names, 1), " has shape ", b, ", where ", inner, " must be ", a.back(), ", the last size of ",
-                              nth(names, 0), "'s ", a));
+    throw Error(kOpParam, text(nth(names, 1), " has shape ", b, ", where ", inner, " must be ",
+                              a.back(), ", the last size of ", nth(names, 0), "'s ", a));
   Shape expected(a.slice(0, a.size() > 2 ? a.size() - 2 : 0));
   if (!broadcast_into(expected, b.slice(0, b.size() > 2 ? b.size() - 2 : 0)))
-    throw Error(kOpParam, text(nth(names, 1), " has shape ", b, ", whose first dimensions do not broadcast with those of ",
-                              nth(names, 0), "'s ", a));
+    throw Error(kOpParam,
+        text(nth(names, 1), " has shape ", b,
+            ", whose first dimensions do not broadcast with those of ", nth(names, 0), "'s ", a));
   if (a.size() > 1) expected.push_back(a[a.size() - 2]);
   if (b.size() > 1) expected.push_back(b.back());
   return expected;

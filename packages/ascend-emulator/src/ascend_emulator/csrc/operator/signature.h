@@ -39,8 +39,8 @@ constexpr char kind_of() {
 
 // Whether op-plugin calls the operator with these C types, as far as they are known.
 constexpr bool is_called_with(std::string_view name, std::string_view kinds) {
-  const auto* call = std::lower_bound(
-      std::begin(kCalls), std::end(kCalls), name, [](const Call& each, std::string_view name) { return each.name < name; });
+  const auto* call = std::lower_bound(std::begin(kCalls), std::end(kCalls), name,
+      [](const Call& each, std::string_view name) { return each.name < name; });
   if (call == std::end(kCalls) || call->name != name) return true;
   return std::equal(kinds.begin(), kinds.end(), call->kinds.begin(), call->kinds.end(),
       [](char ours, char theirs) { return ours == theirs || theirs == '?'; });

@@ -40,7 +40,8 @@ namespace {
 at::Scalar read_scalar(const void* at, at::ScalarType type) {
   switch (type) {
 #define READ(NAME) \
-  case at::NAME: return at::Scalar(*static_cast<const c10::impl::ScalarTypeToCPPTypeT<at::NAME>*>(at));
+  case at::NAME:   \
+    return at::Scalar(*static_cast<const c10::impl::ScalarTypeToCPPTypeT<at::NAME>*>(at));
     READ(kBool)
     READ(kByte)
     READ(kChar)
@@ -76,8 +77,8 @@ auto created(const char* name, Make&& make) -> decltype(make()) {
   return object;
 }
 
-// Tensors in host memory that devices cannot access, with the error. ATB's operators read lengths from them (ops/atb/atb.h); all
-// other operators refuse them.
+// Tensors in host memory that devices cannot access, with the error. ATB's operators read lengths
+// from them (ops/atb/atb.h); all other operators refuse them.
 std::mutex host_mutex;
 std::unordered_map<const void*, std::string> host_tensors;
 std::atomic<bool> any_host_tensor{false};
@@ -124,23 +125,29 @@ at::Tensor matrix_of(const std::string& name, const aclTensor& tensor) {
   const size_t batch = stored.size() - 4;
   const int64_t c0 = stored.back(), columns = stored[batch] * c0, rows = stored[batch + 1] * 16;
   c10::InferenceMode off(false);                         // as in aclCreateTensor
-  if (view.sizes() == stored && view.is_contiguous()) {  // in the dimensions of its storage (npu_grouped_matmul_swiglu_quant_v2)
+  if (view.sizes() == stored && view.is_contiguous()) {  // in the dimensions of its storage
+                                                         // (npu_grouped_matmul_swiglu_quant_v2)
     auto sizes = stored.slice(0, batch).vec();
     sizes.insert(sizes.end(), {rows, columns});
     return at::empty(sizes, view.options());
   }
   const auto whole = [&](const at::Tensor& matrix) {
     const auto sizes = matrix.sizes();
-    return matrix.is_contiguous() && sizes.size() == batch + 2 && sizes.slice(0, batch) == stored.slice(0, batch) &&
-           (sizes[batch] + 15) / 16 * 16 == rows && (sizes[batch + 1] + c0 - 1) / c0 * c0 == columns;
+    return matrix.is_contiguous() && sizes.size() == batch + 2 &&
+           sizes.slice(0, batch) == stored.slice(0, batch) &&
+           (sizes[batch] + 15) / 16 * 16 == rows &&
+           (sizes[batch + 1] + c0 - 1) / c0 * c0 == columns;
   };
-  // "aclnnMatmulWeightNz" of CANN's API reference: the storage's dimensions follow from k and n, not transposed or transposed.
+  // "aclnnMatmulWeightNz" of CANN's API reference: the storage's dimensions follow from k and n,
+  // not transposed or transposed.
   if (tensor.offset == 0 && view.dim() >= 2) {
     if (whole(view)) return at::empty(view.sizes(), view.options());
-    if (const auto base = view.transpose(-1, -2); whole(base)) return at::empty(base.sizes(), view.options()).transpose(-1, -2);
+    if (const auto base = view.transpose(-1, -2); whole(base))
+      return at::empty(base.sizes(), view.options()).transpose(-1, -2);
   }
-  raise(kOpParam, {name, " has shape ", view.sizes(), ", strides ", view.strides(), " and offset ", tensor.offset, " in storage ",
-                      stored, " of FRACTAL_NZ; only the whole matrix or its transpose can be read there"});
+  raise(kOpParam, {name, " has shape ", view.sizes(), ", strides ", view.strides(), " and offset ",
+                      tensor.offset, " in storage ", stored,
+                      " of FRACTAL_NZ; only the whole matrix or its transpose can be read there"});
 }
 
 namespace {
@@ -157,38 +164,45 @@ void Fractal::unpack() const {
 void Fractal::pack() const {
   const auto into = rows_of_fractal(storage);
   const auto rows = into.size(-4) * into.size(-3), columns = into.size(-2) * into.size(-1);
-  const auto padded = at::constant_pad_nd(matrix, {0, columns - matrix.size(-1), 0, rows - matrix.size(-2)});
-  into.copy_(padded.unflatten(-1, {into.size(-2), into.size(-1)}).unflatten(-3, {into.size(-4), into.size(-3)}));
+  const auto padded =
+      at::constant_pad_nd(matrix, {0, columns - matrix.size(-1), 0, rows - matrix.size(-2)});
+  into.copy_(padded.unflatten(-1, {into.size(-2), into.size(-1)})
+          .unflatten(-3, {into.size(-4), into.size(-3)}));
 }
 
 void required(const void* object) { check(given(object), kOpParam, "a required argument is null"); }
 
 }  // namespace emu
 
-#define CREATE(TYPE, NAME, PARAMS, ...) ACL_VALUE(TYPE*, keeps, NAME, PARAMS, { return emu::created(#NAME, [&] __VA_ARGS__); })
+#define CREATE(TYPE, NAME, PARAMS, ...) \
+  ACL_VALUE(TYPE*, keeps, NAME, PARAMS, { return emu::created(#NAME, [&] __VA_ARGS__); })
 
 #define DESTROY(TYPE, NAME) ACL_API(keeps, NAME, (const TYPE* object), { delete object; })
 
 CREATE(aclTensor, aclCreateTensor,
-    (const int64_t* dims, uint64_t rank, int32_t type, const int64_t* strides, int64_t offset, int32_t format,
-        const int64_t* storage_dims, uint64_t storage_rank, void* data),
+    (const int64_t* dims, uint64_t rank, int32_t type, const int64_t* strides, int64_t offset,
+        int32_t format, const int64_t* storage_dims, uint64_t storage_rank, void* data),
     {
-      // torch_npu's queue thread writes to these tensors outside inference mode, which inference tensors do not allow.
+      // torch_npu's queue thread writes to these tensors outside inference mode, which inference
+      // tensors do not allow.
       c10::InferenceMode off(false);
       const auto dtype = emu::to_scalar_type(type);
       const auto sizes = at::IntArrayRef(dims, rank);
-      // "cannot be larger than 8 dimensions": reason of 1191 cases that hardware refuses, in every operator and dtype (ci-test of
-      // Ascend/pytorch, disabled_testcases.json).
-      emu::check(rank <= 8, emu::kOpParam, "a tensor of shape ", sizes, " has ", rank, " dimensions; allowed: up to 8");
+      // "cannot be larger than 8 dimensions": reason of 1191 cases that hardware refuses, in every
+      // operator and dtype (ci-test of Ascend/pytorch, disabled_testcases.json).
+      emu::check(rank <= 8, emu::kOpParam, "a tensor of shape ", sizes, " has ", rank,
+          " dimensions; allowed: up to 8");
       const bool fractal = format == emu::kFractalNZ;
       auto stored = at::IntArrayRef(storage_dims, storage_rank);
-      // A storage viewed as a wider dtype (int8 as int32 words of int4) keeps its description; the view has the words'
-      // dimensions.
-      const bool words = fractal && offset == 0 && rank == storage_rank && sizes.back() < stored.back() &&
+      // A storage viewed as a wider dtype (int8 as int32 words of int4) keeps its description; the
+      // view has the words' dimensions.
+      const bool words = fractal && offset == 0 && rank == storage_rank &&
+                         sizes.back() < stored.back() &&
                          sizes.slice(0, rank - 1) == stored.slice(0, rank - 1) &&
                          c10::contiguous_strides(sizes) == at::IntArrayRef(strides, rank);
       if (words) stored = sizes;
-      emu::check(!fractal || storage_rank >= 4, emu::kOpParam, "a tensor in FRACTAL_NZ has the storage ", stored);
+      emu::check(!fractal || storage_rank >= 4, emu::kOpParam,
+          "a tensor in FRACTAL_NZ has the storage ", stored);
       char* base = nullptr;
       std::string why_host;
       if (data) {
@@ -207,13 +221,15 @@ CREATE(aclTensor, aclCreateTensor,
         base = static_cast<char*>(place.kernel);
         // An NPU cannot access another one's memory, and torch_npu does not check it.
         const int npu = emu::current_device();
-        emu::check(place.npu == npu || place.npu == emu::kNoNpu, emu::kOpParam, "a tensor that is not in the memory of NPU ", npu,
-            ", where the operator runs");
+        emu::check(place.npu == npu || place.npu == emu::kNoNpu, emu::kOpParam,
+            "a tensor that is not in the memory of NPU ", npu, ", where the operator runs");
       }
-      emu::check(base || c10::multiply_integers(sizes) == 0, emu::kOpParam, "a tensor of shape ", sizes, " has no memory");
+      emu::check(base || c10::multiply_integers(sizes) == 0, emu::kOpParam, "a tensor of shape ",
+          sizes, " has no memory");
       auto tensor = std::make_unique<aclTensor>();
       // This storage cannot be resized, so results are always written to the caller's memory.
-      tensor->value = at::from_blob(base, sizes, at::IntArrayRef(strides, rank), at::TensorOptions().dtype(dtype));
+      tensor->value = at::from_blob(
+          base, sizes, at::IntArrayRef(strides, rank), at::TensorOptions().dtype(dtype));
       if (fractal) {
         tensor->storage = at::from_blob(base, stored, at::TensorOptions().dtype(dtype));
         tensor->offset = offset;
@@ -229,9 +245,10 @@ CREATE(aclScalar, aclCreateScalar, (void* value, int32_t type), {
   emu::check(value != nullptr, emu::kOpParam, "value is null");
   return new aclScalar{emu::read_scalar(value, emu::to_scalar_type(type))};
 })
-CREATE(aclIntArray, aclCreateIntArray, (const int64_t* value, uint64_t size), { return new aclIntArray{{value, value + size}}; })
-CREATE(
-    aclFloatArray, aclCreateFloatArray, (const float* value, uint64_t size), { return new aclFloatArray{{value, value + size}}; })
+CREATE(aclIntArray, aclCreateIntArray, (const int64_t* value, uint64_t size),
+    { return new aclIntArray{{value, value + size}}; })
+CREATE(aclFloatArray, aclCreateFloatArray, (const float* value, uint64_t size),
+    { return new aclFloatArray{{value, value + size}}; })
 // Braces alone would convert the two pointers to two bools.
 CREATE(aclBoolArray, aclCreateBoolArray, (const bool* value, uint64_t size),
     { return new aclBoolArray{std::vector<bool>(value, value + size)}; })
@@ -261,7 +278,8 @@ ACL_API(keeps, aclDestroyScalarList, (const aclScalarList* list), {
 // The caller frees the array with delete[] (op_plugin's nonzero, unique and masked_select do).
 ACL_API(answers, aclGetViewShape, (const aclTensor* tensor, int64_t** dims, uint64_t* rank), {
   emu::required(tensor);
-  const auto shape = tensor->has_result_shape ? at::IntArrayRef(tensor->result_shape) : tensor->value.sizes();
+  const auto shape =
+      tensor->has_result_shape ? at::IntArrayRef(tensor->result_shape) : tensor->value.sizes();
   *dims = new int64_t[shape.size()];
   std::copy(shape.begin(), shape.end(), *dims);
   *rank = shape.size();

@@ -1,5 +1,6 @@
-// Argument objects of aclnn calls. They are opaque to torch_npu, so each holds an ATen value; tensors alias device memory through
-// the kernel mapping (core/device.h). Signatures: op_plugin/utils/op_api_common_base.h in the torch_npu wheel (BSD).
+// Argument objects of aclnn calls. They are opaque to torch_npu, so each holds an ATen value;
+// tensors alias device memory through the kernel mapping (core/device.h). Signatures:
+// op_plugin/utils/op_api_common_base.h in the torch_npu wheel (BSD).
 #ifndef ASCEND_EMULATOR_OPERATOR_TENSOR_H
 #define ASCEND_EMULATOR_OPERATOR_TENSOR_H
 #include <ATen/ATen.h>
@@ -8,9 +9,11 @@
 
 struct aclTensor {
   at::Tensor value;
-  std::vector<int64_t> result_shape;  // returned by aclGetViewShape; set by operators with data-dependent shapes
+  std::vector<int64_t>
+      result_shape;  // returned by aclGetViewShape; set by operators with data-dependent shapes
   bool has_result_shape = false;
-  at::Tensor storage;  // of a tensor in FRACTAL_NZ, which has only its shape in `value`: the values as they lie in memory
+  at::Tensor storage;  // of a tensor in FRACTAL_NZ, which has only its shape in `value`: the values
+                       // as they lie in memory
   int64_t offset = 0;  // of `value` in the storage, in elements
 };
 struct aclScalar {
@@ -34,15 +37,17 @@ struct aclScalarList {
 
 namespace emu {
 
-// aclDataType, the public enumeration (CANN's API reference, "aclDataType"; torch_npu's CalcuOpUtil.cpp shows the pairs).
+// aclDataType, the public enumeration (CANN's API reference, "aclDataType"; torch_npu's
+// CalcuOpUtil.cpp shows the pairs).
 at::ScalarType to_scalar_type(int32_t acl_type);
 
 // Whether an argument was given. Throws if it is null because its creation failed.
 bool given(const void* object);
 void required(const void* object);  // throws if it was not given
 
-// Weight of a matrix product, [..., k, n], or its transpose, which may be in FRACTAL_NZ: the storage is [..., n / c0, k / 16, 16,
-// c0], rounded up. Such a weight is a buffer of its own, into which each execution copies the values in row-major order.
+// Weight of a matrix product, [..., k, n], or its transpose, which may be in FRACTAL_NZ: the
+// storage is [..., n / c0, k / 16, 16, c0], rounded up. Such a weight is a buffer of its own, into
+// which each execution copies the values in row-major order.
 struct Weight : at::Tensor {
   at::Tensor storage;  // undefined unless in FRACTAL_NZ
 };
@@ -58,7 +63,8 @@ struct Fractal {
   void unpack() const;
   void pack() const;
 };
-// The matrix in row-major order, not initialized. Throws unless the tensor is the whole matrix in the storage, or its transpose.
+// The matrix in row-major order, not initialized. Throws unless the tensor is the whole matrix in
+// the storage, or its transpose.
 at::Tensor matrix_of(const std::string& name, const aclTensor& tensor);
 
 enum AclFormat : int32_t { kNCHW = 0, kND = 2, kFractalNZ = 29 };

@@ -1,5 +1,5 @@
-// Workspace: device memory that the caller of an operator allocates for it, of the size that GetWorkspaceSize answers. Nothing is
-// stored in it here; it counts against the device's memory.
+// Workspace: device memory that the caller of an operator allocates for it, of the size that
+// GetWorkspaceSize answers. Nothing is stored in it here; it counts against the device's memory.
 #ifndef ASCEND_EMULATOR_OPERATOR_WORKSPACE_H
 #define ASCEND_EMULATOR_OPERATOR_WORKSPACE_H
 #include <ATen/ATen.h>
@@ -10,8 +10,10 @@ namespace emu {
 
 struct Workspace;  // how an operator's size is estimated
 
-// Bytes for a call with these tensors: at most what an NPU needs, 0 if that is unknown. `found` keeps the operator's entry.
-uint64_t workspace_bytes(std::atomic<const Workspace*>& found, const char* name, const std::vector<at::Tensor>& tensors);
+// Bytes for a call with these tensors: at most what an NPU needs, 0 if that is unknown. `found`
+// keeps the operator's entry.
+uint64_t workspace_bytes(
+    std::atomic<const Workspace*>& found, const char* name, const std::vector<at::Tensor>& tensors);
 
 }  // namespace emu
 

@@ -1,6 +1,7 @@
-// cubeMathType, the parameter of matrix products and convolutions: the type in which the cube computes float32 (CANN's API
-// reference, "aclnnMm"; torch_npu's CalcuOpUtil::GetCubeMathType maps torch.npu.matmul.allow_hf32, torch.npu.conv.allow_hf32 and
-// the chip's default precision mode to it). Products are accumulated in float32; other types are not affected.
+// cubeMathType, the parameter of matrix products and convolutions: the type in which the cube
+// computes float32 (CANN's API reference, "aclnnMm"; torch_npu's CalcuOpUtil::GetCubeMathType maps
+// torch.npu.matmul.allow_hf32, torch.npu.conv.allow_hf32 and the chip's default precision mode to
+// it). Products are accumulated in float32; other types are not affected.
 #ifndef ASCEND_EMULATOR_OPS_CUBE_MATH_H
 #define ASCEND_EMULATOR_OPS_CUBE_MATH_H
 #include "operator/op.h"
@@ -16,8 +17,9 @@ struct CubeMath {
   template <class... Inputs>
   void check(const Inputs&... inputs) const {
     if (is_chip("Ascend310P") && ((inputs.scalar_type() == at::kFloat) || ...))
-      emu::check(type == kAllowDownPrecision || type == kFloat16, kOpParam, "cubeMathType is ", int{type}, " for float32; ",
-          chip().name, " has no float32 products, so it must be 1 or 2");
+      emu::check(type == kAllowDownPrecision || type == kFloat16, kOpParam, "cubeMathType is ",
+          int{type}, " for float32; ", chip().name,
+          " has no float32 products, so it must be 1 or 2");
   }
   // The values that the cube multiplies.
   Tensor operator()(const Tensor& input) const {
@@ -28,11 +30,13 @@ struct CubeMath {
   }
 
  private:
-  // HF32 has float32's range and 11 bits of mantissa (CANN's documentation of ENABLE_HF32_EXECUTION); rounded to nearest, ties to
-  // even (transMode 0, the default of Ascend C's Matmul::SetHF32).
+  // HF32 has float32's range and 11 bits of mantissa (CANN's documentation of
+  // ENABLE_HF32_EXECUTION); rounded to nearest, ties to even (transMode 0, the default of Ascend
+  // C's Matmul::SetHF32).
   static Tensor to_hf32(const Tensor& input) {
     const auto bits = input.contiguous().view(at::kInt);
-    const auto rounded = at::bitwise_and(bits + (at::bitwise_and(at::bitwise_right_shift(bits, 12), 1) + 0x7FF), ~0xFFF);
+    const auto rounded = at::bitwise_and(
+        bits + (at::bitwise_and(at::bitwise_right_shift(bits, 12), 1) + 0x7FF), ~0xFFF);
     return at::where(at::isfinite(input), rounded.view(at::kFloat), input);
   }
 };

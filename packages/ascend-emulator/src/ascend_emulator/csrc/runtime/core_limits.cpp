@@ -1,6 +1,7 @@
-// Limits of the cores that operators use: of a process's NPU, and of a stream, which a thread uses from
-// aclrtUseStreamResInCurrentThread on. They are kept and told; results do not depend on them. Signatures and the order stream,
-// process, hardware: CANN's public API reference, "aclrtSetDeviceResLimit" and "aclrtGetResInCurrentThread".
+// Limits of the cores that operators use: of a process's NPU, and of a stream, which a thread uses
+// from aclrtUseStreamResInCurrentThread on. They are kept and told; results do not depend on them.
+// Signatures and the order stream, process, hardware: CANN's public API reference,
+// "aclrtSetDeviceResLimit" and "aclrtGetResInCurrentThread".
 #include <array>
 #include <map>
 #include <mutex>
@@ -27,20 +28,22 @@ State& state() {
 thread_local std::weak_ptr<Stream> in_use;
 
 uint32_t cores(int type) {
-  check(type >= 0 && type < kTypes, kInvalidParam, "type is ", type, "; allowed: 0 (cube cores) and 1 (vector cores)");
+  check(type >= 0 && type < kTypes, kInvalidParam, "type is ", type,
+      "; allowed: 0 (cube cores) and 1 (vector cores)");
   return static_cast<uint32_t>(type ? chip().vector_cores : chip().cube_cores);
 }
 
 uint32_t checked(int type, uint32_t value) {
-  check(value > 0 && value <= cores(type), kInvalidParam, "value is ", value, "; ", chip().name, " has ", cores(type),
-      type ? " vector cores" : " cube cores");
+  check(value > 0 && value <= cores(type), kInvalidParam, "value is ", value, "; ", chip().name,
+      " has ", cores(type), type ? " vector cores" : " cube cores");
   return value;
 }
 
 uint32_t limit(int npu, const std::weak_ptr<Stream>& stream, int type) {
   const auto hardware = cores(type);
   std::lock_guard lock(state().mutex);
-  if (const auto own = state().of_stream.find(stream); own != state().of_stream.end() && !stream.expired() && own->second[type])
+  if (const auto own = state().of_stream.find(stream);
+      own != state().of_stream.end() && !stream.expired() && own->second[type])
     return own->second[type];
   const auto own = state().of_npu.find(npu);
   return own != state().of_npu.end() && own->second[type] ? own->second[type] : hardware;
@@ -85,4 +88,5 @@ ACL_API(keeps, aclrtUnuseStreamResInCurrentThread, (void* handle), {
   stream_at(handle);
   in_use.reset();
 })
-ACL_API(answers, aclrtGetResInCurrentThread, (int32_t type, uint32_t* value), { *value = limit(current_device(), in_use, type); })
+ACL_API(answers, aclrtGetResInCurrentThread, (int32_t type, uint32_t* value),
+    { *value = limit(current_device(), in_use, type); })

@@ -1,5 +1,6 @@
-// aclInit and the device, context and version calls. Signatures: torch_npu/csrc/core/npu/interface/AclInterface.cpp and
-// NPUFunctions.cpp (Ascend/pytorch, BSD), CANN's public API reference "AscendCL".
+// aclInit and the device, context and version calls. Signatures:
+// torch_npu/csrc/core/npu/interface/AclInterface.cpp and NPUFunctions.cpp (Ascend/pytorch, BSD),
+// CANN's public API reference "AscendCL".
 #include "core/device.h"
 
 #include <unistd.h>
@@ -16,19 +17,22 @@
 
 using namespace emu;
 
-// Of the configuration file only {"defaultDevice": {"default_device": "0"}} is used: threads without a device then use it
-// implicitly (CANN's documentation, "Initialization"). The other settings concern dumps and profiling.
+// Of the configuration file only {"defaultDevice": {"default_device": "0"}} is used: threads
+// without a device then use it implicitly (CANN's documentation, "Initialization"). The other
+// settings concern dumps and profiling.
 namespace {
 std::mutex device_mutex;
 enum { kBefore, kInitialized, kFinalized } lifetime = kBefore;
-std::map<int, int> references;  // NPU -> calls of aclrtSetDevice that aclrtResetDevice has not undone
+std::map<int, int>
+    references;  // NPU -> calls of aclrtSetDevice that aclrtResetDevice has not undone
 std::map<void*, int> contexts;  // of aclrtCreateContext -> NPU
 
 void reset(int id, bool force) {
   auto& npu = device(id);
   {
     std::lock_guard lock(device_mutex);
-    check(references.count(id), kContextNull, "NPU ", id, " was not set (aclrtSetDevice), or was reset");
+    check(references.count(id), kContextNull, "NPU ", id,
+        " was not set (aclrtSetDevice), or was reset");
     if (--references[id] > 0 && !force) return;
     references.erase(id);
   }
@@ -51,10 +55,12 @@ ACL_API(keeps, aclInit, (const char* path), {
   const char* const key = "\"default_device\"";
   int number = 0;
   const auto place = config.find(key);
-  if (place != std::string::npos && std::sscanf(config.c_str() + place + std::strlen(key), " : \"%d\"", &number) == 1)
+  if (place != std::string::npos &&
+      std::sscanf(config.c_str() + place + std::strlen(key), " : \"%d\"", &number) == 1)
     set_default_device(number);
 })
-// Memory and streams that are left end with the process; torch_npu frees some of them after this call.
+// Memory and streams that are left end with the process; torch_npu frees some of them after this
+// call.
 ACL_API(keeps, aclFinalize, (), {
   std::lock_guard lock(device_mutex);
   check(lifetime != kBefore, kUninitialized, "aclInit was not called");
@@ -67,17 +73,20 @@ ACL_API(keeps, aclrtSetDevice, (int32_t id), {
   set_current_device(id);
   ++references[id];
 })
-// The last of as many calls as aclrtSetDevice had releases the device's streams and memory, once its tasks are done (CANN's
-// documentation of the call); aclrtResetDeviceForce does at once.
+// The last of as many calls as aclrtSetDevice had releases the device's streams and memory, once
+// its tasks are done (CANN's documentation of the call); aclrtResetDeviceForce does at once.
 ACL_API(keeps, aclrtResetDevice, (int32_t id), { reset(id, false); })
 ACL_API(keeps, aclrtResetDeviceForce, (int32_t id), { reset(id, true); })
 ACL_API(answers, aclrtGetDevice, (int32_t* id), {
   check(has_current_device(), kContextNull, "no device was set in this thread");
   *id = current_device();
 })
-ACL_API(answers, aclrtGetLogicDevIdByUserDevId, (int32_t user, int32_t* logical), { *logical = user; })
-// One primary context per device, whose handle is the device, and those of aclrtCreateContext, which share the device's streams.
-ACL_API(answers, aclrtGetCurrentContext, (void** context), { *context = &device(current_device()); })
+ACL_API(
+    answers, aclrtGetLogicDevIdByUserDevId, (int32_t user, int32_t* logical), { *logical = user; })
+// One primary context per device, whose handle is the device, and those of aclrtCreateContext,
+// which share the device's streams.
+ACL_API(
+    answers, aclrtGetCurrentContext, (void** context), { *context = &device(current_device()); })
 ACL_API(keeps, aclrtSetCurrentContext, (void* context), {
   check(context != nullptr, kInvalidParam, "the context is null");
   std::lock_guard lock(device_mutex);
@@ -105,14 +114,16 @@ ACL_API(answers, aclrtGetPrimaryCtxState, (int32_t id, Nullable<uint32_t> flags,
 })
 // The two "must be different", each in the range of devices (CANN's documentation).
 ACL_API(answers, aclrtDeviceCanAccessPeer, (int32_t* can, int32_t id, int32_t peer), {
-  check(device(id).id != device(peer).id, kInvalidParam, "both are NPU ", id, "; the peer must be another");
+  check(device(id).id != device(peer).id, kInvalidParam, "both are NPU ", id,
+      "; the peer must be another");
   *can = 1;
 })
 // "The peer must be another device; the flags must be 0" (CANN's documentation).
 namespace {
 void enable_peer(int32_t peer, bool enabled) {
   const int npu = current_device();
-  check(device(peer).id != npu, kInvalidParam, "the peer is NPU ", peer, ", the current one; it must be another");
+  check(device(peer).id != npu, kInvalidParam, "the peer is NPU ", peer,
+      ", the current one; it must be another");
   enable_peer_access(npu, peer, enabled);
 }
 }  // namespace
@@ -125,9 +136,13 @@ ACL_API(answers, aclrtDevicePeerAccessStatus, (int32_t id, int32_t peer, int32_t
     { *enabled = device(id).id != device(peer).id && peer_access(id, peer); })
 ACL_API(answers, aclrtDeviceGetBareTgid, (int32_t* pid), { *pid = getpid(); })
 // aclrtFloatOverflowMode: 0 saturates, 1 keeps infinities and NaNs, which is what ATen does.
-ACL_API(nothing("infinities and NaNs are kept, the only supported mode keeps them"), aclrtSetDeviceSatMode, (int32_t mode),
-    { check(mode == 1, kUnsupported, "overflow mode ", mode, " is not emulated; 1, infinities and NaNs, is"); })
-ACL_API(nothing("a processor takes longer than an NPU's limits allow"), aclrtSetOpExecuteTimeOut, (uint32_t), {})
+ACL_API(nothing("infinities and NaNs are kept, the only supported mode keeps them"),
+    aclrtSetDeviceSatMode, (int32_t mode), {
+      check(mode == 1, kUnsupported, "overflow mode ", mode,
+          " is not emulated; 1, infinities and NaNs, is");
+    })
+ACL_API(nothing("a processor takes longer than an NPU's limits allow"), aclrtSetOpExecuteTimeOut,
+    (uint32_t), {})
 ACL_API(answers, aclrtSetOpExecuteTimeOutV2, (uint64_t, Nullable<uint64_t> actual), {
   if (actual) *actual = UINT64_MAX;  // no limit is in force
 })
@@ -141,14 +156,17 @@ void set_parameter(int32_t option, int64_t value) {
   parameters[option] = value;
 }
 }  // namespace
-ACL_API(keeps, aclrtSetSysParamOpt, (int32_t option, int64_t value), { set_parameter(option, value); })
-ACL_API(keeps, aclrtCtxSetSysParamOpt, (int32_t option, int64_t value), { set_parameter(option, value); })
+ACL_API(
+    keeps, aclrtSetSysParamOpt, (int32_t option, int64_t value), { set_parameter(option, value); })
+ACL_API(keeps, aclrtCtxSetSysParamOpt, (int32_t option, int64_t value),
+    { set_parameter(option, value); })
 ACL_API(answers, aclrtGetSysParamOpt, (int32_t option, int64_t* value), {
   std::lock_guard lock(parameters_mutex);
   *value = parameters[option];
 })
 
-// aclDeviceInfo: 0 cube (AI) cores, 1 vector cores, 2 bytes of L2 (used by torch_npu's NPUFunctions.cpp).
+// aclDeviceInfo: 0 cube (AI) cores, 1 vector cores, 2 bytes of L2 (used by torch_npu's
+// NPUFunctions.cpp).
 ACL_API(answers, aclGetDeviceCapability, (uint32_t id, int32_t what, int64_t* value), {
   device(static_cast<int>(id));
   const int64_t known[] = {chip().cube_cores, chip().vector_cores, chip().l2};
@@ -172,10 +190,14 @@ ACL_API(answers, aclrtDeviceGetUuid, (int32_t id, char* uuid), {
   std::memcpy(uuid, machine_id().data(), 16);
   uuid[15] = static_cast<char>(physical_id(id));
 })
-// Percentages of cube, vector and AI CPU: whether tasks run now. Memory has no rate: -1 (CANN's documentation).
+// Percentages of cube, vector and AI CPU: whether tasks run now. Memory has no rate: -1 (CANN's
+// documentation).
 ACL_API(answers, aclrtGetDeviceUtilizationRate, (int32_t id, int32_t* rates), {
   const auto streams = streams_of(device(id).id);
-  const int busy = std::any_of(streams.begin(), streams.end(), [](const auto& each) { return !each->idle(); }) ? 100 : 0;
+  const int busy =
+      std::any_of(streams.begin(), streams.end(), [](const auto& each) { return !each->idle(); })
+          ? 100
+          : 0;
   const int32_t found[] = {busy, busy, 0, -1};
   std::copy(std::begin(found), std::end(found), rates);
 })
@@ -188,18 +210,21 @@ ACL_VALUE(const char*, answers, aclrtGetSocName, (), { return chip().name.c_str(
 
 // torch_npu queries ACL_CANN_ATTR_INF_NAN only: infinities and NaNs are kept.
 ACL_API(answers, aclGetCannAttribute, (int32_t, int32_t* value), { *value = 1; })
-// Which of its sequences of random numbers an NPU draws, 0 or 1 (op-plugin's RandomUtil.h). Not an operator: one function.
+// Which of its sequences of random numbers an NPU draws, 0 or 1 (op-plugin's RandomUtil.h). Not an
+// operator: one function.
 ACL_API(nothing("the emulator's random numbers are its own"), aclnnSetPytorchRandom, (int32_t mode),
     { check(mode == 0 || mode == 1, kInvalidParam, "mode is ", mode, "; allowed: 0 and 1"); })
-// aclCannAttr: ACL_CANN_ATTR_INF_NAN and ACL_CANN_ATTR_JIT_COMPILE, which is whether compiling at run time can be off.
+// aclCannAttr: ACL_CANN_ATTR_INF_NAN and ACL_CANN_ATTR_JIT_COMPILE, which is whether compiling at
+// run time can be off.
 ACL_API(answers, aclGetCannAttributeList, (const int32_t** attributes, size_t* count), {
   static constexpr int32_t available[] = {0, 1};
   *attributes = available;
   *count = std::size(available);
 })
 
-// Versions. The structure is in CANN's public API reference ("aclCANNPackageVersion"), as is the numbering of packages; the last
-// one, the driver, has a version where `ascend-emulator run --driver` gives it.
+// Versions. The structure is in CANN's public API reference ("aclCANNPackageVersion"), as is the
+// numbering of packages; the last one, the driver, has a version where `ascend-emulator run
+// --driver` gives it.
 namespace {
 struct PackageVersion {
   char version[128], major[64], minor[64], release[64], patch[64], reserved[128];
@@ -208,7 +233,8 @@ constexpr int32_t kDriver = 7;
 }  // namespace
 ACL_API(answers, aclsysGetCANNVersion, (int32_t package, PackageVersion* version), {
   const char* driver = std::getenv("ASCEND_EMULATOR_DRIVER");
-  check(package >= 0 && package < kDriver + (driver != nullptr), kUnsupported, "package ", package, " has no version");
+  check(package >= 0 && package < kDriver + (driver != nullptr), kUnsupported, "package ", package,
+      " has no version");
   const std::string given = package == kDriver ? driver : CANN_VERSION;
   *version = {};
   given.copy(version->version, sizeof version->version - 1);
@@ -217,4 +243,5 @@ ACL_API(answers, aclsysGetCANNVersion, (int32_t package, PackageVersion* version
   for (char* part : parts) numbers.getline(part, sizeof version->major, '.');
   std::strcpy(version->patch, "0");
 })
-ACL_API(answers, aclsysGetVersionStr, (const char*, char* version), { std::strcpy(version, CANN_VERSION); })
+ACL_API(answers, aclsysGetVersionStr, (const char*, char* version),
+    { std::strcpy(version, CANN_VERSION); })

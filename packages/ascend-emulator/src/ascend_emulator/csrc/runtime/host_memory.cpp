@@ -1,5 +1,6 @@
-// Page-locked and registered host memory, and pointer attributes. Signatures: torch_npu/csrc/core/npu/interface/AclInterface.cpp
-// (Ascend/pytorch, BSD); structures and values: CANN's public API reference, pages of the same names.
+// Page-locked and registered host memory, and pointer attributes. Signatures:
+// torch_npu/csrc/core/npu/interface/AclInterface.cpp (Ascend/pytorch, BSD); structures and values:
+// CANN's public API reference, pages of the same names.
 #include "core/host_memory.h"
 
 #include "core/device.h"
@@ -9,8 +10,8 @@
 using namespace emu;
 
 namespace {
-// aclrtMallocConfig. The only attribute documented for host memory requests device access by the host's address, which always
-// works here.
+// aclrtMallocConfig. The only attribute documented for host memory requests device access by the
+// host's address, which always works here.
 struct Attribute {
   int32_t attribute;
   uint64_t value;
@@ -22,21 +23,24 @@ struct Configuration {
 constexpr uint32_t kMapped = 0x2, kPinned = 0x10000000;
 }  // namespace
 
-ACL_API(computed, aclrtMallocHost, (void** address, size_t bytes), { *address = host_memory::allocate(bytes); })
+ACL_API(computed, aclrtMallocHost, (void** address, size_t bytes),
+    { *address = host_memory::allocate(bytes); })
 ACL_API(computed, aclrtMallocHostWithCfg, (void** address, uint64_t bytes, const Configuration*),
     { *address = host_memory::allocate(bytes); })
 ACL_API(computed, aclrtFreeHost, (void* address), {
   if (address) host_memory::release(address);
 })
 // aclrtHostRegisterType 0: mapped for devices, at the same address.
-ACL_API(computed, aclrtHostRegister, (void* address, uint64_t bytes, int32_t type, void** device_address), {
-  check(type == 0, kInvalidParam, "registration type ", type, " is not emulated; 0, mapped, is");
-  host_memory::register_range(address, bytes, true);
-  *device_address = address;
-})
+ACL_API(computed, aclrtHostRegister,
+    (void* address, uint64_t bytes, int32_t type, void** device_address), {
+      check(
+          type == 0, kInvalidParam, "registration type ", type, " is not emulated; 0, mapped, is");
+      host_memory::register_range(address, bytes, true);
+      *device_address = address;
+    })
 ACL_API(computed, aclrtHostRegisterV2, (void* address, uint64_t bytes, uint32_t flags), {
-  check(flags != 0 && (flags & ~(kMapped | kPinned)) == 0, kInvalidParam, "registration flags are ", flags,
-      "; allowed: ", kMapped, " (mapped), ", kPinned, " (pinned)");
+  check(flags != 0 && (flags & ~(kMapped | kPinned)) == 0, kInvalidParam, "registration flags are ",
+      flags, "; allowed: ", kMapped, " (mapped), ", kPinned, " (pinned)");
   host_memory::register_range(address, bytes, flags & kMapped);
 })
 ACL_API(computed, aclrtHostUnregister, (void* address), { host_memory::unregister(address); })

@@ -1,6 +1,7 @@
-// Shares aclrtMalloc's memory with other processes. The key is `ascend-emulator:<key in the arena>:<offset in the allocation>`.
-// Signatures: torch_npu/csrc/core/npu/interface/AclInterface.cpp (Ascend/pytorch, BSD); rules: CANN's public API reference,
-// "aclrtIpcMemGetExportKey".
+// Shares aclrtMalloc's memory with other processes. The key is `ascend-emulator:<key in the
+// arena>:<offset in the allocation>`. Signatures:
+// torch_npu/csrc/core/npu/interface/AclInterface.cpp (Ascend/pytorch, BSD); rules: CANN's public
+// API reference, "aclrtIpcMemGetExportKey".
 #include <unistd.h>
 
 #include <cinttypes>
@@ -22,8 +23,9 @@ struct Key {
 };
 Key parse(const char* text) {
   Key key;
-  check(text && std::sscanf(text, "ascend-emulator:%" SCNx64 ":%" SCNx64, &key.part, &key.delta) == 2, kInvalidParam,
-      "not a key of aclrtIpcMemGetExportKey");
+  check(
+      text && std::sscanf(text, "ascend-emulator:%" SCNx64 ":%" SCNx64, &key.part, &key.delta) == 2,
+      kInvalidParam, "not a key of aclrtIpcMemGetExportKey");
   return key;
 }
 
@@ -40,20 +42,25 @@ void synchronize_all(int npu) {
 }
 }  // namespace
 
-ACL_API(computed, aclrtIpcMemGetExportKey, (void* address, size_t bytes, char* key, size_t length, uint64_t flags), {
-  check(length == kKeyLength, kInvalidParam, "the key's length is ", length, "; it must be ", kKeyLength);
-  check(flags <= 1, kInvalidParam, "flags are ", flags, "; allowed: 0, and 1, which lets every process import it");
-  const auto place = locate(address, bytes);
-  check(place.npu != kNoNpu && device(place.npu).owns(address), kInvalidParam, "not memory of aclrtMalloc: ", address);
-  synchronize_all(place.npu);  // the memory is moved to the arena
-  const auto shared = device(place.npu).share(address);
-  arena::offer(shared.key, flags & 1);
-  std::snprintf(key, length, "ascend-emulator:%" PRIx64 ":%" PRIx64, shared.key, shared.delta);
-})
-ACL_API(computed, aclrtIpcMemSetImportPid, (const char* key, const int32_t* processes, size_t count), {
-  check(processes != nullptr, kInvalidParam, "the list of processes is null");
-  arena::allow(parse(key).part, processes, count);
-})
+ACL_API(computed, aclrtIpcMemGetExportKey,
+    (void* address, size_t bytes, char* key, size_t length, uint64_t flags), {
+      check(length == kKeyLength, kInvalidParam, "the key's length is ", length, "; it must be ",
+          kKeyLength);
+      check(flags <= 1, kInvalidParam, "flags are ", flags,
+          "; allowed: 0, and 1, which lets every process import it");
+      const auto place = locate(address, bytes);
+      check(place.npu != kNoNpu && device(place.npu).owns(address), kInvalidParam,
+          "not memory of aclrtMalloc: ", address);
+      synchronize_all(place.npu);  // the memory is moved to the arena
+      const auto shared = device(place.npu).share(address);
+      arena::offer(shared.key, flags & 1);
+      std::snprintf(key, length, "ascend-emulator:%" PRIx64 ":%" PRIx64, shared.key, shared.delta);
+    })
+ACL_API(
+    computed, aclrtIpcMemSetImportPid, (const char* key, const int32_t* processes, size_t count), {
+      check(processes != nullptr, kInvalidParam, "the list of processes is null");
+      arena::allow(parse(key).part, processes, count);
+    })
 // The flag enables peer access, which is always enabled.
 ACL_API(computed, aclrtIpcMemImportByKey, (void** address, const char* text, uint64_t flags), {
   check(flags <= 1, kInvalidParam, "flags are ", flags, "; allowed: 0 or 1");
@@ -63,7 +70,8 @@ ACL_API(computed, aclrtIpcMemImportByKey, (void** address, const char* text, uin
   if (found == opened.end()) {
     const int npu = current_device();
     const auto import = arena::open(key.part);
-    const uint64_t bytes = (import.bytes + virtual_memory::kPage - 1) / virtual_memory::kPage * virtual_memory::kPage;
+    const uint64_t bytes =
+        (import.bytes + virtual_memory::kPage - 1) / virtual_memory::kPage * virtual_memory::kPage;
     void* start = virtual_memory::reserve(bytes);
     virtual_memory::map(start, {bytes, npu, import.file, import.offset});
     found = opened.emplace(key.part, Opened{start, import, 0}).first;

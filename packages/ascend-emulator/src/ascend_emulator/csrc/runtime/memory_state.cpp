@@ -13,23 +13,26 @@ ACL_API(answers, aclrtGetMemInfo, (int32_t, size_t* available, size_t* total), {
   *total = npu.capacity();
 })
 // Usage by component; everything is the program's.
-ACL_API(answers, aclrtGetMemUsageInfo, (uint32_t id, Nullable<Usage> components, size_t room, size_t* count), {
-  const auto [now, most] = device(static_cast<int>(id)).usage();
-  *count = 1;
-  if (room && components) *components = {"program", now, most, {}};
-})
+ACL_API(answers, aclrtGetMemUsageInfo,
+    (uint32_t id, Nullable<Usage> components, size_t room, size_t* count), {
+      const auto [now, most] = device(static_cast<int>(id)).usage();
+      *count = 1;
+      if (room && components) *components = {"program", now, most, {}};
+    })
 
 // Address of an injected uncorrectable error (core/fault.h): one cache line.
-ACL_API(answers, aclrtGetMemUceInfo, (int32_t id, Nullable<FaultyRange> ranges, size_t room, size_t* count), {
-  void* const faulty = device(id).memory_error_address();
-  *count = faulty && room && ranges ? 1 : 0;
-  if (*count) *ranges = {faulty, 64, {}};
-})
-ACL_API(keeps, aclrtMemUceRepair, (int32_t id, const FaultyRange*, size_t), { device(id).clear_memory_error(); })
+ACL_API(answers, aclrtGetMemUceInfo,
+    (int32_t id, Nullable<FaultyRange> ranges, size_t room, size_t* count), {
+      void* const faulty = device(id).memory_error_address();
+      *count = faulty && room && ranges ? 1 : 0;
+      if (*count) *ranges = {faulty, 64, {}};
+    })
+ACL_API(keeps, aclrtMemUceRepair, (int32_t id, const FaultyRange*, size_t),
+    { device(id).clear_memory_error(); })
 
-// What happened to the device, after a failure. An operator's refusal is none of it: errorType 0 (ACL_RT_NO_ERROR). torch_npu
-// asks after each error on Ascend950 and later (NPUException.cpp). Structure: CANN's public API reference,
-// "aclrtGetErrorVerbose".
+// What happened to the device, after a failure. An operator's refusal is none of it: errorType 0
+// (ACL_RT_NO_ERROR). torch_npu asks after each error on Ascend950 and later (NPUException.cpp).
+// Structure: CANN's public API reference, "aclrtGetErrorVerbose".
 namespace {
 struct ErrorInfo {
   uint8_t repairable, detailed, reserved[2];
@@ -52,6 +55,7 @@ ACL_API(answers, aclrtGetErrorVerbose, (int32_t id, ErrorInfo* info), {
 })
 ACL_API(keeps, aclrtRepairError, (int32_t id, const ErrorInfo* info), {
   check(info != nullptr, kInvalidParam, "errorInfo is null");
-  check(info->type == kMemory, kUnsupported, "errorType is ", info->type, "; repaired are memory errors, 1");
+  check(info->type == kMemory, kUnsupported, "errorType is ", info->type,
+      "; repaired are memory errors, 1");
   device(id).clear_memory_error();
 })

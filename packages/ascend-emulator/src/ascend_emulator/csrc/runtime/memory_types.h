@@ -1,5 +1,6 @@
-// Structures of the memory calls: CANN's public API reference, "aclrtMemLocation", "aclrtPhysicalMemProp", "aclrtPtrAttributes",
-// "aclrtMemcpyBatchAttr", "aclrtMemUceInfo", "aclrtMemUsageInfo".
+// Structures of the memory calls: CANN's public API reference, "aclrtMemLocation",
+// "aclrtPhysicalMemProp", "aclrtPtrAttributes", "aclrtMemcpyBatchAttr", "aclrtMemUceInfo",
+// "aclrtMemUsageInfo".
 #ifndef ASCEND_EMULATOR_RUNTIME_MEMORY_TYPES_H
 #define ASCEND_EMULATOR_RUNTIME_MEMORY_TYPES_H
 #include <cstddef>

@@ -1,6 +1,7 @@
-// Profiling and logging hooks that torch_npu links against or loads (libmsprofiler.so). A profile is a directory PROF_… with the
-// trace of the device's tasks (core/trace.h), from which `msprof --export=on` makes timeline and op_summary
-// (tools/profiler/profiler_tool). torch_npu's profiler records host events itself.
+// Profiling and logging hooks that torch_npu links against or loads (libmsprofiler.so). A profile
+// is a directory PROF_… with the trace of the device's tasks (core/trace.h), from which `msprof
+// --export=on` makes timeline and op_summary (tools/profiler/profiler_tool). torch_npu's profiler
+// records host events itself.
 #include <sys/stat.h>
 #include <time.h>
 #include <unistd.h>
@@ -36,11 +37,12 @@ int64_t nanoseconds(clockid_t clock) {
 }
 
 void make_directory(const std::string& path) {
-  emu::check(mkdir(path.c_str(), 0750) == 0 || errno == EEXIST, kInvalidParam, "cannot create ", path);
+  emu::check(
+      mkdir(path.c_str(), 0750) == 0 || errno == EEXIST, kInvalidParam, "cannot create ", path);
 }
 
-// PROF_number_time_letters/host and device_N, as CANN's tools name them, with the times from which torch_npu computes local time
-// (torch_npu/profiler/analysis, BSD).
+// PROF_number_time_letters/host and device_N, as CANN's tools name them, with the times from which
+// torch_npu computes local time (torch_npu/profiler/analysis, BSD).
 void make_profile(const std::vector<uint32_t>& devices) {
   static int number = 0;
   char name[80];
@@ -49,7 +51,8 @@ void make_profile(const std::vector<uint32_t>& devices) {
   localtime_r(&seconds, &local);
   char stamp[32];
   std::strftime(stamp, sizeof stamp, "%Y%m%d%H%M%S000", &local);
-  std::snprintf(name, sizeof name, "/PROF_%06d_%s_EMULATOR%08X", ++number, stamp, static_cast<unsigned>(getpid()));
+  std::snprintf(name, sizeof name, "/PROF_%06d_%s_EMULATOR%08X", ++number, stamp,
+      static_cast<unsigned>(getpid()));
   make_directory(result_path);
   const auto directory = result_path + name;
   make_directory(directory);
@@ -59,9 +62,10 @@ void make_profile(const std::vector<uint32_t>& devices) {
     const auto local_time = nanoseconds(CLOCK_REALTIME), raw = nanoseconds(CLOCK_MONOTONIC_RAW),
                steady = nanoseconds(CLOCK_MONOTONIC);
     std::fprintf(info,
-        "{\"collectionTimeBegin\": \"%lld.%03lld\", \"clockMonotonicRaw\": \"%lld\", \"clockMonotonic\": \"%lld\"}\n",
-        static_cast<long long>(local_time / 1000), static_cast<long long>(local_time % 1000), static_cast<long long>(raw),
-        static_cast<long long>(steady));
+        "{\"collectionTimeBegin\": \"%lld.%03lld\", \"clockMonotonicRaw\": \"%lld\", "
+        "\"clockMonotonic\": \"%lld\"}\n",
+        static_cast<long long>(local_time / 1000), static_cast<long long>(local_time % 1000),
+        static_cast<long long>(raw), static_cast<long long>(steady));
     std::fclose(info);
   }
   emu::start_profile(directory + "/host/emulator_trace.json");
@@ -71,12 +75,14 @@ void make_profile(const std::vector<uint32_t>& devices) {
 // CANN's API reference, "Profiling data collection".
 ACL_API(keeps, aclprofInit, (const char* path, size_t length), {
   if (!path || !length) throw Error(kInvalidParam, "profilerResultPath is empty");
-  if (std::exchange(initialized, true)) throw Error(kRepeatInit, "profiling is initialized already");
+  if (std::exchange(initialized, true))
+    throw Error(kRepeatInit, "profiling is initialized already");
   result_path.assign(path, length);
   result_path.resize(std::min(result_path.find('\0'), result_path.size()));
 })
 ACL_API(keeps, aclprofFinalize, (), {
-  if (!std::exchange(initialized, false)) throw Error(kInvalidParam, "aclprofInit did not come before");
+  if (!std::exchange(initialized, false))
+    throw Error(kInvalidParam, "aclprofInit did not come before");
 })
 ACL_API(keeps, aclprofStart, (const void* config), {
   const auto& chosen = known(config);
@@ -85,11 +91,15 @@ ACL_API(keeps, aclprofStart, (const void* config), {
 })
 ACL_API(keeps, aclprofStop, (const void* config), {
   known(config);
-  if (!std::exchange(started, false)) throw Error(kInvalidParam, "aclprofStart did not come before");
+  if (!std::exchange(started, false))
+    throw Error(kInvalidParam, "aclprofStart did not come before");
   emu::stop_profile();
 })
-ACL_VALUE(Config*, keeps, aclprofCreateConfig, (uint32_t* devices, uint32_t count, int, const void*, uint64_t),
-    { return new Config{devices ? std::vector<uint32_t>(devices, devices + count) : std::vector<uint32_t>()}; })
+ACL_VALUE(Config*, keeps, aclprofCreateConfig,
+    (uint32_t* devices, uint32_t count, int, const void*, uint64_t), {
+      return new Config{
+          devices ? std::vector<uint32_t>(devices, devices + count) : std::vector<uint32_t>()};
+    })
 ACL_API(keeps, aclprofDestroyConfig, (const Config* config), {
   if (!config) throw Error(kInvalidParam, "profilerConfig is null");
   delete config;
@@ -99,7 +109,8 @@ ACL_API(nothing("no warm-up is needed"), aclprofWarmup, (...), {})
 ACL_API(nothing("marks are not recorded"), aclprofMarkEx, (...), {})
 
 #define QUIET(TYPE, NAME, PARAMS) \
-  ACL_VALUE(TYPE, nothing("CANN's own host events are not recorded"), NAME, PARAMS, { return TYPE(); })
+  ACL_VALUE(                      \
+      TYPE, nothing("CANN's own host events are not recorded"), NAME, PARAMS, { return TYPE(); })
 
 QUIET(int, MsprofRegisterCallback, (...))
 QUIET(int, MsprofReportAdditionalInfo, (...))

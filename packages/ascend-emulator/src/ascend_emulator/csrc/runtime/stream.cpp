@@ -1,5 +1,6 @@
-// Streams, events, synchronisation and callbacks. Signatures: see device.cpp; behaviour: CANN's public API reference ("Stream
-// Management", "Event Management", "Synchronization") and torch_npu's NPUEvent.cpp, AsyncTaskQueueInterface.cpp and Graph.cpp.
+// Streams, events, synchronisation and callbacks. Signatures: see device.cpp; behaviour: CANN's
+// public API reference ("Stream Management", "Event Management", "Synchronization") and torch_npu's
+// NPUEvent.cpp, AsyncTaskQueueInterface.cpp and Graph.cpp.
 #include "core/stream.h"
 
 #include <sys/prctl.h>
@@ -55,7 +56,8 @@ void record(Event& event, const std::shared_ptr<Stream>& stream) {
   check(!(event.flags & kExported), kUnsupported,
       "recording an event again whose handle another process was given is not emulated");
   // Callback reports are not captured: captured tasks do not run.
-  if (!(stream->captured() && (event.flags & kEventStreamProgress) && event.flags != 0xE) && capture_record(*stream, event))
+  if (!(stream->captured() && (event.flags & kEventStreamProgress) && event.flags != 0xE) &&
+      capture_record(*stream, event))
     return;
   auto mark = std::make_shared<Mark>();
   mark->stream = stream;
@@ -65,11 +67,12 @@ void record(Event& event, const std::shared_ptr<Stream>& stream) {
     mark->time = Clock::now();
     mark->stamped = true;
   } else {
-    mark->ticket = stream->submit_brief("aclrtRecordEvent", Kind::record, [mark, on = stream.get()] {
-      mark->time = Clock::now();
-      mark->modelled = on->modelled;
-      mark->stamped = true;
-    });
+    mark->ticket =
+        stream->submit_brief("aclrtRecordEvent", Kind::record, [mark, on = stream.get()] {
+          mark->time = Clock::now();
+          mark->modelled = on->modelled;
+          mark->stamped = true;
+        });
   }
   event.mark = mark;
 }
@@ -89,9 +92,10 @@ void wait(const std::shared_ptr<Stream>& stream, Event& event) {
   const std::shared_ptr<void> pending(nullptr, [waits = event.waits](void*) { --*waits; });
   Task task{"aclrtStreamWaitEvent",
       [mark, on = stream.get(), pending, seconds = wait_timeout.load()] {
-        const auto deadline = seconds ? Deadline(Clock::now() + std::chrono::seconds(seconds)) : Deadline();
-        check(mark->stream->wait(mark->ticket, deadline), kEventSyncTimeout, "the event was not reached within ", seconds,
-            " s (aclrtSetOpWaitTimeout)");
+        const auto deadline =
+            seconds ? Deadline(Clock::now() + std::chrono::seconds(seconds)) : Deadline();
+        check(mark->stream->wait(mark->ticket, deadline), kEventSyncTimeout,
+            "the event was not reached within ", seconds, " s (aclrtSetOpWaitTimeout)");
         on->modelled = std::max(on->modelled, mark->modelled);
       },
       Kind::wait};
@@ -103,7 +107,8 @@ void wait(const std::shared_ptr<Stream>& stream, Event& event) {
 // Latest record of an event; null if it was never recorded.
 std::shared_ptr<Mark> mark_of(Event& event) {
   std::lock_guard lock(event.mutex);
-  check(event.captured.expired(), kEventCaptured, "the event was recorded in a capture, which has no time of its own");
+  check(event.captured.expired(), kEventCaptured,
+      "the event was recorded in a capture, which has no time of its own");
   return event.mark;
 }
 
@@ -113,8 +118,9 @@ void synchronize_event(void* handle, Deadline deadline) {
   const auto mark = mark_of(*event);
   check_queue(mark ? mark->stream->device : current_device());
   if (mark)
-    check(mark->stream->wait(mark->ticket, deadline), kEventSyncTimeout, "the deadline passed while stream ", mark->stream->id,
-        " ran ", mark->stream->running_task_name());
+    check(mark->stream->wait(mark->ticket, deadline), kEventSyncTimeout,
+        "the deadline passed while stream ", mark->stream->id, " ran ",
+        mark->stream->running_task_name());
 }
 
 void synchronize_device(const char* call, Deadline deadline) {
@@ -143,8 +149,10 @@ void unsubscribe(const Stream& stream) {
 }
 
 void destroy(void* handle, bool force) {
-  // CANN's code for a call that a stream in a capture does not allow (torch_npu/csrc/core/npu/NPUErrorCodes.h).
-  check(!stream_of(handle).captured(), kStreamCaptured, "the stream is being captured; end the capture first");
+  // CANN's code for a call that a stream in a capture does not allow
+  // (torch_npu/csrc/core/npu/NPUErrorCodes.h).
+  check(!stream_of(handle).captured(), kStreamCaptured,
+      "the stream is being captured; end the capture first");
   const auto stream = remove_stream(handle);
   if (force) Stream::abort({stream});
   stream->retire();
@@ -154,9 +162,11 @@ void destroy(void* handle, bool force) {
 
 }  // namespace
 
-ACL_API(computed, aclrtCreateStream, (void** stream), { *stream = add_stream(Stream::create(current_device())); })
-// Between the creation of an NPU's first two streams, torch_npu starts its release_thread (NPUStream.cpp, initGlobalStreamState),
-// which polls every microsecond. A timer slack of 1 ms for it leaves the CPU to the operators.
+ACL_API(computed, aclrtCreateStream, (void** stream),
+    { *stream = add_stream(Stream::create(current_device())); })
+// Between the creation of an NPU's first two streams, torch_npu starts its release_thread
+// (NPUStream.cpp, initGlobalStreamState), which polls every microsecond. A timer slack of 1 ms for
+// it leaves the CPU to the operators.
 namespace {
 void slow_release_thread(int npu) {
   thread_local int before = 0;
@@ -169,35 +179,42 @@ void slow_release_thread(int npu) {
   }
 }
 }  // namespace
-// Priorities beyond 7 are clamped, and unknown flags are ignored (CANN's documentation). Flags 0x4, 0x10 and 0x20: tasks that are
-// not executed at once, or not by a device.
+// Priorities beyond 7 are clamped, and unknown flags are ignored (CANN's documentation). Flags 0x4,
+// 0x10 and 0x20: tasks that are not executed at once, or not by a device.
 ACL_API(computed, aclrtCreateStreamWithConfig, (void** stream, uint32_t, uint32_t flags), {
-  check((flags & 0x34) == 0, kUnsupported, "stream flags ", flags, " are not emulated; 1, 2 and 8 are");
+  check((flags & 0x34) == 0, kUnsupported, "stream flags ", flags,
+      " are not emulated; 1, 2 and 8 are");
   slow_release_thread(current_device());
   *stream = add_stream(Stream::create(current_device()));
 })
 ACL_API(computed, aclrtDestroyStream, (void* stream), { destroy(stream, false); })
 ACL_API(computed, aclrtDestroyStreamForce, (void* stream), { destroy(stream, true); })
-ACL_API(computed, aclrtDeviceTaskAbort, (int32_t id, uint32_t), { Stream::abort(streams_of(device(id).id)); })
+ACL_API(computed, aclrtDeviceTaskAbort, (int32_t id, uint32_t),
+    { Stream::abort(streams_of(device(id).id)); })
 ACL_API(answers, aclrtStreamGetId, (void* stream, int32_t* id), { *id = stream_of(stream).id; })
 // A stream stops at its first failure in both modes.
-ACL_API(nothing("a stream stops at its first failure in either mode"), aclrtSetStreamFailureMode, (void* stream, uint64_t),
-    { stream_of(stream); })
-// Attributes: 1 failure mode, 2 overflow check, 3 a tag, 4 whether shapes are reported to the profiler, 5 priority. Only 2
-// affects results. Values: CANN's documentation of aclrtStreamAttrValue.
-ACL_API(nothing("no attribute changes a result"), aclrtSetStreamAttribute, (void* stream, int32_t attribute, const void* value), {
-  stream_of(stream);
-  check(value != nullptr, kInvalidParam, "value is null");
-  const uint64_t most[] = {0, 1, 1, UINT32_MAX, 1, 7};
-  check(attribute >= 1 && attribute <= 5, kInvalidParam, "stream attribute ", attribute, "; supported: 1 to 5");
-  const uint64_t given = attribute == 1 ? *static_cast<const uint64_t*>(value) : *static_cast<const uint32_t*>(value);
-  check(given <= most[attribute], kInvalidParam, "stream attribute ", attribute, " is ", given, "; allowed: 0 to ",
-      most[attribute]);
-  check(attribute != 2 || given == 0, kUnsupported, "overflow detection is not emulated");
-})
+ACL_API(nothing("a stream stops at its first failure in either mode"), aclrtSetStreamFailureMode,
+    (void* stream, uint64_t), { stream_of(stream); })
+// Attributes: 1 failure mode, 2 overflow check, 3 a tag, 4 whether shapes are reported to the
+// profiler, 5 priority. Only 2 affects results. Values: CANN's documentation of
+// aclrtStreamAttrValue.
+ACL_API(nothing("no attribute changes a result"), aclrtSetStreamAttribute,
+    (void* stream, int32_t attribute, const void* value), {
+      stream_of(stream);
+      check(value != nullptr, kInvalidParam, "value is null");
+      const uint64_t most[] = {0, 1, 1, UINT32_MAX, 1, 7};
+      check(attribute >= 1 && attribute <= 5, kInvalidParam, "stream attribute ", attribute,
+          "; supported: 1 to 5");
+      const uint64_t given = attribute == 1 ? *static_cast<const uint64_t*>(value)
+                                            : *static_cast<const uint32_t*>(value);
+      check(given <= most[attribute], kInvalidParam, "stream attribute ", attribute, " is ", given,
+          "; allowed: 0 to ", most[attribute]);
+      check(attribute != 2 || given == 0, kUnsupported, "overflow detection is not emulated");
+    })
 // Overflow is not detected: results keep infinities (aclGetCannAttribute).
-ACL_API(nothing("overflow is never watched for: results keep infinities and NaNs"), aclrtSetStreamOverflowSwitch,
-    (void*, uint32_t on), { check(on == 0, kUnsupported, "overflow detection is not emulated"); })
+ACL_API(nothing("overflow is never watched for: results keep infinities and NaNs"),
+    aclrtSetStreamOverflowSwitch, (void*, uint32_t on),
+    { check(on == 0, kUnsupported, "overflow detection is not emulated"); })
 ACL_API(answers, aclrtGetStreamOverflowSwitch, (void*, uint32_t* on), { *on = 0; })
 // aclrtStreamStatus: 0 complete, 1 not ready.
 ACL_API(computed, aclrtStreamQuery, (void* handle, int32_t* status), {
@@ -206,7 +223,8 @@ ACL_API(computed, aclrtStreamQuery, (void* handle, int32_t* status), {
   *status = stream->idle() ? 0 : 1;
   if (*status == 0) stream->check_failure();
 })
-ACL_API(computed, aclrtSynchronizeStream, (void* stream), { synchronize_stream("aclrtSynchronizeStream", stream, {}); })
+ACL_API(computed, aclrtSynchronizeStream, (void* stream),
+    { synchronize_stream("aclrtSynchronizeStream", stream, {}); })
 ACL_API(computed, aclrtSynchronizeStreamWithTimeout, (void* stream, int32_t milliseconds),
     { synchronize_stream("aclrtSynchronizeStreamWithTimeout", stream, after(milliseconds)); })
 ACL_API(computed, aclrtSynchronizeDevice, (), { synchronize_device("aclrtSynchronizeDevice", {}); })
@@ -214,45 +232,56 @@ ACL_API(computed, aclrtSynchronizeDeviceWithTimeout, (int32_t milliseconds),
     { synchronize_device("aclrtSynchronizeDeviceWithTimeout", after(milliseconds)); })
 
 // "aclrtCreateEvent" of CANN's API reference: an event for synchronization and for times.
-ACL_API(computed, aclrtCreateEvent, (void** event), { create_event(event, kEventTimeline | kEventSync); })
-ACL_API(computed, aclrtCreateEventWithFlag, (void** event, uint32_t flags), { create_event(event, flags); })
-ACL_API(computed, aclrtCreateEventExWithFlag, (void** event, uint32_t flags), { create_event(event, flags); })
+ACL_API(computed, aclrtCreateEvent, (void** event),
+    { create_event(event, kEventTimeline | kEventSync); })
+ACL_API(computed, aclrtCreateEventWithFlag, (void** event, uint32_t flags),
+    { create_event(event, flags); })
+ACL_API(computed, aclrtCreateEventExWithFlag, (void** event, uint32_t flags),
+    { create_event(event, flags); })
 ACL_API(computed, aclrtDestroyEvent, (void* event), {
   event_at(event);
   std::lock_guard lock(events().mutex);
   events().living.erase(event);
 })
-ACL_API(computed, aclrtRecordEvent, (void* event, void* stream), { record(*event_at(event), stream_at(stream)); })
-ACL_API(computed, aclrtStreamWaitEvent, (void* stream, void* event), { wait(stream_at(stream), *event_at(event)); })
+ACL_API(computed, aclrtRecordEvent, (void* event, void* stream),
+    { record(*event_at(event), stream_at(stream)); })
+ACL_API(computed, aclrtStreamWaitEvent, (void* stream, void* event),
+    { wait(stream_at(stream), *event_at(event)); })
 ACL_API(computed, aclrtResetEvent, (void* event, void*), {
   const auto reset = event_at(event);
   std::lock_guard lock(reset->mutex);
   reset->mark.reset();
 })
 ACL_API(computed, aclrtSynchronizeEvent, (void* event), { synchronize_event(event, {}); })
-// aclrtEventRecordedStatus: 0 not ready, 1 complete. An event that was never recorded counts as complete (torch.npu.Event.query).
+// aclrtEventRecordedStatus: 0 not ready, 1 complete. An event that was never recorded counts as
+// complete (torch.npu.Event.query).
 ACL_API(computed, aclrtQueryEventStatus, (void* event, int32_t* status), {
   const auto mark = mark_of(*event_at(event));
   *status = !mark || mark->stream->reached(mark->ticket) ? 1 : 0;
   if (*status && mark) mark->stream->check_failure();
 })
-// aclrtEventWaitStatus: 0 complete, 1 not ready. A wait keeps its record alive, so the event may be destroyed at any time.
-ACL_API(computed, aclrtQueryEventWaitStatus, (void* event, int32_t* status), { *status = *event_at(event)->waits > 0; })
+// aclrtEventWaitStatus: 0 complete, 1 not ready. A wait keeps its record alive, so the event may be
+// destroyed at any time.
+ACL_API(computed, aclrtQueryEventWaitStatus, (void* event, int32_t* status),
+    { *status = *event_at(event)->waits > 0; })
 ACL_API(keeps, aclrtSetOpWaitTimeout, (uint32_t seconds), { wait_timeout = seconds; })
 ACL_API(computed, aclrtEventElapsedTime, (float* milliseconds, void* start, void* end), {
   const auto from = event_at(start);
   const auto to = event_at(end);
   check((from->flags & to->flags & kEventTimeline) != 0, kInvalidParam,
-      "an event was made without timing (ACL_EVENT_TIME_LINE; torch.npu.Event(enable_timing=True))");
+      "an event was made without timing (ACL_EVENT_TIME_LINE; "
+      "torch.npu.Event(enable_timing=True))");
   const auto first = mark_of(*from);
   const auto last = mark_of(*to);
-  check(first && last && first->stamped && last->stamped, kInvalidParam, "both events must have been recorded and reached");
+  check(first && last && first->stamped && last->stamped, kInvalidParam,
+      "both events must have been recorded and reached");
   *milliseconds = std::chrono::duration<float, std::milli>(last->time - first->time).count();
 })
 ACL_API(computed, aclrtEventGetTimestamp, (void* event, uint64_t* microseconds), {
   const auto mark = mark_of(*event_at(event));
   check(mark && mark->stamped, kInvalidParam, "the event must have been recorded and reached");
-  *microseconds = std::chrono::duration_cast<std::chrono::microseconds>(mark->time.time_since_epoch()).count();
+  *microseconds =
+      std::chrono::duration_cast<std::chrono::microseconds>(mark->time.time_since_epoch()).count();
 })
 
 // Streams write values to device memory and wait for them (torch.npu.ExternalEvent).
@@ -276,13 +305,15 @@ ACL_API(computed, aclrtValueWrite, (void* address, uint64_t value, uint32_t flag
   });
 })
 ACL_API(computed, aclrtValueWait, (void* address, uint64_t value, uint32_t flag, void* stream), {
-  check(flag <= 3, kInvalidParam, "flag ", flag, "; supported: 0 (not less), 1 (equal), 2 (and) and 3 (nor)");
+  check(flag <= 3, kInvalidParam, "flag ", flag,
+      "; supported: 0 (not less), 1 (equal), 2 (and) and 3 (nor)");
   const Recheck memory;
   std::atomic_ref at(*static_cast<uint64_t*>(to_kernel(address, sizeof(uint64_t))));
   Task task{"aclrtValueWait",
       [at, value, flag, memory, address] {
         memory.verify([&] { memory.check("the value", address, sizeof(uint64_t)); });
-        // Polls: copies write values too, and a thread that writes one would take longer to wake this one.
+        // Polls: copies write values too, and a thread that writes one would take longer to wake
+        // this one.
         for (const auto start = Clock::now(); !holds(at.load(), value, flag);) {
           check_not_aborted();
           const auto longer = Clock::now() - start > std::chrono::milliseconds(5);
@@ -294,7 +325,8 @@ ACL_API(computed, aclrtValueWait, (void* address, uint64_t value, uint32_t flag,
   stream_of(stream).submit(std::move(task));
 })
 
-// Host functions run on the stream's worker. Callbacks run on the thread that subscribed to the stream and processes reports.
+// Host functions run on the stream's worker. Callbacks run on the thread that subscribed to the
+// stream and processes reports.
 namespace {
 struct Report {
   void (*call)(void*);
@@ -312,7 +344,8 @@ ACL_API(computed, aclrtLaunchHostFunc, (void* stream, void (*function)(void*), v
 ACL_API(computed, aclrtSubscribeReport, (uint64_t thread, void* stream), {
   auto& of = stream_of(stream);
   std::lock_guard lock(report_mutex);
-  check(subscribed.emplace(of.id, thread).second, static_cast<Status>(107011), "the stream is subscribed already");
+  check(subscribed.emplace(of.id, thread).second, static_cast<Status>(107011),
+      "the stream is subscribed already");
   reports[thread];
 })
 ACL_API(computed, aclrtUnSubscribeReport, (uint64_t thread, void* stream), {
@@ -323,31 +356,33 @@ ACL_API(computed, aclrtUnSubscribeReport, (uint64_t thread, void* stream), {
       "the thread is not subscribed for this stream");
   subscribed.erase(at);
 })
-ACL_API(computed, aclrtLaunchCallback, (void (*callback)(void*), void* data, int32_t block, void* stream), {
-  auto& on = stream_of(stream);
-  check(callback != nullptr, kInvalidParam, "the callback is null");
-  uint64_t thread;
-  {
-    std::lock_guard lock(report_mutex);
-    const auto at = subscribed.find(on.id);
-    check(at != subscribed.end(), static_cast<Status>(107015),
-        "no thread subscribed for the stream's callbacks (aclrtSubscribeReport)");
-    thread = at->second;
-  }
-  Task task{"aclrtLaunchCallback",
-      [callback, data, block, thread] {
-        Report report{callback, data, std::make_shared<std::atomic<bool>>(false)};
-        std::unique_lock lock(report_mutex);
-        reports[thread].push_back(report);
-        report_changed.notify_all();
-        if (block == 0) return;
-        while (!report_changed.wait_for(lock, std::chrono::milliseconds(50), [&] { return report.done->load(); }))
-          check_not_aborted();
-      },
-      Kind::host};
-  task.blocks = true;
-  on.submit(std::move(task));
-})
+ACL_API(computed, aclrtLaunchCallback,
+    (void (*callback)(void*), void* data, int32_t block, void* stream), {
+      auto& on = stream_of(stream);
+      check(callback != nullptr, kInvalidParam, "the callback is null");
+      uint64_t thread;
+      {
+        std::lock_guard lock(report_mutex);
+        const auto at = subscribed.find(on.id);
+        check(at != subscribed.end(), static_cast<Status>(107015),
+            "no thread subscribed for the stream's callbacks (aclrtSubscribeReport)");
+        thread = at->second;
+      }
+      Task task{"aclrtLaunchCallback",
+          [callback, data, block, thread] {
+            Report report{callback, data, std::make_shared<std::atomic<bool>>(false)};
+            std::unique_lock lock(report_mutex);
+            reports[thread].push_back(report);
+            report_changed.notify_all();
+            if (block == 0) return;
+            while (!report_changed.wait_for(
+                lock, std::chrono::milliseconds(50), [&] { return report.done->load(); }))
+              check_not_aborted();
+          },
+          Kind::host};
+      task.blocks = true;
+      on.submit(std::move(task));
+    })
 ACL_API(computed, aclrtProcessReport, (int32_t milliseconds), {
   const auto thread = static_cast<uint64_t>(pthread_self());
   std::unique_lock lock(report_mutex);
@@ -355,8 +390,8 @@ ACL_API(computed, aclrtProcessReport, (int32_t milliseconds), {
   if (milliseconds < 0)
     report_changed.wait(lock, any);
   else
-    check(report_changed.wait_for(lock, std::chrono::milliseconds(milliseconds), any), kReportTimeout, "no callback within ",
-        milliseconds, " ms");
+    check(report_changed.wait_for(lock, std::chrono::milliseconds(milliseconds), any),
+        kReportTimeout, "no callback within ", milliseconds, " ms");
   const auto report = reports[thread].front();
   reports[thread].pop_front();
   lock.unlock();
@@ -366,8 +401,8 @@ ACL_API(computed, aclrtProcessReport, (int32_t milliseconds), {
   report_changed.notify_all();
 })
 
-// IPC events. Exporting a handle waits for the event, so that it is complete wherever it is opened; torch_npu exports it right
-// after the record (torch_npu/csrc/ipc/StorageSharing.cpp, BSD).
+// IPC events. Exporting a handle waits for the event, so that it is complete wherever it is opened;
+// torch_npu exports it right after the record (torch_npu/csrc/ipc/StorageSharing.cpp, BSD).
 namespace {
 struct IpcHandle {
   char text[64];
@@ -382,6 +417,7 @@ ACL_API(computed, aclrtIpcGetEventHandle, (void* handle, char* text), {
   std::memcpy(text, kIpcEvent, sizeof kIpcEvent);
 })
 ACL_API(computed, aclrtIpcOpenEventHandle, (IpcHandle handle, void** event), {
-  check(std::memcmp(handle.text, kIpcEvent, sizeof kIpcEvent) == 0, kInvalidParam, "not a handle of aclrtIpcGetEventHandle");
+  check(std::memcmp(handle.text, kIpcEvent, sizeof kIpcEvent) == 0, kInvalidParam,
+      "not a handle of aclrtIpcGetEventHandle");
   create_event(event, 0);
 })

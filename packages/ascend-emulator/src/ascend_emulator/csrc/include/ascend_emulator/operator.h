@@ -3,15 +3,17 @@
 //   #include <ATen/ATen.h>
 //   #include <ascend_emulator/operator.h>
 //
-//   ASCEND_EMULATOR_OPERATOR(aclnnAddCustom, (at::Tensor x, at::Tensor y, double alpha, at::Tensor out), {
+//   ASCEND_EMULATOR_OPERATOR(aclnnAddCustom, (at::Tensor x, at::Tensor y, double alpha, at::Tensor
+//   out), {
 //     at::add_out(out, x, y, alpha);
 //   })
 //
-// This defines the two C functions that your torch extension looks up, `aclnnAddCustomGetWorkspaceSize(const aclTensor*, const
-// aclTensor*, double, const aclTensor*, uint64_t*, aclOpExecutor**)` and `aclnnAddCustom(void*, uint64_t, aclOpExecutor*,
-// aclrtStream)`. ASCEND_EMULATOR_OPERATORS=add.cpp compiles the file into the library in which operators are looked up first
-// (libcust_opapi.so). The body runs on the stream; an exception fails the stream. Parameters are of the types that have an Arg
-// below, in the order of the kernel's host function.
+// This defines the two C functions that your torch extension looks up,
+// `aclnnAddCustomGetWorkspaceSize(const aclTensor*, const aclTensor*, double, const aclTensor*,
+// uint64_t*, aclOpExecutor**)` and `aclnnAddCustom(void*, uint64_t, aclOpExecutor*, aclrtStream)`.
+// ASCEND_EMULATOR_OPERATORS=add.cpp compiles the file into the library in which operators are
+// looked up first (libcust_opapi.so). The body runs on the stream; an exception fails the stream.
+// Parameters are of the types that have an Arg below, in the order of the kernel's host function.
 #ifndef ASCEND_EMULATOR_OPERATOR_H
 #define ASCEND_EMULATOR_OPERATOR_H
 #include <stdint.h>
@@ -20,7 +22,8 @@
 extern "C" {
 #endif
 
-// A tensor of a running operator, in memory of this CPU. `sizes` is null for an optional tensor that was not given.
+// A tensor of a running operator, in memory of this CPU. `sizes` is null for an optional tensor
+// that was not given.
 typedef struct AscendEmulatorTensor {
   void* data;
   const int64_t *sizes, *strides;  // strides in elements
@@ -50,20 +53,26 @@ typedef struct AscendEmulatorArgument {
 } AscendEmulatorArgument;
 
 // Computes. `tensors` are those of the arguments, lists flattened. Returns 0, or writes a message.
-typedef int (*AscendEmulatorCompute)(void* context, const AscendEmulatorTensor* tensors, int count, char* message, int size);
+typedef int (*AscendEmulatorCompute)(
+    void* context, const AscendEmulatorTensor* tensors, int count, char* message, int size);
 typedef void (*AscendEmulatorRelease)(void* context);
 
-// Functions of libascend_emulator.so. `parameters` names the arguments: "(x, y, alpha, out)". Statuses are those of aclnn.
-// ascend_emulator_prepare is what aclnnXxxGetWorkspaceSize does: it checks the tensors' memory, and takes `context`.
-typedef int AscendEmulatorPrepare(const char* name, const char* parameters, const AscendEmulatorArgument* arguments, int count,
-    AscendEmulatorCompute compute, void* context, AscendEmulatorRelease release, uint64_t* workspace, void** executor);
+// Functions of libascend_emulator.so. `parameters` names the arguments: "(x, y, alpha, out)".
+// Statuses are those of aclnn. ascend_emulator_prepare is what aclnnXxxGetWorkspaceSize does: it
+// checks the tensors' memory, and takes `context`.
+typedef int AscendEmulatorPrepare(const char* name, const char* parameters,
+    const AscendEmulatorArgument* arguments, int count, AscendEmulatorCompute compute,
+    void* context, AscendEmulatorRelease release, uint64_t* workspace, void** executor);
 // As above, computed by the Python function "module:function" or "/path/file.py:function".
-typedef int AscendEmulatorPreparePython(const char* name, const char* parameters, const AscendEmulatorArgument* arguments,
-    int count, const char* function, uint64_t* workspace, void** executor);
+typedef int AscendEmulatorPreparePython(const char* name, const char* parameters,
+    const AscendEmulatorArgument* arguments, int count, const char* function, uint64_t* workspace,
+    void** executor);
 typedef int AscendEmulatorLaunch(const char* name, void* executor, void* stream);
 typedef int AscendEmulatorFail(const char* name, const char* message);
-// Number of values or tensors, -1 if the object is null. `values`: int64_t, float or uint8_t (bool).
-typedef int64_t AscendEmulatorValues(AscendEmulatorKind kind, const void* object, void* values, int64_t most);
+// Number of values or tensors, -1 if the object is null. `values`: int64_t, float or uint8_t
+// (bool).
+typedef int64_t AscendEmulatorValues(
+    AscendEmulatorKind kind, const void* object, void* values, int64_t most);
 // 0 real, 1 integer, 2 bool, -1 null or another type
 typedef int AscendEmulatorScalarOf(const void* object, double* real, int64_t* integer);
 
@@ -92,7 +101,9 @@ template <class Function>
 Function* function(const char* name) {
   void* library = dlopen("libascend_emulator.so", RTLD_LAZY | RTLD_NOLOAD);
   void* found = library ? dlsym(library, name) : nullptr;
-  if (!found) throw std::runtime_error(std::string("no NPU is emulated in this process, or this emulator has no ") + name);
+  if (!found)
+    throw std::runtime_error(
+        std::string("no NPU is emulated in this process, or this emulator has no ") + name);
   return reinterpret_cast<Function*>(found);
 }
 
@@ -119,8 +130,8 @@ inline at::ScalarType scalar_type(int32_t dtype) {
 inline at::Tensor tensor(const AscendEmulatorTensor& view) {
   if (!view.sizes) return {};
   const auto rank = static_cast<size_t>(view.rank);
-  return at::from_blob(view.data, at::IntArrayRef(view.sizes, rank), at::IntArrayRef(view.strides, rank),
-      at::TensorOptions().dtype(scalar_type(view.dtype)));
+  return at::from_blob(view.data, at::IntArrayRef(view.sizes, rank),
+      at::IntArrayRef(view.strides, rank), at::TensorOptions().dtype(scalar_type(view.dtype)));
 }
 
 template <class Value>
@@ -133,7 +144,8 @@ std::vector<Value> values(AscendEmulatorKind kind, const void* object) {
   return found;
 }
 
-// Arg<T>: the C type of a parameter, what is read when the operator is called, and the value when it runs.
+// Arg<T>: the C type of a parameter, what is read when the operator is called, and the value when
+// it runs.
 template <class T, class = void>
 struct Arg;
 template <>
@@ -146,7 +158,9 @@ struct Arg<at::Tensor> {
 template <>
 struct Arg<std::optional<at::Tensor>> {
   using C = const void*;
-  static AscendEmulatorArgument describe(C object) { return {kAscendEmulatorOptionalTensor, object, 0, 0}; }
+  static AscendEmulatorArgument describe(C object) {
+    return {kAscendEmulatorOptionalTensor, object, 0, 0};
+  }
   static int read(C) { return 0; }
   static std::optional<at::Tensor> value(int, const AscendEmulatorTensor*& next) {
     const auto& view = *next++;
@@ -156,9 +170,12 @@ struct Arg<std::optional<at::Tensor>> {
 template <>
 struct Arg<std::vector<at::Tensor>> {
   using C = const void*;
-  static AscendEmulatorArgument describe(C object) { return {kAscendEmulatorTensors, object, 0, 0}; }
+  static AscendEmulatorArgument describe(C object) {
+    return {kAscendEmulatorTensors, object, 0, 0};
+  }
   static int64_t read(C object) {
-    return function<AscendEmulatorValues>("ascend_emulator_values")(kAscendEmulatorTensors, object, nullptr, 0);
+    return function<AscendEmulatorValues>("ascend_emulator_values")(
+        kAscendEmulatorTensors, object, nullptr, 0);
   }
   static std::vector<at::Tensor> value(int64_t size, const AscendEmulatorTensor*& next) {
     std::vector<at::Tensor> found;
@@ -188,7 +205,9 @@ struct Arg<at::Scalar> : Read<at::Scalar, kAscendEmulatorScalar> {
 };
 template <>
 struct Arg<std::vector<int64_t>> : Read<std::vector<int64_t>, kAscendEmulatorInts> {
-  static std::vector<int64_t> read(C object) { return values<int64_t>(kAscendEmulatorInts, object); }
+  static std::vector<int64_t> read(C object) {
+    return values<int64_t>(kAscendEmulatorInts, object);
+  }
 };
 template <>
 struct Arg<std::vector<float>> : Read<std::vector<float>, kAscendEmulatorFloats> {
@@ -210,8 +229,10 @@ template <class T>
 struct Arg<T, std::enable_if_t<std::is_arithmetic_v<T>>> : Read<T, kAscendEmulatorInteger> {
   using C = T;
   static AscendEmulatorArgument describe(C value) {
-    if constexpr (std::is_floating_point_v<T>) return {kAscendEmulatorReal, nullptr, 0, static_cast<double>(value)};
-    return {std::is_same_v<T, bool> ? kAscendEmulatorBoolean : kAscendEmulatorInteger, nullptr, static_cast<int64_t>(value), 0};
+    if constexpr (std::is_floating_point_v<T>)
+      return {kAscendEmulatorReal, nullptr, 0, static_cast<double>(value)};
+    return {std::is_same_v<T, bool> ? kAscendEmulatorBoolean : kAscendEmulatorInteger, nullptr,
+        static_cast<int64_t>(value), 0};
   }
   static T read(C value) { return value; }
 };
@@ -227,18 +248,21 @@ struct Operator<Body, Name> {
     std::tuple<decltype(Of<Params>::read(std::declval<typename Of<Params>::C>()))...> held;
   };
 
-  static int compute(void* context, const AscendEmulatorTensor* next, int, char* message, int size) {
+  static int compute(
+      void* context, const AscendEmulatorTensor* next, int, char* message, int size) {
     try {
       std::apply(
           [&](const auto&... held) {
-            std::tuple<std::decay_t<Params>...> given{Of<Params>::value(held, next)...};  // in this order
+            std::tuple<std::decay_t<Params>...> given{
+                Of<Params>::value(held, next)...};  // in this order
             std::apply([](auto&... each) { Body(each...); }, given);
           },
           static_cast<const Call*>(context)->held);
       return 0;
     } catch (const std::exception& e) {
       const std::string what = e.what();
-      what.substr(0, what.find("\nException raised from")).copy(message, static_cast<size_t>(size) - 1);
+      what.substr(0, what.find("\nException raised from"))
+          .copy(message, static_cast<size_t>(size) - 1);
       return 1;
     }
   }
@@ -251,7 +275,9 @@ struct Operator<Body, Name> {
       return prepare(
           Name::text, Name::parameters, arguments, sizeof...(Params), &compute, call.release(),
           [](void* context) { delete static_cast<Call*>(context); }, bytes, executor);
-    } catch (const std::exception& e) { return function<AscendEmulatorFail>("ascend_emulator_fail")(Name::text, e.what()); }
+    } catch (const std::exception& e) {
+      return function<AscendEmulatorFail>("ascend_emulator_fail")(Name::text, e.what());
+    }
   }
 
   static int launch(void* executor, void* stream) {
@@ -263,18 +289,19 @@ struct Operator<Body, Name> {
 }  // namespace ascend_emulator
 
 // The symbol of GetWorkspaceSize is an ifunc that resolves to the typed function above.
-#define ASCEND_EMULATOR_OPERATOR(NAME, PARAMS, ...)                                                      \
-  static void compute_##NAME PARAMS __VA_ARGS__ struct name_##NAME {                                     \
-    static constexpr const char *text = #NAME, *parameters = #PARAMS;                                    \
-  };                                                                                                     \
-  extern "C" {                                                                                           \
-  static void* resolve_##NAME() {                                                                        \
-    return reinterpret_cast<void*>(&ascend_emulator::Operator<&compute_##NAME, name_##NAME>::workspace); \
-  }                                                                                                      \
-  __attribute__((visibility("default"), ifunc("resolve_" #NAME))) void NAME##GetWorkspaceSize();         \
-  __attribute__((visibility("default"))) int NAME(void*, uint64_t, void* executor, void* stream) {       \
-    return ascend_emulator::Operator<&compute_##NAME, name_##NAME>::launch(executor, stream);            \
-  }                                                                                                      \
+#define ASCEND_EMULATOR_OPERATOR(NAME, PARAMS, ...)                                                \
+  static void compute_##NAME PARAMS __VA_ARGS__ struct name_##NAME {                               \
+    static constexpr const char *text = #NAME, *parameters = #PARAMS;                              \
+  };                                                                                               \
+  extern "C" {                                                                                     \
+  static void* resolve_##NAME() {                                                                  \
+    return reinterpret_cast<void*>(                                                                \
+        &ascend_emulator::Operator<&compute_##NAME, name_##NAME>::workspace);                      \
+  }                                                                                                \
+  __attribute__((visibility("default"), ifunc("resolve_" #NAME))) void NAME##GetWorkspaceSize();   \
+  __attribute__((visibility("default"))) int NAME(void*, uint64_t, void* executor, void* stream) { \
+    return ascend_emulator::Operator<&compute_##NAME, name_##NAME>::launch(executor, stream);      \
+  }                                                                                                \
   }
 #endif  // ASCEND_EMULATOR_NO_ATEN
 #endif  // __cplusplus

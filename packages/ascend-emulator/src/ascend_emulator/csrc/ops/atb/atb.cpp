@@ -19,8 +19,8 @@ AtbTensor view(const atb::Tensor& tensor, bool reads) {
   if (tensor.host) return {at::from_blob(tensor.host, sizes, options).clone(), tensor.format};
   const auto place = locate(tensor.device, bytes);
   const int npu = current_device();
-  check(place.npu == npu || place.npu == kNoNpu, kOpParam, "a tensor that is not in the memory of NPU ", npu,
-      ", where the operator runs");
+  check(place.npu == npu || place.npu == kNoNpu, kOpParam,
+      "a tensor that is not in the memory of NPU ", npu, ", where the operator runs");
   return {at::from_blob(place.kernel, sizes, options), tensor.format};
 }
 
@@ -54,8 +54,9 @@ std::string Operation::GetName() const {
   return reason_.empty() ? name_ : reason_;
 }
 
-// Setup and Execute run on one thread, alternately. During a graph capture, Setup runs on the caller and Execute on the thread of
-// its NPU's queue, in the same order: the caller may be several calls ahead.
+// Setup and Execute run on one thread, alternately. During a graph capture, Setup runs on the
+// caller and Execute on the thread of its NPU's queue, in the same order: the caller may be several
+// calls ahead.
 void Operation::set_pending(aclOpExecutor* executor, void* stream) {
   if (!executor) return;  // the set-up failed
   std::lock_guard lock(mutex_);
@@ -66,15 +67,19 @@ int Operation::launch() {
   PendingLaunch mine{{}, 0, nullptr, nullptr};
   {
     std::lock_guard lock(mutex_);
-    const auto own = [self = std::this_thread::get_id()](const PendingLaunch& held) { return held.thread == self; };
-    const auto of_npu = [npu = npu_of_thread()](const PendingLaunch& held) { return held.npu == npu; };
-    if (const auto last = std::find_if(pending_.rbegin(), pending_.rend(), own); last != pending_.rend()) {
+    const auto own = [self = std::this_thread::get_id()](
+                         const PendingLaunch& held) { return held.thread == self; };
+    const auto of_npu = [npu = npu_of_thread()](
+                            const PendingLaunch& held) { return held.npu == npu; };
+    if (const auto last = std::find_if(pending_.rbegin(), pending_.rend(), own);
+        last != pending_.rend()) {
       mine = *last;
       pending_.erase(std::next(last).base());
       for (const auto& held : pending_)  // their Execute was never called
         if (own(held)) discard(held.executor);
       std::erase_if(pending_, own);
-    } else if (const auto first = std::find_if(pending_.begin(), pending_.end(), of_npu); first != pending_.end()) {
+    } else if (const auto first = std::find_if(pending_.begin(), pending_.end(), of_npu);
+        first != pending_.end()) {
       mine = *first;
       pending_.erase(first);
     }
@@ -87,7 +92,8 @@ int Operation::Setup(const VariantPack& pack, uint64_t& bytes, Context* context)
   std::string reason;
   const int status = operator_done(name_, intercepted(name_, [&] {
     try {
-      check(pack.in.size >= least_ && pack.in.size <= most_, kOpParam, pack.in.size, " input tensors; ", least_, " to ", most_,
+      check(pack.in.size >= least_ && pack.in.size <= most_, kOpParam, pack.in.size,
+          " input tensors; ", least_, " to ", most_,
           " are expected: this combination of arguments is not supported");
       auto made = std::make_unique<aclOpExecutor>();
       made->parameters = inputs_;
@@ -96,8 +102,8 @@ int Operation::Setup(const VariantPack& pack, uint64_t& bytes, Context* context)
         in.push_back(emu::transformer::view(tensor, true));
         made->tensors.push_back(in.back().value);
         made->ends.push_back(static_cast<uint16_t>(made->tensors.size()));
-        emu::check_dtypes(
-            made->tensors, made->tensors.size() - 1, made->tensors.size(), 0, inputs_, static_cast<int>(in.size()) - 1);
+        emu::check_dtypes(made->tensors, made->tensors.size() - 1, made->tensors.size(), 0, inputs_,
+            static_cast<int>(in.size()) - 1);
       }
       for (const auto& tensor : pack.out) {
         out.push_back(emu::transformer::view(tensor, false));

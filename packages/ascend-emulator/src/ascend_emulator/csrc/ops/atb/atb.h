@@ -1,10 +1,12 @@
-// Interface of libatb.so for torch_npu's libop_plugin_atb.so. Some operators are C functions, looked up by name (ATB_OPERATOR
-// below); the others are created from a parameter struct by C++ functions: CreateOperation returns an atb::Operation, whose Setup
-// checks the tensors and whose Execute submits the computation.
+// Interface of libatb.so for torch_npu's libop_plugin_atb.so. Some operators are C functions,
+// looked up by name (ATB_OPERATOR below); the others are created from a parameter struct by C++
+// functions: CreateOperation returns an atb::Operation, whose Setup checks the tensors and whose
+// Execute submits the computation.
 //
-// The C++ names are the wheel's undefined symbols. Struct layouts and vtable slots were determined from the published wheel: its
-// machine code, and the bytes that it passes for known arguments. Member names and the order of arguments are from the call sites
-// in op-plugin's op_plugin/ops/atb and op_plugin/utils/custom_functions/atb (BSD).
+// The C++ names are the wheel's undefined symbols. Struct layouts and vtable slots were determined
+// from the published wheel: its machine code, and the bytes that it passes for known arguments.
+// Member names and the order of arguments are from the call sites in op-plugin's op_plugin/ops/atb
+// and op_plugin/utils/custom_functions/atb (BSD).
 #ifndef ASCEND_EMULATOR_OPS_ATB_ATB_H
 #define ASCEND_EMULATOR_OPS_ATB_ATB_H
 #include <atomic>
@@ -74,11 +76,13 @@ namespace atb {
 // Operator with its parameters. One object is set up for each call, possibly on several threads.
 class Operation {
  public:
-  Operation(const char* name, const char* inputs, size_t least, size_t most, emu::transformer::Prepare prepare)
+  Operation(const char* name, const char* inputs, size_t least, size_t most,
+      emu::transformer::Prepare prepare)
       : name_(name), inputs_(inputs), least_(least), most_(most), prepare_(std::move(prepare)) {}
   explicit Operation(const char* name) : name_(name) {}
   virtual ~Operation();
-  virtual std::string GetName() const;  // torch_npu puts it into the error of a failed Setup, so it contains the reason
+  virtual std::string GetName()
+      const;  // torch_npu puts it into the error of a failed Setup, so it contains the reason
   virtual int NotCalled0() { return emu::refuse(name_); }
   virtual int NotCalled1() { return emu::refuse(name_); }
   virtual int NotCalled2() { return emu::refuse(name_); }
@@ -118,9 +122,11 @@ template <auto Body, class Name>
 struct AtbOperator;
 template <class... Params, Computation (*Body)(Params...), class Name>
 struct AtbOperator<Body, Name> {
-  static int workspace(typename Arg<Params>::C... args, uint64_t* bytes, atb::Operation** operation, atb::Context* context) {
+  static int workspace(typename Arg<Params>::C... args, uint64_t* bytes, atb::Operation** operation,
+      atb::Context* context) {
     aclOpExecutor* executor = nullptr;
-    if (!operation || !context) return fail(kOpNull, text(Name::text, ": operation or context is null"));
+    if (!operation || !context)
+      return fail(kOpNull, text(Name::text, ": operation or context is null"));
     const int status = Operator<Body, Name>::workspace(args..., bytes, &executor);
     if (!*operation) *operation = new atb::Operation(Name::text);
     (*operation)->set_pending(executor, context->stream);
@@ -131,35 +137,39 @@ struct AtbOperator<Body, Name> {
 }  // namespace emu
 
 // Operator with C functions, like CHECKED in operator/op.h.
-#define ATB_OPERATOR(NAME, PARAMS, ...)                                                                                       \
-  namespace emu::ops {                                                                                                        \
-  struct name_##NAME {                                                                                                        \
-    static constexpr const char *text = #NAME, *parameters = #PARAMS;                                                         \
-    static constexpr bool dry_run = false;                                                                                    \
-  };                                                                                                                          \
-  static Computation body_##NAME PARAMS __VA_ARGS__ static const Registration registration_##NAME{#NAME, computed, __FILE__}; \
-  }                                                                                                                           \
-  extern "C" {                                                                                                                \
-  static void* resolve_##NAME() {                                                                                             \
-    return reinterpret_cast<void*>(&emu::AtbOperator<&emu::ops::body_##NAME, emu::ops::name_##NAME>::workspace);              \
-  }                                                                                                                           \
-  __attribute__((visibility("default"), ifunc("resolve_" #NAME))) void NAME##GetWorkspaceSize();                              \
-  }                                                                                                                           \
-  EXPORT int NAME(void*, uint64_t, atb::Operation* operation, atb::Context*) {                                                \
-    return operation ? operation->launch() : emu::fail(emu::kOpNull, #NAME ": operation is null");                            \
+#define ATB_OPERATOR(NAME, PARAMS, ...)                                                            \
+  namespace emu::ops {                                                                             \
+  struct name_##NAME {                                                                             \
+    static constexpr const char *text = #NAME, *parameters = #PARAMS;                              \
+    static constexpr bool dry_run = false;                                                         \
+  };                                                                                               \
+  static Computation body_##NAME PARAMS __VA_ARGS__ static const Registration registration_##NAME{ \
+      #NAME, computed, __FILE__};                                                                  \
+  }                                                                                                \
+  extern "C" {                                                                                     \
+  static void* resolve_##NAME() {                                                                  \
+    return reinterpret_cast<void*>(                                                                \
+        &emu::AtbOperator<&emu::ops::body_##NAME, emu::ops::name_##NAME>::workspace);              \
+  }                                                                                                \
+  __attribute__((visibility("default"), ifunc("resolve_" #NAME))) void NAME##GetWorkspaceSize();   \
+  }                                                                                                \
+  EXPORT int NAME(void*, uint64_t, atb::Operation* operation, atb::Context*) {                     \
+    return operation ? operation->launch() : emu::fail(emu::kOpNull, #NAME ": operation is null"); \
   }
 
-// Operator created from a parameter struct `atb::infer::NAME##Param`. The body has `param` and returns a Prepare.
-#define ATB_PARAMETERS(NAME, LEAST, MOST, INPUTS, ...)                                                              \
-  static const emu::Registration registration_##NAME{"atb::" #NAME, emu::computed, __FILE__};                       \
-  static emu::transformer::Prepare prepare_##NAME(const atb::infer::NAME##Param& param) __VA_ARGS__ namespace atb { \
-    template <class Param>                                                                                          \
-    int CreateOperation(const Param&, Operation**);                                                                 \
-    template <>                                                                                                     \
-    ATB_EXPORT int CreateOperation(const infer::NAME##Param& param, Operation** operation) {                        \
-      *operation = new Operation("atb::" #NAME, INPUTS, LEAST, MOST, prepare_##NAME(param));                        \
-      return 0;                                                                                                     \
-    }                                                                                                               \
+// Operator created from a parameter struct `atb::infer::NAME##Param`. The body has `param` and
+// returns a Prepare.
+#define ATB_PARAMETERS(NAME, LEAST, MOST, INPUTS, ...)                                        \
+  static const emu::Registration registration_##NAME{"atb::" #NAME, emu::computed, __FILE__}; \
+  static emu::transformer::Prepare prepare_##NAME(const atb::infer::NAME##Param& param)       \
+      __VA_ARGS__ namespace atb {                                                             \
+    template <class Param>                                                                    \
+    int CreateOperation(const Param&, Operation**);                                           \
+    template <>                                                                               \
+    ATB_EXPORT int CreateOperation(const infer::NAME##Param& param, Operation** operation) {  \
+      *operation = new Operation("atb::" #NAME, INPUTS, LEAST, MOST, prepare_##NAME(param));  \
+      return 0;                                                                               \
+    }                                                                                         \
   }
 
 #endif  // ASCEND_EMULATOR_OPS_ATB_ATB_H

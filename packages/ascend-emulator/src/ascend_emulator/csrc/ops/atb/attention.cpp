@@ -1,6 +1,7 @@
-// ATB's attention: packed requests (PA_ENCODER), and paged caches with several queries (PREFIX_ENCODER) or one query
-// (PagedAttention) per request. Rules: torch_npu's documentation of _npu_paged_attention_v2, _npu_flash_attention_v2 and
-// _npu_flash_attention_prefix_v2 (torch_npu/op_plugin/atb/_atb_api_docs.py) and the golden functions of op-plugin's
+// ATB's attention: packed requests (PA_ENCODER), and paged caches with several queries
+// (PREFIX_ENCODER) or one query (PagedAttention) per request. Rules: torch_npu's documentation of
+// _npu_paged_attention_v2, _npu_flash_attention_v2 and _npu_flash_attention_prefix_v2
+// (torch_npu/op_plugin/atb/_atb_api_docs.py) and the golden functions of op-plugin's
 // test_atb_*attention*.py.
 #include "attention.h"
 
@@ -37,7 +38,8 @@ using namespace emu::transformer;
 Tensor mask_of(const AtbTensor& given) {
   check(given.value.defined(), kOpParam, "mask is needed for this mask_type");
   one_of("mask", given.value, kFloating);
-  return given.value.dim() == 4 && fractal(given) ? given.value.transpose(1, 2).flatten(2) : given.value;
+  return given.value.dim() == 4 && fractal(given) ? given.value.transpose(1, 2).flatten(2)
+                                                  : given.value;
 }
 
 Masking added(const AtbTensor& given, bool by_request, bool ones_hide = false) {
@@ -50,7 +52,8 @@ Masking added(const AtbTensor& given, bool by_request, bool ones_hide = false) {
 Masking slopes(const AtbTensor& mask, const AtbTensor& factors, bool roots, int64_t heads) {
   Masking masking{Masking::Kind::slopes, mask_of(mask), factors.value};
   masking.roots = roots;
-  check(factors.value.defined() && factors.value.numel() == heads, kOpParam, "slopes must have one value for each of ", heads,
+  check(factors.value.defined() && factors.value.numel() == heads, kOpParam,
+      "slopes must have one value for each of ", heads,
       " heads; masks of [heads, tokens, 128] without are not emulated");
   one_of("slopes", factors.value, kFloating);
   const auto sizes = masking.mask.sizes().slice(masking.mask.dim() - 2);
@@ -96,11 +99,13 @@ Prepare paged_attention(const atb::infer::PagedAttentionParam& p) {
     a.table = at(next).value;
     a.kv_lengths = {at(next + 1).value};
     if (several) a.query_lengths = {at(next + 3).value};
-    if (p.mask_type == kAlibi || p.mask_type == kSpeculative) a.masking = added(at(next + 2), p.mask_type == kAlibi);
+    if (p.mask_type == kAlibi || p.mask_type == kSpeculative)
+      a.masking = added(at(next + 2), p.mask_type == kAlibi);
     if (p.mask_type == kSpeculative) a.masking.by_token = true;
     if (p.mask_type == kCompressed) a.masking.kind = Masking::Kind::causal;
     if (p.quant_type == 3) {
-      check(p.mask_type == kNone && !latent && !several, kOpParam, "quant_type 3 goes without a mask");
+      check(p.mask_type == kNone && !latent && !several, kOpParam,
+          "quant_type 3 goes without a mask");
       a.key_scale = at(next + 2).value;
       a.value_scale = at(next + 3).value;
     }
@@ -111,12 +116,15 @@ Prepare paged_attention(const atb::infer::PagedAttentionParam& p) {
 
 Prepare self_attention(const atb::infer::SelfAttentionParam& p) {
   return [p](const Arguments& in, const Arguments& out) {
-    one_of<int32_t>("calc_type (3 packed, 4 with a prefix in pages)", p.calc_type, {kPacked, kPrefix});
-    check(p.quant_type == 0 && p.clamp_type == 0, kOpParam, "quantization and clamping are not emulated");
+    one_of<int32_t>(
+        "calc_type (3 packed, 4 with a prefix in pages)", p.calc_type, {kPacked, kPrefix});
+    check(p.quant_type == 0 && p.clamp_type == 0, kOpParam,
+        "quantization and clamping are not emulated");
     const bool paged = p.calc_type == kPrefix;
     size_t next = 3;
     const auto next_input = [&] {
-      check(next < in.size(), kOpParam, in.size(), " input tensors are too few for mask_type ", p.mask_type);
+      check(next < in.size(), kOpParam, in.size(), " input tensors are too few for mask_type ",
+          p.mask_type);
       return in[next++];
     };
     Attention a;
@@ -133,11 +141,16 @@ Prepare self_attention(const atb::infer::SelfAttentionParam& p) {
     switch (p.mask_type) {
       case kSelfNone: break;
       case kSelfNorm: a.masking = added(mask, true, true); break;
-      case kSelfAlibi: a.masking = added(mask, mask.value.defined() && mask.value.dim() == 4 && !fractal(mask)); break;
+      case kSelfAlibi:
+        a.masking = added(mask, mask.value.defined() && mask.value.dim() == 4 && !fractal(mask));
+        break;
       case kSelfCompressed: a.masking.kind = Masking::Kind::causal; break;
       case kSelfAlibiCompressed:
-      case kSelfAlibiRoots: a.masking = slopes(mask, next_input(), p.mask_type == kSelfAlibiRoots, p.heads); break;
-      default: throw Error(kOpParam, text("mask_type ", p.mask_type, " is not emulated; 0 to 5 are"));
+      case kSelfAlibiRoots:
+        a.masking = slopes(mask, next_input(), p.mask_type == kSelfAlibiRoots, p.heads);
+        break;
+      default:
+        throw Error(kOpParam, text("mask_type ", p.mask_type, " is not emulated; 0 to 5 are"));
     }
     a.out = out.at(0).value;
     return a.prepared();
@@ -147,17 +160,20 @@ Prepare self_attention(const atb::infer::SelfAttentionParam& p) {
 }  // namespace
 
 ATB_PARAMETERS(PagedAttention, 4, 7,
-    "(query, key_cache, value_cache or block_table, block_table or context_lens, context_lens, mask or scale, seq_len or scale)",
+    "(query, key_cache, value_cache or block_table, block_table or context_lens, context_lens, "
+    "mask or scale, seq_len or scale)",
     { return paged_attention(param); })
 ATB_PARAMETERS(SelfAttention, 4, 8,
-    "(query, key, value, mask or block_table, seq_len or mask, slopes or seq_len, context_lens, slopes)",
+    "(query, key, value, mask or block_table, seq_len or mask, slopes or seq_len, context_lens, "
+    "slopes)",
     { return self_attention(param); })
 
 // mask_type: 3 compressed causal, 4 and 5 compressed ALiBi, 9 causal without a mask (op-plugin's
 // SelfAttentionPrefixEncoderAtb.cpp).
 ATB_OPERATOR(AtbSelfAttentionPrefixEncoder,
-    (Tensor query, Tensor key, Tensor value, Tensor table, Opt<Tensor> mask, Lengths lengths, Lengths kv_lengths,
-        Opt<Tensor> factors, int mask_type, int64_t heads, int64_t groups, float scale, Tensor out),
+    (Tensor query, Tensor key, Tensor value, Tensor table, Opt<Tensor> mask, Lengths lengths,
+        Lengths kv_lengths, Opt<Tensor> factors, int mask_type, int64_t heads, int64_t groups,
+        float scale, Tensor out),
     {
       one_of<int>("mask_type", mask_type, {3, 4, 5, 9});
       Attention a;
@@ -172,7 +188,8 @@ ATB_OPERATOR(AtbSelfAttentionPrefixEncoder,
       a.kv_lengths = kv_lengths;
       a.masking.kind = Masking::Kind::causal;
       if (mask_type == 4 || mask_type == 5)
-        a.masking = slopes({mask.value_or(Tensor()), kND}, {factors.value_or(Tensor()), kND}, mask_type == 5, heads);
+        a.masking = slopes({mask.value_or(Tensor()), kND}, {factors.value_or(Tensor()), kND},
+            mask_type == 5, heads);
       a.out = out;
       return a.prepared();
     })

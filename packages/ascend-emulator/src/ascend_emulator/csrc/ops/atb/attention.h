@@ -7,7 +7,9 @@
 namespace emu::transformer {
 
 // Whether the tensor is in fractal order; on 310P four-dimensional caches and masks always are.
-inline bool fractal(const AtbTensor& given) { return given.format == kFractalNZ || is_chip("Ascend310P"); }
+inline bool fractal(const AtbTensor& given) {
+  return given.format == kFractalNZ || is_chip("Ascend310P");
+}
 inline at::IntArrayRef shape_of(const AtbTensor& given) { return given.value.sizes(); }
 
 struct Masking {
@@ -15,19 +17,21 @@ struct Masking {
   Tensor mask, factors;
   bool by_request = false;  // the leading mask dimension is the request; otherwise the head
   bool by_token = false;    // mask rows are all requests' queries, concatenated
-  bool ones_hide = false;   // positive values mask a score: kernels multiply a bfloat16 mask by a large negative number
+  bool ones_hide = false;   // positive values mask a score: kernels multiply a bfloat16 mask by a
+                            // large negative number
   bool roots = false;       // use the square roots of the distances
 
   // The request starts at token `start`.
-  void apply(attention::Request& into, int64_t request, int64_t start, int64_t queries, int64_t keys, int64_t heads) const;
+  void apply(attention::Request& into, int64_t request, int64_t start, int64_t queries,
+      int64_t keys, int64_t heads) const;
 };
 
 struct Attention {
   int64_t heads = 0, groups = 0;
   double scale = 1;
   Tensor query, key,
-      value;  // [tokens, heads, D] or [tokens, H]; key and value packed likewise, or caches; value undefined: the first
-              // latent_values of the key
+      value;  // [tokens, heads, D] or [tokens, H]; key and value packed likewise, or caches; value
+              // undefined: the first latent_values of the key
   int64_t latent_values = 0;
   Tensor table;                       // block table, for caches
   Lengths query_lengths, kv_lengths;  // defaults: one query per request; the queries' lengths
@@ -35,8 +39,8 @@ struct Attention {
   Tensor key_scale, value_scale;  // of int8 query, key and value
   Tensor out, lse;                // lse [tokens, heads, 1], undefined if not requested
 
-  // [blocks, block_size, groups, D] or [blocks, block_size, H], or fractal [blocks, H / c, block_size, c], as for
-  // attention::pages().
+  // [blocks, block_size, groups, D] or [blocks, block_size, H], or fractal [blocks, H / c,
+  // block_size, c], as for attention::pages().
   Tensor cache(const char* name, const AtbTensor& given) const;
   Computation prepared();
 

@@ -9,8 +9,9 @@ namespace {
 // ALiBi: factor of the head * distance, or its square root; the mask must be the documented one.
 Tensor sloped(const Masking& m, int64_t queries, int64_t keys, int64_t heads) {
   const auto distances = [&](int64_t rows, int64_t columns) {
-    const auto d =
-        (at::arange(rows, at::kFloat).unsqueeze(1) + (columns - rows) - at::arange(columns, at::kFloat).unsqueeze(0)).clamp_(0);
+    const auto d = (at::arange(rows, at::kFloat).unsqueeze(1) + (columns - rows) -
+                    at::arange(columns, at::kFloat).unsqueeze(0))
+                       .clamp_(0);
     return m.roots ? d.sqrt() : d;
   };
   const auto given = m.mask.reshape({-1, 256, 256})[0].to(at::kFloat).tril();
@@ -22,7 +23,8 @@ Tensor sloped(const Masking& m, int64_t queries, int64_t keys, int64_t heads) {
 
 }  // namespace
 
-void Masking::apply(Request& into, int64_t request, int64_t start, int64_t queries, int64_t keys, int64_t heads) const {
+void Masking::apply(Request& into, int64_t request, int64_t start, int64_t queries, int64_t keys,
+    int64_t heads) const {
   if (kind == Kind::none) return;
   if (kind != Kind::added) {
     into.masked_out = attention::masked_out({3}, request, queries, keys);
@@ -31,19 +33,21 @@ void Masking::apply(Request& into, int64_t request, int64_t start, int64_t queri
   }
   auto own = mask;
   if (own.dim() == 4) {
-    check(
-        own.size(0) == 1 || request < own.size(0), kOpParam, "mask has shape ", mask.sizes(), ", and none for request ", request);
+    check(own.size(0) == 1 || request < own.size(0), kOpParam, "mask has shape ", mask.sizes(),
+        ", and none for request ", request);
     own = own[own.size(0) == 1 ? 0 : request];
   } else if (own.dim() == 3 && own.size(0) == 1) {
     own = own[0];
   } else if (own.dim() == 3 && by_request && own.size(0) != heads) {
-    check(request < own.size(0), kOpParam, "mask has shape ", mask.sizes(), ", and none for request ", request);
+    check(request < own.size(0), kOpParam, "mask has shape ", mask.sizes(),
+        ", and none for request ", request);
     own = own[request];
   }
   const int64_t first = by_token ? start : 0;
-  check((own.dim() == 2 || own.size(0) == heads || own.size(0) == 1) && own.size(-2) >= first + queries && own.size(-1) >= keys,
-      kOpParam, "mask of shape ", mask.sizes(), " is too small for ", queries, " queries from ", first, " on x ", keys,
-      " keys of ", heads, " heads");
+  check((own.dim() == 2 || own.size(0) == heads || own.size(0) == 1) &&
+            own.size(-2) >= first + queries && own.size(-1) >= keys,
+      kOpParam, "mask of shape ", mask.sizes(), " is too small for ", queries, " queries from ",
+      first, " on x ", keys, " keys of ", heads, " heads");
   own = own.narrow(-2, first, queries).narrow(-1, 0, keys).to(at::kFloat);
   into.bias = ones_hide ? own.masked_fill(own > 0, -std::numeric_limits<float>::infinity()) : own;
 }
@@ -54,19 +58,20 @@ Tensor Attention::cache(const char* name, const AtbTensor& given) const {
   if (x.dim() == 3) return x;
   const int64_t unit = 32 / x.element_size();
   if (!fractal(given)) {
-    check(x.size(2) == groups, kOpParam, name, " has shape ", x.sizes(), "; it must be [blocks, block_size, ", groups,
-        ", head_size]");
+    check(x.size(2) == groups, kOpParam, name, " has shape ", x.sizes(),
+        "; it must be [blocks, block_size, ", groups, ", head_size]");
     return x.flatten(2);
   }
   check(x.size(3) == unit && x.size(1) % groups == 0, kOpParam, name, " has shape ", x.sizes(),
-      "; in fractal order it must be [blocks, ", groups, " * head_size / ", unit, ", block_size, ", unit, "]");
+      "; in fractal order it must be [blocks, ", groups, " * head_size / ", unit, ", block_size, ",
+      unit, "]");
   return x.unflatten(1, {groups, -1});
 }
 
 void Attention::checked() {
   const bool paged = table.defined(), small = key_scale.defined();
-  check(heads > 0 && groups > 0 && heads % groups == 0, kOpParam, heads, " query heads and ", groups,
-      " of keys; the first must be a multiple of the second");
+  check(heads > 0 && groups > 0 && heads % groups == 0, kOpParam, heads, " query heads and ",
+      groups, " of keys; the first must be a multiple of the second");
   rank("query", query, 2, 3);
   one_of("query", query, small ? DTypes{at::kChar} : kHalves);
   for (const auto& [name, x] : {std::pair{"key", &key}, std::pair{"value", &value}})
@@ -78,13 +83,14 @@ void Attention::checked() {
     rank("block_table", table, 2);
     one_of("block_table", table, {at::kInt});
     table = table.contiguous();
-    check(kv_lengths.value.defined() && kv_lengths.value.numel() <= table.size(0), kOpParam, "context_lens has ",
-        kv_lengths.value.defined() ? kv_lengths.value.numel() : 0, " entries and block_table ", table.size(0), " rows");
+    check(kv_lengths.value.defined() && kv_lengths.value.numel() <= table.size(0), kOpParam,
+        "context_lens has ", kv_lengths.value.defined() ? kv_lengths.value.numel() : 0,
+        " entries and block_table ", table.size(0), " rows");
   } else {
     for (auto* x : {&key, &value}) {
       rank("key or value", *x, 2, 3);
-      check(x->numel() % (x->size(0) * groups) == 0, kOpParam, "key or value has shape ", x->sizes(),
-          ", which does not divide into ", groups, " heads");
+      check(x->numel() % (x->size(0) * groups) == 0, kOpParam, "key or value has shape ",
+          x->sizes(), ", which does not divide into ", groups, " heads");
       *x = x->view({x->size(0), groups, -1});
     }
   }
@@ -93,11 +99,12 @@ void Attention::checked() {
   if (small) {
     for (const auto* x : {&key_scale, &value_scale}) {
       one_of("the scale of key or value", *x, {at::kFloat});
-      check(x->numel() == heads, kOpParam, "the scale of key or value has shape ", x->sizes(), "; it must be [", heads, "]");
+      check(x->numel() == heads, kOpParam, "the scale of key or value has shape ", x->sizes(),
+          "; it must be [", heads, "]");
     }
   }
-  check(query.size(0) > 0 && out.defined() && out.numel() % (query.size(0) * heads) == 0, kOpParam, "out has shape ", out.sizes(),
-      " for ", query.size(0), " tokens of ", heads, " heads");
+  check(query.size(0) > 0 && out.defined() && out.numel() % (query.size(0) * heads) == 0, kOpParam,
+      "out has shape ", out.sizes(), " for ", query.size(0), " tokens of ", heads, " heads");
   out = out.view({query.size(0), heads, -1});
 }
 
@@ -106,9 +113,11 @@ Tensor Attention::quantized(const Request& r) const {
   const int64_t share = heads / groups;
   const auto spread = [&](const Tensor& x) { return x.to(at::kFloat).repeat_interleave(share, 0); };
   const auto per_head = [&](const Tensor& x) { return x.to(at::kFloat).view({heads, 1, 1}); };
-  const auto scores = at::bmm(r.query.to(at::kFloat), spread(r.key).transpose(1, 2)) * per_head(key_scale) * scale;
+  const auto scores =
+      at::bmm(r.query.to(at::kFloat), spread(r.key).transpose(1, 2)) * per_head(key_scale) * scale;
   const auto weights = (scores - scores.amax(-1, true)).exp();
-  return at::bmm((weights * 127).round(), spread(r.value)) * (per_head(value_scale) / 127) / weights.sum(-1, true);
+  return at::bmm((weights * 127).round(), spread(r.value)) * (per_head(value_scale) / 127) /
+         weights.sum(-1, true);
 }
 
 void Attention::run() const {
@@ -116,13 +125,14 @@ void Attention::run() const {
   const int64_t fixed = query.size(0);
   const auto kv = kv_lengths.value.defined() ? kv_lengths() : query_lengths();
   const auto counts = query_lengths.value.defined() ? query_lengths() : Ints(kv.size(), 1);
-  check(counts.size() == kv.size(), kOpParam, "seq_len has ", counts.size(), " entries and context_lens ", kv.size());
+  check(counts.size() == kv.size(), kOpParam, "seq_len has ", counts.size(),
+      " entries and context_lens ", kv.size());
   const int64_t block_size = paged ? (key.dim() == 3 ? key.size(1) : key.size(3)) : 0;
   int64_t start = 0, kv_start = 0;
   for (size_t i = 0; i < kv.size(); ++i) {
     const int64_t queries = counts[i], keys = kv[i];
-    check(queries >= 0 && keys >= 0 && start + queries <= fixed, kOpParam, "request ", i, " has ", queries, " queries from ",
-        start, " on, of ", fixed, ", and ", keys, " keys");
+    check(queries >= 0 && keys >= 0 && start + queries <= fixed, kOpParam, "request ", i, " has ",
+        queries, " queries from ", start, " on, of ", fixed, ", and ", keys, " keys");
     const auto part = [&](const Tensor& x) {
       check(!paged || keys <= table.size(1) * block_size, kOpParam, "request ", i, " has ", keys,
           " keys, and block_table pages for ", paged ? table.size(1) * block_size : 0);
@@ -147,7 +157,11 @@ void Attention::run() const {
       } else {
         const auto result = attention::attend(request);
         target.copy_(result.out.transpose(0, 1));
-        if (lse.defined()) Tensor(lse).view({fixed, heads}).narrow(0, start, queries).copy_(result.lse.transpose(0, 1));
+        if (lse.defined())
+          Tensor(lse)
+              .view({fixed, heads})
+              .narrow(0, start, queries)
+              .copy_(result.lse.transpose(0, 1));
       }
     }
     start += queries;

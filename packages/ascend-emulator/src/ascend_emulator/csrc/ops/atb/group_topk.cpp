@@ -1,5 +1,6 @@
 // ATB's expert selection by groups. Rules: torch_npu's documentation of npu_fused_add_topk_div
-// (torch_npu/op_plugin/atb/_atb_api_docs.py) and the golden function of op-plugin's test_atb_group_topk.py.
+// (torch_npu/op_plugin/atb/_atb_api_docs.py) and the golden function of op-plugin's
+// test_atb_group_topk.py.
 #include "atb.h"
 
 namespace atb::infer {
@@ -17,11 +18,15 @@ using namespace emu;
 using namespace emu::transformer;
 
 // Indices of the k largest values of each row; ties in index order.
-Tensor highest(const Tensor& scores, int64_t k) { return std::get<1>(at::sort(scores, true, -1, true)).narrow(-1, 0, k); }
+Tensor highest(const Tensor& scores, int64_t k) {
+  return std::get<1>(at::sort(scores, true, -1, true)).narrow(-1, 0, k);
+}
 
-// Mask of the experts in the `kept` groups with the highest score, the sum of a group's `summed` largest values.
+// Mask of the experts in the `kept` groups with the highest score, the sum of a group's `summed`
+// largest values.
 Tensor in_groups(const Tensor& scores, int64_t groups, int64_t kept, int64_t summed) {
-  const auto group_scores = std::get<0>(scores.unflatten(-1, {groups, -1}).topk(summed, -1)).sum(-1);
+  const auto group_scores =
+      std::get<0>(scores.unflatten(-1, {groups, -1}).topk(summed, -1)).sum(-1);
   return at::zeros(group_scores.sizes(), at::kBool)
       .scatter_(-1, highest(group_scores, kept), true)
       .repeat_interleave(scores.size(-1) / groups, -1);
@@ -44,7 +49,10 @@ Prepare group_topk(const atb::infer::GroupTopkParam& p) {
     const int64_t summed = p.by_sum ? p.summed : 1;
     check_groups(x, p.groups, p.kept, summed);
     shape("the output", y, x.sizes());
-    COMPUTE { y.copy_(x.masked_fill(in_groups(x.to(at::kFloat), p.groups, p.kept, summed).logical_not(), 0)); };
+    COMPUTE {
+      y.copy_(
+          x.masked_fill(in_groups(x.to(at::kFloat), p.groups, p.kept, summed).logical_not(), 0));
+    };
   };
 }
 
@@ -54,11 +62,13 @@ ATB_PARAMETERS(GroupTopk, 2, 2, "(self, indices)", { return group_topk(param); }
 
 // Experts are selected by sigmoid(x) + add_num; weights are sigmoid(x). activation_type: 8 sigmoid.
 ATB_OPERATOR(AtbFusedAddTopkDiv,
-    (Tensor x, Tensor added, Opt<Tensor>, Opt<Tensor>, int64_t groups, int64_t kept, int64_t summed, int64_t k, int activation,
-        bool normalized, float scale, bool mapped, Tensor y, Tensor indices),
+    (Tensor x, Tensor added, Opt<Tensor>, Opt<Tensor>, int64_t groups, int64_t kept, int64_t summed,
+        int64_t k, int activation, bool normalized, float scale, bool mapped, Tensor y,
+        Tensor indices),
     {
       one_of<int>("activation_type (8 sigmoid)", activation, {8});
-      check(!mapped, kOpParam, "enable_expert_mapping is not emulated: documentation calls its choice pseudo-random");
+      check(!mapped, kOpParam,
+          "enable_expert_mapping is not emulated: documentation calls its choice pseudo-random");
       check_groups(x, groups, kept, summed);
       shape("add_num", added, {x.size(1)});
       same_dtype("add_num", added, "x", x);
@@ -68,7 +78,8 @@ ATB_OPERATOR(AtbFusedAddTopkDiv,
       COMPUTE {
         const auto gates = at::sigmoid(x.to(at::kFloat)), scores = gates + added.to(at::kFloat);
         const auto masked_out = in_groups(scores, groups, kept, summed).logical_not();
-        const auto chosen = highest(scores.masked_fill(masked_out, -std::numeric_limits<float>::infinity()), k);
+        const auto chosen =
+            highest(scores.masked_fill(masked_out, -std::numeric_limits<float>::infinity()), k);
         auto weights = gates.gather(-1, chosen);
         if (normalized) weights = weights / weights.sum(-1, true);
         y.copy_(weights * scale);

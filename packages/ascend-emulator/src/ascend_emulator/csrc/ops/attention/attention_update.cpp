@@ -1,5 +1,6 @@
-// Merging partial attention results, and batched products around them. Rules: torch_npu's documentation of npu_attention_update,
-// npu_ring_attention_update and npu_transpose_batchmatmul (torch_npu/_op_plugin_docs.py); argument order: op-plugin's call sites.
+// Merging partial attention results, and batched products around them. Rules: torch_npu's
+// documentation of npu_attention_update, npu_ring_attention_update and npu_transpose_batchmatmul
+// (torch_npu/_op_plugin_docs.py); argument order: op-plugin's call sites.
 #include "ops/cube_math.h"
 
 namespace {
@@ -7,12 +8,14 @@ namespace {
 using namespace emu;
 
 // A partial result without keys has a log-sum-exp of +inf, as in the fused attention.
-Computation attention_update(const Tensors& lse, const Tensors& parts, int64_t type, Tensor out, const Opt<Tensor>& lse_out) {
-  check(!lse.empty() && lse.size() == parts.size(), kOpParam, "lists of ", lse.size(), " lse and ", parts.size(),
-      " local_out; they must be as long");
+Computation attention_update(const Tensors& lse, const Tensors& parts, int64_t type, Tensor out,
+    const Opt<Tensor>& lse_out) {
+  check(!lse.empty() && lse.size() == parts.size(), kOpParam, "lists of ", lse.size(), " lse and ",
+      parts.size(), " local_out; they must be as long");
   one_of<int64_t>("update_type", type, {0, 1});
   // op-plugin's page: "序列并行的并行度SP取值范围[1, 16]", "head_dim取值范围[8, 512]且是8的倍数"
-  check(lse.size() <= 16, kOpParam, "lists of ", lse.size(), " lse and local_out; at most 16 are allowed");
+  check(lse.size() <= 16, kOpParam, "lists of ", lse.size(),
+      " lse and local_out; at most 16 are allowed");
   for (size_t i = 0; i < lse.size(); ++i) {
     rank("local_out", parts[i], 2);
     one_of("local_out", parts[i], kFloating);
@@ -30,14 +33,17 @@ Computation attention_update(const Tensors& lse, const Tensors& parts, int64_t t
     const auto weights = (sums - total).exp_().masked_fill_(sums == -kInfinity, 0);
     auto fp32 = at::zeros(out.sizes(), at::kFloat);
     for (size_t i = 0; i < parts.size(); ++i)
-      fp32.add_(parts[i].to(at::kFloat).masked_fill((weights[i] == 0).unsqueeze(-1), 0) * weights[i].unsqueeze(-1));
+      fp32.add_(parts[i].to(at::kFloat).masked_fill((weights[i] == 0).unsqueeze(-1), 0) *
+                weights[i].unsqueeze(-1));
     out.copy_(fp32);
-    if (lse_out && type == 1) Tensor(*lse_out).copy_(total.masked_fill(total == -kInfinity, kInfinity));
+    if (lse_out && type == 1)
+      Tensor(*lse_out).copy_(total.masked_fill(total == -kInfinity, kInfinity));
   };
 }
 
-Computation transpose_batch_matmul(const Tensor& x, const Tensor& weight, const Opt<Tensor>& bias, const Opt<Tensor>& scale,
-    const Ints& perm_x, const Ints& perm_weight, const Ints& perm_y, CubeMath cube, int64_t split, Tensor out) {
+Computation transpose_batch_matmul(const Tensor& x, const Tensor& weight, const Opt<Tensor>& bias,
+    const Opt<Tensor>& scale, const Ints& perm_x, const Ints& perm_weight, const Ints& perm_y,
+    CubeMath cube, int64_t split, Tensor out) {
   rank("input", x, 3);
   rank("weight", weight, 3);
   one_of("input", x, kFloating);
@@ -47,10 +53,12 @@ Computation transpose_batch_matmul(const Tensor& x, const Tensor& weight, const 
   check(!bias, kOpParam, "bias is given; it must be None");
   const auto allowed = [](const char* name, const Ints& found, std::vector<Ints> choices) {
     check(
-        std::find(choices.begin(), choices.end(), found) != choices.end(), kOpParam, name, " should be ",
+        std::find(choices.begin(), choices.end(), found) != choices.end(), kOpParam, name,
+        " should be ",
         [&] {
           std::string all;
-          for (const auto& choice : choices) all += text(all.empty() ? "[" : " or [", listed(choice), "]");
+          for (const auto& choice : choices)
+            all += text(all.empty() ? "[" : " or [", listed(choice), "]");
           return all;
         }(),
         ", not [", listed(found), "]");
@@ -59,41 +67,46 @@ Computation transpose_batch_matmul(const Tensor& x, const Tensor& weight, const 
   allowed("perm_x2", perm_weight, {{0, 1, 2}, {0, 2, 1}});
   allowed("perm_y", perm_y, {{1, 0, 2}});
   const auto left = x.permute(perm_x), right = weight.permute(perm_weight);
-  check(left.size(0) == right.size(0) && left.size(2) == right.size(1), kOpParam, "input ", x.sizes(), " and weight ",
-      weight.sizes(), " do not multiply when permuted by [", listed(perm_x), "] and [", listed(perm_weight), "]");
+  check(left.size(0) == right.size(0) && left.size(2) == right.size(1), kOpParam, "input ",
+      x.sizes(), " and weight ", weight.sizes(), " do not multiply when permuted by [",
+      listed(perm_x), "] and [", listed(perm_weight), "]");
   // op-plugin's page of npu_transpose_batchmatmul.
   multiple("K", left.size(2), 16);
   multiple("N", right.size(2), 16);
   within("B", left.size(0), 1, 65535);
   within("N", right.size(2), 1, 65535);
   within(perm_x[0] ? "K x B" : "K", left.size(2) * (perm_x[0] ? left.size(0) : 1), 1, 65535);
-  check(split >= 1 && left.size(0) % split == 0, kOpParam, "batch_split_factor is ", split, "; it must divide the batch of ",
-      left.size(0));
+  check(split >= 1 && left.size(0) % split == 0, kOpParam, "batch_split_factor is ", split,
+      "; it must divide the batch of ", left.size(0));
   COMPUTE {
-    const auto fp32 = at::bmm(cube(left).to(at::kFloat), cube(right).to(at::kFloat)).transpose(0, 1);
+    const auto fp32 =
+        at::bmm(cube(left).to(at::kFloat), cube(right).to(at::kFloat)).transpose(0, 1);
     out.copy_(split == 1 ? fp32 : fp32.reshape({fp32.size(0), split, -1}).transpose(0, 1));
   };
 }
 
 }  // namespace
 
-CHECKED(aclnnAttentionUpdate, (Tensors lse, Tensors parts, int64_t type, Tensor out, Opt<Tensor> lse_out),
+CHECKED(aclnnAttentionUpdate,
+    (Tensors lse, Tensors parts, int64_t type, Tensor out, Opt<Tensor> lse_out),
     { return attention_update(lse, parts, type, out, lse_out); })
 
 namespace {
 
-// SBH: outputs [S, B, N * D], statistics [B, N, S, 8]. TND: [T, N, D], and statistics [T, N, 8], or concatenated requests [N, S,
-// 8].
-Computation ring_attention_update(const Tensor& old_out, const Tensor& old_most, const Tensor& old_sum, const Tensor& new_out,
-    const Tensor& new_most, const Tensor& new_sum, const Opt<Tensor>& ends, const Text& layout, const Text& stats_layout,
-    const Tensor& out, const Tensor& most, const Tensor& sum) {
+// SBH: outputs [S, B, N * D], statistics [B, N, S, 8]. TND: [T, N, D], and statistics [T, N, 8], or
+// concatenated requests [N, S, 8].
+Computation ring_attention_update(const Tensor& old_out, const Tensor& old_most,
+    const Tensor& old_sum, const Tensor& new_out, const Tensor& new_most, const Tensor& new_sum,
+    const Opt<Tensor>& ends, const Text& layout, const Text& stats_layout, const Tensor& out,
+    const Tensor& most, const Tensor& sum) {
   one_of<Text>("input_layout", layout, {"SBH", "TND"});
   one_of<Text>("input_softmax_layout", stats_layout, {"", "SBH", "TND"});
   one_of("prev_attn_out", old_out, kFloating);
   same_dtype("cur_attn_out", new_out, "prev_attn_out", old_out);
   shape("cur_attn_out", new_out, old_out.sizes());
-  for (const auto& [name, x] : {std::pair{"prev_softmax_max", &old_most}, std::pair{"prev_softmax_sum", &old_sum},
-           std::pair{"cur_softmax_max", &new_most}, std::pair{"cur_softmax_sum", &new_sum}}) {
+  for (const auto& [name, x] :
+      {std::pair{"prev_softmax_max", &old_most}, std::pair{"prev_softmax_sum", &old_sum},
+          std::pair{"cur_softmax_max", &new_most}, std::pair{"cur_softmax_sum", &new_sum}}) {
     one_of(name, *x, {at::kFloat});
     shape(name, *x, old_most.sizes());
   }
@@ -101,13 +114,15 @@ Computation ring_attention_update(const Tensor& old_out, const Tensor& old_most,
   if (ends) one_of("actual_seq_qlen", *ends, {at::kLong});
   COMPUTE {
     const auto highest = at::maximum(old_most, new_most);
-    const auto old_share = old_sum * (old_most - highest).exp(), new_share = new_sum * (new_most - highest).exp();
+    const auto old_share = old_sum * (old_most - highest).exp(),
+               new_share = new_sum * (new_most - highest).exp();
     const auto total = old_share + new_share;
     auto by_old = (old_share / total).select(-1, 0), by_new = (new_share / total).select(-1, 0);
     if (layout == "SBH") {
       const Ints heads{old_out.size(0), old_out.size(1), by_old.size(1), -1};
       const auto spread = [](const Tensor& x) { return x.permute({2, 0, 1}).unsqueeze(-1); };
-      out.copy_((old_out.to(at::kFloat).view(heads) * spread(by_old) + new_out.to(at::kFloat).view(heads) * spread(by_new))
+      out.copy_((old_out.to(at::kFloat).view(heads) * spread(by_old) +
+                 new_out.to(at::kFloat).view(heads) * spread(by_new))
               .view(out.sizes()));
     } else {
       if (stats_layout != "TND") {  // requests as [N, S]
@@ -120,12 +135,14 @@ Computation ring_attention_update(const Tensor& old_out, const Tensor& old_most,
           for (int64_t i = 0; i < where.numel(); ++i) {
             const int64_t start = i ? end[i - 1] : 0, count = end[i] - start;
             if (count > 0)
-              sorted.narrow(0, start, count).copy_(flat.narrow(0, start * heads, count * heads).view({heads, count}).t());
+              sorted.narrow(0, start, count)
+                  .copy_(flat.narrow(0, start * heads, count * heads).view({heads, count}).t());
           }
           *x = sorted;
         }
       }
-      out.copy_(old_out.to(at::kFloat) * by_old.unsqueeze(-1) + new_out.to(at::kFloat) * by_new.unsqueeze(-1));
+      out.copy_(old_out.to(at::kFloat) * by_old.unsqueeze(-1) +
+                new_out.to(at::kFloat) * by_new.unsqueeze(-1));
     }
     most.copy_(highest);
     sum.copy_(total);
@@ -134,40 +151,50 @@ Computation ring_attention_update(const Tensor& old_out, const Tensor& old_most,
 
 }  // namespace
 
-#define PARTS \
-  Tensor old_out, Tensor old_most, Tensor old_sum, Tensor new_out, Tensor new_most, Tensor new_sum, Opt<Tensor> ends, Text layout
-CHECKED(aclnnRingAttentionUpdate, (PARTS, Tensor out, Tensor most, Tensor sum),
-    { return ring_attention_update(old_out, old_most, old_sum, new_out, new_most, new_sum, ends, layout, "", out, most, sum); })
-CHECKED(aclnnRingAttentionUpdateV2, (PARTS, Text stats_layout, Tensor out, Tensor most, Tensor sum), {
+#define PARTS                                                                       \
+  Tensor old_out, Tensor old_most, Tensor old_sum, Tensor new_out, Tensor new_most, \
+      Tensor new_sum, Opt<Tensor> ends, Text layout
+CHECKED(aclnnRingAttentionUpdate, (PARTS, Tensor out, Tensor most, Tensor sum), {
   return ring_attention_update(
-      old_out, old_most, old_sum, new_out, new_most, new_sum, ends, layout, stats_layout, out, most, sum);
+      old_out, old_most, old_sum, new_out, new_most, new_sum, ends, layout, "", out, most, sum);
 })
+CHECKED(
+    aclnnRingAttentionUpdateV2, (PARTS, Text stats_layout, Tensor out, Tensor most, Tensor sum), {
+      return ring_attention_update(old_out, old_most, old_sum, new_out, new_most, new_sum, ends,
+          layout, stats_layout, out, most, sum);
+    })
 #undef PARTS
 
-#define TRANSPOSE_BATCH_MATMUL(NAME, WEIGHT)                                                                                    \
-  CHECKED(NAME,                                                                                                                 \
-      (Tensor x, WEIGHT weight, Opt<Tensor> bias, Opt<Tensor> scale, Ints perm_x, Ints perm_weight, Ints perm_y, CubeMath cube, \
-          int64_t split, Tensor out),                                                                                           \
-      { return transpose_batch_matmul(x, weight, bias, scale, perm_x, perm_weight, perm_y, cube, split, out); })
+#define TRANSPOSE_BATCH_MATMUL(NAME, WEIGHT)                                        \
+  CHECKED(NAME,                                                                     \
+      (Tensor x, WEIGHT weight, Opt<Tensor> bias, Opt<Tensor> scale, Ints perm_x,   \
+          Ints perm_weight, Ints perm_y, CubeMath cube, int64_t split, Tensor out), \
+      {                                                                             \
+        return transpose_batch_matmul(                                              \
+            x, weight, bias, scale, perm_x, perm_weight, perm_y, cube, split, out); \
+      })
 TRANSPOSE_BATCH_MATMUL(aclnnTransposeBatchMatMul, Tensor)
 TRANSPOSE_BATCH_MATMUL(aclnnTransposeBatchMatMulWeightNz, Weight)
 
-// torch._transform_bias_rescale_qkv, of nn.MultiheadAttention: [batch, tokens, 3 x heads x D] with its bias to query, key and
-// value [batch, heads, tokens, D]; the query is divided by sqrt(D).
-CHECKED(aclnnTransformBiasRescaleQkv, (Tensor qkv, Tensor bias, int64_t heads, Tensor query, Tensor key, Tensor value), {
-  one_of("qkv", qkv, kFloating);
-  rank("qkv", qkv, 3);
-  same_dtype("qkv_bias", bias, "qkv", qkv);
-  shape("qkv_bias", bias, {qkv.size(2)});
-  check(heads > 0, kOpParam, "num_heads is ", heads);
-  multiple("the last dimension of qkv", qkv.size(2), 3 * heads);
-  for (const auto& [name, x] : {std::pair{"q", &query}, std::pair{"k", &key}, std::pair{"v", &value}})
-    shape(name, *x, {qkv.size(0), heads, qkv.size(1), qkv.size(2) / 3 / heads});
-  COMPUTE {
-    const auto parts =
-        (qkv.to(at::kFloat) + bias.to(at::kFloat)).view({qkv.size(0), qkv.size(1), 3, heads, -1}).permute({2, 0, 3, 1, 4});
-    query.copy_(parts[0] / std::sqrt(static_cast<double>(query.size(3))));
-    key.copy_(parts[1]);
-    value.copy_(parts[2]);
-  };
-})
+// torch._transform_bias_rescale_qkv, of nn.MultiheadAttention: [batch, tokens, 3 x heads x D] with
+// its bias to query, key and value [batch, heads, tokens, D]; the query is divided by sqrt(D).
+CHECKED(aclnnTransformBiasRescaleQkv,
+    (Tensor qkv, Tensor bias, int64_t heads, Tensor query, Tensor key, Tensor value), {
+      one_of("qkv", qkv, kFloating);
+      rank("qkv", qkv, 3);
+      same_dtype("qkv_bias", bias, "qkv", qkv);
+      shape("qkv_bias", bias, {qkv.size(2)});
+      check(heads > 0, kOpParam, "num_heads is ", heads);
+      multiple("the last dimension of qkv", qkv.size(2), 3 * heads);
+      for (const auto& [name, x] :
+          {std::pair{"q", &query}, std::pair{"k", &key}, std::pair{"v", &value}})
+        shape(name, *x, {qkv.size(0), heads, qkv.size(1), qkv.size(2) / 3 / heads});
+      COMPUTE {
+        const auto parts = (qkv.to(at::kFloat) + bias.to(at::kFloat))
+                               .view({qkv.size(0), qkv.size(1), 3, heads, -1})
+                               .permute({2, 0, 3, 1, 4});
+        query.copy_(parts[0] / std::sqrt(static_cast<double>(query.size(3))));
+        key.copy_(parts[1]);
+        value.copy_(parts[2]);
+      };
+    })

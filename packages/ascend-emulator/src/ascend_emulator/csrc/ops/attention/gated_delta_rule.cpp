@@ -1,7 +1,8 @@
-// The gated delta rule of linear attention, token by token in float32. Rules: torch_npu's documentation of
-// npu_recurrent_gated_delta_rule and npu_chunk_gated_delta_rule (torch_npu/_op_plugin_docs.py), for the ranges of values
-// op-plugin's later one; argument order: op-plugin's call sites. The former limits the chunk rule to 8 tokens, against its own
-// example of 100 and op-plugin's test of 2048; the latter has no such limit.
+// The gated delta rule of linear attention, token by token in float32. Rules: torch_npu's
+// documentation of npu_recurrent_gated_delta_rule and npu_chunk_gated_delta_rule
+// (torch_npu/_op_plugin_docs.py), for the ranges of values op-plugin's later one; argument order:
+// op-plugin's call sites. The former limits the chunk rule to 8 tokens, against its own example of
+// 100 and op-plugin's test of 2048; the latter has no such limit.
 #include "operator/op.h"
 
 namespace {
@@ -18,10 +19,11 @@ struct DeltaRule {
     rank("query", query, 3);
     rank("value", value, 3);
     rank("state", state, 4);
-    for (const auto& [name, x] : {std::pair{"query", &query}, std::pair{"key", &key}, std::pair{"value", &value},
-             std::pair{"beta", &beta}, std::pair{"state", &state}})
+    for (const auto& [name, x] : {std::pair{"query", &query}, std::pair{"key", &key},
+             std::pair{"value", &value}, std::pair{"beta", &beta}, std::pair{"state", &state}})
       one_of(name, *x, {at::kBFloat16});
-    const int64_t tokens = query.size(0), of_keys = query.size(1), keys = query.size(2), of_values = value.size(1);
+    const int64_t tokens = query.size(0), of_keys = query.size(1), keys = query.size(2),
+                  of_values = value.size(1);
     shape("key", key, query.sizes());
     shape("value", value, {tokens, of_values, value.size(2)});
     shape("beta", beta, {tokens, of_values});
@@ -30,8 +32,9 @@ struct DeltaRule {
       one_of("g", *decay, {at::kFloat});
       shape("g", *decay, {tokens, of_values});
     }
-    check(of_keys >= 1 && of_values <= heads && of_values % of_keys == 0, kOpParam, "query has ", of_keys, " heads and value ",
-        of_values, "; allowed: up to ", heads, ", the second a multiple of the first");
+    check(of_keys >= 1 && of_values <= heads && of_values % of_keys == 0, kOpParam, "query has ",
+        of_keys, " heads and value ", of_values, "; allowed: up to ", heads,
+        ", the second a multiple of the first");
     within("the size of a key", keys, least, most);
     within("the size of a value", value.size(2), least, most);
     contiguous("state", state);
@@ -40,10 +43,13 @@ struct DeltaRule {
   // Changes the float32 state [heads, values, keys] by a token.
   void step(Tensor& state, int64_t token) {
     const int64_t groups = value.size(1) / key.size(1);
-    const auto heads = [&](const Tensor& x) { return x[token].to(at::kFloat).repeat_interleave(groups, 0); };
+    const auto heads = [&](const Tensor& x) {
+      return x[token].to(at::kFloat).repeat_interleave(groups, 0);
+    };
     const auto k = heads(key).unsqueeze(1), q = heads(query).unsqueeze(1) * scale;
     if (decay) state = state * (*decay)[token].exp().view({-1, 1, 1});
-    const auto change = (value[token].to(at::kFloat) - (state * k).sum(-1)) * beta[token].to(at::kFloat).unsqueeze(-1);
+    const auto change = (value[token].to(at::kFloat) - (state * k).sum(-1)) *
+                        beta[token].to(at::kFloat).unsqueeze(-1);
     state = state + change.unsqueeze(-1) * k;
     out[token].copy_((state * q).sum(-1));
   }
@@ -57,20 +63,23 @@ std::vector<int64_t> numbers(const Tensor& x) {
 void check_range(const char* argument, const Tensor& x, float least, float most) {
   const auto [low, high] = x.aminmax();
   for (const auto& found : {low.item<float>(), high.item<float>()})
-    check(found >= least && found <= most, kOpParam, argument, " has ", found, "; allowed: ", least, " to ", most);
+    check(found >= least && found <= most, kOpParam, argument, " has ", found, "; allowed: ", least,
+        " to ", most);
 }
 
 void check_total(const std::vector<int64_t>& lengths, int64_t tokens) {
   int64_t total = 0;
   for (const auto length : lengths) total += length;
-  check(total == tokens, kOpParam, "actual_seq_lengths add up to ", total, " and there are ", tokens, " tokens");
+  check(total == tokens, kOpParam, "actual_seq_lengths add up to ", total, " and there are ",
+      tokens, " tokens");
 }
 
 }  // namespace
 
 CHECKED(aclnnRecurrentGatedDeltaRule,
-    (Tensor query, Tensor key, Tensor value, Tensor beta, Tensor state, Opt<Tensor> lengths, Opt<Tensor> indices,
-        Opt<Tensor> decay, Opt<Tensor> decay_of_keys, Opt<Tensor> accepted, float scale, Tensor out),
+    (Tensor query, Tensor key, Tensor value, Tensor beta, Tensor state, Opt<Tensor> lengths,
+        Opt<Tensor> indices, Opt<Tensor> decay, Opt<Tensor> decay_of_keys, Opt<Tensor> accepted,
+        float scale, Tensor out),
     {
       DeltaRule rule{query, key, value, beta, decay, scale, out};
       chips({"Ascend910B", "Ascend910_93"});
@@ -84,23 +93,25 @@ CHECKED(aclnnRecurrentGatedDeltaRule,
         one_of("num_accepted_tokens", *accepted, {at::kInt});
         shape("num_accepted_tokens", *accepted, lengths->sizes());
       }
-      check(state.size(0) >= query.size(0), kOpParam, "state has ", state.size(0), " blocks; at least the ", query.size(0),
-          " of the tokens are needed");
+      check(state.size(0) >= query.size(0), kOpParam, "state has ", state.size(0),
+          " blocks; at least the ", query.size(0), " of the tokens are needed");
       COMPUTE {
         auto delta = rule;
         const auto counts = numbers(*lengths), blocks = numbers(*indices);
         const auto taken = accepted ? numbers(*accepted) : std::vector<int64_t>(counts.size(), 1);
         check_total(counts, delta.query.size(0));
         // a state is read for each request, and one written for each token
-        cost::partial_access(state, static_cast<double>((counts.size() + blocks.size()) * state[0].nbytes()));
+        cost::partial_access(
+            state, static_cast<double>((counts.size() + blocks.size()) * state[0].nbytes()));
         for (const auto block : blocks)
-          check(block >= 0 && block < state.size(0), kOpParam, "ssm_state_indices has ", block, "; state has ", state.size(0),
-              " blocks");
+          check(block >= 0 && block < state.size(0), kOpParam, "ssm_state_indices has ", block,
+              "; state has ", state.size(0), " blocks");
         int64_t token = 0;
         for (size_t i = 0; i < counts.size(); ++i) {
-          check(counts[i] >= 1 && counts[i] <= 8, kOpParam, "actual_seq_lengths has ", counts[i], "; allowed: 1 to 8");
-          check(taken[i] >= 1 && taken[i] <= counts[i], kOpParam, "num_accepted_tokens has ", taken[i], "; allowed: 1 to ",
-              counts[i]);
+          check(counts[i] >= 1 && counts[i] <= 8, kOpParam, "actual_seq_lengths has ", counts[i],
+              "; allowed: 1 to 8");
+          check(taken[i] >= 1 && taken[i] <= counts[i], kOpParam, "num_accepted_tokens has ",
+              taken[i], "; allowed: 1 to ", counts[i]);
           auto changed = state[blocks[token + taken[i] - 1]].to(at::kFloat);
           for (const int64_t end = token + counts[i]; token < end; ++token) {
             delta.step(changed, token);
@@ -111,8 +122,8 @@ CHECKED(aclnnRecurrentGatedDeltaRule,
     })
 
 CHECKED(aclnnChunkGatedDeltaRule,
-    (Tensor query, Tensor key, Tensor value, Tensor beta, Opt<Tensor> initial, Opt<Tensor> lengths, float scale,
-        Opt<Tensor> decay, Tensor out, Tensor final),
+    (Tensor query, Tensor key, Tensor value, Tensor beta, Opt<Tensor> initial, Opt<Tensor> lengths,
+        float scale, Opt<Tensor> decay, Tensor out, Tensor final),
     {
       DeltaRule rule{query, key, value, beta, decay, scale, out};
       chips({"Ascend910B", "Ascend910_93", "Ascend950"});
@@ -127,14 +138,17 @@ CHECKED(aclnnChunkGatedDeltaRule,
         const auto counts = numbers(*lengths);
         check_total(counts, delta.query.size(0));
         if (delta.decay) check_range("g", *delta.decay, -1, 0);
-        for (const auto& [name, x] : {std::pair{"query", &delta.query}, std::pair{"key", &delta.key}})
+        for (const auto& [name, x] :
+            {std::pair{"query", &delta.query}, std::pair{"key", &delta.key}})
           check_range(name, *x, -1, 1);
         check_range("beta", delta.beta, 0, 1);
         int64_t token = 0;
         for (size_t i = 0; i < counts.size(); ++i) {
-          check(counts[i] >= 1, kOpParam, "actual_seq_lengths has ", counts[i], "; allowed: 1 and more");
+          check(counts[i] >= 1, kOpParam, "actual_seq_lengths has ", counts[i],
+              "; allowed: 1 and more");
           auto changed = (*initial)[i].to(at::kFloat);
-          for (const int64_t end = token + counts[i]; token < end; ++token) delta.step(changed, token);
+          for (const int64_t end = token + counts[i]; token < end; ++token)
+            delta.step(changed, token);
           final[i].copy_(changed);
         }
       };

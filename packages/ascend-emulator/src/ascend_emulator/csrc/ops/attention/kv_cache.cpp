@@ -1,6 +1,6 @@
-// Writes to and reads from the paged KV cache. Rules: torch_npu's documentation of npu_scatter_pa_kv_cache and the golden
-// functions of op-plugin's test_scatter_pa_kv_cache.py and test_npu_gather_pa_kv_cache.py; argument order: op-plugin's call
-// sites.
+// Writes to and reads from the paged KV cache. Rules: torch_npu's documentation of
+// npu_scatter_pa_kv_cache and the golden functions of op-plugin's test_scatter_pa_kv_cache.py and
+// test_npu_gather_pa_kv_cache.py; argument order: op-plugin's call sites.
 #include "kv_cache.h"
 
 #include "attention.h"
@@ -12,7 +12,8 @@ using attention::refuse_given;
 
 void check_rows(const char* name, const Tensor& rows, const Tensor& slots) {
   rank(name, rows, 3);
-  check(rows.size(0) == slots.size(0), kOpParam, name, " has ", rows.size(0), " tokens and slot_mapping ", slots.size(0));
+  check(rows.size(0) == slots.size(0), kOpParam, name, " has ", rows.size(0),
+      " tokens and slot_mapping ", slots.size(0));
 }
 
 bool fractal_mode(const Text& cache_mode) {
@@ -24,46 +25,54 @@ bool fractal_mode(const Text& cache_mode) {
 
 namespace emu {
 
-void check_cache(const char* name, const Tensor& cache, const char* rows_name, const Tensor& rows, bool fractal) {
+void check_cache(const char* name, const Tensor& cache, const char* rows_name, const Tensor& rows,
+    bool fractal) {
   rank(name, cache, 4);
   same_dtype(name, cache, rows_name, rows);
   const int64_t values = rows.size(1) * rows.size(2);
   if (fractal) {
     const int64_t unit = 32 / cache.element_size();
-    check(cache.size(3) == unit && cache.size(1) * unit == values, kOpParam, name, " has shape ", cache.sizes(),
-        "; it must be [blocks, ", values / unit, ", block_size, ", unit, "] in cache_mode PA_NZ");
+    check(cache.size(3) == unit && cache.size(1) * unit == values, kOpParam, name, " has shape ",
+        cache.sizes(), "; it must be [blocks, ", values / unit, ", block_size, ", unit,
+        "] in cache_mode PA_NZ");
   } else {
-    check(cache.size(2) == rows.size(1) && cache.size(3) == rows.size(2), kOpParam, name, " has shape ", cache.sizes(),
-        "; it must be [blocks, block_size, ", rows.size(1), ", ", rows.size(2), "]");
+    check(cache.size(2) == rows.size(1) && cache.size(3) == rows.size(2), kOpParam, name,
+        " has shape ", cache.sizes(), "; it must be [blocks, block_size, ", rows.size(1), ", ",
+        rows.size(2), "]");
   }
 }
 
-Computation gather_pages(Tensor key_cache, Tensor value_cache, Tensor tables, Tensor lengths, Tensor key, Tensor value,
-    Opt<Tensor> offset, bool fractal, bool cumulative) {
+Computation gather_pages(Tensor key_cache, Tensor value_cache, Tensor tables, Tensor lengths,
+    Tensor key, Tensor value, Opt<Tensor> offset, bool fractal, bool cumulative) {
   one_of("block_tables", tables, kIndices);
   rank("block_tables", tables, 2);
   same_dtype("seq_lens", lengths, "block_tables", tables);
   rank("seq_lens", lengths, 1);
   rank("key", key, 3);
   rank("value", value, 3);
-  check(lengths.size(0) == tables.size(0) + (cumulative ? 1 : 0), kOpParam, "seq_lens has ", lengths.size(0), " entries for ",
-      tables.size(0), " requests", cumulative ? "; cumulative lengths have one more" : "");
+  check(lengths.size(0) == tables.size(0) + (cumulative ? 1 : 0), kOpParam, "seq_lens has ",
+      lengths.size(0), " entries for ", tables.size(0), " requests",
+      cumulative ? "; cumulative lengths have one more" : "");
   check_cache("key_cache", key_cache, "key", key, fractal);
   check_cache("value_cache", value_cache, "value", value, fractal);
   if (offset) shape("seq_offset", *offset, {tables.size(0)});
   COMPUTE {
-    const auto count = lengths.to(at::kLong).contiguous(), table = tables.to(at::kLong).contiguous();
-    const auto first = offset ? offset->to(at::kLong).contiguous() : at::zeros({tables.size(0)}, at::kLong);
+    const auto count = lengths.to(at::kLong).contiguous(),
+               table = tables.to(at::kLong).contiguous();
+    const auto first =
+        offset ? offset->to(at::kLong).contiguous() : at::zeros({tables.size(0)}, at::kLong);
     const auto from = by_slot(key_cache, fractal), values_from = by_slot(value_cache, fractal);
     const int64_t block_size = from.size(1), blocks = from.size(0);
     const auto* length = count.const_data_ptr<int64_t>();
     int64_t row = 0;
     for (int64_t i = 0; i < table.size(0); ++i) {
-      const int64_t tokens = std::min(cumulative ? length[i + 1] - length[i] : length[i], key.size(0) - row);
+      const int64_t tokens =
+          std::min(cumulative ? length[i + 1] - length[i] : length[i], key.size(0) - row);
       const int64_t begin = first.const_data_ptr<int64_t>()[i] / block_size;
       for (int64_t done = 0; done < tokens; done += block_size) {
         const int64_t part = std::min(block_size, tokens - done), place = begin + done / block_size;
-        const int64_t block = place < table.size(1) ? table.const_data_ptr<int64_t>()[i * table.size(1) + place] : -1;
+        const int64_t block =
+            place < table.size(1) ? table.const_data_ptr<int64_t>()[i * table.size(1) + place] : -1;
         for (const auto& [out, in] : {std::pair{&key, &from}, std::pair{&value, &values_from}}) {
           auto target = out->narrow(0, row + done, part);
           if (block < 0 || block >= blocks) {
@@ -82,22 +91,25 @@ Computation gather_pages(Tensor key_cache, Tensor value_cache, Tensor tables, Te
 }  // namespace emu
 
 CHECKED(aclnnScatterPaKvCache,
-    (Tensor key, Tensor key_cache, Tensor slots, Tensor value, Tensor value_cache, Opt<Tensor> compress_lens,
-        Opt<Tensor> compress_offsets, Opt<Tensor> seq_lens, Text cache_mode, Text, Opt<Ints>, Opt<Ints>),
+    (Tensor key, Tensor key_cache, Tensor slots, Tensor value, Tensor value_cache,
+        Opt<Tensor> compress_lens, Opt<Tensor> compress_offsets, Opt<Tensor> seq_lens,
+        Text cache_mode, Text, Opt<Ints>, Opt<Ints>),
     {
-      refuse_given(
-          "a compressed cache (compress_lens, compress_seq_offsets, seq_lens)", compress_lens, compress_offsets, seq_lens);
+      refuse_given("a compressed cache (compress_lens, compress_seq_offsets, seq_lens)",
+          compress_lens, compress_offsets, seq_lens);
       const bool fractal = fractal_mode(cache_mode);
       // "输入参数不支持非连续"
-      for (const auto& [name, x] : {std::pair{"key", &key}, std::pair{"value", &value}, std::pair{"key_cache", &key_cache},
-               std::pair{"value_cache", &value_cache}, std::pair{"slot_mapping", &slots}})
+      for (const auto& [name, x] :
+          {std::pair{"key", &key}, std::pair{"value", &value}, std::pair{"key_cache", &key_cache},
+              std::pair{"value_cache", &value_cache}, std::pair{"slot_mapping", &slots}})
         contiguous(name, *x);
       one_of("slot_mapping", slots, kIndices);
       rank("slot_mapping", slots, 1);
       check_rows("key", key, slots);
       check_rows("value", value, slots);
       same_dtype("value", value, "key", key);
-      check(key.size(1) == value.size(1), kOpParam, "key has ", key.size(1), " heads and value ", value.size(1));
+      check(key.size(1) == value.size(1), kOpParam, "key has ", key.size(1), " heads and value ",
+          value.size(1));
       check_cache("key_cache", key_cache, "key", key, fractal);
       check_cache("value_cache", value_cache, "value", value, fractal);
       COMPUTE {
@@ -109,14 +121,14 @@ CHECKED(aclnnScatterPaKvCache,
     })
 
 CHECKED(aclnnScatterPaCache,
-    (Tensor key, Tensor key_cache, Tensor slots, Opt<Tensor> compress_lens, Opt<Tensor> compress_offsets, Opt<Tensor> seq_lens,
-        Text cache_mode),
+    (Tensor key, Tensor key_cache, Tensor slots, Opt<Tensor> compress_lens,
+        Opt<Tensor> compress_offsets, Opt<Tensor> seq_lens, Text cache_mode),
     {
-      refuse_given(
-          "a compressed cache (compress_lens, compress_seq_offsets, seq_lens)", compress_lens, compress_offsets, seq_lens);
+      refuse_given("a compressed cache (compress_lens, compress_seq_offsets, seq_lens)",
+          compress_lens, compress_offsets, seq_lens);
       const bool fractal = fractal_mode(cache_mode);
-      for (const auto& [name, x] :
-          {std::pair{"key", &key}, std::pair{"key_cache", &key_cache}, std::pair{"slot_mapping", &slots}})
+      for (const auto& [name, x] : {std::pair{"key", &key}, std::pair{"key_cache", &key_cache},
+               std::pair{"slot_mapping", &slots}})
         contiguous(name, *x);
       one_of("slot_mapping", slots, kIndices);
       rank("slot_mapping", slots, 1);
@@ -124,11 +136,15 @@ CHECKED(aclnnScatterPaCache,
       check_cache("key_cache", key_cache, "key", key, fractal);
       COMPUTE {
         const auto shape = by_slot(key_cache, fractal);
-        SlotMapping(slots, shape.size(0) * shape.size(1), Negative::kRefused).put(key_cache, key, fractal);
+        SlotMapping(slots, shape.size(0) * shape.size(1), Negative::kRefused)
+            .put(key_cache, key, fractal);
       };
     })
 
 CHECKED(aclnnGatherPaKvCache,
-    (Tensor key_cache, Tensor value_cache, Tensor tables, Tensor lengths, Tensor key, Tensor value, Opt<Tensor> offset,
-        Text cache_mode, bool cumulative),
-    { return gather_pages(key_cache, value_cache, tables, lengths, key, value, offset, fractal_mode(cache_mode), cumulative); })
+    (Tensor key_cache, Tensor value_cache, Tensor tables, Tensor lengths, Tensor key, Tensor value,
+        Opt<Tensor> offset, Text cache_mode, bool cumulative),
+    {
+      return gather_pages(key_cache, value_cache, tables, lengths, key, value, offset,
+          fractal_mode(cache_mode), cumulative);
+    })

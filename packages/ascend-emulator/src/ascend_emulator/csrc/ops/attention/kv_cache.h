@@ -6,21 +6,24 @@
 
 namespace emu {
 
-// A cache as [blocks, block_size, ...row], a view of either layout: "Norm" [blocks, block_size, heads, D], "PA_NZ" [blocks, H /
-// c, block_size, c].
-inline Tensor by_slot(const Tensor& cache, bool fractal) { return fractal ? cache.transpose(1, 2) : cache; }
+// A cache as [blocks, block_size, ...row], a view of either layout: "Norm" [blocks, block_size,
+// heads, D], "PA_NZ" [blocks, H / c, block_size, c].
+inline Tensor by_slot(const Tensor& cache, bool fractal) {
+  return fractal ? cache.transpose(1, 2) : cache;
+}
 
 // slot = block * block_size + offset. ATB skips negative slots; aclnn's operators refuse them.
 enum class Negative { kLeftOut, kRefused };
 
 struct SlotMapping {
   Tensor rows, where;  // written rows (undefined: all), and their slots
-  SlotMapping(const Tensor& slots, int64_t limit, Negative negative) : where(slots.to(at::kLong).contiguous()) {
+  SlotMapping(const Tensor& slots, int64_t limit, Negative negative)
+      : where(slots.to(at::kLong).contiguous()) {
     const auto* slot = where.const_data_ptr<int64_t>();
     bool skips = false;
     for (int64_t i = 0; i < where.numel(); ++i) {
-      check(slot[i] < limit && (slot[i] >= 0 || negative == Negative::kLeftOut), kOpParam, "slot ", slot[i],
-          " is outside the cache of ", limit);
+      check(slot[i] < limit && (slot[i] >= 0 || negative == Negative::kLeftOut), kOpParam, "slot ",
+          slot[i], " is outside the cache of ", limit);
       skips = skips || slot[i] < 0;
     }
     if (!skips) return;
@@ -31,7 +34,8 @@ struct SlotMapping {
     const auto chosen = rows.defined() ? values.index_select(0, rows) : values;
     cost::partial_access(cache, chosen);
     if (!fractal && cache.is_contiguous()) {
-      cache.view({cache.size(0) * cache.size(1), cache.size(2), cache.size(3)}).index_copy_(0, where, chosen);
+      cache.view({cache.size(0) * cache.size(1), cache.size(2), cache.size(3)})
+          .index_copy_(0, where, chosen);
       return;
     }
     const auto view = by_slot(cache, fractal);
@@ -40,12 +44,13 @@ struct SlotMapping {
   }
 };
 
-void check_cache(const char* name, const Tensor& cache, const char* rows_name, const Tensor& rows, bool fractal);
+void check_cache(
+    const char* name, const Tensor& cache, const char* rows_name, const Tensor& rows, bool fractal);
 
-// Gathers the tokens of all requests, concatenated; each from block seq_offset / block_size of its block table on. Invalid or
-// missing blocks read as zeros.
-Computation gather_pages(Tensor key_cache, Tensor value_cache, Tensor tables, Tensor lengths, Tensor key, Tensor value,
-    Opt<Tensor> offset, bool fractal, bool cumulative);
+// Gathers the tokens of all requests, concatenated; each from block seq_offset / block_size of its
+// block table on. Invalid or missing blocks read as zeros.
+Computation gather_pages(Tensor key_cache, Tensor value_cache, Tensor tables, Tensor lengths,
+    Tensor key, Tensor value, Opt<Tensor> offset, bool fractal, bool cumulative);
 
 }  // namespace emu
 

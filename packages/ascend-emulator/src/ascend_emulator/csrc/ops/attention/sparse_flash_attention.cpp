@@ -1,6 +1,7 @@
-// Sparse attention: the lightning indexer selects tokens, sparse flash attention attends to them. Rules: torch_npu's
-// documentation of npu_lightning_indexer, npu_quant_lightning_indexer and npu_sparse_flash_attention
-// (torch_npu/_op_plugin_docs.py) and the golden functions of op-plugin's tests; argument order: op-plugin's call sites.
+// Sparse attention: the lightning indexer selects tokens, sparse flash attention attends to them.
+// Rules: torch_npu's documentation of npu_lightning_indexer, npu_quant_lightning_indexer and
+// npu_sparse_flash_attention (torch_npu/_op_plugin_docs.py) and the golden functions of op-plugin's
+// tests; argument order: op-plugin's call sites.
 #include "attention.h"
 
 namespace {
@@ -9,11 +10,12 @@ using namespace emu;
 using namespace emu::attention;
 
 void power_of_two(const char* argument, int64_t value) {
-  check(
-      value >= 1 && value <= 128 && !(value & (value - 1)), kOpParam, argument, " is ", value, "; allowed: powers of two to 128");
+  check(value >= 1 && value <= 128 && !(value & (value - 1)), kOpParam, argument, " is ", value,
+      "; allowed: powers of two to 128");
 }
 
-// Ranges of each request's queries and keys. Lengths are tensors, so they are read in the computation.
+// Ranges of each request's queries and keys. Lengths are tensors, so they are read in the
+// computation.
 struct Requests {
   std::string query_layout, key_layout;
   Opt<Tensor> query_lengths, key_lengths, table;
@@ -23,12 +25,14 @@ struct Requests {
     one_of<std::string>("layout_key", key_layout, {"PA_BSND", "BSND", "TND"});
     rank("query", query, query_layout == "TND" ? 3 : 4);
     rank("key", key, key_layout == "TND" ? 3 : 4);
-    check(key_layout == "PA_BSND" || key_layout == query_layout, kOpParam, "layout_key is ", key_layout, " and layout_query ",
-        query_layout, "; they must be the same without pages");
-    check((key_layout == "PA_BSND") == table.has_value(), kOpParam, "layout_key is ", key_layout, table ? " with" : " without",
-        " a block_table; PA_BSND goes with one");
-    check(query_layout != "TND" || query_lengths, kOpParam, "layout_query TND needs actual_seq_lengths_query");
-    check(key_layout == "BSND" || key_lengths, kOpParam, "layout_key ", key_layout, " needs the lengths of the keys");
+    check(key_layout == "PA_BSND" || key_layout == query_layout, kOpParam, "layout_key is ",
+        key_layout, " and layout_query ", query_layout, "; they must be the same without pages");
+    check((key_layout == "PA_BSND") == table.has_value(), kOpParam, "layout_key is ", key_layout,
+        table ? " with" : " without", " a block_table; PA_BSND goes with one");
+    check(query_layout != "TND" || query_lengths, kOpParam,
+        "layout_query TND needs actual_seq_lengths_query");
+    check(key_layout == "BSND" || key_lengths, kOpParam, "layout_key ", key_layout,
+        " needs the lengths of the keys");
     for (const auto& [name, x] : {std::pair{"actual_seq_lengths_query", &query_lengths},
              std::pair{"actual_seq_lengths_key", &key_lengths}, std::pair{"block_table", &table}})
       if (*x) one_of(name, **x, {at::kInt});
@@ -47,7 +51,9 @@ struct Requests {
   };
   std::vector<Span> spans(const Tensor& query, const Tensor& key) const {
     const bool varlen = query_layout == "TND";
-    const auto numbers = [](const Opt<Tensor>& x) { return x ? x->to(at::kLong).contiguous() : Tensor(); };
+    const auto numbers = [](const Opt<Tensor>& x) {
+      return x ? x->to(at::kLong).contiguous() : Tensor();
+    };
     const auto queries = numbers(query_lengths), keys = numbers(key_lengths);
     const int64_t batch = varlen ? queries.numel() : query.size(0);
     const auto at_place = [](const Tensor& x, int64_t i) { return x.const_data_ptr<int64_t>()[i]; };
@@ -57,8 +63,8 @@ struct Requests {
                     count = queries.defined() ? at_place(queries, i) - start : query.size(1);
       const int64_t key_start = key_layout == "TND" && i ? at_place(keys, i - 1) : 0,
                     key_count = keys.defined() ? at_place(keys, i) - key_start : key.size(1);
-      check(count >= 0 && start + count <= query.size(varlen ? 0 : 1) && key_count >= 0, kOpParam, "request ", i, " has ", count,
-          " queries from ", start, " on and ", key_count, " keys");
+      check(count >= 0 && start + count <= query.size(varlen ? 0 : 1) && key_count >= 0, kOpParam,
+          "request ", i, " has ", count, " queries from ", start, " on and ", key_count, " keys");
       found.push_back({i, start, count, key_start, key_count});
     }
     return found;
@@ -70,12 +76,15 @@ struct Requests {
   }
   Tensor keys(const Tensor& x, const Span& span) const {
     if (key_layout != "PA_BSND")
-      return (key_layout == "TND" ? x : x[span.request]).narrow(0, span.key_start, span.key_count).select(1, 0);
+      return (key_layout == "TND" ? x : x[span.request])
+          .narrow(0, span.key_start, span.key_count)
+          .select(1, 0);
     return pages(x.flatten(2), *table, span.request, span.key_count, 1, x.size(1))[0];
   }
 };
 
-// Per query, the keys with the largest sum over heads of weight * relu(query * key); -1 if there are fewer visible keys.
+// Per query, the keys with the largest sum over heads of weight * relu(query * key); -1 if there
+// are fewer visible keys.
 struct Indexer {
   Requests requests;
   Tensor query, key, weights;
@@ -87,22 +96,24 @@ struct Indexer {
   Indexer& checked() {
     requests.check_arguments(query, key);
     one_of<int64_t>("sparse_mode", sparse_mode, {0, 3});
-    check((count >= 1 && count <= 2048) || (count % 1024 == 0 && count <= 8192), kOpParam, "sparse_count is ", count,
-        "; allowed: 1 to 2048, 3072, 4096, 5120, 6144, 7168, 8192");
+    check((count >= 1 && count <= 2048) || (count % 1024 == 0 && count <= 8192), kOpParam,
+        "sparse_count is ", count, "; allowed: 1 to 2048, 3072, 4096, 5120, 6144, 7168, 8192");
     shape("weights", weights, query.sizes().slice(0, query.dim() - 1));
     within("heads of query", query.size(-2), 1, 64);
-    check(query.size(-1) == 128 && key.size(-1) == 128, kOpParam, "heads of query and key have ", query.size(-1), " and ",
-        key.size(-1), " elements; 128 are expected");
+    check(query.size(-1) == 128 && key.size(-1) == 128, kOpParam, "heads of query and key have ",
+        query.size(-1), " and ", key.size(-1), " elements; 128 are expected");
     contiguous("weights", weights);
-    check(!requests.table || !values || !values->numel(), kOpParam, "return_value is not supported with pages of keys");
+    check(!requests.table || !values || !values->numel(), kOpParam,
+        "return_value is not supported with pages of keys");
     if (!query_scale) {
       one_of("query", query, kHalves);
       same_dtype("weights", weights, "query", query);
     } else {
       one_of("query", query, {at::kChar});
       within("sparse_count", count, 1, 2048);
-      for (const auto& [name, x] : {std::pair{"weights", &weights}, std::pair{"query_dequant_scale", &*query_scale},
-               std::pair{"key_dequant_scale", &*key_scale}}) {
+      for (const auto& [name, x] :
+          {std::pair{"weights", &weights}, std::pair{"query_dequant_scale", &*query_scale},
+              std::pair{"key_dequant_scale", &*key_scale}}) {
         one_of(name, *x, {at::kHalf});
         contiguous(name, *x);
       }
@@ -119,24 +130,34 @@ struct Indexer {
     if (wants_values) values->zero_();
     for (const auto& span : requests.spans(query, key)) {
       if (!span.count || !span.key_count) continue;
-      auto q = requests.queries(query, span).to(at::kFloat), k = requests.keys(key, span).to(at::kFloat);
+      auto q = requests.queries(query, span).to(at::kFloat),
+           k = requests.keys(key, span).to(at::kFloat);
       if (query_scale) {
         q = q * requests.queries(query_scale->unsqueeze(-1), span).to(at::kFloat);
         k = k * requests.keys(key_scale->unsqueeze(-1), span).to(at::kFloat);
       }
       const auto w = requests.queries(weights.unsqueeze(-1), span).to(at::kFloat);
       auto scores = at::empty({span.count, span.key_count}, at::kFloat);
-      for (int64_t t = 0; t < span.count; ++t) scores[t].copy_((at::relu(at::matmul(q[t], k.t())) * w[t]).sum(0));
+      for (int64_t t = 0; t < span.count; ++t)
+        scores[t].copy_((at::relu(at::matmul(q[t], k.t())) * w[t]).sum(0));
       if (sparse_mode == 3)
         scores.masked_fill_(
-            at::arange(span.key_count).unsqueeze(0) - at::arange(span.count).unsqueeze(1) > span.key_count - span.count,
+            at::arange(span.key_count).unsqueeze(0) - at::arange(span.count).unsqueeze(1) >
+                span.key_count - span.count,
             -std::numeric_limits<float>::infinity());
       auto [sorted, places] = scores.sort(/*stable=*/true, -1, /*descending=*/true);
       const int64_t kept = std::min(count, span.key_count);
       const auto best = sorted.narrow(1, 0, kept);
       const auto unseen = best == -std::numeric_limits<float>::infinity();
-      requests.queries(out, span).select(1, 0).narrow(1, 0, kept).copy_(places.narrow(1, 0, kept).masked_fill(unseen, -1));
-      if (wants_values) requests.queries(*values, span).select(1, 0).narrow(1, 0, kept).copy_(best.masked_fill(unseen, 0));
+      requests.queries(out, span)
+          .select(1, 0)
+          .narrow(1, 0, kept)
+          .copy_(places.narrow(1, 0, kept).masked_fill(unseen, -1));
+      if (wants_values)
+        requests.queries(*values, span)
+            .select(1, 0)
+            .narrow(1, 0, kept)
+            .copy_(best.masked_fill(unseen, 0));
     }
   }
 };
@@ -163,11 +184,12 @@ struct SparseAttention {
       within("heads of query", query.size(-2), 1, 128);
     else
       power_of_two("heads of query", query.size(-2));
-    check(!requests.table || key.size(1) % block == 0, kOpParam, "sparse_block_size ", block, " does not divide the block size ",
-        key.size(1));
+    check(!requests.table || key.size(1) % block == 0, kOpParam, "sparse_block_size ", block,
+        " does not divide the block size ", key.size(1));
     check(query_rope && key_rope, kOpParam, "query_rope and key_rope must be given");
-    check(query.size(-1) == 512 && query_rope->size(-1) == 64, kOpParam, "heads of query and query_rope have ", query.size(-1),
-        " and ", query_rope->size(-1), " elements; 512 and 64 are expected");
+    check(query.size(-1) == 512 && query_rope->size(-1) == 64, kOpParam,
+        "heads of query and query_rope have ", query.size(-1), " and ", query_rope->size(-1),
+        " elements; 512 and 64 are expected");
     shape("value", value, key.sizes());
     contiguous("query_rope", *query_rope);
     if (!is_chip("Ascend950")) {
@@ -187,7 +209,8 @@ struct SparseAttention {
     int64_t read = 0;  // tokens: those of each query are gathered for it alone
     for (const auto& span : requests.spans(query, key)) {
       if (!span.count) continue;
-      const auto q = at::cat({requests.queries(query, span), requests.queries(*query_rope, span)}, -1);
+      const auto q =
+          at::cat({requests.queries(query, span), requests.queries(*query_rope, span)}, -1);
       Tensor k, v;
       {
         const cost::Scope uncounted(nullptr);
@@ -198,30 +221,41 @@ struct SparseAttention {
       const auto target = requests.queries(out, span);
       for (int64_t t = 0; t < span.count; ++t) {
         const auto* first = named.const_data_ptr<int32_t>() + t * named.size(1);
-        const int64_t end = sparse_mode == 3 ? std::min(span.key_count, span.key_count - span.count + t + 1) : span.key_count;
+        const int64_t end = sparse_mode == 3
+                                ? std::min(span.key_count, span.key_count - span.count + t + 1)
+                                : span.key_count;
         Ints seen;
         for (int64_t i = 0; i < named.size(1) && first[i] >= 0; ++i)
-          for (int64_t place = first[i] * block; place < std::min((first[i] + 1) * block, end); ++place) seen.push_back(place);
+          for (int64_t place = first[i] * block; place < std::min((first[i] + 1) * block, end);
+              ++place)
+            seen.push_back(place);
         read += static_cast<int64_t>(seen.size());
         const auto where = at::tensor(seen, at::kLong);
-        Request request{q[t].unsqueeze(1), k.index_select(0, where).unsqueeze(0), v.index_select(0, where).unsqueeze(0), {}, {},
-            sinks.value_or(Tensor()), scale};
+        Request request{q[t].unsqueeze(1), k.index_select(0, where).unsqueeze(0),
+            v.index_select(0, where).unsqueeze(0), {}, {}, sinks.value_or(Tensor()), scale};
         const auto result = seen.empty() ? attend(request) : attend_fp32(request);
         target[t].copy_(result.out.squeeze(1));
         if (!most || !most->numel()) continue;
-        const auto put = [&](const Tensor& into, const Tensor& x) {  // [1, T, heads], or [B, 1, S, heads]
-          (requests.query_layout == "TND" ? into[0][span.start + t] : into[span.request][0][t]).copy_(x);
+        const auto put = [&](const Tensor& into,
+                             const Tensor& x) {  // [1, T, heads], or [B, 1, S, heads]
+          (requests.query_layout == "TND" ? into[0][span.start + t] : into[span.request][0][t])
+              .copy_(x);
         };
         const auto largest =
-            seen.empty() ? at::full({q.size(1)}, std::numeric_limits<float>::lowest(), at::kFloat) : result.most.squeeze(1);
+            seen.empty() ? at::full({q.size(1)}, std::numeric_limits<float>::lowest(), at::kFloat)
+                         : result.most.squeeze(1);
         put(*most, largest);
-        put(*sum, seen.empty() ? at::zeros({q.size(1)}, at::kFloat) : (result.lse.squeeze(1) - largest).exp());
+        put(*sum, seen.empty() ? at::zeros({q.size(1)}, at::kFloat)
+                               : (result.lse.squeeze(1) - largest).exp());
       }
     }
-    const auto bytes = [&](const Tensor& x) { return static_cast<double>(read * x.size(-1) * x.element_size()); };
+    const auto bytes = [&](const Tensor& x) {
+      return static_cast<double>(read * x.size(-1) * x.element_size());
+    };
     cost::partial_access(key, bytes(key));
     cost::partial_access(*key_rope, bytes(*key_rope));
-    cost::partial_access(&value, value.nbytes(), bytes(value));  // two arguments with one address: latents are key and value
+    cost::partial_access(&value, value.nbytes(),
+        bytes(value));  // two arguments with one address: latents are key and value
   }
 };
 
@@ -232,45 +266,50 @@ Computation run(Operator op) {
 }
 
 void check_all_tokens(int64_t before, int64_t after) {
-  check(before >= INT32_MAX && after >= INT32_MAX, kOpParam, "pre_tokens is ", before, " and next_tokens ", after,
-      "; supported: the default, all");
+  check(before >= INT32_MAX && after >= INT32_MAX, kOpParam, "pre_tokens is ", before,
+      " and next_tokens ", after, "; supported: the default, all");
 }
 
 }  // namespace
 
 CHECKED(aclnnLightningIndexer,
-    (Tensor query, Tensor key, Tensor weights, Opt<Tensor> query_lengths, Opt<Tensor> key_lengths, Opt<Tensor> table,
-        Text query_layout, Text key_layout, int64_t count, int64_t sparse_mode, int64_t before, int64_t after, bool, Tensor out,
-        Opt<Tensor> values),
+    (Tensor query, Tensor key, Tensor weights, Opt<Tensor> query_lengths, Opt<Tensor> key_lengths,
+        Opt<Tensor> table, Text query_layout, Text key_layout, int64_t count, int64_t sparse_mode,
+        int64_t before, int64_t after, bool, Tensor out, Opt<Tensor> values),
     {
       check_all_tokens(before, after);
-      return run(Indexer{{query_layout, key_layout, query_lengths, key_lengths, table}, query, key, weights, {}, {}, count,
-          sparse_mode, out, values});
+      return run(Indexer{{query_layout, key_layout, query_lengths, key_lengths, table}, query, key,
+          weights, {}, {}, count, sparse_mode, out, values});
     })
 CHECKED(aclnnQuantLightningIndexer,
-    (Tensor query, Tensor key, Tensor weights, Tensor query_scale, Tensor key_scale, Opt<Tensor> query_lengths,
-        Opt<Tensor> key_lengths, Opt<Tensor> table, int64_t query_mode, int64_t key_mode, Text query_layout, Text key_layout,
-        int64_t count, int64_t sparse_mode, int64_t before, int64_t after, Tensor out),
+    (Tensor query, Tensor key, Tensor weights, Tensor query_scale, Tensor key_scale,
+        Opt<Tensor> query_lengths, Opt<Tensor> key_lengths, Opt<Tensor> table, int64_t query_mode,
+        int64_t key_mode, Text query_layout, Text key_layout, int64_t count, int64_t sparse_mode,
+        int64_t before, int64_t after, Tensor out),
     {
       check_all_tokens(before, after);
       one_of<int64_t>("query_quant_mode", query_mode, {0});
       one_of<int64_t>("key_quant_mode", key_mode, {0});
-      return run(Indexer{{query_layout, key_layout, query_lengths, key_lengths, table}, query, key, weights, query_scale,
-          key_scale, count, sparse_mode, out, {}});
+      return run(Indexer{{query_layout, key_layout, query_lengths, key_lengths, table}, query, key,
+          weights, query_scale, key_scale, count, sparse_mode, out, {}});
     })
-#define SPARSE_INPUTS                                                                                                            \
-  Tensor query, Tensor key, Tensor value, Tensor indices, Opt<Tensor> table, Opt<Tensor> query_lengths, Opt<Tensor> key_lengths, \
-      Opt<Tensor> query_rope, Opt<Tensor> key_rope
-#define SPARSE_SETTINGS                                                                                                \
-  double scale, int64_t block, Text query_layout, Text key_layout, int64_t sparse_mode, int64_t before, int64_t after, \
-      int64_t attention_mode, bool with_lse, Tensor out, Opt<Tensor> most, Opt<Tensor> sum
-#define SPARSE(SINKS)                                                                                                     \
-  {                                                                                                                       \
-    check_all_tokens(before, after);                                                                                      \
-    check(!table || !with_lse, kOpParam, "return_softmax_lse is not supported with pages of keys");                       \
-    one_of<int64_t>("attention_mode", attention_mode, {2});                                                               \
-    return run(SparseAttention{{query_layout, key_layout, query_lengths, key_lengths, table}, query, key, value, indices, \
-        query_rope, key_rope, SINKS, scale, block, sparse_mode, out, most, sum});                                         \
+#define SPARSE_INPUTS                                                             \
+  Tensor query, Tensor key, Tensor value, Tensor indices, Opt<Tensor> table,      \
+      Opt<Tensor> query_lengths, Opt<Tensor> key_lengths, Opt<Tensor> query_rope, \
+      Opt<Tensor> key_rope
+#define SPARSE_SETTINGS                                                                 \
+  double scale, int64_t block, Text query_layout, Text key_layout, int64_t sparse_mode, \
+      int64_t before, int64_t after, int64_t attention_mode, bool with_lse, Tensor out, \
+      Opt<Tensor> most, Opt<Tensor> sum
+#define SPARSE(SINKS)                                                                             \
+  {                                                                                               \
+    check_all_tokens(before, after);                                                              \
+    check(                                                                                        \
+        !table || !with_lse, kOpParam, "return_softmax_lse is not supported with pages of keys"); \
+    one_of<int64_t>("attention_mode", attention_mode, {2});                                       \
+    return run(SparseAttention{{query_layout, key_layout, query_lengths, key_lengths, table},     \
+        query, key, value, indices, query_rope, key_rope, SINKS, scale, block, sparse_mode, out,  \
+        most, sum});                                                                              \
   }
 CHECKED(aclnnSparseFlashAttention, (SPARSE_INPUTS, SPARSE_SETTINGS), SPARSE({}))
 CHECKED(aclnnSparseFlashAttentionV2, (SPARSE_INPUTS, Opt<Tensor> sinks, SPARSE_SETTINGS), {

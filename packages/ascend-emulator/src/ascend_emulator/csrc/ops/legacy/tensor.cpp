@@ -11,8 +11,8 @@ int64_t product_of(const Ints& dims) { return c10::multiply_integers(dims); }
 
 // {1} stands for a tensor without dimensions (FillKernelNpu.cpp).
 void filled(const Tensor& y, const Ints& dims) {
-  check(y.sizes() == at::IntArrayRef(dims) || (y.dim() == 0 && product_of(dims) == 1), kOpParam, "y has shape ", y.sizes(),
-      " and dims is ", at::IntArrayRef(dims));
+  check(y.sizes() == at::IntArrayRef(dims) || (y.dim() == 0 && product_of(dims) == 1), kOpParam,
+      "y has shape ", y.sizes(), " and dims is ", at::IntArrayRef(dims));
 }
 
 void permutation(const Ints& perm, int64_t dims) {
@@ -23,7 +23,8 @@ void permutation(const Ints& perm, int64_t dims) {
 }
 
 // Values and int32 indices of the largest or smallest values along a dimension.
-Computation extreme(bool largest, const Tensor& x, const Tensor& indices, const Tensor& values, const Attributes& attributes) {
+Computation extreme(bool largest, const Tensor& x, const Tensor& indices, const Tensor& values,
+    const Attributes& attributes) {
   const auto dim = real_dim(attributes.get("dimension", int64_t{0}), x.dim(), "dimension");
   const bool keep = attributes.get("keep_dims", false);
   reduced("values", values, x, dim, keep);
@@ -33,14 +34,15 @@ Computation extreme(bool largest, const Tensor& x, const Tensor& indices, const 
   COMPUTE { copy_both(largest ? at::max(x, dim, keep) : at::min(x, dim, keep), values, indices); };
 }
 
-// Rows of `count` indices of true values, and which rows are there. All of them in order if they fit: op-plugin's test has that
-// of an NPU. Otherwise a sample without repetition.
+// Rows of `count` indices of true values, and which rows are there. All of them in order if they
+// fit: op-plugin's test has that of an NPU. Otherwise a sample without repetition.
 void choose(const Tensor& x, const Tensor& indices, const Tensor& mask, int64_t seed) {
   auto found = at::nonzero(x);
   const auto count = indices.size(0);
   if (found.size(0) > count) {
     auto generator = at::detail::createCPUGenerator(static_cast<uint64_t>(seed));
-    found = found.index_select(0, at::randperm(found.size(0), generator, at::kLong).narrow(0, 0, count));
+    found = found.index_select(
+        0, at::randperm(found.size(0), generator, at::kLong).narrow(0, 0, count));
   }
   indices.zero_();
   indices.narrow(0, 0, found.size(0)).copy_(found);
@@ -85,32 +87,37 @@ LEGACY_BINARY(RealDiv, left / right)
 // x is the whole storage (AsStridedKernelNpu.cpp).
 GRAPH_OP(AsStrided, (Tensor x, Ints size, Ints stride, Scalar offset, Out y), {
   const auto first = offset.toLong();
-  check(stride.size() == size.size(), kOpParam, "stride is ", at::IntArrayRef(stride), " for size ", at::IntArrayRef(size));
+  check(stride.size() == size.size(), kOpParam, "stride is ", at::IntArrayRef(stride), " for size ",
+      at::IntArrayRef(size));
   auto last = first;
   for (size_t i = 0; i < size.size(); ++i) {
     check(stride[i] >= 0, kOpParam, "stride is ", at::IntArrayRef(stride), "; allowed: 0 or more");
     last += (size[i] - 1) * stride[i];
   }
-  check(first >= 0 && (last < x.numel() || product_of(size) == 0), kOpParam, "size ", at::IntArrayRef(size), ", stride ",
-      at::IntArrayRef(stride), " and storage_offset ", first, " reach beyond the ", x.numel(), " values of x");
+  check(first >= 0 && (last < x.numel() || product_of(size) == 0), kOpParam, "size ",
+      at::IntArrayRef(size), ", stride ", at::IntArrayRef(stride), " and storage_offset ", first,
+      " reach beyond the ", x.numel(), " values of x");
   SHAPE(y, size);
   same_dtype("y", y, "x", x);
   COMPUTE { y.copy_(x.as_strided(size, stride, first)); };
 })
 
 GRAPH_OP(ConcatD, (Tensors x, Out y, Attributes attributes), {
-  check(static_cast<size_t>(attributes.get("N", static_cast<int64_t>(x.size()))) == x.size() && !x.empty(), kOpParam, "N is ",
-      attributes.get("N", int64_t{0}), " for ", x.size(), " tensors");
+  check(static_cast<size_t>(attributes.get("N", static_cast<int64_t>(x.size()))) == x.size() &&
+            !x.empty(),
+      kOpParam, "N is ", attributes.get("N", int64_t{0}), " for ", x.size(), " tensors");
   const auto dim = real_dim(attributes.get("concat_dim", int64_t{0}), y.dim(), "concat_dim");
   Ints expected = x[0].sizes().vec();
-  check(static_cast<int64_t>(expected.size()) == y.dim(), kOpParam, "x has ", expected.size(), " dimensions and y ", y.dim());
+  check(static_cast<int64_t>(expected.size()) == y.dim(), kOpParam, "x has ", expected.size(),
+      " dimensions and y ", y.dim());
   expected[dim] = 0;
   for (const auto& each : x) {
     Ints sizes = each.sizes().vec();
     check(each.dim() == y.dim(), kOpParam, "x has shapes ", x[0].sizes(), " and ", each.sizes());
     expected[dim] += sizes[dim];
     sizes[dim] = x[0].size(dim);
-    check(x[0].sizes() == at::IntArrayRef(sizes), kOpParam, "x has shapes ", x[0].sizes(), " and ", each.sizes());
+    check(x[0].sizes() == at::IntArrayRef(sizes), kOpParam, "x has shapes ", x[0].sizes(), " and ",
+        each.sizes());
     same_dtype("x", each, "y", y);
   }
   SHAPE(y, expected);
@@ -119,11 +126,13 @@ GRAPH_OP(ConcatD, (Tensors x, Out y, Attributes attributes), {
 
 GRAPH_OP(Slice, (Tensor x, Ints offsets, Ints size, Out y), {
   const auto rank = static_cast<size_t>(x.dim());
-  check(offsets.size() == rank && size.size() == rank, kOpParam, "offsets is ", at::IntArrayRef(offsets), " and size is ",
-      at::IntArrayRef(size), " for ", rank, " dimensions");
+  check(offsets.size() == rank && size.size() == rank, kOpParam, "offsets is ",
+      at::IntArrayRef(offsets), " and size is ", at::IntArrayRef(size), " for ", rank,
+      " dimensions");
   for (size_t i = 0; i < rank; ++i)
-    check(offsets[i] >= 0 && size[i] >= 0 && offsets[i] + size[i] <= x.size(i), kOpParam, "offsets ", at::IntArrayRef(offsets),
-        " and size ", at::IntArrayRef(size), " reach beyond x of shape ", x.sizes());
+    check(offsets[i] >= 0 && size[i] >= 0 && offsets[i] + size[i] <= x.size(i), kOpParam,
+        "offsets ", at::IntArrayRef(offsets), " and size ", at::IntArrayRef(size),
+        " reach beyond x of shape ", x.sizes());
   SHAPE(y, size);
   COMPUTE {
     Tensor part = x;
@@ -133,23 +142,28 @@ GRAPH_OP(Slice, (Tensor x, Ints offsets, Ints size, Out y), {
 })
 
 // A set bit of a mask ignores that dimension's begin or end.
-GRAPH_OP(StridedSlice, (Tensor x, Ints begin, Ints end, Ints strides, Out y, Attributes attributes), {
-  const auto rank = static_cast<size_t>(x.dim());
-  check(begin.size() == rank && end.size() == rank && strides.size() == rank, kOpParam, "begin is ", at::IntArrayRef(begin),
-      ", end is ", at::IntArrayRef(end), " and strides is ", at::IntArrayRef(strides), " for ", rank, " dimensions");
-  const auto begin_mask = attributes.get("begin_mask", int64_t{0});
-  const auto end_mask = attributes.get("end_mask", int64_t{0});
-  for (const char* name : {"ellipsis_mask", "new_axis_mask", "shrink_axis_mask"}) attributes.only(name, int64_t{0});
-  Tensor part = x;
-  for (size_t i = 0; i < rank; ++i) {
-    check(strides[i] > 0, kOpParam, "strides is ", at::IntArrayRef(strides), "; computed: positive");
-    const bool from_first = begin_mask >> i & 1;
-    const bool to_last = end_mask >> i & 1;
-    part = part.slice(static_cast<int64_t>(i), from_first ? 0 : begin[i], to_last ? x.size(i) : end[i], strides[i]);
-  }
-  SAME(y, part);
-  COMPUTE { y.copy_(part); };
-})
+GRAPH_OP(
+    StridedSlice, (Tensor x, Ints begin, Ints end, Ints strides, Out y, Attributes attributes), {
+      const auto rank = static_cast<size_t>(x.dim());
+      check(begin.size() == rank && end.size() == rank && strides.size() == rank, kOpParam,
+          "begin is ", at::IntArrayRef(begin), ", end is ", at::IntArrayRef(end),
+          " and strides is ", at::IntArrayRef(strides), " for ", rank, " dimensions");
+      const auto begin_mask = attributes.get("begin_mask", int64_t{0});
+      const auto end_mask = attributes.get("end_mask", int64_t{0});
+      for (const char* name : {"ellipsis_mask", "new_axis_mask", "shrink_axis_mask"})
+        attributes.only(name, int64_t{0});
+      Tensor part = x;
+      for (size_t i = 0; i < rank; ++i) {
+        check(strides[i] > 0, kOpParam, "strides is ", at::IntArrayRef(strides),
+            "; computed: positive");
+        const bool from_first = begin_mask >> i & 1;
+        const bool to_last = end_mask >> i & 1;
+        part = part.slice(static_cast<int64_t>(i), from_first ? 0 : begin[i],
+            to_last ? x.size(i) : end[i], strides[i]);
+      }
+      SAME(y, part);
+      COMPUTE { y.copy_(part); };
+    })
 
 GRAPH_OP(Transpose, (Tensor x, Ints perm, Out y), {
   permutation(perm, x.dim());
@@ -161,7 +175,8 @@ GRAPH_OP(ConfusionTransposeD, (Tensor x, Out y, Attributes attributes), {
   const auto perm = attributes.get("perm", Ints());
   const auto sizes = attributes.get("shape", Ints());
   const bool first = attributes.get("transpose_first", false);
-  check(product_of(sizes) == x.numel(), kOpParam, "shape is ", at::IntArrayRef(sizes), " for ", x.numel(), " values");
+  check(product_of(sizes) == x.numel(), kOpParam, "shape is ", at::IntArrayRef(sizes), " for ",
+      x.numel(), " values");
   permutation(perm, first ? x.dim() : static_cast<int64_t>(sizes.size()));
   const auto value = first ? x.permute(perm) : x.view(sizes).permute(perm);
   if (first)
@@ -179,14 +194,15 @@ GRAPH_OP(BroadcastTo, (Tensor x, Ints size, Out y), {
 
 // `paddings` has the numbers before and after each dimension, the first dimension first.
 GRAPH_OP(Pad, (Tensor x, Ints paddings, Out y), {
-  check(static_cast<int64_t>(paddings.size()) == 2 * x.dim(), kOpParam, "paddings has ", paddings.size(), " values for ", x.dim(),
-      " dimensions");
+  check(static_cast<int64_t>(paddings.size()) == 2 * x.dim(), kOpParam, "paddings has ",
+      paddings.size(), " values for ", x.dim(), " dimensions");
   Tensor part = y;
   for (int64_t i = 0; i < x.dim(); ++i) {
     const auto before = paddings[2 * i];
     const auto after = paddings[2 * i + 1];
-    check(before >= 0 && after >= 0 && y.size(i) == before + x.size(i) + after, kOpParam, "y has shape ", y.sizes(),
-        " for paddings ", at::IntArrayRef(paddings), " of x of shape ", x.sizes());
+    check(before >= 0 && after >= 0 && y.size(i) == before + x.size(i) + after, kOpParam,
+        "y has shape ", y.sizes(), " for paddings ", at::IntArrayRef(paddings), " of x of shape ",
+        x.sizes());
     part = part.narrow(i, before, x.size(i));
   }
   COMPUTE {
@@ -199,7 +215,8 @@ GRAPH_OP(Pad, (Tensor x, Ints paddings, Out y), {
 GRAPH_OP(OneHotD, (Tensor x, Tensor on_value, Tensor off_value, Out y, Attributes attributes), {
   const auto depth = attributes.get("depth", int64_t{0});
   const auto axis = attributes.get("axis", int64_t{-1});
-  check(axis == -1 || axis == x.dim(), kOpParam, "axis is ", axis, "; computed: -1, the last dimension");
+  check(axis == -1 || axis == x.dim(), kOpParam, "axis is ", axis,
+      "; computed: -1, the last dimension");
   Ints expected = x.sizes().vec();
   expected.push_back(depth);
   SHAPE(y, expected);
@@ -216,40 +233,45 @@ GRAPH_OP(ArgMinWithValue, (Tensor x, Out indices, Out values, Attributes attribu
 GRAPH_OP(SortV2, (Tensor x, Out y, Attributes attributes), {
   const auto dim = real_dim(attributes.get("axis", int64_t{-1}), x.dim(), "axis");
   const bool descending = attributes.get("descending", false);
-  check(dim == x.dim() - 1, kOpParam, "axis is ", dim, "; allowed: the last dimension");  // npu_sort_v2 transposes for another
+  check(dim == x.dim() - 1, kOpParam, "axis is ", dim,
+      "; allowed: the last dimension");  // npu_sort_v2 transposes for another
   SAME(y, x);
   COMPUTE { y.copy_(std::get<0>(at::sort(x, dim, descending))); };
 })
 
-// Rows of start and end are ranges along `axis` with one value. Along the last of several dimensions, their columns are the
-// entries of the first dimension (op-plugin's test_masked_fill_range.py).
-GRAPH_OP(MaskedFillRange, (Tensor x, Tensor start, Tensor end, Tensor value, Out y, Attributes attributes), {
-  const auto axis = real_dim(attributes.get("axis", int64_t{-1}), x.dim(), "axis");
-  const bool by_entry = x.dim() > 1 && axis == x.dim() - 1;
-  rank("start", start, 2);
-  SAME(end, start);
-  SAME(y, x);
-  same_dtype("value", value, "x", x);
-  one_of("start", start, {at::kInt});
-  one_of("end", end, {at::kInt});
-  check(value.numel() == start.size(0), kOpParam, "value has ", value.numel(), " elements for ", start.size(0), " rows of start");
-  check(!by_entry || start.size(1) == x.size(0), kOpParam, "start has ", start.size(1), " columns for ", x.size(0),
-      " entries of x");
-  COMPUTE {
-    const auto from = start.accessor<int32_t, 2>();
-    const auto to = end.accessor<int32_t, 2>();
-    y.copy_(x);
-    for (int64_t i = 0; i < start.size(0); ++i) {
-      for (int64_t j = 0; j < start.size(1); ++j) {
-        if (from[i][j] >= to[i][j]) continue;
-        check(from[i][j] >= 0 && to[i][j] <= x.size(axis), kOpFailed, "the range ", from[i][j], " to ", to[i][j],
-            " is outside of ", x.size(axis));
-        const auto entry = by_entry ? y.select(0, j) : Tensor(y);
-        entry.narrow(by_entry ? axis - 1 : axis, from[i][j], to[i][j] - from[i][j]).fill_(value.select(0, i));
-      }
-    }
-  };
-})
+// Rows of start and end are ranges along `axis` with one value. Along the last of several
+// dimensions, their columns are the entries of the first dimension (op-plugin's
+// test_masked_fill_range.py).
+GRAPH_OP(MaskedFillRange,
+    (Tensor x, Tensor start, Tensor end, Tensor value, Out y, Attributes attributes), {
+      const auto axis = real_dim(attributes.get("axis", int64_t{-1}), x.dim(), "axis");
+      const bool by_entry = x.dim() > 1 && axis == x.dim() - 1;
+      rank("start", start, 2);
+      SAME(end, start);
+      SAME(y, x);
+      same_dtype("value", value, "x", x);
+      one_of("start", start, {at::kInt});
+      one_of("end", end, {at::kInt});
+      check(value.numel() == start.size(0), kOpParam, "value has ", value.numel(), " elements for ",
+          start.size(0), " rows of start");
+      check(!by_entry || start.size(1) == x.size(0), kOpParam, "start has ", start.size(1),
+          " columns for ", x.size(0), " entries of x");
+      COMPUTE {
+        const auto from = start.accessor<int32_t, 2>();
+        const auto to = end.accessor<int32_t, 2>();
+        y.copy_(x);
+        for (int64_t i = 0; i < start.size(0); ++i) {
+          for (int64_t j = 0; j < start.size(1); ++j) {
+            if (from[i][j] >= to[i][j]) continue;
+            check(from[i][j] >= 0 && to[i][j] <= x.size(axis), kOpFailed, "the range ", from[i][j],
+                " to ", to[i][j], " is outside of ", x.size(axis));
+            const auto entry = by_entry ? y.select(0, j) : Tensor(y);
+            entry.narrow(by_entry ? axis - 1 : axis, from[i][j], to[i][j] - from[i][j])
+                .fill_(value.select(0, i));
+          }
+        }
+      };
+    })
 
 GRAPH_OP(RandomChoiceWithMask, (Tensor x, Out indices, Out mask, Attributes attributes), {
   const auto count = attributes.get("count", int64_t{0});
@@ -278,28 +300,39 @@ GRAPH_OP(SignBitsPack, (Tensor x, Out y, Attributes attributes), {
 })
 GRAPH_OP(SignBitsUnpack, (Tensor x, Out y, Attributes attributes), {
   const auto size = attributes.get("size", int64_t{0});
-  check(to_scalar_type(static_cast<int32_t>(attributes.get("dtype", int64_t{0}))) == y.scalar_type(), kOpParam, "y is ",
-      y.scalar_type(), "; attribute dtype says otherwise");
+  check(
+      to_scalar_type(static_cast<int32_t>(attributes.get("dtype", int64_t{0}))) == y.scalar_type(),
+      kOpParam, "y is ", y.scalar_type(), "; attribute dtype says otherwise");
   one_of("x", x, {at::kByte});
   rank("x", x, 1);
-  check(size > 0 && x.numel() * 8 % size == 0, kOpParam, "size is ", size, " for ", x.numel() * 8, " bits");
+  check(size > 0 && x.numel() * 8 % size == 0, kOpParam, "size is ", size, " for ", x.numel() * 8,
+      " bits");
   SHAPE(y, {size, x.numel() * 8 / size});
   COMPUTE {
     const auto weights = at::tensor({1, 2, 4, 8, 16, 32, 64, 128}, at::kByte);
-    y.copy_(x.view({-1, 1}).bitwise_and(weights).ne(0).to(y.scalar_type()).mul(2).sub(1).view(y.sizes()));
+    y.copy_(x.view({-1, 1})
+            .bitwise_and(weights)
+            .ne(0)
+            .to(y.scalar_type())
+            .mul(2)
+            .sub(1)
+            .view(y.sizes()));
   };
 })
 
-// In blocks of 16 channels: c1_len of them, from an offset in each input (op-plugin's test_strideadd.py).
+// In blocks of 16 channels: c1_len of them, from an offset in each input (op-plugin's
+// test_strideadd.py).
 GRAPH_OP(StrideAdd, (Tensor x1, Tensor x2, Out y, Attributes attributes), {
-  const int64_t offsets[] = {attributes.get("x1_c1_offset", int64_t{0}), attributes.get("x2_c1_offset", int64_t{0})};
+  const int64_t offsets[] = {
+      attributes.get("x1_c1_offset", int64_t{0}), attributes.get("x2_c1_offset", int64_t{0})};
   const auto channels = attributes.get("c1_len", int64_t{0}) * 16;
   const Tensor inputs[] = {x1, x2};
   rank("x1", x1, 4, 5);
   for (int i = 0; i < 2; ++i) {
     const auto blocks = (inputs[i].size(1) + 15) / 16;
-    check(offsets[i] >= 0 && offsets[i] * 16 + channels <= blocks * 16, kOpParam, "x", i + 1, " has ", blocks,
-        " blocks of channels; the offset is ", offsets[i], " and c1_len ", channels / 16);
+    check(offsets[i] >= 0 && offsets[i] * 16 + channels <= blocks * 16, kOpParam, "x", i + 1,
+        " has ", blocks, " blocks of channels; the offset is ", offsets[i], " and c1_len ",
+        channels / 16);
     Ints expected = inputs[i].sizes().vec();
     expected[1] = channels;
     SHAPE(y, expected);

@@ -12,8 +12,9 @@ at::Tensor number(const at::Scalar& value) { return at::native::wrapped_scalar_t
 template <class Other>
 void fits(const at::Tensor& self, const Other& other) {
   const auto result = at::result_type(self, other);
-  emu::check(c10::canCast(result, self.scalar_type()), emu::kOpParam, "result type ", c10::toString(result),
-      " can't be cast to the desired output type ", c10::toString(self.scalar_type()), " of self");
+  emu::check(c10::canCast(result, self.scalar_type()), emu::kOpParam, "result type ",
+      c10::toString(result), " can't be cast to the desired output type ",
+      c10::toString(self.scalar_type()), " of self");
 }
 }  // namespace
 
@@ -23,44 +24,48 @@ void fits(const at::Tensor& self, const Other& other) {
       { at::FUNCTION##_out(out, self, other); })                                            \
   SHAPED(aclnn##NAME##s, (Tensor self, Scalar other, Tensor out), SAME(out, self),          \
       { at::FUNCTION##_out(out, self, number(other)); })                                    \
-  SHAPED(aclnnInplace##NAME, (Tensor self, Tensor other), (EXPANDS(self, other), fits(self, other)), { self.FUNCTION##_(other); })
+  SHAPED(aclnnInplace##NAME, (Tensor self, Tensor other),                                   \
+      (EXPANDS(self, other), fits(self, other)), { self.FUNCTION##_(other); })
 
-#define SCALED(NAME, FUNCTION)                                                                                     \
-  SHAPED(aclnn##NAME, (Tensor self, Tensor other, Scalar alpha, Tensor out), BROADCAST(out, self, other),          \
-      { at::FUNCTION##_out(out, self, other, alpha); })                                                            \
-  SHAPED(aclnn##NAME##s, (Tensor self, Scalar other, Scalar alpha, Tensor out), SAME(out, self),                   \
-      { at::FUNCTION##_out(out, self, number(other), alpha); })                                                    \
-  SHAPED(aclnnInplace##NAME, (Tensor self, Tensor other, Scalar alpha), (EXPANDS(self, other), fits(self, other)), \
-      { self.FUNCTION##_(other, alpha); })                                                                         \
-  SHAPED(aclnnInplace##NAME##s, (Tensor self, Scalar other, Scalar alpha), fits(self, other),                      \
+#define SCALED(NAME, FUNCTION)                                                                   \
+  SHAPED(aclnn##NAME, (Tensor self, Tensor other, Scalar alpha, Tensor out),                     \
+      BROADCAST(out, self, other), { at::FUNCTION##_out(out, self, other, alpha); })             \
+  SHAPED(aclnn##NAME##s, (Tensor self, Scalar other, Scalar alpha, Tensor out), SAME(out, self), \
+      { at::FUNCTION##_out(out, self, number(other), alpha); })                                  \
+  SHAPED(aclnnInplace##NAME, (Tensor self, Tensor other, Scalar alpha),                          \
+      (EXPANDS(self, other), fits(self, other)), { self.FUNCTION##_(other, alpha); })            \
+  SHAPED(aclnnInplace##NAME##s, (Tensor self, Scalar other, Scalar alpha), fits(self, other),    \
       { self.FUNCTION##_(number(other), alpha); })
 
-#define COMPARE(NAME, FUNCTION)                                                                                                 \
-  SHAPED(aclnn##NAME##Tensor, (Tensor self, Tensor other, Tensor out), BROADCAST(out, self, other),                             \
-      { at::FUNCTION##_out(out, self, other); })                                                                                \
-  SHAPED(                                                                                                                       \
-      aclnn##NAME##Scalar, (Tensor self, Scalar other, Tensor out), SAME(out, self), { at::FUNCTION##_out(out, self, other); }) \
-  SHAPED(aclnnInplace##NAME##Tensor, (Tensor self, Tensor other), EXPANDS(self, other), { self.FUNCTION##_(other); })           \
+#define COMPARE(NAME, FUNCTION)                                                         \
+  SHAPED(aclnn##NAME##Tensor, (Tensor self, Tensor other, Tensor out),                  \
+      BROADCAST(out, self, other), { at::FUNCTION##_out(out, self, other); })           \
+  SHAPED(aclnn##NAME##Scalar, (Tensor self, Scalar other, Tensor out), SAME(out, self), \
+      { at::FUNCTION##_out(out, self, other); })                                        \
+  SHAPED(aclnnInplace##NAME##Tensor, (Tensor self, Tensor other), EXPANDS(self, other), \
+      { self.FUNCTION##_(other); })                                                     \
   OP(aclnnInplace##NAME##Scalar, (Tensor self, Scalar other), { self.FUNCTION##_(other); })
 
-#define BITWISE(NAME, FUNCTION)                                                                     \
-  SHAPED(aclnn##NAME##Tensor, (Tensor self, Tensor other, Tensor out), BROADCAST(out, self, other), \
-      { at::FUNCTION##_out(out, self, other); })                                                    \
-  SHAPED(aclnn##NAME##Scalar, (Tensor self, Scalar other, Tensor out), SAME(out, self),             \
+#define BITWISE(NAME, FUNCTION)                                                         \
+  SHAPED(aclnn##NAME##Tensor, (Tensor self, Tensor other, Tensor out),                  \
+      BROADCAST(out, self, other), { at::FUNCTION##_out(out, self, other); })           \
+  SHAPED(aclnn##NAME##Scalar, (Tensor self, Scalar other, Tensor out), SAME(out, self), \
       { at::FUNCTION##_out(out, self, number(other)); })
 
-#define BITWISE_BOTH(NAME, FUNCTION)                                                                                  \
-  BITWISE(NAME, FUNCTION)                                                                                             \
-  SHAPED(aclnnInplace##NAME##Tensor, (Tensor self, Tensor other), EXPANDS(self, other), { self.FUNCTION##_(other); }) \
+#define BITWISE_BOTH(NAME, FUNCTION)                                                    \
+  BITWISE(NAME, FUNCTION)                                                               \
+  SHAPED(aclnnInplace##NAME##Tensor, (Tensor self, Tensor other), EXPANDS(self, other), \
+      { self.FUNCTION##_(other); })                                                     \
   OP(aclnnInplace##NAME##Scalar, (Tensor self, Scalar other), { self.FUNCTION##_(number(other)); })
 
 #define LOGICAL(NAME, FUNCTION)                                                             \
   SHAPED(aclnn##NAME, (Tensor self, Tensor other, Tensor out), BROADCAST(out, self, other), \
       { at::FUNCTION##_out(out, self, other); })
 
-#define LOGICAL_BOTH(NAME, FUNCTION) \
-  LOGICAL(NAME, FUNCTION)            \
-  SHAPED(aclnnInplace##NAME, (Tensor self, Tensor other), EXPANDS(self, other), { self.FUNCTION##_(other); })
+#define LOGICAL_BOTH(NAME, FUNCTION)                                            \
+  LOGICAL(NAME, FUNCTION)                                                       \
+  SHAPED(aclnnInplace##NAME, (Tensor self, Tensor other), EXPANDS(self, other), \
+      { self.FUNCTION##_(other); })
 
 SCALED(Add, add)
 SCALED(Sub, sub)
@@ -68,25 +73,28 @@ SCALED(Sub, sub)
 SHAPED(aclnnAddV3, (Scalar self, Tensor other, Scalar alpha, Tensor out), SAME(out, other),
     { at::add_out(out, number(self), other, alpha); })
 ARITHMETIC(Mul, mul)
-// An NPU takes int64 times a floating number, in torch.hann_window without a dtype (vllm-ascend, issue 11627). That the result is
-// cut to an integer is not documented.
+// An NPU takes int64 times a floating number, in torch.hann_window without a dtype (vllm-ascend,
+// issue 11627). That the result is cut to an integer is not documented.
 SHAPED(aclnnInplaceMuls, (Tensor self, Scalar other),
     (self.scalar_type() == at::kLong && other.isFloatingPoint() ? void() : fits(self, other)),
     { self.copy_(at::mul(self, number(other))); })
-// A3 divides complex tensors by real ones alone in PyTorch's tests: div and true_divide of complex dtypes fail, masked.mean and
-// softsign pass (Ascend/pytorch, ci-test, skip_list.json at 52087f69e).
+// A3 divides complex tensors by real ones alone in PyTorch's tests: div and true_divide of complex
+// dtypes fail, masked.mean and softsign pass (Ascend/pytorch, ci-test, skip_list.json at
+// 52087f69e).
 SHAPED(aclnnDiv, (Tensor self, Tensor other, Tensor out),
-    (BROADCAST(out, self, other),
-        check(!other.is_complex(), kOpParam, "other is ", other.scalar_type(), "; a real dtype is allowed")),
+    (BROADCAST(out, self, other), check(!other.is_complex(), kOpParam, "other is ",
+                                      other.scalar_type(), "; a real dtype is allowed")),
     { at::div_out(out, self, other); })
-SHAPED(aclnnDivs, (Tensor self, Scalar other, Tensor out), SAME(out, self), { at::div_out(out, self, number(other)); })
+SHAPED(aclnnDivs, (Tensor self, Scalar other, Tensor out), SAME(out, self),
+    { at::div_out(out, self, number(other)); })
 // In-place integer division truncates: torch_npu's ReduceOp.AVG uses it (ProcessGroupHCCL.cpp).
 OP(aclnnInplaceDiv, (Tensor self, Tensor other), { self.copy_(at::div(self, other)); })
 OP(aclnnInplaceDivs, (Tensor self, Scalar other), { self.copy_(at::div(self, number(other))); })
 ARITHMETIC(FloorDivide, floor_divide)
-SHAPED(aclnnInplaceFloorDivides, (Tensor self, Scalar other), fits(self, other), { self.floor_divide_(number(other)); })
-SHAPED(aclnnRsub, (Tensor self, Tensor other, Scalar alpha, Tensor out), BROADCAST(out, self, other),
-    { at::sub_out(out, other, self, alpha); })
+SHAPED(aclnnInplaceFloorDivides, (Tensor self, Scalar other), fits(self, other),
+    { self.floor_divide_(number(other)); })
+SHAPED(aclnnRsub, (Tensor self, Tensor other, Scalar alpha, Tensor out),
+    BROADCAST(out, self, other), { at::sub_out(out, other, self, alpha); })
 SHAPED(aclnnRsubs, (Tensor self, Scalar other, Scalar alpha, Tensor out), SAME(out, self),
     { at::sub_out(out, number(other), self, alpha); })
 
@@ -100,20 +108,24 @@ COMPARE(Ge, ge)
 OP(aclnnLessScalar, (Tensor self, Scalar other, Tensor out), { at::le_out(out, self, other); })
 
 OP(aclnnEqual, (Tensor self, Tensor other, Tensor out), { out.fill_(at::equal(self, other)); })
-SHAPED(aclnnIsClose, (Tensor self, Tensor other, double relative, double absolute, bool equal_nan, Tensor out),
-    BROADCAST(out, self, other), { out.copy_(at::isclose(self, other, relative, absolute, equal_nan)); })
+SHAPED(aclnnIsClose,
+    (Tensor self, Tensor other, double relative, double absolute, bool equal_nan, Tensor out),
+    BROADCAST(out, self, other),
+    { out.copy_(at::isclose(self, other, relative, absolute, equal_nan)); })
 
 BITWISE_BOTH(BitwiseAnd, bitwise_and)
 BITWISE(BitwiseOr, bitwise_or)
 BITWISE_BOTH(BitwiseXor, bitwise_xor)
-// With a shift of another dtype than the values' an NPU ends with an AI CPU exception, 507018 (triton-ascend, issue 472: int32
-// by int64).
+// With a shift of another dtype than the values' an NPU ends with an AI CPU exception, 507018
+// (triton-ascend, issue 472: int32 by int64).
 SHAPED(aclnnLeftShift, (Tensor self, Tensor shift, Tensor out),
-    (BROADCAST(out, self, shift), same_dtype("shift", shift, "self", self)), { at::bitwise_left_shift_out(out, self, shift); })
+    (BROADCAST(out, self, shift), same_dtype("shift", shift, "self", self)),
+    { at::bitwise_left_shift_out(out, self, shift); })
 SHAPED(aclnnLeftShifts, (Tensor self, Scalar shift, Tensor out), SAME(out, self),
     { at::bitwise_left_shift_out(out, self, number(shift)); })
 SHAPED(aclnnRightShift, (Tensor self, Tensor shift, Tensor out),
-    (BROADCAST(out, self, shift), same_dtype("shift", shift, "self", self)), { at::bitwise_right_shift_out(out, self, shift); })
+    (BROADCAST(out, self, shift), same_dtype("shift", shift, "self", self)),
+    { at::bitwise_right_shift_out(out, self, shift); })
 
 LOGICAL_BOTH(LogicalAnd, logical_and)
 LOGICAL_BOTH(LogicalOr, logical_or)
@@ -127,84 +139,112 @@ std::optional<c10::string_view> rounding(int64_t mode) {
     case 1: return "trunc";
     case 2: return "floor";
   }
-  throw emu::Error(emu::kOpParam, emu::text("rounding mode ", mode, "; supported: 0 none, 1 trunc and 2 floor"));
+  throw emu::Error(
+      emu::kOpParam, emu::text("rounding mode ", mode, "; supported: 0 none, 1 trunc and 2 floor"));
 }
 }  // namespace
-SHAPED(aclnnDivMod, (Tensor self, Tensor other, int32_t mode, Tensor out), BROADCAST(out, self, other),
-    { at::div_out(out, self, other, rounding(mode)); })
+SHAPED(aclnnDivMod, (Tensor self, Tensor other, int32_t mode, Tensor out),
+    BROADCAST(out, self, other), { at::div_out(out, self, other, rounding(mode)); })
 SHAPED(aclnnDivMods, (Tensor self, Scalar other, int32_t mode, Tensor out), SAME(out, self),
     { at::div_out(out, self, number(other), rounding(mode)); })
-SHAPED(aclnnInplaceDivMod, (Tensor self, Tensor other, int32_t mode), (EXPANDS(self, other), fits(self, other)),
-    { self.div_(other, rounding(mode)); })
+SHAPED(aclnnInplaceDivMod, (Tensor self, Tensor other, int32_t mode),
+    (EXPANDS(self, other), fits(self, other)), { self.div_(other, rounding(mode)); })
 SHAPED(aclnnInplaceDivMods, (Tensor self, Scalar other, int32_t mode), fits(self, other),
     { self.div_(number(other), rounding(mode)); })
 
-SHAPED(aclnnPowTensorScalar, (Tensor self, Scalar exponent, Tensor out), SAME(out, self), { at::pow_out(out, self, exponent); })
-SHAPED(aclnnPowTensorTensor, (Tensor self, Tensor exponent, Tensor out), BROADCAST(out, self, exponent),
+SHAPED(aclnnPowTensorScalar, (Tensor self, Scalar exponent, Tensor out), SAME(out, self),
     { at::pow_out(out, self, exponent); })
-SHAPED(
-    aclnnPowScalarTensor, (Scalar self, Tensor exponent, Tensor out), SAME(out, exponent), { at::pow_out(out, self, exponent); })
+SHAPED(aclnnPowTensorTensor, (Tensor self, Tensor exponent, Tensor out),
+    BROADCAST(out, self, exponent), { at::pow_out(out, self, exponent); })
+SHAPED(aclnnPowScalarTensor, (Scalar self, Tensor exponent, Tensor out), SAME(out, exponent),
+    { at::pow_out(out, self, exponent); })
 OP(aclnnInplacePowTensorScalar, (Tensor self, Scalar exponent), { self.pow_(exponent); })
-SHAPED(aclnnInplacePowTensorTensor, (Tensor self, Tensor exponent), EXPANDS(self, exponent), { self.pow_(exponent); })
+SHAPED(aclnnInplacePowTensorTensor, (Tensor self, Tensor exponent), EXPANDS(self, exponent),
+    { self.pow_(exponent); })
 
 SHAPED(aclnnRemainderTensorScalar, (Tensor self, Scalar other, Tensor out), SAME(out, self),
     { at::remainder_out(out, self, other); })
-SHAPED(aclnnRemainderTensorTensor, (Tensor self, Tensor other, Tensor out), BROADCAST(out, self, other),
-    { at::remainder_out(out, self, other); })
+SHAPED(aclnnRemainderTensorTensor, (Tensor self, Tensor other, Tensor out),
+    BROADCAST(out, self, other), { at::remainder_out(out, self, other); })
 SHAPED(aclnnRemainderScalarTensor, (Scalar self, Tensor other, Tensor out), SAME(out, other),
     { out.copy_(at::remainder(self, other)); })
 OP(aclnnInplaceRemainderTensorScalar, (Tensor self, Scalar other), { self.remainder_(other); })
-SHAPED(aclnnInplaceRemainderTensorTensor, (Tensor self, Tensor other), EXPANDS(self, other), { self.remainder_(other); })
-SHAPED(aclnnFmodScalar, (Tensor self, Scalar other, Tensor out), SAME(out, self), { at::fmod_out(out, self, other); })
-SHAPED(aclnnFmodTensor, (Tensor self, Tensor other, Tensor out), BROADCAST(out, self, other), { at::fmod_out(out, self, other); })
+SHAPED(aclnnInplaceRemainderTensorTensor, (Tensor self, Tensor other), EXPANDS(self, other),
+    { self.remainder_(other); })
+SHAPED(aclnnFmodScalar, (Tensor self, Scalar other, Tensor out), SAME(out, self),
+    { at::fmod_out(out, self, other); })
+SHAPED(aclnnFmodTensor, (Tensor self, Tensor other, Tensor out), BROADCAST(out, self, other),
+    { at::fmod_out(out, self, other); })
 
 OP(aclnnInplaceFmodScalar, (Tensor self, Scalar other), { self.fmod_(other); })
-SHAPED(aclnnInplaceFmodTensor, (Tensor self, Tensor other), EXPANDS(self, other), { self.fmod_(other); })
+SHAPED(aclnnInplaceFmodTensor, (Tensor self, Tensor other), EXPANDS(self, other),
+    { self.fmod_(other); })
 
-SHAPED(aclnnMaximum, (Tensor self, Tensor other, Tensor out), BROADCAST(out, self, other), { at::maximum_out(out, self, other); })
-SHAPED(aclnnMinimum, (Tensor self, Tensor other, Tensor out), BROADCAST(out, self, other), { at::minimum_out(out, self, other); })
-SHAPED(aclnnAtan2, (Tensor self, Tensor other, Tensor out), BROADCAST(out, self, other), { at::atan2_out(out, self, other); })
-SHAPED(aclnnInplaceAtan2, (Tensor self, Tensor other), EXPANDS(self, other), { self.atan2_(other); })
+SHAPED(aclnnMaximum, (Tensor self, Tensor other, Tensor out), BROADCAST(out, self, other),
+    { at::maximum_out(out, self, other); })
+SHAPED(aclnnMinimum, (Tensor self, Tensor other, Tensor out), BROADCAST(out, self, other),
+    { at::minimum_out(out, self, other); })
+SHAPED(aclnnAtan2, (Tensor self, Tensor other, Tensor out), BROADCAST(out, self, other),
+    { at::atan2_out(out, self, other); })
+SHAPED(
+    aclnnInplaceAtan2, (Tensor self, Tensor other), EXPANDS(self, other), { self.atan2_(other); })
 
 SHAPED(aclnnClamp, (Tensor self, Opt<Scalar> min, Opt<Scalar> max, Tensor out), SAME(out, self),
     { at::clamp_out(out, self, min, max); })
-OP(aclnnClampTensor, (Tensor self, Opt<Tensor> min, Opt<Tensor> max, Tensor out), { at::clamp_out(out, self, min, max); })
-SHAPED(aclnnClampMin, (Tensor self, Scalar min, Tensor out), SAME(out, self), { at::clamp_min_out(out, self, min); })
-SHAPED(aclnnClampMax, (Tensor self, Scalar max, Tensor out), SAME(out, self), { at::clamp_max_out(out, self, max); })
-SHAPED(
-    aclnnClampMinTensor, (Tensor self, Tensor min, Tensor out), BROADCAST(out, self, min), { at::clamp_min_out(out, self, min); })
-SHAPED(
-    aclnnClampMaxTensor, (Tensor self, Tensor max, Tensor out), BROADCAST(out, self, max), { at::clamp_max_out(out, self, max); })
+OP(aclnnClampTensor, (Tensor self, Opt<Tensor> min, Opt<Tensor> max, Tensor out),
+    { at::clamp_out(out, self, min, max); })
+SHAPED(aclnnClampMin, (Tensor self, Scalar min, Tensor out), SAME(out, self),
+    { at::clamp_min_out(out, self, min); })
+SHAPED(aclnnClampMax, (Tensor self, Scalar max, Tensor out), SAME(out, self),
+    { at::clamp_max_out(out, self, max); })
+SHAPED(aclnnClampMinTensor, (Tensor self, Tensor min, Tensor out), BROADCAST(out, self, min),
+    { at::clamp_min_out(out, self, min); })
+SHAPED(aclnnClampMaxTensor, (Tensor self, Tensor max, Tensor out), BROADCAST(out, self, max),
+    { at::clamp_max_out(out, self, max); })
 OP(aclnnInplaceClampMax, (Tensor self, Scalar max), { self.clamp_max_(max); })
-SHAPED(aclnnInplaceClampMaxTensor, (Tensor self, Tensor max), EXPANDS(self, max), { self.clamp_max_(max); })
-SHAPED(aclnnInplaceClampMinTensor, (Tensor self, Tensor min), EXPANDS(self, min), { self.clamp_min_(min); })
+SHAPED(aclnnInplaceClampMaxTensor, (Tensor self, Tensor max), EXPANDS(self, max),
+    { self.clamp_max_(max); })
+SHAPED(aclnnInplaceClampMinTensor, (Tensor self, Tensor min), EXPANDS(self, min),
+    { self.clamp_min_(min); })
 
-SHAPED(aclnnAddcmul, (Tensor self, Tensor a, Tensor b, Scalar value, Tensor out), BROADCAST(out, self, a, b),
-    { at::addcmul_out(out, self, a, b, value); })
-SHAPED(aclnnAddcdiv, (Tensor self, Tensor a, Tensor b, Scalar value, Tensor out), BROADCAST(out, self, a, b),
-    { at::addcdiv_out(out, self, a, b, value); })
-SHAPED(aclnnInplaceAddcmul, (Tensor self, Tensor a, Tensor b, Scalar value), EXPANDS(self, a, b), { self.addcmul_(a, b, value); })
-SHAPED(aclnnInplaceAddcdiv, (Tensor self, Tensor a, Tensor b, Scalar value), EXPANDS(self, a, b), { self.addcdiv_(a, b, value); })
-SHAPED(aclnnLerp, (Tensor self, Tensor end, Tensor weight, Tensor out), BROADCAST(out, self, end, weight),
-    { at::lerp_out(out, self, end, weight); })
-SHAPED(aclnnInplaceLerp, (Tensor self, Tensor end, Tensor weight), EXPANDS(self, end, weight), { self.lerp_(end, weight); })
-SHAPED(aclnnInplaceLerps, (Tensor self, Tensor end, Scalar weight), EXPANDS(self, end), { self.lerp_(end, weight); })
+SHAPED(aclnnAddcmul, (Tensor self, Tensor a, Tensor b, Scalar value, Tensor out),
+    BROADCAST(out, self, a, b), { at::addcmul_out(out, self, a, b, value); })
+SHAPED(aclnnAddcdiv, (Tensor self, Tensor a, Tensor b, Scalar value, Tensor out),
+    BROADCAST(out, self, a, b), { at::addcdiv_out(out, self, a, b, value); })
+SHAPED(aclnnInplaceAddcmul, (Tensor self, Tensor a, Tensor b, Scalar value), EXPANDS(self, a, b),
+    { self.addcmul_(a, b, value); })
+SHAPED(aclnnInplaceAddcdiv, (Tensor self, Tensor a, Tensor b, Scalar value), EXPANDS(self, a, b),
+    { self.addcdiv_(a, b, value); })
+SHAPED(aclnnLerp, (Tensor self, Tensor end, Tensor weight, Tensor out),
+    BROADCAST(out, self, end, weight), { at::lerp_out(out, self, end, weight); })
+SHAPED(aclnnInplaceLerp, (Tensor self, Tensor end, Tensor weight), EXPANDS(self, end, weight),
+    { self.lerp_(end, weight); })
+SHAPED(aclnnInplaceLerps, (Tensor self, Tensor end, Scalar weight), EXPANDS(self, end),
+    { self.lerp_(end, weight); })
 SHAPED(aclnnLerps, (Tensor self, Tensor end, Scalar weight, Tensor out), BROADCAST(out, self, end),
     { at::lerp_out(out, self, end, weight); })
 
-SHAPED(aclnnSWhere, (Tensor condition, Tensor self, Tensor other, Tensor out), BROADCAST(out, condition, self, other),
-    { at::where_out(out, condition, self, other); })
+SHAPED(aclnnSWhere, (Tensor condition, Tensor self, Tensor other, Tensor out),
+    BROADCAST(out, condition, self, other), { at::where_out(out, condition, self, other); })
 
-OP(aclnnComplex, (Tensor real, Tensor imaginary, Tensor out), { out.copy_(at::complex(real, imaginary)); })
+OP(aclnnComplex, (Tensor real, Tensor imaginary, Tensor out),
+    { out.copy_(at::complex(real, imaginary)); })
 OP(aclnnPolar, (Tensor length, Tensor angle, Tensor out), { out.copy_(at::polar(length, angle)); })
 OP(aclnnGcd, (Tensor self, Tensor other, Tensor out), { out.copy_(at::gcd(self, other)); })
-OP(aclnnLogAddExp, (Tensor self, Tensor other, Tensor out), { out.copy_(at::logaddexp(upcast(self), upcast(other))); })
-OP(aclnnLogAddExp2, (Tensor self, Tensor other, Tensor out), { out.copy_(at::logaddexp2(upcast(self), upcast(other))); })
-OP(aclnnXLogYTensor, (Tensor self, Tensor other, Tensor out), { out.copy_(at::xlogy(upcast(self), upcast(other))); })
-OP(aclnnXLogYScalarOther, (Tensor self, Scalar other, Tensor out), { out.copy_(at::xlogy(upcast(self), other)); })
-OP(aclnnXLogYScalarSelf, (Scalar self, Tensor other, Tensor out), { out.copy_(at::xlogy(self, upcast(other))); })
-OP(aclnnInplaceXLogYScalarOther, (Tensor self, Scalar other), { self.copy_(at::xlogy(upcast(self), other)); })
-OP(aclnnMaskedScale, (Tensor self, Tensor mask, double scale, Tensor out), { out.copy_(upcast(self) * mask * scale); })
+OP(aclnnLogAddExp, (Tensor self, Tensor other, Tensor out),
+    { out.copy_(at::logaddexp(upcast(self), upcast(other))); })
+OP(aclnnLogAddExp2, (Tensor self, Tensor other, Tensor out),
+    { out.copy_(at::logaddexp2(upcast(self), upcast(other))); })
+OP(aclnnXLogYTensor, (Tensor self, Tensor other, Tensor out),
+    { out.copy_(at::xlogy(upcast(self), upcast(other))); })
+OP(aclnnXLogYScalarOther, (Tensor self, Scalar other, Tensor out),
+    { out.copy_(at::xlogy(upcast(self), other)); })
+OP(aclnnXLogYScalarSelf, (Scalar self, Tensor other, Tensor out),
+    { out.copy_(at::xlogy(self, upcast(other))); })
+OP(aclnnInplaceXLogYScalarOther, (Tensor self, Scalar other),
+    { self.copy_(at::xlogy(upcast(self), other)); })
+OP(aclnnMaskedScale, (Tensor self, Tensor mask, double scale, Tensor out),
+    { out.copy_(upcast(self) * mask * scale); })
 OP(aclnnIsInTensorScalar, (Tensor elements, Scalar tested, bool unique, bool invert, Tensor out),
     { out.copy_(at::isin(elements, tested, unique, invert)); })
 OP(aclnnIsInScalarTensor, (Scalar element, Tensor tested, bool unique, bool invert, Tensor out),

@@ -1,4 +1,5 @@
-// Operators on lists of tensors. The older of two versions has its scalar in a tensor of one element (op-plugin).
+// Operators on lists of tensors. The older of two versions has its scalar in a tensor of one
+// element (op-plugin).
 #include "ops/upcast.h"
 
 namespace {
@@ -10,12 +11,14 @@ void each(const Tensors& out, Function&& function) {
 }
 
 void one_number(const char* argument, const Tensor& scalar) {
-  check(scalar.numel() == 1, kOpParam, argument, " has shape ", scalar.sizes(), "; it must have one element");
+  check(scalar.numel() == 1, kOpParam, argument, " has shape ", scalar.sizes(),
+      "; it must have one element");
 }
 }  // namespace
 
-#define FOREACH_UNARY(NAME, FUNCTION) \
-  OP(aclnnForeach##NAME, (Tensors self, Tensors out), { each(out, [&](size_t i) { return at::FUNCTION(upcast(self[i])); }); })
+#define FOREACH_UNARY(NAME, FUNCTION)                 \
+  OP(aclnnForeach##NAME, (Tensors self, Tensors out), \
+      { each(out, [&](size_t i) { return at::FUNCTION(upcast(self[i])); }); })
 
 #define FOREACH_LIST(NAME, FUNCTION)                                       \
   OP(aclnnForeach##NAME##List, (Tensors self, Tensors other, Tensors out), \
@@ -25,36 +28,49 @@ void one_number(const char* argument, const Tensor& scalar) {
   OP(aclnnForeach##NAME##FORM, (Tensors self, TYPE other, Tensors out), \
       { each(out, [&](size_t i) { return FUNCTION(upcast(self[i]), VALUE); }); })
 
-#define FOREACH_SCALAR(NAME, FUNCTION)                                                                         \
-  FOREACH_SCALAR_FORM(NAME, FUNCTION, ScalarV2, Scalar, other)                                                 \
-  FOREACH_SCALAR_FORM(NAME, FUNCTION, ScalarList, Scalars, other[i])                                           \
-  SHAPED(aclnnForeach##NAME##Scalar, (Tensors self, Tensor other, Tensors out), one_number("scalar", other), { \
-    const auto number = other.item();                                                                          \
-    each(out, [&](size_t i) { return FUNCTION(upcast(self[i]), number); });                                    \
-  })
+#define FOREACH_SCALAR(NAME, FUNCTION)                                          \
+  FOREACH_SCALAR_FORM(NAME, FUNCTION, ScalarV2, Scalar, other)                  \
+  FOREACH_SCALAR_FORM(NAME, FUNCTION, ScalarList, Scalars, other[i])            \
+  SHAPED(aclnnForeach##NAME##Scalar, (Tensors self, Tensor other, Tensors out), \
+      one_number("scalar", other), {                                            \
+        const auto number = other.item();                                       \
+        each(out, [&](size_t i) { return FUNCTION(upcast(self[i]), number); }); \
+      })
 
-#define FOREACH_SCALED(NAME, FUNCTION)                                                                                     \
-  OP(aclnnForeach##NAME##ListV2, (Tensors self, Tensors other, Scalar alpha, Tensors out),                                 \
-      { each(out, [&](size_t i) { return at::FUNCTION(upcast(self[i]), upcast(other[i]), alpha); }); })                    \
-  SHAPED(aclnnForeach##NAME##List, (Tensors self, Tensors other, Tensor alpha, Tensors out), one_number("alpha", alpha), { \
-    const auto number = alpha.item();                                                                                      \
-    each(out, [&](size_t i) { return at::FUNCTION(upcast(self[i]), upcast(other[i]), number); });                          \
-  })
+#define FOREACH_SCALED(NAME, FUNCTION)                                                           \
+  OP(aclnnForeach##NAME##ListV2, (Tensors self, Tensors other, Scalar alpha, Tensors out), {     \
+    each(out, [&](size_t i) { return at::FUNCTION(upcast(self[i]), upcast(other[i]), alpha); }); \
+  })                                                                                             \
+  SHAPED(aclnnForeach##NAME##List, (Tensors self, Tensors other, Tensor alpha, Tensors out),     \
+      one_number("alpha", alpha), {                                                              \
+        const auto number = alpha.item();                                                        \
+        each(out,                                                                                \
+            [&](size_t i) { return at::FUNCTION(upcast(self[i]), upcast(other[i]), number); });  \
+      })
 
 // self + value * a (op) b; the list version has its values in a tensor.
-#define FOREACH_THREE(NAME, FUNCTION)                                                                             \
-  OP(aclnnForeach##NAME##ScalarV2, (Tensors self, Tensors a, Tensors b, Scalar value, Tensors out),               \
-      { each(out, [&](size_t i) { return at::FUNCTION(upcast(self[i]), upcast(a[i]), upcast(b[i]), value); }); }) \
-  SHAPED(aclnnForeach##NAME##Scalar, (Tensors self, Tensors a, Tensors b, Tensor value, Tensors out),             \
-      one_number("scalar", value), {                                                                              \
-        const auto number = value.item();                                                                         \
-        each(out, [&](size_t i) { return at::FUNCTION(upcast(self[i]), upcast(a[i]), upcast(b[i]), number); });   \
-      })                                                                                                          \
-  OP(aclnnForeach##NAME##ScalarList, (Tensors self, Tensors a, Tensors b, Tensor values, Tensors out), {          \
-    each(out, [&](size_t i) {                                                                                     \
-      return at::FUNCTION(upcast(self[i]), upcast(a[i]), upcast(b[i]), values[static_cast<int64_t>(i)].item());   \
-    });                                                                                                           \
-  })
+#define FOREACH_THREE(NAME, FUNCTION)                                               \
+  OP(aclnnForeach##NAME##ScalarV2,                                                  \
+      (Tensors self, Tensors a, Tensors b, Scalar value, Tensors out), {            \
+        each(out, [&](size_t i) {                                                   \
+          return at::FUNCTION(upcast(self[i]), upcast(a[i]), upcast(b[i]), value);  \
+        });                                                                         \
+      })                                                                            \
+  SHAPED(aclnnForeach##NAME##Scalar,                                                \
+      (Tensors self, Tensors a, Tensors b, Tensor value, Tensors out),              \
+      one_number("scalar", value), {                                                \
+        const auto number = value.item();                                           \
+        each(out, [&](size_t i) {                                                   \
+          return at::FUNCTION(upcast(self[i]), upcast(a[i]), upcast(b[i]), number); \
+        });                                                                         \
+      })                                                                            \
+  OP(aclnnForeach##NAME##ScalarList,                                                \
+      (Tensors self, Tensors a, Tensors b, Tensor values, Tensors out), {           \
+        each(out, [&](size_t i) {                                                   \
+          return at::FUNCTION(upcast(self[i]), upcast(a[i]), upcast(b[i]),          \
+              values[static_cast<int64_t>(i)].item());                              \
+        });                                                                         \
+      })
 
 namespace {
 Tensor larger(const Tensor& self, const Scalar& other) { return at::clamp_min(self, other); }
@@ -69,7 +85,8 @@ Tensor rounded(const Tensor& self, int64_t mode) {
     case 5: return at::trunc(self);
     case 7: return at::frac(self);
   }
-  throw Error(kOpParam, text("round mode ", mode, "; supported: 1 round, 2 floor, 3 ceil, 5 trunc and 7 frac"));
+  throw Error(kOpParam,
+      text("round mode ", mode, "; supported: 1 round, 2 floor, 3 ceil, 5 trunc and 7 frac"));
 }
 }  // namespace
 
@@ -116,8 +133,9 @@ FOREACH_SCALAR(Pow, at::pow)
 FOREACH_THREE(Addcdiv, addcdiv)
 FOREACH_THREE(Addcmul, addcmul)
 
-OP(aclnnForeachLerpList, (Tensors self, Tensors end, Tensors weight, Tensors out),
-    { each(out, [&](size_t i) { return at::lerp(upcast(self[i]), upcast(end[i]), upcast(weight[i])); }); })
+OP(aclnnForeachLerpList, (Tensors self, Tensors end, Tensors weight, Tensors out), {
+  each(out, [&](size_t i) { return at::lerp(upcast(self[i]), upcast(end[i]), upcast(weight[i])); });
+})
 OP(aclnnForeachLerpScalar, (Tensors self, Tensors end, Scalar weight, Tensors out),
     { each(out, [&](size_t i) { return at::lerp(upcast(self[i]), upcast(end[i]), weight); }); })
 OP(aclnnForeachPowScalarAndTensor, (Scalar self, Tensors exponent, Tensors out),
@@ -137,7 +155,8 @@ OP(aclnnForeachZeroInplace, (Tensors self), {
 })
 OP(aclnnForeachNorm, (Tensors self, Scalar order, Tensors out),
     { each(out, [&](size_t i) { return at::linalg_vector_norm(upcast(self[i]), order); }); })
-// Sets found_inf if a gradient is not finite; gradients are scaled in any case (torch's amp documentation).
+// Sets found_inf if a gradient is not finite; gradients are scaled in any case (torch's amp
+// documentation).
 OP(aclnnForeachNonFiniteCheckAndUnscale, (Tensors gradients, Tensor found, Tensor scale), {
   for (auto& gradient : gradients) {
     if (!at::isfinite(gradient).all().item<bool>()) found.fill_(1);
@@ -145,8 +164,8 @@ OP(aclnnForeachNonFiniteCheckAndUnscale, (Tensors gradients, Tensor found, Tenso
   }
 })
 OP(aclnnAmpUpdateScale,
-    (Tensor scale, Tensor tracker, Tensor found, double growth, double backoff, int64_t interval, Tensor new_scale,
-        Tensor new_tracker),
+    (Tensor scale, Tensor tracker, Tensor found, double growth, double backoff, int64_t interval,
+        Tensor new_scale, Tensor new_tracker),
     {
       new_scale.copy_(scale);
       new_tracker.copy_(tracker);

@@ -1,11 +1,12 @@
-// Short-time Fourier transform; torch's other Fourier transforms run without CANN. Rules: CANN's API reference, aclStft; argument
-// order: op-plugin's call site (StftKernelNpuOpApi.cpp).
+// Short-time Fourier transform; torch's other Fourier transforms run without CANN. Rules: CANN's
+// API reference, aclStft; argument order: op-plugin's call site (StftKernelNpuOpApi.cpp).
 #include "operator/op.h"
 
-// self [L] or [batch, L] to out [..., frequencies, frames], complex, or with a last dimension of 2. torch pads for `center`.
+// self [L] or [batch, L] to out [..., frequencies, frames], complex, or with a last dimension of 2.
+// torch pads for `center`.
 OP(aclStft,
-    (Tensor self, Opt<Tensor> window, Tensor out, int64_t n_fft, int64_t hop, int64_t win_length, bool normalized, bool onesided,
-        bool complex),
+    (Tensor self, Opt<Tensor> window, Tensor out, int64_t n_fft, int64_t hop, int64_t win_length,
+        bool normalized, bool onesided, bool complex),
     {
       chips({"Ascend910B", "Ascend910_93", "Ascend950"});
       one_of("self", self, {at::kFloat, at::kDouble, at::kComplexFloat, at::kComplexDouble});
@@ -13,7 +14,8 @@ OP(aclStft,
       within("n_fft", n_fft, int64_t{1}, self.size(-1));
       within("hop_length", hop, int64_t{1}, INT64_MAX);
       within("win_length", win_length, int64_t{1}, n_fft);
-      check(!onesided || !self.is_complex(), kOpParam, "onesided is true and self is ", self.scalar_type(), "; it must be real");
+      check(!onesided || !self.is_complex(), kOpParam, "onesided is true and self is ",
+          self.scalar_type(), "; it must be real");
       if (window) {
         same_dtype("window", *window, "self", self);
         shape("window", *window, {win_length});

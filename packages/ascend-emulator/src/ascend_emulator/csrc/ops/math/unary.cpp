@@ -2,13 +2,16 @@
 #include "operator/shapes.h"
 #include "ops/upcast.h"
 
-#define UNARY(NAME, FUNCTION) SHAPED(aclnn##NAME, (Tensor self, Tensor out), SAME(out, self), { at::FUNCTION##_out(out, self); })
+#define UNARY(NAME, FUNCTION) \
+  SHAPED(                     \
+      aclnn##NAME, (Tensor self, Tensor out), SAME(out, self), { at::FUNCTION##_out(out, self); })
 #define UNARY_BOTH(NAME, FUNCTION) \
   UNARY(NAME, FUNCTION)            \
   OP(aclnnInplace##NAME, (Tensor self), { self.FUNCTION##_(); })
 // The output may have another dtype than the function's result, so it is copied.
 #define PREDICATE(NAME, FUNCTION) \
-  SHAPED(aclnn##NAME, (Tensor self, Tensor out), SAME(out, self), { out.copy_(at::FUNCTION(self)); })
+  SHAPED(                         \
+      aclnn##NAME, (Tensor self, Tensor out), SAME(out, self), { out.copy_(at::FUNCTION(self)); })
 
 // PyTorch's test of _foreach_abs passes with bool on Atlas A3; ATen's CPU kernel has none.
 SHAPED(aclnnAbs, (Tensor self, Tensor out), SAME(out, self), {
@@ -57,11 +60,13 @@ PREDICATE(IsFinite, isfinite)
 PREDICATE(IsPosInf, isposinf)
 PREDICATE(IsNegInf, isneginf)
 
-SHAPED(aclnnRoundDecimals, (Tensor self, int64_t decimals, Tensor out), SAME(out, self), { at::round_out(out, self, decimals); })
+SHAPED(aclnnRoundDecimals, (Tensor self, int64_t decimals, Tensor out), SAME(out, self),
+    { at::round_out(out, self, decimals); })
 OP(aclnnInplaceRoundDecimals, (Tensor self, int64_t decimals), { self.round_(decimals); })
-OP(aclnnInplaceNanToNum, (Tensor self, float nan, float posinf, float neginf), { self.nan_to_num_(nan, posinf, neginf); })
-SHAPED(aclnnNanToNum, (Tensor self, float nan, float posinf, float neginf, Tensor out), SAME(out, self),
-    { at::nan_to_num_out(out, self, nan, posinf, neginf); })
+OP(aclnnInplaceNanToNum, (Tensor self, float nan, float posinf, float neginf),
+    { self.nan_to_num_(nan, posinf, neginf); })
+SHAPED(aclnnNanToNum, (Tensor self, float nan, float posinf, float neginf, Tensor out),
+    SAME(out, self), { at::nan_to_num_out(out, self, nan, posinf, neginf); })
 
 OP(aclnnAngleV2, (Tensor self, Tensor out), { out.copy_(at::angle(upcast(self))); })
 // A negative epsilon means none (op-plugin's LogitKernelNpuOpApi.cpp).

@@ -13,14 +13,16 @@ namespace {
 
 using bf16::Product;
 
-constexpr int64_t kMostRows = 64;          // in place; packed weights are faster for more
-constexpr int64_t kMostBytes = 512 << 10;  // of more rows than one tile has: they stay in the second-level cache
+constexpr int64_t kMostRows = 64;  // in place; packed weights are faster for more
+constexpr int64_t kMostBytes =
+    512 << 10;  // of more rows than one tile has: they stay in the second-level cache
 constexpr int64_t kRowsOfOneTile = 8, kRowsOfTiles = 6, kFirstLevel = 36 << 10;
 
 template <int rows, int columns>
 void store_tile(const Product& p, int64_t n, bool from_memory) {
   float sums[(rows * columns + 3) / 4 * 4];
-  bf16::tile<rows, columns>(p.x, p.x_stride, p.weights + n * p.stride, p.stride, p.width, from_memory, sums);
+  bf16::tile<rows, columns>(
+      p.x, p.x_stride, p.weights + n * p.stride, p.stride, p.width, from_memory, sums);
   for (int i = 0; i < columns; ++i) {
     const float added = p.bias ? static_cast<float>(p.bias[n + i]) : 0.0f;
     for (int m = 0; m < rows; ++m) p.out[m * p.out_stride + n + i] = sums[m * columns + i] + added;
@@ -38,7 +40,8 @@ void band(const Product& p, int64_t columns, bool from_memory) {
 using Band = decltype(&band<1>);
 constexpr Band kBands[] = {band<1>, band<2>, band<3>, band<4>, band<5>, band<6>, band<7>, band<8>};
 
-// Rows in bands of about the same height: the first one reads the weights from memory, the others from the cache.
+// Rows in bands of about the same height: the first one reads the weights from memory, the others
+// from the cache.
 void bands(Product p, int64_t rows, int64_t columns) {
   bool from_memory = true;
   const bool one = rows <= kRowsOfOneTile && rows * p.width * 2 <= kFirstLevel;
@@ -54,13 +57,17 @@ void bands(Product p, int64_t rows, int64_t columns) {
 }  // namespace
 
 bool has_bf16_matmul(const at::Tensor& self, const at::Tensor& other, const at::Tensor& out) {
-  return bf16::has_vectors() && self.dim() == 2 && other.dim() == 2 && out.dim() == 2 && self.numel() > 0 &&
-         self.scalar_type() == at::kBFloat16 && other.scalar_type() == at::kBFloat16 && out.scalar_type() == at::kBFloat16 &&
-         self.size(1) == other.size(0) && out.size(0) == self.size(0) && out.size(1) == other.size(1) && self.stride(1) == 1 &&
-         (other.stride(0) == 1 || (other.stride(1) == 1 && self.size(0) > kMostRows)) && out.stride(1) == 1;
+  return bf16::has_vectors() && self.dim() == 2 && other.dim() == 2 && out.dim() == 2 &&
+         self.numel() > 0 && self.scalar_type() == at::kBFloat16 &&
+         other.scalar_type() == at::kBFloat16 && out.scalar_type() == at::kBFloat16 &&
+         self.size(1) == other.size(0) && out.size(0) == self.size(0) &&
+         out.size(1) == other.size(1) && self.stride(1) == 1 &&
+         (other.stride(0) == 1 || (other.stride(1) == 1 && self.size(0) > kMostRows)) &&
+         out.stride(1) == 1;
 }
 
-void bf16_matmul(const at::Tensor& self, const at::Tensor& other, const at::Tensor& bias, const at::Tensor& out) {
+void bf16_matmul(const at::Tensor& self, const at::Tensor& other, const at::Tensor& bias,
+    const at::Tensor& out) {
   bf16_matmuls({{self, other, bias.defined() ? bias.contiguous() : bias, out}});
 }
 
@@ -75,8 +82,9 @@ void bf16_matmuls(const std::vector<BF16Product>& products) {
   for (const auto& [self, other, bias, out] : products) {
     const bool transposed = other.stride(0) == 1;
     const Product whole{self.const_data_ptr<at::BFloat16>(), other.const_data_ptr<at::BFloat16>(),
-        bias.defined() ? bias.const_data_ptr<at::BFloat16>() : nullptr, out.mutable_data_ptr<at::BFloat16>(), self.stride(0),
-        other.stride(transposed ? 1 : 0), out.stride(0), self.size(1), transposed};
+        bias.defined() ? bias.const_data_ptr<at::BFloat16>() : nullptr,
+        out.mutable_data_ptr<at::BFloat16>(), self.stride(0), other.stride(transposed ? 1 : 0),
+        out.stride(0), self.size(1), transposed};
     const int64_t rows = self.size(0), columns = other.size(1);
     if (rows > kMostRows || (rows > kRowsOfOneTile && rows * whole.width * 2 > kMostBytes)) {
       bf16::packed_matmul(whole, rows, columns);

@@ -21,15 +21,17 @@ constexpr int64_t kAhead = 32768;  // bytes
 BF16_VECTORS inline __m128 sums_of(__m512 a, __m512 b, __m512 c, __m512 d) {
   const auto ab = _mm512_add_ps(_mm512_unpacklo_ps(a, b), _mm512_unpackhi_ps(a, b));
   const auto cd = _mm512_add_ps(_mm512_unpacklo_ps(c, d), _mm512_unpackhi_ps(c, d));
-  const auto quarters = _mm512_add_ps(_mm512_shuffle_ps(ab, cd, 0x44), _mm512_shuffle_ps(ab, cd, 0xEE));
-  return _mm_add_ps(_mm_add_ps(_mm512_extractf32x4_ps(quarters, 0), _mm512_extractf32x4_ps(quarters, 1)),
+  const auto quarters =
+      _mm512_add_ps(_mm512_shuffle_ps(ab, cd, 0x44), _mm512_shuffle_ps(ab, cd, 0xEE));
+  return _mm_add_ps(
+      _mm_add_ps(_mm512_extractf32x4_ps(quarters, 0), _mm512_extractf32x4_ps(quarters, 1)),
       _mm_add_ps(_mm512_extractf32x4_ps(quarters, 2), _mm512_extractf32x4_ps(quarters, 3)));
 }
 
 // out[m][n] of `rows` rows of self and `columns` columns; sums of pairs go into float32 lanes.
 template <int rows, int columns>
-BF16_VECTORS void tile(const at::BFloat16* x, int64_t x_stride, const at::BFloat16* weights, int64_t stride, int64_t width,
-    bool from_memory, float* out) {
+BF16_VECTORS void tile(const at::BFloat16* x, int64_t x_stride, const at::BFloat16* weights,
+    int64_t stride, int64_t width, bool from_memory, float* out) {
   constexpr int count = rows * columns;
   __m512 sums[count];
   EACH for (int i = 0; i < count; ++i) sums[i] = _mm512_setzero_ps();
@@ -38,13 +40,16 @@ BF16_VECTORS void tile(const at::BFloat16* x, int64_t x_stride, const at::BFloat
     EACH for (int n = 0; n < columns; ++n) w[n] = load(weights + n * stride);
     EACH for (int m = 0; m < rows; ++m) {
       const auto value = load(x + m * x_stride);
-      EACH for (int n = 0; n < columns; ++n) sums[m * columns + n] = _mm512_dpbf16_ps(sums[m * columns + n], value, w[n]);
+      EACH for (int n = 0; n < columns; ++n) sums[m * columns + n] =
+          _mm512_dpbf16_ps(sums[m * columns + n], value, w[n]);
     }
   };
   int64_t k = 0;
-  const auto whole = [&](const at::BFloat16* from) BF16_INLINE { return (__m512bh)_mm512_loadu_epi16(from + k); };
+  const auto whole = [&](const at::BFloat16* from)
+                         BF16_INLINE { return (__m512bh)_mm512_loadu_epi16(from + k); };
   if (rows > 1 && from_memory) {
-    // In the order of memory, which the loads of several columns are not. One row is fastest without.
+    // In the order of memory, which the loads of several columns are not. One row is fastest
+    // without.
     const auto* ahead = reinterpret_cast<const char*>(weights) + kAhead;
     for (; k + kLanes <= width; k += kLanes, ahead += columns * sizeof(__m512)) {
       EACH for (int n = 0; n < columns; ++n) _mm_prefetch(ahead + n * sizeof(__m512), _MM_HINT_T1);
@@ -53,10 +58,14 @@ BF16_VECTORS void tile(const at::BFloat16* x, int64_t x_stride, const at::BFloat
   }
   for (; k + kLanes <= width; k += kLanes) add(whole);
   if (k < width)
-    add([&](const at::BFloat16* from)
-            BF16_INLINE { return (__m512bh)_mm512_maskz_loadu_epi16((__mmask32{1} << (width - k)) - 1, from + k); });
-  const auto sum = [&](int i) BF16_INLINE { return i < count ? sums[i < count ? i : 0] : _mm512_setzero_ps(); };
-  EACH for (int i = 0; i < count; i += 4) _mm_storeu_ps(out + i, sums_of(sum(i), sum(i + 1), sum(i + 2), sum(i + 3)));
+    add([&](const at::BFloat16* from) BF16_INLINE {
+      return (__m512bh)_mm512_maskz_loadu_epi16((__mmask32{1} << (width - k)) - 1, from + k);
+    });
+  const auto sum = [&](int i) BF16_INLINE {
+    return i < count ? sums[i < count ? i : 0] : _mm512_setzero_ps();
+  };
+  EACH for (int i = 0; i < count; i += 4)
+      _mm_storeu_ps(out + i, sums_of(sum(i), sum(i + 1), sum(i + 2), sum(i + 3)));
 }
 
 }  // namespace emu::bf16

@@ -1,6 +1,6 @@
-// Grouped matrix products. Semantics and limits: torch_npu's documentation of npu_grouped_matmul and
-// npu_grouped_matmul_finalize_routing (torch_npu/_op_plugin_docs.py, BSD), their shape functions, op-plugin's call sites and
-// tests.
+// Grouped matrix products. Semantics and limits: torch_npu's documentation of npu_grouped_matmul
+// and npu_grouped_matmul_finalize_routing (torch_npu/_op_plugin_docs.py, BSD), their shape
+// functions, op-plugin's call sites and tests.
 #include "core/cost.h"
 #include "ops/matmul/bf16_matmul.h"
 #include "ops/quantization/quantized.h"
@@ -18,7 +18,9 @@ Tensor group_slice(const Lists& list, int64_t group, int64_t groups) {
   if (empty(list)) return {};
   if (static_cast<int64_t>(list->size()) == groups && groups > 1) return (*list)[group];
   const auto& only = list->front();
-  return groups == 1 && only.dim() < 2 ? only : only.size(0) == groups && only.dim() >= 2 ? only[group] : only;
+  return groups == 1 && only.dim() < 2               ? only
+         : only.size(0) == groups && only.dim() >= 2 ? only[group]
+                                                     : only;
 }
 
 struct Grouped {
@@ -31,7 +33,9 @@ struct Grouped {
   bool words() const { return weight[0].scalar_type() == at::kInt; }
   // One stack of weights [groups, k, n].
   bool stacked() const { return weight.size() == 1 && weight[0].dim() == 3; }
-  int64_t groups() const { return stacked() ? weight[0].size(0) : static_cast<int64_t>(weight.size()); }
+  int64_t groups() const {
+    return stacked() ? weight[0].size(0) : static_cast<int64_t>(weight.size());
+  }
 
   void check_arguments() const {
     check(!x.empty() && !weight.empty(), kOpParam, "x and weight must not be empty");
@@ -41,43 +45,54 @@ struct Grouped {
     one_of("act_type", activation, {int64_t{0}});
     one_of("x", x[0], {at::kHalf, at::kBFloat16, at::kFloat, at::kChar});
     one_of("weight", weight[0], {at::kHalf, at::kBFloat16, at::kFloat, at::kChar, at::kInt});
-    check(x.size() <= 128 && weight.size() <= 128, kOpParam, "x has ", x.size(), " tensors and weight ", weight.size(),
-        "; at most 128 are allowed");
-    const bool integers = x[0].scalar_type() == at::kChar, floats = !integers && weight[0].is_floating_point();
+    check(x.size() <= 128 && weight.size() <= 128, kOpParam, "x has ", x.size(),
+        " tensors and weight ", weight.size(), "; at most 128 are allowed");
+    const bool integers = x[0].scalar_type() == at::kChar,
+               floats = !integers && weight[0].is_floating_point();
     if (floats) same_dtype("weight", weight[0], "x", x[0]);
-    check(!integers || out[0].scalar_type() == at::kInt || !empty(scale), kOpParam, "an int8 x needs scale");
-    check(integers || floats || !empty(antiquant_scale), kOpParam, "x is ", x[0].scalar_type(), " and weight ",
-        weight[0].scalar_type(), "; that needs antiquant_scale");
+    check(!integers || out[0].scalar_type() == at::kInt || !empty(scale), kOpParam,
+        "an int8 x needs scale");
+    check(integers || floats || !empty(antiquant_scale), kOpParam, "x is ", x[0].scalar_type(),
+        " and weight ", weight[0].scalar_type(), "; that needs antiquant_scale");
     if (kind == 2) check(floats, kOpParam, "group_type 2 is for unquantized products");
     if (list) one_of("group_list", *list, {at::kLong});
-    check(kind == -1 || list || x.size() > 1, kOpParam, "group_type ", kind, " with one x needs group_list");
+    check(kind == -1 || list || x.size() > 1, kOpParam, "group_type ", kind,
+        " with one x needs group_list");
     if (list && kind == 0) {
       rank("group_list", *list, list_kind == 2 ? 2 : 1);
-      check(list->size(0) <= 1024, kOpParam, "group_list has ", list->size(0), " groups; at most 1024 are allowed");
-      check(list_kind == 2 || list->size(0) == groups(), kOpParam, "group_list has ", list->size(0), " groups and weight ",
-          groups());
+      check(list->size(0) <= 1024, kOpParam, "group_list has ", list->size(0),
+          " groups; at most 1024 are allowed");
+      check(list_kind == 2 || list->size(0) == groups(), kOpParam, "group_list has ", list->size(0),
+          " groups and weight ", groups());
     }
     if (kind == 0) rank("x", x[0], 2);
     for (const auto& each : weight) rank("weight", each, 2, 3);
     if (kind == 2) return;
-    check(x.size() == 1 || weight.size() == 1 || x.size() == weight.size(), kOpParam, "x has ", x.size(), " tensors and weight ",
-        weight.size());
+    check(x.size() == 1 || weight.size() == 1 || x.size() == weight.size(), kOpParam, "x has ",
+        x.size(), " tensors and weight ", weight.size());
     for (size_t i = 0; i < std::max(x.size(), weight.size()); ++i) {
       const auto& mine = weight[weight.size() == 1 ? 0 : i];
-      const bool along_k = words() && mine.stride(-1) != 1 && mine.stride(-2) == 1;  // as unpack_matrix
-      const int64_t k = x[x.size() == 1 ? 0 : i].size(-1), rows = mine.size(-2) * (along_k ? kFourBitsInWord : 1),
+      const bool along_k =
+          words() && mine.stride(-1) != 1 && mine.stride(-2) == 1;  // as unpack_matrix
+      const int64_t k = x[x.size() == 1 ? 0 : i].size(-1),
+                    rows = mine.size(-2) * (along_k ? kFourBitsInWord : 1),
                     n = mine.size(-1) * (words() && !along_k ? kFourBitsInWord : 1);
       check(k == rows, kOpParam, "x has ", k, " columns and weight ", i, " ", rows, " rows");
       for (const auto& [name, list] : {std::pair{"bias", &bias}, std::pair{"scale", &scale},
-               std::pair{"antiquant_scale", &antiquant_scale}, std::pair{"antiquant_offset", &antiquant_offset}}) {
+               std::pair{"antiquant_scale", &antiquant_scale},
+               std::pair{"antiquant_offset", &antiquant_offset}}) {
         if (empty(*list)) continue;
-        const auto& factor = (**list)[(*list)->size() == weight.size() ? (weight.size() == 1 ? 0 : i) : 0];
-        check(factor.dim() > 0 && (factor.size(-1) == n || factor.size(-1) == 1), kOpParam, name, " has shape ", factor.sizes(),
-            "; its last dimension must be that of weight ", i, ", ", n);
-        const bool of_groups = stacked() || ((*list)->size() == 1 && weight.size() > 1);  // the first dimension, if there are two
+        const auto& factor =
+            (**list)[(*list)->size() == weight.size() ? (weight.size() == 1 ? 0 : i) : 0];
+        check(factor.dim() > 0 && (factor.size(-1) == n || factor.size(-1) == 1), kOpParam, name,
+            " has shape ", factor.sizes(), "; its last dimension must be that of weight ", i, ", ",
+            n);
+        const bool of_groups =
+            stacked() ||
+            ((*list)->size() == 1 && weight.size() > 1);  // the first dimension, if there are two
         const int64_t parts = factor.dim() > 1 + of_groups ? factor.size(-2) : 1;
-        check(parts > 0 && rows % parts == 0, kOpParam, name, " has shape ", factor.sizes(), "; its ", parts,
-            " groups do not divide the ", rows, " rows of the weight");
+        check(parts > 0 && rows % parts == 0, kOpParam, name, " has shape ", factor.sizes(),
+            "; its ", parts, " groups do not divide the ", rows, " rows of the weight");
       }
     }
   }
@@ -86,30 +101,32 @@ struct Grouped {
   void check_sizes() const {
     const auto inner = [](const Tensor& matrix) {
       const bool transposed = matrix.dim() > 1 && matrix.stride(-1) != 1 && matrix.stride(-2) == 1;
-      return matrix.size(transposed ? -2 : -1) * (matrix.scalar_type() == at::kInt ? kFourBitsInWord : 1);
+      return matrix.size(transposed ? -2 : -1) *
+             (matrix.scalar_type() == at::kInt ? kFourBitsInWord : 1);
     };
     for (const auto& each : x)
-      check(inner(each) < 65536, kOpParam, "x has shape ", each.sizes(), ", a last dimension of ", inner(each),
-          "; allowed: below 65536");
+      check(inner(each) < 65536, kOpParam, "x has shape ", each.sizes(), ", a last dimension of ",
+          inner(each), "; allowed: below 65536");
     for (const auto& each : weight)
-      check(inner(each) < 65536, kOpParam, "weight has shape ", each.sizes(), ", a last dimension of ", inner(each),
-          "; allowed: below 65536");
+      check(inner(each) < 65536, kOpParam, "weight has shape ", each.sizes(),
+          ", a last dimension of ", inner(each), "; allowed: below 65536");
     if (out.size() == 1)
       for (const auto& each : weight)
-        check(each.size(-1) == weight[0].size(-1), kOpParam, "weights have ", weight[0].size(-1), " and ", each.size(-1),
-            " columns; with one output they must have the same");
+        check(each.size(-1) == weight[0].size(-1), kOpParam, "weights have ", weight[0].size(-1),
+            " and ", each.size(-1), " columns; with one output they must have the same");
   }
 
   // By which axis is split, and pairs of group and count, of a group_list that is a tensor.
   void check_outputs() const {
     within("split_item", split, kind == -1 ? 0 : 2, kind == -1 ? 1 : 3);
-    check(list_kind != 2 || (x[0].scalar_type() == at::kChar && weight[0].scalar_type() == at::kChar && kind == 0), kOpParam,
-        "group_list_type is 2, with x ", x[0].scalar_type(), ", weight ", weight[0].scalar_type(), " and group_type ", kind,
-        "; it is for int8 and group_type 0");
+    check(list_kind != 2 || (x[0].scalar_type() == at::kChar &&
+                                weight[0].scalar_type() == at::kChar && kind == 0),
+        kOpParam, "group_list_type is 2, with x ", x[0].scalar_type(), ", weight ",
+        weight[0].scalar_type(), " and group_type ", kind, "; it is for int8 and group_type 0");
   }
 
-  // Dtypes of what belongs to the weights (tables 1 and 2 of the documentation; of an int8 x with an int4 weight op-plugin's
-  // test).
+  // Dtypes of what belongs to the weights (tables 1 and 2 of the documentation; of an int8 x with
+  // an int4 weight op-plugin's test).
   void check_parameters() const {
     const bool integers = x[0].scalar_type() == at::kChar, floats = weight[0].is_floating_point();
     const auto dtype = x[0].scalar_type(), result = out[0].scalar_type();
@@ -119,7 +136,9 @@ struct Grouped {
     };
     if (!integers) {
       all("bias", bias, dtype == at::kHalf ? at::kHalf : at::kFloat);
-      if (!floats) all("antiquant_scale", antiquant_scale, dtype), all("antiquant_offset", antiquant_offset, dtype);
+      if (!floats)
+        all("antiquant_scale", antiquant_scale, dtype),
+            all("antiquant_offset", antiquant_offset, dtype);
       return;
     }
     all("per_token_scale", pertoken, at::kFloat);
@@ -127,7 +146,10 @@ struct Grouped {
     if (words())
       all("scale", scale, at::kLong);
     else if (result != at::kInt)
-      all("scale", scale, result == at::kChar ? at::kLong : result == at::kBFloat16 ? at::kBFloat16 : at::kFloat);
+      all("scale", scale,
+          result == at::kChar       ? at::kLong
+          : result == at::kBFloat16 ? at::kBFloat16
+                                    : at::kFloat);
   }
 
   // The matrix [k, n] of a group.
@@ -136,16 +158,20 @@ struct Grouped {
     const auto matrix = words() ? unpack_matrix(mine) : mine;
     cost::partial_access(stacked() ? weight[0] : weight[group], mine);
     const auto k = rows.size(-1);
-    cost::add_flops(2.0 * static_cast<double>(rows.size(0) * k * matrix.size(1)), static_cast<int>(rows.element_size()));
+    cost::add_flops(2.0 * static_cast<double>(rows.size(0) * k * matrix.size(1)),
+        static_cast<int>(rows.element_size()));
     return matrix;
   }
 
-  // out = x @ weight [k, n] of a group, times per-row scales; now, or with the groups in `together`.
-  void product(
-      const Tensor& rows, int64_t group, const Tensor& row_scale, const Tensor& into, std::vector<BF16Product>& together) const {
+  // out = x @ weight [k, n] of a group, times per-row scales; now, or with the groups in
+  // `together`.
+  void product(const Tensor& rows, int64_t group, const Tensor& row_scale, const Tensor& into,
+      std::vector<BF16Product>& together) const {
     const auto matrix = matrix_of_group(rows, group);
-    const bool in_bfloat16 = rows.scalar_type() == at::kBFloat16 && matrix.scalar_type() == at::kBFloat16;
-    if (in_bfloat16 && into.scalar_type() == at::kBFloat16 && empty(bias)) {  // with sums in float32, rounded once
+    const bool in_bfloat16 =
+        rows.scalar_type() == at::kBFloat16 && matrix.scalar_type() == at::kBFloat16;
+    if (in_bfloat16 && into.scalar_type() == at::kBFloat16 &&
+        empty(bias)) {  // with sums in float32, rounded once
       if (has_bf16_matmul(rows, matrix, into)) {
         together.push_back({rows, matrix, {}, into});
         return;
@@ -157,17 +183,21 @@ struct Grouped {
     store(values_of(rows, group, matrix, row_scale), into);
   }
 
-  Tensor values_of(const Tensor& rows, int64_t group, const Tensor& matrix, const Tensor& row_scale) const {
+  Tensor values_of(
+      const Tensor& rows, int64_t group, const Tensor& matrix, const Tensor& row_scale) const {
     const int64_t count = groups();
     const auto add = group_slice(bias, group, count), factor = group_slice(scale, group, count);
     if (rows.scalar_type() != at::kChar) {
-      const auto anti = group_slice(antiquant_scale, group, count), offset = group_slice(antiquant_offset, group, count);
-      const auto fp32 = anti.defined() ? dequantized(matrix, anti, offset.defined() ? Opt<Tensor>(offset) : std::nullopt)
+      const auto anti = group_slice(antiquant_scale, group, count),
+                 offset = group_slice(antiquant_offset, group, count);
+      const auto fp32 = anti.defined() ? dequantized(matrix, anti,
+                                             offset.defined() ? Opt<Tensor>(offset) : std::nullopt)
                                        : matrix.to(at::kFloat);
       auto values = at::matmul(rows.to(at::kFloat), fp32);
       return add.defined() ? values + add.to(at::kFloat) : values;
     }
-    if (words()) {  // the kernel splits int8 into signed halves: the bias contains the missing 8 (op-plugin's test of A8W4)
+    if (words()) {  // the kernel splits int8 into signed halves: the bias contains the missing 8
+                    // (op-plugin's test of A8W4)
       auto values = at::matmul(rows.to(at::kFloat) - 8, dequantized(matrix, factor, {}));
       if (add.defined()) values = values + add.to(at::kFloat);
       return row_scale.defined() ? values * row_scale : values;
@@ -189,26 +219,31 @@ struct Grouped {
 
   void run() const {
     if (kind == 2) return run_by_columns();
-    std::vector<BF16Product> together;  // few rows are bound by memory, which no thread waits to read
+    std::vector<BF16Product>
+        together;  // few rows are bound by memory, which no thread waits to read
     run_by_rows(together);
     if (!together.empty()) bf16_matmuls(together);
   }
 
   void run_by_rows(std::vector<BF16Product>& together) const {
     // Per part: group, rows of x, their per-token scales, start row in a single output.
-    const auto whole = empty(pertoken) ? Tensor() : pertoken->size() == 1 ? pertoken->front().reshape({-1, 1}) : Tensor();
+    const auto whole = empty(pertoken)         ? Tensor()
+                       : pertoken->size() == 1 ? pertoken->front().reshape({-1, 1})
+                                               : Tensor();
     int64_t place = 0;
     const auto part = [&](const Tensor& rows, int64_t group, int64_t index, int64_t first) {
       if (rows.numel() == 0) return;
       const auto row_scale = whole.defined()   ? whole.narrow(0, first, rows.size(0))
                              : empty(pertoken) ? Tensor()
                                                : (*pertoken)[index].reshape({-1, 1});
-      product(rows, group, row_scale, out.size() > 1 ? out[index] : out[0].narrow(0, first, rows.size(0)), together);
+      product(rows, group, row_scale,
+          out.size() > 1 ? out[index] : out[0].narrow(0, first, rows.size(0)), together);
     };
     if (x.size() > 1 || kind == -1) {
       for (size_t i = 0; i < x.size(); ++i) {
         if (out.size() == x.size())
-          product(x[i].flatten(0, -2), i, empty(pertoken) ? Tensor() : group_slice(pertoken, i, groups()).reshape({-1, 1}),
+          product(x[i].flatten(0, -2), i,
+              empty(pertoken) ? Tensor() : group_slice(pertoken, i, groups()).reshape({-1, 1}),
               out[i].flatten(0, -2), together);
         else
           part(x[i], i, i, place);
@@ -229,11 +264,13 @@ struct Grouped {
 
   // Groups along k: out[g] = x[:, a:b] @ weight[a:b].
   void run_by_columns() const {
-    const auto columns = x[0].to(at::kFloat), matrix = (weight[0].dim() == 3 ? weight[0][0] : weight[0]).to(at::kFloat);
+    const auto columns = x[0].to(at::kFloat),
+               matrix = (weight[0].dim() == 3 ? weight[0][0] : weight[0]).to(at::kFloat);
     int64_t index = 0;
     out[0].zero_();
     for (const auto& [group, first, last] : rows_of(*list, list_kind, columns.size(1))) {
-      auto values = at::matmul(columns.narrow(1, first, last - first), matrix.narrow(0, first, last - first));
+      auto values =
+          at::matmul(columns.narrow(1, first, last - first), matrix.narrow(0, first, last - first));
       (out.size() > 1 ? out[index] : out[0].dim() == 3 ? out[0][index] : out[0]).copy_(values);
       ++index;
     }
@@ -251,57 +288,65 @@ Computation grouped_matmul(const Grouped& call, const Lists& offset, bool by_ten
 
 }  // namespace
 
-#define GROUPED_MATMUL(NAME, WEIGHTS, ...)                                                                                       \
-  CHECKED(NAME,                                                                                                                  \
-      (Tensors x, WEIGHTS weight, Lists bias, Lists scale, Lists offset, Lists antiquant_scale, Lists antiquant_offset,          \
-          Lists pertoken, Opt<Tensor> list, Lists, Lists, Lists, int64_t split, int64_t kind, int64_t list_kind,                 \
-          int64_t activation, __VA_ARGS__ Tensors out, Lists, Lists),                                                            \
-      {                                                                                                                          \
-        const Grouped call{                                                                                                      \
-            x, weight, bias, scale, antiquant_scale, antiquant_offset, pertoken, list, split, kind, list_kind, activation, out}; \
-        return grouped_matmul(call, offset, true);                                                                               \
+#define GROUPED_MATMUL(NAME, WEIGHTS, ...)                                                      \
+  CHECKED(NAME,                                                                                 \
+      (Tensors x, WEIGHTS weight, Lists bias, Lists scale, Lists offset, Lists antiquant_scale, \
+          Lists antiquant_offset, Lists pertoken, Opt<Tensor> list, Lists, Lists, Lists,        \
+          int64_t split, int64_t kind, int64_t list_kind, int64_t activation,                   \
+          __VA_ARGS__ Tensors out, Lists, Lists),                                               \
+      {                                                                                         \
+        const Grouped call{x, weight, bias, scale, antiquant_scale, antiquant_offset, pertoken, \
+            list, split, kind, list_kind, activation, out};                                     \
+        return grouped_matmul(call, offset, true);                                              \
       })
 GROUPED_MATMUL(aclnnGroupedMatmulV4, Tensors)
-GROUPED_MATMUL(aclnnGroupedMatmulV5, Tensors, Opt<Ints>, )                 // tuning_config
-GROUPED_MATMUL(aclnnGroupedMatmulWeightNz, Weights, Opt<Ints>, int64_t, )  // tuning_config, quant_per_group_size
+GROUPED_MATMUL(aclnnGroupedMatmulV5, Tensors, Opt<Ints>, )  // tuning_config
+GROUPED_MATMUL(aclnnGroupedMatmulWeightNz, Weights, Opt<Ints>,
+    int64_t, )  // tuning_config, quant_per_group_size
 // group_list is a list of cumulative integers.
 CHECKED(aclnnGroupedMatmul,
-    (Tensors x, Tensors weight, Lists bias, Lists scale, Lists offset, Lists antiquant_scale, Lists antiquant_offset,
-        Opt<Ints> list, int64_t split, Tensors out),
+    (Tensors x, Tensors weight, Lists bias, Lists scale, Lists offset, Lists antiquant_scale,
+        Lists antiquant_offset, Opt<Ints> list, int64_t split, Tensors out),
     {
       Opt<Tensor> ends;
       if (list && !list->empty()) ends = at::tensor(*list, at::kLong);
-      return grouped_matmul(
-          {x, weight, bias, scale, antiquant_scale, antiquant_offset, {}, ends, split, ends ? 0 : -1, 0, 0, out}, offset, false);
+      return grouped_matmul({x, weight, bias, scale, antiquant_scale, antiquant_offset, {}, ends,
+                                split, ends ? 0 : -1, 0, 0, out},
+          offset, false);
     })
 
 namespace {
 
-// Adds the experts' rows, weighted by logit, to the rows row_index; the shared expert's input is added with its weight.
-Computation finalize(const Tensor& x, const Tensor& weight, const Opt<Tensor>& scale, const Opt<Tensor>& bias,
-    const Opt<Tensor>& pertoken, const Tensor& list, const Opt<Tensor>& shared, const Opt<Tensor>& logit,
-    const Opt<Tensor>& row_index, float shared_weight, int64_t shared_offset, int64_t list_kind, const Tensor& out) {
+// Adds the experts' rows, weighted by logit, to the rows row_index; the shared expert's input is
+// added with its weight.
+Computation finalize(const Tensor& x, const Tensor& weight, const Opt<Tensor>& scale,
+    const Opt<Tensor>& bias, const Opt<Tensor>& pertoken, const Tensor& list,
+    const Opt<Tensor>& shared, const Opt<Tensor>& logit, const Opt<Tensor>& row_index,
+    float shared_weight, int64_t shared_offset, int64_t list_kind, const Tensor& out) {
   chips({"Ascend910B", "Ascend910_93", "Ascend950"});
   one_of("x", x, {at::kChar});
   one_of("w", weight, {at::kChar, at::kInt});
   rank("w", weight, 3);
   one_of("group_list", list, {at::kLong});
   shape("group_list", list, {weight.size(0)});
-  check(scale && row_index && logit, kOpParam, "scale, logit and row_index are needed for an int8 x");
+  check(
+      scale && row_index && logit, kOpParam, "scale, logit and row_index are needed for an int8 x");
   const bool words = weight.scalar_type() == at::kInt;
   one_of("scale", *scale, {words ? at::kLong : at::kFloat});
   one_of("row_index", *row_index, kIndices);
   one_of("logit", *logit, {at::kFloat});
   if (pertoken) one_of("pertoken_scale", *pertoken, {at::kFloat});
-  check(!bias || words, kOpParam, "bias is given and w is ", weight.scalar_type(), "; it is for packed int4");
+  check(!bias || words, kOpParam, "bias is given and w is ", weight.scalar_type(),
+      "; it is for packed int4");
   within("the rows of x", x.size(0), 1, 131072);
   within("the experts of w", weight.size(0), 1, 256);
   multiple("the columns of x", x.size(1), 16);
   multiple("the columns of the output", out.size(1), 32);
-  check(out.size(1) >= 256, kOpParam, "the output has ", out.size(1), " columns; allowed: 256 or more");
+  check(out.size(1) >= 256, kOpParam, "the output has ", out.size(1),
+      " columns; allowed: 256 or more");
   if (words)
-    check(x.size(1) == 2048 && out.size(1) == 7168, kOpParam, "w of int4 has ", x.size(1), " rows and ", out.size(1),
-        " columns; allowed: 2048 and 7168");
+    check(x.size(1) == 2048 && out.size(1) == 7168, kOpParam, "w of int4 has ", x.size(1),
+        " rows and ", out.size(1), " columns; allowed: 2048 and 7168");
   shape("logit", *logit, {x.size(0)});
   shape("row_index", *row_index, {x.size(0)});
   if (pertoken) shape("pertoken_scale", *pertoken, {x.size(0)});
@@ -309,16 +354,19 @@ Computation finalize(const Tensor& x, const Tensor& weight, const Opt<Tensor>& s
     one_of("shared_input", *shared, {at::kBFloat16});
     check(shared->dim() == 2 && shared->size(1) == out.size(1) && shared_offset >= 0 &&
               shared_offset + shared->size(0) <= out.size(0),
-        kOpParam, "shared_input ", shared->sizes(), " at row ", shared_offset, " does not fit the output ", out.sizes());
+        kOpParam, "shared_input ", shared->sizes(), " at row ", shared_offset,
+        " does not fit the output ", out.sizes());
   }
   const auto several = [](const Opt<Tensor>& t) { return t ? Lists(Tensors{*t}) : Lists(); };
-  const Grouped call{{x}, {weight}, several(bias), several(scale), {}, {}, several(pertoken), list, 3, 0, list_kind, 0, {out}};
+  const Grouped call{{x}, {weight}, several(bias), several(scale), {}, {}, several(pertoken), list,
+      3, 0, list_kind, 0, {out}};
   call.check_arguments();
   return [=] {
     const auto values = at::zeros({x.size(0), out.size(1)}, at::kFloat);
     call.run_into(values);
     out.zero_();
-    if (shared) out.narrow(0, shared_offset, shared->size(0)).copy_(shared->to(at::kFloat) * shared_weight);
+    if (shared)
+      out.narrow(0, shared_offset, shared->size(0)).copy_(shared->to(at::kFloat) * shared_weight);
     out.index_add_(0, row_index->to(at::kLong), values * logit->to(at::kFloat).unsqueeze(1));
   };
 }
@@ -326,14 +374,15 @@ Computation finalize(const Tensor& x, const Tensor& weight, const Opt<Tensor>& s
 }  // namespace
 
 // UNUSED: offset, antiquant_scale and antiquant_offset. TUNING: tuning_config.
-#define FINALIZE(NAME, WEIGHT, UNUSED, TUNING)                                                                               \
-  CHECKED(NAME,                                                                                                              \
-      (Tensor x, WEIGHT weight, Opt<Tensor> scale, Opt<Tensor> bias, UNUSED Opt<Tensor> pertoken, Tensor list,               \
-          Opt<Tensor> shared, Opt<Tensor> logit, Opt<Tensor> row_index, int64_t, float shared_weight, int64_t shared_offset, \
-          bool, bool, int64_t list_kind, TUNING Tensor out),                                                                 \
-      {                                                                                                                      \
-        return finalize(                                                                                                     \
-            x, weight, scale, bias, pertoken, list, shared, logit, row_index, shared_weight, shared_offset, list_kind, out); \
+#define FINALIZE(NAME, WEIGHT, UNUSED, TUNING)                                                    \
+  CHECKED(NAME,                                                                                   \
+      (Tensor x, WEIGHT weight, Opt<Tensor> scale, Opt<Tensor> bias, UNUSED Opt<Tensor> pertoken, \
+          Tensor list, Opt<Tensor> shared, Opt<Tensor> logit, Opt<Tensor> row_index, int64_t,     \
+          float shared_weight, int64_t shared_offset, bool, bool, int64_t list_kind,              \
+          TUNING Tensor out),                                                                     \
+      {                                                                                           \
+        return finalize(x, weight, scale, bias, pertoken, list, shared, logit, row_index,         \
+            shared_weight, shared_offset, list_kind, out);                                        \
       })
 #define COMMA ,
 #define THREE Opt<Tensor> COMMA Opt<Tensor> COMMA Opt<Tensor> COMMA
@@ -344,75 +393,91 @@ FINALIZE(aclnnGroupedMatmulFinalizeRoutingWeightNzV2, Weight, THREE, Opt<Ints> C
 #undef THREE
 #undef COMMA
 
-// npu_grouped_matmul_add: the gradients of the experts' weights, out[group] += x[rows]^T weight[rows]. As op-plugin's shape
-// function says, group_type 2 alone; its own default of the transpositions.
+// npu_grouped_matmul_add: the gradients of the experts' weights, out[group] += x[rows]^T
+// weight[rows]. As op-plugin's shape function says, group_type 2 alone; its own default of the
+// transpositions.
 namespace {
-Computation add_grouped(const Tensor& x, const Tensor& weight, const Tensor& list, const Tensor& out, bool transpose_x,
-    bool transpose_weight, int64_t kind, int64_t list_kind) {
+Computation add_grouped(const Tensor& x, const Tensor& weight, const Tensor& list,
+    const Tensor& out, bool transpose_x, bool transpose_weight, int64_t kind, int64_t list_kind) {
   one_of("x", x, kHalves);
   same_dtype("weight", weight, "x", x);
   one_of("self", out, {at::kFloat});
   one_of("group_list", list, {at::kLong});
   one_of("group_type", kind, {int64_t{2}});
   within("group_list_type", list_kind, int64_t{0}, int64_t{1});
-  check(transpose_x && !transpose_weight, kOpParam, "transpose_x is ", transpose_x, " and transpose_weight ", transpose_weight,
-      "; only true and false are allowed");
+  check(transpose_x && !transpose_weight, kOpParam, "transpose_x is ", transpose_x,
+      " and transpose_weight ", transpose_weight, "; only true and false are allowed");
   rank("x", x, 2);
   rank("weight", weight, 2);
   rank("group_list", list, 1);
   rank("self", out, 2, 3);
-  check(weight.size(0) == x.size(0), kOpParam, "x has ", x.size(0), " rows and weight ", weight.size(0));
-  check(out.size(-1) == weight.size(1) && out.numel() == list.numel() * x.size(1) * weight.size(1), kOpParam, "self has shape ",
-      out.sizes(), "; [", list.numel(), " * ", x.size(1), ", ", weight.size(1), "] is needed");
+  check(weight.size(0) == x.size(0), kOpParam, "x has ", x.size(0), " rows and weight ",
+      weight.size(0));
+  check(out.size(-1) == weight.size(1) && out.numel() == list.numel() * x.size(1) * weight.size(1),
+      kOpParam, "self has shape ", out.sizes(), "; [", list.numel(), " * ", x.size(1), ", ",
+      weight.size(1), "] is needed");
   COMPUTE {
     const auto sums = out.view({list.numel(), x.size(1), weight.size(1)});
     for (const auto& [group, first, last] : rows_of(list, list_kind, x.size(0))) {
-      cost::add_flops(2.0 * static_cast<double>((last - first) * x.size(1) * weight.size(1)), static_cast<int>(x.element_size()));
-      sums[group].addmm_(
-          x.narrow(0, first, last - first).to(at::kFloat).t(), weight.narrow(0, first, last - first).to(at::kFloat));
+      cost::add_flops(2.0 * static_cast<double>((last - first) * x.size(1) * weight.size(1)),
+          static_cast<int>(x.element_size()));
+      sums[group].addmm_(x.narrow(0, first, last - first).to(at::kFloat).t(),
+          weight.narrow(0, first, last - first).to(at::kFloat));
     }
   };
 }
 }  // namespace
 CHECKED(aclnnGroupedMatmulAdd,
-    (Tensor x, Tensor weight, Tensor list, Tensor out, bool transpose_x, bool transpose_weight, int64_t kind),
+    (Tensor x, Tensor weight, Tensor list, Tensor out, bool transpose_x, bool transpose_weight,
+        int64_t kind),
     { return add_grouped(x, weight, list, out, transpose_x, transpose_weight, kind, 0); })
 CHECKED(aclnnGroupedMatmulAddV2,
-    (Tensor x, Tensor weight, Tensor list, Tensor out, bool transpose_x, bool transpose_weight, int64_t kind, int64_t list_kind),
+    (Tensor x, Tensor weight, Tensor list, Tensor out, bool transpose_x, bool transpose_weight,
+        int64_t kind, int64_t list_kind),
     { return add_grouped(x, weight, list, out, transpose_x, transpose_weight, kind, list_kind); })
 
 namespace {
 
-// Limits of shapes and combinations of dtypes: documentation of npu_grouped_matmul_swiglu_quant_v2 for Atlas A2 and A3.
-Computation swiglu_quant(const Tensor& x, const Tensor& weight, const Tensor& weight_scale, const Opt<Tensor>& assist,
-    const Tensor& x_scale, const Opt<Tensor>& smooth, const Tensor& list, int64_t dequant_mode, int64_t list_kind,
-    const Tensor& out, const Tensor& out_scale) {
+// Limits of shapes and combinations of dtypes: documentation of npu_grouped_matmul_swiglu_quant_v2
+// for Atlas A2 and A3.
+Computation swiglu_quant(const Tensor& x, const Tensor& weight, const Tensor& weight_scale,
+    const Opt<Tensor>& assist, const Tensor& x_scale, const Opt<Tensor>& smooth, const Tensor& list,
+    int64_t dequant_mode, int64_t list_kind, const Tensor& out, const Tensor& out_scale) {
   chips({"Ascend910B", "Ascend910_93", "Ascend950"});
   one_of("x", x, {at::kChar, at::kInt});
   one_of("weight", weight, {at::kChar, at::kInt});
-  one_of("weight_scale", weight_scale, {at::kFloat, at::kHalf, at::kBFloat16, at::kLong, at::kUInt64});
+  one_of(
+      "weight_scale", weight_scale, {at::kFloat, at::kHalf, at::kBFloat16, at::kLong, at::kUInt64});
   one_of("x_scale", x_scale, {at::kFloat});
   one_of("group_list", list, {at::kLong});
   rank("weight", weight, 3);
-  check(x_scale.numel() == x.size(0), kOpParam, "x_scale has shape ", x_scale.sizes(), "; one for each of ", x.size(0),
-      " rows is needed");
+  check(x_scale.numel() == x.size(0), kOpParam, "x_scale has shape ", x_scale.sizes(),
+      "; one for each of ", x.size(0), " rows is needed");
   const bool int4 = x.scalar_type() == at::kInt, words = weight.scalar_type() == at::kInt;
-  const int64_t groups = weight.size(0), k = x.size(1) * (int4 ? kFourBitsInWord : 1), n = out.size(1) * 2;
-  check(!int4 || words, kOpParam, "x is packed int4 and weight ", weight.scalar_type(), "; it must be packed int4 too");
-  check(dequant_mode == 0 || (words && !int4), kOpParam, "dequant_mode is 1; allowed: 0, unless x is int8 and weight int4");
-  check(int4 == smooth.has_value(), kOpParam, "smooth_scale is ", smooth ? "" : "not ", "given and x is ", x.scalar_type(),
-      "; it belongs to an x of packed int4 (int32)");
+  const int64_t groups = weight.size(0), k = x.size(1) * (int4 ? kFourBitsInWord : 1),
+                n = out.size(1) * 2;
+  check(!int4 || words, kOpParam, "x is packed int4 and weight ", weight.scalar_type(),
+      "; it must be packed int4 too");
+  check(dequant_mode == 0 || (words && !int4), kOpParam,
+      "dequant_mode is 1; allowed: 0, unless x is int8 and weight int4");
+  check(int4 == smooth.has_value(), kOpParam, "smooth_scale is ", smooth ? "" : "not ",
+      "given and x is ", x.scalar_type(), "; it belongs to an x of packed int4 (int32)");
   check(n <= 10240, kOpParam, "weight has ", n, " columns; allowed: up to 10240");
-  check(
-      k < (words ? 20000 : 65536), kOpParam, "x has ", k, " columns; allowed: below ", words ? 20000 : 65536, " for this weight");
+  check(k < (words ? 20000 : 65536), kOpParam, "x has ", k, " columns; allowed: below ",
+      words ? 20000 : 65536, " for this weight");
   const auto assists = assist ? Lists(Tensors{*assist}) : Lists();
-  const Grouped call{{x}, {weight}, assists, Tensors{weight_scale}, {}, {}, Tensors{x_scale}, list, 3, 0, list_kind, 0, {out}};
+  const Grouped call{{x}, {weight}, assists, Tensors{weight_scale}, {}, {}, Tensors{x_scale}, list,
+      3, 0, list_kind, 0, {out}};
   if (int4) {
     one_of("smooth_scale", *smooth, {at::kFloat});
-    check(smooth->sizes() == at::IntArrayRef{groups} || smooth->sizes() == at::IntArrayRef{groups, n / 2}, kOpParam,
-        "smooth_scale has shape ", smooth->sizes(), "; allowed: [", groups, "] and [", groups, ", ", n / 2, "]");
-    check(!assist, kOpParam, "weight_assist_matrix is given; it belongs to an int8 x and an int4 weight");
-    check(weight.size(1) == k, kOpParam, "x has ", k, " columns and weight ", weight.size(1), " rows");
+    check(smooth->sizes() == at::IntArrayRef{groups} ||
+              smooth->sizes() == at::IntArrayRef{groups, n / 2},
+        kOpParam, "smooth_scale has shape ", smooth->sizes(), "; allowed: [", groups, "] and [",
+        groups, ", ", n / 2, "]");
+    check(!assist, kOpParam,
+        "weight_assist_matrix is given; it belongs to an int8 x and an int4 weight");
+    check(weight.size(1) == k, kOpParam, "x has ", k, " columns and weight ", weight.size(1),
+        " rows");
     rank("group_list", list, 1);
     shape("group_list", list, {groups});
     within("group_list_type", list_kind, int64_t{0}, int64_t{1});
@@ -435,21 +500,25 @@ Computation swiglu_quant(const Tensor& x, const Tensor& weight, const Tensor& we
 
 }  // namespace
 
-// weight may be in ND too: op-plugin calls this operator in any case, and its test passes ND, as internal formats are off.
+// weight may be in ND too: op-plugin calls this operator in any case, and its test passes ND, as
+// internal formats are off.
 CHECKED(aclnnGroupedMatmulSwigluQuantWeightNZ,
-    (Tensor x, Weight weight, Opt<Tensor> bias, Opt<Tensor>, Tensor weight_scale, Tensor x_scale, Tensor list, Tensor out,
-        Tensor out_scale, Opt<Tensor>),
-    { return swiglu_quant(x, weight, weight_scale, bias, x_scale, {}, list, 0, 0, out, out_scale); })
-#define SWIGLU_QUANT(NAME, WEIGHTS)                                                                                            \
-  CHECKED(NAME,                                                                                                                \
-      (Tensor x, WEIGHTS weight, Tensors weight_scale, Lists assist, Opt<Tensor>, Tensor x_scale, Opt<Tensor> smooth,          \
-          Tensor list, int64_t dequant_mode, int64_t, int64_t quant_mode, int64_t list_kind, Opt<Ints>, Tensor out,            \
-          Tensor out_scale),                                                                                                   \
-      {                                                                                                                        \
-        one_of("quant_mode", quant_mode, {int64_t{0}});                                                                        \
-        within("dequant_mode", dequant_mode, int64_t{0}, int64_t{1});                                                          \
-        return swiglu_quant(x, weight.at(0), weight_scale.at(0), empty(assist) ? Opt<Tensor>() : Opt<Tensor>(assist->front()), \
-            x_scale, smooth, list, dequant_mode, list_kind, out, out_scale);                                                   \
+    (Tensor x, Weight weight, Opt<Tensor> bias, Opt<Tensor>, Tensor weight_scale, Tensor x_scale,
+        Tensor list, Tensor out, Tensor out_scale, Opt<Tensor>),
+    {
+      return swiglu_quant(x, weight, weight_scale, bias, x_scale, {}, list, 0, 0, out, out_scale);
+    })
+#define SWIGLU_QUANT(NAME, WEIGHTS)                                                               \
+  CHECKED(NAME,                                                                                   \
+      (Tensor x, WEIGHTS weight, Tensors weight_scale, Lists assist, Opt<Tensor>, Tensor x_scale, \
+          Opt<Tensor> smooth, Tensor list, int64_t dequant_mode, int64_t, int64_t quant_mode,     \
+          int64_t list_kind, Opt<Ints>, Tensor out, Tensor out_scale),                            \
+      {                                                                                           \
+        one_of("quant_mode", quant_mode, {int64_t{0}});                                           \
+        within("dequant_mode", dequant_mode, int64_t{0}, int64_t{1});                             \
+        return swiglu_quant(x, weight.at(0), weight_scale.at(0),                                  \
+            empty(assist) ? Opt<Tensor>() : Opt<Tensor>(assist->front()), x_scale, smooth, list,  \
+            dequant_mode, list_kind, out, out_scale);                                             \
       })
 SWIGLU_QUANT(aclnnGroupedMatmulSwigluQuantV2, Tensors)
 SWIGLU_QUANT(aclnnGroupedMatmulSwigluQuantWeightNzV2, Weights)

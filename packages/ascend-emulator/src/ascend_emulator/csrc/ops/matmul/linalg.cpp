@@ -12,16 +12,21 @@ OP(aclnnSlogdet, (Tensor self, Tensor sign, Tensor log), {
   sign.copy_(s);
   log.copy_(l);
 })
-OP(aclnnLinalgCholesky, (Tensor self, bool upper, Tensor out), { out.copy_(at::linalg_cholesky(upcast(self), upper)); })
+OP(aclnnLinalgCholesky, (Tensor self, bool upper, Tensor out),
+    { out.copy_(at::linalg_cholesky(upcast(self), upper)); })
 OP(aclnnLinalgCross, (Tensor self, Tensor other, int64_t dim, Tensor out),
     { out.copy_(at::linalg_cross(upcast(self), upcast(other), dim)); })
-// Modes: 0 reduced, 1 complete, 2 r (op-plugin's LinalgQrKernelNpuOpApi.cpp); Q is empty in the last.
+// Modes: 0 reduced, 1 complete, 2 r (op-plugin's LinalgQrKernelNpuOpApi.cpp); Q is empty in the
+// last.
 OP(aclnnLinalgQr, (Tensor self, int64_t mode, Tensor q, Tensor r), {
-  const auto [left, right] = at::linalg_qr(upcast(self), mode == 1 ? "complete" : mode == 2 ? "r" : "reduced");
+  const auto [left, right] = at::linalg_qr(upcast(self), mode == 1   ? "complete"
+                                                         : mode == 2 ? "r"
+                                                                     : "reduced");
   if (mode != 2) q.copy_(left);
   r.copy_(right);
 })
-// Returns V, not its transpose (op_plugin_functions.yaml, _linalg_svd). Without compute_uv, U and V are not written.
+// Returns V, not its transpose (op_plugin_functions.yaml, _linalg_svd). Without compute_uv, U and V
+// are not written.
 OP(aclnnSvd, (Tensor self, bool full, bool vectors, Tensor s, Tensor u, Tensor v), {
   if (!vectors) return void(s.copy_(at::linalg_svdvals(upcast(self))));
   const auto [left, values, right] = at::linalg_svd(upcast(self), full);
@@ -29,17 +34,21 @@ OP(aclnnSvd, (Tensor self, bool full, bool vectors, Tensor s, Tensor u, Tensor v
   s.copy_(values);
   v.copy_(right.mH());
 })
-OP(aclnnTriangularSolve, (Tensor self, Tensor a, bool upper, bool transpose, bool unitriangular, Tensor x, Tensor copy), {
-  const auto [solution, coefficients] = at::triangular_solve(upcast(self), upcast(a), upper, transpose, unitriangular);
-  x.copy_(solution);
-  copy.copy_(coefficients);
-})
-OP(aclnnCdist, (Tensor a, Tensor b, float p, int64_t mode, Tensor out), { out.copy_(at::cdist(upcast(a), upcast(b), p, mode)); })
+OP(aclnnTriangularSolve,
+    (Tensor self, Tensor a, bool upper, bool transpose, bool unitriangular, Tensor x, Tensor copy),
+    {
+      const auto [solution, coefficients] =
+          at::triangular_solve(upcast(self), upcast(a), upper, transpose, unitriangular);
+      x.copy_(solution);
+      copy.copy_(coefficients);
+    })
+OP(aclnnCdist, (Tensor a, Tensor b, float p, int64_t mode, Tensor out),
+    { out.copy_(at::cdist(upcast(a), upcast(b), p, mode)); })
 // p is -1 for infinity (op-plugin's CdistBackwardNpuOpApi.cpp).
 SHAPED(aclnnCdistBackward, (Tensor grad, Tensor a, Tensor b, Tensor distances, float p, Tensor out),
     (SAME(out, a), SAME(grad, distances)), {
-      out.copy_(at::_cdist_backward(
-          upcast(grad), upcast(a), upcast(b), p < 0 ? std::numeric_limits<double>::infinity() : p, upcast(distances)));
+      out.copy_(at::_cdist_backward(upcast(grad), upcast(a), upcast(b),
+          p < 0 ? std::numeric_limits<double>::infinity() : p, upcast(distances)));
     })
 OP(aclnnPdist, (Tensor self, float p, Tensor out), { out.copy_(at::pdist(upcast(self), p)); })
 OP(aclnnInplaceAddr, (Tensor self, Tensor a, Tensor b, Scalar beta, Scalar alpha),
@@ -57,11 +66,16 @@ Tensor renormed(const Tensor& self, const Scalar& p, int64_t dim, const Scalar& 
   return values * at::where(norm > bound, bound.toDouble() / (norm + 1e-7), at::ones_like(norm));
 }
 }  // namespace
-OP(aclnnRenorm, (Tensor self, Scalar p, int64_t dim, Scalar bound, Tensor out), { out.copy_(renormed(self, p, dim, bound)); })
-OP(aclnnInplaceRenorm, (Tensor self, Scalar p, int64_t dim, Scalar bound), { self.copy_(renormed(self, p, dim, bound)); })
-// In float64, where int32 is exact: torch_npu's documentation leaves open to which of two bins a value on their border belongs
-// of floating types alone.
+OP(aclnnRenorm, (Tensor self, Scalar p, int64_t dim, Scalar bound, Tensor out),
+    { out.copy_(renormed(self, p, dim, bound)); })
+OP(aclnnInplaceRenorm, (Tensor self, Scalar p, int64_t dim, Scalar bound),
+    { self.copy_(renormed(self, p, dim, bound)); })
+// In float64, where int32 is exact: torch_npu's documentation leaves open to which of two bins a
+// value on their border belongs of floating types alone.
 SHAPED(aclnnHistc, (Tensor self, int64_t bins, Scalar min, Scalar max, Tensor out),
     (check(bins > 0, kOpParam, "bins is ", bins, "; it must be positive"), SHAPE(out, {bins}),
         same_dtype("out", out, "self", self)),
-    { out.copy_(at::histc(self.is_floating_point() ? upcast(self) : self.to(at::kDouble), bins, min, max)); })
+    {
+      out.copy_(at::histc(
+          self.is_floating_point() ? upcast(self) : self.to(at::kDouble), bins, min, max));
+    })

@@ -14,35 +14,46 @@ SHAPED(aclnnMatmul, (Tensor self, Tensor other, Tensor out, CubeMath cube),
       if (has_bf16_matmul(self, other, out)) return bf16_matmul(self, other, {}, out);
       // The output of a product with a vector may have an additional dimension of 1 (op-plugin's
       // MatmulBackwardKernelNpuOpApi.cpp).
-      if (self.dim() == 1 || other.dim() == 1) return void(out.copy_(at::matmul(cube(self), cube(other)).view(out.sizes())));
+      if (self.dim() == 1 || other.dim() == 1)
+        return void(out.copy_(at::matmul(cube(self), cube(other)).view(out.sizes())));
       at::matmul_out(out, cube(self), cube(other));
     })
 // Batch dimensions may broadcast (op-plugin's test_bmm_compatible.py).
-SHAPED(aclnnBatchMatMul, (Tensor self, Tensor other, Tensor out, CubeMath cube), cube.check(self, other), {
-  if (self.size(0) == other.size(0)) return void(at::bmm_out(out, cube(self), cube(other)));
-  at::matmul_out(out, cube(self), cube(other));
-})
+SHAPED(aclnnBatchMatMul, (Tensor self, Tensor other, Tensor out, CubeMath cube),
+    cube.check(self, other), {
+      if (self.size(0) == other.size(0)) return void(at::bmm_out(out, cube(self), cube(other)));
+      at::matmul_out(out, cube(self), cube(other));
+    })
 SHAPED(aclnnMv, (Tensor self, Tensor vector, Tensor out, CubeMath cube),
     (rank("vector", vector, 1), SHAPE(out, PRODUCT(self, vector, 1, 2)), cube.check(self, vector)),
     { at::mv_out(out, cube(self), cube(vector)); })
-SHAPED(
-    aclnnDot, (Tensor self, Tensor other, Tensor out), SHAPE(out, PRODUCT(self, other, 1, 1)), { at::dot_out(out, self, other); })
-SHAPED(aclnnAddmm, (Tensor self, Tensor a, Tensor b, Scalar beta, Scalar alpha, Tensor out, CubeMath cube),
+SHAPED(aclnnDot, (Tensor self, Tensor other, Tensor out), SHAPE(out, PRODUCT(self, other, 1, 1)),
+    { at::dot_out(out, self, other); })
+SHAPED(aclnnAddmm,
+    (Tensor self, Tensor a, Tensor b, Scalar beta, Scalar alpha, Tensor out, CubeMath cube),
     (SHAPE(out, PRODUCT(a, b, 2, 2)), EXPANDS(out, self), cube.check(a, b)), {
-      const bool plain = beta.toDouble() == 1 && alpha.toDouble() == 1 && self.dim() == 1 && self.size(0) == b.size(1);
-      if (plain && self.scalar_type() == at::kBFloat16 && has_bf16_matmul(a, b, out)) return bf16_matmul(a, b, self, out);
+      const bool plain = beta.toDouble() == 1 && alpha.toDouble() == 1 && self.dim() == 1 &&
+                         self.size(0) == b.size(1);
+      if (plain && self.scalar_type() == at::kBFloat16 && has_bf16_matmul(a, b, out))
+        return bf16_matmul(a, b, self, out);
       at::addmm_out(out, self, cube(a), cube(b), beta, alpha);
     })
-SHAPED(aclnnInplaceAddmm, (Tensor self, Tensor a, Tensor b, Scalar beta, Scalar alpha, CubeMath cube),
-    (SHAPE(self, PRODUCT(a, b, 2, 2)), cube.check(a, b)), { self.addmm_(cube(a), cube(b), beta, alpha); })
-SHAPED(aclnnAddbmm, (Tensor self, Tensor a, Tensor b, Scalar beta, Scalar alpha, Tensor out, CubeMath cube), cube.check(a, b),
-    { at::addbmm_out(out, self, cube(a), cube(b), beta, alpha); })
-// A3 refuses baddbmm's samples in PyTorch's tests, of which some have a self of less than three dimensions (Ascend/pytorch,
-// ci-test, disabled_testcases.json: aclnnBaddbmm).
-SHAPED(aclnnBaddbmm, (Tensor self, Tensor a, Tensor b, Scalar beta, Scalar alpha, Tensor out, CubeMath cube),
+SHAPED(aclnnInplaceAddmm,
+    (Tensor self, Tensor a, Tensor b, Scalar beta, Scalar alpha, CubeMath cube),
+    (SHAPE(self, PRODUCT(a, b, 2, 2)), cube.check(a, b)),
+    { self.addmm_(cube(a), cube(b), beta, alpha); })
+SHAPED(aclnnAddbmm,
+    (Tensor self, Tensor a, Tensor b, Scalar beta, Scalar alpha, Tensor out, CubeMath cube),
+    cube.check(a, b), { at::addbmm_out(out, self, cube(a), cube(b), beta, alpha); })
+// A3 refuses baddbmm's samples in PyTorch's tests, of which some have a self of less than three
+// dimensions (Ascend/pytorch, ci-test, disabled_testcases.json: aclnnBaddbmm).
+SHAPED(aclnnBaddbmm,
+    (Tensor self, Tensor a, Tensor b, Scalar beta, Scalar alpha, Tensor out, CubeMath cube),
     (rank("self", self, 3), SHAPE(out, PRODUCT(a, b, 3, 3)), EXPANDS(out, self), cube.check(a, b)),
     { at::baddbmm_out(out, self, cube(a), cube(b), beta, alpha); })
-SHAPED(aclnnAddmv, (Tensor self, Tensor matrix, Tensor vector, Scalar alpha, Scalar beta, Tensor out, CubeMath cube),
+SHAPED(aclnnAddmv,
+    (Tensor self, Tensor matrix, Tensor vector, Scalar alpha, Scalar beta, Tensor out,
+        CubeMath cube),
     (SHAPE(out, PRODUCT(matrix, vector, 1, 2)), EXPANDS(out, self), cube.check(matrix, vector)),
     { at::addmv_out(out, self, cube(matrix), cube(vector), beta, alpha); })
 SHAPED(aclnnAddr, (Tensor self, Tensor a, Tensor b, Scalar beta, Scalar alpha, Tensor out),
@@ -60,9 +71,10 @@ CHECKED(aclnnBatchMatMulWeightNz, (Tensor self, Weight mat2, Tensor out, CubeMat
   SHAPE(out, PRODUCT(self, mat2, 3, 3));
   COMPUTE { at::matmul_out(out, self, mat2); };
 })
-CHECKED(aclnnAddmmWeightNz, (Tensor self, Tensor mat1, Weight mat2, Scalar beta, Scalar alpha, Tensor out, CubeMath), {
-  one_of("mat1", mat1, kHalves);
-  SHAPE(out, PRODUCT(mat1, mat2, 2, 2));
-  EXPANDS(out, self);
-  COMPUTE { at::addmm_out(out, self, mat1, mat2, beta, alpha); };
-})
+CHECKED(aclnnAddmmWeightNz,
+    (Tensor self, Tensor mat1, Weight mat2, Scalar beta, Scalar alpha, Tensor out, CubeMath), {
+      one_of("mat1", mat1, kHalves);
+      SHAPE(out, PRODUCT(mat1, mat2, 2, 2));
+      EXPANDS(out, self);
+      COMPUTE { at::addmm_out(out, self, mat1, mat2, beta, alpha); };
+    })

@@ -1,5 +1,6 @@
-// Matrix products of quantized inputs. Semantics and limits: torch_npu's documentation of npu_quant_matmul,
-// npu_weight_quant_batchmatmul and npu_batch_gather_matmul (torch_npu/_op_plugin_docs.py, BSD), their shape functions
+// Matrix products of quantized inputs. Semantics and limits: torch_npu's documentation of
+// npu_quant_matmul, npu_weight_quant_batchmatmul and npu_batch_gather_matmul
+// (torch_npu/_op_plugin_docs.py, BSD), their shape functions
 // (op_plugin/meta/_meta_registrations.py), op-plugin's tests.
 #include "ops/quantization/quantized.h"
 
@@ -20,7 +21,8 @@ struct Quantized {
   void check_arguments() const {
     one_of("x1", x1, {at::kChar, at::kInt});
     one_of("x2", x2, {at::kChar, at::kInt});
-    check(!words1() || words2(), kOpParam, "x1 is packed int4 and x2 int8; with an int4 x1, x2 must be int4");
+    check(!words1() || words2(), kOpParam,
+        "x1 is packed int4 and x2 int8; with an int4 x1, x2 must be int4");
     rank("x1", x1, 2, 6);
     rank("x2", x2, 2, 6);
     one_of("scale", scale, {at::kFloat, at::kBFloat16, at::kLong, at::kUInt64});
@@ -32,12 +34,12 @@ struct Quantized {
     within("the last dimension of x1", x1.size(-1), 1, 65535);
     within("the last dimension of x2", x2.size(-1), 1, 65535);
     if (!grouped())
-      check(
-          scale.numel() == 1 || scale.numel() == n, kOpParam, "scale has shape ", scale.sizes(), "; allowed: [1] and [", n, "]");
+      check(scale.numel() == 1 || scale.numel() == n, kOpParam, "scale has shape ", scale.sizes(),
+          "; allowed: [1] and [", n, "]");
     if (!absent(pertoken)) {
       one_of("pertoken_scale", *pertoken, {at::kFloat});
-      check(pertoken->numel() == x1.size(-2), kOpParam, "pertoken_scale has shape ", pertoken->sizes(), "; one for each of ",
-          x1.size(-2), " rows is needed");
+      check(pertoken->numel() == x1.size(-2), kOpParam, "pertoken_scale has shape ",
+          pertoken->sizes(), "; one for each of ", x1.size(-2), " rows is needed");
       one_of("output_dtype, with a pertoken_scale,", out, {at::kHalf, at::kBFloat16, at::kInt});
     }
     if (!absent(offset) && !grouped()) {
@@ -46,7 +48,8 @@ struct Quantized {
     }
     if (!absent(bias)) {
       one_of("bias", *bias, {at::kInt, at::kBFloat16, at::kHalf, at::kFloat});
-      check(bias->size(-1) == n, kOpParam, "bias has shape ", bias->sizes(), "; its last dimension must be ", n);
+      check(bias->size(-1) == n, kOpParam, "bias has shape ", bias->sizes(),
+          "; its last dimension must be ", n);
     }
   }
 
@@ -73,13 +76,15 @@ struct Quantized {
       out.copy_(values);
   }
 
-  // int4 x int4: per group, x2 - offset. int8 x int4: x1 - 8, which y_offset compensates (the kernel splits int8 into signed
-  // halves; test_npu_quant_matmul.py).
+  // int4 x int4: per group, x2 - offset. int8 x int4: x1 - 8, which y_offset compensates (the
+  // kernel splits int8 into signed halves; test_npu_quant_matmul.py).
   void run_grouped(const Tensor& left, const Tensor& right) const {
     Tensor values;
     if (words1()) {
       auto weight = right.to(at::kFloat);
-      if (!absent(offset)) weight = weight - offset->to(at::kFloat).repeat_interleave(weight.size(0) / offset->size(0), 0);
+      if (!absent(offset))
+        weight =
+            weight - offset->to(at::kFloat).repeat_interleave(weight.size(0) / offset->size(0), 0);
       values = at::matmul(left.to(at::kFloat), dequantized(weight, scale, {}));
     } else {
       values = at::matmul(left.to(at::kFloat) - 8, dequantized(right, scale, {}));
@@ -92,25 +97,31 @@ struct Quantized {
 
 Computation quant_matmul(const Quantized& product, const Opt<Tensor>& y_scale, bool t1, bool t2) {
   check(absent(y_scale), kOpParam, "y_scale is for float8, on Ascend950; None is allowed");
-  check(!t1 && !t2, kOpParam, "transposing flags are not emulated; torch_npu passes transposed views");
+  check(!t1 && !t2, kOpParam,
+      "transposing flags are not emulated; torch_npu passes transposed views");
   product.check_arguments();
   return [=] { product.run(); };
 }
 
 }  // namespace
 
-#define QUANT_MATMUL(NAME, WEIGHT)                                                                                     \
-  CHECKED(NAME,                                                                                                        \
-      (Tensor x1, WEIGHT x2, Opt<Tensor> pertoken, Tensor scale, Opt<Tensor> y_scale, Opt<Tensor>, Opt<Tensor> offset, \
-          Opt<Tensor> y_offset, Opt<Tensor> bias, bool t1, bool t2, int64_t, Tensor out),                              \
-      { return quant_matmul({x1, x2, scale, offset, pertoken, bias, y_offset, out}, y_scale, t1, t2); })
+#define QUANT_MATMUL(NAME, WEIGHT)                                                                 \
+  CHECKED(NAME,                                                                                    \
+      (Tensor x1, WEIGHT x2, Opt<Tensor> pertoken, Tensor scale, Opt<Tensor> y_scale, Opt<Tensor>, \
+          Opt<Tensor> offset, Opt<Tensor> y_offset, Opt<Tensor> bias, bool t1, bool t2, int64_t,   \
+          Tensor out),                                                                             \
+      {                                                                                            \
+        return quant_matmul(                                                                       \
+            {x1, x2, scale, offset, pertoken, bias, y_offset, out}, y_scale, t1, t2);              \
+      })
 QUANT_MATMUL(aclnnQuantMatmulV5, Tensor)
 QUANT_MATMUL(aclnnQuantMatmulWeightNz, Weight)
 
 namespace {
 
-Computation weight_quant(const Tensor& x, const Tensor& weight, const Tensor& scale, const Opt<Tensor>& offset,
-    const Opt<Tensor>& quant_scale, const Opt<Tensor>& quant_offset, const Opt<Tensor>& bias, int group, const Tensor& out) {
+Computation weight_quant(const Tensor& x, const Tensor& weight, const Tensor& scale,
+    const Opt<Tensor>& offset, const Opt<Tensor>& quant_scale, const Opt<Tensor>& quant_offset,
+    const Opt<Tensor>& bias, int group, const Tensor& out) {
   one_of("x", x, kHalves);
   one_of("weight", weight, {at::kChar, at::kInt});
   one_of("antiquant_scale", scale, {at::kHalf, at::kBFloat16, at::kLong, at::kUInt64});
@@ -119,22 +130,24 @@ Computation weight_quant(const Tensor& x, const Tensor& weight, const Tensor& sc
   within("k", x.size(-1), 1, 65535);
   within("n", out.size(-1), 1, 65535);
   const int64_t n = out.size(-1), groups = group ? (x.size(-1) + group - 1) / group : 1;
-  check(scale.numel() == 1 || scale.numel() == n * groups, kOpParam, "antiquant_scale has shape ", scale.sizes(),
-      "; allowed: one, or ", groups, " x ", n);
+  check(scale.numel() == 1 || scale.numel() == n * groups, kOpParam, "antiquant_scale has shape ",
+      scale.sizes(), "; allowed: one, or ", groups, " x ", n);
   if (offset) {
     one_of("antiquant_offset", *offset, {at::kHalf, at::kBFloat16, at::kInt});
     shape("antiquant_offset", *offset, scale.sizes());
   }
-  if (bias) check(bias->numel() == n, kOpParam, "bias has shape ", bias->sizes(), "; it must be [", n, "]");
+  if (bias)
+    check(bias->numel() == n, kOpParam, "bias has shape ", bias->sizes(), "; it must be [", n, "]");
   if (quant_scale)
-    check(quant_scale->numel() == 1 || quant_scale->numel() == n, kOpParam, "quant_scale has shape ", quant_scale->sizes(),
-        "; allowed: one, or ", n);
+    check(quant_scale->numel() == 1 || quant_scale->numel() == n, kOpParam,
+        "quant_scale has shape ", quant_scale->sizes(), "; allowed: one, or ", n);
   return [=] {
     const auto integers = weight.scalar_type() == at::kInt ? unpack_matrix(weight) : weight;
     const auto spread = [&](const Tensor& parameter) {
       const auto fp32 = scale_values(parameter);
       if (fp32.numel() == 1) return fp32.reshape({1, 1});
-      return groups == 1 ? fp32.reshape({1, n}) : fp32.repeat_interleave(group, 0).narrow(0, 0, integers.size(0));
+      return groups == 1 ? fp32.reshape({1, n})
+                         : fp32.repeat_interleave(group, 0).narrow(0, 0, integers.size(0));
     };
     auto values = integers.to(at::kFloat);
     if (offset) values = values + spread(*offset);
@@ -152,22 +165,26 @@ Computation weight_quant(const Tensor& x, const Tensor& weight, const Tensor& sc
 
 }  // namespace
 
-#define WEIGHT_QUANT(NAME)                                                                                           \
-  CHECKED(NAME,                                                                                                      \
-      (Tensor x, Weight weight, Tensor scale, Opt<Tensor> offset, Opt<Tensor> quant_scale, Opt<Tensor> quant_offset, \
-          Opt<Tensor> bias, int group, Tensor out),                                                                  \
-      { return weight_quant(x, weight, scale, offset, quant_scale, quant_offset, bias, group, out); })
+#define WEIGHT_QUANT(NAME)                                                                 \
+  CHECKED(NAME,                                                                            \
+      (Tensor x, Weight weight, Tensor scale, Opt<Tensor> offset, Opt<Tensor> quant_scale, \
+          Opt<Tensor> quant_offset, Opt<Tensor> bias, int group, Tensor out),              \
+      {                                                                                    \
+        return weight_quant(                                                               \
+            x, weight, scale, offset, quant_scale, quant_offset, bias, group, out);        \
+      })
 WEIGHT_QUANT(aclnnWeightQuantBatchMatmulV2)
 WEIGHT_QUANT(aclnnWeightQuantBatchMatmulNz)  // on Ascend950, where V2 takes no weight in FRACTAL_NZ
 CHECKED(aclnnWeightQuantBatchMatmulV3,
-    (Tensor x, Weight weight, Tensor scale, Opt<Tensor> offset, Opt<Tensor> quant_scale, Opt<Tensor> quant_offset,
-        Opt<Tensor> bias, int group, int64_t, Tensor out),
+    (Tensor x, Weight weight, Tensor scale, Opt<Tensor> offset, Opt<Tensor> quant_scale,
+        Opt<Tensor> quant_offset, Opt<Tensor> bias, int group, int64_t, Tensor out),
     { return weight_quant(x, weight, scale, offset, quant_scale, quant_offset, bias, group, out); })
 
-// y[:, offset : offset + size] + scale x A[index] B[index]; an invalid index leaves the row unchanged (no LoRA adapter).
+// y[:, offset : offset + size] + scale x A[index] B[index]; an invalid index leaves the row
+// unchanged (no LoRA adapter).
 CHECKED(aclnnAddLora,
-    (Tensor y, Tensor x, Tensor weight_b, Tensor indices, Opt<Tensor> weight_a, int64_t layer, double scale, int64_t start,
-        int64_t size, Tensor out),
+    (Tensor y, Tensor x, Tensor weight_b, Tensor indices, Opt<Tensor> weight_a, int64_t layer,
+        double scale, int64_t start, int64_t size, Tensor out),
     {
       one_of("y", y, {at::kHalf});
       same_dtype("x", x, "y", y);
@@ -175,10 +192,10 @@ CHECKED(aclnnAddLora,
       one_of("indices", indices, {at::kInt});
       rank("weight_b", weight_b, 4);
       within("layer_idx", layer, int64_t{0}, weight_b.size(1) - 1);
-      check(start >= 0 && size > 0 && start + size <= y.size(1), kOpParam, "the slice [", start, ", ", start + size,
-          ") is outside y's ", y.size(1), " columns");
-      check(weight_b.size(2) == size, kOpParam, "weight_b has shape ", weight_b.sizes(), "; dimension 2 must be y_slice_size, ",
-          size);
+      check(start >= 0 && size > 0 && start + size <= y.size(1), kOpParam, "the slice [", start,
+          ", ", start + size, ") is outside y's ", y.size(1), " columns");
+      check(weight_b.size(2) == size, kOpParam, "weight_b has shape ", weight_b.sizes(),
+          "; dimension 2 must be y_slice_size, ", size);
       multiple("the rank (the last dimension of weight_b)", weight_b.size(3), 16);
       COMPUTE {
         const auto index = indices.to(at::kLong);

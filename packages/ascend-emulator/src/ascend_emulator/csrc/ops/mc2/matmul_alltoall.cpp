@@ -1,6 +1,7 @@
-// Matrix products fused with an all-to-all: npu_alltoallv_gmm, npu_gmm_alltoallv, npu_all_to_all_matmul, npu_matmul_all_to_all.
-// Semantics and limits: torch_npu's documentation of these (op-plugin's docs/zh/custom_APIs/torch_npu, BSD), op-plugin's
-// test_alltoallv_gmm.py and test_gmm_alltoallv.py.
+// Matrix products fused with an all-to-all: npu_alltoallv_gmm, npu_gmm_alltoallv,
+// npu_all_to_all_matmul, npu_matmul_all_to_all. Semantics and limits: torch_npu's documentation of
+// these (op-plugin's docs/zh/custom_APIs/torch_npu, BSD), op-plugin's test_alltoallv_gmm.py and
+// test_gmm_alltoallv.py.
 #include "moe_distribute.h"
 
 using namespace emu;
@@ -8,11 +9,15 @@ using mc2::absent;
 
 namespace {
 
-Tensor product(const Tensor& a, const Tensor& b) { return at::matmul(a.to(at::kFloat), b.to(at::kFloat)); }
-void check_mode(const Text& comm_mode) { one_of("comm_mode", comm_mode, {Text("ai_cpu"), Text("aiv")}); }
+Tensor product(const Tensor& a, const Tensor& b) {
+  return at::matmul(a.to(at::kFloat), b.to(at::kFloat));
+}
+void check_mode(const Text& comm_mode) {
+  one_of("comm_mode", comm_mode, {Text("ai_cpu"), Text("aiv")});
+}
 
-// Expert tokens of all ranks. Counts and communicated rows are ordered by [rank][local expert], rows of the grouped product by
-// [expert][rank].
+// Expert tokens of all ranks. Counts and communicated rows are ordered by [rank][local expert],
+// rows of the grouped product by [expert][rank].
 struct Grouped {
   Tensor x, weight;
   Opt<Tensor> mm_x, mm_weight;
@@ -31,11 +36,12 @@ struct Grouped {
     return total;
   }
 
-  std::shared_ptr<hccl::Communicator> check_arguments(
-      const Opt<Tensor>& send_tensor, const Opt<Tensor>& receive_tensor, const Text& comm_mode, bool exchanges_first) const {
+  std::shared_ptr<hccl::Communicator> check_arguments(const Opt<Tensor>& send_tensor,
+      const Opt<Tensor>& receive_tensor, const Text& comm_mode, bool exchanges_first) const {
     chips({"Ascend910_93", "Ascend950"});
     check_mode(comm_mode);
-    one_of("ep_world_size", ranks, {int64_t{8}, int64_t{16}, int64_t{32}, int64_t{64}, int64_t{128}});
+    one_of(
+        "ep_world_size", ranks, {int64_t{8}, int64_t{16}, int64_t{32}, int64_t{64}, int64_t{128}});
     const auto on = hccl::group("hcom", hcom);
     hccl::check_ranks("ep_world_size", ranks, *on);
     check(absent(send_tensor) && absent(receive_tensor), kOpParam,
@@ -48,27 +54,31 @@ struct Grouped {
     within("the number of experts x ep_world_size", experts() * ranks, int64_t{1}, int64_t{256});
     within("H1", x.size(1), 1, 65535);
     const auto one = matrix(0);
-    check(one.size(0) == x.size(1), kOpParam, "gmm_x has ", x.size(1), " columns and a gmm_weight ", one.size(0), " rows");
+    check(one.size(0) == x.size(1), kOpParam, "gmm_x has ", x.size(1), " columns and a gmm_weight ",
+        one.size(0), " rows");
     within("N1", one.size(1), 1, 65535);
     for (const auto* counts : {&send, &receive}) {
       const char* name = counts == &send ? "send_counts" : "recv_counts";
-      check(static_cast<int64_t>(counts->size()) == experts() * ranks, kOpParam, name, " has ", counts->size(),
-          " elements; it must have ", experts() * ranks);
+      check(static_cast<int64_t>(counts->size()) == experts() * ranks, kOpParam, name, " has ",
+          counts->size(), " elements; it must have ", experts() * ranks);
       for (const int64_t each : *counts) within(name, each, int64_t{0}, int64_t{52428800});
     }
-    check(sum(send) == x.size(0), kOpParam, "send_counts add up to ", sum(send), "; gmm_x has ", x.size(0), " rows");
+    check(sum(send) == x.size(0), kOpParam, "send_counts add up to ", sum(send), "; gmm_x has ",
+        x.size(0), " rows");
     shape("gmm_y", y, {sum(receive), one.size(1)});
     const int64_t bytes = x.size(0) * one.size(exchanges_first ? 0 : 1) * x.element_size();
-    check(bytes >= 2 << 20, kOpParam, "this rank communicates ", bytes, " bytes; it must be at least 2 MB");
+    check(bytes >= 2 << 20, kOpParam, "this rank communicates ", bytes,
+        " bytes; it must be at least 2 MB");
     if (absent(mm_x) && absent(mm_weight)) return on;
-    check(!absent(mm_x) && !absent(mm_weight) && mm_y, kOpParam, "mm_x and mm_weight are needed together");
+    check(!absent(mm_x) && !absent(mm_weight) && mm_y, kOpParam,
+        "mm_x and mm_weight are needed together");
     one_of("mm_x", *mm_x, kHalves);
     same_dtype("mm_weight", *mm_weight, "mm_x", *mm_x);
     rank("mm_x", *mm_x, 2);
     rank("mm_weight", *mm_weight, 2);
     within("H2", mm_x->size(1), 1, 12288);
-    check(mm_weight->size(mm_turned ? 1 : 0) == mm_x->size(1), kOpParam, "mm_x has shape ", mm_x->sizes(), " and mm_weight ",
-        mm_weight->sizes());
+    check(mm_weight->size(mm_turned ? 1 : 0) == mm_x->size(1), kOpParam, "mm_x has shape ",
+        mm_x->sizes(), " and mm_weight ", mm_weight->sizes());
     within("N2", mm_weight->size(mm_turned ? 0 : 1), 1, 65535);
     return on;
   }
@@ -81,7 +91,8 @@ struct Grouped {
     int64_t next = 0;
     const auto each = [&](auto&& use) {
       for (int64_t i = 0; i < (by_expert ? ranks : experts()); ++i)
-        for (int64_t j = 0; j < (by_expert ? experts() : ranks); ++j) use(by_expert ? place(i, j) : place(j, i));
+        for (int64_t j = 0; j < (by_expert ? experts() : ranks); ++j)
+          use(by_expert ? place(i, j) : place(j, i));
     };
     each([&](int64_t at) {
       starts[at] = next;
@@ -89,7 +100,8 @@ struct Grouped {
     });
     const auto other = [&](auto&& use) {
       for (int64_t i = 0; i < (by_expert ? experts() : ranks); ++i)
-        for (int64_t j = 0; j < (by_expert ? ranks : experts()); ++j) use(by_expert ? place(j, i) : place(i, j));
+        for (int64_t j = 0; j < (by_expert ? ranks : experts()); ++j)
+          use(by_expert ? place(j, i) : place(i, j));
     };
     other([&](int64_t at) {
       for (int64_t row = 0; row < counts[at]; ++row) out.push_back(starts[at] + row);
@@ -134,21 +146,23 @@ struct Grouped {
   }
 };
 
-Computation exchange_first(const Grouped& one, const Opt<Tensor>& send_tensor, const Opt<Tensor>& receive_tensor,
-    const Text& comm_mode, bool wanted, const Opt<Tensor>& permuted) {
+Computation exchange_first(const Grouped& one, const Opt<Tensor>& send_tensor,
+    const Opt<Tensor>& receive_tensor, const Text& comm_mode, bool wanted,
+    const Opt<Tensor>& permuted) {
   const auto on = one.check_arguments(send_tensor, receive_tensor, comm_mode, true);
   check(!wanted || permuted, kOpParam, "permute_out is None; with permute_out_flag it is needed");
   on->claim(hccl::kAllToAllGrouped);
   return [=] {
-    const auto rows = one.exchanged(*on, hccl::kAllToAllGrouped, one.x).index_select(0, one.order(one.receive, true));
+    const auto rows = one.exchanged(*on, hccl::kAllToAllGrouped, one.x)
+                          .index_select(0, one.order(one.receive, true));
     if (wanted) permuted->copy_(rows);
     one.y.copy_(one.products(rows, one.receive));
     one.shared();
   };
 }
 
-Computation exchange_last(
-    const Grouped& one, const Opt<Tensor>& send_tensor, const Opt<Tensor>& receive_tensor, const Text& comm_mode) {
+Computation exchange_last(const Grouped& one, const Opt<Tensor>& send_tensor,
+    const Opt<Tensor>& receive_tensor, const Text& comm_mode) {
   const auto on = one.check_arguments(send_tensor, receive_tensor, comm_mode, false);
   on->claim(hccl::kGroupedAllToAll);
   return [=] {
@@ -161,35 +175,41 @@ Computation exchange_last(
 }  // namespace
 
 FUSED(aclnnAlltoAllvGroupedMatMul,
-    (Tensor gmm_x, Tensor gmm_weight, Opt<Tensor> send_tensor, Opt<Tensor> receive_tensor, Opt<Tensor> mm_x,
-        Opt<Tensor> mm_weight, Text hcom, int64_t ranks, Ints send, Ints receive, bool turned, bool mm_turned, bool permutes,
-        Tensor y, Opt<Tensor> mm_y, Opt<Tensor> permuted),
+    (Tensor gmm_x, Tensor gmm_weight, Opt<Tensor> send_tensor, Opt<Tensor> receive_tensor,
+        Opt<Tensor> mm_x, Opt<Tensor> mm_weight, Text hcom, int64_t ranks, Ints send, Ints receive,
+        bool turned, bool mm_turned, bool permutes, Tensor y, Opt<Tensor> mm_y,
+        Opt<Tensor> permuted),
     {
-      return exchange_first({gmm_x, gmm_weight, mm_x, mm_weight, hcom, ranks, send, receive, turned, mm_turned, y, mm_y},
+      return exchange_first({gmm_x, gmm_weight, mm_x, mm_weight, hcom, ranks, send, receive, turned,
+                                mm_turned, y, mm_y},
           send_tensor, receive_tensor, "ai_cpu", permutes, permuted);
     })
 FUSED(aclnnAlltoAllvGroupedMatMulV2,
-    (Tensor gmm_x, Tensor gmm_weight, Opt<Tensor> send_tensor, Opt<Tensor> receive_tensor, Opt<Tensor> mm_x,
-        Opt<Tensor> mm_weight, Text hcom, Text comm_mode, int64_t ranks, Ints send, Ints receive, bool turned, bool mm_turned,
-        bool permutes, Tensor y, Opt<Tensor> mm_y, Opt<Tensor> permuted),
+    (Tensor gmm_x, Tensor gmm_weight, Opt<Tensor> send_tensor, Opt<Tensor> receive_tensor,
+        Opt<Tensor> mm_x, Opt<Tensor> mm_weight, Text hcom, Text comm_mode, int64_t ranks,
+        Ints send, Ints receive, bool turned, bool mm_turned, bool permutes, Tensor y,
+        Opt<Tensor> mm_y, Opt<Tensor> permuted),
     {
-      return exchange_first({gmm_x, gmm_weight, mm_x, mm_weight, hcom, ranks, send, receive, turned, mm_turned, y, mm_y},
+      return exchange_first({gmm_x, gmm_weight, mm_x, mm_weight, hcom, ranks, send, receive, turned,
+                                mm_turned, y, mm_y},
           send_tensor, receive_tensor, comm_mode, permutes, permuted);
     })
 FUSED(aclnnGroupedMatMulAlltoAllv,
-    (Tensor gmm_x, Tensor gmm_weight, Opt<Tensor> send_tensor, Opt<Tensor> receive_tensor, Opt<Tensor> mm_x,
-        Opt<Tensor> mm_weight, Text hcom, int64_t ranks, Ints send, Ints receive, bool turned, bool mm_turned, Tensor y,
-        Opt<Tensor> mm_y),
+    (Tensor gmm_x, Tensor gmm_weight, Opt<Tensor> send_tensor, Opt<Tensor> receive_tensor,
+        Opt<Tensor> mm_x, Opt<Tensor> mm_weight, Text hcom, int64_t ranks, Ints send, Ints receive,
+        bool turned, bool mm_turned, Tensor y, Opt<Tensor> mm_y),
     {
-      return exchange_last({gmm_x, gmm_weight, mm_x, mm_weight, hcom, ranks, send, receive, turned, mm_turned, y, mm_y},
+      return exchange_last({gmm_x, gmm_weight, mm_x, mm_weight, hcom, ranks, send, receive, turned,
+                               mm_turned, y, mm_y},
           send_tensor, receive_tensor, "ai_cpu");
     })
 FUSED(aclnnGroupedMatMulAlltoAllvV2,
-    (Tensor gmm_x, Tensor gmm_weight, Opt<Tensor> send_tensor, Opt<Tensor> receive_tensor, Opt<Tensor> mm_x,
-        Opt<Tensor> mm_weight, Text hcom, Text comm_mode, int64_t ranks, Ints send, Ints receive, bool turned, bool mm_turned,
-        Tensor y, Opt<Tensor> mm_y),
+    (Tensor gmm_x, Tensor gmm_weight, Opt<Tensor> send_tensor, Opt<Tensor> receive_tensor,
+        Opt<Tensor> mm_x, Opt<Tensor> mm_weight, Text hcom, Text comm_mode, int64_t ranks,
+        Ints send, Ints receive, bool turned, bool mm_turned, Tensor y, Opt<Tensor> mm_y),
     {
-      return exchange_last({gmm_x, gmm_weight, mm_x, mm_weight, hcom, ranks, send, receive, turned, mm_turned, y, mm_y},
+      return exchange_last({gmm_x, gmm_weight, mm_x, mm_weight, hcom, ranks, send, receive, turned,
+                               mm_turned, y, mm_y},
           send_tensor, receive_tensor, comm_mode);
     })
 
@@ -201,12 +221,14 @@ struct Dense {
   Opt<Ints> axes;
   Text hcom, comm_mode;
 
-  std::shared_ptr<hccl::Communicator> check_arguments(const Ints& only_axes, bool t1, bool t2) const {
+  std::shared_ptr<hccl::Communicator> check_arguments(
+      const Ints& only_axes, bool t1, bool t2) const {
     chips({"Ascend910_93", "Ascend950"});
     check_mode(comm_mode);
     const auto on = hccl::group("hcom", hcom);
     one_of("world_size", on->ranks, {2, 4, 8, 16});
-    check(!t1 && !t2, kOpParam, "transposing flags are not emulated; torch_npu passes transposed views");
+    check(!t1 && !t2, kOpParam,
+        "transposing flags are not emulated; torch_npu passes transposed views");
     one_of("x1", x1, kHalves);
     same_dtype("x2", x2, "x1", x1);
     rank("x1", x1, 2);
@@ -214,8 +236,8 @@ struct Dense {
     contiguous("x1", x1);
     check(x2.numel() > 0, kOpParam, "x2 has shape ", x2.sizes(), "; it must not be empty");
     const auto order = axes.value_or(Ints());
-    check(order.empty() || order == only_axes, kOpParam, "all2all_axes is ", listed(order), "; allowed: none, or ",
-        listed(only_axes));
+    check(order.empty() || order == only_axes, kOpParam, "all2all_axes is ", listed(order),
+        "; allowed: none, or ", listed(only_axes));
     within("the rows of x2", x2.size(0), 1, 65535);
     if (absent(bias)) return on;
     one_of("bias", *bias, {x1.scalar_type() == at::kHalf ? at::kHalf : at::kFloat});
@@ -232,22 +254,25 @@ struct Dense {
 Tensor transposed(hccl::Communicator& on, hccl::CallKind kind, const Tensor& parts) {
   const auto call = hccl::fused_header(kind, parts.scalar_type(), parts.numel());
   const auto result = at::empty(parts.sizes(), parts.options());
-  hccl::fused(on, call, [&] { hccl::exchange(on, call, parts.contiguous().unbind(0), result.unbind(0)); });
+  hccl::fused(
+      on, call, [&] { hccl::exchange(on, call, parts.contiguous().unbind(0), result.unbind(0)); });
   return result;
 }
 
-Computation all_to_all_first(const Dense& one, bool t1, bool t2, const Tensor& out, const Opt<Tensor>& permuted) {
+Computation all_to_all_first(
+    const Dense& one, bool t1, bool t2, const Tensor& out, const Opt<Tensor>& permuted) {
   const auto on = one.check_arguments({-2, -1}, t1, t2);
   const int64_t ranks = on->ranks, rows = one.x1.size(0), hidden = one.x1.size(1);
   multiple("the rows of x1", rows, ranks);
-  check(one.x2.size(0) == hidden * ranks, kOpParam, "x2 has ", one.x2.size(0), " rows; it must have ", hidden * ranks,
-      ", the columns of x1 times the ranks");
+  check(one.x2.size(0) == hidden * ranks, kOpParam, "x2 has ", one.x2.size(0),
+      " rows; it must have ", hidden * ranks, ", the columns of x1 times the ranks");
   shape("y", out, {rows / ranks, one.x2.size(1)});
   on->claim(hccl::kAllToAllMatmul);
   return [=] {
-    const auto left = transposed(*on, hccl::kAllToAllMatmul, one.x1.view({ranks, rows / ranks, hidden}))
-                          .transpose(0, 1)
-                          .reshape({rows / ranks, hidden * ranks});
+    const auto left =
+        transposed(*on, hccl::kAllToAllMatmul, one.x1.view({ranks, rows / ranks, hidden}))
+            .transpose(0, 1)
+            .reshape({rows / ranks, hidden * ranks});
     if (permuted) permuted->copy_(left);
     out.copy_(one.values(left));
   };
@@ -257,7 +282,8 @@ Computation all_to_all_last(const Dense& one, bool t1, bool t2, const Tensor& ou
   const auto on = one.check_arguments({-1, -2}, t1, t2);
   const int64_t ranks = on->ranks, rows = one.x1.size(0), columns = one.x2.size(1);
   multiple("the columns of x2", columns, ranks);
-  check(one.x2.size(0) == one.x1.size(1), kOpParam, "x1 has ", one.x1.size(1), " columns and x2 ", one.x2.size(0), " rows");
+  check(one.x2.size(0) == one.x1.size(1), kOpParam, "x1 has ", one.x1.size(1), " columns and x2 ",
+      one.x2.size(0), " rows");
   shape("y", out, {rows * ranks, columns / ranks});
   on->claim(hccl::kMatmulAllToAll);
   return [=] {
@@ -269,14 +295,20 @@ Computation all_to_all_last(const Dense& one, bool t1, bool t2, const Tensor& ou
 }  // namespace
 
 FUSED(aclnnAlltoAllMatmul,
-    (Tensor x1, Tensor x2, Opt<Tensor> bias, Opt<Ints> axes, Text hcom, bool t1, bool t2, Tensor out, Opt<Tensor> all_to_all_out),
+    (Tensor x1, Tensor x2, Opt<Tensor> bias, Opt<Ints> axes, Text hcom, bool t1, bool t2,
+        Tensor out, Opt<Tensor> all_to_all_out),
     { return all_to_all_first({x1, x2, bias, axes, hcom, "ai_cpu"}, t1, t2, out, all_to_all_out); })
 FUSED(aclnnAlltoAllMatmulV2,
-    (Tensor x1, Tensor x2, Opt<Tensor> bias, Opt<Ints> axes, Text hcom, Text comm_mode, bool t1, bool t2, Tensor out,
-        Opt<Tensor> all_to_all_out),
-    { return all_to_all_first({x1, x2, bias, axes, hcom, comm_mode}, t1, t2, out, all_to_all_out); })
-FUSED(aclnnMatmulAlltoAll, (Tensor x1, Tensor x2, Opt<Tensor> bias, Opt<Ints> axes, Text hcom, bool t1, bool t2, Tensor out),
+    (Tensor x1, Tensor x2, Opt<Tensor> bias, Opt<Ints> axes, Text hcom, Text comm_mode, bool t1,
+        bool t2, Tensor out, Opt<Tensor> all_to_all_out),
+    {
+      return all_to_all_first({x1, x2, bias, axes, hcom, comm_mode}, t1, t2, out, all_to_all_out);
+    })
+FUSED(aclnnMatmulAlltoAll,
+    (Tensor x1, Tensor x2, Opt<Tensor> bias, Opt<Ints> axes, Text hcom, bool t1, bool t2,
+        Tensor out),
     { return all_to_all_last({x1, x2, bias, axes, hcom, "ai_cpu"}, t1, t2, out); })
 FUSED(aclnnMatmulAlltoAllV2,
-    (Tensor x1, Tensor x2, Opt<Tensor> bias, Opt<Ints> axes, Text hcom, Text comm_mode, bool t1, bool t2, Tensor out),
+    (Tensor x1, Tensor x2, Opt<Tensor> bias, Opt<Ints> axes, Text hcom, Text comm_mode, bool t1,
+        bool t2, Tensor out),
     { return all_to_all_last({x1, x2, bias, axes, hcom, comm_mode}, t1, t2, out); })

@@ -1,6 +1,7 @@
-// Matrix products fused with a collective: npu_mm_all_reduce_base, npu_all_gather_base_mm, npu_mm_reduce_scatter_base;
-// and the barrier. Semantics and limits: torch_npu's documentation of these (op-plugin's docs/zh/custom_APIs/torch_npu, BSD) and
-// op-plugin's tests. As on the device, the partial products that are reduced have the output's dtype.
+// Matrix products fused with a collective: npu_mm_all_reduce_base, npu_all_gather_base_mm,
+// npu_mm_reduce_scatter_base; and the barrier. Semantics and limits: torch_npu's documentation of
+// these (op-plugin's docs/zh/custom_APIs/torch_npu, BSD) and op-plugin's tests. As on the device,
+// the partial products that are reduced have the output's dtype.
 #include "ops/quantization/quantized.h"
 #include "moe_distribute.h"
 
@@ -13,8 +14,9 @@ constexpr int64_t kMostColumns = 65535;
 
 struct Product {
   Tensor x1, x2;
-  Opt<Tensor> bias, scale, pertoken, offset;  // scale and offset: of the weight if x1 is floating, else of the result
-  int64_t group = 0;                          // rows of the weight per scale; 0: all
+  Opt<Tensor> bias, scale, pertoken,
+      offset;         // scale and offset: of the weight if x1 is floating, else of the result
+  int64_t group = 0;  // rows of the weight per scale; 0: all
 
   bool quantized() const { return x1.scalar_type() == at::kChar; }
   bool weight_quantized() const { return !quantized() && x2.scalar_type() == at::kChar; }
@@ -28,11 +30,13 @@ struct Product {
       same_dtype("x2", x2, "x1", x1);
     rank("x1", x1, 2, most_dims);
     rank("x2", x2, 2);
-    check(x1.numel() > 0 && x2.numel() > 0, kOpParam, "x1 has shape ", x1.sizes(), " and x2 ", x2.sizes(),
-        "; they must not be empty");
-    check(x1.size(-1) == x2.size(0), kOpParam, "x1 has ", x1.size(-1), " columns and x2 ", x2.size(0), " rows");
+    check(x1.numel() > 0 && x2.numel() > 0, kOpParam, "x1 has shape ", x1.sizes(), " and x2 ",
+        x2.sizes(), "; they must not be empty");
+    check(x1.size(-1) == x2.size(0), kOpParam, "x1 has ", x1.size(-1), " columns and x2 ",
+        x2.size(0), " rows");
     // "x1不支持输入转置后的tensor".
-    check(x1.size(-1) == 1 || x1.stride(-1) == 1, kOpParam, "x1 has strides ", x1.strides(), "; it must not be transposed");
+    check(x1.size(-1) == 1 || x1.stride(-1) == 1, kOpParam, "x1 has strides ", x1.strides(),
+        "; it must not be transposed");
     const int64_t n = x2.size(1);
     if (!absent(bias)) {
       one_of("bias", *bias, quantized() ? DTypes{at::kInt} : DTypes{x1.scalar_type()});
@@ -45,12 +49,12 @@ struct Product {
     if (quantized()) {
       one_of("out", out, kHalves);
       one_of(name, *scale, {at::kLong, at::kUInt64, at::kBFloat16, at::kFloat});
-      check(scale->numel() == 1 || scale->numel() == n, kOpParam, name, " has shape ", scale->sizes(), "; allowed: [1], [", n,
-          "] and [1, ", n, "]");
+      check(scale->numel() == 1 || scale->numel() == n, kOpParam, name, " has shape ",
+          scale->sizes(), "; allowed: [1], [", n, "] and [1, ", n, "]");
       if (absent(pertoken)) return;
       one_of("pertoken_scale", *pertoken, {at::kFloat});
-      check(pertoken->numel() == rows(), kOpParam, "pertoken_scale has shape ", pertoken->sizes(), "; one for each of ", rows(),
-          " rows is needed");
+      check(pertoken->numel() == rows(), kOpParam, "pertoken_scale has shape ", pertoken->sizes(),
+          "; one for each of ", rows(), " rows is needed");
       return;
     }
     within("n", n, int64_t{1}, kMostColumns);
@@ -60,8 +64,8 @@ struct Product {
       multiple("antiquant_group_size", group, 32);
       shape(name, *scale, {(x1.size(-1) + group - 1) / group, n});
     } else {
-      check(scale->numel() == 1 || scale->numel() == n, kOpParam, name, " has shape ", scale->sizes(), "; allowed: [1], [", n,
-          "] and [1, ", n, "]");
+      check(scale->numel() == 1 || scale->numel() == n, kOpParam, name, " has shape ",
+          scale->sizes(), "; allowed: [1], [", n, "] and [1, ", n, "]");
     }
     if (absent(offset)) return;
     same_dtype("antiquant_offset", *offset, "x1", x1);
@@ -81,7 +85,8 @@ struct Product {
     if (weight_quantized()) {
       const auto spread = [&](const Tensor& parameter) {
         const auto fp32 = parameter.to(at::kFloat);
-        return group ? fp32.repeat_interleave(group, 0).narrow(0, 0, weight.size(0)) : fp32.reshape({1, -1});
+        return group ? fp32.repeat_interleave(group, 0).narrow(0, 0, weight.size(0))
+                     : fp32.reshape({1, -1});
       };
       if (!absent(offset)) weight = weight + spread(*offset);
       weight = weight * spread(*scale);
@@ -98,13 +103,13 @@ void check_common(const Text& reduce_op, int64_t comm_turn, const Text& comm_mod
   one_of("comm_mode", comm_mode, {Text("ai_cpu"), Text("aiv")});
 }
 
-Computation all_reduce(const Product& product, const Opt<Tensor>& x3, const Text& hcom, const Text& reduce_op, int64_t comm_turn,
-    const Text& comm_mode, const Tensor& out) {
+Computation all_reduce(const Product& product, const Opt<Tensor>& x3, const Text& hcom,
+    const Text& reduce_op, int64_t comm_turn, const Text& comm_mode, const Tensor& out) {
   chips({"Ascend910B", "Ascend950"});
   check_common(reduce_op, comm_turn, comm_mode);
   const auto on = hccl::group("hcom", hcom);
-  check(on->ranks == 1 || on->ranks == 2 || on->ranks == 4 || on->ranks == 8, kOpParam, "hcom has ", on->ranks,
-      " ranks; allowed: 1, 2, 4, 8");
+  check(on->ranks == 1 || on->ranks == 2 || on->ranks == 4 || on->ranks == 8, kOpParam, "hcom has ",
+      on->ranks, " ranks; allowed: 1, 2, 4, 8");
   product.check_arguments(out, 3);
   auto form = product.x1.sizes().vec();
   form.back() = product.x2.size(1);
@@ -120,7 +125,8 @@ Computation all_reduce(const Product& product, const Opt<Tensor>& x3, const Text
     partial = partial.to(out.scalar_type());
     auto call = hccl::fused_header(hccl::kMatmulAllReduce, out.scalar_type(), out.numel());
     call.op = hccl::kSum;
-    hccl::fused(*on, call, [&] { hccl::all_reduce(*on, call, partial.data_ptr(), partial.data_ptr()); });
+    hccl::fused(
+        *on, call, [&] { hccl::all_reduce(*on, call, partial.data_ptr(), partial.data_ptr()); });
     out.copy_(partial);
   };
 }
@@ -128,60 +134,86 @@ Computation all_reduce(const Product& product, const Opt<Tensor>& x3, const Text
 }  // namespace
 
 FUSED(aclnnMatmulAllReduce,
-    (Tensor x1, Weight x2, Opt<Tensor> bias, Text hcom, Text reduce_op, int64_t comm_turn, int64_t, Tensor out),
-    { return all_reduce({x1, x2, bias, {}, {}, {}}, {}, hcom, reduce_op, comm_turn, "ai_cpu", out); })
+    (Tensor x1, Weight x2, Opt<Tensor> bias, Text hcom, Text reduce_op, int64_t comm_turn, int64_t,
+        Tensor out),
+    {
+      return all_reduce({x1, x2, bias, {}, {}, {}}, {}, hcom, reduce_op, comm_turn, "ai_cpu", out);
+    })
 FUSED(aclnnMatmulAllReduceV2,
-    (Tensor x1, Weight x2, Opt<Tensor> bias, Opt<Tensor> x3, Text hcom, Text reduce_op, int64_t comm_turn, int64_t, Tensor out),
-    { return all_reduce({x1, x2, bias, {}, {}, {}}, x3, hcom, reduce_op, comm_turn, "ai_cpu", out); })
+    (Tensor x1, Weight x2, Opt<Tensor> bias, Opt<Tensor> x3, Text hcom, Text reduce_op,
+        int64_t comm_turn, int64_t, Tensor out),
+    {
+      return all_reduce({x1, x2, bias, {}, {}, {}}, x3, hcom, reduce_op, comm_turn, "ai_cpu", out);
+    })
 FUSED(aclnnMatmulAllReduceV3,
-    (Tensor x1, Weight x2, Opt<Tensor> bias, Opt<Tensor> x3, Text hcom, Text reduce_op, Text comm_mode, int64_t comm_turn,
-        int64_t, Tensor out),
-    { return all_reduce({x1, x2, bias, {}, {}, {}}, x3, hcom, reduce_op, comm_turn, comm_mode, out); })
+    (Tensor x1, Weight x2, Opt<Tensor> bias, Opt<Tensor> x3, Text hcom, Text reduce_op,
+        Text comm_mode, int64_t comm_turn, int64_t, Tensor out),
+    {
+      return all_reduce({x1, x2, bias, {}, {}, {}}, x3, hcom, reduce_op, comm_turn, comm_mode, out);
+    })
 
 namespace {
 
 void no_quantized_communication(const Opt<Tensor>& one, const Opt<Tensor>& two) {
   check(absent(one) && absent(two), kOpParam,
-      "comm_quant_scale_1 and comm_quant_scale_2 are given; quantized communication is not emulated");
+      "comm_quant_scale_1 and comm_quant_scale_2 are given; quantized communication is not "
+      "emulated");
 }
 
 }  // namespace
 
 FUSED(aclnnQuantMatmulAllReduce,
-    (Tensor x1, Weight x2, Opt<Tensor> bias, Opt<Tensor> x3, Opt<Tensor> scale, Text hcom, Text reduce_op, int64_t comm_turn,
-        int64_t, Tensor out),
-    { return all_reduce({x1, x2, bias, scale, {}, {}}, x3, hcom, reduce_op, comm_turn, "ai_cpu", out); })
+    (Tensor x1, Weight x2, Opt<Tensor> bias, Opt<Tensor> x3, Opt<Tensor> scale, Text hcom,
+        Text reduce_op, int64_t comm_turn, int64_t, Tensor out),
+    {
+      return all_reduce(
+          {x1, x2, bias, scale, {}, {}}, x3, hcom, reduce_op, comm_turn, "ai_cpu", out);
+    })
 FUSED(aclnnQuantMatmulAllReduceV2,
-    (Tensor x1, Weight x2, Opt<Tensor> bias, Opt<Tensor> x3, Opt<Tensor> scale, Opt<Tensor> pertoken, Text hcom, Text reduce_op,
-        int64_t comm_turn, int64_t, Tensor out),
-    { return all_reduce({x1, x2, bias, scale, pertoken, {}}, x3, hcom, reduce_op, comm_turn, "ai_cpu", out); })
+    (Tensor x1, Weight x2, Opt<Tensor> bias, Opt<Tensor> x3, Opt<Tensor> scale,
+        Opt<Tensor> pertoken, Text hcom, Text reduce_op, int64_t comm_turn, int64_t, Tensor out),
+    {
+      return all_reduce(
+          {x1, x2, bias, scale, pertoken, {}}, x3, hcom, reduce_op, comm_turn, "ai_cpu", out);
+    })
 FUSED(aclnnQuantMatmulAllReduceV5,
-    (Tensor x1, Weight x2, Opt<Tensor> bias, Opt<Tensor> x3, Opt<Tensor> pertoken, Opt<Tensor> scale, Opt<Tensor> comm_scale_1,
-        Opt<Tensor> comm_scale_2, Text hcom, Text reduce_op, Text comm_mode, int64_t comm_turn, int64_t, int64_t,
+    (Tensor x1, Weight x2, Opt<Tensor> bias, Opt<Tensor> x3, Opt<Tensor> pertoken,
+        Opt<Tensor> scale, Opt<Tensor> comm_scale_1, Opt<Tensor> comm_scale_2, Text hcom,
+        Text reduce_op, Text comm_mode, int64_t comm_turn, int64_t, int64_t,
         int64_t comm_quant_mode, Tensor out),
     {
       no_quantized_communication(comm_scale_1, comm_scale_2);
       one_of("comm_quant_mode", comm_quant_mode, {int64_t{0}});
-      return all_reduce({x1, x2, bias, scale, pertoken, {}}, x3, hcom, reduce_op, comm_turn, comm_mode, out);
+      return all_reduce(
+          {x1, x2, bias, scale, pertoken, {}}, x3, hcom, reduce_op, comm_turn, comm_mode, out);
     })
 FUSED(aclnnWeightQuantMatmulAllReduce,
-    (Tensor x1, Weight x2, Opt<Tensor> bias, Opt<Tensor> scale, Opt<Tensor> offset, Opt<Tensor> x3, Text hcom, Text reduce_op,
-        int64_t comm_turn, int64_t, int64_t group, Tensor out),
-    { return all_reduce({x1, x2, bias, scale, {}, offset, group}, x3, hcom, reduce_op, comm_turn, "ai_cpu", out); })
+    (Tensor x1, Weight x2, Opt<Tensor> bias, Opt<Tensor> scale, Opt<Tensor> offset, Opt<Tensor> x3,
+        Text hcom, Text reduce_op, int64_t comm_turn, int64_t, int64_t group, Tensor out),
+    {
+      return all_reduce(
+          {x1, x2, bias, scale, {}, offset, group}, x3, hcom, reduce_op, comm_turn, "ai_cpu", out);
+    })
 FUSED(aclnnWeightQuantMatmulAllReduceV2,
-    (Tensor x1, Weight x2, Opt<Tensor> bias, Opt<Tensor> scale, Opt<Tensor> offset, Opt<Tensor> x3, Text hcom, Text reduce_op,
-        Text comm_mode, int64_t comm_turn, int64_t, int64_t group, Tensor out),
-    { return all_reduce({x1, x2, bias, scale, {}, offset, group}, x3, hcom, reduce_op, comm_turn, comm_mode, out); })
+    (Tensor x1, Weight x2, Opt<Tensor> bias, Opt<Tensor> scale, Opt<Tensor> offset, Opt<Tensor> x3,
+        Text hcom, Text reduce_op, Text comm_mode, int64_t comm_turn, int64_t, int64_t group,
+        Tensor out),
+    {
+      return all_reduce(
+          {x1, x2, bias, scale, {}, offset, group}, x3, hcom, reduce_op, comm_turn, comm_mode, out);
+    })
 
 namespace {
 
 // Checks of the all-gather and reduce-scatter operators.
-std::shared_ptr<hccl::Communicator> sharded(const Product& product, const Text& hcom, const Tensor& out) {
+std::shared_ptr<hccl::Communicator> sharded(
+    const Product& product, const Text& hcom, const Tensor& out) {
   chips({"Ascend910B", "Ascend910_93", "Ascend950"});
   const auto on = hccl::group("hcom", hcom);
   const bool many = on->ranks == 16 || on->ranks == 32;
-  check(on->ranks == 2 || on->ranks == 4 || on->ranks == 8 || (many && !is_chip("Ascend910B")), kOpParam, "world_size is ",
-      on->ranks, "; allowed on ", chip().name, is_chip("Ascend910B") ? ": 2, 4, 8" : ": 2, 4, 8, 16, 32");
+  check(on->ranks == 2 || on->ranks == 4 || on->ranks == 8 || (many && !is_chip("Ascend910B")),
+      kOpParam, "world_size is ", on->ranks, "; allowed on ", chip().name,
+      is_chip("Ascend910B") ? ": 2, 4, 8" : ": 2, 4, 8, 16, 32");
   product.check_arguments(out, 2);
   within("k", product.x1.size(1), 256, 65534);
   if (product.quantized())
@@ -193,11 +225,13 @@ std::shared_ptr<hccl::Communicator> sharded(const Product& product, const Text& 
 
 // "当前版本暂不支持bias输入为非0的场景".
 void check_zero(const Opt<Tensor>& bias) {
-  check(absent(bias) || !at::any(*bias != 0).item<bool>(), kOpParam, "bias has values other than 0, which are not supported");
+  check(absent(bias) || !at::any(*bias != 0).item<bool>(), kOpParam,
+      "bias has values other than 0, which are not supported");
 }
 
-Computation gather_product(const Product& product, const Opt<Tensor>& x1_scale, const Text& hcom, int64_t gather_index,
-    int64_t comm_turn, const Text& comm_mode, const Tensor& out, const Tensor& all) {
+Computation gather_product(const Product& product, const Opt<Tensor>& x1_scale, const Text& hcom,
+    int64_t gather_index, int64_t comm_turn, const Text& comm_mode, const Tensor& out,
+    const Tensor& all) {
   check_common("sum", comm_turn, comm_mode);
   one_of("gather_index", gather_index, {int64_t{0}});
   const auto on = sharded(product, hcom, out);
@@ -215,7 +249,8 @@ Computation gather_product(const Product& product, const Opt<Tensor>& x1_scale, 
     auto with = product;
     hccl::fused(*on, call, [&] {
       check_zero(product.bias);
-      hccl::check_same_on_all_ranks(*on, call, {{"m", x1.size(0)}, {"whether x1_scale is given", !absent(x1_scale)}});
+      hccl::check_same_on_all_ranks(
+          *on, call, {{"m", x1.size(0)}, {"whether x1_scale is given", !absent(x1_scale)}});
       whole = hccl::gathered(*on, call, x1).view({-1, x1.size(1)});
       if (!absent(x1_scale)) with.pertoken = hccl::gathered(*on, call, *x1_scale);
     });
@@ -224,8 +259,8 @@ Computation gather_product(const Product& product, const Opt<Tensor>& x1_scale, 
   };
 }
 
-Computation product_scatter(const Product& product, const Text& hcom, const Text& reduce_op, int64_t comm_turn,
-    const Text& comm_mode, const Tensor& out) {
+Computation product_scatter(const Product& product, const Text& hcom, const Text& reduce_op,
+    int64_t comm_turn, const Text& comm_mode, const Tensor& out) {
   check_common(reduce_op, comm_turn, comm_mode);
   const auto on = sharded(product, hcom, out);
   multiple("m", product.x1.size(0), on->ranks);
@@ -249,31 +284,39 @@ Computation product_scatter(const Product& product, const Text& hcom, const Text
 }  // namespace
 
 FUSED(aclnnAllGatherMatmul,
-    (Tensor x1, Tensor x2, Opt<Tensor> bias, Text hcom, int64_t gather_index, int64_t comm_turn, int64_t, Tensor out,
-        Tensor gather_out),
+    (Tensor x1, Tensor x2, Opt<Tensor> bias, Text hcom, int64_t gather_index, int64_t comm_turn,
+        int64_t, Tensor out, Tensor gather_out),
     {
       one_of("x1", x1, kHalves);
-      return gather_product({x1, x2, bias, {}, {}, {}}, {}, hcom, gather_index, comm_turn, "ai_cpu", out, gather_out);
+      return gather_product(
+          {x1, x2, bias, {}, {}, {}}, {}, hcom, gather_index, comm_turn, "ai_cpu", out, gather_out);
     })
 FUSED(aclnnAllGatherMatmulV2,
-    (Tensor x1, Tensor x2, Opt<Tensor> bias, Opt<Tensor> x1_scale, Opt<Tensor> x2_scale, Opt<Tensor>, int64_t, Text hcom,
-        int64_t gather_index, int64_t comm_turn, int64_t, int64_t, Text comm_mode, Tensor out, Tensor gather_out, Opt<Tensor>),
+    (Tensor x1, Tensor x2, Opt<Tensor> bias, Opt<Tensor> x1_scale, Opt<Tensor> x2_scale,
+        Opt<Tensor>, int64_t, Text hcom, int64_t gather_index, int64_t comm_turn, int64_t, int64_t,
+        Text comm_mode, Tensor out, Tensor gather_out, Opt<Tensor>),
     {
-      return gather_product(
-          {x1, x2, bias, x2_scale, {}, {}}, x1_scale, hcom, gather_index, comm_turn, comm_mode, out, gather_out);
+      return gather_product({x1, x2, bias, x2_scale, {}, {}}, x1_scale, hcom, gather_index,
+          comm_turn, comm_mode, out, gather_out);
     })
 FUSED(aclnnMatmulReduceScatter,
-    (Tensor x1, Tensor x2, Opt<Tensor> bias, Text hcom, Text reduce_op, int64_t comm_turn, int64_t, Tensor out), {
+    (Tensor x1, Tensor x2, Opt<Tensor> bias, Text hcom, Text reduce_op, int64_t comm_turn, int64_t,
+        Tensor out),
+    {
       one_of("x1", x1, kHalves);
       return product_scatter({x1, x2, bias, {}, {}, {}}, hcom, reduce_op, comm_turn, "ai_cpu", out);
     })
 FUSED(aclnnMatmulReduceScatterV2,
-    (Tensor x1, Tensor x2, Opt<Tensor> bias, Opt<Tensor> x1_scale, Opt<Tensor> x2_scale, Opt<Tensor>, int64_t, Text hcom,
-        Text reduce_op, int64_t comm_turn, int64_t, int64_t, Text comm_mode, Tensor out, Opt<Tensor>),
-    { return product_scatter({x1, x2, bias, x2_scale, x1_scale, {}}, hcom, reduce_op, comm_turn, comm_mode, out); })
+    (Tensor x1, Tensor x2, Opt<Tensor> bias, Opt<Tensor> x1_scale, Opt<Tensor> x2_scale,
+        Opt<Tensor>, int64_t, Text hcom, Text reduce_op, int64_t comm_turn, int64_t, int64_t,
+        Text comm_mode, Tensor out, Opt<Tensor>),
+    {
+      return product_scatter(
+          {x1, x2, bias, x2_scale, x1_scale, {}}, hcom, reduce_op, comm_turn, comm_mode, out);
+    })
 
-// Barrier of all ranks (op-plugin's DistributeBarrierOpApi.cpp and test_distribute_barrier.py). x_ref orders later operators
-// after it.
+// Barrier of all ranks (op-plugin's DistributeBarrierOpApi.cpp and test_distribute_barrier.py).
+// x_ref orders later operators after it.
 namespace {
 Computation barrier_of(const Text& group, int64_t world_size) {
   const auto on = hccl::group("group", group);
@@ -285,9 +328,11 @@ Computation barrier_of(const Text& group, int64_t world_size) {
 }
 }  // namespace
 
-FUSED(aclnnDistributeBarrier, (Tensor, Text group, int64_t world_size), { return barrier_of(group, world_size); })
-FUSED(aclnnDistributeBarrierV2, (Tensor, Opt<Tensor> time_out, Opt<Tensor> elastic_info, Text group, int64_t world_size), {
-  check(absent(time_out), kOpParam, "time_out is given; what it means is not documented");
-  mc2::reserved("elastic_info", elastic_info);
-  return barrier_of(group, world_size);
-})
+FUSED(aclnnDistributeBarrier, (Tensor, Text group, int64_t world_size),
+    { return barrier_of(group, world_size); })
+FUSED(aclnnDistributeBarrierV2,
+    (Tensor, Opt<Tensor> time_out, Opt<Tensor> elastic_info, Text group, int64_t world_size), {
+      check(absent(time_out), kOpParam, "time_out is given; what it means is not documented");
+      mc2::reserved("elastic_info", elastic_info);
+      return barrier_of(group, world_size);
+    })

@@ -20,15 +20,18 @@ int type_code(at::ScalarType type) {
 
 std::shared_ptr<Communicator> group(const char* argument, const std::string& name) {
   // "字符串长度范围为[1,128)" (torch_npu's documentation of npu_moe_distribute_dispatch_v2).
-  check(!name.empty() && name.size() < 128, kOpParam, argument, " has ", name.size(), " characters; allowed: 1 to 127");
+  check(!name.empty() && name.size() < 128, kOpParam, argument, " has ", name.size(),
+      " characters; allowed: 1 to 127");
   auto found = named(argument, name);
-  check(!found->error(), kOpFailed, "the communicator ", name, " failed earlier: ", found->message());
+  check(
+      !found->error(), kOpFailed, "the communicator ", name, " failed earlier: ", found->message());
   on_failure([found](const std::string& reason) { found->abandon(reason); });
   return found;
 }
 
 void check_ranks(const char* argument, int64_t given, const Communicator& on) {
-  check(given == on.ranks, kOpParam, argument, " is ", given, "; the communicator ", on.name, " has ", on.ranks, " ranks");
+  check(given == on.ranks, kOpParam, argument, " is ", given, "; the communicator ", on.name,
+      " has ", on.ranks, " ranks");
 }
 
 Header fused_header(CallKind kind, at::ScalarType type, int64_t count) {
@@ -60,7 +63,8 @@ void fused(Communicator& on, const Header& call, const std::function<void()>& bo
   on.finished();
 }
 
-void check_same_on_all_ranks(Communicator& on, const Header& call, const std::vector<RankValue>& values) {
+void check_same_on_all_ranks(
+    Communicator& on, const Header& call, const std::vector<RankValue>& values) {
   std::vector<int64_t> own;
   for (const auto& each : values) own.push_back(each.value);
   const uint64_t bytes = own.size() * sizeof(int64_t);
@@ -72,21 +76,24 @@ void check_same_on_all_ranks(Communicator& on, const Header& call, const std::ve
     if (peer == on.rank) continue;
     for (size_t i = 0; i < own.size(); ++i) {
       if (theirs[peer][i] == own[i]) continue;
-      throw TransferError(kParameter, text(values[i].name, " is ", own[i], " on this rank and ", theirs[peer][i], " on rank ",
-                                          peer, "; it must be the same on all ranks"));
+      throw TransferError(
+          kParameter, text(values[i].name, " is ", own[i], " on this rank and ", theirs[peer][i],
+                          " on rank ", peer, "; it must be the same on all ranks"));
     }
   }
 }
 
-void exchange(Communicator& on, const Header& call, const std::vector<at::Tensor>& out, const std::vector<at::Tensor>& in) {
+void exchange(Communicator& on, const Header& call, const std::vector<at::Tensor>& out,
+    const std::vector<at::Tensor>& in) {
   const auto parts = [](const std::vector<at::Tensor>& tensors) {
     std::vector<Part> made;
-    for (const auto& each : tensors) made.push_back({each.numel() ? each.data_ptr() : nullptr, each.nbytes()});
+    for (const auto& each : tensors)
+      made.push_back({each.numel() ? each.data_ptr() : nullptr, each.nbytes()});
     return made;
   };
   const auto& own = out[on.rank];
-  check(own.nbytes() == in[on.rank].nbytes(), kOpFailed, "this rank sends itself ", own.nbytes(), " bytes and expects ",
-      in[on.rank].nbytes());
+  check(own.nbytes() == in[on.rank].nbytes(), kOpFailed, "this rank sends itself ", own.nbytes(),
+      " bytes and expects ", in[on.rank].nbytes());
   if (own.numel()) std::memcpy(in[on.rank].data_ptr(), own.data_ptr(), own.nbytes());
   on.exchange(call, parts(out), parts(in));
 }

@@ -1,5 +1,6 @@
-// Common part of MC2 operators (fused computation and communication). Each is one call on a communicator, like a collective:
-// failures are sent to the other ranks, and mismatched calls are reported.
+// Common part of MC2 operators (fused computation and communication). Each is one call on a
+// communicator, like a collective: failures are sent to the other ranks, and mismatched calls are
+// reported.
 #ifndef ASCEND_EMULATOR_OPS_MC2_MC2_H
 #define ASCEND_EMULATOR_OPS_MC2_MC2_H
 #include <initializer_list>
@@ -25,10 +26,13 @@ struct RankValue {
   const char* name;
   int64_t value;
 };
-void check_same_on_all_ranks(Communicator& on, const Header& call, const std::vector<RankValue>& values);
+void check_same_on_all_ranks(
+    Communicator& on, const Header& call, const std::vector<RankValue>& values);
 
-// Within fused(): sends each rank its contiguous tensor and receives into contiguous tensors, including this rank's own.
-void exchange(Communicator& on, const Header& call, const std::vector<at::Tensor>& out, const std::vector<at::Tensor>& in);
+// Within fused(): sends each rank its contiguous tensor and receives into contiguous tensors,
+// including this rank's own.
+void exchange(Communicator& on, const Header& call, const std::vector<at::Tensor>& out,
+    const std::vector<at::Tensor>& in);
 // All ranks' tensors, stacked in a new first dimension; all have this rank's shape.
 at::Tensor gathered(Communicator& on, const Header& call, const at::Tensor& own);
 

@@ -20,12 +20,13 @@ static bool hierarchy_by_variables() {
     const char* found = std::getenv(variable);
     return found && std::string(found) == value;
   };
-  return is_chip("Ascend910B") && is("HCCL_INTRA_PCIE_ENABLE", "1") && is("HCCL_INTRA_ROCE_ENABLE", "0");
+  return is_chip("Ascend910B") && is("HCCL_INTRA_PCIE_ENABLE", "1") &&
+         is("HCCL_INTRA_ROCE_ENABLE", "0");
 }
 
-Experts::Experts(Version version, const std::string& group, int64_t ranks, int64_t rank, int64_t experts, int64_t tp_ranks,
-    int64_t shard_type, int64_t shared, int64_t shared_ranks, int64_t global_tokens, const std::string& given, int64_t zero,
-    int64_t copy, int64_t constant)
+Experts::Experts(Version version, const std::string& group, int64_t ranks, int64_t rank,
+    int64_t experts, int64_t tp_ranks, int64_t shard_type, int64_t shared, int64_t shared_ranks,
+    int64_t global_tokens, const std::string& given, int64_t zero, int64_t copy, int64_t constant)
     : version(version),
       on(hccl::group("group_ep", group)),
       experts(experts),
@@ -35,14 +36,16 @@ Experts::Experts(Version version, const std::string& group, int64_t ranks, int64
       zero(zero),
       copy(copy),
       constant(constant),
-      algorithm(version != Version::one && given.empty() && hierarchy_by_variables() ? "hierarchy" : given) {
+      algorithm(version != Version::one && given.empty() && hierarchy_by_variables() ? "hierarchy"
+                                                                                     : given) {
   chips({"Ascend910B", "Ascend910_93", "Ascend950"});
   const bool a2 = is_chip("Ascend910B"), first = version == Version::one;
   using List = std::initializer_list<int64_t>;
   if (first)
     one_of("ep_world_size", ranks, a2 ? List{16, 32, 64} : List{8, 16, 32, 64, 128, 144, 256, 288});
   else if (algorithm == "hierarchy" && a2)
-    one_of("ep_world_size, with comm_alg hierarchy,", ranks, {int64_t{16}, int64_t{32}, int64_t{64}});
+    one_of(
+        "ep_world_size, with comm_alg hierarchy,", ranks, {int64_t{16}, int64_t{32}, int64_t{64}});
   else if (algorithm == "hierarchy") {
     within("ep_world_size, with comm_alg hierarchy,", ranks, 16, 256);
     multiple("ep_world_size, with comm_alg hierarchy,", ranks, 16);
@@ -51,14 +54,16 @@ Experts::Experts(Version version, const std::string& group, int64_t ranks, int64
   else
     within("ep_world_size", ranks, 2, 768);
   hccl::check_ranks("ep_world_size", ranks, *on);
-  check(
-      rank == on->rank, kOpParam, "ep_rank_id is ", rank, "; this process is rank ", on->rank, " of the communicator ", on->name);
+  check(rank == on->rank, kOpParam, "ep_rank_id is ", rank, "; this process is rank ", on->rank,
+      " of the communicator ", on->name);
   // "当前版本不支持TP域通信": 0 and 1 mean no tensor parallelism.
   within("tp_world_size", tp_ranks, 0, 1);
   one_of("expert_shard_type", shard_type, {int64_t{0}});
   using Names = std::initializer_list<std::string>;
   if (!first)
-    one_of("comm_alg", given, a2 ? Names{"", "fullmesh", "hierarchy"} : Names{"", "fullmesh_v1", "fullmesh_v2", "hierarchy"});
+    one_of("comm_alg", given,
+        a2 ? Names{"", "fullmesh", "hierarchy"}
+           : Names{"", "fullmesh_v1", "fullmesh_v2", "hierarchy"});
   if (a2) {
     one_of("shared_expert_rank_num", shared_ranks, {int64_t{0}});
     one_of("const_expert_num", constant, {int64_t{0}});
@@ -66,11 +71,11 @@ Experts::Experts(Version version, const std::string& group, int64_t ranks, int64
   within("shared_expert_num", shared, 0, first ? 1 : 4);
   within("shared_expert_rank_num", shared_ranks, int64_t{0}, ranks - 1);
   if (shared_ranks) {
-    check(shared > 0 && shared_ranks % shared == 0, kOpParam, "shared_expert_rank_num is ", shared_ranks,
-        "; it must be a multiple of shared_expert_num, ", shared);
+    check(shared > 0 && shared_ranks % shared == 0, kOpParam, "shared_expert_rank_num is ",
+        shared_ranks, "; it must be a multiple of shared_expert_num, ", shared);
     if (first)
-      check(ranks % shared_ranks == 0, kOpParam, "shared_expert_rank_num is ", shared_ranks, "; it must divide ep_world_size, ",
-          ranks);
+      check(ranks % shared_ranks == 0, kOpParam, "shared_expert_rank_num is ", shared_ranks,
+          "; it must divide ep_world_size, ", ranks);
   } else {
     this->shared = 0;
   }
@@ -79,16 +84,19 @@ Experts::Experts(Version version, const std::string& group, int64_t ranks, int64
   const int64_t each = experts / (ranks - shared_ranks);
   if (first && a2) within("moe_expert_num / (ep_world_size - shared_expert_rank_num)", each, 1, 24);
   if (!first && !a2) within("the experts of a rank x ep_world_size", each * ranks, 1, 2048);
-  for (const auto& [name, number] :
-      {RankValue{"zero_expert_num", zero}, RankValue{"copy_expert_num", copy}, RankValue{"const_expert_num", constant}}) {
+  for (const auto& [name, number] : {RankValue{"zero_expert_num", zero},
+           RankValue{"copy_expert_num", copy}, RankValue{"const_expert_num", constant}}) {
     within(name, number, int64_t{0}, int64_t{0x7ffffffe});
-    if (algorithm == "hierarchy") check(number == 0, kOpParam, name, " is ", number, "; with comm_alg hierarchy, 0 is allowed");
+    if (algorithm == "hierarchy")
+      check(number == 0, kOpParam, name, " is ", number, "; with comm_alg hierarchy, 0 is allowed");
   }
   within("the number of all experts", all_experts(), int64_t{1}, int64_t{0x7ffffffe});
 }
 
-void Experts::check_tokens(const Tensor& ids, const Opt<Tensor>& mask, int64_t hidden, bool words) const {
-  const bool a2 = is_chip("Ascend910B"), first = version == Version::one, levels = algorithm == "hierarchy";
+void Experts::check_tokens(
+    const Tensor& ids, const Opt<Tensor>& mask, int64_t hidden, bool words) const {
+  const bool a2 = is_chip("Ascend910B"), first = version == Version::one,
+             levels = algorithm == "hierarchy";
   one_of("expert_ids", ids, {at::kInt});
   rank("expert_ids", ids, 2);
   const int64_t tokens = ids.size(0), choices = ids.size(1);
@@ -107,8 +115,8 @@ void Experts::check_tokens(const Tensor& ids, const Opt<Tensor>& mask, int64_t h
     within("H", hidden, 1024, 8192);
   }
   multiple("global_bs", global_tokens, ranks());
-  check(global_tokens >= tokens * ranks(), kOpParam, "global_bs is ", global_tokens, "; with the ", tokens,
-      " tokens of this rank it is at least ", tokens * ranks());
+  check(global_tokens >= tokens * ranks(), kOpParam, "global_bs is ", global_tokens, "; with the ",
+      tokens, " tokens of this rank it is at least ", tokens * ranks());
   if (absent(mask)) return;
   if (first || (a2 && levels)) reserved("x_active_mask", mask);
   one_of("x_active_mask", *mask, {at::kBool});
@@ -119,8 +127,8 @@ void Experts::check_tokens(const Tensor& ids, const Opt<Tensor>& mask, int64_t h
     shape("x_active_mask", *mask, {tokens, choices});
 }
 
-// "HCCL通信域缓存区大小" of each operator's documentation. On A2 only HCCL_BUFFSIZE counts, on A3 also the communicator's own
-// hccl_buffer_size.
+// "HCCL通信域缓存区大小" of each operator's documentation. On A2 only HCCL_BUFFSIZE counts, on A3
+// also the communicator's own hccl_buffer_size.
 void Experts::check_buffer(int64_t tokens, int64_t choices, int64_t hidden, int64_t element) const {
   const bool a2 = is_chip("Ascend910B"), first = version == Version::one;
   constexpr int64_t kMiB = 1 << 20;
@@ -131,7 +139,8 @@ void Experts::check_buffer(int64_t tokens, int64_t choices, int64_t hidden, int6
     bytes = experts * tokens * (hidden * element + 4 * align(8, choices) * 4) + 104 * kMiB;
   } else if (!first && algorithm == "hierarchy") {
     const int64_t row = hidden * element + 4 * align(8, choices) * 4;
-    bytes = a2 ? (experts + ranks() / 4) * align(512, most * row) + 8 * kMiB : experts * tokens * row + (4 + 400) * kMiB;
+    bytes = a2 ? (experts + ranks() / 4) * align(512, most * row) + 8 * kMiB
+               : experts * tokens * row + (4 + 400) * kMiB;
   } else if (a2) {
     const int64_t row = element == 4 ? hidden * 4 + 32 : hidden * 2;
     bytes = 2 * (tokens * ranks() * std::min(local, choices) * row + 2 * kMiB);
@@ -140,12 +149,14 @@ void Experts::check_buffer(int64_t tokens, int64_t choices, int64_t hidden, int6
   } else {
     const int64_t row = align(32, 2 * hidden) + 64,
                   slot = algorithm == "fullmesh_v2" ? align(480, row) / 480 * 512 : align(512, row);
-    bytes = std::max(2 * kMiB, 2 * (local * most * ranks() * slot + (choices + shared) * most * align(512, 2 * hidden)));
+    bytes = std::max(2 * kMiB,
+        2 * (local * most * ranks() * slot + (choices + shared) * most * align(512, 2 * hidden)));
   }
   const auto has = static_cast<int64_t>(a2 ? hccl::buffer_size() : on->options.buffer_size);
-  check(bytes <= has * kMiB, kOpParam, "the buffer of communicator ", on->name, " has ", has, " MiB; with ", tokens,
-      " tokens of ", hidden, " values, ", choices, " experts each, ", experts, " experts and ", ranks(), " ranks at least ",
-      (bytes + kMiB - 1) / kMiB, " are needed: set HCCL_BUFFSIZE", a2 ? "" : " or the group's hccl_buffer_size");
+  check(bytes <= has * kMiB, kOpParam, "the buffer of communicator ", on->name, " has ", has,
+      " MiB; with ", tokens, " tokens of ", hidden, " values, ", choices, " experts each, ",
+      experts, " experts and ", ranks(), " ranks at least ", (bytes + kMiB - 1) / kMiB,
+      " are needed: set HCCL_BUFFSIZE", a2 ? "" : " or the group's hccl_buffer_size");
 }
 
 int64_t Experts::most_rows(int64_t choices) const {
@@ -154,10 +165,11 @@ int64_t Experts::most_rows(int64_t choices) const {
   return global_tokens / ranks() * ((ranks() + replicas - 1) / replicas);
 }
 
-void Experts::check_same_on_all_ranks(const hccl::Header& call, int64_t choices, std::initializer_list<RankValue> more) const {
-  std::vector<RankValue> all{{"moe_expert_num", experts}, {"shared_expert_num", shared}, {"shared_expert_rank_num", shared_ranks},
-      {"global_bs", global_tokens}, {"K", choices}, {"zero_expert_num", zero}, {"copy_expert_num", copy},
-      {"const_expert_num", constant}};
+void Experts::check_same_on_all_ranks(
+    const hccl::Header& call, int64_t choices, std::initializer_list<RankValue> more) const {
+  std::vector<RankValue> all{{"moe_expert_num", experts}, {"shared_expert_num", shared},
+      {"shared_expert_rank_num", shared_ranks}, {"global_bs", global_tokens}, {"K", choices},
+      {"zero_expert_num", zero}, {"copy_expert_num", copy}, {"const_expert_num", constant}};
   all.insert(all.end(), more);
   hccl::check_same_on_all_ranks(*on, call, all);
 }
@@ -175,13 +187,17 @@ std::vector<std::vector<Slots>> Experts::route(const Tensor& ids, const Opt<Tens
   std::vector<std::vector<Slots>> out(ranks());
   for (int64_t i = 0; i < ranks(); ++i) out[i].resize(local(i));
   const auto chosen = ids.contiguous(), active = active_choices(ids, mask);
-  // A rank has at most global_bs / ranks tokens; with different numbers per rank, all tokens are active.
-  check(absent(mask) || at::all(active).item<bool>() || global_tokens == ids.size(0) * ranks(), kOpParam,
-      "x_active_mask leaves tokens out while the ranks have different numbers of tokens (global_bs); then all tokens must take "
+  // A rank has at most global_bs / ranks tokens; with different numbers per rank, all tokens are
+  // active.
+  check(absent(mask) || at::all(active).item<bool>() || global_tokens == ids.size(0) * ranks(),
+      kOpParam,
+      "x_active_mask leaves tokens out while the ranks have different numbers of tokens "
+      "(global_bs); then all tokens must take "
       "part");
   const auto* id = chosen.const_data_ptr<int32_t>();
   const auto* on_way = active.const_data_ptr<bool>();
-  const int64_t tokens = ids.size(0), choices = ids.size(1), each = experts / (ranks() - shared_ranks);
+  const int64_t tokens = ids.size(0), choices = ids.size(1),
+                each = experts / (ranks() - shared_ranks);
   const int64_t replicas = shared ? shared_ranks / shared : 0;
   for (int64_t token = 0; token < tokens; ++token) {
     bool any = false;
@@ -190,14 +206,15 @@ std::vector<std::vector<Slots>> Experts::route(const Tensor& ids, const Opt<Tens
       if (!on_way[token * choices + k]) continue;
       any = true;
       const int32_t expert = id[token * choices + k];
-      check(expert >= 0 && expert < all_experts(), kOpParam, "expert_ids[", token, "][", k, "] is ", expert, "; allowed: 0 to ",
-          all_experts() - 1);
+      check(expert >= 0 && expert < all_experts(), kOpParam, "expert_ids[", token, "][", k, "] is ",
+          expert, "; allowed: 0 to ", all_experts() - 1);
       check(seen.insert(expert).second, kOpParam, "expert_ids[", token, "] has ", expert,
           " twice; the experts of a token must differ");
       if (expert < experts) out[shared_ranks + expert / each][expert % each].push_back({token, k});
     }
     // Each rank uses its own replica of a shared expert (test_moe_distribute_dispatch_v2.py).
-    for (int64_t s = 0; any && s < shared; ++s) out[s * replicas + on->rank % replicas][0].push_back({token, choices + s});
+    for (int64_t s = 0; any && s < shared; ++s)
+      out[s * replicas + on->rank % replicas][0].push_back({token, choices + s});
   }
   return out;
 }

@@ -1,6 +1,6 @@
-// MoE dispatch and combine over expert-parallel ranks. Semantics and limits: torch_npu's documentation of
-// npu_moe_distribute_dispatch[_v2] and npu_moe_distribute_combine[_v2] (op-plugin's docs/zh/custom_APIs/torch_npu, BSD),
-// op-plugin's test_moe_distribute_*.py.
+// MoE dispatch and combine over expert-parallel ranks. Semantics and limits: torch_npu's
+// documentation of npu_moe_distribute_dispatch[_v2] and npu_moe_distribute_combine[_v2]
+// (op-plugin's docs/zh/custom_APIs/torch_npu, BSD), op-plugin's test_moe_distribute_*.py.
 #ifndef ASCEND_EMULATOR_OPS_MC2_MOE_DISTRIBUTE_H
 #define ASCEND_EMULATOR_OPS_MC2_MOE_DISTRIBUTE_H
 #include "mc2.h"
@@ -10,7 +10,9 @@ namespace emu::mc2 {
 // Version one has narrower limits, and no special experts, masks or algorithms.
 enum class Version { one, two };
 
-inline bool absent(const Opt<Tensor>& tensor) { return !tensor || !tensor->defined() || tensor->numel() == 0; }
+inline bool absent(const Opt<Tensor>& tensor) {
+  return !tensor || !tensor->defined() || tensor->numel() == 0;
+}
 void reserved(const char* argument, const Opt<Tensor>& tensor);  // throws if it is given
 
 // One copy of a token that is sent to an expert.
@@ -20,26 +22,32 @@ struct Slot {
 };
 using Slots = std::vector<Slot>;
 
-// Placement of the experts: ranks of shared experts first, equally many per shared expert; then the ranks of MoE experts.
+// Placement of the experts: ranks of shared experts first, equally many per shared expert; then the
+// ranks of MoE experts.
 struct Experts {
   Version version;
   std::shared_ptr<hccl::Communicator> on;
   int64_t experts, shared, shared_ranks, global_tokens;
-  int64_t zero = 0, copy = 0, constant = 0;  // numbers of special experts, whose ids follow the MoE experts'
+  int64_t zero = 0, copy = 0,
+          constant = 0;  // numbers of special experts, whose ids follow the MoE experts'
   std::string algorithm;
 
-  Experts(Version version, const std::string& group, int64_t ranks, int64_t rank, int64_t experts, int64_t tp_ranks,
-      int64_t shard_type, int64_t shared, int64_t shared_ranks, int64_t global_tokens, const std::string& algorithm, int64_t zero,
-      int64_t copy, int64_t constant);
+  Experts(Version version, const std::string& group, int64_t ranks, int64_t rank, int64_t experts,
+      int64_t tp_ranks, int64_t shard_type, int64_t shared, int64_t shared_ranks,
+      int64_t global_tokens, const std::string& algorithm, int64_t zero, int64_t copy,
+      int64_t constant);
 
   void check_tokens(const Tensor& ids, const Opt<Tensor>& mask, int64_t hidden, bool words) const;
   // The communicator's buffer holds what these operators exchange.
   void check_buffer(int64_t tokens, int64_t choices, int64_t hidden, int64_t element) const;
   int64_t ranks() const { return on->ranks; }
-  int64_t local(int64_t rank) const { return rank < shared_ranks ? 1 : experts / (ranks() - shared_ranks); }
+  int64_t local(int64_t rank) const {
+    return rank < shared_ranks ? 1 : experts / (ranks() - shared_ranks);
+  }
   int64_t all_experts() const { return experts + zero + copy + constant; }
   int64_t most_rows(int64_t choices) const;  // maximum number of rows that this rank can receive
-  void check_same_on_all_ranks(const hccl::Header& call, int64_t choices, std::initializer_list<hccl::RankValue> more) const;
+  void check_same_on_all_ranks(
+      const hccl::Header& call, int64_t choices, std::initializer_list<hccl::RankValue> more) const;
 
   // Slots to send, by [receiving rank][its local expert], in token order. Throws on invalid ids.
   std::vector<std::vector<Slots>> route(const Tensor& ids, const Opt<Tensor>& mask) const;
@@ -55,16 +63,19 @@ struct Combine {
   Opt<Tensor> mask, shared_x, original, alpha1, alpha2, added;
 
   void check_arguments() const;
-  void run(const std::function<void(const Tensor&)>& use) const;  // `use` receives [tokens, hidden] in float32
+  void run(const std::function<void(const Tensor&)>& use)
+      const;  // `use` receives [tokens, hidden] in float32
 
  private:
-  void add_special(const Tensor& sum, int64_t k) const;  // adds the special experts' results of the kth choices
+  void add_special(
+      const Tensor& sum, int64_t k) const;  // adds the special experts' results of the kth choices
 };
 
 Tensor from_ints(const std::vector<int64_t>& values);
 
 inline void no_times(const Opt<Tensor>& performance_info) {
-  check(absent(performance_info), kOpParam, "performance_info is given; times of single ranks are not emulated");
+  check(absent(performance_info), kOpParam,
+      "performance_info is given; times of single ranks are not emulated");
 }
 
 }  // namespace emu::mc2
@@ -73,7 +84,8 @@ inline void no_times(const Opt<Tensor>& performance_info) {
 #define ELASTIC_INFO Opt<Tensor> elastic_info,
 #define PERFORMANCE_INFO Opt<Tensor> performance_info,
 #define SPECIAL_EXPERTS int64_t zero_num, int64_t copy_num, int64_t const_num,
-#define SPECIAL_INPUTS Opt<Tensor> ori_x, Opt<Tensor> alpha1, Opt<Tensor> alpha2, Opt<Tensor> const_v,
+#define SPECIAL_INPUTS \
+  Opt<Tensor> ori_x, Opt<Tensor> alpha1, Opt<Tensor> alpha2, Opt<Tensor> const_v,
 // In the body of an earlier version.
 #define NO_SPECIAL_EXPERTS const int64_t zero_num = 0, copy_num = 0, const_num = 0
 #define NO_SPECIAL_INPUTS const Opt<Tensor> ori_x, alpha1, alpha2, const_v

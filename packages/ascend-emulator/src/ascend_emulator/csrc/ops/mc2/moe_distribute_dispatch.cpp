@@ -1,7 +1,7 @@
 // npu_moe_distribute_dispatch[_v2]; see moe_distribute.h.
 //
-// Received rows are ordered by local expert, source rank and token; ep_recv_counts has the end of the rows of each (local expert,
-// source rank).
+// Received rows are ordered by local expert, source rank and token; ep_recv_counts has the end of
+// the rows of each (local expert, source rank).
 #include "ops/quantization/quantized.h"
 #include "moe_distribute.h"
 
@@ -24,15 +24,17 @@ struct Dispatch {
 
   void check_arguments() const {
     const bool a2 = is_chip("Ascend910B");
-    one_of("x", x, a2 && at.version == Version::two ? DTypes{at::kHalf, at::kBFloat16, at::kInt} : kHalves);
+    one_of("x", x,
+        a2 && at.version == Version::two ? DTypes{at::kHalf, at::kBFloat16, at::kInt} : kHalves);
     rank("x", x, 2);
     const int64_t hidden = x.size(1), choices = ids.size(1);
     at.check_tokens(ids, mask, hidden, words());
     at.check_buffer(ids.size(0), choices, hidden, x.element_size());
-    check(
-        x.size(0) == ids.size(0), kOpParam, "x has ", x.size(0), " rows and expert_ids ", ids.size(0), "; they must be the same");
+    check(x.size(0) == ids.size(0), kOpParam, "x has ", x.size(0), " rows and expert_ids ",
+        ids.size(0), "; they must be the same");
     // 1, 3 and 4 (static, per group, MX) are of Ascend950.
-    one_of("quant_mode", quant_mode, words() ? std::initializer_list<int64_t>{0} : std::initializer_list<int64_t>{0, 2});
+    one_of("quant_mode", quant_mode,
+        words() ? std::initializer_list<int64_t>{0} : std::initializer_list<int64_t>{0, 2});
     if (words()) {
       one_of("comm_alg, with an int32 x,", at.algorithm, {std::string("fullmesh")});
       check(!absent(scales), kOpParam, "scales is None; with an int32 x it is needed");
@@ -52,14 +54,17 @@ struct Dispatch {
       one_of("expert_scales", *weights, {at::kFloat});
       shape("expert_scales", *weights, ids.sizes());
     } else {
-      check(at.algorithm != "hierarchy", kOpParam, "expert_scales is None; with comm_alg hierarchy it is needed");
+      check(at.algorithm != "hierarchy", kOpParam,
+          "expert_scales is None; with comm_alg hierarchy it is needed");
     }
     within("expert_token_nums_type", nums_type, 0, 1);
-    check(expand_x.scalar_type() == (quant_mode ? at::kChar : x.scalar_type()), kOpParam, "the dtype of expand_x is ",
-        expand_x.scalar_type(), "; without y_dtype it follows from x and quant_mode");
+    check(expand_x.scalar_type() == (quant_mode ? at::kChar : x.scalar_type()), kOpParam,
+        "the dtype of expand_x is ", expand_x.scalar_type(),
+        "; without y_dtype it follows from x and quant_mode");
     const int64_t most = at.most_rows(choices);
-    check(expand_x.dim() == 2 && expand_x.size(1) == hidden && expand_x.size(0) >= most, kOpParam, "expand_x has shape ",
-        expand_x.sizes(), "; it must be at least [", most, ", ", hidden, "]");
+    check(expand_x.dim() == 2 && expand_x.size(1) == hidden && expand_x.size(0) >= most, kOpParam,
+        "expand_x has shape ", expand_x.sizes(), "; it must be at least [", most, ", ", hidden,
+        "]");
   }
 
   // Records to send, one per slot.
@@ -72,7 +77,8 @@ struct Dispatch {
           tokens.push_back(slot.token);
           choices.push_back(slot.choice);
           // The rows of scales: shared experts first.
-          experts.push_back(to < at.shared_ranks ? slot.choice - ids.size(1) : at.shared + first + local);
+          experts.push_back(
+              to < at.shared_ranks ? slot.choice - ids.size(1) : at.shared + first + local);
         }
       }
       if (to >= at.shared_ranks) first += at.local(to);
@@ -96,17 +102,19 @@ struct Dispatch {
       const auto last = choice.clamp_max(ids.size(1) - 1);
       weight = weights->index({token, last});
     }
-    const auto bytes = [](const Tensor& column) { return column.unsqueeze(1).contiguous().view(at::kByte); };
-    return at::cat(
-        {values.contiguous().view(at::kByte), bytes(scale), bytes(weight), bytes(token.to(at::kInt)), bytes(choice.to(at::kInt))},
+    const auto bytes = [](const Tensor& column) {
+      return column.unsqueeze(1).contiguous().view(at::kByte);
+    };
+    return at::cat({values.contiguous().view(at::kByte), bytes(scale), bytes(weight),
+                       bytes(token.to(at::kInt)), bytes(choice.to(at::kInt))},
         1);
   }
 
   void run() const {
     const auto call = hccl::fused_header(hccl::kDispatch, x.scalar_type(), x.size(1));
     hccl::fused(*at.on, call, [&] {
-      at.check_same_on_all_ranks(
-          call, ids.size(1), {{"quant_mode", quant_mode}, {"whether expert_scales is given", !absent(weights)}});
+      at.check_same_on_all_ranks(call, ids.size(1),
+          {{"quant_mode", quant_mode}, {"whether expert_scales is given", !absent(weights)}});
       const int64_t ranks = at.ranks(), own = at.local(at.on->rank);
       const auto routes = at.route(ids, mask);
       std::vector<Tensor> sent, received;
@@ -133,7 +141,8 @@ struct Dispatch {
     });
   }
 
-  void copy_if_given(const std::vector<std::vector<Slots>>& routes, const Tensor& table, const std::vector<Tensor>& in) const {
+  void copy_if_given(const std::vector<std::vector<Slots>>& routes, const Tensor& table,
+      const std::vector<Tensor>& in) const {
     const int64_t ranks = at.ranks(), own = at.local(at.on->rank), width = in[0].size(1) - kTail;
     std::vector<Tensor> pieces;
     std::vector<int64_t> sources, used(ranks);
@@ -147,29 +156,35 @@ struct Dispatch {
     }
     const auto all = at::cat(pieces);
     const int64_t rows = all.size(0);
-    check(rows <= expand_x.size(0), kOpParam, "this rank receives ", rows, " rows; expand_x has ", expand_x.size(0));
+    check(rows <= expand_x.size(0), kOpParam, "this rank receives ", rows, " rows; expand_x has ",
+        expand_x.size(0));
     const auto column = [&](int64_t which, at::ScalarType type) {
       return all.narrow(1, width + 4 * which, 4).contiguous().view(type).view({rows});
     };
-    expand_x.narrow(0, 0, rows).copy_(all.narrow(1, 0, width).contiguous().view(expand_x.scalar_type()));
+    expand_x.narrow(0, 0, rows)
+        .copy_(all.narrow(1, 0, width).contiguous().view(expand_x.scalar_type()));
     if (scaled()) dynamic_scales.view({-1}).narrow(0, 0, rows).copy_(column(0, at::kFloat));
     if (!absent(weights)) expand_scales.narrow(0, 0, rows).copy_(column(1, at::kFloat));
     const auto by_expert = table.sum(0);
     token_nums.copy_(nums_type ? by_expert : by_expert.cumsum(0));
     const auto ends = table.t().reshape({-1}).cumsum(0);
     counts.narrow(0, 0, ends.numel()).copy_(ends);
-    counts.narrow(0, ends.numel(), counts.numel() - ends.numel()).zero_();  // the rest is for A2's hierarchical algorithm
+    counts.narrow(0, ends.numel(), counts.numel() - ends.numel())
+        .zero_();  // the rest is for A2's hierarchical algorithm
     if (tp_counts.numel()) tp_counts.fill_(rows);
     if (at.version == Version::two) {  // source of each row
-      const auto origin = at::stack({from_ints(sources).to(at::kInt), column(2, at::kInt), column(3, at::kInt)}, 1);
+      const auto origin =
+          at::stack({from_ints(sources).to(at::kInt), column(2, at::kInt), column(3, at::kInt)}, 1);
       info.narrow(0, 0, 3 * rows).copy_(origin.reshape({-1}));
       return;
     }
-    std::vector<int64_t> places(ids.numel());  // index of each choice among those sent to the same expert
+    std::vector<int64_t> places(
+        ids.numel());  // index of each choice among those sent to the same expert
     for (const auto& to : routes) {
       for (const auto& slots : to) {
         for (size_t i = 0; i < slots.size(); ++i)
-          if (slots[i].choice < ids.size(1)) places[slots[i].token * ids.size(1) + slots[i].choice] = static_cast<int64_t>(i);
+          if (slots[i].choice < ids.size(1))
+            places[slots[i].token * ids.size(1) + slots[i].choice] = static_cast<int64_t>(i);
       }
     }
     info.copy_(from_ints(places));
@@ -185,34 +200,41 @@ Computation dispatch(const Dispatch& one) {
 }  // namespace
 
 FUSED(aclnnMoeDistributeDispatch,
-    (Tensor x, Tensor expert_ids, Opt<Tensor> scales, Opt<Tensor> x_active_mask, Opt<Tensor> expert_scales, Text group_ep,
-        int64_t ep_world_size, int64_t ep_rank_id, int64_t moe_expert_num, Text, int64_t tp_world_size, int64_t,
-        int64_t shard_type, int64_t shared_num, int64_t shared_rank_num, int64_t quant_mode, int64_t global_bs, int64_t nums_type,
-        Tensor expand_x, Tensor dynamic_scales, Tensor info, Tensor token_nums, Tensor counts, Tensor tp_counts,
-        Tensor expand_scales),
+    (Tensor x, Tensor expert_ids, Opt<Tensor> scales, Opt<Tensor> x_active_mask,
+        Opt<Tensor> expert_scales, Text group_ep, int64_t ep_world_size, int64_t ep_rank_id,
+        int64_t moe_expert_num, Text, int64_t tp_world_size, int64_t, int64_t shard_type,
+        int64_t shared_num, int64_t shared_rank_num, int64_t quant_mode, int64_t global_bs,
+        int64_t nums_type, Tensor expand_x, Tensor dynamic_scales, Tensor info, Tensor token_nums,
+        Tensor counts, Tensor tp_counts, Tensor expand_scales),
     {
-      return dispatch({{Version::one, group_ep, ep_world_size, ep_rank_id, moe_expert_num, tp_world_size, shard_type, shared_num,
-                           shared_rank_num, global_bs, "", 0, 0, 0},
-          x, expert_ids, scales, x_active_mask, expert_scales, quant_mode, nums_type, expand_x, dynamic_scales, info, token_nums,
-          counts, tp_counts, expand_scales});
+      return dispatch(
+          {{Version::one, group_ep, ep_world_size, ep_rank_id, moe_expert_num, tp_world_size,
+               shard_type, shared_num, shared_rank_num, global_bs, "", 0, 0, 0},
+              x, expert_ids, scales, x_active_mask, expert_scales, quant_mode, nums_type, expand_x,
+              dynamic_scales, info, token_nums, counts, tp_counts, expand_scales});
     })
 
 // ELASTIC and SPECIAL: parameters from V3 on, with performance_info from V4 on.
-#define DISPATCH(NAME, ELASTIC, SPECIAL, FIRST)                                                                                  \
-  FUSED(NAME,                                                                                                                    \
-      (Tensor x, Tensor expert_ids, Opt<Tensor> scales, Opt<Tensor> x_active_mask, Opt<Tensor> expert_scales,                    \
-          ELASTIC Text group_ep, int64_t ep_world_size, int64_t ep_rank_id, int64_t moe_expert_num, Text, int64_t tp_world_size, \
-          int64_t, int64_t shard_type, int64_t shared_num, int64_t shared_rank_num, int64_t quant_mode, int64_t global_bs,       \
-          int64_t nums_type, Text comm_alg, SPECIAL Tensor expand_x, Tensor dynamic_scales, Tensor info, Tensor token_nums,      \
-          Tensor counts, Tensor tp_counts, Tensor expand_scales),                                                                \
-      {                                                                                                                          \
-        FIRST;                                                                                                                   \
-        return dispatch({{Version::two, group_ep, ep_world_size, ep_rank_id, moe_expert_num, tp_world_size, shard_type,          \
-                             shared_num, shared_rank_num, global_bs, comm_alg, zero_num, copy_num, const_num},                   \
-            x, expert_ids, scales, x_active_mask, expert_scales, quant_mode, nums_type, expand_x, dynamic_scales, info,          \
-            token_nums, counts, tp_counts, expand_scales});                                                                      \
+#define DISPATCH(NAME, ELASTIC, SPECIAL, FIRST)                                                   \
+  FUSED(NAME,                                                                                     \
+      (Tensor x, Tensor expert_ids, Opt<Tensor> scales, Opt<Tensor> x_active_mask,                \
+          Opt<Tensor> expert_scales, ELASTIC Text group_ep, int64_t ep_world_size,                \
+          int64_t ep_rank_id, int64_t moe_expert_num, Text, int64_t tp_world_size, int64_t,       \
+          int64_t shard_type, int64_t shared_num, int64_t shared_rank_num, int64_t quant_mode,    \
+          int64_t global_bs, int64_t nums_type, Text comm_alg, SPECIAL Tensor expand_x,           \
+          Tensor dynamic_scales, Tensor info, Tensor token_nums, Tensor counts, Tensor tp_counts, \
+          Tensor expand_scales),                                                                  \
+      {                                                                                           \
+        FIRST;                                                                                    \
+        return dispatch({{Version::two, group_ep, ep_world_size, ep_rank_id, moe_expert_num,      \
+                             tp_world_size, shard_type, shared_num, shared_rank_num, global_bs,   \
+                             comm_alg, zero_num, copy_num, const_num},                            \
+            x, expert_ids, scales, x_active_mask, expert_scales, quant_mode, nums_type, expand_x, \
+            dynamic_scales, info, token_nums, counts, tp_counts, expand_scales});                 \
       })
 DISPATCH(aclnnMoeDistributeDispatchV2, , , NO_SPECIAL_EXPERTS)
-DISPATCH(aclnnMoeDistributeDispatchV3, ELASTIC_INFO, SPECIAL_EXPERTS, reserved("elastic_info", elastic_info))
-DISPATCH(aclnnMoeDistributeDispatchV4, ELASTIC_INFO PERFORMANCE_INFO, SPECIAL_EXPERTS, reserved("elastic_info", elastic_info);
+DISPATCH(aclnnMoeDistributeDispatchV3, ELASTIC_INFO, SPECIAL_EXPERTS,
+    reserved("elastic_info", elastic_info))
+DISPATCH(aclnnMoeDistributeDispatchV4, ELASTIC_INFO PERFORMANCE_INFO, SPECIAL_EXPERTS,
+    reserved("elastic_info", elastic_info);
     no_times(performance_info))

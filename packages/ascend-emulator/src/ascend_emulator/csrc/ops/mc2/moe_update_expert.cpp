@@ -1,21 +1,22 @@
-// npu_moe_update_expert: maps logical to physical experts and prunes choices of small weight, before dispatch. Semantics and
-// limits: torch_npu's documentation of it (op-plugin's docs/zh/custom_APIs/torch_npu, BSD) and op-plugin's
-// test_moe_update_expert.py.
+// npu_moe_update_expert: maps logical to physical experts and prunes choices of small weight,
+// before dispatch. Semantics and limits: torch_npu's documentation of it (op-plugin's
+// docs/zh/custom_APIs/torch_npu, BSD) and op-plugin's test_moe_update_expert.py.
 #include "moe_distribute.h"
 
 using namespace emu;
 using mc2::absent;
 
 CHECKED(aclnnMoeUpdateExpert,
-    (Tensor expert_ids, Tensor table, Opt<Tensor> scales, Opt<Tensor> threshold, Opt<Tensor> active, int64_t rank_id,
-        int64_t world_size, int64_t mode, Tensor out, Tensor out_mask),
+    (Tensor expert_ids, Tensor table, Opt<Tensor> scales, Opt<Tensor> threshold, Opt<Tensor> active,
+        int64_t rank_id, int64_t world_size, int64_t mode, Tensor out, Tensor out_mask),
     {
       chips({"Ascend910_93", "Ascend950"});
       one_of("expert_ids", expert_ids, kIndices);
       one_of("eplb_table", table, {at::kInt});
       rank("expert_ids", expert_ids, 2);
       rank("eplb_table", table, 2);
-      const int64_t tokens = expert_ids.size(0), choices = expert_ids.size(1), experts = table.size(0);
+      const int64_t tokens = expert_ids.size(0), choices = expert_ids.size(1),
+                    experts = table.size(0);
       within("BS (the rows of expert_ids)", tokens, 1, 512);
       within("the rows of eplb_table", experts, 1, 1023);
       within("K (the columns of expert_ids)", choices, int64_t{1}, std::min<int64_t>(16, experts));
@@ -25,15 +26,17 @@ CHECKED(aclnnMoeUpdateExpert,
         within("local_rank_id", rank_id, int64_t{0}, world_size - 1);
         within("the columns of eplb_table", table.size(1), int64_t{2}, world_size + 1);
       }
-      check(absent(scales) == absent(threshold), kOpParam, "expert_scales and pruning_threshold are needed together");
-      check(absent(active) || !absent(scales), kOpParam, "active_mask is given without expert_scales and pruning_threshold");
+      check(absent(scales) == absent(threshold), kOpParam,
+          "expert_scales and pruning_threshold are needed together");
+      check(absent(active) || !absent(scales), kOpParam,
+          "active_mask is given without expert_scales and pruning_threshold");
       shape("balanced_expert_ids", out, expert_ids.sizes());
       if (!absent(scales)) {
         one_of("expert_scales", *scales, kFloating);
         shape("expert_scales", *scales, expert_ids.sizes());
         one_of("pruning_threshold", *threshold, {at::kFloat});
-        check(threshold->numel() == choices, kOpParam, "pruning_threshold has shape ", threshold->sizes(), "; allowed: [",
-            choices, "] and [1, ", choices, "]");
+        check(threshold->numel() == choices, kOpParam, "pruning_threshold has shape ",
+            threshold->sizes(), "; allowed: [", choices, "] and [1, ", choices, "]");
       }
       if (!absent(active)) {
         one_of("active_mask", *active, {at::kBool});
@@ -51,7 +54,8 @@ CHECKED(aclnnMoeUpdateExpert,
         if (mode == 1) {
           which = at::arange(tokens, at::kLong).unsqueeze(1) % number;
         } else {
-          which = at::floor_divide(at::full_like(number, rank_id), at::floor_divide(number + (world_size - 1), number));
+          which = at::floor_divide(
+              at::full_like(number, rank_id), at::floor_divide(number + (world_size - 1), number));
         }
         out.copy_(places.index({id, which + 1}));
         if (absent(scales)) return;

@@ -1,6 +1,6 @@
 // MoE gating, and ordering of tokens by expert. Semantics and limits: torch_npu's documentation of
-// npu_moe_gating_top_k(_softmax), npu_moe_init_routing(_v2) and npu_moe_compute_expert_tokens (torch_npu/_op_plugin_docs.py,
-// BSD), its shape functions, and op-plugin's tests.
+// npu_moe_gating_top_k(_softmax), npu_moe_init_routing(_v2) and npu_moe_compute_expert_tokens
+// (torch_npu/_op_plugin_docs.py, BSD), its shape functions, and op-plugin's tests.
 #include <ATen/Parallel.h>
 
 #include <numeric>
@@ -48,7 +48,8 @@ void check_softmax_arguments(const Tensor& x, const Opt<Tensor>& finished, int64
 }
 
 // Inactive rows get the number of experts as index.
-void store_experts(const Tensor& experts, const Opt<Tensor>& finished, int64_t count, const Tensor& out) {
+void store_experts(
+    const Tensor& experts, const Opt<Tensor>& finished, int64_t count, const Tensor& out) {
   out.copy_(finished ? experts.masked_fill(finished->unsqueeze(-1), count) : experts);
 }
 
@@ -64,12 +65,13 @@ struct Gate {
     one_of("norm_type", kind, {int64_t{0}, int64_t{1}});
     one_of("renorm", renorm, {int64_t{0}});
     one_of("group_select_mode", group_mode, {int64_t{0}, int64_t{1}});
-    check(group_count > 0 && experts % group_count == 0, kOpParam, "group_count is ", group_count, "; ", experts,
-        " experts must divide into that many groups");
-    check(group_count == 1 || experts / group_count > 2, kOpParam, "a group has ", experts / group_count,
-        " experts; more than 2 are needed");
-    check((experts / group_count + 31) / 32 * 32 * group_count <= 2048, kOpParam, group_count, " groups of ",
-        experts / group_count, " experts, each group padded to a multiple of 32, exceed 2048");
+    check(group_count > 0 && experts % group_count == 0, kOpParam, "group_count is ", group_count,
+        "; ", experts, " experts must divide into that many groups");
+    check(group_count == 1 || experts / group_count > 2, kOpParam, "a group has ",
+        experts / group_count, " experts; more than 2 are needed");
+    check((experts / group_count + 31) / 32 * 32 * group_count <= 2048, kOpParam, group_count,
+        " groups of ", experts / group_count,
+        " experts, each group padded to a multiple of 32, exceed 2048");
     within("k_group", k_group, int64_t{1}, group_count);
     within("k", k, int64_t{1}, experts / group_count * k_group);
     if (bias) {
@@ -78,17 +80,26 @@ struct Gate {
     }
   }
 
-  Tensor normed(const Tensor& x) const { return kind == 1 ? at::sigmoid(x.to(at::kFloat)) : at::softmax(x.to(at::kFloat), -1); }
+  Tensor normed(const Tensor& x) const {
+    return kind == 1 ? at::sigmoid(x.to(at::kFloat)) : at::softmax(x.to(at::kFloat), -1);
+  }
 
   Tensor choose(const Tensor& scores) const {
     if (group_count == 1 || k_group == group_count) return top(scores, k);
     const auto groups = scores.unflatten(-1, {group_count, -1});
-    const auto group_scores = group_mode == 0 ? groups.amax(-1) : std::get<0>(groups.topk(2, -1)).sum(-1);
-    const auto kept = at::zeros(group_scores.sizes(), at::kBool).scatter_(-1, top(group_scores, k_group), true);
-    return top(groups.masked_fill(kept.logical_not().unsqueeze(-1), -std::numeric_limits<float>::infinity()).flatten(-2), k);
+    const auto group_scores =
+        group_mode == 0 ? groups.amax(-1) : std::get<0>(groups.topk(2, -1)).sum(-1);
+    const auto kept =
+        at::zeros(group_scores.sizes(), at::kBool).scatter_(-1, top(group_scores, k_group), true);
+    return top(
+        groups
+            .masked_fill(kept.logical_not().unsqueeze(-1), -std::numeric_limits<float>::infinity())
+            .flatten(-2),
+        k);
   }
 
-  void store(const Tensor& scores, const Tensor& experts, const Tensor& y, const Tensor& expert_idx) const {
+  void store(const Tensor& scores, const Tensor& experts, const Tensor& y,
+      const Tensor& expert_idx) const {
     auto weights = scores.gather(-1, experts);
     if (kind == 1) weights = weights / (weights.sum(-1, true) + eps);
     y.copy_(weights * factor);
@@ -98,20 +109,22 @@ struct Gate {
 
 }  // namespace
 
-CHECKED(aclnnMoeGatingTopKSoftmax, (Tensor x, Opt<Tensor> finished, int64_t k, Tensor y, Tensor expert_idx, Tensor row_idx), {
-  check_softmax_arguments(x, finished, k);
-  COMPUTE {
-    const auto scores = at::softmax(x.to(at::kFloat), -1);
-    const auto experts = top(scores, k);
-    y.copy_(scores.gather(-1, experts));
-    store_experts(experts, finished, x.size(-1), expert_idx);
-    const int64_t rows = x.numel() / x.size(-1);
-    row_idx.copy_(at::arange(rows * k).view({k, rows}).t().reshape(row_idx.sizes()));
-  };
-})
+CHECKED(aclnnMoeGatingTopKSoftmax,
+    (Tensor x, Opt<Tensor> finished, int64_t k, Tensor y, Tensor expert_idx, Tensor row_idx), {
+      check_softmax_arguments(x, finished, k);
+      COMPUTE {
+        const auto scores = at::softmax(x.to(at::kFloat), -1);
+        const auto experts = top(scores, k);
+        y.copy_(scores.gather(-1, experts));
+        store_experts(experts, finished, x.size(-1), expert_idx);
+        const int64_t rows = x.numel() / x.size(-1);
+        row_idx.copy_(at::arange(rows * k).view({k, rows}).t().reshape(row_idx.sizes()));
+      };
+    })
 
 CHECKED(aclnnMoeGatingTopKSoftmaxV2,
-    (Tensor x, Opt<Tensor> finished, int64_t k, int64_t renorm, bool keep, Tensor y, Tensor expert_idx, Opt<Tensor> softmax_out),
+    (Tensor x, Opt<Tensor> finished, int64_t k, int64_t renorm, bool keep, Tensor y,
+        Tensor expert_idx, Opt<Tensor> softmax_out),
     {
       check_softmax_arguments(x, finished, k);
       one_of("renorm", renorm, {int64_t{0}, int64_t{1}});
@@ -127,22 +140,25 @@ CHECKED(aclnnMoeGatingTopKSoftmaxV2,
     })
 
 CHECKED(aclnnMoeGatingTopK,
-    (Tensor x, Opt<Tensor> bias, int64_t k, int64_t k_group, int64_t group_count, int64_t group_mode, int64_t renorm,
-        int64_t kind, bool keep, double factor, double eps, Tensor y, Tensor expert_idx, Tensor normed_out),
+    (Tensor x, Opt<Tensor> bias, int64_t k, int64_t k_group, int64_t group_count,
+        int64_t group_mode, int64_t renorm, int64_t kind, bool keep, double factor, double eps,
+        Tensor y, Tensor expert_idx, Tensor normed_out),
     {
       const Gate gate{k, k_group, group_count, group_mode, renorm, kind, factor, eps};
       gate.check_arguments(x, bias);
       COMPUTE {
         const auto scores = gate.normed(x);
-        gate.store(scores, gate.choose(bias ? scores + bias->to(at::kFloat) : scores), y, expert_idx);
+        gate.store(
+            scores, gate.choose(bias ? scores + bias->to(at::kFloat) : scores), y, expert_idx);
         if (keep) normed_out.copy_(scores);
       };
     })
 
 // Hash layers: experts from a table by token id.
 CHECKED(aclnnMoeGatingTopKV2,
-    (Tensor x, Opt<Tensor> bias, Tensor ids, Tensor table, int64_t k, int64_t k_group, int64_t group_count, int64_t group_mode,
-        int64_t renorm, int64_t kind, bool keep, double factor, double eps, Tensor y, Tensor expert_idx, Tensor normed_out),
+    (Tensor x, Opt<Tensor> bias, Tensor ids, Tensor table, int64_t k, int64_t k_group,
+        int64_t group_count, int64_t group_mode, int64_t renorm, int64_t kind, bool keep,
+        double factor, double eps, Tensor y, Tensor expert_idx, Tensor normed_out),
     {
       const Gate gate{k, k_group, group_count, group_mode, renorm, kind, factor, eps};
       gate.check_arguments(x, bias);
@@ -156,7 +172,9 @@ CHECKED(aclnnMoeGatingTopKV2,
     })
 
 CHECKED(aclnnMoeGatingTopKBackward,
-    (Tensor normed, Tensor grad, Tensor expert_idx, int64_t, int64_t kind, double factor, double eps, Tensor out), {
+    (Tensor normed, Tensor grad, Tensor expert_idx, int64_t, int64_t kind, double factor,
+        double eps, Tensor out),
+    {
       one_of("x_norm", normed, {at::kFloat});
       one_of("grad_y", grad, kFloating);
       one_of("expertIdx", expert_idx, {at::kInt});
@@ -165,26 +183,30 @@ CHECKED(aclnnMoeGatingTopKBackward,
       shape("expertIdx", expert_idx, grad.sizes());
       COMPUTE {
         const auto experts = expert_idx.to(at::kLong);
-        const auto chosen = normed.gather(1, experts), total = chosen.sum(-1, true) + eps, fp32 = grad.to(at::kFloat) * factor;
-        const auto to_chosen = (fp32 - (fp32 * chosen).sum(-1, true) / total) / total * chosen * (1 - chosen);
+        const auto chosen = normed.gather(1, experts), total = chosen.sum(-1, true) + eps,
+                   fp32 = grad.to(at::kFloat) * factor;
+        const auto to_chosen =
+            (fp32 - (fp32 * chosen).sum(-1, true) / total) / total * chosen * (1 - chosen);
         out.copy_(at::zeros_like(normed).scatter_(1, experts, to_chosen));
       };
     })
 
 CHECKED(aclnnMoeInitRouting,
-    (Tensor x, Tensor row_idx, Tensor expert_idx, int64_t active, Tensor expanded_x, Tensor expanded_row_idx,
-        Tensor expanded_expert_idx),
+    (Tensor x, Tensor row_idx, Tensor expert_idx, int64_t active, Tensor expanded_x,
+        Tensor expanded_row_idx, Tensor expanded_expert_idx),
     {
       one_of("x", x, kFloating);
       one_of("row_idx", row_idx, {at::kInt});
       one_of("expert_idx", expert_idx, {at::kInt});
-      check(x.numel() < (1 << 24) || x.size(0) < (1 << 24), kOpParam, "x is too large: ", x.sizes());
+      check(
+          x.numel() < (1 << 24) || x.size(0) < (1 << 24), kOpParam, "x is too large: ", x.sizes());
       COMPUTE {
         const auto [experts, order] = at::sort(expert_idx.reshape({-1}), true, 0, false);
         expanded_expert_idx.copy_(experts);
         const auto rows = row_idx.reshape({-1}).to(at::kLong).index_select(0, order);
         expanded_row_idx.scatter_(0, rows, at::arange(rows.numel(), at::kInt));
-        expanded_x.copy_(x.index_select(0, rows.narrow(0, 0, expanded_x.size(0)).remainder(x.size(0))));
+        expanded_x.copy_(
+            x.index_select(0, rows.narrow(0, 0, expanded_x.size(0)).remainder(x.size(0))));
       };
     })
 
@@ -195,10 +217,12 @@ struct Routing {
   bool count;
 
   // Sorts tokens by expert; rows of experts outside [first, last) are dropped.
-  void run(const Tensor& x, const Tensor& expert_idx, const Opt<Tensor>& scale, const Opt<Tensor>& offset,
-      const Tensor& expanded_x, const Tensor& row_idx, const Tensor& tokens, const Opt<Tensor>& scale_out) const {
+  void run(const Tensor& x, const Tensor& expert_idx, const Opt<Tensor>& scale,
+      const Opt<Tensor>& offset, const Tensor& expanded_x, const Tensor& row_idx,
+      const Tensor& tokens, const Opt<Tensor>& scale_out) const {
     const int64_t k = expert_idx.size(1), all = expert_idx.numel();
-    const auto keys = expert_idx.reshape({-1}).contiguous(), of_expert = at::zeros({last - first}, at::kLong);
+    const auto keys = expert_idx.reshape({-1}).contiguous(),
+               of_expert = at::zeros({last - first}, at::kLong);
     const auto* const expert = keys.const_data_ptr<int32_t>();
     auto* const counts = of_expert.mutable_data_ptr<int64_t>();
     const auto is_mine = [&](int64_t i) { return expert[i] >= first && expert[i] < last; };
@@ -208,19 +232,23 @@ struct Routing {
     std::vector<int64_t> starts(last - first);
     std::exclusive_scan(counts, counts + (last - first), starts.begin(), int64_t{0});
     const int64_t present = std::accumulate(counts, counts + (last - first), int64_t{0});
-    // Others' rows are behind: those of experts from `last` on, then those of experts before `first`.
+    // Others' rows are behind: those of experts from `last` on, then those of experts before
+    // `first`.
     std::vector<int64_t> order(all), next = starts;
     int64_t end = present;
     for (int64_t i = 0; i < all; ++i) order[is_mine(i) ? next[expert[i] - first]++ : end++] = i;
-    std::stable_sort(order.begin() + present, order.end(),
-        [&](int64_t a, int64_t b) { return std::pair(expert[a] < first, expert[a]) < std::pair(expert[b] < first, expert[b]); });
+    std::stable_sort(order.begin() + present, order.end(), [&](int64_t a, int64_t b) {
+      return std::pair(expert[a] < first, expert[a]) < std::pair(expert[b] < first, expert[b]);
+    });
 
     std::vector<int64_t> to, from;  // rows of the output, and their indices in expert_idx
     const auto row_of = at::full({all}, -1, at::kInt);
     auto* const row = row_of.mutable_data_ptr<int32_t>();
     for (int64_t i = 0; i < present; ++i) {
-      const int64_t place = padded ? expert[order[i]] * capacity + i - starts[expert[order[i]] - first] : i;
-      const bool has_row = padded ? place < (expert[order[i]] + 1) * capacity : place < expanded_x.size(0);
+      const int64_t place =
+          padded ? expert[order[i]] * capacity + i - starts[expert[order[i]] - first] : i;
+      const bool has_row =
+          padded ? place < (expert[order[i]] + 1) * capacity : place < expanded_x.size(0);
       if (has_row) to.push_back(place), from.push_back(order[i]);
       if (has_row || !padded) row[order[i]] = place;
     }
@@ -230,12 +258,15 @@ struct Routing {
       if (scale_out) scale_out->zero_();
     }
     if (to.empty()) return;
-    const auto places = at::tensor(to, at::kLong), sources = at::tensor(from, at::kLong), of_token = sources.floor_divide(k);
+    const auto places = at::tensor(to, at::kLong), sources = at::tensor(from, at::kLong),
+               of_token = sources.floor_divide(k);
     const auto rows = x.index_select(0, of_token);
     const auto out = expanded_x.view({-1, expanded_x.size(-1)});
     if (quant_mode == -1) {
       padded ? out.index_copy_(0, places, rows) : out.narrow(0, 0, places.numel()).copy_(rows);
-      if (scale && scale_out) scale_out->view({-1}).index_copy_(0, places, scale->reshape({-1}).index_select(0, of_token));
+      if (scale && scale_out)
+        scale_out->view({-1}).index_copy_(
+            0, places, scale->reshape({-1}).index_select(0, of_token));
       return;
     }
     auto values = rows.to(at::kFloat);
@@ -244,8 +275,10 @@ struct Routing {
       store_rounded(values * scale->to(at::kFloat) + offset->to(at::kFloat), rounded, false);
     } else {
       if (scale)
-        values = values *
-                 (scale->size(0) == 1 ? *scale : scale->index_select(0, keys.index_select(0, sources) - first)).to(at::kFloat);
+        values = values * (scale->size(0) == 1
+                                  ? *scale
+                                  : scale->index_select(0, keys.index_select(0, sources) - first))
+                              .to(at::kFloat);
       const auto steps = at::empty({places.numel()}, at::kFloat);
       quantize_rows(values, rounded, steps, quant_mode == 13);
       if (scale_out) scale_out->view({-1}).index_copy_(0, places, steps);
@@ -260,34 +293,40 @@ struct Routing {
     }
     const auto used = at::nonzero(of_expert > 0).view(-1);
     tokens.zero_();
-    tokens.narrow(0, 0, used.numel()).copy_(at::stack({used + first, of_expert.index_select(0, used)}, 1));
+    tokens.narrow(0, 0, used.numel())
+        .copy_(at::stack({used + first, of_expert.index_select(0, used)}, 1));
   }
 };
 
 }  // namespace
 
 CHECKED(aclnnMoeInitRoutingV3,
-    (Tensor x, Tensor expert_idx, Opt<Tensor> scale, Opt<Tensor> offset, int64_t active, int64_t capacity, int64_t experts,
-        int64_t padded, int64_t count_kind, bool count, int64_t quant_mode, Ints range, int64_t scatter, Tensor expanded_x,
-        Tensor row_idx, Tensor tokens, Opt<Tensor> scale_out),
+    (Tensor x, Tensor expert_idx, Opt<Tensor> scale, Opt<Tensor> offset, int64_t active,
+        int64_t capacity, int64_t experts, int64_t padded, int64_t count_kind, bool count,
+        int64_t quant_mode, Ints range, int64_t scatter, Tensor expanded_x, Tensor row_idx,
+        Tensor tokens, Opt<Tensor> scale_out),
     {
       chips({"Ascend910B", "Ascend910_93", "Ascend950"});
-      one_of("x", x, quant_mode == -1 ? DTypes{at::kFloat, at::kHalf, at::kBFloat16, at::kChar} : kFloating);
+      one_of("x", x,
+          quant_mode == -1 ? DTypes{at::kFloat, at::kHalf, at::kBFloat16, at::kChar} : kFloating);
       one_of("expert_idx", expert_idx, {at::kInt});
-      check(expert_idx.size(0) == x.size(0), kOpParam, "expert_idx has ", expert_idx.size(0), " rows and x ", x.size(0));
+      check(expert_idx.size(0) == x.size(0), kOpParam, "expert_idx has ", expert_idx.size(0),
+          " rows and x ", x.size(0));
       one_of("drop_pad_mode", padded, {int64_t{0}, int64_t{1}});
       one_of("row_idx_type", scatter, {int64_t{0}, int64_t{1}});
       one_of("quant_mode", quant_mode,
-          {int64_t{-1}, int64_t{0}, int64_t{1}, int64_t{13}});  // others: float8 and float4, on Ascend950
+          {int64_t{-1}, int64_t{0}, int64_t{1},
+              int64_t{13}});  // others: float8 and float4, on Ascend950
       within("expert_tokens_num_type", count_kind, int64_t{0}, int64_t{2});
       within("expert_num", experts, int64_t{1}, int64_t{count_kind == 2 ? 5120 : 10240});
       check(active >= -1, kOpParam, "active_num is ", active, "; allowed: -1 or more");
-      check(range.size() == 2 && range[0] >= 0 && range[0] < range[1] && range[1] <= experts, kOpParam,
-          "active_expert_range is [", listed(range), "); it must lie within [0, ", experts, ")");
+      check(range.size() == 2 && range[0] >= 0 && range[0] < range[1] && range[1] <= experts,
+          kOpParam, "active_expert_range is [", listed(range), "); it must lie within [0, ",
+          experts, ")");
       // "入参校验大于0小于NUM_ROWS" (op-plugin's page of npu_moe_init_routing_v2).
       if (padded)
-        check(capacity > 0 && capacity < x.size(0), kOpParam, "expert_capacity is ", capacity, "; allowed: above 0 and below ",
-            x.size(0), ", the rows of x");
+        check(capacity > 0 && capacity < x.size(0), kOpParam, "expert_capacity is ", capacity,
+            "; allowed: above 0 and below ", x.size(0), ", the rows of x");
       if (quant_mode == 0) {
         check(scale && offset, kOpParam, "quant_mode 0 needs scale and offset");
         shape("scale", *scale, {1});
@@ -296,46 +335,58 @@ CHECKED(aclnnMoeInitRoutingV3,
       }
       if (scale) one_of("scale", *scale, {at::kFloat});
       if (scale && quant_mode == -1)
-        check(scale->numel() == x.size(0), kOpParam, "scale has shape ", scale->sizes(), "; one for each of ", x.size(0),
-            " rows is needed");
+        check(scale->numel() == x.size(0), kOpParam, "scale has shape ", scale->sizes(),
+            "; one for each of ", x.size(0), " rows is needed");
       if (scale && quant_mode > 0)
-        check(scale->dim() == 2 && scale->size(1) == x.size(1) && (scale->size(0) == 1 || scale->size(0) == range[1] - range[0]),
-            kOpParam, "scale has shape ", scale->sizes(), "; allowed: [1, ", x.size(1), "] and [", range[1] - range[0], ", ",
-            x.size(1), "]");
-      const Routing routing{capacity, experts, padded, range[0], range[1], scatter, quant_mode, count_kind, count};
-      COMPUTE { routing.run(x, expert_idx, scale, offset, expanded_x, row_idx, tokens, scale_out); };
+        check(scale->dim() == 2 && scale->size(1) == x.size(1) &&
+                  (scale->size(0) == 1 || scale->size(0) == range[1] - range[0]),
+            kOpParam, "scale has shape ", scale->sizes(), "; allowed: [1, ", x.size(1), "] and [",
+            range[1] - range[0], ", ", x.size(1), "]");
+      const Routing routing{
+          capacity, experts, padded, range[0], range[1], scatter, quant_mode, count_kind, count};
+      COMPUTE {
+        routing.run(x, expert_idx, scale, offset, expanded_x, row_idx, tokens, scale_out);
+      };
     })
 
 // Called by npu_moe_init_routing_v2 on Ascend310P; count flag: 1 cumulative, 2 counts.
 CHECKED(aclnnMoeInitRoutingV2,
-    (Tensor x, Tensor expert_idx, int64_t, int64_t capacity, int64_t experts, int64_t padded, int64_t count_flag, bool,
-        Tensor expanded_x, Tensor row_idx, Opt<Tensor> tokens, Opt<Tensor>),
+    (Tensor x, Tensor expert_idx, int64_t, int64_t capacity, int64_t experts, int64_t padded,
+        int64_t count_flag, bool, Tensor expanded_x, Tensor row_idx, Opt<Tensor> tokens,
+        Opt<Tensor>),
     {
       one_of("x", x, kFloating);
       one_of("expert_idx", expert_idx, {at::kInt});
       one_of("drop_pad_mode", padded, {int64_t{0}});
-      const Routing routing{capacity, experts, padded, 0, experts, 0, -1, count_flag == 1 ? 0 : 1, count_flag > 0};
-      COMPUTE { routing.run(x, expert_idx, {}, {}, expanded_x, row_idx, tokens.value_or(Tensor()), {}); };
+      const Routing routing{
+          capacity, experts, padded, 0, experts, 0, -1, count_flag == 1 ? 0 : 1, count_flag > 0};
+      COMPUTE {
+        routing.run(x, expert_idx, {}, {}, expanded_x, row_idx, tokens.value_or(Tensor()), {});
+      };
     })
 
-// npu_moe_init_routing_quant: quant_mode 0: static, 1: dynamic per row; counts: cumulative (1) or not (2) without padding, before
-// the capacity limit with padding (op-plugin's MoeInitRoutingQuantKernelNpuOpApi.cpp).
+// npu_moe_init_routing_quant: quant_mode 0: static, 1: dynamic per row; counts: cumulative (1) or
+// not (2) without padding, before the capacity limit with padding (op-plugin's
+// MoeInitRoutingQuantKernelNpuOpApi.cpp).
 CHECKED(aclnnMoeInitRoutingQuantV2,
-    (Tensor x, Tensor expert_idx, Opt<Tensor> scale, Opt<Tensor> offset, int64_t, int64_t capacity, int64_t experts,
-        int64_t padded, int64_t count_flag, bool before, int64_t quant_mode, Tensor expanded_x, Tensor row_idx,
-        Opt<Tensor> tokens, Opt<Tensor> before_capacity, Opt<Tensor> scale_out),
+    (Tensor x, Tensor expert_idx, Opt<Tensor> scale, Opt<Tensor> offset, int64_t, int64_t capacity,
+        int64_t experts, int64_t padded, int64_t count_flag, bool before, int64_t quant_mode,
+        Tensor expanded_x, Tensor row_idx, Opt<Tensor> tokens, Opt<Tensor> before_capacity,
+        Opt<Tensor> scale_out),
     {
       one_of("x", x, kFloating);
       one_of("expert_idx", expert_idx, {at::kInt});
       if (quant_mode == 0) check(scale && offset, kOpParam, "quant_mode 0 needs scale and offset");
       if (padded)
-        check(capacity > 0 && capacity <= x.size(0), kOpParam, "expert_capacity is ", capacity, "; allowed: 1 to ", x.size(0),
-            ", the rows of x");
-      const Routing routing{
-          capacity, experts, padded, 0, experts, 0, quant_mode, count_flag == 1 ? 0 : 1, !padded && count_flag > 0};
+        check(capacity > 0 && capacity <= x.size(0), kOpParam, "expert_capacity is ", capacity,
+            "; allowed: 1 to ", x.size(0), ", the rows of x");
+      const Routing routing{capacity, experts, padded, 0, experts, 0, quant_mode,
+          count_flag == 1 ? 0 : 1, !padded && count_flag > 0};
       COMPUTE {
-        routing.run(x, expert_idx, scale, offset, expanded_x, row_idx, tokens.value_or(Tensor()), scale_out);
-        if (padded && before && before_capacity) before_capacity->copy_(at::bincount(expert_idx.reshape({-1}), {}, experts));
+        routing.run(x, expert_idx, scale, offset, expanded_x, row_idx, tokens.value_or(Tensor()),
+            scale_out);
+        if (padded && before && before_capacity)
+          before_capacity->copy_(at::bincount(expert_idx.reshape({-1}), {}, experts));
       };
     })
 
@@ -346,14 +397,17 @@ CHECKED(aclnnMoeComputeExpertTokens, (Tensor sorted, int64_t experts, Tensor out
   check(sorted.numel() < (1 << 24), kOpParam, "sorted_expert_for_source_row has ", sorted.numel(),
       " elements; fewer than 2^24 are allowed");
   within("num_expert", experts, int64_t{1}, int64_t{2048});
-  COMPUTE { out.copy_(at::searchsorted(sorted, at::arange(experts, at::kInt), false, /*right=*/true)); };
+  COMPUTE {
+    out.copy_(at::searchsorted(sorted, at::arange(experts, at::kInt), false, /*right=*/true));
+  };
 })
 
-// Reorders rows from [rank][expert] to [expert][rank], with the index into the input for each output row. The other index and
-// cumulative counts are "当前只支持为0" and "当前只支持为1" (op-plugin's page of npu_moe_re_routing).
+// Reorders rows from [rank][expert] to [expert][rank], with the index into the input for each
+// output row. The other index and cumulative counts are "当前只支持为0" and "当前只支持为1"
+// (op-plugin's page of npu_moe_re_routing).
 CHECKED(aclnnMoeReRouting,
-    (Tensor tokens, Tensor counts, Opt<Tensor> scales, int64_t count_type, int64_t idx_type, Tensor tokens_out, Tensor scales_out,
-        Tensor idx_out, Tensor count_out),
+    (Tensor tokens, Tensor counts, Opt<Tensor> scales, int64_t count_type, int64_t idx_type,
+        Tensor tokens_out, Tensor scales_out, Tensor idx_out, Tensor count_out),
     {
       chips({"Ascend910B", "Ascend910_93", "Ascend950"});
       one_of("tokens", tokens, {at::kHalf, at::kBFloat16, at::kChar});
@@ -370,9 +424,11 @@ CHECKED(aclnnMoeReRouting,
       COMPUTE {
         const auto counts64 = counts.to(at::kLong).contiguous();
         const auto flat = counts64.view(-1), starts = flat.cumsum(0) - flat;
-        const auto length = counts64.t().reshape(-1), start = starts.view(counts64.sizes()).t().reshape(-1);
+        const auto length = counts64.t().reshape(-1),
+                   start = starts.view(counts64.sizes()).t().reshape(-1);
         const int64_t rows = length.sum().item<int64_t>();
-        check(rows <= tokens.size(0), kOpParam, "expert_token_num_per_rank counts ", rows, " tokens; there are ", tokens.size(0));
+        check(rows <= tokens.size(0), kOpParam, "expert_token_num_per_rank counts ", rows,
+            " tokens; there are ", tokens.size(0));
         const auto begins = length.cumsum(0) - length;
         const auto from = at::arange(rows) + (start - begins).repeat_interleave(length);
         tokens_out.narrow(0, 0, rows).copy_(tokens.index_select(0, from));

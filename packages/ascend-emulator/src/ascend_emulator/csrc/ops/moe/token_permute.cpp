@@ -1,5 +1,6 @@
-// Token permutation by expert and its inverse, with gradients. Semantics and limits: torch_npu's documentation of
-// npu_moe_token_permute, npu_moe_token_unpermute, npu_moe_token_permute_with_routing_map and npu_moe_finalize_routing
+// Token permutation by expert and its inverse, with gradients. Semantics and limits: torch_npu's
+// documentation of npu_moe_token_permute, npu_moe_token_unpermute,
+// npu_moe_token_permute_with_routing_map and npu_moe_finalize_routing
 // (torch_npu/_op_plugin_docs.py, BSD), and op-plugin's tests.
 #include <ATen/Parallel.h>
 
@@ -25,87 +26,106 @@ void check_rows(const char* name, const Tensor& index, int64_t least, int64_t en
   if (!index.numel()) return;
   const auto [low, high] = at::aminmax(index);
   const int64_t from = low.item<int64_t>(), to = high.item<int64_t>();
-  check(from >= least && to < end, kOpParam, name, " has values from ", from, " to ", to, "; allowed: ", least, " to ", end - 1);
+  check(from >= least && to < end, kOpParam, name, " has values from ", from, " to ", to,
+      "; allowed: ", least, " to ", end - 1);
 }
 
-// sums[token] += weights[token][i] * rows[places[token][i]] for each of k places; none for places behind the last row.
+// sums[token] += weights[token][i] * rows[places[token][i]] for each of k places; none for places
+// behind the last row.
 template <class T>
-void add_rows(const T* rows, int64_t count, const int32_t* places, const float* weights, int64_t k, const Tensor& sums) {
+void add_rows(const T* rows, int64_t count, const int32_t* places, const float* weights, int64_t k,
+    const Tensor& sums) {
   const int64_t columns = sums.size(1);
   float* const out = sums.mutable_data_ptr<float>();
-  at::parallel_for(
-      0, sums.size(0), std::max<int64_t>(1, 65536 / std::max<int64_t>(1, k * columns)), [&](int64_t from, int64_t to) {
+  at::parallel_for(0, sums.size(0), std::max<int64_t>(1, 65536 / std::max<int64_t>(1, k * columns)),
+      [&](int64_t from, int64_t to) {
         vectorized([&] {
           for (int64_t i = from * k; i < to * k; ++i) {
             if (places[i] >= count) continue;
             const T* const row = rows + places[i] * columns;
             float* const sum = out + i / k * columns;
             const float weight = weights ? weights[i] : 1.0f;
-            for (int64_t column = 0; column < columns; ++column) sum[column] += weight * widened(row[column]);
+            for (int64_t column = 0; column < columns; ++column)
+              sum[column] += weight * widened(row[column]);
           }
         });
       });
 }
 
-void check_no_padding(bool padded) { check(!padded, kOpParam, "padded_mode is true; only false is allowed"); }
+void check_no_padding(bool padded) {
+  check(!padded, kOpParam, "padded_mode is true; only false is allowed");
+}
 
 }  // namespace
 
-CHECKED(aclnnMoeTokenPermute, (Tensor tokens, Tensor indices, int64_t, bool padded, Tensor permuted, Tensor sorted_indices), {
-  one_of("tokens", tokens, kFloating);
-  one_of("indices", indices, kIndices);
-  rank("tokens", tokens, 2);
-  rank("indices", indices, 1, 2);
-  check(indices.size(0) == tokens.size(0), kOpParam, "indices has ", indices.size(0), " rows and tokens ", tokens.size(0));
-  check(indices.dim() == 1 || indices.size(1) <= 512, kOpParam, "indices has ", indices.size(-1),
-      " experts a token; at most 512 are allowed");
-  check_no_padding(padded);
-  COMPUTE {
-    const int64_t k = indices.dim() == 1 ? 1 : indices.size(1);
-    const auto order = at::argsort(indices.reshape({-1}), true, 0, false);
-    permuted.copy_(tokens.index_select(0, order.narrow(0, 0, permuted.size(0)).floor_divide(k)));
-    sorted_indices.scatter_(0, order, at::arange(order.numel(), at::kInt));
-  };
-})
+CHECKED(aclnnMoeTokenPermute,
+    (Tensor tokens, Tensor indices, int64_t, bool padded, Tensor permuted, Tensor sorted_indices), {
+      one_of("tokens", tokens, kFloating);
+      one_of("indices", indices, kIndices);
+      rank("tokens", tokens, 2);
+      rank("indices", indices, 1, 2);
+      check(indices.size(0) == tokens.size(0), kOpParam, "indices has ", indices.size(0),
+          " rows and tokens ", tokens.size(0));
+      check(indices.dim() == 1 || indices.size(1) <= 512, kOpParam, "indices has ",
+          indices.size(-1), " experts a token; at most 512 are allowed");
+      check_no_padding(padded);
+      COMPUTE {
+        const int64_t k = indices.dim() == 1 ? 1 : indices.size(1);
+        const auto order = at::argsort(indices.reshape({-1}), true, 0, false);
+        permuted.copy_(
+            tokens.index_select(0, order.narrow(0, 0, permuted.size(0)).floor_divide(k)));
+        sorted_indices.scatter_(0, order, at::arange(order.numel(), at::kInt));
+      };
+    })
 
-CHECKED(aclnnMoeTokenPermuteGrad, (Tensor grad, Tensor sorted_indices, int64_t k, bool padded, Tensor out), {
-  one_of("grad_permuted_tokens", grad, kFloating);
-  one_of("sorted_indices", sorted_indices, {at::kInt});
-  check_no_padding(padded);
-  COMPUTE { out.copy_(rows_or_zeros(grad, sorted_indices).view({-1, k, grad.size(1)}).sum(1)); };
-})
+CHECKED(aclnnMoeTokenPermuteGrad,
+    (Tensor grad, Tensor sorted_indices, int64_t k, bool padded, Tensor out), {
+      one_of("grad_permuted_tokens", grad, kFloating);
+      one_of("sorted_indices", sorted_indices, {at::kInt});
+      check_no_padding(padded);
+      COMPUTE {
+        out.copy_(rows_or_zeros(grad, sorted_indices).view({-1, k, grad.size(1)}).sum(1));
+      };
+    })
 
-CHECKED(aclnnMoeTokenUnpermute, (Tensor permuted, Tensor sorted_indices, Opt<Tensor> probs, bool padded, Opt<Ints>, Tensor out), {
-  one_of("permuted_tokens", permuted, kFloating);
-  one_of("sorted_indices", sorted_indices, {at::kInt});
-  rank("permuted_tokens", permuted, 2);
-  rank("sorted_indices", sorted_indices, 1);
-  check_no_padding(padded);
-  if (probs) {
-    one_of("probs", *probs, kFloating);
-    rank("probs", *probs, 2);
-    check(probs->numel() == sorted_indices.numel() && probs->size(1) <= 512, kOpParam, "probs has shape ", probs->sizes(), "; ",
-        sorted_indices.numel(), " elements and at most 512 columns are allowed");
-  }
-  COMPUTE {
-    const int64_t k = probs ? probs->size(1) : 1;
-    // "取值范围是[0, tokens_num * topK_num - 1]，且没有重复索引"; indices behind the last row are dropped tokens'. That none is
-    // there twice is for the gradient alone: vllm-ascend, on NPUs, gives all rows of other ranks' experts the index 1.
-    check_rows("sorted_indices", sorted_indices, 0, sorted_indices.numel());
-    const auto places = sorted_indices.contiguous();
-    const auto* const place = places.const_data_ptr<int32_t>();
-    const auto rows = permuted.contiguous(), weights = probs ? probs->to(at::kFloat).contiguous() : Tensor();
-    const auto sums = at::zeros(out.sizes(), at::kFloat);
-    AT_DISPATCH_FLOATING_TYPES_AND2(at::kHalf, at::kBFloat16, rows.scalar_type(), "unpermute", [&] {
-      add_rows(rows.const_data_ptr<scalar_t>(), rows.size(0), place, probs ? weights.const_data_ptr<float>() : nullptr, k, sums);
-    });
-    out.copy_(sums);
-  };
-})
+CHECKED(aclnnMoeTokenUnpermute,
+    (Tensor permuted, Tensor sorted_indices, Opt<Tensor> probs, bool padded, Opt<Ints>, Tensor out),
+    {
+      one_of("permuted_tokens", permuted, kFloating);
+      one_of("sorted_indices", sorted_indices, {at::kInt});
+      rank("permuted_tokens", permuted, 2);
+      rank("sorted_indices", sorted_indices, 1);
+      check_no_padding(padded);
+      if (probs) {
+        one_of("probs", *probs, kFloating);
+        rank("probs", *probs, 2);
+        check(probs->numel() == sorted_indices.numel() && probs->size(1) <= 512, kOpParam,
+            "probs has shape ", probs->sizes(), "; ", sorted_indices.numel(),
+            " elements and at most 512 columns are allowed");
+      }
+      COMPUTE {
+        const int64_t k = probs ? probs->size(1) : 1;
+        // "取值范围是[0, tokens_num * topK_num - 1]，且没有重复索引"; indices behind the last row
+        // are dropped tokens'. That none is there twice is for the gradient alone: vllm-ascend, on
+        // NPUs, gives all rows of other ranks' experts the index 1.
+        check_rows("sorted_indices", sorted_indices, 0, sorted_indices.numel());
+        const auto places = sorted_indices.contiguous();
+        const auto* const place = places.const_data_ptr<int32_t>();
+        const auto rows = permuted.contiguous(),
+                   weights = probs ? probs->to(at::kFloat).contiguous() : Tensor();
+        const auto sums = at::zeros(out.sizes(), at::kFloat);
+        AT_DISPATCH_FLOATING_TYPES_AND2(
+            at::kHalf, at::kBFloat16, rows.scalar_type(), "unpermute", [&] {
+              add_rows(rows.const_data_ptr<scalar_t>(), rows.size(0), place,
+                  probs ? weights.const_data_ptr<float>() : nullptr, k, sums);
+            });
+        out.copy_(sums);
+      };
+    })
 
 CHECKED(aclnnMoeTokenUnpermuteGrad,
-    (Opt<Tensor> permuted, Tensor grad, Tensor sorted_indices, Opt<Tensor> probs, bool padded, Opt<Ints>, Tensor out,
-        Opt<Tensor> probs_out),
+    (Opt<Tensor> permuted, Tensor grad, Tensor sorted_indices, Opt<Tensor> probs, bool padded,
+        Opt<Ints>, Tensor out, Opt<Tensor> probs_out),
     {
       one_of("grad_unpermuted_tokens", grad, kFloating);
       one_of("sorted_indices", sorted_indices, {at::kInt});
@@ -120,10 +140,12 @@ CHECKED(aclnnMoeTokenUnpermuteGrad,
         const auto index = sorted_indices.to(at::kLong);
         const auto kept = at::nonzero(index < out.size(0)).view(-1);
         out.copy_(at::zeros(out.sizes(), at::kFloat)
-                .index_copy_(0, index.index_select(0, kept), spread.reshape({-1, grad.size(1)}).index_select(0, kept)));
+                .index_copy_(0, index.index_select(0, kept),
+                    spread.reshape({-1, grad.size(1)}).index_select(0, kept)));
         if (probs && probs_out)
-          probs_out->copy_(
-              (rows_or_zeros(*permuted, index).view({-1, k, grad.size(1)}) * grad.to(at::kFloat).unsqueeze(1)).sum(-1));
+          probs_out->copy_((rows_or_zeros(*permuted, index).view({-1, k, grad.size(1)}) *
+                            grad.to(at::kFloat).unsqueeze(1))
+                  .sum(-1));
       };
     })
 
@@ -133,19 +155,19 @@ void both_or_second(const Opt<Tensor>& skip1, const Opt<Tensor>& skip2) {
   check(skip2 || !skip1, kOpParam, "skip1 is given without skip2");
 }
 
-// out = skip1 + skip2 + sum over k of scales (rows[place] + bias[expert]). Rows are indexed by [k, tokens] in drop_pad_mode 0 and
-// 1, [tokens, k] in 2 and 3.
-Computation finalize_routing(const Tensor& rows, const Tensor& places, const Opt<Tensor>& skip1, const Opt<Tensor>& skip2,
-    const Opt<Tensor>& bias, const Opt<Tensor>& scales, const Opt<Tensor>& experts, int64_t mode, int64_t k_given,
-    const Tensor& out) {
+// out = skip1 + skip2 + sum over k of scales (rows[place] + bias[expert]). Rows are indexed by [k,
+// tokens] in drop_pad_mode 0 and 1, [tokens, k] in 2 and 3.
+Computation finalize_routing(const Tensor& rows, const Tensor& places, const Opt<Tensor>& skip1,
+    const Opt<Tensor>& skip2, const Opt<Tensor>& bias, const Opt<Tensor>& scales,
+    const Opt<Tensor>& experts, int64_t mode, int64_t k_given, const Tensor& out) {
   one_of("expanded_permuted_rows", rows, kFloating);
   one_of("expanded_src_to_dst_row", places, {at::kInt});
   rank("expanded_src_to_dst_row", places, 1);
   within("drop_pad_mode", mode, int64_t{0}, int64_t{3});
   rank("expanded_permuted_rows", rows, mode % 2 ? 3 : 2);
   const int64_t k = scales ? scales->size(1) : std::max<int64_t>(k_given, 1);
-  check(places.numel() == out.size(0) * k, kOpParam, "expanded_src_to_dst_row has ", places.numel(), " elements; ", out.size(0),
-      " rows by ", k, " are needed");
+  check(places.numel() == out.size(0) * k, kOpParam, "expanded_src_to_dst_row has ", places.numel(),
+      " elements; ", out.size(0), " rows by ", k, " are needed");
   if (skip1) {
     same_dtype("skip1", *skip1, "expanded_permuted_rows", rows);
     shape("skip1", *skip1, out.sizes());
@@ -159,22 +181,28 @@ Computation finalize_routing(const Tensor& rows, const Tensor& places, const Opt
     shape("scales", *scales, {out.size(0), k});
   }
   same_dtype("out", out, "expanded_permuted_rows", rows);
-  check(out.size(1) == rows.size(-1), kOpParam, "out has ", out.size(1), " columns and expanded_permuted_rows ", rows.size(-1));
+  check(out.size(1) == rows.size(-1), kOpParam, "out has ", out.size(1),
+      " columns and expanded_permuted_rows ", rows.size(-1));
   if (bias) {
     check(experts.has_value(), kOpParam, "bias needs export_for_source_row");
     same_dtype("bias", *bias, "expanded_permuted_rows", rows);
     rank("bias", *bias, 2);
     one_of("export_for_source_row", *experts, {at::kInt});
     shape("export_for_source_row", *experts, {out.size(0), k});
-    check(bias->size(1) == out.size(1), kOpParam, "bias has ", bias->size(1), " columns and out ", out.size(1));
+    check(bias->size(1) == out.size(1), kOpParam, "bias has ", bias->size(1), " columns and out ",
+        out.size(1));
   }
   COMPUTE {
     const int64_t tokens = out.size(0), columns = out.size(1);
     // Dropped rows are -1 "drop_pad_mode参数为1或3时" only.
-    check_rows("expanded_src_to_dst_row", places, mode % 2 ? -1 : 0, mode % 2 ? rows.size(0) * rows.size(1) : places.numel());
+    check_rows("expanded_src_to_dst_row", places, mode % 2 ? -1 : 0,
+        mode % 2 ? rows.size(0) * rows.size(1) : places.numel());
     const auto index = mode < 2 ? places.view({k, tokens}).t() : places.view({tokens, k});
     auto values = rows_or_zeros(rows.reshape({-1, columns}), index).view({tokens, k, columns});
-    if (bias) values = values + bias->to(at::kFloat).index_select(0, experts->reshape({-1}).to(at::kLong)).view(values.sizes());
+    if (bias)
+      values = values + bias->to(at::kFloat)
+                            .index_select(0, experts->reshape({-1}).to(at::kLong))
+                            .view(values.sizes());
     if (scales) values = values * scales->to(at::kFloat).unsqueeze(-1);
     auto total = values.sum(1);
     if (skip1) total = total + skip1->to(at::kFloat);
@@ -185,45 +213,49 @@ Computation finalize_routing(const Tensor& rows, const Tensor& places, const Opt
 }  // namespace
 
 CHECKED(aclnnMoeFinalizeRouting,
-    (Tensor rows, Tensor skip1, Opt<Tensor> skip2, Opt<Tensor> bias, Opt<Tensor> scales, Tensor places, Opt<Tensor> experts,
-        Tensor out),
+    (Tensor rows, Tensor skip1, Opt<Tensor> skip2, Opt<Tensor> bias, Opt<Tensor> scales,
+        Tensor places, Opt<Tensor> experts, Tensor out),
     { return finalize_routing(rows, places, skip1, skip2, bias, scales, experts, 0, 1, out); })
 CHECKED(aclnnMoeFinalizeRoutingV2,
-    (Tensor rows, Tensor places, Opt<Tensor> skip1, Opt<Tensor> skip2, Opt<Tensor> bias, Opt<Tensor> scales, Opt<Tensor> experts,
-        int64_t mode, Tensor out),
+    (Tensor rows, Tensor places, Opt<Tensor> skip1, Opt<Tensor> skip2, Opt<Tensor> bias,
+        Opt<Tensor> scales, Opt<Tensor> experts, int64_t mode, Tensor out),
     {
       both_or_second(skip1, skip2);
       return finalize_routing(rows, places, skip1, skip2, bias, scales, experts, mode, 1, out);
     })
 CHECKED(aclnnMoeFinalizeRoutingV4,
-    (Tensor rows, Tensor places, Opt<Tensor> skip1, Opt<Tensor> skip2, Opt<Tensor> bias, Opt<Tensor> scales, Opt<Tensor> experts,
-        Opt<Tensor>, Opt<Tensor>, Opt<Tensor>, Opt<Tensor>, int64_t mode, Opt<Ints>, Opt<Ints>, Opt<Ints>, int64_t k_given,
-        Tensor out),
+    (Tensor rows, Tensor places, Opt<Tensor> skip1, Opt<Tensor> skip2, Opt<Tensor> bias,
+        Opt<Tensor> scales, Opt<Tensor> experts, Opt<Tensor>, Opt<Tensor>, Opt<Tensor>, Opt<Tensor>,
+        int64_t mode, Opt<Ints>, Opt<Ints>, Opt<Ints>, int64_t k_given, Tensor out),
     {
       both_or_second(skip1, skip2);
-      return finalize_routing(rows, places, skip1, skip2, bias, scales, experts, mode, k_given, out);
+      return finalize_routing(
+          rows, places, skip1, skip2, bias, scales, experts, mode, k_given, out);
     })
 
 namespace {
 
-// Token of each row, ordered by expert, from a [tokens, experts] map. Padded: the first `capacity` tokens of each expert, mapped
-// tokens first.
+// Token of each row, ordered by expert, from a [tokens, experts] map. Padded: the first `capacity`
+// tokens of each expert, mapped tokens first.
 Tensor tokens_by_expert(const Tensor& map, bool padded, int64_t rows) {
   const auto by_expert = map.to(at::kBool).t();
   if (!padded) return at::nonzero(by_expert).select(1, 1).narrow(0, 0, rows);
-  return at::argsort(by_expert.to(at::kByte), true, -1, true).narrow(1, 0, rows / map.size(1)).reshape(-1);
+  return at::argsort(by_expert.to(at::kByte), true, -1, true)
+      .narrow(1, 0, rows / map.size(1))
+      .reshape(-1);
 }
 
 }  // namespace
 
 CHECKED(aclnnMoeTokenPermuteWithRoutingMap,
-    (Tensor tokens, Tensor map, Opt<Tensor> probs, int64_t, bool padded, Tensor out, Opt<Tensor> probs_out,
-        Tensor sorted_indices),
+    (Tensor tokens, Tensor map, Opt<Tensor> probs, int64_t, bool padded, Tensor out,
+        Opt<Tensor> probs_out, Tensor sorted_indices),
     {
       one_of("tokens", tokens, kFloating);
       one_of("routing_map", map, {at::kBool, at::kChar});
       rank("routing_map", map, 2);
-      check(map.size(0) == tokens.size(0), kOpParam, "routing_map has ", map.size(0), " rows and tokens ", tokens.size(0));
+      check(map.size(0) == tokens.size(0), kOpParam, "routing_map has ", map.size(0),
+          " rows and tokens ", tokens.size(0));
       if (probs) shape("probs", *probs, map.sizes());
       COMPUTE {
         const int64_t rows = out.size(0);
@@ -232,20 +264,22 @@ CHECKED(aclnnMoeTokenPermuteWithRoutingMap,
         sorted_indices.copy_(padded ? from : at::argsort(from, true, 0, false));
         if (!probs || !probs_out) return;
         const auto by_expert = probs->t();
-        probs_out->copy_(padded ? by_expert.gather(1, from.view({map.size(1), -1})).reshape(-1)
-                                : by_expert.masked_select(map.to(at::kBool).t()).narrow(0, 0, rows));
+        probs_out->copy_(padded
+                             ? by_expert.gather(1, from.view({map.size(1), -1})).reshape(-1)
+                             : by_expert.masked_select(map.to(at::kBool).t()).narrow(0, 0, rows));
       };
     })
 
 CHECKED(aclnnMoeTokenPermuteWithRoutingMapGrad,
-    (Tensor grad, Opt<Tensor> probs_grad, Tensor sorted_indices, Tensor map, int64_t experts, int64_t tokens, bool padded,
-        Tensor out, Opt<Tensor> probs_out),
+    (Tensor grad, Opt<Tensor> probs_grad, Tensor sorted_indices, Tensor map, int64_t experts,
+        int64_t tokens, bool padded, Tensor out, Opt<Tensor> probs_out),
     {
       one_of("permuted_token_out_grad", grad, kFloating);
       COMPUTE {
         const auto index = sorted_indices.to(at::kLong);
         const auto from = padded ? index : tokens_by_expert(map, false, index.numel());
-        out.copy_(at::zeros({tokens, grad.size(1)}, at::kFloat).index_add_(0, from, grad.to(at::kFloat)));
+        out.copy_(
+            at::zeros({tokens, grad.size(1)}, at::kFloat).index_add_(0, from, grad.to(at::kFloat)));
         if (!probs_grad || !probs_out) return;
         auto by_expert = at::zeros({experts, tokens}, probs_grad->options());
         if (padded)
@@ -258,8 +292,9 @@ CHECKED(aclnnMoeTokenPermuteWithRoutingMapGrad,
 
 namespace {
 
-// Slots of a routing map's tokens: the row of the permuted tokens, the token, and the flat index of its probability in
-// [tokens, experts]. Not padded: in the order of the tokens; padded: of the rows' tokens.
+// Slots of a routing map's tokens: the row of the permuted tokens, the token, and the flat index of
+// its probability in [tokens, experts]. Not padded: in the order of the tokens; padded: of the
+// rows' tokens.
 struct MapSlots {
   Tensor row, token, place;
 };
@@ -277,20 +312,22 @@ MapSlots slots_of(const Tensor& map, const Tensor& sorted_indices, bool padded) 
   }
   check_rows("sorted_indices", sorted_indices, 0, rows);
   const auto place = at::nonzero(map.to(at::kBool).reshape({-1})).view(-1);
-  check(place.numel() == rows, kOpParam, "routing_map has ", place.numel(), " entries and sorted_indices ", rows);
+  check(place.numel() == rows, kOpParam, "routing_map has ", place.numel(),
+      " entries and sorted_indices ", rows);
   return {index, place.floor_divide(experts), place};
 }
 
-void check_map(
-    const Opt<Tensor>& map, const Tensor& index, const Opt<Tensor>& probs, bool padded, const Ints& restore, int64_t hidden) {
+void check_map(const Opt<Tensor>& map, const Tensor& index, const Opt<Tensor>& probs, bool padded,
+    const Ints& restore, int64_t hidden) {
   check(map.has_value(), kOpParam, "routing_map is None; it is needed");
   one_of("routing_map", *map, {at::kBool, at::kChar});
   rank("routing_map", *map, 2);
   one_of("sorted_indices", index, {at::kInt});
   rank("sorted_indices", index, 1);
-  check(restore == Ints{map->size(0), hidden}, kOpParam, "restore_shape is ", at::IntArrayRef(restore), "; it must be [",
-      map->size(0), ", ", hidden, "]");
-  if (padded) multiple("the rows of permuted_tokens, with drop_and_pad,", index.numel(), map->size(1));
+  check(restore == Ints{map->size(0), hidden}, kOpParam, "restore_shape is ",
+      at::IntArrayRef(restore), "; it must be [", map->size(0), ", ", hidden, "]");
+  if (padded)
+    multiple("the rows of permuted_tokens, with drop_and_pad,", index.numel(), map->size(1));
   if (probs) {
     one_of("probs", *probs, kFloating);
     shape("probs", *probs, map->sizes());
@@ -299,11 +336,11 @@ void check_map(
 
 }  // namespace
 
-// What op-plugin's test_npu_moe_token_unpermute_with_routing_map.py expects. out_index and permuted_token_id are for the
-// gradient.
+// What op-plugin's test_npu_moe_token_unpermute_with_routing_map.py expects. out_index and
+// permuted_token_id are for the gradient.
 CHECKED(aclnnMoeTokenUnpermuteWithRoutingMap,
-    (Tensor permuted, Tensor sorted_indices, Opt<Tensor> map, Opt<Tensor> probs, bool padded, Ints restore, Tensor out,
-        Tensor out_index, Tensor token_id, Opt<Tensor> permuted_probs),
+    (Tensor permuted, Tensor sorted_indices, Opt<Tensor> map, Opt<Tensor> probs, bool padded,
+        Ints restore, Tensor out, Tensor out_index, Tensor token_id, Opt<Tensor> permuted_probs),
     {
       one_of("permuted_tokens", permuted, kFloating);
       rank("permuted_tokens", permuted, 2);
@@ -317,7 +354,9 @@ CHECKED(aclnnMoeTokenUnpermuteWithRoutingMap,
           const auto weights = probs->reshape({-1}).index_select(0, place);
           rows = rows * weights.to(at::kFloat).unsqueeze(1);
           // With padding in the order of the rows.
-          if (permuted_probs) permuted_probs->copy_(padded ? at::empty_like(weights).index_copy_(0, row, weights) : weights);
+          if (permuted_probs)
+            permuted_probs->copy_(
+                padded ? at::empty_like(weights).index_copy_(0, row, weights) : weights);
         }
         out.copy_(at::zeros(out.sizes(), at::kFloat).index_add_(0, token, rows));
         out_index.copy_(row);
@@ -325,8 +364,8 @@ CHECKED(aclnnMoeTokenUnpermuteWithRoutingMap,
       };
     })
 CHECKED(aclnnMoeTokenUnpermuteWithRoutingMapGrad,
-    (Tensor grad, Tensor out_index, Tensor token_id, Opt<Tensor> map, Opt<Tensor> permuted, Opt<Tensor> probs, bool padded,
-        Ints restore, Tensor out, Opt<Tensor> probs_out),
+    (Tensor grad, Tensor out_index, Tensor token_id, Opt<Tensor> map, Opt<Tensor> permuted,
+        Opt<Tensor> probs, bool padded, Ints restore, Tensor out, Opt<Tensor> probs_out),
     {
       one_of("unpermuted_tokens_grad", grad, kFloating);
       shape("unpermuted_tokens_grad", grad, restore);
@@ -335,12 +374,16 @@ CHECKED(aclnnMoeTokenUnpermuteWithRoutingMapGrad,
       check(!probs || permuted, kOpParam, "permuted_tokens is needed with probs");
       shape("permuted_tokens_grad", out, {out_index.numel(), grad.size(1)});
       COMPUTE {
-        const auto [row, token, place] = padded ? padded_slots(*map, out_index, token_id) : slots_of(*map, out_index, false);
+        const auto [row, token, place] =
+            padded ? padded_slots(*map, out_index, token_id) : slots_of(*map, out_index, false);
         const auto rows = grad.to(at::kFloat).index_select(0, token);
-        const auto weighted = probs ? rows * probs->reshape({-1}).index_select(0, place).to(at::kFloat).unsqueeze(1) : rows;
+        const auto weighted =
+            probs ? rows * probs->reshape({-1}).index_select(0, place).to(at::kFloat).unsqueeze(1)
+                  : rows;
         out.copy_(at::empty(out.sizes(), at::kFloat).index_copy_(0, row, weighted));
         if (!probs || !probs_out) return;
         const auto slopes = (permuted->to(at::kFloat).index_select(0, row) * rows).sum(1);
-        probs_out->copy_(at::zeros({map->numel()}, at::kFloat).index_add_(0, place, slopes).view(map->sizes()));
+        probs_out->copy_(
+            at::zeros({map->numel()}, at::kFloat).index_add_(0, place, slopes).view(map->sizes()));
       };
     })

@@ -3,7 +3,8 @@
 #include "ops/upcast.h"
 
 #define ACTIVATION(NAME, FUNCTION) \
-  SHAPED(aclnn##NAME, (Tensor self, Tensor out), SAME(out, self), { at::FUNCTION##_out(out, self); })
+  SHAPED(                          \
+      aclnn##NAME, (Tensor self, Tensor out), SAME(out, self), { at::FUNCTION##_out(out, self); })
 
 ACTIVATION(Sigmoid, sigmoid)
 ACTIVATION(Silu, silu)
@@ -21,23 +22,27 @@ SHAPED(aclnnRelu, (Tensor self, Tensor out), SAME(out, self), { out.copy_(at::re
 OP(aclnnInplaceRelu, (Tensor self), { self.relu_(); })
 OP(aclnnInplaceSigmoid, (Tensor self), { self.sigmoid_(); })
 OP(aclnnInplaceTanh, (Tensor self), { self.tanh_(); })
-// Tanh approximation (CANN's API reference); torch_npu calls it for both values of gelu's `approximate`.
+// Tanh approximation (CANN's API reference); torch_npu calls it for both values of gelu's
+// `approximate`.
 SHAPED(aclnnGelu, (Tensor self, Tensor out), SAME(out, self), { at::gelu_out(out, self, "tanh"); })
 // 0 none, 1 tanh (op-plugin's GeluOutKernelNpuOpApi.cpp).
 SHAPED(aclnnGeluV2, (Tensor self, int64_t approximate, Tensor out), SAME(out, self),
     { at::gelu_out(out, self, approximate ? "tanh" : "none"); })
 // x * sigmoid(1.702 x): torch_npu's documentation of npu_fast_gelu.
-SHAPED(aclnnFastGelu, (Tensor self, Tensor out), SAME(out, self), { out.copy_(self * at::sigmoid(self * 1.702)); })
-SHAPED(
-    aclnnHardtanh, (Tensor self, Scalar min, Scalar max, Tensor out), SAME(out, self), { at::hardtanh_out(out, self, min, max); })
+SHAPED(aclnnFastGelu, (Tensor self, Tensor out), SAME(out, self),
+    { out.copy_(self * at::sigmoid(self * 1.702)); })
+SHAPED(aclnnHardtanh, (Tensor self, Scalar min, Scalar max, Tensor out), SAME(out, self),
+    { at::hardtanh_out(out, self, min, max); })
 OP(aclnnInplaceHardtanh, (Tensor self, Scalar min, Scalar max), { at::hardtanh_(self, min, max); })
 SHAPED(aclnnSoftplus, (Tensor self, Scalar beta, Scalar threshold, Tensor out), SAME(out, self),
     { at::softplus_out(out, self, beta, threshold); })
-SHAPED(aclnnElu, (Tensor self, Scalar alpha, Scalar scale, Scalar input_scale, Tensor out), SAME(out, self),
-    { at::elu_out(out, self, alpha, scale, input_scale); })
-OP(aclnnInplaceElu, (Tensor self, Scalar alpha, Scalar scale, Scalar input_scale), { at::elu_(self, alpha, scale, input_scale); })
+SHAPED(aclnnElu, (Tensor self, Scalar alpha, Scalar scale, Scalar input_scale, Tensor out),
+    SAME(out, self), { at::elu_out(out, self, alpha, scale, input_scale); })
+OP(aclnnInplaceElu, (Tensor self, Scalar alpha, Scalar scale, Scalar input_scale),
+    { at::elu_(self, alpha, scale, input_scale); })
 OP(aclnnInplaceLeakyRelu, (Tensor self, Scalar slope), { at::leaky_relu_(self, slope); })
-SHAPED(aclnnLeakyRelu, (Tensor self, Scalar slope, Tensor out), SAME(out, self), { at::leaky_relu_out(out, self, slope); })
+SHAPED(aclnnLeakyRelu, (Tensor self, Scalar slope, Tensor out), SAME(out, self),
+    { at::leaky_relu_out(out, self, slope); })
 SHAPED(aclnnSoftmax, (Tensor self, int64_t dim, Tensor out), ALONG(out, self, dim),
     { at::softmax_out(out, self, dim, out.scalar_type()); })
 SHAPED(aclnnLogSoftmax, (Tensor self, int64_t dim, Tensor out), ALONG(out, self, dim),
@@ -47,17 +52,21 @@ OP(aclnnAddRelu, (Tensor self, Tensor other, Scalar alpha, Tensor out),
     { out.copy_(at::relu(at::add(upcast(self), upcast(other), alpha))); })
 OP(aclnnInplaceAddRelu, (Tensor self, Tensor other, Scalar alpha),
     { self.copy_(at::relu(at::add(upcast(self), upcast(other), alpha))); })
-OP(aclnnCelu, (Tensor self, Scalar alpha, Tensor out), { out.copy_(at::celu(upcast(self), alpha)); })
+OP(aclnnCelu, (Tensor self, Scalar alpha, Tensor out),
+    { out.copy_(at::celu(upcast(self), alpha)); })
 OP(aclnnInplaceCelu, (Tensor self, Scalar alpha), { self.copy_(at::celu(upcast(self), alpha)); })
 OP(aclnnGlu, (Tensor self, int64_t dim, Tensor out), { out.copy_(at::glu(upcast(self), dim)); })
-OP(aclnnHardshrink, (Tensor self, Scalar bound, Tensor out), { out.copy_(at::hardshrink(upcast(self), bound)); })
+OP(aclnnHardshrink, (Tensor self, Scalar bound, Tensor out),
+    { out.copy_(at::hardshrink(upcast(self), bound)); })
 CHECKED(aclnnSoftshrink, (Tensor self, Scalar bound, Tensor out), {
-  check(bound.toDouble() >= 0, kOpParam, "lambd is ", bound.toDouble(), "; it must not be negative");
+  check(
+      bound.toDouble() >= 0, kOpParam, "lambd is ", bound.toDouble(), "; it must not be negative");
   COMPUTE { out.copy_(at::softshrink(upcast(self), bound)); };
 })
 OP(aclnnThreshold, (Tensor self, Scalar threshold, Scalar value, Tensor out),
     { out.copy_(at::threshold(self, threshold, value)); })
-OP(aclnnInplaceThreshold, (Tensor self, Scalar threshold, Scalar value), { at::threshold_(self, threshold, value); })
+OP(aclnnInplaceThreshold, (Tensor self, Scalar threshold, Scalar value),
+    { at::threshold_(self, threshold, value); })
 OP(aclnnPrelu, (Tensor self, Tensor weight, Tensor out), {
   auto slope = upcast(weight);
   if (slope.dim() == 1 && self.dim() > 1 && slope.numel() > 1) {
@@ -71,7 +80,8 @@ OP(aclnnPrelu, (Tensor self, Tensor weight, Tensor out), {
 
 namespace {
 using namespace emu;
-// torch_npu's documentation of npu_scaled_masked_softmax; op-plugin's MaskedSoftMaxKernelNpuOpApi.cpp: four dimensions.
+// torch_npu's documentation of npu_scaled_masked_softmax; op-plugin's
+// MaskedSoftMaxKernelNpuOpApi.cpp: four dimensions.
 void check_masked(const Tensor& x, const Tensor& mask, bool fixed_triangle) {
   one_of("x", x, kFloating);
   one_of("mask", mask, {at::kBool});
@@ -85,24 +95,28 @@ void check_masked(const Tensor& x, const Tensor& mask, bool fixed_triangle) {
 }
 }  // namespace
 // Masked values count as -10000 (op-plugin's test_scaled_masked_softmax.py).
-CHECKED(aclnnScaledMaskedSoftmax, (Tensor x, Tensor mask, double scale, bool fixed_triangle, Tensor out), {
-  check_masked(x, mask, fixed_triangle);
-  SAME(out, x);
-  COMPUTE { out.copy_(at::softmax((upcast(x) * scale).masked_fill(mask, -10000), -1)); };
-})
-CHECKED(aclnnScaledMaskedSoftmaxBackward, (Tensor grad, Tensor y, Tensor mask, double scale, bool fixed_triangle, Tensor out), {
-  check_masked(y, mask, fixed_triangle);
-  same_dtype("y_grad", grad, "y", y);
-  SAME(grad, y);
-  SAME(out, y);
-  COMPUTE {
-    const auto slopes = at::_softmax_backward_data(upcast(grad), upcast(y), -1, upcast(y).scalar_type());
-    out.copy_((slopes * scale).masked_fill(mask, 0));
-  };
-})
-// x is [batch, windows, heads, tokens, tokens] (op-plugin's test_masked_softmax_with_rel_pos_bias.py).
-CHECKED(
-    aclnnMaskedSoftmaxWithRelPosBias, (Tensor x, Opt<Tensor> mask, Tensor bias, double scale, int64_t precision, Tensor out), {
+CHECKED(aclnnScaledMaskedSoftmax,
+    (Tensor x, Tensor mask, double scale, bool fixed_triangle, Tensor out), {
+      check_masked(x, mask, fixed_triangle);
+      SAME(out, x);
+      COMPUTE { out.copy_(at::softmax((upcast(x) * scale).masked_fill(mask, -10000), -1)); };
+    })
+CHECKED(aclnnScaledMaskedSoftmaxBackward,
+    (Tensor grad, Tensor y, Tensor mask, double scale, bool fixed_triangle, Tensor out), {
+      check_masked(y, mask, fixed_triangle);
+      same_dtype("y_grad", grad, "y", y);
+      SAME(grad, y);
+      SAME(out, y);
+      COMPUTE {
+        const auto slopes =
+            at::_softmax_backward_data(upcast(grad), upcast(y), -1, upcast(y).scalar_type());
+        out.copy_((slopes * scale).masked_fill(mask, 0));
+      };
+    })
+// x is [batch, windows, heads, tokens, tokens] (op-plugin's
+// test_masked_softmax_with_rel_pos_bias.py).
+CHECKED(aclnnMaskedSoftmaxWithRelPosBias,
+    (Tensor x, Opt<Tensor> mask, Tensor bias, double scale, int64_t precision, Tensor out), {
       one_of("x", x, kFloating);
       rank("x", x, 4, 5);
       same_dtype("relative_pos_bias", bias, "x", x);
@@ -111,7 +125,8 @@ CHECKED(
         same_dtype("atten_mask", *mask, "x", x);
         expands("x, atten_mask", {x, *mask});
       }
-      check(scale == 1, kOpParam, "scale_value is ", scale, "; 1 is emulated: where it is applied is not documented");
+      check(scale == 1, kOpParam, "scale_value is ", scale,
+          "; 1 is emulated: where it is applied is not documented");
       one_of("inner_precision_mode", precision, {int64_t{0}, int64_t{1}});
       SAME(out, x);
       COMPUTE {

@@ -26,8 +26,12 @@ OP(aclnnFastGeluBackward, (Tensor grad, Tensor self, Tensor out), {
   const auto gate = at::sigmoid(x);
   out.copy_(upcast(grad) * gate * (1 + x * (1 - gate)));
 })
-OP(aclnnEluBackward, (Tensor grad, Scalar alpha, Scalar scale, Scalar input_scale, bool is_result, Tensor self, Tensor out),
-    { out.copy_(at::elu_backward(upcast(grad), alpha, scale, input_scale, is_result, upcast(self))); })
+OP(aclnnEluBackward,
+    (Tensor grad, Scalar alpha, Scalar scale, Scalar input_scale, bool is_result, Tensor self,
+        Tensor out),
+    {
+      out.copy_(at::elu_backward(upcast(grad), alpha, scale, input_scale, is_result, upcast(self)));
+    })
 OP(aclnnGluBackward, (Tensor grad, Tensor self, int64_t dim, Tensor out),
     { out.copy_(at::glu_backward(upcast(grad), upcast(self), dim)); })
 OP(aclnnHardshrinkBackward, (Tensor grad, Tensor self, Scalar bound, Tensor out),
@@ -43,20 +47,24 @@ OP(aclnnLogSigmoidForward, (Tensor self, Tensor out, Tensor buffer), {
 })
 OP(aclnnLogSigmoidBackward, (Tensor grad, Tensor self, Opt<Tensor>, Tensor out),
     { out.copy_(upcast(grad) * at::sigmoid(-upcast(self))); })
-OP(aclnnLogitGrad, (Tensor self, Tensor grad, double epsilon, Tensor out),
-    { out.copy_(at::logit_backward(upcast(grad), upcast(self), epsilon < 0 ? std::nullopt : Opt<double>(epsilon))); })
-OP(aclnnPreluBackward, (Tensor grad, Tensor self, Tensor weight, Tensor grad_self, Tensor grad_weight), {
-  const auto negative = upcast(self) < 0;
-  auto slope = upcast(weight);
-  if (slope.dim() == 1 && self.dim() > 1) {
-    Ints shape(self.dim(), 1);
-    shape[1] = slope.numel();
-    slope = slope.view(shape);
-  }
-  const auto g = upcast(grad);
-  grad_self.copy_(at::where(negative, g * slope, g));
-  grad_weight.copy_(at::sum_to(at::where(negative, g * upcast(self), 0), slope.sizes()).view(grad_weight.sizes()));
+OP(aclnnLogitGrad, (Tensor self, Tensor grad, double epsilon, Tensor out), {
+  out.copy_(at::logit_backward(
+      upcast(grad), upcast(self), epsilon < 0 ? std::nullopt : Opt<double>(epsilon)));
 })
+OP(aclnnPreluBackward,
+    (Tensor grad, Tensor self, Tensor weight, Tensor grad_self, Tensor grad_weight), {
+      const auto negative = upcast(self) < 0;
+      auto slope = upcast(weight);
+      if (slope.dim() == 1 && self.dim() > 1) {
+        Ints shape(self.dim(), 1);
+        shape[1] = slope.numel();
+        slope = slope.view(shape);
+      }
+      const auto g = upcast(grad);
+      grad_self.copy_(at::where(negative, g * slope, g));
+      grad_weight.copy_(at::sum_to(at::where(negative, g * upcast(self), 0), slope.sizes())
+              .view(grad_weight.sizes()));
+    })
 OP(aclnnSoftplusBackward, (Tensor grad, Tensor self, Scalar beta, Scalar threshold, Tensor out),
     { out.copy_(at::softplus_backward(upcast(grad), upcast(self), beta, threshold)); })
 OP(aclnnSoftshrinkBackward, (Tensor grad, Tensor self, Scalar bound, Tensor out),
@@ -69,5 +77,6 @@ OP(aclnnSoftmaxBackward, (Tensor grad, Tensor output, int64_t dim, Tensor out), 
 })
 OP(aclnnLogSoftmaxBackward, (Tensor grad, Tensor output, int64_t dim, Tensor out), {
   const auto y = upcast(output);
-  out.copy_(at::_log_softmax_backward_data(upcast(grad).to(y.scalar_type()), y, dim, y.scalar_type()));
+  out.copy_(
+      at::_log_softmax_backward_data(upcast(grad).to(y.scalar_type()), y, dim, y.scalar_type()));
 })

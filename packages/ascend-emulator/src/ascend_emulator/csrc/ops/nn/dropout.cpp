@@ -1,5 +1,5 @@
-// Dropout in two steps as in torch_npu: a mask of one bit per value, rounded up to 128 bits, and its application (op-plugin's
-// NativeDropoutKernelNpuOpApi.cpp). A set bit keeps the value.
+// Dropout in two steps as in torch_npu: a mask of one bit per value, rounded up to 128 bits, and
+// its application (op-plugin's NativeDropoutKernelNpuOpApi.cpp). A set bit keeps the value.
 #include <ATen/CPUGeneratorImpl.h>
 
 #include "operator/shapes.h"
@@ -12,42 +12,54 @@ Tensor bit_values() { return at::tensor({1, 2, 4, 8, 16, 32, 64, 128}, at::kByte
 
 void draw(const Tensor& mask, double p, int64_t seed, int64_t offset) {
   // splitmix64's constant keeps neighbouring offsets apart.
-  auto generator =
-      at::detail::createCPUGenerator(static_cast<uint64_t>(seed) + static_cast<uint64_t>(offset) * 0x9E3779B97F4A7C15ull);
+  auto generator = at::detail::createCPUGenerator(
+      static_cast<uint64_t>(seed) + static_cast<uint64_t>(offset) * 0x9E3779B97F4A7C15ull);
   const auto kept = at::empty({mask.numel(), 8}, at::kByte).bernoulli_(1 - p, generator);
   mask.copy_((kept * bit_values()).sum(1, false, at::kByte).view(mask.sizes()));
 }
 
 void apply(const Tensor& self, const Tensor& mask, double p, const Tensor& out) {
-  const auto kept =
-      mask.contiguous().view({-1, 1}).bitwise_and(bit_values()).ne(0).view(-1).narrow(0, 0, self.numel()).view(self.sizes());
+  const auto kept = mask.contiguous()
+                        .view({-1, 1})
+                        .bitwise_and(bit_values())
+                        .ne(0)
+                        .view(-1)
+                        .narrow(0, 0, self.numel())
+                        .view(self.sizes());
   out.copy_(at::where(kept, upcast(self) / (1 - p), 0));
 }
 
 void check_mask(const Tensor& mask, const Tensor& self) {
   one_of("mask", mask, {at::kByte});
-  check(mask.numel() * 8 >= self.numel(), kOpParam, "the mask has ", mask.numel() * 8, " bits for ", self.numel(), " values");
+  check(mask.numel() * 8 >= self.numel(), kOpParam, "the mask has ", mask.numel() * 8, " bits for ",
+      self.numel(), " values");
 }
 }  // namespace
 
-OP(aclnnDropoutGenMask, (Ints, double p, int64_t seed, int64_t offset, Tensor mask), { draw(mask, p, seed, offset); })
+OP(aclnnDropoutGenMask, (Ints, double p, int64_t seed, int64_t offset, Tensor mask),
+    { draw(mask, p, seed, offset); })
 // The unnamed parameter is the dtype of the probability.
-OP(aclnnDropoutGenMaskV2, (Ints, double p, int64_t seed, int64_t offset, int32_t, Tensor mask), { draw(mask, p, seed, offset); })
-OP(aclnnDropoutGenMaskV2Tensor, (Ints, double p, Tensor seed, Tensor offset, int64_t within, int32_t, Tensor mask),
+OP(aclnnDropoutGenMaskV2, (Ints, double p, int64_t seed, int64_t offset, int32_t, Tensor mask),
+    { draw(mask, p, seed, offset); })
+OP(aclnnDropoutGenMaskV2Tensor,
+    (Ints, double p, Tensor seed, Tensor offset, int64_t within, int32_t, Tensor mask),
     { draw(mask, p, seed.item<int64_t>(), offset.item<int64_t>() + within); })
-// A3 refuses the bool mask of native_dropout_backward in PyTorch's tests (Ascend/pytorch, ci-test, disabled_testcases.json:
-// aclnnDropoutDoMask).
-SHAPED(aclnnDropoutDoMask, (Tensor self, Tensor mask, double p, Tensor out), (check_mask(mask, self), SAME(out, self)),
-    { apply(self, mask, p, out); })
+// A3 refuses the bool mask of native_dropout_backward in PyTorch's tests (Ascend/pytorch, ci-test,
+// disabled_testcases.json: aclnnDropoutDoMask).
+SHAPED(aclnnDropoutDoMask, (Tensor self, Tensor mask, double p, Tensor out),
+    (check_mask(mask, self), SAME(out, self)), { apply(self, mask, p, out); })
 // Both steps in one, on Ascend950.
-CHECKED(aclnnDropoutV3, (Tensor self, Opt<Tensor> noise_shape, double p, int64_t seed, int64_t offset, Tensor out, Tensor mask), {
-  one_of("input", self, kFloating);
-  check(!noise_shape, kOpParam, "optionalNoiseShape is given; only None is allowed");
-  check(p >= 0 && p <= 1, kOpParam, "p is ", p, "; allowed: 0 to 1");
-  check_mask(mask, self);
-  SAME(out, self);
-  COMPUTE {
-    draw(mask, p, seed, offset);
-    apply(self, mask, p, out);
-  };
-})
+CHECKED(aclnnDropoutV3,
+    (Tensor self, Opt<Tensor> noise_shape, double p, int64_t seed, int64_t offset, Tensor out,
+        Tensor mask),
+    {
+      one_of("input", self, kFloating);
+      check(!noise_shape, kOpParam, "optionalNoiseShape is given; only None is allowed");
+      check(p >= 0 && p <= 1, kOpParam, "p is ", p, "; allowed: 0 to 1");
+      check_mask(mask, self);
+      SAME(out, self);
+      COMPUTE {
+        draw(mask, p, seed, offset);
+        apply(self, mask, p, out);
+      };
+    })

@@ -14,9 +14,11 @@ double count(int64_t reduction, const Tensor& self) {
 #define LOSS(NAME, FUNCTION)                                                   \
   OP(aclnn##NAME, (Tensor self, Tensor target, int64_t reduction, Tensor out), \
       { out.copy_(at::FUNCTION(upcast(self), upcast(target), reduction)); })
-#define LOSS_GRADIENT(NAME, FUNCTION)                                                                 \
-  OP(aclnn##NAME##Backward, (Tensor grad, Tensor self, Tensor target, int64_t reduction, Tensor out), \
-      { out.copy_(at::FUNCTION##_backward(upcast(grad), upcast(self), upcast(target), reduction)); })
+#define LOSS_GRADIENT(NAME, FUNCTION)                                                              \
+  OP(aclnn##NAME##Backward,                                                                        \
+      (Tensor grad, Tensor self, Tensor target, int64_t reduction, Tensor out), {                  \
+        out.copy_(at::FUNCTION##_backward(upcast(grad), upcast(self), upcast(target), reduction)); \
+      })
 
 LOSS(L1Loss, l1_loss)
 LOSS(MseLoss, mse_loss)
@@ -27,20 +29,32 @@ OP(aclnnL1LossBackward, (Tensor grad, Tensor self, Tensor target, int64_t reduct
     { out.copy_(at::sign(upcast(self) - upcast(target)) * upcast(grad) / count(reduction, out)); })
 OP(aclnnSmoothL1Loss, (Tensor self, Tensor target, int64_t reduction, float beta, Tensor out),
     { out.copy_(at::smooth_l1_loss(upcast(self), upcast(target), reduction, beta)); })
-OP(aclnnSmoothL1LossBackward, (Tensor grad, Tensor self, Tensor target, int64_t reduction, float beta, Tensor out),
-    { out.copy_(at::smooth_l1_loss_backward(upcast(grad), upcast(self), upcast(target), reduction, beta)); })
-
-OP(aclnnBinaryCrossEntropy, (Tensor self, Tensor target, Opt<Tensor> weight, int64_t reduction, Tensor out),
-    { out.copy_(at::binary_cross_entropy(upcast(self), upcast(target), upcast(weight), reduction)); })
-OP(aclnnBinaryCrossEntropyBackward, (Tensor grad, Tensor self, Tensor target, Opt<Tensor> weight, int64_t reduction, Tensor out),
-    { out.copy_(at::binary_cross_entropy_backward(upcast(grad), upcast(self), upcast(target), upcast(weight), reduction)); })
-OP(aclnnBinaryCrossEntropyWithLogits,
-    (Tensor self, Tensor target, Opt<Tensor> weight, Opt<Tensor> pos_weight, int64_t reduction, Tensor out), {
+OP(aclnnSmoothL1LossBackward,
+    (Tensor grad, Tensor self, Tensor target, int64_t reduction, float beta, Tensor out), {
       out.copy_(
-          at::binary_cross_entropy_with_logits(upcast(self), upcast(target), upcast(weight), upcast(pos_weight), reduction));
+          at::smooth_l1_loss_backward(upcast(grad), upcast(self), upcast(target), reduction, beta));
+    })
+
+OP(aclnnBinaryCrossEntropy,
+    (Tensor self, Tensor target, Opt<Tensor> weight, int64_t reduction, Tensor out), {
+      out.copy_(at::binary_cross_entropy(upcast(self), upcast(target), upcast(weight), reduction));
+    })
+OP(aclnnBinaryCrossEntropyBackward,
+    (Tensor grad, Tensor self, Tensor target, Opt<Tensor> weight, int64_t reduction, Tensor out), {
+      out.copy_(at::binary_cross_entropy_backward(
+          upcast(grad), upcast(self), upcast(target), upcast(weight), reduction));
+    })
+OP(aclnnBinaryCrossEntropyWithLogits,
+    (Tensor self, Tensor target, Opt<Tensor> weight, Opt<Tensor> pos_weight, int64_t reduction,
+        Tensor out),
+    {
+      out.copy_(at::binary_cross_entropy_with_logits(
+          upcast(self), upcast(target), upcast(weight), upcast(pos_weight), reduction));
     })
 OP(aclnnBinaryCrossEntropyWithLogitsBackward,
-    (Tensor grad, Tensor self, Tensor target, Opt<Tensor> weight, Opt<Tensor> pos_weight, int64_t reduction, Tensor out), {
+    (Tensor grad, Tensor self, Tensor target, Opt<Tensor> weight, Opt<Tensor> pos_weight,
+        int64_t reduction, Tensor out),
+    {
       const auto x = at::sigmoid(upcast(self));
       const auto t = upcast(target);
       auto slope = x - t;
@@ -54,91 +68,108 @@ OP(aclnnBinaryCrossEntropyWithLogitsBackward,
 
 OP(aclnnKlDiv, (Tensor self, Tensor target, int64_t reduction, bool log_target, Tensor out),
     { out.copy_(at::kl_div(upcast(self), upcast(target), reduction, log_target)); })
-OP(aclnnKlDivBackward, (Tensor grad, Tensor self, Tensor target, int64_t reduction, bool log_target, Tensor out), {
-  const auto t = log_target ? at::exp(upcast(target)) : upcast(target);
-  out.copy_(-at::where(t > 0, t, 0) * upcast(grad) / count(reduction, self));
-})
-OP(aclnnKlDivTargetBackward, (Tensor grad, Tensor self, Tensor target, int64_t reduction, bool log_target, Tensor out), {
-  const auto t = upcast(target);
-  const auto slope = log_target ? at::exp(t) * (t + 1 - upcast(self)) : at::where(t > 0, at::log(t) + 1 - upcast(self), 0);
-  out.copy_(slope * upcast(grad) / count(reduction, self));
-})
+OP(aclnnKlDivBackward,
+    (Tensor grad, Tensor self, Tensor target, int64_t reduction, bool log_target, Tensor out), {
+      const auto t = log_target ? at::exp(upcast(target)) : upcast(target);
+      out.copy_(-at::where(t > 0, t, 0) * upcast(grad) / count(reduction, self));
+    })
+OP(aclnnKlDivTargetBackward,
+    (Tensor grad, Tensor self, Tensor target, int64_t reduction, bool log_target, Tensor out), {
+      const auto t = upcast(target);
+      const auto slope = log_target ? at::exp(t) * (t + 1 - upcast(self))
+                                    : at::where(t > 0, at::log(t) + 1 - upcast(self), 0);
+      out.copy_(slope * upcast(grad) / count(reduction, self));
+    })
 
-#define NLL(NAME, FUNCTION)                                                                                                  \
-  OP(aclnn##NAME,                                                                                                            \
-      (Tensor self, Tensor target, Opt<Tensor> weight, int64_t reduction, int64_t ignored, Tensor out, Tensor total), {      \
-        const auto [loss, sum] = at::FUNCTION##_forward(upcast(self), to_int64(target), upcast(weight), reduction, ignored); \
-        out.copy_(loss);                                                                                                     \
-        total.copy_(sum);                                                                                                    \
-      })                                                                                                                     \
-  OP(aclnn##NAME##Backward,                                                                                                  \
-      (Tensor grad, Tensor self, Tensor target, Opt<Tensor> weight, int64_t reduction, int64_t ignored, Tensor total,        \
-          Tensor out),                                                                                                       \
-      {                                                                                                                      \
-        out.copy_(at::FUNCTION##_backward(                                                                                   \
-            upcast(grad), upcast(self), to_int64(target), upcast(weight), reduction, ignored, upcast(total)));               \
+#define NLL(NAME, FUNCTION)                                                                \
+  OP(aclnn##NAME,                                                                          \
+      (Tensor self, Tensor target, Opt<Tensor> weight, int64_t reduction, int64_t ignored, \
+          Tensor out, Tensor total),                                                       \
+      {                                                                                    \
+        const auto [loss, sum] = at::FUNCTION##_forward(                                   \
+            upcast(self), to_int64(target), upcast(weight), reduction, ignored);           \
+        out.copy_(loss);                                                                   \
+        total.copy_(sum);                                                                  \
+      })                                                                                   \
+  OP(aclnn##NAME##Backward,                                                                \
+      (Tensor grad, Tensor self, Tensor target, Opt<Tensor> weight, int64_t reduction,     \
+          int64_t ignored, Tensor total, Tensor out),                                      \
+      {                                                                                    \
+        out.copy_(at::FUNCTION##_backward(upcast(grad), upcast(self), to_int64(target),    \
+            upcast(weight), reduction, ignored, upcast(total)));                           \
       })
 NLL(NLLLoss, nll_loss)
 NLL(NLLLoss2d, nll_loss2d)
 
-OP(aclnnMultilabelMarginLoss, (Tensor self, Tensor target, int64_t reduction, Tensor out, Tensor is_target), {
-  const auto [loss, hit] = at::multilabel_margin_loss_forward(upcast(self), to_int64(target), reduction);
-  out.copy_(loss);
-  is_target.copy_(hit);
-})
+OP(aclnnMultilabelMarginLoss,
+    (Tensor self, Tensor target, int64_t reduction, Tensor out, Tensor is_target), {
+      const auto [loss, hit] =
+          at::multilabel_margin_loss_forward(upcast(self), to_int64(target), reduction);
+      out.copy_(loss);
+      is_target.copy_(hit);
+    })
 
 namespace {
 // torch_npu's documentation of torch.nn.functional.ctc_loss: no target of length 0.
 void not_empty(const Ints& lengths) {
-  check(!lengths.empty() && *std::min_element(lengths.begin(), lengths.end()) > 0, kOpParam, "targetLengths is ",
-      at::IntArrayRef(lengths), "; it must have one length above 0 per sample");
+  check(!lengths.empty() && *std::min_element(lengths.begin(), lengths.end()) > 0, kOpParam,
+      "targetLengths is ", at::IntArrayRef(lengths),
+      "; it must have one length above 0 per sample");
 }
 }  // namespace
 // log_alpha may be wider than 2 * longest target + 1, because op-plugin rounds up.
 SHAPED(aclnnCtcLoss,
-    (Tensor probabilities, Tensor targets, Ints inputs, Ints lengths, int64_t blank, bool zero_infinity, Tensor out,
-        Tensor log_alpha),
+    (Tensor probabilities, Tensor targets, Ints inputs, Ints lengths, int64_t blank,
+        bool zero_infinity, Tensor out, Tensor log_alpha),
     not_empty(lengths), {
-      const auto [loss, alpha] = at::_ctc_loss(upcast(probabilities), to_int64(targets), inputs, lengths, blank, zero_infinity);
+      const auto [loss, alpha] = at::_ctc_loss(
+          upcast(probabilities), to_int64(targets), inputs, lengths, blank, zero_infinity);
       out.copy_(loss);
       log_alpha.zero_().narrow(-1, 0, alpha.size(-1)).copy_(alpha);
     })
 SHAPED(aclnnCtcLossBackward,
-    (Tensor grad, Tensor probabilities, Tensor targets, Ints inputs, Ints lengths, Tensor loss, Tensor log_alpha, int64_t blank,
-        bool zero_infinity, Tensor out),
+    (Tensor grad, Tensor probabilities, Tensor targets, Ints inputs, Ints lengths, Tensor loss,
+        Tensor log_alpha, int64_t blank, bool zero_infinity, Tensor out),
     not_empty(lengths), {
       const int64_t width = 2 * *std::max_element(lengths.begin(), lengths.end()) + 1;
-      out.copy_(at::_ctc_loss_backward(upcast(grad), upcast(probabilities), to_int64(targets), inputs, lengths, upcast(loss),
-          upcast(log_alpha).narrow(-1, 0, width), blank, zero_infinity));
+      out.copy_(
+          at::_ctc_loss_backward(upcast(grad), upcast(probabilities), to_int64(targets), inputs,
+              lengths, upcast(loss), upcast(log_alpha).narrow(-1, 0, width), blank, zero_infinity));
     })
 
 // npu_cross_entropy_loss: limits of torch_npu's documentation.
 namespace {
 int64_t reduction_of(const Text& name) {
   one_of<Text>("reduction", name, {"mean", "sum", "none"});
-  return name == "mean" ? at::Reduction::Mean : name == "sum" ? at::Reduction::Sum : at::Reduction::None;
+  return name == "mean"  ? at::Reduction::Mean
+         : name == "sum" ? at::Reduction::Sum
+                         : at::Reduction::None;
 }
-void check_cross_entropy(const char* name, const Tensor& scores, const Tensor& target, const Opt<Tensor>& weight, int64_t ignored,
-    double smoothing, double zloss) {
+void check_cross_entropy(const char* name, const Tensor& scores, const Tensor& target,
+    const Opt<Tensor>& weight, int64_t ignored, double smoothing, double zloss) {
   chips({"Ascend910B", "Ascend910_93", "Ascend950"});
   one_of(name, scores, kFloating);
   rank(name, scores, 2);
   within("N", scores.size(0), 1, 200000);
-  check(scores.size(1) > 0, kOpParam, name, " has shape ", scores.sizes(), "; it must have classes");
+  check(
+      scores.size(1) > 0, kOpParam, name, " has shape ", scores.sizes(), "; it must have classes");
   one_of("target", target, {at::kLong});
   shape("target", target, {scores.size(0)});
   if (weight) {
     one_of("weight", *weight, {at::kFloat});
     shape("weight", *weight, {scores.size(1)});
   }
-  check(ignored < scores.size(1), kOpParam, "ignore_index is ", ignored, "; it must be below ", scores.size(1), ", the classes");
-  check(smoothing >= 0 && smoothing < 1, kOpParam, "label_smoothing is ", smoothing, "; allowed: from 0, below 1");
+  check(ignored < scores.size(1), kOpParam, "ignore_index is ", ignored, "; it must be below ",
+      scores.size(1), ", the classes");
+  check(smoothing >= 0 && smoothing < 1, kOpParam, "label_smoothing is ", smoothing,
+      "; allowed: from 0, below 1");
   check(zloss == 0, kOpParam, "lse_square_scale_for_zloss is ", zloss, "; only 0 is supported");
 }
 }  // namespace
 CHECKED(aclnnCrossEntropyLoss,
-    (Tensor self, Tensor target, Opt<Tensor> weight, Text reduction, int64_t ignored, double smoothing, double zloss_scale,
-        bool wants_zloss, Tensor loss, Tensor log_probabilities, Opt<Tensor>, Opt<Tensor>),
+    (Tensor self, Tensor target, Opt<Tensor> weight, Text reduction, int64_t ignored,
+        double smoothing, double zloss_scale, bool wants_zloss, Tensor loss,
+        Tensor log_probabilities, Opt<Tensor>, Opt<Tensor>),
     {
       check_cross_entropy("input", self, target, weight, ignored, smoothing, zloss_scale);
       check(!wants_zloss, kOpParam, "return_zloss is true; only false is supported");
@@ -147,27 +178,36 @@ CHECKED(aclnnCrossEntropyLoss,
       shape("log_prob", log_probabilities, self.sizes());
       COMPUTE {
         const auto scores = upcast(self);
-        loss.copy_(at::cross_entropy_loss(scores, target, weight, kind, ignored, smoothing).view(loss.sizes()));
+        loss.copy_(at::cross_entropy_loss(scores, target, weight, kind, ignored, smoothing)
+                .view(loss.sizes()));
         log_probabilities.copy_(at::log_softmax(scores, 1));
       };
     })
 CHECKED(aclnnCrossEntropyLossGrad,
-    (Tensor grad, Tensor log_probabilities, Tensor target, Opt<Tensor> weight, Opt<Tensor> zloss_grad, Opt<Tensor>,
-        Text reduction, int64_t ignored, double smoothing, double zloss_scale, Tensor out),
+    (Tensor grad, Tensor log_probabilities, Tensor target, Opt<Tensor> weight,
+        Opt<Tensor> zloss_grad, Opt<Tensor>, Text reduction, int64_t ignored, double smoothing,
+        double zloss_scale, Tensor out),
     {
-      check_cross_entropy("log_prob", log_probabilities, target, weight, ignored, smoothing, zloss_scale);
+      check_cross_entropy(
+          "log_prob", log_probabilities, target, weight, ignored, smoothing, zloss_scale);
       const auto kind = reduction_of(reduction);
-      check(!zloss_grad || zloss_grad->numel() == 0, kOpParam, "grad_zloss is given; only None is supported");
-      check(smoothing == 0, kOpParam, "label_smoothing is ", smoothing, "; with a gradient only 0 is supported");
+      check(!zloss_grad || zloss_grad->numel() == 0, kOpParam,
+          "grad_zloss is given; only None is supported");
+      check(smoothing == 0, kOpParam, "label_smoothing is ", smoothing,
+          "; with a gradient only 0 is supported");
       check(kind != at::Reduction::Mean || (!weight && ignored < 0), kOpParam,
-          "reduction is mean, and weight or ignore_index is given; with a gradient only their defaults are supported");
-      check(grad.numel() == (kind == at::Reduction::None ? target.numel() : 1), kOpParam, "grad_loss has shape ", grad.sizes());
+          "reduction is mean, and weight or ignore_index is given; with a gradient only their "
+          "defaults are supported");
+      check(grad.numel() == (kind == at::Reduction::None ? target.numel() : 1), kOpParam,
+          "grad_loss has shape ", grad.sizes());
       shape("out", out, log_probabilities.sizes());
       COMPUTE {
         const auto scores = upcast(log_probabilities);
-        const auto slope = kind == at::Reduction::None ? upcast(grad).reshape({-1}) : upcast(grad).reshape({});
-        const auto to_scores = at::nll_loss_backward(slope.to(scores.scalar_type()), scores, target, weight, kind, ignored,
-            at::full({}, static_cast<double>(target.numel()), scores.options()));
+        const auto slope =
+            kind == at::Reduction::None ? upcast(grad).reshape({-1}) : upcast(grad).reshape({});
+        const auto to_scores =
+            at::nll_loss_backward(slope.to(scores.scalar_type()), scores, target, weight, kind,
+                ignored, at::full({}, static_cast<double>(target.numel()), scores.options()));
         out.copy_(at::_log_softmax_backward_data(to_scores, scores, 1, scores.scalar_type()));
       };
     })

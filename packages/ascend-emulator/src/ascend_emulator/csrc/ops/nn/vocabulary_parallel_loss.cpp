@@ -1,7 +1,8 @@
-// Cross entropy of logits whose vocabulary is split over ranks, with the product that makes them. Formulas and limits:
-// torch_npu's documentation of npu_fused_linear_online_max_sum, npu_fused_cross_entropy_loss_with_max_sum and
-// npu_fused_linear_cross_entropy_loss_with_max_sum_backward. The order of the mask's bits, the first row the highest, is how its
-// formula reads; it was not seen on hardware.
+// Cross entropy of logits whose vocabulary is split over ranks, with the product that makes them.
+// Formulas and limits: torch_npu's documentation of npu_fused_linear_online_max_sum,
+// npu_fused_cross_entropy_loss_with_max_sum and
+// npu_fused_linear_cross_entropy_loss_with_max_sum_backward. The order of the mask's bits, the
+// first row the highest, is how its formula reads; it was not seen on hardware.
 #include "ops/upcast.h"
 
 namespace {
@@ -33,18 +34,23 @@ Tensor packed(const Tensor& mask) {
   return at::bitwise_left_shift(bits, bit_places()).sum(1).to(at::kByte);
 }
 Tensor unpacked(const Tensor& bytes, int64_t rows) {
-  return at::bitwise_right_shift(bytes.to(at::kInt).unsqueeze(1), bit_places()).bitwise_and(1).flatten().narrow(0, 0, rows);
+  return at::bitwise_right_shift(bytes.to(at::kInt).unsqueeze(1), bit_places())
+      .bitwise_and(1)
+      .flatten()
+      .narrow(0, 0, rows);
 }
 
-Tensor logits_of(const Tensor& input, const Tensor& weight) { return at::matmul(upcast(input), upcast(weight).t()); }
+Tensor logits_of(const Tensor& input, const Tensor& weight) {
+  return at::matmul(upcast(input), upcast(weight).t());
+}
 Tensor probabilities(const Tensor& logits, const Tensor& most, const Tensor& sum) {
   return (logits - most.unsqueeze(1)).exp() / sum.unsqueeze(1);
 }
 }  // namespace
 
 CHECKED(aclnnFusedLinearOnlineMaxSum,
-    (Tensor input, Tensor weight, Tensor target, int64_t first, int64_t last, Tensor most, Tensor sum, Tensor predicted,
-        Tensor mask, Tensor masked_target, Opt<Tensor> logits),
+    (Tensor input, Tensor weight, Tensor target, int64_t first, int64_t last, Tensor most,
+        Tensor sum, Tensor predicted, Tensor mask, Tensor masked_target, Opt<Tensor> logits),
     {
       check_product(input, weight);
       const auto rows = input.size(0);
@@ -52,8 +58,9 @@ CHECKED(aclnnFusedLinearOnlineMaxSum,
       shape("target", target, {rows});
       same_dtype("masked_target", masked_target, "target", target);
       shape("masked_target", masked_target, {rows});
-      check(first >= 0 && first <= last && last < first + weight.size(0), kOpParam, "vocab_start_index is ", first,
-          " and vocab_end_index ", last, "; allowed: from 0 on, at most ", weight.size(0), " tokens, the rows of weight");
+      check(first >= 0 && first <= last && last < first + weight.size(0), kOpParam,
+          "vocab_start_index is ", first, " and vocab_end_index ", last,
+          "; allowed: from 0 on, at most ", weight.size(0), " tokens, the rows of weight");
       check_rows("logits_max", most, rows);
       check_rows("sum_exp_logits", sum, rows);
       check_rows("predicted_logits", predicted, rows);
@@ -71,15 +78,16 @@ CHECKED(aclnnFusedLinearOnlineMaxSum,
         const auto place = at::where(elsewhere, 0, target - first);
         most.copy_(largest);
         sum.copy_(below.exp().sum(1));
-        predicted.copy_(at::where(elsewhere, 0, below.gather(1, to_int64(place).unsqueeze(1)).squeeze(1)));
+        predicted.copy_(
+            at::where(elsewhere, 0, below.gather(1, to_int64(place).unsqueeze(1)).squeeze(1)));
         mask.copy_(packed(elsewhere));
         masked_target.copy_(place);
         copy_if_given(logits, found);
       };
     })
 CHECKED(aclnnFusedCrossEntropyLossWithMaxSum,
-    (Tensor most, Tensor sum, Tensor predicted, double smoothing, Opt<Tensor> input, Opt<Tensor> weight, Opt<Tensor> logits,
-        Tensor loss, Opt<Tensor> softmax),
+    (Tensor most, Tensor sum, Tensor predicted, double smoothing, Opt<Tensor> input,
+        Opt<Tensor> weight, Opt<Tensor> logits, Tensor loss, Opt<Tensor> softmax),
     {
       chips({"Ascend910B", "Ascend910_93"});
       check_smoothing(smoothing);
@@ -102,20 +110,24 @@ CHECKED(aclnnFusedCrossEntropyLossWithMaxSum,
       };
     })
 CHECKED(aclnnFusedLinearCrossEntropyLossGrad,
-    (Tensor grad, Tensor input, Tensor weight, Tensor mask, Tensor masked_target, double smoothing, Opt<Tensor> most,
-        Opt<Tensor> sum, Opt<Tensor> softmax, Tensor grad_input, Tensor grad_weight),
+    (Tensor grad, Tensor input, Tensor weight, Tensor mask, Tensor masked_target, double smoothing,
+        Opt<Tensor> most, Opt<Tensor> sum, Opt<Tensor> softmax, Tensor grad_input,
+        Tensor grad_weight),
     {
       check_product(input, weight);
       check_smoothing(smoothing);
       const auto rows = input.size(0);
-      check(weight.size(0) >= kVocabularyLeast, kOpParam, "weight has ", weight.size(0), " rows; at least ", kVocabularyLeast);
+      check(weight.size(0) >= kVocabularyLeast, kOpParam, "weight has ", weight.size(0),
+          " rows; at least ", kVocabularyLeast);
       check_rows("grad", grad, rows);
       one_of("target_mask", mask, {at::kByte});
       rank("target_mask", mask, 1);
-      check(mask.numel() * 8 >= rows, kOpParam, "target_mask has ", mask.numel(), " bytes for ", rows, " rows");
+      check(mask.numel() * 8 >= rows, kOpParam, "target_mask has ", mask.numel(), " bytes for ",
+          rows, " rows");
       one_of("masked_target", masked_target, kIndices);
       shape("masked_target", masked_target, {rows});
-      check(softmax || (most && sum), kOpParam, "softmax is null; without it logits_max and sum_exp_logits are needed");
+      check(softmax || (most && sum), kOpParam,
+          "softmax is null; without it logits_max and sum_exp_logits are needed");
       if (softmax) {
         one_of("softmax", *softmax, {at::kFloat});
         shape("softmax", *softmax, {rows, weight.size(0)});
@@ -128,7 +140,8 @@ CHECKED(aclnnFusedLinearCrossEntropyLossGrad,
       same_dtype("weight_grad", grad_weight, "input", input);
       SAME(grad_weight, weight);
       COMPUTE {
-        auto slope = softmax ? softmax->clone() : probabilities(logits_of(input, weight), *most, *sum);
+        auto slope =
+            softmax ? softmax->clone() : probabilities(logits_of(input, weight), *most, *sum);
         const auto own = 1 - unpacked(mask, rows).to(at::kFloat);
         slope.scatter_add_(1, to_int64(masked_target).unsqueeze(1), -own.unsqueeze(1));
         slope = slope * grad.unsqueeze(1);

@@ -20,48 +20,51 @@ LayerNormed layer(const Tensor& fp32, const Tensor& gamma, const Tensor& beta, d
 struct LayerGrads {
   Tensor x, gamma, beta;
 };
-LayerGrads layer_grad(const Tensor& grad, const Tensor& fp32, const Tensor& gamma, const Tensor& mean, const Tensor& rstd) {
+LayerGrads layer_grad(const Tensor& grad, const Tensor& fp32, const Tensor& gamma,
+    const Tensor& mean, const Tensor& rstd) {
   const auto dims = dims_of(fp32, gamma);
   Ints like(fp32.dim(), 1);
   for (int64_t i = 0; i < fp32.dim() - gamma.dim(); ++i) like[i] = fp32.size(i);
-  const auto g = grad.to(at::kFloat), inverse = rstd.reshape(like), normed = (fp32 - mean.reshape(like)) * inverse,
-             scaled = g * gamma.to(at::kFloat);
-  return {inverse * (scaled - scaled.mean(dims, true) - normed * (scaled * normed).mean(dims, true)),
+  const auto g = grad.to(at::kFloat), inverse = rstd.reshape(like),
+             normed = (fp32 - mean.reshape(like)) * inverse, scaled = g * gamma.to(at::kFloat);
+  return {
+      inverse * (scaled - scaled.mean(dims, true) - normed * (scaled * normed).mean(dims, true)),
       at::sum_to(g * normed, gamma.sizes()), at::sum_to(g, gamma.sizes())};
 }
 
 }  // namespace
 
-#define LAYER_NORM(NAME)                                                                                       \
-  OP(NAME,                                                                                                     \
-      (Tensor x, Ints shape, Opt<Tensor> weight, Opt<Tensor> bias, double epsilon, Tensor y, Opt<Tensor> mean, \
-          Opt<Tensor> rstd),                                                                                   \
-      {                                                                                                        \
-        if (!x.numel()) { /* ATen's mean has another shape then */                                             \
-          for (const auto& each : {mean, rstd})                                                                \
-            if (each) each->zero_();                                                                           \
-          return;                                                                                              \
-        }                                                                                                      \
-        const auto [out, m, r] = at::native_layer_norm(x, shape, weight, bias, epsilon);                       \
-        y.copy_(out);                                                                                          \
-        if (mean) mean->copy_(m);                                                                              \
-        if (rstd) rstd->copy_(r);                                                                              \
+#define LAYER_NORM(NAME)                                                                     \
+  OP(NAME,                                                                                   \
+      (Tensor x, Ints shape, Opt<Tensor> weight, Opt<Tensor> bias, double epsilon, Tensor y, \
+          Opt<Tensor> mean, Opt<Tensor> rstd),                                               \
+      {                                                                                      \
+        if (!x.numel()) { /* ATen's mean has another shape then */                           \
+          for (const auto& each : {mean, rstd})                                              \
+            if (each) each->zero_();                                                         \
+          return;                                                                            \
+        }                                                                                    \
+        const auto [out, m, r] = at::native_layer_norm(x, shape, weight, bias, epsilon);     \
+        y.copy_(out);                                                                        \
+        if (mean) mean->copy_(m);                                                            \
+        if (rstd) rstd->copy_(r);                                                            \
       })
 LAYER_NORM(aclnnLayerNorm)
 LAYER_NORM(aclnnFastLayerNorm)  // with use_compatible_impl
 OP(aclnnLayerNormBackward,
-    (Tensor grad, Tensor input, Ints shape, Tensor mean, Tensor rstd, Opt<Tensor> weight, Opt<Tensor> bias, Bools mask,
-        Opt<Tensor> grad_input, Opt<Tensor> grad_weight, Opt<Tensor> grad_bias),
+    (Tensor grad, Tensor input, Ints shape, Tensor mean, Tensor rstd, Opt<Tensor> weight,
+        Opt<Tensor> bias, Bools mask, Opt<Tensor> grad_input, Opt<Tensor> grad_weight,
+        Opt<Tensor> grad_bias),
     {
-      const auto [x, w, b] = at::native_layer_norm_backward(upcast(grad), upcast(input), shape, upcast(mean), upcast(rstd),
-          upcast(weight), upcast(bias), {mask[0], mask[1], mask[2]});
+      const auto [x, w, b] = at::native_layer_norm_backward(upcast(grad), upcast(input), shape,
+          upcast(mean), upcast(rstd), upcast(weight), upcast(bias), {mask[0], mask[1], mask[2]});
       copy_if_given(grad_input, x);
       copy_if_given(grad_weight, w);
       copy_if_given(grad_bias, b);
     })
 CHECKED(aclnnAddLayerNorm,
-    (Tensor a, Tensor b, Tensor gamma, Tensor beta, Opt<Tensor> bias, double epsilon, bool keeps_sum, Tensor y, Tensor mean,
-        Tensor rstd, Tensor sum),
+    (Tensor a, Tensor b, Tensor gamma, Tensor beta, Opt<Tensor> bias, double epsilon,
+        bool keeps_sum, Tensor y, Tensor mean, Tensor rstd, Tensor sum),
     {
       check_norm("x1", a, gamma, kFloating);
       shape("x2", b, a.sizes());
@@ -77,8 +80,8 @@ CHECKED(aclnnAddLayerNorm,
       };
     })
 CHECKED(aclnnAddLayerNormGrad,
-    (Tensor grad, Tensor a, Tensor b, Tensor rstd, Tensor mean, Tensor gamma, Opt<Tensor> sum_grad, Tensor x_grad,
-        Tensor gamma_grad, Tensor beta_grad),
+    (Tensor grad, Tensor a, Tensor b, Tensor rstd, Tensor mean, Tensor gamma, Opt<Tensor> sum_grad,
+        Tensor x_grad, Tensor gamma_grad, Tensor beta_grad),
     {
       check_norm("x1", a, gamma, kFloating);
       shape("dy", grad, a.sizes());
@@ -91,25 +94,29 @@ CHECKED(aclnnAddLayerNormGrad,
     })
 // The layer norm of alpha * x + gx.
 CHECKED(aclnnDeepNorm,
-    (Tensor x, Tensor gx, Tensor beta, Tensor gamma, double alpha, double epsilon, Tensor mean, Tensor rstd, Tensor y), {
+    (Tensor x, Tensor gx, Tensor beta, Tensor gamma, double alpha, double epsilon, Tensor mean,
+        Tensor rstd, Tensor y),
+    {
       check_norm("x", x, gamma, kFloating);
       shape("gx", gx, x.sizes());
       shape("beta", beta, gamma.sizes());
       COMPUTE {
-        const auto normed = layer(x.to(at::kFloat) * alpha + gx.to(at::kFloat), gamma, beta, epsilon);
+        const auto normed =
+            layer(x.to(at::kFloat) * alpha + gx.to(at::kFloat), gamma, beta, epsilon);
         y.copy_(normed.y);
         copy_reshaped(mean, normed.mean);
         copy_reshaped(rstd, normed.rstd);
       };
     })
 CHECKED(aclnnDeepNormGrad,
-    (Tensor grad, Tensor x, Tensor gx, Tensor gamma, Tensor mean, Tensor rstd, double alpha, Tensor x_grad, Tensor gx_grad,
-        Tensor beta_grad, Tensor gamma_grad),
+    (Tensor grad, Tensor x, Tensor gx, Tensor gamma, Tensor mean, Tensor rstd, double alpha,
+        Tensor x_grad, Tensor gx_grad, Tensor beta_grad, Tensor gamma_grad),
     {
       check_norm("x", x, gamma, kFloating);
       shape("dy", grad, x.sizes());
       COMPUTE {
-        const auto grads = layer_grad(grad, x.to(at::kFloat) * alpha + gx.to(at::kFloat), gamma, mean, rstd);
+        const auto grads =
+            layer_grad(grad, x.to(at::kFloat) * alpha + gx.to(at::kFloat), gamma, mean, rstd);
         x_grad.copy_(grads.x * alpha);
         gx_grad.copy_(grads.x);
         gamma_grad.copy_(grads.gamma);

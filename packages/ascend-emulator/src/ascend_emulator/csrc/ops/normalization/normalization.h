@@ -12,14 +12,16 @@ inline Ints dims_of(const Tensor& x, const Tensor& gamma) {
   return dims;
 }
 
-inline void check_norm(const char* name, const Tensor& x, const Tensor& gamma, const DTypes& dtypes) {
+inline void check_norm(
+    const char* name, const Tensor& x, const Tensor& gamma, const DTypes& dtypes) {
   one_of(name, x, dtypes);
   rank(name, x, 1, 8);
-  check(x.dim() >= gamma.dim() && x.sizes().slice(x.dim() - gamma.dim()) == gamma.sizes(), kOpParam, "gamma has shape ",
-      gamma.sizes(), ", which is not the end of ", name, "'s ", x.sizes());
+  check(x.dim() >= gamma.dim() && x.sizes().slice(x.dim() - gamma.dim()) == gamma.sizes(), kOpParam,
+      "gamma has shape ", gamma.sizes(), ", which is not the end of ", name, "'s ", x.sizes());
 }
 
-inline void check_add_norm(const Tensor& a, const Tensor& b, const Tensor& gamma, const DTypes& dtypes) {
+inline void check_add_norm(
+    const Tensor& a, const Tensor& b, const Tensor& gamma, const DTypes& dtypes) {
   check_norm("x1", a, gamma, dtypes);
   same_dtype("x2", b, "x1", a);
   same_dtype("gamma", gamma, "x1", a);
@@ -33,7 +35,9 @@ inline Normed rms(const Tensor& fp32, const Tensor& gamma, double epsilon) {
   auto rstd = (fp32.square().mean(dims_of(fp32, gamma), true) + epsilon).rsqrt();
   return {fp32 * rstd * gamma.to(at::kFloat), rstd};
 }
-inline Tensor sum_of(const Tensor& a, const Tensor& b) { return a.to(at::kFloat) + b.to(at::kFloat); }
+inline Tensor sum_of(const Tensor& a, const Tensor& b) {
+  return a.to(at::kFloat) + b.to(at::kFloat);
+}
 // Writes an optional, possibly empty output in its shape.
 inline void copy_reshaped(const Opt<Tensor>& out, const Tensor& x) {
   if (out && out->numel() && x.defined()) Tensor(*out).copy_(x.reshape(out->sizes()));

@@ -1,6 +1,7 @@
-// RMSNorm and AddRMSNorm. Sums are computed in float32, as torch_npu's documentation of npu_rms_norm says for 16-bit types.
-// Rules: torch_npu's documentation of npu_rms_norm, npu_add_rms_norm_cast and npu_gemma_rms_norm (torch_npu/_op_plugin_docs.py),
-// and the golden functions of op-plugin's tests; argument order: op-plugin's call sites.
+// RMSNorm and AddRMSNorm. Sums are computed in float32, as torch_npu's documentation of
+// npu_rms_norm says for 16-bit types. Rules: torch_npu's documentation of npu_rms_norm,
+// npu_add_rms_norm_cast and npu_gemma_rms_norm (torch_npu/_op_plugin_docs.py), and the golden
+// functions of op-plugin's tests; argument order: op-plugin's call sites.
 #include <ATen/Parallel.h>
 
 #include "normalization.h"
@@ -41,35 +42,40 @@ struct RmsNorm {
     if (added) {
       const T* other = added + row * width;
       T* total = sum + row * width;
-      for (int64_t i = 0; i < width; ++i) total[i] = emu::rounded<T>(emu::widened(in[i]) + emu::widened(other[i]));
+      for (int64_t i = 0; i < width; ++i)
+        total[i] = emu::rounded<T>(emu::widened(in[i]) + emu::widened(other[i]));
       in = total;
     }
     const float scale = 1.0f / std::sqrt(sum_of_squares(in, width) / width + epsilon);
-    for (int64_t i = 0; i < width; ++i) out[i] = emu::rounded<T>(emu::widened(in[i]) * scale * emu::widened(gamma[i]));
+    for (int64_t i = 0; i < width; ++i)
+      out[i] = emu::rounded<T>(emu::widened(in[i]) * scale * emu::widened(gamma[i]));
     if (rstd) rstd[row] = scale;
   }
   void rows(int64_t count) const {
-    at::parallel_for(0, count, std::max<int64_t>(1, 16384 / width), [&](int64_t first, int64_t last) {
-      emu::vectorized([&, self = *this] {
-        for (int64_t each = first; each < last; ++each) self.row(each);
-      });
-    });
+    at::parallel_for(
+        0, count, std::max<int64_t>(1, 16384 / width), [&](int64_t first, int64_t last) {
+          emu::vectorized([&, self = *this] {
+            for (int64_t each = first; each < last; ++each) self.row(each);
+          });
+        });
   }
 };
 
 void check_rms_norm(const Tensor& x, const Tensor& gamma) {
   emu::one_of("x", x, emu::kFloating);
   emu::rank("x", x, 1, 8);
-  emu::check(x.dim() >= gamma.dim() && x.sizes().slice(x.dim() - gamma.dim()) == gamma.sizes(), emu::kOpParam, "gamma has shape ",
-      gamma.sizes(), ", which is not the end of x's ", x.sizes());
+  emu::check(x.dim() >= gamma.dim() && x.sizes().slice(x.dim() - gamma.dim()) == gamma.sizes(),
+      emu::kOpParam, "gamma has shape ", gamma.sizes(), ", which is not the end of x's ",
+      x.sizes());
   // float32 beside a 16-bit x: op-plugin's test_npu_rms_norm.py, test_rms_norm_mix_dtype.
   if (gamma.scalar_type() != at::kFloat) emu::same_dtype("gamma", gamma, "x", x);
 }
 
-// y = x / rms(x) * gamma over gamma's dimensions, the last ones of x; rstd may be undefined. With `added` the norm is of sum = x
+// y = x / rms(x) * gamma over gamma's dimensions, the last ones of x; rstd may be undefined. With
+// `added` the norm is of sum = x
 // + added.
-void rms_norm(const Tensor& x, const Tensor& gamma, double epsilon, Tensor& y, const Tensor& rstd, const Tensor& added = {},
-    const Tensor& sum = {}) {
+void rms_norm(const Tensor& x, const Tensor& gamma, double epsilon, Tensor& y, const Tensor& rstd,
+    const Tensor& added = {}, const Tensor& sum = {}) {
   const int64_t width = gamma.numel();
   if (gamma.scalar_type() != x.scalar_type()) {
     auto fp32 = at::empty_like(x, at::kFloat);
@@ -77,14 +83,17 @@ void rms_norm(const Tensor& x, const Tensor& gamma, double epsilon, Tensor& y, c
     y.copy_(fp32);
     return;
   }
-  const auto input = x.contiguous(), weight = gamma.contiguous(), other = added.defined() ? added.contiguous() : added;
+  const auto input = x.contiguous(), weight = gamma.contiguous(),
+             other = added.defined() ? added.contiguous() : added;
   auto output = y.is_contiguous() ? y : at::empty_like(input);
   auto total = added.defined() && !sum.is_contiguous() ? at::empty_like(input) : sum;
   AT_DISPATCH_FLOATING_TYPES_AND2(at::kHalf, at::kBFloat16, x.scalar_type(), "rms_norm", [&] {
-    RmsNorm<scalar_t>{input.const_data_ptr<scalar_t>(), other.defined() ? other.const_data_ptr<scalar_t>() : nullptr,
-        weight.const_data_ptr<scalar_t>(), other.defined() ? total.mutable_data_ptr<scalar_t>() : nullptr,
-        output.mutable_data_ptr<scalar_t>(), rstd.defined() ? rstd.data_ptr<float>() : nullptr, width,
-        static_cast<float>(epsilon)}
+    RmsNorm<scalar_t>{input.const_data_ptr<scalar_t>(),
+        other.defined() ? other.const_data_ptr<scalar_t>() : nullptr,
+        weight.const_data_ptr<scalar_t>(),
+        other.defined() ? total.mutable_data_ptr<scalar_t>() : nullptr,
+        output.mutable_data_ptr<scalar_t>(), rstd.defined() ? rstd.data_ptr<float>() : nullptr,
+        width, static_cast<float>(epsilon)}
         .rows(input.numel() / width);
   });
   if (!output.is_same(y)) y.copy_(output);
@@ -93,29 +102,33 @@ void rms_norm(const Tensor& x, const Tensor& gamma, double epsilon, Tensor& y, c
 
 }  // namespace
 
-// torch_npu's documentation of npu_rms_norm: float16, bfloat16 and float32, gamma of the same dtype (or float32), usually the
-// last dimension.
+// torch_npu's documentation of npu_rms_norm: float16, bfloat16 and float32, gamma of the same dtype
+// (or float32), usually the last dimension.
 CHECKED(aclnnRmsNorm, (Tensor x, Tensor gamma, double epsilon, Tensor y, Tensor rstd), {
   check_rms_norm(x, gamma);
   COMPUTE { rms_norm(x, gamma, epsilon, y, rstd); };
 })
-CHECKED(aclnnAddRmsNorm, (Tensor a, Tensor b, Tensor gamma, double epsilon, Tensor y, Tensor rstd, Tensor sum), {
-  check_rms_norm(a, gamma);
-  same_dtype("gamma", gamma, "x1", a);
-  same_dtype("x2", b, "x1", a);
-  shape("x2", b, a.sizes());
-  COMPUTE { rms_norm(a, gamma, epsilon, y, rstd, b, sum); };
-})
-CHECKED(aclnnAddRmsNormCast, (Tensor a, Tensor b, Tensor gamma, double epsilon, Tensor fp32, Tensor y, Tensor rstd, Tensor sum), {
-  check_add_norm(a, b, gamma, kHalves);
-  COMPUTE {
-    sum.copy_(sum_of(a, b));
-    const auto normed = rms(sum.to(at::kFloat), gamma, epsilon);
-    y.copy_(normed.y);
-    fp32.copy_(y);
-    copy_reshaped(rstd, normed.rstd);
-  };
-})
+CHECKED(aclnnAddRmsNorm,
+    (Tensor a, Tensor b, Tensor gamma, double epsilon, Tensor y, Tensor rstd, Tensor sum), {
+      check_rms_norm(a, gamma);
+      same_dtype("gamma", gamma, "x1", a);
+      same_dtype("x2", b, "x1", a);
+      shape("x2", b, a.sizes());
+      COMPUTE { rms_norm(a, gamma, epsilon, y, rstd, b, sum); };
+    })
+CHECKED(aclnnAddRmsNormCast,
+    (Tensor a, Tensor b, Tensor gamma, double epsilon, Tensor fp32, Tensor y, Tensor rstd,
+        Tensor sum),
+    {
+      check_add_norm(a, b, gamma, kHalves);
+      COMPUTE {
+        sum.copy_(sum_of(a, b));
+        const auto normed = rms(sum.to(at::kFloat), gamma, epsilon);
+        y.copy_(normed.y);
+        fp32.copy_(y);
+        copy_reshaped(rstd, normed.rstd);
+      };
+    })
 CHECKED(aclnnInplaceAddRmsNorm, (Tensor a, Tensor b, Tensor gamma, double epsilon, Tensor rstd), {
   check_add_norm(a, b, gamma, kFloating);
   COMPUTE {
@@ -137,16 +150,17 @@ CHECKED(aclnnGemmaRmsNorm, (Tensor x, Tensor gamma, double epsilon, Tensor y, Te
     copy_reshaped(rstd, normed.rstd);
   };
 })
-CHECKED(aclnnRmsNormGrad, (Tensor grad, Tensor x, Tensor rstd, Tensor gamma, Tensor x_grad, Tensor gamma_grad), {
-  check_norm("self", x, gamma, kFloating);
-  shape("dy", grad, x.sizes());
-  COMPUTE {
-    const auto dims = dims_of(x, gamma);
-    Ints like(x.dim(), 1);
-    for (int64_t i = 0; i < x.dim() - gamma.dim(); ++i) like[i] = x.size(i);
-    const auto g = grad.to(at::kFloat), inverse = rstd.to(at::kFloat).reshape(like), normed = x.to(at::kFloat) * inverse,
-               scaled = g * gamma.to(at::kFloat);
-    x_grad.copy_(inverse * (scaled - normed * (scaled * normed).mean(dims, true)));
-    gamma_grad.copy_(at::sum_to(g * normed, gamma.sizes()));
-  };
-})
+CHECKED(aclnnRmsNormGrad,
+    (Tensor grad, Tensor x, Tensor rstd, Tensor gamma, Tensor x_grad, Tensor gamma_grad), {
+      check_norm("self", x, gamma, kFloating);
+      shape("dy", grad, x.sizes());
+      COMPUTE {
+        const auto dims = dims_of(x, gamma);
+        Ints like(x.dim(), 1);
+        for (int64_t i = 0; i < x.dim() - gamma.dim(); ++i) like[i] = x.size(i);
+        const auto g = grad.to(at::kFloat), inverse = rstd.to(at::kFloat).reshape(like),
+                   normed = x.to(at::kFloat) * inverse, scaled = g * gamma.to(at::kFloat);
+        x_grad.copy_(inverse * (scaled - normed * (scaled * normed).mean(dims, true)));
+        gamma_grad.copy_(at::sum_to(g * normed, gamma.sizes()));
+      };
+    })

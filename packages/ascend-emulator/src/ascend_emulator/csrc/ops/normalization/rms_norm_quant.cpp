@@ -1,6 +1,6 @@
-// RMSNorm with quantized outputs. Rules: torch_npu's documentation of npu_add_rms_norm_quant, npu_add_rms_norm_dynamic_quant and
-// npu_rms_norm_quant (torch_npu/_op_plugin_docs.py), and the golden functions of op-plugin's tests; argument order: op-plugin's
-// call sites.
+// RMSNorm with quantized outputs. Rules: torch_npu's documentation of npu_add_rms_norm_quant,
+// npu_add_rms_norm_dynamic_quant and npu_rms_norm_quant (torch_npu/_op_plugin_docs.py), and the
+// golden functions of op-plugin's tests; argument order: op-plugin's call sites.
 #include "normalization.h"
 
 namespace {
@@ -16,32 +16,38 @@ void put_integers(Tensor out, const Tensor& x) {
   const auto nibbles = x.round().clamp_(-8, 7).to(at::kLong).bitwise_and(15).unflatten(-1, {-1, 8});
   out.copy_(nibbles.bitwise_left_shift(at::arange(8) * 4).sum(-1).to(at::kInt));
 }
-void check_integers(const char* name, const Tensor& out) { one_of(name, out, {at::kChar, at::kInt}); }
+void check_integers(const char* name, const Tensor& out) {
+  one_of(name, out, {at::kChar, at::kInt});
+}
 
-void check_factor(const char* name, const Opt<Tensor>& x, const Tensor& gamma, const DTypes& dtypes) {
+void check_factor(
+    const char* name, const Opt<Tensor>& x, const Tensor& gamma, const DTypes& dtypes) {
   if (!x) return;
   one_of(name, *x, dtypes);
-  check(x->numel() == gamma.numel() || x->numel() == 1, kOpParam, name, " has shape ", x->sizes(), "; it must be gamma's ",
-      gamma.sizes());
+  check(x->numel() == gamma.numel() || x->numel() == 1, kOpParam, name, " has shape ", x->sizes(),
+      "; it must be gamma's ", gamma.sizes());
 }
 
 // y / scale + offset, or y * scale + offset.
-Tensor quantized(const Tensor& y, const Opt<Tensor>& scale, const Opt<Tensor>& offset, bool divides) {
+Tensor quantized(
+    const Tensor& y, const Opt<Tensor>& scale, const Opt<Tensor>& offset, bool divides) {
   if (!scale) return {};
   const auto spread = [&](const Tensor& x) { return x.to(at::kFloat).view(-1); };
   auto out = divides ? y / spread(*scale) : y * spread(*scale);
   return offset ? out + spread(*offset) : out;
 }
 
-Computation add_rms_norm_quant(const Tensor& a, const Tensor& b, const Tensor& gamma, const Opt<Tensor>& scale1,
-    const Opt<Tensor>& scale2, const Opt<Tensor>& zero1, const Opt<Tensor>& zero2, const Opt<Tensor>& beta, int64_t axis,
-    double epsilon, bool divides, Tensor y1, Tensor y2, Tensor sum, const Opt<Tensor>& normed) {
+Computation add_rms_norm_quant(const Tensor& a, const Tensor& b, const Tensor& gamma,
+    const Opt<Tensor>& scale1, const Opt<Tensor>& scale2, const Opt<Tensor>& zero1,
+    const Opt<Tensor>& zero2, const Opt<Tensor>& beta, int64_t axis, double epsilon, bool divides,
+    Tensor y1, Tensor y2, Tensor sum, const Opt<Tensor>& normed) {
   check_add_norm(a, b, gamma, kHalves);
   one_of<int64_t>("axis", axis, {-1});
   check(scale1.has_value(), kOpParam, "scales1 is needed");
   for (const auto& [name, x] : {std::pair{"scales1", &scale1}, std::pair{"scales2", &scale2}})
     check_factor(name, *x, gamma, {at::kFloat, at::kBFloat16, at::kHalf});
-  for (const auto& [name, x] : {std::pair{"zero_points1", &zero1}, std::pair{"zero_points2", &zero2}})
+  for (const auto& [name, x] :
+      {std::pair{"zero_points1", &zero1}, std::pair{"zero_points2", &zero2}})
     check_factor(name, *x, gamma, {at::kInt, at::kBFloat16, at::kHalf});
   if (beta) {
     same_dtype("beta", *beta, "gamma", gamma);
@@ -68,17 +74,20 @@ void put_dynamic(const Tensor& y, const Opt<Tensor>& smooth, Tensor out, Tensor 
   scale.copy_(largest.squeeze(-1));
 }
 
-Computation rms_norm_quant(const Tensor& x, const Tensor& gamma, const Tensor& scale, const Opt<Tensor>& offset,
-    const Opt<Tensor>& beta, double epsilon, bool divides, Tensor y, const Opt<Tensor>& rstd) {
+Computation rms_norm_quant(const Tensor& x, const Tensor& gamma, const Tensor& scale,
+    const Opt<Tensor>& offset, const Opt<Tensor>& beta, double epsilon, bool divides, Tensor y,
+    const Opt<Tensor>& rstd) {
   one_of("x", x, kHalves);
   same_dtype("gamma", gamma, "x", x);
   rank("gamma", gamma, 1, 2);
-  check(gamma.numel() == x.size(-1), kOpParam, "gamma has shape ", gamma.sizes(), " and x's last dimension ", x.size(-1));
-  check(x.size(-1) * x.element_size() >= 32, kOpParam, "x's last dimension has ", x.size(-1) * x.element_size(),
-      " bytes; at least 32 are allowed");
+  check(gamma.numel() == x.size(-1), kOpParam, "gamma has shape ", gamma.sizes(),
+      " and x's last dimension ", x.size(-1));
+  check(x.size(-1) * x.element_size() >= 32, kOpParam, "x's last dimension has ",
+      x.size(-1) * x.element_size(), " bytes; at least 32 are allowed");
   if (beta) same_dtype("beta", *beta, "x", x);
   check_factor("scale", scale, gamma, {at::kFloat, at::kHalf, at::kBFloat16});
-  check_factor("offset", offset, gamma, {at::kChar, at::kInt, at::kFloat, at::kHalf, at::kBFloat16});
+  check_factor(
+      "offset", offset, gamma, {at::kChar, at::kInt, at::kFloat, at::kHalf, at::kBFloat16});
   check_integers("y", y);
   COMPUTE {
     const auto normed = rms(x.to(at::kFloat), gamma.view(-1), epsilon);
@@ -91,34 +100,44 @@ Computation rms_norm_quant(const Tensor& x, const Tensor& gamma, const Tensor& s
 
 }  // namespace
 
-// The second scale and zero points must be None and div_mode true (op-plugin's AddRmsNormQuantKernelOpApi.cpp).
+// The second scale and zero points must be None and div_mode true (op-plugin's
+// AddRmsNormQuantKernelOpApi.cpp).
 CHECKED(aclnnAddRmsNormQuant,
-    (Tensor a, Tensor b, Tensor gamma, Opt<Tensor> scale1, Opt<Tensor> scale2, Opt<Tensor> zero1, Opt<Tensor> zero2, int64_t axis,
-        double epsilon, bool divides, Tensor y1, Tensor y2, Tensor sum),
+    (Tensor a, Tensor b, Tensor gamma, Opt<Tensor> scale1, Opt<Tensor> scale2, Opt<Tensor> zero1,
+        Opt<Tensor> zero2, int64_t axis, double epsilon, bool divides, Tensor y1, Tensor y2,
+        Tensor sum),
     {
       check(!scale2 && !zero2, kOpParam, "scales2 or zero_points2 is given; only None is allowed");
       check(divides, kOpParam, "div_mode is false; only true is allowed");
-      return add_rms_norm_quant(a, b, gamma, scale1, {}, zero1, {}, {}, axis, epsilon, true, y1, y2, sum, {});
+      return add_rms_norm_quant(
+          a, b, gamma, scale1, {}, zero1, {}, {}, axis, epsilon, true, y1, y2, sum, {});
     })
 CHECKED(aclnnAddRmsNormQuantV2,
-    (Tensor a, Tensor b, Tensor gamma, Opt<Tensor> scale1, Opt<Tensor> scale2, Opt<Tensor> zero1, Opt<Tensor> zero2,
-        Opt<Tensor> beta, int64_t axis, double epsilon, bool divides, Tensor y1, Tensor y2, Tensor sum, Opt<Tensor> normed),
-    { return add_rms_norm_quant(a, b, gamma, scale1, scale2, zero1, zero2, beta, axis, epsilon, divides, y1, y2, sum, normed); })
+    (Tensor a, Tensor b, Tensor gamma, Opt<Tensor> scale1, Opt<Tensor> scale2, Opt<Tensor> zero1,
+        Opt<Tensor> zero2, Opt<Tensor> beta, int64_t axis, double epsilon, bool divides, Tensor y1,
+        Tensor y2, Tensor sum, Opt<Tensor> normed),
+    {
+      return add_rms_norm_quant(a, b, gamma, scale1, scale2, zero1, zero2, beta, axis, epsilon,
+          divides, y1, y2, sum, normed);
+    })
 CHECKED(aclnnAddRmsNormDynamicQuantV2,
-    (Tensor a, Tensor b, Tensor gamma, Opt<Tensor> smooth1, Opt<Tensor> smooth2, Opt<Tensor> beta, double epsilon,
-        Opt<Bools> mask, Tensor y1, Tensor y2, Tensor sum, Tensor scale1, Tensor scale2),
+    (Tensor a, Tensor b, Tensor gamma, Opt<Tensor> smooth1, Opt<Tensor> smooth2, Opt<Tensor> beta,
+        double epsilon, Opt<Bools> mask, Tensor y1, Tensor y2, Tensor sum, Tensor scale1,
+        Tensor scale2),
     {
       check_add_norm(a, b, gamma, kHalves);
       rank("gamma", gamma, 1);
-      for (const auto& [name, x] :
-          {std::pair{"smooth_scale1", &smooth1}, std::pair{"smooth_scale2", &smooth2}, std::pair{"beta", &beta}})
+      for (const auto& [name, x] : {std::pair{"smooth_scale1", &smooth1},
+               std::pair{"smooth_scale2", &smooth2}, std::pair{"beta", &beta}})
         if (*x) {
           same_dtype(name, **x, "gamma", gamma);
           shape(name, **x, gamma.sizes());
         }
       const bool chosen = mask && !mask->empty();
-      check(chosen || !smooth2 || smooth1, kOpParam, "smooth_scale2 is given without smooth_scale1");
-      const bool first = chosen ? mask->at(0) : true, second = chosen ? mask->at(1) : smooth1 && smooth2;
+      check(
+          chosen || !smooth2 || smooth1, kOpParam, "smooth_scale2 is given without smooth_scale1");
+      const bool first = chosen ? mask->at(0) : true,
+                 second = chosen ? mask->at(1) : smooth1 && smooth2;
       check(!chosen || ((!smooth1 || first) && (!smooth2 || second)), kOpParam,
           "a smooth_scale is given for an output that output_mask leaves out");
       check_integers("y1", y1);
@@ -131,9 +150,10 @@ CHECKED(aclnnAddRmsNormDynamicQuantV2,
         if (second) put_dynamic(y, smooth2, y2, scale2);
       };
     })
-CHECKED(aclnnRmsNormQuant, (Tensor x, Tensor gamma, Tensor beta, Tensor scale, Tensor offset, double epsilon, Tensor y),
+CHECKED(aclnnRmsNormQuant,
+    (Tensor x, Tensor gamma, Tensor beta, Tensor scale, Tensor offset, double epsilon, Tensor y),
     { return rms_norm_quant(x, gamma, scale, offset, beta, epsilon, false, y, {}); })
 CHECKED(aclnnRmsNormQuantV3,
-    (Tensor x, Tensor gamma, Tensor scale, Opt<Tensor> offset, Opt<Tensor> beta, double epsilon, bool divides, bool, Tensor y,
-        Opt<Tensor> rstd),
+    (Tensor x, Tensor gamma, Tensor scale, Opt<Tensor> offset, Opt<Tensor> beta, double epsilon,
+        bool divides, bool, Tensor y, Opt<Tensor> rstd),
     { return rms_norm_quant(x, gamma, scale, offset, beta, epsilon, divides, y, rstd); })

@@ -1,7 +1,7 @@
 // Quantization and dequantization. Semantics and limits: torch_npu's documentation of npu_quantize,
-// npu_dynamic_quant(_asymmetric), npu_anti_quant, npu_trans_quant_param, npu_quant_scatter and npu_kronecker_quant
-// (torch_npu/_op_plugin_docs.py, BSD); of npu_group_quant op-plugin's shape function and test; of aclnnFlatQuant Huawei's API
-// reference.
+// npu_dynamic_quant(_asymmetric), npu_anti_quant, npu_trans_quant_param, npu_quant_scatter and
+// npu_kronecker_quant (torch_npu/_op_plugin_docs.py, BSD); of npu_group_quant op-plugin's shape
+// function and test; of aclnnFlatQuant Huawei's API reference.
 #include "quantized.h"
 
 using namespace emu;
@@ -22,38 +22,42 @@ void check_axis(const char* name, const Tensor& parameter, int64_t axis, const T
   if (parameter.numel() == 1) return;
   const int64_t at_axis = at::maybe_wrap_dim(axis, x.dim());
   if (parameter.dim() == 1) {
-    check(parameter.numel() == x.size(at_axis), kOpParam, name, " has ", parameter.numel(), " elements; allowed: 1, or ",
-        x.size(at_axis), ", dimension ", axis, " of the input ", x.sizes());
+    check(parameter.numel() == x.size(at_axis), kOpParam, name, " has ", parameter.numel(),
+        " elements; allowed: 1, or ", x.size(at_axis), ", dimension ", axis, " of the input ",
+        x.sizes());
     return;
   }
-  check(parameter.dim() == x.dim(), kOpParam, name, " has ", parameter.dim(), " dimensions; allowed: 1, or ", x.dim(),
-      " as the input");
+  check(parameter.dim() == x.dim(), kOpParam, name, " has ", parameter.dim(),
+      " dimensions; allowed: 1, or ", x.dim(), " as the input");
   for (int64_t i = 0; i < x.dim(); ++i)
-    check(parameter.size(i) == 1 || (i == at_axis && parameter.size(i) == x.size(i)), kOpParam, name, " has shape ",
-        parameter.sizes(), "; only dimension ", axis, " may differ from 1, and is then that of the input ", x.sizes());
+    check(parameter.size(i) == 1 || (i == at_axis && parameter.size(i) == x.size(i)), kOpParam,
+        name, " has shape ", parameter.sizes(), "; only dimension ", axis,
+        " may differ from 1, and is then that of the input ", x.sizes());
 }
 
 }  // namespace
 
-CHECKED(aclnnQuantize, (Tensor x, Tensor scales, Opt<Tensor> zero_points, int32_t, int64_t axis, Tensor out), {
-  one_of("input", x, kFloating);
-  one_of("scales", scales, {at::kFloat, at::kBFloat16});
-  if (zero_points)
-    one_of("zero_points", *zero_points,
-        {at::kChar, at::kByte, at::kInt, at::kBFloat16, at::kFloat});  // float: op-plugin's quantize_per_tensor
-  one_of("dtype", out, {at::kChar, at::kByte, at::kInt});
-  check_axis("scales", scales, axis, x);
-  if (zero_points) check_axis("zero_points", *zero_points, axis, x);
-  COMPUTE {
-    auto values = x.to(at::kFloat) / broadcast_along(scales, axis, x);
-    if (zero_points) values = at::round(values) + broadcast_along(*zero_points, axis, x);
-    store_rounded(values, out, false);
-  };
-})
+CHECKED(aclnnQuantize,
+    (Tensor x, Tensor scales, Opt<Tensor> zero_points, int32_t, int64_t axis, Tensor out), {
+      one_of("input", x, kFloating);
+      one_of("scales", scales, {at::kFloat, at::kBFloat16});
+      if (zero_points)
+        one_of("zero_points", *zero_points,
+            {at::kChar, at::kByte, at::kInt, at::kBFloat16,
+                at::kFloat});  // float: op-plugin's quantize_per_tensor
+      one_of("dtype", out, {at::kChar, at::kByte, at::kInt});
+      check_axis("scales", scales, axis, x);
+      if (zero_points) check_axis("zero_points", *zero_points, axis, x);
+      COMPUTE {
+        auto values = x.to(at::kFloat) / broadcast_along(scales, axis, x);
+        if (zero_points) values = at::round(values) + broadcast_along(*zero_points, axis, x);
+        store_rounded(values, out, false);
+      };
+    })
 
 namespace {
-Computation quantize(const Tensor& x, const Tensor& scale, const Opt<Tensor>& offset, bool square, const Text& mode, int64_t axis,
-    const Tensor& out) {
+Computation quantize(const Tensor& x, const Tensor& scale, const Opt<Tensor>& offset, bool square,
+    const Text& mode, int64_t axis, const Tensor& out) {
   one_of("input", x, kFloating);
   one_of("scales", scale, kFloating);
   one_of("axis", axis, {int64_t{-1}, int64_t{-2}});
@@ -76,16 +80,19 @@ Computation quantize(const Tensor& x, const Tensor& scale, const Opt<Tensor>& of
 }
 }  // namespace
 
-CHECKED(aclnnAscendQuant, (Tensor x, Tensor scale, Opt<Tensor> offset, bool square, Text mode, int32_t, Tensor out),
+CHECKED(aclnnAscendQuant,
+    (Tensor x, Tensor scale, Opt<Tensor> offset, bool square, Text mode, int32_t, Tensor out),
     { return quantize(x, scale, offset, square, mode, -1, out); })
 CHECKED(aclnnAscendQuantV3,
-    (Tensor x, Tensor scale, Opt<Tensor> offset, bool square, Text mode, int32_t, int64_t axis, Tensor out),
+    (Tensor x, Tensor scale, Opt<Tensor> offset, bool square, Text mode, int32_t, int64_t axis,
+        Tensor out),
     { return quantize(x, scale, offset, square, mode, axis, out); })
 
 namespace {
 // Symmetric without offset_out, asymmetric with it.
-Computation dynamic_quantize(const Tensor& x, const Opt<Tensor>& smooth, const Opt<Tensor>& group_index, const Tensor& out,
-    const Tensor& scale, const Opt<Tensor>& offset_out) {
+Computation dynamic_quantize(const Tensor& x, const Opt<Tensor>& smooth,
+    const Opt<Tensor>& group_index, const Tensor& out, const Tensor& scale,
+    const Opt<Tensor>& offset_out) {
   chips({"Ascend910B", "Ascend910_93", "Ascend950"});
   one_of("x", x, kHalves);
   one_of("dst_type", out, {at::kChar, at::kInt});
@@ -107,8 +114,8 @@ Computation dynamic_quantize(const Tensor& x, const Opt<Tensor>& smooth, const O
     if (values.numel() == 0) return;
     if (group_index) {
       const auto groups = rows_of(*group_index, 0, values.size(0));
-      check(!groups.empty() && groups.back().last == values.size(0), kOpParam, "group_index ends at row ", groups.back().last,
-          "; it must be ", values.size(0));
+      check(!groups.empty() && groups.back().last == values.size(0), kOpParam,
+          "group_index ends at row ", groups.back().last, "; it must be ", values.size(0));
       values = scaled_by_group(values, *smooth, groups);
     } else if (smooth) {
       values = values * smooth->to(at::kFloat);
@@ -129,47 +136,52 @@ Computation dynamic_quantize(const Tensor& x, const Opt<Tensor>& smooth, const O
 CHECKED(aclnnDynamicQuant, (Tensor x, Opt<Tensor> smooth, Tensor out, Tensor scale),
     { return dynamic_quantize(x, smooth, {}, out, scale, {}); })
 CHECKED(aclnnDynamicQuantV2,
-    (Tensor x, Opt<Tensor> smooth, Opt<Tensor> group_index, int32_t, Tensor out, Tensor scale, Opt<Tensor> offset_out),
+    (Tensor x, Opt<Tensor> smooth, Opt<Tensor> group_index, int32_t, Tensor out, Tensor scale,
+        Opt<Tensor> offset_out),
     { return dynamic_quantize(x, smooth, group_index, out, scale, offset_out); })
 
-CHECKED(aclnnAscendAntiQuant, (Tensor x, Tensor scale, Opt<Tensor> offset, int32_t, bool square, Tensor out), {
-  one_of("x", x, {at::kChar, at::kInt});
-  one_of("scale", scale, {at::kFloat, at::kBFloat16});
-  one_of("dst_dtype", out, kHalves);
-  rank("x", x, 1, 8);
-  rank("scale", scale, 1);
-  const bool four_bits = x.scalar_type() == at::kInt;
-  const int64_t columns = x.size(-1) * (four_bits ? kFourBitsInWord : 1);
-  check(scale.numel() == 1 || scale.numel() == columns, kOpParam, "scale has ", scale.numel(), " elements; allowed: 1 or ",
-      columns);
-  if (offset) {
-    same_dtype("offset", *offset, "scale", scale);
-    shape("offset", *offset, scale.sizes());
-  }
-  COMPUTE {
-    auto factor = scale.to(at::kFloat);
-    if (square) factor = factor * factor;
-    auto values = (four_bits ? unpack_int4(x) : x).to(at::kFloat);
-    if (offset) values = values + offset->to(at::kFloat);
-    out.copy_(values * factor);
-  };
-})
+CHECKED(aclnnAscendAntiQuant,
+    (Tensor x, Tensor scale, Opt<Tensor> offset, int32_t, bool square, Tensor out), {
+      one_of("x", x, {at::kChar, at::kInt});
+      one_of("scale", scale, {at::kFloat, at::kBFloat16});
+      one_of("dst_dtype", out, kHalves);
+      rank("x", x, 1, 8);
+      rank("scale", scale, 1);
+      const bool four_bits = x.scalar_type() == at::kInt;
+      const int64_t columns = x.size(-1) * (four_bits ? kFourBitsInWord : 1);
+      check(scale.numel() == 1 || scale.numel() == columns, kOpParam, "scale has ", scale.numel(),
+          " elements; allowed: 1 or ", columns);
+      if (offset) {
+        same_dtype("offset", *offset, "scale", scale);
+        shape("offset", *offset, scale.sizes());
+      }
+      COMPUTE {
+        auto factor = scale.to(at::kFloat);
+        if (square) factor = factor * factor;
+        auto values = (four_bits ? unpack_int4(x) : x).to(at::kFloat);
+        if (offset) values = values + offset->to(at::kFloat);
+        out.copy_(values * factor);
+      };
+    })
 
 namespace {
-// 64-bit parameters of the cube unit's dequantization: the scale's upper 19 bits in the lower half, a flag at bit 46, the nine
-// bits of the offset at bit 37 (op-plugin's test_npu_trans_quant_param.py; aclnnTransQuantParamV2 in Huawei's API reference).
-Computation trans_quant_param(const Tensor& scale, const Opt<Tensor>& offset, int64_t round_mode, const Tensor& out) {
+// 64-bit parameters of the cube unit's dequantization: the scale's upper 19 bits in the lower half,
+// a flag at bit 46, the nine bits of the offset at bit 37 (op-plugin's
+// test_npu_trans_quant_param.py; aclnnTransQuantParamV2 in Huawei's API reference).
+Computation trans_quant_param(
+    const Tensor& scale, const Opt<Tensor>& offset, int64_t round_mode, const Tensor& out) {
   one_of("scale", scale, {at::kFloat});
   rank("scale", scale, 1, 2);
-  check(scale.dim() == 1 || scale.size(0) == 1, kOpParam, "scale has shape ", scale.sizes(), "; allowed: [t] and [1, n]");
+  check(scale.dim() == 1 || scale.size(0) == 1, kOpParam, "scale has shape ", scale.sizes(),
+      "; allowed: [t] and [1, n]");
   one_of("round_mode", round_mode, {int64_t{0}, int64_t{1}});
   if (offset) {
     one_of("offset", *offset, {at::kFloat});
     if (scale.dim() == 2)
       shape("offset", *offset, scale.sizes());
     else
-      check(offset->numel() == 1 || scale.numel() == 1 || offset->numel() == scale.numel(), kOpParam, "offset has ",
-          offset->numel(), " elements and scale ", scale.numel());
+      check(offset->numel() == 1 || scale.numel() == 1 || offset->numel() == scale.numel(),
+          kOpParam, "offset has ", offset->numel(), " elements and scale ", scale.numel());
   }
   COMPUTE {
     auto bits = scale.contiguous().view(at::kInt).to(at::kLong).bitwise_and_(0xFFFFFFFFll);
@@ -180,20 +192,21 @@ Computation trans_quant_param(const Tensor& scale, const Opt<Tensor>& offset, in
     bits = at::bitwise_or(at::bitwise_and(bits, 0xFFFFE000ll), 1ll << 46);
     if (offset)
       bits = at::bitwise_or(
-          bits, at::bitwise_left_shift(at::bitwise_and(at::round(*offset).clamp(-256, 255).to(at::kLong), 0x1FF), 37));
+          bits, at::bitwise_left_shift(
+                    at::bitwise_and(at::round(*offset).clamp(-256, 255).to(at::kLong), 0x1FF), 37));
     out.copy_(bits.expand(out.sizes()));
   };
 }
 }  // namespace
 
-CHECKED(
-    aclnnTransQuantParamV2, (Tensor scale, Opt<Tensor> offset, Tensor out), { return trans_quant_param(scale, offset, 0, out); })
+CHECKED(aclnnTransQuantParamV2, (Tensor scale, Opt<Tensor> offset, Tensor out),
+    { return trans_quant_param(scale, offset, 0, out); })
 CHECKED(aclnnTransQuantParamV3, (Tensor scale, Opt<Tensor> offset, int64_t round_mode, Tensor out),
     { return trans_quant_param(scale, offset, round_mode, out); })
 
 CHECKED(aclnnInplaceQuantScatter,
-    (Tensor self, Tensor indices, Tensor updates, Tensor scales, Opt<Tensor> zero_points, int64_t axis, int64_t quant_axis,
-        int64_t),
+    (Tensor self, Tensor indices, Tensor updates, Tensor scales, Opt<Tensor> zero_points,
+        int64_t axis, int64_t quant_axis, int64_t),
     {
       one_of("input", self, {at::kChar});
       one_of("indices", indices, {at::kInt});
@@ -203,23 +216,24 @@ CHECKED(aclnnInplaceQuantScatter,
       rank("input", self, 3, 8);
       rank("updates", updates, self.dim());
       rank("indices", indices, 1, 2);
-      check(indices.dim() == 1 || indices.size(1) == 2, kOpParam, "indices has shape ", indices.sizes(),
-          "; allowed: [n] and [n, 2]");
+      check(indices.dim() == 1 || indices.size(1) == 2, kOpParam, "indices has shape ",
+          indices.sizes(), "; allowed: [n] and [n, 2]");
       const int64_t place = at::maybe_wrap_dim(axis, self.dim());
       check(place != 0 && place != self.dim() - 1, kOpParam, "axis ", axis,
           " is the first or the last dimension of updates; neither is allowed");
-      check(at::maybe_wrap_dim(quant_axis, self.dim()) == self.dim() - 1, kOpParam, "quant_axis is ", quant_axis,
-          "; only the last dimension is allowed");
-      check(updates.size(0) == indices.size(0) && updates.size(0) <= self.size(0), kOpParam, "updates has ", updates.size(0),
-          " rows, indices ", indices.size(0), " and input ", self.size(0));
+      check(at::maybe_wrap_dim(quant_axis, self.dim()) == self.dim() - 1, kOpParam,
+          "quant_axis is ", quant_axis, "; only the last dimension is allowed");
+      check(updates.size(0) == indices.size(0) && updates.size(0) <= self.size(0), kOpParam,
+          "updates has ", updates.size(0), " rows, indices ", indices.size(0), " and input ",
+          self.size(0));
       for (int64_t i = 1; i < self.dim(); ++i)
-        check(i == place ? updates.size(i) <= self.size(i) : updates.size(i) == self.size(i), kOpParam, "updates has shape ",
-            updates.sizes(), " and input ", self.sizes());
+        check(i == place ? updates.size(i) <= self.size(i) : updates.size(i) == self.size(i),
+            kOpParam, "updates has shape ", updates.sizes(), " and input ", self.sizes());
       multiple("the bytes of updates' last dimension as int8", updates.size(-1), 32);
-      check(scales.numel() == updates.size(-1), kOpParam, "quant_scales has ", scales.numel(), " elements; it must be ",
-          updates.size(-1));
-      check(!zero_points || zero_points->numel() == updates.size(-1), kOpParam, "quant_zero_points must have ", updates.size(-1),
-          " elements");
+      check(scales.numel() == updates.size(-1), kOpParam, "quant_scales has ", scales.numel(),
+          " elements; it must be ", updates.size(-1));
+      check(!zero_points || zero_points->numel() == updates.size(-1), kOpParam,
+          "quant_zero_points must have ", updates.size(-1), " elements");
       COMPUTE {
         auto values = updates.to(at::kFloat) / scales.to(at::kFloat).reshape({-1});
         if (zero_points) values = values + zero_points->to(at::kFloat).reshape({-1});
@@ -228,17 +242,19 @@ CHECKED(aclnnInplaceQuantScatter,
         const auto where = indices.to(at::kLong);
         for (int64_t i = 0; i < updates.size(0); ++i) {
           const int64_t batch = where.dim() == 1 ? i : where[i][0].item<int64_t>(),
-                        start = where.dim() == 1 ? where[i].item<int64_t>() : where[i][1].item<int64_t>();
-          check(batch >= 0 && batch < self.size(0) && start >= 0 && start + updates.size(place) <= self.size(place), kOpParam,
-              "index (", batch, ", ", start, ") is outside the input ", self.sizes());
+                        start = where.dim() == 1 ? where[i].item<int64_t>()
+                                                 : where[i][1].item<int64_t>();
+          check(batch >= 0 && batch < self.size(0) && start >= 0 &&
+                    start + updates.size(place) <= self.size(place),
+              kOpParam, "index (", batch, ", ", start, ") is outside the input ", self.sizes());
           self[batch].narrow(place - 1, start, updates.size(place)).copy_(rounded[i]);
         }
       };
     })
 
 namespace {
-Computation flat_quant(const Tensor& x, const Tensor& left, const Tensor& right, double clip_ratio, double dst_type_max,
-    const Tensor& out, const Tensor& scale) {
+Computation flat_quant(const Tensor& x, const Tensor& left, const Tensor& right, double clip_ratio,
+    double dst_type_max, const Tensor& out, const Tensor& scale) {
   chips({"Ascend910B", "Ascend910_93", "Ascend950"});
   one_of("x", x, kHalves);
   same_dtype("kronecker_p1", left, "x", x);
@@ -250,47 +266,58 @@ Computation flat_quant(const Tensor& x, const Tensor& left, const Tensor& right,
   within("dimension 2 of x", x.size(2), 1, 256);
   shape("kronecker_p1", left, {x.size(1), x.size(1)});
   shape("kronecker_p2", right, {x.size(2), x.size(2)});
-  check(clip_ratio > 0 && clip_ratio <= 1, kOpParam, "clip_ratio is ", clip_ratio, "; allowed: above 0, up to 1");
+  check(clip_ratio > 0 && clip_ratio <= 1, kOpParam, "clip_ratio is ", clip_ratio,
+      "; allowed: above 0, up to 1");
   check(dst_type_max == 0, kOpParam, "dst_type_max is ", dst_type_max, "; int4 takes 0");
   one_of("dst_dtype", out, {at::kInt});
   COMPUTE {
-    const auto values = at::matmul(left.to(at::kFloat), at::matmul(x.to(at::kFloat), right.to(at::kFloat)));
+    const auto values =
+        at::matmul(left.to(at::kFloat), at::matmul(x.to(at::kFloat), right.to(at::kFloat)));
     const auto step = values.abs().amax({1, 2}) / (7.0 / clip_ratio);
     scale.copy_(step);
-    store_rounded(at::where(step.view({-1, 1, 1}) > 0, values / step.view({-1, 1, 1}), at::zeros_like(values)), out, true);
+    store_rounded(at::where(step.view({-1, 1, 1}) > 0, values / step.view({-1, 1, 1}),
+                      at::zeros_like(values)),
+        out, true);
   };
 }
 }  // namespace
 
-CHECKED(aclnnFlatQuant, (Tensor x, Tensor left, Tensor right, double clip_ratio, Tensor out, Tensor scale),
+CHECKED(aclnnFlatQuant,
+    (Tensor x, Tensor left, Tensor right, double clip_ratio, Tensor out, Tensor scale),
     { return flat_quant(x, left, right, clip_ratio, 0, out, scale); })
-CHECKED(aclnnFlatQuantV2, (Tensor x, Tensor left, Tensor right, double clip_ratio, double dst_type_max, Tensor out, Tensor scale),
+CHECKED(aclnnFlatQuantV2,
+    (Tensor x, Tensor left, Tensor right, double clip_ratio, double dst_type_max, Tensor out,
+        Tensor scale),
     { return flat_quant(x, left, right, clip_ratio, dst_type_max, out, scale); })
 
 // Rows [group_index[i-1], group_index[i]) of x times scale[i], plus offset.
-CHECKED(aclnnGroupQuant, (Tensor x, Tensor scale, Tensor group_index, Opt<Tensor> offset, int32_t, Tensor out), {
-  chips({"Ascend910B", "Ascend910_93", "Ascend950"});
-  one_of("x", x, kFloating);
-  one_of("scale", scale, kFloating);
-  one_of("group_index", group_index, kIndices);
-  rank("x", x, 2);
-  shape("scale", scale, {group_index.numel(), x.size(1)});
-  if (offset) check(offset->numel() == 1, kOpParam, "offset has ", offset->numel(), " elements; it must be one");
-  const bool four_bits = out.scalar_type() == at::kInt;
-  COMPUTE {
-    const auto groups = rows_of(group_index, 0, x.size(0));
-    check(groups.empty() || groups.back().last == x.size(0), kOpParam, "group_index ends at row ", groups.back().last,
-        "; it must be ", x.size(0));
-    auto values = scaled_by_group(x.to(at::kFloat), scale, groups);
-    if (offset) values = values + offset->to(at::kFloat);
-    store_rounded(values, out, four_bits);
-  };
-})
+CHECKED(aclnnGroupQuant,
+    (Tensor x, Tensor scale, Tensor group_index, Opt<Tensor> offset, int32_t, Tensor out), {
+      chips({"Ascend910B", "Ascend910_93", "Ascend950"});
+      one_of("x", x, kFloating);
+      one_of("scale", scale, kFloating);
+      one_of("group_index", group_index, kIndices);
+      rank("x", x, 2);
+      shape("scale", scale, {group_index.numel(), x.size(1)});
+      if (offset)
+        check(offset->numel() == 1, kOpParam, "offset has ", offset->numel(),
+            " elements; it must be one");
+      const bool four_bits = out.scalar_type() == at::kInt;
+      COMPUTE {
+        const auto groups = rows_of(group_index, 0, x.size(0));
+        check(groups.empty() || groups.back().last == x.size(0), kOpParam,
+            "group_index ends at row ", groups.back().last, "; it must be ", x.size(0));
+        auto values = scaled_by_group(x.to(at::kFloat), scale, groups);
+        if (offset) values = values + offset->to(at::kFloat);
+        store_rounded(values, out, four_bits);
+      };
+    })
 
 // torch.fake_quantize_per_…_affine: values that were rounded, and a mask of those within the range.
 namespace {
 void check_range(int64_t least, int64_t most) {
-  check(least < most, kOpParam, "quant_min is ", least, " and quant_max ", most, "; it must be smaller");
+  check(least < most, kOpParam, "quant_min is ", least, " and quant_max ", most,
+      "; it must be smaller");
 }
 void copy_pair(const std::tuple<Tensor, Tensor>& results, const Tensor& out, const Tensor& mask) {
   out.copy_(std::get<0>(results));
@@ -298,7 +325,9 @@ void copy_pair(const std::tuple<Tensor, Tensor>& results, const Tensor& out, con
 }
 }  // namespace
 CHECKED(aclnnFakeQuantPerChannelAffineCachemask,
-    (Tensor x, Tensor scale, Tensor zero_point, int64_t axis, int64_t least, int64_t most, Tensor out, Tensor mask), {
+    (Tensor x, Tensor scale, Tensor zero_point, int64_t axis, int64_t least, int64_t most,
+        Tensor out, Tensor mask),
+    {
       one_of("self", x, kFloating);
       check_range(least, most);
       within("axis", axis, int64_t{0}, x.dim() - 1);
@@ -307,22 +336,25 @@ CHECKED(aclnnFakeQuantPerChannelAffineCachemask,
       shape("out", out, x.sizes());
       shape("mask", mask, x.sizes());
       COMPUTE {
-        copy_pair(at::fake_quantize_per_channel_affine_cachemask(
-                      x.to(at::kFloat), scale.to(at::kFloat), zero_point.to(at::kInt), axis, least, most),
+        copy_pair(at::fake_quantize_per_channel_affine_cachemask(x.to(at::kFloat),
+                      scale.to(at::kFloat), zero_point.to(at::kInt), axis, least, most),
             out, mask);
       };
     })
 CHECKED(aclnnFakeQuantPerTensorAffineCachemask,
-    (Tensor x, Tensor scale, Tensor zero_point, float enabled, int64_t least, int64_t most, Tensor out, Tensor mask), {
+    (Tensor x, Tensor scale, Tensor zero_point, float enabled, int64_t least, int64_t most,
+        Tensor out, Tensor mask),
+    {
       one_of("self", x, kFloating);
       check_range(least, most);
-      check(scale.numel() == 1 && zero_point.numel() == 1, kOpParam, "scale has ", scale.numel(), " elements and zero_point ",
-          zero_point.numel(), "; they must have one");
+      check(scale.numel() == 1 && zero_point.numel() == 1, kOpParam, "scale has ", scale.numel(),
+          " elements and zero_point ", zero_point.numel(), "; they must have one");
       shape("out", out, x.sizes());
       shape("mask", mask, x.sizes());
       COMPUTE {
-        copy_pair(at::_fake_quantize_per_tensor_affine_cachemask_tensor_qparams(x.to(at::kFloat), scale.to(at::kFloat),
-                      zero_point.to(at::kInt), at::full({1}, enabled > 0 ? 1 : 0, at::kLong), least, most),
+        copy_pair(at::_fake_quantize_per_tensor_affine_cachemask_tensor_qparams(x.to(at::kFloat),
+                      scale.to(at::kFloat), zero_point.to(at::kInt),
+                      at::full({1}, enabled > 0 ? 1 : 0, at::kLong), least, most),
             out, mask);
       };
     })

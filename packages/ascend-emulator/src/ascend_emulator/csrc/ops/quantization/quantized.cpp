@@ -10,8 +10,10 @@ Tensor unpack_int4(const Tensor& words) {
 }
 
 Tensor pack_int4(const Tensor& values) {
-  const auto nibbles = at::bitwise_and(values.to(at::kChar), 15).view(at::kByte).contiguous().unflatten(-1, {-1, 2});
-  const auto bytes = at::bitwise_or(nibbles.select(-1, 0), at::bitwise_left_shift(nibbles.select(-1, 1), 4));
+  const auto nibbles =
+      at::bitwise_and(values.to(at::kChar), 15).view(at::kByte).contiguous().unflatten(-1, {-1, 2});
+  const auto bytes =
+      at::bitwise_or(nibbles.select(-1, 0), at::bitwise_left_shift(nibbles.select(-1, 1), 4));
   return bytes.contiguous().view(at::kInt);
 }
 
@@ -31,11 +33,12 @@ void store_rounded(const Tensor& values, const Tensor& out, bool four_bits) {
     case at::kChar: out.copy_(rounded.clamp(-128, 127)); break;
     case at::kByte: out.copy_(rounded.clamp(0, 255)); break;
     case at::kInt:
-      out.copy_(rounded.to(at::kDouble).clamp(std::numeric_limits<int32_t>::min(), std::numeric_limits<int32_t>::max()));
+      out.copy_(rounded.to(at::kDouble)
+              .clamp(std::numeric_limits<int32_t>::min(), std::numeric_limits<int32_t>::max()));
       break;
     default:
-      throw Error(
-          kOpParam, text("an output of dtype ", out.scalar_type(), " is not emulated; int8, uint8, int32 and packed int4 are"));
+      throw Error(kOpParam, text("an output of dtype ", out.scalar_type(),
+                                " is not emulated; int8, uint8, int32 and packed int4 are"));
   }
 }
 
@@ -75,7 +78,8 @@ void quantize_rows(const Tensor& values, const Tensor& out, const Tensor& scale,
 
 Tensor integer_product(const Tensor& a, const Tensor& b) {
   if (a.dim() == 2 && b.dim() == 2) return at::_int_mm(a, b);
-  std::vector<int64_t> batch = at::infer_size(a.sizes().slice(0, a.dim() - 2), b.sizes().slice(0, b.dim() - 2));
+  std::vector<int64_t> batch =
+      at::infer_size(a.sizes().slice(0, a.dim() - 2), b.sizes().slice(0, b.dim() - 2));
   const auto with = [&](const Tensor& x) {
     auto shape = batch;
     shape.insert(shape.end(), {x.size(-2), x.size(-1)});
@@ -89,7 +93,8 @@ Tensor integer_product(const Tensor& a, const Tensor& b) {
 }
 
 Tensor scale_values(const Tensor& scale) {
-  if (scale.scalar_type() != at::kLong && scale.scalar_type() != at::kUInt64) return scale.to(at::kFloat);
+  if (scale.scalar_type() != at::kLong && scale.scalar_type() != at::kUInt64)
+    return scale.to(at::kFloat);
   return scale.contiguous().view(at::kLong).bitwise_and(0xFFFFFFFFll).to(at::kInt).view(at::kFloat);
 }
 
@@ -97,8 +102,8 @@ Tensor dequantized(const Tensor& weight, const Tensor& scale, const Opt<Tensor>&
   const auto spread = [&](const Tensor& parameter) {
     const auto fp32 = scale_values(parameter);
     if (fp32.dim() < 2 || fp32.size(-2) <= 1) return fp32.dim() == 2 ? fp32 : fp32.reshape({1, -1});
-    check(weight.size(-2) % fp32.size(-2) == 0, kOpParam, fp32.size(-2), " groups do not divide the ", weight.size(-2),
-        " rows of the weight");
+    check(weight.size(-2) % fp32.size(-2) == 0, kOpParam, fp32.size(-2),
+        " groups do not divide the ", weight.size(-2), " rows of the weight");
     return fp32.repeat_interleave(weight.size(-2) / fp32.size(-2), -2);
   };
   auto values = weight.to(at::kFloat);

@@ -1,5 +1,6 @@
-// Common part of quantized operators: rounding, int4 packing, groups of rows. Rounding is to the nearest, ties to even
-// (torch.round, which torch_npu's documentation and op-plugin's tests use as "round").
+// Common part of quantized operators: rounding, int4 packing, groups of rows. Rounding is to the
+// nearest, ties to even (torch.round, which torch_npu's documentation and op-plugin's tests use as
+// "round").
 #ifndef ASCEND_EMULATOR_OPS_QUANTIZATION_QUANTIZED_H
 #define ASCEND_EMULATOR_OPS_QUANTIZATION_QUANTIZED_H
 #include "operator/op.h"
@@ -9,7 +10,8 @@ namespace emu {
 constexpr int64_t kFourBitsInWord = 8;  // int4 values in an int32
 constexpr int32_t kAclInt4 = 29;        // aclDataType ACL_INT4
 
-// int32 [..., n] -> int8 [..., 8 n]. The lowest four bits come first (op-plugin's ConvertWeightToINT4PackKernelNpuOpApi.cpp).
+// int32 [..., n] -> int8 [..., 8 n]. The lowest four bits come first (op-plugin's
+// ConvertWeightToINT4PackKernelNpuOpApi.cpp).
 Tensor unpack_int4(const Tensor& words);
 // Values in [-8, 7], [..., 8 n] -> int32 [..., n].
 Tensor pack_int4(const Tensor& values);
@@ -22,8 +24,8 @@ void store_rounded(const Tensor& values, const Tensor& out, bool four_bits);
 // The dtype's largest value for symmetric quantization: 127 or 7.
 inline double largest(bool four_bits) { return four_bits ? 7 : 127; }
 
-// [first, last) of each group among `rows`. Kinds (npu_grouped_matmul's group_list_type): 0 cumulative ends, 1 counts, 2 pairs of
-// group and count.
+// [first, last) of each group among `rows`. Kinds (npu_grouped_matmul's group_list_type): 0
+// cumulative ends, 1 counts, 2 pairs of group and count.
 struct Rows {
   int64_t group, first, last;
 };
@@ -32,7 +34,8 @@ std::vector<Rows> rows_of(const Tensor& list, int64_t kind, int64_t rows);
 // Scales rows of x by their group's row of scales.
 Tensor scaled_by_group(const Tensor& x, const Tensor& scales, const std::vector<Rows>& groups);
 
-// Symmetric quantization of rows: values / (row's largest magnitude / 127). The scale is written to `scale`.
+// Symmetric quantization of rows: values / (row's largest magnitude / 127). The scale is written to
+// `scale`.
 void quantize_rows(const Tensor& values, const Tensor& out, const Tensor& scale, bool four_bits);
 
 // a @ b of int8 matrices, exact in int32; batches broadcast.

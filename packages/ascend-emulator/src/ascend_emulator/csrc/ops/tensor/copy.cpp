@@ -17,7 +17,8 @@ emu::Shape cat_shape(const emu::Tensors& tensors, int64_t dim) {
       continue;
     }
     bool fits = tensor.dim() == first->dim();
-    for (int64_t i = 0; fits && i < tensor.dim(); ++i) fits = i == dim || tensor.size(i) == first->size(i);
+    for (int64_t i = 0; fits && i < tensor.dim(); ++i)
+      fits = i == dim || tensor.size(i) == first->size(i);
     emu::check(fits, emu::kOpParam, "tensors has shapes ", first->sizes(), " and ", tensor.sizes(),
         "; allowed: a difference in dimension ", dim, " alone");
     shape[dim] += tensor.size(dim);
@@ -28,17 +29,18 @@ emu::Shape cat_shape(const emu::Tensors& tensors, int64_t dim) {
 emu::Shape stack_shape(const emu::Tensors& tensors, int64_t dim) {
   emu::check(!tensors.empty(), emu::kOpParam, "tensors is empty");
   for (const auto& tensor : tensors)
-    emu::check(tensor.sizes() == tensors[0].sizes(), emu::kOpParam, "tensors has shapes ", tensors[0].sizes(), " and ",
-        tensor.sizes(), "; they must be the same");
+    emu::check(tensor.sizes() == tensors[0].sizes(), emu::kOpParam, "tensors has shapes ",
+        tensors[0].sizes(), " and ", tensor.sizes(), "; they must be the same");
   emu::Shape shape(tensors[0].sizes());
-  shape.insert(shape.begin() + emu::real_dim(dim, tensors[0].dim() + 1), static_cast<int64_t>(tensors.size()));
+  shape.insert(shape.begin() + emu::real_dim(dim, tensors[0].dim() + 1),
+      static_cast<int64_t>(tensors.size()));
   return shape;
 }
 
 emu::Shape repeat_shape(const at::Tensor& self, const emu::Ints& repeats) {
   const int64_t more = static_cast<int64_t>(repeats.size()) - self.dim();
-  emu::check(more >= 0, emu::kOpParam, "repeats has ", repeats.size(), " numbers; allowed: at least ", self.dim(),
-      ", the dimensions of self");
+  emu::check(more >= 0, emu::kOpParam, "repeats has ", repeats.size(),
+      " numbers; allowed: at least ", self.dim(), ", the dimensions of self");
   emu::Shape shape(repeats);
   for (int64_t i = 0; i < self.dim(); ++i) shape[more + i] *= self.size(i);
   return shape;
@@ -56,35 +58,42 @@ emu::Shape pad_shape(const at::Tensor& self, const emu::Ints& pad) {
 
 }  // namespace
 
-SHAPED(aclnnInplaceCopy, (Tensor self, Tensor source), EXPANDS(self, source), { self.copy_(source); })
+SHAPED(
+    aclnnInplaceCopy, (Tensor self, Tensor source), EXPANDS(self, source), { self.copy_(source); })
 SHAPED(aclnnCast, (Tensor self, DType, Tensor out), SAME(out, self), { out.copy_(self); })
 SHAPED(aclnnCat, (Tensors tensors, int64_t dim, Tensor out), SHAPE(out, cat_shape(tensors, dim)),
     { at::cat_out(out, tensors, dim); })
-SHAPED(aclnnStack, (Tensors tensors, int64_t dim, Tensor out), SHAPE(out, stack_shape(tensors, dim)),
-    { at::stack_out(out, tensors, dim); })
-SHAPED(aclnnRepeat, (Tensor self, Ints repeats, Tensor out), SHAPE(out, repeat_shape(self, repeats)),
-    { out.copy_(self.repeat(repeats)); })
-SHAPED(aclnnFlip, (Tensor self, Ints dims, Tensor out), SAME(out, self), { at::flip_out(out, self, dims); })
-SHAPED(aclnnRoll, (Tensor self, Ints shifts, Ints dims, Tensor out), SAME(out, self), { at::roll_out(out, self, shifts, dims); })
-SHAPED(aclnnConstantPadNd, (Tensor self, Ints pad, Scalar value, Tensor out), SHAPE(out, pad_shape(self, pad)),
-    { at::constant_pad_nd_out(out, self, pad, value); })
+SHAPED(aclnnStack, (Tensors tensors, int64_t dim, Tensor out),
+    SHAPE(out, stack_shape(tensors, dim)), { at::stack_out(out, tensors, dim); })
+SHAPED(aclnnRepeat, (Tensor self, Ints repeats, Tensor out),
+    SHAPE(out, repeat_shape(self, repeats)), { out.copy_(self.repeat(repeats)); })
+SHAPED(aclnnFlip, (Tensor self, Ints dims, Tensor out), SAME(out, self),
+    { at::flip_out(out, self, dims); })
+SHAPED(aclnnRoll, (Tensor self, Ints shifts, Ints dims, Tensor out), SAME(out, self),
+    { at::roll_out(out, self, shifts, dims); })
+SHAPED(aclnnConstantPadNd, (Tensor self, Ints pad, Scalar value, Tensor out),
+    SHAPE(out, pad_shape(self, pad)), { at::constant_pad_nd_out(out, self, pad, value); })
 
 // torch_npu's documentation of torch.repeat_interleave: the output has less than 2^22 elements.
 namespace {
 void not_too_many(const at::Tensor& out) {
-  emu::check(out.numel() < 1 << 22, emu::kOpParam, "out has ", out.numel(), " elements; allowed: less than ", 1 << 22);
+  emu::check(out.numel() < 1 << 22, emu::kOpParam, "out has ", out.numel(),
+      " elements; allowed: less than ", 1 << 22);
 }
 }  // namespace
-SHAPED(aclnnRepeatInterleave, (Tensor self, Tensor repeats, int64_t size, Tensor out), not_too_many(out),
-    { out.copy_(at::repeat_interleave(self, repeats, std::nullopt, size)); })
-SHAPED(aclnnRepeatInterleaveWithDim, (Tensor self, Tensor repeats, int64_t dim, int64_t size, Tensor out), not_too_many(out),
+SHAPED(aclnnRepeatInterleave, (Tensor self, Tensor repeats, int64_t size, Tensor out),
+    not_too_many(out), { out.copy_(at::repeat_interleave(self, repeats, std::nullopt, size)); })
+SHAPED(aclnnRepeatInterleaveWithDim,
+    (Tensor self, Tensor repeats, int64_t dim, int64_t size, Tensor out), not_too_many(out),
     { out.copy_(at::repeat_interleave(self, repeats, dim, size)); })
-SHAPED(aclnnRepeatInterleaveInt, (Tensor self, int64_t repeats, int64_t size, Tensor out), not_too_many(out),
-    { out.copy_(at::repeat_interleave(self, repeats, std::nullopt, size)); })
-SHAPED(aclnnRepeatInterleaveIntWithDim, (Tensor self, int64_t repeats, int64_t dim, int64_t size, Tensor out), not_too_many(out),
+SHAPED(aclnnRepeatInterleaveInt, (Tensor self, int64_t repeats, int64_t size, Tensor out),
+    not_too_many(out), { out.copy_(at::repeat_interleave(self, repeats, std::nullopt, size)); })
+SHAPED(aclnnRepeatInterleaveIntWithDim,
+    (Tensor self, int64_t repeats, int64_t dim, int64_t size, Tensor out), not_too_many(out),
     { out.copy_(at::repeat_interleave(self, repeats, dim, size)); })
 
-OP(aclnnChannelShuffle, (Tensor self, int64_t groups, Tensor out), { out.copy_(at::channel_shuffle(self, groups)); })
+OP(aclnnChannelShuffle, (Tensor self, int64_t groups, Tensor out),
+    { out.copy_(at::channel_shuffle(self, groups)); })
 OP(aclnnChunkCat, (Tensors tensors, int64_t dim, int64_t chunks, Tensor out),
     { out.copy_(at::_chunk_cat(tensors, dim, chunks)); })
 OP(aclnnRepeatInterleaveTensor, (Tensor repeats, int64_t total, Tensor out),
@@ -92,8 +101,10 @@ OP(aclnnRepeatInterleaveTensor, (Tensor repeats, int64_t total, Tensor out),
 OP(aclnnUnfoldGrad, (Tensor grad, Ints sizes, int64_t dim, int64_t size, int64_t step, Tensor out),
     { out.copy_(at::unfold_backward(upcast(grad), sizes, dim, size, step)); })
 OP_OF_VALUES(aclnnRepeatInterleaveGrad, (Tensor grad, Tensor repeats, int64_t dim, Tensor out), {
-  const auto counts = repeats.numel() == 1 ? to_int64(repeats).expand({out.size(dim)}) : to_int64(repeats);
-  out.copy_(at::zeros_like(upcast(out)).index_add(dim, at::repeat_interleave(counts), upcast(grad)));
+  const auto counts =
+      repeats.numel() == 1 ? to_int64(repeats).expand({out.size(dim)}) : to_int64(repeats);
+  out.copy_(
+      at::zeros_like(upcast(out)).index_add(dim, at::repeat_interleave(counts), upcast(grad)));
 })
 
 namespace {
@@ -101,7 +112,8 @@ using namespace emu;
 
 void check_split(const Tensor& self, const Ints& sizes, int64_t dim, const Tensors& out) {
   dim = real_dim(dim, self.dim());
-  check(out.size() == sizes.size(), kOpParam, "splitSize has ", sizes.size(), " numbers and out ", out.size(), " tensors");
+  check(out.size() == sizes.size(), kOpParam, "splitSize has ", sizes.size(), " numbers and out ",
+      out.size(), " tensors");
   int64_t sum = 0;
   for (size_t i = 0; i < sizes.size(); ++i) {
     Shape expected(self.sizes());
@@ -109,23 +121,26 @@ void check_split(const Tensor& self, const Ints& sizes, int64_t dim, const Tenso
     shape("out", out[i], expected);
     sum += sizes[i];
   }
-  check(sum == self.size(dim), kOpParam, "splitSize has the sum ", sum, "; it must be ", self.size(dim), ", dimension ", dim,
-      " of self");
+  check(sum == self.size(dim), kOpParam, "splitSize has the sum ", sum, "; it must be ",
+      self.size(dim), ", dimension ", dim, " of self");
 }
 
 // The view of npu_indexing; bit i of a mask is about the ith number (torch_npu's documentation).
-Tensor strided_slice(const Tensor& self, const Ints& begin, const Ints& end, const Ints& strides, int64_t begin_mask,
-    int64_t end_mask, int64_t ellipsis_mask, int64_t new_axis_mask, int64_t shrink_axis_mask) {
+Tensor strided_slice(const Tensor& self, const Ints& begin, const Ints& end, const Ints& strides,
+    int64_t begin_mask, int64_t end_mask, int64_t ellipsis_mask, int64_t new_axis_mask,
+    int64_t shrink_axis_mask) {
   const auto set = [](int64_t mask, size_t i) { return (mask >> i & 1) != 0; };
-  check(begin.size() == end.size() && (strides.empty() || strides.size() == begin.size()) && begin.size() < 63, kOpParam,
-      "begin, end and strides have ", begin.size(), ", ", end.size(), " and ", strides.size(), " numbers");
+  check(begin.size() == end.size() && (strides.empty() || strides.size() == begin.size()) &&
+            begin.size() < 63,
+      kOpParam, "begin, end and strides have ", begin.size(), ", ", end.size(), " and ",
+      strides.size(), " numbers");
   int64_t indexed = 0, ellipses = 0;
   for (size_t i = 0; i < begin.size(); ++i) {
     ellipses += set(ellipsis_mask, i);
     indexed += !set(ellipsis_mask, i) && !set(new_axis_mask, i);
   }
-  check(ellipses <= 1 && indexed <= self.dim(), kOpParam, "begin indexes ", indexed, " dimensions with ", ellipses,
-      " ellipses; allowed: ", self.dim(), " and 1");
+  check(ellipses <= 1 && indexed <= self.dim(), kOpParam, "begin indexes ", indexed,
+      " dimensions with ", ellipses, " ellipses; allowed: ", self.dim(), " and 1");
   Tensor out = self;
   int64_t dim = 0;
   for (size_t i = 0; i < begin.size(); ++i) {
@@ -135,28 +150,33 @@ Tensor strided_slice(const Tensor& self, const Ints& begin, const Ints& end, con
       out = out.unsqueeze(dim++);
     } else if (set(shrink_axis_mask, i)) {
       const int64_t size = out.size(dim), index = begin[i] < 0 ? begin[i] + size : begin[i];
-      check(index >= 0 && index < size, kOpParam, "begin is ", at::IntArrayRef(begin), "; ", begin[i],
-          " is outside a dimension of ", size);
+      check(index >= 0 && index < size, kOpParam, "begin is ", at::IntArrayRef(begin), "; ",
+          begin[i], " is outside a dimension of ", size);
       out = out.select(dim, index);
     } else {
       const int64_t stride = strides.empty() ? 1 : strides[i];
       check(stride > 0, kOpParam, "strides is ", at::IntArrayRef(strides), "; above 0 is emulated");
-      const auto limit = [](bool masked, int64_t value) { return masked ? std::nullopt : Opt<int64_t>(value); };
-      out = out.slice(dim++, limit(set(begin_mask, i), begin[i]), limit(set(end_mask, i), end[i]), stride);
+      const auto limit = [](bool masked, int64_t value) {
+        return masked ? std::nullopt : Opt<int64_t>(value);
+      };
+      out = out.slice(
+          dim++, limit(set(begin_mask, i), begin[i]), limit(set(end_mask, i), end[i]), stride);
     }
   }
   return out;
 }
 
-void check_confusion(const Tensor& self, const Ints& permutation, const Ints& sizes, bool transpose_first, const Tensor& out) {
+void check_confusion(const Tensor& self, const Ints& permutation, const Ints& sizes,
+    bool transpose_first, const Tensor& out) {
   auto sorted = permutation;
   std::sort(sorted.begin(), sorted.end());
   const auto dims = transpose_first ? self.dim() : static_cast<int64_t>(sizes.size());
   bool whole = static_cast<int64_t>(sorted.size()) == dims;
   for (int64_t i = 0; whole && i < dims; ++i) whole = sorted[i] == i;
-  check(whole, kOpParam, "perm is ", at::IntArrayRef(permutation), "; it must be a permutation of ", dims, " dimensions");
-  check(
-      c10::multiply_integers(sizes) == self.numel(), kOpParam, "shape is ", at::IntArrayRef(sizes), " for self's ", self.sizes());
+  check(whole, kOpParam, "perm is ", at::IntArrayRef(permutation), "; it must be a permutation of ",
+      dims, " dimensions");
+  check(c10::multiply_integers(sizes) == self.numel(), kOpParam, "shape is ",
+      at::IntArrayRef(sizes), " for self's ", self.sizes());
   Shape expected(sizes);
   if (!transpose_first)
     for (int64_t i = 0; i < dims; ++i) expected[i] = sizes[permutation[i]];
@@ -164,21 +184,27 @@ void check_confusion(const Tensor& self, const Ints& permutation, const Ints& si
 }
 }  // namespace
 
-SHAPED(aclnnSplitWithSize, (Tensor self, Ints sizes, int64_t dim, Tensors out), check_split(self, sizes, dim, out), {
-  int64_t first = 0;
-  for (size_t i = 0; i < sizes.size(); first += sizes[i++]) out[i].copy_(self.narrow(dim, first, sizes[i]));
-})
+SHAPED(aclnnSplitWithSize, (Tensor self, Ints sizes, int64_t dim, Tensors out),
+    check_split(self, sizes, dim, out), {
+      int64_t first = 0;
+      for (size_t i = 0; i < sizes.size(); first += sizes[i++])
+        out[i].copy_(self.narrow(dim, first, sizes[i]));
+    })
 CHECKED(aclnnStridedSlice,
-    (Tensor self, Ints begin, Ints end, Ints strides, int64_t begin_mask, int64_t end_mask, int64_t ellipsis_mask,
-        int64_t new_axis_mask, int64_t shrink_axis_mask, Tensor out),
+    (Tensor self, Ints begin, Ints end, Ints strides, int64_t begin_mask, int64_t end_mask,
+        int64_t ellipsis_mask, int64_t new_axis_mask, int64_t shrink_axis_mask, Tensor out),
     {
-      const auto view =
-          strided_slice(self, begin, end, strides, begin_mask, end_mask, ellipsis_mask, new_axis_mask, shrink_axis_mask);
+      const auto view = strided_slice(self, begin, end, strides, begin_mask, end_mask,
+          ellipsis_mask, new_axis_mask, shrink_axis_mask);
       SAME(out, view);
       COMPUTE { out.copy_(view); };
     })
 // A transposition and a new shape, in either order.
-CHECKED(aclnnConfusionTranspose, (Tensor self, Ints permutation, Ints sizes, bool transpose_first, Tensor out), {
-  check_confusion(self, permutation, sizes, transpose_first, out);
-  COMPUTE { out.copy_(transpose_first ? self.permute(permutation).reshape(sizes) : self.reshape(sizes).permute(permutation)); };
-})
+CHECKED(aclnnConfusionTranspose,
+    (Tensor self, Ints permutation, Ints sizes, bool transpose_first, Tensor out), {
+      check_confusion(self, permutation, sizes, transpose_first, out);
+      COMPUTE {
+        out.copy_(transpose_first ? self.permute(permutation).reshape(sizes)
+                                  : self.reshape(sizes).permute(permutation));
+      };
+    })

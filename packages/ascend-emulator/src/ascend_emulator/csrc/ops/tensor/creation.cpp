@@ -7,7 +7,8 @@ namespace {
 constexpr uintptr_t kPage = 4096;
 constexpr int64_t kZeroByPages = 4 << 20;
 
-// Large tensors (KV caches) are zeroed by returning their pages, so they take no host memory until they are written.
+// Large tensors (KV caches) are zeroed by returning their pages, so they take no host memory until
+// they are written.
 void clear(const at::Tensor& self) {
   const auto bytes = static_cast<int64_t>(self.nbytes());
   if (!self.is_contiguous() || bytes < kZeroByPages) {
@@ -29,15 +30,22 @@ void clear(const at::Tensor& self) {
 OP(aclnnInplaceZero, (Tensor self), { clear(self); })
 OP(aclnnInplaceOne, (Tensor self), { self.fill_(1); })
 OP(aclnnInplaceFillScalar, (Tensor self, Scalar value), { self.fill_(value); })
-SHAPED(aclnnInplaceFillTensor, (Tensor self, Tensor value), EXPANDS(self, value), { self.fill_(value); })
-OP(aclnnInplaceFillDiagonal, (Tensor self, Scalar value, bool wrap), { self.fill_diagonal_(value, wrap); })
-OP(aclnnArange, (Scalar start, Scalar end, Scalar step, Tensor out), { at::arange_out(out, start, end, step); })
-OP(aclnnRange, (Scalar start, Scalar end, Scalar step, Tensor out), { at::range_out(out, start, end, step); })
+SHAPED(aclnnInplaceFillTensor, (Tensor self, Tensor value), EXPANDS(self, value),
+    { self.fill_(value); })
+OP(aclnnInplaceFillDiagonal, (Tensor self, Scalar value, bool wrap),
+    { self.fill_diagonal_(value, wrap); })
+OP(aclnnArange, (Scalar start, Scalar end, Scalar step, Tensor out),
+    { at::arange_out(out, start, end, step); })
+OP(aclnnRange, (Scalar start, Scalar end, Scalar step, Tensor out),
+    { at::range_out(out, start, end, step); })
 SHAPED(aclnnLinspace, (Scalar start, Scalar end, int64_t steps, Tensor out), SHAPE(out, {steps}),
     { at::linspace_out(out, start, end, steps); })
-SHAPED(aclnnEye, (int64_t rows, int64_t columns, Tensor out), SHAPE(out, {rows, columns}), { at::eye_out(out, rows, columns); })
-SHAPED(aclnnTril, (Tensor self, int64_t diagonal, Tensor out), SAME(out, self), { at::tril_out(out, self, diagonal); })
-SHAPED(aclnnTriu, (Tensor self, int64_t diagonal, Tensor out), SAME(out, self), { at::triu_out(out, self, diagonal); })
+SHAPED(aclnnEye, (int64_t rows, int64_t columns, Tensor out), SHAPE(out, {rows, columns}),
+    { at::eye_out(out, rows, columns); })
+SHAPED(aclnnTril, (Tensor self, int64_t diagonal, Tensor out), SAME(out, self),
+    { at::tril_out(out, self, diagonal); })
+SHAPED(aclnnTriu, (Tensor self, int64_t diagonal, Tensor out), SAME(out, self),
+    { at::triu_out(out, self, diagonal); })
 OP(aclnnInplaceTril, (Tensor self, int64_t diagonal), { self.tril_(diagonal); })
 OP(aclnnInplaceTriu, (Tensor self, int64_t diagonal), { self.triu_(diagonal); })
 OP(aclnnOneHot, (Tensor self, int64_t depth, Tensor on, Tensor off, int64_t axis, Tensor out), {
@@ -45,5 +53,7 @@ OP(aclnnOneHot, (Tensor self, int64_t depth, Tensor on, Tensor off, int64_t axis
   out.copy_(at::where(axis < 0 ? hot : hot.movedim(-1, axis), on, off));
 })
 
-OP(aclnnLogSpace, (Scalar start, Scalar end, int64_t steps, double base, Tensor out),
-    { out.copy_(at::logspace(start, end, steps, base, out.is_floating_point() ? at::kDouble : out.scalar_type())); })
+OP(aclnnLogSpace, (Scalar start, Scalar end, int64_t steps, double base, Tensor out), {
+  out.copy_(at::logspace(
+      start, end, steps, base, out.is_floating_point() ? at::kDouble : out.scalar_type()));
+})

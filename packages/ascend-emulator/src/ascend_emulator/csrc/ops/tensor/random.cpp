@@ -1,5 +1,6 @@
-// Random numbers. They differ from an NPU's for the same seed, whose generator is not public, and are reproducible for the same
-// (seed, offset). In graphs both are read from tensors at replay, plus the call's own offset.
+// Random numbers. They differ from an NPU's for the same seed, whose generator is not public, and
+// are reproducible for the same (seed, offset). In graphs both are read from tensors at replay,
+// plus the call's own offset.
 #include <ATen/CPUGeneratorImpl.h>
 
 #include "ops/upcast.h"
@@ -8,7 +9,8 @@ namespace {
 
 at::Generator generator(int64_t seed, int64_t offset) {
   // splitmix64's constant keeps neighbouring offsets apart.
-  return at::detail::createCPUGenerator(static_cast<uint64_t>(seed) + static_cast<uint64_t>(offset) * 0x9E3779B97F4A7C15ull);
+  return at::detail::createCPUGenerator(
+      static_cast<uint64_t>(seed) + static_cast<uint64_t>(offset) * 0x9E3779B97F4A7C15ull);
 }
 
 at::Generator generator(const at::Tensor& seed, const at::Tensor& offset, int64_t within) {
@@ -22,10 +24,14 @@ at::Generator generator(const at::Tensor& seed, const at::Tensor& offset, int64_
 
 OP(aclnnInplaceUniform, (Tensor self, double from, double to, int64_t seed, int64_t offset),
     { self.uniform_(from, to, generator(seed, offset)); })
-OP(aclnnInplaceUniformTensor, (Tensor self, double from, double to, GRAPH_STATE), { self.uniform_(from, to, IN_GRAPH); })
-OP(aclnnInplaceNormalTensor, (Tensor self, float mean, float std, GRAPH_STATE), { self.normal_(mean, std, IN_GRAPH); })
-OP(aclnnInplaceRandomTensor, (Tensor self, int64_t from, int64_t to, GRAPH_STATE), { self.random_(from, to, IN_GRAPH); })
-OP(aclnnMultinomialTensor, (Tensor self, int64_t samples, bool replacement, GRAPH_STATE, Tensor out),
+OP(aclnnInplaceUniformTensor, (Tensor self, double from, double to, GRAPH_STATE),
+    { self.uniform_(from, to, IN_GRAPH); })
+OP(aclnnInplaceNormalTensor, (Tensor self, float mean, float std, GRAPH_STATE),
+    { self.normal_(mean, std, IN_GRAPH); })
+OP(aclnnInplaceRandomTensor, (Tensor self, int64_t from, int64_t to, GRAPH_STATE),
+    { self.random_(from, to, IN_GRAPH); })
+OP(aclnnMultinomialTensor,
+    (Tensor self, int64_t samples, bool replacement, GRAPH_STATE, Tensor out),
     { at::multinomial_out(out, self, samples, replacement, IN_GRAPH); })
 OP(aclnnInplaceNormal, (Tensor self, float mean, float std, int64_t seed, int64_t offset), {
   if (self.is_floating_point())
@@ -44,28 +50,33 @@ OP(aclnnNormalTensorTensor, (Tensor mean, Tensor std, int64_t seed, int64_t offs
 OP(aclnnInplaceRandom, (Tensor self, int64_t from, int64_t to, int64_t seed, int64_t offset),
     { self.random_(from, to, generator(seed, offset)); })
 // All values that the dtype represents exactly, from 0 (torch.Tensor.random_).
-OP(aclnnInplaceRandomWithoutFromTo, (Tensor self, int64_t seed, int64_t offset), { self.random_(generator(seed, offset)); })
+OP(aclnnInplaceRandomWithoutFromTo, (Tensor self, int64_t seed, int64_t offset),
+    { self.random_(generator(seed, offset)); })
 OP(aclnnInplaceRandomWithoutFromToTensor, (Tensor self, GRAPH_STATE), { self.random_(IN_GRAPH); })
 OP(aclnnInplaceBernoulli, (Tensor self, Scalar p, int64_t seed, int64_t offset),
     { self.bernoulli_(p.toDouble(), generator(seed, offset)); })
 OP(aclnnInplaceBernoulliTensor, (Tensor self, Tensor p, int64_t seed, int64_t offset),
     { self.bernoulli_(p, generator(seed, offset)); })
-OP(aclnnMultinomial, (Tensor self, int64_t samples, bool replacement, int64_t seed, int64_t offset, Tensor out),
+OP(aclnnMultinomial,
+    (Tensor self, int64_t samples, bool replacement, int64_t seed, int64_t offset, Tensor out),
     { at::multinomial_out(out, self, samples, replacement, generator(seed, offset)); })
-OP(aclnnRandperm, (int64_t n, int64_t seed, int64_t offset, Tensor out), { at::randperm_out(out, n, generator(seed, offset)); })
+OP(aclnnRandperm, (int64_t n, int64_t seed, int64_t offset, Tensor out),
+    { at::randperm_out(out, n, generator(seed, offset)); })
 
 namespace {
 // noise contains the random slopes.
-void rrelu(const at::Tensor& self, at::Tensor& noise, const at::Scalar& lower, const at::Scalar& upper, bool training,
-    const at::Generator& generator, at::Tensor& out) {
+void rrelu(const at::Tensor& self, at::Tensor& noise, const at::Scalar& lower,
+    const at::Scalar& upper, bool training, const at::Generator& generator, at::Tensor& out) {
   auto slopes = emu::upcast(noise);
   out.copy_(at::rrelu_with_noise(emu::upcast(self), slopes, lower, upper, training, generator));
   noise.copy_(slopes);
 }
 }  // namespace
 OP(aclnnRReluWithNoise,
-    (Tensor self, Tensor noise, Scalar lower, Scalar upper, bool training, int64_t seed, int64_t offset, Tensor out),
+    (Tensor self, Tensor noise, Scalar lower, Scalar upper, bool training, int64_t seed,
+        int64_t offset, Tensor out),
     { rrelu(self, noise, lower, upper, training, generator(seed, offset), out); })
 OP(aclnnInplaceRReluWithNoise,
-    (Tensor self, Tensor noise, Scalar lower, Scalar upper, bool training, int64_t seed, int64_t offset),
+    (Tensor self, Tensor noise, Scalar lower, Scalar upper, bool training, int64_t seed,
+        int64_t offset),
     { rrelu(self, noise, lower, upper, training, generator(seed, offset), self); })

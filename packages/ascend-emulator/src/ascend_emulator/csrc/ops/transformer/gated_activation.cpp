@@ -1,6 +1,6 @@
-// Gated activations, with optional quantization. Semantics and limits: torch_npu's documentation of npu_swiglu,
-// npu_swiglu_quant, npu_dequant_swiglu_quant, npu_clipped_swiglu, npu_gelu_mul and npu_geglu (torch_npu/_op_plugin_docs.py, BSD)
-// and op-plugin's tests of them.
+// Gated activations, with optional quantization. Semantics and limits: torch_npu's documentation of
+// npu_swiglu, npu_swiglu_quant, npu_dequant_swiglu_quant, npu_clipped_swiglu, npu_gelu_mul and
+// npu_geglu (torch_npu/_op_plugin_docs.py, BSD) and op-plugin's tests of them.
 #include <ATen/Parallel.h>
 
 #include "ops/quantization/quantized.h"
@@ -29,21 +29,25 @@ void swiglu_rows(const T* x, T* out, int64_t rows, int64_t half) {
 
 void swiglu(const Tensor& x, int64_t dim, Tensor& out) {
   const int64_t at_dim = at::maybe_wrap_dim(dim, x.dim());
-  check(x.size(at_dim) % 2 == 0, kOpParam, "dimension ", dim, " has size ", x.size(at_dim), "; it must be even");
+  check(x.size(at_dim) % 2 == 0, kOpParam, "dimension ", dim, " has size ", x.size(at_dim),
+      "; it must be even");
   if (at_dim != x.dim() - 1 || !x.is_contiguous() || !out.is_contiguous()) {
     const auto halves = x.to(at::kFloat).chunk(2, at_dim);
     out.copy_(at::silu(halves[0]).mul_(halves[1]));
     return;
   }
-  check(out.size(-1) * 2 == x.size(-1), kOpParam, "out has ", out.size(-1), " columns; expected half of x's ", x.size(-1));
+  check(out.size(-1) * 2 == x.size(-1), kOpParam, "out has ", out.size(-1),
+      " columns; expected half of x's ", x.size(-1));
   if (out.numel() == 0) return;
   AT_DISPATCH_FLOATING_TYPES_AND2(at::kHalf, at::kBFloat16, x.scalar_type(), "swiglu", [&] {
-    swiglu_rows(x.const_data_ptr<scalar_t>(), out.mutable_data_ptr<scalar_t>(), out.numel() / out.size(-1), out.size(-1));
+    swiglu_rows(x.const_data_ptr<scalar_t>(), out.mutable_data_ptr<scalar_t>(),
+        out.numel() / out.size(-1), out.size(-1));
   });
 }
 
 void check_even(const Tensor& x, int64_t dim) {
-  check(x.size(dim) % 2 == 0, kOpParam, "dimension ", dim, " of x has size ", x.size(dim), "; it must be even");
+  check(x.size(dim) % 2 == 0, kOpParam, "dimension ", dim, " of x has size ", x.size(dim),
+      "; it must be even");
 }
 
 Tensor swish_of_halves(const Tensor& x, bool left) {
@@ -67,8 +71,8 @@ const char* gelu_kind(const Text& approximate) {
 OP(aclnnSwiGlu, (Tensor x, int64_t dim, Tensor out), { swiglu(x, dim, out); })
 
 CHECKED(aclnnSwiGluQuantV2,
-    (Tensor x, Opt<Tensor> smooth, Opt<Tensor> offsets, Opt<Tensor> group_index, bool left, Text mode, int64_t list_type,
-        int32_t type, Tensor out, Tensor scale),
+    (Tensor x, Opt<Tensor> smooth, Opt<Tensor> offsets, Opt<Tensor> group_index, bool left,
+        Text mode, int64_t list_type, int32_t type, Tensor out, Tensor scale),
     {
       chips({"Ascend910B", "Ascend910_93", "Ascend950"});
       one_of("x", x, kFloating);
@@ -81,12 +85,14 @@ CHECKED(aclnnSwiGluQuantV2,
       check(!group_index || smooth, kOpParam, "group_index is given without smooth_scales");
       if (smooth) {
         one_of("smooth_scales", *smooth, {at::kFloat});
-        const int64_t groups = group_index                                               ? group_index->numel()
-                               : smooth->dim() == 1 && smooth->numel() == x.size(-1) / 2 ? smooth->size(0)
-                                                                                         : 1;
-        check(smooth->size(0) == groups && (smooth->dim() == 1 || (smooth->dim() == 2 && smooth->size(1) == x.size(-1) / 2)),
-            kOpParam, "smooth_scales has shape ", smooth->sizes(), "; allowed: [", groups, ", ", x.size(-1) / 2, "] and [",
-            groups, "]");
+        const int64_t groups = group_index ? group_index->numel()
+                               : smooth->dim() == 1 && smooth->numel() == x.size(-1) / 2
+                                   ? smooth->size(0)
+                                   : 1;
+        check(smooth->size(0) == groups &&
+                  (smooth->dim() == 1 || (smooth->dim() == 2 && smooth->size(1) == x.size(-1) / 2)),
+            kOpParam, "smooth_scales has shape ", smooth->sizes(), "; allowed: [", groups, ", ",
+            x.size(-1) / 2, "] and [", groups, "]");
       }
       if (group_index) one_of("group_index", *group_index, {at::kInt});
       check(dynamic || smooth, kOpParam, "static quantization needs smooth_scales");
@@ -95,7 +101,8 @@ CHECKED(aclnnSwiGluQuantV2,
         auto values = swish_of_halves(x.to(at::kFloat).reshape({-1, x.size(-1)}), left);
         const auto shift = dynamic ? Opt<Tensor>() : offsets;
         if (group_index) {
-          for (const auto& [group, first, last] : rows_of(*group_index, list_type, values.size(0))) {
+          for (const auto& [group, first, last] :
+              rows_of(*group_index, list_type, values.size(0))) {
             auto part = values.narrow(0, first, last - first);
             part.mul_((*smooth)[group]);
             if (shift) part.add_((*shift)[group]);
@@ -114,9 +121,10 @@ CHECKED(aclnnSwiGluQuantV2,
     })
 
 namespace {
-Computation dequant_swiglu_quant(const Tensor& x, const Opt<Tensor>& weight_scale, const Opt<Tensor>& activation_scale,
-    const Opt<Tensor>& bias, const Opt<Tensor>& quant_scale, const Opt<Tensor>& quant_offset, const Opt<Tensor>& group_index,
-    bool left, const Text& mode, int64_t swiglu_mode, double limit, double alpha, double glu_bias, const Tensor& out,
+Computation dequant_swiglu_quant(const Tensor& x, const Opt<Tensor>& weight_scale,
+    const Opt<Tensor>& activation_scale, const Opt<Tensor>& bias, const Opt<Tensor>& quant_scale,
+    const Opt<Tensor>& quant_offset, const Opt<Tensor>& group_index, bool left, const Text& mode,
+    int64_t swiglu_mode, double limit, double alpha, double glu_bias, const Tensor& out,
     const Tensor& scale) {
   chips({"Ascend910B", "Ascend910_93", "Ascend950"});
   one_of("x", x, {at::kInt, at::kHalf, at::kBFloat16});
@@ -126,22 +134,25 @@ Computation dequant_swiglu_quant(const Tensor& x, const Opt<Tensor>& weight_scal
   const int64_t columns = x.size(-1), groups = group_index ? group_index->numel() : 1;
   check(integers == weight_scale.has_value(), kOpParam,
       integers ? "an int32 x needs weight_scale" : "weight_scale is only for an int32 x");
-  check(integers || (!activation_scale && !bias), kOpParam, "activation_scale and bias are only for an int32 x");
+  check(integers || (!activation_scale && !bias), kOpParam,
+      "activation_scale and bias are only for an int32 x");
   if (weight_scale) {
     one_of("weight_scale", *weight_scale, {at::kFloat});
-    check(weight_scale->numel() == groups * columns, kOpParam, "weight_scale has shape ", weight_scale->sizes(), "; it must be [",
-        groups, ", ", columns, "]");
+    check(weight_scale->numel() == groups * columns, kOpParam, "weight_scale has shape ",
+        weight_scale->sizes(), "; it must be [", groups, ", ", columns, "]");
   }
   if (activation_scale) {
     one_of("activation_scale", *activation_scale, {at::kFloat});
-    check(activation_scale->numel() == x.numel() / columns, kOpParam, "activation_scale has shape ", activation_scale->sizes(),
-        "; one for each of ", x.numel() / columns, " tokens is needed");
+    check(activation_scale->numel() == x.numel() / columns, kOpParam, "activation_scale has shape ",
+        activation_scale->sizes(), "; one for each of ", x.numel() / columns, " tokens is needed");
   }
   if (quant_scale) one_of("quant_scale", *quant_scale, kFloating);
   if (group_index) {
     one_of("group_index", *group_index, {at::kLong});
-    check(dynamic && !bias && !quant_offset, kOpParam, "with group_index, quant_mode must be 1 and bias and quant_offset None");
-    check(columns / 2 <= 10496, kOpParam, "H is ", columns / 2, "; with group_index at most 10496 is allowed");
+    check(dynamic && !bias && !quant_offset, kOpParam,
+        "with group_index, quant_mode must be 1 and bias and quant_offset None");
+    check(columns / 2 <= 10496, kOpParam, "H is ", columns / 2,
+        "; with group_index at most 10496 is allowed");
     multiple("H (half of x's last dimension)", columns / 2, 64);
   }
   check(dynamic || quant_scale, kOpParam, "static quantization needs quant_scale");
@@ -149,16 +160,19 @@ Computation dequant_swiglu_quant(const Tensor& x, const Opt<Tensor>& weight_scal
     const auto rows = x.reshape({-1, columns});
     const auto rounded = out.view({rows.size(0), columns / 2});
     const auto steps = scale.view({-1});
-    const auto parts = group_index ? rows_of(*group_index, 1, rows.size(0)) : std::vector<Rows>{{0, 0, rows.size(0)}};
+    const auto parts = group_index ? rows_of(*group_index, 1, rows.size(0))
+                                   : std::vector<Rows>{{0, 0, rows.size(0)}};
     for (const auto& [group, first, last] : parts) {
       if (last == first) continue;
-      const auto mine = [&, first = first, count = last - first](const Tensor& t) { return t.narrow(0, first, count); };
+      const auto mine = [&, first = first, count = last - first](
+                            const Tensor& t) { return t.narrow(0, first, count); };
       auto values = mine(rows);
       if (integers) {
         if (bias && bias->scalar_type() == at::kInt) values = values + bias->reshape({1, columns});
         values = values.to(at::kFloat) * weight_scale->view({groups, columns})[group];
         if (activation_scale) values = values * mine(activation_scale->reshape({-1, 1}));
-        if (bias && bias->scalar_type() != at::kInt) values = values + bias->to(at::kFloat).reshape({1, columns});
+        if (bias && bias->scalar_type() != at::kInt)
+          values = values + bias->to(at::kFloat).reshape({1, columns});
       } else {
         values = values.to(at::kFloat);
       }
@@ -187,28 +201,32 @@ Computation dequant_swiglu_quant(const Tensor& x, const Opt<Tensor>& weight_scal
 }  // namespace
 
 CHECKED(aclnnDequantSwigluQuant,
-    (Tensor x, Opt<Tensor> weight_scale, Opt<Tensor> activation_scale, Opt<Tensor> bias, Opt<Tensor> quant_scale,
-        Opt<Tensor> quant_offset, Opt<Tensor> group_index, bool left, Text mode, Tensor out, Tensor scale),
+    (Tensor x, Opt<Tensor> weight_scale, Opt<Tensor> activation_scale, Opt<Tensor> bias,
+        Opt<Tensor> quant_scale, Opt<Tensor> quant_offset, Opt<Tensor> group_index, bool left,
+        Text mode, Tensor out, Tensor scale),
     {
-      return dequant_swiglu_quant(
-          x, weight_scale, activation_scale, bias, quant_scale, quant_offset, group_index, left, mode, 0, 0, 0, 0, out, scale);
+      return dequant_swiglu_quant(x, weight_scale, activation_scale, bias, quant_scale,
+          quant_offset, group_index, left, mode, 0, 0, 0, 0, out, scale);
     })
 CHECKED(aclnnDequantSwigluQuantV2,
-    (Tensor x, Opt<Tensor> weight_scale, Opt<Tensor> activation_scale, Opt<Tensor> bias, Opt<Tensor> quant_scale,
-        Opt<Tensor> quant_offset, Opt<Tensor> group_index, bool left, Text mode, int64_t dst_type, Text round_mode, int64_t dim,
-        int64_t swiglu_mode, double limit, double alpha, double glu_bias, Tensor out, Tensor scale),
+    (Tensor x, Opt<Tensor> weight_scale, Opt<Tensor> activation_scale, Opt<Tensor> bias,
+        Opt<Tensor> quant_scale, Opt<Tensor> quant_offset, Opt<Tensor> group_index, bool left,
+        Text mode, int64_t dst_type, Text round_mode, int64_t dim, int64_t swiglu_mode,
+        double limit, double alpha, double glu_bias, Tensor out, Tensor scale),
     {
       one_of("dst_type", dst_type, {int64_t{2}});
       one_of("round_mode", round_mode, {Text("rint")});
       check(at::maybe_wrap_dim(dim, x.dim()) == x.dim() - 1, kOpParam, "activate_dim is ", dim,
           "; only the last dimension is emulated");
-      return dequant_swiglu_quant(x, weight_scale, activation_scale, bias, quant_scale, quant_offset, group_index, left, mode,
-          swiglu_mode, limit, alpha, glu_bias, out, scale);
+      return dequant_swiglu_quant(x, weight_scale, activation_scale, bias, quant_scale,
+          quant_offset, group_index, left, mode, swiglu_mode, limit, alpha, glu_bias, out, scale);
     })
 
 // With a group index only the counted rows are written; the others keep their values.
 CHECKED(aclnnClippedSwiglu,
-    (Tensor x, Opt<Tensor> group_index, int64_t dim, double alpha, double limit, double bias, bool interleaved, Tensor out), {
+    (Tensor x, Opt<Tensor> group_index, int64_t dim, double alpha, double limit, double bias,
+        bool interleaved, Tensor out),
+    {
       chips({"Ascend910B", "Ascend910_93", "Ascend950"});
       one_of("x", x, kFloating);
       rank("x", x, 2, 8);
@@ -219,14 +237,16 @@ CHECKED(aclnnClippedSwiglu,
         int64_t before = 1;
         for (int64_t i = 0; i < at_dim; ++i) before *= x.size(i);
         const auto rows = x.reshape({before, -1});
-        const int64_t count = group_index ? std::min(before, group_index->sum().item<int64_t>()) : before;
+        const int64_t count =
+            group_index ? std::min(before, group_index->sum().item<int64_t>()) : before;
         const auto fp32 = rows.narrow(0, 0, count).to(at::kFloat);
         const auto pairs = interleaved ? fp32.unflatten(-1, {-1, 2}) : Tensor();
         const auto halves = fp32.chunk(2, -1);
         out.view({before, -1})
             .narrow(0, 0, count)
-            .copy_(interleaved ? clipped(pairs.select(-1, 0), pairs.select(-1, 1), alpha, limit, bias)
-                               : clipped(halves[0], halves[1], alpha, limit, bias));
+            .copy_(interleaved
+                       ? clipped(pairs.select(-1, 0), pairs.select(-1, 1), alpha, limit, bias)
+                       : clipped(halves[0], halves[1], alpha, limit, bias));
       };
     })
 
@@ -244,28 +264,31 @@ CHECKED(aclnnGeluMul, (Tensor x, Text approximate, Tensor out), {
 })
 
 // approximate: 1 tanh, 0 none. gelu(gate) is a second output, for the gradient.
-CHECKED(aclnnGeGluV3, (Tensor x, int64_t dim, int64_t approximate, bool left, Tensor out, Tensor gelu_out), {
-  one_of("self", x, kFloating);
-  check_even(x, dim);
-  one_of("approximate", approximate, {int64_t{0}, int64_t{1}});
-  COMPUTE {
-    const auto halves = x.to(at::kFloat).chunk(2, dim);
-    const auto gelu = at::gelu(halves[left ? 0 : 1], approximate ? "tanh" : "none");
-    gelu_out.copy_(gelu);
-    out.copy_(gelu * halves[left ? 1 : 0]);
-  };
-})
-CHECKED(aclnnGeGluV3Backward, (Tensor grad, Tensor x, Tensor gelu, int64_t dim, int64_t approximate, bool left, Tensor out), {
-  one_of("self", x, kFloating);
-  check_even(x, dim);
-  COMPUTE {
-    const auto halves = x.to(at::kFloat).chunk(2, dim);
-    const auto fp32 = grad.to(at::kFloat);
-    const auto to_gate = at::gelu_backward(fp32 * halves[left ? 1 : 0], halves[left ? 0 : 1], approximate ? "tanh" : "none"),
-               to_value = fp32 * gelu.to(at::kFloat);
-    out.copy_(left ? at::cat({to_gate, to_value}, dim) : at::cat({to_value, to_gate}, dim));
-  };
-})
+CHECKED(aclnnGeGluV3,
+    (Tensor x, int64_t dim, int64_t approximate, bool left, Tensor out, Tensor gelu_out), {
+      one_of("self", x, kFloating);
+      check_even(x, dim);
+      one_of("approximate", approximate, {int64_t{0}, int64_t{1}});
+      COMPUTE {
+        const auto halves = x.to(at::kFloat).chunk(2, dim);
+        const auto gelu = at::gelu(halves[left ? 0 : 1], approximate ? "tanh" : "none");
+        gelu_out.copy_(gelu);
+        out.copy_(gelu * halves[left ? 1 : 0]);
+      };
+    })
+CHECKED(aclnnGeGluV3Backward,
+    (Tensor grad, Tensor x, Tensor gelu, int64_t dim, int64_t approximate, bool left, Tensor out), {
+      one_of("self", x, kFloating);
+      check_even(x, dim);
+      COMPUTE {
+        const auto halves = x.to(at::kFloat).chunk(2, dim);
+        const auto fp32 = grad.to(at::kFloat);
+        const auto to_gate = at::gelu_backward(fp32 * halves[left ? 1 : 0], halves[left ? 0 : 1],
+                       approximate ? "tanh" : "none"),
+                   to_value = fp32 * gelu.to(at::kFloat);
+        out.copy_(left ? at::cat({to_gate, to_value}, dim) : at::cat({to_value, to_gate}, dim));
+      };
+    })
 
 CHECKED(aclnnSwiGluGrad, (Tensor grad, Tensor x, int64_t dim, Tensor out), {
   one_of("self", x, kFloating);
@@ -273,6 +296,7 @@ CHECKED(aclnnSwiGluGrad, (Tensor grad, Tensor x, int64_t dim, Tensor out), {
   COMPUTE {
     const auto halves = x.to(at::kFloat).chunk(2, dim);
     const auto fp32 = grad.to(at::kFloat);
-    out.copy_(at::cat({at::silu_backward(fp32 * halves[1], halves[0]), fp32 * at::silu(halves[0])}, dim));
+    out.copy_(
+        at::cat({at::silu_backward(fp32 * halves[1], halves[0]), fp32 * at::silu(halves[0])}, dim));
   };
 })

@@ -1,5 +1,5 @@
-// Fused RMSNorm, rotary embedding and KV cache write. Semantics: the golden functions of op-plugin's
-// test_npu_kv_rms_norm_rope_cache.py and test_npu_qkv_rms_norm_rope_cache.py; shapes:
+// Fused RMSNorm, rotary embedding and KV cache write. Semantics: the golden functions of
+// op-plugin's test_npu_kv_rms_norm_rope_cache.py and test_npu_qkv_rms_norm_rope_cache.py; shapes:
 // torch_npu/op_plugin/meta/_meta_registrations.py.
 #include "kv_rms_norm_rope_cache.h"
 
@@ -11,7 +11,8 @@ Tensor rms_normed(const Tensor& x, const Tensor& gamma, double epsilon) {
 }
 
 // Converts to the cache's dtype: int8 with scale and offset, or rounding.
-Tensor stored(const Tensor& x, const Tensor& cache, const Opt<Tensor>& scale, const Opt<Tensor>& offset, bool divides) {
+Tensor stored(const Tensor& x, const Tensor& cache, const Opt<Tensor>& scale,
+    const Opt<Tensor>& offset, bool divides) {
   if (!scale) return x.to(cache.scalar_type());
   auto out = divides ? x / scale->to(at::kFloat) : x * scale->to(at::kFloat);
   if (offset) out = out + offset->to(at::kFloat);
@@ -26,16 +27,17 @@ CacheMode mode_of(const Text& name, std::initializer_list<Text> allowed) {
       name.find("NZ") != std::string::npos};
 }
 
-// rows [B, S, heads, D] into a cache of [blocks, block_size, heads, D], whose memory in fractal order is [blocks, heads * D / c,
-// block_size, c], or, in mode Norm, of [B, heads, places, D] at index [B, S].
+// rows [B, S, heads, D] into a cache of [blocks, block_size, heads, D], whose memory in fractal
+// order is [blocks, heads * D / c, block_size, c], or, in mode Norm, of [B, heads, places, D] at
+// index [B, S].
 void write_cache(const Tensor& cache, const Tensor& rows, const Tensor& index, CacheMode mode) {
   const int64_t batch = rows.size(0), length = rows.size(1), values = rows.size(2) * rows.size(3);
   auto where = index.to(at::kLong).reshape(-1);
   if (mode.places == Places::sequence) {
     const auto request = at::arange(batch).repeat_interleave(length);
     const auto used = (where >= 0).nonzero().squeeze(-1);
-    check(where.numel() == 0 || where.max().item<int64_t>() < cache.size(2), kOpParam, "an index is outside the cache of ",
-        cache.size(2), " places");
+    check(where.numel() == 0 || where.max().item<int64_t>() < cache.size(2), kOpParam,
+        "an index is outside the cache of ", cache.size(2), " places");
     cache.transpose(1, 2).index_put_({request.index_select(0, used), where.index_select(0, used)},
         rows.reshape({-1, rows.size(2), rows.size(3)}).index_select(0, used));
     cost::partial_access(cache, static_cast<double>(used.numel() * values * cache.element_size()));
@@ -45,21 +47,23 @@ void write_cache(const Tensor& cache, const Tensor& rows, const Tensor& index, C
   const int64_t block_size = cache[0].numel() / values;
   if (mode.places == Places::pages) {  // one index per page, filled from its start
     const int64_t pages = (length + block_size - 1) / block_size;
-    const auto first = where.view({batch, pages}).index_select(1, at::floor_divide(at::arange(length), block_size));
-    where =
-        at::where(first < 0, first, at::floor_divide(first, block_size) * block_size + at::arange(length).remainder(block_size))
-            .reshape(-1);
+    const auto first = where.view({batch, pages})
+                           .index_select(1, at::floor_divide(at::arange(length), block_size));
+    where = at::where(first < 0, first,
+        at::floor_divide(first, block_size) * block_size + at::arange(length).remainder(block_size))
+                .reshape(-1);
   }
   const int64_t blocks = cache.size(0);
-  check(where.numel() == 0 || where.max().item<int64_t>() < blocks * block_size, kOpParam, "an index is outside the cache of ",
-      blocks * block_size, " places");
+  check(where.numel() == 0 || where.max().item<int64_t>() < blocks * block_size, kOpParam,
+      "an index is outside the cache of ", blocks * block_size, " places");
   const auto used = (where >= 0).nonzero().squeeze(-1);
   cost::partial_access(cache, static_cast<double>(used.numel() * values * cache.element_size()));
   const auto block = at::floor_divide(where, block_size).index_select(0, used),
              place = where.remainder(block_size).index_select(0, used);
   const int64_t unit = mode.fractal ? 32 / cache.element_size() : values;
-  const auto view = mode.fractal ? cache.view({blocks, values / unit, block_size, unit}).transpose(1, 2)
-                                 : cache.view({blocks, block_size, 1, values});
+  const auto view = mode.fractal
+                        ? cache.view({blocks, values / unit, block_size, unit}).transpose(1, 2)
+                        : cache.view({blocks, block_size, 1, values});
   view.index_put_({block, place}, rows.reshape({-1, values / unit, unit}).index_select(0, used));
 }
 
@@ -69,8 +73,8 @@ namespace {
 
 using namespace emu;
 
-void check_cache(
-    const char* name, const Tensor& cache, const Tensor& like, const Opt<Tensor>& scale, int64_t size, const Text& mode) {
+void check_cache(const char* name, const Tensor& cache, const Tensor& like,
+    const Opt<Tensor>& scale, int64_t size, const Text& mode) {
   rank(name, cache, 4);
   contiguous(name, cache);
   if (scale)
@@ -78,58 +82,69 @@ void check_cache(
   else
     same_dtype(name, cache, "kv", like);
   if (mode != "Norm")
-    check(cache.numel() == cache.size(0) * (cache.numel() / cache.size(0)) && (cache.numel() / cache.size(0)) % size == 0,
+    check(cache.numel() == cache.size(0) * (cache.numel() / cache.size(0)) &&
+              (cache.numel() / cache.size(0)) % size == 0,
         kOpParam, name, " has shape ", cache.sizes(), "; a block must hold rows of ", size);
   else
-    check(cache.size(3) == size, kOpParam, name, " has shape ", cache.sizes(), "; its last dimension must be ", size);
+    check(cache.size(3) == size, kOpParam, name, " has shape ", cache.sizes(),
+        "; its last dimension must be ", size);
   if (mode.find("NZ") != std::string::npos) multiple(name, size, 32 / cache.element_size());
 }
 
-// kv [B, 1, S, ckv + 64]; the first part is normalized and the last 64 rotated. With v, all of kv is normalized, its first 64
-// rotated, and v written.
-Computation kv_rms_norm_rope(const Tensor& kv, const Tensor& gamma, const Tensor& cos, const Tensor& sin, const Tensor& index,
-    Tensor k_cache, Tensor ckv_cache, const Opt<Tensor>& k_scale, const Opt<Tensor>& ckv_scale, const Opt<Tensor>& k_offset,
-    const Opt<Tensor>& ckv_offset, const Opt<Tensor>& v, double epsilon, const Text& cache_mode, bool outputs, Tensor k_out,
-    Tensor ckv_out) {
+// kv [B, 1, S, ckv + 64]; the first part is normalized and the last 64 rotated. With v, all of kv
+// is normalized, its first 64 rotated, and v written.
+Computation kv_rms_norm_rope(const Tensor& kv, const Tensor& gamma, const Tensor& cos,
+    const Tensor& sin, const Tensor& index, Tensor k_cache, Tensor ckv_cache,
+    const Opt<Tensor>& k_scale, const Opt<Tensor>& ckv_scale, const Opt<Tensor>& k_offset,
+    const Opt<Tensor>& ckv_offset, const Opt<Tensor>& v, double epsilon, const Text& cache_mode,
+    bool outputs, Tensor k_out, Tensor ckv_out) {
   one_of("kv", kv, kHalves);
   rank("kv", kv, 4);
   check(kv.size(1) == 1, kOpParam, "kv has ", kv.size(1), " heads; 1 is allowed");
   rank("gamma", gamma, 1);
   same_dtype("gamma", gamma, "kv", kv);
   const int64_t rope = cos.size(-1), normed = gamma.size(0);
-  check(kv.size(3) == (v ? normed : normed + rope), kOpParam, "kv has a last dimension of ", kv.size(3), "; gamma's ", normed,
-      v ? "" : text(" and cos's ", rope), " are expected");
+  check(kv.size(3) == (v ? normed : normed + rope), kOpParam, "kv has a last dimension of ",
+      kv.size(3), "; gamma's ", normed, v ? "" : text(" and cos's ", rope), " are expected");
   for (const auto& [name, x] : {std::pair{"cos", &cos}, std::pair{"sin", &sin}}) {
     rank(name, *x, 4);
     same_dtype(name, *x, "kv", kv);
-    check(x->size(0) == kv.size(0) && (x->size(2) == kv.size(2) || x->size(2) == 1) && x->size(3) == rope, kOpParam, name,
-        " has shape ", x->sizes(), " and kv ", kv.sizes());
+    check(x->size(0) == kv.size(0) && (x->size(2) == kv.size(2) || x->size(2) == 1) &&
+              x->size(3) == rope,
+        kOpParam, name, " has shape ", x->sizes(), " and kv ", kv.sizes());
   }
   one_of("index", index, {at::kLong});
-  const auto mode = mode_of(cache_mode, {"Norm", "PA", "PA_BNSD", "PA_NZ", "PA_BLK_BNSD", "PA_BLK_NZ"});
+  const auto mode =
+      mode_of(cache_mode, {"Norm", "PA", "PA_BNSD", "PA_NZ", "PA_BLK_BNSD", "PA_BLK_NZ"});
   check_cache("k_cache", k_cache, kv, k_scale, v ? normed : rope, cache_mode);
   check_cache("ckv_cache", ckv_cache, kv, ckv_scale, v ? v->size(3) : normed, cache_mode);
-  check((!k_offset || k_scale) && (!ckv_offset || ckv_scale), kOpParam, "an offset is given without its scale");
+  check((!k_offset || k_scale) && (!ckv_offset || ckv_scale), kOpParam,
+      "an offset is given without its scale");
   if (mode.places == Places::pages) {
-    const int64_t block_size = k_cache.size(1), pages = kv.size(0) * ((kv.size(2) + block_size - 1) / block_size);
-    check(
-        index.numel() == pages, kOpParam, "index has ", index.numel(), " entries; one for each of ", pages, " pages is expected");
+    const int64_t block_size = k_cache.size(1),
+                  pages = kv.size(0) * ((kv.size(2) + block_size - 1) / block_size);
+    check(index.numel() == pages, kOpParam, "index has ", index.numel(),
+        " entries; one for each of ", pages, " pages is expected");
   } else {
-    check(index.numel() == kv.size(0) * kv.size(2), kOpParam, "index has ", index.numel(), " entries for ",
-        kv.size(0) * kv.size(2), " tokens");
+    check(index.numel() == kv.size(0) * kv.size(2), kOpParam, "index has ", index.numel(),
+        " entries for ", kv.size(0) * kv.size(2), " tokens");
   }
   COMPUTE {
     Tensor key, value;
     if (v) {
       const auto all = rms_normed(kv, gamma, epsilon);
-      key = at::cat({rotate(halves_of_pairs(all.narrow(-1, 0, rope)), cos, sin, false), all.narrow(-1, rope, normed - rope)}, -1);
+      key = at::cat({rotate(halves_of_pairs(all.narrow(-1, 0, rope)), cos, sin, false),
+                        all.narrow(-1, rope, normed - rope)},
+          -1);
       value = v->to(at::kFloat);
     } else {
       value = rms_normed(kv.narrow(-1, 0, normed), gamma, epsilon);
       key = rotate(halves_of_pairs(kv.narrow(-1, normed, rope).to(at::kFloat)), cos, sin, false);
     }
-    write_cache(k_cache, stored(key, k_cache, k_scale, k_offset, false).transpose(1, 2), index, mode);
-    write_cache(ckv_cache, stored(value, ckv_cache, ckv_scale, ckv_offset, false).transpose(1, 2), index, mode);
+    write_cache(
+        k_cache, stored(key, k_cache, k_scale, k_offset, false).transpose(1, 2), index, mode);
+    write_cache(ckv_cache, stored(value, ckv_cache, ckv_scale, ckv_offset, false).transpose(1, 2),
+        index, mode);
     if (outputs) {
       k_out.copy_(key);
       ckv_out.copy_(value);
@@ -143,51 +158,62 @@ Computation kv_rms_norm_rope(const Tensor& kv, const Tensor& gamma, const Tensor
 }  // namespace
 
 CHECKED(aclnnKvRmsNormRopeCache,
-    (Tensor kv, Tensor gamma, Tensor cos, Tensor sin, Tensor index, Tensor k_cache, Tensor ckv_cache, Opt<Tensor> k_scale,
-        Opt<Tensor> ckv_scale, Opt<Tensor> k_offset, Opt<Tensor> ckv_offset, double epsilon, Text cache_mode, bool outputs,
-        Tensor k_out, Tensor ckv_out),
+    (Tensor kv, Tensor gamma, Tensor cos, Tensor sin, Tensor index, Tensor k_cache,
+        Tensor ckv_cache, Opt<Tensor> k_scale, Opt<Tensor> ckv_scale, Opt<Tensor> k_offset,
+        Opt<Tensor> ckv_offset, double epsilon, Text cache_mode, bool outputs, Tensor k_out,
+        Tensor ckv_out),
     {
-      return kv_rms_norm_rope(kv, gamma, cos, sin, index, k_cache, ckv_cache, k_scale, ckv_scale, k_offset, ckv_offset, {},
-          epsilon, cache_mode, outputs, k_out, ckv_out);
+      return kv_rms_norm_rope(kv, gamma, cos, sin, index, k_cache, ckv_cache, k_scale, ckv_scale,
+          k_offset, ckv_offset, {}, epsilon, cache_mode, outputs, k_out, ckv_out);
     })
 CHECKED(aclnnKvRmsNormRopeCacheV2,
-    (Tensor kv, Tensor gamma, Tensor cos, Tensor sin, Tensor index, Tensor k_cache, Tensor ckv_cache, Opt<Tensor> k_scale,
-        Opt<Tensor> ckv_scale, Opt<Tensor> k_offset, Opt<Tensor> ckv_offset, Opt<Tensor> v, double epsilon, Text cache_mode,
-        bool outputs, Tensor k_out, Tensor ckv_out),
+    (Tensor kv, Tensor gamma, Tensor cos, Tensor sin, Tensor index, Tensor k_cache,
+        Tensor ckv_cache, Opt<Tensor> k_scale, Opt<Tensor> ckv_scale, Opt<Tensor> k_offset,
+        Opt<Tensor> ckv_offset, Opt<Tensor> v, double epsilon, Text cache_mode, bool outputs,
+        Tensor k_out, Tensor ckv_out),
     {
-      return kv_rms_norm_rope(kv, gamma, cos, sin, index, k_cache, ckv_cache, k_scale, ckv_scale, k_offset, ckv_offset, v,
-          epsilon, cache_mode, outputs, k_out, ckv_out);
+      return kv_rms_norm_rope(kv, gamma, cos, sin, index, k_cache, ckv_cache, k_scale, ckv_scale,
+          k_offset, ckv_offset, v, epsilon, cache_mode, outputs, k_out, ckv_out);
     })
 
-// qkv [B * S, (Nq + Nk + Nv) * D]: q and k are normalized and rotated by halves; k and v go to caches [blocks, N * D / c,
-// block_size, c].
+// qkv [B * S, (Nq + Nk + Nv) * D]: q and k are normalized and rotated by halves; k and v go to
+// caches [blocks, N * D / c, block_size, c].
 CHECKED(aclnnQkvRmsNormRopeCache,
-    (Tensor qkv, Tensor q_gamma, Tensor k_gamma, Tensor cos, Tensor sin, Tensor index, Tensor q_out, Tensor k_cache,
-        Tensor v_cache, Opt<Tensor> k_scale, Opt<Tensor> v_scale, Opt<Tensor> k_offset, Opt<Tensor> v_offset, Ints size,
-        Ints heads, double epsilon, Text cache_mode, Opt<Tensor> q_before, Opt<Tensor> k_before, Opt<Tensor> v_before),
+    (Tensor qkv, Tensor q_gamma, Tensor k_gamma, Tensor cos, Tensor sin, Tensor index, Tensor q_out,
+        Tensor k_cache, Tensor v_cache, Opt<Tensor> k_scale, Opt<Tensor> v_scale,
+        Opt<Tensor> k_offset, Opt<Tensor> v_offset, Ints size, Ints heads, double epsilon,
+        Text cache_mode, Opt<Tensor> q_before, Opt<Tensor> k_before, Opt<Tensor> v_before),
     {
       one_of("qkv", qkv, kHalves);
       rank("qkv", qkv, 2);
-      check(size.size() == 4 && heads.size() == 3, kOpParam, "qkv_size has ", size.size(), " entries and head_nums ",
-          heads.size(), "; 4 and 3 are needed");
-      check(heads[0] + heads[1] + heads[2] == size[2] && qkv.size(0) == size[0] * size[1] && qkv.size(1) == size[2] * size[3],
-          kOpParam, "qkv has shape ", qkv.sizes(), ", qkv_size is [", listed(size), "] and head_nums [", listed(heads), "]");
+      check(size.size() == 4 && heads.size() == 3, kOpParam, "qkv_size has ", size.size(),
+          " entries and head_nums ", heads.size(), "; 4 and 3 are needed");
+      check(heads[0] + heads[1] + heads[2] == size[2] && qkv.size(0) == size[0] * size[1] &&
+                qkv.size(1) == size[2] * size[3],
+          kOpParam, "qkv has shape ", qkv.sizes(), ", qkv_size is [", listed(size),
+          "] and head_nums [", listed(heads), "]");
       one_of<Text>("cache_mode", cache_mode, {"PA_NZ"});
       one_of("index", index, {at::kLong});
-      check(index.numel() == qkv.size(0), kOpParam, "index has ", index.numel(), " entries for ", qkv.size(0), " tokens");
-      for (const auto& [name, x] : {std::pair{"q_gamma", &q_gamma}, std::pair{"k_gamma", &k_gamma}}) shape(name, *x, {size[3]});
-      for (const auto& [name, x] : {std::pair{"cos", &cos}, std::pair{"sin", &sin}}) shape(name, *x, {qkv.size(0), size[3]});
+      check(index.numel() == qkv.size(0), kOpParam, "index has ", index.numel(), " entries for ",
+          qkv.size(0), " tokens");
+      for (const auto& [name, x] : {std::pair{"q_gamma", &q_gamma}, std::pair{"k_gamma", &k_gamma}})
+        shape(name, *x, {size[3]});
+      for (const auto& [name, x] : {std::pair{"cos", &cos}, std::pair{"sin", &sin}})
+        shape(name, *x, {qkv.size(0), size[3]});
       shape("q_out", q_out, {qkv.size(0), heads[0] * size[3]});
       check_cache("k_cache", k_cache, qkv, k_scale, heads[1] * size[3], cache_mode);
       check_cache("v_cache", v_cache, qkv, v_scale, heads[2] * size[3], cache_mode);
       COMPUTE {
-        const auto split = qkv.to(at::kFloat).view({1, qkv.size(0), size[2], size[3]}).split_with_sizes(heads, 2);
+        const auto split =
+            qkv.to(at::kFloat).view({1, qkv.size(0), size[2], size[3]}).split_with_sizes(heads, 2);
         const auto c = cos.view({1, -1, 1, size[3]}), s = sin.view({1, -1, 1, size[3]});
         const auto q = rotate(rms_normed(split[0], q_gamma, epsilon), c, s, false),
                    k = rotate(rms_normed(split[1], k_gamma, epsilon), c, s, false);
         q_out.copy_(q.view(q_out.sizes()));
-        write_cache(k_cache, stored(k, k_cache, k_scale, k_offset, true), index, {Places::slots, true});
-        write_cache(v_cache, stored(split[2], v_cache, v_scale, v_offset, true), index, {Places::slots, true});
+        write_cache(
+            k_cache, stored(k, k_cache, k_scale, k_offset, true), index, {Places::slots, true});
+        write_cache(v_cache, stored(split[2], v_cache, v_scale, v_offset, true), index,
+            {Places::slots, true});
         const auto copy_if_given = [&](const Opt<Tensor>& out, const Tensor& x) {
           if (out && out->numel()) Tensor(*out).copy_(x.reshape(out->sizes()));
         };

@@ -5,7 +5,11 @@
 
 namespace emu {
 
-enum class Places { sequence, slots, pages };  // meaning of the index: position in a sequence, slot of a token, or page
+enum class Places {
+  sequence,
+  slots,
+  pages
+};  // meaning of the index: position in a sequence, slot of a token, or page
 struct CacheMode {
   Places places;
   bool fractal;
@@ -13,7 +17,8 @@ struct CacheMode {
 
 CacheMode mode_of(const Text& name, std::initializer_list<Text> allowed);
 Tensor rms_normed(const Tensor& x, const Tensor& gamma, double epsilon);  // float32
-Tensor stored(const Tensor& x, const Tensor& cache, const Opt<Tensor>& scale, const Opt<Tensor>& offset, bool divides);
+Tensor stored(const Tensor& x, const Tensor& cache, const Opt<Tensor>& scale,
+    const Opt<Tensor>& offset, bool divides);
 void write_cache(const Tensor& cache, const Tensor& rows, const Tensor& index, CacheMode mode);
 
 }  // namespace emu

@@ -1,5 +1,6 @@
-// Rotary embeddings. Semantics and limits: torch_npu's documentation of npu_rotary_mul, npu_mrope and npu_apply_rotary_pos_emb
-// (torch_npu/_op_plugin_docs.py), and the golden functions of op-plugin's tests; argument order: op-plugin's call sites.
+// Rotary embeddings. Semantics and limits: torch_npu's documentation of npu_rotary_mul, npu_mrope
+// and npu_apply_rotary_pos_emb (torch_npu/_op_plugin_docs.py), and the golden functions of
+// op-plugin's tests; argument order: op-plugin's call sites.
 #include "core/cost.h"
 #include "ops/vectorized.h"
 #include "rotary_embedding.h"
@@ -11,7 +12,8 @@ namespace {
 
 // Rotates the first `rotary` values of each head; cache rows are cos and sin of rotary / 2 angles.
 template <bool neox, class T>
-void rope_heads(const T* in, T* out, const T* cos, const T* sin, int64_t heads, int64_t head_size, int64_t half) {
+void rope_heads(const T* in, T* out, const T* cos, const T* sin, int64_t heads, int64_t head_size,
+    int64_t half) {
   for (int64_t head = 0; head < heads; ++head, in += head_size, out += head_size) {
     for (int64_t i = 0; i < half; ++i) {
       const int64_t a = neox ? i : 2 * i, b = neox ? i + half : 2 * i + 1;
@@ -24,8 +26,10 @@ void rope_heads(const T* in, T* out, const T* cos, const T* sin, int64_t heads, 
 }
 
 template <class T>
-void rope(const Tensor& positions, const Tensor& x, const Tensor& cache, int64_t head_size, bool neox, Tensor& out) {
-  const int64_t tokens = x.size(0), heads = x.size(1) / head_size, half = cache.size(1) / 2, limit = cache.size(0);
+void rope(const Tensor& positions, const Tensor& x, const Tensor& cache, int64_t head_size,
+    bool neox, Tensor& out) {
+  const int64_t tokens = x.size(0), heads = x.size(1) / head_size, half = cache.size(1) / 2,
+                limit = cache.size(0);
   const auto* where = positions.const_data_ptr<int64_t>();
   const T* table = cache.const_data_ptr<T>();
   const T* in = x.const_data_ptr<T>();
@@ -33,8 +37,8 @@ void rope(const Tensor& positions, const Tensor& x, const Tensor& cache, int64_t
   const int64_t stride = x.stride(0), out_stride = out.stride(0);
   at::parallel_for(0, tokens, 8, [&](int64_t first, int64_t last) {
     for (int64_t t = first; t < last; ++t)
-      check(where[t] >= 0 && where[t] < limit, kOpParam, "position ", where[t], " is outside the cos/sin cache of ", limit,
-          " rows");
+      check(where[t] >= 0 && where[t] < limit, kOpParam, "position ", where[t],
+          " is outside the cos/sin cache of ", limit, " rows");
     vectorized([&] {
       for (int64_t t = first; t < last; ++t) {
         const T* row = table + where[t] * 2 * half;
@@ -46,11 +50,13 @@ void rope(const Tensor& positions, const Tensor& x, const Tensor& cache, int64_t
 }
 
 // Angles of each token from three rows of positions: consecutive or interleaved sections.
-Tensor merged(const Tensor& positions, const Tensor& cache, const Ints& sections, bool taking_turns) {
+Tensor merged(
+    const Tensor& positions, const Tensor& cache, const Ints& sections, bool taking_turns) {
   const auto where = positions.to(at::kLong);
   const int64_t limit = cache.size(0), half = cache.size(1) / 2;
-  check(where.numel() == 0 || (where.min().item<int64_t>() >= 0 && where.max().item<int64_t>() < limit), kOpParam,
-      "a position is outside the cos/sin cache of ", limit, " rows");
+  check(where.numel() == 0 ||
+            (where.min().item<int64_t>() >= 0 && where.max().item<int64_t>() < limit),
+      kOpParam, "a position is outside the cos/sin cache of ", limit, " rows");
   auto owner = at::zeros({half}, at::kLong);
   if (taking_turns) {
     for (int64_t row = 1; row < 3; ++row)
@@ -60,44 +66,57 @@ Tensor merged(const Tensor& positions, const Tensor& cache, const Ints& sections
     owner.narrow(0, sections[0] + sections[1], sections[2]).fill_(2);
   }
   const auto rows = cache.index_select(0, where.reshape(-1)).view({3, -1, 2, half});
-  return rows.gather(0, owner.view({1, 1, 1, half}).expand({1, rows.size(1), 2, half})).reshape({-1, 2 * half});
+  return rows.gather(0, owner.view({1, 1, 1, half}).expand({1, rows.size(1), 2, half}))
+      .reshape({-1, 2 * half});
 }
 
-Computation rope_with_cache(const Tensor& positions, const Tensor& query, const Tensor& key, const Tensor& cache,
-    const Opt<Ints>& sections, int64_t head_size, bool neox, int64_t cache_mode, Tensor query_out, Tensor key_out) {
+Computation rope_with_cache(const Tensor& positions, const Tensor& query, const Tensor& key,
+    const Tensor& cache, const Opt<Ints>& sections, int64_t head_size, bool neox,
+    int64_t cache_mode, Tensor query_out, Tensor key_out) {
   one_of("positions", positions, kIndices);
   rank("positions", positions, 1, 2);
-  check(positions.dim() == 1 || positions.size(0) == 3, kOpParam, "positions have shape ", positions.sizes(),
-      "; [tokens] or [3, tokens] are allowed");
+  check(positions.dim() == 1 || positions.size(0) == 3, kOpParam, "positions have shape ",
+      positions.sizes(), "; [tokens] or [3, tokens] are allowed");
   one_of("query", query, kFloating);
   for (const auto& [name, x] : {std::pair{"key", &key}, std::pair{"cos_sin_cache", &cache}}) {
     same_dtype(name, *x, "query", query);
     rank(name, *x, 2);
   }
   rank("query", query, 2);
-  check(head_size > 0 && query.size(1) % head_size == 0 && key.size(1) % head_size == 0, kOpParam, "head_size is ", head_size,
-      ", of which query's ", query.size(1), " and key's ", key.size(1), " are no multiples");
-  check(positions.size(-1) == query.size(0) && key.size(0) == query.size(0), kOpParam, "positions, query and key are for ",
-      positions.size(-1), ", ", query.size(0), " and ", key.size(0), " tokens");
-  const int64_t rotary = cache.size(1), unit = query.scalar_type() == at::kFloat ? 16 : 32;  // op-plugin's page of npu_mrope
+  check(head_size > 0 && query.size(1) % head_size == 0 && key.size(1) % head_size == 0, kOpParam,
+      "head_size is ", head_size, ", of which query's ", query.size(1), " and key's ", key.size(1),
+      " are no multiples");
+  check(positions.size(-1) == query.size(0) && key.size(0) == query.size(0), kOpParam,
+      "positions, query and key are for ", positions.size(-1), ", ", query.size(0), " and ",
+      key.size(0), " tokens");
+  const int64_t rotary = cache.size(1), unit = query.scalar_type() == at::kFloat
+                                                   ? 16
+                                                   : 32;  // op-plugin's page of npu_mrope
   multiple("head_size", head_size, unit);
   multiple("rotary_dim", rotary, unit);
-  check(rotary <= head_size, kOpParam, "rotary_dim is ", rotary, " and head_size ", head_size, "; it must not be larger");
+  check(rotary <= head_size, kOpParam, "rotary_dim is ", rotary, " and head_size ", head_size,
+      "; it must not be larger");
   one_of<int64_t>("cache_mode", cache_mode, {0, 1});
   if (positions.dim() == 2) {
-    check(sections && sections->size() == 3 && sections->at(0) + sections->at(1) + sections->at(2) == rotary / 2, kOpParam,
-        "mrope_section is [", listed(sections.value_or(Ints())), "]; three numbers with the sum ", rotary / 2,
-        " are needed for three rows of positions");
-    // The values that op-plugin's page of npu_mrope lists; wrong results were reported for others (sglang, pull request 36959).
-    const bool known = *sections == Ints{16, 24, 24} || *sections == Ints{24, 20, 20} || *sections == Ints{8, 12, 12};
-    check(known, kOpParam, "mrope_section is [", listed(*sections), "]; [16, 24, 24], [24, 20, 20] and [8, 12, 12] are allowed");
+    check(sections && sections->size() == 3 &&
+              sections->at(0) + sections->at(1) + sections->at(2) == rotary / 2,
+        kOpParam, "mrope_section is [", listed(sections.value_or(Ints())),
+        "]; three numbers with the sum ", rotary / 2, " are needed for three rows of positions");
+    // The values that op-plugin's page of npu_mrope lists; wrong results were reported for others
+    // (sglang, pull request 36959).
+    const bool known = *sections == Ints{16, 24, 24} || *sections == Ints{24, 20, 20} ||
+                       *sections == Ints{8, 12, 12};
+    check(known, kOpParam, "mrope_section is [", listed(*sections),
+        "]; [16, 24, 24], [24, 20, 20] and [8, 12, 12] are allowed");
   }
-  check(query.stride(-1) == 1 && key.stride(-1) == 1 && query_out.is_contiguous() && key_out.is_contiguous(), kOpParam,
-      "rows must be contiguous");
+  check(query.stride(-1) == 1 && key.stride(-1) == 1 && query_out.is_contiguous() &&
+            key_out.is_contiguous(),
+      kOpParam, "rows must be contiguous");
   COMPUTE {
     auto where = positions.to(at::kLong).contiguous();
     auto table = cache.contiguous();
-    cost::partial_access(cache, static_cast<double>(positions.numel() * cache.size(1) * cache.element_size()));
+    cost::partial_access(
+        cache, static_cast<double>(positions.numel() * cache.size(1) * cache.element_size()));
     if (positions.dim() == 2) {
       table = merged(positions, table, *sections, cache_mode == 1).contiguous();
       where = at::arange(query.size(0));
@@ -116,23 +135,26 @@ void check_angles(const Tensor& x, const Tensor& cos, const Tensor& sin, bool in
   for (const auto& [name, angles] : {std::pair{"r1", &cos}, std::pair{"r2", &sin}}) {
     rank(name, *angles, 4);
     same_dtype(name, *angles, "input", x);
-    check(at::is_expandable_to(angles->sizes(), x.sizes()) && angles->size(3) == x.size(3), kOpParam, name, " has shape ",
-        angles->sizes(), ", which does not broadcast to input's ", x.sizes());
+    check(at::is_expandable_to(angles->sizes(), x.sizes()) && angles->size(3) == x.size(3),
+        kOpParam, name, " has shape ", angles->sizes(), ", which does not broadcast to input's ",
+        x.sizes());
   }
   multiple("D", x.size(3), 2);
   check(x.size(3) < 896, kOpParam, "D is ", x.size(3), "; it must be below 896");
   int64_t product = 1;
   for (int64_t dim = 0; dim < 3; ++dim) {
     if (cos.size(dim) != 1) continue;
-    check(x.size(dim) < 1000, kOpParam, "dimension ", dim, " of input is ", x.size(dim), "; B and N must be below 1000");
+    check(x.size(dim) < 1000, kOpParam, "dimension ", dim, " of input is ", x.size(dim),
+        "; B and N must be below 1000");
     product *= x.size(dim);
   }
-  check(!interleaved || product < 1000, kOpParam, "B * N is ", product, "; with rotary_mode interleave it must be below 1000");
+  check(!interleaved || product < 1000, kOpParam, "B * N is ", product,
+      "; with rotary_mode interleave it must be below 1000");
 }
 
 // Gradients with respect to x, cos and sin.
-void rotary_grad(const Tensor& grad, const Tensor& cos, const Tensor& sin, const Opt<Tensor>& x, bool interleaved, Tensor x_grad,
-    Tensor cos_grad, Tensor sin_grad) {
+void rotary_grad(const Tensor& grad, const Tensor& cos, const Tensor& sin, const Opt<Tensor>& x,
+    bool interleaved, Tensor x_grad, Tensor cos_grad, Tensor sin_grad) {
   const auto g = grad.to(at::kFloat), by_sin = g * sin.to(at::kFloat);
   x_grad.copy_(g * cos.to(at::kFloat) - rotated(by_sin, interleaved));  // the transposed rotation
   if (!x || x->numel() == 0) return;
@@ -163,8 +185,8 @@ Tensor rotate(const Tensor& x, const Tensor& cos, const Tensor& sin, bool interl
 namespace {
 using namespace emu;
 // mode: 0 half, 1 interleave (op-plugin's RotaryMulKernelNpuOpApi.cpp).
-Computation rotary_mul(
-    const Tensor& x, const Tensor& cos, const Tensor& sin, int64_t mode, const Opt<Tensor>& rotation, const Tensor& out) {
+Computation rotary_mul(const Tensor& x, const Tensor& cos, const Tensor& sin, int64_t mode,
+    const Opt<Tensor>& rotation, const Tensor& out) {
   one_of<int64_t>("rotary_mode", mode, {0, 1});
   check_angles(x, cos, sin, mode == 1);
   if (rotation) {
@@ -177,17 +199,21 @@ Computation rotary_mul(
       return;
     }
     const auto fp32 = x.to(at::kFloat);
-    out.copy_(fp32 * cos.to(at::kFloat) + at::matmul(fp32, rotation->to(at::kFloat)) * sin.to(at::kFloat));
+    out.copy_(fp32 * cos.to(at::kFloat) +
+              at::matmul(fp32, rotation->to(at::kFloat)) * sin.to(at::kFloat));
   };
 }
 }  // namespace
 
 CHECKED(aclnnRotaryPositionEmbedding, (Tensor x, Tensor cos, Tensor sin, int64_t mode, Tensor out),
     { return rotary_mul(x, cos, sin, mode, {}, out); })
-CHECKED(aclnnRotaryPositionEmbeddingV2, (Tensor x, Tensor cos, Tensor sin, int64_t mode, Opt<Tensor> rotation, Tensor out),
+CHECKED(aclnnRotaryPositionEmbeddingV2,
+    (Tensor x, Tensor cos, Tensor sin, int64_t mode, Opt<Tensor> rotation, Tensor out),
     { return rotary_mul(x, cos, sin, mode, rotation, out); })
 CHECKED(aclnnRotaryPositionEmbeddingGrad,
-    (Tensor grad, Tensor cos, Tensor sin, Opt<Tensor> x, int64_t mode, Tensor x_grad, Tensor cos_grad, Tensor sin_grad), {
+    (Tensor grad, Tensor cos, Tensor sin, Opt<Tensor> x, int64_t mode, Tensor x_grad,
+        Tensor cos_grad, Tensor sin_grad),
+    {
       one_of<int64_t>("rotary_mode", mode, {0, 1});
       check_angles(grad, cos, sin, mode == 1);
       COMPUTE { rotary_grad(grad, cos, sin, x, mode == 1, x_grad, cos_grad, sin_grad); };
@@ -195,21 +221,24 @@ CHECKED(aclnnRotaryPositionEmbeddingGrad,
 
 namespace {
 // On A2 and A3: layout BSND (1) or TND (4), head size 64 or 128, rotary mode half; in place.
-Computation apply_rotary(Tensor query, Tensor key, const Tensor& cos, const Tensor& sin, int64_t layout, const Text& mode) {
+Computation apply_rotary(Tensor query, Tensor key, const Tensor& cos, const Tensor& sin,
+    int64_t layout, const Text& mode) {
   one_of<int64_t>("layout (1 BSND, 4 TND)", layout, {1, 4});
   one_of<Text>("rotary_mode", mode, {"half"});
   one_of("query", query, kFloating);
   const int64_t dims = layout == 1 ? 4 : 3;
-  for (const auto& [name, x] :
-      {std::pair<const char*, const Tensor*>{"query", &query}, {"key", &key}, {"cos", &cos}, {"sin", &sin}}) {
+  for (const auto& [name, x] : {std::pair<const char*, const Tensor*>{"query", &query},
+           {"key", &key}, {"cos", &cos}, {"sin", &sin}}) {
     rank(name, *x, dims);
     same_dtype(name, *x, "query", query);
-    check(x->sizes().slice(0, dims - 2) == query.sizes().slice(0, dims - 2), kOpParam, name, " has shape ", x->sizes(),
-        ", which differs from query's ", query.sizes(), " before the heads");
-    check(x->size(-1) == query.size(-1), kOpParam, name, " has head size ", x->size(-1), " and query ", query.size(-1));
+    check(x->sizes().slice(0, dims - 2) == query.sizes().slice(0, dims - 2), kOpParam, name,
+        " has shape ", x->sizes(), ", which differs from query's ", query.sizes(),
+        " before the heads");
+    check(x->size(-1) == query.size(-1), kOpParam, name, " has head size ", x->size(-1),
+        " and query ", query.size(-1));
   }
-  check(cos.size(-2) == 1 && sin.size(-2) == 1, kOpParam, "cos and sin have ", cos.size(-2), " and ", sin.size(-2),
-      " heads; 1 is allowed");
+  check(cos.size(-2) == 1 && sin.size(-2) == 1, kOpParam, "cos and sin have ", cos.size(-2),
+      " and ", sin.size(-2), " heads; 1 is allowed");
   one_of<int64_t>("the head size", query.size(-1), {64, 128});
   COMPUTE {
     query.copy_(rotate(query, cos, sin, false));
@@ -220,11 +249,12 @@ Computation apply_rotary(Tensor query, Tensor key, const Tensor& cos, const Tens
 
 CHECKED(aclnnApplyRotaryPosEmb, (Tensor query, Tensor key, Tensor cos, Tensor sin, int64_t layout),
     { return apply_rotary(query, key, cos, sin, layout, "half"); })
-CHECKED(aclnnApplyRotaryPosEmbV2, (Tensor query, Tensor key, Tensor cos, Tensor sin, int64_t layout, Text mode),
+CHECKED(aclnnApplyRotaryPosEmbV2,
+    (Tensor query, Tensor key, Tensor cos, Tensor sin, int64_t layout, Text mode),
     { return apply_rotary(query, key, cos, sin, layout, mode); })
 
-// Adjacent pairs are split into halves first, also in the result (vLLM's use in MLA, and the golden function of
-// test_npu_kv_rms_norm_rope_cache.py).
+// Adjacent pairs are split into halves first, also in the result (vLLM's use in MLA, and the golden
+// function of test_npu_kv_rms_norm_rope_cache.py).
 CHECKED(aclnnInterleaveRope, (Tensor x, Tensor cos, Tensor sin, Tensor out), {
   one_of("x", x, kHalves);
   rank("x", x, 4);
@@ -232,17 +262,23 @@ CHECKED(aclnnInterleaveRope, (Tensor x, Tensor cos, Tensor sin, Tensor out), {
   for (const auto& [name, angles] : {std::pair{"cos", &cos}, std::pair{"sin", &sin}}) {
     rank(name, *angles, 4);
     same_dtype(name, *angles, "x", x);
-    check(at::is_expandable_to(angles->sizes(), x.sizes()) && angles->size(3) == 64, kOpParam, name, " has shape ",
-        angles->sizes(), ", which does not broadcast to x's ", x.sizes());
+    check(at::is_expandable_to(angles->sizes(), x.sizes()) && angles->size(3) == 64, kOpParam, name,
+        " has shape ", angles->sizes(), ", which does not broadcast to x's ", x.sizes());
   }
   COMPUTE { out.copy_(rotate(halves_of_pairs(x.to(at::kFloat)), cos, sin, false)); };
 })
 
 CHECKED(aclnnRopeWithSinCosCache,
-    (Tensor positions, Tensor query, Tensor key, Tensor cache, Opt<Ints> sections, int64_t head_size, bool neox, Tensor query_out,
-        Tensor key_out),
-    { return rope_with_cache(positions, query, key, cache, sections, head_size, neox, 0, query_out, key_out); })
+    (Tensor positions, Tensor query, Tensor key, Tensor cache, Opt<Ints> sections,
+        int64_t head_size, bool neox, Tensor query_out, Tensor key_out),
+    {
+      return rope_with_cache(
+          positions, query, key, cache, sections, head_size, neox, 0, query_out, key_out);
+    })
 CHECKED(aclnnRopeWithSinCosCacheV2,
-    (Tensor positions, Tensor query, Tensor key, Tensor cache, Opt<Ints> sections, int64_t head_size, bool neox,
-        int64_t cache_mode, Tensor query_out, Tensor key_out),
-    { return rope_with_cache(positions, query, key, cache, sections, head_size, neox, cache_mode, query_out, key_out); })
+    (Tensor positions, Tensor query, Tensor key, Tensor cache, Opt<Ints> sections,
+        int64_t head_size, bool neox, int64_t cache_mode, Tensor query_out, Tensor key_out),
+    {
+      return rope_with_cache(
+          positions, query, key, cache, sections, head_size, neox, cache_mode, query_out, key_out);
+    })

@@ -1,6 +1,6 @@
-// Sampling. Rules: torch_npu's documentation of npu_top_k_top_p and npu_top_k_top_p_sample (torch_npu/_op_plugin_docs.py)
-// and the golden functions of op-plugin's test_npu_top_k_top_p.py and test_top_k_top_p_sample.py; argument order: op-plugin's
-// call sites.
+// Sampling. Rules: torch_npu's documentation of npu_top_k_top_p and npu_top_k_top_p_sample
+// (torch_npu/_op_plugin_docs.py) and the golden functions of op-plugin's test_npu_top_k_top_p.py
+// and test_top_k_top_p_sample.py; argument order: op-plugin's call sites.
 #include <ATen/CPUGeneratorImpl.h>
 
 #include "operator/op.h"
@@ -21,13 +21,15 @@ struct Sampling {
   Tensor logits, top_k, top_p;
   Opt<Tensor> q, min_p;
   double epsilon;
-  bool wants_logits, normalizes, leaves_sampling;  // leaves_sampling: the caller samples from `probabilities`
+  bool wants_logits, normalizes,
+      leaves_sampling;  // leaves_sampling: the caller samples from `probabilities`
   int64_t most_k;
   Tensor chosen, selected;
   Opt<Tensor> indices, probabilities;
 
   void run() {
-    const int64_t batch = logits.size(0), words = logits.size(1), limit = std::min({(most_k + 7) / 8 * 8, kMostK, words});
+    const int64_t batch = logits.size(0), words = logits.size(1),
+                  limit = std::min({(most_k + 7) / 8 * 8, kMostK, words});
     const float absent = normalizes ? -kInfinity : 0;
     if (wants_logits) selected.fill_(absent);
     if (leaves_sampling) {
@@ -36,7 +38,8 @@ struct Sampling {
     }
     const auto ks = top_k.to(at::kLong).contiguous();
     const auto ps = top_p.to(at::kFloat).contiguous(),
-               mins = min_p ? min_p->to(at::kFloat).contiguous() : at::full({batch}, -1, at::kFloat);
+               mins =
+                   min_p ? min_p->to(at::kFloat).contiguous() : at::full({batch}, -1, at::kFloat);
     for (int64_t i = 0; i < batch; ++i) {
       const auto row = logits[i].to(at::kFloat);
       const int64_t k = ks.const_data_ptr<int64_t>()[i];
@@ -53,7 +56,9 @@ struct Sampling {
         shares = normalizes ? at::softmax(row, -1) : row;
       }
       if (by_p) {
-        const int64_t kept = p > 0 ? std::max<int64_t>(1, ((shares.cumsum(-1) - shares) < p).sum().item<int64_t>()) : 1;
+        const int64_t kept =
+            p > 0 ? std::max<int64_t>(1, ((shares.cumsum(-1) - shares) < p).sum().item<int64_t>())
+                  : 1;
         shares = shares.narrow(0, 0, kept);
         places = places.narrow(0, 0, kept);
         if (p <= 0 && normalizes) shares = at::ones_like(shares);
@@ -70,7 +75,8 @@ struct Sampling {
         (*indices)[i].narrow(0, 0, places.size(0)).copy_(places);
         (*probabilities)[i].narrow(0, 0, places.size(0)).copy_(shares);
       } else {
-        const auto drawn = q ? shares / ((*q)[i].narrow(0, 0, shares.size(0)).abs() + epsilon) : shares;
+        const auto drawn =
+            q ? shares / ((*q)[i].narrow(0, 0, shares.size(0)).abs() + epsilon) : shares;
         chosen[i].copy_(places[drawn.argmax()]);
       }
       if (wants_logits) selected[i].index_copy_(0, places, row.index_select(0, places));
@@ -114,10 +120,12 @@ CHECKED(aclnnApplyTopKTopP, (Tensor logits, Opt<Tensor> p, Opt<Tensor> k, Tensor
     if (k) {
       const auto count = k->to(at::kLong);
       check(count.numel() == 0 ||
-                (count.min().item<int64_t>() >= 1 && count.max().item<int64_t>() <= std::min(kMostK, logits.size(1))),
-          kOpParam, "k has values from ", count.min().item<int64_t>(), " to ", count.max().item<int64_t>(), "; allowed: 1 to ",
-          std::min(kMostK, logits.size(1)));
-      values.masked_fill_(values < values.gather(1, (logits.size(1) - count).unsqueeze(1)), -kInfinity);
+                (count.min().item<int64_t>() >= 1 &&
+                    count.max().item<int64_t>() <= std::min(kMostK, logits.size(1))),
+          kOpParam, "k has values from ", count.min().item<int64_t>(), " to ",
+          count.max().item<int64_t>(), "; allowed: 1 to ", std::min(kMostK, logits.size(1)));
+      values.masked_fill_(
+          values < values.gather(1, (logits.size(1) - count).unsqueeze(1)), -kInfinity);
     }
     if (p) {
       auto masked_out = at::softmax(values, -1).cumsum(-1) <= (1 - p->to(at::kFloat)).unsqueeze(1);
@@ -129,25 +137,30 @@ CHECKED(aclnnApplyTopKTopP, (Tensor logits, Opt<Tensor> p, Opt<Tensor> k, Tensor
 })
 
 CHECKED(aclnnTopKTopPSample,
-    (Tensor logits, Tensor top_k, Tensor top_p, Opt<Tensor> q, double epsilon, bool wants_logits, int64_t, Tensor chosen,
-        Tensor selected),
-    { return sample({logits, top_k, top_p, q, {}, epsilon, wants_logits, true, false, kMostK, chosen, selected, {}, {}}); })
-CHECKED(aclnnTopKTopPSampleV2,
-    (Tensor logits, Tensor top_k, Tensor top_p, Opt<Tensor> q, Opt<Tensor> min_p, double epsilon, bool wants_logits, int64_t,
-        int64_t most_k, bool normalizes, bool leaves_sampling, Tensor chosen, Tensor selected, Opt<Tensor> indices,
-        Opt<Tensor> probabilities),
+    (Tensor logits, Tensor top_k, Tensor top_p, Opt<Tensor> q, double epsilon, bool wants_logits,
+        int64_t, Tensor chosen, Tensor selected),
     {
-      return sample({logits, top_k, top_p, q, min_p, epsilon, wants_logits, normalizes, leaves_sampling, most_k, chosen, selected,
-          indices, probabilities});
+      return sample({logits, top_k, top_p, q, {}, epsilon, wants_logits, true, false, kMostK,
+          chosen, selected, {}, {}});
+    })
+CHECKED(aclnnTopKTopPSampleV2,
+    (Tensor logits, Tensor top_k, Tensor top_p, Opt<Tensor> q, Opt<Tensor> min_p, double epsilon,
+        bool wants_logits, int64_t, int64_t most_k, bool normalizes, bool leaves_sampling,
+        Tensor chosen, Tensor selected, Opt<Tensor> indices, Opt<Tensor> probabilities),
+    {
+      return sample({logits, top_k, top_p, q, min_p, epsilon, wants_logits, normalizes,
+          leaves_sampling, most_k, chosen, selected, indices, probabilities});
     })
 
 // npu_sim_exponential_: of (seed, offset), like the other random numbers here (random.cpp).
-CHECKED(aclnnSimThreadExponential, (Tensor self, int64_t count, double lambda, int64_t seed, int64_t offset), {
-  one_of("self", self, kFloating);
-  check(lambda > 0, kOpParam, "lambd is ", lambda, "; it must be positive");
-  check(count == self.numel(), kOpParam, "count is ", count, " for ", self.numel(), " numbers");
-  COMPUTE {
-    self.exponential_(lambda,
-        at::detail::createCPUGenerator(static_cast<uint64_t>(seed) + static_cast<uint64_t>(offset) * 0x9E3779B97F4A7C15ull));
-  };
-})
+CHECKED(aclnnSimThreadExponential,
+    (Tensor self, int64_t count, double lambda, int64_t seed, int64_t offset), {
+      one_of("self", self, kFloating);
+      check(lambda > 0, kOpParam, "lambd is ", lambda, "; it must be positive");
+      check(count == self.numel(), kOpParam, "count is ", count, " for ", self.numel(), " numbers");
+      COMPUTE {
+        self.exponential_(lambda,
+            at::detail::createCPUGenerator(static_cast<uint64_t>(seed) +
+                                           static_cast<uint64_t>(offset) * 0x9E3779B97F4A7C15ull));
+      };
+    })

@@ -1,12 +1,14 @@
-// softmax(scale * q k^T) v of bfloat16 requests, whose keys and values are read in place, by AVX512_BF16: scores and sums in
-// float32, an online softmax, weights in bfloat16 as ATen's flash attention has them.
+// softmax(scale * q k^T) v of bfloat16 requests, whose keys and values are read in place, by
+// AVX512_BF16: scores and sums in float32, an online softmax, weights in bfloat16 as ATen's flash
+// attention has them.
 #ifndef ASCEND_EMULATOR_OPS_ATTENTION_KERNELS_BF16_ATTENTION_H
 #define ASCEND_EMULATOR_OPS_ATTENTION_KERNELS_BF16_ATTENTION_H
 #include <ATen/ATen.h>
 
 namespace emu::attention::kernels {
 
-// Keys or values of a request: token t of group g is at base + blocks[t / block_size] * block_stride + (t % block_size) * stride
+// Keys or values of a request: token t of group g is at base + blocks[t / block_size] *
+// block_stride + (t % block_size) * stride
 // + g * group_stride.
 struct Rows {
   const at::BFloat16* base;
@@ -18,7 +20,8 @@ struct Request {
   at::Tensor query, out, lse;  // [heads, queries, D] twice, [heads, queries] or undefined
   Rows key, value;
   int64_t keys;
-  int64_t before = INT32_MAX, after = INT32_MAX;  // query i sees the keys from i - before to i + after
+  int64_t before = INT32_MAX,
+          after = INT32_MAX;  // query i sees the keys from i - before to i + after
 };
 
 // Whether the CPU and these head sizes are supported.
