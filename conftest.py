@@ -1,3 +1,5 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-all project
 """How `tools/test` shares all tests out to processes that run side by side; garbage collection
 around all that is imported."""
 

@@ -1,3 +1,5 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-all project
 """Models on an emulated Ascend310P, which has no bfloat16 and no fused attention, compared with
 Hugging Face transformers."""
 

@@ -1,8 +1,9 @@
-"""The last line on the terminal of a `vllm serve` that fails or is ended: standard output and
-standard error together.
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-all project
+"""The last line on the terminal of a `vllm serve` that fails or is ended: standard output and standard error together.
 
-All cases, with the rows of the table in docs/troubleshooting.md: `PYTHONPATH=tests ascend-emulator
-run -- python tests/e2e/test_failing_starts.py`.
+All cases, with the rows of the table in docs/troubleshooting.md:
+`PYTHONPATH=tests ascend-emulator run -- python tests/e2e/test_failing_starts.py`.
 """
 
 import contextlib

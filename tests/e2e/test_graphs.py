@@ -1,3 +1,5 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-all project
 """Graph modes: tokens, one launch a decode step, and fewer captured sizes where streams
 are short."""
 

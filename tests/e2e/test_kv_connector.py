@@ -1,3 +1,5 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-all project
 """KV transfer between two engines, and a pool of KV cache that outlives its engine, both over real
 Mooncake."""
 

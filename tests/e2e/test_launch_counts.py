@@ -1,3 +1,5 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-all project
 """Launches and bytes of a decoder layer, held against the table that `tools/check launches` writes;
 host waits."""
 

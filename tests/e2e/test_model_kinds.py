@@ -1,3 +1,5 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-all project
 """Models by kind of attention and task through vLLM's engine, compared with Hugging Face
 transformers.
 

@@ -1,3 +1,5 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-all project
 """The load format ascend_peer with real models: the same weights by every strategy, and the tokens
 of transformers."""
 

@@ -1,3 +1,5 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-all project
 """`vllm serve` on one and on several machines, with vLLM's own launcher and with Ray, also when a
 part is killed.
 

@@ -1,3 +1,5 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-all project
 """Parallel layouts on several NPUs: the tokens of Hugging Face transformers in each.
 
 Here are those that cover the others, under vLLM's external launcher. `tools/check layouts` runs all

@@ -1,3 +1,5 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-all project
 """Quantized models served by vLLM, compared with transformers with dequantized weights.
 
 Here are four models, whose layers have different schemes; `tools/check quantized` runs all, and

@@ -1,3 +1,5 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-all project
 """Sleep mode through vLLM's API: memory as the device reports it, and the same tokens
 afterwards."""
 

@@ -1,3 +1,5 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-all project
 """An engine core in a process of its own: what its start leaves behind, and its end with its
 parent."""
 

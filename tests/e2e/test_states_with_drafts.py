@@ -1,3 +1,5 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-all project
 """Models with states and draft tokens: a prompt of one token beside requests that decode."""
 
 import sys

@@ -1,3 +1,5 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-all project
 """Two engines of equal models in one process (VLLM_ENABLE_V1_MULTIPROCESSING=0), each with graphs
 of its own."""
 

@@ -1,3 +1,5 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-all project
 """Watermarked answers of vLLM's V2 model runner: tokens recomputed from transformers' logits, and
 vLLM's detector."""
 

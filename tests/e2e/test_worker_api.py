@@ -1,3 +1,5 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-all project
 """Worker methods other than steps, through vLLM's API: profiles, metrics, weight checksums, sharded
 state."""
 

@@ -1,3 +1,5 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-all project
 """Run by `tools/check WHAT …`: the `main()` of the module WHAT of this package, with
 emulated NPUs."""
 

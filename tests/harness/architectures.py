@@ -1,3 +1,5 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-all project
 """Every text architecture of vLLM's registry on an emulated NPU, compared with transformers:
 `tools/check models`."""
 

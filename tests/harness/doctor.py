@@ -1,3 +1,5 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-all project
 """Run ``vllm-ascend`` commands in processes of their own, with a clean environment."""
 
 import json

@@ -1,3 +1,5 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-all project
 """Import torch, transformers and vLLM, and freeze what they made: `import harness.engine_imports`
 before all of them.
 

@@ -1,3 +1,5 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-all project
 """LoRA, speculative decoding, sampling and structured output on emulated NPUs, compared with
 references.
 

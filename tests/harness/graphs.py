@@ -1,10 +1,12 @@
-"""Graph modes of vLLM on one emulated NPU and on two (TP2), compared with eager mode and with
-transformers.
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-all project
+"""Graph modes of vLLM on one emulated NPU and on two (TP2), compared with eager mode and with transformers.
 
-tools/check graphs                   all modes tools/check graphs FULL PIECEWISE    these
+tools/check graphs                   all modes
+tools/check graphs FULL PIECEWISE    these
 
-Each must give the tokens of NONE, and log-probabilities as close to transformers' in float32 as
-transformers' own in bfloat16 are. Prints the table of docs/graphs.md.
+Each must give the tokens of NONE, and log-probabilities as close to transformers' in float32 as transformers' own in
+bfloat16 are. Prints the table of docs/graphs.md.
 """
 
 import json

@@ -1,3 +1,5 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-all project
 """Models with states, served in each way that the documentation names, compared with Hugging Face:
 `tools/check hybrid`."""
 

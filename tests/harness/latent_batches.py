@@ -1,3 +1,5 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-all project
 """Random batches over a paged cache of latents (MLA), and their attention in float64."""
 
 from __future__ import annotations

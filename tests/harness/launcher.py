@@ -1,3 +1,5 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-all project
 """Launch ranks as torchrun does, but forked from one process, so that torch and vLLM are imported
 once; find shared memory."""
 

@@ -1,3 +1,5 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-all project
 """Launches and bytes of a decoder layer, counted and as needed: `tools/check launches` and
 e2e/test_launch_counts.py."""
 

@@ -1,3 +1,5 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-all project
 """Small models in parallel layouts, compared with Hugging Face: `tools/check layouts` and
 e2e/test_parallelism.py."""
 

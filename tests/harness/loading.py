@@ -1,3 +1,5 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-all project
 """Loading of weights from peers: speed, engines and malformed frames, for `tools/check loading`."""
 
 import argparse

@@ -1,3 +1,5 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-all project
 """A custom logits processor for vLLM's V2 model runner (since vLLM 0.33): ``extra_args={"only":
 token}`` allows one token."""
 

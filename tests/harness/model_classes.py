@@ -1,3 +1,5 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-all project
 """Models' classes of vLLM, imported in this process: `model_classes.load(["LlamaForCausalLM"])`."""
 
 from collections.abc import Iterable

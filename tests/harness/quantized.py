@@ -1,3 +1,5 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-all project
 """Quantized models on emulated NPUs, compared with transformers: `tools/check quantized` and
 e2e/test_quantization.py."""
 

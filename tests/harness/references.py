@@ -1,3 +1,5 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-all project
 """Log-probabilities of Hugging Face transformers and PEFT in float32 on the CPU, under an engine's
 own tokens."""
 

@@ -1,3 +1,5 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-all project
 """What roundings to bfloat16 or float16 can do to a reference's log-probabilities.
 
 Experts are chosen by comparison: where two scores nearly tie, a rounding changes the choice, and

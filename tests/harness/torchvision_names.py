@@ -1,3 +1,5 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-all project
 """Names of torchvision, of which there is no build for the CPU build of torch:
 `torchvision_names.stand_in()`.
 

@@ -1,3 +1,5 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-all project
 """Launches, bytes and host waits of this process's steps, from the emulator's trace
 (ASCEND_EMULATOR_TRACE)."""
 

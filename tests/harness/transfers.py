@@ -1,3 +1,5 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-all project
 """KV transfer between two engines, under faults, and its throughput: `tools/check transfers`."""
 
 from __future__ import annotations

@@ -1,3 +1,5 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-all project
 """A copy of the installed vLLM with one name renamed or changed, for what is bound to vLLM's
 source."""
 

@@ -1,3 +1,5 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-all project
 """Which of vLLM's model runners serves the cases that do not choose one."""
 
 import importlib.metadata

@@ -1,3 +1,5 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-all project
 """Import rules: packages meet in ascend_platform's extension and transfer alone, product code does
 not know the emulator, tools/ and tests/ do not import each other, and no modules import each other
 in a circle."""

@@ -1,3 +1,5 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-all project
 """Shims for other versions of vLLM: each is needed by the lowest supported version, used only where
 needed, and correct."""
 

@@ -1,3 +1,5 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-all project
 """Options of all wheels: documented keys are known, the doctor takes them, wrong types are refused
 in one line."""
 

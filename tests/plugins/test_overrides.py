@@ -1,3 +1,5 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-all project
 """No wheel replaces a name of vLLM past ascend-patches and ``vllm_overrides.py``, and the table of
 that module is complete."""
 

@@ -1,3 +1,5 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-all project
 """A third-party plugin's patches in a real engine: each is applied in its process, the engine
 core's before its creation."""
 

@@ -1,3 +1,5 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-all project
 """The general plugins as vLLM calls them: in any order, more than once, without heavy imports."""
 
 import importlib.metadata

@@ -1,3 +1,5 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-all project
 """VLLM_PLUGINS: the table of values in docs/plugins.md, held row by row against vLLM."""
 
 import functools

@@ -1,3 +1,5 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-all project
 """Run by test_worker_api.py: call the methods of a worker that are not part of a step.
 
     python tests/programs/call_worker.py MODEL DIRECTORY

@@ -1,3 +1,5 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-all project
 """Run by `tools/check launches`, with a trace: what precedes latent attention in a decode step, by
 single and fused operators.
 

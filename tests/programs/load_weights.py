@@ -1,3 +1,5 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-all project
 """Run by test_model_loading.py: load models by every strategy and from every kind of peer, and an
 engine from a peer.
 

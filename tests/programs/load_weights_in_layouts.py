@@ -1,3 +1,5 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-all project
 """Run by test_model_loading.py on two NPUs: load a mixture of experts in each layout from a server
 of each layout.
 

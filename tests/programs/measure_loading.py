@@ -1,3 +1,5 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-all project
 """Run by `tools/check loading`: load a checkpoint by each strategy, and copy as many bytes over
 plain TCP.
 

@@ -1,3 +1,5 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-all project
 """Run by test_recipes.py: parse `vllm serve` commands as vLLM does, and run the configuration
 checks of vLLM and the platform.
 

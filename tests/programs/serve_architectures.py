@@ -1,3 +1,5 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-all project
 """Run by `tools/check models`: make, serve and compare a tiny model of each of these types, each in
 a fork with a deadline.
 

@@ -1,3 +1,5 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-all project
 """Run by test_eplb.py: two data-parallel ranks serve the same prompts in several rounds while
 experts are rearranged.
 

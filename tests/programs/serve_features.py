@@ -1,3 +1,5 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-all project
 """Run by tests and `tools/check`: serve requests with LoRA adapters, draft tokens, sampling
 parameters and grammars.
 

@@ -1,3 +1,5 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-all project
 """Run by harness/graphs.py on emulated NPUs: serve prompts with one graph mode, and compare with
 transformers.
 

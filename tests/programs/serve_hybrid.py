@@ -1,3 +1,5 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-all project
 """Run by `tools/check hybrid`: serve a model with states in several ways with one engine, and print
 the answers.
 

@@ -1,3 +1,5 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-all project
 """Run by test_model_kinds.py and `tools/check kinds`: serve a model of one kind, and print its
 answers.
 

@@ -1,3 +1,5 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-all project
 """Run by test_kv_connector.py and `tools/check transfers`: a prefill instance and a decode
 instance.
 

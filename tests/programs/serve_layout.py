@@ -1,3 +1,5 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-all project
 """Run by test_parallelism.py and `tools/check layouts`: serve prompts in a parallel layout, and
 print the tokens.
 

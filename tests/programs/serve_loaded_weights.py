@@ -1,3 +1,5 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-all project
 """Run by `tools/check loading`: one engine loads its checkpoint and serves its weights, and another
 loads from it.
 

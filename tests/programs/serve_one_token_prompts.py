@@ -1,3 +1,5 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-all project
 """Run by test_states_with_drafts.py: prompts of one token, alone and beside others, by a model with
 states and an MTP layer.
 

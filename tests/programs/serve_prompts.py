@@ -1,3 +1,5 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-all project
 """Run by test_generation.py: serve prompts on an NPU, and compare with Hugging Face on the CPU.
 
     python tests/programs/serve_prompts.py '[{"name": ..., "model": DIR, "dtype": ..., "prompts":

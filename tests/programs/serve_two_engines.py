@@ -1,3 +1,5 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-all project
 """Run by test_two_engines.py: two engines of the same model in one process, one of which sleeps
 while the other decodes.
 

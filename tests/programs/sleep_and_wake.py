@@ -1,3 +1,5 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-all project
 """Run by test_sleep.py: put an engine to sleep and wake it, at each level, and measure the memory
 it frees.
 

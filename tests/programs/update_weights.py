@@ -1,3 +1,5 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-all project
 """Run by test_weight_transfer.py: a trainer on one NPU sends weights to an engine on others.
 
     python tests/programs/update_weights.py CASE

@@ -1,3 +1,5 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-all project
 """The environment that tools/environment makes: versions, no CUDA packages, nothing to do the
 second time."""
 

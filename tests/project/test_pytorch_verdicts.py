@@ -1,3 +1,5 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-all project
 """PyTorch's own tests as a judge: names, verdicts, noise and the choice of cases
 (tools/upstream_tests/pytorch_verdicts.py)."""
 

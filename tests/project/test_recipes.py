@@ -1,3 +1,5 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-all project
 """docs/recipes.md: its commands are those that vLLM parses and the platform accepts, and its models
 have the published sizes.
 

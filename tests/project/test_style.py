@@ -1,3 +1,5 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-all project
 """Style and types of the whole checkout, as ruff, mypy and the linters of workflows, shell and
 Docker see them."""
 

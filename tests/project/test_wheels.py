@@ -1,3 +1,5 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-all project
 """Contents and metadata of the built wheels, read from the wheels, not from the sources."""
 
 import ast

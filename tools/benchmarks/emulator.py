@@ -1,3 +1,5 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-all project
 """The emulator relative to plain CPU torch: matrix products, norms and attention of a 0.6B model's
 sizes, and 8 experts of a width of 768.
 

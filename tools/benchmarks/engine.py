@@ -1,3 +1,5 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-all project
 """One side of tools/bench: an engine of plain vLLM, on any platform, that measures what is asked on
 stdin.
 

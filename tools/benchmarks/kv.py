@@ -1,25 +1,22 @@
-"""Two engines under load: `tools/bench kv`. A prefill and a decode instance on emulated NPUs, both
-with requests all the time.
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-all project
+"""Two engines under load: `tools/bench kv`. A prefill and a decode instance on emulated NPUs, both with requests all the time.
 
-    tools/bench kv                                  all ways: 32 requests each, 8 at a time, prompts
-    of 500 to 4,000 tokens tools/bench kv --ways direct --requests 8       a quick look tools/bench
-    kv --ways direct staged --dtype float32 --check --prefill '{"data_parallel_size": 2,
-    "tensor_parallel_size": 2}'
-                                                    another layout of an instance; tokens are
-                                                    compared with the decode instance's
+    tools/bench kv                                  all ways: 32 requests each, 8 at a time, prompts of 500 to 4,000 tokens
+    tools/bench kv --ways direct --requests 8       a quick look
+    tools/bench kv --ways direct staged --dtype float32 --check --prefill '{"data_parallel_size": 2, "tensor_parallel_size": 2}'
+                                                    another layout of an instance; tokens are compared with the decode instance's
 
-The model is narrow (28 layers of width 128, bfloat16, 7 KiB of KV cache a token), its weights are
-random. Each request goes to the prefill instance first, and with its `kv_transfer_params` to the
-decode instance, which generates 32 tokens:
+The model is narrow (28 layers of width 128, bfloat16, 7 KiB of KV cache a token), its weights are random. Each request goes to
+the prefill instance first, and with its `kv_transfer_params` to the decode instance, which generates 32 tokens:
 
-direct, staged      over HCCL, which reads the KV cache itself, and with `"expose_cache": false` tcp
-over Mooncake's tcp, which cannot access NPU memory: staged on both sides recomputed          the
-decode instance does not get the parameters, and computes the prompt again without             the
-decode instance alone
+direct, staged      over HCCL, which reads the KV cache itself, and with `"expose_cache": false`
+tcp                 over Mooncake's tcp, which cannot access NPU memory: staged on both sides
+recomputed          the decode instance does not get the parameters, and computes the prompt again
+without             the decode instance alone
 
-Both engines step all the time, so that transfers meet the load that they cause. Times are this
-machine's, on which two engines, their emulated NPUs and the transfers share the cores: compare
-rows, not with hardware. With 2 cores a row takes about 5 minutes.
+Both engines step all the time, so that transfers meet the load that they cause. Times are this machine's, on which two engines,
+their emulated NPUs and the transfers share the cores: compare rows, not with hardware. With 2 cores a row takes about 5 minutes.
 """
 
 from __future__ import annotations

@@ -1,3 +1,5 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-all project
 """The medians of a benchmark over the batch size, as an SVG image; the spread of the runs is drawn
 as bars."""
 

@@ -1,3 +1,5 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-all project
 """The environment of this checkout, .venv: creates it, updates it, and does next to nothing when it
 is up to date.
 

@@ -1,3 +1,5 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-all project
 """What the conformance suite for KV connectors found of vLLM's own; `tools/check transfers
 connectors` writes connectors.json."""
 

@@ -1,4 +1,6 @@
 #!/usr/bin/env python3
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-all project
 """Write how op-plugin calls CANN's operators: the C type of each argument, with which the
 emulator's parameters are compared.
 

@@ -1,4 +1,6 @@
 #!/usr/bin/env python3
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-all project
 """Write which dtypes the emulator's operators take, from torch_npu's documentation.
 
 tools/generated_docs/emulator_dtypes.py --docs DIR --op-plugin DIR    rewrite the emulator's

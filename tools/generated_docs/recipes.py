@@ -1,3 +1,5 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-all project
 """The recipes of docs/recipes.md: one command for each model and chip, with the layout that
 ``vllm-ascend plan`` finds best.
 

@@ -1,3 +1,5 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-all project
 """What the emulator refuses: tables of docs/emulator-strictness.md.
 
 Programs come from packages/ascend-emulator/tests/refused, by the lines at their head; operators

@@ -1,3 +1,5 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-all project
 """The worker methods that vLLM calls, and where each is implemented: the table of docs/platform.md,
 for tools/docs-tables."""
 

@@ -1,28 +1,26 @@
 #!/usr/bin/env python3
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-all project
 """Train tools/models/adder, the small real model that the demo serves and the tests compare.
 
-What it learns: sums of two numbers from 0 to 99, a character a token, ";" being the end of an
-answer (EOS).
+What it learns: sums of two numbers from 0 to 99, a character a token, ";" being the end of an answer (EOS).
 
-    12+34=               ->  46; 12+34=46;7+8=        ->  15;      (earlier sums may stand before
-    the question) 1                    ->  +1=2;1+2=3;2+3=5;3+5=8;5+8=13;...
+    12+34=               ->  46;
+    12+34=46;7+8=        ->  15;      (earlier sums may stand before the question)
+    1                    ->  +1=2;1+2=3;2+3=5;3+5=8;5+8=13;...
 
-The last line is what makes long texts checkable. After ";" a "chain" goes on with the second
-operand and the last two digits of the sum; at the very start a lone number is doubled. So a chain
-cut anywhere after its first "+" is a prompt with one right continuation, of any length (ask with
-ignore_eos), and `chain()` below writes it without the model.
+The last line is what makes long texts checkable. After ";" a "chain" goes on with the second operand and the last two
+digits of the sum; at the very start a lone number is doubled. So a chain cut anywhere after its first "+" is a
+prompt with one right continuation, of any length (ask with ignore_eos), and `chain()` below writes it without the model.
 
-The shape is Qwen3's: 4 layers, hidden 128, 4 heads and 2 KV heads of 64, about 1 million
-parameters, stored as bfloat16.
+The shape is Qwen3's: 4 layers, hidden 128, 4 heads and 2 KV heads of 64, about 1 million parameters, stored as bfloat16.
 
-Run it again, in the project's environment (CPU only; 17 minutes of CPU time, shared by two
-threads):
+Run it again, in the project's environment (CPU only; 17 minutes of CPU time, shared by two threads):
 
     ascend-emulator run -- python tools/models/train_adder.py [--out tools/models/adder] [--seed 0]
 
-It ends by measuring the saved model and writing the figures into the model card. With seed 0: all
-10,000 sums right in float32, bfloat16 and float16. Another CPU or PyTorch may round differently and
-end in other weights: look at the figures.
+It ends by measuring the saved model and writing the figures into the model card. With seed 0: all 10,000 sums right in
+float32, bfloat16 and float16. Another CPU or PyTorch may round differently and end in other weights: look at the figures.
 """
 
 import argparse

@@ -1,3 +1,5 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-all project
 """vllm-ascend, unmodified, on the emulated NPU: its tokens against those of transformers (see
 tools/upstream).
 

@@ -1,8 +1,9 @@
-"""vllm-ascend on the emulated NPU: answers of a model as JSON, with two of its operators in torch
-(see incumbent.py).
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-all project
+"""vllm-ascend on the emulated NPU: answers of a model as JSON, with two of its operators in torch (see incumbent.py).
 
-incumbent_engine.py MODEL DTYPE OUTPUT incumbent_engine.py --null PROGRAM ARGUMENT...     a program
-of tools/bench, where operators compute nothing
+incumbent_engine.py MODEL DTYPE OUTPUT
+incumbent_engine.py --null PROGRAM ARGUMENT...     a program of tools/bench, where operators compute nothing
 """
 
 import json

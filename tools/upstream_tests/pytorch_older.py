@@ -1,3 +1,5 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-all project
 """Lets the test files of PyTorch 2.4 run with torch 2.13, for where those of the release cannot be
 had (--older)."""
 

@@ -1,3 +1,5 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-all project
 """The page of PyTorch's own tests on the emulated NPU (see tools/upstream)."""
 
 from __future__ import annotations

@@ -1,3 +1,5 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-all project
 """Run PyTorch's own device tests on an emulated NPU, and compare with what real NPUs say (see
 tools/upstream)."""
 

@@ -1,3 +1,5 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-all project
 """What real NPUs said to PyTorch's own tests, by the lists that Ascend/pytorch publishes (see
 tools/upstream)."""
 

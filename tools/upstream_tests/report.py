@@ -1,3 +1,5 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-all project
 """The report of tools/upstream in Markdown: counts per suite and file, failures with reasons,
 refused cases."""
 

@@ -1,3 +1,5 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-all project
 """Run the cases of one unittest file in processes that may crash, and record each outcome (see
 tools/upstream)."""
 

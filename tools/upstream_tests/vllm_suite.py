@@ -1,3 +1,5 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-all project
 """Run vLLM's own tests on the platform, and compare the outcome with the allow-list vllm.toml (see
 tools/upstream).
 

@@ -1,4 +1,6 @@
 #!/usr/bin/env python3
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-all project
 """Write the exact versions of the component packages into vllm-ascend-all's dependencies.
 
 tools/versions/pin_meta.py            rewrite packages/vllm-ascend-all/pyproject.toml

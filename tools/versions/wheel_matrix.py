@@ -1,3 +1,5 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-all project
 """Install the built wheels in every combination, outside of the workspace, and check plugins and an
 engine in each.
 

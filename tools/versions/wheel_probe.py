@@ -1,3 +1,5 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-all project
 """Run by `tools/check wheels` in an environment with some of the wheels, on an emulated NPU; the
 first argument is what it does.
 

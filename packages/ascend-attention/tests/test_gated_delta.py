@@ -1,3 +1,5 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-all project
 """The gated delta rule by CANN's operators, against its recurrence in float64, and the choice
 between them and the built-in."""
 

@@ -1,3 +1,5 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-all project
 """Fused sparse latent attention on random paged batches, compared with selection and attention in
 float64."""
 

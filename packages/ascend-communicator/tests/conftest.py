@@ -1,3 +1,5 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-all project
 """Results of one run of ranks.py on two NPUs, for the tests of this directory."""
 
 import json

@@ -1,3 +1,5 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-all project
 """Run by test_communicator.py: two ranks, each with an NPU, in vLLM's own groups for two
 data-parallel engines with experts.
 

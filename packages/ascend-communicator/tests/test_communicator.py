@@ -1,3 +1,5 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-all project
 """Each method of the communicator on two NPUs in vLLM's groups, compared with float64."""
 
 import inspect

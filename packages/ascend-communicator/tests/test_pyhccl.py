@@ -1,3 +1,5 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-all project
 """PyHcclCommunicator on two NPUs, compared with float64: on two streams, and in graph capture."""
 
 from typing import Any

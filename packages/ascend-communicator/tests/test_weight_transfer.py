@@ -1,3 +1,5 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-all project
 """Connecting a trainer and the workers: the first error ends it, and there is a deadline."""
 
 import pickle

@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+// SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-all project
 // libFuzzer target for what arrives over HCCL's connections: a peer sends the input to a rank that
 // makes one to three calls, then closes. How to build and run it: docs/development.md.
 #include "hccl/transport.h"

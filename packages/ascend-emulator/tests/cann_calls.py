@@ -1,3 +1,5 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-all project
 """CANN's operators by name, called as EXEC_NPU_CMD does: versions and shapes that the installed
 torch_npu does not call."""
 

@@ -1,3 +1,5 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-all project
 """What the emulator's tests share: a comparison with the CPU in float64, and processes of their
 own."""
 

@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+// SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-all project
 // A torch extension of a project, for test_operators.py: it calls the project's kernel as
 // EXEC_NPU_CMD does, by two functions that it looks up in libcust_opapi.so and libopapi.so.
 #include <ATen/ops/empty_like.h>

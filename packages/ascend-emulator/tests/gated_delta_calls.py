@@ -1,3 +1,5 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-all project
 """Calls of the gated delta rule that its documentation does not allow; run by
 test_gated_delta_rule.py, it prints their errors.
 

@@ -1,3 +1,5 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-all project
 """HCCL's C interface, as programs other than torch_npu use it: for test_hccl.py."""
 
 from __future__ import annotations

@@ -1,3 +1,5 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-all project
 """Programs of several ranks: torch is imported once, each rank of each scenario is a fork that
 returns something for JSON."""
 

@@ -1,3 +1,5 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-all project
 """Programs of torch.distributed for test_hccl.py.
 
 Run as a script with the names of scenarios; prints a line of JSON for each: its name and what each

@@ -1,3 +1,5 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-all project
 """Processes that are not of a communicator and connect to its ranks or to its root's store: for
 test_hccl.py."""
 

@@ -1,3 +1,5 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-all project
 """Programs for test_mc2.py: operators that compute and communicate. Run as hccl_scenarios.py is."""
 
 from __future__ import annotations

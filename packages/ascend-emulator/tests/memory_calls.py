@@ -1,3 +1,5 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-all project
 """CANN's memory calls through ctypes, for tests of those that torch has no function for."""
 
 import ctypes

@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+// SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-all project
 // An operator of a project in C++, and the torch extension that calls it as it would on an NPU, for
 // test_operators.py.
 #include <ATen/ops/add.h>

@@ -1,3 +1,5 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-all project
 """CANN's calls for streams, graphs and memory, which raise the emulator's error."""
 
 import ctypes

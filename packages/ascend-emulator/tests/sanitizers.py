@@ -1,3 +1,5 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-all project
 """Tests that `tools/test --sanitize` leaves out: what a sanitizer replaces is what they look at."""
 
 import os

@@ -1,3 +1,5 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-all project
 """Parameters of operators against op-plugin's calls, which the compiler compares
 (csrc/operator/signature.h)."""
 

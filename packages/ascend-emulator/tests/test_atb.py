@@ -1,3 +1,5 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-all project
 """ATB's operators (libatb.so), through torch_npu's libop_plugin_atb.so, against their definitions
 in float64."""
 

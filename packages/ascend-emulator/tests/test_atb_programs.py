@@ -1,3 +1,5 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-all project
 """ATB's operators in programs of their own: on 310P, and where they refuse."""
 
 import sys

@@ -1,3 +1,5 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-all project
 """Attention and the paged cache, against softmax(scale * q k^T + mask) v in float64."""
 
 import math

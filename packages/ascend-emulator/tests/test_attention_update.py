@@ -1,3 +1,5 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-all project
 """Attention update, MLA prolog, lightning indexer and sparse attention, against references in
 float64."""
 

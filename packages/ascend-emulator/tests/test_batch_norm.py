@@ -1,3 +1,5 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-all project
 """Batch normalization: whole, and in the pieces of its synchronized form, which exist for devices
 alone."""
 

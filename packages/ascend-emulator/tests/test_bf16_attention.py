@@ -1,3 +1,5 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-all project
 """Attention of bfloat16 tensors by the emulator's own kernel, around the edges of its blocks, in
 float64."""
 

@@ -1,3 +1,5 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-all project
 """Limits of cores of an NPU, a stream and a thread; prefetches; what happened to a device."""
 
 import ctypes

@@ -1,3 +1,5 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-all project
 """The registry: three states and no fourth, names that torch_npu asks for, and operators that tests
 have run."""
 

@@ -1,3 +1,5 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-all project
 """No silent stubs: every exported name is classified, one that refuses fails, and one that succeeds
 has done what it declares."""
 

@@ -1,3 +1,5 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-all project
 """Training's attention, forward and backward, against softmax(scale * (q k^T + pse)) v and its
 derivative in float64."""
 

@@ -1,3 +1,5 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-all project
 """Processes that are forked from one with NPUs: before it uses them, after, and while its streams
 run."""
 

@@ -1,3 +1,5 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-all project
 """FRACTAL_NZ: casts, the order in memory, views, and the operators that read it."""
 
 import ctypes

@@ -1,3 +1,5 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-all project
 """Layouts and additions of the fused inference attention, against softmax(scale * q k^T + bias) v
 in float64."""
 

@@ -1,3 +1,5 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-all project
 """The gated delta rule, recurrent and in chunks, against its recurrence in float64 (golden
 functions of op-plugin's tests)."""
 

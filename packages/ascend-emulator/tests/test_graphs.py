@@ -1,3 +1,5 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-all project
 """Capture and replay through torch.npu.NPUGraph and, for what torch has no function, CANN's
 interface."""
 

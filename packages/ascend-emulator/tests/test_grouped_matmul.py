@@ -1,3 +1,5 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-all project
 """Quantized and grouped matrix products, against the formulas of torch_npu's documentation in
 float64."""
 

@@ -1,3 +1,5 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-all project
 """Latent attention of the fused inference attention: scores of a latent and a rotary part, against
 float64."""
 

@@ -1,3 +1,5 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-all project
 """Legacy graph operators (aclop), which torch_npu reaches where it has no aclnn operator for a
 function."""
 

@@ -1,3 +1,5 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-all project
 """The wheel ascend-emulator-libs: found by content, and used without a compiler; without it, or
 with another's, a compilation."""
 

@@ -1,3 +1,5 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-all project
 """CPU and memory limits of control groups, from made-up files of /proc and /sys."""
 
 import pytest

@@ -1,3 +1,5 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-all project
 """Operators that compute and communicate, against the plain mathematics of all ranks in float64
 here."""
 

@@ -1,3 +1,5 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-all project
 """Device and host memory beyond plain tensors: what an address is, registered and batch copies,
 allocators, leaks, poison."""
 

@@ -1,3 +1,5 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-all project
 """Mixture of experts: routing, permutation and what they leave out, against float64 or exact index
 arithmetic."""
 

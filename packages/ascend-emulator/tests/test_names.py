@@ -1,3 +1,5 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-all project
 """All of CANN's public functions: each answers, or refuses by its own name, whoever calls it."""
 
 import json

@@ -1,3 +1,5 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-all project
 """Normalizations, plain and fused with an addition or a quantization, against their definitions in
 float64."""
 

@@ -1,3 +1,5 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-all project
 """Operators of a project's own, in C++ and in Python, called through libcust_opapi.so as
 EXEC_NPU_CMD calls them."""
 

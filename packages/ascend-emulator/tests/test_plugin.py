@@ -1,3 +1,5 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-all project
 """The pytest plugin: nothing is emulated unless the command line or the configuration
 asks for it."""
 

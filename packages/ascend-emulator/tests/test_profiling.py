@@ -1,3 +1,5 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-all project
 """torch_npu's profiler on the emulator: operators on the host and on the NPU, per step."""
 
 import csv

@@ -1,3 +1,5 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-all project
 """Random numbers: their range, distribution and repeatability. The numbers themselves are the
 emulator's own."""
 

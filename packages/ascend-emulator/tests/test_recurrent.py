@@ -1,3 +1,5 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-all project
 """One step of an LSTM, and its gradient, which PyTorch has in this form for devices alone."""
 
 import pytest

@@ -1,3 +1,5 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-all project
 """What is not there refuses by its own name, up to a Python exception, and nothing computes
 silently after it."""
 

@@ -1,3 +1,5 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-all project
 """Programs that an NPU does not run: each in `refused/` ends with an error that names what is
 wrong.
 

@@ -1,3 +1,5 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-all project
 """CANN's runtime calls as other programs than torch_npu make them: devices, contexts, errors, waits
 and copies."""
 

@@ -1,3 +1,5 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-all project
 """Choosing tokens: top-k, top-p and sampling, against the same in float64."""
 
 import pytest

@@ -1,3 +1,5 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-all project
 """Streams as queues with threads of their own: order, events, time, errors, and an adversary that
 makes a missing wait fail."""
 

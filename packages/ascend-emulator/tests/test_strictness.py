@@ -1,3 +1,5 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-all project
 """Arguments of plain operators are refused at the call, with operator, argument, found and allowed,
 and all goes on after it."""
 

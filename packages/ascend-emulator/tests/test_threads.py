@@ -1,3 +1,5 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-all project
 """Several threads use streams, events, graphs and memory at a time. Run threads.py by itself for
 the thread sanitizer."""
 

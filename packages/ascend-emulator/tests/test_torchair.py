@@ -1,3 +1,5 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-all project
 """torchair, which torch_npu's wheel contains: its libraries load, graphs of aclgraph compute,
 CANN's graph engine refuses."""
 

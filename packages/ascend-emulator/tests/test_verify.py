@@ -1,3 +1,5 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-all project
 """Command ``ascend-emulator verify``: its tables, the emulator's own report, and the comparison of
 two reports."""
 

@@ -1,3 +1,5 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-all project
 """Versions of operators that the installed torch_npu does not call, against CPU torch in float64 or
 the version that it calls."""
 

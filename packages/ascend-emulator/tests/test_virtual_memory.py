@@ -1,3 +1,5 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-all project
 """Address ranges, physical memory and mappings, as torch-npu's expandable segments use them; memory
 shared between processes."""
 

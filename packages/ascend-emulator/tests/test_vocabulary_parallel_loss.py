@@ -1,3 +1,5 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-all project
 """Cross entropy of a vocabulary that is split over ranks, against torch.nn.functional.cross_entropy
 in float64."""
 

@@ -1,3 +1,5 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-all project
 """Streams, events, graphs and memory used by several threads, two of which capture at a time: for
 the thread sanitizer.
 

@@ -1,3 +1,5 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-all project
 """Fixtures: instances with synthetic KV caches on the in-memory transport, without an NPU or an
 engine."""
 

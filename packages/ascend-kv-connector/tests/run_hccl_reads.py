@@ -1,3 +1,5 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-all project
 """Program of test_hccl.py on two emulated NPUs, one per process: reads of a peer's registered
 memory over HCCL.
 

@@ -1,3 +1,5 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-all project
 """Transfers at the same time: buffers of a rank's siblings, and many, slow and dead peers."""
 
 import random

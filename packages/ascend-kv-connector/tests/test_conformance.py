@@ -1,3 +1,5 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-all project
 """Conformance suite on this wheel's connectors, with the KV cache on an emulated NPU."""
 
 import ctypes

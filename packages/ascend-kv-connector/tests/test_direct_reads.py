@@ -1,3 +1,5 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-all project
 """Reads of exposed KV cache: without staging, confirmed by the lease, and blocks that a failed read
 may still write to."""
 

@@ -1,3 +1,5 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-all project
 """``vllm-ascend doctor kv --peer``: whether a prefill instance can be reached, and why not."""
 
 import argparse

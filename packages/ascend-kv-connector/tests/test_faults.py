@@ -1,3 +1,5 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-all project
 """Endurance test: many requests under faults; each ends in time, correctly or with a cause, and
 nothing leaks."""
 

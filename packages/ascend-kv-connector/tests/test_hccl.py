@@ -1,3 +1,5 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-all project
 """HCCL transport between two processes: reads, and reads whose peer sends or replies nothing."""
 
 import sys

@@ -1,3 +1,5 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-all project
 """Bytes of failed reads and writes that arrive late: blocks and buffers are not used again before
 all have arrived."""
 

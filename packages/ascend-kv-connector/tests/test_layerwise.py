@@ -1,3 +1,5 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-all project
 """Layer-by-layer transfers during prefill, over the in-memory transport."""
 
 import asyncio

@@ -1,3 +1,5 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-all project
 """Leases, send buffers and the queue for them with a simulated clock."""
 
 from collections.abc import Callable

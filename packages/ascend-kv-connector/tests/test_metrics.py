@@ -1,3 +1,5 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-all project
 """Metrics of transfers: what Prometheus and the log get."""
 
 from collections.abc import Callable

@@ -1,3 +1,5 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-all project
 """Connector names and options; invalid ones are refused in one line."""
 
 from importlib.metadata import entry_points

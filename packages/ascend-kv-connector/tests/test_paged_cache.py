@@ -1,3 +1,5 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-all project
 """Packing and unpacking of tokens, gathered on the device and as contiguous runs."""
 
 from collections.abc import Callable

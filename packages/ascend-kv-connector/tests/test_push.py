@@ -1,3 +1,5 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-all project
 """Writes of a prompt into the decode instance's blocks during its prefill, over the in-memory
 transport."""
 

@@ -1,3 +1,5 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-all project
 """Scheduler side with vLLM's requests: metadata for the workers, and parameters for the router."""
 
 import inspect

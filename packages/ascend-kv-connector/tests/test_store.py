@@ -1,3 +1,5 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-all project
 """AscendStoreConnector: instances that share a pool load exactly what was stored."""
 
 from __future__ import annotations

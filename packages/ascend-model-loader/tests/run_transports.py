@@ -1,3 +1,5 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-all project
 """Program of test_transports.py on two NPUs: chunks over HCCL and Mooncake from a server in another
 process.
 

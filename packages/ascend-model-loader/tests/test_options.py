@@ -1,3 +1,5 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-all project
 """Validation of ``--model-loader-extra-config``, and where the secret is read from."""
 
 from pathlib import Path

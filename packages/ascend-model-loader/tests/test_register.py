@@ -1,3 +1,5 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-all project
 """Entry point, called as vLLM does, and the platform's checks of the load format."""
 
 import subprocess

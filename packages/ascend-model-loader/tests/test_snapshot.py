@@ -1,3 +1,5 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-all project
 """Snapshot of the weights to serve: as before processing, from the device if processing left them
 unchanged."""
 

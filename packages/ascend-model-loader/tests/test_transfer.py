@@ -1,3 +1,5 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-all project
 """Transfers from a weight server: byte equality, interrupted transfers, and refusals."""
 
 import contextlib

@@ -1,3 +1,5 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-all project
 """Transfers over HCCL and Mooncake: byte equality, and servers stopped or killed between a chunk's
 header and its payload."""
 

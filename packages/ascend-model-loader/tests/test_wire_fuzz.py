@@ -1,3 +1,5 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-all project
 """Fuzzing of the wire format from a seed; ``tools/check loading fuzz`` runs longer.
 
 Runs in the background of the other tests (conftest.py), so it is the last file.

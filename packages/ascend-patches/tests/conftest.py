@@ -1,3 +1,5 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-all project
 """A plugin with patches, and something to patch, both real packages on the path of a process of
 their own."""
 

@@ -1,3 +1,5 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-all project
 """Applying patches, each case in a process of its own, since a patch is for a process."""
 
 import pytest

@@ -1,3 +1,5 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-all project
 """Every patch of this wheel, in a vLLM whose target was renamed or changed: disabled at start-up,
 in one line with its name."""
 

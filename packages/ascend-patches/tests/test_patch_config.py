@@ -1,3 +1,5 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-all project
 """Experts without a gate: refused by vLLM on a platform that it does not name, made with
 the patch."""
 

@@ -1,3 +1,5 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-all project
 """Signals during ``EngineCore.__init__``: only noted by vLLM, the end of the process with the
 patch; afterwards as in vLLM."""
 

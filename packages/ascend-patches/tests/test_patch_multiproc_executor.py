@@ -1,3 +1,5 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-all project
 """Replies of several ranks after a call that failed or timed out: each call's own with the patch,
 an earlier one's in vLLM."""
 

@@ -1,3 +1,5 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-all project
 """KeyboardInterrupt in ``zmq_socket_ctx``: dropped by vLLM, raised with the patch."""
 
 import subprocess

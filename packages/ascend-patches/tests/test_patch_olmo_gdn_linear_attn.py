@@ -1,3 +1,5 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-all project
 """OLMo-hybrid's convolution is loaded in three parts, whose number is the tensor's attribute: not
 by vLLM, but with the patch."""
 

@@ -1,3 +1,5 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-all project
 """A reader of a MessageQueue of another machine: shutdown() leaves it waiting in vLLM, and ends it
 with the patch."""
 

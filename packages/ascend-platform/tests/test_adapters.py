@@ -1,3 +1,5 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-all project
 """Adapters of layers that vLLM shards wrongly, does not reach or leaves out, in its own manager."""
 
 import json

@@ -1,3 +1,5 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-all project
 """Which attention serves a layer: by head sizes and counts, features, sequence lengths and chip."""
 
 from types import SimpleNamespace

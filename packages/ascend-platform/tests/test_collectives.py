@@ -1,3 +1,5 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-all project
 """HCCL's settings that depend on the layout: time limits, and the mode of collectives."""
 
 import os

@@ -1,3 +1,5 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-all project
 """``vllm-ascend doctor``, ``plugins`` and ``env`` in separate processes, in environments with real
 faults.
 

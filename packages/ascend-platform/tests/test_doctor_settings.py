@@ -1,3 +1,5 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-all project
 """``vllm-ascend doctor`` on settings: environment variables, the machine's tuning, files, memory
 and ``--additional-config``.
 

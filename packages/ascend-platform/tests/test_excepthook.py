@@ -1,3 +1,5 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-all project
 """`vllm serve` in broken environments: the last line, or a line at the start, names the problem and
 the fix."""
 

@@ -1,3 +1,5 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-all project
 """Errors of vLLM, torch and safetensors as they raise them, explained in one line; and causes from
 a process to its parent."""
 

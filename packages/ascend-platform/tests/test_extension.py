@@ -1,3 +1,5 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-all project
 """Registration, slots and options of components, with real distribution metadata in a directory on
 sys.path."""
 

@@ -1,3 +1,5 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-all project
 """Conversion of FP8 weights: bit for bit against torch's own float8, and through vLLM's loaders on
 emulated NPUs."""
 

@@ -1,3 +1,5 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-all project
 """Expert selection and a rank's experts, compared with float64 on the CPU."""
 
 from types import SimpleNamespace

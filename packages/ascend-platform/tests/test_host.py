@@ -1,3 +1,5 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-all project
 """Facts of the machine compared with torch_npu, and with faulty drivers that are compiled for the
 tests."""
 

@@ -1,3 +1,5 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-all project
 """Indexers of sparse latent attention: their replacement in a model, and the rotation of their
 queries and keys."""
 

@@ -1,3 +1,5 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-all project
 """Split of the KV cache into keys and values: views of the same memory."""
 
 from types import SimpleNamespace

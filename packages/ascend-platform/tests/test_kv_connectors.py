@@ -1,3 +1,5 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-all project
 """KV connectors in vLLM's configuration: which are served, which are refused, and what checks their
 options."""
 

@@ -1,3 +1,5 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-all project
 """Metrics of NPUs: each fails alone, and files that vanish do not end their collection."""
 
 import json

@@ -1,3 +1,5 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-all project
 """The option ascend.platform.mla_prolog: what refuses it, what disables the operator, and the order
 of elements stored."""
 

@@ -1,3 +1,5 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-all project
 """Built-in attention on random paged batches, compared with softmax(q k^T) v in float64."""
 
 import random

@@ -1,3 +1,5 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-all project
 """Sizes compared with models that transformers builds, estimates with figures published for real
 NPUs."""
 

@@ -1,3 +1,5 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-all project
 """NPUPlatform through vLLM's own configuration: what it sets, what it refuses, what it says."""
 
 import multiprocessing

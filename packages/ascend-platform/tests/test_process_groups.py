@@ -1,3 +1,5 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-all project
 """A rank that exits while another one hangs: its exit is bounded. Pipeline stages that schedule by
 their own caches."""
 

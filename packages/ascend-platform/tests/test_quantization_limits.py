@@ -1,3 +1,5 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-all project
 """Matrices that a quantization scheme refuses: their groups, sizes and offsets."""
 
 import pytest

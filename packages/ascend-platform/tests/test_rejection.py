@@ -1,3 +1,5 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-all project
 """vLLM's rejection sampler on the NPU samples from the target's distribution for any drafts.
 
 Each test is a chi-square test of counts against probabilities in float64, with fixed seeds.

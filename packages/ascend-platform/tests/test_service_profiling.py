@@ -1,3 +1,5 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-all project
 """What msServiceProfiler is told: functions that are there, in a file that is written where it is
 asked for."""
 

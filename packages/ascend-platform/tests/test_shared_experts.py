@@ -1,3 +1,5 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-all project
 """Shared experts on a stream of their own: results and memory in a captured graph."""
 
 from types import SimpleNamespace

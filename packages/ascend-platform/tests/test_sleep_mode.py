@@ -1,3 +1,5 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-all project
 """Sleep mode: memory freed and restored at the same addresses, with a worker that has only a model
 and KV caches."""
 

@@ -1,3 +1,5 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-all project
 """Speculative decoding in vLLM's configuration: what is refused, by its name, and what is kept."""
 
 import functools

@@ -1,3 +1,5 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-all project
 """Layers with states, on the NPU, against the recurrences that define them, token by token in
 float64."""
 

@@ -1,3 +1,5 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-all project
 """Top-k and top-p sampling with the fused operators: supported batches and masked logits."""
 
 import types

@@ -1,3 +1,5 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-all project
 """Draft tokens in the V2 runner: kernels in PyTorch, compared with a loop for each of vLLM's, and
 with distributions."""
 

@@ -1,3 +1,5 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-all project
 """The V2 runner's kernels in PyTorch, compared with a loop for each kernel of vLLM's, written from
 what it computes."""
 

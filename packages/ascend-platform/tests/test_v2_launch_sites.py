@@ -1,3 +1,5 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-all project
 """Launch sites of Triton kernels in vLLM's V2 runner: each is overridden, refused by name or
 unreachable, and unchanged."""
 

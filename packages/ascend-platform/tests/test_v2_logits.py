@@ -1,3 +1,5 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-all project
 """Logits processors and random numbers of the V2 runner, compared with a loop for each kernel of
 vLLM's."""
 

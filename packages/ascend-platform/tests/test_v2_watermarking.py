@@ -1,3 +1,5 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-all project
 """Watermarking of the V2 runner: vLLM's random numbers bit for bit, its repeated contexts, and its
 tokens on the CPU."""
 

@@ -1,3 +1,5 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-all project
 """Overrides of vLLM's names: a vLLM that differs is refused by the name of the override, before
 anything is replaced."""
 

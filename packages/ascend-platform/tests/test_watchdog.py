@@ -1,3 +1,5 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-all project
 """Watchdog: a process exits with its parent, and a remote worker exits with rank 0."""
 
 import itertools

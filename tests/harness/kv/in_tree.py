@@ -1,3 +1,5 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-all project
 """The conformance suite on vLLM's own connectors: `tools/check transfers connectors` runs it with
 pytest.
 

@@ -1,3 +1,5 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-all project
 """Mooncake's master and a client that lends it memory, started as an operator starts them."""
 
 from __future__ import annotations

@@ -1,3 +1,5 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-all project
 """Prompts that a synthetic instance prefills while another one receives them, layer by layer."""
 
 from collections.abc import Callable

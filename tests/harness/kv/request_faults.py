@@ -1,3 +1,5 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-all project
 """Clients, a router and two instances under faults: vLLM's schedulers, the connector and its
 messages, without a model.
 

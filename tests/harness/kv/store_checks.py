@@ -1,3 +1,5 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-all project
 """A pool of KV cache: filled by an engine that is killed, loaded by the next one, and requests
 under faults."""
 

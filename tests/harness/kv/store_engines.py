@@ -1,3 +1,5 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-all project
 """Engines of ascend-kv-connector's conformance suite that share a pool of KV cache."""
 
 import json

@@ -1,3 +1,5 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-all project
 """Fault injection for pools of KV cache: hundreds of requests, and the outcome of each.
 
 The engine is that of ``ascend_kv_connector.testing``: vLLM's scheduler, no model, and every token

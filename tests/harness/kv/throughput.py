@@ -1,3 +1,5 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-all project
 """Throughput of KV cache transfers between two ranks over Mooncake, relative to Mooncake alone."""
 
 from __future__ import annotations

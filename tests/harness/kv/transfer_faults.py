@@ -1,3 +1,5 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-all project
 """Fault injection for KV transfers: hundreds of requests, the outcome of each, and what must not
 have happened."""
 

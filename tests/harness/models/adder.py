@@ -1,3 +1,5 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-all project
 """The trained model tools/models/adder: its vocabulary, and texts that have one right
 continuation."""
 

@@ -1,3 +1,5 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-all project
 """Small models with random weights in FP8, as DeepSeek-V3 and compressed-tensors store them, beside
 their dequantized form."""
 

@@ -1,3 +1,5 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-all project
 """A small gpt-oss with random weights, its experts in MXFP4 as OpenAI's checkpoints store them,
 beside its expanded form."""
 

@@ -1,3 +1,5 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-all project
 """Small models with random weights, one for each kind of attention and task, and their inputs."""
 
 from __future__ import annotations

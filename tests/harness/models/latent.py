@@ -1,3 +1,5 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-all project
 """Small models with multi-head latent attention: the widths of heads are the real ones, the rest is
 small."""
 

@@ -1,3 +1,5 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-all project
 """A small model of openPangu-Ultra-MoE's kind, which transformers has no class of: DeepSeek-V3 with
 more norms.
 

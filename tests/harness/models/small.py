@@ -1,3 +1,5 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-all project
 """Small models with predictable tokens, draft models for them, and LoRA adapters.
 
 A token is a character. After each comes, with a margin, the one that a fixed permutation of the

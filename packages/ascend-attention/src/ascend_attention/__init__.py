@@ -1,3 +1,5 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-all project
 """Attention backends for vLLM on CANN's fused attention kernels."""
 
 from ascend_platform import extension

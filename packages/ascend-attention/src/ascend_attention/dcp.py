@@ -1,3 +1,5 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-all project
 """Decode context parallelism: the tokens of a request are distributed over the KV caches of vLLM's
 DCP ranks.
 

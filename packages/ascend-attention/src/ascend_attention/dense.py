@@ -1,3 +1,5 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-all project
 """Dense decoder attention with npu_fused_infer_attention_score over the paged KV cache: causal,
 sliding-window or cross.
 

@@ -1,3 +1,5 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-all project
 """Encoder attention of text and multimodal models with npu_fusion_attention: variable-length
 sequences without a KV cache.
 

@@ -1,3 +1,5 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-all project
 """Multi-head latent attention (MLA) with npu_fused_infer_attention_score_v2 over the paged latents.
 
 Queries are "absorbed": they come projected to the latents, so that the kernel reads the KV cache as

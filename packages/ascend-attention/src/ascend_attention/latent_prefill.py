@@ -1,3 +1,5 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-all project
 """Latent attention of long prompts and chunks, over keys and values expanded from the latents.
 
 A pair of a query and a key costs ``128 + 64 + 128`` multiplications a head in this form, and ``512

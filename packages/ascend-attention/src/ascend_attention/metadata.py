@@ -1,3 +1,5 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-all project
 """Metadata of the fused attention for one step, and the constants that it shares between steps."""
 
 import functools

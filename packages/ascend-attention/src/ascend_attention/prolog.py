@@ -1,3 +1,5 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-all project
 """The layer around multi-head latent attention, with npu_mla_prolog_v3 for what precedes the
 attention of decodes.
 

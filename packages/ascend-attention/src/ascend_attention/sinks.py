@@ -1,3 +1,5 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-all project
 """Dense attention with attention sinks: one score per head that only adds to the softmax's
 denominator (gpt-oss, Granite SWA).
 

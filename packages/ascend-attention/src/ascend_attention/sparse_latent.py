@@ -1,3 +1,5 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-all project
 """Sparse latent attention (DSA): npu_lightning_indexer selects tokens, npu_sparse_flash_attention
 attends to them.
 

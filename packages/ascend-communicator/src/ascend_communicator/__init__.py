@@ -1,3 +1,5 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-all project
 """HCCL collectives and MoE all-to-all for vLLM on Ascend NPUs."""
 
 import os

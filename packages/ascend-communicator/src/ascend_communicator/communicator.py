@@ -1,3 +1,5 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-all project
 """vLLM's device communicator over HCCL, through torch_npu's process group ``hccl``.
 
 The methods inherited from ``DeviceCommunicatorBase`` are one HCCL call each (``all_reduce`` works

@@ -1,3 +1,5 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-all project
 """Point-to-point HCCL link with bounded waits, on a private stream, for peers that may fail.
 
 A call whose peer has failed blocks its stream, and with it every synchronization of the device. So

@@ -1,3 +1,5 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-all project
 """ctypes bindings of HCCL's functions, on a caller's stream: the counterpart of vLLM's pynccl.
 
 torch.distributed runs collectives on a stream of its own, with events and a watchdog. Here a

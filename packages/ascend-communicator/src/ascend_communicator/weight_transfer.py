@@ -1,3 +1,5 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-all project
 """Weight transfer from a trainer to running engines by HCCL broadcast: vLLM's weight-transfer
 backend ``hccl``.
 

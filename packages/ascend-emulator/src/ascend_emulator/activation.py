@@ -1,3 +1,5 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-all project
 """Activation of the emulated libraries, in this process or in child processes."""
 
 from __future__ import annotations

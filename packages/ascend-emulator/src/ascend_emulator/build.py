@@ -1,3 +1,5 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-all project
 """Build of the emulated CANN libraries, cached per (torch, torch_npu, compiler, source).
 
 ``libascend_emulator.so`` contains all entry points. Empty libraries with the names that torch_npu

@@ -1,3 +1,5 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-all project
 """Directory of compiled libraries: its place, its owner and mode, and its locks.
 
 What is in it runs in each process that uses the emulator. So it is created for its user only, and

@@ -1,3 +1,5 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-all project
 """Command ``ascend-emulator``: run programs on emulated NPUs, build the libraries, show coverage
 and traces, verify NPUs."""
 

@@ -1,3 +1,5 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-all project
 """Coverage: the state of every name that the installed torch_npu can look up: computed,
 bookkeeping, or refuses."""
 

@@ -1,3 +1,5 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-all project
 """Symbols of shared libraries (ELF, 64 bits), read from the files."""
 
 from __future__ import annotations

@@ -1,3 +1,5 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-all project
 """Fault injection: out of memory, device errors, hanging streams, collectives that time out or lose
 their connection.
 

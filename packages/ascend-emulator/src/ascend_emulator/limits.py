@@ -1,3 +1,5 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-all project
 """CPU and memory of this process: affinity, available memory, control groups (v1 and v2), and
 vector unit."""
 

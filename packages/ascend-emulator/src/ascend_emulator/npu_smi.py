@@ -1,3 +1,5 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-all project
 """Program ``npu-smi`` of ``ascend-emulator run``: ``info``, ``info -l``, ``info -m`` and ``info -t
 board|memory|usages``.
 

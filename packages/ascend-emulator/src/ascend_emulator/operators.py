@@ -1,3 +1,5 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-all project
 """Operators of your own on the emulator, in C++ or Python: what an AscendC kernel computes.
 
 ``ASCEND_EMULATOR_OPERATORS`` and the entry points of the group ``ascend_emulator.operators`` name

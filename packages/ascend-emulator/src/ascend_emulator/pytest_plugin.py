@@ -1,3 +1,5 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-all project
 """pytest plugin: ``pytest --npus 2``, or ``ascend_emulator_npus = 1`` in the configuration file.
 
 No NPU is emulated without one of the two.

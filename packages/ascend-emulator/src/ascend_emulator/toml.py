@@ -1,3 +1,5 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-all project
 """tomllib, which Python has from 3.11 on; with 3.10 tomli, or the copy of it that pip contains.
 
 `pip install --no-deps ascend-emulator` has no tomli beside it, and `ascend-emulator verify` is to

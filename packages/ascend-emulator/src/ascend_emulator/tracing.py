@@ -1,3 +1,5 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-all project
 """Traces of the emulated NPUs, and estimated device time by a roofline model."""
 
 from __future__ import annotations

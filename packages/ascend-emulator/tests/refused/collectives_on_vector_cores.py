@@ -1,3 +1,5 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-all project
 # run: --npus 2
 # refused: with HCCL_OP_EXPANSION_MODE=AIV collectives of several communicators must not overlap
 # source: CANN, HCCL_OP_EXPANSION_MODE

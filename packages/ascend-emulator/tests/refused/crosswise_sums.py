@@ -1,3 +1,5 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-all project
 # run: --npus 2
 # refused: in another order than they were issued
 # source: HCCL, order of calls of a communicator

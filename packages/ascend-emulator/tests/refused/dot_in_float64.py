@@ -1,3 +1,5 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-all project
 # run:
 # refused: aclnnDot: self is Double \(DT_DOUBLE\); allowed: BFloat16, Half, Float, Byte, Char, Int
 # source: PyTorch's tests on Atlas A3

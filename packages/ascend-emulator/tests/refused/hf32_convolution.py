@@ -1,3 +1,5 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-all project
 """A convolution in float32 that expects float32's precision: NPUs multiply in HF32 unless
 torch.npu.conv.allow_hf32 is off."""
 # run:

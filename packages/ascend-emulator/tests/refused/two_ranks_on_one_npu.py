@@ -1,3 +1,5 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-all project
 # run: --npus 2
 # refused: ranks 0 and 1 .* are both on NPU 0; .*torch\.npu\.set_device
 # source: HCCL, one rank per device

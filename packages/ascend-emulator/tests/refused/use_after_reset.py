@@ -1,3 +1,5 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-all project
 """A copy to memory of an NPU that was reset."""
 # run:
 # refused: 4096 bytes at 0x[0-9a-f]+, where 0 are allocated

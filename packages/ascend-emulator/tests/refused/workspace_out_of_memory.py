@@ -1,3 +1,5 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-all project
 """A matrix product whose tensors fit, but not its workspace: 16 MiB on Atlas A2, and torch_npu's
 rounding."""
 # run: --memory 128MiB

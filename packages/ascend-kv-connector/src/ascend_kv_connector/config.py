@@ -1,3 +1,5 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-all project
 """Options of AscendP2PConnector in ``kv_connector_extra_config`` of vLLM's
 ``--kv-transfer-config``."""
 

@@ -1,3 +1,5 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-all project
 """``AscendP2PConnector``: vLLM's connector interface, forwarded to the scheduler or the worker
 side."""
 

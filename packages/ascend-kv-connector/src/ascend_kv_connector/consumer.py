@@ -1,3 +1,5 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-all project
 """Consumer side of a rank: its transfers, their outcomes, and the threads that fetch them."""
 
 from __future__ import annotations

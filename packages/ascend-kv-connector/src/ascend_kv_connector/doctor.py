@@ -1,3 +1,5 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-all project
 """Check of ``vllm-ascend doctor kv --peer HOST:PORT``, an entry point of group
 ``vllm_ascend.checks``: two instances can talk."""
 

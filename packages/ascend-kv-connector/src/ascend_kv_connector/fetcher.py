@@ -1,3 +1,5 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-all project
 """Fetching of transfers from one producer's ranks, in a thread of the consumer."""
 
 from __future__ import annotations

@@ -1,3 +1,5 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-all project
 """What to do about a failed transfer, by kind of error."""
 
 from ascend_platform.transfer.errors import Kind, TransferError

@@ -1,3 +1,5 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-all project
 """Leases: which requests' blocks a producer keeps for readers, until when, and which readers have
 finished with them."""
 

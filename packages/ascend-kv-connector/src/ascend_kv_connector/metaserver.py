@@ -1,3 +1,5 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-all project
 """Metaserver client: a decode instance that has allocated blocks for a prompt posts a prefill
 request to the router."""
 

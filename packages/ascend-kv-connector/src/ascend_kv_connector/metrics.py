@@ -1,3 +1,5 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-all project
 """Statistics of transfers for vLLM's log and Prometheus
 (``vllm/distributed/kv_transfer/kv_connector/v1/metrics.py``)."""
 

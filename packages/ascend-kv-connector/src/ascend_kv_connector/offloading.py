@@ -1,3 +1,5 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-all project
 """vLLM's OffloadingConnector for NPUs: host memory as a second tier of prefix cache.
 
 Bookkeeping, eviction, metrics, options and the tiers behind host memory are vLLM's

@@ -1,3 +1,5 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-all project
 """Paged KV cache of a rank as a list of regions; packs tokens of a request into a buffer and
 unpacks them."""
 

@@ -1,3 +1,5 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-all project
 """Notifications from a prefill instance to the decode instances that wait for its prompts
 (layer-by-layer transfers)."""
 

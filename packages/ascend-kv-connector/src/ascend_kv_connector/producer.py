@@ -1,3 +1,5 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-all project
 """Producer side of a rank: keeps the blocks of finished prompts, packs the tokens that readers
 fetch, and frees the blocks."""
 

@@ -1,3 +1,5 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-all project
 """Digest of a prompt, by which a decode instance recognizes the prompt that a KV cache was computed
 for."""
 

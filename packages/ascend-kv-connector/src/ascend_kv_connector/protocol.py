@@ -1,3 +1,5 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-all project
 """Control protocol between the ranks of two instances: msgpack messages over ZMQ.
 
 A consumer's rank sends queries and a producer's rank replies to each with one message;

@@ -1,3 +1,5 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-all project
 """Router for trying out prefill and decode instances: ``python -m ascend_kv_connector.proxy
 --prefill URL… --decode URL…``.
 

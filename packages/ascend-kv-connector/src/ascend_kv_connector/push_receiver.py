@@ -1,3 +1,5 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-all project
 """Reader's side of a push: the ranks of a prefill instance write a prompt into this rank's blocks
 while they compute it."""
 

@@ -1,3 +1,5 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-all project
 """Writes of KV cache into a decode instance's blocks during the prefill, layer after layer as the
 tokens are computed."""
 

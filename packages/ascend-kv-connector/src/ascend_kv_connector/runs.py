@@ -1,3 +1,5 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-all project
 """Runs: contiguous bytes of a peer's memory, and where they belong here, for reads of paged KV
 cache without staging."""
 

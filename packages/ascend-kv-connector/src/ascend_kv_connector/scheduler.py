@@ -1,3 +1,5 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-all project
 """Scheduler side of AscendP2PConnector: which requests to load from a producer, and whose blocks to
 keep for consumers."""
 

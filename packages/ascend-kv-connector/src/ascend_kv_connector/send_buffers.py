@@ -1,3 +1,5 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-all project
 """Staging buffers that a rank packs KV cache into, where the KV cache itself is not read."""
 
 from __future__ import annotations

@@ -1,3 +1,5 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-all project
 """States of linear attention and state-space layers beside the pages of a KV cache.
 
 A KV cache group of such layers has one block a request, with the states after its last computed

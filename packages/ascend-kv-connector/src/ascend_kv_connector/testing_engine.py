@@ -1,3 +1,5 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-all project
 """Engine of the conformance suite: vLLM's scheduler and a worker with a KV connector, without a
 model."""
 

@@ -1,3 +1,5 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-all project
 """In-memory transport within one process, for tests, with fault injection."""
 
 from __future__ import annotations

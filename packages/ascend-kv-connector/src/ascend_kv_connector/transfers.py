@@ -1,3 +1,5 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-all project
 """State of a consumer's transfers: each ends exactly once, done or failed, and nothing is written
 to its blocks afterwards."""
 

@@ -1,3 +1,5 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-all project
 """Which addresses of a request's ``kv_transfer_params`` may be contacted: they come from whoever
 may call vLLM's API."""
 

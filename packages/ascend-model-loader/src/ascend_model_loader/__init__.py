@@ -1,3 +1,5 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-all project
 """Weight loading for vLLM on Ascend NPUs: from a peer engine, streamed from a checkpoint, or by
 vLLM's default loader."""
 

@@ -1,3 +1,5 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-all project
 """Chunks of a model's weights: fixed-size slices of all tensors' bytes, copied to and from an NPU
 through pinned memory."""
 

@@ -1,3 +1,5 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-all project
 """Identity of a rank's weights: what must agree for a peer's weights to be usable here."""
 
 import hashlib

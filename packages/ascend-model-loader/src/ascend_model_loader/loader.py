@@ -1,3 +1,5 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-all project
 """Load format ``ascend_peer``: a chain of strategies, each of which loads all weights or falls back
 to the next one."""
 

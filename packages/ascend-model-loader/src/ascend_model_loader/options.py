@@ -1,3 +1,5 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-all project
 """Options of ``--model-loader-extra-config`` for load format ``ascend_peer``, and the shared
 secret, which is not one of them."""
 

@@ -1,3 +1,5 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-all project
 """Client of a weight server: receives chunks over several connections and verifies their checksums
 before writing parameters."""
 

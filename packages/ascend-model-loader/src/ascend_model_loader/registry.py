@@ -1,3 +1,5 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-all project
 """Peer registry: a shared directory with one file per serving rank, holding its address.
 
 A server updates its file's mtime while it lives; a file not updated for a minute is stale. The

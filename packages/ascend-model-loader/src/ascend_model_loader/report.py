@@ -1,3 +1,5 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-all project
 """Timing report of a load: seconds, bytes and GB/s of each phase, logged as one table."""
 
 import contextlib

@@ -1,3 +1,5 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-all project
 """Weight server of an engine with ``serve_weights``: an accept thread, and a thread per connection
 that sends chunks."""
 

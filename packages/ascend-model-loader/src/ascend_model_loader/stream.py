@@ -1,3 +1,5 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-all project
 """Multi-threaded reading of local checkpoints: Run:ai's model streamer if it is installed,
 otherwise vLLM's thread pool."""
 

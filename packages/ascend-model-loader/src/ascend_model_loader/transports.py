@@ -1,3 +1,5 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-all project
 """Transports for chunks: inline over TCP, or reads by Mooncake's transfer engine or HCCL.
 
 Handshake, manifest and a header per chunk use the TCP connection in any case. A connection has one

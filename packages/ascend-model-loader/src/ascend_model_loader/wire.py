@@ -1,3 +1,5 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-all project
 """Wire format between engines: length-prefixed frames with a strictly decoded header and a raw
 payload.
 

@@ -1,3 +1,5 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-all project
 """Patches of vLLM, each for a range of versions, one kind of process and a known source of its
 target."""
 

@@ -1,3 +1,5 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-all project
 """The command ``vllm-ascend patches``: list and check patches of vLLM and overrides, and begin a
 new patch."""
 

@@ -1,3 +1,5 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-all project
 """The Ascend NPU as a platform of vLLM: device, worker, model runner and operators."""
 
 runner_is_given = True

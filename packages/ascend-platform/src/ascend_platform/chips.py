@@ -1,3 +1,5 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-all project
 """Facts of Ascend chips: the capabilities of each family and the published figures of each model.
 
 No other module of the product names a chip. A family lists a capability where the documentation of

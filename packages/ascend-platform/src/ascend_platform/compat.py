@@ -1,3 +1,5 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-all project
 """Shims for what some supported versions of vLLM lack; each is removed once the lowest supported
 version has it.
 

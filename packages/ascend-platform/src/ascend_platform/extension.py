@@ -1,3 +1,5 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-all project
 """Interface of the platform for other wheels: registration, slots, options, versions, the chip,
 bases for attention backends.
 

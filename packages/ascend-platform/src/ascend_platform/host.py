@@ -1,3 +1,5 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-all project
 """NPUs, driver, CANN and memory of this machine, found without importing torch, torch_npu or vLLM
 and without opening an NPU."""
 

@@ -1,3 +1,5 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-all project
 """Names of vLLM that ascend-platform replaces or adds to: a table, and guards that compare vLLM's
 source with it.
 

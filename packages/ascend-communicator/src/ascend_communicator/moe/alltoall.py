@@ -1,3 +1,5 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-all project
 """All2all backend alltoall: each copy of a token is sent to the rank of its expert and back."""
 
 import torch

@@ -1,3 +1,5 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-all project
 """All2all manager of vLLM's expert parallel group: dispatch and combine of MoE tokens, with a
 backend selected per step.
 

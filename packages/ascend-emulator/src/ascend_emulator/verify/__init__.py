@@ -1,3 +1,5 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-all project
 """Command ``ascend-emulator verify``: a report of what an NPU, or the emulator, computes and
 refuses.
 

@@ -1,3 +1,5 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-all project
 """Process that runs cases on one NPU: it reads their names from its input and writes a line of JSON
 for each to a pipe.
 

@@ -1,3 +1,5 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-all project
 """Collectives between two NPUs of this machine, in two processes: results, latency and
 bandwidth."""
 

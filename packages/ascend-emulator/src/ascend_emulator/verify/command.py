@@ -1,3 +1,5 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-all project
 """Command ``verify``: runs the cases in processes of their own, shows progress, and writes the
 report."""
 

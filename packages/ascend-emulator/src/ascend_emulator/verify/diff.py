@@ -1,3 +1,5 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-all project
 """Comparison of two reports: where an emulated and a real NPU, or two NPUs, disagree."""
 
 from __future__ import annotations

@@ -1,3 +1,5 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-all project
 """What a report says about the machine: versions and the NPU's figures, nothing that
 identifies it."""
 

@@ -1,3 +1,5 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-all project
 """Errors as a report has them: their codes and one sentence, without paths, addresses, host names
 or numbers of processes."""
 

@@ -1,3 +1,5 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-all project
 """Seeded inputs of the cases: the same bits on every machine and with every version of torch.
 
 A specification is ``DTYPE SHAPE VALUES``, such as ``bfloat16 64x129 -3..3``:

@@ -1,3 +1,5 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-all project
 """Cases of operators: results on the NPU against float64 on the CPU."""
 
 from __future__ import annotations

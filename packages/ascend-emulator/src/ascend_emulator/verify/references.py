@@ -1,3 +1,5 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-all project
 """References of fused operators: their formulas from torch_npu's documentation, written for float64
 on the CPU."""
 

@@ -1,3 +1,5 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-all project
 """Cases of refusals: whether the device refuses a call, and with which of CANN's codes."""
 
 from __future__ import annotations

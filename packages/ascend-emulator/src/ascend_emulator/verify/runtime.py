@@ -1,3 +1,5 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-all project
 """Programs that observe streams, events, graphs and their limits. Each returns facts that two
 reports can be compared by."""
 

@@ -1,3 +1,5 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-all project
 """Cases of operators and refusals, from the files in ``tables/``.
 
 A file has groups. ``over`` has lists of values, or tables of values by the name that they have in

@@ -1,3 +1,5 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-all project
 """Times of copies, launches and matrix products, by the device's events. Each is the best of
 several repetitions."""
 

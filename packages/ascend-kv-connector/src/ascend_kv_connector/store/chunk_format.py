@@ -1,3 +1,5 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-all project
 """Format of a pool's records: chunk bytes with a checksum footer, under a name that identifies the
 KV cache."""
 

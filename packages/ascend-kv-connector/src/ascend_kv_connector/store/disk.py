@@ -1,3 +1,5 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-all project
 """Directory as a pool: one file per chunk, on a local disk or a shared mount."""
 
 from __future__ import annotations

@@ -1,3 +1,5 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-all project
 """Mooncake's store (``mooncake.store``) as a pool: a master that locates chunks, and processes that
 contribute memory."""
 

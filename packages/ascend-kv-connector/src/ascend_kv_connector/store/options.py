@@ -1,3 +1,5 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-all project
 """Options of ``AscendStoreConnector``, and their translation to vLLM's tiered offloading."""
 
 from __future__ import annotations

@@ -1,3 +1,5 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-all project
 """Interface of a pool of KV cache chunks, implemented for disk and Mooncake's store."""
 
 from __future__ import annotations

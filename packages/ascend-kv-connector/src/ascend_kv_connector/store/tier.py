@@ -1,3 +1,5 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-all project
 """Secondary tier over a pool (``vllm/v1/kv_offload/tiering``): jobs, deadlines, verification and
 outcomes.
 

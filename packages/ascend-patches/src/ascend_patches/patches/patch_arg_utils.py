@@ -1,3 +1,5 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-all project
 """``--enable-eplb``, which vLLM refuses on other devices than CUDA, ROCm and XPU."""
 
 import sys

@@ -1,3 +1,5 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-all project
 """Experts without a gate (Nemotron-H) are refused by the name of the platform."""
 
 from collections.abc import Callable

@@ -1,3 +1,5 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-all project
 """``vllm serve`` exits with status 0 when its engine has died, so that a service manager does not
 restart it."""
 

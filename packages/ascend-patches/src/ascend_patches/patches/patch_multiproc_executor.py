@@ -1,3 +1,5 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-all project
 """After a call that fails or times out on one of several ranks, each later call gets the reply to
 an earlier one."""
 

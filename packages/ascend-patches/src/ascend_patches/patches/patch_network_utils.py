@@ -1,3 +1,5 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-all project
 """`vllm serve` goes on after a SIGTERM that comes while its engine starts, and waits for an engine
 that has ended."""
 

@@ -1,3 +1,5 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-all project
 """``vllm serve --headless`` exits with status 0 when its workers or engines have died."""
 
 from collections.abc import Callable

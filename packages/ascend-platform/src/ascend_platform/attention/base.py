@@ -1,3 +1,5 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-all project
 """Base classes of the attention backends of the slots ``attention.*``, in all wheels.
 
 This module imports neither torch nor vLLM, because ``ascend_platform.extension`` exports it. The

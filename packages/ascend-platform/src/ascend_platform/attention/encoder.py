@@ -1,3 +1,5 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-all project
 """Built-in encoder-only attention (BERT and others): PyTorch, bidirectional within each request.
 
 There is no KV cache, and vLLM schedules an encoder's prompts without chunking

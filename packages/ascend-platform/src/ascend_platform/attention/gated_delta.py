@@ -1,3 +1,5 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-all project
 """Choice of the gated delta rule's implementation: the operators that a component offers, or the
 built-in PyTorch."""
 

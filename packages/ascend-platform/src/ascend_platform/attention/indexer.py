@@ -1,3 +1,5 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-all project
 """Indexers of sparse latent attention (DSA: DeepSeek-V3.2, GLM-5): keys in the model's dtype, and
 the selection of tokens.
 

@@ -1,3 +1,5 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-all project
 """Paged KV cache in the layout of CANN's kernels: each part of a layer, such as its keys, is one
 contiguous tensor.
 

@@ -1,3 +1,5 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-all project
 """Built-in multi-head latent attention (MLA): PyTorch over the paged latents, of any widths.
 
 It serves without ascend-attention, and the models whose widths CANN's kernels do not take. See

@@ -1,3 +1,5 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-all project
 """Built-in attention: PyTorch over the paged KV cache, so that the platform serves without
 ascend-attention.
 

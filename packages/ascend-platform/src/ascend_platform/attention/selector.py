@@ -1,3 +1,5 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-all project
 """Attention backend selection: the backend offered by a component, or the built-in one as a
 fallback."""
 

@@ -1,3 +1,5 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-all project
 """Built-in sparse latent attention (DSA): PyTorch over the paged latents and the indexer's keys, of
 any widths, in float32."""
 

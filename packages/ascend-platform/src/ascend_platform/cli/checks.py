@@ -1,3 +1,5 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-all project
 """Checks of ``vllm-ascend doctor``, each a generator of results.
 
 They read metadata, files and the environment. They do not import torch, torch_npu or vLLM and open

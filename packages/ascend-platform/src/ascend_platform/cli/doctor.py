@@ -1,3 +1,5 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-all project
 """The command ``vllm-ascend doctor``: checks of what vLLM needs to serve, each failing one with the
 command that fixes it."""
 

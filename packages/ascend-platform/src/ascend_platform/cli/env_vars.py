@@ -1,3 +1,5 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-all project
 """Checks of environment variables: those that vLLM, CANN and HCCL read, and those that nothing
 reads."""
 

@@ -1,3 +1,5 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-all project
 """The last line of vLLM's own commands: what was found, and what fixes it.
 
 ``import torch`` loads torch_npu by itself, transformers imports it too, and vLLM imports both

@@ -1,3 +1,5 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-all project
 """One-line explanations of the errors that end vLLM's commands: what was found, and what
 fixes it."""
 

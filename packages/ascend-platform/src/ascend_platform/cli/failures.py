@@ -1,3 +1,5 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-all project
 """Causes of failures, carried from vLLM's engine and worker processes to the command whose last
 line they are.
 

@@ -1,3 +1,5 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-all project
 """The command ``vllm-ascend``. Its subcommands are the entry points of group
 ``vllm_ascend.commands`` of any wheel."""
 

@@ -1,3 +1,5 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-all project
 """The commands ``vllm-ascend plugins`` and ``vllm-ascend env``: installed plugins with their
 states, and the environment."""
 

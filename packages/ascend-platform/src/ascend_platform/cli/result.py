@@ -1,3 +1,5 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-all project
 """Results of the checks of ``vllm-ascend doctor``."""
 
 from __future__ import annotations

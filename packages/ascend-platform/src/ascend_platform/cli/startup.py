@@ -1,3 +1,5 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-all project
 """Start-up of vLLM's own commands and of the processes that vLLM spawns, called by
 ``ascend_platform.pth`` as Python starts."""
 

@@ -1,3 +1,5 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-all project
 """Checks of what makes serving slow or unstable without an error: settings of HCCL, torch_npu, CANN
 and the host."""
 

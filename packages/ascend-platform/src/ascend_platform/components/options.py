@@ -1,3 +1,5 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-all project
 """The ``ascend`` part of vLLM's ``--additional-config``: known keys, values given, and the
 components that check them.
 

@@ -1,3 +1,5 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-all project
 """VLLM_PLUGINS, vLLM's list of the plugins that may load."""
 
 from __future__ import annotations

@@ -1,3 +1,5 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-all project
 """Component registration: each wheel's state in this process, and the summary line."""
 
 from __future__ import annotations

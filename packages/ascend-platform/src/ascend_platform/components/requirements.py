@@ -1,3 +1,5 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-all project
 """Installed distributions: versions, declared requirements, and conflicting wheels.
 
 The environment variable VLLM_VERSION replaces vLLM's version throughout, for people who run a

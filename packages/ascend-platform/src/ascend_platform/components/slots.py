@@ -1,3 +1,5 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-all project
 """Slots of the platform, and the implementations that components offer for them."""
 
 from __future__ import annotations

@@ -1,3 +1,5 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-all project
 """Models that are refused: what CANN's public operators lack for their architectures, or the chip
 of this machine."""
 

@@ -1,3 +1,5 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-all project
 """Settings of HCCL that depend on the parallel layout: how long a step may wait for collectives,
 and where they run."""
 

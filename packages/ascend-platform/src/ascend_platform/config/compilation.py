@@ -1,3 +1,5 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-all project
 """Graph modes and torch.compile passes: defaults on Ascend NPUs, and modes that are refused."""
 
 import dataclasses

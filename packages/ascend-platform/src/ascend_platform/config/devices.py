@@ -1,3 +1,5 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-all project
 """The NPUs of this machine: whether they suffice for the parallel layout, and their NUMA nodes."""
 
 import os

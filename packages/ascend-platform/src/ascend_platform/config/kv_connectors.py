@@ -1,3 +1,5 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-all project
 """KV connectors: only those that a component offers know the layout of the KV cache, and all others
 are refused."""
 

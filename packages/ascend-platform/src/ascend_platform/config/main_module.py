@@ -1,3 +1,5 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-all project
 """Programs whose main module the processes of an engine cannot import, as multiprocessing's start
 method spawn requires."""
 

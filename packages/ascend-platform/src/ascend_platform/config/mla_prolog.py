@@ -1,3 +1,5 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-all project
 """The option ``ascend.platform.mla_prolog``: npu_mla_prolog_v3 before the attention of latent
 attention's decodes.
 

@@ -1,3 +1,5 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-all project
 """The model runner: vLLM's V2, which NPUs serve without Triton from vLLM 0.33 on, or V1 for what V2
 lacks and for earlier vLLMs.
 

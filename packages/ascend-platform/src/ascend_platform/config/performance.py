@@ -1,3 +1,5 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-all project
 """Options that trade memory, streams or memory traffic for speed: their values, and the chips and
 layouts that they need."""
 

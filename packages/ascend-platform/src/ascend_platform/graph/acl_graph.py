@@ -1,3 +1,5 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-all project
 """ACL graphs: vLLM's CUDAGraphWrapper on ``torch.npu``, with attention lengths updated at each
 replay.
 

@@ -1,3 +1,5 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-all project
 """Graph mode and capture sizes of a model runner: the same on all ranks, and limited by the NPU's
 streams.
 

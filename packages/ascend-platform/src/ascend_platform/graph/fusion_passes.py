@@ -1,3 +1,5 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-all project
 """FX passes for torch.compile: fusion of RMSNorm and dynamic quantization into one operator.
 
 vLLM runs its passes inside Inductor, which has no NPU backend, and its eager compiler runs none.

@@ -1,3 +1,5 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-all project
 """Prometheus metrics of each NPU's memory and utilization, beside vLLM's own.
 
 vLLM has no path for device metrics from a worker to the process that serves ``/metrics``. With one

@@ -1,3 +1,5 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-all project
 """vLLM's start_profile and stop_profile with torch_npu's profiler, for MindStudio Insight and
 Perfetto."""
 

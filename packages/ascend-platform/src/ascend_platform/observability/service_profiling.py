@@ -1,3 +1,5 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-all project
 """General plugin ``ascend_service_profiling``: the functions of vLLM and of these wheels that
 msServiceProfiler measures.
 

@@ -1,3 +1,5 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-all project
 """Activations on fused NPU operators, registered by ``CustomOp.register_oot`` on import: SwiGLU,
 GeGLU and forms of GELU.
 

@@ -1,3 +1,5 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-all project
 """Fused MoE on CANN's operators: top-k routing, grouped matrix products and the weighted sum of
 expert outputs.
 

@@ -1,3 +1,5 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-all project
 """Gemma's RMSNorm on a fused NPU operator, registered by ``CustomOp.register_oot`` on import.
 
 Shapes, dtypes and limits of the operators are those of ``torch_npu/_op_plugin_docs.py`` in the

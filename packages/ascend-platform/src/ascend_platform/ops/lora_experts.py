@@ -1,3 +1,5 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-all project
 """LoRA on experts: grouped matrix products beside those of the experts, for all adapters of a
 batch.
 

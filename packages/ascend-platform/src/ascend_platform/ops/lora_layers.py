@@ -1,3 +1,5 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-all project
 """Layers with adapters that vLLM shards wrongly, does not reach, takes for other tokens, or does
 not compute with."""
 

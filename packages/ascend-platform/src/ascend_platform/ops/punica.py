@@ -1,3 +1,5 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-all project
 """LoRA (vLLM's Punica wrapper): shrink and expand for all tokens and adapters of a batch in a few
 matrix products.
 

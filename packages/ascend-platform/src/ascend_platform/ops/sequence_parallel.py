@@ -1,3 +1,5 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-all project
 """DeepSeek's decoder layer with sequence-parallel MoE, for steps of one token."""
 
 from typing import Any

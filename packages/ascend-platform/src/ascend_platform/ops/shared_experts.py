@@ -1,3 +1,5 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-all project
 """Shared experts on a stream of their own, beside router, token exchange and routed experts.
 
 vLLM's class does so on CUDA. The two streams wait for each other on the device: the second for the

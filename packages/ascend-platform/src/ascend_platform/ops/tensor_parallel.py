@@ -1,3 +1,5 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-all project
 """Layers of tensor parallelism: a vocabulary's embedding in few operators, and row-parallel
 products fused with their all-reduce.
 

@@ -1,3 +1,5 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-all project
 """Quantized weights and KV caches of ModelSlim, compressed-tensors, AWQ, GPTQ, FP8 and MXFP4
 checkpoints, on CANN's operators.
 

@@ -1,3 +1,5 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-all project
 """Base class of quantization schemes; quantized matrices, their checks, and their storage in
 checkpoints."""
 
@@ -24,12 +26,15 @@ npu_grouped_matmul)."""
 
 
 class Quantized(NamedTuple):
-    """A quantized matrix, or one per expert (``...`` is empty, or the experts). Values are (weight
-    - zero_point) * scale.
+    """A quantized matrix, or one per expert (``...`` is empty, or the experts).
 
-    weight: int8 ``[..., out, in]``, also for four-bit values. scale: float32 ``[..., out,
-    groups]``, each for in / groups adjacent inputs of an output channel. zero_point: float32 with
-    the shape of scale; None means 0 throughout.
+    Values are (weight - zero_point) * scale.
+
+    Attributes:
+        weight: int8 ``[..., out, in]``, also for four-bit values.
+        scale: float32 ``[..., out, groups]``, each for in / groups adjacent inputs of an output
+            channel.
+        zero_point: float32 with the shape of scale; None means 0 throughout.
     """
 
     weight: torch.Tensor

@@ -1,3 +1,5 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-all project
 """PyTorch implementations of the Triton kernels of vLLM's rejection sampler.
 
 The functions take the kernels' arguments in the kernels' order

@@ -1,3 +1,5 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-all project
 """Top-k, top-p and random sampling with two fused operators, on chips that have them.
 
 npu_sim_exponential_ draws the noise, npu_top_k_top_p_sample does the rest. The steps before are

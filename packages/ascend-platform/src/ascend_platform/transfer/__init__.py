@@ -1,3 +1,5 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-all project
 """What wheels that move data between instances share: secret, identity of weights, messages,
 engines, memory, queues of peers.
 

@@ -1,3 +1,5 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-all project
 """Authentication of ZMQ connections: CURVE keys derived from a secret that instances share.
 
 Peers without the secret can neither send queries nor reply, and messages are encrypted

@@ -1,3 +1,5 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-all project
 """Fingerprint of a checkpoint's weights: what two instances must share to exchange KV cache or
 weights."""
 

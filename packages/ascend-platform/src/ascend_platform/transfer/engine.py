@@ -1,3 +1,5 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-all project
 """Engines that move bytes between registered memory of two processes: Mooncake and HCCL."""
 
 from __future__ import annotations

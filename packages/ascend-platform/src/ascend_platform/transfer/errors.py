@@ -1,3 +1,5 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-all project
 """Transfer errors: a cause for users, and a kind for metrics."""
 
 from __future__ import annotations

@@ -1,3 +1,5 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-all project
 """HCCL as an engine: a read is a send on the peer's NPU and a receive on this one.
 
 HCCL has no one-sided reads (Huawei's API reference "HCCL": HcclSend and HcclRecv are paired). So

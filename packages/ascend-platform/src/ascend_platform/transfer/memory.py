@@ -1,3 +1,5 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-all project
 """Registered memory: buffers for an engine to read into, limited in number and kept aside after
 failed reads."""
 

@@ -1,3 +1,5 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-all project
 """Mooncake's transfer engine (``mooncake.engine.TransferEngine``), of which a process has one for
 each host and protocol."""
 

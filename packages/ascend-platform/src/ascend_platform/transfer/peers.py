@@ -1,3 +1,5 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-all project
 """Work queues by peer: each peer has threads of its own, so that one that is slow or dead delays
 its own work alone."""
 

@@ -1,3 +1,5 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-all project
 """Queries that wait for a resource of the server, answered in order of arrival."""
 
 from __future__ import annotations

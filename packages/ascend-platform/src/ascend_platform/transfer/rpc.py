@@ -1,3 +1,5 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-all project
 """Request/reply over ZMQ with msgpack messages of known types: a server thread, and clients."""
 
 from __future__ import annotations

@@ -1,3 +1,5 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-all project
 """Causal convolution over packed tokens with a state per request, in PyTorch.
 
 CANN's operators for it take width 3 only, and are for another chip (``npu_fused_causal_conv1d``).

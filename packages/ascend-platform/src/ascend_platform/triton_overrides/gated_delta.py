@@ -1,3 +1,5 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-all project
 """The gated delta rule of linear attention layers (Qwen3-Next, Qwen3.5, OLMo-hybrid) in PyTorch.
 
 A head has a state ``S`` of ``[values, keys]``; a token with query q, key k, value v, decay g and

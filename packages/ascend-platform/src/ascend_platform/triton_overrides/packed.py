@@ -1,3 +1,5 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-all project
 """Packed requests as layers with states compute them: prefills in chunks of a fixed length, decodes
 token by token.
 

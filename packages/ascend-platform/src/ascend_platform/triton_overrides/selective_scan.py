@@ -1,3 +1,5 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-all project
 """State-space layers (Mamba 1 and 2) in PyTorch: CANN has no operator for them.
 
 A channel has a state ``h`` that a token changes to ``exp(dt A) h + dt B x`` and of which it reads

@@ -1,3 +1,5 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-all project
 """vLLM's slot mapping kernel in PyTorch, and the same on the host.
 
 The kernel takes the Triton kernel's arguments (``vllm/triton_utils/dispatcher.py``) and does not

@@ -1,3 +1,5 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-all project
 """Sequence lengths on the host while draft tokens are in flight.
 
 CANN's attention takes lengths from the host. With draft tokens, vLLM's ``seq_lens_cpu_upper_bound``

@@ -1,3 +1,5 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-all project
 """Positions, sequence lengths and slot mappings of a step, computed on the host."""
 
 from __future__ import annotations

@@ -1,3 +1,5 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-all project
 """vLLM's V1 model runner on the NPU: torch.npu streams, split KV caches and limited
 capture sizes."""
 

@@ -1,3 +1,5 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-all project
 """Process groups of a worker: communicators that only requests use are created early, and the end
 of the process is bounded."""
 

@@ -1,3 +1,5 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-all project
 """Sleep mode in PyTorch: frees the NPU memory of weights and KV cache while an engine is idle.
 
 vLLM's backend needs a compiled allocator that unmaps the memory of tensors. Here

@@ -1,3 +1,5 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-all project
 """Functions of vLLM's linear attention and state-space layers that launch Triton kernels, replaced
 for models with such layers.
 

@@ -1,3 +1,5 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-all project
 """Device memory whose physical pages are freed and mapped again at the same addresses, for sleep
 mode.
 

@@ -1,3 +1,5 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-all project
 """Watchdog threads that end a process when the process that it depends on has exited.
 
 Without them vLLM's engine core outlives its API server, and a worker outlives rank 0.

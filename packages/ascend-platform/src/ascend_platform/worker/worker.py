@@ -1,3 +1,5 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-all project
 """vLLM's GPU worker on the NPU, for both model runners: device, process groups and the KV cache's
 memory budget."""
 

@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+// SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-all project
 // Adversarial scheduler (ASCEND_EMULATOR_ADVERSARY=SEED): runs tasks as late as possible and in a
 // random order that the events allow. The same seed gives the same order, so a missing wait fails
 // reproducibly.

@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+// SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-all project
 // Memory that other processes can map: one sparse memory file (memfd). Every physical allocation
 // and every shared allocation gets a range of its own; releasing it frees its pages, and the range
 // is used again.

@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+// SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-all project
 // Bounded string functions of CANN's libc_sec.so, which torchair's libraries call without being
 // linked against it. The text that does not fit is an error, not cut off.
 #include <algorithm>

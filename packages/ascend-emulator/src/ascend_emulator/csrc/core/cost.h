@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+// SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-all project
 // Bytes and FLOPs of an operator where they do not follow from the sizes of its arguments: it
 // accesses a part of a cache, or multiplies matrices internally. Operators report them while they
 // compute; TaskTrace (trace.h) adds them to the task's Work.

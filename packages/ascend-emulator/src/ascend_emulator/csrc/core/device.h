@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+// SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-all project
 // The emulated NPUs of this process: how many, which chip, and their memory.
 //
 // Device addresses lie in a PROT_NONE reservation, so a host access through a device pointer

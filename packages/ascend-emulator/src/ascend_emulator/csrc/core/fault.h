@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+// SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-all project
 // Fault injection:
 // ASCEND_EMULATOR_FAULTS="aclrtMalloc@3=oom;aclnnMatmul@10=ecc;stream@100=hang;HcclAllReduce@2+=timeout",
 // or ascend_emulator_inject() with the same text. `NAME@N=KIND` fails the Nth call of an entry

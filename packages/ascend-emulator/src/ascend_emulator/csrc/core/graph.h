@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+// SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-all project
 // Graph capture and replay (aclmdlRI). Replay runs one node at a time in an order that their
 // dependencies allow: that of the capture, or one chosen by the adversary's seed.
 #ifndef ASCEND_EMULATOR_CORE_GRAPH_H

@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+// SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-all project
 // Host memory known to the runtime: page-locked, or registered for access by devices.
 #ifndef ASCEND_EMULATOR_CORE_HOST_MEMORY_H
 #define ASCEND_EMULATOR_CORE_HOST_MEMORY_H

@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+// SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-all project
 // Scope around a wait of the host: releases Python's interpreter lock if this thread holds it, once
 // operators in Python are in use, which run on the streams' threads. torch_npu keeps the lock in
 // some calls that wait, such as torch.npu.empty_cache().

@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+// SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-all project
 // Memory of a task's arguments is checked at the call, and again when the task runs: by then it may
 // have been freed, and a captured task runs as often as its graph is replayed.
 #ifndef ASCEND_EMULATOR_CORE_RECHECK_H

@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+// SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-all project
 // Registry of the implemented entry points, with their effects. Names that torch_npu can look up
 // and that are not registered get a generated stub that fails with the name (build.py).
 #ifndef ASCEND_EMULATOR_CORE_REGISTRY_H

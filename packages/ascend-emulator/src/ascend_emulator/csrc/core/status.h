@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+// SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-all project
 // Error codes, and error messages as aclGetRecentErrMsg returns them.
 //
 // The codes are public; torch_npu documents them in torch_npu/csrc/core/npu/NPUErrorCodes.h

@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+// SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-all project
 // Streams and events. A stream is a queue with a worker thread that runs the tasks in order;
 // submitting returns immediately. A brief task of an idle stream is run by the thread that submits
 // it, because waking the worker takes longer.

@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+// SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-all project
 // Trace of the device's tasks (ASCEND_EMULATOR_TRACE=FILE, and the file of a running profile), and
 // their estimated device time by a roofline model.
 //

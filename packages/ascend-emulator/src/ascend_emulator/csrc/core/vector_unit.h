@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+// SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-all project
 // What the kernels use of this CPU, by what ATen does, which the variable ATEN_CPU_CAPABILITY
 // limits. limits.py has the same rules.
 #ifndef ASCEND_EMULATOR_CORE_VECTOR_UNIT_H

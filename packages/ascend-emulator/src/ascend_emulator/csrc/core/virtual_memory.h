@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+// SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-all project
 // Reserved address ranges, and physical memory mapped into them.
 #ifndef ASCEND_EMULATOR_CORE_VIRTUAL_MEMORY_H
 #define ASCEND_EMULATOR_CORE_VIRTUAL_MEMORY_H

@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+// SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-all project
 // Common definitions of HCCL's entry points.
 #ifndef ASCEND_EMULATOR_HCCL_API_H
 #define ASCEND_EMULATOR_HCCL_API_H

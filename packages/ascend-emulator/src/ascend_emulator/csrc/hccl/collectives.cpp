@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+// SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-all project
 // All pairs of ranks are connected, so each collective takes one step, or two: large reductions are
 // a reduce-scatter and an all-gather. Reductions are in rank order, so results are bitwise
 // identical on all ranks and in all runs.

@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+// SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-all project
 // Collectives on kernel addresses, to be called within Communicator::perform(). Counts are numbers
 // of elements.
 #ifndef ASCEND_EMULATOR_HCCL_COLLECTIVES_H

@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+// SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-all project
 // Communicator: a rank's connections to its peers, its state, and the execution of operations.
 #ifndef ASCEND_EMULATOR_HCCL_COMMUNICATOR_H
 #define ASCEND_EMULATOR_HCCL_COMMUNICATOR_H

@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+// SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-all project
 // HCCL's operations. Arguments are checked at the call; the operation runs as a task of the stream.
 // Signatures: see types.h.
 #include <algorithm>

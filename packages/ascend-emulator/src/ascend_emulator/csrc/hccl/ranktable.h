@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+// SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-all project
 // The file that describes a cluster (Huawei's "Rank table"): which server has which ranks.
 #ifndef ASCEND_EMULATOR_HCCL_RANKTABLE_H
 #define ASCEND_EMULATOR_HCCL_RANKTABLE_H

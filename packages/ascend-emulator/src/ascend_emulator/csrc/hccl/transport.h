@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+// SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-all project
 // Transport between ranks: one connection per pair of ranks, over Unix sockets within a machine and
 // TCP between machines. All messages of a step progress concurrently and the thread waits in
 // poll(), so the order of calls cannot deadlock, a closed connection is noticed immediately, and

@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+// SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-all project
 // HCCL's constants and limits. Source of the values and of the limits: Huawei's public API
 // reference "HCCL" (HcclDataType, HcclReduceOp, HcclResult, HcclCommConfig, and each operation's
 // page); of the signatures, torch_npu/csrc/distributed/HcclCompile.h (Ascend/pytorch, BSD).

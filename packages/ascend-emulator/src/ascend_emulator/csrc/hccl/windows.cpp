@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+// SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-all project
 // Memory registered with a communicator for direct access by peers. The emulator always transfers
 // over connections, so registrations are only checked and stored. Signatures:
 // torch_npu/csrc/distributed/HcclCompile.h and torch_npu/csrc/core/npu/interface/HcclInterface.cpp

@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+// SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-all project
 // Legacy graph operators (aclop). torch_npu uses them where op-plugin has no aclnn operator for a
 // call, where jit-compilation is on, and where an aclnn symbol is missing; the emulator defines all
 // aclnn symbols. Those of GRAPH_OP are computed, others refuse with their type. An Identity from a

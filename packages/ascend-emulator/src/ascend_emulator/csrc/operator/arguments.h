@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+// SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-all project
 // Written by tools/generated_docs/emulator_arguments.py from op-plugin's calls: the C types of an
 // operator's arguments. T aclTensor, L aclTensorList, S aclScalar, R aclScalarList, I aclIntArray,
 // F aclFloatArray, B aclBoolArray, t char*, i 64 bits, n 32 bits, c int8_t, b bool, d double, f

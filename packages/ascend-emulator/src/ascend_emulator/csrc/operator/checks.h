@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+// SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-all project
 // Argument checks. Each error names the argument, the found value and the allowed ones; the
 // operator's name is prepended at the C boundary. Write the source of the rule beside the check.
 #ifndef ASCEND_EMULATOR_OPERATOR_CHECKS_H

@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+// SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-all project
 // Operators that communicate with other ranks: their tasks may block, as collectives do
 // (Task::blocks in core/stream.h).
 #ifndef ASCEND_EMULATOR_OPERATOR_COMMUNICATES_H

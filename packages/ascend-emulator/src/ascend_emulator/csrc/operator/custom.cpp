@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+// SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-all project
 // Operators of the user's own, in C++ or in Python: the functions of
 // include/ascend_emulator/operator.h.
 #define ASCEND_EMULATOR_NO_ATEN

@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+// SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-all project
 // Dry run of an operator at the call. The body of a plain operator is ATen calls; what ATen refuses
 // about dtypes and shapes would fail the stream, where CANN refuses the call. So the first time
 // that a signature is seen (operator, dtypes, sizes and strides of the tensors, attributes without

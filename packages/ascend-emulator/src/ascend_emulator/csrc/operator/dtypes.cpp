@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+// SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-all project
 // Supported dtypes of operators: torch_npu's documentation of the torch functions that call them
 // (dtypes.h), and the chip.
 #include "op.h"

@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+// SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-all project
 // Written by tools/generated_docs/emulator_dtypes.py from torch_npu's documentation for pytorch 2-13-0:
 // what an operator's first argument may be on Atlas A2 and A3. Wider than the documentation, which lists what was verified:
 // bfloat16 goes with float16, an integer type with the others and float64, a complex type with float64. Where NPUs took or

@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+// SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-all project
 // Legacy graph operators (aclop), which aclopCompileAndExecute looks up by their type.
 //
 //   GRAPH_OP(Swish, (Tensor x, Out y, Attributes attributes), {

@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+// SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-all project
 // Macros that define an operator.
 //
 //   OP(aclnnSilu, (Tensor self, Tensor out), { at::silu_out(out, self); })

@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+// SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-all project
 // Shape rules of plain operators, those of the corresponding torch functions, checked at the call
 // as in CANN. The macros add the arguments' names for the messages.
 #ifndef ASCEND_EMULATOR_OPERATOR_SHAPES_H

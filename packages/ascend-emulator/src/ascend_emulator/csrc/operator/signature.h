@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+// SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-all project
 // Compares an operator's parameters with op-plugin's calls (arguments.h) when it is compiled.
 #ifndef ASCEND_EMULATOR_OPERATOR_SIGNATURE_H
 #define ASCEND_EMULATOR_OPERATOR_SIGNATURE_H

@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+// SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-all project
 // Argument objects of aclnn calls. They are opaque to torch_npu, so each holds an ATen value;
 // tensors alias device memory through the kernel mapping (core/device.h). Signatures:
 // op_plugin/utils/op_api_common_base.h in the torch_npu wheel (BSD).

@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+// SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-all project
 // Sizes are estimates from below, since CANN publishes none:
 // - Operators on the cube cores need the system workspace of Ascend C's matrix API (CANN's
 // documentation, "Workspace": "must be

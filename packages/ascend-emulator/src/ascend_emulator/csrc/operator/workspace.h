@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+// SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-all project
 // Workspace: device memory that the caller of an operator allocates for it, of the size that
 // GetWorkspaceSize answers. Nothing is stored in it here; it counts against the device's memory.
 #ifndef ASCEND_EMULATOR_OPERATOR_WORKSPACE_H

@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+// SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-all project
 // cubeMathType, the parameter of matrix products and convolutions: the type in which the cube
 // computes float32 (CANN's API reference, "aclnnMm"; torch_npu's CalcuOpUtil::GetCubeMathType maps
 // torch.npu.matmul.allow_hf32, torch.npu.conv.allow_hf32 and the chip's default precision mode to

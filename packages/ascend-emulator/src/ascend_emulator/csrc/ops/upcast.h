@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+// SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-all project
 // 16-bit floating types are computed in float32, as NPU kernels do: some of ATen's CPU kernels do
 // not support them, others round intermediate results.
 #ifndef ASCEND_EMULATOR_OPS_UPCAST_H

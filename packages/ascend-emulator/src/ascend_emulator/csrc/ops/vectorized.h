@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+// SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-all project
 // Loops that are compiled for several vector units, of which the CPU's is chosen when they run.
 #ifndef ASCEND_EMULATOR_OPS_VECTORIZED_H
 #define ASCEND_EMULATOR_OPS_VECTORIZED_H

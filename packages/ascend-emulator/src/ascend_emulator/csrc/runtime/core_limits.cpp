@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+// SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-all project
 // Limits of the cores that operators use: of a process's NPU, and of a stream, which a thread uses
 // from aclrtUseStreamResInCurrentThread on. They are kept and told; results do not depend on them.
 // Signatures and the order stream, process, hardware: CANN's public API reference,

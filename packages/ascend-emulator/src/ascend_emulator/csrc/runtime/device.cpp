@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+// SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-all project
 // aclInit and the device, context and version calls. Signatures:
 // torch_npu/csrc/core/npu/interface/AclInterface.cpp and NPUFunctions.cpp (Ascend/pytorch, BSD),
 // CANN's public API reference "AscendCL".

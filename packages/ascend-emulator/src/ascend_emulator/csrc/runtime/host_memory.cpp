@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+// SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-all project
 // Page-locked and registered host memory, and pointer attributes. Signatures:
 // torch_npu/csrc/core/npu/interface/AclInterface.cpp (Ascend/pytorch, BSD); structures and values:
 // CANN's public API reference, pages of the same names.

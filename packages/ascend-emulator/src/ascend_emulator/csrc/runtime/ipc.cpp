@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+// SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-all project
 // Shares aclrtMalloc's memory with other processes. The key is `ascend-emulator:<key in the
 // arena>:<offset in the allocation>`. Signatures:
 // torch_npu/csrc/core/npu/interface/AclInterface.cpp (Ascend/pytorch, BSD); rules: CANN's public

@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+// SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-all project
 // Kernels compiled for the NPU's own cores (Triton, AscendC): their machine code cannot run here. A
 // binary is loaded without effect, and a kernel is refused by its name where a program looks it up,
 // which is before its first launch. Declarations: torch_npu/csrc/inductor/mlir/hacl_rt.h and

@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+// SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-all project
 // Memory usage and memory errors. Signatures: torch_npu/csrc/core/npu/interface/AclInterface.cpp
 // (Ascend/pytorch, BSD); structures: memory_types.h.
 #include "core/device.h"

@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+// SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-all project
 // Structures of the memory calls: CANN's public API reference, "aclrtMemLocation",
 // "aclrtPhysicalMemProp", "aclrtPtrAttributes", "aclrtMemcpyBatchAttr", "aclrtMemUceInfo",
 // "aclrtMemUsageInfo".

@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+// SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-all project
 // Profiling and logging hooks that torch_npu links against or loads (libmsprofiler.so). A profile
 // is a directory PROF_… with the trace of the device's tasks (core/trace.h), from which `msprof
 // --export=on` makes timeline and op_summary (tools/profiler/profiler_tool). torch_npu's profiler

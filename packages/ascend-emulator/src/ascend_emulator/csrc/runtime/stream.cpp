@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+// SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-all project
 // Streams, events, synchronisation and callbacks. Signatures: see device.cpp; behaviour: CANN's
 // public API reference ("Stream Management", "Event Management", "Synchronization") and torch_npu's
 // NPUEvent.cpp, AsyncTaskQueueInterface.cpp and Graph.cpp.

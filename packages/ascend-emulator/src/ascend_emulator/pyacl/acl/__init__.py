@@ -1,3 +1,5 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-all project
 """Part of pyACL, CANN's Python binding, that Ray (``ray/_private/accelerators/npu.py``) and
 vllm-ascend's allocator use.
 

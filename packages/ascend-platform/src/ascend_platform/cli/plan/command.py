@@ -1,3 +1,5 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-all project
 """The command ``vllm-ascend plan``: arguments and output."""
 
 from __future__ import annotations

@@ -1,3 +1,5 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-all project
 """Parallel layouts of a model, and a roofline estimate of memory, communication and time of each.
 
 All figures are computed from published data, none is measured. docs/layout-planner.md compares the

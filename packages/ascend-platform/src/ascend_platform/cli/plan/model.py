@@ -1,3 +1,5 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-all project
 """Sizes of a model from its configuration: weights, KV cache, and work per token."""
 
 from __future__ import annotations

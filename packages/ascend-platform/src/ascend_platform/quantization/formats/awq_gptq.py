@@ -1,3 +1,5 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-all project
 """AWQ and GPTQ checkpoints: vLLM's configurations, with weights converted at load to those of
 schemes W4A16 and W8A16.
 

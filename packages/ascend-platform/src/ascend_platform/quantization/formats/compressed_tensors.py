@@ -1,3 +1,5 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-all project
 """compressed-tensors checkpoints: vLLM's configuration, with kernels for linear layers from vLLM's
 kernel registry.
 

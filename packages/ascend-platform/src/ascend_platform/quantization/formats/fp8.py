@@ -1,3 +1,5 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-all project
 """FP8 checkpoints (``quant_method`` "fp8"): vLLM's configuration, with weights converted at load.
 
 Blocks of 128 by 128 with ``weight_scale_inv`` (DeepSeek-V3, Kimi-K2, GLM-5, MiniMax-M2, Qwen3-FP8),

@@ -1,3 +1,5 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-all project
 """ModelSlim checkpoints (``--quantization ascend``): a JSON file beside the weights names the
 scheme of each tensor.
 

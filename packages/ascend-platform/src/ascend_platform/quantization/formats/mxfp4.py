@@ -1,3 +1,5 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-all project
 """MXFP4 checkpoints of gpt-oss: experts in e2m1 with a power of two per 32 inputs, expanded exactly
 to the model's dtype."""
 

@@ -1,3 +1,5 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-all project
 """Quantized experts of any checkpoint format: loaded by vLLM's expert loader, applied by
 a scheme."""
 

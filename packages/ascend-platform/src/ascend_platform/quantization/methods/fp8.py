@@ -1,3 +1,5 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-all project
 """FP8 weights (e4m3) of linear layers and experts, converted at load: no operator of Atlas A2 and
 A3 computes in float8.
 

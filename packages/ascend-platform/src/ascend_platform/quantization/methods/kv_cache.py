@@ -1,3 +1,5 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-all project
 """Int8 KV cache (ModelSlim's C8), with the checkpoint's scales and offsets."""
 
 from __future__ import annotations

@@ -1,3 +1,5 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-all project
 """Linear layers of ModelSlim, AWQ and GPTQ checkpoints: loaded through vLLM's parameters, applied
 by a scheme."""
 

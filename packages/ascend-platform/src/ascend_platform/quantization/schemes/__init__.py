@@ -1,3 +1,5 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-all project
 """Quantization schemes by their names in ``quant_model_description.json``."""
 
 from ascend_platform.quantization.base import Scheme

@@ -1,3 +1,5 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-all project
 """W4A8_DYNAMIC: four-bit weights with per-channel or per-group scales, int8 inputs with per-token
 scales."""
 

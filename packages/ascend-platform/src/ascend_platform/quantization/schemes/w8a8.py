@@ -1,3 +1,5 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-all project
 """W8A8 and W8A8_DYNAMIC: int8 weights with scales per channel; int8 inputs with one static scale,
 or a scale per token."""
 

@@ -1,3 +1,5 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-all project
 """W8A16 and W4A16: int8 and four-bit weights, dequantized to the inputs' dtype inside the matrix
 multiplication."""
 

@@ -1,3 +1,5 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-all project
 """Block tables of the V2 runner, by operators in place of kernels that take addresses; with prefill
 context parallelism too."""
 

@@ -1,3 +1,5 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-all project
 """States of the V2 runner's requests on the device: copied from pinned memory, and only what has
 changed."""
 

@@ -1,3 +1,5 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-all project
 """Sequence lengths on the host while draft tokens are in flight, as
 ``ascend_platform/worker/draft_lengths.py`` has them for V1.
 

@@ -1,3 +1,5 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-all project
 """ACL graphs of the V2 runner: full graphs take the step's attention lengths at replay, and sizes
 fit the NPU's streams."""
 

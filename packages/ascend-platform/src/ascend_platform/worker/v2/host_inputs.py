@@ -1,3 +1,5 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-all project
 """A V2 step's inputs, computed on the host and copied once, where the host knows how many tokens of
 each request are computed.
 

@@ -1,3 +1,5 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-all project
 """Inputs of a V2 step, and the requests' states after it: vLLM's Triton kernels
 (``gpu/input_batch.py``) in PyTorch.
 

@@ -1,3 +1,5 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-all project
 """Where vLLM's V2 runner launches Triton kernels (``launch_sites.csv``): who serves each, or why it
 is never reached.
 

@@ -1,3 +1,5 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-all project
 """Penalties, logit bias, bad words and grammars of the V2 runner: vLLM's Triton kernels in PyTorch.
 
 Logits ``[rows, vocab_size]`` are changed in place, and nothing synchronizes with the device. Each

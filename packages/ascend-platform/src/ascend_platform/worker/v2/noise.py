@@ -1,3 +1,5 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-all project
 """Random numbers of the V2 runner that depend on a seed, a position and a token alone: vLLM's
 murmur3 hash, in PyTorch.
 

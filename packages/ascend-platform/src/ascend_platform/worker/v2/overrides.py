@@ -1,3 +1,5 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-all project
 """Names of vLLM that the V2 model runner replaces, in addition to ``vllm_overrides.OVERRIDES``;
 compared where V2 is chosen."""
 

@@ -1,3 +1,5 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-all project
 """Verification of draft tokens in the V2 runner: vLLM's Triton kernels
 (``gpu/spec_decode/rejection_sampler*.py``) in PyTorch.
 

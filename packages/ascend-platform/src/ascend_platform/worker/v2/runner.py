@@ -1,3 +1,5 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-all project
 """vLLM's V2 model runner on the NPU: torch.npu streams, split KV caches, and PyTorch in place of
 Triton kernels."""
 

@@ -1,3 +1,5 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-all project
 """Sampling and log-probabilities of the V2 runner: vLLM's Triton kernels (``gpu/sample/``) in
 PyTorch, and the fused operators.
 

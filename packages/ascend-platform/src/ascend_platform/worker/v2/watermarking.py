@@ -1,3 +1,5 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-all project
 """Watermarking in the V2 runner: its sampler, and the kernels of ``gpu/sample/watermark.py`` in
 PyTorch.
 

@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+// SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-all project
 // Operators of your own on the emulator: what an AscendC kernel computes, written in C++ with ATen.
 //
 //   #include <ATen/ATen.h>

@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+// SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-all project
 // Contexts, tensors and operations of libatb.so; see atb.h.
 #include "atb.h"
 

@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+// SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-all project
 // Interface of libatb.so for torch_npu's libop_plugin_atb.so. Some operators are C functions,
 // looked up by name (ATB_OPERATOR below); the others are created from a parameter struct by C++
 // functions: CreateOperation returns an atb::Operation, whose Setup checks the tensors and whose

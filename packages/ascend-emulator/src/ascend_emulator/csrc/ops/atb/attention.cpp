@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+// SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-all project
 // ATB's attention: packed requests (PA_ENCODER), and paged caches with several queries
 // (PREFIX_ENCODER) or one query (PagedAttention) per request. Rules: torch_npu's documentation of
 // _npu_paged_attention_v2, _npu_flash_attention_v2 and _npu_flash_attention_prefix_v2

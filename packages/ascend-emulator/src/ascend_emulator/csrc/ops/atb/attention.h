@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+// SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-all project
 // Common part of ATB's attention operators: packed or paged requests, masks and ALiBi.
 #ifndef ASCEND_EMULATOR_OPS_ATB_ATTENTION_H
 #define ASCEND_EMULATOR_OPS_ATB_ATTENTION_H

@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+// SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-all project
 // ATB's expert selection by groups. Rules: torch_npu's documentation of npu_fused_add_topk_div
 // (torch_npu/op_plugin/atb/_atb_api_docs.py) and the golden function of op-plugin's
 // test_atb_group_topk.py.

@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+// SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-all project
 // ATB's writes to and reads from paged KV caches. Rules: torch_npu's documentation of
 // npu_paged_cache_load (torch_npu/op_plugin/atb/_atb_api_docs.py) and the golden functions of
 // op-plugin's test_atb_reshape_and_cache*.py and test_atb_paged_cache_load.py.

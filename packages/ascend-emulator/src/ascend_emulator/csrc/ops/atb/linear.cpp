@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+// SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-all project
 // ATB's matrix product with accumulation. Rules: the golden function of op-plugin's
 // test_atb_linear.py.
 #include "atb.h"

@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+// SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-all project
 // ATB's multi-head latent attention. Rules: torch_npu's documentation of
 // npu_multi_head_latent_attention and npu_ring_mla (torch_npu/op_plugin/atb/_atb_api_docs.py) and
 // the golden functions of op-plugin's test_atb_mla_*.py and test_atb_ring_mla.py.

@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+// SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-all project
 // ATB's quantization to int8, by channel and behind RMSNorm. Rules: the golden functions of
 // op-plugin's test_atb_quant_per_tensor.py and test__npu_quant_rms_norm.py.
 #include "ops/transformer/kv_rms_norm_rope_cache.h"

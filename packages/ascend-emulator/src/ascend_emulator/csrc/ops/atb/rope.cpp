@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+// SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-all project
 // ATB's rotary embedding. Rules: the golden function of op-plugin's test_atb_rope.py.
 #include "ops/transformer/rotary_embedding.h"
 #include "atb.h"

@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+// SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-all project
 // Common part of the attention operators: masks, layouts, pages, and softmax(scale * q k^T + bias)
 // v of one request.
 #ifndef ASCEND_EMULATOR_OPS_ATTENTION_ATTENTION_H

@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+// SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-all project
 // Training attention, forward and backward; also torch.nn.functional.scaled_dot_product_attention.
 // Rules: torch_npu's documentation of npu_fusion_attention, _v2 and _v3
 // (torch_npu/_op_plugin_docs.py); argument order: op-plugin's call sites.

@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+// SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-all project
 // The fused inference attention: checks of its arguments, and the computation. Rules: see
 // fused_infer_attention_score.cpp.
 #ifndef ASCEND_EMULATOR_OPS_ATTENTION_FUSED_INFER_ATTENTION_H

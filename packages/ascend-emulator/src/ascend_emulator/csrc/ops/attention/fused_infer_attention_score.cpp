@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+// SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-all project
 // Inference attention over contiguous and paged KV caches. Rules: torch_npu's documentation of
 // npu_fused_infer_attention_score, _v2, npu_prompt_flash_attention and npu_incre_flash_attention
 // (torch_npu/_op_plugin_docs.py); argument order: op-plugin's call sites.

@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+// SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-all project
 // The gated delta rule of linear attention, token by token in float32. Rules: torch_npu's
 // documentation of npu_recurrent_gated_delta_rule and npu_chunk_gated_delta_rule
 // (torch_npu/_op_plugin_docs.py), for the ranges of values op-plugin's later one; argument order:

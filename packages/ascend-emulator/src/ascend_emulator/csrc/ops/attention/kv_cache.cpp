@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+// SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-all project
 // Writes to and reads from the paged KV cache. Rules: torch_npu's documentation of
 // npu_scatter_pa_kv_cache and the golden functions of op-plugin's test_scatter_pa_kv_cache.py and
 // test_npu_gather_pa_kv_cache.py; argument order: op-plugin's call sites.

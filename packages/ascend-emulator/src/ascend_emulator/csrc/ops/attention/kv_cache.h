@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+// SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-all project
 // Slot mapping of paged KV caches, for aclnn's and ATB's operators.
 #ifndef ASCEND_EMULATOR_OPS_ATTENTION_KV_CACHE_H
 #define ASCEND_EMULATOR_OPS_ATTENTION_KV_CACHE_H

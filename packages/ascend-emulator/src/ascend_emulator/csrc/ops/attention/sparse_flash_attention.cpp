@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+// SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-all project
 // Sparse attention: the lightning indexer selects tokens, sparse flash attention attends to them.
 // Rules: torch_npu's documentation of npu_lightning_indexer, npu_quant_lightning_indexer and
 // npu_sparse_flash_attention (torch_npu/_op_plugin_docs.py) and the golden functions of op-plugin's

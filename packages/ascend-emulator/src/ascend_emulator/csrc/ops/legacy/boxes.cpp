@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+// SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-all project
 // Legacy graph operators of boxes. Boxes are [4, n], corners or, with `trans`, centers and sizes;
 // Iou's and those of BoundingBoxEncode and BoundingBoxDecode are [n, 4], corners. The formulas are
 // those of op-plugin's tests: test_npu_giou.py, test_npu_diou.py, test_ciou.py, test_iou.py,

@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+// SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-all project
 // Legacy graph operators of optimizers. Inputs and outputs are the same tensors
 // (op_plugin/ops/aclops/*Adam*.cpp).
 #include "operator/graph_op.h"

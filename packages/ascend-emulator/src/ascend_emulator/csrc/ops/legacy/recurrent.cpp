@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+// SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-all project
 // Legacy graph operators of an LSTM (op_plugin/ops/aclops/LstmKernelNpu.cpp,
 // LstmCellKernelNpu.cpp): x is [steps, batch, input], states are [batch, hidden], weights [input, 4
 // * hidden] and [hidden, 4 * hidden], the gates in PyTorch's order: i, f, j, o, where j is the

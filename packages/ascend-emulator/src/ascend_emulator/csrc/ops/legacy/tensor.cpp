@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+// SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-all project
 // Legacy graph operators that fill, cut, move and choose values.
 #include <ATen/CPUGeneratorImpl.h>
 

@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+// SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-all project
 // Reductions and scans.
 #include "operator/shapes.h"
 #include "ops/upcast.h"

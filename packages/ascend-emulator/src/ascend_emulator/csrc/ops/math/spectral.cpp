@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+// SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-all project
 // Short-time Fourier transform; torch's other Fourier transforms run without CANN. Rules: CANN's
 // API reference, aclStft; argument order: op-plugin's call site (StftKernelNpuOpApi.cpp).
 #include "operator/op.h"

@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+// SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-all project
 // Grouped matrix products. Semantics and limits: torch_npu's documentation of npu_grouped_matmul
 // and npu_grouped_matmul_finalize_routing (torch_npu/_op_plugin_docs.py, BSD), their shape
 // functions, op-plugin's call sites and tests.

@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+// SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-all project
 // Matrix products of quantized inputs. Semantics and limits: torch_npu's documentation of
 // npu_quant_matmul, npu_weight_quant_batchmatmul and npu_batch_gather_matmul
 // (torch_npu/_op_plugin_docs.py, BSD), their shape functions

@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+// SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-all project
 // Matrix products fused with an all-to-all: npu_alltoallv_gmm, npu_gmm_alltoallv,
 // npu_all_to_all_matmul, npu_matmul_all_to_all. Semantics and limits: torch_npu's documentation of
 // these (op-plugin's docs/zh/custom_APIs/torch_npu, BSD), op-plugin's test_alltoallv_gmm.py and

@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+// SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-all project
 // Matrix products fused with a collective: npu_mm_all_reduce_base, npu_all_gather_base_mm,
 // npu_mm_reduce_scatter_base; and the barrier. Semantics and limits: torch_npu's documentation of
 // these (op-plugin's docs/zh/custom_APIs/torch_npu, BSD) and op-plugin's tests. As on the device,

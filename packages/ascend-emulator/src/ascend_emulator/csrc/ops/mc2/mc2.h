@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+// SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-all project
 // Common part of MC2 operators (fused computation and communication). Each is one call on a
 // communicator, like a collective: failures are sent to the other ranks, and mismatched calls are
 // reported.

@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+// SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-all project
 // Common part of dispatch and combine; see moe_distribute.h.
 #include "moe_distribute.h"
 

@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+// SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-all project
 // MoE dispatch and combine over expert-parallel ranks. Semantics and limits: torch_npu's
 // documentation of npu_moe_distribute_dispatch[_v2] and npu_moe_distribute_combine[_v2]
 // (op-plugin's docs/zh/custom_APIs/torch_npu, BSD), op-plugin's test_moe_distribute_*.py.

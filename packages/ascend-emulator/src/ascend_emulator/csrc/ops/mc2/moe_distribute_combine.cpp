@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+// SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-all project
 // npu_moe_distribute_combine[_v2] and npu_moe_distribute_combine_add_rms_norm; see
 // moe_distribute.h. The expert's rank finds the source of its rows in ep_send_counts, the token's
 // rank finds what it sent in expert_ids.

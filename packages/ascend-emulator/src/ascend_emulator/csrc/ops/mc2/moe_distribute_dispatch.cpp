@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+// SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-all project
 // npu_moe_distribute_dispatch[_v2]; see moe_distribute.h.
 //
 // Received rows are ordered by local expert, source rank and token; ep_recv_counts has the end of

@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+// SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-all project
 // npu_moe_update_expert: maps logical to physical experts and prunes choices of small weight,
 // before dispatch. Semantics and limits: torch_npu's documentation of it (op-plugin's
 // docs/zh/custom_APIs/torch_npu, BSD) and op-plugin's test_moe_update_expert.py.

@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+// SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-all project
 // MoE gating, and ordering of tokens by expert. Semantics and limits: torch_npu's documentation of
 // npu_moe_gating_top_k(_softmax), npu_moe_init_routing(_v2) and npu_moe_compute_expert_tokens
 // (torch_npu/_op_plugin_docs.py, BSD), its shape functions, and op-plugin's tests.

@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+// SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-all project
 // Token permutation by expert and its inverse, with gradients. Semantics and limits: torch_npu's
 // documentation of npu_moe_token_permute, npu_moe_token_unpermute,
 // npu_moe_token_permute_with_routing_map and npu_moe_finalize_routing

@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+// SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-all project
 // Convolutions and their gradients.
 #include "ops/cube_math.h"
 #include "ops/upcast.h"

@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+// SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-all project
 // Boxes and regions of interest: npu_iou and npu_roi_align.
 #include "ops/upcast.h"
 

@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+// SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-all project
 // Dropout in two steps as in torch_npu: a mask of one bit per value, rounded up to 128 bits, and
 // its application (op-plugin's NativeDropoutKernelNpuOpApi.cpp). A set bit keeps the value.
 #include <ATen/CPUGeneratorImpl.h>

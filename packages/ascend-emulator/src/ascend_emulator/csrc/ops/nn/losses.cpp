@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+// SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-all project
 // Losses and their gradients. Reductions: 0 none, 1 mean, 2 sum (at::Reduction).
 #include "operator/shapes.h"
 #include "ops/upcast.h"

@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+// SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-all project
 // Pooling, unpooling and gradients. Indices are int32 or int64.
 #include "operator/shapes.h"
 #include "ops/cube_math.h"

@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+// SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-all project
 // LSTM cell after the matrix products: gates in the order input, forget, cell, output. The
 // workspace holds the activated gates for the gradient (PyTorch's _thnn_fused_lstm_cell).
 #include "ops/upcast.h"

@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+// SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-all project
 // LSTM and GRU layers over sequences, and their gradients (op-plugin's LSTMKernelNpuOpApi.cpp and
 // GRUKernelNpuOpApi.cpp). Parameters are those of torch.nn.LSTM and torch.nn.GRU, for each layer
 // and direction: weight_ih, weight_hh and, with biases, bias_ih and bias_hh. What the gradient

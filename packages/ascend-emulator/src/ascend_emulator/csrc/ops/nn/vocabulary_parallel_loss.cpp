@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+// SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-all project
 // Cross entropy of logits whose vocabulary is split over ranks, with the product that makes them.
 // Formulas and limits: torch_npu's documentation of npu_fused_linear_online_max_sum,
 // npu_fused_cross_entropy_loss_with_max_sum and

@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+// SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-all project
 // Batch normalization, and the steps of synchronized batch normalization (torch.nn.SyncBatchNorm).
 // Channels are dimension 1. The formulas are those of PyTorch's batch_norm_* functions.
 #include "operator/shapes.h"

@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+// SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-all project
 // GroupNorm, with optional activation, and gradients. Rules: torch_npu's documentation of
 // npu_group_norm_silu and npu_group_norm_swish (torch_npu/_op_plugin_docs.py), and the golden
 // functions of op-plugin's tests; argument order: op-plugin's call sites.

@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+// SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-all project
 // LayerNorm, AddLayerNorm and DeepNorm, and gradients. Argument order: op-plugin's call sites.
 #include "ops/upcast.h"
 #include "normalization.h"

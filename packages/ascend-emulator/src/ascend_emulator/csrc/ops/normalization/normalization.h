@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+// SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-all project
 // Common part of the fused normalizations: checks, and norms in float32 (`fp32` is x in float32).
 #ifndef ASCEND_EMULATOR_OPS_NORMALIZATION_NORMALIZATION_H
 #define ASCEND_EMULATOR_OPS_NORMALIZATION_NORMALIZATION_H

@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+// SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-all project
 // RMSNorm and AddRMSNorm. Sums are computed in float32, as torch_npu's documentation of
 // npu_rms_norm says for 16-bit types. Rules: torch_npu's documentation of npu_rms_norm,
 // npu_add_rms_norm_cast and npu_gemma_rms_norm (torch_npu/_op_plugin_docs.py), and the golden

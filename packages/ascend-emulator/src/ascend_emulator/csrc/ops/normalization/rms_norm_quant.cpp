@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+// SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-all project
 // RMSNorm with quantized outputs. Rules: torch_npu's documentation of npu_add_rms_norm_quant,
 // npu_add_rms_norm_dynamic_quant and npu_rms_norm_quant (torch_npu/_op_plugin_docs.py), and the
 // golden functions of op-plugin's tests; argument order: op-plugin's call sites.

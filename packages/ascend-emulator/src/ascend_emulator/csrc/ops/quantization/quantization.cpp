@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+// SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-all project
 // Quantization and dequantization. Semantics and limits: torch_npu's documentation of npu_quantize,
 // npu_dynamic_quant(_asymmetric), npu_anti_quant, npu_trans_quant_param, npu_quant_scatter and
 // npu_kronecker_quant (torch_npu/_op_plugin_docs.py, BSD); of npu_group_quant op-plugin's shape

@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+// SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-all project
 // Common part of quantized operators: rounding, int4 packing, groups of rows. Rounding is to the
 // nearest, ties to even (torch.round, which torch_npu's documentation and op-plugin's tests use as
 // "round").

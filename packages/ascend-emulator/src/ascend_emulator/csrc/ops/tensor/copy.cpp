@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+// SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-all project
 // Operators that copy and rearrange values.
 #include "operator/shapes.h"
 #include "ops/upcast.h"

@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+// SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-all project
 // Casts to and from FRACTAL_NZ. torch_npu's npu_format_cast queries the storage's shape, allocates
 // it, and casts into it; the tensor keeps its shape and strides
 // (torch_npu/csrc/aten/common/FormatCastKernelNpu.cpp, BSD).

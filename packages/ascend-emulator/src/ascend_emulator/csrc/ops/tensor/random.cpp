@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+// SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-all project
 // Random numbers. They differ from an NPU's for the same seed, whose generator is not public, and
 // are reproducible for the same (seed, offset). In graphs both are read from tensors at replay,
 // plus the call's own offset.

@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+// SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-all project
 // Gated activations, with optional quantization. Semantics and limits: torch_npu's documentation of
 // npu_swiglu, npu_swiglu_quant, npu_dequant_swiglu_quant, npu_clipped_swiglu, npu_gelu_mul and
 // npu_geglu (torch_npu/_op_plugin_docs.py, BSD) and op-plugin's tests of them.

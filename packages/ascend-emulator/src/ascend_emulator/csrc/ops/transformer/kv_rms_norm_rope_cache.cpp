@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+// SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-all project
 // Fused RMSNorm, rotary embedding and KV cache write. Semantics: the golden functions of
 // op-plugin's test_npu_kv_rms_norm_rope_cache.py and test_npu_qkv_rms_norm_rope_cache.py; shapes:
 // torch_npu/op_plugin/meta/_meta_registrations.py.

@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+// SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-all project
 // Fused RMSNorm, rotary embedding and write to a paged KV cache.
 #ifndef ASCEND_EMULATOR_OPS_TRANSFORMER_KV_RMS_NORM_ROPE_CACHE_H
 #define ASCEND_EMULATOR_OPS_TRANSFORMER_KV_RMS_NORM_ROPE_CACHE_H

@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+// SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-all project
 // Projections, RMSNorm, rotary embedding and cache write before multi-head latent attention. Rules:
 // torch_npu's documentation of npu_mla_prolog_v2 and _v3 (torch_npu/_op_plugin_docs.py) and the
 // golden functions of op-plugin's test_mla_prolog*.py; argument order: op-plugin's call sites.

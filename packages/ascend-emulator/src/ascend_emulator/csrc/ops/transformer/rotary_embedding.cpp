@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+// SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-all project
 // Rotary embeddings. Semantics and limits: torch_npu's documentation of npu_rotary_mul, npu_mrope
 // and npu_apply_rotary_pos_emb (torch_npu/_op_plugin_docs.py), and the golden functions of
 // op-plugin's tests; argument order: op-plugin's call sites.

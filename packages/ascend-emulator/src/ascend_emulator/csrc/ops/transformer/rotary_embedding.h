@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+// SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-all project
 // Rotary embedding in float32.
 #ifndef ASCEND_EMULATOR_OPS_TRANSFORMER_ROTARY_EMBEDDING_H
 #define ASCEND_EMULATOR_OPS_TRANSFORMER_ROTARY_EMBEDDING_H

@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+// SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-all project
 // Sampling. Rules: torch_npu's documentation of npu_top_k_top_p and npu_top_k_top_p_sample
 // (torch_npu/_op_plugin_docs.py) and the golden functions of op-plugin's test_npu_top_k_top_p.py
 // and test_top_k_top_p_sample.py; argument order: op-plugin's call sites.

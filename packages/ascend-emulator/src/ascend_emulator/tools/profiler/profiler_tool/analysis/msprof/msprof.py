@@ -1,3 +1,5 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-all project
 """Program ``msprof`` of ``ascend-emulator run``: ``--export=on --output=PROF_…`` makes timeline and
 op_summary of a profile.
 
