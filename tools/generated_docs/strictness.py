@@ -33,7 +33,8 @@ def programs() -> list[list[str]]:
     for path in sorted((EMULATOR / "tests" / "refused").glob("*.py")):
         text = path.read_text()
         header = dict(HEADER.findall(text))
-        sentence = (ast.get_docstring(ast.parse(text)) or "").partition("\n")[0].rstrip(".")
+        docstring = ast.get_docstring(ast.parse(text)) or ""
+        sentence = " ".join(docstring.partition("\n\n")[0].split()).rstrip(".")
         rows.append([f"`{path.stem}`", sentence, header["source"], header["seen on hardware"]])
     return rows
 
@@ -81,5 +82,6 @@ def _documents(text: str) -> Iterator[str]:
         ("op-plugin's call sites and tests", r"op-plugin's (?!docs)"),
         ("PyTorch", r"(?:as|of|in|by) (?:torch|PyTorch)\b|torch\.\w+|at::\w+"),
     ):
-        if re.search(pattern, " ".join(re.findall(r"//(.*)", text))):
+        comments = " ".join(" ".join(re.findall(r"//(.*)", text)).split())
+        if re.search(pattern, comments):
             yield what

@@ -257,7 +257,7 @@ def measure(folder: Path) -> list[str]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser = argparse.ArgumentParser(description=" ".join(__doc__.partition("\n\n")[0].split()))
     parser.add_argument(
         "--out", type=Path, default=Path(__file__).parent / "adder", help="folder to write"
     )

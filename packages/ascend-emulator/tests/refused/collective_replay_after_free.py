@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-all project
-# run: --npus 1 refused: HcclAllReduce\(4194304 float32, sum\).*sendBuf, 16777216 bytes at
-# 0x[0-9a-f]+, which were freed after the call source: PyTorch, memory pools of graphs seen on
-# hardware: no
+# run: --npus 1
+# refused: HcclAllReduce\(4194304 float32, sum\).*sendBuf, 16777216 bytes at 0x[0-9a-f]+, which were freed after the call
+# source: PyTorch, memory pools of graphs
+# seen on hardware: no
 """Replays a graph with a collective after the memory that it reduces was freed."""
 
 import os

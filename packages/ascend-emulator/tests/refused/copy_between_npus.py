@@ -1,8 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-all project
 """A copy between two NPUs that no call of aclrtDeviceEnablePeerAccess preceded."""
-# run: --npus 2 refused: copying from NPU 0 to NPU 1, between which it is not enabled; call
-# aclrtDeviceEnablePeerAccess source: CANN, aclrtDeviceEnablePeerAccess seen on hardware: no
+# run: --npus 2
+# refused: copying from NPU 0 to NPU 1, between which it is not enabled; call aclrtDeviceEnablePeerAccess
+# source: CANN, aclrtDeviceEnablePeerAccess
+# seen on hardware: no
 
 import ctypes
 

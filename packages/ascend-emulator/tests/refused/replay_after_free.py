@@ -1,7 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-all project
-# run: refused: aclnnMuls \(node 0 of graph 0\): self, 33554432 bytes at 0x[0-9a-f]+, which were
-# freed after the call source: PyTorch, memory pools of graphs seen on hardware: no
+# run:
+# refused: aclnnMuls \(node 0 of graph 0\): self, 33554432 bytes at 0x[0-9a-f]+, which were freed after the call
+# source: PyTorch, memory pools of graphs
+# seen on hardware: no
 """Replays a graph after the memory of its input was freed."""
 
 import torch

@@ -182,7 +182,8 @@ def _error(status: int, message: str) -> web.Response:
 def main() -> None:
     """The command."""
     parser = argparse.ArgumentParser(
-        prog="python -m ascend_kv_connector.proxy", description=str(__doc__).partition("\n")[0]
+        prog="python -m ascend_kv_connector.proxy",
+        description=" ".join(str(__doc__).partition("\n\n")[0].split()),
     )
     parser.add_argument(
         "--prefill", nargs="+", required=True, metavar="URL", help="base URLs of prefill instances"

@@ -179,7 +179,7 @@ def matmul_int8() -> Facts:
         scale = torch.ones(size).npu()
         times = max(1, 4096 // size)
 
-        def work():
+        def work() -> Any:
             return [
                 torch_npu.npu_quant_matmul(x, x, scale, output_dtype=torch.bfloat16)
                 for _ in range(times)

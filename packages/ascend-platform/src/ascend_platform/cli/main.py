@@ -35,7 +35,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     ):
         try:
             add = point.load()
-            line = (add.__doc__ or "").partition("\n")[0]
+            line = " ".join((add.__doc__ or "").partition("\n\n")[0].split())
             add(commands.add_parser(point.name, help=line, description=line))
         except Exception as error:
             print(
