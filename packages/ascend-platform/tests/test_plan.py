@@ -128,7 +128,7 @@ def test_the_page_has_what_was_published_and_what_is_estimated():
         assert f"{found.tokens_per_second:.1f}" == estimated
         assert f"{found.tokens_per_second / float(published):.2f}" == ratio
         within.append(0.7 < float(ratio) < 1.3)
-    assert all(within), "the page states an error of 30 %"
+    assert all(within), "rows that the constants were fitted on are within 30 %"
 
 
 def test_chips_are_those_of_the_emulator():
