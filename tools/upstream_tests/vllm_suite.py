@@ -82,7 +82,7 @@ MODELS = {
 }
 INSTALL = """
     from ascend_platform.triton_overrides import drafter
-    from ascend_platform.worker import model_runner  # some tests call what is in vLLM's modules without a worker of ours
+    from ascend_platform.worker.v1 import runner  # some tests call what is in vLLM's modules without a worker of ours
     drafter.install()  # as the model runner does where tokens are drafted
 """
 INSTALL_V2 = """

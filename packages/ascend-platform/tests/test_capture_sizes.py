@@ -133,7 +133,7 @@ def test_a_pipeline_stage_supports_what_the_others_do(
 def test_a_capture_disables_the_collector_and_leaves_frozen_what_is() -> None:
     script = """
 import gc
-from ascend_platform.worker.model_runner import NPUModelRunner
+from ascend_platform.graph.capture_sizes import freeze_gc
 
 class Cycle:
     def __init__(self):
@@ -142,14 +142,14 @@ class Cycle:
 gc.collect()
 gc.freeze()
 frozen = gc.get_freeze_count()
-with NPUModelRunner._freeze_gc():
+with freeze_gc():
     assert not gc.isenabled()
     Cycle()
 assert gc.isenabled()
 assert not any(isinstance(each, Cycle) for each in gc.get_objects())
 assert gc.get_freeze_count() > 0.99 * frozen > 100_000
 gc.disable()
-with NPUModelRunner._freeze_gc():
+with freeze_gc():
     pass
 assert not gc.isenabled()
 """

@@ -93,7 +93,7 @@ def _of_runner(runner: str, *methods: str) -> list[Symbol]:
     return [Symbol(f"{runner}.execute_model", "modelRunnerExec", "Execute"), *named]
 
 
-_V1 = "ascend_platform.worker.model_runner:NPUModelRunner"
+_V1 = "ascend_platform.worker.v1.runner:NPUModelRunner"
 V1_SYMBOLS = [
     Symbol(
         "vllm.v1.sample.sampler:Sampler.forward", "sample", handler=("model", "sampler_forward")
@@ -101,7 +101,7 @@ V1_SYMBOLS = [
     *_of_runner(_V1, "_update_states", "_prepare_inputs", "_build_attention_metadata"),
     Symbol(f"{_V1}.propose_draft_token_ids", "propose_draft_token_ids", "SpecDecode"),
 ]
-_V2 = "ascend_platform.worker.v2.runner:NPUModelRunnerV2"
+_V2 = "ascend_platform.worker.v2.runner:NPUModelRunner"
 V2_SYMBOLS = [
     *_of_runner(
         _V2,

@@ -4,6 +4,7 @@
 memory budget."""
 
 import atexit
+import importlib
 import os
 import weakref
 from contextlib import AbstractContextManager, nullcontext
@@ -36,7 +37,6 @@ from ascend_platform.platform import announce
 from ascend_platform.transfer.checkpoint import note_files
 from ascend_platform.vllm_overrides import override
 from ascend_platform.worker import process_groups, sleep_mode, watchdog
-from ascend_platform.worker.model_runner import NPUModelRunner
 from ascend_platform.worker.sleep_mode import VirtualMemoryBackend, notify_awake
 
 
@@ -262,12 +262,11 @@ class NPUWorker(Worker):
         super().profile(is_start, profile_prefix, **iterations)
 
     def _make_model_runner(self) -> Any:
-        if self.use_v2_model_runner:
-            from ascend_platform.worker.v2.runner import NPUModelRunnerV2
-
-            assert self.device is not None
-            return NPUModelRunnerV2(self.vllm_config, self.device)
-        return NPUModelRunner(self.vllm_config, self.device)
+        assert self.device is not None
+        version = "v2" if self.use_v2_model_runner else "v1"
+        # V1's modules are imported for V1 alone, and later versions of vLLM lack what they need
+        runner = importlib.import_module(f"ascend_platform.worker.{version}.runner")
+        return runner.NPUModelRunner(self.vllm_config, self.device)
 
     def _maybe_get_memory_pool_context(self, tag: str) -> AbstractContextManager:
         """Context in which vLLM allocates weights and KV cache: with sleep mode, memory that can be

@@ -48,7 +48,7 @@ class GraphSizes(CudaGraphManager):
 
         is_profiling = self._max_full_descs_to_capture is not None  # in a pool of vLLM's
         while self._capture_descs:
-            if not is_profiling:  # see GraphSizeMixin.capture_model
+            if not is_profiling:  # see worker/v1/graph_sizes.py
                 self.pool = current_platform.graph_pool_handle()
                 for wrapper in capture_sizes.wrappers_of(self.compilation_config):
                     wrapper.graph_pool = self.pool

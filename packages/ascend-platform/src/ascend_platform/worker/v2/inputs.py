@@ -138,7 +138,7 @@ def current() -> Step | None:
 
 def _current() -> Step:
     assert _step is not None, (
-        "the inputs of a step are prepared in NPUModelRunnerV2.prepare_inputs alone"
+        "the inputs of a step are prepared in NPUModelRunner.prepare_inputs alone"
     )
     return _step
 

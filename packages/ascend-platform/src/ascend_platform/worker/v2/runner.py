@@ -19,7 +19,8 @@ from ascend_platform.graph import capture_sizes
 from ascend_platform.graph.acl_graph import module_with_overrides
 from ascend_platform.ops import punica
 from ascend_platform.vllm_overrides import override, without
-from ascend_platform.worker.model_runner import ModelMixin, torch_on_npu
+from ascend_platform.worker.loading import ModelMixin
+from ascend_platform.worker.torch_npu_view import torch_on_npu
 from ascend_platform.worker.v2 import buffers, graphs, inputs, overrides, sampling, watermarking  # noqa: F401
 from ascend_platform.worker.v2.block_tables import NPUBlockTables, NPUPCPManager
 from ascend_platform.worker.v2.draft_lengths import DraftLengthsMixin
@@ -48,9 +49,7 @@ override("vllm.v1.worker.gpu.structured_outputs:torch", torch_on_npu)
 override("vllm.v1.worker.gpu.spec_decode.utils:torch", torch_on_npu)
 override("vllm.v1.worker.gpu.pp_utils:torch", torch_on_npu)
 override("vllm.v1.worker.gpu.attn_utils:init_kv_cache", init_kv_cache)
-override(
-    "vllm.utils.gc_utils:freeze_gc_for_cudagraph_capture", capture_sizes.GraphSizeMixin._freeze_gc
-)
+override("vllm.utils.gc_utils:freeze_gc_for_cudagraph_capture", capture_sizes.freeze_gc)
 override("vllm.v1.worker.gpu.block_table:BlockTables", NPUBlockTables)
 buffers.install()
 graphs.install()
@@ -59,7 +58,7 @@ sampling.install()
 watermarking.install()
 
 
-class NPUModelRunnerV2(ModelMixin, DraftLengthsMixin, GPUModelRunner):
+class NPUModelRunner(ModelMixin, DraftLengthsMixin, GPUModelRunner):
     """vLLM's V2 GPUModelRunner; what it does not serve is refused by
     ``ascend_platform/config/model_runner.py``."""
 

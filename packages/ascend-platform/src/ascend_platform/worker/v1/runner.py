@@ -8,68 +8,31 @@ from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
 
 import torch
-from vllm.config import CompilationMode, ParallelConfig, VllmConfig
+from vllm.config import ParallelConfig, VllmConfig
 from vllm.distributed.eplb.eplb_state import EplbState
-from vllm.model_executor.custom_op import op_registry_oot
-from vllm.model_executor.layers.attention import Attention, MLAAttention
-from vllm.model_executor.layers.attention.mm_encoder_attention import MMEncoderAttention
-from vllm.model_executor.layers.rotary_embedding import _ROPE_DICT
-from vllm.utils.import_utils import resolve_obj_by_qualname
 from vllm.v1.kv_cache_interface import KVCacheConfig
+from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
-import ascend_platform.ops.fused_moe
-import ascend_platform.ops.shared_experts
-import ascend_platform.ops.tensor_parallel  # noqa: F401
-from ascend_platform import compat, extension, host
-from ascend_platform.attention import kv_cache, selector, state_cache
-from ascend_platform.config import mla_prolog
+from ascend_platform.attention import kv_cache, state_cache
 from ascend_platform.config.state_layers import has_states
 from ascend_platform.graph import acl_graph
-from ascend_platform.graph.acl_graph import module_with_overrides
-from ascend_platform.graph.capture_sizes import GraphSizeMixin
 from ascend_platform.ops import punica
 from ascend_platform.sampling import topk_topp
 from ascend_platform.triton_overrides import drafter
 from ascend_platform.triton_overrides.slot_mapping import null_slots
-from ascend_platform.vllm_overrides import has_v1_runner, override, require
-from ascend_platform.worker import rotary_tables, state_layers
-from ascend_platform.worker.draft_lengths import DraftLengthsMixin
-from ascend_platform.worker.host_inputs import HostInputsMixin
+from ascend_platform.vllm_overrides import override
+from ascend_platform.worker import state_layers
+from ascend_platform.worker.loading import ModelMixin
+from ascend_platform.worker.torch_npu_view import torch_on_npu
+from ascend_platform.worker.v1.draft_lengths import DraftLengthsMixin
+from ascend_platform.worker.v1.graph_sizes import GraphSizeMixin
+from ascend_platform.worker.v1.host_inputs import HostInputsMixin
 
 if TYPE_CHECKING:
     from vllm.v1.core.sched.output import SchedulerOutput
 
-if TYPE_CHECKING or has_v1_runner():
-    from vllm.v1.worker.gpu_model_runner import GPUModelRunner
-else:  # NPUModelRunner cannot be made, and is not: config/model_runner.py chooses V2
-    GPUModelRunner = object
-
-STREAM_NAMES = (
-    "Stream",
-    "Event",
-    "stream",
-    "current_stream",
-    "default_stream",
-    "set_stream",
-    "synchronize",
-)
-
-
-# The V1 runner calls torch.cuda.Stream, Event, stream and current_stream directly, in __init__ and
-# in every step (gpu_model_runner.py:276-298, 745-753). Only these modules get torch.npu's;
-# torch.cuda itself is unchanged.
-torch_on_npu = module_with_overrides(
-    torch,
-    cuda=module_with_overrides(
-        torch.cuda, **{name: getattr(torch.npu, name) for name in STREAM_NAMES}
-    ),
-)
 override("vllm.v1.worker.gpu_model_runner:torch", torch_on_npu)
 override("vllm.v1.spec_decode.ngram_proposer_gpu:torch", torch_on_npu)
-override("vllm.distributed.parallel_state:torch", torch_on_npu)
-override("vllm.distributed.parallel_state:graph_capture", acl_graph.graph_capture)
-
-require("vllm.model_executor.layers.rotary_embedding:_ROPE_DICT")
 
 
 class NPUEplbState(EplbState):
@@ -83,115 +46,6 @@ class NPUEplbState(EplbState):
 
 # load_model makes one by this name
 override("vllm.distributed.eplb.eplb_state:EplbState", NPUEplbState)
-
-
-def register_vision_attention() -> None:
-    """Register the offered MMEncoderAttention for multimodal encoders, once."""
-    if (
-        path := extension.offered("attention.vision")
-    ) and MMEncoderAttention.__name__ not in op_registry_oot:
-        attention = resolve_obj_by_qualname(path)
-        if lacking := host.chip_family().lacks(*getattr(attention, "operators", ())):
-            extension.logger.info(
-                "attention of encoders falls back to PyTorch: %s has no %s",
-                host.chip(),
-                ", ".join(lacking),
-            )
-        else:
-            MMEncoderAttention.register_oot(attention)
-
-
-def register_latent_layer() -> None:
-    """Register the offered MultiHeadLatentAttentionWrapper, once."""
-    from vllm.model_executor.layers.mla import MultiHeadLatentAttentionWrapper as Layer
-
-    if (path := extension.offered(mla_prolog.SLOT)) and Layer.__name__ not in op_registry_oot:
-        Layer.register_oot(resolve_obj_by_qualname(path))
-
-
-def renew_latent_weights(model: Any, dtype: torch.dtype) -> None:
-    """Compute again what latent attention keeps of the model's weights, such as the copies of
-    npu_mla_prolog_v3.
-
-    vLLM's reload puts parameters on the meta device until their layer is loaded, and does the same
-    when all are.
-    """
-    if not any(parameter.is_meta for parameter in model.parameters()):
-        for layer in model.modules():
-            if isinstance(layer, MLAAttention):
-                layer.process_weights_after_loading(dtype)
-
-
-class ModelMixin:
-    """Mixin for vLLM's model runners that loads a model for the NPU."""
-
-    def load_model(self: Any, *arguments: Any, **named: Any) -> None:
-        """Load the model as vLLM does, with rotary tables of its own, because sleep mode frees
-        them."""
-        if self.model_config.is_multimodal_model:
-            register_vision_attention()
-        if self.model_config.use_mla:
-            compat.ask_platform_for_mla_prefill_backend()
-        if extension.rope_order(self.vllm_config) == "halves":
-            register_latent_layer()
-        _ROPE_DICT.clear()
-        super().load_model(*arguments, **named)  # type: ignore[misc]
-        model = self.get_model()
-        drafter = getattr(
-            getattr(self, "drafter", None) or getattr(self, "speculator", None), "model", None
-        )
-        for each in (model, drafter) if isinstance(drafter, torch.nn.Module) else (model,):
-            rotary_tables.check(each, self.max_model_len)
-        if check := getattr(self.vllm_config.quant_config, "check_loaded", None):
-            check(model)
-        if extension.uses_mla_prolog(self.vllm_config):
-            load, dtype = model.load_weights, self.model_config.dtype
-
-            def load_weights(weights: Any) -> Any:
-                loaded = load(weights)
-                renew_latent_weights(model, dtype)
-                return loaded
-
-            model.load_weights = load_weights  # trainers call it in an engine that serves
-        compiled = self.compilation_config.mode != CompilationMode.NONE
-        for layer in self.compilation_config.static_forward_context.values():
-            # of vLLM's own prefill, which the profile run would reserve
-            if isinstance(layer, MLAAttention):
-                layer._chunked_prefill_workspace_size = 0
-            elif isinstance(layer, Attention):
-                # an operator of its own is for Dynamo, see opaque_attention_op
-                layer.use_direct_call = not compiled
-        if selector.is_sparse(self.model_config):
-            # vLLM has imported the model, which takes long
-            from ascend_platform.attention import indexer
-
-            indexer.install(self.compilation_config.static_forward_context)
-
-    def load_lora_model(self: Any, *arguments: Any, **named: Any) -> torch.nn.Module:
-        """Replace the model's layers by those with adapters, as vLLM does, with corrections; some
-        adapters are refused."""
-        model: torch.nn.Module = super().load_lora_model(*arguments, **named)  # type: ignore[misc]
-        # it imports state-space layers, which are prepared by now
-        from ascend_platform.ops import lora_layers
-
-        lora_layers.install(self.lora_manager)
-        return model
-
-    def reload_weights(self: Any, *arguments: Any, **named: Any) -> None:
-        """Reload weights as vLLM does.
-
-        Raises:
-            RefusedError: the weights are quantized, so that the loaded tensors have been replaced
-            by packed ones.
-        """
-        if self.vllm_config.quant_config is not None:
-            raise extension.RefusedError(
-                "reload_weights is not supported with quantized weights; fix: sleep(level=1), which"
-                " keeps the weights on the host"
-            )
-        super().reload_weights(*arguments, **named)  # type: ignore[misc]
-        if extension.uses_mla_prolog(self.vllm_config):
-            renew_latent_weights(self.get_model(), self.model_config.dtype)
 
 
 class NPUModelRunner(
