@@ -184,7 +184,7 @@ def engines(chosen: list[str], requests: int, seed: int) -> list[str]:
                 )
                 good = good and (phase == "killed" or not result.get("failed"))
                 # the two instances without any transfer, which round differently
-                if not good and phase != "alone":
+                if not good and phase != "no transfer":
                     wrong.append(f"{name}, {phase}: {result}")
                 print(rows[-1], flush=True)
             if any(each.startswith(f"{name}, ") for each in wrong):

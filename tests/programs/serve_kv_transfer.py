@@ -9,7 +9,7 @@ instance.
 Each instance is an engine in processes of its own. Prints a line `RESULT {json}`: by phase how many
 requests ended in which way, those whose tokens differ from what the prefill instance computes
 alone, and those whose KV cache was not transferred. If the two instances do not have the same
-shape, `alone` counts the prompts that they answer differently without any transfer.
+shape, `no transfer` counts the prompts that they answer differently without any transfer.
 """
 
 import collections
@@ -529,9 +529,9 @@ def run(case: dict[str, Any]) -> dict[str, Any]:
         pair.compute_alone(every)
         result: dict[str, Any] = {}
         if case["prefill"].get("engine") != case["decode"].get("engine"):
-            result["alone"] = pair.alone_differently()
+            result["no transfer"] = pair.alone_differently()
         if case.get("logprobs"):
-            result["alone, again"] = pair.compute_alone_again(every)
+            result["recomputed"] = pair.compute_alone_again(every)
         for name in ("pull", "layerwise"):
             if phases[name]:
                 result[name] = (

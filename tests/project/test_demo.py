@@ -54,7 +54,7 @@ def test_answers_are_right_and_the_log_shows_the_plugin(marked: dict[str, str]) 
         "86+77= 163",
     ):
         assert line in lines
-    assert any(line.startswith("5 of 5 answers right") for line in lines)
+    assert any(line.startswith("5/5 answers correct") for line in lines)
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])

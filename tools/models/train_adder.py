@@ -236,7 +236,7 @@ def measure(folder: Path) -> list[str]:
     together = ["".join(mixed[at : at + 100]) for at in range(0, len(mixed), 100)]
     chains = [chain(number, number, CONTEXT // 6 + 1)[:CONTEXT] for number in range(100)]
     sets = [
-        ("each of the 10,000 sums alone", alone, 0, True),
+        ("each of the 10,000 sums in a request of its own", alone, 0, True),
         ("the 10,000 sums, 100 to a text (about 930 tokens)", together, 0, True),
         (f"100 chains of {CONTEXT:,} tokens, each token", chains, 2, False),
     ]

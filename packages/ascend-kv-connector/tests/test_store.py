@@ -401,7 +401,7 @@ def test_requests_under_faults(engine: Callable[..., Engine]) -> None:
     print(result)
     assert (result.wrong, result.late, result.leaked) == ([], [], 0)
     assert sum(result.ended.values()) == 200
-    assert set(result.ended) <= {"length", "left", "left there"}
+    assert set(result.ended) <= {"length", "left", "in flight at restart"}
     assert result.chunks["loaded"] > 50
     assert all(
         result.faults.get(name) for name in ("fail", "corrupt", "late", "cut", "lost", "full")

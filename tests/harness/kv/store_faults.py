@@ -260,7 +260,7 @@ class Endurance:
     def _end(self, engine: Any, began: dict[str, float]) -> None:
         """End an instance: its requests are lost for their clients."""
         for name in list(began):
-            self.result.ended["left there"] += 1
+            self.result.ended["in flight at restart"] += 1
             engine.abort(name)
             del began[name]
         until = monotonic() + ANSWER + TRANSFER + LATE + QUARANTINE_SECONDS

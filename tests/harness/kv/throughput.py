@@ -22,7 +22,7 @@ PIECE = Options().chunk_bytes
 AIM = 0.9
 """Of bare Mooncake's throughput, which reads should reach."""
 
-MOONCAKE, ASLEEP, FLOOR = "Mooncake", "Mooncake, waited for asleep", "that beside both copies alone"
+MOONCAKE, ASLEEP, FLOOR = "Mooncake", "Mooncake, waited for asleep", "relative to both copies only"
 """Reads of as many bytes by Mooncake's synchronous call, by the engine of ascend_platform.transfer,
 and by the latter while both processes copy as many bytes between cache and buffer, without waiting
 for each other: what staged reads could reach at best."""

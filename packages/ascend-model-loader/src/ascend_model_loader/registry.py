@@ -3,7 +3,7 @@
 """Peer registry: a shared directory with one file per serving rank, holding its address.
 
 A server updates its file's mtime while it lives; a file not updated for a minute is stale. The
-registry proves nothing: a peer found there still has to know the secret.
+registry is not trusted: a peer found there must still know the secret.
 """
 
 import contextlib
