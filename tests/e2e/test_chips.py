@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from harness import kinds, layouts, npus, quantized
+from harness import layouts, model_types, npus, quantized
 
 CHIP = "Ascend310P3"
 DENSE, EMBEDDING, QUANTIZED = "qwen3, heads of 96", "bert embedding", "W8A8"
@@ -34,7 +34,7 @@ def cases(
     tmp_path_factory: pytest.TempPathFactory, quantized_model: quantized.Model
 ) -> dict[str, dict[str, Any]]:
     directory = tmp_path_factory.mktemp("chips")
-    found = {name: kinds.case(name, directory, 1, "auto") for name in (DENSE, EMBEDDING)}
+    found = {name: model_types.case(name, directory, 1, "auto") for name in (DENSE, EMBEDDING)}
     for case in found.values():
         bfloat16_checkpoint(case["model"])
     prompts, lengths = layouts.prompts(quantized.COMMON["vocab_size"])
@@ -43,19 +43,19 @@ def cases(
         "model": str(quantized_model.path),
         "prompts": prompts,
         "lengths": lengths,
-        "engine": kinds.SMALL,
+        "engine": model_types.SMALL,
     }
     return found | {QUANTIZED: found[DENSE] | own}
 
 
 @pytest.fixture(scope="module")
 def served(cases: dict[str, dict[str, Any]]) -> dict[str, Any]:
-    return npus.by_name(kinds.run([*cases.values()], ASCEND_EMULATOR_SOC=CHIP))
+    return npus.by_name(model_types.run([*cases.values()], ASCEND_EMULATOR_SOC=CHIP))
 
 
 @pytest.mark.parametrize(
     ("name", "attention", "bound"),
-    [(DENSE, kinds.BUILT_IN, 0.01), (EMBEDDING, kinds.ENCODERS[1], 1e-3)],
+    [(DENSE, model_types.BUILT_IN, 0.01), (EMBEDDING, model_types.ENCODERS[1], 1e-3)],
 )
 def test_answers_are_those_of_transformers(
     name: str,
@@ -66,7 +66,7 @@ def test_answers_are_those_of_transformers(
 ) -> None:
     found = served[name]
     assert (found["dtype"], found["kinds"], found["graphs"]) == ("torch.float16", attention, "NONE")
-    told = kinds.compare(name, cases[name] | {"dtype": "float16"}, found["results"])
+    told = model_types.compare(name, cases[name] | {"dtype": "float16"}, found["results"])
     print(f"{name}: {told}")
     assert told.mean < bound
     assert told.regret < 2 * told.most
@@ -76,7 +76,7 @@ def test_answers_of_a_quantized_model(
     quantized_model: quantized.Model, served: dict[str, Any]
 ) -> None:
     found = served[QUANTIZED]
-    assert (found["dtype"], found["kinds"]) == ("torch.float16", kinds.BUILT_IN)
+    assert (found["dtype"], found["kinds"]) == ("torch.float16", model_types.BUILT_IN)
     answers = [[answer] for answer in found["results"][: len(found["results"]) // 2]]
     count, _, mean = quantized.Reference(quantized_model, quantized=True).compare(answers)
     assert count == 33

@@ -3,7 +3,7 @@
 """The last line on the terminal of a `vllm serve` that fails or is ended: standard output and standard error together.
 
 All cases, with the rows of the table in docs/troubleshooting.md:
-`PYTHONPATH=tests ascend-emulator run -- python tests/e2e/test_failing_starts.py`.
+`PYTHONPATH=. ascend-emulator run -- python tests/e2e/test_failing_starts.py`.
 """
 
 import contextlib

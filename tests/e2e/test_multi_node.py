@@ -162,7 +162,7 @@ OTHERS["two machines, TP2 PP2"] = {
     "kill": 0,
 }
 OTHERS["two machines, idle, rank 0's dies"] = OTHERS["two machines"] | {"kill": 1, "idle": True}
-"""Run by hand: `PYTHONPATH=tests ascend-emulator run -- python tests/e2e/test_multi_node.py NAME…`.
+"""Run by hand: `PYTHONPATH=. ascend-emulator run -- python tests/e2e/test_multi_node.py NAME…`.
 """
 
 

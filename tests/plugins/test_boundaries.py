@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-all project
 """Import rules: packages meet in ascend_platform's extension and transfer alone, product code does
-not know the emulator, tools/ and tests/ do not import each other, and no modules import each other
-in a circle."""
+not know the emulator, tests import the harness, which imports neither tests nor tools, and no
+modules import each other in a circle."""
 
 import ast
 import json
@@ -48,7 +48,8 @@ def test_product_code_does_not_know_the_emulator(path: Path) -> None:
 
 
 TESTS, TOOLS = checkout.ROOT / "tests", checkout.TOOLS
-PARTS = ("programs", "e2e", "plugins", "project")
+HARNESS = checkout.ROOT / "harness"
+PARTS = ("e2e", "plugins", "project")
 COMMANDS = [
     path
     for path in TOOLS.iterdir()
@@ -112,8 +113,8 @@ FOLDERS = {
     path.name: (path, path.name) for path in sorted(PACKAGES.glob("*/src/*")) if path.is_dir()
 }
 FOLDERS |= {
-    "harness": (TESTS / "harness", "harness"),
-    "programs": (TESTS / "programs", ""),
+    "harness": (HARNESS, "harness"),
+    "programs": (checkout.PROGRAMS, ""),
     "tools": (TOOLS, ""),
 }
 
@@ -128,27 +129,41 @@ def tops(paths: Iterable[Path]) -> set[str]:
     return {name.partition(".")[0] for path in paths for name in imported(path)}
 
 
-def test_tools_import_nothing_of_the_tests() -> None:
+def test_tools_import_neither_tests_nor_harness() -> None:
     files = modules(TOOLS).values()
     assert len(files) > len(COMMANDS) > 5
-    assert tops(files) & {"conftest", "harness", *PARTS, *modules(TESTS / "programs")} == set()
+    names = {"conftest", "harness", "tests", *PARTS, *modules(checkout.PROGRAMS)}
+    assert tops(files) & names == set()
 
 
-def test_tests_import_nothing_of_the_tools() -> None:
+def test_tests_and_harness_import_nothing_of_the_tools() -> None:
     own = {path.stem for path in TOOLS.iterdir() if path.is_dir() and any(path.glob("*.py"))} | {
         path.name for path in COMMANDS
     }
     assert {"environment", "versions", "docs-tables"} <= own
-    assert tops([*TESTS.rglob("*.py"), *PACKAGES.glob("*/tests/*.py")]) & own == set()
+    files = [*HARNESS.rglob("*.py"), *TESTS.rglob("*.py"), *PACKAGES.glob("*/tests/*.py")]
+    assert tops(files) & (own | {"tools"}) == set()
 
 
-@pytest.mark.parametrize("part", ["harness", *PARTS, "packages"])
-def test_tests_import_of_each_other_the_harness_alone(part: str) -> None:
-    files = (
-        [*PACKAGES.glob("*/tests/*.py")] if part == "packages" else [*(TESTS / part).rglob("*.py")]
-    )
+def test_harness_does_not_import_its_programs() -> None:
+    files = [path for path in HARNESS.rglob("*.py") if path.parent != checkout.PROGRAMS]
+    programs = modules(checkout.PROGRAMS)
+    assert {"serve_layout"} <= {*programs}
+    assert tops(files) & {*programs} == set()
+    assert {
+        name for path in files for name in imported(path) if "harness.programs" in name
+    } == set()
+
+
+@pytest.mark.parametrize("part", [*PARTS, "packages", "harness"])
+def test_tests_share_only_the_harness(part: str) -> None:
+    files = {
+        "packages": PACKAGES.glob("*/tests/*.py"),
+        "harness": HARNESS.rglob("*.py"),
+    }.get(part, (TESTS / part).rglob("*.py"))
+    files = [*files]
     assert files
-    others = {*PARTS, "conftest"} | {
+    others = {*PARTS, "conftest", "tests"} | {
         path.stem for other in PARTS if other != part for path in (TESTS / other).glob("*.py")
     }
     assert tops(files) & others == set()

@@ -9,7 +9,7 @@ import pytest
 from ascend_platform import chips, extension, host
 from ascend_platform.components import slots
 from ascend_platform.config import mla_prolog
-from harness.models import kinds, small
+from harness.models import model_types, small
 from transformers import AutoConfig
 from vllm.config import CompilationConfig, CompilationMode, KVTransferConfig, LoRAConfig
 from vllm.engine.arg_utils import EngineArgs
@@ -21,10 +21,10 @@ ON = {"additional_config": {"ascend": {"platform": {"mla_prolog": True}}}}
 def configure(tmp_path):
     def make(name="deepseek-v3, mla_prolog", arguments=ON, **changes):
         if name:
-            family, given = kinds.DECODERS[name]
+            family, given = model_types.DECODERS[name]
             kind = {"DeepseekV3": "deepseek_v3", "DeepseekV32": "deepseek_v32"}[family]
             AutoConfig.for_model(
-                kind, architectures=[f"{family}ForCausalLM"], **kinds.COMMON | given | changes
+                kind, architectures=[f"{family}ForCausalLM"], **model_types.COMMON | given | changes
             ).save_pretrained(tmp_path)
         else:
             tmp_path.joinpath("config.json").write_text(json.dumps(small.TINY))

@@ -1,0 +1,14 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-all project
+"""Run by `tools/check WHAT …`: the `main()` of the module WHAT of this package, with
+emulated NPUs."""
+
+import importlib
+import sys
+
+from ascend_emulator.activation import activate
+
+if __name__ == "__main__":  # not in the processes that a check starts
+    activate()  # before the import: torch loads torch_npu, which needs CANN's libraries
+    what = sys.argv.pop(1)
+    importlib.import_module(f"harness.{what}").main()

@@ -1,0 +1,34 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-all project
+"""Paths of this checkout, and the uv that its environment was made with."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+PROGRAMS = ROOT / "harness" / "programs"
+TOOLS = ROOT / "tools"
+ADDER = TOOLS / "models" / "adder"
+REQUIREMENTS = TOOLS / "environment" / "requirements.txt"
+
+
+def run_tool(script: str) -> str:
+    """Run a script in a process that can import the modules of tools/; returns its
+    standard output."""
+    done = subprocess.run(
+        [sys.executable, "-c", script], cwd=TOOLS, stdout=subprocess.PIPE, text=True, check=True
+    )
+    return done.stdout
+
+
+def find_uv() -> tuple[str, dict[str, str]]:
+    """The path of uv, and the environment variables to run it with (``find_uv`` of
+    tools/environment)."""
+    uv, variables = json.loads(
+        run_tool("import json, environment; print(json.dumps(environment.find_uv()))").splitlines()[
+            -1
+        ]
+    )
+    return uv, variables

@@ -1,0 +1,143 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-all project
+"""Run by `tools/check architectures`: make, serve and compare a tiny model of each of these types, each in
+a fork with a deadline.
+
+    python harness/programs/serve_architectures.py '{"LlamaForCausalLM": "llama"}' SECONDS
+
+Prints a line `RESULT {json}` for each: `right` or `wrong` with the largest difference, `refused` or
+`failed` with the message.
+"""
+
+import contextlib
+import json
+import os
+import re
+import signal
+import sys
+import tempfile
+import time
+import traceback
+from pathlib import Path
+from typing import Any
+
+import harness.engine_imports  # noqa: F401
+import serve_layout
+import torch
+import transformers
+from harness import launcher, layouts, model_classes, torchvision_names
+from harness.models import registry
+from vllm.platforms import current_platform
+
+BOUND = 1e-4
+"""Of the difference of log-probabilities in float32."""
+
+OURS = re.compile(
+    r"ascend-platform|Ascend NPU|ascend-attention|are not supported; |not supported on"
+)
+
+
+def outcome(architecture: str, kind: str, directory: Path) -> dict[str, Any]:
+    path = directory / "model"
+    try:
+        registry.write(kind, path)
+        # sdpa leaves out soft caps
+        exact = transformers.AutoModelForCausalLM.from_pretrained(
+            path, dtype=torch.float32, attn_implementation="eager"
+        ).eval()
+        registry.publish(kind, path)
+    except Exception as error:
+        return {"result": "not built", "message": line_of(error)}
+    try:
+        current_platform.verify_model_arch(architecture)
+        model_classes.load([architecture])
+        case = layouts.case(kind, path, registry.ENGINES.get(kind, {}), dtype="float32")
+        os.environ.update(launcher.torchrun_variables(0, 1, launcher.free_port()))
+        engine = serve_layout.engine_of_external_launcher(case)
+        served = [
+            [each]
+            for each in serve_layout.answers(engine, case, range(len(case["prompts"]))).values()
+        ]
+    except Exception as error:
+        message = line_of(error)
+        return {"result": "refused" if OURS.search(message) else "failed", "message": message}
+
+    def logprobs(tokens: list[int]) -> Any:
+        more: dict[str, Any] = {}
+        if kind == "hrm_text":  # tokens of the prompt attend to each other in both directions
+            asked = zip(case["prompts"], case["lengths"], strict=True)
+            length = next(len(prompt) for prompt, new in asked if tokens[:-new] == prompt)
+            more["token_type_ids"] = (torch.arange(len(tokens)) < length).long().unsqueeze(0)
+        with torch.no_grad():
+            return exact(torch.tensor([tokens]), **more).logits[0].float().log_softmax(-1)
+
+    _, others, most, mean = layouts.distances(logprobs, registry.SIZES["vocab_size"], served)
+    found = {
+        "result": "right" if most < BOUND else "wrong",
+        "most": most,
+        "mean": mean,
+        "others": others,
+    }
+    return found | {"attention": ", ".join(serve_layout.attention_and_experts(engine))}
+
+
+def line_of(error: BaseException) -> str:
+    traceback.print_exception(error)
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    wrapped = len(lines) > 1 and "validation error" in lines[0]
+    text = next(
+        (line for line in lines if OURS.search(line)), lines[int(wrapped)] if lines else ""
+    ).partition(" [type=")[0]
+    return f"{type(error).__name__}: {text}"[:400]
+
+
+def run(architecture: str, kind: str, seconds: float) -> dict[str, Any]:
+    """The outcome, from a fork that ends at the deadline with all that it has started."""
+    with tempfile.TemporaryDirectory() as directory:
+        answer, log = Path(directory, "answer"), Path(directory, "log")
+        child = os.fork()
+        if not child:
+            os.setsid()
+            with log.open("w") as file:
+                os.dup2(file.fileno(), 1)
+                os.dup2(file.fileno(), 2)
+            status = 1
+            try:
+                torch.set_num_threads(1)
+                answer.write_text(json.dumps(outcome(architecture, kind, Path(directory))))
+                status = 0
+            except BaseException:
+                traceback.print_exc()
+            finally:
+                sys.stdout.flush()
+                sys.stderr.flush()
+                os._exit(status)
+        end, ended = time.monotonic() + seconds, 0
+        while not ended and time.monotonic() < end:
+            time.sleep(0.2)
+            ended, _ = os.waitpid(child, os.WNOHANG)
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(child, signal.SIGKILL)
+        if not ended:
+            os.waitpid(child, 0)
+        if answer.exists():
+            return dict(json.loads(answer.read_text()))
+        print(log.read_text(errors="replace")[-1500:], file=sys.stderr)
+        return {
+            "result": "failed",
+            "message": f"no answer in {seconds:g} s" if not ended else "ended without an answer",
+        }
+
+
+if __name__ == "__main__":
+    torchvision_names.stand_in()
+    for name, model_type in json.loads(sys.argv[1]).items():
+        started = time.monotonic()
+        found = run(name, model_type, float(sys.argv[2]))
+        result = {
+            "architecture": name,
+            "type": model_type,
+            **found,
+            "seconds": round(time.monotonic() - started, 1),
+        }
+        print("RESULT", json.dumps(result), flush=True)

@@ -1,0 +1,197 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-all project
+"""Run by tests and `tools/check`: serve requests with LoRA adapters, draft tokens, sampling
+parameters and grammars.
+
+    python harness/programs/serve_features.py '[{"name": ..., "ranks": 1, "model": DIR, "engine":
+    {...}, "steps": [...]}]'
+
+A step is `["generate", [request, ...]]`, where a request has `prompt` (token ids), `sampling`, and
+perhaps `structured` and `lora` (name, number, directory), or `["add" | "remove" | "pin" | "list",
+...]` for adapters, or `["count", [request, ...]]`, for what one step of decode launches and how
+often the host waits in it, with a trace (ASCEND_EMULATOR_TRACE), or `["tools", [request, ...]]`,
+for the tool calls that vLLM's parser of Hermes' format reads from the answers, streamed and as a
+whole. Each case runs under vLLM's external launcher, with so many ranks forked, so that torch and
+vLLM are imported once. Prints one line `RESULT {json}` a case: what each step gave on rank 0, and
+the counts of drafts and of accepted ones.
+"""
+
+import functools
+import json
+import os
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import harness.engine_imports  # noqa: F401
+import serve_layout
+import torch
+from harness import launcher
+from vllm import LLM, AsyncEngineArgs, SamplingParams
+from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
+from vllm.lora.request import LoRARequest
+from vllm.sampling_params import RequestOutputKind, StructuredOutputsParams
+from vllm.tool_parsers.hermes_tool_parser import Hermes2ProToolParser
+
+COMMON: dict[str, Any] = {
+    "max_model_len": 512,
+    "seed": 0,
+    "gpu_memory_utilization": 0.3,
+    "max_num_seqs": 32,
+    "max_num_batched_tokens": 256,
+}
+COUNTS = ("drafts", "draft_tokens", "accepted_tokens", "accepted_tokens_per_pos")
+
+
+def read(request: dict[str, Any]) -> tuple[dict[str, Any], SamplingParams, LoRARequest | None]:
+    structured = (
+        StructuredOutputsParams(**request["structured"]) if "structured" in request else None
+    )
+    params = SamplingParams.from_optional(structured_outputs=structured, **request["sampling"])
+    adapter = LoRARequest(*request["lora"]) if "lora" in request else None
+    return {"prompt_token_ids": request["prompt"]}, params, adapter
+
+
+def generate(engine: LLM, requests: list[dict[str, Any]]) -> list[Any]:
+    """For each request and each of its `n` answers: tokens, text, and log-probabilities if
+    requested."""
+    prompts, params, adapters = map(list, zip(*map(read, requests), strict=True))
+    served = engine.generate(prompts, params, lora_request=adapters, use_tqdm=False)
+    return [[answer(each) | of_prompt(output) for each in output.outputs] for output in served]
+
+
+def of_prompt(output: Any) -> dict[str, Any]:
+    """Log-probabilities of a prompt's tokens from the second on, and the routed experts of prompt
+    and answer, if requested."""
+    found: dict[str, Any] = {}
+    if output.prompt_logprobs is not None:
+        rows = zip(output.prompt_token_ids[1:], output.prompt_logprobs[1:], strict=True)
+        found["prompt_logprobs"] = [row[token].logprob for token, row in rows]
+    if (experts := getattr(output.outputs[0], "routed_experts", None)) is not None:
+        found["routed_experts"] = experts.tolist()
+    return found
+
+
+def count(engine: Any, requests: list[dict[str, Any]]) -> dict[str, Any]:
+    """``trace.summary`` and synchronizations of the second decode step, for requests that are
+    prefilled in one step."""
+    from harness import trace
+
+    for number, request in enumerate(requests):
+        prompt, params, adapter = read(request)
+        engine.add_request(str(number), prompt, params, lora_request=adapter)
+    for _ in range(2):
+        engine.step()
+    before = len(trace.events())
+    engine.step()
+    events = trace.events()[before:]
+    waits = sum(
+        event["cat"] == "synchronize" or event["name"] in trace.HOST_COPIES for event in events
+    )
+    found = trace.summary(events) | {"synchronizations": waits - 1}  # without the trace's own
+    while engine.has_unfinished_requests():
+        engine.step()
+    return found
+
+
+def tool_calls(engine: Any, requests: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """For each request its tokens, the largest number that came at once, and the calls as streamed
+    and from the whole text."""
+    tokenizer = engine.get_tokenizer()
+    parsers: dict[str, Any] = {}
+    found: dict[str, dict[str, Any]] = {}
+    for number, request in enumerate(requests):
+        prompt, params, _ = read(request)
+        params.output_kind = RequestOutputKind.DELTA
+        engine.llm_engine.add_request(str(number), prompt, params)
+        parsers[str(number)] = Hermes2ProToolParser(tokenizer)
+        found[str(number)] = {"tokens": [], "text": "", "largest": 0, "streamed": {}}
+    asked = ChatCompletionRequest(messages=[], model="", seed=0)
+    while engine.llm_engine.has_unfinished_requests():
+        for output in engine.llm_engine.step():
+            own, part = found[output.request_id], output.outputs[0]
+            text, tokens = own["text"] + part.text, own["tokens"] + list(part.token_ids)
+            delta = parsers[output.request_id].extract_tool_calls_streaming(
+                own["text"], text, part.text, own["tokens"], tokens, list(part.token_ids), asked
+            )
+            own |= {
+                "text": text,
+                "tokens": tokens,
+                "largest": max(own["largest"], len(part.token_ids)),
+            }
+            for call in delta.tool_calls if delta else []:
+                name, arguments = own["streamed"].setdefault(call.index, ["", ""])
+                own["streamed"][call.index] = [
+                    name + (call.function.name or ""),
+                    arguments + (call.function.arguments or ""),
+                ]
+    for own in found.values():
+        whole = Hermes2ProToolParser(tokenizer).extract_tool_calls(own["text"], asked).tool_calls
+        own["whole"] = [[call.function.name, call.function.arguments] for call in whole]
+        own["streamed"] = [own["streamed"][index] for index in sorted(own["streamed"])]
+    return [found[str(number)] for number in range(len(requests))]
+
+
+def answer(completion: Any) -> dict[str, Any]:
+    found = {
+        "tokens": list(completion.token_ids),
+        "text": completion.text,
+        "reason": completion.finish_reason,
+    }
+    return found if completion.logprobs is None else found | serve_layout.answer(completion)
+
+
+def perform(engine: LLM, step: list[Any]) -> Any:
+    do, *arguments = step
+    core = engine.llm_engine
+    if do == "generate":
+        return generate(engine, *arguments)
+    if do == "tools":
+        return tool_calls(engine, *arguments)
+    if do == "count":
+        return count(core, *arguments)
+    try:
+        if do == "list":
+            return sorted(core.list_loras())
+        calls: dict[str, Callable[[Any], bool]] = {
+            "add": core.add_lora,
+            "remove": core.remove_lora,
+            "pin": core.pin_lora,
+        }
+        return calls[do](LoRARequest(*arguments) if do == "add" else arguments[0])
+    except ValueError as error:
+        return f"{type(error).__name__}: {error}"
+
+
+def serve(case: dict[str, Any], rank: int, port: int) -> dict[str, Any]:
+    os.environ.update(launcher.torchrun_variables(rank, case["ranks"], port))
+    torch.set_num_threads(1)
+    engine = LLM(
+        case["model"],
+        distributed_executor_backend="external_launcher",
+        **options(case),
+        disable_log_stats=False,
+    )
+    steps = [perform(engine, step) for step in case["steps"]]
+    found = {metric.name: metric for metric in engine.get_metrics()}
+    named = {count: found.get(f"vllm:spec_decode_num_{count}") for count in COUNTS}
+    counts = {
+        name: getattr(metric, "value", None) or getattr(metric, "values", None)
+        for name, metric in named.items()
+        if metric
+    }
+    is_async = engine.llm_engine.vllm_config.scheduler_config.async_scheduling
+    return {"steps": steps, "counts": counts, "async": is_async}
+
+
+def options(case: dict[str, Any]) -> dict[str, Any]:
+    return COMMON | {"tensor_parallel_size": case["ranks"]} | case["engine"]
+
+
+if __name__ == "__main__":
+    for each in json.loads(sys.argv[1]):
+        # vLLM looks at the model's class in a process, once
+        AsyncEngineArgs(each["model"]).create_model_config()
+        ranks = launcher.run_ranks(each["name"], each["ranks"], functools.partial(serve, each))
+        alike = all(rank["steps"] == ranks[0]["steps"] for rank in ranks)
+        print("RESULT", json.dumps({"name": each["name"], "alike": alike, **ranks[0]}), flush=True)

@@ -1,0 +1,136 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-all project
+"""Run by test_model_types.py and `tools/check model_types`: serve a model of one kind, and print its
+answers.
+
+    python harness/programs/serve_model_types.py FILE
+
+FILE is JSON: [{"name": ..., "ranks": 1, "model": DIR, "task": "generate", "prompts": [[1, 2]],
+...}]. Each case runs under vLLM's external launcher, in forks, so that torch and vLLM are imported
+once for all. Prints one line `RESULT {json}` a case: for each prompt tokens with their
+log-probabilities, an embedding, or scores; and which attentions computed it, in how many groups of
+KV caches, with which graphs.
+"""
+
+import json
+import os
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import harness.engine_imports  # noqa: F401
+import numpy as np
+import serve_layout
+import torch
+from harness import launcher
+from harness.models import model_types as models
+from vllm import LLM, AsyncEngineArgs, SamplingParams
+
+SHOWN = {"FusedMMEncoderAttention", "MMEncoderAttention", "PrologAttention"}
+
+
+def request(case: dict[str, Any], number: int) -> dict[str, Any]:
+    prompt = case["prompts"][number]
+    if case["media"] == "image":
+        images = models.pictures(prompt, number)
+        return {"prompt": prompt} | ({"multi_modal_data": {"image": images}} if images else {})
+    if case["media"] == "audio":
+        heard = (models.sound(number), models.SAMPLING_RATE)
+        return {"prompt_token_ids": prompt, "multi_modal_data": {"audio": heard}}
+    return {"prompt_token_ids": prompt}
+
+
+def answers(engine: LLM, case: dict[str, Any]) -> list[Any]:
+    requests: list[Any] = [request(case, i) for i in range(len(case["prompts"]))]
+    if case["task"] == "generate":
+        sampling = [
+            SamplingParams(
+                temperature=0, max_tokens=n, logprobs=0, detokenize=False, ignore_eos=True
+            )
+            for n in case["lengths"]
+        ]
+        # the second time with whatever the prefix cache holds
+        served = engine.generate(requests, sampling, use_tqdm=False) + engine.generate(
+            requests, sampling, use_tqdm=False
+        )
+        return [serve_layout.answer(output.outputs[0]) for output in served]
+    if case["task"] == "embed":
+        return [output.outputs.embedding for output in engine.embed(requests, use_tqdm=False)]
+    if case["task"] == "classify":
+        return [output.outputs.probs for output in engine.classify(requests, use_tqdm=False)]
+    first, second = case["pairs"]
+    return [[output.outputs.score] for output in engine.score(first, second, use_tqdm=False)]
+
+
+def serve(case: dict[str, Any]) -> dict[str, Any]:
+    torch.set_num_threads(1)
+    engine = LLM(
+        case["model"],
+        distributed_executor_backend="external_launcher",
+        seed=0,
+        disable_log_stats=True,
+        gpu_memory_utilization=0.3,
+        dtype=case["dtype"],
+        tensor_parallel_size=case["ranks"],
+        **case["engine"],
+    )
+    config = engine.llm_engine.vllm_config
+    layers = config.compilation_config.static_forward_context.values()
+    runner = engine.llm_engine.model_executor.driver_worker.worker.model_runner
+    modules = {type(module).__name__ for module in runner.get_model().modules()}
+    rules = {
+        module.rule.__qualname__
+        for module in runner.get_model().modules()
+        if hasattr(module, "rule")
+    }
+    return {
+        "results": answers(engine, case),
+        "kinds": sorted(
+            {type(layer.impl).__name__ for layer in layers if hasattr(layer, "impl")}
+            | (modules & SHOWN)
+            | rules
+        ),
+        "groups": len(runner.kv_cache_config.kv_cache_groups),
+        "dtype": str(config.model_config.dtype),
+        "graphs": config.compilation_config.cudagraph_mode.name,
+    }
+
+
+def play(case: dict[str, Any]) -> list[Any]:
+    """The answers of each rank."""
+    options = {
+        name: case["engine"][name]
+        for name in ("max_model_len", "runner", "trust_remote_code")
+        if name in case["engine"]
+    }
+    # vLLM looks at the model's class in a process, once
+    AsyncEngineArgs(case["model"], **options).create_model_config()
+
+    def one(rank: int, port: int) -> Any:
+        os.environ.update(launcher.torchrun_variables(rank, case["ranks"], port))
+        return serve(case)
+
+    return launcher.run_ranks(case["name"], case["ranks"], one)
+
+
+if __name__ == "__main__":
+    np.random.seed(0)
+    failed = False
+    for each in json.loads(Path(sys.argv[1]).read_text()):
+        started = time.monotonic()
+        try:
+            found = play(each)
+        except SystemExit as error:
+            failed = True
+            print(error, file=sys.stderr)
+            continue
+        alike = all(rank["results"] == found[0]["results"] for rank in found)
+        outcome = {
+            "name": each["name"],
+            "seconds": time.monotonic() - started,
+            "alike": alike,
+            **found[0],
+        }
+        print("RESULT", json.dumps(outcome), flush=True)
+    sys.exit(failed)
