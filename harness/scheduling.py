@@ -1,0 +1,45 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-all project
+"""A pytest plugin: how `tools/test -n 2` distributes test files to processes."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import pytest
+
+if TYPE_CHECKING:
+    from xdist.remote import Producer
+    from xdist.scheduler import Scheduling
+    from xdist.workermanage import WorkerController
+
+
+WHOLE = ("ascend-emulator", "ascend-model-loader")
+"""Packages whose tests all run in one process. The emulator's last test checks that every entry
+point was called; the model loader's last test reads the results of a fuzzer that runs meanwhile."""
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Producer) -> Scheduling:
+    """A file's tests go to one process, since they share engines. What takes long comes first: the
+    emulator's, and the files that start engines. By default xdist begins with the files of most
+    tests, and the longest, of one or two tests, are left for the end, when one process has nothing
+    to do."""
+    from xdist.scheduler import LoadFileScheduling
+
+    class ByFile(LoadFileScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            file = super()._split_scope(nodeid)
+            return next((package for package in WHOLE if f"/{package}/" in file), file)
+
+        def _assign_work_unit(self, node: WorkerController) -> None:
+            if not any(self.assigned_work.values()):  # the first: the queue is complete
+                for file in [
+                    file
+                    for file in self.workqueue
+                    if not file.startswith(("ascend-emulator", "tests/"))
+                ]:
+                    self.workqueue.move_to_end(file)
+            super()._assign_work_unit(node)
+
+    return ByFile(config, log)
