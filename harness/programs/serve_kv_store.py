@@ -25,6 +25,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
+import kv_engine
 import serve_kv_transfer
 from harness.kv.store_faults import outcome_words
 
@@ -45,7 +46,7 @@ def instance(
     engine: dict[str, Any],
 ) -> None:
     """Serve batches from the pipe until "stop"."""
-    serve_kv_transfer.serve(
+    kv_engine.serve(
         pipe, model, devices, transfer, {"disable_log_stats": False} | engine, {"chunks": chunks}
     )
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from harness import layouts, model_types, npus, quantized
+from harness import dequantized, layouts, model_types, npus, quantized
 
 CHIP = "Ascend310P3"
 DENSE, EMBEDDING, QUANTIZED = "qwen3, heads of 96", "bert embedding", "W8A8"
@@ -22,7 +22,7 @@ def bfloat16_checkpoint(path: str) -> None:
 
 
 @pytest.fixture(scope="module")
-def quantized_model(tmp_path_factory: pytest.TempPathFactory) -> quantized.Model:
+def quantized_model(tmp_path_factory: pytest.TempPathFactory) -> dequantized.Model:
     """One layer, of int8 weights and static int8 inputs."""
     return quantized.make(
         "dense", "ascend", "float16", tmp_path_factory.mktemp("quantized"), layers=1
@@ -31,7 +31,7 @@ def quantized_model(tmp_path_factory: pytest.TempPathFactory) -> quantized.Model
 
 @pytest.fixture(scope="module")
 def cases(
-    tmp_path_factory: pytest.TempPathFactory, quantized_model: quantized.Model
+    tmp_path_factory: pytest.TempPathFactory, quantized_model: dequantized.Model
 ) -> dict[str, dict[str, Any]]:
     directory = tmp_path_factory.mktemp("chips")
     found = {name: model_types.case(name, directory, 1, "auto") for name in (DENSE, EMBEDDING)}
@@ -73,11 +73,11 @@ def test_answers_are_those_of_transformers(
 
 
 def test_answers_of_a_quantized_model(
-    quantized_model: quantized.Model, served: dict[str, Any]
+    quantized_model: dequantized.Model, served: dict[str, Any]
 ) -> None:
     found = served[QUANTIZED]
     assert (found["dtype"], found["kinds"]) == ("torch.float16", model_types.BUILT_IN)
     answers = [[answer] for answer in found["results"][: len(found["results"]) // 2]]
-    count, _, mean = quantized.Reference(quantized_model, quantized=True).compare(answers)
+    count, _, mean = dequantized.Reference(quantized_model, quantized=True).compare(answers)
     assert count == 33
     assert mean < quantized.BOUND

@@ -14,7 +14,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from harness import features, outputs, references, vllm_runner
+from harness import outputs, references, vllm_runner
+from harness.features import adapters, grammars, sampling, serving, speculation
 from harness.models import small as small_models
 
 ANSWERS = 150
@@ -27,7 +28,7 @@ DRAWN = {
 ONLY = {"sampling": PLAIN["sampling"] | {"extra_args": {"only": 42}}}
 GRAMMAR = {
     "sampling": {"temperature": 0, "max_tokens": 12},
-    "structured": features.GRAMMARS["json"],
+    "structured": grammars.GRAMMARS["json"],
 }
 
 
@@ -38,9 +39,9 @@ def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def served(directory: Path) -> dict[str, Any]:
-    prompt = {"prompt": features.prompts()[2]}
-    adapter = {"lora": features.adapters(directory)["wide"]}
-    one = features.lora(
+    prompt = {"prompt": serving.prompts()[2]}
+    adapter = {"lora": adapters.adapters(directory)["wide"]}
+    one = adapters.lora(
         "one",
         directory,
         1,
@@ -50,8 +51,8 @@ def served(directory: Path) -> dict[str, Any]:
     )
     one["steps"] = [
         *(["count", [prompt | each] * 4] for each in (PLAIN, DRAWN, GRAMMAR, PLAIN | adapter)),
-        ["generate", features.sampled(ANSWERS)],
-        ["generate", features.structured(1)],
+        ["generate", sampling.sampled(ANSWERS)],
+        ["generate", grammars.structured(1)],
         *([["generate", [prompt | PLAIN, prompt | ONLY]]] if V2 else []),
     ]
     draft = {
@@ -59,78 +60,78 @@ def served(directory: Path) -> dict[str, Any]:
         "model": str(small_models.eagle(directory)),
         "num_speculative_tokens": 3,
     }
-    two = features.lora("two", directory, 2, fully_sharded_loras=True, speculative_config=draft)
+    two = adapters.lora("two", directory, 2, fully_sharded_loras=True, speculative_config=draft)
     two["steps"] += [
-        ["generate", [features.greedy(prompt) for prompt in features.prompts()]],
-        ["generate", features.sampled(ANSWERS // 2, 4, drafts=True)[1:3]],
-        ["generate", features.structured(1)],
-        ["generate", features.scored_prompts(directory)],
+        ["generate", [serving.greedy(prompt) for prompt in serving.prompts()]],
+        ["generate", sampling.sampled(ANSWERS // 2, 4, drafts=True)[1:3]],
+        ["generate", grammars.structured(1)],
+        ["generate", adapters.scored_prompts(directory)],
     ]
     glm = small_models.target(directory, "Glm4Moe")
-    mtp = features.case(
+    mtp = serving.case(
         "mtp",
         glm,
         1,
         [
-            ["generate", [features.greedy(prompt) for prompt in features.prompts()]],
-            ["tools", features.tool_calls()],
+            ["generate", [serving.greedy(prompt) for prompt in serving.prompts()]],
+            ["tools", grammars.tool_calls()],
             ["count", [prompt | PLAIN | {"sampling": PLAIN["sampling"] | {"max_tokens": 24}}] * 4],
         ],
         "float16",
         speculative_config={"method": "mtp", "num_speculative_tokens": 3},
         structured_outputs_config={"backend": "xgrammar"},
     )
-    (ngram,) = features.speculation(directory, ["n-gram on the NPU"], 1, "float16")
-    experts = features.lora_on_family("experts", directory, "Qwen2Moe", 2)
+    (ngram,) = speculation.speculation(directory, ["n-gram on the NPU"], 1, "float16")
+    experts = adapters.lora_on_family("experts", directory, "Qwen2Moe", 2)
     eagle = outputs.case(directory, "EAGLE", "FULL_AND_PIECEWISE") | {"name": "eagle"}
     cases = [one, two, experts, mtp, ngram, eagle]
-    return features.serve(cases, ASCEND_EMULATOR_TRACE=str(directory / "trace.json"))
+    return serving.serve(cases, ASCEND_EMULATOR_TRACE=str(directory / "trace.json"))
 
 
 def test_lora_log_probabilities_match_peft(served: dict[str, Any], directory: Path) -> None:
     steps = served["two"]["steps"]
-    assert steps[:8] == features.LORA_STATES
+    assert steps[:8] == adapters.LORA_STATES
     assert "99" in steps[8]  # an adapter that is not there cannot be pinned
     answers = {"steps": [steps[9]]}
-    tokens, others, far = features.compare_lora(directory, answers)
+    tokens, others, far = adapters.compare_lora(directory, answers)
     print(f"{tokens} tokens, {others} others; log-probability difference max {far:.1e}")
     assert tokens == 120
     assert others == 0
     assert far < 1e-3
     shuffled = {"steps": [steps[9][3:] + steps[9][:3]]}
     # each adapter has answers of its own
-    assert features.compare_lora(directory, shuffled)[1:] > (20, 0.5)
+    assert adapters.compare_lora(directory, shuffled)[1:] > (20, 0.5)
 
 
 def test_log_probabilities_of_prompts_match_peft(served: dict[str, Any], directory: Path) -> None:
     """With an adapter on lm_head, in a batch with the same prompts without it."""
     answers = served["two"]["steps"][-1]
-    tokens, far = features.compare_scored_prompts(directory, answers)
+    tokens, far = adapters.compare_scored_prompts(directory, answers)
     print(f"{tokens} tokens of prompts; log-probability difference max {far:.1e}")
     assert tokens > 100
     assert far < 1e-3
     swapped = [answers[number ^ 1] for number in range(len(answers))]
-    assert features.compare_scored_prompts(directory, swapped)[1] > 0.5
+    assert adapters.compare_scored_prompts(directory, swapped)[1] > 0.5
 
 
 def test_lora_on_experts_matches_peft(served: dict[str, Any], directory: Path) -> None:
     answers = served["experts"]["steps"][0]
-    tokens, others, far = features.compare_lora_on_family(directory, "Qwen2Moe", answers)
+    tokens, others, far = adapters.compare_lora_on_family(directory, "Qwen2Moe", answers)
     print(f"{tokens} tokens, {others} others; log-probability difference max {far:.1e}")
     assert (tokens, others) == (72, 0)
     assert far < 1e-3
-    assert features.compare_lora_on_family(directory, "Qwen2Moe", answers[3:] + answers[:3])[1:] > (
+    assert adapters.compare_lora_on_family(directory, "Qwen2Moe", answers[3:] + answers[:3])[1:] > (
         20,
         0.5,
     )
 
 
 def test_speculative_decoding_keeps_the_tokens(served: dict[str, Any], directory: Path) -> None:
-    asked = [features.greedy(prompt) for prompt in features.prompts()]
-    tokens, others, far = features.compare(
+    asked = [serving.greedy(prompt) for prompt in serving.prompts()]
+    tokens, others, far = serving.compare(
         references.reference(small_models.target(directory)), asked, served["two"]["steps"][10]
     )
-    drafts, drafted, accepted = features.accepted(served["two"])
+    drafts, drafted, accepted = speculation.accepted(served["two"])
     print(
         f"{tokens} tokens, {others} others, difference max {far:.1e}; {drafts} drafts of {drafted}"
         f" tokens, {accepted} accepted"
@@ -147,15 +148,15 @@ def test_prompt_logprobs_are_of_the_target_s_hidden_states(
     model = references.reference(small_models.target(directory), None, "float16")
     found = outputs.compare(model, outputs.asked(), served["eagle"]["steps"][0])
     assert found == {"prompt": 616, "prompt_wrong": 0, "tokens": 192, "others": 0, "wrong": 0}
-    assert features.accepted(served["eagle"])[2] > 0
+    assert speculation.accepted(served["eagle"])[2] > 0
 
 
 def test_mtp_keeps_the_tokens(served: dict[str, Any], directory: Path) -> None:
     """With asynchronous scheduling, fused attention and full graphs."""
-    asked, found = [features.greedy(prompt) for prompt in features.prompts()], served["mtp"]
+    asked, found = [serving.greedy(prompt) for prompt in serving.prompts()], served["mtp"]
     model = references.reference(small_models.target(directory, "Glm4Moe"))
-    tokens, others, far = features.compare(model, asked, found["steps"][0])
-    drafts, drafted, accepted = features.accepted(found)
+    tokens, others, far = serving.compare(model, asked, found["steps"][0])
+    drafts, drafted, accepted = speculation.accepted(found)
     print(
         f"{tokens} tokens, {others} others, difference max {far:.1e}; {drafts} drafts of {drafted}"
         f" tokens, {accepted} accepted"
@@ -168,15 +169,15 @@ def test_mtp_keeps_the_tokens(served: dict[str, Any], directory: Path) -> None:
 
 def test_ngram_on_the_npu_keeps_the_tokens(served: dict[str, Any], directory: Path) -> None:
     asked, found = (
-        [features.greedy(prompt) for prompt in features.prompts()],
+        [serving.greedy(prompt) for prompt in serving.prompts()],
         served["n-gram on the NPU"],
     )
-    tokens, others, far = features.compare(
+    tokens, others, far = serving.compare(
         references.reference(small_models.target(directory)), asked, found["steps"][0]
     )
     assert (tokens, others) == (144, 0)
     assert far < 1e-2
-    assert features.accepted(found)[2] > 0
+    assert speculation.accepted(found)[2] > 0
 
 
 def test_asynchronous_scheduling_stays_on_with_drafts(served: dict[str, Any]) -> None:
@@ -197,10 +198,10 @@ def test_tool_calls_with_mtp(served: dict[str, Any], directory: Path) -> None:
     """Each token is the best that the grammar allows, and the parser reads the same calls from
     chunks of several tokens."""
     glm = small_models.target(directory, "Glm4Moe")
-    model, asked = references.reference(glm), features.tool_calls()
+    model, asked = references.reference(glm), grammars.tool_calls()
     for request, found in zip(asked, served["mtp"]["steps"][1], strict=True):
         print(found["text"], found["largest"])
-        assert features.others_with_grammar(model, glm, request, found["tokens"]) == 0
+        assert grammars.others_with_grammar(model, glm, request, found["tokens"]) == 0
         assert 1 < found["largest"] <= 4
         if "structured" not in request:
             continue
@@ -215,7 +216,7 @@ def test_tool_calls_with_mtp(served: dict[str, Any], directory: Path) -> None:
 
 def test_sampled_tokens_have_their_distribution(served: dict[str, Any], directory: Path) -> None:
     model = references.reference(small_models.target(directory))
-    found = features.check_sampling(model, features.sampled(ANSWERS), served["one"]["steps"][4])
+    found = sampling.check_sampling(model, sampling.sampled(ANSWERS), served["one"]["steps"][4])
     for name, (tokens, impossible, first, spread) in found.items():
         print(
             f"{name}: {tokens} tokens, {impossible} impossible, chi-square {first:.3f} and"
@@ -223,7 +224,7 @@ def test_sampled_tokens_have_their_distribution(served: dict[str, Any], director
         )
         assert tokens == 2 * ANSWERS
         assert impossible == 0
-        assert min(first, spread) > features.FALSE_ALARM
+        assert min(first, spread) > sampling.FALSE_ALARM
 
 
 def test_sampled_tokens_have_their_distribution_with_draft_tokens(
@@ -231,17 +232,17 @@ def test_sampled_tokens_have_their_distribution_with_draft_tokens(
 ) -> None:
     model, kinds = (
         references.reference(small_models.target(directory)),
-        list(features.SAMPLING)[1:3],
+        list(sampling.SAMPLING)[1:3],
     )
-    asked = features.sampled(ANSWERS // 2, 4, drafts=True)[1:3]
-    found = features.check_sampling(model, asked, served["two"]["steps"][11], kinds)
+    asked = sampling.sampled(ANSWERS // 2, 4, drafts=True)[1:3]
+    found = sampling.check_sampling(model, asked, served["two"]["steps"][11], kinds)
     for name, (tokens, impossible, first, spread) in found.items():
         print(
             f"{name}: {tokens} tokens, {impossible} impossible, chi-square {first:.3f} and"
             f" {spread:.3f}"
         )
         assert impossible == 0
-        assert min(first, spread) > features.FALSE_ALARM
+        assert min(first, spread) > sampling.FALSE_ALARM
 
 
 def test_wrong_distribution_is_detected(served: dict[str, Any], directory: Path) -> None:
@@ -251,12 +252,12 @@ def test_wrong_distribution_is_detected(served: dict[str, Any], directory: Path)
             **each,
             "sampling": each["sampling"] | {"temperature": each["sampling"]["temperature"] * 1.6},
         }
-        for each in features.sampled(ANSWERS)
+        for each in sampling.sampled(ANSWERS)
     ]
-    found = features.check_sampling(model, hotter, answers)
+    found = sampling.check_sampling(model, hotter, answers)
     assert (
         sum(
-            impossible > 0 or min(first, spread) < features.FALSE_ALARM
+            impossible > 0 or min(first, spread) < sampling.FALSE_ALARM
             for _, impossible, first, spread in found.values()
         )
         >= 4
@@ -265,7 +266,7 @@ def test_wrong_distribution_is_detected(served: dict[str, Any], directory: Path)
 
 @pytest.mark.parametrize(("name", "step"), [("one", 5), ("two", 12)])
 def test_answers_match_their_grammar(served: dict[str, Any], name: str, step: int) -> None:
-    assert features.count_matches(served[name]["steps"][step], 1) == (3, 3)
+    assert grammars.count_matches(served[name]["steps"][step], 1) == (3, 3)
 
 
 @pytest.mark.skipif(not V2, reason="the V1 model runner has another interface for them")

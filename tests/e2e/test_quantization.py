@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from harness import checkout, layouts, npus, quantized
+from harness import checkout, dequantized, layouts, npus, quantized
 from harness.models import fp8, gpt_oss, hybrid
 from harness.vllm_runner import V2_ALONE
 
@@ -92,7 +92,7 @@ def one_thread() -> Iterator[None]:
 
 
 @pytest.fixture(scope="module")
-def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, quantized.Model]:
+def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dequantized.Model]:
     directory = tmp_path_factory.mktemp("models")
     return {
         name: quantized.make(kind, form, dtype, directory, cache=cache)
@@ -124,7 +124,7 @@ def fp8_models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Path
 
 @pytest.fixture(scope="module")
 def served(
-    models: dict[str, quantized.Model], fp8_models: dict[str, tuple[Path, Path]]
+    models: dict[str, dequantized.Model], fp8_models: dict[str, tuple[Path, Path]]
 ) -> dict[str, Any]:
     cases = [quantized.case(name, model, CASES[name][4]) for name, model in models.items()]
     for name, (form, dtype, engine, _) in FP8_CASES.items():
@@ -143,12 +143,12 @@ def test_int8_kv_cache_is_served_in_full_graphs(served: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize("name", CASES)
 def test_log_probabilities_are_those_of_dequantized_weights(
-    served: dict[str, Any], models: dict[str, quantized.Model], name: str
+    served: dict[str, Any], models: dict[str, dequantized.Model], name: str
 ) -> None:
     assert CASES[name][5] in served[name]["kinds"]
     answers = served[name]["results"]
-    count, most, mean = quantized.Reference(models[name], quantized=False).compare(answers)
-    alike = quantized.Reference(models[name], quantized=True)
+    count, most, mean = dequantized.Reference(models[name], quantized=False).compare(answers)
+    alike = dequantized.Reference(models[name], quantized=True)
     _, most_alike, mean_alike = alike.compare(answers)
     print(
         f"{name}: {count} tokens, average {mean:.4f} at most {most:.4f}; with inputs quantized"
@@ -165,7 +165,7 @@ def test_log_probabilities_are_those_of_dequantized_weights(
     )
     for other, its in models[name].made.matrices.items():
         if its.spec == own.spec:
-            alike.put(other, quantized.wrong_scale(its))
+            alike.put(other, dequantized.wrong_scale(its))
     assert alike.compare(answers)[2] > quantized.BOUND, scheme
 
 

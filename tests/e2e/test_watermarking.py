@@ -7,7 +7,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from harness import features, references, vllm_runner
+from harness import references, vllm_runner
+from harness.features import serving, speculation
 from harness.models import small as small_models
 
 if not vllm_runner.IS_V2:
@@ -44,7 +45,7 @@ def requests() -> list[dict[str, Any]]:
     ]
     return [
         {"prompt": prompt, "sampling": SAMPLED | more}
-        for prompt, more in zip(features.prompts(), [{}, {}, {}, *others], strict=True)
+        for prompt, more in zip(serving.prompts(), [{}, {}, {}, *others], strict=True)
     ]
 
 
@@ -57,7 +58,7 @@ def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def served(directory: Path) -> dict[str, Any]:
     model, steps = small_models.target(directory), [["generate", requests()]]
     cases = [
-        features.case(name, model, 1, steps, watermark_config=given)
+        serving.case(name, model, 1, steps, watermark_config=given)
         for name, given in CONFIGS.items()
     ]
     for name, is_wrong in DRAFTS.items():
@@ -71,9 +72,9 @@ def served(directory: Path) -> dict[str, Any]:
         # draft tokens are of the first key, the target's of the second
         given = CONFIGS[TWO] | {"alpha": 0.1}
         cases.append(
-            features.case(name, model, 1, steps, watermark_config=given, speculative_config=draft)
+            serving.case(name, model, 1, steps, watermark_config=given, speculative_config=draft)
         )
-    return features.serve(cases)
+    return serving.serve(cases)
 
 
 def is_marked(request: dict[str, Any]) -> bool:
@@ -133,7 +134,7 @@ def test_tokens_are_those_of_the_key(name: str, served: dict[str, Any], director
     assert counts["marked"] > 100
     assert (counts["repeated"] > 50) == (config.get("deduplicate_contexts") == "all")
     if name in DRAFTS:
-        drafts, drafted, accepted = features.accepted(served[name])
+        drafts, drafted, accepted = speculation.accepted(served[name])
         print(f"{drafts} drafts of {drafted} tokens, {accepted} accepted")
         assert (accepted > 0.2 * drafted) != DRAFTS[name]
         assert counts["others"] < counts["marked"] / 1.5

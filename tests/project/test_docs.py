@@ -50,7 +50,9 @@ def test_page_that_is_out_of_date_is_named_in_one_line(tmp_path: Path) -> None:
 
 
 def test_every_table_is_on_a_page() -> None:
-    names = re.findall(r'^    "([\w-]+)": \w+,$', TOOL.read_text(), re.MULTILINE)
+    names = re.findall(
+        r'^    "([\w-]+)": .+,$', TOOL.read_text().partition("TABLES")[2], re.MULTILINE
+    )
     assert len(names) > 5
     regions = [
         name
