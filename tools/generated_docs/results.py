@@ -1,0 +1,124 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-all project
+"""Tables of results that the commands of tools/ keep in this folder."""
+
+import json
+import re
+import tomllib
+from pathlib import Path
+
+from generated_docs.markdown import table
+
+DATA = Path(__file__).parent
+
+
+def launches() -> str:
+    """What a layer launches and moves, by tools/check launches."""
+    rows, names = [], []
+    with_v2 = json.loads((DATA / "launches_v2.json").read_text())
+    for name, steps in json.loads((DATA / "launches.json").read_text()).items():
+        for step, each in steps.items():
+            sent = [f"{each[key] / 1e6:.2f}" for key in ("sent", "to send")]
+            ratio = f"{each['bytes'] / each['needed']:.2f}"
+            cells = [
+                name,
+                step,
+                f"{sum(each['launches'].values())}",
+                f"{each['bytes'] / 1e6:.1f}",
+                f"{each['needed'] / 1e6:.1f}",
+                ratio,
+            ]
+            # with layers of several kinds it is not known
+            outside = "" if each["outside"] is None else f"{each['outside']}"
+            of_v2 = [
+                str(count) for count in with_v2.get(name, {}).get(step, ["", ""] if with_v2 else [])
+            ]
+            rows.append(
+                [
+                    *cells,
+                    *(sent if each["to send"] else ["", ""]),
+                    outside,
+                    f"{each['waits']}",
+                    *of_v2,
+                ]
+            )
+        counted = [
+            f"{count} \N{MULTIPLICATION SIGN} `{launched}`" if count > 1 else f"`{launched}`"
+            for launched, count in each["launches"].items()
+        ]
+        names.append(f"- {name}, decode: {', '.join(counted)}")
+    head = [
+        "model",
+        "step",
+        "launches per layer",
+        "MB per layer",
+        "minimum",
+        "ratio",
+        "MB sent per layer",
+        "minimum",
+        "launches outside of layers",
+    ]
+    of_v2 = ["launches outside with V2", "synchronizations with V2"] if with_v2 else []
+    return "\n".join([table([*head, "host synchronizations", *of_v2], rows), "", *names])
+
+
+def hybrid() -> str:
+    """Models with states, served in several ways, by tools/check hybrid --keep."""
+    rows = []
+    for way, by_dtype in json.loads((DATA / "hybrid.json").read_text()).items():
+        for dtype, found in by_dtype.items():
+            counted = found["counters"]
+            drafts = f"{counted['accepted']} of {counted['drafted']}" if counted["drafted"] else ""
+            cells = [way, dtype, re.sub(r" \(.*", "", found["rule"]), found.get("states", "")]
+            cells += [found["graphs"], found["tokens"], found["others"]]
+            cells += [f"{found['mean']:.2g}", f"{found['most']:.2g}"]
+            rounded = found.get("transformers")
+            cells += [rounded["others"], f"{rounded['mean']:.2g}"] if rounded else ["", ""]
+            rows.append(
+                [
+                    str(cell)
+                    for cell in [
+                        *cells,
+                        counted["cached"] or "",
+                        counted["preemptions"] or "",
+                        drafts,
+                    ]
+                ]
+            )
+    head = ["served", "dtype", "gated delta rule", "states", "graphs", "tokens"]
+    head += ["not transformers' choice", "difference: mean", "largest"]
+    head += ["transformers in this dtype: other choices", "mean"]
+    return table(
+        [*head, "prompt tokens from the prefix cache", "preemptions", "draft tokens accepted"], rows
+    )
+
+
+def architectures() -> str:
+    """Each text architecture of vLLM's registry that transformers can build, by
+    tools/check architectures."""
+    rows = []
+    reasons = tomllib.loads((DATA / "architectures.toml").read_text())
+    for name, found in json.loads((DATA / "models.json").read_text()).items():
+        message = (
+            found.get("message", "").removeprefix("ValidationError: ").removeprefix("Value error, ")
+        )
+        message = re.sub(r"\s+", " ", message.partition(" [type=")[0])[:300].rstrip("[(, ")
+        result = found["result"]
+        if result == "wrong":
+            result, message = "differs", reasons["differs"].get(name, "not explained yet")
+        if result == "failed":
+            message = reasons["failed"].get(name, message)
+        most = f"{found['most']:.0e}" if "most" in found else ""
+        rows.append([f"`{name}`", result, most, message.replace("|", "/")])
+    return table(["architecture", "result", "largest difference", "reason"], rows)
+
+
+def prefill_bytes() -> str:
+    """Bytes that a layer of a dense model moves in prefill, by operator, by tools/check
+    launches."""
+    counted = json.loads((DATA / "launches.json").read_text())["dense"]["prefill"]
+    moved = sorted(counted["moved"].items(), key=lambda each: -each[1])
+    rows = [
+        [f"`{name}`", str(counted["launches"][name]), f"{size / 1e6:.1f}"] for name, size in moved
+    ]
+    return table(["operator", "launches", "MB"], rows)
