@@ -8,8 +8,8 @@ environment. The tools call `enter()`. What it does, in this order, each step on
 have changed:
 
 1. finds uv on PATH, or installs it with pip into .uv;
-2. creates .venv and installs tools/environment/requirements.txt into it, building vLLM without
-   compiled kernels;
+2. creates .venv unless this checkout has one, and installs what differs from
+   tools/environment/requirements.txt, building vLLM without compiled kernels;
 3. installs the packages of the workspace in editable form;
 4. compiles the emulator (`ascend-emulator build`), which a new .venv begins as soon as torch and
    torch-npu are installed.
@@ -95,8 +95,8 @@ def prepare() -> None:
         for step, perform in steps.items():
             if done.get(step) == wanted[step]:
                 continue
-            if step == "requirements":
-                done = {}
+            if step == "requirements":  # the emulator is compiled for a version of torch
+                done = {"workspace": done["workspace"]} if _is_usable() else {}
             perform()
             done[step] = wanted[step]
             STAMP.write_text(json.dumps(done))
@@ -200,10 +200,20 @@ def find_uv() -> tuple[str, dict[str, str]]:
     return str(PRIVATE_UV / "bin" / "uv"), settings
 
 
+def _is_usable() -> bool:
+    """Whether .venv was completed in this checkout, so that only what differs is installed. What is
+    no longer required stays in it."""
+    activate = VENV / "bin" / "activate"
+    return (
+        _done().keys() >= {"requirements", "workspace"} and f"='{VENV}'\n" in activate.read_text()
+    )
+
+
 def _install_requirements() -> None:
-    create(VENV)
-    install(VENV, REQUIREMENTS, "installing torch and torch-npu", only=("torch", "torch-npu"))
-    _start_compiling_emulator()
+    if not _is_usable():
+        create(VENV)
+        install(VENV, REQUIREMENTS, "installing torch and torch-npu", only=("torch", "torch-npu"))
+        _start_compiling_emulator()
     what = (
         "installing tools/environment/requirements.txt and building vLLM (downloads 0.6 GB, unless"
         " it is in uv's cache)"
