@@ -4,13 +4,39 @@
 Docker see them."""
 
 import platform
+import re
 import shutil
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import yaml
 from harness import checkout
+
+HOOKS = yaml.safe_load((checkout.ROOT / ".pre-commit-config.yaml").read_text())
+SPDX = (
+    "SPDX-License-Identifier: Apache-2.0",
+    "SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-all project",
+)
+FIRST = "40cbdaf0"
+"""Subjects of later commits have the form that the hook `commit-subject` checks."""
+
+
+def git(*arguments: object, cwd: Path = checkout.ROOT) -> str:
+    command = ["git", *map(str, arguments)]
+    done = subprocess.run(command, cwd=cwd, capture_output=True, text=True, check=False)
+    return done.stdout if done.returncode == 0 else ""
+
+
+def tracked() -> list[Path]:
+    files = git("ls-files", "-z", "--cached", "--others", "--exclude-standard").split("\0")
+    return [path for name in files if (path := checkout.ROOT / name).is_file()]
+
+
+def hooks() -> Iterator[dict]:
+    return (hook for repository in HOOKS["repos"] for hook in repository["hooks"])
 
 
 def check(*command: object) -> None:
@@ -69,3 +95,52 @@ def test_workflows_dockerfile_and_shell(command: tuple[str, ...]) -> None:
         pytest.skip(f"no wheel of {command[0]} for {platform.machine()}")
     assert program, f"{command[0]} is not in {Path(sys.executable).parent}"
     check(program, *command[1:])
+
+
+def test_every_source_file_has_a_licence_notice() -> None:
+    sources = [
+        path
+        for path in tracked()
+        if path.suffix in {".py", ".cpp", ".h", ".inc"} or path.read_bytes().startswith(b"#!")
+    ]
+    assert len(sources) > 500
+    assert [
+        path for path in sources if not all(line in path.read_text()[:400] for line in SPDX)
+    ] == []
+
+
+def test_spelling() -> None:
+    check(sys.executable, "-m", "codespell_lib", *tracked())
+
+
+def test_hooks_run_programs_of_the_environment() -> None:
+    check(sys.executable, "-m", "pre_commit", "validate-config")
+    commands = [hook["entry"].split()[0] for hook in hooks() if hook["language"] == "system"]
+    assert {Path(command).name for command in commands} >= {"ruff", "mypy", "codespell"}
+    assert {Path(command).parent for command in commands} == {Path(".venv/bin")}
+    names = {Path(command).name for command in commands}
+    if platform.machine() != "x86_64":
+        names.discard("actionlint")
+    assert [name for name in names if not Path(sys.executable).with_name(name).exists()] == []
+
+
+def subjects(root: Path) -> list[str]:
+    """Subjects of the commits after FIRST; of all where a shallow clone does not have it."""
+    since = (
+        f"{FIRST}..HEAD"
+        if git("rev-parse", "--quiet", "--verify", f"{FIRST}^{{commit}}", cwd=root)
+        else "HEAD"
+    )
+    return git("log", "--no-merges", "--format=%s", since, cwd=root).splitlines()
+
+
+def test_subjects_of_commits(tmp_path: Path) -> None:
+    entry = next(hook["entry"] for hook in hooks() if hook["id"] == "commit-subject")
+    form = re.compile(entry, re.MULTILINE | re.DOTALL)  # as pre-commit reads it
+    wrong = ("Fix it", "docs: Fix it", "docs: fixed it", "docs: fix it.", "docs: fix; and more")
+    assert [subject for subject in (*wrong, f"docs: {'a' * 70}") if form.search(subject)] == []
+    assert form.search("harness: move out of tests/ with its programs\n\nThe why; in the body.\n")
+    git("clone", "--depth", "2", f"file://{checkout.ROOT}", tmp_path / "shallow", cwd=tmp_path)
+    for root in (checkout.ROOT, tmp_path / "shallow"):
+        assert [subject for subject in subjects(root) if not form.search(subject)] == []
+    assert len(subjects(tmp_path / "shallow")) == 2
