@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from ascend_kv_connector.testing import one_rank
-from ascend_kv_connector.testing_transport import InMemoryNetwork
+from ascend_kv_connector.testing.transport import InMemoryNetwork
 
 from harness import checkout, npus, quantized
 from harness.kv import in_tree, request_faults, store_checks, throughput

@@ -23,8 +23,9 @@ from typing import Any, ClassVar
 from xml.etree import ElementTree
 
 import pytest
-from ascend_kv_connector import testing, testing_engine
+from ascend_kv_connector import testing
 from ascend_kv_connector.testing import ConnectorTests, HandoffTests, one_rank  # noqa: F401
+from ascend_kv_connector.testing import engine as testing_engine
 from harness import checkout
 from harness.kv.mooncake_pool import mooncake_pool
 

@@ -14,11 +14,16 @@ from typing import Any, Protocol
 
 import torch
 from ascend_kv_connector.config import Options
-from ascend_kv_connector.consumer import Consumer
-from ascend_kv_connector.paged_cache import Heads, PagedCache, group_block_table, kv_heads_of_rank
-from ascend_kv_connector.producer import Producer
-from ascend_kv_connector.transfers import Done, Failed, Source
-from ascend_kv_connector.worker import private_stream
+from ascend_kv_connector.p2p.consumer import Consumer
+from ascend_kv_connector.p2p.paged_cache import (
+    Heads,
+    PagedCache,
+    group_block_table,
+    kv_heads_of_rank,
+)
+from ascend_kv_connector.p2p.producer import Producer
+from ascend_kv_connector.p2p.transfers import Done, Failed, Source
+from ascend_kv_connector.p2p.worker import private_stream
 from ascend_platform.transfer.auth import CurveKeys
 
 TOTAL_HEADS, SIZES = 4, {"key": 6, "value": 4}

@@ -6,8 +6,8 @@ from collections.abc import Callable
 from time import monotonic, sleep
 from typing import Any
 
-from ascend_kv_connector.leases import PrefillProgress
-from ascend_kv_connector.protocol import PrefillStarted
+from ascend_kv_connector.p2p.leases import PrefillProgress
+from ascend_kv_connector.p2p.protocol import PrefillStarted
 
 LAYERS = ["layers.0", "layers.1"]
 

@@ -24,8 +24,8 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from time import monotonic, sleep
 from typing import Any
 
-from ascend_kv_connector import push_receiver, worker
-from ascend_kv_connector.testing_transport import Faults, InMemoryNetwork, InMemoryTransport
+from ascend_kv_connector.p2p import push_receiver, worker
+from ascend_kv_connector.testing.transport import Faults, InMemoryNetwork, InMemoryTransport
 from ascend_platform.transfer import engine
 
 NETWORK = InMemoryNetwork()

@@ -19,7 +19,7 @@ from typing import Any
 
 from ascend_kv_connector.store.pool import LOADED, STORED, PoolError
 from ascend_kv_connector.store.tier import PoolTier
-from ascend_kv_connector.testing_transport import Faults
+from ascend_kv_connector.testing.transport import Faults
 
 ANSWER, TRANSFER, QUARANTINE_SECONDS, DEAD = 0.3, 0.6, 0.1, 0.3
 LATE = 4.0

@@ -12,10 +12,10 @@ from dataclasses import dataclass, field
 from time import monotonic, sleep
 from typing import Any
 
-from ascend_kv_connector.leases import PrefillProgress
-from ascend_kv_connector.protocol import PrefillStarted
-from ascend_kv_connector.testing_transport import Faults, InMemoryNetwork
-from ascend_kv_connector.transfers import Done, Failed
+from ascend_kv_connector.p2p.leases import PrefillProgress
+from ascend_kv_connector.p2p.protocol import PrefillStarted
+from ascend_kv_connector.p2p.transfers import Done, Failed
+from ascend_kv_connector.testing.transport import Faults, InMemoryNetwork
 from ascend_platform.transfer.errors import TransferError
 
 TIMEOUT = 1.0

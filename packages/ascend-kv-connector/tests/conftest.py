@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import pytest
-from ascend_kv_connector.testing_transport import Faults, InMemoryNetwork
+from ascend_kv_connector.testing.transport import Faults, InMemoryNetwork
 from harness.kv.instances import Instance
 
 

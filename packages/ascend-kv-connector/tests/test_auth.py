@@ -12,8 +12,8 @@ from time import monotonic, sleep
 import pytest
 import zmq
 from ascend_kv_connector.auth import SECRET_ENV, read_secret, require_secret, warn_of_open_ports
-from ascend_kv_connector.protocol import CODEC, Ack, Finish
-from ascend_kv_connector.transfers import Done
+from ascend_kv_connector.p2p.protocol import CODEC, Ack, Finish
+from ascend_kv_connector.p2p.transfers import Done
 from ascend_platform import extension
 from ascend_platform.transfer.auth import CurveKeys, is_loopback
 from ascend_platform.transfer.errors import TransferError

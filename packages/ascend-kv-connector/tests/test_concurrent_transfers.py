@@ -9,10 +9,10 @@ from time import monotonic, sleep
 
 import pytest
 import zmq
-from ascend_kv_connector.protocol import CODEC
-from ascend_kv_connector.send_buffers import Owner
-from ascend_kv_connector.testing_transport import InMemoryNetwork
-from ascend_kv_connector.transfers import Done, Failed, Source
+from ascend_kv_connector.p2p.protocol import CODEC
+from ascend_kv_connector.p2p.send_buffers import Owner
+from ascend_kv_connector.p2p.transfers import Done, Failed, Source
+from ascend_kv_connector.testing.transport import InMemoryNetwork
 from ascend_platform.transfer.errors import TransferError
 from ascend_platform.transfer.memory import MAX_QUARANTINED
 from ascend_platform.transfer.peers import MAX_IDLE_THREADS, CircuitBreaker

@@ -13,8 +13,8 @@ from typing import Any, ClassVar
 
 import pytest
 import torch
+from ascend_kv_connector.p2p.transfers import Done
 from ascend_kv_connector.testing import ConnectorTests, Engine, HandoffTests, one_rank  # noqa: F401
-from ascend_kv_connector.transfers import Done
 
 pytest.importorskip(
     "mooncake.engine",

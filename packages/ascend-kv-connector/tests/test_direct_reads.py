@@ -10,10 +10,10 @@ from time import monotonic, sleep
 import numpy
 import pytest
 import torch
-from ascend_kv_connector.protocol import Locate, Refused
-from ascend_kv_connector.runs import Placement, plan_runs
-from ascend_kv_connector.testing_transport import InMemoryNetwork
-from ascend_kv_connector.transfers import Done
+from ascend_kv_connector.p2p.protocol import Locate, Refused
+from ascend_kv_connector.p2p.runs import Placement, plan_runs
+from ascend_kv_connector.p2p.transfers import Done
+from ascend_kv_connector.testing.transport import InMemoryNetwork
 from ascend_platform.transfer.engine import Runs
 
 COPIES = {

@@ -9,14 +9,14 @@ from time import monotonic, sleep
 from typing import Any
 
 import pytest
-from ascend_kv_connector import push_receiver
-from ascend_kv_connector.fetcher import Fetcher, Notice
-from ascend_kv_connector.protocol import Push, Release
-from ascend_kv_connector.push_receiver import PushStop
-from ascend_kv_connector.pusher import PushJobs
-from ascend_kv_connector.send_buffers import Owner
-from ascend_kv_connector.testing_transport import InMemoryNetwork
-from ascend_kv_connector.transfers import Done, Failed, Source
+from ascend_kv_connector.p2p import push_receiver
+from ascend_kv_connector.p2p.fetcher import Fetcher, Notice
+from ascend_kv_connector.p2p.protocol import Push, Release
+from ascend_kv_connector.p2p.push_receiver import PushStop
+from ascend_kv_connector.p2p.pusher import PushJobs
+from ascend_kv_connector.p2p.send_buffers import Owner
+from ascend_kv_connector.p2p.transfers import Done, Failed, Source
+from ascend_kv_connector.testing.transport import InMemoryNetwork
 from ascend_platform.transfer.errors import TransferError
 from ascend_platform.transfer.query_queue import BusyError
 from harness.kv.prompts import Prompt, wait_for

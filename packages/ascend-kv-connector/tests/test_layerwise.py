@@ -10,13 +10,13 @@ from typing import Any
 import pytest
 import zmq
 from aiohttp import web
-from ascend_kv_connector import metaserver
-from ascend_kv_connector.leases import Leases, NotReadyError, PrefillProgress
-from ascend_kv_connector.metaserver import MetaserverClient, external_request_id
-from ascend_kv_connector.prefill_notifier import PrefillNotifier
-from ascend_kv_connector.protocol import PrefillCancelled, PrefillStarted
-from ascend_kv_connector.testing_transport import InMemoryNetwork
-from ascend_kv_connector.transfers import Done
+from ascend_kv_connector.p2p import metaserver
+from ascend_kv_connector.p2p.leases import Leases, NotReadyError, PrefillProgress
+from ascend_kv_connector.p2p.metaserver import MetaserverClient, external_request_id
+from ascend_kv_connector.p2p.prefill_notifier import PrefillNotifier
+from ascend_kv_connector.p2p.protocol import PrefillCancelled, PrefillStarted
+from ascend_kv_connector.p2p.transfers import Done
+from ascend_kv_connector.testing.transport import InMemoryNetwork
 from ascend_platform.transfer.errors import TransferError
 from harness.kv.prompts import LAYERS, Prompt, wait_for
 

@@ -6,15 +6,15 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from ascend_kv_connector.leases import (
+from ascend_kv_connector.p2p.leases import (
     MAX_READERS,
     MAX_REMEMBERED,
     Leases,
     NotReadyError,
     PrefillProgress,
 )
-from ascend_kv_connector.protocol import Ack, Fetch, Refused
-from ascend_kv_connector.send_buffers import Owner, SendBuffers
+from ascend_kv_connector.p2p.protocol import Ack, Fetch, Refused
+from ascend_kv_connector.p2p.send_buffers import Owner, SendBuffers
 from ascend_platform.transfer.errors import TransferError
 from ascend_platform.transfer.query_queue import Asked, BusyError, QueryQueue
 

@@ -7,7 +7,7 @@ from functools import partial
 from types import SimpleNamespace
 
 from ascend_kv_connector.metrics import FailureLog, TransferMetrics, TransferStats
-from ascend_kv_connector.transfers import PHASES, Done, Failed
+from ascend_kv_connector.p2p.transfers import PHASES, Done, Failed
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
 

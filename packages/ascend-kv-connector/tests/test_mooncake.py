@@ -19,7 +19,7 @@ from typing import Any
 
 import pytest
 import torch
-from ascend_kv_connector.transfers import Done
+from ascend_kv_connector.p2p.transfers import Done
 from ascend_platform.transfer.engine import Runs
 from ascend_platform.transfer.errors import TransferError
 

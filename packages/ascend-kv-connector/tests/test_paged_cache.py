@@ -6,8 +6,8 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from ascend_kv_connector import paged_cache as module
-from ascend_kv_connector.paged_cache import Heads
+from ascend_kv_connector.p2p import paged_cache as module
+from ascend_kv_connector.p2p.paged_cache import Heads
 
 
 @pytest.mark.parametrize("direct", [0, 1 << 30], ids=["as they lie", "gathered"])

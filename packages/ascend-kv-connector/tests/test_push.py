@@ -10,10 +10,10 @@ from typing import Any
 
 import pytest
 import torch
-from ascend_kv_connector.producer import Producer
-from ascend_kv_connector.protocol import Push, Refused
-from ascend_kv_connector.pusher import PushJobs
-from ascend_kv_connector.transfers import Done
+from ascend_kv_connector.p2p.producer import Producer
+from ascend_kv_connector.p2p.protocol import Push, Refused
+from ascend_kv_connector.p2p.pusher import PushJobs
+from ascend_kv_connector.p2p.transfers import Done
 from ascend_platform.transfer.errors import TransferError
 from harness.kv.prompts import LAYERS, Prompt, wait_for
 

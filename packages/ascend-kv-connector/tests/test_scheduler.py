@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 import torch
 from ascend_kv_connector.connector import AscendP2PConnector
-from ascend_kv_connector.prompt_digest import prompt_digest
-from ascend_kv_connector.protocol import VERSION
-from ascend_kv_connector.scheduler import Endpoint, LayerwisePrefill, Load, P2PScheduler
-from ascend_kv_connector.transfers import Source
-from ascend_kv_connector.trusted_addresses import TrustedAddresses
+from ascend_kv_connector.p2p.prompt_digest import prompt_digest
+from ascend_kv_connector.p2p.protocol import VERSION
+from ascend_kv_connector.p2p.scheduler import Endpoint, LayerwisePrefill, Load, P2PScheduler
+from ascend_kv_connector.p2p.transfers import Source
+from ascend_kv_connector.p2p.trusted_addresses import TrustedAddresses
 from vllm import SamplingParams
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1, SupportsHMA
 from vllm.lora.request import LoRARequest

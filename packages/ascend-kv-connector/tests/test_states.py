@@ -11,14 +11,14 @@ import pytest
 import torch
 from ascend_kv_connector.config import Options, paged_block_size, sliding_windows
 from ascend_kv_connector.connector import AscendP2PConnector
-from ascend_kv_connector.consumer import Consumer
-from ascend_kv_connector.paged_cache import Heads, PagedCache
-from ascend_kv_connector.producer import Producer
-from ascend_kv_connector.scheduler import Endpoint, P2PScheduler
-from ascend_kv_connector.states import LAST_STATE, draft_blocks, join_tables, list_regions
-from ascend_kv_connector.testing_transport import InMemoryNetwork
-from ascend_kv_connector.transfers import Done, Failed, Source
-from ascend_kv_connector.trusted_addresses import TrustedAddresses
+from ascend_kv_connector.p2p.consumer import Consumer
+from ascend_kv_connector.p2p.paged_cache import Heads, PagedCache
+from ascend_kv_connector.p2p.producer import Producer
+from ascend_kv_connector.p2p.scheduler import Endpoint, P2PScheduler
+from ascend_kv_connector.p2p.states import LAST_STATE, draft_blocks, join_tables, list_regions
+from ascend_kv_connector.p2p.transfers import Done, Failed, Source
+from ascend_kv_connector.p2p.trusted_addresses import TrustedAddresses
+from ascend_kv_connector.testing.transport import InMemoryNetwork
 from ascend_platform import extension
 from vllm import SamplingParams
 from vllm.v1.core.sched.output import SchedulerOutput

@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 import torch
-from ascend_kv_connector import worker
-from ascend_kv_connector.leases import PrefillProgress
-from ascend_kv_connector.transfers import Done, Transfer
-from ascend_kv_connector.worker import P2PWorker
+from ascend_kv_connector.p2p import worker
+from ascend_kv_connector.p2p.leases import PrefillProgress
+from ascend_kv_connector.p2p.transfers import Done, Transfer
+from ascend_kv_connector.p2p.worker import P2PWorker
 from ascend_platform import extension
 from ascend_platform.transfer.errors import TransferError
 from ascend_platform.transfer.hccl import HcclEngine, Memory

@@ -10,11 +10,11 @@ from types import SimpleNamespace
 import pytest
 import torch
 import zmq
-from ascend_kv_connector.paged_cache import Heads, plan_fetches
-from ascend_kv_connector.protocol import CODEC, VERSION, Fetch, Handshake, Refused
-from ascend_kv_connector.testing_transport import InMemoryNetwork
-from ascend_kv_connector.transfers import Done, Failed, Source
-from ascend_kv_connector.worker import P2PWorker, model_fingerprint
+from ascend_kv_connector.p2p.paged_cache import Heads, plan_fetches
+from ascend_kv_connector.p2p.protocol import CODEC, VERSION, Fetch, Handshake, Refused
+from ascend_kv_connector.p2p.transfers import Done, Failed, Source
+from ascend_kv_connector.p2p.worker import P2PWorker, model_fingerprint
+from ascend_kv_connector.testing.transport import InMemoryNetwork
 from ascend_platform.transfer.memory import allocate_buffer
 from transformers import PretrainedConfig
 

@@ -6,8 +6,8 @@ import time
 from typing import Any
 
 import pytest
-from ascend_kv_connector import trusted_addresses
-from ascend_kv_connector.trusted_addresses import SIGNATURE, TrustedAddresses
+from ascend_kv_connector.p2p import trusted_addresses
+from ascend_kv_connector.p2p.trusted_addresses import SIGNATURE, TrustedAddresses
 
 SECRET = b"sixteen bytes or more"
 

@@ -36,7 +36,7 @@ def register() -> None:
 def _offer() -> None:
     for name, path in CONNECTORS.items():
         extension.offer(f"kv_connector.{name}", path)
-    extension.offer("worker.awake.kv_connector", "ascend_kv_connector.worker.set_awake")
+    extension.offer("worker.awake.kv_connector", "ascend_kv_connector.p2p.worker.set_awake")
     if "vllm" not in sys.modules:
         # listing the components outside of vLLM; vLLM itself is imported before its plugins are
         # loaded

@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 
 from ascend_platform import extension
 
-from ascend_kv_connector.states import LAST_STATE
+from ascend_kv_connector.p2p.states import LAST_STATE
 
 IGNORED_KEYS = ("prefill", "decode", "use_ascend_direct")
 """Options of vllm-ascend's connectors for facts that ranks exchange in the handshake here; ignored.

@@ -21,10 +21,10 @@ from vllm.utils.network_utils import get_ip
 from ascend_kv_connector import auth
 from ascend_kv_connector.config import Options, paged_block_size, sliding_windows
 from ascend_kv_connector.metrics import TransferMetrics, TransferStats
-from ascend_kv_connector.scheduler import Endpoint, P2PMetadata, P2PScheduler
-from ascend_kv_connector.states import LAST_STATE, draft_blocks
-from ascend_kv_connector.trusted_addresses import TrustedAddresses
-from ascend_kv_connector.worker import P2PWorker
+from ascend_kv_connector.p2p.scheduler import Endpoint, P2PMetadata, P2PScheduler
+from ascend_kv_connector.p2p.states import LAST_STATE, draft_blocks
+from ascend_kv_connector.p2p.trusted_addresses import TrustedAddresses
+from ascend_kv_connector.p2p.worker import P2PWorker
 
 try:
     from vllm.v1.metrics.cache_hit_source import CacheHitSource

@@ -51,9 +51,9 @@ def check_peer(host: str, port: int, secret: bytes) -> Iterator[Finding]:
     from ascend_platform.transfer.errors import TransferError, printable
     from ascend_platform.transfer.rpc import RpcClient, make_context
 
-    from ascend_kv_connector import protocol
-    from ascend_kv_connector.hints import hint
-    from ascend_kv_connector.protocol import CacheInfo, Handshake
+    from ascend_kv_connector.p2p import protocol
+    from ascend_kv_connector.p2p.hints import hint
+    from ascend_kv_connector.p2p.protocol import CacheInfo, Handshake
 
     context = make_context()
     try:

@@ -53,7 +53,7 @@ def state_parts(
 
 
 def list_regions(kv_caches: Mapping[str, Any], heads: int) -> list[tuple[str, str, torch.Tensor]]:
-    """Layer, part and cache of each region of :class:`~ascend_kv_connector.paged_cache.PagedCache`.
+    """Layer, part and cache of each region of :class:`~ascend_kv_connector.p2p.paged_cache.PagedCache`.
 
     ``kv_caches`` are vLLM's by layer: of states a tuple of tensors, else what
     ``extension.cache_parts`` takes.

@@ -27,17 +27,17 @@ from vllm.utils.network_utils import get_ip
 
 from ascend_kv_connector.auth import read_secret, require_secret, warn_of_open_ports
 from ascend_kv_connector.config import Options, paged_block_size, sliding_windows
-from ascend_kv_connector.consumer import Consumer
-from ascend_kv_connector.leases import PrefillProgress
 from ascend_kv_connector.metrics import FailureLog, TransferStats
-from ascend_kv_connector.paged_cache import PagedCache, kv_heads_of_rank
-from ascend_kv_connector.prefill_notifier import PrefillNotifier
-from ascend_kv_connector.producer import Producer
-from ascend_kv_connector.protocol import PrefillCancelled, PrefillStarted
-from ascend_kv_connector.scheduler import Endpoint, P2PMetadata
-from ascend_kv_connector.states import list_regions
-from ascend_kv_connector.transfers import Failed
-from ascend_kv_connector.trusted_addresses import TrustedAddresses
+from ascend_kv_connector.p2p.consumer import Consumer
+from ascend_kv_connector.p2p.leases import PrefillProgress
+from ascend_kv_connector.p2p.paged_cache import PagedCache, kv_heads_of_rank
+from ascend_kv_connector.p2p.prefill_notifier import PrefillNotifier
+from ascend_kv_connector.p2p.producer import Producer
+from ascend_kv_connector.p2p.protocol import PrefillCancelled, PrefillStarted
+from ascend_kv_connector.p2p.scheduler import Endpoint, P2PMetadata
+from ascend_kv_connector.p2p.states import list_regions
+from ascend_kv_connector.p2p.transfers import Failed
+from ascend_kv_connector.p2p.trusted_addresses import TrustedAddresses
 
 DEFAULT_KV_PORT = 14579
 """vLLM's default of ``kv_port``: the user has chosen none (``vllm/config/kv_transfer.py``)."""

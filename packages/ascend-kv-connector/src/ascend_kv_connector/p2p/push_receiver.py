@@ -17,8 +17,8 @@ from ascend_platform.transfer.errors import TransferError
 from ascend_platform.transfer.rpc import ClientPool
 
 from ascend_kv_connector.config import Options
-from ascend_kv_connector.paged_cache import FetchPlan, Heads, PagedCache
-from ascend_kv_connector.protocol import (
+from ascend_kv_connector.p2p.paged_cache import FetchPlan, Heads, PagedCache
+from ascend_kv_connector.p2p.protocol import (
     MAX_BLOCKS,
     VERSION,
     CacheInfo,
@@ -29,7 +29,7 @@ from ascend_kv_connector.protocol import (
     Release,
     Renew,
 )
-from ascend_kv_connector.transfers import Source, Transfer
+from ascend_kv_connector.p2p.transfers import Source, Transfer
 
 LINGER_SECONDS = 120.0
 """Seconds for which bytes may arrive after their sender has closed the connection, or has died:
@@ -42,7 +42,7 @@ RETRY_SECONDS = 1.0, 30.0
 
 
 class Rank(Protocol):
-    """What a receiver uses of :class:`~ascend_kv_connector.consumer.Consumer`."""
+    """What a receiver uses of :class:`~ascend_kv_connector.p2p.consumer.Consumer`."""
 
     cache: PagedCache
     memory: list[tuple[int, int]]

@@ -15,11 +15,11 @@ from ascend_platform.transfer.engine import Engine
 from ascend_platform.transfer.errors import Settled, TransferError, at_once, never
 from ascend_platform.transfer.query_queue import BusyError
 
-from ascend_kv_connector.leases import Lease, NotReadyError
-from ascend_kv_connector.paged_cache import PagedCache
-from ascend_kv_connector.protocol import Push, Pushed, Refused, Reply
-from ascend_kv_connector.runs import Placement, plan_runs, token_slots
-from ascend_kv_connector.send_buffers import Owner
+from ascend_kv_connector.p2p.leases import Lease, NotReadyError
+from ascend_kv_connector.p2p.paged_cache import PagedCache
+from ascend_kv_connector.p2p.protocol import Push, Pushed, Refused, Reply
+from ascend_kv_connector.p2p.runs import Placement, plan_runs, token_slots
+from ascend_kv_connector.p2p.send_buffers import Owner
 
 POLL_SECONDS = 0.002
 """Interval at which a prefill's events are queried, after something was written or a step was
@@ -56,7 +56,7 @@ class Job:
 
 
 class Rank(Protocol):
-    """What a pusher uses of :class:`~ascend_kv_connector.producer.Producer`."""
+    """What a pusher uses of :class:`~ascend_kv_connector.p2p.producer.Producer`."""
 
     cache: PagedCache
     memory: list[tuple[int, int]]

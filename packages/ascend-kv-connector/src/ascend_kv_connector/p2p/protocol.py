@@ -16,7 +16,7 @@ from typing import Annotated
 import msgspec
 from ascend_platform.transfer.messages import Ack, Codec, Message, Refused
 
-from ascend_kv_connector.send_buffers import Owner
+from ascend_kv_connector.p2p.send_buffers import Owner
 
 VERSION = 3
 """Protocol version; both instances must have the same."""

@@ -40,7 +40,7 @@ class Placement(NamedTuple):
     @classmethod
     def packed(cls, address: int, tokens: int, token_bytes: Sequence[int]) -> Placement:
         """Regions one behind the other from an address on, as in a
-        :class:`~ascend_kv_connector.protocol.Chunk`."""
+        :class:`~ascend_kv_connector.p2p.protocol.Chunk`."""
         starts = numpy.cumsum([0, *(tokens * each for each in token_bytes)])[:-1]
         return cls(
             [(address + int(start), 0) for start in starts], max(tokens, 1), numpy.arange(tokens)

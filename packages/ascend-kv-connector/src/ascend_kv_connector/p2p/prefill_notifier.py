@@ -14,7 +14,7 @@ from ascend_platform.transfer.errors import TransferError, printable
 from ascend_platform.transfer.peers import PeerQueues
 from ascend_platform.transfer.rpc import ClientPool, make_context
 
-from ascend_kv_connector.protocol import CODEC, PrefillCancelled, PrefillStarted
+from ascend_kv_connector.p2p.protocol import CODEC, PrefillCancelled, PrefillStarted
 
 ATTEMPTS = 3
 """Attempts to notify a rank; each is as long as the answer timeout."""

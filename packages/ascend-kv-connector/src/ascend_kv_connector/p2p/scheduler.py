@@ -20,14 +20,14 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 )
 from vllm.v1.request import RequestStatus
 
-from ascend_kv_connector.leases import BoundedDict
-from ascend_kv_connector.metaserver import MetaserverClient, external_request_id
-from ascend_kv_connector.paged_cache import group_block_table
-from ascend_kv_connector.prompt_digest import prompt_digest
-from ascend_kv_connector.protocol import MAX_RANKS, VERSION
-from ascend_kv_connector.states import LAST_STATE, join_tables, leave_last_token
-from ascend_kv_connector.transfers import Source
-from ascend_kv_connector.trusted_addresses import TrustedAddresses
+from ascend_kv_connector.p2p.leases import BoundedDict
+from ascend_kv_connector.p2p.metaserver import MetaserverClient, external_request_id
+from ascend_kv_connector.p2p.paged_cache import group_block_table
+from ascend_kv_connector.p2p.prompt_digest import prompt_digest
+from ascend_kv_connector.p2p.protocol import MAX_RANKS, VERSION
+from ascend_kv_connector.p2p.states import LAST_STATE, join_tables, leave_last_token
+from ascend_kv_connector.p2p.transfers import Source
+from ascend_kv_connector.p2p.trusted_addresses import TrustedAddresses
 
 
 @dataclass

@@ -14,7 +14,7 @@ from typing import Any, Literal, NamedTuple, get_args
 
 from ascend_platform.transfer.errors import Kind, Settled, TransferError, never, printable
 
-from ascend_kv_connector.hints import hint
+from ascend_kv_connector.p2p.hints import hint
 
 Phase = Literal["queue", "connect", "wait", "read", "unpack"]
 """In the queue of its peer; connecting to ranks; waiting for chunks to be packed; reading them;

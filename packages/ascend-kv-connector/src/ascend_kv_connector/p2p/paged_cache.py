@@ -14,9 +14,9 @@ import torch
 from ascend_platform.transfer.engine import Engine
 from ascend_platform.transfer.errors import TransferError
 
-from ascend_kv_connector.protocol import CacheInfo, CacheRegion
-from ascend_kv_connector.runs import Placement, token_slots
-from ascend_kv_connector.states import LAST_STATE
+from ascend_kv_connector.p2p.protocol import CacheInfo, CacheRegion
+from ascend_kv_connector.p2p.runs import Placement, token_slots
+from ascend_kv_connector.p2p.states import LAST_STATE
 
 MIN_RUN_BYTES = 32 << 10
 """Average bytes per contiguous run above which runs are copied directly instead of gathered on the
@@ -55,7 +55,7 @@ class PagedCache:
     retains, 0 meaning all, and ``groups`` the group of each layer. A request's ``blocks`` are the
     tables of all groups concatenated, equally long; in a sliding-window table block 0, vLLM's null
     block, stands for blocks that are not retained. With ``LAST_STATE`` as its window a group has
-    states (see :mod:`~ascend_kv_connector.states`), which differ between tensor-parallel ranks:
+    states (see :mod:`~ascend_kv_connector.p2p.states`), which differ between tensor-parallel ranks:
     ``tp`` is this one's number and how many there are.
     """
 
@@ -201,7 +201,7 @@ class PagedCache:
         self, slots: torch.Tensor, regions: Sequence[int], heads: Heads, buffer: torch.Tensor
     ) -> int:
         """Copy tokens to the beginning of a buffer, uint8 ``[bytes]``, in the layout of
-        :class:`~ascend_kv_connector.protocol.Chunk`.
+        :class:`~ascend_kv_connector.p2p.protocol.Chunk`.
 
         Device work is enqueued on the current stream. Returns the number of bytes.
         """

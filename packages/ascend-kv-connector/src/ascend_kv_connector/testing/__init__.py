@@ -29,7 +29,7 @@ from typing import Any, ClassVar
 import pytest
 import torch
 
-from ascend_kv_connector.testing_engine import (
+from ascend_kv_connector.testing.engine import (
     BLOCK,
     HEADS,
     LAYERS,

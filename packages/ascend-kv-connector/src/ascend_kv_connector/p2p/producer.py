@@ -16,11 +16,11 @@ from ascend_platform.transfer.peers import PeerQueues
 from ascend_platform.transfer.query_queue import BusyError, QueryQueue
 from ascend_platform.transfer.rpc import RpcServer
 
-from ascend_kv_connector import protocol
 from ascend_kv_connector.config import Options
-from ascend_kv_connector.leases import Lease, Leases, NotReadyError
-from ascend_kv_connector.paged_cache import Heads, PagedCache, group_block_table
-from ascend_kv_connector.protocol import (
+from ascend_kv_connector.p2p import protocol
+from ascend_kv_connector.p2p.leases import Lease, Leases, NotReadyError
+from ascend_kv_connector.p2p.paged_cache import Heads, PagedCache, group_block_table
+from ascend_kv_connector.p2p.protocol import (
     Ack,
     CacheInfo,
     Chunk,
@@ -38,9 +38,9 @@ from ascend_kv_connector.protocol import (
     Renew,
     Reply,
 )
-from ascend_kv_connector.pusher import Job, Pusher, PushJobs, Steps
-from ascend_kv_connector.send_buffers import Owner, SendBuffers, checksum
-from ascend_kv_connector.states import LAST_STATE
+from ascend_kv_connector.p2p.pusher import Job, Pusher, PushJobs, Steps
+from ascend_kv_connector.p2p.send_buffers import Owner, SendBuffers, checksum
+from ascend_kv_connector.p2p.states import LAST_STATE
 
 MAX_PUSHES = 32
 """Prompts that are written to one rank at once; each has a thread while it is computed."""

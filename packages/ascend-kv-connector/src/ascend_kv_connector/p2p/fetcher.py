@@ -20,10 +20,16 @@ from ascend_platform.transfer.peers import CircuitBreaker
 from ascend_platform.transfer.rpc import ClientPool, NotYetError, RpcClient
 from msgspec.structs import replace
 
-from ascend_kv_connector import protocol
 from ascend_kv_connector.config import Options
-from ascend_kv_connector.paged_cache import FetchPlan, Heads, PagedCache, in_chunks, plan_fetches
-from ascend_kv_connector.protocol import (
+from ascend_kv_connector.p2p import protocol
+from ascend_kv_connector.p2p.paged_cache import (
+    FetchPlan,
+    Heads,
+    PagedCache,
+    in_chunks,
+    plan_fetches,
+)
+from ascend_kv_connector.p2p.protocol import (
     MAX_BLOCKS,
     CacheInfo,
     Chunk,
@@ -38,10 +44,10 @@ from ascend_kv_connector.protocol import (
     Release,
     Renew,
 )
-from ascend_kv_connector.push_receiver import PushReceiver, PushStop
-from ascend_kv_connector.runs import Placement, plan_runs
-from ascend_kv_connector.send_buffers import checksum
-from ascend_kv_connector.transfers import Failed, Source, Transfer
+from ascend_kv_connector.p2p.push_receiver import PushReceiver, PushStop
+from ascend_kv_connector.p2p.runs import Placement, plan_runs
+from ascend_kv_connector.p2p.send_buffers import checksum
+from ascend_kv_connector.p2p.transfers import Failed, Source, Transfer
 
 MAX_LAYERWISE_POLL = 0.005
 """Longest pause in seconds between fetches of a prompt that is being computed."""
@@ -66,7 +72,7 @@ class Notice(NamedTuple):
 
 
 class Rank(Protocol):
-    """What a fetcher uses of :class:`~ascend_kv_connector.consumer.Consumer`."""
+    """What a fetcher uses of :class:`~ascend_kv_connector.p2p.consumer.Consumer`."""
 
     cache: PagedCache
     memory: list[tuple[int, int]]

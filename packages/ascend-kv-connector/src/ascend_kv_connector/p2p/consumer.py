@@ -21,11 +21,11 @@ from ascend_platform.transfer.peers import CircuitBreaker, PeerQueues
 from ascend_platform.transfer.rpc import RpcServer, make_context
 
 from ascend_kv_connector.config import Options
-from ascend_kv_connector.fetcher import Fetcher, Notice
-from ascend_kv_connector.leases import BoundedDict
-from ascend_kv_connector.paged_cache import PagedCache
-from ascend_kv_connector.producer import expose
-from ascend_kv_connector.protocol import (
+from ascend_kv_connector.p2p.fetcher import Fetcher, Notice
+from ascend_kv_connector.p2p.leases import BoundedDict
+from ascend_kv_connector.p2p.paged_cache import PagedCache
+from ascend_kv_connector.p2p.producer import expose
+from ascend_kv_connector.p2p.protocol import (
     CODEC,
     Ack,
     Finish,
@@ -37,8 +37,8 @@ from ascend_kv_connector.protocol import (
     Renew,
     Reply,
 )
-from ascend_kv_connector.push_receiver import PushStop
-from ascend_kv_connector.transfers import Done, Failed, Source, Transfer
+from ascend_kv_connector.p2p.push_receiver import PushStop
+from ascend_kv_connector.p2p.transfers import Done, Failed, Source, Transfer
 
 BUFFERS_OF_LANE = 2
 """Receive buffers of a lane: one is read into while the other is unpacked."""
