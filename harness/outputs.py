@@ -22,7 +22,8 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from harness import features, graphs, references, vllm_runner
+from harness import graphs, references, vllm_runner
+from harness.features import serving, speculation
 
 DRAFTERS = ["none", "n-gram on the NPU", "draft model, another", "EAGLE", "EAGLE-3", "MTP"]
 DRAFTERS += ["MTP, latent attention", "MTP, sparse latent attention"]
@@ -32,13 +33,13 @@ CLOSE = 0.05
 
 
 def case(directory: Path, drafter: str, mode: str, ranks: int = 1, **engine: Any) -> dict[str, Any]:
-    model, config = features.methods(directory)["EAGLE" if drafter == "none" else drafter]
+    model, config = speculation.methods(directory)["EAGLE" if drafter == "none" else drafter]
     engine |= {"compilation_config": {"cudagraph_mode": mode, "cudagraph_capture_sizes": SIZES}}
     if drafter != "none":
         engine["speculative_config"] = config
         if "MTP" in drafter and vllm_runner.IS_V2:
             engine["enable_return_routed_experts"] = True
-    return features.case(
+    return serving.case(
         f"{drafter}, {mode}", model, ranks, [["generate", asked()]], "float16", **engine
     )
 
@@ -46,11 +47,11 @@ def case(directory: Path, drafter: str, mode: str, ranks: int = 1, **engine: Any
 def asked() -> list[dict[str, Any]]:
     """Requests for log-probabilities of prompts, which are as long as two steps, as a captured
     size, and shorter."""
-    return of_prompts([*features.prompts(), features.prompts()[1] * 2, features.prompts()[4]])
+    return of_prompts([*serving.prompts(), serving.prompts()[1] * 2, serving.prompts()[4]])
 
 
 def of_prompts(prompts: list[list[int]]) -> list[dict[str, Any]]:
-    requests = [features.greedy(prompt) for prompt in prompts]
+    requests = [serving.greedy(prompt) for prompt in prompts]
     for request in requests:
         request["sampling"] |= {"prompt_logprobs": 0}
     return requests
@@ -103,10 +104,10 @@ def main() -> None:
             eager = None
             for mode in dict.fromkeys(["NONE", *(options.mode or graphs.MODES)]):
                 wanted = case(directory, drafter, mode)
-                served = features.serve([wanted])[wanted["name"]]
+                served = serving.serve([wanted])[wanted["name"]]
                 exact = references.reference(Path(wanted["model"]), None, "float16")
                 answers = served["steps"][0]
-                found, accepted = compare(exact, asked(), answers), features.accepted(served)[2]
+                found, accepted = compare(exact, asked(), answers), speculation.accepted(served)[2]
                 experts = [answer.get("routed_experts") for (answer,) in answers]
                 all_found = found | {"accepted": accepted, "experts": experts}
                 eager = eager or all_found
