@@ -26,7 +26,7 @@ def plugins_of_this_process() -> Iterator[None]:
     by the next test."""
     yield
     plugins, registry = (
-        sys.modules.get(name) for name in ("vllm.plugins", "ascend_platform.components.registry")
+        sys.modules.get(name) for name in ("vllm.plugins", "ascend_platform.plugins.registry")
     )
     if plugins and registry and registry._statuses.keys() <= {"ascend-platform"}:
         plugins.plugins_loaded = False

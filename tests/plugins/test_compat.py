@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 from ascend_platform.compat import SHIMS
-from ascend_platform.components import COMPONENTS
+from ascend_platform.plugins import COMPONENTS
 from ascend_platform.triton_overrides.slot_mapping import compute_slot_mapping
 from harness import checkout
 from packaging.requirements import Requirement

@@ -14,7 +14,9 @@ from ascend_kv_connector.config import Options as ConnectorOptions
 from ascend_kv_connector.store.options import StoreOptions
 from ascend_model_loader.options import Options as LoaderOptions
 from ascend_model_loader.options import parse_options
-from ascend_platform.components import COMPONENTS, RefusedError, options
+from ascend_platform.config import options
+from ascend_platform.errors import RefusedError
+from ascend_platform.plugins import COMPONENTS
 from harness import checkout
 from harness.doctor import examine
 

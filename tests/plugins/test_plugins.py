@@ -27,7 +27,7 @@ points = {point.name: point for point in entry_points(group="vllm.general_plugin
 for name in sys.argv[1:] * 2:
     assert points[name].load()() is None
 loaded = {name.partition(".")[0] for name in sys.modules}
-from ascend_platform.components import COMPONENTS, registry
+from ascend_platform.plugins import COMPONENTS, registry
 states = {name: registry.state(name) for name in COMPONENTS if name != "ascend-platform"}
 print(json.dumps([sorted(loaded & {"torch", "torch_npu", "vllm", "numpy"}), states]))
 """

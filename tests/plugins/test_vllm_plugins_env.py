@@ -79,6 +79,6 @@ def test_row_of_the_table_matches_vllm(number: int) -> None:
 
 def test_every_plugin_is_named() -> None:
     listed = re.findall(r"^\| `(\w+)` \| (ascend-[\w-]+)", PAGE, re.MULTILINE)
-    from ascend_platform.components import COMPONENTS
+    from ascend_platform.plugins import COMPONENTS
 
     assert {name: entry_point for entry_point, name in listed} == COMPONENTS

@@ -45,8 +45,8 @@ def reads_requirements(tree: ast.Module) -> bool:
 
 HOMES: dict[str, tuple[str, Callable[[ast.Module], bool]]] = {
     "chip names": ("ascend_platform/chips.py", names_a_chip),
-    "VLLM_PLUGINS": ("ascend_platform/components/plugin_filter.py", reads_vllm_plugins),
-    "declared requirements": ("ascend_platform/components/requirements.py", reads_requirements),
+    "VLLM_PLUGINS": ("ascend_platform/plugins/plugin_filter.py", reads_vllm_plugins),
+    "declared requirements": ("ascend_platform/plugins/requirements.py", reads_requirements),
 }
 
 

@@ -145,7 +145,7 @@ def test_metadata_is_complete(wheels: dict[str, Wheel], name: str) -> None:
 def test_wheel_holds_one_typed_module(wheels: dict[str, Wheel], name: str) -> None:
     wheel, module = wheels[name], name.replace("-", "_")
     tops = {file.split("/")[0] for file in wheel.files if ".dist-info/" not in file}
-    # see ascend_platform/cli/excepthook.py
+    # see ascend_platform/process/excepthook.py
     start_up = {"ascend_platform.pth"} if name == "ascend-platform" else set()
     assert tops == {module} | start_up
     assert f"{module}/py.typed" in wheel.files

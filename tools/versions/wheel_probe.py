@@ -54,7 +54,7 @@ def plugins() -> dict[str, importlib.metadata.EntryPoint]:
 
 
 def states() -> dict[str, str]:
-    from ascend_platform.components import COMPONENTS, registry
+    from ascend_platform.plugins import COMPONENTS, registry
 
     return {name: registry.state(name) for name in COMPONENTS}
 
@@ -132,7 +132,7 @@ def chosen(names: str | None) -> object:
     """As `filtered`, with each component's state, and the line that `vllm serve` ends with where no
     device is found."""
     found = filtered(names)
-    from ascend_platform.cli import explanations
+    from ascend_platform.process import explanations
 
     line = explanations.explain(RuntimeError("Failed to infer device type"))
     return [found, states(), line]

@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from ascend_attention.gated_delta import FusedGatedDeltaRule
 from ascend_platform.attention import gated_delta
-from ascend_platform.components import registry, slots
+from ascend_platform.plugins import registry, slots
 
 LAYER = {
     "heads": 32,

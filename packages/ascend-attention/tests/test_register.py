@@ -5,7 +5,7 @@
 from importlib.metadata import entry_points
 
 from ascend_platform import extension
-from ascend_platform.components import registry, slots
+from ascend_platform.plugins import registry, slots
 from vllm.model_executor.layers.attention.mm_encoder_attention import MMEncoderAttention
 from vllm.utils.import_utils import resolve_obj_by_qualname
 

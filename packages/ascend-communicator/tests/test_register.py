@@ -6,7 +6,7 @@ from importlib.metadata import entry_points
 
 import pytest
 from ascend_platform import extension
-from ascend_platform.components import registry, slots
+from ascend_platform.plugins import registry, slots
 from vllm.platforms import current_platform
 from vllm.utils.import_utils import resolve_obj_by_qualname
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 from ascend_platform import extension
-from ascend_platform.components import slots
+from ascend_platform.plugins import slots
 from ascend_platform.transfer import engine, hccl
 from harness import npus
 

@@ -8,7 +8,7 @@ import pytest
 from ascend_kv_connector import CONNECTORS
 from ascend_kv_connector.config import Options
 from ascend_platform import extension
-from ascend_platform.components import registry, slots
+from ascend_platform.plugins import registry, slots
 from vllm.config import KVTransferConfig
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 from ascend_model_loader import FORMATS, options
 from ascend_platform import extension
-from ascend_platform.components import registry, slots
 from ascend_platform.config import unsupported
+from ascend_platform.plugins import registry, slots
 from vllm.config.load import LoadConfig
 
 

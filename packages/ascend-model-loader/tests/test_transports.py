@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 from ascend_model_loader.chunks import CHECKSUMS
-from ascend_platform.components import slots
+from ascend_platform.plugins import slots
 from ascend_platform.transfer.engine import Runs
 from ascend_platform.transfer.mooncake import MooncakeEngine
 from harness import npus

@@ -148,9 +148,7 @@ def test_switched_off_by_the_environment(patched):
 
 
 def test_switched_off_by_the_configuration_in_this_process_and_its_children(patched):
-    configure = (
-        "from ascend_platform.components import options; import os; take = options.configure\n"
-    )
+    configure = "from ascend_platform.config import options; import os; take = options.configure\n"
     off = (
         "take({'ascend': {'patches': {'disable': ['p.one']}}});"
         " print(os.environ['VLLM_ASCEND_DISABLE_PATCHES'])\n"
@@ -170,7 +168,7 @@ def test_switched_off_by_the_configuration_in_this_process_and_its_children(patc
     ],
 )
 def test_configuration_that_is_wrong_is_refused(patched, disable, said):
-    configure = "from ascend_platform.components import options\ntry:\n"
+    configure = "from ascend_platform.config import options\ntry:\n"
     configure += (
         f"    options.configure({{'ascend': {{'patches': {{'disable': {disable}}}}}}})\nexcept"
         " ValueError as e: print(e)"
@@ -180,7 +178,7 @@ def test_configuration_that_is_wrong_is_refused(patched, disable, said):
 
 
 def test_filtered_by_vllm_plugins(patched):
-    platform = "from ascend_platform.components import scopes; scopes.enter('platform')\n"
+    platform = "from ascend_platform.process import scopes; scopes.enter('platform')\n"
     assert patched.run(platform + PRINT)[0] == "11"
     for names, result in {
         "ascend": "1",
@@ -205,9 +203,7 @@ def test_file_that_cannot_be_read_is_one_line_and_the_others_serve(patched):
 
 
 def test_names_of_processes_are_as_vllm_gives_them(world):
-    show = (
-        "import multiprocessing as m; from ascend_platform.components.scopes import scopes_here\n"
-    )
+    show = "import multiprocessing as m; from ascend_platform.process.scopes import scopes_here\n"
     for name in ("MainProcess", "EngineCore", "EngineCore_DP1", "VllmWorker-0", "ApiServer_0"):
         show += f"m.current_process().name = '{name}'; print(*scopes_here())\n"
     assert world.run(show)[0].split() == ["platform", "engine", "engine", "worker", "platform"]

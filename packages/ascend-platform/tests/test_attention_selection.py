@@ -8,8 +8,8 @@ import pytest
 import torch
 from ascend_platform import extension, host
 from ascend_platform.attention.selector import BUILT_IN, describe_backend, select_backend
-from ascend_platform.components import slots
 from ascend_platform.platform import NPUPlatform
+from ascend_platform.plugins import slots
 from harness.configuration import engine_config
 from vllm.v1.attention.backends.registry import AttentionBackendEnum
 from vllm.v1.attention.selector import AttentionSelectorConfig

@@ -17,7 +17,7 @@ import sysconfig
 from pathlib import Path
 
 import pytest
-from ascend_platform.components import requirements
+from ascend_platform.plugins import requirements
 from harness.doctor import CLI, SOURCES, bad, examine, failing, run
 
 

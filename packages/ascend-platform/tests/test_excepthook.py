@@ -10,7 +10,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from ascend_platform.cli import explanations
+from ascend_platform.process import explanations
 
 VLLM = str(Path(sys.executable).parent / "vllm")
 NO_DEVICE = "vLLM found no device: Ascend platform not activated:"

@@ -17,17 +17,17 @@ from pathlib import Path
 
 import pytest
 import torch
-from ascend_platform.cli import failures
-from ascend_platform.cli.explanations import death, describe, explain
-from ascend_platform.components import RefusedError
+from ascend_platform.errors import RefusedError
 from ascend_platform.platform import NPUPlatform
+from ascend_platform.process import failures
+from ascend_platform.process.explanations import death, describe, explain
 from harness.configuration import engine_config
 from harness.models import small as small_models
 from vllm.v1.executor.multiproc_executor import MultiprocExecutor
 
 CHILD = """
 import logging, multiprocessing, os, sys
-from ascend_platform.cli import failures
+from ascend_platform.process import failures
 log = logging.getLogger("vllm.v1")
 
 def worker(fails):
@@ -299,7 +299,7 @@ def test_files_of_other_users_are_left_alone(tmp_path, monkeypatch):
     failures.forget()
     assert victim.read_text() == "0 planted\n"
     assert len(list(shared.iterdir())) == 2
-    from ascend_platform.config import sockets
+    from ascend_platform.process import sockets
 
     monkeypatch.setattr(sockets, "LONGEST", 1000)
     sockets.use_own_directory()

@@ -14,7 +14,8 @@ from pkgutil import iter_modules
 
 import pytest
 from ascend_platform import extension, transfer
-from ascend_platform.components import COMPONENTS, options, registry, slots
+from ascend_platform.config import options
+from ascend_platform.plugins import COMPONENTS, registry, slots
 
 
 @pytest.fixture(autouse=True)

@@ -4,7 +4,7 @@
 options."""
 
 import pytest
-from ascend_platform.components import registry, slots
+from ascend_platform.plugins import registry, slots
 from harness.configuration import engine_config
 
 

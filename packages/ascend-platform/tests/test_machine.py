@@ -8,7 +8,8 @@ import os
 import socket
 
 import pytest
-from ascend_platform.config import devices, sockets
+from ascend_platform.config import devices
+from ascend_platform.process import sockets
 from vllm.config import ParallelConfig
 
 

@@ -7,8 +7,8 @@ import json
 
 import pytest
 from ascend_platform import chips, extension, host
-from ascend_platform.components import slots
 from ascend_platform.config import mla_prolog
+from ascend_platform.plugins import slots
 from harness.models import model_types, small
 from transformers import AutoConfig
 from vllm.config import CompilationConfig, CompilationMode, KVTransferConfig, LoRAConfig

@@ -13,9 +13,9 @@ from types import SimpleNamespace
 import pytest
 import torch
 from ascend_platform import extension, host
-from ascend_platform.components import VARIABLES, slots
 from ascend_platform.config import state_layers, unsupported
 from ascend_platform.platform import NPUPlatform
+from ascend_platform.plugins import VARIABLES, slots
 from harness.configuration import engine_config
 from vllm import envs
 from vllm.config import CompilationMode, CUDAGraphMode

@@ -13,7 +13,7 @@ import safetensors.torch
 import torch
 import torch_npu
 from ascend_platform import host, quantization
-from ascend_platform.components import options
+from ascend_platform.config import options
 from ascend_platform.platform import NPUPlatform
 from ascend_platform.quantization import base
 from ascend_platform.quantization.common import DESCRIPTION, NAME

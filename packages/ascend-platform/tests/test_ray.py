@@ -12,7 +12,7 @@ from pathlib import Path
 
 def test_ray_worker_replaces_a_directory_of_another_machine_and_the_new_one_goes_with_it(tmp_path):
     script = (
-        "import os, sys; sys.modules['ray'] = None; from ascend_platform.config import sockets; "
+        "import os, sys; sys.modules['ray'] = None; from ascend_platform.process import sockets; "
     )
     script += "sockets.replace_foreign_directory(); print(os.environ['VLLM_RPC_BASE_PATH']); "
     script += (
@@ -39,7 +39,7 @@ def test_shared_memory_of_a_ray_worker_whose_process_group_is_killed_is_removed(
         "import os, sys; from multiprocessing.shared_memory import SharedMemory; sys.modules['ray']"
         " = None; "
     )
-    script += "from ascend_platform.config import ray; ray.keep_resource_tracker(); "
+    script += "from ascend_platform.process import ray; ray.keep_resource_tracker(); "
     script += "print(SharedMemory(create=True, size=8).name, flush=True); os.killpg(0, 9)"
     command = [sys.executable, "-c", script]
     with (tmp_path / "out").open("w+") as out:  # the tracker would hold a pipe open

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import ascend_platform
 import pytest
-from ascend_platform.cli import startup
+from ascend_platform.process import startup
 
 SCRIPT = """
 import ascend_platform
@@ -261,7 +261,7 @@ def test_garbage_is_collected_rarely_while_vllm_is_imported(tmp_path, words, var
 
 def test_garbage_is_collected_as_before_when_it_was_never_rare():
     script = (
-        "import gc; from ascend_platform.cli import startup; gc.set_threshold(9);"
+        "import gc; from ascend_platform.process import startup; gc.set_threshold(9);"
         " startup.collect_garbage_as_before(); "
     )
     done = subprocess.run(
@@ -291,7 +291,9 @@ def test_components_are_disabled_with_vllm_ascend(vllm_ascend):
 
 
 def test_excepthook_does_not_change_other_errors():
-    hook = "import ascend_platform.cli.excepthook; ascend_platform.cli.excepthook.install()\n"
+    hook = (
+        "import ascend_platform.process.excepthook; ascend_platform.process.excepthook.install()\n"
+    )
     other = (
         "raise RuntimeError('x') from ImportError('libother.so: cannot open shared object file')"
     )

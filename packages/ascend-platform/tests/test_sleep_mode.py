@@ -12,7 +12,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 import torch_npu
-from ascend_platform.components import slots
+from ascend_platform.plugins import slots
 from ascend_platform.worker import sleep_mode, virtual_memory
 from ascend_platform.worker.sleep_mode import VirtualMemoryBackend
 

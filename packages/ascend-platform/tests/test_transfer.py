@@ -12,7 +12,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from ascend_platform.components import RefusedError
+from ascend_platform.errors import RefusedError
 from ascend_platform.transfer.checkpoint import (
     checkpoint_fingerprint,
     loaded_fingerprint,

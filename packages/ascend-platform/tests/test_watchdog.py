@@ -13,7 +13,7 @@ import psutil
 SCRIPT = """
 import sys, time
 import torch
-from ascend_platform.worker import watchdog
+from ascend_platform.process import watchdog
 
 rank, port = sys.argv[1:]
 torch.distributed.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=int(rank), world_size=2)
@@ -26,7 +26,7 @@ time.sleep(120)
 PARENT = """
 import multiprocessing, os, time
 from multiprocessing import connection
-from ascend_platform.worker import watchdog
+from ascend_platform.process import watchdog
 
 class WatchesWhenUnpickled:  # as an argument whose module activates the platform
     def __reduce__(self):

@@ -17,17 +17,18 @@ def register() -> str | None:
         The qualified name of the platform class if torch_npu and an NPU are present; otherwise
         None, and the reason is logged in one line.
     """
-    from ascend_platform import components
+    from ascend_platform import plugins
 
-    if components.not_activated is None:
-        components.not_activated = _find_reason()
-        if not components.not_activated:
+    if plugins.not_activated is None:
+        plugins.not_activated = _find_reason()
+        if not plugins.not_activated:
             _activate()
-    return None if components.not_activated else "ascend_platform.platform.NPUPlatform"
+    return None if plugins.not_activated else "ascend_platform.platform.NPUPlatform"
 
 
 def _find_reason() -> str:
-    from ascend_platform.components import NOT_ACTIVATED, logger, requirements
+    from ascend_platform.logger import logger
+    from ascend_platform.plugins import NOT_ACTIVATED, requirements
 
     try:
         found = str(
@@ -48,10 +49,8 @@ def _activate() -> None:
     creates anything."""
     import os
 
-    from ascend_platform.cli import failures
-    from ascend_platform.components import requirements, scopes
-    from ascend_platform.config import ray, sockets
-    from ascend_platform.worker import watchdog
+    from ascend_platform.plugins import requirements
+    from ascend_platform.process import failures, ray, scopes, sockets, watchdog
 
     global runner_is_given
     if requirements.version("vllm").startswith(("0.31.", "0.32.")):
@@ -83,7 +82,7 @@ def _activate() -> None:
 def _pin(variable: str, value: str, why: str) -> None:
     import os
 
-    from ascend_platform.components import logger
+    from ascend_platform.logger import logger
 
     if (given := os.environ.get(variable)) not in (None, value):
         logger.warning(
@@ -101,7 +100,7 @@ def _missing_device() -> str:
     import os
 
     from ascend_platform import host
-    from ascend_platform.components import requirements
+    from ascend_platform.plugins import requirements
 
     if importlib.util.find_spec("torch_npu") is None:
         return "torch_npu is not installed; fix: pip install torch-npu"

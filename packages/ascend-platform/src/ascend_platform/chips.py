@@ -326,3 +326,31 @@ def measured(figures: ChipFigures, path: Path) -> ChipFigures:
             " the NPU"
         )
     return dataclasses.replace(figures, source=path.name, **replaced)
+
+
+@dataclass(frozen=True)
+class Chip:
+    """The NPU of this process. ``memory`` is in bytes."""
+
+    name: str
+    memory: int
+    cube_cores: int
+    vector_cores: int
+
+    @property
+    def family(self) -> ChipFamily:
+        """Capabilities of the chip's family; see ``ascend_platform/chips.py``."""
+        return family_of(self.name)
+
+
+def chip() -> Chip:
+    """The NPU that this process uses. Creates the device's context, so call it in a worker only."""
+    import torch
+
+    properties = torch.npu.get_device_properties(torch.npu.current_device())
+    return Chip(
+        properties.name,
+        properties.total_memory,
+        properties.cube_core_num,
+        properties.vector_core_num,
+    )

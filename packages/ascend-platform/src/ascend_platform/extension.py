@@ -14,33 +14,33 @@ The names in ``__all__`` are the interface, of version :data:`API_VERSION`.
 from __future__ import annotations
 
 import warnings
-from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any
 
-from ascend_platform import chips
 from ascend_platform.attention.base import (
     AttentionBackendBase,
     AttentionFeature,
     AttentionImplBase,
     LatentAttentionImplBase,
     SparseLatentAttentionImplBase,
+    cache_parts,
     deferred_host_lengths,
     draft_length_bounds,
     graph_task,
     host_lengths,
     is_captured,
 )
-from ascend_platform.components import RefusedError, logger, requirements
-from ascend_platform.components.options import config
-from ascend_platform.components.plugin_filter import PluginFilter
-from ascend_platform.components.registry import API_VERSION, join, state
-from ascend_platform.components.requirements import version
-from ascend_platform.components.slots import offer, offered
+from ascend_platform.chips import Chip, chip
+from ascend_platform.config.options import config
+from ascend_platform.errors import RefusedError
 from ascend_platform.fingerprint import drift, fingerprint, module_source, tree_version
-
-if TYPE_CHECKING:
-    import torch
+from ascend_platform.logger import logger
+from ascend_platform.plugins import requirements
+from ascend_platform.plugins.plugin_filter import allowed
+from ascend_platform.plugins.registry import API_VERSION, join, state
+from ascend_platform.plugins.requirements import version
+from ascend_platform.plugins.slots import offer, offered
+from ascend_platform.protocols import Experts
 
 __all__ = [
     "API_VERSION",
@@ -88,82 +88,6 @@ def __getattr__(name: str) -> Any:
         f"{__name__}.{name} is deprecated; use {_RENAMED[name]}", DeprecationWarning, stacklevel=2
     )
     return globals()[_RENAMED[name]]
-
-
-class Experts(Protocol):
-    """A rank's experts, applied to rows sorted by expert: what ``apply_experts`` of a
-    communicator's all2all manager takes.
-
-    An attribute ``takes_int8`` that is true says that rows may be int8, quantized by row with
-    ``scale``.
-    """
-
-    def __call__(
-        self, rows: torch.Tensor, counts: torch.Tensor, scale: torch.Tensor | None = None
-    ) -> torch.Tensor:
-        """The outputs ``[rows, hidden]`` in the model's dtype.
-
-        Args:
-            rows: ``[rows, hidden]`` in the model's dtype, or int8.
-            counts: rows of each of the rank's experts, int64 ``[experts]``.
-            scale: of int8 rows, float32 ``[rows]``.
-        """
-        ...
-
-
-@dataclass(frozen=True)
-class Chip:
-    """The NPU of this process. ``memory`` is in bytes."""
-
-    name: str
-    memory: int
-    cube_cores: int
-    vector_cores: int
-
-    @property
-    def family(self) -> chips.ChipFamily:
-        """Capabilities of the chip's family; see ``ascend_platform/chips.py``."""
-        return chips.family_of(self.name)
-
-
-def chip() -> Chip:
-    """The NPU that this process uses. Creates the device's context, so call it in a worker only."""
-    import torch
-
-    properties = torch.npu.get_device_properties(torch.npu.current_device())
-    return Chip(
-        properties.name,
-        properties.total_memory,
-        properties.cube_core_num,
-        properties.vector_core_num,
-    )
-
-
-def cache_parts(kv_cache: Any) -> dict[str, Any]:
-    """The tensors of one layer's KV cache, by name: ``key`` and ``value``, ``latent`` and ``rope``,
-    or ``index``.
-
-    Each is contiguous, ``[blocks, block_size, kv_heads, width]`` in the cache's dtype: block ``b``
-    is the run of ``stride(0)`` elements at ``data_ptr() + b * stride(0) * element_size()``.
-    ``kv_cache`` is what an attention's ``forward`` and a connector's ``register_kv_caches`` get for
-    a layer.
-
-    Raises:
-        TypeError: something else.
-    """
-    if not hasattr(kv_cache, "_asdict"):
-        found = type(kv_cache).__name__
-        raise TypeError(
-            "a layer's KV cache is expected, as ascend_platform.attention.kv_cache.KVCachePair,"
-            f" not {found}"
-        )
-    return kv_cache._asdict()
-
-
-def allowed(entry_point: str) -> bool:
-    """Whether VLLM_PLUGINS lets an entry point of this name load, as vLLM reads it
-    (``vllm/plugins/__init__.py``)."""
-    return PluginFilter.current().allows(entry_point)
 
 
 def unmet(distribution: str) -> str:

@@ -10,11 +10,8 @@ import torch
 from vllm.platforms import resolve_current_platform_cls_qualname
 from vllm.platforms.interface import Platform, PlatformEnum
 
-from ascend_platform import extension, host, quantization, vllm_overrides
-from ascend_platform.attention import gated_delta, selector
-from ascend_platform.cli import failures, startup
-from ascend_platform.components import VARIABLES, options, registry
-from ascend_platform.components.scopes import enter
+from ascend_platform import activation, host, quantization, vllm_overrides
+from ascend_platform.attention import selector
 from ascend_platform.config import (
     architectures,
     collectives,
@@ -24,48 +21,21 @@ from ascend_platform.config import (
     main_module,
     mla_prolog,
     model_runner,
+    options,
     performance,
-    ray,
-    sockets,
     unsupported,
 )
+from ascend_platform.errors import RefusedError
 from ascend_platform.observability import metrics
+from ascend_platform.plugins import VARIABLES, slots
+from ascend_platform.process import failures, ray, sockets
+from ascend_platform.process.scopes import enter
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
     from vllm.v1.attention.selector import AttentionSelectorConfig
 
-logger = extension.logger
-
-
 _resolve_again = functools.cache(resolve_current_platform_cls_qualname)
-
-
-def announce(vllm_config: "VllmConfig") -> None:
-    """Hand the components their options and log the summary line, once per process, whose imports
-    are over by then.
-
-    Called where each process first has the configuration and all plugins are loaded:
-    ``check_and_update_config`` in the API server, ``register_custom_kv_cache_specs`` in the engine
-    core, ``NPUWorker`` in a worker.
-    """
-    startup.collect_garbage_as_before()
-    registry.join("ascend-platform", "ascend", api=registry.API_VERSION)
-    options.configure(vllm_config.additional_config)
-    if vllm_config.model_config is not None:
-        is_v2, why = model_runner.choice(vllm_config)
-        _log_once(
-            registry.summary(
-                selector.describe_backend(vllm_config) + mla_prolog.describe(vllm_config),
-                runner=f"V{1 + is_v2} ({why})",
-                delta_rule=str(gated_delta.select(vllm_config) or ""),
-            )
-        )
-
-
-@functools.cache
-def _log_once(line: str) -> None:
-    logger.info(line)
 
 
 class NPUPlatform(Platform):
@@ -209,7 +179,7 @@ class NPUPlatform(Platform):
             by name.
         """
         if selected_backend is not None and selected_backend.name != "CUSTOM":
-            raise extension.RefusedError(
+            raise RefusedError(
                 f"attention backend {selected_backend.name} is not supported on Ascend NPUs; fix:"
                 " remove --attention-backend"
             )
@@ -238,7 +208,7 @@ class NPUPlatform(Platform):
 
     @classmethod
     def get_device_communicator_cls(cls) -> str:
-        return extension.offered("communicator") or super().get_device_communicator_cls()
+        return slots.offered("communicator") or super().get_device_communicator_cls()
 
     # Logging
 
@@ -312,7 +282,7 @@ class NPUPlatform(Platform):
             )
         unsupported.check_communicator(vllm_config)
         metrics.offer(vllm_config)
-        announce(vllm_config)
+        activation.activate(vllm_config)
 
     @classmethod
     def validate_request(cls, processed_inputs: Any, params: Any) -> None:
@@ -325,4 +295,4 @@ class NPUPlatform(Platform):
         # (vllm/v1/kv_cache_spec_registry.py)
         enter("engine")
         if vllm_config is not None:
-            announce(vllm_config)
+            activation.activate(vllm_config)

@@ -24,7 +24,9 @@ from types import ModuleType
 from typing import Any
 
 from ascend_platform import fingerprint
-from ascend_platform.components import RefusedError, logger, requirements
+from ascend_platform.errors import RefusedError
+from ascend_platform.logger import logger
+from ascend_platform.plugins import requirements
 
 ACCEPT = "VLLM_ASCEND_ACCEPT_OVERRIDES"
 V1_RUNNER = "vllm.v1.worker.gpu_model_runner"

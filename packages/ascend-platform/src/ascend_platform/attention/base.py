@@ -381,3 +381,24 @@ def graph_task() -> AbstractContextManager[Any]:
 def is_captured() -> bool:
     """Whether a graph that contains attention is being captured."""
     return capturing is not None
+
+
+def cache_parts(kv_cache: Any) -> dict[str, Any]:
+    """The tensors of one layer's KV cache, by name: ``key`` and ``value``, ``latent`` and ``rope``,
+    or ``index``.
+
+    Each is contiguous, ``[blocks, block_size, kv_heads, width]`` in the cache's dtype: block ``b``
+    is the run of ``stride(0)`` elements at ``data_ptr() + b * stride(0) * element_size()``.
+    ``kv_cache`` is what an attention's ``forward`` and a connector's ``register_kv_caches`` get for
+    a layer.
+
+    Raises:
+        TypeError: something else.
+    """
+    if not hasattr(kv_cache, "_asdict"):
+        found = type(kv_cache).__name__
+        raise TypeError(
+            "a layer's KV cache is expected, as ascend_platform.attention.kv_cache.KVCachePair,"
+            f" not {found}"
+        )
+    return kv_cache._asdict()

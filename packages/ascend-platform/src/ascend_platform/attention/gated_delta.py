@@ -10,8 +10,9 @@ from typing import TYPE_CHECKING, Any
 
 from vllm.utils.import_utils import resolve_obj_by_qualname
 
-from ascend_platform import extension, host
+from ascend_platform import host
 from ascend_platform.config.state_layers import SERVED
+from ascend_platform.plugins import registry, requirements, slots
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -36,7 +37,7 @@ class GatedDeltaRule:
         return not self.reasons[phase]
 
     def __str__(self) -> str:
-        version = f"ascend-attention {extension.version('ascend-attention')}"
+        version = f"ascend-attention {requirements.version('ascend-attention')}"
         reasons = [reason for reason in self.reasons.values() if reason]
         if not reasons:
             return f"fused ({version})"
@@ -59,11 +60,11 @@ def select(vllm_config: VllmConfig) -> GatedDeltaRule | None:
     )
     if SERVED.get(model.architecture) != "gated delta net":
         return None
-    path = extension.offered("attention.gated_delta")
+    path = slots.offered("attention.gated_delta")
     if path is None:
         return GatedDeltaRule(
             None,
-            dict.fromkeys(PHASES, f"ascend-attention is {extension.state('ascend-attention')}"),
+            dict.fromkeys(PHASES, f"ascend-attention is {registry.state('ascend-attention')}"),
         )
     fused: Any = resolve_obj_by_qualname(path)
     settings = model.hf_text_config

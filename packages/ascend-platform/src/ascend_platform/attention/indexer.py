@@ -19,8 +19,8 @@ from vllm.platforms import current_platform
 from vllm.utils.torch_utils import direct_register_custom_op
 
 from ascend_platform.attention.kv_cache import IndexCache
-from ascend_platform.components import RefusedError
 from ascend_platform.config.compilation import INDEXER_OP
+from ascend_platform.errors import RefusedError
 
 
 class NPUIndexer(Indexer):

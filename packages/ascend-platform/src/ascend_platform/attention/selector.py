@@ -10,7 +10,8 @@ from vllm.utils.import_utils import resolve_obj_by_qualname
 
 from ascend_platform import host
 from ascend_platform.attention.base import AttentionFeature
-from ascend_platform.components import RefusedError, registry, requirements, slots
+from ascend_platform.errors import RefusedError
+from ascend_platform.plugins import registry, requirements, slots
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig

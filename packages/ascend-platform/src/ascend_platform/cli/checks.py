@@ -19,9 +19,11 @@ from packaging.version import InvalidVersion, Version
 from ascend_platform import host
 from ascend_platform.cli import env_vars, plugins, tuning
 from ascend_platform.cli.result import Result, fail, ok, warn
-from ascend_platform.components import COMPONENTS, RefusedError, options, requirements
-from ascend_platform.components.plugin_filter import PluginFilter
-from ascend_platform.components.registry import State
+from ascend_platform.config import options
+from ascend_platform.errors import RefusedError
+from ascend_platform.plugins import COMPONENTS, requirements
+from ascend_platform.plugins.plugin_filter import PluginFilter
+from ascend_platform.plugins.registry import State
 
 GIB = 1 << 30
 DISK, MEMORY, SHARED = 10 * GIB, 8 * GIB, GIB

@@ -14,8 +14,8 @@ from collections.abc import Iterator
 
 from ascend_platform import host
 from ascend_platform.cli.result import Result, fail, ok, warn
-from ascend_platform.components import VARIABLES
-from ascend_platform.components.plugin_filter import VARIABLE, PluginFilter
+from ascend_platform.plugins import VARIABLES
+from ascend_platform.plugins.plugin_filter import VARIABLE, PluginFilter
 
 # Documented by CANN, HCCL, torch_npu and the container runtime; other names may belong to other
 # software.

@@ -10,7 +10,7 @@ import importlib.metadata
 import sys
 from collections.abc import Sequence
 
-from ascend_platform.components import requirements
+from ascend_platform.plugins import requirements
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

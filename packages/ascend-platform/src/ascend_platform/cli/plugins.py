@@ -19,9 +19,11 @@ from dataclasses import asdict, dataclass
 from packaging.utils import canonicalize_name
 
 from ascend_platform import host
-from ascend_platform.components import COMPONENTS, Problem, logger, registry, requirements
-from ascend_platform.components.plugin_filter import PluginFilter
-from ascend_platform.components.registry import State, Status
+from ascend_platform.errors import Problem
+from ascend_platform.logger import logger
+from ascend_platform.plugins import COMPONENTS, registry, requirements
+from ascend_platform.plugins.plugin_filter import PluginFilter
+from ascend_platform.plugins.registry import State, Status
 
 GROUPS = ("vllm.platform_plugins", "vllm.general_plugins")
 PREFIXES = (

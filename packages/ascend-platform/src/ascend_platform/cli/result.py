@@ -7,7 +7,7 @@ from __future__ import annotations
 import enum
 from typing import NamedTuple
 
-from ascend_platform.components import Problem
+from ascend_platform.errors import Problem
 
 
 class Level(enum.StrEnum):

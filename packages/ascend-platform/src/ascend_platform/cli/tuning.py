@@ -13,8 +13,8 @@ from pathlib import Path
 
 from ascend_platform import chips, host
 from ascend_platform.cli.result import Result, fail, ok, warn
-from ascend_platform.components import requirements
 from ascend_platform.config import collectives
+from ascend_platform.plugins import requirements
 
 CANN_OF_TORCH_NPU = {"2.13": (9, 1), "2.14": (9, 1)}
 """The oldest CANN by torch_npu's minor version; 2.12 is released for 9.1 (COMPATIBILITY.md of

@@ -9,7 +9,9 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from ascend_platform import extension, host
+from ascend_platform import host
+from ascend_platform.errors import RefusedError
+from ascend_platform.plugins import requirements
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -47,7 +49,7 @@ def refusal(architecture: str) -> str:
         return ""
     return (
         f"{architecture} is not supported by ascend-platform"
-        f" {extension.version('ascend-platform')}: CANN's operators lack {LACKING[package]}; fix:"
+        f" {requirements.version('ascend-platform')}: CANN's operators lack {LACKING[package]}; fix:"
         " serve another model"
     )
 
@@ -59,7 +61,7 @@ def check(architecture: str) -> None:
         RefusedError: what CANN lacks, in one line.
     """
     if line := refusal(architecture):
-        raise extension.RefusedError(line)
+        raise RefusedError(line)
 
 
 def dtypes() -> list[torch.dtype]:
@@ -76,7 +78,7 @@ def check_dtype(dtype: torch.dtype) -> None:
     served = dtypes()
     if dtype not in served:
         names = ", ".join(str(each).removeprefix("torch.") for each in served)
-        raise extension.RefusedError(
+        raise RefusedError(
             f"dtype {str(dtype).removeprefix('torch.')} is not supported on {host.chip()};"
             f" supported: {names}; fix: remove --dtype, or --dtype float16"
         )
@@ -95,7 +97,7 @@ def check_chip(vllm_config: VllmConfig) -> None:
     if model.is_moe and (
         missing := family.lacks("npu_moe_gating_top_k", "npu_moe_init_routing_v2")
     ):
-        raise extension.RefusedError(
+        raise RefusedError(
             f"mixture-of-experts models are not supported on {host.chip()}, which has no"
             f" {' and no '.join(missing)}; supported: dense and pooling models"
         )

@@ -6,7 +6,7 @@ and where they run."""
 import os
 from typing import TYPE_CHECKING
 
-from ascend_platform import extension
+from ascend_platform.logger import logger
 
 if TYPE_CHECKING:
     from vllm.config import ParallelConfig
@@ -40,7 +40,7 @@ def check(parallel: "ParallelConfig") -> None:
     }
     names = [name for name, is_used in several.items() if is_used]
     if names and os.environ.get("HCCL_OP_EXPANSION_MODE") == "AIV":
-        extension.logger.warning(
+        logger.warning(
             "HCCL_OP_EXPANSION_MODE is AIV with %s: CANN does not support it for several groups of"
             " ranks of an NPU at a time, and collectives may hang; fix: unset"
             " HCCL_OP_EXPANSION_MODE",

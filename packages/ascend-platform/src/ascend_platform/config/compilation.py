@@ -6,8 +6,8 @@ import dataclasses
 import os
 from typing import TYPE_CHECKING
 
-from ascend_platform import extension
 from ascend_platform.attention import selector
+from ascend_platform.errors import RefusedError
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -111,7 +111,7 @@ def check(vllm_config: "VllmConfig") -> None:
     if compilation.mode != CompilationMode.NONE and (
         compilation.backend == "inductor" or compilation.use_inductor_graph_partition
     ):
-        raise extension.RefusedError(
+        raise RefusedError(
             'compilation by Inductor is not supported on Ascend NPUs; fix: remove "backend" and'
             ' "use_inductor_graph_partition" from --compilation-config'
         )
@@ -122,7 +122,7 @@ def check(vllm_config: "VllmConfig") -> None:
         and os.environ.get("ASCEND_LAUNCH_BLOCKING") == "1"
     ):
         # a replay gets its sequence lengths after the launch, and would be waited for before
-        raise extension.RefusedError(
+        raise RefusedError(
             f"cudagraph_mode {mode.name} is not supported with ASCEND_LAUNCH_BLOCKING=1, with which"
             " torch_npu waits for a graph before it gets its sequence lengths; fix: unset"
             " ASCEND_LAUNCH_BLOCKING, or --enforce-eager"
@@ -132,13 +132,13 @@ def check(vllm_config: "VllmConfig") -> None:
         CompilationMode.NONE,
     ):
         # torch.compile would keep whether there were adapters when it traced the model
-        raise extension.RefusedError(
+        raise RefusedError(
             "LoRA is not supported with torch.compile, which PIECEWISE, FULL_AND_PIECEWISE and -O3"
             " need; supported: cudagraph_mode FULL_DECODE_ONLY, FULL and NONE; fix:"
             ' --compilation-config \'{"cudagraph_mode": "FULL_DECODE_ONLY"}\''
         )
     if mode != CUDAGraphMode.NONE and os.environ.get("TASK_QUEUE_ENABLE") == "2":
-        raise extension.RefusedError(
+        raise RefusedError(
             "torch_npu captures no graphs with TASK_QUEUE_ENABLE=2; fix: export"
             " TASK_QUEUE_ENABLE=1, or --enforce-eager"
         )
@@ -148,7 +148,7 @@ def check(vllm_config: "VllmConfig") -> None:
     ):
         return
     if (attention := selector.describe_backend(vllm_config)).startswith("built-in"):
-        raise extension.RefusedError(
+        raise RefusedError(
             "cudagraph_mode FULL needs attention that can be captured, and this model's is"
             f" {attention}; supported: PIECEWISE, NONE"
         )

@@ -8,8 +8,10 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from ascend_platform import extension, host
-from ascend_platform.components.scopes import scopes_here
+from ascend_platform import host
+from ascend_platform.errors import RefusedError
+from ascend_platform.logger import logger
+from ascend_platform.process.scopes import scopes_here
 
 if TYPE_CHECKING:
     from vllm.config import ParallelConfig
@@ -44,11 +46,11 @@ def check(parallel: "ParallelConfig") -> None:
             else host.unused_npus(listed, host.npu_count()[0])
         )
         if wrong:
-            raise extension.RefusedError(
+            raise RefusedError(
                 f"the layout needs {needed} NPUs ({layout}), and {host.VISIBLE_NPUS}={wrong}; fix:"
                 f" {fix}"
             )
-        raise extension.RefusedError(
+        raise RefusedError(
             f"the layout needs {needed} NPUs ({layout}) and {found} are visible; lower"
             " --tensor-parallel-size, --pipeline-parallel-size or --data-parallel-size-local, or"
             f" add NPUs to {host.VISIBLE_NPUS}"
@@ -78,12 +80,12 @@ def bind_to_numa_nodes(parallel: "ParallelConfig", by_default: bool) -> None:
     parallel.numa_bind = not obstacle
     if not obstacle:
         parallel.numa_bind_nodes = nodes
-        extension.logger.info("--numa-bind: NUMA nodes of the NPUs: %s", ", ".join(map(str, nodes)))
+        logger.info("--numa-bind: NUMA nodes of the NPUs: %s", ", ".join(map(str, nodes)))
     elif asked:
-        extension.logger.warning(
+        logger.warning(
             "--numa-bind disabled: %s; fix: give the nodes of the NPUs, in their order, with"
             " --numa-bind-nodes",
             obstacle,
         )
     else:
-        extension.logger.info("workers are not bound to NUMA nodes: %s", obstacle)
+        logger.info("workers are not bound to NUMA nodes: %s", obstacle)

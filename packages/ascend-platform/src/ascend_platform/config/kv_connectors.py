@@ -7,9 +7,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, cast
 
-from ascend_platform import extension
-from ascend_platform.components import registry, slots
 from ascend_platform.config.state_layers import has_states
+from ascend_platform.errors import RefusedError
+from ascend_platform.logger import logger
+from ascend_platform.plugins import registry, slots
 from ascend_platform.transfer import checkpoint
 
 if TYPE_CHECKING:
@@ -57,7 +58,7 @@ def resolve(vllm_config: VllmConfig) -> None:
             or not parts
             or not all(isinstance(part, dict) for part in parts)
         ):
-            raise extension.RefusedError(
+            raise RefusedError(
                 f"KV connector {MULTI}: kv_connector_extra_config.connectors is {parts!r}; it must"
                 " be a list with a configuration (kv_connector, kv_role) for each of its"
                 " connectors"
@@ -91,7 +92,7 @@ def check(vllm_config: VllmConfig) -> None:
             and has_states(vllm_config)
             and not getattr(connector, "transfers_states", False)
         ):
-            raise extension.RefusedError(
+            raise RefusedError(
                 f"KV connector {connector.__name__} does not support models with state-space or"
                 " linear attention layers; AscendP2PConnector does"
             )
@@ -108,7 +109,7 @@ def _module(name: str | None, module: str | None) -> str | None:
         return module  # the user's own
     if name == MULTI:
         return None
-    offered = extension.offered(f"kv_connector.{name}")
+    offered = slots.offered(f"kv_connector.{name}")
     if not offered:
         supported, needed = slots.names("kv_connector"), registry.with_state("ascend-kv-connector")
         hint = (
@@ -116,9 +117,9 @@ def _module(name: str | None, module: str | None) -> str | None:
             if supported
             else f"connectors for NPUs need {needed}"
         )
-        raise extension.RefusedError(f"KV connector {name} is not supported on Ascend NPUs; {hint}")
+        raise RefusedError(f"KV connector {name} is not supported on Ascend NPUs; {hint}")
     if module:
-        extension.logger.info(
+        logger.info(
             "ignoring kv_connector_module_path %s: %s is registered as %s", module, offered, name
         )
     found, _, cls = offered.rpartition(".")

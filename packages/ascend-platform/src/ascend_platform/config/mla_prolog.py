@@ -13,8 +13,9 @@ from typing import TYPE_CHECKING
 
 from ascend_platform import host
 from ascend_platform.attention import selector
-from ascend_platform.components import RefusedError, registry, slots
 from ascend_platform.config import performance
+from ascend_platform.errors import RefusedError
+from ascend_platform.plugins import registry, slots
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig

@@ -20,10 +20,12 @@ from packaging.version import Version
 from vllm import envs
 
 import ascend_platform
-from ascend_platform import extension, vllm_overrides
-from ascend_platform.components import options
-from ascend_platform.config import state_layers
+from ascend_platform import vllm_overrides
+from ascend_platform.config import options, state_layers
 from ascend_platform.config.unsupported import Feature
+from ascend_platform.errors import RefusedError
+from ascend_platform.logger import logger
+from ascend_platform.plugins import requirements
 from ascend_platform.worker.v2 import launch_sites, overrides
 
 if TYPE_CHECKING:
@@ -159,7 +161,7 @@ def choice(vllm_config: VllmConfig) -> Choice:
     given = options.of_platform(vllm_config, "model_runner")
     if given != "auto":
         return Choice(given == "v2", "additional_config")
-    if Version(extension.version("vllm")) < Version(overrides.SINCE):
+    if Version(requirements.version("vllm")) < Version(overrides.SINCE):
         return Choice(False, f"V2 is supported from vLLM {overrides.SINCE} on")
     if ascend_platform.runner_is_given and (_IN_ENVIRONMENT or vllm_overrides.has_v1_runner()):
         return Choice(_IN_ENVIRONMENT, f"{VARIABLE}={int(_IN_ENVIRONMENT)}")
@@ -187,14 +189,14 @@ def choose(vllm_config: VllmConfig) -> None:
         return
     is_v2, why = choice(vllm_config)
     if is_v2:
-        if Version(version := extension.version("vllm")) < Version(overrides.SINCE):
-            raise extension.RefusedError(
+        if Version(version := requirements.version("vllm")) < Version(overrides.SINCE):
+            raise RefusedError(
                 f"vLLM's V2 model runner, which {why} asks for, is supported from vLLM"
                 f" {overrides.SINCE} on, and this is {version}; fix: do not ask for it"
             )
         vllm_overrides.check(overrides.OVERRIDES)
         if difference := launch_sites.difference():
-            raise extension.RefusedError(
+            raise RefusedError(
                 f"vLLM {version}'s V2 model runner is not as ascend-platform supports it:"
                 f" {difference}"
             )
@@ -207,7 +209,7 @@ def choose(vllm_config: VllmConfig) -> None:
         # vLLM has chosen asynchronous scheduling for V2; V1 has it for some drafters only, and not
         # for pipelines
         if vllm_config.scheduler_config.async_scheduling:
-            extension.logger.info("asynchronous scheduling is off: the V1 model runner (%s)", why)
+            logger.info("asynchronous scheduling is off: the V1 model runner (%s)", why)
         vllm_config.scheduler_config.async_scheduling = False
     _chosen[vllm_config.instance_id] = Choice(is_v2, why)
     if os.environ.get(VARIABLE) != (value := str(int(is_v2))):
@@ -239,8 +241,8 @@ def _refuse(features: list[str], asked: str) -> None:
     for feature in features:
         kernels = launch_sites.kernels_of(feature)
         named.append(f"{feature} (kernel {kernels[0]})" if kernels else feature)
-    raise extension.RefusedError(
-        f"ascend-platform {extension.version('ascend-platform')} does not support"
+    raise RefusedError(
+        f"ascend-platform {requirements.version('ascend-platform')} does not support"
         f" {', '.join(named)} with vLLM's V2 model runner ({asked}) yet; fix: use"
         f" V1{'' if vllm_overrides.has_v1_runner() else ', which an earlier vLLM has'}"
     )

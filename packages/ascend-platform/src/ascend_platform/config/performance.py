@@ -6,7 +6,8 @@ layouts that they need."""
 from typing import TYPE_CHECKING
 
 from ascend_platform import host
-from ascend_platform.components import RefusedError, options
+from ascend_platform.config import options
+from ascend_platform.errors import RefusedError
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig

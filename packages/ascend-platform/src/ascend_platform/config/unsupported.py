@@ -12,10 +12,10 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from vllm import envs
 from vllm.utils.import_utils import resolve_obj_by_qualname
 
-from ascend_platform import extension
 from ascend_platform.attention import selector
-from ascend_platform.components import registry
 from ascend_platform.config import state_layers
+from ascend_platform.errors import RefusedError
+from ascend_platform.plugins import registry, requirements, slots
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -273,10 +273,8 @@ def check(vllm_config: VllmConfig) -> None:
         if asked := feature.asked(vllm_config):
             refused.append(f"{feature.name} ({asked})" if isinstance(asked, str) else feature.name)
     if refused:
-        version = extension.version("ascend-platform")
-        raise extension.RefusedError(
-            f"ascend-platform {version} does not support {', '.join(refused)} yet"
-        )
+        version = requirements.version("ascend-platform")
+        raise RefusedError(f"ascend-platform {version} does not support {', '.join(refused)} yet")
 
 
 def check_load_format(load_config: Any, is_quantized: bool = False) -> None:
@@ -287,16 +285,16 @@ def check_load_format(load_config: Any, is_quantized: bool = False) -> None:
         of quantized weights.
     """
     if is_quantized and load_config.load_format in ("sharded_state", "runai_streamer_sharded"):
-        raise extension.RefusedError(
+        raise RefusedError(
             f"--load-format {load_config.load_format} supports unquantized weights: a sharded state"
             " is saved after the weights are processed for the NPU, and loading would process them"
             " again; load the checkpoint, or load weights from a peer"
         )
-    if check := extension.offered(f"load_options.{load_config.load_format}"):
+    if check := slots.offered(f"load_options.{load_config.load_format}"):
         resolve_obj_by_qualname(check)(load_config.model_loader_extra_config)
     elif load_config.load_format in ("ascend_peer", "netloader"):
         needed = registry.with_state("ascend-model-loader")
-        raise extension.RefusedError(f"--load-format {load_config.load_format} needs {needed}")
+        raise RefusedError(f"--load-format {load_config.load_format} needs {needed}")
 
 
 DRAFTS = {
@@ -327,11 +325,9 @@ def check_drafts(config: Any) -> None:
         "openPangu's MTP": "OpenPanguMTPModel" in drafter,
     }
     if name := next((name for name in asked if asked[name]), ""):
-        raise extension.RefusedError(
-            f"speculative decoding with {name} is not supported: {DRAFTS[name]}"
-        )
+        raise RefusedError(f"speculative decoding with {name} is not supported: {DRAFTS[name]}")
     if config.method == "ngram" and not importlib.util.find_spec("numba"):
-        raise extension.RefusedError(
+        raise RefusedError(
             "speculative decoding with ngram needs numba; fix: pip install 'ascend-platform[ngram]'"
         )
 
@@ -342,9 +338,9 @@ def check_communicator(vllm_config: VllmConfig) -> None:
     Raises:
         RefusedError: the component's state, and what makes it active.
     """
-    model, offered = vllm_config.model_config, extension.offered("communicator")
+    model, offered = vllm_config.model_config, slots.offered("communicator")
     if model and model.is_moe and vllm_config.parallel_config.use_all2all and not offered:
-        raise extension.RefusedError(
+        raise RefusedError(
             "expert parallelism over data-parallel engines needs"
             f" {registry.with_state('ascend-communicator')}"
         )

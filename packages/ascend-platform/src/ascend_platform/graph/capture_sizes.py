@@ -22,8 +22,9 @@ from vllm.distributed import get_dp_group, get_ep_group, get_pcp_group, get_pp_g
 from vllm.distributed.parallel_state import get_world_group, is_global_first_rank
 from vllm.v1.attention.backend import AttentionCGSupport
 
-from ascend_platform import extension, host
+from ascend_platform import chips, host
 from ascend_platform.config import performance
+from ascend_platform.logger import logger
 
 RESERVED_STREAMS = 184
 """Streams left to torch_npu's stream pools, HCCL and other processes on the NPU."""
@@ -87,7 +88,7 @@ def sizes_that_fit(
     All are captured where CANN reuses the streams of graphs on each rank; if they run out all the
     same, fewer are.
     """
-    chip = extension.chip()
+    chip = chips.chip()
     limit = chip.family.streams
     fitting = (
         len(requested)
@@ -255,4 +256,4 @@ def _min_over_ranks(number: int) -> int:
 
 def _warn(message: str, *arguments: object) -> None:
     if is_global_first_rank():
-        extension.logger.warning(message, *arguments)
+        logger.warning(message, *arguments)

@@ -24,7 +24,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ascend_platform import extension
+from ascend_platform.logger import logger
 
 if TYPE_CHECKING:
     from prometheus_client import Metric
@@ -130,7 +130,7 @@ def measured(device: int, failed: set[str] | None = None) -> dict[str, float]:
             values[name] = measures[name]()
         except Exception as error:
             failed.add(name)
-            extension.logger.warning(
+            logger.warning(
                 "metric %s of NPU %d disabled: %s: %s", name, device, type(error).__name__, error
             )
     return values
@@ -149,9 +149,7 @@ def _report_until_stopped(
             if stopped.wait(INTERVAL):
                 return
     except Exception as error:
-        extension.logger.warning(
-            "metrics of NPU %d disabled: %s: %s", device, type(error).__name__, error
-        )
+        logger.warning("metrics of NPU %d disabled: %s: %s", device, type(error).__name__, error)
 
 
 def _stop(thread: threading.Thread, stopped: threading.Event) -> None:

@@ -130,10 +130,11 @@ V2_SYMBOLS = [
 def symbols() -> list[Symbol]:
     """Those of the installed vLLM: of the runners that it has, as an engine's options choose
     between them."""
-    from ascend_platform import extension, vllm_overrides
+    from ascend_platform import vllm_overrides
+    from ascend_platform.plugins import requirements
     from ascend_platform.worker.v2 import overrides
 
-    has_v2 = Version(extension.version("vllm")) >= Version(overrides.SINCE)
+    has_v2 = Version(requirements.version("vllm")) >= Version(overrides.SINCE)
     return SYMBOLS + V1_SYMBOLS * vllm_overrides.has_v1_runner() + V2_SYMBOLS * has_v2
 
 
@@ -147,11 +148,11 @@ def register() -> None:
         return
     import vllm  # already imported, as it loads this plugin
 
-    from ascend_platform import extension
+    from ascend_platform.logger import logger
 
     package = next((name for name in HANDLERS if importlib.util.find_spec(name)), None)
     if package is None:
-        extension.logger.warning(
+        logger.warning(
             "%s is set and msServiceProfiler is not installed; fix: pip install msserviceprofiler,"
             " or source CANN's set_env.sh",
             SWITCH,
@@ -165,13 +166,13 @@ def register() -> None:
     except FileExistsError:
         return
     except OSError as error:
-        extension.logger.warning(
+        logger.warning(
             "%s cannot be written, and msServiceProfiler uses its own symbols: %s",
             file,
             error.strerror,
         )
         return
-    extension.logger.info("wrote %s, the functions that msServiceProfiler measures", file)
+    logger.info("wrote %s, the functions that msServiceProfiler measures", file)
 
 
 def path(version: str) -> Path:

@@ -22,8 +22,9 @@ from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import (
     UnquantizedFusedMoEMethod,
 )
 
-from ascend_platform import extension
-from ascend_platform.chips import ChipFamily
+from ascend_platform.chips import ChipFamily, chip
+from ascend_platform.errors import RefusedError
+from ascend_platform.protocols import Experts
 from ascend_platform.vllm_overrides import override
 
 SOFTMAX, SIGMOID = 0, 1  # norm_type of npu_moe_gating_top_k
@@ -343,8 +344,8 @@ class NPUExperts:
                 f"MoE experts with {', '.join(reasons)} are not supported; supported: {supported}"
             )
         if layer.expert_map is not None and not chip_family().token_unpermute:
-            raise extension.RefusedError(
-                f"expert parallelism is not supported on {extension.chip().name}, which lacks"
+            raise RefusedError(
+                f"expert parallelism is not supported on {chip().name}, which lacks"
                 " operators for the tokens of other ranks' experts; fix: remove"
                 " --enable-expert-parallel"
             )
@@ -357,7 +358,7 @@ class NPUExperts:
 
     def apply_routed(
         self,
-        experts: extension.Experts,
+        experts: Experts,
         x: torch.Tensor,
         topk_weights: torch.Tensor,
         topk_ids: torch.Tensor,
@@ -391,7 +392,7 @@ class NPUExperts:
 
     def apply_local(
         self,
-        experts: extension.Experts,
+        experts: Experts,
         x: torch.Tensor,
         topk_weights: torch.Tensor,
         topk_ids: torch.Tensor,
@@ -446,7 +447,7 @@ def combine(
 @functools.cache
 def chip_family() -> ChipFamily:
     """The family of this process's NPU."""
-    return extension.chip().family
+    return chip().family
 
 
 @UnquantizedFusedMoEMethod.register_oot

@@ -20,7 +20,7 @@ from vllm.lora.layers import fused_moe
 from vllm.lora.layers.base import BaseLayerWithLoRA
 from vllm.lora.layers.utils import _get_lora_device
 
-from ascend_platform import extension
+from ascend_platform.errors import RefusedError
 from ascend_platform.ops.fused_moe import NPUFusedMoEMethod, grouped_matmul
 from ascend_platform.vllm_overrides import override
 
@@ -44,14 +44,14 @@ class FusedMoEWithLoRA(fused_moe.FusedMoEWithLoRA):
         self._w13_slices = 2
         self.n_slices = self.local_num_experts * (self._w13_slices + 1)
         if not base_layer.moe_config.is_act_and_mul:
-            raise extension.RefusedError(
+            raise RefusedError(
                 "LoRA on experts without a gate is not supported; fix: --lora-target-modules"
                 " without experts serves the others"
             )
         experts = base_layer.routed_experts
         experts.lora_base_layer_prefix = "base_layer."
         if not isinstance(experts.quant_method, NPUFusedMoEMethod):
-            raise extension.RefusedError(
+            raise RefusedError(
                 "LoRA on quantized experts is not supported; fix: --lora-target-modules without"
                 " experts serves the other layers"
             )
@@ -143,7 +143,7 @@ class FusedMoE3DWithLoRA(fused_moe.FusedMoE3DWithLoRA):
     """Adapters of models whose experts' gate and up projections are one tensor."""
 
     def __init__(self, base_layer: Any) -> None:
-        raise extension.RefusedError(
+        raise RefusedError(
             "LoRA on experts whose gate and up projections are one tensor is not supported; fix:"
             " --lora-target-modules without experts serves the other layers"
         )

@@ -21,7 +21,7 @@ from vllm.model_executor.layers.linear import LinearBase
 from vllm.model_executor.layers.mamba.mamba_mixer import MambaMixer
 from vllm.model_executor.layers.mamba.mamba_mixer2 import MambaMixer2
 
-from ascend_platform.components import RefusedError
+from ascend_platform.errors import RefusedError
 from ascend_platform.ops import punica
 
 OF_ONE_ADAPTER = (ColumnParallelLinearWithLoRA, ColumnParallelLinearWithShardedLoRA)

@@ -12,7 +12,9 @@ from __future__ import annotations
 import functools
 from typing import TYPE_CHECKING, Any
 
-from ascend_platform import extension
+from ascend_platform.errors import RefusedError
+from ascend_platform.logger import logger
+from ascend_platform.plugins import requirements
 from ascend_platform.quantization.common import (
     DESCRIPTION,
     FP8,
@@ -53,15 +55,15 @@ def check(method: str) -> None:
     Raises:
         RefusedError: the supported methods, or why none is supported with this vLLM.
     """
-    own = f"ascend-platform {extension.version('ascend-platform')}"
+    own = f"ascend-platform {requirements.version('ascend-platform')}"
     if method not in METHODS:
-        raise extension.RefusedError(
+        raise RefusedError(
             f"{own} supports quantization methods {', '.join(METHODS)}; the model has {method!r}"
         )
     if _import_error:
-        raise extension.RefusedError(
+        raise RefusedError(
             f"the model is quantized ({method}), and {own} cannot load quantized weights with vLLM"
-            f" {extension.version('vllm')}: {_import_error}; fix: pip install --upgrade"
+            f" {requirements.version('vllm')}: {_import_error}; fix: pip install --upgrade"
             " ascend-platform"
         ) from _import_error
 
@@ -91,6 +93,6 @@ def detect(vllm_config: VllmConfig) -> None:
     if not file_or_path_exists(model.model, DESCRIPTION, model.revision):
         return
     check(NAME)
-    extension.logger.info("%s has a file %s: --quantization %s", model.model, DESCRIPTION, NAME)
+    logger.info("%s has a file %s: --quantization %s", model.model, DESCRIPTION, NAME)
     model.quantization = NAME
     vllm_config.quant_config = vllm_config.get_quantization_config(model, vllm_config.load_config)

@@ -12,7 +12,7 @@ from typing import Any, ClassVar, NamedTuple
 import torch
 import torch_npu
 
-from ascend_platform import extension
+from ascend_platform.errors import RefusedError
 from ascend_platform.quantization.common import uses_weight_nz
 
 Tensors = Mapping[str, torch.Tensor]
@@ -149,7 +149,7 @@ class Scheme:
             else None
         )
         if zero_point is not None and not self.offsets:
-            raise extension.RefusedError(
+            raise RefusedError(
                 f"{layer} is {self.name} with asymmetric weights (weight_offset is not 0);"
                 f" {self.name} supports symmetric weights, W8A16 and W4A16 both; fix: quantize the"
                 " model again"
@@ -159,7 +159,7 @@ class Scheme:
     def check_size(self, out: int, inputs: int, layer: str) -> None:
         """Raise RefusedError unless the operators multiply a matrix ``[out, in]`` of this size."""
         if max(out, inputs) > MOST:
-            raise extension.RefusedError(
+            raise RefusedError(
                 f"{layer} is {self.name} with {out} outputs and {inputs} inputs on a rank; CANN"
                 f" multiplies quantized matrices of up to {MOST} of each; fix: raise"
                 " --tensor-parallel-size, or leave the layer unquantized"
@@ -175,7 +175,7 @@ class Scheme:
         if group_size <= 0:
             return 1
         if inputs % group_size:
-            raise extension.RefusedError(
+            raise RefusedError(
                 f"{layer} is {self.name} with groups of {group_size}, which do not divide this"
                 f" rank's {inputs} inputs; fix: lower"
                 f" --tensor-parallel-size{', or set --enable-expert-parallel' if experts else ''}"
@@ -189,13 +189,13 @@ class Scheme:
         if groups == 1:
             return
         if not (self.expert_groups if experts else self.groups):
-            raise extension.RefusedError(
+            raise RefusedError(
                 f"{layer} is {self.name} with {groups} scales per channel; {self.name} supports one"
                 f" per channel{' in experts' if experts and self.groups else ''}; fix: quantize the"
                 " model again per channel"
             )
         if inputs % groups or inputs // groups % GROUP_STEP:
-            raise extension.RefusedError(
+            raise RefusedError(
                 f"{layer} is {self.name} with {groups} scales per channel for this rank's {inputs}"
                 f" inputs; group sizes that are multiples of {GROUP_STEP} are supported; fix:"
                 " quantize the model again, or lower --tensor-parallel-size"

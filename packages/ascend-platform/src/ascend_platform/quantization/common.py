@@ -7,7 +7,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from ascend_platform import chips, extension, host
-from ascend_platform.components import options
+from ascend_platform.config import options
 
 NAME = "ascend"
 """Value of ``--quantization`` for ModelSlim checkpoints."""

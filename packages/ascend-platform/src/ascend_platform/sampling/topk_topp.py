@@ -14,7 +14,7 @@ import torch
 import torch_npu
 from vllm.v1.sample.ops.topk_topp_sampler import TopKTopPSampler, apply_top_k_top_p
 
-from ascend_platform import extension
+from ascend_platform.chips import chip
 from ascend_platform.vllm_overrides import override
 
 MAX_TOP_K = 1024
@@ -116,7 +116,7 @@ def _mask_logits(
 def install(runner: Any) -> None:
     """Use the fused operators in a model runner's sampler and rejection sampler, on chips that have
     them."""
-    if not extension.chip().family.top_k_top_p:
+    if not chip().family.top_k_top_p:
         return
     sampler = runner.sampler.topk_topp_sampler = NPUTopKTopPSampler(
         runner.sampler.topk_topp_sampler, runner

@@ -12,7 +12,7 @@ from typing import Any
 
 from huggingface_hub import try_to_load_from_cache
 
-from ascend_platform.components import RefusedError
+from ascend_platform.errors import RefusedError
 
 SAMPLE_BYTES = 256
 

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 
-from ascend_platform.components import RefusedError
+from ascend_platform.errors import RefusedError
 from ascend_platform.transfer.auth import CurveKeys
 from ascend_platform.transfer.errors import Settled
 

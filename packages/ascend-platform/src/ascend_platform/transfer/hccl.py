@@ -24,7 +24,9 @@ from uuid import uuid4
 import torch
 import zmq
 
-from ascend_platform.components import RefusedError, logger, slots
+from ascend_platform.errors import RefusedError
+from ascend_platform.logger import logger
+from ascend_platform.plugins import slots
 from ascend_platform.transfer.auth import CurveKeys
 from ascend_platform.transfer.engine import Runs
 from ascend_platform.transfer.errors import Settled, TransferError, at_once, never, one_line

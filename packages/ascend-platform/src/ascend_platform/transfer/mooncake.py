@@ -23,7 +23,8 @@ from typing import Any
 import torch
 from packaging.version import Version
 
-from ascend_platform.components import RefusedError, logger
+from ascend_platform.errors import RefusedError
+from ascend_platform.logger import logger
 from ascend_platform.transfer.auth import CurveKeys
 from ascend_platform.transfer.engine import READ_SECONDS, Runs, release_when_settled
 from ascend_platform.transfer.errors import Settled, TransferError, at_once, never

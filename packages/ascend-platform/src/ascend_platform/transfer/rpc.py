@@ -13,7 +13,8 @@ import msgspec
 import zmq
 from zmq.utils.monitor import recv_monitor_message
 
-from ascend_platform.components import RefusedError, logger
+from ascend_platform.errors import RefusedError
+from ascend_platform.logger import logger
 from ascend_platform.transfer.auth import CurveKeys
 from ascend_platform.transfer.errors import KINDS, Kind, TransferError, printable
 from ascend_platform.transfer.messages import LONGEST_MESSAGE, Codec, Message, Refused

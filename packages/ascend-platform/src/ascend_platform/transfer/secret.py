@@ -7,7 +7,7 @@ import hashlib
 import os
 from pathlib import Path
 
-from ascend_platform.components import RefusedError
+from ascend_platform.errors import RefusedError
 
 MIN_SECRET_BYTES = 16
 """Minimum length of a secret."""

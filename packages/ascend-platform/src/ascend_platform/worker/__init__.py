@@ -1,3 +1,3 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-all project
-"""The worker process: device, model runner, sleep mode, watchdog."""
+"""The worker process: device, model runner and sleep mode."""

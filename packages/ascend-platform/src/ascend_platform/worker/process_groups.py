@@ -20,8 +20,8 @@ from vllm.distributed import (
 )
 from vllm.v1.kv_cache_interface import KVCacheSpec, MambaSpec
 
-from ascend_platform import extension
-from ascend_platform.components import logger
+from ascend_platform.errors import RefusedError
+from ascend_platform.logger import logger
 
 DESTROY_SECONDS = 30.0
 """For destroying the process groups at exit, which waits for pending collectives, hence for other
@@ -73,7 +73,7 @@ def check_stages(vllm_config: VllmConfig, specs: Iterable[KVCacheSpec]) -> None:
     stages: list[str] = [""] * pp.world_size
     dist.all_gather_object(stages, own, group=pp.cpu_group)
     if len(set(stages)) > 1:
-        raise extension.RefusedError(
+        raise RefusedError(
             f"the pipeline stages' layers have {', '.join(stages)}: the external launcher, which"
             " schedules for each rank by its own cache, supports stages of the same kinds; fix:"
             " --distributed-executor-backend mp, or VLLM_PP_LAYER_PARTITION"

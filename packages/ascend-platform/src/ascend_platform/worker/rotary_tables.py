@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from vllm.model_executor.layers.attention import Attention, MLAAttention
 
-from ascend_platform import extension
+from ascend_platform.errors import RefusedError
 
 
 def check(model: torch.nn.Module, max_model_len: int) -> None:
@@ -34,7 +34,7 @@ def check(model: torch.nn.Module, max_model_len: int) -> None:
         elif getattr(layer, "use_long_rope", False):
             rows = layer.long_short_cos_sin_cache.shape[0] - layer.original_max_position_embeddings
         if rows < max_model_len:
-            raise extension.RefusedError(
+            raise RefusedError(
                 f"the rotary embedding has {rows} positions (with YaRN,"
                 " original_max_position_embeddings x factor) and --max-model-len is"
                 f" {max_model_len}; fix: --max-model-len {rows}, or correct the model's rope"

@@ -17,8 +17,8 @@ import torch
 from vllm.device_allocator.sleep_mode_backend import SleepModeBackend
 from vllm.utils.import_utils import resolve_obj_by_qualname
 
-from ascend_platform import extension
-from ascend_platform.components import slots
+from ascend_platform.errors import RefusedError
+from ascend_platform.plugins import slots
 from ascend_platform.worker.virtual_memory import VirtualMemory
 
 TAGS = ("weights", "kv_cache")
@@ -47,7 +47,7 @@ class VirtualMemoryBackend(SleepModeBackend):
             RefusedError: sleep mode is not enabled.
         """
         if self._memory.is_empty():
-            raise extension.RefusedError("sleep mode is not enabled; fix: --enable-sleep-mode")
+            raise RefusedError("sleep mode is not enabled; fix: --enable-sleep-mode")
         self._free("weights", discard=level != 1)
         self._free("kv_cache", discard=True)
         torch.npu.empty_cache()

@@ -28,15 +28,15 @@ from vllm.v1.worker.utils import request_memory
 from vllm.v1.worker.worker_base import CompilationTimes
 
 from ascend_platform import compat, extension, ops
+from ascend_platform.activation import activate
 from ascend_platform.attention.kv_cache import LAYOUT
-from ascend_platform.config import sockets
 from ascend_platform.graph import capture_sizes
 from ascend_platform.observability import metrics
 from ascend_platform.observability.profiler import NPUProfiler
-from ascend_platform.platform import announce
+from ascend_platform.process import sockets, watchdog
 from ascend_platform.transfer.checkpoint import note_files
 from ascend_platform.vllm_overrides import override
-from ascend_platform.worker import process_groups, sleep_mode, watchdog
+from ascend_platform.worker import process_groups, sleep_mode
 from ascend_platform.worker.sleep_mode import VirtualMemoryBackend, notify_awake
 
 
@@ -44,7 +44,7 @@ class NPUWorker(Worker):
     """vLLM's GPU worker with an NPU as its device."""
 
     def __init__(self, vllm_config: Any, *args: Any, **kwargs: Any) -> None:
-        announce(vllm_config)
+        activate(vllm_config)
         ops.register()
         if vllm_config.use_v2_model_runner:
             from ascend_platform.worker.v2 import overrides  # noqa: F401

@@ -24,7 +24,7 @@ from vllm.model_executor.layers.quantization.utils.gptq_utils import get_linear_
 from vllm.model_executor.layers.quantization.utils.quant_utils import is_layer_skipped
 from vllm.scalar_type import scalar_types
 
-from ascend_platform import extension
+from ascend_platform.errors import RefusedError
 from ascend_platform.quantization.base import (
     Layout,
     Quantized,
@@ -83,8 +83,8 @@ def read_gptq(given: Tensors, *, bits: int, symmetric: bool, offset: int) -> Qua
     return Quantized(weight, given["scales"].transpose(-1, -2), zeros)
 
 
-def refuse(method: str, found: str, supported: str) -> extension.RefusedError:
-    return extension.RefusedError(
+def refuse(method: str, found: str, supported: str) -> RefusedError:
+    return RefusedError(
         f"the {method} checkpoint has {found}; supported: {supported}; fix: use another checkpoint"
     )
 

@@ -35,7 +35,7 @@ from vllm.model_executor.models.utils import WeightsMapper
 from vllm.platforms.interface import PlatformEnum
 from vllm.scalar_type import scalar_types
 
-from ascend_platform import extension
+from ascend_platform.errors import RefusedError
 from ascend_platform.quantization.base import (
     GROUP_STEP,
     MOST,
@@ -113,7 +113,7 @@ def scheme_of(weights: QuantizationArgs, inputs: QuantizationArgs | None, form: 
             if inputs
             else "unquantized inputs"
         )
-        raise extension.RefusedError(
+        raise RefusedError(
             f"compressed-tensors asks for {found} with {asked} in format {form}; {SUPPORTED}; fix:"
             " quantize the model again"
         )
@@ -141,7 +141,7 @@ class NPUCompressedTensorsConfig(CompressedTensorsConfig):
             RefusedError: a scheme or a KV cache that is not supported.
         """
         if cache := config.get("kv_cache_scheme"):
-            raise extension.RefusedError(
+            raise RefusedError(
                 f"compressed-tensors asks for a KV cache of {cache.get('num_bits')}-bit"
                 f" {cache.get('type')}; supported: the model's dtype, and ModelSlim's C8; fix:"
                 " quantize the model again without kv_cache_scheme"
@@ -176,7 +176,7 @@ class NPUCompressedTensorsConfig(CompressedTensorsConfig):
         parts = (layer.ckpt_gate_proj_name, layer.ckpt_up_proj_name, layer.ckpt_down_proj_name)
         found = [self.get_scheme_dict(layer, f"{prefix}.0.{part}") for part in parts]
         if any(each != found[0] for each in found):
-            raise extension.RefusedError(
+            raise RefusedError(
                 f"the matrices of {prefix} have different schemes; fix: quantize them alike"
             )
         if found[0] is None:

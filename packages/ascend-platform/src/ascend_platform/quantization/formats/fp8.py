@@ -24,7 +24,7 @@ from vllm.model_executor.layers.quantization.fp8 import Fp8Config
 from vllm.model_executor.layers.quantization.utils.quant_utils import is_layer_skipped
 from vllm.model_executor.models.utils import WeightsMapper
 
-from ascend_platform import extension
+from ascend_platform.errors import RefusedError
 from ascend_platform.quantization.common import FP8, check_chip, fp8_target
 from ascend_platform.quantization.methods import fp8
 from ascend_platform.quantization.methods.fp8 import Fp8Format
@@ -83,12 +83,12 @@ class NPUFp8Config(Fp8Config):
             RefusedError: weights that are not e4m3, or experts that are stored as MXFP4.
         """
         if (form := str(config.get("fmt") or "e4m3")) not in ("e4m3", "float8_e4m3fn"):
-            raise extension.RefusedError(
+            raise RefusedError(
                 f"the FP8 checkpoint has {form} weights; supported: e4m3; fix: use another"
                 " checkpoint"
             )
         if store := config.get("store_dtype"):
-            raise extension.RefusedError(
+            raise RefusedError(
                 f"the FP8 checkpoint has experts stored as {store}; supported: FP8; fix: use"
                 " another checkpoint"
             )

@@ -30,7 +30,7 @@ from vllm.model_executor.layers.vocab_parallel_embedding import (
 from vllm.model_executor.models.utils import WeightsMapper
 from vllm.transformers_utils.repo_utils import get_hf_file_to_dict
 
-from ascend_platform import extension
+from ascend_platform.errors import RefusedError
 from ascend_platform.quantization.base import Layout
 from ascend_platform.quantization.common import DESCRIPTION, NAME, check_chip
 from ascend_platform.quantization.methods.experts import QuantizedExperts
@@ -92,7 +92,7 @@ class ModelSlimConfig(QuantizationConfig):
             return
         description = get_hf_file_to_dict(DESCRIPTION, model_name, revision or "main")
         if description is None:
-            raise extension.RefusedError(
+            raise RefusedError(
                 f"--quantization {NAME} is for ModelSlim checkpoints, which have a file"
                 f" {DESCRIPTION}; {model_name} has none; fix: remove --quantization, or quantize"
                 " the model with ModelSlim"
@@ -106,7 +106,7 @@ class ModelSlimConfig(QuantizationConfig):
         unknown = sorted({str(kind) for kind in weights.values()} - {FLOAT, *SCHEMES})
         if unknown:
             example = next(name for name, kind in weights.items() if kind in unknown)
-            raise extension.RefusedError(
+            raise RefusedError(
                 f"{DESCRIPTION} has weights of {', '.join(unknown)} (such as {example}); supported:"
                 f" {', '.join(SCHEMES)}, {FLOAT}; fix: quantize the model again with these"
             )
@@ -117,7 +117,7 @@ class ModelSlimConfig(QuantizationConfig):
             if kind and kind not in CACHE_KINDS
         ]
         if others:
-            raise extension.RefusedError(
+            raise RefusedError(
                 f"{DESCRIPTION} asks for KV cache or attention quantization"
                 f" {', '.join(map(str, others))}; supported: C8 (int8 KV cache); fix: quantize the"
                 " model again with C8, or without"
@@ -166,7 +166,7 @@ class ModelSlimConfig(QuantizationConfig):
             if isinstance(layer, VocabParallelEmbedding):
                 # tied heads are not in the description
                 if (kind := self._of(prefix) or FLOAT) != FLOAT:
-                    raise extension.RefusedError(
+                    raise RefusedError(
                         f"{prefix} is {kind}; embeddings and output heads are supported as {FLOAT};"
                         " fix: quantize the model again"
                     )
@@ -216,21 +216,21 @@ class ModelSlimConfig(QuantizationConfig):
     def _kind(self, matrices: Iterable[str], prefix: str) -> str:
         kinds = {name: self._of(name) for name in matrices}
         if not any(kinds.values()):
-            raise extension.RefusedError(
+            raise RefusedError(
                 f"{DESCRIPTION} has no scheme for {', '.join(kinds)}; fix: add it there, {FLOAT!r}"
                 " if it is not quantized"
             )
         if len(set(kinds.values())) > 1:
             found = ", ".join(f"{name.rpartition('.')[2]} {kind}" for name, kind in kinds.items())
-            raise extension.RefusedError(
+            raise RefusedError(
                 f"the matrices of {prefix}, which vLLM fuses, have different schemes ({found});"
                 " fix: quantize them alike"
             )
         return str(next(iter(kinds.values())))
 
 
-def _unquantized(name: str, kind: str) -> extension.RefusedError:
-    return extension.RefusedError(
+def _unquantized(name: str, kind: str) -> RefusedError:
+    return RefusedError(
         f"{DESCRIPTION} has {name} as {kind}, and vLLM keeps that layer unquantized; fix: quantize"
         f" the model again with {name.rpartition('.')[0]} as {FLOAT}"
     )

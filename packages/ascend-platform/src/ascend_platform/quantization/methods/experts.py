@@ -14,7 +14,7 @@ from vllm.model_executor.layers.fused_moe import FusedMoEMethodBase, FusedMoeWei
 from vllm.model_executor.layers.fused_moe.config import FusedMoEConfig
 from vllm.model_executor.utils import set_weight_attrs
 
-from ascend_platform import extension
+from ascend_platform.errors import RefusedError
 from ascend_platform.ops.fused_moe import NPUExperts
 from ascend_platform.quantization.base import Layout, Quantized, Scheme, Stored, Tensors
 from ascend_platform.quantization.methods.linear import replace
@@ -53,7 +53,7 @@ class QuantizedExperts(NPUExperts, FusedMoEMethodBase):
     ) -> None:
         super().__init__(moe)
         if not scheme.experts:
-            raise extension.RefusedError(
+            raise RefusedError(
                 f"{name} has experts of {scheme.name}; supported for experts: W8A8_DYNAMIC, W8A16,"
                 " W4A16, W4A8_DYNAMIC; fix: quantize them again as one of these"
             )

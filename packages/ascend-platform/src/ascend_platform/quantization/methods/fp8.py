@@ -30,7 +30,7 @@ from vllm.model_executor.parameter import (
     PerTensorScaleParameter,
 )
 
-from ascend_platform import extension
+from ascend_platform.errors import RefusedError
 from ascend_platform.ops.fused_moe import NPUFusedMoEMethod
 from ascend_platform.quantization.base import Quantized
 from ascend_platform.quantization.methods.experts import QuantizedExperts, register
@@ -93,7 +93,7 @@ def as_bytes(loaded: torch.Tensor) -> torch.Tensor:
         RefusedError: it is not in e4m3.
     """
     if loaded.dtype != torch.float8_e4m3fn:
-        raise extension.RefusedError(
+        raise RefusedError(
             f"the FP8 checkpoint has a matrix {list(loaded.shape)} of {loaded.dtype}, in a layer"
             " that its configuration calls FP8; fix: name the layer in quantization_config"
             " (modules_to_not_convert, or ignore)"
@@ -148,7 +148,7 @@ def requantized(weight: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype) -
         RefusedError: the dtype is not supported.
     """
     if dtype not in (torch.bfloat16, torch.float16):
-        raise extension.RefusedError(
+        raise RefusedError(
             f"FP8 weights converted to {INT8} need --dtype bfloat16 or float16; the dtype is"
             f" {dtype}"
         )

@@ -10,7 +10,8 @@ import torch
 from vllm.distributed import get_tensor_model_parallel_rank, get_tensor_model_parallel_world_size
 from vllm.model_executor.layers.quantization.kv_cache import BaseKVCacheMethod
 
-from ascend_platform import extension
+from ascend_platform.errors import RefusedError
+from ascend_platform.plugins import registry
 
 CACHE_NAMES = {
     f".{kind}_proj.kv_cache_{part}": f".attn.{kind}_cache_{part}"
@@ -46,12 +47,12 @@ class Int8CacheMethod(BaseKVCacheMethod):
         """
         if not getattr(layer.impl, "int8_cache", False):
             title = getattr(layer.impl, "title", type(layer.impl).__name__)
-            raise extension.RefusedError(
+            raise RefusedError(
                 f"the model has an int8 KV cache, which {title} does not support and the fused"
-                f" attention does; ascend-attention is {extension.state('ascend-attention')}"
+                f" attention does; ascend-attention is {registry.state('ascend-attention')}"
             )
         if layer.head_size % HEAD_STEP or layer.head_size_v != layer.head_size:
-            raise extension.RefusedError(
+            raise RefusedError(
                 f"{self.name} has an int8 KV cache with head size {layer.head_size}; multiples of"
                 f" {HEAD_STEP} are supported; fix: quantize the model without kv_cache_type"
             )
@@ -73,7 +74,7 @@ class Int8CacheMethod(BaseKVCacheMethod):
                 getattr(layer, f"{kind}_cache_offset").data,
             )
             if bool(scale.isnan().any()):
-                raise extension.RefusedError(
+                raise RefusedError(
                     f"no kv_cache_scale for {self.name} ({kind}) in the checkpoint; fix: quantize"
                     " again"
                 )
@@ -93,7 +94,7 @@ def load_part(own: torch.nn.Parameter, loaded: torch.Tensor) -> None:
         own.data.fill_(loaded.item())
         return
     if loaded.numel() % own.numel():
-        raise extension.RefusedError(
+        raise RefusedError(
             f"a KV cache scale has {loaded.numel()} elements; supported: one, or a multiple of the"
             f" {own.numel()} of this rank's heads"
         )

@@ -24,7 +24,7 @@ from vllm.model_executor.parameter import (
     PerTensorScaleParameter,
 )
 
-from ascend_platform import extension
+from ascend_platform.errors import RefusedError
 from ascend_platform.quantization.base import Layout, Quantized, Scheme, Stored, Tensors
 
 
@@ -43,7 +43,7 @@ class ScaleParameter(GroupQuantScaleParameter):
         if groups == 1:
             parts = 1
         if groups % parts or (self.fitted and self.data.shape[1] != groups // parts):
-            raise extension.RefusedError(
+            raise RefusedError(
                 f"{groups} scales per channel are not divisible by {parts} ranks, or differ from"
                 f" the {self.data.shape[1]} of the other matrices of the layer; fix: lower"
                 " --tensor-parallel-size, or quantize them alike"

@@ -11,7 +11,7 @@ from typing import Any, ClassVar
 import torch
 import torch_npu
 
-from ascend_platform import extension
+from ascend_platform.errors import RefusedError
 from ascend_platform.ops.fused_moe import grouped_matmul
 from ascend_platform.quantization.base import (
     Layout,
@@ -112,7 +112,7 @@ def shared_input_value(given: torch.Tensor, layer: str) -> torch.Tensor:
         RefusedError: the values differ.
     """
     if bool((given != given[0]).any()):
-        raise extension.RefusedError(
+        raise RefusedError(
             f"the matrices of {layer} have different input scales or offsets"
             f" ({', '.join(f'{v:g}' for v in given.tolist())}); supported: one for all; fix:"
             " quantize them together"

@@ -12,7 +12,7 @@ import functools
 import torch
 import torch_npu
 
-from ascend_platform import extension
+from ascend_platform.chips import chip
 
 DRAFT_SALT = 1 << 30
 """Added to the positions of a drafter, whose noise differs from that of the target model."""
@@ -27,7 +27,7 @@ def unseeded(logits: torch.Tensor, use_fp64: bool) -> torch.Tensor:
     """Exponential noise of the shape of `logits` from the device's generator, in one operator where
     the chip has it."""
     drawn = torch.empty_like(logits)
-    is_fused = extension.chip().family.top_k_top_p and not use_fp64
+    is_fused = chip().family.top_k_top_p and not use_fp64
     return torch_npu.npu_sim_exponential_(drawn) if is_fused else drawn.exponential_()
 
 

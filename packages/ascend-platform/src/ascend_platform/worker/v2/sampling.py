@@ -21,7 +21,7 @@ from vllm.v1.worker.gpu.sample.bad_words import BadWordsState
 from vllm.v1.worker.gpu.sample.output import SamplerOutput
 from vllm.v1.worker.gpu.sample.sampler import Sampler
 
-from ascend_platform import extension
+from ascend_platform.chips import chip
 from ascend_platform.sampling.topk_topp import MAX_TOP_K, top_k_top_p_sample
 from ascend_platform.vllm_overrides import add, override
 from ascend_platform.worker.v2 import inputs, noise
@@ -102,7 +102,7 @@ class NPUSampler(Sampler):
                 (states.temperature.gpu.index_select(0, expanded_idx_mapping) == 0)[:, None], 1
             )
         top_k_np = states.top_k.np[idx_mapping_np]
-        is_fused = extension.chip().family.top_k_top_p and not self.use_fp64_gumbel
+        is_fused = chip().family.top_k_top_p and not self.use_fp64_gumbel
         if is_fused and not ((top_k_np > MAX_TOP_K) & (top_k_np < states.vocab_size)).any():
             tokens, processed = top_k_top_p_sample(
                 logits, top_k, top_p, q=drawn, is_need_logits=needs_logits

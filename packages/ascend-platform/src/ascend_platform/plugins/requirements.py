@@ -19,7 +19,8 @@ from typing import NamedTuple
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
-from ascend_platform.components import COMPONENTS, Problem
+from ascend_platform.errors import Problem
+from ascend_platform.plugins import COMPONENTS
 
 _OPTION = b"pinned_reserve_segment_size_mb"
 CPU_INDEX = "https://download.pytorch.org/whl/cpu"

@@ -19,8 +19,9 @@ import time
 from types import FrameType
 
 from ascend_platform import host
-from ascend_platform.cli import explanations, failures
-from ascend_platform.components import Problem, requirements
+from ascend_platform.errors import Problem
+from ascend_platform.plugins import requirements
+from ascend_platform.process import explanations, failures
 
 _installed = False
 _last = ""
@@ -79,7 +80,7 @@ def _interrupt(number: int, frame: FrameType | None) -> None:
 
     vLLM catches KeyboardInterrupt where it waits for the engine (``zmq_socket_ctx``), and asyncio
     replaces Python's own handler by one that waits for the event loop. VLLM_RPC_BASE_PATH is set
-    before child processes are started (``config/sockets.py``).
+    before child processes are started (``process/sockets.py``).
     """
     global _last
     line = "vllm: interrupted by SIGINT"

@@ -24,7 +24,7 @@ def run() -> None:
     """Check the environment and install the excepthook if vLLM is the program that this process
     runs."""
     if os.environ.get(SWITCH) != "0" and runs_vllm(sys.orig_argv):
-        from ascend_platform.cli import excepthook
+        from ascend_platform.process import excepthook
 
         excepthook.install()
         # it measures, and configures no engine for collect_garbage_as_before()

@@ -1,16 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-all project
-"""Component wheels: their names and environment variables, and the types that the modules of this
-folder share."""
+"""The wheels as plugins of vLLM: their names and environment variables, registration, slots,
+requirements, and VLLM_PLUGINS."""
 
 from __future__ import annotations
-
-import logging
-from typing import NamedTuple
-
-# vLLM's log handler is attached to the logger "vllm" (vllm/logger.py); a logger below it inherits
-# the handler.
-logger = logging.getLogger("vllm.ascend")
 
 COMPONENTS = {
     "ascend-platform": "ascend",
@@ -46,27 +39,8 @@ VARIABLES = {
 """Environment variables of all components. The platform registers them with vLLM, which warns of
 unknown ones."""
 
-
 SECRETS = ("VLLM_ASCEND_WEIGHTS_SECRET", "VLLM_ASCEND_KV_SECRET")
 """Variables with a secret, which are not handed to Ray."""
-
-
-class RefusedError(ValueError):
-    """Unsupported configuration. vLLM's command ends with the message, which is one line, and
-    without a traceback."""
-
-    def __init__(self, message: str) -> None:
-        super().__init__(message)
-
-
-class Problem(NamedTuple):
-    """What was found, and the command or change that fixes it ("" if there is none)."""
-
-    found: str
-    fix: str = ""
-
-    def __str__(self) -> str:
-        return f"{self.found}; fix: {self.fix}" if self.fix else self.found
 
 
 NOT_ACTIVATED = "Ascend platform not activated"

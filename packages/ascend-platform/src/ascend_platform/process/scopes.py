@@ -8,8 +8,8 @@ import importlib.metadata
 import multiprocessing
 import os
 
-from ascend_platform.components import logger
-from ascend_platform.components.plugin_filter import PluginFilter
+from ascend_platform.logger import logger
+from ascend_platform.plugins.plugin_filter import PluginFilter
 
 
 def scopes_here() -> tuple[str, ...]:

@@ -15,7 +15,7 @@ import threading
 import time
 from typing import Any
 
-from ascend_platform.components import logger
+from ascend_platform.logger import logger
 
 TCP_KEEPALIVE = 5, 5, 3  # TCP_KEEPIDLE and TCP_KEEPINTVL in seconds, TCP_KEEPCNT
 SIGTERM_GRACE = 10.0  # seconds; a process that waits in C++ does not handle SIGTERM

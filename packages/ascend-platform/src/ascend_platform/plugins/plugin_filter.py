@@ -9,7 +9,8 @@ import os
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 
-from ascend_platform.components import COMPONENTS, Problem
+from ascend_platform.errors import Problem
+from ascend_platform.plugins import COMPONENTS
 
 VARIABLE = "VLLM_PLUGINS"
 
@@ -76,6 +77,12 @@ class PluginFilter:
                 f"{self.value!r} leaves out {platform}, without which vLLM finds no NPU", fix
             ), True
         return None
+
+
+def allowed(entry_point: str) -> bool:
+    """Whether VLLM_PLUGINS lets an entry point of this name load, as vLLM reads it
+    (``vllm/plugins/__init__.py``)."""
+    return PluginFilter.current().allows(entry_point)
 
 
 def _export(names: Iterable[str]) -> str:

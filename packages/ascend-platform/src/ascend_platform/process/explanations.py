@@ -13,9 +13,10 @@ from collections.abc import Iterator
 from traceback import walk_tb
 from typing import Any
 
-from ascend_platform import components, host
-from ascend_platform.components import COMPONENTS, RefusedError, requirements
-from ascend_platform.components.plugin_filter import VARIABLE, PluginFilter
+from ascend_platform import host, plugins
+from ascend_platform.errors import RefusedError
+from ascend_platform.plugins import COMPONENTS, requirements
+from ascend_platform.plugins.plugin_filter import VARIABLE, PluginFilter
 
 LONGEST = 600  # characters of another library's message
 
@@ -138,11 +139,11 @@ def _no_platform(error: BaseException) -> str:
         return ""
     filtered = PluginFilter.current()
     if filtered.allows(COMPONENTS["ascend-platform"]):
-        reason = components.not_activated
-        return f"vLLM found no device: {components.NOT_ACTIVATED}: {reason}" if reason else ""
-    from ascend_platform.cli import plugins
+        reason = plugins.not_activated
+        return f"vLLM found no device: {plugins.NOT_ACTIVATED}: {reason}" if reason else ""
+    from ascend_platform.cli import plugins as installed
 
-    wrong = filtered.problem(plugins.names())
+    wrong = filtered.problem(installed.names())
     return f"{VARIABLE}: {wrong[0]}" if wrong else ""
 
 

@@ -15,7 +15,7 @@ import sys
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
-from ascend_platform.components import Problem, RefusedError
+from ascend_platform.errors import Problem, RefusedError
 
 
 class Choice(NamedTuple):

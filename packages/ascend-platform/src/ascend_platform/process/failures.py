@@ -5,7 +5,7 @@ line they are.
 
 vLLM's command only says "See root cause above". A handler on vLLM's logger sees the errors that end
 a process, and leaves one line for the parent process in the directory of the server's sockets
-(``config/sockets.py``).
+(``process/sockets.py``).
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from ascend_platform.cli import explanations
+from ascend_platform.process import explanations
 
 # vllm/v1/engine/core.py and vllm/v1/executor/multiproc_executor.py
 FATAL = (

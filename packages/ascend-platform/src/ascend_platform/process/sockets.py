@@ -11,8 +11,8 @@ import sys
 import tempfile
 from typing import Any
 
-from ascend_platform.cli import failures
-from ascend_platform.components import RefusedError
+from ascend_platform.errors import RefusedError
+from ascend_platform.process import failures
 
 VARIABLE = "VLLM_RPC_BASE_PATH"
 # bytes: sun_path of Linux, minus vLLM's name of a socket

@@ -9,8 +9,11 @@ import sys
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 
-from ascend_platform.components import COMPONENTS, Problem, logger, options, requirements
-from ascend_platform.components.plugin_filter import PluginFilter
+from ascend_platform.config import options
+from ascend_platform.errors import Problem
+from ascend_platform.logger import logger
+from ascend_platform.plugins import COMPONENTS, requirements
+from ascend_platform.plugins.plugin_filter import PluginFilter
 
 API_VERSION = "1.5"
 """Version of ``ascend_platform.extension``: additions raise the second number, all other changes

@@ -1,0 +1,31 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-all project
+"""Contracts between wheels that have no base class."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Protocol
+
+if TYPE_CHECKING:
+    import torch
+
+
+class Experts(Protocol):
+    """A rank's experts, applied to rows sorted by expert: what ``apply_experts`` of a
+    communicator's all2all manager takes.
+
+    An attribute ``takes_int8`` that is true says that rows may be int8, quantized by row with
+    ``scale``.
+    """
+
+    def __call__(
+        self, rows: torch.Tensor, counts: torch.Tensor, scale: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """The outputs ``[rows, hidden]`` in the model's dtype.
+
+        Args:
+            rows: ``[rows, hidden]`` in the model's dtype, or int8.
+            counts: rows of each of the rank's experts, int64 ``[experts]``.
+            scale: of int8 rows, float32 ``[rows]``.
+        """
+        ...
