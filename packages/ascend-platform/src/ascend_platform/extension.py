@@ -32,6 +32,7 @@ from ascend_platform.attention.base import (
 )
 from ascend_platform.chips import Chip, chip
 from ascend_platform.config.options import config
+from ascend_platform.config.performance import rope_order
 from ascend_platform.errors import RefusedError
 from ascend_platform.fingerprint import drift, fingerprint, module_source, tree_version
 from ascend_platform.logger import logger
@@ -96,23 +97,12 @@ def unmet(distribution: str) -> str:
     return str(requirements.unmet(distribution) or "")
 
 
-def rope_order(vllm_config: Any) -> str:
-    """Order of the elements of latent attention's rotated keys in the KV cache: ``pairs``, as in
-    the model, or ``halves``.
-
-    KV caches of different orders have the same shape; with ``halves`` the even elements come first.
-    """
-    from ascend_platform.config import performance
-
-    return "halves" if performance.enabled(vllm_config, performance.MLA_PROLOG) else "pairs"
-
-
 def uses_mla_prolog(vllm_config: Any) -> bool:
     """Whether layers with latent attention compute what precedes the attention of a decode by
     npu_mla_prolog_v3."""
     from ascend_platform.config import mla_prolog
 
-    return rope_order(vllm_config) == "halves" and not mla_prolog.reason_against(vllm_config)
+    return mla_prolog.is_used(vllm_config)
 
 
 def overrides(tree: Path | None = None) -> list[dict[str, str]]:

@@ -75,6 +75,13 @@ def describe(vllm_config: "VllmConfig") -> str:
     return f", decodes with {OPERATOR}{where}"
 
 
+def is_used(vllm_config: "VllmConfig") -> bool:
+    """Whether decodes with latent attention compute what precedes the attention by the operator."""
+    return performance.enabled(vllm_config, performance.MLA_PROLOG) and not reason_against(
+        vllm_config
+    )
+
+
 def reason_against(vllm_config: "VllmConfig") -> str:
     """Why an engine with the option does not use the operator; "" if it does, unless its layers are
     quantized."""

@@ -3,7 +3,9 @@
 """Options that trade memory, streams or memory traffic for speed: their values, and the chips and
 layouts that they need."""
 
-from typing import TYPE_CHECKING
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
 
 from ascend_platform import host
 from ascend_platform.config import options
@@ -18,17 +20,26 @@ NUMA_BIND = "numa_bind"
 MLA_PROLOG = "mla_prolog"
 
 
-def enabled(vllm_config: "VllmConfig", name: str) -> bool:
+def enabled(vllm_config: VllmConfig, name: str) -> bool:
     """Whether an engine has an option on."""
     return bool(options.of_platform(vllm_config, name))
 
 
-def max_decode_tokens(vllm_config: "VllmConfig") -> int:
+def rope_order(vllm_config: Any) -> str:
+    """Order of the elements of latent attention's rotated keys in the KV cache: ``pairs``, as in
+    the model, or ``halves``.
+
+    KV caches of different orders have the same shape; with ``halves`` the even elements come first.
+    """
+    return "halves" if enabled(vllm_config, MLA_PROLOG) else "pairs"
+
+
+def max_decode_tokens(vllm_config: VllmConfig) -> int:
     """Tokens of the largest decode step: one for each request, and its drafts."""
     return vllm_config.scheduler_config.max_num_seqs * (1 + vllm_config.num_speculative_tokens)
 
 
-def check(vllm_config: "VllmConfig") -> None:
+def check(vllm_config: VllmConfig) -> None:
     """Refuse options that the chip, the layout or torch.compile does not allow.
 
     Raises:

@@ -6,8 +6,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from ascend_platform import chips, extension, host
+from ascend_platform import chips, host
 from ascend_platform.config import options
+from ascend_platform.errors import RefusedError
 
 NAME = "ascend"
 """Value of ``--quantization`` for ModelSlim checkpoints."""
@@ -21,10 +22,10 @@ FP8, MXFP4 = "fp8", "gpt_oss_mxfp4"
 METHODS = (NAME, "compressed-tensors", AWQ, GPTQ, FP8, MXFP4)
 
 
-def not_quantized(method: str, model: str) -> extension.RefusedError:
+def not_quantized(method: str, model: str) -> RefusedError:
     """The error of ``--quantization`` for weights that are not quantized; vLLM would quantize some
     when it loads them."""
-    return extension.RefusedError(
+    return RefusedError(
         f"--quantization {method} is for checkpoints that are quantized so, and the weights of"
         f" {model} are not; fix: remove --quantization, or quantize the weights first"
     )
@@ -44,7 +45,7 @@ def check_chip(schemes: Iterable[str]) -> None:
             if served
             else "serve the unquantized model"
         )
-        raise extension.RefusedError(
+        raise RefusedError(
             f"the model has weights of {', '.join(names)}, which are supported on {families}; this"
             f" NPU is {found}; fix: {fix}"
         )
@@ -54,7 +55,7 @@ def uses_weight_nz() -> bool:
     """Whether matrices of npu_quant_matmul are stored in FRACTAL_NZ: the option
     ``ascend.platform.weight_nz``, or by chip."""
     asked = options.config("platform")["weight_nz"]
-    return extension.chip().family.weight_nz if asked is None else bool(asked)
+    return chips.chip().family.weight_nz if asked is None else bool(asked)
 
 
 def fp8_target() -> str:

@@ -16,10 +16,14 @@ from vllm.utils.import_utils import resolve_obj_by_qualname
 import ascend_platform.ops.fused_moe
 import ascend_platform.ops.shared_experts
 import ascend_platform.ops.tensor_parallel  # noqa: F401
-from ascend_platform import compat, extension, host
+from ascend_platform import compat, host
 from ascend_platform.attention import selector
 from ascend_platform.config import mla_prolog
+from ascend_platform.config.performance import performance
+from ascend_platform.errors import RefusedError
 from ascend_platform.graph import acl_graph
+from ascend_platform.logger import logger
+from ascend_platform.plugins import slots
 from ascend_platform.vllm_overrides import override, require
 from ascend_platform.worker import rotary_tables
 from ascend_platform.worker.torch_npu_view import torch_on_npu
@@ -33,11 +37,11 @@ require("vllm.model_executor.layers.rotary_embedding:_ROPE_DICT")
 def register_vision_attention() -> None:
     """Register the offered MMEncoderAttention for multimodal encoders, once."""
     if (
-        path := extension.offered("attention.vision")
+        path := slots.offered("attention.vision")
     ) and MMEncoderAttention.__name__ not in op_registry_oot:
         attention = resolve_obj_by_qualname(path)
         if lacking := host.chip_family().lacks(*getattr(attention, "operators", ())):
-            extension.logger.info(
+            logger.info(
                 "attention of encoders falls back to PyTorch: %s has no %s",
                 host.chip(),
                 ", ".join(lacking),
@@ -50,7 +54,7 @@ def register_latent_layer() -> None:
     """Register the offered MultiHeadLatentAttentionWrapper, once."""
     from vllm.model_executor.layers.mla import MultiHeadLatentAttentionWrapper as Layer
 
-    if (path := extension.offered(mla_prolog.SLOT)) and Layer.__name__ not in op_registry_oot:
+    if (path := slots.offered(mla_prolog.SLOT)) and Layer.__name__ not in op_registry_oot:
         Layer.register_oot(resolve_obj_by_qualname(path))
 
 
@@ -77,7 +81,7 @@ class ModelMixin:
             register_vision_attention()
         if self.model_config.use_mla:
             compat.ask_platform_for_mla_prefill_backend()
-        if extension.rope_order(self.vllm_config) == "halves":
+        if performance.rope_order(self.vllm_config) == "halves":
             register_latent_layer()
         _ROPE_DICT.clear()
         super().load_model(*arguments, **named)  # type: ignore[misc]
@@ -89,7 +93,7 @@ class ModelMixin:
             rotary_tables.check(each, self.max_model_len)
         if check := getattr(self.vllm_config.quant_config, "check_loaded", None):
             check(model)
-        if extension.uses_mla_prolog(self.vllm_config):
+        if mla_prolog.is_used(self.vllm_config):
             load, dtype = model.load_weights, self.model_config.dtype
 
             def load_weights(weights: Any) -> Any:
@@ -130,10 +134,10 @@ class ModelMixin:
             by packed ones.
         """
         if self.vllm_config.quant_config is not None:
-            raise extension.RefusedError(
+            raise RefusedError(
                 "reload_weights is not supported with quantized weights; fix: sleep(level=1), which"
                 " keeps the weights on the host"
             )
         super().reload_weights(*arguments, **named)  # type: ignore[misc]
-        if extension.uses_mla_prolog(self.vllm_config):
+        if mla_prolog.is_used(self.vllm_config):
             renew_latent_weights(self.get_model(), self.model_config.dtype)

@@ -27,12 +27,14 @@ from vllm.v1.worker.gpu_worker import Worker, init_worker_distributed_environmen
 from vllm.v1.worker.utils import request_memory
 from vllm.v1.worker.worker_base import CompilationTimes
 
-from ascend_platform import compat, extension, ops
+from ascend_platform import compat, ops
 from ascend_platform.activation import activate
 from ascend_platform.attention.kv_cache import LAYOUT
+from ascend_platform.errors import RefusedError
 from ascend_platform.graph import capture_sizes
 from ascend_platform.observability import metrics
 from ascend_platform.observability.profiler import NPUProfiler
+from ascend_platform.plugins import slots
 from ascend_platform.process import sockets, watchdog
 from ascend_platform.transfer.checkpoint import note_files
 from ascend_platform.vllm_overrides import override
@@ -154,11 +156,11 @@ class NPUWorker(Worker):
     def load_model(self, **options: Any) -> None:
         """Load the model as vLLM does, after registering the load formats and weight transfer
         engines offered by components."""
-        engine = extension.offered("weight_transfer.hccl")
+        engine = slots.offered("weight_transfer.hccl")
         if engine and "hccl" not in WeightTransferEngineFactory._registry:
             WeightTransferEngineFactory.register_engine("hccl", *engine.rsplit(".", 1))
         for load_config in filter(None, (self.load_config, _draft_load_config(self.vllm_config))):
-            if loader := extension.offered(f"load_format.{load_config.load_format}"):
+            if loader := slots.offered(f"load_format.{load_config.load_format}"):
                 register_model_loader(load_config.load_format)(resolve_obj_by_qualname(loader))
         if self.parallel_config.use_sequence_parallel_moe:
             from ascend_platform.ops import sequence_parallel  # noqa: F401
@@ -278,7 +280,7 @@ class NPUWorker(Worker):
         if tag not in sleep_mode.TAGS or not self.model_config.enable_sleep_mode:
             return nullcontext()
         if "expandable_segments:true" in os.environ.get("PYTORCH_NPU_ALLOC_CONF", "").lower():
-            raise extension.RefusedError(
+            raise RefusedError(
                 "sleep mode does not support PYTORCH_NPU_ALLOC_CONF=expandable_segments:True; fix:"
                 " unset it, or remove --enable-sleep-mode"
             )
