@@ -18,8 +18,7 @@ import ascend_platform.ops.shared_experts
 import ascend_platform.ops.tensor_parallel  # noqa: F401
 from ascend_platform import compat, host
 from ascend_platform.attention import selector
-from ascend_platform.config import mla_prolog
-from ascend_platform.config.performance import performance
+from ascend_platform.config import mla_prolog, performance
 from ascend_platform.errors import RefusedError
 from ascend_platform.graph import acl_graph
 from ascend_platform.logger import logger
