@@ -12,11 +12,11 @@ import pytest
 
 pytest_plugins = ["harness.scheduling"]
 
-gc.disable()  # while the tests and what they test are imported: some million objects
+gc.disable()  # While the tests and the modules under test are imported: some million objects.
 
 
 def pytest_collection_finish() -> None:
-    gc.freeze()  # a collection takes a third of a second otherwise
+    gc.freeze()  # Otherwise a collection takes a third of a second.
     gc.enable()
 
 

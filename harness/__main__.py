@@ -8,7 +8,7 @@ import sys
 
 from ascend_emulator.activation import activate
 
-if __name__ == "__main__":  # not in the processes that a check starts
-    activate()  # before the import: torch loads torch_npu, which needs CANN's libraries
+if __name__ == "__main__":  # Not in the processes that a check starts.
+    activate()  # Before the import, because torch loads torch_npu, which needs CANN's libraries.
     what = sys.argv.pop(1)
     importlib.import_module(f"harness.{what}").main()

@@ -37,7 +37,7 @@ class Reference:
         from transformers import AutoModelForCausalLM
 
         self.of, self.quantized = of, quantized
-        # factors of the scale and the offset when keys and values are read
+        # Factors of the scale and the offset when keys and values are read.
         self.read = {"k": (1.0, 1.0), "v": (1.0, 1.0)}
         self.model = (
             AutoModelForCausalLM.from_pretrained(of.source, dtype=getattr(torch, of.dtype))
@@ -168,7 +168,7 @@ class Reference:
         for part in "kv" if self.of.made.cache and self.quantized else "":
             self.read[part] = 1.25, 1.0
             found["int8 KV cache", f"wrong scale of {part}"] = self.compare(served)[2]
-            if part == "v":  # keys that are all shifted alike have the same attention
+            if part == "v":  # Keys that are all shifted by the same value have the same attention.
                 self.read[part] = 1.0, 0.0
                 found["int8 KV cache", "no offset of v"] = self.compare(served)[2]
             self.read[part] = 1.0, 1.0

@@ -11,7 +11,7 @@ freeze them again.
 
 import gc
 
-gc.disable()  # which makes the imports a fifth shorter
+gc.disable()  # This shortens the imports by a fifth.
 
 import torch  # noqa: E402, F401
 import transformers  # noqa: E402, F401

@@ -25,7 +25,7 @@ PROMPTS = [
     [DRAW.randrange(3, 512) for _ in range(length)]
     for length in (5, 120, 127, 1, 250, 33, 600, 64, 17, 126, 2)
 ]
-# of the answers: some cross the end of a block of 128 tokens
+# Tokens of the answers: some cross the end of a block of 128 tokens.
 LENGTHS = [20, 20, 12, 40, 5, 30, 9, 70, 3, 10, 25]
 
 

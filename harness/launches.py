@@ -22,8 +22,8 @@ KEPT_V2 = KEPT.with_stem("launches_v2")
 """Launches outside of layers and host waits with vLLM's V2 model runner, from a run with --runner
 v2 on a vLLM that has it."""
 REQUESTS, PROMPT = 16, 63
-CACHED = PROMPT + 2  # tokens in the cache at the second decode step, which is counted
-HIDDEN, HEADS, KV_HEADS, HEAD = 1024, 16, 8, 128  # of Qwen3-0.6B, but for the vocabulary
+CACHED = PROMPT + 2  # Tokens in the cache at the second decode step, which is counted.
+HIDDEN, HEADS, KV_HEADS, HEAD = 1024, 16, 8, 128  # Sizes of Qwen3-0.6B, except the vocabulary.
 BASE = {
     "hidden_size": HIDDEN,
     "num_attention_heads": HEADS,
@@ -89,7 +89,8 @@ BERT = {
     "architectures": ["BertModel"],
     "intermediate_size": 3072,
 }
-LATENT = BASE | {  # DeepSeek-V3 with an eighth of its heads, but for experts and vocabulary
+# DeepSeek-V3 with an eighth of its heads, and with other experts and another vocabulary.
+LATENT = BASE | {
     "model_type": "deepseek_v3",
     "architectures": ["DeepseekV3ForCausalLM"],
     "hidden_size": 7168,
@@ -107,15 +108,14 @@ LATENT = BASE | {  # DeepSeek-V3 with an eighth of its heads, but for experts an
     "num_experts_per_tok": 2,
     "moe_intermediate_size": 64,
 }
-SPARSE = LATENT | {  # DeepSeek-V3.2 in the same way; all tokens are among the selected ones
+SPARSE = LATENT | {  # DeepSeek-V3.2 in the same way; all tokens are selected.
     "model_type": "deepseek_v32",
     "architectures": ["DeepseekV32ForCausalLM"],
     "index_topk": 2048,
     "index_n_heads": 64,
     "index_head_dim": 128,
 }
-# Qwen3-Next with half of its width and another number of experts; the layer that is counted is the
-# third
+# Qwen3-Next with half of its width and another number of experts; the third layer is counted.
 DELTA = EXPERTS | {
     "model_type": "qwen3_next",
     "architectures": ["Qwen3NextForCausalLM"],

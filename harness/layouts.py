@@ -146,17 +146,17 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "glm-5": latent.MODELS["glm-5, shared selections"],
     "kimi-k2": latent.MODELS["kimi-k2, one group"],
     "glm-4.7-flash": latent.MODELS["glm-4.7-flash, 20 heads"],
-    # the first of two stages has no attention
+    # The first of two stages has no attention.
     "qwen3-next": (
         "Qwen3Next",
         hybrid.DELTA | hybrid.EXPERTS | {"num_hidden_layers": 4, "layer_types": hybrid.LINEAR},
     ),
-    # DeepSeek-V3's routing (sigmoids, groups, a bias for the choice, a shared expert, a dense first
-    # layer) with dense attention
+    # DeepSeek-V3's routing (sigmoids, groups, a selection bias, a shared expert, a dense first
+    # layer) with dense attention.
     "glm4-moe": (
         "Glm4Moe",
         {
-            # each stage of a pipeline has to have experts (vllm/model_executor/models/glm4_moe.py)
+            # Each pipeline stage must have experts (vllm/model_executor/models/glm4_moe.py).
             "num_hidden_layers": 4,
             "intermediate_size": 128,
             "moe_intermediate_size": 64,
@@ -324,7 +324,7 @@ def main() -> None:
             chosen = {layout: (known | OF_PREFILLS)[layout] for layout in options.layouts or taken}
             for launcher in options.launcher or ["mp", "external"]:
                 mp = launcher == "mp"
-                # one program forks all ranks of the external launcher
+                # One program forks all ranks of the external launcher.
                 for own in [{name: engine} for name, engine in chosen.items()] if mp else [chosen]:
                     wrong += _run(model, options.dtype, own, mp, options.timeout)
     sys.exit(1 if wrong else 0)
@@ -345,7 +345,7 @@ def _run(
             OMP_NUM_THREADS="1",
         )
         printed = done.stdout + done.stderr
-        # the first: of a rank, before those of the processes that wait for it
+        # The first error is of a rank, before those of the processes that wait for it.
         cause = re.search(r"\w+Error: .*", printed)
         output, failure = done.stdout, f"failed: {cause[0] if cause else printed[-2000:]}"
     except subprocess.TimeoutExpired as error:

@@ -27,7 +27,7 @@ SMALL = {
     "max_num_batched_tokens": 64,
     "max_model_len": 512,
 }
-# of latent attention: steps that are cut, and steps with expanded keys
+# Latent attention: steps that are split, and steps with expanded keys.
 LONGER = SMALL | {"max_num_batched_tokens": 192}
 POOLING = {
     "max_num_seqs": 8,
@@ -139,7 +139,7 @@ KINDS |= {
 
 
 def make(name: str, directory: Path) -> Path:
-    """Write the model of a kind to the directory, unless it exists."""
+    """Write a type's model to the directory, unless it exists."""
     import torch
 
     path = directory / name.replace(" ", "-").replace(",", "")
@@ -209,7 +209,7 @@ def reference(name: str, case: dict[str, Any]) -> Callable[[int, tuple[int, ...]
     else:
         model = models.causal(Path(path), dtype).float()
 
-    @functools.cache  # the second answers are nearly always the first ones
+    @functools.cache  # The second answers are nearly always equal to the first ones.
     def logits(number: int, tokens: tuple[int, ...]) -> Any:
         prompt, more = case["prompts"][number], {}
         if KINDS[name].media == "image":
@@ -418,7 +418,7 @@ def main() -> None:
         if not options.kinds or any(name.startswith(start) for start in options.kinds)
     ]
     if not names:
-        parser.error(f"no such kind; there are {'; '.join(KINDS)}")
+        parser.error(f"unknown model type; supported are {'; '.join(KINDS)}")
     columns = [
         "kind",
         "attention",

@@ -23,7 +23,7 @@ Tie = tuple[float, int, int]
 
 @contextmanager
 def exchanged(ties: list[Tie], found: list[Tie]) -> Iterator[None]:
-    """Let torch.topk take the next one in place of the last one at some ties, and list all."""
+    """Let torch.topk select the next element instead of the last one at some ties, and list all."""
     import torch
 
     calls, plain, method = 0, torch.topk, torch.Tensor.topk

@@ -30,11 +30,12 @@ def run(
     environ = {name: value for name, value in (os.environ | variables).items() if value}
     environ["PYTHONPATH"] = path()
     platform = sys.modules.get("ascend_platform")
-    # an engine's configuration in this process has set it
+    # An engine's configuration in this process has set it.
     if platform is not None and not platform.runner_is_given:
         environ.pop("VLLM_USE_V2_MODEL_RUNNER", None)
     if "ASCEND_EMULATOR_NPUS" in environ:
-        environ.setdefault("HCCL_BUFFSIZE", "16")  # of a communicator, twice; 200 MiB unless set
+        # Two buffers per communicator; 200 MiB unless set.
+        environ.setdefault("HCCL_BUFFSIZE", "16")
         options = ["--npus", str(npus), "--soc", environ["ASCEND_EMULATOR_SOC"], "--memory", memory]
         command = (sys.executable, "-m", "ascend_emulator.cli", "run", *options, "--", *command)
     elif (found := _device_count()) < npus:

@@ -70,7 +70,7 @@ def compare(
         scores = references.logits(model, whole[:1], [whole[1:]])[0].log_softmax(-1)
         expected = scores.gather(1, torch.tensor(whole[1:])[:, None])[:, 0].tolist()
         given = zip(answer["prompt_logprobs"] + answer["logprobs"], expected, strict=True)
-        # also where one is not a number
+        # True also where one is not a number.
         far = [not abs(one - other) <= close for one, other in given]
         found["prompt"] += rest
         found["prompt_wrong"] += sum(far[:rest])

@@ -144,8 +144,8 @@ class PagedBatch:
         new tokens to the cache first.
 
         ``joined``: keys and values are slices of one tensor, as a model's joint projection has
-        them. ``common``: in place of the batch's own. ``beyond``: arguments of the implementation's
-        constructor.
+        them. ``common`` replaces the batch's own metadata. ``beyond``: arguments of the
+        implementation's constructor.
         """
         from vllm.config import VllmConfig
         from vllm.v1.kv_cache_interface import FullAttentionSpec

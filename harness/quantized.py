@@ -38,7 +38,7 @@ go beyond the first (`tools/check quantized --break`)."""
 
 LAYOUTS = ["TP1", "TP2"]
 STATIC, DYNAMIC = Spec(8, "static"), Spec(8, "dynamic")
-# each layer of the model has the next of them
+# Each layer of the model uses the next one.
 DENSE = {
     "ascend": [
         STATIC,

@@ -31,7 +31,7 @@ def summary(step: list[dict]) -> dict[str, Any]:
         for event in step
         if event["cat"] in ("operator", "copy", "collective") and event["name"] not in HOST_COPIES
     ]
-    # an operator on tensors without elements launches no kernel
+    # An operator on tensors without elements launches no kernel.
     launched = [event for event in launched if event["cat"] != "operator" or event["args"]["bytes"]]
     launched.sort(key=lambda event: event["ts"])
     first = next(event["ts"] for event in launched if event["cat"] == "operator")

@@ -139,7 +139,7 @@ def engines(chosen: list[str], requests: int, seed: int) -> list[str]:
                 if not Path(directory, kind).exists():
                     models.decoder(Path(directory, kind), kind)
             if states := more.get("states"):
-                # seconds: all prompts are computed before the first is read
+                # Seconds. All prompts are computed before the first is read.
                 case["transfer"]["lease"] = 300
                 case["model"] = str(
                     hybrid.make(states, Path(directory), drafts=more.get("drafts", False))
@@ -175,7 +175,8 @@ def engines(chosen: list[str], requests: int, seed: int) -> list[str]:
                         max((each["gap"] for each in result["diverged"]), default=0.0)
                         <= 2 * result["log-probability difference"][0]
                     ):
-                        # both tokens' log-probabilities move as far in another batch
+                        # The log-probabilities of both tokens may change this much in another
+                        # batch.
                         result["different"] = []
                 good = (
                     not result["different"]
@@ -183,7 +184,7 @@ def engines(chosen: list[str], requests: int, seed: int) -> list[str]:
                     and all(result["blocks are free"])
                 )
                 good = good and (phase == "killed" or not result.get("failed"))
-                # the two instances without any transfer, which round differently
+                # The two instances round differently without any transfer.
                 if not good and phase != "no transfer":
                     wrong.append(f"{name}, {phase}: {result}")
                 print(rows[-1], flush=True)
@@ -318,7 +319,7 @@ def main() -> None:
     parser.add_argument(
         "--requests",
         type=int,
-        help="of each kind; 200 of engines, 500 of faults, 2000 prompts of requests",
+        help="per check: 200 for engines, 500 for faults, 2000 prompts for requests",
     )
     parser.add_argument(
         "--restarts", type=int, default=50, help="of either instance in part requests"

@@ -10,7 +10,7 @@ import torch
 from ascend_platform.worker.v2 import inputs
 from ascend_platform.worker.v2.host_inputs import HostInputs
 
-# requests that there is space for, tokens of one, different tokens
+# Maximum number of requests, tokens per request, and vocabulary size.
 ROWS, WIDTH, VOCABULARY = 8, 96, 40
 
 

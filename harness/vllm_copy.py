@@ -156,5 +156,5 @@ def without_ir(directory: Path) -> None:
     shutil.rmtree(root / "ir")
 
 
-if __name__ == "__main__":  # a copy to run tests on: PYTHONPATH=DIRECTORY
+if __name__ == "__main__":  # Makes a copy to run tests on, with PYTHONPATH=DIRECTORY.
     without_ir(make(Path(sys.argv[1])))

@@ -45,7 +45,7 @@ def main() -> None:
         default={},
         help="of speculation: options of the engine, in JSON",
     )
-    parser.add_argument("--answers", type=int, default=2000, help="for each kind of sampling")
+    parser.add_argument("--answers", type=int, default=2000, help="for each sampling method")
     options = parser.parse_args()
     wrong = False
     with tempfile.TemporaryDirectory() as directory:

@@ -36,7 +36,7 @@ def lora_requests(directory: Path, without: tuple[str, ...] = ()) -> list[dict[s
 
 def lora_steps(directory: Path, slots: int) -> list[Any]:
     known = adapters(directory)
-    if slots < len(known):  # vLLM's scheduler does not count a slot that an adapter is pinned to
+    if slots < len(known):  # vLLM's scheduler does not count the slot of a pinned adapter.
         return [["generate", lora_requests(directory)]]
     return [
         ["list"],

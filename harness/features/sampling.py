@@ -47,7 +47,7 @@ DRAFTS_EXCLUDE = ("min_p", "logit_bias")
 
 
 def sampled(count: int, tokens: int = 2, drafts: bool = False) -> list[dict[str, Any]]:
-    """`count` answers for each kind of sampling, all in one batch."""
+    """`count` answers for each sampling method, all in one batch."""
     common = {"n": count, "max_tokens": tokens, "ignore_eos": True}
     return [
         {
@@ -118,12 +118,11 @@ def chi_square(counts: list[float], expected: list[float]) -> float:
 def check_sampling(
     model: Any, requests: list[dict[str, Any]], served: list[Any], kinds: Iterable[str] = SAMPLING
 ) -> dict[str, tuple[int, int, float, float]]:
-    """By kind: tokens, tokens of probability zero, and p-values of chi-square tests of the first
-    token and of all.
+    """Tokens, tokens of probability zero, and p-values of chi-square tests of the first token and
+    of all tokens, by sampling method.
 
-    For the latter each token becomes the place that a draw for it has in its own distribution, the
-    likelier tokens first; where all is right these places are spread evenly, whatever tokens went
-    before.
+    For the latter each token becomes its quantile in its own distribution, likelier tokens first.
+    Correct quantiles are uniformly distributed, whatever the earlier tokens are.
     """
     import torch
 

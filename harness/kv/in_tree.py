@@ -161,7 +161,7 @@ def run(chosen: list[str]) -> None:
                 sleep(1.0)
             with suppress(subprocess.TimeoutExpired):
                 process.wait(10)
-            process.kill()  # a connector's threads may keep it from ending
+            process.kill()  # A connector's threads may prevent it from exiting.
             found: dict[str, dict[str, Any]] = json.loads(KEPT.read_text()) if KEPT.exists() else {}
             for case in ElementTree.parse(report).iter("testcase"):
                 failed = next((each for each in case if each.tag in ("failure", "error")), None)
@@ -183,7 +183,7 @@ def run(chosen: list[str]) -> None:
 
 
 def _cause(failed: ElementTree.Element) -> str:
-    """The first line of an error; of an assertion without a message, its place."""
+    """The first line of an error, or the location of an assertion without a message."""
     line = (
         failed.attrib.get("message", "")
         .strip()

@@ -90,7 +90,7 @@ def host_memory() -> Iterator[None]:
         (worker, "_record_event", Written),
         (worker, "private_stream", lambda device, behind=None: nullcontext()),
     ]
-    # of writes of an instance that was killed
+    # Writes of an instance that was killed.
     places += [(push_receiver, "LINGER_SECONDS", LINGER)]
     before = [(module, name, getattr(module, name)) for module, name, _ in places]
     engine.ENGINES["memory"] = f"{__name__}.MemoryTransport"
@@ -136,8 +136,9 @@ class Request:
 
 @dataclass
 class Result:
-    """``ended``: completions by kind and outcome. The last three should be empty: completions with
-    wrong tokens or KV cache, those that ended late, and what was not given back."""
+    """``ended``: completions by request type and outcome. The last three should be empty:
+    completions with
+    wrong tokens or KV cache, those that ended late, and resources that were not freed."""
 
     ended: Counter[str] = field(default_factory=Counter)
     events: Counter[str] = field(default_factory=Counter)
@@ -178,7 +179,7 @@ class Endurance:
         threading.Thread(target=self.server.serve_forever, daemon=True).start()
         self.metaserver = f"http://127.0.0.1:{self.server.server_address[1]}/v1/metaserver"
         self.open: list[Request] = []
-        # by name on the prefill instance; the number of the prompt
+        # Number of the prompt, by the request's name on the prefill instance.
         self.prefills: dict[str, tuple[Request, int]] = {}
         self.layerwise: dict[str, tuple[Request, list[int]]] = {}
         self.repeats: list[tuple[float, str, list[int], dict[str, Any], Request]] = []
@@ -384,7 +385,7 @@ class Endurance:
                     self.result.ended[f"{request.kind}: the decode instance was restarted"] += 1
             self.end("decode", self.decode)
             self.decode = self.new_engine("kv_consumer")
-        else:  # its connections close, so the instances abort its requests
+        else:  # Its connections close, so the instances abort its requests.
             Router.alive = False
             for request in self.open:
                 self.leave(request)
@@ -429,7 +430,7 @@ class Endurance:
 
 
 def _handles() -> Counter[str]:
-    """Open files, sockets and threads of this process, by kind."""
+    """Open files, sockets and threads of this process, by type."""
     found = Counter(thread.name.rstrip("-0123456789 ()") for thread in threading.enumerate())
     for name in os.listdir("/proc/self/fd"):
         with suppress(OSError):

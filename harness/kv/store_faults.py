@@ -165,8 +165,8 @@ class FaultyTier(PoolTier):
 @dataclass
 class Result:
     """``ended``: requests by how they ended. The others should be empty or 0: requests with another
-    token or another KV cache, those that took longer than their deadline, and blocks that nobody
-    has and that are not free."""
+    token or another KV cache, those that took longer than their deadline, and blocks that are
+    neither used nor free."""
 
     ended: Counter[str] = field(default_factory=Counter)
     chunks: Counter[str] = field(default_factory=Counter)
@@ -230,7 +230,7 @@ class Endurance:
                 POOL.dead = False
             while left and len(began) < 8:
                 name, prompt = left.pop()
-                if self.draw.random() < 0.6:  # as one before, and a little more
+                if self.draw.random() < 0.6:  # Like an earlier prompt, with some more tokens.
                     prompt = (self.draw.choice(known) + prompt[:9])[:150]
                 began[name], given[name] = monotonic(), prompt
                 engine.add(name, prompt, 3)

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-all project
-"""Throughput of KV cache transfers between two ranks over Mooncake, relative to Mooncake alone."""
+"""Throughput of KV cache transfers between two ranks over Mooncake, relative to bare Mooncake."""
 
 from __future__ import annotations
 
@@ -67,8 +67,7 @@ def instance(name: str, device: str, exposed: bool) -> Any:
 
 
 def serve(pipe: Connection, device: str) -> None:
-    """The producer process: prompts for each round, and a buffer for the reads by
-    Mooncake alone."""
+    """The producer process: prompts for each round, and a buffer for the reads by bare Mooncake."""
     import torch
 
     producers = {way: instance(way, device, exposed).produce() for way, exposed in WAYS.items()}
@@ -238,7 +237,7 @@ def load(consumer: Any, sources: list[Any], blocks: list[list[int]]) -> str:
 def bare_readers(
     session: str, address: int, total: int
 ) -> tuple[Callable[[], None], Callable[[], None]]:
-    """Baselines: read as many bytes with Mooncake alone, with the connector's chunk size and number
+    """Baselines: read as many bytes with bare Mooncake, with the connector's chunk size and number
     of lanes.
 
     The first by Mooncake's synchronous call, which other connectors use; the second by our engine.

@@ -30,7 +30,7 @@ LENGTHS = (1, 3, 9, 17, 40)
 @dataclass
 class Result:
     """``ended``: outcomes, of requests. The others should be empty: requests with wrong tokens,
-    those that ended late, and blocks or buffers that nobody has and that are not free."""
+    those that ended late, and blocks or buffers that are neither used nor free."""
 
     ended: Counter[str] = field(default_factory=Counter)
     wrong: list[Any] = field(default_factory=list)
@@ -97,7 +97,7 @@ class Endurance:
             "late": 0.02,
             "hang": 0.004,
         }
-        if layerwise:  # as many per request, which has more reads
+        if layerwise:  # As many per request, because a request has more reads.
             rates = {name: rate / 4 for name, rate in rates.items()}
         network.faults = Faults(draw=random.Random(seed + 1), seconds=0.02, **rates)
         options = {

@@ -21,7 +21,7 @@ LARGEST = 448.0
 COMMON: dict[str, Any] = {
     "vocab_size": 512,
     "hidden_size": 256,
-    "intermediate_size": 320,  # neither it nor its half is a multiple of the block
+    "intermediate_size": 320,  # Neither this size nor its half is a multiple of the block.
     "moe_intermediate_size": 192,
     "num_experts": 4,
     "num_experts_per_tok": 2,
@@ -79,7 +79,7 @@ def make(directory: Path, form: str, family: str = "Qwen3Moe", **special: Any) -
     """Write a Qwen3-MoE, whose first layer is dense, and its dequantized form; ``form``: ``fp8`` or
     ``compressed-tensors``.
 
-    With ``Qwen3Next`` as the family, the projections of linear attention are in FP8 but for those
+    With ``Qwen3Next`` as the family, the projections of linear attention are in FP8, except those
     of decays and strengths.
     """
     import transformers

@@ -22,7 +22,8 @@ CONFIG: dict[str, Any] = {
     "intermediate_size": 192,  # a rank of two has 96
     "num_hidden_layers": 2,
     "num_local_experts": 4,
-    "num_experts_per_tok": 3,  # with fewer, a choice that bfloat16 changes weighs too much
+    # With fewer, an expert that bfloat16 selects differently changes too much.
+    "num_experts_per_tok": 3,
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
     "head_dim": 64,

@@ -33,7 +33,7 @@ ALL: dict[str, Any] = WIDTHS | EXPERTS | {"num_key_value_heads": 4, "tie_word_em
 BIASED: dict[str, Any] = {
     "topk_method": "noaux_tc",
     "scoring_func": "sigmoid",
-}  # of the published files; Hugging Face has them in its class
+}  # Values of the published files, which Hugging Face has in its class.
 GROUPS: dict[str, Any] = BIASED | {
     "n_group": 4,
     "topk_group": 2,

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-all project
-"""Small models with random weights, one for each kind of attention and task, and their inputs."""
+"""Small models with random weights, one for each attention type and task, and their inputs."""
 
 from __future__ import annotations
 
@@ -135,7 +135,7 @@ def decoder(path: Path, name: str) -> None:
             torch.nn.init.normal_(weight, mean=1.0)
         if key.endswith(("experts.gate_up_proj_bias", "experts.down_proj_bias")):
             torch.nn.init.normal_(weight, std=0.1)
-        # decays of the first layer alone are below -1
+        # Only the first layer has decays below -1.
         if key.endswith("A_log") and ".0." not in key:
             torch.nn.init.uniform_(weight, -4, -2)
     for key, buffer in model.named_buffers():

@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-all project
-"""A small model of openPangu-Ultra-MoE's kind, which transformers has no class of: DeepSeek-V3 with
-more norms.
+"""A small openPangu-Ultra-MoE, for which transformers has no class: DeepSeek-V3 with more norms.
 
 Each layer also normalizes what attention and the MLP add to the hidden states ("sandwich norm",
 arXiv 2505.04519). These norms are here; all else of the reference is transformers' DeepSeek-V3,

@@ -220,7 +220,7 @@ def of_gptq(own: Matrix, dtype: torch.dtype, *, second: bool = False) -> dict[st
         for tensor in (own.values, own.zero)
     )
     stored = words_of_columns(zeros, bits)
-    if not second:  # GPTQModel subtracts 1 from each value of the word at once
+    if not second:  # GPTQModel subtracts 1 from all values of the word at once.
         stored = stored - np.uint32(sum(1 << shift for shift in range(0, 32, bits)))
     words = {"qweight": words_of_columns(values.T, bits).T.copy(), "qzeros": stored}
     groups = torch.arange(values.shape[0], dtype=torch.int32) // (

@@ -44,13 +44,13 @@ SIZES: dict[str, Any] = {
     "bos_token_id": 0,
     "eos_token_id": 1,
     "pad_token_id": 1,
-    "kv_lora_rank": 512,  # the latent attention's operators have these sizes
+    "kv_lora_rank": 512,  # The operators of latent attention require these sizes.
     "q_lora_rank": 64,
     "qk_nope_head_dim": 128,
     "qk_rope_head_dim": 64,
     "v_head_dim": 128,
     "index_topk": 16,
-    "index_n_heads": 32,  # of fewer, several keys may have a score of 0
+    "index_n_heads": 32,  # With fewer, several keys may have a score of 0.
     "index_head_dim": 128,
     "linear_num_key_heads": 2,
     "linear_num_value_heads": 4,
@@ -90,10 +90,10 @@ SPECIAL: dict[str, dict[str, Any]] = {
     "gptj": {"rotary_dim": 16, "n_inner": None},
     "falcon": {"num_kv_heads": 4, "multi_query": False, "ffn_hidden_size": 512},
     "granitemoehybrid": {"layer_types": ["linear_attention", "full_attention"] * 2},
-    # else transformers splits the convolution's weights wrongly when it saves
+    # Otherwise transformers splits the convolution's weights wrongly when it saves.
     "olmo_hybrid": {"linear_num_value_heads": 2},
     "jamba": {"attn_layer_period": 2, "attn_layer_offset": 1},
-    # transformers has no groups in its norm
+    # The norm of transformers has no groups.
     "mamba2": {"num_heads": 4, "head_dim": 64, "n_groups": 1},
     "nemotron_h": {
         "n_groups": 2,
@@ -150,15 +150,15 @@ STORED: dict[str, dict[str, Any]] = {
     }
     | {"sliding_window_size": 24, "swa_v_head_dim": 128, "attention_bias": False},
     "minimax_m2": {"rotary_dim": 64, "scoring_func": "sigmoid", "use_routing_bias": True},
-    # the least step: transformers has this in place of the configuration's time_step_limit, of 0
-    # and more, and vLLM has no limit
+    # The least step. Transformers uses this instead of the configuration's time_step_limit, which
+    # is 0 or more, and vLLM has no limit.
     "nemotron_h": {"time_step_min": 1e-30},
 }
 """Values that published checkpoints have in config.json, that vLLM reads, and transformers' class
 does not, or otherwise."""
 
 ENGINES: dict[str, dict[str, Any]] = {
-    # vLLM does not cut its prompts, and waits for ever with one of more tokens
+    # vLLM does not split its prompts, and waits forever with one of more tokens.
     "hrm_text": {"max_num_batched_tokens": 256},
 }
 """Options of the engine."""
@@ -185,7 +185,7 @@ def families() -> dict[str, str]:
     for kind, names in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.items():
         for name in [names] if isinstance(names, str) else names:
             if name in _TEXT_GENERATION_MODELS:
-                found[name] = kind  # the last, such as llama4_text after llama4
+                found[name] = kind  # The last one, such as llama4_text after llama4.
     return dict(sorted(found.items(), key=lambda each: each[0].lower()))
 
 
@@ -243,7 +243,7 @@ def publish(kind: str, path: Path) -> None:
     from safetensors.torch import load_file, save_file
 
     file = path / "model.safetensors"
-    if kind == "axk1":  # also the dense layer has this norm, which nothing uses
+    if kind == "axk1":  # The dense layer also has this norm, which is unused.
         norm = {"model.layers.0.post_mlp_layernorm.weight": torch.ones(SIZES["hidden_size"])}
         save_file(load_file(file) | norm, file, {"format": "pt"})
     if kind == "longcat_flash":

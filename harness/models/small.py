@@ -82,7 +82,7 @@ SPARSE = latent.INDEXER | {
 }
 WITH_MTP = "Glm4Moe", "Glm4MoeLite", "DeepseekV3", "GlmMoeDsa"
 """Families whose small models have a layer for MTP."""
-MARGIN = 0.06  # times HIDDEN: the logit of the next token
+MARGIN = 0.06  # Times HIDDEN, this is the logit of the next token.
 
 
 def embedding() -> torch.Tensor:
@@ -224,7 +224,7 @@ def eagle3(directory: Path) -> Path:
     nothing = torch.zeros(width, HIDDEN)
     value = torch.eye(HIDDEN).view(kv, width, HIDDEN)
     out = torch.zeros(HIDDEN, heads, width)
-    for each in range(kv):  # the first query head of each key head
+    for each in range(kv):  # The first query head of each key head.
         out[each * width : (each + 1) * width, each * heads // kv] = torch.eye(width)
     small = {"gate_proj": (256, HIDDEN), "up_proj": (256, HIDDEN), "down_proj": (HIDDEN, 256)}
     weights = {
@@ -381,7 +381,7 @@ def adapter_on_experts(model: Path, directory: Path, rank: int) -> tuple[Path, P
             inputs = HIDDEN if part else QWEN_EXPERTS["moe_intermediate_size"]
             per_expert = zip(a.view(8, rank, -1), b.view(-1, rank, 8).permute(2, 0, 1), strict=True)
             for expert, (first, second) in enumerate(per_expert):
-                # PEFT takes the first dimension of a matrix for its inputs
+                # PEFT interprets the first dimension of a matrix as its inputs.
                 if first.shape[1] != inputs:
                     first, second = second.T, first.T
                 parts = second.chunk(2) if part else (second,)

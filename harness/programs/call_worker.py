@@ -63,7 +63,7 @@ def main(model: str, directory: Path) -> None:
         sorted({event["name"] for event in json.loads((profiles / path).read_text())})
         for path in result["profiles"]
     ]
-    # the worker's thread tells every five seconds, and at once when it begins
+    # The worker's thread reports every five seconds, and once when it starts.
     deadline = time.monotonic() + 20
     while time.monotonic() < deadline and "metrics" not in result:
         found = [metric for metric in engine.get_metrics() if metric.name.startswith("vllm:npu_")]

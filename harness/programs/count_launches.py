@@ -46,7 +46,7 @@ COMMON |= {
     "async_scheduling": False,
     "distributed_executor_backend": "external_launcher",
 }
-COMMON |= {"enforce_eager": True}  # which counts what a graph would hold
+COMMON |= {"enforce_eager": True}  # This counts what a graph would capture.
 
 
 def steps(case: dict[str, Any], directory: Path) -> dict[str, Any]:
@@ -62,7 +62,7 @@ def steps(case: dict[str, Any], directory: Path) -> dict[str, Any]:
     engine = LLM(
         str(directory), **COMMON | {"skip_tokenizer_init": not pools} | case["engine"]
     ).llm_engine
-    # vLLM's warm-up leaves its parameters in the states
+    # vLLM's warm-up leaves its parameters in the states.
     if os.environ.get("VLLM_USE_V2_MODEL_RUNNER") == "1" and not pools:
         for request in range(case["requests"]):
             asked = SamplingParams(temperature=0, max_tokens=2, detokenize=False)

@@ -5,10 +5,10 @@ single and fused operators.
 
     python harness/programs/count_preprocessing.py '{"hidden_size": 7168, ...}' 16
 
-The arguments are a configuration of DeepSeek-V3's kind and the number of requests. Prints `RESULT
-{json}` for each way: what it launches, and how far its query and KV cache are at most from those of
-single operators, whose rotated elements are put in the order of the others: halves instead of
-pairs.
+The arguments are a configuration of DeepSeek-V3's architecture and the number of requests. Prints
+`RESULT {json}` for each way: what it launches, and how far its query and KV cache are at most from
+those of single operators, whose rotated elements are put in the order of the others: halves instead
+of pairs.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ def main(config: dict[str, Any], tokens: int) -> None:
         torch.arange(tokens).npu() + 65,
         torch.arange(tokens, dtype=torch.int32).npu() * 64,
     )
-    # once in a step, for all layers
+    # Once per step, for all layers.
     cos, sin = (part.repeat(1, 2).contiguous() for part in table[positions].chunk(2, -1))
     in_out = [
         torch_npu.npu_format_cast(each.t().contiguous(), 29)

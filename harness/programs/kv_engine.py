@@ -80,8 +80,8 @@ def serve(
 
 def batch(llm: Any, items: list[dict[str, Any]]) -> dict[str, Any]:
     """By name (tokens, finish reason, kv_transfer_params, tokens that were not computed,
-    log-probabilities of the two likeliest tokens in each place) of requests that their client let
-    end.
+    log-probabilities of the two likeliest tokens at each position) of requests that were not
+    aborted.
 
     A request is aborted after `abort after` steps; log-probabilities are returned with `logprobs`.
     """

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-all project
-"""Run by test_model_loading.py: load models by every strategy and from every kind of peer, and an
+"""Run by test_model_loading.py: load models by every strategy and from every type of peer, and an
 engine from a peer.
 
     python harness/programs/load_weights.py DIRECTORY CASE
@@ -44,7 +44,7 @@ HANDLER = Lines()
 def said() -> list[str]:
     """Lines that the loader has logged since the last call, without the table."""
     if HANDLER not in extension.logger.handlers:
-        # vLLM, configuring its logging, takes away what others have added
+        # vLLM removes other handlers when it configures its logging.
         extension.logger.addHandler(HANDLER)
     found = [line.partition("\n")[0] for line in LINES if "weights" in line]
     LINES.clear()
@@ -174,7 +174,7 @@ def main(directory: Path, case: dict[str, Any]) -> None:
         "enable_sleep_mode": True,
         "gpu_memory_utilization": 0.3,
     }
-    options |= {"enable_lora": True}  # whose layers are put around those that are loaded
+    options |= {"enable_lora": True}  # Its layers wrap those that are loaded.
     engine = LLM(
         case["model"],
         model_loader_extra_config=at(port) | {"serve_weights": True, "port": 0},

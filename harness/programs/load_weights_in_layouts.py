@@ -78,7 +78,7 @@ def work(model: str, port: int) -> dict[str, str]:
             )
             server.awake(True)
             servers.append(server._published)
-            server._published = None  # or the next takes its place
+            server._published = None  # Otherwise the next one reuses its port.
     for name in LAYOUTS:
         with Layout(model, name) as layout:
             parallel_state.get_world_group().barrier()  # all serve
@@ -92,7 +92,7 @@ def work(model: str, port: int) -> dict[str, str]:
                     found[f"{name} from {other}"] = layout.load(extra)
                 except RuntimeError as error:
                     found[f"{name} from {other}"] = str(error)
-    parallel_state.get_world_group().barrier()  # nobody ends who still serves
+    parallel_state.get_world_group().barrier()  # No process exits while it still serves.
     return found
 
 

@@ -73,7 +73,7 @@ def load(
             torch.npu.set_device(device)
             init_distributed_environment(1, 0, f"tcp://127.0.0.1:{get_open_port()}", device, "hccl")
         if config.model_config.is_moe and parallel_state._EP is None:
-            destroy_model_parallel()  # vLLM makes groups for a dense model without those of experts
+            destroy_model_parallel()  # vLLM creates no expert groups for a dense model.
         ensure_model_parallel_initialized(1, 1)
         for name in FORMATS:
             if name not in _LOAD_FORMAT_TO_MODEL_LOADER:

@@ -64,7 +64,7 @@ def outcome(architecture: str, kind: str, directory: Path) -> dict[str, Any]:
 
     def logprobs(tokens: list[int]) -> Any:
         more: dict[str, Any] = {}
-        if kind == "hrm_text":  # tokens of the prompt attend to each other in both directions
+        if kind == "hrm_text":  # Tokens of the prompt attend to each other in both directions.
             asked = zip(case["prompts"], case["lengths"], strict=True)
             length = next(len(prompt) for prompt, new in asked if tokens[:-new] == prompt)
             more["token_type_ids"] = (torch.arange(len(tokens)) < length).long().unsqueeze(0)

@@ -31,7 +31,7 @@ def serve(case: dict[str, Any]) -> list[dict[str, Any]]:
     for _ in range(case["rounds"]):
         answers = serve_layout.answers(engine, case, mine)
         rounds.append({"answers": answers, "experts": state.physical_to_logical_map.tolist()})
-        time.sleep(1)  # for the thread that moves weights, where there is one
+        time.sleep(1)  # For the thread that moves weights, if there is one.
     return rounds
 
 

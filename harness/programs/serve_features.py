@@ -11,9 +11,9 @@ perhaps `structured` and `lora` (name, number, directory), or `["add" | "remove"
 ...]` for adapters, or `["count", [request, ...]]`, for what one step of decode launches and how
 often the host waits in it, with a trace (ASCEND_EMULATOR_TRACE), or `["tools", [request, ...]]`,
 for the tool calls that vLLM's parser of Hermes' format reads from the answers, streamed and as a
-whole. Each case runs under vLLM's external launcher, with so many ranks forked, so that torch and
-vLLM are imported once. Prints one line `RESULT {json}` a case: what each step gave on rank 0, and
-the counts of drafts and of accepted ones.
+whole. Each case runs under vLLM's external launcher, which forks the ranks, so that torch and vLLM
+are imported once. Prints one line `RESULT {json}` a case: what each step gave on rank 0, and the
+counts of drafts and of accepted ones.
 """
 
 import functools
@@ -190,7 +190,7 @@ def options(case: dict[str, Any]) -> dict[str, Any]:
 
 if __name__ == "__main__":
     for each in json.loads(sys.argv[1]):
-        # vLLM looks at the model's class in a process, once
+        # vLLM inspects the model's class in a process, once.
         AsyncEngineArgs(each["model"]).create_model_config()
         ranks = launcher.run_ranks(each["name"], each["ranks"], functools.partial(serve, each))
         alike = all(rank["steps"] == ranks[0]["steps"] for rank in ranks)

@@ -29,7 +29,7 @@ import kv_engine
 import serve_kv_transfer
 from harness.kv.store_faults import outcome_words
 
-if __name__ == "__mp_main__":  # in an instance, and in its engine core
+if __name__ == "__mp_main__":  # In an instance, and in its engine core.
     import harness.engine_imports  # noqa: F401
 
 CHUNK = 128
@@ -176,7 +176,7 @@ def run(case: dict[str, Any], pool: Any, disk: str) -> dict[str, Any]:
         result["filled"] = judge(everything, filled, alone, began)
         result["filled"].pop("not loaded")
         assert one.free()
-        time.sleep(case.get("settle", 2.0))  # what it has stored in host memory goes on to the pool
+        time.sleep(case.get("settle", 2.0))  # Blocks in host memory are then written to the pool.
         one.kill()
         two = two or start(second, transfer)
         two.ready()

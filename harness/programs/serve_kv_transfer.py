@@ -6,9 +6,9 @@ instance.
     python harness/programs/serve_kv_transfer.py '{"model": DIR, "prefill": {…}, "decode": {…},
     "pull": 20, "kill": 16, …}'
 
-Each instance is an engine in processes of its own. Prints a line `RESULT {json}`: by phase how many
-requests ended in which way, those whose tokens differ from what the prefill instance computes
-alone, and those whose KV cache was not transferred. If the two instances do not have the same
+Each instance is an engine in processes of its own. Prints a line `RESULT {json}`: by phase the
+number of requests for each outcome, those whose tokens differ from the prefill instance's own
+answers, and those whose KV cache was not transferred. If the two instances do not have the same
 shape, `no transfer` counts the prompts that they answer differently without any transfer.
 """
 
@@ -28,7 +28,7 @@ from typing import Any
 
 import kv_engine
 
-if __name__ == "__mp_main__":  # in an instance, and in its engine core
+if __name__ == "__mp_main__":  # In an instance, and in its engine core.
     import harness.engine_imports  # noqa: F401
 
 VOCABULARY = 512
@@ -131,9 +131,9 @@ class LogprobDifferences:
 class Pair:
     """The two instances.
 
-    prefill_alone, alone: the answers that the prefill and the decode instance compute alone. The
-    first are the reference of transfers: a KV cache continues what the instance that computed it
-    began, which with another number of NPUs rounds differently.
+    prefill_alone, alone: the answers that the prefill and the decode instance compute without a
+    transfer. The first are the reference of transfers: a KV cache continues what the instance that
+    computed it began, which with another number of NPUs rounds differently.
     """
 
     def __init__(self, case: dict[str, Any], port: int) -> None:
@@ -190,7 +190,7 @@ class Pair:
         }
 
     def compute_alone_again(self, items: list[dict[str, Any]]) -> dict[str, Any]:
-        """The same engine with other batches, which shows the effect of rounding alone."""
+        """The same engine with other batches, which shows only the effect of rounding."""
         began = time.monotonic()
         given = [item | {"params": None, "abort after": None} for item in reversed(items)]
         again = self.ask(self.decode, given)
@@ -217,7 +217,7 @@ class Pair:
             ],
         )
         for _, _, params, *_ in first.values():
-            if params:  # vLLM would show its own in place of what it has not computed
+            if params:  # Otherwise vLLM would use its own blocks instead of the missing ones.
                 params.pop("remote_prefill_cached_tokens", None)
         return first
 
@@ -326,8 +326,8 @@ class Pair:
                 failed.append(name)
             if reason == "length" and cached < len(item["prompt"]) - 1:
                 recomputed.append(f"{name}: {cached} of {len(item['prompt'])}")
-            # with states a prefill instance leaves out the prompt's last token, and its own choice
-            # is of the one before
+            # With states a prefill instance leaves out the prompt's last token, so its own sampled
+            # token follows the one before.
             if name in first and not self.has_states and first[name][0] != expected[name][0][:1]:
                 different.append(f"{name}, first token")
         return {
@@ -429,7 +429,7 @@ def run(case: dict[str, Any]) -> dict[str, Any]:
                 result[name]["blocks are free"] = [pair.free(pipe) for pipe in pair.pipes]
         if case["decode"].get("tiers"):
             result["from host memory"] = pair.offload(phases["pull"])
-        # a part reads finished prompts, the others those that are being computed
+        # Some read finished prompts, the others prompts that are being computed.
         if case.get("kill"):
             half, draw = len(phases["killed"]) // 2, random.Random(seed)
             finished = pair.compute_there(phases["killed"][:half])

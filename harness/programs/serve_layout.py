@@ -92,11 +92,11 @@ def engine_of_external_launcher(case: dict[str, Any]) -> LLM:
 
 def rank_of_external_launcher(case: dict[str, Any]) -> dict[str, Any]:
     engine = engine_of_external_launcher(case)
-    # each data-parallel engine has its own part of the prompts
+    # Each data-parallel engine has its own part of the prompts.
     parallel = engine.llm_engine.vllm_config.parallel_config
     mine = range(parallel.data_parallel_rank, len(case["prompts"]), parallel.data_parallel_size)
     mode = engine.llm_engine.vllm_config.compilation_config.cudagraph_mode
-    # the V2 runner has no such event, and copies each step's inputs from other memory
+    # The V2 runner has no such event, and copies each step's inputs from other memory.
     waits = engine.collective_rpc(
         lambda worker: getattr(worker.model_runner, "prepare_inputs_event", "") is not None
     )[0]
@@ -119,7 +119,7 @@ def outside_of_torch(_worker: Any = None) -> int:
 
 def play(case: dict[str, Any], ranks: int, work: Callable[[], Any]) -> list[Any]:
     """Run `work` on each rank, with torchrun's environment variables; returns the results."""
-    # vLLM looks at the model's class in a process, once
+    # vLLM inspects the model's class in a process, once.
     AsyncEngineArgs(case["model"], **COMMON).create_model_config()
 
     def one(rank: int, port: int) -> Any:

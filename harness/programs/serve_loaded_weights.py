@@ -35,7 +35,7 @@ def engine(case: dict[str, Any], devices: range, extra: dict[str, Any], pipe: Co
         [[each] for each in serve_layout.answers(made, case, range(len(case["prompts"]))).values()]
     )
     pipe.recv()
-    # or Python, when it ends, waits for the engine's process
+    # Otherwise Python waits for the engine's process at exit.
     made.llm_engine.engine_core.shutdown()
 
 

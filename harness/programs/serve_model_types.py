@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-all project
-"""Run by test_model_types.py and `tools/check model_types`: serve a model of one kind, and print its
-answers.
+"""Run by test_model_types.py and `tools/check model_types`: serve a model of one type, and print
+its answers.
 
     python harness/programs/serve_model_types.py FILE
 
@@ -50,7 +50,7 @@ def answers(engine: LLM, case: dict[str, Any]) -> list[Any]:
             )
             for n in case["lengths"]
         ]
-        # the second time with whatever the prefix cache holds
+        # The second time with the contents of the prefix cache.
         served = engine.generate(requests, sampling, use_tqdm=False) + engine.generate(
             requests, sampling, use_tqdm=False
         )
@@ -104,7 +104,7 @@ def play(case: dict[str, Any]) -> list[Any]:
         for name in ("max_model_len", "runner", "trust_remote_code")
         if name in case["engine"]
     }
-    # vLLM looks at the model's class in a process, once
+    # vLLM inspects the model's class in a process, once.
     AsyncEngineArgs(case["model"], **options).create_model_config()
 
     def one(rank: int, port: int) -> Any:

@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-all project
-"""Run by test_states_with_drafts.py: prompts of one token, alone and beside others, by a model with
-states and an MTP layer.
+"""Run by test_states_with_drafts.py: prompts of one token, separately and in one batch, by a model
+with states and an MTP layer.
 
     python harness/programs/serve_one_token_prompts.py MODEL
 
-Prints `RESULT {json}`: the tokens of each prompt alone, and of each when all were served at once,
-twice.
+Prints `RESULT {json}`: the tokens of each prompt served separately, and of each when all were
+served at once, twice.
 """
 
 import json
@@ -21,7 +21,7 @@ from harness import model_classes, torchvision_names
 from vllm import LLM, SamplingParams, TokensPrompt
 
 PROMPTS = [[3 + 5 * i + 7 * j for j in range(1 if i % 4 else 20)] for i in range(12)]
-SAMPLING = [  # of different lengths, so that some decode while others begin
+SAMPLING = [  # Prompts differ in size, so some requests decode while others begin.
     SamplingParams(temperature=0, max_tokens=4 + 3 * (i % 5), detokenize=False, ignore_eos=True)
     for i in range(12)
 ]

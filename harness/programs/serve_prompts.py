@@ -16,7 +16,7 @@ import json
 import os
 import sys
 
-# the engine in this process: no spawn for each case
+# The engine runs in this process, without a spawn for each case.
 os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
 
 import harness.engine_imports  # noqa: F401
@@ -61,7 +61,7 @@ def run(case: dict) -> dict:
     dtype = getattr(torch, case["dtype"])
     gc.freeze()  # see engine_imports
     rough = AutoModelForCausalLM.from_pretrained(case["model"], dtype=dtype).eval()
-    model = copy.deepcopy(rough).float()  # the weights as the engine has them, computed in float32
+    model = copy.deepcopy(rough).float()  # The weights as the engine has them, computed in float32.
     engine = LLM(
         case["model"],
         dtype=case["dtype"],

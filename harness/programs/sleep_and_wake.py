@@ -17,7 +17,7 @@ import sys
 from typing import Any
 
 os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # the engine in this process
-# a function for the workers of tensor parallelism
+# A function for the workers of tensor parallelism.
 os.environ["VLLM_ALLOW_INSECURE_SERIALIZATION"] = "1"
 
 import harness.engine_imports  # noqa: F401
@@ -118,5 +118,6 @@ def main(directory: str, other: str, cycles: int, options: dict[str, Any]) -> No
 
 
 if __name__ == "__main__":
-    faulthandler.dump_traceback_later(590, exit=True)  # says where it hangs; the test waits 600 s
+    # Prints where it hangs; the test waits 600 s.
+    faulthandler.dump_traceback_later(590, exit=True)
     main(sys.argv[1], sys.argv[2], int(sys.argv[3]), json.loads(sys.argv[4]))

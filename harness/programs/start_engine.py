@@ -27,7 +27,7 @@ import psutil
 def main(model: str) -> None:
     with tempfile.TemporaryDirectory() as directory:
         file, log = Path(directory, "state"), Path(directory, "log")
-        # no pipe: an engine that outlives its parent would keep it open
+        # No pipe, because an engine that outlives its parent would keep it open.
         with log.open("w") as output:
             subprocess.run(
                 [sys.executable, __file__, model, str(file)],

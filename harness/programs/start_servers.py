@@ -37,14 +37,14 @@ from harness import launcher
 from harness.launcher import shared_memory
 
 PR_SET_CHILD_SUBREAPER = 36
-READY = 400.0  # seconds for all that a case starts
-GONE = 40.0  # seconds for an end after a kill
+READY = 400.0  # Seconds until all processes of a case have started.
+GONE = 40.0  # Seconds until a process exits after a kill.
 HIDE = (
     'while [ "$1" != -- ]; do mkdir -p "$1" && mount -t tmpfs none "$1" || exit; shift; done;'
     ' shift; exec "$@"'
 )
 started: dict[int, psutil.Popen] = {}
-seen: set[str] = set()  # shared memory of the processes below this one
+seen: set[str] = set()  # Shared memory of the descendants of this process.
 
 
 class Case:
@@ -149,7 +149,7 @@ class Case:
         victims = self.victims()
         shared = shared_memory(below())
         seen.update(shared)
-        # memory of that machine goes with it; here the others can have it open
+        # Shared memory of that machine is lost with it; here the others may have it open.
         if isinstance(self.case["kill"], int):
             shared -= shared_memory(victims)
         said = ""
@@ -247,11 +247,12 @@ def below() -> list[psutil.Process]:
             if process.status() != psutil.STATUS_ZOMBIE:
                 found.append(process)
             elif process.pid in started:
-                # its main thread has ended, others have not yet
+                # Its main thread has exited, others have not yet.
                 if started[process.pid].poll() is None:
                     found.append(process)
             elif process.ppid() == os.getpid():
-                os.waitpid(process.pid, os.WNOHANG)  # an orphan that has come to this process
+                # An orphan that was reparented to this process.
+                os.waitpid(process.pid, os.WNOHANG)
     return found
 
 
@@ -284,7 +285,7 @@ def outcome(case: dict[str, Any]) -> dict[str, Any]:
         one.start()
         one.until(one.healthy)
         found: dict[str, Any] = {"seconds": time.monotonic() - began}
-        with ThreadPoolExecutor() as threads:  # together, so that data-parallel engines share them
+        with ThreadPoolExecutor() as threads:  # Together, so that data-parallel engines share them.
             found["results"] = [
                 [answer] for answer in threads.map(one.ask, case["prompts"], case["lengths"])
             ]

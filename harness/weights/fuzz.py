@@ -60,7 +60,7 @@ def value(draw: random.Random, depth: int = 0) -> Any:
 
 
 def header(draw: random.Random) -> bytes:
-    """A header: valid but for its values, or random, or truncated and changed."""
+    """A header: valid except for its values, or random, or truncated and changed."""
     kind = draw.choice(KINDS)
     fields = {name: value(draw) for name in kind.__struct_encode_fields__ if draw.random() < 0.95}
     made = draw.choice(
@@ -81,7 +81,7 @@ def header(draw: random.Random) -> bytes:
 
 
 def frame(draw: random.Random, channel: wire.Channel) -> bytes:
-    """A frame whose lengths, MAC and magic mostly match its header."""
+    """A frame whose sizes, MAC and magic mostly match its header."""
     content = header(draw)
     odd = [
         0,
@@ -112,7 +112,7 @@ def to_server(draw: random.Random, port: int) -> str:
         [
             "bytes",
             "before the proof",
-            "in place of the proof",
+            "instead of the proof",
             "behind the proof",
             "behind the proof",
             "gone",
@@ -124,7 +124,7 @@ def to_server(draw: random.Random, port: int) -> str:
                 connection.sendall(draw.randbytes(draw.randrange(2000)))
             elif kind == "before the proof":
                 connection.sendall(frame(draw, channel))
-            elif kind == "in place of the proof":
+            elif kind == "instead of the proof":
                 channel.receive(wire.Challenge)
                 connection.sendall(frame(draw, channel))
             elif kind == "gone":

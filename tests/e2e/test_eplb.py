@@ -14,8 +14,8 @@ from harness import checkout, layouts, npus
 PROGRAM = checkout.PROGRAMS / "serve_eplb.py"
 ROUNDS, EXPERTS, REDUNDANT = 3, 8, 2
 BALANCED = {"window_size": 60, "step_interval": 60, "num_redundant_experts": REDUNDANT}
-# how weights travel: in the step between its collectives, or in a thread by the CPU, which is
-# vLLM's default
+# How weights are moved: within the step between its collectives, or by a thread through the CPU,
+# which is vLLM's default.
 WAYS = {"in the step": {"use_async": False, "communicator": "torch_nccl"}, "in a thread": {}}
 
 

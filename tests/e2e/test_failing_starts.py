@@ -41,7 +41,7 @@ NODES = [
     "--distributed-timeout-seconds",
     "10",
 ]
-WITHIN = 30.0  # seconds from a signal to the end: five on an idle machine; vLLM waits for 600
+WITHIN = 30.0  # Seconds from a signal to the exit: five on an idle machine; vLLM waits for 600.
 
 
 class Case(NamedTuple):
@@ -54,7 +54,8 @@ class Case(NamedTuple):
     npus: int = 1
     model: Callable[[Path], None] = lambda directory: None
     variables: dict[str, str] = {}  # noqa: RUF012
-    # after this text or library, of all processes ("") or the last of this name, by this signal
+    # Killed after this text or library; all processes ("") or the last of this name; by this
+    # signal.
     kill: tuple[str, str, int] | None = None
 
 

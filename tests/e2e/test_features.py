@@ -91,7 +91,7 @@ def served(directory: Path) -> dict[str, Any]:
 def test_lora_log_probabilities_match_peft(served: dict[str, Any], directory: Path) -> None:
     steps = served["two"]["steps"]
     assert steps[:8] == adapters.LORA_STATES
-    assert "99" in steps[8]  # an adapter that is not there cannot be pinned
+    assert "99" in steps[8]  # An adapter that is not loaded cannot be pinned.
     answers = {"steps": [steps[9]]}
     tokens, others, far = adapters.compare_lora(directory, answers)
     print(f"{tokens} tokens, {others} others; log-probability difference max {far:.1e}")
@@ -99,7 +99,7 @@ def test_lora_log_probabilities_match_peft(served: dict[str, Any], directory: Pa
     assert others == 0
     assert far < 1e-3
     shuffled = {"steps": [steps[9][3:] + steps[9][:3]]}
-    # each adapter has answers of its own
+    # Each adapter has its own answers.
     assert adapters.compare_lora(directory, shuffled)[1:] > (20, 0.5)
 
 

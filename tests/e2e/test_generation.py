@@ -35,7 +35,7 @@ LITTLE = {"gpu_memory_utilization": 0.3}
 SMALL_CHUNKS = {"max_num_batched_tokens": 64, "max_num_seqs": 32}
 NO_CHUNKS = {"enable_chunked_prefill": False, "max_num_batched_tokens": 2048}
 
-# name: (shape, dtype, prompts at once, engine options)
+# Name: (shape, dtype, concurrent prompts, engine options).
 CASES: dict[str, tuple[str, str, int, dict[str, Any]]] = {
     "qwen3-bf16": ("qwen3", "bfloat16", 32, {}),
     "qwen3-bf16-small-chunks": ("qwen3", "bfloat16", 32, SMALL_CHUNKS),
@@ -141,7 +141,7 @@ def case(
     name: str, directory: str, cases: dict[str, tuple[str, str, int, dict[str, Any]]] = CASES
 ) -> dict[str, Any]:
     _, dtype, count, engine = cases[name]
-    # answers of different lengths, so that decodes go on while prompts come in
+    # Answers differ in size, so decodes continue while prompts arrive.
     draw = random.Random(name)
     lengths = [draw.choice([3, 12, 24]) for _ in range(count)]
     served = {
@@ -186,11 +186,12 @@ def check(
     if dtype == "float32":
         assert max(errors) < 1e-3
     else:
-        # rounding differs by the order of operations, not by size: held to what the dtype does to
-        # Hugging Face itself
+        # Rounding differs by the order of operations, so the bound is the error of Hugging Face
+        # itself in this dtype.
         assert mean < 1.5 * own_mean
         assert max(errors) < 3 * max(own)
-    assert regret < 2 * max(errors)  # greedy: what was chosen is the best up to the difference
+    # Greedy: the chosen token is the best one up to the difference.
+    assert regret < 2 * max(errors)
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -221,7 +222,7 @@ def served_by_runners(random_model: Callable[[str], str]) -> dict[str, Any]:
     cases, results, said = [], {}, ""
     for name in RUNNER_CASES:
         served = case(name, random_model(RUNNER_CASES[name][0]), RUNNER_CASES)
-        if name == "preemption":  # when requests in decode need their second block
+        if name == "preemption":  # Preempt when decode requests need their second block.
             draw = random.Random(name)
             served["prompts"] = [
                 [draw.randrange(3, VOCABULARY) for _ in range(draw.randint(90, 127))]
@@ -235,8 +236,8 @@ def served_by_runners(random_model: Callable[[str], str]) -> dict[str, Any]:
     }
     eager = {"enforce_eager": True}
     every = [*cases, adder()]
-    # all requests do not fit one command line, nor the graphs of more engines the address space of
-    # a small emulated NPU
+    # The requests do not all fit on one command line, and the graphs of more engines do not fit
+    # into the address space of a small emulated NPU.
     groups = [
         (every, {"V1": eager | V1, "V2": eager | V2}),
         *(([served], graphs) for served in every),

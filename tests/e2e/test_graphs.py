@@ -30,7 +30,7 @@ def test_tokens_with_tensor_parallelism(two: dict[str, Any]) -> None:
 
 def test_a_decode_step_is_one_launch(two: dict[str, Any]) -> None:
     prefill, *decodes, finished = two["launched"]
-    assert prefill == 4  # three layers' attentions have four pieces around them
+    assert prefill == 4  # The attentions of three layers split the model into four pieces.
     assert decodes == [1] * 5
     assert finished == 0
 

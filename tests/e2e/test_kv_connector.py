@@ -48,7 +48,7 @@ def test_tokens_of_prefill_and_decode_instances_match_one_engine(
     for phase in ("pull", "layerwise"):
         record_property(f"seconds of {phase}", result[phase]["seconds"])
         assert result[phase]["blocks are free"] == [True, True]
-    # of 20, two are aborted on the decode instance and one on the prefill instance
+    # Of 20 requests, two are aborted on the decode instance and one on the prefill instance.
     assert result["pull"]["ended"] == {"length": 17, "aborted": 2, "prefill aborted": 1}
     ended = result["layerwise"]["ended"]
     assert ended.pop("length") == 17

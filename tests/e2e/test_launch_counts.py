@@ -28,7 +28,7 @@ def test_launches_and_bytes_are_those_of_the_table(
     kept, found = json.loads(table.KEPT.read_text())[name][step], counted[name][step]
     assert found["launches"] == kept["launches"]
     assert found["outside"] == kept["outside"]
-    # which experts are chosen may differ by a rounding
+    # Rounding may change which experts are selected.
     assert found["bytes"] == pytest.approx(kept["bytes"], rel=0.01)
     assert (found["sent"], found["needed"]) == (kept["sent"], kept["needed"])
 
@@ -38,7 +38,7 @@ def test_not_much_more_is_moved_than_is_needed(
     counted: dict[str, Any], name: str, step: str
 ) -> None:
     found = counted[name][step]
-    # has its activations besides; a Gemma layer has four norms
+    # It has activations besides, and a Gemma layer has four norms.
     prefill = 4.9 if name == "Gemma 3" else 4.5
     assert 0.99 <= found["bytes"] / found["needed"] < (1.15 if step == "decode" else prefill)
     assert found["sent"] == found["to send"]
@@ -58,7 +58,8 @@ def test_fused_operators_before_latent_attention(tmp_path: Path) -> None:
     counts = {name: len(way["operators"]) for name, way in found.items()}
     assert counts == {"single_operators": 8, "norm_and_cache": 6, "prolog": 1}
     assert found["norm_and_cache"]["far"] == 0
-    assert 0 < found["prolog"]["far"] < 0.05  # one rounding of values of up to 4 at another place
+    # One rounding of values of up to 4 at another step of the computation.
+    assert 0 < found["prolog"]["far"] < 0.05
 
 
 def test_host_wait_is_counted(tmp_path: Path) -> None:

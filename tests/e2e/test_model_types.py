@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-all project
-"""Models by kind of attention and task through vLLM's engine, compared with Hugging Face
-transformers.
+"""Models by attention type and task through vLLM's engine, compared with Hugging Face transformers.
 
 Here are some that between them use each attention; `tools/check model_types` runs all, each with and
 without tensor parallelism.
@@ -14,16 +13,18 @@ import pytest
 from harness import model_types, npus
 from harness.vllm_runner import V2_ALONE
 
-# name: (NPUs, how many tokens or numbers, the largest mean difference)
+# Name: (NPUs, number of tokens or values, the largest mean difference).
 CASES = {
     "gemma3, windows between": (2, 82, 0.02),
     "granite, sinks and windows": (1, 82, 0.03),
     "qwen3, multi-head, heads of 96": (2, 82, 0.03),
     "deepseek-v3, yarn": (1, 82, 0.04),
     "openpangu, sandwich norms": (1, 82, 0.08),
-    "deepseek-v3, mla_prolog": (2, 82, 0.02),  # transformers in bfloat16 is 0.014 from float32
+    # Transformers in bfloat16 differs from float32 by 0.014.
+    "deepseek-v3, mla_prolog": (2, 82, 0.02),
     "glm-5, shared selections": (1, 82, 0.15),
-    "qwen3-next, gated delta net": (1, 82, 0.1),  # transformers in bfloat16 is 0.06 from float32
+    # Transformers in bfloat16 differs from float32 by 0.06.
+    "qwen3-next, gated delta net": (1, 82, 0.1),
     "bert cross-encoder": (1, 2, 5e-3),
     "idefics3, an image": (1, 30, 0.03),
     "paddleocr-vl, an image": (1, 30, 0.03),
@@ -64,7 +65,8 @@ def test_answers_are_those_of_transformers(
     print(f"{name}: {told}")
     assert told.compared == numbers
     assert told.mean < bound
-    assert told.regret < 2 * told.most  # greedy: what was chosen is the best up to the difference
+    # Greedy: the chosen token is the best one up to the difference.
+    assert told.regret < 2 * told.most
 
 
 def test_sliding_window_layers_have_their_own_kv_cache_group(served: dict[str, Any]) -> None:

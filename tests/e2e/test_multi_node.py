@@ -63,7 +63,7 @@ def machine(number: int, *command: str, npus: str = "", **variables: str) -> dic
     address = f"127.0.0.{number + 2}"
     environ = {"RAY_AUTH_MODE": "disabled", "VLLM_HOST_IP": address, "HCCL_IF_IP": address}
     environ["ASCEND_RT_VISIBLE_DEVICES"] = npus or str(number)
-    # the emulator's own way within one host is Unix sockets
+    # Within one host the emulator uses Unix sockets.
     return {
         "command": [*command],
         "environ": environ | {"ASCEND_EMULATOR_HCCL_TRANSPORT": "tcp"} | variables,

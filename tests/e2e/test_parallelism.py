@@ -16,10 +16,10 @@ from harness import checkout, layouts, npus, vllm_runner
 
 LAYOUTS = layouts.OF_EXPERTS | layouts.OF_ONE_KEY_HEAD | layouts.OF_OPTIONS | layouts.OF_PREFILLS
 V2 = vllm_runner.IS_V2
-"""Which vLLM has under its external launcher without pipelines alone."""
+"""vLLM supports this under its external launcher only without pipelines."""
 PROGRAM = checkout.PROGRAMS / "serve_layout.py"
-# name: (model, dtype, layout, what it is served by). float32 shows any error of routing; MC2 takes
-# half types alone.
+# Name: (model, dtype, layout, backend). float32 shows any routing error; MC2 supports only half
+# types.
 CASES = {
     "dense TP2": ("adder", "bfloat16", "TP2 matmul_all_reduce", "npu_mm_all_reduce_base"),
     "dense PP2": ("adder", "bfloat16", "PP2", "FusedAttentionImpl"),
@@ -46,7 +46,7 @@ CASES = {
     ),
     "DP2 EP2 by alltoall": ("qwen3-moe", "float32", "DP2 EP2 alltoall", "alltoall"),
     "DP2 EP2 by mc2": ("mixtral", "bfloat16", "DP2 EP2", "mc2"),
-    # a rank that decodes one token, which cannot be divided
+    # A rank that decodes one token, which cannot be divided.
     "latents TP2 DP2 EP4": ("deepseek-v3", "float32", "TP2 DP2 EP4", "alltoall"),
 }
 
@@ -98,7 +98,7 @@ def test_answers_are_those_of_transformers(
     served: dict[str, Any], models: dict[str, Path], name: str
 ) -> None:
     model, dtype, _, served_by = CASES[name]
-    # under an executor of processes they are not asked for
+    # They are not needed under an executor with processes.
     assert served_by in served[name].get("kinds", [served_by])
     count, others, most, mean = layouts.compare(models[model], dtype, served[name]["results"])
     print(
@@ -112,7 +112,7 @@ def test_answers_are_those_of_transformers(
     elif model == "adder":  # trained: clear choices
         assert others == 0
         assert mean < 0.01
-    else:  # rounding can turn a near tie, of tokens or of experts
+    else:  # Rounding can decide a near tie of tokens or experts.
         assert others <= 3
         assert mean < 0.1
 

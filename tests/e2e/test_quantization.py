@@ -23,7 +23,7 @@ PROGRAM = checkout.PROGRAMS / "serve_layout.py"
 TP2 = layouts.OF_EXPERTS["TP2"] | {"compilation_config": {"cudagraph_mode": "FULL_AND_PIECEWISE"}}
 EAGER = layouts.OF_EXPERTS["TP2"]
 TP1 = layouts.OF_EXPERTS["TP1"]
-# name: (model, format, dtype, int8 KV cache, engine, what it is served by)
+# Name: (model, format, dtype, int8 KV cache, engine, backend).
 CASES = {
     "linear layers with biases, ModelSlim, int8 KV cache, TP2": (
         "dense",
@@ -52,7 +52,7 @@ CASES = {
     "experts, AWQ, TP2": ("experts", "awq", "float16", False, EAGER, "QuantizedExperts"),
 }
 INT8 = {"additional_config": {"ascend": {"platform": {"fp8": "W8A8_DYNAMIC"}}}}
-# name: (format, dtype, engine, what it is served by)
+# Name: (format, dtype, engine, backend).
 FP8_CASES: dict[str, tuple[str, str, dict[str, Any], str]] = {
     "FP8 blocks, TP2": ("fp8", "float32", EAGER, "DequantizedExperts"),
     "FP8 blocks of a gated delta net, TP2": (
@@ -107,8 +107,8 @@ def fp8_models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Path
     made = {form: fp8.make(directory, form) for form in ("fp8", "compressed-tensors")} | {
         "mxfp4": gpt_oss.make(directory)
     }
-    # every token to every expert: int8 inputs of a router change which experts are chosen, and with
-    # them all that follows
+    # Every token goes to every expert, because int8 inputs of a router change which experts are
+    # selected, and so all later layers.
     delta = hybrid.DELTA | {
         "shared_expert_intermediate_size": 192,
         "layer_types": hybrid.LINEAR,
@@ -157,7 +157,7 @@ def test_log_probabilities_are_those_of_dequantized_weights(
     assert count == 33
     assert mean < quantized.FLOAT_BOUND
     assert mean_alike < quantized.BOUND
-    # the bound is worth something: one scheme's scales that are a tenth too large go beyond it
+    # The bound detects errors: scales of one scheme that are a tenth too large exceed it.
     scheme, own = next(
         (name, own)
         for name, own in reversed(models[name].made.matrices.items())

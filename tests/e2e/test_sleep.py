@@ -57,7 +57,7 @@ FAMILIES = {
     "DeepseekV3": (
         SHAPE
         | LATENT
-        | {  # sizes of npu_mla_prolog_v3, which has copies of weights
+        | {  # Sizes of npu_mla_prolog_v3, which has copies of weights.
             "num_key_value_heads": 4,
             "hidden_size": 6144,
             "q_lora_rank": 1536,
@@ -144,7 +144,7 @@ def test_expert_weights_are_not_transposed_twice(result, models):
     assert result["tokens of first weights again"] == result["tokens"]
     served = result["tokens of other weights"]
     gaps = [gap_to_choice(model, result["prompts"], served) for model in models]
-    # bfloat16 also changes which tokens an indexer selects
+    # bfloat16 also changes which tokens an indexer selects.
     assert gaps[1] < (0.2 if "Dsa" in models[0].name else 0.1)
     assert gaps[0] > 1
 

@@ -15,8 +15,7 @@ from harness.vllm_runner import V2_ALONE
     V2_ALONE, reason="the V2 model runner does not serve layers with states on NPUs"
 )
 def test_prompts_of_one_token_do_not_begin_with_another_request_s_states(tmp_path: Path) -> None:
-    """vLLM's scheduler gives such a prompt places for draft tokens, and the layers take it for a
-    decode."""
+    """vLLM's scheduler gives such a prompt draft slots, and the layers treat it as a decode."""
     model = hybrid.make("Qwen3-Next", tmp_path, drafts=True)
     done = npus.run(
         1, sys.executable, str(checkout.PROGRAMS / "serve_one_token_prompts.py"), str(model)

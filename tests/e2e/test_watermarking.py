@@ -12,7 +12,7 @@ from harness.features import serving, speculation
 from harness.models import small as small_models
 
 if not vllm_runner.IS_V2:
-    pytest.skip("vLLM's V2 model runner alone has watermarking", allow_module_level=True)
+    pytest.skip("only vLLM's V2 model runner has watermarking", allow_module_level=True)
 
 import torch
 from vllm.config.watermarking import derive_watermark_key
@@ -69,7 +69,7 @@ def served(directory: Path) -> dict[str, Any]:
             "num_speculative_tokens": 3,
             "draft_sample_method": "probabilistic",
         }
-        # draft tokens are of the first key, the target's of the second
+        # Draft tokens use the first key, the target's tokens the second.
         given = CONFIGS[TWO] | {"alpha": 0.1}
         cases.append(
             serving.case(name, model, 1, steps, watermark_config=given, speculative_config=draft)

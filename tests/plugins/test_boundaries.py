@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-all project
-"""Import rules: packages meet in ascend_platform's extension and transfer alone, product code does
+"""Import rules: packages meet only in ascend_platform's extension and transfer, product code does
 not know the emulator, tests import the harness, which imports neither tests nor tools, and no
 modules import each other in a circle."""
 

@@ -65,7 +65,7 @@ def test_shim_is_used_by_the_versions_that_need_it_alone(distribution: str, shim
 def test_slot_mapping_with_smaller_blocks_in_the_table(splits: int) -> None:
     """The slot mapping kernel of 0.31, whose block table may use smaller blocks than the
     KV cache."""
-    # one request decodes, one brings three tokens
+    # One request decodes, and one has three prompt tokens.
     size, positions, table = 16, [5, 40, 41, 42], [[7, 3, 9, 1], [2, 8, 4, 6]]
     slots = torch.zeros(8, dtype=torch.int64, device="npu")
     mapping = SHIMS["slot_mapping_kernel"].function(compute_slot_mapping)

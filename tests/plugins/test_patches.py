@@ -96,7 +96,7 @@ def test_each_scope_is_patched_in_its_process(tmp_path: Path) -> None:
         "arguments MainProcess",
         "start EngineCore",
         "init EngineCore",
-        "worker EngineCore",  # one worker: it runs in the engine core's process
+        "worker EngineCore",  # A single worker runs in the engine core's process.
     ]
     assert (
         "patch traces.busy disabled: target vllm.v1.engine.core:EngineCoreProc.run_busy_loop has"

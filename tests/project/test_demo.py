@@ -36,7 +36,7 @@ def processes(mark: str) -> list[str]:
             if mark.encode() in (process / "environ").read_bytes().split(b"\0"):
                 found.append((process / "cmdline").read_text().replace("\0", " "))
         except OSError:
-            continue  # it has ended, or is not ours
+            continue  # It has exited, or belongs to another user.
     return found
 
 
@@ -59,8 +59,7 @@ def test_answers_are_right_and_the_log_shows_the_plugin(marked: dict[str, str]) 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_interrupted_it_leaves_no_process(marked: dict[str, str], number: signal.Signals) -> None:
-    # where a shell has started the tests in the background, they ignore SIGINT, and so would their
-    # children
+    # Tests that a shell started in the background ignore SIGINT, and so would their children.
     taken = {"preexec_fn": functools.partial(signal.signal, number, signal.SIG_DFL)}
     with subprocess.Popen(
         DEMO, env=marked, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, **taken

@@ -22,7 +22,7 @@ def test_tables_are_those_of_the_code() -> None:
     done = subprocess.run(
         [sys.executable, str(TOOL), "--check"], capture_output=True, text=True, check=False
     )
-    # the set-up says what it does where sources have changed since the last one
+    # The set-up logs its steps if sources have changed since the last one.
     said = [
         line for line in (done.stdout + done.stderr).splitlines() if not line.startswith("set-up [")
     ]
@@ -125,7 +125,7 @@ def build(config: Path, site: Path) -> tuple[int, str]:
 def test_site_builds_strictly_and_asks_nothing_of_other_machines(tmp_path: Path) -> None:
     assert build(checkout.ROOT / "mkdocs.yml", tmp_path) == (0, "")
     pages = list(tmp_path.rglob("*.html"))
-    assert len(pages) > len(list(DOCS.glob("*.md")))  # and the one for what is not found
+    assert len(pages) > len(list(DOCS.glob("*.md")))  # One more page for missing addresses.
     loaded = [
         re.findall(r'<(?:script|link|img)[^>]+(?:src|href)="?(https?://[^">\s]+)', page.read_text())
         for page in pages

@@ -11,8 +11,8 @@ import sys
 from harness import checkout
 
 EXPLAINED = {
-    # xgrammar 0.2.8 imports Triton in its Triton kernel alone, which it chooses for CUDA tensors
-    # only (xgrammar/matcher.py).
+    # xgrammar 0.2.8 imports Triton only in its Triton kernel, which it selects only for CUDA
+    # tensors (xgrammar/matcher.py).
     "xgrammar 0.2.8 requires triton, which is not installed.",
 }
 

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 from harness import checkout
 
-# pure functions of a command; everything else of tools/ is tested as a process
+# Pure functions of a command; everything else of tools/ is tested as a process.
 sys.path.append(str(checkout.TOOLS))
 pytorch_report: Any = importlib.import_module("upstream_tests.pytorch_report")
 pytorch_verdicts: Any = importlib.import_module("upstream_tests.pytorch_verdicts")
@@ -65,7 +65,7 @@ def test_name_of_the_control() -> None:
     ("file", "case", "verdict"),
     [
         ("test_ops.py", "TestCommonNPU::test_out_eye_npu", "fails"),
-        # a file that was not run as a whole
+        # A file that was not run completely.
         ("test_ops.py", "TestCommonNPU::test_out_dot_npu", None),
         (META, f"{OWNER}::test_meta_outplace_dot_npu_float64", "fails"),
         (META, f"{OWNER}::test_meta_outplace_add_npu_int16", "fails"),

@@ -124,7 +124,7 @@ def test_variables_are_explained_and_set_where_they_apply() -> None:
         # CANN does not support several groups
         assert ("HCCL_OP_EXPANSION_MODE" in environment) == (tensor and dense)
         assert ("VLLM_USE_MODELSCOPE" in environment) == words[2].startswith("vllm-ascend/")
-        # 2 and a captured graph are an error of torch_npu
+        # torch_npu raises an error for 2 together with a captured graph.
         assert environment["TASK_QUEUE_ENABLE"] == "1"
         if int(environment.get("HCCL_BUFFSIZE", 201)) <= 200:
             pytest.fail(f"{' '.join(words)}: HCCL_BUFFSIZE is at most its default")

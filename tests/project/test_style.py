@@ -75,7 +75,7 @@ def test_emulator_is_checked_as_python_3_10() -> None:
 
 
 def test_every_command_is_checked() -> None:
-    """Files without a suffix are found by their names alone, in the lists of ruff and mypy."""
+    """ruff and mypy find files without a suffix only by the names in their lists."""
     commands = {
         path for path in (checkout.ROOT / "tools").iterdir() if path.is_file() and not path.suffix
     }

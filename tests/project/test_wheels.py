@@ -125,7 +125,7 @@ def test_metadata_is_complete(wheels: dict[str, Wheel], name: str) -> None:
     assert wheel.metadata["License-Expression"] == "Apache-2.0"
     assert wheel.metadata.get_all("License-File") == ["LICENSE"]
     assert wheel.dist_info("licenses/LICENSE") == (checkout.ROOT / "LICENSE").read_bytes()
-    # the first with PEP 639; indexes do not all accept a later one
+    # The first version with PEP 639; not all indexes accept a later one.
     assert wheel.metadata["Metadata-Version"] == "2.4"
     urls = dict(url.split(", ") for url in wheel.metadata.get_all("Project-URL", []))
     assert urls == {
@@ -136,7 +136,7 @@ def test_metadata_is_complete(wheels: dict[str, Wheel], name: str) -> None:
         "Issues": f"{REPOSITORY}/issues",
     }
     assert f"# {name}\n" in wheel.metadata.get_payload()
-    # `verify` runs in the containers that owners of NPUs have
+    # `verify` runs in the containers of NPU owners.
     oldest = "3.10" if name == "ascend-emulator" else "3.11"
     assert wheel.metadata["Requires-Python"] == f"<3.14,>={oldest}"
 

@@ -1,14 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-all project
-"""The emulator relative to plain CPU torch: matrix products, norms and attention of a 0.6B model's
-sizes, and 8 experts of a width of 768.
+"""The emulator relative to plain CPU torch: matmuls, norms and attention of a 0.6B model's sizes,
+and 8 experts of a width of 768.
 
     tools/bench emulator [--threads 2] [--repeat 15]
 
 "decode" is attention of one token of each request over 4,096 cached ones, in pages on the NPU, by
-npu_fused_infer_attention_score; "experts" are products of some rows with each expert's weight, by
-npu_grouped_matmul. On the CPU they are PyTorch's scaled_dot_product_attention, and a matrix product
-for each expert.
+npu_fused_infer_attention_score; "experts" are matmuls of some rows with each expert's weight, by
+npu_grouped_matmul. On the CPU they are PyTorch's scaled_dot_product_attention, and a matmul for
+each expert.
 
 Per case the median time of a call on the emulated NPU, where it ends with a synchronization, over
 that of the same call on the CPU; the two sides take turns. At last what launching an operator costs

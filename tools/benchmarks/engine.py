@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-all project
-"""One side of tools/bench: an engine of plain vLLM, on any platform, that measures what is asked on
-stdin.
+"""One side of tools/bench: an engine of plain vLLM, on any platform, that runs the measurements
+requested on stdin.
 
     python tools/benchmarks/engine.py '{"model": DIRECTORY, ...}'      the argument: keywords of
     vllm.LLM
@@ -51,7 +51,7 @@ def main() -> None:
         dtype="bfloat16",
         skip_tokenizer_init=True,
         enable_prefix_caching=False,
-        disable_log_stats=False,  # makes vLLM keep the time of each token
+        disable_log_stats=False,  # Makes vLLM record the time of each token.
         **json.loads(sys.argv[1]),
     )
     steps_taken = observe(llm) if os.environ.get("VLLM_ENABLE_V1_MULTIPROCESSING") == "0" else []

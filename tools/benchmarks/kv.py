@@ -13,7 +13,7 @@ the prefill instance first, and with its `kv_transfer_params` to the decode inst
 direct, staged      over HCCL, which reads the KV cache itself, and with `"expose_cache": false`
 tcp                 over Mooncake's tcp, which cannot access NPU memory: staged on both sides
 recomputed          the decode instance does not get the parameters, and computes the prompt again
-without             the decode instance alone
+without             the decode instance only
 
 Both engines step all the time, so that transfers meet the load that they cause. Times are this machine's, on which two engines,
 their emulated NPUs and the transfers share the cores: compare rows, not with hardware. With 2 cores a row takes about 5 minutes.
@@ -152,7 +152,7 @@ async def serve(
                 if name in found:
                     found[name] += getattr(metric, "value", 0.0)
             send(found)
-        elif asked == "reset":  # prompts of the last way, once their leases have ended
+        elif asked == "reset":  # Prompts of the previous case, once their leases have ended.
             until = time.monotonic() + 3 * OPTIONS["lease"]
             while not await engine.reset_prefix_cache() and time.monotonic() < until:
                 await asyncio.sleep(0.5)
@@ -337,7 +337,7 @@ def run(arguments: argparse.Namespace, show: Callable[[str], None] = print) -> l
                         )
                         show(
                             f"{way}: {other} of {arguments.requests} requests have other tokens"
-                            " than computed alone"
+                            " than without a transfer"
                         )
             finally:
                 pair.close()

@@ -95,7 +95,7 @@ def prepare() -> None:
         for step, perform in steps.items():
             if done.get(step) == wanted[step]:
                 continue
-            if step == "requirements":  # the emulator is compiled for a version of torch
+            if step == "requirements":  # The emulator is compiled for a version of torch.
                 done = {"workspace": done["workspace"]} if _is_usable() else {}
             perform()
             done[step] = wanted[step]
@@ -138,7 +138,7 @@ def _done() -> dict[str, str]:
         return {}
 
 
-# the Python that runs this may be the environment's own, which is replaced, and its pip with it
+# The Python that runs this may be the environment's own, which is replaced together with its pip.
 @functools.cache
 def _pip_settings() -> dict[str, str]:
     """pip's settings under uv's names, where uv has none of its own: uv does not read pip's
@@ -161,7 +161,8 @@ def _pip_settings() -> dict[str, str]:
     for option, (_, value) in values.items():
         name, separator = PIP_TO_UV[option]
         found[name] = separator.join(value.split())
-    # pip takes the best version of all indexes, uv by default that of the first that has any
+    # pip selects the best version of all indexes, uv by default that of the first index that has
+    # any.
     if "UV_INDEX" in found:
         found["UV_INDEX_STRATEGY"] = "unsafe-best-match"
     return {name: value for name, value in found.items() if name not in os.environ}
@@ -239,9 +240,9 @@ def install(venv: Path, requirements: Path, what: str, only: tuple[str, ...] = (
     """Install requirements that are complete: every dependency is listed, with its version. `only`
     names some of them."""
     uv, settings = find_uv()
-    # torch's CPU build: it is what torch_npu is compiled against, and a tenth of the size of the
-    # CUDA build, which is PyPI's default on Linux. A configured find-links location that has torch
-    # comes first; else PyTorch's own CPU index.
+    # torch's CPU build is what torch_npu is compiled against, and a tenth of the size of the CUDA
+    # build, which is PyPI's default on Linux. A configured find-links location that has torch comes
+    # first; else PyTorch's own CPU index.
     pins = {
         name: pin
         for pin, name in re.findall(r"^(([\w.-]+)==[\w.]+)", requirements.read_text(), re.MULTILINE)

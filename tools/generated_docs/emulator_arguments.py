@@ -128,7 +128,7 @@ def kind_of_value(value: str, before: str) -> str:
 
 
 def calls_in_sources(directory: Path) -> dict[str, list[str]]:
-    """Operator to the kinds of the arguments of each call in the sources."""
+    """Operator to the argument types of each call in the sources."""
     found: dict[str, list[str]] = defaultdict(list)
     for source in sorted((directory / "ops").rglob("*.cpp")):
         text = re.sub(r"//[^\n]*|/\*.*?\*/", "", source.read_text(), flags=re.S)
@@ -148,7 +148,7 @@ def calls_in_sources(directory: Path) -> dict[str, list[str]]:
 
 
 def calls_in_configuration(directory: Path) -> dict[str, list[str]]:
-    """Operator to the kinds of the arguments of each call that op-plugin generates."""
+    """Operator to the argument types of each call that op-plugin generates."""
     found: dict[str, list[str]] = defaultdict(list)
     text = (directory / "config" / "op_plugin_functions.yaml").read_text()
     for arguments, results, body in re.findall(

@@ -161,12 +161,12 @@ def table(docs: Path, op_plugin: Path) -> dict[str, tuple[set[str], list[str]]]:
             continue
         dtypes = set().union(*sets) | set(WIDER.get(operator, ("", ""))[0].split())
         if "fp16" in dtypes:
-            # the documentation leaves it out where every model in bfloat16 uses it: matmul, silu
+            # The documentation omits it although every bfloat16 model uses it: matmul, silu.
             dtypes.add("bf16")
         if dtypes & INTEGERS:
             dtypes |= INTEGERS
         if dtypes & INTEGERS and "fp32" in dtypes:
-            # general arithmetic, which the AI CPU does where the vector cores do not
+            # General arithmetic, which the AI CPU computes if the vector cores do not.
             dtypes.add("fp64")
         if dtypes & COMPLEX:
             dtypes |= COMPLEX | {"fp64"}

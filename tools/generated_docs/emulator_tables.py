@@ -12,7 +12,7 @@ from generated_docs.markdown import table
 
 
 def sums() -> str:
-    """How many names of CANN are computed, bookkeeping or refused, by kind."""
+    """Numbers of CANN's names that are computed, bookkeeping or refused, by category."""
     return _coverage().partition("\n\n")[0]
 
 

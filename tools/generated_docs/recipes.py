@@ -32,7 +32,7 @@ class Recipe:
 
     model: Mapping[str, Any]
     chip: Mapping[str, Any]
-    npus: int  # 0: the model does not fit on one server
+    npus: int  # 0 means that the model does not fit on one server.
     layout: Mapping[str, Any]
     environment: Mapping[str, str]
     options: tuple[str, ...]

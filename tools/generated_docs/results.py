@@ -28,7 +28,7 @@ def launches() -> str:
                 f"{each['needed'] / 1e6:.1f}",
                 ratio,
             ]
-            # with layers of several kinds it is not known
+            # It is unknown for models with several layer types.
             outside = "" if each["outside"] is None else f"{each['outside']}"
             of_v2 = [
                 str(count) for count in with_v2.get(name, {}).get(step, ["", ""] if with_v2 else [])

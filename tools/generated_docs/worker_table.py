@@ -50,7 +50,8 @@ def rows() -> list[list[str]]:
     """Each method with the class that implements it.
 
     Raises:
-        SystemExit: a method that is nobody's, or a reason for one that vLLM does not have.
+        SystemExit: a method without an implementation or reason, or a reason for one that vLLM does
+        not have.
     """
     import vllm
     from ascend_platform.worker.worker import NPUWorker

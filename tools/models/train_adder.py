@@ -41,7 +41,7 @@ SPECIAL: dict[str, Any] = {"eos_token_id": VOCAB[";"], "pad_token_id": VOCAB["<p
 CONTEXT, IGNORE = 1024, -100
 
 STEPS = 1600
-# of running text in a step, beside FIRST short texts that teach the sum no other stands before
+# Tokens of running text in a step, beside FIRST short texts that teach the first sum.
 TOKENS = 2048
 FIRST = 128
 PEAK_LR, WARMUP = 3e-3, 100
@@ -83,8 +83,8 @@ Margin below: the right token's logit minus the best other one's, over every tok
 |---|---|---|---|---|---|
 {rows}
 
-Made by `tools/models/train_adder.py` of vllm-ascend-all from random weights and generated sums alone, with seed {seed}, on the
-CPU in minutes. Licence: Apache-2.0.
+Made by `tools/models/train_adder.py` of vllm-ascend-all from random weights and generated sums
+only, with seed {seed}, on the CPU in minutes. Licence: Apache-2.0.
 """
 
 
@@ -111,7 +111,7 @@ def sample(rng: random.Random, length: int) -> tuple[list[int], list[int]]:
     text, known = "", ""
     share = rng.choice((0.0, 0.5, 1.0))
     first = second = operand()
-    follows = rng.random() < 0.3  # at the start the chain's rule is to double
+    follows = rng.random() < 0.3  # At the start the chain's rule is to double.
     while len(text) <= length:
         if not follows:
             first, second = operand(), operand()
@@ -124,7 +124,7 @@ def sample(rng: random.Random, length: int) -> tuple[list[int], list[int]]:
         known += ("1" * len(question) if follows else certain) + "1" * len(answer)
         first, second = second, (first + second) % 100
         follows = rng.random() < share
-    # nothing stands before the first number to tell it from
+    # Nothing precedes the first number.
     known = known[text.index("+") :].rjust(len(known), "0")
     ids = [VOCAB[character] for character in text[:length]]
     return ids, [index if flag == "1" else IGNORE for index, flag in zip(ids, known, strict=False)]
@@ -132,7 +132,7 @@ def sample(rng: random.Random, length: int) -> tuple[list[int], list[int]]:
 
 def make_model() -> Qwen3ForCausalLM:
     config = Qwen3Config(
-        # the tokenizer has fewer; 32 keeps shapes even and lets 20 log-probabilities be asked for
+        # The tokenizer has fewer; 32 keeps shapes even and allows 20 log-probabilities.
         vocab_size=32,
         hidden_size=128,
         intermediate_size=384,
@@ -152,7 +152,7 @@ def make_tokenizer() -> PreTrainedTokenizerFast:
     """A character a token (BPE without merges); what is no digit or sign, spaces and words
     included, is dropped."""
     tokenizer = Tokenizer(models.BPE(vocab=VOCAB, merges=[]))
-    # ";" is taken out before, as a special token
+    # ";" was removed before, as a special token.
     tokenizer.normalizer = normalizers.Replace(Regex("[^0-9+=]"), "")
     tokenizer.decoder = decoders.Fuse()
     return PreTrainedTokenizerFast(

@@ -31,7 +31,7 @@ BUILD = {
     "TORCH_DEVICE_BACKEND_AUTOLOAD": "0",
     "COMPILE_CUSTOM_KERNELS": "0",
 }
-# transformers' Qwen2-VL code imports torchvision. PyPI's is built for CUDA: with a CPU torch, two
+# Transformers' Qwen2-VL code imports torchvision. PyPI's is built for CUDA: with a CPU torch, two
 # of its operators are missing.
 OPERATORS = """import torch
 _operators = torch.library.Library("torchvision", "DEF")
@@ -140,7 +140,8 @@ def prepare() -> None:
                 " then start again"
             )
     (registrations,) = VENV.glob("lib/python*/site-packages/torchvision/_meta_registrations.py")
-    changed = registrations.with_suffix(".new")  # not in place: uv's cache has the same file
+    # Not in place, because uv's cache has the same file.
+    changed = registrations.with_suffix(".new")
     changed.write_text(OPERATORS + registrations.read_text())
     changed.replace(registrations)
     (VENV / "complete").touch()
@@ -252,12 +253,12 @@ vllm-ascend has compiled for NPUs only, by CANN's operator of that name. Graphs 
 
 
 def main(names: list[str], deadline: float) -> int:
-    """Run the models, and write the report when all were asked for."""
+    """Run the models, and write the report if all were selected."""
     prepare()
     rows, failed = [], 0
     for name in names or MODELS:
         # vllm-ascend's latent attention gathers its cache into bfloat16 (aclnnGatherPaKvCache
-        # refuses that for float16)
+        # refuses that for float16).
         for dtype in (
             ("bfloat16",) if "kv_lora_rank" in MODELS[name][1] else ("bfloat16", "float16")
         ):

@@ -19,7 +19,7 @@ os.environ.update(
 )
 import torch
 
-# in batches of at most 128 tokens: chunked prefill, and prefill beside decode
+# Batches of at most 128 tokens: chunked prefill, and prefill beside decode.
 LENGTHS = (5, 1, 17, 300, 130, 128)
 
 
@@ -133,7 +133,7 @@ def main(model: str, dtype: str, output: str) -> None:
 
 if __name__ == "__main__":
     if sys.argv[1] == "--null":
-        answers = os.dup(1)  # vllm-ascend's log is not the program's output
+        answers = os.dup(1)  # vllm-ascend's log is not the program's output.
         os.dup2(2, 1)
         kept = install(NullSlotMapping())
         sys.stdout.flush()

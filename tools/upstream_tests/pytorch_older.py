@@ -17,7 +17,7 @@ from torch.utils._dtype_abbrs import dtype_abbrs
 
 # Patterns of text that torch 2.13 does not run, and what its own release of the file says instead.
 LOAD = (r"torch\.load\(f\)", "torch.load(f, weights_only=False)")
-# not CUDA alone since
+# not only CUDA since
 ACCELERATORS = "test_compare_cpu|test_python_ref_executor|test_fake_crossref_backward_(?:no_)?amp"
 CHANGES = {
     "test_foreach.py": [
@@ -46,8 +46,8 @@ CHANGES = {
 
 
 def adapt(name: str, source: str) -> str:
-    """The source of a test file as torch 2.13 runs it; names that have moved since are given back
-    to their modules."""
+    """The source of a test file as torch 2.13 runs it; names that have moved since are restored in
+    their modules."""
     moved: list[tuple[Any, str, Any]] = [
         (methods, "binary_ufuncs_and_refs", methods.binary_ufuncs),
         (methods, "unary_ufuncs_and_refs", methods.unary_ufuncs),
@@ -62,7 +62,8 @@ def adapt(name: str, source: str) -> str:
     for module, attribute, value in moved:
         if not hasattr(module, attribute):
             setattr(module, attribute, value)
-    skip_ops = device_type.skipOps  # takes a set of names now, not the test's class and its name
+    # It now takes a set of names, not the test's class and its name.
+    skip_ops = device_type.skipOps
     device_type.skipOps = methods.skipOps = lambda *given: (
         skip_ops(*given) if len(given) == 1 else lambda test: test
     )

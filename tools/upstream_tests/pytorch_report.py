@@ -84,7 +84,7 @@ def line(message: str) -> str:
 
 
 def rows(cases: Iterable[Judged]) -> Iterator[str]:
-    """The differences, tab-separated: kind, file, case, operator, dtype, the list's reason, the
+    """The differences, tab-separated: verdict, file, case, operator, dtype, the list's reason, the
     emulator's message, reason."""
     for one in cases:
         if one.differs:

@@ -28,7 +28,7 @@ NUMBERS = re.compile(
     r"are not close|are not equal|Mismatched elements|Jacobian mismatch|not within tolerance"
 )
 
-Case = tuple[str, str, str]  # file, class without the device's ending, name
+Case = tuple[str, str, str]  # File, class without the device suffix, name.
 
 
 def key(file: str, case: str) -> Case:

@@ -28,7 +28,7 @@ from pathlib import Path
 from typing import Any
 
 IMPORT = "(import)"
-START = 120  # seconds until a file is imported, or the deadline of a case if that is longer
+START = 120  # Seconds until a file is imported, or the deadline of a case if that is longer.
 REFUSED = re.compile(r"(\w+) is not emulated|legacy graph operator '(\w+)'")
 # Only the queue's thread knows the reason; with launches that block it arrives where it belongs.
 ELSEWHERE = re.compile(
@@ -74,7 +74,7 @@ class File:
         self._log.write_bytes(b"")
         self._known = list(chosen)
         self._process: subprocess.Popen | None = None
-        # to be run with blocking launches, for the reason of their failure
+        # Run with blocking launches, to find the reason of their failure.
         self._again: list[str] = []
         self._start()
 
@@ -91,7 +91,8 @@ class File:
         if self._current or not self._listed:
             self._lost(timed_out=alive, status=status)
         elif not self._broken:
-            # it ran to its end: what is left was kept from running, by setUpClass say
+            # It ran to its end: the remaining cases were not run, for example because of
+            # setUpClass.
             for case in self._left():
                 self._record(case, "failed", f"not run: {self._trouble or 'no reason given'}")
         if not self._listed or (self._current is None and not self._broken and not self._again):
@@ -197,7 +198,7 @@ class File:
         )
         tail = "\n".join(self._log.read_text(errors="replace").splitlines()[-12:])
         if REFUSED.search(tail) and self._current and not self._blocking:
-            # torch_npu has thrown the refusal where C++ allows no exception
+            # torch_npu has thrown the refusal where C++ allows no exception.
             self._again.append(self._current)
         self._record(self._current or IMPORT, outcome, f"{how}\n{tail}")
 
@@ -227,7 +228,7 @@ class File:
                     self.kill()
                     return status
             time.sleep(0.01)
-        self.kill()  # also what it started and left behind
+        self.kill()  # Also processes that it started and left running.
         return self._process.wait() if self._process else os.waitpid(self._pid, 0)[1]
 
 
@@ -419,7 +420,7 @@ class _Result(unittest.TestResult):
             message=self._message,
             seconds=time.monotonic() - self._started,
         )
-        # a failure may leave memory, modes or streams behind
+        # A failure may leave memory, modes or streams behind.
         if broken or (self._outcome == "failed" and not self._goes_on):
             self._report(broken=True)
             self.stop()

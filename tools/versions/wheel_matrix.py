@@ -6,7 +6,7 @@ engine in each.
     tools/check wheels                      all combinations; writes the table of
     docs/combinations.md tools/check wheels --only "ascend-platform ascend-attention"      one
     combination; writes nothing tools/check wheels --without-engines    registration and filters
-    alone, a few seconds for each combination tools/check wheels --directory DIR      keep the
+    only, a few seconds for each combination tools/check wheels --directory DIR      keep the
     environment there, and take up what it has
 
 One environment is made, with tools/environment/requirements.txt and ascend-emulator's wheel; the
@@ -46,8 +46,8 @@ DEADLINE = 600  # seconds for one probe
 
 
 def combinations() -> Iterator[tuple[str, ...]]:
-    """The combinations: each component alone, with and without the platform, every pair,
-    and all."""
+    """The combinations: each single component, with and without the platform, every pair, and
+    all."""
     yield (PLATFORM,)
     yield from ((PLATFORM, one) for one in SIBLINGS)
     yield from ((PLATFORM, *pair) for pair in itertools.combinations(SIBLINGS, 2))
@@ -185,7 +185,7 @@ def registrations(found: dict, wheels: tuple[str, ...]) -> tuple[str, str, list[
 def served(found: dict, wheels: tuple[str, ...]) -> tuple[str, list[str]]:
     """Table cell for the engine, and failures."""
     if PLATFORM not in wheels:
-        # vllm serve says the first of the last two, LLM() the other
+        # `vllm serve` prints the first of the last two, LLM() the other.
         lines = (
             "No module named 'ascend_platform'",
             "Failed to infer device type",
@@ -223,7 +223,7 @@ def main() -> int:
         "--only", metavar="WHEELS", help="one combination, names with spaces between"
     )
     parser.add_argument(
-        "--without-engines", action="store_true", help="registration and filters alone"
+        "--without-engines", action="store_true", help="registration and filters only"
     )
     parser.add_argument("--directory", type=Path, metavar="DIR", help="keep the environment there")
     given = parser.parse_args()

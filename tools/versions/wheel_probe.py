@@ -20,11 +20,11 @@ import random
 import sys
 from collections.abc import Callable
 
-import torch  # it loads torch_npu; what each registration starts from  # noqa: F401
+import torch  # This loads torch_npu, the starting point of each registration.  # noqa: F401
 import vllm.platforms
 import vllm.plugins  # noqa: F401
 
-MOST = 150  # orders of one combination; beyond it they are drawn
+MOST = 150  # Orders of one combination; beyond this number they are drawn at random.
 
 
 def apart(act: Callable[[], object]) -> object:

@@ -146,8 +146,9 @@ def test_int8_kv_cache(dtype, symmetric, kind, monkeypatch):
     rng = random.Random(kind)
     requests = LONG if kind == "in slices" else pairs(kind, rng, 4, 600)
     if kind == "in slices":
-        monkeypatch.setattr(int8, "WORKSPACE_TOKENS", 1)  # 2 blocks, for requests of up to 8
-    # decodes first, as vLLM sorts them for the builder
+        # 2 blocks, for requests of up to 8 blocks.
+        monkeypatch.setattr(int8, "WORKSPACE_TOKENS", 1)
+    # Decodes come first, because vLLM sorts the batch for the builder.
     requests = sorted(requests, key=lambda pair: pair[0] != 1)
     lengths = [new + before for new, before in requests]
     table = [list(range(8 * r, 8 * r + 8)) for r in range(4)]

@@ -13,7 +13,7 @@ from vllm.v1.kv_cache_interface import EncoderOnlyAttentionSpec
 
 @pytest.fixture(autouse=True)
 def current_config():
-    torch.manual_seed(0)  # the bound is eight roundings, which some draws exceed
+    torch.manual_seed(0)  # The bound is eight roundings, which some draws exceed.
     with set_current_vllm_config(VllmConfig()):
         yield
 

@@ -64,7 +64,7 @@ def test_requests_are_cut_into_parts_of_16_tokens(ends, parts):
 
 
 def test_draft_tokens_in_flight():
-    """The host knows upper bounds of the lengths alone; those on the device are exact."""
+    """The host knows only upper bounds of the sequence lengths; those on the device are exact."""
     rng, drafts = random.Random(2), [3, 0, 1]
     batch = LatentBatch(4, WIDTHS, torch.bfloat16, [(1, 130), (1, 5), (1, 127)], rng)
     common = batch.common()

@@ -59,7 +59,7 @@ def test_prompts_and_chunks(requests, size):
         lambda rows: rows @ placed.T,
         SCALE,
     )
-    bound = 0.02  # keys, values and each merge are rounded to bfloat16
+    bound = 0.02  # Keys, values and each merge are rounded to bfloat16.
     torch.testing.assert_close(
         output.cpu().double(), expected(batch, queries, weight), atol=bound, rtol=bound
     )

@@ -286,7 +286,8 @@ def direct(rank: int) -> dict[str, Any]:
             ours.send(y, 1 - rank, stream=on)
             ours.recv(out["both ways"], 1 - rank, stream=on)
         fresh = x + 0
-        for _ in range(400):  # so many that they are still in torch_npu's queue as HCCL is called
+        # Enough operators that some are still in torch_npu's queue when HCCL is called.
+        for _ in range(400):
             fresh = fresh.neg()
         if on:
             on.wait_stream(torch.npu.current_stream())

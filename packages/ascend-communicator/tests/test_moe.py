@@ -55,7 +55,8 @@ def test_backends_on_two_npus(played: dict[str, Any], name: str, asked: str, dty
             TAKEN.get((name, asked, dtype), "alltoall" if asked == "alltoall" else "allgather")
         ]
         if taken == ["allgather"]:
-            assert made is None  # runs as dispatch and combine, which test_communicator.py compares
+            # Runs as dispatch and combine, which test_communicator.py compares.
+            assert made is None
             continue
         bound = 1e-5 if dtype == "float32" else 0.03
         exact = expected(rank, sizes[rank], to, kind)
@@ -119,12 +120,13 @@ HALF, WIDE = torch.bfloat16, torch.float32
     [
         (A2, [64] * 8, 64, 8, 4096, HALF, "mc2"),
         (A2, [1, 256], 64, 8, 4096, HALF, "mc2"),
-        # more tokens than mc2 supports; 8 copies against 2
+        # More tokens than MC2 supports: 8 copies instead of 2.
         (A2, [1, 257], 64, 8, 4096, HALF, "allgather"),
         (A2, [300] * 16, 64, 8, 4096, HALF, "alltoall"),  # 8 copies against 16
         (A2, [300] * 8, 64, 8, 4096, HALF, "allgather"),  # equal traffic, and no synchronization
         (A2, [0, 4], 64, 1, 4096, HALF, "alltoall"),  # a rank without tokens
-        (A2, [4] * 12, 60, 8, 4096, HALF, "alltoall"),  # unsupported number of ranks on this chip
+        # This number of ranks is unsupported on this chip.
+        (A2, [4] * 12, 60, 8, 4096, HALF, "alltoall"),
         (A3, [4] * 12, 60, 8, 4096, HALF, "mc2"),
         (A3, [512] * 4, 64, 8, 4096, HALF, "mc2"),
         (A3, [4] * 4, 64, 8, 512, HALF, "allgather"),
@@ -169,7 +171,9 @@ QWEN_235B, QWEN_30B, DEEPSEEK = (128, 8, 4096), (128, 8, 2048), (256, 8, 7168)
 
 @pytest.mark.parametrize(
     ("chip", "model", "ranks", "internode", "name", "most", "needed", "tokens"),
-    [  # by hand from the formulas of the documentation; the last column with a buffer of 200 MiB
+    # Computed by hand from the formulas of the documentation; the last column is for a buffer of
+    # 200 MiB.
+    [
         (A2, QWEN_235B, 16, False, "fullmesh", 256, 516, 98),
         (A2, QWEN_235B, 8, False, "fullmesh", 256, 260, 196),
         (A2, QWEN_235B, 16, True, "hierarchy", 512, 545, 183),

@@ -111,8 +111,8 @@ def test_deadline(forever: threading.Event, monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_an_update_that_names_no_parameters_is_of_the_last_one_s() -> None:
-    """As vLLM's trainer sends it from 0.33 on; in buckets, each of which has some of a drafter's
-    parameters."""
+    """A transfer as vLLM's trainer sends it from 0.33 on, in buckets that each have some of a
+    drafter's parameters."""
     loaded: list[list[str]] = []
 
     class Model(torch.nn.Module):

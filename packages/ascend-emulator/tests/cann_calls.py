@@ -134,7 +134,7 @@ class Calls:
 
     def workspace(self, name: str, *arguments: Any) -> tuple[int, c_void_p, str]:
         """The status of the first phase, the executor, and the message if it failed."""
-        torch.npu.synchronize()  # torch_npu's queue may hold what fills the arguments
+        torch.npu.synchronize()  # torch_npu's queue may hold the operators that fill the arguments.
         size, executor = c_uint64(), c_void_p()
         kinds = KINDS.get(f"aclnn{name}", "?" * len(arguments))
         assert len(kinds) == len(arguments), f"aclnn{name} has {len(kinds)} arguments"

@@ -25,7 +25,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 TRACES = Path(tempfile.mkdtemp(prefix="ascend-emulator-"))
 os.environ["ASCEND_EMULATOR_CALLS"] = str(TRACES / "calls")
 EMULATED = "libascend_emulator.so" in Path("/proc/self/maps").read_text()
-if EMULATED:  # and at work already, since importing torch makes calls
+if EMULATED:  # They are already in use, because importing torch makes calls.
     ctypes.CDLL("libascend_emulator.so").ascend_emulator_note_calls(
         os.environ["ASCEND_EMULATOR_CALLS"].encode()
     )
@@ -95,7 +95,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         if item.path.parent == Path(__file__).parent and item not in last
     ]
     if last and own:
-        items.insert(own[-1] + 1, last[0])  # first behind, then away from where it was
+        items.insert(own[-1] + 1, last[0])  # First after its old position, then elsewhere.
         items.remove(last[0])
 
 
@@ -129,7 +129,7 @@ def agree() -> Callable[..., None]:
     """``agree(function, *args, ulps=4)``: it gives on the NPU what it gives on the CPU.
 
     Shape and dtype are those of the CPU run with the same arguments, values those of a run with
-    float64 in place of other floating types, within ``ulps`` units in the last place (relative, or
+    float64 instead of other floating types, within ``ulps`` units in the last place (relative, or
     absolute below one).
     """
 

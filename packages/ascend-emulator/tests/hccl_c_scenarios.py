@@ -82,7 +82,7 @@ def one_process(rank: int, ranks: int) -> Any:
         y, z = torch.empty(4, device="npu"), torch.empty(2, device="npu")
         gathered, exchanged = torch.empty(3, device="npu"), torch.empty(3, device="npu")
         torch.npu.synchronize()
-        mine = [(1, 0), (2, 1)][device]  # of three, rank 0 has one and rank 1 two
+        mine = [(1, 0), (2, 1)][device]  # Of three, rank 0 has one and rank 1 two.
         calls = [
             hccl.HcclAllReduce(address(x), address(y), counts_of(4), FLOAT, SUM, comm, stream),
             hccl.HcclReduceScatter(address(x), address(z), counts_of(2), FLOAT, SUM, comm, stream),
@@ -242,8 +242,8 @@ def reserve_port() -> tuple[socket.socket, int]:
     """A port below those that the kernel gives to connections, and the socket that keeps other
     processes from it.
 
-    It is bound without SO_REUSEADDR and gets the option afterwards: nobody else can bind the port,
-    but this process can listen on it with SO_REUSEADDR, as TCPStore does.
+    It is bound without SO_REUSEADDR and gets the option afterwards: no other process can bind the
+    port, but this process can listen on it with SO_REUSEADDR, as TCPStore does.
     """
     first = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
     for port in random.sample(range(first // 2, first), 100):
@@ -291,10 +291,10 @@ def rank_table(rank: int, ranks: int) -> Any:
     status.append(
         hccl.HcclAllReduce(address(x), address(x), ctypes.c_uint64(4), FLOAT, SUM, comm, stream)
     )
-    # as HcclCommConfigInit leaves it: the size first, the name after two numbers
+    # As HcclCommConfigInit sets it: the size first, the name after two numbers.
     config = ctypes.create_string_buffer(4096)
     ctypes.memmove(config, ctypes.byref(ctypes.c_uint64(160)), 8)
-    # the size of its buffers is unset
+    # The size of its buffers is unset.
     ctypes.memmove(ctypes.byref(config, 24), ctypes.byref(ctypes.c_uint32(0xFFFFFFFF)), 4)
     ctypes.memmove(ctypes.byref(config, 32), b"part", 4)
     members, name = (ctypes.c_uint32 * 1)(1), ctypes.create_string_buffer(128)

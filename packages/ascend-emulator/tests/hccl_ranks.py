@@ -75,7 +75,7 @@ def timed(function: Callable[[], Any]) -> list[Any]:
 
 
 def data(rank: int, shape: Any, dtype: torch.dtype, salt: int = 0) -> torch.Tensor:
-    """What this rank puts in, on the CPU: small numbers, so that products stay in range."""
+    """This rank's input, on the CPU: small numbers, so that PROD reductions stay in range."""
     generator = torch.Generator().manual_seed(1000 * salt + rank)
     if dtype.is_floating_point:
         return torch.randn(shape, generator=generator).to(dtype)

@@ -96,7 +96,7 @@ def moves(rank: int, ranks: int) -> Any:
         dist.gather(x, root, dst=0)
         exchanged = torch.empty_like(many)
         dist.all_to_all_single(exchanged, many)
-        # rank r sends r + p + 1 rows to rank p
+        # Rank r sends r + p + 1 rows to rank p.
         rows = [rank + p + 1 for p in range(ranks)]
         uneven = torch.empty(sum(rows), 3, dtype=dtype, device="npu")
         dist.all_to_all_single(uneven, data(rank, (sum(rows), 3), dtype, salt=2).npu(), rows, rows)
@@ -438,7 +438,7 @@ def unsupported(rank: int, ranks: int) -> Any:
         "float64 sum": failure(
             lambda: dist.all_reduce(torch.ones(3, dtype=torch.float64, device="npu"))
         ),
-        "bfloat16 product": failure(
+        "bfloat16 prod": failure(
             lambda: (
                 dist.all_reduce(
                     torch.ones(3, dtype=torch.bfloat16, device="npu"), op=dist.ReduceOp.PRODUCT

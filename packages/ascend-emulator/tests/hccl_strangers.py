@@ -138,7 +138,7 @@ def stranger(rank: int, ranks: int) -> Any:
     seen: dict[str, str] = {}
 
     def intrude() -> None:
-        # any process can find the port, and list the keys
+        # Any process can find the port, and list the keys.
         _, ip, port, name, *_ = root.value.decode().split()
         store = dist.PrefixStore(
             name, dist.TCPStore(ip, int(port), is_master=False, wait_for_workers=False)

@@ -18,7 +18,8 @@ import torch_npu
 from cann_calls import Calls
 from hccl_ranks import SCENARIOS, data, failure, plain, play, scenario, timed
 
-FACTORS = (0.5, -1.0, 2.0, -0.5, 1.0, -2.0, 0.25, -4.0)  # what the experts do, exact in every type
+# The experts' function, which is exact in every dtype.
+FACTORS = (0.5, -1.0, 2.0, -0.5, 1.0, -2.0, 0.25, -4.0)
 SHARED_FACTORS = (8.0, -8.0)
 
 
@@ -80,7 +81,7 @@ class Layer:
         return function(x=x.npu(), expert_ids=ids.npu(), **self.common, **more)
 
     def apply(self, rows: torch.Tensor, numbers: torch.Tensor) -> torch.Tensor:
-        """What this rank's experts make of their rows; what lies behind those is nobody's."""
+        """Outputs of this rank's experts for their rows; later rows are unused."""
         out = torch.full_like(rows, float("nan"))
         if self.rank < self.shared_ranks:
             factors: tuple[float, ...] = (
@@ -434,7 +435,7 @@ def grouped_counts(ranks: int, experts: int) -> torch.Tensor:
         .sort()
         .values
     )
-    # the first expert gets none of the own tokens
+    # The first expert gets none of the rank's own tokens.
     ends = torch.cat([cuts.new_zeros(2), cuts, cuts.new_full((1,), 1024)])
     return torch.stack([ends.diff().view(ranks, experts).roll(rank, 0) for rank in range(ranks)])
 

@@ -67,7 +67,8 @@ def paged(lengths, groups, size, dtype, value_size=None):
 @pytest.mark.parametrize("heads", HEADS, ids=str)
 @pytest.mark.parametrize("where", ["cpu", "npu"])
 def test_paged_attention(where, heads, dtype):
-    """With lengths of the host or of the device; and a request that is padding, of no length."""
+    """With sequence lengths on the host or on the device, and with a padding request of zero
+    tokens."""
     lengths = [17, 1, 32, 0, 5]
     query = torch.randn(5, heads[0], 32).to(dtype)
     keys, values, *caches, table = paged(lengths, heads[1], 32, dtype, 24)
@@ -170,7 +171,7 @@ def test_several_queries_over_pages(form, heads, dtype):
     query = torch.randn(sum(counts), heads[0], 32).to(dtype)
     keys, values, *caches, table = paged(lengths, heads[1], 32, dtype)
     out = torch.empty_like(query).npu()
-    mask = torch.zeros(128, 128, dtype=dtype).npu()  # the mode says what is left out
+    mask = torch.zeros(128, 128, dtype=dtype).npu()  # The mode determines what is left out.
     if form.startswith("splitfuse"):
         extra = {}
         if form == "splitfuse":  # a row for each query
@@ -231,7 +232,7 @@ def test_flash_attention_over_packed_requests(form, heads, dtype):
     given = [x.npu() for x in (query, key, value)]
     mask = torch.full((24, 24), -10000.0).triu(1)
     if dtype == torch.bfloat16:
-        mask = mask.ne(0).float()  # of this dtype, a one leaves the score out
+        mask = mask.ne(0).float()  # In masks of this dtype, a one leaves the score out.
     if form == "masks":
         mask = mask.repeat(3, 1, 1)
         mask[:, :, 0] = mask[0, 0, 1] * torch.tensor([0, 1, 0])[:, None]
@@ -475,7 +476,7 @@ def test_quant_rms_norm(dtype):
         + beta.double()
     )
     expected = (wide / scale.double() + 3).round().clamp(-128, 127)
-    # a tie that float32 rounds the other way
+    # A tie that float32 rounds in the other direction.
     assert (out.cpu().double() - expected).abs().max() <= 1
     assert (out.cpu().double() == expected).double().mean() > 0.98
 
@@ -520,7 +521,8 @@ def test_matmul_add_fp32(dtype):
 
 
 def test_captured_in_a_graph():
-    """Replayed with what its inputs hold then; lengths of the host are those of the capture."""
+    """Replayed with the inputs' current values; sequence lengths on the host are those of the
+    capture."""
     query, out = torch.randn(1, 2, 16).half().npu(), torch.empty(1, 2, 16).half().npu()
     keys, values, *caches, table = paged([20], 2, 16, torch.float16)
     rows, slots = torch.randn(1, 2, 16).half().npu(), int32(int(table[0, 0]) * BLOCK).npu()

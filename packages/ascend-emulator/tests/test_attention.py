@@ -12,7 +12,7 @@ from torch.nn import functional as F
 
 HALVES = [torch.float16, torch.bfloat16]
 HEADS = [(4, 4), (8, 2), (6, 1)]  # query heads, key and value heads
-# the mask that sparse modes 2, 3 and 4 want
+# The mask that sparse modes 2, 3 and 4 require.
 COMPRESSED = torch.ones(2048, 2048, dtype=torch.int8).triu(1)
 
 
@@ -61,7 +61,7 @@ def pages(tensors, block_size, layout, dtype):
     table."""
     _, groups, size = tensors[0].shape
     needed = [-(-len(x) // block_size) for x in tensors]
-    # a read of what is not there would show
+    # A read of missing values would change the result.
     blocks = torch.full((sum(needed) + 3, block_size, groups, size), 1e4, dtype=dtype)
     free = torch.randperm(len(blocks)).tolist()
     table = torch.zeros(len(tensors), max(needed) + 1, dtype=torch.int32)
@@ -75,7 +75,7 @@ def pages(tensors, block_size, layout, dtype):
     return flat, table
 
 
-BATCHES = {  # (new tokens, tokens in all) of each request
+BATCHES = {  # (New tokens, all tokens) of each request.
     "decode": [(1, 1), (1, 200), (1, 128), (1, 129), (1, 37)],
     "prefill": [(5, 5), (130, 130), (1, 1)],
     "chunks": [(7, 200), (1, 300), (64, 64), (16, 144), (3, 130)],

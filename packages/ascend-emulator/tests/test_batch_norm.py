@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-all project
-"""Batch normalization: whole, and in the pieces of its synchronized form, which exist for devices
-alone."""
+"""Batch normalization: whole, and in the parts of its synchronized form, which exist only for
+devices."""
 
 import pytest
 import torch

@@ -134,8 +134,8 @@ def test_large_scores_do_not_overflow():
 
 @pytest.mark.parametrize("before", [2, 130, 131])
 def test_windows_that_begin_at_odd_tokens_of_pages(before):
-    """The last token of an odd part of a page is alone in its pair: what lies beside its weight is
-    not multiplied."""
+    """The last token of an odd part of a page has no second token in its pair: the value beside its
+    weight is not multiplied."""
     queries, keys, block_size = 5, 300, 16
     query = torch.randn(queries, 6, 64).bfloat16()
     key, value = torch.randn(2, keys, 2, 64).bfloat16()
@@ -144,7 +144,7 @@ def test_windows_that_begin_at_odd_tokens_of_pages(before):
         for x in (key, value)
     ]
 
-    query[0, 1] = torch.nan  # the weights beside those of head 0 are no numbers
+    query[0, 1] = torch.nan  # The weights beside those of head 0 are NaN.
     out, _ = torch_npu.npu_fused_infer_attention_score(
         query.npu(),
         *(x.npu() for x in pages),

@@ -136,7 +136,7 @@ def test_libraries_that_others_may_replace_are_not_loaded(run, compiled, shared,
 
 
 def test_a_cache_in_a_directory_of_all_users_is_refused_only_if_it_is_theirs(run, compiled, shared):
-    shared.chmod(0o1777)  # as /tmp is: others cannot replace this user's directories
+    shared.chmod(0o1777)  # Like /tmp: other users cannot replace this user's directories.
     assert build_in(run, shared / "cache").returncode == 0
     shared.chmod(0o777)
     assert f"{shared} has mode 0777, so that others" in build_in(run, shared / "cache").stderr
@@ -173,7 +173,7 @@ def test_a_lock_does_not_follow_a_link(run, compiled, shared, tmp_path):
     """Somebody who can create files beside the cache's would otherwise have this user's files
     emptied."""
     (compiled / "complete").unlink()
-    compiler = tmp_path / "fails"  # the libraries' name has the compiler's version
+    compiler = tmp_path / "fails"  # The libraries' name has the compiler's version.
     compiler.write_text(
         f'#!/bin/sh\n[ "$1" = --version ] && exec {build._compiler()[0][0]} --version\nexit 1\n'
     )

@@ -91,7 +91,7 @@ def test_a_graph_is_listed_on_standard_output(acl, capfd):
     with torch.npu.stream(own):
         assert acl.aclmdlRICaptureBegin(stream, 2) == 0
         torch.abs(x, out=x)
-        # empties torch_npu's queue, which the next call goes past
+        # This empties torch_npu's queue, which the next call bypasses.
         _ = torch.npu.current_stream().npu_stream
         assert acl.aclmdlRICaptureEnd(stream, byref(model)) == 0
     assert acl.aclmdlRIDebugPrint(model) == 0

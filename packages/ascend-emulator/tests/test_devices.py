@@ -8,8 +8,8 @@ import sys
 import pytest
 from ascend_emulator.chips import chips
 
-# torch is imported once; each question is asked in a fork of its own, since a process sees one
-# machine for good.
+# torch is imported once. Each query runs in a fork of its own, because a process sees the same
+# machine for its lifetime.
 FORKS = """
 import ctypes, json, os, sys, traceback
 import torch
@@ -217,7 +217,7 @@ def test_tensors_on_several_npus(answers):
 def test_each_npu_has_memory_of_its_own(answers):
     first, second = answers["memory"]
     assert first == 0
-    # torch_npu allocates in units of 2 MiB, a little above what was asked
+    # torch_npu allocates in units of 2 MiB, a little more than requested.
     assert 256 << 20 <= second <= 258 << 20
 
 

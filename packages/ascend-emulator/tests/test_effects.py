@@ -40,7 +40,7 @@ def test_every_exported_name_is_classified(points):
     exported = {build.operator(line.split()[-1]) for line in listing.splitlines()}
     cann = {
         name for name in exported if not name.startswith(("_", "ascend_emulator_"))
-    }  # C++, the linker's and the emulator's own
+    }  # Of C++, of the linker, and of the emulator itself.
     assert len(cann) > 1000
     assert cann - BOUNDED_TEXT == {name for name in points if "::" not in name}
 
@@ -105,7 +105,8 @@ def test_what_is_not_emulated_fails_by_its_name(points):
 
 
 class Out:
-    """Room for an output: so many bytes, of which the call writes the first (all by default)."""
+    """Memory for an output of this number of bytes, of which the call writes the first (all by
+    default)."""
 
     def __init__(self, size, written=None):
         self.size, self.written = size, size if written is None else written

@@ -81,7 +81,7 @@ def test_format_cast_and_back(dtype, shape, c0):
 
 
 def test_format_casts_of_the_graph_operator(run):
-    """torch_npu casts so on Atlas inference products, and everywhere until 2.10."""
+    """torch_npu casts so on Atlas inference devices, and everywhere until 2.10."""
     script = """
 import ctypes
 import torch, torch_npu

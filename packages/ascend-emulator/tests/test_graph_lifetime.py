@@ -241,7 +241,7 @@ def test_a_new_stream_has_no_subscription_of_a_destroyed_one(stream):
         handles.add(on.value)
         call("aclrtSubscribeReport", ctypes.c_uint64(threading.get_ident()), on)
         call("aclrtDestroyStream", on)
-    assert len(handles) < 50  # a new stream may have the handle of a destroyed one
+    assert len(handles) < 50  # A new stream may have the handle of a destroyed one.
 
 
 def test_a_graph_cannot_run_while_it_is_captured(stream):

@@ -151,7 +151,8 @@ def test_a_stream_that_is_not_joined_invalidates_the_capture(x):
 
 
 def test_task_groups_are_updated_and_wait_for_an_external_event(x):
-    """As a model's attention is given new lengths: the group's operator is called again on another
+    """As a model's attention gets new sequence lengths: the group's operator is called again on
+    another
     stream."""
     graph, event, update = torch.npu.NPUGraph(), torch.npu.ExternalEvent(), torch.npu.Stream()
     out = torch.zeros_like(x)
@@ -199,8 +200,8 @@ except RuntimeError as error:
 
 
 def test_a_conditional_node_runs_its_branch_when_its_value_says_so(x):
-    """aclmdlRIAddCondTask as NPUGraph::begin_capture_to_if_node calls it, which torch_npu opens for
-    one chip alone."""
+    """aclmdlRIAddCondTask as NPUGraph::begin_capture_to_if_node calls it, which torch_npu enables
+    only for one chip."""
     library = ctypes.CDLL("libascendcl.so")
     library.aclGetRecentErrMsg.restype = ctypes.c_char_p
 
@@ -281,7 +282,7 @@ print(y.tolist())
     count, code, message = first.split()
     assert 1800 < int(count) < 1984
     assert (code, message) == ("True", "True"), done.stderr
-    # which captures nothing after a failure (conftest.py)
+    # The stream captures nothing after a failure (conftest.py).
     if not importlib.metadata.version("torch-npu").startswith("2.10."):
         assert others == ["[2.0, 2.0, 2.0, 2.0]"]
 

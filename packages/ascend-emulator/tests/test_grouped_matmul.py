@@ -72,7 +72,7 @@ def test_quant_matmul_per_token(transposed, batch, dtype):
 def test_quant_matmul_to_int8_and_int32():
     a, b, scale, offset = integers(4, 32), integers(32, 8), torch.rand(8) * 1e-2, torch.randn(8)
     actual = torch_npu.npu_quant_matmul(a.npu(), b.npu(), scale.npu(), offset=offset.npu())
-    # 19 bits of it reach the cube unit
+    # 19 bits of it reach the cube unit.
     short = (scale.view(torch.int32) & ~0x1FFF).view(torch.float32)
     wide = (a.double() @ b.double()) * short.double() + offset.double()
     assert ((actual.cpu().double() - wide.clamp(-128, 127)).abs() <= 0.501).all()
@@ -218,14 +218,14 @@ def test_grouped_matmul_by_rows(split, kind, stacked):
 @pytest.mark.parametrize("transposed", [False, True])
 @pytest.mark.parametrize("split", [0, 3])
 def test_grouped_matmul_of_bfloat16(split, transposed):
-    # few rows are multiplied in place, groups together; many are packed
+    # Few rows are multiplied in place, groups together; many are packed.
     counts = [1, 0, 7, 70, 2, 0, 9, 100]
     x, weight = (
         torch.randn(sum(counts), 136).bfloat16(),
         torch.randn(len(counts), 200, 136).bfloat16(),
     )
     own = weight.npu() if transposed else weight.transpose(1, 2).contiguous().npu().transpose(1, 2)
-    if split == 0:  # a list of inputs has an output each
+    if split == 0:  # A list of inputs has an output each.
         parts = [(part, own[i].t()) for i, part in enumerate(x.npu().split(counts)) if len(part)]
         actual = torch.cat(
             torch_npu.npu_grouped_matmul(

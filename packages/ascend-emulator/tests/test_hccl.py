@@ -33,8 +33,7 @@ def played(run):
 
 
 def close(actual, expected, dtype):
-    """Equal, but for one rounding of torch_npu's division by the number of ranks and of a
-    product."""
+    """Equal, except for one rounding of torch_npu's division by the number of ranks and of PROD."""
     eps = torch.finfo(dtype).eps if dtype.is_floating_point else 0
     expected = expected.to(dtype).double() if dtype != torch.bool else expected.double()
     torch.testing.assert_close(
@@ -72,7 +71,7 @@ def test_all_reduce(played, label, ranks, dtype, op):
         if op == "AVG" and not kind.is_floating_point:
             expected = expected.trunc()
         if dtype == "bool":
-            # torch_npu: a sum of truth values is their disjunction
+            # torch_npu: a sum of booleans is their logical or.
             expected = expected.clamp(max=1)
         for rank in range(ranks):
             close(played[label][rank][key], torch.cat([expected[:50], expected[-50:]]), kind)
@@ -240,7 +239,7 @@ def test_what_hccl_does_not_reduce_is_refused(played):
         "the data type of a reduction by prod is bfloat16; allowed on Ascend910B1: int8, int32,"
         " int64, float16, float32"
     )
-    assert f"HcclAllReduce: {expected}" in errors["bfloat16 product"]
+    assert f"HcclAllReduce: {expected}" in errors["bfloat16 prod"]
 
 
 def test_c_interface(played):
@@ -398,9 +397,9 @@ def test_a_rank_without_host_memory_says_so(played):
 @pytest.mark.parametrize(
     ("name", "said"),
     [
-        # are sent away, and those who belong to the communicator come after them
+        # They are rejected, and the ranks of the communicator connect after them.
         ("strangers", ""),
-        # do not delay the ranks, one of which sends its handshake in two segments
+        # They do not delay the ranks, one of which sends its handshake in two segments.
         ("silent strangers", ""),
         (
             "another number of ranks",

@@ -108,7 +108,7 @@ def rotate(x, cos, sin):
 
 
 def apart(x):
-    """The even places, then the odd ones."""
+    """The even positions, then the odd ones."""
     return torch.cat([x[..., ::2], x[..., 1::2]], -1)
 
 

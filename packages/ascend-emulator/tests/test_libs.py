@@ -63,7 +63,7 @@ def test_first_operator_without_a_compiler(run, installed, tmp_path):
     done, seconds = start(run, installed, tmp_path)
     assert done.stdout == "[[2.0, 2.0], [2.0, 2.0]]\n", done.stderr
     assert "compil" not in done.stderr
-    # most of it is the import of torch and torch_npu; a compilation takes over 200
+    # Most of it is the import of torch and torch_npu; a compilation takes over 200.
     assert seconds < 60
     assert not (tmp_path / "cache").exists()
 

@@ -58,7 +58,7 @@ def test_case(agree, name):
 
 
 def counted(values, bins, least, most):
-    """A histogram in exact arithmetic: bins are half open, but for the last."""
+    """A histogram in exact arithmetic: bins are half open, except the last one."""
     least, most = (min(values), max(values)) if least == most and values else (least, most)
     least, most = (least - 1, most + 1) if least == most else (least, most)
     found = [0] * bins

@@ -102,8 +102,8 @@ def test_ctc(agree_backward, reduction):
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
 @pytest.mark.parametrize("reduction", ["none", "mean", "sum"])
 def test_fused_cross_entropy(reduction, dtype):
-    """And its gradient, with what the documentation allows beside one: weights and ignored labels,
-    but for the mean."""
+    """And its gradient, with the arguments that the documentation allows with one: weights and
+    ignored labels, but not the mean."""
     x, target, weight = (
         torch.randn(SHAPE).to(dtype),
         torch.randint(0, 5, (6,)),

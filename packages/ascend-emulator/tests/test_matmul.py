@@ -11,7 +11,7 @@ import torch_npu
 from torch.nn import functional as F
 
 FLOATS = [torch.float32, torch.float16, torch.bfloat16]
-# Shapes of operands, and the product. Values are small whole numbers, so that sums are exact in
+# Shapes of operands, and the result. Values are small whole numbers, so that sums are exact in
 # float32 and results rounded once.
 PRODUCTS = {
     "mm": ([(5, 16), (16, 7)], torch.mm),
@@ -184,8 +184,8 @@ def test_on_310p_float32_is_multiplied_in_float16(run):
     done = run("run", "--soc", "Ascend310P3", "--", sys.executable, "-c", textwrap.dedent(ON_310P))
     assert "AssertionError" not in done.stderr
     assert (
-        "aclnnMatmul: cubeMathType is 0 for float32; Ascend310P3 has no float32 products, so it"
-        " must be 1 or 2" in done.stderr
+        "aclnnMatmul: cubeMathType is 0 for float32; Ascend310P3 has no float32 matmuls,"
+        " so it must be 1 or 2" in done.stderr
     )
 
 

@@ -142,7 +142,7 @@ def test_shared_and_special_experts(played):
         more = data(rank, (4, 1024), torch.bfloat16, salt=4).double()
         close(one[0], combined(x, ids, scales) + x.double() * SHARED[0] + more, torch.bfloat16)
         close(two[0], combined(x, ids, scales) + x.double() * sum(SHARED) + more, torch.bfloat16)
-        if rank < 2:  # one shared expert: each source has its replica; two: each has all
+        if rank < 2:  # With one shared expert each source has its replica; with two each has all.
             assert (one[1], two[1]) == ([8], [16])
         ids = routing(rank, 4, 3, 8)
         expected = combined(x, ids, scales, factors=(*FACTORS[:4], 0.0, 1.0, 0.0, 0.0))

@@ -70,7 +70,7 @@ def test_host_memory_can_be_registered():
     check(acl.aclrtHostUnregister(ctypes.c_void_p(address)))
     assert attributes(address)[0] == UNREGISTERED
     assert "not registered" in refused(acl.aclrtHostUnregister(ctypes.c_void_p(address)))
-    # pinned alone, at any place
+    # only pinned, at any address
     check(acl.aclrtHostRegisterV2(ctypes.c_void_p(address + 1), ctypes.c_uint64(64), 0x10000000))
     assert attributes(address + 64)[0] == HOST
     check(acl.aclrtHostUnregister(ctypes.c_void_p(address + 1)))

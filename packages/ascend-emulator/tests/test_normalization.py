@@ -182,7 +182,7 @@ def test_add_rms_norm_quant(full, divides, dtype):
 
 
 @pytest.mark.parametrize("dtype", HALVES, ids=str)
-@pytest.mark.parametrize("kind", ["default", "plain", "smooth", "second alone"])
+@pytest.mark.parametrize("kind", ["default", "plain", "smooth", "only second"])
 def test_add_rms_norm_dynamic_quant(kind, dtype):
     if kind == "default" and importlib.metadata.version("torch-npu").startswith("2.10."):
         pytest.skip(
@@ -199,7 +199,7 @@ def test_add_rms_norm_dynamic_quant(kind, dtype):
             "smooth_scale2": smooth[1].npu(),
             "output_mask": [True, True],
         },
-        "second alone": {"smooth_scale2": smooth[1].npu(), "output_mask": [False, True]},
+        "only second": {"smooth_scale2": smooth[1].npu(), "output_mask": [False, True]},
     }[kind]
     y1, y2, total, scale1, scale2 = torch_npu.npu_add_rms_norm_dynamic_quant(
         a.npu(), b.npu(), gamma.npu(), **options
@@ -207,8 +207,8 @@ def test_add_rms_norm_dynamic_quant(kind, dtype):
     close(total, a.double() + b.double())
     y = rms(a.double() + b.double(), gamma.double())[0]
     for out, scale, factor, there in (
-        (y1, scale1, smooth[0] if kind == "smooth" else None, kind != "second alone"),
-        (y2, scale2, smooth[1], kind in ("smooth", "second alone")),
+        (y1, scale1, smooth[0] if kind == "smooth" else None, kind != "only second"),
+        (y2, scale2, smooth[1], kind in ("smooth", "only second")),
     ):
         if not there:
             continue

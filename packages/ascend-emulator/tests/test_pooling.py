@@ -42,7 +42,7 @@ POOLS = {
 
 
 def _long(result):
-    """torch_npu has the places in int32."""
+    """torch_npu returns the indices in int32."""
     return result[0], result[1].long()
 
 
@@ -60,7 +60,7 @@ def test_pool(agree_backward, name, dtype):
     if dtype != torch.float32 and "avg_pool3d" in name and "adaptive" not in name:
         pytest.skip("PyTorch on the CPU has none to compare with")
     if dtype == torch.bfloat16 and "max" in name:
-        shape = (1, 1, *shape[2:])  # no more values than bfloat16 tells apart
+        shape = (1, 1, *shape[2:])  # No more values than bfloat16 distinguishes.
     agree_backward(
         function,
         distinct(shape, dtype) * (1 if dtype != torch.bfloat16 or "max" not in name else 0.5),

@@ -20,7 +20,7 @@ ANALYSIS = (
 
 @pytest.fixture(scope="module")
 def profile(tmp_path_factory):
-    """Directory of the profile of two steps: a product on one stream, a sum on another."""
+    """Directory of the profile of two steps: a matmul on one stream, a sum on another."""
     path = tmp_path_factory.mktemp("profile")
     npu = torch_npu.profiler
     x, side = torch.ones(64, 32, device="npu"), torch.npu.Stream()

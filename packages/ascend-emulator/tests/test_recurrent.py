@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-all project
-"""One step of an LSTM, and its gradient, which PyTorch has in this form for devices alone."""
+"""One step of an LSTM, and its gradient, which PyTorch has in this form only for devices."""
 
 import pytest
 import torch
@@ -89,7 +89,7 @@ def test_lstm_layer(batch_first, dtype):
     ],
 )
 def test_packed_sequences(layers, bidirectional, bias):
-    """Sequences of several lengths, which torch_npu packs with their padding, against torch.nn.LSTM
+    """Sequences of several sizes, which torch_npu packs with their padding, against torch.nn.LSTM
     in float64.
 
     Gradients are those of the packed values: ATen's gradient of the packing, which torch_npu keeps,

@@ -84,7 +84,7 @@ def test_mrope(kind, size, rotary, mode, dtype):
     qkv = torch.randn(9, 8 * size).to(dtype)
     cache = torch.randn(40, rotary).to(dtype)
     positions = torch.tensor([0, 39, 3, 3, 17, 1, 2, 20, 38], dtype=kind)
-    # rows of a wider tensor, as vLLM has them
+    # Rows of a wider tensor, as in vLLM.
     query, key, _ = qkv.npu().split([4 * size, 2 * size, 2 * size], -1)
     results = torch_npu.npu_mrope(
         positions.npu(), query, key, cache.npu(), size, mrope_section=[0, 0, 0], rotary_mode=mode

@@ -153,7 +153,7 @@ def end_of(read):
     child = os.fork()
     if child == 0:
         faulthandler.disable()
-        signal.signal(signal.SIGSEGV, signal.SIG_DFL)  # a sanitizer has a handler of its own
+        signal.signal(signal.SIGSEGV, signal.SIG_DFL)  # A sanitizer has a handler of its own.
         read()
         os._exit(0)
     _, status = os.waitpid(child, 0)

@@ -175,7 +175,7 @@ def test_complex32_is_refused_everywhere_but_in_complex():
         assert "a tensor is ComplexHalf; aclnnComplex alone takes it" in refusal(call)
 
 
-LARGE = 1 << 20  # the dry run of such tensors is one of smaller tensors
+LARGE = 1 << 20  # The dry run uses smaller tensors.
 
 
 @pytest.mark.parametrize("size", [3, LARGE])
@@ -216,7 +216,7 @@ LARGE = 1 << 20  # the dry run of such tensors is one of smaller tensors
 )
 def test_what_aten_says_about_dtypes_is_an_error_of_the_call(call, dtype, named, size):
     x = npu(size, dtype=dtype)
-    for _ in range(2):  # a refusal is not remembered as a success
+    for _ in range(2):  # A refusal is not cached as a success.
         assert f"[ascend-emulator] {named}" in refusal(call, x)
 
 

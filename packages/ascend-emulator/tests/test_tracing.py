@@ -216,15 +216,15 @@ torch.npu.synchronize()
         told["aclnnFusedInferAttentionScoreV4"],
     )
     keys, queries = 2 * (130 + 70) * row, 2 * 2 * 8 * 64 * 2
-    # lengths, table and sums besides
+    # Sequence lengths, block table and sums besides.
     assert keys + queries <= attention["bytes"] < keys + queries + 1000
     assert attention["flops"] == 4 * 8 * 64 * (130 + 70)
-    # latents are read as keys and as values
+    # Latents are read as keys and as values.
     keys, queries = (512 + 64 + 512) * (130 + 70) * 2, (512 + 64 + 512) * 2 * 8 * 2
     assert keys + queries <= latent["bytes"] < keys + queries + 1000
     keys, queries = (512 + 64 + 512) * (3 + 2) * 2, (512 + 64 + 512) * 3 * 8 * 2  # the named tokens
     assert keys + queries <= told["aclnnSparseFlashAttention"]["bytes"] < keys + queries + 1000
-    read, written = 3 * 576 + 512 + 2 * 3 * 64, 2 * 576  # one of three tokens has no slot
+    read, written = 3 * 576 + 512 + 2 * 3 * 64, 2 * 576  # One of three tokens has no slot.
     assert (
         2 * (read + written)
         <= told["aclnnKvRmsNormRopeCache"]["bytes"]

@@ -338,7 +338,7 @@ for case in task["cases"]:
 
 @without_sanitizers("they handle SIGSEGV")
 def test_cases_that_crash_or_hang_do_not_end_the_run(monkeypatch, tmp_path):
-    """With a process in place of the one that uses the NPU, since no case is known to do this."""
+    """With a process instead of the one that uses the NPU, because no case is known to do this."""
     (tmp_path / "worker.py").write_text(WORKER)
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     monkeypatch.setenv("RANK_FILE", str(tmp_path / "rank"))
@@ -365,7 +365,7 @@ def test_cases_that_crash_or_hang_do_not_end_the_run(monkeypatch, tmp_path):
     ]
     assert set(others) == {"observed"}
     assert len(others) > 5
-    # a killed process may stay a zombie for a while
+    # A killed process may stay a zombie for a while.
     state = Path("/proc", (tmp_path / "rank").read_text(), "stat")
     assert not state.exists() or state.read_text().rpartition(")")[2].split()[0] in "ZX"
 

@@ -68,7 +68,7 @@ def initialized():
 
 @pytest.fixture
 def range_of_three():
-    """Three chunks mapped one behind the other, and the room behind them."""
+    """Three chunks mapped one behind the other, and the free address range behind them."""
     start, chunks = reserve(), [physical() for _ in range(3)]
     for i, chunk in enumerate(chunks):
         check(map_at(start + i * 2 * MIB, chunk))

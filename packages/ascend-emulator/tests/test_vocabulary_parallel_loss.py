@@ -43,7 +43,8 @@ def test_loss_and_gradients_of_two_ranks(dtype, index, keep):
     ]
     most = torch.stack([each[0] for each in ranks]).amax(0)
     total = sum(each[1] * (each[0] - most).exp() for each in ranks)
-    # the logits of the ranks that have the token, from each rank's own largest value to that of all
+    # The logits of the ranks that have the token, rebased from each rank's own maximum to the
+    # global one.
     own = [torch.from_numpy(own_rows(each[3])).npu() for each in ranks]
     predicted = sum(
         (each[2] + each[0] - most) * here for each, here in zip(ranks, own, strict=True)

@@ -25,7 +25,7 @@ def capture_and_replay(device):
     for turn in range(ROUNDS):
         graph = torch.npu.NPUGraph()
         main.synchronize()
-        # torch.npu.graph would synchronize all NPUs, which the other capture forbids
+        # torch.npu.graph would synchronize all NPUs, which the other capture forbids.
         with torch.npu.stream(main):
             graph.capture_begin(capture_error_mode="thread_local")
             y = x * turn

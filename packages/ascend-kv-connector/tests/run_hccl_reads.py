@@ -133,7 +133,7 @@ def main() -> None:
     results["nothing is sent"] = failure(
         lambda: transport.read(session, run(address, here, SIZE), 0.5)
     )
-    torch.npu.synchronize()  # must not block on the missing send
+    torch.npu.synchronize()  # This must not block on the missing send.
     right["after nothing was sent"] = [read(6)]
     deafen()
     link = transport._readers[session].link

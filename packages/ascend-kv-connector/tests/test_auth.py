@@ -180,7 +180,8 @@ def test_open_ports_are_named_with_a_secret_too(monkeypatch: pytest.MonkeyPatch)
     assert lines == []
     warn_of_open_ports(False, "mooncake", "10.0.0.1:15000")
     assert re.search(
-        r"Mooncake authenticates nobody: .*10\.0\.0\.1:15000.*fix: admit the other instances only",
+        r"Mooncake does not authenticate its peers: .*10\.0\.0\.1:15000.*fix: admit the other"
+        r" instances only",
         lines[0],
     )
 

@@ -168,7 +168,7 @@ def test_prompts_that_the_producer_has_forgotten_do_not_keep_others_waiting(
 def test_failures_of_one_outage_count_once() -> None:
     now = [10.0]
     breaker = CircuitBreaker(5.0, lambda: now[0])
-    for _ in range(4):  # side by side: all began before the first one failed
+    for _ in range(4):  # Side by side: all began before the first one failed.
         breaker.note_failure("no answer", 3.0)
     assert breaker.refusal() == ""
     now[0] = 12.0

@@ -153,7 +153,7 @@ class TestAscendP2PConnector(HandoffTests):
     def test_transfers_do_not_wait_for_later_steps(self, engine: Callable[..., Engine]) -> None:
         one, other = engine(kv_role="kv_producer"), engine(kv_role="kv_consumer")
         given = {"a": list(range(30)), "b": list(range(1, 31))}
-        params = self.prefill_all(one, given)  # in one step: both leases are of the next one
+        params = self.prefill_all(one, given)  # In one step, so both leases belong to the next one.
         with busy() as on_one, busy() as on_other:
             with torch.npu.stream(on_other.stream):
                 other.add("a", given["a"], 3, params["a"])

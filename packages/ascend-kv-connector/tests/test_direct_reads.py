@@ -52,7 +52,7 @@ def test_copies_and_messages(layout: str, instances: Callable) -> None:
     assert sum(rank.copied_bytes for rank in producer.producers) - before == packed * size
     assert sum(outcome.copied for outcome in outcomes) == unpacked * size
     ranks = len(producer.producers)
-    # Locate and Confirm, or Fetch and Release
+    # Locate and Confirm, or Fetch and Release.
     assert [outcome.messages for outcome in outcomes] == [2 * ranks] * len(outcomes)
 
 

@@ -45,7 +45,7 @@ def test_reads_succeed_and_failures_are_bounded_in_time() -> None:
     assert found["stopped"]["cause"].startswith("no answer in ")
     for name in ("nothing is sent", "stopped"):
         assert 0.4 < found[name]["seconds"] < 5
-    # whichever notices first, the connection or HCCL
+    # Whichever notices first, the connection or HCCL.
     assert found["killed"]["kind"] in ("peer", "transport")
     assert found["killed"]["seconds"] < 5
     assert (found["killed"]["sum"], found["killed"]["closed"] < 10) == (4950, True)

@@ -105,7 +105,7 @@ def test_failed_write_may_still_arrive(
         tuple(blocks),
     )
     settle(consumer)
-    assert monotonic() - began > 2.4  # the bytes' arrival, and the time for those in transit
+    assert monotonic() - began > 2.4  # The arrival of the bytes, and the time for those in transit.
     sleep(0.5)
     assert is_unchanged(consumer)
 
@@ -126,7 +126,7 @@ def test_blocks_are_free_once_their_writer_has_died(
         instances("q").produce(port=rank.server.port)
     ((outcome,),) = consumer.wait()
     assert outcome.kind == "peer"
-    assert settle(consumer) > 0.4  # what it had sent may still arrive
+    assert settle(consumer) > 0.4  # The bytes that it sent may still arrive.
 
 
 def test_pause_of_the_reader_does_not_count(monkeypatch: pytest.MonkeyPatch) -> None:

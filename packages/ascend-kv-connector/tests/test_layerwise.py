@@ -61,7 +61,7 @@ def test_layers_are_transferred_during_prefill(
     prompt.compute(40, LAYERS[1])
     assert all(isinstance(outcome, Done) for (outcome,) in consumer.wait())
     assert consumer.holds("r", blocks, 4, 40)
-    # the readers finish before the request, which owns its blocks until then
+    # The readers finish before the request, which owns its blocks until then.
     assert all(rank.leases.pop_ended() == {} for rank in producer.producers)
     prompt.finish()
     assert producer.all_free("r-far")
@@ -219,7 +219,7 @@ def test_notification_of_a_rank_that_did_not_reply_is_repeated(instances: Callab
             sleep(0.01)
         assert monotonic() - began < 10.0
         seen = 0
-        # the first attempts of two notifications, and one that is repeated
+        # The first attempts of two notifications, and one repetition.
         while seen < 3 and silent[0].poll(20_000):
             silent[0].recv_multipart()
             seen += 1

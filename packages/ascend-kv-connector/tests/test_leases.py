@@ -165,7 +165,7 @@ def test_send_buffers_are_lent_for_limited_time(clock: Clock) -> None:
     assert buffers.in_use == 1
     three, buffer = buffers.acquire(mine, 5)
     assert buffer is first
-    buffers.release(mine, [one])  # expired, although the same transfer has the buffer again
+    buffers.release(mine, [one])  # Expired, although the same transfer has the buffer again.
     assert (buffers.in_use, buffers.acquire(third, 5)) == (2, None)
     buffers.release(other)
     assert buffers.acquire(third, 5)[1] is second
@@ -253,7 +253,7 @@ def test_queries_are_answered_in_their_order(clock: Clock) -> None:
     free = 1
     queue.serve(answer)
     assert replies.pop() == ("n0", Ack())
-    clock.now += 2.5  # 6.5 s after the first: the second query has waited for 5.5 s
+    clock.now += 2.5  # 6.5 s after the first: the second query has waited for 5.5 s.
     queue.serve(answer)
     told = Refused("deadline", "all in use", again=True, queued=True)
     assert replies.pop() == ("n1", told)

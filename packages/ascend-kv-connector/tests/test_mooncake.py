@@ -69,7 +69,7 @@ def test_tokens_are_transferred(one: dict, other: dict, instances: Callable) -> 
 
 
 class Moving:
-    """Mooncake's asynchronous calls: the state of each run after 0.05 s, and what they were asked.
+    """Mooncake's asynchronous calls: the state of each run after 0.05 s, and the requests to it.
 
     A batch is freed when its end is returned, after which it may not be asked for.
     """
@@ -105,7 +105,7 @@ class Moving:
 def test_runs_are_waited_for_asleep(
     states: tuple[int, ...], locals: list[int], code: int, left: int
 ) -> None:
-    """After an error, those that are left are asked for until they have ended, which frees them."""
+    """After an error, the remaining runs are polled until they have ended, which frees them."""
     moving = Moving(*states)
     shared = SharedEngine.__new__(SharedEngine)
     shared.engine, shared.timeout = moving, 0.2
@@ -113,7 +113,7 @@ def test_runs_are_waited_for_asleep(
     found, settled = shared.run(moving.submit, "peer", runs)
     assert found == code
     assert moving.submitted == (2 if 13 in locals else len(locals))
-    assert moving.looks < 500  # without a pause some 100,000 in this time
+    assert moving.looks < 500  # Without a pause there would be about 100,000 in this time.
     sleep(0.06)
     for number in range(left):
         assert not settled()
@@ -283,7 +283,7 @@ def test_read_that_ended_with_a_closed_connection_is_repeated() -> None:
     codes[:] = [-1, -1, -1, -1, 0]
     transport.read("peer:1", runs, 10)
     assert codes == []
-    # bytes of the first attempt may still arrive
+    # Bytes of the first attempt may still arrive.
     for direction, ended in (("write", True), ("read", False)):
         codes[:], ends[0] = [-1, 0], ended
         with pytest.raises(TransferError, match=f"mooncake failed to {direction} 1 bytes"):

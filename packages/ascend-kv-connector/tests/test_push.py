@@ -69,7 +69,7 @@ def test_layers_are_written_as_they_are_computed(layout: str, instances: Callabl
                     stop,
                     layer,
                 )
-        # a pipeline's first rank may have all of its layers
+        # A pipeline's first rank may have all of its layers.
         assert not consumer.consumers[-1].get_finished()
     prompt.compute(40, LAYERS[1])
     outcomes = [outcome for (outcome,) in consumer.wait()]
@@ -82,7 +82,7 @@ def test_layers_are_written_as_they_are_computed(layout: str, instances: Callabl
         sum(rank.copied_bytes for rank in producer.producers),
         sum(outcome.copied for outcome in outcomes),
     ) == (0, 0)
-    # a handshake with each, and a Push to those that have something
+    # A handshake with each, and a Push to those that have blocks.
     producers = len(producer.producers)
     assert all(producers < outcome.messages <= 2 * producers for outcome in outcomes)
     prompt.finish()
@@ -106,8 +106,8 @@ def test_waiting_pushes_leave_the_interpreter_to_the_engine(
     assert wait_for(lambda: looks["use_lease"] > 3)
     looks.clear()
     sleep(1.0)
-    assert 0 < looks["use_lease"] < 100  # every 2 ms they would be 500
-    assert 0 < looks["answer"] < 50  # every 5 ms they would be 200
+    assert 0 < looks["use_lease"] < 100  # Every 2 ms there would be 500.
+    assert 0 < looks["answer"] < 50  # Every 5 ms there would be 200.
     prompt.compute(40)
     assert isinstance(consumer.wait()[0][0], Done)
 

@@ -31,7 +31,7 @@ STATES = {"recurrent": ((2, 8, 6), torch.float32), "convolution": ((3, 20), torc
 
 
 class Pages(SimpleNamespace):
-    """As vLLM's runner hands over the cache of a layer with pages."""
+    """The cache of a layer with pages, as vLLM's runner passes it."""
 
     def _asdict(self) -> dict[str, torch.Tensor]:
         return vars(self)
@@ -226,7 +226,7 @@ def test_a_prefill_instance_leaves_the_last_token_out(
     if kept:
         assert params["remote_num_tokens"] == 11
         assert made.build_connector_meta(NOTHING).leases == {"r": ([5, 6, 7, 0, 0, 3], 11)}
-        near = request(12, params)  # the decode instance's, with the whole prompt
+        near = request(12, params)  # The decode instance's result, with the whole prompt.
         assert made.get_num_new_matched_tokens(near, 4) == (7, True)
         made.update_state_after_alloc(
             near, SimpleNamespace(get_block_ids=lambda: ([50, 51, 52, 53], [60])), 7
@@ -247,7 +247,7 @@ def test_groups_with_states_are_known_and_other_connectors_refuse_them() -> None
     assert (paged_block_size([states, full]), draft_blocks([states, full])) == (16, 2)
     for groups, known, what in (
         ([states, full], False, "MambaSpec"),
-        ([states], True, "has states alone"),
+        ([states], True, "has only states"),
     ):
         with pytest.raises(extension.RefusedError, match=what):
             sliding_windows("X", groups, known)

@@ -120,7 +120,7 @@ def test_different_layouts_and_hashes_do_not_share(
             engine(hf_overrides={"rope_theta": 7.0}), dict(list(LONG.items())[:1]), "model"
         ).values()
     )
-    # of latent attention, which this model has not
+    # Belongs to latent attention, which this model does not have.
     monkeypatch.setattr(mla_prolog, "check", lambda config: None)
     halves = {"additional_config": {"ascend": {"platform": {"mla_prolog": True}}}}
     assert not any(serve(engine(**halves), dict(list(LONG.items())[:1]), "order").values())

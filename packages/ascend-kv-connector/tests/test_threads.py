@@ -27,7 +27,7 @@ def test_two_readers_of_a_layer_see_computed_tokens_only() -> None:
     def first_chunk() -> bool:
         if not entered.is_set():
             entered.set()
-            go.wait(1.0)  # the other reader runs between the query and its consequence, if it can
+            go.wait(1.0)  # The other reader runs between the query and its effect, if it can.
         return True
 
     progress.record("l", 100, first_chunk)
@@ -108,7 +108,7 @@ def test_requests_fail_while_no_thread_can_be_started(instances: Callable) -> No
     assert rank.queues.thread_count == 0
     rank.start("s", producer.fill("s", 8)[0], blocks := consumer.take(8), 0, 8)
     assert isinstance(consumer.wait()[0][0], Done)
-    with pytest.MonkeyPatch.context() as patch:  # that of the peer is there, and those that unpack
+    with pytest.MonkeyPatch.context() as patch:  # The peer's thread exists, and those that unpack.
         refuse_threads(patch)
         rank.start("t", producer.fill("t", 8)[0], blocks := consumer.take(8), 0, 8)
         assert isinstance(consumer.wait()[0][0], Done)

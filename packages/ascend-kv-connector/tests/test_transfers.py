@@ -39,7 +39,7 @@ SHAPES = {
     "other chunk size": ({"chunk_bytes": 4096}, {"chunk_bytes": 200}),
     "checksums": ({}, {"verify": True}),
     "windows": ({"windows": (0, 6)}, {"windows": (0, 6)}),
-    "a window alone, tp 2 to 1": ({"windows": (6,), "tp": 2}, {"windows": (6,)}),
+    "only a window, tp 2 to 1": ({"windows": (6,), "tp": 2}, {"windows": (6,)}),
     "three groups, pp 2 to tp 2": (
         {"windows": (5, 0, 1), "layers": 6, "pp": 2},
         {"windows": (5, 0, 1), "layers": 6, "tp": 2},
@@ -248,7 +248,7 @@ def test_hanging_read_ends_at_the_deadline_without_blocking_others(
     assert (outcome.kind, 1.9 < outcome.seconds < 10) == ("deadline", True)
     network.faults.hang = 0.0
     second, _ = producer.fill("s", 17)
-    # the same blocks: vLLM may reuse them at once
+    # The same blocks, because vLLM may reuse them at once.
     consumer.consumers[0].start("s", second, blocks, 0, 17)
     ((done,),) = consumer.wait()
     assert isinstance(done, Done)
@@ -523,8 +523,8 @@ def test_rotated_keys_in_another_order_are_refused(instances: Callable) -> None:
 
 
 def test_other_weights_of_the_same_model_are_refused(instances: Callable) -> None:
-    """An instance without the checkpoint's files, of which the fingerprint is not known, is
-    compared by the model alone."""
+    """For an instance without the checkpoint's files, whose fingerprint is unknown, only the model
+    is compared."""
     for theirs, ours, cause in (
         ("new", "old", "the peer's weights of m have fingerprint new, this instance's old"),
         ("new", "new", ""),

@@ -55,7 +55,7 @@ def serve(pipe: Connection) -> None:
             1:
         ] and time.monotonic() < until:
             time.sleep(0.05)  # until the connections are closed
-        torch.npu.synchronize()  # a lost client must not block the NPU
+        torch.npu.synchronize()  # A lost client must not block the NPU.
         if isinstance(told, float):
             served.tensors["head.weight"][0] = told
             torch.npu.synchronize()
@@ -132,7 +132,7 @@ def play(process: Any, pipe: Connection) -> dict[str, dict[str, Any]]:
             under_way = {
                 name: pool.submit(take, port, rooms[name], name, timeout=1) for name in TRANSPORTS
             }
-        torch.npu.synchronize()  # a receive that never completes must not block this NPU
+        torch.npu.synchronize()  # A receive that never completes must not block this NPU.
         for name, mine in found.items():
             mine[case] = under_way[name].result() | compared(rooms[name])
         if number == signal.SIGSTOP:

@@ -40,7 +40,7 @@ def test_find_skips_invalid_entries(tmp_path: Path) -> None:
     ):
         (tmp_path / f"key-{number}.json").write_bytes(content)
     (tmp_path / "key-directory.json").mkdir()
-    os.mkfifo(tmp_path / "key-fifo.json")  # to open it would wait for a writer
+    os.mkfifo(tmp_path / "key-fifo.json")  # Opening it would wait for a writer.
     ahead = registry.Registration(str(tmp_path), "key", "ahead:1")
     os.utime(ahead.path, (time.time() + 1000, time.time() + 1000))
     assert registry.find(str(tmp_path), "key") == []

@@ -32,7 +32,7 @@ def test_error_in_the_pinning_thread_is_raised(place: int) -> None:
     came = []
     with pytest.raises(OSError, match="the disk"):
         came.extend(pin_weights(weights(place), 0))
-    assert len(came) in (0, place)  # list.extend keeps the items before the error
+    assert len(came) in (0, place)  # list.extend keeps the items before the error.
 
 
 def test_closing_the_iterator_stops_reading() -> None:

@@ -117,7 +117,7 @@ def test_dying_peer_leaves_only_verified_bytes(serving: Any, tenth: int) -> None
     )
     assert ((got == sent) | (got == 0)).all()
     right = (got[sent != 0] != 0).mean()
-    # four connections with a chunk of 4 of 39 MB each
+    # Four connections with a chunk of 4 MB of 39 MB each.
     assert max(0, tenth / 10 - 0.45) <= right < 1
 
 
@@ -266,7 +266,7 @@ def test_connection_limit_and_transfer_over_fewer_connections(serving: Any) -> N
     served.fetch(into, connections=4)
     assert as_bytes(into) == as_bytes(weights())
     begin = time.monotonic()
-    # until the server has noticed the end of that transfer
+    # Until the server has noticed the end of that transfer.
     while len(idle) < 2 and time.monotonic() < begin + 30:
         with contextlib.suppress(PeerError):
             idle.append(peer.connect(address, Options(), SECRET, until))
@@ -277,7 +277,7 @@ def test_connection_limit_and_transfer_over_fewer_connections(serving: Any) -> N
 
 
 def test_refused_extra_connections_do_not_end_a_transfer(serving: Any) -> None:
-    # 25 chunks: too many for one connection's requests
+    # 25 chunks are too many for the requests of one connection.
     tensors = {"weight": torch.arange(25 << 19, dtype=torch.int64)}
     served, into = (
         serving(tensors, max_connections=1, max_bytes_per_second=400e6),
@@ -349,7 +349,7 @@ def test_clients_without_the_secret_do_not_keep_others_out(
     served.fetch(into)
     assert as_bytes(into) == as_bytes(weights())
     strangers[0].settimeout(60.0)
-    while strangers[0].recv(4096):  # the oldest is disconnected, long before its handshake ends
+    while strangers[0].recv(4096):  # The oldest is disconnected, long before its handshake ends.
         pass
     for each in strangers:
         each.close()

@@ -46,7 +46,7 @@ def test_applied_once_whenever_the_module_comes(patched, script):
 
 
 def test_applied_at_the_end_of_an_import_that_is_under_way(patched):
-    # as vllm.v1.engine.core is when the engine core's process resolves the platform
+    # As vllm.v1.engine.core is when the engine core's process resolves the platform.
     patched.victim("early", ENTER + "from victim import m")
     patched.victim("m", "import sys\n" + ENTER + "assert 'one' not in globals()\n" + VICTIM)
     assert patched.run("from victim.m import one; print(one())") == ("11", "")

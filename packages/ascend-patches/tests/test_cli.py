@@ -61,7 +61,7 @@ def test_check_reads_a_given_vllm_and_fails_when_it_has_drifted(world, command, 
     status, out, _ = command("check", "--vllm", str(tree))
     assert status == 1
     assert "p.loop: differs" in out
-    count = len(extension.overrides(tree))  # whose modules the tree does not have
+    count = len(extension.overrides(tree))  # The tree does not have its modules.
     last = (
         f"1 of {1 + len(discover())} patches and {count} of {count} overrides differ from vLLM"
         " 0.40.0"

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-all project
-"""``--enable-eplb`` on the NPU: refused by vLLM, accepted with the patch, which changes the answer
-to that check alone."""
+"""``--enable-eplb`` on the NPU: refused by vLLM, accepted with the patch, which changes only that
+check."""
 
 import json
 import subprocess

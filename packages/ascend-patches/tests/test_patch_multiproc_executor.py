@@ -9,7 +9,7 @@ import sys
 import pytest
 
 NAME = "multiproc_executor.collective_rpc"
-# vLLM's executor and the loops of two of its workers, on threads, between them vLLM's queues
+# vLLM's executor and the loops of two of its workers, on threads, connected by vLLM's queues.
 SCRIPT = """
 import collections, os, threading
 from ascend_patches import enter

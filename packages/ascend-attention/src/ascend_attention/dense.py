@@ -60,7 +60,7 @@ class FusedAttentionMetadataBuilder(AttentionMetadataBuilder[FusedAttentionMetad
             parallel.cp_kv_cache_interleave_size if parallel.decode_context_parallel_size > 1 else 0
         )
         self.padded_block_table: torch.Tensor | None = None
-        # one is left for a dummy request
+        # One slot is reserved for a dummy request.
         if (most := vllm_config.scheduler_config.max_num_seqs) >= MAX_REQUESTS:
             raise NotImplementedError(
                 f"{FusedAttentionImpl.title} supports up to {MAX_REQUESTS - 1} requests in a step,"
@@ -175,7 +175,7 @@ def pad_queries(
     """Cumulative query lengths, sequence lengths and rows for requests with one query token and
     draft tokens in flight.
 
-    ``seq_lens`` is known on the device alone, and is up to ``drafts`` lower than ``bounds``. The
+    ``seq_lens`` is known only on the device, and is up to ``drafts`` lower than ``bounds``. The
     kernel aligns the last query row with the last key, so that a token n rows before the last
     attends to n fewer keys: each request gets a row for each possible length, and the token goes to
     the row of its length.
@@ -299,7 +299,8 @@ class FusedAttentionImpl(extension.AttentionImplBase, AttentionImpl[FusedAttenti
         if key_cache.dtype == torch.int8:
             int8.write(layer, key, value, key_cache, value_cache, slots)
         elif len(slots):
-            # value is a slice of the fused QKV projection; the kernel needs it contiguous
+            # `value` is a slice of the fused QKV projection, and the kernel requires contiguous
+            # tensors.
             new = key.contiguous(), value.contiguous()
             torch_npu.npu_scatter_pa_kv_cache(
                 *new, key_cache, value_cache, slots, cache_mode="Norm"
@@ -325,7 +326,8 @@ class FusedAttentionImpl(extension.AttentionImplBase, AttentionImpl[FusedAttenti
             **lengths,
         }
         tensors = query.contiguous(), key_cache.flatten(2), value_cache.flatten(2)
-        # workspace for the longest sequences, so that a graph's memory does not change
+        # The workspace is sized for the longest sequences, so that a graph's memory does not
+        # change.
         if extension.is_captured():
             attend["workspace"] = torch_npu._npu_fused_infer_attention_score_get_max_workspace(
                 *tensors, **attend

@@ -153,8 +153,8 @@ class FusedEncoderAttentionBackend(extension.AttentionBackendBase, AttentionBack
 
 
 def host_ends(cu_seqlens: torch.Tensor) -> list[int]:
-    """Cumulative lengths on the host, without the leading 0: copied once, as all layers of a
-    forward pass get the same tensor."""
+    """Cumulative sequence lengths on the host, without the leading 0. They are copied once, because
+    all layers of a forward pass get the same tensor."""
     if not hasattr(cu_seqlens, "host_ends"):
         cu_seqlens.host_ends = cu_seqlens[1:].tolist()
     return cu_seqlens.host_ends
@@ -170,7 +170,7 @@ class FusedMMEncoderAttention(MMEncoderAttention):
     def maybe_recompute_cu_seqlens(
         cls, attn_backend: Any, cu_seqlens: Any, *args: Any, **kwargs: Any
     ) -> torch.Tensor:
-        """vLLM's tensor on the device, with the lengths that the host knows here."""
+        """vLLM's tensor on the device, with the sequence lengths that the host knows."""
         on_device = super().maybe_recompute_cu_seqlens(attn_backend, cu_seqlens, *args, **kwargs)
         on_device.host_ends = cu_seqlens[1:].tolist()
         return on_device
@@ -188,8 +188,8 @@ class FusedMMEncoderAttention(MMEncoderAttention):
         head_size]``, or 4-dimensional.
 
         Args:
-            cu_seqlens: int ``[sequences + 1]``, cumulative lengths of the sequences packed in a
-            batch of one.
+            cu_seqlens: int ``[sequences + 1]``, cumulative sequence lengths of a packed batch of
+            one.
         """
         batch, length = query.shape[:2]
         ends = (

@@ -120,14 +120,14 @@ def reserve(impl: Any, query: torch.Tensor, block_size: int) -> None:
         torch.empty(shape, dtype=dtype, device=query.device)
         for dtype in (query.dtype, query.dtype, torch.int8)
     ]
-    # a slice's output, and the merged ones before and after
+    # The output of a slice, and the merged outputs before and after it.
     workspace += [torch.empty_like(query, dtype=torch.float32) for _ in range(3)]
     workspace.clear()
 
 
 def group_prefills(blocks: list[int], first: int, capacity: int) -> Iterator[tuple[int, int]]:
     """Ranges of requests whose blocks fit into the workspace together, padded to the longest; a
-    longer request is alone."""
+    longer request has a range of its own."""
     start = first
     for end in range(first + 1, len(blocks) + 1):
         if end == len(blocks) or (end + 1 - start) * max(blocks[start : end + 1]) > capacity:
@@ -224,7 +224,7 @@ def _decode(
     def per_channel(parameter: torch.Tensor | None) -> torch.Tensor | None:
         return None if parameter is None else parameter.view(impl.num_kv_heads, 1, -1)
 
-    # the kernel adds the offsets, and requires both or neither
+    # The kernel adds the offsets, and requires both or neither.
     offsets = [layer.k_cache_offset, layer.v_cache_offset]
     if any(offset is not None for offset in offsets):
         offsets = [

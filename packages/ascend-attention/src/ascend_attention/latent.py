@@ -3,11 +3,10 @@
 """Multi-head latent attention (MLA) with npu_fused_infer_attention_score_v2 over the paged latents.
 
 Queries are "absorbed": they come projected to the latents, so that the kernel reads the KV cache as
-it is. It takes at most 16 query tokens of a request, so that a longer one becomes several requests
-with lengths of their own. Long prompts and chunks have their keys and values expanded instead,
-where the heads have the widths that the kernel takes (``latent_prefill.py``). Limits of the kernel
-are those of ``torch_npu/_op_plugin_docs.py`` in the torch_npu wheel, and of op-plugin's page for
-it.
+it is. It takes at most 16 query tokens of a request, so a longer one is split into several
+requests. Long prompts and chunks have their keys and values expanded instead, where the heads have
+the widths that the kernel takes (``latent_prefill.py``). Limits of the kernel are those of
+``torch_npu/_op_plugin_docs.py`` in the torch_npu wheel, and of op-plugin's page for it.
 """
 
 import functools
@@ -64,7 +63,7 @@ class LatentMetadata(AttentionMetadata):
         mask: int8 ``[2048, 2048]``, 1 above the diagonal; None if each request has one query token.
         softmax_lse: float32 ``[1]``, placeholder for the unused softmax_lse output.
         rows: int64 ``[num_actual_tokens]``, row of each query token among ``num_rows``, where the
-            host does not know the exact lengths.
+        host does not know the exact sequence lengths.
     """
 
     compute_lengths: Callable[[], dict[str, Any]]
@@ -112,8 +111,8 @@ class LatentMetadataBuilder(AttentionMetadataBuilder[LatentMetadata]):
         self.expands = not self.interleave and latent_prefill.serves(layers, kv_cache_spec.dtype)
         if self.expands:
             self._init_reorder_batch_threshold(latent_prefill.MAX_ABSORBED_TOKENS)
-            # vLLM's profiling run reserves memory for keys and values of four times as many tokens;
-            # a chunk has copies of them
+            # vLLM's profiling run reserves memory for the keys and values of four times as many
+            # tokens, because a chunk has copies of them.
             self.chunk_size = (
                 MLACommonMetadataBuilder.determine_chunked_prefill_workspace_size(vllm_config) // 4
             )
@@ -150,8 +149,8 @@ class LatentMetadataBuilder(AttentionMetadataBuilder[LatentMetadata]):
         if prefills:
             ends, block_table = ends[:num_decodes], block_table[:num_decodes]
             num_tokens = ends[-1] if ends else 0
-        # the tokens that a DCP rank stores are no run of a request's last ones, as the kernel's
-        # causal mask takes them to be
+        # Under DCP a rank's tokens are interleaved, but the kernel's causal mask assumes that they
+        # are contiguous.
         parts = cut(ends, 1 if self.interleave else MAX_QUERY_TOKENS)
         if len(parts) > len(ends):
             requests = torch.tensor([part.request for part in parts], pin_memory=True)
@@ -252,7 +251,7 @@ class FusedLatentAttentionImpl(extension.LatentAttentionImplBase, MLAAttentionIm
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.uses_dcp = self.dcp_world_size > 1
-        # for vLLM's MLAAttention, whose exchange between ranks needs Triton
+        # Disables the exchange between ranks in vLLM's MLAAttention, which needs Triton.
         self.dcp_world_size = 1
         widths = self.kv_lora_rank, self.qk_rope_head_dim
         if widths != (LATENT, ROPE) or self.num_heads > 128:
@@ -272,7 +271,7 @@ class FusedLatentAttentionImpl(extension.LatentAttentionImplBase, MLAAttentionIm
     ) -> None:
         """Write latents ``[tokens, 512]`` and rotated keys ``[tokens, 1, 64]`` into the
         KV cache."""
-        # other ranks' tokens have slot -1 and go to the null block
+        # Other ranks' tokens have slot -1 and are written to the null block.
         slots = slot_mapping.clamp_min(0) if self.uses_dcp else self.valid_slots(slot_mapping)
         write_latents((kv_c_normed, k_pe), kv_cache, slots)
 
@@ -346,8 +345,8 @@ class FusedLatentAttentionImpl(extension.LatentAttentionImplBase, MLAAttentionIm
         lengths: dict[str, Any],
         meta: LatentMetadata,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Call the kernel for these requests. The output is a transposed view, as vLLM's next
-        product reads heads first."""
+        """Call the kernel for these requests. The output is a transposed view, because vLLM's next
+        matmul reads heads first."""
         query, query_rope = q
         tokens, heads, _ = query.shape
         latents, ropes = (cache.flatten(2) for cache in kv_cache)
@@ -369,7 +368,8 @@ class FusedLatentAttentionImpl(extension.LatentAttentionImplBase, MLAAttentionIm
             **lengths,
         }
         tensors = query, latents, latents
-        # workspace for the longest sequences, so that a graph's memory does not change
+        # The workspace is sized for the longest sequences, so that a graph's memory does not
+        # change.
         if extension.is_captured():
             attend["workspace"] = torch_npu._npu_fused_infer_attention_score_v2_get_max_workspace(
                 *tensors, **attend
@@ -441,7 +441,7 @@ class FusedLatentAttentionBackend(extension.AttentionBackendBase, AttentionBacke
     builder_cls: ClassVar[type[Any]] = LatentMetadataBuilder
     block_sizes: ClassVar = [BLOCK_SIZE]
     head_sizes = (LATENT + ROPE,)
-    # it is in piecewise graphs, which need slots for padding tokens
+    # It is captured in piecewise graphs, which need slots for padding tokens.
     forward_includes_kv_cache_update = False
 
     @classmethod

@@ -41,8 +41,8 @@ class Chunk:
     Attributes:
         slots: int64 ``[tokens]``, their KV cache slots.
         rows: of the requests' queries.
-        lengths: cumulative numbers of the requests' queries and of the tokens, as the kernel takes
-        them.
+        lengths: cumulative query lengths and sequence lengths of the requests, in the kernel's
+        form.
     """
 
     slots: torch.Tensor

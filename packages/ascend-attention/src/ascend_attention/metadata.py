@@ -47,7 +47,7 @@ class FusedAttentionMetadata(AttentionMetadata):
         causal: False for cross attention, where every token attends to all of its request's keys.
         dcp: this rank's share of the step under decode context parallelism.
         rows: int64 ``[num_tokens]``, row of each query token among ``num_rows``, where the host
-        does not know the exact lengths.
+        does not know the exact sequence lengths.
     """
 
     compute_lengths: Callable[[], dict[str, Any]]

@@ -86,7 +86,7 @@ def _log_once(line: str) -> None:
 
 def to_nz(weight: torch.Tensor) -> torch.Tensor:
     """A copy of ``[out, in]`` as ``[in, out]`` in FRACTAL_NZ."""
-    # torch_npu creates base formats otherwise; the attribute cannot be read
+    # Otherwise torch_npu creates base formats. The attribute cannot be read.
     torch.npu.config.allow_internal_format = True
     try:
         return torch_npu.npu_format_cast(weight.data.t().contiguous(), FRACTAL_NZ)
@@ -159,7 +159,7 @@ class FusedLatentLayer(MultiHeadLatentAttentionWrapper):
         rope: Any = self.rotary_emb
         table = rope.rope._match_cos_sin_cache_dtype(like)
         known: dict[str, list[torch.Tensor]] = get_forward_context().additional_kwargs
-        # vLLM's V2 runner warms up in the context of a capture
+        # vLLM's V2 runner warms up in the context of a capture.
         key = f"latent rope {table.data_ptr()} {extension.is_captured()}"
         if key not in known:
             known[key] = [

@@ -15,7 +15,7 @@ OPTIONS = {"all2all": "auto", "groups": {}, "deterministic": False, "connect_tim
 
 GROUPS = ("tp", "pp", "dp", "ep", "eplb", "etp", "edp", "mc2")
 """Names of vLLM's groups with a device communicator (``vllm/distributed/parallel_state.py``), and
-of the group of MC2 alone."""
+the name of MC2's group."""
 
 GROUP_OPTIONS = {
     "buffer_size": ("hccl_buffer_size", "MiB"),
@@ -71,7 +71,7 @@ def _take_options(options: Mapping[str, object]) -> None:
             _check_int(f"groups.{name}.{key}", value, 1, 2**31 - 1, GROUP_OPTIONS[key][1])
     if not isinstance(options["deterministic"], bool):
         raise _refused("deterministic", options["deterministic"], "true or false")
-    # HCCL reads both when the first group is created; child processes inherit them
+    # HCCL reads both when the first group is created, and child processes inherit them.
     if options["deterministic"]:
         os.environ["HCCL_DETERMINISTIC"] = "true"
     if options["connect_timeout"] is not None:

@@ -31,7 +31,7 @@ INHERITED = {
     "recv": "HcclRecv",
     "broadcast": "HcclBroadcast",
     "get_symmetric_memory_buffer": "None: torch_npu has no symmetric memory for HCCL's collectives",
-    "suspend": "nothing: HCCL does not free its buffers during a group's lifetime",
+    "suspend": "none: HCCL does not free its buffers during a group's lifetime",
     "resume": "nothing, as suspend",
     "checkpoint_prepare": "nothing, as suspend",
     "checkpoint_restore": "nothing, as suspend",
@@ -48,7 +48,8 @@ class HCCLCommunicator(DeviceCommunicatorBase):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        # vLLM passes the local rank (parallel_state.py:540), which may differ from the device index
+        # vLLM passes the local rank (parallel_state.py:540), which may differ from the device
+        # index.
         self.device = torch.device("npu", torch.npu.current_device())
         self._set_options()
         if self.use_all2all:
@@ -217,7 +218,7 @@ class HCCLCommunicator(DeviceCommunicatorBase):
         is_sequence_parallel: bool = False,
         extra_tensors: list[torch.Tensor] | None = None,
     ) -> Dispatched:
-        """Dispatch tokens with top-k weights and ids ``[tokens, k]`` in place of router logits."""
+        """Dispatch tokens with top-k weights and ids ``[tokens, k]`` instead of router logits."""
         return self._manager.dispatch(
             hidden_states, topk_weights, topk_ids, is_sequence_parallel, extra_tensors
         )

@@ -52,7 +52,8 @@ class P2PLink(PyHcclCommunicator):
         self.library.call("HcclCommInitRootInfo", 2, root_info.data_ptr(), rank, ctypes.byref(comm))
         self._comm = comm.value
         self._check("aclrtCreateStream", ctypes.byref(handle))
-        self.npu_stream = handle.value  # PyHcclCommunicator reads only this attribute of a stream
+        # PyHcclCommunicator reads only this attribute of a stream.
+        self.npu_stream = handle.value
 
     @staticmethod
     def root_info() -> bytes:

@@ -22,7 +22,7 @@ import torch_npu  # noqa: F401
 from torch.distributed import ProcessGroup, ReduceOp
 from vllm.distributed.utils import StatelessProcessGroup
 
-Stream = Any  # torch.npu.Stream or None; the class exists after torch_npu is imported
+Stream = Any  # torch.npu.Stream or None. The class exists only after torch_npu is imported.
 
 LIBRARY = "libhccl.so"
 ROOT_INFO_BYTES = 4108
@@ -40,7 +40,7 @@ DTYPES = {
     torch.uint32: 9,
     torch.float64: 10,
     torch.bfloat16: 11,
-    torch.bool: 7,  # for data movement, as in torch_npu; HCCL does not reduce it
+    torch.bool: 7,  # Only for data movement, as in torch_npu. HCCL does not reduce it.
 }
 """HcclDataType of each dtype. HCCL decides which of them a chip moves and which it reduces."""
 
@@ -192,8 +192,8 @@ class PyHcclCommunicator:
             self.rank, self.world_size = dist.get_rank(group), dist.get_world_size(group)
         self._comm: int | None = None
         with torch.npu.device(self.device):
-            # opens the NPU; the device is not synchronized, since another stream may wait for a
-            # failed rank
+            # This opens the NPU. It does not synchronize the device, because another stream may
+            # wait for a failed rank.
             torch.npu.current_stream().synchronize()
             if self.rank == 0:
                 self.library.call("HcclGetRootInfo", info.data_ptr())
@@ -398,8 +398,8 @@ class PyHcclCommunicator:
                         f"HCCL needs contiguous tensors; {list(each.shape)} has strides"
                         f" {each.stride()}"
                     )
-        # reading the handle flushes torch_npu's task queue, which may still hold the operators that
-        # write the tensors
+        # Reading the handle flushes torch_npu's task queue, which may still hold the operators that
+        # write the tensors.
         handle = (torch.npu.current_stream(self.device) if stream is None else stream).npu_stream
         plain = (each.data_ptr() if isinstance(each, torch.Tensor) else each for each in arguments)
         self.library.call(name, *plain, comm, handle)

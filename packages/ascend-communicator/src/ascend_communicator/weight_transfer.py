@@ -110,8 +110,9 @@ class HCCLWeightTransferEngine(NCCLWeightTransferEngine):
         meta = [
             ParamMeta(name, getattr(torch, dtype), tuple(shape)) for name, dtype, shape in named
         ]
-        model: Any = self.model  # each of vLLM's models has load_weights, torch's Module does not
-        # a bucket has some parameters of a drafter
+        # Each of vLLM's models has `load_weights`; torch's Module does not.
+        model: Any = self.model
+        # A bucket has some parameters of a drafter.
         with mtp_validation.disable_mtp_completeness_check():
             for group in bucketize(meta, self.packed_buffer_size_bytes if self.packed else 0):
                 buffer = torch.empty(
@@ -153,7 +154,7 @@ class HCCLTrainerWeightTransferEngine(NCCLTrainerWeightTransferEngine):
     training step."""
 
     init_info_cls = HCCLTrainerInitInfo
-    # PyHcclCommunicator, which has the methods of vLLM's PyNcclCommunicator
+    # A PyHcclCommunicator, which has the methods of vLLM's PyNcclCommunicator.
     model_update_group: Any
 
     @classmethod
@@ -204,7 +205,8 @@ class HCCLTrainerWeightTransferEngine(NCCLTrainerWeightTransferEngine):
 
     def _broadcast(self, source: WeightSource, meta: list[ParamMeta]) -> None:
         if not self.is_sender:
-            super()._broadcast(source, meta)  # iterating may be a collective of the trainer's ranks
+            # Iterating may be a collective of the trainer's ranks.
+            super()._broadcast(source, meta)
             return
         pairs = self._checked_iter(source, meta)
         for group in bucketize(meta, self.packed_buffer_size_bytes if self.packed else 0):
@@ -212,7 +214,7 @@ class HCCLTrainerWeightTransferEngine(NCCLTrainerWeightTransferEngine):
             for part in unpack(buffer, group):
                 part.copy_(next(pairs)[1])
             self.model_update_group.broadcast(buffer, 0)
-        next(pairs, None)  # raises if the source has more parameters than announced
+        next(pairs, None)  # Raises if the source has more parameters than announced.
 
     def _post_send_sync(self) -> None:
         torch.npu.current_stream().synchronize()

@@ -16,7 +16,7 @@ from ascend_emulator.chips import chip, measured
 from ascend_emulator.verify.report import read, title
 
 DEFAULT_SOC = "Ascend910B1"
-# CANN's Python binding, a top-level module as in CANN
+# CANN's Python binding, a top-level module as in CANN.
 _PYACL = str(Path(__file__).with_name("pyacl"))
 # npu-smi, msprof
 _PROGRAMS = tuple(str(Path(__file__).parent / name) for name in ("bin", "tools/profiler/bin"))
@@ -125,7 +125,7 @@ def set_environment(
         environ["ASCEND_CUSTOM_OPP_PATH"] = _first(
             str(own), environ.get("ASCEND_CUSTOM_OPP_PATH", "")
         )
-        paths.append(str(own / "op_api" / "lib"))  # for callers that look it up by its name alone
+        paths.append(str(own / "op_api" / "lib"))  # For callers that look it up only by its name.
     environ.update(
         LD_LIBRARY_PATH=_first(*paths, environ.get("LD_LIBRARY_PATH", "")),
         PATH=_first(*_PROGRAMS, environ.get("PATH", "")),

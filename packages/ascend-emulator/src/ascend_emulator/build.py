@@ -34,7 +34,7 @@ from ascend_emulator.cache import root as cache_root
 
 CORE = "ascend_emulator"
 PREBUILT = "ascend_emulator_libs"
-# interface that torch_npu 2.13 was released for; aclsysGetVersionStr returns it
+# The CANN version that torch_npu 2.13 was released for; aclsysGetVersionStr returns it.
 CANN_VERSION = "9.1.0"
 # Libraries that torch_npu's wheel links against or loads: libopapi for operators, libhcomm for
 # HCCL's groups.
@@ -47,11 +47,11 @@ SONAMES = (
     "libgraph.so",
     "libacl_tdt_channel.so",
     "libopapi.so",
-    "libatb.so",  # linked by libop_plugin_atb.so, which is loaded with its first operator
+    "libatb.so",  # Linked by libop_plugin_atb.so, which is loaded with its first operator.
     "libnnopbase.so",  # for aclDestroyAclOpExecutor
     "libmsprofiler.so",  # loaded with the first profiler
-    "libascend_hal.so",  # driver: number of NPUs, for torch_npu's Python code
-    "libfmk_parser.so",  # linked by torchair's libraries, as is the next
+    "libascend_hal.so",  # The driver: number of NPUs, for torch_npu's Python code.
+    "libfmk_parser.so",  # Linked by torchair's libraries, like the next one.
     "libascend_protobuf.so",
 )
 FLAGS = (
@@ -84,9 +84,9 @@ UNITS = {
 ATB_LAYOUT = ("2.10", "2.11", "2.12", "2.13", "2.14")
 UNUSED_DAYS = 30
 ERROR_LINES = 60  # of a compiler that are shown
-PROCESSOR_SECONDS = 320  # of a whole build, with g++ 12.2 on a server's core
-COMPILER_BYTES = 1300 << 20  # memory of one compiler process; with sanitizers twice as much
-# prefixes of operators: GetWorkspaceSize and the launch
+PROCESSOR_SECONDS = 320  # Seconds of a whole build, with g++ 12.2 on a server's core.
+COMPILER_BYTES = 1300 << 20  # Memory of one compiler process; with sanitizers twice as much.
+# Prefixes of operators: GetWorkspaceSize and the launch.
 OPERATORS = ("aclnn", "Atb", "aclStft", "aclRfft1D")
 SOURCES = Path(__file__).parent / "csrc"
 # ASCEND_EMULATOR_SANITIZE: sanitizers to compile with, which `ascend-emulator run` preloads.
@@ -535,7 +535,8 @@ def _build(
             *_optimization(name),
             f"-I{SOURCES}",
             f"-isystem{torch / 'include'}",
-            f"-ffile-prefix-map={SOURCES}/=",  # relative file names in messages and in the registry
+            # Relative file names in messages and in the registry.
+            f"-ffile-prefix-map={SOURCES}/=",
             *("-x", "c++", "-c", "-o", str(partial), "-"),
         ]
         _run(f"compiling {name}", command, text)
@@ -609,7 +610,8 @@ def _build(
                 f"-l{CORE}",
             ],
         )
-        (target / "lib64").mkdir(exist_ok=True)  # where programs that link against CANN look for it
+        # Where programs that link against CANN look for it.
+        (target / "lib64").mkdir(exist_ok=True)
         (target / "lib64" / soname).unlink(missing_ok=True)
         (target / "lib64" / soname).symlink_to(Path("..", soname))
     # Files that torch_npu expects in a CANN installation

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-all project
-"""Directory of compiled libraries: its place, its owner and mode, and its locks.
+"""Directory of compiled libraries: its path, its owner and mode, and its locks.
 
 What is in it runs in each process that uses the emulator. So it is created for its user only, and
 files that another user can replace are refused, as by OpenSSH (``StrictModes`` of sshd_config(5)).
@@ -20,7 +20,7 @@ from pathlib import Path
 
 VARIABLE = "ASCEND_EMULATOR_CACHE"
 FIX = f"fix: set {VARIABLE} to a directory of your own"
-LOCK_SECONDS = 3600.0  # a compilation takes minutes, also on slow machines
+LOCK_SECONDS = 3600.0  # A compilation takes minutes on slow machines.
 
 
 class BuildError(RuntimeError):
@@ -58,8 +58,8 @@ def _refuse_foreign(path: Path, *, above: bool = False) -> None:
     if found.st_uid not in (0, os.geteuid(), os.lstat("/").st_uid):
         problem = f"belongs to user {found.st_uid}"
     elif stat.S_ISLNK(found.st_mode) or (above and found.st_mode & stat.S_ISVTX):
-        # a link has no mode of its own; in a sticky directory such as /tmp others cannot replace
-        # what is not theirs
+        # A link has no mode of its own. In a sticky directory such as /tmp other users cannot
+        # replace files that are not theirs.
         return
     elif found.st_mode & stat.S_IWOTH or (
         found.st_mode & stat.S_IWGRP and not _is_private(found.st_gid)
@@ -154,7 +154,7 @@ def lock(path: Path, say: Callable[[str], None] = say_on_stderr) -> Iterator[Non
         BuildError: the file cannot be used, or another process holds it for LOCK_SECONDS.
     """
     create(path.parent)
-    try:  # a symbolic link is not followed: its target would be created
+    try:  # Do not follow a symbolic link: its target would be created.
         file = os.open(
             path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK, 0o600
         )

@@ -110,7 +110,7 @@ def chip(name: str) -> Chip:
 
 
 def measured(chip: Chip, report: dict[str, Any]) -> Chip:
-    """The chip with the times of a report of ``ascend-emulator verify`` in place of published
+    """The chip with the times of a report of ``ascend-emulator verify`` instead of published
     figures, where the report has them.
 
     Raises:

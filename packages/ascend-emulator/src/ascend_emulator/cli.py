@@ -73,7 +73,7 @@ def _parser() -> argparse.ArgumentParser:
         metavar="NAME@N=KIND",
         help=(
             "make the Nth call of an entry point fail (N+: and all later ones), such as"
-            f" aclrtMalloc@3=oom; repeatable; kinds: {', '.join(KINDS)}"
+            f" aclrtMalloc@3=oom; repeatable; faults: {', '.join(KINDS)}"
         ),
     )
     run.add_argument("--sanitize", action="store_true", help=SANITIZE)
@@ -151,7 +151,7 @@ def _run(options: argparse.Namespace) -> int:
     if options.trace:
         path = Path(options.trace).resolve()
         try:
-            path.write_text("[\n")  # every process appends one event per line
+            path.write_text("[\n")  # Every process appends one event per line.
         except OSError as error:
             print(
                 f"ascend-emulator run: cannot write the trace to {path}: {error.strerror}",

@@ -41,7 +41,7 @@ def missing(libraries: Iterable[Path], pattern: str) -> list[str]:
 def readable(symbol: str) -> str:
     """The qualified name of a C++ symbol, without parameters: ``ge::Session::AddGraph``."""
     parts, rest = [], re.sub("^_ZNK?", "", symbol)
-    while length := re.match(r"\d+", rest):  # an identifier is preceded by its length
+    while length := re.match(r"\d+", rest):  # An identifier is preceded by its size.
         end = length.end() + int(length[0])
         parts.append(rest[length.end() : end])
         rest = rest[end:]

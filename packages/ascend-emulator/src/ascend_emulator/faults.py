@@ -30,7 +30,7 @@ def checked(fault: str) -> str:
     """
     if not _FORM.fullmatch(fault):
         raise ValueError(
-            f"invalid fault {fault!r}; use NAME@N=KIND, such as aclrtMalloc@3=oom; kinds:"
+            f"invalid fault {fault!r}; use NAME@N=FAULT, such as aclrtMalloc@3=oom; faults:"
             f" {', '.join(KINDS)}"
         )
     return fault
@@ -61,7 +61,7 @@ def inject(name: str, nth: int = 1, kind: str = "oom", repeat: bool = False) -> 
             allocation after emptying its cache.
 
     Raises:
-        ValueError: unknown entry point, or unsupported kind for it.
+        ValueError: unknown entry point, or a fault that it does not support.
         RuntimeError: no NPU is emulated in this process.
     """
     library = _library()

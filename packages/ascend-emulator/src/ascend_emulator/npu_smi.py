@@ -92,7 +92,7 @@ def topic(what: str, npu: int, name: str, memory: int) -> str:
 
 
 def main(arguments: list[str]) -> int:
-    """Print what is asked for; other queries are refused in a line."""
+    """Print the requested query; other queries are refused in one line."""
     npus = int(os.environ.get("ASCEND_EMULATOR_NPUS", "0"))
     if not npus:
         print(

@@ -31,7 +31,7 @@ GROUP = "ascend_emulator.operators"
 VARIABLE = "ASCEND_EMULATOR_OPERATORS"
 SONAME = "libcust_opapi.so"
 HEADERS = build.SOURCES / "include"
-# Annotation: C type, kind of operator.h. Arrays may be null, and are None then.
+# Annotation: C type, class of operator.h. Arrays may be null, and are None then.
 TYPES = {
     "Tensor": ("const void*", "Tensor"),
     "Tensor | None": ("const void*", "OptionalTensor"),
@@ -306,7 +306,7 @@ def _call(function: bytes, values: bytes, tensors: Any, count: int, message: Any
         return 1
 
 
-_registered: list[Any] = []  # the callback must live as long as the process
+_registered: list[Any] = []  # The callback must live as long as the process.
 
 
 def register() -> None:

@@ -47,7 +47,7 @@ def work(rank: int) -> None:
     sums = [torch.full((4,), 10.0 * k + rank, device="npu") for k in range(2)]
     x = torch.ones(1500, 1500, device="npu")
     torch.npu.synchronize()
-    # one stream is late: the first on rank 0, the second on rank 1
+    # One stream is late: the first on rank 0, the second on rank 1.
     with torch.npu.stream(streams[rank]):
         for _ in range(60):
             x = x @ x / 1500

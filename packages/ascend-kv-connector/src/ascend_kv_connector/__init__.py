@@ -38,12 +38,12 @@ def _offer() -> None:
         extension.offer(f"kv_connector.{name}", path)
     extension.offer("worker.awake.kv_connector", "ascend_kv_connector.p2p.worker.set_awake")
     if "vllm" not in sys.modules:
-        # listing the components outside of vLLM; vLLM itself is imported before its plugins are
-        # loaded
+        # This lists the components outside of vLLM; vLLM itself is imported before its plugins are
+        # loaded.
         return
     from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 
     for name, path in CONNECTORS.items():
-        if name not in KVConnectorFactory._registry:  # registering a name twice is an error
+        if name not in KVConnectorFactory._registry:  # Registering a name twice is an error.
             module, _, cls = path.rpartition(".")
             KVConnectorFactory.register_connector(name, module, cls)

@@ -37,7 +37,7 @@ def require_secret(shared: bytes, insecure: bool, host: str, transport: str) -> 
     raise extension.RefusedError(
         f"AscendP2PConnector: {reached}, and anyone who connects could fetch KV cache; fix: set"
         f" secret_file in kv_connector_extra_config or {SECRET_ENV} on all instances (with Ray,"
-        ' before ray start), or "insecure": true where nobody else can connect'
+        ' before ray start), or "insecure": true where no other machine can connect'
     )
 
 
@@ -45,8 +45,8 @@ def warn_of_open_ports(insecure: bool, transport: str, session: str) -> None:
     """Say that the secret does not protect Mooncake's ports, unless the user has accepted it."""
     if transport == "mooncake" and not insecure:
         extension.logger.warning(
-            "AscendP2PConnector: Mooncake authenticates nobody: whoever reaches its ports (of %s,"
-            " and one more) can read and write KV cache, with the secret too; fix: admit the other"
-            ' instances only in the firewall (option ports); "insecure": true silences this line',
+            "AscendP2PConnector: Mooncake does not authenticate its peers: any machine that reaches"
+            " its ports (of %s, and one more) can read and write KV cache, with the secret too; fix:"
+            ' admit the other instances only in the firewall (option ports); "insecure": true silences this line',
             session,
         )

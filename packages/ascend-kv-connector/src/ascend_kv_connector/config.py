@@ -167,10 +167,10 @@ def sliding_windows(name: str, groups: list[Any], states: bool = False) -> tuple
     if not {*kinds} <= supported or len(sizes) != 1:
         raise extension.RefusedError(
             f"{name} supports KV caches of full, latent and sliding-window attention with one block"
-            f" size; the model has {', '.join(kinds) or 'states alone'} with blocks of"
+            f" size; the model has {', '.join(kinds) or 'only states'} with blocks of"
             f" {', '.join(map(str, sizes))} tokens; remove the connector"
         )
-    # a group's specs are equal (vllm/v1/kv_cache_interface.py, UniformTypeKVCacheSpecs)
+    # A group's specs are equal (vllm/v1/kv_cache_interface.py, UniformTypeKVCacheSpecs).
     firsts = [group[0] for group in specs]
     if states and len(paged) < sum(map(len, specs)):
         return tuple(LAST_STATE if type(first) is MambaSpec else 0 for first in firsts)

@@ -40,7 +40,8 @@ def check(options: argparse.Namespace) -> Iterator[Finding]:
             "name the host and kv_port of a prefill instance's rank",
         )
         return
-    from ascend_kv_connector.auth import read_secret  # not imported by a doctor that checks no peer
+    # Imported here, because not every check of the doctor needs a peer.
+    from ascend_kv_connector.auth import read_secret
 
     yield from check_peer(host.strip("[]"), int(port), read_secret(""))
 
@@ -131,7 +132,7 @@ def other_addresses() -> list[str]:
     """Addresses of this machine that others can reach."""
     found = {str(each[4][0]) for each in socket.getaddrinfo(socket.gethostname(), None)}
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe, suppress(OSError):
-        # sends nothing, and chooses the address of the default route
+        # This sends nothing, and selects the address of the default route.
         probe.connect(("192.0.2.1", 9))
         found.add(str(probe.getsockname()[0]))
     return sorted(each for each in found if not is_loopback(each))

@@ -47,7 +47,7 @@ class TransferStats(KVConnectorStats):
     """Statistics of an interval.
 
     ``data``: seconds and bytes of each completed transfer and the seconds of its phases,
-    :data:`COUNTS`, failures by kind, expired leases, and the latest gauges by rank.
+    :data:`COUNTS`, failures by error code, expired leases, and the latest gauges by rank.
     """
 
     def __post_init__(self) -> None:

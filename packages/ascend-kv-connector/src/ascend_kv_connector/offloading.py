@@ -80,7 +80,7 @@ class OffloadingConnector(offloading_connector.OffloadingConnector):
 
     @classmethod
     def get_required_kvcache_layout(cls, vllm_config: Any) -> str | None:
-        return None  # the attention backend's own, with separate keys and values
+        return None  # The attention backend's own tensors, with separate keys and values.
 
     def __init__(self, vllm_config: Any, role: Any, kv_cache_config: Any) -> None:
         sliding_windows(type(self).__name__, kv_cache_config.kv_cache_groups)
@@ -141,7 +141,7 @@ class TieredSpec(TieringOffloadingSpec):
     _worker: Any  # vLLM declares a worker for CUDA
 
     def __init__(self, config: Any) -> None:
-        # tiers name a KV cache by its model
+        # Tiers name a KV cache by its model.
         if (order := config.extra_config.get("rope_order", "pairs")) != "pairs":
             config = replace(
                 config, model=replace(config.model, name=f"{config.model.name}-{order}")
@@ -315,7 +315,7 @@ class HostWorker(OffloadingWorker):
                 pairs = [
                     (page[block : block + count], host.view(-1, host.shape[-1])[row : row + count])
                 ]
-            else:  # a copy of several rows that are apart would go through a temporary tensor
+            else:  # A copy of several non-contiguous rows would need a temporary tensor.
                 rows = [divmod(row + number, self.blocks_per_chunk) for number in range(count)]
                 pairs = [(page[block + number], host[place]) for number, place in enumerate(rows)]
             for part, there in pairs:
@@ -337,7 +337,7 @@ class HostWorker(OffloadingWorker):
             zip(blocks.group_sizes, blocks.block_indices, strict=True)
         ):
             begins = len(runs)
-            # first: block index in the request; chunks are aligned to their size
+            # `first` is a block index in the request; chunks are aligned to their size.
             for place in range(first, first + count):
                 block, within = next(block_ids), place % self.blocks_per_chunk
                 if not within or place == first:

@@ -8,9 +8,9 @@ to a decode instance, both round-robin. With ``--layerwise`` the decode instance
 allocates blocks and posts to the router, which sends the prompt with these parameters to a prefill
 instance, and the KV cache is transferred layer by layer during the prefill.
 
-A list of prompts goes to a decode instance alone: a prefill instance answers with the parameters of
-the first one only. It has no queues, retries or health checks; in production use a router such as
-vLLM's own or llm-d.
+A list of prompts goes only to a decode instance: a prefill instance answers with the parameters of
+the first prompt only. It has no queues, retries or health checks; in production use a router such
+as vLLM's own or llm-d.
 """
 
 from __future__ import annotations
@@ -107,7 +107,7 @@ def application(
         """A decode instance has blocks for a request and asks for its prefill."""
         params = json.loads(await request.text())
         name = str(params.get("request_id"))
-        # n > 1: vLLM numbers them, "0_cmpl-…"
+        # With n > 1 vLLM numbers them, "0_cmpl-…".
         wanted = waiting.get(name) or waiting.get(re.sub(r"^\d+_", "", name))
         if wanted is None:
             return _error(404, f"unknown request {name!r}")
@@ -144,7 +144,7 @@ def application(
                     await response.write(data)
         except (ClientError, TimeoutError) as error:
             if response is not None:
-                raise  # a part of the response was sent: close the connection
+                raise  # A part of the response was sent, so close the connection.
             return _error(
                 502, f"the decode instance at {where} failed: {type(error).__name__}: {error}"
             )

@@ -71,7 +71,7 @@ def is_plain(tensor: torch.Tensor) -> bool:
         return True
     import torch_npu
 
-    # not defined, NCHW, ND, NCL and NCDHW
+    # Undefined, NCHW, ND, NCL and NCDHW.
     return int(torch_npu.get_npu_format(tensor)) in (-1, 0, 2, 27, 30)
 
 

@@ -38,8 +38,8 @@ def weight_identity(
     }
     experts, eplb = "none", parallel.eplb_config
     if model_config.is_moe:
-        # over all data-parallel engines; without expert parallelism each expert is sharded over
-        # this group
+        # Over all data-parallel engines; without expert parallelism each expert is sharded over
+        # this group.
         group = parallel_state.get_ep_group()
         redundant = eplb.num_redundant_experts if parallel.enable_eplb else 0
         placement = f"{redundant} redundant" if parallel.enable_expert_parallel else "each sharded"

@@ -84,8 +84,8 @@ class PeerModelLoader(BaseModelLoader):
         serving = self.options.serve_weights and self._vllm_config is not None
         before = scalar_attributes(model) if serving else {}
         if self._vllm_config and (serving or self.options.peers or self.options.registry):
-            # before processing, which may change the model's configuration (vLLM's
-            # weight_cache/daemon.py)
+            # Must run before weight processing, which may change the model's configuration (vLLM's
+            # weight_cache/daemon.py).
             note_files(model_config)
             self._identity = identity.weight_identity(
                 self._vllm_config, model_config, self.options.name
@@ -105,7 +105,7 @@ class PeerModelLoader(BaseModelLoader):
                         "cannot load weights by %s%s", " ".join(reasons[-1].split()), fallback
                     )
                 if strategy != "peer" and any(each.is_meta for each in model.parameters()):
-                    raise  # weights that are quantized during loading: cannot be restarted
+                    raise  # Weights that are quantized during loading cannot be loaded again.
         else:
             raise RuntimeError(
                 f"no strategy could load the weights of {model_config.model}: {'; '.join(reasons)}"
@@ -115,13 +115,13 @@ class PeerModelLoader(BaseModelLoader):
                 model, before, known_digests, None if strategy == "peer" else model_config
             )
 
-    # Strategies; each returns the chunk digests of what it loaded, if it knows them
+    # Strategies. Each returns the chunk digests of the loaded weights, if it knows them.
 
     def _by_peer(self, model: nn.Module, model_config: ModelConfig) -> list[bytes] | None:
         if self._vllm_config is None:
             raise PeerError("a drafter's weights are not loaded from peers")
         own = self._identity
-        # data-parallel engines differ in their experts only
+        # Data-parallel engines differ only in their experts.
         offset = _worker_rank(self._vllm_config, within_engine=not model_config.is_moe)
         listed = [
             (host, port + offset) for host, port in map(options.parse_address, self.options.peers)

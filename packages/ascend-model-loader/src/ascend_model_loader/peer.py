@@ -45,7 +45,7 @@ def connect(
             address, min(options.connect_timeout, max(0.001, deadline - time.monotonic()))
         )
     except (OSError, OverflowError, UnicodeError) as error:
-        # the last two: invalid port or host name
+        # The last two are an invalid port or host name.
         raise wire.PeerError(
             f"cannot be reached: {getattr(error, 'strerror', None) or error}"
         ) from None
@@ -112,7 +112,7 @@ LEAST_RATED = 10.0
 """Seconds over which a peer's rate is measured at least: Mooncake needs five to abort a read."""
 
 BUSY_PAUSE = 1.0
-"""Seconds after which busy peers are asked again."""
+"""Seconds after which busy peers are queried again."""
 
 
 def fetch_from_first(
@@ -236,9 +236,9 @@ class _Transfer:
             PeerError: the first error on any connection.
         """
         if self.device.type == "npu":
-            # the parameters' memory may still be in use by earlier work on the current stream
+            # The parameters' memory may still be in use by earlier work on the current stream.
             torch.npu.synchronize()
-        # each HCCL communicator allocates buffers on the NPU
+        # Each HCCL communicator allocates buffers on the NPU.
         connections = 1 if self._transport == "hccl" else self._options.connections
         count = max(
             1, min(connections, -(-self.layout.count // transports.TcpTransport.chunks_per_request))
@@ -348,8 +348,8 @@ class _Transfer:
         Raises:
             PeerError: its checksum is wrong.
         """
-        # a copy: an engine's buffer can be written by whoever reaches the engine, also between
-        # checksum and use
+        # Copy first: any process that reaches the engine can write its buffer, also between
+        # checksum and use.
         chunk = chunk if chunk_is_private else chunk.to("cpu", copy=True)
         if self._hashed(host_bytes(chunk)) != self._manifest.digests[index]:
             raise wire.PeerError(

@@ -170,7 +170,7 @@ class WeightServer:
                 continue
             except (OSError, ValueError):
                 if not self._ended.is_set():
-                    time.sleep(0.1)  # such as too many open files, which is transient
+                    time.sleep(0.1)  # For example too many open files, which is transient.
                 continue
             with self._lock:
                 if len(self._handshaking) >= MAX_HANDSHAKES:
@@ -208,7 +208,7 @@ class WeightServer:
                 raise
         except wire.PeerError as error:
             logger.debug("closing a weight connection: %s", error)
-        except Exception as error:  # an error on a connection must not affect the engine
+        except Exception as error:  # An error on a connection must not affect the engine.
             logger.warning("error on a weight connection: %s: %s", type(error).__name__, error)
         finally:
             connection.close()
@@ -224,8 +224,8 @@ class WeightServer:
                 message, _ = channel.receive(wire.GetManifest, wire.UseTransport, wire.GetChunks)
                 if isinstance(message, wire.GetManifest):
                     with self.gate.reading():
-                        # refuse if the engine is asleep; a client that reads no chunks must not
-                        # delay sleep
+                        # Refuse if the engine is asleep. A client that reads no chunks must not
+                        # delay sleep.
                         pass
                     channel.send(self._manifest)
                     continue

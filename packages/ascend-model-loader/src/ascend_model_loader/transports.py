@@ -100,7 +100,7 @@ class EngineSender:
                 f"a request for {count} chunks over {self._engine.name}; at most {ENGINE_CHUNKS}"
                 " are supported"
             )
-        # free: the client requests more only after reading it
+        # The buffer is free: the client requests more only after reading it.
         self._half, self._index = 1 - self._half, 0
 
     def buffer(self) -> torch.Tensor:

@@ -134,7 +134,7 @@ class Channel:
 
     def __init__(self, connection: socket.socket, timeout: float, deadline: float) -> None:
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        connection.settimeout(None)  # with a timeout, Python would poll before each part
+        connection.settimeout(None)  # With a timeout, Python would poll before each part.
         self.connection, self.timeout, self.deadline = connection, timeout, deadline
         self._key = b""
         self._waits: dict[int, float] = {}

@@ -61,9 +61,9 @@ class _Process:
     switched_off: set[str] = set()  # noqa: RUF012
     applied: dict[
         str, tuple[Patch, Callable[[], None]]
-    ] = {}  # by name: the patch and the function that undoes it  # noqa: RUF012
+    ] = {}  # The patch and the function that undoes it, by name.  # noqa: RUF012
     said: set[str] = set()  # noqa: RUF012
-    # of DISABLE, before the names of the configuration are added
+    # Names in DISABLE, before those of the configuration are added.
     from_environment: str | None = None
 
 
@@ -147,7 +147,7 @@ def _apply(patch: Patch) -> None:
         )
     elif patch.name not in _Process.said:
         _Process.said.add(patch.name)
-        # a patch out of its range is no longer needed
+        # A patch outside of its version range is no longer needed.
         say = (
             extension.logger.warning
             if patch.in_range(extension.version("vllm"))
@@ -212,7 +212,7 @@ class _Watched(ModuleSpec):
     def _initializing(self, value: bool) -> None:
         ended = self._initializing and not value
         vars(self)["_initializing"] = value
-        if ended and self.name in sys.modules:  # a failed import removes it, and may be repeated
+        if ended and self.name in sys.modules:  # A failed import removes it, and may be repeated.
             for act in _waiting.pop(self.name, ()):
                 act()
 

@@ -88,8 +88,8 @@ def patch(
 
     The patch's name is the file's without ``patch_``, a dot, and the function's. Every process
     imports the files of patches, so they import vLLM inside functions only. For a static or class
-    method the original is the underlying function, and the replacement becomes a method of the same
-    kind.
+    method the original is the underlying function, and the replacement becomes a static or class
+    method, too.
 
     Args:
         target: ``package.module:qualified.name``, where the module itself defines the name.

@@ -21,7 +21,7 @@ def dispatch_and_combine(
 ) -> torch.Tensor:
     """Apply the experts of all ranks to this rank's tokens ``[tokens, hidden]``; see
     ``HCCLAll2AllManager.apply_experts``."""
-    # copies sorted by expert, hence by rank
+    # The copies are sorted by expert, hence by rank.
     rows, row_idx, counts, _ = torch_npu.npu_moe_init_routing_v2(
         x,
         topk_ids,
@@ -35,7 +35,7 @@ def dispatch_and_combine(
     local_counts = torch.empty_like(counts)
     dist.all_to_all_single(local_counts, counts, group=group)
     by_rank = torch.stack((counts, local_counts)).view(2, group.size(), -1)
-    # synchronizes: HCCL takes the message sizes from the host
+    # This synchronizes, because HCCL takes the message sizes from the host.
     sent, received = by_rank.sum(-1).tolist()
     received_rows = rows.new_empty((sum(received), rows.shape[1]))
     dist.all_to_all_single(received_rows, rows, received, sent, group=group)
@@ -69,9 +69,10 @@ def regroup(rows: torch.Tensor, counts: torch.Tensor) -> tuple[torch.Tensor, tor
     Returns:
         The rows, and how many each group has, int64 ``[groups]``.
     """
-    # the operator only moves rows and has no float32: view them as twice as many float16
+    # The operator only moves rows and does not support float32, so view them as twice as many
+    # float16.
     values = rows.view(torch.float16) if rows.dtype == torch.float32 else rows
-    pieces = 1  # of a row that has more columns than the operator takes
+    pieces = 1  # Number of parts of a row that has more columns than the operator accepts.
     while values.shape[1] % pieces or values.shape[1] // pieces > MOST_COLUMNS:
         pieces += 1
     moved, _, _, totals = torch_npu.npu_moe_re_routing(

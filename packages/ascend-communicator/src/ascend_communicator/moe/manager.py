@@ -84,14 +84,14 @@ class HCCLAll2AllManager(AgRsAll2AllManager):
         metadata = get_forward_context().dp_metadata
         sizes = (metadata.get_chunk_sizes_across_dp_rank() if metadata else None) or []
         if len(sizes) != self.world_size:
-            # tensor-parallel ranks have the same tokens, which only allgather keeps together
+            # Tensor-parallel ranks have the same tokens, and only allgather keeps them together.
             return None
         shape = MoEShape(self.world_size, num_experts, topk_ids.shape[1], x.shape[1], x.dtype)
         backend, reason = select_backend(
             self.requested, self.chip, sizes, shape, self._limit(shape)
         )
         if backend == "alltoall" and torch.npu.is_current_stream_capturing():
-            backend = "allgather"  # the host cannot know the message sizes at a replay
+            backend = "allgather"  # The host cannot know the message sizes at a replay.
         if backend not in self.used:
             self.used.add(backend)
             extension.logger.info(

@@ -69,7 +69,7 @@ def unsupported_reason(chip: extension.Chip, shape: MoEShape, internode: bool) -
 
 
 def buffer_mib(comm_alg: str, shape: MoEShape, tokens: int) -> int:
-    """MiB of HCCL buffer that an algorithm needs for so many tokens of a rank."""
+    """MiB of HCCL buffer that an algorithm needs for this number of tokens per rank."""
 
     def align(size: int, step: int) -> int:
         return -(-size // step) * step
@@ -114,7 +114,7 @@ def token_limit(chip: extension.Chip, shape: MoEShape, internode: bool, mib: int
 
 
 class MC2Group:
-    """An HCCL group for dispatch and combine alone: their documentation allows no other operator on
+    """An HCCL group only for dispatch and combine: their documentation allows no other operator on
     their communicator.
 
     All ranks must create it together. The communicator is created at once, so that its buffers are

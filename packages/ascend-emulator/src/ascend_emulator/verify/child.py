@@ -16,7 +16,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-LOST = 3  # exit status: the context is lost, as the last record says
+LOST = 3  # Exit status: the context is lost, see the last record.
 
 
 def _alive() -> bool:
@@ -77,11 +77,11 @@ def main() -> int:
         started = time.monotonic()
         try:
             record = runner(section)(name, task["options"])
-        except AttributeError as error:  # this torch_npu is older than the name
+        except AttributeError as error:  # This torch_npu is older than the name.
             record = {"outcome": "absent", "error": described(error)}
         except Exception as error:
             description = described(error)
-            # a dtype that the chip lacks, for one
+            # For example a dtype that the chip lacks.
             refused = section == "timings" and description["codes"]
             record = {"outcome": "refused" if refused else "failed", "error": description}
         failed = record.get("outcome") not in ("computed", "accepted", "observed", "absent")
@@ -96,10 +96,10 @@ def main() -> int:
         )
         if lost:
             pipe.close()
-            os._exit(LOST)  # torch_npu's exit may hang or abort without a context
+            os._exit(LOST)  # torch_npu's exit may hang or abort without a context.
     pipe.close()
     sys.stdout.flush()
-    os._exit(0)  # likewise: what follows is of no interest
+    os._exit(0)  # Likewise: later failures do not matter.
 
 
 if __name__ == "__main__":

@@ -17,7 +17,7 @@ from typing import Any
 
 Facts = dict[str, Any]
 NAMES = ("two-npus",)
-SECONDS = 180  # for both ranks, from their start; each imports torch_npu first
+SECONDS = 180  # For both ranks, from their start; each imports torch_npu first.
 SIZES = (1 << 12, 1 << 20, 1 << 24, 1 << 27)
 
 
@@ -141,7 +141,7 @@ def _times() -> Facts:
     for size in SIZES:
         x = torch.ones(size // 2, device="npu").half()
         seconds = torch.tensor([_seconds(partial(dist.all_reduce, x), always=True)]).npu()
-        dist.all_reduce(seconds, op=dist.ReduceOp.MAX)  # both ranks end the loop at the same size
+        dist.all_reduce(seconds, op=dist.ReduceOp.MAX)  # Both ranks end the loop at the same size.
         slowest = seconds.item()
         facts[str(size)] = {
             "microseconds": _rounded(slowest * 1e6),

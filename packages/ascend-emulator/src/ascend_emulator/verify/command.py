@@ -32,9 +32,9 @@ from ascend_emulator.verify import (
 )
 
 Name = tuple[str, str]
-FIRST_SECONDS = 300.0  # until the first case: torch_npu's import, and the first operator's kernels
+FIRST_SECONDS = 300.0  # Until the first case: torch_npu's import, and the first operator's kernels.
 CASE_SECONDS = 90.0
-# beside what collectives take: whether the NPU still computes is asked after a failure
+# In addition to the collectives: after a failure it is checked whether the NPU still computes.
 SPARE_SECONDS = 60.0
 BUSY_PERCENT = 20
 QUICK_RUNTIME = (
@@ -212,7 +212,7 @@ class Run:
                     break
                 self.process(left)
                 if not self.records.get(("environment", "environment"), {}).get("facts"):
-                    return  # no NPU, or no torch_npu: nothing else can run
+                    return  # Without an NPU or torch_npu nothing else can run.
                 left = [case for case in left if case not in self.records]
 
     def process(self, cases: list[Name]) -> None:
@@ -227,7 +227,7 @@ class Run:
             stderr=subprocess.PIPE,
             pass_fds=[write],
             text=True,
-            start_new_session=True,  # with the processes that a case starts
+            start_new_session=True,  # Together with the processes that a case starts.
         )
         os.close(write)
         task = {"pipe": write, "device": self.options.device, "options": {}, "cases": cases}

@@ -73,8 +73,8 @@ def _outputs(ours: dict[str, Any], theirs: dict[str, Any]) -> tuple[str, str]:
         if a.get("within") != b.get("within"):
             return (
                 (
-                    f"result {place}: {'first' if a.get('within') else 'second'} report alone is"
-                    f" within the tolerance: {text}"
+                    f"result {place}: within the tolerance only in the"
+                    f" {'first' if a.get('within') else 'second'} report: {text}"
                 ),
                 "",
             )

@@ -60,7 +60,7 @@ def _describe(options: dict[str, Any]) -> dict[str, Any]:
     properties = torch.npu.get_device_properties(torch.npu.current_device())
     free, total = torch.npu.mem_get_info()
     kernels = {}
-    if emulated():  # results differ in the order of sums
+    if emulated():  # Results differ in the order of sums.
         ask = ctypes.CDLL("libascend_emulator.so").ascend_emulator_vector_unit
         ask.restype = ctypes.c_char_p
         kernels = {"vector_unit": ask().decode()}

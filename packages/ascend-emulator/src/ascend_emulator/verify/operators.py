@@ -117,7 +117,7 @@ def _compare(actual: Any, wanted: Any, ulps: float) -> dict[str, Any]:
         "rel": rounded(float((error.square().sum() / square) ** 0.5) if square else 0.0),
     }
     if int(odd.sum()):
-        found["special"] = int(odd.sum())  # infinities and NaN that only one of the two has
+        found["special"] = int(odd.sum())  # Infinities and NaN that only one of the two has.
     return found | {"within": most <= ulps and not int(odd.sum())}
 
 
@@ -140,7 +140,7 @@ def run(case: Case) -> dict[str, Any]:
         if case.before:
             exec(case.before, namespace())
         outputs = _evaluate(case, case.call, {name: value.npu() for name, value in given.items()})
-        # errors of asynchronous execution come here, before results are read
+        # Errors of asynchronous execution are raised here, before results are read.
         torch.npu.synchronize()
         actual = [leaf.cpu() if isinstance(leaf, torch.Tensor) else leaf for leaf in outputs]
     except AttributeError as error:

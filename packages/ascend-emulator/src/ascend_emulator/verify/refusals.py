@@ -73,7 +73,7 @@ def capture(inside: Any) -> None:
         try:
             inside()
         except BaseException:
-            with suppress(RuntimeError):  # the error of the body is the one to report
+            with suppress(RuntimeError):  # The error of the body is the one to report.
                 graph.capture_end()
             raise
         graph.capture_end()

@@ -30,7 +30,7 @@ def _program(
             import torch
 
             facts = function()
-            if not isolated:  # such a program may end with a stream that has failed
+            if not isolated:  # Such a program may exit with a failed stream.
                 torch.npu.synchronize()
             return {"outcome": "observed", "facts": facts}
 

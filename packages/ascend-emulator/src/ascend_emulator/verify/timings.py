@@ -11,7 +11,7 @@ from typing import Any
 
 Facts = dict[str, Any]
 PROGRAMS: dict[str, Callable[[Facts], Facts]] = {}
-# seconds of one measurement; sizes grow until then, so that a slow device is done soon
+# Seconds of one measurement; sizes grow until then, so that a slow device finishes soon.
 ENOUGH = 0.02
 REPEAT = 5
 
@@ -152,25 +152,25 @@ def _matmul(kind: str) -> Facts:
 
 @_program
 def matmul_float16() -> Facts:
-    """Throughput of square products in float16."""
+    """Throughput of square matmuls in float16."""
     return _matmul("float16")
 
 
 @_program
 def matmul_bfloat16() -> Facts:
-    """Throughput of square products in bfloat16."""
+    """Throughput of square matmuls in bfloat16."""
     return _matmul("bfloat16")
 
 
 @_program
 def matmul_float32() -> Facts:
-    """Throughput of square products in float32, as torch_npu is configured by default."""
+    """Throughput of square matmuls in float32, as torch_npu is configured by default."""
     return _matmul("float32")
 
 
 @_program
 def matmul_int8() -> Facts:
-    """Throughput of square products of int8 with one scale per column."""
+    """Throughput of square matmuls of int8 with one scale per column."""
     import torch
     import torch_npu
 

@@ -86,7 +86,7 @@ class Consumer:
         self.buffers = ReceiveBuffers(self._allocate_buffer, BUFFERS_OF_LANE * options.lanes)
         self.unpackers = ThreadPoolExecutor(options.lanes, "kv-unpack")
         started = threading.Barrier(options.lanes)
-        # now: a submission that cannot start its thread is run later all the same
+        # Submit now: a submission that cannot start its thread still runs later.
         for _ in range(options.lanes):
             self.unpackers.submit(started.wait)
         self.breakers: BoundedDict[CircuitBreaker] = BoundedDict()
@@ -98,7 +98,7 @@ class Consumer:
         self._is_full = False
         self._lock = threading.Lock()
         # PrefillStarted and PrefillCancelled received before the request, and requests that ended
-        # before them
+        # before them.
         self._announced: BoundedDict[Source] = BoundedDict(256)
         self._cancelled: BoundedDict[str] = BoundedDict(256)
         self._unannounced: BoundedDict[None] = BoundedDict()
@@ -129,7 +129,7 @@ class Consumer:
             if source is None:
                 transfer.source = self._announced.pop(request, None)
             cancelled = self._cancelled.pop(request, "") if source is None else ""
-            # decided here: PrefillStarted may arrive in another thread
+            # Decide here, because PrefillStarted may arrive in another thread.
             if transfer.source is not None:
                 self._enqueue(transfer)
         if cancelled:
@@ -161,7 +161,7 @@ class Consumer:
             if query.request in self._unannounced or (
                 transfer and transfer.source not in (None, source)
             ):
-                self.release(source)  # no longer needed, or computed twice (n > 1)
+                self.release(source)  # No longer needed, or computed twice (n > 1).
             elif transfer is None:
                 self._announced[query.request] = source
             elif transfer.source is None:
@@ -310,7 +310,7 @@ class Consumer:
         kind, threads = "fetch", self.options.lanes
         if isinstance(work, Notice):  # does not wait for transfers
             kind, threads = "notice", 1
-        elif isinstance(work, PushStop):  # may wait for a peer that does not respond
+        elif isinstance(work, PushStop):  # This may wait for a peer that does not respond.
             kind, threads = "stop", 1
         elif work.layerwise:
             kind, threads = "layerwise", MAX_LAYERWISE

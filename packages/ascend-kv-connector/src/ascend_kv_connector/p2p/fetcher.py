@@ -144,12 +144,12 @@ class Fetcher:
             transfer.messages = self._clients.sent - sent
             transfer.succeed()
         except Exception as error:
-            # chunks read before the error count; a second error is ignored
+            # Chunks read before the error count; a second error is ignored.
             with suppress(Exception):
                 self._wait_unpacked()
             if isinstance(error, NotYetError) and self._consumer.try_later(transfer):
                 return
-            # after a TransferEndedError, fail() below has no effect
+            # After a TransferEndedError, fail() below has no effect.
             if not isinstance(error, TransferError):
                 error = TransferError("internal", f"{type(error).__name__}: {error}")
             elif error.kind == "peer":
@@ -184,7 +184,8 @@ class Fetcher:
                 self._fetch_layerwise(transfer, plans, peers)
             return
         transfer.written_until = dict.fromkeys(range(len(plans)), transfer.start)
-        # fails as a whole: vLLM does not accept single invalid blocks with several KV cache groups
+        # The request fails as a whole: vLLM does not accept single invalid blocks with several KV
+        # cache groups.
         if cache.is_hybrid:
             transfer.written_until[WHOLE_TRANSFER] = transfer.start
         for part, (first, plan) in enumerate(zip(firsts, plans, strict=True)):
@@ -203,7 +204,7 @@ class Fetcher:
         self, transfer: Transfer, part: int, begin: int, plan: FetchPlan, peer: CacheInfo
     ) -> bool:
         """Read all tokens from ``begin`` on from the peer's exposed KV cache, piece by piece; False
-        if they are in so many runs that they should be packed.
+        if they are in too many runs and should be packed.
 
         What was read counts once the peer confirms that the blocks were the request's all the time.
         """
@@ -449,8 +450,8 @@ class Fetcher:
         else:
             buffer = self._read_into_buffer(transfer, session, runs, until)
         try:
-            # before anything is awaited: readers that each hold one peer's buffer and wait for
-            # another's would deadlock
+            # Reserve before anything is awaited: readers that each hold one peer's buffer and wait
+            # for another's would deadlock.
             assert transfer.source is not None
             self._clients.get(transfer.source.ranks[plan.rank]).post(
                 consumer.release_message(transfer, chunk.ticket)
@@ -575,7 +576,7 @@ class Fetcher:
             try:
                 self._clients.get(address).send(notice.message)
             except TransferError:
-                # a client that was refused once, also by a peer that is paused, stays refused
+                # A client that was refused once, also by a paused peer, stays refused.
                 self._clients.close(address)
 
 

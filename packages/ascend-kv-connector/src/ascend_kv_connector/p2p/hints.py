@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-all project
-"""What to do about a failed transfer, by kind of error."""
+"""Hints for failed transfers, by error code."""
 
 from ascend_platform.transfer.errors import Kind, TransferError
 
@@ -23,5 +23,5 @@ HINTS: dict[Kind, str] = {
 
 
 def hint(error: TransferError) -> str:
-    """The error's own hint, or that of its kind."""
+    """The error's own hint, or that of its error code."""
     return error.hint or HINTS[error.kind]

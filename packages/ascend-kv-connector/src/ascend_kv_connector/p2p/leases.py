@@ -231,7 +231,7 @@ class Leases:
             lease = self._live.get(request)
             if lease is None and request in self._ended:
                 return
-            # without a lease a reader gave up before it was granted
+            # No lease: the reader gave up before it was granted.
             readers = lease.readers if lease else self._early_readers.get(request, {})
             if rank >= ranks or not _register(readers, reader):
                 return

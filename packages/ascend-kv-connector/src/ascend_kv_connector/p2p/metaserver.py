@@ -71,10 +71,10 @@ class MetaserverClient:
         loop.close()
 
     async def _post(self, request: str, url: str, message: dict[str, Any]) -> None:
-        # for all posts: each keeps a connection for as long as the prefill takes
+        # One pool for all posts: each keeps a connection for as long as the prefill takes.
         if self._session is None:
             timeout = ClientTimeout(total=self._seconds, sock_connect=10)
-            # a kept one may close as a post is sent
+            # A reused connection may close while a post is sent.
             connector = TCPConnector(limit=most_connections(), force_close=True)
             self._session = ClientSession(
                 connector=connector, timeout=timeout, cookie_jar=DummyCookieJar()

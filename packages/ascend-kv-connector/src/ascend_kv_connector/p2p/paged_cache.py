@@ -167,7 +167,7 @@ class PagedCache:
         block_size]``; of states ``[1]``, the block.
 
         Raises:
-            TransferError: of kind ``lease``; a token has left the group's window.
+            TransferError: code ``lease``; a token has left the group's window.
         """
         table = group_block_table(blocks, group, len(self.windows))
         if self.windows[group] == LAST_STATE:
@@ -303,7 +303,8 @@ def plan_fetches(own: PagedCache, peers: Sequence[CacheInfo], rank: int) -> list
     If several ranks hold the same heads, the consumer's ranks choose different ones.
 
     Raises:
-        TransferError: of kind ``mismatch``; the producer does not have all that this rank needs.
+        TransferError: code ``mismatch``; the producer does not have all tokens that this rank
+        needs.
     """
     wanted = {(region.layer, region.part): index for index, region in enumerate(own.regions)}
     dtype = str(own.dtype).removeprefix("torch.")

@@ -78,7 +78,7 @@ class PushStop:
         self._linger, self._last = 0.0, 0.0
 
     def settled(self) -> bool:
-        """Whether nothing can arrive any more; the ranks that are left are asked again from time to
+        """Whether no more data can arrive; the remaining ranks are queried again from time to
         time."""
         with self._lock:
             now = monotonic()
@@ -99,7 +99,7 @@ class PushStop:
             try:
                 lingers = self._has_ended(clients, address, until)
             except TransferError:
-                # a client that was refused once, also by a peer that is paused, stays refused
+                # A client that was refused once, also by a paused peer, stays refused.
                 clients.close(address)
                 continue
             with self._lock:
@@ -132,7 +132,7 @@ class PushStop:
         except TransferError as error:
             if error.kind != "transport" and not _refuses_connections(address):
                 raise
-            return True  # a write has failed, or the process has ended
+            return True  # A write has failed, or the process has ended.
         return self._attempts > 0
 
 

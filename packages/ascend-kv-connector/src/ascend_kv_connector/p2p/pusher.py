@@ -198,18 +198,19 @@ class Pusher:
                     computed = push.stop
                     for layer in unfinished:
                         if at[layer] >= computed:
-                            # the device computes one layer after another, and has not computed the
-                            # one before
+                            # The device computes the layers in order, and has not computed the
+                            # previous one.
                             continue
                         computed = min(push.stop, lease.ready_tokens([layer]))
                         if computed > at[layer] and not job.cancelled:
                             written = self._write(
                                 job, layers[layer], lease.blocks, at[layer], computed
                             )
-                            lease.raise_if_revoked()  # the blocks may be another prompt's since
+                            # The blocks may belong to another prompt by now.
+                            lease.raise_if_revoked()
                             size += written
                             at[layer], wrote = computed, True
-            except NotReadyError:  # not started, or preempted: it continues in other blocks
+            except NotReadyError:  # Not started, or preempted: it continues in other blocks.
                 longest = WAITING_SECONDS
             if wrote:
                 pause = POLL_SECONDS

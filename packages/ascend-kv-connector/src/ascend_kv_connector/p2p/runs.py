@@ -69,7 +69,7 @@ class Placement(NamedTuple):
 
 
 def plan_runs(remote: Placement, local: Placement, token_bytes: Sequence[int]) -> Runs:
-    """The runs of the same tokens in both places; ``token_bytes`` are the bytes of a token in each
+    """The runs of the same tokens in both regions; ``token_bytes`` are the bytes of a token in each
     region."""
     runs, known = Runs([], [], []), dict[tuple[bool, bool], tuple[Ints, Ints]]()
     for region, size in enumerate(token_bytes):

@@ -82,7 +82,7 @@ class P2PMetadata(KVConnectorMetadata):
     consumer that will not run. ``step``: number of this step if it computes prompts that consumers
     may load, otherwise 0. ``written``: the step in which the last tokens of a lease were computed.
     ``ranks``: (host, port) of this instance's producers. ``renewed``: sources that requests wait
-    for. ``unwanted``: finished requests whose blocks nobody will load.
+    for. ``unwanted``: finished requests whose blocks no consumer will load.
     """
 
     loads: dict[str, Load] = field(default_factory=dict)
@@ -145,7 +145,7 @@ class P2PScheduler:
         draft_blocks: int = 0,
     ) -> None:
         self._tp_size, self._draft_blocks = tp_size, draft_blocks
-        # of producers with states: prompts whose last token is left to the consumer
+        # For producers with states: prompts whose last token is left to the consumer.
         self._shortened: set[str] = set()
         self._lease, self._clock = lease, clock
         self._waiting: dict[str, WaitingSource] = {}
@@ -167,7 +167,7 @@ class P2PScheduler:
         self._metadata = P2PMetadata()
         self._layerwise: dict[str, LayerwisePrefill] = {}
         self._steps = 0
-        # of producers: number of tokens, and the step that computed the last ones
+        # For producers: number of tokens, and the step that computed the last ones.
         self._prompts: dict[str, tuple[int, int]] = {}
         self._loading: dict[str, Source | None] = {}
         self._released: BoundedDict[None] = BoundedDict()
@@ -223,7 +223,7 @@ class P2PScheduler:
             return
         params, name = request.kv_transfer_params, request.request_id
         source = None if "metaserver" in params else _source(params)
-        # only once: after a preemption the prompt is computed here
+        # Only once: after a preemption the prompt is computed here.
         self._stop_remote_prefill(request)
         if not num_external_tokens:
             self._waiting.pop(name, None)
@@ -401,7 +401,7 @@ class P2PScheduler:
         self._shortened.discard(name)
         _, step = self._prompts.pop(name, (0, 0))
         self._waiting.pop(name, None)
-        # it was never scheduled, for example because its client disconnected
+        # It was never scheduled, for example because its client disconnected.
         if self._remote_tokens(request) is not None:
             self._stop_remote_prefill(request)
             self._release_unused(None if "metaserver" in params else _source(params))
@@ -445,7 +445,7 @@ class P2PScheduler:
             "remote_num_tokens": tokens,
             "remote_prompt_digest": prompt_digest(request, tokens),
             "remote_lease": self._lease,
-            # NIXL's, for routers that look at them
+            # NIXL's keys, for routers that read them.
             "remote_block_ids": [list(each) for each in self._tables(block_ids)],
             "tp_size": self._tp_size,
             "remote_protocol": VERSION,
@@ -474,7 +474,7 @@ class P2PScheduler:
         wrong = (
             wrong or self._trusted.refusal(params, is_new) or self._other_prompt(request, params)
         )
-        if not wrong and self._is_released(params):  # with n > 1, or a repeated request
+        if not wrong and self._is_released(params):  # With n > 1, or a repeated request.
             extension.logger.debug(
                 "request %s: its source has been released; its prompt is computed here",
                 request.request_id,

@@ -59,7 +59,7 @@ def list_regions(kv_caches: Mapping[str, Any], heads: int) -> list[tuple[str, st
     ``extension.cache_parts`` takes.
 
     Raises:
-        RefusedError: states alone, as a pipeline stage may have them.
+        RefusedError: only states, as a pipeline stage may have.
     """
     pages = {
         layer: extension.cache_parts(held)

@@ -218,7 +218,7 @@ class Transfer:
     def fail(self, error: TransferError, transport: str, block_size: int) -> bool:
         """End the transfer as failed, unless it has ended; returns whether this call ended it."""
         written = min(self.written_until.values(), default=self.start)
-        # all tokens of a partly written block count as missing
+        # All tokens of a partly written block count as missing.
         first = min((written - self.start) // block_size, len(self.blocks))
         failed = Failed(
             request=self.request,

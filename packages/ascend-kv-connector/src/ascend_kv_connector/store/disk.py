@@ -185,7 +185,7 @@ class DiskPool:
         except OSError:
             return "failed"
         with suppress(OSError):
-            # it was used: of the times, not all mounts update the one of the last access
+            # Mark it as used, because not all mounts update the access time.
             os.utime(path)
         return LOADED if read == len(record) else "cut"
 

@@ -149,7 +149,7 @@ class PoolTier(SecondaryTierManager):
             )
         }
 
-    # Called by vLLM's manager, in the scheduler's thread
+    # Called by vLLM's manager, in the scheduler's thread.
 
     def on_new_request(self, req_context: Any) -> RequestOffloadingContext:
         return RequestOffloadingContext()
@@ -219,7 +219,7 @@ class PoolTier(SecondaryTierManager):
         asking = [*self._threads._threads, *([self._lookup_thread] if self._lookup_thread else [])]
         for thread in asking:
             thread.join(max(0.0, until - monotonic()))
-        # a thread may still use the client; it ends with the process
+        # A thread may still use the client; it ends with the process.
         if not any(thread.is_alive() for thread in asking):
             self._pool.close()
 
@@ -257,7 +257,7 @@ class PoolTier(SecondaryTierManager):
                 answer.put(error)
 
         found: Any = NO_REPLY
-        # at most one lookup, even if it hangs
+        # At most one lookup, even if it hangs.
         if self._lookup_thread is None or not self._lookup_thread.is_alive():
             thread = threading.Thread(target=ask, daemon=True, name="kv_ask")
             try:
@@ -310,7 +310,7 @@ class PoolTier(SecondaryTierManager):
                 self._end(number, job, seconds)
         now = monotonic()
         for number, job in [each for each in self._jobs.items() if each[1].deadline < now]:
-            with job.lock:  # its rows are not accessed any more
+            with job.lock:  # Its rows are no longer accessed.
                 job.open = False
             del self._jobs[number]
             self._count(job.op, "late", number=len(job.keys) - len(job.done))
@@ -341,7 +341,7 @@ class PoolTier(SecondaryTierManager):
         except PoolError as error:
             self._back_off(str(error))
             self._count(job.op, "failed", number=len(job.keys[part]))
-        except Exception as error:  # an error of the pool's client must not stop the engine
+        except Exception as error:  # An error of the pool's client must not stop the engine.
             self._count(job.op, "failed", number=len(job.keys[part]))
             extension.logger.warning(
                 "KV cache in %s: %s: %s", self._pool.description, type(error).__name__, error
@@ -395,7 +395,7 @@ class PoolTier(SecondaryTierManager):
         for outcome in outcomes:
             self._count_outcome("load", outcome)
         if broken := [place for place, outcome in enumerate(outcomes) if outcome in BROKEN]:
-            # so that the chunk is stored again
+            # This causes the chunk to be stored again.
             self._pool.remove([names[place] for place in broken])
             self._note_event([job.keys[part][place] for place in broken], removed=True)
             extension.logger.warning(

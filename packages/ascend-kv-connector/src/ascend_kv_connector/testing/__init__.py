@@ -95,7 +95,7 @@ def one_rank() -> Iterator[None]:
     from vllm.config import VllmConfig, set_current_vllm_config
     from vllm.distributed import parallel_state
 
-    if parallel_state.model_parallel_is_initialized():  # another test module uses this fixture too
+    if parallel_state.model_parallel_is_initialized():  # Another test module uses this fixture too.
         yield
         return
     with socket.socket() as free:
@@ -184,7 +184,7 @@ class ConnectorTests:
             kv_transfer_config=json.loads(json.dumps(transfer)),
         ).create_engine_config()
         if not self.paged and hasattr(made.cache_config, "kv_cache_layout"):
-            # of make_caches; vLLM's engine core resolves it
+            # The number from make_caches; vLLM's engine core resolves it.
             made.cache_config.kv_cache_layout = "LBNHC"
         return made
 
@@ -372,7 +372,7 @@ class HandoffTests(ConnectorTests):
             other.add(name, prompt, 5, dict(params))
         other.run(lambda step: one.step())
         self.check(other, given, 5)
-        for name, prompt in given.items():  # also what the prefix cache has kept of them is right
+        for name, prompt in given.items():  # Their blocks in the prefix cache are right, too.
             other.add(f"{name}-again", prompt, 5)
         other.run()
         self.check(other, {f"{name}-again": prompt for name, prompt in given.items()}, 5)

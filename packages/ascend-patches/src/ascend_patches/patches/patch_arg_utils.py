@@ -29,8 +29,8 @@ CHECK = "_validate_parallel_config"
 )
 def eplb_on_any_device(original: Callable[..., Any]) -> Callable[..., Any]:
     def replacement(*args: Any, **kwargs: Any) -> Any:
-        # pydantic has compiled the validator, so that it cannot be replaced; the platform that it
-        # asks can
+        # pydantic has already compiled the validator, so replace the platform that it consults
+        # instead.
         from vllm.config import parallel
 
         platform = parallel.current_platform

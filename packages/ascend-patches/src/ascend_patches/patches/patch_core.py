@@ -12,7 +12,7 @@ from typing import Any
 
 from ascend_patches import patch
 
-PATIENCE = 1.5  # seconds for workers to end by themselves
+PATIENCE = 1.5  # Seconds that workers have to exit by themselves.
 
 
 @patch(

@@ -26,7 +26,7 @@ def build_and_serve(original: Callable[..., Any]) -> Callable[..., Any]:
             stopped.append(True)
             return stop(*args, **kwargs)
 
-        # called on a signal (serve_http in vllm/entrypoints/launchers/launcher.py)
+        # vLLM calls this on a signal (serve_http in vllm/entrypoints/launchers/launcher.py).
         engine_client.shutdown = shutdown
         ended = await original(engine_client, *args, **kwargs)
         return ended if stopped else _failed(ended)

@@ -12,7 +12,7 @@ from typing import Any
 from ascend_patches import patch
 
 _counts: weakref.WeakKeyDictionary[Any, list[int]] = weakref.WeakKeyDictionary()
-"""Of each queue of replies: how many were asked for, and how many were read."""
+"""Numbers of requested and of read replies, by queue."""
 
 
 @patch(
@@ -38,7 +38,7 @@ def collective_rpc(original: Callable[..., Any]) -> Callable[..., Any]:
         unique_reply_rank: int | None = None,
         **aggregators: Any,
     ) -> Any:
-        # as collective_rpc does: a call with an aggregator is answered by every rank
+        # Like collective_rpc: every rank replies to a call with an aggregator.
         rank = None if any(aggregators.values()) else unique_reply_rank
         return original(
             _Call(self, rank),

@@ -8,7 +8,7 @@ from typing import Any
 
 from ascend_patches import patch
 
-PATIENCE = 1.0  # seconds between two looks at the executor
+PATIENCE = 1.0  # Seconds between two checks of the executor.
 
 
 @patch(
@@ -20,8 +20,7 @@ PATIENCE = 1.0  # seconds between two looks at the executor
         " Ray or `--nnodes`"
     ),
     upstream=(
-        "no issue is known; MessageQueue.recv waits without end, and MessageQueue.shutdown ends"
-        " local readers alone"
+        "no issue is known; MessageQueue.recv waits without end, and MessageQueue.shutdown only ends local readers"
     ),
     remove_when="MessageQueue.shutdown ends a remote reader that waits",
     fingerprint=["8bdebbfa9813", "5c6d1503c1db"],

@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-all project
-// Scope around a wait of the host: releases Python's interpreter lock if this thread holds it, once
+// Scope around a host synchronization: releases Python's interpreter lock if this thread holds it,
+// once
 // operators in Python are in use, which run on the streams' threads. torch_npu keeps the lock in
 // some calls that wait, such as torch.npu.empty_cache().
 #ifndef ASCEND_EMULATOR_CORE_HOST_WAIT_H

@@ -96,7 +96,7 @@ class Communicator {
   // communicator with other operators: "该通信域中不允许有其他算子" (torch_npu's documentation of
   // npu_moe_distribute_dispatch_v2).
   void claim(uint8_t kind);
-  // How often this was asked with the same key; equal on all ranks that ask equally often.
+  // Number of calls with the same key; equal on all ranks that make equally many calls.
   int next_use(const std::string& key);
 
   const std::string name;
@@ -114,7 +114,7 @@ class Communicator {
   c10::intrusive_ptr<c10d::Store> store_;
   int rendezvous_count_ = 0;
   std::mutex order_mutex_;          // guards the next four
-  std::optional<uint8_t> claimed_;  // kind of the first call
+  std::optional<uint8_t> claimed_;  // operation of the first call
   uint64_t issued_ = 0;
   std::map<int, std::set<uint64_t>> waiting_;  // calls that have not run yet, by lane (Ticket)
   std::map<std::string, int> uses_;

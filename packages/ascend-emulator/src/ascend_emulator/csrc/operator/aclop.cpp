@@ -198,8 +198,8 @@ void GraphReader::finish() const {
 
 }  // namespace emu
 
-// Compile options of graph operators are kept; unset ones read "disable", but for jit-compile on
-// the first chips.
+// Compile options of graph operators are kept; unset ones read "disable", except jit-compile on the
+// first chips.
 namespace {
 std::mutex options_mutex;
 std::map<int32_t, std::string> options;

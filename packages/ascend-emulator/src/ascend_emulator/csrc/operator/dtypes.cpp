@@ -62,7 +62,7 @@ void check_dtypes(const std::vector<Tensor>& tensors, size_t first, size_t last,
     const auto refused = [&](const auto&... why) {
       throw Error(kOpParam, text(nth(parameters, position), " is ", found, "; ", why...));
     };
-    // float8 is listed for Ascend950 alone, by each page of torch_npu's documentation that has it
+    // Each page of torch_npu's documentation with float8 lists it only for Ascend950.
     if (c10::isFloat8Type(found) && !is_chip("Ascend950"))
       refused(chip().name, " does not compute in float8; use uint8 views");
     if (found == at::kBFloat16 && !chip().bfloat16)

@@ -59,8 +59,8 @@ Work work_of(const std::string& name, const std::vector<Tensor>& tensors) {
   return work;
 }
 
-// ATen's state of a thread that computes: kernels alone, without what the caller of the operator
-// has set (inference mode, a profiler, dispatch modes of Python).
+// ATen's state of a thread that computes: only kernels, without the state of the operator's caller
+// (inference mode, a profiler, dispatch modes of Python).
 class KernelState {
   static c10::impl::LocalDispatchKeySet kernels() {
     c10::impl::LocalDispatchKeySet keys{c10::impl::PODLocalDispatchKeySet{}};
@@ -255,7 +255,7 @@ void ArgumentReader::check() const {
   });
   emu::check(!half || std::string_view(info_.name) == "aclnnComplex", kOpParam,
       "a tensor is ComplexHalf; aclnnComplex alone takes it");
-  // The rule is about the first argument that is a tensor: arange and eye have their output alone.
+  // The rule is about the first argument that is a tensor: arange and eye have only their output.
   DTypeSet allowed = info_.allowed;
   size_t first = 0;
   for (size_t position = 0; position < ends_.size(); ++position) {

@@ -295,7 +295,7 @@ class ArgumentReader {
 int prepare(OperatorInfo& info, c10::function_ref<Computation(ArgumentReader&)> take,
     uint64_t* bytes, aclOpExecutor** executor);
 
-// An argument with stand-ins in place of its tensors.
+// An argument with stand-ins instead of its tensors.
 template <class T>
 T stood_in(StandIns& stand_ins, const T& value) {
   if constexpr (std::is_same_v<T, Tensor>) {

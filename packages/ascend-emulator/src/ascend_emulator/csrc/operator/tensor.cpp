@@ -79,8 +79,8 @@ auto created(const char* name, Make&& make) -> decltype(make()) {
   return object;
 }
 
-// Tensors in host memory that devices cannot access, with the error. ATB's operators read lengths
-// from them (ops/atb/atb.h); all other operators refuse them.
+// Tensors in host memory that devices cannot access, with the error. ATB's operators read sequence
+// lengths from them (ops/atb/atb.h); all other operators refuse them.
 std::mutex host_mutex;
 std::unordered_map<const void*, std::string> host_tensors;
 std::atomic<bool> any_host_tensor{false};
@@ -251,7 +251,7 @@ CREATE(aclIntArray, aclCreateIntArray, (const int64_t* value, uint64_t size),
     { return new aclIntArray{{value, value + size}}; })
 CREATE(aclFloatArray, aclCreateFloatArray, (const float* value, uint64_t size),
     { return new aclFloatArray{{value, value + size}}; })
-// Braces alone would convert the two pointers to two bools.
+// Plain braces would convert the two pointers to two bools.
 CREATE(aclBoolArray, aclCreateBoolArray, (const bool* value, uint64_t size),
     { return new aclBoolArray{std::vector<bool>(value, value + size)}; })
 CREATE(aclTensorList, aclCreateTensorList, (const aclTensor* const* value, uint64_t size),

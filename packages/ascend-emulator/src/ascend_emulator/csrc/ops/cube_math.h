@@ -21,7 +21,7 @@ struct CubeMath {
     if (is_chip("Ascend310P") && ((inputs.scalar_type() == at::kFloat) || ...))
       emu::check(type == kAllowDownPrecision || type == kFloat16, kOpParam, "cubeMathType is ",
           int{type}, " for float32; ", chip().name,
-          " has no float32 products, so it must be 1 or 2");
+          " has no float32 matmuls, so it must be 1 or 2");
   }
   // The values that the cube multiplies.
   Tensor operator()(const Tensor& input) const {

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 // SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-all project
-// Device and host memory, and copies between them. Host pointers in place of device pointers, and
+// Device and host memory, and copies between them. Host pointers instead of device pointers, and
 // vice versa, are refused. Signatures: see device.cpp.
 #include <cstring>
 #include <utility>

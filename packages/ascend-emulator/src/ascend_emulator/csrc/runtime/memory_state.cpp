@@ -8,7 +8,7 @@
 
 using namespace emu;
 
-// The kinds of memory (DDR, HBM, their huge-page parts …) share one pool.
+// The memory types (DDR, HBM, their huge-page parts …) share one pool.
 ACL_API(answers, aclrtGetMemInfo, (int32_t, size_t* available, size_t* total), {
   auto& npu = device(current_device());
   *available = npu.available();

@@ -36,7 +36,7 @@ struct Attention {
               // undefined: the first latent_values of the key
   int64_t latent_values = 0;
   Tensor table;                       // block table, for caches
-  Lengths query_lengths, kv_lengths;  // defaults: one query per request; the queries' lengths
+  Lengths query_lengths, kv_lengths;  // defaults: one query per request; the query lengths
   Masking masking;
   Tensor key_scale, value_scale;  // of int8 query, key and value
   Tensor out, lse;                // lse [tokens, heads, 1], undefined if not requested

@@ -57,7 +57,7 @@ ATB_PARAMETERS(ReshapeAndCache, 3, 5,
     "(key, value or key_cache, key_cache or slot_indices, value_cache, slot_indices)",
     { return reshape_and_cache(param); })
 
-// config: 0 fractal, 1 not. Cumulative lengths may start with a zero.
+// config: 0 fractal, 1 not. Cumulative sequence lengths may start with a zero.
 ATB_OPERATOR(AtbPagedCacheLoad,
     (Tensor key_cache, Tensor value_cache, Tensor table, Tensor lengths, Tensor key, Tensor value,
         Opt<Tensor> starts, int8_t config, bool cumulative, bool has_starts),

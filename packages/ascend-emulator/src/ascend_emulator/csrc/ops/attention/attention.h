@@ -36,7 +36,7 @@ struct Request {
              // softmax's sum
   double scale;
   Tensor drop = {};     // [heads, queries, keys], scaled dropout mask
-  bool causal = false;  // in place of masked_out: query i sees keys 0 to i
+  bool causal = false;  // instead of masked_out: query i sees keys 0 to i
 
   Tensor mask() const;  // masked_out, or the causal mask
 };

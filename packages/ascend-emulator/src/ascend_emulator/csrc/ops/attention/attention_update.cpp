@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 // SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-all project
-// Merging partial attention results, and batched products around them. Rules: torch_npu's
+// Merging partial attention results, and batched matmuls around them. Rules: torch_npu's
 // documentation of npu_attention_update, npu_ring_attention_update and npu_transpose_batchmatmul
 // (torch_npu/_op_plugin_docs.py); argument order: op-plugin's call sites.
 #include "ops/cube_math.h"

@@ -208,7 +208,7 @@ struct SparseAttention {
 
   void run() {
     out.zero_();
-    int64_t read = 0;  // tokens: those of each query are gathered for it alone
+    int64_t read = 0;  // tokens: those of each query are gathered separately
     for (const auto& span : requests.spans(query, key)) {
       if (!span.count) continue;
       const auto q =

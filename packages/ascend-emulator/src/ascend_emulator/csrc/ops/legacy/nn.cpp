@@ -199,7 +199,7 @@ LEGACY_EXTREME(ReduceMax, amax)
 LEGACY_SOFTMAX(SoftmaxV2, softmax)
 LEGACY_SOFTMAX(LogSoftmaxV2, log_softmax)
 
-// A byte for each value, 1 where it is kept; what rounds the mask up stays 0. The seed alone
+// A byte for each value, 1 where it is kept; what rounds the mask up stays 0. Only the seed
 // decides: two calls with the same one draw the same mask (DropoutWithByteMaskKernelNpu.cpp).
 GRAPH_OP(DropOutGenMaskV3, (Ints sizes, Scalar keep, Out mask, Attributes attributes), {
   const auto seed = attributes.get("seed", int64_t{0});

@@ -80,7 +80,7 @@ ARITHMETIC(Mul, mul)
 SHAPED(aclnnInplaceMuls, (Tensor self, Scalar other),
     (self.scalar_type() == at::kLong && other.isFloatingPoint() ? void() : fits(self, other)),
     { self.copy_(at::mul(self, number(other))); })
-// A3 divides complex tensors by real ones alone in PyTorch's tests: div and true_divide of complex
+// A3 divides complex tensors only by real ones in PyTorch's tests: div and true_divide of complex
 // dtypes fail, masked.mean and softsign pass (Ascend/pytorch, ci-test, skip_list.json at
 // 52087f69e).
 SHAPED(aclnnDiv, (Tensor self, Tensor other, Tensor out),

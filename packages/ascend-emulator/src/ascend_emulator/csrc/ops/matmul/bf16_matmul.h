@@ -16,7 +16,7 @@ bool has_bf16_matmul(const at::Tensor& self, const at::Tensor& other, const at::
 void bf16_matmul(
     const at::Tensor& self, const at::Tensor& other, const at::Tensor& bias, const at::Tensor& out);
 
-// The same of several products, whose outputs do not overlap, by all threads at once; a bias is
+// The same for several matmuls, whose outputs do not overlap, by all threads at once; a bias is
 // contiguous.
 struct BF16Product {
   at::Tensor self, other, bias, out;

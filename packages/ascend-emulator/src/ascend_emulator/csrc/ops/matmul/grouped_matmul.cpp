@@ -396,8 +396,8 @@ FINALIZE(aclnnGroupedMatmulFinalizeRoutingWeightNzV2, Weight, THREE, Opt<Ints> C
 #undef COMMA
 
 // npu_grouped_matmul_add: the gradients of the experts' weights, out[group] += x[rows]^T
-// weight[rows]. As op-plugin's shape function says, group_type 2 alone; its own default of the
-// transpositions.
+// weight[rows]. By op-plugin's shape function, only group_type 2 is allowed; the transpositions
+// have its own default.
 namespace {
 Computation add_grouped(const Tensor& x, const Tensor& weight, const Tensor& list,
     const Tensor& out, bool transpose_x, bool transpose_weight, int64_t kind, int64_t list_kind) {

@@ -72,8 +72,8 @@ OP(aclnnRenorm, (Tensor self, Scalar p, int64_t dim, Scalar bound, Tensor out),
     { out.copy_(renormed(self, p, dim, bound)); })
 OP(aclnnInplaceRenorm, (Tensor self, Scalar p, int64_t dim, Scalar bound),
     { self.copy_(renormed(self, p, dim, bound)); })
-// In float64, where int32 is exact: torch_npu's documentation leaves open to which of two bins a
-// value on their border belongs of floating types alone.
+// In float64, where int32 is exact: torch_npu's documentation leaves the bin of a value on a border
+// undefined only for floating types.
 SHAPED(aclnnHistc, (Tensor self, int64_t bins, Scalar min, Scalar max, Tensor out),
     (check(bins > 0, kOpParam, "bins is ", bins, "; it must be positive"), SHAPE(out, {bins}),
         same_dtype("out", out, "self", self)),

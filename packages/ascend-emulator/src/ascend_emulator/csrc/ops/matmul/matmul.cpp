@@ -14,8 +14,8 @@ SHAPED(aclnnMm, (Tensor self, Tensor other, Tensor out, CubeMath cube),
 SHAPED(aclnnMatmul, (Tensor self, Tensor other, Tensor out, CubeMath cube),
     (SHAPE(out, PRODUCT(self, other, 1, 8)), cube.check(self, other)), {
       if (has_bf16_matmul(self, other, out)) return bf16_matmul(self, other, {}, out);
-      // The output of a product with a vector may have an additional dimension of 1 (op-plugin's
-      // MatmulBackwardKernelNpuOpApi.cpp).
+      // The output of a matrix-vector multiplication may have an additional dimension of 1
+      // (op-plugin's MatmulBackwardKernelNpuOpApi.cpp).
       if (self.dim() == 1 || other.dim() == 1)
         return void(out.copy_(at::matmul(cube(self), cube(other)).view(out.sizes())));
       at::matmul_out(out, cube(self), cube(other));

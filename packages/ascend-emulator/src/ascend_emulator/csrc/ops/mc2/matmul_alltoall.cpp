@@ -19,7 +19,7 @@ void check_mode(const Text& comm_mode) {
 }
 
 // Expert tokens of all ranks. Counts and communicated rows are ordered by [rank][local expert],
-// rows of the grouped product by [expert][rank].
+// rows of the grouped matmul by [expert][rank].
 struct Grouped {
   Tensor x, weight;
   Opt<Tensor> mm_x, mm_weight;
@@ -111,7 +111,7 @@ struct Grouped {
     return at::tensor(out, at::kLong);
   }
 
-  // Grouped product of rows ordered by [expert][rank].
+  // Grouped matmul of rows ordered by [expert][rank].
   Tensor products(const Tensor& rows, const Ints& counts) const {
     std::vector<Tensor> parts;
     int64_t first = 0;

@@ -32,8 +32,8 @@ void check_rows(const char* name, const Tensor& index, int64_t least, int64_t en
       "; allowed: ", least, " to ", end - 1);
 }
 
-// sums[token] += weights[token][i] * rows[places[token][i]] for each of k places; none for places
-// behind the last row.
+// sums[token] += weights[token][i] * rows[places[token][i]] for each of k choices; none for rows
+// behind the last one.
 template <class T>
 void add_rows(const T* rows, int64_t count, const int32_t* places, const float* weights, int64_t k,
     const Tensor& sums) {
@@ -107,9 +107,9 @@ CHECKED(aclnnMoeTokenUnpermute,
       }
       COMPUTE {
         const int64_t k = probs ? probs->size(1) : 1;
-        // "取值范围是[0, tokens_num * topK_num - 1]，且没有重复索引"; indices behind the last row
-        // are dropped tokens'. That none is there twice is for the gradient alone: vllm-ascend, on
-        // NPUs, gives all rows of other ranks' experts the index 1.
+        // "取值范围是[0, tokens_num * topK_num - 1]，且没有重复索引"; indices behind the last row are dropped
+        // tokens'. Only the gradient requires that indices are unique: vllm-ascend, on NPUs, gives
+        // all rows of other ranks' experts the index 1.
         check_rows("sorted_indices", sorted_indices, 0, sorted_indices.numel());
         const auto places = sorted_indices.contiguous();
         const auto* const place = places.const_data_ptr<int32_t>();
@@ -152,7 +152,7 @@ CHECKED(aclnnMoeTokenUnpermuteGrad,
     })
 
 namespace {
-// The first version takes skip1 alone.
+// The first version takes only skip1.
 void both_or_second(const Opt<Tensor>& skip1, const Opt<Tensor>& skip2) {
   check(skip2 || !skip1, kOpParam, "skip1 is given without skip2");
 }

@@ -28,7 +28,7 @@ CHECKED(aclnnConvolution,
             dilation, transposed, output_padding, groups));
       };
     })
-// The bias's gradient is a sum, not a product.
+// The bias's gradient is a sum, not a matmul.
 SHAPED(aclnnConvolutionBackward,
     (Tensor grad, Tensor input, Tensor weight, Opt<Ints> bias_sizes, Ints stride, Ints padding,
         Ints dilation, bool transposed, Ints output_padding, int64_t groups, Bools mask,

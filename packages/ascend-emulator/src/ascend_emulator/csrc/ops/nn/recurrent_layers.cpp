@@ -44,7 +44,7 @@ struct Recurrent {
     if (packed() && x.dim() == 2) return x.reshape({steps(x), batch(x), x.size(1)});
     return batch_first ? x.transpose(0, 1) : x;
   }
-  // Which places of [time, batch, 1] are no padding; undefined if none is.
+  // Mask of [time, batch, 1] without padding; undefined if there is no padding.
   Tensor valid(const Tensor& input) const {
     if (!packed()) return {};
     const auto counts = batch_sizes->to(at::kLong);
@@ -89,7 +89,7 @@ struct Recurrent {
         "; between layers only 0 is emulated: its mask is not returned");
   }
 
-  // step(cell, time, products of the input): the next hidden state.
+  // step(cell, time, matmuls of the input): the next hidden state.
   template <class Step>
   Tensor forward(const Tensor& input, const Tensor& valid, Step&& step) const {
     auto x = by_time(upcast(input));
@@ -117,7 +117,7 @@ struct Recurrent {
   }
 
   // step(cell, time, time before or -1, gradient of the hidden state): the gradients of the input's
-  // and of the state's products. It keeps the gradient of the state before.
+  // and of the state's matmuls. It keeps the gradient of the state before.
   template <class Step>
   Tensor backward(const Tensor& input, const Tensor& valid, const Tensor& start,
       const Tensors& states, const Tensor& grad, const Tensors& out, Step&& step) const {

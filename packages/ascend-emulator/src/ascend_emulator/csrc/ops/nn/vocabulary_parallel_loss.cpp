@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 // SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-all project
-// Cross entropy of logits whose vocabulary is split over ranks, with the product that makes them.
+// Cross entropy of logits whose vocabulary is split over ranks, with the matmul that computes them.
 // Formulas and limits: torch_npu's documentation of npu_fused_linear_online_max_sum,
 // npu_fused_cross_entropy_loss_with_max_sum and
 // npu_fused_linear_cross_entropy_loss_with_max_sum_backward. The order of the mask's bits, the

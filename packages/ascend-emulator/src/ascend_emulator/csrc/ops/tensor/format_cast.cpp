@@ -19,7 +19,7 @@ CHECKED(aclnnNpuFormatCast, (Weight source, Stored target), {
   };
 })
 
-// The cast of torch_npu 2.10, of later ones on Atlas inference products, and with jit_compile.
+// The cast of torch_npu 2.10, of later ones on Atlas inference devices, and with jit_compile.
 // tensor_of (operator/aclop.cpp) reads and writes the formats.
 GRAPH_OP(Identity, (Tensor x, Out y), {
   SAME(y, x);

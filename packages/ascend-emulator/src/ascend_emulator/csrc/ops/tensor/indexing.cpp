@@ -234,8 +234,8 @@ OP(aclnnInplaceScatterReduce,
 OP(aclnnEmbeddingRenorm, (Tensor self, Tensor indices, double bound, double order),
     { at::embedding_renorm_(self, to_int64(indices), bound, order); })
 namespace {
-// A3 refuses an empty input where means or maxima are asked for (Ascend/pytorch, ci-test,
-// skip_list.json at 52087f69e: test_embedding_bag_empty_input), and takes it for sums (op-plugin's
+// A3 refuses an empty input for means or maxima (Ascend/pytorch, ci-test, skip_list.json at
+// 52087f69e: test_embedding_bag_empty_input), and takes it for sums (op-plugin's
 // test_embedding_bag.py, test_embedding_bag_0d).
 void with_values(const at::Tensor& indices, int64_t mode) {
   emu::check(indices.numel() > 0 || mode == 0, emu::kOpParam, "indices is empty and mode is ", mode,

@@ -30,7 +30,7 @@ CacheMode mode_of(const Text& name, std::initializer_list<Text> allowed) {
 }
 
 // rows [B, S, heads, D] into a cache of [blocks, block_size, heads, D], whose memory in fractal
-// order is [blocks, heads * D / c, block_size, c], or, in mode Norm, of [B, heads, places, D] at
+// order is [blocks, heads * D / c, block_size, c], or, in mode Norm, of [B, heads, positions, D] at
 // index [B, S].
 void write_cache(const Tensor& cache, const Tensor& rows, const Tensor& index, CacheMode mode) {
   const int64_t batch = rows.size(0), length = rows.size(1), values = rows.size(2) * rows.size(3);

@@ -114,7 +114,7 @@ struct Prolog {
     one_of<int64_t>((name + std::string("'s number of elements")).c_str(), scale.numel(), counts);
   }
 
-  // x @ weight in float32; int8 products are exact.
+  // x @ weight in float32; int8 matmuls are exact.
   static Tensor product(const Tensor& x, const Tensor& weight, const Opt<Tensor>& row_scale,
       const Opt<Tensor>& column_scale) {
     if (weight.scalar_type() != at::kChar)

@@ -179,7 +179,7 @@ def main(arguments: list[str]) -> int:
         print(USAGE)
         return 0
     if options.get("analyze") == "on":
-        return 0  # of links between NPUs, which are not modelled
+        return 0  # Columns of links between NPUs, which are not modelled.
     if (
         options.get("export") != "on"
         or options.get("type", "text") != "text"
