@@ -5,7 +5,7 @@
 emulator's parameters are compared.
 
 tools/generated_docs/emulator_arguments.py --op-plugin DIR    rewrite the emulator's
-csrc/operator/arguments.h … --explain aclnnMul    print the operator's calls
+csrc/generated/arguments.h … --explain aclnnMul    print the operator's calls
 
 DIR is op_plugin of Ascend/op-plugin at the commit of tools/upstream_tests/torch_npu.toml. Calls are
 EXEC_NPU_CMD in its sources, whose arguments' types are those of the declarations in the calling
@@ -24,7 +24,7 @@ from pathlib import Path
 
 TARGET = (
     Path(__file__).resolve().parents[2]
-    / "packages/ascend-emulator/src/ascend_emulator/csrc/operator/arguments.h"
+    / "packages/ascend-emulator/src/ascend_emulator/csrc/generated/arguments.h"
 )
 HEADER = """\
 // Written by tools/generated_docs/emulator_arguments.py from op-plugin's calls: the C types of an operator's arguments.

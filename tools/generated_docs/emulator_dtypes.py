@@ -4,7 +4,7 @@
 """Write which dtypes the emulator's operators take, from torch_npu's documentation.
 
 tools/generated_docs/emulator_dtypes.py --docs DIR --op-plugin DIR    rewrite the emulator's
-csrc/operator/dtypes.h … --explain aclnnMul    print where an operator's dtypes come from
+csrc/generated/dtypes.h … --explain aclnnMul    print where an operator's dtypes come from
 
 --docs is docs/zh/api/native_api/pytorch_<version> of Ascend/pytorch: for each function of torch,
 the dtypes that `input` (or `self`) may have. --op-plugin is op_plugin of Ascend/op-plugin: which
@@ -25,7 +25,7 @@ from pathlib import Path
 
 TARGET = (
     Path(__file__).resolve().parents[2]
-    / "packages/ascend-emulator/src/ascend_emulator/csrc/operator/dtypes.h"
+    / "packages/ascend-emulator/src/ascend_emulator/csrc/generated/dtypes.h"
 )
 VERDICTS = Path(__file__).with_name("emulator_verdicts.toml")
 # In the order in which they are printed.

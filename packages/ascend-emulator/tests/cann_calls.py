@@ -18,7 +18,7 @@ from ascend_emulator import build
 
 # The C types of an operator's arguments, a letter each (arguments.h).
 KINDS = dict(
-    re.findall(r'\{"(\w+)", "(.*?)"\}', (build.SOURCES / "operator" / "arguments.h").read_text())
+    re.findall(r'\{"(\w+)", "(.*?)"\}', (build.SOURCES / "generated" / "arguments.h").read_text())
 )
 NUMBERS = {
     "i": ctypes.c_int64,

@@ -17,7 +17,7 @@ struct aclBoolArray;
 static_assert(emu::is_called_with("aclnnMoeGatingTopK", "TTiiiiiibddTTT"));
 static_assert({});
 """
-TABLE = build.SOURCES / "operator" / "arguments.h"
+TABLE = build.SOURCES / "generated" / "arguments.h"
 
 
 def compiles(condition: str) -> str:

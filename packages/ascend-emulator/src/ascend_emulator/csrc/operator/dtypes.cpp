@@ -13,7 +13,7 @@ struct Documented {
   const char *name, *dtypes;
 };
 constexpr Documented kDocumented[] = {
-#include "dtypes.h"
+#include "generated/dtypes.h"
 };
 
 constexpr std::pair<const char*, at::ScalarType> kNames[] = {

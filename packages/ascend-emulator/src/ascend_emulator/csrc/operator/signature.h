@@ -16,7 +16,7 @@ struct Call {
   std::string_view name, kinds;
 };
 inline constexpr Call kCalls[] = {
-#include "arguments.h"
+#include "generated/arguments.h"
 };
 
 // The letter of a C type in arguments.h.
