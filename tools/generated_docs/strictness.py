@@ -21,7 +21,7 @@ SOURCES = EMULATOR / "src" / "ascend_emulator" / "csrc"
 VERDICTS = Path(__file__).with_name("emulator_verdicts.toml")
 HEADER = re.compile(r"^# (refused|source|seen on hardware):[ ]*(.*)$", re.MULTILINE)
 CHECK = re.compile(
-    r"\b(?:check|one_of|same_dtype|rank|shape|within|multiple|contiguous|chips|SHAPE|SAME|BROADCAST|EXPANDS|ALONG|REDUCED|PRODUCT)\("
+    r"\b(?:check|require|one_of|same_dtype|rank|shape|within|multiple|contiguous|chips|SHAPE|SAME|BROADCAST|EXPANDS|ALONG|REDUCED|PRODUCT)\("
 )
 DTYPES = re.compile(r'^\{"(\w+)", "', re.MULTILINE)
 
@@ -48,7 +48,7 @@ def operators() -> list[list[str]]:
     for point in coverage.entry_points():
         if point.family.startswith("ops/") and point.state == "computed":
             families.setdefault(point.family, set()).add(point.name)
-    rules = set(DTYPES.findall((SOURCES / "operator" / "dtypes.h").read_text()))
+    rules = set(DTYPES.findall((SOURCES / "generated" / "dtypes.h").read_text()))
     verdicts = tomllib.loads(VERDICTS.read_text())
     seen = {name for table in verdicts.values() if isinstance(table, dict) for name in table}
     rows = []

@@ -31,8 +31,8 @@ int number(const char* variable, int otherwise, int least, const char* unit) {
 Clock::time_point after(int seconds) { return Clock::now() + std::chrono::seconds(seconds); }
 
 // A collective of this process while it runs on an NPU. One on the vector cores must not share the
-// NPU's links, with MC2 neither: "不支持多通信域并行的场景" (CANN's reference, HCCL_OP_EXPANSION_MODE). Sends
-// and receives do not run there.
+// NPU's links, with MC2 neither: "不支持多通信域并行的场景" (CANN's reference,
+// HCCL_OP_EXPANSION_MODE). Sends and receives do not run there.
 class Running {
  public:
   Running(const Communicator& on, const Header& call) : on_(on), call_(call) {

@@ -97,17 +97,16 @@ Tensor tensor_of(const void* given_desc, const void* given_buffer, const std::st
   const auto dtype = to_scalar_type(desc.type);
   const bool fractal = desc.storage_format == kFractalNZ && desc.dims.size() >= 2 &&
                        desc.storage_dims.size() == desc.dims.size() + 2;
-  check(fractal || is_plain(desc.storage_format), kOpParam, what, " is in format ",
-      desc.storage_format, "; computed: ND and FRACTAL_NZ, npu_format_cast(tensor, 2)");
-  check(desc.dims.size() <= 8, kOpParam, what, " has ", desc.dims.size(),
-      " dimensions; allowed: up to 8");
+  require(fractal || is_plain(desc.storage_format), what, " is in format ", desc.storage_format,
+      "; computed: ND and FRACTAL_NZ, npu_format_cast(tensor, 2)");
+  require(desc.dims.size() <= 8, what, " has ", desc.dims.size(), " dimensions; allowed: up to 8");
   const auto& stored = fractal ? desc.storage_dims : desc.dims;
   const auto bytes = static_cast<size_t>(c10::multiply_integers(stored)) * c10::elementSize(dtype);
-  check(bytes <= buffer.bytes, kOpParam, what, " of shape ", at::IntArrayRef(desc.dims), " needs ",
-      bytes, " bytes; its buffer has ", buffer.bytes);
+  require(bytes <= buffer.bytes, what, " of shape ", at::IntArrayRef(desc.dims), " needs ", bytes,
+      " bytes; its buffer has ", buffer.bytes);
   if (!bytes) return at::empty(desc.dims, dtype);
   if (desc.placement) return at::from_blob(buffer.data, desc.dims, dtype).clone();
-  check(is_device(buffer.data), kOpParam, what, " is not in device memory");
+  require(is_device(buffer.data), what, " is not in device memory");
   const auto held = at::from_blob(to_kernel(buffer.data, bytes), stored, dtype);
   if (!fractal) return held;
   fractals.push_back({held, at::empty(desc.dims, dtype)});
@@ -168,30 +167,30 @@ const Attribute* Attributes::find(const char* name) const {
 void Attributes::all_read() const {
   if (!values_) return;
   for (const auto& [name, value] : *values_)
-    check(name[0] == '_' || read_->count(name), kOpParam, "attribute ", name, " is not computed");
+    require(name[0] == '_' || read_->count(name), "attribute ", name, " is not computed");
 }
 
 Tensor GraphReader::input(const std::string& name) {
-  check(input_ < call_.inputs.size() && call_.inputs[input_].defined(), kOpParam, "input ", name,
+  require(input_ < call_.inputs.size() && call_.inputs[input_].defined(), "input ", name,
       " is missing");
   return call_.inputs[input_++];
 }
 
 Tensor GraphReader::on_host(const std::string& name) {
   const auto value = input(name);
-  check(call_.on_host[input_ - 1], kOpParam, "input ", name,
-      " is in device memory; computed: in host memory");
+  require(
+      call_.on_host[input_ - 1], "input ", name, " is in device memory; computed: in host memory");
   return value;
 }
 
 Tensor GraphReader::output(const std::string& name) {
-  check(output_ < call_.outputs.size() && call_.outputs[output_].defined(), kOpParam, "output ",
-      name, " is missing");
+  require(output_ < call_.outputs.size() && call_.outputs[output_].defined(), "output ", name,
+      " is missing");
   return call_.outputs[output_++];
 }
 
 void GraphReader::finish() const {
-  check(input_ >= call_.inputs.size() && output_ == call_.outputs.size(), kOpParam, "the call has ",
+  require(input_ >= call_.inputs.size() && output_ == call_.outputs.size(), "the call has ",
       call_.inputs.size(), " inputs and ", call_.outputs.size(), " outputs; the operator is ",
       parameters_);
 }

@@ -18,27 +18,27 @@ void one_of(const char* argument, const at::Tensor& tensor, DTypes allowed) {
 
 void same_dtype(
     const char* argument, const at::Tensor& tensor, const char* other, const at::Tensor& like) {
-  check(tensor.scalar_type() == like.scalar_type(), kOpParam, argument, " is ",
-      tensor.scalar_type(), " and ", other, " is ", like.scalar_type(), "; they must be the same");
+  require(tensor.scalar_type() == like.scalar_type(), argument, " is ", tensor.scalar_type(),
+      " and ", other, " is ", like.scalar_type(), "; they must be the same");
 }
 
 void rank(const char* argument, const at::Tensor& tensor, int64_t least, int64_t most) {
-  check(tensor.dim() >= least && tensor.dim() <= most, kOpParam, argument, " has ", tensor.dim(),
+  require(tensor.dim() >= least && tensor.dim() <= most, argument, " has ", tensor.dim(),
       " dimensions; allowed: ", least, least == most ? "" : text(" to ", most));
 }
 
 void shape(const char* argument, const at::Tensor& tensor, at::IntArrayRef expected) {
-  check(tensor.sizes() == expected, kOpParam, argument, " has shape ", tensor.sizes(),
-      "; it must be ", expected);
+  require(tensor.sizes() == expected, argument, " has shape ", tensor.sizes(), "; it must be ",
+      expected);
 }
 
 void multiple(const char* argument, int64_t value, int64_t unit) {
-  check(value % unit == 0, kOpParam, argument, " is ", value, "; it must be a multiple of ", unit);
+  require(value % unit == 0, argument, " is ", value, "; it must be a multiple of ", unit);
 }
 
 void contiguous(const char* argument, const at::Tensor& tensor) {
-  check(tensor.is_contiguous(), kOpParam, argument, " has strides ", tensor.strides(),
-      " for shape ", tensor.sizes(), "; it must be contiguous");
+  require(tensor.is_contiguous(), argument, " has strides ", tensor.strides(), " for shape ",
+      tensor.sizes(), "; it must be contiguous");
 }
 
 void chips(std::initializer_list<const char*> families) {

@@ -20,6 +20,11 @@ inline constexpr at::ScalarType kFloatingList[] = {at::kFloat, at::kHalf, at::kB
                                 kIndexList[] = {at::kInt, at::kLong};
 inline const DTypes kFloating(kFloatingList), kHalves(kFloatingList + 1, 2), kIndices(kIndexList);
 
+// Throws kOpParam unless the arguments are as CANN documents them.
+template <class... Parts>
+[[gnu::always_inline]] inline void require(bool ok, const Parts&... parts) {
+  check(ok, kOpParam, parts...);
+}
 // The dtype is one of `allowed`.
 void one_of(const char* argument, const at::Tensor& tensor, DTypes allowed);
 [[noreturn]] void not_one_of(const char* argument, Printable found, const std::string& allowed);

@@ -122,7 +122,7 @@ std::string list(const void* object, Write&& write) {
 std::string scalar(const aclScalar* given) {
   required(given);
   const auto& value = given->value;
-  check(!value.isComplex(), kOpParam, "a complex scalar is not passed to operators in Python");
+  require(!value.isComplex(), "a complex scalar is not passed to operators in Python");
   return value.isBoolean()         ? (value.toBool() ? "true" : "false")
          : value.isFloatingPoint() ? number(value.toDouble())
                                    : std::to_string(value.toLong());

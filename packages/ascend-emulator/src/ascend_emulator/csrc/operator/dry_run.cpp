@@ -33,7 +33,7 @@ int64_t elements(const at::Tensor& tensor, int64_t longest) {
 struct OutputsKeepTheirShape : c10::WarningHandler {
   void process(const c10::Warning& warning) override {
     const auto& message = warning.msg();
-    check(message.find("resized") == std::string::npos, kOpParam,
+    require(message.find("resized") == std::string::npos,
         "an output has the wrong shape: ", message.substr(0, message.find(". ")));
   }
 };

@@ -36,14 +36,14 @@ class Attributes {
     const auto* found = find(name);
     if (!found) return otherwise;
     const auto* value = std::get_if<T>(found);
-    check(value != nullptr, kOpParam, "attribute ", name, " has another type");
+    require(value != nullptr, "attribute ", name, " has another type");
     return *value;
   }
   // The attribute has this value, if it is given.
   template <class T>
   void only(const char* name, const T& value) const {
     const auto found = get(name, value);
-    check(found == value, kOpParam, "attribute ", name, " is ", found, "; computed: ", value);
+    require(found == value, "attribute ", name, " is ", found, "; computed: ", value);
   }
   void all_read() const;
 

@@ -253,7 +253,7 @@ void ArgumentReader::check() const {
   const bool half = std::any_of(tensors_.begin(), tensors_.end(), [](const Tensor& tensor) {
     return tensor.defined() && tensor.scalar_type() == at::kComplexHalf;
   });
-  emu::check(!half || std::string_view(info_.name) == "aclnnComplex", kOpParam,
+  emu::require(!half || std::string_view(info_.name) == "aclnnComplex",
       "a tensor is ComplexHalf; aclnnComplex alone takes it");
   // The rule is about the first argument that is a tensor: arange and eye have only their output.
   DTypeSet allowed = info_.allowed;
@@ -289,7 +289,7 @@ int prepare(OperatorInfo& info, c10::function_ref<Computation(ArgumentReader&)> 
 }
 
 void Result::assign(const Tensor& value) const {
-  check(tensor != nullptr, kOpParam, "a required output is null");
+  require(tensor != nullptr, "a required output is null");
   const auto shape = value.sizes();
   check(value.numel() <= tensor->value.numel(), kOpFailed, "the result has ", value.numel(),
       " elements, the output holds ", tensor->value.numel());

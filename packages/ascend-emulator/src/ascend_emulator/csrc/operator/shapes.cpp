@@ -25,8 +25,8 @@ bool broadcast_into(Shape& shape, at::IntArrayRef other) {
 
 int64_t real_dim(int64_t dim, int64_t dims, const char* argument) {
   const auto bound = std::max<int64_t>(dims, 1);
-  check(dim >= -bound && dim < bound, kOpParam, argument, " is ", dim, "; allowed: ", -bound,
-      " to ", bound - 1);
+  require(dim >= -bound && dim < bound, argument, " is ", dim, "; allowed: ", -bound, " to ",
+      bound - 1);
   return dim < 0 ? dim + bound : dim;
 }
 
@@ -70,7 +70,7 @@ void reduced(const char* out_name, const Tensor& out, const Tensor& self, at::In
   if (dims.empty()) gone.set();
   for (const auto dim : dims) {
     const auto at = real_dim(dim, self.dim());
-    check(!gone[at], kOpParam, "dim is ", dims, ", which has dimension ", at, " more than once");
+    require(!gone[at], "dim is ", dims, ", which has dimension ", at, " more than once");
     gone[at] = true;
   }
   Shape expected;

@@ -10,6 +10,7 @@
 
 #include "core/device.h"
 #include "core/registry.h"
+#include "checks.h"
 
 namespace emu {
 
@@ -172,7 +173,7 @@ void Fractal::pack() const {
           .unflatten(-3, {into.size(-4), into.size(-3)}));
 }
 
-void required(const void* object) { check(given(object), kOpParam, "a required argument is null"); }
+void required(const void* object) { require(given(object), "a required argument is null"); }
 
 }  // namespace emu
 
@@ -192,8 +193,8 @@ CREATE(aclTensor, aclCreateTensor,
       const auto sizes = at::IntArrayRef(dims, rank);
       // "cannot be larger than 8 dimensions": reason of 1191 cases that hardware refuses, in every
       // operator and dtype (ci-test of Ascend/pytorch, disabled_testcases.json).
-      emu::check(rank <= 8, emu::kOpParam, "a tensor of shape ", sizes, " has ", rank,
-          " dimensions; allowed: up to 8");
+      emu::require(
+          rank <= 8, "a tensor of shape ", sizes, " has ", rank, " dimensions; allowed: up to 8");
       const bool fractal = format == emu::kFractalNZ;
       auto stored = at::IntArrayRef(storage_dims, storage_rank);
       // A storage viewed as a wider dtype (int8 as int32 words of int4) keeps its description; the
@@ -203,8 +204,8 @@ CREATE(aclTensor, aclCreateTensor,
                          sizes.slice(0, rank - 1) == stored.slice(0, rank - 1) &&
                          c10::contiguous_strides(sizes) == at::IntArrayRef(strides, rank);
       if (words) stored = sizes;
-      emu::check(!fractal || storage_rank >= 4, emu::kOpParam,
-          "a tensor in FRACTAL_NZ has the storage ", stored);
+      emu::require(
+          !fractal || storage_rank >= 4, "a tensor in FRACTAL_NZ has the storage ", stored);
       char* base = nullptr;
       std::string why_host;
       if (data) {
@@ -223,11 +224,11 @@ CREATE(aclTensor, aclCreateTensor,
         base = static_cast<char*>(place.kernel);
         // An NPU cannot access another one's memory, and torch_npu does not check it.
         const int npu = emu::current_device();
-        emu::check(place.npu == npu || place.npu == emu::kNoNpu, emu::kOpParam,
+        emu::require(place.npu == npu || place.npu == emu::kNoNpu,
             "a tensor that is not in the memory of NPU ", npu, ", where the operator runs");
       }
-      emu::check(base || c10::multiply_integers(sizes) == 0, emu::kOpParam, "a tensor of shape ",
-          sizes, " has no memory");
+      emu::require(base || c10::multiply_integers(sizes) == 0, "a tensor of shape ", sizes,
+          " has no memory");
       auto tensor = std::make_unique<aclTensor>();
       // This storage cannot be resized, so results are always written to the caller's memory.
       tensor->value = at::from_blob(
@@ -244,7 +245,7 @@ CREATE(aclTensor, aclCreateTensor,
       return tensor.release();
     })
 CREATE(aclScalar, aclCreateScalar, (void* value, int32_t type), {
-  emu::check(value != nullptr, emu::kOpParam, "value is null");
+  emu::require(value != nullptr, "value is null");
   return new aclScalar{emu::read_scalar(value, emu::to_scalar_type(type))};
 })
 CREATE(aclIntArray, aclCreateIntArray, (const int64_t* value, uint64_t size),

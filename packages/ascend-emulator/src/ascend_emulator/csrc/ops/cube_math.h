@@ -19,9 +19,8 @@ struct CubeMath {
   template <class... Inputs>
   void check(const Inputs&... inputs) const {
     if (is_chip("Ascend310P") && ((inputs.scalar_type() == at::kFloat) || ...))
-      emu::check(type == kAllowDownPrecision || type == kFloat16, kOpParam, "cubeMathType is ",
-          int{type}, " for float32; ", chip().name,
-          " has no float32 matmuls, so it must be 1 or 2");
+      emu::require(type == kAllowDownPrecision || type == kFloat16, "cubeMathType is ", int{type},
+          " for float32; ", chip().name, " has no float32 matmuls, so it must be 1 or 2");
   }
   // The values that the cube multiplies.
   Tensor operator()(const Tensor& input) const {

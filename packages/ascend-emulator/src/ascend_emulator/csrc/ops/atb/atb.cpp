@@ -16,13 +16,13 @@ AtbTensor view(const atb::Tensor& tensor, bool reads) {
   const auto bytes = static_cast<uint64_t>(c10::multiply_integers(sizes)) * c10::elementSize(dtype);
   const auto options = at::TensorOptions().dtype(dtype);
   if (bytes == 0) return {at::empty(sizes, options), tensor.format};
-  check(!tensor.host || (reads && dtype == at::kInt), kOpParam, "a tensor of ", dtype,
+  require(!tensor.host || (reads && dtype == at::kInt), "a tensor of ", dtype,
       " is in the host's memory, where only lengths, of Int, may be");
   if (tensor.host) return {at::from_blob(tensor.host, sizes, options).clone(), tensor.format};
   const auto place = locate(tensor.device, bytes);
   const int npu = current_device();
-  check(place.npu == npu || place.npu == kNoNpu, kOpParam,
-      "a tensor that is not in the memory of NPU ", npu, ", where the operator runs");
+  require(place.npu == npu || place.npu == kNoNpu, "a tensor that is not in the memory of NPU ",
+      npu, ", where the operator runs");
   return {at::from_blob(place.kernel, sizes, options), tensor.format};
 }
 
@@ -94,9 +94,8 @@ int Operation::Setup(const VariantPack& pack, uint64_t& bytes, Context* context)
   std::string reason;
   const int status = operator_done(name_, intercepted(name_, [&] {
     try {
-      check(pack.in.size >= least_ && pack.in.size <= most_, kOpParam, pack.in.size,
-          " input tensors; ", least_, " to ", most_,
-          " are expected: this combination of arguments is not supported");
+      require(pack.in.size >= least_ && pack.in.size <= most_, pack.in.size, " input tensors; ",
+          least_, " to ", most_, " are expected: this combination of arguments is not supported");
       auto made = std::make_unique<aclOpExecutor>();
       made->parameters = inputs_;
       emu::transformer::Arguments in, out;

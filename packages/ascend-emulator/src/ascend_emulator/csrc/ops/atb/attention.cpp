@@ -38,7 +38,7 @@ using namespace emu::transformer;
 
 // A mask in fractal order, [n, columns / 16, rows, 16], as [n, rows, columns].
 Tensor mask_of(const AtbTensor& given) {
-  check(given.value.defined(), kOpParam, "mask is needed for this mask_type");
+  require(given.value.defined(), "mask is needed for this mask_type");
   one_of("mask", given.value, kFloating);
   return given.value.dim() == 4 && fractal(given) ? given.value.transpose(1, 2).flatten(2)
                                                   : given.value;
@@ -54,12 +54,12 @@ Masking added(const AtbTensor& given, bool by_request, bool ones_hide = false) {
 Masking slopes(const AtbTensor& mask, const AtbTensor& factors, bool roots, int64_t heads) {
   Masking masking{Masking::Kind::slopes, mask_of(mask), factors.value};
   masking.roots = roots;
-  check(factors.value.defined() && factors.value.numel() == heads, kOpParam,
+  require(factors.value.defined() && factors.value.numel() == heads,
       "slopes must have one value for each of ", heads,
       " heads; masks of [heads, tokens, 128] without are not emulated");
   one_of("slopes", factors.value, kFloating);
   const auto sizes = masking.mask.sizes().slice(masking.mask.dim() - 2);
-  check(sizes[0] == 256 && sizes[1] == 256, kOpParam, "mask has shape ", shape_of(mask),
+  require(sizes[0] == 256 && sizes[1] == 256, "mask has shape ", shape_of(mask),
       "; the compressed ALiBi mask is [256, 256]");
   return masking;
 }
@@ -82,12 +82,12 @@ Prepare paged_attention(const atb::infer::PagedAttentionParam& p) {
         {kNone, kAlibi, kSpeculative, kCompressed});
     one_of<int32_t>("quant_type (0 none, 3 online)", p.quant_type, {0, 3});
     one_of<int32_t>("calc_type", p.calc_type, {0, 1});
-    check(p.compress_type == 0 && !p.has_quant_offset && !p.batch_run_status, kOpParam,
+    require(p.compress_type == 0 && !p.has_quant_offset && !p.batch_run_status,
         "compressed heads, offsets and batch status are not emulated");
     const bool latent = p.latent_values > 0, several = p.calc_type == 1;
     const size_t next = latent ? 2 : 3;
     const auto at = [&](size_t i) {
-      check(i < in.size(), kOpParam, in.size(), " input tensors are too few");
+      require(i < in.size(), in.size(), " input tensors are too few");
       return in[i];
     };
     Attention a;
@@ -106,8 +106,7 @@ Prepare paged_attention(const atb::infer::PagedAttentionParam& p) {
     if (p.mask_type == kSpeculative) a.masking.by_token = true;
     if (p.mask_type == kCompressed) a.masking.kind = Masking::Kind::causal;
     if (p.quant_type == 3) {
-      check(p.mask_type == kNone && !latent && !several, kOpParam,
-          "quant_type 3 goes without a mask");
+      require(p.mask_type == kNone && !latent && !several, "quant_type 3 goes without a mask");
       a.key_scale = at(next + 2).value;
       a.value_scale = at(next + 3).value;
     }
@@ -120,13 +119,12 @@ Prepare self_attention(const atb::infer::SelfAttentionParam& p) {
   return [p](const Arguments& in, const Arguments& out) {
     one_of<int32_t>(
         "calc_type (3 packed, 4 with a prefix in pages)", p.calc_type, {kPacked, kPrefix});
-    check(p.quant_type == 0 && p.clamp_type == 0, kOpParam,
-        "quantization and clamping are not emulated");
+    require(p.quant_type == 0 && p.clamp_type == 0, "quantization and clamping are not emulated");
     const bool paged = p.calc_type == kPrefix;
     size_t next = 3;
     const auto next_input = [&] {
-      check(next < in.size(), kOpParam, in.size(), " input tensors are too few for mask_type ",
-          p.mask_type);
+      require(
+          next < in.size(), in.size(), " input tensors are too few for mask_type ", p.mask_type);
       return in[next++];
     };
     Attention a;

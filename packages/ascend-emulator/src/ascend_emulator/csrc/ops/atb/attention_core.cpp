@@ -17,7 +17,7 @@ Tensor sloped(const Masking& m, int64_t queries, int64_t keys, int64_t heads) {
     return m.roots ? d.sqrt() : d;
   };
   const auto given = m.mask.reshape({-1, 256, 256})[0].to(at::kFloat).tril();
-  check(at::allclose(given, distances(256, 256).tril(), 1. / 64, 1. / 64), kOpParam,
+  require(at::allclose(given, distances(256, 256).tril(), 1. / 64, 1. / 64),
       "mask is not the compressed ALiBi mask of documentation, which holds ",
       m.roots ? "the root of the distance" : "the distance", " of query and key");
   return distances(queries, keys).unsqueeze(0) * m.factors.to(at::kFloat).view({heads, 1, 1});
@@ -35,21 +35,21 @@ void Masking::apply(Request& into, int64_t request, int64_t start, int64_t queri
   }
   auto own = mask;
   if (own.dim() == 4) {
-    check(own.size(0) == 1 || request < own.size(0), kOpParam, "mask has shape ", mask.sizes(),
+    require(own.size(0) == 1 || request < own.size(0), "mask has shape ", mask.sizes(),
         ", and none for request ", request);
     own = own[own.size(0) == 1 ? 0 : request];
   } else if (own.dim() == 3 && own.size(0) == 1) {
     own = own[0];
   } else if (own.dim() == 3 && by_request && own.size(0) != heads) {
-    check(request < own.size(0), kOpParam, "mask has shape ", mask.sizes(),
-        ", and none for request ", request);
+    require(
+        request < own.size(0), "mask has shape ", mask.sizes(), ", and none for request ", request);
     own = own[request];
   }
   const int64_t first = by_token ? start : 0;
-  check((own.dim() == 2 || own.size(0) == heads || own.size(0) == 1) &&
-            own.size(-2) >= first + queries && own.size(-1) >= keys,
-      kOpParam, "mask of shape ", mask.sizes(), " is too small for ", queries, " queries from ",
-      first, " on x ", keys, " keys of ", heads, " heads");
+  require((own.dim() == 2 || own.size(0) == heads || own.size(0) == 1) &&
+              own.size(-2) >= first + queries && own.size(-1) >= keys,
+      "mask of shape ", mask.sizes(), " is too small for ", queries, " queries from ", first,
+      " on x ", keys, " keys of ", heads, " heads");
   own = own.narrow(-2, first, queries).narrow(-1, 0, keys).to(at::kFloat);
   into.bias = ones_hide ? own.masked_fill(own > 0, -std::numeric_limits<float>::infinity()) : own;
 }
@@ -60,11 +60,11 @@ Tensor Attention::cache(const char* name, const AtbTensor& given) const {
   if (x.dim() == 3) return x;
   const int64_t unit = 32 / x.element_size();
   if (!fractal(given)) {
-    check(x.size(2) == groups, kOpParam, name, " has shape ", x.sizes(),
+    require(x.size(2) == groups, name, " has shape ", x.sizes(),
         "; it must be [blocks, block_size, ", groups, ", head_size]");
     return x.flatten(2);
   }
-  check(x.size(3) == unit && x.size(1) % groups == 0, kOpParam, name, " has shape ", x.sizes(),
+  require(x.size(3) == unit && x.size(1) % groups == 0, name, " has shape ", x.sizes(),
       "; in fractal order it must be [blocks, ", groups, " * head_size / ", unit, ", block_size, ",
       unit, "]");
   return x.unflatten(1, {groups, -1});
@@ -72,27 +72,27 @@ Tensor Attention::cache(const char* name, const AtbTensor& given) const {
 
 void Attention::checked() {
   const bool paged = table.defined(), small = key_scale.defined();
-  check(heads > 0 && groups > 0 && heads % groups == 0, kOpParam, heads, " query heads and ",
-      groups, " of keys; the first must be a multiple of the second");
+  require(heads > 0 && groups > 0 && heads % groups == 0, heads, " query heads and ", groups,
+      " of keys; the first must be a multiple of the second");
   rank("query", query, 2, 3);
   one_of("query", query, small ? DTypes{at::kChar} : kHalves);
   for (const auto& [name, x] : {std::pair{"key", &key}, std::pair{"value", &value}})
     if (x->defined()) same_dtype(name, *x, "query", query);
-  check(query.numel() % (query.size(0) * heads) == 0, kOpParam, "query has shape ", query.sizes(),
+  require(query.numel() % (query.size(0) * heads) == 0, "query has shape ", query.sizes(),
       ", which does not divide into ", heads, " heads");
   query = query.view({query.size(0), heads, -1});
   if (paged) {
     rank("block_table", table, 2);
     one_of("block_table", table, {at::kInt});
     table = table.contiguous();
-    check(kv_lengths.value.defined() && kv_lengths.value.numel() <= table.size(0), kOpParam,
+    require(kv_lengths.value.defined() && kv_lengths.value.numel() <= table.size(0),
         "context_lens has ", kv_lengths.value.defined() ? kv_lengths.value.numel() : 0,
         " entries and block_table ", table.size(0), " rows");
   } else {
     for (auto* x : {&key, &value}) {
       rank("key or value", *x, 2, 3);
-      check(x->numel() % (x->size(0) * groups) == 0, kOpParam, "key or value has shape ",
-          x->sizes(), ", which does not divide into ", groups, " heads");
+      require(x->numel() % (x->size(0) * groups) == 0, "key or value has shape ", x->sizes(),
+          ", which does not divide into ", groups, " heads");
       *x = x->view({x->size(0), groups, -1});
     }
   }
@@ -101,11 +101,11 @@ void Attention::checked() {
   if (small) {
     for (const auto* x : {&key_scale, &value_scale}) {
       one_of("the scale of key or value", *x, {at::kFloat});
-      check(x->numel() == heads, kOpParam, "the scale of key or value has shape ", x->sizes(),
+      require(x->numel() == heads, "the scale of key or value has shape ", x->sizes(),
           "; it must be [", heads, "]");
     }
   }
-  check(query.size(0) > 0 && out.defined() && out.numel() % (query.size(0) * heads) == 0, kOpParam,
+  require(query.size(0) > 0 && out.defined() && out.numel() % (query.size(0) * heads) == 0,
       "out has shape ", out.sizes(), " for ", query.size(0), " tokens of ", heads, " heads");
   out = out.view({query.size(0), heads, -1});
 }
@@ -127,18 +127,18 @@ void Attention::run() const {
   const int64_t fixed = query.size(0);
   const auto kv = kv_lengths.value.defined() ? kv_lengths() : query_lengths();
   const auto counts = query_lengths.value.defined() ? query_lengths() : Ints(kv.size(), 1);
-  check(counts.size() == kv.size(), kOpParam, "seq_len has ", counts.size(),
-      " entries and context_lens ", kv.size());
+  require(counts.size() == kv.size(), "seq_len has ", counts.size(), " entries and context_lens ",
+      kv.size());
   const int64_t block_size = paged ? (key.dim() == 3 ? key.size(1) : key.size(3)) : 0;
   int64_t start = 0, kv_start = 0;
   for (size_t i = 0; i < kv.size(); ++i) {
     const int64_t queries = counts[i], keys = kv[i];
-    check(queries >= 0 && keys >= 0 && start + queries <= fixed, kOpParam, "request ", i, " has ",
-        queries, " queries from ", start, " on, of ", fixed, ", and ", keys, " keys");
+    require(queries >= 0 && keys >= 0 && start + queries <= fixed, "request ", i, " has ", queries,
+        " queries from ", start, " on, of ", fixed, ", and ", keys, " keys");
     const auto part = [&](const Tensor& x) {
-      check(!paged || keys <= table.size(1) * block_size, kOpParam, "request ", i, " has ", keys,
+      require(!paged || keys <= table.size(1) * block_size, "request ", i, " has ", keys,
           " keys, and block_table pages for ", paged ? table.size(1) * block_size : 0);
-      check(paged || kv_start + keys <= x.size(0), kOpParam, "key and value have ", x.size(0),
+      require(paged || kv_start + keys <= x.size(0), "key and value have ", x.size(0),
           " tokens, fewer than the sum of seq_len");
       if (!paged) return x.narrow(0, kv_start, keys).transpose(0, 1);
       return keys ? attention::pages(x, table, static_cast<int64_t>(i), keys, groups, block_size)

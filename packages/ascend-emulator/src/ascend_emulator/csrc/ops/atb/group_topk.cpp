@@ -37,7 +37,7 @@ Tensor in_groups(const Tensor& scores, int64_t groups, int64_t kept, int64_t sum
 void check_groups(const Tensor& x, int64_t groups, int64_t kept, int64_t summed) {
   rank("self", x, 2);
   one_of("self", x, kFloating);
-  check(groups > 0 && x.size(1) % groups == 0, kOpParam, "group_num is ", groups, "; ", x.size(1),
+  require(groups > 0 && x.size(1) % groups == 0, "group_num is ", groups, "; ", x.size(1),
       " experts must divide into that many groups");
   within("the number of groups that are kept", kept, int64_t{1}, groups);
   within("n", summed, int64_t{1}, x.size(1) / groups);
@@ -69,7 +69,7 @@ ATB_OPERATOR(AtbFusedAddTopkDiv,
         Tensor indices),
     {
       one_of<int>("activation_type (8 sigmoid)", activation, {8});
-      check(!mapped, kOpParam,
+      require(!mapped,
           "enable_expert_mapping is not emulated: documentation calls its choice pseudo-random");
       check_groups(x, groups, kept, summed);
       shape("add_num", added, {x.size(1)});

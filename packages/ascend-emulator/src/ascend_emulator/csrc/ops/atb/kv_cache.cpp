@@ -23,10 +23,10 @@ enum CacheConfig : int32_t { kBoth = 0, kKeyAlone = 1, kBothFractal = 2 };
 // well.
 Prepare reshape_and_cache(const atb::infer::ReshapeAndCacheParam& p) {
   return [p](const Arguments& in, const Arguments& out) -> Computation {
-    check(p.compress_type == 0, kOpParam, "compress_type ", p.compress_type, " is not emulated");
+    require(p.compress_type == 0, "compress_type ", p.compress_type, " is not emulated");
     one_of<int32_t>("kv_cache_cfg", p.config, {kBoth, kKeyAlone, kBothFractal});
     const size_t caches = p.config == kKeyAlone ? 1 : 2;
-    check(in.size() == 2 * caches + 1 && out.size() == caches, kOpParam, in.size(), " input and ",
+    require(in.size() == 2 * caches + 1 && out.size() == caches, in.size(), " input and ",
         out.size(), " output tensors; ", 2 * caches + 1, " and ", caches, " are expected");
     const auto slots = in.back().value;
     one_of("slot_indices", slots, {at::kInt});
@@ -37,7 +37,7 @@ Prepare reshape_and_cache(const atb::infer::ReshapeAndCacheParam& p) {
       const auto& rows = in[i].value;
       const bool nz = p.config == kBothFractal || fractal(out[i]);
       rank(name, rows, 3);
-      check(rows.size(0) == slots.size(0), kOpParam, name, " has ", rows.size(0),
+      require(rows.size(0) == slots.size(0), name, " has ", rows.size(0),
           " tokens and slot_indices ", slots.size(0));
       check_cache(cache_name, out[i].value, name, rows, nz);
       pairs.emplace_back(rows, out[i].value, nz);
@@ -65,7 +65,7 @@ ATB_OPERATOR(AtbPagedCacheLoad,
       one_of("context_lens", lengths, {at::kInt});
       rank("context_lens", lengths, 1);
       rank("block_table", table, 2);
-      check(!has_starts || starts, kOpParam, "seq_starts is missing");
+      require(!has_starts || starts, "seq_starts is missing");
       const auto ends = cumulative && lengths.size(0) == table.size(0)
                             ? at::empty({lengths.size(0) + 1}, lengths.options())
                             : lengths;

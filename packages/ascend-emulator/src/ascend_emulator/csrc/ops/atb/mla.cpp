@@ -21,14 +21,14 @@ ATB_OPERATOR(AtbMLA,
       attention::refuse_given("a mask, qk_descale or pv_descale", mask, query_scale, value_scale);
       rank("q_nope", query, 3);
       rank("q_rope", query_rope, 3);
-      check(query_rope.size(0) == query.size(0) && query_rope.size(1) == query.size(1), kOpParam,
+      require(query_rope.size(0) == query.size(0) && query_rope.size(1) == query.size(1),
           "q_nope has shape ", query.sizes(), " and q_rope ", query_rope.sizes());
       same_dtype("q_rope", query_rope, "q_nope", query);
       rank("ctkv", latent, 4);
       rank("k_rope", rope, 4);
-      check(latent.sizes().slice(0, 3) == rope.sizes().slice(0, 3), kOpParam, "ctkv has shape ",
+      require(latent.sizes().slice(0, 3) == rope.sizes().slice(0, 3), "ctkv has shape ",
           latent.sizes(), " and k_rope ", rope.sizes());
-      check(!lengths.value.defined() || lengths.value.numel() == kv_lengths.value.numel(), kOpParam,
+      require(!lengths.value.defined() || lengths.value.numel() == kv_lengths.value.numel(),
           "qseqlen and context_lens have different lengths");
       Attention a;
       a.heads = heads;
@@ -40,7 +40,7 @@ ATB_OPERATOR(AtbMLA,
       a.latent_values = latent.size(3);
       a.out = out;
       if (lse && lse->numel()) {
-        check(lse->numel() == query.size(0) * heads, kOpParam, "lse has shape ", lse->sizes(),
+        require(lse->numel() == query.size(0) * heads, "lse has shape ", lse->sizes(),
             "; it must be [", query.size(0), ", ", heads, ", 1]");
         a.lse = *lse;
       }
@@ -75,7 +75,7 @@ ATB_OPERATOR(AtbRingMLA,
       one_of<int>("mask_type (0 none, 1 triangular)", mask_type, {0, 1});
       one_of<int>("calc_type (0 default, 1 first ring)", calc_type, {0, 1});
       const bool first = calc_type == 1;
-      check(first || (before && before_lse), kOpParam,
+      require(first || (before && before_lse),
           "pre_out and prev_lse are needed but for calc_type_first_ring");
       for (const auto& [name, x] :
           {std::pair<const char*, const Tensor*>{"q_nope", &query}, {"q_rope", &query_rope},
@@ -84,9 +84,9 @@ ATB_OPERATOR(AtbRingMLA,
         one_of(name, *x, kHalves);
         same_dtype(name, *x, "q_nope", query);
       }
-      check(query.size(1) == heads && key.size(1) == groups && value.size(1) == groups &&
-                heads % groups == 0,
-          kOpParam, "q_nope has shape ", query.sizes(), ", k_nope ", key.sizes(), " and value ",
+      require(query.size(1) == heads && key.size(1) == groups && value.size(1) == groups &&
+                  heads % groups == 0,
+          "q_nope has shape ", query.sizes(), ", k_nope ", key.sizes(), " and value ",
           value.sizes(), " for ", heads, " and ", groups, " heads");
       shape("output", out, {query.size(0), heads, value.size(2)});
       shape("softmax_lse", lse, {heads, query.size(0)});
@@ -95,17 +95,17 @@ ATB_OPERATOR(AtbRingMLA,
         shape("prev_lse", *before_lse, lse.sizes());
       }
       const auto& given = lengths.value;
-      check(given.defined() && (given.dim() == 1 || (given.dim() == 2 && given.size(0) == 2)),
-          kOpParam, "seqlen must be [requests] or [2, requests]");
+      require(given.defined() && (given.dim() == 1 || (given.dim() == 2 && given.size(0) == 2)),
+          "seqlen must be [requests] or [2, requests]");
       const auto counts = Lengths{given.dim() == 2 ? given[0] : given}(),
                  kv = Lengths{given.dim() == 2 ? given[1] : given}();
       int64_t all = 0, all_keys = 0;
       for (size_t i = 0; i < kv.size(); ++i) {
-        check(counts[i] >= 0 && kv[i] >= 0, kOpParam, "seqlen has negative entries");
+        require(counts[i] >= 0 && kv[i] >= 0, "seqlen has negative entries");
         all += counts[i];
         all_keys += kv[i];
       }
-      check(all <= query.size(0) && all_keys <= key.size(0), kOpParam, "seqlen sums to ", all,
+      require(all <= query.size(0) && all_keys <= key.size(0), "seqlen sums to ", all,
           " queries and ", all_keys, " keys, ; the tensors have ", query.size(0), " and ",
           key.size(0));
       COMPUTE {

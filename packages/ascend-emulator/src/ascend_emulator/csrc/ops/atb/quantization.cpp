@@ -38,12 +38,12 @@ Prepare elementwise(const atb::infer::ElewiseParam& p) {
     same_dtype("scale", scale, "x", x);
     one_of("y", y, {at::kChar});
     shape("y", y, x.sizes());
-    check(at::is_expandable_to(scale.sizes(), x.sizes()), kOpParam, "scale has shape ",
-        scale.sizes(), ", which does not broadcast to x's ", x.sizes());
+    require(at::is_expandable_to(scale.sizes(), x.sizes()), "scale has shape ", scale.sizes(),
+        ", which does not broadcast to x's ", x.sizes());
     const bool shifts = offset.defined() && offset.numel() > 0;
     if (shifts) {
       one_of("zero_point", offset, {at::kChar});
-      check(at::is_expandable_to(offset.sizes(), x.sizes()), kOpParam, "zero_point has shape ",
+      require(at::is_expandable_to(offset.sizes(), x.sizes()), "zero_point has shape ",
           offset.sizes(), ", which does not broadcast to x's ", x.sizes());
     }
     COMPUTE {
@@ -63,12 +63,11 @@ Prepare rms_norm(const atb::infer::RmsNormParam& p) {
     for (const auto& [name, each] :
         {std::pair{"gamma", &gamma}, std::pair{"beta", &beta}, std::pair{"scale", &scale}}) {
       same_dtype(name, *each, "self", x);
-      check(each->numel() == (each == &scale ? 1 : x.size(-1)), kOpParam, name, " has shape ",
+      require(each->numel() == (each == &scale ? 1 : x.size(-1)), name, " has shape ",
           each->sizes(), " for rows of ", x.size(-1));
     }
     one_of("offset", offset, {at::kChar});
-    check(offset.numel() == 1, kOpParam, "offset has shape ", offset.sizes(),
-        "; it must have one value");
+    require(offset.numel() == 1, "offset has shape ", offset.sizes(), "; it must have one value");
     one_of("output", y, {at::kChar});
     shape("output", y, x.sizes());
     COMPUTE {

@@ -25,16 +25,16 @@ Prepare rope(const atb::infer::RopeParam& p) {
     rank("cos", cos, 2);
     shape("sin", sin, cos.sizes());
     const int64_t size = cos.size(1);
-    check(p.coefficient == 2 || p.coefficient == size, kOpParam, "the rotary coefficient is ",
+    require(p.coefficient == 2 || p.coefficient == size, "the rotary coefficient is ",
         p.coefficient, "; 2, or the ", size, " of the cos/sin cache's rows are supported");
     multiple("rotary_dim", size, 2);
     for (size_t i : {0, 1}) {
       const auto& x = in[i].value;
       const char* name = i ? "key" : "query";
       one_of(name, x, kFloating);
-      check(x.dim() >= 2 && x.size(0) == cos.size(0) && x.numel() % (cos.size(0) * size) == 0 &&
-                x.size(-1) % size == 0,
-          kOpParam, name, " has shape ", x.sizes(), " and cos ", cos.sizes(),
+      require(x.dim() >= 2 && x.size(0) == cos.size(0) && x.numel() % (cos.size(0) * size) == 0 &&
+                  x.size(-1) % size == 0,
+          name, " has shape ", x.sizes(), " and cos ", cos.sizes(),
           "; it must have as many tokens, and a multiple of rotary_dim");
       shape("the output", out.at(i).value, x.sizes());
     }

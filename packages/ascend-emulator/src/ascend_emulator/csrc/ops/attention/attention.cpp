@@ -19,8 +19,8 @@ Tensor mask_of_request(
   if (own.dim() == 3 && own.size(0) == 1) own = own[0];           // [1, queries, keys]
   if (own.dim() == 2 && by_request && own.size(0) != 1)
     own = own.narrow(0, request, 1);  // [B, keys]
-  check(own.size(-2) >= queries && own.size(-1) >= keys, kOpParam, "atten_mask of shape ",
-      mask.sizes(), " is smaller than ", queries, " queries x ", keys, " keys");
+  require(own.size(-2) >= queries && own.size(-1) >= keys, "atten_mask of shape ", mask.sizes(),
+      " is smaller than ", queries, " queries x ", keys, " keys");
   return own.narrow(-2, 0, queries).narrow(-1, 0, keys);
 }
 
@@ -184,7 +184,7 @@ Tensor tokens(const Tensor& x, const std::string& layout, int64_t request, int64
   if (layout == "BSND") return x[request].narrow(0, start, count).transpose(0, 1);
   if (layout == "SBH")
     return x.select(1, request).narrow(0, start, count).unflatten(-1, {heads, -1}).transpose(0, 1);
-  check(layout == "BSH", kOpParam, "input_layout ", layout, " is unknown");
+  require(layout == "BSH", "input_layout ", layout, " is unknown");
   return x[request].narrow(0, start, count).unflatten(-1, {heads, -1}).transpose(0, 1);
 }
 
@@ -199,7 +199,7 @@ int64_t length_of(const Tensor& x, const std::string& layout) {
 }
 
 void check_block(const Tensor& cache, int64_t block) {
-  check(block >= 0 && block < cache.size(0), kOpParam, "block_table names block ", block, " of ",
+  require(block >= 0 && block < cache.size(0), "block_table names block ", block, " of ",
       cache.size(0));
 }
 

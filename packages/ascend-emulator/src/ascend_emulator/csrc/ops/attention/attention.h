@@ -76,8 +76,7 @@ int64_t entry(const Opt<Ints>& lengths, int64_t request, int64_t otherwise);
 
 template <class... Absent>
 void refuse_given(const char* what, const Absent&... tensors) {
-  check(
-      (... && (!tensors.has_value() || tensors->numel() == 0)), kOpParam, what, " is not emulated");
+  require((... && (!tensors.has_value() || tensors->numel() == 0)), what, " is not emulated");
 }
 
 }  // namespace emu::attention

@@ -12,12 +12,11 @@ using namespace emu;
 // A partial result without keys has a log-sum-exp of +inf, as in the fused attention.
 Computation attention_update(const Tensors& lse, const Tensors& parts, int64_t type, Tensor out,
     const Opt<Tensor>& lse_out) {
-  check(!lse.empty() && lse.size() == parts.size(), kOpParam, "lists of ", lse.size(), " lse and ",
+  require(!lse.empty() && lse.size() == parts.size(), "lists of ", lse.size(), " lse and ",
       parts.size(), " local_out; they must be as long");
   one_of<int64_t>("update_type", type, {0, 1});
   // op-plugin's page: "序列并行的并行度SP取值范围[1, 16]", "head_dim取值范围[8, 512]且是8的倍数"
-  check(lse.size() <= 16, kOpParam, "lists of ", lse.size(),
-      " lse and local_out; at most 16 are allowed");
+  require(lse.size() <= 16, "lists of ", lse.size(), " lse and local_out; at most 16 are allowed");
   for (size_t i = 0; i < lse.size(); ++i) {
     rank("local_out", parts[i], 2);
     one_of("local_out", parts[i], kFloating);
@@ -51,12 +50,11 @@ Computation transpose_batch_matmul(const Tensor& x, const Tensor& weight, const 
   one_of("input", x, kFloating);
   same_dtype("weight", weight, "input", x);
   cube.check(x);
-  check(!scale, kOpParam, "scale is not emulated");
-  check(!bias, kOpParam, "bias is given; it must be None");
+  require(!scale, "scale is not emulated");
+  require(!bias, "bias is given; it must be None");
   const auto allowed = [](const char* name, const Ints& found, std::vector<Ints> choices) {
-    check(
-        std::find(choices.begin(), choices.end(), found) != choices.end(), kOpParam, name,
-        " should be ",
+    require(
+        std::find(choices.begin(), choices.end(), found) != choices.end(), name, " should be ",
         [&] {
           std::string all;
           for (const auto& choice : choices)
@@ -69,16 +67,16 @@ Computation transpose_batch_matmul(const Tensor& x, const Tensor& weight, const 
   allowed("perm_x2", perm_weight, {{0, 1, 2}, {0, 2, 1}});
   allowed("perm_y", perm_y, {{1, 0, 2}});
   const auto left = x.permute(perm_x), right = weight.permute(perm_weight);
-  check(left.size(0) == right.size(0) && left.size(2) == right.size(1), kOpParam, "input ",
-      x.sizes(), " and weight ", weight.sizes(), " do not multiply when permuted by [",
-      listed(perm_x), "] and [", listed(perm_weight), "]");
+  require(left.size(0) == right.size(0) && left.size(2) == right.size(1), "input ", x.sizes(),
+      " and weight ", weight.sizes(), " do not multiply when permuted by [", listed(perm_x),
+      "] and [", listed(perm_weight), "]");
   // op-plugin's page of npu_transpose_batchmatmul.
   multiple("K", left.size(2), 16);
   multiple("N", right.size(2), 16);
   within("B", left.size(0), 1, 65535);
   within("N", right.size(2), 1, 65535);
   within(perm_x[0] ? "K x B" : "K", left.size(2) * (perm_x[0] ? left.size(0) : 1), 1, 65535);
-  check(split >= 1 && left.size(0) % split == 0, kOpParam, "batch_split_factor is ", split,
+  require(split >= 1 && left.size(0) % split == 0, "batch_split_factor is ", split,
       "; it must divide the batch of ", left.size(0));
   COMPUTE {
     const auto fp32 =
@@ -112,7 +110,7 @@ Computation ring_attention_update(const Tensor& old_out, const Tensor& old_most,
     one_of(name, *x, {at::kFloat});
     shape(name, *x, old_most.sizes());
   }
-  check(layout != "TND" || ends, kOpParam, "layout TND needs actual_seq_qlen");
+  require(layout != "TND" || ends, "layout TND needs actual_seq_qlen");
   if (ends) one_of("actual_seq_qlen", *ends, {at::kLong});
   COMPUTE {
     const auto highest = at::maximum(old_most, new_most);
@@ -186,7 +184,7 @@ CHECKED(aclnnTransformBiasRescaleQkv,
       rank("qkv", qkv, 3);
       same_dtype("qkv_bias", bias, "qkv", qkv);
       shape("qkv_bias", bias, {qkv.size(2)});
-      check(heads > 0, kOpParam, "num_heads is ", heads);
+      require(heads > 0, "num_heads is ", heads);
       multiple("the last dimension of qkv", qkv.size(2), 3 * heads);
       for (const auto& [name, x] :
           {std::pair{"q", &query}, std::pair{"k", &key}, std::pair{"v", &value}})

@@ -41,7 +41,7 @@ struct Flash {
     same_dtype("value", value, "query", query);
     for (auto* x : {&pse, &drop_mask, &mask, &query_rope, &key_rope, &sink}) *x = filled(*x);
     if (mask) one_of("atten_mask", *mask, {at::kBool, at::kByte});
-    check(keep > 0 && keep <= 1, kOpParam, "keep_prob is ", keep, "; allowed: above 0 up to 1");
+    require(keep > 0 && keep <= 1, "keep_prob is ", keep, "; allowed: above 0 up to 1");
     within("head_num", heads, 1, 256);
     const bool varlen = layout == "TND", flat = layout == "BSH" || layout == "SBH";
     for (const auto& [name, x] :
@@ -51,27 +51,27 @@ struct Flash {
     within("the head size", size, 1, 768);
     groups = flat ? key.size(2) / size : key.size(layout == "BSND" ? 2 : 1);
     // "Dq = Dk, Dk >= Dv", and the same batch and heads
-    check((flat ? heads * size == query.size(2) && groups * size == key.size(2) &&
-                      value.size(2) % std::max<int64_t>(groups, 1) == 0
-                : heads == query.size(layout == "BSND" ? 2 : 1) && key.size(-1) == size) &&
-              key.sizes().slice(0, key.dim() - 1) == value.sizes().slice(0, key.dim() - 1) &&
-              value.size(-1) <= key.size(-1) &&
-              (varlen || batch_of(key, layout) == batch_of(query, layout)),
-        kOpParam, "query has shape ", query.sizes(), ", key ", key.sizes(), " and value ",
-        value.sizes(), " in layout ", layout, " with ", heads,
+    require((flat ? heads * size == query.size(2) && groups * size == key.size(2) &&
+                        value.size(2) % std::max<int64_t>(groups, 1) == 0
+                  : heads == query.size(layout == "BSND" ? 2 : 1) && key.size(-1) == size) &&
+                key.sizes().slice(0, key.dim() - 1) == value.sizes().slice(0, key.dim() - 1) &&
+                value.size(-1) <= key.size(-1) &&
+                (varlen || batch_of(key, layout) == batch_of(query, layout)),
+        "query has shape ", query.sizes(), ", key ", key.sizes(), " and value ", value.sizes(),
+        " in layout ", layout, " with ", heads,
         " heads; query and key must have the same batch and head size, key and value the same "
         "shape");
-    check(groups > 0 && heads % groups == 0, kOpParam, heads, " heads over ", groups,
+    require(groups > 0 && heads % groups == 0, heads, " heads over ", groups,
         " key-value heads; a multiple is allowed");
     within("sparse_mode", sparse_mode, 0, varlen ? 8 : 6);
-    check(!varlen || sparse_mode != 5, kOpParam, "sparse_mode 5 is not supported in layout TND");
+    require(!varlen || sparse_mode != 5, "sparse_mode 5 is not supported in layout TND");
     if (mask && (sparse_mode == 2 || sparse_mode == 3 || sparse_mode == 4 || sparse_mode > 6))
-      check(mask->size(-1) == kMaskSide && mask->size(-2) == kMaskSide, kOpParam, "sparse_mode ",
+      require(mask->size(-1) == kMaskSide && mask->size(-2) == kMaskSide, "sparse_mode ",
           sparse_mode, " needs an atten_mask of 2048 x 2048, not ", mask->sizes());
     if (mask && sparse_mode == 6) shape("atten_mask", *mask, {3072, kMaskSide});
-    check(query_rope.has_value() == key_rope.has_value(), kOpParam,
+    require(query_rope.has_value() == key_rope.has_value(),
         "query_rope and key_rope must be given together");
-    check(!query_rope || (varlen && mask && !pse && !drop_mask), kOpParam,
+    require(!query_rope || (varlen && mask && !pse && !drop_mask),
         "query_rope needs layout TND and atten_mask, and goes with no pse and no dropout");
     within("pse_type", pse_type, 0, 3);
     if (sink) {
@@ -79,14 +79,13 @@ struct Flash {
       one_of("sink", *sink, {at::kFloat});
     }
     if (varlen) {
-      check(query_ends && kv_ends && query_ends->size() == kv_ends->size(), kOpParam,
+      require(query_ends && kv_ends && query_ends->size() == kv_ends->size(),
           "layout TND needs actual_seq_qlen and actual_seq_kvlen of the same length");
       batch = query_ends->size();
-      check(batch <= 1024, kOpParam, "actual_seq_qlen has ", batch,
+      require(batch <= 1024, "actual_seq_qlen has ", batch,
           " entries in layout TND; at most 1024 are allowed");
-      check(query.size(0) <= 1 << 20 && key.size(0) <= 1 << 20, kOpParam, "query has ",
-          query.size(0), " tokens and key ", key.size(0),
-          "; at most 2^20 are allowed in layout TND");
+      require(query.size(0) <= 1 << 20 && key.size(0) <= 1 << 20, "query has ", query.size(0),
+          " tokens and key ", key.size(0), "; at most 2^20 are allowed in layout TND");
     } else {
       batch = batch_of(query, layout);
     }
@@ -101,9 +100,9 @@ struct Flash {
         };
         span.count = part(*query_ends, span.start);
         span.kv_count = part(*kv_ends, span.kv_start);
-        check(span.count >= 0 && span.kv_count >= 0 && span.start + span.count <= query.size(0) &&
-                  span.kv_start + span.kv_count <= key.size(0),
-            kOpParam, "actual_seq_qlen or actual_seq_kvlen of request ", i,
+        require(span.count >= 0 && span.kv_count >= 0 && span.start + span.count <= query.size(0) &&
+                    span.kv_start + span.kv_count <= key.size(0),
+            "actual_seq_qlen or actual_seq_kvlen of request ", i,
             " decreases, or is more than query and key hold");
       } else {
         span.count = length_of(query, layout);
@@ -114,8 +113,8 @@ struct Flash {
     }
     check_mask_and_bias();
     if (drop_mask && keep < 1)
-      check(drop_mask->numel() * 8 >= drop_start, kOpParam, "the dropout mask has ",
-          drop_mask->numel() * 8, " bits for ", drop_start, " scores");
+      require(drop_mask->numel() * 8 >= drop_start, "the dropout mask has ", drop_mask->numel() * 8,
+          " bits for ", drop_start, " scores");
     return *this;
   }
 
@@ -137,18 +136,18 @@ struct Flash {
       const bool plain = mask->dim() == 2 && sparse_mode != 5,
                  ends = plain && mask->size(0) == queries && mask->size(1) == keys;
       if (layout == "TND")
-        check(plain && mask->size(0) >= queries && mask->size(1) >= keys, kOpParam,
-            "atten_mask has shape ", mask->sizes(), " in layout TND; allowed: [", queries, ", ",
-            keys, "], of the longest query and key");
+        require(plain && mask->size(0) >= queries && mask->size(1) >= keys, "atten_mask has shape ",
+            mask->sizes(), " in layout TND; allowed: [", queries, ", ", keys,
+            "], of the longest query and key");
       else
-        check(ends || (fits(*mask, heads) && mask->size(2) == queries &&
-                          (mask->size(0) == batch || mask->size(1) == 1)),
-            kOpParam, "atten_mask has shape ", mask->sizes(), "; allowed: [", batch, ", ", heads,
-            " or 1, ", queries, ", ", keys, "]",
+        require(ends || (fits(*mask, heads) && mask->size(2) == queries &&
+                            (mask->size(0) == batch || mask->size(1) == 1)),
+            "atten_mask has shape ", mask->sizes(), "; allowed: [", batch, ", ", heads, " or 1, ",
+            queries, ", ", keys, "]",
             sparse_mode == 5 ? "" : ", and the same without or with 1 in place of the first two");
     }
     if (mask && (sparse_mode == 5 || sparse_mode == 6)) {
-      check(batch <= 32 && prefix && static_cast<int64_t>(prefix->size()) == batch, kOpParam,
+      require(batch <= 32 && prefix && static_cast<int64_t>(prefix->size()) == batch,
           "sparse_mode ", sparse_mode,
           " needs a prefix for each of at most 32 requests; there are ",
           prefix ? prefix->size() : 0, " for ", batch);
@@ -158,17 +157,17 @@ struct Flash {
     }
     if (!pse) return;
     if (pse_type >= 2)
-      return check(pse->numel() == heads * (pse->dim() == 2 ? batch : 1), kOpParam,
-          "pse has shape ", pse->sizes(), " with pse_type ", pse_type, "; allowed: [", heads,
-          "] and [", batch, ", ", heads, "]");
-    check(layout != "TND", kOpParam, "pse of pse_type ", pse_type,
+      return require(pse->numel() == heads * (pse->dim() == 2 ? batch : 1), "pse has shape ",
+          pse->sizes(), " with pse_type ", pse_type, "; allowed: [", heads, "] and [", batch, ", ",
+          heads, "]");
+    require(layout != "TND", "pse of pse_type ", pse_type,
         " in layout TND is not emulated; 2 and 3 are");
-    check(queries <= 1024 || pse->dim() != 4 || pse->size(2) != 1024 || queries == 1024, kOpParam,
+    require(queries <= 1024 || pse->dim() != 4 || pse->size(2) != 1024 || queries == 1024,
         "pse of shape ", pse->sizes(), ", compressed to 1024 rows, is not emulated");
-    check(fits(*pse, heads) && pse->size(1) == heads &&
-              (pse->size(2) == 1 || pse->size(2) == queries),
-        kOpParam, "pse has shape ", pse->sizes(), "; allowed: [", batch, " or 1, ", heads, ", ",
-        queries, " or 1, ", keys, "]");
+    require(fits(*pse, heads) && pse->size(1) == heads &&
+                (pse->size(2) == 1 || pse->size(2) == queries),
+        "pse has shape ", pse->sizes(), "; allowed: [", batch, " or 1, ", heads, ", ", queries,
+        " or 1, ", keys, "]");
   }
 
   void leave_out_of(Request& request, int64_t i) const {
@@ -367,7 +366,7 @@ Computation forward(Flash flash, const Tensor& out) {
 
 Computation backward(Flash flash, const Opt<Tensor>& out, const Tensor& grad, Flash::Gradients to) {
   flash.checked();
-  check(flash.most.defined() && flash.sum.defined() && out, kOpParam,
+  require(flash.most.defined() && flash.sum.defined() && out,
       "softmax_max, softmax_sum and attention_in of the forward pass are needed");
   same_dtype("dy", grad, "query", flash.query);
   return [flash = std::move(flash), grad, out = *out, to] { flash.backward(grad, out, to); };

@@ -70,11 +70,11 @@ struct FusedInfer {
     one_of("query", query, kHalves);
     for (const auto& [name, list] : {std::pair{"key", &key}, std::pair{"value", &value}})
       for (const auto& x : *list) {
-        check(x.scalar_type() != at::kInt, kOpParam, name,
+        require(x.scalar_type() != at::kInt, name,
             " is int4 in int32; float16, bfloat16 and int8 are emulated");
         one_of(name, x, {at::kHalf, at::kBFloat16, at::kChar});
-        check(x.scalar_type() == at::kChar || x.scalar_type() == query.scalar_type(), kOpParam,
-            name, " is ", x.scalar_type(), " and query ", query.scalar_type(),
+        require(x.scalar_type() == at::kChar || x.scalar_type() == query.scalar_type(), name,
+            " is ", x.scalar_type(), " and query ", query.scalar_type(),
             "; they must be the same, or ", name, " int8");
         contiguous(name, x);
       }
@@ -85,20 +85,20 @@ struct FusedInfer {
     // to the prefill of latent attention, and makes key, value and key_rope contiguous.
     for (const auto& [name, x] :
         {std::pair{"query", &query}, std::pair{"query_rope", query_rope ? &*query_rope : &query}})
-      check(x->stride(-1) == 1 || x->size(-1) == 1, kOpParam, name, " has strides ", x->strides(),
+      require(x->stride(-1) == 1 || x->size(-1) == 1, name, " has strides ", x->strides(),
           " for shape ", x->sizes(), "; its last dimension must be contiguous");
     const bool small = key[0].scalar_type() == at::kChar;
-    check(!small || (key_quant.scale.defined() && value_quant.scale.defined()), kOpParam,
+    require(!small || (key_quant.scale.defined() && value_quant.scale.defined()),
         "key and value are int8; antiquant_scale, or key_antiquant_scale and "
         "value_antiquant_scale, must be given");
-    check(small || !key_quant.scale.defined(), kOpParam, "an antiquant scale is given and key is ",
+    require(small || !key_quant.scale.defined(), "an antiquant scale is given and key is ",
         key[0].scalar_type(), "; it must be int8");
     if (small) within("key_antiquant_mode", key_quant.mode, 0, 5);
-    check(key_quant.offset.defined() == value_quant.offset.defined(), kOpParam,
+    require(key_quant.offset.defined() == value_quant.offset.defined(),
         "the antiquant offsets of key and value must be given together");
-    check(key_quant.mode == value_quant.mode || (key_quant.mode == 0 && value_quant.mode == 1),
-        kOpParam, "key_antiquant_mode ", key_quant.mode, " and value_antiquant_mode ",
-        value_quant.mode, "; they must be the same, or 0 and 1");
+    require(key_quant.mode == value_quant.mode || (key_quant.mode == 0 && value_quant.mode == 1),
+        "key_antiquant_mode ", key_quant.mode, " and value_antiquant_mode ", value_quant.mode,
+        "; they must be the same, or 0 and 1");
     if (mask) one_of("atten_mask", *mask, {at::kBool, at::kChar, at::kByte});
     for (const auto& [name, x] : {std::pair{"atten_mask", &mask}, std::pair{"pse_shift", &pse},
              std::pair{"key_shared_prefix", &key_prefix},
@@ -108,44 +108,44 @@ struct FusedInfer {
       one_of("quant_scale2", *out_scale,
           query.scalar_type() == at::kBFloat16 ? DTypes{at::kFloat, at::kBFloat16}
                                                : DTypes{at::kFloat});
-    check(!out_offset || out_scale, kOpParam, "quant_offset2 is given without quant_scale2");
+    require(!out_offset || out_scale, "quant_offset2 is given without quant_scale2");
     if (pse) same_dtype("pse_shift", *pse, "query", query);
   }
 
   // int8 query, key and value with bfloat16 rope parts: documentation of
   // npu_fused_infer_attention_score_v2, where query_rope is given.
   void check_quantized() const {
-    check(latent(), kOpParam, "dequant_scale_query is given without query_rope");
+    require(latent(), "dequant_scale_query is given without query_rope");
     one_of("query", query, {at::kChar});
     one_of("key", key[0], {at::kChar});
     one_of("value", value[0], {at::kChar});
     one_of("query_rope", *query_rope, {at::kBFloat16});
     one_of("dequant_scale_query", *query_scale, {at::kFloat});
-    check(query_scale->numel() == query.numel() / width, kOpParam, "dequant_scale_query has shape ",
+    require(query_scale->numel() == query.numel() / width, "dequant_scale_query has shape ",
         query_scale->sizes(), "; one for each token and head is expected");
-    check(key_quant.scale.defined() && value_quant.scale.defined() &&
-              key_quant.scale.numel() == 1 && value_quant.scale.numel() == 1,
-        kOpParam, "dequant_scale_key and dequant_scale_value must be given, of one element each");
-    check(!key_quant.offset.defined() && !value_quant.offset.defined() && !out_scale, kOpParam,
+    require(key_quant.scale.defined() && value_quant.scale.defined() &&
+                key_quant.scale.numel() == 1 && value_quant.scale.numel() == 1,
+        "dequant_scale_key and dequant_scale_value must be given, of one element each");
+    require(!key_quant.offset.defined() && !value_quant.offset.defined() && !out_scale,
         "an int8 query goes with no offsets and no quant_scale_out");
   }
 
   void check_heads() const {
-    check(heads % groups == 0 && heads / groups <= 64, kOpParam, heads, " heads over ", groups,
+    require(heads % groups == 0 && heads / groups <= 64, heads, " heads over ", groups,
         " key-value heads; a multiple of at most 64 is allowed");
     within("num_heads", heads, 1, 256);
     within("the head size", width, 1, 512);
     multiple("the head size", width, key[0].scalar_type() == at::kChar ? 32 : 16);
     if (!latent() && packed(in)) check_packed_heads();
     if (longest > 1 && (in == "BSH" || in == "BSND"))
-      check(heads * width < 65535, kOpParam, "heads x head size is ", heads * width, " in layout ",
-          layout, "; it must be below 65535");
+      require(heads * width < 65535, "heads x head size is ", heads * width, " in layout ", layout,
+          "; it must be below 65535");
     if (in == "BSND" || in == "BNSD" || in == "TND" || in == "NTD") {
       const int64_t found = query.size(in == "BSND" ? 2 : in == "NTD" ? 0 : 1);
-      check(found == heads, kOpParam, "query has ", found, " heads in layout ", layout,
+      require(found == heads, "query has ", found, " heads in layout ", layout,
           " and num_heads is ", heads);
     }
-    check(layout != "BNSD_BSND" || longest > 1, kOpParam,
+    require(layout != "BNSD_BSND" || longest > 1,
         "layout BNSD_BSND is for queries of more than one token");
     // Bit 0, high performance, affects float16 only, and what it rounds is not documented: computed
     // with high precision. Bit 1, correction of fully masked rows, is always on;
@@ -159,7 +159,7 @@ struct FusedInfer {
   // issue 4020 and pull request 9632). Grouped queries of other sizes: docs/emulator-strictness.md,
   // "Reviewed and kept".
   void check_packed_heads() const {
-    check(width <= 256, kOpParam, "the head size is ", width, " in layout ", layout,
+    require(width <= 256, "the head size is ", width, " in layout ", layout,
         "; at most 256 without query_rope");
     const int64_t value = value_width();
     const bool known = (width == value && (width == 64 || width == 128 || width == 192)) ||
@@ -171,12 +171,12 @@ struct FusedInfer {
 
   void check_lengths() const {
     // "入参元素数量要小于等于4096", and for Q_S = 1 "S轴（KV）≤ 262144"
-    check(!packed(in) || batch <= 4096, kOpParam, "actual_seq_lengths has ", batch,
-        " entries in layout ", layout, "; at most 4096 are allowed");
+    require(!packed(in) || batch <= 4096, "actual_seq_lengths has ", batch, " entries in layout ",
+        layout, "; at most 4096 are allowed");
     if (std::any_of(spans.begin(), spans.end(), [](const Span& span) { return span.count > 1; }))
       return;
     for (size_t i = 0; i < spans.size(); ++i)
-      check(spans[i].kv_count <= 262144, kOpParam, "request ", i, " has ", spans[i].kv_count,
+      require(spans[i].kv_count <= 262144, "request ", i, " has ", spans[i].kv_count,
           " keys; at most 262144 are allowed with one query token");
   }
 
@@ -185,34 +185,33 @@ struct FusedInfer {
         longest == 1 && !latent() &&
         !packed(in);  // "sparse_mode has no effect when Q_S is 1 and there is no rope"
     if (sparse_mode >= 2 && !ignored) {
-      check(mask.has_value(), kOpParam, "sparse_mode ", sparse_mode, " needs atten_mask");
-      check(mask->size(-1) == kMaskSide && mask->size(-2) == kMaskSide &&
-                mask->numel() == kMaskSide * kMaskSide,
-          kOpParam, "sparse_mode ", sparse_mode, " needs an atten_mask of 2048 x 2048, not ",
-          mask->sizes());
+      require(mask.has_value(), "sparse_mode ", sparse_mode, " needs atten_mask");
+      require(mask->size(-1) == kMaskSide && mask->size(-2) == kMaskSide &&
+                  mask->numel() == kMaskSide * kMaskSide,
+          "sparse_mode ", sparse_mode, " needs an atten_mask of 2048 x 2048, not ", mask->sizes());
     }
-    check(sparse_mode != 1 || mask, kOpParam, "sparse_mode 1 needs atten_mask");
+    require(sparse_mode != 1 || mask, "sparse_mode 1 needs atten_mask");
     int64_t keys = 0;  // of the longest request
     for (const auto& span : spans) keys = std::max(keys, span.kv_count);
     if (key_prefix) keys += entry(prefix_lengths, 0, length_of(*key_prefix, in));
     if (mask && sparse_mode < 2)
       for (const int64_t i : {int64_t{0}, batch - 1})
         mask_of_request(*mask, longest == 1, i, longest, keys);
-    check(!packed(in) || sparse_mode > 1 || !mask, kOpParam, "layout ", layout,
+    require(!packed(in) || sparse_mode > 1 || !mask, "layout ", layout,
         " takes atten_mask with sparse_mode 3 and 4 only, not ", sparse_mode);
     if (pse) {
-      check(!packed(in), kOpParam, "pse_shift is not supported in layout ", layout);
-      check(pse->dim() == 4 && (pse->size(0) == 1 || pse->size(0) == batch) &&
-                pse->size(1) == heads && pse->size(2) >= longest && pse->size(3) >= keys,
-          kOpParam, "pse_shift has shape ", pse->sizes(), "; it must be [1 or ", batch, ", ", heads,
-          ", ", longest, ", ", keys, "], or larger in the last two");
+      require(!packed(in), "pse_shift is not supported in layout ", layout);
+      require(pse->dim() == 4 && (pse->size(0) == 1 || pse->size(0) == batch) &&
+                  pse->size(1) == heads && pse->size(2) >= longest && pse->size(3) >= keys,
+          "pse_shift has shape ", pse->sizes(), "; it must be [1 or ", batch, ", ", heads, ", ",
+          longest, ", ", keys, "], or larger in the last two");
     }
     if (sink) {
-      check(packed(in), kOpParam, "learnable_sink is supported in layouts TND and NTD_TND, not in ",
-          layout);
+      require(
+          packed(in), "learnable_sink is supported in layouts TND and NTD_TND, not in ", layout);
       one_of("learnable_sink", *sink, {at::kBFloat16});
       shape("learnable_sink", *sink, {heads});
-      check(value_width() <= 128, kOpParam, "the value's head size is ", value_width(),
+      require(value_width() <= 128, "the value's head size is ", value_width(),
           "; learnable_sink allows at most 128");
     }
   }
@@ -220,42 +219,41 @@ struct FusedInfer {
   int64_t value_width() const { return out.size(-1) / (to == "BSH" ? heads : 1); }
 
   void check_latent() const {
-    check(query_rope.has_value() == key_rope.has_value(), kOpParam,
+    require(query_rope.has_value() == key_rope.has_value(),
         "query_rope and key_rope must be given together");
     if (!latent()) return;
     if (!query_scale) same_dtype("query_rope", *query_rope, "query", query);
     same_dtype("key_rope", *key_rope, "query_rope", *query_rope);
-    check(width == 512 || width == 128, kOpParam, "the head size is ", width,
+    require(width == 512 || width == 128, "the head size is ", width,
         " with query_rope; 512 and 128 are allowed");
-    check(query_rope->numel() == query.numel() / width * 64, kOpParam, "query_rope has shape ",
+    require(query_rope->numel() == query.numel() / width * 64, "query_rope has shape ",
         query_rope->sizes(), "; it must be that of query with a last dimension of 64 per head");
-    check(!pse && !key_prefix && !out_scale && !query_padding && !kv_padding, kOpParam,
+    require(!pse && !key_prefix && !out_scale && !query_padding && !kv_padding,
         "query_rope goes with no pse_shift, prefix, quant_scale2 or left padding");
     if (width == 128) {
-      check(packed(in) && !paged(), kOpParam,
+      require(packed(in) && !paged(),
           "head size 128 with query_rope is supported in layouts TND and NTD_TND without a "
           "block_table");
       return;
     }
-    check(groups == 1, kOpParam, "num_key_value_heads is ", groups,
+    require(groups == 1, "num_key_value_heads is ", groups,
         " with query_rope and head size 512; it must be 1");
-    check((heads & (heads - 1)) == 0 && heads <= 128, kOpParam, "num_heads is ", heads,
+    require((heads & (heads - 1)) == 0 && heads <= 128, "num_heads is ", heads,
         " with query_rope; 1, 2, 4, 8, 16, 32, 64 and 128 are allowed");
-    check(
-        paged() || sparse_mode == 4, kOpParam, "query_rope with head size 512 needs a block_table");
+    require(paged() || sparse_mode == 4, "query_rope with head size 512 needs a block_table");
     if (sparse_mode != 4) {
       int64_t most = longest;
       if (packed(in)) {
         most = 0;
         for (const auto& span : spans) most = std::max(most, span.count);
       }
-      check(most <= 16, kOpParam, "a request has ", most,
+      require(most <= 16, "a request has ", most,
           " query tokens with query_rope; at most 16 are allowed");
       // "Q_S大于1时只支持sparse=3且传入mask"
-      check(most <= 1 || sparse_mode == 3, kOpParam, "sparse_mode is ", sparse_mode,
+      require(most <= 1 || sparse_mode == 3, "sparse_mode is ", sparse_mode,
           " with query_rope and ", most, " query tokens; it must be 3");
       one_of<int64_t>("block_size", block_size, {16, 128});
-      check(key[0].dim() != 5 || (block_size == 128 && in != "BNSD"), kOpParam,
+      require(key[0].dim() != 5 || (block_size == 128 && in != "BNSD"),
           "a fractal (NZ) cache needs block_size 128 and a layout other than BNSD");
     }
   }
@@ -270,23 +268,22 @@ struct FusedInfer {
             paged()       ? x.numel() == x.size(0) * block_size * groups * size
             : in == "BSH" ? x.dim() == 3 && x.size(2) == groups * size
                           : x.dim() == query.dim() && x.size(head) == groups && x.size(-1) == size;
-        check(fits && (paged() || packed(in) || in == "NSD" || x.size(0) == 1 ||
-                          (list->size() == 1 && x.size(0) == batch)),
-            kOpParam, name, " has shape ", x.sizes(), " in layout ", layout, " for ", batch,
-            " requests, ", groups, " key-value heads and a head size of ", size);
+        require(fits && (paged() || packed(in) || in == "NSD" || x.size(0) == 1 ||
+                            (list->size() == 1 && x.size(0) == batch)),
+            name, " has shape ", x.sizes(), " in layout ", layout, " for ", batch, " requests, ",
+            groups, " key-value heads and a head size of ", size);
       }
   }
 
   void check_pages() const {
-    check(key.size() == 1, kOpParam, "a paged cache is one tensor, not a list of ", key.size());
-    check(table.dim() == 2 && table.is_contiguous(), kOpParam, "block_table has shape ",
-        table.sizes(), "; it must be contiguous and have two dimensions");
+    require(key.size() == 1, "a paged cache is one tensor, not a list of ", key.size());
+    require(table.dim() == 2 && table.is_contiguous(), "block_table has shape ", table.sizes(),
+        "; it must be contiguous and have two dimensions");
     one_of("block_table", table, {at::kInt});
-    check(
-        kv_lengths && !kv_lengths->empty(), kOpParam, "a paged cache needs actual_seq_lengths_kv");
-    check(table.size(0) == batch, kOpParam, "block_table has ", table.size(0), " rows for ", batch,
+    require(kv_lengths && !kv_lengths->empty(), "a paged cache needs actual_seq_lengths_kv");
+    require(table.size(0) == batch, "block_table has ", table.size(0), " rows for ", batch,
         " requests");
-    check(!query_padding && !kv_padding && !key_prefix, kOpParam,
+    require(!query_padding && !kv_padding && !key_prefix,
         "a paged cache goes with no left padding and no shared prefix");
     within("block_size", block_size, 16, 512);
     const bool small = key[0].scalar_type() == at::kChar;
@@ -294,28 +291,28 @@ struct FusedInfer {
     if (longest > 1 && !latent() && !packed(in) && !small)
       multiple("block_size, for queries of more than one token,", block_size, 128);
     const auto& cache = key[0];
-    check(cache.dim() == 3 || cache.dim() == 5 ||
-              (cache.dim() == 4 && in != "BSH" && in != "BSND") || (cache.dim() == 4 && latent()),
-        kOpParam, "key has shape ", cache.sizes(),
+    require(cache.dim() == 3 || cache.dim() == 5 ||
+                (cache.dim() == 4 && in != "BSH" && in != "BSND") || (cache.dim() == 4 && latent()),
+        "key has shape ", cache.sizes(),
         "; a paged cache is [blocks, block_size, H], for BNSD and TND also [blocks, KV_N, "
         "block_size, D], or [blocks, KV_N, D / "
         "c, block_size, c]");
     const int64_t found = cache.size(cache.dim() == 3 ? 1 : cache.dim() - 2);
-    check(found == block_size, kOpParam, "key has blocks of ", found, " tokens and block_size is ",
-        block_size);
+    require(
+        found == block_size, "key has blocks of ", found, " tokens and block_size is ", block_size);
     if (cache.dim() == 3)
-      check(cache.size(2) <= 65535, kOpParam, "H of the cache is ", cache.size(2),
+      require(cache.size(2) <= 65535, "H of the cache is ", cache.size(2),
           "; at most 65535 is allowed");
     if (cache.dim() == 5)
-      check(cache.size(4) == (small ? 32 : 16), kOpParam, "key has fractals of ", cache.size(4),
+      require(cache.size(4) == (small ? 32 : 16), "key has fractals of ", cache.size(4),
           "; it must be ", small ? 32 : 16);
-    check(cache.numel() <= std::numeric_limits<int32_t>::max(), kOpParam, "key has ", cache.numel(),
+    require(cache.numel() <= std::numeric_limits<int32_t>::max(), "key has ", cache.numel(),
         " elements; at most 2^31 - 1 are allowed");
   }
 
   void plan() {
     const auto found = kLayouts.find(layout);
-    check(found != kLayouts.end(), kOpParam, "input_layout is ", layout, "; allowed: ", [] {
+    require(found != kLayouts.end(), "input_layout is ", layout, "; allowed: ", [] {
       Ints none;
       std::string all;
       for (const auto& [name, pair] : kLayouts) all += all.empty() ? name : ", " + name;
@@ -323,18 +320,18 @@ struct FusedInfer {
     }());
     std::tie(in, to) = found->second;
     if (block_table && block_table->numel()) table = *block_table;
-    check(!key.empty() && key.size() == value.size(), kOpParam, "lists of ", key.size(),
-        " keys and ", value.size(), " values; they must be as long");
+    require(!key.empty() && key.size() == value.size(), "lists of ", key.size(), " keys and ",
+        value.size(), " values; they must be as long");
     width = query.size(-1) / (in == "BSH" ? heads : 1);
     if (packed(in)) {
-      check(query_lengths && kv_lengths, kOpParam, "layout ", layout,
+      require(query_lengths && kv_lengths, "layout ", layout,
           " needs actual_seq_lengths and actual_seq_lengths_kv");
-      check(key.size() == 1, kOpParam, "layout ", layout, " takes no list of keys");
+      require(key.size() == 1, "layout ", layout, " takes no list of keys");
       batch = query_lengths->size();
       longest = length_of(query, in);
-      check(static_cast<int64_t>(kv_lengths->size()) >= batch, kOpParam,
-          "actual_seq_lengths_kv has ", kv_lengths->size(), " entries for ", batch, " requests");
-      check(batch == 0 || query_lengths->back() == longest, kOpParam, "actual_seq_lengths ends at ",
+      require(static_cast<int64_t>(kv_lengths->size()) >= batch, "actual_seq_lengths_kv has ",
+          kv_lengths->size(), " entries for ", batch, " requests");
+      require(batch == 0 || query_lengths->back() == longest, "actual_seq_lengths ends at ",
           batch ? query_lengths->back() : 0, ", query has ", longest, " tokens");
       for (int64_t i = 0; i < batch; ++i) {
         const int64_t start = i ? query_lengths->at(i - 1) : 0,
@@ -346,34 +343,33 @@ struct FusedInfer {
       batch = batch_of(query, in);
       longest = length_of(query, in);
       within("the batch", batch, 0, 65536);
-      check(key.size() == 1 || static_cast<int64_t>(key.size()) == batch, kOpParam, "a list of ",
+      require(key.size() == 1 || static_cast<int64_t>(key.size()) == batch, "a list of ",
           key.size(), " keys for ", batch, " requests");
       for (const auto& [name, lengths] : {std::pair{"actual_seq_lengths", &query_lengths},
                std::pair{"actual_seq_lengths_kv", &kv_lengths}})
-        check(!*lengths || (*lengths)->empty() || (*lengths)->size() == 1 ||
-                  static_cast<int64_t>((*lengths)->size()) >= batch,
-            kOpParam, name, " has ", *lengths ? (*lengths)->size() : 0, " entries for ", batch,
+        require(!*lengths || (*lengths)->empty() || (*lengths)->size() == 1 ||
+                    static_cast<int64_t>((*lengths)->size()) >= batch,
+            name, " has ", *lengths ? (*lengths)->size() : 0, " entries for ", batch,
             " requests; 1 or as many are allowed");
       for (int64_t i = 0; i < batch; ++i) {
         const auto& own = key.size() == 1 ? key[0] : key[i];
         const int64_t all = paged() ? 0 : length_of(own, in);
         spans.push_back(
             {0, longest == 1 ? 1 : entry(query_lengths, i, longest), 0, entry(kv_lengths, i, all)});
-        check(paged() || spans.back().kv_count <= all, kOpParam,
-            "actual_seq_lengths_kv of request ", i, " is ", spans.back().kv_count, " and key has ",
-            all, " tokens");
-        check(spans.back().count <= longest, kOpParam, "actual_seq_lengths of request ", i, " is ",
+        require(paged() || spans.back().kv_count <= all, "actual_seq_lengths_kv of request ", i,
+            " is ", spans.back().kv_count, " and key has ", all, " tokens");
+        require(spans.back().count <= longest, "actual_seq_lengths of request ", i, " is ",
             spans.back().count, " and query has ", longest, " tokens");
       }
     }
     for (size_t i = 0; i < spans.size(); ++i) {
-      check(spans[i].count >= 0 && spans[i].kv_count >= 0, kOpParam, "sequence lengths of request ",
-          i, " decrease or are negative");
+      require(spans[i].count >= 0 && spans[i].kv_count >= 0, "sequence lengths of request ", i,
+          " decrease or are negative");
       if (paged())
-        check(spans[i].kv_count <= table.size(1) * block_size, kOpParam, "request ", i, " has ",
+        require(spans[i].kv_count <= table.size(1) * block_size, "request ", i, " has ",
             spans[i].kv_count, " tokens, its row of block_table ", table.size(1), " blocks");
       else if (packed(in))
-        check(spans[i].kv_start + spans[i].kv_count <= length_of(key[0], in), kOpParam,
+        require(spans[i].kv_start + spans[i].kv_count <= length_of(key[0], in),
             "actual_seq_lengths_kv ends at ", spans[i].kv_start + spans[i].kv_count, ", key has ",
             length_of(key[0], in), " tokens");
     }
@@ -381,7 +377,7 @@ struct FusedInfer {
 
   FusedInfer& checked() {
     groups = groups ? groups : heads;
-    check(heads > 0, kOpParam, "num_heads is ", heads, "; it must be positive");
+    require(heads > 0, "num_heads is ", heads, "; it must be positive");
     if (query.numel() == 0) return *this;
     plan();
     check_dtypes();
@@ -392,7 +388,7 @@ struct FusedInfer {
     check_latent();
     check_keys();
     if (key_prefix)
-      check(value_prefix && key_prefix->size(0) == 1 && !packed(in), kOpParam,
+      require(value_prefix && key_prefix->size(0) == 1 && !packed(in),
           "a shared prefix has a batch of 1, a key and a value, and no packed layout");
     return *this;
   }

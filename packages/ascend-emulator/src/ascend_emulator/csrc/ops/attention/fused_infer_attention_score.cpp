@@ -154,8 +154,7 @@ CHECKED(aclnnIncreFlashAttentionV4,
           dequant2);
       one_of<Text>("input_layout", layout, {"BSH", "BSND", "BNSD"});
       const int64_t places = layout == "BNSD" ? 2 : 1;
-      check(query.size(places) == 1, kOpParam, "query has ", query.size(places),
-          " tokens; it must be 1");
+      require(query.size(places) == 1, "query has ", query.size(places), " tokens; it must be 1");
       return computation({.query = query,
           .key = key,
           .value = value,

@@ -34,8 +34,8 @@ struct DeltaRule {
       one_of("g", *decay, {at::kFloat});
       shape("g", *decay, {tokens, of_values});
     }
-    check(of_keys >= 1 && of_values <= heads && of_values % of_keys == 0, kOpParam, "query has ",
-        of_keys, " heads and value ", of_values, "; allowed: up to ", heads,
+    require(of_keys >= 1 && of_values <= heads && of_values % of_keys == 0, "query has ", of_keys,
+        " heads and value ", of_values, "; allowed: up to ", heads,
         ", the second a multiple of the first");
     within("the size of a key", keys, least, most);
     within("the size of a value", value.size(2), least, most);
@@ -65,15 +65,15 @@ std::vector<int64_t> numbers(const Tensor& x) {
 void check_range(const char* argument, const Tensor& x, float least, float most) {
   const auto [low, high] = x.aminmax();
   for (const auto& found : {low.item<float>(), high.item<float>()})
-    check(found >= least && found <= most, kOpParam, argument, " has ", found, "; allowed: ", least,
-        " to ", most);
+    require(found >= least && found <= most, argument, " has ", found, "; allowed: ", least, " to ",
+        most);
 }
 
 void check_total(const std::vector<int64_t>& lengths, int64_t tokens) {
   int64_t total = 0;
   for (const auto length : lengths) total += length;
-  check(total == tokens, kOpParam, "actual_seq_lengths add up to ", total, " and there are ",
-      tokens, " tokens");
+  require(total == tokens, "actual_seq_lengths add up to ", total, " and there are ", tokens,
+      " tokens");
 }
 
 }  // namespace
@@ -86,8 +86,8 @@ CHECKED(aclnnRecurrentGatedDeltaRule,
       DeltaRule rule{query, key, value, beta, decay, scale, out};
       chips({"Ascend910B", "Ascend910_93"});
       rule.check_arguments(state, 256, 1, 256);
-      check(!decay_of_keys, kOpParam, "gk is given; it must be None");
-      check(lengths && indices, kOpParam, "actual_seq_lengths and ssm_state_indices must be given");
+      require(!decay_of_keys, "gk is given; it must be None");
+      require(lengths && indices, "actual_seq_lengths and ssm_state_indices must be given");
       one_of("actual_seq_lengths", *lengths, {at::kInt});
       one_of("ssm_state_indices", *indices, {at::kInt});
       shape("ssm_state_indices", *indices, {query.size(0)});
@@ -95,8 +95,8 @@ CHECKED(aclnnRecurrentGatedDeltaRule,
         one_of("num_accepted_tokens", *accepted, {at::kInt});
         shape("num_accepted_tokens", *accepted, lengths->sizes());
       }
-      check(state.size(0) >= query.size(0), kOpParam, "state has ", state.size(0),
-          " blocks; at least the ", query.size(0), " of the tokens are needed");
+      require(state.size(0) >= query.size(0), "state has ", state.size(0), " blocks; at least the ",
+          query.size(0), " of the tokens are needed");
       COMPUTE {
         auto delta = rule;
         const auto counts = numbers(*lengths), blocks = numbers(*indices);
@@ -106,14 +106,14 @@ CHECKED(aclnnRecurrentGatedDeltaRule,
         cost::partial_access(
             state, static_cast<double>((counts.size() + blocks.size()) * state[0].nbytes()));
         for (const auto block : blocks)
-          check(block >= 0 && block < state.size(0), kOpParam, "ssm_state_indices has ", block,
+          require(block >= 0 && block < state.size(0), "ssm_state_indices has ", block,
               "; state has ", state.size(0), " blocks");
         int64_t token = 0;
         for (size_t i = 0; i < counts.size(); ++i) {
-          check(counts[i] >= 1 && counts[i] <= 8, kOpParam, "actual_seq_lengths has ", counts[i],
+          require(counts[i] >= 1 && counts[i] <= 8, "actual_seq_lengths has ", counts[i],
               "; allowed: 1 to 8");
-          check(taken[i] >= 1 && taken[i] <= counts[i], kOpParam, "num_accepted_tokens has ",
-              taken[i], "; allowed: 1 to ", counts[i]);
+          require(taken[i] >= 1 && taken[i] <= counts[i], "num_accepted_tokens has ", taken[i],
+              "; allowed: 1 to ", counts[i]);
           auto changed = state[blocks[token + taken[i] - 1]].to(at::kFloat);
           for (const int64_t end = token + counts[i]; token < end; ++token) {
             delta.step(changed, token);
@@ -129,9 +129,9 @@ CHECKED(aclnnChunkGatedDeltaRule,
     {
       DeltaRule rule{query, key, value, beta, decay, scale, out};
       chips({"Ascend910B", "Ascend910_93", "Ascend950"});
-      check(initial && lengths, kOpParam, "initial_state and actual_seq_lengths must be given");
+      require(initial && lengths, "initial_state and actual_seq_lengths must be given");
       rule.check_arguments(*initial, 64, 128, 128);
-      check(query.size(0) >= 1, kOpParam, "there are no tokens");
+      require(query.size(0) >= 1, "there are no tokens");
       one_of("actual_seq_lengths", *lengths, {at::kInt});
       shape("actual_seq_lengths", *lengths, {initial->size(0)});
       shape("final_state", final, initial->sizes());
@@ -146,8 +146,7 @@ CHECKED(aclnnChunkGatedDeltaRule,
         check_range("beta", delta.beta, 0, 1);
         int64_t token = 0;
         for (size_t i = 0; i < counts.size(); ++i) {
-          check(counts[i] >= 1, kOpParam, "actual_seq_lengths has ", counts[i],
-              "; allowed: 1 and more");
+          require(counts[i] >= 1, "actual_seq_lengths has ", counts[i], "; allowed: 1 and more");
           auto changed = (*initial)[i].to(at::kFloat);
           for (const int64_t end = token + counts[i]; token < end; ++token)
             delta.step(changed, token);

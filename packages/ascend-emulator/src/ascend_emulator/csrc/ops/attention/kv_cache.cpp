@@ -14,8 +14,8 @@ using attention::refuse_given;
 
 void check_rows(const char* name, const Tensor& rows, const Tensor& slots) {
   rank(name, rows, 3);
-  check(rows.size(0) == slots.size(0), kOpParam, name, " has ", rows.size(0),
-      " tokens and slot_mapping ", slots.size(0));
+  require(rows.size(0) == slots.size(0), name, " has ", rows.size(0), " tokens and slot_mapping ",
+      slots.size(0));
 }
 
 bool fractal_mode(const Text& cache_mode) {
@@ -34,13 +34,12 @@ void check_cache(const char* name, const Tensor& cache, const char* rows_name, c
   const int64_t values = rows.size(1) * rows.size(2);
   if (fractal) {
     const int64_t unit = 32 / cache.element_size();
-    check(cache.size(3) == unit && cache.size(1) * unit == values, kOpParam, name, " has shape ",
+    require(cache.size(3) == unit && cache.size(1) * unit == values, name, " has shape ",
         cache.sizes(), "; it must be [blocks, ", values / unit, ", block_size, ", unit,
         "] in cache_mode PA_NZ");
   } else {
-    check(cache.size(2) == rows.size(1) && cache.size(3) == rows.size(2), kOpParam, name,
-        " has shape ", cache.sizes(), "; it must be [blocks, block_size, ", rows.size(1), ", ",
-        rows.size(2), "]");
+    require(cache.size(2) == rows.size(1) && cache.size(3) == rows.size(2), name, " has shape ",
+        cache.sizes(), "; it must be [blocks, block_size, ", rows.size(1), ", ", rows.size(2), "]");
   }
 }
 
@@ -52,7 +51,7 @@ Computation gather_pages(Tensor key_cache, Tensor value_cache, Tensor tables, Te
   rank("seq_lens", lengths, 1);
   rank("key", key, 3);
   rank("value", value, 3);
-  check(lengths.size(0) == tables.size(0) + (cumulative ? 1 : 0), kOpParam, "seq_lens has ",
+  require(lengths.size(0) == tables.size(0) + (cumulative ? 1 : 0), "seq_lens has ",
       lengths.size(0), " entries for ", tables.size(0), " requests",
       cumulative ? "; cumulative lengths have one more" : "");
   check_cache("key_cache", key_cache, "key", key, fractal);
@@ -110,7 +109,7 @@ CHECKED(aclnnScatterPaKvCache,
       check_rows("key", key, slots);
       check_rows("value", value, slots);
       same_dtype("value", value, "key", key);
-      check(key.size(1) == value.size(1), kOpParam, "key has ", key.size(1), " heads and value ",
+      require(key.size(1) == value.size(1), "key has ", key.size(1), " heads and value ",
           value.size(1));
       check_cache("key_cache", key_cache, "key", key, fractal);
       check_cache("value_cache", value_cache, "value", value, fractal);

@@ -24,8 +24,8 @@ struct SlotMapping {
     const auto* slot = where.const_data_ptr<int64_t>();
     bool skips = false;
     for (int64_t i = 0; i < where.numel(); ++i) {
-      check(slot[i] < limit && (slot[i] >= 0 || negative == Negative::kLeftOut), kOpParam, "slot ",
-          slot[i], " is outside the cache of ", limit);
+      require(slot[i] < limit && (slot[i] >= 0 || negative == Negative::kLeftOut), "slot ", slot[i],
+          " is outside the cache of ", limit);
       skips = skips || slot[i] < 0;
     }
     if (!skips) return;

@@ -12,7 +12,7 @@ using namespace emu;
 using namespace emu::attention;
 
 void power_of_two(const char* argument, int64_t value) {
-  check(value >= 1 && value <= 128 && !(value & (value - 1)), kOpParam, argument, " is ", value,
+  require(value >= 1 && value <= 128 && !(value & (value - 1)), argument, " is ", value,
       "; allowed: powers of two to 128");
 }
 
@@ -27,13 +27,13 @@ struct Requests {
     one_of<std::string>("layout_key", key_layout, {"PA_BSND", "BSND", "TND"});
     rank("query", query, query_layout == "TND" ? 3 : 4);
     rank("key", key, key_layout == "TND" ? 3 : 4);
-    check(key_layout == "PA_BSND" || key_layout == query_layout, kOpParam, "layout_key is ",
-        key_layout, " and layout_query ", query_layout, "; they must be the same without pages");
-    check((key_layout == "PA_BSND") == table.has_value(), kOpParam, "layout_key is ", key_layout,
+    require(key_layout == "PA_BSND" || key_layout == query_layout, "layout_key is ", key_layout,
+        " and layout_query ", query_layout, "; they must be the same without pages");
+    require((key_layout == "PA_BSND") == table.has_value(), "layout_key is ", key_layout,
         table ? " with" : " without", " a block_table; PA_BSND goes with one");
-    check(query_layout != "TND" || query_lengths, kOpParam,
-        "layout_query TND needs actual_seq_lengths_query");
-    check(key_layout == "BSND" || key_lengths, kOpParam, "layout_key ", key_layout,
+    require(
+        query_layout != "TND" || query_lengths, "layout_query TND needs actual_seq_lengths_query");
+    require(key_layout == "BSND" || key_lengths, "layout_key ", key_layout,
         " needs the lengths of the keys");
     for (const auto& [name, x] : {std::pair{"actual_seq_lengths_query", &query_lengths},
              std::pair{"actual_seq_lengths_key", &key_lengths}, std::pair{"block_table", &table}})
@@ -45,7 +45,7 @@ struct Requests {
     }
     contiguous("query", query);
     if (!is_chip("Ascend950")) contiguous("key", key);
-    check(key.size(-2) == 1, kOpParam, "key has ", key.size(-2), " heads; 1 is allowed");
+    require(key.size(-2) == 1, "key has ", key.size(-2), " heads; 1 is allowed");
   }
 
   struct Span {
@@ -65,7 +65,7 @@ struct Requests {
                     count = queries.defined() ? at_place(queries, i) - start : query.size(1);
       const int64_t key_start = key_layout == "TND" && i ? at_place(keys, i - 1) : 0,
                     key_count = keys.defined() ? at_place(keys, i) - key_start : key.size(1);
-      check(count >= 0 && start + count <= query.size(varlen ? 0 : 1) && key_count >= 0, kOpParam,
+      require(count >= 0 && start + count <= query.size(varlen ? 0 : 1) && key_count >= 0,
           "request ", i, " has ", count, " queries from ", start, " on and ", key_count, " keys");
       found.push_back({i, start, count, key_start, key_count});
     }
@@ -98,14 +98,14 @@ struct Indexer {
   Indexer& checked() {
     requests.check_arguments(query, key);
     one_of<int64_t>("sparse_mode", sparse_mode, {0, 3});
-    check((count >= 1 && count <= 2048) || (count % 1024 == 0 && count <= 8192), kOpParam,
+    require((count >= 1 && count <= 2048) || (count % 1024 == 0 && count <= 8192),
         "sparse_count is ", count, "; allowed: 1 to 2048, 3072, 4096, 5120, 6144, 7168, 8192");
     shape("weights", weights, query.sizes().slice(0, query.dim() - 1));
     within("heads of query", query.size(-2), 1, 64);
-    check(query.size(-1) == 128 && key.size(-1) == 128, kOpParam, "heads of query and key have ",
+    require(query.size(-1) == 128 && key.size(-1) == 128, "heads of query and key have ",
         query.size(-1), " and ", key.size(-1), " elements; 128 are expected");
     contiguous("weights", weights);
-    check(!requests.table || !values || !values->numel(), kOpParam,
+    require(!requests.table || !values || !values->numel(),
         "return_value is not supported with pages of keys");
     if (!query_scale) {
       one_of("query", query, kHalves);
@@ -186,10 +186,10 @@ struct SparseAttention {
       within("heads of query", query.size(-2), 1, 128);
     else
       power_of_two("heads of query", query.size(-2));
-    check(!requests.table || key.size(1) % block == 0, kOpParam, "sparse_block_size ", block,
+    require(!requests.table || key.size(1) % block == 0, "sparse_block_size ", block,
         " does not divide the block size ", key.size(1));
-    check(query_rope && key_rope, kOpParam, "query_rope and key_rope must be given");
-    check(query.size(-1) == 512 && query_rope->size(-1) == 64, kOpParam,
+    require(query_rope && key_rope, "query_rope and key_rope must be given");
+    require(query.size(-1) == 512 && query_rope->size(-1) == 64,
         "heads of query and query_rope have ", query.size(-1), " and ", query_rope->size(-1),
         " elements; 512 and 64 are expected");
     shape("value", value, key.sizes());
@@ -199,9 +199,10 @@ struct SparseAttention {
       contiguous("key_rope", *key_rope);
     }
     contiguous("sparse_indices", indices);
-    check(indices.dim() == query.dim() && indices.size(-2) == 1 &&
-              indices.sizes().slice(0, query.dim() - 2) == query.sizes().slice(0, query.dim() - 2),
-        kOpParam, "sparse_indices has shape ", indices.sizes(), " and query ", query.sizes(),
+    require(
+        indices.dim() == query.dim() && indices.size(-2) == 1 &&
+            indices.sizes().slice(0, query.dim() - 2) == query.sizes().slice(0, query.dim() - 2),
+        "sparse_indices has shape ", indices.sizes(), " and query ", query.sizes(),
         "; [.., 1, count] for the same tokens is expected");
     return *this;
   }
@@ -268,8 +269,8 @@ Computation run(Operator op) {
 }
 
 void check_all_tokens(int64_t before, int64_t after) {
-  check(before >= INT32_MAX && after >= INT32_MAX, kOpParam, "pre_tokens is ", before,
-      " and next_tokens ", after, "; supported: the default, all");
+  require(before >= INT32_MAX && after >= INT32_MAX, "pre_tokens is ", before, " and next_tokens ",
+      after, "; supported: the default, all");
 }
 
 }  // namespace
@@ -303,15 +304,14 @@ CHECKED(aclnnQuantLightningIndexer,
   double scale, int64_t block, Text query_layout, Text key_layout, int64_t sparse_mode, \
       int64_t before, int64_t after, int64_t attention_mode, bool with_lse, Tensor out, \
       Opt<Tensor> most, Opt<Tensor> sum
-#define SPARSE(SINKS)                                                                             \
-  {                                                                                               \
-    check_all_tokens(before, after);                                                              \
-    check(                                                                                        \
-        !table || !with_lse, kOpParam, "return_softmax_lse is not supported with pages of keys"); \
-    one_of<int64_t>("attention_mode", attention_mode, {2});                                       \
-    return run(SparseAttention{{query_layout, key_layout, query_lengths, key_lengths, table},     \
-        query, key, value, indices, query_rope, key_rope, SINKS, scale, block, sparse_mode, out,  \
-        most, sum});                                                                              \
+#define SPARSE(SINKS)                                                                            \
+  {                                                                                              \
+    check_all_tokens(before, after);                                                             \
+    require(!table || !with_lse, "return_softmax_lse is not supported with pages of keys");      \
+    one_of<int64_t>("attention_mode", attention_mode, {2});                                      \
+    return run(SparseAttention{{query_layout, key_layout, query_lengths, key_lengths, table},    \
+        query, key, value, indices, query_rope, key_rope, SINKS, scale, block, sparse_mode, out, \
+        most, sum});                                                                             \
   }
 CHECKED(aclnnSparseFlashAttention, (SPARSE_INPUTS, SPARSE_SETTINGS), SPARSE({}))
 CHECKED(aclnnSparseFlashAttentionV2, (SPARSE_INPUTS, Opt<Tensor> sinks, SPARSE_SETTINGS), {

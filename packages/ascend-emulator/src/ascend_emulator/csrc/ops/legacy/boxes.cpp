@@ -127,10 +127,10 @@ Request request(
   same_dtype("gtboxes", second, "bboxes", first);
   rank("bboxes", first, 2);
   rank("gtboxes", second, 2);
-  check(first.size(0) == 4 && second.size(0) == 4, kOpParam, "bboxes has shape ", first.sizes(),
+  require(first.size(0) == 4 && second.size(0) == 4, "bboxes has shape ", first.sizes(),
       " and gtboxes ", second.sizes(), "; they must be [4, n]");
-  check(cross || first.size(1) == second.size(1), kOpParam, "there are ", first.size(1),
-      " bboxes and ", second.size(1), " gtboxes, which is_cross = False compares one by one");
+  require(cross || first.size(1) == second.size(1), "there are ", first.size(1), " bboxes and ",
+      second.size(1), " gtboxes, which is_cross = False compares one by one");
   shape("overlap", out, {cross ? second.size(1) : 1, first.size(1)});
   return {first, second, centered, cross, is_foreground(attributes)};
 }
@@ -138,10 +138,10 @@ Request request(
 // Boxes one by one, the only ones whose gradients op-plugin asks for.
 Request backward_request(const Tensor& grad, const Tensor& first, const Tensor& second,
     const Tensor& dfirst, const Tensor& dsecond, const Attributes& attributes) {
-  check(!attributes.get("is_cross", true) && !is_foreground(attributes), kOpParam,
+  require(!attributes.get("is_cross", true) && !is_foreground(attributes),
       "computed: is_cross = False with mode 'iou'");
-  check(grad.numel() == first.size(-1), kOpParam, "grad has ", grad.numel(), " values for ",
-      first.size(-1), " boxes");
+  require(grad.numel() == first.size(-1), "grad has ", grad.numel(), " values for ", first.size(-1),
+      " boxes");
   SAME(dfirst, first);
   SAME(dsecond, second);
   return request(first, second, grad.view({1, -1}), attributes);
@@ -163,14 +163,14 @@ struct Scale {
 Scale scale_of(const Attributes& attributes) {
   Scale scale{
       attributes.get("means", Floats{0, 0, 0, 0}), attributes.get("stds", Floats{1, 1, 1, 1})};
-  check(scale.means.size() == 4 && scale.stds.size() == 4, kOpParam, "means has ",
-      scale.means.size(), " values and stds ", scale.stds.size(), "; each must have 4");
+  require(scale.means.size() == 4 && scale.stds.size() == 4, "means has ", scale.means.size(),
+      " values and stds ", scale.stds.size(), "; each must have 4");
   return scale;
 }
 
 void boxes(const char* name, const Tensor& tensor) {
   rank(name, tensor, 2);
-  check(tensor.size(1) == 4, kOpParam, name, " has shape ", tensor.sizes(), "; it must be [n, 4]");
+  require(tensor.size(1) == 4, name, " has shape ", tensor.sizes(), "; it must be [n, 4]");
 }
 }  // namespace
 
@@ -282,8 +282,7 @@ GRAPH_OP(BoundingBoxDecode, (Tensor rois, Tensor deltas, Out out, Attributes att
   const auto scale = scale_of(attributes);
   const auto limits = attributes.get("max_shape", Ints());
   const double ratio = attributes.get("wh_ratio_clip", 0.016f);
-  check(limits.size() == 2, kOpParam, "max_shape is ", at::IntArrayRef(limits),
-      "; it must have 2 values");
+  require(limits.size() == 2, "max_shape is ", at::IntArrayRef(limits), "; it must have 2 values");
   boxes("rois", rois);
   SAME(deltas, rois);
   SAME(out, rois);

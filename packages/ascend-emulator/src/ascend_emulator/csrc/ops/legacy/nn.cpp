@@ -23,8 +23,8 @@ Computation matrix_product(const Tensor& x1, const Tensor& x2, const Opt<Tensor>
     const Tensor& y, bool first, bool second) {
   one_of("x1", x1, kFloating);
   same_dtype("x2", x2, "x1", x1);
-  check(x1.dim() >= 2 && x2.dim() >= 2, kOpParam, "x1 has shape ", x1.sizes(), " and x2 ",
-      x2.sizes(), "; allowed: matrices");
+  require(x1.dim() >= 2 && x2.dim() >= 2, "x1 has shape ", x1.sizes(), " and x2 ", x2.sizes(),
+      "; allowed: matrices");
   const auto left = first ? x1.transpose(-1, -2) : x1;
   const auto right = second ? x2.transpose(-1, -2) : x2;
   const auto cube = cube_math(false);
@@ -45,10 +45,10 @@ Convolution convolution(const Attributes& attributes) {
   const auto strides = attributes.get("strides", Ints{1, 1, 1, 1});
   const auto pads = attributes.get("pads", Ints{0, 0, 0, 0});
   const auto dilations = attributes.get("dilations", Ints{1, 1, 1, 1});
-  check(strides.size() == 4 && pads.size() == 4 && dilations.size() == 4, kOpParam, "strides is ",
+  require(strides.size() == 4 && pads.size() == 4 && dilations.size() == 4, "strides is ",
       at::IntArrayRef(strides), ", pads ", at::IntArrayRef(pads), " and dilations ",
       at::IntArrayRef(dilations), "; each must have 4 values");
-  check(pads[0] == pads[1] && pads[2] == pads[3], kOpParam, "pads is ", at::IntArrayRef(pads),
+  require(pads[0] == pads[1] && pads[2] == pads[3], "pads is ", at::IntArrayRef(pads),
       "; computed: the same on both sides");
   return {{strides[2], strides[3]}, {pads[0], pads[2]}, {dilations[2], dilations[3]},
       attributes.get("groups", int64_t{1})};
@@ -57,18 +57,18 @@ Convolution convolution(const Attributes& attributes) {
 Shape convolved(const Tensor& x, const Tensor& filter, const Convolution& how) {
   rank("x", x, 4);
   rank("filter", filter, 4);
-  check(how.groups > 0 && x.size(1) == filter.size(1) * how.groups &&
-            filter.size(0) % how.groups == 0,
-      kOpParam, "x has ", x.size(1), " channels for filter of shape ", filter.sizes(), " in ",
-      how.groups, " groups");
+  require(how.groups > 0 && x.size(1) == filter.size(1) * how.groups &&
+              filter.size(0) % how.groups == 0,
+      "x has ", x.size(1), " channels for filter of shape ", filter.sizes(), " in ", how.groups,
+      " groups");
   Shape out{x.size(0), filter.size(0)};
   for (int i = 0; i < 2; ++i) {
-    check(how.stride[i] > 0 && how.dilation[i] > 0 && how.padding[i] >= 0, kOpParam, "a stride is ",
+    require(how.stride[i] > 0 && how.dilation[i] > 0 && how.padding[i] >= 0, "a stride is ",
         how.stride[i], ", a dilation ", how.dilation[i], " and a pad ", how.padding[i]);
     const auto free =
         x.size(i + 2) + 2 * how.padding[i] - how.dilation[i] * (filter.size(i + 2) - 1) - 1;
-    check(free >= 0, kOpParam, "filter of shape ", filter.sizes(), " is larger than x of shape ",
-        x.sizes());
+    require(
+        free >= 0, "filter of shape ", filter.sizes(), " is larger than x of shape ", x.sizes());
     out.push_back(free / how.stride[i] + 1);
   }
   return out;
@@ -83,7 +83,7 @@ Tensor slope(
 
 void kept_of(const Tensor& mask, const Tensor& x) {
   one_of("mask", mask, {at::kByte});
-  check(mask.numel() >= x.numel(), kOpParam, "mask has ", mask.numel(), " values for ", x.numel());
+  require(mask.numel() >= x.numel(), "mask has ", mask.numel(), " values for ", x.numel());
 }
 Tensor dropped(const Tensor& x, const Tensor& mask, double keep) {
   return at::where(mask.reshape(-1).narrow(0, 0, x.numel()).view(x.sizes()).ne(0), x / keep, 0);
@@ -91,7 +91,7 @@ Tensor dropped(const Tensor& x, const Tensor& mask, double keep) {
 
 // The one dimension of a softmax.
 int64_t only_dim(const Ints& dims, int64_t rank) {
-  check(dims.size() == 1, kOpParam, "axis is ", at::IntArrayRef(dims), "; computed: one dimension");
+  require(dims.size() == 1, "axis is ", at::IntArrayRef(dims), "; computed: one dimension");
   return real_dim(dims[0], rank, "axis");
 }
 
@@ -208,7 +208,7 @@ GRAPH_OP(DropOutGenMaskV3, (Ints sizes, Scalar keep, Out mask, Attributes attrib
   within("prob", probability, 0.0, 1.0);
   one_of("mask", mask, {at::kByte});
   const auto values = c10::multiply_integers(sizes);
-  check(mask.numel() >= values, kOpParam, "mask has ", mask.numel(), " values for ", values);
+  require(mask.numel() >= values, "mask has ", mask.numel(), " values for ", values);
   COMPUTE {
     auto generator = at::detail::createCPUGenerator(static_cast<uint64_t>(seed + (second << 32)));
     mask.zero_();
@@ -298,8 +298,7 @@ GRAPH_OP(CdistGrad,
       SAME(x2, x1);
       SAME(distance, x1);
       Ints expected = x1.sizes().vec();
-      check(expected.size() >= 3, kOpParam, "x1 has shape ", x1.sizes(),
-          "; allowed: 3 dimensions or more");
+      require(expected.size() >= 3, "x1 has shape ", x1.sizes(), "; allowed: 3 dimensions or more");
       expected.erase(expected.end() - 2);
       SHAPE(dx, expected);
       COMPUTE {

@@ -78,8 +78,8 @@ GRAPH_OP(ApplyAdamV2,
         Out var_out, Out m_out, Out v_out, Attributes attributes),
     {
       attributes.only("adam_mode", Text("adam"));
-      check(!step_size, kOpParam, "step_size is given; computed: without it");
-      check(max_grad_norm.toDouble() <= 0, kOpParam, "max_grad_norm is ", max_grad_norm.toDouble(),
+      require(!step_size, "step_size is given; computed: without it");
+      require(max_grad_norm.toDouble() <= 0, "max_grad_norm is ", max_grad_norm.toDouble(),
           "; computed: none, which is -1. Clip the gradients before the call");
       like(var, {{"m", m}, {"v", v}, {"grad", grad}, {"var_out", var_out}, {"m_out", m_out},
                     {"v_out", v_out}});

@@ -30,9 +30,9 @@ bool plain(const Attributes& attributes) {
   attributes.only("stateful", false);
   attributes.only("merge_mode", Text("concat"));
   const auto keep = attributes.get("keep_prob", 1.0f);
-  check(keep == 1.0f || keep == -1.0f, kOpParam, "attribute keep_prob is ", keep, "; computed: 1");
+  require(keep == 1.0f || keep == -1.0f, "attribute keep_prob is ", keep, "; computed: 1");
   const auto depth = attributes.get("cell_depth", int64_t{1});
-  check(depth == 0 || depth == 1, kOpParam, "attribute cell_depth is ", depth, "; computed: 1");
+  require(depth == 0 || depth == 1, "attribute cell_depth is ", depth, "; computed: 1");
   one_of("attribute gate_order", attributes.get("gate_order", Text("ifjo")),
       {Text("ifjo"), Text("ifco")});
   attributes.get("is_training", true);  // the gates are written either way
@@ -70,9 +70,9 @@ Computation forward(const Tensor& x, const Tensor& w_x, const Tensor& w_h, const
   SHAPE(w_h, {hidden, 4 * hidden});
   if (bias) shape("b", *bias, {4 * hidden});
   order.check_mask(steps, batch, hidden);
-  check(init_h.numel() == batch * hidden && init_c.numel() == batch * hidden, kOpParam,
-      "init_h has shape ", init_h.sizes(), " and init_c ", init_c.sizes(), " for a batch of ",
-      batch, " and ", hidden, " hidden values");
+  require(init_h.numel() == batch * hidden && init_c.numel() == batch * hidden, "init_h has shape ",
+      init_h.sizes(), " and init_c ", init_c.sizes(), " for a batch of ", batch, " and ", hidden,
+      " hidden values");
   for (const auto& each :
       {states[0], states[1], states[2], gates.i, gates.j, gates.f, gates.o, gates.tanhc})
     shape("an output", each, {steps, batch, hidden});
@@ -114,17 +114,17 @@ Computation backward(const Tensor& x, const Tensor& w_x, const Tensor& w_h, cons
   const auto steps = y.size(0);
   const auto batch = y.size(1);
   const auto hidden = y.size(2);
-  check(x.numel() == steps * batch * w_x.size(0), kOpParam, "x has shape ", x.sizes(), " for ",
-      steps, " steps, a batch of ", batch, " and ", w_x.size(0), " inputs");
+  require(x.numel() == steps * batch * w_x.size(0), "x has shape ", x.sizes(), " for ", steps,
+      " steps, a batch of ", batch, " and ", w_x.size(0), " inputs");
   order.check_mask(steps, batch, hidden);
   for (const auto& each : {dy, gates.i, gates.j, gates.f, gates.o, gates.tanhc})
     shape("dy or a gate", each, {steps, batch, hidden});
   for (const auto& each : {all_h, all_c})
-    check(each.numel() == y.numel(), kOpParam, "h or c has shape ", each.sizes(),
-        " for y of shape ", y.sizes());
+    require(each.numel() == y.numel(), "h or c has shape ", each.sizes(), " for y of shape ",
+        y.sizes());
   for (const auto& each : {init_h, init_c, dh, dc, out.h, out.c})
-    check(each.numel() == batch * hidden, kOpParam, "a state has shape ", each.sizes(), " for ",
-        batch, " x ", hidden);
+    require(each.numel() == batch * hidden, "a state has shape ", each.sizes(), " for ", batch,
+        " x ", hidden);
   COMPUTE {
     const auto all = upcast(x).view({steps, batch, -1});
     const auto h = all_h.view(y.sizes());
@@ -166,8 +166,7 @@ Computation backward(const Tensor& x, const Tensor& w_x, const Tensor& w_h, cons
 std::pair<Tensor, Tensor> halves(const Tensor& weight) {
   rank("w", weight, 2);
   const auto hidden = weight.size(1) / 4;
-  check(hidden * 4 == weight.size(1) && weight.size(0) > hidden, kOpParam, "w has shape ",
-      weight.sizes());
+  require(hidden * 4 == weight.size(1) && weight.size(0) > hidden, "w has shape ", weight.sizes());
   return {weight.narrow(0, 0, weight.size(0) - hidden),
       weight.narrow(0, weight.size(0) - hidden, hidden)};
 }

@@ -13,7 +13,7 @@ int64_t product_of(const Ints& dims) { return c10::multiply_integers(dims); }
 
 // {1} stands for a tensor without dimensions (FillKernelNpu.cpp).
 void filled(const Tensor& y, const Ints& dims) {
-  check(y.sizes() == at::IntArrayRef(dims) || (y.dim() == 0 && product_of(dims) == 1), kOpParam,
+  require(y.sizes() == at::IntArrayRef(dims) || (y.dim() == 0 && product_of(dims) == 1),
       "y has shape ", y.sizes(), " and dims is ", at::IntArrayRef(dims));
 }
 
@@ -21,7 +21,7 @@ void permutation(const Ints& perm, int64_t dims) {
   Ints sorted = perm, all(dims);
   std::sort(sorted.begin(), sorted.end());
   std::iota(all.begin(), all.end(), 0);
-  check(sorted == all, kOpParam, "perm is ", at::IntArrayRef(perm), " for ", dims, " dimensions");
+  require(sorted == all, "perm is ", at::IntArrayRef(perm), " for ", dims, " dimensions");
 }
 
 // Values and int32 indices of the largest or smallest values along a dimension.
@@ -55,13 +55,13 @@ void choose(const Tensor& x, const Tensor& indices, const Tensor& mask, int64_t 
 GRAPH_OP(Fill, (Ints dims, Tensor value, Out y), {
   filled(y, dims);
   same_dtype("y", y, "value", value);
-  check(value.numel() == 1, kOpParam, "value has ", value.numel(), " elements; it must have one");
+  require(value.numel() == 1, "value has ", value.numel(), " elements; it must have one");
   COMPUTE { y.fill_(value.reshape({})); };
 })
 
 GRAPH_OP(Cast, (Tensor x, Out y, Attributes attributes), {
   const auto to = to_scalar_type(static_cast<int32_t>(attributes.get("dst_type", int64_t{0})));
-  check(y.scalar_type() == to, kOpParam, "y is ", y.scalar_type(), " and dst_type ", to);
+  require(y.scalar_type() == to, "y is ", y.scalar_type(), " and dst_type ", to);
   SAME(y, x);
   COMPUTE { y.copy_(x); };
 })
@@ -89,36 +89,36 @@ LEGACY_BINARY(RealDiv, left / right)
 // x is the whole storage (AsStridedKernelNpu.cpp).
 GRAPH_OP(AsStrided, (Tensor x, Ints size, Ints stride, Scalar offset, Out y), {
   const auto first = offset.toLong();
-  check(stride.size() == size.size(), kOpParam, "stride is ", at::IntArrayRef(stride), " for size ",
+  require(stride.size() == size.size(), "stride is ", at::IntArrayRef(stride), " for size ",
       at::IntArrayRef(size));
   auto last = first;
   for (size_t i = 0; i < size.size(); ++i) {
-    check(stride[i] >= 0, kOpParam, "stride is ", at::IntArrayRef(stride), "; allowed: 0 or more");
+    require(stride[i] >= 0, "stride is ", at::IntArrayRef(stride), "; allowed: 0 or more");
     last += (size[i] - 1) * stride[i];
   }
-  check(first >= 0 && (last < x.numel() || product_of(size) == 0), kOpParam, "size ",
-      at::IntArrayRef(size), ", stride ", at::IntArrayRef(stride), " and storage_offset ", first,
-      " reach beyond the ", x.numel(), " values of x");
+  require(first >= 0 && (last < x.numel() || product_of(size) == 0), "size ", at::IntArrayRef(size),
+      ", stride ", at::IntArrayRef(stride), " and storage_offset ", first, " reach beyond the ",
+      x.numel(), " values of x");
   SHAPE(y, size);
   same_dtype("y", y, "x", x);
   COMPUTE { y.copy_(x.as_strided(size, stride, first)); };
 })
 
 GRAPH_OP(ConcatD, (Tensors x, Out y, Attributes attributes), {
-  check(static_cast<size_t>(attributes.get("N", static_cast<int64_t>(x.size()))) == x.size() &&
-            !x.empty(),
-      kOpParam, "N is ", attributes.get("N", int64_t{0}), " for ", x.size(), " tensors");
+  require(static_cast<size_t>(attributes.get("N", static_cast<int64_t>(x.size()))) == x.size() &&
+              !x.empty(),
+      "N is ", attributes.get("N", int64_t{0}), " for ", x.size(), " tensors");
   const auto dim = real_dim(attributes.get("concat_dim", int64_t{0}), y.dim(), "concat_dim");
   Ints expected = x[0].sizes().vec();
-  check(static_cast<int64_t>(expected.size()) == y.dim(), kOpParam, "x has ", expected.size(),
+  require(static_cast<int64_t>(expected.size()) == y.dim(), "x has ", expected.size(),
       " dimensions and y ", y.dim());
   expected[dim] = 0;
   for (const auto& each : x) {
     Ints sizes = each.sizes().vec();
-    check(each.dim() == y.dim(), kOpParam, "x has shapes ", x[0].sizes(), " and ", each.sizes());
+    require(each.dim() == y.dim(), "x has shapes ", x[0].sizes(), " and ", each.sizes());
     expected[dim] += sizes[dim];
     sizes[dim] = x[0].size(dim);
-    check(x[0].sizes() == at::IntArrayRef(sizes), kOpParam, "x has shapes ", x[0].sizes(), " and ",
+    require(x[0].sizes() == at::IntArrayRef(sizes), "x has shapes ", x[0].sizes(), " and ",
         each.sizes());
     same_dtype("x", each, "y", y);
   }
@@ -128,13 +128,12 @@ GRAPH_OP(ConcatD, (Tensors x, Out y, Attributes attributes), {
 
 GRAPH_OP(Slice, (Tensor x, Ints offsets, Ints size, Out y), {
   const auto rank = static_cast<size_t>(x.dim());
-  check(offsets.size() == rank && size.size() == rank, kOpParam, "offsets is ",
-      at::IntArrayRef(offsets), " and size is ", at::IntArrayRef(size), " for ", rank,
-      " dimensions");
+  require(offsets.size() == rank && size.size() == rank, "offsets is ", at::IntArrayRef(offsets),
+      " and size is ", at::IntArrayRef(size), " for ", rank, " dimensions");
   for (size_t i = 0; i < rank; ++i)
-    check(offsets[i] >= 0 && size[i] >= 0 && offsets[i] + size[i] <= x.size(i), kOpParam,
-        "offsets ", at::IntArrayRef(offsets), " and size ", at::IntArrayRef(size),
-        " reach beyond x of shape ", x.sizes());
+    require(offsets[i] >= 0 && size[i] >= 0 && offsets[i] + size[i] <= x.size(i), "offsets ",
+        at::IntArrayRef(offsets), " and size ", at::IntArrayRef(size), " reach beyond x of shape ",
+        x.sizes());
   SHAPE(y, size);
   COMPUTE {
     Tensor part = x;
@@ -147,17 +146,16 @@ GRAPH_OP(Slice, (Tensor x, Ints offsets, Ints size, Out y), {
 GRAPH_OP(
     StridedSlice, (Tensor x, Ints begin, Ints end, Ints strides, Out y, Attributes attributes), {
       const auto rank = static_cast<size_t>(x.dim());
-      check(begin.size() == rank && end.size() == rank && strides.size() == rank, kOpParam,
-          "begin is ", at::IntArrayRef(begin), ", end is ", at::IntArrayRef(end),
-          " and strides is ", at::IntArrayRef(strides), " for ", rank, " dimensions");
+      require(begin.size() == rank && end.size() == rank && strides.size() == rank, "begin is ",
+          at::IntArrayRef(begin), ", end is ", at::IntArrayRef(end), " and strides is ",
+          at::IntArrayRef(strides), " for ", rank, " dimensions");
       const auto begin_mask = attributes.get("begin_mask", int64_t{0});
       const auto end_mask = attributes.get("end_mask", int64_t{0});
       for (const char* name : {"ellipsis_mask", "new_axis_mask", "shrink_axis_mask"})
         attributes.only(name, int64_t{0});
       Tensor part = x;
       for (size_t i = 0; i < rank; ++i) {
-        check(strides[i] > 0, kOpParam, "strides is ", at::IntArrayRef(strides),
-            "; computed: positive");
+        require(strides[i] > 0, "strides is ", at::IntArrayRef(strides), "; computed: positive");
         const bool from_first = begin_mask >> i & 1;
         const bool to_last = end_mask >> i & 1;
         part = part.slice(static_cast<int64_t>(i), from_first ? 0 : begin[i],
@@ -177,8 +175,8 @@ GRAPH_OP(ConfusionTransposeD, (Tensor x, Out y, Attributes attributes), {
   const auto perm = attributes.get("perm", Ints());
   const auto sizes = attributes.get("shape", Ints());
   const bool first = attributes.get("transpose_first", false);
-  check(product_of(sizes) == x.numel(), kOpParam, "shape is ", at::IntArrayRef(sizes), " for ",
-      x.numel(), " values");
+  require(product_of(sizes) == x.numel(), "shape is ", at::IntArrayRef(sizes), " for ", x.numel(),
+      " values");
   permutation(perm, first ? x.dim() : static_cast<int64_t>(sizes.size()));
   const auto value = first ? x.permute(perm) : x.view(sizes).permute(perm);
   if (first)
@@ -196,15 +194,14 @@ GRAPH_OP(BroadcastTo, (Tensor x, Ints size, Out y), {
 
 // `paddings` has the numbers before and after each dimension, the first dimension first.
 GRAPH_OP(Pad, (Tensor x, Ints paddings, Out y), {
-  check(static_cast<int64_t>(paddings.size()) == 2 * x.dim(), kOpParam, "paddings has ",
-      paddings.size(), " values for ", x.dim(), " dimensions");
+  require(static_cast<int64_t>(paddings.size()) == 2 * x.dim(), "paddings has ", paddings.size(),
+      " values for ", x.dim(), " dimensions");
   Tensor part = y;
   for (int64_t i = 0; i < x.dim(); ++i) {
     const auto before = paddings[2 * i];
     const auto after = paddings[2 * i + 1];
-    check(before >= 0 && after >= 0 && y.size(i) == before + x.size(i) + after, kOpParam,
-        "y has shape ", y.sizes(), " for paddings ", at::IntArrayRef(paddings), " of x of shape ",
-        x.sizes());
+    require(before >= 0 && after >= 0 && y.size(i) == before + x.size(i) + after, "y has shape ",
+        y.sizes(), " for paddings ", at::IntArrayRef(paddings), " of x of shape ", x.sizes());
     part = part.narrow(i, before, x.size(i));
   }
   COMPUTE {
@@ -217,8 +214,7 @@ GRAPH_OP(Pad, (Tensor x, Ints paddings, Out y), {
 GRAPH_OP(OneHotD, (Tensor x, Tensor on_value, Tensor off_value, Out y, Attributes attributes), {
   const auto depth = attributes.get("depth", int64_t{0});
   const auto axis = attributes.get("axis", int64_t{-1});
-  check(axis == -1 || axis == x.dim(), kOpParam, "axis is ", axis,
-      "; computed: -1, the last dimension");
+  require(axis == -1 || axis == x.dim(), "axis is ", axis, "; computed: -1, the last dimension");
   Ints expected = x.sizes().vec();
   expected.push_back(depth);
   SHAPE(y, expected);
@@ -235,7 +231,7 @@ GRAPH_OP(ArgMinWithValue, (Tensor x, Out indices, Out values, Attributes attribu
 GRAPH_OP(SortV2, (Tensor x, Out y, Attributes attributes), {
   const auto dim = real_dim(attributes.get("axis", int64_t{-1}), x.dim(), "axis");
   const bool descending = attributes.get("descending", false);
-  check(dim == x.dim() - 1, kOpParam, "axis is ", dim,
+  require(dim == x.dim() - 1, "axis is ", dim,
       "; allowed: the last dimension");  // npu_sort_v2 transposes for another
   SAME(y, x);
   COMPUTE { y.copy_(std::get<0>(at::sort(x, dim, descending))); };
@@ -254,10 +250,10 @@ GRAPH_OP(MaskedFillRange,
       same_dtype("value", value, "x", x);
       one_of("start", start, {at::kInt});
       one_of("end", end, {at::kInt});
-      check(value.numel() == start.size(0), kOpParam, "value has ", value.numel(), " elements for ",
+      require(value.numel() == start.size(0), "value has ", value.numel(), " elements for ",
           start.size(0), " rows of start");
-      check(!by_entry || start.size(1) == x.size(0), kOpParam, "start has ", start.size(1),
-          " columns for ", x.size(0), " entries of x");
+      require(!by_entry || start.size(1) == x.size(0), "start has ", start.size(1), " columns for ",
+          x.size(0), " entries of x");
       COMPUTE {
         const auto from = start.accessor<int32_t, 2>();
         const auto to = end.accessor<int32_t, 2>();
@@ -291,7 +287,7 @@ GRAPH_OP(SignBitsPack, (Tensor x, Out y, Attributes attributes), {
   const auto size = attributes.get("size", int64_t{0});
   rank("x", x, 1);
   const auto bytes = (x.numel() + 7) / 8;
-  check(size > 0 && bytes % size == 0, kOpParam, "size is ", size, " for ", bytes, " bytes");
+  require(size > 0 && bytes % size == 0, "size is ", size, " for ", bytes, " bytes");
   SHAPE(y, {size, bytes / size});
   COMPUTE {
     const auto bits = at::zeros({bytes * 8}, at::kByte);
@@ -302,13 +298,12 @@ GRAPH_OP(SignBitsPack, (Tensor x, Out y, Attributes attributes), {
 })
 GRAPH_OP(SignBitsUnpack, (Tensor x, Out y, Attributes attributes), {
   const auto size = attributes.get("size", int64_t{0});
-  check(
+  require(
       to_scalar_type(static_cast<int32_t>(attributes.get("dtype", int64_t{0}))) == y.scalar_type(),
-      kOpParam, "y is ", y.scalar_type(), "; attribute dtype says otherwise");
+      "y is ", y.scalar_type(), "; attribute dtype says otherwise");
   one_of("x", x, {at::kByte});
   rank("x", x, 1);
-  check(size > 0 && x.numel() * 8 % size == 0, kOpParam, "size is ", size, " for ", x.numel() * 8,
-      " bits");
+  require(size > 0 && x.numel() * 8 % size == 0, "size is ", size, " for ", x.numel() * 8, " bits");
   SHAPE(y, {size, x.numel() * 8 / size});
   COMPUTE {
     const auto weights = at::tensor({1, 2, 4, 8, 16, 32, 64, 128}, at::kByte);
@@ -332,9 +327,8 @@ GRAPH_OP(StrideAdd, (Tensor x1, Tensor x2, Out y, Attributes attributes), {
   rank("x1", x1, 4, 5);
   for (int i = 0; i < 2; ++i) {
     const auto blocks = (inputs[i].size(1) + 15) / 16;
-    check(offsets[i] >= 0 && offsets[i] * 16 + channels <= blocks * 16, kOpParam, "x", i + 1,
-        " has ", blocks, " blocks of channels; the offset is ", offsets[i], " and c1_len ",
-        channels / 16);
+    require(offsets[i] >= 0 && offsets[i] * 16 + channels <= blocks * 16, "x", i + 1, " has ",
+        blocks, " blocks of channels; the offset is ", offsets[i], " and c1_len ", channels / 16);
     Ints expected = inputs[i].sizes().vec();
     expected[1] = channels;
     SHAPE(y, expected);

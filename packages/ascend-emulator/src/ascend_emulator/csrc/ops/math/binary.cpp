@@ -14,9 +14,8 @@ at::Tensor number(const at::Scalar& value) { return at::native::wrapped_scalar_t
 template <class Other>
 void fits(const at::Tensor& self, const Other& other) {
   const auto result = at::result_type(self, other);
-  emu::check(c10::canCast(result, self.scalar_type()), emu::kOpParam, "result type ",
-      c10::toString(result), " can't be cast to the desired output type ",
-      c10::toString(self.scalar_type()), " of self");
+  emu::require(c10::canCast(result, self.scalar_type()), "result type ", c10::toString(result),
+      " can't be cast to the desired output type ", c10::toString(self.scalar_type()), " of self");
 }
 }  // namespace
 
@@ -84,8 +83,8 @@ SHAPED(aclnnInplaceMuls, (Tensor self, Scalar other),
 // dtypes fail, masked.mean and softsign pass (Ascend/pytorch, ci-test, skip_list.json at
 // 52087f69e).
 SHAPED(aclnnDiv, (Tensor self, Tensor other, Tensor out),
-    (BROADCAST(out, self, other), check(!other.is_complex(), kOpParam, "other is ",
-                                      other.scalar_type(), "; a real dtype is allowed")),
+    (BROADCAST(out, self, other), require(!other.is_complex(), "other is ", other.scalar_type(),
+                                      "; a real dtype is allowed")),
     { at::div_out(out, self, other); })
 SHAPED(aclnnDivs, (Tensor self, Scalar other, Tensor out), SAME(out, self),
     { at::div_out(out, self, number(other)); })

@@ -13,8 +13,8 @@ void each(const Tensors& out, Function&& function) {
 }
 
 void one_number(const char* argument, const Tensor& scalar) {
-  check(scalar.numel() == 1, kOpParam, argument, " has shape ", scalar.sizes(),
-      "; it must have one element");
+  require(
+      scalar.numel() == 1, argument, " has shape ", scalar.sizes(), "; it must have one element");
 }
 }  // namespace
 

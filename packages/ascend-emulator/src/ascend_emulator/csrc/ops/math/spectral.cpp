@@ -16,8 +16,8 @@ OP(aclStft,
       within("n_fft", n_fft, int64_t{1}, self.size(-1));
       within("hop_length", hop, int64_t{1}, INT64_MAX);
       within("win_length", win_length, int64_t{1}, n_fft);
-      check(!onesided || !self.is_complex(), kOpParam, "onesided is true and self is ",
-          self.scalar_type(), "; it must be real");
+      require(!onesided || !self.is_complex(), "onesided is true and self is ", self.scalar_type(),
+          "; it must be real");
       if (window) {
         same_dtype("window", *window, "self", self);
         shape("window", *window, {win_length});

@@ -40,38 +40,38 @@ struct Grouped {
   }
 
   void check_arguments() const {
-    check(!x.empty() && !weight.empty(), kOpParam, "x and weight must not be empty");
+    require(!x.empty() && !weight.empty(), "x and weight must not be empty");
     within("split_item", split, int64_t{0}, int64_t{3});
     one_of("group_type", kind, {int64_t{-1}, int64_t{0}, int64_t{2}});
     within("group_list_type", list_kind, int64_t{0}, int64_t{2});
     one_of("act_type", activation, {int64_t{0}});
     one_of("x", x[0], {at::kHalf, at::kBFloat16, at::kFloat, at::kChar});
     one_of("weight", weight[0], {at::kHalf, at::kBFloat16, at::kFloat, at::kChar, at::kInt});
-    check(x.size() <= 128 && weight.size() <= 128, kOpParam, "x has ", x.size(),
-        " tensors and weight ", weight.size(), "; at most 128 are allowed");
+    require(x.size() <= 128 && weight.size() <= 128, "x has ", x.size(), " tensors and weight ",
+        weight.size(), "; at most 128 are allowed");
     const bool integers = x[0].scalar_type() == at::kChar,
                floats = !integers && weight[0].is_floating_point();
     if (floats) same_dtype("weight", weight[0], "x", x[0]);
-    check(!integers || out[0].scalar_type() == at::kInt || !empty(scale), kOpParam,
-        "an int8 x needs scale");
-    check(integers || floats || !empty(antiquant_scale), kOpParam, "x is ", x[0].scalar_type(),
+    require(
+        !integers || out[0].scalar_type() == at::kInt || !empty(scale), "an int8 x needs scale");
+    require(integers || floats || !empty(antiquant_scale), "x is ", x[0].scalar_type(),
         " and weight ", weight[0].scalar_type(), "; that needs antiquant_scale");
-    if (kind == 2) check(floats, kOpParam, "group_type 2 is for unquantized products");
+    if (kind == 2) require(floats, "group_type 2 is for unquantized products");
     if (list) one_of("group_list", *list, {at::kLong});
-    check(kind == -1 || list || x.size() > 1, kOpParam, "group_type ", kind,
-        " with one x needs group_list");
+    require(
+        kind == -1 || list || x.size() > 1, "group_type ", kind, " with one x needs group_list");
     if (list && kind == 0) {
       rank("group_list", *list, list_kind == 2 ? 2 : 1);
-      check(list->size(0) <= 1024, kOpParam, "group_list has ", list->size(0),
+      require(list->size(0) <= 1024, "group_list has ", list->size(0),
           " groups; at most 1024 are allowed");
-      check(list_kind == 2 || list->size(0) == groups(), kOpParam, "group_list has ", list->size(0),
+      require(list_kind == 2 || list->size(0) == groups(), "group_list has ", list->size(0),
           " groups and weight ", groups());
     }
     if (kind == 0) rank("x", x[0], 2);
     for (const auto& each : weight) rank("weight", each, 2, 3);
     if (kind == 2) return;
-    check(x.size() == 1 || weight.size() == 1 || x.size() == weight.size(), kOpParam, "x has ",
-        x.size(), " tensors and weight ", weight.size());
+    require(x.size() == 1 || weight.size() == 1 || x.size() == weight.size(), "x has ", x.size(),
+        " tensors and weight ", weight.size());
     for (size_t i = 0; i < std::max(x.size(), weight.size()); ++i) {
       const auto& mine = weight[weight.size() == 1 ? 0 : i];
       const bool along_k =
@@ -79,22 +79,22 @@ struct Grouped {
       const int64_t k = x[x.size() == 1 ? 0 : i].size(-1),
                     rows = mine.size(-2) * (along_k ? kFourBitsInWord : 1),
                     n = mine.size(-1) * (words() && !along_k ? kFourBitsInWord : 1);
-      check(k == rows, kOpParam, "x has ", k, " columns and weight ", i, " ", rows, " rows");
+      require(k == rows, "x has ", k, " columns and weight ", i, " ", rows, " rows");
       for (const auto& [name, list] : {std::pair{"bias", &bias}, std::pair{"scale", &scale},
                std::pair{"antiquant_scale", &antiquant_scale},
                std::pair{"antiquant_offset", &antiquant_offset}}) {
         if (empty(*list)) continue;
         const auto& factor =
             (**list)[(*list)->size() == weight.size() ? (weight.size() == 1 ? 0 : i) : 0];
-        check(factor.dim() > 0 && (factor.size(-1) == n || factor.size(-1) == 1), kOpParam, name,
+        require(factor.dim() > 0 && (factor.size(-1) == n || factor.size(-1) == 1), name,
             " has shape ", factor.sizes(), "; its last dimension must be that of weight ", i, ", ",
             n);
         const bool of_groups =
             stacked() ||
             ((*list)->size() == 1 && weight.size() > 1);  // the first dimension, if there are two
         const int64_t parts = factor.dim() > 1 + of_groups ? factor.size(-2) : 1;
-        check(parts > 0 && rows % parts == 0, kOpParam, name, " has shape ", factor.sizes(),
-            "; its ", parts, " groups do not divide the ", rows, " rows of the weight");
+        require(parts > 0 && rows % parts == 0, name, " has shape ", factor.sizes(), "; its ",
+            parts, " groups do not divide the ", rows, " rows of the weight");
       }
     }
   }
@@ -107,24 +107,24 @@ struct Grouped {
              (matrix.scalar_type() == at::kInt ? kFourBitsInWord : 1);
     };
     for (const auto& each : x)
-      check(inner(each) < 65536, kOpParam, "x has shape ", each.sizes(), ", a last dimension of ",
+      require(inner(each) < 65536, "x has shape ", each.sizes(), ", a last dimension of ",
           inner(each), "; allowed: below 65536");
     for (const auto& each : weight)
-      check(inner(each) < 65536, kOpParam, "weight has shape ", each.sizes(),
-          ", a last dimension of ", inner(each), "; allowed: below 65536");
+      require(inner(each) < 65536, "weight has shape ", each.sizes(), ", a last dimension of ",
+          inner(each), "; allowed: below 65536");
     if (out.size() == 1)
       for (const auto& each : weight)
-        check(each.size(-1) == weight[0].size(-1), kOpParam, "weights have ", weight[0].size(-1),
-            " and ", each.size(-1), " columns; with one output they must have the same");
+        require(each.size(-1) == weight[0].size(-1), "weights have ", weight[0].size(-1), " and ",
+            each.size(-1), " columns; with one output they must have the same");
   }
 
   // By which axis is split, and pairs of group and count, of a group_list that is a tensor.
   void check_outputs() const {
     within("split_item", split, kind == -1 ? 0 : 2, kind == -1 ? 1 : 3);
-    check(list_kind != 2 || (x[0].scalar_type() == at::kChar &&
-                                weight[0].scalar_type() == at::kChar && kind == 0),
-        kOpParam, "group_list_type is 2, with x ", x[0].scalar_type(), ", weight ",
-        weight[0].scalar_type(), " and group_type ", kind, "; it is for int8 and group_type 0");
+    require(list_kind != 2 || (x[0].scalar_type() == at::kChar &&
+                                  weight[0].scalar_type() == at::kChar && kind == 0),
+        "group_list_type is 2, with x ", x[0].scalar_type(), ", weight ", weight[0].scalar_type(),
+        " and group_type ", kind, "; it is for int8 and group_type 0");
   }
 
   // Dtypes of what belongs to the weights (tables 1 and 2 of the documentation; of an int8 x with
@@ -284,7 +284,7 @@ Computation grouped_matmul(const Grouped& call, const Lists& offset, bool by_ten
   if (by_tensor) call.check_outputs();
   call.check_sizes();
   call.check_parameters();
-  check(empty(offset) || call.words(), kOpParam, "offset is given; only None is allowed");
+  require(empty(offset) || call.words(), "offset is given; only None is allowed");
   return [=] { call.run(); };
 }
 
@@ -331,33 +331,31 @@ Computation finalize(const Tensor& x, const Tensor& weight, const Opt<Tensor>& s
   rank("w", weight, 3);
   one_of("group_list", list, {at::kLong});
   shape("group_list", list, {weight.size(0)});
-  check(
-      scale && row_index && logit, kOpParam, "scale, logit and row_index are needed for an int8 x");
+  require(scale && row_index && logit, "scale, logit and row_index are needed for an int8 x");
   const bool words = weight.scalar_type() == at::kInt;
   one_of("scale", *scale, {words ? at::kLong : at::kFloat});
   one_of("row_index", *row_index, kIndices);
   one_of("logit", *logit, {at::kFloat});
   if (pertoken) one_of("pertoken_scale", *pertoken, {at::kFloat});
-  check(!bias || words, kOpParam, "bias is given and w is ", weight.scalar_type(),
-      "; it is for packed int4");
+  require(
+      !bias || words, "bias is given and w is ", weight.scalar_type(), "; it is for packed int4");
   within("the rows of x", x.size(0), 1, 131072);
   within("the experts of w", weight.size(0), 1, 256);
   multiple("the columns of x", x.size(1), 16);
   multiple("the columns of the output", out.size(1), 32);
-  check(out.size(1) >= 256, kOpParam, "the output has ", out.size(1),
-      " columns; allowed: 256 or more");
+  require(out.size(1) >= 256, "the output has ", out.size(1), " columns; allowed: 256 or more");
   if (words)
-    check(x.size(1) == 2048 && out.size(1) == 7168, kOpParam, "w of int4 has ", x.size(1),
-        " rows and ", out.size(1), " columns; allowed: 2048 and 7168");
+    require(x.size(1) == 2048 && out.size(1) == 7168, "w of int4 has ", x.size(1), " rows and ",
+        out.size(1), " columns; allowed: 2048 and 7168");
   shape("logit", *logit, {x.size(0)});
   shape("row_index", *row_index, {x.size(0)});
   if (pertoken) shape("pertoken_scale", *pertoken, {x.size(0)});
   if (shared) {
     one_of("shared_input", *shared, {at::kBFloat16});
-    check(shared->dim() == 2 && shared->size(1) == out.size(1) && shared_offset >= 0 &&
-              shared_offset + shared->size(0) <= out.size(0),
-        kOpParam, "shared_input ", shared->sizes(), " at row ", shared_offset,
-        " does not fit the output ", out.sizes());
+    require(shared->dim() == 2 && shared->size(1) == out.size(1) && shared_offset >= 0 &&
+                shared_offset + shared->size(0) <= out.size(0),
+        "shared_input ", shared->sizes(), " at row ", shared_offset, " does not fit the output ",
+        out.sizes());
   }
   const auto several = [](const Opt<Tensor>& t) { return t ? Lists(Tensors{*t}) : Lists(); };
   const Grouped call{{x}, {weight}, several(bias), several(scale), {}, {}, several(pertoken), list,
@@ -407,17 +405,17 @@ Computation add_grouped(const Tensor& x, const Tensor& weight, const Tensor& lis
   one_of("group_list", list, {at::kLong});
   one_of("group_type", kind, {int64_t{2}});
   within("group_list_type", list_kind, int64_t{0}, int64_t{1});
-  check(transpose_x && !transpose_weight, kOpParam, "transpose_x is ", transpose_x,
+  require(transpose_x && !transpose_weight, "transpose_x is ", transpose_x,
       " and transpose_weight ", transpose_weight, "; only true and false are allowed");
   rank("x", x, 2);
   rank("weight", weight, 2);
   rank("group_list", list, 1);
   rank("self", out, 2, 3);
-  check(weight.size(0) == x.size(0), kOpParam, "x has ", x.size(0), " rows and weight ",
-      weight.size(0));
-  check(out.size(-1) == weight.size(1) && out.numel() == list.numel() * x.size(1) * weight.size(1),
-      kOpParam, "self has shape ", out.sizes(), "; [", list.numel(), " * ", x.size(1), ", ",
-      weight.size(1), "] is needed");
+  require(weight.size(0) == x.size(0), "x has ", x.size(0), " rows and weight ", weight.size(0));
+  require(
+      out.size(-1) == weight.size(1) && out.numel() == list.numel() * x.size(1) * weight.size(1),
+      "self has shape ", out.sizes(), "; [", list.numel(), " * ", x.size(1), ", ", weight.size(1),
+      "] is needed");
   COMPUTE {
     const auto sums = out.view({list.numel(), x.size(1), weight.size(1)});
     for (const auto& [group, first, last] : rows_of(list, list_kind, x.size(0))) {
@@ -453,33 +451,31 @@ Computation swiglu_quant(const Tensor& x, const Tensor& weight, const Tensor& we
   one_of("x_scale", x_scale, {at::kFloat});
   one_of("group_list", list, {at::kLong});
   rank("weight", weight, 3);
-  check(x_scale.numel() == x.size(0), kOpParam, "x_scale has shape ", x_scale.sizes(),
-      "; one for each of ", x.size(0), " rows is needed");
+  require(x_scale.numel() == x.size(0), "x_scale has shape ", x_scale.sizes(), "; one for each of ",
+      x.size(0), " rows is needed");
   const bool int4 = x.scalar_type() == at::kInt, words = weight.scalar_type() == at::kInt;
   const int64_t groups = weight.size(0), k = x.size(1) * (int4 ? kFourBitsInWord : 1),
                 n = out.size(1) * 2;
-  check(!int4 || words, kOpParam, "x is packed int4 and weight ", weight.scalar_type(),
+  require(!int4 || words, "x is packed int4 and weight ", weight.scalar_type(),
       "; it must be packed int4 too");
-  check(dequant_mode == 0 || (words && !int4), kOpParam,
+  require(dequant_mode == 0 || (words && !int4),
       "dequant_mode is 1; allowed: 0, unless x is int8 and weight int4");
-  check(int4 == smooth.has_value(), kOpParam, "smooth_scale is ", smooth ? "" : "not ",
-      "given and x is ", x.scalar_type(), "; it belongs to an x of packed int4 (int32)");
-  check(n <= 10240, kOpParam, "weight has ", n, " columns; allowed: up to 10240");
-  check(k < (words ? 20000 : 65536), kOpParam, "x has ", k, " columns; allowed: below ",
+  require(int4 == smooth.has_value(), "smooth_scale is ", smooth ? "" : "not ", "given and x is ",
+      x.scalar_type(), "; it belongs to an x of packed int4 (int32)");
+  require(n <= 10240, "weight has ", n, " columns; allowed: up to 10240");
+  require(k < (words ? 20000 : 65536), "x has ", k, " columns; allowed: below ",
       words ? 20000 : 65536, " for this weight");
   const auto assists = assist ? Lists(Tensors{*assist}) : Lists();
   const Grouped call{{x}, {weight}, assists, Tensors{weight_scale}, {}, {}, Tensors{x_scale}, list,
       3, 0, list_kind, 0, {out}};
   if (int4) {
     one_of("smooth_scale", *smooth, {at::kFloat});
-    check(smooth->sizes() == at::IntArrayRef{groups} ||
-              smooth->sizes() == at::IntArrayRef{groups, n / 2},
-        kOpParam, "smooth_scale has shape ", smooth->sizes(), "; allowed: [", groups, "] and [",
-        groups, ", ", n / 2, "]");
-    check(!assist, kOpParam,
-        "weight_assist_matrix is given; it belongs to an int8 x and an int4 weight");
-    check(weight.size(1) == k, kOpParam, "x has ", k, " columns and weight ", weight.size(1),
-        " rows");
+    require(smooth->sizes() == at::IntArrayRef{groups} ||
+                smooth->sizes() == at::IntArrayRef{groups, n / 2},
+        "smooth_scale has shape ", smooth->sizes(), "; allowed: [", groups, "] and [", groups, ", ",
+        n / 2, "]");
+    require(!assist, "weight_assist_matrix is given; it belongs to an int8 x and an int4 weight");
+    require(weight.size(1) == k, "x has ", k, " columns and weight ", weight.size(1), " rows");
     rank("group_list", list, 1);
     shape("group_list", list, {groups});
     within("group_list_type", list_kind, int64_t{0}, int64_t{1});

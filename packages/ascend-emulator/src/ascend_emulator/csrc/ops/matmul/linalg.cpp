@@ -75,7 +75,7 @@ OP(aclnnInplaceRenorm, (Tensor self, Scalar p, int64_t dim, Scalar bound),
 // In float64, where int32 is exact: torch_npu's documentation leaves the bin of a value on a border
 // undefined only for floating types.
 SHAPED(aclnnHistc, (Tensor self, int64_t bins, Scalar min, Scalar max, Tensor out),
-    (check(bins > 0, kOpParam, "bins is ", bins, "; it must be positive"), SHAPE(out, {bins}),
+    (require(bins > 0, "bins is ", bins, "; it must be positive"), SHAPE(out, {bins}),
         same_dtype("out", out, "self", self)),
     {
       out.copy_(at::histc(

@@ -23,8 +23,8 @@ struct Quantized {
   void check_arguments() const {
     one_of("x1", x1, {at::kChar, at::kInt});
     one_of("x2", x2, {at::kChar, at::kInt});
-    check(!words1() || words2(), kOpParam,
-        "x1 is packed int4 and x2 int8; with an int4 x1, x2 must be int4");
+    require(
+        !words1() || words2(), "x1 is packed int4 and x2 int8; with an int4 x1, x2 must be int4");
     rank("x1", x1, 2, 6);
     rank("x2", x2, 2, 6);
     one_of("scale", scale, {at::kFloat, at::kBFloat16, at::kLong, at::kUInt64});
@@ -32,16 +32,16 @@ struct Quantized {
     const int64_t k = x1.size(-1) * (words1() ? kFourBitsInWord : 1);
     const bool packed_rows = words2() && x2.stride(-1) != 1 && x2.stride(-2) == 1;
     const int64_t rows = x2.size(-2) * (packed_rows ? kFourBitsInWord : 1), n = out.size(-1);
-    check(k == rows, kOpParam, "x1 has ", k, " columns and x2 ", rows, " rows");
+    require(k == rows, "x1 has ", k, " columns and x2 ", rows, " rows");
     within("the last dimension of x1", x1.size(-1), 1, 65535);
     within("the last dimension of x2", x2.size(-1), 1, 65535);
     if (!grouped())
-      check(scale.numel() == 1 || scale.numel() == n, kOpParam, "scale has shape ", scale.sizes(),
+      require(scale.numel() == 1 || scale.numel() == n, "scale has shape ", scale.sizes(),
           "; allowed: [1] and [", n, "]");
     if (!absent(pertoken)) {
       one_of("pertoken_scale", *pertoken, {at::kFloat});
-      check(pertoken->numel() == x1.size(-2), kOpParam, "pertoken_scale has shape ",
-          pertoken->sizes(), "; one for each of ", x1.size(-2), " rows is needed");
+      require(pertoken->numel() == x1.size(-2), "pertoken_scale has shape ", pertoken->sizes(),
+          "; one for each of ", x1.size(-2), " rows is needed");
       one_of("output_dtype, with a pertoken_scale,", out, {at::kHalf, at::kBFloat16, at::kInt});
     }
     if (!absent(offset) && !grouped()) {
@@ -50,7 +50,7 @@ struct Quantized {
     }
     if (!absent(bias)) {
       one_of("bias", *bias, {at::kInt, at::kBFloat16, at::kHalf, at::kFloat});
-      check(bias->size(-1) == n, kOpParam, "bias has shape ", bias->sizes(),
+      require(bias->size(-1) == n, "bias has shape ", bias->sizes(),
           "; its last dimension must be ", n);
     }
   }
@@ -98,9 +98,8 @@ struct Quantized {
 };
 
 Computation quant_matmul(const Quantized& product, const Opt<Tensor>& y_scale, bool t1, bool t2) {
-  check(absent(y_scale), kOpParam, "y_scale is for float8, on Ascend950; None is allowed");
-  check(!t1 && !t2, kOpParam,
-      "transposing flags are not emulated; torch_npu passes transposed views");
+  require(absent(y_scale), "y_scale is for float8, on Ascend950; None is allowed");
+  require(!t1 && !t2, "transposing flags are not emulated; torch_npu passes transposed views");
   product.check_arguments();
   return [=] { product.run(); };
 }
@@ -132,17 +131,16 @@ Computation weight_quant(const Tensor& x, const Tensor& weight, const Tensor& sc
   within("k", x.size(-1), 1, 65535);
   within("n", out.size(-1), 1, 65535);
   const int64_t n = out.size(-1), groups = group ? (x.size(-1) + group - 1) / group : 1;
-  check(scale.numel() == 1 || scale.numel() == n * groups, kOpParam, "antiquant_scale has shape ",
+  require(scale.numel() == 1 || scale.numel() == n * groups, "antiquant_scale has shape ",
       scale.sizes(), "; allowed: one, or ", groups, " x ", n);
   if (offset) {
     one_of("antiquant_offset", *offset, {at::kHalf, at::kBFloat16, at::kInt});
     shape("antiquant_offset", *offset, scale.sizes());
   }
-  if (bias)
-    check(bias->numel() == n, kOpParam, "bias has shape ", bias->sizes(), "; it must be [", n, "]");
+  if (bias) require(bias->numel() == n, "bias has shape ", bias->sizes(), "; it must be [", n, "]");
   if (quant_scale)
-    check(quant_scale->numel() == 1 || quant_scale->numel() == n, kOpParam,
-        "quant_scale has shape ", quant_scale->sizes(), "; allowed: one, or ", n);
+    require(quant_scale->numel() == 1 || quant_scale->numel() == n, "quant_scale has shape ",
+        quant_scale->sizes(), "; allowed: one, or ", n);
   return [=] {
     const auto integers = weight.scalar_type() == at::kInt ? unpack_matrix(weight) : weight;
     const auto spread = [&](const Tensor& parameter) {
@@ -194,9 +192,9 @@ CHECKED(aclnnAddLora,
       one_of("indices", indices, {at::kInt});
       rank("weight_b", weight_b, 4);
       within("layer_idx", layer, int64_t{0}, weight_b.size(1) - 1);
-      check(start >= 0 && size > 0 && start + size <= y.size(1), kOpParam, "the slice [", start,
-          ", ", start + size, ") is outside y's ", y.size(1), " columns");
-      check(weight_b.size(2) == size, kOpParam, "weight_b has shape ", weight_b.sizes(),
+      require(start >= 0 && size > 0 && start + size <= y.size(1), "the slice [", start, ", ",
+          start + size, ") is outside y's ", y.size(1), " columns");
+      require(weight_b.size(2) == size, "weight_b has shape ", weight_b.sizes(),
           "; dimension 2 must be y_slice_size, ", size);
       multiple("the rank (the last dimension of weight_b)", weight_b.size(3), 16);
       COMPUTE {

@@ -46,7 +46,7 @@ struct Grouped {
         "ep_world_size", ranks, {int64_t{8}, int64_t{16}, int64_t{32}, int64_t{64}, int64_t{128}});
     const auto on = hccl::group("hcom", hcom);
     hccl::check_ranks("ep_world_size", ranks, *on);
-    check(absent(send_tensor) && absent(receive_tensor), kOpParam,
+    require(absent(send_tensor) && absent(receive_tensor),
         "send_counts_tensor or recv_counts_tensor is given; None is allowed");
     one_of("gmm_x", x, kHalves);
     same_dtype("gmm_weight", weight, "gmm_x", x);
@@ -56,31 +56,29 @@ struct Grouped {
     within("the number of experts x ep_world_size", experts() * ranks, int64_t{1}, int64_t{256});
     within("H1", x.size(1), 1, 65535);
     const auto one = matrix(0);
-    check(one.size(0) == x.size(1), kOpParam, "gmm_x has ", x.size(1), " columns and a gmm_weight ",
+    require(one.size(0) == x.size(1), "gmm_x has ", x.size(1), " columns and a gmm_weight ",
         one.size(0), " rows");
     within("N1", one.size(1), 1, 65535);
     for (const auto* counts : {&send, &receive}) {
       const char* name = counts == &send ? "send_counts" : "recv_counts";
-      check(static_cast<int64_t>(counts->size()) == experts() * ranks, kOpParam, name, " has ",
+      require(static_cast<int64_t>(counts->size()) == experts() * ranks, name, " has ",
           counts->size(), " elements; it must have ", experts() * ranks);
       for (const int64_t each : *counts) within(name, each, int64_t{0}, int64_t{52428800});
     }
-    check(sum(send) == x.size(0), kOpParam, "send_counts add up to ", sum(send), "; gmm_x has ",
-        x.size(0), " rows");
+    require(sum(send) == x.size(0), "send_counts add up to ", sum(send), "; gmm_x has ", x.size(0),
+        " rows");
     shape("gmm_y", y, {sum(receive), one.size(1)});
     const int64_t bytes = x.size(0) * one.size(exchanges_first ? 0 : 1) * x.element_size();
-    check(bytes >= 2 << 20, kOpParam, "this rank communicates ", bytes,
-        " bytes; it must be at least 2 MB");
+    require(bytes >= 2 << 20, "this rank communicates ", bytes, " bytes; it must be at least 2 MB");
     if (absent(mm_x) && absent(mm_weight)) return on;
-    check(!absent(mm_x) && !absent(mm_weight) && mm_y, kOpParam,
-        "mm_x and mm_weight are needed together");
+    require(!absent(mm_x) && !absent(mm_weight) && mm_y, "mm_x and mm_weight are needed together");
     one_of("mm_x", *mm_x, kHalves);
     same_dtype("mm_weight", *mm_weight, "mm_x", *mm_x);
     rank("mm_x", *mm_x, 2);
     rank("mm_weight", *mm_weight, 2);
     within("H2", mm_x->size(1), 1, 12288);
-    check(mm_weight->size(mm_turned ? 1 : 0) == mm_x->size(1), kOpParam, "mm_x has shape ",
-        mm_x->sizes(), " and mm_weight ", mm_weight->sizes());
+    require(mm_weight->size(mm_turned ? 1 : 0) == mm_x->size(1), "mm_x has shape ", mm_x->sizes(),
+        " and mm_weight ", mm_weight->sizes());
     within("N2", mm_weight->size(mm_turned ? 0 : 1), 1, 65535);
     return on;
   }
@@ -152,7 +150,7 @@ Computation exchange_first(const Grouped& one, const Opt<Tensor>& send_tensor,
     const Opt<Tensor>& receive_tensor, const Text& comm_mode, bool wanted,
     const Opt<Tensor>& permuted) {
   const auto on = one.check_arguments(send_tensor, receive_tensor, comm_mode, true);
-  check(!wanted || permuted, kOpParam, "permute_out is None; with permute_out_flag it is needed");
+  require(!wanted || permuted, "permute_out is None; with permute_out_flag it is needed");
   on->claim(hccl::kAllToAllGrouped);
   return [=] {
     const auto rows = one.exchanged(*on, hccl::kAllToAllGrouped, one.x)
@@ -229,16 +227,15 @@ struct Dense {
     check_mode(comm_mode);
     const auto on = hccl::group("hcom", hcom);
     one_of("world_size", on->ranks, {2, 4, 8, 16});
-    check(!t1 && !t2, kOpParam,
-        "transposing flags are not emulated; torch_npu passes transposed views");
+    require(!t1 && !t2, "transposing flags are not emulated; torch_npu passes transposed views");
     one_of("x1", x1, kHalves);
     same_dtype("x2", x2, "x1", x1);
     rank("x1", x1, 2);
     rank("x2", x2, 2);
     contiguous("x1", x1);
-    check(x2.numel() > 0, kOpParam, "x2 has shape ", x2.sizes(), "; it must not be empty");
+    require(x2.numel() > 0, "x2 has shape ", x2.sizes(), "; it must not be empty");
     const auto order = axes.value_or(Ints());
-    check(order.empty() || order == only_axes, kOpParam, "all2all_axes is ", listed(order),
+    require(order.empty() || order == only_axes, "all2all_axes is ", listed(order),
         "; allowed: none, or ", listed(only_axes));
     within("the rows of x2", x2.size(0), 1, 65535);
     if (absent(bias)) return on;
@@ -266,8 +263,8 @@ Computation all_to_all_first(
   const auto on = one.check_arguments({-2, -1}, t1, t2);
   const int64_t ranks = on->ranks, rows = one.x1.size(0), hidden = one.x1.size(1);
   multiple("the rows of x1", rows, ranks);
-  check(one.x2.size(0) == hidden * ranks, kOpParam, "x2 has ", one.x2.size(0),
-      " rows; it must have ", hidden * ranks, ", the columns of x1 times the ranks");
+  require(one.x2.size(0) == hidden * ranks, "x2 has ", one.x2.size(0), " rows; it must have ",
+      hidden * ranks, ", the columns of x1 times the ranks");
   shape("y", out, {rows / ranks, one.x2.size(1)});
   on->claim(hccl::kAllToAllMatmul);
   return [=] {
@@ -284,7 +281,7 @@ Computation all_to_all_last(const Dense& one, bool t1, bool t2, const Tensor& ou
   const auto on = one.check_arguments({-1, -2}, t1, t2);
   const int64_t ranks = on->ranks, rows = one.x1.size(0), columns = one.x2.size(1);
   multiple("the columns of x2", columns, ranks);
-  check(one.x2.size(0) == one.x1.size(1), kOpParam, "x1 has ", one.x1.size(1), " columns and x2 ",
+  require(one.x2.size(0) == one.x1.size(1), "x1 has ", one.x1.size(1), " columns and x2 ",
       one.x2.size(0), " rows");
   shape("y", out, {rows * ranks, columns / ranks});
   on->claim(hccl::kMatmulAllToAll);

@@ -32,12 +32,12 @@ struct Product {
       same_dtype("x2", x2, "x1", x1);
     rank("x1", x1, 2, most_dims);
     rank("x2", x2, 2);
-    check(x1.numel() > 0 && x2.numel() > 0, kOpParam, "x1 has shape ", x1.sizes(), " and x2 ",
-        x2.sizes(), "; they must not be empty");
-    check(x1.size(-1) == x2.size(0), kOpParam, "x1 has ", x1.size(-1), " columns and x2 ",
-        x2.size(0), " rows");
+    require(x1.numel() > 0 && x2.numel() > 0, "x1 has shape ", x1.sizes(), " and x2 ", x2.sizes(),
+        "; they must not be empty");
+    require(
+        x1.size(-1) == x2.size(0), "x1 has ", x1.size(-1), " columns and x2 ", x2.size(0), " rows");
     // "x1不支持输入转置后的tensor".
-    check(x1.size(-1) == 1 || x1.stride(-1) == 1, kOpParam, "x1 has strides ", x1.strides(),
+    require(x1.size(-1) == 1 || x1.stride(-1) == 1, "x1 has strides ", x1.strides(),
         "; it must not be transposed");
     const int64_t n = x2.size(1);
     if (!absent(bias)) {
@@ -47,15 +47,15 @@ struct Product {
     if (!quantized() && !weight_quantized()) return;
     within("k", x1.size(-1), int64_t{1}, kMostColumns);
     const char* name = quantized() ? "dequant_scale" : "antiquant_scale";
-    check(!absent(scale), kOpParam, name, " is None; it is needed with an int8 x2");
+    require(!absent(scale), name, " is None; it is needed with an int8 x2");
     if (quantized()) {
       one_of("out", out, kHalves);
       one_of(name, *scale, {at::kLong, at::kUInt64, at::kBFloat16, at::kFloat});
-      check(scale->numel() == 1 || scale->numel() == n, kOpParam, name, " has shape ",
-          scale->sizes(), "; allowed: [1], [", n, "] and [1, ", n, "]");
+      require(scale->numel() == 1 || scale->numel() == n, name, " has shape ", scale->sizes(),
+          "; allowed: [1], [", n, "] and [1, ", n, "]");
       if (absent(pertoken)) return;
       one_of("pertoken_scale", *pertoken, {at::kFloat});
-      check(pertoken->numel() == rows(), kOpParam, "pertoken_scale has shape ", pertoken->sizes(),
+      require(pertoken->numel() == rows(), "pertoken_scale has shape ", pertoken->sizes(),
           "; one for each of ", rows(), " rows is needed");
       return;
     }
@@ -66,8 +66,8 @@ struct Product {
       multiple("antiquant_group_size", group, 32);
       shape(name, *scale, {(x1.size(-1) + group - 1) / group, n});
     } else {
-      check(scale->numel() == 1 || scale->numel() == n, kOpParam, name, " has shape ",
-          scale->sizes(), "; allowed: [1], [", n, "] and [1, ", n, "]");
+      require(scale->numel() == 1 || scale->numel() == n, name, " has shape ", scale->sizes(),
+          "; allowed: [1], [", n, "] and [1, ", n, "]");
     }
     if (absent(offset)) return;
     same_dtype("antiquant_offset", *offset, "x1", x1);
@@ -110,7 +110,7 @@ Computation all_reduce(const Product& product, const Opt<Tensor>& x3, const Text
   chips({"Ascend910B", "Ascend950"});
   check_common(reduce_op, comm_turn, comm_mode);
   const auto on = hccl::group("hcom", hcom);
-  check(on->ranks == 1 || on->ranks == 2 || on->ranks == 4 || on->ranks == 8, kOpParam, "hcom has ",
+  require(on->ranks == 1 || on->ranks == 2 || on->ranks == 4 || on->ranks == 8, "hcom has ",
       on->ranks, " ranks; allowed: 1, 2, 4, 8");
   product.check_arguments(out, 3);
   auto form = product.x1.sizes().vec();
@@ -157,7 +157,7 @@ FUSED(aclnnMatmulAllReduceV3,
 namespace {
 
 void no_quantized_communication(const Opt<Tensor>& one, const Opt<Tensor>& two) {
-  check(absent(one) && absent(two), kOpParam,
+  require(absent(one) && absent(two),
       "comm_quant_scale_1 and comm_quant_scale_2 are given; quantized communication is not "
       "emulated");
 }
@@ -213,8 +213,8 @@ std::shared_ptr<hccl::Communicator> sharded(
   chips({"Ascend910B", "Ascend910_93", "Ascend950"});
   const auto on = hccl::group("hcom", hcom);
   const bool many = on->ranks == 16 || on->ranks == 32;
-  check(on->ranks == 2 || on->ranks == 4 || on->ranks == 8 || (many && !is_chip("Ascend910B")),
-      kOpParam, "world_size is ", on->ranks, "; allowed on ", chip().name,
+  require(on->ranks == 2 || on->ranks == 4 || on->ranks == 8 || (many && !is_chip("Ascend910B")),
+      "world_size is ", on->ranks, "; allowed on ", chip().name,
       is_chip("Ascend910B") ? ": 2, 4, 8" : ": 2, 4, 8, 16, 32");
   product.check_arguments(out, 2);
   within("k", product.x1.size(1), 256, 65534);
@@ -227,7 +227,7 @@ std::shared_ptr<hccl::Communicator> sharded(
 
 // "当前版本暂不支持bias输入为非0的场景".
 void check_zero(const Opt<Tensor>& bias) {
-  check(absent(bias) || !at::any(*bias != 0).item<bool>(), kOpParam,
+  require(absent(bias) || !at::any(*bias != 0).item<bool>(),
       "bias has values other than 0, which are not supported");
 }
 
@@ -334,7 +334,7 @@ FUSED(aclnnDistributeBarrier, (Tensor, Text group, int64_t world_size),
     { return barrier_of(group, world_size); })
 FUSED(aclnnDistributeBarrierV2,
     (Tensor, Opt<Tensor> time_out, Opt<Tensor> elastic_info, Text group, int64_t world_size), {
-      check(absent(time_out), kOpParam, "time_out is given; what it means is not documented");
+      require(absent(time_out), "time_out is given; what it means is not documented");
       mc2::reserved("elastic_info", elastic_info);
       return barrier_of(group, world_size);
     })

@@ -22,7 +22,7 @@ int type_code(at::ScalarType type) {
 
 std::shared_ptr<Communicator> group(const char* argument, const std::string& name) {
   // "字符串长度范围为[1,128)" (torch_npu's documentation of npu_moe_distribute_dispatch_v2).
-  check(!name.empty() && name.size() < 128, kOpParam, argument, " has ", name.size(),
+  require(!name.empty() && name.size() < 128, argument, " has ", name.size(),
       " characters; allowed: 1 to 127");
   auto found = named(argument, name);
   check(
@@ -32,8 +32,8 @@ std::shared_ptr<Communicator> group(const char* argument, const std::string& nam
 }
 
 void check_ranks(const char* argument, int64_t given, const Communicator& on) {
-  check(given == on.ranks, kOpParam, argument, " is ", given, "; the communicator ", on.name,
-      " has ", on.ranks, " ranks");
+  require(given == on.ranks, argument, " is ", given, "; the communicator ", on.name, " has ",
+      on.ranks, " ranks");
 }
 
 Header fused_header(CallKind kind, at::ScalarType type, int64_t count) {

@@ -11,7 +11,7 @@ namespace emu::mc2 {
 using hccl::RankValue;
 
 void reserved(const char* argument, const Opt<Tensor>& tensor) {
-  check(absent(tensor), kOpParam, argument, " is given; it is reserved: None is allowed");
+  require(absent(tensor), argument, " is given; it is reserved: None is allowed");
 }
 
 Tensor from_ints(const std::vector<int64_t>& values) { return at::tensor(values, at::kLong); }
@@ -56,7 +56,7 @@ Experts::Experts(Version version, const std::string& group, int64_t ranks, int64
   else
     within("ep_world_size", ranks, 2, 768);
   hccl::check_ranks("ep_world_size", ranks, *on);
-  check(rank == on->rank, kOpParam, "ep_rank_id is ", rank, "; this process is rank ", on->rank,
+  require(rank == on->rank, "ep_rank_id is ", rank, "; this process is rank ", on->rank,
       " of the communicator ", on->name);
   // "当前版本不支持TP域通信": 0 and 1 mean no tensor parallelism.
   within("tp_world_size", tp_ranks, 0, 1);
@@ -73,10 +73,10 @@ Experts::Experts(Version version, const std::string& group, int64_t ranks, int64
   within("shared_expert_num", shared, 0, first ? 1 : 4);
   within("shared_expert_rank_num", shared_ranks, int64_t{0}, ranks - 1);
   if (shared_ranks) {
-    check(shared > 0 && shared_ranks % shared == 0, kOpParam, "shared_expert_rank_num is ",
-        shared_ranks, "; it must be a multiple of shared_expert_num, ", shared);
+    require(shared > 0 && shared_ranks % shared == 0, "shared_expert_rank_num is ", shared_ranks,
+        "; it must be a multiple of shared_expert_num, ", shared);
     if (first)
-      check(ranks % shared_ranks == 0, kOpParam, "shared_expert_rank_num is ", shared_ranks,
+      require(ranks % shared_ranks == 0, "shared_expert_rank_num is ", shared_ranks,
           "; it must divide ep_world_size, ", ranks);
   } else {
     this->shared = 0;
@@ -90,7 +90,7 @@ Experts::Experts(Version version, const std::string& group, int64_t ranks, int64
            RankValue{"copy_expert_num", copy}, RankValue{"const_expert_num", constant}}) {
     within(name, number, int64_t{0}, int64_t{0x7ffffffe});
     if (algorithm == "hierarchy")
-      check(number == 0, kOpParam, name, " is ", number, "; with comm_alg hierarchy, 0 is allowed");
+      require(number == 0, name, " is ", number, "; with comm_alg hierarchy, 0 is allowed");
   }
   within("the number of all experts", all_experts(), int64_t{1}, int64_t{0x7ffffffe});
 }
@@ -117,8 +117,8 @@ void Experts::check_tokens(
     within("H", hidden, 1024, 8192);
   }
   multiple("global_bs", global_tokens, ranks());
-  check(global_tokens >= tokens * ranks(), kOpParam, "global_bs is ", global_tokens, "; with the ",
-      tokens, " tokens of this rank it is at least ", tokens * ranks());
+  require(global_tokens >= tokens * ranks(), "global_bs is ", global_tokens, "; with the ", tokens,
+      " tokens of this rank it is at least ", tokens * ranks());
   if (absent(mask)) return;
   if (first || (a2 && levels)) reserved("x_active_mask", mask);
   one_of("x_active_mask", *mask, {at::kBool});
@@ -155,9 +155,9 @@ void Experts::check_buffer(int64_t tokens, int64_t choices, int64_t hidden, int6
         2 * (local * most * ranks() * slot + (choices + shared) * most * align(512, 2 * hidden)));
   }
   const auto has = static_cast<int64_t>(a2 ? hccl::buffer_size() : on->options.buffer_size);
-  check(bytes <= has * kMiB, kOpParam, "the buffer of communicator ", on->name, " has ", has,
-      " MiB; with ", tokens, " tokens of ", hidden, " values, ", choices, " experts each, ",
-      experts, " experts and ", ranks(), " ranks at least ", (bytes + kMiB - 1) / kMiB,
+  require(bytes <= has * kMiB, "the buffer of communicator ", on->name, " has ", has, " MiB; with ",
+      tokens, " tokens of ", hidden, " values, ", choices, " experts each, ", experts,
+      " experts and ", ranks(), " ranks at least ", (bytes + kMiB - 1) / kMiB,
       " are needed: set HCCL_BUFFSIZE", a2 ? "" : " or the group's hccl_buffer_size");
 }
 
@@ -180,7 +180,7 @@ Tensor active_choices(const Tensor& ids, const Opt<Tensor>& mask) {
   if (absent(mask)) return at::ones(ids.sizes(), at::kBool);
   if (mask->dim() == 2) return mask->contiguous();
   const auto active = mask->to(at::kLong);
-  check(mask->numel() < 2 || !at::any(active.diff() > 0).item<bool>(), kOpParam,
+  require(mask->numel() < 2 || !at::any(active.diff() > 0).item<bool>(),
       "x_active_mask has true after false; all true come first");
   return mask->unsqueeze(1).expand(ids.sizes()).contiguous();
 }
@@ -191,8 +191,7 @@ std::vector<std::vector<Slots>> Experts::route(const Tensor& ids, const Opt<Tens
   const auto chosen = ids.contiguous(), active = active_choices(ids, mask);
   // A rank has at most global_bs / ranks tokens; with different numbers per rank, all tokens are
   // active.
-  check(absent(mask) || at::all(active).item<bool>() || global_tokens == ids.size(0) * ranks(),
-      kOpParam,
+  require(absent(mask) || at::all(active).item<bool>() || global_tokens == ids.size(0) * ranks(),
       "x_active_mask leaves tokens out while the ranks have different numbers of tokens "
       "(global_bs); then all tokens must take "
       "part");
@@ -208,9 +207,9 @@ std::vector<std::vector<Slots>> Experts::route(const Tensor& ids, const Opt<Tens
       if (!on_way[token * choices + k]) continue;
       any = true;
       const int32_t expert = id[token * choices + k];
-      check(expert >= 0 && expert < all_experts(), kOpParam, "expert_ids[", token, "][", k, "] is ",
-          expert, "; allowed: 0 to ", all_experts() - 1);
-      check(seen.insert(expert).second, kOpParam, "expert_ids[", token, "] has ", expert,
+      require(expert >= 0 && expert < all_experts(), "expert_ids[", token, "][", k, "] is ", expert,
+          "; allowed: 0 to ", all_experts() - 1);
+      require(seen.insert(expert).second, "expert_ids[", token, "] has ", expert,
           " twice; the experts of a token must differ");
       if (expert < experts) out[shared_ranks + expert / each][expert % each].push_back({token, k});
     }

@@ -76,7 +76,7 @@ struct Combine {
 Tensor from_ints(const std::vector<int64_t>& values);
 
 inline void no_times(const Opt<Tensor>& performance_info) {
-  check(absent(performance_info), kOpParam,
+  require(absent(performance_info),
       "performance_info is given; times of single ranks are not emulated");
 }
 

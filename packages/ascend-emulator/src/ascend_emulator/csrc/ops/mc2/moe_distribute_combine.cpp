@@ -15,11 +15,11 @@ void Combine::check_arguments() const {
   const int64_t hidden = expand_x.size(1), tokens = ids.size(0);
   at.check_tokens(ids, mask, hidden, false);
   at.check_buffer(tokens, ids.size(1), hidden, expand_x.element_size());
-  check(expand_x.size(0) >= at.most_rows(ids.size(1)), kOpParam, "expand_x has ", expand_x.size(0),
+  require(expand_x.size(0) >= at.most_rows(ids.size(1)), "expand_x has ", expand_x.size(0),
       " rows; it must have at least ", at.most_rows(ids.size(1)));
   one_of("ep_send_counts", counts, {at::kInt});
   const int64_t needed = at.local(at.on->rank) * at.ranks();
-  check(counts.dim() == 1 && counts.numel() >= needed, kOpParam, "ep_send_counts has shape ",
+  require(counts.dim() == 1 && counts.numel() >= needed, "ep_send_counts has shape ",
       counts.sizes(), "; it must be at least [", needed, "]");
   one_of("expert_scales", scales, {at::kFloat});
   shape("expert_scales", scales, ids.sizes());
@@ -28,12 +28,12 @@ void Combine::check_arguments() const {
   one_of(name, info, {at::kInt});
   rank(name, info, 1);
   const int64_t length = first ? ids.numel() : 128 * at.most_rows(ids.size(1));
-  check(info.numel() >= length, kOpParam, name, " has ", info.numel(),
-      " elements; it must have at least ", length);
+  require(info.numel() >= length, name, " has ", info.numel(), " elements; it must have at least ",
+      length);
   const auto like = [&](const char* argument, const Opt<Tensor>& tensor, bool needed,
                         at::IntArrayRef form) {
-    check(!needed || !absent(tensor), kOpParam, argument,
-        " is None; it is needed with these special experts");
+    require(
+        !needed || !absent(tensor), argument, " is None; it is needed with these special experts");
     if (absent(tensor)) return;
     same_dtype(argument, *tensor, "expand_x", expand_x);
     shape(argument, *tensor, form);
@@ -46,7 +46,7 @@ void Combine::check_arguments() const {
   if (first || is_chip("Ascend910B")) reserved("shared_expert_x", shared_x);
   same_dtype("shared_expert_x", *shared_x, "expand_x", expand_x);
   rank("shared_expert_x", *shared_x, 2, 3);
-  check(shared_x->size(-1) == hidden && shared_x->numel() == tokens * hidden, kOpParam,
+  require(shared_x->size(-1) == hidden && shared_x->numel() == tokens * hidden,
       "shared_expert_x has shape ", shared_x->sizes(), "; it must be [", tokens, ", ", hidden,
       "], whose first dimension may be split");
 }
@@ -64,11 +64,10 @@ void Combine::run(const std::function<void(const Tensor&)>& use) const {
     std::vector<std::vector<int64_t>> rows(ranks);
     int64_t row = 0;
     for (int64_t i = 0; i < own * ranks; ++i) {
-      check(end[i] >= row && end[i] <= expand_x.size(0), kOpParam, "ep_send_counts[", i, "] is ",
-          end[i], "; allowed: ", row, " to ", expand_x.size(0),
-          "; it must be what the dispatch gave");
+      require(end[i] >= row && end[i] <= expand_x.size(0), "ep_send_counts[", i, "] is ", end[i],
+          "; allowed: ", row, " to ", expand_x.size(0), "; it must be what the dispatch gave");
       for (; row < end[i]; ++row) {
-        check(at.version == Version::one || from[3 * row] == i % ranks, kOpParam,
+        require(at.version == Version::one || from[3 * row] == i % ranks,
             "assist_info_for_combine does not go with ep_send_counts (row ", row,
             "); both must be what the dispatch gave");
         rows[i % ranks].push_back(row);
@@ -85,10 +84,9 @@ void Combine::run(const std::function<void(const Tensor&)>& use) const {
       for (const auto& slots : routes[peer]) {
         for (size_t i = 0; i < slots.size(); ++i) {
           const auto [token, choice] = slots[i];
-          check(at.version == Version::two || choice >= choices ||
-                    from[token * choices + choice] == static_cast<int32_t>(i),
-              kOpParam, "expand_idx[", token * choices + choice, "] is ",
-              from[token * choices + choice],
+          require(at.version == Version::two || choice >= choices ||
+                      from[token * choices + choice] == static_cast<int32_t>(i),
+              "expand_idx[", token * choices + choice, "] is ", from[token * choices + choice],
               "; it must be what the dispatch of these expert_ids gave, ", i);
           which[choice].push_back(token);
           where[choice].push_back(place++);
@@ -144,7 +142,7 @@ namespace {
 void check_expand_scales(const Combine& one, const Opt<Tensor>& scales) {
   const bool a2 = is_chip("Ascend910B"), levels = one.at.algorithm == "hierarchy";
   if (!a2 && !levels) return reserved("expand_scales", scales);
-  check(!absent(scales), kOpParam, "expand_scales is None; ",
+  require(!absent(scales), "expand_scales is None; ",
       a2 ? "on Ascend910B" : "with comm_alg hierarchy",
       " it is needed: what the dispatch returned as expand_scales");
   one_of("expand_scales", *scales, {at::kFloat});
@@ -152,7 +150,7 @@ void check_expand_scales(const Combine& one, const Opt<Tensor>& scales) {
 }
 
 void no_quantized_values(int64_t quant_mode) {
-  check(quant_mode == 0, kOpParam, "comm_quant_mode is ", quant_mode,
+  require(quant_mode == 0, "comm_quant_mode is ", quant_mode,
       "; 0 is emulated: how communicated values are quantized is not documented");
 }
 

@@ -32,17 +32,17 @@ struct Dispatch {
     const int64_t hidden = x.size(1), choices = ids.size(1);
     at.check_tokens(ids, mask, hidden, words());
     at.check_buffer(ids.size(0), choices, hidden, x.element_size());
-    check(x.size(0) == ids.size(0), kOpParam, "x has ", x.size(0), " rows and expert_ids ",
-        ids.size(0), "; they must be the same");
+    require(x.size(0) == ids.size(0), "x has ", x.size(0), " rows and expert_ids ", ids.size(0),
+        "; they must be the same");
     // 1, 3 and 4 (static, per group, MX) are of Ascend950.
     one_of("quant_mode", quant_mode,
         words() ? std::initializer_list<int64_t>{0} : std::initializer_list<int64_t>{0, 2});
     if (words()) {
       one_of("comm_alg, with an int32 x,", at.algorithm, {std::string("fullmesh")});
-      check(!absent(scales), kOpParam, "scales is None; with an int32 x it is needed");
+      require(!absent(scales), "scales is None; with an int32 x it is needed");
       shape("scales", *scales, {x.size(0)});
     } else if (quant_mode == 0) {
-      check(absent(scales), kOpParam, "scales is given; with quant_mode 0, None is allowed");
+      require(absent(scales), "scales is given; with quant_mode 0, None is allowed");
     } else if (!absent(scales)) {
       shape("scales", *scales, {at.shared + at.experts, hidden});
     }
@@ -51,20 +51,20 @@ struct Dispatch {
       contiguous("scales", *scales);
     }
     if (!absent(weights)) {
-      check(a2 || at.algorithm == "hierarchy", kOpParam, "expert_scales is given; on ", chip().name,
+      require(a2 || at.algorithm == "hierarchy", "expert_scales is given; on ", chip().name,
           " None is allowed, except with comm_alg hierarchy");
       one_of("expert_scales", *weights, {at::kFloat});
       shape("expert_scales", *weights, ids.sizes());
     } else {
-      check(at.algorithm != "hierarchy", kOpParam,
+      require(at.algorithm != "hierarchy",
           "expert_scales is None; with comm_alg hierarchy it is needed");
     }
     within("expert_token_nums_type", nums_type, 0, 1);
-    check(expand_x.scalar_type() == (quant_mode ? at::kChar : x.scalar_type()), kOpParam,
+    require(expand_x.scalar_type() == (quant_mode ? at::kChar : x.scalar_type()),
         "the dtype of expand_x is ", expand_x.scalar_type(),
         "; without y_dtype it follows from x and quant_mode");
     const int64_t most = at.most_rows(choices);
-    check(expand_x.dim() == 2 && expand_x.size(1) == hidden && expand_x.size(0) >= most, kOpParam,
+    require(expand_x.dim() == 2 && expand_x.size(1) == hidden && expand_x.size(0) >= most,
         "expand_x has shape ", expand_x.sizes(), "; it must be at least [", most, ", ", hidden,
         "]");
   }
@@ -158,7 +158,7 @@ struct Dispatch {
     }
     const auto all = at::cat(pieces);
     const int64_t rows = all.size(0);
-    check(rows <= expand_x.size(0), kOpParam, "this rank receives ", rows, " rows; expand_x has ",
+    require(rows <= expand_x.size(0), "this rank receives ", rows, " rows; expand_x has ",
         expand_x.size(0));
     const auto column = [&](int64_t which, at::ScalarType type) {
       return all.narrow(1, width + 4 * which, 4).contiguous().view(type).view({rows});

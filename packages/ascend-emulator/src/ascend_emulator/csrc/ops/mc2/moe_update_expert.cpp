@@ -28,17 +28,17 @@ CHECKED(aclnnMoeUpdateExpert,
         within("local_rank_id", rank_id, int64_t{0}, world_size - 1);
         within("the columns of eplb_table", table.size(1), int64_t{2}, world_size + 1);
       }
-      check(absent(scales) == absent(threshold), kOpParam,
+      require(absent(scales) == absent(threshold),
           "expert_scales and pruning_threshold are needed together");
-      check(absent(active) || !absent(scales), kOpParam,
+      require(absent(active) || !absent(scales),
           "active_mask is given without expert_scales and pruning_threshold");
       shape("balanced_expert_ids", out, expert_ids.sizes());
       if (!absent(scales)) {
         one_of("expert_scales", *scales, kFloating);
         shape("expert_scales", *scales, expert_ids.sizes());
         one_of("pruning_threshold", *threshold, {at::kFloat});
-        check(threshold->numel() == choices, kOpParam, "pruning_threshold has shape ",
-            threshold->sizes(), "; allowed: [", choices, "] and [1, ", choices, "]");
+        require(threshold->numel() == choices, "pruning_threshold has shape ", threshold->sizes(),
+            "; allowed: [", choices, "] and [1, ", choices, "]");
       }
       if (!absent(active)) {
         one_of("active_mask", *active, {at::kBool});
@@ -46,10 +46,10 @@ CHECKED(aclnnMoeUpdateExpert,
       }
       COMPUTE {
         const auto id = expert_ids.to(at::kLong), places = table.to(at::kLong);
-        check(at::all(at::logical_and(id >= 0, id < experts)).item<bool>(), kOpParam,
+        require(at::all(at::logical_and(id >= 0, id < experts)).item<bool>(),
             "expert_ids has values that are not in 0 to ", experts - 1);
         const auto counts = places.select(1, 0);
-        check(at::all(at::logical_and(counts >= 1, counts < table.size(1))).item<bool>(), kOpParam,
+        require(at::all(at::logical_and(counts >= 1, counts < table.size(1))).item<bool>(),
             "eplb_table has instance counts that are not in 1 to ", table.size(1) - 1);
         const auto number = counts.index({id});
         Tensor which;  // of the instances

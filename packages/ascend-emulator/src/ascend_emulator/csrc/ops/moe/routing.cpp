@@ -67,11 +67,11 @@ struct Gate {
     one_of("norm_type", kind, {int64_t{0}, int64_t{1}});
     one_of("renorm", renorm, {int64_t{0}});
     one_of("group_select_mode", group_mode, {int64_t{0}, int64_t{1}});
-    check(group_count > 0 && experts % group_count == 0, kOpParam, "group_count is ", group_count,
-        "; ", experts, " experts must divide into that many groups");
-    check(group_count == 1 || experts / group_count > 2, kOpParam, "a group has ",
-        experts / group_count, " experts; more than 2 are needed");
-    check((experts / group_count + 31) / 32 * 32 * group_count <= 2048, kOpParam, group_count,
+    require(group_count > 0 && experts % group_count == 0, "group_count is ", group_count, "; ",
+        experts, " experts must divide into that many groups");
+    require(group_count == 1 || experts / group_count > 2, "a group has ", experts / group_count,
+        " experts; more than 2 are needed");
+    require((experts / group_count + 31) / 32 * 32 * group_count <= 2048, group_count,
         " groups of ", experts / group_count,
         " experts, each group padded to a multiple of 32, exceed 2048");
     within("k_group", k_group, int64_t{1}, group_count);
@@ -200,8 +200,7 @@ CHECKED(aclnnMoeInitRouting,
       one_of("x", x, kFloating);
       one_of("row_idx", row_idx, {at::kInt});
       one_of("expert_idx", expert_idx, {at::kInt});
-      check(
-          x.numel() < (1 << 24) || x.size(0) < (1 << 24), kOpParam, "x is too large: ", x.sizes());
+      require(x.numel() < (1 << 24) || x.size(0) < (1 << 24), "x is too large: ", x.sizes());
       COMPUTE {
         const auto [experts, order] = at::sort(expert_idx.reshape({-1}), true, 0, false);
         expanded_expert_idx.copy_(experts);
@@ -312,7 +311,7 @@ CHECKED(aclnnMoeInitRoutingV3,
       one_of("x", x,
           quant_mode == -1 ? DTypes{at::kFloat, at::kHalf, at::kBFloat16, at::kChar} : kFloating);
       one_of("expert_idx", expert_idx, {at::kInt});
-      check(expert_idx.size(0) == x.size(0), kOpParam, "expert_idx has ", expert_idx.size(0),
+      require(expert_idx.size(0) == x.size(0), "expert_idx has ", expert_idx.size(0),
           " rows and x ", x.size(0));
       one_of("drop_pad_mode", padded, {int64_t{0}, int64_t{1}});
       one_of("row_idx_type", scatter, {int64_t{0}, int64_t{1}});
@@ -321,28 +320,27 @@ CHECKED(aclnnMoeInitRoutingV3,
               int64_t{13}});  // others: float8 and float4, on Ascend950
       within("expert_tokens_num_type", count_kind, int64_t{0}, int64_t{2});
       within("expert_num", experts, int64_t{1}, int64_t{count_kind == 2 ? 5120 : 10240});
-      check(active >= -1, kOpParam, "active_num is ", active, "; allowed: -1 or more");
-      check(range.size() == 2 && range[0] >= 0 && range[0] < range[1] && range[1] <= experts,
-          kOpParam, "active_expert_range is [", listed(range), "); it must lie within [0, ",
-          experts, ")");
+      require(active >= -1, "active_num is ", active, "; allowed: -1 or more");
+      require(range.size() == 2 && range[0] >= 0 && range[0] < range[1] && range[1] <= experts,
+          "active_expert_range is [", listed(range), "); it must lie within [0, ", experts, ")");
       // "入参校验大于0小于NUM_ROWS" (op-plugin's page of npu_moe_init_routing_v2).
       if (padded)
-        check(capacity > 0 && capacity < x.size(0), kOpParam, "expert_capacity is ", capacity,
+        require(capacity > 0 && capacity < x.size(0), "expert_capacity is ", capacity,
             "; allowed: above 0 and below ", x.size(0), ", the rows of x");
       if (quant_mode == 0) {
-        check(scale && offset, kOpParam, "quant_mode 0 needs scale and offset");
+        require(scale && offset, "quant_mode 0 needs scale and offset");
         shape("scale", *scale, {1});
         one_of("offset", *offset, {at::kFloat});
         shape("offset", *offset, {1});
       }
       if (scale) one_of("scale", *scale, {at::kFloat});
       if (scale && quant_mode == -1)
-        check(scale->numel() == x.size(0), kOpParam, "scale has shape ", scale->sizes(),
+        require(scale->numel() == x.size(0), "scale has shape ", scale->sizes(),
             "; one for each of ", x.size(0), " rows is needed");
       if (scale && quant_mode > 0)
-        check(scale->dim() == 2 && scale->size(1) == x.size(1) &&
-                  (scale->size(0) == 1 || scale->size(0) == range[1] - range[0]),
-            kOpParam, "scale has shape ", scale->sizes(), "; allowed: [1, ", x.size(1), "] and [",
+        require(scale->dim() == 2 && scale->size(1) == x.size(1) &&
+                    (scale->size(0) == 1 || scale->size(0) == range[1] - range[0]),
+            "scale has shape ", scale->sizes(), "; allowed: [1, ", x.size(1), "] and [",
             range[1] - range[0], ", ", x.size(1), "]");
       const Routing routing{
           capacity, experts, padded, range[0], range[1], scatter, quant_mode, count_kind, count};
@@ -378,9 +376,9 @@ CHECKED(aclnnMoeInitRoutingQuantV2,
     {
       one_of("x", x, kFloating);
       one_of("expert_idx", expert_idx, {at::kInt});
-      if (quant_mode == 0) check(scale && offset, kOpParam, "quant_mode 0 needs scale and offset");
+      if (quant_mode == 0) require(scale && offset, "quant_mode 0 needs scale and offset");
       if (padded)
-        check(capacity > 0 && capacity <= x.size(0), kOpParam, "expert_capacity is ", capacity,
+        require(capacity > 0 && capacity <= x.size(0), "expert_capacity is ", capacity,
             "; allowed: 1 to ", x.size(0), ", the rows of x");
       const Routing routing{capacity, experts, padded, 0, experts, 0, quant_mode,
           count_flag == 1 ? 0 : 1, !padded && count_flag > 0};
@@ -396,7 +394,7 @@ CHECKED(aclnnMoeInitRoutingQuantV2,
 CHECKED(aclnnMoeComputeExpertTokens, (Tensor sorted, int64_t experts, Tensor out), {
   one_of("sorted_expert_for_source_row", sorted, {at::kInt});
   rank("sorted_expert_for_source_row", sorted, 1);
-  check(sorted.numel() < (1 << 24), kOpParam, "sorted_expert_for_source_row has ", sorted.numel(),
+  require(sorted.numel() < (1 << 24), "sorted_expert_for_source_row has ", sorted.numel(),
       " elements; fewer than 2^24 are allowed");
   within("num_expert", experts, int64_t{1}, int64_t{2048});
   COMPUTE {
@@ -429,7 +427,7 @@ CHECKED(aclnnMoeReRouting,
         const auto length = counts64.t().reshape(-1),
                    start = starts.view(counts64.sizes()).t().reshape(-1);
         const int64_t rows = length.sum().item<int64_t>();
-        check(rows <= tokens.size(0), kOpParam, "expert_token_num_per_rank counts ", rows,
+        require(rows <= tokens.size(0), "expert_token_num_per_rank counts ", rows,
             " tokens; there are ", tokens.size(0));
         const auto begins = length.cumsum(0) - length;
         const auto from = at::arange(rows) + (start - begins).repeat_interleave(length);

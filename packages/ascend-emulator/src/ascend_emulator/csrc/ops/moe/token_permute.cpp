@@ -28,7 +28,7 @@ void check_rows(const char* name, const Tensor& index, int64_t least, int64_t en
   if (!index.numel()) return;
   const auto [low, high] = at::aminmax(index);
   const int64_t from = low.item<int64_t>(), to = high.item<int64_t>();
-  check(from >= least && to < end, kOpParam, name, " has values from ", from, " to ", to,
+  require(from >= least && to < end, name, " has values from ", from, " to ", to,
       "; allowed: ", least, " to ", end - 1);
 }
 
@@ -55,7 +55,7 @@ void add_rows(const T* rows, int64_t count, const int32_t* places, const float* 
 }
 
 void check_no_padding(bool padded) {
-  check(!padded, kOpParam, "padded_mode is true; only false is allowed");
+  require(!padded, "padded_mode is true; only false is allowed");
 }
 
 }  // namespace
@@ -66,10 +66,10 @@ CHECKED(aclnnMoeTokenPermute,
       one_of("indices", indices, kIndices);
       rank("tokens", tokens, 2);
       rank("indices", indices, 1, 2);
-      check(indices.size(0) == tokens.size(0), kOpParam, "indices has ", indices.size(0),
+      require(indices.size(0) == tokens.size(0), "indices has ", indices.size(0),
           " rows and tokens ", tokens.size(0));
-      check(indices.dim() == 1 || indices.size(1) <= 512, kOpParam, "indices has ",
-          indices.size(-1), " experts a token; at most 512 are allowed");
+      require(indices.dim() == 1 || indices.size(1) <= 512, "indices has ", indices.size(-1),
+          " experts a token; at most 512 are allowed");
       check_no_padding(padded);
       COMPUTE {
         const int64_t k = indices.dim() == 1 ? 1 : indices.size(1);
@@ -101,15 +101,15 @@ CHECKED(aclnnMoeTokenUnpermute,
       if (probs) {
         one_of("probs", *probs, kFloating);
         rank("probs", *probs, 2);
-        check(probs->numel() == sorted_indices.numel() && probs->size(1) <= 512, kOpParam,
+        require(probs->numel() == sorted_indices.numel() && probs->size(1) <= 512,
             "probs has shape ", probs->sizes(), "; ", sorted_indices.numel(),
             " elements and at most 512 columns are allowed");
       }
       COMPUTE {
         const int64_t k = probs ? probs->size(1) : 1;
-        // "取值范围是[0, tokens_num * topK_num - 1]，且没有重复索引"; indices behind the last row are dropped
-        // tokens'. Only the gradient requires that indices are unique: vllm-ascend, on NPUs, gives
-        // all rows of other ranks' experts the index 1.
+        // "取值范围是[0, tokens_num * topK_num - 1]，且没有重复索引"; indices behind the last row
+        // are dropped tokens'. Only the gradient requires that indices are unique: vllm-ascend, on
+        // NPUs, gives all rows of other ranks' experts the index 1.
         check_rows("sorted_indices", sorted_indices, 0, sorted_indices.numel());
         const auto places = sorted_indices.contiguous();
         const auto* const place = places.const_data_ptr<int32_t>();
@@ -132,10 +132,10 @@ CHECKED(aclnnMoeTokenUnpermuteGrad,
       one_of("grad_unpermuted_tokens", grad, kFloating);
       one_of("sorted_indices", sorted_indices, {at::kInt});
       check_no_padding(padded);
-      check(!probs || permuted, kOpParam, "permuted_tokens is needed with probs");
+      require(!probs || permuted, "permuted_tokens is needed with probs");
       COMPUTE {
         const int64_t k = probs ? probs->size(1) : 1;
-        check(std::get<0>(at::_unique(sorted_indices)).numel() == sorted_indices.numel(), kOpParam,
+        require(std::get<0>(at::_unique(sorted_indices)).numel() == sorted_indices.numel(),
             "sorted_indices has the same index twice; each must be there once");
         auto spread = grad.to(at::kFloat).unsqueeze(1);
         if (probs) spread = spread * probs->to(at::kFloat).unsqueeze(-1);
@@ -154,7 +154,7 @@ CHECKED(aclnnMoeTokenUnpermuteGrad,
 namespace {
 // The first version takes only skip1.
 void both_or_second(const Opt<Tensor>& skip1, const Opt<Tensor>& skip2) {
-  check(skip2 || !skip1, kOpParam, "skip1 is given without skip2");
+  require(skip2 || !skip1, "skip1 is given without skip2");
 }
 
 // out = skip1 + skip2 + sum over k of scales (rows[place] + bias[expert]). Rows are indexed by [k,
@@ -168,7 +168,7 @@ Computation finalize_routing(const Tensor& rows, const Tensor& places, const Opt
   within("drop_pad_mode", mode, int64_t{0}, int64_t{3});
   rank("expanded_permuted_rows", rows, mode % 2 ? 3 : 2);
   const int64_t k = scales ? scales->size(1) : std::max<int64_t>(k_given, 1);
-  check(places.numel() == out.size(0) * k, kOpParam, "expanded_src_to_dst_row has ", places.numel(),
+  require(places.numel() == out.size(0) * k, "expanded_src_to_dst_row has ", places.numel(),
       " elements; ", out.size(0), " rows by ", k, " are needed");
   if (skip1) {
     same_dtype("skip1", *skip1, "expanded_permuted_rows", rows);
@@ -183,16 +183,16 @@ Computation finalize_routing(const Tensor& rows, const Tensor& places, const Opt
     shape("scales", *scales, {out.size(0), k});
   }
   same_dtype("out", out, "expanded_permuted_rows", rows);
-  check(out.size(1) == rows.size(-1), kOpParam, "out has ", out.size(1),
+  require(out.size(1) == rows.size(-1), "out has ", out.size(1),
       " columns and expanded_permuted_rows ", rows.size(-1));
   if (bias) {
-    check(experts.has_value(), kOpParam, "bias needs export_for_source_row");
+    require(experts.has_value(), "bias needs export_for_source_row");
     same_dtype("bias", *bias, "expanded_permuted_rows", rows);
     rank("bias", *bias, 2);
     one_of("export_for_source_row", *experts, {at::kInt});
     shape("export_for_source_row", *experts, {out.size(0), k});
-    check(bias->size(1) == out.size(1), kOpParam, "bias has ", bias->size(1), " columns and out ",
-        out.size(1));
+    require(
+        bias->size(1) == out.size(1), "bias has ", bias->size(1), " columns and out ", out.size(1));
   }
   COMPUTE {
     const int64_t tokens = out.size(0), columns = out.size(1);
@@ -256,8 +256,8 @@ CHECKED(aclnnMoeTokenPermuteWithRoutingMap,
       one_of("tokens", tokens, kFloating);
       one_of("routing_map", map, {at::kBool, at::kChar});
       rank("routing_map", map, 2);
-      check(map.size(0) == tokens.size(0), kOpParam, "routing_map has ", map.size(0),
-          " rows and tokens ", tokens.size(0));
+      require(map.size(0) == tokens.size(0), "routing_map has ", map.size(0), " rows and tokens ",
+          tokens.size(0));
       if (probs) shape("probs", *probs, map.sizes());
       COMPUTE {
         const int64_t rows = out.size(0);
@@ -314,20 +314,20 @@ MapSlots slots_of(const Tensor& map, const Tensor& sorted_indices, bool padded) 
   }
   check_rows("sorted_indices", sorted_indices, 0, rows);
   const auto place = at::nonzero(map.to(at::kBool).reshape({-1})).view(-1);
-  check(place.numel() == rows, kOpParam, "routing_map has ", place.numel(),
-      " entries and sorted_indices ", rows);
+  require(place.numel() == rows, "routing_map has ", place.numel(), " entries and sorted_indices ",
+      rows);
   return {index, place.floor_divide(experts), place};
 }
 
 void check_map(const Opt<Tensor>& map, const Tensor& index, const Opt<Tensor>& probs, bool padded,
     const Ints& restore, int64_t hidden) {
-  check(map.has_value(), kOpParam, "routing_map is None; it is needed");
+  require(map.has_value(), "routing_map is None; it is needed");
   one_of("routing_map", *map, {at::kBool, at::kChar});
   rank("routing_map", *map, 2);
   one_of("sorted_indices", index, {at::kInt});
   rank("sorted_indices", index, 1);
-  check(restore == Ints{map->size(0), hidden}, kOpParam, "restore_shape is ",
-      at::IntArrayRef(restore), "; it must be [", map->size(0), ", ", hidden, "]");
+  require(restore == Ints{map->size(0), hidden}, "restore_shape is ", at::IntArrayRef(restore),
+      "; it must be [", map->size(0), ", ", hidden, "]");
   if (padded)
     multiple("the rows of permuted_tokens, with drop_and_pad,", index.numel(), map->size(1));
   if (probs) {
@@ -373,7 +373,7 @@ CHECKED(aclnnMoeTokenUnpermuteWithRoutingMapGrad,
       shape("unpermuted_tokens_grad", grad, restore);
       check_map(map, out_index, probs, padded, restore, grad.size(1));
       shape("permuted_token_id", token_id, out_index.sizes());
-      check(!probs || permuted, kOpParam, "permuted_tokens is needed with probs");
+      require(!probs || permuted, "permuted_tokens is needed with probs");
       shape("permuted_tokens_grad", out, {out_index.numel(), grad.size(1)});
       COMPUTE {
         const auto [row, token, place] =

@@ -61,8 +61,7 @@ OP(aclnnGlu, (Tensor self, int64_t dim, Tensor out), { out.copy_(at::glu(upcast(
 OP(aclnnHardshrink, (Tensor self, Scalar bound, Tensor out),
     { out.copy_(at::hardshrink(upcast(self), bound)); })
 CHECKED(aclnnSoftshrink, (Tensor self, Scalar bound, Tensor out), {
-  check(
-      bound.toDouble() >= 0, kOpParam, "lambd is ", bound.toDouble(), "; it must not be negative");
+  require(bound.toDouble() >= 0, "lambd is ", bound.toDouble(), "; it must not be negative");
   COMPUTE { out.copy_(at::softshrink(upcast(self), bound)); };
 })
 OP(aclnnThreshold, (Tensor self, Scalar threshold, Scalar value, Tensor out),
@@ -93,7 +92,7 @@ void check_masked(const Tensor& x, const Tensor& mask, bool fixed_triangle) {
     multiple(dim == 2 ? "H" : "W", x.size(dim), 32);
   }
   EXPANDS(x, mask);
-  check(!fixed_triangle, kOpParam, "fixed_triu_mask is true; only false is supported");
+  require(!fixed_triangle, "fixed_triu_mask is true; only false is supported");
 }
 }  // namespace
 // Masked values count as -10000 (op-plugin's test_scaled_masked_softmax.py).
@@ -127,7 +126,7 @@ CHECKED(aclnnMaskedSoftmaxWithRelPosBias,
         same_dtype("atten_mask", *mask, "x", x);
         expands("x, atten_mask", {x, *mask});
       }
-      check(scale == 1, kOpParam, "scale_value is ", scale,
+      require(scale == 1, "scale_value is ", scale,
           "; 1 is emulated: where it is applied is not documented");
       one_of("inner_precision_mode", precision, {int64_t{0}, int64_t{1}});
       SAME(out, x);

@@ -13,8 +13,8 @@ CHECKED(aclnnConvolution,
         bool transposed, Ints output_padding, int64_t groups, Tensor out, CubeMath cube),
     {
       cube.check(input, weight);
-      check(weight.numel() > 0, kOpParam, "weight has the shape ", weight.sizes(),
-          "; no dimension may be 0");
+      require(
+          weight.numel() > 0, "weight has the shape ", weight.sizes(), "; no dimension may be 0");
       COMPUTE {
         auto from = upcast(cube(input));
         if (padding.size() == 2 * stride.size()) {

@@ -39,11 +39,11 @@ struct Regions {
   void check_arguments(int64_t images) const {
     one_of("rois", rois, {at::kFloat, at::kHalf});
     rank("rois", rois, 2);
-    check(rois.size(1) == 5, kOpParam, "rois has shape ", rois.sizes(), "; [regions, 5] is needed");
-    check(height > 0 && width > 0 && samples >= 0, kOpParam, "pooled_height is ", height,
-        ", pooled_width ", width, " and sample_num ", samples);
+    require(rois.size(1) == 5, "rois has shape ", rois.sizes(), "; [regions, 5] is needed");
+    require(height > 0 && width > 0 && samples >= 0, "pooled_height is ", height, ", pooled_width ",
+        width, " and sample_num ", samples);
     one_of("roi_end_mode", end_mode, {int64_t{0}, int64_t{1}});
-    check(images > 0, kOpParam, "there is no image");
+    require(images > 0, "there is no image");
   }
 
   template <class Use>
@@ -52,7 +52,7 @@ struct Regions {
     for (int64_t i = 0; i < regions.size(0); ++i) {
       const auto* r = regions.const_data_ptr<float>() + 5 * i;
       const auto image = static_cast<int64_t>(r[0]);
-      check(image >= 0 && image < images.size(0), kOpParam, "rois[", i, "] is of image ", image,
+      require(image >= 0 && image < images.size(0), "rois[", i, "] is of image ", image,
           "; there are ", images.size(0));
       const double x = r[1] * scale, y = r[2] * scale, w = (r[3] + end_mode) * scale - x,
                    h = (r[4] + end_mode) * scale - y;
@@ -85,7 +85,7 @@ CHECKED(aclnnROIAlignBackward,
         int64_t samples, int64_t end_mode, Tensor out),
     {
       one_of("ydiff", grad, {at::kFloat, at::kHalf});
-      check(sizes.size() == 4, kOpParam, "xdiff_shape is ", at::IntArrayRef(sizes),
+      require(sizes.size() == 4, "xdiff_shape is ", at::IntArrayRef(sizes),
           "; four numbers are needed");
       shape("out", out, sizes);
       const Regions regions{rois, scale, height, width, samples, end_mode};
@@ -109,10 +109,10 @@ CHECKED(
       same_dtype("gtboxes", truth, "bboxes", boxes);
       for (const auto& [name, x] : {std::pair{"bboxes", &boxes}, std::pair{"gtboxes", &truth}}) {
         rank(name, *x, 2);
-        check(x->size(1) == 4, kOpParam, name, " has shape ", x->sizes(), "; [boxes, 4] is needed");
+        require(x->size(1) == 4, name, " has shape ", x->sizes(), "; [boxes, 4] is needed");
       }
       one_of<Text>("mode", mode, {"iou", "iof"});
-      check(!aligned, kOpParam, "aligned is true; only false is emulated");
+      require(!aligned, "aligned is true; only false is emulated");
       shape("overlap", out, {boxes.size(0), truth.size(0)});
       COMPUTE {
         const auto ours = upcast(boxes).unsqueeze(1), theirs = upcast(truth).unsqueeze(0);

@@ -33,7 +33,7 @@ void apply(const Tensor& self, const Tensor& mask, double p, const Tensor& out) 
 
 void check_mask(const Tensor& mask, const Tensor& self) {
   one_of("mask", mask, {at::kByte});
-  check(mask.numel() * 8 >= self.numel(), kOpParam, "the mask has ", mask.numel() * 8, " bits for ",
+  require(mask.numel() * 8 >= self.numel(), "the mask has ", mask.numel() * 8, " bits for ",
       self.numel(), " values");
 }
 }  // namespace
@@ -56,8 +56,8 @@ CHECKED(aclnnDropoutV3,
         Tensor mask),
     {
       one_of("input", self, kFloating);
-      check(!noise_shape, kOpParam, "optionalNoiseShape is given; only None is allowed");
-      check(p >= 0 && p <= 1, kOpParam, "p is ", p, "; allowed: 0 to 1");
+      require(!noise_shape, "optionalNoiseShape is given; only None is allowed");
+      require(p >= 0 && p <= 1, "p is ", p, "; allowed: 0 to 1");
       check_mask(mask, self);
       SAME(out, self);
       COMPUTE {

@@ -114,7 +114,7 @@ OP(aclnnMultilabelMarginLoss,
 namespace {
 // torch_npu's documentation of torch.nn.functional.ctc_loss: no target of length 0.
 void not_empty(const Ints& lengths) {
-  check(!lengths.empty() && *std::min_element(lengths.begin(), lengths.end()) > 0, kOpParam,
+  require(!lengths.empty() && *std::min_element(lengths.begin(), lengths.end()) > 0,
       "targetLengths is ", at::IntArrayRef(lengths),
       "; it must have one length above 0 per sample");
 }
@@ -153,19 +153,18 @@ void check_cross_entropy(const char* name, const Tensor& scores, const Tensor& t
   one_of(name, scores, kFloating);
   rank(name, scores, 2);
   within("N", scores.size(0), 1, 200000);
-  check(
-      scores.size(1) > 0, kOpParam, name, " has shape ", scores.sizes(), "; it must have classes");
+  require(scores.size(1) > 0, name, " has shape ", scores.sizes(), "; it must have classes");
   one_of("target", target, {at::kLong});
   shape("target", target, {scores.size(0)});
   if (weight) {
     one_of("weight", *weight, {at::kFloat});
     shape("weight", *weight, {scores.size(1)});
   }
-  check(ignored < scores.size(1), kOpParam, "ignore_index is ", ignored, "; it must be below ",
+  require(ignored < scores.size(1), "ignore_index is ", ignored, "; it must be below ",
       scores.size(1), ", the classes");
-  check(smoothing >= 0 && smoothing < 1, kOpParam, "label_smoothing is ", smoothing,
+  require(smoothing >= 0 && smoothing < 1, "label_smoothing is ", smoothing,
       "; allowed: from 0, below 1");
-  check(zloss == 0, kOpParam, "lse_square_scale_for_zloss is ", zloss, "; only 0 is supported");
+  require(zloss == 0, "lse_square_scale_for_zloss is ", zloss, "; only 0 is supported");
 }
 }  // namespace
 CHECKED(aclnnCrossEntropyLoss,
@@ -174,7 +173,7 @@ CHECKED(aclnnCrossEntropyLoss,
         Tensor log_probabilities, Opt<Tensor>, Opt<Tensor>),
     {
       check_cross_entropy("input", self, target, weight, ignored, smoothing, zloss_scale);
-      check(!wants_zloss, kOpParam, "return_zloss is true; only false is supported");
+      require(!wants_zloss, "return_zloss is true; only false is supported");
       const auto kind = reduction_of(reduction);
       shape("loss", loss, {kind == at::Reduction::None ? self.size(0) : 1});
       shape("log_prob", log_probabilities, self.sizes());
@@ -193,14 +192,14 @@ CHECKED(aclnnCrossEntropyLossGrad,
       check_cross_entropy(
           "log_prob", log_probabilities, target, weight, ignored, smoothing, zloss_scale);
       const auto kind = reduction_of(reduction);
-      check(!zloss_grad || zloss_grad->numel() == 0, kOpParam,
-          "grad_zloss is given; only None is supported");
-      check(smoothing == 0, kOpParam, "label_smoothing is ", smoothing,
+      require(
+          !zloss_grad || zloss_grad->numel() == 0, "grad_zloss is given; only None is supported");
+      require(smoothing == 0, "label_smoothing is ", smoothing,
           "; with a gradient only 0 is supported");
-      check(kind != at::Reduction::Mean || (!weight && ignored < 0), kOpParam,
+      require(kind != at::Reduction::Mean || (!weight && ignored < 0),
           "reduction is mean, and weight or ignore_index is given; with a gradient only their "
           "defaults are supported");
-      check(grad.numel() == (kind == at::Reduction::None ? target.numel() : 1), kOpParam,
+      require(grad.numel() == (kind == at::Reduction::None ? target.numel() : 1),
           "grad_loss has shape ", grad.sizes());
       shape("out", out, log_probabilities.sizes());
       COMPUTE {

@@ -15,7 +15,7 @@ void check_states(
 
 void check_numbers(std::initializer_list<std::pair<const char*, Tensor>> numbers) {
   for (const auto& [name, x] : numbers)
-    check(x.numel() == 1, kOpParam, name, " has ", x.numel(), " elements; it must have 1");
+    require(x.numel() == 1, name, " has ", x.numel(), " elements; it must have 1");
 }
 
 // Moves both moments towards the gradient; returns the gradient that was used.
@@ -45,7 +45,7 @@ CHECKED(aclnnApplyAdamWV2,
         bool maximize),
     {
       check_states(weight, first, second, gradient);
-      check(!amsgrad || largest, kOpParam, "amsgrad needs max_grad_norm");
+      require(!amsgrad || largest, "amsgrad needs max_grad_norm");
       check_numbers({{"step", step}});
       COMPUTE {
         const double steps = step.item<double>() + 1;
@@ -68,7 +68,7 @@ CHECKED(aclnnApplyAdamW,
       check_states(weight, first, second, gradient);
       check_numbers({{"beta1_power", power1}, {"beta2_power", power2}, {"lr", rate},
           {"weight_decay", decay}, {"beta1", beta1}, {"beta2", beta2}, {"epsilon", epsilon}});
-      check(!amsgrad, kOpParam,
+      require(!amsgrad,
           "amsgrad is true; only false is emulated: whether max_grad_norm is written is not "
           "documented");
       COMPUTE {
@@ -106,10 +106,10 @@ CHECKED(aclnnFusedSgd,
         float momentum, float rate, float dampening, bool nesterov, bool maximize,
         bool is_first_step),
     {
-      check(momentum > 0, kOpParam, "momentum is ", momentum, "; it must be positive");
-      check(gradients.size() == weights.size() && momenta.size() == weights.size(), kOpParam,
-          "params has ", weights.size(), " tensors, grads ", gradients.size(),
-          " and momentum_buffer_list ", momenta.size());
+      require(momentum > 0, "momentum is ", momentum, "; it must be positive");
+      require(gradients.size() == weights.size() && momenta.size() == weights.size(), "params has ",
+          weights.size(), " tensors, grads ", gradients.size(), " and momentum_buffer_list ",
+          momenta.size());
       for (size_t i = 0; i < weights.size(); ++i) {
         one_of("params", weights[i], kFloating);
         shape("grads", gradients[i], weights[i].sizes());

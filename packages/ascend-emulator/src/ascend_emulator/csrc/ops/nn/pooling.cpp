@@ -12,8 +12,8 @@ using namespace emu;
 // must be 1. A3 refuses their samples in PyTorch's tests (Ascend/pytorch, ci-test,
 // disabled_testcases.json: aclnnMaxPool3dWithArgmax).
 void not_dilated(const Ints& dilation) {
-  check(std::all_of(dilation.begin(), dilation.end(), [](int64_t each) { return each == 1; }),
-      kOpParam, "dilation is ", at::IntArrayRef(dilation), "; it must be 1");
+  require(std::all_of(dilation.begin(), dilation.end(), [](int64_t each) { return each == 1; }),
+      "dilation is ", at::IntArrayRef(dilation), "; it must be 1");
 }
 
 Opt<int64_t> divisor(int64_t value) { return value ? Opt<int64_t>(value) : std::nullopt; }

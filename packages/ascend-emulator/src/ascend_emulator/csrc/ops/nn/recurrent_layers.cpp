@@ -63,12 +63,12 @@ struct Recurrent {
     if (packed()) {
       one_of("batch_sizes", *batch_sizes, {at::kLong});
       rank("batch_sizes", *batch_sizes, 1);
-      check(!batch_first && input.size(0) % steps(input) == 0, kOpParam, "batch_sizes has ",
-          steps(input), " steps, the input ", input.size(0), " rows and batch_first is ",
-          batch_first, "; a packed input has time * batch rows");
+      require(!batch_first && input.size(0) % steps(input) == 0, "batch_sizes has ", steps(input),
+          " steps, the input ", input.size(0), " rows and batch_first is ", batch_first,
+          "; a packed input has time * batch rows");
     }
     within("num_layers", layers, int64_t{1}, int64_t{1024});
-    check(static_cast<int64_t>(parameters.size()) == cells() * each(), kOpParam, "params has ",
+    require(static_cast<int64_t>(parameters.size()) == cells() * each(), "params has ",
         parameters.size(), " tensors; ", cells() * each(), " are needed");
     for (int64_t cell = 0; cell < cells(); ++cell) {
       const int64_t inner = cell < directions() ? input.size(-1) : hidden() * directions();
@@ -85,7 +85,7 @@ struct Recurrent {
       same_dtype("hx", state, "input", input);
       shape("hx", state, {cells(), batch(input), hidden()});
     }
-    check(!train || dropout == 0 || layers == 1, kOpParam, "dropout is ", dropout,
+    require(!train || dropout == 0 || layers == 1, "dropout is ", dropout,
         "; between layers only 0 is emulated: its mask is not returned");
   }
 
@@ -166,7 +166,7 @@ Tensor masked(const Tensor& valid, int64_t time, const Tensor& x) {
 void check_kept(std::initializer_list<std::pair<const char*, Opt<Tensors>>> lists,
     const Recurrent& net, const Tensor& input) {
   for (const auto& [name, list] : lists) {
-    check(list && static_cast<int64_t>(list->size()) == net.cells(), kOpParam, name, " has ",
+    require(list && static_cast<int64_t>(list->size()) == net.cells(), name, " has ",
         list ? list->size() : 0, " tensors; ", net.cells(), " are needed");
     for (const auto& each : *list)
       shape(name, each, {net.steps(input), net.batch(input), net.hidden()});
@@ -184,7 +184,7 @@ void check_gradients(const Recurrent& net, const Tensor& input, const Tensor& st
     const Tensor& out, const Tensors& parameters) {
   shape("grad_input", out, input.sizes());
   shape("grad_hx", start, {net.cells(), net.batch(input), net.hidden()});
-  check(parameters.size() == net.parameters.size(), kOpParam, "grad_params has ", parameters.size(),
+  require(parameters.size() == net.parameters.size(), "grad_params has ", parameters.size(),
       " tensors");
   for (size_t i = 0; i < parameters.size(); ++i)
     shape("grad_params", parameters[i], net.parameters[i].sizes());
@@ -209,7 +209,7 @@ CHECKED(aclnnLSTM,
         Tensor hy, Tensor cy, Opt<Tensors> in, Opt<Tensors> candidate, Opt<Tensors> forget,
         Opt<Tensors> out, Opt<Tensors> hidden, Opt<Tensors> cell_state, Opt<Tensors> squashed),
     {
-      check(states.size() == 2 && !parameters.empty(), kOpParam, "hx has ", states.size(),
+      require(states.size() == 2 && !parameters.empty(), "hx has ", states.size(),
           " tensors and params ", parameters.size());
       const Recurrent net{4, parameters, biases, layers, bidirectional, batch_first, batch_sizes};
       net.check_arguments(input, states, dropout, train);
@@ -245,7 +245,7 @@ CHECKED(aclnnLstmBackward,
         int64_t layers, double dropout, bool train, bool bidirectional, bool batch_first,
         Opt<Tensor>, Tensor grad_input, Tensor grad_h, Tensor grad_c, Tensors grad_parameters),
     {
-      check(states.size() == 2 && !parameters.empty(), kOpParam, "hx has ", states.size(),
+      require(states.size() == 2 && !parameters.empty(), "hx has ", states.size(),
           " tensors and params ", parameters.size());
       const Recurrent net{4, parameters, biases, layers, bidirectional, batch_first, batch_sizes};
       net.check_arguments(input, states, dropout, train);
@@ -285,7 +285,7 @@ CHECKED(aclnnGRU,
         Tensor hy, Opt<Tensors> reset, Opt<Tensors> update, Opt<Tensors> candidate,
         Opt<Tensors> recurrent, Opt<Tensors> hidden),
     {
-      check(!parameters.empty(), kOpParam, "params is empty");
+      require(!parameters.empty(), "params is empty");
       const Recurrent net{3, parameters, biases, layers, bidirectional, batch_first, batch_sizes};
       net.check_arguments(input, {state}, dropout, train);
       check_output(net, input, y, {hy});
@@ -318,7 +318,7 @@ CHECKED(aclnnGRUBackward,
         Opt<Tensor> batch_sizes, bool biases, int64_t layers, bool bidirectional, bool batch_first,
         Tensor grad_input, Tensor grad_h, Tensors grad_parameters),
     {
-      check(!parameters.empty(), kOpParam, "params is empty");
+      require(!parameters.empty(), "params is empty");
       const Recurrent net{3, parameters, biases, layers, bidirectional, batch_first, batch_sizes};
       net.check_arguments(input, {state}, 0, true);
       check_kept({{"r", reset}, {"z", update}, {"n", candidate}, {"hn", recurrent}, {"h", hidden}},

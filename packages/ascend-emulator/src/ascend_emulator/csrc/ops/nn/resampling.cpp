@@ -103,9 +103,9 @@ namespace {
 // A3 refuses negative padding in float32, and takes it in float16, in PyTorch's tests
 // (Ascend/pytorch, ci-test, disabled_testcases.json: aclnnReflectionPad2d).
 void not_negative(const Tensor& self, const Ints& padding) {
-  check(self.scalar_type() != at::kFloat ||
-            std::all_of(padding.begin(), padding.end(), [](int64_t each) { return each >= 0; }),
-      kOpParam, "padding is ", at::IntArrayRef(padding), "; it must not be negative in Float");
+  require(self.scalar_type() != at::kFloat ||
+              std::all_of(padding.begin(), padding.end(), [](int64_t each) { return each >= 0; }),
+      "padding is ", at::IntArrayRef(padding), "; it must not be negative in Float");
 }
 }  // namespace
 

@@ -26,7 +26,7 @@ void check_rows(const char* name, const Tensor& tensor, int64_t rows) {
   shape(name, tensor, {rows});
 }
 void check_smoothing(double smoothing) {
-  check(smoothing == 0, kOpParam, "label_smoothing is ", smoothing, "; only 0 is supported");
+  require(smoothing == 0, "label_smoothing is ", smoothing, "; only 0 is supported");
 }
 
 Tensor bit_places() { return at::arange(7, -1, -1, at::kInt); }
@@ -60,9 +60,9 @@ CHECKED(aclnnFusedLinearOnlineMaxSum,
       shape("target", target, {rows});
       same_dtype("masked_target", masked_target, "target", target);
       shape("masked_target", masked_target, {rows});
-      check(first >= 0 && first <= last && last < first + weight.size(0), kOpParam,
-          "vocab_start_index is ", first, " and vocab_end_index ", last,
-          "; allowed: from 0 on, at most ", weight.size(0), " tokens, the rows of weight");
+      require(first >= 0 && first <= last && last < first + weight.size(0), "vocab_start_index is ",
+          first, " and vocab_end_index ", last, "; allowed: from 0 on, at most ", weight.size(0),
+          " tokens, the rows of weight");
       check_rows("logits_max", most, rows);
       check_rows("sum_exp_logits", sum, rows);
       check_rows("predicted_logits", predicted, rows);
@@ -93,7 +93,7 @@ CHECKED(aclnnFusedCrossEntropyLossWithMaxSum,
     {
       chips({"Ascend910B", "Ascend910_93"});
       check_smoothing(smoothing);
-      check(!input && !weight, kOpParam, "input or weight is given; only None is supported");
+      require(!input && !weight, "input or weight is given; only None is supported");
       rank("logits_max", most, 1);
       check_rows("logits_max", most, most.size(0));
       check_rows("sum_exp_logits", sum, most.size(0));
@@ -119,16 +119,16 @@ CHECKED(aclnnFusedLinearCrossEntropyLossGrad,
       check_product(input, weight);
       check_smoothing(smoothing);
       const auto rows = input.size(0);
-      check(weight.size(0) >= kVocabularyLeast, kOpParam, "weight has ", weight.size(0),
-          " rows; at least ", kVocabularyLeast);
+      require(weight.size(0) >= kVocabularyLeast, "weight has ", weight.size(0), " rows; at least ",
+          kVocabularyLeast);
       check_rows("grad", grad, rows);
       one_of("target_mask", mask, {at::kByte});
       rank("target_mask", mask, 1);
-      check(mask.numel() * 8 >= rows, kOpParam, "target_mask has ", mask.numel(), " bytes for ",
-          rows, " rows");
+      require(
+          mask.numel() * 8 >= rows, "target_mask has ", mask.numel(), " bytes for ", rows, " rows");
       one_of("masked_target", masked_target, kIndices);
       shape("masked_target", masked_target, {rows});
-      check(softmax || (most && sum), kOpParam,
+      require(softmax || (most && sum),
           "softmax is null; without it logits_max and sum_exp_logits are needed");
       if (softmax) {
         one_of("softmax", *softmax, {at::kFloat});

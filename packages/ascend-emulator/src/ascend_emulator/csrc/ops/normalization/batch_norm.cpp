@@ -34,7 +34,7 @@ SHAPED(aclnnBatchNorm,
     (Tensor input, Opt<Tensor> weight, Opt<Tensor> bias, Opt<Tensor> running_mean,
         Opt<Tensor> running_var, bool training, double momentum, double epsilon, Tensor out,
         Tensor save_mean, Tensor save_invstd),
-    check(training || (running_mean && running_var), kOpParam,
+    require(training || (running_mean && running_var),
         "runningMean and runningVar are null; without training both are needed"),
     {
       auto mean = upcast(running_mean), var = upcast(running_var);

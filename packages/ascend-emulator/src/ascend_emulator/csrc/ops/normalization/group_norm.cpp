@@ -30,8 +30,8 @@ void check_groups(
     const Tensor& x, const Opt<Tensor>& weight, const Opt<Tensor>& bias, int64_t groups) {
   one_of("input", x, kFloating);
   rank("input", x, 2, 8);
-  check(groups > 0 && x.size(1) % groups == 0, kOpParam, "group is ", groups,
-      "; it must divide input's ", x.size(1), " channels");
+  require(groups > 0 && x.size(1) % groups == 0, "group is ", groups, "; it must divide input's ",
+      x.size(1), " channels");
   for (const auto& [name, w] : {std::pair{"weight", &weight}, std::pair{"bias", &bias}})
     if (*w) shape(name, **w, {x.size(1)});
 }
@@ -44,8 +44,8 @@ void check_groups(
 SHAPED(aclnnGroupNorm,
     (Tensor input, Opt<Tensor> weight, Opt<Tensor> bias, int64_t n, int64_t c, int64_t area,
         int64_t groups, double epsilon, Tensor out, Tensor mean, Tensor rstd),
-    (rank("input", input, 2, 8),
-        check(epsilon > 0, kOpParam, "eps is ", epsilon, "; it must be above 0"), SAME(out, input)),
+    (rank("input", input, 2, 8), require(epsilon > 0, "eps is ", epsilon, "; it must be above 0"),
+        SAME(out, input)),
     {
       const auto [y, m, r] = at::native_group_norm(
           upcast(input).contiguous(), upcast(weight), upcast(bias), n, c, area, groups, epsilon);

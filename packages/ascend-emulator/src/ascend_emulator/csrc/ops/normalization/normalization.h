@@ -18,7 +18,7 @@ inline void check_norm(
     const char* name, const Tensor& x, const Tensor& gamma, const DTypes& dtypes) {
   one_of(name, x, dtypes);
   rank(name, x, 1, 8);
-  check(x.dim() >= gamma.dim() && x.sizes().slice(x.dim() - gamma.dim()) == gamma.sizes(), kOpParam,
+  require(x.dim() >= gamma.dim() && x.sizes().slice(x.dim() - gamma.dim()) == gamma.sizes(),
       "gamma has shape ", gamma.sizes(), ", which is not the end of ", name, "'s ", x.sizes());
 }
 

@@ -66,9 +66,8 @@ struct RmsNorm {
 void check_rms_norm(const Tensor& x, const Tensor& gamma) {
   emu::one_of("x", x, emu::kFloating);
   emu::rank("x", x, 1, 8);
-  emu::check(x.dim() >= gamma.dim() && x.sizes().slice(x.dim() - gamma.dim()) == gamma.sizes(),
-      emu::kOpParam, "gamma has shape ", gamma.sizes(), ", which is not the end of x's ",
-      x.sizes());
+  emu::require(x.dim() >= gamma.dim() && x.sizes().slice(x.dim() - gamma.dim()) == gamma.sizes(),
+      "gamma has shape ", gamma.sizes(), ", which is not the end of x's ", x.sizes());
   // float32 beside a 16-bit x: op-plugin's test_npu_rms_norm.py, test_rms_norm_mix_dtype.
   if (gamma.scalar_type() != at::kFloat) emu::same_dtype("gamma", gamma, "x", x);
 }

@@ -26,7 +26,7 @@ void check_factor(
     const char* name, const Opt<Tensor>& x, const Tensor& gamma, const DTypes& dtypes) {
   if (!x) return;
   one_of(name, *x, dtypes);
-  check(x->numel() == gamma.numel() || x->numel() == 1, kOpParam, name, " has shape ", x->sizes(),
+  require(x->numel() == gamma.numel() || x->numel() == 1, name, " has shape ", x->sizes(),
       "; it must be gamma's ", gamma.sizes());
 }
 
@@ -45,7 +45,7 @@ Computation add_rms_norm_quant(const Tensor& a, const Tensor& b, const Tensor& g
     Tensor y1, Tensor y2, Tensor sum, const Opt<Tensor>& normed) {
   check_add_norm(a, b, gamma, kHalves);
   one_of<int64_t>("axis", axis, {-1});
-  check(scale1.has_value(), kOpParam, "scales1 is needed");
+  require(scale1.has_value(), "scales1 is needed");
   for (const auto& [name, x] : {std::pair{"scales1", &scale1}, std::pair{"scales2", &scale2}})
     check_factor(name, *x, gamma, {at::kFloat, at::kBFloat16, at::kHalf});
   for (const auto& [name, x] :
@@ -82,9 +82,9 @@ Computation rms_norm_quant(const Tensor& x, const Tensor& gamma, const Tensor& s
   one_of("x", x, kHalves);
   same_dtype("gamma", gamma, "x", x);
   rank("gamma", gamma, 1, 2);
-  check(gamma.numel() == x.size(-1), kOpParam, "gamma has shape ", gamma.sizes(),
+  require(gamma.numel() == x.size(-1), "gamma has shape ", gamma.sizes(),
       " and x's last dimension ", x.size(-1));
-  check(x.size(-1) * x.element_size() >= 32, kOpParam, "x's last dimension has ",
+  require(x.size(-1) * x.element_size() >= 32, "x's last dimension has ",
       x.size(-1) * x.element_size(), " bytes; at least 32 are allowed");
   if (beta) same_dtype("beta", *beta, "x", x);
   check_factor("scale", scale, gamma, {at::kFloat, at::kHalf, at::kBFloat16});
@@ -109,8 +109,8 @@ CHECKED(aclnnAddRmsNormQuant,
         Opt<Tensor> zero2, int64_t axis, double epsilon, bool divides, Tensor y1, Tensor y2,
         Tensor sum),
     {
-      check(!scale2 && !zero2, kOpParam, "scales2 or zero_points2 is given; only None is allowed");
-      check(divides, kOpParam, "div_mode is false; only true is allowed");
+      require(!scale2 && !zero2, "scales2 or zero_points2 is given; only None is allowed");
+      require(divides, "div_mode is false; only true is allowed");
       return add_rms_norm_quant(
           a, b, gamma, scale1, {}, zero1, {}, {}, axis, epsilon, true, y1, y2, sum, {});
     })
@@ -136,11 +136,10 @@ CHECKED(aclnnAddRmsNormDynamicQuantV2,
           shape(name, **x, gamma.sizes());
         }
       const bool chosen = mask && !mask->empty();
-      check(
-          chosen || !smooth2 || smooth1, kOpParam, "smooth_scale2 is given without smooth_scale1");
+      require(chosen || !smooth2 || smooth1, "smooth_scale2 is given without smooth_scale1");
       const bool first = chosen ? mask->at(0) : true,
                  second = chosen ? mask->at(1) : smooth1 && smooth2;
-      check(!chosen || ((!smooth1 || first) && (!smooth2 || second)), kOpParam,
+      require(!chosen || ((!smooth1 || first) && (!smooth2 || second)),
           "a smooth_scale is given for an output that output_mask leaves out");
       check_integers("y1", y1);
       COMPUTE {

@@ -24,16 +24,16 @@ void check_axis(const char* name, const Tensor& parameter, int64_t axis, const T
   if (parameter.numel() == 1) return;
   const int64_t at_axis = at::maybe_wrap_dim(axis, x.dim());
   if (parameter.dim() == 1) {
-    check(parameter.numel() == x.size(at_axis), kOpParam, name, " has ", parameter.numel(),
+    require(parameter.numel() == x.size(at_axis), name, " has ", parameter.numel(),
         " elements; allowed: 1, or ", x.size(at_axis), ", dimension ", axis, " of the input ",
         x.sizes());
     return;
   }
-  check(parameter.dim() == x.dim(), kOpParam, name, " has ", parameter.dim(),
+  require(parameter.dim() == x.dim(), name, " has ", parameter.dim(),
       " dimensions; allowed: 1, or ", x.dim(), " as the input");
   for (int64_t i = 0; i < x.dim(); ++i)
-    check(parameter.size(i) == 1 || (i == at_axis && parameter.size(i) == x.size(i)), kOpParam,
-        name, " has shape ", parameter.sizes(), "; only dimension ", axis,
+    require(parameter.size(i) == 1 || (i == at_axis && parameter.size(i) == x.size(i)), name,
+        " has shape ", parameter.sizes(), "; only dimension ", axis,
         " may differ from 1, and is then that of the input ", x.sizes());
 }
 
@@ -100,11 +100,11 @@ Computation dynamic_quantize(const Tensor& x, const Opt<Tensor>& smooth,
   one_of("dst_type", out, {at::kChar, at::kInt});
   const bool four_bits = out.scalar_type() == at::kInt;
   if (four_bits) multiple("the last dimension of x", x.size(-1), kFourBitsInWord);
-  check(!group_index || smooth, kOpParam, "group_index is given without smooth_scales");
+  require(!group_index || smooth, "group_index is given without smooth_scales");
   if (smooth) {
     same_dtype("smooth_scales", *smooth, "x", x);
     rank("smooth_scales", *smooth, group_index ? 2 : 1);
-    check(smooth->size(-1) == x.size(-1), kOpParam, "smooth_scales has shape ", smooth->sizes(),
+    require(smooth->size(-1) == x.size(-1), "smooth_scales has shape ", smooth->sizes(),
         "; its last dimension must be that of x, ", x.size(-1));
   }
   if (group_index) {
@@ -116,8 +116,8 @@ Computation dynamic_quantize(const Tensor& x, const Opt<Tensor>& smooth,
     if (values.numel() == 0) return;
     if (group_index) {
       const auto groups = rows_of(*group_index, 0, values.size(0));
-      check(!groups.empty() && groups.back().last == values.size(0), kOpParam,
-          "group_index ends at row ", groups.back().last, "; it must be ", values.size(0));
+      require(!groups.empty() && groups.back().last == values.size(0), "group_index ends at row ",
+          groups.back().last, "; it must be ", values.size(0));
       values = scaled_by_group(values, *smooth, groups);
     } else if (smooth) {
       values = values * smooth->to(at::kFloat);
@@ -151,7 +151,7 @@ CHECKED(aclnnAscendAntiQuant,
       rank("scale", scale, 1);
       const bool four_bits = x.scalar_type() == at::kInt;
       const int64_t columns = x.size(-1) * (four_bits ? kFourBitsInWord : 1);
-      check(scale.numel() == 1 || scale.numel() == columns, kOpParam, "scale has ", scale.numel(),
+      require(scale.numel() == 1 || scale.numel() == columns, "scale has ", scale.numel(),
           " elements; allowed: 1 or ", columns);
       if (offset) {
         same_dtype("offset", *offset, "scale", scale);
@@ -174,7 +174,7 @@ Computation trans_quant_param(
     const Tensor& scale, const Opt<Tensor>& offset, int64_t round_mode, const Tensor& out) {
   one_of("scale", scale, {at::kFloat});
   rank("scale", scale, 1, 2);
-  check(scale.dim() == 1 || scale.size(0) == 1, kOpParam, "scale has shape ", scale.sizes(),
+  require(scale.dim() == 1 || scale.size(0) == 1, "scale has shape ", scale.sizes(),
       "; allowed: [t] and [1, n]");
   one_of("round_mode", round_mode, {int64_t{0}, int64_t{1}});
   if (offset) {
@@ -182,8 +182,8 @@ Computation trans_quant_param(
     if (scale.dim() == 2)
       shape("offset", *offset, scale.sizes());
     else
-      check(offset->numel() == 1 || scale.numel() == 1 || offset->numel() == scale.numel(),
-          kOpParam, "offset has ", offset->numel(), " elements and scale ", scale.numel());
+      require(offset->numel() == 1 || scale.numel() == 1 || offset->numel() == scale.numel(),
+          "offset has ", offset->numel(), " elements and scale ", scale.numel());
   }
   COMPUTE {
     auto bits = scale.contiguous().view(at::kInt).to(at::kLong).bitwise_and_(0xFFFFFFFFll);
@@ -218,23 +218,22 @@ CHECKED(aclnnInplaceQuantScatter,
       rank("input", self, 3, 8);
       rank("updates", updates, self.dim());
       rank("indices", indices, 1, 2);
-      check(indices.dim() == 1 || indices.size(1) == 2, kOpParam, "indices has shape ",
-          indices.sizes(), "; allowed: [n] and [n, 2]");
+      require(indices.dim() == 1 || indices.size(1) == 2, "indices has shape ", indices.sizes(),
+          "; allowed: [n] and [n, 2]");
       const int64_t place = at::maybe_wrap_dim(axis, self.dim());
-      check(place != 0 && place != self.dim() - 1, kOpParam, "axis ", axis,
+      require(place != 0 && place != self.dim() - 1, "axis ", axis,
           " is the first or the last dimension of updates; neither is allowed");
-      check(at::maybe_wrap_dim(quant_axis, self.dim()) == self.dim() - 1, kOpParam,
-          "quant_axis is ", quant_axis, "; only the last dimension is allowed");
-      check(updates.size(0) == indices.size(0) && updates.size(0) <= self.size(0), kOpParam,
-          "updates has ", updates.size(0), " rows, indices ", indices.size(0), " and input ",
-          self.size(0));
+      require(at::maybe_wrap_dim(quant_axis, self.dim()) == self.dim() - 1, "quant_axis is ",
+          quant_axis, "; only the last dimension is allowed");
+      require(updates.size(0) == indices.size(0) && updates.size(0) <= self.size(0), "updates has ",
+          updates.size(0), " rows, indices ", indices.size(0), " and input ", self.size(0));
       for (int64_t i = 1; i < self.dim(); ++i)
-        check(i == place ? updates.size(i) <= self.size(i) : updates.size(i) == self.size(i),
-            kOpParam, "updates has shape ", updates.sizes(), " and input ", self.sizes());
+        require(i == place ? updates.size(i) <= self.size(i) : updates.size(i) == self.size(i),
+            "updates has shape ", updates.sizes(), " and input ", self.sizes());
       multiple("the bytes of updates' last dimension as int8", updates.size(-1), 32);
-      check(scales.numel() == updates.size(-1), kOpParam, "quant_scales has ", scales.numel(),
+      require(scales.numel() == updates.size(-1), "quant_scales has ", scales.numel(),
           " elements; it must be ", updates.size(-1));
-      check(!zero_points || zero_points->numel() == updates.size(-1), kOpParam,
+      require(!zero_points || zero_points->numel() == updates.size(-1),
           "quant_zero_points must have ", updates.size(-1), " elements");
       COMPUTE {
         auto values = updates.to(at::kFloat) / scales.to(at::kFloat).reshape({-1});
@@ -246,9 +245,9 @@ CHECKED(aclnnInplaceQuantScatter,
           const int64_t batch = where.dim() == 1 ? i : where[i][0].item<int64_t>(),
                         start = where.dim() == 1 ? where[i].item<int64_t>()
                                                  : where[i][1].item<int64_t>();
-          check(batch >= 0 && batch < self.size(0) && start >= 0 &&
-                    start + updates.size(place) <= self.size(place),
-              kOpParam, "index (", batch, ", ", start, ") is outside the input ", self.sizes());
+          require(batch >= 0 && batch < self.size(0) && start >= 0 &&
+                      start + updates.size(place) <= self.size(place),
+              "index (", batch, ", ", start, ") is outside the input ", self.sizes());
           self[batch].narrow(place - 1, start, updates.size(place)).copy_(rounded[i]);
         }
       };
@@ -268,9 +267,9 @@ Computation flat_quant(const Tensor& x, const Tensor& left, const Tensor& right,
   within("dimension 2 of x", x.size(2), 1, 256);
   shape("kronecker_p1", left, {x.size(1), x.size(1)});
   shape("kronecker_p2", right, {x.size(2), x.size(2)});
-  check(clip_ratio > 0 && clip_ratio <= 1, kOpParam, "clip_ratio is ", clip_ratio,
+  require(clip_ratio > 0 && clip_ratio <= 1, "clip_ratio is ", clip_ratio,
       "; allowed: above 0, up to 1");
-  check(dst_type_max == 0, kOpParam, "dst_type_max is ", dst_type_max, "; int4 takes 0");
+  require(dst_type_max == 0, "dst_type_max is ", dst_type_max, "; int4 takes 0");
   one_of("dst_dtype", out, {at::kInt});
   COMPUTE {
     const auto values =
@@ -302,13 +301,12 @@ CHECKED(aclnnGroupQuant,
       rank("x", x, 2);
       shape("scale", scale, {group_index.numel(), x.size(1)});
       if (offset)
-        check(offset->numel() == 1, kOpParam, "offset has ", offset->numel(),
-            " elements; it must be one");
+        require(offset->numel() == 1, "offset has ", offset->numel(), " elements; it must be one");
       const bool four_bits = out.scalar_type() == at::kInt;
       COMPUTE {
         const auto groups = rows_of(group_index, 0, x.size(0));
-        check(groups.empty() || groups.back().last == x.size(0), kOpParam,
-            "group_index ends at row ", groups.back().last, "; it must be ", x.size(0));
+        require(groups.empty() || groups.back().last == x.size(0), "group_index ends at row ",
+            groups.back().last, "; it must be ", x.size(0));
         auto values = scaled_by_group(x.to(at::kFloat), scale, groups);
         if (offset) values = values + offset->to(at::kFloat);
         store_rounded(values, out, four_bits);
@@ -318,8 +316,7 @@ CHECKED(aclnnGroupQuant,
 // torch.fake_quantize_per_…_affine: values that were rounded, and a mask of those within the range.
 namespace {
 void check_range(int64_t least, int64_t most) {
-  check(least < most, kOpParam, "quant_min is ", least, " and quant_max ", most,
-      "; it must be smaller");
+  require(least < most, "quant_min is ", least, " and quant_max ", most, "; it must be smaller");
 }
 void copy_pair(const std::tuple<Tensor, Tensor>& results, const Tensor& out, const Tensor& mask) {
   out.copy_(std::get<0>(results));
@@ -349,7 +346,7 @@ CHECKED(aclnnFakeQuantPerTensorAffineCachemask,
     {
       one_of("self", x, kFloating);
       check_range(least, most);
-      check(scale.numel() == 1 && zero_point.numel() == 1, kOpParam, "scale has ", scale.numel(),
+      require(scale.numel() == 1 && zero_point.numel() == 1, "scale has ", scale.numel(),
           " elements and zero_point ", zero_point.numel(), "; they must have one");
       shape("out", out, x.sizes());
       shape("mask", mask, x.sizes());

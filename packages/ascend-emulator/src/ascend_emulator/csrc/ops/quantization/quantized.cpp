@@ -53,8 +53,8 @@ std::vector<Rows> rows_of(const Tensor& list, int64_t kind, int64_t rows) {
   for (int64_t i = 0; i < groups; ++i) {
     const int64_t group = kind == 2 ? at[2 * i] : i;
     const int64_t last = kind == 0 ? at[i] : first + at[kind == 2 ? 2 * i + 1 : i];
-    check(last >= first, kOpParam, "group_list goes from row ", first, " back to ", last);
-    check(last <= rows, kOpParam, "group_list reaches row ", last, " of ", rows);
+    require(last >= first, "group_list goes from row ", first, " back to ", last);
+    require(last <= rows, "group_list reaches row ", last, " of ", rows);
     if (kind == 2 && last == first) break;  // unused pairs come last
     out.push_back({group, first, last});
     first = last;
@@ -104,8 +104,8 @@ Tensor dequantized(const Tensor& weight, const Tensor& scale, const Opt<Tensor>&
   const auto spread = [&](const Tensor& parameter) {
     const auto fp32 = scale_values(parameter);
     if (fp32.dim() < 2 || fp32.size(-2) <= 1) return fp32.dim() == 2 ? fp32 : fp32.reshape({1, -1});
-    check(weight.size(-2) % fp32.size(-2) == 0, kOpParam, fp32.size(-2),
-        " groups do not divide the ", weight.size(-2), " rows of the weight");
+    require(weight.size(-2) % fp32.size(-2) == 0, fp32.size(-2), " groups do not divide the ",
+        weight.size(-2), " rows of the weight");
     return fp32.repeat_interleave(weight.size(-2) / fp32.size(-2), -2);
   };
   auto values = weight.to(at::kFloat);

@@ -21,7 +21,7 @@ emu::Shape cat_shape(const emu::Tensors& tensors, int64_t dim) {
     bool fits = tensor.dim() == first->dim();
     for (int64_t i = 0; fits && i < tensor.dim(); ++i)
       fits = i == dim || tensor.size(i) == first->size(i);
-    emu::check(fits, emu::kOpParam, "tensors has shapes ", first->sizes(), " and ", tensor.sizes(),
+    emu::require(fits, "tensors has shapes ", first->sizes(), " and ", tensor.sizes(),
         "; allowed: a difference in dimension ", dim, " alone");
     shape[dim] += tensor.size(dim);
   }
@@ -29,10 +29,10 @@ emu::Shape cat_shape(const emu::Tensors& tensors, int64_t dim) {
 }
 
 emu::Shape stack_shape(const emu::Tensors& tensors, int64_t dim) {
-  emu::check(!tensors.empty(), emu::kOpParam, "tensors is empty");
+  emu::require(!tensors.empty(), "tensors is empty");
   for (const auto& tensor : tensors)
-    emu::check(tensor.sizes() == tensors[0].sizes(), emu::kOpParam, "tensors has shapes ",
-        tensors[0].sizes(), " and ", tensor.sizes(), "; they must be the same");
+    emu::require(tensor.sizes() == tensors[0].sizes(), "tensors has shapes ", tensors[0].sizes(),
+        " and ", tensor.sizes(), "; they must be the same");
   emu::Shape shape(tensors[0].sizes());
   shape.insert(shape.begin() + emu::real_dim(dim, tensors[0].dim() + 1),
       static_cast<int64_t>(tensors.size()));
@@ -41,8 +41,8 @@ emu::Shape stack_shape(const emu::Tensors& tensors, int64_t dim) {
 
 emu::Shape repeat_shape(const at::Tensor& self, const emu::Ints& repeats) {
   const int64_t more = static_cast<int64_t>(repeats.size()) - self.dim();
-  emu::check(more >= 0, emu::kOpParam, "repeats has ", repeats.size(),
-      " numbers; allowed: at least ", self.dim(), ", the dimensions of self");
+  emu::require(more >= 0, "repeats has ", repeats.size(), " numbers; allowed: at least ",
+      self.dim(), ", the dimensions of self");
   emu::Shape shape(repeats);
   for (int64_t i = 0; i < self.dim(); ++i) shape[more + i] *= self.size(i);
   return shape;
@@ -51,7 +51,7 @@ emu::Shape repeat_shape(const at::Tensor& self, const emu::Ints& repeats) {
 // Pairs of numbers, from the last dimension backwards.
 emu::Shape pad_shape(const at::Tensor& self, const emu::Ints& pad) {
   const auto pairs = static_cast<int64_t>(pad.size()) / 2;
-  emu::check(pad.size() % 2 == 0 && pairs <= self.dim(), emu::kOpParam, "pad has ", pad.size(),
+  emu::require(pad.size() % 2 == 0 && pairs <= self.dim(), "pad has ", pad.size(),
       " numbers; allowed: an even number, ", 2 * self.dim(), " at most");
   emu::Shape shape(self.sizes());
   for (int64_t i = 0; i < pairs; ++i) shape[self.dim() - 1 - i] += pad[2 * i] + pad[2 * i + 1];
@@ -79,8 +79,8 @@ SHAPED(aclnnConstantPadNd, (Tensor self, Ints pad, Scalar value, Tensor out),
 // torch_npu's documentation of torch.repeat_interleave: the output has less than 2^22 elements.
 namespace {
 void not_too_many(const at::Tensor& out) {
-  emu::check(out.numel() < 1 << 22, emu::kOpParam, "out has ", out.numel(),
-      " elements; allowed: less than ", 1 << 22);
+  emu::require(
+      out.numel() < 1 << 22, "out has ", out.numel(), " elements; allowed: less than ", 1 << 22);
 }
 }  // namespace
 SHAPED(aclnnRepeatInterleave, (Tensor self, Tensor repeats, int64_t size, Tensor out),
@@ -114,7 +114,7 @@ using namespace emu;
 
 void check_split(const Tensor& self, const Ints& sizes, int64_t dim, const Tensors& out) {
   dim = real_dim(dim, self.dim());
-  check(out.size() == sizes.size(), kOpParam, "splitSize has ", sizes.size(), " numbers and out ",
+  require(out.size() == sizes.size(), "splitSize has ", sizes.size(), " numbers and out ",
       out.size(), " tensors");
   int64_t sum = 0;
   for (size_t i = 0; i < sizes.size(); ++i) {
@@ -123,8 +123,8 @@ void check_split(const Tensor& self, const Ints& sizes, int64_t dim, const Tenso
     shape("out", out[i], expected);
     sum += sizes[i];
   }
-  check(sum == self.size(dim), kOpParam, "splitSize has the sum ", sum, "; it must be ",
-      self.size(dim), ", dimension ", dim, " of self");
+  require(sum == self.size(dim), "splitSize has the sum ", sum, "; it must be ", self.size(dim),
+      ", dimension ", dim, " of self");
 }
 
 // The view of npu_indexing; bit i of a mask is about the ith number (torch_npu's documentation).
@@ -132,17 +132,17 @@ Tensor strided_slice(const Tensor& self, const Ints& begin, const Ints& end, con
     int64_t begin_mask, int64_t end_mask, int64_t ellipsis_mask, int64_t new_axis_mask,
     int64_t shrink_axis_mask) {
   const auto set = [](int64_t mask, size_t i) { return (mask >> i & 1) != 0; };
-  check(begin.size() == end.size() && (strides.empty() || strides.size() == begin.size()) &&
-            begin.size() < 63,
-      kOpParam, "begin, end and strides have ", begin.size(), ", ", end.size(), " and ",
-      strides.size(), " numbers");
+  require(begin.size() == end.size() && (strides.empty() || strides.size() == begin.size()) &&
+              begin.size() < 63,
+      "begin, end and strides have ", begin.size(), ", ", end.size(), " and ", strides.size(),
+      " numbers");
   int64_t indexed = 0, ellipses = 0;
   for (size_t i = 0; i < begin.size(); ++i) {
     ellipses += set(ellipsis_mask, i);
     indexed += !set(ellipsis_mask, i) && !set(new_axis_mask, i);
   }
-  check(ellipses <= 1 && indexed <= self.dim(), kOpParam, "begin indexes ", indexed,
-      " dimensions with ", ellipses, " ellipses; allowed: ", self.dim(), " and 1");
+  require(ellipses <= 1 && indexed <= self.dim(), "begin indexes ", indexed, " dimensions with ",
+      ellipses, " ellipses; allowed: ", self.dim(), " and 1");
   Tensor out = self;
   int64_t dim = 0;
   for (size_t i = 0; i < begin.size(); ++i) {
@@ -152,12 +152,12 @@ Tensor strided_slice(const Tensor& self, const Ints& begin, const Ints& end, con
       out = out.unsqueeze(dim++);
     } else if (set(shrink_axis_mask, i)) {
       const int64_t size = out.size(dim), index = begin[i] < 0 ? begin[i] + size : begin[i];
-      check(index >= 0 && index < size, kOpParam, "begin is ", at::IntArrayRef(begin), "; ",
-          begin[i], " is outside a dimension of ", size);
+      require(index >= 0 && index < size, "begin is ", at::IntArrayRef(begin), "; ", begin[i],
+          " is outside a dimension of ", size);
       out = out.select(dim, index);
     } else {
       const int64_t stride = strides.empty() ? 1 : strides[i];
-      check(stride > 0, kOpParam, "strides is ", at::IntArrayRef(strides), "; above 0 is emulated");
+      require(stride > 0, "strides is ", at::IntArrayRef(strides), "; above 0 is emulated");
       const auto limit = [](bool masked, int64_t value) {
         return masked ? std::nullopt : Opt<int64_t>(value);
       };
@@ -175,10 +175,10 @@ void check_confusion(const Tensor& self, const Ints& permutation, const Ints& si
   const auto dims = transpose_first ? self.dim() : static_cast<int64_t>(sizes.size());
   bool whole = static_cast<int64_t>(sorted.size()) == dims;
   for (int64_t i = 0; whole && i < dims; ++i) whole = sorted[i] == i;
-  check(whole, kOpParam, "perm is ", at::IntArrayRef(permutation), "; it must be a permutation of ",
-      dims, " dimensions");
-  check(c10::multiply_integers(sizes) == self.numel(), kOpParam, "shape is ",
-      at::IntArrayRef(sizes), " for self's ", self.sizes());
+  require(whole, "perm is ", at::IntArrayRef(permutation), "; it must be a permutation of ", dims,
+      " dimensions");
+  require(c10::multiply_integers(sizes) == self.numel(), "shape is ", at::IntArrayRef(sizes),
+      " for self's ", self.sizes());
   Shape expected(sizes);
   if (!transpose_first)
     for (int64_t i = 0; i < dims; ++i) expected[i] = sizes[permutation[i]];

@@ -35,16 +35,16 @@ ACL_API(answers, aclnnNpuFormatCastCalculateSizeAndFormat,
     {
       required(source);
       auto sizes = source->value.sizes().vec();
-      check(format == kND || format == kFractalNZ, kOpParam, "format ", format,
+      require(format == kND || format == kFractalNZ, "format ", format,
           "; supported: ND (2) and FRACTAL_NZ (29)");
       if (format == kFractalNZ) {
-        check(sizes.size() >= 2, kOpParam, "FRACTAL_NZ needs at least two dimensions; found ",
+        require(sizes.size() >= 2, "FRACTAL_NZ needs at least two dimensions; found ",
             source->value.sizes());
         one_of("the dtype", source->value,
             {at::kChar, at::kHalf, at::kBFloat16, at::kFloat, at::kInt});
         const int64_t c0 = 32 / static_cast<int64_t>(c10::elementSize(to_scalar_type(additional)));
-        check(c0 >= 16, kOpParam,
-            "customize_dtype of four bytes lays out packed int4, which is not emulated");
+        require(
+            c0 >= 16, "customize_dtype of four bytes lays out packed int4, which is not emulated");
         const int64_t n = sizes.back(), k = sizes[sizes.size() - 2];
         sizes.resize(sizes.size() - 2);
         sizes.insert(sizes.end(), {(n + c0 - 1) / c0, (k + 15) / 16, 16, c0});

@@ -27,7 +27,7 @@ void scatter(at::Tensor& out, const at::Tensor& self, int64_t dim, const at::Ten
   if (reduction == 0) {
     at::scatter_out(out, self, dim, emu::to_int64(index), source);
   } else {
-    emu::check(reduction == 1 || reduction == 2, emu::kOpParam, "reduction ", reduction,
+    emu::require(reduction == 1 || reduction == 2, "reduction ", reduction,
         "; supported: 0 none, 1 add and 2 multiply");
     at::scatter_out(
         out, self, dim, emu::to_int64(index), source, reduction == 1 ? "add" : "multiply");
@@ -39,8 +39,8 @@ void scatter(at::Tensor& out, const at::Tensor& self, int64_t dim, const at::Ten
 void inside_rows(const char* argument, const at::Tensor& indices, int64_t limit) {
   if (!indices.numel()) return;
   const auto least = indices.min().item<int64_t>(), most = indices.max().item<int64_t>();
-  emu::check(least >= 0 && most < limit, emu::kOpParam, argument, " has values from ", least,
-      " to ", most, "; allowed: 0 to ", limit - 1);
+  emu::require(least >= 0 && most < limit, argument, " has values from ", least, " to ", most,
+      "; allowed: 0 to ", limit - 1);
 }
 
 // Checks that no size of the index is above self's, except in `dim`.
@@ -50,7 +50,7 @@ void inside(const char* argument, const at::Tensor& index, int64_t dim, const at
   bool fits = index.numel() == 0 || std::max<int64_t>(index.dim(), 1) == least;
   for (int64_t i = 0; fits && index.numel() && i < std::min(index.dim(), self.dim()); ++i)
     fits = i == dim || index.size(i) <= self.size(i);
-  emu::check(fits, emu::kOpParam, argument, " has shape ", index.sizes(), "; allowed: sizes up to ",
+  emu::require(fits, argument, " has shape ", index.sizes(), "; allowed: sizes up to ",
       self.sizes(), ", but for dimension ", dim);
 }
 
@@ -74,7 +74,7 @@ emu::Shape selected(const at::Tensor& self, int64_t dim, const at::Tensor& index
 // torch_npu's order of reductions (op-plugin's ScatterReduceKernelNpuOpApi.cpp).
 const char* reduction_name(int64_t reduction) {
   static const char* const names[] = {"none", "sum", "prod", "amax", "amin", "mean"};
-  emu::check(reduction > 0 && reduction < 6, emu::kOpParam, "reduction ", reduction,
+  emu::require(reduction > 0 && reduction < 6, "reduction ", reduction,
       "; supported: 1 sum, 2 prod, 3 amax, 4 amin and 5 mean");
   return names[reduction];
 }
@@ -200,7 +200,7 @@ CHECKED(aclnnInplaceScatterUpdate, (Tensor self, Tensor indices, Tensor updates,
   same_dtype("updates", updates, "data", self);
   rank("updates", updates, self.dim());
   const auto dim = real_dim(axis, self.dim(), "axis");
-  check(dim > 0, kOpParam, "axis is 0, which the indices go along");
+  require(dim > 0, "axis is 0, which the indices go along");
   shape("indices", indices, {updates.size(0)});
   COMPUTE {
     cost::partial_access(self, updates);
@@ -238,7 +238,7 @@ namespace {
 // 52087f69e: test_embedding_bag_empty_input), and takes it for sums (op-plugin's
 // test_embedding_bag.py, test_embedding_bag_0d).
 void with_values(const at::Tensor& indices, int64_t mode) {
-  emu::check(indices.numel() > 0 || mode == 0, emu::kOpParam, "indices is empty and mode is ", mode,
+  emu::require(indices.numel() > 0 || mode == 0, "indices is empty and mode is ", mode,
       "; it may be empty in mode 0");
 }
 }  // namespace
@@ -266,7 +266,7 @@ CHECKED(aclnnScatterList,
     (Tensors self, Tensor indices, Tensor updates, Opt<Tensor> mask, Text reduce, int64_t axis), {
       one_of<Text>("reduce", reduce, {"update"});
       one_of("indices", indices, kIndices);
-      check(!self.empty(), kOpParam, "self is empty");
+      require(!self.empty(), "self is empty");
       const int64_t dims = self[0].dim(), along = real_dim(axis, dims, "axis");
       one_of("axis", along - dims, {int64_t{-2}, int64_t{-1}});
       shape("indices", indices, {static_cast<int64_t>(self.size())});
@@ -280,11 +280,11 @@ CHECKED(aclnnScatterList,
       }
       if (mask) shape("mask", *mask, indices.sizes());
       COMPUTE {
-        check(!mask || mask->ne(0).all().item<bool>(), kOpParam,
+        require(!mask || mask->ne(0).all().item<bool>(),
             "mask has 0; only 1 is emulated, because 0 is not documented");
         for (size_t i = 0; i < self.size(); ++i) {
           const auto at = indices[static_cast<int64_t>(i)].item<int64_t>();
-          check(at >= 0 && at < self[i].size(along), kOpParam, "indices[", i, "] is ", at,
+          require(at >= 0 && at < self[i].size(along), "indices[", i, "] is ", at,
               "; allowed: 0 to ", self[i].size(along) - 1);
           self[i].narrow(along, at, 1).copy_(updates[static_cast<int64_t>(i)]);
         }
@@ -300,7 +300,7 @@ CHECKED(aclnnCoalesceSparse,
       one_of("unique_indices", unique_indices, kIndices);
       rank("indices", indices, 2);
       shape("unique_indices", unique_indices, {indices.size(0)});
-      check(values.dim() > 0 && values.size(0) == indices.size(0), kOpParam, "values has shape ",
+      require(values.dim() > 0 && values.size(0) == indices.size(0), "values has shape ",
           values.sizes(), " for ", indices.size(0), " indices");
       shape("new_indices", new_indices, {unique.numel(), indices.size(1)});
       COMPUTE {

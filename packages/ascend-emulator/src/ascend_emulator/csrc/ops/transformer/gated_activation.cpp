@@ -31,14 +31,14 @@ void swiglu_rows(const T* x, T* out, int64_t rows, int64_t half) {
 
 void swiglu(const Tensor& x, int64_t dim, Tensor& out) {
   const int64_t at_dim = at::maybe_wrap_dim(dim, x.dim());
-  check(x.size(at_dim) % 2 == 0, kOpParam, "dimension ", dim, " has size ", x.size(at_dim),
+  require(x.size(at_dim) % 2 == 0, "dimension ", dim, " has size ", x.size(at_dim),
       "; it must be even");
   if (at_dim != x.dim() - 1 || !x.is_contiguous() || !out.is_contiguous()) {
     const auto halves = x.to(at::kFloat).chunk(2, at_dim);
     out.copy_(at::silu(halves[0]).mul_(halves[1]));
     return;
   }
-  check(out.size(-1) * 2 == x.size(-1), kOpParam, "out has ", out.size(-1),
+  require(out.size(-1) * 2 == x.size(-1), "out has ", out.size(-1),
       " columns; expected half of x's ", x.size(-1));
   if (out.numel() == 0) return;
   AT_DISPATCH_FLOATING_TYPES_AND2(at::kHalf, at::kBFloat16, x.scalar_type(), "swiglu", [&] {
@@ -48,8 +48,8 @@ void swiglu(const Tensor& x, int64_t dim, Tensor& out) {
 }
 
 void check_even(const Tensor& x, int64_t dim) {
-  check(x.size(dim) % 2 == 0, kOpParam, "dimension ", dim, " of x has size ", x.size(dim),
-      "; it must be even");
+  require(
+      x.size(dim) % 2 == 0, "dimension ", dim, " of x has size ", x.size(dim), "; it must be even");
 }
 
 Tensor swish_of_halves(const Tensor& x, bool left) {
@@ -84,20 +84,21 @@ CHECKED(aclnnSwiGluQuantV2,
       const bool four_bits = type == kAclInt4;
       if (four_bits) multiple("the last dimension of x", x.size(-1), 4);
       const bool dynamic = mode == "dynamic";
-      check(!group_index || smooth, kOpParam, "group_index is given without smooth_scales");
+      require(!group_index || smooth, "group_index is given without smooth_scales");
       if (smooth) {
         one_of("smooth_scales", *smooth, {at::kFloat});
         const int64_t groups = group_index ? group_index->numel()
                                : smooth->dim() == 1 && smooth->numel() == x.size(-1) / 2
                                    ? smooth->size(0)
                                    : 1;
-        check(smooth->size(0) == groups &&
-                  (smooth->dim() == 1 || (smooth->dim() == 2 && smooth->size(1) == x.size(-1) / 2)),
-            kOpParam, "smooth_scales has shape ", smooth->sizes(), "; allowed: [", groups, ", ",
+        require(
+            smooth->size(0) == groups &&
+                (smooth->dim() == 1 || (smooth->dim() == 2 && smooth->size(1) == x.size(-1) / 2)),
+            "smooth_scales has shape ", smooth->sizes(), "; allowed: [", groups, ", ",
             x.size(-1) / 2, "] and [", groups, "]");
       }
       if (group_index) one_of("group_index", *group_index, {at::kInt});
-      check(dynamic || smooth, kOpParam, "static quantization needs smooth_scales");
+      require(dynamic || smooth, "static quantization needs smooth_scales");
       if (!dynamic && offsets) shape("offsets", *offsets, smooth->sizes());
       COMPUTE {
         auto values = swish_of_halves(x.to(at::kFloat).reshape({-1, x.size(-1)}), left);
@@ -134,30 +135,30 @@ Computation dequant_swiglu_quant(const Tensor& x, const Opt<Tensor>& weight_scal
   check_even(x, -1);
   const bool dynamic = mode == "dynamic", integers = x.scalar_type() == at::kInt;
   const int64_t columns = x.size(-1), groups = group_index ? group_index->numel() : 1;
-  check(integers == weight_scale.has_value(), kOpParam,
+  require(integers == weight_scale.has_value(),
       integers ? "an int32 x needs weight_scale" : "weight_scale is only for an int32 x");
-  check(integers || (!activation_scale && !bias), kOpParam,
+  require(integers || (!activation_scale && !bias),
       "activation_scale and bias are only for an int32 x");
   if (weight_scale) {
     one_of("weight_scale", *weight_scale, {at::kFloat});
-    check(weight_scale->numel() == groups * columns, kOpParam, "weight_scale has shape ",
+    require(weight_scale->numel() == groups * columns, "weight_scale has shape ",
         weight_scale->sizes(), "; it must be [", groups, ", ", columns, "]");
   }
   if (activation_scale) {
     one_of("activation_scale", *activation_scale, {at::kFloat});
-    check(activation_scale->numel() == x.numel() / columns, kOpParam, "activation_scale has shape ",
+    require(activation_scale->numel() == x.numel() / columns, "activation_scale has shape ",
         activation_scale->sizes(), "; one for each of ", x.numel() / columns, " tokens is needed");
   }
   if (quant_scale) one_of("quant_scale", *quant_scale, kFloating);
   if (group_index) {
     one_of("group_index", *group_index, {at::kLong});
-    check(dynamic && !bias && !quant_offset, kOpParam,
+    require(dynamic && !bias && !quant_offset,
         "with group_index, quant_mode must be 1 and bias and quant_offset None");
-    check(columns / 2 <= 10496, kOpParam, "H is ", columns / 2,
-        "; with group_index at most 10496 is allowed");
+    require(
+        columns / 2 <= 10496, "H is ", columns / 2, "; with group_index at most 10496 is allowed");
     multiple("H (half of x's last dimension)", columns / 2, 64);
   }
-  check(dynamic || quant_scale, kOpParam, "static quantization needs quant_scale");
+  require(dynamic || quant_scale, "static quantization needs quant_scale");
   COMPUTE {
     const auto rows = x.reshape({-1, columns});
     const auto rounded = out.view({rows.size(0), columns / 2});
@@ -218,7 +219,7 @@ CHECKED(aclnnDequantSwigluQuantV2,
     {
       one_of("dst_type", dst_type, {int64_t{2}});
       one_of("round_mode", round_mode, {Text("rint")});
-      check(at::maybe_wrap_dim(dim, x.dim()) == x.dim() - 1, kOpParam, "activate_dim is ", dim,
+      require(at::maybe_wrap_dim(dim, x.dim()) == x.dim() - 1, "activate_dim is ", dim,
           "; only the last dimension is emulated");
       return dequant_swiglu_quant(x, weight_scale, activation_scale, bias, quant_scale,
           quant_offset, group_index, left, mode, swiglu_mode, limit, alpha, glu_bias, out, scale);

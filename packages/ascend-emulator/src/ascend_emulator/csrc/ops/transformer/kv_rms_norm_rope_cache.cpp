@@ -38,7 +38,7 @@ void write_cache(const Tensor& cache, const Tensor& rows, const Tensor& index, C
   if (mode.places == Places::sequence) {
     const auto request = at::arange(batch).repeat_interleave(length);
     const auto used = (where >= 0).nonzero().squeeze(-1);
-    check(where.numel() == 0 || where.max().item<int64_t>() < cache.size(2), kOpParam,
+    require(where.numel() == 0 || where.max().item<int64_t>() < cache.size(2),
         "an index is outside the cache of ", cache.size(2), " places");
     cache.transpose(1, 2).index_put_({request.index_select(0, used), where.index_select(0, used)},
         rows.reshape({-1, rows.size(2), rows.size(3)}).index_select(0, used));
@@ -56,7 +56,7 @@ void write_cache(const Tensor& cache, const Tensor& rows, const Tensor& index, C
                 .reshape(-1);
   }
   const int64_t blocks = cache.size(0);
-  check(where.numel() == 0 || where.max().item<int64_t>() < blocks * block_size, kOpParam,
+  require(where.numel() == 0 || where.max().item<int64_t>() < blocks * block_size,
       "an index is outside the cache of ", blocks * block_size, " places");
   const auto used = (where >= 0).nonzero().squeeze(-1);
   cost::partial_access(cache, static_cast<double>(used.numel() * values * cache.element_size()));
@@ -84,11 +84,11 @@ void check_cache(const char* name, const Tensor& cache, const Tensor& like,
   else
     same_dtype(name, cache, "kv", like);
   if (mode != "Norm")
-    check(cache.numel() == cache.size(0) * (cache.numel() / cache.size(0)) &&
-              (cache.numel() / cache.size(0)) % size == 0,
-        kOpParam, name, " has shape ", cache.sizes(), "; a block must hold rows of ", size);
+    require(cache.numel() == cache.size(0) * (cache.numel() / cache.size(0)) &&
+                (cache.numel() / cache.size(0)) % size == 0,
+        name, " has shape ", cache.sizes(), "; a block must hold rows of ", size);
   else
-    check(cache.size(3) == size, kOpParam, name, " has shape ", cache.sizes(),
+    require(cache.size(3) == size, name, " has shape ", cache.sizes(),
         "; its last dimension must be ", size);
   if (mode.find("NZ") != std::string::npos) multiple(name, size, 32 / cache.element_size());
 }
@@ -102,34 +102,34 @@ Computation kv_rms_norm_rope(const Tensor& kv, const Tensor& gamma, const Tensor
     bool outputs, Tensor k_out, Tensor ckv_out) {
   one_of("kv", kv, kHalves);
   rank("kv", kv, 4);
-  check(kv.size(1) == 1, kOpParam, "kv has ", kv.size(1), " heads; 1 is allowed");
+  require(kv.size(1) == 1, "kv has ", kv.size(1), " heads; 1 is allowed");
   rank("gamma", gamma, 1);
   same_dtype("gamma", gamma, "kv", kv);
   const int64_t rope = cos.size(-1), normed = gamma.size(0);
-  check(kv.size(3) == (v ? normed : normed + rope), kOpParam, "kv has a last dimension of ",
-      kv.size(3), "; gamma's ", normed, v ? "" : text(" and cos's ", rope), " are expected");
+  require(kv.size(3) == (v ? normed : normed + rope), "kv has a last dimension of ", kv.size(3),
+      "; gamma's ", normed, v ? "" : text(" and cos's ", rope), " are expected");
   for (const auto& [name, x] : {std::pair{"cos", &cos}, std::pair{"sin", &sin}}) {
     rank(name, *x, 4);
     same_dtype(name, *x, "kv", kv);
-    check(x->size(0) == kv.size(0) && (x->size(2) == kv.size(2) || x->size(2) == 1) &&
-              x->size(3) == rope,
-        kOpParam, name, " has shape ", x->sizes(), " and kv ", kv.sizes());
+    require(x->size(0) == kv.size(0) && (x->size(2) == kv.size(2) || x->size(2) == 1) &&
+                x->size(3) == rope,
+        name, " has shape ", x->sizes(), " and kv ", kv.sizes());
   }
   one_of("index", index, {at::kLong});
   const auto mode =
       mode_of(cache_mode, {"Norm", "PA", "PA_BNSD", "PA_NZ", "PA_BLK_BNSD", "PA_BLK_NZ"});
   check_cache("k_cache", k_cache, kv, k_scale, v ? normed : rope, cache_mode);
   check_cache("ckv_cache", ckv_cache, kv, ckv_scale, v ? v->size(3) : normed, cache_mode);
-  check((!k_offset || k_scale) && (!ckv_offset || ckv_scale), kOpParam,
-      "an offset is given without its scale");
+  require(
+      (!k_offset || k_scale) && (!ckv_offset || ckv_scale), "an offset is given without its scale");
   if (mode.places == Places::pages) {
     const int64_t block_size = k_cache.size(1),
                   pages = kv.size(0) * ((kv.size(2) + block_size - 1) / block_size);
-    check(index.numel() == pages, kOpParam, "index has ", index.numel(),
-        " entries; one for each of ", pages, " pages is expected");
+    require(index.numel() == pages, "index has ", index.numel(), " entries; one for each of ",
+        pages, " pages is expected");
   } else {
-    check(index.numel() == kv.size(0) * kv.size(2), kOpParam, "index has ", index.numel(),
-        " entries for ", kv.size(0) * kv.size(2), " tokens");
+    require(index.numel() == kv.size(0) * kv.size(2), "index has ", index.numel(), " entries for ",
+        kv.size(0) * kv.size(2), " tokens");
   }
   COMPUTE {
     Tensor key, value;
@@ -188,15 +188,15 @@ CHECKED(aclnnQkvRmsNormRopeCache,
     {
       one_of("qkv", qkv, kHalves);
       rank("qkv", qkv, 2);
-      check(size.size() == 4 && heads.size() == 3, kOpParam, "qkv_size has ", size.size(),
+      require(size.size() == 4 && heads.size() == 3, "qkv_size has ", size.size(),
           " entries and head_nums ", heads.size(), "; 4 and 3 are needed");
-      check(heads[0] + heads[1] + heads[2] == size[2] && qkv.size(0) == size[0] * size[1] &&
-                qkv.size(1) == size[2] * size[3],
-          kOpParam, "qkv has shape ", qkv.sizes(), ", qkv_size is [", listed(size),
-          "] and head_nums [", listed(heads), "]");
+      require(heads[0] + heads[1] + heads[2] == size[2] && qkv.size(0) == size[0] * size[1] &&
+                  qkv.size(1) == size[2] * size[3],
+          "qkv has shape ", qkv.sizes(), ", qkv_size is [", listed(size), "] and head_nums [",
+          listed(heads), "]");
       one_of<Text>("cache_mode", cache_mode, {"PA_NZ"});
       one_of("index", index, {at::kLong});
-      check(index.numel() == qkv.size(0), kOpParam, "index has ", index.numel(), " entries for ",
+      require(index.numel() == qkv.size(0), "index has ", index.numel(), " entries for ",
           qkv.size(0), " tokens");
       for (const auto& [name, x] : {std::pair{"q_gamma", &q_gamma}, std::pair{"k_gamma", &k_gamma}})
         shape(name, *x, {size[3]});

@@ -36,12 +36,12 @@ struct Prolog {
              {"weight_dkv_kr", &down_key}}) {
       same_dtype(name, *w, "token_x", x);
       rank(name, *w, 2);
-      check(w->size(0) == x.size(-1), kOpParam, name, " has shape ", w->sizes(),
+      require(w->size(0) == x.size(-1), name, " has shape ", w->sizes(),
           " and token_x a last dimension of ", x.size(-1));
     }
     one_of("weight_uq_qr", up_query, {at::kBFloat16, at::kChar});
     const bool small_up = up_query.scalar_type() == at::kChar;
-    check(!small || small_up, kOpParam, "token_x is int8 and weight_uq_qr ", up_query.scalar_type(),
+    require(!small || small_up, "token_x is int8 and weight_uq_qr ", up_query.scalar_type(),
         "; it must be int8 too");
     one_of("weight_uk", up_key, {at::kBFloat16});
     rank("weight_uk", up_key, 3);
@@ -60,11 +60,11 @@ struct Prolog {
             {"dequant_scale_w_dq", &down_query_scale, small, low},
             {"dequant_scale_w_dkv_kr", &down_key_scale, small, down_key.size(1)},
             {"dequant_scale_w_uq_qr", &up_query_scale, small_up, up_query.size(1)}}) {
-      check(given->has_value() == wanted, kOpParam, name,
+      require(given->has_value() == wanted, name,
           wanted ? " is needed with int8 weights" : " is given without int8 weights");
       if (wanted) floats(name, **given, {count});
     }
-    check(!smooth || small_up, kOpParam, "smooth_scales_cq is given without int8 weights");
+    require(!smooth || small_up, "smooth_scales_cq is given without int8 weights");
     if (smooth) floats("smooth_scales_cq", *smooth, {low, 1});
     for (const auto& [name, given] :
         {std::pair<const char*, const Tensor*>{"rmsnorm_gamma_cq", &query_gamma},
@@ -90,21 +90,19 @@ struct Prolog {
     rank("kr_cache", rope_cache, 4);
     one_of("kv_cache", kv_cache, {at::kBFloat16, at::kChar});
     const bool small_cache = kv_cache.scalar_type() == at::kChar;
-    check(!small_cache || small_up, kOpParam, "kv_cache is int8 and weight_uq_qr ",
-        up_query.scalar_type(), "; it must be int8 too");
+    require(!small_cache || small_up, "kv_cache is int8 and weight_uq_qr ", up_query.scalar_type(),
+        "; it must be int8 too");
     one_of("kr_cache", rope_cache, {small_cache && !small ? at::kChar : at::kBFloat16});
-    check(small_cache == kv_scale.has_value(), kOpParam, "kv_cache is ", kv_cache.scalar_type(),
+    require(small_cache == kv_scale.has_value(), "kv_cache is ", kv_cache.scalar_type(),
         "; int8 goes with quant_scale_ckv, and nothing else does");
-    check((rope_cache.scalar_type() == at::kChar) == rope_scale.has_value(), kOpParam,
-        "kr_cache is ", rope_cache.scalar_type(),
-        "; int8 goes with quant_scale_ckr, and nothing else does");
+    require((rope_cache.scalar_type() == at::kChar) == rope_scale.has_value(), "kr_cache is ",
+        rope_cache.scalar_type(), "; int8 goes with quant_scale_ckr, and nothing else does");
     if (kv_scale)
       floats("quant_scale_ckv", *kv_scale, {up_key.size(2), small ? 1 : up_key.size(2)});
     if (rope_scale) floats("quant_scale_ckr", *rope_scale, {rotary});
     if (kv_cache.numel() == 0) return;
-    check(kv_cache.size(2) == 1 && kv_cache.size(3) == up_key.size(2), kOpParam,
-        "kv_cache has shape ", kv_cache.sizes(), "; [blocks, block_size, 1, ", up_key.size(2),
-        "] is expected");
+    require(kv_cache.size(2) == 1 && kv_cache.size(3) == up_key.size(2), "kv_cache has shape ",
+        kv_cache.sizes(), "; [blocks, block_size, 1, ", up_key.size(2), "] is expected");
     shape("kr_cache", rope_cache, {kv_cache.size(0), kv_cache.size(1), 1, rotary});
     one_of<int64_t>("the block size", kv_cache.size(1), {16, 128});
   }
@@ -166,8 +164,7 @@ struct Prolog {
     query_rope.copy_(rope.reshape(query_rope.sizes()));
     if (kv_cache.numel() == 0) return;
     const int64_t least = index.min().item<int64_t>();
-    check(least >= 0, kOpParam, "cache_index has ", least,
-        "; it must be in [0, blocks * block_size)");
+    require(least >= 0, "cache_index has ", least, "; it must be in [0, blocks * block_size)");
     const auto keys = product(flat, down_key, x_scale, down_key_scale);
     const auto key =
         rms_normed(keys.narrow(-1, 0, latent), key_gamma, key_epsilon) * key_correction;
@@ -217,7 +214,7 @@ CHECKED(aclnnMlaPrologV3WeightNz,
         int64_t, double query_correction, double key_correction, Tensor query, Tensor query_rope,
         Opt<Tensor> query_scale, Opt<Tensor> query_norm, Opt<Tensor> query_norm_scale),
     {
-      check(index.has_value(), kOpParam, "cache_index is needed");
+      require(index.has_value(), "cache_index is needed");
       one_of<int64_t>("weight_quant_mode", weight_quant, {0, 1, 2});
       one_of<int64_t>("kv_cache_quant_mode (3, by tiles, is not emulated)", cache_quant, {0, 1, 2});
       one_of<int64_t>("ckvkr_repo_mode (1, both in one cache, is not emulated)", together, {0});
@@ -228,16 +225,16 @@ CHECKED(aclnnMlaPrologV3WeightNz,
                  small_up = up_query.scalar_type() == at::kChar;
       const bool small_cache = kv_cache.scalar_type() == at::kChar;
       const int64_t quantized = small ? 2 : small_up;
-      check(weight_quant == quantized || (quantized == 1 && small_cache && weight_quant == 2),
-          kOpParam, "weight_quant_mode is ", weight_quant,
+      require(weight_quant == quantized || (quantized == 1 && small_cache && weight_quant == 2),
+          "weight_quant_mode is ", weight_quant,
           "; it must be 0 for bfloat16 weights, 1 for an int8 weight_uq_qr and 2 for an int8 "
           "token_x");
-      check(cache_quant == (small_cache ? (small ? 1 : 2) : 0), kOpParam, "kv_cache_quant_mode is ",
+      require(cache_quant == (small_cache ? (small ? 1 : 2) : 0), "kv_cache_quant_mode is ",
           cache_quant,
           "; it must be 0 for a bfloat16 kv_cache, and for int8 1 beside an int8 token_x and 2 "
           "otherwise");
       one_of<int64_t>("query_quant_mode", query_quant, {cache_quant == 1});
-      check(!clip, kOpParam, "k_nope_clip_alpha is given; it goes with kv_cache_quant_mode 3");
+      require(!clip, "k_nope_clip_alpha is given; it goes with kv_cache_quant_mode 3");
       return prolog(
           {x, down_query, up_query, up_key, down_key, query_gamma, key_gamma, sin, cos, *index,
               kv_cache, rope_cache, x_scale, down_query_scale, up_query_scale, down_key_scale,

@@ -39,7 +39,7 @@ void rope(const Tensor& positions, const Tensor& x, const Tensor& cache, int64_t
   const int64_t stride = x.stride(0), out_stride = out.stride(0);
   at::parallel_for(0, tokens, 8, [&](int64_t first, int64_t last) {
     for (int64_t t = first; t < last; ++t)
-      check(where[t] >= 0 && where[t] < limit, kOpParam, "position ", where[t],
+      require(where[t] >= 0 && where[t] < limit, "position ", where[t],
           " is outside the cos/sin cache of ", limit, " rows");
     vectorized([&] {
       for (int64_t t = first; t < last; ++t) {
@@ -56,9 +56,9 @@ Tensor merged(
     const Tensor& positions, const Tensor& cache, const Ints& sections, bool taking_turns) {
   const auto where = positions.to(at::kLong);
   const int64_t limit = cache.size(0), half = cache.size(1) / 2;
-  check(where.numel() == 0 ||
-            (where.min().item<int64_t>() >= 0 && where.max().item<int64_t>() < limit),
-      kOpParam, "a position is outside the cos/sin cache of ", limit, " rows");
+  require(where.numel() == 0 ||
+              (where.min().item<int64_t>() >= 0 && where.max().item<int64_t>() < limit),
+      "a position is outside the cos/sin cache of ", limit, " rows");
   auto owner = at::zeros({half}, at::kLong);
   if (taking_turns) {
     for (int64_t row = 1; row < 3; ++row)
@@ -77,7 +77,7 @@ Computation rope_with_cache(const Tensor& positions, const Tensor& query, const 
     int64_t cache_mode, Tensor query_out, Tensor key_out) {
   one_of("positions", positions, kIndices);
   rank("positions", positions, 1, 2);
-  check(positions.dim() == 1 || positions.size(0) == 3, kOpParam, "positions have shape ",
+  require(positions.dim() == 1 || positions.size(0) == 3, "positions have shape ",
       positions.sizes(), "; [tokens] or [3, tokens] are allowed");
   one_of("query", query, kFloating);
   for (const auto& [name, x] : {std::pair{"key", &key}, std::pair{"cos_sin_cache", &cache}}) {
@@ -85,10 +85,10 @@ Computation rope_with_cache(const Tensor& positions, const Tensor& query, const 
     rank(name, *x, 2);
   }
   rank("query", query, 2);
-  check(head_size > 0 && query.size(1) % head_size == 0 && key.size(1) % head_size == 0, kOpParam,
+  require(head_size > 0 && query.size(1) % head_size == 0 && key.size(1) % head_size == 0,
       "head_size is ", head_size, ", of which query's ", query.size(1), " and key's ", key.size(1),
       " are no multiples");
-  check(positions.size(-1) == query.size(0) && key.size(0) == query.size(0), kOpParam,
+  require(positions.size(-1) == query.size(0) && key.size(0) == query.size(0),
       "positions, query and key are for ", positions.size(-1), ", ", query.size(0), " and ",
       key.size(0), " tokens");
   const int64_t rotary = cache.size(1), unit = query.scalar_type() == at::kFloat
@@ -96,24 +96,24 @@ Computation rope_with_cache(const Tensor& positions, const Tensor& query, const 
                                                    : 32;  // op-plugin's page of npu_mrope
   multiple("head_size", head_size, unit);
   multiple("rotary_dim", rotary, unit);
-  check(rotary <= head_size, kOpParam, "rotary_dim is ", rotary, " and head_size ", head_size,
+  require(rotary <= head_size, "rotary_dim is ", rotary, " and head_size ", head_size,
       "; it must not be larger");
   one_of<int64_t>("cache_mode", cache_mode, {0, 1});
   if (positions.dim() == 2) {
-    check(sections && sections->size() == 3 &&
-              sections->at(0) + sections->at(1) + sections->at(2) == rotary / 2,
-        kOpParam, "mrope_section is [", listed(sections.value_or(Ints())),
-        "]; three numbers with the sum ", rotary / 2, " are needed for three rows of positions");
+    require(sections && sections->size() == 3 &&
+                sections->at(0) + sections->at(1) + sections->at(2) == rotary / 2,
+        "mrope_section is [", listed(sections.value_or(Ints())), "]; three numbers with the sum ",
+        rotary / 2, " are needed for three rows of positions");
     // The values that op-plugin's page of npu_mrope lists; wrong results were reported for others
     // (sglang, pull request 36959).
     const bool known = *sections == Ints{16, 24, 24} || *sections == Ints{24, 20, 20} ||
                        *sections == Ints{8, 12, 12};
-    check(known, kOpParam, "mrope_section is [", listed(*sections),
+    require(known, "mrope_section is [", listed(*sections),
         "]; [16, 24, 24], [24, 20, 20] and [8, 12, 12] are allowed");
   }
-  check(query.stride(-1) == 1 && key.stride(-1) == 1 && query_out.is_contiguous() &&
-            key_out.is_contiguous(),
-      kOpParam, "rows must be contiguous");
+  require(query.stride(-1) == 1 && key.stride(-1) == 1 && query_out.is_contiguous() &&
+              key_out.is_contiguous(),
+      "rows must be contiguous");
   COMPUTE {
     auto where = positions.to(at::kLong).contiguous();
     auto table = cache.contiguous();
@@ -137,20 +137,19 @@ void check_angles(const Tensor& x, const Tensor& cos, const Tensor& sin, bool in
   for (const auto& [name, angles] : {std::pair{"r1", &cos}, std::pair{"r2", &sin}}) {
     rank(name, *angles, 4);
     same_dtype(name, *angles, "input", x);
-    check(at::is_expandable_to(angles->sizes(), x.sizes()) && angles->size(3) == x.size(3),
-        kOpParam, name, " has shape ", angles->sizes(), ", which does not broadcast to input's ",
-        x.sizes());
+    require(at::is_expandable_to(angles->sizes(), x.sizes()) && angles->size(3) == x.size(3), name,
+        " has shape ", angles->sizes(), ", which does not broadcast to input's ", x.sizes());
   }
   multiple("D", x.size(3), 2);
-  check(x.size(3) < 896, kOpParam, "D is ", x.size(3), "; it must be below 896");
+  require(x.size(3) < 896, "D is ", x.size(3), "; it must be below 896");
   int64_t product = 1;
   for (int64_t dim = 0; dim < 3; ++dim) {
     if (cos.size(dim) != 1) continue;
-    check(x.size(dim) < 1000, kOpParam, "dimension ", dim, " of input is ", x.size(dim),
+    require(x.size(dim) < 1000, "dimension ", dim, " of input is ", x.size(dim),
         "; B and N must be below 1000");
     product *= x.size(dim);
   }
-  check(!interleaved || product < 1000, kOpParam, "B * N is ", product,
+  require(!interleaved || product < 1000, "B * N is ", product,
       "; with rotary_mode interleave it must be below 1000");
 }
 
@@ -233,14 +232,13 @@ Computation apply_rotary(Tensor query, Tensor key, const Tensor& cos, const Tens
            {"key", &key}, {"cos", &cos}, {"sin", &sin}}) {
     rank(name, *x, dims);
     same_dtype(name, *x, "query", query);
-    check(x->sizes().slice(0, dims - 2) == query.sizes().slice(0, dims - 2), kOpParam, name,
-        " has shape ", x->sizes(), ", which differs from query's ", query.sizes(),
-        " before the heads");
-    check(x->size(-1) == query.size(-1), kOpParam, name, " has head size ", x->size(-1),
-        " and query ", query.size(-1));
+    require(x->sizes().slice(0, dims - 2) == query.sizes().slice(0, dims - 2), name, " has shape ",
+        x->sizes(), ", which differs from query's ", query.sizes(), " before the heads");
+    require(x->size(-1) == query.size(-1), name, " has head size ", x->size(-1), " and query ",
+        query.size(-1));
   }
-  check(cos.size(-2) == 1 && sin.size(-2) == 1, kOpParam, "cos and sin have ", cos.size(-2),
-      " and ", sin.size(-2), " heads; 1 is allowed");
+  require(cos.size(-2) == 1 && sin.size(-2) == 1, "cos and sin have ", cos.size(-2), " and ",
+      sin.size(-2), " heads; 1 is allowed");
   one_of<int64_t>("the head size", query.size(-1), {64, 128});
   COMPUTE {
     query.copy_(rotate(query, cos, sin, false));
@@ -260,11 +258,11 @@ CHECKED(aclnnApplyRotaryPosEmbV2,
 CHECKED(aclnnInterleaveRope, (Tensor x, Tensor cos, Tensor sin, Tensor out), {
   one_of("x", x, kHalves);
   rank("x", x, 4);
-  check(x.size(3) == 64, kOpParam, "x has a last dimension of ", x.size(3), "; it must be 64");
+  require(x.size(3) == 64, "x has a last dimension of ", x.size(3), "; it must be 64");
   for (const auto& [name, angles] : {std::pair{"cos", &cos}, std::pair{"sin", &sin}}) {
     rank(name, *angles, 4);
     same_dtype(name, *angles, "x", x);
-    check(at::is_expandable_to(angles->sizes(), x.sizes()) && angles->size(3) == 64, kOpParam, name,
+    require(at::is_expandable_to(angles->sizes(), x.sizes()) && angles->size(3) == 64, name,
         " has shape ", angles->sizes(), ", which does not broadcast to x's ", x.sizes());
   }
   COMPUTE { out.copy_(rotate(halves_of_pairs(x.to(at::kFloat)), cos, sin, false)); };

@@ -111,7 +111,7 @@ Computation sample(Sampling s) {
 CHECKED(aclnnApplyTopKTopP, (Tensor logits, Opt<Tensor> p, Opt<Tensor> k, Tensor out), {
   one_of("logits", logits, kFloating);
   rank("logits", logits, 2);
-  check(p || k, kOpParam, "p and k are both None; one is needed");
+  require(p || k, "p and k are both None; one is needed");
   if (p) {
     check_rows("p", *p, logits, kFloating);
     same_dtype("p", *p, "logits", logits);
@@ -121,11 +121,11 @@ CHECKED(aclnnApplyTopKTopP, (Tensor logits, Opt<Tensor> p, Opt<Tensor> k, Tensor
     auto [values, places] = logits.to(at::kFloat).sort(/*stable=*/true, -1, /*descending=*/false);
     if (k) {
       const auto count = k->to(at::kLong);
-      check(count.numel() == 0 ||
-                (count.min().item<int64_t>() >= 1 &&
-                    count.max().item<int64_t>() <= std::min(kMostK, logits.size(1))),
-          kOpParam, "k has values from ", count.min().item<int64_t>(), " to ",
-          count.max().item<int64_t>(), "; allowed: 1 to ", std::min(kMostK, logits.size(1)));
+      require(count.numel() == 0 ||
+                  (count.min().item<int64_t>() >= 1 &&
+                      count.max().item<int64_t>() <= std::min(kMostK, logits.size(1))),
+          "k has values from ", count.min().item<int64_t>(), " to ", count.max().item<int64_t>(),
+          "; allowed: 1 to ", std::min(kMostK, logits.size(1)));
       values.masked_fill_(
           values < values.gather(1, (logits.size(1) - count).unsqueeze(1)), -kInfinity);
     }
@@ -158,8 +158,8 @@ CHECKED(aclnnTopKTopPSampleV2,
 CHECKED(aclnnSimThreadExponential,
     (Tensor self, int64_t count, double lambda, int64_t seed, int64_t offset), {
       one_of("self", self, kFloating);
-      check(lambda > 0, kOpParam, "lambd is ", lambda, "; it must be positive");
-      check(count == self.numel(), kOpParam, "count is ", count, " for ", self.numel(), " numbers");
+      require(lambda > 0, "lambd is ", lambda, "; it must be positive");
+      require(count == self.numel(), "count is ", count, " for ", self.numel(), " numbers");
       COMPUTE {
         self.exponential_(lambda,
             at::detail::createCPUGenerator(static_cast<uint64_t>(seed) +
