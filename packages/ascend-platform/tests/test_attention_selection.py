@@ -128,7 +128,7 @@ LENGTH = "built-in PyTorch (fused attention disabled: max_model_len above 262144
         (4, 4, 96, 1, 256, HEADS.format(96)),
         (4, 2, 96, 1, 256, "fused (ascend-attention "),
         (4, 4, 256, 2, 256, HEADS.format(256)),
-        # Qwen3.5: a rank has 2 heads, and one that it shares
+        # Qwen3.5: a rank has 2 heads, and one that it shares.
         (16, 2, 256, 8, 256, "fused (ascend-attention "),
         (16, 2, 256, 16, 256, HEADS.format(256)),
         (4, 2, 128, 1, 262144, "fused (ascend-attention "),

@@ -15,7 +15,8 @@ from ascend_platform.graph import acl_graph, capture_sizes
 from vllm.config import CUDAGraphMode
 from vllm.v1.attention.backend import AttentionCGSupport
 
-SIZES = [1, 2, 4, *range(8, 257, 8), *range(272, 513, 16)]  # vLLM's own, for 256 requests at a time
+# vLLM's own sizes, for 256 concurrent requests.
+SIZES = [1, 2, 4, *range(8, 257, 8), *range(272, 513, 16)]
 
 
 @pytest.mark.parametrize(

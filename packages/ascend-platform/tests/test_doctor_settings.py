@@ -115,7 +115,7 @@ def test_interfaces(variable, value, state, says):
     assert says in line[1]
 
 
-# Settings that make serving slow or unstable
+# Settings that make serving slow or unstable.
 
 
 def test_settings_of_queue_and_hccl():

@@ -163,7 +163,7 @@ def test_length_that_memory_cannot_hold(longest, fix):
 def test_cache_that_memory_cannot_hold_names_the_option_that_was_given(model, given):
     from vllm.v1.core.kv_cache_utils import _check_enough_kv_cache_memory
 
-    # vLLM's functions that call it have the configuration under this name
+    # vLLM's functions that call it have the configuration under this name.
     def check(vllm_config, available):
         _check_enough_kv_cache_memory(available, lambda: 3 << 30, 1000, lambda available: 0)
 
@@ -222,7 +222,7 @@ def test_killed_process_is_described_by_its_signal(number, hint):
 
 
 def _end_slowly(number):
-    os.closerange(3, 1024)  # by which the parent process knows that this one ends
+    os.closerange(3, 1024)  # The parent process uses it to detect the exit of this one.
     time.sleep(1)
     os.kill(os.getpid(), number)
 
@@ -325,7 +325,7 @@ def test_architectures_that_cann_cannot_compute_are_refused_by_name():
         for model in ModelRegistry.models.values()
         if getattr(model, "module_name", "").startswith("vllm.models.")
     }
-    # each package of vLLM's is decided on
+    # Each package of vLLM is decided on.
     assert packages - {"deepseek_v32"} == set(architectures.LACKING)
     for name in (
         "KimiK3ForConditionalGeneration",

@@ -182,7 +182,7 @@ def signature(value):
 
 def signatures(name, value):
     """A line for a name, and for each public member of a class."""
-    # the signature is Python's, of each version another
+    # The signature is Python's, and differs between versions.
     of_enum = inspect.isclass(value) and issubclass(value, Enum)
     yield f"{name}{signature(value)}" if callable(value) and not of_enum else name
     for each in sorted(vars(value)) if inspect.isclass(value) else ():

@@ -15,7 +15,7 @@ def connectors(monkeypatch):
     from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
     from vllm.plugins import load_general_plugins
 
-    load_general_plugins()  # once per process: not while nothing is registered
+    load_general_plugins()  # Once per process, and not while nothing is registered.
     monkeypatch.setattr(registry, "_statuses", {})
     monkeypatch.setattr(slots, "_offers", {})
     monkeypatch.setattr(KVConnectorFactory, "_registry", dict(KVConnectorFactory._registry))

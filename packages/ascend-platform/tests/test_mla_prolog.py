@@ -112,7 +112,7 @@ def test_the_option_alone_decides_the_order_and_other_reasons_only_the_operator(
             patched.setattr(on, attribute, value)
             assert (extension.rope_order(on), extension.uses_mla_prolog(on)) == ("halves", False)
             assert mla_prolog.describe(on) == f", npu_mla_prolog_v3 disabled: {reason}"
-    # the fused attention has blocks of 128, which the operator takes
+    # The fused attention has blocks of 128, which the operator accepts.
     blocks = configure(arguments=ON | {"block_size": 64})
     assert (extension.rope_order(blocks), extension.uses_mla_prolog(blocks)) == ("halves", False)
     assert mla_prolog.describe(blocks) == ", npu_mla_prolog_v3 disabled: built-in attention"

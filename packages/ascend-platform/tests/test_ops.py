@@ -108,7 +108,7 @@ def test_gemma_rms_norm(dtype):
     expected_weight = layer.weight.double() + 1
     layer = layer.to("npu")
     x, residual = torch.randn(2, 9, 256, dtype=dtype)
-    # as Gemma 3 has queries: rows of a wider tensor
+    # Like the queries of Gemma 3: rows of a wider tensor.
     heads = x.npu()[:, :128].unflatten(-1, (1, 128))
     close(layer(heads)[:, 0], rms(x[:, :128].double(), expected_weight, 1e-6))
     x, residual = x[:, :128], residual[:, :128]
@@ -197,10 +197,10 @@ def test_rotary_embedding(dtype, neox, head_size, rotary_dim):
         torch.randn(11, 4 * head_size, dtype=dtype),
         torch.randn(11, 2 * head_size, dtype=dtype),
     )
-    joined = torch.cat([query, key], -1).npu()  # as the model has them: slices of one projection
+    joined = torch.cat([query, key], -1).npu()  # As in the model: slices of one projection.
     got_query, got_key = layer(positions.npu(), *joined.split([4 * head_size, 2 * head_size], -1))
     frequencies = 10000.0 ** -(torch.arange(0, rotary_dim, 2, dtype=torch.float64) / rotary_dim)
-    # vLLM computes the angles in float32: up to 512 * 2^-24 off
+    # vLLM computes the angles in float32, with an error of up to 512 * 2^-24.
     close(
         got_query,
         rotated(query, positions, frequencies, neox, head_size),
@@ -266,7 +266,7 @@ def test_requests_longer_than_the_rotary_table_are_refused_at_load(scaling, rows
         ),
     ):
         rotary_tables.check(model, rows + 1)
-    # without a KV cache: positions of a picture
+    # Without a KV cache: positions of an image.
     vision = torch.nn.Sequential(torch.nn.Sequential(attention.rotary_emb))
     rotary_tables.check(vision, rows + 1)
 
@@ -332,7 +332,7 @@ def test_mrope(section, turns, fused, neox, dtype, monkeypatch):
 @pytest.mark.parametrize("neox", [True, False])
 @pytest.mark.parametrize("shape", [(2, 7, 3, 80), (7, 3, 72)])
 def test_rotary_embedding_of_vision_encoders(dtype, neox, shape, monkeypatch):
-    # also of the class that vLLM takes where ours is not registered
+    # Also of the class that vLLM uses where ours is not registered.
     monkeypatch.setattr(ApplyRotaryEmb, "forward_native", None)
     layer = ApplyRotaryEmb(enforce_enable=True, is_neox_style=neox)
     x, angles = torch.randn(shape, dtype=dtype), torch.randn(shape[-3], shape[-1] // 2)
@@ -343,7 +343,7 @@ def test_rotary_embedding_of_vision_encoders(dtype, neox, shape, monkeypatch):
     close(got, expected, ulps=8)
 
 
-# tokens that are added to the vocabulary, of this rank
+# Tokens added to the vocabulary, of this rank.
 @pytest.mark.parametrize("added", [(20, 20), (22, 24)])
 @pytest.mark.parametrize("shard", [(0, 7), (7, 14), (14, 20), (20, 20)])
 def test_rows_and_mask_of_a_vocabulary_shard(shard, added):

@@ -88,7 +88,7 @@ def check(dtype, heads, kv_heads, kind, max_elements, monkeypatch, size=32, **be
     monkeypatch.setattr(paged, "MAX_ELEMENTS", max_elements)
     rng = random.Random(f"{heads}{kind}{max_elements}")
     requests = pairs(kind, rng, rng.randint(1, 6), 150)
-    if rng.random() < 0.5:  # vLLM sorts decodes first, but the result must not depend on it
+    if rng.random() < 0.5:  # vLLM sorts decodes first, but the result must not depend on it.
         requests.sort(key=lambda pair: pair[0] > 1)
     batch = PagedBatch(
         Sizes(BLOCKS, BLOCK_SIZE, heads, kv_heads, size, dtype, torch.nan), requests, rng

@@ -350,7 +350,7 @@ def test_layout_that_needs_more_npus_than_there_are_is_refused_in_one_line(model
     ):
         engine_config(model(), data_parallel_size=there + 1)
     process = multiprocessing.current_process()
-    # it has its own devices of those of all
+    # It has its own part of all devices.
     monkeypatch.setattr(process, "_name", "EngineCore_DP0")
     engine_config(model(), data_parallel_size=there + 1)
 

@@ -61,7 +61,7 @@ def test_linear(out, tokens):
         + y.cpu().double()
     )
     made = wrapper(tokens)
-    # the second time the weights are in the order that the first brought them into
+    # The second time the weights are already in the order of the first time.
     for _ in range(2):
         found = y.clone()
         made.add_lora_linear(found, x, a, b, 1.0, tuple(out))

@@ -96,7 +96,8 @@ def test_linear_layer(spec, dtype):
         given["deq_scale"] = given["deq_scale"].to(torch.int32).view(torch.float32)
     packed = scheme.load(given, dtype, "x", True)
     assert set(packed) == set(scheme.packed)
-    # converted once: npu_quant_matmul would convert a float32 scale for float16 in each call
+    # Converted once, because npu_quant_matmul would convert a float32 scale for float16 in each
+    # call.
     if spec.inputs == "static":
         assert packed["deq_scale"].dtype == (
             torch.int64 if dtype == torch.float16 else torch.float32
@@ -109,12 +110,12 @@ def test_linear_layer(spec, dtype):
     bound = torch.finfo(dtype).eps
     assert distance(actual, values @ own.numbers().T + bias.double()) < bound
     changes = [wrong_scale] + [swapped] * (spec.bits == 4) + [no_zero] * (not spec.symmetric)
-    for change in changes:  # each of these errors is far beyond the bound
+    for change in changes:  # Each of these errors is far above the bound.
         assert distance(actual, values @ change(own).numbers().T + bias.double()) > 3 * bound
     if spec.inputs == "static":
         shifted = values + (quantize.input_steps((torch.tensor(-1.5), torch.tensor(4.0)), dtype)[0])
         assert distance(actual, shifted @ own.numbers().T + bias.double()) > bound
-        # of the other ranks, which do not add the bias
+        # For the other ranks, which do not add the bias.
         later = scheme.load(given, dtype, "x", False)
         assert not later["quant_bias"].any()
 
@@ -128,7 +129,7 @@ def test_weights_in_fractal_nz(monkeypatch, given, form):
     scheme, (own,), tensors = SCHEMES["W8A8_DYNAMIC"], *drawn(Spec(8, "dynamic"), torch.float16)
     packed = scheme.load(tensors, torch.float16, "x", True)
     assert torch_npu.get_npu_format(packed["weight"]).name == form
-    # blocks of 32 do not divide 48
+    # Blocks of 32 do not divide 48.
     narrow = base.transpose_int8(torch.zeros(48, IN, dtype=torch.int8).npu())
     assert torch_npu.get_npu_format(narrow).name == "ND"
     x = torch.randn(5, IN).half()
@@ -236,7 +237,7 @@ def test_swiglu_of_int8_experts(inner):
     hidden = quantized_inputs(torch.nn.functional.silu(gate) * up, Spec(8, "dynamic"), dtype)
     assert (
         distance(actual, torch.einsum("mk,mnk->mn", hidden, second[expert])) < 0.01
-    )  # a value near a tie may be rounded differently
+    )  # A value near a tie may be rounded differently.
 
 
 @pytest.mark.parametrize(

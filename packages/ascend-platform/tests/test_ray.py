@@ -42,7 +42,7 @@ def test_shared_memory_of_a_ray_worker_whose_process_group_is_killed_is_removed(
     script += "from ascend_platform.process import ray; ray.keep_resource_tracker(); "
     script += "print(SharedMemory(create=True, size=8).name, flush=True); os.killpg(0, 9)"
     command = [sys.executable, "-c", script]
-    with (tmp_path / "out").open("w+") as out:  # the tracker would hold a pipe open
+    with (tmp_path / "out").open("w+") as out:  # The tracker would hold a pipe open.
         subprocess.run(
             command, stdout=out, stderr=out, start_new_session=True, timeout=120, check=False
         )

@@ -64,8 +64,8 @@ assert state() == before, (os.environ.items() ^ before[0].items(), before[1:], s
 
 
 def test_without_cann_it_names_the_library_and_the_fix():
-    # the libraries are found through LD_LIBRARY_PATH; torch would load torch_npu itself and fail
-    # before us
+    # The libraries are found through LD_LIBRARY_PATH. torch would load torch_npu itself and fail
+    # before us.
     out, said = run(LD_LIBRARY_PATH="", TORCH_DEVICE_BACKEND_AUTOLOAD="0")
     assert out == ["None", "None", "untouched"]
     (line,) = said
@@ -91,8 +91,8 @@ def test_without_a_visible_device_it_names_the_variable(visible, fix):
 
 
 def test_without_torch_npu_it_names_the_fix(tmp_path):
-    # this environment without that one package: its other entries, linked, and no start-up files
-    # (-S)
+    # This environment without that one package: its other entries, linked, and no start-up files
+    # (-S).
     for entry in Path(sysconfig.get_path("purelib")).iterdir():
         if not entry.name.startswith("torch_npu"):
             (tmp_path / entry.name).symlink_to(entry)
@@ -129,7 +129,7 @@ def test_with_an_unsupported_vllm_it_is_not_activated():
 
 @pytest.mark.parametrize("autoload", ["0", "1"])
 def test_vllm_command_without_cann_ends_in_one_line(autoload):
-    # through the wheel's ascend_platform.pth; torch loads torch_npu itself, or transformers does
+    # Through the wheel's ascend_platform.pth. torch loads torch_npu itself, or transformers does.
     env = {**os.environ, "LD_LIBRARY_PATH": "", "TORCH_DEVICE_BACKEND_AUTOLOAD": autoload}
     command = [str(Path(sys.executable).parent / "vllm"), "serve", "a-model"]
     done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=120)

@@ -9,7 +9,7 @@ from ascend_platform.ops.shared_experts import NPUSharedExperts
 from vllm.config import VllmConfig, set_current_vllm_config
 from vllm.model_executor.layers.fused_moe.config import FusedMoEParallelConfig
 
-GRAPHS = 8  # a wrong pool depends on how far torch_npu's task queue is
+GRAPHS = 8  # Whether the pool is wrong depends on the progress of torch_npu's task queue.
 
 
 def test_tensors_of_a_captured_step_are_in_the_graph_s_pool() -> None:

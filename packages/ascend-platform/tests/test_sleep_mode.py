@@ -17,7 +17,7 @@ from ascend_platform.worker import sleep_mode, virtual_memory
 from ascend_platform.worker.sleep_mode import VirtualMemoryBackend
 
 NZ, ND = 29, 2
-BIG = 12 << 20  # bytes, with a segment of the caching allocator of its own
+BIG = 12 << 20  # Bytes, with a separate segment of the caching allocator.
 
 
 class Model(torch.nn.Module):
@@ -73,7 +73,7 @@ def test_temporary_tensors_of_loading_are_freed(worker):
     segments = worker.backend._memory._segments.values()
     mapped = [segment.size for segment in segments if segment.handle is not None]
     assert BIG < max(mapped) < 2 * BIG
-    assert mapped.count(max(mapped)) == 1  # of the tied weights there were two
+    assert mapped.count(max(mapped)) == 1  # There were two copies of the tied weights.
 
 
 @pytest.mark.parametrize("level", [1, 2])

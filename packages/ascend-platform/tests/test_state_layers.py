@@ -299,7 +299,7 @@ def test_scans_of_mamba_2(into_cache):
         )
         assert error(out[part], expected + x[part].double() * d[:, None].double()) < FLOAT32 * 5
         assert error(after[row], state) < FLOAT32
-        # the last token again as a decode, from the same state
+        # The last token again as a decode, from the same state.
     whole = a[:, None, None].expand(heads, size, width)
     first = [part.start for part in requests(LENGTHS)]
     found = torch.empty(len(first), heads, size).npu()

@@ -238,11 +238,11 @@ def test_sampled_tokens_have_the_target_s_distribution(has_scores: bool) -> None
         else expected[2]
     )
     assert abs((counts == 2).float().mean().item() - accepted) < 0.03
-    # the first token, and the one after an accepted draft
+    # The first token, and the one after an accepted draft.
     for chosen in (tokens[:, 0], tokens[counts == 2, 1]):
         found = torch.bincount(chosen.cpu(), minlength=vocabulary).double()
         statistic = ((found - expected * len(chosen)) ** 2 / (expected * len(chosen))).sum().item()
-        assert statistic < 37  # with 5 degrees of freedom, beyond it in one of 10^6 cases
+        assert statistic < 37  # With 5 degrees of freedom, exceeded in one of 10^6 cases.
 
 
 def test_synthetic_acceptance_has_its_rates() -> None:
@@ -476,7 +476,7 @@ def test_lengths_while_draft_tokens_are_in_flight() -> None:
     assert lengths.before(np.array([0, 2]), np.array([8, 9])) is None
     lengths.advance(rows, np.array([4, 4]), draft_lengths.Rejections(rows, device([3, 1])))
     lengths.add(2, 1)  # another request in its row
-    # the scheduler knows that one of 8 + 4 is rejected
+    # The scheduler knows that one of 8 + 4 is rejected.
     before = lengths.before(np.array([2, 0]), np.array([1, 11]))
     assert before is not None
     assert before.count() == [0, 0]

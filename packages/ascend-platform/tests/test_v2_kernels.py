@@ -51,7 +51,7 @@ def test_inputs_of_a_step(seed: int, decode: bool, empty: bool, on_host: bool) -
             )
         inputs.prepare_pos_seq_lens(idx_mapping, starts, computed, positions, seq_lens)
         last = None
-        if not empty:  # a request without tokens has no logits
+        if not empty:  # A request without tokens has no logits.
             last = inputs.combine_sampled_and_draft_tokens(
                 input_ids, idx_mapping, device([[token] for token in batch.last], torch.int64), starts, seq_lens,
                 prefill_len, device([[]] * ROWS), device(list(range(count + 1))), count,
@@ -137,7 +137,7 @@ def test_post_update(seed: int, lengths: bool, decode: bool, counts: bool) -> No
     batch, rng = Batch(seed, decode), random.Random(seed)
     count = len(batch.rows)
     rows = [-1 if not lengths and rng.random() < 0.25 else row for row in batch.rows]
-    # a full row, which has no space for a token that is not sampled either
+    # A full row, which has no space for a token that is not sampled either.
     batch.total[batch.rows[0]] = WIDTH
     sampled = [0 if batch.total[row] == WIDTH else rng.randint(0, 1) for row in batch.rows]
     rejected = [rng.randint(0, 1) for _ in batch.rows]
@@ -192,7 +192,7 @@ def test_states_are_the_same_by_what_the_host_knows(
             device([[0] * VOCABULARY] * ROWS),
         )
         with inputs.preparing(step):
-            if step is batch.step_on_host:  # which sends the indices of a decode step too
+            if step is batch.step_on_host:  # It also sends the indices of a decode step.
                 batch.host.write_positions(device([0] * 200, torch.int64), device([0] * ROWS))
             sampled, rejected = inputs.get_num_sampled_and_rejected(sampled, *given)
             copied = inputs.copy_to_np(sampled)
@@ -203,7 +203,7 @@ def test_states_are_the_same_by_what_the_host_knows(
                 batch.query_start_loc(), table, WIDTH, total, None, None, 0, num_warps=1,
             )  # fmt: skip
         found.append([each.tolist() for each in (sampled, rejected, table, bins)])
-        if step is batch.step:  # what the host knows of the next step
+        if step is batch.step:  # The host's view of the next step.
             after = HostInputs(
                 batch.host.rows,
                 np.ones(count),
@@ -340,7 +340,7 @@ def test_what_has_not_changed_is_not_copied() -> None:
     tensor = SimpleNamespace(np=np.zeros(5, np.int32), gpu=device([0] * 5))
     tensor.np[1] = 3
     assert buffers.copy_changed(tensor).tolist() == [0, 3, 0, 0, 0]
-    tensor.gpu[4] = 8  # stays, as there is nothing to copy
+    tensor.gpu[4] = 8  # Unchanged, because there is nothing to copy.
     assert buffers.copy_changed(tensor).tolist() == [0, 3, 0, 0, 8]
     tensor.np[0] = 6
     assert buffers.copy_changed(tensor, 2).tolist() == [6, 3]
@@ -456,7 +456,8 @@ def test_block_tables_and_slots(seed: int, decode: bool, empty: bool, reach: int
     count = batch.num_tokens
     positions = device(places + [0] * 3, torch.int64)
     if empty and count == len(batch.rows):
-        # as many tokens as requests are one each, since vLLM schedules no request without tokens
+        # As many tokens as requests means one each, because vLLM schedules no request without
+        # tokens.
         return
     slots = tables.compute_slot_mappings(
         mapping, batch.query_start_loc(), positions, count + 3, num_tokens=count

@@ -180,7 +180,8 @@ def test_v2_is_the_default_but_for_what_it_lacks(monkeypatch: pytest.MonkeyPatch
         False,
         "V2 lacks prompt embeddings, dflash",
     )
-    assert chosen(monkeypatch, ["sampling masks"]).is_v2  # which V1 would ignore: refused by name
+    # V1 would ignore these, so they are refused by name.
+    assert chosen(monkeypatch, ["sampling masks"]).is_v2
     assert chosen(monkeypatch, ["prompt embeddings"], watermark_config="given").is_v2
     assert chosen(monkeypatch, ["prompt embeddings"], routed_experts=True).is_v2
     assert chosen(monkeypatch, [], asked=False) == (False, "VLLM_USE_V2_MODEL_RUNNER=0")
@@ -249,7 +250,7 @@ def test_drafters_of_an_engine_have_its_runner(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setenv(model_runner.VARIABLE, "1")
     one = SimpleNamespace(pipeline_parallel_size=1)
     engine = config("v1", model_config=object(), speculative_config=None, parallel_config=one)
-    envs.enable_envs_cache()  # as an engine of this process has done
+    envs.enable_envs_cache()  # As an engine of this process has done.
     try:
         model_runner.choose(engine)
         assert envs.VLLM_USE_V2_MODEL_RUNNER is False

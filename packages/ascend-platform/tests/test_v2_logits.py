@@ -61,7 +61,7 @@ def test_penalties(seed: int) -> None:
     words = -(-VOCABULARY // 32)
     mask = torch.full((ROWS, words), 7, dtype=torch.int32, device="npu")
     counts = torch.full((ROWS, VOCABULARY), 7, dtype=torch.int32, device="npu")
-    for tokens in batch.tokens:  # the sign of a word, and the last bit
+    for tokens in batch.tokens:  # The sign of a word, and the last bit.
         tokens[0], tokens[WIDTH - 1] = 31, VOCABULARY - 1
     arguments = device(batch.tokens), device(batch.prompt), device(batch.total), mask, counts
     logits_processors.bincount(

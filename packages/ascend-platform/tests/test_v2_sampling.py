@@ -194,5 +194,5 @@ def test_states_are_copied_where_a_request_is_new(monkeypatch: pytest.MonkeyPatc
     assert temperature.gpu.tolist() == [0, 0.5]
     written = []
     sampler.logits_processors.append(SimpleNamespace(apply_staged_writes=lambda: written.append(1)))
-    sampler.apply_staged_writes()  # as a user's logits processor may want it, in each step
+    sampler.apply_staged_writes()  # As a user's logits processor may require it, in each step.
     assert (temperature.gpu.tolist(), written) == ([2, 0.5], [1])

@@ -26,7 +26,7 @@ from vllm import __version__ as vllm_version
 ADDER = Path(__file__).parents[3] / "tools" / "models" / "adder"
 TABLE = OVERRIDES
 if Version(vllm_version).release >= Version(v2.SINCE).release:
-    # a bool, which is no module's own
+    # A bool, which does not belong to a module.
     TABLE += tuple(each for each in v2.OVERRIDES if each.qualname != "HAS_TRITON")
 if Version(vllm_version).release >= Version(state_layers.SINCE).release:
     TABLE += state_layers.OVERRIDES
@@ -138,7 +138,7 @@ def test_importer_that_the_table_does_not_name_is_refused(
 ) -> None:
     monkeypatch.setattr(vllm_overrides, "_applied", set())
     importer, module = ModuleType("vllm.somebody"), importlib.import_module(entry.module)
-    value = getattr(module, entry.qualname)  # of this module alone: replacements may be shared
+    value = getattr(module, entry.qualname)  # Only of this module: replacements may be shared.
     importer.taken = functools.partial(value) if callable(value) else copy.copy(value)
     monkeypatch.setattr(module, entry.qualname, importer.taken)
     monkeypatch.setitem(sys.modules, "vllm.somebody", importer)
@@ -160,7 +160,7 @@ def test_table_names_every_importer(entry: Override) -> None:
         parts = path.relative_to(vllm_copy.INSTALLED.parent).with_suffix("").parts
         module = ".".join(parts).removesuffix(".__init__")
         for node in ast.walk(ast.parse(text)):
-            # one in a function is later, and gets the replacement
+            # An import within a function is later, and gets the replacement.
             if not isinstance(node, ast.ImportFrom) or node.col_offset:
                 continue
             origin = (

@@ -67,7 +67,7 @@ def test_engine_core_and_worker_exit_with_their_parent(tmp_path: Path) -> None:
         assert f"the parent process {parent.pid} has exited" in parent.stdout.readline()
         assert (
             psutil.wait_procs([engine, early, late], timeout=10)[1] == []
-        )  # early, late: before its parent is known, after its end
+        )  # Early, late: before its parent is known, after its exit.
         assert other.is_running()  # not one of vLLM's
     finally:
         other.kill()

@@ -59,9 +59,9 @@ def _activate() -> None:
             "0",
             "ascend-platform uses vLLM's V1 model runner, which needs no Triton",
         )
-    # vLLM would choose V1 where there is no Triton
+    # Without Triton vLLM would choose V1.
     if "VLLM_USE_V2_MODEL_RUNNER" not in os.environ:
-        # until the engine is configured: see ascend_platform/config/model_runner.py
+        # Until the engine is configured: see ascend_platform/config/model_runner.py.
         os.environ["VLLM_USE_V2_MODEL_RUNNER"] = "1"
         runner_is_given = False
     _pin(

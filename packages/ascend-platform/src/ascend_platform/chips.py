@@ -160,8 +160,8 @@ FAMILIES = (
         dtypes=ALL_DTYPES,
         operators=frozenset({"npu_add_rms_norm", "npu_fusion_attention"}),
     ),
-    # npu_dynamic_quant and per-token scales of npu_quant_matmul are for A2 and A3, so that only
-    # static inputs can be quantized
+    # npu_dynamic_quant and per-token scales of npu_quant_matmul are for A2 and A3, so only static
+    # activation quantization is supported.
     ChipFamily(
         "Ascend 310P",
         ("Ascend310P",),
@@ -169,7 +169,7 @@ FAMILIES = (
         operators=frozenset({"npu_add_rms_norm", "npu_moe_init_routing_v2", "npu_rms_norm"}),
         quantization=("W8A8",),
     ),
-    # the first generation has an Ascend910B, too
+    # "Ascend910B" is also a name of the first generation.
     ChipFamily(
         "Ascend 910A",
         ("Ascend910A", "Ascend910P", "Ascend910B"),
@@ -308,7 +308,7 @@ def measured(figures: ChipFigures, path: Path) -> ChipFigures:
     }
     reduced = found.get("two-npus", {}).get("all_reduce", {})  # by bytes
     shortest = min((each["microseconds"] for each in reduced.values()), default=None)
-    # between two ranks an all-reduce sends each byte once
+    # Between two ranks an all-reduce sends each byte once.
     link = "injection_gbs" if figures.injection_gbs else "link_gbs"
     times = {
         "bandwidth_gbs": found.get("one-token-by-a-matrix", {}).get("gb_per_second"),

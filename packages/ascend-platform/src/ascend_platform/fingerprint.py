@@ -133,8 +133,7 @@ def _named(node: ast.AST, name: str) -> Iterator[ast.AST]:
 
 
 def _shape(value: object) -> str:
-    # not ast.dump: what it leaves out, and which fields there are, differs between versions of
-    # Python
+    # Not ast.dump, because its fields and omissions differ between Python versions.
     if isinstance(value, list):
         return f"[{','.join(map(_shape, value))}]"
     if not isinstance(value, ast.AST):

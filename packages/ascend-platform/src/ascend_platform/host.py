@@ -204,7 +204,7 @@ def numa_nodes(devices: Path = PCI_DEVICES, listing: str | None = None) -> tuple
         except (OSError, subprocess.SubprocessError) as error:
             return [], f"npu-smi info failed ({' '.join(str(error).split())})"
         listing = done.stdout
-    # the second line of each NPU: number of the chip, number of the device, PCI address
+    # The second line of each NPU: number of the chip, number of the device, PCI address.
     buses = re.findall(
         r"^\|\s*\d+(?:\s+\d+)?\s*\|\s*([0-9A-Fa-f]{4}:[0-9A-Fa-f]{2}:[0-9A-Fa-f]{2}\.\d)\s*\|",
         listing,
@@ -221,7 +221,7 @@ def numa_nodes(devices: Path = PCI_DEVICES, listing: str | None = None) -> tuple
         try:
             node = int((devices / bus.lower() / "numa_node").read_text())
         except (OSError, ValueError):
-            node = -1  # as the kernel says if it does not know
+            node = -1  # The kernel's value if it is unknown.
         if node < 0:
             return [], f"the kernel does not know the NUMA node of the NPU at {bus}"
         nodes.append(node)
@@ -232,7 +232,7 @@ def chip() -> str:
     """The chip's name, or "" if it is unknown."""
     try:
         name = ctypes.CDLL("libascendcl.so", mode=os.RTLD_NOLOAD).aclrtGetSocName
-    except (OSError, AttributeError):  # torch_npu is not loaded in this process
+    except (OSError, AttributeError):  # torch_npu is not loaded in this process.
         return query_driver().get("chip", "?=").partition("?=")[0]
     name.restype = ctypes.c_char_p
     return (name() or b"").decode()
@@ -271,7 +271,7 @@ def driver_version() -> str:
         return found
     try:
         ask = ctypes.CDLL("libascendcl.so", mode=os.RTLD_NOLOAD).aclsysGetCANNVersion
-    except (OSError, AttributeError):  # torch_npu is not loaded in this process
+    except (OSError, AttributeError):  # torch_npu is not loaded in this process.
         return query_driver().get("driver", "?=").partition("?=")[0]
     version = ctypes.create_string_buffer(_VERSION_BYTES)
     return "" if ask(_DRIVER_PACKAGE, version) else version.value.decode()

@@ -63,7 +63,8 @@ class NPUPlatform(Platform):
 
     @classmethod
     def register_triton_kernel_overrides(cls) -> None:
-        # vLLM calls this right before it imports the worker's class (vllm/v1/worker/worker_base.py)
+        # vLLM calls this right before it imports the worker's class
+        # (vllm/v1/worker/worker_base.py).
         enter("worker")
 
         from ascend_platform import triton_overrides
@@ -83,8 +84,8 @@ class NPUPlatform(Platform):
 
     @classmethod
     def get_device_name(cls, device_id: int = 0) -> str:
-        # vLLM also asks in the API server, when it replaces a dtype that is not supported
-        # (vllm/config/model.py)
+        # vLLM also calls this in the API server, when it replaces an unsupported dtype
+        # (vllm/config/model.py).
         return torch.npu.get_device_name(device_id) if torch.npu.is_initialized() else host.chip()
 
     @classmethod
@@ -122,8 +123,8 @@ class NPUPlatform(Platform):
 
     @classmethod
     def opaque_attention_op(cls) -> bool:
-        # with False, Dynamo traces the branch of attention without metadata, for profiling, into
-        # the graph: silent wrong tokens
+        # With False, Dynamo would trace the branch of attention without metadata, which is for
+        # profiling, into the graph and silently compute wrong tokens.
         return True
 
     @classmethod
@@ -153,7 +154,7 @@ class NPUPlatform(Platform):
 
     @classmethod
     def pre_register_and_update(cls, parser: Any = None) -> None:
-        # for a model's configuration; the parser alone is also created for --help
+        # For a model's configuration; a parser is also created for --help.
         if parser is None:
             quantization.register()
 
@@ -237,7 +238,7 @@ class NPUPlatform(Platform):
     def apply_config_platform_defaults(cls, vllm_config: "VllmConfig") -> None:
         from vllm.plugins import load_general_plugins
 
-        load_general_plugins()  # EngineArgs does so; a VllmConfig can also be created without
+        load_general_plugins()  # EngineArgs does so; a VllmConfig can also be created without it.
         options.check(vllm_config.additional_config)
         kv_connectors.resolve(vllm_config)
         vllm_config.kernel_config.enable_jit_warmup = False
@@ -290,9 +291,9 @@ class NPUPlatform(Platform):
 
     @classmethod
     def register_custom_kv_cache_specs(cls, vllm_config: "VllmConfig | None") -> None:
-        # the first hook in the engine core after plugins are loaded, in whichever process it runs;
-        # without a configuration where vLLM looks up a spec before an engine has registered them
-        # (vllm/v1/kv_cache_spec_registry.py)
+        # The first hook in the engine core after plugins are loaded, in whichever process it runs.
+        # There is no configuration where vLLM looks up a spec before an engine has registered them
+        # (vllm/v1/kv_cache_spec_registry.py).
         enter("engine")
         if vllm_config is not None:
             activation.activate(vllm_config)

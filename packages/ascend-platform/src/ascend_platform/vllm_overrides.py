@@ -169,7 +169,7 @@ def override(target: str, replacement: Any) -> None:
         if not isinstance(original, ModuleType):
             _check_importers(each, original, {each.module, *own})
         for name in own:
-            # one that is imported later imports the replacement
+            # A module that is imported later imports the replacement.
             if name in sys.modules or each.module not in named:
                 setattr(importlib.import_module(name), each.qualname, replacement)
     _applied.add(target)

@@ -55,7 +55,7 @@ def test_slot_mapping(decode, block_size, ranks, rank, interleave, seed):
         table[o][at[p] // block_size] * block_size + at[p] % block_size if p in at else -1
         for o, p in zip(owners, positions, strict=True)
     ]
-    # the model runner's are those of padding
+    # The model runner's slots are those of padding.
     assert slots.tolist() == expected + [0] * (2048 - len(positions))
     blocks = SimpleNamespace(np=np.array(table, dtype=np.int32))
     of_host = SimpleNamespace(
@@ -77,4 +77,5 @@ def test_kernels_are_registered_beside_numba(monkeypatch):
     triton_overrides.register(OVERRIDES)
     assert dispatcher._registry[name][1] is kernel
     monkeypatch.setattr(dispatcher, "register_kernels", None)
-    triton_overrides.register(OVERRIDES)  # as for a second engine: nothing is left to do
+    # As for a second engine, when there is nothing left to do.
+    triton_overrides.register(OVERRIDES)

@@ -194,7 +194,7 @@ def test_eagle_step(seed):
     past = [position + 1 >= longest for position in positions]
     assert out_positions.tolist()[:requests] == following
     rows = enumerate(zip(past, table, following, strict=True))
-    # n is a slot of the null block
+    # n is a slot of the null block.
     slots = [n if p else row[f // size] * size + f % size for n, (p, row, f) in rows]
     assert out_slots.tolist() == [*slots, *range(requests, padded)]
     assert seq_lens.tolist() == [
@@ -361,7 +361,7 @@ def test_drafter_metadata_has_exact_host_lengths():
                 proposer, given, draft_index
             )
     drafter.rejected_in_step.reset(reset)
-    slots = [130, 1]  # a place in block 0, which is no request's
+    slots = [130, 1]  # A slot in block 0, which belongs to no request.
     assert built == [(None, [], [9, 8], slots), (([9, 8], [3, 3]), ["last"], [7, 8], slots)]
     extended = llm_base_proposer.extend_all_queries_by_N(
         given, 2, npu([0, 1, 2]), given.slot_mapping
@@ -382,7 +382,8 @@ def test_padding_tokens_of_a_drafter_have_slots_of_the_null_block(padded):
         _draft_attn_layer_names={"one", "other"},
         vllm_config=types.SimpleNamespace(cache_config=types.SimpleNamespace(block_size=128)),
     )
-    for given in (npu([300, 301, 700], torch.int64), None):  # the second time what the buffer has
+    # The second time the buffer's contents.
+    for given in (npu([300, 301, 700], torch.int64), None):
         found = SpecDecodeBaseProposer._get_slot_mapping(proposer, padded, given)
         assert found.keys() == {"one", "other"}
         slots = found["one"].tolist()

@@ -337,7 +337,7 @@ def deferred_host_lengths(common: Any, title: str) -> Callable[[], list[int]]:
             f"{title} supports batches that are causal as a whole or not at all, with seq_lens on"
             " the host"
         )
-    # the lengths of cross attention are the encoder's
+    # The sequence lengths of cross attention are the encoder's.
     rejected = _rejected.get() if common.causal else ()
     return functools.partial(_subtract, bounds[: common.num_reqs].tolist(), rejected)
 

@@ -120,7 +120,7 @@ def split_layer(layer: Any) -> KVCachePair | PagedLatent | PagedIndex:
     """Split the region that vLLM has bound to an attention layer into its parts, as views."""
     if isinstance(layer, IndexCache):
         return PagedIndex(_split(layer.kv_cache, layer.head_size)[0])
-    if isinstance(layer, MLAAttention):  # vLLM binds it without the dimension of heads
+    if isinstance(layer, MLAAttention):  # vLLM binds it without the head dimension.
         return PagedLatent(*_split(layer.kv_cache.unsqueeze(1), layer.kv_lora_rank))
     return split_kv_cache(layer.kv_cache, layer.head_size)
 
@@ -165,7 +165,7 @@ def check(config: KVCacheConfig) -> None:
         NotImplementedError: a compressed cache, chunked attention, or groups with different block
         shapes.
     """
-    # vLLM's runner adds a group for encoder-only layers, which have no cache
+    # vLLM's runner adds a group for encoder-only layers, which have no KV cache.
     groups = [
         group
         for group in config.kv_cache_groups
@@ -179,7 +179,7 @@ def check(config: KVCacheConfig) -> None:
             f"KV cache spec {', '.join(others)} is not supported;"
             f" {', '.join(spec.__name__ for spec in SUPPORTED_SPECS)} are"
         )
-    # states go into a block as it is, see state_cache.py
+    # States use a block as it is, see state_cache.py.
     paged = [spec for spec in specs if not isinstance(spec, MambaSpec)]
     shapes = {
         (spec.block_size, spec.num_kv_heads, spec.head_size, spec.head_size_v, str(spec.dtype))

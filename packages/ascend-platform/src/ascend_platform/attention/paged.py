@@ -194,11 +194,12 @@ class PagedAttentionImpl(AttentionImplBase, AttentionImpl[PagedAttentionMetadata
         )
         chunk = max(1, MAX_ELEMENTS // (seq_len * self.num_heads))
         positions = torch.arange(seq_len, device=query.device)
-        context_len = seq_len - end  # position of a query token is its row in the batch plus this
+        # The position of a query token is its row in the batch plus this offset.
+        context_len = seq_len - end
         for first in range(start, end, chunk):
             rows = slice(first, min(first + chunk, end))
             query_positions = positions[:1]
-            visible = slice(0, seq_len)  # keys that some token of the chunk attends to
+            visible = slice(0, seq_len)  # Keys that any token of the chunk attends to.
             if meta.causal:
                 query_positions = positions[context_len + first : context_len + rows.stop]
                 oldest = context_len + first - self.sliding_window + 1 if self.sliding_window else 0
@@ -238,7 +239,7 @@ class PagedAttentionImpl(AttentionImplBase, AttentionImpl[PagedAttentionMetadata
         """
         requests, tokens, heads, width = query.shape
         kv_heads, seq_len = keys.shape[2], keys.shape[1]
-        # the query heads that share a key head become rows of one matrix product
+        # The query heads that share a key head become rows of one matmul.
         rows = query.float().view(requests, tokens, kv_heads, -1, width).permute(0, 2, 3, 1, 4)
         scores = rows.reshape(requests, kv_heads, -1, width) @ keys.float().permute(0, 2, 3, 1)
         scores = scores.mul_(self.scale).view(requests, heads, tokens, seq_len)
@@ -248,7 +249,7 @@ class PagedAttentionImpl(AttentionImplBase, AttentionImpl[PagedAttentionMetadata
             slopes = _on_device(tuple(self.alibi_slopes), query.device)
             scores += slopes.view(1, -1, 1, 1) * distance.unsqueeze(1)
         scores = scores.masked_fill_(mask.unsqueeze(1), float("-inf"))
-        # a score without a value: it only adds to the softmax's denominator
+        # A sink is a score without a value: it only adds to the softmax's denominator.
         if self.sinks is not None:
             sinks = self.sinks.float().view(1, -1, 1, 1).expand(requests, -1, tokens, 1)
             scores = torch.cat([scores, sinks], -1)
@@ -272,5 +273,5 @@ class PagedAttentionBackend(AttentionBackendBase, AttentionBackend):
 
     @classmethod
     def get_preferred_block_size(cls, default_block_size: int) -> int:
-        # the fused kernel's block size, so that prefix-cache hits do not depend on the backend
+        # The fused kernel's block size, so that prefix-cache hits do not depend on the backend.
         return 128

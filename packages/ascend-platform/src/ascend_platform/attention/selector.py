@@ -61,7 +61,7 @@ def select_backend(config: "AttentionSelectorConfig", model: Any) -> tuple[str, 
 
 def _unsupported_reasons(path: str, config: "AttentionSelectorConfig", model: Any) -> list[str]:
     backend = resolve_obj_by_qualname(path)
-    # vLLM passes these to the layer only; AttentionSelectorConfig lacks them
+    # vLLM passes these only to the layer; AttentionSelectorConfig lacks them.
     requested = {
         AttentionFeature.ALIBI: model is not None and model.uses_alibi,
         AttentionFeature.LOGITS_SOFT_CAP: model is not None

@@ -170,7 +170,7 @@ def installed_plugins(given: argparse.Namespace) -> Iterator[Result]:
     for plugin in found_plugins:
         title = f"{plugin.name} of {plugin.distribution} {plugin.version}"
         detail = f"{plugin.state}: {plugin.why}" if plugin.why else str(plugin.state)
-        # a component's own, not an additional plugin
+        # The component's own plugin, not an additional one.
         main = plugin.name in ("ascend", plugin.distribution.replace("-", "_"))
         optional = plugin.distribution not in COMPONENTS or not main
         if plugin.state == State.ACTIVE or (plugin.state == State.OFF and optional):
@@ -297,7 +297,7 @@ def configuration(given: argparse.Namespace) -> Iterator[Result]:
     for key in sorted(config.keys() - {"ascend"}):
         fix = """put options of these wheels under "ascend", and remove others"""
         yield warn(f"{title}, {key!r}", "no installed wheel of ours reads this key", fix)
-    plugins.plugins()  # registers the components, hence the keys they know
+    plugins.plugins()  # This registers the components, and so the keys that they know.
     try:
         options.configure(config)
         yield ok(title, "known keys only")

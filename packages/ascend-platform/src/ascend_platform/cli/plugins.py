@@ -149,7 +149,7 @@ def _status(distribution: str, point: importlib.metadata.EntryPoint, last: str) 
 def _registered(distribution: str, point: importlib.metadata.EntryPoint) -> Status:
     """The status of a component after it is registered as by vLLM; the platform by name only, as it
     would import torch_npu."""
-    logger.disabled = True  # the status says what would be logged
+    logger.disabled = True  # The status is what would be logged.
     try:
         if distribution == "ascend-platform":
             registry.join(distribution, point.name)

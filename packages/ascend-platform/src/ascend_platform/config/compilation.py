@@ -29,7 +29,7 @@ def set_defaults(vllm_config: "VllmConfig") -> None:
         )
     mode = compilation.cudagraph_mode
     if compilation.mode is None and mode is not None and not mode.requires_piecewise_compilation():
-        # without Inductor, compiling only serves to split a model into pieces
+        # Without Inductor, compiling only serves to split a model into pieces.
         compilation.mode = CompilationMode.NONE
     if (
         compilation.cudagraph_capture_sizes is None
@@ -121,7 +121,8 @@ def check(vllm_config: "VllmConfig") -> None:
         and mode.has_full_cudagraphs()
         and os.environ.get("ASCEND_LAUNCH_BLOCKING") == "1"
     ):
-        # a replay gets its sequence lengths after the launch, and would be waited for before
+        # A replay gets its sequence lengths after the launch, and the host would wait for it
+        # before.
         raise RefusedError(
             f"cudagraph_mode {mode.name} is not supported with ASCEND_LAUNCH_BLOCKING=1, with which"
             " torch_npu waits for a graph before it gets its sequence lengths; fix: unset"
@@ -131,7 +132,7 @@ def check(vllm_config: "VllmConfig") -> None:
         None,
         CompilationMode.NONE,
     ):
-        # torch.compile would keep whether there were adapters when it traced the model
+        # torch.compile would record whether adapters were active when it traced the model.
         raise RefusedError(
             "LoRA is not supported with torch.compile, which PIECEWISE, FULL_AND_PIECEWISE and -O3"
             " need; supported: cudagraph_mode FULL_DECODE_ONLY, FULL and NONE; fix:"

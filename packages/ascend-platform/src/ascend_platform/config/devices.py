@@ -27,7 +27,8 @@ def check(parallel: "ParallelConfig") -> None:
     if parallel.distributed_executor_backend not in (None, "mp", "uni") or parallel.nnodes > 1:
         return
     if parallel.data_parallel_backend == "ray" or "platform" not in scopes_here():
-        return  # an engine's process sees its part of the devices; the main process has checked all
+        # An engine's process sees its part of the devices; the main process has checked all.
+        return
     needed = parallel.world_size * parallel.data_parallel_size_local
     given = parallel.assigned_physical_gpu_ids
     found = torch.npu.device_count() if given is None else len(given)  # creates no context

@@ -36,7 +36,7 @@ def resolve(vllm_config: VllmConfig) -> None:
 
     transfer, cache = cast(Any, vllm_config.kv_transfer_config), vllm_config.cache_config
     if cache is not None and cache.kv_offloading_size is not None:
-        # vLLM turns it into a connector only after this hook (vllm/config/vllm.py)
+        # vLLM creates the connector only after this hook (vllm/config/vllm.py).
         simple = (
             "SimpleCPUOffloadConnector"
             if envs.VLLM_USE_SIMPLE_KV_OFFLOAD
@@ -99,7 +99,7 @@ def check(vllm_config: VllmConfig) -> None:
         if check_config := getattr(connector, "check_config", None):
             check_config(config)
     if vllm_config.model_config is not None:
-        # for the scheduler, whose process may load no weights
+        # For the scheduler, whose process may load no weights.
         checkpoint.note_files(vllm_config.model_config)
 
 

@@ -30,7 +30,7 @@ def check() -> None:
     from vllm import envs
 
     main = sys.modules["__main__"]
-    # none in a notebook, an interactive session, and with -c
+    # None in a notebook, an interactive session, and with -c.
     file = getattr(main, "__file__", None)
     frames = list(_stack())
     if (

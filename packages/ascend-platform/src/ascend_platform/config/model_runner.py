@@ -185,7 +185,8 @@ def choose(vllm_config: VllmConfig) -> None:
         RefusedError: this vLLM's V2 runner is not supported, or a feature of the configuration is
         not, in one line.
     """
-    if vllm_config.model_config is None:  # made somewhere in an engine's processes, for defaults
+    # Created somewhere in an engine's processes, for defaults.
+    if vllm_config.model_config is None:
         return
     is_v2, why = choice(vllm_config)
     if is_v2:
@@ -201,13 +202,13 @@ def choose(vllm_config: VllmConfig) -> None:
                 f" {difference}"
             )
         _refuse(_lacking(vllm_config), why)
-        # routers on the NPU do not read the mask, which costs a step two launches
+        # Routers on the NPU do not read the mask, which costs two launches per step.
         os.environ["VLLM_MOE_SKIP_PADDING"] = "0"
     elif envs.VLLM_USE_V2_MODEL_RUNNER and (
         vllm_config.speculative_config or _has_stages(vllm_config)
     ):
-        # vLLM has chosen asynchronous scheduling for V2; V1 has it for some drafters only, and not
-        # for pipelines
+        # vLLM has chosen asynchronous scheduling for V2. V1 supports it only for some drafters, and
+        # not for pipelines.
         if vllm_config.scheduler_config.async_scheduling:
             logger.info("asynchronous scheduling is off: the V1 model runner (%s)", why)
         vllm_config.scheduler_config.async_scheduling = False

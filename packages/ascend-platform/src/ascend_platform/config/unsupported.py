@@ -84,7 +84,7 @@ def _routed_experts(config: VllmConfig) -> str:
 
 
 def _has_agnostic_layers(config: VllmConfig) -> bool:
-    # since vLLM 0.32; read by the Transformers backend's models
+    # Since vLLM 0.32; read by the Transformers backend's models.
     return bool(getattr(envs, "VLLM_USE_HW_AGNOSTIC", False))
 
 

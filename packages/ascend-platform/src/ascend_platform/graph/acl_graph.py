@@ -57,14 +57,15 @@ class NPUGraph(torch_npu.npu.NPUGraph):
             super().replay()
             return
         stream, update_stream = torch.npu.current_stream(), self.graph_dispatch_mode.update_stream
-        # empties the task queue: the event below, which the last replay queued, has been recorded
+        # This empties the task queue, so the event below, which the last replay queued, has been
+        # recorded.
         super().replay()
         if NPUGraph._lengths_read is not None:
             update_stream.wait_event(NPUGraph._lengths_read)
         try:
             self.graph_dispatch_mode.update_capture_record([_host_lengths()])
         except BaseException:
-            for task in tasks:  # release the graph, which waits for these events
+            for task in tasks:  # Release the graph, which waits for these events.
                 task.event.record(update_stream)
             raise
         NPUGraph._lengths_read = stream.record_event(NPUGraph._lengths_read)
@@ -76,7 +77,7 @@ def _host_lengths() -> dict[str, Any]:
     attn_metadata: Any = get_forward_context().attn_metadata
     lengths: dict[str, Any] = {}
     for metadata in {id(metadata): metadata for metadata in attn_metadata.values()}.values():
-        lengths |= getattr(metadata, "lengths", {})  # those of sparse attention are on the device
+        lengths |= getattr(metadata, "lengths", {})  # Those of sparse attention are on the device.
     return lengths
 
 

@@ -176,7 +176,7 @@ def _file_writer(file: Path, labels: list[str]) -> Callable[[dict[str, float]], 
     part = file.with_suffix(".part")
 
     def write(values: dict[str, float]) -> None:
-        # the main process removes the directory when it ends, before its workers
+        # The main process removes the directory when it exits, before its workers.
         with contextlib.suppress(FileNotFoundError):
             part.write_text(json.dumps({"labels": labels, "values": values}))
             part.replace(file)

@@ -18,7 +18,7 @@ ACTIVITIES = {
 }
 """vLLM's names of profiler activities to torch_npu's."""
 
-# vLLM asks these tables, by device type, whether a configuration can be served
+# vLLM looks up these tables by device type to validate the profiler configuration
 # (validate_worker_profiler_config).
 add("vllm.profiler.wrapper:_SUPPORTED_PROFILER_KINDS", {"npu": frozenset({"torch"})})
 add("vllm.profiler.wrapper:_DEFAULT_TORCH_PROFILER_ACTIVITIES", {"npu": tuple(ACTIVITIES)})
@@ -50,7 +50,7 @@ class NPUProfiler(wrapper.WorkerProfiler):
                 "active": config.active_iterations,
             }
             schedule = npu.schedule(**steps, repeat=1)
-        # starting consumes the first step of the schedule; vLLM's limit counts recorded steps only
+        # Starting consumes the first step of the schedule; vLLM's limit counts only recorded steps.
         self._before = max(config.wait_iterations + config.warmup_iterations - 1, 0)
         self._scheduled = schedule is not None
         self._profile = npu.profile(
@@ -65,7 +65,7 @@ class NPUProfiler(wrapper.WorkerProfiler):
             on_trace_ready=npu.tensorboard_trace_handler(
                 config.torch_profiler_dir, worker_name=self._name
             ),
-            # kernels and HCCL; level 0, the default, has no HCCL
+            # Kernels and HCCL; level 0, the default, has no HCCL.
             experimental_config=npu._ExperimentalConfig(profiler_level=npu.ProfilerLevel.Level1),
         )
         self._profile.start()

@@ -146,7 +146,7 @@ def register() -> None:
     """
     if not os.environ.get(SWITCH):
         return
-    import vllm  # already imported, as it loads this plugin
+    import vllm  # Already imported, because it loads this plugin.
 
     from ascend_platform.logger import logger
 

@@ -80,8 +80,8 @@ def topk_sigmoid(
     return weights, ids.to(topk_indices.dtype)
 
 
-# they call torch.ops._moe_C, of vLLM's CUDA extension, which writes to the buffers: two copies in
-# each layer
+# They call torch.ops._moe_C of vLLM's CUDA extension, which writes to the buffers: two copies in
+# each layer.
 override(
     "vllm.model_executor.layers.fused_moe.router.fused_topk_router:vllm_topk_softmax", topk_softmax
 )
@@ -122,8 +122,8 @@ def gating_top_k(
         Weights float32 and ids int32, both ``[tokens, k]``.
     """
     select = MAX_SCORE if bias is None else TOP2_SUM
-    # the operator renormalizes sigmoid scores and never softmax scores; the other two cases are
-    # computed here
+    # The operator renormalizes sigmoid scores and never softmax scores; the other two cases are
+    # computed here.
     in_operator = renormalize == (norm == SIGMOID)
     weights, ids, scores = torch_npu.npu_moe_gating_top_k(
         logits.float(),
@@ -183,8 +183,8 @@ def grouped_topk(
     )
 
 
-# the router has no hook for it: grouped_topk_router.py (_compute_routing) calls the function of its
-# own module
+# The router has no hook for it: grouped_topk_router.py (_compute_routing) calls the function of its
+# own module.
 override(
     "vllm.model_executor.layers.fused_moe.router.grouped_topk_router:grouped_topk", grouped_topk
 )
@@ -223,8 +223,8 @@ def eplb_map_to_physical(
     return physical.to(topk_ids.dtype)
 
 
-# vLLM's is a Triton kernel for three device types; on others it returns the ids unmapped
-# (base_router.py)
+# vLLM's function is a Triton kernel for three device types; on others it returns the ids unmapped
+# (base_router.py).
 override(
     "vllm.model_executor.layers.fused_moe.router.base_router:eplb_map_to_physical_and_record",
     eplb_map_to_physical,
@@ -316,7 +316,7 @@ class NPUExperts:
     """
 
     is_monolithic = False  # routing is a separate step
-    supports_internal_mk = True  # dispatch and combine are called here, not by vLLM's MoE runner
+    supports_internal_mk = True  # Dispatch and combine are called here, not by vLLM's MoE runner.
     moe: Any
     takes_biases = False
     activations: tuple[MoEActivation, ...] = (MoEActivation.SILU,)
@@ -372,8 +372,8 @@ class NPUExperts:
         if parallel.dp_size == 1 and not parallel.is_sequence_parallel:
             if parallel.pcp_size == 1 or not parallel.use_ep:
                 return self.apply_local(experts, x, topk_weights, topk_ids)
-            # vLLM's MoE runner exchanges the tokens of prefill context parallelism without expert
-            # parallelism alone
+            # vLLM's MoE runner exchanges the tokens of prefill context parallelism only without
+            # expert parallelism.
             context = get_pcp_group()
             every = (context.all_gather(each, dim=0) for each in (x, topk_weights, topk_ids))
             return context.reduce_scatter(self.apply_local(experts, *every), dim=0)
@@ -429,15 +429,16 @@ def combine(
         topk_weights: float32 ``[tokens, k]``.
         has_dropped: whether there may be dropped rows.
     """
-    # a chip without expert parallelism, which alone drops rows
+    # A chip without expert parallelism. Only expert parallelism drops rows.
     if not chip_family().token_unpermute:
         weights = topk_weights.to(expert_out.dtype)
         return torch_npu.npu_moe_finalize_routing(
             expert_out, None, None, None, weights, row_idx, None, drop_pad_mode=2
         )
     if has_dropped:
-        # any dropped row makes the last one a row of no expert, which then holds zeros for all of
-        # them; weights of 0 would not do: 0 times what such a row may hold can be NaN
+        # If any row is dropped, the last row belongs to no expert and serves as the zeros of all
+        # dropped rows. Weights of 0 are not enough, because 0 times the contents of such a row can
+        # be NaN.
         dropped, last = row_idx < 0, len(expert_out) - 1
         expert_out[last:].masked_fill_(dropped.any(), 0)
         row_idx.masked_fill_(dropped, last)
@@ -465,7 +466,7 @@ class NPUFusedMoEMethod(NPUExperts, UnquantizedFusedMoEMethod):
         super().create_weights(layer, *arguments, **named)
         for name in ("w13_bias", "w2_bias") if self.moe.has_bias else ():
             own = getattr(layer, name)
-            # npu_grouped_matmul takes float32 biases beside bfloat16 weights
+            # npu_grouped_matmul takes float32 biases with bfloat16 weights.
             if own.dtype == torch.bfloat16:
                 own.data = own.data.float()
 
@@ -536,7 +537,7 @@ def grouped_matmul(
         counts: int64 ``[experts]``, rows per expert.
         options: arguments of npu_grouped_matmul; tensors are wrapped in lists.
     """
-    # a single group is supported as a cumulative sum only, which equals its count
+    # A single group is supported only as a cumulative sum, which equals its count.
     list_type = 0 if len(counts) == 1 else 1
     lists = {
         name: [value] if isinstance(value, torch.Tensor) else value

@@ -37,7 +37,7 @@ class FusedMoEWithLoRA(fused_moe.FusedMoEWithLoRA):
         """
         BaseLayerWithLoRA.__init__(self)
         self.base_layer, self.moe_config = base_layer, base_layer.moe_config
-        # whose layers vLLM looks up here, for adapters of their own
+        # vLLM looks up their layers here, for their own adapters.
         self._shared_experts = base_layer._shared_experts
         self.tp_size, self.tp_rank = base_layer.moe_config.tp_size, base_layer.moe_config.tp_rank
         self.device = _get_lora_device(base_layer)

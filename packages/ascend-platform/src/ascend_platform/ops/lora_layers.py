@@ -46,13 +46,13 @@ def _shard(known: Any) -> None:
             if type(layer) in OF_ONE_ADAPTER
             else None
         )
-        # of Qwen3-Next's gated delta net one, whose rows are in the order of key heads
+        # One of Qwen3-Next's gated delta net, whose rows are in the order of key heads.
         if sizes is not None:
             layer.slice_lora_b = _slicer(layer, [(size, True) for size in sizes])
     for mixer in known.model.modules():
         projection: Any = getattr(mixer, "in_proj", None)
         if isinstance(mixer, MambaMixer2) and type(projection) in OF_ONE_ADAPTER:
-            # one group of B and C, which each rank has
+            # One group of B and C, which each rank has.
             inner, group = (mixer.intermediate_size, True), (mixer.ssm_state_size, False)
             projection.slice_lora_b = _slicer(
                 projection, [inner, inner, group, group, (mixer.num_heads, True)]

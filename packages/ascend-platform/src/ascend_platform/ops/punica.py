@@ -39,10 +39,10 @@ class NPUPunicaWrapper(PunicaWrapperCPU):
         super().__init__(max_num_batched_tokens, max_batches, device, **kwargs)
         slots, dtype = lora_config.max_loras, lora_config.lora_dtype
         self._slots = torch.arange(slots, device=device)
-        # [rows, slots]: 1 where a token, or a sampled row, uses the adapter of the slot
+        # [rows, slots]: 1 where a token, or a sampled row, uses the adapter of the slot.
         self._token_mask = torch.zeros(max_num_batched_tokens, slots, dtype=dtype, device=device)
         self._sampler_mask = torch.zeros_like(self._token_mask)
-        # of a layer's rows, where they are a part of the step's tokens
+        # Mask of a layer's rows, where they are a part of the step's tokens.
         self._first_token: int | None = None
 
     def update_metadata(
@@ -200,7 +200,7 @@ def _stack_lora_a(stacked: tuple[torch.Tensor, ...]) -> torch.Tensor:
         return first
     size = first.numel() * first.element_size()
     if any(a.data_ptr() != first.data_ptr() + index * size for index, a in enumerate(stacked)):
-        # adapters are loaded into slots outside of inference mode too
+        # Adapters are loaded into slots outside of inference mode too.
         with torch.inference_mode(False):
             for a, part in zip(stacked, torch.stack(stacked), strict=True):
                 a.data = part

@@ -37,7 +37,7 @@ class NPUSharedExperts(SharedExperts):
         super().__init__(*arguments, **named)
         config = get_current_vllm_config()
         lora = config.lora_config
-        # collectives of both streams in one group could change places
+        # Collectives of both streams in one group could be reordered.
         sharded = lora is not None and lora.fully_sharded_loras
         wanted = performance.enabled(config, performance.SHARED_EXPERTS_STREAM)
         if wanted and not sharded and not envs.VLLM_DISABLE_SHARED_EXPERTS_STREAM:
@@ -69,9 +69,9 @@ class NPUSharedExperts(SharedExperts):
         with torch.npu.stream(self._stream):
             self._input_ready_event[index].wait(self._stream)
             if is_capturing:
-                # torch_npu queues the wait, by which the stream joins the capture; its allocator
-                # asks the stream whether it is captured, and would take memory outside of the
-                # graph's pool before. Reading this waits for the queue.
+                # torch_npu queues the wait that adds the stream to the capture. Before that, its
+                # allocator would see a stream that is not captured, and allocate outside of the
+                # graph's pool. Reading this waits for the queue.
                 torch.npu.current_stream().npu_stream  # noqa: B018
             self._output[index] = self._layer(shared_experts_input)
             self._output_ready_event[index].record(self._stream)

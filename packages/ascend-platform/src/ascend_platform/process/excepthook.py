@@ -42,7 +42,7 @@ def install() -> None:
     if problem := requirements.conflict() or requirements.cuda_torch() or _cpu_without_kernels():
         sys.stderr.write(f"ascend-platform: {problem}\n")
         sys.stderr.flush()
-        os._exit(1)  # while Python starts, SystemExit would be a fatal error with a traceback
+        os._exit(1)  # While Python starts, SystemExit would be a fatal error with a traceback.
     for result in (*env_vars.target_device(), *checks.triton()):
         if result.fix:
             print(f"ascend-platform: {result}", file=sys.stderr)
@@ -67,7 +67,7 @@ def install() -> None:
     failures.forget()
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
         signal.signal(signal.SIGINT, _interrupt)
-    # else Python's last garbage collection takes up to 2 s, with ctrl-C too
+    # Otherwise Python's last garbage collection takes up to 2 s, with ctrl-C too.
     atexit.register(gc.freeze)
     # torch_npu prints a line at exit if the excepthook was called (torch_npu/utils/_error_code.py).
     # The handler registered first, before torch_npu is imported, runs last.

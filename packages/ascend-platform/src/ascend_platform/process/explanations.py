@@ -82,7 +82,7 @@ def death(what: str, status: int | None) -> str:
 def _errors(error: BaseException) -> Iterator[BaseException]:
     """The error, its causes, and those that pydantic wraps."""
     for found in host.error_chain(error):
-        # of a RayTaskError, which has its cause's class and a traceback as its message
+        # The cause of a RayTaskError, which has its cause's class and a traceback as its message.
         cause = getattr(found, "cause", None)
         each = cause if isinstance(cause, BaseException) else found
         yield each

@@ -36,7 +36,7 @@ STATUS_WITHIN = 5.0
 """Seconds that a process may take from closing its files, by which vLLM knows that it ends, to
 having an exit status."""
 
-_found: list[str] = []  # in this process or, at exit, by its child processes
+_found: list[str] = []  # In this process or, at exit, by its child processes.
 
 
 def watch() -> None:

@@ -54,4 +54,4 @@ def keep_resource_tracker() -> None:
     ]
     _trackers.append(subprocess.Popen(command, pass_fds=[read], start_new_session=True))
     os.close(read)
-    tracker._fd = write  # as multiprocessing.spawn does in a child process, which has its parent's
+    tracker._fd = write  # Like multiprocessing.spawn in a child process, which has its parent's.

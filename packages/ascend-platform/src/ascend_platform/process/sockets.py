@@ -15,7 +15,7 @@ from ascend_platform.errors import RefusedError
 from ascend_platform.process import failures
 
 VARIABLE = "VLLM_RPC_BASE_PATH"
-# bytes: sun_path of Linux, minus vLLM's name of a socket
+# Bytes: sun_path of Linux, minus vLLM's name of a socket.
 LONGEST = 107 - len("/00000000-0000-0000-0000-000000000000")
 
 _waiting: list["subprocess.Popen[bytes]"] = []
@@ -97,5 +97,5 @@ def _create(parent: str | None = None) -> None:
 
 def _remove(directory: str, owner: int) -> None:
     if os.getpid() == owner:  # not in a forked child
-        failures.cause()  # reads what child processes have left there
+        failures.cause()  # This reads the reports of child processes.
         shutil.rmtree(directory, ignore_errors=True)

@@ -27,7 +27,7 @@ def run() -> None:
         from ascend_platform.process import excepthook
 
         excepthook.install()
-        # it measures, and configures no engine for collect_garbage_as_before()
+        # It measures, and configures no engine for collect_garbage_as_before().
         if "bench" not in sys.orig_argv:
             collect_garbage_rarely()
 

@@ -18,7 +18,7 @@ from typing import Any
 from ascend_platform.logger import logger
 
 TCP_KEEPALIVE = 5, 5, 3  # TCP_KEEPIDLE and TCP_KEEPINTVL in seconds, TCP_KEEPCNT
-SIGTERM_GRACE = 10.0  # seconds; a process that waits in C++ does not handle SIGTERM
+SIGTERM_GRACE = 10.0  # Seconds. A process that waits in C++ does not handle SIGTERM.
 VLLM_PROCESS_NAMES = ("EngineCore", "VllmWorker", "ApiServer", "VLLM_DP_Coordinator")
 
 
@@ -38,10 +38,10 @@ def exit_when_parent_exits() -> None:
 
 def _watch_parent() -> None:
     parent: Any
-    # until multiprocessing has unpickled this process's object
+    # Until multiprocessing has unpickled this process's object.
     while (parent := multiprocessing.parent_process()) is None:
         time.sleep(0.1)
-    # the sentinel is a pipe, which a process that the parent has forked keeps open
+    # The sentinel is a pipe, which other processes forked by the parent keep open.
     while (
         not multiprocessing.connection.wait([parent.sentinel], timeout=1)
         and os.getppid() == parent.pid

@@ -295,7 +295,7 @@ def transpose_int8(weight: torch.Tensor) -> torch.Tensor:
     across = weight.transpose(-1, -2).contiguous()
     if across.dim() > 2 or across.shape[0] % 16 or across.shape[1] % 32 or not uses_weight_nz():
         return across
-    # torch_npu creates base formats otherwise; the attribute cannot be read
+    # Otherwise torch_npu creates base formats. The attribute cannot be read.
     torch.npu.config.allow_internal_format = True
     try:
         return torch_npu.npu_format_cast(across, FRACTAL_NZ)

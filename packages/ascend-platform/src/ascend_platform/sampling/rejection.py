@@ -187,7 +187,7 @@ def sample_recovered_tokens(
     else:
         scores *= target_probs
         column = draft_token_ids.long().view(-1, 1)
-        # a draft token id of -1 is padding
+        # A draft token id of -1 is padding.
         kept = scores.gather(1, column.clamp_min(0)).masked_fill_(column >= 0, 0)
         scores.scatter_(1, column.clamp_min(0), kept)
     output.copy_(scores.argmax(-1).view_as(output))

@@ -31,8 +31,8 @@ class NPUTopKTopPSampler(torch.nn.Module):
     def __init__(self, native: TopKTopPSampler, runner: Any) -> None:
         super().__init__()
         self.native = native
-        # runner.input_batch, which is replaced at times, has top-k on the host; a proxy, so that
-        # the runner can be freed
+        # runner.input_batch, which is sometimes replaced, has top-k on the host. It is a proxy, so
+        # that the runner can be freed.
         self.runner = weakref.proxy(runner)
         self.uses_float64 = getattr(native, "use_fp64_gumbel", False)
 

@@ -67,7 +67,7 @@ def _directory(model_config: Any) -> Path | None:
     name = model_config.model_weights or model_config.model
     if Path(name).is_dir():
         return Path(name)
-    try:  # a repository of Hugging Face's hub, which vLLM has downloaded
+    try:  # A repository of Hugging Face's hub, which vLLM has downloaded.
         found = try_to_load_from_cache(name, "config.json", revision=model_config.revision)
     except ValueError:  # a URL, for example
         return None

@@ -155,7 +155,7 @@ class HcclEngine:
     name = "hccl"
     on_device = True
     can_write = False
-    # each is a send and a receive, of which the host launches some 100,000 in a second
+    # Each is a send and a receive, and the host launches about 100,000 of them per second.
     most_runs = 4
 
     def __init__(
@@ -252,7 +252,7 @@ class HcclEngine:
             sending.end()
         for thread in self._threads:
             thread.join(1)
-        if not self._readers:  # otherwise a thread may still use it
+        if not self._readers:  # Otherwise a thread may still use it.
             self.context.destroy(linger=0)
 
     def set_device(self) -> None:

@@ -324,7 +324,7 @@ class MooncakeEngine:
         self.name = f"mooncake ({protocol})"
         self.on_device = protocol == "ascend"
         self.can_write = self.on_device or acknowledges_writes()
-        # their memory must not be reused while it is registered
+        # Their memory must not be reused while it is registered.
         self._buffers: list[torch.Tensor] = []
         self._running = 0
         self._unsettled: list[Settled] = []
@@ -379,7 +379,7 @@ class MooncakeEngine:
     def _attempt(self, direction: str, name: str, runs: Runs) -> tuple[int, Settled]:
         """0, or Mooncake's code, and when nothing is read or written any more."""
         engine, began = self._shared.engine, monotonic()
-        if self.on_device:  # one batch is one call of CANN's there
+        if self.on_device:  # There, one batch is one call of CANN.
             code: int = getattr(engine, f"batch_transfer_sync_{direction}")(
                 name, runs.local, runs.remote, runs.size
             )

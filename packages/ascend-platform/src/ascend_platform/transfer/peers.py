@@ -77,7 +77,7 @@ class PeerQueues(Generic[Work]):
         self.name, self.make_worker = name, make_worker
         self._lock = threading.Lock()
         self._peers: dict[Hashable, Peer[Work]] = {}
-        # the one that has been idle for longest first
+        # The thread that has been idle for longest comes first.
         self._idle: dict[PeerThread[Work], None] = {}
         self._stuck: list[PeerThread[Work]] = []
         self._closed = False
@@ -151,7 +151,7 @@ class PeerQueues(Generic[Work]):
                 thread.stop = True
                 if thread in queue.threads:
                     queue.threads.remove(thread)
-                self._start_threads(queue)  # its work may have arrived for this thread
+                self._start_threads(queue)  # Work may have arrived for this thread.
             return thread.work
 
     def forget(self, thread: PeerThread[Work]) -> None:

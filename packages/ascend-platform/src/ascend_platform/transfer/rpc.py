@@ -123,7 +123,7 @@ class RpcServer:
     def close(self) -> None:
         self._stop.set()
         self._thread.join(5)
-        # else it still uses the socket, which ends with the process
+        # Otherwise it still uses the socket, which is closed with the process.
         if not self._thread.is_alive():
             self._close()
 
@@ -202,8 +202,9 @@ class RpcClient:
         self.peer, self._codec = f"{host}:{port}", codec
         self._timeout = answer_timeout
         self._socket = context.socket(zmq.DEALER)
-        self._socket.setsockopt(zmq.LINGER, 2000)  # lets a final Release be sent in the background
-        # else a send waits for ever once the queue is full
+        # This allows a final Release to be sent in the background.
+        self._socket.setsockopt(zmq.LINGER, 2000)
+        # Otherwise a send waits forever once the queue is full.
         self._socket.setsockopt(zmq.SNDTIMEO, int(answer_timeout * 1000))
         self._socket.setsockopt(zmq.IPV6, int(":" in host))
         self._socket.setsockopt(zmq.MAXMSGSIZE, LONGEST_MESSAGE)
@@ -409,7 +410,7 @@ class ClientPool:
         )
         self._on_close = on_close
         self._sent = 0  # by clients that are closed
-        # with the time of their last use, oldest first
+        # With the time of their last use, oldest first.
         self._clients: dict[tuple[str, int], tuple[RpcClient, float]] = {}
 
     def __len__(self) -> int:

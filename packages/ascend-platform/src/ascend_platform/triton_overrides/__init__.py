@@ -31,8 +31,9 @@ def register(overrides: Mapping[str, Callable[..., Any]]) -> None:
     if not new:
         return
     if (ffi := sys.modules.get("llvmlite.binding.ffi")) is not None:
-        # numba's LLVM answers every name; vLLM asks every object of every module for its __dict__
+        # numba's LLVM resolves every name, and vLLM reads the __dict__ of every object of every
+        # module.
         getattr(ffi.lib, "_fntab", {})["__dict__"] = {}
-    with warnings.catch_warnings():  # vLLM looks at every name of every module, deprecated ones too
+    with warnings.catch_warnings():  # vLLM reads every name of every module, deprecated ones too.
         warnings.simplefilter("ignore")
         dispatcher.register_kernels(new)

@@ -222,7 +222,7 @@ def install() -> None:
         slots = common_attn_metadata.slot_mapping
         padding = null_slots(len(slots), self.vllm_config.cache_config.block_size, slots.device)
         common_attn_metadata.slot_mapping = torch.where(slots < 0, padding, slots)
-        # the first draft token's pass still has the rejected tokens in its queries
+        # The pass of the first draft token still has the rejected tokens in its queries.
         with base.subtract_rejected(rejected_in_step.get() if draft_index else None):
             return build(self, common_attn_metadata, draft_index)
 
@@ -230,7 +230,7 @@ def install() -> None:
     def get_slots_of_null_block(
         self: Any, num_tokens: int, slot_mapping: torch.Tensor | None = None
     ) -> Any:
-        # latent attention writes the keys of padding tokens, too
+        # Latent attention also writes the keys of padding tokens.
         if slot_mapping is not None and len(slot_mapping) < num_tokens:
             padding = null_slots(
                 num_tokens, self.vllm_config.cache_config.block_size, slot_mapping.device

@@ -129,7 +129,7 @@ def selective_scan_fn(
         decay = torch.where(is_first, 0, decay)
         state[0] += decay[0] * carry
         span = 1
-        while span < len(state):  # after this a token has the sum over twice as many tokens
+        while span < len(state):  # After this step a token has the sum over twice as many tokens.
             state = torch.cat((state[:span], state[span:] + decay[span:] * state[:-span]))
             decay = torch.cat((decay[:span], decay[span:] * decay[:-span]))
             span *= 2

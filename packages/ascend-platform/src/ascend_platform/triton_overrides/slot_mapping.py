@@ -55,7 +55,7 @@ def compute_slot_mapping(
         )
     requests = query_start_loc.shape[0] - 1
     blocks = positions // KV_CACHE_BLOCK_SIZE
-    # one token per request, as vLLM schedules no empty request: a decode step
+    # One token per request, because vLLM schedules no empty request: a decode step.
     if num_tokens == requests:
         block_numbers = block_table[:requests].gather(1, blocks.unsqueeze(1)).squeeze(1)
     else:

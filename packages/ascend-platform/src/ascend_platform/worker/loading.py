@@ -100,17 +100,17 @@ class ModelMixin:
                 renew_latent_weights(model, dtype)
                 return loaded
 
-            model.load_weights = load_weights  # trainers call it in an engine that serves
+            model.load_weights = load_weights  # Trainers call it in an engine that serves.
         compiled = self.compilation_config.mode != CompilationMode.NONE
         for layer in self.compilation_config.static_forward_context.values():
-            # of vLLM's own prefill, which the profile run would reserve
+            # Workspace of vLLM's own prefill, which the profile run would reserve.
             if isinstance(layer, MLAAttention):
                 layer._chunked_prefill_workspace_size = 0
             elif isinstance(layer, Attention):
-                # an operator of its own is for Dynamo, see opaque_attention_op
+                # A separate operator is for Dynamo, see opaque_attention_op.
                 layer.use_direct_call = not compiled
         if selector.is_sparse(self.model_config):
-            # vLLM has imported the model, which takes long
+            # vLLM has imported the model, which takes long.
             from ascend_platform.attention import indexer
 
             indexer.install(self.compilation_config.static_forward_context)
@@ -119,7 +119,7 @@ class ModelMixin:
         """Replace the model's layers by those with adapters, as vLLM does, with corrections; some
         adapters are refused."""
         model: torch.nn.Module = super().load_lora_model(*arguments, **named)  # type: ignore[misc]
-        # it imports state-space layers, which are prepared by now
+        # It imports state-space layers, which are prepared by now.
         from ascend_platform.ops import lora_layers
 
         lora_layers.install(self.lora_manager)

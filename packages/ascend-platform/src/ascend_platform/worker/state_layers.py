@@ -173,7 +173,7 @@ def collect_mamba_copy_meta(
 ) -> None:
     """Copy a request's states to the block in which it goes on; vLLM's collects their addresses for
     a Triton kernel."""
-    assert accept_token_bias == 0  # with draft tokens prefix caching is refused
+    assert accept_token_bias == 0  # With draft tokens prefix caching is refused.
     for group in mamba_group_ids:
         blocks = req_state.block_ids[group]
         for name in kv_cache_config.kv_cache_groups[group].layer_names:
@@ -230,7 +230,7 @@ def _replace() -> None:
     if ChunkGatedDeltaRule.__name__ in op_registry_oot:
         return
 
-    # which has the function under a name of its own
+    # That module has the function under a name of its own.
     class NPUChunkGatedDeltaRule(ChunkGatedDeltaRule):
         """vLLM's operator of a prefill, which calls the function of its library for devices without
         one of their own."""

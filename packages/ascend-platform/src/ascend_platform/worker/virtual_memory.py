@@ -88,7 +88,7 @@ class Segment:
     def __init__(self, size: int, device: int, tag: str) -> None:
         self.size, self.device, self.tag = -(-size // PAGE) * PAGE, device, tag
         self.handle: ctypes.c_void_p | None = None
-        # address, bytes and host copy of what is kept while asleep
+        # Address, bytes and host copy of memory that is kept while asleep.
         self.kept: list[tuple[int, int, torch.Tensor]] = []
         address = _POINTER()
         _call("aclrtReserveMemAddress", ctypes.byref(address), self.size, 0, None, 0)
@@ -214,7 +214,7 @@ class VirtualMemory:
         try:
             segment = Segment(size, device, self._tag)
         except torch.OutOfMemoryError:
-            # the caching allocator frees what it has cached, tries again, and raises its own error
+            # The caching allocator frees its cache, retries, and raises its own error.
             return None
         self._segments[segment.address] = segment
         return segment.address
@@ -237,7 +237,7 @@ def _blocks(segment: Any, discarded: set[int] | None) -> Iterator[tuple[int, int
             yield block["address"], block["size"]
 
 
-_ALL: list[VirtualMemory] = []  # the callbacks must outlive the last tensor
+_ALL: list[VirtualMemory] = []  # The callbacks must outlive the last tensor.
 
 
 @atexit.register

@@ -56,8 +56,8 @@ class NPUWorker(Worker):
         sockets.replace_foreign_directory()
         directory = os.environ.get("VLLM_RPC_BASE_PATH")
         if directory and self.distributed_init_method.startswith("file://"):
-            # a worker that dies leaves this file behind; the directory is removed with the main
-            # process
+            # A worker that dies leaves this file behind; the directory is removed with the main
+            # process.
             self.distributed_init_method = (
                 f"file://{directory}/{self.distributed_init_method.rpartition('/')[2]}"
             )
@@ -72,7 +72,7 @@ class NPUWorker(Worker):
         parallel = self.parallel_config
         if parallel.assigned_physical_gpu_ids is not None:
             # vLLM assigns devices to the data-parallel engines that it starts
-            # (vllm/v1/engine/utils.py:298)
+            # (vllm/v1/engine/utils.py:298).
             set_assigned_physical_gpu_ids(parallel.assigned_physical_gpu_ids)
             num_devices = len(parallel.assigned_physical_gpu_ids)
         else:
@@ -82,7 +82,7 @@ class NPUWorker(Worker):
                 and parallel.data_parallel_backend != "ray"
                 and parallel.nnodes_within_dp == 1
             ):
-                # other engines of a node see all of its devices and use them in order
+                # Other engines on the node see all devices and use them in order.
                 local_dp_rank = parallel.data_parallel_rank_local
                 if local_dp_rank is None:
                     local_dp_rank = parallel.data_parallel_index
@@ -97,7 +97,7 @@ class NPUWorker(Worker):
         self.device = torch.device("npu", index)
         torch.npu.set_device(self.device)
         # CANN's default on 310P and 910A compiles each operator for each new shape, which takes
-        # seconds
+        # seconds.
         torch.npu.set_compile_mode(jit_compile=False)
         self._set_expandable_segments()
         self._set_task_queue()
@@ -120,7 +120,7 @@ class NPUWorker(Worker):
             watchdog.exit_when_rank_0_exits()
         atexit.register(process_groups.destroy)
         compat.set_random_seed(self.model_config.seed)
-        # memory is measured eight times before vLLM freezes it, with a collection of 0.4 s each
+        # Memory is measured eight times before vLLM freezes it, with a collection of 0.4 s each.
         freeze_gc_heap()
         torch.npu.empty_cache()
         self.init_snapshot = MemorySnapshot(device=self.device)
@@ -215,11 +215,11 @@ class NPUWorker(Worker):
         (``vllm/model_executor/warmup/kernel_warmup.py``).
         """
         self.model_runner.capture_model()
-        # torch.compile keeps the model's graphs, and their memory, when the engine has gone
+        # torch.compile keeps the model's graphs and their memory after the engine is deleted.
         weakref.finalize(
             self, capture_sizes.clear_graphs, self.vllm_config.compilation_config
         ).atexit = False
-        # V2 has sampled when memory was profiled
+        # V2 has sampled when memory was profiled.
         if get_pp_group().is_last_rank and not self.use_v2_model_runner:
             scheduler = self.scheduler_config
             num_reqs = min(scheduler.max_num_seqs, scheduler.max_num_batched_tokens)
@@ -236,7 +236,7 @@ class NPUWorker(Worker):
         notify_awake(True)
         assert self.device is not None
         stop_metrics = metrics.report(self.vllm_config, self.rank, self.device.index)
-        # at exit, too: before the interpreter destroys the modules that the thread uses
+        # Also at exit, before the interpreter destroys the modules that the thread uses.
         weakref.finalize(self, stop_metrics)
         return CompilationTimes(language_model=0.0, encoder=0.0)
 
@@ -266,7 +266,7 @@ class NPUWorker(Worker):
     def _make_model_runner(self) -> Any:
         assert self.device is not None
         version = "v2" if self.use_v2_model_runner else "v1"
-        # V1's modules are imported for V1 alone, and later versions of vLLM lack what they need
+        # V1's modules are imported only for V1, and later versions of vLLM lack their dependencies.
         runner = importlib.import_module(f"ascend_platform.worker.{version}.runner")
         return runner.NPUModelRunner(self.vllm_config, self.device)
 

@@ -76,9 +76,9 @@ class Estimate:
     kv_tokens: int  # capacity of all replicas together
     requests: int = 0  # concurrent, at most those asked for
     step_ms: float = 0.0  # of a decode step
-    first_ms: float = 0.0  # prefill of one prompt on an idle engine
+    first_ms: float = 0.0  # Prefill of one prompt on an idle engine.
     tokens_per_second: float = 0.0  # generated, over whole waves of requests
-    sent: float = 0.0  # bytes that an NPU sends per generated token
+    sent: float = 0.0  # Bytes that an NPU sends per generated token.
     bound: str = ""
     obstacle: str = ""
 
@@ -137,7 +137,7 @@ class _Calculation:
         share = 1 if model.latent else min(layout.tensor, model.kv_heads)
         token = model.kv * self.load.kv_bytes / share
         sliding = model.sliding * min(tokens, model.window or tokens)
-        if model.linear:  # a state has a block, of which the keys are half
+        if model.linear:  # A state has a block, and keys use half of it.
             block = STATE_BLOCK * math.ceil(model.state / layout.tensor / (token / 2) / STATE_BLOCK)
             tokens, sliding = math.ceil(tokens / block) * block, model.linear * block
         rows = (model.layers - model.sliding - model.linear) * tokens + sliding
@@ -163,8 +163,8 @@ class _Calculation:
         size += dense_reductions * reduce
         time += dense_reductions * 2 * self.exchange(reduce / 2, tensor)
         if model.mixed and layout.data > 1:
-            # with EP each token is sent to at most as many NPUs as it has experts; otherwise to
-            # all, and their sum is sent back
+            # With EP each token is sent to at most as many NPUs as it has experts; otherwise to
+            # all, and their sum is sent back.
             each = row / tensor * (min(model.chosen, ranks - 1) if layout.expert else ranks - 1)
             size += model.mixed * 2 * each
             time += model.mixed * 2 * self.exchange(each, ranks)
@@ -229,7 +229,7 @@ class _Calculation:
         fast = 2 if load.quantization.endswith("a8") else 1
         one = self.matmul_time(load.input) + scores / (self.flops / fast) + self.sent(load.input)[1]
         one = max(one, self.weights_read(load.input) / self.bandwidth)
-        # a single prompt passes the stages in turn, several overlap
+        # A single prompt passes the stages in turn, several overlap.
         stages = layout.pipeline if requests <= 1 else 1
         return requests * one * stages
 

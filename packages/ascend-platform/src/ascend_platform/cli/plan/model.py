@@ -38,9 +38,9 @@ class Model:
     kv_heads: int
     vocabulary: int
     tied: bool
-    attention: int  # weights of the attention of a layer
-    score: int  # head sizes of query and value, summed
-    kv: int  # elements of KV cache per token and layer; with MLA, the same on each rank
+    attention: int  # Attention weights of a layer.
+    score: int  # Head sizes of query and value, summed.
+    kv: int  # KV cache elements per token and layer; with MLA, the same on each rank.
     latent: bool  # MLA
     mlp: int  # weights of a dense layer's MLP
     mlp_width: int
@@ -48,10 +48,10 @@ class Model:
     experts: int = 0
     chosen: int = 0
     expert: int = 0  # weights of one expert
-    shared: int = 0  # weights of a layer's shared experts and router
+    shared: int = 0  # Weights of a layer's shared experts and router.
     window: int = 0  # tokens that a sliding layer keeps
     sliding: int = 0  # layers with such a window
-    # layers with a gated delta net, which have a state for each request instead of KV cache
+    # Layers with a gated delta net, which have a state for each request instead of a KV cache.
     linear: int = 0
     state: int = 0  # bytes of such a state
 

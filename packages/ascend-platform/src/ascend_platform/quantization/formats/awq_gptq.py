@@ -158,7 +158,7 @@ class NPUGPTQConfig(AutoGPTQConfig):
         return super().from_config(config)
 
     def get_quant_method(self, layer: torch.nn.Module, prefix: str) -> QuantizeMethodBase | None:
-        # the helpers apply the rules for single layers to a copy of the configuration
+        # The helpers apply the per-layer rules to a copy of the configuration.
         experts: Any = lambda own, moe: QuantizedExperts(moe, *own.arguments(prefix))  # noqa: E731
         linear: Any = lambda own: TransposedLinearMethod(*own.arguments(prefix))  # noqa: E731
         if isinstance(layer, RoutedExperts):

@@ -125,7 +125,7 @@ class NPUCompressedTensorsConfig(CompressedTensorsConfig):
     """vLLM's configuration, with experts on grouped matrix multiplications."""
 
     def __init__(self, *arguments: Any, **named: Any) -> None:
-        # of --quantization for a checkpoint that has no such configuration
+        # From --quantization, for a checkpoint without such a configuration.
         if not arguments and not named:
             raise not_quantized("compressed-tensors", "this model")
         super().__init__(*arguments, **named)
@@ -240,7 +240,7 @@ class NPUInt8Kernel(Int8ScaledMMLinearKernel):
         weight, scale, input_scale, zero, _ = self._get_layer_params(layer)
         SCHEMES[STATIC].check_size(weight.shape[0], weight.shape[1], type(self).__name__)
         scale = scale.data.float()
-        if not self.config.is_channelwise:  # one per matrix of a fused layer
+        if not self.config.is_channelwise:  # One per matrix of a fused layer.
             widths = torch.tensor(layer.logical_widths, device=scale.device)
             scale = scale.flatten().repeat_interleave(widths)
         scale = scale.view(-1, 1)
@@ -307,7 +307,7 @@ class NPUMixedPrecisionKernel(MPLinearKernel):
 
     def process_weights_after_loading(self, layer: torch.nn.Module) -> None:
         kind, bits = self.config.weight_type, self.config.weight_type.size_bits
-        # the one way in which vLLM tells a kernel of quantized inputs (compressed_tensors_wNa8.py)
+        # vLLM tells a kernel about quantized inputs only this way (compressed_tensors_wNa8.py).
         quantized = (
             kind == scalar_types.int4
             or getattr(layer, "_humming_input_quant_config", None) is not None

@@ -39,7 +39,7 @@ def _is_unexpected(record: logging.LogRecord) -> bool:
     )
 
 
-# vLLM warns of each matrix whose dtype is not its parameter's (models/utils.py)
+# vLLM warns of each matrix whose dtype differs from its parameter's (models/utils.py).
 logging.getLogger("vllm.model_executor.models.utils").addFilter(_is_unexpected)
 
 

@@ -53,7 +53,7 @@ class ModelSlimConfig(QuantizationConfig):
         super().__init__()
         self.description: dict[str, Any] = {}
         self.int8_cache = False
-        self._asked: set[str] = set()  # matrices and experts that vLLM has asked a method for
+        self._asked: set[str] = set()  # Matrices and experts for which vLLM has requested a method.
         if description:
             self._take(description)
 
@@ -71,7 +71,7 @@ class ModelSlimConfig(QuantizationConfig):
 
     @staticmethod
     def get_config_filenames() -> list[str]:
-        # maybe_update_config reads the description; its error for a missing file names the fix
+        # maybe_update_config reads the description; its error for a missing file names the fix.
         return []
 
     @classmethod
@@ -131,7 +131,8 @@ class ModelSlimConfig(QuantizationConfig):
     def apply_vllm_mapper(self, hf_to_vllm_mapper: WeightsMapper) -> None:
         self.description = hf_to_vllm_mapper.apply_dict(self.description)
 
-    def get_cache_scale_mapper(self) -> WeightsMapper:  # vLLM's is static, and called on the object
+    # vLLM's method is static, and called on the object.
+    def get_cache_scale_mapper(self) -> WeightsMapper:
         return (
             WeightsMapper(orig_to_new_suffix=CACHE_NAMES)
             | QuantizationConfig.get_cache_scale_mapper()
@@ -164,7 +165,7 @@ class ModelSlimConfig(QuantizationConfig):
             matrices = self._matrices(prefix)
             self._asked.update(matrices)
             if isinstance(layer, VocabParallelEmbedding):
-                # tied heads are not in the description
+                # Tied heads are not in the description.
                 if (kind := self._of(prefix) or FLOAT) != FLOAT:
                     raise RefusedError(
                         f"{prefix} is {kind}; embeddings and output heads are supported as {FLOAT};"

@@ -60,7 +60,7 @@ class NPUMxfp4Config(GptOssMxfp4Config):
 
     @classmethod
     def get_supported_act_dtypes(cls) -> list[torch.dtype]:
-        return [torch.bfloat16, torch.float32]  # the range of float16 is too small
+        return [torch.bfloat16, torch.float32]  # The range of float16 is too small.
 
     def _make_moe_method(self, moe: FusedMoEConfig) -> FusedMoEMethodBase:
         return ExpandedExperts(moe)

@@ -86,7 +86,7 @@ class QuantizedExperts(NPUExperts, FusedMoEMethodBase):
                 data = torch.zeros(
                     num_experts, *stored.shape(out, inputs, groups), dtype=stored.dtype
                 )
-                # a rank may have a single group
+                # A rank may have a single group.
                 several = stored.layout == Layout.GROUPS and self.group_size > 0
                 kind = (
                     FusedMoeWeightScaleSupported.GROUP

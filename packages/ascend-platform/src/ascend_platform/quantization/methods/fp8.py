@@ -42,7 +42,7 @@ CHUNK = 2**18
 """Elements converted at once, which limits temporary memory: 12 bytes each."""
 
 Sizes = tuple[int, int]
-# the default dtype is the model's while it is created
+# The default dtype is the model's while the model is created.
 ones = functools.partial(torch.ones, dtype=torch.float32)
 
 
@@ -198,7 +198,7 @@ class Fp8Linear:
             made = ChannelQuantScaleParameter(data=ones(rows, 1), **options)
         else:
             grid = self.fp8.grid(output_partition_sizes, input_size_per_partition)
-            layer.weight_block_size = list(grid)  # read by vLLM's loaders of merged matrices
+            layer.weight_block_size = list(grid)  # Read by vLLM's loaders of merged matrices.
             most = (output_size, input_size)
             convert = functools.partial(self.fp8.expanded, grid=grid, most=most)
             data = ones(rows // grid[0], input_size_per_partition // grid[1])

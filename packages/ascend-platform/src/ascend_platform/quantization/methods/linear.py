@@ -64,7 +64,7 @@ class ScaleParameter(GroupQuantScaleParameter):
 
     def load_row_parallel_weight(self, loaded_weight: torch.Tensor) -> None:
         loaded = self._fit(loaded_weight, self.tp_size)
-        if loaded.shape[1] == 1:  # one per channel, which all ranks share
+        if loaded.shape[1] == 1:  # One per channel, which all ranks share.
             self.data.copy_(loaded)
         else:
             super().load_row_parallel_weight(loaded)
@@ -78,7 +78,7 @@ def parameter(
 
     def load(own: BasevLLMParameter, loaded: torch.Tensor, *arguments: Any, **named: Any) -> None:
         if loaded.dtype == torch.int64 and own.dtype == torch.float32:
-            # deq_scale of float16 models: the bits of a float
+            # deq_scale of float16 models has the bits of a float.
             loaded = loaded.to(torch.int32).view(torch.float32)
         loader(own, loaded, *arguments, **named)
 
@@ -159,7 +159,7 @@ class ModelSlimLinearMethod(LinearMethodBase):
     def apply(
         self, layer: torch.nn.Module, x: torch.Tensor, bias: torch.Tensor | None = None
     ) -> torch.Tensor:
-        # with static inputs, quant_bias includes the layer's bias
+        # With static inputs, quant_bias includes the layer's bias.
         return apply(self.scheme, layer, x, None if "quant_bias" in self.stored else bias)
 
 

@@ -60,7 +60,7 @@ class W4A8Dynamic(Scheme):
             second = given["weight_offset_second"].float()
             scale, zero = scale * given["weight_scale_second"], second + zero
         weight = given["weight"]
-        # packed weights have half as many rows as scales
+        # Packed weights have half as many rows as scales.
         return Quantized(
             unpack_int4_rows(weight) if weight.shape[-2] < scale.shape[-2] else weight, scale, zero
         )
@@ -75,7 +75,7 @@ class W4A8Dynamic(Scheme):
         )
         return {
             "weight": pack_int4(weight),
-            # the bits of a float in the lower half of an int64
+            # The bits of a float in the lower half of an int64.
             "weight_scale": scale.view(torch.int32).long(),
             "scale_bias": 8 * (sums * scale).sum(1),
         }

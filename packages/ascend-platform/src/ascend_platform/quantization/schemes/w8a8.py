@@ -85,7 +85,7 @@ class W8A8(Scheme):
             dtype: of the outputs.
         """
         factor = factor.float().contiguous()
-        if dtype == torch.float16:  # npu_quant_matmul would convert a float32 scale in each call
+        if dtype == torch.float16:  # npu_quant_matmul would convert a float32 scale in each call.
             factor = torch_npu.npu_trans_quant_param(factor)
         return {
             "weight": transpose_int8(weight),

@@ -30,7 +30,7 @@ class WeightOnly(Scheme):
     packed: ClassVar[tuple[str, ...]] = ("weight", "weight_scale", "weight_offset")
 
     def pack(self, matrix: Quantized, dtype: torch.dtype) -> dict[str, torch.Tensor]:
-        # the operators add the offset; those of experts want it
+        # The linear operators add the offset; the grouped ones take it as an argument.
         offset = torch.zeros_like(matrix.scale) if matrix.zero_point is None else -matrix.zero_point
         weight = self.pack_weight(matrix.weight)
         return {

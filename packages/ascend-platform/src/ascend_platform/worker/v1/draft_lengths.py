@@ -22,7 +22,7 @@ from ascend_platform.triton_overrides import drafter
 if TYPE_CHECKING:
     from vllm.v1.worker.gpu_model_runner import GPUModelRunner as Runner
 else:
-    Runner = object  # a mixin: the runner that it is mixed into names vLLM's
+    Runner = object  # A mixin: the runner class that uses it names vLLM's base class.
 
 
 class DraftLengthsMixin(Runner):
@@ -54,7 +54,7 @@ class DraftLengthsMixin(Runner):
     def _rejected_in_last_step(self: Any) -> base.Rejected | None:
         if not self.use_async_spec_decode or not self.input_batch.prev_req_id_to_index:
             return None
-        # of the requests in the last step; -1 for new ones
+        # Rows of the requests in the last step; -1 for new ones.
         rows = self.prev_positions.np[: self.input_batch.num_reqs].copy()
         drafts = np.where(rows < 0, 0, self.prev_num_draft_tokens.np[rows])
         return base.Rejected(self._count_rejected(drafts, rows)) if drafts.any() else None
@@ -114,7 +114,7 @@ class DraftLengthsMixin(Runner):
         self._valid_counts, self._num_counts = None, len(valid_sampled_tokens_count)
         super()._copy_valid_sampled_token_count(next_token_ids, valid_sampled_tokens_count)
         if not self.use_async_scheduling:
-            # the next step's input has these tokens on the host
+            # The next step's input has these tokens on the host.
             self.input_batch.prev_sampled_token_ids = None
 
     def _get_valid_sampled_token_count(self: Any) -> list[int]:

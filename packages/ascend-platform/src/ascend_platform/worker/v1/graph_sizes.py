@@ -16,7 +16,7 @@ from ascend_platform.vllm_overrides import without
 if TYPE_CHECKING:
     from vllm.v1.worker.gpu_model_runner import GPUModelRunner as Runner
 else:
-    Runner = object  # a mixin: the runner that it is mixed into names vLLM's
+    Runner = object  # A mixin: the runner class that uses it names vLLM's base class.
 
 
 class GraphSizeMixin(Runner):
@@ -44,9 +44,9 @@ class GraphSizeMixin(Runner):
         be wrong.
         """
         while self.compilation_config.cudagraph_mode != CUDAGraphMode.NONE:
-            # torch_npu cannot capture into a pool after a failed start of a capture
-            # (beginAllocateToPool: already recording), and in a pool that is shared a replay of
-            # another engine overwrites this one's outputs
+            # After a failed capture torch_npu cannot capture into the same pool
+            # (beginAllocateToPool: already recording). In a shared pool, another engine's replay
+            # would overwrite this one's outputs.
             pool = current_platform.graph_pool_handle()
             for wrapper in capture_sizes.wrappers_of(self.compilation_config):
                 wrapper.graph_pool = pool

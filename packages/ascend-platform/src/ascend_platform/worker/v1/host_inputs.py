@@ -28,7 +28,7 @@ class HostInputsMixin:
         self._host_inputs = {
             name: torch.zeros_like(getattr(self, name), device="cpu").pin_memory() for name in names
         }
-        # of the sampler's dtype, so that sampled tokens are copied to the host without a cast
+        # The sampler's dtype, so that sampled tokens are copied to the host without a cast.
         self.sampled_token_ids_pinned_cpu = self.sampled_token_ids_pinned_cpu.int().pin_memory()
         if self.parallel_config.pipeline_parallel_size > 1:
             # Several batches are in flight, and a stage that does not sample never waits for its

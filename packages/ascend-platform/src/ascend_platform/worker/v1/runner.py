@@ -64,7 +64,7 @@ class NPUModelRunner(
         if has_states(vllm_config):
             state_layers.install(vllm_config)
         super().__init__(vllm_config, *args, **kwargs)
-        # of a drafter that is a model
+        # For a drafter that is a model.
         if capture := getattr(getattr(self, "drafter", None), "dummy_run", None):
             vars(self.drafter).update(dummy_run=acl_graph.drafter_pool()(capture))
         topk_topp.install(self)
@@ -91,9 +91,9 @@ class NPUModelRunner(
         pages = {name: kv_cache.split_layer(layers[name]) for name in caches if name not in states}
         parts = states | pages
         for name, split in parts.items():
-            layers[name].kv_cache = split  # bind_kv_cache of MLAAttention takes a tensor alone
-        # KV cache groups share memory: of a state and the pages in its place, the pages, which are
-        # whole blocks, are listed
+            layers[name].kv_cache = split  # bind_kv_cache of MLAAttention takes a single tensor.
+        # KV cache groups share memory. Of a state and the pages in the same memory, the pages are
+        # listed, because they are whole blocks.
         self.kv_caches[:] = {
             tensor.data_ptr(): tensor for split in parts.values() for tensor in split
         }.values()

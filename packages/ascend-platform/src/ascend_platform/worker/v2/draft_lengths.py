@@ -74,7 +74,7 @@ class Rejections:
         self._event = torch.npu.Event()
         self._event.record()
 
-    @functools.cache  # an object lives for two steps  # noqa: B019
+    @functools.cache  # An object lives for two steps.  # noqa: B019
     def count(self) -> list[int]:
         self._event.synchronize()
         return self._on_host.tolist()

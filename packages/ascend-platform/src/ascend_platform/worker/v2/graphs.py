@@ -41,7 +41,7 @@ class GraphSizes(CudaGraphManager):
         some rank."""
 
         def create(desc: Any, warmup: bool) -> Any:
-            if warmup:  # the sizes before this one have been captured
+            if warmup:  # The sizes before this one have been captured.
                 with capture_sizes.failing_on_all_ranks():
                     pass
             return create_forward_fn(desc, warmup)
@@ -73,7 +73,7 @@ class GraphSizes(CudaGraphManager):
 
     def run_fullgraph(self, desc: Any) -> Any:
         engines = self.vllm_config.parallel_config.data_parallel_size
-        # all replay this size; without it vLLM would ask them again, on the device
+        # All ranks replay this size; otherwise vLLM would synchronize again.
         across = torch.full((engines,), desc.num_tokens, dtype=torch.int32) if engines > 1 else None
         with set_forward_context(
             self.attn_metadata, self.vllm_config, desc.num_tokens, num_tokens_across_dp=across

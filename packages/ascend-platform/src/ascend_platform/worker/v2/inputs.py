@@ -332,7 +332,7 @@ def _combine_drafts(
     values = tokens.index_select(
         0, torch.add(places, requests, alpha=draft_tokens.shape[1] + 1)
     ).to(input_ids.dtype)
-    # drafts after a prompt are placeholders; the last tokens of the prompt stay
+    # Drafts after a prompt are placeholders; the last tokens of the prompt stay.
     if step.has_prefill:
         is_written = torch.stack(
             (seq_lens - num_logits >= prefill_len, seq_lens > prefill_len), 1
@@ -371,7 +371,7 @@ def get_num_sampled_and_rejected(
     if _step is not None and _step.host is not None:
         _step.host.write_sampled_counts(num_sampled)
         return num_sampled, _constant("zeros", num_reqs, num_sampled.device)
-    # num_sampled has the ones with which vLLM makes it
+    # num_sampled has the ones from which vLLM computes it.
     if _step is not None and _step.samples_one_each:
         return num_sampled, _constant("zeros", num_reqs, num_sampled.device)
     has_more = seq_lens[:num_reqs] < prefill_len.index_select(0, idx_mapping)
@@ -426,7 +426,7 @@ def post_update(
         return
 
     rows, sampled = idx_mapping, num_sampled
-    if query_start_loc is None:  # an earlier batch of a pipeline, of which requests may have ended
+    if query_start_loc is None:  # An earlier batch of a pipeline, whose requests may have finished.
         valid = idx_mapping >= 0
         rows, sampled = idx_mapping.clamp(min=0), num_sampled * valid
     lengths = total_len.index_select(0, rows)

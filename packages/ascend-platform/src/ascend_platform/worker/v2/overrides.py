@@ -252,7 +252,7 @@ OVERRIDES: tuple[Override, ...] = (
         {SINCE: "d5fd9940f82c"},
         compared=f"{_GPU}.sample.sampler:Sampler._sample_random",
         replaced_in=(f"{_GPU}.sample.sampler", f"{_GPU}.model_runner"),
-        # in annotations, and as a base class
+        # In annotations, and as a base class.
         kept_in=(f"{_GPU}.spec_decode", _WATERMARKING, "vllm.models"),
     ),
     Override(
@@ -309,7 +309,7 @@ OVERRIDES: tuple[Override, ...] = (
         _TRITON,
         {SINCE: "90474bb4f052"},
         replaced_in=(f"{_GPU}.model_runner",),
-        kept_in=(_WATERMARKING, _GPU, "vllm.models"),  # in annotations, and to tell a sampler
+        kept_in=(_WATERMARKING, _GPU, "vllm.models"),  # In annotations, and to recognize a sampler.
     ),
     Override(
         f"{_WATERMARKING}.gumbel:GumbelWatermarker._sample_watermarked",

@@ -123,7 +123,7 @@ def rejection_sample(
                 in_draft = chosen < scores.shape[-1]
                 at_draft = scores.gather(-1, chosen.clamp(max=scores.shape[-1] - 1))
                 ratio = ratio - (torch.where(in_draft, at_draft, -torch.inf)[:, 0] - draft_lse)
-            # p / q > u, and -log u is exponential
+            # p / q > u, and -log u is exponentially distributed.
             accepted = torch.where(temperatures == 0, accepted, ratio > -waiting)
     accepted = accepted & (drafted >= 0)
     is_draft = columns < num_drafts[:, None]
@@ -183,7 +183,7 @@ def _residual(
 ) -> torch.Tensor:
     """Logarithm of max(p - q, 0) where a draft token is rejected, from log-probabilities."""
     width = min(target.shape[1], draft.shape[1])
-    # nan where neither model has the token, which then has no residual
+    # NaN where neither model has the token, which then has no residual.
     ratio = (draft[:, :width] - target[:, :width]).exp()
     rest = torch.where(ratio < 1, target[:, :width] + torch.log1p(-ratio), -torch.inf)
     return torch.where(

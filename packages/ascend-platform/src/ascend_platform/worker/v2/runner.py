@@ -36,7 +36,7 @@ def init_kv_cache(layers: dict[str, Any], config: Any, *args: Any, **kwargs: Any
     caches = _init_kv_cache(layers, config, *args, **kwargs)
     parts = {name: kv_cache.split_layer(layers[name]) for name in caches}
     for name, split in parts.items():
-        layers[name].kv_cache = split  # bind_kv_cache of MLAAttention takes a tensor alone
+        layers[name].kv_cache = split  # bind_kv_cache of MLAAttention takes a single tensor.
     return parts
 
 
@@ -80,7 +80,7 @@ class NPUModelRunner(ModelMixin, DraftLengthsMixin, GPUModelRunner):
             drafting.install()
         self._sent = buffers.SentInputs()
         super().__init__(vllm_config, device)
-        # so that its communicator's buffers are taken off the KV cache's budget
+        # This subtracts its communicator's buffers from the KV cache's budget.
         if self.pp_handler is not None:
             token = torch.zeros(1, device=device)
             torch.distributed.broadcast(
@@ -181,7 +181,7 @@ class NPUModelRunner(ModelMixin, DraftLengthsMixin, GPUModelRunner):
                 of_sampler["is_greedy"] = bool((states.temperature.np[rows] == 0).all())
                 of_sampler["has_seeds"] = states.any_explicit_seed(rows)
         host = None
-        # with draft tokens the scheduler's numbers are upper bounds
+        # With draft tokens the scheduler's numbers are upper bounds.
         if not self.num_speculative_steps:
             computed = self.req_states.num_computed_tokens_np[batch.idx_mapping_np]
             known = batch.idx_mapping_np, batch.num_scheduled_tokens, computed, batch.prefill_len_np
@@ -192,7 +192,7 @@ class NPUModelRunner(ModelMixin, DraftLengthsMixin, GPUModelRunner):
             num_draft_tokens=batch.num_draft_tokens_np,
             looks_ahead=self.speculator is not None,
             host=host,
-            # a step with draft tokens changes query_start_loc on the device
+            # A step with draft tokens changes query_start_loc on the device.
             sent=self._sent if host is not None else None,
             **of_sampler,
         )
@@ -227,7 +227,7 @@ class NPUModelRunner(ModelMixin, DraftLengthsMixin, GPUModelRunner):
         return output
 
     def sample_tokens(self, grammar_output: Any) -> Any:
-        with inputs.preparing(self._step):  # of the batch that execute_model ran last
+        with inputs.preparing(self._step):  # Of the batch that execute_model ran last.
             return super().sample_tokens(grammar_output)
 
     def prepare_attn(self, batch: InputBatch) -> tuple[tuple[torch.Tensor, ...], torch.Tensor]:
@@ -255,7 +255,7 @@ class NPUModelRunner(ModelMixin, DraftLengthsMixin, GPUModelRunner):
         if not self.needs_cudagraph_capture():
             return 0
         self._sent.forget()
-        # a V1 runner of this process has disabled it after its captures
+        # A V1 runner of this process has disabled it after its captures.
         set_cudagraph_capturing_enabled(True)
         try:
             return super().capture_model(**named)

@@ -262,7 +262,7 @@ def get_prompt_logprobs_token_ids(
     tokens = torch.arange(num_tokens, dtype=torch.int32, device=idx_mapping.device)
     rows = torch.bucketize(tokens, query_start_loc[1 : num_reqs + 1], right=True)
     shift = num_computed_tokens.index_select(0, idx_mapping) - query_start_loc[:num_reqs] + 1
-    # of the last token there is none
+    # The last token has none.
     following = (tokens + shift.index_select(0, rows)).clamp(max=width - 1)
     elements = torch.add(following, idx_mapping.index_select(0, rows), alpha=width)
     return all_token_ids.view(-1).index_select(0, elements).long()

@@ -80,7 +80,7 @@ def philox_uniform(key: int, contexts: torch.Tensor, vocab_size: int) -> torch.T
                 ]
             )
         words = _philox(words ^ block, _keys((key & _MASK) ^ offset, key >> 32, device))
-    # of a token's two keys one has the context
+    # One of a token's two keys has the context.
     added, others = _keys(0, (key >> 32) ^ philox._TOKEN_DOMAIN, device).unbind(1)
     keys = torch.stack(
         [((words[3] ^ (key & _MASK)) + added) & _MASK, others.expand(-1, len(contexts))], 1
@@ -96,7 +96,7 @@ def philox_uniform(key: int, contexts: torch.Tensor, vocab_size: int) -> torch.T
         :, :vocab_size
     ]
     upper = ((drawn >> 8) + 1).float().mul_(2**-24)
-    # the float32 below, as vLLM's division by 2**24 + 1 gives
+    # The next lower float32, like vLLM's division by 2**24 + 1.
     return upper.sub_(upper, alpha=2**-24)
 
 
