@@ -22,6 +22,7 @@ from typing import Any
 
 import hccl_c_scenarios  # noqa: F401
 import hccl_strangers  # noqa: F401
+import hccl_table_scenarios  # noqa: F401
 import torch
 import torch.distributed as dist
 import torch_npu

@@ -13,14 +13,10 @@ import torch
 
 SCRIPT = Path(__file__).with_name("mc2_scenarios.py")
 sys.path.insert(0, str(SCRIPT.parent))
-programs = importlib.import_module("mc2_scenarios")
-data, routing, weights, FACTORS, SHARED = (
-    programs.data,
-    programs.routing,
-    programs.weights,
-    programs.FACTORS,
-    programs.SHARED_FACTORS,
-)
+programs = importlib.import_module("mc2_matmul_scenarios")
+layer = importlib.import_module("mc2_layer")
+data, routing, weights = programs.data, layer.routing, layer.weights
+FACTORS, SHARED = layer.FACTORS, layer.SHARED_FACTORS
 HALVES = (torch.bfloat16, torch.float16)
 
 
