@@ -57,7 +57,7 @@ KINDS = {
     "no request for the decode instance": 4,
     "its client leaves": 4,
 }
-"""Kinds of requests, with their weights."""
+"""Request types, with their weights."""
 
 RATES: dict[str, Any] = {"fail": 0.02, "delay": 0.04, "late": 0.02, "hang": 0.002}
 

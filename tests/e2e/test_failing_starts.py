@@ -99,8 +99,8 @@ def _add_adapter(directory: Path) -> None:
 
 
 KILLED = (
-    r"was killed by SIGKILL \(signal 9\); fix: if nobody killed it, the kernel did for want of"
-    r" memory"
+    r"was killed by SIGKILL \(signal 9\); fix: if no user killed it, the kernel did because memory"
+    r" ran out"
 )
 CASES = {
     "a truncated checkpoint, two workers": Case(

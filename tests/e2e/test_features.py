@@ -227,7 +227,7 @@ def test_sampled_tokens_have_their_distribution(served: dict[str, Any], director
         assert min(first, spread) > sampling.FALSE_ALARM
 
 
-def test_sampled_tokens_have_their_distribution_with_draft_tokens(
+def test_sampled_tokens_have_their_distribution_with_drafts(
     served: dict[str, Any], directory: Path
 ) -> None:
     model, kinds = (

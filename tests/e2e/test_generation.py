@@ -275,7 +275,7 @@ def test_v2_runner_gives_the_tokens_of_v1(
 
 @v2_runner
 @pytest.mark.parametrize("runner", ["V2", *GRAPHS])
-def test_trained_model_gives_the_same_greedy_tokens_with_the_v2_runner(
+def test_trained_model_has_the_same_greedy_tokens_with_v2(
     runner: str, served_by_runners: dict[str, Any]
 ) -> None:
     check_adder(served_by_runners[f"{runner}, adder"], FUSED)

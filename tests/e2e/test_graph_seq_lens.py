@@ -54,7 +54,8 @@ print("SAME", [bool((a == b).all()) for a, b in zip(expected, found)])
 
 
 def test_consecutive_replays_use_their_own_sequence_lengths() -> None:
-    """Without waiting for the previous replay, its lengths would be overwritten unread, and the
+    """Without waiting for the previous replay, its sequence lengths would be overwritten unread,
+    and the
     next replay would hang."""
     done = npus.run(
         1,

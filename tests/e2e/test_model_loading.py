@@ -94,7 +94,7 @@ def test_fp8_is_converted_layer_by_layer(
     assert found["most"] <= found["final"] + 2 * layer
 
 
-def test_dequantized_fp8_is_the_dequantized_checkpoint_bit_for_bit(result: dict[str, Any]) -> None:
+def test_dequantized_fp8_is_the_checkpoint_bit_for_bit(result: dict[str, Any]) -> None:
     assert (
         result["fp8"]["dequantize"]["digest"]
         == result["fp8 plain"]["digest"]
@@ -118,7 +118,7 @@ def test_peer_that_dies_leaves_the_weights_of_the_next_strategy(
     assert "the peer" in line
 
 
-def test_peer_that_dies_without_another_strategy_is_a_clear_error(result: dict[str, Any]) -> None:
+def test_dead_peer_without_another_strategy_is_a_clear_error(result: dict[str, Any]) -> None:
     error = result["dies, and no other strategy"]["error"]
     assert error.startswith("no strategy could load the weights of ")
     assert "peer: 127.0.0.1:" in error
@@ -138,13 +138,13 @@ def test_peer_that_cannot_serve_is_refused(result: dict[str, Any], case: str, sa
     assert said in result[case]["error"]
 
 
-def test_tokens_of_an_engine_from_a_peer_are_those_of_transformers(result: dict[str, Any]) -> None:
+def test_engine_from_a_peer_has_transformers_tokens(result: dict[str, Any]) -> None:
     assert layouts.compare(layouts.ADDER, "bfloat16", result["answers"])[:2] == (33, 0)
     assert any(line.startswith("weights loaded from peer") for line in result["engine said"])
     assert any(line.startswith("serving 0.0") for line in result["engine said"])
 
 
-def test_engine_loaded_from_a_peer_serves_other_engines_also_after_sleep(
+def test_engine_loaded_from_a_peer_serves_others_after_sleep(
     result: dict[str, Any],
 ) -> None:
     assert result["from the engine"]["digest"] == result["awake"]["digest"]

@@ -196,7 +196,7 @@ def can_hide() -> bool:
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_tokens_match_transformers_and_a_killed_part_is_a_clean_error(name: str) -> None:
+def test_tokens_match_transformers_and_a_killed_rank_fails(name: str) -> None:
     if any(machine.get("hides") for machine in CASES[name]["machines"]) and not can_hide():
         pytest.skip(
             "machines with directories of their own need the right to create mount namespaces"

@@ -9,7 +9,7 @@ import sys
 from harness import checkout, npus
 
 
-def test_engine_core_restores_the_collector_and_ends_with_its_parent() -> None:
+def test_engine_core_restores_the_collector_and_ends_with_parent() -> None:
     done = npus.run(
         1, sys.executable, str(checkout.PROGRAMS / "start_engine.py"), str(checkout.ADDER)
     )

@@ -14,7 +14,7 @@ from harness.vllm_runner import V2_ALONE
 @pytest.mark.skipif(
     V2_ALONE, reason="the V2 model runner does not serve layers with states on NPUs"
 )
-def test_prompts_of_one_token_do_not_begin_with_another_request_s_states(tmp_path: Path) -> None:
+def test_one_token_prompts_begin_without_stale_states(tmp_path: Path) -> None:
     """vLLM's scheduler gives such a prompt draft slots, and the layers treat it as a decode."""
     model = hybrid.make("Qwen3-Next", tmp_path, drafts=True)
     done = npus.run(

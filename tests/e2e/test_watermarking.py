@@ -157,7 +157,7 @@ def test_detector_finds_watermarked_answers_alone(name: str, served: dict[str, A
         assert wrong > 1e-4
 
 
-def test_greedy_answer_in_the_batch_has_the_tokens_of_transformers(
+def test_greedy_answer_in_the_batch_has_transformers_tokens(
     served: dict[str, Any], directory: Path
 ) -> None:
     model = references.reference(small_models.target(directory))

@@ -28,7 +28,7 @@ def result(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     return dict(found)
 
 
-def test_each_session_of_the_profiler_has_a_trace_with_operators_and_steps(
+def test_profiler_session_has_a_trace_with_operators_and_steps(
     result: dict[str, Any],
 ) -> None:
     first, second = result["profiles"]

@@ -114,7 +114,7 @@ def test_options_are_checked_where_they_are_read():
     ],
     ids=["connector", "store", "loader"],
 )
-def test_wrong_types_of_connectors_and_loader_are_refused_in_one_line(take, keys, monkeypatch):
+def test_wrong_connector_and_loader_types_are_refused(take, keys, monkeypatch):
     monkeypatch.setenv("VLLM_ASCEND_WEIGHTS_SECRET", "a secret of sixteen bytes")
     for key in keys:
         said = list(refusals(lambda value, key=key: take({key: value})))

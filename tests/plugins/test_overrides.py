@@ -98,7 +98,7 @@ def test_replacement_is_found(source: str, found: list[str]) -> None:
     assert list(replaced(source)) == found
 
 
-def test_every_entry_of_the_table_is_used_and_every_use_is_an_entry() -> None:
+def test_table_entries_and_their_uses_are_the_same() -> None:
     used = []
     for path in FILES:
         tree = ast.parse(path.read_text())

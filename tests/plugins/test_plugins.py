@@ -81,7 +81,7 @@ def test_every_component_has_features() -> None:
     assert re.fullmatch(r"active \([1-9] patch(es)?\)", states["ascend-patches"])
 
 
-def test_plugins_that_the_command_calls_active_are_those_that_vllm_loads(tmp_path: Path) -> None:
+def test_plugins_called_active_are_those_that_vllm_loads(tmp_path: Path) -> None:
     info = tmp_path / "other_wheel-1.0.dist-info"
     info.mkdir()
     # vLLM does not ask

@@ -227,31 +227,6 @@ def test_files_of_where_a_change_goes_exist() -> None:
     assert [path for path in missing if not re.search("[A-Z]{3}", path)] == []
 
 
-AVOIDED = (
-    r"stands? aside|standing aside|to cure it|tak(?:es?|en) (?:apart|to pieces)|in vain|slips? of"
-    r" the pen|gives? back"
-)
-
-
-def test_pages_avoid_what_the_style_guide_replaces() -> None:
-    """Outside of generated tables, of messages in backticks, and of the style guide itself."""
-    assert re.search(AVOIDED, (DOCS / "style.md").read_text())
-    found = []
-    for page in [
-        *(page for page in DOCS.glob("*.md") if page.name != "style.md"),
-        checkout.ROOT / "README.md",
-        *checkout.ROOT.glob("packages/*/README.md"),
-    ]:
-        text = re.sub(
-            r"<!-- begin: (\S+) -->.*?<!-- end: \1 -->|```.*?```|`[^`\n]*`",
-            "",
-            page.read_text(),
-            flags=re.DOTALL,
-        )
-        found += [(page.name, match[0]) for match in re.finditer(AVOIDED, text)]
-    assert found == []
-
-
 def test_every_combination_of_the_components_is_on_its_page() -> None:
     """The page has the combinations of `tools/check wheels`; their names are derived here
     independently."""

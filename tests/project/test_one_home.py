@@ -13,7 +13,7 @@ SOURCES = sorted(
     path for path in checkout.ROOT.glob("packages/*/src") if path.parent.name != "ascend-emulator"
 )
 CHIP = re.compile(r"Ascend ?(910|950|310)|910_9|910B|310P|Atlas A[23]")
-OTHER_WORDS = re.compile(r"; run: |to cure it|stand(s|ing) aside")
+OTHER_WORDS = re.compile("; run: ")
 
 
 def strings(tree: ast.Module) -> Iterator[str]:

@@ -88,7 +88,7 @@ def test_verdict_of_a_pair_needs_all_variants(
     assert lists(tmp_path).of_pair(case) == verdict
 
 
-def test_noise_is_told_by_name_and_never_where_the_list_gives_a_reason() -> None:
+def test_noise_is_matched_by_name_unless_the_list_has_a_reason() -> None:
     rules = [{"cases": ["*linalg_inv_*"], "hardware": ["fails"], "reason": "no\nLAPACK"}]
     case = f"{META}::{OWNER}::test_meta_outplace_linalg_inv_npu_float32"
     assert pytorch_verdicts.noise(case, "fails", "", rules) == "no LAPACK"

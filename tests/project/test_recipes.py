@@ -52,7 +52,7 @@ def npus_of(words: list[str]) -> int:
     return tensor * pipeline * data
 
 
-def test_every_model_and_chip_has_a_command_or_the_reason_why_not() -> None:
+def test_every_model_and_chip_has_a_command_or_a_reason() -> None:
     text = PAGE.read_text()
     for family in DATA["family"]:
         assert f"### {family['title']}\n" in text

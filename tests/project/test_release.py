@@ -160,7 +160,7 @@ def test_set_is_released_when_it_can_be_installed(clone: Clone) -> None:
     )
 
 
-def test_first_releases_have_the_versions_in_the_files_and_install_together(
+def test_first_releases_have_file_versions_and_install_together(
     clone: Clone, tmp_path: Path
 ) -> None:
     """All packages in the order of their requirements, each built from its tag, in an empty

@@ -189,7 +189,7 @@ def test_imported_packages_are_required(wheels: dict[str, Wheel], name: str) -> 
 
 
 @pytest.mark.parametrize("name", sorted(COMPONENTS - {"ascend-platform"}))
-def test_stated_version_of_the_interface_has_the_names_that_are_used(
+def test_stated_interface_version_has_the_names_that_are_used(
     wheels: dict[str, Wheel], name: str
 ) -> None:
     """Else the wheel would fail on the oldest ascend-platform that serves the stated version, whose

@@ -64,7 +64,7 @@ def test_continuous_integration_runs_the_command_of_the_readme() -> None:
     assert '\nrun tools/test "$@"\n' in (checkout.ROOT / ".ci" / "run").read_text()
 
 
-def test_continuous_integration_covers_the_versions_that_the_wheels_are_for() -> None:
+def test_continuous_integration_covers_the_wheels_versions() -> None:
     jobs = workflow("ci")["jobs"]
     minors = tomllib.loads((checkout.TOOLS / "versions" / "compat.toml").read_text())
     assert jobs["vllm"]["strategy"]["matrix"]["vllm"] == [*minors]

@@ -194,7 +194,7 @@ def train(model: Qwen3ForCausalLM, rng: random.Random) -> None:
             alone, running = (loss.item() for loss in losses)
             took = time.monotonic() - start
             print(
-                f"{took:5.0f} s  step {step:4}  loss {alone:.5f} alone, {running:.5f} in {length}"
+                f"{took:5.0f} s  step {step:4}  loss {alone:.5f} single, {running:.5f} in {length}"
                 " tokens",
                 flush=True,
             )

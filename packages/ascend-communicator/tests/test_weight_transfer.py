@@ -132,7 +132,7 @@ def test_an_update_that_names_no_parameters_is_of_the_last_one_s() -> None:
     assert loaded == [["a", "b"], ["c"]] * 2
 
 
-def test_ranks_of_a_trainer_that_do_not_send_materialize_each_parameter() -> None:
+def test_trainer_ranks_that_do_not_send_materialize_parameters() -> None:
     """As the sender does: that is a collective of the trainer's ranks."""
     materialized: list[str] = []
 

@@ -294,7 +294,7 @@ scenario("dead", ranks=3, HCCL_EXEC_TIMEOUT="50")(dead)
 
 @scenario("dead watched", TORCH_HCCL_ASYNC_ERROR_HANDLING="1")
 def dead_watched(rank: int, ranks: int) -> Any:
-    """Nobody asks for the result: it is torch_npu's watchdog that sees the failure."""
+    """No code reads the result: torch_npu's watchdog detects the failure."""
     x = torch.ones(4, device="npu")
     dist.all_reduce(x)
     torch.npu.synchronize()

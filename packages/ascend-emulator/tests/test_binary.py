@@ -142,7 +142,7 @@ def test_division_with_rounding(agree, mode, dtype):
         agree(lambda x: x.div_(-3, rounding_mode=mode), a)
 
 
-def test_remainder_has_the_sign_of_the_divisor_and_fmod_of_the_dividend(agree):
+def test_remainder_has_the_sign_of_the_divisor_fmod_the_other(agree):
     a, b = torch.tensor([7.0, -7.0, 7.0, -7.0]), torch.tensor([3.0, 3.0, -3.0, -3.0])
     for function in (torch.remainder, torch.fmod):
         agree(function, a, b)

@@ -96,7 +96,7 @@ def test_one_library_of_another_user_is_enough(run, compiled, shared):
 
 
 @as_root
-def test_other_users_may_use_what_root_compiled_and_not_change_it(compiled, shared):
+def test_other_users_may_use_root_s_cache_but_not_change_it(compiled, shared):
     def use():
         assert cache.complete(compiled, "complete")
         with cache.lock(compiled.with_suffix(".lock")):
@@ -135,7 +135,7 @@ def test_libraries_that_others_may_replace_are_not_loaded(run, compiled, shared,
     assert build_in(run, shared / "cache").stdout == f"{compiled}\n"
 
 
-def test_a_cache_in_a_directory_of_all_users_is_refused_only_if_it_is_theirs(run, compiled, shared):
+def test_foreign_cache_in_a_shared_directory_is_refused(run, compiled, shared):
     shared.chmod(0o1777)  # Like /tmp: other users cannot replace this user's directories.
     assert build_in(run, shared / "cache").returncode == 0
     shared.chmod(0o777)

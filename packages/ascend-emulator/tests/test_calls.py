@@ -116,7 +116,7 @@ def test_aborting_a_device_s_tasks_ends_a_wait(run):
     assert done.stdout.strip() == "0", done.stderr
 
 
-def test_aborting_a_device_s_tasks_waits_for_the_operator_that_runs(run):
+def test_aborting_a_device_waits_for_the_running_operator(run):
     """The caller may free the operator's memory then. Two seconds of computing: the wait was
     limited to one."""
     script = """

@@ -307,7 +307,7 @@ subprocess.run([sys.executable, "-c", {SHOW!r}])
     assert done.stderr.count("emulated NPUs") == 1
 
 
-def test_strict_programs_have_poisoned_memory_and_the_given_adversary(run):
+def test_strict_programs_have_poisoned_memory_and_the_adversary(run):
     script = "import os, torch, torch_npu; x = torch.empty(9, device='npu'); "
     script += "print(os.environ['ASCEND_EMULATOR_ADVERSARY'], x.isnan().all().item())"
     done = run(

@@ -30,7 +30,7 @@ def told(call, *arguments):
     return tuple(found)
 
 
-def test_a_stream_s_limit_comes_before_the_npu_s_and_this_before_the_hardware_s(acl):
+def test_core_limits_of_stream_npu_and_hardware_apply_in_order(acl):
     stream, other = torch.npu.Stream(), torch.npu.Stream()
     handle, without = c_void_p(stream.npu_stream), c_void_p(other.npu_stream)
     assert (

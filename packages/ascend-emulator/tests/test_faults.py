@@ -125,7 +125,7 @@ def test_an_operator_fails_at_its_nth_call(run):
         "-c",
         MATMUL,
     )
-    assert done.stdout.split("\n")[:3] == ["product 0", "product 1", "failed 2 True"], (
+    assert done.stdout.split("\n")[:3] == ["result 0", "result 1", "failed 2 True"], (
         done.stdout + done.stderr
     )
 

@@ -263,7 +263,7 @@ def test_arguments_outside_the_documentation_are_refused(options, message):
     ],
     ids=str,
 )
-def test_shapes_outside_the_documentation_are_refused_at_the_call(options, message):
+def test_undocumented_shapes_are_refused_at_the_call(options, message):
     """Not on the stream, where nothing would run afterwards."""
     given = {"key": (3, HEADS, 8, SIZE), "value": options.get("key", (3, HEADS, 8, SIZE))} | options
     given = {

@@ -34,7 +34,7 @@ def output(run, script):
     return done.stdout.splitlines()
 
 
-def test_a_child_of_a_process_that_has_not_used_its_npus_may_use_them(run):
+def test_forked_child_may_use_npus_that_its_parent_did_not_use(run):
     script = """
 assert torch.npu.is_available() and torch.npu.device_count() == 2
 child(lambda: print(torch.ones(3, device="npu:1").sum().item()))
@@ -71,7 +71,7 @@ print((x + 1).sum().item())
     ]
 
 
-def test_a_child_that_leaves_the_npus_alone_ends_while_its_parent_s_streams_run(run):
+def test_forked_child_without_npus_exits_while_streams_run(run):
     script = """
 x = torch.full((512, 512), 1e-3, device="npu")
 streams = [torch.npu.Stream() for _ in range(4)]
@@ -88,7 +88,7 @@ print(torch.isfinite(y).all().item())
     assert output(run, script) == ["ended"] * 5 + ["True"]
 
 
-def test_workers_of_a_data_loader_are_forked_from_a_process_that_uses_npus(run):
+def test_data_loader_workers_are_forked_from_a_process_with_npus(run):
     script = """
 from torch.utils.data import DataLoader
 x = torch.ones(4, device="npu")

@@ -47,7 +47,7 @@ def captured(stream):
 
 @pytest.mark.parametrize("argument", ["fill", "to", "source"])
 @pytest.mark.parametrize("again", [False, True])
-def test_a_copy_whose_memory_was_freed_after_its_capture_is_refused(captured, argument, again):
+def test_replayed_copy_of_freed_memory_is_refused(captured, argument, again):
     kept, freed = memory(), memory()
 
     def body(on):
@@ -71,7 +71,7 @@ def test_a_copy_whose_memory_was_freed_after_its_capture_is_refused(captured, ar
 
 @pytest.mark.parametrize("expandable", [False, True])
 @pytest.mark.parametrize("again", [False, True])
-def test_an_operator_whose_memory_was_freed_after_its_capture_is_refused(run, expandable, again):
+def test_replayed_operator_on_freed_memory_is_refused(run, expandable, again):
     script = f"""
 import torch, torch_npu
 x = torch.ones(8 << 20, device="npu")
@@ -135,7 +135,7 @@ def test_memory_that_is_mapped_again_at_its_address_is_the_same(captured):
     call("aclrtReleaseMemAddress", address)
 
 
-def test_pinned_memory_that_was_freed_after_the_capture_of_its_copy_is_refused(captured):
+def test_replayed_copy_of_freed_pinned_memory_is_refused(captured):
     host, onto = made("aclrtMallocHost", ctypes.c_size_t(4096)), memory()
     graph, on = captured(lambda on: copy(onto, host, on, kind=1))
     replay(graph, on)

@@ -121,7 +121,7 @@ def test_another_stream_may_be_waited_for_during_a_capture(x):
     assert result.tolist() == [2] * 8
 
 
-def test_an_operator_whose_shape_follows_from_values_cannot_be_captured(run):
+def test_operator_with_a_data_dependent_shape_cannot_be_captured(run):
     script = """
 import torch, torch_npu
 x = torch.ones(4, device="npu")
@@ -199,7 +199,7 @@ except RuntimeError as error:
     assert done.stdout == "True\n", done.stderr
 
 
-def test_a_conditional_node_runs_its_branch_when_its_value_says_so(x):
+def test_conditional_node_runs_its_branch_by_its_value(x):
     """aclmdlRIAddCondTask as NPUGraph::begin_capture_to_if_node calls it, which torch_npu enables
     only for one chip."""
     library = ctypes.CDLL("libascendcl.so")

@@ -119,7 +119,7 @@ def test_grouped_matmul_of_bfloat16(split, transposed):
     close(actual, torch.einsum("mk,mnk->mn", x.double(), weight.double()[expert]))
 
 
-def test_grouped_matmul_to_one_output_each_and_from_several_inputs():
+def test_grouped_matmul_of_several_outputs_and_inputs():
     x, weight = torch.randn(7, 8), torch.randn(3, 8, 4)
     parts = torch_npu.npu_grouped_matmul(
         npu([x]), npu(list(weight)), group_list=[2, 3, 7], split_item=1

@@ -417,7 +417,7 @@ def test_what_a_rank_says_when_it_connects_is_checked(played, name, said):
     assert said in message
 
 
-def test_a_stranger_cannot_read_the_secret_and_cannot_become_a_rank(played):
+def test_stranger_cannot_read_the_secret_or_become_a_rank(played):
     (seen,) = played["stranger"]
     assert not seen["token"]
     assert seen["status"] != 0

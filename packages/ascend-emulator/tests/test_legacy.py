@@ -153,8 +153,8 @@ def test_operators_that_torch_npu_reaches_when_compiling_is_on(run):
     [((1, 1), (0, 0), (1, 1), 1), ((2, 1), (1, 2), (1, 2), 2)],
 )
 def test_convolutions(agree, dtype, stride, padding, dilation, groups):
-    """Products are of float32, as HF32, which torch_npu allows for convolutions by
-    default, is off."""
+    """Matmuls are in float32, because HF32, which torch_npu allows for convolutions by default, is
+    off."""
     before = torch.npu.conv.allow_hf32
     torch.npu.conv.allow_hf32 = False
 

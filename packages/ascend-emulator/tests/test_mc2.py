@@ -431,7 +431,7 @@ def test_ranks_that_go_wrong_all_say_so(played, what, own, other):
         assert answer[1] < 30  # of an HCCL_EXEC_TIMEOUT of 50
 
 
-def test_an_operator_that_fails_before_it_communicates_fails_on_all_ranks(played):
+def test_operator_failing_before_its_collective_fails_all_ranks(played):
     (first, seconds), (second, _) = played["failed before"]
     assert "which were freed after the call" in second
     assert "rank 1 failed: on communicator" in first

@@ -104,7 +104,7 @@ def test_what_is_not_emulated_refuses_by_its_own_name(called):
     assert not wrong, json.dumps(wrong, indent=1)
 
 
-def test_what_is_emulated_answers_or_says_by_its_own_name_what_is_missing(called):
+def test_emulated_commands_answer_or_name_what_is_missing(called):
     implemented = {
         point.name
         for point in coverage.entry_points()

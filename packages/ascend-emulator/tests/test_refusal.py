@@ -190,7 +190,7 @@ def test_a_failed_stream_stays_failed(run):
     assert "failed" in seen["later"]
 
 
-def test_an_error_in_torch_npu_s_queue_is_raised_and_nothing_computes_after_it(run):
+def test_error_in_torch_npu_s_queue_is_raised_and_stops_it(run):
     """torch_npu raises it once and then drops work silently; the emulator's synchronization keeps
     failing instead."""
     seen = lines(
@@ -210,7 +210,7 @@ def test_an_error_in_torch_npu_s_queue_is_raised_and_nothing_computes_after_it(r
     assert "aclnnIndex failed earlier" in seen["synchronize"]
 
 
-def test_operators_that_are_not_there_refuse_at_once_in_this_process_too():
+def test_missing_operators_are_refused_at_once_in_this_process():
     with pytest.raises(RuntimeError, match="aclnnGeluQuant is not emulated"):
         torch_npu.npu_gelu_quant(torch.ones(4, 6, dtype=torch.float16, device="npu"))
     assert torch.ones(3, device="npu").sum().item() == 3

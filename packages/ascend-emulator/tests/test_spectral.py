@@ -89,6 +89,6 @@ def test_inverse_and_gradient():
     ],
     ids=["window", "onesided"],
 )
-def test_arguments_outside_the_documentation_are_refused_at_the_call(x, options, message):
+def test_undocumented_arguments_are_refused_at_the_call(x, options, message):
     with pytest.raises(RuntimeError, match=re.escape(message)):
         transform(x.to(torch.complex128 if x.is_complex() else x.dtype).npu(), **options)

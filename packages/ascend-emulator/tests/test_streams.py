@@ -42,7 +42,7 @@ def test_work_is_not_done_when_the_call_returns(side, matrix):
     assert side.query()
 
 
-def test_an_event_of_an_idle_stream_is_complete_when_the_call_returns():
+def test_event_of_an_idle_stream_is_complete_at_once():
     stream = torch.npu.SyncLaunchStream()  # without torch_npu's own queue
     for _ in range(200):
         event = torch.npu.Event()
@@ -50,7 +50,7 @@ def test_an_event_of_an_idle_stream_is_complete_when_the_call_returns():
         assert event.query()
 
 
-def test_a_small_operator_of_an_idle_stream_is_computed_when_the_call_returns():
+def test_small_operator_of_an_idle_stream_runs_within_the_call():
     stream = torch.npu.SyncLaunchStream()
     with torch.npu.stream(stream), torch.inference_mode():
         total = torch.zeros(8, device="npu")
@@ -308,7 +308,7 @@ def test_a_missing_wait_passes_ordinarily(steps):
     assert steps("misses") == "[]\n"
 
 
-def test_a_missing_wait_fails_with_an_adversary_the_same_way_for_the_same_seed(steps):
+def test_missing_wait_fails_reproducibly_with_an_adversary(steps):
     first = steps("misses", "--adversary", "1")
     assert first != "[]\n"
     assert steps("misses", "--adversary", "1") == first
@@ -338,12 +338,12 @@ for label, call in {"other": main.synchronize, "event": main.record_event().sync
 """
 
 
-def test_an_error_reaches_whoever_waits_for_its_stream_and_nothing_hangs(run):
+def test_error_reaches_all_waiters_of_its_stream(run):
     done = run("run", "--", sys.executable, "-c", FAILING)
     assert done.stdout.splitlines() == ["other True", "event True"], done.stderr
 
 
-def test_an_operator_refused_on_one_npu_s_queue_leaves_the_others(run):
+def test_operator_refused_on_one_npu_s_queue_leaves_the_others(run):
     """With TASK_QUEUE_ENABLE=2, torch_npu calls both functions of an operator on its queue's
     thread.
 

@@ -114,7 +114,7 @@ def test_streams_overlap_in_the_model_as_events_allow():
     assert both(ordered=True) == pytest.approx(2 * one.seconds[0], rel=0.01)
 
 
-def test_the_time_of_a_graph_s_branch_is_of_the_stream_that_replays_it():
+def test_graph_branch_time_belongs_to_the_replaying_stream():
     torch.ones(1, device="npu")
     (captured, inner, on), size = (stream() for _ in range(3)), 8 << 20
     to, source = memory(size), memory(size)

@@ -383,7 +383,7 @@ def test_ranks_without_a_result_in_time_are_named(monkeypatch):
 
 
 @pytest.mark.slow
-def test_a_chip_without_bfloat16_refuses_parts_and_runs_the_others(run, tmp_path):
+def test_chip_without_bfloat16_refuses_parts_and_runs_the_others(run, tmp_path):
     command = [
         sys.executable,
         "-m",

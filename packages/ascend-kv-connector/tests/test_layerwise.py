@@ -262,7 +262,7 @@ def test_metaserver_client_posts_and_reports_failures() -> None:
     assert "replied 404: not here" in failed["b"]
 
 
-def test_metaserver_client_follows_no_redirect_and_limits_answers_and_connections(
+def test_metaserver_client_limits_redirects_and_answers(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """An answer may contain a client's text, and a redirect may name any address."""

@@ -64,7 +64,7 @@ async def second(request: web.Request) -> web.StreamResponse:
     return response
 
 
-def test_prefill_params_are_passed_to_decode_and_its_stream_to_the_client() -> None:
+def test_prefill_params_reach_decode_and_its_stream_the_client() -> None:
     body = {
         "prompt": "6*7=",
         "max_tokens": 5,

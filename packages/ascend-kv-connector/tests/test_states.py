@@ -235,7 +235,7 @@ def test_a_prefill_instance_leaves_the_last_token_out(
         assert (load.blocks, load.start, load.stop) == ([51, 52, 0, 60], 4, 11)
 
 
-def test_groups_with_states_are_known_and_other_connectors_refuse_them() -> None:
+def test_state_groups_are_known_and_refused_by_other_connectors() -> None:
     full = KVCacheGroupSpec(
         ["a"], FullAttentionSpec(block_size=16, num_kv_heads=2, head_size=16, dtype=torch.float32)
     )

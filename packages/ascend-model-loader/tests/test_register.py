@@ -30,7 +30,7 @@ def join() -> None:
 
 
 @pytest.mark.parametrize("name", FORMATS)
-def test_entry_point_registers_format_and_platform_validates_options(name: str) -> None:
+def test_entry_point_registers_format_and_options_are_validated(name: str) -> None:
     join()
     assert extension.state("ascend-model-loader") == "active"
     unsupported.check_load_format(LoadConfig(load_format=name))

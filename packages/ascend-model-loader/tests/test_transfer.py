@@ -203,7 +203,7 @@ def test_names_are_compared_without_checkpoint_files(
     serving().fetch(room(), IDENTITY | identity)
 
 
-def test_mismatched_tensors_are_refused_with_the_first_difference(serving: Any) -> None:
+def test_mismatched_tensors_are_refused_with_a_difference(serving: Any) -> None:
     served = serving()
     into = room()
     into["scale"] = torch.zeros(3)
@@ -240,7 +240,7 @@ def _pretend_to_know(connection: socket.socket) -> None:
     channel.send(wire.Welcome(answer.proof))  # the client's own
 
 
-def test_sleeping_engine_refuses_and_closing_the_gate_waits_for_readers(serving: Any) -> None:
+def test_sleeping_engine_refuses_and_closing_waits_for_readers(serving: Any) -> None:
     served = serving()
     with served.server.gate.reading():
         assert not served.server.gate.close(0.05)

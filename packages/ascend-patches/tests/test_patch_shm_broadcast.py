@@ -44,9 +44,7 @@ os._exit(0)
 @pytest.mark.parametrize(
     ("disabled", "patience", "last"), [("", "60", "cancelled"), (NAME, "3", "waits")]
 )
-def test_shut_down_ends_a_reader_of_another_machine_with_the_patch(
-    disabled, patience, last, monkeypatch
-):
+def test_patched_shutdown_ends_a_reader_on_another_machine(disabled, patience, last, monkeypatch):
     monkeypatch.setenv("VLLM_ASCEND_DISABLE_PATCHES", disabled)
     done = subprocess.run(
         [sys.executable, "-c", SCRIPT, patience], capture_output=True, text=True, timeout=300

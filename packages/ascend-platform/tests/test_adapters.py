@@ -172,7 +172,7 @@ class Mamba(torch.nn.Module, SupportsLoRA):
         self.mixer = MambaMixer(8, **sizes, **options, prefix="mixer")
 
 
-def test_inner_projections_of_mamba_have_the_adapters_of_their_tokens(tmp_path: Path) -> None:
+def test_mamba_inner_projections_have_their_tokens_adapters(tmp_path: Path) -> None:
     made = manager(tmp_path, None, lambda: Mamba().npu())
     known = made._adapter_manager
     mixer = known.model.mixer

@@ -102,9 +102,7 @@ SPARSE = LATENT | {"use_sparse": True}
         ),
     ],
 )
-def test_offered_attention_serves_what_it_takes_and_the_built_in_one_the_rest(
-    monkeypatch, change, asked, path, why
-):
+def test_registered_attention_falls_back_to_the_built_in_one(monkeypatch, change, asked, path, why):
     pytest.importorskip("ascend_attention")
     monkeypatch.setattr(slots, "_offers", FUSED)
     text = SimpleNamespace(attn_logit_softcapping=asked.get("cap"))

@@ -131,7 +131,7 @@ def test_a_pipeline_stage_supports_what_the_others_do(
     assert (found and found.get_builder_cls().get_cudagraph_support(None, None).name) == taken
 
 
-def test_a_capture_disables_the_collector_and_leaves_frozen_what_is() -> None:
+def test_capture_disables_the_collector_and_keeps_frozen_objects() -> None:
     script = """
 import gc
 from ascend_platform.graph.capture_sizes import freeze_gc
@@ -160,7 +160,7 @@ assert not gc.isenabled()
     assert done.returncode == 0, done.stderr[-2000:]
 
 
-def test_outputs_of_a_graph_are_kept_while_a_drafter_s_graph_runs() -> None:
+def test_graph_outputs_are_kept_while_a_drafter_s_graph_runs() -> None:
     """The first graph's output is freed when it has been captured, as vLLM's wrapper does, and
     another may take its memory."""
     given, pool, stream = (

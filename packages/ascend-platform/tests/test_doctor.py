@@ -142,7 +142,7 @@ def test_another_torch_npu(installed):
     assert "disabled" in found["ascend of ascend-platform 0.1.0"][0]
 
 
-def test_another_vllm_by_metadata_and_the_variable_that_overrides_it(installed):
+def test_another_vllm_by_metadata_and_the_overriding_variable(installed):
     path = [installed("vllm", "0.18.0", ["torch==2.10.0", "torch==1; extra == 'old'"])]
     status, lines = examine(path=path)
     assert status == 1

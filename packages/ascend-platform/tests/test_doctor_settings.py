@@ -47,7 +47,7 @@ def test_plugin_names(value, state, says, fix):
     assert says in line[1]
 
 
-def test_filtered_component_is_a_warning_and_filtered_platform_a_failure():
+def test_filtered_component_warns_and_filtered_platform_fails():
     status, lines = examine(VLLM_PLUGINS="ascend")
     assert status == 0
     names = (
@@ -147,7 +147,7 @@ def test_settings_of_queue_and_hccl():
 
 @pytest.mark.parametrize(
     ("mode", "says"),
-    [(None, []), ("AIV", ["for tensor parallelism alone"]), ("AI_CPU", ["AI_CPU"])],
+    [(None, []), ("AIV", ["only for tensor parallelism"]), ("AI_CPU", ["AI_CPU"])],
 )
 def test_no_mode_of_collectives_is_a_warning(monkeypatch, mode, says):
     for name in (

@@ -100,7 +100,7 @@ def test_refusal_of_a_ray_worker_is_its_message():
     assert explain(error) == "too large; fix: less"
 
 
-def test_another_error_of_the_configuration_is_described_without_pydantic_s_words(model):
+def test_other_configuration_errors_do_not_mention_pydantic(model):
     error = error_of(engine_config, model, max_model_len=10**9)
     assert explain(error) == ""
     line = describe(error)
@@ -160,7 +160,7 @@ def test_length_that_memory_cannot_hold(longest, fix):
 
 
 @pytest.mark.parametrize("given", [100, None])
-def test_cache_that_memory_cannot_hold_names_the_option_that_was_given(model, given):
+def test_cache_that_does_not_fit_names_the_option_that_was_set(model, given):
     from vllm.v1.core.kv_cache_utils import _check_enough_kv_cache_memory
 
     # vLLM's functions that call it have the configuration under this name.
@@ -227,7 +227,7 @@ def _end_slowly(number):
     os.kill(os.getpid(), number)
 
 
-def test_worker_that_takes_time_to_end_is_described_by_its_signal(monkeypatch):
+def test_worker_that_exits_slowly_is_described_by_its_signal(monkeypatch):
     """vLLM's monitor logs exit status None of a process that has closed its files and cannot be
     waited for yet."""
 
@@ -262,7 +262,7 @@ def test_worker_that_takes_time_to_end_is_described_by_its_signal(monkeypatch):
         ),
     ],
 )
-def test_cause_reaches_the_command_and_an_explained_one_comes_first(tmp_path, workers, cause):
+def test_cause_reaches_the_command_and_explained_ones_come_first(tmp_path, workers, cause):
     script, sockets = tmp_path / "script.py", tmp_path / "sockets"
     script.write_text(CHILD)
     sockets.mkdir()
@@ -277,7 +277,7 @@ def test_cause_reaches_the_command_and_an_explained_one_comes_first(tmp_path, wo
     assert done.stdout.splitlines() == [cause, "[]"], done.stderr
 
 
-def test_cause_of_an_earlier_process_with_the_same_id_is_forgotten(tmp_path, monkeypatch):
+def test_cause_of_an_earlier_process_with_this_id_is_forgotten(tmp_path, monkeypatch):
     monkeypatch.setenv("VLLM_RPC_BASE_PATH", str(tmp_path))
     monkeypatch.setattr(failures, "_found", [])
     Path(tmp_path, f"failure-{os.getpid()}").write_text("0 stale\n")
@@ -310,7 +310,7 @@ def test_files_of_other_users_are_left_alone(tmp_path, monkeypatch):
     assert not failures.is_private(str(tmp_path / "link"))
 
 
-def test_architectures_that_cann_cannot_compute_are_refused_by_name():
+def test_architectures_that_cann_cannot_compute_are_refused():
     from ascend_platform.config import architectures
     from vllm.model_executor.models.registry import ModelRegistry
 

@@ -49,7 +49,7 @@ def installed(tmp_path, monkeypatch):
     return install
 
 
-def test_component_with_met_requirements_is_active_and_set_up_once(installed):
+def test_component_with_met_requirements_is_set_up_once(installed):
     installed(
         "wheel-a",
         requires=[
@@ -148,7 +148,7 @@ def test_options_are_defaults_under_what_is_given():
     assert extension.config("a") == {"size": 1, "name": "x"}
 
 
-def test_options_of_the_current_engine_come_before_those_of_the_last():
+def test_current_engine_s_options_precede_the_last_one_s():
     from vllm.config import VllmConfig, set_current_vllm_config
 
     config = VllmConfig()

@@ -217,8 +217,8 @@ def test_biases_and_clipped_swiglu(dtype):
 
 @pytest.mark.parametrize("dropped", [0, 2])
 def test_router_weights_stay_float32(dropped):
-    """Two experts cancel but for the last bits of a weight, which bfloat16 does not have, with and
-    without others dropped."""
+    """Two experts cancel except for the last bits of a weight, which bfloat16 does not have, with
+    and without dropped experts."""
     values, rows = [256.0, -256.0] + [torch.nan] * dropped, [0, 1] + [-1] * dropped
     expert_out = torch.tensor(values)[:, None].expand(-1, HIDDEN).contiguous().bfloat16().npu()
     weights = torch.tensor([[0.5 + 2**-10, 0.5] + [0.25] * dropped]).npu()
@@ -229,7 +229,7 @@ def test_router_weights_stay_float32(dropped):
 
 
 def test_unrouted_rows_are_not_read(monkeypatch):
-    """Rows that the matrix products do not write may hold any values, on an NPU also NaN."""
+    """Rows that the matmuls do not write may hold any values, on an NPU also NaN."""
 
     def experts(w13, w2, rows, counts, activation):
         out = torch.full_like(rows, torch.nan)

@@ -81,7 +81,7 @@ def test_decode_context_parallelism_is_refused():
 
 @pytest.mark.parametrize("neox", [True, False])
 def test_first_elements_of_heads_are_rotated(neox):
-    """By one operator, as vLLM's rotation of these elements alone does."""
+    """By one operator, like vLLM's rotation of these elements only."""
     with set_current_vllm_config(VllmConfig()):
         rotary = get_rope(
             64, 128, is_neox_style=neox, rope_parameters={"rope_type": "default", "rope_theta": 1e4}

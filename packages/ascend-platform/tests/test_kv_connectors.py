@@ -26,7 +26,7 @@ def transfer(connector, **more):
     return {"kv_transfer_config": {"kv_connector": connector, "kv_role": "kv_both"} | more}
 
 
-def test_connectors_of_other_devices_are_refused_with_the_supported_ones(model, connectors):
+def test_connectors_of_other_devices_are_refused(model, connectors):
     with pytest.raises(
         ValueError, match=r"ExampleConnector is not supported .* need .* is not loaded; fix: pip"
     ):
@@ -55,7 +55,7 @@ def test_connector_checks_its_options_before_the_engine_starts(model, connectors
         )
 
 
-def test_kv_offloading_and_multi_connector_use_the_connectors_for_npus(model, connectors):
+def test_kv_offloading_and_multi_connector_use_npu_connectors(model, connectors):
     ours = "ascend_kv_connector.offloading"
     with pytest.raises(
         ValueError, match=r"OffloadingConnector is not supported on Ascend NPUs; .* is not loaded"
@@ -97,7 +97,7 @@ def test_module_path_of_vllm_ascend_is_ignored_for_a_counterpart(model, connecto
     )
 
 
-def test_connectors_that_do_not_transfer_states_are_refused_with_such_models(model, connectors):
+def test_connectors_without_states_are_refused_for_such_models(model, connectors):
     connectors()
     mamba = {
         "model_type": "falcon_h1",

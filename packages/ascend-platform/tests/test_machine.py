@@ -27,7 +27,7 @@ def test_list_of_npus_that_is_not_used_as_a_whole_is_named(monkeypatch, variable
         devices.check(parallel)
 
 
-def test_several_ranks_on_a_machine_without_a_loopback_address_are_refused(monkeypatch):
+def test_ranks_on_a_machine_without_loopback_are_refused(monkeypatch):
     one, *several = (
         ParallelConfig(),
         ParallelConfig(tensor_parallel_size=2),

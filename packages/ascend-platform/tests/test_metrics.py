@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-all project
-"""Metrics of NPUs: each fails alone, and files that vanish do not end their collection."""
+"""Metrics of NPUs: each fails independently, and files that vanish do not end their collection."""
 
 import json
 import subprocess
@@ -66,9 +66,7 @@ def config(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> Config:
     return config
 
 
-def test_files_that_vanish_and_missing_metrics_do_not_end_collection(
-    config: Config, tmp_path: Any
-) -> None:
+def test_missing_files_and_metrics_do_not_end_collection(config: Config, tmp_path: Any) -> None:
     directory = tmp_path / "npus-a"
     directory.mkdir()
     (directory / "0-0-0").symlink_to(directory / "gone")
@@ -82,7 +80,7 @@ def test_files_that_vanish_and_missing_metrics_do_not_end_collection(
     )
 
 
-def test_without_the_main_process_s_directory_a_process_has_its_own(
+def test_process_without_the_main_process_has_its_own_directory(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Any
 ) -> None:
     """As with external_launcher, or on another node, which has no such directory and must not keep
@@ -93,7 +91,7 @@ def test_without_the_main_process_s_directory_a_process_has_its_own(
     assert not (tmp_path / "of another node").exists()
 
 
-def test_a_directory_that_the_main_process_has_removed_is_no_error(tmp_path: Any) -> None:
+def test_directory_removed_by_the_main_process_is_no_error(tmp_path: Any) -> None:
     write = metrics._file_writer(tmp_path / "removed" / "0-1-1", ["0", "1", "1"])
     write({"vllm:npu_memory_total_bytes": 5.0})
     assert not list(tmp_path.iterdir())

@@ -83,9 +83,7 @@ def test_it_needs_ascend_attention(configure, monkeypatch):
         configure()
 
 
-def test_the_option_alone_decides_the_order_and_other_reasons_only_the_operator(
-    configure, monkeypatch
-):
+def test_only_the_option_decides_the_order(configure, monkeypatch):
     """Instances for prefills and decodes have different layouts, and exchange KV caches."""
     off, on = configure(arguments={}), configure()
     assert (

@@ -117,7 +117,7 @@ def test_gemma_rms_norm(dtype):
     close(normed, rms((x + residual).double(), expected_weight, 1e-6))
 
 
-def test_rms_norm_of_another_dtype_than_the_weight_s_falls_back_to_native():
+def test_rms_norm_with_another_weight_dtype_falls_back_to_native():
     layer = RMSNorm(64, dtype=torch.bfloat16)
     layer.weight.data.normal_()
     x = torch.randn(3, 64)
@@ -245,7 +245,7 @@ LONGROPE = {"short_factor": [1.0] * 32, "long_factor": [2.0] * 32}
     ],
     ids=lambda value: value["rope_type"] if isinstance(value, dict) else "",
 )
-def test_requests_longer_than_the_rotary_table_are_refused_at_load(scaling, rows):
+def test_requests_longer_than_the_rotary_table_are_refused(scaling, rows):
     """vLLM's limit of a request is max_position_embeddings for each of these."""
     attention = torch.nn.Module()
     config = VllmConfig()
@@ -324,7 +324,7 @@ def test_mrope(section, turns, fused, neox, dtype, monkeypatch):
             rotated(x, torch.ones(11), angles, neox, head_size),
             ulps=300 if dtype is torch.float32 else 4,
         )
-    layer(positions[0].npu(), *joined.split([4 * head_size, 2 * head_size], -1))  # text alone
+    layer(positions[0].npu(), *joined.split([4 * head_size, 2 * head_size], -1))  # Only text.
     assert len(calls) == 1 + fused
 
 

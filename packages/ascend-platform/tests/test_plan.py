@@ -132,7 +132,7 @@ def test_the_page_has_what_was_published_and_what_is_estimated():
 
 
 def test_chips_are_those_of_the_emulator():
-    """Both packages have these figures, as the product never imports the emulator."""
+    """Both packages have these figures, because the platform never imports the emulator."""
     emulated = tomllib.loads((resources.files("ascend_emulator") / "chips.toml").read_text())
     common = emulated.pop("all")
     uncorrelated = {"Ascend910A", "Ascend950PR_9599"}  # plan has no figures of these

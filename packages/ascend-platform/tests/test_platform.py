@@ -33,7 +33,7 @@ def test_vllm_uses_it_as_its_platform():
     assert current_platform.is_out_of_tree()
 
 
-def test_configuration_runs_on_the_v1_runner_with_spawned_workers_and_graphs_for_decodes(model):
+def test_v1_configuration_spawns_workers_and_graphs_decodes(model):
     config = engine_config(model())
     assert config.parallel_config.worker_cls == "ascend_platform.worker.worker.NPUWorker"
     assert config.compilation_config.mode is CompilationMode.NONE
@@ -124,7 +124,7 @@ def test_lora_is_refused_where_the_model_is_compiled(model, asked):
         engine_config(model(), enable_lora=True, compilation_config={"cudagraph_mode": mode})
 
 
-def test_full_graphs_are_refused_where_the_attention_cannot_be_captured(model):
+def test_full_graphs_are_refused_if_attention_is_not_capturable(model):
     message = (
         "FULL needs attention that can be captured, and this model's is built-in PyTorch .*;"
         " supported: PIECEWISE, NONE"
@@ -185,7 +185,7 @@ def test_unsupported_features_are_refused_in_one_line(model, arguments, named):
         ),
     ],
 )
-def test_options_of_other_devices_are_refused_before_the_engine_starts(model, arguments, named):
+def test_options_of_other_devices_are_refused_at_start_up(model, arguments, named):
     with pytest.raises(ValueError, match=named):
         engine_config(model(), **arguments)
 
@@ -197,9 +197,7 @@ def test_options_of_other_devices_are_refused_before_the_engine_starts(model, ar
         ("VLLM_BATCH_INVARIANT", "batch invariance"),
     ],
 )
-def test_unsupported_features_of_the_environment_are_refused_in_one_line(
-    model, monkeypatch, variable, named
-):
+def test_unsupported_environment_features_are_refused(model, monkeypatch, variable, named):
     if not hasattr(envs, variable):
         pytest.skip(f"this vLLM has no {variable}")
     monkeypatch.setenv(variable, "1")
@@ -243,8 +241,8 @@ def test_unsupported_models_with_states_are_refused_by_name():
     )
 
 
-def test_prefill_context_parallelism_is_refused_for_what_it_does_not_serve(monkeypatch):
-    """As vLLM's ``PCPManager.validate_config``, before workers start."""
+def test_unsupported_prefill_context_parallelism_is_refused(monkeypatch):
+    """Same check as vLLM's ``PCPManager.validate_config``, before workers start."""
     parallel = {
         "prefill_context_parallel_size": 2,
         "decode_context_parallel_size": 1,
@@ -331,7 +329,7 @@ def test_sliding_window_model_is_served_up_to_its_window(model):
     assert engine_config(mistral, disable_sliding_window=True).model_config.max_model_len == 64
 
 
-def test_layout_that_needs_more_npus_than_there_are_is_refused_in_one_line(model, monkeypatch):
+def test_layout_with_too_many_npus_is_refused_in_one_line(model, monkeypatch):
     there = torch.npu.device_count()
     engine_config(model(), tensor_parallel_size=1)
     with pytest.raises(
@@ -366,9 +364,7 @@ def test_experts_of_data_parallel_engines_need_the_communicator(model, monkeypat
         engine_config(model(**EXPERTS), data_parallel_size=2, enable_expert_parallel=True)
 
 
-def test_numa_binding_follows_the_topology_and_is_disabled_if_unknown(
-    model, monkeypatch, lines, tmp_path
-):
+def test_numa_binding_follows_the_topology_or_is_disabled(model, monkeypatch, lines, tmp_path):
     monkeypatch.setenv("PATH", str(tmp_path))
     parallel = engine_config(model(), numa_bind=True).parallel_config
     assert (parallel.numa_bind, parallel.numa_bind_nodes) == (False, None)
@@ -383,7 +379,7 @@ def test_numa_binding_follows_the_topology_and_is_disabled_if_unknown(
     assert engine_config(model(), numa_bind=True).parallel_config.numa_bind_nodes == [1, 0]
 
 
-def test_workers_are_bound_by_default_where_the_topology_is_known(model, monkeypatch, tmp_path):
+def test_workers_are_bound_if_the_topology_is_known(model, monkeypatch, tmp_path):
     (tmp_path / "numactl").touch(mode=0o755)
     monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.setattr(host, "numa_nodes", lambda: ([1, 0], ""))
@@ -395,7 +391,7 @@ def test_workers_are_bound_by_default_where_the_topology_is_known(model, monkeyp
     assert engine_config(model()).parallel_config.numa_bind is False
     monkeypatch.setattr(host, "has_numa_nodes", lambda: False)
     monkeypatch.setattr(
-        host, "numa_nodes", lambda: pytest.fail("npu-smi is asked on a machine with one NUMA node")
+        host, "numa_nodes", lambda: pytest.fail("npu-smi is called on a machine with one NUMA node")
     )
     assert engine_config(model()).parallel_config.numa_bind is False
 
@@ -488,7 +484,7 @@ def test_directory_too_long_for_sockets_is_refused_in_one_line(model, monkeypatc
         engine_config(model())
 
 
-def test_specs_can_be_registered_and_a_config_created_without_an_engine(model):
+def test_specs_and_configs_can_be_created_without_an_engine(model):
     script = (
         "import sys; from vllm.platforms import current_platform as platform;"
         " platform.register_custom_kv_cache_specs(None); "
@@ -510,7 +506,7 @@ def test_specs_can_be_registered_and_a_config_created_without_an_engine(model):
     assert done.returncode == 0, done.stderr
 
 
-def test_sockets_have_a_directory_that_goes_with_the_main_process(model):
+def test_socket_directory_is_removed_with_the_main_process(model):
     script = "import os, sys; from vllm.engine.arg_utils import EngineArgs; "
     script += "EngineArgs(model=sys.argv[1], skip_tokenizer_init=True).create_engine_config(); "
     script += (

@@ -44,15 +44,13 @@ def test_exit_beside_a_rank_that_hangs_has_a_deadline() -> None:
         port = probe.getsockname()[1]
     done = npus.run(2, sys.executable, "-c", SCRIPT, str(port), VLLM_PLUGINS="", timeout=300)
     assert "exits" in done.stdout, done.stdout[-2000:] + done.stderr[-2000:]
-    assert "the process groups could not be destroyed in 2 s" in done.stderr
+    assert "destroying the process groups timed out after 2 s" in done.stderr
     assert done.returncode == 1
 
 
 @pytest.mark.parametrize("executor", ["external_launcher", "mp"])
 @pytest.mark.parametrize("other", ["attention and states", "states"])
-def test_stages_of_which_one_has_no_attention_are_refused_under_the_external_launcher(
-    executor, other, monkeypatch
-):
+def test_stages_without_attention_are_refused_by_the_launcher(executor, other, monkeypatch):
     def gather(stages, own, group):
         stages[:] = [other, own]
 

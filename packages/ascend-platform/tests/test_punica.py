@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-all project
-"""LoRA layers, compared with the product of each token with its adapter in float64."""
+"""LoRA layers, compared with each token times its adapter in float64."""
 
 import types
 

@@ -319,7 +319,7 @@ def model(tmp_path):
 WEIGHT = "model.layers.0.mlp.down_proj.weight"
 
 
-def test_quantized_weights_of_layers_that_vllm_keeps_unquantized_are_refused():
+def test_quantized_weights_of_unquantized_layers_are_refused():
     layer = "model.layers.0.self_attn"
     description = {
         f"{layer}.{name}.weight": "W8A8_DYNAMIC" for name in ("o_proj", "compressor.wkv")
@@ -354,7 +354,7 @@ def test_quantized_weights_of_layers_that_vllm_keeps_unquantized_are_refused():
 
 
 @pytest.mark.parametrize("name", ["wk", "weights_proj"])
-def test_quantized_weights_of_an_indexer_are_refused_before_they_are_loaded(name):
+def test_quantized_indexer_weights_are_refused_before_loading(name):
     """The indexer's wk of DeepSeek-V3.2 has no quantization method in vLLM: its integers would be
     loaded as numbers."""
     weight = f"model.layers.0.self_attn.indexer.{name}.weight"
@@ -495,7 +495,7 @@ GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": 128, "desc_act": False,
         ),
     ],
 )
-def test_unsupported_awq_and_gptq_checkpoints_are_refused_in_one_line(model, config, named):
+def test_unsupported_awq_and_gptq_checkpoints_are_refused(model, config, named):
     with pytest.raises(ValueError, match=rf"[^\n]*{named}"):
         engine_config(model(quantization_config=config))
 
@@ -617,7 +617,7 @@ def test_int8_cache_scales_are_loaded_per_rank(monkeypatch, rank):
 
 @pytest.mark.parametrize("dtype", HALVES, ids=str)
 def test_a_rank_with_a_single_group_has_scales_per_channel(dtype):
-    """CANN takes group sizes below the number of inputs alone; the emulator refuses others."""
+    """CANN takes only group sizes below the number of inputs; the emulator refuses others."""
     spec = Spec(4, group=IN, symmetric=False)
     (own,), given = drawn(spec, dtype)
     packed = SCHEMES[spec.scheme].load(given, dtype, "x", True)

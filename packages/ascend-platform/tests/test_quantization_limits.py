@@ -60,7 +60,7 @@ def test_groups_that_a_rank_has_in_part_are_refused(experts, cure):
 
 @pytest.mark.parametrize("method", [ModelSlimLinearMethod, fp8.RequantizedLinearMethod])
 @pytest.mark.parametrize(("inputs", "parts"), [(64, [40000, 25536]), (65536, [64])])
-def test_matrices_that_are_too_large_are_refused_before_they_are_loaded(method, inputs, parts):
+def test_too_large_matrices_are_refused_before_loading(method, inputs, parts):
     """Gemma-2-27B has 73,728 outputs in a layer."""
     scheme = SCHEMES["W8A8_DYNAMIC"]
     own = (

@@ -10,7 +10,7 @@ import time
 from pathlib import Path
 
 
-def test_ray_worker_replaces_a_directory_of_another_machine_and_the_new_one_goes_with_it(tmp_path):
+def test_ray_worker_replaces_another_machine_s_directory(tmp_path):
     script = (
         "import os, sys; sys.modules['ray'] = None; from ascend_platform.process import sockets; "
     )
@@ -34,7 +34,7 @@ def test_ray_worker_replaces_a_directory_of_another_machine_and_the_new_one_goes
             time.sleep(0.05)
 
 
-def test_shared_memory_of_a_ray_worker_whose_process_group_is_killed_is_removed(tmp_path):
+def test_shared_memory_of_a_killed_ray_worker_is_removed(tmp_path):
     script = (
         "import os, sys; from multiprocessing.shared_memory import SharedMemory; sys.modules['ray']"
         " = None; "

@@ -39,7 +39,7 @@ def run(prologue="", flags=(), **environment):
     return result, [line for line in done.stderr.splitlines() if "not activated" in line]
 
 
-def test_with_a_device_it_returns_the_platform_and_creates_no_context():
+def test_device_returns_the_platform_and_creates_no_context():
     out, said = run()
     assert out == ["ascend_platform.platform.NPUPlatform"] * 2 + ["untouched"]
     assert said == []
@@ -192,7 +192,7 @@ def test_with_the_cuda_build_of_torch_nothing_is_activated(cuda_torch):
     assert not any(CUDA in line for line in said)
 
 
-def test_vllm_command_with_the_cuda_build_of_torch_ends_in_one_line(cuda_torch, tmp_path):
+def test_vllm_command_with_cuda_torch_ends_in_one_line(cuda_torch, tmp_path):
     (tmp_path / "vllm").write_text("import torch")
     env = {**os.environ, "PYTHONPATH": str(cuda_torch)}
     done = subprocess.run(

@@ -101,8 +101,8 @@ def test_heads_of_the_published_size():
 
 
 def test_equal_keys_do_not_grow_errors():
-    """Products of a chunk's updates cancel, which sums of powers of their matrix would not survive
-    in float32."""
+    """The updates of a chunk cancel, which sums of powers of their matrix would not survive in
+    float32."""
     q, k, v, g, beta = tensors(64)
     k, g, beta = k[:1].expand_as(k), g * 0, torch.full_like(beta, 1.5)
     output, _ = gated_delta.chunk_rule(
@@ -233,7 +233,7 @@ def test_convolutions_of_prefills_and_decodes():
     assert torch.equal(states[0].cpu(), pool[0])
 
 
-def test_convolutions_of_draft_tokens_begin_after_the_accepted_ones():
+def test_draft_convolutions_begin_after_the_accepted_tokens():
     torch.manual_seed(0)
     weight, bias, pool = torch.randn(8, 4), torch.randn(8), torch.randn(4, 8, 5)
     lengths, accepted, blocks = [3, 2], [2, 1], torch.tensor([[3], [1]]).expand(2, 3)

@@ -66,7 +66,7 @@ def test_sampled_tokens_and_processed_logits(sampler, ks, mode):
     )
 
 
-def test_rejection_samplers_of_two_engines_use_their_own_requests():
+def test_rejection_samplers_of_two_engines_use_their_requests():
     """The operator does not support a k of the first engine, and all of the second."""
 
     class Rejection(torch.nn.Module):

@@ -43,7 +43,7 @@ def test_fingerprint_depends_on_every_tensor(tmp_path: Path, change: tuple[str, 
     assert found != checkpoint_fingerprint(checkpoint(tmp_path / "changed", change))
 
 
-def test_fingerprint_of_files_that_changed_while_they_were_loaded(
+def test_fingerprint_of_files_that_changed_during_loading(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model = SimpleNamespace(model=str(tmp_path / "here"), model_weights="", revision=None)

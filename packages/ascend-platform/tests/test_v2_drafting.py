@@ -260,7 +260,7 @@ def test_synthetic_acceptance_has_its_rates() -> None:
     )
 
 
-def test_other_methods_of_verification_are_not_taken_for_this_one() -> None:
+def test_other_verification_methods_are_not_mistaken() -> None:
     with pytest.raises(AssertionError, match="block verification"):
         verify(
             Drafts(0),

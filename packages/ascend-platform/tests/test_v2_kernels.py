@@ -77,7 +77,7 @@ def test_inputs_of_a_step(seed: int, decode: bool, empty: bool, on_host: bool) -
 
 
 def test_inputs_are_prepared_within_a_step_alone() -> None:
-    with pytest.raises(AssertionError, match="prepare_inputs alone"):
+    with pytest.raises(AssertionError, match=r"only prepared in NPUModelRunner\.prepare_inputs"):
         inputs.prepare_pos_seq_lens(
             device([0]), device([0, 1]), device([0]), device([0]), device([0])
         )
@@ -132,8 +132,8 @@ def test_sampled_and_rejected(seed: int, decode: bool, empty: bool) -> None:
 )
 @pytest.mark.parametrize("seed", range(6))
 def test_post_update(seed: int, lengths: bool, decode: bool, counts: bool) -> None:
-    """Without lengths the batch is an earlier one of a pipeline; in a step of decodes every request
-    samples one token."""
+    """Without token counts the batch is an earlier one of a pipeline; in a decode step every
+    request samples one token."""
     batch, rng = Batch(seed, decode), random.Random(seed)
     count = len(batch.rows)
     rows = [-1 if not lengths and rng.random() < 0.25 else row for row in batch.rows]

@@ -158,8 +158,8 @@ def chosen(
     watermark_config: object = None,
     routed_experts: bool = False,
 ) -> Any:
-    """The choice where these features are asked for, with the environment variable as it is
-    `asked`, if it is."""
+    """The choice for these requested features, with the environment variable set to `asked`, if
+    given."""
     monkeypatch.setenv("VLLM_VERSION", version)
     monkeypatch.setattr("ascend_platform.runner_is_given", asked is not None)
     monkeypatch.setattr(model_runner, "_IN_ENVIRONMENT", bool(asked))
@@ -275,6 +275,6 @@ def test_v2_below_its_first_version_is_refused_in_one_line(monkeypatch: pytest.M
     monkeypatch.setenv("VLLM_VERSION", "0.32.0")
     with pytest.raises(
         extension.RefusedError,
-        match=r"additional_config asks for, is supported from vLLM 0.33 on, .* 0.32.0; fix: ",
+        match=r"additional_config\) requires vLLM >= 0.33, found 0.32.0; fix: ",
     ):
         model_runner.choose(config("v2", model_config=object()))

@@ -123,7 +123,7 @@ def test_unchanged_vllm_of_another_version_is_taken(
     monkeypatch.setenv("VLLM_VERSION", "0.99.0")
     assert walk(vllm_tree, [vllm_copy.edited(GROUPED, renamed=True), ("vllm/__init__.py", "")]) == [
         (
-            "vLLM 0.99.0 is not as ascend-platform 0.1.0 supports it: override"
+            "vLLM 0.99.0 is not supported by ascend-platform 0.1.0: override"
             f" grouped_topk_router.grouped_topk: target {GROUPED} is missing:"
             f" {GROUPED.partition(':')[0]} does not define grouped_topk; fix: pip install --upgrade"
             f" ascend-platform, or install an unedited release of {vllm_overrides._supported()}"
@@ -226,7 +226,7 @@ def test_another_plugin_that_has_replaced_it_is_named(plain: ModuleType, lines) 
         (
             "WARNING",
             (
-                "override plain.one replaces what plugin_of_somebody has put in place of"
+                "override plain.one replaces the object that plugin_of_somebody has installed for"
                 " vllm.plain:one"
             ),
         )
@@ -247,7 +247,7 @@ def test_difference_that_the_user_accepts_is_a_line(
     vllm_overrides.override("vllm.plain:one", len)
     assert plain.one is len
     said = (
-        f"override plain.one is applied, as {vllm_overrides.ACCEPT} says:"
+        f"override plain.one applied despite a mismatch ({vllm_overrides.ACCEPT}):"
         f" {plain.problems['vllm.plain:one']}"
     )
     assert lines == [("WARNING", said)]

@@ -67,8 +67,8 @@ class Prefills:
         mask: torch.Tensor,
         chunk_size: int,
     ) -> None:
-        """Take the cumulative query lengths, a function for the context lengths, and the most
-        tokens of a chunk."""
+        """Take the cumulative query lengths, a function for the sequence lengths of the context,
+        and the most tokens of a chunk."""
         self.ends, self.block_table, self.mask = ends, block_table, mask
         self._context_lens, self._chunk_size = context_lens, chunk_size
 
@@ -134,7 +134,7 @@ def cut_context(context_lens: list[int], size: int) -> list[list[Piece]]:
 
 
 def serves(layers: list[Any], dtype: torch.dtype) -> bool:
-    """Whether the kernel takes the expanded heads of these ``MLAAttention``."""
+    """Whether the kernel supports the expanded head sizes of these ``MLAAttention``."""
     return (
         bool(layers)
         and dtype == torch.bfloat16

@@ -4,8 +4,8 @@
 attends to them.
 
 All tokens of a step are one call of each, in any mix of prefills and decodes. Sequence lengths are
-read on the device, so that the calls belong to graphs as they are. Limits of the kernels are those
-of ``torch_npu/_op_plugin_docs.py`` in the torch_npu wheel, and of op-plugin's pages for them.
+read on the device, so the calls can be captured in graphs unchanged. Limits of the kernels are
+those of ``torch_npu/_op_plugin_docs.py`` in the torch_npu wheel, and of op-plugin's pages for them.
 """
 
 from dataclasses import dataclass

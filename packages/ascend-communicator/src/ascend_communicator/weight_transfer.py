@@ -173,7 +173,9 @@ class HCCLTrainerWeightTransferEngine(NCCLTrainerWeightTransferEngine):
             raised at once.
         """
         if source is None:
-            raise ValueError("trainer_init needs a source, such as vLLM's ModuleSource(model)")
+            raise ValueError(
+                "trainer_init requires a weight source, such as vLLM's ModuleSource(model)"
+            )
         wire: dict[str, Any] = {
             "packed": init_info.packed,
             "packed_buffer_size_bytes": init_info.packed_buffer_size_bytes,

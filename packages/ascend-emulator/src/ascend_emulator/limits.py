@@ -25,8 +25,8 @@ def _cgroup_files(controller: str, name: str, proc: Path, mount: Path) -> Iterat
         _, controllers, path = line.split(":", 2)
         if controllers and controller not in controllers.split(","):
             continue
-        # v2 has one hierarchy and no controllers here; v1 has one directory per controller. In
-        # containers the path may be the host's.
+        # Version 2 has one hierarchy and no controllers here, and version 1 one directory per controller.
+        # In containers the path may be the host's.
         for root in [mount] if not controllers else [mount / controllers, mount / controller]:
             group = root / path.lstrip("/")
             for directory in [group, *group.parents]:

@@ -206,7 +206,7 @@ def check_single_host(name: str, vllm_config: Any) -> None:
 
 @dataclass
 class CopyJob:
-    """Copies of one job; ``size`` in bytes, once ``launched``."""
+    """Copies of one transfer job. ``size`` is in bytes, and valid after launch."""
 
     began: Any
     ended: Any

@@ -73,9 +73,7 @@ def _setup(patches: Iterable[Patch]) -> None:
     _Process.switched_off = environment_disabled()
     known = {each.name for each in _Process.patches}
     for name in sorted(_Process.switched_off - known):
-        extension.logger.warning(
-            "%s names %r, which is no patch%s", DISABLE, name, _hint(name, known)
-        )
+        extension.logger.warning("unknown patch %r in %s%s", name, DISABLE, _hint(name, known))
 
 
 def _configured(options: Mapping[str, object]) -> None:
@@ -92,8 +90,8 @@ def _configured(options: Mapping[str, object]) -> None:
     for name in given:
         if name not in known:
             raise extension.RefusedError(
-                f'additional_config "ascend.patches.disable" names {name!r}, which is no'
-                f" patch{_hint(name, known)}"
+                f'additional_config "ascend.patches.disable": unknown patch {name!r}'
+                f"{_hint(name, known)}"
             )
     before = _Process.from_environment
     if given:

@@ -147,7 +147,7 @@ def discover() -> list[Patch]:
                 for each in collect(importlib.import_module(f"{package.__name__}.{name}")):
                     if found.setdefault(each.name, each) is not each:
                         extension.logger.warning(
-                            "a second patch called %s, of %s, is disabled",
+                            "duplicate patch %s from %s ignored",
                             each.name,
                             package.__name__,
                         )

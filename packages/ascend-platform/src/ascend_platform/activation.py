@@ -16,8 +16,7 @@ if TYPE_CHECKING:
 
 
 def activate(vllm_config: "VllmConfig") -> None:
-    """Hand the components their options and log the summary line, once per process, whose imports
-    are over by then.
+    """Configure the plugins and log the summary line, once per process, after its imports.
 
     Called where each process first has the configuration and all plugins are loaded:
     ``check_and_update_config`` in the API server, ``register_custom_kv_cache_specs`` in the engine

@@ -2,7 +2,7 @@
 # SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-all project
 """Facts of Ascend chips: the capabilities of each family and the published figures of each model.
 
-No other module of the product names a chip. A family lists a capability where the documentation of
+No other module of the platform names a chip. A family lists a capability where the documentation of
 torch_npu or of op-plugin names it for the operators concerned; a chip of no family has the defaults
 of :class:`ChipFamily`. The module imports neither torch nor vLLM, because
 ``ascend_platform.extension`` imports it.
@@ -44,8 +44,8 @@ class MC2:
         default: the algorithm.
         internode: the algorithm for a group over several machines, where it takes the group; None:
         the default.
-        group_buffer: whether the buffer size of a group's own HCCL options counts, rather than
-        HCCL_BUFFSIZE alone.
+        group_buffer: whether the buffer size of a group's own HCCL options counts, not only
+        HCCL_BUFFSIZE.
     """
 
     default: MC2Algorithm
@@ -58,21 +58,18 @@ class ChipFamily:
     """Capabilities that all chips of a family share.
 
     Attributes:
-        name: the product's.
+        name: of the device family.
         prefixes: of the chips' names, as ``aclrtGetSocName`` and torch_npu give them.
         streams: of an NPU; each captured graph keeps some for as long as it lives (CANN's API
         reference, ``aclrtCreateStream``).
         dtypes: of models; the first is what a model gets whose own dtype is not among them.
-        operators: fused operators of torch_npu that the product uses where a chip has them, and
-        does without elsewhere.
-        quantization: schemes of quantized weights; None means all.
-        top_k_top_p: npu_sim_exponential_ and npu_top_k_top_p_sample.
-        moe_routing: npu_moe_init_routing_v2 and npu_moe_re_routing, which all-to-all needs.
-        token_unpermute: npu_moe_token_unpermute, which expert parallelism needs.
-        weight_nz: int8 weights of npu_quant_matmul in FRACTAL_NZ, which its documentation
-        recommends.
-        matmul_all_reduce: tensor-parallel sizes of npu_mm_all_reduce_base.
-        mc2: MC2's algorithms, None without its operators.
+        operators: fused operators of torch_npu that are used if a chip has them, and replaced
+        otherwise. quantization: schemes of quantized weights; None means all. top_k_top_p:
+        npu_sim_exponential_ and npu_top_k_top_p_sample. moe_routing: npu_moe_init_routing_v2 and
+        npu_moe_re_routing, which all-to-all needs. token_unpermute: npu_moe_token_unpermute, which
+        expert parallelism needs. weight_nz: int8 weights of npu_quant_matmul in FRACTAL_NZ, which
+        its documentation recommends. matmul_all_reduce: tensor-parallel sizes of
+        npu_mm_all_reduce_base. mc2: MC2's algorithms, None without its operators.
     """
 
     name: str
@@ -115,7 +112,8 @@ ALL_OPERATORS = frozenset(
         "npu_swiglu",
     }
 )
-"""Of Atlas A2 and A3. torch_npu's documentation lists the products of each operator (op-plugin:
+"""Of Atlas A2 and A3. torch_npu's documentation lists the supported devices of each operator
+(op-plugin:
 docs/zh/custom_APIs)"""
 
 FAMILIES = (
@@ -193,7 +191,7 @@ class ChipFigures:
     Attributes:
         name: the chip's; a longer name that begins with it is the same chip.
         memory_gib, bandwidth_gbs: device memory in GiB, its bandwidth in GB/s.
-        tflops: of 16-bit products; 8-bit products go twice as fast ("140 TOPS INT8" of 310P).
+        tflops: of 16-bit matmuls; 8-bit matmuls are twice as fast ("140 TOPS INT8" of 310P).
         node: NPUs joined by the links below.
         network_gbs: GB/s of one NPU beyond the node, in one direction.
         collective_us: time of a collective without data, in microseconds.

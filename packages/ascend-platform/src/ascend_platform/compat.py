@@ -3,9 +3,9 @@
 """Shims for what some supported versions of vLLM lack; each is removed once the lowest supported
 version has it.
 
-Whether it is needed is asked of vLLM's code, never of its version. ``until``, the first vLLM that
-has what is missing, is for the tests (``tests/plugins/test_compat.py``), which fail when no
-supported vLLM is below it, and for the table in the documentation.
+Whether it is needed is determined from vLLM's code, never from its version. ``until``, the first
+vLLM that has what is missing, is for the tests (``tests/plugins/test_compat.py``), which fail when
+no supported vLLM is below it, and for the table in the documentation.
 """
 
 import inspect
@@ -74,8 +74,8 @@ def slot_mapping_kernel(compute: Callable[..., None]) -> Callable[..., None]:
     """Adapt a function with 0.32's arguments of ``ComputeSlotMappingKernel.kernel`` to 0.31's.
 
     0.31 has two more: ``block_size`` of the attention, before ``slot_mapping``, and
-    ``BLOCKS_PER_KV_BLOCK``, after ``KV_CACHE_BLOCK_SIZE``, their product. The table contains the
-    attention's blocks, which alone determine a token's slot.
+    ``BLOCKS_PER_KV_BLOCK``, after ``KV_CACHE_BLOCK_SIZE``, which is one times the other. The table
+    contains the attention's blocks, and only these determine a token's slot.
     """
     return lambda *arguments: compute(*arguments[:6], arguments[7], arguments[6], *arguments[10:])
 
@@ -104,7 +104,6 @@ def set_random_seed(seed: int | None, data_parallel_index: int = 0) -> None:
     otherwise=lambda: None,
 )
 def ask_platform_for_mla_prefill_backend() -> None:
-    """Replace 0.31's selection, whose default needs vLLM's FlashAttention, by the question to the
-    platform."""
+    """Ask the platform, because 0.31's default requires FlashAttention."""
     choose = current_platform.get_mla_prefill_backend_cls
     override("vllm.v1.attention.backends.mla.prefill.selector:get_mla_prefill_backend", choose)

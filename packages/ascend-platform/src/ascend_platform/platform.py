@@ -54,7 +54,7 @@ class NPUPlatform(Platform):
 
     @classmethod
     def import_kernels(cls) -> None:
-        """Nothing: vLLM's compiled operators are for CUDA, and those for NPUs are in torch_npu."""
+        """No-op: vLLM's compiled operators are for CUDA, and those for NPUs are in torch_npu."""
 
     @classmethod
     def import_ir_kernels(cls) -> None:
@@ -149,8 +149,8 @@ class NPUPlatform(Platform):
 
     @classmethod
     def check_runner_kv_caches_multi_layer(cls) -> None:
-        """Nothing: ``NPUModelRunner.kv_caches`` is only copied by blocks, regardless of the layers
-        of a cache."""
+        """No-op: ``NPUModelRunner.kv_caches`` is only copied by blocks, regardless of the layers of
+        a cache."""
 
     @classmethod
     def pre_register_and_update(cls, parser: Any = None) -> None:

@@ -47,8 +47,7 @@ class Override:
         sources: fingerprints of the source that it was written for, by the first minor version of
         vLLM that has that source.
         compared: the target whose source is compared, where it is not ``target`` itself.
-        replaced_in: the modules whose name is replaced, where that is not the defining module
-        alone.
+        replaced_in: the modules whose name is replaced, if it is not only the defining module.
         kept_in: modules, or packages, that import the name with ``from … import`` and keep vLLM's
         own.
     """
@@ -242,7 +241,7 @@ def _accept(each: Override) -> bool:
     problem = _problem(each.target)
     if each.name not in _accepted() or "is missing" in problem:
         return False
-    logger.warning("override %s is applied, as %s says: %s", each.name, ACCEPT, problem)
+    logger.warning("override %s applied despite a mismatch (%s): %s", each.name, ACCEPT, problem)
     return True
 
 
@@ -252,8 +251,8 @@ def _error(each: Override, problem: str) -> RefusedError:
         names = ",".join(sorted({*_accepted(), each.name}))
         accept = f", or, if this vLLM is edited and the override fits it: export {ACCEPT}={names}"
     return RefusedError(
-        f"vLLM {requirements.version('vllm')} is not as ascend-platform"
-        f" {requirements.version('ascend-platform')} supports it: override {each.name}: {problem};"
+        f"vLLM {requirements.version('vllm')} is not supported by ascend-platform"
+        f" {requirements.version('ascend-platform')}: override {each.name}: {problem};"
         " fix: pip install --upgrade ascend-platform, or install an unedited release of"
         f" {_supported()}{accept}"
     )
@@ -289,7 +288,7 @@ def _check_importers(each: Override, original: Any, known: set[str]) -> None:
 
 
 def report_foreign(target: str, original: Any) -> None:
-    """Log which other plugin has put something in place of vLLM's own, if one has."""
+    """Log which other plugin has replaced vLLM's own object, if one has."""
     name = (
         getattr(original, "__globals__", {}).get("__name__")
         or getattr(original, "__module__", None)
@@ -302,7 +301,10 @@ def report_foreign(target: str, original: Any) -> None:
         "",
     ):
         logger.warning(
-            "override %s replaces what %s has put in place of %s", _entry(target).name, name, target
+            "override %s replaces the object that %s has installed for %s",
+            _entry(target).name,
+            name,
+            target,
         )
 
 
@@ -312,7 +314,7 @@ _HOOK = "vLLM has a platform hook for it"
 
 def torch_view(module: str, why: str, fingerprint: str, since: str = "0.31") -> Override:
     """A module whose ``torch.cuda`` becomes ``torch.npu``, without a change to ``torch`` itself."""
-    remove_when = "the module uses torch.accelerator in place of torch.cuda"
+    remove_when = "the module uses torch.accelerator instead of torch.cuda"
     return Override(
         f"{module}:torch",
         "replaced",
@@ -372,7 +374,7 @@ OVERRIDES: tuple[Override, ...] = (
     Override(
         "vllm.distributed.eplb.eplb_state:EplbState",
         "replaced",
-        "it tells the thread that moves experts' weights its device on CUDA and XPU alone",
+        "it sets the device of the thread that moves experts' weights only on CUDA and XPU",
         "EplbState sets device_index for every device",
         {"0.31": "54ba80813d3b"},
         compared="vllm.distributed.eplb.eplb_state:EplbState.__init__",
@@ -406,7 +408,7 @@ OVERRIDES: tuple[Override, ...] = (
         "vllm.compilation.cuda_graph:CUDAGraphWrapper._all_instances",
         "used",
         "vLLM clears, and moves to another memory pool, the graphs of all engines of the process",
-        "vLLM's profile_cudagraph_memory clears the graphs of its runner alone",
+        "vLLM's profile_cudagraph_memory clears only the graphs of its runner",
         {"0.31": "a9c2e5f493e3"},
         compared="vllm.compilation.cuda_graph:CUDAGraphWrapper.__init__",
     ),
@@ -430,15 +432,14 @@ OVERRIDES: tuple[Override, ...] = (
     Override(
         "vllm.model_executor.layers.vocab_parallel_embedding:get_masked_input_and_mask",
         "replaced",
-        "its thirteen operators are one kernel by torch.compile on CUDA alone, and the layer has no"
-        " hook",
+        "torch.compile fuses its thirteen operators only on CUDA, and the layer has no hook",
         "the layer asks the platform for it",
         {"0.31": "6b69b33dab0e"},
     ),
     Override(
         "vllm.model_executor.layers.fused_moe.runner.shared_experts:SharedExperts",
         "replaced",
-        "it takes a second stream on CUDA alone",
+        "it uses a second stream only on CUDA",
         "aux_stream and the class's order ask the platform",
         {"0.31": "ae6b09963e9e", "0.33": "9c08c18729cd"},
         replaced_in=("vllm.model_executor.layers.fused_moe.runner.moe_runner",),
@@ -513,9 +514,9 @@ OVERRIDES: tuple[Override, ...] = (
     Override(
         "vllm.v1.spec_decode.llm_base_proposer:SpecDecodeBaseProposer.build_per_group_and_layer_attn_metadata",
         "replaced",
-        "rejected tokens change seq_lens on the device alone, and have slot -1, which"
+        "rejected tokens change seq_lens only on the device, and have slot -1, which"
         " npu_scatter_pa_kv_cache rejects",
-        "drafters keep exact lengths on the host and use slots of the null block",
+        "drafters keep exact sequence lengths on the host and use slots of the null block",
         {"0.31": "1a23a12d0de6", "0.32": "c117a57e4063"},
     ),
     Override(
@@ -528,7 +529,7 @@ OVERRIDES: tuple[Override, ...] = (
     Override(
         "vllm.v1.spec_decode.utils:extend_all_queries_by_N",
         "replaced",
-        "it extends seq_lens on the device alone",
+        "it extends seq_lens only on the device",
         "it extends seq_lens_cpu_upper_bound",
         {"0.31": "a4edf38c9dc1"},
         replaced_in=("vllm.v1.spec_decode.llm_base_proposer",),
@@ -595,7 +596,7 @@ OVERRIDES: tuple[Override, ...] = (
             ("rejection_random_sample_kernel", "accepted draft tokens", "82b20c180407"),
             (
                 "sample_recovered_tokens_kernel",
-                "the token in place of the first rejected one",
+                "the token that replaces the first rejected one",
                 "4ec2a810d3d8",
             ),
         )

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-all project
-"""Slot mappings computed in place of vLLM's kernel, on the device and on the host, compared with a
+"""Slot mappings computed instead of vLLM's kernel, on the device and on the host, compared with a
 loop."""
 
 import random

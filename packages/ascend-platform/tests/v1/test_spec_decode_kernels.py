@@ -194,7 +194,7 @@ def test_eagle_step(seed):
     past = [position + 1 >= longest for position in positions]
     assert out_positions.tolist()[:requests] == following
     rows = enumerate(zip(past, table, following, strict=True))
-    # n is a slot of the null block.
+    # `n` is a slot of the null block.
     slots = [n if p else row[f // size] * size + f % size for n, (p, row, f) in rows]
     assert out_slots.tolist() == [*slots, *range(requests, padded)]
     assert seq_lens.tolist() == [
@@ -371,7 +371,7 @@ def test_drafter_metadata_has_exact_host_lengths():
 
 
 @pytest.mark.parametrize("padded", [3, 4, 130])
-def test_padding_tokens_of_a_drafter_have_slots_of_the_null_block(padded):
+def test_drafter_padding_tokens_have_null_block_slots(padded):
     """Latent attention writes the keys of all tokens of a piecewise graph, and
     npu_scatter_pa_kv_cache rejects slot -1."""
     from vllm.v1.spec_decode.llm_base_proposer import SpecDecodeBaseProposer

@@ -200,7 +200,9 @@ class Leases:
                     raise TransferError("lease", self._suspended)
                 raise NotReadyError("the request's blocks are not available yet")
             if not _register(lease.readers, reader):
-                raise TransferError("lease", f"{MAX_READERS} other instances read the request")
+                raise TransferError(
+                    "lease", f"the request already has the maximum of {MAX_READERS} readers"
+                )
             lease.in_use += 1
             lease.expires = self._clock() + lease.seconds
         try:
@@ -225,7 +227,7 @@ class Leases:
                 )
 
     def finish(self, request: str, reader: str, rank: int, ranks: int) -> None:
-        """A rank of a reader needs the request no more; the lease ends when all ranks of all its
+        """A reader rank releases the request; the lease ends when all ranks of all its
         readers have said so."""
         with self._lock:
             lease = self._live.get(request)
@@ -250,7 +252,7 @@ class Leases:
                 lease.expires = self._clock() + lease.seconds
 
     def end(self, request: str) -> None:
-        """Nobody will read a finished request's blocks."""
+        """No consumer will read a finished request's blocks."""
         with self._lock:
             lease = self._live.get(request)
             if lease is not None and lease.finished and not lease.in_use:

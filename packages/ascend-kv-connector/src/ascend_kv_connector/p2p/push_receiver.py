@@ -147,7 +147,7 @@ def _refuses_connections(address: tuple[str, int]) -> bool:
 
 
 class PushReceiver:
-    """Has the connections of one thread of the consumer."""
+    """Receives pushes for one consumer thread."""
 
     def __init__(self, consumer: Rank, clients: ClientPool) -> None:
         self._consumer, self._clients = consumer, clients

@@ -22,7 +22,7 @@ import torch
 from ascend_platform import extension
 
 LAST_STATE = -1
-"""In place of a group's window: its layers have states."""
+"""Replaces a group's window: its layers have states."""
 
 
 def state_parts(

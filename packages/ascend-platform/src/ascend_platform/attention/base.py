@@ -280,7 +280,7 @@ class SparseLatentAttentionImplBase(LatentAttentionImplBase):
         )
 
     def record_logical_topk_ready(self) -> None:
-        """Nothing: for vLLM's cache of selected tokens on the host (HiSparse)."""
+        """No-op: only for vLLM's cache of selected tokens on the host (HiSparse)."""
 
 
 @dataclass(frozen=True)
@@ -302,7 +302,7 @@ _rejected: ContextVar[tuple[Rejected, ...]] = ContextVar("rejected draft tokens"
 
 @contextmanager
 def subtract_rejected(rejected: Rejected | None) -> Iterator[None]:
-    """Subtract rejected draft tokens from the host lengths of the metadata that is built in this
+    """Subtract rejected draft tokens from the host sequence lengths of metadata built in this
     context."""
     reset = _rejected.set((*_rejected.get(), rejected) if rejected else _rejected.get())
     try:
@@ -323,7 +323,8 @@ def host_lengths(common: Any, title: str) -> list[int]:
         title: name of the attention in the error message.
 
     Raises:
-        NotImplementedError: causality differs between requests, or the lengths are not on the host.
+        NotImplementedError: causality differs between requests, or the sequence lengths are not on
+        the host.
     """
     return deferred_host_lengths(common, title)()
 
@@ -347,7 +348,7 @@ def draft_length_bounds(common: Any) -> tuple[list[int], list[int]] | None:
     each may be too high.
 
     The host does not know yet how many draft tokens are rejected, and ``host_lengths`` would wait
-    for it. ``common.seq_lens`` on the device is exact. None where the host knows the lengths.
+    for it. ``common.seq_lens`` on the device is exact. None if the host knows the sequence lengths.
     """
     rejected = _rejected.get()
     drafts = next((each.drafts for each in rejected if each.drafts is not None), None)
@@ -370,8 +371,8 @@ in it become task groups."""
 def graph_task() -> AbstractContextManager[Any]:
     """Context manager for a kernel call whose sequence lengths are updated at each graph replay.
 
-    The new lengths are the attribute ``lengths`` of the attention metadata, a dictionary of the
-    kernel's keyword arguments. The kernel needs a handler in torch_npu
+    The new sequence lengths are the attribute ``lengths`` of the attention metadata, a dictionary
+    of the kernel's keyword arguments. The kernel needs a handler in torch_npu
     (``torch_npu/npu/_npugraph_handlers``) and an explicit ``workspace``. A no-op outside of graph
     capture.
     """

@@ -50,7 +50,7 @@ class GatedDeltaRule:
 
 
 def select(vllm_config: VllmConfig) -> GatedDeltaRule | None:
-    """Select the implementation for the model's layers, None if it has none of this kind."""
+    """Select the implementation for the model's layers, or None if it has no such layers."""
     from vllm.model_executor.layers.mamba.mamba_utils import MambaStateDtypeCalculator
 
     model, cache, drafts = (

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
 ALIGNMENT = 64
-"""Bytes to which the place of a state within a block is aligned."""
+"""Alignment of a state within its block, in bytes."""
 
 STEP = 128
 """Tokens by which the block size of attention grows, as CANN's kernels have blocks of 128."""

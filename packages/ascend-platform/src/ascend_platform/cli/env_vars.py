@@ -42,7 +42,7 @@ KNOWN = {
 
 def target_device() -> Iterator[Result]:
     """VLLM_TARGET_DEVICE, which vLLM also reads at run time: cpu selects the CPU before any plugin
-    is asked."""
+    is consulted."""
     if value := os.environ.get("VLLM_TARGET_DEVICE"):
         if value == "cpu":
             yield fail(

@@ -100,7 +100,7 @@ def hccl(npus: int) -> Iterator[Result]:
     elif mode == "AIV" and npus > 1:
         yield ok(
             name,
-            "AIV, which is for tensor parallelism alone: several groups of ranks of an NPU may hang"
+            "AIV, which is only for tensor parallelism: several groups of ranks of an NPU may hang"
             " with it",
         )
     elif mode is not None:

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 _MHC = "hyper-connections (npu_mhc_pre, which is for the next generation of chips)"
 _COMPRESSED = f"attention over compressed keys and values, its compressor, and {_MHC}"
-_OTHERS = "the kernels that vLLM has for CUDA and ROCm alone"
+_OTHERS = "kernels that vLLM has only for CUDA and ROCm"
 
 LACKING = {
     "deepseek_v4": _COMPRESSED,

@@ -26,7 +26,7 @@ def resolve(vllm_config: VllmConfig) -> None:
     before vLLM looks it up.
 
     Where vLLM has a connector of the same name, which does not work on NPUs, the path selects the
-    offered one. A module of vllm-ascend is dropped: the name alone selects the counterpart.
+    offered one. A module of vllm-ascend is dropped: only the name selects the counterpart.
 
     Raises:
         RefusedError: a connector that is not offered, with those that are.

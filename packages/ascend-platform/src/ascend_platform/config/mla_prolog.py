@@ -4,9 +4,9 @@
 attention's decodes.
 
 The operator stores the rotated part of a key with its even elements first, as halves; vLLM's layers
-leave them in pairs. With the option all steps of an engine store halves, so that the option alone
-decides what the KV cache has. The operator's limits are those of ``torch_npu/_op_plugin_docs.py``
-in the torch_npu wheel.
+leave them in pairs. With the option all steps of an engine store halves, so that only the option
+determines the contents of the KV cache. The operator's limits are those of
+``torch_npu/_op_plugin_docs.py`` in the torch_npu wheel.
 """
 
 from typing import TYPE_CHECKING

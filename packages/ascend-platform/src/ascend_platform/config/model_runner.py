@@ -33,14 +33,14 @@ if TYPE_CHECKING:
 
 VARIABLE = "VLLM_USE_V2_MODEL_RUNNER"
 _IN_ENVIRONMENT = os.environ.get(VARIABLE) == "1"
-"""What the user has set, or, in a process of an engine, the engine's choice; of no meaning where
-neither is given."""
+"""Value of VLLM_USE_V2_MODEL_RUNNER at import: the user's, or the engine's in its subprocesses.
+Undefined if unset."""
 
 
 class Choice(NamedTuple):
     is_v2: bool
     why: str
-    """What asks for this runner, in words."""
+    """Source of the request for this runner, for messages."""
 
 
 _OTHER_METHODS = ("block", "fly")
@@ -179,7 +179,7 @@ def choice(vllm_config: VllmConfig) -> Choice:
 
 
 def choose(vllm_config: VllmConfig) -> None:
-    """Choose the runner of an engine, and refuse what V2 does not serve where it is asked for.
+    """Choose the runner of an engine, and refuse requested features that V2 does not support.
 
     Raises:
         RefusedError: this vLLM's V2 runner is not supported, or a feature of the configuration is
@@ -192,14 +192,13 @@ def choose(vllm_config: VllmConfig) -> None:
     if is_v2:
         if Version(version := requirements.version("vllm")) < Version(overrides.SINCE):
             raise RefusedError(
-                f"vLLM's V2 model runner, which {why} asks for, is supported from vLLM"
-                f" {overrides.SINCE} on, and this is {version}; fix: do not ask for it"
+                f"the V2 model runner (requested by {why}) requires vLLM >= {overrides.SINCE},"
+                f" found {version}; fix: unset it"
             )
         vllm_overrides.check(overrides.OVERRIDES)
         if difference := launch_sites.difference():
             raise RefusedError(
-                f"vLLM {version}'s V2 model runner is not as ascend-platform supports it:"
-                f" {difference}"
+                f"the V2 model runner of vLLM {version} is not supported: {difference}"
             )
         _refuse(_lacking(vllm_config), why)
         # Routers on the NPU do not read the mask, which costs two launches per step.
@@ -210,7 +209,7 @@ def choose(vllm_config: VllmConfig) -> None:
         # vLLM has chosen asynchronous scheduling for V2. V1 supports it only for some drafters, and
         # not for pipelines.
         if vllm_config.scheduler_config.async_scheduling:
-            logger.info("asynchronous scheduling is off: the V1 model runner (%s)", why)
+            logger.info("disabled async scheduling: not supported by the V1 model runner (%s)", why)
         vllm_config.scheduler_config.async_scheduling = False
     _chosen[vllm_config.instance_id] = Choice(is_v2, why)
     if os.environ.get(VARIABLE) != (value := str(int(is_v2))):

@@ -30,11 +30,11 @@ SERVED = {
     "Lfm2ForCausalLM": "short convolution",
     "Lfm2MoeForCausalLM": "short convolution",
 }
-"""The kind of layers with states, by architecture."""
+"""Type of the layers with states, by architecture."""
 
 
 def has_states(config: VllmConfig) -> bool:
-    """Whether the model has layers with states in place of pages."""
+    """Whether the model has layers with states instead of pages."""
     return bool(config.model_config.is_hybrid or config.model_config.is_attention_free)
 
 
@@ -45,7 +45,7 @@ def other_architecture(config: VllmConfig) -> str:
 
 
 def other_options(config: VllmConfig) -> str:
-    """What is asked for that is not supported with such layers, in words; "" if all is."""
+    """Reason why the configuration is unsupported with recurrent layers, or ""."""
     if not has_states(config) or other_architecture(config):
         return ""
     asked = {

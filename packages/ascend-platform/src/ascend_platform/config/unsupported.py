@@ -24,8 +24,8 @@ if TYPE_CHECKING:
 class Feature(NamedTuple):
     """A feature that is not supported.
 
-    ``asked`` tells from a configuration whether it is asked for: a string is the value to show, any
-    other value counts as a truth value. With ``of_model`` it is called only for a configuration
+    ``asked`` returns whether a configuration requests the feature: a string is the value to show,
+    any other value counts as a boolean. With ``of_model`` it is called only for a configuration
     with a model.
     """
 

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-all project
-"""ACL graphs: vLLM's CUDAGraphWrapper on ``torch.npu``, with attention lengths updated at each
-replay.
+"""ACL graphs: vLLM's CUDAGraphWrapper on ``torch.npu``, with attention's sequence lengths updated
+at each replay.
 
 vLLM's CUDAGraphWrapper and ``graph_capture`` call ``torch.cuda`` directly. Their modules get a
 ``torch`` in which the names that they use are those of ``torch.npu``. CANN's attention kernels take
@@ -38,11 +38,11 @@ def module_with_overrides(module: ModuleType, **replaced: object) -> ModuleType:
 
 
 class NPUGraph(torch_npu.npu.NPUGraph):
-    """A graph that is replayed with this step's attention lengths, from ``lengths`` of the metadata
+    """A graph that is replayed with this step's sequence lengths, from ``lengths`` of the metadata
     in the forward context."""
 
     _lengths_read: ClassVar[torch_npu.npu.Event | None] = None
-    """Recorded after the last replay: until then a graph may still read its lengths."""
+    """Recorded after the last replay: until then a graph may still read its sequence lengths."""
 
     def __init__(self) -> None:
         # Each update ends by emptying torch_npu's task queue, so that its thread would only add two

@@ -25,7 +25,7 @@ logger = init_logger(__name__)
 
 
 class PassManager(InductorPass):
-    """Pass manager in place of vLLM's PostGradPassManager, whose passes insert CUDA operators."""
+    """Pass manager that replaces vLLM's PostGradPassManager, whose passes insert CUDA operators."""
 
     fuses_norm_quant = False
 

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-all project
-"""Fused MoE on CANN's operators: top-k routing, grouped matrix products and the weighted sum of
-expert outputs.
+"""Fused MoE on CANN's operators: top-k routing, grouped matmuls and the weighted sum of expert
+outputs.
 
 The functions of vLLM's routers that call CUDA operators are replaced
 (``vllm/model_executor/layers/fused_moe/router``). Unquantized experts are the CustomOp
@@ -264,7 +264,7 @@ def route_with_identities(
 
 
 def _unchosen(ids: torch.Tensor, is_free: torch.Tensor) -> torch.Tensor:
-    """Distinct experts that a token has not chosen, lowest first, for its places that are free,
+    """Distinct experts that a token has not selected, lowest first, for its free top-k slots,
     ``[tokens, k]``.
 
     Among numbers from 0 on, the one after ``n`` others that are not chosen is ``n`` plus the chosen
@@ -308,7 +308,7 @@ ACTIVATIONS = {
 
 
 class NPUExperts:
-    """Mixin for vLLM's FusedMoEMethodBase that applies experts by grouped matrix products.
+    """Mixin for vLLM's FusedMoEMethodBase that applies experts by grouped matmuls.
 
     With data or sequence parallelism the tokens are exchanged by the all2all manager of vLLM's
     expert parallel group: by its ``apply_experts`` if it has that method, else by dispatch and
@@ -512,8 +512,8 @@ def apply_experts(
         rows: ``[rows, hidden]``.
         counts: int64 ``[experts]``, rows per expert.
         lora: adapters of the rows (``ascend_platform.ops.lora_experts.RowLoRA``), or None.
-        activation: of the first product, which becomes ``[rows, inner]``.
-        biases: of both products, ``[experts, 2 * inner]`` and ``[experts, hidden]``, in float32 for
+        activation: of the first matmul, whose result becomes ``[rows, inner]``.
+        biases: of both matmuls, ``[experts, 2 * inner]`` and ``[experts, hidden]``, in float32 for
         bfloat16 rows; or None.
     """
     first, second = ({} if bias is None else {"bias": bias} for bias in biases)

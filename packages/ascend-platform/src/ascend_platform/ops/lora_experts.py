@@ -1,11 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-all project
-"""LoRA on experts: grouped matrix products beside those of the experts, for all adapters of a
-batch.
+"""LoRA on experts: grouped matmuls beside those of the experts, for all adapters of a batch.
 
-vLLM's layer wraps a modular kernel of Triton, which NPUs do not have. Here the products with the A
-matrices of all slots, a mask that keeps each row's own adapter, and the products with the B
-matrices are added to the experts' own products, as ``ascend_platform.ops.punica`` does for linear
+vLLM's layer wraps a modular kernel of Triton, which NPUs do not have. Here rows are multiplied by
+the A matrices of all slots, a mask keeps each row's own adapter, and the results times the B
+matrices are added to the experts' own outputs, as ``ascend_platform.ops.punica`` does for linear
 layers.
 """
 
@@ -115,12 +114,12 @@ class RowLoRA:
     mask: torch.Tensor
 
     def add_w13(self, y: torch.Tensor, rows: torch.Tensor, counts: torch.Tensor) -> None:
-        """Add the adapters' product to y ``[rows, 2 * inner]``, gate and up; rows ``[rows,
+        """Add the adapters' output to y ``[rows, 2 * inner]``, gate and up; rows ``[rows,
         hidden]``, counts by expert."""
         self._add(y, rows, counts, self.layer._w13_a, self.layer._w13_b)
 
     def add_w2(self, y: torch.Tensor, rows: torch.Tensor, counts: torch.Tensor) -> None:
-        """Add the adapters' product to y ``[rows, hidden]``; rows ``[rows, inner]``."""
+        """Add the adapters' output to y ``[rows, hidden]``; rows ``[rows, inner]``."""
         self._add(y, rows, counts, self.layer._w2_a, self.layer._w2_b)
 
     def _add(

@@ -1,14 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-all project
 """LoRA (vLLM's Punica wrapper): shrink and expand for all tokens and adapters of a batch in a few
-matrix products.
+matmuls.
 
 vLLM keeps a layer's adapters in slots, A ``[slots, 1, rank, in]`` and B ``[slots, 1, out, rank]``.
 The shrink multiplies by A of all slots, a mask sets the results of other adapters to zero, and the
-expand adds the product with B of all slots to the output: one launch for A of all slices, one for
-the mask, and one per slice for B. Rows are not reordered and no shape depends on the adapters in
-use, so there is no synchronization with the device. ``docs/lora.md`` compares it with grouped
-matrix products.
+expand multiplies by B of all slots and adds the result to the output: one launch for A of all
+slices, one for the mask, and one per slice for B. Rows are not reordered and no shape depends on
+the adapters in use, so there is no synchronization with the device. ``docs/lora.md`` compares it
+with grouped matmuls.
 """
 
 import contextlib
@@ -174,8 +174,8 @@ class NPUPunicaWrapper(PunicaWrapperCPU):
         output_slices: tuple[int, ...],
         start: int = 0,
     ) -> None:
-        """Add the product of x ``[tokens, slices, slots, rank]`` with B of all slots to the slices
-        of y."""
+        """Multiply x ``[tokens, slices, slots, rank]`` by B of all slots, and add the result to the
+        slices of y."""
         for index, (b, width) in enumerate(zip(stacked, output_slices, strict=True)):
             weight, part = _flatten_lora_b(b)[:width], y[:, start : start + width]
             if y.dtype == b.dtype:

@@ -28,7 +28,7 @@ ONE_ROW = [0, 0, 0]
 """The section of npu_mrope for one row of positions."""
 
 MAX_HEADS = 999
-"""Batch size and heads of npu_rotary_mul; interleaved, their product."""
+"""Batch size and heads of npu_rotary_mul; interleaved, one multiplied by the other."""
 
 
 def _is_supported(layer: Any, query: torch.Tensor, head_size: int = 0) -> bool:

@@ -56,8 +56,8 @@ class NPUSharedExperts(SharedExperts):
         )
 
     def maybe_forward_async(self, shared_experts_input: torch.Tensor) -> bool:
-        """As vLLM's, on an NPU's stream: queue the shared experts, and return whether :meth:`wait`
-        has to be called."""
+        """Like the base method, but on an NPU stream: queue the shared experts, and return whether
+        :meth:`wait` has to be called."""
         if (
             self._determine_shared_experts_order(shared_experts_input)
             != SharedExpertsOrder.MULTI_STREAM_OVERLAPPED

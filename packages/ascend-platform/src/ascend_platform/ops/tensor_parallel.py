@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-all project
-"""Layers of tensor parallelism: a vocabulary's embedding in few operators, and row-parallel
-products fused with their all-reduce.
+"""Layers of tensor parallelism: vocabulary embedding in few operators, and row-parallel matmuls
+fused with their all-reduce.
 
-By torch_npu's documentation npu_mm_all_reduce_base is for prefill alone, and for tensor parallelism
+By torch_npu's documentation npu_mm_all_reduce_base is only for prefill, and for tensor parallelism
 within a machine of Atlas A2.
 """
 
@@ -35,7 +35,7 @@ def get_masked_input_and_mask(
     """The local row of each token id, and whether the id belongs to another rank; rows of those are
     any valid one.
 
-    vLLM's thirteen operators become one kernel on CUDA alone, by torch.compile. A shard with added
+    Only on CUDA torch.compile fuses vLLM's thirteen operators into one kernel. A shard with added
     tokens, or without any, takes vLLM's.
     """
     if (

@@ -18,7 +18,7 @@ entry-point name."""
 
 VARIABLES = {
     "VLLM_VERSION": (
-        "the version of vLLM that requirements and patches are compared with, in place of the"
+        "the version of vLLM that requirements and patches are compared with, instead of the"
         " installed one"
     ),
     "VLLM_ASCEND_DISABLE_PATCHES": "names of patches to leave out, separated by commas",

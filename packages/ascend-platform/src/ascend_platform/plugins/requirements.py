@@ -105,7 +105,7 @@ def cuda_torch() -> Problem | None:
     process aborts at import.
 
     The first error is ``Duplicated key 'pinned_reserve_segment_size_mb'``, of C++, so that nothing
-    can catch it. A library of that name without the option, which some CPU builds have in place of
+    can catch it. A library of that name without the option, which some CPU builds have instead of
     CUDA's, does no harm.
     """
     torch, torch_npu = map(importlib.util.find_spec, ("torch", "torch_npu"))

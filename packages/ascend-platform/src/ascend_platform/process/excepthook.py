@@ -98,7 +98,7 @@ def _print_last() -> None:
         with contextlib.suppress(OSError, AttributeError):
             _wait_for_resource_tracker()
         for stream in (sys.stdout, sys.stderr):
-            with contextlib.suppress(OSError, ValueError):  # closed, or nobody reads it
+            with contextlib.suppress(OSError, ValueError):  # Closed, or without a reader.
                 stream.flush()
         print(line, file=sys.stderr, flush=True)
 

@@ -47,8 +47,7 @@ def explain(error: BaseException) -> str:
 
 
 def describe(error: BaseException) -> str:
-    """Type and message of an error, and of one that pydantic wraps its message alone, in
-    one line."""
+    """Type and message of an error in one line; only the message if pydantic wraps the error."""
     *_, inner = _errors(error) if hasattr(error, "errors") else [error]
     message = _one_line(inner)
     return (
@@ -70,8 +69,8 @@ def death(what: str, status: int | None) -> str:
         name = "a signal"
     fixes = {
         signal.SIGKILL: (
-            "if nobody killed it, the kernel did for want of memory (dmesg): give the machine or"
-            " container more"
+            "if no user killed it, the kernel did because memory ran out (dmesg): give the machine"
+            " or container more"
         ),
         signal.SIGBUS: "free or enlarge /dev/shm (docker run --shm-size)",
     }

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-all project
-"""Scopes of patches: which kind of vLLM process this is (``platform``, ``engine``, ``worker``)."""
+"""Scopes of patches: the type of this vLLM process (``platform``, ``engine``, ``worker``)."""
 
 from __future__ import annotations
 

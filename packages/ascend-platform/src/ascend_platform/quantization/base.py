@@ -166,8 +166,8 @@ class Scheme:
             )
 
     def count_groups(self, inputs: int, group_size: int, experts: bool, layer: str) -> int:
-        """Number of groups in an output channel of so many inputs; one if ``group_size`` is 0 or
-        -1.
+        """Number of groups in an output channel of this number of inputs; one if ``group_size`` is
+        0 or -1.
 
         Raises:
             RefusedError: the groups do not divide the inputs, or the scheme does not support them.
@@ -184,8 +184,8 @@ class Scheme:
         return inputs // group_size
 
     def check_groups(self, inputs: int, groups: int, experts: bool, layer: str) -> None:
-        """Raise RefusedError unless the scheme supports so many groups in an output channel of so
-        many inputs."""
+        """Raise RefusedError unless the scheme supports this number of groups and inputs per output
+        channel."""
         if groups == 1:
             return
         if not (self.expert_groups if experts else self.groups):

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-all project
-"""Transfer errors: a cause for users, and a kind for metrics."""
+"""Transfer errors: a cause for users, and an error code for metrics."""
 
 from __future__ import annotations
 
@@ -50,9 +50,9 @@ def one_line(error: Exception) -> str:
 class TransferError(Exception):
     """A transfer failed.
 
-    ``kind`` is a label of metrics; ``hint`` says what to do, if that is not the same for all errors
-    of the kind. ``settled`` is for failed reads and writes: until it is True, the target's memory
-    may still change and must not be reused.
+    ``kind`` is the error code, a label of metrics; ``hint`` is the fix, if it differs from that of
+    other errors with this code. ``settled`` is for failed reads and writes: until it is True, the
+    target's memory may still change and must not be reused.
     """
 
     def __init__(self, kind: Kind, cause: str, hint: str = "", settled: Settled = never) -> None:

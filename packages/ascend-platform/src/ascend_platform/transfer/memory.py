@@ -80,8 +80,8 @@ class ReceiveBuffers:
                 if not in_time and self._made >= self._most:
                     raise TransferError(
                         "transport",
-                        f"{self._made} receive buffers are still in use or in quarantine after"
-                        " failed reads, which is the most",
+                        f"all {self._made} receive buffers are in use or quarantined after failed"
+                        " reads",
                     )
                 if grow := in_time < self._count and self._made < self._most:
                     self._made += 1

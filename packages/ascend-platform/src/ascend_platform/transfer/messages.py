@@ -24,7 +24,7 @@ class Refused(Message, frozen=True):
     """Negative reply. ``again``: the same query may succeed a moment later; ``kind`` is one of
     errors.KINDS.
 
-    ``queued``: it keeps its place in the peer's queue if it is repeated at once.
+    ``queued``: it keeps its position in the peer's queue if it is repeated at once.
     """
 
     kind: str

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-all project
-"""Work queues by peer: each peer has threads of its own, so that one that is slow or dead delays
-its own work alone."""
+"""Work queues by peer: each peer has its own threads, so that a slow or dead peer delays only its
+own work."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ class PeerQueues(Generic[Work]):
         """Queue work for a peer that may have this many threads.
 
         Raises:
-            TransferError: of kind ``internal``; the peer has no thread, and none can be started.
+            TransferError: code ``internal``; the peer has no thread, and none can be started.
         """
         with self._lock:
             queue = self._peers.setdefault(peer, Peer(self._lock, threads))

@@ -18,7 +18,7 @@ MAX_WAITING = 4096
 
 
 ALONE_SECONDS = 0.05
-"""Interval at which queries that wait alone are asked if nothing is known to have changed."""
+"""Interval at which independent queries are polled if no change is known."""
 
 
 class BusyError(Exception):
@@ -53,7 +53,7 @@ class Waiting:
 class QueryQueue:
     """Places by arrival. After ``seconds`` a sender is told to repeat its query, so that it knows
     that this side is alive; the place is kept for as long again. ``changed`` is set, in any thread,
-    when a query that waits alone may be answered."""
+    when an independent query may be answered."""
 
     def __init__(self, seconds: float, clock: Callable[[], float] = monotonic) -> None:
         self._seconds, self._clock = seconds, clock
@@ -82,14 +82,13 @@ class QueryQueue:
         waiting.asked, waiting.until = asked, self._clock() + self._seconds
 
     def remove(self, matches: Callable[[Place], bool]) -> None:
-        """Forget the places of senders that no longer wait."""
+        """Forget the queue positions of senders that no longer wait."""
         self._places = {
             place: waiting for place, waiting in self._places.items() if not matches(place)
         }
 
     def serve(self, answer: Callable[[Message], Message]) -> None:
-        """Answer queries in their order, until one has to wait on; those that wait alone are asked
-        in any case."""
+        """Answer queries in order, until one must wait; independent queries are always polled."""
         blocked, ask_alone = "", self.changed or self._clock() >= self._ask_alone_at
         if ask_alone:
             self.changed, self._ask_alone_at = False, self._clock() + ALONE_SECONDS

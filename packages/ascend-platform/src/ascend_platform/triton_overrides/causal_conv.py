@@ -3,8 +3,8 @@
 """Causal convolution over packed tokens with a state per request, in PyTorch.
 
 CANN's operators for it take width 3 only, and are for another chip (``npu_fused_causal_conv1d``).
-Nothing here waits for the device: lengths and indices stay there. Block 0 is vLLM's null block,
-whose rows are left as they are.
+Nothing here waits for the device: sequence lengths and indices stay there. Block 0 is vLLM's null
+block, whose rows are left as they are.
 """
 
 from collections.abc import Callable
@@ -158,4 +158,4 @@ OVERRIDES: dict[str, Callable[..., Any]] = {
     _PREFIX + "causal_conv1d_fn": causal_conv1d_fn,
     _PREFIX + "causal_conv1d_update": causal_conv1d_update,
 }
-"""Functions of vLLM, as in ``vllm_overrides.OVERRIDES``, and what takes their place."""
+"""Functions of vLLM, as in ``vllm_overrides.OVERRIDES``, and their replacements."""

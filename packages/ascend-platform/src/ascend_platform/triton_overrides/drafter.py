@@ -204,8 +204,8 @@ def install() -> None:
     requirements.
 
     In ``vllm/v1/spec_decode/llm_base_proposer.py`` added and rejected tokens change ``seq_lens`` on
-    the device only, and rejected and padding tokens have slot -1. The kernels need lengths on the
-    host and valid slots. A second call does nothing.
+    the device only, and rejected and padding tokens have slot -1. The kernels need sequence lengths
+    on the host and valid slots. A second call does nothing.
     """
     from vllm.compilation.decorators import ignore_torch_compile
     from vllm.v1.spec_decode import llm_base_proposer, ngram_proposer_gpu

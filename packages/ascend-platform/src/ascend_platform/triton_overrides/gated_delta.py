@@ -4,8 +4,8 @@
 
 A head has a state ``S`` of ``[values, keys]``; a token with query q, key k, value v, decay g and
 strength b changes it to ``S' = exp(g) S + b (v - exp(g) S k) kᵀ`` and reads ``S' q``. Prefills
-compute 64 tokens at once (the WY form of the product of these updates), decodes one after the
-other. Nothing here waits for the device.
+compute 64 tokens at once (the WY form of these updates), decodes one after the other. Nothing here
+waits for the device.
 """
 
 from collections.abc import Callable
@@ -138,8 +138,7 @@ def normalize(x: torch.Tensor) -> torch.Tensor:
 
 
 rules = SimpleNamespace(prefill=lambda: chunk_rule, decode=recurrent_rule)
-"""Of this process: what makes the rule of a layer's prefills, and the rule of decodes; by default
-those above."""
+"""Implementations for prefill and decode; the fused backend replaces them at start-up."""
 
 # What takes the place of vLLM's functions; arguments are named as there.
 
@@ -249,7 +248,7 @@ def fused_sigmoid_gating_delta_rule_update(
     v: torch.Tensor,
     **named: Any,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Decode, with the layer's projections a and b in place of decays and strengths."""
+    """Decode, with the layer's projections a and b instead of decays and strengths."""
     g, beta = gates(A_log, a, b, dt_bias)
     return fused_recurrent_gated_delta_rule(q, k, v, g[None], beta[None], **named)
 
@@ -302,4 +301,4 @@ OVERRIDES: dict[str, Callable[..., Any]] = {
         fused_sigmoid_gating_delta_rule_update
     ),
 }
-"""Functions of vLLM, as in ``vllm_overrides.OVERRIDES``, and what takes their place."""
+"""Functions of vLLM, as in ``vllm_overrides.OVERRIDES``, and their replacements."""

@@ -3,7 +3,7 @@
 """Packed requests as layers with states compute them: prefills in chunks of a fixed length, decodes
 token by token.
 
-Nothing here waits for the device: lengths and indices stay there.
+Nothing here waits for the device: sequence lengths and indices stay there.
 """
 
 from collections.abc import Callable, Iterator
@@ -13,11 +13,11 @@ import torch
 
 CHUNK = 64
 SLAB = 16
-"""Chunks of which the products within are computed at once; it bounds their memory."""
+"""Number of chunks whose matmuls are computed at once; it bounds their memory."""
 
 
 class Chunks:
-    """The chunks of packed sequences, without a copy of their lengths to the host.
+    """The chunks of packed sequences, without a copy of their sequence lengths to the host.
 
     Attributes:
         count: how many there may be at most; the last ones may have no tokens.
@@ -59,10 +59,8 @@ class Slab:
     """Chunks that are computed together.
 
     Attributes:
-        places: ``[chunks, length]``, the token of each place; the number of tokens where there is
-        none.
-        exists: ``[chunks, length]``.
-        requests: ``[chunks]``.
+        places: ``[chunks, length]``, the token at each position of a chunk; the number of tokens
+        for padding. exists: ``[chunks, length]``. requests: ``[chunks]``.
     """
 
     places: torch.Tensor
@@ -100,7 +98,7 @@ def repeat_heads(x: torch.Tensor, times: int) -> torch.Tensor:
 
 
 def requests_of(tokens: int, query_start_loc: torch.Tensor) -> torch.Tensor:
-    """The request of each token, the last one for tokens of none; int64 ``[tokens]``."""
+    """Request index of each token, int64 ``[tokens]``; padding tokens map to the last request."""
     position = torch.arange(tokens, device=query_start_loc.device)
     ends = query_start_loc[1:].to(position.dtype)
     return torch.bucketize(position, ends, right=True).clamp_max(len(ends) - 1)

@@ -210,4 +210,4 @@ OVERRIDES: dict[str, Callable[..., Any]] = {
     _PREFIX + "mamba_ssm:selective_scan_fn": selective_scan_fn,
     _PREFIX + "mamba_ssm:selective_state_update": selective_state_update,
 }
-"""Functions of vLLM, as in ``vllm_overrides.OVERRIDES``, and what takes their place."""
+"""Functions of vLLM, as in ``vllm_overrides.OVERRIDES``, and their replacements."""

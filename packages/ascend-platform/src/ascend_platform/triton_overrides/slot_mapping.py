@@ -64,8 +64,8 @@ def compute_slot_mapping(
         block_numbers = block_table.view(-1).index_select(
             0, torch.add(blocks, token_requests, alpha=block_table_stride)
         )
-    # block * block_size + position % block_size == position + (block - position // block_size) *
-    # block_size
+    # The slot `block * block_size + position % block_size` equals `position + (block - position //
+    # block_size) * block_size`.
     torch.add(
         positions, block_numbers - blocks, alpha=KV_CACHE_BLOCK_SIZE, out=slot_mapping[:num_tokens]
     )

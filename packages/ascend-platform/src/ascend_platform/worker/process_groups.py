@@ -75,8 +75,8 @@ def check_stages(vllm_config: VllmConfig, specs: Iterable[KVCacheSpec]) -> None:
     if len(set(stages)) > 1:
         raise RefusedError(
             f"the pipeline stages' layers have {', '.join(stages)}: the external launcher, which"
-            " schedules for each rank by its own cache, supports stages of the same kinds; fix:"
-            " --distributed-executor-backend mp, or VLLM_PP_LAYER_PARTITION"
+            " schedules for each rank by its own cache, supports stages with the same layer types;"
+            " fix: --distributed-executor-backend mp, or VLLM_PP_LAYER_PARTITION"
         )
 
 
@@ -99,8 +99,7 @@ def destroy() -> None:
 
 def _give_up() -> None:
     logger.error(
-        "the process groups could not be destroyed in %g s, because another rank does not answer:"
-        " this process ends without it",
+        "destroying the process groups timed out after %g s; exiting anyway",
         DESTROY_SECONDS,
     )
     with contextlib.suppress(OSError, ValueError):

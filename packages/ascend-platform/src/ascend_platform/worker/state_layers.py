@@ -182,7 +182,7 @@ def collect_mamba_copy_meta(
 
 
 def set_triton_allocator(device: object) -> None:
-    """Nothing: there is no Triton."""
+    """No-op: there is no Triton."""
 
 
 def install(vllm_config: VllmConfig) -> None:

@@ -169,8 +169,8 @@ class NPUWorker(Worker):
         super().load_model(**options)
 
     def get_supported_kv_cache_layouts(self) -> list[str]:
-        """That of our attention, also in a pipeline stage that has layers with states alone: vLLM
-        wants all stages to agree."""
+        """That of our attention, also in a pipeline stage that has only layers with states: vLLM
+        requires that all stages agree."""
         return [LAYOUT.name]
 
     def determine_available_memory(self) -> int:

@@ -130,7 +130,7 @@ void poison(void* kernel_address, uint64_t bytes, bool freed);
 // memory: nothing has changed then.
 bool zero_pages(void* kernel_address, uint64_t bytes);
 
-// In place of an NPU's id: host memory that devices may access (aclrtHostRegister).
+// Stands for an NPU's id: host memory that devices may access (aclrtHostRegister).
 constexpr int kNoNpu = -1;
 
 bool is_device(const void* address);

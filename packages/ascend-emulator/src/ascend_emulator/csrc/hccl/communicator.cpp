@@ -121,7 +121,7 @@ void Communicator::claim(uint8_t kind) {
       name, ", on which ", kind_name(*claimed_),
       " was called before: MoE dispatch and combine need a communicator without other operators; "
       "create a ",
-      "group for them alone");
+      "group only for them");
 }
 
 int Communicator::next_use(const std::string& key) {

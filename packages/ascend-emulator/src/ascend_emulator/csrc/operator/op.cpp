@@ -254,7 +254,7 @@ void ArgumentReader::check() const {
     return tensor.defined() && tensor.scalar_type() == at::kComplexHalf;
   });
   emu::require(!half || std::string_view(info_.name) == "aclnnComplex",
-      "a tensor is ComplexHalf; aclnnComplex alone takes it");
+      "a tensor is ComplexHalf; only aclnnComplex takes it");
   // The rule is about the first argument that is a tensor: arange and eye have only their output.
   DTypeSet allowed = info_.allowed;
   size_t first = 0;

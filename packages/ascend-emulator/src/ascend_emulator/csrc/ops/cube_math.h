@@ -3,7 +3,7 @@
 // cubeMathType, the parameter of matrix products and convolutions: the type in which the cube
 // computes float32 (CANN's API reference, "aclnnMm"; torch_npu's CalcuOpUtil::GetCubeMathType maps
 // torch.npu.matmul.allow_hf32, torch.npu.conv.allow_hf32 and the chip's default precision mode to
-// it). Products are accumulated in float32; other types are not affected.
+// it). Matmuls are accumulated in float32; other types are not affected.
 #ifndef ASCEND_EMULATOR_OPS_CUBE_MATH_H
 #define ASCEND_EMULATOR_OPS_CUBE_MATH_H
 #include "operator/op.h"

@@ -81,8 +81,8 @@ def run(options: argparse.Namespace) -> int:
     """Print the layouts, best first.
 
     Raises:
-        ValueError: an option out of range, an unknown chip or kind of model, or a model that does
-        not fit.
+        ValueError: an option out of range, an unknown chip or model type, or a model that does not
+        fit.
     """
     for name in ("requests", "input", "output"):
         if getattr(options, name) < 1:

@@ -115,7 +115,7 @@ class _Calculation:
         self.model, self.chip, self.layout, self.load = model, chip, layout, load
         self.element = BITS[load.quantization] / 8
         fast = 2 if load.quantization.endswith("a8") else 1
-        # measured figures are attained ones already
+        # Measured figures already include the efficiency.
         self.bandwidth = chip.bandwidth_gbs * 1e9 * (1 if chip.source else STREAMED)
         self.flops = chip.tflops * 1e12 * (1 if chip.source else MULTIPLIED) * fast
         # Experts are sharded over all NPUs of a stage, whole or in slices; other weights over a
@@ -123,7 +123,7 @@ class _Calculation:
         self.expert_ranks = layout.tensor * layout.data if model.experts else layout.tensor
 
     def weights(self) -> float:
-        """Bytes of weights of an NPU, in the stage with the most."""
+        """Weight bytes per NPU, in the largest pipeline stage."""
         model, layout = self.model, self.layout
         layers = model.dense * self.element / layout.tensor
         layers += model.mixed * model.experts * model.expert * self.element / self.expert_ranks
@@ -131,8 +131,8 @@ class _Calculation:
         return layers / layout.pipeline + ends
 
     def kv(self, tokens: float) -> float:
-        """Bytes of KV cache and states of an NPU for one request of so many tokens, in all its
-        layers."""
+        """Bytes of KV cache and states of an NPU for one request of this number of tokens, in all
+        its layers."""
         model, layout = self.model, self.layout
         share = 1 if model.latent else min(layout.tensor, model.kv_heads)
         token = model.kv * self.load.kv_bytes / share
@@ -144,7 +144,7 @@ class _Calculation:
         return rows * token / layout.pipeline
 
     def exchange(self, sent: float, ranks: int) -> float:
-        """Time of a collective in which each rank sends so many bytes."""
+        """Time of a collective in which each rank sends this number of bytes."""
         return (
             self.chip.collective_us / 1e6 + sent / (self.chip.send_gbs(ranks) * 1e9)
             if ranks > 1
@@ -152,8 +152,8 @@ class _Calculation:
         )
 
     def sent(self, tokens: float) -> tuple[float, float]:
-        """Bytes that an NPU sends, and their time, for a stage's layers and so many tokens of its
-        replica."""
+        """Bytes that an NPU sends, and their time, for a stage's layers and this number of tokens
+        of its replica."""
         model, layout = self.model, self.layout
         row = tokens * model.hidden * 2
         tensor, ranks = layout.tensor, self.expert_ranks
@@ -175,7 +175,7 @@ class _Calculation:
         return size, time
 
     def weights_read(self, tokens: float) -> float:
-        """Bytes of weights that an NPU of a stage reads for so many tokens of each replica."""
+        """Weight bytes that an NPU of a stage reads for this number of tokens of each replica."""
         model, layout = self.model, self.layout
         size = model.dense * self.element / layout.tensor + model.head * 2 / layout.tensor
         if model.experts:
@@ -186,7 +186,7 @@ class _Calculation:
         return size / layout.pipeline
 
     def matmul_time(self, tokens: float) -> float:
-        """Time of the linear layers of a stage for so many tokens of each replica."""
+        """Time of the linear layers of a stage for this number of tokens of each replica."""
         model, layout = self.model, self.layout
         work = 2 * tokens * (model.dense + model.head) / layout.tensor
         work += (
@@ -214,7 +214,7 @@ class _Calculation:
         }
 
     def prefill(self, requests: float) -> float:
-        """Time to prefill so many requests of one replica, one after another."""
+        """Time to prefill this number of requests of one replica, one after another."""
         model, load, layout = self.model, self.load, self.layout
         pairs = load.input**2 / 2
         scores = (

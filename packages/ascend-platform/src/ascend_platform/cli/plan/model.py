@@ -97,8 +97,7 @@ def from_config(config: Mapping[str, Any], name: str = "") -> Model:
     """The sizes from a Hugging Face configuration, the contents of a config.json.
 
     Raises:
-        ValueError: an unsupported kind of model, or a configuration without the fields of a
-        decoder.
+        ValueError: an unsupported model type, or a configuration without the fields of a decoder.
     """
     text = {**config, **(config.get("text_config") or config.get("llm_config") or {})}
     kind = text.get("model_type", "")
@@ -225,7 +224,7 @@ def _linear_layers(text: Mapping[str, Any], types: list[str]) -> int:
 
 
 def _indexers(text: Mapping[str, Any], layers: int) -> int:
-    """Layers with an indexer; the others use the selection of a layer before them (GLM-5)."""
+    """Layers with an indexer; the others reuse an earlier layer's selection (GLM-5)."""
     if kinds := text.get("indexer_types") or text.get("index_topk_pattern"):
         return sum(kind in ("full", "F") for kind in kinds)
     step, first = text.get("index_topk_freq") or 1, text.get("index_skip_topk_offset", 2)

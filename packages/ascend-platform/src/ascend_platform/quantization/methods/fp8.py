@@ -58,8 +58,8 @@ class Fp8Format:
     block: Sizes
 
     def grid(self, rows: list[int], inputs: int) -> Sizes:
-        """The largest block that divides this rank's matrices of so many rows; shards need not
-        begin at checkpoint blocks."""
+        """The largest block that divides this rank's matrices with these numbers of rows; shards
+        need not begin at checkpoint blocks."""
         return math.gcd(self.block[0], *rows), math.gcd(self.block[1], inputs)
 
     def expanded(self, scale: torch.Tensor, grid: Sizes, most: Sizes) -> torch.Tensor:

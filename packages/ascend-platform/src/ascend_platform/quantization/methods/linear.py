@@ -73,7 +73,7 @@ class ScaleParameter(GroupQuantScaleParameter):
 def parameter(
     stored: Stored, rows: int, inputs: int, matrices: int, loader: Callable[..., None]
 ) -> BasevLLMParameter:
-    """vLLM's parameter for a tensor of a linear layer with so many rows, fused of so many
+    """vLLM's parameter for a tensor of a linear layer, with its number of rows and of fused
     matrices."""
 
     def load(own: BasevLLMParameter, loaded: torch.Tensor, *arguments: Any, **named: Any) -> None:

@@ -80,7 +80,7 @@ class W8A8(Scheme):
         Args:
             weight: int8 ``[out, in]``.
             factor: float32 ``[out]``, the dequantization scale.
-            bias: int32 ``[out]``, added to the int32 product.
+            bias: int32 ``[out]``, added to the int32 matmul.
             scale, offset: float32 ``[1]``, of the inputs.
             dtype: of the outputs.
         """

@@ -2,11 +2,11 @@
 # SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-all project
 """Sequence lengths on the host while draft tokens are in flight.
 
-CANN's attention takes lengths from the host. With draft tokens, vLLM's ``seq_lens_cpu_upper_bound``
-counts each of the last step's as accepted, and only ``seq_lens`` on the device is exact. The number
-of accepted tokens is copied to the host right after the rejection sampler, while the device goes on
-with the drafter. The host waits for this copy, once per step, where the next step first needs a
-length: with a full graph after its launch.
+CANN's attention takes sequence lengths from the host. With draft tokens, vLLM's
+``seq_lens_cpu_upper_bound`` counts each of the last step's as accepted, and only ``seq_lens`` on
+the device is exact. The number of accepted tokens is copied to the host right after the rejection
+sampler, while the device goes on with the drafter. The host waits for this copy, once per step,
+where the next step first needs a length: with a full graph after its launch.
 """
 
 import functools
@@ -26,8 +26,8 @@ else:
 
 
 class DraftLengthsMixin(Runner):
-    """Mixin for vLLM's GPUModelRunner that subtracts rejected draft tokens from the lengths that
-    attention gets from the host."""
+    """Mixin for vLLM's GPUModelRunner that subtracts rejected draft tokens from attention's host
+    sequence lengths."""
 
     _valid_counts: list[int] | None = None
     """Valid sampled tokens of each request of the last step, once the host knows them."""

@@ -19,7 +19,7 @@ class HostInputsMixin:
 
     vLLM computes them on the device, with some fifteen small operators, as the numbers of accepted
     draft tokens may still be there. Only with asynchronous speculative decoding they are; otherwise
-    the host knows all lengths.
+    the host knows all sequence lengths.
     """
 
     def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
@@ -70,7 +70,7 @@ class HostInputsMixin:
     def _compute_slot_mapping(
         self: Any, num_reqs: int, query_start_loc: torch.Tensor, positions: torch.Tensor
     ) -> None:
-        """Write and copy the slot mapping of each KV cache group; in place of
+        """Write and copy the slot mapping of each KV cache group; replaces
         ``MultiGroupBlockTable.compute_slot_mapping``."""
         num_tokens = len(positions)
         for table in self.input_batch.block_table.block_tables:

@@ -51,8 +51,8 @@ override("vllm.distributed.eplb.eplb_state:EplbState", NPUEplbState)
 class NPUModelRunner(
     ModelMixin, HostInputsMixin, GraphSizeMixin, DraftLengthsMixin, GPUModelRunner
 ):
-    """GPUModelRunner with limited capture sizes, exact lengths on the host, and keys and values in
-    separate tensors."""
+    """GPUModelRunner with limited capture sizes, exact sequence lengths on the host, and keys and
+    values in separate tensors."""
 
     _states: Sequence[tuple[int, torch.Tensor]] = ()
     """KV cache group and tensor ``[blocks, …]`` of each state of linear attention and state-space
@@ -114,7 +114,7 @@ class NPUModelRunner(
         return parts
 
     def _init_kv_zero_meta(self) -> None:
-        """Nothing: vLLM's zeroing of blocks is a Triton kernel over addresses."""
+        """No-op: vLLM's zeroing of blocks is a Triton kernel over addresses."""
 
     def _zero_block_ids(self, block_ids: list[int]) -> None:
         """Zero new blocks of attention layers, which may hold the states of other layers."""
@@ -123,9 +123,9 @@ class NPUModelRunner(
             pages[blocks] = 0
 
     def _update_states(self, scheduler_output: "SchedulerOutput") -> Any:
-        """Also zero the states of prompts of one token that come with places for draft tokens.
+        """Also reset the state of one-token prompts that have draft slots.
 
-        vLLM's scheduler adds the places so that the step stays uniform
+        vLLM's scheduler adds the draft slots so that the step stays uniform
         (``vllm/v1/core/sched/scheduler.py``, pad_spec_decode). The layers then take the prompt for
         a decode, which begins with what its block holds, of whichever request had it before.
         """

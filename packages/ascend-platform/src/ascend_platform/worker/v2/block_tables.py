@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-all project
-"""Block tables of the V2 runner, by operators in place of kernels that take addresses; with prefill
+"""Block tables of the V2 runner, by operators instead of kernels that take addresses; with prefill
 context parallelism too."""
 
 from typing import Any
@@ -135,7 +135,7 @@ class NPUBlockTables(BlockTables):
         """Write the slot of each of the step's tokens, from the tables that
         :meth:`gather_block_tables` has made.
 
-        Drafters give the positions of their tokens alone, without ``num_tokens``, and negative rows
+        Drafters pass only the positions of their tokens, without ``num_tokens``, and negative rows
         of ``idx_mapping`` for requests of a dummy run, whose slots are in the null block.
         """
         starts, of_drafter = query_start_loc[: len(idx_mapping) + 1], num_tokens is None
@@ -191,7 +191,7 @@ class NPUBlockTables(BlockTables):
         return slots
 
     def get_dummy_block_tables(self, num_reqs: int) -> tuple[torch.Tensor, ...]:
-        """As vLLM's; the tables of the last step are not there any more."""
+        """Like the base method; also discards the previous step's tables."""
         self._gathered = None
         return super().get_dummy_block_tables(num_reqs)
 
@@ -215,8 +215,8 @@ class NPUPCPManager(PCPManager):
         self._pad_slot_id.zero_()
 
     def partition_batch(self, input_batch: InputBatch, *arguments: Any) -> InputBatch:
-        """This rank's part of the step. A rank without tokens has one request without any, whose
-        length on the host becomes 0."""
+        """Return this rank's partition. A rank without tokens gets one dummy request, whose
+        `seq_lens_cpu_upper_bound` is set to 0."""
         batch = super().partition_batch(input_batch, *arguments)
         if not batch.num_tokens:
             batch.seq_lens_cpu_upper_bound.zero_()

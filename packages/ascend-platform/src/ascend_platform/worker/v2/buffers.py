@@ -67,7 +67,7 @@ class SentInputs:
         dtype: torch.dtype | None = None,
         out: Any = None,
     ) -> torch.Tensor:
-        """As async_tensor_h2d; nobody else writes to the result, which steps share."""
+        """Like async_tensor_h2d, but steps share the result, which no other code writes."""
         key, data = None if out is None else out.data_ptr(), array.tobytes()
         sent = self._sent.get(key)
         if sent is None or sent[0] != data:
@@ -134,12 +134,12 @@ def apply_writes(*tensors: Any) -> None:
 
 
 class NPURequestState(RequestState):
-    """RequestState whose lengths are one tensor.
+    """RequestState whose token counts are one tensor.
 
     Attributes:
         lengths: number of computed and of known tokens, of the prompt's tokens and of the
-            prefill's, int32 ``[4, states]``. The first two are current in steps that read them
-            alone, see ``HostInputs``.
+            prefill's, int32 ``[4, states]``. The first two are current only in steps that read
+            them, see ``HostInputs``.
         indices: buffer of a decode step's indices, int64 ``[2 * states]``, see ``HostInputs``.
     """
 
@@ -163,8 +163,8 @@ class NPURequestState(RequestState):
         )
 
     def apply_staged_writes(self) -> None:
-        """Write new requests after one copy, by one operator for their lengths and one for their
-        tokens."""
+        """Write new requests after one copy, by one operator for their token counts and one for
+        their tokens."""
         rows = np.array(self.total_len._staged_write_indices)
         if not len(rows):
             return

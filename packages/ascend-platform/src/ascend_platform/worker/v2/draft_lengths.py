@@ -81,8 +81,8 @@ class Rejections:
 
 
 class DraftLengthsMixin:
-    """Mixin for vLLM's V2 GPUModelRunner: lengths that attention gets from the host are without
-    rejected draft tokens."""
+    """Mixin for vLLM's V2 GPUModelRunner that excludes rejected draft tokens from attention's host
+    sequence lengths."""
 
     _lengths: DraftLengths | None = None
     _before: base.Rejected | None = None
@@ -99,7 +99,7 @@ class DraftLengthsMixin:
             make_manager = self.speculator.init_cudagraph_manager
             vars(self.speculator).update(
                 _build_attn_metadata=self._build_with_lengths,
-                # lengths change with each pass
+                # The sequence lengths change with each pass.
                 init_cudagraph_manager=lambda mode: make_manager(CUDAGraphMode.NONE),
             )
 

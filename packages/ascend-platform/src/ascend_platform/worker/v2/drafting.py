@@ -119,7 +119,7 @@ def prepare_extended_inputs(
     max_model_len: int,
 ) -> int:
     """Write the input of a draft model's first pass: the target's accepted tokens, the sampled one,
-    then rejected ones' places.
+    then the slots of rejected ones.
 
     Returns:
         The number of tokens, one for each request more than the target's.

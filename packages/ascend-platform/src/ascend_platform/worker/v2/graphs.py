@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-all project
-"""ACL graphs of the V2 runner: full graphs take the step's attention lengths at replay, and sizes
+"""ACL graphs of the V2 runner: full graphs get the step's sequence lengths at replay, and sizes
 fit the NPU's streams."""
 
 from collections.abc import Callable

@@ -119,7 +119,7 @@ class HostInputs:
 
     @functools.cached_property
     def device_positions(self) -> torch.Tensor:
-        """For positions of several dimensions."""
+        """Prepare M-RoPE positions, `[3, tokens]`."""
         return async_tensor_h2d(self.positions, device="npu")
 
     @functools.cached_property
@@ -151,7 +151,7 @@ class HostInputs:
         return slice(0, len(self.rows)) if self.one_each else self._on_device["last"]  # type: ignore[return-value]
 
     def write_sampled_counts(self, num_sampled: torch.Tensor) -> None:
-        """Write how many tokens each request has sampled, in place of the ones that are there."""
+        """Overwrite the number of sampled tokens of each request."""
         if not self._all_sample:
             async_tensor_h2d(self.samples.astype(np.int32), out=num_sampled)
         self.num_sampled = num_sampled
@@ -175,7 +175,7 @@ class HostInputs:
         """Add the sampled tokens, ``[requests]``, to the requests' states; see
         ``inputs.post_update``.
 
-        ``last_sampled_tokens`` and the lengths, which vLLM keeps too, are not read where the host
+        ``last_sampled_tokens`` and the token counts, which vLLM keeps too, are not read if the host
         knows the inputs.
         """
         sent, rows = self._on_device, idx_mapping

@@ -54,8 +54,8 @@ class Step:
         """
         self.host, self.sent = host, sent
         self.are_constants_shared = False
-        """Whether tensors that vLLM makes anew for each step, and only reads, are constants: in
-        ``prepare_inputs`` alone."""
+        """Whether tensors that vLLM creates for each step and only reads are constants: only in
+        ``prepare_inputs``."""
         self.counts_output, self.looks_ahead = counts_output, looks_ahead
         self.is_greedy, self.has_seeds = is_greedy, has_seeds
         self.num_tokens = int(num_scheduled_tokens.sum())
@@ -84,7 +84,7 @@ class Step:
         return self._logit_rows
 
     def per_logit(self, values: tuple[int, ...]) -> tuple[int, ...]:
-        """Values of requests by logit."""
+        """Gather per-request values to one per logit."""
         return (
             values
             if self._num_draft_tokens is None
@@ -138,7 +138,7 @@ def current() -> Step | None:
 
 def _current() -> Step:
     assert _step is not None, (
-        "the inputs of a step are prepared in NPUModelRunner.prepare_inputs alone"
+        "the inputs of a step are only prepared in NPUModelRunner.prepare_inputs"
     )
     return _step
 
@@ -160,7 +160,7 @@ def _padded_constant(kind: str, length: int, device: torch.device) -> torch.Tens
 
 
 def _constant(kind: str, length: int, device: torch.device) -> torch.Tensor:
-    """int32 numbers from 0 on (``arange``), or zeros, that nobody writes to."""
+    """A shared read-only int32 ``arange`` or zero tensor."""
     return _padded_constant(kind, -(-length // 512) * 512, device)[:length]
 
 
@@ -218,10 +218,10 @@ def prepare_prefill_inputs(
 ) -> None:
     """Write the step's known tokens to ``input_ids``.
 
-    vLLM writes those of requests in prefill alone; the last sampled token of others, which is known
+    vLLM writes only those of requests in prefill; the last sampled token of others, which is known
     too, is written again by :func:`combine_sampled_and_draft_tokens`. ``next_prefill_tokens``
-    ``[tokens, requests]``, the prompt's tokens after those of the step, is written for drafters
-    alone.
+    ``[tokens, requests]``, the prompt's tokens after those of the step, is written only for
+    drafters.
     """
     step = _current()
     if step.host is not None:
@@ -402,9 +402,9 @@ def post_update(
     """Replaces ``_post_update_kernel``; ``sampled_tokens`` is ``[requests, columns]``, of which
     ``num_sampled`` are valid.
 
-    Rows with a negative index are skipped. Differences are added in place of new values, so that
-    neither these nor tokens that are not valid write to another request's state, whatever the order
-    of the writes is.
+    Rows with a negative index are skipped. Differences are added instead of storing new values, so
+    that neither these nor invalid tokens change another request's state, in any order of the
+    writes.
     """
     if _step is not None and not _step.counts_output:
         output_bin_counts = None

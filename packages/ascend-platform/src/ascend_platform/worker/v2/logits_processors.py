@@ -117,7 +117,7 @@ def apply_logit_bias(
     """Mask all but the allowed tokens, add biases, and mask stop tokens of answers that are shorter
     than ``min_tokens``.
 
-    Where a grammar allows stop tokens alone, they stay.
+    If a grammar allows only stop tokens, they stay.
     """
     rows, vocab_size = expanded_idx_mapping, logits.shape[1]
 

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-all project
-"""Random numbers of the V2 runner that depend on a seed, a position and a token alone: vLLM's
+"""Random numbers of the V2 runner that depend only on a seed, a position and a token: vLLM's
 murmur3 hash, in PyTorch.
 
 A request with a seed draws the same tokens in any batch, and those that vLLM draws on CUDA where
@@ -45,7 +45,7 @@ def exponential(seeds: torch.Tensor, positions: torch.Tensor, vocab_size: int) -
 
 
 def _signed(constant: int) -> int:
-    """An unsigned 32-bit constant as int32, in which the products of the hash wrap."""
+    """An unsigned 32-bit constant as int32, in which the hash's multiplications wrap."""
     return constant - (1 << 32) if constant >> 31 else constant
 
 

@@ -150,7 +150,7 @@ OVERRIDES: tuple[Override, ...] = (
         "replaced",
         "each step copies the number of sampled tokens to the host, which knows it without draft"
         " tokens",
-        "vLLM copies it in steps with draft tokens alone",
+        "vLLM copies it only in steps with draft tokens",
         {SINCE: "08ece0bf637a"},
         kept_in=(f"{_GPU}.spec_decode.utils",),
     ),
@@ -173,9 +173,9 @@ OVERRIDES: tuple[Override, ...] = (
     Override(
         f"{_GPU}.states:RequestState",
         "replaced",
-        "new requests' lengths and tokens are five tensors, each of which is copied and written by"
-        " itself",
-        "vLLM keeps the lengths in one tensor",
+        "new requests' token counts and tokens are five tensors, each of which is copied and"
+        " written separately",
+        "vLLM keeps the token counts in one tensor",
         {SINCE: "d78c35d4f575"},
         replaced_in=(f"{_GPU}.model_runner",),
         kept_in=(_GPU, "vllm.model_executor", "vllm.models"),  # in annotations

@@ -79,7 +79,7 @@ def rejection_sample(
     """Accept draft tokens up to the first that is rejected, and sample one token more.
 
     A greedy request accepts what the target model would choose. Another accepts token x with
-    probability min(1, p(x) / q(x)), and samples in place of a rejected one from max(p - q, 0);
+    probability min(1, p(x) / q(x)), and replaces a rejected one by a sample from max(p - q, 0);
     without ``draft_logits`` q is 1 for the draft token.
 
     Args:
@@ -87,7 +87,7 @@ def rejection_sample(
         draft_logits: ``[states, steps, vocab_size]`` before temperature.
         draft_sampled: ``[logits]``, the first of each request no draft token; -1 is rejected.
         contexts: int64 ``[logits, context_width]`` with a key for watermarks, of the requests with
-            ``watermarking``, but for the logits of the mask.
+        ``watermarking``, except for the logits of the mask.
 
     Returns:
         Tokens int64 ``[requests, steps + 1]`` and how many are valid, int32 ``[requests]``.
@@ -123,7 +123,7 @@ def rejection_sample(
                 in_draft = chosen < scores.shape[-1]
                 at_draft = scores.gather(-1, chosen.clamp(max=scores.shape[-1] - 1))
                 ratio = ratio - (torch.where(in_draft, at_draft, -torch.inf)[:, 0] - draft_lse)
-            # p / q > u, and -log u is exponentially distributed.
+            # Accept if p / q > u; -log u is exponentially distributed.
             accepted = torch.where(temperatures == 0, accepted, ratio > -waiting)
     accepted = accepted & (drafted >= 0)
     is_draft = columns < num_drafts[:, None]

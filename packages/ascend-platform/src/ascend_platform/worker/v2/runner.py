@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-all project
-"""vLLM's V2 model runner on the NPU: torch.npu streams, split KV caches, and PyTorch in place of
+"""vLLM's V2 model runner on the NPU: torch.npu streams, split KV caches, and PyTorch instead of
 Triton kernels."""
 
 from collections.abc import Callable
@@ -98,8 +98,8 @@ class NPUModelRunner(ModelMixin, DraftLengthsMixin, GPUModelRunner):
         vars(self.eplb).update(prepare_load=self._prepare_eplb_on_npu)
 
     def _prepare_eplb_on_npu(self) -> None:
-        """As vLLM's, with the device index that the weight transfer thread needs; vLLM sets it on
-        CUDA and XPU only."""
+        """Like the base method, but set the device index that the weight transfer thread needs;
+        vLLM sets it only on CUDA and XPU."""
         self._prepare_eplb()
         if self.eplb.state is not None:
             self.eplb.state.device_index = self.device.index
@@ -107,8 +107,8 @@ class NPUModelRunner(ModelMixin, DraftLengthsMixin, GPUModelRunner):
     def _make_lora_inputs_of_logits(
         self, *arguments: Any
     ) -> tuple[tuple[int, ...], tuple[int, ...], set[Any]]:
-        """As vLLM's, with the adapter of each logit first; vLLM has that of each request, also
-        where it has draft tokens."""
+        """Like the base method, but set the adapter of each logit first; vLLM has one per request,
+        with draft tokens too."""
         of_requests, of_tokens, requests = self._make_lora_inputs(*arguments)
         assert self._step is not None
         return self._step.per_logit(of_requests), of_tokens, requests
@@ -211,8 +211,8 @@ class NPUModelRunner(ModelMixin, DraftLengthsMixin, GPUModelRunner):
         return prepared
 
     def execute_model(self, scheduler_output: Any, *arguments: Any, **named: Any) -> Any:
-        """As vLLM's; a step without tokens of one of several engines under the external launcher
-        runs a dummy step, as with V1.
+        """Like the base method; an engine without tokens under the external launcher runs a dummy
+        step, as with V1.
 
         The others wait for this engine's number of tokens.
         """
@@ -231,7 +231,8 @@ class NPUModelRunner(ModelMixin, DraftLengthsMixin, GPUModelRunner):
             return super().sample_tokens(grammar_output)
 
     def prepare_attn(self, batch: InputBatch) -> tuple[tuple[torch.Tensor, ...], torch.Tensor]:
-        """As vLLM's, with the number of tokens, which its kernel reads on the device."""
+        """Like the base method, but pass the number of tokens, which its kernel reads on the
+        device."""
         assert self._step is not None
         computed, host = self.req_states.num_computed_tokens.gpu, self._step.host
         if self.pcp_manager is not None:

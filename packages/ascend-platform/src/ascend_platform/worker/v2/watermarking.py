@@ -105,7 +105,7 @@ def _philox(counters: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
     ...]``."""
     multiplied, added = counters[0::2], counters[1::2]
     for of_round in keys.unbind():
-        # Wraps as the unsigned product of 64 bits, whose upper half the shift leaves below its
+        # Wraps like the unsigned 64-bit multiplication, whose upper half the shift leaves below its
         # sign.
         products = torch.stack([multiplied[1] * _MULTIPLIERS[1], multiplied[0] * _MULTIPLIERS[0]])
         multiplied, added = ((products >> 32) ^ added ^ of_round) & _MASK, products

@@ -76,7 +76,7 @@ ATB_OPERATOR(AtbRingMLA,
       one_of<int>("calc_type (0 default, 1 first ring)", calc_type, {0, 1});
       const bool first = calc_type == 1;
       require(first || (before && before_lse),
-          "pre_out and prev_lse are needed but for calc_type_first_ring");
+          "pre_out and prev_lse are required except for calc_type_first_ring");
       for (const auto& [name, x] :
           {std::pair<const char*, const Tensor*>{"q_nope", &query}, {"q_rope", &query_rope},
               {"k_nope", &key}, {"k_rope", &key_rope}, {"value", &value}}) {

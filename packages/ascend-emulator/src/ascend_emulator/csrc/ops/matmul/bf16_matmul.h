@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 // SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-all project
-// Product of bfloat16 matrices. ATen reorders the weights at each call; here few rows, which
+// Matmul of bfloat16 matrices. ATen reorders the weights at each call; here few rows, which
 // dominate decoding, read them once in place, and many rows a block after the other, packed.
 #ifndef ASCEND_EMULATOR_OPS_MATMUL_BF16_MATMUL_H
 #define ASCEND_EMULATOR_OPS_MATMUL_BF16_MATMUL_H

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 // SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-all project
-// Products of bfloat16 rows by AVX512_BF16, in place: the sums of pairs go into float32 lanes.
+// Matmuls of bfloat16 rows by AVX512_BF16, in place: the sums of pairs go into float32 lanes.
 #ifndef ASCEND_EMULATOR_OPS_MATMUL_BF16_TILE_H
 #define ASCEND_EMULATOR_OPS_MATMUL_BF16_TILE_H
 #include "ops/vectorized.h"

@@ -32,7 +32,7 @@ void check_rows(const char* name, const Tensor& index, int64_t least, int64_t en
       "; allowed: ", least, " to ", end - 1);
 }
 
-// sums[token] += weights[token][i] * rows[places[token][i]] for each of k choices; none for rows
+// `sums[token] += weights[token][i] * rows[places[token][i]]` for each of k choices; none for rows
 // behind the last one.
 template <class T>
 void add_rows(const T* rows, int64_t count, const int32_t* places, const float* weights, int64_t k,

@@ -26,7 +26,7 @@ void store_rounded(const Tensor& values, const Tensor& out, bool four_bits);
 // The dtype's largest value for symmetric quantization: 127 or 7.
 inline double largest(bool four_bits) { return four_bits ? 7 : 127; }
 
-// [first, last) of each group among `rows`. Kinds (npu_grouped_matmul's group_list_type): 0
+// [first, last) of each group among `rows`. List types (npu_grouped_matmul's group_list_type): 0
 // cumulative ends, 1 counts, 2 pairs of group and count.
 struct Rows {
   int64_t group, first, last;

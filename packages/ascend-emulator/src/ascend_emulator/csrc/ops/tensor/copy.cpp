@@ -22,7 +22,7 @@ emu::Shape cat_shape(const emu::Tensors& tensors, int64_t dim) {
     for (int64_t i = 0; fits && i < tensor.dim(); ++i)
       fits = i == dim || tensor.size(i) == first->size(i);
     emu::require(fits, "tensors has shapes ", first->sizes(), " and ", tensor.sizes(),
-        "; allowed: a difference in dimension ", dim, " alone");
+        "; allowed: a difference only in dimension ", dim);
     shape[dim] += tensor.size(dim);
   }
   return shape;

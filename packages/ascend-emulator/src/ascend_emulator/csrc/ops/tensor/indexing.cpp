@@ -51,7 +51,7 @@ void inside(const char* argument, const at::Tensor& index, int64_t dim, const at
   for (int64_t i = 0; fits && index.numel() && i < std::min(index.dim(), self.dim()); ++i)
     fits = i == dim || index.size(i) <= self.size(i);
   emu::require(fits, argument, " has shape ", index.sizes(), "; allowed: sizes up to ",
-      self.sizes(), ", but for dimension ", dim);
+      self.sizes(), ", except in dimension ", dim);
 }
 
 emu::Shape embedding_shape(const at::Tensor& weight, const at::Tensor& indices) {
