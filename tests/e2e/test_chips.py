@@ -49,7 +49,7 @@ def cases(
 
 
 @pytest.fixture(scope="module")
-def served(cases: dict[str, dict[str, Any]]) -> dict[str, Any]:
+def results(cases: dict[str, dict[str, Any]]) -> dict[str, Any]:
     return npus.by_name(model_types.run([*cases.values()], ASCEND_EMULATOR_SOC=CHIP))
 
 
@@ -62,9 +62,9 @@ def test_answers_are_those_of_transformers(
     attention: list[str],
     bound: float,
     cases: dict[str, dict[str, Any]],
-    served: dict[str, Any],
+    results: dict[str, Any],
 ) -> None:
-    found = served[name]
+    found = results[name]
     assert (found["dtype"], found["kinds"], found["graphs"]) == ("torch.float16", attention, "NONE")
     told = model_types.compare(name, cases[name] | {"dtype": "float16"}, found["results"])
     print(f"{name}: {told}")
@@ -73,9 +73,9 @@ def test_answers_are_those_of_transformers(
 
 
 def test_answers_of_a_quantized_model(
-    quantized_model: dequantized.Model, served: dict[str, Any]
+    quantized_model: dequantized.Model, results: dict[str, Any]
 ) -> None:
-    found = served[QUANTIZED]
+    found = results[QUANTIZED]
     assert (found["dtype"], found["kinds"]) == ("torch.float16", model_types.BUILT_IN)
     answers = [[answer] for answer in found["results"][: len(found["results"]) // 2]]
     count, _, mean = dequantized.Reference(quantized_model, quantized=True).compare(answers)

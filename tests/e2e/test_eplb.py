@@ -25,7 +25,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def served(model: Path) -> dict[str, Any]:
+def results(model: Path) -> dict[str, Any]:
     cases = []
     for name, way in WAYS.items():
         engine = {layouts.DP: 2, "enable_eplb": True, "eplb_config": BALANCED | way} | layouts.EP
@@ -39,19 +39,19 @@ def served(model: Path) -> dict[str, Any]:
 
 @pytest.mark.parametrize("way", WAYS)
 def test_answers_match_transformers_while_experts_move(
-    served: dict[str, Any], model: Path, way: str
+    results: dict[str, Any], model: Path, way: str
 ) -> None:
-    rounds = served[way]["rounds"]
-    places = [served["experts"][0] for served in rounds]
-    for number, served in enumerate(rounds):
-        count, others, most, mean = layouts.compare(model, "float32", served["results"])
+    rounds = results[way]["rounds"]
+    places = [results["experts"][0] for results in rounds]
+    for number, results in enumerate(rounds):
+        count, others, most, mean = layouts.compare(model, "float32", results["results"])
         print(
             f"{way}, round {number}: {count} tokens, {others} others, difference max {most:.2e}"
             f" mean {mean:.2e}; {places[number]}"
         )
         assert (count, others) == (33, 0)
         assert most < 1e-4
-        assert served["experts"][1] == places[number]  # both ranks have the same map
+        assert results["experts"][1] == places[number]  # both ranks have the same map
         assert all(set(layer) == set(range(EXPERTS)) for layer in places[number])
     assert places[0] == [[*range(EXPERTS), *range(REDUNDANT)]] * 2
     assert places[-1] != places[0]

@@ -38,7 +38,7 @@ def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def served(directory: Path) -> dict[str, Any]:
+def results(directory: Path) -> dict[str, Any]:
     prompt = {"prompt": serving.prompts()[2]}
     adapter = {"lora": adapters.adapters(directory)["wide"]}
     one = adapters.lora(
@@ -88,8 +88,8 @@ def served(directory: Path) -> dict[str, Any]:
     return serving.serve(cases, ASCEND_EMULATOR_TRACE=str(directory / "trace.json"))
 
 
-def test_lora_log_probabilities_match_peft(served: dict[str, Any], directory: Path) -> None:
-    steps = served["two"]["steps"]
+def test_lora_log_probabilities_match_peft(results: dict[str, Any], directory: Path) -> None:
+    steps = results["two"]["steps"]
     assert steps[:8] == adapters.LORA_STATES
     assert "99" in steps[8]  # An adapter that is not loaded cannot be pinned.
     answers = {"steps": [steps[9]]}
@@ -103,9 +103,9 @@ def test_lora_log_probabilities_match_peft(served: dict[str, Any], directory: Pa
     assert adapters.compare_lora(directory, shuffled)[1:] > (20, 0.5)
 
 
-def test_log_probabilities_of_prompts_match_peft(served: dict[str, Any], directory: Path) -> None:
+def test_log_probabilities_of_prompts_match_peft(results: dict[str, Any], directory: Path) -> None:
     """With an adapter on lm_head, in a batch with the same prompts without it."""
-    answers = served["two"]["steps"][-1]
+    answers = results["two"]["steps"][-1]
     tokens, far = adapters.compare_scored_prompts(directory, answers)
     print(f"{tokens} tokens of prompts; log-probability difference max {far:.1e}")
     assert tokens > 100
@@ -114,8 +114,8 @@ def test_log_probabilities_of_prompts_match_peft(served: dict[str, Any], directo
     assert adapters.compare_scored_prompts(directory, swapped)[1] > 0.5
 
 
-def test_lora_on_experts_matches_peft(served: dict[str, Any], directory: Path) -> None:
-    answers = served["experts"]["steps"][0]
+def test_lora_on_experts_matches_peft(results: dict[str, Any], directory: Path) -> None:
+    answers = results["experts"]["steps"][0]
     tokens, others, far = adapters.compare_lora_on_family(directory, "Qwen2Moe", answers)
     print(f"{tokens} tokens, {others} others; log-probability difference max {far:.1e}")
     assert (tokens, others) == (72, 0)
@@ -126,12 +126,12 @@ def test_lora_on_experts_matches_peft(served: dict[str, Any], directory: Path) -
     )
 
 
-def test_speculative_decoding_keeps_the_tokens(served: dict[str, Any], directory: Path) -> None:
+def test_speculative_decoding_keeps_the_tokens(results: dict[str, Any], directory: Path) -> None:
     asked = [serving.greedy(prompt) for prompt in serving.prompts()]
     tokens, others, far = serving.compare(
-        references.reference(small_models.target(directory)), asked, served["two"]["steps"][10]
+        references.reference(small_models.target(directory)), asked, results["two"]["steps"][10]
     )
-    drafts, drafted, accepted = speculation.accepted(served["two"])
+    drafts, drafted, accepted = speculation.accepted(results["two"])
     print(
         f"{tokens} tokens, {others} others, difference max {far:.1e}; {drafts} drafts of {drafted}"
         f" tokens, {accepted} accepted"
@@ -142,18 +142,18 @@ def test_speculative_decoding_keeps_the_tokens(served: dict[str, Any], directory
 
 
 def test_prompt_logprobs_are_of_the_target_s_hidden_states(
-    served: dict[str, Any], directory: Path
+    results: dict[str, Any], directory: Path
 ) -> None:
     """vLLM computes them after the drafter's piecewise graphs have been replayed."""
     model = references.reference(small_models.target(directory), None, "float16")
-    found = outputs.compare(model, outputs.asked(), served["eagle"]["steps"][0])
+    found = outputs.compare(model, outputs.asked(), results["eagle"]["steps"][0])
     assert found == {"prompt": 616, "prompt_wrong": 0, "tokens": 192, "others": 0, "wrong": 0}
-    assert speculation.accepted(served["eagle"])[2] > 0
+    assert speculation.accepted(results["eagle"])[2] > 0
 
 
-def test_mtp_keeps_the_tokens(served: dict[str, Any], directory: Path) -> None:
+def test_mtp_keeps_the_tokens(results: dict[str, Any], directory: Path) -> None:
     """With asynchronous scheduling, fused attention and full graphs."""
-    asked, found = [serving.greedy(prompt) for prompt in serving.prompts()], served["mtp"]
+    asked, found = [serving.greedy(prompt) for prompt in serving.prompts()], results["mtp"]
     model = references.reference(small_models.target(directory, "Glm4Moe"))
     tokens, others, far = serving.compare(model, asked, found["steps"][0])
     drafts, drafted, accepted = speculation.accepted(found)
@@ -167,10 +167,10 @@ def test_mtp_keeps_the_tokens(served: dict[str, Any], directory: Path) -> None:
     assert drafted / 2 < accepted < drafted
 
 
-def test_ngram_on_the_npu_keeps_the_tokens(served: dict[str, Any], directory: Path) -> None:
+def test_ngram_on_the_npu_keeps_the_tokens(results: dict[str, Any], directory: Path) -> None:
     asked, found = (
         [serving.greedy(prompt) for prompt in serving.prompts()],
-        served["n-gram on the NPU"],
+        results["n-gram on the NPU"],
     )
     tokens, others, far = serving.compare(
         references.reference(small_models.target(directory)), asked, found["steps"][0]
@@ -180,26 +180,26 @@ def test_ngram_on_the_npu_keeps_the_tokens(served: dict[str, Any], directory: Pa
     assert speculation.accepted(found)[2] > 0
 
 
-def test_asynchronous_scheduling_stays_on_with_drafts(served: dict[str, Any]) -> None:
+def test_asynchronous_scheduling_stays_on_with_drafts(results: dict[str, Any]) -> None:
     names = "one", "two", "mtp", "n-gram on the NPU"
-    assert [served[name]["async"] for name in names] == [False, True, True, True]
+    assert [results[name]["async"] for name in names] == [False, True, True, True]
 
 
-def test_host_waits_for_the_accepted_tokens_alone(served: dict[str, Any]) -> None:
+def test_host_waits_for_the_accepted_tokens_alone(results: dict[str, Any]) -> None:
     """With three draft tokens: for the number accepted in the last step, for its tokens, and for
     V1's reused input buffers.
 
     Without draft tokens vLLM's asynchronous scheduling has the latter two. None is in the drafter.
     """
-    assert served["mtp"]["steps"][2]["synchronizations"] == (2 if V2 else 3)
+    assert results["mtp"]["steps"][2]["synchronizations"] == (2 if V2 else 3)
 
 
-def test_tool_calls_with_mtp(served: dict[str, Any], directory: Path) -> None:
+def test_tool_calls_with_mtp(results: dict[str, Any], directory: Path) -> None:
     """Each token is the best that the grammar allows, and the parser reads the same calls from
     chunks of several tokens."""
     glm = small_models.target(directory, "Glm4Moe")
     model, asked = references.reference(glm), grammars.tool_calls()
-    for request, found in zip(asked, served["mtp"]["steps"][1], strict=True):
+    for request, found in zip(asked, results["mtp"]["steps"][1], strict=True):
         print(found["text"], found["largest"])
         assert grammars.others_with_grammar(model, glm, request, found["tokens"]) == 0
         assert 1 < found["largest"] <= 4
@@ -214,9 +214,9 @@ def test_tool_calls_with_mtp(served: dict[str, Any], directory: Path) -> None:
         assert [sorted(arguments) for arguments in whole] == [["size", "text"]] * 2
 
 
-def test_sampled_tokens_have_their_distribution(served: dict[str, Any], directory: Path) -> None:
+def test_sampled_tokens_have_their_distribution(results: dict[str, Any], directory: Path) -> None:
     model = references.reference(small_models.target(directory))
-    found = sampling.check_sampling(model, sampling.sampled(ANSWERS), served["one"]["steps"][4])
+    found = sampling.check_sampling(model, sampling.sampled(ANSWERS), results["one"]["steps"][4])
     for name, (tokens, impossible, first, spread) in found.items():
         print(
             f"{name}: {tokens} tokens, {impossible} impossible, chi-square {first:.3f} and"
@@ -228,14 +228,14 @@ def test_sampled_tokens_have_their_distribution(served: dict[str, Any], director
 
 
 def test_sampled_tokens_have_their_distribution_with_drafts(
-    served: dict[str, Any], directory: Path
+    results: dict[str, Any], directory: Path
 ) -> None:
     model, kinds = (
         references.reference(small_models.target(directory)),
         list(sampling.SAMPLING)[1:3],
     )
     asked = sampling.sampled(ANSWERS // 2, 4, drafts=True)[1:3]
-    found = sampling.check_sampling(model, asked, served["two"]["steps"][11], kinds)
+    found = sampling.check_sampling(model, asked, results["two"]["steps"][11], kinds)
     for name, (tokens, impossible, first, spread) in found.items():
         print(
             f"{name}: {tokens} tokens, {impossible} impossible, chi-square {first:.3f} and"
@@ -245,8 +245,11 @@ def test_sampled_tokens_have_their_distribution_with_drafts(
         assert min(first, spread) > sampling.FALSE_ALARM
 
 
-def test_wrong_distribution_is_detected(served: dict[str, Any], directory: Path) -> None:
-    model, answers = references.reference(small_models.target(directory)), served["one"]["steps"][4]
+def test_wrong_distribution_is_detected(results: dict[str, Any], directory: Path) -> None:
+    model, answers = (
+        references.reference(small_models.target(directory)),
+        results["one"]["steps"][4],
+    )
     hotter = [
         {
             **each,
@@ -265,21 +268,21 @@ def test_wrong_distribution_is_detected(served: dict[str, Any], directory: Path)
 
 
 @pytest.mark.parametrize(("name", "step"), [("one", 5), ("two", 12)])
-def test_answers_match_their_grammar(served: dict[str, Any], name: str, step: int) -> None:
-    assert grammars.count_matches(served[name]["steps"][step], 1) == (3, 3)
+def test_answers_match_their_grammar(results: dict[str, Any], name: str, step: int) -> None:
+    assert grammars.count_matches(results[name]["steps"][step], 1) == (3, 3)
 
 
 @pytest.mark.skipif(not V2, reason="the V1 model runner has another interface for them")
-def test_custom_logits_processor_is_applied_to_its_requests(served: dict[str, Any]) -> None:
-    plain, only = (answers[0]["tokens"] for answers in served["one"]["steps"][6])
+def test_custom_logits_processor_is_applied_to_its_requests(results: dict[str, Any]) -> None:
+    plain, only = (answers[0]["tokens"] for answers in results["one"]["steps"][6])
     assert only == [42] * 12
     assert plain != only
 
 
-def test_host_does_not_wait_for_the_npu(served: dict[str, Any]) -> None:
+def test_host_does_not_wait_for_the_npu(results: dict[str, Any]) -> None:
     """With LoRA adapters, sampling or a grammar; the grammar's bitmask is one more copy to the
     device."""
-    plain, drawn, grammar, adapter = served["one"]["steps"][:4]
+    plain, drawn, grammar, adapter = results["one"]["steps"][:4]
     assert [each["waits"] for each in (plain, drawn, grammar, adapter)] == [0, 0, 0, 0]
     copies = [each["names"].get("aclrtMemcpyAsync", 0) for each in (plain, drawn, grammar)]
     assert copies[1] == copies[0]

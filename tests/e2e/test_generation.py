@@ -154,7 +154,7 @@ def case(
 
 
 @pytest.fixture(scope="module")
-def served(random_model: Callable[[str], str]) -> Callable[[str | None], Served]:
+def serve_by_plugins(random_model: Callable[[str], str]) -> Callable[[str | None], Served]:
     """All models by the plugins that they are served with, in one process for each choice of
     plugins."""
 
@@ -197,22 +197,25 @@ def check(
 @pytest.mark.parametrize("name", CASES)
 def test_log_probabilities(
     name: str,
-    served: Callable[[str | None], Served],
+    serve_by_plugins: Callable[[str | None], Served],
     record_property: Callable[[str, object], None],
 ) -> None:
     dtype = CASES[name][1]
     check(
-        served(None)[0][name], dtype, BUILT_IN if dtype == "float32" else FUSED, record_property
+        serve_by_plugins(None)[0][name],
+        dtype,
+        BUILT_IN if dtype == "float32" else FUSED,
+        record_property,
     )  # the fused kernel has no float32
 
 
 @pytest.mark.parametrize("name", BUILT_IN_CASES)
 def test_log_probabilities_of_the_platform_alone(
     name: str,
-    served: Callable[[str | None], Served],
+    serve_by_plugins: Callable[[str | None], Served],
     record_property: Callable[[str, object], None],
 ) -> None:
-    check(served("ascend")[0][name], CASES[name][1], BUILT_IN, record_property)
+    check(serve_by_plugins("ascend")[0][name], CASES[name][1], BUILT_IN, record_property)
 
 
 @pytest.fixture(scope="module")
@@ -333,9 +336,9 @@ def check_adder(result: dict[str, Any], attention: str) -> None:
     "plugins", [None, "ascend,ascend_attention", "ascend"], ids=["all", "fused", "built-in"]
 )
 def test_trained_model_gives_the_same_greedy_tokens(
-    plugins: str | None, served: Callable[[str | None], Served]
+    plugins: str | None, serve_by_plugins: Callable[[str | None], Served]
 ) -> None:
-    results, said = served(plugins)
+    results, said = serve_by_plugins(plugins)
     check_adder(results["adder"], BUILT_IN if plugins == "ascend" else FUSED)
     version = importlib.metadata.version("ascend-attention")
     if plugins == "ascend":

@@ -17,15 +17,15 @@ STEPS = [(name, step) for name in CASES for step in ("prefill", "decode")]
 
 
 @pytest.fixture(scope="module")
-def counted(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+def launch_counts(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     return table.run(CASES, tmp_path_factory.mktemp("trace"))
 
 
 @pytest.mark.parametrize(("name", "step"), STEPS)
 def test_launches_and_bytes_are_those_of_the_table(
-    counted: dict[str, Any], name: str, step: str
+    launch_counts: dict[str, Any], name: str, step: str
 ) -> None:
-    kept, found = json.loads(table.KEPT.read_text())[name][step], counted[name][step]
+    kept, found = json.loads(table.KEPT.read_text())[name][step], launch_counts[name][step]
     assert found["launches"] == kept["launches"]
     assert found["outside"] == kept["outside"]
     # Rounding may change which experts are selected.
@@ -35,9 +35,9 @@ def test_launches_and_bytes_are_those_of_the_table(
 
 @pytest.mark.parametrize(("name", "step"), STEPS)
 def test_not_much_more_is_moved_than_is_needed(
-    counted: dict[str, Any], name: str, step: str
+    launch_counts: dict[str, Any], name: str, step: str
 ) -> None:
-    found = counted[name][step]
+    found = launch_counts[name][step]
     # It has activations besides, and a Gemma layer has four norms.
     prefill = 4.9 if name == "Gemma 3" else 4.5
     assert 0.99 <= found["bytes"] / found["needed"] < (1.15 if step == "decode" else prefill)
@@ -46,9 +46,9 @@ def test_not_much_more_is_moved_than_is_needed(
 
 @pytest.mark.parametrize(("name", "step"), STEPS)
 def test_host_does_not_wait_before_the_sampled_tokens(
-    counted: dict[str, Any], name: str, step: str
+    launch_counts: dict[str, Any], name: str, step: str
 ) -> None:
-    assert counted[name][step]["waits"] == 0
+    assert launch_counts[name][step]["waits"] == 0
 
 
 def test_fused_operators_before_latent_attention(tmp_path: Path) -> None:

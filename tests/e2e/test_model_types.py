@@ -49,16 +49,16 @@ def cases(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 
 
 @pytest.fixture(scope="module")
-def served(cases: dict[str, Any]) -> dict[str, Any]:
+def results(cases: dict[str, Any]) -> dict[str, Any]:
     return npus.by_name(model_types.run(list(cases.values())))
 
 
 @pytest.mark.parametrize("name", CASES)
 def test_answers_are_those_of_transformers(
-    name: str, cases: dict[str, Any], served: dict[str, Any]
+    name: str, cases: dict[str, Any], results: dict[str, Any]
 ) -> None:
     _, numbers, bound = CASES[name]
-    found = served[name]
+    found = results[name]
     assert found["alike"], "ranks have other answers"
     assert found["kinds"] == model_types.KINDS[name].served_by[0]
     told = model_types.compare(name, cases[name], found["results"])
@@ -69,10 +69,10 @@ def test_answers_are_those_of_transformers(
     assert told.regret < 2 * told.most
 
 
-def test_sliding_window_layers_have_their_own_kv_cache_group(served: dict[str, Any]) -> None:
+def test_sliding_window_layers_have_their_own_kv_cache_group(results: dict[str, Any]) -> None:
     for name in ("gemma3, windows between", "granite, sinks and windows"):
-        assert (served[name]["groups"], served[name]["graphs"]) == (2, "FULL_DECODE_ONLY")
-    assert (served["whisper, a sound"]["groups"], served["whisper, a sound"]["graphs"]) == (
+        assert (results[name]["groups"], results[name]["graphs"]) == (2, "FULL_DECODE_ONLY")
+    assert (results["whisper, a sound"]["groups"], results["whisper, a sound"]["graphs"]) == (
         2,
         "NONE",
     )

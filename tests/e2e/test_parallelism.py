@@ -76,7 +76,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 
 @pytest.fixture(scope="module")
-def served(models: dict[str, Path]) -> dict[str, Any]:
+def results(models: dict[str, Path]) -> dict[str, Any]:
     cases = [
         layouts.case(
             name,
@@ -95,12 +95,12 @@ def served(models: dict[str, Path]) -> dict[str, Any]:
 
 @pytest.mark.parametrize("name", CASES)
 def test_answers_are_those_of_transformers(
-    served: dict[str, Any], models: dict[str, Path], name: str
+    results: dict[str, Any], models: dict[str, Path], name: str
 ) -> None:
     model, dtype, _, served_by = CASES[name]
     # They are not needed under an executor with processes.
-    assert served_by in served[name].get("kinds", [served_by])
-    count, others, most, mean = layouts.compare(models[model], dtype, served[name]["results"])
+    assert served_by in results[name].get("kinds", [served_by])
+    count, others, most, mean = layouts.compare(models[model], dtype, results[name]["results"])
     print(
         f"{name}: {count} tokens, {others} others; log-probability difference max {most:.2e} mean"
         f" {mean:.2e}"
@@ -118,13 +118,13 @@ def test_answers_are_those_of_transformers(
 
 
 @pytest.mark.skipif(V2, reason="the V2 model runner copies each step's inputs from other memory")
-def test_pipeline_stage_waits_before_it_overwrites_inputs(served: dict[str, Any]) -> None:
-    assert served["dense PP2"]["waits"]
+def test_pipeline_stage_waits_before_it_overwrites_inputs(results: dict[str, Any]) -> None:
+    assert results["dense PP2"]["waits"]
 
 
 @pytest.mark.parametrize("name", ["dense PP2", "dense TP2 DCP2", *(["latents PCP2"] if V2 else [])])
-def test_no_communicator_is_created_after_the_kv_cache(served: dict[str, Any], name: str) -> None:
-    assert served[name]["grown"] == 0
+def test_no_communicator_is_created_after_the_kv_cache(results: dict[str, Any], name: str) -> None:
+    assert results[name]["grown"] == 0
 
 
 @pytest.mark.slow

@@ -123,7 +123,7 @@ def fp8_models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Path
 
 
 @pytest.fixture(scope="module")
-def served(
+def results(
     models: dict[str, dequantized.Model], fp8_models: dict[str, tuple[Path, Path]]
 ) -> dict[str, Any]:
     cases = [quantized.case(name, model, CASES[name][4]) for name, model in models.items()]
@@ -135,18 +135,18 @@ def served(
     return npus.by_name(done)
 
 
-def test_int8_kv_cache_is_served_in_full_graphs(served: dict[str, Any]) -> None:
+def test_int8_kv_cache_is_served_in_full_graphs(results: dict[str, Any]) -> None:
     name = next(iter(CASES))
     assert "int8 KV cache" in name
-    assert served[name]["mode"] == "FULL_AND_PIECEWISE"
+    assert results[name]["mode"] == "FULL_AND_PIECEWISE"
 
 
 @pytest.mark.parametrize("name", CASES)
 def test_log_probabilities_are_those_of_dequantized_weights(
-    served: dict[str, Any], models: dict[str, dequantized.Model], name: str
+    results: dict[str, Any], models: dict[str, dequantized.Model], name: str
 ) -> None:
-    assert CASES[name][5] in served[name]["kinds"]
-    answers = served[name]["results"]
+    assert CASES[name][5] in results[name]["kinds"]
+    answers = results[name]["results"]
     count, most, mean = dequantized.Reference(models[name], quantized=False).compare(answers)
     alike = dequantized.Reference(models[name], quantized=True)
     _, most_alike, mean_alike = alike.compare(answers)
@@ -171,11 +171,13 @@ def test_log_probabilities_are_those_of_dequantized_weights(
 
 @pytest.mark.parametrize("name", FP8_CASES)
 def test_converted_weights_are_the_dequantized_ones(
-    served: dict[str, Any], fp8_models: dict[str, tuple[Path, Path]], name: str
+    results: dict[str, Any], fp8_models: dict[str, tuple[Path, Path]], name: str
 ) -> None:
     form, dtype, _, kind = FP8_CASES[name]
-    assert kind in served[name]["kinds"]
-    count, others, most, mean = layouts.compare(fp8_models[form][1], dtype, served[name]["results"])
+    assert kind in results[name]["kinds"]
+    count, others, most, mean = layouts.compare(
+        fp8_models[form][1], dtype, results[name]["results"]
+    )
     print(f"{name}: {count} tokens, average {mean:.6f} at most {most:.6f}")
     assert count == 33
     if dtype == "float32":

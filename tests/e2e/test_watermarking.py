@@ -55,7 +55,7 @@ def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def served(directory: Path) -> dict[str, Any]:
+def results(directory: Path) -> dict[str, Any]:
     model, steps = small_models.target(directory), [["generate", requests()]]
     cases = [
         serving.case(name, model, 1, steps, watermark_config=given)
@@ -99,7 +99,7 @@ def repeats(prompt: list[int], tokens: list[int], config: dict[str, Any]) -> lis
 
 
 @pytest.mark.parametrize("name", [*CONFIGS, *DRAFTS])
-def test_tokens_are_those_of_the_key(name: str, served: dict[str, Any], directory: Path) -> None:
+def test_tokens_are_those_of_the_key(name: str, results: dict[str, Any], directory: Path) -> None:
     """With draft tokens only those that a drafter or a residual distribution chooses as the target
     model would."""
     config, model = (
@@ -111,7 +111,7 @@ def test_tokens_are_those_of_the_key(name: str, served: dict[str, Any], director
         [derive_watermark_key(KEY, domain) for domain in (b"key_a", b"key_b")] if has_two else [KEY]
     )
     counts = {"marked": 0, "others": 0, "repeated": 0, "of the last key": 0}
-    for request, (answer,) in zip(requests(), served[name]["steps"][0], strict=True):
+    for request, (answer,) in zip(requests(), results[name]["steps"][0], strict=True):
         sampling, tokens = request["sampling"], answer["tokens"]
         if not is_marked(request) or "top_k" in sampling:
             continue
@@ -134,7 +134,7 @@ def test_tokens_are_those_of_the_key(name: str, served: dict[str, Any], director
     assert counts["marked"] > 100
     assert (counts["repeated"] > 50) == (config.get("deduplicate_contexts") == "all")
     if name in DRAFTS:
-        drafts, drafted, accepted = speculation.accepted(served[name])
+        drafts, drafted, accepted = speculation.accepted(results[name])
         print(f"{drafts} drafts of {drafted} tokens, {accepted} accepted")
         assert (accepted > 0.2 * drafted) != DRAFTS[name]
         assert counts["others"] < counts["marked"] / 1.5
@@ -145,12 +145,12 @@ def test_tokens_are_those_of_the_key(name: str, served: dict[str, Any], director
 
 
 @pytest.mark.parametrize("name", ["gumbel", TWO, *DRAFTS])
-def test_detector_finds_watermarked_answers_alone(name: str, served: dict[str, Any]) -> None:
+def test_detector_finds_watermarked_answers_alone(name: str, results: dict[str, Any]) -> None:
     config = CONFIGS.get(name, CONFIGS[TWO])
     make = DualKeyGumbelWatermarkDetector if "algorithm" in config else GumbelWatermarkDetector
     given = {"alpha": 0.5 if name in DRAFTS else config["alpha"]} if "algorithm" in config else {}
     detector, other = (make(key, config.get("context_width", 4), **given) for key in (KEY, KEY + 1))
-    for request, (answer,) in zip(requests(), served[name]["steps"][0], strict=True):
+    for request, (answer,) in zip(requests(), results[name]["steps"][0], strict=True):
         found, wrong = (each.detect(answer["tokens"]).p_value for each in (detector, other))
         print(f"{name}: {found:.1e}, with another key {wrong:.1e}")
         assert (found < 1e-4) == is_marked(request)
@@ -158,11 +158,11 @@ def test_detector_finds_watermarked_answers_alone(name: str, served: dict[str, A
 
 
 def test_greedy_answer_in_the_batch_has_transformers_tokens(
-    served: dict[str, Any], directory: Path
+    results: dict[str, Any], directory: Path
 ) -> None:
     model = references.reference(small_models.target(directory))
     for name in (*CONFIGS, *DRAFTS):
-        request, (answer,) = requests()[4], served[name]["steps"][0][4]
+        request, (answer,) = requests()[4], results[name]["steps"][0][4]
         assert (
             references.logits(model, request["prompt"], [answer["tokens"]])[0].argmax(-1).tolist()
             == answer["tokens"]

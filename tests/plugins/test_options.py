@@ -25,7 +25,7 @@ WRONG = (5, 1.5, "x", True, None, [1], {"a": {}}, [], {})
 
 
 @pytest.fixture(scope="module")
-def known() -> dict[str, dict[str, object]]:
+def known_options() -> dict[str, dict[str, object]]:
     """Of each component's name in ``--additional-config``: keys and defaults."""
     for point in importlib.metadata.entry_points(group="vllm.general_plugins"):
         if point.name in COMPONENTS.values():
@@ -43,14 +43,14 @@ def documented() -> set[tuple[str, str]]:
     return set(re.findall(r"^### `ascend\.(\w+)\.(\w+)`$", text, re.MULTILINE))
 
 
-def test_every_option_is_documented_and_no_other(known):
-    assert {(name, key) for name, keys in known.items() for key in keys} == documented()
+def test_every_option_is_documented_and_no_other(known_options):
+    assert {(name, key) for name, keys in known_options.items() for key in keys} == documented()
 
 
-def test_doctor_takes_every_documented_option(known):
+def test_doctor_takes_every_documented_option(known_options):
     given: dict[str, dict[str, object]] = {}
     for name, key in documented():
-        given.setdefault(name, {})[key] = known[name][key]
+        given.setdefault(name, {})[key] = known_options[name][key]
     _, lines = examine("--additional-config", json.dumps({"ascend": given}))
     assert lines["configuration", "--additional-config"][:2] == ("ok", "known keys only")
 
@@ -65,10 +65,10 @@ def refusals(take: Callable[[Any], object], values: Any = WRONG) -> Iterator[str
             yield str(error)
 
 
-def test_wrong_types_of_each_option_are_refused_in_one_line(known, monkeypatch):
+def test_wrong_types_of_each_option_are_refused_in_one_line(known_options, monkeypatch):
     for variable in ("HCCL_DETERMINISTIC", "HCCL_CONNECT_TIMEOUT", "VLLM_ASCEND_DISABLE_PATCHES"):
         monkeypatch.setenv(variable, "")
-    for name, keys in known.items():
+    for name, keys in known_options.items():
         for key in keys:
             said = list(
                 refusals(
@@ -83,9 +83,9 @@ def test_wrong_types_of_each_option_are_refused_in_one_line(known, monkeypatch):
 
 
 @pytest.mark.parametrize("take", [options.configure, options.check], ids=lambda take: take.__name__)
-def test_wrong_types_of_objects_are_refused_in_one_line(known, take):
+def test_wrong_types_of_objects_are_refused_in_one_line(known_options, take):
     assert len(list(refusals(lambda value: take({"ascend": value})))) == 8
-    for name in known:
+    for name in known_options:
         assert len(list(refusals(lambda value, name=name: take({"ascend": {name: value}})))) == 8
 
 

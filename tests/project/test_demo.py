@@ -19,7 +19,7 @@ DEMO = [str(checkout.TOOLS / "demo")]
 
 
 @pytest.fixture
-def marked() -> Iterator[dict[str, str]]:
+def demo_environment() -> Iterator[dict[str, str]]:
     """Environment variables that mark every process of the demo; after the test no marked process
     may be left."""
     mark = f"DEMO_TEST={uuid.uuid4().hex}"
@@ -40,9 +40,9 @@ def processes(mark: str) -> list[str]:
     return found
 
 
-def test_answers_are_right_and_the_log_shows_the_plugin(marked: dict[str, str]) -> None:
+def test_answers_are_right_and_the_log_shows_the_plugin(demo_environment: dict[str, str]) -> None:
     done = subprocess.run(
-        DEMO, env=marked, capture_output=True, text=True, timeout=300, check=False
+        DEMO, env=demo_environment, capture_output=True, text=True, timeout=300, check=False
     )
     assert done.returncode == 0, done.stdout + done.stderr
     lines = [line.strip() for line in done.stdout.splitlines()]
@@ -58,13 +58,20 @@ def test_answers_are_right_and_the_log_shows_the_plugin(marked: dict[str, str]) 
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_interrupted_it_leaves_no_process(marked: dict[str, str], number: signal.Signals) -> None:
+def test_interrupted_it_leaves_no_process(
+    demo_environment: dict[str, str], number: signal.Signals
+) -> None:
     # Tests that a shell started in the background ignore SIGINT, and so would their children.
     taken = {"preexec_fn": functools.partial(signal.signal, number, signal.SIG_DFL)}
     with subprocess.Popen(
-        DEMO, env=marked, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, **taken
+        DEMO,
+        env=demo_environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        **taken,
     ) as demo:
-        mark = f"DEMO_TEST={marked['DEMO_TEST']}"
+        mark = f"DEMO_TEST={demo_environment['DEMO_TEST']}"
         deadline = time.monotonic() + 120
         while not any(
             "vllm serve" in command or "bin/vllm" in command for command in processes(mark)
@@ -77,10 +84,10 @@ def test_interrupted_it_leaves_no_process(marked: dict[str, str], number: signal
     assert demo.returncode == (130 if number == signal.SIGINT else 1), output
 
 
-def test_server_that_fails_is_reported_in_one_line(marked: dict[str, str]) -> None:
+def test_server_that_fails_is_reported_in_one_line(demo_environment: dict[str, str]) -> None:
     done = subprocess.run(
         DEMO,
-        env=marked | {"VLLM_PLUGINS": "none"},
+        env=demo_environment | {"VLLM_PLUGINS": "none"},
         capture_output=True,
         text=True,
         timeout=120,

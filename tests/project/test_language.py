@@ -15,7 +15,19 @@ TOOLS = "pip|torch|pydantic|xgrammar|vllm-ascend|numba|uv"
 DIRECTIVE = re.compile(r"(?:type|fmt|ruff|pragma|clang-format|mypy)[: ]|noqa|SPDX|run: ")
 BEGINNING = re.compile(rf"[A-Z\d`'\"(\[{{<$-]|(?:{TOOLS})\b|\S*[A-Z\d_.=(\[]\S")
 END = re.compile(r"[.:?!…`]['\")]*$")
-VAGUE_FIXTURES = {"made", "near", "far", "said", "found", "given", "own", "asked", "places"}
+VAGUE_FIXTURES = {
+    "asked",
+    "called",
+    "complete",
+    "far",
+    "found",
+    "fresh",
+    "given",
+    "goes_on",
+    "known",
+}
+VAGUE_FIXTURES |= {"lines", "made", "marked", "near", "own", "places", "plain", "played", "printed"}
+VAGUE_FIXTURES |= {"said", "served", "side", "two", "used", "x"}
 
 
 @functools.cache

@@ -17,7 +17,7 @@ VARIABLES = {"HCCL_INTRA_PCIE_ENABLE": "1", "HCCL_INTRA_ROCE_ENABLE": "0", "VLLM
 
 
 @pytest.fixture(scope="session")
-def played() -> dict[str, list[dict[str, Any]]]:
+def scenarios() -> dict[str, list[dict[str, Any]]]:
     done = npus.run(2, sys.executable, str(SCRIPT), **VARIABLES)
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-3000:]
     return dict(json.loads(line) for line in done.stdout.splitlines() if line.startswith('["'))

@@ -80,26 +80,26 @@ def close(actual: Any, expected: Any) -> None:
 
 
 @pytest.mark.parametrize("name", EXPECTED)
-def test_collective(played: dict[str, Any], name: str) -> None:
-    close([answer[name] for answer in played["collectives"]], EXPECTED[name])
+def test_collective(scenarios: dict[str, Any], name: str) -> None:
+    close([answer[name] for answer in scenarios["collectives"]], EXPECTED[name])
 
 
 @pytest.mark.parametrize("name", EXPERTS)
-def test_dispatch_and_combine(played: dict[str, Any], name: str) -> None:
-    close([answer[name] for answer in played["experts"]], EXPERTS[name])
+def test_dispatch_and_combine(scenarios: dict[str, Any], name: str) -> None:
+    close([answer[name] for answer in scenarios["experts"]], EXPERTS[name])
 
 
-def test_vllm_groups_use_it_and_all_methods_are_compared(played: dict[str, Any]) -> None:
+def test_vllm_groups_use_it_and_all_methods_are_compared(scenarios: dict[str, Any]) -> None:
     for rank in range(2):
         name = "ascend_communicator.communicator.HCCLCommunicator"
-        assert played["collectives"][rank].pop("communicator") == f"{name} on npu:{rank}"
-        assert played["experts"][rank].pop("manager") == "HCCLAll2AllManager"
-        assert set(played["collectives"][rank]) == set(EXPECTED)
-        assert set(played["experts"][rank]) == set(EXPERTS)
+        assert scenarios["collectives"][rank].pop("communicator") == f"{name} on npu:{rank}"
+        assert scenarios["experts"][rank].pop("manager") == "HCCLAll2AllManager"
+        assert set(scenarios["collectives"][rank]) == set(EXPECTED)
+        assert set(scenarios["experts"][rank]) == set(EXPERTS)
 
 
-def test_unsupported_calls_are_refused_in_one_line(played: dict[str, Any]) -> None:
-    for said in played["refusals"]:
+def test_unsupported_calls_are_refused_in_one_line(scenarios: dict[str, Any]) -> None:
+    for said in scenarios["refusals"]:
         assert said == {
             "dimension": "ValueError: all_gatherv along dimension 1 is not supported; only along 0",
             "how many sizes": "ValueError: got 1 sizes for 2 ranks",

@@ -39,11 +39,11 @@ def expected(rank: int, tokens: int, to: int, dtype: torch.dtype) -> torch.Tenso
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("asked", ["auto", "allgather", "alltoall", "mc2"])
 @pytest.mark.parametrize("name", NAMES)
-def test_backends_on_two_npus(played: dict[str, Any], name: str, asked: str, dtype: str) -> None:
+def test_backends_on_two_npus(scenarios: dict[str, Any], name: str, asked: str, dtype: str) -> None:
     sizes, to = NAMES[name]
     kind = getattr(torch, dtype)
     for rank in range(2):
-        *taken, made = played["ways"][rank][f"{name} {asked} {kind}"]
+        *taken, made = scenarios["ways"][rank][f"{name} {asked} {kind}"]
         if (asked, dtype) == ("mc2", "float32"):
             assert (
                 made
@@ -72,19 +72,19 @@ def close(made: Any, rank: int, tokens: int, bound: float = 0.03) -> None:
     )
 
 
-def test_mc2_and_alltoall_alternate(played: dict[str, Any]) -> None:
+def test_mc2_and_alltoall_alternate(scenarios: dict[str, Any]) -> None:
     """The emulator refuses mc2 on a communicator with other operators, and other operators on that
     of mc2."""
     for rank in range(2):
-        used, *steps = played["alternating"][rank]
+        used, *steps = scenarios["alternating"][rank]
         assert used == ["alltoall", "mc2"]
         for made, sizes in zip(steps, ([3, 5], [300, 2], [3, 5], [2, 300], [3, 5]), strict=True):
             close(made, rank, sizes[rank])
 
 
-def test_int8_tokens_by_mc2(played: dict[str, Any]) -> None:
+def test_int8_tokens_by_mc2(scenarios: dict[str, Any]) -> None:
     for rank in range(2):
-        made, dtypes = played["quantized"][rank]
+        made, dtypes = scenarios["quantized"][rank]
         assert dtypes == ["torch.int8"]
         close(made, rank, [3, 5][rank], 0.06)
 
@@ -102,11 +102,11 @@ def test_rows_are_sorted_by_expert_and_back(dtype: str, hidden: int) -> None:
     assert torch.equal(regroup(grouped, counts.t().npu())[0].cpu(), rows)
 
 
-def test_new_groups_have_a_new_group_of_mc2(played: dict[str, Any]) -> None:
+def test_new_groups_have_a_new_group_of_mc2(scenarios: dict[str, Any]) -> None:
     for rank in range(2):
-        assert played["options"][rank]["used"] == ["mc2"]
-        close(played["options"][rank]["again"], rank, [3, 5][rank])
-        assert played["recreated"][rank] == [2, 2]
+        assert scenarios["options"][rank]["used"] == ["mc2"]
+        close(scenarios["options"][rank]["again"], rank, [3, 5][rank])
+        assert scenarios["recreated"][rank] == [2, 2]
 
 
 A2, A3, DUO = (

@@ -74,9 +74,9 @@ def test_hccl_environment_variables() -> None:
     ]
 
 
-def test_group_options_reach_hccl(played: dict[str, Any]) -> None:
-    for group, options in played["options"][0]["given"].items():
+def test_group_options_reach_hccl(scenarios: dict[str, Any]) -> None:
+    for group, options in scenarios["options"][0]["given"].items():
         assert options == {"dp": {"hccl_buffer_size": 64, "hccl_exec_timeout": 3}, "ep": {}}[group]
-    waited, said = played["options"][0]["waited"]
+    waited, said = scenarios["options"][0]["waited"]
     assert 2.5 < waited < 15  # 1836 s by default
     assert "HcclAllReduce" in said

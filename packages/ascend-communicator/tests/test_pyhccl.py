@@ -58,15 +58,15 @@ REFUSED = {
 
 @pytest.mark.parametrize("where", ["current", "own"])
 @pytest.mark.parametrize("name", EXPECTED)
-def test_collective(played: dict[str, Any], name: str, where: str) -> None:
-    for answer, expected in zip(played["direct"], EXPECTED[name], strict=True):
+def test_collective(scenarios: dict[str, Any], name: str, where: str) -> None:
+    for answer, expected in zip(scenarios["direct"], EXPECTED[name], strict=True):
         assert set(answer[where]) == set(EXPECTED)
         actual = torch.tensor(answer[where][name], dtype=torch.float64)
         torch.testing.assert_close(actual, expected, rtol=1e-6, atol=1e-6, equal_nan=True)
 
 
-def test_graph_capture_and_replay(played: dict[str, Any]) -> None:
-    for rank, answer in enumerate(played["direct"]):
+def test_graph_capture_and_replay(scenarios: dict[str, Any]) -> None:
+    for rank, answer in enumerate(scenarios["direct"]):
         untouched, *replayed = answer["captured"]
         assert untouched == 0
         for salt, after in zip((4, 5, 6), replayed, strict=True):
@@ -77,8 +77,8 @@ def test_graph_capture_and_replay(played: dict[str, Any]) -> None:
             )
 
 
-def test_unsupported_calls_are_refused_in_one_line(played: dict[str, Any]) -> None:
-    for rank, answer in enumerate(played["direct"]):
+def test_unsupported_calls_are_refused_in_one_line(scenarios: dict[str, Any]) -> None:
+    for rank, answer in enumerate(scenarios["direct"]):
         said = answer["refusals"]
         assert (
             said.pop("device")

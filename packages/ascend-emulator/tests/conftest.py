@@ -41,7 +41,7 @@ LEFT_OUT = pytest.StashKey[bool]()
 
 
 @pytest.fixture(scope="session")
-def complete(request: pytest.FixtureRequest) -> bool:
+def whole_session(request: pytest.FixtureRequest) -> bool:
     """Whether all tests of this directory run in this session."""
     directory, collected = Path(__file__).parent, {item.path for item in request.session.items}
     return set(directory.glob("test_*.py")) <= collected and not request.config.stash.get(

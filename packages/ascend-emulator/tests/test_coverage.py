@@ -123,9 +123,9 @@ def test_versions_page_has_the_figures_of_the_installed_version(points):
     ]
 
 
-def test_every_entry_point_was_run(points, complete):
+def test_every_entry_point_was_run(points, whole_session):
     """Comes last. Of a part of the tests nothing can be said."""
-    if not complete:
+    if not whole_session:
         pytest.skip("only some of the tests run")
     trace = Path(os.environ["ASCEND_EMULATOR_CALLS"])
     assert trace.exists(), "a call was carried out before the tests were collected, without a trace"

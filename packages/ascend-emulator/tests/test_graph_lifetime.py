@@ -16,7 +16,7 @@ from sanitizers import without_sanitizers
 
 
 @pytest.fixture(autouse=True)
-def used():
+def opened_npu():
     torch.ones(1, device="npu").sum().item()
 
 

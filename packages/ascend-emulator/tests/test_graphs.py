@@ -14,7 +14,7 @@ from runtime_calls import ConditionalTask
 
 
 @pytest.fixture
-def x():
+def tensor():
     return torch.ones(8, device="npu")
 
 
@@ -26,45 +26,45 @@ def capture(body, **options):
     return graph, result
 
 
-def test_what_is_captured_does_not_run_until_it_is_replayed(x):
-    y = torch.zeros_like(x)
-    graph, _ = capture(lambda: y.add_(x))
+def test_what_is_captured_does_not_run_until_it_is_replayed(tensor):
+    y = torch.zeros_like(tensor)
+    graph, _ = capture(lambda: y.add_(tensor))
     assert y.sum().item() == 0
     for times in (1, 2, 3):
         graph.replay()
         assert y.tolist() == [times] * 8
 
 
-def test_replay_reads_its_inputs_anew(x):
-    graph, result = capture(lambda: (x * 2 + 1).softmax(0).cumsum(0))
+def test_replay_reads_its_inputs_anew(tensor):
+    graph, result = capture(lambda: (tensor * 2 + 1).softmax(0).cumsum(0))
     for _ in range(3):
-        x.uniform_()
+        tensor.uniform_()
         graph.replay()
-        torch.testing.assert_close(result.cpu(), (x.cpu() * 2 + 1).softmax(0).cumsum(0))
+        torch.testing.assert_close(result.cpu(), (tensor.cpu() * 2 + 1).softmax(0).cumsum(0))
 
 
-def test_streams_that_an_event_ties_in_are_captured_too(x):
+def test_streams_that_an_event_ties_in_are_captured_too(tensor):
     side = torch.npu.Stream()
 
     def body():
         main = torch.npu.current_stream()
         side.wait_stream(main)
         with torch.npu.stream(side):
-            doubled = x * 2
-        tripled = x * 3
+            doubled = tensor * 2
+        tripled = tensor * 3
         main.wait_stream(side)
         return doubled + tripled
 
     graph, result = capture(body)
-    x.fill_(2)
+    tensor.fill_(2)
     graph.replay()
     assert result.tolist() == [10] * 8
 
 
-def test_graphs_share_a_memory_pool(x):
-    first, half = capture(lambda: x / 2)
+def test_graphs_share_a_memory_pool(tensor):
+    first, half = capture(lambda: tensor / 2)
     second, result = capture(lambda: half + 1, pool=first.pool())
-    x.fill_(8)
+    tensor.fill_(8)
     first.replay()
     second.replay()
     assert result.tolist() == [5] * 8
@@ -98,25 +98,27 @@ def test_waiting_for_a_captured_stream_is_refused(what):
 
 @pytest.mark.fails_a_capture
 @pytest.mark.parametrize("what", COPIES)
-def test_copies_that_make_the_host_wait_are_refused(x, what):
+def test_copies_that_make_the_host_wait_are_refused(tensor, what):
     copy, reason = COPIES[what]
-    refused(lambda: copy(x), "not allowed while a stream is captured in the mode global", reason)
+    refused(
+        lambda: copy(tensor), "not allowed while a stream is captured in the mode global", reason
+    )
 
 
-def test_a_capture_goes_on_after_a_refused_wait(x):
+def test_a_capture_goes_on_after_a_refused_wait(tensor):
     graph = torch.npu.NPUGraph()
     torch.npu.synchronize()
     with torch.npu.graph(graph):
         with pytest.raises(RuntimeError, match="the stream is being captured"):
             torch.npu.current_stream().synchronize()
-        result = x + 2
+        result = tensor + 2
     graph.replay()
     assert result.tolist() == [3] * 8
 
 
-def test_another_stream_may_be_waited_for_during_a_capture(x):
+def test_another_stream_may_be_waited_for_during_a_capture(tensor):
     other = torch.npu.Stream()
-    graph, result = capture(lambda: (other.synchronize(), x + 1)[1])
+    graph, result = capture(lambda: (other.synchronize(), tensor + 1)[1])
     graph.replay()
     assert result.tolist() == [2] * 8
 
@@ -138,37 +140,37 @@ with torch.npu.graph(torch.npu.NPUGraph()):
 
 
 @pytest.mark.fails_a_capture
-def test_a_stream_that_is_not_joined_invalidates_the_capture(x):
+def test_a_stream_that_is_not_joined_invalidates_the_capture(tensor):
     side = torch.npu.Stream()
 
     def body():
         side.wait_stream(torch.npu.current_stream())
         with torch.npu.stream(side):
-            x.add_(1)
+            tensor.add_(1)
 
     with pytest.raises(RuntimeError, match="was not joined to its first stream"):
         capture(body)
 
 
-def test_task_groups_are_updated_and_wait_for_an_external_event(x):
+def test_task_groups_are_updated_and_wait_for_an_external_event(tensor):
     """As a model's attention gets new sequence lengths: the group's operator is called again on
     another
     stream."""
     graph, event, update = torch.npu.NPUGraph(), torch.npu.ExternalEvent(), torch.npu.Stream()
-    out = torch.zeros_like(x)
+    out = torch.zeros_like(tensor)
     torch.npu.synchronize()
     with torch.npu.graph(graph):
         stream = torch.npu.current_stream()
         event.wait(stream)
         event.reset(stream)
         torch.npu.graph_task_group_begin(stream)
-        torch.mul(x, 2.0, out=out)
+        torch.mul(tensor, 2.0, out=out)
         handle = torch.npu.graph_task_group_end(stream)
     for factor in (5.0, 7.0):
         graph.replay()
         with torch.npu.stream(update):
             torch.npu.graph_task_update_begin(update, handle)
-            torch.mul(x, factor, out=out)
+            torch.mul(tensor, factor, out=out)
             torch.npu.graph_task_update_end(update)
             event.record(update)
         torch.npu.synchronize()
@@ -199,7 +201,7 @@ except RuntimeError as error:
     assert done.stdout == "True\n", done.stderr
 
 
-def test_conditional_node_runs_its_branch_by_its_value(x):
+def test_conditional_node_runs_its_branch_by_its_value(tensor):
     """aclmdlRIAddCondTask as NPUGraph::begin_capture_to_if_node calls it, which torch_npu enables
     only for one chip."""
     library = ctypes.CDLL("libascendcl.so")
@@ -237,7 +239,7 @@ def test_conditional_node_runs_its_branch_by_its_value(x):
         branch = ctypes.c_void_p(inner.npu_stream)
         assert library.aclmdlRICaptureToModelRIBegin(branch, child, 2) == 0
         with torch.npu.stream(inner):
-            x.add_(10)
+            tensor.add_(10)
             drain()
         ended = ctypes.c_void_p()
         assert library.aclmdlRICaptureEnd(branch, ctypes.byref(ended)) == 0, (
@@ -247,11 +249,11 @@ def test_conditional_node_runs_its_branch_by_its_value(x):
     for value, expected in ((0, 1), (1, 11), (0, 11), (3, 21)):
         flag.fill_(value)
         graph.replay()
-        assert x.tolist() == [expected] * 8
+        assert tensor.tolist() == [expected] * 8
 
 
-def test_a_graph_s_listing_has_its_operators(x, tmp_path):
-    graph, _ = capture(lambda: x * 2 + 1)
+def test_a_graph_s_listing_has_its_operators(tensor, tmp_path):
+    graph, _ = capture(lambda: tensor * 2 + 1)
     path = tmp_path / "graph.json"
     graph.enable_debug_mode()
     graph.debug_dump(str(path))

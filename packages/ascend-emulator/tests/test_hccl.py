@@ -24,7 +24,7 @@ MOVED, REDUCED, SIZES, data, torch_dtype = (
 
 
 @pytest.fixture(scope="module")
-def played(run):
+def scenarios(run):
     """Every scenario's results by rank, from one process that imports torch once."""
     done = run("run", "--npus", "4", "--", sys.executable, str(SCRIPT))
     assert done.returncode == 0, done.stderr[-3000:]
@@ -61,11 +61,11 @@ def reduced(op, values):
 @pytest.mark.parametrize(
     ("label", "ranks"), [("all_reduce 2", 2), ("all_reduce 3", 3), ("all_reduce tcp", 2)]
 )
-def test_all_reduce(played, label, ranks, dtype, op):
+def test_all_reduce(scenarios, label, ranks, dtype, op):
     kind = torch_dtype(dtype)
     for size in SIZES:
         key = f"{dtype} {op} {size}"
-        if key not in played[label][0]:
+        if key not in scenarios[label][0]:
             continue
         expected = reduced(op, [data(rank, (size,), kind) for rank in range(ranks)])
         if op == "AVG" and not kind.is_floating_point:
@@ -74,15 +74,15 @@ def test_all_reduce(played, label, ranks, dtype, op):
             # torch_npu: a sum of booleans is their logical or.
             expected = expected.clamp(max=1)
         for rank in range(ranks):
-            close(played[label][rank][key], torch.cat([expected[:50], expected[-50:]]), kind)
-        assert all(answer[key] == played[label][0][key] for answer in played[label]), (
+            close(scenarios[label][rank][key], torch.cat([expected[:50], expected[-50:]]), kind)
+        assert all(answer[key] == scenarios[label][0][key] for answer in scenarios[label]), (
             "ranks have other bits"
         )
 
 
 @pytest.mark.parametrize("name", MOVED)
 @pytest.mark.parametrize("ranks", [2, 3])
-def test_moves(played, ranks, name):
+def test_moves(scenarios, ranks, name):
     dtype = torch_dtype(name)
     own = [data(rank, (4, 3), dtype) for rank in range(ranks)]
     many = [data(rank, (2 * ranks, 3), dtype, salt=1) for rank in range(ranks)]
@@ -90,7 +90,7 @@ def test_moves(played, ranks, name):
     uneven = [
         data(rank, (sum(rows[rank]), 3), dtype, salt=2).split(rows[rank]) for rank in range(ranks)
     ]
-    for rank, answer in enumerate(played[f"moves {ranks}"]):
+    for rank, answer in enumerate(scenarios[f"moves {ranks}"]):
         expected = [
             own,
             torch.cat(own),
@@ -106,14 +106,14 @@ def test_moves(played, ranks, name):
 
 @pytest.mark.parametrize("name", ["float32", "bfloat16", "int32"])
 @pytest.mark.parametrize("ranks", [2, 3])
-def test_reductions(played, ranks, name):
+def test_reductions(scenarios, ranks, name):
     dtype = torch_dtype(name)
 
     def values(shape, salt):
         return [data(rank, shape, dtype, salt) for rank in range(ranks)]
 
     rows = [2 * p + 1 for p in range(ranks)]
-    for rank, answer in enumerate(played[f"reductions {ranks}"]):
+    for rank, answer in enumerate(scenarios[f"reductions {ranks}"]):
         root, part, listed, uneven, gathered = answer[name]
         if rank == 1:
             close(root, reduced("SUM", values((6,), 0)), dtype)
@@ -126,20 +126,20 @@ def test_reductions(played, ranks, name):
         ]
 
 
-def test_repeated_sums_have_the_same_bits(played):
-    first, second = played["bits"]
+def test_repeated_sums_have_the_same_bits(scenarios):
+    first, second = scenarios["bits"]
     assert first[:2] == [50, True]
     assert first == second
 
 
-def test_the_order_of_a_sum_does_not_depend_on_its_size(played):
-    answers = played["bits 3"]
+def test_the_order_of_a_sum_does_not_depend_on_its_size(scenarios):
+    answers = scenarios["bits 3"]
     assert [same for same, _ in answers] == [True] * 3
     assert answers[0] == answers[1] == answers[2]
 
 
-def test_point_to_point(played):
-    answers = played["point to point"]
+def test_point_to_point(scenarios):
+    answers = scenarios["point to point"]
     for rank, (batch, total, last) in enumerate(answers):
         previous = (rank - 1) % 3
         assert batch == programs.plain(data(previous, (5,), torch.float32))
@@ -148,8 +148,8 @@ def test_point_to_point(played):
         assert last == programs.plain([sent * 2, sent, None][rank])
 
 
-def test_groups_and_objects(played):
-    for rank, (half, works, coalesced, objects, some) in enumerate(played["groups"]):
+def test_groups_and_objects(scenarios):
+    for rank, (half, works, coalesced, objects, some) in enumerate(scenarios["groups"]):
         assert half == [4.0, 4.0, 4.0] if rank % 2 == 0 else [6.0, 6.0, 6.0]
         assert works == [6.0 + 4 * k for k in range(5)]
         assert coalesced == [6.0 * k for k in range(3)]
@@ -157,11 +157,11 @@ def test_groups_and_objects(played):
         assert some == [["a", 1], {"b": 2}]
 
 
-def test_a_collective_comes_after_what_it_needs(played):
+def test_a_collective_comes_after_what_it_needs(scenarios):
     x = 0.0
     for step in range(20):
         x = (2 * x + 2 * step + 1) / 2
-    assert played["order of streams"] == [[x, x]] * 2
+    assert scenarios["order of streams"] == [[x, x]] * 2
 
 
 @pytest.mark.parametrize(
@@ -174,21 +174,21 @@ def test_a_collective_comes_after_what_it_needs(played):
         ("kind", "HcclAllReduce(4 float32, sum)", "HcclRecv(4 float32)"),
     ],
 )
-def test_ranks_that_disagree_both_say_so(played, label, first, second):
-    one, other = played[f"other {label}"]
+def test_ranks_that_disagree_both_say_so(scenarios, label, first, second):
+    one, other = scenarios[f"other {label}"]
     assert f"rank 1 called {second} where this rank called {first}" in one
     assert f"rank 0 called {first} where this rank called {second}" in other
 
 
-def test_sizes_that_do_not_fit_together(played):
-    one, other = played["other sizes"]
+def test_sizes_that_do_not_fit_together(scenarios):
+    one, other = scenarios["other sizes"]
     assert "rank 1 sends 4 bytes" in one
     assert "12 are expected" in one
     assert "rank 0 sends 12 bytes" in other
 
 
-def test_a_dead_rank_is_noticed(played):
-    first, second, third = played["dead"]
+def test_a_dead_rank_is_noticed(scenarios):
+    first, second, third = scenarios["dead"]
     assert second == "rank 1 ended with status -9, without a result"
     for text, seconds in (first, third):
         assert "HcclAllReduce(1048576 float32, sum)" in text
@@ -196,44 +196,44 @@ def test_a_dead_rank_is_noticed(played):
         assert seconds < 20  # of an HCCL_EXEC_TIMEOUT of 50
 
 
-def test_watchdog_ends_the_process_with_the_reason(played):
+def test_watchdog_ends_the_process_with_the_reason(scenarios):
     # Rank 0 by std::terminate (SIGABRT), rank 1 by the scenario.
-    assert played["dead watched"] == [
+    assert scenarios["dead watched"] == [
         f"rank {rank} ended with status {-sig}, without a result" for rank, sig in ((0, 6), (1, 9))
     ]
     assert (
         "watchdog thread terminated with exception: [ascend-emulator] HcclAllReduce(4 float32, sum)"
-        in played["stderr"]
+        in scenarios["stderr"]
     )
 
 
-def test_a_late_rank_is_given_up(played):
-    (text, seconds), (other, _) = played["late"]
+def test_a_late_rank_is_given_up(scenarios):
+    (text, seconds), (other, _) = scenarios["late"]
     assert "nothing from rank 1 in time" in text
     assert 0.9 < seconds < 20
     assert "rank 0 failed: HcclAllReduce" in other
 
 
-def test_faults_on_demand(played):
+def test_faults_on_demand(scenarios):
     for label, what in {
         "timeout": "until HCCL_EXEC_TIMEOUT (injected)",
         "drop": "the connections broke (injected)",
     }.items():
-        (sum_, text, _), (_, other, _) = played[label]
+        (sum_, text, _), (_, other, _) = scenarios[label]
         assert sum_ == [2.0] * 4
         assert what in text
         assert "rank 0" in other
-    assert [text for text, seconds in played["delay"] if seconds >= 0.3] == ["no error"] * 2
+    assert [text for text, seconds in scenarios["delay"] if seconds >= 0.3] == ["no error"] * 2
 
 
-def test_a_rank_that_never_comes(played):
-    text, seconds = played["absent"][0]
+def test_a_rank_that_never_comes(scenarios):
+    text, seconds = scenarios["absent"][0]
     assert "rank 0 of 2: rank 1 did not come within 1 s (HCCL_CONNECT_TIMEOUT)" in text
     assert seconds < 20
 
 
-def test_what_hccl_does_not_reduce_is_refused(played):
-    errors = played["unsupported"][0]
+def test_what_hccl_does_not_reduce_is_refused(scenarios):
+    errors = scenarios["unsupported"][0]
     assert "Unsupported data type at::kDouble" in errors["float64 sum"]
     expected = (
         "the data type of a reduction by prod is bfloat16; allowed on Ascend910B1: int8, int32,"
@@ -242,8 +242,8 @@ def test_what_hccl_does_not_reduce_is_refused(played):
     assert f"HcclAllReduce: {expected}" in errors["bfloat16 prod"]
 
 
-def test_c_interface(played):
-    answer = played["one process"][0]
+def test_c_interface(scenarios):
+    answer = scenarios["one process"][0]
     for rank, (calls, values, size, own, name) in enumerate(answer["results"]):
         assert calls == [0] * 9
         exchanged = [[0.0, 1.0, 2.0], [1.0, 2.0, 3.0]][rank]
@@ -258,8 +258,8 @@ def test_c_interface(played):
     assert answer["texts"] == ["no error", "timeout"]
 
 
-def test_destroying_a_communicator_ends_what_waits(played):
-    text, seconds = played["one process"][0]["destroyed"]
+def test_destroying_a_communicator_ends_what_waits(scenarios):
+    text, seconds = scenarios["one process"][0]["destroyed"]
     assert "HcclAllReduce(4 float32, sum) on communicator" in text
     assert "the communicator was destroyed or suspended meanwhile" in text
     assert seconds < 20
@@ -289,28 +289,30 @@ def test_destroying_a_communicator_ends_what_waits(played):
         (11, 1, "is no communicator, or it was destroyed"),
     ],
 )
-def test_c_interface_refuses(played, place, status, text):
-    found, message = played["one process"][0]["errors"][place]
+def test_c_interface_refuses(scenarios, place, status, text):
+    found, message = scenarios["one process"][0]["errors"][place]
     assert found == status
     assert text in message
 
 
-def test_lent_memory_is_remembered(played):
+def test_lent_memory_is_remembered(scenarios):
     register, exchange, deregister = [1, 0], [0, 6, 2, 2], [0, 6]
     # No range there; not all of it is mapped; it is; it is active already; the range is in use.
     activate, end = [0, 6, 1, 0, 1], [1, 0, 0]
-    assert played["one process"][0]["windows"] == register + exchange + deregister + activate + end
+    assert (
+        scenarios["one process"][0]["windows"] == register + exchange + deregister + activate + end
+    )
 
 
-def test_communicators_by_a_root_s_information(played):
-    for rank, (calls, received, total) in enumerate(played["by root"][0]):
+def test_communicators_by_a_root_s_information(scenarios):
+    for rank, (calls, received, total) in enumerate(scenarios["by root"][0]):
         assert calls == [0] * 6
         assert received == [2.0 - rank] * 3
         assert total == [3.0] * 3
 
 
-def test_rank_table_and_sub_communicator(played):
-    for rank, (status, total, no_sub, name, wrong, text) in enumerate(played["rank table"]):
+def test_rank_table_and_sub_communicator(scenarios):
+    for rank, (status, total, no_sub, name, wrong, text) in enumerate(scenarios["rank table"]):
         assert status == [0, "", 0, 0, 0, 0, 0]
         assert total == [6.0] * 4  # summed twice
         assert no_sub == (rank == 0)
@@ -319,12 +321,12 @@ def test_rank_table_and_sub_communicator(played):
         assert "the rank table is not JSON at character 40" in text
 
 
-def test_rank_table_with_escaped_characters(played):
-    assert played["escaped table"][0] == [0, "", *[True] * 4]
+def test_rank_table_with_escaped_characters(scenarios):
+    assert scenarios["escaped table"][0] == [0, "", *[True] * 4]
 
 
-def test_a_rank_table_s_servers_must_have_addresses(played):
-    resolved, text, configured, reason = played["wrong tables"][0]
+def test_a_rank_table_s_servers_must_have_addresses(scenarios):
+    resolved, text, configured, reason = scenarios["wrong tables"][0]
     assert resolved == configured == 1
     assert (
         "server_id 'node_0.invalid' is no IPv4 address and does not resolve; give the server's"
@@ -333,62 +335,62 @@ def test_a_rank_table_s_servers_must_have_addresses(played):
     assert "hcclBufferSize is 0; allowed: from 1 (MiB)" in reason
 
 
-def test_streams_that_cross_are_refused(played):
-    first, second = played["crossed sends"][0]
+def test_streams_that_cross_are_refused(scenarios):
+    first, second = scenarios["crossed sends"][0]
     assert (
         "rank 0 runs HcclSend(4 float32) ahead of 1 issued earlier and this rank in turn" in second
     )
     assert "in another order than they were issued" in first
 
 
-def test_streams_that_an_event_orders_are_not(played):
-    assert played["order by events"][0] == [[[0, 0, 0], [1.0, 21.0, 41.0]]] * 2
+def test_streams_that_an_event_orders_are_not(scenarios):
+    assert scenarios["order by events"][0] == [[[0, 0, 0], [1.0, 21.0, 41.0]]] * 2
 
 
-def test_a_collective_past_a_mapping_is_refused(played):
-    code, text = played["past a mapping"][0][0]
+def test_a_collective_past_a_mapping_is_refused(scenarios):
+    code, text = scenarios["past a mapping"][0][0]
     assert code == 1
     assert "HcclBroadcast: buf: 268435456 bytes at" in text
 
 
-def test_an_npu_has_one_rank(played):
-    code, text = played["one NPU twice"][0]
+def test_an_npu_has_one_rank(scenarios):
+    code, text = scenarios["one NPU twice"][0]
     assert code == 1
     assert "devices[0] and devices[1] are both 1; each rank has an NPU of its own" in text
 
 
-def test_wrong_devices_are_answered_at_once(played):
-    (absent, first), (full, second) = played["bad devices"][0]
+def test_wrong_devices_are_answered_at_once(scenarios):
+    (absent, first), (full, second) = scenarios["bad devices"][0]
     assert "HcclCommInitAll: device 99 asked for, 2 present" in absent
     assert "the buffers of communicator" in full
     assert "2 x 16 MiB (HCCL_BUFFSIZE): out of memory on NPU 1" in full
     assert max(first, second) < 15  # of an HCCL_CONNECT_TIMEOUT of 20
 
 
-def test_sub_communicators_of_a_parent_with_a_used_address(played):
-    assert played["parents"][0][0] == [[0] * 4] * 2
+def test_sub_communicators_of_a_parent_with_a_used_address(scenarios):
+    assert scenarios["parents"][0][0] == [[0] * 4] * 2
 
 
-def test_ranks_of_one_machine_do_not_listen_on_tcp(played):
-    for rank, (sockets, total) in enumerate(played["listens"]):
+def test_ranks_of_one_machine_do_not_listen_on_tcp(scenarios):
+    for rank, (sockets, total) in enumerate(scenarios["listens"]):
         assert sockets == (rank == 0)  # rank 0 serves the store
         assert total == [2.0] * 4
 
 
-def test_buffers_are_device_memory(played):
-    for taken, text in played["buffers"]:
+def test_buffers_are_device_memory(scenarios):
+    for taken, text in scenarios["buffers"]:
         assert taken == [200, 200]
         assert "the buffers of communicator" in text
         assert "2 x 100 MiB (HCCL_BUFFSIZE): out of memory on NPU" in text
 
 
-def test_communicators_with_the_same_buffer_name_share_it(played):
-    assert played["shared buffers"] == [[200, 0, 0, -200]] * 2
+def test_communicators_with_the_same_buffer_name_share_it(scenarios):
+    assert scenarios["shared buffers"] == [[200, 0, 0, -200]] * 2
 
 
 @without_sanitizers("an allocation that fails ends the process")
-def test_a_rank_without_host_memory_says_so(played):
-    (own, _), (other, seconds) = played["host memory"]
+def test_a_rank_without_host_memory_says_so(scenarios):
+    (own, _), (other, seconds) = scenarios["host memory"]
     assert "the host has no memory for it" in own
     assert "rank 0 failed: HcclAllReduce(67108864 float32, sum)" in other
     assert seconds < 20
@@ -410,15 +412,15 @@ def test_a_rank_without_host_memory_says_so(played):
         ("a rank twice", "two ranks call themselves 1"),
     ],
 )
-def test_what_a_rank_says_when_it_connects_is_checked(played, name, said):
-    (told,) = played["handshakes"]
+def test_what_a_rank_says_when_it_connects_is_checked(scenarios, name, said):
+    (told,) = scenarios["handshakes"]
     status, message = told[name]
     assert (status != 0) == bool(said), message
     assert said in message
 
 
-def test_stranger_cannot_read_the_secret_or_become_a_rank(played):
-    (seen,) = played["stranger"]
+def test_stranger_cannot_read_the_secret_or_become_a_rank(scenarios):
+    (seen,) = scenarios["stranger"]
     assert not seen["token"]
     assert seen["status"] != 0
     assert (
@@ -427,12 +429,12 @@ def test_stranger_cannot_read_the_secret_or_become_a_rank(played):
     )
 
 
-def test_the_root_listens_at_the_loopback_address_only(played):
-    assert played["stranger"][0]["listening"] == ["0100007F"]
+def test_the_root_listens_at_the_loopback_address_only(scenarios):
+    assert scenarios["stranger"][0]["listening"] == ["0100007F"]
 
 
-def test_reasons_why_the_root_cannot_be_asked(played):
-    (lost, first), (elsewhere, second), (forged, third) = played["lost store"][0]
+def test_reasons_why_the_root_cannot_be_asked(scenarios):
+    (lost, first), (elsewhere, second), (forged, third) = scenarios["lost store"][0]
     assert (
         "rank 1 of 2: rank 0, which has the store, ended or closed the connection; look at its"
         " output" in lost

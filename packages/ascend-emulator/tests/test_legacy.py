@@ -430,7 +430,7 @@ REFUSED = {
 
 
 @pytest.fixture(scope="module")
-def refused(run):
+def refusals(run):
     """Call to error, where each error comes at its call."""
     script = f"""
         import torch, torch_npu
@@ -451,5 +451,5 @@ def refused(run):
 
 
 @pytest.mark.parametrize("call", REFUSED)
-def test_what_is_wrong_is_refused_at_the_call(refused, call):
-    assert REFUSED[call] in refused[call]
+def test_what_is_wrong_is_refused_at_the_call(refusals, call):
+    assert REFUSED[call] in refusals[call]

@@ -21,7 +21,7 @@ HALVES = (torch.bfloat16, torch.float16)
 
 
 @pytest.fixture(scope="module")
-def played(run):
+def scenarios(run):
     """Every scenario's results by rank, from one process that imports torch once."""
     done = run("run", "--npus", "4", "--", sys.executable, str(SCRIPT))
     assert done.returncode == 0, done.stderr[-3000:]
@@ -60,12 +60,12 @@ def mask_of(case, rank, tokens):
     ("case", "tokens"), [("even", 6), ("uneven", 5), ("mask", 6), ("choices", 6)]
 )
 @pytest.mark.parametrize("ranks", [2, 4])
-def test_dispatch_and_combine(played, ranks, case, tokens, dtype):
+def test_dispatch_and_combine(scenarios, ranks, case, tokens, dtype):
     xs = [data(rank, (tokens, 64), dtype) for rank in range(ranks)]
     ids = [routing(rank, tokens, 3, 8, case == "uneven") for rank in range(ranks)]
     masks = [mask_of(case, rank, tokens) for rank in range(ranks)]
     local = 8 // ranks
-    for rank, answer in enumerate(played[f"moe {ranks}"]):
+    for rank, answer in enumerate(scenarios[f"moe {ranks}"]):
         y, rows, numbers, ends, sums = answer[f"{case} {dtype}"]
         close(y, combined(xs[rank], ids[rank], weights(rank, tokens, 3), masks[rank]), dtype)
         expected, counts = [], []
@@ -82,8 +82,8 @@ def test_dispatch_and_combine(played, ranks, case, tokens, dtype):
             assert not any(counts)
 
 
-def test_ranks_with_different_numbers_of_tokens(played):
-    for rank, y in enumerate(played["different numbers of tokens"]):
+def test_ranks_with_different_numbers_of_tokens(scenarios):
+    for rank, y in enumerate(scenarios["different numbers of tokens"]):
         tokens = 2 + rank
         x, ids = data(rank, (tokens, 32), torch.float16), routing(rank, tokens, 2, 6)
         close(y, combined(x, ids, weights(rank, tokens, 2)), torch.float16)
@@ -100,10 +100,10 @@ def received(rank, ids, values):
     return torch.stack(parts)
 
 
-def test_quantized_dispatch(played):
+def test_quantized_dispatch(scenarios):
     ids = [routing(rank, 5, 2, 4) for rank in range(2)]
     smooth = data(0, (4, 64), torch.float32, salt=3).abs()
-    for rank, (plain, smoothed, weighted, packed) in enumerate(played["quantized"]):
+    for rank, (plain, smoothed, weighted, packed) in enumerate(scenarios["quantized"]):
         for (values, steps, _), factor in ((plain, torch.ones(4, 64)), (smoothed, smooth)):
             wide = []
             for source in range(2):
@@ -127,9 +127,9 @@ def test_quantized_dispatch(played):
         assert packed[1] == programs.plain(received(rank, ids, scales))
 
 
-def test_shared_and_special_experts(played):
+def test_shared_and_special_experts(scenarios):
     alphas = [data(0, (2, 1024), torch.bfloat16, salt=5 + i).double() for i in range(3)]
-    for rank, (one, two, special, normalized) in enumerate(played["shared"]):
+    for rank, (one, two, special, normalized) in enumerate(scenarios["shared"]):
         x, scales, ids = (
             data(rank, (4, 1024), torch.bfloat16),
             weights(rank, 4, 3),
@@ -161,9 +161,9 @@ def test_shared_and_special_experts(played):
         )
 
 
-def test_first_interface(played):
+def test_first_interface(scenarios):
     ids = [routing(rank, 2, 3, 8) for rank in range(8)]
-    for rank, (y, places, ends) in enumerate(played["first interface"]):
+    for rank, (y, places, ends) in enumerate(scenarios["first interface"]):
         close(
             y,
             combined(data(rank, (2, 7168), torch.float16), ids[rank], weights(rank, 2, 3)),
@@ -174,8 +174,8 @@ def test_first_interface(played):
         assert places == [0, 0, 0, *before.any(1).int().tolist()]
 
 
-def test_versions_of_an_older_cann(played):
-    for equal, said in played["versions"]:
+def test_versions_of_an_older_cann(scenarios):
+    for equal, said in scenarios["versions"]:
         assert len(equal) == 5
         assert all(all(each) for each in equal.values()), equal
         assert said[:2] == ["global_bs is 9; it must be a multiple of 2"] * 2
@@ -186,7 +186,7 @@ def test_versions_of_an_older_cann(played):
 
 @pytest.mark.parametrize("dtype", HALVES, ids=str)
 @pytest.mark.parametrize("ranks", [2, 4])
-def test_products(played, ranks, dtype):
+def test_products(scenarios, ranks, dtype):
     def values(shape, kind, salt):
         return [data(rank, shape, kind, salt).double() for rank in range(ranks)]
 
@@ -201,7 +201,7 @@ def test_products(played, ranks, dtype):
     with_bias = sum(partial[i] + bias[i] for i in every)
     with_offset = sum(x1[i] @ ((weight[i] + offset[i]) * scale[i]) + x3[i] for i in every)
     by_group = sum(x1[i] @ (weight[i] * grouped[i].repeat_interleave(64, 0)) for i in every)
-    for rank, answer in enumerate(played[f"matmuls {ranks}"]):
+    for rank, answer in enumerate(scenarios[f"matmuls {ranks}"]):
         part, product = total.chunk(ranks)[rank], whole @ x2[rank]
         expected = [
             total,
@@ -227,7 +227,7 @@ def test_products(played, ranks, dtype):
 
 
 @pytest.mark.parametrize("ranks", [2, 4])
-def test_products_of_integers(played, ranks):
+def test_products_of_integers(scenarios, ranks):
     def values(shape, kind, salt):
         return [data(rank, shape, kind, salt).double() for rank in range(ranks)]
 
@@ -243,7 +243,7 @@ def test_products_of_integers(played, ranks):
     packed = sum((x1[i] @ x2[i] + bias[i]) * column[i] for i in every)
     by_row = sum(x1[i] @ x2[i] * half[i] * row[i] for i in every)
     scattered = sum(x1[i] @ x2[i] * column[i] * row[i] for i in every)
-    for rank, answer in enumerate(played[f"matmuls {ranks}"]):
+    for rank, answer in enumerate(scenarios[f"matmuls {ranks}"]):
         first, second, third, product, whole, part = answer["int8"]
         close(first, packed, torch.float16, ulps=8)
         close(second, by_row, torch.bfloat16, ulps=8)
@@ -258,17 +258,17 @@ def test_products_of_integers(played, ranks):
         close(part, scattered.chunk(ranks)[rank], torch.float16, ulps=8)
 
 
-def test_barrier_waits_for_all(played):
-    waited = [answer["waited"] for answer in played["matmuls 4"]]
+def test_barrier_waits_for_all(scenarios):
+    waited = [answer["waited"] for answer in scenarios["matmuls 4"]]
     assert min(waited[0], waited[2], waited[3]) > 0.3
 
 
-def test_all_to_all_with_a_product(played):
+def test_all_to_all_with_a_product(scenarios):
     for place, (dtype, bias_dtype) in enumerate(
         ((torch.float16, torch.float16), (torch.bfloat16, torch.float32))
     ):
         xs = [data(rank, (6, 16), dtype).double() for rank in range(2)]
-        for rank, answer in enumerate(played["all to all"]):
+        for rank, answer in enumerate(scenarios["all to all"]):
             bias = data(rank, (10,), bias_dtype, salt=3).double()
             left = torch.cat([x.chunk(2)[rank] for x in xs], 1)
             product = left @ data(rank, (32, 10), dtype, salt=1).double()
@@ -284,7 +284,7 @@ def test_all_to_all_with_a_product(played):
                 close(ours, like, dtype, ulps=8)
 
 
-def test_grouped_products_and_all_to_all(played):
+def test_grouped_products_and_all_to_all(scenarios):
     counts = programs.grouped_counts(8, 2)
     xs = [(data(rank, (1024, 1024), torch.float16) / 32).double() for rank in range(8)]
     weights_of = [data(rank, (2, 1024, 4), torch.float16, salt=1).double() for rank in range(8)]
@@ -306,7 +306,7 @@ def test_grouped_products_and_all_to_all(played):
                 for expert in range(2)
             ]
         )
-    for rank, answer in enumerate(played["grouped"]):
+    for rank, answer in enumerate(scenarios["grouped"]):
         rows = [
             torch.cat([parts[source][2 * rank + expert] for source in range(8)])
             for expert in range(2)
@@ -330,8 +330,8 @@ def test_grouped_products_and_all_to_all(played):
         close(again, sent_back, torch.float16, ulps=16)
 
 
-def test_logical_experts_become_physical_ones(played):
-    ids, table, scales, by_token, mask, by_rank = played["update"][0]
+def test_logical_experts_become_physical_ones(scenarios):
+    ids, table, scales, by_token, mask, by_rank = scenarios["update"][0]
     for token, row in enumerate(ids):
         for k, expert in enumerate(row):
             number, *places = table[expert]
@@ -342,8 +342,8 @@ def test_logical_experts_become_physical_ones(played):
             )
 
 
-def test_in_a_graph(played):
-    for rank, answers in enumerate(played["graph"]):
+def test_in_a_graph(scenarios):
+    for rank, answers in enumerate(scenarios["graph"]):
         for step, y in enumerate(answers):
             x, ids = (
                 data(rank, (3, 32), torch.float16, salt=step),
@@ -379,14 +379,14 @@ REFUSED = [
 
 
 @pytest.mark.parametrize(("place", "text"), list(enumerate(REFUSED)))
-def test_documented_limits(played, place, text):
-    for texts, total in played["refused"]:
+def test_documented_limits(scenarios, place, text):
+    for texts, total in scenarios["refused"]:
         assert text in texts[place]
         assert total == [2.0]
 
 
-def test_other_operators_on_the_communicator_of_experts(played):
-    for dispatch, total, collective in played["shared communicator"]:
+def test_other_operators_on_the_communicator_of_experts(scenarios):
+    for dispatch, total, collective in scenarios["shared communicator"]:
         assert "HcclAllReduce on communicator" in collective
         assert (
             "on which MoeDistributeDispatch was called before: MoE dispatch and combine need a"
@@ -421,8 +421,8 @@ def test_other_operators_on_the_communicator_of_experts(played):
         ("info", "both must be what the dispatch gave", "both must be what the dispatch gave"),
     ],
 )
-def test_ranks_that_go_wrong_all_say_so(played, what, own, other):
-    answers = played[f"wrong {what}"]
+def test_ranks_that_go_wrong_all_say_so(scenarios, what, own, other):
+    answers = scenarios[f"wrong {what}"]
     for answer, text in zip(answers, (own, other), strict=True):
         if text is None:
             assert answer == "rank 1 ended with status -9, without a result"
@@ -431,8 +431,8 @@ def test_ranks_that_go_wrong_all_say_so(played, what, own, other):
         assert answer[1] < 30  # of an HCCL_EXEC_TIMEOUT of 50
 
 
-def test_operator_failing_before_its_collective_fails_all_ranks(played):
-    (first, seconds), (second, _) = played["failed before"]
+def test_operator_failing_before_its_collective_fails_all_ranks(scenarios):
+    (first, seconds), (second, _) = scenarios["failed before"]
     assert "which were freed after the call" in second
     assert "rank 1 failed: on communicator" in first
     assert "aclnnMatmulAllReduce: x1, 8388608 bytes" in first

@@ -39,7 +39,7 @@ def functions(name):
 
 
 @pytest.fixture(scope="module")
-def called(run, tmp_path_factory):
+def null_calls(run, tmp_path_factory):
     """C function to (status, message) when it is called with nothing."""
     names = [
         name
@@ -56,13 +56,13 @@ def called(run, tmp_path_factory):
     return {name: (status, *said) for name, status, *said in lines}
 
 
-def test_every_public_name_of_cann_is_there(called):
+def test_every_public_name_of_cann_is_there(null_calls):
     """In the headers of torch_npu 2.7 to 2.14, in op-plugin's calls, and in CANN's API
     reference."""
     public = [name for name in build.public_names() if "CalculateSizeAndFormat" not in name]
     assert len(public) > 1900
-    assert {name for each in public for name in functions(each)} <= called.keys()
-    assert not [name for name, (status, *_) in called.items() if status == "missing"]
+    assert {name for each in public for name in functions(each)} <= null_calls.keys()
+    assert not [name for name, (status, *_) in null_calls.items() if status == "missing"]
 
 
 def test_versions_that_only_the_api_reference_has_are_there():
@@ -84,7 +84,7 @@ def test_versions_that_only_the_api_reference_has_are_there():
     assert {f"aclnn{name}" for name in (*fused, *others)} <= build.public_names().keys()
 
 
-def test_what_is_not_emulated_refuses_by_its_own_name(called):
+def test_what_is_not_emulated_refuses_by_its_own_name(null_calls):
     refusing = {
         point.name
         for point in coverage.entry_points()
@@ -93,18 +93,18 @@ def test_what_is_not_emulated_refuses_by_its_own_name(called):
     refusing = {name for name in refusing if "CalculateSizeAndFormat" not in name}
     # by the graph operator's name
     for name in ("aclopCompileAndExecute", "aclopCompileAndExecuteV2"):
-        assert "'(null)' (aclopCompileAndExecute) is not emulated" in " ".join(called[name])
+        assert "'(null)' (aclopCompileAndExecute) is not emulated" in " ".join(null_calls[name])
     assert len(refusing) > 800
     wrong = {
-        function: called[function]
+        function: null_calls[function]
         for name in refusing
         for function in functions(name)
-        if f"[ascend-emulator] {name} is not emulated" not in " ".join(called[function])
+        if f"[ascend-emulator] {name} is not emulated" not in " ".join(null_calls[function])
     }
     assert not wrong, json.dumps(wrong, indent=1)
 
 
-def test_emulated_commands_answer_or_name_what_is_missing(called):
+def test_emulated_commands_answer_or_name_what_is_missing(null_calls):
     implemented = {
         point.name
         for point in coverage.entry_points()
@@ -120,15 +120,15 @@ def test_emulated_commands_answer_or_name_what_is_missing(called):
         ):
             continue
         for function in functions(name):
-            status, said = (*called[function], "")[:2]
+            status, said = (*null_calls[function], "")[:2]
             if status != "0" and said and name not in said:
                 wrong[function] = said
     assert not wrong, json.dumps(wrong, indent=1)
 
 
-def test_an_operator_without_outputs_is_refused(called):
+def test_an_operator_without_outputs_is_refused(null_calls):
     """ACLNN_ERR_PARAM_NULLPTR, where it crashed."""
-    status, said = called["aclnnAddGetWorkspaceSize"]
+    status, said = null_calls["aclnnAddGetWorkspaceSize"]
     assert (status, said) == (
         "161001",
         "[ascend-emulator] aclnnAdd: workspaceSize or executor is null",

@@ -129,7 +129,7 @@ def lines(done):
 
 
 @pytest.fixture(scope="module")
-def refused(run):
+def refusals(run):
     """All in one process, where each error comes at its call."""
     return lines(
         run(
@@ -161,8 +161,8 @@ def refused(run):
         ("heads", "aclnnApplyRotaryPosEmbV2", "32"),
     ],
 )
-def test_error_names_the_operator(refused, label, named, rest):
-    _, found, message = refused[label].partition(f"[ascend-emulator] {named}")
+def test_error_names_the_operator(refusals, label, named, rest):
+    _, found, message = refusals[label].partition(f"[ascend-emulator] {named}")
     assert found
     assert rest in message
     assert "frame #" not in message
@@ -177,9 +177,9 @@ def test_error_that_depends_on_values(run, label):
     assert named in seen[label]
 
 
-def test_an_error_at_its_call_leaves_the_rest_working(refused):
-    assert refused["still works"] == "no error"
-    assert refused["sum"] == "48.0"
+def test_an_error_at_its_call_leaves_the_rest_working(refusals):
+    assert refusals["still works"] == "no error"
+    assert refusals["sum"] == "48.0"
 
 
 def test_a_failed_stream_stays_failed(run):

@@ -252,7 +252,7 @@ def test_uuids_are_of_the_machine_s_npus(program):
 
 
 @pytest.fixture
-def blocked():
+def blocked_stream():
     """A stream whose task waits for an event of the host, and that event."""
     stream, end = torch.npu.Stream(), threading.Event()
     wait = ctypes.CFUNCTYPE(None, c_void_p)(lambda _: end.wait(30) and None)
@@ -266,8 +266,8 @@ def blocked():
     stream.synchronize()
 
 
-def test_an_event_s_waits_are_complete_when_the_streams_went_on(acl, blocked):
-    stream, end = blocked
+def test_an_event_s_waits_are_complete_when_the_streams_went_on(acl, blocked_stream):
+    stream, end = blocked_stream
     other, event, status = torch.npu.Stream(), c_void_p(), c_int32(9)
     assert acl.aclrtCreateEventWithFlag(byref(event), 1) == 0
     assert acl.aclrtRecordEvent(event, c_void_p(stream.npu_stream)) == 0
@@ -284,8 +284,8 @@ def test_an_event_s_waits_are_complete_when_the_streams_went_on(acl, blocked):
     assert acl.aclrtDestroyEvent(event) == 0
 
 
-def test_a_wait_for_an_event_ends_after_its_timeout(acl, blocked):
-    stream, _ = blocked
+def test_a_wait_for_an_event_ends_after_its_timeout(acl, blocked_stream):
+    stream, _ = blocked_stream
     other, event = c_void_p(), c_void_p()
     assert acl.aclrtCreateStream(byref(other)) == 0
     assert acl.aclrtCreateEventWithFlag(byref(event), 1) == 0

@@ -13,7 +13,7 @@ import torch
 
 
 @pytest.fixture
-def side():
+def side_stream():
     return torch.npu.Stream()
 
 
@@ -30,16 +30,16 @@ def matrix():
     return torch.full((512, 512), 1e-3, device="npu")
 
 
-def test_work_is_not_done_when_the_call_returns(side, matrix):
+def test_work_is_not_done_when_the_call_returns(side_stream, matrix):
     event = torch.npu.Event()
-    slow(side, matrix)
-    event.record(side)
+    slow(side_stream, matrix)
+    event.record(side_stream)
     assert not event.query()
-    assert not side.query()
+    assert not side_stream.query()
     event.synchronize()
     assert event.query()
-    side.synchronize()
-    assert side.query()
+    side_stream.synchronize()
+    assert side_stream.query()
 
 
 def test_event_of_an_idle_stream_is_complete_at_once():
@@ -86,16 +86,16 @@ def test_threads_record_events_on_a_stream_that_computes():
     assert all(event.query() for event in events)
 
 
-def test_an_event_that_was_never_recorded_is_complete(side):
+def test_an_event_that_was_never_recorded_is_complete(side_stream):
     event = torch.npu.Event()
     assert event.query()
-    event.wait(side)
+    event.wait(side_stream)
     event.synchronize()
 
 
-def test_a_stream_waits_for_an_event_of_another(side, matrix):
-    result = slow(side, matrix)
-    torch.npu.current_stream().wait_stream(side)
+def test_a_stream_waits_for_an_event_of_another(side_stream, matrix):
+    result = slow(side_stream, matrix)
+    torch.npu.current_stream().wait_stream(side_stream)
     total = result.sum()
     expected = matrix.cpu().double()
     for _ in range(60):
@@ -103,21 +103,21 @@ def test_a_stream_waits_for_an_event_of_another(side, matrix):
     assert total.item() == pytest.approx(expected.sum().item(), rel=1e-4)
 
 
-def test_elapsed_time_is_the_device_s(side, matrix):
+def test_elapsed_time_is_the_device_s(side_stream, matrix):
     first, last = torch.npu.Event(enable_timing=True), torch.npu.Event(enable_timing=True)
-    first.record(side)
+    first.record(side_stream)
     start = time.monotonic()
-    slow(side, matrix)
-    last.record(side)
+    slow(side_stream, matrix)
+    last.record(side_stream)
     last.synchronize()
     wall = (time.monotonic() - start) * 1000
     assert 0 < first.elapsed_time(last) <= wall * 1.5 + 5
 
 
-def test_events_without_timing_have_no_time(side):
+def test_events_without_timing_have_no_time(side_stream):
     first, last = torch.npu.Event(), torch.npu.Event()
     for event in (first, last):
-        event.record(side)
+        event.record(side_stream)
         event.synchronize()
     with pytest.raises(RuntimeError):
         first.elapsed_time(last)
@@ -158,25 +158,25 @@ def test_synchronizing_with_a_timeout_says_what_runs():
     stream.synchronize()
 
 
-def test_pageable_memory_may_change_after_the_copy_returns(side, matrix):
+def test_pageable_memory_may_change_after_the_copy_returns(side_stream, matrix):
     source, target = torch.ones(1 << 16), torch.zeros(1 << 16, device="npu")
     torch.npu.synchronize()
-    slow(side, matrix)
-    with torch.npu.stream(side):
+    slow(side_stream, matrix)
+    with torch.npu.stream(side_stream):
         target.copy_(source, non_blocking=True)
     source.fill_(2)
-    side.synchronize()
+    side_stream.synchronize()
     assert target.sum().item() == 1 << 16
 
 
-def test_pinned_memory_is_read_when_the_copy_runs(side, matrix):
+def test_pinned_memory_is_read_when_the_copy_runs(side_stream, matrix):
     source, target = torch.ones(1 << 16).pin_memory(), torch.zeros(1 << 16, device="npu")
     torch.npu.synchronize()
-    slow(side, matrix)
-    with torch.npu.stream(side):
+    slow(side_stream, matrix)
+    with torch.npu.stream(side_stream):
         target.copy_(source, non_blocking=True)
     source.fill_(2)
-    side.synchronize()
+    side_stream.synchronize()
     assert target.sum().item() == 2 << 16
 
 

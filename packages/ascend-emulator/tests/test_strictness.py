@@ -17,7 +17,7 @@ def npu(*shape, dtype=torch.float32):
 
 
 @pytest.fixture(autouse=True)
-def goes_on():
+def no_failed_stream():
     """No stream has failed after any of these tests."""
     yield
     torch.npu.synchronize()

@@ -37,8 +37,8 @@ with torch.no_grad():
 
 
 @pytest.fixture
-def printed(run):
-    """``printed(program)``: the lines that it prints, as first word and the rest."""
+def printed_lines(run):
+    """``printed_lines(program)``: the lines that it prints, as first word and the rest."""
 
     def start(program):
         done = run("run", "--", sys.executable, "-c", program)
@@ -53,16 +53,16 @@ def printed(run):
     return start
 
 
-def test_every_library_of_the_wheel_loads_with_all_its_symbols(printed):
-    found = printed(LOAD)
+def test_every_library_of_the_wheel_loads_with_all_its_symbols(printed_lines):
+    found = printed_lines(LOAD)
     assert [rest for first, rest in found if first == "failed"] == []
     assert {"libtorch_npu.so", "libop_plugin_atb.so", "_torchair.so", "_npu_graph_executor.so"} <= {
         rest for _, rest in found
     }
 
 
-def test_graphs_compute_and_the_graph_engine_refuses_by_name(printed):
-    found = printed(COMPILE)
+def test_graphs_compute_and_the_graph_engine_refuses_by_name(printed_lines):
+    found = printed_lines(COMPILE)
     assert [first for first, _ in found] == ["difference"] * 3 + ["refused", "afterwards"]
     assert [float(rest) for first, rest in found[:3]] == [0.0] * 3
     assert (

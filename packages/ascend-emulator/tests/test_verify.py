@@ -121,7 +121,7 @@ def test_error_has_the_codes_and_the_words_of_cann():
 
 
 @pytest.fixture(scope="module")
-def own(tmp_path_factory):
+def own_report(tmp_path_factory):
     """A report of the emulator, of the small selection."""
     place = tmp_path_factory.mktemp("verify") / "own"
     command = [
@@ -141,26 +141,33 @@ def own(tmp_path_factory):
     return report.read(place.with_suffix(".json"))
 
 
-def test_report_of_the_emulator_is_complete_and_right(own):
-    assert report.problems(own) == []
-    assert own["complete"]
-    assert {record["outcome"] for record in own["cases"]["operators"].values()} == {"computed"}
+def test_report_of_the_emulator_is_complete_and_right(own_report):
+    assert report.problems(own_report) == []
+    assert own_report["complete"]
+    assert {record["outcome"] for record in own_report["cases"]["operators"].values()} == {
+        "computed"
+    }
     assert [
-        name for name, record in own["cases"]["operators"].items() if record.get("within") is False
+        name
+        for name, record in own_report["cases"]["operators"].items()
+        if record.get("within") is False
     ] == []
-    assert own["cases"]["refusals"]["float64/dot(x, x)"]["error"]["codes"] == ["161002", "ERR00100"]
-    assert own["cases"]["runtime"]["graphs-replay-with-new-inputs"]["facts"] == {
+    assert own_report["cases"]["refusals"]["float64/dot(x, x)"]["error"]["codes"] == [
+        "161002",
+        "ERR00100",
+    ]
+    assert own_report["cases"]["runtime"]["graphs-replay-with-new-inputs"]["facts"] == {
         "first": 262144.0,
         "second": 1048576.0,
     }
-    page = markdown.text(own)
+    page = markdown.text(own_report)
     assert "| `float64/dot(x, x)` | refused | 161002 ERR00100 |" in page
 
 
-def test_emulator_agrees_with_its_report_in_the_repository(own):
+def test_emulator_agrees_with_its_report_in_the_repository(own_report):
     """A change of what the emulator computes or refuses needs a new report: docs/verify.md has the
     command."""
-    found = diff.compare(own, report.read(OWN))
+    found = diff.compare(own_report, report.read(OWN))
     assert found.disagreements == {}
     assert found.agreements > 100
 
@@ -192,9 +199,9 @@ ALTERATIONS = {
 
 
 @pytest.mark.parametrize("what", ALTERATIONS)
-def test_one_altered_number_is_shown(own, what):
+def test_one_altered_number_is_shown(own_report, what):
     (section, name, *path), value, shown = ALTERATIONS[what]
-    altered = copy.deepcopy(own)
+    altered = copy.deepcopy(own_report)
     place = altered["cases"][section][name]
     for key in path[:-1]:
         place = place[key]
@@ -202,10 +209,10 @@ def test_one_altered_number_is_shown(own, what):
     if what == "a special value":
         altered["cases"][section][name]["outputs"][0]["hash"] = "0" * 16
         altered["cases"][section][name]["outputs"][0].pop("within")
-    found = diff.compare(own, altered)
+    found = diff.compare(own_report, altered)
     assert list(found.disagreements) == [f"{section} {name}"]
     assert shown in found.disagreements[f"{section} {name}"]
-    text = diff.text(own, altered, found)
+    text = diff.text(own_report, altered, found)
     assert "B was altered after it was written." in text
     assert "A was altered" not in text
     assert report.problems(altered) == [
@@ -213,13 +220,15 @@ def test_one_altered_number_is_shown(own, what):
     ]
 
 
-def test_rounding_is_not_a_disagreement_and_a_worse_error_is(own):
-    other = copy.deepcopy(own)
+def test_rounding_is_not_a_disagreement_and_a_worse_error_is(own_report):
+    other = copy.deepcopy(own_report)
     output = other["cases"]["operators"]["softmax/softmax/float32"]["outputs"][0]
     output |= {"hash": "0" * 16, "ulps": 1.0}
-    assert list(diff.compare(own, other).rounding) == ["operators softmax/softmax/float32"]
+    assert list(diff.compare(own_report, other).rounding) == ["operators softmax/softmax/float32"]
     output["ulps"] = 12.0
-    assert list(diff.compare(own, other).disagreements) == ["operators softmax/softmax/float32"]
+    assert list(diff.compare(own_report, other).disagreements) == [
+        "operators softmax/softmax/float32"
+    ]
 
 
 @pytest.mark.parametrize(
@@ -249,8 +258,8 @@ def test_rounding_is_not_a_disagreement_and_a_worse_error_is(own):
         ),
     ],
 )
-def test_form_is_checked(own, change, problem):
-    altered = copy.deepcopy(own)
+def test_form_is_checked(own_report, change, problem):
+    altered = copy.deepcopy(own_report)
     change(altered)
     assert any(problem in each for each in report.problems(altered))
 
@@ -270,9 +279,9 @@ def measured_on(own, soc="Ascend910B1", emulated=False):
     return other
 
 
-def test_times_of_a_report_replace_published_figures(own, run, tmp_path):
+def test_times_of_a_report_replace_published_figures(own_report, run, tmp_path):
     chip = chips.chip("Ascend910B1")
-    found = chips.measured(chip, measured_on(own))
+    found = chips.measured(chip, measured_on(own_report))
     assert (found.bandwidth, found.cube_flops) == (1234e9, 290e12)
     assert (found.launch, found.graph_launch) == pytest.approx((7.5e-6, 2.5e-6))
     assert found == dataclasses.replace(
@@ -283,29 +292,34 @@ def test_times_of_a_report_replace_published_figures(own, run, tmp_path):
         cube_flops=found.cube_flops,
     )
     path = tmp_path / "npu.json"
-    path.write_text(report.text(measured_on(own)))
+    path.write_text(report.text(measured_on(own_report)))
     script = "import os; print('bandwidth=1234000000000 ' in os.environ['ASCEND_EMULATOR_CHIP'])"
     done = run(
         "run", "--times", str(path), "--memory", "1GiB", "--", sys.executable, "-S", "-c", script
     )
     assert (done.returncode, done.stdout) == (0, "True\n")
-    version = report.environment(own)["torch_npu"]
+    version = report.environment(own_report)["torch_npu"]
     assert done.stderr.endswith(
         f"; estimates use times measured on Ascend910B1, CANN 9.1.0, torch_npu {version}\n"
     )
 
 
-def test_times_that_are_not_the_chip_s_are_refused(own):
+def test_times_that_are_not_the_chip_s_are_refused(own_report):
     chip = chips.chip("Ascend910B1")
     with pytest.raises(ValueError, match="its times are those of a CPU"):
-        chips.measured(chip, own)
+        chips.measured(chip, own_report)
     with pytest.raises(ValueError, match="the report is of Ascend910B4; give --soc Ascend910B4"):
-        chips.measured(chip, measured_on(own, "Ascend910B4"))
+        chips.measured(chip, measured_on(own_report, "Ascend910B4"))
     with pytest.raises(ValueError, match="the report has no times"):
         chips.measured(
             chip,
-            measured_on(own)
-            | {"cases": {**own["cases"], "environment": measured_on(own)["cases"]["environment"]}},
+            measured_on(own_report)
+            | {
+                "cases": {
+                    **own_report["cases"],
+                    "environment": measured_on(own_report)["cases"]["environment"],
+                }
+            },
         )
 
 
@@ -421,9 +435,11 @@ def test_ranks_time_a_collective_equally_often(always, times, monkeypatch):
     assert len(calls) == times
 
 
-def test_ctrl_c_leaves_a_partial_report(own, monkeypatch, tmp_path, capsys):
+def test_ctrl_c_leaves_a_partial_report(own_report, monkeypatch, tmp_path, capsys):
     def interrupted(run):
-        run.records["environment", "environment"] = own["cases"]["environment"]["environment"]
+        run.records["environment", "environment"] = own_report["cases"]["environment"][
+            "environment"
+        ]
         raise KeyboardInterrupt
 
     monkeypatch.setattr(command.Run, "everything", interrupted)

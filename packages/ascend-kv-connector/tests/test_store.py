@@ -289,7 +289,7 @@ def outcomes(engine: Engine) -> dict[tuple[str, str, str], int]:
 
 
 @pytest.fixture(autouse=True)
-def counted(monkeypatch: pytest.MonkeyPatch) -> None:
+def record_counts(monkeypatch: pytest.MonkeyPatch) -> None:
     """Record the tiers' counts for the tests; vLLM's scheduler takes them for the metrics."""
     from ascend_kv_connector.store.tier import PoolTier
 

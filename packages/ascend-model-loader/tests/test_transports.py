@@ -24,7 +24,7 @@ NAMES = ["hccl", "mooncake"]
 
 
 @pytest.fixture(scope="module")
-def played() -> dict[str, Any]:
+def scenarios() -> dict[str, Any]:
     pytest.importorskip(
         "mooncake.engine",
         exc_type=ImportError,
@@ -38,9 +38,9 @@ def played() -> dict[str, Any]:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_received_bytes_equal_the_peers_after_a_lost_client(
-    played: dict[str, Any], name: str
+    scenarios: dict[str, Any], name: str
 ) -> None:
-    found = played[name]
+    found = scenarios[name]
     assert (found["whole"]["error"], found["whole"]["arrived"]) == ("", 1)
     assert found["whole"]["phases"] == ["manifest", f"peer to NPU, {name}"]
     assert re.match(f"by {name}: (the peer |mooncake failed )", found["the control ends"]["error"])
@@ -48,8 +48,8 @@ def test_received_bytes_equal_the_peers_after_a_lost_client(
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_checksum_mismatch_is_rejected(played: dict[str, Any], name: str) -> None:
-    assert "fails its checksum" in played[name]["changed since"]["error"]
+def test_checksum_mismatch_is_rejected(scenarios: dict[str, Any], name: str) -> None:
+    assert "fails its checksum" in scenarios[name]["changed since"]["error"]
 
 
 @pytest.mark.parametrize(
@@ -72,9 +72,9 @@ def test_checksum_mismatch_is_rejected(played: dict[str, Any], name: str) -> Non
     ],
 )
 def test_peer_lost_between_header_and_payload_times_out(
-    played: dict[str, Any], name: str, case: str, said: str, seconds: float
+    scenarios: dict[str, Any], name: str, case: str, said: str, seconds: float
 ) -> None:
-    found = played[name][case]
+    found = scenarios[name][case]
     assert re.match(said, found["error"]), found
     assert "\n" not in found["error"]
     assert found["seconds"] < seconds
@@ -83,8 +83,10 @@ def test_peer_lost_between_header_and_payload_times_out(
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_next_transport_is_tried_if_the_peer_lacks_one(played: dict[str, Any], name: str) -> None:
-    found = played[name]["the next transport"]
+def test_next_transport_is_tried_if_the_peer_lacks_one(
+    scenarios: dict[str, Any], name: str
+) -> None:
+    found = scenarios[name]["the next transport"]
     assert (found["error"], found["arrived"]) == ("", 1)
     assert found["phases"] == ["manifest", f"peer to NPU, {name} (failed)", "peer to NPU"]
 

@@ -12,7 +12,7 @@ from harness.models import small as small_models
 
 
 @pytest.fixture
-def lines():
+def log_lines():
     """(level, message) of what is logged, at the logger itself: "vllm" has a handler of its own and
     does not always propagate."""
     records = []

@@ -42,9 +42,9 @@ def test_a_step_outlasts_a_collective(monkeypatch, layout, collective, step):
         ({"tensor_parallel_size": 2, "decode_context_parallel_size": 2}, "context parallelism"),
     ],
 )
-def test_collectives_on_vector_cores_are_for_one_group(monkeypatch, lines, layout, named):
+def test_collectives_on_vector_cores_are_for_one_group(monkeypatch, log_lines, layout, named):
     monkeypatch.setenv("HCCL_OP_EXPANSION_MODE", "AIV")
     monkeypatch.setenv(collectives.STEP, "2000")
     collectives.check(ParallelConfig(**layout))
-    found = [text.split(":")[0] for _, text in lines if "HCCL" in text]
+    found = [text.split(":")[0] for _, text in log_lines if "HCCL" in text]
     assert found == ([f"HCCL_OP_EXPANSION_MODE is AIV with {named}"] if named else [])

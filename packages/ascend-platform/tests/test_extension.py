@@ -19,7 +19,7 @@ from ascend_platform.plugins import COMPONENTS, registry, slots
 
 
 @pytest.fixture(autouse=True)
-def fresh(monkeypatch):
+def no_components(monkeypatch):
     """No component, no option, and no current configuration of vLLM, which tests of connectors keep
     until the session's end."""
     monkeypatch.setattr(registry, "_statuses", {})
@@ -78,21 +78,21 @@ def test_component_with_met_requirements_is_set_up_once(installed):
         ),
     ],
 )
-def test_component_with_unmet_requirement_is_disabled(installed, lines, requirement, said):
+def test_component_with_unmet_requirement_is_disabled(installed, log_lines, requirement, said):
     installed("wheel-a", requires=[requirement])
     extension.join("wheel-a", "ascend_a", lambda: pytest.fail("set up with an unmet requirement"))
-    ((level, line),) = lines
+    ((level, line),) = log_lines
     assert level == "WARNING"
     assert "wheel-a 1.0 disabled: requires " in line
     assert all(part in line for part in said)
     assert extension.state("wheel-a").startswith("disabled: ")
 
 
-def test_setup_that_raises_does_not_reach_vllm(installed, lines):
+def test_setup_that_raises_does_not_reach_vllm(installed, log_lines):
     installed("wheel-a")
     extension.join("wheel-a", "ascend_a", lambda: 1 / 0)
     assert "ZeroDivisionError" in extension.state("wheel-a")
-    assert len(lines) == 1
+    assert len(log_lines) == 1
 
 
 @pytest.mark.parametrize(
@@ -228,19 +228,19 @@ def test_transfer_is_the_recorded_one():
         ("0.9", "wheel-a"),
     ],
 )
-def test_component_for_an_incompatible_interface_is_disabled(installed, lines, api, upgrade):
+def test_component_for_an_incompatible_interface_is_disabled(installed, log_lines, api, upgrade):
     assert extension.API_VERSION == "1.5"
     installed("wheel-a")
     extension.join("wheel-a", "ascend_a", api=api)
     if upgrade is None:
-        assert (extension.state("wheel-a"), lines) == ("active", [])
+        assert (extension.state("wheel-a"), log_lines) == ("active", [])
         return
     said = (
         f"written for version {api} of ascend_platform.extension, found 1.5; fix: pip install"
         f" --upgrade {upgrade}"
     )
     assert extension.state("wheel-a") == f"disabled: {said}"
-    assert lines == [("WARNING", f"wheel-a 1.0 {extension.state('wheel-a')}")]
+    assert log_lines == [("WARNING", f"wheel-a 1.0 {extension.state('wheel-a')}")]
 
 
 def test_later_minor_version_of_the_interface_is_compatible(installed, monkeypatch):
@@ -255,7 +255,7 @@ def test_later_minor_version_of_the_interface_is_compatible(installed, monkeypat
     ]
 
 
-def test_unknown_argument_of_join_does_not_raise(installed, lines):
+def test_unknown_argument_of_join_does_not_raise(installed, log_lines):
     installed("wheel-a")
     extension.join("wheel-a", "ascend_a", lambda: pytest.fail("set up"), api="1.0", colour="green")
     assert extension.state("wheel-a").startswith(

@@ -83,7 +83,7 @@ def test_kv_offloading_and_multi_connector_use_npu_connectors(model, connectors)
         engine_config(model(), **transfer("MultiConnector"))
 
 
-def test_module_path_of_vllm_ascend_is_ignored_for_a_counterpart(model, connectors, lines):
+def test_module_path_of_vllm_ascend_is_ignored_for_a_counterpart(model, connectors, log_lines):
     connectors()
     there = {
         "kv_connector_module_path": "vllm_ascend.distributed.mooncake_connector",
@@ -93,7 +93,7 @@ def test_module_path_of_vllm_ascend_is_ignored_for_a_counterpart(model, connecto
         engine_config(model(), **transfer("MooncakeConnectorV1", **there))
     assert any(
         "ignoring kv_connector_module_path vllm_ascend.distributed.mooncake_connector" in line
-        for _, line in lines
+        for _, line in log_lines
     )
 
 

@@ -364,17 +364,17 @@ def test_experts_of_data_parallel_engines_need_the_communicator(model, monkeypat
         engine_config(model(**EXPERTS), data_parallel_size=2, enable_expert_parallel=True)
 
 
-def test_numa_binding_follows_the_topology_or_is_disabled(model, monkeypatch, lines, tmp_path):
+def test_numa_binding_follows_the_topology_or_is_disabled(model, monkeypatch, log_lines, tmp_path):
     monkeypatch.setenv("PATH", str(tmp_path))
     parallel = engine_config(model(), numa_bind=True).parallel_config
     assert (parallel.numa_bind, parallel.numa_bind_nodes) == (False, None)
-    (line,) = [line for _, line in lines if "numa" in line]
+    (line,) = [line for _, line in log_lines if "numa" in line]
     assert line.startswith("--numa-bind disabled: npu-smi info failed (")
     given = engine_config(model(), numa_bind=True, numa_bind_nodes=[0]).parallel_config
     assert (given.numa_bind, given.numa_bind_nodes) == (True, [0])
     monkeypatch.setattr(host, "numa_nodes", lambda: ([1, 0], ""))
     assert engine_config(model(), numa_bind=True).parallel_config.numa_bind is False
-    assert "numactl is not installed" in lines[-2][1] + lines[-1][1]
+    assert "numactl is not installed" in log_lines[-2][1] + log_lines[-1][1]
     (tmp_path / "numactl").touch(mode=0o755)
     assert engine_config(model(), numa_bind=True).parallel_config.numa_bind_nodes == [1, 0]
 

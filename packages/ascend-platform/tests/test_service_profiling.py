@@ -77,9 +77,9 @@ def test_without_the_switch_nothing_is_written(home, tool, monkeypatch):
     assert not home.exists()
 
 
-def test_without_the_tool_one_line_says_so(home, lines):
+def test_without_the_tool_one_line_says_so(home, log_lines):
     service_profiling.register()
     assert not home.exists()
-    ((_, line),) = lines
+    ((_, line),) = log_lines
     assert SWITCH in line
     assert "pip install msserviceprofiler" in line

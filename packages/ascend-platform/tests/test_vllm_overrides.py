@@ -175,7 +175,7 @@ def test_table_names_every_importer(entry: Override) -> None:
 
 
 @pytest.fixture
-def plain(monkeypatch: pytest.MonkeyPatch):
+def plain_module(monkeypatch: pytest.MonkeyPatch):
     """A module of vLLM with one entry in the table, nothing of which is replaced yet."""
     module = ModuleType("vllm.plain")
     exec("def one():\n    return 1\n\nTABLE = {'gpu': 1}\nNAMES = {'a'}\n", module.__dict__)
@@ -202,27 +202,27 @@ def plain(monkeypatch: pytest.MonkeyPatch):
     return module
 
 
-def test_override_is_applied_once_and_wherever_it_was_imported(plain: ModuleType) -> None:
+def test_override_is_applied_once_and_wherever_it_was_imported(plain_module: ModuleType) -> None:
     vllm_overrides.override("vllm.plain:one", len)
     vllm_overrides.override("vllm.plain:one", max)
-    assert plain.one is sys.modules["vllm.user"].one is len
+    assert plain_module.one is sys.modules["vllm.user"].one is len
     assert "vllm.later" not in sys.modules
 
 
-def test_entries_are_added_and_vllm_keeps_its_own(plain: ModuleType) -> None:
+def test_entries_are_added_and_vllm_keeps_its_own(plain_module: ModuleType) -> None:
     for _ in range(2):
         vllm_overrides.add("vllm.plain:TABLE", {"npu": 2, "gpu": 3})
         vllm_overrides.add("vllm.plain:NAMES", ["b"])
-    assert plain.TABLE == {"gpu": 1, "npu": 2}
-    assert sorted(plain.NAMES) == ["a", "b"]
+    assert plain_module.TABLE == {"gpu": 1, "npu": 2}
+    assert sorted(plain_module.NAMES) == ["a", "b"]
 
 
-def test_another_plugin_that_has_replaced_it_is_named(plain: ModuleType, lines) -> None:
+def test_another_plugin_that_has_replaced_it_is_named(plain_module: ModuleType, log_lines) -> None:
     plugin = ModuleType("plugin_of_somebody")
     exec("def one():\n    return 2\n", plugin.__dict__)
-    plain.one = plugin.one
+    plain_module.one = plugin.one
     vllm_overrides.override("vllm.plain:one", len)
-    assert lines == [
+    assert log_lines == [
         (
             "WARNING",
             (
@@ -231,13 +231,15 @@ def test_another_plugin_that_has_replaced_it_is_named(plain: ModuleType, lines) 
             ),
         )
     ]
-    assert plain.one is len
+    assert plain_module.one is len
 
 
 def test_difference_that_the_user_accepts_is_a_line(
-    plain: ModuleType, lines, monkeypatch: pytest.MonkeyPatch
+    plain_module: ModuleType, log_lines, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    plain.problems["vllm.plain:one"] = "target vllm.plain:one has changed: found b, expected a"
+    plain_module.problems["vllm.plain:one"] = (
+        "target vllm.plain:one has changed: found b, expected a"
+    )
     with pytest.raises(
         extension.RefusedError,
         match=r"or, if this vLLM is edited .* export VLLM_ASCEND_ACCEPT_OVERRIDES=plain.one$",
@@ -245,13 +247,13 @@ def test_difference_that_the_user_accepts_is_a_line(
         vllm_overrides.override("vllm.plain:one", len)
     monkeypatch.setenv(vllm_overrides.ACCEPT, "plain.one")
     vllm_overrides.override("vllm.plain:one", len)
-    assert plain.one is len
+    assert plain_module.one is len
     said = (
         f"override plain.one applied despite a mismatch ({vllm_overrides.ACCEPT}):"
-        f" {plain.problems['vllm.plain:one']}"
+        f" {plain_module.problems['vllm.plain:one']}"
     )
-    assert lines == [("WARNING", said)]
-    plain.problems["vllm.plain:TABLE"] = "target vllm.plain:TABLE is missing"
+    assert log_lines == [("WARNING", said)]
+    plain_module.problems["vllm.plain:TABLE"] = "target vllm.plain:TABLE is missing"
     monkeypatch.setenv(vllm_overrides.ACCEPT, "plain.one,plain.TABLE,plain.on")
     with pytest.raises(extension.RefusedError, match=r"override plain.TABLE: .* is missing; fix: "):
         vllm_overrides.check()
@@ -261,11 +263,11 @@ def test_difference_that_the_user_accepts_is_a_line(
             f"{vllm_overrides.ACCEPT} names 'plain.on', which is no override; did you mean"
             " 'plain.one'?"
         ),
-    ) in lines
+    ) in log_lines
 
 
-def test_more_than_one_difference_is_counted(plain: ModuleType) -> None:
-    plain.problems.update(
+def test_more_than_one_difference_is_counted(plain_module: ModuleType) -> None:
+    plain_module.problems.update(
         {f"vllm.plain:{name}": f"target {name} is missing" for name in ("one", "TABLE", "NAMES")}
     )
     with pytest.raises(
