@@ -113,8 +113,8 @@ class FusedGatedDeltaRule:
     ) -> torch.Tensor:
         """As ``ascend_platform.triton_overrides.gated_delta.recurrent_rule``.
 
-        Each request has as many tokens for the operator, which takes none without tokens, such as
-        padding. Those of no request repeat the state before them.
+        The operator requires requests of equal size and rejects empty ones. Padding tokens repeat
+        the previous state.
         """
         requests, device = len(indices), v.device
         named: dict[str, torch.Tensor] = {}

@@ -46,7 +46,7 @@ from ascend_attention.latent_prefill import Prefills
 from ascend_attention.metadata import upper_triangle
 
 MAX_QUERY_TOKENS = 16
-"""Query tokens of a request in one call of the kernel."""
+"""Maximum number of query tokens of a request per kernel call."""
 
 
 @dataclass

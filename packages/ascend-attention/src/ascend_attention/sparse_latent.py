@@ -30,8 +30,10 @@ from ascend_attention.latent import (
     write_latents,
 )
 
-INDEX_HEAD, MAX_INDEX_HEADS = 128, 64
-"""Elements of a head of the indexer, and how many it may have."""
+INDEX_HEAD = 128
+"""Size of an indexer head."""
+MAX_INDEX_HEADS = 64
+"""Maximum number of indexer heads."""
 
 COUNTS = {*range(1, 2049), *range(3072, 8193, 1024)}
 """Numbers of tokens that npu_lightning_indexer selects."""

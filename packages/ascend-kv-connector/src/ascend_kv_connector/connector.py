@@ -114,8 +114,9 @@ class AscendP2PConnector(KVConnectorBase_V1, SupportsHMA):
         self._scheduler.on_new_request(request)
 
     def get_loaded_kv_cache_group_ids(self, request: Any) -> tuple[int, ...]:
-        """None with states: vLLM zeroes the new blocks of the others before they are loaded, as a
-        load leaves the rest of the last one as it is, which may be states of another request."""
+        """Return none for models with recurrent state. vLLM zeroes the new blocks of other groups
+        before they are loaded, because a load does not write the rest of the last block, which may
+        hold states of another request."""
         return () if self._has_states else super().get_loaded_kv_cache_group_ids(request)
 
     def get_num_new_matched_tokens(

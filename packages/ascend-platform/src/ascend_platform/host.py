@@ -135,8 +135,8 @@ def query_driver() -> dict[str, str]:
 
 
 def npu_count() -> tuple[int, str]:
-    """The number of NPUs, regardless of ASCEND_RT_VISIBLE_DEVICES, and the driver's error if it did
-    not tell ("")."""
+    """The number of NPUs, regardless of ASCEND_RT_VISIBLE_DEVICES, and the driver's error, or
+    ""."""
     answer = query_driver()["npus"]
     if not answer.startswith("?="):
         return int(answer), ""
