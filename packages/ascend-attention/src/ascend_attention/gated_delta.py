@@ -121,13 +121,13 @@ class FusedGatedDeltaRule:
         if indices.dim() == 1 or query_start_loc is None:
             steps, blocks = 1, indices if indices.dim() == 1 else indices[:, 0]
             rows: Any = slice(0, requests)
-            places, exists = rows, blocks > 0
+            positions, exists = rows, blocks > 0
         else:
             steps, blocks = indices.shape[1], indices.flatten()
             starts, each = query_start_loc[:requests, None], torch.arange(steps, device=device)
             exists = (each < query_start_loc[: requests + 1].diff()[:, None]).flatten()
             rows = (starts + each).clamp_max(len(v) - 1).flatten()
-            places, exists = torch.where(exists, rows, len(v)), exists & (blocks > 0)
+            positions, exists = torch.where(exists, rows, len(v)), exists & (blocks > 0)
             if num_accepted_tokens is not None:
                 named["num_accepted_tokens"] = num_accepted_tokens[:requests].clamp(1, steps).int()
         g, beta = (torch.where(exists[:, None], each[rows], 0) for each in (g, beta))
@@ -151,10 +151,10 @@ class FusedGatedDeltaRule:
         )
         if not in_place:
             states[blocks] = used
-        if places is rows and len(v) == requests:
+        if positions is rows and len(v) == requests:
             return result
         output = v.new_zeros(len(v) + 1, *v.shape[1:])
-        output[places] = result
+        output[positions] = result
         return output[:-1]
 
 

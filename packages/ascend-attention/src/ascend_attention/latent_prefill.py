@@ -86,13 +86,13 @@ class Prefills:
         starts = [0, *self.ends]
         first = starts[pieces[0].request]
         query_ends = [self.ends[piece.request] - first for piece in pieces]
-        places = torch.cat([torch.arange(piece.start, piece.end) for piece in pieces])
+        positions = torch.cat([torch.arange(piece.start, piece.end) for piece in pieces])
         requests = torch.tensor([piece.request for piece in pieces])
         requests = requests.repeat_interleave(
             torch.tensor([piece.end - piece.start for piece in pieces])
         )
         index = torch.stack(
-            [requests * self.block_table.shape[1] + places // BLOCK_SIZE, places % BLOCK_SIZE]
+            [requests * self.block_table.shape[1] + positions // BLOCK_SIZE, positions % BLOCK_SIZE]
         )
         block, place = index.pin_memory().to(self.block_table.device, non_blocking=True)
         slots = self.block_table.flatten().index_select(0, block) * BLOCK_SIZE + place

@@ -108,10 +108,10 @@ class OffloadingConnector(offloading_connector.OffloadingConnector):
             pages = [part.view(torch.int8).flatten(1) for part in parts]
             for page in pages:
                 tensors.setdefault(page.data_ptr(), CanonicalKVCacheTensor(page, page.shape[1]))
-            places = list(tensors)
+            addresses = list(tensors)
             refs.append(
                 [
-                    CanonicalKVCacheRef(places.index(page.data_ptr()), page.shape[1])
+                    CanonicalKVCacheRef(addresses.index(page.data_ptr()), page.shape[1])
                     for page in pages
                 ]
             )

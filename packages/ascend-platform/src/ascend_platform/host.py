@@ -254,10 +254,10 @@ def cann_version() -> str:
     home = cann_home()
     if home is None:
         return ""
-    places = [home, home / f"{platform.machine()}-linux"]
+    directories = [home, home / f"{platform.machine()}-linux"]
     files = [
         path
-        for place in places
+        for place in directories
         for pattern in ("*_install.info", "*/version.info")
         for path in sorted(place.glob(pattern))
     ]

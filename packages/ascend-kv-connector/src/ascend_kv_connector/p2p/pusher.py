@@ -220,9 +220,9 @@ class Pusher:
                 pause = POLL_SECONDS
         return size
 
-    def _write(self, job: Job, places: list[int], blocks: list[int], start: int, stop: int) -> int:
+    def _write(self, job: Job, indices: list[int], blocks: list[int], start: int, stop: int) -> int:
         push, cache = job.push, self._rank.cache
-        regions = [push.regions[place] for place in places]
+        regions = [push.regions[place] for place in indices]
         sizes = cache.token_sizes(regions, cache.heads.num)
         slots = cache.slot_mapping(blocks, start, stop, cache.region_groups[regions[0]]).numpy()
         own = Placement([self._rank.memory[index] for index in regions], cache.block_tokens, slots)
@@ -230,7 +230,7 @@ class Pusher:
             push.blocks, push.block_size, start - push.start, stop - push.start
         )
         remote = Placement(
-            [push.memory[place] for place in places], push.block_tokens, remote_slots
+            [push.memory[place] for place in indices], push.block_tokens, remote_slots
         )
         runs = plan_runs(remote, own, sizes)
         try:

@@ -250,8 +250,8 @@ class Engine:
 
     def _rows(self, name: str, group: int, start: int, stop: int) -> torch.Tensor:
         table = torch.tensor(self.tables[name][group], dtype=torch.int64)
-        places = torch.arange(start, stop)
-        return table[places // BLOCK] * BLOCK + places % BLOCK
+        positions = torch.arange(start, stop)
+        return table[positions // BLOCK] * BLOCK + positions % BLOCK
 
     def _span(self, out: Any, name: str) -> tuple[int, int]:
         computed = {new.req_id: new.num_computed_tokens for new in out.scheduled_new_reqs}

@@ -82,10 +82,10 @@ class PagedSparseLatentAttentionImpl(SparseLatentAttentionImplBase, PagedLatentA
                 scores = (query[rows].float() @ keys.t()).relu_()
                 scores = (weights[rows].float().unsqueeze(1) @ scores).squeeze(1)
                 own = positions[length - end + first : length - end + rows.stop]
-                best, places = scores.masked_fill_(positions > own.unsqueeze(1), -torch.inf).topk(
+                best, indices = scores.masked_fill_(positions > own.unsqueeze(1), -torch.inf).topk(
                     count
                 )
-                selected[rows, :count] = places.masked_fill(best == -torch.inf, -1).int()
+                selected[rows, :count] = indices.masked_fill(best == -torch.inf, -1).int()
 
     def forward_mqa(
         self, q: Any, kv_c_and_k_pe_cache: Any, attn_metadata: PagedSparseLatentMetadata, layer: Any
@@ -107,9 +107,9 @@ class PagedSparseLatentAttentionImpl(SparseLatentAttentionImplBase, PagedLatentA
         for first in range(0, len(query), chunk):
             rows = slice(first, min(first + chunk, len(query)))
             named = self.topk_indices_buffer[rows].long()
-            places = named.clamp_min(0)
-            blocks = meta.block_table[meta.requests[rows]].gather(1, places // block_size)
-            slots = blocks * block_size + places % block_size
+            positions = named.clamp_min(0)
+            blocks = meta.block_table[meta.requests[rows]].gather(1, positions // block_size)
+            slots = blocks * block_size + positions % block_size
             latents, ropes = (cache.flatten(0, 2)[slots].float() for cache in kv_c_and_k_pe_cache)
             keys = torch.cat((latents, ropes), -1)
             scores = (query[rows].float() @ keys.transpose(1, 2)).mul_(self.scale)

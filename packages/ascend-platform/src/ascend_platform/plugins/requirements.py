@@ -109,10 +109,10 @@ def cuda_torch() -> Problem | None:
     CUDA's, does no harm.
     """
     torch, torch_npu = map(importlib.util.find_spec, ("torch", "torch_npu"))
-    places = torch and torch_npu and torch.submodule_search_locations
+    directories = torch and torch_npu and torch.submodule_search_locations
     found = [
         library
-        for place in places or ()
+        for place in directories or ()
         if (library := Path(place, "lib", "libc10_cuda.so")).exists()
     ]
     if not any(_OPTION in library.read_bytes() for library in found):

@@ -33,17 +33,20 @@ class Chunks:
         of_request = each - torch.where(
             self.requests > 0, until[(self.requests - 1).clamp_min(0)], 0
         )
-        places = (starts[self.requests] + of_request * length)[:, None] + torch.arange(
+        positions = (starts[self.requests] + of_request * length)[:, None] + torch.arange(
             length, device=device
         )
-        self.exists = places < ends[self.requests][:, None]
-        self.places = torch.where(self.exists, places, tokens)
+        self.exists = positions < ends[self.requests][:, None]
+        self.indices = torch.where(self.exists, positions, tokens)
 
     def slab(self, start: int, length: int) -> "Slab":
         """Some consecutive chunks."""
         end = start + length
         return Slab(
-            self.places[start:end], self.exists[start:end], self.requests[start:end], self.tokens
+            self.indices[start:end],
+            self.exists[start:end],
+            self.requests[start:end],
+            self.tokens,
         )
 
 
@@ -59,11 +62,11 @@ class Slab:
     """Chunks that are computed together.
 
     Attributes:
-        places: ``[chunks, length]``, the token at each position of a chunk; the number of tokens
+        indices: ``[chunks, length]``, the token at each position of a chunk; the number of tokens
         for padding. exists: ``[chunks, length]``. requests: ``[chunks]``.
     """
 
-    places: torch.Tensor
+    indices: torch.Tensor
     exists: torch.Tensor
     requests: torch.Tensor
     tokens: int
@@ -72,9 +75,9 @@ class Slab:
         """The rows ``[tokens, heads, size]`` as ``[chunks, heads, length, size]`` in float32, 0
         where there is no token."""
         rows = (
-            x[self.places.clamp_max(self.tokens - 1).flatten()]
+            x[self.indices.clamp_max(self.tokens - 1).flatten()]
             .float()
-            .unflatten(0, self.places.shape)
+            .unflatten(0, self.indices.shape)
         )
         rows = torch.where(self.exists[..., None, None], rows, 0).transpose(1, 2)
         return repeat_heads(rows, heads // x.shape[1]) if heads > x.shape[1] else rows
@@ -88,7 +91,7 @@ class Slab:
     def write(self, output: torch.Tensor, rows: torch.Tensor) -> None:
         """Write ``[chunks, heads, length, size]`` to their tokens in ``[tokens + 1, heads, size]``;
         the last row is of none."""
-        output[self.places.flatten()] = rows.transpose(1, 2).flatten(0, 1).to(output.dtype)
+        output[self.indices.flatten()] = rows.transpose(1, 2).flatten(0, 1).to(output.dtype)
 
 
 def repeat_heads(x: torch.Tensor, times: int) -> torch.Tensor:

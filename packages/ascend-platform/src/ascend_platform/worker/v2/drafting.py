@@ -130,8 +130,8 @@ def prepare_extended_inputs(
     shifted = starts + requests
     num_valid = torch.diff(starts) - num_rejected
     rows = token_requests(shifted[1:], tokens + count)
-    places = torch.arange(tokens + count, device=starts.device) - shifted.index_select(0, rows)
-    sources = (starts.index_select(0, rows) + places).clamp_(max=tokens - 1)
+    positions = torch.arange(tokens + count, device=starts.device) - shifted.index_select(0, rows)
+    sources = (starts.index_select(0, rows) + positions).clamp_(max=tokens - 1)
     own = num_valid.index_select(0, rows)
     sampled = (
         last_sampled.view(-1)
@@ -140,11 +140,11 @@ def prepare_extended_inputs(
         .index_select(0, rows)
     )
     known = torch.where(
-        places < own, input_batch.input_ids.index_select(0, sources).to(sampled.dtype), 0
+        positions < own, input_batch.input_ids.index_select(0, sources).to(sampled.dtype), 0
     )
-    expanded_input_ids[: tokens + count].copy_(torch.where(places == own, sampled, known))
+    expanded_input_ids[: tokens + count].copy_(torch.where(positions == own, sampled, known))
     first = input_batch.positions.index_select(0, starts[:count])
-    torch.add(first.index_select(0, rows), places, out=expanded_positions[: tokens + count])
+    torch.add(first.index_select(0, rows), positions, out=expanded_positions[: tokens + count])
     expanded_positions[: tokens + count].clamp_(max=max_model_len - 1)
     last_token_indices[:count].copy_(shifted[:count] + num_valid)
     last_token_indices[count:].zero_()
@@ -179,15 +179,15 @@ def find_ngrams(
     """
     tokens = token_ids.index_select(0, idx_mapping)
     lengths = total_len.index_select(0, idx_mapping).long()[:, None]
-    places = torch.arange(tokens.shape[1], device=tokens.device)
+    positions = torch.arange(tokens.shape[1], device=tokens.device)
     score = torch.zeros_like(lengths)
-    is_match = places < lengths  # of the tokens that follow
+    is_match = positions < lengths  # of the tokens that follow
     for n in range(1, max_n + 1):
         token = tokens.gather(1, (lengths - n).clamp(min=0))
-        is_match = (tokens == token) & is_match & (places <= lengths - n)
+        is_match = (tokens == token) & is_match & (positions <= lengths - n)
         if n >= min_n:
-            before = is_match & (places < lengths - n) & (lengths >= n)
-            found = torch.where(before, n * (max_model_len + 1) + places + 1, 0).amax(
+            before = is_match & (positions < lengths - n) & (lengths >= n)
+            found = torch.where(before, n * (max_model_len + 1) + positions + 1, 0).amax(
                 1, keepdim=True
             )
             score = torch.maximum(score, found)
@@ -197,7 +197,7 @@ def find_ngrams(
 
 
 def _shifted(is_match: torch.Tensor) -> torch.Tensor:
-    """Whether a match begins at the next place, bool ``[requests, places]``."""
+    """Whether a match begins at the next position, bool ``[requests, positions]``."""
     return torch.nn.functional.pad(is_match[:, 1:], (0, 1))
 
 
@@ -223,10 +223,10 @@ def take_ngrams(
     score = scratch[:count].amax(1, keepdim=True)
     n = (score - 1).clamp(min=0) // (max_model_len + 1)
     start = (score - 1).clamp(min=0) - n * (max_model_len + 1) + n
-    places = start + torch.arange(num_tokens, device=drafts.device)
-    is_known = (score > 0) & (places < total_len.index_select(0, idx_mapping)[:, None])
+    positions = start + torch.arange(num_tokens, device=drafts.device)
+    is_known = (score > 0) & (positions < total_len.index_select(0, idx_mapping)[:, None])
     elements = torch.add(
-        places.clamp(max=max_model_len - 1), idx_mapping[:, None], alpha=token_ids.stride(0)
+        positions.clamp(max=max_model_len - 1), idx_mapping[:, None], alpha=token_ids.stride(0)
     )
     tokens = token_ids.view(-1).index_select(0, elements.view(-1)).view(count, -1).long()
     drafts[:count].copy_(

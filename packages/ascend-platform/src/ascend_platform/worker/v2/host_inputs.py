@@ -83,7 +83,7 @@ class HostInputs:
         chosen = self.samples.nonzero()[0]
         arrays = {
             "elements": self.positions + self.rows[self.requests] * width,
-            "places": np.minimum(self.seq_lens[chosen], width - 1) + self.rows[chosen] * width,
+            "positions": np.minimum(self.seq_lens[chosen], width - 1) + self.rows[chosen] * width,
         }
         if not self.one_each:
             arrays["last"] = self.ends - 1
@@ -107,7 +107,7 @@ class HostInputs:
             )
             indices = self._indices[: 2 * count]
             self._on_device = dict(
-                zip(("elements", "places"), indices.view(2, count).unbind(), strict=True)
+                zip(("elements", "positions"), indices.view(2, count).unbind(), strict=True)
             )
             copies.insert(0, (both.reshape(-1), indices))
         copy_each(*copies)
@@ -119,7 +119,7 @@ class HostInputs:
 
     @functools.cached_property
     def device_positions(self) -> torch.Tensor:
-        """Prepare M-RoPE positions, `[3, tokens]`."""
+        """The positions on the device, for M-RoPE; int64 ``[tokens]``."""
         return async_tensor_h2d(self.positions, device="npu")
 
     @functools.cached_property
@@ -187,7 +187,7 @@ class HostInputs:
                 tokens.index_select(0, chosen),
                 num_sampled.index_select(0, chosen),
             )
-        self.table.view(-1).index_copy_(0, sent["places"], tokens.to(self.table.dtype))
+        self.table.view(-1).index_copy_(0, sent["positions"], tokens.to(self.table.dtype))
         if counts is not None:
             counts.view(-1).index_add_(
                 0, torch.add(tokens, rows, alpha=counts.shape[1]), num_sampled

@@ -76,10 +76,10 @@ class Step:
             assert self._num_draft_tokens is not None
             counts = self._num_draft_tokens.astype(np.int64) + 1
             requests = np.repeat(np.arange(len(counts)), counts)
-            places = np.arange(len(requests)) - (counts.cumsum() - counts)[requests]
+            positions = np.arange(len(requests)) - (counts.cumsum() - counts)[requests]
             first = self._num_scheduled_tokens.cumsum() - counts
             self._logit_rows = async_tensor_h2d(
-                np.stack([requests, places, first[requests] + places]), device=device
+                np.stack([requests, positions, first[requests] + positions]), device=device
             )
         return self._logit_rows
 
@@ -327,17 +327,19 @@ def _combine_drafts(
     """Write the tokens of a step with draft tokens ``[requests, steps]``; all arguments but
     ``input_ids`` are by request."""
     step = _current()
-    requests, places, indices = step.logit_rows(input_ids.device).unbind()
+    requests, positions, indices = step.logit_rows(input_ids.device).unbind()
     tokens = torch.cat((sampled[:, None], draft_tokens), 1).view(-1)
     values = tokens.index_select(
-        0, torch.add(places, requests, alpha=draft_tokens.shape[1] + 1)
+        0, torch.add(positions, requests, alpha=draft_tokens.shape[1] + 1)
     ).to(input_ids.dtype)
     # Drafts after a prompt are placeholders; the last tokens of the prompt stay.
     if step.has_prefill:
         is_written = torch.stack(
             (seq_lens - num_logits >= prefill_len, seq_lens > prefill_len), 1
         ).view(-1)
-        is_written = is_written.index_select(0, torch.add(places.clamp(max=1), requests, alpha=2))
+        is_written = is_written.index_select(
+            0, torch.add(positions.clamp(max=1), requests, alpha=2)
+        )
         values = torch.where(is_written, values, input_ids.index_select(0, indices))
     input_ids.index_put_((indices,), values)
     return indices
@@ -351,8 +353,8 @@ def expand_idx_mapping(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Each logit's request state int64 ``[logits]``, and its number in the request int32
     ``[logits]``."""
-    requests, places, _ = _current().logit_rows(idx_mapping.device).unbind()
-    return idx_mapping.index_select(0, requests), places.int()
+    requests, positions, _ = _current().logit_rows(idx_mapping.device).unbind()
+    return idx_mapping.index_select(0, requests), positions.int()
 
 
 def get_num_sampled_and_rejected(
@@ -436,8 +438,8 @@ def post_update(
     sampled_tokens = torch.where(is_valid, sampled_tokens, 0)
     tokens = sampled_tokens.gather(1, (sampled[:, None] - 1).clamp(min=0).long())[:, 0]
     last.index_add_(0, rows, (tokens - last.index_select(0, rows)) * (sampled > 0))
-    places = (lengths[:, None] + columns).clamp(max=all_token_ids_stride - 1)
-    elements = torch.add(places, rows[:, None], alpha=all_token_ids_stride).view(-1)
+    positions = (lengths[:, None] + columns).clamp(max=all_token_ids_stride - 1)
+    elements = torch.add(positions, rows[:, None], alpha=all_token_ids_stride).view(-1)
     difference = (
         sampled_tokens.to(table.dtype).view(-1) - table.index_select(0, elements)
     ) * is_valid.view(-1)
@@ -515,15 +517,15 @@ def prepare_rope_positions(
     step = _current()
     if step.host is None:
         computed = num_computed_tokens.index_select(0, idx_mapping)
-        places = step.positions(computed, query_start_loc)
+        token_positions = step.positions(computed, query_start_loc)
     else:
-        places = step.host.device_positions
+        token_positions = step.host.device_positions
     deltas = step.per_token(prefill_delta.index_select(0, idx_mapping), query_start_loc)
-    written = (places + deltas).expand(NUM_DIMS, -1)
+    written = (token_positions + deltas).expand(NUM_DIMS, -1)
     if step.has_prefill:
-        first = step.per_token(idx_mapping * stride_of_request, query_start_loc) + places.clamp(
-            max=stride_of_dimension - 1
-        )
+        first = step.per_token(
+            idx_mapping * stride_of_request, query_start_loc
+        ) + token_positions.clamp(max=stride_of_dimension - 1)
         elements = first + _arange(NUM_DIMS, positions.device)[:, None] * stride_of_dimension
         if step.host is None:
             in_prefill = step.per_token(

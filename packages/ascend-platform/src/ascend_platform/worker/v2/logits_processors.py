@@ -81,9 +81,9 @@ def bincount(
     their output."""
     rows, vocab_size = expanded_idx_mapping, output_bin_counts.shape[1]
     tokens = all_token_ids.index_select(0, rows)[:, :max_prefill_len].long()
-    places = torch.arange(tokens.shape[1], device=tokens.device)
-    in_prompt = places < prompt_len.index_select(0, rows)[:, None]
-    in_output = ~in_prompt & (places < prefill_len.index_select(0, rows)[:, None])
+    positions = torch.arange(tokens.shape[1], device=tokens.device)
+    in_prompt = positions < prompt_len.index_select(0, rows)[:, None]
+    in_output = ~in_prompt & (positions < prefill_len.index_select(0, rows)[:, None])
     words = prompt_bin_mask.shape[1]
     found = torch.nn.functional.pad(
         _member(tokens, in_prompt, vocab_size), (0, 32 * words - vocab_size)
@@ -177,14 +177,14 @@ def apply_bad_words(
     tokens = bad_word_token_ids.index_select(0, rows)
     offsets = bad_word_offsets.index_select(0, rows)[:, : max_num_bad_words + 1]
     count = num_bad_words.index_select(0, rows)[:, None]
-    places = torch.arange(tokens.shape[1], dtype=torch.int32, device=logits.device)
+    positions = torch.arange(tokens.shape[1], dtype=torch.int32, device=logits.device)
     ends = torch.where(
         torch.arange(max_num_bad_words, device=logits.device) < count,
         offsets[:, 1:],
         tokens.shape[1],
     )
     word = torch.searchsorted(
-        ends.contiguous(), places.expand(len(rows), -1).contiguous(), right=True
+        ends.contiguous(), positions.expand(len(rows), -1).contiguous(), right=True
     )
     is_word = word < count
     word.clamp_(max=max_num_bad_words - 1)
@@ -193,13 +193,13 @@ def apply_bad_words(
     prompt = prompt_len.index_select(0, rows)[:, None]
     output_len = total_len.index_select(0, rows)[:, None] - prompt
     # the output's token to compare with
-    behind = output_len + position - (end - 1 - start) + (places - start)
+    behind = output_len + position - (end - 1 - start) + (positions - start)
     width = all_token_ids.shape[1]
     elements = (prompt + behind).clamp(0, width - 1) + rows[:, None] * width
     committed = all_token_ids.view(-1)[elements]
     own_rows = torch.arange(len(rows), device=logits.device)[:, None]
     drafted = input_ids[(own_rows - position + behind - output_len + 1).clamp(0, len(rows) - 1)]
-    is_last = places == end - 1
+    is_last = positions == end - 1
     differs = ~is_last & (tokens != torch.where(behind < output_len, committed, drafted))
     differing = differs.int().cumsum(1)
     before = torch.where(start > 0, differing.gather(1, (start - 1).clamp(min=0).long()), 0)
@@ -227,11 +227,13 @@ def apply_grammar_bitmask(
     requests = np.array([number[req_id] for req_id in grammar_req_ids])
     rows = batch.cu_num_logits_np[requests, None] + np.arange(worker.mask_stride)
     has_logit = rows < batch.cu_num_logits_np[requests + 1, None]
-    places, masks = copy_together(
+    positions, masks = copy_together(
         [rows[has_logit].astype(np.int64), grammar_bitmask[has_logit.ravel()]], logits.device
     )
     banned = torch.zeros(logits.shape, dtype=torch.bool, device=logits.device)
-    logits.masked_fill_(banned.index_copy_(0, places, ~_unpack(masks, logits.shape[1])), -torch.inf)
+    logits.masked_fill_(
+        banned.index_copy_(0, positions, ~_unpack(masks, logits.shape[1])), -torch.inf
+    )
 
 
 def install() -> None:

@@ -29,12 +29,14 @@ def gather_draft_sampled(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Input token and position of each logit; draft tokens that are placeholders, after a prompt,
     become -1."""
-    tokens, places = (
+    tokens, token_positions = (
         input_ids.index_select(0, logits_indices),
         positions.index_select(0, logits_indices),
     )
-    in_prefill = places - expanded_local_pos < prefill_len.index_select(0, expanded_idx_mapping)
-    return tokens.masked_fill(in_prefill & (expanded_local_pos > 0), -1), places
+    in_prefill = token_positions - expanded_local_pos < prefill_len.index_select(
+        0, expanded_idx_mapping
+    )
+    return tokens.masked_fill(in_prefill & (expanded_local_pos > 0), -1), token_positions
 
 
 def flatten_sampled(
@@ -48,10 +50,14 @@ def flatten_sampled(
     """Replaces ``_flatten_sampled_kernel``: write sampled tokens ``[requests, columns]`` to
     ``[logits]``, 0 for the others."""
     requests = token_requests(cu_num_logits[1:], len(flat))
-    places = torch.arange(len(flat), device=flat.device) - cu_num_logits.index_select(0, requests)
-    elements = torch.add(places.clamp(max=sampled.shape[1] - 1), requests, alpha=sampled.shape[1])
+    positions = torch.arange(len(flat), device=flat.device) - cu_num_logits.index_select(
+        0, requests
+    )
+    elements = torch.add(
+        positions.clamp(max=sampled.shape[1] - 1), requests, alpha=sampled.shape[1]
+    )
     tokens = sampled.contiguous().view(-1).index_select(0, elements)
-    flat.copy_(torch.where(places < num_sampled.index_select(0, requests), tokens, 0))
+    flat.copy_(torch.where(positions < num_sampled.index_select(0, requests), tokens, 0))
 
 
 def rejection_sample(
@@ -173,8 +179,10 @@ def _draft_scores(
     """The drafter's logits for the token after each logit, ``[logits, vocab_size]``, with
     temperature."""
     steps = draft_logits.shape[1]
-    places = torch.add(expanded_local_pos.clamp(max=steps - 1), expanded_idx_mapping, alpha=steps)
-    scores = draft_logits.view(-1, draft_logits.shape[-1]).index_select(0, places).float()
+    positions = torch.add(
+        expanded_local_pos.clamp(max=steps - 1), expanded_idx_mapping, alpha=steps
+    )
+    scores = draft_logits.view(-1, draft_logits.shape[-1]).index_select(0, positions).float()
     return scores / torch.where(temperatures == 0, 1, temperatures)[:, None]
 
 

@@ -146,7 +146,7 @@ def gumbel_sample(
     valid = expanded_idx_mapping >= 0
     rows = expanded_idx_mapping.clamp(min=0).long()
     temperatures = torch.where(valid, temperature.index_select(0, rows), 0)[:, None]
-    seeds, places = seed.index_select(0, rows), pos.long()
+    seeds, positions = seed.index_select(0, rows), pos.long()
     if logits_cache is not None:
         assert logits_cache_col is not None
         source = logits if logits_cache_source is None else logits_cache_source
@@ -159,11 +159,11 @@ def gumbel_sample(
         cached[:, : source.shape[1]].index_copy_(0, places_in_cache, kept.to(cached.dtype))
         seeds = seeds ^ (steps << 32)
     if is_drafting:
-        places = places + noise.DRAFT_SALT
+        positions = positions + noise.DRAFT_SALT
     logits = logits.float()
     if apply_temperature:
         logits = logits / torch.where(temperatures == 0, 1, temperatures)
-    gumbel = noise.exponential(seeds, places, logits.shape[1]).log_().neg_()
+    gumbel = noise.exponential(seeds, positions, logits.shape[1]).log_().neg_()
     return (logits + torch.where(temperatures == 0, 0, gumbel)).argmax(-1)
 
 

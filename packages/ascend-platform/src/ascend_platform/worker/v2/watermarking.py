@@ -149,15 +149,15 @@ def repeated_context_mask(
     rows = req_indices.clamp(min=0).long()
     prompts, totals = prompt_lens.index_select(0, rows).long(), total_lens.index_select(0, rows)
     start = torch.zeros_like(rows) if include_prompt else prompts
-    places = (totals - start)[:, None] + torch.arange(-count - width, 0, device=rows.device)
-    elements = (places.clamp(min=0) + start[:, None]).add_(rows[:, None], alpha=length)
+    positions = (totals - start)[:, None] + torch.arange(-count - width, 0, device=rows.device)
+    elements = (positions.clamp(min=0) + start[:, None]).add_(rows[:, None], alpha=length)
     tokens = (
         all_token_ids.view(-1)
         .index_select(0, elements.view(-1))
-        .view_as(places)
-        .masked_fill_(places < 0, -1)
+        .view_as(positions)
+        .masked_fill_(positions < 0, -1)
     )
-    found = places[:, width:] >= 0
+    found = positions[:, width:] >= 0
     if max_history is not None:
         ages = torch.arange(count, 0, -1, device=rows.device)
         found &= ages <= (
