@@ -166,6 +166,37 @@ memory.free("weights", ())
     assert (done.returncode, "Traceback" in done.stderr) == (0, False), done.stderr
 
 
+@pytest.mark.parametrize("when", ["load", "exit"])
+def test_metrics_do_not_wait_for_the_caching_allocator(when):
+    """The caching allocator calls Python with its lock held, and a thread that asks it for
+    statistics holds the interpreter's lock."""
+    program = """
+import atexit, sys, threading
+stopped = threading.Event()
+atexit.register(stopped.set)  # after the segments have been freed
+import torch
+from ascend_platform.observability import metrics
+from ascend_platform.worker.virtual_memory import VirtualMemory
+metrics.INTERVAL = 0.0
+measure = threading.Thread(
+    target=metrics._report_until_stopped, args=(lambda values: None, 0, stopped), daemon=True
+)
+memory, kept = VirtualMemory(), []
+if sys.argv[1] == "load":
+    measure.start()
+for _ in range(40):
+    with memory.pool("weights"):
+        kept.append(torch.ones(3 << 20, device="npu"))
+if sys.argv[1] == "exit":
+    kept.clear()
+    measure.start()
+    stopped.wait(1)
+"""
+    command = [sys.executable, "-c", program, when]
+    done = subprocess.run(command, env=os.environ, capture_output=True, text=True, timeout=120)
+    assert (done.returncode, "Traceback" in done.stderr) == (0, False), done.stderr
+
+
 def test_all_components_are_told(monkeypatch):
     told = []
     monkeypatch.setattr(slots, "_offers", {})

@@ -48,6 +48,13 @@ LABELS = ("engine", "rank", "device")
 """Index of the data-parallel engine, rank of the worker in it, index of its NPU among the visible
 ones."""
 
+measuring = threading.RLock()
+"""Held while a thread measures, and while the caching allocator may call a function in Python.
+
+Such a function runs while the allocator's lock is held and needs the interpreter's lock. A thread
+that asks the allocator for statistics waits in the reverse order.
+"""
+
 _configs: list[weakref.ref[VllmConfig]] = []  # of engines created in this process
 
 
@@ -145,7 +152,9 @@ def _report_until_stopped(
 
         torch.npu.set_device(device)
         while True:
-            write(measured(device, failed))
+            with measuring:
+                values = measured(device, failed)
+            write(values)
             if stopped.wait(INTERVAL):
                 return
     except Exception as error:

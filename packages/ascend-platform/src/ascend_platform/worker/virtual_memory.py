@@ -22,6 +22,8 @@ from typing import Any
 import torch
 import torch_npu
 
+from ascend_platform.observability import metrics
+
 PAGE = 2 << 20
 """Granularity of physical memory in bytes ("only 2 MB is supported",
 aclrtMemGetAllocationGranularity)."""
@@ -151,7 +153,7 @@ class VirtualMemory:
         self._pools.append((tag, pool))
         outer, self._tag = self._tag, tag
         try:
-            with torch.npu.use_mem_pool(pool):
+            with metrics.measuring, torch.npu.use_mem_pool(pool):
                 yield
         finally:
             self._tag = outer
@@ -201,7 +203,8 @@ class VirtualMemory:
 
     def close(self) -> None:
         """Give the pools back to the caching allocator, which frees them with their last tensor."""
-        self._pools.clear()
+        with metrics.measuring:
+            self._pools.clear()
 
     def _trim(self, pool: Any) -> None:
         """Free the segments without tensors of a pool that is not allocated from any more."""
