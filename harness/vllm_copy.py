@@ -110,6 +110,16 @@ IR_USERS = {
         (r"\n    @classmethod\n    def import_ir_kernels\(.*?(?=\n    @classmethod)", ""),
         (r"\n    @classmethod\n    def get_default_ir_op_priority\(.*?(?=\n    @classmethod)", ""),
     ],
+    "compilation/backends.py": [
+        (r"\nfrom \.passes\.ir\.[^\n]*", ""),
+        (r"\n        self\.inductor_config\[pre_grad_pass_key\] = VllmIR.*?\n        \)", ""),
+    ],
+    "compilation/passes/pass_manager.py": [
+        (r"\nfrom \.ir\.[^\n]*", ""),
+        (r"\n        self\.(ir_lowering|clone_elimination)\(graph\)", ""),
+        (r"\n            self\.(ir_lowering|clone_elimination) = [^\n]*", ""),
+        (r"\n        passes\.append\(self\.(ir_lowering|clone_elimination)\.uuid\(\)\)", ""),
+    ],
     "model_executor/layers/layernorm.py": [
         (r"from vllm import envs, ir\n", "from vllm import envs\n"),
         (r'ir\.ops\.(\w+)(\.maybe_inplace|\.impls\["native"\]\.impl_fn)?\(', r"\1("),
@@ -125,15 +135,20 @@ IR_USERS = {
 }
 """Edits of the files of vLLM that import its IR on NPUs: what they import or configure goes."""
 
+NOT_ON_NPUS = "kernels/", "compilation/passes/fusion/"
+"""Other files that import it."""
+
 
 def without_ir(directory: Path) -> None:
     """Delete vLLM's IR from a copy, as vLLM 0.34 announces: the package, its configuration, option
     and hooks of platforms.
 
     The PyTorch forms of its operators become functions of the modules of vLLM's layers that call
-    them.
+    them. A copy without it, such as one of a copy, stays as it is.
     """
     root = directory / "vllm"
+    if not (root / "ir").exists():
+        return
     for file, edits in IR_USERS.items():
         text = (root / file).read_text()
         for pattern, replacement in edits:
@@ -154,7 +169,18 @@ def without_ir(directory: Path) -> None:
             )
         write(directory, f"vllm/{file}", text)
     shutil.rmtree(root / "ir")
+    shutil.rmtree(root / "compilation" / "passes" / "ir")
+    imports = re.compile(
+        r"^ *(import vllm\.ir|from vllm\.ir|from vllm import .*\bir\b|from .*\.ir\.)", re.M
+    )
+    users = [
+        str(file.relative_to(root))
+        for file in root.rglob("*.py")
+        if imports.search(file.read_text())
+    ]
+    left = [file for file in users if not file.startswith(NOT_ON_NPUS)]
+    assert not left, f"{left} import vllm.ir"
 
 
-if __name__ == "__main__":  # Makes a copy to run tests on, with PYTHONPATH=DIRECTORY.
+if __name__ == "__main__":  # Makes a copy for `tools/compat --vllm DIRECTORY`.
     without_ir(make(Path(sys.argv[1])))
