@@ -7,8 +7,8 @@ from typing import Any
 
 import numpy as np
 import torch
-from ascend_platform.worker.v2 import inputs
-from ascend_platform.worker.v2.host_inputs import HostInputs
+from ascend_platform.kernels.v2 import input_batch as inputs
+from ascend_platform.kernels.v2.host_inputs import HostInputs
 
 # Maximum number of requests, tokens per request, and vocabulary size.
 ROWS, WIDTH, VOCABULARY = 8, 96, 40

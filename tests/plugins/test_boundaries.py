@@ -141,7 +141,7 @@ def test_tests_and_harness_import_nothing_of_the_tools() -> None:
         path.name for path in COMMANDS
     }
     assert {"environment", "versions", "docs-tables"} <= own
-    files = [*HARNESS.rglob("*.py"), *TESTS.rglob("*.py"), *PACKAGES.glob("*/tests/*.py")]
+    files = [*HARNESS.rglob("*.py"), *TESTS.rglob("*.py"), *PACKAGES.glob("*/tests/**/*.py")]
     assert tops(files) & (own | {"tools"}) == set()
 
 
@@ -158,7 +158,7 @@ def test_harness_does_not_import_its_programs() -> None:
 @pytest.mark.parametrize("part", [*PARTS, "packages", "harness"])
 def test_tests_share_only_the_harness(part: str) -> None:
     files = {
-        "packages": PACKAGES.glob("*/tests/*.py"),
+        "packages": PACKAGES.glob("*/tests/**/*.py"),
         "harness": HARNESS.rglob("*.py"),
     }.get(part, (TESTS / part).rglob("*.py"))
     files = [*files]

@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 import torch
 from ascend_platform.compat import SHIMS
+from ascend_platform.kernels.v1.slot_mapping import compute_slot_mapping
 from ascend_platform.plugins import COMPONENTS
-from ascend_platform.triton_overrides.slot_mapping import compute_slot_mapping
 from harness import checkout
 from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet

@@ -81,21 +81,22 @@ MODELS = {
     },
 }
 INSTALL = """
-    from ascend_platform.triton_overrides import drafter
+    from ascend_platform.kernels.v1 import drafter
     from ascend_platform.worker.v1 import runner  # some tests call what is in vLLM's modules without a worker of ours
     drafter.install()  # as the model runner does where tokens are drafted
 """
 INSTALL_V2 = """
     import importlib, sys
     from ascend_platform.vllm_overrides import override
-    from ascend_platform.worker.v2 import drafting, overrides
+    from ascend_platform.kernels.v2 import speculator
+    from ascend_platform.worker.v2 import overrides
     def named(name, within):
         return getattr(importlib.import_module(within or name.partition(":")[0]), name.rpartition(":")[2], None)
     targets = [(each.target, next(iter(each.replaced_in), "")) for each in overrides.OVERRIDES]
     before = {target: named(target, "") for target, _ in targets}
     override("vllm.triton_utils.importing:HAS_TRITON", True)
     from ascend_platform.worker.v2 import runner
-    drafting.install()
+    speculator.install()
     replaced = {id(before[target]): named(target, within) for target, within in targets if callable(before[target])}
     for item in session.items:  # which have imported vLLM's
         for name, value in vars(item.module).items():

@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from ascend_platform.attention import state_cache
-from ascend_platform.triton_overrides import causal_conv, gated_delta, selective_scan
+from ascend_platform.kernels.states import causal_conv, gated_delta, selective_scan
 from harness import npus
 from vllm.v1.kv_cache_interface import FullAttentionSpec, MambaSpec
 

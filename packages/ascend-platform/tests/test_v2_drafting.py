@@ -10,7 +10,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from ascend_platform.worker.v2 import inputs, overrides
+from ascend_platform.kernels.v2 import input_batch
+from ascend_platform.worker.v2 import overrides
 from harness.v2_batches import ROWS, VOCABULARY, WIDTH, Batch, device
 from packaging.version import Version
 from vllm import __version__ as vllm_version
@@ -18,7 +19,8 @@ from vllm import __version__ as vllm_version
 if Version(vllm_version).release < Version(overrides.SINCE).release:
     pytest.skip("vLLM's V2 runner is another", allow_module_level=True)
 
-from ascend_platform.worker.v2 import draft_lengths, drafting, rejection
+from ascend_platform.kernels.v2 import rejection, speculator
+from ascend_platform.worker.v2 import draft_lengths
 
 STEPS = 3
 
@@ -47,7 +49,7 @@ class Drafts(Batch):
         self.logits = [sum(self.drafts[:number]) + number for number in range(len(self.rows) + 1)]
         self.drafted = [[rng.randrange(VOCABULARY) for _ in range(STEPS)] for _ in range(ROWS)]
         is_prefill = any(self.computed[row] < self.prefill_len[row] for row in self.rows)
-        self.step = inputs.Step(
+        self.step = input_batch.Step(
             np.array(self.lengths),
             is_prefill,
             num_draft_tokens=np.array(self.drafts),
@@ -71,16 +73,16 @@ def test_inputs_of_a_step(seed: int, decode: bool) -> None:
         device(batch.logits),
     )
     prefill_len, computed = device(batch.prefill_len), device(batch.computed)
-    with inputs.preparing(batch.step):
-        states, places = inputs.expand_idx_mapping(mapping, total, cumulative, STEPS + 1)
+    with input_batch.preparing(batch.step):
+        states, places = input_batch.expand_idx_mapping(mapping, total, cumulative, STEPS + 1)
         if batch.step.has_prefill:
-            inputs.prepare_prefill_inputs(
+            input_batch.prepare_prefill_inputs(
                 input_ids, following, mapping, starts, device(batch.tokens), prefill_len, computed
             )
-        inputs.prepare_pos_seq_lens(
+        input_batch.prepare_pos_seq_lens(
             mapping, starts, computed, device([0] * 200, torch.int64), seq_lens
         )
-        indices = inputs.combine_sampled_and_draft_tokens(
+        indices = input_batch.combine_sampled_and_draft_tokens(
             input_ids, mapping, device([[token] for token in batch.last], torch.int64), starts, seq_lens, prefill_len,
             device(batch.drafted, torch.int64), cumulative, total,
         )  # fmt: skip
@@ -128,7 +130,7 @@ def test_states_after_a_step(seed: int, earlier: bool) -> None:
         device(each) for each in (batch.computed, batch.total, batch.tokens, batch.last)
     )
     last, binned, drafted = last.long()[:, None], device(bins), device(batch.drafted, torch.int64)
-    inputs.post_update(
+    input_batch.post_update(
         device(rows, torch.int64), computed, last, binned, VOCABULARY, device(tokens, torch.int64), STEPS + 1, device(sampled),
         device(rejected), None if earlier else batch.query_start_loc(), table, WIDTH, total,
         device(proposed, torch.int64) if earlier else None, drafted if earlier else None, STEPS if earlier else 0, num_warps=1,
@@ -320,7 +322,7 @@ def test_inputs_of_eagle_and_mtp(seed: int) -> None:
     step, tokens, places, sampled, rejected = of_target(batch, seed)
     following = [[20 + row for row in range(ROWS)]]
     last, draft_step = device([-7] * ROWS, torch.int64), device(5, torch.int64)
-    drafting.prepare_shifted_inputs(
+    speculator.prepare_shifted_inputs(
         last, draft_step, own, step, device(sampled), device(rejected), device([[each] for each in batch.last], torch.int64),
         device(following), ROWS,
     )  # fmt: skip
@@ -342,7 +344,7 @@ def test_inputs_of_eagle_and_mtp(seed: int) -> None:
 
     own.positions[:count] = device([places[end] for end in ends], torch.int64)
     keys = device([3] * ROWS, torch.int64)
-    drafting.prepare_decode_inputs(
+    speculator.prepare_decode_inputs(
         device([9] * count, torch.int64), step.seq_lens, device(rejected), own, keys, limit, ROWS
     )
     now = [min(places[end] + 1, limit - 1) for end in ends]
@@ -362,7 +364,7 @@ def test_inputs_of_eagle_and_mtp(seed: int) -> None:
         torch.randn(count, 4).npu(),
         torch.zeros(ROWS, 4).npu(),
     )
-    drafting.update_draft_inputs(
+    speculator.update_draft_inputs(
         device([6] * count, torch.int64),
         device(1, torch.int64),
         hidden,
@@ -389,7 +391,7 @@ def test_inputs_of_a_draft_model(seed: int) -> None:
         device([-7] * 200, torch.int64),
         device([-7] * ROWS, torch.int64),
     )
-    total = drafting.prepare_extended_inputs(
+    total = speculator.prepare_extended_inputs(
         own,
         step,
         device([[each] for each in batch.last], torch.int64),
@@ -433,8 +435,8 @@ def test_ngrams(seed: int) -> None:
         device([[-7] * STEPS] * ROWS, torch.int64),
     )
     given = device(tokens), WIDTH, device(rows, torch.int64), device(lengths), device(sampled)
-    drafting.find_ngrams(*given, scratch, 2, WIDTH, low, high, 4, 64, num_warps=4, num_stages=2)
-    drafting.take_ngrams(
+    speculator.find_ngrams(*given, scratch, 2, WIDTH, low, high, 4, 64, num_warps=4, num_stages=2)
+    speculator.take_ngrams(
         *given,
         device(last, torch.int64),
         scratch,

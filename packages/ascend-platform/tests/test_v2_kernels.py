@@ -12,8 +12,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from ascend_platform.worker.v2 import buffers, inputs, overrides
-from ascend_platform.worker.v2.host_inputs import HostInputs
+from ascend_platform.kernels.v2 import buffers, input_batch
+from ascend_platform.kernels.v2.host_inputs import HostInputs
+from ascend_platform.worker.v2 import overrides
 from harness.v2_batches import ROWS, VOCABULARY, WIDTH, Batch, device
 from packaging.version import Version
 from vllm import __version__ as vllm_version
@@ -38,9 +39,9 @@ def test_inputs_of_a_step(seed: int, decode: bool, empty: bool, on_host: bool) -
     idx_mapping, starts = device(batch.rows, torch.int64), batch.query_start_loc()
     prefill_len, computed = device(batch.prefill_len), device(batch.computed)
     count = len(batch.rows)
-    with inputs.preparing(batch.step_on_host if on_host else batch.step):
+    with input_batch.preparing(batch.step_on_host if on_host else batch.step):
         if batch.step.has_prefill:
-            inputs.prepare_prefill_inputs(
+            input_batch.prepare_prefill_inputs(
                 input_ids,
                 following,
                 idx_mapping,
@@ -49,10 +50,10 @@ def test_inputs_of_a_step(seed: int, decode: bool, empty: bool, on_host: bool) -
                 prefill_len,
                 computed,
             )
-        inputs.prepare_pos_seq_lens(idx_mapping, starts, computed, positions, seq_lens)
+        input_batch.prepare_pos_seq_lens(idx_mapping, starts, computed, positions, seq_lens)
         last = None
-        if not empty:  # A request without tokens has no logits.
-            last = inputs.combine_sampled_and_draft_tokens(
+        if not empty:  # a request without tokens has no logits
+            last = input_batch.combine_sampled_and_draft_tokens(
                 input_ids, idx_mapping, device([[token] for token in batch.last], torch.int64), starts, seq_lens,
                 prefill_len, device([[]] * ROWS), device(list(range(count + 1))), count,
             )  # fmt: skip
@@ -77,8 +78,8 @@ def test_inputs_of_a_step(seed: int, decode: bool, empty: bool, on_host: bool) -
 
 
 def test_inputs_are_prepared_within_a_step_alone() -> None:
-    with pytest.raises(AssertionError, match=r"only prepared in NPUModelRunner\.prepare_inputs"):
-        inputs.prepare_pos_seq_lens(
+    with pytest.raises(AssertionError, match="prepare_inputs alone"):
+        input_batch.prepare_pos_seq_lens(
             device([0]), device([0, 1]), device([0]), device([0]), device([0])
         )
 
@@ -86,9 +87,9 @@ def test_inputs_are_prepared_within_a_step_alone() -> None:
 def test_constants_are_shared_while_inputs_are_prepared_alone() -> None:
     batch = Batch(0)
     asked = {"dtype": torch.int32, "device": torch.device("npu", 0)}
-    with inputs.preparing(batch.step):
+    with input_batch.preparing(batch.step):
         batch.step.are_constants_shared = True
-        for made, values in ((inputs.arange, [0, 1, 2, 3]), (inputs.zeros, [0] * 4)):
+        for made, values in ((input_batch.arange, [0, 1, 2, 3]), (input_batch.zeros, [0] * 4)):
             first, second = made(4, **asked), made(4, **asked)
             assert (first.data_ptr(), first.tolist(), first.dtype) == (
                 second.data_ptr(),
@@ -96,7 +97,7 @@ def test_constants_are_shared_while_inputs_are_prepared_alone() -> None:
                 torch.int32,
             )
             assert made(4, dtype=torch.int64, device="npu").dtype is torch.int64
-    kept, own = inputs.zeros(4, **asked), inputs.zeros(4, **asked)
+    kept, own = input_batch.zeros(4, **asked), input_batch.zeros(4, **asked)
     assert kept.data_ptr() != own.data_ptr()
 
 
@@ -115,7 +116,7 @@ def test_sampled_and_rejected(seed: int, decode: bool, empty: bool) -> None:
         device(batch.rows, torch.int64),
         device(batch.prefill_len),
     )
-    num_sampled, num_rejected = inputs.get_num_sampled_and_rejected(num_sampled, *arguments)
+    num_sampled, num_rejected = input_batch.get_num_sampled_and_rejected(num_sampled, *arguments)
     more = [
         batch.seq_lens[number] < batch.prefill_len[row] for number, row in enumerate(batch.rows)
     ]
@@ -147,8 +148,8 @@ def test_post_update(seed: int, lengths: bool, decode: bool, counts: bool) -> No
     bins = [[rng.randrange(3) for _ in range(VOCABULARY)] for _ in range(ROWS)]
     computed, total, table = device(batch.computed), device(batch.total), device(batch.tokens)
     last, binned = device([[token] for token in batch.last], torch.int64), device(bins)
-    with inputs.preparing(batch.step):
-        inputs.post_update(
+    with input_batch.preparing(batch.step):
+        input_batch.post_update(
             device(rows, torch.int64), computed, last, binned if counts else None, VOCABULARY,
             device([[token] for token in tokens], torch.int64), 1, device(sampled), device(rejected),
             batch.query_start_loc() if lengths else None, table, WIDTH, total, None, None, 0, num_warps=1,
@@ -191,14 +192,14 @@ def test_states_are_the_same_by_what_the_host_knows(
             device([[token] for token in batch.last], torch.int64),
             device([[0] * VOCABULARY] * ROWS),
         )
-        with inputs.preparing(step):
-            if step is batch.step_on_host:  # It also sends the indices of a decode step.
+        with input_batch.preparing(step):
+            if step is batch.step_on_host:  # which sends the indices of a decode step too
                 batch.host.write_positions(device([0] * 200, torch.int64), device([0] * ROWS))
-            sampled, rejected = inputs.get_num_sampled_and_rejected(sampled, *given)
-            copied = inputs.copy_to_np(sampled)
+            sampled, rejected = input_batch.get_num_sampled_and_rejected(sampled, *given)
+            copied = input_batch.copy_to_np(sampled)
             torch.npu.synchronize()
             assert (copied.tolist(), copied.dtype) == (sampled.tolist(), np.int32)
-            inputs.post_update(
+            input_batch.post_update(
                 mapping, computed, last, bins if counts else None, VOCABULARY, tokens, 1, sampled, rejected,
                 batch.query_start_loc(), table, WIDTH, total, None, None, 0, num_warps=1,
             )  # fmt: skip
@@ -224,7 +225,7 @@ def test_states_are_the_same_by_what_the_host_knows(
 def test_post_update_without_sampling(seed: int) -> None:
     batch = Batch(seed, empty=True)
     computed = device(batch.computed)
-    inputs.post_update_num_computed_tokens(
+    input_batch.post_update_num_computed_tokens(
         device(batch.rows, torch.int64), computed, batch.query_start_loc()
     )
     for row, length in zip(batch.rows, batch.lengths, strict=True):
@@ -242,8 +243,8 @@ def test_positions_of_multimodal_rotary_tables(
     given = [[rng.randrange(99) for _ in range(WIDTH)] for _ in range(ROWS * dimensions)]
     deltas = [rng.randrange(-9, 9) for _ in range(ROWS)]
     positions = device([[-7] * 200] * dimensions, torch.int64)
-    with inputs.preparing(batch.step_on_host if on_host else batch.step):
-        inputs.prepare_rope_positions(
+    with input_batch.preparing(batch.step_on_host if on_host else batch.step):
+        input_batch.prepare_rope_positions(
             positions, 200, device(given), dimensions * WIDTH, WIDTH, device(deltas), device(batch.rows, torch.int64),
             batch.query_start_loc(), device(batch.prefill_len), device(batch.computed), BLOCK_SIZE=1024, NUM_DIMS=dimensions,
         )  # fmt: skip
@@ -267,7 +268,7 @@ def test_lengths_of_context_parallelism(interleave: int) -> None:
     for rank in range(ranks):
         local = torch.full((9,), 7, dtype=torch.int32, device="npu")
         arguments = local, device([*lengths, 5, 5]), len(lengths), ranks, rank, interleave
-        found.append(inputs.prepare_dcp_local_seq_lens(*arguments, num_reqs_padded=8).tolist())
+        found.append(input_batch.prepare_dcp_local_seq_lens(*arguments, num_reqs_padded=8).tolist())
         owned = [
             sum(token // interleave % ranks == rank for token in range(length))
             for length in lengths
@@ -308,7 +309,7 @@ def test_staged_writes(seed: int, dtype: torch.dtype) -> None:
 
 @SINCE_V2
 def test_new_requests_are_written_together(monkeypatch: pytest.MonkeyPatch) -> None:
-    from ascend_platform.worker.v2.buffers import NPURequestState
+    from ascend_platform.kernels.v2.buffers import NPURequestState
     from vllm.v1.worker.gpu import buffer_utils
 
     monkeypatch.setattr(buffer_utils, "is_uva_available", buffers.is_uva_available)
@@ -391,7 +392,7 @@ def test_pool_makes_a_tensor_of_each_copy() -> None:
 @pytest.mark.parametrize("reach", [0, 20])
 @pytest.mark.parametrize(("seed", "decode", "empty"), BATCHES)
 def test_block_tables_and_slots(seed: int, decode: bool, empty: bool, reach: int) -> None:
-    from ascend_platform.worker.v2.block_tables import NPUBlockTables
+    from ascend_platform.kernels.v2.block_table import NPUBlockTables
     from vllm.v1.worker.gpu import buffer_utils
 
     with pytest.MonkeyPatch.context() as patch:
@@ -479,6 +480,6 @@ def test_block_tables_and_slots(seed: int, decode: bool, empty: bool, reach: int
 
 
 def test_each_logit_has_its_request_s_adapter() -> None:
-    drafting = inputs.Step(np.array([3, 5, 1]), False, num_draft_tokens=np.array([2, 1, 0]))
+    drafting = input_batch.Step(np.array([3, 5, 1]), False, num_draft_tokens=np.array([2, 1, 0]))
     assert drafting.per_logit((7, 0, 9)) == (7, 7, 7, 0, 0, 9)
-    assert inputs.Step(np.array([3, 5, 1]), True).per_logit((7, 0, 9)) == (7, 0, 9)
+    assert input_batch.Step(np.array([3, 5, 1]), True).per_logit((7, 0, 9)) == (7, 0, 9)

@@ -96,11 +96,11 @@ def test_state_is_true(site: launch_sites.Site) -> None:
     if site.state == "overridden":
         module, *names = site.by.split(".")
         if (
-            module == "block_tables"
+            module == "block_table"
             and Version(vllm_version).release < Version(overrides.SINCE).release
         ):
             return
-        found = importlib.import_module(f"ascend_platform.worker.v2.{module}")
+        found = importlib.import_module(f"ascend_platform.kernels.v2.{module}")
         for name in names:
             found = vars(found)[name]
         assert callable(found)

@@ -10,7 +10,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from ascend_platform.worker.v2 import logits_processors, noise
+from ascend_platform.kernels.v2 import gumbel, logits_processors
 from harness.v2_batches import device
 
 VOCABULARY, ROWS, WIDTH = 70, 6, 64
@@ -205,7 +205,7 @@ def murmur3(*words: int) -> int:
 
 def test_noise_is_the_hash_of_seed_position_and_token() -> None:
     seeds, positions = [11, -(1 << 62) - 12345, (1 << 63) - 1], [0, 129, 1 << 30]
-    found = noise.exponential(device(seeds, torch.int64), device(positions, torch.int64), 50)
+    found = gumbel.exponential(device(seeds, torch.int64), device(positions, torch.int64), 50)
     wanted = [
         [
             -math.log1p(-(murmur3(seed, seed >> 32, position, token) + 0.5) * 2**-32)

@@ -17,7 +17,7 @@ from vllm import __version__ as vllm_version
 if Version(vllm_version).release < Version(overrides.SINCE).release:
     pytest.skip("vLLM's V2 runner is another", allow_module_level=True)
 
-from ascend_platform.worker.v2 import buffers, inputs, sampling
+from ascend_platform.kernels.v2 import buffers, input_batch, sample
 from vllm import SamplingParams
 from vllm.v1.worker.gpu import buffer_utils
 from vllm.v1.worker.gpu.states import RequestState
@@ -29,10 +29,10 @@ def test_log_probabilities_and_ranks(seed: int) -> None:
     logits = torch.randn(5, VOCABULARY, generator=generator).bfloat16()
     ids = torch.randint(VOCABULARY, (5, 3), generator=generator)
     expected = logits.double().log_softmax(-1).gather(-1, ids)
-    got = sampling.compute_token_logprobs(logits.npu(), ids.npu())
+    got = sample.compute_token_logprobs(logits.npu(), ids.npu())
     torch.testing.assert_close(got.cpu().double(), expected, atol=1e-5, rtol=1e-5)
     ranks = device([0] * 5, torch.int64)
-    sampling.rank_tokens(
+    sample.rank_tokens(
         ranks, logits.npu(), VOCABULARY, ids[:, 0].npu(), VOCABULARY, BLOCK_SIZE=8192
     )
     chosen = [float(logits[row, ids[row, 0]]) for row in range(5)]
@@ -45,7 +45,7 @@ def test_logits_that_are_no_numbers_are_counted() -> None:
     logits = torch.zeros(3, VOCABULARY)
     logits[1, 2:5] = logits[2, 0] = torch.nan
     logits[0, 0] = torch.inf
-    assert sampling.get_num_nans(logits.bfloat16().npu()).tolist() == [0, 3, 1]
+    assert sample.get_num_nans(logits.bfloat16().npu()).tolist() == [0, 3, 1]
 
 
 @pytest.mark.parametrize("on_host", [False, True])
@@ -55,8 +55,8 @@ def test_logits_that_are_no_numbers_are_counted() -> None:
 def test_tokens_of_prompts_to_score(seed: int, empty: bool, on_host: bool) -> None:
     batch = Batch(seed, empty=empty)
     batch.computed[batch.rows[0]] = WIDTH - batch.lengths[0]  # the row's last token
-    with inputs.preparing(batch.make_step(on_host)):
-        got = sampling.get_prompt_logprobs_token_ids(
+    with input_batch.preparing(batch.make_step(on_host)):
+        got = sample.get_prompt_logprobs_token_ids(
             batch.num_tokens,
             batch.query_start_loc(0),
             device(batch.rows, torch.int64),
@@ -77,11 +77,11 @@ def test_temperature_and_min_p(seed: int) -> None:
     rows = [rng.randrange(4) for _ in range(5)]
     temperatures, min_p = [0.0, 1.0, 0.3, 2.0], [0.0, 0.5, 0.1, 0.9]
     got, mapping = logits.npu(), device(rows, torch.int64)
-    sampling.apply_temperature(got, mapping, device(temperatures, torch.float32))
+    sample.apply_temperature(got, mapping, device(temperatures, torch.float32))
     for number, row in enumerate(rows):
         logits[number] /= temperatures[row] or 1
     torch.testing.assert_close(got.cpu(), logits)
-    sampling.apply_min_p(got, mapping, device(min_p, torch.float32))
+    sample.apply_min_p(got, mapping, device(min_p, torch.float32))
     for number, row in enumerate(rows):
         shares = logits[number].softmax(-1)
         logits[number][shares < min_p[row] * shares.max() * (1 - 1e-6)] = -torch.inf
@@ -103,7 +103,7 @@ def test_requested_log_probabilities(top: int) -> None:
         top,
         device(rows, torch.int64),
     )
-    sampling.fill_logprob_token_ids(
+    sample.fill_logprob_token_ids(
         ids, 0, valid, 0, *given, device(counts), device(requested), 5, NUM_TOPK=top, PADDED_COLS=8
     )
     for number, row in enumerate(rows):
@@ -139,7 +139,7 @@ def test_draws_have_their_distribution(
         seeds=SimpleNamespace(gpu=torch.randint(-(1 << 62), 1 << 62, (rows,)).npu()),
         any_explicit_seed=lambda rows: seeded,
     )
-    sampler = sampling.NPUSampler.__new__(sampling.NPUSampler)
+    sampler = sample.NPUSampler.__new__(sample.NPUSampler)
     vars(sampler).update(
         logprobs_mode="raw_logprobs",
         return_sampling_mask=False,
@@ -183,8 +183,8 @@ def test_states_are_copied_where_a_request_is_new(monkeypatch: pytest.MonkeyPatc
     npu = torch.device("npu")
     requests = RequestState(2, WIDTH, WIDTH, 0, VOCABULARY, npu)
     config = SimpleNamespace(speculative_config=None, reasoning_config=None)
-    sampler = sampling.NPUSampler(config, 2, VOCABULARY, npu, requests)
-    assert len(sampler.logits_processors) == sampling.NUM_PROCESSORS
+    sampler = sample.NPUSampler(config, 2, VOCABULARY, npu, requests)
+    assert len(sampler.logits_processors) == sample.NUM_PROCESSORS
     temperature = sampler.sampling_states.temperature
     sampler.add_request(1, SamplingParams(temperature=0.5))
     sampler.apply_staged_writes()

@@ -16,10 +16,10 @@ from vllm import __version__ as vllm_version
 if Version(vllm_version).release < Version(overrides.SINCE).release:
     pytest.skip("vLLM's V2 runner is another", allow_module_level=True)
 
-from ascend_platform.worker.v2 import inputs, rejection, watermarking
+from ascend_platform.kernels.v2 import input_batch, rejection, watermark
 from vllm.v1.watermarking.gumbel import GumbelWatermarker
 from vllm.v1.watermarking.prfs import PhiloxPRF
-from vllm.v1.worker.gpu.sample import watermark
+from vllm.v1.worker.gpu.sample import watermark as reference
 
 
 @pytest.mark.parametrize("key", [0, 1, 0x123456789ABCDEF0, 0xFEDCBA9876543210, 2**64 - 1])
@@ -30,7 +30,7 @@ def test_uniform_numbers_are_those_of_the_detector(key: int, width: int, vocabul
         -1, 200_000, (3, width), generator=torch.Generator().manual_seed(width)
     )
     expected = PhiloxPRF(key).uniform(contexts, torch.arange(vocabulary))
-    got = watermarking.philox_uniform(key, contexts.int().npu(), vocabulary).cpu()
+    got = watermark.philox_uniform(key, contexts.int().npu(), vocabulary).cpu()
     assert torch.equal(got, expected)
     assert 0 < got.min() <= got.max() < 1
 
@@ -42,10 +42,10 @@ def test_tokens_are_those_of_vllm_on_the_cpu(monkeypatch: pytest.MonkeyPatch) ->
         torch.randn(50, 1000, generator=generator),
         torch.randint(-1, 1000, (50, 4), generator=generator),
     )
-    monkeypatch.setattr(watermarking, "_NUMBERS_AT_ONCE", 7500)
+    monkeypatch.setattr(watermark, "_NUMBERS_AT_ONCE", 7500)
     watermarker = GumbelWatermarker(7)
     expected = watermarker._sample_watermarked(logits, contexts).token_ids
-    got = watermarking.sample_watermarked(watermarker, logits.npu(), contexts.npu()).token_ids
+    got = watermark.sample_watermarked(watermarker, logits.npu(), contexts.npu()).token_ids
     assert got.tolist() == expected.tolist()
     assert len(set(expected.tolist())) > 40
 
@@ -92,14 +92,14 @@ def test_repeated_contexts(width: int, max_history: int | None, scope: str, on_h
     rows = torch.tensor([*states.draw.sample(range(STATES), 36), -1])
     contexts = torch.tensor([states.context(row, width, []) for row in rows.tolist()])
     named = {"include_prompt": scope == "all", "skip_partial_context": scope == "all"}
-    expected = watermark._repeated_context_mask_cpu(
+    expected = reference._repeated_context_mask_cpu(
         *states.arguments(rows), contexts, max_history, **named
     ).tolist()
     host = SimpleNamespace(known=states.totals[rows.clamp(min=0)].numpy())
-    step = inputs.Step(np.ones(len(rows), np.int64), False, host=host if on_host else None)  # type: ignore[arg-type]
-    with inputs.preparing(step):
+    step = input_batch.Step(np.ones(len(rows), np.int64), False, host=host if on_host else None)  # type: ignore[arg-type]
+    with input_batch.preparing(step):
         given = on_device((*states.arguments(rows), contexts))
-        got = watermarking.repeated_context_mask(*given, max_history, **named).tolist()
+        got = watermark.repeated_context_mask(*given, max_history, **named).tolist()
     assert got == expected
     assert {*got} == {False, True}
 
@@ -125,10 +125,10 @@ def test_repeated_contexts_of_draft_tokens(width: int, max_history: int | None, 
     contexts = torch.tensor([states.context(row, width, given) for row, given in each])
     named = {"include_prompt": scope == "all", "num_speculative_steps": steps}
     arguments = *states.arguments(rows), contexts
-    expected = watermark.repeated_context_mask(
+    expected = reference.repeated_context_mask(
         *arguments, max_history, **named, history_offsets=places, local_positions=places
     ).tolist()
-    got = watermarking.repeated_context_mask(
+    got = watermark.repeated_context_mask(
         *on_device(arguments),
         max_history,
         **named,
@@ -152,11 +152,9 @@ def test_repeated_contexts_of_draft_tokens(width: int, max_history: int | None, 
         )
         given = own, torch.full((requests,), step), enabled, max_history, scope == "all"
         of_states = states.arguments(torch.tensor(chosen))
-        marked += watermark.draft_watermarking_mask(*of_states, prior, *given).tolist()
+        marked += reference.draft_watermarking_mask(*of_states, prior, *given).tolist()
         moved = on_device((*of_states, on_npu, *given[:3]))
-        assert (
-            watermarking.draft_watermarking_mask(*moved, *given[3:]).tolist() == marked[-requests:]
-        )
+        assert watermark.draft_watermarking_mask(*moved, *given[3:]).tolist() == marked[-requests:]
         assert torch.equal(on_npu.cpu(), prior)
     assert {*marked} == {False, True}
 

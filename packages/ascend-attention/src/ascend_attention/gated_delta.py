@@ -81,7 +81,7 @@ class FusedGatedDeltaRule:
         states: torch.Tensor,
         query_start_loc: torch.Tensor,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """As ``ascend_platform.triton_overrides.gated_delta.chunk_rule``."""
+        """As ``ascend_platform.kernels.states.gated_delta.chunk_rule``."""
         if self._in_range and not ((g.amin() >= LEAST_DECAY) & (beta.amax() <= 1)).item():
             self._in_range = False
             _say_out_of_range()
@@ -111,7 +111,7 @@ class FusedGatedDeltaRule:
         query_start_loc: torch.Tensor | None,
         num_accepted_tokens: torch.Tensor | None,
     ) -> torch.Tensor:
-        """As ``ascend_platform.triton_overrides.gated_delta.recurrent_rule``.
+        """As ``ascend_platform.kernels.states.gated_delta.recurrent_rule``.
 
         The operator requires requests of equal size and rejects empty ones. Padding tokens repeat
         the previous state.

@@ -67,10 +67,10 @@ class NPUPlatform(Platform):
         # (vllm/v1/worker/worker_base.py).
         enter("worker")
 
-        from ascend_platform import triton_overrides
-        from ascend_platform.triton_overrides import slot_mapping
+        from ascend_platform import kernels
+        from ascend_platform.kernels.v1 import slot_mapping
 
-        triton_overrides.register(slot_mapping.OVERRIDES)
+        kernels.register(slot_mapping.OVERRIDES)
 
     # Device
 

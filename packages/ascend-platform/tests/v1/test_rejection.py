@@ -10,8 +10,8 @@ import functools
 
 import pytest
 import torch
-from ascend_platform.sampling import rejection
-from ascend_platform.triton_overrides import register
+from ascend_platform.kernels import register
+from ascend_platform.kernels.v1 import rejection
 from vllm.v1.sample.metadata import SamplingMetadata
 from vllm.v1.sample.rejection_sampler import rejection_sample
 

@@ -9,8 +9,8 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from ascend_platform import triton_overrides
-from ascend_platform.triton_overrides.slot_mapping import OVERRIDES, compute_slot_mapping, slots_of
+from ascend_platform import kernels
+from ascend_platform.kernels.v1.slot_mapping import OVERRIDES, compute_slot_mapping, slots_of
 from vllm.triton_utils import dispatcher
 
 
@@ -74,8 +74,7 @@ def test_kernels_are_registered_beside_numba(monkeypatch):
     ((target, kernel),) = OVERRIDES.items()
     name = target.replace(":", ".")
     monkeypatch.delitem(dispatcher._registry, name, raising=False)
-    triton_overrides.register(OVERRIDES)
+    kernels.register(OVERRIDES)
     assert dispatcher._registry[name][1] is kernel
     monkeypatch.setattr(dispatcher, "register_kernels", None)
-    # As for a second engine, when there is nothing left to do.
-    triton_overrides.register(OVERRIDES)
+    kernels.register(OVERRIDES)  # as for a second engine: nothing is left to do

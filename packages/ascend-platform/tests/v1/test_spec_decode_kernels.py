@@ -9,8 +9,7 @@ import types
 import pytest
 import torch
 from ascend_platform.attention import base
-from ascend_platform.sampling import rejection
-from ascend_platform.triton_overrides import drafter
+from ascend_platform.kernels.v1 import drafter, rejection
 
 SEEDS = range(6)
 

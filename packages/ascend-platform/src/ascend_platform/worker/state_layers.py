@@ -192,7 +192,7 @@ def install(vllm_config: VllmConfig) -> None:
         RefusedError: one is missing, or its source has changed.
     """
     from ascend_platform.attention.gated_delta import select
-    from ascend_platform.triton_overrides.gated_delta import chunk_rule, recurrent_rule, rules
+    from ascend_platform.kernels.states.gated_delta import chunk_rule, recurrent_rule, rules
 
     _replace()
     rules.decode, rules.prefill = recurrent_rule, lambda: chunk_rule
@@ -206,7 +206,7 @@ def install(vllm_config: VllmConfig) -> None:
 
 @functools.cache
 def _replace() -> None:
-    from ascend_platform.triton_overrides import causal_conv, gated_delta, selective_scan
+    from ascend_platform.kernels.states import causal_conv, gated_delta, selective_scan
 
     for target, function in (
         causal_conv.OVERRIDES | gated_delta.OVERRIDES | selective_scan.OVERRIDES

@@ -17,7 +17,7 @@ import numpy as np
 import torch
 
 from ascend_platform.attention import base
-from ascend_platform.triton_overrides import drafter
+from ascend_platform.kernels.v1 import drafter
 
 if TYPE_CHECKING:
     from vllm.v1.worker.gpu_model_runner import GPUModelRunner as Runner

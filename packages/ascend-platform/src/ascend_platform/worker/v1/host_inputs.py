@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from ascend_platform.triton_overrides.slot_mapping import slots_of
+from ascend_platform.kernels.v1.slot_mapping import slots_of
 
 
 class HostInputsMixin:

@@ -16,10 +16,10 @@ from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 from ascend_platform.attention import kv_cache, state_cache
 from ascend_platform.config.state_layers import has_states
 from ascend_platform.graph import acl_graph
+from ascend_platform.kernels.v1 import drafter
+from ascend_platform.kernels.v1.slot_mapping import null_slots
 from ascend_platform.ops import punica
 from ascend_platform.sampling import topk_topp
-from ascend_platform.triton_overrides import drafter
-from ascend_platform.triton_overrides.slot_mapping import null_slots
 from ascend_platform.vllm_overrides import override
 from ascend_platform.worker import state_layers
 from ascend_platform.worker.loading import ModelMixin

@@ -17,14 +17,15 @@ from vllm.v1.worker.gpu.model_runner import GPUModelRunner
 from ascend_platform.attention import base, kv_cache
 from ascend_platform.graph import capture_sizes
 from ascend_platform.graph.acl_graph import module_with_overrides
+from ascend_platform.kernels.v2 import buffers, input_batch, sample, watermark
+from ascend_platform.kernels.v2.block_table import NPUBlockTables, NPUPCPManager
+from ascend_platform.kernels.v2.host_inputs import HostInputs
 from ascend_platform.ops import punica
 from ascend_platform.vllm_overrides import override, without
 from ascend_platform.worker.loading import ModelMixin
 from ascend_platform.worker.torch_npu_view import torch_on_npu
-from ascend_platform.worker.v2 import buffers, graphs, inputs, overrides, sampling, watermarking  # noqa: F401
-from ascend_platform.worker.v2.block_tables import NPUBlockTables, NPUPCPManager
+from ascend_platform.worker.v2 import graphs, overrides  # noqa: F401
 from ascend_platform.worker.v2.draft_lengths import DraftLengthsMixin
-from ascend_platform.worker.v2.host_inputs import HostInputs
 
 _init_kv_cache = attn_utils.init_kv_cache
 
@@ -42,7 +43,7 @@ def init_kv_cache(layers: dict[str, Any], config: Any, *args: Any, **kwargs: Any
 
 override(
     "vllm.v1.worker.gpu.model_runner:torch",
-    module_with_overrides(torch_on_npu, arange=inputs.arange, zeros=inputs.zeros),
+    module_with_overrides(torch_on_npu, arange=input_batch.arange, zeros=input_batch.zeros),
 )
 override("vllm.v1.worker.gpu.async_utils:torch", torch_on_npu)
 override("vllm.v1.worker.gpu.structured_outputs:torch", torch_on_npu)
@@ -53,9 +54,9 @@ override("vllm.utils.gc_utils:freeze_gc_for_cudagraph_capture", capture_sizes.fr
 override("vllm.v1.worker.gpu.block_table:BlockTables", NPUBlockTables)
 buffers.install()
 graphs.install()
-inputs.install()
-sampling.install()
-watermarking.install()
+input_batch.install()
+sample.install()
+watermark.install()
 
 
 class NPUModelRunner(ModelMixin, DraftLengthsMixin, GPUModelRunner):
@@ -70,14 +71,14 @@ class NPUModelRunner(ModelMixin, DraftLengthsMixin, GPUModelRunner):
     block_tables: Any
     speculator: Any
     req_states: Any
-    _step: inputs.Step | None = None
+    _step: input_batch.Step | None = None
     """The last step's; None after a dummy run."""
 
     def __init__(self, vllm_config: VllmConfig, device: torch.device) -> None:
         if vllm_config.speculative_config:
-            from ascend_platform.worker.v2 import drafting
+            from ascend_platform.kernels.v2 import speculator
 
-            drafting.install()
+            speculator.install()
         self._sent = buffers.SentInputs()
         super().__init__(vllm_config, device)
         # This subtracts its communicator's buffers from the KV cache's budget.
@@ -126,8 +127,8 @@ class NPUModelRunner(ModelMixin, DraftLengthsMixin, GPUModelRunner):
             return metadata
 
         def prepare_inputs(batch: InputBatch, *args: Any) -> Any:
-            with inputs.preparing(
-                self._step or inputs.Step(batch.num_scheduled_tokens, batch.has_prefill)
+            with input_batch.preparing(
+                self._step or input_batch.Step(batch.num_scheduled_tokens, batch.has_prefill)
             ):
                 return prepare_model_inputs(batch, *args)
 
@@ -186,7 +187,7 @@ class NPUModelRunner(ModelMixin, DraftLengthsMixin, GPUModelRunner):
             computed = self.req_states.num_computed_tokens_np[batch.idx_mapping_np]
             known = batch.idx_mapping_np, batch.num_scheduled_tokens, computed, batch.prefill_len_np
             host = HostInputs(*known, self.req_states.all_token_ids.gpu, self.req_states.indices)
-        self._step = inputs.Step(
+        self._step = input_batch.Step(
             batch.num_scheduled_tokens,
             batch.has_prefill,
             num_draft_tokens=batch.num_draft_tokens_np,
@@ -198,7 +199,7 @@ class NPUModelRunner(ModelMixin, DraftLengthsMixin, GPUModelRunner):
         )
         self._step.are_constants_shared = not self._step.has_drafts
         try:
-            with inputs.preparing(self._step):
+            with input_batch.preparing(self._step):
                 prepared = super().prepare_inputs(scheduler_output, batch, *arguments)
         finally:
             self._step.are_constants_shared = False
@@ -227,7 +228,7 @@ class NPUModelRunner(ModelMixin, DraftLengthsMixin, GPUModelRunner):
         return output
 
     def sample_tokens(self, grammar_output: Any) -> Any:
-        with inputs.preparing(self._step):  # Of the batch that execute_model ran last.
+        with input_batch.preparing(self._step):  # of the batch that execute_model ran last
             return super().sample_tokens(grammar_output)
 
     def prepare_attn(self, batch: InputBatch) -> tuple[tuple[torch.Tensor, ...], torch.Tensor]:

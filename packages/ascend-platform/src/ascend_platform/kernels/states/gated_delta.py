@@ -15,7 +15,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from ascend_platform.triton_overrides import packed
+from ascend_platform.kernels.states import packed
 
 
 def chunk_rule(

@@ -17,9 +17,9 @@ from vllm.v1.watermarking.gumbel import GumbelWatermarker
 from vllm.v1.watermarking.prfs import philox
 from vllm.v1.watermarking.watermarker import WatermarkSample
 
+from ascend_platform.kernels.v2 import input_batch as inputs
+from ascend_platform.kernels.v2.sample import NPUSampler
 from ascend_platform.vllm_overrides import override
-from ascend_platform.worker.v2 import inputs
-from ascend_platform.worker.v2.sampling import NPUSampler
 
 _MASK = philox._UINT32_MASK
 _MULTIPLIERS = philox._PHILOX_M0, philox._PHILOX_M1

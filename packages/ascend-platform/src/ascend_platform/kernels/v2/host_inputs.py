@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from vllm.utils.torch_utils import async_tensor_h2d
 
-from ascend_platform.worker.v2.buffers import copy_each, copy_together
+from ascend_platform.kernels.v2.buffers import copy_each, copy_together
 
 
 class HostInputs:

@@ -13,9 +13,9 @@ from vllm.v1.worker.gpu.block_table import BlockTables
 from vllm.v1.worker.gpu.input_batch import InputBatch
 from vllm.v1.worker.gpu.pcp_manager import PCPManager
 
-from ascend_platform.triton_overrides.slot_mapping import compute_slot_mapping, null_slots, slots_in
-from ascend_platform.worker.v2 import buffers
-from ascend_platform.worker.v2.host_inputs import HostInputs
+from ascend_platform.kernels.v1.slot_mapping import compute_slot_mapping, null_slots, slots_in
+from ascend_platform.kernels.v2 import buffers
+from ascend_platform.kernels.v2.host_inputs import HostInputs
 
 
 class NPUBlockTables(BlockTables):

@@ -17,9 +17,9 @@ from typing import Any
 import torch
 
 from ascend_platform.attention import base
-from ascend_platform.sampling import rejection
-from ascend_platform.triton_overrides import register
-from ascend_platform.triton_overrides.slot_mapping import null_slots
+from ascend_platform.kernels import register
+from ascend_platform.kernels.v1 import rejection
+from ascend_platform.kernels.v1.slot_mapping import null_slots
 from ascend_platform.vllm_overrides import override
 
 

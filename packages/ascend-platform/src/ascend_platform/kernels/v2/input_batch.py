@@ -19,9 +19,9 @@ import torch
 from vllm.utils.torch_utils import async_tensor_h2d
 from vllm.v1.worker.gpu.async_utils import async_copy_to_np
 
+from ascend_platform.kernels.v2.buffers import SentInputs
+from ascend_platform.kernels.v2.host_inputs import HostInputs
 from ascend_platform.vllm_overrides import override
-from ascend_platform.worker.v2.buffers import SentInputs
-from ascend_platform.worker.v2.host_inputs import HostInputs
 
 
 class Step:
@@ -548,7 +548,7 @@ OVERRIDES: dict[str, Callable[..., Any]] = {
 
 
 def install() -> None:
-    from ascend_platform import triton_overrides
+    from ascend_platform import kernels
 
     override("vllm.utils.torch_utils:async_tensor_h2d", copy_input)
     override("vllm.v1.worker.gpu.async_utils:async_copy_to_np", copy_to_np)
@@ -563,4 +563,4 @@ def install() -> None:
         "vllm.v1.worker.gpu.input_batch:get_num_sampled_and_rejected", get_num_sampled_and_rejected
     )
     override("vllm.v1.worker.gpu.cp_utils:prepare_dcp_local_seq_lens", prepare_dcp_local_seq_lens)
-    triton_overrides.register({_PREFIX + name: function for name, function in OVERRIDES.items()})
+    kernels.register({_PREFIX + name: function for name, function in OVERRIDES.items()})

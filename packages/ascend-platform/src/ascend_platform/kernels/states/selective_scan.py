@@ -12,7 +12,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from ascend_platform.triton_overrides import packed
+from ascend_platform.kernels.states import packed
 
 
 def mamba_chunk_scan_combined_varlen(

@@ -11,8 +11,8 @@ from typing import Any
 import numpy as np
 import torch
 
+from ascend_platform.kernels.v2.buffers import copy_together
 from ascend_platform.vllm_overrides import override
-from ascend_platform.worker.v2.buffers import copy_together
 
 
 def _bits(device: torch.device) -> torch.Tensor:

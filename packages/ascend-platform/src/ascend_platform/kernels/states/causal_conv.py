@@ -13,7 +13,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from ascend_platform.triton_overrides import packed
+from ascend_platform.kernels.states import packed
 
 
 def causal_conv1d_fn(

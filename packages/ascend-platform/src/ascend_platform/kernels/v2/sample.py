@@ -22,9 +22,10 @@ from vllm.v1.worker.gpu.sample.output import SamplerOutput
 from vllm.v1.worker.gpu.sample.sampler import Sampler
 
 from ascend_platform.chips import chip
+from ascend_platform.kernels.v2 import gumbel as noise
+from ascend_platform.kernels.v2 import input_batch as inputs
 from ascend_platform.sampling.topk_topp import MAX_TOP_K, top_k_top_p_sample
 from ascend_platform.vllm_overrides import add, override
-from ascend_platform.worker.v2 import inputs, noise
 
 NUM_PROCESSORS = 3
 """vLLM's own logits processors: biases, penalties and bad words; a user's follow."""
@@ -275,8 +276,8 @@ OVERRIDES: dict[str, Callable[..., Any]] = {
 
 
 def install() -> None:
-    from ascend_platform import triton_overrides
-    from ascend_platform.worker.v2 import logits_processors
+    from ascend_platform import kernels
+    from ascend_platform.kernels.v2 import logits_processors
 
     override("vllm.v1.worker.gpu.sample.sampler:Sampler", NPUSampler)
     override("vllm.v1.worker.gpu.sample.gumbel:gumbel_sample", gumbel_sample)
@@ -292,5 +293,5 @@ def install() -> None:
         "vllm.v1.worker.gpu.sample.prompt_logprob:get_prompt_logprobs_token_ids",
         get_prompt_logprobs_token_ids,
     )
-    triton_overrides.register(OVERRIDES)
+    kernels.register(OVERRIDES)
     logits_processors.install()

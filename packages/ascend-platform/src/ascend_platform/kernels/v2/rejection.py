@@ -13,10 +13,11 @@ from typing import Any
 
 import torch
 
-from ascend_platform.sampling.rejection import token_requests
+from ascend_platform.kernels.v1.rejection import token_requests
+from ascend_platform.kernels.v2 import gumbel as noise
+from ascend_platform.kernels.v2 import input_batch as inputs
+from ascend_platform.kernels.v2 import watermark as watermarks
 from ascend_platform.vllm_overrides import override
-from ascend_platform.worker.v2 import inputs, noise
-from ascend_platform.worker.v2 import watermarking as watermarks
 
 
 def gather_draft_sampled(
@@ -221,7 +222,7 @@ OVERRIDES: dict[str, Callable[..., Any]] = {
 
 
 def install() -> None:
-    from ascend_platform import triton_overrides
+    from ascend_platform import kernels
 
     override(
         "vllm.v1.worker.gpu.spec_decode.rejection_sampler:gather_draft_sampled",
@@ -230,4 +231,4 @@ def install() -> None:
     override(
         "vllm.v1.worker.gpu.spec_decode.rejection_sampler_utils:rejection_sample", rejection_sample
     )
-    triton_overrides.register(OVERRIDES)
+    kernels.register(OVERRIDES)

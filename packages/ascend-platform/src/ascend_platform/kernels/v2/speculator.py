@@ -11,9 +11,9 @@ from typing import Any
 
 import torch
 
-from ascend_platform.sampling.rejection import token_requests
+from ascend_platform.kernels.v1.rejection import token_requests
+from ascend_platform.kernels.v2 import rejection
 from ascend_platform.vllm_overrides import override
-from ascend_platform.worker.v2 import rejection
 
 
 def prepare_shifted_inputs(
@@ -244,7 +244,7 @@ OVERRIDES: dict[str, Callable[..., Any]] = {
 
 
 def install() -> None:
-    from ascend_platform import triton_overrides
+    from ascend_platform import kernels
 
     rejection.install()
     override(
@@ -263,4 +263,4 @@ def install() -> None:
         "vllm.v1.worker.gpu.spec_decode.standalone_ar.speculator:prepare_prefill_inputs",
         prepare_extended_inputs,
     )
-    triton_overrides.register({_PREFIX + name: function for name, function in OVERRIDES.items()})
+    kernels.register({_PREFIX + name: function for name, function in OVERRIDES.items()})
