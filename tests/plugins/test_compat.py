@@ -10,9 +10,6 @@ import tomllib
 from typing import Any
 
 import pytest
-import torch
-from ascend_platform.compat import SHIMS
-from ascend_platform.kernels.v1.slot_mapping import compute_slot_mapping
 from ascend_platform.plugins import COMPONENTS
 from harness import checkout
 from packaging.requirements import Requirement
@@ -59,22 +56,3 @@ def test_shim_is_needed_by_the_lowest_supported_vllm(distribution: str, shim: An
 def test_shim_is_used_by_the_versions_that_need_it_alone(distribution: str, shim: Any) -> None:
     installed = Version(importlib.metadata.version("vllm"))
     assert shim.needed == (installed < Version(shim.until))
-
-
-@pytest.mark.parametrize("splits", [1, 2])
-def test_slot_mapping_with_smaller_blocks_in_the_table(splits: int) -> None:
-    """The slot mapping kernel of 0.31, whose block table may use smaller blocks than the
-    KV cache."""
-    # One request decodes, and one has three prompt tokens.
-    size, positions, table = 16, [5, 40, 41, 42], [[7, 3, 9, 1], [2, 8, 4, 6]]
-    slots = torch.zeros(8, dtype=torch.int64, device="npu")
-    mapping = SHIMS["slot_mapping_kernel"].function(compute_slot_mapping)
-    mapping(
-        4, 8, torch.tensor([0, 1, 4], dtype=torch.int32, device="npu"), torch.tensor(positions, device="npu"),
-        torch.tensor(table, dtype=torch.int32, device="npu"), 4, size, slots, size * splits, splits, 1, 0, 1, -1, 1024,
-    )  # fmt: skip
-    expected = [
-        table[owner][p // size] * size + p % size
-        for owner, p in zip([0, 1, 1, 1], positions, strict=True)
-    ]
-    assert slots.tolist() == expected + [0] * 4  # of no request: the model runner's

@@ -113,7 +113,9 @@ def test_table_entries_and_their_uses_are_the_same() -> None:
                     used.append(first.value)
         # of kernels
         if table := re.search(
-            r"^OVERRIDES\b[^=\n]*= (\{.*?\})$", path.read_text(), re.DOTALL | re.MULTILINE
+            r"^(?:OVERRIDES|KERNELS)\b[^=\n]*= (\{.*?\})$",
+            path.read_text(),
+            re.DOTALL | re.MULTILINE,
         ):
             prefix = re.search(r'^_PREFIX = "(.*)"$', path.read_text(), re.MULTILINE)
             used += [

@@ -67,11 +67,6 @@ class NPUPlatform(Platform):
         # (vllm/v1/worker/worker_base.py).
         enter("worker")
 
-        from ascend_platform import kernels
-        from ascend_platform.kernels.v1 import slot_mapping
-
-        kernels.register(slot_mapping.OVERRIDES)
-
     # Device
 
     @classmethod

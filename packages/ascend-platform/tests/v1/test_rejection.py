@@ -21,7 +21,7 @@ FALSE_ALARM = 1e-6
 
 @pytest.fixture(autouse=True)
 def kernels():
-    register(rejection.OVERRIDES)
+    register(rejection.KERNELS)
 
 
 def metadata(temperature, generators=None):

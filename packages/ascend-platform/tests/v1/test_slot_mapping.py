@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 import torch
 from ascend_platform import kernels
-from ascend_platform.kernels.v1.slot_mapping import OVERRIDES, compute_slot_mapping, slots_of
+from ascend_platform.compat import SHIMS
+from ascend_platform.kernels.v1.slot_mapping import KERNELS, compute_slot_mapping, slots_of
 from vllm.triton_utils import dispatcher
 
 
@@ -71,10 +72,29 @@ def test_kernels_are_registered_beside_numba(monkeypatch):
     import numba
 
     assert numba.njit(lambda number: number + 1)(1) == 2
-    ((target, kernel),) = OVERRIDES.items()
+    ((target, kernel),) = KERNELS.items()
     name = target.replace(":", ".")
     monkeypatch.delitem(dispatcher._registry, name, raising=False)
-    kernels.register(OVERRIDES)
+    kernels.register(KERNELS)
     assert dispatcher._registry[name][1] is kernel
     monkeypatch.setattr(dispatcher, "register_kernels", None)
-    kernels.register(OVERRIDES)  # as for a second engine: nothing is left to do
+    kernels.register(KERNELS)  # as for a second engine: nothing is left to do
+
+
+@pytest.mark.parametrize("splits", [1, 2])
+def test_slot_mapping_with_smaller_blocks_in_the_table(splits: int) -> None:
+    """The slot mapping kernel of 0.31, whose block table may use smaller blocks than the
+    KV cache."""
+    # One request decodes, and one has three prompt tokens.
+    size, positions, table = 16, [5, 40, 41, 42], [[7, 3, 9, 1], [2, 8, 4, 6]]
+    slots = torch.zeros(8, dtype=torch.int64, device="npu")
+    mapping = SHIMS["slot_mapping_kernel"].function(compute_slot_mapping)
+    mapping(
+        4, 8, torch.tensor([0, 1, 4], dtype=torch.int32, device="npu"), torch.tensor(positions, device="npu"),
+        torch.tensor(table, dtype=torch.int32, device="npu"), 4, size, slots, size * splits, splits, 1, 0, 1, -1, 1024,
+    )  # fmt: skip
+    expected = [
+        table[owner][p // size] * size + p % size
+        for owner, p in zip([0, 1, 1, 1], positions, strict=True)
+    ]
+    assert slots.tolist() == expected + [0] * 4  # of no request: the model runner's

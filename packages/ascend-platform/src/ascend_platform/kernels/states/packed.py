@@ -11,6 +11,8 @@ from dataclasses import dataclass
 
 import torch
 
+from ascend_platform.kernels import ragged
+
 CHUNK = 64
 SLAB = 16
 """Number of chunks whose matmuls are computed at once; it bounds their memory."""
@@ -29,7 +31,7 @@ class Chunks:
         starts, ends = query_start_loc[:-1].long(), query_start_loc[1:].long()
         until = ((ends - starts + length - 1) // length).cumsum(0)
         each = torch.arange(self.count, device=device)
-        self.requests = torch.bucketize(each, until, right=True).clamp_max(requests - 1)
+        self.requests = ragged.request_of_token(until, each).clamp_max(requests - 1)
         of_request = each - torch.where(
             self.requests > 0, until[(self.requests - 1).clamp_min(0)], 0
         )
@@ -102,9 +104,8 @@ def repeat_heads(x: torch.Tensor, times: int) -> torch.Tensor:
 
 def requests_of(tokens: int, query_start_loc: torch.Tensor) -> torch.Tensor:
     """Request index of each token, int64 ``[tokens]``; padding tokens map to the last request."""
-    position = torch.arange(tokens, device=query_start_loc.device)
-    ends = query_start_loc[1:].to(position.dtype)
-    return torch.bucketize(position, ends, right=True).clamp_max(len(ends) - 1)
+    ends = query_start_loc[1:].long()
+    return ragged.request_of_token(ends, tokens).clamp_max(len(ends) - 1)
 
 
 Step = Callable[[torch.Tensor, slice | torch.Tensor], tuple[torch.Tensor, torch.Tensor]]

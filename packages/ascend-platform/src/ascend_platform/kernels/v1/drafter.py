@@ -18,8 +18,8 @@ import torch
 
 from ascend_platform.attention import base
 from ascend_platform.kernels import register
+from ascend_platform.kernels.ragged import fill_null_slots, null_slots, request_of_token
 from ascend_platform.kernels.v1 import rejection
-from ascend_platform.kernels.v1.slot_mapping import null_slots
 from ascend_platform.vllm_overrides import override
 
 
@@ -55,9 +55,9 @@ def eagle_step(
         block_table[:count].gather(1, block.unsqueeze(1)).squeeze(1) * block_size
         + next_positions % block_size
     )
-    null = null_slots(len(out_slot_mapping), block_size, positions.device)
-    out_slot_mapping[count:] = null[count:]
-    out_slot_mapping[:count] = torch.where(exceeds, null[:count], slot_mapping)
+    null = null_slots(count, block_size, positions.device)
+    out_slot_mapping[:count] = torch.where(exceeds, null, slot_mapping)
+    fill_null_slots(out_slot_mapping, count, block_size)
     seq_lens[:count] = torch.where(exceeds, 1, seq_lens[:count] + 1).clamp_max(max_model_len)
     out_positions[:count] = next_positions
 
@@ -156,7 +156,7 @@ def expand_eagle_inputs(
     valid = ends - starts + (0 if shift_input_ids else 1)
     out_starts = starts + torch.arange(num_reqs, device=device) * added_slots
     out = torch.arange(total_input_tokens + num_reqs * added_slots, device=device)
-    request = torch.bucketize(out, out_starts[1:], right=True)
+    request = request_of_token(out_starts[1:], out)
     offset, count = out - out_starts[request], valid[request]
     padding = offset >= count + num_slots
     parallel = (offset > count) & ~padding
@@ -178,19 +178,18 @@ def expand_eagle_inputs(
     )
     if shift_input_ids:
         indices = torch.arange(total_input_tokens, device=device)
-        token_requests = torch.bucketize(indices, starts[1:], right=True)
-        out_hidden_state_mapping[:total_input_tokens] = indices + token_requests * added_slots
+        requests = request_of_token(starts[1:], indices)
+        out_hidden_state_mapping[:total_input_tokens] = indices + requests * added_slots
 
 
 _PREFIX = "vllm.v1.spec_decode.utils:"
-OVERRIDES: dict[str, Callable[..., Any]] = {
+KERNELS: dict[str, Callable[..., Any]] = {
     _PREFIX + "eagle_step_slot_mapping_metadata_kernel": eagle_step,
     _PREFIX + "eagle_prepare_inputs_padded_kernel": eagle_prepare_inputs,
     _PREFIX + "eagle_prepare_next_token_padded_kernel": eagle_prepare_next_token,
     _PREFIX + "copy_and_expand_eagle_inputs_kernel": expand_eagle_inputs,
 }
-"""vLLM's kernels, as in ``vllm_overrides.OVERRIDES``, and the functions that take their arguments.
-"""
+"""vLLM's kernels, and the functions that take their arguments."""
 
 
 rejected_in_step: ContextVar[base.Rejected | None] = ContextVar(
@@ -215,7 +214,7 @@ def install() -> None:
     build = SpecDecodeBaseProposer.build_per_group_and_layer_attn_metadata
     get_slots = SpecDecodeBaseProposer._get_slot_mapping
     extend = llm_base_proposer.extend_all_queries_by_N
-    register({**OVERRIDES, **rejection.OVERRIDES})
+    register({**KERNELS, **rejection.KERNELS})
 
     @functools.wraps(build)
     def build_with_lengths(self: Any, common_attn_metadata: Any, draft_index: int = 0) -> Any:

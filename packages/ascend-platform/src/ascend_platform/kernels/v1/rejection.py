@@ -14,14 +14,7 @@ from typing import Any
 
 import torch
 
-
-def token_requests(cu_num_tokens: torch.Tensor, tokens: int) -> torch.Tensor:
-    """Index of the request of each token, int64 ``[tokens]``."""
-    return torch.bucketize(
-        torch.arange(tokens, dtype=cu_num_tokens.dtype, device=cu_num_tokens.device),
-        cu_num_tokens,
-        right=True,
-    )
+from ascend_platform.kernels.ragged import request_of_token
 
 
 def expand(
@@ -35,7 +28,7 @@ def expand(
     """Expand one value per request to ``[tokens]``, with ``replace_from`` replaced by
     ``replace_to``."""
     values = torch.where(values == replace_from, replace_to, values).to(output.dtype)
-    torch.index_select(values, 0, token_requests(cu_num_tokens, output.shape[0]), out=output)
+    torch.index_select(values, 0, request_of_token(cu_num_tokens, output.shape[0]), out=output)
 
 
 def _write_accepted(
@@ -114,7 +107,7 @@ def _accept_synthetic(
     first = torch.nn.functional.pad(cu_num_draft_tokens, (1, -1))
     position = (
         torch.arange(count, device=draft_token_ids.device)
-        - first[token_requests(cu_num_draft_tokens, count)]
+        - first[request_of_token(cu_num_draft_tokens, count)]
     )
     return (uniform_probs < rates[position]) & (draft_token_ids >= 0)
 
@@ -181,7 +174,7 @@ def sample_recovered_tokens(
         draft_probs: float32 ``[tokens, vocab_size]``; without it the draft token had probability 1.
         inv_q: ``[requests, vocab_size]``, reciprocals of exponentially distributed numbers.
     """
-    scores = inv_q[token_requests(cu_num_draft_tokens, draft_token_ids.shape[0])]
+    scores = inv_q[request_of_token(cu_num_draft_tokens, draft_token_ids.shape[0])]
     if draft_probs is not None:
         scores *= (target_probs - draft_probs).clamp_min_(0)
     else:
@@ -194,11 +187,10 @@ def sample_recovered_tokens(
 
 
 _PREFIX = "vllm.v1.sample.rejection_sampler:"
-OVERRIDES: dict[str, Callable[..., Any]] = {
+KERNELS: dict[str, Callable[..., Any]] = {
     _PREFIX + "expand_kernel": expand,
     _PREFIX + "rejection_greedy_sample_kernel": rejection_greedy_sample,
     _PREFIX + "rejection_random_sample_kernel": rejection_random_sample,
     _PREFIX + "sample_recovered_tokens_kernel": sample_recovered_tokens,
 }
-"""vLLM's kernels, as in ``vllm_overrides.OVERRIDES``, and the functions that take their arguments.
-"""
+"""vLLM's kernels, and the functions that take their arguments."""

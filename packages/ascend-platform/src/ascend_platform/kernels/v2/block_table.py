@@ -8,12 +8,11 @@ from typing import Any
 import numpy as np
 import torch
 from vllm.utils.torch_utils import async_tensor_h2d
-from vllm.v1.attention.backends.utils import PAD_SLOT_ID
 from vllm.v1.worker.gpu.block_table import BlockTables
 from vllm.v1.worker.gpu.input_batch import InputBatch
 from vllm.v1.worker.gpu.pcp_manager import PCPManager
 
-from ascend_platform.kernels.v1.slot_mapping import compute_slot_mapping, null_slots, slots_in
+from ascend_platform.kernels import ragged
 from ascend_platform.kernels.v2 import buffers
 from ascend_platform.kernels.v2.host_inputs import HostInputs
 
@@ -35,7 +34,9 @@ class NPUBlockTables(BlockTables):
         self, *arguments: Any, dcp_sharded: list[bool] | None = None, **named: Any
     ) -> None:
         super().__init__(*arguments, dcp_sharded=dcp_sharded, **named)  # type: ignore[misc]
-        self._is_sharded = dcp_sharded or [True] * self.num_kv_cache_groups
+        ranks = ragged.Ranks(self.cp_size, self.cp_rank, self.cp_interleave)
+        is_sharded = dcp_sharded or [True] * self.num_kv_cache_groups
+        self._ranks = [ranks if each else ragged.Ranks() for each in is_sharded]
         self.on_host = [np.zeros(table.gpu.shape, np.int32) for table in self.block_tables]
 
     def append_block_ids(
@@ -157,36 +158,25 @@ class NPUBlockTables(BlockTables):
         for group, slots in enumerate(mappings):
             table, size = self.input_block_tables[group], self.block_sizes[group]
             if self._slot_mapping_enabled[group]:
-                arguments = (positions[:num_tokens], table, table.stride(0), slots, size)
-                ranks = (
-                    (self.cp_size, self.cp_rank, self.cp_interleave)
-                    if self._is_sharded[group]
-                    else (1, 0, 1)
-                )
-                compute_slot_mapping(
-                    num_tokens, len(slots), starts, *arguments, *ranks, PAD_SLOT_ID, 0
+                ragged.write_slots(
+                    slots, table, starts, positions[:num_tokens], size, self._ranks[group]
                 )
                 if of_drafter and num_tokens == len(idx_mapping):
-                    null = null_slots(num_tokens, size, self.device)
+                    null = ragged.null_slots(num_tokens, size, self.device)
                     slots[:num_tokens].copy_(torch.where(idx_mapping < 0, null, slots[:num_tokens]))
             first = num_tokens if self._slot_mapping_enabled[group] else 0
-            if first < num_tokens_padded:
-                slots[first:num_tokens_padded].copy_(
-                    null_slots(num_tokens_padded, size, self.device)[first:]
-                )
+            ragged.fill_null_slots(slots[:num_tokens_padded], first, size)
         return mappings[:, :num_tokens_padded]
 
     def _slots_on_host(self, group: int, host: HostInputs, num_tokens_padded: int) -> np.ndarray:
         slots = np.arange(num_tokens_padded) % self.block_sizes[group]  # of the null block
         if self._slot_mapping_enabled[group]:
-            ranks = (
-                (self.cp_size, self.cp_rank, self.cp_interleave)
-                if self._is_sharded[group]
-                else (1, 0, 1)
-            )
-            own = host.rows[host.requests], host.positions
-            slots[: len(host.positions)] = slots_in(
-                self.on_host[group], self.block_sizes[group], *ranks, *own
+            slots[: len(host.positions)] = ragged.slots_on_host(
+                self.on_host[group],
+                host.rows[host.requests],
+                host.positions,
+                self.block_sizes[group],
+                self._ranks[group],
             )
         return slots
 
@@ -198,7 +188,7 @@ class NPUBlockTables(BlockTables):
     def get_dummy_slot_mappings(self, num_tokens: int) -> torch.Tensor:
         """Slots of the null block for all tokens."""
         for slots, size in zip(self.slot_mappings, self.block_sizes, strict=True):
-            slots.copy_(null_slots(len(slots), size, self.device))
+            ragged.fill_null_slots(slots, 0, size)
         return self.slot_mappings[:, :num_tokens]
 
 

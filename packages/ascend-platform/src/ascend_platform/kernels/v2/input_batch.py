@@ -10,7 +10,6 @@ each draft token before it.
 from __future__ import annotations
 
 import contextlib
-import functools
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -19,6 +18,7 @@ import torch
 from vllm.utils.torch_utils import async_tensor_h2d
 from vllm.v1.worker.gpu.async_utils import async_copy_to_np
 
+from ascend_platform.kernels import ragged
 from ascend_platform.kernels.v2.buffers import SentInputs
 from ascend_platform.kernels.v2.host_inputs import HostInputs
 from ascend_platform.vllm_overrides import override
@@ -103,8 +103,8 @@ class Step:
         if self.host is not None:
             return values.index_select(0, self.host.device_requests)
         if self._rows is None:
-            tokens = _arange(self.num_tokens, values.device)
-            self._rows = torch.bucketize(tokens, query_start_loc[1 : len(values) + 1], right=True)
+            tokens = ragged.arange(self.num_tokens, values.device)
+            self._rows = ragged.request_of_token(query_start_loc[1 : len(values) + 1], tokens)
         return values.index_select(0, self._rows)
 
     def positions(self, computed: torch.Tensor, query_start_loc: torch.Tensor) -> torch.Tensor:
@@ -113,7 +113,9 @@ class Step:
         if self.one_token_each:
             return computed.long()
         shift = computed - query_start_loc[: len(computed)]
-        return _arange(self.num_tokens, computed.device) + self.per_token(shift, query_start_loc)
+        return ragged.arange(self.num_tokens, computed.device) + self.per_token(
+            shift, query_start_loc
+        )
 
 
 _step: Step | None = None
@@ -143,27 +145,6 @@ def _current() -> Step:
     return _step
 
 
-@functools.lru_cache(maxsize=4)
-def _padded_arange(length: int, device: torch.device) -> torch.Tensor:
-    return torch.arange(length, device=device)
-
-
-def _arange(length: int, device: torch.device) -> torch.Tensor:
-    return _padded_arange(-(-length // 4096) * 4096, device)[:length]
-
-
-@functools.lru_cache(maxsize=8)
-def _padded_constant(kind: str, length: int, device: torch.device) -> torch.Tensor:
-    return (torch.arange if kind == "arange" else torch.zeros)(
-        length, dtype=torch.int32, device=device
-    )
-
-
-def _constant(kind: str, length: int, device: torch.device) -> torch.Tensor:
-    """A shared read-only int32 ``arange`` or zero tensor."""
-    return _padded_constant(kind, -(-length // 512) * 512, device)[:length]
-
-
 def arange(*arguments: Any, **named: Any) -> torch.Tensor:
     """torch.arange for vLLM's ``prepare_inputs``, which numbers the logits in each step without
     draft tokens."""
@@ -173,7 +154,7 @@ def arange(*arguments: Any, **named: Any) -> torch.Tensor:
         and len(arguments) == 1
         and named.get("dtype") is torch.int32
     ):
-        return _constant("arange", arguments[0], named["device"])
+        return ragged.arange(arguments[0], named["device"], torch.int32)
     return torch.arange(*arguments, **named)
 
 
@@ -185,7 +166,7 @@ def zeros(*arguments: Any, **named: Any) -> torch.Tensor:
         and len(arguments) == 1
         and named.get("dtype") is torch.int32
     ):
-        return _constant("zeros", arguments[0], named["device"])
+        return ragged.zeros(arguments[0], named["device"])
     return torch.zeros(*arguments, **named)
 
 
@@ -234,7 +215,7 @@ def prepare_prefill_inputs(
     if step.looks_ahead:
         num_reqs, width = len(idx_mapping), all_token_ids.stride(0)
         ends = computed + query_start_loc[1 : num_reqs + 1] - query_start_loc[:num_reqs]
-        following = ends + _arange(len(next_prefill_tokens), ends.device)[:, None]
+        following = ends + ragged.arange(len(next_prefill_tokens), ends.device)[:, None]
         tokens = all_token_ids.view(-1)[following.clamp(max=width - 1) + idx_mapping * width]
         known = following < prefill_len.index_select(0, idx_mapping)
         next_prefill_tokens.index_copy_(
@@ -302,7 +283,7 @@ def combine_sampled_and_draft_tokens(
         )
     assert num_logits == num_reqs, "draft tokens"
     last = (
-        _arange(num_reqs, input_ids.device)
+        ragged.arange(num_reqs, input_ids.device)
         if step.one_token_each
         else query_start_loc[1 : num_reqs + 1].long() - 1
     )
@@ -372,10 +353,10 @@ def get_num_sampled_and_rejected(
     num_reqs = len(idx_mapping)
     if _step is not None and _step.host is not None:
         _step.host.write_sampled_counts(num_sampled)
-        return num_sampled, _constant("zeros", num_reqs, num_sampled.device)
-    # num_sampled has the ones from which vLLM computes it.
+        return num_sampled, ragged.zeros(num_reqs, num_sampled.device)
+    # num_sampled has the ones with which vLLM makes it
     if _step is not None and _step.samples_one_each:
-        return num_sampled, _constant("zeros", num_reqs, num_sampled.device)
+        return num_sampled, ragged.zeros(num_reqs, num_sampled.device)
     has_more = seq_lens[:num_reqs] < prefill_len.index_select(0, idx_mapping)
     num_sampled.masked_fill_(has_more, 0)
     num_rejected = cu_num_logits[1 : num_reqs + 1] - cu_num_logits[:num_reqs] - num_sampled
@@ -433,7 +414,7 @@ def post_update(
         rows, sampled = idx_mapping.clamp(min=0), num_sampled * valid
     lengths = total_len.index_select(0, rows)
 
-    columns = _arange(sampled_tokens.shape[1], rows.device)
+    columns = ragged.arange(sampled_tokens.shape[1], rows.device)
     is_valid = columns < sampled[:, None]
     sampled_tokens = torch.where(is_valid, sampled_tokens, 0)
     tokens = sampled_tokens.gather(1, (sampled[:, None] - 1).clamp(min=0).long())[:, 0]
@@ -523,10 +504,10 @@ def prepare_rope_positions(
     deltas = step.per_token(prefill_delta.index_select(0, idx_mapping), query_start_loc)
     written = (token_positions + deltas).expand(NUM_DIMS, -1)
     if step.has_prefill:
-        first = step.per_token(
-            idx_mapping * stride_of_request, query_start_loc
-        ) + token_positions.clamp(max=stride_of_dimension - 1)
-        elements = first + _arange(NUM_DIMS, positions.device)[:, None] * stride_of_dimension
+        first = step.per_token(idx_mapping * stride_of_request, query_start_loc) + places.clamp(
+            max=stride_of_dimension - 1
+        )
+        elements = first + ragged.arange(NUM_DIMS, positions.device)[:, None] * stride_of_dimension
         if step.host is None:
             in_prefill = step.per_token(
                 computed < prefill_lens.index_select(0, idx_mapping), query_start_loc
@@ -539,12 +520,12 @@ def prepare_rope_positions(
 
 _PREFIX = "vllm.v1.worker.gpu."
 
-OVERRIDES: dict[str, Callable[..., Any]] = {
+KERNELS: dict[str, Callable[..., Any]] = {
     "input_batch:_post_update_kernel": post_update,
     "input_batch:_post_update_num_computed_tokens_kernel": post_update_num_computed_tokens,
     "mm.rope:_prepare_rope_positions_kernel": prepare_rope_positions,
 }
-"""Kernels of ``overrides.OVERRIDES``, and the functions that take their arguments."""
+"""vLLM's kernels, and the functions that take their arguments."""
 
 
 def install() -> None:
@@ -563,4 +544,4 @@ def install() -> None:
         "vllm.v1.worker.gpu.input_batch:get_num_sampled_and_rejected", get_num_sampled_and_rejected
     )
     override("vllm.v1.worker.gpu.cp_utils:prepare_dcp_local_seq_lens", prepare_dcp_local_seq_lens)
-    kernels.register({_PREFIX + name: function for name, function in OVERRIDES.items()})
+    kernels.register({_PREFIX + name: function for name, function in KERNELS.items()})

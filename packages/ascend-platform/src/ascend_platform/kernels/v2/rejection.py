@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from ascend_platform.kernels.v1.rejection import token_requests
+from ascend_platform.kernels.ragged import request_of_token
 from ascend_platform.kernels.v2 import gumbel as noise
 from ascend_platform.kernels.v2 import input_batch as inputs
 from ascend_platform.kernels.v2 import watermark as watermarks
@@ -50,13 +50,9 @@ def flatten_sampled(
 ) -> None:
     """Replaces ``_flatten_sampled_kernel``: write sampled tokens ``[requests, columns]`` to
     ``[logits]``, 0 for the others."""
-    requests = token_requests(cu_num_logits[1:], len(flat))
-    positions = torch.arange(len(flat), device=flat.device) - cu_num_logits.index_select(
-        0, requests
-    )
-    elements = torch.add(
-        positions.clamp(max=sampled.shape[1] - 1), requests, alpha=sampled.shape[1]
-    )
+    requests = request_of_token(cu_num_logits[1:], len(flat))
+    places = torch.arange(len(flat), device=flat.device) - cu_num_logits.index_select(0, requests)
+    elements = torch.add(places.clamp(max=sampled.shape[1] - 1), requests, alpha=sampled.shape[1])
     tokens = sampled.contiguous().view(-1).index_select(0, elements)
     flat.copy_(torch.where(positions < num_sampled.index_select(0, requests), tokens, 0))
 
@@ -215,10 +211,10 @@ def _noise(
     return noise.exponential(seed.index_select(0, idx_mapping), positions.long(), logits.shape[1])
 
 
-OVERRIDES: dict[str, Callable[..., Any]] = {
+KERNELS: dict[str, Callable[..., Any]] = {
     "vllm.v1.worker.gpu.spec_decode.rejection_sampler:_flatten_sampled_kernel": flatten_sampled,
 }
-"""Kernels of ``overrides.OVERRIDES``, and the functions that take their arguments."""
+"""vLLM's kernels, and the functions that take their arguments."""
 
 
 def install() -> None:
@@ -231,4 +227,4 @@ def install() -> None:
     override(
         "vllm.v1.worker.gpu.spec_decode.rejection_sampler_utils:rejection_sample", rejection_sample
     )
-    kernels.register(OVERRIDES)
+    kernels.register(KERNELS)

@@ -22,6 +22,7 @@ from vllm.v1.worker.gpu.sample.output import SamplerOutput
 from vllm.v1.worker.gpu.sample.sampler import Sampler
 
 from ascend_platform.chips import chip
+from ascend_platform.kernels.ragged import request_of_token
 from ascend_platform.kernels.v2 import gumbel as noise
 from ascend_platform.kernels.v2 import input_batch as inputs
 from ascend_platform.sampling.topk_topp import MAX_TOP_K, top_k_top_p_sample
@@ -260,7 +261,7 @@ def get_prompt_logprobs_token_ids(
     if step is not None and step.host is not None:
         return all_token_ids.view(-1).index_select(0, step.host.device_following).long()
     tokens = torch.arange(num_tokens, dtype=torch.int32, device=idx_mapping.device)
-    rows = torch.bucketize(tokens, query_start_loc[1 : num_reqs + 1], right=True)
+    rows = request_of_token(query_start_loc[1 : num_reqs + 1], tokens)
     shift = num_computed_tokens.index_select(0, idx_mapping) - query_start_loc[:num_reqs] + 1
     # The last token has none.
     following = (tokens + shift.index_select(0, rows)).clamp(max=width - 1)
@@ -268,11 +269,11 @@ def get_prompt_logprobs_token_ids(
     return all_token_ids.view(-1).index_select(0, elements).long()
 
 
-OVERRIDES: dict[str, Callable[..., Any]] = {
+KERNELS: dict[str, Callable[..., Any]] = {
     "vllm.v1.worker.gpu.sample.logprob:_ranks_kernel": rank_tokens,
     "vllm.v1.worker.gpu.sample.logprob:_fill_logprob_token_ids_kernel": fill_logprob_token_ids,
 }
-"""Kernels of ``overrides.OVERRIDES``, and the functions that take their arguments."""
+"""vLLM's kernels, and the functions that take their arguments."""
 
 
 def install() -> None:
@@ -293,5 +294,5 @@ def install() -> None:
         "vllm.v1.worker.gpu.sample.prompt_logprob:get_prompt_logprobs_token_ids",
         get_prompt_logprobs_token_ids,
     )
-    kernels.register(OVERRIDES)
+    kernels.register(KERNELS)
     logits_processors.install()

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from ascend_platform.kernels.v1.rejection import token_requests
+from ascend_platform.kernels.ragged import request_of_token
 from ascend_platform.kernels.v2 import rejection
 from ascend_platform.vllm_overrides import override
 
@@ -129,9 +129,9 @@ def prepare_extended_inputs(
     requests = torch.arange(count + 1, device=starts.device)
     shifted = starts + requests
     num_valid = torch.diff(starts) - num_rejected
-    rows = token_requests(shifted[1:], tokens + count)
-    positions = torch.arange(tokens + count, device=starts.device) - shifted.index_select(0, rows)
-    sources = (starts.index_select(0, rows) + positions).clamp_(max=tokens - 1)
+    rows = request_of_token(shifted[1:], tokens + count)
+    places = torch.arange(tokens + count, device=starts.device) - shifted.index_select(0, rows)
+    sources = (starts.index_select(0, rows) + places).clamp_(max=tokens - 1)
     own = num_valid.index_select(0, rows)
     sampled = (
         last_sampled.view(-1)
@@ -236,11 +236,11 @@ def take_ngrams(
 
 _PREFIX = "vllm.v1.worker.gpu.spec_decode."
 
-OVERRIDES: dict[str, Callable[..., Any]] = {
+KERNELS: dict[str, Callable[..., Any]] = {
     "ngram.speculator:_ngram_scan_kernel": find_ngrams,
     "ngram.speculator:_ngram_finalize_kernel": take_ngrams,
 }
-"""Kernels of ``overrides.OVERRIDES``, and the functions that take their arguments."""
+"""vLLM's kernels, and the functions that take their arguments."""
 
 
 def install() -> None:
@@ -263,4 +263,4 @@ def install() -> None:
         "vllm.v1.worker.gpu.spec_decode.standalone_ar.speculator:prepare_prefill_inputs",
         prepare_extended_inputs,
     )
-    kernels.register({_PREFIX + name: function for name, function in OVERRIDES.items()})
+    kernels.register({_PREFIX + name: function for name, function in KERNELS.items()})

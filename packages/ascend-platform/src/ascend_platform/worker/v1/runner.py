@@ -13,11 +13,12 @@ from vllm.distributed.eplb.eplb_state import EplbState
 from vllm.v1.kv_cache_interface import KVCacheConfig
 from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
+from ascend_platform import kernels
 from ascend_platform.attention import kv_cache, state_cache
 from ascend_platform.config.state_layers import has_states
 from ascend_platform.graph import acl_graph
-from ascend_platform.kernels.v1 import drafter
-from ascend_platform.kernels.v1.slot_mapping import null_slots
+from ascend_platform.kernels import ragged
+from ascend_platform.kernels.v1 import drafter, slot_mapping
 from ascend_platform.ops import punica
 from ascend_platform.sampling import topk_topp
 from ascend_platform.vllm_overrides import override
@@ -59,6 +60,7 @@ class NPUModelRunner(
     layers."""
 
     def __init__(self, vllm_config: VllmConfig, *args: Any, **kwargs: Any) -> None:
+        kernels.register(slot_mapping.KERNELS)
         if vllm_config.speculative_config:
             drafter.install()
         if has_states(vllm_config):
@@ -161,11 +163,6 @@ class NPUModelRunner(
         """
         first_padding = 0 if kwargs.get("num_scheduled_tokens") is None else num_tokens
         for slots in (slot_mappings or {}).values():
-            if first_padding < len(slots):
-                slots[first_padding:].copy_(
-                    null_slots(len(slots), self.cache_config.block_size, slots.device)[
-                        first_padding:
-                    ]
-                )
+            ragged.fill_null_slots(slots, first_padding, self.cache_config.block_size)
         kwargs["slot_mappings"] = slot_mappings
         return super()._build_attention_metadata(num_tokens, *args, **kwargs)
