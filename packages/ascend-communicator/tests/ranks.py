@@ -133,7 +133,9 @@ def ways(rank: int) -> dict[str, Any]:
     own = FACTORS[2 * rank : 2 * rank + 2].npu()
     seen = []
 
-    def experts(rows: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
+    def experts(
+        rows: torch.Tensor, counts: torch.Tensor, scale: torch.Tensor | None = None
+    ) -> torch.Tensor:
         seen.append(counts.tolist())
         out = torch.full_like(rows, torch.nan)
         out[: sum(seen[-1])] = rows[: sum(seen[-1])] * own.repeat_interleave(counts).unsqueeze(
@@ -141,6 +143,7 @@ def ways(rank: int) -> dict[str, Any]:
         ).to(rows.dtype)
         return out
 
+    vars(experts).update(takes_int8=False)
     found: dict[str, Any] = {}
     for name, sizes, to in (("uneven", SIZES, 4), ("one rank", SIZES, 2), ("large", [300, 2], 4)):
         metadata = DPMetadata(torch.tensor(sizes))
@@ -151,7 +154,7 @@ def ways(rank: int) -> dict[str, Any]:
                 context = type("Context", (), {"dp_metadata": metadata})()
                 with override_forward_context(context), metadata.sp_local_sizes(1):
                     try:
-                        made = manager.apply_experts(
+                        made = manager.dispatch_and_combine(
                             x.npu().to(dtype), weights.npu(), ids.npu(), 4, experts
                         )
                     except ValueError as error:
@@ -220,7 +223,7 @@ def step(manager: Any, rank: int, sizes: list[int], experts: FactorExperts) -> A
     context = type("Context", (), {"dp_metadata": metadata})()
     with override_forward_context(context), metadata.sp_local_sizes(1):
         return numbers(
-            manager.apply_experts(x.npu().bfloat16(), weights.npu(), ids.npu(), 4, experts)
+            manager.dispatch_and_combine(x.npu().bfloat16(), weights.npu(), ids.npu(), 4, experts)
         )
 
 

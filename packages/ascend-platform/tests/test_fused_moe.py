@@ -4,11 +4,12 @@
 
 from types import SimpleNamespace
 
-import ascend_platform.ops.fused_moe as moe
 import pytest
 import torch
 import torch.nn.functional as F
-from ascend_platform.ops.lora_experts import FusedMoEWithLoRA
+from ascend_platform.ops.moe import experts as moe
+from ascend_platform.ops.moe import grouped, router
+from ascend_platform.ops.moe.lora import FusedMoEWithLoRA
 from vllm.model_executor.layers.fused_moe.activation import MoEActivation
 from vllm.model_executor.layers.fused_moe.router import (
     fused_topk_router,
@@ -222,7 +223,7 @@ def test_router_weights_stay_float32(dropped):
     values, rows = [256.0, -256.0] + [torch.nan] * dropped, [0, 1] + [-1] * dropped
     expert_out = torch.tensor(values)[:, None].expand(-1, HIDDEN).contiguous().bfloat16().npu()
     weights = torch.tensor([[0.5 + 2**-10, 0.5] + [0.25] * dropped]).npu()
-    actual = moe.combine(
+    actual = grouped.combine(
         expert_out, torch.tensor(rows, dtype=torch.int32).npu(), weights, has_dropped=bool(dropped)
     )
     assert actual.tolist() == [[0.25] * HIDDEN]
@@ -231,12 +232,12 @@ def test_router_weights_stay_float32(dropped):
 def test_unrouted_rows_are_not_read(monkeypatch):
     """Rows that the matmuls do not write may hold any values, on an NPU also NaN."""
 
-    def experts(w13, w2, rows, counts, activation):
+    def experts(w13, w2, rows, counts, *others):
         out = torch.full_like(rows, torch.nan)
         out[: int(counts.sum())] = rows[: int(counts.sum())]
         return out
 
-    monkeypatch.setattr(moe, "apply_experts", experts)
+    monkeypatch.setattr(moe, "run_experts", experts)
     layer = SimpleNamespace(w13_weight=None, w2_weight=None, activation=MoEActivation.SILU)
     x, ids = drawn(2, HIDDEN), torch.tensor([[1, 9], [2, 3]], dtype=torch.int32)
     weights = torch.tensor([[0.25, 0.5], [0.5, 0.5]])
@@ -288,7 +289,7 @@ def test_eplb_map_to_physical(recorded, unpadded):
             counts[place] += 1
     on_npu = load.npu()
     number = None if unpadded is None else torch.tensor(unpadded, dtype=torch.int32).npu()
-    found = moe.eplb_map_to_physical(
+    found = router.eplb_map_to_physical(
         ids.npu(), on_npu, places.npu(), copies.npu(), torch.tensor(recorded).npu(), number
     )
     assert (found.dtype, found.tolist()) == (ids.dtype, expected)

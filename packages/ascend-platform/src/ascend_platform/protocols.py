@@ -11,12 +11,13 @@ if TYPE_CHECKING:
 
 
 class Experts(Protocol):
-    """A rank's experts, applied to rows sorted by expert: what ``apply_experts`` of a
-    communicator's all2all manager takes.
+    """A rank's experts, applied to rows sorted by expert: what ``dispatch_and_combine`` of a
+    communicator's all2all manager takes."""
 
-    An attribute ``takes_int8`` that is true says that rows may be int8, quantized by row with
-    ``scale``.
-    """
+    @property
+    def takes_int8(self) -> bool:
+        """Whether rows are int8, quantized by row with ``scale``."""
+        ...
 
     def __call__(
         self, rows: torch.Tensor, counts: torch.Tensor, scale: torch.Tensor | None = None
@@ -26,6 +27,6 @@ class Experts(Protocol):
         Args:
             rows: ``[rows, hidden]`` in the model's dtype, or int8.
             counts: rows of each of the rank's experts, int64 ``[experts]``.
-            scale: of int8 rows, float32 ``[rows]``.
+            scale: of int8 rows, float32 ``[rows]``; None for others.
         """
         ...

@@ -20,7 +20,7 @@ def dispatch_and_combine(
     experts: extension.Experts,
 ) -> torch.Tensor:
     """Apply the experts of all ranks to this rank's tokens ``[tokens, hidden]``; see
-    ``HCCLAll2AllManager.apply_experts``."""
+    ``HCCLAll2AllManager.dispatch_and_combine``."""
     # The copies are sorted by expert, hence by rank.
     rows, row_idx, counts, _ = torch_npu.npu_moe_init_routing_v2(
         x,

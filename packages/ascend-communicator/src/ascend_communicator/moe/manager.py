@@ -60,7 +60,7 @@ class HCCLAll2AllManager(AgRsAll2AllManager):
             decoded, config.compilation_config.max_cudagraph_capture_size or 0
         )
 
-    def apply_experts(
+    def dispatch_and_combine(
         self,
         x: torch.Tensor,
         topk_weights: torch.Tensor,

@@ -160,7 +160,7 @@ def dispatch_and_combine(
     max_tokens: int,
 ) -> torch.Tensor:
     """Apply the experts of all ranks to this rank's tokens ``[tokens, hidden]``; see
-    ``HCCLAll2AllManager.apply_experts``.
+    ``HCCLAll2AllManager.dispatch_and_combine``.
 
     Args:
         limits: of :func:`algorithm`.
@@ -175,19 +175,18 @@ def dispatch_and_combine(
         "global_bs": max_tokens * group.size,
         "comm_alg": limits.comm_alg,
     }
-    takes_int8 = getattr(experts, "takes_int8", False)
     rows, row_scales, assist_info, counts, recv_counts, _, expand_scales = (
         torch_npu.npu_moe_distribute_dispatch_v2(
             x=x,
             expert_ids=topk_ids,
             expert_scales=scales if limits.expert_scales else None,
-            quant_mode=INT8 if takes_int8 else 0,
+            quant_mode=INT8 if experts.takes_int8 else 0,
             expert_token_nums_type=1,
             **common,
         )
     )
     return torch_npu.npu_moe_distribute_combine_v2(
-        expand_x=experts(rows, counts, row_scales) if takes_int8 else experts(rows, counts),
+        expand_x=experts(rows, counts, row_scales if experts.takes_int8 else None),
         expert_ids=topk_ids,
         assist_info_for_combine=assist_info,
         ep_send_counts=recv_counts,

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from vllm.lora.punica_wrapper.punica_cpu import PunicaWrapperCPU
 
-from ascend_platform.ops import lora_experts  # noqa: F401
+from ascend_platform.ops.moe import lora  # noqa: F401
 
 
 class NPUPunicaWrapper(PunicaWrapperCPU):

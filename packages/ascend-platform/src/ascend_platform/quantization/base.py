@@ -212,7 +212,7 @@ class Scheme:
 
     def grouped(self, rows: torch.Tensor, own: Tensors, counts: torch.Tensor) -> torch.Tensor:
         """Multiply each expert's rows by its matrix; see
-        ``ascend_platform.ops.fused_moe.grouped_matmul``.
+        ``ascend_platform.ops.moe.grouped.grouped_matmul``.
 
         With ``int8_rows`` the rows are quantized dynamically and given to :meth:`grouped_int8`.
         """
@@ -246,7 +246,7 @@ class Scheme:
         scale: torch.Tensor | None = None,
         dtype: torch.dtype | None = None,
     ) -> torch.Tensor:
-        """Apply each expert to its rows; see ``ascend_platform.ops.fused_moe.apply_experts``.
+        """Apply each expert to its rows; see ``ascend_platform.ops.moe.grouped.run_experts``.
 
         Args:
             scale: of int8 rows; None for others.

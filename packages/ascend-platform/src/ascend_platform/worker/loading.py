@@ -13,7 +13,8 @@ from vllm.model_executor.layers.attention.mm_encoder_attention import MMEncoderA
 from vllm.model_executor.layers.rotary_embedding import _ROPE_DICT
 from vllm.utils.import_utils import resolve_obj_by_qualname
 
-import ascend_platform.ops.fused_moe
+import ascend_platform.ops.moe.experts
+import ascend_platform.ops.moe.router
 import ascend_platform.ops.shared_experts
 import ascend_platform.ops.tensor_parallel  # noqa: F401
 from ascend_platform import compat, host

@@ -15,7 +15,7 @@ from vllm.model_executor.layers.quantization import register_quantization_config
 from vllm.model_executor.layers.quantization.mxfp4 import GptOssMxfp4Config
 from vllm.utils.math_utils import round_up
 
-from ascend_platform.ops.fused_moe import NPUFusedMoEMethod
+from ascend_platform.ops.moe.experts import NPUFusedMoEMethod
 from ascend_platform.quantization.common import MXFP4
 from ascend_platform.quantization.methods.experts import register
 from ascend_platform.quantization.methods.linear import replace

@@ -15,7 +15,7 @@ from vllm.model_executor.layers.fused_moe.config import FusedMoEConfig
 from vllm.model_executor.utils import set_weight_attrs
 
 from ascend_platform.errors import RefusedError
-from ascend_platform.ops.fused_moe import NPUExperts
+from ascend_platform.ops.moe.experts import NPUExperts
 from ascend_platform.quantization.base import Layout, Quantized, Scheme, Stored, Tensors
 from ascend_platform.quantization.methods.linear import replace
 
@@ -126,7 +126,7 @@ class QuantizedExperts(NPUExperts, FusedMoEMethodBase):
 
 @dataclass(frozen=True)
 class SchemeExperts:
-    """One layer's experts; see ``ascend_platform.ops.fused_moe.Experts``."""
+    """One layer's experts; see ``extension.Experts``."""
 
     scheme: Scheme
     first: Tensors

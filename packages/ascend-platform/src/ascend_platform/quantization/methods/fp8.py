@@ -31,7 +31,7 @@ from vllm.model_executor.parameter import (
 )
 
 from ascend_platform.errors import RefusedError
-from ascend_platform.ops.fused_moe import NPUFusedMoEMethod
+from ascend_platform.ops.moe.experts import NPUFusedMoEMethod
 from ascend_platform.quantization.base import Quantized
 from ascend_platform.quantization.methods.experts import QuantizedExperts, register
 from ascend_platform.quantization.methods.linear import ModelSlimLinearMethod, replace

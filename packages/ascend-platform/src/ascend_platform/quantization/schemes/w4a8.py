@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 
 import torch
 
-from ascend_platform.ops.fused_moe import grouped_matmul
+from ascend_platform.ops.moe.grouped import grouped_matmul
 from ascend_platform.quantization.base import (
     Layout,
     Quantized,

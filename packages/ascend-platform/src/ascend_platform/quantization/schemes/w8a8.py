@@ -12,7 +12,7 @@ import torch
 import torch_npu
 
 from ascend_platform.errors import RefusedError
-from ascend_platform.ops.fused_moe import grouped_matmul
+from ascend_platform.ops.moe.grouped import grouped_matmul
 from ascend_platform.quantization.base import (
     Layout,
     Quantized,

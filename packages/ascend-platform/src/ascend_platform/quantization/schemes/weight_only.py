@@ -11,7 +11,7 @@ from typing import Any, ClassVar
 import torch
 import torch_npu
 
-from ascend_platform.ops.fused_moe import grouped_matmul
+from ascend_platform.ops.moe.grouped import grouped_matmul
 from ascend_platform.quantization.base import (
     Layout,
     Quantized,

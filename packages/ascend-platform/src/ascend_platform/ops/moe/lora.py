@@ -20,7 +20,8 @@ from vllm.lora.layers.base import BaseLayerWithLoRA
 from vllm.lora.layers.utils import _get_lora_device
 
 from ascend_platform.errors import RefusedError
-from ascend_platform.ops.fused_moe import NPUFusedMoEMethod, grouped_matmul
+from ascend_platform.ops.moe.experts import NPUFusedMoEMethod
+from ascend_platform.ops.moe.grouped import grouped_matmul
 from ascend_platform.vllm_overrides import override
 
 
