@@ -7,8 +7,8 @@ from typing import Any
 
 import numpy as np
 import torch
-from ascend_platform.kernels.v2 import input_batch as inputs
-from ascend_platform.kernels.v2.host_inputs import HostInputs
+from ascend_platform.kernels.v2.device_step import DeviceStep
+from ascend_platform.kernels.v2.host_step import HostStep
 
 # Maximum number of requests, tokens per request, and vocabulary size.
 ROWS, WIDTH, VOCABULARY = 8, 96, 40
@@ -47,21 +47,22 @@ class Batch:
         for row in self.rows:
             if self.total[row] > self.prefill_len[row]:
                 self.tokens[row][self.total[row] - 1] = self.last[row]
-        self.step, self.step_on_host = self.make_step(False), self.make_step(True)
-        assert self.step_on_host.host is not None
-        self.host = self.step_on_host.host
+        self.step, self.step_on_host = self.make_device_step(), self.make_host_step()
         self.seq_lens = [
             self.computed[row] + length for row, length in zip(self.rows, self.lengths, strict=True)
         ]
 
-    def make_step(self, on_host: bool) -> inputs.Step:
+    def make_device_step(self) -> DeviceStep:
+        has_prefill = any(self.computed[row] < self.prefill_len[row] for row in self.rows)
+        return DeviceStep(np.array(self.lengths), has_prefill)
+
+    def make_host_step(self) -> HostStep:
         computed, prefill_len = (
             np.array(values)[self.rows] for values in (self.computed, self.prefill_len)
         )
         rows, lengths = np.array(self.rows), np.array(self.lengths)
         buffers = device(self.tokens), device([0] * 2 * ROWS, torch.int64)
-        host = HostInputs(rows, lengths, computed, prefill_len, *buffers) if on_host else None
-        return inputs.Step(lengths, bool((computed < prefill_len).any()), host=host)
+        return HostStep(rows, lengths, computed, prefill_len, *buffers)
 
     def query_start_loc(self, padding: int = 2) -> torch.Tensor:
         return device(self.starts + [self.num_tokens] * padding)

@@ -11,6 +11,8 @@ import numpy as np
 import pytest
 import torch
 from ascend_platform.kernels.v2 import input_batch
+from ascend_platform.kernels.v2.device_step import DeviceStep
+from ascend_platform.kernels.v2.step import running
 from ascend_platform.worker.v2 import overrides
 from harness.v2_batches import ROWS, VOCABULARY, WIDTH, Batch, device
 from packaging.version import Version
@@ -49,7 +51,7 @@ class Drafts(Batch):
         self.logits = [sum(self.drafts[:number]) + number for number in range(len(self.rows) + 1)]
         self.drafted = [[rng.randrange(VOCABULARY) for _ in range(STEPS)] for _ in range(ROWS)]
         is_prefill = any(self.computed[row] < self.prefill_len[row] for row in self.rows)
-        self.step = input_batch.Step(
+        self.step = DeviceStep(
             np.array(self.lengths),
             is_prefill,
             num_draft_tokens=np.array(self.drafts),
@@ -73,7 +75,7 @@ def test_inputs_of_a_step(seed: int, decode: bool) -> None:
         device(batch.logits),
     )
     prefill_len, computed = device(batch.prefill_len), device(batch.computed)
-    with input_batch.preparing(batch.step):
+    with running(batch.step):
         states, places = input_batch.expand_idx_mapping(mapping, total, cumulative, STEPS + 1)
         if batch.step.has_prefill:
             input_batch.prepare_prefill_inputs(

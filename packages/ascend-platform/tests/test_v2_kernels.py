@@ -13,7 +13,9 @@ import numpy as np
 import pytest
 import torch
 from ascend_platform.kernels.v2 import buffers, input_batch
-from ascend_platform.kernels.v2.host_inputs import HostInputs
+from ascend_platform.kernels.v2.device_step import DeviceStep
+from ascend_platform.kernels.v2.host_step import HostStep
+from ascend_platform.kernels.v2.step import running
 from ascend_platform.worker.v2 import overrides
 from harness.v2_batches import ROWS, VOCABULARY, WIDTH, Batch, device
 from packaging.version import Version
@@ -39,7 +41,7 @@ def test_inputs_of_a_step(seed: int, decode: bool, empty: bool, on_host: bool) -
     idx_mapping, starts = device(batch.rows, torch.int64), batch.query_start_loc()
     prefill_len, computed = device(batch.prefill_len), device(batch.computed)
     count = len(batch.rows)
-    with input_batch.preparing(batch.step_on_host if on_host else batch.step):
+    with running(batch.step_on_host if on_host else batch.step):
         if batch.step.has_prefill:
             input_batch.prepare_prefill_inputs(
                 input_ids,
@@ -87,7 +89,7 @@ def test_inputs_are_prepared_within_a_step_alone() -> None:
 def test_constants_are_shared_while_inputs_are_prepared_alone() -> None:
     batch = Batch(0)
     asked = {"dtype": torch.int32, "device": torch.device("npu", 0)}
-    with input_batch.preparing(batch.step):
+    with running(batch.step):
         batch.step.are_constants_shared = True
         for made, values in ((input_batch.arange, [0, 1, 2, 3]), (input_batch.zeros, [0] * 4)):
             first, second = made(4, **asked), made(4, **asked)
@@ -148,7 +150,7 @@ def test_post_update(seed: int, lengths: bool, decode: bool, counts: bool) -> No
     bins = [[rng.randrange(3) for _ in range(VOCABULARY)] for _ in range(ROWS)]
     computed, total, table = device(batch.computed), device(batch.total), device(batch.tokens)
     last, binned = device([[token] for token in batch.last], torch.int64), device(bins)
-    with input_batch.preparing(batch.step):
+    with running(batch.step):
         input_batch.post_update(
             device(rows, torch.int64), computed, last, binned if counts else None, VOCABULARY,
             device([[token] for token in tokens], torch.int64), 1, device(sampled), device(rejected),
@@ -187,14 +189,17 @@ def test_states_are_the_same_by_what_the_host_knows(
         sampled, table, computed, total = map(
             device, ([1] * count, batch.tokens, batch.computed, batch.total)
         )
-        batch.host.table = table
+        batch.step_on_host.table = table
         last, bins = (
             device([[token] for token in batch.last], torch.int64),
             device([[0] * VOCABULARY] * ROWS),
         )
-        with input_batch.preparing(step):
+        with running(step):
             if step is batch.step_on_host:  # which sends the indices of a decode step too
-                batch.host.write_positions(device([0] * 200, torch.int64), device([0] * ROWS))
+                outputs = device([0] * 200, torch.int64), device([0] * ROWS)
+                input_batch.prepare_pos_seq_lens(
+                    mapping, batch.query_start_loc(), computed, *outputs
+                )
             sampled, rejected = input_batch.get_num_sampled_and_rejected(sampled, *given)
             copied = input_batch.copy_to_np(sampled)
             torch.npu.synchronize()
@@ -204,12 +209,12 @@ def test_states_are_the_same_by_what_the_host_knows(
                 batch.query_start_loc(), table, WIDTH, total, None, None, 0, num_warps=1,
             )  # fmt: skip
         found.append([each.tolist() for each in (sampled, rejected, table, bins)])
-        if step is batch.step:  # The host's view of the next step.
-            after = HostInputs(
-                batch.host.rows,
+        if step is batch.step:  # what the host knows of the next step
+            after = HostStep(
+                batch.step_on_host.rows,
                 np.ones(count),
                 computed.cpu().numpy()[batch.rows],
-                batch.host.prefill_len,
+                batch.step_on_host.prefill_len,
                 table,
             )
             lengths = device([[0] * ROWS] * 4)
@@ -243,7 +248,7 @@ def test_positions_of_multimodal_rotary_tables(
     given = [[rng.randrange(99) for _ in range(WIDTH)] for _ in range(ROWS * dimensions)]
     deltas = [rng.randrange(-9, 9) for _ in range(ROWS)]
     positions = device([[-7] * 200] * dimensions, torch.int64)
-    with input_batch.preparing(batch.step_on_host if on_host else batch.step):
+    with running(batch.step_on_host if on_host else batch.step):
         input_batch.prepare_rope_positions(
             positions, 200, device(given), dimensions * WIDTH, WIDTH, device(deltas), device(batch.rows, torch.int64),
             batch.query_start_loc(), device(batch.prefill_len), device(batch.computed), BLOCK_SIZE=1024, NUM_DIMS=dimensions,
@@ -415,7 +420,7 @@ def test_block_tables_and_slots(seed: int, decode: bool, empty: bool, reach: int
         on_device = got.tolist()
         tables.input_block_tables[0][: len(batch.rows)].fill_(77)
         (got,) = tables.gather_block_tables(
-            mapping, padded, num_computed_tokens=computed, host=batch.host
+            mapping, padded, num_computed_tokens=computed, step=batch.step_on_host
         )
         assert got.tolist() == on_device
 
@@ -423,7 +428,7 @@ def test_block_tables_and_slots(seed: int, decode: bool, empty: bool, reach: int
             """Whether the next step of the same requests writes their tables."""
             tables.input_block_tables[0][: len(batch.rows)].fill_(78)
             (again,) = tables.gather_block_tables(
-                mapping, padded, num_computed_tokens=computed, host=batch.host
+                mapping, padded, num_computed_tokens=computed, step=batch.step_on_host
             )
             gathered = again[: len(batch.rows)].tolist() != [[78] * again.shape[1]] * len(
                 batch.rows
@@ -470,8 +475,8 @@ def test_block_tables_and_slots(seed: int, decode: bool, empty: bool, reach: int
     assert slots[0, :count].tolist() == wanted
     on_device = slots.tolist()
     assert (
-        tables.compute_slot_mappings(
-            mapping, device([]), positions, count + 3, host=batch.host
+        batch.step_on_host.compute_slot_mappings(
+            tables, mapping, device([]), positions, count + 3, num_tokens=count
         ).tolist()
         == on_device
     )
@@ -480,6 +485,6 @@ def test_block_tables_and_slots(seed: int, decode: bool, empty: bool, reach: int
 
 
 def test_each_logit_has_its_request_s_adapter() -> None:
-    drafting = input_batch.Step(np.array([3, 5, 1]), False, num_draft_tokens=np.array([2, 1, 0]))
+    drafting = DeviceStep(np.array([3, 5, 1]), False, num_draft_tokens=np.array([2, 1, 0]))
     assert drafting.per_logit((7, 0, 9)) == (7, 7, 7, 0, 0, 9)
-    assert input_batch.Step(np.array([3, 5, 1]), True).per_logit((7, 0, 9)) == (7, 0, 9)
+    assert DeviceStep(np.array([3, 5, 1]), True).per_logit((7, 0, 9)) == (7, 0, 9)

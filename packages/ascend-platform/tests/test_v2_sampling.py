@@ -18,6 +18,7 @@ if Version(vllm_version).release < Version(overrides.SINCE).release:
     pytest.skip("vLLM's V2 runner is another", allow_module_level=True)
 
 from ascend_platform.kernels.v2 import buffers, input_batch, sample
+from ascend_platform.kernels.v2.step import running
 from vllm import SamplingParams
 from vllm.v1.worker.gpu import buffer_utils
 from vllm.v1.worker.gpu.states import RequestState
@@ -55,8 +56,8 @@ def test_logits_that_are_no_numbers_are_counted() -> None:
 def test_tokens_of_prompts_to_score(seed: int, empty: bool, on_host: bool) -> None:
     batch = Batch(seed, empty=empty)
     batch.computed[batch.rows[0]] = WIDTH - batch.lengths[0]  # the row's last token
-    with input_batch.preparing(batch.make_step(on_host)):
-        got = sample.get_prompt_logprobs_token_ids(
+    with running(batch.make_host_step() if on_host else batch.make_device_step()):
+        got = input_batch.get_prompt_logprobs_token_ids(
             batch.num_tokens,
             batch.query_start_loc(0),
             device(batch.rows, torch.int64),

@@ -4,7 +4,6 @@
 tokens on the CPU."""
 
 import random
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -16,7 +15,10 @@ from vllm import __version__ as vllm_version
 if Version(vllm_version).release < Version(overrides.SINCE).release:
     pytest.skip("vLLM's V2 runner is another", allow_module_level=True)
 
-from ascend_platform.kernels.v2 import input_batch, rejection, watermark
+from ascend_platform.kernels.v2 import rejection, watermark
+from ascend_platform.kernels.v2.device_step import DeviceStep
+from ascend_platform.kernels.v2.host_step import HostStep
+from ascend_platform.kernels.v2.step import running
 from vllm.v1.watermarking.gumbel import GumbelWatermarker
 from vllm.v1.watermarking.prfs import PhiloxPRF
 from vllm.v1.worker.gpu.sample import watermark as reference
@@ -95,9 +97,9 @@ def test_repeated_contexts(width: int, max_history: int | None, scope: str, on_h
     expected = reference._repeated_context_mask_cpu(
         *states.arguments(rows), contexts, max_history, **named
     ).tolist()
-    host = SimpleNamespace(known=states.totals[rows.clamp(min=0)].numpy())
-    step = input_batch.Step(np.ones(len(rows), np.int64), False, host=host if on_host else None)  # type: ignore[arg-type]
-    with input_batch.preparing(step):
+    known, ones = states.totals[rows.clamp(min=0)].numpy(), np.ones(len(rows), np.int64)
+    of_host = HostStep(rows.numpy(), ones, known - 1, known - 1, states.tokens)
+    with running(of_host if on_host else DeviceStep(ones, False)):
         given = on_device((*states.arguments(rows), contexts))
         got = watermark.repeated_context_mask(*given, max_history, **named).tolist()
     assert got == expected

@@ -7,14 +7,13 @@ from typing import Any
 
 import numpy as np
 import torch
-from vllm.utils.torch_utils import async_tensor_h2d
 from vllm.v1.worker.gpu.block_table import BlockTables
 from vllm.v1.worker.gpu.input_batch import InputBatch
 from vllm.v1.worker.gpu.pcp_manager import PCPManager
 
 from ascend_platform.kernels import ragged
 from ascend_platform.kernels.v2 import buffers
-from ascend_platform.kernels.v2.host_inputs import HostInputs
+from ascend_platform.kernels.v2.step import Step
 
 
 class NPUBlockTables(BlockTables):
@@ -69,7 +68,7 @@ class NPUBlockTables(BlockTables):
         out: Any = None,
         out_ptrs: Any = None,
         num_computed_tokens: torch.Tensor | None = None,
-        host: HostInputs | None = None,
+        step: Step | None = None,
     ) -> tuple[torch.Tensor, ...]:
         """Copy the rows of the step's requests to the tables of the forward pass, followed by zeros
         for padding requests.
@@ -83,16 +82,18 @@ class NPUBlockTables(BlockTables):
             len(idx_mapping),
             num_reqs_padded,
         )
+        step = step or Step()
         nulls = [
-            self._num_null(group, idx_mapping, num_computed_tokens, host)
-            for group in range(self.num_kv_cache_groups)
+            step.num_null_blocks(idx_mapping, num_computed_tokens, reach, size)
+            if reach and num_computed_tokens is not None
+            else None
+            for reach, size in zip(self._sliding_window_reach, self.block_sizes, strict=True)
         ]
         if out is None:
-            gathered = None
-            if host is not None and all(num_null is None for num_null in nulls):
-                gathered = host.rows.tobytes(), num_reqs_padded
-                if gathered == self._gathered:
-                    return tuple(table[:num_reqs_padded] for table in tables)
+            has_nulls = any(num_null is not None for num_null in nulls)
+            gathered = None if has_nulls else step.requests_in_tables(num_reqs_padded)
+            if gathered is not None and gathered == self._gathered:
+                return tuple(table[:num_reqs_padded] for table in tables)
             self._gathered = gathered
             num_rows = max(num_reqs_padded, self._num_dirty_rows)  # a larger batch has left rows
             self._num_dirty_rows = num_reqs
@@ -106,23 +107,6 @@ class NPUBlockTables(BlockTables):
                 table[num_reqs:num_rows].zero_()
         return tuple(table[:num_reqs_padded] for table in tables)
 
-    def _num_null(
-        self,
-        group: int,
-        idx_mapping: torch.Tensor,
-        num_computed_tokens: torch.Tensor | None,
-        host: HostInputs | None,
-    ) -> torch.Tensor | None:
-        """How many blocks of each request have left the sliding window, ``[requests]``; None if
-        none have, as the host knows."""
-        reach, size = self._sliding_window_reach[group], self.block_sizes[group]
-        if not reach or num_computed_tokens is None:
-            return None
-        if host is None:
-            return (num_computed_tokens.index_select(0, idx_mapping) - reach).clamp(min=0) // size
-        num_null = (host.computed - reach).clip(min=0) // size
-        return async_tensor_h2d(num_null, device=self.device) if num_null.any() else None
-
     def compute_slot_mappings(
         self,
         idx_mapping: torch.Tensor,
@@ -131,7 +115,6 @@ class NPUBlockTables(BlockTables):
         num_tokens_padded: int,
         out: Any = None,
         num_tokens: int | None = None,
-        host: HostInputs | None = None,
     ) -> torch.Tensor:
         """Write the slot of each of the step's tokens, from the tables that
         :meth:`gather_block_tables` has made.
@@ -143,18 +126,6 @@ class NPUBlockTables(BlockTables):
         if num_tokens is None:
             num_tokens = len(positions)
         mappings = self.slot_mappings if out is None else out
-        if host is not None:
-            on_host = (
-                self._slots_on_host(group, host, num_tokens_padded)
-                for group in range(len(mappings))
-            )
-            buffers.copy_each(
-                *(
-                    (array, slots[:num_tokens_padded])
-                    for array, slots in zip(on_host, mappings, strict=True)
-                )
-            )
-            return mappings[:, :num_tokens_padded]
         for group, slots in enumerate(mappings):
             table, size = self.input_block_tables[group], self.block_sizes[group]
             if self._slot_mapping_enabled[group]:
@@ -168,17 +139,26 @@ class NPUBlockTables(BlockTables):
             ragged.fill_null_slots(slots[:num_tokens_padded], first, size)
         return mappings[:, :num_tokens_padded]
 
-    def _slots_on_host(self, group: int, host: HostInputs, num_tokens_padded: int) -> np.ndarray:
-        slots = np.arange(num_tokens_padded) % self.block_sizes[group]  # of the null block
-        if self._slot_mapping_enabled[group]:
-            slots[: len(host.positions)] = ragged.slots_on_host(
-                self.on_host[group],
-                host.rows[host.requests],
-                host.positions,
-                self.block_sizes[group],
-                self._ranks[group],
-            )
-        return slots
+    def copy_slot_mappings(
+        self, rows: np.ndarray, positions: np.ndarray, num_tokens_padded: int, out: Any = None
+    ) -> torch.Tensor:
+        """Like :meth:`compute_slot_mappings`, on the host.
+
+        Args:
+            rows, positions: int64 ``[tokens]``, each token's state and position in its request.
+        """
+        mappings = self.slot_mappings if out is None else out
+        copies = []
+        for group, mapping in enumerate(mappings):
+            size = self.block_sizes[group]
+            slots = np.arange(num_tokens_padded) % size  # of the null block
+            if self._slot_mapping_enabled[group]:
+                slots[: len(positions)] = ragged.slots_on_host(
+                    self.on_host[group], rows, positions, size, self._ranks[group]
+                )
+            copies.append((slots, mapping[:num_tokens_padded]))
+        buffers.copy_each(*copies)
+        return mappings[:, :num_tokens_padded]
 
     def get_dummy_block_tables(self, num_reqs: int) -> tuple[torch.Tensor, ...]:
         """Like the base method; also discards the previous step's tables."""
@@ -213,14 +193,14 @@ class NPUPCPManager(PCPManager):
         return batch
 
     def prepare_attn(
-        self, input_batch: InputBatch, host: HostInputs
+        self, input_batch: InputBatch, of_all: Step
     ) -> tuple[tuple[torch.Tensor, ...], torch.Tensor]:
         """Block tables of this rank's requests, and the slots of all ranks' tokens, as vLLM gathers
         these before it writes them.
 
         Args:
             input_batch: this rank's.
-            host: the inputs of the whole step.
+            of_all: the whole step.
         """
         requests, padded, step = (
             input_batch.idx_mapping,
@@ -230,14 +210,14 @@ class NPUPCPManager(PCPManager):
         tables = self._block_tables.gather_block_tables(
             requests, padded, out=self._local_block_tables
         )
-        slots = self._block_tables.compute_slot_mappings(
+        slots = of_all.compute_slot_mappings(
+            self._block_tables,
             step.idx_mapping,
             step.query_start_loc,
             step.positions,
             step.num_tokens,
-            out=self._global_batch_slot_mappings,
             num_tokens=step.num_tokens,
-            host=host,
+            out=self._global_batch_slot_mappings,
         )
         return tables, self._convert_to_gathered_slot_mappings(slots)
 

@@ -15,8 +15,8 @@ import torch
 
 from ascend_platform.kernels.ragged import request_of_token
 from ascend_platform.kernels.v2 import gumbel as noise
-from ascend_platform.kernels.v2 import input_batch as inputs
 from ascend_platform.kernels.v2 import watermark as watermarks
+from ascend_platform.kernels.v2.step import current_step
 from ascend_platform.vllm_overrides import override
 
 
@@ -103,8 +103,7 @@ def rejection_sample(
     best = target_logits.argmax(-1)
     drafted = draft_sampled.roll(-1).long()
     accepted = drafted == best
-    step = inputs.current()
-    samples = step is None or not step.is_greedy
+    samples = not current_step().is_greedy
     temperatures = temperature.index_select(0, expanded_idx_mapping)
     target_lse = draft_lse = scores = None
     if samples or synthetic_conditional_rates is not None:
@@ -205,8 +204,7 @@ def _noise(
     positions: torch.Tensor,
     use_fp64: bool,
 ) -> torch.Tensor:
-    step = inputs.current()
-    if step is not None and not step.has_seeds:
+    if not current_step().has_seeds:
         return noise.unseeded(logits, use_fp64)
     return noise.exponential(seed.index_select(0, idx_mapping), positions.long(), logits.shape[1])
 

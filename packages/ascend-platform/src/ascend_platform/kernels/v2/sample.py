@@ -22,9 +22,7 @@ from vllm.v1.worker.gpu.sample.output import SamplerOutput
 from vllm.v1.worker.gpu.sample.sampler import Sampler
 
 from ascend_platform.chips import chip
-from ascend_platform.kernels.ragged import request_of_token
 from ascend_platform.kernels.v2 import gumbel as noise
-from ascend_platform.kernels.v2 import input_batch as inputs
 from ascend_platform.sampling.topk_topp import MAX_TOP_K, top_k_top_p_sample
 from ascend_platform.vllm_overrides import add, override
 
@@ -248,27 +246,6 @@ def fill_logprob_token_ids(
     valid_mask[:, 1:] = valid
 
 
-def get_prompt_logprobs_token_ids(
-    num_tokens: int,
-    query_start_loc: torch.Tensor,
-    idx_mapping: torch.Tensor,
-    num_computed_tokens: torch.Tensor,
-    all_token_ids: torch.Tensor,
-) -> torch.Tensor:
-    """The token that follows each of the step's tokens in its request, int64 ``[num_tokens]``."""
-    num_reqs, width = len(idx_mapping), all_token_ids.shape[1]
-    step = inputs.current()
-    if step is not None and step.host is not None:
-        return all_token_ids.view(-1).index_select(0, step.host.device_following).long()
-    tokens = torch.arange(num_tokens, dtype=torch.int32, device=idx_mapping.device)
-    rows = request_of_token(query_start_loc[1 : num_reqs + 1], tokens)
-    shift = num_computed_tokens.index_select(0, idx_mapping) - query_start_loc[:num_reqs] + 1
-    # The last token has none.
-    following = (tokens + shift.index_select(0, rows)).clamp(max=width - 1)
-    elements = torch.add(following, idx_mapping.index_select(0, rows), alpha=width)
-    return all_token_ids.view(-1).index_select(0, elements).long()
-
-
 KERNELS: dict[str, Callable[..., Any]] = {
     "vllm.v1.worker.gpu.sample.logprob:_ranks_kernel": rank_tokens,
     "vllm.v1.worker.gpu.sample.logprob:_fill_logprob_token_ids_kernel": fill_logprob_token_ids,
@@ -290,9 +267,5 @@ def install() -> None:
         {"next_power_of_2": staticmethod(next_power_of_2)},
     )
     override("vllm.v1.worker.gpu.sample.logprob:compute_token_logprobs", compute_token_logprobs)
-    override(
-        "vllm.v1.worker.gpu.sample.prompt_logprob:get_prompt_logprobs_token_ids",
-        get_prompt_logprobs_token_ids,
-    )
     kernels.register(KERNELS)
     logits_processors.install()

@@ -17,8 +17,8 @@ from vllm.v1.watermarking.gumbel import GumbelWatermarker
 from vllm.v1.watermarking.prfs import philox
 from vllm.v1.watermarking.watermarker import WatermarkSample
 
-from ascend_platform.kernels.v2 import input_batch as inputs
 from ascend_platform.kernels.v2.sample import NPUSampler
+from ascend_platform.kernels.v2.step import current_step
 from ascend_platform.vllm_overrides import override
 
 _MASK = philox._UINT32_MASK
@@ -143,8 +143,7 @@ def repeated_context_mask(
     power of two.
     """
     width, length = contexts.shape[1], all_token_ids.shape[1]
-    step = inputs.current()
-    known = length if step is None or step.host is None else int(step.host.known.max())
+    known = current_step().num_known_tokens(length)
     count = min(length, next_power_of_2(min(known, max_history or known)))
     rows = req_indices.clamp(min=0).long()
     prompts, totals = prompt_lens.index_select(0, rows).long(), total_lens.index_select(0, rows)

@@ -126,7 +126,7 @@ class QuantizedExperts(NPUExperts, FusedMoEMethodBase):
 
 @dataclass(frozen=True)
 class SchemeExperts:
-    """One layer's experts; see ``extension.Experts``."""
+    """One layer's experts; see ``protocols.Experts``."""
 
     scheme: Scheme
     first: Tensors

@@ -19,7 +19,9 @@ from ascend_platform.graph import capture_sizes
 from ascend_platform.graph.acl_graph import module_with_overrides
 from ascend_platform.kernels.v2 import buffers, input_batch, sample, watermark
 from ascend_platform.kernels.v2.block_table import NPUBlockTables, NPUPCPManager
-from ascend_platform.kernels.v2.host_inputs import HostInputs
+from ascend_platform.kernels.v2.device_step import DeviceStep
+from ascend_platform.kernels.v2.host_step import HostStep
+from ascend_platform.kernels.v2.step import running
 from ascend_platform.ops import punica
 from ascend_platform.vllm_overrides import override, without
 from ascend_platform.worker.loading import ModelMixin
@@ -71,7 +73,7 @@ class NPUModelRunner(ModelMixin, DraftLengthsMixin, GPUModelRunner):
     block_tables: Any
     speculator: Any
     req_states: Any
-    _step: input_batch.Step | None = None
+    _step: DeviceStep | HostStep | None = None
     """The last step's; None after a dummy run."""
 
     def __init__(self, vllm_config: VllmConfig, device: torch.device) -> None:
@@ -127,9 +129,8 @@ class NPUModelRunner(ModelMixin, DraftLengthsMixin, GPUModelRunner):
             return metadata
 
         def prepare_inputs(batch: InputBatch, *args: Any) -> Any:
-            with input_batch.preparing(
-                self._step or input_batch.Step(batch.num_scheduled_tokens, batch.has_prefill)
-            ):
+            step = self._step or DeviceStep(batch.num_scheduled_tokens, batch.has_prefill)
+            with running(step):
                 return prepare_model_inputs(batch, *args)
 
         if self.lora_config and (worker := self.prompt_logprobs_worker) is not None:
@@ -171,44 +172,48 @@ class NPUModelRunner(ModelMixin, DraftLengthsMixin, GPUModelRunner):
         # KV cache groups share tensors
         self.kv_caches = list({tensor.data_ptr(): tensor for tensor in tensors}.values())
 
-    def prepare_inputs(self, scheduler_output: Any, batch: Any, *arguments: Any) -> InputBatch:
-        of_sampler = {}
-        if self.sampler is not None:
-            states, rows = self.sampler.sampling_states, batch.idx_mapping_np
-            of_sampler = {
-                "counts_output": bool(self.sampler.penalties_state.use_penalty[rows].any())
-            }
-            if self.num_speculative_steps:  # for the rejection sampler
-                of_sampler["is_greedy"] = bool((states.temperature.np[rows] == 0).all())
-                of_sampler["has_seeds"] = states.any_explicit_seed(rows)
-        host = None
-        # With draft tokens the scheduler's numbers are upper bounds.
+    def _describe(self, batch: Any) -> DeviceStep | HostStep:
+        """What the host knows of a step. With draft tokens the scheduler's numbers are upper
+        bounds."""
+        rows, states = batch.idx_mapping_np, self.req_states
+        counts_output = self.sampler is None or bool(
+            self.sampler.penalties_state.use_penalty[rows].any()
+        )
         if not self.num_speculative_steps:
-            computed = self.req_states.num_computed_tokens_np[batch.idx_mapping_np]
-            known = batch.idx_mapping_np, batch.num_scheduled_tokens, computed, batch.prefill_len_np
-            host = HostInputs(*known, self.req_states.all_token_ids.gpu, self.req_states.indices)
-        self._step = input_batch.Step(
+            return HostStep(
+                rows,
+                batch.num_scheduled_tokens,
+                states.num_computed_tokens_np[rows],
+                batch.prefill_len_np,
+                states.all_token_ids.gpu,
+                states.indices,
+                counts_output,
+                self._sent,
+            )
+        of_sampler = {}
+        if self.sampler is not None:  # for the rejection sampler
+            sampling = self.sampler.sampling_states
+            of_sampler["is_greedy"] = bool((sampling.temperature.np[rows] == 0).all())
+            of_sampler["has_seeds"] = sampling.any_explicit_seed(rows)
+        return DeviceStep(
             batch.num_scheduled_tokens,
             batch.has_prefill,
-            num_draft_tokens=batch.num_draft_tokens_np,
+            counts_output,
+            batch.num_draft_tokens_np,
             looks_ahead=self.speculator is not None,
-            host=host,
-            # A step with draft tokens changes query_start_loc on the device.
-            sent=self._sent if host is not None else None,
             **of_sampler,
         )
-        self._step.are_constants_shared = not self._step.has_drafts
+
+    def prepare_inputs(self, scheduler_output: Any, batch: Any, *arguments: Any) -> InputBatch:
+        step = self._step = self._describe(batch)
+        step.are_constants_shared = not step.has_drafts
         try:
-            with input_batch.preparing(self._step):
+            with running(step):
                 prepared = super().prepare_inputs(scheduler_output, batch, *arguments)
         finally:
-            self._step.are_constants_shared = False
-        if (
-            host is not None
-            and self.sampler is not None
-            and self.sampler.reads_lengths(batch.idx_mapping_np)
-        ):
-            host.write_lengths(prepared.idx_mapping, self.req_states.lengths)
+            step.are_constants_shared = False
+        if self.sampler is not None and self.sampler.reads_lengths(batch.idx_mapping_np):
+            step.write_lengths(prepared.idx_mapping, self.req_states.lengths)
         return prepared
 
     def execute_model(self, scheduler_output: Any, *arguments: Any, **named: Any) -> Any:
@@ -228,27 +233,27 @@ class NPUModelRunner(ModelMixin, DraftLengthsMixin, GPUModelRunner):
         return output
 
     def sample_tokens(self, grammar_output: Any) -> Any:
-        with input_batch.preparing(self._step):  # of the batch that execute_model ran last
+        with running(self._step):  # of the batch that execute_model ran last
             return super().sample_tokens(grammar_output)
 
     def prepare_attn(self, batch: InputBatch) -> tuple[tuple[torch.Tensor, ...], torch.Tensor]:
         """Like the base method, but pass the number of tokens, which its kernel reads on the
         device."""
         assert self._step is not None
-        computed, host = self.req_states.num_computed_tokens.gpu, self._step.host
+        computed = self.req_states.num_computed_tokens.gpu
         if self.pcp_manager is not None:
-            return self.pcp_manager.prepare_attn(batch, host)
+            return self.pcp_manager.prepare_attn(batch, self._step)
         padded = batch.num_reqs_after_padding
         tables = self.block_tables.gather_block_tables(
-            batch.idx_mapping, padded, num_computed_tokens=computed, host=host
+            batch.idx_mapping, padded, num_computed_tokens=computed, step=self._step
         )
-        slots = self.block_tables.compute_slot_mappings(
+        slots = self._step.compute_slot_mappings(
+            self.block_tables,
             batch.idx_mapping,
             batch.query_start_loc,
             batch.positions,
             batch.num_tokens_after_padding,
             num_tokens=batch.num_tokens,
-            host=host,
         )
         return tables, slots
 

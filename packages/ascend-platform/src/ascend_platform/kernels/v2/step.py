@@ -1,0 +1,221 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-all project
+"""The step that a V2 runner prepares or samples, and what the host knows of it.
+
+Functions of vLLM that launch Triton kernels (``gpu/input_batch.py``, ``gpu/sample``) get tensors
+only, whose contents the host cannot read without a wait. They are methods of a step here, with
+vLLM's arguments: :class:`Step` computes them on the device whatever the step is,
+``device_step.DeviceStep`` with fewer operators by what the host knows, and ``host_step.HostStep``
+on the host.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from contextvars import ContextVar
+from typing import Any, NamedTuple, NoReturn
+
+import numpy as np
+import torch
+from vllm.utils.torch_utils import async_tensor_h2d
+from vllm.v1.worker.gpu.async_utils import async_copy_to_np
+
+from ascend_platform.kernels import ragged
+
+
+class States(NamedTuple):
+    """States of all requests that a step's sampling changes.
+
+    Attributes:
+        computed, total: numbers of computed and of known tokens, int32 ``[states]``.
+        last_sampled: int64 ``[states]``.
+        token_ids: int32 ``[states, max_model_len]``.
+        bin_counts: how often each token is in the output, int32 ``[states, vocab_size]``; None if
+            no request has penalties.
+    """
+
+    computed: torch.Tensor
+    total: torch.Tensor
+    last_sampled: torch.Tensor
+    token_ids: torch.Tensor
+    bin_counts: torch.Tensor | None
+
+
+class Sampled(NamedTuple):
+    """The tokens of a step's requests.
+
+    Attributes:
+        rows: state of each request, int64 ``[requests]``; negative for one that has ended.
+        tokens: ``[requests, columns]``, of which ``num_sampled`` are valid.
+        num_sampled, num_rejected: int32 ``[requests]``.
+        query_start_loc: int32 ``[requests + 1]``; None for an earlier batch of a pipeline.
+    """
+
+    rows: torch.Tensor
+    tokens: torch.Tensor
+    num_sampled: torch.Tensor
+    num_rejected: torch.Tensor
+    query_start_loc: torch.Tensor | None
+
+
+class Step:
+    """A step of which the host knows nothing: an earlier batch of a pipeline, or a dummy run.
+
+    Attributes:
+        counts_output: whether a request has penalties, for which its output's tokens are counted.
+        is_greedy: whether all requests are.
+        has_seeds: whether a request has a seed of its own.
+        has_drafts: whether a request has draft tokens.
+        are_constants_shared: whether tensors that vLLM creates in each step, and only reads, are
+            constants: in ``prepare_inputs`` only.
+    """
+
+    counts_output, is_greedy, has_seeds = True, False, True
+    has_drafts = are_constants_shared = False
+
+    def _refuse(self, *_: Any, **__: Any) -> NoReturn:
+        raise AssertionError(
+            "the inputs of a step are prepared in NPUModelRunner.prepare_inputs alone"
+        )
+
+    prepare_prefill_inputs: Any = _refuse
+    prepare_pos_seq_lens: Any = _refuse
+    combine_sampled_and_draft_tokens: Any = _refuse
+    expand_idx_mapping: Any = _refuse
+    per_token: Any = _refuse
+    positions_in_prefill: Any = _refuse
+
+    def copy_input(
+        self, data: Any, device: Any = None, dtype: torch.dtype | None = None, out: Any = None
+    ) -> torch.Tensor:
+        """async_tensor_h2d for vLLM's ``prepare_inputs``."""
+        return async_tensor_h2d(data, device, dtype, out)
+
+    def copy_to_np(self, x: torch.Tensor) -> np.ndarray:
+        """async_copy_to_np for vLLM's output of a step."""
+        return async_copy_to_np(x)
+
+    def per_logit(self, values: tuple[int, ...]) -> tuple[int, ...]:
+        """Gather per-request values to one per logit."""
+        return values
+
+    def num_known_tokens(self, limit: int) -> int:
+        """An upper bound of the known tokens of a request."""
+        return limit
+
+    def get_prompt_logprobs_token_ids(
+        self,
+        num_tokens: int,
+        query_start_loc: torch.Tensor,
+        idx_mapping: torch.Tensor,
+        num_computed_tokens: torch.Tensor,
+        all_token_ids: torch.Tensor,
+    ) -> torch.Tensor:
+        """The token that follows each of the step's tokens in its request, int64
+        ``[num_tokens]``."""
+        num_reqs, width = len(idx_mapping), all_token_ids.shape[1]
+        tokens = torch.arange(num_tokens, dtype=torch.int32, device=idx_mapping.device)
+        rows = ragged.request_of_token(query_start_loc[1 : num_reqs + 1], tokens)
+        shift = num_computed_tokens.index_select(0, idx_mapping) - query_start_loc[:num_reqs] + 1
+        # The last token of a full row has no successor.
+        following = (tokens + shift.index_select(0, rows)).clamp(max=width - 1)
+        elements = torch.add(following, idx_mapping.index_select(0, rows), alpha=width)
+        return all_token_ids.view(-1).index_select(0, elements).long()
+
+    def get_num_sampled_and_rejected(
+        self,
+        num_sampled: torch.Tensor,
+        seq_lens: torch.Tensor,
+        cu_num_logits: torch.Tensor,
+        idx_mapping: torch.Tensor,
+        prefill_len: torch.Tensor,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """How many tokens each request has sampled, which is written to `num_sampled`, and
+        rejected; both int32 ``[requests]``.
+
+        Requests whose prompt has further chunks have sampled and rejected 0 tokens.
+        """
+        num_reqs = len(idx_mapping)
+        has_more = seq_lens[:num_reqs] < prefill_len.index_select(0, idx_mapping)
+        num_sampled.masked_fill_(has_more, 0)
+        num_rejected = cu_num_logits[1 : num_reqs + 1] - cu_num_logits[:num_reqs] - num_sampled
+        return num_sampled, num_rejected.masked_fill_(has_more, 0)
+
+    def add_sampled(self, states: States, sampled: Sampled) -> None:
+        """Add the sampled tokens to the requests' states.
+
+        Differences are added in place of new values, so that neither ended requests nor tokens that
+        are not valid write to another request's state, whatever the order of the writes is.
+        """
+        rows, starts = sampled.rows, sampled.query_start_loc
+        if starts is None:
+            valid, rows = rows >= 0, rows.clamp(min=0)
+            _write_tokens(states, sampled.tokens, rows, sampled.num_sampled * valid)
+            states.computed.index_add_(0, rows, sampled.num_rejected * valid, alpha=-1)
+            return
+        _write_tokens(states, sampled.tokens, rows, sampled.num_sampled)
+        query_lens = starts[1 : len(rows) + 1] - starts[: len(rows)]
+        states.computed.index_add_(0, rows, query_lens - sampled.num_rejected)
+
+    def num_null_blocks(
+        self, idx_mapping: torch.Tensor, num_computed_tokens: torch.Tensor, reach: int, size: int
+    ) -> torch.Tensor | None:
+        """How many blocks of each request have left the sliding window, ``[requests]``; None if
+        none have, as the host knows."""
+        computed = num_computed_tokens.index_select(0, idx_mapping)
+        return (computed - reach).clamp(min=0) // size
+
+    def requests_in_tables(self, num_reqs_padded: int) -> tuple[bytes, int] | None:
+        """What identifies the step's rows of the block tables; None if the host does not know."""
+        return None
+
+    def compute_slot_mappings(
+        self, tables: Any, *arguments: Any, num_tokens: int, out: Any = None
+    ) -> torch.Tensor:
+        """The slots of the step's tokens; see ``NPUBlockTables.compute_slot_mappings``."""
+        return tables.compute_slot_mappings(*arguments, num_tokens=num_tokens, out=out)
+
+    def write_lengths(self, idx_mapping: torch.Tensor, lengths: torch.Tensor) -> None:
+        """Write the requests' lengths before the step to ``lengths``, where they are not current
+        yet."""
+
+
+def _write_tokens(
+    states: States, tokens: torch.Tensor, rows: torch.Tensor, num_sampled: torch.Tensor
+) -> None:
+    """Write sampled tokens ``[requests, columns]`` after those of the requests."""
+    table, width = states.token_ids.view(-1), states.token_ids.stride(0)
+    lengths = states.total.index_select(0, rows)
+    columns = ragged.arange(tokens.shape[1], rows.device)
+    is_valid = columns < num_sampled[:, None]
+    tokens = torch.where(is_valid, tokens, 0)
+    newest = tokens.gather(1, (num_sampled[:, None] - 1).clamp(min=0).long())[:, 0]
+    difference = (newest - states.last_sampled.index_select(0, rows)) * (num_sampled > 0)
+    states.last_sampled.index_add_(0, rows, difference)
+    places = (lengths[:, None] + columns).clamp(max=width - 1)
+    elements = torch.add(places, rows[:, None], alpha=width).view(-1)
+    difference = tokens.to(table.dtype).view(-1) - table.index_select(0, elements)
+    table.index_add_(0, elements, difference * is_valid.view(-1))
+    states.total.index_add_(0, rows, num_sampled)
+    if (counts := states.bin_counts) is not None:
+        counted = torch.add(tokens, rows[:, None], alpha=counts.stride(0)).view(-1)
+        counts.view(-1).index_add_(0, counted, is_valid.view(-1).to(counts.dtype))
+
+
+_current: ContextVar[Step] = ContextVar("step", default=Step())  # noqa: B039  # it has no state
+
+
+@contextlib.contextmanager
+def running(step: Step | None) -> Iterator[None]:
+    """The context in which the runner prepares a step, or samples; None for a dummy run."""
+    token = _current.set(step or Step())
+    try:
+        yield
+    finally:
+        _current.reset(token)
+
+
+def current_step() -> Step:
+    """The step that is being prepared or sampled."""
+    return _current.get()
