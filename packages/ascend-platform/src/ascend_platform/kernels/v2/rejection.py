@@ -8,14 +8,16 @@ Nothing here synchronizes with the device, and no shape depends on which tokens 
 ``cu_num_logits[request] + i + 1``.
 """
 
+from __future__ import annotations
+
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
+from ascend_platform import kernels
 from ascend_platform.kernels.ragged import request_of_token
-from ascend_platform.kernels.v2 import gumbel as noise
-from ascend_platform.kernels.v2 import watermark as watermarks
+from ascend_platform.kernels.v2 import gumbel, watermark
 from ascend_platform.kernels.v2.step import current_step
 from ascend_platform.vllm_overrides import override
 
@@ -96,74 +98,125 @@ def rejection_sample(
         Tokens int64 ``[requests, steps + 1]`` and how many are valid, int32 ``[requests]``.
     """
     assert not any((use_block_verification, fly_window_size)), "block verification or FLy"
-    num_logits, count = len(target_logits), len(idx_mapping)
-    num_drafts = torch.diff(cu_num_logits) - 1
+    samples, odds = not current_step().is_greedy, None
+    rows = _Rows(
+        target_logits,
+        draft_sampled.roll(-1).long(),
+        target_logits.argmax(-1),
+        temperature.index_select(0, expanded_idx_mapping),
+        expanded_idx_mapping,
+        expanded_local_pos,
+    )
+    if synthetic_conditional_rates is not None:
+        accepted = _accept_synthetic(rows, seed, pos, synthetic_conditional_rates)
+    elif samples:
+        odds = _Odds.of(rows, draft_logits)
+        accepted = _accept_random(rows, seed, pos, odds)
+    else:
+        accepted = rows.is_best
+    accepted = accepted & (rows.drafted >= 0)
     columns = torch.arange(num_speculative_steps + 1, device=target_logits.device)
-    rows = (cu_num_logits[:-1, None] + columns).clamp(max=num_logits - 1)
-    best = target_logits.argmax(-1)
-    drafted = draft_sampled.roll(-1).long()
-    accepted = drafted == best
-    samples = not current_step().is_greedy
-    temperatures = temperature.index_select(0, expanded_idx_mapping)
-    target_lse = draft_lse = scores = None
-    if samples or synthetic_conditional_rates is not None:
-        waiting = noise.exponential(
-            seed.index_select(0, expanded_idx_mapping), pos.long() + noise.ACCEPT_SALT, 1
-        )[:, 0]
-        if synthetic_conditional_rates is not None:
-            steps = expanded_local_pos.clamp(max=len(synthetic_conditional_rates) - 1)
-            accepted = (-waiting).exp() < synthetic_conditional_rates.index_select(0, steps)
-        else:
-            chosen = drafted.clamp(min=0)[:, None]
-            target_lse = target_logits.logsumexp(-1)
-            ratio = target_logits.gather(-1, chosen)[:, 0] - target_lse
-            if draft_logits is not None:
-                scores = _draft_scores(
-                    draft_logits, expanded_idx_mapping, expanded_local_pos, temperatures
-                )
-                draft_lse = scores.logsumexp(-1)
-                in_draft = chosen < scores.shape[-1]
-                at_draft = scores.gather(-1, chosen.clamp(max=scores.shape[-1] - 1))
-                ratio = ratio - (torch.where(in_draft, at_draft, -torch.inf)[:, 0] - draft_lse)
-            # Accept if p / q > u; -log u is exponentially distributed.
-            accepted = torch.where(temperatures == 0, accepted, ratio > -waiting)
-    accepted = accepted & (drafted >= 0)
-    is_draft = columns < num_drafts[:, None]
-    run = (accepted[rows] & is_draft).int().cumprod(1)
-    num_accepted = run.sum(1)
+    indices = (cu_num_logits[:-1, None] + columns).clamp(max=len(target_logits) - 1)
+    num_drafts = torch.diff(cu_num_logits) - 1
+    is_kept = (accepted[indices] & (columns < num_drafts[:, None])).int().cumprod(1)
+    num_accepted = is_kept.sum(1)
     last = (cu_num_logits[:-1] + num_accepted).long()
-    tokens = best.index_select(0, last)
+    tokens = rows.best.index_select(0, last)
     if samples:
-        logits = target_logits.index_select(0, last)
-        wrong = drafted.index_select(0, last)
-        is_rejected = ((num_accepted < num_drafts) & (wrong >= 0))[:, None]
-        if scores is not None and target_lse is not None and draft_lse is not None:
-            logits = _residual(
-                logits - target_lse[last][:, None],
-                (scores - draft_lse[:, None])[last],
-                logits,
-                is_rejected,
-            )
-        else:
-            vocabulary = torch.arange(logits.shape[1], device=logits.device)
-            logits = logits.masked_fill(is_rejected & (vocabulary == wrong[:, None]), -torch.inf)
+        logits = _resampling_logits(rows, odds, last, num_accepted < num_drafts)
         drawn = _noise(logits, seed, idx_mapping, pos.index_select(0, last), use_fp64)
         others = (logits - drawn.log_()).argmax(-1)
         if contexts is not None and watermarking is not None and watermark_key is not None:
+            marked = watermark.draw(watermark_key, logits, contexts.index_select(0, last))
             is_marked = watermarking.index_select(0, idx_mapping)
             if watermarking_skip_mask is not None:
                 is_marked &= ~watermarking_skip_mask.index_select(0, last)
-            others = torch.where(
-                is_marked,
-                watermarks.draw(watermark_key, logits, contexts.index_select(0, last)),
-                others,
-            )
-        tokens = torch.where(temperatures.index_select(0, last) == 0, tokens, others)
-    sampled = torch.where(run.bool(), drafted[rows], tokens[:, None]) * (
-        columns <= num_accepted[:, None]
-    )
-    assert len(sampled) == count
-    return sampled, (num_accepted + 1).int()
+            others = torch.where(is_marked, marked, others)
+        tokens = torch.where(rows.temperatures.index_select(0, last) == 0, tokens, others)
+    sampled = torch.where(is_kept.bool(), rows.drafted[indices], tokens[:, None])
+    return sampled * (columns <= num_accepted[:, None]), (num_accepted + 1).int()
+
+
+class _Rows(NamedTuple):
+    """What a verification has for each of the target's logits.
+
+    Attributes:
+        logits: ``[rows, vocab_size]``.
+        drafted: the draft token after the row.
+        best: the most probable token.
+        states, numbers: index of the request's state, and number of the row in its request.
+    """
+
+    logits: torch.Tensor
+    drafted: torch.Tensor
+    best: torch.Tensor
+    temperatures: torch.Tensor
+    states: torch.Tensor
+    numbers: torch.Tensor
+
+    @property
+    def is_best(self) -> torch.Tensor:
+        return self.drafted == self.best
+
+
+class _Odds(NamedTuple):
+    """log(p / q) of each row's draft token, and what normalizes the logits of p and q.
+
+    Attributes:
+        scores: the drafter's logits ``[rows, vocab_size]``; None where q is 1.
+    """
+
+    ratio: torch.Tensor
+    target_lse: torch.Tensor
+    scores: torch.Tensor | None
+    draft_lse: torch.Tensor | None
+
+    @classmethod
+    def of(cls, rows: _Rows, draft_logits: torch.Tensor | None) -> _Odds:
+        token, target_lse = rows.drafted.clamp(min=0)[:, None], rows.logits.logsumexp(-1)
+        ratio = rows.logits.gather(-1, token)[:, 0] - target_lse
+        if draft_logits is None:
+            return cls(ratio, target_lse, None, None)
+        scores = _draft_scores(draft_logits, rows.states, rows.numbers, rows.temperatures)
+        draft_lse, width = scores.logsumexp(-1), scores.shape[-1]
+        at_draft = scores.gather(-1, token.clamp(max=width - 1))
+        of_draft = torch.where(token < width, at_draft, -torch.inf)[:, 0] - draft_lse
+        return cls(ratio - of_draft, target_lse, scores, draft_lse)
+
+
+def _waiting(rows: _Rows, seed: torch.Tensor, pos: torch.Tensor) -> torch.Tensor:
+    """Exponential numbers ``[rows]`` that decide on acceptance: -log of uniform ones."""
+    seeds = seed.index_select(0, rows.states)
+    return gumbel.exponential(seeds, pos.long() + gumbel.ACCEPT_SALT, 1)[:, 0]
+
+
+def _accept_random(rows: _Rows, seed: torch.Tensor, pos: torch.Tensor, odds: _Odds) -> torch.Tensor:
+    """Accept draft tokens with probability p / q, of greedy requests those that are best."""
+    accepted = odds.ratio > -_waiting(rows, seed, pos)
+    return torch.where(rows.temperatures == 0, rows.is_best, accepted)
+
+
+def _accept_synthetic(
+    rows: _Rows, seed: torch.Tensor, pos: torch.Tensor, rates: torch.Tensor
+) -> torch.Tensor:
+    """Accept draft tokens with fixed probabilities ``[steps]``."""
+    steps = rows.numbers.clamp(max=len(rates) - 1)
+    return (-_waiting(rows, seed, pos)).exp() < rates.index_select(0, steps)
+
+
+def _resampling_logits(
+    rows: _Rows, odds: _Odds | None, last: torch.Tensor, has_rejected: torch.Tensor
+) -> torch.Tensor:
+    """Logits ``[requests, vocab_size]`` of the token after the accepted ones, whose rows are
+    ``last``: of max(p - q, 0) where a draft token is rejected."""
+    logits, wrong = rows.logits.index_select(0, last), rows.drafted.index_select(0, last)
+    is_rejected = (has_rejected & (wrong >= 0))[:, None]
+    if odds is not None and odds.scores is not None and odds.draft_lse is not None:
+        target = logits - odds.target_lse[last][:, None]
+        draft = (odds.scores - odds.draft_lse[:, None])[last]
+        return _residual(target, draft, logits, is_rejected)
+    vocabulary = torch.arange(logits.shape[1], device=logits.device)
+    return logits.masked_fill(is_rejected & (vocabulary == wrong[:, None]), -torch.inf)
 
 
 def _draft_scores(
@@ -205,8 +258,8 @@ def _noise(
     use_fp64: bool,
 ) -> torch.Tensor:
     if not current_step().has_seeds:
-        return noise.unseeded(logits, use_fp64)
-    return noise.exponential(seed.index_select(0, idx_mapping), positions.long(), logits.shape[1])
+        return gumbel.unseeded(logits, use_fp64)
+    return gumbel.exponential(seed.index_select(0, idx_mapping), positions.long(), logits.shape[1])
 
 
 KERNELS: dict[str, Callable[..., Any]] = {
@@ -216,8 +269,6 @@ KERNELS: dict[str, Callable[..., Any]] = {
 
 
 def install() -> None:
-    from ascend_platform import kernels
-
     override(
         "vllm.v1.worker.gpu.spec_decode.rejection_sampler:gather_draft_sampled",
         gather_draft_sampled,
