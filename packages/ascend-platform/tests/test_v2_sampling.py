@@ -17,8 +17,9 @@ from vllm import __version__ as vllm_version
 if Version(vllm_version).release < Version(overrides.SINCE).release:
     pytest.skip("vLLM's V2 runner is another", allow_module_level=True)
 
-from ascend_platform.kernels.v2 import buffers, input_batch, sample
+from ascend_platform.kernels.v2 import buffers, gumbel, input_batch, sample
 from ascend_platform.kernels.v2.step import running
+from ascend_platform.worker.v2.sampler import NUM_PROCESSORS, NPUSampler
 from vllm import SamplingParams
 from vllm.v1.worker.gpu import buffer_utils
 from vllm.v1.worker.gpu.states import RequestState
@@ -78,7 +79,7 @@ def test_temperature_and_min_p(seed: int) -> None:
     rows = [rng.randrange(4) for _ in range(5)]
     temperatures, min_p = [0.0, 1.0, 0.3, 2.0], [0.0, 0.5, 0.1, 0.9]
     got, mapping = logits.npu(), device(rows, torch.int64)
-    sample.apply_temperature(got, mapping, device(temperatures, torch.float32))
+    gumbel.apply_temperature(got, mapping, device(temperatures, torch.float32))
     for number, row in enumerate(rows):
         logits[number] /= temperatures[row] or 1
     torch.testing.assert_close(got.cpu(), logits)
@@ -140,7 +141,7 @@ def test_draws_have_their_distribution(
         seeds=SimpleNamespace(gpu=torch.randint(-(1 << 62), 1 << 62, (rows,)).npu()),
         any_explicit_seed=lambda rows: seeded,
     )
-    sampler = sample.NPUSampler.__new__(sample.NPUSampler)
+    sampler = NPUSampler.__new__(NPUSampler)
     vars(sampler).update(
         logprobs_mode="raw_logprobs",
         return_sampling_mask=False,
@@ -184,8 +185,8 @@ def test_states_are_copied_where_a_request_is_new(monkeypatch: pytest.MonkeyPatc
     npu = torch.device("npu")
     requests = RequestState(2, WIDTH, WIDTH, 0, VOCABULARY, npu)
     config = SimpleNamespace(speculative_config=None, reasoning_config=None)
-    sampler = sample.NPUSampler(config, 2, VOCABULARY, npu, requests)
-    assert len(sampler.logits_processors) == sample.NUM_PROCESSORS
+    sampler = NPUSampler(config, 2, VOCABULARY, npu, requests)
+    assert len(sampler.logits_processors) == NUM_PROCESSORS
     temperature = sampler.sampling_states.temperature
     sampler.add_request(1, SamplingParams(temperature=0.5))
     sampler.apply_staged_writes()

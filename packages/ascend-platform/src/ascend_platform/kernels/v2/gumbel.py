@@ -1,7 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-all project
-"""Random numbers of the V2 runner that depend only on a seed, a position and a token: vLLM's
-murmur3 hash, in PyTorch.
+"""Gumbel noise of the V2 runner, and sampling by it: vLLM's Triton kernels
+(``gpu/sample/gumbel.py``) in PyTorch.
+
+The noise depends on a seed, a position and a token only, by vLLM's murmur3 hash.
 
 A request with a seed draws the same tokens in any batch, and those that vLLM draws on CUDA where
 the logits are the same.
@@ -13,6 +15,7 @@ import torch
 import torch_npu
 
 from ascend_platform.chips import chip
+from ascend_platform.vllm_overrides import override
 
 DRAFT_SALT = 1 << 30
 """Added to the positions of a drafter, whose noise differs from that of the target model."""
@@ -79,3 +82,60 @@ def _finish(h: torch.Tensor) -> torch.Tensor:
 @functools.lru_cache(maxsize=4)
 def _token_keys(vocab_size: int, device: torch.device) -> torch.Tensor:
     return _key(torch.arange(vocab_size, dtype=torch.int32, device=device))
+
+
+def gumbel_sample(
+    logits: torch.Tensor,
+    expanded_idx_mapping: torch.Tensor,
+    temperature: torch.Tensor,
+    seed: torch.Tensor,
+    pos: torch.Tensor,
+    apply_temperature: bool,
+    is_drafting: bool,
+    logits_cache: torch.Tensor | None = None,
+    logits_cache_col: torch.Tensor | None = None,
+    use_fp64: bool = False,
+    logits_cache_source: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Sample one token for each row, int64 ``[rows]``; the sampler itself does not call this,
+    drafters do.
+
+    With ``logits_cache`` ``[requests, steps, vocab_size]`` the logits are kept for the rejection
+    sampler. Rows with a negative index are padding.
+    """
+    valid = expanded_idx_mapping >= 0
+    rows = expanded_idx_mapping.clamp(min=0).long()
+    temperatures = torch.where(valid, temperature.index_select(0, rows), 0)[:, None]
+    seeds, places = seed.index_select(0, rows), pos.long()
+    if logits_cache is not None:
+        assert logits_cache_col is not None
+        source = logits if logits_cache_source is None else logits_cache_source
+        steps = logits_cache_col.expand(len(rows)).long()
+        cached = logits_cache.view(-1, logits_cache.shape[-1])
+        places_in_cache = torch.add(steps, rows, alpha=logits_cache.shape[1])
+        kept = torch.where(
+            valid[:, None], source, cached.index_select(0, places_in_cache)[:, : source.shape[1]]
+        )
+        cached[:, : source.shape[1]].index_copy_(0, places_in_cache, kept.to(cached.dtype))
+        seeds = seeds ^ (steps << 32)
+    if is_drafting:
+        places = places + DRAFT_SALT
+    logits = logits.float()
+    if apply_temperature:
+        logits = logits / torch.where(temperatures == 0, 1, temperatures)
+    drawn = exponential(seeds, places, logits.shape[1]).log_().neg_()
+    return (logits + torch.where(temperatures == 0, 0, drawn)).argmax(-1)
+
+
+def apply_temperature(
+    logits: torch.Tensor, expanded_idx_mapping: torch.Tensor, temperature: torch.Tensor
+) -> None:
+    """Divide logits ``[rows, vocab_size]`` by the temperature, in place; temperature 0 means
+    greedy."""
+    by_row = temperature.index_select(0, expanded_idx_mapping)
+    logits.div_(torch.where(by_row == 0, 1, by_row)[:, None])
+
+
+def install() -> None:
+    override("vllm.v1.worker.gpu.sample.gumbel:gumbel_sample", gumbel_sample)
+    override("vllm.v1.worker.gpu.sample.gumbel:apply_temperature", apply_temperature)

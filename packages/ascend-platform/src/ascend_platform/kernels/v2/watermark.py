@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-all project
-"""Watermarking in the V2 runner: its sampler, and the kernels of ``gpu/sample/watermark.py`` in
-PyTorch.
+"""Watermarks: vLLM's Triton kernels (``gpu/sample/watermark.py``) in PyTorch.
 
 The numbers are those of vLLM's detector (``v1/watermarking/prfs/philox.py``). Nothing here
 synchronizes with the device.
@@ -9,15 +8,12 @@ synchronizes with the device.
 
 import functools
 
-import numpy as np
 import torch
 from vllm.utils.math_utils import next_power_of_2
-from vllm.v1.watermarking.gpu_sampler import GPUWatermarkSampler
 from vllm.v1.watermarking.gumbel import GumbelWatermarker
 from vllm.v1.watermarking.prfs import philox
 from vllm.v1.watermarking.watermarker import WatermarkSample
 
-from ascend_platform.kernels.v2.sample import NPUSampler
 from ascend_platform.kernels.v2.step import current_step
 from ascend_platform.vllm_overrides import override
 
@@ -25,22 +21,6 @@ _MASK = philox._UINT32_MASK
 _MULTIPLIERS = philox._PHILOX_M0, philox._PHILOX_M1
 _NUMBERS_AT_ONCE = 1 << 23
 """Random numbers computed at a time, which bounds the memory besides the result."""
-
-
-class NPUWatermarkSampler(GPUWatermarkSampler, NPUSampler):  # type: ignore[misc]  # of vLLM 0.33
-    """GPUWatermarkSampler that, where no request of a step is watermarked, samples as
-    NPUSampler."""
-
-    def reads_positions(self, rows: np.ndarray) -> bool:
-        return self._marks(rows) or super().reads_positions(rows)
-
-    def reads_lengths(self, rows: np.ndarray) -> bool:
-        return self._marks(rows) or super().reads_lengths(rows)
-
-    def _marks(self, rows: np.ndarray) -> bool:
-        return bool(
-            (self.watermarking.np[rows] & (self.sampling_states.temperature.np[rows] != 0)).any()
-        )
 
 
 def sample_watermarked(
@@ -210,7 +190,6 @@ def draft_watermarking_mask(
 
 
 def install() -> None:
-    override("vllm.v1.watermarking.gpu_sampler:GPUWatermarkSampler", NPUWatermarkSampler)
     override(
         "vllm.v1.watermarking.gumbel:GumbelWatermarker._sample_watermarked", sample_watermarked
     )

@@ -26,7 +26,7 @@ from ascend_platform.ops import punica
 from ascend_platform.vllm_overrides import override, without
 from ascend_platform.worker.loading import ModelMixin
 from ascend_platform.worker.torch_npu_view import torch_on_npu
-from ascend_platform.worker.v2 import graphs, overrides  # noqa: F401
+from ascend_platform.worker.v2 import graphs, overrides, sampler  # noqa: F401
 from ascend_platform.worker.v2.draft_lengths import DraftLengthsMixin
 
 _init_kv_cache = attn_utils.init_kv_cache
@@ -58,6 +58,7 @@ buffers.install()
 graphs.install()
 input_batch.install()
 sample.install()
+sampler.install()
 watermark.install()
 
 

@@ -1,0 +1,144 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-all project
+"""Samplers of the V2 runner, on the fused operators.
+
+Nothing here synchronizes with the device. ``rows`` are rows of logits, of which a request with
+draft tokens has several; ``expanded_idx_mapping`` has the request's index for each.
+"""
+
+import dataclasses
+import functools
+from typing import Any
+
+import numpy as np
+import torch
+from vllm.v1.sample.ops.topk_topp_sampler import apply_top_k_top_p
+from vllm.v1.watermarking.gpu_sampler import GPUWatermarkSampler
+from vllm.v1.worker.gpu.input_batch import InputBatch
+from vllm.v1.worker.gpu.sample.bad_words import BadWordsState
+from vllm.v1.worker.gpu.sample.output import SamplerOutput
+from vllm.v1.worker.gpu.sample.sampler import Sampler
+
+from ascend_platform.chips import chip
+from ascend_platform.kernels.v2 import gumbel
+from ascend_platform.sampling.topk_topp import MAX_TOP_K, top_k_top_p_sample
+from ascend_platform.vllm_overrides import override
+
+NUM_PROCESSORS = 3
+"""vLLM's own logits processors: biases, penalties and bad words; a user's follow."""
+
+
+class NPUSampler(Sampler):
+    """Sampler that draws with npu_top_k_top_p_sample, and only where a request of the step is not
+    greedy."""
+
+    _has_new_requests = True
+
+    def add_request(self, req_idx: int, sampling_params: Any) -> None:
+        super().add_request(req_idx, sampling_params)
+        self._has_new_requests = True
+
+    def apply_staged_writes(self) -> None:
+        """As vLLM's, which does so in each step; nothing is staged but by ``add_request``, save by
+        a user's logits processors."""
+        if self._has_new_requests or len(self.logits_processors) > NUM_PROCESSORS:
+            super().apply_staged_writes()
+            self._has_new_requests = False
+
+    def reads_positions(self, rows: np.ndarray) -> bool:
+        """Whether these requests' sampling reads the positions and tokens of logits: logits
+        processors and seeds."""
+        return bool(
+            self.needs_logits_processing[rows].any()
+        ) or self.sampling_states.any_explicit_seed(rows)
+
+    def reads_lengths(self, rows: np.ndarray) -> bool:
+        """Whether a logits processor of these requests reads how many tokens are known: bad words,
+        or a user's own."""
+        return len(self.logits_processors) > NUM_PROCESSORS or bool(self._num_bad_words[rows].any())
+
+    @functools.cached_property
+    def _num_bad_words(self) -> np.ndarray:
+        return next(
+            each.num_bad_words.np
+            for each in self.logits_processors
+            if isinstance(each, BadWordsState)
+        )
+
+    def __call__(self, logits: torch.Tensor, input_batch: InputBatch) -> SamplerOutput:
+        """As vLLM's, which first gathers each logit's position and token, without this where they
+        are not read."""
+        indices = input_batch.logits_indices
+        if isinstance(indices, torch.Tensor) and not self.reads_positions(
+            input_batch.idx_mapping_np
+        ):
+            none: Any = slice(0, 0)
+            input_batch = dataclasses.replace(input_batch, logits_indices=none)
+        return super().__call__(logits, input_batch)
+
+    def _sample_random(
+        self,
+        processed_logits: torch.Tensor,
+        expanded_idx_mapping: torch.Tensor,
+        idx_mapping_np: np.ndarray,
+        pos: torch.Tensor,
+        top_k: torch.Tensor | None,
+        top_p: torch.Tensor | None,
+        has_topp_only_rows: bool,
+        use_fused_sampler: bool,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Sample one token for each row, int64 ``[rows]``."""
+        states = self.sampling_states
+        needs_logits = self.logprobs_mode.startswith("processed") or self.return_sampling_mask
+        is_greedy = states.temperature.np[idx_mapping_np] == 0
+        if is_greedy.all() and not needs_logits:
+            return processed_logits.argmax(-1), processed_logits
+        logits = processed_logits.double() if self.use_fp64_gumbel else processed_logits.float()
+        drawn = self._noise(logits, expanded_idx_mapping, idx_mapping_np, pos)
+        if is_greedy.any():
+            drawn.masked_fill_(
+                (states.temperature.gpu.index_select(0, expanded_idx_mapping) == 0)[:, None], 1
+            )
+        top_k_np = states.top_k.np[idx_mapping_np]
+        is_fused = chip().family.top_k_top_p and not self.use_fp64_gumbel
+        if is_fused and not ((top_k_np > MAX_TOP_K) & (top_k_np < states.vocab_size)).any():
+            tokens, processed = top_k_top_p_sample(
+                logits, top_k, top_p, q=drawn, is_need_logits=needs_logits
+            )
+            return tokens, processed if needs_logits else logits
+        logits = apply_top_k_top_p(logits, top_k, top_p, has_topp_only_rows=has_topp_only_rows)  # type: ignore[call-arg]
+        return (logits - drawn.log_()).argmax(-1), logits
+
+    def _noise(
+        self,
+        logits: torch.Tensor,
+        expanded_idx_mapping: torch.Tensor,
+        idx_mapping_np: np.ndarray,
+        pos: torch.Tensor,
+    ) -> torch.Tensor:
+        states = self.sampling_states
+        if states.any_explicit_seed(idx_mapping_np):
+            seeds = states.seeds.gpu.index_select(0, expanded_idx_mapping)
+            return gumbel.exponential(seeds, pos, logits.shape[1]).to(logits.dtype)
+        return gumbel.unseeded(logits, self.use_fp64_gumbel)
+
+
+class NPUWatermarkSampler(GPUWatermarkSampler, NPUSampler):  # type: ignore[misc]  # of vLLM 0.33
+    """GPUWatermarkSampler that, where no request of a step is watermarked, samples as
+    NPUSampler."""
+
+    def reads_positions(self, rows: np.ndarray) -> bool:
+        return self._marks(rows) or super().reads_positions(rows)
+
+    def reads_lengths(self, rows: np.ndarray) -> bool:
+        return self._marks(rows) or super().reads_lengths(rows)
+
+    def _marks(self, rows: np.ndarray) -> bool:
+        return bool(
+            (self.watermarking.np[rows] & (self.sampling_states.temperature.np[rows] != 0)).any()
+        )
+
+
+def install() -> None:
+    override("vllm.v1.worker.gpu.sample.sampler:Sampler", NPUSampler)
+    override("vllm.v1.watermarking.gpu_sampler:GPUWatermarkSampler", NPUWatermarkSampler)
