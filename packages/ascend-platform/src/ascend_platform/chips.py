@@ -116,40 +116,37 @@ ALL_OPERATORS = frozenset(
 (op-plugin:
 docs/zh/custom_APIs)"""
 
-FAMILIES = (
-    ChipFamily(
-        "Atlas A2",
-        ("Ascend910B1", "Ascend910B2", "Ascend910B3", "Ascend910B4"),
-        dtypes=ALL_DTYPES,
-        operators=ALL_OPERATORS,
-        quantization=None,
-        weight_nz=True,
-        top_k_top_p=True,
-        moe_routing=True,
-        token_unpermute=True,
-        matmul_all_reduce=frozenset({2, 4, 8}),
-        mc2=MC2(
-            MC2Algorithm(
-                "fullmesh",
-                frozenset({*range(2, 9), 16, 32, 64, 128, 256}),
-                256,
-                range(32, 7168 + 1, 32),
-                True,
-            ),
-            MC2Algorithm("hierarchy", frozenset({16, 32, 64}), 512, range(32, 10240 + 1, 32), True),
-            group_buffer=False,
+_A2 = ChipFamily(
+    "Atlas A2",
+    ("Ascend910B1", "Ascend910B2", "Ascend910B3", "Ascend910B4"),
+    dtypes=ALL_DTYPES,
+    operators=ALL_OPERATORS,
+    quantization=None,
+    weight_nz=True,
+    top_k_top_p=True,
+    moe_routing=True,
+    token_unpermute=True,
+    matmul_all_reduce=frozenset({2, 4, 8}),
+    mc2=MC2(
+        MC2Algorithm(
+            "fullmesh",
+            frozenset({*range(2, 9), 16, 32, 64, 128, 256}),
+            256,
+            range(32, 7168 + 1, 32),
+            True,
         ),
+        MC2Algorithm("hierarchy", frozenset({16, 32, 64}), 512, range(32, 10240 + 1, 32), True),
+        group_buffer=False,
     ),
-    ChipFamily(
-        "Atlas A3",
-        ("Ascend910_93",),
-        dtypes=ALL_DTYPES,
-        operators=ALL_OPERATORS,
-        quantization=None,
-        weight_nz=True,
-        top_k_top_p=True,
-        moe_routing=True,
-        token_unpermute=True,
+)
+
+FAMILIES = (
+    _A2,
+    dataclasses.replace(
+        _A2,
+        name="Atlas A3",
+        prefixes=("Ascend910_93",),
+        matmul_all_reduce=frozenset(),
         mc2=MC2(MC2Algorithm("fullmesh_v1", frozenset(range(2, 769)), 512, range(1024, 8192 + 1))),
     ),
     ChipFamily(

@@ -13,7 +13,7 @@ import torch
 import torch_npu
 
 from ascend_platform.errors import RefusedError
-from ascend_platform.quantization.common import uses_weight_nz
+from ascend_platform.quantization.common import SCHEME_BITS, uses_weight_nz
 
 Tensors = Mapping[str, torch.Tensor]
 
@@ -84,7 +84,6 @@ class Scheme:
 
     Attributes:
         name: as in ``quant_model_description.json``.
-        bits: of a weight.
         experts: whether the scheme supports experts.
         groups, expert_groups: whether it supports per-group scales, in linear layers and in
         experts.
@@ -94,13 +93,17 @@ class Scheme:
     """
 
     name: ClassVar[str]
-    bits: ClassVar[int] = 8
     experts: ClassVar[bool] = True
     groups: ClassVar[bool] = False
     expert_groups: ClassVar[bool] = False
     offsets: ClassVar[bool] = False
     packed: ClassVar[tuple[str, ...]] = ("weight", "weight_scale")
     int8_rows: ClassVar[bool] = False
+
+    @property
+    def bits(self) -> int:
+        """Bits of a weight."""
+        return SCHEME_BITS[self.name]
 
     def stored(self, description: Mapping[str, Any], layer: str) -> dict[str, Stored]:
         """The tensors of a layer in a ModelSlim checkpoint (msmodelslim, ``ascendv1`` format)."""

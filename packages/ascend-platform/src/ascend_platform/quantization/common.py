@@ -19,6 +19,9 @@ AWQ, GPTQ = "auto_awq", "auto_gptq"
 
 FP8, MXFP4 = "fp8", "gpt_oss_mxfp4"
 
+SCHEME_BITS = {"W8A8": 8, "W8A8_DYNAMIC": 8, "W8A16": 8, "W4A16": 4, "W4A8_DYNAMIC": 4}
+"""Bits of a weight by scheme; the layout planner reads them without importing torch."""
+
 METHODS = (NAME, "compressed-tensors", AWQ, GPTQ, FP8, MXFP4)
 
 

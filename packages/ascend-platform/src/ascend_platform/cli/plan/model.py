@@ -10,7 +10,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-BITS = {"none": 16, "w8a8": 8, "w8a16": 8, "w4a16": 4, "w4a8": 4}
+from ascend_platform.quantization.common import SCHEME_BITS
+
+BITS = {"none": 16} | {
+    name.removesuffix("_DYNAMIC").lower(): bits for name, bits in SCHEME_BITS.items()
+}
 """Bits of a weight of the linear layers; embeddings and the output head have 16, as ModelSlim does
 not quantize them."""
 UNSUPPORTED_LAYERS = {"mamba", "mamba2", "recurrent", "conv"}

@@ -18,6 +18,7 @@ from ascend_platform.errors import RefusedError
 from ascend_platform.ops.moe.experts import NPUExperts
 from ascend_platform.quantization.base import Layout, Quantized, Scheme, Stored, Tensors
 from ascend_platform.quantization.methods.linear import replace
+from ascend_platform.quantization.schemes import SCHEMES
 
 
 def register(
@@ -54,8 +55,9 @@ class QuantizedExperts(NPUExperts, FusedMoEMethodBase):
         super().__init__(moe)
         if not scheme.experts:
             raise RefusedError(
-                f"{name} has experts of {scheme.name}; supported for experts: W8A8_DYNAMIC, W8A16,"
-                " W4A16, W4A8_DYNAMIC; fix: quantize them again as one of these"
+                f"{name} has experts of {scheme.name}; supported for experts:"
+                f" {', '.join(each.name for each in SCHEMES.values() if each.experts)}; fix:"
+                " quantize them again as one of these"
             )
         self.scheme, self.stored, self.read, self.group_size, self.name = (
             scheme,

@@ -33,7 +33,6 @@ class W4A8Dynamic(Scheme):
     """
 
     name = "W4A8_DYNAMIC"
-    bits = 4
     groups = True
     expert_groups = True
     int8_rows = True

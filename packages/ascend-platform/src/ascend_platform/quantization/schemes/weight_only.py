@@ -81,7 +81,6 @@ class W4A16(WeightOnly):
     """
 
     name = "W4A16"
-    bits = 4
     expert_groups = True
 
     def stored(self, description: Mapping[str, Any], layer: str) -> dict[str, Stored]:
