@@ -326,16 +326,14 @@ class FusedAttentionImpl(extension.AttentionImplBase, AttentionImpl[FusedAttenti
             **lengths,
         }
         tensors = query.contiguous(), key_cache.flatten(2), value_cache.flatten(2)
+        kernel = self.operators[0]
         # The workspace is sized for the longest sequences, so that a graph's memory does not
         # change.
         if extension.is_captured():
-            attend["workspace"] = torch_npu._npu_fused_infer_attention_score_get_max_workspace(
-                *tensors, **attend
-            )
+            max_workspace = getattr(torch_npu, f"_{kernel}_get_max_workspace")
+            attend["workspace"] = max_workspace(*tensors, **attend)
         with extension.graph_task():
-            torch_npu.npu_fused_infer_attention_score.out(
-                *tensors, **attend, out=[output, meta.softmax_lse]
-            )
+            getattr(torch_npu, kernel).out(*tensors, **attend, out=[output, meta.softmax_lse])
 
     def _mask_args(self, meta: FusedAttentionMetadata) -> dict[str, Any]:
         """The kernel's mask arguments: none for cross attention, causal, or causal with a sliding

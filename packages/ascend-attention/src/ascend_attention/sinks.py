@@ -10,7 +10,6 @@ to 128 (``torch_npu/_op_plugin_docs.py``).
 from typing import Any, ClassVar
 
 import torch
-import torch_npu
 from ascend_platform import extension
 
 from ascend_attention.dense import (
@@ -18,7 +17,6 @@ from ascend_attention.dense import (
     FusedAttentionImpl,
     FusedAttentionMetadataBuilder,
 )
-from ascend_attention.metadata import FusedAttentionMetadata
 
 
 class SinkAttentionMetadataBuilder(FusedAttentionMetadataBuilder):
@@ -34,36 +32,13 @@ class SinkAttentionImpl(FusedAttentionImpl):
     supports_dcp = False
     int8_cache = False
 
-    def attend(
-        self,
-        query: torch.Tensor,
-        key_cache: torch.Tensor,
-        value_cache: torch.Tensor,
-        lengths: dict[str, Any],
-        block_table: torch.Tensor,
-        meta: FusedAttentionMetadata,
-        output: torch.Tensor,
-    ) -> None:
-        attend = {
+    def _head_args(self) -> dict[str, Any]:
+        return {
             "learnable_sink": self.sinks,
-            "block_table": block_table,
-            "block_size": key_cache.shape[1],
-            "input_layout": "TND",
             "num_query_heads": self.num_heads,
             "num_key_value_heads": self.num_kv_heads,
             "softmax_scale": self.scale,
-            **self._mask_args(meta),
-            **lengths,
         }
-        tensors = query.contiguous(), key_cache.flatten(2), value_cache.flatten(2)
-        if extension.is_captured():
-            attend["workspace"] = torch_npu._npu_fused_infer_attention_score_v2_get_max_workspace(
-                *tensors, **attend
-            )
-        with extension.graph_task():
-            torch_npu.npu_fused_infer_attention_score_v2.out(
-                *tensors, **attend, out=[output, meta.softmax_lse]
-            )
 
 
 class SinkAttentionBackend(FusedAttentionBackend):
