@@ -363,7 +363,7 @@ def _subtract(bounds: list[int], rejected: Sequence[Rejected]) -> list[int]:
     return [bound - sum(each) for bound, *each in zip_longest(bounds, *counts, fillvalue=0)]
 
 
-capturing: AbstractContextManager[Any] | None = None
+capturing: ContextVar[AbstractContextManager[Any] | None] = ContextVar("capturing", default=None)
 """torch_npu's graph dispatch mode while ``ascend_platform.graph.acl_graph`` captures: kernel calls
 in it become task groups."""
 
@@ -376,12 +376,12 @@ def graph_task() -> AbstractContextManager[Any]:
     (``torch_npu/npu/_npugraph_handlers``) and an explicit ``workspace``. A no-op outside of graph
     capture.
     """
-    return capturing or nullcontext()
+    return capturing.get() or nullcontext()
 
 
 def is_captured() -> bool:
     """Whether a graph that contains attention is being captured."""
-    return capturing is not None
+    return capturing.get() is not None
 
 
 def cache_parts(kv_cache: Any) -> dict[str, Any]:

@@ -115,10 +115,10 @@ class _Capture(torch_npu.npu.graph):
 
     def __enter__(self) -> None:
         super().__enter__()
-        base.capturing = self.npu_graph.graph_dispatch_mode
+        self._reset = base.capturing.set(self.npu_graph.graph_dispatch_mode)
 
     def __exit__(self, *raised: Any) -> None:
-        base.capturing = None
+        base.capturing.reset(self._reset)
         super().__exit__(*raised)
 
 

@@ -7,9 +7,12 @@ vLLM's, in PyTorch: penalties, bias, bad words, min-p, temperature. Shapes, dtyp
 operators are those of ``torch_npu/_op_plugin_docs.py`` in the torch_npu wheel.
 """
 
+import functools
 import weakref
+from contextvars import ContextVar
 from typing import Any
 
+import numpy as np
 import torch
 import torch_npu
 from vllm.v1.sample.ops.topk_topp_sampler import TopKTopPSampler, apply_top_k_top_p
@@ -80,11 +83,20 @@ class NPUTopKTopPSampler(torch.nn.Module):
 
     def supports(self, k: torch.Tensor | None) -> bool:
         """Whether the operator supports every request's k."""
-        if k is None:
-            return True
         batch = self.runner.input_batch
-        top_k = batch.top_k_cpu[: batch.num_reqs]
-        return not ((top_k > MAX_TOP_K) & (top_k < batch.vocab_size)).any()
+        return k is None or supports(batch.top_k_cpu[: batch.num_reqs], batch.vocab_size)
+
+
+def supports(top_k: np.ndarray, vocab_size: int) -> bool:
+    """Whether the chip has the operators, and they support every request's k, ``vocab_size`` for
+    requests without top-k."""
+    return has_operators() and not ((top_k > MAX_TOP_K) & (top_k < vocab_size)).any()
+
+
+@functools.cache
+def has_operators() -> bool:
+    """Whether this process's chip has the operators."""
+    return chip().family.top_k_top_p
 
 
 def top_k_top_p_sample(
@@ -101,22 +113,22 @@ def top_k_top_p_sample(
     return torch_npu.npu_top_k_top_p_sample(logits, k.int(), p, **options)
 
 
-_active: NPUTopKTopPSampler | None = None
-"""The sampler of the engine whose rejection sampler ran last; a process may have several engines.
-"""
+_active: ContextVar[NPUTopKTopPSampler | None] = ContextVar("top-k top-p sampler", default=None)
+"""The sampler of the engine whose rejection sampler runs; a process may have several engines."""
 
 
 def _mask_logits(
     logits: torch.Tensor, k: torch.Tensor | None, p: torch.Tensor | None
 ) -> torch.Tensor:
     """Replacement of vLLM's ``apply_top_k_top_p`` for the rejection sampler."""
-    return apply_top_k_top_p(logits, k, p) if _active is None else _active.mask_logits(logits, k, p)
+    active = _active.get()
+    return apply_top_k_top_p(logits, k, p) if active is None else active.mask_logits(logits, k, p)
 
 
 def install(runner: Any) -> None:
     """Use the fused operators in a model runner's sampler and rejection sampler, on chips that have
     them."""
-    if not chip().family.top_k_top_p:
+    if not has_operators():
         return
     sampler = runner.sampler.topk_topp_sampler = NPUTopKTopPSampler(
         runner.sampler.topk_topp_sampler, runner
@@ -125,7 +137,6 @@ def install(runner: Any) -> None:
         override("vllm.v1.sample.ops.topk_topp_sampler:apply_top_k_top_p", _mask_logits)
 
         def activate(*_: object) -> None:
-            global _active
-            _active = sampler
+            _active.set(sampler)
 
         rejection.register_forward_pre_hook(activate)

@@ -19,9 +19,8 @@ from vllm.v1.worker.gpu.sample.bad_words import BadWordsState
 from vllm.v1.worker.gpu.sample.output import SamplerOutput
 from vllm.v1.worker.gpu.sample.sampler import Sampler
 
-from ascend_platform.chips import chip
 from ascend_platform.kernels.v2 import gumbel
-from ascend_platform.sampling.topk_topp import MAX_TOP_K, top_k_top_p_sample
+from ascend_platform.sampling import topk_topp
 from ascend_platform.vllm_overrides import override
 
 NUM_PROCESSORS = 3
@@ -100,9 +99,8 @@ class NPUSampler(Sampler):
                 (states.temperature.gpu.index_select(0, expanded_idx_mapping) == 0)[:, None], 1
             )
         top_k_np = states.top_k.np[idx_mapping_np]
-        is_fused = chip().family.top_k_top_p and not self.use_fp64_gumbel
-        if is_fused and not ((top_k_np > MAX_TOP_K) & (top_k_np < states.vocab_size)).any():
-            tokens, processed = top_k_top_p_sample(
+        if not self.use_fp64_gumbel and topk_topp.supports(top_k_np, states.vocab_size):
+            tokens, processed = topk_topp.top_k_top_p_sample(
                 logits, top_k, top_p, q=drawn, is_need_logits=needs_logits
             )
             return tokens, processed if needs_logits else logits
