@@ -24,8 +24,6 @@ from vllm.model_executor.layers.mla import MultiHeadLatentAttentionWrapper
 
 from ascend_attention.latent import FusedLatentAttentionImpl
 
-FRACTAL_NZ = 29  # ACL_FORMAT_FRACTAL_NZ
-
 
 class RopeInHalves(torch.nn.Module):
     """Rotary embedding of pairs of elements whose results have the even elements first."""
@@ -73,25 +71,18 @@ class PrologAttention(MLAAttention):
             return
         rank = up.shape[1]
         up_key: Any = self.W_UK_T
-        made = to_nz(down[:rank]), to_nz(up), up_key.contiguous(), to_nz(down[rank:])
-        for old, new in zip(self.prolog_weights, made, strict=False):
+        down_query, up_query, down_key = (
+            extension.to_nz(each.data.t()) for each in (down[:rank], up, down[rank:])
+        )
+        weights = down_query, up_query, up_key.contiguous(), down_key
+        for old, new in zip(self.prolog_weights, weights, strict=False):
             old.copy_(new)  # graphs have the addresses
-        self.prolog_weights = self.prolog_weights or made
+        self.prolog_weights = self.prolog_weights or weights
 
 
 @functools.cache
 def _log_once(line: str) -> None:
     extension.logger.info(line)
-
-
-def to_nz(weight: torch.Tensor) -> torch.Tensor:
-    """A copy of ``[out, in]`` as ``[in, out]`` in FRACTAL_NZ."""
-    # Otherwise torch_npu creates base formats. The attribute cannot be read.
-    torch.npu.config.allow_internal_format = True
-    try:
-        return torch_npu.npu_format_cast(weight.data.t().contiguous(), FRACTAL_NZ)
-    finally:
-        torch.npu.config.allow_internal_format = False  # torch_npu's default
 
 
 class FusedLatentLayer(MultiHeadLatentAttentionWrapper):

@@ -36,6 +36,7 @@ from ascend_platform.config.performance import rope_order
 from ascend_platform.errors import RefusedError
 from ascend_platform.fingerprint import drift, fingerprint, module_source, tree_version
 from ascend_platform.logger import logger
+from ascend_platform.ops.formats import to_nz
 from ascend_platform.plugins import requirements
 from ascend_platform.plugins.plugin_filter import allowed
 from ascend_platform.plugins.registry import API_VERSION, join, state
@@ -72,6 +73,7 @@ __all__ = [
     "overrides",
     "rope_order",
     "state",
+    "to_nz",
     "tree_version",
     "unmet",
     "uses_mla_prolog",

@@ -13,11 +13,11 @@ import torch
 import torch_npu
 
 from ascend_platform.errors import RefusedError
+from ascend_platform.ops.formats import to_nz
 from ascend_platform.quantization.common import SCHEME_BITS, uses_weight_nz
 
 Tensors = Mapping[str, torch.Tensor]
 
-FRACTAL_NZ = 29  # ACL_FORMAT_FRACTAL_NZ
 GROUP_STEP = 32
 """Group sizes are multiples of this (npu_weight_quant_batchmatmul, antiquant_group_size)."""
 MOST = 65535
@@ -298,12 +298,7 @@ def transpose_int8(weight: torch.Tensor) -> torch.Tensor:
     across = weight.transpose(-1, -2).contiguous()
     if across.dim() > 2 or across.shape[0] % 16 or across.shape[1] % 32 or not uses_weight_nz():
         return across
-    # Otherwise torch_npu creates base formats. The attribute cannot be read.
-    torch.npu.config.allow_internal_format = True
-    try:
-        return torch_npu.npu_format_cast(across, FRACTAL_NZ)
-    finally:
-        torch.npu.config.allow_internal_format = False  # torch_npu's default
+    return to_nz(across)
 
 
 def per_row(parameter: torch.Tensor) -> torch.Tensor:
