@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from ascend_attention.gated_delta import FusedGatedDeltaRule
 from ascend_platform.attention import gated_delta
+from ascend_platform.extension import GatedDeltaInputs
 from ascend_platform.plugins import registry, slots
 
 LAYER = {
@@ -55,8 +56,8 @@ def close(found, expected):
     torch.testing.assert_close(found.cpu().double(), expected, rtol=2**-7, atol=2**-8)
 
 
-def on_npu(tensors):
-    return [each.npu() for each in tensors]
+def on_npu(tensors, scale):
+    return GatedDeltaInputs(*(each.npu() for each in tensors), scale)
 
 
 def strided(states):
@@ -72,7 +73,7 @@ def test_decodes_change_their_blocks_alone(layout):
     tensors, before = inputs(4), pool(6)
     states = layout(before)
     blocks = torch.tensor([4, 0, 2, 0], dtype=torch.int32)  # two rows are padding
-    output = FusedGatedDeltaRule.decode(*on_npu(tensors), 0.25, states, blocks.npu(), None, None)
+    output = FusedGatedDeltaRule.decode(on_npu(tensors, 0.25), states, blocks.npu(), None, None)
     for row, block in ((0, 4), (2, 2)):
         expected, after = golden(*(x[row : row + 1] for x in tensors), before[block])
         close(output[row], expected[0] * 0.25)
@@ -90,8 +91,7 @@ def test_draft_tokens_begin_after_the_accepted_ones(layout):
     tensors, before = inputs(8), pool(13)
     states = layout(before)
     output = FusedGatedDeltaRule.decode(
-        *on_npu(tensors),
-        1.0,
+        on_npu(tensors, 1.0),
         states,
         blocks.npu(),
         starts.npu(),
@@ -111,7 +111,7 @@ def test_draft_tokens_begin_after_the_accepted_ones(layout):
 
 def prefill(rule, tensors, before):
     starts = torch.tensor([0, 1, len(tensors[0])], dtype=torch.int32).npu()
-    return rule.prefill(*on_npu(tensors), 0.25, before.npu(), starts)
+    return rule.prefill(on_npu(tensors, 0.25), before.npu(), starts)
 
 
 def test_prefills_by_the_operator():
@@ -129,7 +129,7 @@ def test_prefills_by_the_operator():
 @pytest.mark.parametrize("which", ["g", "beta"])
 def test_prefills_out_of_range_are_the_built_ins_from_then_on(which):
     calls = []
-    rule = FusedGatedDeltaRule(lambda *inputs: calls.append(inputs) or (inputs[2], inputs[6]))
+    rule = FusedGatedDeltaRule(lambda *inputs: calls.append(inputs) or (inputs[0].v, inputs[1]))
     fitting = inputs(4)
     prefill(rule, fitting, pool(2))
     assert not calls

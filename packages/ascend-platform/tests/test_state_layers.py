@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from ascend_platform.attention import state_cache
+from ascend_platform.extension import GatedDeltaInputs
 from ascend_platform.kernels.states import causal_conv, gated_delta, selective_scan
 from harness import npus
 from vllm.v1.kv_cache_interface import FullAttentionSpec, MambaSpec
@@ -62,8 +63,8 @@ def tensors(tokens, decay=1.0):
 @pytest.mark.parametrize("decay", [0.01, 1, 30])
 def test_chunks_of_prefills_compute_the_delta_rule(decay):
     inputs, states = tensors(sum(LENGTHS), decay), torch.randn(len(LENGTHS), 4, 24, 16)
-    npu = [each.npu() for each in inputs]
-    output, after = gated_delta.chunk_rule(*npu, 0.25, states.npu(), starts(LENGTHS).npu())
+    npu = GatedDeltaInputs(*(each.npu() for each in inputs), 0.25)
+    output, after = gated_delta.chunk_rule(npu, states.npu(), starts(LENGTHS).npu())
     for each, part in enumerate(requests(LENGTHS)):
         expected, final = delta_rule(*(x[part].double() for x in inputs), states[each].double())
         assert error(output[part], expected * 0.25) < FLOAT32
@@ -78,10 +79,12 @@ def test_heads_of_the_published_size():
     g, beta = -torch.rand(1024, 32), torch.rand(1024, 32)
     states, where = torch.zeros(1, 32, 128, 128), starts([1024]).npu()
     output, after = gated_delta.chunk_rule(
-        *(x.npu() for x in (q, k, v, g, beta)), 0.1, states.npu(), where
+        GatedDeltaInputs(*(x.npu() for x in (q, k, v, g, beta)), 0.1), states.npu(), where
     )
     alone = [x.npu() for x in (q[:, 15:], k[:, 15:], v[:, 30:], g[:, 30:], beta[:, 30:])]
-    expected, final = gated_delta.chunk_rule(*alone, 0.1, states[:, 30:].npu(), where)
+    expected, final = gated_delta.chunk_rule(
+        GatedDeltaInputs(*alone, 0.1), states[:, 30:].npu(), where
+    )
     assert torch.equal(output[:, 30:], expected)
     assert torch.equal(after[:, 30:], final)
     v, pool, blocks = (
@@ -90,7 +93,7 @@ def test_heads_of_the_published_size():
         torch.arange(1, 1025, dtype=torch.int32).npu(),
     )
     one = gated_delta.recurrent_rule(
-        *(x.npu() for x in (q, k, v, g, beta)), 0.1, pool, blocks, None, None
+        GatedDeltaInputs(*(x.npu() for x in (q, k, v, g, beta)), 0.1), pool, blocks, None, None
     )
     score = (
         torch.einsum("thk,thk->th", q.repeat_interleave(2, 1), k.repeat_interleave(2, 1))
@@ -106,8 +109,7 @@ def test_equal_keys_do_not_grow_errors():
     q, k, v, g, beta = tensors(64)
     k, g, beta = k[:1].expand_as(k), g * 0, torch.full_like(beta, 1.5)
     output, _ = gated_delta.chunk_rule(
-        *(x.npu() for x in (q, k, v, g, beta)),
-        1.0,
+        GatedDeltaInputs(*(x.npu() for x in (q, k, v, g, beta)), 1.0),
         torch.zeros(1, 4, 24, 16).npu(),
         starts([64]).npu(),
     )
@@ -122,7 +124,7 @@ def test_decodes_compute_the_delta_rule_in_their_blocks():
     # the second row is padding
     states, blocks = pool.npu(), torch.tensor([4, 0, 2], dtype=torch.int32)
     output = gated_delta.recurrent_rule(
-        *(x.npu() for x in inputs), 0.25, states, blocks.npu(), None, None
+        GatedDeltaInputs(*(x.npu() for x in inputs), 0.25), states, blocks.npu(), None, None
     )
     for row, block in ((0, 4), (2, 2)):
         expected, after = delta_rule(
@@ -170,8 +172,7 @@ def test_draft_tokens_keep_the_state_after_each():
     inputs, pool = tensors(sum(lengths)), torch.randn(10, 4, 24, 16)
     states = pool.npu()
     output = gated_delta.recurrent_rule(
-        *(x.npu() for x in inputs),
-        1.0,
+        GatedDeltaInputs(*(x.npu() for x in inputs), 1.0),
         states,
         blocks.npu(),
         starts(lengths).npu(),

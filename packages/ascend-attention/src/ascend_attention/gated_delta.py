@@ -72,40 +72,31 @@ class FusedGatedDeltaRule:
 
     def prefill(
         self,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        g: torch.Tensor,
-        beta: torch.Tensor,
-        scale: float,
+        inputs: extension.GatedDeltaInputs,
         states: torch.Tensor,
         query_start_loc: torch.Tensor,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """As ``ascend_platform.kernels.states.gated_delta.chunk_rule``."""
+        g, beta = inputs.g, inputs.beta
         if self._in_range and not ((g.amin() >= LEAST_DECAY) & (beta.amax() <= 1)).item():
             self._in_range = False
             _say_out_of_range()
         if not self._in_range:
-            return self._built_in(q, k, v, g, beta, scale, states, query_start_loc)
+            return self._built_in(inputs, states, query_start_loc)
         return torch_npu.npu_chunk_gated_delta_rule(
-            q,
-            k,
-            v.contiguous(),
+            inputs.q,
+            inputs.k,
+            inputs.v.contiguous(),
             beta=beta.bfloat16(),
             initial_state=states,
             actual_seq_lengths=query_start_loc.diff().int(),
-            scale=scale,
+            scale=inputs.scale,
             g=g.contiguous(),
         )
 
     @staticmethod
     def decode(
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        g: torch.Tensor,
-        beta: torch.Tensor,
-        scale: float,
+        inputs: extension.GatedDeltaInputs,
         states: torch.Tensor,
         indices: torch.Tensor,
         query_start_loc: torch.Tensor | None,
@@ -116,7 +107,7 @@ class FusedGatedDeltaRule:
         The operator requires requests of equal size and rejects empty ones. Padding tokens repeat
         the previous state.
         """
-        requests, device = len(indices), v.device
+        v, requests, device = inputs.v, len(indices), inputs.v.device
         named: dict[str, torch.Tensor] = {}
         if indices.dim() == 1 or query_start_loc is None:
             steps, blocks = 1, indices if indices.dim() == 1 else indices[:, 0]
@@ -130,7 +121,7 @@ class FusedGatedDeltaRule:
             positions, exists = torch.where(exists, rows, len(v)), exists & (blocks > 0)
             if num_accepted_tokens is not None:
                 named["num_accepted_tokens"] = num_accepted_tokens[:requests].clamp(1, steps).int()
-        g, beta = (torch.where(exists[:, None], each[rows], 0) for each in (g, beta))
+        g, beta = (torch.where(exists[:, None], each[rows], 0) for each in (inputs.g, inputs.beta))
         in_place = states.is_contiguous() and len(states) >= len(blocks)
         index = (
             blocks.int()
@@ -139,11 +130,11 @@ class FusedGatedDeltaRule:
         )
         used = states if in_place else states[blocks]
         result = torch_npu.npu_recurrent_gated_delta_rule(
-            *(each[rows].bfloat16() for each in (q, k)),
+            *(each[rows].bfloat16() for each in (inputs.q, inputs.k)),
             v[rows].contiguous(),
             used,
             beta=beta.bfloat16(),
-            scale=scale,
+            scale=inputs.scale,
             actual_seq_lengths=torch.full((requests,), steps, dtype=torch.int32, device=device),
             ssm_state_indices=index,
             g=g.float(),

@@ -284,6 +284,25 @@ class SparseLatentAttentionImplBase(LatentAttentionImplBase):
 
 
 @dataclass(frozen=True)
+class GatedDeltaInputs:
+    """What a gated delta rule gets of each token, one request after the other.
+
+    Attributes:
+        q, k: ``[tokens, key heads, keys]``, normalized.
+        v: ``[tokens, heads, values]``.
+        g, beta: decays, as logarithms, and strengths, ``[tokens, heads]``.
+        scale: of the queries.
+    """
+
+    q: Any
+    k: Any
+    v: Any
+    g: Any
+    beta: Any
+    scale: float
+
+
+@dataclass(frozen=True)
 class Rejected:
     """Rejected draft tokens, which ``seq_lens_cpu_upper_bound`` counts.
 

@@ -9,41 +9,33 @@ waits for the device.
 """
 
 from collections.abc import Callable
-from types import SimpleNamespace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 
+from ascend_platform.attention.base import GatedDeltaInputs
 from ascend_platform.kernels.states import packed
 
 
 def chunk_rule(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    g: torch.Tensor,
-    beta: torch.Tensor,
-    scale: float,
-    states: torch.Tensor,
-    query_start_loc: torch.Tensor,
+    inputs: GatedDeltaInputs, states: torch.Tensor, query_start_loc: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Compute sequences, or chunks of them.
 
     Args:
-        q, k: ``[tokens, key heads, keys]``, normalized.
-        v: ``[tokens, heads, values]``.
-        g, beta: ``[tokens, heads]``, g as a logarithm.
         states: ``[requests, heads, values, keys]`` before these tokens.
 
     Returns:
         ``[tokens, heads, values]`` of v's dtype, and the new states in float32.
     """
+    v, scale = inputs.v, inputs.scale
     output, states = v.new_zeros(len(v) + 1, *v.shape[1:]), states.float().clone()
     for slab in packed.slabs(query_start_loc, len(v)):
-        keys, queries = (slab.heads(each, v.shape[1]) for each in (k, q))
-        values, strength = slab.heads(v), slab.heads(beta[..., None])
-        decay, between = slab.decays(g)
+        keys, queries = (slab.heads(each, v.shape[1]) for each in (inputs.k, inputs.q))
+        values, strength = slab.heads(v), slab.heads(inputs.beta[..., None])
+        decay, between = slab.decays(inputs.g)
         weighted = keys * strength
         inverse = _inverse(weighted @ keys.mT * between)
         seen = inverse @ (weighted * decay.exp()[..., None])
@@ -80,12 +72,7 @@ def _inverse(strict: torch.Tensor) -> torch.Tensor:
 
 
 def recurrent_rule(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    g: torch.Tensor,
-    beta: torch.Tensor,
-    scale: float,
+    inputs: GatedDeltaInputs,
     states: torch.Tensor,
     indices: torch.Tensor,
     query_start_loc: torch.Tensor | None,
@@ -94,7 +81,6 @@ def recurrent_rule(
     """Compute the token of each request, or its token and draft tokens.
 
     Args:
-        q, k, v, g, beta: as for `chunk_rule`.
         states: ``[blocks, heads, values, keys]``, written; block 0 is no request's.
         indices: ``[requests]``, or ``[requests, steps]`` with a block for the state after each
         token.
@@ -105,8 +91,11 @@ def recurrent_rule(
     Returns:
         ``[tokens, heads, values]`` of v's dtype; rows of no request are undefined.
     """
-    groups, output = v.shape[1] // k.shape[1], torch.zeros_like(v)
-    q, k = (packed.repeat_heads(each.float(), groups) for each in (q * scale, k))
+    v, g, beta = inputs.v, inputs.g, inputs.beta
+    groups, output = v.shape[1] // inputs.k.shape[1], torch.zeros_like(v)
+    q, k = (
+        packed.repeat_heads(each.float(), groups) for each in (inputs.q * inputs.scale, inputs.k)
+    )
 
     def step(
         state: torch.Tensor, tokens: slice | torch.Tensor
@@ -137,8 +126,20 @@ def normalize(x: torch.Tensor) -> torch.Tensor:
     return (values * torch.rsqrt(values.square().sum(-1, keepdim=True) + 1e-6)).to(x.dtype)
 
 
-rules = SimpleNamespace(prefill=lambda: chunk_rule, decode=recurrent_rule)
-"""Implementations for prefill and decode; the fused backend replaces them at start-up."""
+@dataclass
+class Rules:
+    """Implementations of this process, which ``worker/state_layers.py`` selects for its model.
+
+    Attributes:
+        prefill: creates the rule of a layer's prefills.
+        decode: the rule of decodes.
+    """
+
+    prefill: Callable[[], Callable[..., tuple[torch.Tensor, torch.Tensor]]] = lambda: chunk_rule
+    decode: Callable[..., torch.Tensor] = recurrent_rule
+
+
+rules = Rules()
 
 # What takes the place of vLLM's functions; arguments are named as there.
 
@@ -194,7 +195,8 @@ def chunk_gated_delta_rule(
     if use_qk_l2norm_in_kernel:
         q, k = normalize(q), normalize(k)
     scale = k.shape[-1] ** -0.5 if scale is None else scale
-    output, states = rule(q[0], k[0], v[0], g[0], beta[0], scale, initial_state, cu_seqlens)
+    inputs = GatedDeltaInputs(q[0], k[0], v[0], g[0], beta[0], scale)
+    output, states = rule(inputs, initial_state, cu_seqlens)
     if core_attn_out is not None:
         core_attn_out.view(-1)[: output.numel()].copy_(output.view(-1))
     return output[None], states
@@ -223,18 +225,8 @@ def fused_recurrent_gated_delta_rule(
         q, k = normalize(q.float()), normalize(k.float())
     scale = k.shape[-1] ** -0.5 if scale is None else scale
     indices = ssm_state_indices[: len(cu_seqlens) - 1]
-    output = rules.decode(
-        q[0],
-        k[0],
-        v[0],
-        g[0],
-        beta[0],
-        scale,
-        initial_state,
-        indices,
-        cu_seqlens,
-        num_accepted_tokens,
-    )
+    inputs = GatedDeltaInputs(q[0], k[0], v[0], g[0], beta[0], scale)
+    output = rules.decode(inputs, initial_state, indices, cu_seqlens, num_accepted_tokens)
     return output[None], initial_state
 
 
@@ -271,9 +263,8 @@ def fused_recurrent_gated_delta_rule_packed_decode(
     of_keys, v = of_keys.unflatten(-1, (-1, keys)), of_values.unflatten(-1, (-1, values))
     q, k = (normalize(of_keys.float()) if use_qk_l2norm_in_kernel else of_keys).chunk(2, 1)
     g, beta = gates(A_log, a, b, dt_bias)
-    out.copy_(
-        rules.decode(q, k, v, g, beta, scale, initial_state, ssm_state_indices, None, None)[:, None]
-    )
+    inputs = GatedDeltaInputs(q, k, v, g, beta, scale)
+    out.copy_(rules.decode(inputs, initial_state, ssm_state_indices, None, None)[:, None])
     return out, initial_state
 
 
