@@ -205,8 +205,6 @@ def attend(
         merged, lse = dcp.merge(
             [each.flatten() for _, each in both], [each.flatten(0, 1) for each, _ in both]
         )
-        output[chunk.rows], softmax_lse[chunk.rows] = (
-            merged.view_as(found[0]),
-            lse.view_as(found[1]),
-        )
+        output[chunk.rows] = merged.view_as(found[0])
+        softmax_lse[chunk.rows] = lse.view_as(found[1])
     return output

@@ -40,11 +40,9 @@ class P2PLink(PyHcclCommunicator):
         self.library, self.rank, self.world_size = load(), rank, 2
         self.device = torch.device("npu", torch.npu.current_device())
         self._runtime, self._comm = ctypes.CDLL("libascendcl.so"), None
-        root_info, comm, handle = (
-            torch.frombuffer(bytearray(info), dtype=torch.uint8),
-            ctypes.c_void_p(),
-            ctypes.c_void_p(),
-        )
+        root_info = torch.frombuffer(bytearray(info), dtype=torch.uint8)
+        comm = ctypes.c_void_p()
+        handle = ctypes.c_void_p()
         if len(root_info) != ROOT_INFO_BYTES:
             raise ValueError(
                 f"HCCL's root information has {ROOT_INFO_BYTES} bytes; found {len(root_info)}"

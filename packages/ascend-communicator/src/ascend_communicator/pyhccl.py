@@ -334,10 +334,8 @@ class PyHcclCommunicator:
     ) -> None:
         """All-to-all: send ``input_sizes[i]`` rows to rank i, and receive ``output_sizes[i]`` rows
         from it."""
-        sent, received = (
-            self._rows(input_sizes, input_tensor),
-            self._rows(output_sizes, output_tensor),
-        )
+        sent = self._rows(input_sizes, input_tensor)
+        received = self._rows(output_sizes, output_tensor)
         self._check_match(input_tensor, output_tensor, output_tensor.numel())
         kind = self._dtype(input_tensor)
         self._run(

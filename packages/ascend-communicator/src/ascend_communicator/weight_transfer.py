@@ -83,10 +83,8 @@ class HCCLWeightTransferEngine(NCCLWeightTransferEngine):
                 "the weight-transfer backend hccl needs master_address and master_port, not"
                 " nccl_unique_id_b64"
             )
-        self.packed, self.packed_buffer_size_bytes = (
-            init_info.packed,
-            init_info.packed_buffer_size_bytes,
-        )
+        self.packed = init_info.packed
+        self.packed_buffer_size_bytes = init_info.packed_buffer_size_bytes
         self._last: dict[torch.nn.Module, NCCLWeightTransferUpdateInfo] = {}
         rank = init_info.rank_offset + rank_of_worker(self.parallel_config)
         self.model_update_group: Any = connect(

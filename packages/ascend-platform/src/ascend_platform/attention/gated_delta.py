@@ -53,11 +53,9 @@ def select(vllm_config: VllmConfig) -> GatedDeltaRule | None:
     """Select the implementation for the model's layers, or None if it has no such layers."""
     from vllm.model_executor.layers.mamba.mamba_utils import MambaStateDtypeCalculator
 
-    model, cache, drafts = (
-        vllm_config.model_config,
-        vllm_config.cache_config,
-        vllm_config.speculative_config,
-    )
+    model = vllm_config.model_config
+    cache = vllm_config.cache_config
+    drafts = vllm_config.speculative_config
     if SERVED.get(model.architecture) != "gated delta net":
         return None
     path = slots.offered("attention.gated_delta")

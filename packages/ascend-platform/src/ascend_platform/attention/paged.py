@@ -79,10 +79,8 @@ class PagedAttentionMetadataBuilder(AttentionMetadataBuilder[PagedAttentionMetad
         fast_build: bool = False,
     ) -> PagedAttentionMetadata:
         """Build the metadata of one step on the host, without synchronizing with the device."""
-        common, seq_lens = (
-            common_attn_metadata,
-            host_lengths(common_attn_metadata, PagedAttentionImpl.title),
-        )
+        common = common_attn_metadata
+        seq_lens = host_lengths(common_attn_metadata, PagedAttentionImpl.title)
         query_start_loc = common.query_start_loc_cpu[: common.num_reqs + 1].tolist()
         query_lens = [end - start for start, end in pairwise(query_start_loc)]
         num_decodes = next(

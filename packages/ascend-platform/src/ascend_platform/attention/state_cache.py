@@ -58,11 +58,9 @@ def align_block_size(vllm_config: VllmConfig) -> None:
     """Enlarge the block size of attention until the states fit into the parts of a block."""
     from vllm.model_executor.models import ModelRegistry
 
-    cache, model, parallel = (
-        vllm_config.cache_config,
-        vllm_config.model_config,
-        vllm_config.parallel_config,
-    )
+    cache = vllm_config.cache_config
+    model = vllm_config.model_config
+    parallel = vllm_config.parallel_config
     model_class: Any = ModelRegistry.resolve_model_cls(model.architecture, model_config=model)[0]
     states = sizes(
         model_class.get_mamba_state_shape_from_config(vllm_config),

@@ -140,11 +140,9 @@ class Scheme:
         Raises:
             RefusedError: the scheme does not support the matrix's groups or zero_point.
         """
-        inputs, groups, several = (
-            matrix.weight.shape[-1],
-            matrix.scale.shape[-1],
-            matrix.weight.dim() > 2,
-        )
+        inputs = matrix.weight.shape[-1]
+        groups = matrix.scale.shape[-1]
+        several = matrix.weight.dim() > 2
         self.check_groups(inputs, groups, several, layer)
         zero_point = (
             matrix.zero_point

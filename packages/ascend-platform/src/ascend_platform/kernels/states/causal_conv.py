@@ -46,11 +46,9 @@ def causal_conv1d_fn(
     requests, device = len(cache_indices), x.device
     history = conv_states[cache_indices][..., :kept].transpose(1, 2)
     history = torch.where(has_initial_state.view(-1, 1, 1), history, 0)
-    # The rows of a request are its history, then its tokens.
-    position, request = (
-        torch.arange(len(tokens), device=device),
-        packed.requests_of(len(tokens), query_start_loc),
-    )
+    # each request's rows are its history, then its tokens
+    position = torch.arange(len(tokens), device=device)
+    request = packed.requests_of(len(tokens), query_start_loc)
     first = (
         query_start_loc[:-1, None]
         + torch.arange(kept, device=device)

@@ -128,12 +128,8 @@ def normalize(x: torch.Tensor) -> torch.Tensor:
 
 @dataclass
 class Rules:
-    """Implementations of this process, which ``worker/state_layers.py`` selects for its model.
-
-    Attributes:
-        prefill: creates the rule of a layer's prefills.
-        decode: the rule of decodes.
-    """
+    """Implementations of this process, which ``worker/state_layers.py`` selects for its model;
+    ``prefill`` creates that of a layer."""
 
     prefill: Callable[[], Callable[..., tuple[torch.Tensor, torch.Tensor]]] = lambda: chunk_rule
     decode: Callable[..., torch.Tensor] = recurrent_rule

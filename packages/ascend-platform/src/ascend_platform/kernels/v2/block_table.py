@@ -77,11 +77,9 @@ class NPUBlockTables(BlockTables):
         them to other requests. ``out`` are other tables than ``input_block_tables``, for prefill
         context parallelism; ``out_ptrs`` is not used.
         """
-        tables, num_reqs, num_rows = (
-            self.input_block_tables if out is None else out,
-            len(idx_mapping),
-            num_reqs_padded,
-        )
+        tables = self.input_block_tables if out is None else out
+        num_reqs = len(idx_mapping)
+        num_rows = num_reqs_padded
         step = step or Step()
         nulls = [
             step.num_null_blocks(idx_mapping, num_computed_tokens, reach, size)
@@ -202,11 +200,9 @@ class NPUPCPManager(PCPManager):
             input_batch: this rank's.
             of_all: the whole step.
         """
-        requests, padded, step = (
-            input_batch.idx_mapping,
-            input_batch.num_reqs_after_padding,
-            self.global_batch,
-        )
+        requests = input_batch.idx_mapping
+        padded = input_batch.num_reqs_after_padding
+        step = self.global_batch
         tables = self._block_tables.gather_block_tables(
             requests, padded, out=self._local_block_tables
         )

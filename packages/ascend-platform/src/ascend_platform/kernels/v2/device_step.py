@@ -243,19 +243,12 @@ class DeviceStep(Step):
         return positions, self.per_token(in_prefill, query_start_loc)
 
     def get_num_sampled_and_rejected(
-        self,
-        num_sampled: torch.Tensor,
-        seq_lens: torch.Tensor,
-        cu_num_logits: torch.Tensor,
-        idx_mapping: torch.Tensor,
-        prefill_len: torch.Tensor,
+        self, num_sampled: torch.Tensor, *others: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
         # vLLM has filled num_sampled with ones.
         if self.samples_one_each:
-            return num_sampled, ragged.zeros(len(idx_mapping), num_sampled.device)
-        return super().get_num_sampled_and_rejected(
-            num_sampled, seq_lens, cu_num_logits, idx_mapping, prefill_len
-        )
+            return num_sampled, ragged.zeros(len(num_sampled), num_sampled.device)
+        return super().get_num_sampled_and_rejected(num_sampled, *others)
 
     def add_sampled(self, states: States, sampled: Sampled) -> None:
         if not self.samples_one_each or sampled.query_start_loc is None:

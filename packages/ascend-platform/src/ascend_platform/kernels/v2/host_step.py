@@ -62,12 +62,10 @@ class HostStep(Step):
             sent: what the runner's last step has copied.
         """
         self.counts_output, self._sent = counts_output, sent
-        self.table, self._indices, self.computed, self.prefill_len = (
-            table,
-            indices,
-            computed.astype(np.int64),
-            prefill_len,
-        )
+        self.table = table
+        self._indices = indices
+        self.computed = computed.astype(np.int64)
+        self.prefill_len = prefill_len
         self.rows, self.lengths = rows.astype(np.int64), lengths.astype(np.int64)
         self.seq_lens = self.computed + self.lengths
         self.samples, self.in_prefill = self.seq_lens >= prefill_len, self.computed < prefill_len
@@ -210,11 +208,9 @@ class HostStep(Step):
             if not self.samples.any():
                 return
             rows, chosen = sent["chosen"].unbind()
-            tokens, num_sampled = (
-                tokens.index_select(0, chosen),
-                num_sampled.index_select(0, chosen),
-            )
-        self.table.view(-1).index_copy_(0, sent["positions"], tokens.to(self.table.dtype))
+            tokens = tokens.index_select(0, chosen)
+            num_sampled = num_sampled.index_select(0, chosen)
+        self.table.view(-1).index_copy_(0, sent["places"], tokens.to(self.table.dtype))
         if counts is not None:
             counted = torch.add(tokens, rows, alpha=counts.shape[1])
             counts.view(-1).index_add_(0, counted, num_sampled)

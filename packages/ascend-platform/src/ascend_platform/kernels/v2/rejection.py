@@ -32,14 +32,10 @@ def gather_draft_sampled(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Input token and position of each logit; draft tokens that are placeholders, after a prompt,
     become -1."""
-    tokens, token_positions = (
-        input_ids.index_select(0, logits_indices),
-        positions.index_select(0, logits_indices),
-    )
-    in_prefill = token_positions - expanded_local_pos < prefill_len.index_select(
-        0, expanded_idx_mapping
-    )
-    return tokens.masked_fill(in_prefill & (expanded_local_pos > 0), -1), token_positions
+    tokens = input_ids.index_select(0, logits_indices)
+    places = positions.index_select(0, logits_indices)
+    in_prefill = places - expanded_local_pos < prefill_len.index_select(0, expanded_idx_mapping)
+    return tokens.masked_fill(in_prefill & (expanded_local_pos > 0), -1), places
 
 
 def flatten_sampled(

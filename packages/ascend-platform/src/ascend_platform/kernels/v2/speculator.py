@@ -33,11 +33,9 @@ def prepare_shifted_inputs(
     A prompt with further chunks has its next token there. What is after this place belongs to
     rejected draft tokens.
     """
-    count, tokens, starts = (
-        input_batch.num_reqs,
-        input_batch.num_tokens,
-        input_batch.query_start_loc,
-    )
+    count = input_batch.num_reqs
+    tokens = input_batch.num_tokens
+    starts = input_batch.query_start_loc
     last = (starts[1 : count + 1] - 1 - num_rejected).long()
     rows = input_batch.idx_mapping
     sampled = last_sampled.view(-1).index_select(0, rows).to(next_prefill_tokens.dtype)

@@ -57,11 +57,9 @@ class FusedMoEWithLoRA(fused_moe.FusedMoEWithLoRA):
             )
 
     def _create_lora_a_weights(self, max_loras: int, lora_config: Any) -> None:
-        experts, rank, like = (
-            self.local_num_experts,
-            lora_config.max_lora_rank,
-            self._like(lora_config),
-        )
+        experts = self.local_num_experts
+        rank = lora_config.max_lora_rank
+        like = self._like(lora_config)
         self._w13_a = torch.zeros(
             experts, self._w13_slices, max_loras, rank, self.hidden_size, **like
         )
@@ -73,11 +71,9 @@ class FusedMoEWithLoRA(fused_moe.FusedMoEWithLoRA):
         self.w2_lora_a_stacked = (self._w2_a[:, 0].transpose(0, 1),)
 
     def _create_lora_b_weights(self, max_loras: int, lora_config: Any) -> None:
-        experts, rank, like = (
-            self.local_num_experts,
-            lora_config.max_lora_rank,
-            self._like(lora_config),
-        )
+        experts = self.local_num_experts
+        rank = lora_config.max_lora_rank
+        like = self._like(lora_config)
         inner = self.intermediate_size_per_partition
         self._w13_b = [
             torch.zeros(experts, max_loras, rank, inner, **like) for _ in range(self._w13_slices)

@@ -59,13 +59,11 @@ class QuantizedExperts(NPUExperts, FusedMoEMethodBase):
                 f" {', '.join(each.name for each in SCHEMES.values() if each.experts)}; fix:"
                 " quantize them again as one of these"
             )
-        self.scheme, self.stored, self.read, self.group_size, self.name = (
-            scheme,
-            stored,
-            read,
-            group_size,
-            name,
-        )
+        self.scheme = scheme
+        self.stored = stored
+        self.read = read
+        self.group_size = group_size
+        self.name = name
 
     def create_weights(
         self,

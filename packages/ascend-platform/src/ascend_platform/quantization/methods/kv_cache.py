@@ -69,10 +69,8 @@ class Int8CacheMethod(BaseKVCacheMethod):
     def process_weights_after_loading(self, layer: Any) -> None:
         dtype = layer.dtype
         for kind in "kv":
-            scale, offset = (
-                getattr(layer, f"{kind}_cache_scale").data,
-                getattr(layer, f"{kind}_cache_offset").data,
-            )
+            scale = getattr(layer, f"{kind}_cache_scale").data
+            offset = getattr(layer, f"{kind}_cache_offset").data
             if bool(scale.isnan().any()):
                 raise RefusedError(
                     f"no kv_cache_scale for {self.name} ({kind}) in the checkpoint; fix: quantize"
