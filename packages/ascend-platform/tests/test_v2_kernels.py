@@ -54,7 +54,7 @@ def test_inputs_of_a_step(seed: int, decode: bool, empty: bool, on_host: bool) -
             )
         input_batch.prepare_pos_seq_lens(idx_mapping, starts, computed, positions, seq_lens)
         last = None
-        if not empty:  # a request without tokens has no logits
+        if not empty:  # A request without tokens has no logits.
             last = input_batch.combine_sampled_and_draft_tokens(
                 input_ids, idx_mapping, device([[token] for token in batch.last], torch.int64), starts, seq_lens,
                 prefill_len, device([[]] * ROWS), device(list(range(count + 1))), count,
@@ -195,7 +195,7 @@ def test_states_are_the_same_by_what_the_host_knows(
             device([[0] * VOCABULARY] * ROWS),
         )
         with running(step):
-            if step is batch.step_on_host:  # which sends the indices of a decode step too
+            if step is batch.step_on_host:  # It also sends the indices of a decode step.
                 outputs = device([0] * 200, torch.int64), device([0] * ROWS)
                 input_batch.prepare_pos_seq_lens(
                     mapping, batch.query_start_loc(), computed, *outputs
@@ -209,7 +209,7 @@ def test_states_are_the_same_by_what_the_host_knows(
                 batch.query_start_loc(), table, WIDTH, total, None, None, 0, num_warps=1,
             )  # fmt: skip
         found.append([each.tolist() for each in (sampled, rejected, table, bins)])
-        if step is batch.step:  # what the host knows of the next step
+        if step is batch.step:  # The host's view of the next step.
             after = HostStep(
                 batch.step_on_host.rows,
                 np.ones(count),

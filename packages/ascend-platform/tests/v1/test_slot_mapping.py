@@ -78,7 +78,8 @@ def test_kernels_are_registered_beside_numba(monkeypatch):
     kernels.register(KERNELS)
     assert dispatcher._registry[name][1] is kernel
     monkeypatch.setattr(dispatcher, "register_kernels", None)
-    kernels.register(KERNELS)  # as for a second engine: nothing is left to do
+    # As for a second engine, when there is nothing left to do.
+    kernels.register(KERNELS)
 
 
 @pytest.mark.parametrize("splits", [1, 2])

@@ -46,7 +46,7 @@ def causal_conv1d_fn(
     requests, device = len(cache_indices), x.device
     history = conv_states[cache_indices][..., :kept].transpose(1, 2)
     history = torch.where(has_initial_state.view(-1, 1, 1), history, 0)
-    # each request's rows are its history, then its tokens
+    # The rows of a request are its history, then its tokens.
     position = torch.arange(len(tokens), device=device)
     request = packed.requests_of(len(tokens), query_start_loc)
     first = (

@@ -30,7 +30,7 @@ def _unpack(masks: torch.Tensor, vocab_size: int) -> torch.Tensor:
 def _member(tokens: torch.Tensor, valid: torch.Tensor, vocab_size: int) -> torch.Tensor:
     """Bool ``[rows, vocab_size]``: whether a token is among the valid ones of ``tokens`` ``[rows,
     columns]``."""
-    # the last is for invalid ones
+    # The last column is for invalid tokens.
     found = torch.zeros(len(tokens), vocab_size + 1, dtype=torch.bool, device=tokens.device)
     return found.scatter_(1, torch.where(valid, tokens, vocab_size).long(), True)[:, :vocab_size]
 
@@ -192,8 +192,8 @@ def apply_bad_words(
 
     prompt = prompt_len.index_select(0, rows)[:, None]
     output_len = total_len.index_select(0, rows)[:, None] - prompt
-    # the output's token to compare with
-    behind = output_len + position - (end - 1 - start) + (positions - start)
+    # This is the output's token to compare with.
+    behind = output_len + position - (end - 1 - start) + (places - start)
     width = all_token_ids.shape[1]
     elements = (prompt + behind).clamp(0, width - 1) + rows[:, None] * width
     committed = all_token_ids.view(-1)[elements]

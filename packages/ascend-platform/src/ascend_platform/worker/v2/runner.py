@@ -234,7 +234,7 @@ class NPUModelRunner(ModelMixin, DraftLengthsMixin, GPUModelRunner):
         return output
 
     def sample_tokens(self, grammar_output: Any) -> Any:
-        with running(self._step):  # of the batch that execute_model ran last
+        with running(self._step):  # Of the batch that execute_model ran last.
             return super().sample_tokens(grammar_output)
 
     def prepare_attn(self, batch: InputBatch) -> tuple[tuple[torch.Tensor, ...], torch.Tensor]:
