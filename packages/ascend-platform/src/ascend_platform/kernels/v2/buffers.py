@@ -138,8 +138,8 @@ class NPURequestState(RequestState):
 
     Attributes:
         lengths: number of computed and of known tokens, of the prompt's tokens and of the
-            prefill's, int32 ``[4, states]``. The first two are current in steps that read them
-            alone, see ``HostStep``.
+            prefill's, int32 ``[4, states]``. The first two are current only in steps that read
+            them, see ``HostStep``.
         indices: buffer of a decode step's indices, int64 ``[2 * states]``, see ``HostStep``.
     """
 

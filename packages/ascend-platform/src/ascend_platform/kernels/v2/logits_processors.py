@@ -193,7 +193,7 @@ def apply_bad_words(
     prompt = prompt_len.index_select(0, rows)[:, None]
     output_len = total_len.index_select(0, rows)[:, None] - prompt
     # This is the output's token to compare with.
-    behind = output_len + position - (end - 1 - start) + (places - start)
+    behind = output_len + position - (end - 1 - start) + (positions - start)
     width = all_token_ids.shape[1]
     elements = (prompt + behind).clamp(0, width - 1) + rows[:, None] * width
     committed = all_token_ids.view(-1)[elements]

@@ -33,9 +33,11 @@ def gather_draft_sampled(
     """Input token and position of each logit; draft tokens that are placeholders, after a prompt,
     become -1."""
     tokens = input_ids.index_select(0, logits_indices)
-    places = positions.index_select(0, logits_indices)
-    in_prefill = places - expanded_local_pos < prefill_len.index_select(0, expanded_idx_mapping)
-    return tokens.masked_fill(in_prefill & (expanded_local_pos > 0), -1), places
+    token_positions = positions.index_select(0, logits_indices)
+    in_prefill = token_positions - expanded_local_pos < prefill_len.index_select(
+        0, expanded_idx_mapping
+    )
+    return tokens.masked_fill(in_prefill & (expanded_local_pos > 0), -1), token_positions
 
 
 def flatten_sampled(
@@ -49,8 +51,12 @@ def flatten_sampled(
     """Replaces ``_flatten_sampled_kernel``: write sampled tokens ``[requests, columns]`` to
     ``[logits]``, 0 for the others."""
     requests = request_of_token(cu_num_logits[1:], len(flat))
-    places = torch.arange(len(flat), device=flat.device) - cu_num_logits.index_select(0, requests)
-    elements = torch.add(places.clamp(max=sampled.shape[1] - 1), requests, alpha=sampled.shape[1])
+    positions = torch.arange(len(flat), device=flat.device) - cu_num_logits.index_select(
+        0, requests
+    )
+    elements = torch.add(
+        positions.clamp(max=sampled.shape[1] - 1), requests, alpha=sampled.shape[1]
+    )
     tokens = sampled.contiguous().view(-1).index_select(0, elements)
     flat.copy_(torch.where(positions < num_sampled.index_select(0, requests), tokens, 0))
 

@@ -128,8 +128,8 @@ def prepare_extended_inputs(
     shifted = starts + requests
     num_valid = torch.diff(starts) - num_rejected
     rows = request_of_token(shifted[1:], tokens + count)
-    places = torch.arange(tokens + count, device=starts.device) - shifted.index_select(0, rows)
-    sources = (starts.index_select(0, rows) + places).clamp_(max=tokens - 1)
+    positions = torch.arange(tokens + count, device=starts.device) - shifted.index_select(0, rows)
+    sources = (starts.index_select(0, rows) + positions).clamp_(max=tokens - 1)
     own = num_valid.index_select(0, rows)
     sampled = (
         last_sampled.view(-1)
