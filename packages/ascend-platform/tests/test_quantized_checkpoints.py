@@ -36,7 +36,7 @@ def model(tmp_path):
 WEIGHT = "model.layers.0.mlp.down_proj.weight"
 
 
-def test_quantized_weights_of_layers_that_vllm_keeps_unquantized_are_refused():
+def test_quantized_weights_of_unquantized_layers_are_refused():
     layer = "model.layers.0.self_attn"
     description = {
         f"{layer}.{name}.weight": "W8A8_DYNAMIC" for name in ("o_proj", "compressor.wkv")
@@ -71,7 +71,7 @@ def test_quantized_weights_of_layers_that_vllm_keeps_unquantized_are_refused():
 
 
 @pytest.mark.parametrize("name", ["wk", "weights_proj"])
-def test_quantized_weights_of_an_indexer_are_refused_before_they_are_loaded(name):
+def test_quantized_indexer_weights_are_refused_before_loading(name):
     """The indexer's wk of DeepSeek-V3.2 has no quantization method in vLLM: its integers would be
     loaded as numbers."""
     weight = f"model.layers.0.self_attn.indexer.{name}.weight"
@@ -212,7 +212,7 @@ GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": 128, "desc_act": False,
         ),
     ],
 )
-def test_unsupported_awq_and_gptq_checkpoints_are_refused_in_one_line(model, config, named):
+def test_unsupported_awq_and_gptq_checkpoints_are_refused(model, config, named):
     with pytest.raises(ValueError, match=rf"[^\n]*{named}"):
         engine_config(model(quantization_config=config))
 

@@ -80,7 +80,7 @@ def test_inputs_of_a_step(seed: int, decode: bool, empty: bool, on_host: bool) -
 
 
 def test_inputs_are_prepared_within_a_step_alone() -> None:
-    with pytest.raises(AssertionError, match="prepare_inputs alone"):
+    with pytest.raises(AssertionError, match=r"only prepared in NPUModelRunner\.prepare_inputs"):
         input_batch.prepare_pos_seq_lens(
             device([0]), device([0, 1]), device([0]), device([0]), device([0])
         )

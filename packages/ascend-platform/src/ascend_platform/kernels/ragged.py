@@ -105,7 +105,7 @@ def write_slots(
         requests = request_of_token(query_start_loc[1:], tokens)
         elements = torch.add(blocks, requests, alpha=block_table.stride(0))
         numbers = block_table.view(-1).index_select(0, elements)
-    # block * size + position % size == position + (block - position // size) * size
+    # This is block * size + position % size.
     torch.add(positions, numbers - blocks, alpha=block_size, out=slots[:num_tokens])
     if ranks.size > 1:
         slots[:num_tokens].masked_fill_(is_remote, PAD_SLOT_ID)

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-all project
 """A V2 step whose inputs are computed on the device: with draft tokens the host has upper bounds of
-the requests' lengths only.
+the requests' sequence lengths only.
 
 A request has a logit for its last token, and one for each draft token before it.
 """

@@ -199,7 +199,7 @@ class HostStep(Step):
     def add_sampled(self, states: States, sampled: Sampled) -> None:
         """Add the sampled tokens to the requests' states.
 
-        ``last_sampled`` and the lengths, which vLLM keeps too, are not read where the host knows
+        ``last_sampled`` and the token counts, which vLLM keeps too, are not read where the host knows
         the inputs.
         """
         sent, rows, tokens = self._on_device, sampled.rows, sampled.tokens[:, 0]

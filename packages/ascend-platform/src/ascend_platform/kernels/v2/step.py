@@ -76,7 +76,7 @@ class Step:
 
     def _refuse(self, *_: Any, **__: Any) -> NoReturn:
         raise AssertionError(
-            "the inputs of a step are prepared in NPUModelRunner.prepare_inputs alone"
+            "the inputs of a step are only prepared in NPUModelRunner.prepare_inputs"
         )
 
     prepare_prefill_inputs: Any = _refuse
@@ -145,7 +145,7 @@ class Step:
     def add_sampled(self, states: States, sampled: Sampled) -> None:
         """Add the sampled tokens to the requests' states.
 
-        Differences are added in place of new values, so that neither ended requests nor tokens that
+        Differences are added instead of new values, so that neither ended requests nor tokens that
         are not valid write to another request's state, whatever the order of the writes is.
         """
         rows, starts = sampled.rows, sampled.query_start_loc
@@ -177,7 +177,7 @@ class Step:
         return tables.compute_slot_mappings(*arguments, num_tokens=num_tokens, out=out)
 
     def write_lengths(self, idx_mapping: torch.Tensor, lengths: torch.Tensor) -> None:
-        """Write the requests' lengths before the step to ``lengths``, where they are not current
+        """Write the requests' token counts before the step to ``lengths``, where they are not current
         yet."""
 
 

@@ -38,8 +38,7 @@ class NPUSampler(Sampler):
         self._has_new_requests = True
 
     def apply_staged_writes(self) -> None:
-        """As vLLM's, which does so in each step; nothing is staged but by ``add_request``, save by
-        a user's logits processors."""
+        """Apply staged writes only if ``add_request`` or a custom logits processor staged any."""
         if self._has_new_requests or len(self.logits_processors) > NUM_PROCESSORS:
             super().apply_staged_writes()
             self._has_new_requests = False
@@ -65,8 +64,8 @@ class NPUSampler(Sampler):
         )
 
     def __call__(self, logits: torch.Tensor, input_batch: InputBatch) -> SamplerOutput:
-        """As vLLM's, which first gathers each logit's position and token, without this where they
-        are not read."""
+        """Like the base method, but gather each logit's position and token only if they are
+        read."""
         indices = input_batch.logits_indices
         if isinstance(indices, torch.Tensor) and not self.reads_positions(
             input_batch.idx_mapping_np
