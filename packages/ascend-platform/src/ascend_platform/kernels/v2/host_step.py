@@ -210,7 +210,7 @@ class HostStep(Step):
             rows, chosen = sent["chosen"].unbind()
             tokens = tokens.index_select(0, chosen)
             num_sampled = num_sampled.index_select(0, chosen)
-        self.table.view(-1).index_copy_(0, sent["places"], tokens.to(self.table.dtype))
+        self.table.view(-1).index_copy_(0, sent["positions"], tokens.to(self.table.dtype))
         if counts is not None:
             counted = torch.add(tokens, rows, alpha=counts.shape[1])
             counts.view(-1).index_add_(0, counted, num_sampled)
