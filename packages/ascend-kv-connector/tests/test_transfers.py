@@ -584,7 +584,7 @@ def test_malformed_messages_are_refused(instances: Callable) -> None:
         socket.send_multipart(
             [draw.randbytes(draw.randrange(60)) for _ in range(draw.randrange(1, 5))]
         )
-    socket.send_multipart([b"1", b"\x81\xa4type\xa5Hello"])
+    socket.send_multipart([b"1", b"\x81\xa4type\xa9Handshake"])
     assert socket.poll(2000)
     assert isinstance(CODEC.decode_reply(socket.recv_multipart()[-1]), Refused)
     context.destroy(linger=0)

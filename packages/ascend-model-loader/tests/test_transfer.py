@@ -428,7 +428,7 @@ def test_slow_peer_is_stopped_by_the_deadline(serving: Any) -> None:
             "a header is not GetManifest: Object missing required field `type`",
         ),
         (
-            wire.PREFIX.pack(b"AWP1", 10, 9) + b"\x81\xa4type\xa3Ask",
+            wire.PREFIX.pack(b"AWP1", 18, 9) + b"\x81\xa4type\xabGetManifest",
             "the peer announced a payload of 9 bytes with GetManifest, which has none",
         ),
         (

@@ -7,7 +7,7 @@ A frame is ``AWP1``, the header's length (4 bytes) and the payload's (8 bytes), 
 order, the header in MessagePack, after the handshake the header's HMAC-SHA256 (32 bytes), and the
 payload. Lengths are checked against what is expected before anything is read or allocated. Headers
 are decoded by msgspec into the message types below only: no pickle, and no type or function name is
-taken from the network. A message's ``tag`` is its name on the wire.
+taken from the network. A message's name on the wire is that of its class.
 """
 
 import functools
@@ -65,30 +65,30 @@ class Welcome(Message, frozen=True):
     proof: bytes
 
 
-class GetManifest(Message, frozen=True, tag="Ask"):
+class GetManifest(Message, frozen=True):
     """Request for the manifest."""
 
 
-class GetChunks(Message, frozen=True, tag="Get"):
+class GetChunks(Message, frozen=True):
     """Request for chunks ``first`` to ``last - 1``."""
 
     first: int
     last: int
 
 
-class Chunk(Message, frozen=True, tag="Piece"):
+class Chunk(Message, frozen=True):
     """Header of one chunk, which is the payload or follows by the requested transport."""
 
     index: int
 
 
-class UseTransport(Message, frozen=True, tag="Over"):
+class UseTransport(Message, frozen=True):
     """Request for a transport other than TCP on this connection; answered by ReadableRegion."""
 
     transport: str
 
 
-class ReadableRegion(Message, frozen=True, tag="Region"):
+class ReadableRegion(Message, frozen=True):
     """An engine's session, and the address at which chunks can be read."""
 
     session: str
@@ -102,7 +102,7 @@ class Refused(Message, frozen=True, omit_defaults=True):
     busy: bool = False
 
 
-class Manifest(Message, frozen=True, tag="Described", rename={"chunk_bytes": "piece"}):
+class Manifest(Message, frozen=True):
     """Manifest: identity of the weights, (name, dtype, shape) of each tensor, and a checksum of
     each chunk.
 

@@ -6,7 +6,7 @@ A consumer's rank sends queries and a producer's rank replies to each with one m
 PrefillStarted and PrefillCancelled go the other way. A rank that exposes its KV cache sends its
 addresses in CacheInfo; readers ask where a request is (Locate), read them, and ask whether it had
 them all the time (Confirm). Otherwise a producer packs tokens into a buffer of its own and sends
-the buffer's address (Fetch). A message's ``tag`` is its name on the wire.
+the buffer's address (Fetch). A message's name on the wire is that of its class.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from ascend_platform.transfer.messages import Ack, Codec, Message, Refused
 
 from ascend_kv_connector.p2p.send_buffers import Owner
 
-VERSION = 3
+VERSION = 4
 """Protocol version; both instances must have the same."""
 
 Name = Annotated[str, msgspec.Meta(max_length=512)]
@@ -33,7 +33,7 @@ MAX_BLOCKS = 200_000
 Rank = Annotated[int, msgspec.Meta(ge=0, le=MAX_RANKS)]
 
 
-class Handshake(Message, frozen=True, tag="Hello"):
+class Handshake(Message, frozen=True):
     """Start of a connection, for the given engine, "" for any. Reply: CacheInfo, or Refused by
     another engine or version."""
 
@@ -50,7 +50,7 @@ class CacheRegion(msgspec.Struct, frozen=True):
     size: int
 
 
-class CacheInfo(Message, frozen=True, tag="Cache"):
+class CacheInfo(Message, frozen=True):
     """KV cache of a rank: of each region, heads ``first_head`` to ``first_head + heads`` of the
     model's ``total_heads``.
 
@@ -153,7 +153,7 @@ class Pushed(Message, frozen=True):
     size: int
 
 
-class Fetch(TokensQuery, frozen=True, rename={"allow_partial": "growing"}):
+class Fetch(TokensQuery, frozen=True):
     """Pack tokens of a request into a chunk. Reply: Chunk or Refused.
 
     Of each region, heads ``first_head`` to ``first_head + heads``. A transfer has one Fetch at a
@@ -208,7 +208,7 @@ class Renew(Message, frozen=True):
     reader: Name
 
 
-class PrefillStarted(Message, frozen=True, tag="Announce"):
+class PrefillStarted(Message, frozen=True):
     """A producer started the prefill that the receiver waits for as ``request``. Reply: Ack.
 
     Engine ``source_engine`` runs it as ``source_request``; its ranks listen at ``ranks``.
@@ -220,7 +220,7 @@ class PrefillStarted(Message, frozen=True, tag="Announce"):
     ranks: Annotated[list[tuple[Name, int]], msgspec.Meta(max_length=MAX_RANKS)]
 
 
-class PrefillCancelled(Message, frozen=True, tag="Dropped"):
+class PrefillCancelled(Message, frozen=True):
     """No producer will run the prefill that the receiver waits for as ``request``. Reply: Ack."""
 
     request: Name

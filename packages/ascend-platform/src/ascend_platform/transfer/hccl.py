@@ -46,13 +46,13 @@ HCCL_LINK_SLOT = "hccl.link"
 """Slot of ascend_platform.extension for HCCL between engines."""
 
 
-class Connect(Message, frozen=True, tag="Meet"):
+class Connect(Message, frozen=True):
     """Establish a link with ``reader``, a link's name. Reply: RootInfo."""
 
     reader: str
 
 
-class RootInfo(Message, frozen=True, tag="Meeting"):
+class RootInfo(Message, frozen=True):
     """HCCL root info; the replying side is rank 0, the reader rank 1."""
 
     info: bytes
@@ -70,7 +70,7 @@ class Send(Message, frozen=True):
     seconds: float
 
 
-class Disconnect(Message, frozen=True, tag="Part"):
+class Disconnect(Message, frozen=True):
     """``reader`` receives nothing more. Reply: Ack."""
 
     reader: str

@@ -13,10 +13,10 @@ LONGEST_MESSAGE = 1 << 20
 
 
 class Message(msgspec.Struct, tag=True, frozen=True):
-    """Base of all messages; ``tag`` identifies the type."""
+    """Base of all messages; on the wire the class's name identifies the type."""
 
 
-class Ack(Message, frozen=True, tag="Noted"):
+class Ack(Message, frozen=True):
     """Reply without content."""
 
 
