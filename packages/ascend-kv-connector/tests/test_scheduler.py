@@ -3,15 +3,21 @@
 """Scheduler side with vLLM's requests: metadata for the workers, and parameters for the router."""
 
 import inspect
+import time
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from ascend_kv_connector.config import Options
 from ascend_kv_connector.connector import AscendP2PConnector
+from ascend_kv_connector.p2p import trusted_addresses
+from ascend_kv_connector.p2p.params import TransferParams
 from ascend_kv_connector.p2p.prompt_digest import prompt_digest
 from ascend_kv_connector.p2p.protocol import VERSION
-from ascend_kv_connector.p2p.scheduler import Endpoint, LayerwisePrefill, Load, P2PScheduler
+from ascend_kv_connector.p2p.scheduler.cache_groups import CacheGroups
+from ascend_kv_connector.p2p.scheduler.metadata import Endpoint, LayerwisePrefill, Load
+from ascend_kv_connector.p2p.scheduler.scheduler import P2PScheduler
 from ascend_kv_connector.p2p.transfers import Source
 from ascend_kv_connector.p2p.trusted_addresses import TrustedAddresses
 from vllm import SamplingParams
@@ -62,9 +68,8 @@ def request(
 
 def scheduler(produces: bool = True, consumes: bool = True) -> P2PScheduler:
     urls = ["http://router/v1/metaserver", "http://configured", "http://own"]
-    made = P2PScheduler(
-        "d", 4, produces, consumes, trusted=TrustedAddresses(metaservers=urls, insecure=True)
-    )
+    trusted = TrustedAddresses(metaservers=urls, insecure=True)
+    made = P2PScheduler("d", CacheGroups(4), produces, consumes, Options(), trusted)
     made.set_endpoints(
         {(1, 0): Endpoint("h", 3, 23), (0, 1): Endpoint("h", 2, 22), (0, 0): Endpoint("h", 1, 21)}
     )
@@ -92,7 +97,7 @@ def test_remote_prompt_is_loaded_after_the_local_prefix() -> None:
 
 def of_windows() -> P2PScheduler:
     trusted = TrustedAddresses(metaservers=["http://r"], insecure=True)
-    made = P2PScheduler("d", 4, True, True, trusted=trusted, windows=(0, 6))
+    made = P2PScheduler("d", CacheGroups(4, (0, 6)), True, True, Options(), trusted)
     made.set_endpoints({(0, 0): Endpoint("h", 1, 21)})
     return made
 
@@ -149,9 +154,8 @@ def test_fully_cached_prompt_is_declined() -> None:
 
 def test_lease_is_renewed_while_a_request_waits_or_loads() -> None:
     now = [100.0]
-    made = P2PScheduler(
-        "d", 4, True, True, trusted=TrustedAddresses(insecure=True), clock=lambda: now[0]
-    )
+    trusted = TrustedAddresses(insecure=True)
+    made = P2PScheduler("d", CacheGroups(4), True, True, Options(), trusted, clock=lambda: now[0])
     near = request(params=dict(ANSWER, remote_lease=30.0))
     made.on_new_request(near)
 
@@ -181,9 +185,8 @@ def test_instances_of_both_roles_do_not_deadlock(produces: bool) -> None:
     """Each may keep the blocks that the other one's requests wait for. An instance with one role
     waits until its requests end."""
     now = [100.0]
-    made = P2PScheduler(
-        "d", 4, produces, True, 20.0, TrustedAddresses(insecure=True), clock=lambda: now[0]
-    )
+    options, trusted = Options(transfer_timeout=20.0), TrustedAddresses(insecure=True)
+    made = P2PScheduler("d", CacheGroups(4), produces, True, options, trusted, clock=lambda: now[0])
     waits, loads = (
         request(params=dict(ANSWER, remote_request_id=name), name=name)
         for name in ("waits", "loads")
@@ -197,6 +200,20 @@ def test_instances_of_both_roles_do_not_deadlock(produces: bool) -> None:
     assert released == (["waits"] if produces else [])
     assert made.get_num_new_matched_tokens(waits, 8) == ((0, False) if produces else (13, True))
     assert made.get_num_new_matched_tokens(waits, 8) == ((0, False) if produces else (13, True))
+
+
+def test_signature_may_expire_while_a_request_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+    trusted = TrustedAddresses(b"sixteen bytes or more")
+    made = P2PScheduler("d", CacheGroups(4), True, True, Options(), trusted)
+    answer = request(params=dict(ANSWER)).kv_transfer_params
+    signed = trusted.sign(TransferParams.parse(answer)).to_dict()
+    early, late = (request(params=dict(signed), name=name) for name in ("early", "late"))
+    made.on_new_request(early)
+    now = time.time()
+    monkeypatch.setattr(trusted_addresses.time, "time", lambda: now + 901)
+    made.on_new_request(late)
+    assert made.get_num_new_matched_tokens(early, 8) == (13, True)
+    assert made.get_num_new_matched_tokens(late, 8) == (0, False)
 
 
 def test_source_with_another_protocol_version_is_not_loaded() -> None:
@@ -305,7 +322,7 @@ def step(
 def test_layerwise_prefill_for_a_waiting_consumer() -> None:
     decode = scheduler()
     asked: list[tuple] = []
-    decode._metaserver_client.post = lambda *arguments: asked.append(arguments)
+    decode.consumer.client.post = lambda *arguments: asked.append(arguments)
     near = request(
         params={"do_remote_prefill": True, "metaserver": "http://router/v1/metaserver"},
         name="cmpl-7-0-12345678",
@@ -346,13 +363,13 @@ def test_layerwise_prefill_for_a_waiting_consumer() -> None:
 
 def test_push_mode_uses_the_configured_metaserver_by_default() -> None:
     decode, asked = scheduler(), []
-    decode._metaserver_client.post = lambda name, url, wanted: asked.append((name, url))
+    decode.consumer.client.post = lambda name, url, wanted: asked.append((name, url))
     plain, own = (
         request(params={"do_remote_prefill": True}),
         {"do_remote_prefill": True, "metaserver": "http://own"},
     )
     assert decode.get_num_new_matched_tokens(plain, 0) == (0, False)  # mode pull: computed here
-    decode._metaserver = "http://configured"
+    decode.consumer.metaserver = "http://configured"
     for name, params, source in (
         ("plain", {"do_remote_prefill": True}, None),
         ("own", own, None),
@@ -364,8 +381,8 @@ def test_push_mode_uses_the_configured_metaserver_by_default() -> None:
         assert decode.build_connector_meta(NOTHING).loads[near.request_id].source == source
     assert asked == [("plain-12345678", "http://configured"), ("own-12345678", "http://own")]
     prefill = scheduler()
-    prefill._metaserver = "http://configured"
-    # Without a waiting consumer it is kept for pull.
+    prefill.consumer.metaserver = "http://configured"
+    # without a waiting consumer: kept for pull
     far = request(params={"do_remote_decode": True}, name="far")
     far.status, far.num_computed_tokens = RequestStatus.FINISHED_LENGTH_CAPPED, 21
     assert prefill.request_finished(far, [7, 8])[0]

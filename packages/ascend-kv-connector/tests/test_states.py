@@ -14,7 +14,9 @@ from ascend_kv_connector.connector import AscendP2PConnector
 from ascend_kv_connector.p2p.consumer import Consumer
 from ascend_kv_connector.p2p.paged_cache import Heads, PagedCache
 from ascend_kv_connector.p2p.producer import Producer
-from ascend_kv_connector.p2p.scheduler import Endpoint, P2PScheduler
+from ascend_kv_connector.p2p.scheduler.cache_groups import CacheGroups
+from ascend_kv_connector.p2p.scheduler.metadata import Endpoint
+from ascend_kv_connector.p2p.scheduler.scheduler import P2PScheduler
 from ascend_kv_connector.p2p.states import LAST_STATE, draft_blocks, join_tables, list_regions
 from ascend_kv_connector.p2p.transfers import Done, Failed, Source
 from ascend_kv_connector.p2p.trusted_addresses import TrustedAddresses
@@ -192,7 +194,7 @@ def test_a_state_is_in_the_column_of_the_last_token() -> None:
 
 def of_states() -> P2PScheduler:
     trusted = TrustedAddresses(metaservers=["http://r"], insecure=True)
-    made = P2PScheduler("d", 4, True, True, trusted=trusted, windows=(0, LAST_STATE))
+    made = P2PScheduler("d", CacheGroups(4, (0, LAST_STATE)), True, True, Options(), trusted)
     made.set_endpoints({(0, 0): Endpoint("h", 1, 21)})
     return made
 

@@ -7,17 +7,21 @@ from typing import Any
 
 import pytest
 from ascend_kv_connector.p2p import trusted_addresses
-from ascend_kv_connector.p2p.trusted_addresses import SIGNATURE, TrustedAddresses
+from ascend_kv_connector.p2p.params import TransferParams
+from ascend_kv_connector.p2p.trusted_addresses import TrustedAddresses
+
+parse = TransferParams.parse
 
 SECRET = b"sixteen bytes or more"
 
 
-def params(*hosts: str, **more: Any) -> dict[str, Any]:
-    return {
+def params(*hosts: str, **more: Any) -> TransferParams:
+    sent = {
         "remote_engine_id": "p",
         "remote_request_id": "r",
         "remote_ranks": [[host, 7000] for host in hosts],
-    } | more
+    }
+    return parse(sent | more)
 
 
 @pytest.mark.parametrize(
@@ -52,17 +56,17 @@ def test_ranks_are_signed_with_the_secret() -> None:
     one, other = TrustedAddresses(SECRET), TrustedAddresses(SECRET, peers=["10.0.0.0/8"])
     sent = one.sign(params("10.0.0.1", remote_num_tokens=7))
     # routers and vLLM add to them
-    assert one.refusal(sent | {"remote_prefill_cached_tokens": 3}) == ""
+    assert one.refusal(parse(sent.to_dict() | {"remote_prefill_cached_tokens": 3})) == ""
     assert other.refusal(sent) == ""
     assert "10.0.0.1, which is not" in TrustedAddresses(SECRET, peers=["prefill"]).refusal(sent)
     forged = [
         params("10.0.0.1"),
-        sent | {"remote_ranks": [["10.0.0.2", 7000]]},
-        sent | {"remote_num_tokens": 8},
+        parse(sent.to_dict() | {"remote_ranks": [["10.0.0.2", 7000]]}),
+        parse(sent.to_dict() | {"remote_num_tokens": 8}),
     ]
     forged += [
-        sent | {SIGNATURE: ""},
-        sent | {SIGNATURE: None},
+        parse(sent.to_dict() | {"remote_signature": ""}),
+        parse(sent.to_dict() | {"remote_signature": None}),
         TrustedAddresses(b"another secret..").sign(params("10.0.0.1")),
     ]
     for each in forged:
@@ -79,21 +83,24 @@ def test_signatures_expire(monkeypatch: pytest.MonkeyPatch) -> None:
     now = time.time()
     monkeypatch.setattr(trusted_addresses.time, "time", lambda: now + 901)
     assert "were signed over 900 s ago, or the two machines' clocks differ" in trusted.refusal(sent)
-    assert trusted.refusal(sent, is_new=False) == ""
-    assert "no instance with" in trusted.refusal(sent | {"remote_expires": int(now) + 10_000})
+    assert "no instance with" in trusted.refusal(
+        parse(sent.to_dict() | {"remote_expires": int(now) + 10_000})
+    )
 
 
 def test_metaserver_is_one_of_the_configuration() -> None:
     trusted = TrustedAddresses(insecure=True, metaservers=["http://router:8000/v1/metaserver"])
-    assert trusted.refusal({"metaserver": "http://router:8000/v1/metaserver"}) == ""
+    assert trusted.refusal(parse({"metaserver": "http://router:8000/v1/metaserver"})) == ""
     for url in (
         "http://router:8000/v1/metaserver2",
         "http://169.254.169.254/latest",
         "http://127.0.0.1:1",
     ):
         assert (
-            trusted.refusal({"metaserver": url})
+            trusted.refusal(parse({"metaserver": url}))
             == f"has metaserver {url}, which is not in option metaserver"
         )
-    assert "\n" not in TrustedAddresses().refusal({"metaserver": "http://a\nERROR forged line"})
-    assert len(TrustedAddresses().refusal({"metaserver": "http://a" * 100_000})) < 400
+    assert "\n" not in TrustedAddresses().refusal(
+        parse({"metaserver": "http://a\nERROR forged line"})
+    )
+    assert len(TrustedAddresses().refusal(parse({"metaserver": "http://a" * 100_000}))) < 400

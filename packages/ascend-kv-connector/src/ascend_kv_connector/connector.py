@@ -21,7 +21,9 @@ from vllm.utils.network_utils import get_ip
 from ascend_kv_connector import auth
 from ascend_kv_connector.config import Options, paged_block_size, sliding_windows
 from ascend_kv_connector.metrics import TransferMetrics, TransferStats
-from ascend_kv_connector.p2p.scheduler import Endpoint, P2PMetadata, P2PScheduler
+from ascend_kv_connector.p2p.scheduler.cache_groups import CacheGroups
+from ascend_kv_connector.p2p.scheduler.metadata import Endpoint, P2PMetadata
+from ascend_kv_connector.p2p.scheduler.scheduler import P2PScheduler
 from ascend_kv_connector.p2p.states import LAST_STATE, draft_blocks
 from ascend_kv_connector.p2p.trusted_addresses import TrustedAddresses
 from ascend_kv_connector.p2p.worker import P2PWorker
@@ -89,16 +91,12 @@ class AscendP2PConnector(KVConnectorBase_V1, SupportsHMA):
         if role == KVConnectorRole.SCHEDULER:
             self._scheduler = P2PScheduler(
                 str(transfer.engine_id),
-                paged_block_size(groups),
+                CacheGroups(paged_block_size(groups), windows, draft_blocks(groups)),
                 transfer.is_kv_producer,
                 transfer.is_kv_consumer,
-                self._options.transfer_timeout,
+                self._options,
                 TrustedAddresses.from_options(self._options),
-                self._options.mode == "push",
-                windows,
-                self._options.lease,
-                tp_size=vllm_config.parallel_config.tensor_parallel_size,
-                draft_blocks=draft_blocks(groups),
+                vllm_config.parallel_config.tensor_parallel_size,
             )
         else:
             self._worker = P2PWorker(vllm_config, groups, self._options)

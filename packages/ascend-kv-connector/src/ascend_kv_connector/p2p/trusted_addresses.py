@@ -7,10 +7,9 @@ from __future__ import annotations
 
 import hmac
 import ipaddress
-import json
 import time
 from collections.abc import Sequence
-from typing import Any
+from dataclasses import replace
 
 from ascend_platform.transfer.auth import is_loopback
 from ascend_platform.transfer.errors import printable
@@ -18,19 +17,7 @@ from vllm.utils.network_utils import get_ip
 
 from ascend_kv_connector.auth import read_secret
 from ascend_kv_connector.config import Options
-
-SIGNATURE = "remote_signature"
-
-SIGNED = (
-    "remote_engine_id",
-    "remote_request_id",
-    "remote_reader",
-    "remote_ranks",
-    "remote_num_tokens",
-    "remote_prompt_digest",
-    "remote_expires",
-)
-"""Parameters that the signature covers; routers may add others."""
+from ascend_kv_connector.p2p.params import TransferParams
 
 VALID_SECONDS = 900
 """Age of a signature at which it is not accepted any more: longer than clocks differ and requests
@@ -75,37 +62,36 @@ class TrustedAddresses:
             local,
         )
 
-    def sign(self, params: dict[str, Any]) -> dict[str, Any]:
+    def sign(self, params: TransferParams) -> TransferParams:
         """The parameters, with a signature if there is a secret."""
         if not self._secret:
             return params
-        params = params | {"remote_expires": int(time.time()) + VALID_SECONDS}
-        return params | {SIGNATURE: self._signature(params)}
+        params = replace(params, remote_expires=int(time.time()) + VALID_SECONDS)
+        return replace(params, remote_signature=self._signature(params))
 
-    def refusal(self, params: dict[str, Any], is_new: bool = True) -> str:
-        """Why the parameters' router or ranks may not be contacted; "" if they may. The parameters
-        have the right types.
+    def refusal(self, params: TransferParams) -> str:
+        """Why the parameters' router or ranks may not be contacted; "" if they may."""
+        url = params.metaserver
+        if url is None:
+            return self.ranks_refusal(params)
+        return (
+            ""
+            if url in self.metaservers
+            else f"has metaserver {printable(url)}, which is not in option metaserver"
+        )
 
-        ``is_new`` is False for a request that was accepted before: its signature may expire while
-        it waits.
-        """
-        if "metaserver" in params:
-            url = params["metaserver"]
-            return (
-                ""
-                if url in self.metaservers
-                else f"has metaserver {printable(url)}, which is not in option metaserver"
-            )
+    def ranks_refusal(self, params: TransferParams) -> str:
+        """Why the parameters' ranks may not be contacted; "" if they may."""
         if self._secret and not hmac.compare_digest(
-            str(params.get(SIGNATURE)).encode(), self._signature(params).encode()
+            str(params.remote_signature).encode(), self._signature(params).encode()
         ):
             return "has remote_ranks that no instance with this one's secret has sent"
-        if self._secret and is_new and params["remote_expires"] < time.time():
+        if self._secret and (params.remote_expires or 0) < time.time():
             return (
                 f"has remote_ranks that were signed over {VALID_SECONDS} s ago, or the two"
                 " machines' clocks differ"
             )
-        for host, _ in params["remote_ranks"]:
+        for host, _ in params.remote_ranks or ():
             if not self.allows(host):
                 option = (
                     "peers" if self._hosts or self._networks else "peers, and there is no secret"
@@ -132,10 +118,9 @@ class TrustedAddresses:
             or (address and address.is_loopback)
         )
 
-    def _signature(self, params: dict[str, Any]) -> str:
-        signed = json.dumps([params.get(key) for key in SIGNED])
+    def _signature(self, params: TransferParams) -> str:
         return hmac.digest(
-            self._secret, b"ascend-kv-connector params " + signed.encode(), "sha256"
+            self._secret, b"ascend-kv-connector params " + params.signed(), "sha256"
         ).hex()
 
 

@@ -34,7 +34,7 @@ from ascend_kv_connector.p2p.paged_cache import PagedCache, kv_heads_of_rank
 from ascend_kv_connector.p2p.prefill_notifier import PrefillNotifier
 from ascend_kv_connector.p2p.producer import Producer
 from ascend_kv_connector.p2p.protocol import PrefillCancelled, PrefillStarted
-from ascend_kv_connector.p2p.scheduler import Endpoint, P2PMetadata
+from ascend_kv_connector.p2p.scheduler.metadata import Endpoint, P2PMetadata
 from ascend_kv_connector.p2p.states import list_regions
 from ascend_kv_connector.p2p.transfers import Failed
 from ascend_kv_connector.p2p.trusted_addresses import TrustedAddresses
