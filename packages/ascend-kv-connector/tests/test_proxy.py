@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from aiohttp import web
 from aiohttp.test_utils import TestClient, TestServer
-from ascend_kv_connector.proxy import application
+from ascend_kv_connector.proxy import Router
 
 PARAMS = {"do_remote_prefill": True, "remote_engine_id": "p"}
 
@@ -41,7 +41,7 @@ def ask(
         if stop:
             await servers[stop].close()
         data = body if isinstance(body, str) else json.dumps(body)
-        router = TestClient(TestServer(application(urls[:1], urls[1:])))
+        router = TestClient(TestServer(Router(urls[:1], urls[1:]).application()))
         async with router as client, client.post("/v1/completions", data=data) as answer:
             got = answer.status, await answer.text()
         for each in servers.values():

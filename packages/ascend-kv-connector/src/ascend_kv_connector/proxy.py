@@ -20,10 +20,12 @@ import itertools
 import json
 import re
 import uuid
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import AsyncIterator, Sequence
+from typing import Any, NamedTuple
 
 from aiohttp import ClientError, ClientSession, ClientTimeout, web
+
+from ascend_kv_connector.p2p.params import TransferParams
 
 SESSION = web.AppKey("session", ClientSession)
 PATHS = {"/v1/completions": "cmpl-{}-0", "/v1/chat/completions": "chatcmpl-{}"}
@@ -43,21 +45,34 @@ METASERVER = "/v1/metaserver"
 """Path where a decode instance requests a prefill; vllm-ascend's name."""
 
 
-def application(
-    prefill: Sequence[str], decode: Sequence[str], layerwise: str = ""
-) -> web.Application:
+class Waiting(NamedTuple):
+    """A request whose decode instance has not asked for its prefill."""
+
+    path: str
+    body: dict[str, Any]
+    headers: dict[str, str]
+
+
+class Router:
     """The router for base URLs such as ``http://10.0.0.1:8100``; ``layerwise`` is its own URL, for
     layer-by-layer transfers."""
-    instances = [itertools.cycle(url.rstrip("/") for url in urls) for urls in (prefill, decode)]
-    app = web.Application(client_max_size=64 << 20)
-    waiting: dict[str, tuple[str, dict[str, Any], dict[str, str]]] = {}
 
-    async def session(app: web.Application) -> Any:
-        app[SESSION] = ClientSession(timeout=ClientTimeout(total=None, sock_connect=10))
-        yield
-        await app[SESSION].close()
+    def __init__(self, prefill: Sequence[str], decode: Sequence[str], layerwise: str = "") -> None:
+        self._prefill, self._decode = (
+            itertools.cycle(url.rstrip("/") for url in urls) for urls in (prefill, decode)
+        )
+        self._layerwise = layerwise.rstrip("/")
+        self._waiting: dict[str, Waiting] = {}
 
-    async def complete(request: web.Request) -> web.StreamResponse:
+    def application(self) -> web.Application:
+        app = web.Application(client_max_size=64 << 20)
+        app.cleanup_ctx.append(_session)
+        for path in PATHS:
+            app.router.add_post(path, self.complete)
+        app.router.add_post(METASERVER, self.metaserver)
+        return app
+
+    async def complete(self, request: web.Request) -> web.StreamResponse:
         try:
             body = json.loads(await request.text())
             assert isinstance(body, dict)
@@ -68,21 +83,11 @@ def application(
             name: request.headers[name] for name in ("Authorization",) if name in request.headers
         }
         if _has_several_prompts(body):
-            return await send_to_decode(request, body, headers, None)
-        if layerwise:
-            params = {
-                "do_remote_prefill": True,
-                "do_remote_decode": False,
-                "metaserver": layerwise.rstrip("/") + METASERVER,
-            }
-            name = PATHS[request.path].format(headers["X-Request-Id"])
-            waiting[name] = request.path, body, headers
-            try:
-                return await send_to_decode(request, body, headers, params)
-            finally:
-                waiting.pop(name, None)
-        first = _prefill_body(body, {"do_remote_decode": True})
-        where = next(instances[0]) + request.path
+            return await self._send_to_decode(request, body, headers, None)
+        if self._layerwise:
+            return await self._decode_first(request, body, headers)
+        first = _prefill_body(body, TransferParams(do_remote_decode=True).to_dict())
+        where = next(self._prefill) + request.path
         try:
             async with request.app[SESSION].post(where, json=first, headers=headers) as answer:
                 text = await answer.text()
@@ -92,46 +97,55 @@ def application(
                 )
             params = json.loads(text).get("kv_transfer_params")
         except (ClientError, ValueError, TimeoutError) as error:
-            return _error(
-                502, f"the prefill instance at {where} failed: {type(error).__name__}: {error}"
-            )
+            return _failure("prefill", where, error)
         if not params:
             return _error(
                 502,
                 f"{where} returned no kv_transfer_params; start it with --kv-transfer-config and"
                 " kv_role kv_producer",
             )
-        return await send_to_decode(request, body, headers, params)
+        return await self._send_to_decode(request, body, headers, params)
 
-    async def metaserver(request: web.Request) -> web.StreamResponse:
+    async def metaserver(self, request: web.Request) -> web.StreamResponse:
         """A decode instance has blocks for a request and asks for its prefill."""
         params = json.loads(await request.text())
         name = str(params.get("request_id"))
-        # With n > 1 vLLM numbers them, "0_cmpl-…".
-        wanted = waiting.get(name) or waiting.get(re.sub(r"^\d+_", "", name))
+        # n > 1: vLLM numbers them, "0_cmpl-…"
+        wanted = self._waiting.get(name) or self._waiting.get(re.sub(r"^\d+_", "", name))
         if wanted is None:
             return _error(404, f"unknown request {name!r}")
-        path, body, headers = wanted
-        where = next(instances[0]) + path
+        where = next(self._prefill) + wanted.path
         try:
             async with request.app[SESSION].post(
-                where, json=_prefill_body(body, params), headers=headers
+                where, json=_prefill_body(wanted.body, params), headers=wanted.headers
             ) as answer:
                 return web.Response(
                     status=answer.status, text=await answer.text(), content_type="application/json"
                 )
         except (ClientError, TimeoutError) as error:
-            return _error(
-                502, f"the prefill instance at {where} failed: {type(error).__name__}: {error}"
-            )
+            return _failure("prefill", where, error)
 
-    async def send_to_decode(
+    async def _decode_first(
+        self, request: web.Request, body: dict[str, Any], headers: dict[str, str]
+    ) -> web.StreamResponse:
+        params = TransferParams(
+            do_remote_prefill=True, do_remote_decode=False, metaserver=self._layerwise + METASERVER
+        )
+        name = PATHS[request.path].format(headers["X-Request-Id"])
+        self._waiting[name] = Waiting(request.path, body, headers)
+        try:
+            return await self._send_to_decode(request, body, headers, params.to_dict())
+        finally:
+            self._waiting.pop(name, None)
+
+    async def _send_to_decode(
+        self,
         request: web.Request,
         body: dict[str, Any],
         headers: dict[str, str],
         params: dict[str, Any] | None,
     ) -> web.StreamResponse:
-        where = next(instances[1]) + request.path
+        where = next(self._decode) + request.path
         body = body | {"kv_transfer_params": params} if params else body
         response = None
         try:
@@ -144,17 +158,19 @@ def application(
                     await response.write(data)
         except (ClientError, TimeoutError) as error:
             if response is not None:
-                raise  # A part of the response was sent, so close the connection.
-            return _error(
-                502, f"the decode instance at {where} failed: {type(error).__name__}: {error}"
-            )
+                raise  # a part of the response was sent: close the connection
+            return _failure("decode", where, error)
         return response
 
-    app.cleanup_ctx.append(session)
-    for path in PATHS:
-        app.router.add_post(path, complete)
-    app.router.add_post(METASERVER, metaserver)
-    return app
+
+async def _session(app: web.Application) -> AsyncIterator[None]:
+    app[SESSION] = ClientSession(timeout=ClientTimeout(total=None, sock_connect=10))
+    yield
+    await app[SESSION].close()
+
+
+def _failure(role: str, where: str, error: Exception) -> web.Response:
+    return _error(502, f"the {role} instance at {where} failed: {type(error).__name__}: {error}")
 
 
 def _prefill_body(body: dict[str, Any], params: dict[str, Any]) -> dict[str, Any]:
@@ -200,9 +216,8 @@ def main() -> None:
         help="layer-by-layer transfers; URL is this router's own",
     )
     given = parser.parse_args()
-    web.run_app(
-        application(given.prefill, given.decode, given.layerwise), host=given.host, port=given.port
-    )
+    router = Router(given.prefill, given.decode, given.layerwise)
+    web.run_app(router.application(), host=given.host, port=given.port)
 
 
 if __name__ == "__main__":
