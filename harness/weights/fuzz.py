@@ -245,15 +245,14 @@ def fuzz(seconds: float, seed: int, say: Callable[[str], None] = lambda line: No
             bad = BadServer(random.Random(draw.random()), served.tensors, served.server._manifest)
             given = Options(timeout=1, deadline=3, connections=draw.choice([1, 3]))
             try:
-                peer.fetch(
-                    ("127.0.0.1", bad.port),
+                peer.Fetch(
                     into,
                     IDENTITY,
                     given,
                     SECRET,
                     torch.device("cpu"),
                     Report(),
-                )
+                ).from_peer(("127.0.0.1", bad.port))
             except wire.PeerError as error:
                 counts["to the client: refused"] += 1
                 said_of_it = str(error)

@@ -91,7 +91,7 @@ class Serving:
     ) -> Report:
         report, given = Report(), Options(**{"timeout": 5.0, "deadline": 30.0} | options)
         where = ("127.0.0.1", self.server.port)
-        peer.fetch(where, into, identity, given, secret, self.device, report)
+        peer.Fetch(into, identity, given, secret, self.device, report).from_peer(where)
         return report
 
 

@@ -72,7 +72,7 @@ def take(
     torch.npu.set_device(0)
     given = Options(transport=transport, timeout=timeout, deadline=30, connections=1)
     try:
-        peer.fetch(("127.0.0.1", port), into, IDENTITY, given, SECRET, NPU, report)
+        peer.Fetch(into, IDENTITY, given, SECRET, NPU, report).from_peer(("127.0.0.1", port))
         error = ""
     except wire.PeerError as found:
         error = str(found)

@@ -102,15 +102,14 @@ def test_dying_peer_leaves_only_verified_bytes(serving: Any, tenth: int) -> None
         Cut(served.server.port, total * tenth // 10) as cut,
         pytest.raises(PeerError, match=r"^the peer (closed|is gone)"),
     ):
-        peer.fetch(
-            ("127.0.0.1", cut.port),
+        peer.Fetch(
             into,
             IDENTITY,
             Options(timeout=30, deadline=60),
             SECRET,
             torch.device("cpu"),
             Report(),
-        )
+        ).from_peer(("127.0.0.1", cut.port))
     assert time.monotonic() - begin < 15
     got, sent = (
         np.frombuffer(b"".join(as_bytes(each)), np.uint8) for each in (into, served.tensors)
@@ -138,15 +137,14 @@ def test_bytes_corrupted_in_transit_are_rejected(serving: Any) -> None:
         Cut(served.server.port, None, flip=20_000_000) as cut,
         pytest.raises(PeerError, match="fails its checksum"),
     ):
-        peer.fetch(
-            ("127.0.0.1", cut.port),
+        peer.Fetch(
             into,
             IDENTITY,
             Options(connections=1),
             SECRET,
             torch.device("cpu"),
             Report(),
-        )
+        ).from_peer(("127.0.0.1", cut.port))
 
 
 def test_header_corrupted_in_transit_is_rejected(serving: Any) -> None:
@@ -154,15 +152,14 @@ def test_header_corrupted_in_transit_is_rejected(serving: Any) -> None:
         Cut(serving().server.port, None, flip=300) as cut,
         pytest.raises(PeerError, match="HMAC is wrong: it was made with another secret"),
     ):
-        peer.fetch(
-            ("127.0.0.1", cut.port),
+        peer.Fetch(
             room(),
             IDENTITY,
             Options(),
             SECRET,
             torch.device("cpu"),
             Report(),
-        )
+        ).from_peer(("127.0.0.1", cut.port))
 
 
 @pytest.mark.parametrize(
@@ -301,23 +298,22 @@ def test_client_of_a_busy_peer_waits_and_finds_the_next_one(serving: Any) -> Non
         return found[-1]
 
     into, given = room(), Options(timeout=60, deadline=200)
-    _, address = peer.fetch_from_first(
-        find, into, IDENTITY, given, SECRET, torch.device("cpu"), Report()
-    )
+    _, address = peer.Fetch(
+        into, IDENTITY, given, SECRET, torch.device("cpu"), Report()
+    ).from_first(find)
     assert as_bytes(into) == as_bytes(weights())
     assert (address, len(found)) == (found[-1][0], 4)
     with pytest.raises(
         PeerError, match=r"^127\.0\.0\.1:\d+: the peer refused: all 1 connections are in use$"
     ):
-        peer.fetch_from_first(
-            lambda: found[0],
+        peer.Fetch(
             into,
             IDENTITY,
             Options(busy_timeout=0.1),
             SECRET,
             torch.device("cpu"),
             Report(),
-        )
+        ).from_first(lambda: found[0])
     idle.close()
 
 
@@ -327,15 +323,14 @@ def test_slow_peer_is_left(serving: Any) -> None:
     with pytest.raises(
         PeerError, match=r"^it sends [\d.]+ MB/s, less than min_bytes_per_second, 20 MB/s$"
     ):
-        peer.fetch(
-            ("127.0.0.1", slow.server.port),
+        peer.Fetch(
             room(),
             IDENTITY,
             given,
             SECRET,
             torch.device("cpu"),
             Report(),
-        )
+        ).from_peer(("127.0.0.1", slow.server.port))
 
 
 def test_clients_without_the_secret_do_not_keep_others_out(
@@ -368,11 +363,11 @@ def test_unreachable_and_silent_peers_time_out() -> None:
     )
     begin = time.monotonic()
     with pytest.raises(PeerError, match=r"^the peer sent nothing for 0\.3 s$"):
-        peer.fetch(("127.0.0.1", port), *given)
+        peer.Fetch(*given).from_peer(("127.0.0.1", port))
     silent.close()
     for address in (("127.0.0.1", port), ("127.0.0.1", 70000), ("a" * 70, 1)):
         with pytest.raises(PeerError, match=r"^cannot be reached: "):
-            peer.fetch(address, *given)
+            peer.Fetch(*given).from_peer(address)
     assert time.monotonic() - begin < 20
 
 
@@ -387,8 +382,8 @@ def test_deadline_is_for_all_peers_together() -> None:
             r"sent nothing for 1 s, .*the deadline of 2\.5 s has passed, and further peers were not"
         ),
     ):
-        peer.fetch_from_first(
-            lambda: addresses, room(), IDENTITY, given, SECRET, torch.device("cpu"), Report()
+        peer.Fetch(room(), IDENTITY, given, SECRET, torch.device("cpu"), Report()).from_first(
+            lambda: addresses
         )
     assert time.monotonic() - began < 6
     for each in silent:
@@ -402,8 +397,8 @@ def test_slow_peer_is_stopped_by_the_deadline(serving: Any) -> None:
         Cut(served.server.port, None, delay=0.05) as cut,
         pytest.raises(PeerError, match=r"^the deadline has passed$"),
     ):
-        peer.fetch(
-            ("127.0.0.1", cut.port), room(), IDENTITY, given, SECRET, torch.device("cpu"), Report()
+        peer.Fetch(room(), IDENTITY, given, SECRET, torch.device("cpu"), Report()).from_peer(
+            ("127.0.0.1", cut.port)
         )
     assert time.monotonic() - begin < 30
 

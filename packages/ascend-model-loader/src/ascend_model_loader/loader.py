@@ -134,9 +134,9 @@ class PeerModelLoader(BaseModelLoader):
             raise PeerError("no peer is given, and the registry has none with these weights")
         tensors, secret = named_tensors(model), options.read_secret(self.options)
         device = next(iter(tensors.values())).device
-        manifest, (host, port) = peer.fetch_from_first(
-            find, tensors, own, self.options, secret, device, self.report
-        )
+        manifest, (host, port) = peer.Fetch(
+            tensors, own, self.options, secret, device, self.report
+        ).from_first(find)
         logger.info("weights loaded from peer %s:%d", host, port)
         return manifest.digests if manifest.checksum == self.options.checksum else None
 

@@ -11,6 +11,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, replace
 
 import msgspec
 import torch
@@ -58,56 +59,6 @@ def connect(
     return channel
 
 
-def fetch(
-    address: tuple[str, int],
-    tensors: Mapping[str, torch.Tensor],
-    identity: Mapping[str, str],
-    options: Options,
-    secret: bytes,
-    device: torch.device,
-    report: Report,
-) -> wire.Manifest:
-    """Fill tensors with a peer's weights.
-
-    Args:
-        tensors: same names, shapes and dtypes as the peer's. Only bytes whose checksum matched are
-        written to them.
-        identity: required identity of the weights (identity.py).
-
-    Returns:
-        The peer's manifest.
-
-    Raises:
-        PeerError: the peer's weights are different or incomplete; the tensors may have been partly
-        written.
-    """
-    deadline = time.monotonic() + options.deadline
-    first: wire.Channel | None = None
-    with report.phase("manifest"):
-        first = connect(address, options, secret, deadline)
-        try:
-            first.send(wire.GetManifest())
-            manifest, _ = first.receive(wire.Manifest, max_size=wire.MAX_MANIFEST_BYTES)
-            _check_manifest(manifest, tensors, identity, options.checksum)
-        except wire.PeerError:
-            first.close()
-            raise
-    reasons = []
-    for transport in options.transports:
-        try:
-            with report.phase(_phase(transport, device)) as phase:
-                transfer = _Transfer(manifest, tensors, device, transport, options, secret)
-                transfer.run(first, lambda: connect(address, options, secret, deadline))
-                phase.bytes = transfer.layout.total
-            return manifest
-        except wire.PeerError as error:
-            reasons.append(
-                str(error) if options.transports == ("tcp",) else f"by {transport}: {error}"
-            )
-            first = None
-    raise wire.PeerError(", ".join(reasons))
-
-
 LEAST_RATED = 10.0
 """Seconds over which a peer's rate is measured at least: Mooncake needs five to abort a read."""
 
@@ -115,48 +66,92 @@ BUSY_PAUSE = 1.0
 """Seconds after which busy peers are queried again."""
 
 
-def fetch_from_first(
-    find: Callable[[], Iterable[tuple[str, int]]],
-    tensors: Mapping[str, torch.Tensor],
-    identity: Mapping[str, str],
-    options: Options,
-    secret: bytes,
-    device: torch.device,
-    report: Report,
-) -> tuple[wire.Manifest, tuple[str, int]]:
-    """:func:`fetch` from the first of several peers that has the weights; the deadline is for all
-    together.
+@dataclass(frozen=True)
+class Fetch:
+    """Fetch weights into ``tensors``, which have the same names, shapes and dtypes as a peer's. Only
+    bytes whose checksum matched are written to them.
 
-    If some of them only have too many clients, ``find`` is called again: these clients may serve
-    meanwhile, so that the peers become a tree.
-
-    Raises:
-        PeerError: none of them has; with each one's reason.
+    ``identity`` is the required identity of the weights (identity.py).
     """
-    began, failed = time.monotonic(), dict[tuple[str, int], str]()
-    while True:
-        busy: dict[tuple[str, int], str] = {}
-        for address in dict.fromkeys(find()):
-            if address in failed:
-                continue
-            if (left := began + options.deadline - time.monotonic()) <= 0:
-                untried = (
-                    f"the deadline of {options.deadline:g} s has passed, and further peers were not"
-                    " tried"
-                )
-                raise wire.PeerError(", ".join([*_reasons(failed | busy), untried]))
-            remaining = msgspec.structs.replace(options, deadline=left)
+
+    tensors: Mapping[str, torch.Tensor]
+    identity: Mapping[str, str]
+    options: Options
+    secret: bytes
+    device: torch.device
+    report: Report
+
+    def from_peer(self, address: tuple[str, int]) -> wire.Manifest:
+        """Fill the tensors with a peer's weights; returns its manifest.
+
+        Raises:
+            PeerError: the peer's weights are different or incomplete; the tensors may have been
+            partly written.
+        """
+        options = self.options
+        deadline = time.monotonic() + options.deadline
+        first: wire.Channel | None
+        with self.report.phase("manifest"):
+            first = connect(address, options, self.secret, deadline)
             try:
-                return fetch(address, tensors, identity, remaining, secret, device, report), address
-            except wire.PeerBusyError as error:
-                busy[address] = str(error)
+                first.send(wire.GetManifest())
+                manifest, _ = first.receive(wire.Manifest, max_size=wire.MAX_MANIFEST_BYTES)
+                _check_manifest(manifest, self.tensors, self.identity, options.checksum)
+            except wire.PeerError:
+                first.close()
+                raise
+        reasons = []
+        for transport in options.transports:
+            try:
+                with self.report.phase(_phase(transport, self.device)) as phase:
+                    transfer = _Transfer(manifest, self, transport)
+                    transfer.run(first, lambda: connect(address, options, self.secret, deadline))
+                    phase.bytes = transfer.layout.total
+                return manifest
             except wire.PeerError as error:
-                failed[address] = str(error)
-        if not busy or time.monotonic() + BUSY_PAUSE > began + min(
-            options.busy_timeout, options.deadline
-        ):
-            raise wire.PeerError(", ".join(_reasons(failed | busy)))
-        time.sleep(BUSY_PAUSE)
+                reasons.append(
+                    str(error) if options.transports == ("tcp",) else f"by {transport}: {error}"
+                )
+                first = None
+        raise wire.PeerError(", ".join(reasons))
+
+    def from_first(
+        self, find: Callable[[], Iterable[tuple[str, int]]]
+    ) -> tuple[wire.Manifest, tuple[str, int]]:
+        """:meth:`from_peer` from the first of several peers that has the weights; the deadline is
+        for all together.
+
+        If some of them only have too many clients, ``find`` is called again: these clients may
+        serve meanwhile, so that the peers become a tree.
+
+        Raises:
+            PeerError: none of them has; with each one's reason.
+        """
+        options, began = self.options, time.monotonic()
+        failed: dict[tuple[str, int], str] = {}
+        while True:
+            busy: dict[tuple[str, int], str] = {}
+            for address in dict.fromkeys(find()):
+                if address in failed:
+                    continue
+                if (left := began + options.deadline - time.monotonic()) <= 0:
+                    untried = (
+                        f"the deadline of {options.deadline:g} s has passed, and further peers were"
+                        " not tried"
+                    )
+                    raise wire.PeerError(", ".join([*_reasons(failed | busy), untried]))
+                remaining = msgspec.structs.replace(options, deadline=left)
+                try:
+                    return replace(self, options=remaining).from_peer(address), address
+                except wire.PeerBusyError as error:
+                    busy[address] = str(error)
+                except wire.PeerError as error:
+                    failed[address] = str(error)
+            if not busy or time.monotonic() + BUSY_PAUSE > began + min(
+                options.busy_timeout, options.deadline
+            ):
+                raise wire.PeerError(", ".join(_reasons(failed | busy)))
+            time.sleep(BUSY_PAUSE)
 
 
 def _reasons(failed: Mapping[tuple[str, int], str]) -> list[str]:
@@ -203,17 +198,10 @@ def _check_manifest(
 class _Transfer:
     """Transfer of all chunks, distributed over connections on demand."""
 
-    def __init__(
-        self,
-        manifest: wire.Manifest,
-        tensors: Mapping[str, torch.Tensor],
-        device: torch.device,
-        transport: str,
-        options: Options,
-        secret: bytes,
-    ) -> None:
-        self.layout, self.device = chunk_layout(tensors), device
-        self._transport, self._options, self._secret = transport, options, secret
+    def __init__(self, manifest: wire.Manifest, fetch: Fetch, transport: str) -> None:
+        tensors, self.device = fetch.tensors, fetch.device
+        self.layout = chunk_layout(tensors)
+        self._transport, self._options, self._secret = transport, fetch.options, fetch.secret
         self._manifest, self._hashed = manifest, CHECKSUMS[manifest.checksum]
         self._staged = {
             name: torch.empty(each.shape, dtype=each.dtype)
