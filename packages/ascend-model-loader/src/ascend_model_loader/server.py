@@ -257,39 +257,43 @@ class WeightServer:
             sender.send(index, chunk)
 
 
-_published: WeightServer | None = None
-_started = False
+class Publication:
+    """This process's server: it starts after the engine has captured its graphs, since reads from
+    an NPU during capture would abort it."""
+
+    def __init__(self) -> None:
+        self._server: WeightServer | None = None
+        self._started = False
+
+    def publish(self, server: WeightServer) -> None:
+        """Replace the server."""
+        if self._server:
+            self._server.stop()
+        self._server, self._started = server, False
+        atexit.register(server.stop)
+
+    def awake(self, state: bool) -> None:
+        """Hook of the platform's worker: True once the engine can serve, also after wake-up; False
+        before its weights sleep.
+
+        Raises:
+            RefusedError: a peer is still reading the weights, which must not be freed.
+        """
+        if self._server is None:
+            return
+        if not state:
+            if not self._server.gate.close(30.0):
+                self._server.gate.open()
+                raise extension.RefusedError(
+                    "a peer is still reading the weights after 30 s, which cannot be put to sleep;"
+                    " fix: call /wake_up, then try again"
+                )
+        elif self._started:
+            self._server.gate.open()
+        else:
+            self._started = True
+            self._server.start()
 
 
-def publish(server: WeightServer) -> None:
-    """Let a server start after the engine has captured its graphs: reads from an NPU during capture
-    would abort it."""
-    global _published, _started
-    if _published:
-        _published.stop()
-    _published, _started = server, False
-    atexit.register(server.stop)
-
-
-def awake(state: bool) -> None:
-    """Hook of the platform's worker: True once the engine can serve, also after wake-up; False
-    before its weights sleep.
-
-    Raises:
-        RefusedError: a peer is still reading the weights, which must not be freed.
-    """
-    global _started
-    if _published is None:
-        return
-    if not state:
-        if not _published.gate.close(30.0):
-            _published.gate.open()
-            raise extension.RefusedError(
-                "a peer is still reading the weights after 30 s, which cannot be put to sleep; fix:"
-                " call /wake_up, then try again"
-            )
-    elif _started:
-        _published.gate.open()
-    else:
-        _started = True
-        _published.start()
+_publication = Publication()
+publish, awake = _publication.publish, _publication.awake
