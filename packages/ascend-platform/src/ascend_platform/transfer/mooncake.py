@@ -282,8 +282,22 @@ class Batches:
             return not self._batches
 
 
-_engines: dict[tuple[str, str, int, range | None], SharedEngine] = {}
-_starting = threading.Lock()
+class _Engines:
+    """This process's engines, each started once."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._engines: dict[tuple[str, str, int, range | None], SharedEngine] = {}
+
+    def get(self, host: str, protocol: str, timeout: int, ports: range | None) -> SharedEngine:
+        key = host, protocol, timeout, ports
+        with self._lock:
+            if key not in self._engines:
+                self._engines[key] = SharedEngine(*key)
+            return self._engines[key]
+
+
+_engines = _Engines()
 
 
 def shared_engine(
@@ -298,11 +312,7 @@ def shared_engine(
     Raises:
         RefusedError: Mooncake is not installed, lacks a library, or does not start.
     """
-    key = host, protocol, max(5, int(timeout)), ports
-    with _starting:
-        if key not in _engines:
-            _engines[key] = SharedEngine(*key)
-        return _engines[key]
+    return _engines.get(host, protocol, max(5, int(timeout)), ports)
 
 
 class MooncakeEngine:
