@@ -85,8 +85,9 @@ class PoolLookups(AsyncLookupManager):
         return self._tier.lookup_keys(keys)
 
 
-class PoolTier(SecondaryTierManager):
-    """Secondary tier over a pool.
+@dataclass(frozen=True)
+class TierOptions:
+    """Keys of a tier's entry in ``secondary_tiers``.
 
     ``answer_timeout``: seconds for a lookup. ``transfer_timeout``: seconds for a job, the chunks of
     a request. ``rest``: seconds of backoff from a pool that did not respond, in which prompts are
@@ -94,6 +95,17 @@ class PoolTier(SecondaryTierManager):
     :class:`~ascend_kv_connector.store.chunk_format.ChunkNames`. ``kv_events``: note events for
     vLLM's ``--kv-events-config``.
     """
+
+    answer_timeout: float = 5.0
+    transfer_timeout: float = 20.0
+    rest: float = 10.0
+    threads: int = 2
+    identity: dict[str, Any] = field(default_factory=dict)
+    kv_events: bool = False
+
+
+class PoolTier(SecondaryTierManager):
+    """Secondary tier over a pool; ``options`` are those of TierOptions."""
 
     medium: ClassVar[Medium | None] = None
 
@@ -103,32 +115,24 @@ class PoolTier(SecondaryTierManager):
         primary_kv_view: memoryview,
         tier_type: str,
         pool: Pool,
-        answer_timeout: float = 5.0,
-        transfer_timeout: float = 20.0,
-        rest: float = 10.0,
-        threads: int = 2,
-        identity: dict[str, Any] | None = None,
-        kv_events: bool = False,
         backpressure_detector: Any = None,
+        **options: Any,
     ) -> None:
         super().__init__(offloading_spec, primary_kv_view, tier_type, backpressure_detector)
-        self.names = ChunkNames(offloading_spec, identity or {})
-        self._pool = pool
-        self._answer_timeout, self._transfer_timeout, self._backoff = (
-            answer_timeout,
-            transfer_timeout,
-            rest,
-        )
+        self._options, self._pool = TierOptions(**options), pool
+        self.names = ChunkNames(offloading_spec, self._options.identity)
         self._size = self.block_size_bytes + FOOTER_BYTES
         self._batch = max(1, BATCH_BYTES // self._size)
-        self._threads = DualQueueThreadPool(threads, threads, thread_name_prefix=f"kv_{tier_type}")
+        self._threads = DualQueueThreadPool(
+            self._options.threads, self._options.threads, thread_name_prefix=f"kv_{tier_type}"
+        )
         self._local = threading.local()
         self._jobs: dict[int, Job] = {}
         self._ended: list[JobResult] = []
         self._backoff_until = self._full_until = 0.0
         self._lookup_thread: threading.Thread | None = None
         self._counts: Counter[tuple[str, str, str]] = Counter()
-        self._events: list[OffloadingEvent] | None = [] if kv_events else None
+        self._events: list[OffloadingEvent] | None = [] if self._options.kv_events else None
         self._counting = threading.Lock()
         self._lookups = PoolLookups(self)
         extension.logger.info(
@@ -215,7 +219,7 @@ class PoolTier(SecondaryTierManager):
         self._jobs.clear()
         self._threads.shutdown(wait=False)
         self._lookups.shutdown()
-        until = monotonic() + self._answer_timeout
+        until = monotonic() + self._options.answer_timeout
         asking = [*self._threads._threads, *([self._lookup_thread] if self._lookup_thread else [])]
         for thread in asking:
             thread.join(max(0.0, until - monotonic()))
@@ -233,13 +237,13 @@ class PoolTier(SecondaryTierManager):
         with self._counting:
             if self.is_backing_off:
                 return
-            self._backoff_until = monotonic() + self._backoff
+            self._backoff_until = monotonic() + self._options.rest
         extension.logger.warning(
             "KV cache in %s: %s; not used for %g s, prompts are computed; check that it is alive"
             " and reachable",
             self._pool.description,
             why,
-            self._backoff,
+            self._options.rest,
         )
 
     def lookup_keys(self, keys: list[OffloadKey]) -> list[bool]:
@@ -263,7 +267,7 @@ class PoolTier(SecondaryTierManager):
             try:
                 thread.start()
                 self._lookup_thread = thread
-                found = answer.get(timeout=self._answer_timeout)
+                found = answer.get(timeout=self._options.answer_timeout)
             except queue.Empty:
                 pass
             except RuntimeError as error:  # too many processes and threads
@@ -274,14 +278,14 @@ class PoolTier(SecondaryTierManager):
             return found
         self._count("lookup", "unanswered", number=len(keys))
         self._back_off(
-            f"no answer in {self._answer_timeout:g} s" if found is NO_REPLY else str(found)
+            f"no answer in {self._options.answer_timeout:g} s" if found is NO_REPLY else str(found)
         )
         return [False] * len(keys)
 
     # Jobs
 
     def _submit(self, given: Any, load: bool) -> None:
-        deadline = monotonic() + self._transfer_timeout
+        deadline = monotonic() + self._options.transfer_timeout
         keys = list(given.keys)
         job = Job(
             keys,
@@ -315,7 +319,7 @@ class PoolTier(SecondaryTierManager):
             del self._jobs[number]
             self._count(job.op, "late", number=len(job.keys) - len(job.done))
             self._back_off(
-                f"{len(job.keys)} chunks were not transferred in {self._transfer_timeout:g} s"
+                f"{len(job.keys)} chunks were not transferred in {self._options.transfer_timeout:g} s"
             )
             self._end(number, job)
 
@@ -369,7 +373,7 @@ class PoolTier(SecondaryTierManager):
             if outcome == STORED:
                 done.append(key)
         if "full" in outcomes:
-            self._full_until = monotonic() + self._backoff  # loads go on
+            self._full_until = monotonic() + self._options.rest  # loads go on
         with job.lock:
             job.done += done
 
