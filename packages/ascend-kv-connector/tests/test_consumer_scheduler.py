@@ -1,0 +1,258 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-all project
+"""Scheduler side of a consumer with vLLM's requests: loads, releases and renewals."""
+
+import time
+from types import SimpleNamespace
+
+import pytest
+from ascend_kv_connector.config import Options
+from ascend_kv_connector.p2p import trusted_addresses
+from ascend_kv_connector.p2p.params import TransferParams
+from ascend_kv_connector.p2p.protocol import VERSION
+from ascend_kv_connector.p2p.scheduler.cache_groups import CacheGroups
+from ascend_kv_connector.p2p.scheduler.metadata import Load
+from ascend_kv_connector.p2p.scheduler.scheduler import P2PScheduler
+from ascend_kv_connector.p2p.transfers import Source
+from ascend_kv_connector.p2p.trusted_addresses import TrustedAddresses
+from harness.kv.scheduling import (
+    ANSWER,
+    NOTHING,
+    SOURCE,
+    blocks,
+    load,
+    of_windows,
+    request,
+    scheduler,
+)
+from vllm.v1.request import RequestStatus
+
+
+def test_remote_prompt_is_loaded_after_the_local_prefix() -> None:
+    made, near = scheduler(), request(params=dict(ANSWER))
+    assert made.get_num_new_matched_tokens(near, 8) == (13, True)
+    assert made.get_num_new_matched_tokens(near, 8) == (13, True)
+    made.update_state_after_alloc(near, blocks(50, 51, 52, 53, 54, 55, 56), 13)
+    # vLLM calls it again after the load
+    made.update_state_after_alloc(near, blocks(50, 51, 52, 53, 54, 55, 56), 0)
+    meta = made.build_connector_meta(NOTHING)
+    assert meta.loads == {"near": Load(SOURCE, [52, 53, 54, 55], 8, 21)}
+    assert meta.released == []
+    assert made.build_connector_meta(NOTHING).loads == {}
+    assert made.get_num_new_matched_tokens(near, 0) == (0, False)  # after a preemption
+    assert made.request_finished(near, [50]) == (False, None)
+
+
+def test_last_token_is_not_loaded_with_sliding_windows() -> None:
+    made, near = of_windows(), request(params=dict(ANSWER))
+    assert made.get_num_new_matched_tokens(near, 8) == (12, True)
+    tables = SimpleNamespace(
+        get_block_ids=lambda: ([50, 51, 52, 53, 54, 55], [0, 0, 0, 63, 64, 65])
+    )
+    made.update_state_after_alloc(near, tables, 12)
+    assert made.build_connector_meta(NOTHING).loads == {
+        "near": Load(SOURCE, [52, 53, 54, 0, 63, 64], 8, 20)
+    }
+    one = request(1, params=dict(ANSWER, remote_num_tokens=1, remote_request_id="one"))
+    made.on_new_request(one)
+    assert made.get_num_new_matched_tokens(one, 0) == (0, False)
+    made.update_state_after_alloc(one, blocks(7), 0)
+    assert made.build_connector_meta(NOTHING).released == [SOURCE._replace(request="one")]
+
+
+def test_fully_cached_prompt_is_declined() -> None:
+    made, near = scheduler(), request(20, params=dict(ANSWER, remote_num_tokens=16))
+    assert made.get_num_new_matched_tokens(near, 16) == (0, False)
+    made.update_state_after_alloc(near, blocks(50, 51, 52, 53, 54), 0)
+    assert made.build_connector_meta(NOTHING).released == [SOURCE]
+
+
+def test_lease_is_renewed_while_a_request_waits_or_loads() -> None:
+    now = [100.0]
+    trusted = TrustedAddresses(insecure=True)
+    made = P2PScheduler("d", CacheGroups(4), True, True, Options(), trusted, clock=lambda: now[0])
+    near = request(params=dict(ANSWER, remote_lease=30.0))
+    made.on_new_request(near)
+
+    def renewed(seconds: float) -> list[Source]:
+        now[0] += seconds
+        return made.build_connector_meta(NOTHING).renewed
+
+    assert [renewed(9.0), renewed(2.0), renewed(9.0), renewed(2.0)] == [[], [SOURCE], [], [SOURCE]]
+    made.get_num_new_matched_tokens(near, 8)
+    made.update_state_after_alloc(near, blocks(50, 51, 52, 53, 54, 55), 13)
+    assert renewed(11.0) == [SOURCE]  # its transfer may wait, too
+    made.update_finished_loads(["near"])
+    assert renewed(50.0) == []
+    for params in (
+        dict(ANSWER, remote_request_id="far2"),
+        dict(ANSWER, remote_num_tokens=20, remote_prompt_digest="other"),
+    ):
+        left = request(params=params, name="left")
+        made.on_new_request(left)
+        left.status = RequestStatus.FINISHED_ABORTED
+        made.request_finished(left, [])
+        assert renewed(50.0) == []
+
+
+@pytest.mark.parametrize("produces", [True, False], ids=["both roles", "consumer"])
+def test_instances_of_both_roles_do_not_wait_for_each_other_for_ever(produces: bool) -> None:
+    """Each may keep the blocks that the other one's requests wait for. An instance with one role
+    waits until its requests end."""
+    now = [100.0]
+    options, trusted = Options(transfer_timeout=20.0), TrustedAddresses(insecure=True)
+    made = P2PScheduler("d", CacheGroups(4), produces, True, options, trusted, clock=lambda: now[0])
+    waits, loads = (
+        request(params=dict(ANSWER, remote_request_id=name), name=name)
+        for name in ("waits", "loads")
+    )
+    for each in (waits, loads):
+        made.on_new_request(each)
+        assert made.get_num_new_matched_tokens(each, 8) == (13, True)
+    made.update_state_after_alloc(loads, blocks(50, 51, 52, 53, 54, 55), 13)
+    now[0] += 20.0
+    released = [source.request for source in made.build_connector_meta(NOTHING).released]
+    assert released == (["waits"] if produces else [])
+    assert made.get_num_new_matched_tokens(waits, 8) == ((0, False) if produces else (13, True))
+    assert made.get_num_new_matched_tokens(waits, 8) == ((0, False) if produces else (13, True))
+
+
+def test_signature_may_expire_while_a_request_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+    trusted = TrustedAddresses(b"sixteen bytes or more")
+    made = P2PScheduler("d", CacheGroups(4), True, True, Options(), trusted)
+    answer = request(params=dict(ANSWER)).kv_transfer_params
+    signed = trusted.sign(TransferParams.parse(answer)).to_dict()
+    early, late = (request(params=dict(signed), name=name) for name in ("early", "late"))
+    made.on_new_request(early)
+    now = time.time()
+    monkeypatch.setattr(trusted_addresses.time, "time", lambda: now + 901)
+    made.on_new_request(late)
+    assert made.get_num_new_matched_tokens(early, 8) == (13, True)
+    assert made.get_num_new_matched_tokens(late, 8) == (0, False)
+
+
+def test_source_with_another_protocol_version_is_not_loaded() -> None:
+    made = scheduler()
+    assert made.get_num_new_matched_tokens(
+        request(params=dict(ANSWER, remote_protocol=VERSION)), 8
+    ) == (13, True)
+    assert made.get_num_new_matched_tokens(
+        request(params=dict(ANSWER, remote_protocol=VERSION + 1), name="other"), 8
+    ) == (0, False)
+
+
+def test_request_aborted_before_scheduling_is_declined() -> None:
+    made, near = scheduler(), request(params=dict(ANSWER))
+    near.status = RequestStatus.FINISHED_ABORTED
+    assert made.request_finished(near, []) == (False, None)
+    assert made.build_connector_meta(NOTHING).released == [SOURCE]
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"remote_engine_id": None},
+        {"remote_num_tokens": "21"},
+        {"remote_ranks": []},
+        {"remote_ranks": [["10.0.0.1"]]},
+        {"remote_ranks": [["10.0.0.1", "7000"]]},
+        {"remote_ranks": "10.0.0.1:7000"},
+        {"remote_ranks": [["10.0.0.1", 7000]] * 2000},
+        {"metaserver": "http://169.254.169.254/latest"},
+    ],
+)
+def test_invalid_params_are_logged_and_the_prompt_is_computed(
+    wrong: dict, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from ascend_platform import extension
+
+    said: list[str] = []
+    monkeypatch.setattr(
+        extension.logger, "warning", lambda form, *values: said.append(form % values)
+    )
+    made, near = scheduler(), request(params=ANSWER | wrong)
+    assert made.get_num_new_matched_tokens(near, 0) == (0, False)
+    assert made.get_num_new_matched_tokens(near, 0) == (0, False)
+    (line,) = said
+    assert next(iter(wrong)) in line
+    assert len(line) < 500
+
+
+def test_push_mode_uses_the_configured_metaserver_by_default() -> None:
+    decode, asked = scheduler(), []
+    decode.consumer.client.post = lambda name, url, wanted: asked.append((name, url))
+    plain, own = (
+        request(params={"do_remote_prefill": True}),
+        {"do_remote_prefill": True, "metaserver": "http://own"},
+    )
+    assert decode.get_num_new_matched_tokens(plain, 0) == (0, False)  # mode pull: computed here
+    decode.consumer.metaserver = "http://configured"
+    for name, params, source in (
+        ("plain", {"do_remote_prefill": True}, None),
+        ("own", own, None),
+        ("pull", ANSWER, SOURCE),
+    ):
+        near = request(params=dict(params), name=name + "-12345678")
+        assert decode.get_num_new_matched_tokens(near, 8) == (13, True)
+        decode.update_state_after_alloc(near, blocks(50, 51, 52, 53, 54, 55), 13)
+        assert decode.build_connector_meta(NOTHING).loads[near.request_id].source == source
+    assert asked == [("plain-12345678", "http://configured"), ("own-12345678", "http://own")]
+    prefill = scheduler()
+    prefill.consumer.metaserver = "http://configured"
+    # without a waiting consumer: kept for pull
+    far = request(params={"do_remote_decode": True}, name="far")
+    far.status, far.num_computed_tokens = RequestStatus.FINISHED_LENGTH_CAPPED, 21
+    assert prefill.request_finished(far, [7, 8])[0]
+
+
+def test_load_of_a_disconnected_client_is_aborted() -> None:
+    made, near = scheduler(), request(params=dict(ANSWER))
+    made.update_state_after_alloc(near, blocks(50, 51, 52, 53, 54, 55, 56), 21)
+    near.status = RequestStatus.FINISHED_ABORTED
+    assert made.request_finished(near, [50]) == (False, None)
+    assert made.build_connector_meta(NOTHING).aborted == ["near"]
+    made.update_state_after_alloc(
+        second := request(params=dict(ANSWER), name="second"),
+        blocks(50, 51, 52, 53, 54, 55, 56),
+        21,
+    )
+    made.update_finished_loads({"second"})
+    assert made.request_finished(second, [50]) == (False, None)
+    assert made.build_connector_meta(NOTHING).aborted == []
+
+
+def test_source_of_another_prompt_is_not_loaded() -> None:
+    """vLLM returns the parameters of a list's first prompt, and routers give them to all prompts of
+    the list."""
+    made = scheduler()
+    answer = request(params=dict(ANSWER)).kv_transfer_params
+    prompts = {
+        "first": request(params=dict(answer), name="first"),
+        "second": request(params=dict(answer), name="second", first=7),
+        "shorter": request(20, params=dict(answer), name="shorter"),
+        "longer": request(30, params=dict(answer), name="longer"),
+    }
+    assert {name: load(made, near)[0] for name, near in prompts.items()} == {
+        "first": 21,
+        "second": 0,
+        "shorter": 0,
+        "longer": 21,
+    }
+    assert made.build_connector_meta(NOTHING).released == []
+
+
+def test_requests_that_share_a_source_release_it_once() -> None:
+    """With n > 1, or if a router repeats a request, several requests name one source."""
+    made, answer = scheduler(), request(params=dict(ANSWER)).kv_transfer_params
+    one, other, aborted, late = (
+        request(params=dict(answer), name=name) for name in ("one", "other", "aborted", "late")
+    )
+    assert [load(made, each) for each in (one, other, aborted)] == [(21, [])] * 3
+    made.update_finished_loads({"one"})
+    aborted.status = RequestStatus.FINISHED_ABORTED
+    made.request_finished(aborted, [])
+    meta = made.build_connector_meta(NOTHING)
+    assert (meta.released, meta.aborted) == ([], ["aborted"])
+    made.update_finished_loads({"other", "aborted"})
+    assert made.build_connector_meta(NOTHING).released == [SOURCE]
+    assert load(made, late) == (0, [])  # the producer has freed it

@@ -1,0 +1,154 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-all project
+"""Transfers and messages that an instance refuses."""
+
+import random
+from collections.abc import Callable
+from types import SimpleNamespace
+
+import pytest
+import torch
+import zmq
+from ascend_kv_connector.p2p.protocol import CODEC, Fetch, Refused
+from ascend_kv_connector.p2p.transfers import Done
+from ascend_kv_connector.p2p.worker import model_fingerprint
+from transformers import PretrainedConfig
+
+
+def test_tokens_outside_a_window_are_refused(instances: Callable) -> None:
+    producer, consumer = (
+        instances("p", windows=(0, 6)).produce(),
+        instances("d", windows=(0, 20)).consume(),
+    )
+    source, _ = producer.fill("r", 30)
+    consumer.consumers[0].start("r", source, consumer.take(30), 0, 30)
+    ((outcome,),) = consumer.wait()
+    assert outcome.kind == "lease"
+    assert outcome.cause.startswith("some of tokens 8 to 30 have left the window of 6")
+
+
+def test_single_group_cannot_read_from_several_groups(instances: Callable) -> None:
+    producer, consumer = instances("p", windows=(0, 6)).produce(), instances("d").consume()
+    source, _ = producer.fill("r", 30)
+    consumer.consumers[0].start("r", source, consumer.take(30), 0, 30)
+    ((outcome,),) = consumer.wait()
+    assert outcome.kind == "mismatch"
+    assert "give both instances --disable-hybrid-kv-cache-manager or neither" in outcome.cause
+
+
+@pytest.mark.parametrize(
+    ("other", "cause"),
+    [
+        ({"dtype": torch.float16}, "float16"),
+        ({"total_heads": 2}, "int16 with 4 heads, this one int16 with 2"),
+        ({"layers": 3}, "layers.2"),
+    ],
+)
+def test_mismatched_caches_are_refused(other: dict, cause: str, instances: Callable) -> None:
+    producer, consumer = instances("p").produce(), instances("d", **other).consume()
+    source, _ = producer.fill("r", 8)
+    consumer.consumers[0].start("r", source, consumer.take(8), 0, 8)
+    ((failed,),) = consumer.wait()
+    assert failed.kind == "mismatch"
+    assert cause in failed.cause
+
+
+def test_mismatched_model_and_engine_are_refused(instances: Callable) -> None:
+    producer, consumer = instances("p").produce(), instances("d").consume(model="n")
+    source, _ = producer.fill("r", 8)
+    consumer.consumers[0].start("r", source, consumer.take(8), 0, 8)
+    ((failed,),) = consumer.wait()
+    assert "the peer serves m by memory, this instance n" in failed.cause
+    consumer.consumers[0].start("r", source._replace(engine="q"), consumer.take(8), 0, 8)
+    ((failed,),) = consumer.wait()
+    assert failed.kind == "peer"
+    assert "engine p listens at this address instead of engine q" in failed.cause
+
+
+def test_rotated_keys_in_another_order_are_refused(instances: Callable) -> None:
+    """Their KV caches have the same shapes; the model's own order is not named, so that older
+    instances are compatible."""
+    model = SimpleNamespace(hf_config=PretrainedConfig(architectures=["M"]))
+    on = {"ascend": {"platform": {"mla_prolog": True}}}
+    configs = [SimpleNamespace(model_config=model, additional_config=given) for given in ({}, on)]
+    pairs, halves = map(model_fingerprint, configs)
+    assert halves == f"{pairs}/rope in halves"
+    producer, consumer = instances("p").produce(model=pairs), instances("d").consume(model=halves)
+    source, _ = producer.fill("r", 8)
+    consumer.consumers[0].start("r", source, consumer.take(8), 0, 8)
+    ((failed,),) = consumer.wait()
+    assert (failed.kind, failed.cause) == (
+        "mismatch",
+        f"the peer serves {pairs} by memory, this instance {halves} by memory",
+    )
+
+
+def test_other_weights_of_the_same_model_are_refused(instances: Callable) -> None:
+    """An instance without the checkpoint's files, of which the fingerprint is not known, is
+    compared by the model alone."""
+    for theirs, ours, cause in (
+        ("new", "old", "the peer's weights of m have fingerprint new, this instance's old"),
+        ("new", "new", ""),
+        ("", "old", ""),
+    ):
+        producer, consumer = (
+            instances("p", weights=theirs).produce(),
+            instances("d", weights=ours).consume(),
+        )
+        source, _ = producer.fill("r", 8)
+        consumer.consumers[0].start("r", source, consumer.take(8), 0, 8)
+        ((outcome,),) = consumer.wait()
+        assert (
+            (outcome.kind, outcome.cause) == ("mismatch", cause)
+            if cause
+            else isinstance(outcome, Done)
+        )
+
+
+def test_fetch_outside_the_lease_is_refused(instances: Callable) -> None:
+    producer = instances("p").produce()
+    producer.fill("r", 8)
+    rank = producer.producers[0]
+    good = {
+        "request": "r",
+        "reader": "x",
+        "rank": 0,
+        "transfer": "n",
+        "start": 0,
+        "stop": 2,
+        "regions": [0],
+        "first_head": 0,
+        "heads": 1,
+    }
+    assert not isinstance(rank.answer(Fetch(**good)), Refused)
+    bad_ones = [
+        {"stop": 9},
+        {"start": -1},
+        {"start": 2},
+        {"regions": [4]},
+        {"regions": [-1]},
+        {"regions": []},
+    ]
+    bad_ones += [{"heads": 5}, {"first_head": 4}, {"heads": 0}]
+    for bad in bad_ones:
+        with pytest.raises(Exception, match="invalid fetch"):
+            rank.answer(Fetch(**(good | bad)))
+
+
+def test_malformed_messages_are_refused(instances: Callable) -> None:
+    producer, consumer = instances("p").produce(), instances("d").consume()
+    server, draw = producer.producers[0].server, random.Random(0)
+    context = zmq.Context()
+    socket = context.socket(zmq.DEALER)
+    socket.connect(f"tcp://{server.host}:{server.port}")
+    for _ in range(200):
+        socket.send_multipart(
+            [draw.randbytes(draw.randrange(60)) for _ in range(draw.randrange(1, 5))]
+        )
+    socket.send_multipart([b"1", b"\x81\xa4type\xa9Handshake"])
+    assert socket.poll(2000)
+    assert isinstance(CODEC.decode_reply(socket.recv_multipart()[-1]), Refused)
+    context.destroy(linger=0)
+    source, _ = producer.fill("r", 8)
+    consumer.consumers[0].start("r", source, consumer.take(8), 0, 8)
+    assert isinstance(consumer.wait()[0][0], Done)
