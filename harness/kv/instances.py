@@ -22,8 +22,9 @@ from ascend_kv_connector.p2p.paged_cache import (
     kv_heads_of_rank,
 )
 from ascend_kv_connector.p2p.producer import Producer
+from ascend_kv_connector.p2p.rank_context import RankContext
+from ascend_kv_connector.p2p.streams import private_stream
 from ascend_kv_connector.p2p.transfers import Done, Failed, Source
-from ascend_kv_connector.p2p.worker import private_stream
 from ascend_platform.transfer.auth import CurveKeys
 
 TOTAL_HEADS, SIZES = 4, {"key": 6, "value": 4}
@@ -136,41 +137,33 @@ class Instance:
 
     def produce(self, model: str = "m", port: int = 0) -> Instance:
         self.producers = [
-            Producer(
-                cache,
-                self.network.make_transport(),
-                self.options,
-                self.name,
-                model,
-                "127.0.0.1",
-                port,
-                self.queue,
-                self.keys,
-                self.weights,
-            )
-            for cache in self.caches
+            Producer(rank, cache, self.network.make_transport(), self.options, port)
+            for rank, cache in self._ranks(model)
         ]
         self.freed: list[set[str]] = [set() for _ in self.producers]
         return self
 
     def consume(self, model: str = "m") -> Instance:
-        count = len(self.caches)
         self.consumers = [
-            ScheduledConsumer(
-                cache,
-                self.network.make_transport(),
-                self.options,
-                self.name,
-                model,
-                rank,
-                count,
-                self.queue,
-                keys=self.keys,
-                weights=self.weights,
-            )
-            for rank, cache in enumerate(self.caches)
+            ScheduledConsumer(rank, cache, self.network.make_transport(), self.options)
+            for rank, cache in self._ranks(model)
         ]
         return self
+
+    def _ranks(self, model: str) -> Iterator[tuple[RankContext, PagedCache]]:
+        for index, cache in enumerate(self.caches):
+            yield (
+                RankContext(
+                    self.name,
+                    model,
+                    index,
+                    len(self.caches),
+                    self.weights,
+                    keys=self.keys,
+                    stream_context=self.queue,
+                ),
+                cache,
+            )
 
     def take(self, tokens: int) -> list[int]:
         """Allocate blocks for `tokens` in each group; none for tokens that are outside a sliding

@@ -24,7 +24,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from time import monotonic, sleep
 from typing import Any
 
-from ascend_kv_connector.p2p import push_receiver, worker
+from ascend_kv_connector.p2p import push_stop, worker
 from ascend_kv_connector.testing.transport import Faults, InMemoryNetwork, InMemoryTransport
 from ascend_platform.transfer import engine
 
@@ -87,11 +87,11 @@ def host_memory() -> Iterator[None]:
     """The connector's workers have KV cache in host memory, which needs no streams, and the
     in-memory transport."""
     places: list[tuple[Any, str, Any]] = [
-        (worker, "_record_event", Written),
+        (worker, "record_event", Written),
         (worker, "private_stream", lambda device, behind=None: nullcontext()),
     ]
-    # Writes of an instance that was killed.
-    places += [(push_receiver, "LINGER_SECONDS", LINGER)]
+    # of writes of an instance that was killed
+    places += [(push_stop, "LINGER_SECONDS", LINGER)]
     before = [(module, name, getattr(module, name)) for module, name, _ in places]
     engine.ENGINES["memory"] = f"{__name__}.MemoryTransport"
     try:

@@ -9,8 +9,7 @@ from time import monotonic, sleep
 
 import pytest
 import zmq
-from ascend_kv_connector.p2p.protocol import CODEC
-from ascend_kv_connector.p2p.send_buffers import Owner
+from ascend_kv_connector.p2p.protocol import CODEC, Owner
 from ascend_kv_connector.p2p.transfers import Done, Failed, Source
 from ascend_kv_connector.testing.transport import InMemoryNetwork
 from ascend_platform.transfer.errors import TransferError

@@ -9,12 +9,12 @@ from time import monotonic, sleep
 from typing import Any
 
 import pytest
-from ascend_kv_connector.p2p import push_receiver
-from ascend_kv_connector.p2p.fetcher import Fetcher, Notice
-from ascend_kv_connector.p2p.protocol import Push, Release
-from ascend_kv_connector.p2p.push_receiver import PushStop
+from ascend_kv_connector.p2p import push_stop
+from ascend_kv_connector.p2p.connections import Notice
+from ascend_kv_connector.p2p.fetcher import Fetcher
+from ascend_kv_connector.p2p.protocol import Owner, Push, Release
+from ascend_kv_connector.p2p.push_stop import PushStop
 from ascend_kv_connector.p2p.pusher import PushJobs
-from ascend_kv_connector.p2p.send_buffers import Owner
 from ascend_kv_connector.p2p.transfers import Done, Failed, Source
 from ascend_kv_connector.testing.transport import InMemoryNetwork
 from ascend_platform.transfer.errors import TransferError
@@ -27,8 +27,8 @@ NEXT = -3
 
 @pytest.fixture
 def short_waits(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(push_receiver, "LINGER_SECONDS", 0.5)
-    monkeypatch.setattr(push_receiver, "RETRY_SECONDS", (0.05, 0.1))
+    monkeypatch.setattr(push_stop, "LINGER_SECONDS", 0.5)
+    monkeypatch.setattr(push_stop, "RETRY_SECONDS", (0.05, 0.1))
 
 
 def settle(consumer: Any, seconds: float = 30.0) -> float:
@@ -132,13 +132,13 @@ def test_blocks_are_free_once_their_writer_has_died(
 def test_pause_of_the_reader_does_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
     """What had arrived before the pause is read after it."""
     now = [1000.0]
-    monkeypatch.setattr(push_receiver, "monotonic", lambda: now[0])
+    monkeypatch.setattr(push_stop, "monotonic", lambda: now[0])
     stop = PushStop(Source("p", "r", ()), Release("r", "d", 0, "t"), [("h", 1)], lambda stop: None)
     stop._has_ended = lambda *arguments: True  # type: ignore[method-assign]
     stop.ask(None, 1.0)  # type: ignore[arg-type]
     now[0] += 500.0
     assert not stop.settled()
-    for _ in range(int(push_receiver.LINGER_SECONDS) - 2):
+    for _ in range(int(push_stop.LINGER_SECONDS) - 2):
         now[0] += 1.0
         assert not stop.settled()
     now[0] += 1.5
@@ -150,7 +150,7 @@ def test_peer_that_was_paused_is_told(instances: Callable) -> None:
     producer, consumer = instances("p").produce(), instances("d").consume()
     source, _ = producer.fill("r", 8)
     rank, told = consumer.consumers[0], Fetcher(consumer.consumers[0])
-    clients = told._clients
+    clients = told._connections.clients
     stop = PushStop(source, Release("r", "d", 0, "t"), source.ranks, lambda stop: None)
     for _ in range(2):
         clients.get(source.ranks[0])._rejected = True

@@ -13,8 +13,8 @@ from ascend_kv_connector.p2p.leases import (
     NotReadyError,
     PrefillProgress,
 )
-from ascend_kv_connector.p2p.protocol import Ack, Fetch, Refused
-from ascend_kv_connector.p2p.send_buffers import Owner, SendBuffers
+from ascend_kv_connector.p2p.protocol import Ack, Fetch, Owner, Refused
+from ascend_kv_connector.p2p.send_buffers import SendBuffers
 from ascend_platform.transfer.errors import TransferError
 from ascend_platform.transfer.query_queue import Asked, BusyError, QueryQueue
 

@@ -5,6 +5,7 @@ transport."""
 
 from collections import Counter
 from collections.abc import Callable
+from dataclasses import replace
 from time import monotonic, sleep
 from typing import Any
 
@@ -202,7 +203,7 @@ def test_invalid_pushes_are_refused(instances: Callable) -> None:
         twice,
     ):
         assert isinstance(rank.answer(Push(**(good | bad))), Refused), bad
-    rank._trusts = lambda host: host == "10.0.0.1"
+    rank.rank = replace(rank.rank, trusts=lambda host: host == "10.0.0.1")
     for session in ("10.0.0.2:15000/ab", "10.0.0.2", ":1"):
         answer = rank.answer(Push(**(good | {"session": session})))
         assert (

@@ -14,6 +14,7 @@ from ascend_kv_connector.connector import AscendP2PConnector
 from ascend_kv_connector.p2p.consumer import Consumer
 from ascend_kv_connector.p2p.paged_cache import Heads, PagedCache
 from ascend_kv_connector.p2p.producer import Producer
+from ascend_kv_connector.p2p.rank_context import RankContext
 from ascend_kv_connector.p2p.scheduler.cache_groups import CacheGroups
 from ascend_kv_connector.p2p.scheduler.metadata import Endpoint
 from ascend_kv_connector.p2p.scheduler.scheduler import P2PScheduler
@@ -80,8 +81,8 @@ def pair(network: InMemoryNetwork) -> Iterator[Callable]:
             caches(**shapes.get("one", {})),
             caches(**shapes.get("other", {})),
         )
-        producer = Producer(one, network.make_transport(), options, "p", "m", "127.0.0.1")
-        consumer = Consumer(other, network.make_transport(), options, "d", "m")
+        producer = Producer(RankContext("p", "m"), one, network.make_transport(), options)
+        consumer = Consumer(RankContext("d", "m"), other, network.make_transport(), options)
         parts.extend([consumer, producer])
         return producer, there, consumer, here
 

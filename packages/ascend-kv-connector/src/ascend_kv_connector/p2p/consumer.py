@@ -5,15 +5,12 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import AbstractContextManager, nullcontext
 from time import monotonic
 from typing import Any
 
 import torch
 from ascend_platform.extension import logger
-from ascend_platform.transfer.auth import CurveKeys
 from ascend_platform.transfer.engine import Engine
 from ascend_platform.transfer.errors import TransferError, printable
 from ascend_platform.transfer.memory import ReceiveBuffers, allocate_buffer
@@ -21,7 +18,8 @@ from ascend_platform.transfer.peers import CircuitBreaker, PeerQueues
 from ascend_platform.transfer.rpc import RpcServer, make_context
 
 from ascend_kv_connector.config import Options
-from ascend_kv_connector.p2p.fetcher import Fetcher, Notice
+from ascend_kv_connector.p2p.connections import Notice
+from ascend_kv_connector.p2p.fetcher import Fetcher
 from ascend_kv_connector.p2p.leases import BoundedDict
 from ascend_kv_connector.p2p.paged_cache import PagedCache
 from ascend_kv_connector.p2p.producer import expose
@@ -37,7 +35,8 @@ from ascend_kv_connector.p2p.protocol import (
     Renew,
     Reply,
 )
-from ascend_kv_connector.p2p.push_receiver import PushStop
+from ascend_kv_connector.p2p.push_stop import PushStop
+from ascend_kv_connector.p2p.rank_context import RankContext
 from ascend_kv_connector.p2p.transfers import Done, Failed, Source, Transfer
 
 BUFFERS_OF_LANE = 2
@@ -53,35 +52,19 @@ computed."""
 
 
 class Consumer:
-    """Rank ``rank`` of ``ranks`` of a consumer instance.
-
-    ``stream_context(event)`` is entered around all device work, in the unpack threads: it runs
-    after the event and has completed on exit.
-    """
+    """Reads from the ranks of other instances into this rank's cache, and has a server for the
+    messages of producers."""
 
     def __init__(
         self,
+        rank: RankContext,
         cache: PagedCache,
         transport: Engine,
         options: Options,
-        engine: str,
-        model: str,
-        rank: int = 0,
-        ranks: int = 1,
-        stream_context: Callable[..., AbstractContextManager] = nullcontext,
-        host: str = "127.0.0.1",
         port: int | range = 0,
-        keys: CurveKeys | None = None,
-        trusts: Callable[[str], bool] = lambda host: True,
-        weights: str = "",
     ) -> None:
-        """``trusts(host)``: whether a producer's host, which announces itself, may be contacted.
-        ``weights`` as in CacheInfo."""
-        self.cache, self.transport, self.options = cache, transport, options
-        self.weights = weights
-        self.model, self.rank, self.ranks, self.reader = model, rank, ranks, engine
-        self.stream_context, self.keys, self._trusts = stream_context, keys, trusts
-        self.context = make_context()
+        self.rank, self.cache, self.transport, self.options = rank, cache, transport, options
+        self.zmq_context = make_context()
         self.memory = expose(cache, transport, options)
         self.buffers = ReceiveBuffers(self._allocate_buffer, BUFFERS_OF_LANE * options.lanes)
         self.unpackers = ThreadPoolExecutor(options.lanes, "kv-unpack")
@@ -102,7 +85,7 @@ class Consumer:
         self._announced: BoundedDict[Source] = BoundedDict(256)
         self._cancelled: BoundedDict[str] = BoundedDict(256)
         self._unannounced: BoundedDict[None] = BoundedDict()
-        self.server = RpcServer(CODEC, self.answer, host, port, keys)
+        self.server = RpcServer(CODEC, self.answer, rank.host, port, rank.keys)
 
     def start(
         self,
@@ -146,7 +129,7 @@ class Consumer:
             return Ack()
         if not isinstance(query, PrefillStarted):
             return Refused("mismatch", "this rank is a consumer only")
-        if not all(self._trusts(host) for host, _ in query.ranks):
+        if not all(self.rank.trusts(host) for host, _ in query.ranks):
             return Refused(
                 "mismatch",
                 "the decode instance's option peers does not have this prefill instance's hosts",
@@ -203,11 +186,11 @@ class Consumer:
     def renew(self, source: Source) -> None:
         """Tell the producer that a request waits to load from a source. Each of its ranks is told
         by one of this instance's."""
-        if ranks := source.ranks[self.rank :: self.ranks]:
-            self._enqueue(Notice(source, Renew(source.request, self.reader), ranks))
+        if ranks := source.ranks[self.rank.index :: self.rank.count]:
+            self._enqueue(Notice(source, Renew(source.request, self.rank.engine), ranks))
 
     def finish_message(self, source: Source) -> Finish:
-        return Finish(source.request, self.reader, self.rank, self.ranks)
+        return Finish(source.request, self.rank.engine, self.rank.index, self.rank.count)
 
     def release_chunks(self, transfer: Transfer) -> None:
         """Tell the producer that a transfer does not read any more; without effect for a
@@ -218,7 +201,11 @@ class Consumer:
     def release_message(self, transfer: Transfer, *tickets: int) -> Release:
         assert transfer.source is not None
         return Release(
-            transfer.source.request, self.reader, self.rank, transfer.request, list(tickets)
+            transfer.source.request,
+            self.rank.engine,
+            self.rank.index,
+            transfer.request,
+            list(tickets),
         )
 
     def get_finished(self) -> list[Done | Failed]:
@@ -260,7 +247,7 @@ class Consumer:
         self.server.close()
         self.unpackers.shutdown(wait=False)
         if self.queues.close(2.0):
-            self.context.destroy(linger=0)  # otherwise a thread still uses it
+            self.zmq_context.destroy(linger=0)  # otherwise a thread still uses it
 
     def try_later(self, transfer: Transfer) -> bool:
         """Queue a transfer behind others, whose producer does not have the prompt yet, or has

@@ -5,10 +5,8 @@ fetch, and frees the blocks."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 
-from ascend_platform.transfer.auth import CurveKeys
 from ascend_platform.transfer.engine import Engine
 from ascend_platform.transfer.errors import TransferError
 from ascend_platform.transfer.memory import allocate_buffer
@@ -30,6 +28,7 @@ from ascend_kv_connector.p2p.protocol import (
     Handshake,
     Locate,
     Located,
+    Owner,
     Push,
     Pushed,
     Query,
@@ -39,7 +38,8 @@ from ascend_kv_connector.p2p.protocol import (
     Reply,
 )
 from ascend_kv_connector.p2p.pusher import Job, Pusher, PushJobs, Steps
-from ascend_kv_connector.p2p.send_buffers import Owner, SendBuffers, checksum
+from ascend_kv_connector.p2p.rank_context import RankContext
+from ascend_kv_connector.p2p.send_buffers import SendBuffers, checksum
 from ascend_kv_connector.p2p.states import LAST_STATE
 
 MAX_PUSHES = 32
@@ -47,30 +47,20 @@ MAX_PUSHES = 32
 
 
 class Producer:
-    """One rank that others read from; ``leases`` is its bookkeeping, ``server`` receives queries.
-
-    ``stream_context()`` is entered around all device work, in the server's thread; on exit that
-    work has completed.
-    """
+    """One rank that others read from; ``leases`` is its bookkeeping, ``server`` receives queries,
+    and packs in its thread."""
 
     def __init__(
         self,
+        rank: RankContext,
         cache: PagedCache,
         transport: Engine,
         options: Options,
-        engine: str,
-        model: str,
-        host: str,
         port: int | range = 0,
-        stream_context: Callable[..., AbstractContextManager] = nullcontext,
-        keys: CurveKeys | None = None,
-        weights: str = "",
-        trusts: Callable[[str], bool] = lambda host: True,
     ) -> None:
-        """``trusts(host)``: whether a reader's host, which names itself, may be written to."""
-        self.cache, self.transport, self.options, self.leases = cache, transport, options, Leases()
+        self.rank, self.cache, self.transport, self.options = rank, cache, transport, options
+        self.leases = Leases()
         self.sent_bytes = self.copied_bytes = 0
-        self._stream_context, self._trusts = stream_context, trusts
         self._waiting, self.steps = QueryQueue(options.answer_timeout / 2), Steps()
         self.memory = expose(cache, transport, options)
         self._queues: PeerQueues[Job] = PeerQueues(
@@ -87,8 +77,8 @@ class Producer:
         )
         self._cache_info = CacheInfo(
             version=protocol.VERSION,
-            engine=engine,
-            model=model,
+            engine=rank.engine,
+            model=rank.model,
             dtype=str(cache.dtype).removeprefix("torch."),
             transport=transport.name,
             session=transport.session,
@@ -97,14 +87,16 @@ class Producer:
             heads=cache.heads.num,
             chunk_bytes=options.chunk_bytes,
             regions=cache.regions,
-            weights=weights,
+            weights=rank.weights,
             block_size=cache.block_size,
             block_tokens=cache.block_tokens,
             memory=self.memory,
             accepts_push=bool(self.memory) and transport.can_write,
             tp=cache.tp,
         )
-        self.server = RpcServer(protocol.CODEC, self.answer, host, port, keys, self._waiting)
+        self.server = RpcServer(
+            protocol.CODEC, self.answer, rank.host, port, rank.keys, self._waiting
+        )
 
     @property
     def buffers_in_use(self) -> int:
@@ -209,7 +201,7 @@ class Producer:
             )
         address = push.session.partition("/")[0]
         # Mooncake has a default port
-        if not self._trusts((address.rpartition(":")[0] or address).strip("[]")):
+        if not self.rank.trusts((address.rpartition(":")[0] or address).strip("[]")):
             return Refused(
                 "mismatch",
                 "the prefill instance's option peers does not have this decode instance's host",
@@ -258,7 +250,7 @@ class Producer:
                     )
                 ticket, buffer = loan
                 try:
-                    with self._stream_context():
+                    with self.rank.stream_context():
                         group = self.cache.region_groups[fetch.regions[0]]
                         slots = self.cache.slot_mapping(lease.blocks, fetch.start, stop, group)
                         size = self.cache.pack(

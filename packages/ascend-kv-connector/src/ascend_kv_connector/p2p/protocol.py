@@ -11,12 +11,10 @@ the buffer's address (Fetch). A message's name on the wire is that of its class.
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, NamedTuple
 
 import msgspec
 from ascend_platform.transfer.messages import Ack, Codec, Message, Refused
-
-from ascend_kv_connector.p2p.send_buffers import Owner
 
 VERSION = 4
 """Protocol version; both instances must have the same."""
@@ -30,7 +28,17 @@ MAX_RANKS = 1024
 MAX_BLOCKS = 200_000
 """Blocks that a message may name: 5 bytes each at most, of 1 MiB."""
 
-Rank = Annotated[int, msgspec.Meta(ge=0, le=MAX_RANKS)]
+RankIndex = Annotated[int, msgspec.Meta(ge=0, le=MAX_RANKS)]
+
+
+class Owner(NamedTuple):
+    """A transfer of a reader: its engine and rank, the producer's request that it reads, and its
+    own request."""
+
+    request: str
+    reader: str
+    rank: int
+    transfer: str
 
 
 class Handshake(Message, frozen=True):
@@ -114,7 +122,7 @@ class TransferQuery(Message, frozen=True):
 
     request: Name
     reader: Name
-    rank: Rank
+    rank: RankIndex
     transfer: Name
 
     @property
@@ -196,8 +204,8 @@ class Finish(Message, frozen=True):
 
     request: Name
     reader: Name
-    rank: Rank
-    ranks: Rank
+    rank: RankIndex
+    ranks: RankIndex
 
 
 class Renew(Message, frozen=True):

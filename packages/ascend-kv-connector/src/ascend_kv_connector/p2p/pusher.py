@@ -17,9 +17,8 @@ from ascend_platform.transfer.query_queue import BusyError
 
 from ascend_kv_connector.p2p.leases import Lease, NotReadyError
 from ascend_kv_connector.p2p.paged_cache import PagedCache
-from ascend_kv_connector.p2p.protocol import Push, Pushed, Refused, Reply
+from ascend_kv_connector.p2p.protocol import Owner, Push, Pushed, Refused, Reply
 from ascend_kv_connector.p2p.runs import Placement, plan_runs, token_slots
-from ascend_kv_connector.p2p.send_buffers import Owner
 
 POLL_SECONDS = 0.002
 """Interval at which a prefill's events are queried, after something was written or a step was
@@ -55,7 +54,7 @@ class Job:
         self.settled: Settled = at_once
 
 
-class Rank(Protocol):
+class ProducerView(Protocol):
     """What a pusher uses of :class:`~ascend_kv_connector.p2p.producer.Producer`."""
 
     cache: PagedCache
@@ -162,10 +161,12 @@ class PushJobs:
 class Pusher:
     """One thread that runs jobs."""
 
-    def __init__(self, rank: Rank, patience: float, begin: Callable[[Job], bool]) -> None:
+    def __init__(
+        self, producer: ProducerView, patience: float, begin: Callable[[Job], bool]
+    ) -> None:
         """A reader that is not heard of for ``patience`` seconds is gone. ``begin(job)``: whether a
         job is still wanted."""
-        self._rank, self._patience, self._begin = rank, patience, begin
+        self._producer, self._patience, self._begin = producer, patience, begin
 
     def run(self, job: Job) -> None:
         if not self._begin(job):
@@ -176,14 +177,14 @@ class Pusher:
             job.reply = Refused(error.kind, str(error))
         except Exception as error:
             job.reply = Refused("internal", f"{type(error).__name__}: {error}")
-        self._rank.push_ended()
+        self._producer.push_ended()
 
     def close(self) -> None:
         pass
 
     def _push(self, job: Job) -> int:
         """Write all layers; returns the number of bytes."""
-        push, cache = job.push, self._rank.cache
+        push, cache = job.push, self._producer.cache
         layers: dict[str, list[int]] = {}
         for place, index in enumerate(push.regions):
             layers.setdefault(cache.regions[index].layer, []).append(place)
@@ -194,7 +195,7 @@ class Pusher:
                 raise TransferError("aborted", "the reader has cancelled it, or is gone")
             wrote, longest = False, STARTED_SECONDS
             try:
-                with self._rank.use_lease(push.request, push.reader) as lease:
+                with self._producer.use_lease(push.request, push.reader) as lease:
                     computed = push.stop
                     for layer in unfinished:
                         if at[layer] >= computed:
@@ -216,16 +217,18 @@ class Pusher:
                 pause = POLL_SECONDS
                 continue
             pause, before = min(2 * pause, longest), steps
-            if (steps := self._rank.steps.wait(before, pause)) != before:
+            if (steps := self._producer.steps.wait(before, pause)) != before:
                 pause = POLL_SECONDS
         return size
 
-    def _write(self, job: Job, indices: list[int], blocks: list[int], start: int, stop: int) -> int:
-        push, cache = job.push, self._rank.cache
-        regions = [push.regions[place] for place in indices]
+    def _write(self, job: Job, places: list[int], blocks: list[int], start: int, stop: int) -> int:
+        push, cache = job.push, self._producer.cache
+        regions = [push.regions[place] for place in places]
         sizes = cache.token_sizes(regions, cache.heads.num)
         slots = cache.slot_mapping(blocks, start, stop, cache.region_groups[regions[0]]).numpy()
-        own = Placement([self._rank.memory[index] for index in regions], cache.block_tokens, slots)
+        own = Placement(
+            [self._producer.memory[index] for index in regions], cache.block_tokens, slots
+        )
         remote_slots = token_slots(
             push.blocks, push.block_size, start - push.start, stop - push.start
         )
@@ -234,7 +237,7 @@ class Pusher:
         )
         runs = plan_runs(remote, own, sizes)
         try:
-            self._rank.transport.write(push.session, runs)
+            self._producer.transport.write(push.session, runs)
         except Exception as error:
             job.settled, job.failed = getattr(error, "settled", never), monotonic()
             raise

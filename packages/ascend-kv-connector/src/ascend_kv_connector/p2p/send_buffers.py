@@ -13,20 +13,12 @@ from typing import NamedTuple
 
 import torch
 
+from ascend_kv_connector.p2p.protocol import Owner
+
 
 def checksum(data: torch.Tensor) -> int:
     """CRC-32 of uint8 ``[bytes]``; device memory is copied to the host."""
     return zlib.crc32(data.cpu().numpy().data)
-
-
-class Owner(NamedTuple):
-    """A transfer of a reader: its engine and rank, the producer's request that it reads, and its
-    own request."""
-
-    request: str
-    reader: str
-    rank: int
-    transfer: str
 
 
 class Loan(NamedTuple):

@@ -6,16 +6,13 @@ from __future__ import annotations
 
 import hashlib
 import json
-import threading
 import weakref
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable
 from dataclasses import replace
 from functools import partial
 from time import monotonic
 from typing import Any
 
-import torch
 from ascend_platform import extension
 from ascend_platform.transfer.auth import CurveKeys
 from ascend_platform.transfer.checkpoint import loaded_fingerprint
@@ -34,8 +31,10 @@ from ascend_kv_connector.p2p.paged_cache import PagedCache, kv_heads_of_rank
 from ascend_kv_connector.p2p.prefill_notifier import PrefillNotifier
 from ascend_kv_connector.p2p.producer import Producer
 from ascend_kv_connector.p2p.protocol import PrefillCancelled, PrefillStarted
+from ascend_kv_connector.p2p.rank_context import RankContext
 from ascend_kv_connector.p2p.scheduler.metadata import Endpoint, P2PMetadata
 from ascend_kv_connector.p2p.states import list_regions
+from ascend_kv_connector.p2p.streams import private_stream, record_event
 from ascend_kv_connector.p2p.transfers import Failed
 from ascend_kv_connector.p2p.trusted_addresses import TrustedAddresses
 
@@ -131,36 +130,29 @@ class P2PWorker:
                 " exposed to peers"
             )
             self._options = replace(self._options, expose_cache=False)
-        common = {
-            "cache": cache,
-            "transport": transport,
-            "options": self._options,
-            "engine": transfer.engine_id,
-            "keys": keys,
-        }
-        common |= {
-            "model": model_fingerprint(self._config),
-            "weights": loaded_fingerprint(self._config.model_config),
-        }
+        context = RankContext(
+            transfer.engine_id,
+            model_fingerprint(self._config),
+            rank,
+            ranks,
+            loaded_fingerprint(self._config.model_config),
+            host,
+            keys,
+            partial(private_stream, cache.device),
+            TrustedAddresses.from_options(self._options).allows,
+        )
         port: int | range = int(transfer.kv_port)
         free = self._options.port_range or 0
         port = (
             free if port == DEFAULT_KV_PORT else port + parallel.data_parallel_index * ranks + rank
         )
-        stream_context = partial(private_stream, cache.device)
-        trusts = TrustedAddresses.from_options(self._options).allows
         if transfer.is_kv_producer:
-            self._producer = Producer(
-                **common, host=host, port=port, stream_context=stream_context, trusts=trusts
-            )
+            self._producer = Producer(context, cache, transport, self._options, port)
             if rank == 0:
                 self._notifier = PrefillNotifier(self._options.answer_timeout, keys)
         if transfer.is_kv_consumer:
             landing = free if self._producer else port
-            where: dict[str, Any] = {"rank": rank, "ranks": ranks, "host": host, "port": landing}
-            self._consumer = Consumer(
-                **common, **where, stream_context=stream_context, trusts=trusts
-            )
+            self._consumer = Consumer(context, cache, transport, self._options, landing)
 
     def get_handshake_metadata(self) -> Endpoint | None:
         ports = [part.server.port if part else 0 for part in (self._producer, self._consumer)]
@@ -173,7 +165,7 @@ class P2PWorker:
         Blocks to load into may still be used by earlier steps, but not by this one.
         """
         self._step = metadata.step
-        self._before_step = _record_event() if metadata.loads else None
+        self._before_step = record_event() if metadata.loads else None
         if self._producer is None:
             return
         leases = self._producer.leases
@@ -216,14 +208,14 @@ class P2PWorker:
             if self._step_tokens:
                 self._producer.steps.note()
             if self._step:
-                self._written[self._step] = _record_event()
+                self._written[self._step] = record_event()
                 if len(self._written) > KEPT_STEPS:
                     del self._written[next(iter(self._written))]
         self._step, self._step_tokens = 0, {}
 
     def _record_progress(self, layers: Iterable[str]) -> None:
         if self._step_tokens:
-            event = _record_event()
+            event = record_event()
             for layer in layers:
                 for request, tokens in self._step_tokens.items():
                     self._progress[request].record(layer, tokens, event.query)
@@ -339,29 +331,6 @@ def set_awake(state: bool) -> None:
     can serve, also again."""
     for worker in _workers:
         worker.set_awake(state)
-
-
-def _record_event() -> Any:
-    """Event after all work that was enqueued on the current stream."""
-    event = torch.npu.Event()
-    event.record()
-    return event
-
-
-_streams = threading.local()
-
-
-@contextmanager
-def private_stream(device: torch.device, behind: Any = None) -> Iterator[None]:
-    """Run work on this thread's private stream after an event, if given; synchronize on exit."""
-    torch.npu.set_device(device)
-    if not hasattr(_streams, "own"):
-        _streams.own = torch.npu.Stream(device)
-    with torch.npu.stream(_streams.own):
-        if behind is not None:
-            _streams.own.wait_event(behind)
-        yield
-    _streams.own.synchronize()
 
 
 def total_kv_heads(model: Any) -> int:

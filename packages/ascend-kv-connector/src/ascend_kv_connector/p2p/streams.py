@@ -1,0 +1,45 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-all project
+"""Streams of the connector's threads, and events of the engine's stream."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+
+def record_event() -> Any:
+    """Event after all work that was enqueued on the current stream."""
+    event = torch.npu.Event()
+    event.record()
+    return event
+
+
+class _Streams(threading.local):
+    """One stream for each thread."""
+
+    stream: Any = None
+
+    def get(self, device: torch.device) -> Any:
+        if self.stream is None:
+            self.stream = torch.npu.Stream(device)
+        return self.stream
+
+
+_streams = _Streams()
+
+
+@contextmanager
+def private_stream(device: torch.device, behind: Any = None) -> Iterator[None]:
+    """Run work on this thread's private stream after an event, if given; synchronize on exit."""
+    torch.npu.set_device(device)
+    stream = _streams.get(device)
+    with torch.npu.stream(stream):
+        if behind is not None:
+            stream.wait_event(behind)
+        yield
+    stream.synchronize()
