@@ -100,32 +100,25 @@ def check_peer(host: str, port: int, secret: bytes) -> Iterator[Finding]:
         ),
         "",
     )
-    where = f"{printable(reply.session.partition('/')[0])} by {printable(reply.transport)}"
-    session_host, _, data_port = reply.session.partition("/")[0].rpartition(":")
-    if found := _connection_error(data_host := session_host.strip("[]"), data_port):
-        yield (
-            "data port",
-            "fail",
-            f"{where}: {found}",
-            "admit it in the firewalls between both machines (option ports)",
-        )
-    elif is_loopback(data_host) and (
-        open_at := [each for each in other_addresses() if not _connection_error(each, data_port)]
+    yield _check_data_port(
+        f"{printable(reply.session.partition('/')[0])} by {printable(reply.transport)}",
+        *reply.session.partition("/")[0].rpartition(":")[::2],
+    )
+
+
+def _check_data_port(where: str, host: str, port: str) -> Finding:
+    """The port of the KV cache's transport, which ``where`` describes."""
+    if cause := _connection_error(host := host.strip("[]"), port):
+        fix = "admit it in the firewalls between both machines (option ports)"
+        return "data port", "fail", f"{where}: {cause}", fix
+    if is_loopback(host) and (
+        open_at := [each for each in other_addresses() if not _connection_error(each, port)]
     ):
         fix = "close it to other machines in this machine's firewall"
-        yield (
-            "data port",
-            "warn",
-            f"{where} accepts connections at {open_at[0]} too, without the secret",
-            fix,
-        )
-    else:
-        yield (
-            "data port",
-            "ok",
-            f"{where} accepts connections; on a machine that is no instance this check has to fail",
-            "",
-        )
+        found = f"{where} accepts connections at {open_at[0]} too, without the secret"
+        return "data port", "warn", found, fix
+    found = f"{where} accepts connections; on a machine that is no instance this check has to fail"
+    return "data port", "ok", found, ""
 
 
 def other_addresses() -> list[str]:

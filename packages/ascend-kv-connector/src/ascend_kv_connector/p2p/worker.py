@@ -88,42 +88,12 @@ class P2PWorker:
             RefusedError: the transport is not available, or the port is in use.
         """
         _workers.add(self)
-        groups = {
-            layer: number
-            for number, group in enumerate(self._groups)
-            for layer in group.layer_names
-        }
-        transfer, parallel = self._config.kv_transfer_config, self._config.parallel_config
-        tp, pp = get_tp_group(), get_pp_group()
-        rank, ranks = (
-            pp.rank_in_group * tp.world_size + tp.rank_in_group,
-            pp.world_size * tp.world_size,
-        )
-        self._rank = rank
-        total = total_kv_heads(self._config.model_config)
-        heads, block_size = (
-            kv_heads_of_rank(tp.rank_in_group, tp.world_size, total),
-            paged_block_size(self._groups),
-        )
-        windows = sliding_windows("AscendP2PConnector", self._groups, states=True)
-        cache = PagedCache(
-            list_regions(kv_caches, heads.num),
-            block_size,
-            heads,
-            total,
-            groups,
-            windows,
-            (tp.rank_in_group, tp.world_size),
-        )
+        transfer, tp, pp = self._config.kv_transfer_config, get_tp_group(), get_pp_group()
+        ranks = pp.world_size * tp.world_size
+        self._rank = rank = pp.rank_in_group * tp.world_size + tp.rank_in_group
+        cache = self._make_cache(kv_caches, tp.rank_in_group, tp.world_size)
         host = self._options.host or get_ip()
-        shared = read_secret(self._options.secret_file)
-        require_secret(shared, self._options.insecure, host, self._options.transport)
-        keys = CurveKeys(shared) if shared else None
-        transport = self._transport = self._transport or make_engine(
-            self._options.transport, host, self._options.protocol, keys, self._options.port_range
-        )
-        if rank == 0:
-            warn_of_open_ports(self._options.insecure, self._options.transport, transport.session)
+        keys, transport = self._open_transport(host)
         if self._options.expose_cache and self._config.model_config.enable_sleep_mode:
             extension.logger.info(
                 "KV connector: --enable-sleep-mode frees the KV cache, which is therefore not"
@@ -141,18 +111,47 @@ class P2PWorker:
             partial(private_stream, cache.device),
             TrustedAddresses.from_options(self._options).allows,
         )
-        port: int | range = int(transfer.kv_port)
-        free = self._options.port_range or 0
-        port = (
-            free if port == DEFAULT_KV_PORT else port + parallel.data_parallel_index * ranks + rank
-        )
+        port: int | range = self._options.port_range or 0
+        free = port
+        if (first := int(transfer.kv_port)) != DEFAULT_KV_PORT:
+            port = first + self._config.parallel_config.data_parallel_index * ranks + rank
         if transfer.is_kv_producer:
             self._producer = Producer(context, cache, transport, self._options, port)
             if rank == 0:
                 self._notifier = PrefillNotifier(self._options.answer_timeout, keys)
         if transfer.is_kv_consumer:
-            landing = free if self._producer else port
-            self._consumer = Consumer(context, cache, transport, self._options, landing)
+            port = free if self._producer else port
+            self._consumer = Consumer(context, cache, transport, self._options, port)
+
+    def _make_cache(self, kv_caches: dict[str, Any], rank: int, ranks: int) -> PagedCache:
+        """``rank`` of ``ranks`` is the tensor-parallel one."""
+        total = total_kv_heads(self._config.model_config)
+        heads = kv_heads_of_rank(rank, ranks, total)
+        return PagedCache(
+            list_regions(kv_caches, heads.num),
+            paged_block_size(self._groups),
+            heads,
+            total,
+            {
+                layer: number
+                for number, group in enumerate(self._groups)
+                for layer in group.layer_names
+            },
+            sliding_windows("AscendP2PConnector", self._groups, states=True),
+            (rank, ranks),
+        )
+
+    def _open_transport(self, host: str) -> tuple[CurveKeys | None, Engine]:
+        options = self._options
+        secret = read_secret(options.secret_file)
+        require_secret(secret, options.insecure, host, options.transport)
+        keys = CurveKeys(secret) if secret else None
+        self._transport = self._transport or make_engine(
+            options.transport, host, options.protocol, keys, options.port_range
+        )
+        if self._rank == 0:
+            warn_of_open_ports(options.insecure, options.transport, self._transport.session)
+        return keys, self._transport
 
     def get_handshake_metadata(self) -> Endpoint | None:
         ports = [part.server.port if part else 0 for part in (self._producer, self._consumer)]
