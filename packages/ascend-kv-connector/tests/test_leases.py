@@ -16,7 +16,7 @@ from ascend_kv_connector.p2p.leases import (
 from ascend_kv_connector.p2p.protocol import Ack, Fetch, Owner, Refused
 from ascend_kv_connector.p2p.send_buffers import SendBuffers
 from ascend_platform.transfer.errors import TransferError
-from ascend_platform.transfer.query_queue import Asked, BusyError, QueryQueue
+from ascend_platform.transfer.query_queue import BusyError, QueryQueue, ReceivedQuery
 
 
 class Clock:
@@ -241,7 +241,7 @@ def test_queries_are_answered_in_their_order(clock: Clock) -> None:
     def ask(number: int) -> None:
         queue.add(
             BusyError((f"n{number}",), "all in use"),
-            Asked(fetch(number), lambda reply: replies.append((f"n{number}", reply))),
+            ReceivedQuery(fetch(number), lambda reply: replies.append((f"n{number}", reply))),
         )
 
     for number in range(4):

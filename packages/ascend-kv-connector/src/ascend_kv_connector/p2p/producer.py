@@ -146,12 +146,12 @@ class Producer:
                 self._buffers.release(owner, tickets)
                 if not tickets:
                     self._pushes.stop(owner)
-                    self._waiting.remove(lambda place: place == owner)
+                    self._waiting.remove(lambda key: key == owner)
             case Finish(request=request, reader=reader, rank=rank, ranks=ranks):
                 self._buffers.release_request(request, reader, rank)
                 self._waiting.remove(
-                    lambda place: (
-                        len(place) == len(Owner._fields) and place[:3] == (request, reader, rank)
+                    lambda key: (
+                        len(key) == len(Owner._fields) and key[:3] == (request, reader, rank)
                     )
                 )
                 self.leases.finish(request, reader, rank, ranks)

@@ -119,7 +119,7 @@ class PushJobs:
             job = self._jobs[owner]
             job.heard = monotonic()
             if job.reply is None:
-                raise BusyError(owner, "the prompt is being computed", alone=True)
+                raise BusyError(owner, "the prompt is being computed", independent=True)
             if not job.failed:
                 del self._jobs[owner]
             return job.reply
@@ -150,7 +150,7 @@ class PushJobs:
                 return
             job.cancelled = True
             if (job.started and job.reply is None) or not job.settled():
-                raise BusyError((*owner, "stop"), "a write is in progress", alone=True)
+                raise BusyError((*owner, "stop"), "a write is in progress", independent=True)
             if job.failed:
                 raise TransferError(
                     "transport", "a write has failed, and what was sent of it may still arrive"

@@ -11,104 +11,103 @@ from typing import Any, NamedTuple
 
 from ascend_platform.transfer.messages import Message, Refused
 
-Place = tuple[Any, ...]
+Key = tuple[Any, ...]
 
 MAX_WAITING = 4096
 """Queries that may wait; a peer's further ones are refused."""
 
-
-ALONE_SECONDS = 0.05
-"""Interval at which independent queries are polled if no change is known."""
+INDEPENDENT_SECONDS = 0.05
+"""Interval at which independent queries are tried again if nothing is known to have changed."""
 
 
 class BusyError(Exception):
-    """A query cannot be answered before another one's resource is free: it waits under ``place``,
-    one query at a time.
+    """A query cannot be answered before a resource is free: it waits under ``key``, which has one
+    query at a time.
 
-    One that waits ``alone`` waits for something else than a buffer: no other query waits for it.
+    An ``independent`` query waits for something else than a buffer: no other query waits for it.
     """
 
-    def __init__(self, place: Place, cause: str, alone: bool = False) -> None:
+    def __init__(self, key: Key, cause: str, independent: bool = False) -> None:
         super().__init__(cause)
-        self.place, self.alone = place, alone
+        self.key, self.independent = key, independent
 
 
-class Asked(NamedTuple):
-    """A received query: ``reply`` sends the reply to its sender."""
+class ReceivedQuery(NamedTuple):
+    """``reply`` sends the reply to the query's sender."""
 
     query: Message
     reply: Callable[[Message], None]
 
 
 @dataclass
-class Waiting:
-    """A place in the queue. ``asked`` is None from when the sender was told to repeat its query
+class Entry:
+    """An entry of the queue. ``received`` is None from when the sender was told to repeat its query
     until it does, or ``until``."""
 
-    asked: Asked | None
+    received: ReceivedQuery | None
     until: float
-    alone: bool = False
+    independent: bool = False
 
 
 class QueryQueue:
-    """Places by arrival. After ``seconds`` a sender is told to repeat its query, so that it knows
-    that this side is alive; the place is kept for as long again. ``changed`` is set, in any thread,
-    when an independent query may be answered."""
+    """Queries by arrival. After ``seconds`` a sender is told to repeat its query, so that it knows
+    that this side is alive; its position is kept for as long again. ``changed`` is set, in any
+    thread, when an independent query may be answered."""
 
     def __init__(self, seconds: float, clock: Callable[[], float] = monotonic) -> None:
         self._seconds, self._clock = seconds, clock
-        self.changed, self._ask_alone_at = False, 0.0
-        self._places: dict[Place, Waiting] = {}
+        self.changed, self._next_try = False, 0.0
+        self._entries: dict[Key, Entry] = {}
 
     def __len__(self) -> int:
-        return len(self._places)
+        return len(self._entries)
 
-    def is_next(self, place: Place) -> bool:
+    def is_next(self, key: Key) -> bool:
         """Whether no earlier query waits."""
-        for earlier, waiting in self._places.items():
-            if earlier == place:
+        for earlier, entry in self._entries.items():
+            if earlier == key:
                 return True
-            if waiting.asked is not None and not waiting.alone:
+            if entry.received is not None and not entry.independent:
                 return False
         return True
 
-    def add(self, busy: BusyError, asked: Asked) -> None:
-        """Let a query wait; it replaces an earlier one in the same place."""
-        place, cause = busy.place, str(busy)
-        if place not in self._places and len(self._places) >= MAX_WAITING:
-            asked.reply(Refused("deadline", f"{cause}, and {MAX_WAITING} queries wait", again=True))
+    def add(self, busy: BusyError, received: ReceivedQuery) -> None:
+        """Let a query wait; it replaces an earlier one with the same key."""
+        key, cause = busy.key, str(busy)
+        if key not in self._entries and len(self._entries) >= MAX_WAITING:
+            refused = Refused("deadline", f"{cause}, and {MAX_WAITING} queries wait", again=True)
+            received.reply(refused)
             return
-        waiting = self._places.setdefault(place, Waiting(None, 0.0, busy.alone))
-        waiting.asked, waiting.until = asked, self._clock() + self._seconds
+        entry = self._entries.setdefault(key, Entry(None, 0.0, busy.independent))
+        entry.received, entry.until = received, self._clock() + self._seconds
 
-    def remove(self, matches: Callable[[Place], bool]) -> None:
-        """Forget the queue positions of senders that no longer wait."""
-        self._places = {
-            place: waiting for place, waiting in self._places.items() if not matches(place)
-        }
+    def remove(self, matches: Callable[[Key], bool]) -> None:
+        """Remove the queries of senders that no longer wait."""
+        self._entries = {key: entry for key, entry in self._entries.items() if not matches(key)}
 
     def serve(self, answer: Callable[[Message], Message]) -> None:
-        """Answer queries in order, until one must wait; independent queries are always polled."""
-        blocked, ask_alone = "", self.changed or self._clock() >= self._ask_alone_at
-        if ask_alone:
-            self.changed, self._ask_alone_at = False, self._clock() + ALONE_SECONDS
-        for place, waiting in list(self._places.items()):
-            asked, expired = waiting.asked, waiting.until <= self._clock()
-            if asked is None:
+        """Answer queries in their order, until one has to wait on. Independent ones are tried in
+        any case."""
+        blocked, try_independent = "", self.changed or self._clock() >= self._next_try
+        if try_independent:
+            self.changed, self._next_try = False, self._clock() + INDEPENDENT_SECONDS
+        for key, entry in list(self._entries.items()):
+            received, expired = entry.received, entry.until <= self._clock()
+            if received is None:
                 if expired:
-                    del self._places[place]
+                    del self._entries[key]
                 continue
             cause = blocked
-            if (ask_alone or expired) if waiting.alone else not blocked:
+            if (try_independent or expired) if entry.independent else not blocked:
                 try:
-                    reply = answer(asked.query)
+                    reply = answer(received.query)
                 except BusyError as error:
                     cause = str(error)
-                    blocked = blocked or ("" if error.alone else cause)
+                    blocked = blocked or ("" if error.independent else cause)
                 else:
-                    self._places.pop(place, None)
-                    asked.reply(reply)
+                    self._entries.pop(key, None)
+                    received.reply(reply)
                     continue
             if expired:
-                waiting.asked, waiting.until = None, self._clock() + self._seconds
-                asked.reply(Refused("deadline", cause, again=True, queued=True))
+                entry.received, entry.until = None, self._clock() + self._seconds
+                received.reply(Refused("deadline", cause, again=True, queued=True))

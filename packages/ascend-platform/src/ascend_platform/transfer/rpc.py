@@ -18,7 +18,7 @@ from ascend_platform.logger import logger
 from ascend_platform.transfer.auth import CurveKeys
 from ascend_platform.transfer.errors import KINDS, Kind, TransferError, printable
 from ascend_platform.transfer.messages import LONGEST_MESSAGE, Codec, Message, Refused
-from ascend_platform.transfer.query_queue import Asked, BusyError, QueryQueue
+from ascend_platform.transfer.query_queue import BusyError, QueryQueue, ReceivedQuery
 
 MAX_CONNECT_ATTEMPTS = 5
 """Connection attempts, 0.1 s apart, before a peer counts as unreachable."""
@@ -161,7 +161,7 @@ class RpcServer:
         try:
             answer = self._answer(query)
         except BusyError as error:
-            self._waiting.add(error, Asked(query, reply))
+            self._waiting.add(error, ReceivedQuery(query, reply))
         else:
             reply(answer)
 
