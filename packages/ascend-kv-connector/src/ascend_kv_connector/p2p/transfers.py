@@ -105,13 +105,8 @@ class Transfer:
         seconds: float,
         after: Any = None,
     ) -> None:
-        self.request, self.source, self.blocks, self.start, self.stop = (
-            request,
-            source,
-            blocks,
-            start,
-            stop,
-        )
+        self.request, self.source, self.blocks, self.start = request, source, blocks, start
+        self.stop = stop
         self.after = after
         self.started = monotonic()
         self.deadline = self.started + seconds

@@ -43,11 +43,8 @@ class TrustedAddresses:
     ) -> None:
         """``local``: the instance's host is a loopback address, which instances on other machines
         cannot have contacted."""
-        self._secret, self.metaservers, self._insecure = (
-            secret,
-            tuple(metaservers),
-            insecure and not local,
-        )
+        self._secret, self.metaservers = secret, tuple(metaservers)
+        self._insecure = insecure and not local
         self._hosts = {peer for peer in peers if parse_network(peer) is None}
         self._networks = [network for peer in peers if (network := parse_network(peer))]
 

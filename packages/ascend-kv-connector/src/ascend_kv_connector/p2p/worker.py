@@ -61,12 +61,8 @@ class P2PWorker:
         self, vllm_config: Any, groups: list[Any], options: Options, transport: Engine | None = None
     ) -> None:
         """``groups`` are the KVCacheGroupSpecs of vLLM's KVCacheConfig."""
-        self._config, self._groups, self._options, self._transport = (
-            vllm_config,
-            groups,
-            options,
-            transport,
-        )
+        self._config, self._groups, self._options = vllm_config, groups, options
+        self._transport = transport
         self._producer: Producer | None = None
         self._consumer: Consumer | None = None
         self._stats = TransferStats()

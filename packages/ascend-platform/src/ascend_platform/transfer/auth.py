@@ -31,10 +31,8 @@ class CurveKeys:
     """Key pairs derived from the secret: one for clients, one for servers."""
 
     def __init__(self, secret: bytes) -> None:
-        self._client_keys, self._server_keys = (
-            _derive_keypair(secret, b"asks"),
-            _derive_keypair(secret, b"answers"),
-        )
+        self._client_keys = _derive_keypair(secret, b"asks")
+        self._server_keys = _derive_keypair(secret, b"answers")
 
     def configure_client(self, socket: zmq.Socket) -> None:
         """Set the keys of a client socket, before it connects."""
