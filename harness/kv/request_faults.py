@@ -90,7 +90,7 @@ def host_memory() -> Iterator[None]:
         (worker, "record_event", Written),
         (worker, "private_stream", lambda device, behind=None: nullcontext()),
     ]
-    # of writes of an instance that was killed
+    # Writes of an instance that was killed.
     places += [(push_stop, "LINGER_SECONDS", LINGER)]
     before = [(module, name, getattr(module, name)) for module, name, _ in places]
     engine.ENGINES["memory"] = f"{__name__}.MemoryTransport"

@@ -33,7 +33,7 @@ def test_remote_prompt_is_loaded_after_the_local_prefix() -> None:
     assert made.get_num_new_matched_tokens(near, 8) == (13, True)
     assert made.get_num_new_matched_tokens(near, 8) == (13, True)
     made.update_state_after_alloc(near, blocks(50, 51, 52, 53, 54, 55, 56), 13)
-    # vLLM calls it again after the load
+    # vLLM calls it again after the load.
     made.update_state_after_alloc(near, blocks(50, 51, 52, 53, 54, 55, 56), 0)
     meta = made.build_connector_meta(NOTHING)
     assert meta.loads == {"near": Load(SOURCE, [52, 53, 54, 55], 8, 21)}
@@ -199,7 +199,7 @@ def test_push_mode_uses_the_configured_metaserver_by_default() -> None:
     assert asked == [("plain-12345678", "http://configured"), ("own-12345678", "http://own")]
     prefill = scheduler()
     prefill.consumer.metaserver = "http://configured"
-    # without a waiting consumer: kept for pull
+    # Without a waiting consumer it is kept for pull.
     far = request(params={"do_remote_decode": True}, name="far")
     far.status, far.num_computed_tokens = RequestStatus.FINISHED_LENGTH_CAPPED, 21
     assert prefill.request_finished(far, [7, 8])[0]

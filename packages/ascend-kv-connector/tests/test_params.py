@@ -24,7 +24,7 @@ SOURCE = {
 
 def test_keys_are_known_to_one_module() -> None:
     top = Path(inspect.getfile(ascend_kv_connector)).parent
-    # the conformance suite is for any connector
+    # The conformance suite is for any connector.
     others = [
         path
         for path in top.rglob("*.py")

@@ -137,7 +137,7 @@ def test_hanging_read_ends_at_the_deadline_without_blocking_others(
     assert (outcome.kind, 1.9 < outcome.seconds < 10) == ("deadline", True)
     network.faults.hang = 0.0
     second, _ = producer.fill("s", 17)
-    # the same blocks: vLLM may reuse them at once
+    # The same blocks, because vLLM may reuse them at once.
     consumer.consumers[0].start("s", second, blocks, 0, 17)
     ((done,),) = consumer.wait()
     assert isinstance(done, Done)

@@ -163,7 +163,7 @@ def test_digest_covers_what_determines_the_kv_cache() -> None:
         "": prompt_digest(request(), 21)
     }
     assert len(set(digests.values())) == len(digests), digests
-    # only what is before it counts
+    # Only what is before it counts.
     assert prompt_digest(request(30, mm_features=[image(22, "a")]), 21) == digests[""]
     assert prompt_digest(request(), 20) != digests[""]
 

@@ -55,7 +55,7 @@ def test_ranks_without_a_secret(options: dict[str, Any], hosts: list[str], allow
 def test_ranks_are_signed_with_the_secret() -> None:
     one, other = TrustedAddresses(SECRET), TrustedAddresses(SECRET, peers=["10.0.0.0/8"])
     sent = one.sign(params("10.0.0.1", remote_num_tokens=7))
-    # routers and vLLM add to them
+    # Routers and vLLM add to them.
     assert one.refusal(parse(sent.to_dict() | {"remote_prefill_cached_tokens": 3})) == ""
     assert other.refusal(sent) == ""
     assert "10.0.0.1, which is not" in TrustedAddresses(SECRET, peers=["prefill"]).refusal(sent)

@@ -110,7 +110,7 @@ class Router:
         """A decode instance has blocks for a request and asks for its prefill."""
         params = json.loads(await request.text())
         name = str(params.get("request_id"))
-        # n > 1: vLLM numbers them, "0_cmpl-…"
+        # With n > 1 vLLM numbers them, "0_cmpl-…".
         wanted = self._waiting.get(name) or self._waiting.get(re.sub(r"^\d+_", "", name))
         if wanted is None:
             return _error(404, f"unknown request {name!r}")
@@ -158,7 +158,7 @@ class Router:
                     await response.write(data)
         except (ClientError, TimeoutError) as error:
             if response is not None:
-                raise  # a part of the response was sent: close the connection
+                raise  # A part of the response was sent, so close the connection.
             return _failure("decode", where, error)
         return response
 

@@ -86,7 +86,7 @@ class ChunkReader:
                     f"the peer sent tokens up to {chunk.stop} for {fetch.start} to {fetch.stop}",
                 )
             if chunk.stop < transfer.stop:
-                # full chunk: more may be ready
+                # The chunk was full: more tokens may be ready.
                 (pending.appendleft if chunk.stop == fetch.stop else pending.append)(part)
             at[part.number] = chunk.stop
             if pending:
@@ -146,8 +146,8 @@ class ChunkReader:
         else:
             buffer = receiving.read_into_buffer(part, runs, until)
         try:
-            # before anything is awaited: readers that each hold one peer's buffer and wait for
-            # another's would deadlock
+            # Release it before anything is awaited: readers that each hold one peer's buffer and wait
+            # for another's would deadlock.
             self._connections.clients.get(part.address).post(
                 self._consumer.release_message(transfer, chunk.ticket)
             )

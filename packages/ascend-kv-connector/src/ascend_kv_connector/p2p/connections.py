@@ -101,7 +101,7 @@ class Connections:
             try:
                 self.clients.get(address).send(notice.message)
             except TransferError:
-                # a client that was refused once, also by a peer that is paused, stays refused
+                # A client that was refused once, also by a paused peer, stays refused.
                 self.clients.close(address)
 
     def disconnect(self, addresses: Iterable[tuple[str, int]]) -> None:

@@ -93,8 +93,8 @@ class Fetcher:
                 self._chunks.read_layerwise(parts)
         else:
             transfer.written_until = dict.fromkeys(range(len(parts)), transfer.start)
-            # fails as a whole: vLLM does not accept single invalid blocks with several KV cache
-            # groups
+            # The request fails as a whole: vLLM does not accept single invalid blocks with several
+            # KV cache groups.
             if self._consumer.cache.is_hybrid:
                 transfer.written_until[WHOLE_TRANSFER] = transfer.start
             for part in parts:

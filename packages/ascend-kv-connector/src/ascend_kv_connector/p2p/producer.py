@@ -182,7 +182,7 @@ class Producer:
                 if not lease.finished or lease.ready_tokens(self._layers(query)) < query.stop:
                     raise NotReadyError("the request's blocks are still being written")
                 group = self.cache.region_groups[query.regions[0]]
-                # all tokens are in the window
+                # This raises unless all tokens are in the window.
                 self.cache.slot_mapping(lease.blocks, query.start, query.stop, group)
                 table = group_block_table(lease.blocks, group, len(self.cache.windows))
                 columns = slice(

@@ -65,7 +65,7 @@ class PushStop:
             try:
                 lingers = self._has_ended(clients, address, until)
             except TransferError:
-                # a client that was refused once, also by a peer that is paused, stays refused
+                # A client that was refused once, also by a paused peer, stays refused.
                 clients.close(address)
                 continue
             with self._lock:
@@ -98,7 +98,7 @@ class PushStop:
         except TransferError as error:
             if error.kind != "transport" and not _refuses_connections(address):
                 raise
-            return True  # a write has failed, or the process has ended
+            return True  # A write has failed, or the process has ended.
         return self._attempts > 0
 
 

@@ -99,7 +99,7 @@ class ConsumerScheduler:
             end_remote_prefill(request)
             return
         source = params.source
-        if self._is_released(source):  # with n > 1, or a repeated request
+        if self._is_released(source):  # With n > 1, or a repeated request.
             self._decline(request)
             return
         # The prompt's last token is computed here and needs a full window, which vLLM retains only

@@ -41,9 +41,9 @@ class ProducerScheduler:
         self._engine, self._groups, self._is_producer = engine, groups, is_producer
         self._lease, self._trusted, self._outbox = options.lease, trusted, outbox
         self._tp_size = tp_size
-        # number of tokens, and the step that computed the last ones
+        # The number of tokens, and the step that computed the last ones.
         self._prompts: dict[str, tuple[int, int]] = {}
-        # with states: prompts whose last token is left to the consumer
+        # With states: prompts whose last token is left to the consumer.
         self._shortened: set[str] = set()
         self._layerwise = LayerwisePrefills()
         self._steps = 0
@@ -138,7 +138,7 @@ class ProducerScheduler:
             remote_num_tokens=tokens,
             remote_prompt_digest=prompt_digest(request, tokens),
             remote_lease=self._lease,
-            # NIXL's, for routers that look at them
+            # NIXL's keys, for routers that read them.
             remote_block_ids=[list(table) for table in self._groups.split(blocks)],
             tp_size=self._tp_size,
             remote_protocol=VERSION,
