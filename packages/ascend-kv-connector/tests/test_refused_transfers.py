@@ -84,8 +84,8 @@ def test_rotated_keys_in_another_order_are_refused(instances: Callable) -> None:
 
 
 def test_other_weights_of_the_same_model_are_refused(instances: Callable) -> None:
-    """An instance without the checkpoint's files, of which the fingerprint is not known, is
-    compared by the model alone."""
+    """For an instance without the checkpoint's files, whose fingerprint is unknown, only the model
+    is compared."""
     for theirs, ours, cause in (
         ("new", "old", "the peer's weights of m have fingerprint new, this instance's old"),
         ("new", "new", ""),

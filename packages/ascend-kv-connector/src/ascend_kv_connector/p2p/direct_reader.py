@@ -35,7 +35,7 @@ class DirectReader:
         )
 
     def read(self, part: Part) -> bool:
-        """Read all tokens of a part, piece by piece; False if they are in so many runs that they
+        """Read all tokens of a part, piece by piece; False if they are in too many runs and
         should be packed.
 
         What was read counts once the peer confirms that the blocks were the request's all the time.

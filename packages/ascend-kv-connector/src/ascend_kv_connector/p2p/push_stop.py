@@ -44,7 +44,7 @@ class PushStop:
         self._linger, self._last = 0.0, 0.0
 
     def settled(self) -> bool:
-        """Whether nothing can arrive any more; the ranks that are left are asked again from time to
+        """Whether no more data can arrive; the remaining ranks are queried again from time to
         time."""
         with self._lock:
             now = monotonic()
