@@ -96,7 +96,7 @@ def test_lease_is_renewed_while_a_request_waits_or_loads() -> None:
 
 
 @pytest.mark.parametrize("produces", [True, False], ids=["both roles", "consumer"])
-def test_instances_of_both_roles_do_not_wait_for_each_other_for_ever(produces: bool) -> None:
+def test_instances_of_both_roles_do_not_deadlock(produces: bool) -> None:
     """Each may keep the blocks that the other one's requests wait for. An instance with one role
     waits until its requests end."""
     now = [100.0]

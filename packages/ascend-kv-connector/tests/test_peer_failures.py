@@ -122,7 +122,7 @@ def test_cut_link_ends_at_the_deadline(instances: Callable, network: InMemoryNet
     assert 0.4 < took < 10
 
 
-def test_hanging_read_ends_at_the_deadline_without_blocking_others(
+def test_hanging_read_ends_at_the_deadline_and_blocks_no_other(
     instances: Callable, network: InMemoryNetwork
 ) -> None:
     producer, consumer = (

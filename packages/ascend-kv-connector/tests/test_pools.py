@@ -41,7 +41,7 @@ def test_temporary_files_of_killed_writers_are_removed(tmp_path: Path) -> None:
     assert [file.exists() for file in (old, young, chunk)] == [False, True, True]
 
 
-def test_disk_keeps_to_its_quota_and_removes_what_was_not_used_for_longest(tmp_path: Path) -> None:
+def test_disk_keeps_to_its_quota_and_evicts_least_recently_used(tmp_path: Path) -> None:
     size, count = 1 << 20, 10
     pool = DiskPool(str(tmp_path), quota=count * size)
     buffer = pool.buffer(size)

@@ -221,9 +221,9 @@ class Pusher:
                 pause = POLL_SECONDS
         return size
 
-    def _write(self, job: Job, places: list[int], blocks: list[int], start: int, stop: int) -> int:
+    def _write(self, job: Job, indices: list[int], blocks: list[int], start: int, stop: int) -> int:
         push, cache = job.push, self._producer.cache
-        regions = [push.regions[place] for place in places]
+        regions = [push.regions[place] for place in indices]
         sizes = cache.token_sizes(regions, cache.heads.num)
         slots = cache.slot_mapping(blocks, start, stop, cache.region_groups[regions[0]]).numpy()
         own = Placement(
