@@ -15,6 +15,7 @@ from pathlib import Path
 
 from harness import checkout, npus
 from harness.models import registry
+from harness.progress import progress
 
 PROGRAM = checkout.PROGRAMS / "serve_architectures.py"
 KEPT = checkout.TOOLS / "generated_docs" / "models.json"
@@ -55,12 +56,16 @@ def main() -> None:
         "OMP_NUM_THREADS": "1",
         "VLLM_LOGGING_LEVEL": "WARNING",
     }
-    with subprocess.Popen(
-        command, env=environ, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
-    ) as process:
+    with (
+        subprocess.Popen(
+            command, env=environ, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
+        ) as process,
+        progress("architectures:", len(asked)) as steps,
+    ):
         assert process.stdout is not None
         for line in process.stdout:
             for found in npus.results(line):
+                steps.advance(found["architecture"])
                 known[found.pop("architecture")] = found
                 options.results.write_text(json.dumps(dict(sorted(known.items())), indent=1) + "\n")
                 print(found, flush=True)

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from harness import checkout, npus
+from harness.progress import track
 
 MODES = ("NONE", "PIECEWISE", "FULL", "FULL_DECODE_ONLY", "FULL_AND_PIECEWISE")
 PROGRAM = checkout.PROGRAMS / "serve_graphs.py"
@@ -68,29 +69,30 @@ def main() -> None:
     )
     print("|---|---|---|---|---|---|")
     wrong = 0
-    for ranks in (1, 2):
-        eager = None
-        for mode in dict.fromkeys(["NONE", *modes]):
-            with tempfile.TemporaryDirectory() as directory:
-                (result,) = serve(Path(directory, "trace.json"), {"mode": mode, "ranks": ranks})
-            tokens = [request["tokens"] for request in result["requests"]]
-            eager = eager or tokens
-            same = sum(
-                a == b
-                for one, other in zip(eager, tokens, strict=True)
-                for a, b in zip(one, other, strict=True)
-            )
-            count = sum(map(len, tokens))
-            wrong += same != count
-            check(result)
-            errors, own = (
-                [e for request in result["requests"] for e in request[key]]
-                for key in ("errors", "own_errors")
-            )
-            decodes = ", ".join(map(str, sorted(set(result["launched"][1:-1]))))
-            means = f"{sum(errors) / len(errors):.4f} | {sum(own) / len(own):.4f}"
-            print(
-                f"| {result['mode']} | {ranks} | {same} of {count} | {means} | {decodes} |",
-                flush=True,
-            )
+    eager: Any = None
+    served = [(ranks, mode) for ranks in (1, 2) for mode in dict.fromkeys(["NONE", *modes])]
+    for ranks, mode in track("NPUs and modes:", served):
+        eager = None if mode == "NONE" else eager
+        with tempfile.TemporaryDirectory() as directory:
+            (result,) = serve(Path(directory, "trace.json"), {"mode": mode, "ranks": ranks})
+        tokens = [request["tokens"] for request in result["requests"]]
+        eager = eager or tokens
+        same = sum(
+            a == b
+            for one, other in zip(eager, tokens, strict=True)
+            for a, b in zip(one, other, strict=True)
+        )
+        count = sum(map(len, tokens))
+        wrong += same != count
+        check(result)
+        errors, own = (
+            [e for request in result["requests"] for e in request[key]]
+            for key in ("errors", "own_errors")
+        )
+        decodes = ", ".join(map(str, sorted(set(result["launched"][1:-1]))))
+        means = f"{sum(errors) / len(errors):.4f} | {sum(own) / len(own):.4f}"
+        print(
+            f"| {result['mode']} | {ranks} | {same} of {count} | {means} | {decodes} |",
+            flush=True,
+        )
     sys.exit(wrong > 0)

@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 
 from harness import checkout, layouts, npus
 from harness.models import hybrid
+from harness.progress import Progress, progress
 
 PROGRAM = checkout.PROGRAMS / "serve_hybrid.py"
 KEPT = checkout.TOOLS / "generated_docs" / "hybrid.json"
@@ -210,14 +211,17 @@ def _logprobs(model: Any) -> Any:
 
 
 def run(
-    cases: list[dict[str, Any]], plugins: str, timeout: float, directory: Path
+    cases: list[dict[str, Any]],
+    plugins: str,
+    timeout: float,
+    directory: Path,
+    progress: Progress,
 ) -> subprocess.CompletedProcess[str]:
     (directory / "cases.json").write_text(json.dumps(cases))  # too long for an argument
     command = [sys.executable, str(PROGRAM), str(directory / "cases.json")]
     variables = {"VLLM_PLUGINS": plugins, "OMP_NUM_THREADS": "1"}
-    return npus.run(
-        max(case["ranks"] for case in cases), *command, memory="3GiB", timeout=timeout, **variables
-    )
+    ranks, memory = max(case["ranks"] for case in cases), "3GiB"
+    return npus.run(ranks, *command, memory=memory, timeout=timeout, progress=progress, **variables)
 
 
 def main() -> None:
@@ -235,14 +239,14 @@ def main() -> None:
     options = parser.parse_args()
     if unknown := set(options.ways) - set(WAYS):
         parser.error(f"no way {', '.join(sorted(unknown))}; there are {'; '.join(WAYS)}")
-    with tempfile.TemporaryDirectory() as temporary:
-        asked = [
-            (name, dtype)
-            for name in options.ways or WAYS
-            for dtype in options.dtype or WAYS[name].dtypes
-        ]
+    asked = [
+        (name, dtype)
+        for name in options.ways or WAYS
+        for dtype in options.dtype or WAYS[name].dtypes
+    ]
+    with tempfile.TemporaryDirectory() as temporary, progress("ways:", len(asked)) as steps:
         failed = sum(
-            _check(part, plugins, Path(temporary), options)
+            _check(part, plugins, Path(temporary), options, steps)
             for plugins, part in _by_plugins(asked).items()
         )
     sys.exit(1 if failed else 0)
@@ -257,7 +261,11 @@ def _by_plugins(asked: list[tuple[str, str]]) -> dict[str, list[tuple[str, str]]
 
 
 def _check(
-    ways: list[tuple[str, str]], plugins: str, directory: Path, options: argparse.Namespace
+    ways: list[tuple[str, str]],
+    plugins: str,
+    directory: Path,
+    options: argparse.Namespace,
+    progress: Progress,
 ) -> int:
     """Serve a model in these ways and compare the answers; returns how many failed."""
     cases = {f"{name}, {dtype}": case(name, directory, dtype) for name, dtype in ways}
@@ -266,6 +274,7 @@ def _check(
         plugins,
         options.timeout * len(cases),
         directory,
+        progress,
     )
     results = {result["name"]: result for result in npus.results(done.stdout)}
     if missing := cases.keys() - results.keys():

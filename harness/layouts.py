@@ -21,6 +21,7 @@ from typing import Any
 from harness import checkout, npus
 from harness.model_types import EXACT
 from harness.models import hybrid, latent, model_types
+from harness.progress import Progress, progress
 
 ADDER = checkout.ADDER
 PROGRAM = checkout.PROGRAMS / "serve_layout.py"
@@ -322,16 +323,22 @@ def main() -> None:
                 if not any(left_out[option] for option in left_out if option in layout)
             ]
             chosen = {layout: (known | OF_PREFILLS)[layout] for layout in options.layouts or taken}
-            for launcher in options.launcher or ["mp", "external"]:
-                mp = launcher == "mp"
-                # One program forks all ranks of the external launcher.
-                for own in [{name: engine} for name, engine in chosen.items()] if mp else [chosen]:
-                    wrong += _run(model, options.dtype, own, mp, options.timeout)
+            launchers = options.launcher or ["mp", "external"]
+            with progress(f"{name}:", len(launchers) * len(chosen)) as steps:
+                for mp in (each == "mp" for each in launchers):
+                    # One program forks all ranks of the external launcher.
+                    for own in [{each: chosen[each]} for each in chosen] if mp else [chosen]:
+                        wrong += _run(model, options.dtype, own, mp, options.timeout, steps)
     sys.exit(1 if wrong else 0)
 
 
 def _run(
-    model: Path, dtype: str, engines: dict[str, dict[str, Any]], mp: bool, timeout: float
+    model: Path,
+    dtype: str,
+    engines: dict[str, dict[str, Any]],
+    mp: bool,
+    timeout: float,
+    progress: Progress,
 ) -> int:
     """Serve in these layouts one after the other, and print a row for each; returns how many are
     wrong."""
@@ -342,6 +349,7 @@ def _run(
             max(map(ranks, engines.values())),
             *command,
             timeout=timeout * len(cases),
+            progress=progress,
             OMP_NUM_THREADS="1",
         )
         printed = done.stdout + done.stderr

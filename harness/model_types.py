@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 from harness import checkout, near_ties, npus, perturbed_references, references
 from harness.models import latent
 from harness.models import model_types as models
+from harness.progress import Progress, progress
 
 PROGRAM = checkout.PROGRAMS / "serve_model_types.py"
 SMALL = {
@@ -365,7 +366,11 @@ def unexplained(case: dict[str, Any], results: list[Any]) -> tuple[int, float]:
 
 
 def run(
-    cases: list[dict[str, Any]], plugins: str = "", timeout: float = 900, **variables: str
+    cases: list[dict[str, Any]],
+    plugins: str = "",
+    timeout: float = 900,
+    progress: Progress | None = None,
+    **variables: str,
 ) -> subprocess.CompletedProcess[str]:
     with tempfile.NamedTemporaryFile("w", suffix=".json") as file:  # too long for an argument
         json.dump(cases, file)
@@ -374,9 +379,8 @@ def run(
             [sys.executable, str(PROGRAM), file.name],
             max(case["ranks"] for case in cases),
         )
-        return npus.run(
-            ranks, *command, timeout=timeout, VLLM_PLUGINS=plugins, OMP_NUM_THREADS="1", **variables
-        )
+        variables = {"VLLM_PLUGINS": plugins, "OMP_NUM_THREADS": "1"} | variables
+        return npus.run(ranks, *command, timeout=timeout, progress=progress, **variables)
 
 
 def main() -> None:
@@ -459,9 +463,9 @@ def main() -> None:
                         }
                         print(_row(name, cases[name], own, options.roundings), flush=True)
                     continue
-                done = run(
-                    list(cases.values()), "" if attention == "fused" else "ascend", 300 * len(cases)
-                )
+                with progress(f"{attention} attention, {ranks} NPUs:", len(cases)) as steps:
+                    plugins = "" if attention == "fused" else "ascend"
+                    done = run(list(cases.values()), plugins, 300 * len(cases), steps)
                 found = {each["name"]: each for each in npus.results(done.stdout)}
                 if options.verbose or len(found) < len(cases):
                     print(done.stdout[-6000:] + done.stderr[-9000:])

@@ -7,8 +7,12 @@ import json
 import os
 import subprocess
 import sys
+import tempfile
+import threading
 from pathlib import Path
 from typing import Any
+
+from harness.progress import Progress
 
 
 def path() -> str:
@@ -19,13 +23,18 @@ def path() -> str:
 
 
 def run(
-    npus: int, *command: str, memory: str = "1GiB", timeout: float = 600, **variables: str
+    npus: int,
+    *command: str,
+    memory: str = "1GiB",
+    timeout: float = 600,
+    progress: Progress | None = None,
+    **variables: str,
 ) -> subprocess.CompletedProcess[str]:
     """Run a command with this many NPUs; output is captured.
 
     They are emulated if those of the session are; otherwise the test is skipped where there are not
     as many. `memory` is what each emulated one has; a variable with the value "" is taken out. The
-    command can import this package.
+    command can import this package. `progress` advances with each result that is printed.
     """
     environ = {name: value for name, value in (os.environ | variables).items() if value}
     environ["PYTHONPATH"] = path()
@@ -42,9 +51,37 @@ def run(
         import pytest
 
         pytest.skip(f"needs {npus} NPUs; there are {found}")
+    if progress is not None:
+        return _run_with_progress([*command], environ, timeout, progress)
     return subprocess.run(
         command, env=environ, capture_output=True, text=True, timeout=timeout, check=False
     )
+
+
+def _run_with_progress(
+    command: list[str], environ: dict[str, str], timeout: float, progress: Progress
+) -> subprocess.CompletedProcess[str]:
+    lines: list[str] = []
+    with (
+        tempfile.TemporaryFile("w+") as errors,
+        subprocess.Popen(
+            command, env=environ, stdout=subprocess.PIPE, stderr=errors, text=True
+        ) as process,
+    ):
+        assert process.stdout is not None
+        deadline = threading.Timer(timeout, process.kill)
+        deadline.start()
+        for line in process.stdout:
+            lines.append(line)
+            for result in results(line):
+                progress.advance(result.get("name", ""))
+        code, is_late = process.wait(), not deadline.is_alive()
+        deadline.cancel()
+        errors.seek(0)
+        output, log = "".join(lines), errors.read()
+    if is_late:
+        raise subprocess.TimeoutExpired(command, timeout, output.encode(), log.encode())
+    return subprocess.CompletedProcess(command, code, output, log)
 
 
 def results(output: str) -> list[Any]:

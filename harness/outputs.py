@@ -24,6 +24,7 @@ from typing import Any
 
 from harness import graphs, references, vllm_runner
 from harness.features import serving, speculation
+from harness.progress import track
 
 DRAFTERS = ["none", "n-gram on the NPU", "draft model, another", "EAGLE", "EAGLE-3", "MTP"]
 DRAFTERS += ["MTP, latent attention", "MTP, sparse latent attention"]
@@ -100,37 +101,33 @@ def main() -> None:
     failed = False
     with tempfile.TemporaryDirectory() as path:
         directory = Path(path)
-        for drafter in options.drafter or DRAFTERS:
-            eager = None
-            for mode in dict.fromkeys(["NONE", *(options.mode or graphs.MODES)]):
-                wanted = case(directory, drafter, mode)
-                served = serving.serve([wanted])[wanted["name"]]
-                exact = references.reference(Path(wanted["model"]), None, "float16")
-                answers = served["steps"][0]
-                found, accepted = compare(exact, asked(), answers), speculation.accepted(served)[2]
-                experts = [answer.get("routed_experts") for (answer,) in answers]
-                all_found = found | {"accepted": accepted, "experts": experts}
-                eager = eager or all_found
-                is_wrong = all_found != eager
-                is_wrong |= "sparse" not in drafter and bool(
-                    found["prompt_wrong"] or found["others"] or found["wrong"]
-                )
-                failed |= is_wrong
-                same = (
-                    ""
-                    if experts[0] is None
-                    else "as NONE"
-                    if experts == eager["experts"]
-                    else "others"
-                )
-                cells = [
-                    drafter,
-                    mode,
-                    *found.values(),
-                    f"{accepted}, {eager['accepted']} in NONE",
-                    same,
-                ]
-                print(
-                    f"| {' | '.join(map(str, cells))} |{' WRONG' if is_wrong else ''}", flush=True
-                )
+        eager: Any = None
+        modes = dict.fromkeys(["NONE", *(options.mode or graphs.MODES)])
+        served_with = [(drafter, mode) for drafter in options.drafter or DRAFTERS for mode in modes]
+        for drafter, mode in track("drafters and modes:", served_with):
+            eager = None if mode == "NONE" else eager
+            wanted = case(directory, drafter, mode)
+            served = serving.serve([wanted])[wanted["name"]]
+            exact = references.reference(Path(wanted["model"]), None, "float16")
+            answers = served["steps"][0]
+            found, accepted = compare(exact, asked(), answers), speculation.accepted(served)[2]
+            experts = [answer.get("routed_experts") for (answer,) in answers]
+            all_found = found | {"accepted": accepted, "experts": experts}
+            eager = eager or all_found
+            is_wrong = all_found != eager
+            is_wrong |= "sparse" not in drafter and bool(
+                found["prompt_wrong"] or found["others"] or found["wrong"]
+            )
+            failed |= is_wrong
+            same = (
+                "" if experts[0] is None else "as NONE" if experts == eager["experts"] else "others"
+            )
+            cells = [
+                drafter,
+                mode,
+                *found.values(),
+                f"{accepted}, {eager['accepted']} in NONE",
+                same,
+            ]
+            print(f"| {' | '.join(map(str, cells))} |{' WRONG' if is_wrong else ''}", flush=True)
     sys.exit(failed)

@@ -18,6 +18,7 @@ from harness import layouts, npus
 from harness.dequantized import Model, Reference
 from harness.models import hybrid, latent, quantize
 from harness.models.quantize import Spec
+from harness.progress import track
 
 COMMON: dict[str, Any] = {
     "vocab_size": 512,
@@ -282,41 +283,41 @@ def main() -> None:
     ]
     print(f"| {' | '.join(columns)} |\n|{'---|' * len(columns)}", flush=True)
     wrong, broken = 0, []
+    chosen = [
+        (kind, form, dtype)
+        for kind in options.model or MODELS
+        for form in MODELS[kind]
+        if form in (options.format or MODELS[kind])
+        for dtype in options.dtype or ["bfloat16", "float16"]
+    ]
     with tempfile.TemporaryDirectory() as directory:
-        for kind in options.model or MODELS:
-            for form in [form for form in MODELS[kind] if form in (options.format or MODELS[kind])]:
-                for dtype in options.dtype or ["bfloat16", "float16"]:
-                    cache = kind == "dense" and form == "ascend"
-                    model = make(kind, form, dtype, Path(directory), cache=cache)
-                    for layout in options.layouts or LAYOUTS:
-                        label = (
-                            f"| {kind} | {form}{', int8 KV cache' * cache} | {dtype} | {layout} |"
-                        )
-                        served = serve(model, layouts.OF_EXPERTS[layout], options.timeout)
-                        if isinstance(served, str):
-                            print(f"{label} failed: {served} | | | | | |", flush=True)
-                            wrong += 1
-                            continue
-                        exact, alike = (
-                            Reference(model, quantized=False),
-                            Reference(model, quantized=True),
-                        )
-                        count, most, mean = exact.compare(served["results"])
-                        _, most_alike, mean_alike = alike.compare(served["results"])
-                        figures = " | ".join(
-                            f"{value:.4f}" for value in (mean_alike, most_alike, mean, most)
-                        )
-                        print(
-                            f"{label} {count} | {figures} | {served['seconds']:.0f} |", flush=True
-                        )
-                        wrong += not (mean_alike < BOUND and mean < FLOAT_BOUND)
-                        if options.broken:
-                            found = alike.broken(served["results"])
-                            broken += [
-                                f"{label} {' | '.join(key)} | {value:.4f} |"
-                                for key, value in found.items()
-                            ]
-                            wrong += any(value < BOUND for value in found.values())
+        for kind, form, dtype in track("models:", chosen):
+            cache = kind == "dense" and form == "ascend"
+            model = make(kind, form, dtype, Path(directory), cache=cache)
+            for layout in options.layouts or LAYOUTS:
+                label = f"| {kind} | {form}{', int8 KV cache' * cache} | {dtype} | {layout} |"
+                served = serve(model, layouts.OF_EXPERTS[layout], options.timeout)
+                if isinstance(served, str):
+                    print(f"{label} failed: {served} | | | | | |", flush=True)
+                    wrong += 1
+                    continue
+                exact, alike = (
+                    Reference(model, quantized=False),
+                    Reference(model, quantized=True),
+                )
+                count, most, mean = exact.compare(served["results"])
+                _, most_alike, mean_alike = alike.compare(served["results"])
+                figures = " | ".join(
+                    f"{value:.4f}" for value in (mean_alike, most_alike, mean, most)
+                )
+                print(f"{label} {count} | {figures} | {served['seconds']:.0f} |", flush=True)
+                wrong += not (mean_alike < BOUND and mean < FLOAT_BOUND)
+                if options.broken:
+                    found = alike.broken(served["results"])
+                    broken += [
+                        f"{label} {' | '.join(key)} | {value:.4f} |" for key, value in found.items()
+                    ]
+                    wrong += any(value < BOUND for value in found.values())
     if broken:
         print(
             "\n| model | format | dtype | layout | scheme | broken by | average"

@@ -22,6 +22,7 @@ from harness.kv.transfer_faults import Endurance
 from harness.models import hybrid
 from harness.models import model_types as models
 from harness.models.decoders import qwen3
+from harness.progress import track
 
 TP2, PP2, BF16, FP16 = (
     {"tensor_parallel_size": 2},
@@ -120,7 +121,7 @@ def engines(chosen: list[str], requests: int, seed: int) -> list[str]:
     wrong, rows, gaps = [], [], []
     with tempfile.TemporaryDirectory() as directory:
         path = qwen3(Path(directory))
-        for name in chosen or SHAPES:
+        for name in track("shapes:", chosen or [*SHAPES]):
             prefill, decode, more = SHAPES[name]
             case: dict[str, Any] = {
                 "model": path,
@@ -233,7 +234,8 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any], bool]] = {
 def faults(requests: int) -> list[str]:
     """Run each case under faults, and print a table; returns what is wrong."""
     wrong, results = [], {}
-    for name, (one, other, layerwise) in CASES.items():
+    for name in track("cases under faults:", CASES):
+        one, other, layerwise = CASES[name]
         network = InMemoryNetwork()
         made: list[Any] = []
 

@@ -20,6 +20,7 @@ from typing import Any
 from harness import perturbed_references
 from harness.features import adapters, grammars, sampling, serving, speculation
 from harness.models import small as small_models
+from harness.progress import progress
 from harness.references import reference
 
 
@@ -61,6 +62,11 @@ def main() -> None:
     sys.exit(wrong)
 
 
+def _serve(cases: list[dict[str, Any]], timeout: float = 1500) -> dict[str, Any]:
+    with progress("engines:", len(cases)) as steps:
+        return serving.serve(cases, timeout, steps)
+
+
 def _speculation_table(directory: Path, ranks: int, options: Any) -> list[tuple[list[Any], bool]]:
     names, rows = options.method or list(speculation.methods(directory)), []
     if not options.method and importlib.util.find_spec("arctic_inference") is None:
@@ -71,9 +77,7 @@ def _speculation_table(directory: Path, ranks: int, options: Any) -> list[tuple[
             flush=True,
         )
     found, dtype = (
-        serving.serve(
-            speculation.speculation(directory, names, ranks, options.dtype, **options.engine)
-        ),
+        _serve(speculation.speculation(directory, names, ranks, options.dtype, **options.engine)),
         options.dtype,
     )
     for name in names:
@@ -103,7 +107,7 @@ def _lora_table(directory: Path, ranks: int, options: Any) -> list[tuple[list[An
     }
     if ranks > 1:
         variants["fully sharded"] = {"fully_sharded_loras": True}
-    found = serving.serve(
+    found = _serve(
         [adapters.lora(name, directory, ranks, **variant) for name, variant in variants.items()]
     )
     rows = []
@@ -121,7 +125,7 @@ def _lora_table(directory: Path, ranks: int, options: Any) -> list[tuple[list[An
 
 
 def _latent_lora_table(directory: Path, ranks: int, options: Any) -> list[tuple[list[Any], bool]]:
-    found = serving.serve(
+    found = _serve(
         [adapters.lora_on_family("latent attention", directory, "DeepseekV3", ranks, options.dtype)]
     )["latent attention"]
     tokens, others, far = adapters.compare_lora_on_family(
@@ -155,7 +159,7 @@ def _sampling_table(directory: Path, ranks: int, options: Any) -> list[tuple[lis
         name: [["generate", requests], ["generate", grammars.structured()]]
         for name, requests in asked.items()
     }
-    found = serving.serve(
+    found = _serve(
         [
             serving.case(name, model, ranks, steps[name], **grammar, **variant)
             for name, variant in variants.items()

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from harness import checkout, npus
+from harness.progress import Progress
 from harness.references import distance
 
 PROGRAM = checkout.PROGRAMS / "serve_features.py"
@@ -41,7 +42,12 @@ def case(
     }
 
 
-def serve(cases: list[dict[str, Any]], timeout: float = 1500, **variables: str) -> dict[str, Any]:
+def serve(
+    cases: list[dict[str, Any]],
+    timeout: float = 1500,
+    progress: Progress | None = None,
+    **variables: str,
+) -> dict[str, Any]:
     """Results of harness/programs/serve_features.py by case name."""
     ranks = max(each["ranks"] for each in cases)
     quiet = {
@@ -50,7 +56,11 @@ def serve(cases: list[dict[str, Any]], timeout: float = 1500, **variables: str) 
         "TOKENIZERS_PARALLELISM": "false",
     } | variables
     done = npus.run(
-        ranks, sys.executable, str(PROGRAM), json.dumps(cases), timeout=timeout, **quiet
+        ranks,
+        *(sys.executable, str(PROGRAM), json.dumps(cases)),
+        timeout=timeout,
+        progress=progress,
+        **quiet,
     )
     found = npus.by_name(done)
     assert all(each["alike"] for each in found.values()), "ranks have other answers"

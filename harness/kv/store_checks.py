@@ -16,6 +16,7 @@ from harness import checkout, npus
 from harness.kv import store_faults
 from harness.kv.store_engines import Suite
 from harness.models.decoders import qwen3
+from harness.progress import track
 
 TP2 = {"engine": {"tensor_parallel_size": 2}, "devices": ["0,1", "0,1"]}
 COMMON: dict[str, Any] = {"alone": True, "one by one": True, "devices": ["0", "0"], "settle": 5.0}
@@ -45,14 +46,14 @@ def engines(chosen: list[str], requests: int) -> list[str]:
     wrong, rows = [], []
     with tempfile.TemporaryDirectory() as directory:
         path = qwen3(Path(directory))
-        for name in chosen or CASES:
+        for name in track("pools:", chosen or [*CASES]):
             case = COMMON | CASES[name] | {"model": path, "requests": requests}
             program = [
                 sys.executable,
                 str(checkout.PROGRAMS / "serve_kv_store.py"),
                 json.dumps(case),
             ]
-            shared = {"VLLM_HOST_IP": "127.0.0.1", "VLLM_PLUGINS": ""}
+            shared: dict[str, Any] = {"VLLM_HOST_IP": "127.0.0.1", "VLLM_PLUGINS": ""}
             done = npus.run(2, *program, memory="4GiB", timeout=3000, **shared)
             if not (found := npus.results(done.stdout)):
                 print(done.stdout[-3000:], done.stderr[-3000:])

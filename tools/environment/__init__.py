@@ -50,6 +50,8 @@ PIP_TO_UV = {
     "cert": ("SSL_CERT_FILE", " "),
 }
 
+sys.path.append(str(ROOT))  # for harness.progress
+
 _start = time.monotonic()
 
 

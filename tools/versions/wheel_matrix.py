@@ -3,11 +3,10 @@
 """Install the built wheels in every combination, outside of the workspace, and check plugins and an
 engine in each.
 
-    tools/check wheels                      all combinations; writes the table of
-    docs/combinations.md tools/check wheels --only "ascend-platform ascend-attention"      one
-    combination; writes nothing tools/check wheels --without-engines    registration and filters
-    only, a few seconds for each combination tools/check wheels --directory DIR      keep the
-    environment there, and take up what it has
+    tools/check wheels                      all combinations; writes the table of docs/combinations.md
+    tools/check wheels --only "ascend-platform ascend-attention"      one combination; writes nothing
+    tools/check wheels --without-engines    only registration and filters, a few seconds for each combination
+    tools/check wheels --directory DIR      keep the environment there, and use one that is there
 
 One environment is made, with tools/environment/requirements.txt and ascend-emulator's wheel; the
 others are installed and uninstalled. For each combination wheel_probe.py runs on an emulated NPU,
@@ -28,6 +27,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import environment
+from harness.progress import track
 
 ROOT = environment.ROOT
 PAGE = ROOT / "docs" / "combinations.md"
@@ -236,7 +236,7 @@ def main() -> int:
     rows, failed = [], 0
     with tempfile.TemporaryDirectory(prefix="matrix-") as temporary:
         there = Environment((given.directory or Path(temporary)).resolve())
-        for wheels in chosen:
+        for wheels in track("combinations:", chosen):
             there.choose(wheels)
             orders, filters, wrong = registrations(there.probe("register"), wheels)
             lacks = there.lacks()
