@@ -49,7 +49,7 @@ def progress(what: str, total: int) -> Iterator[Progress]:
         *columns,
         rich.TextColumn("{task.description}"),
         console=Console(stderr=True),
-        redirect_stdout=sys.stdout.isatty(),  # what is printed to a file or to a pipe goes there
+        redirect_stdout=sys.stdout.isatty(),  # Output to a file or to a pipe stays there.
     ) as bars:
         yield Progress(what, total, bars)
 
