@@ -1,0 +1,41 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-all project
+"""The table "Where a change goes" of docs/development.md: its files exist, and have its names."""
+
+import re
+from pathlib import Path
+
+import pytest
+from harness import checkout
+
+PAGE = checkout.ROOT / "docs" / "development.md"
+PLATFORM = checkout.ROOT / "packages" / "ascend-platform" / "src" / "ascend_platform"
+ROW = re.compile(r"^\| ([^|`-][^|`]*) \| ([^|]*`[^|]*) \| `([^|`]+)` \|$", re.MULTILINE)
+FILE = re.compile(r"(?:`(\w+)` in )?`([\w.-]*(?:/[\w.-]+)+|\w+\.\w+)`")
+MOST = {"speculative decoding method": 4}
+"""Files of a change; three unless it is here."""
+
+
+def rows() -> dict[str, tuple[str, str]]:
+    section = PAGE.read_text().partition("## Where a change goes")[2].partition("\n## ")[0]
+    return {change: (files, test) for change, files, test in ROW.findall(section)}
+
+
+def matching(path: str) -> list[Path]:
+    """The files of a path, in which NAME stands for any name."""
+    top = checkout.ROOT if re.match("(packages|tools|tests)/", path) else PLATFORM
+    return [*top.glob(path.replace("NAME", "*"))]
+
+
+def test_every_row_is_read() -> None:
+    assert len(rows()) == 10
+
+
+@pytest.mark.parametrize("change", rows())
+def test_files_of_a_change_exist_and_have_its_names(change: str) -> None:
+    files, test = rows()[change]
+    named = FILE.findall(files)
+    assert 1 <= len(named) <= MOST.get(change, 3)
+    assert [path for _, path in [*named, ("", test)] if not matching(path)] == []
+    for name, path in named:
+        assert all(name in found.read_text() for found in matching(path)), f"{path}: no {name}"
