@@ -25,15 +25,16 @@ class Progress:
     def advance(self, step: object = "") -> None:
         """A step was completed."""
         self.done += 1
-        self.show(f": {step}" if step else "")
+        self.show(str(step))
 
     def show(self, step: str) -> None:
         if self.bars:
-            self.bars.update(self.bar, completed=self.done, description=f"{self.what}{step}")
+            self.bars.update(self.bar, completed=self.done, description=f"{self.what} {step}")
             return
         seconds = (time.monotonic() - self.began) / max(self.done, 1) * (self.total - self.done)
         left = f", {duration(seconds)} left" if self.done else ""
-        print(f"{self.what} {self.done}/{self.total}{left}{step}", file=sys.stderr, flush=True)
+        line = f"{self.what} {self.done}/{self.total}{left}: {step}".removesuffix(": ")
+        print(line, file=sys.stderr, flush=True)
 
 
 @contextmanager
