@@ -30,7 +30,8 @@ def test_keys_are_known_to_one_module() -> None:
         for path in top.rglob("*.py")
         if path != Path(inspect.getfile(params)) and path.parent.name != "testing"
     ]
-    keys = set(KEYS) - {"metaserver", "request_id"}  # these are also an option's and a message's
+    # These two are also keys of an option and of a message.
+    keys = set(KEYS) - {"metaserver", "request_id"}
     found = [
         f"{path.relative_to(top)}:{node.lineno}: {node.value}"
         for path in others
