@@ -175,7 +175,7 @@ class Reference:
         return found
 
 
-# What a bound has to tell from a right answer.
+# Errors that a bound has to distinguish from a right answer.
 
 
 def wrong_scale(own: Matrix) -> Matrix:

@@ -171,8 +171,8 @@ def _distance(exact: Any, served: list[tuple[int, dict[str, Any]]]) -> dict[str,
 
 
 def _answer(logprobs: Any, number: int, answer: dict[str, Any]) -> dict[str, Any]:
-    """What a model says of an engine's tokens: their log-probabilities, and its own choice in each
-    place."""
+    """A model's judgement of an engine's tokens: their log-probabilities, and its own choice at
+    each position."""
     import torch
 
     found = logprobs(tuple(prompts()[0][number]), tuple(answer["tokens"]))

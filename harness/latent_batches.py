@@ -111,7 +111,7 @@ class SparseLatentBatch(LatentBatch):
         ]
 
     def run_sparse(self, backend: Any, padding: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
-        """What is selected, ``[tokens, count]``, and the backend's output, ``[tokens, heads,
+        """The selected tokens, ``[tokens, count]``, and the backend's output, ``[tokens, heads,
         latent]``.
 
         ``padding``: tokens after those of the batch, which belong to no request, as in a full

@@ -204,8 +204,8 @@ def run(names: list[str], directory: Path, runner: str = "v1") -> dict[str, Any]
 
 
 def preprocessing(directory: Path) -> dict[str, Any]:
-    """What precedes latent attention in a decode step of LATENT, by each way that CANN's operators
-    offer."""
+    """Operators before latent attention in a decode step of LATENT, for each alternative that CANN
+    offers."""
     trace, command = (
         str(directory / "before.json"),
         [sys.executable, str(checkout.PROGRAMS / "count_preprocessing.py")],

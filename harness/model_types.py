@@ -269,8 +269,8 @@ def pooled(name: str, case: dict[str, Any]) -> list[list[float]]:
 
 
 def own_answers(case: dict[str, Any]) -> list[dict[str, Any]]:
-    """What Hugging Face answers in the case's dtype, as serve_model_types.py has it: a yardstick for that
-    dtype's roundings."""
+    """Hugging Face's answers in the case's dtype, in the form of serve_model_types.py: a measure of
+    that dtype's roundings."""
     import torch
 
     model = models.causal(Path(case["model"]), getattr(torch, case["dtype"]))
@@ -293,7 +293,7 @@ def own_answers(case: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 class Found(NamedTuple):
-    """What a comparison found.
+    """Result of a comparison.
 
     compared: tokens, or numbers.
     others: tokens that are not Hugging Face's choice.

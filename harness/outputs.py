@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-all project
-"""What is read after a step's graphs, with each drafter, in each graph mode: `tools/check outputs`.
+"""Outputs that are read after a step's graphs, with each drafter, in each graph mode: `tools/check
+outputs`.
 
 tools/check outputs                                      all drafters and modes tools/check outputs
 --drafter EAGLE --mode PIECEWISE     these

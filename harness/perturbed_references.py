@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-all project
-"""What roundings to bfloat16 or float16 can do to a reference's log-probabilities.
+"""Effects of roundings to bfloat16 or float16 on a reference's log-probabilities.
 
 Experts are chosen by comparison: where two scores nearly tie, a rounding changes the choice, and
 with it the log-probabilities of this token and later ones by much more than the rounding itself. A

@@ -51,7 +51,7 @@ def lora_steps(directory: Path, slots: int) -> list[Any]:
 
 
 LORA_STATES = [[], True, True, True, [1, 2, 3], True, True, [2, 3]]
-"""What the steps before the last two give: listed, added three times, listed, pinned, removed,
+"""Results of the steps before the last two: listed, added three times, listed, pinned, removed,
 listed."""
 
 

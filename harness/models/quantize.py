@@ -70,7 +70,7 @@ class Matrix:
 
 @dataclass
 class Made:
-    """What was written: the matrices by name, the scales and zeros of static inputs, and those of
+    """Written tensors: the matrices by name, the scales and zeros of static inputs, and those of
     keys and values."""
 
     matrices: dict[str, Matrix]

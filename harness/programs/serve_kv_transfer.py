@@ -172,7 +172,7 @@ class Pair:
         assert self.free(self.decode)
 
     def alone_differently(self) -> dict[str, Any]:
-        """What the two instances answer differently without any transfer."""
+        """Answers of the two instances that differ without any transfer."""
         others = [
             name for name, each in self.alone.items() if each[0] != self.prefill_alone[name][0]
         ]

@@ -15,8 +15,8 @@ DENSE, EMBEDDING, QUANTIZED = "qwen3, heads of 96", "bert embedding", "W8A8"
 
 
 def bfloat16_checkpoint(path: str) -> None:
-    """What a chat model's checkpoint says of its dtype, for which `--dtype auto` has to take
-    another on this chip."""
+    """The dtype in a chat model's checkpoint, for which `--dtype auto` has to select another one on
+    this chip."""
     file = Path(path, "config.json")
     file.write_text(json.dumps(json.loads(file.read_text()) | {"dtype": "bfloat16"}))
 

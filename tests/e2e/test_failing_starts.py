@@ -314,7 +314,7 @@ def _left(leader: int) -> list[str]:
 
 
 def problems(case: Case, found: dict[str, Any]) -> list[str]:
-    """What a start has not done as it should."""
+    """Errors of a start."""
     wrong = []
     if not re.match(r"(ascend-platform|vllm): ", found["last"]) or not re.search(
         case.last, found["last"]

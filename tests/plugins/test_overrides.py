@@ -36,7 +36,7 @@ CALLS = {"override", "add", "require", "without"}
 
 
 def replaced(source: str) -> Iterator[str]:
-    """What a file assigns to, or adds to, in modules and classes that it imports from vLLM."""
+    """Names of vLLM's modules and classes that a file assigns or adds."""
     tree = ast.parse(source)
     imported = set()
     for node in ast.walk(tree):

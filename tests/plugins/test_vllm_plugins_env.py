@@ -34,7 +34,7 @@ def value(cell: str) -> str | None:
 
 @functools.cache
 def outcomes() -> list:
-    """What tools/versions/wheel_probe.py finds for each row, in one process, since torch is
+    """Results of tools/versions/wheel_probe.py for each row, in one process, because torch is
     imported once for all rows."""
     values = json.dumps([value(row[0]) for row in ROWS])
     environ = {name: text for name, text in os.environ.items() if not name.startswith("VLLM_")}

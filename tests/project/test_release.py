@@ -225,7 +225,7 @@ def test_first_releases_have_file_versions_and_install_together(
     assert "vllm" in missing
     assert not {*missing} & {*clone.packages}
 
-    # What a resolver makes of the set's name, with nothing else to be had than these wheels.
+    # A resolver's result for the set's name, with only these wheels available.
     others = {
         it.name
         for name in clone.packages

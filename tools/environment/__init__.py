@@ -41,7 +41,7 @@ REQUIREMENTS = HERE / "requirements.txt"
 EXCLUDED = HERE / "excluded.txt"
 UV_VERSION = (0, 13, 8)
 
-# What uv calls the settings of pip that say where packages come from.
+# uv's names for pip's settings of package sources.
 PIP_TO_UV = {
     "find-links": ("UV_FIND_LINKS", ","),
     "index-url": ("UV_DEFAULT_INDEX", " "),

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-all project
-"""What the conformance suite for KV connectors found of vLLM's own; `tools/check transfers
-connectors` writes connectors.json."""
+"""Results of the conformance suite for vLLM's own KV connectors; `tools/check transfers connectors`
+writes connectors.json."""
 
 import json
 from pathlib import Path

@@ -56,7 +56,7 @@ TYPES = {
 }
 SCHEMA = {"Tensor": "T", "Tensor[]": "L", "Scalar": "S", "Scalar[]": "R", "int": "i", "SymInt": "i", "float": "d", "bool": "b",
           "str": "t", "ScalarType": "n", "int[]": "I", "SymInt[]": "I", "bool[]": "B", "float[]": "F"}  # fmt: skip
-# What an `auto` is initialized with.
+# Initializer of an `auto`.
 VALUES = {
     "T": (
         r"npu_preparation::apply_tensor|OpPreparation::apply_tensor|at::(empty|zeros|ones)|.*at::Tensor\(\)|.*\.contiguous\(\)$"
@@ -182,7 +182,7 @@ def table(directory: Path) -> dict[str, list[str]]:
 
 
 def common(operator: str, calls: list[str]) -> str | None:
-    """What all calls agree on; None if they have different numbers of arguments."""
+    """Argument types that all calls share; None if they have different numbers of arguments."""
     if len({len(call) for call in calls}) > 1:
         return None
     kinds = [set(position) - {"?"} for position in zip(*calls, strict=True)]

@@ -57,7 +57,7 @@ PAGES = (
 )
 FIRST = re.compile(r"(self|input|tensors|tensor_list)\w*$")
 
-# What is known to work beyond the documentation: operator to dtypes and where that is seen.
+# Dtypes that work beyond the documentation: operator to dtypes and the source.
 WIDER: dict[str, tuple[str, str]] = {
     "aclnnCeil": (" ".join(INTEGERS), "op-plugin's test_ceil.py, test_ceil_integer_identity_npu"),
     "aclnnTrunc": (" ".join(INTEGERS), "as aclnnCeil"),

@@ -75,7 +75,7 @@ def refused_programs() -> str:
 
 
 def operator_checks() -> str:
-    """What is checked of operators' arguments, by source file."""
+    """Checks of operators' arguments, by source file."""
     from ascend_emulator import build
 
     try:

@@ -112,7 +112,7 @@ def _best(model: Mapping[str, Any], soc: str, npus: int) -> Mapping[str, Any] | 
 def _plan(
     name: str, soc: str, npus: int, quantization: str, requests: int, given: int, output: int
 ) -> list[dict[str, Any]]:
-    """What `vllm-ascend plan --json` prints, best first; empty if no layout fits."""
+    """Output of `vllm-ascend plan --json`, best first; empty if no layout fits."""
     model = next(
         model for family in data()["family"] for model in family["model"] if model["name"] == name
     )

@@ -13,7 +13,7 @@ DATA = Path(__file__).parent
 
 
 def launches() -> str:
-    """What a layer launches and moves, by tools/check launches."""
+    """Launches and bytes of a layer, by tools/check launches."""
     rows, names = [], []
     with_v2 = json.loads((DATA / "launches_v2.json").read_text())
     for name, steps in json.loads((DATA / "launches.json").read_text()).items():

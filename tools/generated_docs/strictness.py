@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-all project
-"""What the emulator refuses: tables of docs/emulator-strictness.md.
+"""Refusals of the emulator: tables of docs/emulator-strictness.md.
 
 Programs come from packages/ascend-emulator/tests/refused, by the lines at their head; operators
 from the sources below csrc/ops.
@@ -27,8 +27,7 @@ DTYPES = re.compile(r'^\{"(\w+)", "', re.MULTILINE)
 
 
 def programs() -> list[list[str]]:
-    """What a program does wrong, what is refused, where the rule is documented, and whether it was
-    seen on hardware."""
+    """A program's error, the refusal, the source of the rule, and whether hardware shows it."""
     rows = []
     for path in sorted((EMULATOR / "tests" / "refused").glob("*.py")):
         text = path.read_text()

@@ -11,7 +11,7 @@ import json
 from pathlib import Path
 
 REFUSED = {
-    "checkpoint_prepare": "a process with an open NPU cannot be checkpointed; the call says so",
+    "checkpoint_prepare": "a process with an open NPU cannot be checkpointed; the call raises this",
     "checkpoint_restore": "as `checkpoint_prepare`",
     "elastic_ep_execute": "`--enable-elastic-ep` is refused before anything is loaded",
     "reinitialize_distributed": "as `elastic_ep_execute`",

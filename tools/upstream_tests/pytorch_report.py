@@ -78,7 +78,7 @@ def judge(
 
 
 def line(message: str) -> str:
-    """What the emulator says, or else the first line of the error."""
+    """The emulator's message, or else the first line of the error."""
     own = re.findall(r"\[ascend-emulator\] ([^\n]*)", message)
     return " ".join((own[0] if own else (message.splitlines() or [""])[0]).split())
 

@@ -141,7 +141,7 @@ def _kept(device: str, name: str) -> Path:
 
 
 def results(device: str, names: list[str]) -> dict[str, dict]:
-    """What has been run of the files, by file."""
+    """Results so far, by file."""
     return {
         name: json.loads(_kept(device, name).read_text())
         for name in names

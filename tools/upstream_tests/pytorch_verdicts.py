@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-all project
-"""What real NPUs said to PyTorch's own tests, by the lists that Ascend/pytorch publishes (see
+"""Results of PyTorch's own tests on real NPUs, from the lists that Ascend/pytorch publishes (see
 tools/upstream)."""
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ class Verdicts:
     complete: set[str] = field(default_factory=set)
 
     def of(self, case: Case) -> str | None:
-        """What hardware said of a case; None if that is not known."""
+        """Hardware's result of a case; None if unknown."""
         if case in self.disabled or case in self.failed:
             return FAILS
         if case in self.skipped or case[0] not in self.complete:
@@ -76,8 +76,8 @@ class Verdicts:
         return PASSES
 
     def of_pair(self, case: Case) -> str | None:
-        """What hardware said of an operator and a dtype: test_meta's three variants have
-        to agree."""
+        """Hardware's result for an operator and a dtype: test_meta's three variants have to
+        agree."""
         found = pair(case[2])
         if not found:
             return None

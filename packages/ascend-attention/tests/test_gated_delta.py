@@ -161,7 +161,7 @@ def test_layers_out_of_the_documented_ranges_are_not_supported(changed, prefill,
 
 
 def model(architecture="Qwen3NextForCausalLM", size=128, states="auto"):
-    """What the choice reads of vLLM's configuration."""
+    """The part of vLLM's configuration that the choice reads."""
     settings = {
         "linear_num_value_heads": 32,
         "linear_key_head_dim": size,

@@ -158,7 +158,7 @@ class Calls:
         assert self.run(name, *arguments) == (0, "")
 
     def refusal(self, name: str, *arguments: Any) -> str:
-        """What the first phase says; the operator's name is taken off."""
+        """Error message of the first phase, without the operator's name."""
         status, _, message = self.workspace(name, *arguments)
         assert status != 0
         return message.removeprefix(f"[ascend-emulator] aclnn{name}: ")

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-all project
-"""What the emulator's tests share: a comparison with the CPU in float64, and processes of their
+"""Code that the emulator's tests share: a comparison with the CPU in float64, and processes of
+their
 own."""
 
 from __future__ import annotations

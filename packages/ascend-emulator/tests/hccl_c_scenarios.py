@@ -19,7 +19,7 @@ def library() -> ctypes.CDLL:
 
 
 def message() -> str:
-    """What aclGetRecentErrMsg says of the last call."""
+    """aclGetRecentErrMsg's message for the last call."""
     ask = ctypes.CDLL("libascendcl.so").aclGetRecentErrMsg
     ask.restype = ctypes.c_char_p
     return (ask() or b"").decode()

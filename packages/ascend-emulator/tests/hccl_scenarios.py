@@ -235,7 +235,7 @@ def groups(rank: int, ranks: int) -> Any:
 
 @scenario("order of streams")
 def order_of_streams(rank: int, ranks: int) -> Any:
-    """What is computed before a collective is in it, what comes after sees its result."""
+    """A collective includes earlier operators' results, and later ones see its result."""
     x = torch.zeros(1000, device="npu")
     for step in range(20):
         x += rank + step
@@ -434,7 +434,7 @@ def host_memory(rank: int, ranks: int) -> Any:
 
 @scenario("unsupported", ranks=1)
 def unsupported(rank: int, ranks: int) -> Any:
-    """What HCCL does not document, torch_npu or the emulator refuses by name."""
+    """torch_npu or the emulator refuses by name whatever HCCL does not document."""
     return {
         "float64 sum": failure(
             lambda: dist.all_reduce(torch.ones(3, dtype=torch.float64, device="npu"))

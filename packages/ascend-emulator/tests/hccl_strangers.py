@@ -23,7 +23,8 @@ from hccl_ranks import scenario, timed
 
 
 def root_info() -> Any:
-    """What HcclGetRootInfo gives to the ranks: mark, address, port, identifier, secret and
+    """The root info that HcclGetRootInfo passes to the ranks: mark, address, port, identifier,
+    secret and
     machine."""
     root = ctypes.create_string_buffer(4108)
     assert library().HcclGetRootInfo(root) == 0, message()

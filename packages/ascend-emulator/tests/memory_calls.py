@@ -39,7 +39,7 @@ class Batch(ctypes.Structure):
 
 
 def message() -> str:
-    """What the last call that failed says."""
+    """Error message of the last call that failed."""
     return (acl.aclGetRecentErrMsg() or b"").decode()
 
 

@@ -26,7 +26,7 @@ def call(name, *arguments):
 
 
 def made(name, *arguments):
-    """What the call writes to its first parameter."""
+    """The value that the call writes to its first parameter."""
     out = ctypes.c_void_p()
     call(name, ctypes.byref(out), *arguments)
     return out

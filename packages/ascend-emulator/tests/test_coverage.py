@@ -14,7 +14,7 @@ from ascend_emulator import build, coverage
 DOCUMENT = Path(__file__).parents[3] / "docs" / "emulator-capability.md"
 # torch_npu's macros call these without looking them up by name.
 UNNAMED = {"aclCreateFloatArray", "aclDestroyFloatArray"}
-# What torch_npu looks up from 2.11 on.
+# Names that torch_npu looks up from 2.11 on.
 NEWER = {"aclnnTopkV2"}
 # Its Python calls this.
 DRIVER = {"drvGetDevNum"}
@@ -44,7 +44,7 @@ def test_every_name_has_one_of_three_states(points):
 
 
 def test_nothing_is_there_that_no_program_can_ask_for(points):
-    """What torch_npu does not look up is declared for other programs."""
+    """Names that torch_npu does not look up are declared for other programs."""
     others = {
         point.name for point in points if not point.asked and not point.name.startswith("aclop::")
     }

@@ -8,7 +8,7 @@ import torch_npu
 from cann_calls import Calls
 
 IMAGE = torch.arange(1.0, 37).view(1, 1, 6, 6)
-# What op-plugin's tests of these operators expect.
+# Expected values of op-plugin's tests of these operators.
 POOLED = torch.tensor([[[[4.5, 6.5, 8.5], [16.5, 18.5, 20.5], [28.5, 30.5, 32.5]]]])
 GRADIENT = torch.tensor(
     [
@@ -83,7 +83,7 @@ def test_regions_are_refused():
 
 
 def test_intersections():
-    """What op-plugin's test expects on Ascend950, whose operator this is."""
+    """Expected values of op-plugin's test on Ascend950, whose operator this is."""
     calls = Calls()
     boxes = torch.tensor([[0, 0, 10, 10], [10, 10, 20, 20], [32, 32, 38, 42.0]])
     truth = torch.tensor([[0, 0, 10, 20], [0, 0, 10, 10], [10, 10, 20, 20.0]])

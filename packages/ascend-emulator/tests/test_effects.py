@@ -114,7 +114,7 @@ class Out:
 
 # handles, made when the test runs
 TENSOR, STREAM, GRAPH, DESC = "tensor", "stream", "graph", "desc"
-# What is called with what; the outputs have to be written in all of their bytes.
+# Calls and their arguments; the outputs have to be written in all of their bytes.
 ANSWERS = {
     "aclGetCannAttribute": (1, Out(4)),
     "aclGetCannAttributeList": (Out(8), Out(8)),

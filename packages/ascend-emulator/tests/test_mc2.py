@@ -290,8 +290,8 @@ def test_grouped_products_and_all_to_all(scenarios):
     weights_of = [data(rank, (2, 1024, 4), torch.float16, salt=1).double() for rank in range(8)]
     # [from][to x expert]
     parts = [x.split(counts[rank].flatten().tolist()) for rank, x in enumerate(xs)]
-    # What ranks send back, [rank][expert][to]: their rows are by expert, then by the rank that they
-    # go to.
+    # Rows that ranks return, [rank][expert][to]: their rows are by expert, then by the rank that
+    # they go to.
     returned = []
     for rank in range(8):
         groups = (

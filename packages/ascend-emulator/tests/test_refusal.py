@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-all project
-"""What is not there refuses by its own name, up to a Python exception, and nothing computes
+"""Missing functions refuse by their own name, up to a Python exception, and nothing computes
 silently after it."""
 
 import ctypes
@@ -183,7 +183,7 @@ def test_an_error_at_its_call_leaves_the_rest_working(refusals):
 
 
 def test_a_failed_stream_stays_failed(run):
-    """What comes after the error is not computed, and every wait raises it again."""
+    """Operators after the error are not computed, and every wait raises it again."""
     seen = lines(run("run", "--", sys.executable, "-c", ASYNCHRONOUS))
     for label in ("kernel", "synchronize"):
         assert "aclnnIndex: index 9 is out of bounds for dimension 0 with size 4" in seen[label]

@@ -477,7 +477,7 @@ def test_an_event_without_flags_measures_times(acl):
 
 
 def test_a_kernel_for_the_npu_s_cores_is_refused_by_its_name(program):
-    """What Triton and AscendC launch: a binary is loaded, then its kernel is looked up."""
+    """Launches of Triton and AscendC: a binary is loaded, then its kernel is looked up."""
     lines = program("""
         binary, code = c_void_p(), b"machine code"
         print(acl.aclrtBinaryLoadFromData(code, c_size_t(len(code)), None, byref(binary)))

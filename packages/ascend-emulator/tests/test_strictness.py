@@ -90,8 +90,8 @@ def test_dtype_is_refused_at_the_call(call, dtype, named):
     assert f"[ascend-emulator] {found}; allowed: {', '.join(dtypes)}" in message
 
 
-# What Atlas A3 refuses of an operator in PyTorch's own tests
-# (tools/generated_docs/emulator_verdicts.toml), and what it takes.
+# Arguments that Atlas A3 refuses in PyTorch's own tests
+# (tools/generated_docs/emulator_verdicts.toml), and those that it accepts.
 ON_HARDWARE = {
     "aclnnDot: self": (
         lambda x: torch.dot(x[0], x[0]),

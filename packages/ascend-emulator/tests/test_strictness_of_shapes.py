@@ -143,7 +143,7 @@ def test_missing_arguments_and_host_memory_are_refused():
 
 
 def test_legitimate_forms_are_taken(agree):
-    """What the rules of shapes must not refuse."""
+    """Calls that the rules of shapes must not refuse."""
     x, empty = torch.randn(4, 6), torch.zeros(0)
     agree(lambda a: a + 1, torch.randn(()))
     agree(lambda a, b: a * b, torch.randn(4, 1, 6), torch.randn(5, 1))

@@ -385,7 +385,7 @@ def test_cases_that_crash_or_hang_do_not_end_the_run(monkeypatch, tmp_path):
 
 
 def test_ranks_without_a_result_in_time_are_named(monkeypatch):
-    """The case says so itself: the run's own limit, of which it knows nothing, comes later."""
+    """The case reports it itself: the run's own limit, of which it knows nothing, comes later."""
     assert command._seconds(("collectives", "two-npus")) > collectives.SECONDS
     monkeypatch.setattr(collectives, "SECONDS", 0.5)
     record = collectives.run("two-npus", {})

@@ -130,7 +130,7 @@ def test_blocks_are_free_once_their_writer_has_died(
 
 
 def test_pause_of_the_reader_does_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What had arrived before the pause is read after it."""
+    """Bytes that arrived before the pause are read after it."""
     now = [1000.0]
     monkeypatch.setattr(push_stop, "monotonic", lambda: now[0])
     stop = PushStop(Source("p", "r", ()), Release("r", "d", 0, "t"), [("h", 1)], lambda stop: None)

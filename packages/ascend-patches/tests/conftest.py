@@ -55,7 +55,7 @@ class World:
         )
 
     def run(self, script: str) -> tuple[str, str]:
-        """What a script prints on stdout and stderr; ascend-platform's lines come on the latter."""
+        """A script's output on stdout and stderr; ascend-platform's lines are on the latter."""
         path = os.pathsep.join(filter(None, [str(self.directory), os.environ.get("PYTHONPATH")]))
         inherited = {
             k: v

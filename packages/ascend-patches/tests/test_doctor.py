@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-all project
-"""What `vllm-ascend doctor` says of patches."""
+"""Checks of patches by `vllm-ascend doctor`."""
 
 import json
 

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-all project
-"""What the tests of several files use."""
+"""Fixtures of several test files."""
 
 import json
 import logging

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-all project
-"""What this machine lacks for an engine with several ranks: NPUs in ASCEND_RT_VISIBLE_DEVICES, and
+"""Requirements of an engine with several ranks that this machine lacks: NPUs in
+ASCEND_RT_VISIBLE_DEVICES, and
 the address of its sockets."""
 
 import errno

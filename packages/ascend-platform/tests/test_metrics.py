@@ -55,7 +55,7 @@ def test_each_fails_alone_and_once() -> None:
 
 
 class Config(SimpleNamespace):
-    """What a reading needs of vLLM's configuration."""
+    """The part of vLLM's configuration that a reading needs."""
 
 
 @pytest.fixture

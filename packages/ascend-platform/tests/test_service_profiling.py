@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-all project
-"""What msServiceProfiler is told: functions that are there, in a file that is written where it is
-asked for."""
+"""Symbols for msServiceProfiler: existing functions, in a file that is written if requested."""
 
 import functools
 import importlib

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-all project
-"""What KV connector and model loader share: fingerprints of checkpoints."""
+"""Code shared by KV connector and model loader: fingerprints of checkpoints."""
 
 import json
 import pickle

@@ -66,7 +66,7 @@ def vllm_tree(tmp_path_factory) -> Path:
 
 
 def walk(tree: Path, cases: list[tuple[str, str]]) -> list[str]:
-    """What :func:`vllm_overrides.check` refuses of each edited vLLM, in a process that finds this
+    """Refusals of :func:`vllm_overrides.check` for each edited vLLM, in a process that finds this
     vLLM first."""
     environment = os.environ | {
         "PYTHONPATH": os.pathsep.join(filter(None, [str(tree), os.environ.get("PYTHONPATH")]))

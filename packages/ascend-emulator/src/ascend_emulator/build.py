@@ -374,7 +374,7 @@ def _versions() -> list[str]:
 
 
 def _contents() -> list[bytes]:
-    """What the libraries are made of, besides the installed torch_npu."""
+    """Inputs of the libraries, besides the installed torch_npu."""
     own = [Path(__file__).with_name(name) for name in ("build.py", "elf.py", "cann_names.txt")]
     return [path.read_bytes() for path in (*own, *sorted(SOURCES.rglob("*.[ch]*")))]
 

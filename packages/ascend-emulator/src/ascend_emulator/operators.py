@@ -196,7 +196,7 @@ def _where(name: str, path: Path) -> str:
     return str(path) if name.endswith(".py") or "/" in name else name
 
 
-# What follows runs in the emulated process: a stream's thread calls the Python function.
+# The rest runs in the emulated process: a stream's thread calls the Python function.
 
 
 class _View(ctypes.Structure):

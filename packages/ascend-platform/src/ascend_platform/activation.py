@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-all project
-"""What each process does once it has an engine's configuration."""
+"""Activation: the steps of each process once it has an engine's configuration."""
 
 import functools
 from typing import TYPE_CHECKING

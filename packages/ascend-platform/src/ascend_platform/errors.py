@@ -18,7 +18,7 @@ class RefusedError(ValueError):
 
 
 class Problem(NamedTuple):
-    """What was found, and the command or change that fixes it ("" if there is none)."""
+    """A problem, and the command or change that fixes it ("" if there is none)."""
 
     found: str
     fix: str = ""

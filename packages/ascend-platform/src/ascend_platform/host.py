@@ -163,8 +163,8 @@ def visible(listed: str, npus: int) -> int:
 
 
 def unused_npus(listed: str, npus: int) -> tuple[str, str]:
-    """What is wrong with a value of ASCEND_RT_VISIBLE_DEVICES and the command that corrects it; ""
-    if it is right."""
+    """The error in a value of ASCEND_RT_VISIBLE_DEVICES and the command that corrects it; "" if it
+    is valid."""
     usable = visible(listed, npus)
     if usable == len(listed.split(",")):
         return "", ""

@@ -74,7 +74,7 @@ class Override:
         return self.target.partition(":")[2]
 
     def row(self, tree: Path | None = None) -> dict[str, str]:
-        """What a table of overrides shows; see ``extension.overrides``."""
+        """A row of the table of overrides; see ``extension.overrides``."""
         fields = {
             "name": self.name,
             "target": self.target,

@@ -17,7 +17,7 @@ VALUES = "values differ"
 
 @dataclass
 class Comparison:
-    """What two reports say about the cases that both ran.
+    """Comparison of two reports, for the cases that both ran.
 
     Attributes:
         agreements: number of cases with the same result or refusal.
@@ -43,7 +43,7 @@ def _how(record: dict[str, Any]) -> str:
 
 
 def _outputs(ours: dict[str, Any], theirs: dict[str, Any]) -> tuple[str, str]:
-    """What disagrees in two computed results, and what differs by rounding only."""
+    """Disagreements of two computed results, and differences by rounding only."""
     if ours.get("inputs") != theirs.get("inputs"):
         return "the inputs differ: the tables or torch's conversions are not the same", ""
     first, second = ours.get("outputs", []), theirs.get("outputs", [])

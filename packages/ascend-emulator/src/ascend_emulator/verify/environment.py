@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-all project
-"""What a report says about the machine: versions and the NPU's figures, nothing that
+"""The machine in a report: versions and the NPU's figures, nothing that
 identifies it."""
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def _version_in(path: Path) -> str:
 
 
 def _cann() -> str:
-    """CANN's version, from its installation; the emulator's says so itself."""
+    """CANN's version, from its installation; the emulator names itself."""
     try:
         function = ctypes.CDLL("libascendcl.so").aclsysGetVersionStr
         text = ctypes.create_string_buffer(256)

@@ -34,7 +34,7 @@ def counts(report: Report) -> list[list[str]]:
 
 
 def summary(report: Report) -> str:
-    """What the command prints: the machine, and the counts."""
+    """Output of the command: the machine, and the counts."""
     facts = environment(report)
     lines = [title(report), "", *(f"  {name}: {value}" for name, value in facts.items()), ""]
     lines += [f"  {section}: {cases} cases: {what}" for section, cases, what in counts(report)]

@@ -120,7 +120,7 @@ def _typed(where: str, record: Any, form: dict[str, Any]) -> list[str]:
 
 
 def problems(report: Any, altered: bool = True) -> list[str]:
-    """What is wrong with a report's form; with ``altered`` a checksum that does not match too."""
+    """Errors of a report's form; with ``altered`` also a checksum that does not match."""
     if not isinstance(report, dict) or report.get("schema") != SCHEMA:
         found = report.get("schema") if isinstance(report, dict) else type(report).__name__
         return [f"schema is {found}; supported: {SCHEMA}"]

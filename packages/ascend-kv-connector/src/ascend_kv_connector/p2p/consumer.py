@@ -239,7 +239,7 @@ class Consumer:
         return {transfer.request for transfer in settled}
 
     def gauges(self) -> dict[str, float]:
-        """What this rank is loading now, by name of the metric."""
+        """This rank's current loads, by name of the metric."""
         with self._lock:
             return {"transfers_open": len(self._transfers), "unsettled_blocks": self._count_kept()}
 

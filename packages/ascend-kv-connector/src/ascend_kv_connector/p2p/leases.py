@@ -74,7 +74,7 @@ class PrefillProgress:
 @dataclass
 class Reader:
     """An instance that reads a request: which of its ``ranks`` ranks have finished; 0 ranks if none
-    has said so."""
+    has reported it."""
 
     finished: set[int] = field(default_factory=set)
     ranks: int = 0
@@ -227,8 +227,8 @@ class Leases:
                 )
 
     def finish(self, request: str, reader: str, rank: int, ranks: int) -> None:
-        """A reader rank releases the request; the lease ends when all ranks of all its
-        readers have said so."""
+        """A reader rank releases the request; the lease ends when all ranks of all its readers have
+        released it."""
         with self._lock:
             lease = self._live.get(request)
             if lease is None and request in self._ended:

@@ -287,7 +287,7 @@ def group_block_table(blocks: Sequence[int], group: int, groups: int) -> Sequenc
 
 
 class FetchPlan(NamedTuple):
-    """What to fetch from one rank: regions of one group, as pairs of remote and local indices, and
+    """A fetch from one rank: regions of one group, as pairs of remote and local indices, and
     heads."""
 
     rank: int

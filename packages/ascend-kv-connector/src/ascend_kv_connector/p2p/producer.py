@@ -104,7 +104,7 @@ class Producer:
         return self._buffers.in_use
 
     def gauges(self) -> dict[str, float]:
-        """What this rank holds for readers now, by name of the metric."""
+        """Resources that this rank holds for readers, by name of the metric."""
         return {
             "leases": len(self.leases),
             "oldest_lease_seconds": round(self.leases.oldest(), 1),

@@ -335,7 +335,8 @@ def total_kv_heads(model: Any) -> int:
 
 
 def model_fingerprint(vllm_config: Any) -> str:
-    """What must be equal in both instances, without the weights: architecture, a digest of the
+    """Properties that must be equal in both instances, without the weights: architecture, a digest
+    of the
     model's configuration, and the order of rotated keys where it is not the model's."""
     config, order = vllm_config.model_config.hf_config, extension.rope_order(vllm_config)
     values = {

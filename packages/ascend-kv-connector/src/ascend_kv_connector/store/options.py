@@ -161,8 +161,8 @@ class StoreOptions:
         return config
 
     def _identity(self, vllm_config: Any) -> dict[str, Any]:
-        """What determines the KV cache of a prefix, in addition to what vLLM's own file tier
-        distinguishes."""
+        """Properties that determine the KV cache of a prefix, in addition to those of vLLM's own
+        file tier."""
         model = vllm_config.model_config
         known = model.hf_config.to_dict()
         described = json.dumps(

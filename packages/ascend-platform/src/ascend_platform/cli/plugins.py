@@ -161,7 +161,7 @@ def _registered(distribution: str, point: importlib.metadata.EntryPoint) -> Stat
 
 
 def environment() -> dict[str, dict[str, str]]:
-    """What a bug report should say about this machine, by section."""
+    """Contents of a bug report about this machine, by section."""
     npus, unknown = host.npu_count()
     home = host.cann_home()
     wanted = {"torch", "torch-npu", "triton", "triton-ascend", "transformers"}

@@ -168,7 +168,8 @@ def cpu_governor(cpus: Path = CPUS) -> Iterator[Result]:
 
 
 def vllm_ascend() -> Iterator[Result]:
-    """What vllm-ascend leaves behind; see ``checks.installed_plugins`` for the wheel itself."""
+    """Files that vllm-ascend leaves behind; see ``checks.installed_plugins`` for the wheel
+    itself."""
     paths = [
         path
         for path in os.environ.get("ASCEND_CUSTOM_OPP_PATH", "").split(":")

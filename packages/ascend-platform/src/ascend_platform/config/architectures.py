@@ -31,7 +31,8 @@ LACKING = {
     "minimax_m3": "MiniMax's sparse attention by blocks of keys",
     "qwen4_exp": _MHC,
 }
-"""What CANN lacks, by the package of ``vllm.models`` that has the architecture; such packages have
+"""Operators that CANN lacks, by the package of ``vllm.models`` that has the architecture; such
+packages have
 code for named platforms."""
 
 

@@ -30,7 +30,7 @@ SIZES = {
     "qk_rope_head_dim": (64,),
     "num_attention_heads": tuple(2**power for power in range(8)),
 }
-"""What the operator takes, by the name in the model's configuration."""
+"""Sizes that the operator supports, by the name in the model's configuration."""
 
 
 def check(vllm_config: "VllmConfig") -> None:
@@ -64,7 +64,7 @@ def check(vllm_config: "VllmConfig") -> None:
 
 
 def describe(vllm_config: "VllmConfig") -> str:
-    """What the summary line adds about the operator; "" without the option."""
+    """The summary line's part about the operator; "" without the option."""
     if not performance.enabled(vllm_config, performance.MLA_PROLOG):
         return ""
     if reason := reason_against(vllm_config):

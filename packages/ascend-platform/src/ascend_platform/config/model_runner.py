@@ -127,7 +127,7 @@ FEATURES = (
     Feature("logits processors with V1's interface", _has_v1_logits_processors, of_model=True),
     Feature("the pooling task plugin", _pools_by_plugin, of_model=True),
 )
-"""What the V2 runner does not serve yet on NPUs."""
+"""Features that the V2 runner does not support yet on NPUs."""
 
 REQUEST_FEATURES: dict[str, Any] = {
     "thinking budgets": lambda params: getattr(params, "thinking_token_budget", None) is not None,

@@ -103,7 +103,7 @@ def configure(additional_config: object) -> None:
 
 
 def given(vllm_config: object, namespace: str) -> dict[str, object]:
-    """What an engine's configuration gives for a component, without defaults.
+    """A component's options in an engine's configuration, without defaults.
 
     Raises:
         RefusedError: an unknown key, or a value that the platform does not support.

@@ -95,8 +95,8 @@ def _shards_sparse_context(config: VllmConfig) -> bool:
 
 
 def _other_prefill_context(config: VllmConfig) -> str:
-    """What prefill context parallelism is not supported with; vLLM has it in its V2 runner, for
-    latent attention."""
+    """Features that prefill context parallelism is not supported with; vLLM has it in its V2
+    runner, for latent attention."""
     from vllm.config import CUDAGraphMode
 
     parallel, model = config.parallel_config, config.model_config

@@ -208,7 +208,7 @@ def _directory() -> Path:
 
 
 def _readings() -> Iterator[dict[str, Any]]:
-    """What the workers of this process's engines have written last. A file may be removed at any
+    """The latest values of the workers of this process's engines. A file may be removed at any
     time."""
     for config in filter(None, (each() for each in _configs)):
         for file in sorted(_directory().glob(f"npus-{config.instance_id}*/*[0-9]")):

@@ -48,7 +48,7 @@ class PluginFilter:
         return _export([*self.names, *names])
 
     def problem(self, known: Collection[str]) -> tuple[Problem, bool] | None:
-        """What is wrong with the value, and whether it keeps the platform from loading.
+        """The error in the value, and whether it prevents the platform from loading.
 
         Args:
             known: names of all installed plugins of vLLM.

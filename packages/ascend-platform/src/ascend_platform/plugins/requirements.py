@@ -76,7 +76,7 @@ def unmet(distribution: str) -> Problem | None:
 
 
 def required_by_platform(name: str) -> Requirement:
-    """What ascend-platform requires of a distribution."""
+    """Version range of a distribution that ascend-platform requires."""
     return next(
         (each for each in declared("ascend-platform") if each.name == name), Requirement(name)
     )

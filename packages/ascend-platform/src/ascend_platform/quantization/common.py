@@ -62,6 +62,6 @@ def uses_weight_nz() -> bool:
 
 
 def fp8_target() -> str:
-    """What FP8 weights are converted to at load, the model's dtype or int8: the option
+    """Target of the conversion of FP8 weights at load, the model's dtype or int8: the option
     ``ascend.platform.fp8``."""
     return str(options.config("platform")["fp8"])

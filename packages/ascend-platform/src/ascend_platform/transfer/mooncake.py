@@ -66,7 +66,7 @@ PORTS_OF_RANK = 20
 takes none in TIME_WAIT."""
 
 FAILED_BATCHES = 0, 2**64 - 1
-"""What Mooncake returns for a batch that it could not submit."""
+"""Mooncake's return value for a batch that it could not submit."""
 
 DONE, FAILED = 1, -1
 """States in which a batch has ended, and which free it when they are returned: it may not be looked

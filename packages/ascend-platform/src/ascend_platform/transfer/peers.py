@@ -32,7 +32,7 @@ replaced."""
 
 
 class Worker(Protocol[WorkOfWorker]):
-    """What one thread has, such as connections; used by that thread only."""
+    """State of one thread, such as connections; used only by that thread."""
 
     def run(self, work: WorkOfWorker) -> None: ...
 

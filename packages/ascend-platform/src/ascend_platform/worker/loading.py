@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-all project
-"""What both model runners do when a model is loaded: NPU forms of layers, rotary tables, adapters
+"""Steps of both model runners when a model is loaded: NPU forms of layers, rotary tables, adapters
 and weights."""
 
 from typing import Any

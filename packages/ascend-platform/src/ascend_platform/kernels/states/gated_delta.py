@@ -137,7 +137,7 @@ class Rules:
 
 rules = Rules()
 
-# What takes the place of vLLM's functions; arguments are named as there.
+# Replacements of vLLM's functions; arguments are named as there.
 
 
 def fused_post_conv_prep(

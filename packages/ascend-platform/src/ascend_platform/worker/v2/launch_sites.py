@@ -34,8 +34,7 @@ class Site(NamedTuple):
     by: str
 
     def differences(self, tree: Path | None = None) -> Iterator[str]:
-        """What has changed in a vLLM (of a source tree, or the installed one) since the table was
-        written."""
+        """Differences of a vLLM (a source tree, or the installed one) from the table."""
         for name, kept in ((self.kernel, self.kernel_source), (self.caller, self.caller_source)):
             module, _, qualname = name.rpartition(":")
             module = module or f"{GPU}.{self.module}"
