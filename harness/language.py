@@ -3,6 +3,7 @@
 """Prose of the checkout: comments, docstrings and messages of Python, comments of C++, pages."""
 
 import ast
+import functools
 import io
 import re
 import subprocess
@@ -51,6 +52,7 @@ def rules() -> list[Rule]:
     ]
 
 
+@functools.cache
 def words(text: str) -> str:
     """A text without the code that it quotes and names of arguments, in as many lines."""
     return re.sub(r"(?<=\w)\n\s*(?=\w)", "\n", _CODE.sub("`…`", text))

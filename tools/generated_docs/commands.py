@@ -23,7 +23,7 @@ def page() -> str:
 
 
 def checks() -> str:
-    """What each argument of tools/check compares."""
+    """Comparisons of each argument of tools/check."""
     tree = ast.parse((TOOLS / "check").read_text())
     found: dict[str, str] = next(
         ast.literal_eval(node.value)

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-all project
-"""What the threads that fetch, and those that receive pushes, use of a consumer."""
+"""The part of a consumer that the fetching and push-receiving threads use."""
 
 from __future__ import annotations
 

@@ -105,7 +105,7 @@ class Fetcher:
         self._receiving.wait()
 
     def _plan(self, transfer: Transfer) -> list[Part]:
-        """What to take from each rank of the producer."""
+        """The fetch from each rank of the producer."""
         peers, cache = self._connections.handshake(transfer), self._consumer.cache
         chunk = min(self._consumer.options.chunk_bytes, *(peer.chunk_bytes for peer in peers))
         plans = in_chunks(plan_fetches(cache, peers, self._consumer.rank.index), cache, chunk)

@@ -136,7 +136,7 @@ class TransferParams:
         return Source(self.remote_engine_id, self.remote_request_id, self.remote_ranks or ())
 
     def signed(self) -> bytes:
-        """What the signature covers."""
+        """The bytes that the signature covers."""
         return json.dumps([getattr(self, key) for key in SIGNED]).encode()
 
     def to_dict(self) -> dict[str, Any]:

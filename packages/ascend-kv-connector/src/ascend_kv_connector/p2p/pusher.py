@@ -55,7 +55,7 @@ class Job:
 
 
 class ProducerView(Protocol):
-    """What a pusher uses of :class:`~ascend_kv_connector.p2p.producer.Producer`."""
+    """The part that a pusher uses of :class:`~ascend_kv_connector.p2p.producer.Producer`."""
 
     cache: PagedCache
     memory: list[tuple[int, int]]

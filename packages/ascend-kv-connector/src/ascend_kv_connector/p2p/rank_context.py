@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-all project
-"""What the producer and the consumer of a rank have in common."""
+"""Context that the producer and the consumer of a rank share."""
 
 from __future__ import annotations
 

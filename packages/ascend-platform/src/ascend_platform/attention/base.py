@@ -285,7 +285,7 @@ class SparseLatentAttentionImplBase(LatentAttentionImplBase):
 
 @dataclass(frozen=True)
 class GatedDeltaInputs:
-    """What a gated delta rule gets of each token, one request after the other.
+    """Inputs of a gated delta rule for each token, one request after the other.
 
     Attributes:
         q, k: ``[tokens, key heads, keys]``, normalized.

@@ -242,7 +242,7 @@ class ConsumerScheduler:
 
 
 def _other_prompt(request: Any, params: TransferParams) -> str:
-    """Says so if the parameters' source is another prompt's, for example of the same list of
+    """An error if the parameters' source is another prompt's, for example of the same list of
     prompts; "" otherwise."""
     if params.metaserver is not None:
         return ""

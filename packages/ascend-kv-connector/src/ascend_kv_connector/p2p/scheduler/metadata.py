@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-all project
-"""What the scheduler side tells the workers: endpoints once, and the metadata of each step."""
+"""Metadata from the scheduler to the workers: endpoints once, and the metadata of each step."""
 
 from __future__ import annotations
 

@@ -140,7 +140,7 @@ def rejection_sample(
 
 
 class _Rows(NamedTuple):
-    """What a verification has for each of the target's logits.
+    """Inputs of a verification for each of the target's logits.
 
     Attributes:
         logits: ``[rows, vocab_size]``.

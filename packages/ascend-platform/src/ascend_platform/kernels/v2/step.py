@@ -167,7 +167,7 @@ class Step:
         return (computed - reach).clamp(min=0) // size
 
     def requests_in_tables(self, num_reqs_padded: int) -> tuple[bytes, int] | None:
-        """What identifies the step's rows of the block tables; None if the host does not know."""
+        """Key of the step's rows of the block tables; None if the host does not know it."""
         return None
 
     def compute_slot_mappings(

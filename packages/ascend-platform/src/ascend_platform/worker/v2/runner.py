@@ -174,7 +174,7 @@ class NPUModelRunner(ModelMixin, DraftLengthsMixin, GPUModelRunner):
         self.kv_caches = list({tensor.data_ptr(): tensor for tensor in tensors}.values())
 
     def _describe(self, batch: Any) -> DeviceStep | HostStep:
-        """What the host knows of a step. With draft tokens the scheduler's numbers are upper
+        """The host's knowledge of a step. With draft tokens the scheduler's numbers are upper
         bounds."""
         rows, states = batch.idx_mapping_np, self.req_states
         counts_output = self.sampler is None or bool(
