@@ -102,7 +102,7 @@ def test_options_are_checked_where_they_are_read():
     ):
         config = SimpleNamespace(additional_config={"ascend": ascend})
         with pytest.raises(RefusedError, match=r"^additional_config [^\n]*$"):
-            options.of_platform(config, "numa_bind")
+            options.platform(config)
 
 
 @pytest.mark.parametrize(
@@ -110,7 +110,7 @@ def test_options_are_checked_where_they_are_read():
     [
         (ConnectorOptions.from_config, ConnectorOptions.__dataclass_fields__),
         (StoreOptions.from_config, StoreOptions.__dataclass_fields__),
-        (parse_options, LoaderOptions.__struct_fields__),
+        (parse_options, LoaderOptions.__dataclass_fields__),
     ],
     ids=["connector", "store", "loader"],
 )

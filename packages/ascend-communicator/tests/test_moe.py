@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from ascend_communicator import OPTIONS, _take_options
+from ascend_communicator import Options
 from ascend_communicator.moe import MoEShape
 from ascend_communicator.moe.alltoall import regroup
 from ascend_communicator.moe.mc2 import algorithm, buffer_mib, token_limit, unsupported_reason
@@ -210,9 +210,9 @@ def test_tokens_that_a_buffer_is_enough_for(
 
 
 def test_unknown_backend_is_refused() -> None:
-    _take_options(OPTIONS | {"all2all": "mc2"})
+    extension.parse_options(Options, {"all2all": "mc2"}, "ascend.communicator")
     with pytest.raises(
         extension.RefusedError,
         match=r"all2all is 'nccl'; supported: auto, allgather, alltoall, mc2",
     ):
-        _take_options(OPTIONS | {"all2all": "nccl"})
+        extension.parse_options(Options, {"all2all": "nccl"}, "ascend.communicator")

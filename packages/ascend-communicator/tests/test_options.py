@@ -6,7 +6,7 @@ import os
 from typing import Any
 
 import pytest
-from ascend_communicator import OPTIONS, _take_options
+from ascend_communicator import Options, _take_options
 from ascend_platform import extension
 
 
@@ -20,54 +20,55 @@ def environment(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("given", "said"),
     [
-        (
-            {"groups": 3},
-            """groups is 3; supported: an object such as {"ep": {"buffer_size": 400}}""",
-        ),
+        ({"groups": 3}, "groups is 3; supported: an object; fix: correct or remove it"),
         (
             {"groups": {"xp": {}}},
-            "groups.xp is {}; supported: an object, for one of tp, pp, dp, ep, eplb, etp, edp, mc2",
+            "groups has no key 'xp'; fix: use one of tp, pp, dp, ep, eplb, etp, edp, mc2",
         ),
-        (
-            {"groups": {"tp": 4}},
-            "groups.tp is 4; supported: an object, for one of tp, pp, dp, ep, eplb, etp, edp, mc2",
-        ),
+        ({"groups": {"tp": 4}}, "groups.tp must be an object, not 4; fix: write {…} there"),
         (
             {"groups": {"tp": {"qos": 4}}},
-            "groups.tp.qos is 4; supported: one of the keys buffer_size, exec_timeout",
+            "groups.tp has no key 'qos'; fix: use one of buffer_size, exec_timeout",
         ),
         (
             {"groups": {"tp": {"buffer_size": 0}}},
-            "groups.tp.buffer_size is 0; supported: an integer from 1 to 2147483647 (MiB)",
+            "groups.tp.buffer_size is 0; supported: an integer from 1 to 2147483647 (MiB); fix:"
+            " correct or remove it",
         ),
         (
             {"groups": {"tp": {"exec_timeout": "9"}}},
-            "groups.tp.exec_timeout is '9'; supported: an integer from 1 to 2147483647 (seconds)",
+            "groups.tp.exec_timeout is '9'; supported: an integer from 1 to 2147483647 (seconds);"
+            " fix: correct or remove it",
         ),
-        ({"deterministic": "yes"}, "deterministic is 'yes'; supported: true or false"),
+        (
+            {"deterministic": "yes"},
+            "deterministic is 'yes'; supported: true, false; fix: correct or remove it",
+        ),
         (
             {"connect_timeout": 20},
-            "connect_timeout is 20; supported: an integer from 120 to 7200 (seconds)",
+            "connect_timeout is 20; supported: an integer from 120 to 7200 (seconds), null; fix:"
+            " correct or remove it",
         ),
         (
             {"connect_timeout": True},
-            "connect_timeout is True; supported: an integer from 120 to 7200 (seconds)",
+            "connect_timeout is True; supported: an integer from 120 to 7200 (seconds), null; fix:"
+            " correct or remove it",
         ),
     ],
 )
 def test_unsupported_values_are_refused_in_one_line(given: dict[str, Any], said: str) -> None:
     with pytest.raises(extension.RefusedError) as caught:
-        _take_options(OPTIONS | given)
-    assert str(caught.value) == f"ascend.communicator.{said}"
+        extension.parse_options(Options, given, "additional_config ascend.communicator")
+    assert str(caught.value) == f"additional_config ascend.communicator.{said}"
 
 
 def test_hccl_environment_variables() -> None:
-    _take_options(OPTIONS)
+    _take_options(vars(Options()))
     assert [os.environ.get(name) for name in ("HCCL_DETERMINISTIC", "HCCL_CONNECT_TIMEOUT")] == [
         None,
         None,
     ]
-    _take_options(OPTIONS | {"deterministic": True, "connect_timeout": 300})
+    _take_options(vars(Options(deterministic=True, connect_timeout=300)))
     assert [os.environ.get(name) for name in ("HCCL_DETERMINISTIC", "HCCL_CONNECT_TIMEOUT")] == [
         "true",
         "300",

@@ -24,7 +24,7 @@ def no_components(monkeypatch):
     until the session's end."""
     monkeypatch.setattr(registry, "_statuses", {})
     monkeypatch.setattr(slots, "_offers", {})
-    for name in ("_defaults", "_given", "_listeners"):
+    for name in ("_tables", "_current", "_listeners"):
         monkeypatch.setattr(options, name, {})
     monkeypatch.delenv("VLLM_PLUGINS", raising=False)
     monkeypatch.delenv("VLLM_VERSION", raising=False)
@@ -163,9 +163,9 @@ def test_current_engine_s_options_precede_the_last_one_s():
 @pytest.mark.parametrize(
     ("given", "said"),
     [
-        ({"a": {"sise": 2}}, r"'ascend\.a' has no key 'sise'; did you mean 'size'\?"),
-        ({"b": {}}, r"'ascend' has no key 'b'; known: a"),
-        ({"a": 3}, r"ascend\.a. must be an object, not 3"),
+        ({"a": {"sise": 2}}, r"ascend\.a has no key 'sise'; fix: use 'size'"),
+        ({"b": {}}, r"ascend has no key 'b'; fix: use one of a"),
+        ({"a": 3}, r"ascend\.a must be an object, not 3"),
         ([], r"must be an object, not \[\]"),
     ],
 )
@@ -222,21 +222,21 @@ def test_transfer_is_the_recorded_one():
     [
         ("1.0", None),
         ("1.2", None),
-        ("1.5", None),
-        ("1.6", "ascend-platform"),
+        ("1.6", None),
+        ("1.7", "ascend-platform"),
         ("2.0", "ascend-platform"),
         ("0.9", "wheel-a"),
     ],
 )
 def test_component_for_an_incompatible_interface_is_disabled(installed, log_lines, api, upgrade):
-    assert extension.API_VERSION == "1.5"
+    assert extension.API_VERSION == "1.6"
     installed("wheel-a")
     extension.join("wheel-a", "ascend_a", api=api)
     if upgrade is None:
         assert (extension.state("wheel-a"), log_lines) == ("active", [])
         return
     said = (
-        f"written for version {api} of ascend_platform.extension, found 1.5; fix: pip install"
+        f"written for version {api} of ascend_platform.extension, found 1.6; fix: pip install"
         f" --upgrade {upgrade}"
     )
     assert extension.state("wheel-a") == f"disabled: {said}"

@@ -113,7 +113,7 @@ def test_linear_layer(spec, dtype):
     [({}, "FRACTAL_NZ"), ({"weight_nz": False}, "ND"), ({"weight_nz": True}, "FRACTAL_NZ")],
 )
 def test_weights_in_fractal_nz(monkeypatch, given, form):
-    monkeypatch.setitem(options._given, "platform", given)
+    monkeypatch.setitem(options._current, "platform", options.Platform(**given))
     scheme, (own,), tensors = SCHEMES["W8A8_DYNAMIC"], *drawn(Spec(8, "dynamic"), torch.float16)
     packed = scheme.load(tensors, torch.float16, "x", True)
     assert torch_npu.get_npu_format(packed["weight"]).name == form

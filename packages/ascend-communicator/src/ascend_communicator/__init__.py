@@ -2,26 +2,59 @@
 # SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-all project
 """HCCL collectives and MoE all-to-all for vLLM on Ascend NPUs."""
 
+from __future__ import annotations
+
 import os
 from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Annotated, Any, Literal
 
 from ascend_platform import extension
 
 ALL2ALL_BACKENDS = ("allgather", "alltoall", "mc2")
 """Backends of MoE dispatch and combine; see moe/select.py."""
 
-OPTIONS = {"all2all": "auto", "groups": {}, "deterministic": False, "connect_timeout": None}
-"""Keys and defaults of ``ascend.communicator``; see docs/configuration.md."""
-
 GROUPS = ("tp", "pp", "dp", "ep", "eplb", "etp", "edp", "mc2")
 """Names of vLLM's groups with a device communicator (``vllm/distributed/parallel_state.py``), and
-the name of MC2's group."""
+of MC2's group."""
 
-GROUP_OPTIONS = {
-    "buffer_size": ("hccl_buffer_size", "MiB"),
-    "exec_timeout": ("hccl_exec_timeout", "seconds"),
-}
-"""Options of a group: key of torch_npu's ``ProcessGroupHCCL.Options.hccl_config``, and unit."""
+HCCL_CONFIG = {"buffer_size": "hccl_buffer_size", "exec_timeout": "hccl_exec_timeout"}
+"""Key of torch_npu's ``ProcessGroupHCCL.Options.hccl_config`` by option of a group."""
+
+
+@dataclass(frozen=True)
+class GroupOptions:
+    """Options of one group."""
+
+    buffer_size: Annotated[int, extension.Range(1, 2**31 - 1, "MiB")] = extension.option(
+        None, "HCCL's buffer"
+    )
+    exec_timeout: Annotated[int, extension.Range(1, 2**31 - 1, "seconds")] = extension.option(
+        None, "how long a collective waits for other ranks"
+    )
+
+
+@dataclass(frozen=True)
+class Options:
+    """Options of ``ascend.communicator``; see docs/configuration.md."""
+
+    all2all: Literal["auto", "allgather", "alltoall", "mc2"] = extension.option(
+        "auto", "backend of MoE dispatch and combine; `auto` chooses by chip and step"
+    )
+    groups: dict[str, Any] = extension.option({}, "`buffer_size` and `exec_timeout` by group")
+    deterministic: bool = extension.option(False, "collectives whose results are reproducible")
+    connect_timeout: Annotated[int, extension.Range(120, 7200, "seconds")] | None = (
+        extension.option(None, "how long ranks wait for each other when a group is created")
+    )
+
+    def __post_init__(self) -> None:
+        where = "additional_config ascend.communicator.groups"
+        for name, values in self.groups.items():
+            if name not in GROUPS:
+                raise extension.RefusedError(
+                    f"{where} has no key {name!r}; fix: use one of {', '.join(GROUPS)}"
+                )
+            extension.parse_options(GroupOptions, values, f"{where}.{name}")
 
 
 def register() -> None:
@@ -34,9 +67,9 @@ def register() -> None:
         "ascend-communicator",
         "ascend_communicator",
         _offer,
-        options=OPTIONS,
+        options=Options,
         configured=_take_options,
-        api="1.5",
+        api="1.6",
     )
 
 
@@ -49,40 +82,11 @@ def _offer() -> None:
 
 
 def _take_options(options: Mapping[str, object]) -> None:
-    """Check the options, and set the environment variables of those that HCCL supports per process
-    only.
+    """Set the environment variables of the options that HCCL supports per process only.
 
-    Raises:
-        RefusedError: an unknown name or an unsupported value.
+    HCCL reads both when the first group is created; child processes inherit them.
     """
-    if options["all2all"] not in ("auto", *ALL2ALL_BACKENDS):
-        raise _refused("all2all", options["all2all"], f"auto, {', '.join(ALL2ALL_BACKENDS)}")
-    groups = options["groups"]
-    if not isinstance(groups, Mapping):
-        raise _refused("groups", groups, 'an object such as {"ep": {"buffer_size": 400}}')
-    for name, values in groups.items():
-        if name not in GROUPS or not isinstance(values, Mapping):
-            raise _refused(f"groups.{name}", values, f"an object, for one of {', '.join(GROUPS)}")
-        for key, value in values.items():
-            if key not in GROUP_OPTIONS:
-                raise _refused(
-                    f"groups.{name}.{key}", value, f"one of the keys {', '.join(GROUP_OPTIONS)}"
-                )
-            _check_int(f"groups.{name}.{key}", value, 1, 2**31 - 1, GROUP_OPTIONS[key][1])
-    if not isinstance(options["deterministic"], bool):
-        raise _refused("deterministic", options["deterministic"], "true or false")
-    # HCCL reads both when the first group is created, and child processes inherit them.
     if options["deterministic"]:
         os.environ["HCCL_DETERMINISTIC"] = "true"
     if options["connect_timeout"] is not None:
-        _check_int("connect_timeout", options["connect_timeout"], 120, 7200, "seconds")
         os.environ["HCCL_CONNECT_TIMEOUT"] = str(options["connect_timeout"])
-
-
-def _check_int(key: str, value: object, minimum: int, maximum: int, unit: str) -> None:
-    if type(value) is not int or not minimum <= value <= maximum:
-        raise _refused(key, value, f"an integer from {minimum} to {maximum} ({unit})")
-
-
-def _refused(key: str, value: object, allowed: str) -> extension.RefusedError:
-    return extension.RefusedError(f"ascend.communicator.{key} is {value!r}; supported: {allowed}")

@@ -20,7 +20,7 @@ from vllm.distributed.device_communicators.base_device_communicator import (
     DeviceCommunicatorBase,
 )
 
-from ascend_communicator import GROUP_OPTIONS
+from ascend_communicator import HCCL_CONFIG
 
 INHERITED = {
     "all_reduce": "HcclAllReduce in place",
@@ -76,7 +76,7 @@ class HCCLCommunicator(DeviceCommunicatorBase):
             options = group._get_backend(self.device).options
             options.hccl_config = {
                 **options.hccl_config,
-                **{GROUP_OPTIONS[key][0]: value for key, value in given.items()},
+                **{HCCL_CONFIG[key]: value for key, value in given.items()},
             }
 
     def all_gatherv(

@@ -5,10 +5,9 @@
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass, fields
-from typing import Any, TypeVar
+from dataclasses import dataclass
+from typing import Annotated, Any, Literal, TypeVar
 
 from ascend_platform import extension
 
@@ -18,34 +17,35 @@ IGNORED_KEYS = ("prefill", "decode", "use_ascend_direct")
 """Options of vllm-ascend's connectors for facts that ranks exchange in the handshake here; ignored.
 """
 
-Kind = TypeVar("Kind")
+Table = TypeVar("Table")
 
-MODES = ("pull", "push")
-"""How to serve a request that names no source for its prompt: prefill it here (pull), or ask the
-metaserver for it (push)."""
+Positive = Annotated[int, extension.Range(1)]
+Seconds = Annotated[float, extension.Range(0, unit="seconds", is_open=True)]
 
 
 @dataclass(frozen=True)
 class Options:
     """Options and their defaults, documented in docs/kv-connector.md. Times are in seconds."""
 
-    transport: str = "mooncake"
-    protocol: str = "tcp"
-    host: str = ""
-    transfer_timeout: float = 120.0
-    answer_timeout: float = 10.0
-    lease: float = 30.0
-    chunk_mib: int = 16
-    slots: int = 4
-    lanes: int = 2
-    verify: bool = False
-    expose_cache: bool = True
-    secret_file: str = ""
-    insecure: bool = False
-    ports: str = ""
-    peers: str | list[str] = ""
-    mode: str = "pull"
-    metaserver: str | list[str] = ""
+    transport: str = extension.option("mooncake", "how bytes move: mooncake or hccl")
+    protocol: str = extension.option("tcp", "protocol of Mooncake")
+    host: str = extension.option("", "address of this instance; by default that of its route")
+    transfer_timeout: Seconds = extension.option(120.0, "limit of the transfer of a request")
+    answer_timeout: Seconds = extension.option(10.0, "limit of an answer of the other instance")
+    lease: Seconds = extension.option(30.0, "how long blocks wait for a reader that is silent")
+    chunk_mib: Positive = extension.option(16, "size of a receive buffer in MiB")
+    slots: Positive = extension.option(4, "receive buffers")
+    lanes: Positive = extension.option(2, "parallel reads from an instance")
+    verify: bool = extension.option(False, "checksums of what is read")
+    expose_cache: bool = extension.option(True, "whether other instances read the KV cache itself")
+    secret_file: str = extension.option("", "file of the secret that instances share")
+    insecure: bool = extension.option(False, "serving without a secret")
+    ports: str = extension.option("", "first and last port to listen on")
+    peers: str | list[str] = extension.option("", "hosts that may be contacted; all without")
+    mode: Literal["pull", "push"] = extension.option(
+        "pull", "what a request without a source for its prompt does: prefill here, or ask"
+    )
+    metaserver: str | list[str] = extension.option("", "URLs of routers that may be contacted")
 
     @property
     def chunk_bytes(self) -> int:
@@ -75,72 +75,37 @@ class Options:
             line.
         """
         options = parse_options(cls, given, IGNORED_KEYS)
-        if options.mode not in MODES:
-            raise extension.RefusedError(
-                f"kv_connector_extra_config.mode is {options.mode!r}; it must be"
-                f" {' or '.join(MODES)}"
-            )
         first, _, last = options.ports.partition("-")
         if options.ports and not (
             first.isdecimal() and last.isdecimal() and 0 < int(first) <= int(last) < 65536
         ):
             raise extension.RefusedError(
-                f"kv_connector_extra_config.ports is {options.ports!r}; it must be the first and"
-                ' last port, such as "20000-20099"'
+                f"kv_connector_extra_config.ports is {options.ports!r}; fix: give the first and"
+                ' the last port, such as "20000-20099"'
             )
         for url in options.metaservers:
             if not url.startswith(("http://", "https://")):
                 raise extension.RefusedError(
-                    f"kv_connector_extra_config.metaserver is {url!r}; it must be a URL"
+                    f"kv_connector_extra_config.metaserver is {url!r}; fix: give a URL"
                 )
         return options
 
 
 def parse_options(
-    kind: type[Kind], given: Mapping[str, object], ignored: Collection[str], title: str = ""
-) -> Kind:
-    """Parse user options into a dataclass; ``title`` is the prefix of error messages.
+    table: type[Table], values: Mapping[str, object], ignored: Collection[str], title: str = ""
+) -> Table:
+    """Parse user options; ``title`` is the prefix of error messages.
 
     Raises:
         RefusedError: an unknown key, with the closest known one, or a value of the wrong type, in
         one line.
     """
-    values = {key: value for key, value in given.items() if key not in ignored}
-    known = {field.name: str(field.type) for field in fields(kind)}  # type: ignore[arg-type]
-    for key, value in values.items():
-        if key not in known:
-            near = difflib.get_close_matches(key, known, n=1)
-            hint = f"did you mean {near[0]!r}?" if near else f"known: {', '.join(known)}"
-            raise extension.RefusedError(
-                f"{title}kv_connector_extra_config has no key {key!r}; {hint}"
-            )
-        if wanted := _expected(value, known[key]):
-            raise extension.RefusedError(
-                f"{title}kv_connector_extra_config.{key} is {value!r}; it must be {wanted}"
-            )
-    return kind(**values)
+    kept = {key: value for key, value in values.items() if key not in ignored}
+    return extension.parse_options(table, kept, f"{title}kv_connector_extra_config")
 
 
 def _names(value: str | list[str]) -> list[str]:
     return [value] if isinstance(value, str) and value else list(value)
-
-
-def _expected(value: object, kind: str) -> str:
-    """The expected value as text, or "" if the value has the annotated type."""
-    if kind.startswith("bool"):
-        return "" if isinstance(value, bool) else "true or false"
-    if kind.startswith("int"):
-        return "" if type(value) is int and value > 0 else "a positive integer"
-    if kind.startswith("float"):
-        return "" if type(value) in (int, float) and value > 0 else "a positive number of seconds"  # type: ignore[operator]
-    if "list" in kind:
-        names = [value] if isinstance(value, str) else value
-        return (
-            ""
-            if isinstance(names, list) and all(isinstance(name, str) for name in names)
-            else "a name or a list of names"
-        )
-    return "" if isinstance(value, str) else "a string"
 
 
 def sliding_windows(name: str, groups: list[Any], states: bool = False) -> tuple[int, ...]:

@@ -3,82 +3,78 @@
 """Options of ``--model-loader-extra-config`` for load format ``ascend_peer``, and the shared
 secret, which is not one of them."""
 
-import difflib
 from collections.abc import Mapping
-from typing import Annotated, Any, Literal
+from dataclasses import dataclass
+from typing import Annotated, Literal
 
-import msgspec
 from ascend_platform import extension
 from ascend_platform.transfer import secret
 
 SECRET_ENV = "VLLM_ASCEND_WEIGHTS_SECRET"
 
-Positive = Annotated[float, msgspec.Meta(gt=0)]
 Strategy = Literal["peer", "stream", "default"]
 Transport = Literal["tcp", "hccl", "mooncake"]
+Seconds = Annotated[float, extension.Range(0, unit="seconds", is_open=True)]
+Rate = Annotated[float, extension.Range(0, unit="bytes per second", is_open=True)]
 
 
-class Options(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """Options and their defaults, documented in docs/model-loader.md. Times are in seconds, sizes
-    in bytes."""
+@dataclass(frozen=True)
+class Options:
+    """Options and their defaults, documented in docs/model-loader.md."""
 
-    strategies: tuple[Strategy, ...] = ("peer", "stream", "default")
-    peers: tuple[str, ...] = ()
-    registry: str | None = None
-    name: str | None = None
-    transport: Transport | tuple[Transport, ...] = "tcp"
-    mooncake_protocol: Literal["tcp", "ascend"] = "tcp"
-    connections: Annotated[int, msgspec.Meta(ge=1, le=64)] = 4
-    connect_timeout: Positive = 5.0
-    timeout: Positive = 30.0
-    deadline: Positive = 1800.0
-    min_bytes_per_second: Positive = 1e6
-    busy_timeout: Positive = 60.0
-    secret_file: str | None = None
-    stream: Literal["auto", "runai_streamer", "multithread"] = "auto"
-    stream_threads: Annotated[int, msgspec.Meta(ge=1, le=256)] = 8
-    stream_pinned: bool = False
-    serve_weights: bool = False
-    host: str = "127.0.0.1"
-    port: Annotated[int, msgspec.Meta(ge=0, le=65535)] = 28500
-    max_connections: Annotated[int, msgspec.Meta(ge=1, le=4096)] = 16
-    max_bytes_per_second: Positive | None = None
-    checksum: Literal["xxh3", "blake3"] = "xxh3"
+    strategies: list[Strategy] = extension.option(
+        ["peer", "stream", "default"], "where weights are loaded from, in this order"
+    )
+    peers: list[str] = extension.option([], "host:port of engines that serve weights")
+    registry: str | None = extension.option(None, "directory that lists such engines")
+    name: str | None = extension.option(None, "name of the weights in the directory")
+    transport: Transport | list[Transport] = extension.option("tcp", "how bytes move")
+    mooncake_protocol: Literal["tcp", "ascend"] = extension.option("tcp", "of Mooncake")
+    connections: Annotated[int, extension.Range(1, 64)] = extension.option(4, "to a peer")
+    connect_timeout: Seconds = extension.option(5.0, "limit of a connection's start")
+    timeout: Seconds = extension.option(30.0, "limit of an answer")
+    deadline: Seconds = extension.option(1800.0, "limit of a load from peers")
+    min_bytes_per_second: Rate = extension.option(1e6, "the slowest peer that is kept")
+    busy_timeout: Seconds = extension.option(60.0, "how long to wait for a busy peer")
+    secret_file: str | None = extension.option(None, "file of the shared secret")
+    stream: Literal["auto", "runai_streamer", "multithread"] = extension.option(
+        "auto", "how strategy stream reads files"
+    )
+    stream_threads: Annotated[int, extension.Range(1, 256)] = extension.option(8, "of it")
+    stream_pinned: bool = extension.option(False, "pinned host memory for it")
+    serve_weights: bool = extension.option(False, "whether this engine serves its weights")
+    host: str = extension.option("127.0.0.1", "address to serve on")
+    port: Annotated[int, extension.Range(0, 65535)] = extension.option(28500, "of rank 0")
+    max_connections: Annotated[int, extension.Range(1, 4096)] = extension.option(16, "served")
+    max_bytes_per_second: Rate | None = extension.option(None, "served in all")
+    checksum: Literal["xxh3", "blake3"] = extension.option("xxh3", "of each chunk")
 
     @property
     def transports(self) -> tuple[Transport, ...]:
-        return (self.transport,) if isinstance(self.transport, str) else self.transport
+        return (self.transport,) if isinstance(self.transport, str) else tuple(self.transport)
 
 
-def parse_options(given: object) -> Options:
+def parse_options(values: object) -> Options:
     """Validate ``--model-loader-extra-config``.
 
     Raises:
         RefusedError: an unknown key, an invalid value or a missing secret, in one line.
     """
-    if not isinstance(given, Mapping):
-        raise _refusal(f"is {given!r}; it must be a JSON object")
-    known = Options.__struct_fields__
-    for key in given:
-        if key not in known:
-            near = difflib.get_close_matches(str(key), known, n=1)
-            hint = f"did you mean {near[0]!r}?" if near else f"known: {', '.join(known)}"
-            if key == "secret":
-                hint = f"put the secret into a file named by secret_file, or into {SECRET_ENV}"
-            raise _refusal(f"has no key {key!r}; {hint}")
-    try:
-        options = msgspec.convert(dict(given), Options)
-    except msgspec.ValidationError as error:
-        raise _refusal(f"is invalid: {error}") from None
+    if isinstance(values, Mapping) and "secret" in values:
+        raise _refusal(
+            "has no key 'secret'; fix: put the secret into a file named by secret_file, or into"
+            f" {SECRET_ENV}"
+        )
+    options = extension.parse_options(Options, values, "--model-loader-extra-config")
     if not options.strategies or len({*options.strategies}) < len(options.strategies):
         raise _refusal(
             f"strategies is {[*options.strategies]}; supported: peer, stream and default, each at"
-            " most once"
+            " most once; fix: name each once"
         )
     if not options.transports or len({*options.transports}) < len(options.transports):
         raise _refusal(
             f"transport is {[*options.transports]}; supported: tcp, hccl and mooncake, each at most"
-            " once"
+            " once; fix: name each once"
         )
     for peer in options.peers:
         parse_address(peer)
@@ -95,7 +91,7 @@ def parse_address(text: str) -> tuple[str, int]:
     """
     host, _, port = text.rpartition(":")
     if not host or not port.isdecimal() or not 0 < int(port) < 65536:
-        raise _refusal(f"peers has {text!r}; it must be host:port")
+        raise _refusal(f"peers has {text!r}; fix: write host:port")
     return host.strip("[]"), int(port)
 
 
@@ -111,7 +107,7 @@ def read_secret(options: Options) -> bytes:
         )
     ):
         raise _refusal(
-            f"needs a secret of at least {secret.MIN_SECRET_BYTES} bytes; set secret_file or"
+            f"needs a secret of at least {secret.MIN_SECRET_BYTES} bytes; fix: set secret_file or"
             f" {SECRET_ENV}"
         )
     return found
@@ -119,8 +115,3 @@ def read_secret(options: Options) -> bytes:
 
 def _refusal(what: str) -> extension.RefusedError:
     return extension.RefusedError(f"--model-loader-extra-config {what}")
-
-
-def defaults() -> dict[str, Any]:
-    """Default of each option."""
-    return msgspec.structs.asdict(Options())

@@ -13,7 +13,6 @@ from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 
-import msgspec
 import torch
 from ascend_platform.transfer.errors import printable
 
@@ -140,7 +139,7 @@ class Fetch:
                         " not tried"
                     )
                     raise wire.PeerError(", ".join([*_reasons(failed | busy), untried]))
-                remaining = msgspec.structs.replace(options, deadline=left)
+                remaining = replace(options, deadline=left)
                 try:
                     return replace(self, options=remaining).from_peer(address), address
                 except wire.PeerBusyError as error:

@@ -5,14 +5,14 @@ imported later."""
 
 from __future__ import annotations
 
-import difflib
 import functools
 import os
 import sys
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
+from dataclasses import dataclass
 from importlib.machinery import ModuleSpec
 from types import ModuleType
-from typing import Any
+from typing import Any, cast
 
 from ascend_platform import extension
 
@@ -29,15 +29,14 @@ def register() -> None:
         patches = discover()
         note = f"{len(patches)} patch{'es' * (len(patches) != 1)}"
         take = functools.partial(_setup, patches)
-        options: dict[str, object] = {"disable": []}
         extension.join(
             "ascend-patches",
             "ascend_patches",
             take,
             note=note,
-            options=options,
+            options=Options,
             configured=_configured,
-            api="1.3",
+            api="1.6",
         )
 
 
@@ -73,29 +72,33 @@ def _setup(patches: Iterable[Patch]) -> None:
     _Process.switched_off = environment_disabled()
     known = {each.name for each in _Process.patches}
     for name in sorted(_Process.switched_off - known):
-        extension.logger.warning("unknown patch %r in %s%s", name, DISABLE, _hint(name, known))
+        extension.logger.warning(
+            "unknown patch %r in %s; fix: %s", name, DISABLE, _hint(name, known)
+        )
+
+
+@dataclass(frozen=True)
+class Options:
+    """Options of ``ascend.patches``; see docs/configuration.md."""
+
+    disable: list[str] = extension.option([], "names of patches to leave out")
+
+    def __post_init__(self) -> None:
+        known = {each.name for each in _Process.patches}
+        for name in self.disable:
+            if name not in known:
+                raise extension.RefusedError(
+                    f"additional_config ascend.patches.disable: unknown patch {name!r}; fix:"
+                    f" {_hint(name, known)}"
+                )
 
 
 def _configured(options: Mapping[str, object]) -> None:
-    """Read ``ascend.patches.disable``, and pass it to child processes through the environment.
-
-    Raises:
-        RefusedError: not a list of names, or an unknown name.
-    """
-    given, known = options["disable"], {each.name for each in _Process.patches}
-    if not isinstance(given, list) or not all(isinstance(name, str) for name in given):
-        raise extension.RefusedError(
-            f'additional_config "ascend.patches.disable" must be a list of names, not {given!r}'
-        )
-    for name in given:
-        if name not in known:
-            raise extension.RefusedError(
-                f'additional_config "ascend.patches.disable": unknown patch {name!r}'
-                f"{_hint(name, known)}"
-            )
+    """Take ``ascend.patches.disable``, and pass it to child processes through the environment."""
+    disabled = cast(list[str], options["disable"])
     before = _Process.from_environment
-    if given:
-        os.environ[DISABLE] = ",".join(filter(None, [before, *given]))
+    if disabled:
+        os.environ[DISABLE] = ",".join(filter(None, [before, *disabled]))
     elif before is None:
         os.environ.pop(DISABLE, None)
     else:
@@ -104,9 +107,9 @@ def _configured(options: Mapping[str, object]) -> None:
     _synchronize()
 
 
-def _hint(name: str, known: Iterable[str]) -> str:
-    near = difflib.get_close_matches(name, known := sorted(known), n=1)
-    return f"; did you mean {near[0]!r}?" if near else f"; known: {', '.join(known) or 'none'}"
+def _hint(name: str, known: Collection[str]) -> str:
+    near = extension.did_you_mean(name, known)
+    return f"use {near!r}" if near else f"use one of {', '.join(sorted(known)) or 'none'}"
 
 
 def _synchronize() -> None:

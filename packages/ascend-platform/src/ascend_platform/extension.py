@@ -32,9 +32,10 @@ from ascend_platform.attention.base import (
     is_captured,
 )
 from ascend_platform.chips import Chip, chip
-from ascend_platform.config.options import config
+from ascend_platform.config.options import Range, config, option
+from ascend_platform.config.options import parse as parse_options
 from ascend_platform.config.performance import rope_order
-from ascend_platform.errors import RefusedError
+from ascend_platform.errors import RefusedError, did_you_mean
 from ascend_platform.fingerprint import drift, fingerprint, module_source, tree_version
 from ascend_platform.logger import logger
 from ascend_platform.ops.formats import to_nz
@@ -54,6 +55,7 @@ __all__ = [
     "Experts",
     "GatedDeltaInputs",
     "LatentAttentionImplBase",
+    "Range",
     "RefusedError",
     "SparseLatentAttentionImplBase",
     "allowed",
@@ -61,6 +63,7 @@ __all__ = [
     "chip",
     "config",
     "deferred_host_lengths",
+    "did_you_mean",
     "draft_length_bounds",
     "drift",
     "fingerprint",
@@ -72,7 +75,9 @@ __all__ = [
     "module_source",
     "offer",
     "offered",
+    "option",
     "overrides",
+    "parse_options",
     "rope_order",
     "state",
     "to_nz",

@@ -273,9 +273,7 @@ class NPUPlatform(Platform):
         if "ray" in (parallel.distributed_executor_backend, parallel.data_parallel_backend):
             ray.prepare(parallel)
         if parallel.numa_bind_nodes is None:
-            devices.bind_to_numa_nodes(
-                parallel, performance.enabled(vllm_config, performance.NUMA_BIND)
-            )
+            devices.bind_to_numa_nodes(parallel, options.platform(vllm_config).numa_bind)
         unsupported.check_communicator(vllm_config)
         metrics.offer(vllm_config)
         activation.activate(vllm_config)

@@ -12,7 +12,6 @@ table is also the source of docs/patches-ledger.md and of ``vllm-ascend patches`
 from __future__ import annotations
 
 import contextlib
-import difflib
 import functools
 import importlib
 import os
@@ -24,7 +23,7 @@ from types import ModuleType
 from typing import Any
 
 from ascend_platform import fingerprint
-from ascend_platform.errors import RefusedError
+from ascend_platform.errors import RefusedError, did_you_mean
 from ascend_platform.logger import logger
 from ascend_platform.plugins import requirements
 
@@ -126,8 +125,8 @@ def check(entries: Iterable[Override] | None = None) -> None:
     """
     names = {each.name for each in (*OVERRIDES, *_included)}
     for name in sorted(_accepted() - names):
-        near = difflib.get_close_matches(name, names, n=1)
-        hint = f"; did you mean {near[0]!r}?" if near else ""
+        near = did_you_mean(name, names)
+        hint = f"; did you mean {near!r}?" if near else ""
         logger.warning("%s names %r, which is no override%s", ACCEPT, name, hint)
     present = [
         each for each in (OVERRIDES if entries is None else entries) if not _is_removed(each.module)

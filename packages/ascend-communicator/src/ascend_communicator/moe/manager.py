@@ -21,7 +21,7 @@ from vllm.config import get_current_vllm_config
 from vllm.distributed.device_communicators.all2all import AgRsAll2AllManager
 from vllm.forward_context import get_forward_context
 
-from ascend_communicator import GROUP_OPTIONS
+from ascend_communicator import HCCL_CONFIG
 from ascend_communicator.moe import MoEShape, alltoall, mc2
 from ascend_communicator.moe.select import select_backend
 
@@ -40,7 +40,7 @@ class HCCLAll2AllManager(AgRsAll2AllManager):
         self._mc2_group: mc2.MC2Group | None = None
         groups = cast(Mapping[str, Mapping[str, int]], options.get("groups", {}))
         self._hccl_config = {
-            GROUP_OPTIONS[key][0]: value for key, value in groups.get("mc2", {}).items()
+            HCCL_CONFIG[key]: value for key, value in groups.get("mc2", {}).items()
         }
         if (
             "hccl_buffer_size" in self._hccl_config

@@ -16,7 +16,7 @@ from typing import Any
 from ascend_platform import extension
 from ascend_platform.transfer.checkpoint import loaded_fingerprint
 
-from ascend_kv_connector.config import parse_options
+from ascend_kv_connector.config import Positive, Seconds, parse_options
 
 NAME = "AscendStoreConnector"
 SHM = "/dev/shm"
@@ -46,24 +46,24 @@ PASSED_THROUGH = ("block_size", "blocks_per_chunk", "eviction_policy", "offload_
 class StoreOptions:
     """Options and their defaults, documented in docs/kv-connector.md. Times are in seconds."""
 
-    backend: str | list[str] = "mooncake"
-    cpu_bytes_to_use: int = 4 << 30
-    disk_path: str = ""
-    disk_bytes_to_use: int | None = None
-    mooncake_config_path: str = ""
-    namespace: str = ""
-    enable_lookup: bool = True
-    consumer_is_to_load: bool = True
-    consumer_is_to_put: bool = False
-    answer_timeout: float = 5.0
-    transfer_timeout: float = 20.0
-    rest: float = 10.0
-    threads: int = 2
-    enable_kv_events: bool = False
-    block_size: int | None = None
-    blocks_per_chunk: int | None = None
-    eviction_policy: str | None = None
-    offload_prompt_only: bool | None = None
+    backend: str | list[str] = extension.option("mooncake", "mooncake, disk, or a list of these")
+    cpu_bytes_to_use: Positive = extension.option(4 << 30, "host memory before the pool")
+    disk_path: str = extension.option("", "directory of disk")
+    disk_bytes_to_use: Positive | None = extension.option(None, "limit of the directory")
+    mooncake_config_path: str = extension.option("", "file with Mooncake's configuration")
+    namespace: str = extension.option("", "instances of different namespaces share nothing")
+    enable_lookup: bool = extension.option(True, "whether the instance loads")
+    consumer_is_to_load: bool = extension.option(True, "whether a kv_consumer loads")
+    consumer_is_to_put: bool = extension.option(False, "whether a kv_consumer stores")
+    answer_timeout: Seconds = extension.option(5.0, "limit of a lookup")
+    transfer_timeout: Seconds = extension.option(20.0, "limit of the chunks of a request")
+    rest: Seconds = extension.option(10.0, "pause after a pool has exceeded a timeout")
+    threads: Positive = extension.option(2, "threads that load, and as many that store")
+    enable_kv_events: bool = extension.option(False, "events of the pool's chunks for routers")
+    block_size: Positive | None = extension.option(None, "as of vLLM's OffloadingConnector")
+    blocks_per_chunk: Positive | None = extension.option(None, "as of OffloadingConnector")
+    eviction_policy: str | None = extension.option(None, "as of OffloadingConnector")
+    offload_prompt_only: bool | None = extension.option(None, "as of OffloadingConnector")
 
     @classmethod
     def from_config(cls, given: Mapping[str, object]) -> StoreOptions:

@@ -6,13 +6,16 @@ command that fixes it."""
 from __future__ import annotations
 
 import argparse
+import functools
 import importlib.metadata
 import json
 import sys
 from collections.abc import Callable
 
+from ascend_platform.cli import plugins
 from ascend_platform.cli.checks import CHECKS, Check
 from ascend_platform.cli.result import Level, Result, fail
+from ascend_platform.config import options as tables
 
 CHECKS_GROUP = "vllm_ascend.checks"
 MARKS = {
@@ -64,7 +67,17 @@ def add(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--additional-config", metavar="JSON", help="also check this value of vllm serve's option"
     )
+    plain = parser.format_help
+    parser.format_help = functools.partial(_help, plain)  # type: ignore[method-assign]
     parser.set_defaults(run=_run)
+
+
+def _help(without_keys: Callable[[], str]) -> str:
+    """The help, with the keys of --additional-config of the installed wheels."""
+    plugins.plugins()  # registers their tables
+    rows = [(key, default, text.replace("`", "")) for key, default, _, text in tables.rows()]
+    lines = "\n".join(f"  {line}" for line in plugins.table([("key", "default", ""), *rows]))
+    return f"{without_keys()}\nkeys of --additional-config '{{\"ascend\": {{…}}}}':\n{lines}\n"
 
 
 def _run(options: argparse.Namespace) -> int:

@@ -5,7 +5,6 @@ reads."""
 
 from __future__ import annotations
 
-import difflib
 import ipaddress
 import os
 import re
@@ -14,6 +13,7 @@ from collections.abc import Iterator
 
 from ascend_platform import host
 from ascend_platform.cli.result import Result, fail, ok, warn
+from ascend_platform.errors import did_you_mean
 from ascend_platform.plugins import VARIABLES
 from ascend_platform.plugins.plugin_filter import VARIABLE, PluginFilter
 
@@ -82,12 +82,11 @@ def unknown() -> Iterator[Result]:
         known = vllm if name.startswith("VLLM_") else KNOWN
         if name in known or not known or not name.startswith(("VLLM_", "ASCEND_", "HCCL_")):
             continue
-        near = difflib.get_close_matches(name, known, n=1, cutoff=0.85)
-        if near:
+        if near := did_you_mean(name, known, cutoff=0.85):
             yield warn(
                 name,
-                f"a likely typo of {near[0]}; nothing reads it",
-                f"export {near[0]}=${name}; unset {name}",
+                f"a likely typo of {near}; nothing reads it",
+                f"export {near}=${name}; unset {name}",
             )
         elif name.startswith("VLLM_"):
             theirs = name.startswith("VLLM_ASCEND_")

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 from ascend_platform import host
 from ascend_platform.attention import selector
-from ascend_platform.config import performance
+from ascend_platform.config import options
 from ascend_platform.errors import RefusedError
 from ascend_platform.plugins import registry, slots
 
@@ -39,7 +39,7 @@ def check(vllm_config: "VllmConfig") -> None:
     Raises:
         RefusedError: what was found and what is supported, in one line.
     """
-    if not performance.enabled(vllm_config, performance.MLA_PROLOG):
+    if not options.platform(vllm_config).mla_prolog:
         return
     import torch
 
@@ -58,14 +58,13 @@ def check(vllm_config: "VllmConfig") -> None:
             found = f"ascend-attention {registry.state('ascend-attention')}"
     if found:
         raise RefusedError(
-            f"ascend.platform.{performance.MLA_PROLOG} is not supported with {found}; fix:"
-            " remove it"
+            f"ascend.platform.mla_prolog is not supported with {found}; fix: remove it"
         )
 
 
 def describe(vllm_config: "VllmConfig") -> str:
-    """The summary line's part about the operator; "" without the option."""
-    if not performance.enabled(vllm_config, performance.MLA_PROLOG):
+    """What the summary line adds about the operator; "" without the option."""
+    if not options.platform(vllm_config).mla_prolog:
         return ""
     if reason := reason_against(vllm_config):
         return f", {OPERATOR} disabled: {reason}"
@@ -77,9 +76,7 @@ def describe(vllm_config: "VllmConfig") -> str:
 
 def is_used(vllm_config: "VllmConfig") -> bool:
     """Whether decodes with latent attention compute what precedes the attention by the operator."""
-    return performance.enabled(vllm_config, performance.MLA_PROLOG) and not reason_against(
-        vllm_config
-    )
+    return options.platform(vllm_config).mla_prolog and not reason_against(vllm_config)
 
 
 def reason_against(vllm_config: "VllmConfig") -> str:

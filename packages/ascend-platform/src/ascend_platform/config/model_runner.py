@@ -158,9 +158,9 @@ def choice(vllm_config: VllmConfig) -> Choice:
     for config in (vllm_config, engine):
         if config is not None and config.instance_id in _chosen:
             return _chosen[config.instance_id]
-    given = options.of_platform(vllm_config, "model_runner")
-    if given != "auto":
-        return Choice(given == "v2", "additional_config")
+    asked = options.platform(vllm_config).model_runner
+    if asked != "auto":
+        return Choice(asked == "v2", "additional_config")
     if Version(requirements.version("vllm")) < Version(overrides.SINCE):
         return Choice(False, f"V2 is supported from vLLM {overrides.SINCE} on")
     if ascend_platform.runner_is_given and (_IN_ENVIRONMENT or vllm_overrides.has_v1_runner()):

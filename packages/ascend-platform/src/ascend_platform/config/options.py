@@ -1,62 +1,178 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-all project
-"""The ``ascend`` part of vLLM's ``--additional-config``: known keys, values given, and the
-components that check them.
+"""Options: a table for each namespace of ``--additional-config '{"ascend": {…}}'``, and the parser
+of all tables.
 
-Values are checked where they are read, so that no hook of vLLM sees one of another type, whichever
-comes first.
+A table is a frozen dataclass whose fields are made by :func:`option`. Values are parsed where they
+are read, so that no hook of vLLM sees one of another type, whichever comes first.
 """
 
 from __future__ import annotations
 
-import difflib
+import dataclasses
+import functools
 import json
 import sys
-from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple
+import types
+import typing
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Annotated, Any, Literal, NamedTuple, TypeVar
 
-from ascend_platform.errors import Problem, RefusedError
+from ascend_platform.errors import Problem, RefusedError, did_you_mean
 
+Table = TypeVar("Table")
 
-class Choice(NamedTuple):
-    """An option of the platform: its default, and the values that are supported."""
-
-    default: object
-    supported: tuple[object, ...] = (True, False)
-
-    def takes(self, value: object) -> bool:
-        return any(type(value) is type(each) and value == each for each in self.supported)
-
-
-PLATFORM = {
-    "model_runner": Choice("auto", ("auto", "v1", "v2")),
-    "weight_nz": Choice(None, (True, False, None)),
-    "fp8": Choice("dequantize", ("dequantize", "W8A8_DYNAMIC")),
-    "matmul_all_reduce": Choice(False),
-    "shared_experts_stream": Choice(False),
-    "numa_bind": Choice(True),
-    "mla_prolog": Choice(False),
+NAMES = {
+    bool: "true, false",
+    int: "an integer",
+    float: "a number",
+    str: "a string",
+    types.NoneType: "null",
 }
-"""All options of ``ascend.platform``; see docs/configuration.md."""
+"""How messages and tables of the documentation call the values of a type."""
 
-_defaults: dict[str, dict[str, object]] = {
-    "platform": {name: each.default for name, each in PLATFORM.items()}
-}
-_given: dict[str, dict[str, object]] = {}
+
+def option(default: object, text: str) -> Any:
+    """A field of a table: its default, and a description in one line."""
+    metadata = {"text": text}
+    if isinstance(default, (dict, list)):
+        return dataclasses.field(default_factory=lambda: type(default)(default), metadata=metadata)
+    return dataclasses.field(default=default, metadata=metadata)
+
+
+class Range(NamedTuple):
+    """Limits of a number, for ``Annotated``; ``minimum`` is left out of an ``is_open`` range."""
+
+    minimum: float
+    maximum: float = float("inf")
+    unit: str = ""
+    is_open: bool = False
+
+    def holds(self, value: Any) -> bool:
+        return self.minimum <= value <= self.maximum and not (
+            self.is_open and value == self.minimum
+        )
+
+    def __str__(self) -> str:
+        if self.maximum < float("inf"):
+            limits = f"from {self.minimum} to {self.maximum}"
+        else:
+            limits = f"{'above' if self.is_open else 'of at least'} {self.minimum}"
+        return f"{limits} ({self.unit})" if self.unit else limits
+
+
+@dataclass(frozen=True)
+class Platform:
+    """Options of ``ascend.platform``; see docs/configuration.md."""
+
+    model_runner: Literal["auto", "v1", "v2"] = option(
+        "auto", "vLLM's model runner; `auto` takes V2 unless it lacks a feature of the engine"
+    )
+    weight_nz: bool | None = option(
+        None, "storage of quantized matrices in FRACTAL_NZ; `null` decides by chip"
+    )
+    fp8: Literal["dequantize", "W8A8_DYNAMIC"] = option(
+        "dequantize", "what FP8 weights are converted to at load: the model's dtype, or int8"
+    )
+    matmul_all_reduce: bool = option(
+        False, "row-parallel layers in one operator with their all-reduce"
+    )
+    shared_experts_stream: bool = option(
+        False, "shared experts on a second stream, beside the routed experts"
+    )
+    numa_bind: bool = option(True, "binding of workers to the NUMA nodes of their NPUs")
+    mla_prolog: bool = option(
+        False, "npu_mla_prolog_v3 before the attention of latent attention's decodes"
+    )
+
+
+_tables: dict[str, type] = {"platform": Platform}
+_current: dict[str, object] = {}
+"""Of each namespace the options of the last configuration that :func:`configure` took."""
+
 _listeners: dict[str, Callable[[Mapping[str, object]], None]] = {}
 
 
 class UnknownKeyError(RefusedError):
-    """An unknown name or key of ``--additional-config``; ``problem`` has the nearest known one, or
-    all known, as its fix."""
+    """An unknown key; ``problem`` has the nearest known one, or all known, as its fix."""
 
-    def __init__(self, where: str, key: str, known: Mapping[str, object]) -> None:
-        near = difflib.get_close_matches(str(key), known, n=1)
-        hint = (
-            f"did you mean {near[0]!r}?" if near else f"known: {', '.join(sorted(known)) or 'none'}"
-        )
-        self.problem = Problem(f"additional_config {where!r} has no key {key!r}", hint)
-        super().__init__(f"{self.problem.found}; {hint}")
+    def __init__(self, where: str, key: object, known: Mapping[str, object]) -> None:
+        near = did_you_mean(key, known)
+        fix = f"use {near!r}" if near else f"use one of {', '.join(sorted(known)) or 'none'}"
+        self.problem = Problem(f"{where} has no key {key!r}", fix)
+        super().__init__(str(self.problem))
+
+
+@functools.cache
+def hints(table: type) -> dict[str, Any]:
+    """The type of each option of a table."""
+    return typing.get_type_hints(table, include_extras=True)
+
+
+def parse(table: type[Table], values: object, where: str) -> Table:
+    """A table with values over its defaults.
+
+    Args:
+        where: what the user has written them in, as messages name it.
+
+    Raises:
+        RefusedError: an unknown key, with the nearest known one, or a value of another type.
+    """
+    if not isinstance(values, Mapping):
+        raise RefusedError(f"{where} must be an object, not {values!r}; fix: write {{…}} there")
+    types_of = hints(table)
+    for key, value in values.items():
+        if key not in types_of:
+            raise UnknownKeyError(where, key, types_of)
+        if not _takes(types_of[key], value):
+            raise RefusedError(
+                f"{where}.{key} is {value!r}; supported: {describe(types_of[key])}; fix: correct"
+                " or remove it"
+            )
+    return table(**values)
+
+
+def _takes(hint: Any, value: object) -> bool:
+    """Whether a value of JSON has a type."""
+    origin, arguments = typing.get_origin(hint), typing.get_args(hint)
+    if hint in (Any, object):
+        return True
+    if origin is Annotated:
+        return _takes(arguments[0], value) and arguments[1].holds(value)
+    if origin is Literal:
+        return any(type(value) is type(each) and value == each for each in arguments)
+    if origin in (typing.Union, types.UnionType):
+        return any(_takes(each, value) for each in arguments)
+    if origin in (list, tuple):
+        return isinstance(value, (list, tuple)) and all(_takes(arguments[0], x) for x in value)
+    if origin is not None:
+        return isinstance(value, origin)
+    return type(value) in ((int, float) if hint is float else (hint,))
+
+
+def describe(hint: Any) -> str:
+    """The values of a type, for messages and the tables of the documentation."""
+    origin, arguments = typing.get_origin(hint), typing.get_args(hint)
+    if origin is Annotated:
+        return f"{describe(arguments[0])} {arguments[1]}"
+    if origin is Literal:
+        return ", ".join(each if isinstance(each, str) else json.dumps(each) for each in arguments)
+    if origin in (typing.Union, types.UnionType):
+        return ", ".join(map(describe, arguments))
+    if origin in (list, tuple):
+        return f"a list of {describe(arguments[0]).removeprefix('a ')}s"
+    return NAMES.get(hint, "an object")
+
+
+def rows() -> Iterator[tuple[str, str, str, str]]:
+    """Key, default, values and description of each option under ``ascend``."""
+    for name, table in _tables.items():
+        defaults = vars(table())
+        for field in dataclasses.fields(table):
+            text = field.metadata.get("text", "")
+            values = describe(hints(table)[field.name])
+            yield f"ascend.{name}.{field.name}", json.dumps(defaults[field.name]), values, text
 
 
 def namespace(entry_point: str) -> str:
@@ -65,9 +181,14 @@ def namespace(entry_point: str) -> str:
     return "platform" if entry_point == "ascend" else entry_point.removeprefix("ascend_")
 
 
-def register(namespace: str, defaults: Mapping[str, object]) -> None:
-    """Add a component's keys, with their defaults."""
-    _defaults[namespace] = _defaults.get(namespace, {}) | dict(defaults)
+def register(namespace: str, table: type | Mapping[str, object] | None) -> None:
+    """Add a component's table, or the defaults of options of any type."""
+    if not isinstance(table, type):
+        if not table and namespace in _tables:
+            return
+        fields = [(name, Any, option(default, "")) for name, default in (table or {}).items()]
+        table = dataclasses.make_dataclass("Options", fields, frozen=True)
+    _tables[namespace] = table
 
 
 def listen(namespace: str, configured: Callable[[Mapping[str, object]], None]) -> None:
@@ -75,49 +196,41 @@ def listen(namespace: str, configured: Callable[[Mapping[str, object]], None]) -
     _listeners[namespace] = configured
 
 
-def check(additional_config: object) -> dict[str, dict[str, object]]:
-    """The ``ascend`` part of vLLM's ``--additional-config``: by component, what is given.
+def check(additional_config: object) -> dict[str, object]:
+    """The options of all components in vLLM's ``--additional-config``, by namespace.
 
     Raises:
-        RefusedError: an unknown name or key, with the nearest known one, or a value that the
-        platform does not support.
+        RefusedError: an unknown name or key, with the nearest known one, or an unsupported value.
     """
     names = _ascend(additional_config)
     for name in names:
-        if name not in _defaults:
-            raise UnknownKeyError("ascend", name, _defaults)
-    return {name: _values(names, name) for name in names}
+        if name not in _tables:
+            raise UnknownKeyError("additional_config ascend", name, _tables)
+    return {name: _parse(names, name) for name in _tables}
 
 
 def configure(additional_config: object) -> None:
     """Take a configuration's ``ascend`` part, and hand each component its options.
 
     Raises:
-        RefusedError: as :func:`check`, or a value that a component refuses.
+        RefusedError: as :func:`check`.
     """
     found = check(additional_config)
-    _given.clear()
-    _given.update(found)
+    _current.clear()
+    _current.update(found)
     for name, configured in _listeners.items():
         configured(config(name))
 
 
-def given(vllm_config: object, namespace: str) -> dict[str, object]:
-    """A component's options in an engine's configuration, without defaults.
+def platform(vllm_config: object) -> Platform:
+    """The platform's options in an engine's configuration.
 
     Raises:
-        RefusedError: an unknown key, or a value that the platform does not support.
+        RefusedError: as :func:`parse`.
     """
-    return _values(_ascend(getattr(vllm_config, "additional_config", None)), namespace)
-
-
-def of_platform(vllm_config: object, name: str) -> Any:
-    """The value of an option of the platform in an engine's configuration, given or default.
-
-    Raises:
-        RefusedError: as :func:`given`.
-    """
-    return given(vllm_config, "platform").get(name, PLATFORM[name].default)
+    return parse(
+        Platform, _of(vllm_config).get("platform", {}), "additional_config ascend.platform"
+    )
 
 
 def config(namespace: str) -> dict[str, object]:
@@ -127,11 +240,21 @@ def config(namespace: str) -> dict[str, object]:
     They are those of the engine whose configuration is vLLM's current one, otherwise those of the
     last engine of the process.
     """
+    if namespace not in _tables:
+        return {}
     vllm = sys.modules.get("vllm.config")  # this module does not import vLLM
-    current = vllm and vllm.get_current_vllm_config_or_none()
-    return _defaults.get(namespace, {}) | (
-        given(current, namespace) if current else _given.get(namespace, {})
-    )
+    if current := vllm and vllm.get_current_vllm_config_or_none():
+        return dict(vars(_parse(_of(current), namespace)))
+    return dict(vars(_current.get(namespace) or _tables[namespace]()))
+
+
+def current_platform() -> Platform:
+    """The platform's options of the engine that :func:`config` describes."""
+    return Platform(**config("platform"))  # type: ignore[arg-type]
+
+
+def _of(vllm_config: object) -> Mapping[str, object]:
+    return _ascend(getattr(vllm_config, "additional_config", None))
 
 
 def _ascend(additional_config: object) -> Mapping[str, object]:
@@ -139,31 +262,13 @@ def _ascend(additional_config: object) -> Mapping[str, object]:
     names = additional_config.get("ascend", {}) if isinstance(additional_config, Mapping) else {}
     if not isinstance(names, Mapping):
         raise RefusedError(
-            f'additional_config "ascend" must be an object, not {names!r}; fix: {{"ascend":'
-            ' {"NAME": {…}}}'
+            f'additional_config ascend must be an object, not {names!r}; fix: write {{"NAME": {{…}}}}'
+            " there"
         )
     return names
 
 
-def _values(names: Mapping[str, object], namespace: str) -> dict[str, object]:
-    """The options given under a name, with keys of a registered component and values that the
-    platform supports."""
-    values = names.get(namespace, {})
-    if not isinstance(values, Mapping):
-        fix = f'{{"ascend": {{"{namespace}": {{…}}}}}}'
-        raise RefusedError(
-            f'additional_config "ascend.{namespace}" must be an object, not {values!r}; fix: {fix}'
-        )
-    known = _defaults.get(namespace, values)
-    for key, value in values.items():
-        if key not in known:
-            raise UnknownKeyError(f"ascend.{namespace}", key, known)
-        if namespace == "platform" and not PLATFORM[key].takes(value):
-            supported = ", ".join(
-                each if isinstance(each, str) else json.dumps(each)
-                for each in PLATFORM[key].supported
-            )
-            raise RefusedError(
-                f'additional_config "ascend.platform.{key}" is {value!r}; supported: {supported}'
-            )
-    return dict(values)
+def _parse(names: Mapping[str, object], namespace: str) -> Any:
+    return parse(
+        _tables[namespace], names.get(namespace, {}), f"additional_config ascend.{namespace}"
+    )

@@ -14,16 +14,6 @@ from ascend_platform.errors import RefusedError
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
-MATMUL_ALL_REDUCE = "matmul_all_reduce"
-SHARED_EXPERTS_STREAM = "shared_experts_stream"
-NUMA_BIND = "numa_bind"
-MLA_PROLOG = "mla_prolog"
-
-
-def enabled(vllm_config: VllmConfig, name: str) -> bool:
-    """Whether an engine has an option on."""
-    return bool(options.of_platform(vllm_config, name))
-
 
 def rope_order(vllm_config: Any) -> str:
     """Order of the elements of latent attention's rotated keys in the KV cache: ``pairs``, as in
@@ -31,7 +21,7 @@ def rope_order(vllm_config: Any) -> str:
 
     KV caches of different orders have the same shape; with ``halves`` the even elements come first.
     """
-    return "halves" if enabled(vllm_config, MLA_PROLOG) else "pairs"
+    return "halves" if options.platform(vllm_config).mla_prolog else "pairs"
 
 
 def max_decode_tokens(vllm_config: VllmConfig) -> int:
@@ -47,17 +37,17 @@ def check(vllm_config: VllmConfig) -> None:
     """
     from vllm.config import CompilationMode
 
-    if not enabled(vllm_config, MATMUL_ALL_REDUCE):
+    if not options.platform(vllm_config).matmul_all_reduce:
         return
     if vllm_config.compilation_config.mode not in (None, CompilationMode.NONE):
         raise RefusedError(
-            f"ascend.platform.{MATMUL_ALL_REDUCE} is not supported with torch.compile; fix: remove"
+            "ascend.platform.matmul_all_reduce is not supported with torch.compile; fix: remove"
             ' it, or "cudagraph_mode": "FULL_DECODE_ONLY" in --compilation-config'
         )
     ranks, family = vllm_config.parallel_config.tensor_parallel_size, host.chip_family()
     if ranks not in family.matmul_all_reduce:
         supported = ", ".join(map(str, sorted(family.matmul_all_reduce))) or "none"
         raise RefusedError(
-            f"ascend.platform.{MATMUL_ALL_REDUCE} is not supported with --tensor-parallel-size"
+            f"ascend.platform.matmul_all_reduce is not supported with --tensor-parallel-size"
             f" {ranks} on {host.chip()}; supported: {supported}; fix: remove it"
         )

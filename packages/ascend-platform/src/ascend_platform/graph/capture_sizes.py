@@ -23,7 +23,7 @@ from vllm.distributed.parallel_state import get_world_group, is_global_first_ran
 from vllm.v1.attention.backend import AttentionCGSupport
 
 from ascend_platform import chips, host
-from ascend_platform.config import performance
+from ascend_platform.config import options
 from ascend_platform.logger import logger
 
 RESERVED_STREAMS = 184
@@ -194,7 +194,7 @@ def num_streams_here(graphs: int, vllm_config: Any) -> int:
     is_moe = vllm_config.model_config.is_moe
     every = (get_tp_group(), get_dp_group(), get_pcp_group(), *([get_ep_group()] if is_moe else []))
     groups = sum(group.world_size > 1 for group in every)
-    own = 1 + (is_moe and performance.enabled(vllm_config, performance.SHARED_EXPERTS_STREAM))
+    own = 1 + (is_moe and options.platform(vllm_config).shared_experts_stream)
     return num_streams(graphs, groups, os.environ.get("HCCL_OP_EXPANSION_MODE", ""), own)
 
 

@@ -16,7 +16,7 @@ from vllm.model_executor.layers.fused_moe.runner.shared_experts import (
     SharedExpertsOrder,
 )
 
-from ascend_platform.config import performance
+from ascend_platform.config import options
 from ascend_platform.vllm_overrides import override
 
 _streams: dict[int, Any] = {}
@@ -39,7 +39,7 @@ class NPUSharedExperts(SharedExperts):
         lora = config.lora_config
         # Collectives of both streams in one group could be reordered.
         sharded = lora is not None and lora.fully_sharded_loras
-        wanted = performance.enabled(config, performance.SHARED_EXPERTS_STREAM)
+        wanted = options.platform(config).shared_experts_stream
         if wanted and not sharded and not envs.VLLM_DISABLE_SHARED_EXPERTS_STREAM:
             self._stream = _stream()
             self._input_ready_event = [torch.npu.Event(), torch.npu.Event()]

@@ -17,7 +17,7 @@ from vllm.distributed import get_tp_group
 from vllm.model_executor.layers import vocab_parallel_embedding
 from vllm.model_executor.layers.linear import RowParallelLinear, UnquantizedLinearMethod
 
-from ascend_platform.config import performance
+from ascend_platform.config import options, performance
 from ascend_platform.vllm_overrides import override
 
 _native = vocab_parallel_embedding.get_masked_input_and_mask
@@ -74,7 +74,7 @@ class NPURowParallelLinear(RowParallelLinear):
         if (
             plain
             and self.weight.dtype != torch.float32
-            and performance.enabled(config, performance.MATMUL_ALL_REDUCE)
+            and options.platform(config).matmul_all_reduce
         ):
             self.fused_above = performance.max_decode_tokens(config)
 

@@ -4,12 +4,11 @@
 
 from __future__ import annotations
 
-import difflib
 import os
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 
-from ascend_platform.errors import Problem
+from ascend_platform.errors import Problem, did_you_mean
 from ascend_platform.plugins import COMPONENTS
 
 VARIABLE = "VLLM_PLUGINS"
@@ -57,10 +56,7 @@ class PluginFilter:
             return None
         platform, names = COMPONENTS["ascend-platform"], self.names
         unknown = [name for name in names if name not in known]
-        near = {
-            name: (difflib.get_close_matches(name, known, n=1, cutoff=0.8) or [""])[0]
-            for name in unknown
-        }
+        near = {name: did_you_mean(name, known, cutoff=0.8) for name in unknown}
         fix = _export([platform, *(near.get(name, name) for name in names)])
         if not names:
             return Problem(f"{self.value!r} lets no plugin load", f"unset {VARIABLE}"), True

@@ -15,7 +15,7 @@ from ascend_platform.logger import logger
 from ascend_platform.plugins import COMPONENTS, requirements
 from ascend_platform.plugins.plugin_filter import PluginFilter
 
-API_VERSION = "1.5"
+API_VERSION = "1.6"
 """Version of ``ascend_platform.extension``: additions raise the second number, all other changes
 the first."""
 
@@ -60,7 +60,7 @@ def join(
     setup: Callable[[], None] | None = None,
     *,
     note: str = "",
-    options: Mapping[str, object] | None = None,
+    options: type | Mapping[str, object] | None = None,
     configured: Callable[[Mapping[str, object]], None] | None = None,
     api: str = "1.0",
     **later: object,
@@ -76,8 +76,9 @@ def join(
         entry_point: the name of its entry point, by which VLLM_PLUGINS filters.
         setup: called once if the requirements are met; it must not import torch or vLLM.
         note: shown in the summary line.
-        options: the keys, with defaults, that ``--additional-config '{"ascend": {<name>: {...}}}'``
-            may set, where ``<name>`` is the entry point's name without ``ascend_``.
+        options: what ``--additional-config '{"ascend": {<name>: {...}}}'`` may set, where
+            ``<name>`` is the entry point's name without ``ascend_``: a frozen dataclass whose
+            fields are made by ``option``, or keys with defaults, whose values are not checked.
         configured: called with the options, given ones over defaults, whenever vLLM's configuration
             is taken; it raises RefusedError to refuse them.
         api: the version of this interface that the component was written for.
@@ -102,7 +103,7 @@ def _join(
     entry_point: str,
     setup: Callable[[], None] | None,
     note: str,
-    keys: Mapping[str, object] | None,
+    table: type | Mapping[str, object] | None,
     configured: Callable[[Mapping[str, object]], None] | None,
     api: str,
     later: Iterable[str],
@@ -115,7 +116,7 @@ def _join(
             or _incompatible(distribution, api, later)
         )
         if not problem:
-            options.register(namespace, keys or {})
+            options.register(namespace, table)
             if setup:
                 setup()
             if configured:

@@ -57,11 +57,11 @@ def check_chip(schemes: Iterable[str]) -> None:
 def uses_weight_nz() -> bool:
     """Whether matrices of npu_quant_matmul are stored in FRACTAL_NZ: the option
     ``ascend.platform.weight_nz``, or by chip."""
-    asked = options.config("platform")["weight_nz"]
+    asked = options.current_platform().weight_nz
     return chips.chip().family.weight_nz if asked is None else bool(asked)
 
 
 def fp8_target() -> str:
     """Target of the conversion of FP8 weights at load, the model's dtype or int8: the option
     ``ascend.platform.fp8``."""
-    return str(options.config("platform")["fp8"])
+    return options.current_platform().fp8
