@@ -203,6 +203,15 @@ def test_interface_is_the_recorded_one():
     assert "\n".join(found) == record.read_text().rstrip()
 
 
+def test_names_of_the_interface_before_are_kept():
+    tests = Path(__file__).parent
+    before = {
+        line.partition("(")[0] for line in (tests / "extension_1.5.txt").read_text().splitlines()
+    }
+    now = (tests / f"extension_{extension.API_VERSION}.txt").read_text().splitlines()
+    assert before <= {line.partition("(")[0] for line in now}
+
+
 def test_transfer_is_the_recorded_one():
     """The second door, for wheels that move data between instances: what its modules define without
     an underscore."""

@@ -17,7 +17,7 @@ import types
 import typing
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Annotated, Any, Literal, NamedTuple, TypeVar
+from typing import Annotated, Any, Literal, TypeVar
 
 from ascend_platform.errors import Problem, RefusedError, did_you_mean
 
@@ -41,7 +41,8 @@ def option(default: object, text: str) -> Any:
     return dataclasses.field(default=default, metadata=metadata)
 
 
-class Range(NamedTuple):
+@dataclass(frozen=True)
+class Range:
     """Limits of a number, for ``Annotated``; ``minimum`` is left out of an ``is_open`` range."""
 
     minimum: float
