@@ -23,10 +23,10 @@ def test_a_step_outlasts_a_collective(monkeypatch, layout, collective, step):
     """HCCL's error names the missing rank, vLLM's does not."""
     monkeypatch.setenv("HCCL_EXEC_TIMEOUT", collective)
     monkeypatch.setenv(collectives.STEP, "7")
-    collectives.check(ParallelConfig(**layout))
+    collectives.prepare(ParallelConfig(**layout))
     assert os.environ[collectives.STEP] == "7"
     monkeypatch.delenv(collectives.STEP)
-    collectives.check(ParallelConfig(**layout))
+    collectives.prepare(ParallelConfig(**layout))
     assert os.environ.get(collectives.STEP) == step
 
 
@@ -45,6 +45,6 @@ def test_a_step_outlasts_a_collective(monkeypatch, layout, collective, step):
 def test_collectives_on_vector_cores_are_for_one_group(monkeypatch, log_lines, layout, named):
     monkeypatch.setenv("HCCL_OP_EXPANSION_MODE", "AIV")
     monkeypatch.setenv(collectives.STEP, "2000")
-    collectives.check(ParallelConfig(**layout))
+    collectives.prepare(ParallelConfig(**layout))
     found = [text.split(":")[0] for _, text in log_lines if "HCCL" in text]
     assert found == ([f"HCCL_OP_EXPANSION_MODE is AIV with {named}"] if named else [])

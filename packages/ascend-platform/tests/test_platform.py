@@ -13,7 +13,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from ascend_platform import extension, host
-from ascend_platform.config import state_layers, unsupported
+from ascend_platform.config import model_runner, state_layers, unsupported
 from ascend_platform.platform import NPUPlatform
 from ascend_platform.plugins import VARIABLES, slots
 from harness.configuration import engine_config
@@ -253,14 +253,15 @@ def test_unsupported_prefill_context_parallelism_is_refused(monkeypatch):
     config = SimpleNamespace(parallel_config=SimpleNamespace(**parallel), model_config=model)
     config.compilation_config = SimpleNamespace(cudagraph_mode=CUDAGraphMode.FULL_DECODE_ONLY)
     config.speculative_config = config.lora_config = config.kv_transfer_config = None
-    monkeypatch.setattr(envs, "VLLM_USE_V2_MODEL_RUNNER", True, raising=False)
+    runner = model_runner.Choice(True, "a test")
+    monkeypatch.setattr(model_runner, "choice", lambda config: runner)
     assert not unsupported._other_prefill_context(config)
     model.hf_text_config.index_topk, config.parallel_config.data_parallel_size = 32, 2
     assert (
         unsupported._other_prefill_context(config)
         == "attention other than dense latent attention (MLA), data parallelism"
     )
-    monkeypatch.setattr(envs, "VLLM_USE_V2_MODEL_RUNNER", False, raising=False)
+    runner = model_runner.Choice(False, "a test")
     config.compilation_config.cudagraph_mode = CUDAGraphMode.FULL
     refused = unsupported._other_prefill_context(config)
     assert refused.startswith("vLLM's V1 model runner, ")

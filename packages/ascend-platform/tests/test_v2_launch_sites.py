@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from ascend_platform import extension, fingerprint
 from ascend_platform.config import model_runner
-from ascend_platform.config.unsupported import Feature
+from ascend_platform.config.features import Feature
 from ascend_platform.worker.v2 import launch_sites, overrides
 from harness import vllm_copy
 from packaging.version import Version
@@ -169,6 +169,7 @@ def chosen(
     given = {
         "_get_v2_model_runner_unsupported_features": list,
         "watermark_config": watermark_config,
+        "model_config": object(),
     }
     aux_output = SimpleNamespace(enabled=routed_experts)
     return model_runner.choice(config("auto", aux_output_config=aux_output, **given))
@@ -252,7 +253,7 @@ def test_drafters_of_an_engine_have_its_runner(monkeypatch: pytest.MonkeyPatch) 
     engine = config("v1", model_config=object(), speculative_config=None, parallel_config=one)
     envs.enable_envs_cache()  # As an engine of this process has done.
     try:
-        model_runner.choose(engine)
+        model_runner.publish(engine)
         assert envs.VLLM_USE_V2_MODEL_RUNNER is False
     finally:
         envs.disable_envs_cache()
@@ -266,7 +267,7 @@ def test_configuration_can_be_replaced() -> None:
     (``vllm/config/utils.py``)."""
     engine = VllmConfig(additional_config=config("v1").additional_config)
     engine.model_config = object()  # type: ignore[assignment]
-    model_runner.choose(engine)
+    model_runner.publish(engine)
     del engine.model_config
     assert replace(engine).additional_config == engine.additional_config
 
@@ -277,4 +278,4 @@ def test_v2_below_its_first_version_is_refused_in_one_line(monkeypatch: pytest.M
         extension.RefusedError,
         match=r"additional_config\) requires vLLM >= 0.33, found 0.32.0; fix: ",
     ):
-        model_runner.choose(config("v2", model_config=object()))
+        model_runner.check(config("v2", model_config=object()))

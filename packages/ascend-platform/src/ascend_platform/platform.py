@@ -12,23 +12,10 @@ from vllm.platforms.interface import Platform, PlatformEnum
 
 from ascend_platform import activation, host, quantization, vllm_overrides
 from ascend_platform.attention import selector
-from ascend_platform.config import (
-    architectures,
-    collectives,
-    compilation,
-    devices,
-    kv_connectors,
-    main_module,
-    mla_prolog,
-    model_runner,
-    options,
-    performance,
-    unsupported,
-)
+from ascend_platform.config import architectures, model_runner, resolve, unsupported
 from ascend_platform.errors import RefusedError
-from ascend_platform.observability import metrics
 from ascend_platform.plugins import VARIABLES, slots
-from ascend_platform.process import failures, ray, sockets
+from ascend_platform.process import failures, preparation
 from ascend_platform.process.scopes import enter
 
 if TYPE_CHECKING:
@@ -234,49 +221,18 @@ class NPUPlatform(Platform):
         from vllm.plugins import load_general_plugins
 
         load_general_plugins()  # EngineArgs does so; a VllmConfig can also be created without it.
-        options.check(vllm_config.additional_config)
-        kv_connectors.resolve(vllm_config)
-        vllm_config.kernel_config.enable_jit_warmup = False
-        compilation.set_defaults(vllm_config)
+        resolve.set_defaults(vllm_config)
 
     @classmethod
     def check_and_update_config(cls, vllm_config: "VllmConfig") -> None:
-        """Set the worker class, and refuse unsupported configurations.
+        """Complete a configuration, refuse it, or prepare this process for it, in this order.
 
         Raises:
             RefusedError: what is not supported, in one line.
         """
-        vllm_overrides.check()
-        main_module.check()
-        parallel = vllm_config.parallel_config
-        if parallel.worker_cls == "auto":
-            parallel.worker_cls = "ascend_platform.worker.worker.NPUWorker"
-        if vllm_config.model_config is not None:
-            architectures.check(vllm_config.model_config.architecture)
-        quantization.detect(vllm_config)
-        model_runner.choose(vllm_config)
-        architectures.check_chip(vllm_config)
+        resolve.update(vllm_config)
         unsupported.check(vllm_config)
-        kv_connectors.check(vllm_config)
-        unsupported.check_drafts(vllm_config.speculative_config)
-        unsupported.check_load_format(vllm_config.load_config, vllm_config.quant_config is not None)
-        devices.check(parallel)
-        collectives.check(parallel)
-        sockets.check_loopback(parallel)
-        compilation.check(vllm_config)
-        compilation.cover_largest_decode(vllm_config)
-        compilation.split_at_indexers(vllm_config)
-        performance.check(vllm_config)
-        mla_prolog.check(vllm_config)
-        if parallel.distributed_executor_backend != "external_launcher":
-            sockets.use_own_directory()
-        if "ray" in (parallel.distributed_executor_backend, parallel.data_parallel_backend):
-            ray.prepare(parallel)
-        if parallel.numa_bind_nodes is None:
-            devices.bind_to_numa_nodes(parallel, options.platform(vllm_config).numa_bind)
-        unsupported.check_communicator(vllm_config)
-        metrics.offer(vllm_config)
-        activation.activate(vllm_config)
+        preparation.prepare(vllm_config)
 
     @classmethod
     def validate_request(cls, processed_inputs: Any, params: Any) -> None:

@@ -24,7 +24,7 @@ def seconds(variable: str) -> int:
     return int(value) if value.isdigit() else 0
 
 
-def check(parallel: "ParallelConfig") -> None:
+def prepare(parallel: "ParallelConfig") -> None:
     """Let a step outlast a collective, whose error names the missing rank, and warn of AIV with
     several groups of ranks."""
     if parallel.world_size_across_dp == 1:

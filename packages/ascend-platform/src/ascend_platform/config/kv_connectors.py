@@ -11,7 +11,6 @@ from ascend_platform.config.state_layers import has_states
 from ascend_platform.errors import RefusedError
 from ascend_platform.logger import logger
 from ascend_platform.plugins import registry, slots
-from ascend_platform.transfer import checkpoint
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -98,9 +97,6 @@ def check(vllm_config: VllmConfig) -> None:
             )
         if check_config := getattr(connector, "check_config", None):
             check_config(config)
-    if vllm_config.model_config is not None:
-        # For the scheduler, whose process may load no weights.
-        checkpoint.note_files(vllm_config.model_config)
 
 
 def _module(name: str | None, module: str | None) -> str | None:

@@ -22,7 +22,7 @@ from vllm import envs
 import ascend_platform
 from ascend_platform import vllm_overrides
 from ascend_platform.config import options, state_layers
-from ascend_platform.config.unsupported import Feature
+from ascend_platform.config.features import Feature
 from ascend_platform.errors import RefusedError
 from ascend_platform.logger import logger
 from ascend_platform.plugins import requirements
@@ -178,47 +178,65 @@ def choice(vllm_config: VllmConfig) -> Choice:
     return Choice(True, f"the default from vLLM {overrides.SINCE} on")
 
 
-def choose(vllm_config: VllmConfig) -> None:
-    """Choose the runner of an engine, and refuse requested features that V2 does not support.
+def resolve(vllm_config: VllmConfig) -> None:
+    """Disable asynchronous scheduling where vLLM has chosen it for V2 and the engine has V1, which
+    has it for some drafters only, and not for pipelines."""
+    if vllm_config.model_config is None:  # a configuration of vLLM's own, for its defaults
+        return
+    runner = choice(vllm_config)
+    if runner.is_v2 or not envs.VLLM_USE_V2_MODEL_RUNNER:
+        return
+    if vllm_config.speculative_config or _has_stages(vllm_config):
+        if vllm_config.scheduler_config.async_scheduling:
+            logger.info(
+                "disabled async scheduling: not supported by the V1 model runner (%s)", runner.why
+            )
+        vllm_config.scheduler_config.async_scheduling = False
+
+
+def check(vllm_config: VllmConfig) -> None:
+    """Refuse what V2 does not serve, for an engine that has it.
 
     Raises:
         RefusedError: this vLLM's V2 runner is not supported, or a feature of the configuration is
         not, in one line.
     """
-    # Created somewhere in an engine's processes, for defaults.
     if vllm_config.model_config is None:
         return
     is_v2, why = choice(vllm_config)
-    if is_v2:
-        if Version(version := requirements.version("vllm")) < Version(overrides.SINCE):
-            raise RefusedError(
-                f"the V2 model runner (requested by {why}) requires vLLM >= {overrides.SINCE},"
-                f" found {version}; fix: unset it"
-            )
-        vllm_overrides.check(overrides.OVERRIDES)
-        if difference := launch_sites.difference():
-            raise RefusedError(
-                f"the V2 model runner of vLLM {version} is not supported: {difference}"
-            )
-        _refuse(_lacking(vllm_config), why)
+    if not is_v2:
+        return
+    if Version(version := requirements.version("vllm")) < Version(overrides.SINCE):
+        raise RefusedError(
+            f"the V2 model runner (requested by {why}) requires vLLM >= {overrides.SINCE},"
+            f" found {version}; fix: unset it"
+        )
+    vllm_overrides.check(overrides.OVERRIDES)
+    if difference := launch_sites.difference():
+        raise RefusedError(
+            f"the V2 model runner of vLLM {version} is not supported: {difference}; fix: use V1,"
+            " or an unedited release of a supported vLLM"
+        )
+    _refuse(_lacking(vllm_config), why)
+
+
+def publish(vllm_config: VllmConfig) -> None:
+    """Keep the choice for an engine, and hand it to the engine's processes."""
+    if vllm_config.model_config is None:
+        return
+    runner = _chosen[vllm_config.instance_id] = choice(vllm_config)
+    if runner.is_v2:
         # Routers on the NPU do not read the mask, which costs two launches per step.
         os.environ["VLLM_MOE_SKIP_PADDING"] = "0"
-    elif envs.VLLM_USE_V2_MODEL_RUNNER and (
-        vllm_config.speculative_config or _has_stages(vllm_config)
-    ):
-        # vLLM has chosen asynchronous scheduling for V2. V1 supports it only for some drafters, and
-        # not for pipelines.
-        if vllm_config.scheduler_config.async_scheduling:
-            logger.info("disabled async scheduling: not supported by the V1 model runner (%s)", why)
-        vllm_config.scheduler_config.async_scheduling = False
-    _chosen[vllm_config.instance_id] = Choice(is_v2, why)
-    if os.environ.get(VARIABLE) != (value := str(int(is_v2))):
+    if os.environ.get(VARIABLE) != (value := str(int(runner.is_v2))):
         os.environ[VARIABLE] = value
-        envs.disable_envs_cache()  # of an engine in this process
+        envs.disable_envs_cache()  # Of an engine in this process.
 
 
 def _lacking(vllm_config: VllmConfig) -> list[str]:
-    return [feature.name for feature in FEATURES if feature.asked(vllm_config)]
+    has_model = vllm_config.model_config is not None
+    features = [each for each in FEATURES if has_model or not each.of_model]
+    return [each.name for each in features if each.asked(vllm_config)]
 
 
 def check_request(params: Any) -> None:

@@ -1,37 +1,37 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-all project
-"""Features of vLLM that are not supported and refused by name."""
+"""Every refusal of a configuration, and the features of vLLM that are refused by name."""
 
 from __future__ import annotations
 
 import dataclasses
 import importlib.util
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 from vllm import envs
 from vllm.utils.import_utils import resolve_obj_by_qualname
 
+from ascend_platform import quantization, vllm_overrides
 from ascend_platform.attention import selector
-from ascend_platform.config import state_layers
+from ascend_platform.config import (
+    architectures,
+    compilation,
+    devices,
+    kv_connectors,
+    main_module,
+    mla_prolog,
+    model_runner,
+    options,
+    performance,
+    state_layers,
+)
+from ascend_platform.config.features import Feature
 from ascend_platform.errors import RefusedError
 from ascend_platform.plugins import registry, requirements, slots
+from ascend_platform.process import sockets
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
-
-
-class Feature(NamedTuple):
-    """A feature that is not supported.
-
-    ``asked`` returns whether a configuration requests the feature: a string is the value to show,
-    any other value counts as a boolean. With ``of_model`` it is called only for a configuration
-    with a model.
-    """
-
-    name: str
-    asked: Callable[[VllmConfig], Any]
-    of_model: bool = False
 
 
 def _offloads_weights(config: VllmConfig) -> Any:
@@ -72,13 +72,13 @@ def _other_cache_dtype(config: VllmConfig) -> str:
 
 
 def _needs_other_runner(config: VllmConfig) -> bool:
-    return config.use_v2_model_runner and not envs.VLLM_USE_V2_MODEL_RUNNER
+    return bool(getattr(config, "watermark_config", None) and not model_runner.choice(config).is_v2)
 
 
 def _routed_experts(config: VllmConfig) -> str:
     """vLLM leaves this check to platforms that are not its own (``vllm/config/vllm.py``,
     _verify_aux_output_compatibility)."""
-    if not config.aux_output_config.enabled or envs.VLLM_USE_V2_MODEL_RUNNER:
+    if not config.aux_output_config.enabled or model_runner.choice(config).is_v2:
         return ""
     return "fix: leave the option out, or serve with V2, the default from vLLM 0.33 on"
 
@@ -103,7 +103,7 @@ def _other_prefill_context(config: VllmConfig) -> str:
     if parallel.prefill_context_parallel_size == 1 or model is None:
         return ""
     others = {
-        "vLLM's V1 model runner": not envs.VLLM_USE_V2_MODEL_RUNNER,
+        "vLLM's V1 model runner": not model_runner.choice(config).is_v2,
         "attention other than dense latent attention (MLA)": (
             not model.use_mla or selector.is_sparse(model)
         ),
@@ -261,6 +261,36 @@ FEATURES = (
 
 
 def check(vllm_config: VllmConfig) -> None:
+    """Refuse what is not supported. Nothing outside of the configuration is changed, so that a
+    program may go on after a refusal.
+
+    Raises:
+        RefusedError: what is not supported, in one line.
+    """
+    parallel, model = vllm_config.parallel_config, vllm_config.model_config
+    vllm_overrides.check()
+    main_module.check()
+    if model is not None:
+        architectures.check(model.architecture)
+    quantization.check_weights(model)
+    model_runner.check(vllm_config)
+    architectures.check_chip(vllm_config)
+    check_features(vllm_config)
+    kv_connectors.check(vllm_config)
+    check_drafts(vllm_config.speculative_config)
+    check_load_format(vllm_config.load_config, vllm_config.quant_config is not None)
+    devices.check(parallel)
+    sockets.check_loopback(parallel)
+    compilation.check(vllm_config)
+    performance.check(vllm_config)
+    mla_prolog.check(vllm_config)
+    if parallel.distributed_executor_backend != "external_launcher":
+        sockets.check_directory()
+    check_communicator(vllm_config)
+    options.check(vllm_config.additional_config)
+
+
+def check_features(vllm_config: VllmConfig) -> None:
     """Refuse all features asked for that are not supported.
 
     Raises:

@@ -27,20 +27,28 @@ def use_own_directory() -> None:
 
     One that the user has set is used if no other user may write there, and otherwise has the new
     directory.
+    """
+    user_directory = os.environ.get(VARIABLE)
+    if _needs_directory(user_directory):
+        _create(user_directory)
+
+
+def check_directory() -> None:
+    """Refuse a directory in which the names of sockets would be too long.
 
     Raises:
-        RefusedError: the names of sockets in it would be too long.
+        RefusedError: the directory, and the longest that is supported.
     """
-    given = os.environ.get(VARIABLE)
-    if given is None or (os.path.isdir(given) and not failures.is_private(given)):
-        _check(
-            "TMPDIR" if given is None else VARIABLE,
-            given or tempfile.gettempdir(),
-            LONGEST - len("/vllm-00000000"),
-        )
-        _create(given)
-    else:
-        _check(VARIABLE, given, LONGEST)
+    user_directory = os.environ.get(VARIABLE)
+    directory = user_directory or tempfile.gettempdir()
+    longest = LONGEST - len("/vllm-00000000") * _needs_directory(user_directory)
+    _check("TMPDIR" if user_directory is None else VARIABLE, directory, longest)
+
+
+def _needs_directory(user_directory: str | None) -> bool:
+    return user_directory is None or (
+        os.path.isdir(user_directory) and not failures.is_private(user_directory)
+    )
 
 
 def check_loopback(parallel: Any) -> None:

@@ -68,6 +68,20 @@ def check(method: str) -> None:
         ) from _import_error
 
 
+def check_weights(model: Any) -> None:
+    """Refuse a method for weights that are not quantized.
+
+    Raises:
+        RefusedError: the method and the model.
+    """
+    if model is None or model.quantization not in (FP8, MXFP4):
+        return
+    if not any(
+        hasattr(each, "quantization_config") for each in (model.hf_config, model.hf_text_config)
+    ):
+        raise not_quantized(model.quantization, model.model)
+
+
 def detect(vllm_config: VllmConfig) -> None:
     """Set the method for a ModelSlim checkpoint where neither the user nor the checkpoint's
     configuration names one.
@@ -76,18 +90,11 @@ def detect(vllm_config: VllmConfig) -> None:
     ``quantization_config`` (``vllm/config/model.py``), and ModelSlim writes none.
 
     Raises:
-        RefusedError: a method for weights that are not quantized.
+        RefusedError: none is supported with this vLLM.
     """
     from vllm.transformers_utils.repo_utils import file_or_path_exists
 
     model: Any = vllm_config.model_config
-    configs = (model.hf_config, model.hf_text_config) if model else ()
-    if (
-        model
-        and model.quantization in (FP8, MXFP4)
-        and not any(hasattr(each, "quantization_config") for each in configs)
-    ):
-        raise not_quantized(model.quantization, model.model)
     if model is None or model.quantization is not None or vllm_config.quant_config is not None:
         return
     if not file_or_path_exists(model.model, DESCRIPTION, model.revision):
