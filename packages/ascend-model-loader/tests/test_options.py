@@ -32,17 +32,17 @@ def no_secret(monkeypatch: pytest.MonkeyPatch) -> None:
         (
             {"strategies": ["peer", "peer"]},
             (
-                "strategies is ['peer', 'peer']; supported: peer, stream and default, each at most"
+                ".strategies is ['peer', 'peer']; supported: peer, stream and default, each at most"
                 " once"
             ),
         ),
         (
             {"strategies": []},
-            "strategies is []; supported: peer, stream and default, each at most once",
+            ".strategies is []; supported: peer, stream and default, each at most once",
         ),
-        ({"peers": ["nowhere"]}, "peers has 'nowhere'; fix: write host:port"),
-        ({"peers": ["a:b"]}, "peers has 'a:b'; fix: write host:port"),
-        ({"peers": ["a:0"]}, "peers has 'a:0'; fix: write host:port"),
+        ({"peers": ["nowhere"]}, ".peers has 'nowhere'; fix: write host:port"),
+        ({"peers": ["a:b"]}, ".peers has 'a:b'; fix: write host:port"),
+        ({"peers": ["a:0"]}, ".peers has 'a:0'; fix: write host:port"),
         (
             {"serve_weights": True},
             "needs a secret of at least 16 bytes; fix: set secret_file or VLLM_ASCEND_WEIGHTS_SECRET",
@@ -51,7 +51,7 @@ def no_secret(monkeypatch: pytest.MonkeyPatch) -> None:
         ({"registry": "/somewhere"}, "needs a secret of at least 16 bytes"),
         (
             {"peers": ["a:1"], "secret_file": "/nowhere"},
-            "secret_file /nowhere cannot be read: No such file or directory",
+            ".secret_file /nowhere cannot be read: No such file or directory",
         ),
     ],
 )

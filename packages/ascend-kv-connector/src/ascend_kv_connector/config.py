@@ -133,7 +133,7 @@ def sliding_windows(name: str, groups: list[Any], states: bool = False) -> tuple
         raise extension.RefusedError(
             f"{name} supports KV caches of full, latent and sliding-window attention with one block"
             f" size; the model has {', '.join(kinds) or 'only states'} with blocks of"
-            f" {', '.join(map(str, sizes))} tokens; remove the connector"
+            f" {', '.join(map(str, sizes))} tokens; fix: remove the connector"
         )
     # A group's specs are equal (vllm/v1/kv_cache_interface.py, UniformTypeKVCacheSpecs).
     firsts = [group[0] for group in specs]

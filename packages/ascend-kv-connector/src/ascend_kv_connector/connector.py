@@ -72,13 +72,13 @@ class AscendP2PConnector(KVConnectorBase_V1, SupportsHMA):
         )
         if vllm_config.parallel_config.decode_context_parallel_size > 1:
             raise extension.RefusedError(
-                "AscendP2PConnector does not support decode context parallelism; remove one of"
-                " the two"
+                "AscendP2PConnector does not support decode context parallelism; fix: remove one"
+                " of the two"
             )
         if options.mode == "push" and vllm_config.model_config.is_hybrid:
             raise extension.RefusedError(
                 "AscendP2PConnector does not transfer the states of linear attention and"
-                ' state-space layers layer by layer; remove kv_connector_extra_config.mode "push"'
+                ' state-space layers layer by layer; fix: remove kv_connector_extra_config.mode "push"'
             )
 
     def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any) -> None:

@@ -66,7 +66,7 @@ class OffloadingConnector(offloading_connector.OffloadingConnector):
         if (spec := given.get("spec_name", "CPUOffloadingSpec")) not in (*SPECS, *SPECS.values()):
             raise extension.RefusedError(
                 f"OffloadingConnector: spec_name is {spec!r}; supported on NPUs: CPUOffloadingSpec"
-                " (default) and TieringOffloadingSpec"
+                " (default) and TieringOffloadingSpec; fix: set one of these"
             )
         if SPECS.get(spec, spec) == "TieredSpec":
             check_single_host("OffloadingConnector", vllm_config)
@@ -74,8 +74,8 @@ class OffloadingConnector(offloading_connector.OffloadingConnector):
             "cpu_bytes_to_use"
         ):
             raise extension.RefusedError(
-                "OffloadingConnector: set cpu_bytes_to_use in kv_connector_extra_config, the bytes"
-                " of host memory for all ranks"
+                "OffloadingConnector: cpu_bytes_to_use is not set; fix: set it in"
+                " kv_connector_extra_config to the bytes of host memory for all ranks"
             )
 
     @classmethod
@@ -151,7 +151,7 @@ class TieredSpec(TieringOffloadingSpec):
             raise extension.RefusedError(
                 f"cpu_bytes_to_use is {self.extra_config['cpu_bytes_to_use']}, less than a chunk of"
                 f" {self.blocks_per_chunk} blocks, which has {self.kv_bytes_per_chunk} bytes in all"
-                " ranks; increase it"
+                " ranks; fix: increase it"
             )
 
     def get_manager(self) -> Any:
@@ -199,8 +199,8 @@ def check_single_host(name: str, vllm_config: Any) -> None:
     """
     if (nodes := vllm_config.parallel_config.nnodes_within_dp) > 1:
         raise extension.RefusedError(
-            f"{name}: the instance spans {nodes} machines; its ranks share host memory, so use one"
-            " machine; instances can share a pool"
+            f"{name}: the instance spans {nodes} machines; its ranks share host memory; fix: use one"
+            " machine for an instance, and a pool for several instances"
         )
 
 

@@ -10,6 +10,7 @@ from typing import Annotated, Literal
 from ascend_platform import extension
 from ascend_platform.transfer import secret
 
+WHERE = "--model-loader-extra-config"
 SECRET_ENV = "VLLM_ASCEND_WEIGHTS_SECRET"
 
 Strategy = Literal["peer", "stream", "default"]
@@ -61,19 +62,19 @@ def parse_options(values: object) -> Options:
         RefusedError: an unknown key, an invalid value or a missing secret, in one line.
     """
     if isinstance(values, Mapping) and "secret" in values:
-        raise _refusal(
-            "has no key 'secret'; fix: put the secret into a file named by secret_file, or into"
+        raise extension.RefusedError(
+            f"{WHERE} has no key 'secret'; fix: put the secret into a file named by secret_file, or into"
             f" {SECRET_ENV}"
         )
-    options = extension.parse_options(Options, values, "--model-loader-extra-config")
+    options = extension.parse_options(Options, values, WHERE)
     if not options.strategies or len({*options.strategies}) < len(options.strategies):
-        raise _refusal(
-            f"strategies is {[*options.strategies]}; supported: peer, stream and default, each at"
+        raise extension.RefusedError(
+            f"{WHERE}.strategies is {[*options.strategies]}; supported: peer, stream and default, each at"
             " most once; fix: name each once"
         )
     if not options.transports or len({*options.transports}) < len(options.transports):
-        raise _refusal(
-            f"transport is {[*options.transports]}; supported: tcp, hccl and mooncake, each at most"
+        raise extension.RefusedError(
+            f"{WHERE}.transport is {[*options.transports]}; supported: tcp, hccl and mooncake, each at most"
             " once; fix: name each once"
         )
     for peer in options.peers:
@@ -91,7 +92,7 @@ def parse_address(text: str) -> tuple[str, int]:
     """
     host, _, port = text.rpartition(":")
     if not host or not port.isdecimal() or not 0 < int(port) < 65536:
-        raise _refusal(f"peers has {text!r}; fix: write host:port")
+        raise extension.RefusedError(f"{WHERE}.peers has {text!r}; fix: write host:port")
     return host.strip("[]"), int(port)
 
 
@@ -101,17 +102,9 @@ def read_secret(options: Options) -> bytes:
     Raises:
         RefusedError: there is none, or it is shorter than 16 bytes.
     """
-    if not (
-        found := secret.read_secret(
-            options.secret_file, SECRET_ENV, "--model-loader-extra-config secret_file"
-        )
-    ):
-        raise _refusal(
-            f"needs a secret of at least {secret.MIN_SECRET_BYTES} bytes; fix: set secret_file or"
+    if not (found := secret.read_secret(options.secret_file, SECRET_ENV, f"{WHERE}.secret_file")):
+        raise extension.RefusedError(
+            f"{WHERE} needs a secret of at least {secret.MIN_SECRET_BYTES} bytes; fix: set secret_file or"
             f" {SECRET_ENV}"
         )
     return found
-
-
-def _refusal(what: str) -> extension.RefusedError:
-    return extension.RefusedError(f"--model-loader-extra-config {what}")

@@ -42,7 +42,7 @@ def state_parts(
         if size % (heads * dtype.itemsize):
             raise extension.RefusedError(
                 f"KV connector: a state of {size} bytes cannot be transferred as {heads} heads of"
-                f" {dtype}; remove the connector"
+                f" {dtype}; fix: remove the connector"
             )
         name = (
             f"state {number}: {str(state.dtype).removeprefix('torch.')}"
@@ -68,7 +68,7 @@ def list_regions(kv_caches: Mapping[str, Any], heads: int) -> list[tuple[str, st
     }
     if not pages:
         raise extension.RefusedError(
-            "KV connector: a pipeline stage without attention layers is not supported; lower"
+            "KV connector: a pipeline stage without attention layers is not supported; fix: lower"
             " --pipeline-parallel-size"
         )
     dtype = next(cache.dtype for parts in pages.values() for cache in parts.values())

@@ -51,7 +51,7 @@ class DiskPool:
             ours, found = self._probe(), self.root.stat()
         except OSError as error:
             raise extension.RefusedError(
-                f"disk_path {path} is not writable ({error}); choose a writable directory"
+                f"disk_path {path} is not writable ({error}); fix: choose a writable directory"
             ) from None
         if found.st_mode & stat.S_IWOTH or found.st_uid not in (ours.st_uid, 0):
             raise extension.RefusedError(

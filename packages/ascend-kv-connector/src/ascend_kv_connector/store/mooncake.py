@@ -64,7 +64,7 @@ class MooncakeConfig:
         """
         if not (path := path or os.environ.get(CONFIG_ENV, "")):
             raise extension.RefusedError(
-                f"backend mooncake: set {CONFIG_ENV} to the path of a file with"
+                f"backend mooncake has no configuration; fix: set {CONFIG_ENV} to the path of a file with"
                 ' {"master_server_address": "HOST:PORT"}, or mooncake_config_path in'
                 " kv_connector_extra_config"
             )
@@ -79,7 +79,7 @@ class MooncakeConfig:
         except (OSError, ValueError, TypeError, AttributeError) as error:
             raise extension.RefusedError(
                 f"backend mooncake: {path} is not a Mooncake configuration ({type(error).__name__}:"
-                f' {error}); it must be a JSON object with at least "master_server_address"'
+                f' {error}); fix: write a JSON object with at least "master_server_address"'
             ) from None
 
     @staticmethod
@@ -120,7 +120,7 @@ class MooncakeConfig:
         except (OSError, ValueError) as error:
             raise extension.RefusedError(
                 "backend mooncake: no master at master_server_address"
-                f" {self.master_server_address!r} ({error}); start one with mooncake_master --port"
+                f" {self.master_server_address!r} ({error}); fix: start one with mooncake_master --port"
                 " PORT, or correct the address"
             ) from None
 
@@ -156,8 +156,8 @@ class MooncakePool:
         if code := self._store.setup(setup):
             raise extension.RefusedError(
                 f"backend mooncake: cannot join {self.description} from {setup['local_hostname']}"
-                f" (code {code}); protocol is tcp, or ascend with {mooncake.WHEELS[0]}, and"
-                " local_hostname this machine's address"
+                f" (code {code}); fix: set protocol to tcp, or to ascend with"
+                f" {mooncake.WHEELS[0]}, and local_hostname to this machine's address"
             )
         self._buffers: list[mmap.mmap] = []
 

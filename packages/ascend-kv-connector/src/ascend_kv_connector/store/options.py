@@ -76,18 +76,20 @@ class StoreOptions:
         if given.get("use_layerwise"):
             raise extension.RefusedError(
                 f"{NAME}: use_layerwise is not supported; chunks are stored asynchronously as they"
-                " are finished; remove it"
+                " are finished; fix: remove it"
             )
         options = parse_options(cls, given, IGNORED_KEYS, f"{NAME}: ")
         for backend in options.backends:
             if backend not in BACKENDS:
                 raise extension.RefusedError(
                     f"{NAME}: backend is {backend!r}; supported: {', '.join(BACKENDS)}, a list of"
-                    " these in lookup order, or [] for host memory only, which is not shared"
+                    " these in lookup order, or [] for host memory only, which is not shared;"
+                    " fix: set one of these"
                 )
         if "disk" in options.backends and not options.disk_path:
             raise extension.RefusedError(
-                f"{NAME}: backend disk needs disk_path, a directory that instances share"
+                f"{NAME}: backend disk needs disk_path; fix: set it to a directory that"
+                " instances share"
             )
         return options
 
@@ -108,7 +110,7 @@ class StoreOptions:
         if (free := shutil.disk_usage(SHM).free) < self.cpu_bytes_to_use:
             raise extension.RefusedError(
                 f"{NAME}: cpu_bytes_to_use is {self.cpu_bytes_to_use}, but {SHM} has {free} bytes"
-                f" left; reduce it or enlarge {SHM} (for a container: --shm-size)"
+                f" left; fix: reduce it or enlarge {SHM} (for a container: --shm-size)"
             )
         algorithm = vllm_config.cache_config.prefix_caching_hash_algo
         if (
@@ -118,14 +120,14 @@ class StoreOptions:
         ):
             raise extension.RefusedError(
                 f"{NAME}: --prefix-caching-hash-algo is {algorithm}, whose hashes differ from"
-                " process to process without a seed; set PYTHONHASHSEED to the same number for all"
+                " process to process without a seed; fix: set PYTHONHASHSEED to the same number for all"
                 " instances, or use the default algorithm"
             )
         events = vllm_config.kv_events_config
         if self.enable_kv_events and not (events and events.enable_kv_cache_events):
             raise extension.RefusedError(
-                f"{NAME}: enable_kv_events needs --kv-events-config with enable_kv_cache_events, by"
-                " which vLLM publishes them"
+                f"{NAME}: enable_kv_events needs --kv-events-config with enable_kv_cache_events; fix:"
+                " add it, for vLLM to publish them"
             )
         if "mooncake" in self.backends:
             MooncakeConfig.read(self.mooncake_config_path).check()

@@ -54,7 +54,8 @@ def select_backend(config: "AttentionSelectorConfig", model: Any) -> tuple[str, 
     if reasons := _unsupported_reasons(built_in, config, model):
         own = f"ascend-platform {requirements.version('ascend-platform')}"
         raise RefusedError(
-            f"no attention backend of {own} supports the model: {', '.join(reasons)}"
+            f"no attention backend of {own} supports the model: {', '.join(reasons)}; fix:"
+            " serve another model"
         )
     return built_in, f"built-in PyTorch ({reason})"
 

@@ -100,5 +100,6 @@ def check_chip(vllm_config: VllmConfig) -> None:
     ):
         raise RefusedError(
             f"mixture-of-experts models are not supported on {host.chip()}, which has no"
-            f" {' and no '.join(missing)}; supported: dense and pooling models"
+            f" {' and no '.join(missing)}; supported: dense and pooling models;"
+            " fix: serve one of these"
         )

@@ -151,5 +151,5 @@ def check(vllm_config: "VllmConfig") -> None:
     if (attention := selector.describe_backend(vllm_config)).startswith("built-in"):
         raise RefusedError(
             "cudagraph_mode FULL needs attention that can be captured, and this model's is"
-            f" {attention}; supported: PIECEWISE, NONE"
+            f" {attention}; supported: PIECEWISE, NONE; fix: set one of these"
         )

@@ -52,8 +52,8 @@ def check(parallel: "ParallelConfig") -> None:
                 f" {fix}"
             )
         raise RefusedError(
-            f"the layout needs {needed} NPUs ({layout}) and {found} are visible; lower"
-            " --tensor-parallel-size, --pipeline-parallel-size or --data-parallel-size-local, or"
+            f"the layout needs {needed} NPUs ({layout}) and {found} are visible; fix:"
+            " lower --tensor-parallel-size, --pipeline-parallel-size or --data-parallel-size-local, or"
             f" add NPUs to {host.VISIBLE_NPUS}"
         )
 

@@ -58,8 +58,8 @@ def resolve(vllm_config: VllmConfig) -> None:
             or not all(isinstance(part, dict) for part in parts)
         ):
             raise RefusedError(
-                f"KV connector {MULTI}: kv_connector_extra_config.connectors is {parts!r}; it must"
-                " be a list with a configuration (kv_connector, kv_role) for each of its"
+                f"KV connector {MULTI}: kv_connector_extra_config.connectors is {parts!r}; fix:"
+                " make it a list with a configuration (kv_connector, kv_role) for each of its"
                 " connectors"
             )
         for part in parts:
@@ -93,7 +93,7 @@ def check(vllm_config: VllmConfig) -> None:
         ):
             raise RefusedError(
                 f"KV connector {connector.__name__} does not support models with state-space or"
-                " linear attention layers; AscendP2PConnector does"
+                " linear attention layers; fix: use AscendP2PConnector, which does"
             )
         if check_config := getattr(connector, "check_config", None):
             check_config(config)
@@ -107,13 +107,11 @@ def _module(name: str | None, module: str | None) -> str | None:
         return None
     offered = slots.offered(f"kv_connector.{name}")
     if not offered:
-        supported, needed = slots.names("kv_connector"), registry.with_state("ascend-kv-connector")
-        hint = (
-            f"supported: {', '.join(supported)}"
-            if supported
-            else f"connectors for NPUs need {needed}"
-        )
-        raise RefusedError(f"KV connector {name} is not supported on Ascend NPUs; {hint}")
+        what = f"KV connector {name} is not supported on Ascend NPUs"
+        if supported := ", ".join(slots.names("kv_connector")):
+            raise RefusedError(f"{what}; supported: {supported}; fix: name one of these")
+        needed = registry.with_state("ascend-kv-connector")
+        raise RefusedError(f"{what}; connectors for NPUs need {needed}")
     if module:
         logger.info(
             "ignoring kv_connector_module_path %s: %s is registered as %s", module, offered, name

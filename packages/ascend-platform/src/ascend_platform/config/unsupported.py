@@ -304,7 +304,10 @@ def check_features(vllm_config: VllmConfig) -> None:
             refused.append(f"{feature.name} ({asked})" if isinstance(asked, str) else feature.name)
     if refused:
         version = requirements.version("ascend-platform")
-        raise RefusedError(f"ascend-platform {version} does not support {', '.join(refused)} yet")
+        raise RefusedError(
+            f"ascend-platform {version} does not support {', '.join(refused)} yet; fix:"
+            " leave it out"
+        )
 
 
 def check_load_format(load_config: Any, is_quantized: bool = False) -> None:
@@ -318,13 +321,15 @@ def check_load_format(load_config: Any, is_quantized: bool = False) -> None:
         raise RefusedError(
             f"--load-format {load_config.load_format} supports unquantized weights: a sharded state"
             " is saved after the weights are processed for the NPU, and loading would process them"
-            " again; load the checkpoint, or load weights from a peer"
+            " again; fix: load the checkpoint, or load weights from a peer"
         )
     if check := slots.offered(f"load_options.{load_config.load_format}"):
         resolve_obj_by_qualname(check)(load_config.model_loader_extra_config)
     elif load_config.load_format in ("ascend_peer", "netloader"):
-        needed = registry.with_state("ascend-model-loader")
-        raise RefusedError(f"--load-format {load_config.load_format} needs {needed}")
+        raise RefusedError(
+            f"--load-format {load_config.load_format} needs"
+            f" {registry.with_state('ascend-model-loader')}"
+        )
 
 
 DRAFTS = {
@@ -355,7 +360,10 @@ def check_drafts(config: Any) -> None:
         "openPangu's MTP": "OpenPanguMTPModel" in drafter,
     }
     if name := next((name for name in asked if asked[name]), ""):
-        raise RefusedError(f"speculative decoding with {name} is not supported: {DRAFTS[name]}")
+        raise RefusedError(
+            f"speculative decoding with {name} is not supported: {DRAFTS[name]}; fix:"
+            " choose another method"
+        )
     if config.method == "ngram" and not importlib.util.find_spec("numba"):
         raise RefusedError(
             "speculative decoding with ngram needs numba; fix: pip install 'ascend-platform[ngram]'"

@@ -58,7 +58,8 @@ def check(method: str) -> None:
     own = f"ascend-platform {requirements.version('ascend-platform')}"
     if method not in METHODS:
         raise RefusedError(
-            f"{own} supports quantization methods {', '.join(METHODS)}; the model has {method!r}"
+            f"{own} supports quantization methods {', '.join(METHODS)}; the model has {method!r};"
+            " fix: serve a checkpoint of one of these"
         )
     if _import_error:
         raise RefusedError(

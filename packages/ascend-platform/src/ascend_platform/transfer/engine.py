@@ -105,7 +105,9 @@ def check(name: str, option: str) -> None:
         RefusedError: in one line.
     """
     if name not in ENGINES:
-        raise RefusedError(f"{option} is {name!r}; supported: {', '.join(ENGINES)}")
+        raise RefusedError(
+            f"{option} is {name!r}; supported: {', '.join(ENGINES)}; fix: name one of these"
+        )
     _module(name).check()
 
 

@@ -136,8 +136,8 @@ def import_module(name: str) -> Any:
         return importlib.import_module(name)
     except ImportError as error:
         raise RefusedError(
-            f"{name} cannot be loaded ({' '.join(str(error).split())}); install the missing"
-            " library, on Debian libibverbs1, libnuma1 and libcurl4"
+            f"{name} cannot be loaded ({' '.join(str(error).split())}); fix: install the"
+            " missing library, on Debian libibverbs1, libnuma1 and libcurl4"
         ) from None
 
 

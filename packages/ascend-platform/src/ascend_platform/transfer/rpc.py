@@ -116,7 +116,7 @@ class RpcServer:
                     continue
                 which = f"{ports[0]} to {port}" if port != ports[0] else str(port)
                 raise RefusedError(
-                    f"cannot listen on {self.host}:{which} ({error}); change kv_port, or host or"
+                    f"cannot listen on {self.host}:{which} ({error}); fix: change kv_port, or host or"
                     " ports in kv_connector_extra_config, or the model loader's host"
                 ) from None
 

@@ -28,10 +28,13 @@ def read_secret(path: str | None, variable: str, option: str) -> bytes:
     try:
         found = (Path(path).read_bytes() if path else os.environ.get(variable, "").encode()).strip()
     except OSError as error:
-        raise RefusedError(f"{source} cannot be read: {error.strerror}") from None
+        raise RefusedError(
+            f"{source} cannot be read: {error.strerror}; fix: name another file"
+        ) from None
     if len(found) < MIN_SECRET_BYTES and (found or path):
         raise RefusedError(
-            f"{source} has a secret of {len(found)} bytes; it needs at least {MIN_SECRET_BYTES}"
+            f"{source} has a secret of {len(found)} bytes; fix: use one of at least"
+            f" {MIN_SECRET_BYTES}"
         )
     return _derive(found) if found else b""
 

@@ -150,7 +150,7 @@ def requantized(weight: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype) -
     if dtype not in (torch.bfloat16, torch.float16):
         raise RefusedError(
             f"FP8 weights converted to {INT8} need --dtype bfloat16 or float16; the dtype is"
-            f" {dtype}"
+            f" {dtype}; fix: set one of these"
         )
     made = torch.empty(weight.shape, dtype=torch.int8, device=weight.device)
     scales = torch.empty(*weight.shape[:-1], 1, dtype=torch.float32, device=weight.device)

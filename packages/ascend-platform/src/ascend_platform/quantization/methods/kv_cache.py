@@ -49,7 +49,7 @@ class Int8CacheMethod(BaseKVCacheMethod):
             title = getattr(layer.impl, "title", type(layer.impl).__name__)
             raise RefusedError(
                 f"the model has an int8 KV cache, which {title} does not support and the fused"
-                f" attention does; ascend-attention is {registry.state('ascend-attention')}"
+                f" attention does; fix: use {registry.with_state('ascend-attention')}"
             )
         if layer.head_size % HEAD_STEP or layer.head_size_v != layer.head_size:
             raise RefusedError(
@@ -94,7 +94,7 @@ def load_part(own: torch.nn.Parameter, loaded: torch.Tensor) -> None:
     if loaded.numel() % own.numel():
         raise RefusedError(
             f"a KV cache scale has {loaded.numel()} elements; supported: one, or a multiple of the"
-            f" {own.numel()} of this rank's heads"
+            f" {own.numel()} of this rank's heads; fix: quantize the KV cache again"
         )
     parts = loaded.numel() // own.numel()
     part = get_tensor_model_parallel_rank() * parts // get_tensor_model_parallel_world_size()
