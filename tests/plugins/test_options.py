@@ -3,6 +3,7 @@
 """Options of all wheels: documented keys are known, the doctor takes them, wrong types are refused
 in one line."""
 
+import ast
 import importlib.metadata
 import json
 import re
@@ -120,3 +121,46 @@ def test_wrong_connector_and_loader_types_are_refused(take, keys, monkeypatch):
         said = list(refusals(lambda value, key=key: take({key: value})))
         assert len(said) >= 5, (key, said)
         assert all(key in line and "\n" not in line for line in said), said
+
+
+READERS = {
+    "ascend_platform/activation.py",  # Hands them to the components.
+    "ascend_platform/cli/checks.py",  # The doctor's argument of this name.
+    "ascend_platform/config/resolve.py",
+    "ascend_platform/config/unsupported.py",  # Also reads vLLM's own key gdn_prefill_backend.
+}
+"""Files that read ``additional_config``; all others read a table."""
+
+
+def reads_beside_tables(tree: ast.Module) -> list[int]:
+    """Lines that take a single value from ``config(NAME)``, which goes whole into its table."""
+    words = [node for node in ast.walk(tree) if isinstance(node, ast.keyword)]
+    tables = {id(word.value) for word in words if word.arg is None}
+    return [
+        node.lineno
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Call)
+        and isinstance(node.func, ast.Attribute)
+        and node.func.attr == "config"
+        and getattr(node.func.value, "id", "") in ("extension", "options")
+        and id(node) not in tables
+    ]
+
+
+def test_product_code_reads_options_from_tables():
+    found, beside = set(), []
+    for source in checkout.ROOT.glob("packages/*/src"):
+        for path in source.rglob("*.py"):
+            text, name = path.read_text(), str(path.relative_to(source))
+            if "ascend_emulator" in name or "config" not in text:
+                continue
+            tree = ast.parse(text)
+            beside += [f"{name}:{line}" for line in reads_beside_tables(tree)]
+            if any(getattr(node, "attr", "") == "additional_config" for node in ast.walk(tree)):
+                found.add(name)
+    assert (found, beside) == (READERS, [])
+
+
+def test_a_read_beside_the_table_is_found():
+    tree = ast.parse("a = extension.config('x')['key']\nb = Options(**extension.config('x'))\n")
+    assert reads_beside_tables(tree) == [1]

@@ -10,6 +10,7 @@ import pytest
 import torch
 from ascend_attention import dense, int8, sinks
 from ascend_attention.metadata import FusedAttentionMetadata
+from ascend_platform.extension import RefusedError
 from harness.paged_batches import KINDS, PagedBatch, Sizes, pairs, reference
 from vllm.config import VllmConfig, set_current_vllm_config
 from vllm.v1.kv_cache_interface import CrossAttentionSpec, FullAttentionSpec, SlidingWindowSpec
@@ -52,7 +53,7 @@ def test_one_query_head_for_each_key_value_head(size, taken):
         f"head_size {size} not supported with one query head for each key-value head; fix:"
         " VLLM_PLUGINS=ascend"
     )
-    with nullcontext() if taken else pytest.raises(NotImplementedError, match=text):
+    with nullcontext() if taken else pytest.raises(RefusedError, match=text):
         check(torch.bfloat16, 4, 4, size, "mixed")
 
 
@@ -62,9 +63,7 @@ def test_sinks_of_one_query_head_for_each_key_value_head(size, taken):
     with (
         nullcontext()
         if taken
-        else pytest.raises(
-            NotImplementedError, match=f"head_size {size} not supported with one query"
-        )
+        else pytest.raises(RefusedError, match=f"head_size {size} not supported with one query")
     ):
         check(torch.bfloat16, 4, 4, size, "mixed", sinks.SinkAttentionBackend, **own)
 
@@ -315,7 +314,7 @@ def test_profiling_run_returns_zeros():
     ],
 )
 def test_unsupported_features_are_refused(arguments, named):
-    with pytest.raises(NotImplementedError, match=named):
+    with pytest.raises(RefusedError, match=named):
         dense.FusedAttentionImpl(2, 16, 1.0, **arguments)
 
 
@@ -328,7 +327,7 @@ def test_more_requests_than_the_kernel_takes_are_refused():
     for most in (4095, 4096):
         config.scheduler_config.max_num_seqs = most
         refusal = pytest.raises(
-            NotImplementedError, match="not max_num_seqs 4096; fix: --max-num-seqs 4095"
+            RefusedError, match="not max_num_seqs 4096; fix: --max-num-seqs 4095"
         )
         with refusal if most == 4096 else nullcontext():
             dense.FusedAttentionMetadataBuilder(spec, ["layer"], config, torch.device("npu"))
@@ -345,9 +344,7 @@ def test_sliding_windows_with_int8_are_refused():
     spec = SlidingWindowSpec(
         block_size=BLOCK_SIZE, num_kv_heads=2, head_size=64, dtype=torch.int8, sliding_window=64
     )
-    with pytest.raises(
-        NotImplementedError, match="int8 KV cache is not supported with sliding windows"
-    ):
+    with pytest.raises(RefusedError, match="int8 KV cache is not supported with sliding windows"):
         dense.FusedAttentionMetadataBuilder(spec, ["layer"], VllmConfig(), torch.device("npu"))
 
 

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import torch
 from ascend_attention import encoder
+from ascend_platform.extension import RefusedError
 from vllm.config import VllmConfig, set_current_vllm_config
 from vllm.v1.attention.backend import CommonAttentionMetadata
 from vllm.v1.kv_cache_interface import EncoderOnlyAttentionSpec
@@ -127,7 +128,7 @@ def test_host_waits_for_lengths_at_most_once(monkeypatch):
 
 
 def test_unsupported_features_are_refused():
-    with pytest.raises(NotImplementedError, match="ALiBi; the fused encoder-only attention"):
+    with pytest.raises(RefusedError, match="ALiBi; the fused encoder-only attention"):
         encoder.FusedEncoderAttentionImpl(
             2, 16, 1.0, attn_type="encoder_only", alibi_slopes=[1.0, 0.5]
         )

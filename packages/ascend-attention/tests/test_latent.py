@@ -9,6 +9,7 @@ import pytest
 import torch
 from ascend_attention import latent
 from ascend_platform.attention import base
+from ascend_platform.extension import RefusedError
 from harness.latent_batches import LatentBatch
 from harness.paged_batches import KINDS, pairs
 from vllm.config import VllmConfig, set_current_vllm_config
@@ -100,5 +101,5 @@ def test_unsupported_shapes_are_refused(heads, widths):
         "qk_nope_head_dim": 128,
         "v_head_dim": 128,
     }
-    with pytest.raises(NotImplementedError, match=r"VLLM_PLUGINS=ascend"):
+    with pytest.raises(RefusedError, match=r"VLLM_PLUGINS=ascend"):
         latent.FusedLatentAttentionImpl(heads, sum(widths), 1.0, 1, kv_b_proj=None, **names)

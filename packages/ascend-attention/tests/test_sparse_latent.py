@@ -10,6 +10,7 @@ import pytest
 import torch
 from ascend_attention import sparse_latent
 from ascend_attention.latent import LATENT, ROPE
+from ascend_platform.extension import RefusedError
 from harness.latent_batches import SparseLatentBatch
 from harness.paged_batches import KINDS, pairs
 from vllm.config import VllmConfig, set_current_vllm_config
@@ -70,7 +71,7 @@ def test_unsupported_shapes_are_refused(heads, latent, indexer):
     given = SimpleNamespace(
         **dict(zip(("n_head", "head_dim", "topk_tokens"), indexer, strict=True))
     )
-    with pytest.raises(NotImplementedError, match=r"VLLM_PLUGINS=ascend"):
+    with pytest.raises(RefusedError, match=r"VLLM_PLUGINS=ascend"):
         sparse_latent.FusedSparseLatentAttentionImpl(
             heads, latent + ROPE, 1.0, 1, indexer=given, **names
         )

@@ -8,6 +8,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from ascend_platform.attention import encoder, paged
+from ascend_platform.extension import RefusedError
 from vllm.config import VllmConfig, set_current_vllm_config
 from vllm.v1.kv_cache_interface import EncoderOnlyAttentionSpec
 
@@ -51,6 +52,6 @@ def test_bidirectional_attention(window, max_elements, monkeypatch):
 def test_decoders_are_refused():
     assert not encoder.EncoderAttentionBackend.supports_attn_type("decoder")
     with pytest.raises(
-        NotImplementedError, match="needs logits soft cap; the built-in encoder-only attention"
+        RefusedError, match="needs logits soft cap; the built-in encoder-only attention"
     ):
         encoder.EncoderAttentionImpl(4, 32, 0.2, attn_type="encoder_only", logits_soft_cap=2.0)

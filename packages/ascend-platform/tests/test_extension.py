@@ -286,7 +286,7 @@ def test_attention_refuses_what_it_has_not():
     )
     assert (one.num_heads, one.num_kv_heads, one.head_size, one.writes_cache) == (8, 2, 64, False)
     with pytest.raises(
-        NotImplementedError,
+        extension.RefusedError,
         match="needs sliding window, attention sinks; the attention of somebody supports ",
     ):
         Attention(8, 64, 0.125, sliding_window=4096, sinks=[1.0])
@@ -296,13 +296,13 @@ def test_attention_refuses_what_it_has_not():
     windowed = Attention(8, 64, 0.125, sliding_window=4096, attn_type=AttentionType.ENCODER_ONLY)
     assert (windowed.sliding_window, windowed.sinks, windowed.soft_cap) == (4096, None, None)
     with pytest.raises(
-        NotImplementedError,
+        extension.RefusedError,
         match="supports causal decoder attention, encoder-only attention, sliding window",
     ):
         Attention(8, 64, 0.125, sliding_window=4096, sinks=[1.0])
     Attention.dcp_world_size, Attention.supports_dcp = 2, True
     with pytest.raises(
-        NotImplementedError, match="needs decode context parallelism with sliding window;"
+        extension.RefusedError, match="needs decode context parallelism with sliding window;"
     ):
         Attention(8, 64, 0.125, sliding_window=4096)
 

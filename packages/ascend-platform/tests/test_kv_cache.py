@@ -155,11 +155,12 @@ def test_groups_with_different_block_shapes_are_refused():
     )
     kv_cache.check(groups(wider))
     with pytest.raises(
-        NotImplementedError, match=r"blocks of different shapes.*--disable-hybrid-kv-cache-manager"
+        extension.RefusedError,
+        match=r"blocks of different shapes.*--disable-hybrid-kv-cache-manager",
     ):
         kv_cache.check(groups(window, wider))
     with pytest.raises(
-        NotImplementedError, match="KV cache spec ChunkedLocalAttentionSpec is not supported"
+        extension.RefusedError, match="KV cache spec ChunkedLocalAttentionSpec is not supported"
     ):
         kv_cache.check(groups(spec(ChunkedLocalAttentionSpec, attention_chunk_size=64)))
 

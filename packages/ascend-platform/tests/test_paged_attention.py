@@ -10,6 +10,7 @@ from ascend_platform.attention import paged, sparse_latent
 from ascend_platform.attention.encoder import EncoderAttentionBackend
 from ascend_platform.attention.kv_cache import KVCachePair
 from ascend_platform.attention.latent import PagedLatentAttentionBackend
+from ascend_platform.extension import RefusedError
 from harness.latent_batches import LatentBatch, SparseLatentBatch
 from harness.paged_batches import PagedBatch, Sizes, pairs, reference
 from vllm.config import VllmConfig, set_current_vllm_config
@@ -176,7 +177,7 @@ def test_cross_attention(num_decodes):
 
 
 def test_unsupported_features_are_refused():
-    with pytest.raises(NotImplementedError, match="encoder-only attention"):
+    with pytest.raises(RefusedError, match="encoder-only attention"):
         paged.PagedAttentionImpl(2, 16, 1.0, attn_type="encoder_only")
 
 

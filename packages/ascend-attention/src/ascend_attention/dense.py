@@ -62,19 +62,19 @@ class FusedAttentionMetadataBuilder(AttentionMetadataBuilder[FusedAttentionMetad
         self.padded_block_table: torch.Tensor | None = None
         # One slot is reserved for a dummy request.
         if (most := vllm_config.scheduler_config.max_num_seqs) >= MAX_REQUESTS:
-            raise NotImplementedError(
+            raise extension.RefusedError(
                 f"{FusedAttentionImpl.title} supports up to {MAX_REQUESTS - 1} requests in a step,"
                 f" not max_num_seqs {most}; fix: --max-num-seqs {MAX_REQUESTS - 1}"
             )
         self.int8_cache = kv_cache_spec.dtype == torch.int8
         if self.int8_cache and self.interleave:
-            raise NotImplementedError(
-                "an int8 KV cache is not supported with decode context parallelism; disable one of"
-                " them"
+            raise extension.RefusedError(
+                "an int8 KV cache is not supported with decode context parallelism; fix: disable one"
+                " of them"
             )
         if self.int8_cache and getattr(kv_cache_spec, "sliding_window", None):
-            raise NotImplementedError(
-                "an int8 KV cache is not supported with sliding windows; quantize without"
+            raise extension.RefusedError(
+                "an int8 KV cache is not supported with sliding windows; fix: quantize without"
                 " kv_cache_type"
             )
         if self.int8_cache:
@@ -228,7 +228,7 @@ class FusedAttentionImpl(extension.AttentionImplBase, AttentionImpl[FusedAttenti
         super().__init__(*args, **kwargs)
         # the model's other layers have others
         if reason := unsupported_heads(self.head_size, self.num_heads, self.num_kv_heads):
-            raise NotImplementedError(
+            raise extension.RefusedError(
                 f"{self.title}: {reason}; fix: VLLM_PLUGINS=ascend, for the built-in attention"
             )
 

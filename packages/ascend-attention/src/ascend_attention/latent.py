@@ -255,7 +255,7 @@ class FusedLatentAttentionImpl(extension.LatentAttentionImplBase, MLAAttentionIm
         self.dcp_world_size = 1
         widths = self.kv_lora_rank, self.qk_rope_head_dim
         if widths != (LATENT, ROPE) or self.num_heads > 128:
-            raise NotImplementedError(
+            raise extension.RefusedError(
                 f"{self.title} supports latents of {LATENT} with {ROPE} rotated elements and at"
                 f" most 128 heads, not {widths[0]}, {widths[1]} and {self.num_heads}; fix:"
                 " VLLM_PLUGINS=ascend, for the built-in attention"

@@ -119,7 +119,7 @@ class FusedSparseLatentAttentionImpl(
                 and index.topk_tokens in COUNTS
             )
         if not fits:
-            raise NotImplementedError(
+            raise extension.RefusedError(
                 f"{self.title} supports latents of {LATENT} with {ROPE} rotated elements, at most"
                 f" 128 heads, indexers with at most {MAX_INDEX_HEADS} heads of {INDEX_HEAD}, and"
                 " index_topk to 2048 or a multiple of 1024 to 8192, not"

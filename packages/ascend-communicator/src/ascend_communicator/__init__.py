@@ -56,6 +56,15 @@ class Options:
                 )
             extension.parse_options(GroupOptions, values, f"{where}.{name}")
 
+    def hccl_config(self, group: str) -> dict[str, int]:
+        """The options of a group by their keys in torch_npu's ``hccl_config``."""
+        return {HCCL_CONFIG[key]: value for key, value in self.groups.get(group, {}).items()}
+
+
+def options() -> Options:
+    """The options of the engine whose configuration is vLLM's current one."""
+    return Options(**extension.config("communicator"))  # type: ignore[arg-type]
+
 
 def register() -> None:
     """Offer the communicator to ascend-platform; never raises.
@@ -81,12 +90,12 @@ def _offer() -> None:
     extension.offer("hccl.link", "ascend_communicator.p2p_link.P2PLink")
 
 
-def _take_options(options: Mapping[str, object]) -> None:
+def _take_options(values: Mapping[str, object]) -> None:
     """Set the environment variables of the options that HCCL supports per process only.
 
     HCCL reads both when the first group is created; child processes inherit them.
     """
-    if options["deterministic"]:
+    if values["deterministic"]:
         os.environ["HCCL_DETERMINISTIC"] = "true"
-    if options["connect_timeout"] is not None:
-        os.environ["HCCL_CONNECT_TIMEOUT"] = str(options["connect_timeout"])
+    if values["connect_timeout"] is not None:
+        os.environ["HCCL_CONNECT_TIMEOUT"] = str(values["connect_timeout"])

@@ -8,8 +8,7 @@ methods that the base class lacks, and MoE dispatch and combine, which return th
 in the base class, without an error.
 """
 
-from collections.abc import Mapping
-from typing import Any, cast
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -20,7 +19,7 @@ from vllm.distributed.device_communicators.base_device_communicator import (
     DeviceCommunicatorBase,
 )
 
-from ascend_communicator import HCCL_CONFIG
+from ascend_communicator import options
 
 INHERITED = {
     "all_reduce": "HcclAllReduce in place",
@@ -56,7 +55,7 @@ class HCCLCommunicator(DeviceCommunicatorBase):
             from ascend_communicator.moe.manager import HCCLAll2AllManager
 
             if self.all2all_backend not in (None, "naive", "allgather_reducescatter"):
-                raise ValueError(
+                raise extension.RefusedError(
                     f"--all2all-backend {self.all2all_backend} is not supported on Ascend NPUs;"
                     " fix: remove it, and select a backend by ascend.communicator.all2all in"
                     " --additional-config"
@@ -67,17 +66,10 @@ class HCCLCommunicator(DeviceCommunicatorBase):
     def _set_options(self) -> None:
         """Set this group's ``ascend.communicator.groups`` options, before its first call creates
         the HCCL communicator."""
-        groups = cast(
-            Mapping[str, Mapping[str, int]], extension.config("communicator").get("groups", {})
-        )
-        given = groups.get(self.unique_name.partition(":")[0], {})
-        if given:
+        if hccl_config := options().hccl_config(self.unique_name.partition(":")[0]):
             group: Any = self.device_group
-            options = group._get_backend(self.device).options
-            options.hccl_config = {
-                **options.hccl_config,
-                **{HCCL_CONFIG[key]: value for key, value in given.items()},
-            }
+            of_group = group._get_backend(self.device).options
+            of_group.hccl_config = {**of_group.hccl_config, **hccl_config}
 
     def all_gatherv(
         self,

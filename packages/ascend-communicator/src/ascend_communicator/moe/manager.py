@@ -11,8 +11,6 @@ with the host.
 """
 
 import os
-from collections.abc import Mapping
-from typing import cast
 
 import torch
 import torch.distributed as dist
@@ -21,7 +19,7 @@ from vllm.config import get_current_vllm_config
 from vllm.distributed.device_communicators.all2all import AgRsAll2AllManager
 from vllm.forward_context import get_forward_context
 
-from ascend_communicator import HCCL_CONFIG
+from ascend_communicator import options
 from ascend_communicator.moe import MoEShape, alltoall, mc2
 from ascend_communicator.moe.select import select_backend
 
@@ -32,16 +30,12 @@ class HCCLAll2AllManager(AgRsAll2AllManager):
     def __init__(self, cpu_group: dist.ProcessGroup, device_group: dist.ProcessGroup) -> None:
         super().__init__(cpu_group)
         self.device_group = device_group
-        options = extension.config("communicator")
-        self.requested = str(options.get("all2all", "auto"))
+        self.requested = options().all2all
         self.chip = extension.chip()
         self.used: set[str] = set()  # backends of the steps so far
         self._limits: dict[MoEShape, mc2.Limit] = {}
         self._mc2_group: mc2.MC2Group | None = None
-        groups = cast(Mapping[str, Mapping[str, int]], options.get("groups", {}))
-        self._hccl_config = {
-            HCCL_CONFIG[key]: value for key, value in groups.get("mc2", {}).items()
-        }
+        self._hccl_config = options().hccl_config("mc2")
         if (
             "hccl_buffer_size" in self._hccl_config
             and self.chip.family.mc2

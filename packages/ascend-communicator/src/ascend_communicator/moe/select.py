@@ -29,13 +29,13 @@ def select_backend(
         The backend, and why it is not mc2 ("" if it was not requested).
 
     Raises:
-        ValueError: mc2 is requested and not supported for this model on this chip.
+        RefusedError: mc2 is requested and not supported for this model on this chip.
     """
     if requested == "mc2" and not limit.tokens:
         supported = " or ".join(ALL2ALL_BACKENDS[:2])
-        raise ValueError(
-            f"ascend.communicator.all2all is mc2, which is not supported here: {limit.reason}; set"
-            f" auto or {supported}"
+        raise extension.RefusedError(
+            f"ascend.communicator.all2all is mc2, which is not supported here: {limit.reason}; fix:"
+            f" set auto or {supported}"
         )
     if requested not in ("auto", "mc2"):
         return requested, ""

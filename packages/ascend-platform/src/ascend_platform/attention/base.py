@@ -17,6 +17,8 @@ from enum import Enum
 from itertools import zip_longest
 from typing import Any, ClassVar
 
+from ascend_platform.errors import RefusedError
+
 
 class AttentionFeature(Enum):
     """Optional features of an attention implementation, beyond causal decoder attention. The values
@@ -147,7 +149,7 @@ class AttentionImplBase:
         """Take the arguments of vLLM's ``AttentionImpl``.
 
         Raises:
-            NotImplementedError: a feature is not in ``serves``, or not supported with decode
+            RefusedError: a feature is not in ``serves``, or not supported with decode
             context parallelism.
         """
         uses_dcp = getattr(self, "dcp_world_size", 1) > 1
@@ -173,8 +175,9 @@ class AttentionImplBase:
             supported = ", ".join(
                 ["causal decoder attention", *sorted(feature.value for feature in self.serves)]
             )
-            raise NotImplementedError(
-                f"the model needs {', '.join(refused)}; {self.title} supports {supported}"
+            raise RefusedError(
+                f"the model needs {', '.join(refused)}; {self.title} supports {supported}; fix:"
+                " serve another model"
             )
         self.alibi_slopes, self.sliding_window, self.sinks = alibi_slopes, sliding_window, sinks
         self.soft_cap = logits_soft_cap or None

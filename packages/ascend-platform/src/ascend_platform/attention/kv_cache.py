@@ -31,6 +31,8 @@ from vllm.v1.kv_cache_interface import (
 )
 from vllm.v1.kv_cache_layout import KVCacheLayout
 
+from ascend_platform.errors import RefusedError
+
 LAYOUT = KVCacheLayout.LBNHC
 """vLLM's KV cache layout in which a layer is contiguous; our attention backends request it."""
 
@@ -134,7 +136,7 @@ def split_kv_cache(cache: torch.Tensor, head_size: int) -> KVCachePair:
         head_size: elements of a key per head.
 
     Raises:
-        ValueError: the region is not contiguous (another layout, or padded blocks).
+        RefusedError: the region is not contiguous (another layout, or padded blocks).
     """
     return KVCachePair(*_split(cache, head_size))
 
@@ -143,9 +145,9 @@ def _split(cache: torch.Tensor, head_size: int) -> tuple[torch.Tensor, torch.Ten
     blocks, heads, block_size, width = cache.shape
     region = cache.transpose(1, 2)
     if not region.is_contiguous():
-        raise ValueError(
+        raise RefusedError(
             f"the KV cache of a layer is not contiguous (shape {tuple(cache.shape)}, strides"
-            f" {cache.stride()}); unset VLLM_KV_CACHE_LAYOUT or set it to {LAYOUT.name}"
+            f" {cache.stride()}); fix: unset VLLM_KV_CACHE_LAYOUT or set it to {LAYOUT.name}"
         )
     key, value = region.view(-1).split(
         [blocks * block_size * heads * w for w in (head_size, width - head_size)]
@@ -162,7 +164,7 @@ def check(config: KVCacheConfig) -> None:
     in separate tensors this holds only if all groups divide a block's bytes in the same way.
 
     Raises:
-        NotImplementedError: a compressed cache, chunked attention, or groups with different block
+        RefusedError: a compressed cache, chunked attention, or groups with different block
         shapes.
     """
     # vLLM's runner adds a group for encoder-only layers, which have no KV cache.
@@ -175,9 +177,9 @@ def check(config: KVCacheConfig) -> None:
     if others := sorted(
         {type(spec).__name__ for spec in specs if type(spec) not in SUPPORTED_SPECS}
     ):
-        raise NotImplementedError(
+        raise RefusedError(
             f"KV cache spec {', '.join(others)} is not supported;"
-            f" {', '.join(spec.__name__ for spec in SUPPORTED_SPECS)} are"
+            f" {', '.join(spec.__name__ for spec in SUPPORTED_SPECS)} are; fix: serve another model"
         )
     # States use a block as it is, see state_cache.py.
     paged = [spec for spec in specs if not isinstance(spec, MambaSpec)]
@@ -186,7 +188,7 @@ def check(config: KVCacheConfig) -> None:
         for spec in paged
     }
     if len(groups) > 1 and len(shapes) > 1:
-        raise NotImplementedError(
+        raise RefusedError(
             "the model's KV cache groups share memory but have blocks of different shapes"
             f" {sorted(shapes)}; fix: --disable-hybrid-kv-cache-manager"
         )

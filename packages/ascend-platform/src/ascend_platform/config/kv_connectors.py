@@ -110,8 +110,9 @@ def _module(name: str | None, module: str | None) -> str | None:
         what = f"KV connector {name} is not supported on Ascend NPUs"
         if supported := ", ".join(slots.names("kv_connector")):
             raise RefusedError(f"{what}; supported: {supported}; fix: name one of these")
-        needed = registry.with_state("ascend-kv-connector")
-        raise RefusedError(f"{what}; connectors for NPUs need {needed}")
+        raise RefusedError(
+            f"{what}; connectors for NPUs need {registry.with_state('ascend-kv-connector')}"
+        )
     if module:
         logger.info(
             "ignoring kv_connector_module_path %s: %s is registered as %s", module, offered, name

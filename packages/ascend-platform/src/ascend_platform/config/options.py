@@ -10,7 +10,6 @@ are read, so that no hook of vLLM sees one of another type, whichever comes firs
 from __future__ import annotations
 
 import dataclasses
-import functools
 import json
 import sys
 import types
@@ -105,7 +104,6 @@ class UnknownKeyError(RefusedError):
         super().__init__(str(self.problem))
 
 
-@functools.cache
 def hints(table: type) -> dict[str, Any]:
     """The type of each option of a table."""
     return typing.get_type_hints(table, include_extras=True)

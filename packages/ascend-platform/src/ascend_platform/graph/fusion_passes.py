@@ -19,6 +19,7 @@ from vllm.compilation.passes.inductor_pass import InductorPass
 from vllm.logger import init_logger
 from vllm.platforms import current_platform
 
+from ascend_platform.errors import RefusedError
 from ascend_platform.vllm_overrides import override
 
 logger = init_logger(__name__)
@@ -40,9 +41,9 @@ class PassManager(InductorPass):
         Raises:
             ValueError: always, because NPUs compile without Inductor.
         """
-        raise ValueError(
+        raise RefusedError(
             f"pass {type(pass_).__name__} is not supported: Ascend NPUs compile without Inductor;"
-            " remove the pass"
+            " fix: remove the pass"
         )
 
     def __call__(self, graph: fx.Graph) -> None:

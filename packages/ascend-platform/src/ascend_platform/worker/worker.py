@@ -88,7 +88,7 @@ class NPUWorker(Worker):
                     local_dp_rank = parallel.data_parallel_index
                 self.local_rank += parallel.world_size * local_dp_rank
         if self.local_rank >= num_devices:
-            raise RuntimeError(
+            raise RefusedError(
                 f"rank {self.rank} needs NPU {self.local_rank}, but {num_devices} are visible; fix:"
                 " lower --tensor-parallel-size, --pipeline-parallel-size or --data-parallel-size,"
                 f" or list more NPUs in {current_platform.device_control_env_var}"
