@@ -38,6 +38,18 @@ def test_packages_import_only_the_interface_of_the_platform(path: Path) -> None:
     ] == []
 
 
+@pytest.mark.parametrize("room", ["cli", "extension"])
+def test_platform_imports_neither_its_command_line_nor_its_door(room: str) -> None:
+    platform = next(path for path in PACKAGES.glob("*/src/*") if path.name == "ascend_platform")
+    inside = [path for path in platform.rglob("*.py") if path.parts[len(platform.parts)] != room]
+    assert [
+        (str(path), name)
+        for path in inside
+        for name in imported(path)
+        if f"{name}.".startswith(f"ascend_platform.{room}.") and path.stem != room
+    ] == []
+
+
 @pytest.mark.parametrize(
     "path",
     [path for path in FILES if "ascend-emulator" not in path.parts],

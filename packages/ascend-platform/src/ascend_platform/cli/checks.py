@@ -21,9 +21,10 @@ from ascend_platform.cli import env_vars, plugins, tuning
 from ascend_platform.cli.result import Result, fail, ok, warn
 from ascend_platform.config import options
 from ascend_platform.errors import RefusedError
-from ascend_platform.plugins import COMPONENTS, requirements
+from ascend_platform.plugins import COMPONENTS, installed, requirements
 from ascend_platform.plugins.plugin_filter import PluginFilter
 from ascend_platform.plugins.registry import State
+from ascend_platform.process import checks
 
 GIB = 1 << 30
 DISK, MEMORY, SHARED = 10 * GIB, 8 * GIB, GIB
@@ -111,7 +112,7 @@ def _linked(title: str) -> Result:
 def versions(given: argparse.Namespace) -> Iterator[Result]:
     override = os.environ.get("VLLM_VERSION")
     if override is not None:
-        real = plugins.distributions().get("vllm")
+        real = installed.distributions().get("vllm")
         found = (
             f"{override!r} replaces the version of the installed vLLM"
             f" ({real.version if real else 'none'})"
@@ -146,7 +147,7 @@ def versions(given: argparse.Namespace) -> Iterator[Result]:
     for problem, names in wheels.items():
         title = f"requirements of {', '.join(names)}"
         yield fail(title, *problem) if problem else ok(title, "met")
-    for unmet in requirements.all_unmet("vllm") if "vllm" in plugins.distributions() else ():
+    for unmet in requirements.all_unmet("vllm") if "vllm" in installed.distributions() else ():
         if unmet.requirement.name == "torch" and unmet.installed:
             vllm = requirements.install_command(requirements.required_by_platform("vllm"))
             fix = (
@@ -159,7 +160,7 @@ def versions(given: argparse.Namespace) -> Iterator[Result]:
 
 
 def installed_plugins(given: argparse.Namespace) -> Iterator[Result]:
-    if "vllm-ascend" in plugins.distributions():
+    if "vllm-ascend" in installed.distributions():
         version = requirements.version("vllm-ascend")
         found = (
             f"{version} is installed too; it has plugins of the same names, and vLLM loads one"
@@ -201,26 +202,18 @@ def installed_plugins(given: argparse.Namespace) -> Iterator[Result]:
             )
 
 
-def triton(given: argparse.Namespace | None = None) -> Iterator[Result]:
-    both = {name: requirements.version(name) for name in ("triton", "triton-ascend")}
-    if all(both.values()):
-        fix = (
-            "pip uninstall -y triton triton-ascend && pip install --no-deps"
-            f" triton-ascend=={both['triton-ascend']}"
-        )
-        found = (
-            f"triton {both['triton']} and triton-ascend {both['triton-ascend']} overwrite each"
-            " other's files"
-        )
-        yield fail("triton", found, fix)
+def triton(given: argparse.Namespace) -> Iterator[Result]:
+    if problem := checks.two_tritons():
+        yield fail("triton", *problem)
     else:
-        one = [f"{name} {version}" for name, version in both.items() if version]
-        yield ok("triton", one[0] if one else "not installed, and not needed")
+        versions = {name: requirements.version(name) for name in ("triton", "triton-ascend")}
+        found = next((f"{name} {version}" for name, version in versions.items() if version), "")
+        yield ok("triton", found or "not installed, and not needed")
 
 
 def environment(given: argparse.Namespace) -> Iterator[Result]:
     yield from env_vars.target_device()
-    yield from env_vars.plugin_filter(plugins.names())
+    yield from env_vars.plugin_filter(installed.names())
     yield from env_vars.unknown()
     yield from tuning.task_queue()
     yield from tuning.launch_blocking()

@@ -16,6 +16,7 @@ from ascend_platform.cli.result import Result, fail, ok, warn
 from ascend_platform.errors import did_you_mean
 from ascend_platform.plugins import VARIABLES
 from ascend_platform.plugins.plugin_filter import VARIABLE, PluginFilter
+from ascend_platform.process import checks
 
 # Documented by CANN, HCCL, torch_npu and the container runtime; other names may belong to other
 # software.
@@ -41,21 +42,9 @@ KNOWN = {
 
 
 def target_device() -> Iterator[Result]:
-    """VLLM_TARGET_DEVICE, which vLLM also reads at run time: cpu selects the CPU before any plugin
-    is consulted."""
-    if value := os.environ.get("VLLM_TARGET_DEVICE"):
-        if value == "cpu":
-            yield fail(
-                "VLLM_TARGET_DEVICE",
-                f"{value!r} makes vLLM use the CPU",
-                "unset VLLM_TARGET_DEVICE",
-            )
-        else:
-            yield warn(
-                "VLLM_TARGET_DEVICE",
-                f"{value!r} is only for building vLLM",
-                "unset VLLM_TARGET_DEVICE",
-            )
+    if problem := checks.target_device():
+        uses_cpu = os.environ[checks.TARGET_DEVICE] == "cpu"
+        yield (fail if uses_cpu else warn)(checks.TARGET_DEVICE, *problem)
 
 
 def plugin_filter(known: set[str]) -> Iterator[Result]:

@@ -6,7 +6,6 @@ states, and the environment."""
 from __future__ import annotations
 
 import argparse
-import functools
 import importlib.metadata
 import importlib.util
 import json
@@ -16,12 +15,10 @@ import sys
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 
-from packaging.utils import canonicalize_name
-
 from ascend_platform import host
 from ascend_platform.errors import Problem
 from ascend_platform.logger import logger
-from ascend_platform.plugins import COMPONENTS, registry, requirements
+from ascend_platform.plugins import COMPONENTS, installed, registry, requirements
 from ascend_platform.plugins.plugin_filter import PluginFilter
 from ascend_platform.plugins.registry import State, Status
 
@@ -62,20 +59,9 @@ class Plugin:
     fix: str = ""
 
 
-@functools.cache
-def distributions() -> dict[str, importlib.metadata.Distribution]:
-    """Installed distributions by normalized name; of two with one name, the one that Python finds
-    first."""
-    found: dict[str, importlib.metadata.Distribution] = {}
-    for distribution in importlib.metadata.distributions():
-        if name := distribution.metadata["Name"]:
-            found.setdefault(canonicalize_name(name), distribution)
-    return found
-
-
 def plugins() -> list[Plugin]:
     """All platform plugins and general plugins of vLLM, with the states that they have in vLLM."""
-    points = [(name, point) for name, point in _points() if point.group in GROUPS]
+    points = [(name, point) for name, point in installed.points() if point.group in GROUPS]
     last = {(point.group, point.name): name for name, point in points}
     found = []
     for name, point in points:
@@ -87,19 +73,6 @@ def plugins() -> list[Plugin]:
     return sorted(
         found, key=lambda plugin: (GROUPS.index(plugin.group), plugin.name, plugin.distribution)
     )
-
-
-def names() -> set[str]:
-    """All names that VLLM_PLUGINS may list, of plugins of any group."""
-    return {point.name for _, point in _points() if point.group.startswith("vllm.")}
-
-
-def _points() -> list[tuple[str, importlib.metadata.EntryPoint]]:
-    return [
-        (name, point)
-        for name, distribution in distributions().items()
-        for point in distribution.entry_points
-    ]
 
 
 def unmet(distribution: str) -> Problem | None:
@@ -165,9 +138,9 @@ def environment() -> dict[str, dict[str, str]]:
     npus, unknown = host.npu_count()
     home = host.cann_home()
     wanted = {"torch", "torch-npu", "triton", "triton-ascend", "transformers"}
-    installed = {
+    wheels = {
         name: distribution.version
-        for name, distribution in sorted(distributions().items())
+        for name, distribution in sorted(installed.distributions().items())
         if name in wanted or name.startswith(("vllm", "ascend-"))
     }
     return {
@@ -183,7 +156,7 @@ def environment() -> dict[str, dict[str, str]]:
             "cann": host.cann_version() or "unknown",
             "cann home": str(home or "ASCEND_HOME_PATH is not set"),
         },
-        "wheels": installed,
+        "wheels": wheels,
         "environment": {
             name: "(hidden)" if any(word in name for word in SECRET) else value
             for name, value in sorted(os.environ.items())

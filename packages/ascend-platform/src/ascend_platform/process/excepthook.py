@@ -21,7 +21,7 @@ from types import FrameType
 from ascend_platform import host
 from ascend_platform.errors import Problem
 from ascend_platform.plugins import requirements
-from ascend_platform.process import explanations, failures
+from ascend_platform.process import checks, explanations, failures
 
 _installed = False
 _last = ""
@@ -33,8 +33,6 @@ def install() -> None:
 
     Python reads start-up files twice where lib64 is a link to lib; the second call does nothing.
     """
-    from ascend_platform.cli import checks, env_vars
-
     global _installed
     if _installed:
         return
@@ -43,9 +41,12 @@ def install() -> None:
         sys.stderr.write(f"ascend-platform: {problem}\n")
         sys.stderr.flush()
         os._exit(1)  # While Python starts, SystemExit would be a fatal error with a traceback.
-    for result in (*env_vars.target_device(), *checks.triton()):
-        if result.fix:
-            print(f"ascend-platform: {result}", file=sys.stderr)
+    for title, problem in {
+        checks.TARGET_DEVICE: checks.target_device(),
+        "triton": checks.two_tritons(),
+    }.items():
+        if problem:
+            print(f"ascend-platform: {title}: {problem}", file=sys.stderr)
     before = sys.excepthook
 
     def show(kind, error, traceback):  # type: ignore[no-untyped-def]

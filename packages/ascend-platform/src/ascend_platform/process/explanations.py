@@ -15,7 +15,7 @@ from typing import Any
 
 from ascend_platform import host, plugins
 from ascend_platform.errors import RefusedError
-from ascend_platform.plugins import COMPONENTS, requirements
+from ascend_platform.plugins import COMPONENTS, installed, requirements
 from ascend_platform.plugins.plugin_filter import VARIABLE, PluginFilter
 
 LONGEST = 600  # characters of another library's message
@@ -140,8 +140,6 @@ def _no_platform(error: BaseException) -> str:
     if filtered.allows(COMPONENTS["ascend-platform"]):
         reason = plugins.not_activated
         return f"vLLM found no device: {plugins.NOT_ACTIVATED}: {reason}" if reason else ""
-    from ascend_platform.cli import plugins as installed
-
     wrong = filtered.problem(installed.names())
     return f"{VARIABLE}: {wrong[0]}" if wrong else ""
 

@@ -1,0 +1,35 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-all project
+"""Checks of the environment as vLLM's commands start, which the doctor has too."""
+
+from __future__ import annotations
+
+import os
+
+from ascend_platform.errors import Problem
+from ascend_platform.plugins import requirements
+
+TARGET_DEVICE = "VLLM_TARGET_DEVICE"
+
+
+def target_device() -> Problem | None:
+    """A value of VLLM_TARGET_DEVICE, which vLLM also reads at run time: cpu selects the CPU before
+    vLLM loads any plugin."""
+    value = os.environ.get(TARGET_DEVICE)
+    if not value:
+        return None
+    effect = "makes vLLM use the CPU" if value == "cpu" else "is only for building vLLM"
+    return Problem(f"{value!r} {effect}", f"unset {TARGET_DEVICE}")
+
+
+def two_tritons() -> Problem | None:
+    """Two wheels with a package triton."""
+    both = {name: requirements.version(name) for name in ("triton", "triton-ascend")}
+    if not all(both.values()):
+        return None
+    return Problem(
+        f"triton {both['triton']} and triton-ascend {both['triton-ascend']} overwrite each other's"
+        " files",
+        "pip uninstall -y triton triton-ascend && pip install --no-deps"
+        f" triton-ascend=={both['triton-ascend']}",
+    )
