@@ -38,9 +38,9 @@ def run(
     """
     environ = {name: value for name, value in (os.environ | variables).items() if value}
     environ["PYTHONPATH"] = path()
-    platform = sys.modules.get("ascend_platform")
+    module = sys.modules.get("ascend_platform.process.environment")
     # An engine's configuration in this process has set it.
-    if platform is not None and not platform.runner_is_given:
+    if module is not None and module.requested_runner is None:
         environ.pop("VLLM_USE_V2_MODEL_RUNNER", None)
     if "ASCEND_EMULATOR_NPUS" in environ:
         # Two buffers per communicator; 200 MiB unless set.

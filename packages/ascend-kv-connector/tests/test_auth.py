@@ -141,7 +141,8 @@ def test_secret_file_takes_precedence_over_environment(
     assert read_secret("") == of_file
     monkeypatch.setenv(SECRET_ENV, "short")
     with pytest.raises(
-        extension.RefusedError, match=f"{SECRET_ENV} has a secret of 5 bytes; it needs at least 16"
+        extension.RefusedError,
+        match=f"{SECRET_ENV} has a secret of 5 bytes; fix: use one of at least 16",
     ):
         read_secret("")
     file.write_text("")

@@ -64,7 +64,7 @@ def test_kv_offloading_and_multi_connector_use_npu_connectors(model, connectors)
     connectors()
     config = engine_config(model(), kv_offloading_size=1).kv_transfer_config
     assert (config.kv_connector, config.kv_connector_module_path) == ("OffloadingConnector", ours)
-    with pytest.raises(ValueError, match="set cpu_bytes_to_use"):
+    with pytest.raises(ValueError, match="cpu_bytes_to_use is not set"):
         engine_config(model(), **transfer("OffloadingConnector"))
     host = {
         "kv_connector": "OffloadingConnector",

@@ -334,6 +334,6 @@ def test_int8_cache_scales_are_loaded_per_rank(monkeypatch, rank):
 
 def test_other_values_of_weight_nz_are_refused(model):
     with pytest.raises(
-        ValueError, match=r"ascend\.platform\.weight_nz\" is 'yes'; supported: true, false"
+        ValueError, match=r"ascend\.platform\.weight_nz is 'yes'; supported: true, false"
     ):
         engine_config(model(), additional_config={"ascend": {"platform": {"weight_nz": "yes"}}})

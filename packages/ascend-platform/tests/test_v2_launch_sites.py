@@ -14,6 +14,7 @@ import pytest
 from ascend_platform import extension, fingerprint
 from ascend_platform.config import model_runner
 from ascend_platform.config.features import Feature
+from ascend_platform.process import environment
 from ascend_platform.worker.v2 import launch_sites, overrides
 from harness import vllm_copy
 from packaging.version import Version
@@ -121,9 +122,9 @@ def test_overrides_are_of_this_vllm() -> None:
 
 def test_sampling_parameter_is_refused_with_its_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
     asked = SamplingParams(temperature=0, thinking_token_budget=4)
-    monkeypatch.setenv(model_runner.VARIABLE, "0")
+    monkeypatch.setenv(environment.RUNNER, "0")
     model_runner.check_request(asked)
-    monkeypatch.setenv(model_runner.VARIABLE, "1")
+    monkeypatch.setenv(environment.RUNNER, "1")
     with pytest.raises(
         extension.RefusedError,
         match=r"thinking budgets \(kernel _update_committed_marker_cache_kernel\)",
@@ -145,7 +146,7 @@ def test_option_has_three_values() -> None:
     assert model_runner.choice(config("v1")) == (False, "additional_config")
     with pytest.raises(
         extension.RefusedError,
-        match=r'"ascend.platform.model_runner" is \'v3\'; supported: auto, v1, v2$',
+        match=r"ascend.platform.model_runner is 'v3'; supported: auto, v1, v2; fix: ",
     ):
         model_runner.choice(config("v3"))
 
@@ -161,8 +162,8 @@ def chosen(
     """The choice for these requested features, with the environment variable set to `asked`, if
     given."""
     monkeypatch.setenv("VLLM_VERSION", version)
-    monkeypatch.setattr("ascend_platform.runner_is_given", asked is not None)
-    monkeypatch.setattr(model_runner, "_IN_ENVIRONMENT", bool(asked))
+    requested = None if asked is None else str(int(asked))
+    monkeypatch.setattr("ascend_platform.process.environment.requested_runner", requested)
     monkeypatch.setattr(
         model_runner, "FEATURES", [Feature(name, lambda _: True) for name in features]
     )
@@ -248,7 +249,7 @@ def test_v1_pools_by_plugins(task: str | None, architecture: str, found: bool) -
 
 
 def test_drafters_of_an_engine_have_its_runner(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(model_runner.VARIABLE, "1")
+    monkeypatch.setenv(environment.RUNNER, "1")
     one = SimpleNamespace(pipeline_parallel_size=1)
     engine = config("v1", model_config=object(), speculative_config=None, parallel_config=one)
     envs.enable_envs_cache()  # As an engine of this process has done.

@@ -19,22 +19,17 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from packaging.version import Version
 from vllm import envs
 
-import ascend_platform
 from ascend_platform import vllm_overrides
 from ascend_platform.config import options, state_layers
 from ascend_platform.config.features import Feature
 from ascend_platform.errors import RefusedError
 from ascend_platform.logger import logger
 from ascend_platform.plugins import requirements
+from ascend_platform.process import environment
 from ascend_platform.worker.v2 import launch_sites, overrides
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
-
-VARIABLE = "VLLM_USE_V2_MODEL_RUNNER"
-_IN_ENVIRONMENT = os.environ.get(VARIABLE) == "1"
-"""Value of VLLM_USE_V2_MODEL_RUNNER at import: the user's, or the engine's in its subprocesses.
-Undefined if unset."""
 
 
 class Choice(NamedTuple):
@@ -163,8 +158,9 @@ def choice(vllm_config: VllmConfig) -> Choice:
         return Choice(asked == "v2", "additional_config")
     if Version(requirements.version("vllm")) < Version(overrides.SINCE):
         return Choice(False, f"V2 is supported from vLLM {overrides.SINCE} on")
-    if ascend_platform.runner_is_given and (_IN_ENVIRONMENT or vllm_overrides.has_v1_runner()):
-        return Choice(_IN_ENVIRONMENT, f"{VARIABLE}={int(_IN_ENVIRONMENT)}")
+    requested = environment.requested_runner
+    if requested is not None and (requested == "1" or vllm_overrides.has_v1_runner()):
+        return Choice(requested == "1", f"{environment.RUNNER}={requested}")
     if not vllm_overrides.has_v1_runner():
         return Choice(True, "vLLM has no V1 runner")
     lacking = [*_lacking(vllm_config), *vllm_config._get_v2_model_runner_unsupported_features()]
@@ -228,8 +224,8 @@ def publish(vllm_config: VllmConfig) -> None:
     if runner.is_v2:
         # Routers on the NPU do not read the mask, which costs two launches per step.
         os.environ["VLLM_MOE_SKIP_PADDING"] = "0"
-    if os.environ.get(VARIABLE) != (value := str(int(runner.is_v2))):
-        os.environ[VARIABLE] = value
+    if os.environ.get(environment.RUNNER) != (value := str(int(runner.is_v2))):
+        os.environ[environment.RUNNER] = value
         envs.disable_envs_cache()  # Of an engine in this process.
 
 

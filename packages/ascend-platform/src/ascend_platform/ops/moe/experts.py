@@ -98,8 +98,9 @@ class NPUExperts:
                 f"experts {'with or ' * self.takes_biases}without biases and"
                 f" {', '.join(each.value for each in self.activations)}"
             )
-            raise ValueError(
-                f"MoE experts with {', '.join(reasons)} are not supported; supported: {supported}"
+            raise RefusedError(
+                f"MoE experts with {', '.join(reasons)} are not supported; supported: {supported};"
+                " fix: serve another model"
             )
         if layer.expert_map is not None and not chip_family().token_unpermute:
             raise RefusedError(
