@@ -8,16 +8,13 @@ import subprocess
 import sys
 import tempfile
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
 from ascend_platform import extension, host
-from ascend_platform.config import model_runner, state_layers, unsupported
 from ascend_platform.platform import NPUPlatform
-from ascend_platform.plugins import VARIABLES, slots
+from ascend_platform.plugins import VARIABLES
 from harness.configuration import engine_config
-from vllm import envs
 from vllm.config import CompilationMode, CUDAGraphMode
 from vllm.platforms import current_platform
 from vllm.v1.attention.selector import AttentionSelectorConfig
@@ -133,198 +130,6 @@ def test_full_graphs_are_refused_if_attention_is_not_capturable(model):
         engine_config(model(), dtype="float32", compilation_config={"cudagraph_mode": "FULL"})
 
 
-@pytest.mark.parametrize(
-    ("arguments", "named"),
-    [
-        ({"kv_cache_dtype": "fp8"}, r"KV cache dtypes other than the model's \(fp8\)"),
-        # the model is bfloat16
-        ({"kv_cache_dtype": "float16"}, r"KV cache dtypes other than the model's \(float16\)"),
-        ({"cpu_offload_gb": 1}, "weight offloading"),
-        ({"offload_group_size": 2}, "weight offloading"),
-        ({"prefill_context_parallel_size": 2}, "prefill context parallelism"),
-        ({"enable_dbo": True}, "dual batch overlap"),
-        ({"ubatch_size": 2}, "dual batch overlap"),
-        (
-            {"compilation_config": {"pass_config": {"fuse_act_quant": True}}},
-            "fusions by torch.compile other than",
-        ),
-        ({"enable_layerwise_nvtx_tracing": True}, "--enable-layerwise-nvtx-tracing"),
-        ({"moe_backend": "triton"}, r"kernels of other devices \(--moe-backend triton\)"),
-        (
-            {"mamba_backend": "flashinfer"},
-            r"kernels of other devices \(--mamba-backend flashinfer\)",
-        ),
-        (
-            {"weight_transfer_config": {"backend": "nccl"}},
-            r"weight transfer of CUDA devices .* \(nccl\)",
-        ),
-        ({"profiler_config": {"profiler": "cuda"}}, r"profilers other than torch \(cuda\)"),
-    ],
-)
-def test_unsupported_features_are_refused_in_one_line(model, arguments, named):
-    with pytest.raises(ValueError, match=rf"does not support [^\n]*{named}[^\n]* yet"):
-        engine_config(model(), **arguments)
-
-
-@pytest.mark.parametrize(
-    ("arguments", "named"),
-    [
-        *(
-            (
-                {"quantization": method},
-                (
-                    f"--quantization {method} is for checkpoints that are quantized so, .*; fix:"
-                    " remove "
-                ),
-            )
-            for method in ("fp8", "gpt_oss_mxfp4", "compressed-tensors")
-        ),
-        (
-            {"compilation_config": {"mode": 3, "backend": "inductor"}},
-            "Inductor is not supported on Ascend NPUs; fix: remove ",
-        ),
-    ],
-)
-def test_options_of_other_devices_are_refused_at_start_up(model, arguments, named):
-    with pytest.raises(ValueError, match=named):
-        engine_config(model(), **arguments)
-
-
-@pytest.mark.parametrize(
-    ("variable", "named"),
-    [
-        ("VLLM_USE_HW_AGNOSTIC", r"VLLM_USE_HW_AGNOSTIC \(layers other than "),  # since vLLM 0.32
-        ("VLLM_BATCH_INVARIANT", "batch invariance"),
-    ],
-)
-def test_unsupported_environment_features_are_refused(model, monkeypatch, variable, named):
-    if not hasattr(envs, variable):
-        pytest.skip(f"this vLLM has no {variable}")
-    monkeypatch.setenv(variable, "1")
-    with pytest.raises(ValueError, match=rf"does not support [^\n]*{named}[^\n]* yet"):
-        engine_config(model())
-
-
-@pytest.mark.parametrize(
-    ("dtype", "norm", "named"),
-    [("float16", True, "2.5; fix"), ("bfloat16", True, ""), ("float16", False, "")],
-)
-def test_sandwich_norms_are_refused_in_float16(dtype, norm, named):
-    text = SimpleNamespace(sandwich_norm=norm, routed_scaling_factor=2.5)
-    config = SimpleNamespace(
-        model_config=SimpleNamespace(hf_text_config=text, dtype=f"torch.{dtype}")
-    )
-    feature = next(each for each in unsupported.FEATURES if each.name.startswith("sandwich norms"))
-    assert named in feature.asked(config)
-    assert bool(feature.asked(config)) == bool(named)
-
-
-def test_unsupported_models_with_states_are_refused_by_name():
-    model_config = SimpleNamespace(
-        is_hybrid=True, is_attention_free=False, architecture="BailingMoeV2_5ForCausalLM"
-    )
-    cache = SimpleNamespace(mamba_cache_mode="align", use_replayssm=False, kv_offloading_size=None)
-    parallel = SimpleNamespace(decode_context_parallel_size=1)
-    config = SimpleNamespace(
-        model_config=model_config,
-        cache_config=cache,
-        parallel_config=parallel,
-        kv_transfer_config=None,
-    )
-    config.speculative_config = None
-    assert state_layers.other_architecture(config) == "BailingMoeV2_5ForCausalLM"
-    model_config.architecture = "Qwen3NextForCausalLM"
-    assert (state_layers.other_architecture(config), state_layers.other_options(config)) == ("", "")
-    config.speculative_config, cache.kv_offloading_size = "drafts", 1.0
-    assert state_layers.other_options(config).startswith(
-        "--kv-offloading-size, prefix caching and draft tokens; fix: --no-enable-prefix"
-    )
-
-
-def test_unsupported_prefill_context_parallelism_is_refused(monkeypatch):
-    """Same check as vLLM's ``PCPManager.validate_config``, before workers start."""
-    parallel = {
-        "prefill_context_parallel_size": 2,
-        "decode_context_parallel_size": 1,
-        "data_parallel_size": 1,
-        "enable_eplb": False,
-    }
-    model = SimpleNamespace(use_mla=True, hf_text_config=SimpleNamespace())
-    config = SimpleNamespace(parallel_config=SimpleNamespace(**parallel), model_config=model)
-    config.compilation_config = SimpleNamespace(cudagraph_mode=CUDAGraphMode.FULL_DECODE_ONLY)
-    config.speculative_config = config.lora_config = config.kv_transfer_config = None
-    runner = model_runner.Choice(True, "a test")
-    monkeypatch.setattr(model_runner, "choice", lambda config: runner)
-    assert not unsupported._other_prefill_context(config)
-    model.hf_text_config.index_topk, config.parallel_config.data_parallel_size = 32, 2
-    assert (
-        unsupported._other_prefill_context(config)
-        == "attention other than dense latent attention (MLA), data parallelism"
-    )
-    runner = model_runner.Choice(False, "a test")
-    config.compilation_config.cudagraph_mode = CUDAGraphMode.FULL
-    refused = unsupported._other_prefill_context(config)
-    assert refused.startswith("vLLM's V1 model runner, ")
-    assert refused.endswith(", graph modes other than FULL_DECODE_ONLY")
-
-
-def test_values_of_another_head_size_are_refused_by_name():
-    text = SimpleNamespace(head_dim=192, v_head_dim=128, swa_head_dim=192, swa_v_head_dim=192)
-    config = SimpleNamespace(
-        model_config=SimpleNamespace(architecture="MiMoV2FlashForCausalLM", hf_text_config=text)
-    )
-    assert unsupported._other_value_heads(config) == "192 and 128"
-    text.head_dim = 128
-    assert not unsupported._other_value_heads(config)
-
-
-EXPERTS = {
-    "architectures": ["Qwen3MoeForCausalLM"],
-    "model_type": "qwen3_moe",
-    "num_experts": 4,
-    "num_experts_per_tok": 2,
-    "moe_intermediate_size": 64,
-}
-
-
-def test_routed_experts_are_refused_with_the_v1_runner(model):
-    """vLLM refuses them on its own platforms, and leaves the check to others."""
-    v1 = {"ascend": {"platform": {"model_runner": "v1"}}}
-    named = (
-        r"does not support --enable-return-routed-experts with vLLM's V1 model runner \(fix:"
-        r" [^\n]*0.33[^\n]*\) yet"
-    )
-    with pytest.raises(ValueError, match=named):
-        engine_config(model(**EXPERTS), enable_return_routed_experts=True, additional_config=v1)
-    engine_config(model(**EXPERTS), additional_config=v1)
-
-
-def test_lora_on_experts_is_refused_with_expert_parallelism(model):
-    directory = model(**EXPERTS)
-    named = (
-        r"does not support LoRA on experts beyond tensor parallelism \(--lora-target-modules"
-        r" without experts .*expert parallelism"
-    )
-    expert_parallel = {"enable_lora": True, "enable_expert_parallel": True}
-    with pytest.raises(ValueError, match=named):
-        engine_config(directory, **expert_parallel)
-    assert engine_config(
-        directory, **expert_parallel, lora_target_modules=["q_proj"]
-    ).lora_config.target_modules == ["q_proj"]
-    assert engine_config(directory, enable_lora=True).lora_config.target_modules is None
-    assert engine_config(model(), enable_lora=True).lora_config.target_modules is None
-
-
-def test_experts_are_refused_on_a_chip_without_their_operators(model, ascend310p):
-    with pytest.raises(
-        ValueError,
-        match=(
-            r"mixture-of-experts models are not supported on Ascend310P3, which has no npu_moe_gat"
-        ),
-    ):
-        engine_config(model(**EXPERTS))
-
-
 def test_sliding_window_model_is_served_up_to_its_window(model):
     mistral = model(architectures=["MistralForCausalLM"], model_type="mistral", sliding_window=64)
     assert engine_config(mistral, disable_sliding_window=True).model_config.max_model_len == 64
@@ -352,17 +157,6 @@ def test_layout_with_too_many_npus_is_refused_in_one_line(model, monkeypatch):
     # It has its own part of all devices.
     monkeypatch.setattr(process, "_name", "EngineCore_DP0")
     engine_config(model(), data_parallel_size=there + 1)
-
-
-def test_experts_of_data_parallel_engines_need_the_communicator(model, monkeypatch):
-    monkeypatch.setattr(torch.npu, "device_count", lambda: 2)
-    assert engine_config(
-        model(**EXPERTS), data_parallel_size=2, enable_expert_parallel=True
-    ).model_config.is_moe
-    monkeypatch.setattr(slots, "_offers", {})
-    assert engine_config(model(**EXPERTS)).model_config.is_moe
-    with pytest.raises(ValueError, match="engines needs ascend-communicator, which is active"):
-        engine_config(model(**EXPERTS), data_parallel_size=2, enable_expert_parallel=True)
 
 
 def test_numa_binding_follows_the_topology_or_is_disabled(model, monkeypatch, log_lines, tmp_path):
