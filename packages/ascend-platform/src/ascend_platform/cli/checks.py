@@ -34,7 +34,7 @@ vLLM's processes."""
 Check = Callable[[argparse.Namespace], Iterable[tuple[str, str, str, str]]]
 
 
-def device(given: argparse.Namespace) -> Iterator[Result]:
+def device(arguments: argparse.Namespace) -> Iterator[Result]:
     npus, unknown = host.npu_count()
     if unknown:
         yield fail("driver", f"the driver does not answer: {unknown}", host.driver_fix())
@@ -62,7 +62,7 @@ def device(given: argparse.Namespace) -> Iterator[Result]:
         yield (warn if usable else fail)(host.VISIBLE_NPUS, found, fix)
 
 
-def cann(given: argparse.Namespace) -> Iterator[Result]:
+def cann(arguments: argparse.Namespace) -> Iterator[Result]:
     home = host.cann_home()
     if home is None:
         yield warn("CANN", "ASCEND_HOME_PATH is not set", host.set_env())
@@ -109,7 +109,7 @@ def _linked(title: str) -> Result:
     return ok(title, "all found")
 
 
-def versions(given: argparse.Namespace) -> Iterator[Result]:
+def versions(arguments: argparse.Namespace) -> Iterator[Result]:
     override = os.environ.get("VLLM_VERSION")
     if override is not None:
         real = installed.distributions().get("vllm")
@@ -159,7 +159,7 @@ def versions(given: argparse.Namespace) -> Iterator[Result]:
             )
 
 
-def installed_plugins(given: argparse.Namespace) -> Iterator[Result]:
+def installed_plugins(arguments: argparse.Namespace) -> Iterator[Result]:
     if "vllm-ascend" in installed.distributions():
         version = requirements.version("vllm-ascend")
         found = (
@@ -202,7 +202,7 @@ def installed_plugins(given: argparse.Namespace) -> Iterator[Result]:
             )
 
 
-def triton(given: argparse.Namespace) -> Iterator[Result]:
+def triton(arguments: argparse.Namespace) -> Iterator[Result]:
     if problem := checks.two_tritons():
         yield fail("triton", *problem)
     else:
@@ -211,7 +211,7 @@ def triton(given: argparse.Namespace) -> Iterator[Result]:
         yield ok("triton", found or "not installed, and not needed")
 
 
-def environment(given: argparse.Namespace) -> Iterator[Result]:
+def environment(arguments: argparse.Namespace) -> Iterator[Result]:
     yield from env_vars.target_device()
     yield from env_vars.plugin_filter(installed.names())
     yield from env_vars.unknown()
@@ -221,7 +221,7 @@ def environment(given: argparse.Namespace) -> Iterator[Result]:
     yield from tuning.vllm_ascend()
 
 
-def hccl(given: argparse.Namespace) -> Iterator[Result]:
+def hccl(arguments: argparse.Namespace) -> Iterator[Result]:
     if host.has_library("libhccl"):
         yield ok("libhccl.so", "found")
     else:
@@ -230,7 +230,7 @@ def hccl(given: argparse.Namespace) -> Iterator[Result]:
     yield from tuning.hccl(host.npu_count()[0])
 
 
-def disk_and_memory(given: argparse.Namespace) -> Iterator[Result]:
+def disk_and_memory(arguments: argparse.Namespace) -> Iterator[Result]:
     cache = Path(
         os.environ.get("HF_HUB_CACHE")
         or Path(os.environ.get("HF_HOME") or "~/.cache/huggingface") / "hub"
@@ -269,12 +269,12 @@ def _enough(title: str, free: float, wanted: int, what: str, fix: str) -> Result
     )
 
 
-def configuration(given: argparse.Namespace) -> Iterator[Result]:
-    if given.additional_config is None:
+def configuration(arguments: argparse.Namespace) -> Iterator[Result]:
+    if arguments.additional_config is None:
         return
     title = "--additional-config"
     try:
-        config = json.loads(given.additional_config)
+        config = json.loads(arguments.additional_config)
     except json.JSONDecodeError as error:
         yield fail(
             title,

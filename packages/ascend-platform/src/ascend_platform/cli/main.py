@@ -42,9 +42,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 f"vllm-ascend: {point.name} is not available: {type(error).__name__}: {error}",
                 file=sys.stderr,
             )
-    given = parser.parse_args(arguments)
+    parsed = parser.parse_args(arguments)
     try:
-        return given.run(given)
+        return parsed.run(parsed)
     except (ValueError, OSError) as error:
         print(f"vllm-ascend: {error}", file=sys.stderr)
         return 2

@@ -30,9 +30,9 @@ def check(parallel: "ParallelConfig") -> None:
         # An engine's process sees its part of the devices; the main process has checked all.
         return
     needed = parallel.world_size * parallel.data_parallel_size_local
-    given = parallel.assigned_physical_gpu_ids
-    found = torch.npu.device_count() if given is None else len(given)  # creates no context
-    if needed > found:
+    assigned = parallel.assigned_physical_gpu_ids
+    visible = torch.npu.device_count() if assigned is None else len(assigned)  # creates no context
+    if needed > visible:
         context = parallel.prefill_context_parallel_size
         layout = (
             f"tensor {parallel.tensor_parallel_size} x pipeline {parallel.pipeline_parallel_size}"
@@ -43,7 +43,7 @@ def check(parallel: "ParallelConfig") -> None:
         listed = os.environ.get(host.VISIBLE_NPUS)
         wrong, fix = (
             ("", "")
-            if listed is None or given is not None
+            if listed is None or assigned is not None
             else host.unused_npus(listed, host.npu_count()[0])
         )
         if wrong:
@@ -52,7 +52,7 @@ def check(parallel: "ParallelConfig") -> None:
                 f" {fix}"
             )
         raise RefusedError(
-            f"the layout needs {needed} NPUs ({layout}) and {found} are visible; fix:"
+            f"the layout needs {needed} NPUs ({layout}) and {visible} are visible; fix:"
             " lower --tensor-parallel-size, --pipeline-parallel-size or --data-parallel-size-local, or"
             f" add NPUs to {host.VISIBLE_NPUS}"
         )

@@ -81,11 +81,11 @@ def check(vllm_config: VllmConfig) -> None:
     transfer = cast(Any, vllm_config.kv_transfer_config)
     if transfer is None or not transfer.kv_connector:
         return
-    found = KVConnectorFactory.get_connector_class(transfer)
-    given = [(found, vllm_config)]
+    connector_class = KVConnectorFactory.get_connector_class(transfer)
+    connectors = [(connector_class, vllm_config)]
     if transfer.kv_connector == MULTI:
-        given = cast(Any, found)._get_connector_classes_and_configs(vllm_config)
-    for connector, config in given:
+        connectors = cast(Any, connector_class)._get_connector_classes_and_configs(vllm_config)
+    for connector, config in connectors:
         if (
             vllm_config.model_config is not None
             and has_states(vllm_config)

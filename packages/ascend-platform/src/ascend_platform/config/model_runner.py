@@ -51,9 +51,9 @@ def _has_stages(config: VllmConfig) -> bool:
 
 def _logits_processors(config: VllmConfig) -> Iterator[Any]:
     """Those of the configuration and of installed plugins; vLLM reports what cannot be loaded."""
-    for given in config.model_config.logits_processors or ():
+    for processor in config.model_config.logits_processors or ():
         with contextlib.suppress(Exception):
-            yield pkgutil.resolve_name(given) if isinstance(given, str) else given
+            yield pkgutil.resolve_name(processor) if isinstance(processor, str) else processor
     for point in importlib.metadata.entry_points(group="vllm.logits_processors"):
         with contextlib.suppress(Exception):
             yield point.load()

@@ -165,16 +165,16 @@ def _other_profiler(config: VllmConfig) -> str:
 def _other_kernels(config: VllmConfig) -> str:
     """Kernels that vLLM selects on CUDA and ROCm devices, and would ignore here."""
     names = ("moe_backend", "linear_backend", "sparse_indexer_topk_backend")
-    given = {name: getattr(config.kernel_config, name, None) for name in names}
+    kernels = {name: getattr(config.kernel_config, name, None) for name in names}
     # vLLM's default
-    given["mamba_backend"] = config.mamba_config.backend.name.lower().replace("triton", "auto")
+    kernels["mamba_backend"] = config.mamba_config.backend.name.lower().replace("triton", "auto")
     additional = config.additional_config
-    given["gdn_prefill_backend"] = (
+    kernels["gdn_prefill_backend"] = (
         additional.get("gdn_prefill_backend") if isinstance(additional, dict) else None
     )
     return ", ".join(
         f"--{name.replace('_', '-')} {value}"
-        for name, value in given.items()
+        for name, value in kernels.items()
         if value not in (None, "auto")
     )
 

@@ -274,8 +274,8 @@ def _cache_option(error: BaseException) -> str:
     """The option that sets the memory of the KV cache, with its value where it is given
     in bytes."""
     configs = (_local(each, "vllm_config") for each in _errors(error))
-    given = next((config.cache_config.kv_cache_memory_bytes for config in configs if config), None)
-    return f"--kv-cache-memory-bytes, which is {given}" if given else "--gpu-memory-utilization"
+    size = next((config.cache_config.kv_cache_memory_bytes for config in configs if config), None)
+    return f"--kv-cache-memory-bytes, which is {size}" if size else "--gpu-memory-utilization"
 
 
 def _adapter_rank(error: BaseException) -> str:

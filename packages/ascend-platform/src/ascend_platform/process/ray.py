@@ -32,9 +32,9 @@ def prepare(parallel: "ParallelConfig") -> None:
         "vllm.v1.executor.ray_utils:WORKER_SPECIFIC_ENV_VARS",
         [VISIBLE_NPUS, "HCCL_IF_IP", *SECRETS],
     )
-    given: dict[str, Any] = dict(parallel.ray_runtime_env or {})
-    variables = {"RAY_kill_child_processes_on_worker_exit": "0"} | given.get("env_vars", {})
-    parallel.ray_runtime_env = cast(Any, given | {"env_vars": variables})
+    runtime_env: dict[str, Any] = dict(parallel.ray_runtime_env or {})
+    variables = {"RAY_kill_child_processes_on_worker_exit": "0"} | runtime_env.get("env_vars", {})
+    parallel.ray_runtime_env = cast(Any, runtime_env | {"env_vars": variables})
 
 
 def keep_resource_tracker() -> None:

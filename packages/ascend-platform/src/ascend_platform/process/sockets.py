@@ -78,8 +78,8 @@ def replace_foreign_directory() -> None:
     (``vllm/v1/executor/ray_env_utils.py``), and ends them without their exit handlers. So a process
     that waits for their end removes the new directory.
     """
-    given = os.environ.get(VARIABLE)
-    if given and "ray" in sys.modules and not failures.is_private(given):
+    directory = os.environ.get(VARIABLE)
+    if directory and "ray" in sys.modules and not failures.is_private(directory):
         _create()
         remove = ["sh", "-c", 'read -r line; rm -rf -- "$0"', os.environ[VARIABLE]]
         _waiting.append(subprocess.Popen(remove, stdin=subprocess.PIPE, start_new_session=True))
