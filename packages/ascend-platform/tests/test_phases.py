@@ -53,7 +53,7 @@ def with_a_wrong_timeout(config: Any) -> None:
 )
 def test_refused_configuration_changes_nothing_else(model, monkeypatch, change):
     config = engine_config(model())
-    monkeypatch.delenv("VLLM_RPC_BASE_PATH")  # as in a process without an engine
+    monkeypatch.delenv("VLLM_RPC_BASE_PATH")  # As in a process without an engine.
     config.instance_id = change.__name__
     change(config)
     before = process_state()

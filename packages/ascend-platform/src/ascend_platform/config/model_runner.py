@@ -177,7 +177,7 @@ def choice(vllm_config: VllmConfig) -> Choice:
 def resolve(vllm_config: VllmConfig) -> None:
     """Disable asynchronous scheduling where vLLM has chosen it for V2 and the engine has V1, which
     has it for some drafters only, and not for pipelines."""
-    if vllm_config.model_config is None:  # a configuration of vLLM's own, for its defaults
+    if vllm_config.model_config is None:  # A configuration of vLLM's own, for its defaults.
         return
     runner = choice(vllm_config)
     if runner.is_v2 or not envs.VLLM_USE_V2_MODEL_RUNNER:

@@ -27,7 +27,7 @@ def prepare(vllm_config: VllmConfig) -> None:
     if "ray" in (parallel.distributed_executor_backend, parallel.data_parallel_backend):
         ray.prepare(parallel)
     if vllm_config.kv_transfer_config is not None and vllm_config.model_config is not None:
-        # for the scheduler, whose process may load no weights
+        # For the scheduler, whose process may load no weights.
         checkpoint.note_files(vllm_config.model_config)
     metrics.offer(vllm_config)
     activation.activate(vllm_config)

@@ -86,7 +86,7 @@ class NPUExperts:
         """Store the range of this rank's experts.
 
         Raises:
-            ValueError: unsupported experts, with the reasons.
+            RefusedError: unsupported experts, with the reasons.
         """
         unsupported = {
             f"activation {layer.activation.value}": layer.activation not in self.activations,
