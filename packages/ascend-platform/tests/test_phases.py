@@ -18,7 +18,7 @@ from vllm.config import CompilationMode
 
 
 def process_state() -> dict[str, Any]:
-    """What the platform changes in a process: variables, directories of sockets and registries."""
+    """State that the platform changes: variables, directories of sockets and registries."""
     return {
         "environment": dict(os.environ),
         "directories": sorted(Path(tempfile.gettempdir()).glob("vllm-*")),

@@ -63,7 +63,7 @@ def check(vllm_config: "VllmConfig") -> None:
 
 
 def describe(vllm_config: "VllmConfig") -> str:
-    """What the summary line adds about the operator; "" without the option."""
+    """Addition of the operator to the summary line; "" without the option."""
     if not options.platform(vllm_config).mla_prolog:
         return ""
     if reason := reason_against(vllm_config):

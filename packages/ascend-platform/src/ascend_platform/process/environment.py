@@ -9,7 +9,7 @@ import os
 RUNNER = "VLLM_USE_V2_MODEL_RUNNER"
 
 requested_runner = os.environ.get(RUNNER)
-"""What the user has set before this process's plugins were loaded, or None. In a process of an
+"""The user's value from before this process's plugins were loaded, or None. In a process of an
 engine it is the engine's choice."""
 
 

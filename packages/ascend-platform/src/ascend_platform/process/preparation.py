@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-all project
-"""What a process does for an engine whose configuration is accepted: environment, sockets, Ray and
-metrics."""
+"""Preparation of a process for an engine whose configuration is accepted: environment, sockets,
+Ray and metrics."""
 
 from __future__ import annotations
 
