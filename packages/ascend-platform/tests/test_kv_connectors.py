@@ -41,7 +41,7 @@ def test_connectors_of_other_devices_are_refused(model, connectors):
 def test_connector_checks_its_options_before_the_engine_starts(model, connectors):
     connectors()
     with pytest.raises(
-        ValueError, match=r"kv_connector_extra_config has no key 'leese'; did you mean 'lease'?"
+        ValueError, match=r"kv_connector_extra_config has no key 'leese'; fix: use 'lease'"
     ):
         engine_config(
             model(), **transfer("AscendP2PConnector", kv_connector_extra_config={"leese": 1})
@@ -109,7 +109,7 @@ def test_connectors_without_states_are_refused_for_such_models(model, connectors
     for name in ("OffloadingConnector", "AscendStoreConnector"):
         line = (
             f"KV connector {name} does not support models with state-space or linear attention"
-            " layers; AscendP2PConnector does"
+            " layers; fix: use AscendP2PConnector, which does"
         )
         with pytest.raises(ValueError, match=line):
             engine_config(directory, **transfer(name))
