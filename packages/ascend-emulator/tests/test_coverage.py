@@ -9,7 +9,7 @@ import re
 from pathlib import Path
 
 import pytest
-from ascend_emulator import build, coverage
+from ascend_emulator import build, cann_names, coverage
 
 DOCUMENT = Path(__file__).parents[3] / "docs" / "emulator-capability.md"
 # torch_npu's macros call these without looking them up by name.
@@ -48,7 +48,7 @@ def test_nothing_is_there_that_no_program_can_ask_for(points):
     others = {
         point.name for point in points if not point.asked and not point.name.startswith("aclop::")
     }
-    assert others - build.public_names().keys() - NEWER == UNNAMED | DRIVER
+    assert others - cann_names.public_names().keys() - NEWER == UNNAMED | DRIVER
     assert {point.name for point in points} >= HCCL
 
 
@@ -57,7 +57,7 @@ def test_operators_are_computed_or_refuse(points):
         point
         for point in points
         if point.name.startswith("aclnn")
-        and build.has_two_functions(point.name)
+        and cann_names.has_two_functions(point.name)
         and not point.name.endswith("CalculateSizeAndFormat")
     ]
     assert {point.state for point in operators} == {"computed", "refuses"}
@@ -70,8 +70,8 @@ def test_operators_are_computed_or_refuse(points):
 
 def test_libraries_answer_to_every_name_that_is_asked_for():
     library = (build.library_dir() / f"lib{build.CORE}.so").read_bytes()
-    missing = [name for name in build.wheel_names() if f"\0{name}\0".encode() not in library]
-    assert missing == sorted(build.ABSENT)
+    missing = [name for name in cann_names.wheel_names() if f"\0{name}\0".encode() not in library]
+    assert missing == sorted(cann_names.ABSENT)
 
 
 def sums(markdown):

@@ -11,7 +11,7 @@ from ctypes import byref, c_char, c_char_p, c_int64, c_size_t, c_uint64, c_void_
 
 import pytest
 import torch
-from ascend_emulator import build, coverage
+from ascend_emulator import build, cann_names, coverage
 
 FILLS = (0x5A, 0xA5)
 BOUNDED_TEXT = {"snprintf_s", "strcpy_s", "vsnprintf_s"}
@@ -37,7 +37,7 @@ def test_every_exported_name_is_classified(points):
         text=True,
         check=True,
     ).stdout
-    exported = {build.operator(line.split()[-1]) for line in listing.splitlines()}
+    exported = {cann_names.operator(line.split()[-1]) for line in listing.splitlines()}
     cann = {
         name for name in exported if not name.startswith(("_", "ascend_emulator_"))
     }  # Of C++, of the linker, and of the emulator itself.
@@ -49,7 +49,7 @@ def test_every_operator_of_atb_is_exported(points):
     """Under its mangled name, that libop_plugin_atb.so links against."""
     exported = (build.library_dir() / f"lib{build.CORE}.so").read_bytes()
     operators = [name.removeprefix("atb::") for name in points if name.startswith("atb::")]
-    assert operators == [name.removeprefix("atb::") for name in build.atb_operators()]
+    assert operators == [name.removeprefix("atb::") for name in cann_names.atb_operators()]
     assert len(operators) == 8
     for name in operators:
         assert (
@@ -90,10 +90,10 @@ def test_what_is_not_emulated_fails_by_its_name(points):
     names += [
         f"{name}GetWorkspaceSize"
         for name in names
-        if build.has_two_functions(name) and not name.endswith("GetMaxWorkspaceSize")
+        if cann_names.has_two_functions(name) and not name.endswith("GetMaxWorkspaceSize")
     ]
-    without_status = build.NO_STATUS | {
-        name for name, status in build.public_names().items() if not status
+    without_status = cann_names.NO_STATUS | {
+        name for name, status in cann_names.public_names().items() if not status
     }
     done = subprocess.run(
         [sys.executable, "-c", textwrap.dedent(REFUSE), *without_status],

@@ -7,7 +7,7 @@ import sys
 import textwrap
 
 import pytest
-from ascend_emulator import build, coverage
+from ascend_emulator import cann_names, coverage
 
 # Calls each name with null pointers and zeros, in a process of its own. Those that return a value
 # print their refusal.
@@ -35,7 +35,7 @@ CODES = {"aclrtGetLastError", "aclrtPeekAtLastError", "aclopCompileAndExecuteV2"
 
 def functions(name):
     """The C functions of a name: an operator has two."""
-    return (f"{name}GetWorkspaceSize", name) if build.has_two_functions(name) else (name,)
+    return (f"{name}GetWorkspaceSize", name) if cann_names.has_two_functions(name) else (name,)
 
 
 @pytest.fixture(scope="module")
@@ -59,7 +59,7 @@ def null_calls(run, tmp_path_factory):
 def test_every_public_name_of_cann_is_there(null_calls):
     """In the headers of torch_npu 2.7 to 2.14, in op-plugin's calls, and in CANN's API
     reference."""
-    public = [name for name in build.public_names() if "CalculateSizeAndFormat" not in name]
+    public = [name for name in cann_names.public_names() if "CalculateSizeAndFormat" not in name]
     assert len(public) > 1900
     assert {name for each in public for name in functions(each)} <= null_calls.keys()
     assert not [name for name, (status, *_) in null_calls.items() if status == "missing"]
@@ -81,7 +81,7 @@ def test_versions_that_only_the_api_reference_has_are_there():
         ),
         *("AlltoAllAllGatherBatchMatMul", "ApplyFusedEmaAdam"),
     )
-    assert {f"aclnn{name}" for name in (*fused, *others)} <= build.public_names().keys()
+    assert {f"aclnn{name}" for name in (*fused, *others)} <= cann_names.public_names().keys()
 
 
 def test_what_is_not_emulated_refuses_by_its_own_name(null_calls):
@@ -110,11 +110,11 @@ def test_emulated_commands_answer_or_name_what_is_missing(null_calls):
         for point in coverage.entry_points()
         if point.state != "refuses" and "::" not in point.name
     }
-    statuses = build.public_names()
+    statuses = cann_names.public_names()
     wrong = {}
     for name in implemented - CODES:
         if (
-            name in build.NO_STATUS
+            name in cann_names.NO_STATUS
             or not statuses.get(name, True)
             or "CalculateSizeAndFormat" in name
         ):

@@ -12,7 +12,7 @@ from ctypes import byref, c_char_p, c_int32, c_size_t, c_uint64, c_void_p
 
 import pytest
 import torch
-from ascend_emulator import build, coverage
+from ascend_emulator import cann_names, coverage
 from sanitizers import without_sanitizers
 
 PRELUDE = """
@@ -370,7 +370,7 @@ def test_an_argument_s_error_is_its_operator_s(acl):
 
 def test_public_names_are_there_and_refuse(acl):
     names = {point.name for point in coverage.entry_points()}
-    assert build.public_names().keys() <= names
+    assert cann_names.public_names().keys() <= names
     assert {
         "aclrtMemGetAllocationGranularity",
         "aclrtGetRunMode",

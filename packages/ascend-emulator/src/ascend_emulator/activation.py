@@ -11,7 +11,7 @@ import sys
 from collections.abc import Mapping, MutableMapping
 from pathlib import Path
 
-from ascend_emulator import build, limits, operators
+from ascend_emulator import build, cann_names, limits, operators
 from ascend_emulator.chips import chip, measured
 from ascend_emulator.verify.report import read, title
 
@@ -139,13 +139,13 @@ def set_environment(
         ASCEND_EMULATOR_LACKS=",".join(model.lacks),
     )
     atb = ""
-    if unknown := build.atb_without_layout():
+    if unknown := cann_names.atb_without_layout():
         environ["ASCEND_EMULATOR_WITHOUT"] = ",".join(
             filter(None, [environ.get("ASCEND_EMULATOR_WITHOUT", ""), *unknown])
         )
         atb = (
             f"; ATB's {len(unknown)} operators refuse: their parameters are known for torch-npu"
-            f" {', '.join(build.ATB_LAYOUT)}"
+            f" {', '.join(cann_names.ATB_LAYOUT)}"
         )
     if sanitizers := build.sanitizer_libraries():
         others = [

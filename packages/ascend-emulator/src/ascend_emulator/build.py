@@ -24,11 +24,10 @@ import time
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from functools import cache
 from pathlib import Path
 
 from ascend_emulator import cache as cached
-from ascend_emulator import elf, limits
+from ascend_emulator import cann_names, limits
 from ascend_emulator.cache import BuildError
 from ascend_emulator.cache import root as cache_root
 
@@ -78,16 +77,10 @@ UNITS = {
     "loops": ("ops/moe", "ops/normalization", "ops/transformer"),
     "products": ("ops/matmul", "ops/attention/kernels"),
 }
-# Releases of torch_npu for whose ATB parameters csrc/ops/atb has the layout: op-plugin's
-# declarations of them are the same, up to new enumerators, in its releases 7.1.0 to 26.1.0. A build
-# of one's own may have others.
-ATB_LAYOUT = ("2.10", "2.11", "2.12", "2.13", "2.14")
 UNUSED_DAYS = 30
 ERROR_LINES = 60  # of a compiler that are shown
 PROCESSOR_SECONDS = 320  # Seconds of a whole build, with g++ 12.2 on a server's core.
 COMPILER_BYTES = 1300 << 20  # Memory of one compiler process; with sanitizers twice as much.
-# Prefixes of operators: GetWorkspaceSize and the launch.
-OPERATORS = ("aclnn", "Atb", "aclStft", "aclRfft1D")
 SOURCES = Path(__file__).parent / "csrc"
 # ASCEND_EMULATOR_SANITIZE: sanitizers to compile with, which `ascend-emulator run` preloads.
 # Python, which leaks at exit by design, and torch are not built with them.
@@ -99,105 +92,9 @@ SANITIZER_OPTIONS = {
 }
 
 
-def _package_dir(name: str) -> Path:
-    spec = importlib.util.find_spec(name)
-    if spec is None or spec.origin is None:
-        raise BuildError(
-            f"ascend-emulator needs {name}, which is not installed: pip install torch==2.13.0"
-            " torch-npu==2.13.0"
-        )
-    return Path(spec.origin).parent
-
-
 def torch_dir() -> Path:
     """Directory of the installed torch package; torch is not imported."""
-    return _package_dir("torch")
-
-
-@cache
-def wheel_names() -> list[str]:
-    """All CANN names that the installed torch_npu links against or looks up (its string table)."""
-    data = (_package_dir("torch_npu") / "lib" / "libtorch_npu.so").read_bytes()
-    found = re.findall(
-        rb"(?<![\w])((?:aclnn|aclrt|aclmdl|aclop|aclsys|aclprof|aclGet|aclSet|Hccl)[A-Z]\w+|acl[A-Z]\w+|rt[A-Z]\w{6,}|Msprof[A-Z]\w+)\0",
-        data,
-    )
-    names = {name.decode() for name in found}
-    # Nine letters ending in a capital are eight of an inlined string and the first byte of an
-    # instruction ("HcclAllgH").
-    names |= {
-        name.decode()
-        for name in re.findall(rb"\0(Atb[A-Z]\w+?)(?:GetWorkspaceSize)?(?=\0)", _atb_plugin())
-    }
-    return sorted(
-        n for n in names if not (len(n) == 9 and (n[-1].isupper() or n.startswith("Hccl")))
-    )
-
-
-@cache
-def public_names() -> dict[str, bool]:
-    """CANN's public C functions: name to whether it returns a status. From cann_names.txt and the
-    torch_npu wheel's headers."""
-    lines = (
-        line.split() for line in Path(__file__).with_name("cann_names.txt").read_text().splitlines()
-    )
-    found = {name: not rest for name, *rest in lines}
-    headers = _package_dir("torch_npu") / "include" / "third_party"
-    for path in sorted([*headers.glob("acl/inc/acl/**/*.h"), *headers.glob("hccl/inc/hccl/*.h")]):
-        text = re.sub(r"/\*.*?\*/|//[^\n]*", "", path.read_text(errors="replace"), flags=re.DOTALL)
-        for kind, name in re.findall(
-            r"(?:ACL_FUNC_VISIBILITY|extern)\s+([\w\s*]+?)\s*\b((?:acl|Hccl)\w+)\s*\(", text
-        ):
-            found[name] = kind.split()[-1] in ("aclError", "HcclResult")
-    return found
-
-
-def _atb_plugin() -> bytes:
-    return (_package_dir("torch_npu") / "lib" / "libop_plugin_atb.so").read_bytes()
-
-
-@cache
-def atb_operators() -> list[str]:
-    """Operators that torch_npu creates by libatb.so's C++ functions: ``atb::PagedAttention`` and
-    others."""
-    made = re.findall(rb"\0_ZN3atb15CreateOperationINS_5infer\d+(\w+?)ParamEEEi", _atb_plugin())
-    return sorted({f"atb::{name.decode()}" for name in made})
-
-
-@cache
-def graph_engine_names() -> list[str]:
-    """C++ functions of CANN's graph engine that torchair, in torch_npu's wheel, is linked
-    against."""
-    return elf.missing(
-        (_package_dir("torch_npu") / "dynamo/torchair/core").glob("*.so"), "_ZNK?2ge"
-    )
-
-
-def has_two_functions(name: str) -> bool:
-    """Whether a name is an operator's: GetWorkspaceSize and the launch."""
-    return name.startswith(OPERATORS) and name not in (
-        "aclnnInit",
-        "aclnnFinalize",
-        "aclnnSetPytorchRandom",
-    )
-
-
-def atb_without_layout() -> list[str]:
-    """ATB's operators if their parameters' layout is not known for the installed torch_npu."""
-    release = re.fullmatch(
-        r"(\d+\.\d+)\.\d+(rc\d+)?(\.post\d+)?", importlib.metadata.version("torch-npu")
-    )
-    if release and release[1] in ATB_LAYOUT:
-        return []
-    return [
-        *atb_operators(),
-        *sorted({operator(name) for name in wheel_names() if name.startswith("Atb")}),
-    ]
-
-
-def operator(name: str) -> str:
-    """The operator of an aclnn or Atb symbol; other names are returned unchanged."""
-    return re.sub(r"Get(Max)?WorkspaceSize$", "", name) if name.startswith(OPERATORS) else name
+    return cann_names.package_dir("torch")
 
 
 def _compiler() -> tuple[list[str], str]:
@@ -292,60 +189,6 @@ def _with_headers(sources: list[Path]) -> list[Path]:
     return list(found)
 
 
-def _stubs(names: list[str]) -> str:
-    """C++ source of weak functions that fail with their name; definitions elsewhere
-    override them."""
-    lines = [
-        '#include "core/status.h"',
-        "#define STUB(NAME) EXPORT __attribute__((weak)) int NAME() { return emu::refuse(#NAME); }",
-    ]
-    # GetWorkspaceSize fails with the operator's name.
-    workspace = (
-        "EXPORT __attribute__((weak)) int NAME##GetWorkspaceSize() { return emu::refuse(#NAME); }"
-    )
-    lines.append(f"#define OPERATOR(NAME) STUB(NAME) {workspace}")
-    lines += [
-        f'EXPORT __attribute__((weak)) int {n}() {{ return emu::refuse("{n}"); }}'
-        for n in names
-        if n.endswith("GetMaxWorkspaceSize")
-    ]
-    public = public_names()
-    operators = {operator(n) for n in (*names, *public) if has_two_functions(n)}
-    lines += [f"OPERATOR({name})" for name in sorted(operators)]
-    lines.append(
-        "#define VALUE(NAME) EXPORT __attribute__((weak)) long NAME() { return"
-        " emu::refuse_value(#NAME); }"
-    )
-    others = {n: n not in NO_STATUS for n in names} | public
-    others = {n: status for n, status in others.items() if not has_two_functions(n)}
-    lines += [
-        f"{'STUB' if status else 'VALUE'}({name})"
-        for name, status in sorted(others.items())
-        if name not in ABSENT
-    ]
-    # C++ functions throw: of what they return nothing is known but the name.
-    lines.append(
-        "#define ENGINE(SYMBOL, NAME) EXPORT __attribute__((weak)) void SYMBOL() {"
-        " emu::refuse_engine(NAME); }"
-    )
-    lines += [f'ENGINE({symbol}, "{elf.readable(symbol)}")' for symbol in graph_engine_names()]
-    return "\n".join(lines) + "\n"
-
-
-# Optional calls: torch_npu works without them, as with an older CANN.
-ABSENT = frozenset[str]()
-# Calls that return a pointer or a bit set instead of a status, beside those in headers: they return
-# 0 when they refuse.
-NO_STATUS = frozenset(
-    {
-        "HcclGetCommConfigCapability",
-        "aclCreateGraphDumpOpt",
-        "aclprofCreateConfig",
-        "aclprofCreateStepInfo",
-    }
-)
-
-
 def _run(what: str, command: list[str], text: str = "") -> str:
     # The umask keeps the files this user's own.
     done = subprocess.run(command, input=text, capture_output=True, text=True, umask=0o022)
@@ -369,13 +212,16 @@ def _versions() -> list[str]:
     return [
         f"{name} {importlib.metadata.version(name)}"
         for name in ("torch", "torch-npu")
-        if _package_dir(name.replace("-", "_"))
+        if cann_names.package_dir(name.replace("-", "_"))
     ]
 
 
 def _contents() -> list[bytes]:
     """Inputs of the libraries, besides the installed torch_npu."""
-    own = [Path(__file__).with_name(name) for name in ("build.py", "elf.py", "cann_names.txt")]
+    own = [
+        Path(__file__).with_name(name)
+        for name in ("build.py", "cann_names.py", "elf.py", "cann_names.txt")
+    ]
     return [path.read_bytes() for path in (*own, *sorted(SOURCES.rglob("*.[ch]*")))]
 
 
@@ -514,7 +360,7 @@ def _build(
         cached.create(directory)
         cached.check(directory)
     stubs = target / "stubs.cpp"
-    stubs.write_text(_stubs(wheel_names()))
+    stubs.write_text(cann_names.stubs(cann_names.wheel_names()))
     sources = {"stubs": [stubs], **units()}
     # A changed header rebuilds the units that include it only.
     contents = {

@@ -12,7 +12,7 @@ from collections import Counter
 from dataclasses import dataclass
 from functools import cache
 
-from ascend_emulator import build
+from ascend_emulator import build, cann_names
 
 
 @dataclass(frozen=True)
@@ -64,9 +64,11 @@ def _registry() -> dict[str, tuple[str, str, str]]:
 def entry_points() -> list[EntryPoint]:
     """All names that torch_npu can look up, that CANN declares for other programs, or that the
     emulator implements, sorted."""
-    asked = {build.operator(name) for name in build.wheel_names()} | set(build.atb_operators())
+    asked = {cann_names.operator(name) for name in cann_names.wheel_names()} | set(
+        cann_names.atb_operators()
+    )
     have = _registry()
-    names = asked | have.keys() | build.public_names().keys()
+    names = asked | have.keys() | cann_names.public_names().keys()
     return [
         EntryPoint(name, *have.get(name, ("", "refuses", "")), name in asked)
         for name in sorted(names)
