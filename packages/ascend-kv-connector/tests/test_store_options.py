@@ -16,12 +16,15 @@ from ascend_platform.extension import RefusedError
 @pytest.mark.parametrize(
     ("given", "said"),
     [
-        ({"bakend": "disk"}, "no key 'bakend'; did you mean 'backend'?"),
+        ({"bakend": "disk"}, "no key 'bakend'; fix: use 'backend'"),
         ({"backend": "memcache"}, "backend is 'memcache'; supported: mooncake, disk"),
         ({"backend": "disk"}, "backend disk needs disk_path"),
         ({"use_layerwise": True}, "use_layerwise is not supported"),
-        ({"cpu_bytes_to_use": "4GB"}, "cpu_bytes_to_use is '4GB'; it must be a positive integer"),
-        ({"rest": -1}, "rest is -1; it must be a positive number of seconds"),
+        (
+            {"cpu_bytes_to_use": "4GB"},
+            "cpu_bytes_to_use is '4GB'; supported: an integer of at least 1",
+        ),
+        ({"rest": -1}, "rest is -1; supported: a number above 0"),
     ],
 )
 def test_invalid_store_options_are_refused(given: dict[str, Any], said: str) -> None:
