@@ -34,7 +34,7 @@ def test_entry_point_registers_format_and_options_are_validated(name: str) -> No
     join()
     assert extension.state("ascend-model-loader") == "active"
     unsupported.check_load_format(LoadConfig(load_format=name))
-    with pytest.raises(extension.RefusedError, match="has no key 'peer'; did you mean 'peers'"):
+    with pytest.raises(extension.RefusedError, match="has no key 'peer'; fix: use 'peers'"):
         unsupported.check_load_format(
             LoadConfig(load_format=name, model_loader_extra_config={"peer": "a:1"})
         )

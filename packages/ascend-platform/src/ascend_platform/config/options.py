@@ -99,7 +99,8 @@ class UnknownKeyError(RefusedError):
 
     def __init__(self, where: str, key: object, known: Mapping[str, object]) -> None:
         near = did_you_mean(key, known)
-        fix = f"use {near!r}" if near else f"use one of {', '.join(sorted(known)) or 'none'}"
+        every = f"use one of {', '.join(sorted(known))}" if known else "remove it"
+        fix = f"use {near!r}" if near else every
         self.problem = Problem(f"{where} has no key {key!r}", fix)
         super().__init__(str(self.problem))
 
