@@ -1,17 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-all project
-"""No wheel replaces a name of vLLM past ascend-patches and ``vllm_overrides.py``, and the table of
-that module is complete."""
+"""No wheel replaces a name of vLLM past ascend-patches and ``overrides/``, and the tables there are
+complete."""
 
 import ast
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import pytest
-from ascend_platform.vllm_overrides import OVERRIDES
-from ascend_platform.worker.state_layers import OVERRIDES as STATE_OVERRIDES
-from ascend_platform.worker.v2.overrides import OVERRIDES as V2_OVERRIDES
+from ascend_platform.overrides import launch_sites, table
 from harness.checkout import ROOT
 
 PACKAGES = ROOT / "packages"
@@ -98,43 +96,64 @@ def test_replacement_is_found(source: str, found: list[str]) -> None:
     assert list(replaced(source)) == found
 
 
-def test_table_entries_and_their_uses_are_the_same() -> None:
-    used = []
-    for path in FILES:
-        tree = ast.parse(path.read_text())
-        for node in ast.walk(tree):
+def used(files: Iterable[Path]) -> list[str]:
+    """The targets that these files replace, add to, use, or have a kernel for."""
+    found = set()
+    for path in files:
+        text = path.read_text()
+        for node in ast.walk(ast.parse(text)):
             if (
                 isinstance(node, ast.Call)
                 and node.args
-                and ast.unparse(node.func).removeprefix("vllm_overrides.") in CALLS
+                and ast.unparse(node.func).removeprefix("guard.") in CALLS
             ):
                 first = node.args[0]
                 if isinstance(first, ast.Constant) and str(first.value).startswith("vllm."):
-                    used.append(first.value)
-        # of kernels
-        if table := re.search(
-            r"^(?:OVERRIDES|KERNELS)\b[^=\n]*= (\{.*?\})$",
-            path.read_text(),
-            re.DOTALL | re.MULTILINE,
-        ):
-            prefix = re.search(r'^_PREFIX = "(.*)"$', path.read_text(), re.MULTILINE)
-            used += [
-                (prefix[1] if prefix else "") + name
-                for name in re.findall(r'"([^"]+)": ', table[1])
-            ]
-    assert sorted(set(used)) == sorted(
-        each.target for each in (*OVERRIDES, *STATE_OVERRIDES, *V2_OVERRIDES)
-    )
+                    found.add(first.value)
+        if kernels := re.search(r"^KERNELS\b[^=\n]*= (\{.*?\})$", text, re.DOTALL | re.MULTILINE):
+            prefix = re.search(r'^_PREFIX = "(.*)"$', text, re.MULTILINE)
+            names = re.findall(r'"([^"]+)": ', kernels[1])
+            found |= {(prefix[1] if prefix else "") + name for name in names}
+    return sorted(found)
 
 
-def test_readmes_say_the_number() -> None:
-    patches = sum(
-        path.read_text().count("\n@patch(")
-        for path in PACKAGES.glob("ascend-patches/src/ascend_patches/patches/patch_*.py")
-    )
-    text = " ".join((ROOT / "README.md").read_text().split())
-    assert f"| {patches}: " in text
-    assert f"the {len(OVERRIDES)} guarded overrides of ascend-platform" in text
-    text = " ".join((PACKAGES / "ascend-patches" / "README.md").read_text().split())
-    assert f"This version has {patches} patches of its own" in text
-    assert f"the {len(OVERRIDES)} overrides of ascend-platform" in text
+def test_every_row_is_used_and_every_use_has_a_row() -> None:
+    """Those of V1 are used in its own folders."""
+    of_v1 = [path for path in FILES if "v1" in path.parts]
+    assert used(of_v1) == sorted(each.target for each in table.rows("v1"))
+    others = [each.target for each in table.rows("common", "states", "v2")]
+    assert used(set(FILES) - set(of_v1)) == sorted(others)
+
+
+def test_tables_are_in_overrides_only() -> None:
+    """Rows are made there, and called OVERRIDES there, so that none is missed by the guards."""
+    elsewhere = [
+        str(path.relative_to(PACKAGES))
+        for path in FILES
+        if "overrides" not in path.parts
+        and re.search(r"\bOVERRIDES\b *[:=]|\bOverride\(", path.read_text())
+    ]
+    assert elsewhere == []
+
+
+def test_fingerprints_are_written_once() -> None:
+    """That of a launch site is in launch_sites.csv only, in the first row that has the name."""
+    folder = PACKAGES / "ascend-platform" / "src" / "ascend_platform" / "overrides"
+    in_tables = {
+        node.value
+        for path in folder.glob("*.py")
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.Constant) and re.fullmatch("[0-9a-f]{12}", str(node.value))
+    }
+    written = [
+        (target, source)
+        for site in launch_sites.sites()
+        for target, source in zip(
+            site.targets, (site.kernel_source, site.caller_source), strict=True
+        )
+        if source
+    ]
+    assert len(dict(written)) == len(written) == len(launch_sites.sources())
+    assert not in_tables & {source for _, source in written}
+    targets = [each.target for each in table.rows()]
+    assert len(set(targets)) == len(targets)

@@ -81,22 +81,26 @@ MODELS = {
     },
 }
 INSTALL = """
-    from ascend_platform.kernels.v1 import drafter
-    from ascend_platform.worker.v1 import runner  # some tests call what is in vLLM's modules without a worker of ours
-    drafter.install()  # as the model runner does where tokens are drafted
+    from ascend_platform.graph import acl_graph
+    from ascend_platform.worker import runners, torch_npu_view
+    acl_graph.install()  # some tests call what is in vLLM's modules without a worker of ours
+    torch_npu_view.install()
+    runners.module("v1", "runner").install(drafts=True)
 """
 INSTALL_V2 = """
     import importlib, sys
-    from ascend_platform.vllm_overrides import override
-    from ascend_platform.kernels.v2 import speculator
-    from ascend_platform.worker.v2 import overrides
+    from ascend_platform.overrides.guard import override
+    from ascend_platform.overrides import v2
     def named(name, within):
         return getattr(importlib.import_module(within or name.partition(":")[0]), name.rpartition(":")[2], None)
-    targets = [(each.target, next(iter(each.replaced_in), "")) for each in overrides.OVERRIDES]
+    targets = [(each.target, next(iter(each.replaced_in), "")) for each in v2.OVERRIDES]
     before = {target: named(target, "") for target, _ in targets}
     override("vllm.triton_utils.importing:HAS_TRITON", True)
-    from ascend_platform.worker.v2 import runner
-    speculator.install()
+    from ascend_platform.graph import acl_graph
+    from ascend_platform.worker import runners, torch_npu_view
+    acl_graph.install()
+    torch_npu_view.install()
+    runners.module("v2", "runner").install(drafts=True)
     replaced = {id(before[target]): named(target, within) for target, within in targets if callable(before[target])}
     for item in session.items:  # which have imported vLLM's
         for name, value in vars(item.module).items():

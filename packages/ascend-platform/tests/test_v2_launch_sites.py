@@ -14,8 +14,9 @@ import pytest
 from ascend_platform import extension, fingerprint
 from ascend_platform.config import model_runner
 from ascend_platform.config.features import Feature
+from ascend_platform.overrides import launch_sites, v2
 from ascend_platform.process import environment
-from ascend_platform.worker.v2 import launch_sites, overrides
+from ascend_platform.worker import runners
 from harness import vllm_copy
 from packaging.version import Version
 from vllm import SamplingParams, envs
@@ -25,9 +26,11 @@ from vllm.config.utils import replace
 
 SITES = launch_sites.sites()
 supported = pytest.mark.skipif(
-    Version(vllm_version).release < Version(overrides.SINCE).release,
+    Version(vllm_version).release < Version(v2.SINCE).release,
     reason="vLLM's V2 runner is another",
 )
+
+with_both = pytest.mark.skipif(not runners.has_v1(), reason="there is one runner")
 
 
 def launches(node: ast.AST, outer: tuple[str, ...] = ()) -> Iterator[tuple[str, str]]:
@@ -82,7 +85,7 @@ def test_patches_check_compares_the_table(tmp_path) -> None:
     (tmp_path / "vllm").mkdir()
     (tmp_path / "vllm" / "_version.py").write_text('__version__ = "0.33.0"\n')
     rows = extension.overrides(tmp_path)
-    assert len(rows) == len(extension.overrides()) + len(overrides.OVERRIDES) + len(SITES)
+    assert len(rows) == len(extension.overrides()) + len(v2.OVERRIDES) + len(SITES)
     assert "is missing" in next(
         row["problem"] for row in rows if row["name"] == "block_table._gather_block_tables_kernel"
     )
@@ -96,10 +99,7 @@ def test_patches_check_compares_the_table(tmp_path) -> None:
 def test_state_is_true(site: launch_sites.Site) -> None:
     if site.state == "overridden":
         module, *names = site.by.split(".")
-        if (
-            module == "block_table"
-            and Version(vllm_version).release < Version(overrides.SINCE).release
-        ):
+        if module == "block_table" and Version(vllm_version).release < Version(v2.SINCE).release:
             return
         found = importlib.import_module(f"ascend_platform.kernels.v2.{module}")
         for name in names:
@@ -117,7 +117,7 @@ def test_state_is_true(site: launch_sites.Site) -> None:
 
 @supported
 def test_overrides_are_of_this_vllm() -> None:
-    assert [each.problem() for each in overrides.OVERRIDES if each.problem()] == []
+    assert [each.problem() for each in v2.OVERRIDES if each.problem()] == []
 
 
 def test_sampling_parameter_is_refused_with_its_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -176,6 +176,7 @@ def chosen(
     return model_runner.choice(config("auto", aux_output_config=aux_output, **given))
 
 
+@with_both
 def test_v2_is_the_default_but_for_what_it_lacks(monkeypatch: pytest.MonkeyPatch) -> None:
     assert chosen(monkeypatch, []) == (True, "the default from vLLM 0.33 on")
     assert chosen(monkeypatch, ["prompt embeddings", "dflash"]) == (
@@ -248,6 +249,7 @@ def test_v1_pools_by_plugins(task: str | None, architecture: str, found: bool) -
     assert lacking(of_model()) == []
 
 
+@with_both
 def test_drafters_of_an_engine_have_its_runner(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(environment.RUNNER, "1")
     one = SimpleNamespace(pipeline_parallel_size=1)
@@ -263,6 +265,7 @@ def test_drafters_of_an_engine_have_its_runner(monkeypatch: pytest.MonkeyPatch) 
     assert model_runner.choice(config("v2")) == (False, "additional_config")
 
 
+@with_both
 def test_configuration_can_be_replaced() -> None:
     """As vLLM does for a drafter; it refuses attributes that are no fields
     (``vllm/config/utils.py``)."""

@@ -126,11 +126,11 @@ def overrides(tree: Path | None = None) -> list[dict[str, str]]:
         For each its ``name``, ``target``, ``action``, ``vllm`` (the versions whose source is
         known), ``why``, ``remove_when`` and ``problem``, "" where vLLM's source is as supported.
     """
-    from ascend_platform import vllm_overrides
+    from ascend_platform.overrides import table
 
-    rows = [each.row(tree) for each in vllm_overrides.OVERRIDES]
+    rows = [each.row(tree) for each in table.rows("common", "v1")]
     if tree is not None:
-        from ascend_platform.worker.v2 import launch_sites
+        from ascend_platform.overrides import launch_sites
 
         rows += launch_sites.rows(tree, tree_version(tree) or version("vllm"))
     return rows

@@ -3,7 +3,7 @@
 """Fingerprints of source code, read from a source tree or an installed package without importing
 it.
 
-Patches (ascend-patches) and overrides (``vllm_overrides.py``) compare vLLM's source with what they
+Patches (ascend-patches) and overrides (``overrides/``) compare vLLM's source with what they
 were written for.
 """
 

@@ -10,10 +10,11 @@ import torch
 from vllm.platforms import resolve_current_platform_cls_qualname
 from vllm.platforms.interface import Platform, PlatformEnum
 
-from ascend_platform import activation, host, quantization, vllm_overrides
+from ascend_platform import activation, host, quantization
 from ascend_platform.attention import selector
 from ascend_platform.config import architectures, model_runner, resolve, unsupported
 from ascend_platform.errors import RefusedError
+from ascend_platform.overrides import guard
 from ascend_platform.plugins import VARIABLES, slots
 from ascend_platform.process import failures, preparation
 from ascend_platform.process.scopes import enter
@@ -213,7 +214,7 @@ class NPUPlatform(Platform):
     def validate_environ(cls, hard_fail: bool) -> None:
         """Warn of environment variables that neither vLLM nor a component knows."""
         known = {name: functools.partial(os.environ.get, name) for name in VARIABLES}
-        vllm_overrides.add("vllm.envs:environment_variables", known)
+        guard.add("vllm.envs:environment_variables", known)
         super().validate_environ(hard_fail)
 
     @classmethod

@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 import torch
 from ascend_platform import kernels
-from ascend_platform.compat import SHIMS
 from ascend_platform.kernels.v1.slot_mapping import KERNELS, compute_slot_mapping, slots_of
+from ascend_platform.overrides.shims import SHIMS
 from vllm.triton_utils import dispatcher
 
 

@@ -12,6 +12,7 @@ the two contiguous runs ``key[block]`` and ``value[block]``. Latent attention ha
 :class:`PagedLatent` instead, and an indexer a :class:`PagedIndex`.
 """
 
+from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -116,6 +117,23 @@ class IndexCache(torch.nn.Module, AttentionLayerBase):
             dtype=cast(torch.dtype, vllm_config.model_config.dtype),  # resolved by now
             cache_role=SparseCacheRole.INDEXER,
         )
+
+
+def bind_parts(layers: Mapping[str, Any], names: Iterable[str]) -> dict[str, Any]:
+    """Split the regions that vLLM has bound to these attention layers, and bind the parts in their
+    place: bind_kv_cache of MLAAttention takes a single tensor."""
+    parts = {name: split_layer(layers[name]) for name in names}
+    for name, split in parts.items():
+        layers[name].kv_cache = split
+    return parts
+
+
+def distinct_tensors(caches: Iterable[Iterable[torch.Tensor]]) -> list[torch.Tensor]:
+    """The parts of layers' caches, in which a runner copies blocks by vLLM's block numbers.
+
+    KV cache groups share memory. Of parts at one address the last is listed.
+    """
+    return list({part.data_ptr(): part for parts in caches for part in parts}.values())
 
 
 def split_layer(layer: Any) -> KVCachePair | PagedLatent | PagedIndex:

@@ -19,14 +19,14 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from packaging.version import Version
 from vllm import envs
 
-from ascend_platform import vllm_overrides
 from ascend_platform.config import options, state_layers
 from ascend_platform.config.features import Feature
 from ascend_platform.errors import RefusedError
 from ascend_platform.logger import logger
+from ascend_platform.overrides import guard, launch_sites, v2
 from ascend_platform.plugins import requirements
 from ascend_platform.process import environment
-from ascend_platform.worker.v2 import launch_sites, overrides
+from ascend_platform.worker import runners
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -84,6 +84,10 @@ FEATURES = (
     Feature(
         "dflash and dspark drafters",
         lambda config: _drafts(config, lambda it: it.use_dflash() or it.use_dspark()),
+    ),
+    Feature(
+        "gemma4_mtp drafters",
+        lambda config: _drafts(config, lambda it: it.use_gemma4_mtp()),
     ),
     Feature(
         "MTP with several modules",
@@ -156,12 +160,12 @@ def choice(vllm_config: VllmConfig) -> Choice:
     asked = options.platform(vllm_config).model_runner
     if asked != "auto":
         return Choice(asked == "v2", "additional_config")
-    if Version(requirements.version("vllm")) < Version(overrides.SINCE):
-        return Choice(False, f"V2 is supported from vLLM {overrides.SINCE} on")
+    if Version(requirements.version("vllm")) < Version(v2.SINCE):
+        return Choice(False, f"V2 is supported from vLLM {v2.SINCE} on")
     requested = environment.requested_runner
-    if requested is not None and (requested == "1" or vllm_overrides.has_v1_runner()):
+    if requested is not None and (requested == "1" or runners.has_v1()):
         return Choice(requested == "1", f"{environment.RUNNER}={requested}")
-    if not vllm_overrides.has_v1_runner():
+    if not runners.has_v1():
         return Choice(True, "vLLM has no V1 runner")
     lacking = [*_lacking(vllm_config), *vllm_config._get_v2_model_runner_unsupported_features()]
     needs_v2 = (
@@ -171,7 +175,7 @@ def choice(vllm_config: VllmConfig) -> Choice:
     )
     if lacking and not needs_v2:
         return Choice(False, f"V2 lacks {', '.join(lacking)}")
-    return Choice(True, f"the default from vLLM {overrides.SINCE} on")
+    return Choice(True, f"the default from vLLM {v2.SINCE} on")
 
 
 def resolve(vllm_config: VllmConfig) -> None:
@@ -201,13 +205,21 @@ def check(vllm_config: VllmConfig) -> None:
         return
     is_v2, why = choice(vllm_config)
     if not is_v2:
+        if not runners.has_v1():
+            raise RefusedError(
+                f"the V1 model runner (requested by {why}) is not part of vLLM"
+                f" {requirements.version('vllm')} with ascend-platform"
+                f" {requirements.version('ascend-platform')}; fix: unset it"
+            )
+        guard.check("v1")
+        runners.module("v1", "unsupported").check(vllm_config)
         return
-    if Version(version := requirements.version("vllm")) < Version(overrides.SINCE):
+    if Version(version := requirements.version("vllm")) < Version(v2.SINCE):
         raise RefusedError(
-            f"the V2 model runner (requested by {why}) requires vLLM >= {overrides.SINCE},"
+            f"the V2 model runner (requested by {why}) requires vLLM >= {v2.SINCE},"
             f" found {version}; fix: unset it"
         )
-    vllm_overrides.check(overrides.OVERRIDES)
+    guard.check("v2")
     if difference := launch_sites.difference():
         raise RefusedError(
             f"the V2 model runner of vLLM {version} is not supported: {difference}; fix: use V1,"
@@ -258,5 +270,5 @@ def _refuse(features: list[str], asked: str) -> None:
     raise RefusedError(
         f"ascend-platform {requirements.version('ascend-platform')} does not support"
         f" {', '.join(named)} with vLLM's V2 model runner ({asked}) yet; fix: use"
-        f" V1{'' if vllm_overrides.has_v1_runner() else ', which an earlier vLLM has'}"
+        f" V1{'' if runners.has_v1() else ', which an earlier vLLM has'}"
     )

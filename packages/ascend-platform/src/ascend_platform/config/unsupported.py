@@ -5,13 +5,12 @@
 from __future__ import annotations
 
 import dataclasses
-import importlib.util
 from typing import TYPE_CHECKING, Any
 
 from vllm import envs
 from vllm.utils.import_utils import resolve_obj_by_qualname
 
-from ascend_platform import quantization, vllm_overrides
+from ascend_platform import quantization
 from ascend_platform.attention import selector
 from ascend_platform.config import (
     architectures,
@@ -27,6 +26,7 @@ from ascend_platform.config import (
 )
 from ascend_platform.config.features import Feature
 from ascend_platform.errors import RefusedError
+from ascend_platform.overrides import guard
 from ascend_platform.plugins import registry, requirements, slots
 from ascend_platform.process import sockets
 
@@ -268,7 +268,7 @@ def check(vllm_config: VllmConfig) -> None:
         RefusedError: what is not supported, in one line.
     """
     parallel, model = vllm_config.parallel_config, vllm_config.model_config
-    vllm_overrides.check()
+    guard.check("common")
     main_module.check()
     if model is not None:
         architectures.check(model.architecture)
@@ -332,41 +332,18 @@ def check_load_format(load_config: Any, is_quantized: bool = False) -> None:
         )
 
 
-DRAFTS = {
-    "dflash": (
-        "its drafter needs non-causal attention, and the attention backends for NPUs are causal"
-    ),
-    "gemma4_mtp": "its drafter captures CUDA graphs of its own",
-    "openPangu's MTP": (
-        "vLLM's drafter asks its decoder layer for use_sequence_parallel_moe, which only"
-        " DeepSeek's has"
-    ),
-}
-"""Methods of speculative decoding with V1 that are not supported, and why."""
-
-
 def check_drafts(config: Any) -> None:
-    """Refuse methods of a SpeculativeConfig that are not supported.
+    """Refuse drafters that are not supported with any model runner.
 
     Raises:
         RefusedError: the method by its name, and why.
     """
-    if config is None:
-        return
-    drafter = getattr(config.draft_model_config, "architectures", ())  # no model with n-grams
-    asked = {
-        "dflash": config.use_dflash(),
-        "gemma4_mtp": config.use_gemma4_mtp(),
-        "openPangu's MTP": "OpenPanguMTPModel" in drafter,
-    }
-    if name := next((name for name in asked if asked[name]), ""):
+    draft = config and config.draft_model_config  # No model with n-grams.
+    if draft and "OpenPanguMTPModel" in draft.architectures:
         raise RefusedError(
-            f"speculative decoding with {name} is not supported: {DRAFTS[name]}; fix:"
-            " choose another method"
-        )
-    if config.method == "ngram" and not importlib.util.find_spec("numba"):
-        raise RefusedError(
-            "speculative decoding with ngram needs numba; fix: pip install 'ascend-platform[ngram]'"
+            "speculative decoding with openPangu's MTP is not supported: vLLM's drafter asks its"
+            " decoder layer for use_sequence_parallel_moe, which only DeepSeek's has; fix: choose another"
+            " method"
         )
 
 

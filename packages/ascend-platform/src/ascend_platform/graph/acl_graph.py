@@ -24,7 +24,7 @@ from vllm.distributed.parallel_state import GraphCaptureContext
 from vllm.forward_context import get_forward_context
 
 from ascend_platform.attention import base
-from ascend_platform.vllm_overrides import override
+from ascend_platform.overrides.guard import override
 
 
 def module_with_overrides(module: ModuleType, **replaced: object) -> ModuleType:
@@ -147,5 +147,10 @@ def _weak_ref_tensor(tensor: Any) -> Any:
 torch_with_graphs = module_with_overrides(
     torch, cuda=module_with_overrides(torch.cuda, CUDAGraph=NPUGraph, graph=_Capture)
 )
-override("vllm.compilation.cuda_graph:torch", torch_with_graphs)
-override("vllm.utils.torch_utils:weak_ref_tensor", _weak_ref_tensor)
+
+
+def install() -> None:
+    """Let vLLM capture and replay graphs of torch.npu in this process."""
+    override("vllm.compilation.cuda_graph:torch", torch_with_graphs)
+    override("vllm.utils.torch_utils:weak_ref_tensor", _weak_ref_tensor)
+    override("vllm.distributed.parallel_state:graph_capture", graph_capture)

@@ -20,11 +20,13 @@ from vllm.compilation.cuda_graph import CUDAGraphWrapper
 from vllm.config import CUDAGraphMode
 from vllm.distributed import get_dp_group, get_ep_group, get_pcp_group, get_pp_group, get_tp_group
 from vllm.distributed.parallel_state import get_world_group, is_global_first_rank
+from vllm.platforms import current_platform
 from vllm.v1.attention.backend import AttentionCGSupport
 
 from ascend_platform import chips, host
 from ascend_platform.config import options
 from ascend_platform.logger import logger
+from ascend_platform.overrides.guard import without
 
 RESERVED_STREAMS = 184
 """Streams left to torch_npu's stream pools, HCCL and other processes on the NPU."""
@@ -41,6 +43,67 @@ and operators report with codes of their own."""
 
 class OutOfStreamsError(RuntimeError):
     """A capture failed on some rank because the NPU has no stream left."""
+
+
+class GraphSizes:
+    """The capture sizes of an engine's graphs, which it limits to what the NPU's streams allow.
+
+    Args:
+        mode: the graph mode that vLLM has chosen.
+        pieces: graphs of one size in piecewise mode, which are the parts of the model between
+        attention layers.
+        max_decode_tokens: tokens of the largest decode step, the limit of decode-only full graphs.
+    """
+
+    def __init__(
+        self, vllm_config: Any, mode: CUDAGraphMode, pieces: int, max_decode_tokens: int
+    ) -> None:
+        self._config, self._mode = vllm_config, mode
+        self._pieces, self._max_decode_tokens = pieces, max_decode_tokens
+        self._compilation = vllm_config.compilation_config
+
+    def limit(self) -> bool:
+        """Remove sizes until the graphs fit; returns whether any was removed."""
+        requested = sorted(self._compilation.cudagraph_capture_sizes)
+        kept = sizes_that_fit(requested, self._num_streams)
+        if kept:
+            self._set(kept)
+        return kept is not None
+
+    def halve(self, reason: str) -> bool:
+        """Drop the graphs of a capture for which the streams ran out, and keep half of the sizes.
+
+        Returns:
+            False if there was one size.
+        """
+        torch.npu.synchronize()
+        clear_graphs(self._compilation)
+        torch.npu.empty_cache()
+        kept = half_of_sizes(sorted(self._compilation.cudagraph_capture_sizes), reason)
+        if kept:
+            self._set(kept)
+        return bool(kept)
+
+    def renew_pool(self) -> Any:
+        """Capture into a new memory pool from now on, and return it.
+
+        torch_npu cannot capture into a pool after a failed start of a capture (beginAllocateToPool:
+        already recording), and in a pool that is shared a replay of another engine overwrites this
+        one's outputs.
+        """
+        pool = current_platform.graph_pool_handle()
+        for wrapper in wrappers_of(self._compilation):
+            wrapper.graph_pool = pool
+        return pool
+
+    def _set(self, sizes: list[int]) -> None:
+        self._compilation.cudagraph_capture_sizes = sizes
+        self._compilation.max_cudagraph_capture_size = sizes[-1]
+
+    def _num_streams(self, sizes: list[int]) -> int:
+        """Count the streams of the graphs of these sizes, and those of HCCL."""
+        graphs = num_graphs(self._mode, sizes, self._pieces, self._max_decode_tokens)
+        return num_streams_here(graphs, self._config)
 
 
 def support_of_other_stages(vllm_config: Any, backends: list[set[Any]], groups: list[Any]) -> Any:
@@ -140,6 +203,15 @@ def wrappers_of(compilation_config: Any) -> list[CUDAGraphWrapper]:
         for wrapper in CUDAGraphWrapper._all_instances
         if wrapper.compilation_config is compilation_config
     ]
+
+
+@contextlib.contextmanager
+def without_other_engines(compilation_config: Any) -> Iterator[None]:
+    """Hide the wrappers of other engines of the process, whose graphs vLLM would clear when it
+    estimates the memory of graphs."""
+    others = set(CUDAGraphWrapper._all_instances).difference(wrappers_of(compilation_config))
+    with without("vllm.compilation.cuda_graph:CUDAGraphWrapper._all_instances", others):
+        yield
 
 
 def clear_graphs(compilation_config: Any) -> None:

@@ -20,7 +20,7 @@ from vllm.logger import init_logger
 from vllm.platforms import current_platform
 
 from ascend_platform.errors import RefusedError
-from ascend_platform.vllm_overrides import override
+from ascend_platform.overrides.guard import override
 
 logger = init_logger(__name__)
 

@@ -9,7 +9,7 @@ from typing import Any
 
 from vllm.triton_utils import dispatcher
 
-from ascend_platform import vllm_overrides
+from ascend_platform.overrides import guard
 
 
 def register(overrides: Mapping[str, Callable[..., Any]]) -> None:
@@ -21,11 +21,11 @@ def register(overrides: Mapping[str, Callable[..., Any]]) -> None:
     """
     new = {}
     for target, kernel in overrides.items():
-        vllm_overrides.require(target)
+        guard.require(target)
         name = target.replace(":", ".")
         _, registered = dispatcher._registry.get(name, (None, None))
         if registered is not None and registered is not kernel:
-            vllm_overrides.report_foreign(target, registered)
+            guard.report_foreign(target, registered)
         if registered is not kernel:
             new[name] = kernel
     if not new:

@@ -10,7 +10,7 @@ import torch_npu
 from vllm.config import ProfilerConfig
 from vllm.profiler import wrapper
 
-from ascend_platform.vllm_overrides import add
+from ascend_platform.overrides.guard import add
 
 ACTIVITIES = {
     "CPU": torch_npu.profiler.ProfilerActivity.CPU,

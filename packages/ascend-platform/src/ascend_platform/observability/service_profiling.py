@@ -86,56 +86,27 @@ SYMBOLS = [
 """Functions that every engine has."""
 
 
-def _of_runner(runner: str, *methods: str) -> list[Symbol]:
+def of_runner(runner: str, *methods: str) -> list[Symbol]:
+    """The methods of a model runner's class to measure, besides those that each has."""
     named = [
         Symbol(f"{runner}.{method}", method, "Execute") for method in ("sample_tokens", *methods)
     ]
     return [Symbol(f"{runner}.execute_model", "modelRunnerExec", "Execute"), *named]
 
 
-_V1 = "ascend_platform.worker.v1.runner:NPUModelRunner"
-V1_SYMBOLS = [
-    Symbol(
-        "vllm.v1.sample.sampler:Sampler.forward", "sample", handler=("model", "sampler_forward")
-    ),
-    *_of_runner(_V1, "_update_states", "_prepare_inputs", "_build_attention_metadata"),
-    Symbol(f"{_V1}.propose_draft_token_ids", "propose_draft_token_ids", "SpecDecode"),
-]
-_V2 = "ascend_platform.worker.v2.runner:NPUModelRunner"
-V2_SYMBOLS = [
-    *_of_runner(
-        _V2,
-        "add_requests",
-        "update_requests",
-        "prepare_inputs",
-        "prepare_attn",
-        "sample",
-        "postprocess_sampled",
-    ),
-    *(
-        Symbol(
-            f"vllm.v1.worker.gpu.spec_decode.{name}Speculator.propose",
-            "propose_draft_token_ids",
-            "SpecDecode",
-        )
-        for name in (
-            "target_dependent_ar.speculator:TargetDependentAR",
-            "standalone_ar.speculator:StandaloneAR",
-            "ngram.speculator:NgramGPU",
-        )
-    ),
-]
-
-
 def symbols() -> list[Symbol]:
     """Those of the installed vLLM: of the runners that it has, as an engine's options choose
     between them."""
-    from ascend_platform import vllm_overrides
+    from ascend_platform.overrides import v2
     from ascend_platform.plugins import requirements
-    from ascend_platform.worker.v2 import overrides
+    from ascend_platform.worker import runners
 
-    has_v2 = Version(requirements.version("vllm")) >= Version(overrides.SINCE)
-    return SYMBOLS + V1_SYMBOLS * vllm_overrides.has_v1_runner() + V2_SYMBOLS * has_v2
+    found = [*SYMBOLS]
+    if runners.has_v1():
+        found += runners.module("v1", "profiling_symbols").SYMBOLS
+    if Version(requirements.version("vllm")) >= Version(v2.SINCE):
+        found += runners.module("v2", "profiling_symbols").SYMBOLS
+    return found
 
 
 def register() -> None:

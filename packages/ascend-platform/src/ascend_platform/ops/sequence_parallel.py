@@ -8,7 +8,7 @@ import torch
 from vllm.distributed import tensor_model_parallel_all_gather
 from vllm.model_executor.models.deepseek_v2 import DeepseekV2DecoderLayer
 
-from ascend_platform.vllm_overrides import override
+from ascend_platform.overrides.guard import override
 
 _forward: Any = DeepseekV2DecoderLayer.forward
 

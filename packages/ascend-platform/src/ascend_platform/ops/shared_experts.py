@@ -17,7 +17,7 @@ from vllm.model_executor.layers.fused_moe.runner.shared_experts import (
 )
 
 from ascend_platform.config import options
-from ascend_platform.vllm_overrides import override
+from ascend_platform.overrides.guard import override
 
 _streams: dict[int, Any] = {}
 

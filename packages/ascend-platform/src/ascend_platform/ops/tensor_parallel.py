@@ -18,7 +18,7 @@ from vllm.model_executor.layers import vocab_parallel_embedding
 from vllm.model_executor.layers.linear import RowParallelLinear, UnquantizedLinearMethod
 
 from ascend_platform.config import options, performance
-from ascend_platform.vllm_overrides import override
+from ascend_platform.overrides.guard import override
 
 _native = vocab_parallel_embedding.get_masked_input_and_mask
 

@@ -9,8 +9,8 @@ from multiprocessing import resource_tracker
 from typing import TYPE_CHECKING, Any, cast
 
 from ascend_platform.host import VISIBLE_NPUS
+from ascend_platform.overrides.guard import add
 from ascend_platform.plugins import SECRETS
-from ascend_platform.vllm_overrides import add
 
 if TYPE_CHECKING:
     from vllm.config import ParallelConfig

@@ -17,19 +17,15 @@ import ascend_platform.ops.moe.experts
 import ascend_platform.ops.moe.router
 import ascend_platform.ops.shared_experts
 import ascend_platform.ops.tensor_parallel  # noqa: F401
-from ascend_platform import compat, host
+from ascend_platform import host
 from ascend_platform.attention import selector
 from ascend_platform.config import mla_prolog, performance
 from ascend_platform.errors import RefusedError
-from ascend_platform.graph import acl_graph
 from ascend_platform.logger import logger
+from ascend_platform.overrides import shims
+from ascend_platform.overrides.guard import require
 from ascend_platform.plugins import slots
-from ascend_platform.vllm_overrides import override, require
-from ascend_platform.worker import rotary_tables
-from ascend_platform.worker.torch_npu_view import torch_on_npu
-
-override("vllm.distributed.parallel_state:torch", torch_on_npu)
-override("vllm.distributed.parallel_state:graph_capture", acl_graph.graph_capture)
+from ascend_platform.worker import eplb, rotary_tables
 
 require("vllm.model_executor.layers.rotary_embedding:_ROPE_DICT")
 
@@ -77,10 +73,11 @@ class ModelMixin:
     def load_model(self: Any, *arguments: Any, **named: Any) -> None:
         """Load the model as vLLM does, with rotary tables of its own, because sleep mode frees
         them."""
+        eplb.install()
         if self.model_config.is_multimodal_model:
             register_vision_attention()
         if self.model_config.use_mla:
-            compat.ask_platform_for_mla_prefill_backend()
+            shims.ask_platform_for_mla_prefill_backend()
         if performance.rope_order(self.vllm_config) == "halves":
             register_latent_layer()
         _ROPE_DICT.clear()

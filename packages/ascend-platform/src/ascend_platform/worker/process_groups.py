@@ -45,9 +45,17 @@ def create_communicators(vllm_config: VllmConfig, device: torch.device) -> None:
         external = vllm_config.parallel_config.distributed_executor_backend == "external_launcher"
         # sampled tokens are broadcast
         if external or vllm_config.scheduler_config.async_scheduling:
-            dist.broadcast(token, pp.last_rank, group=pp.device_group)
+            create_communicator_of_broadcasts(pp.device_group, pp.last_rank, device)
     if dcp.world_size > 1:
         dist.all_reduce(token, group=dcp.device_group)
+    torch.npu.synchronize()
+
+
+def create_communicator_of_broadcasts(
+    group: dist.ProcessGroup, source: int, device: torch.device
+) -> None:
+    """Create the communicator of a group that broadcasts, by a first broadcast."""
+    dist.broadcast(torch.zeros(1, device=device), source, group=group)
     torch.npu.synchronize()
 
 

@@ -4,7 +4,6 @@
 memory budget."""
 
 import atexit
-import importlib
 import os
 import weakref
 from contextlib import AbstractContextManager, nullcontext
@@ -14,7 +13,6 @@ from typing import Any
 import torch
 from vllm import envs
 from vllm.config import CUDAGraphMode
-from vllm.distributed import get_pp_group
 from vllm.distributed.weight_transfer import WeightTransferEngineFactory
 from vllm.model_executor.model_loader import register_model_loader
 from vllm.platforms import current_platform
@@ -27,18 +25,19 @@ from vllm.v1.worker.gpu_worker import Worker, init_worker_distributed_environmen
 from vllm.v1.worker.utils import request_memory
 from vllm.v1.worker.worker_base import CompilationTimes
 
-from ascend_platform import compat, ops
+from ascend_platform import ops
 from ascend_platform.activation import activate
 from ascend_platform.attention.kv_cache import LAYOUT
 from ascend_platform.errors import RefusedError
-from ascend_platform.graph import capture_sizes
+from ascend_platform.graph import acl_graph, capture_sizes
 from ascend_platform.observability import metrics
 from ascend_platform.observability.profiler import NPUProfiler
+from ascend_platform.overrides import shims
+from ascend_platform.overrides.guard import override
 from ascend_platform.plugins import slots
 from ascend_platform.process import sockets, watchdog
 from ascend_platform.transfer.checkpoint import note_files
-from ascend_platform.vllm_overrides import override
-from ascend_platform.worker import process_groups, sleep_mode
+from ascend_platform.worker import process_groups, runners, sleep_mode, torch_npu_view
 from ascend_platform.worker.sleep_mode import VirtualMemoryBackend, notify_awake
 
 
@@ -48,9 +47,9 @@ class NPUWorker(Worker):
     def __init__(self, vllm_config: Any, *args: Any, **kwargs: Any) -> None:
         activate(vllm_config)
         ops.register()
+        acl_graph.install()
+        torch_npu_view.install()
         if vllm_config.use_v2_model_runner:
-            from ascend_platform.worker.v2 import overrides  # noqa: F401
-
             override("vllm.triton_utils.importing:HAS_TRITON", True)
         super().__init__(vllm_config, *args, **kwargs)
         sockets.replace_foreign_directory()
@@ -119,14 +118,14 @@ class NPUWorker(Worker):
         ):
             watchdog.exit_when_rank_0_exits()
         atexit.register(process_groups.destroy)
-        compat.set_random_seed(self.model_config.seed)
+        shims.set_random_seed(self.model_config.seed)
         # Memory is measured eight times before vLLM freezes it, with a collection of 0.4 s each.
         freeze_gc_heap()
         torch.npu.empty_cache()
         self.init_snapshot = MemorySnapshot(device=self.device)
         self.requested_memory = request_memory(self.init_snapshot, self.cache_config)
         process_groups.create_communicators(self.vllm_config, self.device)
-        compat.init_workspace_and_model_runner(self)
+        shims.init_workspace_and_model_runner(self)
 
     def _set_expandable_segments(self) -> None:
         """Let the allocator's segments grow, which fragments less, unless the user has set the
@@ -207,8 +206,7 @@ class NPUWorker(Worker):
         )
 
     def compile_or_warm_up_model(self) -> CompilationTimes:
-        """Capture graphs, run the largest step and its sampling once to reserve their memory, and
-        set the seed.
+        """Capture graphs, and set the seed.
 
         vLLM's version (``vllm/v1/worker/gpu_worker.py``) also warms up JIT-compiled kernels, which
         NPUs do not have, and imports models that need torchvision for it
@@ -219,18 +217,7 @@ class NPUWorker(Worker):
         weakref.finalize(
             self, capture_sizes.clear_graphs, self.vllm_config.compilation_config
         ).atexit = False
-        # V2 has sampled when memory was profiled.
-        if get_pp_group().is_last_rank and not self.use_v2_model_runner:
-            scheduler = self.scheduler_config
-            num_reqs = min(scheduler.max_num_seqs, scheduler.max_num_batched_tokens)
-            hidden, last_hidden = self.model_runner._dummy_run(
-                num_reqs, skip_eplb=True, cudagraph_runtime_mode=CUDAGraphMode.NONE
-            )
-            if self.model_runner.is_pooling_model:
-                self.model_runner._dummy_pooler_run(hidden)
-            else:
-                self.model_runner._dummy_sampler_run(last_hidden)
-        compat.set_random_seed(self.model_config.seed, self.parallel_config.data_parallel_index)
+        shims.set_random_seed(self.model_config.seed, self.parallel_config.data_parallel_index)
         freeze_gc_heap()
         maybe_attach_gc_debug_callback()
         notify_awake(True)
@@ -265,9 +252,7 @@ class NPUWorker(Worker):
 
     def _make_model_runner(self) -> Any:
         assert self.device is not None
-        version = "v2" if self.use_v2_model_runner else "v1"
-        # V1's modules are imported only for V1, and later versions of vLLM lack their dependencies.
-        runner = importlib.import_module(f"ascend_platform.worker.{version}.runner")
+        runner = runners.module("v2" if self.use_v2_model_runner else "v1", "runner")
         return runner.NPUModelRunner(self.vllm_config, self.device)
 
     def _maybe_get_memory_pool_context(self, tag: str) -> AbstractContextManager:

@@ -152,8 +152,8 @@ def _convolve(
 
 
 _PREFIX = "vllm.model_executor.layers.mamba.ops.causal_conv1d:"
-OVERRIDES: dict[str, Callable[..., Any]] = {
+KERNELS: dict[str, Callable[..., Any]] = {
     _PREFIX + "causal_conv1d_fn": causal_conv1d_fn,
     _PREFIX + "causal_conv1d_update": causal_conv1d_update,
 }
-"""Functions of vLLM, as in ``vllm_overrides.OVERRIDES``, and their replacements."""
+"""Functions of vLLM, as in ``overrides/``, and their replacements."""

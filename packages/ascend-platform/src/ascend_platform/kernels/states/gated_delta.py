@@ -277,7 +277,7 @@ def fused_olmo_hybrid_gdn_gating(
 
 
 _PREFIX = "vllm.third_party.flash_linear_attention.ops."
-OVERRIDES: dict[str, Callable[..., Any]] = {
+KERNELS: dict[str, Callable[..., Any]] = {
     _PREFIX + "fused_gdn_prefill_post_conv:fused_post_conv_prep": fused_post_conv_prep,
     _PREFIX + "chunk:chunk_gated_delta_rule": chunk_gated_delta_rule,
     _PREFIX + "fused_recurrent:fused_recurrent_gated_delta_rule": fused_recurrent_gated_delta_rule,
@@ -288,4 +288,4 @@ OVERRIDES: dict[str, Callable[..., Any]] = {
         fused_sigmoid_gating_delta_rule_update
     ),
 }
-"""Functions of vLLM, as in ``vllm_overrides.OVERRIDES``, and their replacements."""
+"""Functions of vLLM, as in ``overrides/``, and their replacements."""

@@ -205,9 +205,9 @@ def _gated(
 
 
 _PREFIX = "vllm.model_executor.layers.mamba.ops."
-OVERRIDES: dict[str, Callable[..., Any]] = {
+KERNELS: dict[str, Callable[..., Any]] = {
     _PREFIX + "ssd_combined:mamba_chunk_scan_combined_varlen": mamba_chunk_scan_combined_varlen,
     _PREFIX + "mamba_ssm:selective_scan_fn": selective_scan_fn,
     _PREFIX + "mamba_ssm:selective_state_update": selective_state_update,
 }
-"""Functions of vLLM, as in ``vllm_overrides.OVERRIDES``, and their replacements."""
+"""Functions of vLLM, as in ``overrides/``, and their replacements."""

@@ -20,7 +20,7 @@ from ascend_platform.attention import base
 from ascend_platform.kernels import register
 from ascend_platform.kernels.ragged import fill_null_slots, null_slots, request_of_token
 from ascend_platform.kernels.v1 import rejection
-from ascend_platform.vllm_overrides import override
+from ascend_platform.overrides.guard import override
 
 
 def eagle_step(

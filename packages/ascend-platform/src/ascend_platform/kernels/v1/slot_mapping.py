@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from ascend_platform.compat import slot_mapping_kernel
 from ascend_platform.kernels import ragged
+from ascend_platform.overrides.shims import slot_mapping_kernel
 
 
 def compute_slot_mapping(

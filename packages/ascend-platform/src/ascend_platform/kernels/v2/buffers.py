@@ -11,7 +11,7 @@ from vllm.platforms import current_platform
 from vllm.utils.torch_utils import async_tensor_h2d
 from vllm.v1.worker.gpu.states import RequestState
 
-from ascend_platform.vllm_overrides import override
+from ascend_platform.overrides.guard import override
 
 
 def is_uva_available() -> bool:

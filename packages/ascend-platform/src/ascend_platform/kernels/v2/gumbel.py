@@ -15,7 +15,7 @@ import torch
 import torch_npu
 
 from ascend_platform.chips import chip
-from ascend_platform.vllm_overrides import override
+from ascend_platform.overrides.guard import override
 
 DRAFT_SALT = 1 << 30
 """Added to the positions of a drafter, whose noise differs from that of the target model."""

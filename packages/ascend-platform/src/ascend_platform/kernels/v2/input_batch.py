@@ -17,7 +17,7 @@ import torch
 from ascend_platform import kernels
 from ascend_platform.kernels import ragged
 from ascend_platform.kernels.v2.step import Sampled, States, Step, current_step
-from ascend_platform.vllm_overrides import override
+from ascend_platform.overrides.guard import override
 
 
 def _of_step(name: str) -> Callable[..., Any]:

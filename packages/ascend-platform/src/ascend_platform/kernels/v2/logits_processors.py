@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from ascend_platform.kernels.v2.buffers import copy_together
-from ascend_platform.vllm_overrides import override
+from ascend_platform.overrides.guard import override
 
 
 def _bits(device: torch.device) -> torch.Tensor:

@@ -19,7 +19,7 @@ from ascend_platform import kernels
 from ascend_platform.kernels.ragged import request_of_token
 from ascend_platform.kernels.v2 import gumbel, watermark
 from ascend_platform.kernels.v2.step import current_step
-from ascend_platform.vllm_overrides import override
+from ascend_platform.overrides.guard import override
 
 
 def gather_draft_sampled(

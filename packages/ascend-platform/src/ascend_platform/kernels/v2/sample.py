@@ -15,7 +15,7 @@ from vllm.utils.math_utils import next_power_of_2
 
 from ascend_platform import kernels
 from ascend_platform.kernels.v2 import gumbel, logits_processors
-from ascend_platform.vllm_overrides import add, override
+from ascend_platform.overrides.guard import add, override
 
 
 def apply_min_p(

@@ -13,7 +13,7 @@ import torch
 
 from ascend_platform.kernels.ragged import request_of_token
 from ascend_platform.kernels.v2 import rejection
-from ascend_platform.vllm_overrides import override
+from ascend_platform.overrides.guard import override
 
 
 def prepare_shifted_inputs(

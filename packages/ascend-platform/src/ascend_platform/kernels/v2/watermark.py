@@ -15,7 +15,7 @@ from vllm.v1.watermarking.prfs import philox
 from vllm.v1.watermarking.watermarker import WatermarkSample
 
 from ascend_platform.kernels.v2.step import current_step
-from ascend_platform.vllm_overrides import override
+from ascend_platform.overrides.guard import override
 
 _MASK = philox._UINT32_MASK
 _MULTIPLIERS = philox._PHILOX_M0, philox._PHILOX_M1

@@ -22,7 +22,7 @@ from vllm.lora.layers.utils import _get_lora_device
 from ascend_platform.errors import RefusedError
 from ascend_platform.ops.moe.experts import NPUFusedMoEMethod
 from ascend_platform.ops.moe.grouped import grouped_matmul
-from ascend_platform.vllm_overrides import override
+from ascend_platform.overrides.guard import override
 
 
 class FusedMoEWithLoRA(fused_moe.FusedMoEWithLoRA):

@@ -15,7 +15,7 @@ import torch
 import torch_npu
 from vllm.model_executor.layers.fused_moe.router import fused_topk_bias_router, grouped_topk_router
 
-from ascend_platform.vllm_overrides import override
+from ascend_platform.overrides.guard import override
 
 SOFTMAX, SIGMOID = 0, 1  # norm_type of npu_moe_gating_top_k
 MAX_SCORE, TOP2_SUM = 0, 1  # its group_select_mode

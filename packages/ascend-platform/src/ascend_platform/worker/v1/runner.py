@@ -8,8 +8,8 @@ from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
 
 import torch
-from vllm.config import ParallelConfig, VllmConfig
-from vllm.distributed.eplb.eplb_state import EplbState
+from vllm.config import CUDAGraphMode, VllmConfig
+from vllm.distributed import get_pp_group
 from vllm.v1.kv_cache_interface import KVCacheConfig
 from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
@@ -20,33 +20,17 @@ from ascend_platform.graph import acl_graph
 from ascend_platform.kernels import ragged
 from ascend_platform.kernels.v1 import drafter, slot_mapping
 from ascend_platform.ops import punica
-from ascend_platform.sampling import topk_topp
-from ascend_platform.vllm_overrides import override
+from ascend_platform.overrides.guard import override
 from ascend_platform.worker import state_layers
 from ascend_platform.worker.loading import ModelMixin
 from ascend_platform.worker.torch_npu_view import torch_on_npu
+from ascend_platform.worker.v1 import topk_topp
 from ascend_platform.worker.v1.draft_lengths import DraftLengthsMixin
 from ascend_platform.worker.v1.graph_sizes import GraphSizeMixin
 from ascend_platform.worker.v1.host_inputs import HostInputsMixin
 
 if TYPE_CHECKING:
     from vllm.v1.core.sched.output import SchedulerOutput
-
-override("vllm.v1.worker.gpu_model_runner:torch", torch_on_npu)
-override("vllm.v1.spec_decode.ngram_proposer_gpu:torch", torch_on_npu)
-
-
-class NPUEplbState(EplbState):
-    """EplbState with the device index that the weight transfer thread needs; vLLM sets it on CUDA
-    and XPU only."""
-
-    def __init__(self, parallel_config: ParallelConfig, device: torch.device) -> None:
-        super().__init__(parallel_config, device)
-        self.device_index = device.index
-
-
-# load_model makes one by this name
-override("vllm.distributed.eplb.eplb_state:EplbState", NPUEplbState)
 
 
 class NPUModelRunner(
@@ -60,9 +44,7 @@ class NPUModelRunner(
     layers."""
 
     def __init__(self, vllm_config: VllmConfig, *args: Any, **kwargs: Any) -> None:
-        kernels.register(slot_mapping.KERNELS)
-        if vllm_config.speculative_config:
-            drafter.install()
+        install(drafts=vllm_config.speculative_config is not None)
         if has_states(vllm_config):
             state_layers.install(vllm_config)
         super().__init__(vllm_config, *args, **kwargs)
@@ -90,30 +72,38 @@ class NPUModelRunner(
         )
         layers = self.compilation_config.static_forward_context
         states = state_cache.split(caches, kv_cache_config)
-        pages = {name: kv_cache.split_layer(layers[name]) for name in caches if name not in states}
+        pages = kv_cache.bind_parts(layers, [name for name in caches if name not in states])
+        for name, split in states.items():
+            layers[name].kv_cache = split
         parts = states | pages
-        for name, split in parts.items():
-            layers[name].kv_cache = split  # bind_kv_cache of MLAAttention takes a single tensor.
-        # KV cache groups share memory. Of a state and the pages in the same memory, the pages are
-        # listed, because they are whole blocks.
-        self.kv_caches[:] = {
-            tensor.data_ptr(): tensor for split in parts.values() for tensor in split
-        }.values()
+        # Of a state and the pages in the same memory, the pages are listed, because they are whole
+        # blocks.
+        self.kv_caches[:] = kv_cache.distinct_tensors(parts.values())
         self._states = [
             (group, state)
             for group, spec in enumerate(kv_cache_config.kv_cache_groups)
             for name in spec.layer_names
             for state in states.get(name, ())
         ]
-        to_zero = (
-            {tensor.data_ptr(): tensor for split in pages.values() for tensor in split}
-            if states
-            else {}
-        )
-        self._pages_to_zero = [
-            each.view(kv_cache_config.num_blocks, -1) for each in to_zero.values()
-        ]
+        to_zero = kv_cache.distinct_tensors(pages.values()) if states else []
+        self._pages_to_zero = [each.view(kv_cache_config.num_blocks, -1) for each in to_zero]
         return parts
+
+    def capture_model(self) -> int:
+        """Capture graphs, then run the largest step and its sampling once to reserve their memory;
+        V2 has sampled when memory was profiled."""
+        graph_bytes = super().capture_model()
+        if get_pp_group().is_last_rank:
+            scheduler = self.scheduler_config
+            num_reqs = min(scheduler.max_num_seqs, scheduler.max_num_batched_tokens)
+            hidden, last_hidden = self._dummy_run(
+                num_reqs, skip_eplb=True, cudagraph_runtime_mode=CUDAGraphMode.NONE
+            )
+            if self.is_pooling_model:
+                self._dummy_pooler_run(hidden)
+            else:
+                self._dummy_sampler_run(last_hidden)
+        return graph_bytes
 
     def _init_kv_zero_meta(self) -> None:
         """No-op: vLLM's zeroing of blocks is a Triton kernel over addresses."""
@@ -166,3 +156,12 @@ class NPUModelRunner(
             ragged.fill_null_slots(slots, first_padding, self.cache_config.block_size)
         kwargs["slot_mappings"] = slot_mappings
         return super()._build_attention_metadata(num_tokens, *args, **kwargs)
+
+
+def install(drafts: bool) -> None:
+    """Replace what V1 needs of vLLM in this process, with draft tokens or without."""
+    override("vllm.v1.worker.gpu_model_runner:torch", torch_on_npu)
+    override("vllm.v1.spec_decode.ngram_proposer_gpu:torch", torch_on_npu)
+    kernels.register(slot_mapping.KERNELS)
+    if drafts:
+        drafter.install()

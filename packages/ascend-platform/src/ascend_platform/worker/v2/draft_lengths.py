@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-all project
 """Sequence lengths on the host while draft tokens are in flight, as
-``ascend_platform/worker/v1/draft_lengths.py`` has them for V1.
+V1's runner has them.
 
 With asynchronous scheduling, the scheduler's numbers of computed tokens count each draft token of
 the last step as accepted. The number of rejected ones is copied to the host right after the

@@ -9,14 +9,13 @@ from typing import Any
 import torch
 from vllm.forward_context import set_forward_context
 from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
-from vllm.platforms import current_platform
 from vllm.v1.worker.gpu.cudagraph_utils import CudaGraphManager, ModelCudaGraphManager
 
 from ascend_platform.graph import acl_graph, capture_sizes
-from ascend_platform.vllm_overrides import override
+from ascend_platform.overrides.guard import override
 
 
-class GraphSizes(CudaGraphManager):
+class GraphManager(CudaGraphManager):
     """CudaGraphManager whose graphs fit the NPU's streams, and are in a memory pool of their
     engine's own.
 
@@ -27,13 +26,14 @@ class GraphSizes(CudaGraphManager):
     attn_metadata: Any = None
 
     def _init_candidates(self) -> None:
-        compilation = self.compilation_config
-        if self.cudagraph_mode and compilation.cudagraph_capture_sizes:
-            kept = capture_sizes.sizes_that_fit(
-                sorted(compilation.cudagraph_capture_sizes), self._num_streams
-            )
-            if kept:
-                self._set_sizes(kept)
+        layers = self.compilation_config.static_forward_context.values()
+        pieces = 1 + sum(isinstance(layer, AttentionLayerBase) for layer in layers)
+        decode_tokens = self.max_num_reqs * self.decode_query_len
+        self._sizes = capture_sizes.GraphSizes(
+            self.vllm_config, self.cudagraph_mode, pieces, decode_tokens
+        )
+        if self.cudagraph_mode and self.compilation_config.cudagraph_capture_sizes:
+            self._sizes.limit()
         super()._init_candidates()
 
     def capture(self, create_forward_fn: Callable[..., Any], *arguments: Any) -> None:
@@ -48,10 +48,8 @@ class GraphSizes(CudaGraphManager):
 
         is_profiling = self._max_full_descs_to_capture is not None  # in a pool of vLLM's
         while self._capture_descs:
-            if not is_profiling:  # see worker/v1/graph_sizes.py
-                self.pool = current_platform.graph_pool_handle()
-                for wrapper in capture_sizes.wrappers_of(self.compilation_config):
-                    wrapper.graph_pool = self.pool
+            if not is_profiling:
+                self.pool = self._sizes.renew_pool()
             is_profiling = False
             try:
                 with capture_sizes.failing_on_all_ranks():
@@ -61,14 +59,9 @@ class GraphSizes(CudaGraphManager):
                 reason = str(error)
             torch.npu.synchronize()
             self.release_graphs()
-            capture_sizes.clear_graphs(self.compilation_config)
-            torch.npu.empty_cache()
             self._candidates.clear()
             self._capture_descs.clear()
-            if kept := capture_sizes.half_of_sizes(
-                sorted(self.compilation_config.cudagraph_capture_sizes), reason
-            ):
-                self._set_sizes(kept)
+            if self._sizes.halve(reason):
                 super()._init_candidates()
 
     def run_fullgraph(self, desc: Any) -> Any:
@@ -83,20 +76,8 @@ class GraphSizes(CudaGraphManager):
     def _capture_stream(self, desc: Any) -> Any:
         return torch.npu.current_stream(self.device)
 
-    def _set_sizes(self, sizes: list[int]) -> None:
-        self.compilation_config.cudagraph_capture_sizes = sizes
-        self.compilation_config.max_cudagraph_capture_size = sizes[-1]
 
-    def _num_streams(self, sizes: list[int]) -> int:
-        """Count the streams of the graphs of these sizes, and those of HCCL."""
-        layers = self.compilation_config.static_forward_context.values()
-        pieces = 1 + sum(isinstance(layer, AttentionLayerBase) for layer in layers)
-        max_decode_tokens = self.max_num_reqs * self.decode_query_len
-        graphs = capture_sizes.num_graphs(self.cudagraph_mode, sizes, pieces, max_decode_tokens)
-        return capture_sizes.num_streams_here(graphs, self.vllm_config)
-
-
-class NPUCudaGraphManager(ModelCudaGraphManager, GraphSizes):  # type: ignore[misc]
+class NPUCudaGraphManager(ModelCudaGraphManager, GraphManager):  # type: ignore[misc]
     """ModelCudaGraphManager on the NPU."""
 
 

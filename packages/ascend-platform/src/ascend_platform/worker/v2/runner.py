@@ -7,7 +7,6 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from vllm.compilation.cuda_graph import CUDAGraphWrapper
 from vllm.compilation.monitor import set_cudagraph_capturing_enabled
 from vllm.config import VllmConfig
 from vllm.v1.worker.gpu import attn_utils
@@ -23,10 +22,11 @@ from ascend_platform.kernels.v2.device_step import DeviceStep
 from ascend_platform.kernels.v2.host_step import HostStep
 from ascend_platform.kernels.v2.step import running
 from ascend_platform.ops import punica
-from ascend_platform.vllm_overrides import override, without
+from ascend_platform.overrides.guard import override
+from ascend_platform.worker import process_groups
 from ascend_platform.worker.loading import ModelMixin
 from ascend_platform.worker.torch_npu_view import torch_on_npu
-from ascend_platform.worker.v2 import graphs, overrides, sampler  # noqa: F401
+from ascend_platform.worker.v2 import graphs, sampler
 from ascend_platform.worker.v2.draft_lengths import DraftLengthsMixin
 
 _init_kv_cache = attn_utils.init_kv_cache
@@ -37,29 +37,7 @@ def init_kv_cache(layers: dict[str, Any], config: Any, *args: Any, **kwargs: Any
     PagedLatent."""
     kv_cache.check(config)
     caches = _init_kv_cache(layers, config, *args, **kwargs)
-    parts = {name: kv_cache.split_layer(layers[name]) for name in caches}
-    for name, split in parts.items():
-        layers[name].kv_cache = split  # bind_kv_cache of MLAAttention takes a single tensor.
-    return parts
-
-
-override(
-    "vllm.v1.worker.gpu.model_runner:torch",
-    module_with_overrides(torch_on_npu, arange=input_batch.arange, zeros=input_batch.zeros),
-)
-override("vllm.v1.worker.gpu.async_utils:torch", torch_on_npu)
-override("vllm.v1.worker.gpu.structured_outputs:torch", torch_on_npu)
-override("vllm.v1.worker.gpu.spec_decode.utils:torch", torch_on_npu)
-override("vllm.v1.worker.gpu.pp_utils:torch", torch_on_npu)
-override("vllm.v1.worker.gpu.attn_utils:init_kv_cache", init_kv_cache)
-override("vllm.utils.gc_utils:freeze_gc_for_cudagraph_capture", capture_sizes.freeze_gc)
-override("vllm.v1.worker.gpu.block_table:BlockTables", NPUBlockTables)
-buffers.install()
-graphs.install()
-input_batch.install()
-sample.install()
-sampler.install()
-watermark.install()
+    return kv_cache.bind_parts(layers, caches)
 
 
 class NPUModelRunner(ModelMixin, DraftLengthsMixin, GPUModelRunner):
@@ -78,19 +56,15 @@ class NPUModelRunner(ModelMixin, DraftLengthsMixin, GPUModelRunner):
     """The last step's; None after a dummy run."""
 
     def __init__(self, vllm_config: VllmConfig, device: torch.device) -> None:
-        if vllm_config.speculative_config:
-            from ascend_platform.kernels.v2 import speculator
-
-            speculator.install()
+        install(drafts=vllm_config.speculative_config is not None)
         self._sent = buffers.SentInputs()
         super().__init__(vllm_config, device)
         # This subtracts its communicator's buffers from the KV cache's budget.
         if self.pp_handler is not None:
-            token = torch.zeros(1, device=device)
-            torch.distributed.broadcast(
-                token, src=self.pp_handler.last_rank, group=self.pp_handler.broadcast_group
+            pp = self.pp_handler
+            process_groups.create_communicator_of_broadcasts(
+                pp.broadcast_group, pp.last_rank, device
             )
-            torch.npu.synchronize()
         self._make_lora_inputs = self.lora_state.make_lora_inputs
         vars(self.lora_state).update(make_lora_inputs=self._make_lora_inputs_of_logits)
         parallel = vllm_config.parallel_config
@@ -98,15 +72,6 @@ class NPUModelRunner(ModelMixin, DraftLengthsMixin, GPUModelRunner):
             parallel.distributed_executor_backend == "external_launcher"
             and parallel.data_parallel_size > 1
         )
-        self._prepare_eplb = self.eplb.prepare_load
-        vars(self.eplb).update(prepare_load=self._prepare_eplb_on_npu)
-
-    def _prepare_eplb_on_npu(self) -> None:
-        """Like the base method, but set the device index that the weight transfer thread needs;
-        vLLM sets it only on CUDA and XPU."""
-        self._prepare_eplb()
-        if self.eplb.state is not None:
-            self.eplb.state.device_index = self.device.index
 
     def _make_lora_inputs_of_logits(
         self, *arguments: Any
@@ -169,9 +134,7 @@ class NPUModelRunner(ModelMixin, DraftLengthsMixin, GPUModelRunner):
         """Allocate the KV cache; ``self.kv_caches``, in which blocks are copied, lists keys and
         values as two caches."""
         super().initialize_kv_cache(*arguments, **named)
-        tensors = [tensor for pair in self.kv_caches for tensor in pair]
-        # KV cache groups share tensors
-        self.kv_caches = list({tensor.data_ptr(): tensor for tensor in tensors}.values())
+        self.kv_caches = kv_cache.distinct_tensors(self.kv_caches)
 
     def _describe(self, batch: Any) -> DeviceStep | HostStep:
         """The host's knowledge of a step. With draft tokens the scheduler's numbers are upper
@@ -273,8 +236,30 @@ class NPUModelRunner(ModelMixin, DraftLengthsMixin, GPUModelRunner):
     def profile_cudagraph_memory(self) -> int:
         """Estimate graph memory as vLLM does, whose function clears all wrappers' graphs, with this
         runner's wrappers only."""
-        others = set(CUDAGraphWrapper._all_instances).difference(
-            capture_sizes.wrappers_of(self.compilation_config)
-        )
-        with without("vllm.compilation.cuda_graph:CUDAGraphWrapper._all_instances", others):
+        with capture_sizes.without_other_engines(self.compilation_config):
             return super().profile_cudagraph_memory()
+
+
+def install(drafts: bool) -> None:
+    """Replace what V2 needs of vLLM in this process, with draft tokens or without."""
+    override(
+        "vllm.v1.worker.gpu.model_runner:torch",
+        module_with_overrides(torch_on_npu, arange=input_batch.arange, zeros=input_batch.zeros),
+    )
+    override("vllm.v1.worker.gpu.async_utils:torch", torch_on_npu)
+    override("vllm.v1.worker.gpu.structured_outputs:torch", torch_on_npu)
+    override("vllm.v1.worker.gpu.spec_decode.utils:torch", torch_on_npu)
+    override("vllm.v1.worker.gpu.pp_utils:torch", torch_on_npu)
+    override("vllm.v1.worker.gpu.attn_utils:init_kv_cache", init_kv_cache)
+    override("vllm.utils.gc_utils:freeze_gc_for_cudagraph_capture", capture_sizes.freeze_gc)
+    override("vllm.v1.worker.gpu.block_table:BlockTables", NPUBlockTables)
+    buffers.install()
+    graphs.install()
+    input_batch.install()
+    sample.install()
+    sampler.install()
+    watermark.install()
+    if drafts:
+        from ascend_platform.kernels.v2 import speculator
+
+        speculator.install()

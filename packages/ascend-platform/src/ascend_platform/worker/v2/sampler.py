@@ -20,8 +20,8 @@ from vllm.v1.worker.gpu.sample.output import SamplerOutput
 from vllm.v1.worker.gpu.sample.sampler import Sampler
 
 from ascend_platform.kernels.v2 import gumbel
+from ascend_platform.overrides.guard import override
 from ascend_platform.sampling import topk_topp
-from ascend_platform.vllm_overrides import override
 
 NUM_PROCESSORS = 3
 """vLLM's own logits processors: biases, penalties and bad words; a user's follow."""

@@ -1,42 +1,39 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-all project
-"""Names of vLLM that the V2 model runner replaces, in addition to ``vllm_overrides.OVERRIDES``;
-compared where V2 is chosen."""
+"""Names of vLLM that the V2 model runner replaces; compared where V2 is chosen."""
 
-from ascend_platform.vllm_overrides import Override, include, kernel, torch_view
-
-SINCE = "0.33"
-"""The first minor version of vLLM whose V2 runner is supported."""
+from ascend_platform.overrides.launch_sites import SINCE, sources
+from ascend_platform.overrides.table import Override, kernel, torch_view
 
 _GPU = "vllm.v1.worker.gpu"
 _WATERMARKING = "vllm.v1.watermarking"
 _TRITON = "Triton runs on the NPU, or vLLM has a PyTorch form of the kernel"
 
 
+def _listed(target: str) -> dict[str, str]:
+    """The fingerprint that launch_sites.csv has."""
+    return {SINCE: sources()[target]}
+
+
 def _function(
-    module: str,
-    name: str,
-    why: str,
-    fingerprint: str,
-    *importers: str,
-    kept_in: tuple[str, ...] = (),
+    module: str, name: str, why: str, *importers: str, kept_in: tuple[str, ...] = ()
 ) -> Override:
     """A function around a Triton kernel whose own arguments do not contain what the host knows of a
     step."""
-    target, modules = (
-        f"{_GPU}.{module}:{name}",
-        tuple(f"{_GPU}.{importer}" for importer in importers),
-    )
-    found, kept = {SINCE: fingerprint}, (f"{_GPU}.spec_decode.dflash", *kept_in)
+    target = f"{_GPU}.{module}:{name}"
     return Override(
         target,
         "replaced",
         why,
         _TRITON,
-        found,
-        replaced_in=(f"{_GPU}.{module}", *modules),
-        kept_in=kept,
+        _listed(target),
+        replaced_in=(f"{_GPU}.{module}", *(f"{_GPU}.{importer}" for importer in importers)),
+        kept_in=(f"{_GPU}.spec_decode.dflash", *kept_in),
     )
+
+
+def _kernel(module: str, name: str, why: str) -> Override:
+    return kernel(f"{module}:{name}", why, _listed(f"{module}:{name}"))
 
 
 _OF_RANKS = ("model_runner", "cudagraph_utils", "ubatch_utils", "spec_decode.speculator")
@@ -168,7 +165,7 @@ OVERRIDES: tuple[Override, ...] = (
         "replaced",
         "it launches a Triton kernel",
         _TRITON,
-        {SINCE: "611ff262f6fc"},
+        _listed(f"{_GPU}.buffer_utils:StagedWriteTensor.apply_write"),
     ),
     Override(
         f"{_GPU}.states:RequestState",
@@ -178,7 +175,7 @@ OVERRIDES: tuple[Override, ...] = (
         "vLLM keeps the token counts in one tensor",
         {SINCE: "d78c35d4f575"},
         replaced_in=(f"{_GPU}.model_runner",),
-        kept_in=(_GPU, "vllm.model_executor", "vllm.models"),  # in annotations
+        kept_in=(_GPU, "vllm.model_executor", "vllm.models"),  # In annotations.
     ),
     Override(
         f"{_GPU}.block_table:BlockTables",
@@ -188,7 +185,7 @@ OVERRIDES: tuple[Override, ...] = (
         _TRITON,
         {SINCE: "e2fdeaa0ebe8"},
         replaced_in=(f"{_GPU}.model_runner",),
-        kept_in=(_GPU, "vllm.v1.hisparse", "vllm.models"),  # in annotations
+        kept_in=(_GPU, "vllm.v1.hisparse", "vllm.models"),  # In annotations.
     ),
     Override(
         f"{_GPU}.attn_utils:init_kv_cache",
@@ -203,28 +200,24 @@ OVERRIDES: tuple[Override, ...] = (
         "input_batch",
         "prepare_prefill_inputs",
         "the tokens of prompts",
-        "98fb07ccd421",
         "model_runner",
     ),
     _function(
         "input_batch",
         "prepare_pos_seq_lens",
         "positions and sequence lengths",
-        "0ec62e54fcd1",
         "model_runner",
     ),
     _function(
         "input_batch",
         "combine_sampled_and_draft_tokens",
         "the last sampled tokens",
-        "c1ce33e6d3ff",
         "model_runner",
     ),
     _function(
         "input_batch",
         "get_num_sampled_and_rejected",
         "how many tokens each request has sampled",
-        "cf4f4e72993d",
         "sample.sampler",
         "spec_decode.rejection_sampler",
     ),
@@ -232,17 +225,13 @@ OVERRIDES: tuple[Override, ...] = (
         "input_batch",
         "expand_idx_mapping",
         "the request of each logit",
-        "79e8d7064aea",
         "model_runner",
     ),
-    _function(
-        "cp_utils", "prepare_dcp_local_seq_lens", "context parallelism", "c91af192e934", *_OF_RANKS
-    ),
-    kernel(
+    _function("cp_utils", "prepare_dcp_local_seq_lens", "context parallelism", *_OF_RANKS),
+    _kernel(
         f"{_GPU}.mm.rope",
         "_prepare_rope_positions_kernel",
         "positions of multimodal rotary tables",
-        v0_33="94794d39da65",
     ),
     Override(
         f"{_GPU}.sample.sampler:Sampler",
@@ -260,13 +249,13 @@ OVERRIDES: tuple[Override, ...] = (
         "replaced",
         "the tokens that a drafter samples, and those beside watermarked ones",
         _TRITON,
-        {SINCE: "10533e09af59"},
+        _listed(f"{_GPU}.sample.gumbel:gumbel_sample"),
         replaced_in=(
             f"{_GPU}.sample.gumbel",
             f"{_GPU}.spec_decode.speculator",
             f"{_WATERMARKING}.watermarker",
         ),
-        # not reached
+        # Not reached.
         kept_in=(f"{_GPU}.sample.sampler", f"{_GPU}.spec_decode.dspark", "vllm.models"),
     ),
     Override(
@@ -276,15 +265,22 @@ OVERRIDES: tuple[Override, ...] = (
         "vLLM's placeholder of Triton has next_power_of_2",
         {SINCE: "4fe7a8716712"},
     ),
-    _function("sample.gumbel", "apply_temperature", "temperature", "1e4826560738", "sample.states"),
-    _function("sample.min_p", "apply_min_p", "min-p", "a2ebef3e3fad", "sample.states"),
-    _function("sample.penalties", "apply_penalties", "penalties", "d488d8e1c286"),
-    _function("sample.penalties", "bincount", "the tokens that penalties are for", "224c335439bb"),
+    _function("sample.gumbel", "apply_temperature", "temperature", "sample.states"),
+    _function("sample.min_p", "apply_min_p", "min-p", "sample.states"),
+    _function(
+        "sample.penalties",
+        "apply_penalties",
+        "penalties",
+    ),
+    _function(
+        "sample.penalties",
+        "bincount",
+        "the tokens that penalties are for",
+    ),
     _function(
         "metrics.logits",
         "get_num_nans",
         "VLLM_COMPUTE_NANS_IN_LOGITS",
-        "00a906e77d29",
         "sample.sampler",
         "spec_decode.rejection_sampler",
     ),
@@ -292,15 +288,18 @@ OVERRIDES: tuple[Override, ...] = (
         "sample.logit_bias",
         "apply_logit_bias",
         "logit bias, allowed tokens and min_tokens",
-        "d3d6364d15b7",
     ),
-    _function("sample.bad_words", "apply_bad_words", "bad words", "47d96f7be180"),
+    _function(
+        "sample.bad_words",
+        "apply_bad_words",
+        "bad words",
+    ),
     Override(
         f"{_GPU}.structured_outputs:StructuredOutputsWorker.apply_grammar_bitmask",
         "replaced",
         "structured output: it launches a Triton kernel, after two copies where one does",
         _TRITON,
-        {SINCE: "a7c54d567d57"},
+        _listed(f"{_GPU}.structured_outputs:StructuredOutputsWorker.apply_grammar_bitmask"),
     ),
     Override(
         f"{_WATERMARKING}.gpu_sampler:GPUWatermarkSampler",
@@ -323,7 +322,7 @@ OVERRIDES: tuple[Override, ...] = (
         "replaced",
         "whether a context has been watermarked before",
         _TRITON,
-        {SINCE: "310f6927d516"},
+        _listed(f"{_GPU}.sample.watermark:repeated_context_mask"),
         replaced_in=(f"{_GPU}.sample.watermark", f"{_WATERMARKING}.gpu_sampler"),
     ),
     Override(
@@ -331,23 +330,25 @@ OVERRIDES: tuple[Override, ...] = (
         "replaced",
         "the same of a drafter's contexts",
         _TRITON,
-        {SINCE: "aade448703f7"},
+        _listed(f"{_GPU}.sample.watermark:draft_watermarking_mask"),
         replaced_in=(f"{_GPU}.sample.watermark", f"{_WATERMARKING}.spec_decode"),
     ),
-    kernel(
+    _kernel(
         f"{_GPU}.sample.logprob",
         "_fill_logprob_token_ids_kernel",
         "logprob_token_ids",
-        v0_33="a6b1837812b7",
     ),
     *(
-        kernel(f"{_GPU}.input_batch", name, why, v0_33=source)
-        for name, why, source in (
-            ("_post_update_kernel", "the requests' states after sampling", "e61e1bbcb632"),
+        _kernel(
+            f"{_GPU}.input_batch",
+            name,
+            why,
+        )
+        for name, why in (
+            ("_post_update_kernel", "the requests' states after sampling"),
             (
                 "_post_update_num_computed_tokens_kernel",
                 "the requests' states of a rank that does not sample",
-                "e849fe619740",
             ),
         )
     ),
@@ -356,68 +357,55 @@ OVERRIDES: tuple[Override, ...] = (
             "spec_decode.target_dependent_ar.speculator",
             name,
             "inputs of EAGLE's and MTP's drafters",
-            source,
         )
-        for name, source in (
-            ("prepare_prefill_inputs", "da2ce5e63572"),
-            ("prepare_decode_inputs", "74a9b8908ee9"),
-            ("update_draft_inputs", "b8741f8de38f"),
-        )
+        for name in ("prepare_prefill_inputs", "prepare_decode_inputs", "update_draft_inputs")
     ),
     _function(
         "spec_decode.standalone_ar.speculator",
         "prepare_prefill_inputs",
         "inputs of a draft model",
-        "a3601e3c09e0",
     ),
     _function(
         "spec_decode.rejection_sampler",
         "gather_draft_sampled",
         "the draft tokens to verify",
-        "f821e4d89628",
     ),
     _function(
         "spec_decode.rejection_sampler_utils",
         "rejection_sample",
         "which draft tokens are accepted",
-        "846c74c73510",
         "spec_decode.rejection_sampler",
         kept_in=(_WATERMARKING,),
     ),
-    kernel(
+    _kernel(
         f"{_GPU}.spec_decode.rejection_sampler",
         "_flatten_sampled_kernel",
         "log-probabilities",
-        v0_33="95dbd58c6d91",
     ),
-    kernel(
+    _kernel(
         f"{_GPU}.spec_decode.ngram.speculator",
         "_ngram_scan_kernel",
         "n-gram drafter's matches",
-        v0_33="4d2cf828d818",
     ),
-    kernel(
+    _kernel(
         f"{_GPU}.spec_decode.ngram.speculator",
         "_ngram_finalize_kernel",
         "n-gram drafter's tokens",
-        v0_33="bdca1a7844b7",
     ),
     _function(
         "sample.logprob",
         "compute_token_logprobs",
         "log-probabilities",
-        "e3235d4bf796",
         "sample.prompt_logprob",
     ),
-    kernel(
-        f"{_GPU}.sample.logprob", "_ranks_kernel", "the sampled tokens' ranks", v0_33="759ab23bc60c"
+    _kernel(
+        f"{_GPU}.sample.logprob",
+        "_ranks_kernel",
+        "the sampled tokens' ranks",
     ),
     _function(
         "sample.prompt_logprob",
         "get_prompt_logprobs_token_ids",
         "the tokens of prompts to score",
-        "d24d199bc865",
     ),
 )
-
-include(OVERRIDES)

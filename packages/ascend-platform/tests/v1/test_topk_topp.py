@@ -7,7 +7,7 @@ import types
 import numpy
 import pytest
 import torch
-from ascend_platform.sampling import topk_topp
+from ascend_platform.worker.v1 import topk_topp
 from vllm.v1.sample import rejection_sampler
 from vllm.v1.sample.ops.topk_topp_sampler import TopKTopPSampler, apply_top_k_top_p_pytorch
 

@@ -16,7 +16,7 @@ from vllm.platforms import Platform, current_platform
 from vllm.utils import torch_utils
 from vllm.v1.worker import block_table, gpu_worker
 
-from ascend_platform.vllm_overrides import override
+from ascend_platform.overrides.guard import override
 
 
 class Shim(NamedTuple):

@@ -3,12 +3,13 @@
 """Where vLLM's V2 runner launches Triton kernels (``launch_sites.csv``): who serves each, or why it
 is never reached.
 
-``state`` is ``overridden`` by a function of this package, ``refused`` with a feature of
+``state`` is ``overridden`` by a function of the V2 runner, ``refused`` with a feature of
 ``config/model_runner.py``, or ``unreachable`` for the reason given. Fingerprints are of the kernel
-and of the function that launches it.
+and of the function that launches it; each is in the first row that has the name only.
 """
 
 import csv
+import functools
 from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
@@ -16,7 +17,10 @@ from typing import NamedTuple
 from packaging.version import Version
 
 from ascend_platform import fingerprint
-from ascend_platform.worker.v2 import overrides
+from ascend_platform.overrides import table
+
+SINCE = "0.33"
+"""The first minor version of vLLM whose V2 runner is supported."""
 
 GPU = "vllm.v1.worker.gpu"
 
@@ -33,19 +37,36 @@ class Site(NamedTuple):
     state: str
     by: str
 
+    @property
+    def targets(self) -> tuple[str, str]:
+        """The kernel and its caller, as ``package.module:qualified.name``."""
+        kernel = self.kernel if ":" in self.kernel else f"{GPU}.{self.module}:{self.kernel}"
+        return kernel, f"{GPU}.{self.module}:{self.caller}"
+
     def differences(self, tree: Path | None = None) -> Iterator[str]:
         """Differences of a vLLM (a source tree, or the installed one) from the table."""
-        for name, kept in ((self.kernel, self.kernel_source), (self.caller, self.caller_source)):
-            module, _, qualname = name.rpartition(":")
-            module = module or f"{GPU}.{self.module}"
-            source = fingerprint.module_source(module, tree)
-            if difference := fingerprint.drift(f"{module}:{qualname}", (kept,), source):
+        for target in self.targets:
+            source = fingerprint.module_source(target.partition(":")[0], tree)
+            if difference := fingerprint.drift(target, (sources()[target],), source):
                 yield difference
 
 
+@functools.cache
 def sites() -> list[Site]:
     with open(Path(__file__).with_suffix(".csv"), newline="") as file:
         return [Site(**row) for row in csv.DictReader(file)]
+
+
+@functools.cache
+def sources() -> dict[str, str]:
+    """The fingerprint of each kernel and caller, which the first row that has it gives."""
+    found: dict[str, str] = {}
+    for site in sites():
+        for target, source in zip(
+            site.targets, (site.kernel_source, site.caller_source), strict=True
+        ):
+            found.setdefault(target, source)
+    return found
 
 
 def kernels_of(feature: str) -> list[str]:
@@ -59,15 +80,15 @@ def rows(tree: Path | None, version: str) -> list[dict[str, str]]:
 
     See ``extension.overrides``.
     """
-    if not version or Version(version).release < Version(overrides.SINCE).release:
+    if not version or Version(version).release < Version(SINCE).release:
         return []
-    found = [each.row(tree) for each in overrides.OVERRIDES]
+    found = [each.row(tree) for each in table.rows("v2")]
     for site in sites():
         fields = {
             "name": f"{site.module}.{site.kernel.rpartition(':')[2]}",
-            "target": f"{GPU}.{site.module}:{site.caller}",
+            "target": site.targets[1],
         }
-        fields |= {"action": f"launch {site.state}", "vllm": overrides.SINCE, "why": site.by}
+        fields |= {"action": f"launch {site.state}", "vllm": SINCE, "why": site.by}
         found.append(
             fields
             | {

@@ -15,21 +15,21 @@ from pathlib import Path
 from types import ModuleType
 
 import pytest
-from ascend_platform import extension, vllm_overrides
-from ascend_platform.vllm_overrides import OVERRIDES, Override
-from ascend_platform.worker import state_layers
-from ascend_platform.worker.v2 import overrides as v2
+from ascend_platform import extension
+from ascend_platform.overrides import guard, states, table, v2
+from ascend_platform.overrides.table import Override
 from harness import vllm_copy
 from packaging.version import Version
 from vllm import __version__ as vllm_version
 
 ADDER = Path(__file__).parents[3] / "tools" / "models" / "adder"
-TABLE = OVERRIDES
+OVERRIDES = table.rows("common", "v1")
+TABLE = [*OVERRIDES]
 if Version(vllm_version).release >= Version(v2.SINCE).release:
     # A bool, which does not belong to a module.
-    TABLE += tuple(each for each in v2.OVERRIDES if each.qualname != "HAS_TRITON")
-if Version(vllm_version).release >= Version(state_layers.SINCE).release:
-    TABLE += state_layers.OVERRIDES
+    TABLE += [each for each in v2.OVERRIDES if each.qualname != "HAS_TRITON"]
+if Version(vllm_version).release >= Version(states.SINCE).release:
+    TABLE += states.OVERRIDES
 FUNCTIONS = [
     each
     for each in TABLE
@@ -40,7 +40,8 @@ GROUPED = "vllm.model_executor.layers.fused_moe.router.grouped_topk_router:group
 
 WALK = """
 import functools, json, pathlib, sys
-from ascend_platform import fingerprint, vllm_overrides
+from ascend_platform import fingerprint
+from ascend_platform.overrides import guard
 fingerprint.fingerprint = functools.cache(fingerprint.fingerprint)  # most of vLLM is the same in all cases
 tree, cases, said = pathlib.Path(sys.argv[1]), json.load(sys.stdin), []
 for file, text in cases:
@@ -48,9 +49,9 @@ for file, text in cases:
     before = place.read_text()
     place.unlink()
     place.write_text(text)
-    vllm_overrides._problem.cache_clear()
+    guard._problem.cache_clear()
     try:
-        vllm_overrides.check()
+        guard.check("common", "v1")
         said.append("")
     except ValueError as error:
         said.append(str(error))
@@ -66,12 +67,12 @@ def vllm_tree(tmp_path_factory) -> Path:
 
 
 def walk(tree: Path, cases: list[tuple[str, str]]) -> list[str]:
-    """Refusals of :func:`vllm_overrides.check` for each edited vLLM, in a process that finds this
+    """Refusals of :func:`guard.check` for each edited vLLM, in a process that finds this
     vLLM first."""
     environment = os.environ | {
         "PYTHONPATH": os.pathsep.join(filter(None, [str(tree), os.environ.get("PYTHONPATH")]))
     }
-    environment.pop(vllm_overrides.ACCEPT, None)
+    environment.pop(guard.ACCEPT, None)
     command = [sys.executable, "-c", WALK, str(tree)]
     done = subprocess.run(
         command,
@@ -98,7 +99,7 @@ def test_renamed_target_is_refused_by_name(vllm_tree: Path) -> None:
     ):
         assert f"override {each.name}: target " in said, each.name
         assert " is missing: " in said
-        assert vllm_overrides.ACCEPT not in said
+        assert guard.ACCEPT not in said
         assert "\n" not in said
 
 
@@ -126,7 +127,7 @@ def test_unchanged_vllm_of_another_version_is_taken(
             "vLLM 0.99.0 is not supported by ascend-platform 0.1.0: override"
             f" grouped_topk_router.grouped_topk: target {GROUPED} is missing:"
             f" {GROUPED.partition(':')[0]} does not define grouped_topk; fix: pip install --upgrade"
-            f" ascend-platform, or install an unedited release of {vllm_overrides._supported()}"
+            f" ascend-platform, or install an unedited release of {guard._supported()}"
         ),
         "",
     ]
@@ -136,14 +137,14 @@ def test_unchanged_vllm_of_another_version_is_taken(
 def test_importer_that_the_table_does_not_name_is_refused(
     entry: Override, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(vllm_overrides, "_applied", set())
+    monkeypatch.setattr(guard, "_applied", set())
     importer, module = ModuleType("vllm.somebody"), importlib.import_module(entry.module)
     value = getattr(module, entry.qualname)  # Only of this module: replacements may be shared.
     importer.taken = functools.partial(value) if callable(value) else copy.copy(value)
     monkeypatch.setattr(module, entry.qualname, importer.taken)
     monkeypatch.setitem(sys.modules, "vllm.somebody", importer)
     with pytest.raises(extension.RefusedError) as refused:
-        vllm_overrides.override(entry.target, None)
+        guard.override(entry.target, None)
     assert f"override {entry.name}: vllm.somebody has imported {entry.target} too" in str(
         refused.value
     )
@@ -191,28 +192,28 @@ def plain_module(monkeypatch: pytest.MonkeyPatch):
         {"0.31": "a"},
         replaced_in=("vllm.plain", "vllm.user", "vllm.later"),
     )
-    tables = [
+    added = [
         Override(f"vllm.plain:{name}", "entries added", "", "", {}) for name in ("TABLE", "NAMES")
     ]
-    monkeypatch.setattr(vllm_overrides, "OVERRIDES", (entry, *tables))
-    monkeypatch.setattr(vllm_overrides, "_applied", set())
+    monkeypatch.setattr(table, "tables", lambda: {"common": (entry, *added)})
+    monkeypatch.setattr(guard, "_applied", set())
     problems: dict[str, str] = {}
-    monkeypatch.setattr(vllm_overrides, "_problem", lambda target: problems.get(target, ""))
+    monkeypatch.setattr(guard, "_problem", lambda target: problems.get(target, ""))
     module.problems = problems
     return module
 
 
 def test_override_is_applied_once_and_wherever_it_was_imported(plain_module: ModuleType) -> None:
-    vllm_overrides.override("vllm.plain:one", len)
-    vllm_overrides.override("vllm.plain:one", max)
+    guard.override("vllm.plain:one", len)
+    guard.override("vllm.plain:one", max)
     assert plain_module.one is sys.modules["vllm.user"].one is len
     assert "vllm.later" not in sys.modules
 
 
 def test_entries_are_added_and_vllm_keeps_its_own(plain_module: ModuleType) -> None:
     for _ in range(2):
-        vllm_overrides.add("vllm.plain:TABLE", {"npu": 2, "gpu": 3})
-        vllm_overrides.add("vllm.plain:NAMES", ["b"])
+        guard.add("vllm.plain:TABLE", {"npu": 2, "gpu": 3})
+        guard.add("vllm.plain:NAMES", ["b"])
     assert plain_module.TABLE == {"gpu": 1, "npu": 2}
     assert sorted(plain_module.NAMES) == ["a", "b"]
 
@@ -221,7 +222,7 @@ def test_another_plugin_that_has_replaced_it_is_named(plain_module: ModuleType, 
     plugin = ModuleType("plugin_of_somebody")
     exec("def one():\n    return 2\n", plugin.__dict__)
     plain_module.one = plugin.one
-    vllm_overrides.override("vllm.plain:one", len)
+    guard.override("vllm.plain:one", len)
     assert log_lines == [
         (
             "WARNING",
@@ -244,25 +245,22 @@ def test_difference_that_the_user_accepts_is_a_line(
         extension.RefusedError,
         match=r"or, if this vLLM is edited .* export VLLM_ASCEND_ACCEPT_OVERRIDES=plain.one$",
     ):
-        vllm_overrides.override("vllm.plain:one", len)
-    monkeypatch.setenv(vllm_overrides.ACCEPT, "plain.one")
-    vllm_overrides.override("vllm.plain:one", len)
+        guard.override("vllm.plain:one", len)
+    monkeypatch.setenv(guard.ACCEPT, "plain.one")
+    guard.override("vllm.plain:one", len)
     assert plain_module.one is len
     said = (
-        f"override plain.one applied despite a mismatch ({vllm_overrides.ACCEPT}):"
+        f"override plain.one applied despite a mismatch ({guard.ACCEPT}):"
         f" {plain_module.problems['vllm.plain:one']}"
     )
     assert log_lines == [("WARNING", said)]
     plain_module.problems["vllm.plain:TABLE"] = "target vllm.plain:TABLE is missing"
-    monkeypatch.setenv(vllm_overrides.ACCEPT, "plain.one,plain.TABLE,plain.on")
+    monkeypatch.setenv(guard.ACCEPT, "plain.one,plain.TABLE,plain.on")
     with pytest.raises(extension.RefusedError, match=r"override plain.TABLE: .* is missing; fix: "):
-        vllm_overrides.check()
+        guard.check()
     assert (
         "WARNING",
-        (
-            f"{vllm_overrides.ACCEPT} names 'plain.on', which is no override; did you mean"
-            " 'plain.one'?"
-        ),
+        (f"{guard.ACCEPT} names 'plain.on', which is no override; did you mean 'plain.one'?"),
     ) in log_lines
 
 
@@ -274,7 +272,7 @@ def test_more_than_one_difference_is_counted(plain_module: ModuleType) -> None:
         extension.RefusedError,
         match=r"override plain.one: .* \(and 2 more, see vllm-ascend patches check\); fix",
     ):
-        vllm_overrides.check()
+        guard.check()
 
 
 @pytest.mark.slow
@@ -286,7 +284,7 @@ def test_serve_with_a_renamed_function_ends_with_one_line(vllm_tree: Path) -> No
     before = (vllm_tree / file).read_text()
     vllm_copy.write(vllm_tree, file, text)
     path = os.pathsep.join(filter(None, [str(vllm_tree), os.environ.get("PYTHONPATH")]))
-    removed = ("VLLM_PLUGINS", "VLLM_VERSION", "VLLM_LOGGING_LEVEL", vllm_overrides.ACCEPT)
+    removed = ("VLLM_PLUGINS", "VLLM_VERSION", "VLLM_LOGGING_LEVEL", guard.ACCEPT)
     environment = {name: value for name, value in os.environ.items() if name not in removed}
     done = subprocess.run(
         [Path(sys.executable).with_name("vllm"), "serve", ADDER, "--max-model-len", "1024"],

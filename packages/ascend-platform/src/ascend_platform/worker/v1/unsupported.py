@@ -1,0 +1,37 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-all project
+"""What the V1 model runner does not support on NPUs; checked where V1 is chosen."""
+
+import importlib.util
+from typing import Any
+
+from ascend_platform.errors import RefusedError
+
+DRAFTS = {
+    "dflash": (
+        "its drafter needs non-causal attention, and the attention backends for NPUs are causal"
+    ),
+    "gemma4_mtp": "its drafter captures CUDA graphs of its own",
+}
+"""Methods of speculative decoding that are not supported, and why."""
+
+
+def check(vllm_config: Any) -> None:
+    """Refuse methods of speculative decoding.
+
+    Raises:
+        RefusedError: the method by its name, and why.
+    """
+    config = vllm_config.speculative_config
+    if config is None:
+        return
+    asked = {"dflash": config.use_dflash(), "gemma4_mtp": config.use_gemma4_mtp()}
+    if name := next((name for name in asked if asked[name]), ""):
+        raise RefusedError(
+            f"speculative decoding with {name} is not supported: {DRAFTS[name]}; fix: choose"
+            " another method"
+        )
+    if config.method == "ngram" and not importlib.util.find_spec("numba"):
+        raise RefusedError(
+            "speculative decoding with ngram needs numba; fix: pip install 'ascend-platform[ngram]'"
+        )

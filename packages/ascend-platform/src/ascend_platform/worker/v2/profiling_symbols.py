@@ -1,0 +1,30 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-all project
+"""The functions of the V2 runner that msServiceProfiler measures."""
+
+from ascend_platform.observability.service_profiling import Symbol, of_runner
+
+_RUNNER = "ascend_platform.worker.v2.runner:NPUModelRunner"
+SYMBOLS = [
+    *of_runner(
+        _RUNNER,
+        "add_requests",
+        "update_requests",
+        "prepare_inputs",
+        "prepare_attn",
+        "sample",
+        "postprocess_sampled",
+    ),
+    *(
+        Symbol(
+            f"vllm.v1.worker.gpu.spec_decode.{name}Speculator.propose",
+            "propose_draft_token_ids",
+            "SpecDecode",
+        )
+        for name in (
+            "target_dependent_ar.speculator:TargetDependentAR",
+            "standalone_ar.speculator:StandaloneAR",
+            "ngram.speculator:NgramGPU",
+        )
+    ),
+]

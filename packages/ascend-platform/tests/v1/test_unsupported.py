@@ -1,0 +1,32 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-all project
+"""Methods of speculative decoding that the V1 runner does not support are refused by name."""
+
+import functools
+import importlib.util
+import types
+
+import pytest
+from ascend_platform import extension
+from ascend_platform.worker.v1 import unsupported
+
+
+def config(method, **uses):
+    methods = ("dflash", "gemma4_mtp")
+    asked = {f"use_{name}": functools.partial(uses.get, name, False) for name in methods}
+    return types.SimpleNamespace(speculative_config=types.SimpleNamespace(method=method, **asked))
+
+
+@pytest.mark.parametrize("name", unsupported.DRAFTS)
+def test_methods_are_refused_by_name_and_reason(name):
+    with pytest.raises(extension.RefusedError, match=rf"with {name} is not supported: [^\n]+$"):
+        unsupported.check(config(name, **{name: True}))
+
+
+def test_without_numba_there_is_no_ngram(monkeypatch):
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(
+        extension.RefusedError,
+        match=r"ngram needs numba; fix: pip install 'ascend-platform\[ngram\]'",
+    ):
+        unsupported.check(config("ngram"))
