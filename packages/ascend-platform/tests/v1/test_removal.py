@@ -23,7 +23,7 @@ OF_V1 = (
     SOURCE / "overrides" / "v1.py",
     PLATFORM / "tests" / "v1",
 )
-"""What is deleted with the V1 runner."""
+"""Paths that are deleted with the V1 runner."""
 
 NAMES = re.compile(
     r"\b(worker|kernels|overrides)[./]v1\b"

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-all project
-"""What the V1 model runner does not support on NPUs; checked where V1 is chosen."""
+"""Features that the V1 model runner does not support on NPUs; checked if V1 is chosen."""
 
 import importlib.util
 from typing import Any
