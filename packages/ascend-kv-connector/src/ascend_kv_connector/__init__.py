@@ -29,7 +29,7 @@ def register() -> None:
     than once.
     """
     extension.join(
-        "ascend-kv-connector", "ascend_kv_connector", _offer, note=", ".join(CONNECTORS), api="1.4"
+        "ascend-kv-connector", "ascend_kv_connector", _offer, note=", ".join(CONNECTORS), api="1.6"
     )
 
 

@@ -15,7 +15,7 @@ def register() -> None:
     Entry point of group ``vllm.general_plugins``: vLLM calls it in every process, possibly more
     than once.
     """
-    extension.join("ascend-model-loader", "ascend_model_loader", _offer, api="1.4")
+    extension.join("ascend-model-loader", "ascend_model_loader", _offer, api="1.6")
 
 
 def _offer() -> None:
