@@ -106,7 +106,7 @@ for i in range(5):
     try:
         y = x @ x
         torch.npu.synchronize()
-        print("product", i)
+        print("result", i)
     except RuntimeError as error:
         print("failed", i, "injected: aclnnMm@3=ecc" in str(error) or "ECC" in str(error))
         break
