@@ -28,5 +28,7 @@ def plugins_of_this_process() -> Iterator[None]:
     plugins, registry = (
         sys.modules.get(name) for name in ("vllm.plugins", "ascend_platform.plugins.registry")
     )
-    if plugins and registry and registry._statuses.keys() <= {"ascend-platform"}:
+    # The platform's registration asks ascend-patches by itself.
+    early = {"ascend-platform", "ascend-patches"}
+    if plugins and registry and registry._statuses.keys() <= early:
         plugins.plugins_loaded = False

@@ -48,7 +48,7 @@ def test_backends_on_two_npus(scenarios: dict[str, Any], name: str, asked: str, 
             assert (
                 made
                 == "ascend.communicator.all2all is mc2, which is not supported here: float32 is not"
-                " float16 or bfloat16; set auto or allgather or alltoall"
+                " float16 or bfloat16; fix: set auto or allgather or alltoall"
             )
             continue
         assert taken == [

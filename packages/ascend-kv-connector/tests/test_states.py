@@ -266,7 +266,7 @@ def test_push_is_refused() -> None:
     )
     with pytest.raises(
         extension.RefusedError,
-        match=r'layer by layer; remove kv_connector_extra_config\.mode "push"',
+        match=r'layer by layer; fix: remove kv_connector_extra_config\.mode "push"',
     ):
         AscendP2PConnector.check_config(config)
     config.model_config.is_hybrid = False

@@ -19,7 +19,7 @@ FUZZER = (
 @pytest.fixture(scope="session", autouse=True)
 def fuzzing(request: pytest.FixtureRequest) -> Iterator[Future | None]:
     """Fuzz for 20 seconds in another process from the first test on; it mostly waits."""
-    if not any("test_fuzzing" in item.name for item in request.session.items):
+    if not any("test_fuzzed" in item.name for item in request.session.items):
         yield None
         return
     with ThreadPoolExecutor(1) as pool:

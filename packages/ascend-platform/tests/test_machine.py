@@ -18,7 +18,7 @@ from vllm.config import ParallelConfig
     ("variable", "needed", "said"),
     [
         ("0, 1", 2, "='0, 1' leaves 1 of 1 NPUs: .*; fix: export ASCEND_RT_VISIBLE_DEVICES=0$"),
-        ("0", 2, "1 are visible; lower "),
+        ("0", 2, "1 are visible; fix: lower "),
     ],
 )
 def test_list_of_npus_that_is_not_used_as_a_whole_is_named(monkeypatch, variable, needed, said):

@@ -14,6 +14,7 @@ from ascend_platform.quantization.formats.compressed_tensors import reader
 from ascend_platform.quantization.schemes import SCHEMES
 from harness.models import quantize
 from harness.models.quantize import Spec
+from vllm.config import set_current_vllm_config
 
 HALVES = [torch.float16, torch.bfloat16]
 IN, OUT = 256, 64
@@ -115,7 +116,8 @@ def test_linear_layer(spec, dtype):
 def test_weights_in_fractal_nz(monkeypatch, given, form):
     monkeypatch.setitem(options._current, "platform", options.Platform(**given))
     scheme, (own,), tensors = SCHEMES["W8A8_DYNAMIC"], *drawn(Spec(8, "dynamic"), torch.float16)
-    packed = scheme.load(tensors, torch.float16, "x", True)
+    with set_current_vllm_config(None):  # Tests of connectors keep one until the session's end.
+        packed = scheme.load(tensors, torch.float16, "x", True)
     assert torch_npu.get_npu_format(packed["weight"]).name == form
     # Blocks of 32 do not divide 48.
     narrow = base.transpose_int8(torch.zeros(48, IN, dtype=torch.int8).npu())
