@@ -100,9 +100,11 @@ def test_links_are_not_followed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     (folder / f".abc.kv.{'0' * 16}.tmp").symlink_to(victim)
     record = pool.buffer(2 * FOOTER_BYTES)
     assert pool.put(["m/abc"], [record]) == ["failed"]
-    (tmp_path / "pool" / f".{'0' * 16}.tmp").symlink_to(victim)
+    # The first pool's cleaner has files of this name in its own directory.
+    (other := tmp_path / "other").mkdir()
+    (other / f".{'0' * 16}.tmp").symlink_to(victim)
     with pytest.raises(RefusedError, match="is not writable"):
-        DiskPool(str(tmp_path / "pool"))
+        DiskPool(str(other))
     assert victim.read_bytes() == b"of another program"
     pool.close()
 
