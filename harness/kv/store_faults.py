@@ -21,7 +21,9 @@ from ascend_kv_connector.store.pool import LOADED, STORED, PoolError
 from ascend_kv_connector.store.tier import PoolTier
 from ascend_kv_connector.testing.transport import Faults
 
-ANSWER, TRANSFER, QUARANTINE_SECONDS, DEAD = 0.3, 0.6, 0.1, 0.3
+ANSWER, TRANSFER, BACKOFF, DEAD = 0.3, 0.6, 0.02, 0.3
+"""Seconds. The backoff is short, because a fast machine serves many requests in it, all without the
+pool."""
 LATE = 4.0
 """Seconds more than the first two that a request may take on this machine, however busy, as some
 wait for blocks of others."""
@@ -38,7 +40,7 @@ TRANSFER_CONFIG = {
                 "module_path": __name__,
                 "answer_timeout": ANSWER,
                 "transfer_timeout": TRANSFER,
-                "rest": QUARANTINE_SECONDS,
+                "rest": BACKOFF,
             }
         ],
     },
@@ -263,7 +265,7 @@ class Endurance:
             self.result.ended["in flight at restart"] += 1
             engine.abort(name)
             del began[name]
-        until = monotonic() + ANSWER + TRANSFER + LATE + QUARANTINE_SECONDS
+        until = monotonic() + ANSWER + TRANSFER + LATE + BACKOFF
         while engine.held and monotonic() < until:
             engine.step()
             sleep(0.001)

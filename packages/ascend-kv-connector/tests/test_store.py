@@ -311,8 +311,7 @@ def test_requests_under_faults(engine: Callable[..., Engine]) -> None:
     assert (result.wrong, result.late, result.leaked) == ([], [], 0)
     assert sum(result.ended.values()) == 200
     assert set(result.ended) <= {"length", "left", "in flight at restart"}
-    # How many depends on when the pool's faults let it rest: 14 to some hundred.
-    assert result.chunks["loaded"] > 5
+    assert result.chunks["loaded"] > 50
     assert all(
         result.faults.get(name) for name in ("fail", "corrupt", "late", "cut", "lost", "full")
     ), result.faults
