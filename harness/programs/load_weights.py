@@ -26,6 +26,7 @@ import torch
 from ascend_model_loader import server
 from ascend_platform import extension
 from harness.weights.peers import Cut
+from harness.weights.streams import STREAMS
 from measure_loading import load
 from vllm import LLM
 from vllm.model_executor.model_loader import ShardedStateLoader
@@ -131,18 +132,7 @@ def main(directory: Path, case: dict[str, Any]) -> None:
     result["default"], port = serve(plain)
     size = sum(path.stat().st_size for path in plain.glob("*.safetensors"))
     ways: dict[str, dict[str, Any]] = {
-        "threads": {"strategies": ["stream"], "stream": "multithread"},
-        "threads, pinned": {
-            "strategies": ["stream"],
-            "stream": "multithread",
-            "stream_pinned": True,
-        },
-        "runai_streamer": {"strategies": ["stream"], "stream": "runai_streamer"},
-        "runai_streamer, pinned": {
-            "strategies": ["stream"],
-            "stream": "runai_streamer",
-            "stream_pinned": True,
-        },
+        **STREAMS,
         "peer": at(port),
         "no peer": at(9, "default"),
     }

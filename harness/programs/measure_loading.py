@@ -23,6 +23,7 @@ import torch
 from ascend_model_loader import FORMATS, server
 from ascend_model_loader.chunks import CHUNK_BYTES
 from ascend_model_loader.loader import PeerModelLoader
+from harness.weights.streams import STREAMS
 from vllm.config import set_current_vllm_config
 from vllm.distributed import (
     destroy_model_parallel,
@@ -168,18 +169,7 @@ def main(model: str, rounds: int) -> None:
     print(table, file=sys.stderr)
     ways: dict[str, dict[str, Any]] = {
         "default": {"strategies": ["default"]},
-        "threads": {"strategies": ["stream"], "stream": "multithread"},
-        "threads, pinned": {
-            "strategies": ["stream"],
-            "stream": "multithread",
-            "stream_pinned": True,
-        },
-        "runai_streamer": {"strategies": ["stream"], "stream": "runai_streamer"},
-        "runai_streamer, pinned": {
-            "strategies": ["stream"],
-            "stream": "runai_streamer",
-            "stream_pinned": True,
-        },
+        **STREAMS,
         "peer": {
             "strategies": ["peer"],
             "peers": [f"127.0.0.1:{port}"],
