@@ -22,7 +22,7 @@ PHASES = ("prefill", "decode")
 
 @dataclass(frozen=True)
 class GatedDeltaRule:
-    """An implementation.
+    """The implementation of the gated delta rule that serves a model.
 
     Attributes:
         fused: the class that a component offers, or None.
