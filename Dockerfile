@@ -1,5 +1,5 @@
-# vLLM and all components on the public CANN image, as docs/installation.md installs them. Nobody has built it yet: there was
-# neither a Docker daemon nor a registry of images where it was written.
+# vLLM and all components on the public CANN image, as docs/installation.md installs them. A weekly job of .github/workflows/ci.yml
+# builds and starts it. It has not been run with a real NPU.
 #
 #   docker build -t vllm-ascend-all .
 #   docker build -t vllm-ascend-all --build-arg CANN=9.1.0-a3-ubuntu22.04-py3.11 .
@@ -24,6 +24,11 @@ RUN uv pip install --no-deps --torch-backend cpu -r tools/environment/requiremen
 
 COPY packages packages
 RUN uv build --all-packages --wheel && uv pip install --no-deps dist/*.whl && rm -r dist
+
+# Not root: the container needs the group of the host's NPUs, `--group-add "$(stat -c %g /dev/davinci_manager)"`.
+RUN useradd --create-home --uid 10001 vllm
+USER 10001
+WORKDIR /home/vllm
 
 # The environment of CANN, which is under one name or the other.
 ENTRYPOINT ["/bin/bash", "-c", "for name in cann ascend-toolkit; do file=/usr/local/Ascend/$name/set_env.sh; if [ -f $file ]; then source $file; break; fi; done; exec \"$@\"", "--"]

@@ -86,7 +86,12 @@ def test_every_command_is_checked() -> None:
 
 @pytest.mark.parametrize(
     "command",
-    [("actionlint",), ("hadolint", "Dockerfile"), ("shellcheck", ".ci/run")],
+    [
+        ("actionlint",),
+        ("hadolint", "Dockerfile"),
+        ("shellcheck", ".ci/run"),
+        ("zizmor", "--offline", "--quiet", ".github/workflows"),
+    ],
     ids=lambda command: command[0],
 )
 def test_workflows_dockerfile_and_shell(command: tuple[str, ...]) -> None:
