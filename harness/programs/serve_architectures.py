@@ -25,7 +25,7 @@ import harness.engine_imports  # noqa: F401
 import serve_layout
 import torch
 import transformers
-from harness import launcher, layouts, model_classes, torchvision_names
+from harness import launcher, layouts, model_classes
 from harness.models import registry
 from vllm.platforms import current_platform
 
@@ -130,7 +130,6 @@ def run(architecture: str, kind: str, seconds: float) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    torchvision_names.stand_in()
     for name, model_type in json.loads(sys.argv[1]).items():
         started = time.monotonic()
         found = run(name, model_type, float(sys.argv[2]))

@@ -23,7 +23,7 @@ import harness.engine_imports  # noqa: F401
 import serve_layout
 import torch
 from ascend_platform.attention import gated_delta
-from harness import model_classes, torchvision_names
+from harness import model_classes
 from vllm import LLM, SamplingParams, TokensPrompt
 
 COUNTERS = {
@@ -98,7 +98,6 @@ def serve(case: dict[str, Any]) -> dict[str, Any]:
 
 if __name__ == "__main__":
     failed = False
-    torchvision_names.stand_in()
     for each in json.loads(Path(sys.argv[1]).read_text()):
         started = time.monotonic()
         try:

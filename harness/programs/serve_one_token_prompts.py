@@ -17,7 +17,7 @@ from pathlib import Path
 os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
 
 import harness.engine_imports  # noqa: F401
-from harness import model_classes, torchvision_names
+from harness import model_classes
 from vllm import LLM, SamplingParams, TokensPrompt
 
 PROMPTS = [[3 + 5 * i + 7 * j for j in range(1 if i % 4 else 20)] for i in range(12)]
@@ -28,7 +28,6 @@ SAMPLING = [  # Prompts differ in size, so some requests decode while others beg
 
 
 def main(model: str) -> None:
-    torchvision_names.stand_in()
     model_classes.load(json.loads((Path(model) / "config.json").read_text())["architectures"])
     engine = LLM(
         model,

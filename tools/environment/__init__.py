@@ -50,6 +50,15 @@ PIP_TO_UV = {
     "cert": ("SSL_CERT_FILE", " "),
 }
 
+# PyPI's torchvision for x86_64 is built for CUDA. Beside torch's CPU build its compiled operators are
+# missing, and its import registers shapes for two of them.
+TORCHVISION_OPERATORS = """import torch
+if not hasattr(torch.ops.torchvision, "nms"):
+    _operators = torch.library.Library("torchvision", "DEF")
+    for _name in ("nms", "qnms"):
+        _operators.define(f"{_name}(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
+"""
+
 sys.path.append(str(ROOT))  # for harness.progress
 
 _start = time.monotonic()
@@ -275,6 +284,17 @@ def install(venv: Path, requirements: Path, what: str, only: tuple[str, ...] = (
         "check the network and the package indexes that pip and uv are configured with, then start"
         " again",
     )
+    define_torchvision_operators(venv)
+
+
+def define_torchvision_operators(venv: Path) -> None:
+    """Let torchvision be imported beside torch's CPU build, whatever it was built for."""
+    for path in venv.glob("lib/python*/site-packages/torchvision/_meta_registrations.py"):
+        text = path.read_text()
+        if not text.startswith(TORCHVISION_OPERATORS):
+            new = path.with_suffix(".new")  # Not in place: uv's cache has the same file.
+            new.write_text(TORCHVISION_OPERATORS + text)
+            new.replace(path)
 
 
 def has_cpu_torch(version: str) -> bool:

@@ -24,21 +24,13 @@ HOME = environment.ROOT / ".upstream" / "incumbent"
 VENV = HOME / ".venv"
 ENGINE = Path(__file__).with_name("incumbent_engine.py")
 REPORT = environment.ROOT / "docs" / "incumbent-tests.md"
-VLLM_ASCEND, VLLM, TORCHVISION = "0.27.1rc1", "0.27.1", "0.28.0"
+VLLM_ASCEND, VLLM = "0.27.1rc1", "0.27.1"
 NEEDS = ["scipy", "pandas", "quart", "msgpack", "decorator"]  # of vllm-ascend, beyond vLLM's
 BUILD = {
     "VLLM_TARGET_DEVICE": "empty",
     "TORCH_DEVICE_BACKEND_AUTOLOAD": "0",
     "COMPILE_CUSTOM_KERNELS": "0",
 }
-# Transformers' Qwen2-VL code imports torchvision. PyPI's is built for CUDA: with a CPU torch, two
-# of its operators are missing.
-OPERATORS = """import torch
-_operators = torch.library.Library("torchvision", "DEF")
-for _name in ("nms", "qnms"):
-    _operators.define(f"{_name}(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
-"""
-
 MLA: dict[str, Any] = {
     "num_attention_heads": 8,
     "num_key_value_heads": 8,
@@ -114,7 +106,6 @@ def prepare() -> None:
     )
     for wanted in (
         NEEDS,
-        ["--no-deps", f"torchvision=={TORCHVISION}"],
         ["--no-deps", "--no-build-isolation", "--no-binary", "vllm", f"vllm=={VLLM}"],
         [
             "--no-deps",
@@ -139,11 +130,6 @@ def prepare() -> None:
                 f"upstream: cannot install {wanted[-1]}; check the network and the package index,"
                 " then start again"
             )
-    (registrations,) = VENV.glob("lib/python*/site-packages/torchvision/_meta_registrations.py")
-    # Not in place, because uv's cache has the same file.
-    changed = registrations.with_suffix(".new")
-    changed.write_text(OPERATORS + registrations.read_text())
-    changed.replace(registrations)
     (VENV / "complete").touch()
 
 
