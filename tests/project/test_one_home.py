@@ -4,10 +4,15 @@
 
 import ast
 import re
+import tomllib
 from collections.abc import Callable, Iterator
 
 import pytest
+from ascend_platform.transfer import mooncake
 from harness import checkout
+from packaging.requirements import Requirement
+from packaging.specifiers import SpecifierSet
+from packaging.version import Version
 
 SOURCES = sorted(
     path for path in checkout.ROOT.glob("packages/*/src") if path.parent.name != "ascend-emulator"
@@ -76,3 +81,16 @@ def test_docstrings_are_not_looked_at() -> None:
         '"""On Ascend910B1."""\nNAME = "Ascend310P3"\ndef f():\n    """For Atlas A2."""\n'
     )
     assert [*strings(tree)] == ["Ascend310P3"]
+
+
+def test_mooncake_that_was_tested_is_the_one_that_is_installed() -> None:
+    project = tomllib.loads(
+        (checkout.ROOT / "packages/ascend-kv-connector/pyproject.toml").read_text()
+    )
+    extras = project["project"]["optional-dependencies"]
+    declared = [Requirement(each) for name in extras for each in extras[name] if "mooncake" in each]
+    assert [each.name for each in declared] == list(mooncake.WHEELS[:2])
+    *series, patch = Version(mooncake.TESTED).release
+    after = ".".join(map(str, (*series, patch + 1)))
+    for each in declared:
+        assert each.specifier == SpecifierSet(f">={mooncake.TESTED},<{after}")

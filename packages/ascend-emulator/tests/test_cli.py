@@ -4,6 +4,7 @@
 
 import importlib.metadata
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -11,6 +12,7 @@ import time
 from pathlib import Path
 
 import pytest
+import torch
 from ascend_emulator import build, limits
 from ascend_emulator.activation import parse_size
 
@@ -185,6 +187,19 @@ def test_vector_unit_is_reported_and_can_be_avoided(run, generic):
         if generic
         else (limits.vector_unit(os.environ), aten)
     )
+
+
+@pytest.mark.skipif(not torch.backends.mkl.is_available(), reason="torch without MKL")
+def test_generic_code_of_mkl_and_onednn(run):
+    """By what both print of themselves at their first use."""
+    calls = (
+        "import torch; a = torch.ones(64, 64); a @ a;"
+        " torch.relu(a.to_mkldnn()) if torch.backends.mkldnn.is_available() else 0"
+    )
+    verbose = {"MKL_VERBOSE": "1", "ONEDNN_VERBOSE": "1", "ASCEND_EMULATOR_CPU": "generic"}
+    done = run("run", "--", sys.executable, "-c", calls, **verbose)
+    assert set(re.findall(r"CNR:(\w+)", done.stdout)) == {"COMPATIBLE"}
+    assert re.findall(r"cpu,isa:(.*)", done.stdout) == ["Intel SSE4.1"]
 
 
 def test_without_a_compiler_one_line_names_what_to_install(run, tmp_path):

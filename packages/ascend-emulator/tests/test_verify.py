@@ -6,6 +6,7 @@ two reports."""
 import copy
 import dataclasses
 import json
+import os
 import re
 import subprocess
 import sys
@@ -16,11 +17,12 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from ascend_emulator import chips, cli
+from ascend_emulator import chips, cli, limits
 from ascend_emulator.verify import (
     collectives,
     command,
     diff,
+    environment,
     errors,
     inputs,
     markdown,
@@ -162,6 +164,12 @@ def test_report_of_the_emulator_is_complete_and_right(own_report):
     }
     page = markdown.text(own_report)
     assert "| `float64/dot(x, x)` | refused | 161002 ERR00100 |" in page
+
+
+def test_report_names_the_vector_unit():
+    """Sums of two reports differ in their order if they are of different units."""
+    facts = environment.PROGRAMS["environment"]({})["facts"]
+    assert facts["vector_unit"] == limits.vector_unit(os.environ)
 
 
 def test_emulator_agrees_with_its_report_in_the_repository(own_report):

@@ -2,6 +2,7 @@
 # SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-all project
 """Shared secret: clients with another secret or none are refused at once."""
 
+import hashlib
 import re
 import socket
 import threading
@@ -15,6 +16,7 @@ from ascend_kv_connector.auth import SECRET_ENV, read_secret, require_secret, wa
 from ascend_kv_connector.p2p.protocol import CODEC, Ack, Finish
 from ascend_kv_connector.p2p.transfers import Done
 from ascend_platform import extension
+from ascend_platform.transfer import rpc
 from ascend_platform.transfer.auth import CurveKeys, is_loopback
 from ascend_platform.transfer.errors import TransferError
 from ascend_platform.transfer.rpc import RpcClient, RpcServer
@@ -94,6 +96,7 @@ def test_server_takes_the_first_free_port_of_a_range() -> None:
 
 def test_connections_without_a_handshake_are_closed(monkeypatch: pytest.MonkeyPatch) -> None:
     """Strangers' connections would take all files that the process may open."""
+    assert 1000 <= rpc.HANDSHAKE_MS <= 10_000  # ZMQ keeps them for ever with 0.
     monkeypatch.setattr("ascend_platform.transfer.rpc.HANDSHAKE_MS", 200)
     server = RpcServer(CODEC, lambda question: Ack(), "127.0.0.1", keys=OURS)
     with socket.create_connection(("127.0.0.1", server.port), 20) as stranger:
@@ -152,6 +155,22 @@ def test_secret_file_takes_precedence_over_environment(
         extension.RefusedError, match=r"secret_file .*none cannot be read: No such file"
     ):
         read_secret(str(tmp_path / "none"))
+
+
+def test_key_is_derived_at_a_cost(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A secret that a person has chosen must not be found by guesses on what its holders sign."""
+    monkeypatch.setenv(SECRET_ENV, "of the environment")
+    n, r = 1 << 15, 8  # 32 MiB
+    expected = hashlib.scrypt(
+        b"of the environment",
+        salt=b"ascend_platform.transfer",
+        n=n,
+        r=r,
+        p=1,
+        maxmem=129 * n * r,
+        dklen=32,
+    )
+    assert read_secret("") == expected
 
 
 def test_secret_is_required_where_others_can_connect() -> None:

@@ -13,8 +13,11 @@ from typing import Any, ClassVar
 
 import pytest
 import torch
+from ascend_kv_connector.auth import SECRET_ENV
+from ascend_kv_connector.connector import AscendP2PConnector
 from ascend_kv_connector.p2p.transfers import Done
 from ascend_kv_connector.testing import ConnectorTests, Engine, HandoffTests, one_rank  # noqa: F401
+from ascend_platform.extension import RefusedError
 
 pytest.importorskip(
     "mooncake.engine",
@@ -124,6 +127,23 @@ class TestAscendP2PConnector(HandoffTests):
         other.run(lambda step: one.step())
         self.check(other, dict.fromkeys(("metaserver", "ranks", "a"), prompt), 2)
         assert other.loaded["a"] >= 48
+
+    def test_mooncake_without_a_secret_is_refused(
+        self, engine: Callable[..., Engine], monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """By the configuration, and by each rank, whose machine may have another file."""
+        options = {"transport": "mooncake", "host": "127.0.0.1"}
+        refused = pytest.raises(RefusedError, match=r"Mooncake listens on all addresses .*; fix: ")
+        monkeypatch.delenv(SECRET_ENV, raising=False)
+        config = self.config(P2P | {"kv_connector_extra_config": options | {"insecure": True}})
+        config.kv_transfer_config.kv_connector_extra_config = options
+        monkeypatch.setattr(type(self), "config", lambda *_: config)
+        with refused:
+            AscendP2PConnector.check_config(config)
+        with refused:
+            engine()
+        monkeypatch.setenv(SECRET_ENV, "sixteen bytes or more")
+        AscendP2PConnector.check_config(config)
 
     def test_request_that_waits_longer_than_the_lease(self, engine: Callable[..., Engine]) -> None:
         options = P2P["kv_connector_extra_config"] | {"lease": 3}

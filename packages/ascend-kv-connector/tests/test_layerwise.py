@@ -305,6 +305,32 @@ def test_metaserver_client_limits_redirects_and_answers(
     assert most == 2
 
 
+def test_metaserver_client_reads_no_endless_answer() -> None:
+    failed: dict[str, str] = {}
+
+    async def answer(request: web.Request) -> web.StreamResponse:
+        endless = web.StreamResponse(status=500)
+        await endless.prepare(request)
+        while True:
+            await endless.write(b"x" * 65536)
+
+    async def run() -> None:
+        app = web.Application()
+        app.router.add_post("/meet", answer)
+        runner = web.AppRunner(app)
+        await runner.setup()
+        await web.TCPSite(runner, "127.0.0.1", 0).start()
+        client = MetaserverClient(5.0, failed.__setitem__)
+        client.post("a", f"http://127.0.0.1:{runner.addresses[0][1]}/meet", {})
+        while not failed:
+            await asyncio.sleep(0.01)
+        client.close()
+        await runner.cleanup()
+
+    asyncio.run(run())
+    assert failed["a"].endswith(f"replied 500: {'x' * metaserver.ANSWER_BYTES}")
+
+
 def test_external_request_id(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("VLLM_DISABLE_REQUEST_ID_RANDOMIZATION", raising=False)
     assert external_request_id("cmpl-7-0-1a2b3c4d") == "cmpl-7-0"

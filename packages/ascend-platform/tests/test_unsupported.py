@@ -167,7 +167,7 @@ EXPERTS = {
 }
 
 
-def test_routed_experts_are_refused_with_the_v1_runner(model):
+def test_routed_experts_are_refused_with_the_v1_runner(model, monkeypatch):
     """vLLM refuses them on its own platforms, and leaves the check to others."""
     v1 = {"ascend": {"platform": {"model_runner": "v1"}}}
     named = (
@@ -177,6 +177,10 @@ def test_routed_experts_are_refused_with_the_v1_runner(model):
     with pytest.raises(ValueError, match=named):
         engine_config(model(**EXPERTS), enable_return_routed_experts=True, additional_config=v1)
     engine_config(model(**EXPERTS), additional_config=v1)
+    config = SimpleNamespace(aux_output_config=SimpleNamespace(enabled=True))
+    for is_v2 in (False, True):
+        monkeypatch.setattr(model_runner, "choice", lambda _, v2=is_v2: model_runner.Choice(v2, ""))
+        assert unsupported._routed_experts(config).startswith("fix: ") != is_v2
 
 
 def test_lora_on_experts_is_refused_with_expert_parallelism(model):
