@@ -63,6 +63,11 @@ def test_ranks_are_signed_with_the_secret() -> None:
         params("10.0.0.1"),
         parse(sent.to_dict() | {"remote_ranks": [["10.0.0.2", 7000]]}),
         parse(sent.to_dict() | {"remote_num_tokens": 8}),
+        # Another instance, also the next one at these addresses, and another request of its.
+        parse(sent.to_dict() | {"remote_engine_id": "q"}),
+        parse(sent.to_dict() | {"remote_request_id": "s"}),
+        parse(sent.to_dict() | {"remote_reader": "d"}),
+        parse(sent.to_dict() | {"remote_prompt_digest": "0" * 32}),
     ]
     forged += [
         parse(sent.to_dict() | {"remote_signature": ""}),
