@@ -73,7 +73,6 @@ OF_OPTIONS: dict[str, dict[str, Any]] = {
         OF_EXPERTS[layout] | {"additional_config": {"ascend": {"platform": {name: True}}}} | more
     )
     for layout, name, more in (
-        ("TP2", "matmul_all_reduce", {}),
         ("TP2", "shared_experts_stream", {}),
         ("PP2", "mla_prolog", {"gpu_memory_utilization": 0.5}),
         ("DP2 EP2", "mla_prolog", {"gpu_memory_utilization": 0.5}),

@@ -62,8 +62,6 @@ def attention_and_experts(engine: LLM) -> list[str]:
     group = parallel_state._EP  # with dense models there is none
     manager = group and group.device_communicator and group.device_communicator.all2all_manager
     (modules,) = engine.apply_model(lambda model: list(model.modules()))
-    if any(getattr(module, "fused_above", None) is not None for module in modules):
-        kinds.add("npu_mm_all_reduce_base")
     if any(getattr(layer, "prolog_weights", ()) for layer in layers):
         kinds.add("npu_mla_prolog_v3")
     if any(getattr(module, "_output_ready_event", None) for module in modules):

@@ -21,7 +21,7 @@ PROGRAM = checkout.PROGRAMS / "serve_layout.py"
 # Name: (model, dtype, layout, backend). float32 shows any routing error; MC2 supports only half
 # types.
 CASES = {
-    "dense TP2": ("adder", "bfloat16", "TP2 matmul_all_reduce", "npu_mm_all_reduce_base"),
+    "dense TP2": ("adder", "bfloat16", "TP2", "FusedAttentionImpl"),
     "dense PP2": ("adder", "bfloat16", "PP2", "FusedAttentionImpl"),
     "a stage without attention, PP2": ("qwen3-next", "float32", "PP2", "NPUGatedDeltaNetAttention"),
     "shared experts, groups, TP2": (

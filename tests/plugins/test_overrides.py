@@ -9,6 +9,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import pytest
+from ascend_platform import fingerprint
 from ascend_platform.overrides import launch_sites, table
 from harness.checkout import ROOT
 
@@ -96,42 +97,63 @@ def test_replacement_is_found(source: str, found: list[str]) -> None:
     assert list(replaced(source)) == found
 
 
-def used(files: Iterable[Path]) -> list[str]:
-    """The targets that these files replace, add to, use, or have a kernel for."""
-    found = set()
+def calls(files: Iterable[Path]) -> Iterator[list[str]]:
+    """Name and constant arguments of each call of a guard; a starred name is followed by the
+    constants of the file's tuple."""
     for path in files:
-        text = path.read_text()
-        for node in ast.walk(ast.parse(text)):
-            if (
-                isinstance(node, ast.Call)
-                and node.args
-                and ast.unparse(node.func).removeprefix("guard.") in CALLS
-            ):
-                first = node.args[0]
-                if isinstance(first, ast.Constant) and str(first.value).startswith("vllm."):
-                    found.add(first.value)
-        if kernels := re.search(r"^KERNELS\b[^=\n]*= (\{.*?\})$", text, re.DOTALL | re.MULTILINE):
-            prefix = re.search(r'^_PREFIX = "(.*)"$', text, re.MULTILINE)
-            names = re.findall(r'"([^"]+)": ', kernels[1])
-            found |= {(prefix[1] if prefix else "") + name for name in names}
-    return sorted(found)
+        tree = ast.parse(path.read_text())
+        tuples = {
+            ast.unparse(node.targets[0]): ast.literal_eval(node.value)
+            for node in tree.body
+            if isinstance(node, ast.Assign)
+            and re.fullmatch(r"\(('[\w.]+'(, |,?\)))+", ast.unparse(node.value))
+        }
+        for node in ast.walk(tree):
+            if isinstance(node, ast.Call):
+                starred = [each.value for each in node.args if isinstance(each, ast.Starred)]
+                constants = [each.value for each in node.args if isinstance(each, ast.Constant)]
+                more = [name for each in starred for name in tuples.get(ast.unparse(each), ())]
+                yield [ast.unparse(node.func).removeprefix("guard."), *constants, *more]
 
 
 def test_every_row_is_used_and_every_use_has_a_row() -> None:
     """Those of V1 are used in its own folders."""
-    of_v1 = [path for path in FILES if "v1" in path.parts]
-    assert used(of_v1) == sorted(each.target for each in table.rows("v1"))
-    others = [each.target for each in table.rows("common", "states", "v2")]
-    assert used(set(FILES) - set(of_v1)) == sorted(others)
+    of_v1 = {path for path in FILES if "v1" in path.parts}
+    for files, tables in ((of_v1, ("v1",)), ({*FILES} - of_v1, ("common", "states", "v2"))):
+        made = [call for call in calls(files) if len(call) > 1 and isinstance(call[1], str)]
+        used = {target for name, target, *_ in made if name in CALLS and target.startswith("vllm.")}
+        installed = {
+            (table_name, module)
+            for name, table_name, *modules in made
+            if name == "install"
+            for module in modules or ["all"]
+        }
+        rows = [(name, each) for name in tables for each in table.rows(name)]
+        assert used == {each.target for _, each in rows if not each.by}
+        by_row = {
+            (name, "all" if (name, "all") in installed else each.by.partition(":")[0])
+            for name, each in rows
+            if each.by
+        }
+        assert by_row == installed
+
+
+def test_replacements_exist() -> None:
+    """Defined, or imported, in the module that the row names; it is not imported here."""
+    folder = PACKAGES / "ascend-platform" / "src" / "ascend_platform"
+    for each in table.rows():
+        if each.by:
+            module, _, name = each.by.partition(":")
+            source = (folder / f"{module.replace('.', '/')}.py").read_text()
+            assert fingerprint.fingerprint(source, name), each.by
 
 
 def test_tables_are_in_overrides_only() -> None:
-    """Rows are made there, and called OVERRIDES there, so that none is missed by the guards."""
+    """Rows are made there, so that none is missed by the guards."""
     elsewhere = [
         str(path.relative_to(PACKAGES))
         for path in FILES
-        if "overrides" not in path.parts
-        and re.search(r"\bOVERRIDES\b *[:=]|\bOverride\(", path.read_text())
+        if "overrides" not in path.parts and re.search(r"\bOverride\(", path.read_text())
     ]
     assert elsewhere == []
 
@@ -140,10 +162,9 @@ def test_fingerprints_are_written_once() -> None:
     """That of a launch site is in launch_sites.csv only, in the first row that has the name."""
     folder = PACKAGES / "ascend-platform" / "src" / "ascend_platform" / "overrides"
     in_tables = {
-        node.value
-        for path in folder.glob("*.py")
-        for node in ast.walk(ast.parse(path.read_text()))
-        if isinstance(node, ast.Constant) and re.fullmatch("[0-9a-f]{12}", str(node.value))
+        source
+        for path in folder.glob("*.toml")
+        for source in re.findall('"([0-9a-f]{12})"', path.read_text())
     }
     written = [
         (target, source)
@@ -154,6 +175,7 @@ def test_fingerprints_are_written_once() -> None:
         if source
     ]
     assert len(dict(written)) == len(written) == len(launch_sites.sources())
+    assert len(in_tables) > 50
     assert not in_tables & {source for _, source in written}
     targets = [each.target for each in table.rows()]
     assert len(set(targets)) == len(targets)

@@ -12,8 +12,6 @@ PAGE = checkout.ROOT / "docs" / "development.md"
 PLATFORM = checkout.ROOT / "packages" / "ascend-platform" / "src" / "ascend_platform"
 ROW = re.compile(r"^\| ([^|`-][^|`]*) \| ([^|]*`[^|]*) \| `([^|`]+)` \|$", re.MULTILINE)
 FILE = re.compile(r"(?:`(\w+)` in )?`([\w.-]*(?:/[\w.-]+)+|\w+\.\w+)`")
-MOST = {"speculative decoding method": 4}
-"""Files of a change; three unless it is here."""
 
 
 def rows() -> dict[str, tuple[str, str]]:
@@ -35,7 +33,7 @@ def test_every_row_is_read() -> None:
 def test_files_of_a_change_exist_and_have_its_names(change: str) -> None:
     files, test = rows()[change]
     named = FILE.findall(files)
-    assert 1 <= len(named) <= MOST.get(change, 3)
+    assert 1 <= len(named) <= 3
     assert [path for _, path in [*named, ("", test)] if not matching(path)] == []
     for name, path in named:
         assert all(name in found.read_text() for found in matching(path)), f"{path}: no {name}"

@@ -81,26 +81,22 @@ MODELS = {
     },
 }
 INSTALL = """
-    from ascend_platform.graph import acl_graph
-    from ascend_platform.worker import runners, torch_npu_view
-    acl_graph.install()  # some tests call what is in vLLM's modules without a worker of ours
-    torch_npu_view.install()
-    runners.module("v1", "runner").install(drafts=True)
+    from ascend_platform.overrides import guard
+    from ascend_platform.worker import runners
+    # Some tests call what is in vLLM's modules without a worker of ours.
+    guard.install("common", "graph.acl_graph", "worker.torch_npu_view")
+    runners.module("v1", "runner").install()
 """
 INSTALL_V2 = """
     import importlib, sys
-    from ascend_platform.overrides.guard import override
-    from ascend_platform.overrides import v2
+    from ascend_platform.overrides import guard, table
     def named(name, within):
         return getattr(importlib.import_module(within or name.partition(":")[0]), name.rpartition(":")[2], None)
-    targets = [(each.target, next(iter(each.replaced_in), "")) for each in v2.OVERRIDES]
+    targets = [(each.target, next(iter(each.replaced_in), "")) for each in table.rows("v2")]
     before = {target: named(target, "") for target, _ in targets}
-    override("vllm.triton_utils.importing:HAS_TRITON", True)
-    from ascend_platform.graph import acl_graph
-    from ascend_platform.worker import runners, torch_npu_view
-    acl_graph.install()
-    torch_npu_view.install()
-    runners.module("v2", "runner").install(drafts=True)
+    guard.override("vllm.triton_utils.importing:HAS_TRITON", True)
+    guard.install("common", "graph.acl_graph", "worker.torch_npu_view")
+    guard.install("v2")
     replaced = {id(before[target]): named(target, within) for target, within in targets if callable(before[target])}
     for item in session.items:  # which have imported vLLM's
         for name, value in vars(item.module).items():

@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from ascend_platform.ops.moe import experts as moe
 from ascend_platform.ops.moe import grouped, router
 from ascend_platform.ops.moe.lora import FusedMoEWithLoRA
+from ascend_platform.overrides import guard
 from vllm.model_executor.layers.fused_moe.activation import MoEActivation
 from vllm.model_executor.layers.fused_moe.router import (
     fused_topk_router,
@@ -18,6 +19,7 @@ from vllm.model_executor.layers.fused_moe.router import (
 )
 
 TOKENS, EXPERTS, HIDDEN, INNER = 33, 16, 64, 32
+guard.install("common", "ops.moe.router")
 
 
 def drawn(*shape, seed=0):

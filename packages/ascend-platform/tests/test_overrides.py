@@ -16,7 +16,7 @@ from types import ModuleType
 
 import pytest
 from ascend_platform import extension
-from ascend_platform.overrides import guard, states, table, v2
+from ascend_platform.overrides import guard, launch_sites, table
 from ascend_platform.overrides.table import Override
 from harness import vllm_copy
 from packaging.version import Version
@@ -25,11 +25,11 @@ from vllm import __version__ as vllm_version
 ADDER = Path(__file__).parents[3] / "tools" / "models" / "adder"
 OVERRIDES = table.rows("common", "v1")
 TABLE = [*OVERRIDES]
-if Version(vllm_version).release >= Version(v2.SINCE).release:
+if Version(vllm_version).release >= Version(launch_sites.SINCE).release:
     # A bool, which does not belong to a module.
-    TABLE += [each for each in v2.OVERRIDES if each.qualname != "HAS_TRITON"]
-if Version(vllm_version).release >= Version(states.SINCE).release:
-    TABLE += states.OVERRIDES
+    TABLE += [each for each in table.rows("v2") if each.qualname != "HAS_TRITON"]
+if Version(vllm_version).release >= Version("0.32").release:
+    TABLE += table.rows("states")
 FUNCTIONS = [
     each
     for each in TABLE
@@ -184,17 +184,9 @@ def plain_module(monkeypatch: pytest.MonkeyPatch):
     user.one = module.one
     for each in (module, user):
         monkeypatch.setitem(sys.modules, each.__name__, each)
-    entry = Override(
-        "vllm.plain:one",
-        "replaced",
-        "",
-        "",
-        {"0.31": "a"},
-        replaced_in=("vllm.plain", "vllm.user", "vllm.later"),
-    )
-    added = [
-        Override(f"vllm.plain:{name}", "entries added", "", "", {}) for name in ("TABLE", "NAMES")
-    ]
+    importers = ("vllm.plain", "vllm.user", "vllm.later")
+    entry = Override("vllm.plain:one", sources={"0.31": "a"}, replaced_in=importers)
+    added = [Override(f"vllm.plain:{name}", action="entries added") for name in ("TABLE", "NAMES")]
     monkeypatch.setattr(table, "tables", lambda: {"common": (entry, *added)})
     monkeypatch.setattr(guard, "_applied", set())
     problems: dict[str, str] = {}

@@ -16,13 +16,13 @@ from ascend_platform.kernels.v2 import buffers, input_batch
 from ascend_platform.kernels.v2.device_step import DeviceStep
 from ascend_platform.kernels.v2.host_step import HostStep
 from ascend_platform.kernels.v2.step import running
-from ascend_platform.overrides import v2
+from ascend_platform.overrides import launch_sites
 from harness.v2_batches import ROWS, VOCABULARY, WIDTH, Batch, device
 from packaging.version import Version
 from vllm import __version__ as vllm_version
 
 SINCE_V2 = pytest.mark.skipif(
-    Version(vllm_version).release < Version(v2.SINCE).release,
+    Version(vllm_version).release < Version(launch_sites.SINCE).release,
     reason="vLLM's V2 runner is another",
 )
 BATCHES = [
@@ -370,8 +370,8 @@ def test_inputs_of_the_last_step_are_not_copied() -> None:
 def test_captures_leave_frozen_what_is() -> None:
     script = """
 import gc
-from ascend_platform.worker.v2 import runner
-runner.install(drafts=False)
+from ascend_platform.overrides import guard
+guard.install("v2")
 from vllm.v1.worker.gpu.model_runner import freeze_gc_for_cudagraph_capture
 gc.freeze()
 frozen = gc.get_freeze_count()

@@ -7,6 +7,7 @@ import ast
 import importlib
 import uuid
 from collections.abc import Iterator
+from operator import attrgetter
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,7 +15,7 @@ import pytest
 from ascend_platform import extension, fingerprint
 from ascend_platform.config import model_runner
 from ascend_platform.config.features import Feature
-from ascend_platform.overrides import launch_sites, v2
+from ascend_platform.overrides import launch_sites, table
 from ascend_platform.process import environment
 from ascend_platform.worker import runners
 from harness import vllm_copy
@@ -26,7 +27,7 @@ from vllm.config.utils import replace
 
 SITES = launch_sites.sites()
 supported = pytest.mark.skipif(
-    Version(vllm_version).release < Version(v2.SINCE).release,
+    Version(vllm_version).release < Version(launch_sites.SINCE).release,
     reason="vLLM's V2 runner is another",
 )
 
@@ -85,7 +86,7 @@ def test_patches_check_compares_the_table(tmp_path) -> None:
     (tmp_path / "vllm").mkdir()
     (tmp_path / "vllm" / "_version.py").write_text('__version__ = "0.33.0"\n')
     rows = extension.overrides(tmp_path)
-    assert len(rows) == len(extension.overrides()) + len(v2.OVERRIDES) + len(SITES)
+    assert len(rows) == len(extension.overrides()) + len(table.rows("v2")) + len(SITES)
     assert "is missing" in next(
         row["problem"] for row in rows if row["name"] == "block_table._gather_block_tables_kernel"
     )
@@ -98,13 +99,14 @@ def test_patches_check_compares_the_table(tmp_path) -> None:
 )
 def test_state_is_true(site: launch_sites.Site) -> None:
     if site.state == "overridden":
-        module, *names = site.by.split(".")
-        if module == "block_table" and Version(vllm_version).release < Version(v2.SINCE).release:
+        module, _, name = site.by.partition(":")
+        if (
+            module == "block_table"
+            and Version(vllm_version).release < Version(launch_sites.SINCE).release
+        ):
             return
         found = importlib.import_module(f"ascend_platform.kernels.v2.{module}")
-        for name in names:
-            found = vars(found)[name]
-        assert callable(found)
+        assert callable(attrgetter(name)(found))
     elif site.state == "refused":
         names = {feature.name for feature in model_runner.FEATURES} | set(
             model_runner.REQUEST_FEATURES
@@ -117,7 +119,7 @@ def test_state_is_true(site: launch_sites.Site) -> None:
 
 @supported
 def test_overrides_are_of_this_vllm() -> None:
-    assert [each.problem() for each in v2.OVERRIDES if each.problem()] == []
+    assert [each.problem() for each in table.rows("v2") if each.problem()] == []
 
 
 def test_sampling_parameter_is_refused_with_its_kernel(monkeypatch: pytest.MonkeyPatch) -> None:

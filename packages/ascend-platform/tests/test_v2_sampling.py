@@ -9,12 +9,12 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from ascend_platform.overrides import v2
+from ascend_platform.overrides import launch_sites
 from harness.v2_batches import VOCABULARY, WIDTH, Batch, device
 from packaging.version import Version
 from vllm import __version__ as vllm_version
 
-if Version(vllm_version).release < Version(v2.SINCE).release:
+if Version(vllm_version).release < Version(launch_sites.SINCE).release:
     pytest.skip("vLLM's V2 runner is another", allow_module_level=True)
 
 from ascend_platform.kernels.v2 import buffers, gumbel, input_batch, sample

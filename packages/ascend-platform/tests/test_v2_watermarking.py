@@ -8,11 +8,11 @@ import random
 import numpy as np
 import pytest
 import torch
-from ascend_platform.overrides import v2
+from ascend_platform.overrides import launch_sites
 from packaging.version import Version
 from vllm import __version__ as vllm_version
 
-if Version(vllm_version).release < Version(v2.SINCE).release:
+if Version(vllm_version).release < Version(launch_sites.SINCE).release:
     pytest.skip("vLLM's V2 runner is another", allow_module_level=True)
 
 from ascend_platform.kernels.v2 import rejection, watermark

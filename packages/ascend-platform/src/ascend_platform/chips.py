@@ -68,8 +68,7 @@ class ChipFamily:
         npu_sim_exponential_ and npu_top_k_top_p_sample. moe_routing: npu_moe_init_routing_v2 and
         npu_moe_re_routing, which all-to-all needs. token_unpermute: npu_moe_token_unpermute, which
         expert parallelism needs. weight_nz: int8 weights of npu_quant_matmul in FRACTAL_NZ, which
-        its documentation recommends. matmul_all_reduce: tensor-parallel sizes of
-        npu_mm_all_reduce_base. mc2: MC2's algorithms, None without its operators.
+        its documentation recommends. mc2: MC2's algorithms, None without its operators.
     """
 
     name: str
@@ -82,7 +81,6 @@ class ChipFamily:
     moe_routing: bool = False
     token_unpermute: bool = False
     weight_nz: bool = False
-    matmul_all_reduce: frozenset[int] = frozenset()
     mc2: MC2 | None = None
 
     def lacks(self, *operators: str) -> list[str]:
@@ -126,7 +124,6 @@ _A2 = ChipFamily(
     top_k_top_p=True,
     moe_routing=True,
     token_unpermute=True,
-    matmul_all_reduce=frozenset({2, 4, 8}),
     mc2=MC2(
         MC2Algorithm(
             "fullmesh",
@@ -146,7 +143,6 @@ FAMILIES = (
         _A2,
         name="Atlas A3",
         prefixes=("Ascend910_93",),
-        matmul_all_reduce=frozenset(),
         mc2=MC2(MC2Algorithm("fullmesh_v1", frozenset(range(2, 769)), 512, range(1024, 8192 + 1))),
     ),
     ChipFamily(

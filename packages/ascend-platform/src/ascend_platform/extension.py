@@ -32,9 +32,8 @@ from ascend_platform.attention.base import (
     is_captured,
 )
 from ascend_platform.chips import Chip, chip
-from ascend_platform.config.options import Range, config, option
+from ascend_platform.config.options import Range, config, option, rope_order
 from ascend_platform.config.options import parse as parse_options
-from ascend_platform.config.performance import rope_order
 from ascend_platform.errors import RefusedError, did_you_mean
 from ascend_platform.fingerprint import drift, fingerprint, module_source, tree_version
 from ascend_platform.logger import logger
@@ -130,7 +129,5 @@ def overrides(tree: Path | None = None) -> list[dict[str, str]]:
 
     rows = [each.row(tree) for each in table.rows("common", "v1")]
     if tree is not None:
-        from ascend_platform.overrides import launch_sites
-
-        rows += launch_sites.rows(tree, tree_version(tree) or version("vllm"))
+        rows += table.v2_rows(tree, tree_version(tree) or version("vllm"))
     return rows

@@ -10,8 +10,7 @@ import functools
 
 import pytest
 import torch
-from ascend_platform.kernels import register
-from ascend_platform.kernels.v1 import rejection
+from ascend_platform.overrides import guard
 from vllm.v1.sample.metadata import SamplingMetadata
 from vllm.v1.sample.rejection_sampler import rejection_sample
 
@@ -21,7 +20,7 @@ FALSE_ALARM = 1e-6
 
 @pytest.fixture(autouse=True)
 def kernels():
-    register(rejection.KERNELS)
+    guard.install("v1", "kernels.v1.rejection")
 
 
 def metadata(temperature, generators=None):

@@ -20,7 +20,7 @@ SOURCE = PLATFORM / "src" / "ascend_platform"
 OF_V1 = (
     SOURCE / "worker" / "v1",
     SOURCE / "kernels" / "v1",
-    SOURCE / "overrides" / "v1.py",
+    SOURCE / "overrides" / "v1.toml",
     PLATFORM / "tests" / "v1",
 )
 """Paths that are deleted with the V1 runner."""
@@ -76,7 +76,7 @@ def test_no_other_file_names_a_module_of_v1() -> None:
     [
         "from ascend_platform.worker.v1.runner import NPUModelRunner",
         "from ascend_platform.kernels import ragged, v1",
-        '"""See ``overrides/v1.py``."""',
+        '"""See ``overrides/v1.toml``."""',
     ],
 )
 def test_name_is_recognized(line: str) -> None:

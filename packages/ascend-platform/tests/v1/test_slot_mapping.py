@@ -9,8 +9,8 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from ascend_platform import kernels
-from ascend_platform.kernels.v1.slot_mapping import KERNELS, compute_slot_mapping, slots_of
+from ascend_platform.kernels.v1.slot_mapping import compute_slot_mapping, kernel, slots_of
+from ascend_platform.overrides import guard
 from ascend_platform.overrides.shims import SHIMS
 from vllm.triton_utils import dispatcher
 
@@ -72,14 +72,13 @@ def test_kernels_are_registered_beside_numba(monkeypatch):
     import numba
 
     assert numba.njit(lambda number: number + 1)(1) == 2
-    ((target, kernel),) = KERNELS.items()
-    name = target.replace(":", ".")
+    name = "vllm.v1.worker.block_table.ComputeSlotMappingKernel.kernel"
     monkeypatch.delitem(dispatcher._registry, name, raising=False)
-    kernels.register(KERNELS)
+    guard.install("v1", "kernels.v1.slot_mapping")
     assert dispatcher._registry[name][1] is kernel
     monkeypatch.setattr(dispatcher, "register_kernels", None)
     # As for a second engine, when there is nothing left to do.
-    kernels.register(KERNELS)
+    guard.install("v1", "kernels.v1.slot_mapping")
 
 
 @pytest.mark.parametrize("splits", [1, 2])

@@ -10,6 +10,7 @@ import pytest
 import torch
 from ascend_platform.attention import base
 from ascend_platform.kernels.v1 import drafter, rejection
+from ascend_platform.overrides import guard
 
 SEEDS = range(6)
 
@@ -320,7 +321,7 @@ def test_drafter_metadata_has_exact_host_lengths():
     from vllm.v1.spec_decode import llm_base_proposer
 
     for _ in range(2):  # the second time does nothing
-        drafter.install()
+        guard.install("v1", "kernels.v1.drafter")
     starts = npu([0, 4, 8])
     given = CommonAttentionMetadata(
         query_start_loc=starts,
@@ -375,7 +376,7 @@ def test_drafter_padding_tokens_have_null_block_slots(padded):
     npu_scatter_pa_kv_cache rejects slot -1."""
     from vllm.v1.spec_decode.llm_base_proposer import SpecDecodeBaseProposer
 
-    drafter.install()
+    guard.install("v1", "kernels.v1.drafter")
     proposer = types.SimpleNamespace(
         _slot_mapping_buffer=npu([-1] * 200, torch.int64),
         _draft_attn_layer_names={"one", "other"},

@@ -23,7 +23,7 @@ from ascend_platform.config import options, state_layers
 from ascend_platform.config.features import Feature
 from ascend_platform.errors import RefusedError
 from ascend_platform.logger import logger
-from ascend_platform.overrides import guard, launch_sites, v2
+from ascend_platform.overrides import guard, launch_sites
 from ascend_platform.plugins import requirements
 from ascend_platform.process import environment
 from ascend_platform.worker import runners
@@ -160,8 +160,8 @@ def choice(vllm_config: VllmConfig) -> Choice:
     asked = options.platform(vllm_config).model_runner
     if asked != "auto":
         return Choice(asked == "v2", "additional_config")
-    if Version(requirements.version("vllm")) < Version(v2.SINCE):
-        return Choice(False, f"V2 is supported from vLLM {v2.SINCE} on")
+    if Version(requirements.version("vllm")) < Version(launch_sites.SINCE):
+        return Choice(False, f"V2 is supported from vLLM {launch_sites.SINCE} on")
     requested = environment.requested_runner
     if requested is not None and (requested == "1" or runners.has_v1()):
         return Choice(requested == "1", f"{environment.RUNNER}={requested}")
@@ -175,7 +175,7 @@ def choice(vllm_config: VllmConfig) -> Choice:
     )
     if lacking and not needs_v2:
         return Choice(False, f"V2 lacks {', '.join(lacking)}")
-    return Choice(True, f"the default from vLLM {v2.SINCE} on")
+    return Choice(True, f"the default from vLLM {launch_sites.SINCE} on")
 
 
 def resolve(vllm_config: VllmConfig) -> None:
@@ -214,9 +214,9 @@ def check(vllm_config: VllmConfig) -> None:
         guard.check("v1")
         runners.module("v1", "unsupported").check(vllm_config)
         return
-    if Version(version := requirements.version("vllm")) < Version(v2.SINCE):
+    if Version(version := requirements.version("vllm")) < Version(launch_sites.SINCE):
         raise RefusedError(
-            f"the V2 model runner (requested by {why}) requires vLLM >= {v2.SINCE},"
+            f"the V2 model runner (requested by {why}) requires vLLM >= {launch_sites.SINCE},"
             f" found {version}; fix: unset it"
         )
     guard.check("v2")

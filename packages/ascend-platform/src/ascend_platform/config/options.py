@@ -75,9 +75,6 @@ class Platform:
     fp8: Literal["dequantize", "W8A8_DYNAMIC"] = option(
         "dequantize", "what FP8 weights are converted to at load: the model's dtype, or int8"
     )
-    matmul_all_reduce: bool = option(
-        False, "row-parallel layers in one operator with their all-reduce"
-    )
     shared_experts_stream: bool = option(
         False, "shared experts on a second stream, beside the routed experts"
     )
@@ -231,6 +228,15 @@ def platform(vllm_config: object) -> Platform:
     return parse(
         Platform, _of(vllm_config).get("platform", {}), "additional_config ascend.platform"
     )
+
+
+def rope_order(vllm_config: Any) -> str:
+    """Order of the elements of latent attention's rotated keys in the KV cache: ``pairs``, as in
+    the model, or ``halves``.
+
+    KV caches of different orders have the same shape; with ``halves`` the even elements come first.
+    """
+    return "halves" if platform(vllm_config).mla_prolog else "pairs"
 
 
 def config(namespace: str) -> dict[str, object]:

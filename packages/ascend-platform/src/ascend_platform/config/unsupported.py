@@ -21,7 +21,6 @@ from ascend_platform.config import (
     mla_prolog,
     model_runner,
     options,
-    performance,
     state_layers,
 )
 from ascend_platform.config.features import Feature
@@ -282,7 +281,6 @@ def check(vllm_config: VllmConfig) -> None:
     devices.check(parallel)
     sockets.check_loopback(parallel)
     compilation.check(vllm_config)
-    performance.check(vllm_config)
     mla_prolog.check(vllm_config)
     if parallel.distributed_executor_backend != "external_launcher":
         sockets.check_directory()

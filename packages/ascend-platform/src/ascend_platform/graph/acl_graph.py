@@ -24,7 +24,6 @@ from vllm.distributed.parallel_state import GraphCaptureContext
 from vllm.forward_context import get_forward_context
 
 from ascend_platform.attention import base
-from ascend_platform.overrides.guard import override
 
 
 def module_with_overrides(module: ModuleType, **replaced: object) -> ModuleType:
@@ -135,7 +134,7 @@ def graph_capture(device: torch.device) -> Iterator[GraphCaptureContext]:
         yield GraphCaptureContext(stream)
 
 
-def _weak_ref_tensor(tensor: Any) -> Any:
+def weak_ref_tensor(tensor: Any) -> Any:
     """Return a tensor that does not own its memory; vLLM's version calls a CUDA operator."""
     return (
         torch_npu._C._weak_ref_tensor(tensor)
@@ -147,10 +146,3 @@ def _weak_ref_tensor(tensor: Any) -> Any:
 torch_with_graphs = module_with_overrides(
     torch, cuda=module_with_overrides(torch.cuda, CUDAGraph=NPUGraph, graph=_Capture)
 )
-
-
-def install() -> None:
-    """Let vLLM capture and replay graphs of torch.npu in this process."""
-    override("vllm.compilation.cuda_graph:torch", torch_with_graphs)
-    override("vllm.utils.torch_utils:weak_ref_tensor", _weak_ref_tensor)
-    override("vllm.distributed.parallel_state:graph_capture", graph_capture)

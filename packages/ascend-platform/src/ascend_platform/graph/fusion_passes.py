@@ -3,8 +3,8 @@
 """FX passes for torch.compile: fusion of RMSNorm and dynamic quantization into one operator.
 
 vLLM runs its passes inside Inductor, which has no NPU backend, and its eager compiler runs none.
-Importing this module makes the eager compiler run the platform's passes. Apart from them the pieces
-between attention layers run operator by operator.
+Here the eager compiler runs the platform's passes. Apart from them the pieces between attention
+layers run operator by operator.
 """
 
 import operator
@@ -20,7 +20,6 @@ from vllm.logger import init_logger
 from vllm.platforms import current_platform
 
 from ascend_platform.errors import RefusedError
-from ascend_platform.overrides.guard import override
 
 logger = init_logger(__name__)
 
@@ -65,9 +64,6 @@ class CompilerWithPasses(EagerAdaptor):
         compiler_config[current_platform.pass_key](graph.graph)
         graph.recompile()
         return super().compile(graph, example_inputs, compiler_config, *args, **kwargs)
-
-
-override("vllm.compilation.compiler_interface:EagerAdaptor", CompilerWithPasses)
 
 
 def fuse_norm_quant(graph: fx.Graph) -> int:

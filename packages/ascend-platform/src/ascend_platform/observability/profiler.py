@@ -10,19 +10,17 @@ import torch_npu
 from vllm.config import ProfilerConfig
 from vllm.profiler import wrapper
 
-from ascend_platform.overrides.guard import add
-
 ACTIVITIES = {
     "CPU": torch_npu.profiler.ProfilerActivity.CPU,
     "PrivateUse1": torch_npu.profiler.ProfilerActivity.NPU,
 }
 """vLLM's names of profiler activities to torch_npu's."""
 
-# vLLM looks up these tables by device type to validate the profiler configuration
+# vLLM looks up such tables by device type to validate the profiler configuration
 # (validate_worker_profiler_config).
-add("vllm.profiler.wrapper:_SUPPORTED_PROFILER_KINDS", {"npu": frozenset({"torch"})})
-add("vllm.profiler.wrapper:_DEFAULT_TORCH_PROFILER_ACTIVITIES", {"npu": tuple(ACTIVITIES)})
-add("vllm.profiler.wrapper:_SUPPORTED_TORCH_PROFILER_ACTIVITIES", {"npu": frozenset(ACTIVITIES)})
+KINDS = {"npu": frozenset({"torch"})}
+DEFAULT_ACTIVITIES = {"npu": tuple(ACTIVITIES)}
+SUPPORTED_ACTIVITIES = {"npu": frozenset(ACTIVITIES)}
 
 
 class NPUProfiler(wrapper.WorkerProfiler):

@@ -97,14 +97,14 @@ def of_runner(runner: str, *methods: str) -> list[Symbol]:
 def symbols() -> list[Symbol]:
     """Those of the installed vLLM: of the runners that it has, as an engine's options choose
     between them."""
-    from ascend_platform.overrides import v2
+    from ascend_platform.overrides import launch_sites
     from ascend_platform.plugins import requirements
     from ascend_platform.worker import runners
 
     found = [*SYMBOLS]
     if runners.has_v1():
         found += runners.module("v1", "profiling_symbols").SYMBOLS
-    if Version(requirements.version("vllm")) >= Version(v2.SINCE):
+    if Version(requirements.version("vllm")) >= Version(launch_sites.SINCE):
         found += runners.module("v2", "profiling_symbols").SYMBOLS
     return found
 

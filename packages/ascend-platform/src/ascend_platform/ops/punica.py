@@ -18,8 +18,6 @@ from typing import Any
 import torch
 from vllm.lora.punica_wrapper.punica_cpu import PunicaWrapperCPU
 
-from ascend_platform.ops.moe import lora  # noqa: F401
-
 
 class NPUPunicaWrapper(PunicaWrapperCPU):
     """Punica wrapper on the NPU (``vllm/lora/punica_wrapper/punica_base.py``).

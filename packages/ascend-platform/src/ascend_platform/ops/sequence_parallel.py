@@ -8,8 +8,6 @@ import torch
 from vllm.distributed import tensor_model_parallel_all_gather
 from vllm.model_executor.models.deepseek_v2 import DeepseekV2DecoderLayer
 
-from ascend_platform.overrides.guard import override
-
 _forward: Any = DeepseekV2DecoderLayer.forward
 
 
@@ -33,6 +31,3 @@ def forward(
         return states
     gathered = tensor_model_parallel_all_gather(torch.cat(states, dim=-1), 0)[:1]
     return tuple(part.contiguous() for part in gathered.chunk(2, dim=-1))
-
-
-override("vllm.model_executor.models.deepseek_v2:DeepseekV2DecoderLayer.forward", forward)

@@ -17,7 +17,6 @@ from vllm.model_executor.layers.fused_moe.runner.shared_experts import (
 )
 
 from ascend_platform.config import options
-from ascend_platform.overrides.guard import override
 
 _streams: dict[int, Any] = {}
 
@@ -80,8 +79,3 @@ class NPUSharedExperts(SharedExperts):
     def wait(self) -> None:
         """Let the main stream wait for the output."""
         self._output_ready_event[self._output_idx].wait(torch.npu.current_stream())
-
-
-override(
-    "vllm.model_executor.layers.fused_moe.runner.shared_experts:SharedExperts", NPUSharedExperts
-)

@@ -2,9 +2,9 @@
 # SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-all project
 """Guards that compare vLLM's source with the tables of overrides.
 
-:func:`check` compares whole tables where an engine is configured; :func:`override`, :func:`add` and
-:func:`require` compare a single row again where it is applied, so that nothing is replaced in a
-vLLM that is not supported. The tables are also the source of docs/patches-ledger.md and of
+:func:`check` compares whole tables where an engine is configured; :func:`install`, :func:`override`,
+:func:`add` and :func:`require` compare a row again where it is applied, so that nothing is replaced
+in a vLLM that is not supported. The tables are also the source of docs/patches-ledger.md and of
 ``vllm-ascend patches``.
 """
 
@@ -14,7 +14,9 @@ import contextlib
 import functools
 import importlib
 import os
+import pkgutil
 import sys
+import warnings
 from collections.abc import Iterable, Iterator, Mapping
 from types import ModuleType
 from typing import Any
@@ -44,6 +46,56 @@ def check(*tables: str) -> None:
             f" (and {len(refused) - 1} more, see vllm-ascend patches check)" if refused[1:] else ""
         )
         raise _error(refused[0], f"{_problem(refused[0].target)}{more}")
+
+
+def install(name: str, *modules: str) -> None:
+    """Apply the rows of a table whose replacement is in these modules, below ``ascend_platform``, or
+    all that name one; a second call does nothing.
+
+    Raises:
+        RefusedError: as :func:`override`.
+    """
+    chosen = [
+        each
+        for each in table.rows(name)
+        if each.by and (not modules or each.by.partition(":")[0] in modules)
+    ]
+    # Our modules import vLLM's own objects, so that they come before any of these is replaced.
+    found = [
+        (each, pkgutil.resolve_name(f"{fingerprint.__package__}.{each.by}")) for each in chosen
+    ]
+    for each, replacement in found:
+        if each.action == "entries added":
+            add(each.target, replacement)
+        elif each.action == "replaced":
+            override(each.target, replacement)
+    _register({row.target: by for row, by in found if row.action == "kernel registered"})
+
+
+def _register(kernels: Mapping[str, Any]) -> None:
+    """Let vLLM launch these functions instead of its kernels."""
+    if not kernels:
+        return
+    from vllm.triton_utils import dispatcher
+
+    new = {}
+    for target, kernel in kernels.items():
+        require(target)
+        name = target.replace(":", ".")
+        _, registered = dispatcher._registry.get(name, (None, None))
+        if registered is not None and registered is not kernel:
+            report_foreign(target, registered)
+        if registered is not kernel:
+            new[name] = kernel
+    if not new:
+        return
+    if (ffi := sys.modules.get("llvmlite.binding.ffi")) is not None:
+        # numba's LLVM resolves every name, and vLLM reads the __dict__ of every object of every
+        # module.
+        getattr(ffi.lib, "_fntab", {})["__dict__"] = {}
+    with warnings.catch_warnings():  # vLLM reads every name of every module, deprecated ones too.
+        warnings.simplefilter("ignore")
+        dispatcher.register_kernels(new)
 
 
 def override(target: str, replacement: Any) -> None:

@@ -3,9 +3,13 @@
 """Where vLLM's V2 runner launches Triton kernels (``launch_sites.csv``): who serves each, or why it
 is never reached.
 
-``state`` is ``overridden`` by a function of the V2 runner, ``refused`` with a feature of
+``state`` is ``overridden`` by a function of ``kernels/v2``, ``refused`` with a feature of
 ``config/model_runner.py``, or ``unreachable`` for the reason given. Fingerprints are of the kernel
 and of the function that launches it; each is in the first row that has the name only.
+
+A row in which the function ``replaces`` the caller or the kernel is an override: ``why`` says what
+it computes, ``imported_by`` and ``kept_in`` name the modules that import the caller and get the
+function or keep vLLM's. Other overridden launches are within what another row replaces.
 """
 
 import csv
@@ -14,10 +18,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
-from packaging.version import Version
-
 from ascend_platform import fingerprint
-from ascend_platform.overrides import table
 
 SINCE = "0.33"
 """The first minor version of vLLM whose V2 runner is supported."""
@@ -36,12 +37,28 @@ class Site(NamedTuple):
     caller_source: str
     state: str
     by: str
+    replaces: str
+    why: str
+    imported_by: str
+    kept_in: str
 
     @property
     def targets(self) -> tuple[str, str]:
         """The kernel and its caller, as ``package.module:qualified.name``."""
         kernel = self.kernel if ":" in self.kernel else f"{GPU}.{self.module}:{self.kernel}"
         return kernel, f"{GPU}.{self.module}:{self.caller}"
+
+    def row(self, tree: Path | None = None) -> dict[str, str]:
+        """A row of the table of overrides; see ``extension.overrides``."""
+        return {
+            "name": f"{self.module}.{self.kernel.rpartition(':')[2]}",
+            "target": self.targets[1],
+            "action": f"launch {self.state}",
+            "vllm": SINCE,
+            "why": self.by,
+            "remove_when": "Triton runs on the NPU",
+            "problem": "; ".join(self.differences(tree)),
+        }
 
     def differences(self, tree: Path | None = None) -> Iterator[str]:
         """Differences of a vLLM (a source tree, or the installed one) from the table."""
@@ -72,31 +89,6 @@ def sources() -> dict[str, str]:
 def kernels_of(feature: str) -> list[str]:
     """The kernels that a refused feature needs."""
     return [site.kernel.rpartition(":")[2] for site in sites() if site.by == feature]
-
-
-def rows(tree: Path | None, version: str) -> list[dict[str, str]]:
-    """The overrides for the V2 runner, and all launches, compared with a vLLM; none for one whose
-    V2 runner is not supported.
-
-    See ``extension.overrides``.
-    """
-    if not version or Version(version).release < Version(SINCE).release:
-        return []
-    found = [each.row(tree) for each in table.rows("v2")]
-    for site in sites():
-        fields = {
-            "name": f"{site.module}.{site.kernel.rpartition(':')[2]}",
-            "target": site.targets[1],
-        }
-        fields |= {"action": f"launch {site.state}", "vllm": SINCE, "why": site.by}
-        found.append(
-            fields
-            | {
-                "remove_when": "Triton runs on the NPU",
-                "problem": "; ".join(site.differences(tree)),
-            }
-        )
-    return found
 
 
 def difference() -> str:

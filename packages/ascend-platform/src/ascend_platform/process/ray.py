@@ -9,11 +9,14 @@ from multiprocessing import resource_tracker
 from typing import TYPE_CHECKING, Any, cast
 
 from ascend_platform.host import VISIBLE_NPUS
-from ascend_platform.overrides.guard import add
+from ascend_platform.overrides import guard
 from ascend_platform.plugins import SECRETS
 
 if TYPE_CHECKING:
     from vllm.config import ParallelConfig
+
+OF_EACH_WORKER = (VISIBLE_NPUS, "HCCL_IF_IP", *SECRETS)
+"""Variables that vLLM does not copy to Ray's workers."""
 
 _trackers: list["subprocess.Popen[bytes]"] = []
 
@@ -23,15 +26,12 @@ def prepare(parallel: "ParallelConfig") -> None:
     with the worker.
 
     Secrets are not copied: Ray keeps the environment of an actor in its state, which its dashboard
-    and API show. vLLM copies the driver's environment to workers, except for the variables listed
-    here (``vllm/v1/executor/ray_executor_v2.py``). It ends workers by ``ray.kill``, which by
+    and API show. vLLM copies the driver's environment to workers, except for such
+    variables (``vllm/v1/executor/ray_executor_v2.py``). It ends workers by ``ray.kill``, which by
     default also kills their children, among them Python's resource tracker, which removes the
     shared memory.
     """
-    add(
-        "vllm.v1.executor.ray_utils:WORKER_SPECIFIC_ENV_VARS",
-        [VISIBLE_NPUS, "HCCL_IF_IP", *SECRETS],
-    )
+    guard.install("common", "process.ray")
     runtime_env: dict[str, Any] = dict(parallel.ray_runtime_env or {})
     variables = {"RAY_kill_child_processes_on_worker_exit": "0"} | runtime_env.get("env_vars", {})
     parallel.ray_runtime_env = cast(Any, runtime_env | {"env_vars": variables})

@@ -6,8 +6,6 @@ import torch
 from vllm.config import ParallelConfig
 from vllm.distributed.eplb.eplb_state import EplbState
 
-from ascend_platform.overrides.guard import override
-
 _init = EplbState.__init__
 
 
@@ -18,7 +16,3 @@ def init_with_device_index(
     only."""
     _init(state, parallel_config, device)
     state.device_index = device.index
-
-
-def install() -> None:
-    override("vllm.distributed.eplb.eplb_state:EplbState.__init__", init_with_device_index)

@@ -13,21 +13,18 @@ from vllm.model_executor.layers.attention.mm_encoder_attention import MMEncoderA
 from vllm.model_executor.layers.rotary_embedding import _ROPE_DICT
 from vllm.utils.import_utils import resolve_obj_by_qualname
 
-import ascend_platform.ops.moe.experts
-import ascend_platform.ops.moe.router
-import ascend_platform.ops.shared_experts
-import ascend_platform.ops.tensor_parallel  # noqa: F401
+import ascend_platform.ops.moe.experts  # noqa: F401
 from ascend_platform import host
 from ascend_platform.attention import selector
-from ascend_platform.config import mla_prolog, performance
+from ascend_platform.config import mla_prolog, options
 from ascend_platform.errors import RefusedError
 from ascend_platform.logger import logger
-from ascend_platform.overrides import shims
-from ascend_platform.overrides.guard import require
+from ascend_platform.overrides import guard, shims
 from ascend_platform.plugins import slots
-from ascend_platform.worker import eplb, rotary_tables
+from ascend_platform.worker import rotary_tables
 
-require("vllm.model_executor.layers.rotary_embedding:_ROPE_DICT")
+FOR_ALL_MODELS = ("ops.moe.router", "ops.shared_experts", "ops.tensor_parallel", "worker.eplb")
+"""Modules whose replacements of vLLM's names every model needs."""
 
 
 def register_vision_attention() -> None:
@@ -73,12 +70,16 @@ class ModelMixin:
     def load_model(self: Any, *arguments: Any, **named: Any) -> None:
         """Load the model as vLLM does, with rotary tables of its own, because sleep mode frees
         them."""
-        eplb.install()
+        guard.require("vllm.model_executor.layers.rotary_embedding:_ROPE_DICT")
+        guard.install("common", *FOR_ALL_MODELS)
+        compiled = self.compilation_config.mode != CompilationMode.NONE
+        if compiled:
+            guard.install("common", "graph.fusion_passes")
         if self.model_config.is_multimodal_model:
             register_vision_attention()
         if self.model_config.use_mla:
             shims.ask_platform_for_mla_prefill_backend()
-        if performance.rope_order(self.vllm_config) == "halves":
+        if options.rope_order(self.vllm_config) == "halves":
             register_latent_layer()
         _ROPE_DICT.clear()
         super().load_model(*arguments, **named)  # type: ignore[misc]
@@ -99,7 +100,6 @@ class ModelMixin:
                 return loaded
 
             model.load_weights = load_weights  # Trainers call it in an engine that serves.
-        compiled = self.compilation_config.mode != CompilationMode.NONE
         for layer in self.compilation_config.static_forward_context.values():
             # Workspace of vLLM's own prefill, which the profile run would reserve.
             if isinstance(layer, MLAAttention):
@@ -116,6 +116,7 @@ class ModelMixin:
     def load_lora_model(self: Any, *arguments: Any, **named: Any) -> torch.nn.Module:
         """Replace the model's layers by those with adapters, as vLLM does, with corrections; some
         adapters are refused."""
+        guard.install("common", "ops.moe.lora")
         model: torch.nn.Module = super().load_lora_model(*arguments, **named)  # type: ignore[misc]
         # It imports state-space layers, which are prepared by now.
         from ascend_platform.ops import lora_layers

@@ -9,7 +9,7 @@ import functools
 from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
-from ascend_platform.overrides.guard import override
+from ascend_platform.overrides import guard
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -62,18 +62,9 @@ def install(vllm_config: VllmConfig) -> None:
 
 @functools.cache
 def _replace() -> None:
-    from ascend_platform.kernels.states import causal_conv, gated_delta, selective_scan
+    from ascend_platform.kernels.states import gated_delta
 
-    for target, function in (
-        causal_conv.KERNELS | gated_delta.KERNELS | selective_scan.KERNELS
-    ).items():
-        override(target, function)
-    override(
-        "vllm.model_executor.layers.mamba.gdn.olmo_gdn_linear_attn:fused_olmo_hybrid_gdn_gating",
-        gated_delta.fused_olmo_hybrid_gdn_gating,
-    )
-    override("vllm.v1.worker.mamba_utils:collect_mamba_copy_meta", collect_mamba_copy_meta)
-    override("vllm.triton_utils.allocation:set_triton_allocator", set_triton_allocator)
+    guard.install("states")
 
     from vllm.model_executor.custom_op import op_registry_oot
     from vllm.model_executor.layers.mamba.abstract import MambaBase

@@ -6,7 +6,6 @@ that use them."""
 import torch
 
 from ascend_platform.graph.acl_graph import module_with_overrides
-from ascend_platform.overrides.guard import override
 
 STREAM_NAMES = (
     "Stream",
@@ -27,8 +26,3 @@ torch_on_npu = module_with_overrides(
         torch.cuda, **{name: getattr(torch.npu, name) for name in STREAM_NAMES}
     ),
 )
-
-
-def install() -> None:
-    """Give it to the process groups, which both model runners use."""
-    override("vllm.distributed.parallel_state:torch", torch_on_npu)

@@ -29,15 +29,14 @@ from ascend_platform import ops
 from ascend_platform.activation import activate
 from ascend_platform.attention.kv_cache import LAYOUT
 from ascend_platform.errors import RefusedError
-from ascend_platform.graph import acl_graph, capture_sizes
+from ascend_platform.graph import capture_sizes
 from ascend_platform.observability import metrics
 from ascend_platform.observability.profiler import NPUProfiler
-from ascend_platform.overrides import shims
-from ascend_platform.overrides.guard import override
+from ascend_platform.overrides import guard, shims
 from ascend_platform.plugins import slots
 from ascend_platform.process import sockets, watchdog
 from ascend_platform.transfer.checkpoint import note_files
-from ascend_platform.worker import process_groups, runners, sleep_mode, torch_npu_view
+from ascend_platform.worker import process_groups, runners, sleep_mode
 from ascend_platform.worker.sleep_mode import VirtualMemoryBackend, notify_awake
 
 
@@ -47,10 +46,11 @@ class NPUWorker(Worker):
     def __init__(self, vllm_config: Any, *args: Any, **kwargs: Any) -> None:
         activate(vllm_config)
         ops.register()
-        acl_graph.install()
-        torch_npu_view.install()
+        guard.install(
+            "common", "graph.acl_graph", "worker.torch_npu_view", "observability.profiler"
+        )
         if vllm_config.use_v2_model_runner:
-            override("vllm.triton_utils.importing:HAS_TRITON", True)
+            guard.override("vllm.triton_utils.importing:HAS_TRITON", True)
         super().__init__(vllm_config, *args, **kwargs)
         sockets.replace_foreign_directory()
         directory = os.environ.get("VLLM_RPC_BASE_PATH")
@@ -162,7 +162,7 @@ class NPUWorker(Worker):
             if loader := slots.offered(f"load_format.{load_config.load_format}"):
                 register_model_loader(load_config.load_format)(resolve_obj_by_qualname(loader))
         if self.parallel_config.use_sequence_parallel_moe:
-            from ascend_platform.ops import sequence_parallel  # noqa: F401
+            guard.install("common", "ops.sequence_parallel")
         if self.vllm_config.kv_transfer_config is not None:
             note_files(self.model_config)
         super().load_model(**options)

@@ -7,7 +7,6 @@ Nothing here waits for the device: sequence lengths and indices stay there. Bloc
 block, whose rows are left as they are.
 """
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -149,11 +148,3 @@ def _convolve(
     if bias is not None:
         output = output + bias.float()
     return F.silu(output) if activation in (True, "silu", "swish") else output
-
-
-_PREFIX = "vllm.model_executor.layers.mamba.ops.causal_conv1d:"
-KERNELS: dict[str, Callable[..., Any]] = {
-    _PREFIX + "causal_conv1d_fn": causal_conv1d_fn,
-    _PREFIX + "causal_conv1d_update": causal_conv1d_update,
-}
-"""Functions of vLLM, as in ``overrides/``, and their replacements."""

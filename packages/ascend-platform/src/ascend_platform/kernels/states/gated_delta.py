@@ -274,18 +274,3 @@ def fused_olmo_hybrid_gdn_gating(
     """Decays and strengths ``[1, tokens, heads]``; OLMo's strengths may reach 2."""
     g, beta = gates(A_log, a, b, dt_bias)
     return g[None], (beta * 2 if allow_neg_eigval else beta)[None]
-
-
-_PREFIX = "vllm.third_party.flash_linear_attention.ops."
-KERNELS: dict[str, Callable[..., Any]] = {
-    _PREFIX + "fused_gdn_prefill_post_conv:fused_post_conv_prep": fused_post_conv_prep,
-    _PREFIX + "chunk:chunk_gated_delta_rule": chunk_gated_delta_rule,
-    _PREFIX + "fused_recurrent:fused_recurrent_gated_delta_rule": fused_recurrent_gated_delta_rule,
-    _PREFIX + "fused_recurrent:fused_recurrent_gated_delta_rule_packed_decode": (
-        fused_recurrent_gated_delta_rule_packed_decode
-    ),
-    _PREFIX + "fused_sigmoid_gating:fused_sigmoid_gating_delta_rule_update": (
-        fused_sigmoid_gating_delta_rule_update
-    ),
-}
-"""Functions of vLLM, as in ``overrides/``, and their replacements."""

@@ -6,7 +6,6 @@ A channel has a state ``h`` that a token changes to ``exp(dt A) h + dt B x`` and
 ``C h + D x``. Nothing here waits for the device.
 """
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -202,12 +201,3 @@ def _gated(
     if factor is not None:
         output = output + inputs * factor.float()
     return output if z is None else output * F.silu(z.float())
-
-
-_PREFIX = "vllm.model_executor.layers.mamba.ops."
-KERNELS: dict[str, Callable[..., Any]] = {
-    _PREFIX + "ssd_combined:mamba_chunk_scan_combined_varlen": mamba_chunk_scan_combined_varlen,
-    _PREFIX + "mamba_ssm:selective_scan_fn": selective_scan_fn,
-    _PREFIX + "mamba_ssm:selective_state_update": selective_state_update,
-}
-"""Functions of vLLM, as in ``overrides/``, and their replacements."""

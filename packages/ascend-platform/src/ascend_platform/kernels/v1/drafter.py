@@ -10,17 +10,15 @@ tokens are accepted.
 """
 
 import functools
-from collections.abc import Callable
 from contextvars import ContextVar
 from typing import Any
 
 import torch
+from vllm.v1.spec_decode import llm_base_proposer
+from vllm.v1.spec_decode.llm_base_proposer import SpecDecodeBaseProposer
 
 from ascend_platform.attention import base
-from ascend_platform.kernels import register
 from ascend_platform.kernels.ragged import fill_null_slots, null_slots, request_of_token
-from ascend_platform.kernels.v1 import rejection
-from ascend_platform.overrides.guard import override
 
 
 def eagle_step(
@@ -182,73 +180,44 @@ def expand_eagle_inputs(
         out_hidden_state_mapping[:total_input_tokens] = indices + requests * added_slots
 
 
-_PREFIX = "vllm.v1.spec_decode.utils:"
-KERNELS: dict[str, Callable[..., Any]] = {
-    _PREFIX + "eagle_step_slot_mapping_metadata_kernel": eagle_step,
-    _PREFIX + "eagle_prepare_inputs_padded_kernel": eagle_prepare_inputs,
-    _PREFIX + "eagle_prepare_next_token_padded_kernel": eagle_prepare_next_token,
-    _PREFIX + "copy_and_expand_eagle_inputs_kernel": expand_eagle_inputs,
-}
-"""vLLM's kernels, and the functions that take their arguments."""
-
-
 rejected_in_step: ContextVar[base.Rejected | None] = ContextVar(
     "draft tokens rejected in this step", default=None
 )
 """Set while a drafter runs, unless no request of the step had draft tokens."""
 
 
-def install() -> None:
-    """Register the kernels, and make a drafter's attention metadata meet the attention kernels'
-    requirements.
+# In vllm/v1/spec_decode/llm_base_proposer.py added and rejected tokens change seq_lens on the device
+# only, and rejected and padding tokens have slot -1. The attention kernels need sequence lengths on
+# the host and valid slots.
+_build: Any = SpecDecodeBaseProposer.build_per_group_and_layer_attn_metadata
+_get_slots: Any = SpecDecodeBaseProposer._get_slot_mapping
+_extend: Any = llm_base_proposer.extend_all_queries_by_N
 
-    In ``vllm/v1/spec_decode/llm_base_proposer.py`` added and rejected tokens change ``seq_lens`` on
-    the device only, and rejected and padding tokens have slot -1. The kernels need sequence lengths
-    on the host and valid slots. A second call does nothing.
-    """
-    from vllm.compilation.decorators import ignore_torch_compile
-    from vllm.v1.spec_decode import llm_base_proposer, ngram_proposer_gpu
-    from vllm.v1.spec_decode.llm_base_proposer import SpecDecodeBaseProposer
 
-    ignore_torch_compile(ngram_proposer_gpu.NgramGPUKernel)  # whose configuration asks for Inductor
-    build = SpecDecodeBaseProposer.build_per_group_and_layer_attn_metadata
-    get_slots = SpecDecodeBaseProposer._get_slot_mapping
-    extend = llm_base_proposer.extend_all_queries_by_N
-    register({**KERNELS, **rejection.KERNELS})
+@functools.wraps(_build)
+def build_with_lengths(self: Any, common_attn_metadata: Any, draft_index: int = 0) -> Any:
+    slots = common_attn_metadata.slot_mapping
+    padding = null_slots(len(slots), self.vllm_config.cache_config.block_size, slots.device)
+    common_attn_metadata.slot_mapping = torch.where(slots < 0, padding, slots)
+    # The pass of the first draft token still has the rejected tokens in its queries.
+    with base.subtract_rejected(rejected_in_step.get() if draft_index else None):
+        return _build(self, common_attn_metadata, draft_index)
 
-    @functools.wraps(build)
-    def build_with_lengths(self: Any, common_attn_metadata: Any, draft_index: int = 0) -> Any:
-        slots = common_attn_metadata.slot_mapping
-        padding = null_slots(len(slots), self.vllm_config.cache_config.block_size, slots.device)
-        common_attn_metadata.slot_mapping = torch.where(slots < 0, padding, slots)
-        # The pass of the first draft token still has the rejected tokens in its queries.
-        with base.subtract_rejected(rejected_in_step.get() if draft_index else None):
-            return build(self, common_attn_metadata, draft_index)
 
-    @functools.wraps(get_slots)
-    def get_slots_of_null_block(
-        self: Any, num_tokens: int, slot_mapping: torch.Tensor | None = None
-    ) -> Any:
-        # Latent attention also writes the keys of padding tokens.
-        if slot_mapping is not None and len(slot_mapping) < num_tokens:
-            padding = null_slots(
-                num_tokens, self.vllm_config.cache_config.block_size, slot_mapping.device
-            )
-            slot_mapping = torch.cat([slot_mapping, padding[len(slot_mapping) :]])
-        return get_slots(self, num_tokens, slot_mapping)
+@functools.wraps(_get_slots)
+def get_slots_of_null_block(
+    self: Any, num_tokens: int, slot_mapping: torch.Tensor | None = None
+) -> Any:
+    # Latent attention also writes the keys of padding tokens.
+    if slot_mapping is not None and len(slot_mapping) < num_tokens:
+        block_size = self.vllm_config.cache_config.block_size
+        padding = null_slots(num_tokens, block_size, slot_mapping.device)
+        slot_mapping = torch.cat([slot_mapping, padding[len(slot_mapping) :]])
+    return _get_slots(self, num_tokens, slot_mapping)
 
-    @functools.wraps(extend)
-    def extend_with_lengths(common_attn_metadata: Any, N: int, *args: Any, **kwargs: Any) -> Any:
-        extended = extend(common_attn_metadata, N, *args, **kwargs)
-        lengths = common_attn_metadata.seq_lens_cpu_upper_bound
-        return extended.replace(seq_lens_cpu_upper_bound=lengths + N)
 
-    override(
-        "vllm.v1.spec_decode.llm_base_proposer:SpecDecodeBaseProposer.build_per_group_and_layer_attn_metadata",
-        build_with_lengths,
-    )
-    override(
-        "vllm.v1.spec_decode.llm_base_proposer:SpecDecodeBaseProposer._get_slot_mapping",
-        get_slots_of_null_block,
-    )
-    override("vllm.v1.spec_decode.utils:extend_all_queries_by_N", extend_with_lengths)
+@functools.wraps(_extend)
+def extend_with_lengths(common_attn_metadata: Any, N: int, *args: Any, **kwargs: Any) -> Any:
+    extended = _extend(common_attn_metadata, N, *args, **kwargs)
+    lengths = common_attn_metadata.seq_lens_cpu_upper_bound
+    return extended.replace(seq_lens_cpu_upper_bound=lengths + N)

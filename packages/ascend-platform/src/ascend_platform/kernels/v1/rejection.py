@@ -9,7 +9,6 @@ which tokens are accepted. ``cu_num_draft_tokens`` is int32 ``[requests]``, the 
 draft tokens; tensors of shape ``[tokens]`` hold the draft tokens of all requests one after another.
 """
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -184,13 +183,3 @@ def sample_recovered_tokens(
         kept = scores.gather(1, column.clamp_min(0)).masked_fill_(column >= 0, 0)
         scores.scatter_(1, column.clamp_min(0), kept)
     output.copy_(scores.argmax(-1).view_as(output))
-
-
-_PREFIX = "vllm.v1.sample.rejection_sampler:"
-KERNELS: dict[str, Callable[..., Any]] = {
-    _PREFIX + "expand_kernel": expand,
-    _PREFIX + "rejection_greedy_sample_kernel": rejection_greedy_sample,
-    _PREFIX + "rejection_random_sample_kernel": rejection_random_sample,
-    _PREFIX + "sample_recovered_tokens_kernel": sample_recovered_tokens,
-}
-"""vLLM's kernels, and the functions that take their arguments."""

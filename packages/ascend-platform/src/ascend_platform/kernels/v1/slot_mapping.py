@@ -40,9 +40,4 @@ def slots_of(table: Any, requests: np.ndarray, positions: np.ndarray) -> np.ndar
     return ragged.slots_on_host(table.block_table.np, requests, positions, table.block_size, ranks)
 
 
-KERNELS = {
-    "vllm.v1.worker.block_table:ComputeSlotMappingKernel.kernel": slot_mapping_kernel(
-        compute_slot_mapping
-    )
-}
-"""vLLM's kernel, and the function that takes its arguments."""
+kernel = slot_mapping_kernel(compute_slot_mapping)

@@ -11,8 +11,6 @@ from vllm.platforms import current_platform
 from vllm.utils.torch_utils import async_tensor_h2d
 from vllm.v1.worker.gpu.states import RequestState
 
-from ascend_platform.overrides.guard import override
-
 
 def is_uva_available() -> bool:
     """False: kernels of the NPU do not read host memory."""
@@ -178,11 +176,3 @@ class NPURequestState(RequestState):
         tokens.gpu.view(-1).index_put_((elements,), contents)
         for tensor in (self.total_len, self.num_computed_tokens, tokens):
             tensor.clear_staged_writes()
-
-
-def install() -> None:
-    override("vllm.utils.platform_utils:is_uva_available", is_uva_available)
-    override("vllm.v1.worker.gpu.buffer_utils:UvaBufferPool", PinnedBufferPool)
-    override("vllm.v1.worker.gpu.buffer_utils:UvaBackedTensor.copy_to_uva", copy_changed)
-    override("vllm.v1.worker.gpu.buffer_utils:StagedWriteTensor.apply_write", apply_writes)
-    override("vllm.v1.worker.gpu.states:RequestState", NPURequestState)

@@ -15,7 +15,6 @@ import torch
 import torch_npu
 
 from ascend_platform.chips import chip
-from ascend_platform.overrides.guard import override
 
 DRAFT_SALT = 1 << 30
 """Added to the positions of a drafter, whose noise differs from that of the target model."""
@@ -134,8 +133,3 @@ def apply_temperature(
     greedy."""
     by_row = temperature.index_select(0, expanded_idx_mapping)
     logits.div_(torch.where(by_row == 0, 1, by_row)[:, None])
-
-
-def install() -> None:
-    override("vllm.v1.worker.gpu.sample.gumbel:gumbel_sample", gumbel_sample)
-    override("vllm.v1.worker.gpu.sample.gumbel:apply_temperature", apply_temperature)

@@ -14,10 +14,8 @@ from typing import Any
 
 import torch
 
-from ascend_platform import kernels
 from ascend_platform.kernels import ragged
 from ascend_platform.kernels.v2.step import Sampled, States, Step, current_step
-from ascend_platform.overrides.guard import override
 
 
 def _of_step(name: str) -> Callable[..., Any]:
@@ -157,34 +155,3 @@ def prepare_rope_positions(
         elements = first + ragged.arange(NUM_DIMS, positions.device)[:, None] * stride_of_dimension
         written = torch.where(in_prefill, prefill_positions.view(-1)[elements].long(), written)
     positions[:, : len(of_tokens)] = written
-
-
-_PREFIX = "vllm.v1.worker.gpu."
-
-KERNELS: dict[str, Callable[..., Any]] = {
-    "input_batch:_post_update_kernel": post_update,
-    "input_batch:_post_update_num_computed_tokens_kernel": post_update_num_computed_tokens,
-    "mm.rope:_prepare_rope_positions_kernel": prepare_rope_positions,
-}
-"""vLLM's kernels, and the functions that take their arguments."""
-
-
-def install() -> None:
-    override("vllm.utils.torch_utils:async_tensor_h2d", copy_input)
-    override("vllm.v1.worker.gpu.async_utils:async_copy_to_np", copy_to_np)
-    override("vllm.v1.worker.gpu.input_batch:prepare_prefill_inputs", prepare_prefill_inputs)
-    override("vllm.v1.worker.gpu.input_batch:prepare_pos_seq_lens", prepare_pos_seq_lens)
-    override(
-        "vllm.v1.worker.gpu.input_batch:combine_sampled_and_draft_tokens",
-        combine_sampled_and_draft_tokens,
-    )
-    override("vllm.v1.worker.gpu.input_batch:expand_idx_mapping", expand_idx_mapping)
-    override(
-        "vllm.v1.worker.gpu.input_batch:get_num_sampled_and_rejected", get_num_sampled_and_rejected
-    )
-    override(
-        "vllm.v1.worker.gpu.sample.prompt_logprob:get_prompt_logprobs_token_ids",
-        get_prompt_logprobs_token_ids,
-    )
-    override("vllm.v1.worker.gpu.cp_utils:prepare_dcp_local_seq_lens", prepare_dcp_local_seq_lens)
-    kernels.register({_PREFIX + name: function for name, function in KERNELS.items()})

@@ -12,7 +12,6 @@ import numpy as np
 import torch
 
 from ascend_platform.kernels.v2.buffers import copy_together
-from ascend_platform.overrides.guard import override
 
 
 def _bits(device: torch.device) -> torch.Tensor:
@@ -233,15 +232,4 @@ def apply_grammar_bitmask(
     banned = torch.zeros(logits.shape, dtype=torch.bool, device=logits.device)
     logits.masked_fill_(
         banned.index_copy_(0, positions, ~_unpack(masks, logits.shape[1])), -torch.inf
-    )
-
-
-def install() -> None:
-    override("vllm.v1.worker.gpu.sample.penalties:apply_penalties", apply_penalties)
-    override("vllm.v1.worker.gpu.sample.penalties:bincount", bincount)
-    override("vllm.v1.worker.gpu.sample.logit_bias:apply_logit_bias", apply_logit_bias)
-    override("vllm.v1.worker.gpu.sample.bad_words:apply_bad_words", apply_bad_words)
-    override(
-        "vllm.v1.worker.gpu.structured_outputs:StructuredOutputsWorker.apply_grammar_bitmask",
-        apply_grammar_bitmask,
     )

@@ -10,16 +10,13 @@ Nothing here synchronizes with the device, and no shape depends on which tokens 
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
 
-from ascend_platform import kernels
 from ascend_platform.kernels.ragged import request_of_token
 from ascend_platform.kernels.v2 import gumbel, watermark
 from ascend_platform.kernels.v2.step import current_step
-from ascend_platform.overrides.guard import override
 
 
 def gather_draft_sampled(
@@ -262,20 +259,3 @@ def _noise(
     if not current_step().has_seeds:
         return gumbel.unseeded(logits, use_fp64)
     return gumbel.exponential(seed.index_select(0, idx_mapping), positions.long(), logits.shape[1])
-
-
-KERNELS: dict[str, Callable[..., Any]] = {
-    "vllm.v1.worker.gpu.spec_decode.rejection_sampler:_flatten_sampled_kernel": flatten_sampled,
-}
-"""vLLM's kernels, and the functions that take their arguments."""
-
-
-def install() -> None:
-    override(
-        "vllm.v1.worker.gpu.spec_decode.rejection_sampler:gather_draft_sampled",
-        gather_draft_sampled,
-    )
-    override(
-        "vllm.v1.worker.gpu.spec_decode.rejection_sampler_utils:rejection_sample", rejection_sample
-    )
-    kernels.register(KERNELS)

@@ -7,15 +7,8 @@ Nothing here synchronizes with the device. ``rows`` are rows of logits, of which
 draft tokens has several; ``expanded_idx_mapping`` has the request's index for each.
 """
 
-from collections.abc import Callable
-from typing import Any
-
 import torch
 from vllm.utils.math_utils import next_power_of_2
-
-from ascend_platform import kernels
-from ascend_platform.kernels.v2 import gumbel, logits_processors
-from ascend_platform.overrides.guard import add, override
 
 
 def apply_min_p(
@@ -88,21 +81,5 @@ def fill_logprob_token_ids(
     valid_mask[:, 1:] = valid
 
 
-KERNELS: dict[str, Callable[..., Any]] = {
-    "vllm.v1.worker.gpu.sample.logprob:_ranks_kernel": rank_tokens,
-    "vllm.v1.worker.gpu.sample.logprob:_fill_logprob_token_ids_kernel": fill_logprob_token_ids,
-}
-"""vLLM's kernels, and the functions that take their arguments."""
-
-
-def install() -> None:
-    override("vllm.v1.worker.gpu.metrics.logits:get_num_nans", get_num_nans)
-    override("vllm.v1.worker.gpu.sample.min_p:apply_min_p", apply_min_p)
-    add(
-        "vllm.triton_utils.importing:TritonPlaceholder",
-        {"next_power_of_2": staticmethod(next_power_of_2)},
-    )
-    override("vllm.v1.worker.gpu.sample.logprob:compute_token_logprobs", compute_token_logprobs)
-    kernels.register(KERNELS)
-    gumbel.install()
-    logits_processors.install()
+OF_PLACEHOLDER = {"next_power_of_2": staticmethod(next_power_of_2)}
+"""Attributes of vLLM's placeholder of Triton."""

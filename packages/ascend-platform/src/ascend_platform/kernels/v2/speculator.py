@@ -6,14 +6,11 @@ in PyTorch.
 Nothing here synchronizes with the device. Drafters run without graphs of their own.
 """
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
 
 from ascend_platform.kernels.ragged import request_of_token
-from ascend_platform.kernels.v2 import rejection
-from ascend_platform.overrides.guard import override
 
 
 def prepare_shifted_inputs(
@@ -230,35 +227,3 @@ def take_ngrams(
     drafts[:count].copy_(
         torch.where(is_known, tokens, last_sampled.index_select(0, idx_mapping)[:, None])
     )
-
-
-_PREFIX = "vllm.v1.worker.gpu.spec_decode."
-
-KERNELS: dict[str, Callable[..., Any]] = {
-    "ngram.speculator:_ngram_scan_kernel": find_ngrams,
-    "ngram.speculator:_ngram_finalize_kernel": take_ngrams,
-}
-"""vLLM's kernels, and the functions that take their arguments."""
-
-
-def install() -> None:
-    from ascend_platform import kernels
-
-    rejection.install()
-    override(
-        "vllm.v1.worker.gpu.spec_decode.target_dependent_ar.speculator:prepare_prefill_inputs",
-        prepare_shifted_inputs,
-    )
-    override(
-        "vllm.v1.worker.gpu.spec_decode.target_dependent_ar.speculator:prepare_decode_inputs",
-        prepare_decode_inputs,
-    )
-    override(
-        "vllm.v1.worker.gpu.spec_decode.target_dependent_ar.speculator:update_draft_inputs",
-        update_draft_inputs,
-    )
-    override(
-        "vllm.v1.worker.gpu.spec_decode.standalone_ar.speculator:prepare_prefill_inputs",
-        prepare_extended_inputs,
-    )
-    kernels.register({_PREFIX + name: function for name, function in KERNELS.items()})

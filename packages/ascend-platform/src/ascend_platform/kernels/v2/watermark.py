@@ -15,7 +15,6 @@ from vllm.v1.watermarking.prfs import philox
 from vllm.v1.watermarking.watermarker import WatermarkSample
 
 from ascend_platform.kernels.v2.step import current_step
-from ascend_platform.overrides.guard import override
 
 _MASK = philox._UINT32_MASK
 _MULTIPLIERS = philox._PHILOX_M0, philox._PHILOX_M1
@@ -187,11 +186,3 @@ def draft_watermarking_mask(
         same &= ages <= max_history
     prior.scatter_(1, steps[:, None, None].expand(-1, 1, contexts.shape[1]), contexts[:, None])
     return enabled & ~(repeated | same.any(-1))
-
-
-def install() -> None:
-    override(
-        "vllm.v1.watermarking.gumbel:GumbelWatermarker._sample_watermarked", sample_watermarked
-    )
-    override("vllm.v1.worker.gpu.sample.watermark:repeated_context_mask", repeated_context_mask)
-    override("vllm.v1.worker.gpu.sample.watermark:draft_watermarking_mask", draft_watermarking_mask)

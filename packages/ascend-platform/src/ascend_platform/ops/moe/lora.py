@@ -22,7 +22,6 @@ from vllm.lora.layers.utils import _get_lora_device
 from ascend_platform.errors import RefusedError
 from ascend_platform.ops.moe.experts import NPUFusedMoEMethod
 from ascend_platform.ops.moe.grouped import grouped_matmul
-from ascend_platform.overrides.guard import override
 
 
 class FusedMoEWithLoRA(fused_moe.FusedMoEWithLoRA):
@@ -149,7 +148,4 @@ _OWN: dict[Any, Any] = {
     fused_moe.FusedMoEWithLoRA: FusedMoEWithLoRA,
     fused_moe.FusedMoE3DWithLoRA: FusedMoE3DWithLoRA,
 }
-override(
-    "vllm.lora.utils:_all_lora_classes",
-    tuple(_OWN.get(each, each) for each in utils._all_lora_classes),
-)
+LORA_CLASSES = tuple(_OWN.get(each, each) for each in utils._all_lora_classes)

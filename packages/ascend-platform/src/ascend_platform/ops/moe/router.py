@@ -15,8 +15,6 @@ import torch
 import torch_npu
 from vllm.model_executor.layers.fused_moe.router import fused_topk_bias_router, grouped_topk_router
 
-from ascend_platform.overrides.guard import override
-
 SOFTMAX, SIGMOID = 0, 1  # norm_type of npu_moe_gating_top_k
 MAX_SCORE, TOP2_SUM = 0, 1  # its group_select_mode
 
@@ -68,24 +66,6 @@ def topk_sigmoid(
         routed_scaling_factor,
     )
     return weights, ids.to(topk_indices.dtype)
-
-
-# They call torch.ops._moe_C of vLLM's CUDA extension, which writes to the buffers: two copies in
-# each layer.
-override(
-    "vllm.model_executor.layers.fused_moe.router.fused_topk_router:vllm_topk_softmax", topk_softmax
-)
-override(
-    "vllm.model_executor.layers.fused_moe.router.fused_topk_router:vllm_topk_sigmoid", topk_sigmoid
-)
-override(
-    "vllm.model_executor.layers.fused_moe.router.fused_topk_bias_router:vllm_topk_softmax",
-    topk_softmax,
-)
-override(
-    "vllm.model_executor.layers.fused_moe.router.fused_topk_bias_router:vllm_topk_sigmoid",
-    topk_sigmoid,
-)
 
 
 def gating_top_k(
@@ -173,13 +153,6 @@ def grouped_topk(
     )
 
 
-# The router has no hook for it: grouped_topk_router.py (_compute_routing) calls the function of its
-# own module.
-override(
-    "vllm.model_executor.layers.fused_moe.router.grouped_topk_router:grouped_topk", grouped_topk
-)
-
-
 def eplb_map_to_physical(
     topk_ids: torch.Tensor,
     expert_load_view: torch.Tensor,
@@ -211,14 +184,6 @@ def eplb_map_to_physical(
         0, physical.flatten(), counts.expand_as(physical).flatten().to(expert_load_view.dtype)
     )
     return physical.to(topk_ids.dtype)
-
-
-# vLLM's function is a Triton kernel for three device types; on others it returns the ids unmapped
-# (base_router.py).
-override(
-    "vllm.model_executor.layers.fused_moe.router.base_router:eplb_map_to_physical_and_record",
-    eplb_map_to_physical,
-)
 
 
 def route_with_identities(
@@ -264,9 +229,3 @@ def _unchosen(ids: torch.Tensor, is_free: torch.Tensor) -> torch.Tensor:
     chosen = ids.masked_fill(is_free, torch.iinfo(torch.int32).max).sort(-1).values
     before = chosen - torch.arange(ids.shape[-1], dtype=ids.dtype, device=ids.device)
     return (others + (before[:, None, :] <= others[:, :, None]).sum(-1)).to(ids.dtype)
-
-
-override(
-    "vllm.model_executor.layers.fused_moe.router.zero_expert_router:ZeroExpertRouter._compute_routing",
-    route_with_identities,
-)

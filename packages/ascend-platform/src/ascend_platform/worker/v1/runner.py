@@ -8,22 +8,21 @@ from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
 
 import torch
+from vllm.compilation.decorators import ignore_torch_compile
 from vllm.config import CUDAGraphMode, VllmConfig
 from vllm.distributed import get_pp_group
 from vllm.v1.kv_cache_interface import KVCacheConfig
+from vllm.v1.spec_decode.ngram_proposer_gpu import NgramGPUKernel
 from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
-from ascend_platform import kernels
 from ascend_platform.attention import kv_cache, state_cache
 from ascend_platform.config.state_layers import has_states
 from ascend_platform.graph import acl_graph
 from ascend_platform.kernels import ragged
-from ascend_platform.kernels.v1 import drafter, slot_mapping
 from ascend_platform.ops import punica
-from ascend_platform.overrides.guard import override
+from ascend_platform.overrides import guard
 from ascend_platform.worker import state_layers
 from ascend_platform.worker.loading import ModelMixin
-from ascend_platform.worker.torch_npu_view import torch_on_npu
 from ascend_platform.worker.v1 import topk_topp
 from ascend_platform.worker.v1.draft_lengths import DraftLengthsMixin
 from ascend_platform.worker.v1.graph_sizes import GraphSizeMixin
@@ -44,7 +43,7 @@ class NPUModelRunner(
     layers."""
 
     def __init__(self, vllm_config: VllmConfig, *args: Any, **kwargs: Any) -> None:
-        install(drafts=vllm_config.speculative_config is not None)
+        install()
         if has_states(vllm_config):
             state_layers.install(vllm_config)
         super().__init__(vllm_config, *args, **kwargs)
@@ -158,10 +157,7 @@ class NPUModelRunner(
         return super()._build_attention_metadata(num_tokens, *args, **kwargs)
 
 
-def install(drafts: bool) -> None:
-    """Replace what V1 needs of vLLM in this process, with draft tokens or without."""
-    override("vllm.v1.worker.gpu_model_runner:torch", torch_on_npu)
-    override("vllm.v1.spec_decode.ngram_proposer_gpu:torch", torch_on_npu)
-    kernels.register(slot_mapping.KERNELS)
-    if drafts:
-        drafter.install()
+def install() -> None:
+    """Replace what V1 needs of vLLM in this process."""
+    ignore_torch_compile(NgramGPUKernel)  # Its configuration requires Inductor.
+    guard.install("v1")

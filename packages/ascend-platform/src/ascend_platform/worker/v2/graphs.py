@@ -11,8 +11,7 @@ from vllm.forward_context import set_forward_context
 from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
 from vllm.v1.worker.gpu.cudagraph_utils import CudaGraphManager, ModelCudaGraphManager
 
-from ascend_platform.graph import acl_graph, capture_sizes
-from ascend_platform.overrides.guard import override
+from ascend_platform.graph import capture_sizes
 
 
 class GraphManager(CudaGraphManager):
@@ -79,8 +78,3 @@ class GraphManager(CudaGraphManager):
 
 class NPUCudaGraphManager(ModelCudaGraphManager, GraphManager):  # type: ignore[misc]
     """ModelCudaGraphManager on the NPU."""
-
-
-def install() -> None:
-    override("vllm.v1.worker.gpu.cudagraph_utils:torch", acl_graph.torch_with_graphs)
-    override("vllm.v1.worker.gpu.cudagraph_utils:ModelCudaGraphManager", NPUCudaGraphManager)

@@ -16,19 +16,21 @@ from vllm.v1.worker.gpu.model_runner import GPUModelRunner
 from ascend_platform.attention import base, kv_cache
 from ascend_platform.graph import capture_sizes
 from ascend_platform.graph.acl_graph import module_with_overrides
-from ascend_platform.kernels.v2 import buffers, input_batch, sample, watermark
-from ascend_platform.kernels.v2.block_table import NPUBlockTables, NPUPCPManager
+from ascend_platform.kernels.v2 import buffers, input_batch
+from ascend_platform.kernels.v2.block_table import NPUPCPManager
 from ascend_platform.kernels.v2.device_step import DeviceStep
 from ascend_platform.kernels.v2.host_step import HostStep
 from ascend_platform.kernels.v2.step import running
 from ascend_platform.ops import punica
-from ascend_platform.overrides.guard import override
+from ascend_platform.overrides import guard
 from ascend_platform.worker import process_groups
 from ascend_platform.worker.loading import ModelMixin
 from ascend_platform.worker.torch_npu_view import torch_on_npu
-from ascend_platform.worker.v2 import graphs, sampler
 from ascend_platform.worker.v2.draft_lengths import DraftLengthsMixin
 
+torch_of_runner = module_with_overrides(
+    torch_on_npu, arange=input_batch.arange, zeros=input_batch.zeros
+)
 _init_kv_cache = attn_utils.init_kv_cache
 
 
@@ -56,7 +58,7 @@ class NPUModelRunner(ModelMixin, DraftLengthsMixin, GPUModelRunner):
     """The last step's; None after a dummy run."""
 
     def __init__(self, vllm_config: VllmConfig, device: torch.device) -> None:
-        install(drafts=vllm_config.speculative_config is not None)
+        guard.install("v2")
         self._sent = buffers.SentInputs()
         super().__init__(vllm_config, device)
         # This subtracts its communicator's buffers from the KV cache's budget.
@@ -238,28 +240,3 @@ class NPUModelRunner(ModelMixin, DraftLengthsMixin, GPUModelRunner):
         runner's wrappers only."""
         with capture_sizes.without_other_engines(self.compilation_config):
             return super().profile_cudagraph_memory()
-
-
-def install(drafts: bool) -> None:
-    """Replace what V2 needs of vLLM in this process, with draft tokens or without."""
-    override(
-        "vllm.v1.worker.gpu.model_runner:torch",
-        module_with_overrides(torch_on_npu, arange=input_batch.arange, zeros=input_batch.zeros),
-    )
-    override("vllm.v1.worker.gpu.async_utils:torch", torch_on_npu)
-    override("vllm.v1.worker.gpu.structured_outputs:torch", torch_on_npu)
-    override("vllm.v1.worker.gpu.spec_decode.utils:torch", torch_on_npu)
-    override("vllm.v1.worker.gpu.pp_utils:torch", torch_on_npu)
-    override("vllm.v1.worker.gpu.attn_utils:init_kv_cache", init_kv_cache)
-    override("vllm.utils.gc_utils:freeze_gc_for_cudagraph_capture", capture_sizes.freeze_gc)
-    override("vllm.v1.worker.gpu.block_table:BlockTables", NPUBlockTables)
-    buffers.install()
-    graphs.install()
-    input_batch.install()
-    sample.install()
-    sampler.install()
-    watermark.install()
-    if drafts:
-        from ascend_platform.kernels.v2 import speculator
-
-        speculator.install()

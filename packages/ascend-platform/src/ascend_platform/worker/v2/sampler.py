@@ -20,7 +20,6 @@ from vllm.v1.worker.gpu.sample.output import SamplerOutput
 from vllm.v1.worker.gpu.sample.sampler import Sampler
 
 from ascend_platform.kernels.v2 import gumbel
-from ascend_platform.overrides.guard import override
 from ascend_platform.sampling import topk_topp
 
 NUM_PROCESSORS = 3
@@ -134,8 +133,3 @@ class NPUWatermarkSampler(GPUWatermarkSampler, NPUSampler):  # type: ignore[misc
         return bool(
             (self.watermarking.np[rows] & (self.sampling_states.temperature.np[rows] != 0)).any()
         )
-
-
-def install() -> None:
-    override("vllm.v1.worker.gpu.sample.sampler:Sampler", NPUSampler)
-    override("vllm.v1.watermarking.gpu_sampler:GPUWatermarkSampler", NPUWatermarkSampler)
