@@ -24,7 +24,7 @@ def test_engine_core_restores_the_collector_and_ends_with_parent() -> None:
     assert found["frozen"] > 500_000  # what is imported
 
 
-def test_rotary_table_that_is_too_short_is_refused_when_the_model_is_loaded(tmp_path: Path) -> None:
+def test_rotary_table_that_is_too_short_is_refused(tmp_path: Path) -> None:
     scaling = {"rope_type": "yarn", "factor": 2.0, "original_max_position_embeddings": 64}
     config = TINY | {"rope_parameters": scaling | {"rope_theta": 10000.0}}
     (tmp_path / "config.json").write_text(json.dumps(config))

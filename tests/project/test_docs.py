@@ -148,7 +148,8 @@ def test_strict_build_finds(page: str, text: str, said: str, tmp_path: Path) -> 
     (tmp_path / "docs").mkdir()
     for path in DOCS.iterdir():
         (tmp_path / "docs" / path.name).write_text(path.read_text())
-    (tmp_path / "mkdocs.yml").write_text((checkout.ROOT / "mkdocs.yml").read_text())
+    settings = (checkout.ROOT / "mkdocs.yml").read_text()
+    (tmp_path / "mkdocs.yml").write_text(settings.replace("[tools/", f"[{checkout.TOOLS}/"))
     with open(tmp_path / "docs" / page, "a") as file:
         file.write(f"\n{text}\n")
     status, messages = build(tmp_path / "mkdocs.yml", tmp_path / "site")
