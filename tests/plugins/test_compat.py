@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 from ascend_platform.plugins import COMPONENTS
+from ascend_platform.plugins.requirements import declared
 from harness import checkout
-from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
 from packaging.version import Version
 
@@ -20,17 +20,17 @@ MINORS = list(tomllib.loads((checkout.TOOLS / "versions" / "compat.toml").read_t
 
 
 def admitted(distribution: str) -> SpecifierSet:
-    """The range of vLLM versions in an installed wheel's metadata."""
-    declared = map(Requirement, importlib.metadata.requires(distribution) or [])
-    return next(requirement.specifier for requirement in declared if requirement.name == "vllm")
+    """The range of vLLM versions that an installed wheel requires, itself or by ascend-platform."""
+    return next(each.specifier for each in declared(distribution) if each.name == "vllm")
 
 
 def shims() -> list[Any]:
-    """Every shim of every wheel that has a compat module."""
+    """Every shim of every wheel that has a module of shims."""
     found = []
     for distribution in COMPONENTS:
-        module = f"{distribution.replace('-', '_')}.compat"
-        if importlib.util.find_spec(module):
+        package = distribution.replace("-", "_")
+        module = f"{package}.overrides.shims"
+        if importlib.util.find_spec(f"{package}.overrides"):
             for name, shim in importlib.import_module(module).SHIMS.items():
                 found.append(pytest.param(distribution, shim, id=f"{distribution}:{name}"))
     return found

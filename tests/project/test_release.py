@@ -313,6 +313,14 @@ def range_without_the_patch(clone: Clone) -> tuple[str, str]:
     )
 
 
+def another_vllm_in_a_patch(clone: Clone) -> tuple[str, str]:
+    """Siblings that were released before would admit the platform of the new range."""
+    clone.edit(clone.path(PLATFORM), "vllm>=0.31,", "vllm>=0.32,")
+    clone.commit()
+    before, now = (f"vllm<0.34,>=0.3{minor}" for minor in "12")
+    return PLATFORM, f"{PLATFORM} requires {now}, and {PLATFORM}-v0.1.1 {before}: raise minor"
+
+
 def level_of_a_first_release(clone: Clone) -> tuple[str, str]:
     clone.git("tag", "--delete", f"{ATTENTION}-v0.1.0", f"{ATTENTION}-v0.1.1")
     return (
@@ -393,6 +401,7 @@ def locked_checkout(clone: Clone) -> tuple[str, str]:
         misnamed_fragment,
         tag_exists,
         range_without_the_patch,
+        another_vllm_in_a_patch,
         level_of_a_first_release,
         clone_without_tags,
         bound_that_was_never_released,

@@ -38,13 +38,15 @@ def version(distribution: str) -> str:
 
 def declared(distribution: str) -> list[Requirement]:
     """The requirements in a wheel's metadata whose markers hold here; none if the wheel is not
-    installed."""
+    installed. Only ascend-platform states the range of vLLM, which is that of its siblings too."""
     try:
         lines = importlib.metadata.requires(distribution) or []
     except importlib.metadata.PackageNotFoundError:
         return []  # a source tree without metadata
-    found = map(Requirement, lines)
-    return [each for each in found if not each.marker or each.marker.evaluate({"extra": ""})]
+    stated = [Requirement(line) for line in lines]
+    if distribution in COMPONENTS and distribution != "ascend-platform":
+        stated.append(required_by_platform("vllm"))
+    return [each for each in stated if not each.marker or each.marker.evaluate({"extra": ""})]
 
 
 class Unmet(NamedTuple):
