@@ -27,23 +27,23 @@ Seconds = Annotated[float, extension.Range(0, unit="seconds", is_open=True)]
 class Options:
     """Options and their defaults, documented in docs/kv-connector.md. Times are in seconds."""
 
-    transport: str = extension.option("mooncake", "how bytes move: mooncake or hccl")
-    protocol: str = extension.option("tcp", "protocol of Mooncake")
-    host: str = extension.option("", "address of this instance; by default that of its route")
+    transport: str = extension.option("mooncake", "transport of the KV cache: mooncake or hccl")
+    protocol: str = extension.option("tcp", "protocol of Mooncake: tcp or ascend")
+    host: str = extension.option("", "address for the other instances; by default vLLM's")
     transfer_timeout: Seconds = extension.option(120.0, "limit of the transfer of a request")
-    answer_timeout: Seconds = extension.option(10.0, "limit of an answer of the other instance")
-    lease: Seconds = extension.option(30.0, "how long blocks wait for a reader that is silent")
-    chunk_mib: Positive = extension.option(16, "size of a receive buffer in MiB")
-    slots: Positive = extension.option(4, "receive buffers")
-    lanes: Positive = extension.option(2, "parallel reads from an instance")
-    verify: bool = extension.option(False, "checksums of what is read")
-    expose_cache: bool = extension.option(True, "whether other instances read the KV cache itself")
-    secret_file: str = extension.option("", "file of the secret that instances share")
-    insecure: bool = extension.option(False, "serving without a secret")
-    ports: str = extension.option("", "first and last port to listen on")
-    peers: str | list[str] = extension.option("", "hosts that may be contacted; all without")
+    answer_timeout: Seconds = extension.option(10.0, "limit of a peer's reply to one message")
+    lease: Seconds = extension.option(30.0, "time for which blocks of a finished prompt are kept")
+    chunk_mib: Positive = extension.option(16, "size of a send or receive buffer in MiB")
+    slots: Positive = extension.option(4, "send buffers of a rank")
+    lanes: Positive = extension.option(2, "requests received concurrently from an instance")
+    verify: bool = extension.option(False, "checksums of all chunks, with staging buffers")
+    expose_cache: bool = extension.option(True, "transfers without staging buffers")
+    secret_file: str = extension.option("", "file with the secret that all instances share")
+    insecure: bool = extension.option(False, "an instance without a secret, for closed networks")
+    ports: str = extension.option("", 'first and last port to listen on, such as "20000-20099"')
+    peers: str | list[str] = extension.option("", "hosts and networks of the other instances")
     mode: Literal["pull", "push"] = extension.option(
-        "pull", "what a request without a source for its prompt does: prefill here, or ask"
+        "pull", "what is done for a prompt without a source: prefill here, or ask `metaserver`"
     )
     metaserver: str | list[str] = extension.option("", "URLs of routers that may be contacted")
 

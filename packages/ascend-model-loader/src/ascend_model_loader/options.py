@@ -26,28 +26,30 @@ class Options:
     strategies: list[Strategy] = extension.option(
         ["peer", "stream", "default"], "where weights are loaded from, in this order"
     )
-    peers: list[str] = extension.option([], "host:port of engines that serve weights")
-    registry: str | None = extension.option(None, "directory that lists such engines")
-    name: str | None = extension.option(None, "name of the weights in the directory")
-    transport: Transport | list[Transport] = extension.option("tcp", "how bytes move")
-    mooncake_protocol: Literal["tcp", "ascend"] = extension.option("tcp", "of Mooncake")
-    connections: Annotated[int, extension.Range(1, 64)] = extension.option(4, "to a peer")
-    connect_timeout: Seconds = extension.option(5.0, "limit of a connection's start")
-    timeout: Seconds = extension.option(30.0, "limit of an answer")
-    deadline: Seconds = extension.option(1800.0, "limit of a load from peers")
-    min_bytes_per_second: Rate = extension.option(1e6, "the slowest peer that is kept")
-    busy_timeout: Seconds = extension.option(60.0, "how long to wait for a busy peer")
-    secret_file: str | None = extension.option(None, "file of the shared secret")
+    peers: list[str] = extension.option([], "host:port of rank 0 of engines that serve weights")
+    registry: str | None = extension.option(None, "shared directory that lists such engines")
+    name: str | None = extension.option(None, "name of the weights; by default model and revision")
+    transport: Transport | list[Transport] = extension.option("tcp", "transports by preference")
+    mooncake_protocol: Literal["tcp", "ascend"] = extension.option("tcp", "protocol of Mooncake")
+    connections: Annotated[int, extension.Range(1, 64)] = extension.option(4, "of a rank to a peer")
+    connect_timeout: Seconds = extension.option(5.0, "limit to connect")
+    timeout: Seconds = extension.option(30.0, "limit without a byte")
+    deadline: Seconds = extension.option(1800.0, "limit for all weights from all peers")
+    min_bytes_per_second: Rate = extension.option(1e6, "rate below which a peer is left")
+    busy_timeout: Seconds = extension.option(60.0, "limit of retries while all peers are busy")
+    secret_file: str | None = extension.option(None, "file with the shared secret")
     stream: Literal["auto", "runai_streamer", "multithread"] = extension.option(
-        "auto", "how strategy stream reads files"
+        "auto", "reader of strategy stream; by default the one that is installed"
     )
-    stream_threads: Annotated[int, extension.Range(1, 256)] = extension.option(8, "of it")
-    stream_pinned: bool = extension.option(False, "pinned host memory for it")
+    stream_threads: Annotated[int, extension.Range(1, 256)] = extension.option(8, "of the reader")
+    stream_pinned: bool = extension.option(
+        False, "copies to pinned memory by a thread of their own"
+    )
     serve_weights: bool = extension.option(False, "whether this engine serves its weights")
-    host: str = extension.option("127.0.0.1", "address to serve on")
-    port: Annotated[int, extension.Range(0, 65535)] = extension.option(28500, "of rank 0")
-    max_connections: Annotated[int, extension.Range(1, 4096)] = extension.option(16, "served")
-    max_bytes_per_second: Rate | None = extension.option(None, "served in all")
+    host: str = extension.option("127.0.0.1", "address of the weight server")
+    port: Annotated[int, extension.Range(0, 65535)] = extension.option(28500, "of rank 0's server")
+    max_connections: Annotated[int, extension.Range(1, 4096)] = extension.option(16, "of a server")
+    max_bytes_per_second: Rate | None = extension.option(None, "limit of a server")
     checksum: Literal["xxh3", "blake3"] = extension.option("xxh3", "of each chunk")
 
     @property

@@ -46,19 +46,21 @@ PASSED_THROUGH = ("block_size", "blocks_per_chunk", "eviction_policy", "offload_
 class StoreOptions:
     """Options and their defaults, documented in docs/kv-connector.md. Times are in seconds."""
 
-    backend: str | list[str] = extension.option("mooncake", "mooncake, disk, or a list of these")
-    cpu_bytes_to_use: Positive = extension.option(4 << 30, "host memory before the pool")
-    disk_path: str = extension.option("", "directory of disk")
+    backend: str | list[str] = extension.option(
+        "mooncake", "mooncake, disk, a list of these, or []"
+    )
+    cpu_bytes_to_use: Positive = extension.option(4 << 30, "host memory of all ranks, in /dev/shm")
+    disk_path: str = extension.option("", "directory of backend disk")
     disk_bytes_to_use: Positive | None = extension.option(None, "limit of the directory")
     mooncake_config_path: str = extension.option("", "file with Mooncake's configuration")
     namespace: str = extension.option("", "instances of different namespaces share nothing")
     enable_lookup: bool = extension.option(True, "whether the instance loads")
     consumer_is_to_load: bool = extension.option(True, "whether a kv_consumer loads")
     consumer_is_to_put: bool = extension.option(False, "whether a kv_consumer stores")
-    answer_timeout: Seconds = extension.option(5.0, "limit of a lookup")
+    answer_timeout: Seconds = extension.option(5.0, "limit of a lookup in the pool")
     transfer_timeout: Seconds = extension.option(20.0, "limit of the chunks of a request")
-    rest: Seconds = extension.option(10.0, "pause after a pool has exceeded a timeout")
-    threads: Positive = extension.option(2, "threads that load, and as many that store")
+    rest: Seconds = extension.option(10.0, "backoff from a pool that exceeded a timeout")
+    threads: Positive = extension.option(2, "load threads, and as many store threads")
     enable_kv_events: bool = extension.option(False, "events of the pool's chunks for routers")
     block_size: Positive | None = extension.option(None, "as of vLLM's OffloadingConnector")
     blocks_per_chunk: Positive | None = extension.option(None, "as of OffloadingConnector")

@@ -165,11 +165,15 @@ def describe(hint: Any) -> str:
 def rows() -> Iterator[tuple[str, str, str, str]]:
     """Key, default, values and description of each option under ``ascend``."""
     for name, table in _tables.items():
-        defaults = vars(table())
-        for field in dataclasses.fields(table):
-            text = field.metadata.get("text", "")
-            values = describe(hints(table)[field.name])
-            yield f"ascend.{name}.{field.name}", json.dumps(defaults[field.name]), values, text
+        yield from table_rows(table, f"ascend.{name}.")
+
+
+def table_rows(table: type, prefix: str = "") -> Iterator[tuple[str, str, str, str]]:
+    """Key, default, values and description of each option of a table."""
+    defaults = vars(table())
+    for field in dataclasses.fields(table):
+        text, values = field.metadata.get("text", ""), describe(hints(table)[field.name])
+        yield f"{prefix}{field.name}", json.dumps(defaults[field.name]), values, text
 
 
 def namespace(entry_point: str) -> str:
