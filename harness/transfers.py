@@ -12,11 +12,11 @@ from pathlib import Path
 from typing import Any
 
 from ascend_kv_connector.testing import one_rank
-from ascend_kv_connector.testing.transport import InMemoryNetwork
 
 from harness import checkout, npus, quantized
 from harness.kv import in_tree, request_faults, store_checks, throughput
 from harness.kv.instances import Instance
+from harness.kv.memory_transport import InMemoryNetwork
 from harness.kv.store_engines import Suite
 from harness.kv.transfer_faults import Endurance
 from harness.models import hybrid

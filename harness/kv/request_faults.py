@@ -25,8 +25,8 @@ from time import monotonic, sleep
 from typing import Any
 
 from ascend_kv_connector.p2p import push_stop, worker
-from ascend_kv_connector.testing.transport import Faults, InMemoryNetwork, InMemoryTransport
 from ascend_platform.transfer import engine
+from harness.kv.memory_transport import Faults, InMemoryNetwork, InMemoryTransport
 
 NETWORK = InMemoryNetwork()
 

@@ -19,7 +19,7 @@ from typing import Any
 
 from ascend_kv_connector.store.pool import LOADED, STORED, PoolError
 from ascend_kv_connector.store.tier import PoolTier
-from ascend_kv_connector.testing.transport import Faults
+from harness.kv.memory_transport import Faults
 
 ANSWER, TRANSFER, BACKOFF, DEAD = 0.3, 0.6, 0.02, 0.3
 """Seconds. The backoff is short, because a fast machine serves many requests in it, all without the

@@ -15,8 +15,8 @@ from typing import Any
 from ascend_kv_connector.p2p.leases import PrefillProgress
 from ascend_kv_connector.p2p.protocol import PrefillStarted
 from ascend_kv_connector.p2p.transfers import Done, Failed
-from ascend_kv_connector.testing.transport import Faults, InMemoryNetwork
 from ascend_platform.transfer.errors import TransferError
+from harness.kv.memory_transport import Faults, InMemoryNetwork
 
 TIMEOUT = 1.0
 LATE = 0.5

@@ -8,8 +8,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import pytest
-from ascend_kv_connector.testing.transport import Faults, InMemoryNetwork
 from harness.kv.instances import Instance
+from harness.kv.memory_transport import Faults, InMemoryNetwork
 
 
 @pytest.fixture

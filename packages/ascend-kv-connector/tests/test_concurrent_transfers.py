@@ -11,11 +11,11 @@ import pytest
 import zmq
 from ascend_kv_connector.p2p.protocol import CODEC, Owner
 from ascend_kv_connector.p2p.transfers import Done, Failed, Source
-from ascend_kv_connector.testing.transport import InMemoryNetwork
 from ascend_platform.transfer.errors import TransferError
 from ascend_platform.transfer.memory import MAX_QUARANTINED
 from ascend_platform.transfer.peers import MAX_IDLE_THREADS, CircuitBreaker
 from ascend_platform.transfer.rpc import RpcServer
+from harness.kv.memory_transport import InMemoryNetwork
 from harness.kv.prompts import Prompt
 
 

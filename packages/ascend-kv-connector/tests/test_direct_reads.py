@@ -13,8 +13,8 @@ import torch
 from ascend_kv_connector.p2p.protocol import Locate, Refused
 from ascend_kv_connector.p2p.runs import Placement, plan_runs
 from ascend_kv_connector.p2p.transfers import Done
-from ascend_kv_connector.testing.transport import InMemoryNetwork
 from ascend_platform.transfer.engine import Runs
+from harness.kv.memory_transport import InMemoryNetwork
 
 COPIES = {
     "same": ({}, {}, 0, 0),

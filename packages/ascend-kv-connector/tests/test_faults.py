@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 from ascend_kv_connector.p2p.transfers import Done
 from ascend_kv_connector.testing import one_rank  # noqa: F401
-from ascend_kv_connector.testing.transport import InMemoryNetwork
 from harness.kv import request_faults
+from harness.kv.memory_transport import InMemoryNetwork
 from harness.kv.store_engines import Suite
 from harness.kv.transfer_faults import Endurance
 

@@ -16,9 +16,9 @@ from ascend_kv_connector.p2p.protocol import Owner, Push, Release
 from ascend_kv_connector.p2p.push_stop import PushStop
 from ascend_kv_connector.p2p.pusher import PushJobs
 from ascend_kv_connector.p2p.transfers import Done, Failed, Source
-from ascend_kv_connector.testing.transport import InMemoryNetwork
 from ascend_platform.transfer.errors import TransferError
 from ascend_platform.transfer.query_queue import BusyError
+from harness.kv.memory_transport import InMemoryNetwork
 from harness.kv.prompts import Prompt, wait_for
 
 NEXT = -3

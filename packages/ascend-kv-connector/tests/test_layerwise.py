@@ -16,8 +16,8 @@ from ascend_kv_connector.p2p.metaserver import MetaserverClient, external_reques
 from ascend_kv_connector.p2p.prefill_notifier import PrefillNotifier
 from ascend_kv_connector.p2p.protocol import PrefillCancelled, PrefillStarted
 from ascend_kv_connector.p2p.transfers import Done
-from ascend_kv_connector.testing.transport import InMemoryNetwork
 from ascend_platform.transfer.errors import TransferError
+from harness.kv.memory_transport import InMemoryNetwork
 from harness.kv.prompts import LAYERS, Prompt, wait_for
 
 

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from time import monotonic, sleep
 
 from ascend_kv_connector.p2p.transfers import Done, Failed, Source
-from ascend_kv_connector.testing.transport import InMemoryNetwork
+from harness.kv.memory_transport import InMemoryNetwork
 
 
 def fails(

@@ -21,8 +21,8 @@ from ascend_kv_connector.p2p.scheduler.scheduler import P2PScheduler
 from ascend_kv_connector.p2p.states import LAST_STATE, draft_blocks, join_tables, list_regions
 from ascend_kv_connector.p2p.transfers import Done, Failed, Source
 from ascend_kv_connector.p2p.trusted_addresses import TrustedAddresses
-from ascend_kv_connector.testing.transport import InMemoryNetwork
 from ascend_platform import extension
+from harness.kv.memory_transport import InMemoryNetwork
 from vllm import SamplingParams
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheGroupSpec, MambaSpec
