@@ -108,10 +108,8 @@ def set_environment(
     model, source = chip(soc), ""
     if times:
         report = read(times)
-        model, source = (
-            measured(model, report),
-            f"; estimates use times measured on {title(report)}",
-        )
+        model = measured(model, report)
+        source = f"; estimates use times measured on {title(report)}"
     size = _default_memory(model.memory, npus) if memory is None else memory
     _check_variables(environ)
     if environ.get("ASCEND_EMULATOR_CPU"):
@@ -122,14 +120,12 @@ def set_environment(
     libraries = str(build.library_dir())
     paths = [libraries]
     if own := operators.library(environ):
-        environ["ASCEND_CUSTOM_OPP_PATH"] = _first(
-            str(own), environ.get("ASCEND_CUSTOM_OPP_PATH", "")
-        )
+        _prepend(environ, "ASCEND_CUSTOM_OPP_PATH", str(own))
         paths.append(str(own / "op_api" / "lib"))  # For callers that look it up only by its name.
+    _prepend(environ, "LD_LIBRARY_PATH", *paths)
+    _prepend(environ, "PATH", *_PROGRAMS)
+    _prepend(environ, "PYTHONPATH", _PYACL)
     environ.update(
-        LD_LIBRARY_PATH=_first(*paths, environ.get("LD_LIBRARY_PATH", "")),
-        PATH=_first(*_PROGRAMS, environ.get("PATH", "")),
-        PYTHONPATH=_first(_PYACL, environ.get("PYTHONPATH", "")),
         ASCEND_HOME_PATH=libraries,
         ASCEND_OPP_PATH=str(Path(libraries) / "opp"),
         ASCEND_EMULATOR_NPUS=str(npus),
@@ -140,20 +136,13 @@ def set_environment(
     )
     atb = ""
     if unknown := cann_names.atb_without_layout():
-        environ["ASCEND_EMULATOR_WITHOUT"] = ",".join(
-            filter(None, [environ.get("ASCEND_EMULATOR_WITHOUT", ""), *unknown])
-        )
+        disable(environ, *unknown)
         atb = (
             f"; ATB's {len(unknown)} operators refuse: their parameters are known for torch-npu"
             f" {', '.join(cann_names.ATB_LAYOUT)}"
         )
     if sanitizers := build.sanitizer_libraries():
-        others = [
-            one
-            for one in environ.get("LD_PRELOAD", "").split(os.pathsep)
-            if one and one not in sanitizers
-        ]
-        environ["LD_PRELOAD"] = os.pathsep.join([*sanitizers, *others])
+        _prepend(environ, "LD_PRELOAD", *sanitizers)
         for name, options in build.SANITIZER_OPTIONS.items():
             environ.setdefault(name, options)
     name = model.name if model.correlated else f"{model.name}, not correlated with hardware"
@@ -163,15 +152,16 @@ def set_environment(
     return f"ascend-emulator: {devices} ({name}, {size / 2**30:.3g} GiB{part}), {cpu}{source}{atb}"
 
 
-def _first(*parts: str) -> str:
-    """The last part, a search path, behind the other parts."""
-    *directories, path = parts
-    return os.pathsep.join(
-        [
-            *directories,
-            *(part for part in path.split(os.pathsep) if part and part not in directories),
-        ]
-    )
+def disable(environ: MutableMapping[str, str], *names: str) -> None:
+    """Let calls of these entry points fail, in addition to those that do already."""
+    disabled = [environ.get("ASCEND_EMULATOR_WITHOUT", ""), *names]
+    environ["ASCEND_EMULATOR_WITHOUT"] = ",".join(filter(None, disabled))
+
+
+def _prepend(environ: MutableMapping[str, str], name: str, *paths: str) -> None:
+    """Put paths in front of those that a variable has."""
+    others = [each for each in environ.get(name, "").split(os.pathsep) if each]
+    environ[name] = os.pathsep.join(dict.fromkeys((*paths, *others)))
 
 
 def activate(npus: int = 1, soc: str = DEFAULT_SOC, memory: int | None = None) -> str:

@@ -138,16 +138,13 @@ def sanitizer_libraries() -> list[str]:
             f"ASCEND_EMULATOR_SANITIZE: unknown {', '.join(unknown)}; supported: {', '.join(names)}"
         )
     compiler, _ = _compiler()
-    return [
-        str(
-            Path(
-                subprocess.run(
-                    [*compiler, f"-print-file-name={names[name]}"], capture_output=True, text=True
-                ).stdout.strip()
-            ).resolve()
-        )
-        for name in chosen.split(",")
-    ]
+
+    def path(library: str) -> str:
+        command = [*compiler, f"-print-file-name={library}"]
+        done = subprocess.run(command, capture_output=True, text=True)
+        return str(Path(done.stdout.strip()).resolve())
+
+    return [path(names[name]) for name in chosen.split(",")]
 
 
 def _digest(*parts: str | bytes) -> str:
@@ -172,21 +169,14 @@ def _optimization(unit: str) -> list[str]:
 
 def _with_headers(sources: list[Path]) -> list[Path]:
     """The files and the emulator's headers that they include, directly and indirectly."""
-    found: dict[Path, None] = dict.fromkeys(sources)
-    for path in (queue := [*sources]):
+    files = [*sources]
+    for path in files:
         for name in re.findall(r'^\s*#include "(.+?)"', path.read_text(), re.MULTILINE):
-            header = next(
-                (
-                    place
-                    for place in ((path.parent / name).resolve(), SOURCES / name)
-                    if place.exists()
-                ),
-                None,
-            )
-            if header and header not in found:
-                found[header] = None
-                queue.append(header)
-    return list(found)
+            candidates = (path.parent / name).resolve(), SOURCES / name
+            header = next(filter(Path.exists, candidates), None)
+            if header and header not in files:
+                files.append(header)
+    return files
 
 
 def _run(what: str, command: list[str], text: str = "") -> str:
@@ -196,14 +186,8 @@ def _run(what: str, command: list[str], text: str = "") -> str:
         lines = done.stderr.strip().splitlines()
         for line in lines[:ERROR_LINES]:
             cached.say_on_stderr(line)
-        first = next(
-            (
-                line
-                for line in lines
-                if "error" in line or "undefined" in line or "multiple" in line
-            ),
-            lines[-1] if lines else "",
-        )
+        errors = [line for line in lines if re.search("error|undefined|multiple", line)]
+        first = (errors or lines[-1:] or [""])[0]
         raise BuildError(f"ascend-emulator: {what} failed: {first}")
     return done.stdout
 
@@ -418,44 +402,19 @@ def _build(
         )
     with ThreadPoolExecutor(max_workers=compilers) as pool:
         list(pool.map(compile_one, missing))
-    core = target / f"lib{CORE}.so"
+
+    def link(soname: str, *arguments: object) -> None:
+        shared = ["-shared", f"-Wl,-soname,{soname}", "-o", target / soname, *arguments]
+        _run(f"linking {soname}", [*compiler, *map(str, shared)])
+
+    flags = [flag for flag in _flags() if "sanitize" in flag]
+    if os.environ.get("ASCEND_EMULATOR_SANITIZE") == "thread":
+        # Inline functions of the C++ library: those compiled with the sanitizer, not torch's.
+        flags.append("-Wl,-Bsymbolic-functions")
     # No run path: torch's libraries are loaded before these (activate).
-    _run(
-        f"linking {core.name}",
-        [
-            *compiler,
-            *(flag for flag in _flags() if "sanitize" in flag),
-            # Inline functions of the C++ library: those compiled with the sanitizer, not torch's.
-            *(
-                ["-Wl,-Bsymbolic-functions"]
-                if os.environ.get("ASCEND_EMULATOR_SANITIZE") == "thread"
-                else []
-            ),
-            "-shared",
-            f"-Wl,-soname,{core.name}",
-            "-o",
-            str(core),
-            *map(str, built.values()),
-            f"-L{torch / 'lib'}",
-            "-ltorch_cpu",
-            "-lc10",
-        ],
-    )
+    link(f"lib{CORE}.so", *flags, *built.values(), f"-L{torch / 'lib'}", "-ltorch_cpu", "-lc10")
     for soname in SONAMES:
-        _run(
-            f"linking {soname}",
-            [
-                *compiler,
-                "-shared",
-                f"-Wl,-soname,{soname}",
-                "-Wl,-rpath,$ORIGIN",
-                "-Wl,--no-as-needed",
-                "-o",
-                str(target / soname),
-                f"-L{target}",
-                f"-l{CORE}",
-            ],
-        )
+        link(soname, "-Wl,-rpath,$ORIGIN", "-Wl,--no-as-needed", f"-L{target}", f"-l{CORE}")
         # Where programs that link against CANN look for it.
         (target / "lib64").mkdir(exist_ok=True)
         (target / "lib64" / soname).unlink(missing_ok=True)

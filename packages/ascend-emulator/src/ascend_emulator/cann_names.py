@@ -103,11 +103,8 @@ def graph_engine_names() -> list[str]:
 
 def has_two_functions(name: str) -> bool:
     """Whether a name is an operator's: GetWorkspaceSize and the launch."""
-    return name.startswith(OPERATORS) and name not in (
-        "aclnnInit",
-        "aclnnFinalize",
-        "aclnnSetPytorchRandom",
-    )
+    others = ("aclnnInit", "aclnnFinalize", "aclnnSetPytorchRandom")
+    return name.startswith(OPERATORS) and name not in others
 
 
 def atb_without_layout() -> list[str]:

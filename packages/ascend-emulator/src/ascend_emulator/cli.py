@@ -11,7 +11,14 @@ import sys
 from pathlib import Path
 
 from ascend_emulator import build
-from ascend_emulator.activation import DEFAULT_SOC, STRICT, parse_size, set_environment, set_strict
+from ascend_emulator.activation import (
+    DEFAULT_SOC,
+    STRICT,
+    disable,
+    parse_size,
+    set_environment,
+    set_strict,
+)
 from ascend_emulator.chips import chips
 from ascend_emulator.faults import KINDS, checked
 from ascend_emulator.verify import command as verify
@@ -143,9 +150,7 @@ def _run(options: argparse.Namespace) -> int:
         environ, options.npus, options.soc, options.memory, options.times, options.driver
     )
     if options.without:
-        environ["ASCEND_EMULATOR_WITHOUT"] = ",".join(
-            filter(None, [environ.get("ASCEND_EMULATOR_WITHOUT", ""), options.without])
-        )
+        disable(environ, options.without)
     if options.fault:
         environ["ASCEND_EMULATOR_FAULTS"] = ";".join(map(checked, options.fault))
     if options.trace:

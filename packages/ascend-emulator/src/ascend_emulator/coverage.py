@@ -12,7 +12,7 @@ from collections import Counter
 from dataclasses import dataclass
 from functools import cache
 
-from ascend_emulator import build, cann_names
+from ascend_emulator import build, cann_names, text_tables
 
 
 @dataclass(frozen=True)
@@ -99,16 +99,9 @@ def report(markdown: bool = False) -> str:
         [group, *(str(counts[group, state]) for state in states)]
         for group in sorted({_group(point.name) for point in points})
     ]
-    rows.append(
-        [
-            "all",
-            *(
-                str(sum(counts[group, state] for group in {g for g, _ in counts}))
-                for state in states
-            ),
-        ]
-    )
-    lines = _table(["", *states], rows, markdown)
+    totals = Counter(point.state for point in points)
+    rows.append(["all", *(str(totals[state]) for state in states)])
+    lines = (text_tables.markdown if markdown else text_tables.aligned)(["", *states], rows)
     families: dict[str, list[str]] = {}
     for point in entry_points():
         if point.state != "refuses" and (point.asked or point.name.startswith("aclop::")):
@@ -119,16 +112,3 @@ def report(markdown: bool = False) -> str:
             f"**{family}**: {', '.join(names)}\n" if markdown else f"{family}: {' '.join(names)}"
         )
     return os.linesep.join(lines)
-
-
-def _table(head: list[str], rows: list[list[str]], markdown: bool) -> list[str]:
-    if markdown:
-        return ["| " + " | ".join(row) + " |" for row in [head, ["---"] * len(head), *rows]]
-    widths = [max(len(row[i]) for row in [head, *rows]) for i in range(len(head))]
-    return [
-        "  ".join(
-            cell.rjust(width) if i else cell.ljust(width)
-            for i, (cell, width) in enumerate(zip(row, widths, strict=True))
-        )
-        for row in [head, *rows]
-    ]

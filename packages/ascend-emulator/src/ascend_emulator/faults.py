@@ -36,7 +36,12 @@ def checked(fault: str) -> str:
     return fault
 
 
-def _library() -> ctypes.CDLL:
+def loaded_library() -> ctypes.CDLL:
+    """The emulator's library in this process.
+
+    Raises:
+        RuntimeError: no NPU is emulated in this process.
+    """
     name = f"lib{build.CORE}.so"
     if name not in Path("/proc/self/maps").read_text():
         raise RuntimeError(
@@ -64,7 +69,7 @@ def inject(name: str, nth: int = 1, kind: str = "oom", repeat: bool = False) -> 
         ValueError: unknown entry point, or a fault that it does not support.
         RuntimeError: no NPU is emulated in this process.
     """
-    library = _library()
+    library = loaded_library()
     fault = checked(f"{name}@{nth}{'+' * repeat}={kind}")
     if library.ascend_emulator_inject(fault.encode()):
         library.aclGetRecentErrMsg.restype = ctypes.c_char_p
@@ -73,4 +78,4 @@ def inject(name: str, nth: int = 1, kind: str = "oom", repeat: bool = False) -> 
 
 def clear() -> None:
     """Remove all faults, including those of the environment."""
-    _library().ascend_emulator_clear_faults()
+    loaded_library().ascend_emulator_clear_faults()

@@ -220,33 +220,17 @@ _CALL = ctypes.CFUNCTYPE(
 )
 
 
+DTYPES = {0: "float32", 1: "float16", 2: "int8", 3: "int32", 4: "uint8", 6: "int16", 7: "uint16"}
+DTYPES |= {8: "uint32", 9: "int64", 10: "uint64", 11: "float64", 12: "bool", 16: "complex64"}
+DTYPES |= {17: "complex128", 27: "bfloat16", 35: "float8_e5m2", 36: "float8_e4m3fn"}
+"""torch's dtype of CANN's (aclDataType)."""
+
+
 @cache
 def _dtypes() -> dict[int, Any]:
     import torch
 
-    known = {
-        0: torch.float32,
-        1: torch.float16,
-        2: torch.int8,
-        3: torch.int32,
-        4: torch.uint8,
-        6: torch.int16,
-        9: torch.int64,
-    }
-    known |= {
-        11: torch.float64,
-        12: torch.bool,
-        16: torch.complex64,
-        17: torch.complex128,
-        27: torch.bfloat16,
-    }
-    return known | {
-        7: torch.uint16,
-        8: torch.uint32,
-        10: torch.uint64,
-        35: torch.float8_e5m2,
-        36: torch.float8_e4m3fn,
-    }
+    return {number: getattr(torch, name) for number, name in DTYPES.items()}
 
 
 def _tensor(view: _View) -> Any:
@@ -254,11 +238,8 @@ def _tensor(view: _View) -> Any:
 
     if not view.sizes:
         return None
-    sizes, strides, dtype = (
-        view.sizes[: view.rank],
-        view.strides[: view.rank],
-        _dtypes()[view.dtype],
-    )
+    sizes, strides = view.sizes[: view.rank], view.strides[: view.rank]
+    dtype = _dtypes()[view.dtype]
     if 0 in sizes:
         return torch.empty(sizes, dtype=dtype)
     elements = 1 + sum((size - 1) * stride for size, stride in zip(sizes, strides, strict=True))
@@ -270,9 +251,8 @@ def _tensor(view: _View) -> Any:
 def _function(name: str) -> Any:
     where, _, function = name.rpartition(":")
     if where.endswith(".py"):
-        spec = importlib.util.spec_from_file_location(
-            f"ascend_emulator_operators_{Path(where).stem}", where
-        )
+        module_name = f"ascend_emulator_operators_{Path(where).stem}"
+        spec = importlib.util.spec_from_file_location(module_name, where)
         assert spec
         assert spec.loader
         module = importlib.util.module_from_spec(spec)

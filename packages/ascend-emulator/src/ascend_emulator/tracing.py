@@ -12,6 +12,9 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from ascend_emulator import text_tables
+from ascend_emulator.faults import loaded_library
+
 
 @dataclass
 class Estimate:
@@ -25,15 +28,6 @@ class Estimate:
     seconds: dict[int, float] = field(default_factory=dict)
 
 
-def _library() -> ctypes.CDLL:
-    try:
-        return ctypes.CDLL("libascend_emulator.so", mode=ctypes.RTLD_GLOBAL | 4)  # RTLD_NOLOAD
-    except OSError:
-        raise RuntimeError(
-            "no NPU is emulated in this process; start it with: ascend-emulator run -- COMMAND"
-        ) from None
-
-
 def flush() -> None:
     """Write this process's buffered events to the trace file; synchronize first. Done automatically
     at exit.
@@ -41,7 +35,7 @@ def flush() -> None:
     Raises:
         RuntimeError: no NPU is emulated in this process.
     """
-    _library().ascend_emulator_flush_trace()
+    loaded_library().ascend_emulator_flush_trace()
 
 
 @contextmanager
@@ -57,7 +51,7 @@ def estimate() -> Iterator[Estimate]:
     """
     import torch
 
-    library = _library()
+    library = loaded_library()
     library.ascend_emulator_modelled.restype = ctypes.c_double
     npu = torch.npu
     current = npu.current_device()
@@ -109,17 +103,12 @@ def table(trace: Path) -> str:
     sums: dict[tuple[str, str], list[float]] = defaultdict(lambda: [0, 0, 0, 0, 0])
     for event in events(trace):
         arguments = event["args"]
+        size, flops, estimated = (
+            arguments.get(key, 0) for key in ("bytes", "flops", "estimated_us")
+        )
         row = sums[event["cat"], event["name"]]
-        for place, value in enumerate(
-            (
-                1,
-                arguments.get("bytes", 0),
-                arguments.get("flops", 0),
-                event["dur"],
-                arguments.get("estimated_us", 0),
-            )
-        ):
-            row[place] += value
+        for column, value in enumerate((1, size, flops, event["dur"], estimated)):
+            row[column] += value
     head = ["kind", "name", "calls", "MB", "GFLOP", "emulated ms", "estimated ms"]
     rows = [
         [
@@ -135,21 +124,8 @@ def table(trace: Path) -> str:
             sums.items(), key=lambda item: -item[1][3]
         )
     ]
-    widths = [max(len(row[place]) for row in [head, *rows]) for place in range(len(head))]
-    lines = [
-        "  ".join(
-            cell.rjust(width) if place > 1 else cell.ljust(width)
-            for place, (cell, width) in enumerate(zip(row, widths, strict=True))
-        )
-        for row in [head, *rows]
-    ]
-    return "\n".join(
-        [
-            *lines,
-            "",
-            (
-                "Estimated times: roofline model, summed over streams (an estimate, not a"
-                " measurement). Graphs contain operators."
-            ),
-        ]
+    note = (
+        "Estimated times: roofline model, summed over streams (an estimate, not a measurement)."
+        " Graphs contain operators."
     )
+    return "\n".join([*text_tables.aligned(head, rows, names=2), "", note])

@@ -14,7 +14,10 @@ import os
 import sys
 import time
 from collections.abc import Callable
+from importlib import import_module
 from typing import Any
+
+from ascend_emulator.verify import tables
 
 LOST = 3  # Exit status: the context is lost, see the last record.
 
@@ -33,29 +36,14 @@ def _alive() -> bool:
 
 def runner(section: str) -> Callable[[str, dict[str, Any]], dict[str, Any]]:
     """The function that runs a section's case by name."""
-    from ascend_emulator.verify import (
-        collectives,
-        environment,
-        operators,
-        refusals,
-        runtime,
-        tables,
-        timings,
+    module = import_module(
+        f"ascend_emulator.verify.{'runtime' if section == 'limits' else section}"
     )
-
-    if section == "operators":
-        return lambda name, options: operators.run(tables.cases("operators")[name])
-    if section == "refusals":
-        return lambda name, options: refusals.run(tables.cases("refusals")[name])
-    programs = {
-        "environment": environment,
-        "runtime": runtime,
-        "limits": runtime,
-        "timings": timings,
-    }
     if section == "collectives":
-        return collectives.run
-    return lambda name, options: programs[section].PROGRAMS[name](options)
+        return module.run
+    if section in ("operators", "refusals"):
+        return lambda name, options: module.run(tables.cases(section)[name])
+    return lambda name, options: module.PROGRAMS[name](options)
 
 
 def main() -> int:
@@ -88,12 +76,9 @@ def main() -> int:
         lost = failed and not _alive()
         if lost:
             record["context"] = "lost"
-        pipe.write(
-            json.dumps(
-                {"end": [section, name], "record": record, "seconds": time.monotonic() - started}
-            )
-            + "\n"
-        )
+        seconds = time.monotonic() - started
+        end = {"end": [section, name], "record": record, "seconds": seconds}
+        pipe.write(json.dumps(end) + "\n")
         if lost:
             pipe.close()
             os._exit(LOST)  # torch_npu's exit may hang or abort without a context.

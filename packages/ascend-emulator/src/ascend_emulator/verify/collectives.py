@@ -135,7 +135,8 @@ def _times() -> Facts:
     import torch
     import torch.distributed as dist
 
-    from ascend_emulator.verify.timings import ENOUGH, _rounded, _seconds
+    from ascend_emulator.verify.operators import rounded
+    from ascend_emulator.verify.timings import ENOUGH, _seconds
 
     facts: Facts = {}
     for size in SIZES:
@@ -144,8 +145,8 @@ def _times() -> Facts:
         dist.all_reduce(seconds, op=dist.ReduceOp.MAX)  # Both ranks end the loop at the same size.
         slowest = seconds.item()
         facts[str(size)] = {
-            "microseconds": _rounded(slowest * 1e6),
-            "gb_per_second": _rounded(size / slowest / 1e9),
+            "microseconds": rounded(slowest * 1e6),
+            "gb_per_second": rounded(size / slowest / 1e9),
         }
         if slowest > ENOUGH:
             break

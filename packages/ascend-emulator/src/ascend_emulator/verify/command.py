@@ -109,16 +109,10 @@ def selected(options: argparse.Namespace) -> list[Name]:
     if unknown:
         raise ValueError(f"unknown section {unknown[0]!r}; supported: {', '.join(report.SECTIONS)}")
     names: dict[str, list[str]] = {
-        "operators": [
-            name
-            for name, case in tables.cases("operators").items()
-            if case.quick or not options.quick
-        ],
-        "refusals": [
-            name
-            for name, case in tables.cases("refusals").items()
-            if case.quick or not options.quick
-        ],
+        section: [n for n, case in tables.cases(section).items() if case.quick or not options.quick]
+        for section in ("operators", "refusals")
+    }
+    names |= {
         "runtime": [name for name in runtime.PROGRAMS if name not in runtime.LIMITS],
         "timings": list(timings.PROGRAMS),
         "collectives": list(collectives.NAMES),
@@ -126,16 +120,16 @@ def selected(options: argparse.Namespace) -> list[Name]:
     }
     if options.quick:
         names |= {"runtime": list(QUICK_RUNTIME), "timings": [], "collectives": [], "limits": []}
-    found = [
+    cases = [
         (section, name)
         for section in report.SECTIONS
         if section in sections
         for name in names.get(section, [])
+        if fnmatch.fnmatchcase(name, options.select)
     ]
-    found = [each for each in found if fnmatch.fnmatchcase(each[1], options.select)]
-    if not found:
+    if not cases:
         raise ValueError(f"no case of {options.only} matches {options.select!r}")
-    return [("environment", "environment"), *found]
+    return [("environment", "environment"), *cases]
 
 
 def _isolated(case: Name) -> bool:
@@ -183,10 +177,6 @@ class Run:
         elif len(self.records) % 50 == 0:
             print(line, file=sys.stderr, flush=True)
 
-    def skip(self, case: Name, why: str) -> None:
-        """Record why a case does not run."""
-        self.records[case] = {"outcome": "skipped", "why": why}
-
     def reason_to_skip(self, case: Name) -> str:
         """Why a case cannot run on this machine; empty if it can."""
         facts = self.records.get(("environment", "environment"), {}).get("facts", {})
@@ -201,14 +191,14 @@ class Run:
         for batch in _batches(self.cases):
             left = batch
             while left:
-                for case in [case for case in left if self.reason_to_skip(case)]:
-                    self.skip(case, self.reason_to_skip(case))
+                for case in left:
+                    if why := self.reason_to_skip(case):
+                        self.records[case] = {"outcome": "skipped", "why": why}
                 left = [case for case in left if case not in self.records]
                 if not left:
                     break
                 if self.remaining() <= 0:
-                    for case in left:
-                        self.skip(case, f"{self.options.minutes:g} minutes were over")
+                    self.records |= {case: self._over() for case in left}
                     break
                 self.process(left)
                 if not self.records.get(("environment", "environment"), {}).get("facts"):
@@ -254,12 +244,9 @@ class Run:
             timeout = min(deadline - time.monotonic(), max(self.remaining(), 0) + 1)
             ready = selector.select(max(timeout, 0.0))
             if not ready:
-                hung = time.monotonic() >= deadline
-                self.records[current or cases[0]] = (
-                    {"outcome": "hung", "why": f"no result in {limit:.0f} s"}
-                    if hung
-                    else self._over()
-                )
+                hung = {"outcome": "hung", "why": f"no result in {limit:.0f} s"}
+                is_late = time.monotonic() >= deadline
+                self.records[current or cases[0]] = hung if is_late else self._over()
                 return
             for key, _ in ready:
                 chunk = os.read(key.fd, 1 << 16)
@@ -313,9 +300,9 @@ def main(options: argparse.Namespace) -> int:
     """Run the command; returns the exit status."""
     if options.diff:
         ours, theirs = map(report.read, options.diff)
-        found = diff.compare(ours, theirs)
-        print(diff.text(ours, theirs, found))
-        return 1 if found.disagreements else 0
+        comparison = diff.compare(ours, theirs)
+        print(diff.text(ours, theirs, comparison))
+        return 1 if comparison.disagreements else 0
     if options.check:
         bad = [
             f"{path}: {problem}"

@@ -62,28 +62,14 @@ def _outputs(ours: dict[str, Any], theirs: dict[str, Any]) -> tuple[str, str]:
         text = ", ".join(f"{name} {a} and {b}" for name, (a, b) in differing.items())
         if a.get("hash") == b.get("hash"):
             if differing:
-                return (
-                    (
-                        f"result {place}: the same bits, but {text}: a figure was altered, or the"
-                        " references differ"
-                    ),
-                    "",
-                )
+                altered = "a figure was altered, or the references differ"
+                return f"result {place}: the same bits, but {text}: {altered}", ""
             continue
         if a.get("within") != b.get("within"):
-            return (
-                (
-                    f"result {place}: within the tolerance only in the"
-                    f" {'first' if a.get('within') else 'second'} report: {text}"
-                ),
-                "",
-            )
+            which = "first" if a.get("within") else "second"
+            return f"result {place}: within the tolerance only in the {which} report: {text}", ""
         low, high = sorted(numbers["ulps"])
-        if (
-            high > WORSE * max(low, 1)
-            or numbers["special"][0] != numbers["special"][1]
-            or numbers["most"][0] != numbers["most"][1]
-        ):
+        if high > WORSE * max(low, 1) or not differing.keys().isdisjoint(("special", "most")):
             return f"result {place}: {text}", ""
         if "within" not in a:
             return f"result {place}: {VALUES}", ""
@@ -91,12 +77,12 @@ def _outputs(ours: dict[str, Any], theirs: dict[str, Any]) -> tuple[str, str]:
     return "", "; ".join(small)
 
 
-def _case(name: str, ours: dict[str, Any], theirs: dict[str, Any], found: Comparison) -> None:
+def _case(name: str, ours: dict[str, Any], theirs: dict[str, Any], comparison: Comparison) -> None:
     if "skipped" in (ours["outcome"], theirs["outcome"]):
-        found.missing += 1
+        comparison.missing += 1
         return
     if _how(ours) != _how(theirs):
-        found.disagreements[name] = f"{_how(ours)} | {_how(theirs)}"
+        comparison.disagreements[name] = f"{_how(ours)} | {_how(theirs)}"
         return
     problem, rounding = _outputs(ours, theirs)
     shown = [
@@ -114,11 +100,11 @@ def _case(name: str, ours: dict[str, Any], theirs: dict[str, Any], found: Compar
     ]
     problem = problem or "; ".join(differing)
     if problem:
-        found.disagreements[name] = problem
+        comparison.disagreements[name] = problem
     elif rounding:
-        found.rounding[name] = rounding
+        comparison.rounding[name] = rounding
     else:
-        found.agreements += 1
+        comparison.agreements += 1
 
 
 def _numbers(value: Any, name: str = "") -> dict[str, float]:
@@ -138,33 +124,29 @@ def _numbers(value: Any, name: str = "") -> dict[str, float]:
 
 def compare(ours: Report, theirs: Report) -> Comparison:
     """Compare two reports, case by case. Times are listed and never disagree."""
-    found = Comparison()
+    comparison = Comparison()
     for section in {**ours["cases"], **theirs["cases"]}:
         first, second = ours["cases"].get(section, {}), theirs["cases"].get(section, {})
         if section == "environment":
             continue
         for name in {**first, **second}:
             if name not in first or name not in second:
-                found.missing += 1
+                comparison.missing += 1
             elif section in ("timings", "collectives"):
-                times = [
-                    _numbers(record.get("facts", {})) for record in (first[name], second[name])
-                ]
-                found.times |= {
-                    f"{name} {key}": (times[0][key], times[1][key])
-                    for key in times[0].keys() & times[1].keys()
-                }
+                facts = [each[name].get("facts", {}) for each in (first, second)]
+                a, b = map(_numbers, facts)
+                comparison.times |= {f"{name} {key}": (a[key], b[key]) for key in a.keys() & b}
                 pair = [
-                    {**each, "facts": each.get("facts", {}).get("results", {})}
-                    for each in (first[name], second[name])
+                    {**each[name], "facts": fact.get("results", {})}
+                    for each, fact in zip((first, second), facts, strict=True)
                 ]
-                _case(f"{section} {name}", pair[0], pair[1], found)
+                _case(f"{section} {name}", *pair, comparison)
             else:
-                _case(f"{section} {name}", first[name], second[name], found)
-    return found
+                _case(f"{section} {name}", first[name], second[name], comparison)
+    return comparison
 
 
-def text(ours: Report, theirs: Report, found: Comparison) -> str:
+def text(ours: Report, theirs: Report, comparison: Comparison) -> str:
     """The comparison for a reader: disagreements first."""
     lines = [f"A: {title(ours)}", f"B: {title(theirs)}", ""]
     lines += [
@@ -173,24 +155,24 @@ def text(ours: Report, theirs: Report, found: Comparison) -> str:
         if each.get("checksum") != checksum(each)
     ]
     lines.append(
-        f"{found.agreements} agree, {len(found.rounding)} differ by rounding,"
-        f" {len(found.disagreements)} disagree, {found.missing} are in one report only or were"
+        f"{comparison.agreements} agree, {len(comparison.rounding)} differ by rounding,"
+        f" {len(comparison.disagreements)} disagree, {comparison.missing} are in one report only or were"
         " skipped."
     )
     for heading, rows in (
-        ("Disagreements (A | B)", found.disagreements),
-        ("Rounding (A and B)", found.rounding),
+        ("Disagreements (A | B)", comparison.disagreements),
+        ("Rounding (A and B)", comparison.rounding),
     ):
         if rows:
             lines += ["", f"{heading}:", *(f"  {name}: {what}" for name, what in rows.items())]
-    if found.times:
-        width = max(map(len, found.times))
+    if comparison.times:
+        width = max(map(len, comparison.times))
         lines += [
             "",
             "Times (A, B):",
             *(
                 f"  {name.ljust(width)}  {a:10.4g}  {b:10.4g}"
-                for name, (a, b) in sorted(found.times.items())
+                for name, (a, b) in sorted(comparison.times.items())
             ),
         ]
     return "\n".join(lines)

@@ -13,6 +13,7 @@ A specification is ``DTYPE SHAPE VALUES``, such as ``bfloat16 64x129 -3..3``:
 from __future__ import annotations
 
 import hashlib
+import math
 from typing import Any
 
 # splitmix64's constants
@@ -73,9 +74,7 @@ def make(specification: str, seed: int) -> Any:
     kind, shape, values = specification.split(" ", 2)
     dtype = getattr(torch, kind)
     sizes = [] if shape == "scalar" else [int(size) for size in shape.split("x")]
-    count = 1
-    for size in sizes:
-        count *= size
+    count = math.prod(sizes)
     if dtype == torch.bool:
         return (_bits(count, seed) % 2 == 1).view(sizes)
     if dtype.is_complex:
@@ -92,12 +91,7 @@ def digest(tensor: Any) -> str:
     import torch
 
     data = tensor.detach().cpu().contiguous()
-    if data.is_floating_point():
-        data = (
-            torch.where(data.isnan(), torch.full_like(data, float("nan")), data)
-            if data.element_size() > 1
-            else data
-        )
-    return hashlib.sha256(
-        data.flatten().view(torch.uint8).numpy().tobytes() if data.numel() else b""
-    ).hexdigest()[:16]
+    if data.is_floating_point() and data.element_size() > 1:
+        data = torch.where(data.isnan(), torch.full_like(data, float("nan")), data)
+    content = data.flatten().view(torch.uint8).numpy().tobytes() if data.numel() else b""
+    return hashlib.sha256(content).hexdigest()[:16]

@@ -7,12 +7,8 @@ from __future__ import annotations
 from collections import Counter
 from typing import Any
 
+from ascend_emulator.text_tables import markdown
 from ascend_emulator.verify.report import OUTCOMES, Report, environment, title
-
-
-def _table(head: list[str], rows: list[list[str]]) -> list[str]:
-    cells = [[cell.replace("|", "\\|") for cell in row] for row in rows]
-    return ["| " + " | ".join(row) + " |" for row in [head, ["---"] * len(head), *cells]]
 
 
 def counts(report: Report) -> list[list[str]]:
@@ -20,16 +16,11 @@ def counts(report: Report) -> list[list[str]]:
     rows = []
     for section, cases in report["cases"].items():
         if section != "environment":
-            found = Counter(record["outcome"] for record in cases.values())
+            numbers = Counter(record["outcome"] for record in cases.values())
             beyond = sum(record.get("within") is False for record in cases.values())
-            what = [f"{found[outcome]} {outcome}" for outcome in OUTCOMES if found[outcome]]
-            rows.append(
-                [
-                    section,
-                    str(len(cases)),
-                    ", ".join(what + [f"{beyond} of them beyond the tolerance"] * bool(beyond)),
-                ]
-            )
+            what = [f"{numbers[outcome]} {outcome}" for outcome in OUTCOMES if numbers[outcome]]
+            what += [f"{beyond} of them beyond the tolerance"] * bool(beyond)
+            rows.append([section, str(len(cases)), ", ".join(what)])
     return rows
 
 
@@ -44,13 +35,18 @@ def summary(report: Report) -> str:
 
 
 def _codes(record: dict[str, Any]) -> str:
-    error = record.get("error", {})
-    return " ".join(
-        [
-            *error.get("codes", []),
-            *([record["context"] + " context"] if "context" in record else []),
-        ]
-    )
+    codes = record.get("error", {}).get("codes", [])
+    return " ".join([*codes, f"{record['context']} context"] if "context" in record else codes)
+
+
+def _section(heading: str, head: list[str], rows: list[list[str]]) -> list[str]:
+    return [f"## {heading}", "", *markdown(head, rows), ""] if rows else []
+
+
+def _row(name: str, record: dict[str, Any]) -> list[str]:
+    """A case's outcome, codes and message."""
+    message = record.get("error", {}).get("message", record.get("why", ""))
+    return [f"`{name}`", record["outcome"], _codes(record), message]
 
 
 def _facts(value: Any) -> str:
@@ -62,48 +58,26 @@ def _facts(value: Any) -> str:
 def text(report: Report) -> str:
     """The report as a page: machine, counts, what is not as expected, refusals, facts and times."""
     lines = [f"# {title(report)}", ""]
-    lines += _table(["", ""], [[name, str(value)] for name, value in environment(report).items()])
-    lines += ["", *_table(["section", "cases", "outcome"], counts(report)), ""]
+    lines += markdown(["", ""], [[name, str(value)] for name, value in environment(report).items()])
+    lines += ["", *markdown(["section", "cases", "outcome"], counts(report)), ""]
     cases = report["cases"]
     odd = []
     for name, record in cases.get("operators", {}).items():
         if record["outcome"] != "computed":
-            odd.append(
-                [
-                    f"`{name}`",
-                    record["outcome"],
-                    _codes(record),
-                    record.get("error", {}).get("message", record.get("why", "")),
-                ]
-            )
+            odd.append(_row(name, record))
         elif record.get("within") is False:
             worst = max((output.get("ulps", 0) for output in record.get("outputs", [])), default=0)
             odd.append([f"`{name}`", "beyond the tolerance", "", f"{worst} ulps"])
-    if odd:
-        lines += [
-            "## Operators that are refused or beyond the tolerance",
-            "",
-            *_table(["case", "outcome", "codes", "message"], odd),
-            "",
-        ]
+    columns = ["case", "outcome", "codes", "message"]
+    lines += _section("Operators that are refused or beyond the tolerance", columns, odd)
     shown = [
         [f"`{name}`", ", ".join(record["values"][0])]
         for name, record in cases.get("operators", {}).items()
         if "values" in record and record["values"] and isinstance(record["values"][0], list)
     ]
-    if shown:
-        lines += ["## Results of special values", "", *_table(["case", "values"], shown), ""]
-    rows = [
-        [
-            f"`{name}`",
-            record["outcome"],
-            _codes(record),
-            record.get("error", {}).get("message", record.get("why", "")),
-        ]
-        for name, record in cases.get("refusals", {}).items()
-    ]
-    if rows:
-        lines += ["## Refusals", "", *_table(["case", "outcome", "codes", "message"], rows), ""]
+    lines += _section("Results of special values", ["case", "values"], shown)
+    refusals = [_row(*case) for case in cases.get("refusals", {}).items()]
+    lines += _section("Refusals", columns, refusals)
     for section in ("runtime", "limits", "timings", "collectives"):
         rows = [
             [
@@ -114,6 +88,5 @@ def text(report: Report) -> str:
             ]
             for name, record in cases.get(section, {}).items()
         ]
-        if rows:
-            lines += [f"## {section.capitalize()}", "", *_table(["case", "found"], rows), ""]
+        lines += _section(section.capitalize(), ["case", "found"], rows)
     return "\n".join(lines)

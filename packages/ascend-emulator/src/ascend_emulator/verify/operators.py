@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 from ascend_emulator.verify import inputs, references
@@ -70,13 +71,9 @@ def _evaluate(case: Case, expression: str, given: dict[str, Any]) -> list[Any]:
 def _wide(tensor: Any) -> Any:
     import torch
 
-    return (
-        tensor.to(torch.complex128)
-        if tensor.is_complex()
-        else tensor.double()
-        if tensor.is_floating_point()
-        else tensor
-    )
+    if tensor.is_complex():
+        return tensor.to(torch.complex128)
+    return tensor.double() if tensor.is_floating_point() else tensor
 
 
 def _compare(actual: Any, wanted: Any, ulps: float) -> dict[str, Any]:
@@ -131,11 +128,9 @@ def run(case: Case) -> dict[str, Any]:
     import torch
 
     given = arguments(case)
-    record: dict[str, Any] = (
-        {"inputs": inputs.digest(torch.cat([_bytes(each) for each in given.values()]))[:8]}
-        if given
-        else {}
-    )
+    record: dict[str, Any] = {}
+    if given:
+        record["inputs"] = inputs.digest(torch.cat([_bytes(each) for each in given.values()]))[:8]
     try:
         if case.before:
             exec(case.before, namespace())
@@ -143,23 +138,25 @@ def run(case: Case) -> dict[str, Any]:
         # Errors of asynchronous execution are raised here, before results are read.
         torch.npu.synchronize()
         actual = [leaf.cpu() if isinstance(leaf, torch.Tensor) else leaf for leaf in outputs]
-    except AttributeError as error:
-        if "npu" in str(error) or "module" in str(error):
-            return record | {"outcome": "absent", "error": described(error)}
-        return record | {"outcome": "refused", "error": described(error)}
-    except (RuntimeError, ValueError, TypeError, IndexError, NotImplementedError) as error:
-        return record | {"outcome": "refused", "error": described(error)}
+    except (
+        AttributeError,
+        RuntimeError,
+        ValueError,
+        TypeError,
+        IndexError,
+        NotImplementedError,
+    ) as error:
+        is_absent = isinstance(error, AttributeError) and re.search("npu|module", str(error))
+        outcome = "absent" if is_absent else "refused"
+        return record | {"outcome": outcome, "error": described(error)}
     undefined = case.reference == "none"
     wide = {name: _wide(value) for name, value in given.items()}
     wanted = (
         [None] * len(actual) if undefined else _evaluate(case, case.reference or case.call, wide)
     )
     if len(actual) != len(wanted):
-        return record | {
-            "outcome": "computed",
-            "within": False,
-            "why": f"{len(actual)} results, {len(wanted)} expected",
-        }
+        why = f"{len(actual)} results, {len(wanted)} expected"
+        return record | {"outcome": "computed", "within": False, "why": why}
     bounds = [case.ulps or ULPS.get(str(getattr(each, "dtype", "")), 16.0) for each in actual]
     record["outputs"] = [_compare(*each) for each in zip(actual, wanted, bounds, strict=True)]
     if case.values:
@@ -169,11 +166,9 @@ def run(case: Case) -> dict[str, Any]:
         ]
         record["values"] = [[str(value) for value in each] for each in shown]
     record["outcome"] = "computed"
-    return (
-        record
-        if undefined
-        else record | {"within": all(each["within"] for each in record["outputs"])}
-    )
+    if not undefined:
+        record["within"] = all(each["within"] for each in record["outputs"])
+    return record
 
 
 def _bytes(tensor: Any) -> Any:

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import ctypes
 from contextlib import suppress
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 from ascend_emulator.verify import operators
@@ -47,17 +47,10 @@ def memory(size: int) -> ctypes.c_void_p:
     return address
 
 
-def stream() -> ctypes.c_void_p:
-    """A stream from aclrtCreateStream."""
+def create(what: str) -> ctypes.c_void_p:
+    """A stream or an event, from aclrtCreateStream or aclrtCreateEvent."""
     handle = ctypes.c_void_p()
-    call("aclrtCreateStream", ctypes.byref(handle))
-    return handle
-
-
-def event() -> ctypes.c_void_p:
-    """An event from aclrtCreateEvent."""
-    handle = ctypes.c_void_p()
-    call("aclrtCreateEvent", ctypes.byref(handle))
+    call(f"aclrtCreate{what}", ctypes.byref(handle))
     return handle
 
 
@@ -87,8 +80,8 @@ def run(case: Case) -> dict[str, Any]:
         "C": ctypes,
         "acl": call,
         "memory": memory,
-        "stream": stream,
-        "event": event,
+        "stream": partial(create, "Stream"),
+        "event": partial(create, "Event"),
         "capture": capture,
     }
     names |= {name: value.npu() for name, value in operators.arguments(case).items()}
@@ -101,13 +94,12 @@ def run(case: Case) -> dict[str, Any]:
     except AttributeError as error:
         return {"outcome": "absent", "error": described(error)}
     except Exception as error:
-        found = described(error)
+        description = described(error)
         if isinstance(error, StatusError):
-            found["codes"] = [str(error).rpartition(" ")[2]]
-        return {"outcome": "refused", "error": found}
+            description["codes"] = [str(error).rpartition(" ")[2]]
+        return {"outcome": "refused", "error": description}
     record: dict[str, Any] = {"outcome": "accepted"}
     if isinstance(result, torch.Tensor):
-        record["values"] = [
-            str(value) for value in result.cpu().flatten()[: operators.SHOWN].tolist()
-        ]
+        values = result.cpu().flatten()[: operators.SHOWN].tolist()
+        record["values"] = [str(value) for value in values]
     return record

@@ -44,8 +44,9 @@ CASE = {
     "error": dict,
     "within": bool,
     "why": str,
+    "context": str,
+    "signal": int,
 }
-CASE |= {"context": str, "signal": int}
 OUTPUT = {
     "dtype": str,
     "shape": list,
@@ -53,8 +54,6 @@ OUTPUT = {
     "ulps": (int, float),
     "max_abs": (int, float),
     "rel": (int, float),
-}
-OUTPUT |= {
     "special": int,
     "different": int,
     "most": int,

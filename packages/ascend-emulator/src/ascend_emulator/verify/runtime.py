@@ -50,8 +50,8 @@ def _attempt(function: Callable[[], Any]) -> Any:
         function()
         return "accepted"
     except (RuntimeError, AttributeError, ValueError) as error:
-        found = described(error)
-        return " ".join([found["type"], *found["codes"]])
+        description = described(error)
+        return " ".join([description["type"], *description["codes"]])
 
 
 def _long_work(x: Any, times: int = 60) -> Any:
@@ -275,21 +275,27 @@ def an_error_of_the_device_fails_the_stream() -> Facts:
     return {"call": call, "synchronize": wait, "next": _attempt(lambda: (table + 1).sum().item())}
 
 
-@_program(limit=True)
-def limit_of_streams() -> Facts:
-    """Streams of aclrtCreateStream until one is refused; all are destroyed again."""
-    from ascend_emulator.verify.refusals import StatusError, call, stream
+def _limit(what: str, most: int) -> tuple[int, str]:
+    """Number of streams or events until one is refused, and the refusal; all are destroyed."""
+    from ascend_emulator.verify.refusals import StatusError, call, create
 
     handles: list[Any] = []
     refusal = "none"
     try:
-        while len(handles) < MOST_STREAMS:
-            handles.append(stream())
+        while len(handles) < most:
+            handles.append(create(what))
     except StatusError as error:
         refusal = str(error)
     for handle in handles:
-        call("aclrtDestroyStream", handle)
-    return {"streams": len(handles), "refusal": refusal}
+        call(f"aclrtDestroy{what}", handle)
+    return len(handles), refusal
+
+
+@_program(limit=True)
+def limit_of_streams() -> Facts:
+    """Streams of aclrtCreateStream until one is refused."""
+    streams, refusal = _limit("Stream", MOST_STREAMS)
+    return {"streams": streams, "refusal": refusal}
 
 
 @_program(limit=True)
@@ -316,15 +322,5 @@ def limit_of_graphs() -> Facts:
 @_program(limit=True)
 def limit_of_events() -> Facts:
     """Events of aclrtCreateEvent, until 70,000 or one is refused."""
-    from ascend_emulator.verify.refusals import StatusError, call, event
-
-    handles: list[Any] = []
-    refusal = "none"
-    try:
-        while len(handles) < 70_000:
-            handles.append(event())
-    except StatusError as error:
-        refusal = str(error)
-    for handle in handles:
-        call("aclrtDestroyEvent", handle)
-    return {"events": len(handles), "refusal": refusal}
+    events, refusal = _limit("Event", 70_000)
+    return {"events": events, "refusal": refusal}

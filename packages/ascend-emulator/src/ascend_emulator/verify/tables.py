@@ -70,11 +70,8 @@ def _expand(section: str, group: dict[str, Any]) -> list[Case]:
         def put(text: str, chosen: dict[str, str] = chosen) -> str:
             return Template(text).substitute(chosen)
 
-        options = {
-            key: group[key]
-            for key in ("ulps", "gradients", "values", "isolated", "source")
-            if key in group
-        }
+        keys = ("ulps", "gradients", "values", "isolated", "source", "quick")
+        options = {key: group[key] for key in keys if key in group}
         cases.append(
             Case(
                 section,
@@ -83,7 +80,6 @@ def _expand(section: str, group: dict[str, Any]) -> list[Case]:
                 {name: put(text) for name, text in group.get("inputs", {}).items()},
                 put(group.get("reference", "")),
                 put(group.get("before", "")),
-                quick=group.get("quick", False),
                 **options,
             )
         )

@@ -7,7 +7,10 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from functools import partial
 from typing import Any
+
+from ascend_emulator.verify.operators import rounded
 
 Facts = dict[str, Any]
 PROGRAMS: dict[str, Callable[[Facts], Facts]] = {}
@@ -16,11 +19,12 @@ ENOUGH = 0.02
 REPEAT = 5
 
 
+def _add(name: str, function: Callable[[], Facts]) -> None:
+    PROGRAMS[name] = lambda options: {"outcome": "observed", "facts": function()}
+
+
 def _program(function: Callable[[], Facts]) -> Callable[[], Facts]:
-    PROGRAMS[function.__name__.replace("_", "-")] = lambda options: {
-        "outcome": "observed",
-        "facts": function(),
-    }
+    _add(function.__name__.replace("_", "-"), function)
     return function
 
 
@@ -44,16 +48,12 @@ def _seconds(function: Callable[[], Any], repeat: int = REPEAT, always: bool = F
     return max(best, 1e-9)
 
 
-def _rounded(value: float) -> float:
-    return float(f"{value:.4g}")
-
-
 def _growing(sizes: list[int], measure: Callable[[int], tuple[float, float]], unit: str) -> Facts:
     """Rate of each size until a measurement takes long; ``best`` is the largest."""
     facts: Facts = {}
     for size in sizes:
         seconds, amount = measure(size)
-        facts[str(size)] = _rounded(amount / seconds)
+        facts[str(size)] = rounded(amount / seconds)
         if seconds > ENOUGH:
             break
     return {"unit": unit, "by_size": facts, "best": max(facts.values())}
@@ -76,6 +76,7 @@ def copy_on_the_device() -> Facts:
 
 
 def _host(to_device: bool) -> Facts:
+    """Bandwidth of copies from or to pinned memory."""
     import torch
 
     def measure(size: int) -> tuple[float, float]:
@@ -87,16 +88,8 @@ def _host(to_device: bool) -> Facts:
     return _growing(SIZES, measure, "GB per second")
 
 
-@_program
-def copy_to_the_device() -> Facts:
-    """Bandwidth of copies from pinned memory."""
-    return _host(True)
-
-
-@_program
-def copy_to_the_host() -> Facts:
-    """Bandwidth of copies to pinned memory."""
-    return _host(False)
+_add("copy-to-the-device", partial(_host, True))
+_add("copy-to-the-host", partial(_host, False))
 
 
 @_program
@@ -133,14 +126,15 @@ def launch() -> Facts:
             work()
         facts["graph"] = _seconds(graph.replay) / count * 1e6
     return {
-        name: value if isinstance(value, str) else _rounded(value) for name, value in facts.items()
+        name: value if isinstance(value, str) else rounded(value) for name, value in facts.items()
     }
 
 
-def _matmul(kind: str) -> Facts:
+def _matmul(dtype_name: str) -> Facts:
+    """Throughput of square matmuls; of float32 as torch_npu is configured by default."""
     import torch
 
-    dtype = getattr(torch, kind)
+    dtype = getattr(torch, dtype_name)
 
     def measure(size: int) -> tuple[float, float]:
         x = torch.ones(size, size, device="npu").to(dtype)
@@ -150,22 +144,8 @@ def _matmul(kind: str) -> Facts:
     return _growing([512, 1024, 2048, 4096, 8192], measure, "TFLOP per second")
 
 
-@_program
-def matmul_float16() -> Facts:
-    """Throughput of square matmuls in float16."""
-    return _matmul("float16")
-
-
-@_program
-def matmul_bfloat16() -> Facts:
-    """Throughput of square matmuls in bfloat16."""
-    return _matmul("bfloat16")
-
-
-@_program
-def matmul_float32() -> Facts:
-    """Throughput of square matmuls in float32, as torch_npu is configured by default."""
-    return _matmul("float32")
+for _name in ("float16", "bfloat16", "float32"):
+    _add(f"matmul-{_name}", partial(_matmul, _name))
 
 
 @_program
@@ -212,6 +192,6 @@ def one_token_by_a_matrix() -> Facts:
     seconds = _seconds(lambda: [x @ weight for weight in weights]) / 8
     return {
         "unit": "microseconds",
-        "each": _rounded(seconds * 1e6),
-        "gb_per_second": _rounded(4096 * 4096 * 2 / seconds / 1e9),
+        "each": rounded(seconds * 1e6),
+        "gb_per_second": rounded(4096 * 4096 * 2 / seconds / 1e9),
     }

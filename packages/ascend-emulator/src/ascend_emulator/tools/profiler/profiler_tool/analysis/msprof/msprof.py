@@ -32,22 +32,11 @@ DTYPES = {
     "Char": "INT8",
 }
 SUMMARY = (
-    "Device_id",
-    "Model ID",
-    "Task ID",
-    "Stream ID",
-    "Op Name",
-    "OP Type",
-    "OP State",
-    "Task Type",
-    "Task Start Time(us)",
-    "Task Duration(us)",
-    "Task Wait Time(us)",
-    "Block Num",
-    "Input Shapes",
-    "Input Data Types",
-    "Input Formats",
+    "Device_id,Model ID,Task ID,Stream ID,Op Name,OP Type,OP State,Task Type,Task Start Time(us),"
+    "Task Duration(us),Task Wait Time(us),Block Num,Input Shapes,Input Data Types,Input Formats"
 )
+STATISTIC = "Device_id,OP Type,Core Type,Count,Total Time(us),Min Time(us),Avg Time(us),Max Time(us),Ratio(%)"
+"""Head lines of the tables."""
 
 
 def tasks(profile: Path) -> list[dict]:
@@ -65,10 +54,8 @@ def tasks(profile: Path) -> list[dict]:
     found = [json.loads(line.rstrip(",")) for line in lines if line.endswith("},")]
     found = [event for event in found if event.get("cat") in TASKS and "stream" in event["args"]]
     for event in found:
-        event["start"], event["called"] = (
-            local(event["ts"]),
-            local(event["args"].get("called", event["ts"])),
-        )
+        event["start"] = local(event["ts"])
+        event["called"] = local(event["args"].get("called", event["ts"]))
     return sorted(found, key=lambda event: event["ts"])
 
 
@@ -104,29 +91,19 @@ def timeline(events: list[dict]) -> list[dict]:
 def summary(events: list[dict]) -> list[list]:
     """Rows of op_summary. The input shapes are those of all arguments, outputs last."""
     rows: list[list] = []
-    ends: dict[int, float] = defaultdict(float)
+    ends: dict[int, float] = {}
     for number, event in enumerate(events):
         arguments = event["args"]
-        waited = (
-            max(0.0, event["ts"] - ends[arguments["stream"]])
-            if arguments["stream"] in ends
-            else 0.0
-        )
-        ends[arguments["stream"]] = event["ts"] + event["dur"]
+        stream = arguments["stream"]
+        waited = max(0.0, event["ts"] - ends.get(stream, event["ts"]))
+        ends[stream] = event["ts"] + event["dur"]
         if event["cat"] == "copy":
             continue
         tensors = re.findall(r"(\w+)\[([\d, ]*)\]", arguments.get("shapes", ""))
         shapes = ";".join(sizes.replace(" ", "") for _, sizes in tensors)
         dtypes = ";".join(DTYPES.get(dtype, dtype.upper()) for dtype, _ in tensors)
-        row = [
-            arguments["npu"],
-            4294967295,
-            number,
-            arguments["stream"],
-            event["name"],
-            operator(event["name"]),
-            "static",
-        ]
+        name = event["name"]
+        row = [arguments["npu"], 4294967295, number, stream, name, operator(name), "static"]
         row += [TASKS[event["cat"]], event["start"], f"{event['dur']:.3f}", f"{waited:.3f}", 0]
         rows.append([*row, f'"{shapes}"', dtypes, ";".join("ND" for _ in tensors)])
     return rows
@@ -141,32 +118,17 @@ def export(profile: Path) -> None:
     kinds: dict[tuple[str, str], list[float]] = defaultdict(list)
     with (output / f"op_summary_{stamp}.csv").open("w", newline="") as file:
         writer = csv.writer(file)
-        writer.writerow(SUMMARY)
+        file.write(f"{SUMMARY}\r\n")
         for row in summary(events):
             writer.writerow(row)
             kinds[row[5], row[7]].append(float(row[9]))
     whole = sum(map(sum, kinds.values())) or 1.0
     with (output / f"op_statistic_{stamp}.csv").open("w", newline="") as file:
         writer = csv.writer(file)
-        head = (
-            "Device_id",
-            "OP Type",
-            "Core Type",
-            "Count",
-            "Total Time(us)",
-            "Min Time(us)",
-            "Avg Time(us)",
-            "Max Time(us)",
-        )
-        writer.writerow((*head, "Ratio(%)"))
+        file.write(f"{STATISTIC}\r\n")
         for (kind, core), times in sorted(kinds.items(), key=lambda each: -sum(each[1])):
-            figures = (
-                sum(times),
-                min(times),
-                sum(times) / len(times),
-                max(times),
-                100 * sum(times) / whole,
-            )
+            total = sum(times)
+            figures = total, min(times), total / len(times), max(times), 100 * total / whole
             writer.writerow([0, kind, core, len(times), *(f"{figure:.3f}" for figure in figures)])
 
 
