@@ -5,9 +5,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, Any, Literal
 
 from ascend_platform import extension
 
@@ -16,8 +16,6 @@ from ascend_kv_connector.p2p.states import LAST_STATE
 IGNORED_KEYS = ("prefill", "decode", "use_ascend_direct")
 """Options of vllm-ascend's connectors for facts that ranks exchange in the handshake here; ignored.
 """
-
-Table = TypeVar("Table")
 
 Positive = Annotated[int, extension.Range(1)]
 Seconds = Annotated[float, extension.Range(0, unit="seconds", is_open=True)]
@@ -74,7 +72,8 @@ class Options:
             RefusedError: an unknown key, with the closest known one, or an invalid value, in one
             line.
         """
-        options = parse_options(cls, given, IGNORED_KEYS)
+        values = {key: value for key, value in given.items() if key not in IGNORED_KEYS}
+        options = extension.parse_options(cls, values, "kv_connector_extra_config")
         first, _, last = options.ports.partition("-")
         if options.ports and not (
             first.isdecimal() and last.isdecimal() and 0 < int(first) <= int(last) < 65536
@@ -89,19 +88,6 @@ class Options:
                     f"kv_connector_extra_config.metaserver is {url!r}; fix: give a URL"
                 )
         return options
-
-
-def parse_options(
-    table: type[Table], values: Mapping[str, object], ignored: Collection[str], title: str = ""
-) -> Table:
-    """Parse user options; ``title`` is the prefix of error messages.
-
-    Raises:
-        RefusedError: an unknown key, with the closest known one, or a value of the wrong type, in
-        one line.
-    """
-    kept = {key: value for key, value in values.items() if key not in ignored}
-    return extension.parse_options(table, kept, f"{title}kv_connector_extra_config")
 
 
 def _names(value: str | list[str]) -> list[str]:

@@ -179,18 +179,15 @@ class AscendP2PConnector(KVConnectorBase_V1, SupportsHMA):
         return self._worker.get_block_ids_with_load_errors()
 
     def shutdown(self) -> None:
-        (
-            self._scheduler.close
-            if self.role == KVConnectorRole.SCHEDULER
-            else self._worker.shutdown
-        )()
+        part = self._scheduler if self.role == KVConnectorRole.SCHEDULER else self._worker
+        part.shutdown()
 
     # Metrics
 
     def get_kv_connector_stats(self) -> TransferStats | None:
-        return (
-            self._worker.get_kv_connector_stats() if self.role == KVConnectorRole.WORKER else None
-        )
+        if self.role == KVConnectorRole.SCHEDULER:
+            return None
+        return self._worker.get_kv_connector_stats()
 
     @classmethod
     def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> TransferStats:

@@ -24,21 +24,13 @@ def check(options: argparse.Namespace) -> Iterator[Finding]:
     peer = getattr(options, "peer", None)
     if not peer:
         if getattr(options, "category", None) == "kv":
-            yield (
-                "prefill instance",
-                "warn",
-                "none was named",
-                "vllm-ascend doctor kv --peer HOST:PORT, with its kv_port",
-            )
+            fix = "vllm-ascend doctor kv --peer HOST:PORT, with its kv_port"
+            yield "prefill instance", "warn", "none was named", fix
         return
     host, _, port = peer.rpartition(":")
     if not host or not port.isdecimal():
-        yield (
-            "prefill instance",
-            "fail",
-            f"{peer} is no HOST:PORT",
-            "name the host and kv_port of a prefill instance's rank",
-        )
+        fix = "name the host and kv_port of a prefill instance's rank"
+        yield "prefill instance", "fail", f"{peer} is no HOST:PORT", fix
         return
     # Imported here, because not every check of the doctor needs a peer.
     from ascend_kv_connector.auth import read_secret
@@ -72,38 +64,23 @@ def check_peer(host: str, port: int, secret: bytes) -> Iterator[Finding]:
         return
     finally:
         context.destroy(linger=0)
-    yield (
-        "control port",
-        "ok",
-        f"{host}:{port} answers, {'with this secret' if secret else 'without a secret'}",
-        "",
-    )
+    answers = f"{host}:{port} answers, {'with this secret' if secret else 'without a secret'}"
+    yield "control port", "ok", answers, ""
     if not isinstance(reply, CacheInfo):
-        yield (
-            "prefill instance",
-            "fail",
-            f"unexpected reply {type(reply).__name__}",
-            "name the port of a prefill instance",
-        )
+        fix = "name the port of a prefill instance"
+        yield "prefill instance", "fail", f"unexpected reply {type(reply).__name__}", fix
         return
     size = sum(region.size for region in reply.regions) * reply.heads
     exposed = "read directly" if reply.memory else "staged"
+    weights = printable(reply.weights) or "of unknown fingerprint"
     model = (
-        f"{printable(reply.model)}, weights {printable(reply.weights) or 'of unknown fingerprint'}"
+        f"{printable(reply.model)}, weights {weights}; {len(reply.regions)} regions of"
+        f" {reply.dtype}, {size} elements a token, {exposed}"
     )
-    yield (
-        "model",
-        "ok",
-        (
-            f"{model}; {len(reply.regions)} regions of {reply.dtype}, {size} elements a token,"
-            f" {exposed}"
-        ),
-        "",
-    )
-    yield _check_data_port(
-        f"{printable(reply.session.partition('/')[0])} by {printable(reply.transport)}",
-        *reply.session.partition("/")[0].rpartition(":")[::2],
-    )
+    yield "model", "ok", model, ""
+    address = reply.session.partition("/")[0]
+    where = f"{printable(address)} by {printable(reply.transport)}"
+    yield _check_data_port(where, *address.rpartition(":")[::2])
 
 
 def _check_data_port(where: str, host: str, port: str) -> Finding:

@@ -38,6 +38,7 @@ COUNTS = {
     "packed": ("packed_bytes", "Bytes of KV cache copied to send buffers"),
     "unpacked": ("unpacked_bytes", "Bytes of KV cache copied from receive buffers"),
     "messages": ("messages", "Messages that completed transfers sent to prefill instances"),
+    "expired": ("leases_expired", "Prompts whose lease expired unread"),
 }
 """By key of the statistics a counter's name and what it means."""
 
@@ -47,7 +48,7 @@ class TransferStats(KVConnectorStats):
     """Statistics of an interval.
 
     ``data``: seconds and bytes of each completed transfer and the seconds of its phases,
-    :data:`COUNTS`, failures by error code, expired leases, and the latest gauges by rank.
+    :data:`COUNTS`, failures by error code, and the latest gauges by rank.
     """
 
     def __post_init__(self) -> None:
@@ -61,7 +62,6 @@ class TransferStats(KVConnectorStats):
             "phases": {},
             **dict.fromkeys(COUNTS, 0),
             "failed": {},
-            "expired": 0,
             "gauges": {},
         }
 
@@ -80,7 +80,7 @@ class TransferStats(KVConnectorStats):
         return not any(self.data.values())
 
     def aggregate(self, other: KVConnectorStats) -> TransferStats:
-        for key in ("seconds", "bytes", "expired", *COUNTS):
+        for key in ("seconds", "bytes", *COUNTS):
             self.data[key] += other.data[key]
         for phase, seconds in other.data["phases"].items():
             self.data["phases"].setdefault(phase, []).extend(seconds)
@@ -92,10 +92,10 @@ class TransferStats(KVConnectorStats):
     def gauges(self) -> dict[str, float]:
         """Of all ranks."""
         ranks = self.data["gauges"].values()
-        found = {name: [rank[name] for rank in ranks if name in rank] for name in GAUGES}
+        by_name = {name: [rank[name] for rank in ranks if name in rank] for name in GAUGES}
         return {
             name: max(values) if "oldest" in name else sum(values)
-            for name, values in found.items()
+            for name, values in by_name.items()
             if values
         }
 
@@ -103,18 +103,16 @@ class TransferStats(KVConnectorStats):
         seconds, size = self.data["seconds"], sum(self.data["bytes"])
         reduced: dict[str, int | float] = {"Done": len(seconds)}
         if seconds:
-            reduced |= {
-                "Mean (s)": round(sum(seconds) / len(seconds), 4),
-                "Longest (s)": round(max(seconds), 4),
-            }
-            reduced |= {"MiB": round(size / 2**20, 1)}
-            phases = self.data["phases"].items()
-            reduced |= {
-                f"Mean {phase} (s)": round(sum(each) / len(each), 4) for phase, each in phases
-            }
+            reduced["Mean (s)"] = round(sum(seconds) / len(seconds), 4)
+            reduced["Longest (s)"] = round(max(seconds), 4)
+            reduced["MiB"] = round(size / 2**20, 1)
+            for phase, each in self.data["phases"].items():
+                reduced[f"Mean {phase} (s)"] = round(sum(each) / len(each), 4)
         for key in ("sent", "packed", "unpacked"):
-            reduced |= {f"MiB {key}": round(self.data[key] / 2**20, 1)} if self.data[key] else {}
-        reduced |= {"Messages": self.data["messages"]} if self.data["messages"] else {}
+            if self.data[key]:
+                reduced[f"MiB {key}"] = round(self.data[key] / 2**20, 1)
+        if self.data["messages"]:
+            reduced["Messages"] = self.data["messages"]
         reduced |= {f"Failed ({kind})": count for kind, count in self.data["failed"].items()}
         reduced |= {
             name.replace("_", " ").capitalize(): value
@@ -136,48 +134,21 @@ class TransferMetrics(KVConnectorPromMetrics):
         per_engine_labelvalues: Any,
     ) -> None:
         super().__init__(vllm_config, metric_types, labelnames, per_engine_labelvalues)
-        name = "vllm:ascend_kv_"
-        self._seconds = metric_types[Histogram](
-            name=f"{name}transfer_seconds",
-            documentation="Completed KV transfers",
-            buckets=BUCKETS,
-            labelnames=labelnames,
-        )
-        self._phases = metric_types[Histogram](
-            name=f"{name}transfer_phase_seconds",
-            documentation="Phases of completed KV transfers",
-            buckets=BUCKETS,
-            labelnames=[*labelnames, "phase"],
-        )
-        self._bytes = metric_types[Counter](
-            name=f"{name}transfer_bytes",
-            documentation="Bytes of KV cache received",
-            labelnames=labelnames,
-        )
-        self._counts = {
-            key: metric_types[Counter](
-                name=f"{name}{metric}", documentation=text, labelnames=labelnames
-            )
-            for key, (metric, text) in COUNTS.items()
-        }
-        self._failures = metric_types[Counter](
-            name=f"{name}transfer_failures",
-            documentation="Failed KV transfers by cause",
-            labelnames=[*labelnames, "cause"],
-        )
-        self._expired = metric_types[Counter](
-            name=f"{name}leases_expired",
-            documentation="Prompts whose lease expired unread",
-            labelnames=labelnames,
-        )
+
+        def make(metric: Any, name: str, text: str, *labels: str, **options: Any) -> Any:
+            options |= {"documentation": text, "labelnames": [*labelnames, *labels]}
+            return metric_types[metric](name=f"vllm:ascend_kv_{name}", **options)
+
+        text = "Completed KV transfers"
+        self._seconds = make(Histogram, "transfer_seconds", text, buckets=BUCKETS)
+        text = "Phases of completed KV transfers"
+        self._phases = make(Histogram, "transfer_phase_seconds", text, "phase", buckets=BUCKETS)
+        self._bytes = make(Counter, "transfer_bytes", "Bytes of KV cache received")
+        self._counts = {key: make(Counter, name, text) for key, (name, text) in COUNTS.items()}
+        self._failures = make(Counter, "transfer_failures", "Failed KV transfers by cause", "cause")
         self._gauges = {
-            gauge: metric_types[Gauge](
-                name=f"{name}{gauge}",
-                documentation=text,
-                multiprocess_mode="mostrecent",
-                labelnames=labelnames,
-            )
-            for gauge, text in GAUGES.items()
+            name: make(Gauge, name, text, multiprocess_mode="mostrecent")
+            for name, text in GAUGES.items()
         }
         for values in per_engine_labelvalues.values():
             for kind in KINDS:
@@ -194,7 +165,6 @@ class TransferMetrics(KVConnectorPromMetrics):
         self._bytes.labels(*values).inc(sum(stats.data["bytes"]))
         for key, counter in self._counts.items():
             counter.labels(*values).inc(stats.data[key])
-        self._expired.labels(*values).inc(stats.data["expired"])
         for kind, count in stats.data["failed"].items():
             self._failures.labels(*values, kind).inc(count)
         for name, value in stats.gauges().items():

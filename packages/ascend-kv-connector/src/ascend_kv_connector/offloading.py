@@ -172,10 +172,8 @@ class TieredSpec(TieringOffloadingSpec):
                 kv_bytes_per_chunk=self.kv_bytes_per_chunk,
                 cpu_page_size=self.cpu_page_size_per_worker,
             )
-            pages, blocks = (
-                [cache.tensor.shape[1] for cache in kv_caches.tensors],
-                self.blocks_per_chunk,
-            )
+            pages = [cache.tensor.shape[1] for cache in kv_caches.tensors]
+            blocks = self.blocks_per_chunk
             host = [
                 region.create_next_worker_view(page * blocks).unflatten(1, (blocks, page))
                 for page in pages
@@ -264,11 +262,8 @@ class HostWorker(OffloadingWorker):
                 )
                 ended.append(TransferResult(number, False))
                 continue
-            ended.append(
-                TransferResult(
-                    number, True, job.launched.result(), job.began.elapsed_time(job.ended) / 1000
-                )
-            )
+            seconds = job.began.elapsed_time(job.ended) / 1000
+            ended.append(TransferResult(number, True, job.launched.result(), seconds))
         return ended
 
     def wait(self, job_ids: set[int]) -> None:
@@ -286,10 +281,8 @@ class HostWorker(OffloadingWorker):
 
     def _enqueue(self, job: int, blocks: Any, chunks: Any, store: bool) -> bool:
         direction = self._stores if store else self._loads
-        after, began, ended = (
-            torch.npu.Event(),
-            *(torch.npu.Event(enable_timing=True) for _ in range(2)),
-        )
+        after = torch.npu.Event()
+        began, ended = (torch.npu.Event(enable_timing=True) for _ in range(2))
         after.record()
         runs = self._runs(blocks, chunks)
 
@@ -312,9 +305,8 @@ class HostWorker(OffloadingWorker):
         for index in self.groups[group]:
             page, host = self.pages[index], self.host[index]
             if host.is_contiguous():
-                pairs = [
-                    (page[block : block + count], host.view(-1, host.shape[-1])[row : row + count])
-                ]
+                rows_of_host = host.view(-1, host.shape[-1])
+                pairs = [(page[block : block + count], rows_of_host[row : row + count])]
             else:  # A copy of several non-contiguous rows would need a temporary tensor.
                 rows = [divmod(row + number, self.blocks_per_chunk) for number in range(count)]
                 pairs = [(page[block + number], host[place]) for number, place in enumerate(rows)]
@@ -327,11 +319,8 @@ class HostWorker(OffloadingWorker):
     def _runs(self, blocks: Any, chunks: Any) -> list[tuple[int, tuple[int, int, int]]]:
         """Group, and first block, first host row and number of blocks of each run that is
         consecutive on both sides."""
-        block_ids, chunk_ids, chunk = (
-            iter(blocks.block_ids.tolist()),
-            iter(chunks.block_ids.tolist()),
-            0,
-        )
+        block_ids, chunk_ids = iter(blocks.block_ids.tolist()), iter(chunks.block_ids.tolist())
+        chunk = 0
         runs: list[tuple[int, tuple[int, int, int]]] = []
         for group, (count, first) in enumerate(
             zip(blocks.group_sizes, blocks.block_indices, strict=True)

@@ -146,8 +146,8 @@ class ChunkReader:
         else:
             buffer = receiving.read_into_buffer(part, runs, until)
         try:
-            # Release it Reserve before anything is awaited: readers that each hold one peer's
-            # buffer and wait for another's would deadlock..
+            # Release the peer's buffer before anything is awaited: readers that each hold one
+            # peer's buffer and wait for another's would deadlock.
             self._connections.clients.get(part.address).post(
                 self._consumer.release_message(transfer, chunk.ticket)
             )

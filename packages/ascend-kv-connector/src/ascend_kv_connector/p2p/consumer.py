@@ -192,12 +192,6 @@ class Consumer:
     def finish_message(self, source: Source) -> Finish:
         return Finish(source.request, self.rank.engine, self.rank.index, self.rank.count)
 
-    def release_chunks(self, transfer: Transfer) -> None:
-        """Tell the producer that a transfer does not read any more; without effect for a
-        layer-by-layer transfer's blocks."""
-        assert transfer.source is not None
-        self._enqueue(Notice(transfer.source, self.release_message(transfer)))
-
     def release_message(self, transfer: Transfer, *tickets: int) -> Release:
         assert transfer.source is not None
         return Release(
@@ -330,5 +324,7 @@ class Consumer:
 
     def _release_failed(self, transfer: Transfer) -> None:
         """Tell the producer, since the transfer's thread may be stuck and not do so."""
-        if transfer.source is not None:
-            (self.release(transfer.source) if transfer.layerwise else self.release_chunks(transfer))
+        if transfer.source is not None and transfer.layerwise:
+            self.release(transfer.source)
+        elif transfer.source is not None:
+            self._enqueue(Notice(transfer.source, self.release_message(transfer)))

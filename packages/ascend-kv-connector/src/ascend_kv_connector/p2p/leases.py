@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from time import monotonic
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from ascend_platform.transfer.errors import TransferError
 
@@ -27,15 +27,15 @@ MAX_READERS = 64
 """Instances that may read one request."""
 
 
-class BoundedDict(dict[str, Value]):
-    """Dictionary by request id; beyond ``most`` entries the oldest is dropped."""
+class BoundedDict(dict[Any, Value]):
+    """Dictionary; beyond ``most`` entries the oldest is dropped."""
 
     def __init__(self, most: int = MAX_REMEMBERED) -> None:
         super().__init__()
         self._most = most
 
-    def __setitem__(self, request: str, value: Value) -> None:
-        super().__setitem__(request, value)
+    def __setitem__(self, key: Any, value: Value) -> None:
+        super().__setitem__(key, value)
         if len(self) > self._most:
             del self[next(iter(self))]
 

@@ -19,25 +19,16 @@ def record_event() -> Any:
     return event
 
 
-class _Streams(threading.local):
-    """One stream for each thread."""
-
-    stream: Any = None
-
-    def get(self, device: torch.device) -> Any:
-        if self.stream is None:
-            self.stream = torch.npu.Stream(device)
-        return self.stream
-
-
-_streams = _Streams()
+_of_thread = threading.local()
 
 
 @contextmanager
 def private_stream(device: torch.device, behind: Any = None) -> Iterator[None]:
     """Run work on this thread's private stream after an event, if given; synchronize on exit."""
     torch.npu.set_device(device)
-    stream = _streams.get(device)
+    if not hasattr(_of_thread, "stream"):
+        _of_thread.stream = torch.npu.Stream(device)
+    stream = _of_thread.stream
     with torch.npu.stream(stream):
         if behind is not None:
             stream.wait_event(behind)

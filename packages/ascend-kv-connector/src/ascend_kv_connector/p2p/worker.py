@@ -26,7 +26,7 @@ from ascend_kv_connector.auth import read_secret, require_secret, warn_of_open_p
 from ascend_kv_connector.config import Options, paged_block_size, sliding_windows
 from ascend_kv_connector.metrics import FailureLog, TransferStats
 from ascend_kv_connector.p2p.consumer import Consumer
-from ascend_kv_connector.p2p.leases import PrefillProgress
+from ascend_kv_connector.p2p.leases import BoundedDict, PrefillProgress
 from ascend_kv_connector.p2p.paged_cache import PagedCache, kv_heads_of_rank
 from ascend_kv_connector.p2p.prefill_notifier import PrefillNotifier
 from ascend_kv_connector.p2p.producer import Producer
@@ -71,7 +71,7 @@ class P2PWorker:
         self._sent_bytes = self._packed_bytes = 0
         self._gauges_reported = 0.0
         self._rank = 0
-        self._written: dict[int, Any] = {}
+        self._written: BoundedDict[Any] = BoundedDict(KEPT_STEPS)
         self._before_step: Any = None
         self._notifier: PrefillNotifier | None = None
         self._progress: dict[str, PrefillProgress] = {}
@@ -204,8 +204,6 @@ class P2PWorker:
                 self._producer.steps.note()
             if self._step:
                 self._written[self._step] = record_event()
-                if len(self._written) > KEPT_STEPS:
-                    del self._written[next(iter(self._written))]
         self._step, self._step_tokens = 0, {}
 
     def _record_progress(self, layers: Iterable[str]) -> None:

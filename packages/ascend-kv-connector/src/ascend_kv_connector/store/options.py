@@ -16,7 +16,7 @@ from typing import Any
 from ascend_platform import extension
 from ascend_platform.transfer.checkpoint import loaded_fingerprint
 
-from ascend_kv_connector.config import Positive, Seconds, parse_options
+from ascend_kv_connector.config import Positive, Seconds
 
 NAME = "AscendStoreConnector"
 SHM = "/dev/shm"
@@ -80,7 +80,8 @@ class StoreOptions:
                 f"{NAME}: use_layerwise is not supported; chunks are stored asynchronously as they"
                 " are finished; fix: remove it"
             )
-        options = parse_options(cls, given, IGNORED_KEYS, f"{NAME}: ")
+        values = {key: value for key, value in given.items() if key not in IGNORED_KEYS}
+        options = extension.parse_options(cls, values, f"{NAME}: kv_connector_extra_config")
         for backend in options.backends:
             if backend not in BACKENDS:
                 raise extension.RefusedError(

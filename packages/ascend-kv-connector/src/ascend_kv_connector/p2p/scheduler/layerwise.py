@@ -11,31 +11,19 @@ from typing import Any
 from ascend_kv_connector.p2p.scheduler.metadata import LayerwisePrefill, P2PMetadata
 
 
-class LayerwisePrefills:
+class LayerwisePrefills(dict[str, LayerwisePrefill]):
     """Prefills with a waiting consumer, by request."""
 
-    def __init__(self) -> None:
-        self._prefills: dict[str, LayerwisePrefill] = {}
-
-    def __contains__(self, name: str) -> bool:
-        return name in self._prefills
-
-    def add(self, name: str, prefill: LayerwisePrefill) -> None:
-        self._prefills[name] = prefill
-
-    def pop(self, name: str) -> LayerwisePrefill | None:
-        return self._prefills.pop(name, None)
-
-    def update(self, scheduled: Any, metadata: P2PMetadata) -> None:
+    def record(self, scheduled: Any, metadata: P2PMetadata) -> None:
         """Record the tokens and blocks of a step."""
-        if not self._prefills:
+        if not self:
             return
         for name in scheduled.preempted_req_ids or ():
-            if name in self._prefills:
-                self._prefills[name].blocks, self._prefills[name].tokens = [], 0
+            if name in self:
+                self[name].blocks, self[name].tokens = [], 0
                 metadata.revoked[name] = ""
         for name, tables, computed, resumed in _steps(scheduled):
-            prefill = self._prefills.get(name)
+            prefill = self.get(name)
             if prefill is None or (prefill.tokens >= prefill.total and not resumed):
                 continue
             (blocks,) = tables or ([],)

@@ -66,7 +66,7 @@ class ProducerScheduler:
             and name not in self._layerwise
             and (prefill := self._waiting_reader(request, params))
         ):
-            self._layerwise.add(name, prefill)
+            self._layerwise[name] = prefill
 
     def update(self, scheduled: Any) -> None:
         """Record which prompts for consumers a step computes."""
@@ -81,7 +81,7 @@ class ProducerScheduler:
                 if computed[name] < total:
                     self._prompts[name] = total, self._steps
                     metadata.step = self._steps
-        self._layerwise.update(scheduled, metadata)
+        self._layerwise.record(scheduled, metadata)
 
     def forget(self, name: str) -> int:
         """A request has ended; the step that computed its last tokens, 0 if none did."""
@@ -94,7 +94,7 @@ class ProducerScheduler:
         """A request has ended; the consumer's parameters if its ``blocks`` are kept."""
         name, tokens, metadata = request.request_id, computed_tokens(request), self._outbox.metadata
         shortened, step = name in self._shortened, self.forget(name)
-        prefill = self._layerwise.pop(name)
+        prefill = self._layerwise.pop(name, None)
         if not (params.do_remote_decode and request.status in COMPLETE and blocks):
             self._cancel(request, params, prefill)
             return None

@@ -98,7 +98,7 @@ class P2PScheduler:
         """Block tables of the KV cache groups, for the computed tokens of a prompt."""
         return self._groups.join(tables, computed_tokens(request))
 
-    def close(self) -> None:
+    def shutdown(self) -> None:
         self.consumer.close()
 
     def _params_of(self, request: Any) -> TransferParams:
