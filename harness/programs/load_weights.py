@@ -77,8 +77,8 @@ def serve(model: Path, **engine: Any) -> tuple[str, int]:
         str(model), 0, {"strategies": ["default"], "serve_weights": True, "port": 0}, **engine
     )
     server.awake(True)
-    assert server._publication._server is not None
-    return digest(made), server._publication._server.port
+    assert server.publication.server is not None
+    return digest(made), server.publication.server.port
 
 
 def attempt(model: Path, extra: dict[str, Any], **engine: Any) -> dict[str, Any]:
@@ -146,8 +146,8 @@ def main(directory: Path, case: dict[str, Any]) -> None:
     result["other weights"] = attempt(directory / "other", at(port))
     result["other dtype"] = attempt(plain, at(port), dtype="float16")
     result["quantized default"], quantized = serve(directory / "quantized")
-    assert server._publication._server is not None
-    result["quantized kept"] = len(server._publication._server._tensors)
+    assert server.publication.server is not None
+    result["quantized kept"] = len(server.publication.server._tensors)
     result["quantized"] = attempt(directory / "quantized", at(quantized))
     result["other quantization"] = attempt(plain, at(quantized))
     result["sharded state"] = sharded(plain)
@@ -174,8 +174,8 @@ def main(directory: Path, case: dict[str, Any]) -> None:
         [each] for each in serve_layout.answers(engine, case, range(len(case["prompts"]))).values()
     ]
     result["engine said"] = said()
-    assert server._publication._server is not None
-    port = server._publication._server.port
+    assert server.publication.server is not None
+    port = server.publication.server.port
     result["from the engine"] = attempt(Path(case["model"]), at(port))
     engine.sleep(level=1)
     result["asleep"] = attempt(Path(case["model"]), at(port))

@@ -77,8 +77,8 @@ def work(model: str, port: int) -> dict[str, str]:
                 {"strategies": ["default"], "serve_weights": True, "port": port + 10 * number}
             )
             server.awake(True)
-            servers.append(server._publication._server)
-            server._publication._server = None  # Otherwise the next one reuses its port.
+            servers.append(server.publication.server)
+            server.publication.server = None  # Otherwise the next one reuses its port.
     for name in LAYOUTS:
         with Layout(model, name) as layout:
             parallel_state.get_world_group().barrier()  # all serve

@@ -152,8 +152,8 @@ def serve(model: str, pipe: Connection) -> None:
         listening = socket.create_server(("127.0.0.1", 0))
         threading.Thread(target=copy_from, args=[listening, size, device], daemon=True).start()
         plain[device] = listening.getsockname()[1]
-    assert server._publication._server is not None
-    pipe.send((server._publication._server.port, plain, size, loader.report.table()))
+    assert server.publication.server is not None
+    pipe.send((server.publication.server.port, plain, size, loader.report.table()))
     pipe.recv()
 
 

@@ -168,14 +168,13 @@ class LatentMetadataBuilder(AttentionMetadataBuilder[LatentMetadata]):
                 kv_lens = get_dcp_local_seq_lens(
                     every, group.world_size, group.rank_in_group, self.interleave
                 ).tolist()
-            found = part_ends, kv_lens
+            query_ends = part_ends
             if rows is None:
-                found = assign_padding(num_tokens, *found, 0)
-            return dict(
-                zip(
-                    ("actual_seq_qlen", "actual_seq_kvlen"), map(to_script_list, found), strict=True
-                )
-            )
+                query_ends, kv_lens = assign_padding(num_tokens, part_ends, kv_lens, 0)
+            return {
+                "actual_seq_qlen": to_script_list(query_ends),
+                "actual_seq_kvlen": to_script_list(kv_lens),
+            }
 
         longest = (
             max((end - start for start, end in pairwise([0, *ends])), default=0)
@@ -210,7 +209,8 @@ class LatentMetadataBuilder(AttentionMetadataBuilder[LatentMetadata]):
 
         def context_lens() -> list[int]:
             return [
-                total - own for total, own in zip(seq_lens()[first:], lengths[first:], strict=True)
+                total - query
+                for total, query in zip(seq_lens()[first:], lengths[first:], strict=True)
             ]
 
         own_ends = list(accumulate(lengths[first:]))
@@ -420,15 +420,15 @@ def _calls(
         return
     ends, kv_lens = map(list, lengths.values())
     for first in range(0, len(ends), MAX_REQUESTS):
-        own = slice(first, first + MAX_REQUESTS)
+        requests = slice(first, first + MAX_REQUESTS)
         start = ends[first - 1] if first else 0
-        rows = slice(start, ends[own][-1])
-        own_lengths = [end - start for end in ends[own]], kv_lens[own]
+        rows = slice(start, ends[requests][-1])
+        lens_of_call = [end - start for end in ends[requests]], kv_lens[requests]
         yield (
             [part[rows] for part in q],
             kv_cache,
-            meta.block_table[own],
-            dict(zip(lengths, own_lengths, strict=True)),
+            meta.block_table[requests],
+            dict(zip(lengths, lens_of_call, strict=True)),
         )
 
 

@@ -200,11 +200,11 @@ def attend(
     pages = [cache.view(-1, 1, cache.shape[-1]) for cache in kv_cache]
     for chunk in chunks:
         latents, ropes = (page.index_select(0, chunk.slots) for page in pages)
-        found = fused(chunk.rows, latents.squeeze(1), ropes, chunk.lengths)
-        both = (output[chunk.rows], softmax_lse[chunk.rows]), found
+        fused_output = fused(chunk.rows, latents.squeeze(1), ropes, chunk.lengths)
+        both = (output[chunk.rows], softmax_lse[chunk.rows]), fused_output
         merged, lse = dcp.merge(
             [each.flatten() for _, each in both], [each.flatten(0, 1) for each, _ in both]
         )
-        output[chunk.rows] = merged.view_as(found[0])
-        softmax_lse[chunk.rows] = lse.view_as(found[1])
+        output[chunk.rows] = merged.view_as(fused_output[0])
+        softmax_lse[chunk.rows] = lse.view_as(fused_output[1])
     return output

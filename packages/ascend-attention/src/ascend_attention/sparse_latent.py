@@ -107,11 +107,11 @@ class FusedSparseLatentAttentionImpl(
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        found = [self.kv_lora_rank, self.qk_rope_head_dim, self.num_heads]
-        fits = found[:2] == [LATENT, ROPE] and self.num_heads <= 128
+        sizes = [self.kv_lora_rank, self.qk_rope_head_dim, self.num_heads]
+        fits = sizes[:2] == [LATENT, ROPE] and self.num_heads <= 128
         if self.indexer is not None:
             index = self.indexer
-            found += [index.head_dim, index.n_head, index.topk_tokens]
+            sizes += [index.head_dim, index.n_head, index.topk_tokens]
             fits = (
                 fits
                 and index.head_dim == INDEX_HEAD
@@ -123,7 +123,7 @@ class FusedSparseLatentAttentionImpl(
                 f"{self.title} supports latents of {LATENT} with {ROPE} rotated elements, at most"
                 f" 128 heads, indexers with at most {MAX_INDEX_HEADS} heads of {INDEX_HEAD}, and"
                 " index_topk to 2048 or a multiple of 1024 to 8192, not"
-                f" {', '.join(map(str, found))}; fix: VLLM_PLUGINS=ascend, for the built-in"
+                f" {', '.join(map(str, sizes))}; fix: VLLM_PLUGINS=ascend, for the built-in"
                 " attention"
             )
 
@@ -154,7 +154,7 @@ class FusedSparseLatentAttentionImpl(
         selected: torch.Tensor,
     ) -> None:
         meta = attn_metadata
-        found, _ = torch_npu.npu_lightning_indexer(
+        indices, _ = torch_npu.npu_lightning_indexer(
             query,
             index_cache,
             weights,
@@ -166,7 +166,7 @@ class FusedSparseLatentAttentionImpl(
             sparse_count=selected.shape[1],
             sparse_mode=3,
         )
-        selected.copy_(found.squeeze(1))
+        selected.copy_(indices.squeeze(1))
 
     def forward_mqa(
         self, q: Any, kv_c_and_k_pe_cache: Any, attn_metadata: SparseLatentMetadata, layer: Any

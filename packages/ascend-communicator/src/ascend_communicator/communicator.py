@@ -162,9 +162,9 @@ class HCCLCommunicator(DeviceCommunicatorBase):
             )
         return part_sizes
 
-    def _check_sizes(self, sizes: list[int] | None, own: int) -> list[int]:
+    def _check_sizes(self, sizes: list[int] | None, size: int) -> list[int]:
         if sizes is None:
-            return [own] * self.world_size
+            return [size] * self.world_size
         if len(sizes) != self.world_size:
             raise ValueError(f"got {len(sizes)} sizes for {self.world_size} ranks")
         return sizes

@@ -142,11 +142,10 @@ def _exchange(group: StatelessProcessGroup, info: torch.Tensor) -> torch.Tensor:
     received = group.store.get(f"hccl_root_info/{group.broadcast_recv_src_counter[0]}")
     group.broadcast_recv_src_counter[0] += 1
     if len(received) != ROOT_INFO_BYTES:
-        found = (
+        raise RuntimeError(
             f"rank 0 of the group sent {len(received)} bytes of root information; HCCL's has"
-            f" {ROOT_INFO_BYTES}"
+            f" {ROOT_INFO_BYTES}; fix: use the same ascend-communicator on all ranks"
         )
-        raise RuntimeError(f"{found}; fix: use the same ascend-communicator on all ranks")
     return torch.frombuffer(bytearray(received), dtype=torch.uint8)
 
 

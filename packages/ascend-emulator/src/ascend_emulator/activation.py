@@ -119,9 +119,11 @@ def set_environment(
         raise ValueError(f"{size} bytes of device memory requested; the minimum is 64 MiB")
     libraries = str(build.library_dir())
     paths = [libraries]
-    if own := operators.library(environ):
-        _prepend(environ, "ASCEND_CUSTOM_OPP_PATH", str(own))
-        paths.append(str(own / "op_api" / "lib"))  # For callers that look it up only by its name.
+    if custom := operators.library(environ):
+        _prepend(environ, "ASCEND_CUSTOM_OPP_PATH", str(custom))
+        paths.append(
+            str(custom / "op_api" / "lib")
+        )  # For callers that look it up only by its name.
     _prepend(environ, "LD_LIBRARY_PATH", *paths)
     _prepend(environ, "PATH", *_PROGRAMS)
     _prepend(environ, "PYTHONPATH", _PYACL)
@@ -204,8 +206,8 @@ def activate(npus: int = 1, soc: str = DEFAULT_SOC, memory: int | None = None) -
         ctypes.CDLL(str(build.torch_dir() / "lib" / name), mode=ctypes.RTLD_GLOBAL)
     for name in (f"lib{build.CORE}.so", *build.SONAMES):
         ctypes.CDLL(str(libraries / name), mode=ctypes.RTLD_GLOBAL)
-    if own := operators.library(os.environ):
-        ctypes.CDLL(str(own / "op_api" / "lib" / operators.SONAME))
+    if custom := operators.library(os.environ):
+        ctypes.CDLL(str(custom / "op_api" / "lib" / operators.SONAME))
     print(line, file=sys.stderr, flush=True)
     return line
 

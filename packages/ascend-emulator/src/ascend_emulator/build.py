@@ -99,8 +99,8 @@ def torch_dir() -> Path:
 
 def _compiler() -> tuple[list[str], str]:
     """Command of the compiler, with the arguments that CXX has, and its version."""
-    given = os.environ.get("CXX", "")
-    chosen = [given] if shutil.which(given) else shlex.split(given)
+    variable = os.environ.get("CXX", "")
+    chosen = [variable] if shutil.which(variable) else shlex.split(variable)
     if chosen and not shutil.which(chosen[0]):
         raise BuildError(
             f"ascend-emulator: CXX names {chosen[0]}, which is no program on PATH; fix: correct or"
@@ -202,11 +202,11 @@ def _versions() -> list[str]:
 
 def _contents() -> list[bytes]:
     """Inputs of the libraries, besides the installed torch_npu."""
-    own = [
+    inputs = [
         Path(__file__).with_name(name)
         for name in ("build.py", "cann_names.py", "elf.py", "cann_names.txt")
     ]
-    return [path.read_bytes() for path in (*own, *sorted(SOURCES.rglob("*.[ch]*")))]
+    return [path.read_bytes() for path in (*inputs, *sorted(SOURCES.rglob("*.[ch]*")))]
 
 
 def prebuilt_name(versions: list[str] | None = None) -> str:
@@ -249,8 +249,8 @@ def library_dir(progress: Callable[[str], None] | None = None) -> Path:
             f" torch's CPU build is supported; fix: pip install torch=={release}+cpu --index-url"
             " https://download.pytorch.org/whl/cpu"
         )
-    if (found := _prebuilt(versions, say)) is not None:
-        return found
+    if (prebuilt := _prebuilt(versions, say)) is not None:
+        return prebuilt
     compiler, compiler_version = _compiler()
     base = (*versions, compiler_version, *_flags(), os.uname().machine)
     target = cache_root() / _digest(*base, *_contents())
@@ -310,8 +310,8 @@ def custom_library(native: list[Path], stubs: str, headers: Path, soname: str) -
 
 
 def _stamp(path: Path) -> list[int]:
-    found = path.stat()
-    return [found.st_mtime_ns, found.st_size]
+    status = path.stat()
+    return [status.st_mtime_ns, status.st_size]
 
 
 def _same_headers(stamps: Path) -> bool:

@@ -52,19 +52,19 @@ def root() -> Path:
 def _refuse_foreign(path: Path, *, above: bool = False) -> None:
     """Refuse a file or directory that another user can change. `above`: a directory above the
     cache's."""
-    found = path.lstat()
+    status = path.lstat()
     problem = ""
     # The owner of / can replace every program; in a user namespace it is not 0.
-    if found.st_uid not in (0, os.geteuid(), os.lstat("/").st_uid):
-        problem = f"belongs to user {found.st_uid}"
-    elif stat.S_ISLNK(found.st_mode) or (above and found.st_mode & stat.S_ISVTX):
+    if status.st_uid not in (0, os.geteuid(), os.lstat("/").st_uid):
+        problem = f"belongs to user {status.st_uid}"
+    elif stat.S_ISLNK(status.st_mode) or (above and status.st_mode & stat.S_ISVTX):
         # A link has no mode of its own. In a sticky directory such as /tmp other users cannot
         # replace files that are not theirs.
         return
-    elif found.st_mode & stat.S_IWOTH or (
-        found.st_mode & stat.S_IWGRP and not _is_private(found.st_gid)
+    elif status.st_mode & stat.S_IWOTH or (
+        status.st_mode & stat.S_IWGRP and not _is_private(status.st_gid)
     ):
-        problem = f"has mode {stat.S_IMODE(found.st_mode):04o}"
+        problem = f"has mode {stat.S_IMODE(status.st_mode):04o}"
     if problem:
         raise BuildError(
             f"ascend-emulator: {path} {problem}, so that others can replace the compiled libraries;"

@@ -48,11 +48,11 @@ def package_dir(name: str) -> Path:
 def wheel_names() -> list[str]:
     """All CANN names that the installed torch_npu links against or looks up (its string table)."""
     data = (package_dir("torch_npu") / "lib" / "libtorch_npu.so").read_bytes()
-    found = re.findall(
+    strings = re.findall(
         rb"(?<![\w])((?:aclnn|aclrt|aclmdl|aclop|aclsys|aclprof|aclGet|aclSet|Hccl)[A-Z]\w+|acl[A-Z]\w+|rt[A-Z]\w{6,}|Msprof[A-Z]\w+)\0",
         data,
     )
-    names = {name.decode() for name in found}
+    names = {name.decode() for name in strings}
     # Nine letters ending in a capital are eight of an inlined string and the first byte of an
     # instruction ("HcclAllgH").
     names |= {
@@ -71,15 +71,15 @@ def public_names() -> dict[str, bool]:
     lines = (
         line.split() for line in Path(__file__).with_name("cann_names.txt").read_text().splitlines()
     )
-    found = {name: not rest for name, *rest in lines}
+    functions = {name: not rest for name, *rest in lines}
     headers = package_dir("torch_npu") / "include" / "third_party"
     for path in sorted([*headers.glob("acl/inc/acl/**/*.h"), *headers.glob("hccl/inc/hccl/*.h")]):
         text = re.sub(r"/\*.*?\*/|//[^\n]*", "", path.read_text(errors="replace"), flags=re.DOTALL)
         for kind, name in re.findall(
             r"(?:ACL_FUNC_VISIBILITY|extern)\s+([\w\s*]+?)\s*\b((?:acl|Hccl)\w+)\s*\(", text
         ):
-            found[name] = kind.split()[-1] in ("aclError", "HcclResult")
-    return found
+            functions[name] = kind.split()[-1] in ("aclError", "HcclResult")
+    return functions
 
 
 def _atb_plugin() -> bytes:
@@ -90,8 +90,10 @@ def _atb_plugin() -> bytes:
 def atb_operators() -> list[str]:
     """Operators that torch_npu creates by libatb.so's C++ functions: ``atb::PagedAttention`` and
     others."""
-    made = re.findall(rb"\0_ZN3atb15CreateOperationINS_5infer\d+(\w+?)ParamEEEi", _atb_plugin())
-    return sorted({f"atb::{name.decode()}" for name in made})
+    operations = re.findall(
+        rb"\0_ZN3atb15CreateOperationINS_5infer\d+(\w+?)ParamEEEi", _atb_plugin()
+    )
+    return sorted({f"atb::{name.decode()}" for name in operations})
 
 
 @cache

@@ -73,8 +73,8 @@ def chips() -> dict[str, Chip]:
     table = toml.loads((Path(__file__).parent / "chips.toml").read_text())
     common = table.pop("all")
     chips = {}
-    for key, own in table.items():
-        row = common | own
+    for key, entry in table.items():
+        row = common | entry
         hertz = row["clock_ghz"] * 1e9
         chips[key] = Chip(
             name=row.get("soc", key),
@@ -128,22 +128,24 @@ def measured(chip: Chip, report: dict[str, Any]) -> Chip:
             f"the report is of {facts.get('soc')}; give --soc {facts.get('soc')} or a report of"
             f" {chip.name}"
         )
-    found = {
+    records = {
         name: record.get("facts", {})
         for section in ("timings", "collectives")
         for name, record in report["cases"].get(section, {}).items()
     }
-    host = [found.get(name, {}).get("best") for name in ("copy-to-the-device", "copy-to-the-host")]
+    host = [
+        records.get(name, {}).get("best") for name in ("copy-to-the-device", "copy-to-the-host")
+    ]
     links = [
-        each["gb_per_second"] for each in found.get("two-npus", {}).get("all_reduce", {}).values()
+        each["gb_per_second"] for each in records.get("two-npus", {}).get("all_reduce", {}).values()
     ]
     times = {
-        "bandwidth": (found.get("copy-on-the-device", {}).get("best"), 1e9),
+        "bandwidth": (records.get("copy-on-the-device", {}).get("best"), 1e9),
         "host_bandwidth": (min((each for each in host if each), default=None), 1e9),
         "link_bandwidth": (max(links, default=None), 1e9),
-        "cube_flops": (found.get("matmul-float16", {}).get("best"), 1e12),
-        "launch": (found.get("launch", {}).get("eager"), 1e-6),
-        "graph_launch": (found.get("launch", {}).get("graph"), 1e-6),
+        "cube_flops": (records.get("matmul-float16", {}).get("best"), 1e12),
+        "launch": (records.get("launch", {}).get("eager"), 1e-6),
+        "graph_launch": (records.get("launch", {}).get("graph"), 1e-6),
     }
     replaced = {name: value * unit for name, (value, unit) in times.items() if value}
     if not replaced:

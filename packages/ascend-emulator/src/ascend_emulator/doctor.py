@@ -17,7 +17,7 @@ def check(options: Any = None, devices: Path = Path("/dev")) -> Iterator[tuple[s
         if path.name.removeprefix("davinci").isdigit()
     )
     if real and "ASCEND_EMULATOR_NPUS" in os.environ:
-        found = (
+        state = (
             f"programs use the emulator, and this machine has {len(real)} NPUs"
             f" ({devices / real[0]})"
         )
@@ -25,4 +25,4 @@ def check(options: Any = None, devices: Path = Path("/dev")) -> Iterator[tuple[s
             "start them without ascend-emulator run, in a shell without its LD_LIBRARY_PATH and"
             " ASCEND_EMULATOR_ variables"
         )
-        yield "emulated NPUs", "warn", found, fix
+        yield "emulated NPUs", "warn", state, fix

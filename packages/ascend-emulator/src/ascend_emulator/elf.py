@@ -19,23 +19,23 @@ def symbols(library: bytes) -> dict[str, bool]:
         struct.unpack_from("<HH", library, 58),
     )
     sections = [struct.unpack_from("<IIQQQQIIQQ", library, table + i * size) for i in range(count)]
-    found = {}
+    defined = {}
     for _, kind, _, _, start, length, strings, *_ in sections:
         if kind == DYNAMIC_SYMBOLS:
             for name, _, _, section, _, _ in struct.iter_unpack(
                 "<IBBHQQ", library[start : start + length]
             ):
                 first = sections[strings][4] + name
-                found[library[first : library.index(b"\0", first)].decode()] = section != 0
-    return found
+                defined[library[first : library.index(b"\0", first)].decode()] = section != 0
+    return defined
 
 
 def missing(libraries: Iterable[Path], pattern: str) -> list[str]:
     """Symbols that begin with the pattern, and that the libraries ask for and none of them defines,
     sorted."""
-    found = [symbols(path.read_bytes()) for path in libraries]
-    defined = {name for each in found for name, here in each.items() if here}
-    return sorted({name for each in found for name in each if re.match(pattern, name)} - defined)
+    tables = [symbols(path.read_bytes()) for path in libraries]
+    defined = {name for each in tables for name, here in each.items() if here}
+    return sorted({name for each in tables for name in each if re.match(pattern, name)} - defined)
 
 
 def readable(symbol: str) -> str:

@@ -36,19 +36,19 @@ def _cgroup_files(controller: str, name: str, proc: Path, mount: Path) -> Iterat
 
 def cpus(proc: Path = PROC, mount: Path = CGROUPS, affinity: int | None = None) -> int:
     """Number of CPUs that this process may use, rounded up."""
-    found = [float(affinity or len(os.sched_getaffinity(0)))]
+    numbers = [float(affinity or len(os.sched_getaffinity(0)))]
     for text in _cgroup_files("cpu", "cpu.max", proc, mount):
         quota, _, period = text.partition(" ")
         if quota != "max":
-            found.append(int(quota) / int(period or 100_000))
+            numbers.append(int(quota) / int(period or 100_000))
     quotas = _cgroup_files("cpu", "cpu.cfs_quota_us", proc, mount)
     periods = _cgroup_files("cpu", "cpu.cfs_period_us", proc, mount)
-    found += [
+    numbers += [
         int(quota) / int(period)
         for quota, period in zip(quotas, periods, strict=False)
         if int(quota) > 0
     ]
-    return max(1, math.ceil(min(found)))
+    return max(1, math.ceil(min(numbers)))
 
 
 def memory(proc: Path = PROC, mount: Path = CGROUPS) -> int:

@@ -112,12 +112,12 @@ def main(arguments: list[str]) -> int:
     elif arguments == ["info", "-m"]:
         print(mapping(npus, name))
     else:
-        given = dict(zip(arguments[1::2], arguments[2::2]))  # noqa: B905
-        npu = given.get("-i", "0")
+        flags = dict(zip(arguments[1::2], arguments[2::2]))  # noqa: B905
+        npu = flags.get("-i", "0")
         if (
             arguments[:1] != ["info"]
-            or given.keys() - {"-t", "-i", "-c"}
-            or given.get("-t") not in TOPICS
+            or flags.keys() - {"-t", "-i", "-c"}
+            or flags.get("-t") not in TOPICS
         ):
             print(
                 f"npu-smi: {' '.join(arguments) or 'no query'} is not emulated; supported: info,"
@@ -128,7 +128,7 @@ def main(arguments: list[str]) -> int:
         if not npu.isdigit() or int(npu) >= npus:
             print(f"npu-smi: there is no NPU {npu}; NPUs: 0 to {npus - 1}", file=sys.stderr)
             return 1
-        print(topic(given["-t"], int(npu), name, memory))
+        print(topic(flags["-t"], int(npu), name, memory))
     return 0
 
 

@@ -115,7 +115,7 @@ def declared(path: Path, where: str) -> list[Operator]:
     Raises:
         BuildError: an annotation is not one of TYPES, or there is no such function.
     """
-    found = []
+    operators = []
     for node in ast.parse(path.read_text(), str(path)).body:
         if not (isinstance(node, ast.FunctionDef) and node.name.startswith("aclnn")):
             continue
@@ -126,13 +126,13 @@ def declared(path: Path, where: str) -> list[Operator]:
                     f"{path}:{node.lineno}: parameter {name} of {node.name} has the annotation"
                     f" {annotation or 'none'!r}; supported: {', '.join(TYPES)}"
                 )
-        found.append(Operator(node.name, where, tuple(parameters)))
-    if not found:
+        operators.append(Operator(node.name, where, tuple(parameters)))
+    if not operators:
         raise build.BuildError(
             f"{path} has no function whose name starts with aclnn ({VARIABLE} or entry point"
             f" {GROUP})"
         )
-    return found
+    return operators
 
 
 def _file(name: str) -> Path:
@@ -148,13 +148,13 @@ def _file(name: str) -> Path:
     spec = importlib.util.find_spec(top)
     places = [Path(place) for place in (spec.submodule_search_locations if spec else None) or ()]
     candidates = [place.joinpath(*rest) for place in places]
-    found = [
+    files = [
         file
         for each in candidates
         for file in (each.with_suffix(".py"), each / "__init__.py", each.with_suffix(".cpp"))
     ]
-    found += [Path(spec.origin)] if spec and spec.origin and not rest else []
-    existing = next((path for path in found if path.is_file()), None)
+    files += [Path(spec.origin)] if spec and spec.origin and not rest else []
+    existing = next((path for path in files if path.is_file()), None)
     if existing is None:
         raise build.BuildError(
             f"{VARIABLE} or entry point {GROUP}: there is no module {name}, and no"

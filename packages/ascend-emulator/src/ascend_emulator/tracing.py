@@ -57,13 +57,13 @@ def estimate() -> Iterator[Estimate]:
     current = npu.current_device()
 
     def at() -> dict[int, float]:
-        found = {}
+        seconds_of = {}
         for device in range(npu.device_count()):
             if device == current or library.ascend_emulator_modelled(device) > 0:
                 npu.synchronize(device)
                 library.ascend_emulator_align(device)
-                found[device] = library.ascend_emulator_modelled(device)
-        return found
+                seconds_of[device] = library.ascend_emulator_modelled(device)
+        return seconds_of
 
     result = Estimate()
     before = at()
@@ -91,10 +91,10 @@ def events(trace: Path) -> list[dict]:
     if not text.rstrip().endswith("]"):
         text = text[: text.rfind("\n")].rstrip().removesuffix(",") + "]"
     try:
-        found = json.loads(text)
+        trace_events = json.loads(text)
     except json.JSONDecodeError as error:
         raise ValueError(f"{trace} is not a trace of the emulator: {error}") from None
-    return [event for event in found if event.get("ph") == "X"]
+    return [event for event in trace_events if event.get("ph") == "X"]
 
 
 def table(trace: Path) -> str:

@@ -65,14 +65,14 @@ class Options:
         return _names(self.peers)
 
     @classmethod
-    def from_config(cls, given: Mapping[str, object]) -> Options:
+    def from_config(cls, config: Mapping[str, object]) -> Options:
         """Validate ``kv_connector_extra_config``.
 
         Raises:
             RefusedError: an unknown key, with the closest known one, or an invalid value, in one
             line.
         """
-        values = {key: value for key, value in given.items() if key not in IGNORED_KEYS}
+        values = {key: value for key, value in config.items() if key not in IGNORED_KEYS}
         options = extension.parse_options(cls, values, "kv_connector_extra_config")
         first, _, last = options.ports.partition("-")
         if options.ports and not (

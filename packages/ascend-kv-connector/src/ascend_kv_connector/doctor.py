@@ -92,20 +92,20 @@ def _check_data_port(where: str, host: str, port: str) -> Finding:
         open_at := [each for each in other_addresses() if not _connection_error(each, port)]
     ):
         fix = "close it to other machines in this machine's firewall"
-        found = f"{where} accepts connections at {open_at[0]} too, without the secret"
-        return "data port", "warn", found, fix
-    found = f"{where} accepts connections; on a machine that is no instance this check has to fail"
-    return "data port", "ok", found, ""
+        state = f"{where} accepts connections at {open_at[0]} too, without the secret"
+        return "data port", "warn", state, fix
+    state = f"{where} accepts connections; on a machine that is no instance this check has to fail"
+    return "data port", "ok", state, ""
 
 
 def other_addresses() -> list[str]:
     """Addresses of this machine that others can reach."""
-    found = {str(each[4][0]) for each in socket.getaddrinfo(socket.gethostname(), None)}
+    addresses = {str(each[4][0]) for each in socket.getaddrinfo(socket.gethostname(), None)}
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe, suppress(OSError):
         # This sends nothing, and selects the address of the default route.
         probe.connect(("192.0.2.1", 9))
-        found.add(str(probe.getsockname()[0]))
-    return sorted(each for each in found if not is_loopback(each))
+        addresses.add(str(probe.getsockname()[0]))
+    return sorted(each for each in addresses if not is_loopback(each))
 
 
 def _connection_error(host: str, port: str) -> str:

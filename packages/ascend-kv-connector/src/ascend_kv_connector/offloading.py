@@ -62,15 +62,18 @@ class OffloadingConnector(offloading_connector.OffloadingConnector):
         Raises:
             RefusedError: an unsupported spec, or tiers across several hosts, in one line.
         """
-        given = vllm_config.kv_transfer_config.kv_connector_extra_config
-        if (spec := given.get("spec_name", "CPUOffloadingSpec")) not in (*SPECS, *SPECS.values()):
+        extra_config = vllm_config.kv_transfer_config.kv_connector_extra_config
+        if (spec := extra_config.get("spec_name", "CPUOffloadingSpec")) not in (
+            *SPECS,
+            *SPECS.values(),
+        ):
             raise extension.RefusedError(
                 f"OffloadingConnector: spec_name is {spec!r}; supported on NPUs: CPUOffloadingSpec"
                 " (default) and TieringOffloadingSpec; fix: set one of these"
             )
         if SPECS.get(spec, spec) == "TieredSpec":
             check_single_host("OffloadingConnector", vllm_config)
-        if vllm_config.cache_config.kv_offloading_size is None and not given.get(
+        if vllm_config.cache_config.kv_offloading_size is None and not extra_config.get(
             "cpu_bytes_to_use"
         ):
             raise extension.RefusedError(
@@ -84,9 +87,9 @@ class OffloadingConnector(offloading_connector.OffloadingConnector):
 
     def __init__(self, vllm_config: Any, role: Any, kv_cache_config: Any) -> None:
         sliding_windows(type(self).__name__, kv_cache_config.kv_cache_groups)
-        given = vllm_config.kv_transfer_config.kv_connector_extra_config
-        spec = given.get("spec_name", "CPUOffloadingSpec")
-        given.update(
+        extra_config = vllm_config.kv_transfer_config.kv_connector_extra_config
+        spec = extra_config.get("spec_name", "CPUOffloadingSpec")
+        extra_config.update(
             spec_name=SPECS.get(spec, spec),
             spec_module_path=__name__,
             rope_order=extension.rope_order(vllm_config),
@@ -155,9 +158,9 @@ class TieredSpec(TieringOffloadingSpec):
             )
 
     def get_manager(self) -> Any:
-        made = self._manager is None
+        is_new = self._manager is None
         manager = super().get_manager()
-        if made and self._scheduler_mmap is not None and not self._scheduler_mmap._creator:
+        if is_new and self._scheduler_mmap is not None and not self._scheduler_mmap._creator:
             # The workers, created first, have mapped it. Unlinked, the kernel frees it however the
             # processes end.
             _unlink(self._scheduler_mmap)

@@ -215,9 +215,9 @@ def main() -> None:
         default="",
         help="layer-by-layer transfers; URL is this router's own",
     )
-    given = parser.parse_args()
-    router = Router(given.prefill, given.decode, given.layerwise)
-    web.run_app(router.application(), host=given.host, port=given.port)
+    options = parser.parse_args()
+    router = Router(options.prefill, options.decode, options.layerwise)
+    web.run_app(router.application(), host=options.host, port=options.port)
 
 
 if __name__ == "__main__":

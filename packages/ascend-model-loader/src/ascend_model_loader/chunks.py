@@ -35,7 +35,7 @@ def named_tensors(model: torch.nn.Module) -> dict[str, torch.Tensor]:
         PeerError: a tensor has no bytes of its own, such as weights that are quantized during
         loading.
     """
-    found: dict[str, torch.Tensor] = {}
+    tensors: dict[str, torch.Tensor] = {}
     seen: set[int] = set()
     for name, tensor in model.state_dict(keep_vars=True).items():
         if not torch.is_tensor(tensor) or id(tensor) in seen:
@@ -50,8 +50,8 @@ def named_tensors(model: torch.nn.Module) -> dict[str, torch.Tensor]:
                 " as bytes"
             )
         seen.add(id(tensor))
-        found[name] = tensor
-    return found
+        tensors[name] = tensor
+    return tensors
 
 
 def tensor_specs(tensors: Mapping[str, torch.Tensor]) -> TensorSpecs:

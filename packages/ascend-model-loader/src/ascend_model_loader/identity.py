@@ -58,16 +58,16 @@ def weight_identity(
     }
 
 
-def differences(peer: Mapping[str, str], own: Mapping[str, str]) -> str:
+def differences(peer: Mapping[str, str], here: Mapping[str, str]) -> str:
     """Fields in which a peer's identity differs, as one line; "" if there are none.
 
     Checkpoints are compared by content if both engines have the files, otherwise by name.
     """
-    both = bool(peer.get("checkpoint") and own.get("checkpoint"))
+    both = bool(peer.get("checkpoint") and here.get("checkpoint"))
     left_out = "name" if both else "checkpoint"
-    points = [key for key in own if key != left_out and peer.get(key) != own[key]]
+    points = [key for key in here if key != left_out and peer.get(key) != here[key]]
     return "; ".join(
-        f"{key}: the peer has {printable(str(peer.get(key)))}, this engine {own[key]}"
+        f"{key}: the peer has {printable(str(peer.get(key)))}, this engine {here[key]}"
         for key in points
     )
 

@@ -120,7 +120,7 @@ class PeerModelLoader(BaseModelLoader):
     def _by_peer(self, model: nn.Module, model_config: ModelConfig) -> list[bytes] | None:
         if self._vllm_config is None:
             raise PeerError("a drafter's weights are not loaded from peers")
-        own = self._identity
+        ours = self._identity
         # Data-parallel engines differ only in their experts.
         offset = _worker_rank(self._vllm_config, within_engine=not model_config.is_moe)
         listed = [
@@ -128,23 +128,23 @@ class PeerModelLoader(BaseModelLoader):
         ]
 
         def find() -> list[tuple[str, int]]:
-            return listed + self._registered_peers(own)
+            return listed + self._registered_peers(ours)
 
         if not find():
             raise PeerError("no peer is given, and the registry has none with these weights")
         tensors, secret = named_tensors(model), options.read_secret(self.options)
         device = next(iter(tensors.values())).device
         manifest, (host, port) = peer.Fetch(
-            tensors, own, self.options, secret, device, self.report
+            tensors, ours, self.options, secret, device, self.report
         ).from_first(find)
         logger.info("weights loaded from peer %s:%d", host, port)
         return manifest.digests if manifest.checksum == self.options.checksum else None
 
-    def _registered_peers(self, own: Mapping[str, str]) -> list[tuple[str, int]]:
+    def _registered_peers(self, ours: Mapping[str, str]) -> list[tuple[str, int]]:
         """Addresses in the registry, the engine that began to serve last first."""
         addresses = []
         for each in (
-            registry.find(self.options.registry, identity.registry_key(own))
+            registry.find(self.options.registry, identity.registry_key(ours))
             if self.options.registry
             else ()
         ):
@@ -189,15 +189,16 @@ class PeerModelLoader(BaseModelLoader):
     def _serve(self, loaded: "Snapshot", model: nn.Module, vllm_config: VllmConfig) -> None:
         try:
             loaded.release_unchanged(model)
-            own, secret, rank = (
+            weight_server = server.WeightServer(
+                loaded.tensors,
+                loaded.digests,
                 self._identity,
+                self.options,
                 options.read_secret(self.options),
+                loaded.device,
                 _worker_rank(vllm_config),
             )
-            made = server.WeightServer(
-                loaded.tensors, loaded.digests, own, self.options, secret, loaded.device, rank
-            )
-            server.publish(made)
+            server.publish(weight_server)
         except (PeerError, OSError, OverflowError) as error:
             logger.warning("weights are not served: %s", error)
 
@@ -217,22 +218,22 @@ class Snapshot:
     def __init__(
         self, model: nn.Module, checksum: str, known_digests: list[bytes] | None = None
     ) -> None:
-        found = named_tensors(model)
+        named = named_tensors(model)
         processed = {
-            f"{name}.{own}".lstrip(".")
+            f"{name}.{tensor}".lstrip(".")
             for name, module in model.named_modules()
             if isinstance(method := getattr(module, "quant_method", None), QuantizeMethodBase)
             and type(method) not in UNCHANGED_BY_PROCESSING
-            for own in module.state_dict()
+            for tensor in module.state_dict()
         }
-        self.device = next((each.device for each in found.values()), torch.device("cpu"))
+        self.device = next((each.device for each in named.values()), torch.device("cpu"))
         self.host_copies = {
             name: torch.empty(each.shape, dtype=each.dtype).copy_(each.detach())
-            for name, each in found.items()
+            for name, each in named.items()
             if name in processed or not is_plain(each)
         }
-        self._storage_keys = {name: _storage_key(each) for name, each in found.items()}
-        self.tensors: dict[str, torch.Tensor] = found | self.host_copies
+        self._storage_keys = {name: _storage_key(each) for name, each in named.items()}
+        self.tensors: dict[str, torch.Tensor] = named | self.host_copies
         self.size = chunk_layout(self.tensors).total
         self.digests = known_digests or chunk_digests(self.tensors, checksum, self.device)
 

@@ -104,9 +104,9 @@ def read_secret(options: Options) -> bytes:
     Raises:
         RefusedError: there is none, or it is shorter than 16 bytes.
     """
-    if not (found := secret.read_secret(options.secret_file, SECRET_ENV, f"{WHERE}.secret_file")):
+    if not (shared := secret.read_secret(options.secret_file, SECRET_ENV, f"{WHERE}.secret_file")):
         raise extension.RefusedError(
             f"{WHERE} needs a secret of at least {secret.MIN_SECRET_BYTES} bytes; fix: set secret_file or"
             f" {SECRET_ENV}"
         )
-    return found
+    return shared

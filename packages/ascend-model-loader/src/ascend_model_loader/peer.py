@@ -175,8 +175,8 @@ def _check_manifest(
     if theirs != ours:
         pairs = ((a, b) for a, b in zip(theirs, ours, strict=False) if a != b)
         differing = next(pairs, (f"{len(theirs)} tensors", f"{len(ours)} tensors"))
-        found, expected = (printable(str(each)) for each in differing)
-        raise wire.PeerError(f"its tensors differ: the peer has {found}, this engine {expected}")
+        has, expected = (printable(str(each)) for each in differing)
+        raise wire.PeerError(f"its tensors differ: the peer has {has}, this engine {expected}")
     if manifest.chunk_bytes != CHUNK_BYTES or manifest.checksum not in CHECKSUMS:
         raise wire.PeerError(
             f"its chunks have {manifest.chunk_bytes} bytes and checksum"
@@ -311,8 +311,10 @@ class _Transfer:
                     message, size = channel.receive(wire.Chunk)
                     due = length if receiver.inline else 0
                     if (message.index, size) != (index, due):
-                        found = f"received chunk {message.index} with {size} bytes"
-                        raise wire.PeerError(f"{found}; expected chunk {index} with {due}")
+                        raise wire.PeerError(
+                            f"received chunk {message.index} with {size} bytes; expected chunk"
+                            f" {index} with {due}"
+                        )
                     if receiver.inline:
                         self._write(copier, index, receiver.receive(length), chunk_is_private=True)
                 if not receiver.inline:

@@ -61,15 +61,15 @@ class Registration:
 def find(directory: str, key: str) -> list[str]:
     """Addresses of servers whose weights have this key, the most recently updated first. Unreadable
     entries are skipped."""
-    found = []
+    addresses = []
     with contextlib.suppress(OSError):
         now = _time_there(directory)
         for path in Path(directory).glob(f"{key}-*.json"):
             with contextlib.suppress(OSError, msgspec.DecodeError):
                 age, content = _read(path, now)
                 if -TTL < age < TTL:
-                    found.append((age, msgspec.json.decode(content, type=Entry).address))
-    return [address for _, address in sorted(found)]
+                    addresses.append((age, msgspec.json.decode(content, type=Entry).address))
+    return [address for _, address in sorted(addresses)]
 
 
 def _time_there(directory: str) -> float:

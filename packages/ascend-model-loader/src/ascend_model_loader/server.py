@@ -258,18 +258,18 @@ class WeightServer:
 
 
 class Publication:
-    """This process's server: it starts after the engine has captured its graphs, since reads from
-    an NPU during capture would abort it."""
+    """This process's ``server``, None without one. It starts after the engine has captured its
+    graphs, since reads from an NPU during capture would abort it."""
 
     def __init__(self) -> None:
-        self._server: WeightServer | None = None
+        self.server: WeightServer | None = None
         self._started = False
 
     def publish(self, server: WeightServer) -> None:
         """Replace the server."""
-        if self._server:
-            self._server.stop()
-        self._server, self._started = server, False
+        if self.server:
+            self.server.stop()
+        self.server, self._started = server, False
         atexit.register(server.stop)
 
     def awake(self, state: bool) -> None:
@@ -279,21 +279,21 @@ class Publication:
         Raises:
             RefusedError: a peer is still reading the weights, which must not be freed.
         """
-        if self._server is None:
+        if self.server is None:
             return
         if not state:
-            if not self._server.gate.close(30.0):
-                self._server.gate.open()
+            if not self.server.gate.close(30.0):
+                self.server.gate.open()
                 raise extension.RefusedError(
                     "a peer is still reading the weights after 30 s, which cannot be put to sleep;"
                     " fix: call /wake_up, then try again"
                 )
         elif self._started:
-            self._server.gate.open()
+            self.server.gate.open()
         else:
             self._started = True
-            self._server.start()
+            self.server.start()
 
 
-_publication = Publication()
-publish, awake = _publication.publish, _publication.awake
+publication = Publication()
+publish, awake = publication.publish, publication.awake

@@ -33,14 +33,13 @@ class RunaiLoader(DefaultModelLoader):
     def _get_weights_iterator(
         self, source: DefaultModelLoader.Source
     ) -> Iterator[tuple[str, torch.Tensor]]:
-        given = (
+        _, files, are_safetensors, _ = self._prepare_weights(
             source.model_or_path,
             source.subfolder,
             source.revision,
             source.fall_back_to_pt,
             source.allow_patterns_overrides,
         )
-        _, files, are_safetensors, _ = self._prepare_weights(*given)
         if not are_safetensors:
             raise ValueError("the checkpoint has no safetensors files; streaming needs them")
         self.counter_before_loading_weights = (
@@ -103,11 +102,11 @@ def streaming_loader(options: Options, load_config: LoadConfig) -> DefaultModelL
             "stream is runai_streamer, which is not installed; fix: pip install"
             " 'ascend-model-loader[runai]'"
         )
-    given = {"load_format": "auto", "safetensors_load_strategy": None}
+    load_config = replace(load_config, load_format="auto", safetensors_load_strategy=None)
     if installed and options.stream != "multithread":
         os.environ.setdefault("RUNAI_STREAMER_CONCURRENCY", str(options.stream_threads))
         kind: type[DefaultModelLoader] = PinnedRunaiLoader if options.stream_pinned else RunaiLoader
-        return kind(replace(load_config, model_loader_extra_config={}, **given))
+        return kind(replace(load_config, model_loader_extra_config={}))
     threads = {"enable_multithread_load": True, "num_threads": options.stream_threads}
     kind = PinnedLoader if options.stream_pinned else DefaultModelLoader
-    return kind(replace(load_config, model_loader_extra_config=threads, **given))
+    return kind(replace(load_config, model_loader_extra_config=threads))

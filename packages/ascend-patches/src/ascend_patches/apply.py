@@ -61,7 +61,7 @@ class _Process:
     applied: dict[
         str, tuple[Patch, Callable[[], None]]
     ] = {}  # The patch and the function that undoes it, by name.  # noqa: RUF012
-    said: set[str] = set()  # noqa: RUF012
+    logged: set[str] = set()  # noqa: RUF012
     # Names in DISABLE, before those of the configuration are added.
     from_environment: str | None = None
 

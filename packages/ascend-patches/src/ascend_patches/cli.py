@@ -144,7 +144,7 @@ def examine(options: argparse.Namespace) -> Iterator[tuple[str, str, str, str]]:
             )
 
 
-def _list(given: argparse.Namespace) -> int:
+def _list(options: argparse.Namespace) -> int:
     disabled, version = environment_disabled(), extension.version("vllm")
     off = (
         ""
@@ -166,12 +166,12 @@ def _list(given: argparse.Namespace) -> int:
     fitting = sum(row["state"] == "applies" for row in overrides)
     counts = f"{len(taken)} of {len(rows)} patches apply to vLLM {version or '(not installed)'}"
     return _show(
-        [*rows, *overrides], given.json, f"{counts}, and {fitting} of {len(overrides)} overrides"
+        [*rows, *overrides], options.json, f"{counts}, and {fitting} of {len(overrides)} overrides"
     )
 
 
-def _check(given: argparse.Namespace) -> int:
-    tree = given.vllm
+def _check(options: argparse.Namespace) -> int:
+    tree = options.vllm
     if tree is not None and not (tree / "vllm").is_dir():
         raise ValueError(
             f"{tree} has no directory vllm; give a checkout of vLLM or a site-packages that"
@@ -195,7 +195,7 @@ def _check(given: argparse.Namespace) -> int:
         f"{patches_differ} of {len(rows)} patches and {overrides_differ} of {len(overrides)}"
         " overrides differ from vLLM "
     )
-    _show([*rows, *overrides], given.json, last + (version or "of unknown version"))
+    _show([*rows, *overrides], options.json, last + (version or "of unknown version"))
     return int(bool(patches_differ or overrides_differ))
 
 
@@ -240,60 +240,60 @@ def _show(rows: Sequence[dict[str, object]], as_json: bool, last: str) -> int:
     return 0
 
 
-def _new(given: argparse.Namespace) -> int:
-    module, _, qualname = given.target.partition(":")
+def _new(options: argparse.Namespace) -> int:
+    module, _, qualname = options.target.partition(":")
     text = extension.module_source(module)
-    found = extension.fingerprint(text, qualname) if text else ""
-    if not found:
+    fingerprint = extension.fingerprint(text, qualname) if text else ""
+    if not fingerprint:
         raise ValueError(
-            f"{given.target} is not defined in what is installed; name it"
+            f"{options.target} is not defined in what is installed; name it"
             " package.module:qualified.name"
         )
-    packages = list(given.package.glob("src/*/patches"))
+    packages = list(options.package.glob("src/*/patches"))
     if len(packages) != 1:
         raise ValueError(
-            f"{given.package.resolve()} has {len(packages)} directories src/*/patches; give another"
+            f"{options.package.resolve()} has {len(packages)} directories src/*/patches; give another"
             " with --package"
         )
     stem = re.sub(r"\W", "_", module.rpartition(".")[2])
     function = re.sub(r"\W", "_", qualname).strip("_").lower()
     version = Version(extension.version("vllm"))
     fields = {
-        "target": given.target,
-        "scope": given.scope,
+        "target": options.target,
+        "scope": options.scope,
         "module": module,
         "qualname": qualname,
         "top": qualname.partition(".")[0],
         "function": function,
         "name": f"{stem}.{function}",
-        "fingerprint": found,
+        "fingerprint": fingerprint,
         "vllm": f">={version.major}.{version.minor},<{version.major}.{version.minor + 1}",
     }
     files = {
         packages[0] / f"patch_{stem}.py": PATCH,
-        given.package / "tests" / f"test_patch_{stem}.py": TEST,
+        options.package / "tests" / f"test_patch_{stem}.py": TEST,
     }
     for path in files:
         if path.exists():
-            raise ValueError(f"{path} exists; add to it by hand, with fingerprint {found}")
+            raise ValueError(f"{path} exists; add to it by hand, with fingerprint {fingerprint}")
     for path, template in files.items():
         path.parent.mkdir(exist_ok=True)
         path.write_text(template.format(**fields))
-    (given.package / LEDGER).write_text(ledger(_of_directory(packages[0])))
-    print(*files, given.package / LEDGER, sep="\n")
+    (options.package / LEDGER).write_text(ledger(_of_directory(packages[0])))
+    print(*files, options.package / LEDGER, sep="\n")
     return 0
 
 
 def _of_directory(directory: Path) -> list[Patch]:
-    found = []
+    patches = []
     for path in sorted(directory.glob("patch_*.py")):
         spec = importlib.util.spec_from_file_location(path.stem, path)
         assert spec is not None  # a .py file has a loader
         assert spec.loader is not None
         module = importlib.util.module_from_spec(spec)
         spec.loader.exec_module(module)
-        found += collect(module)
-    return found
+        patches += collect(module)
+    return patches
 
 
 def ledger(patches: Iterable[Patch]) -> str:

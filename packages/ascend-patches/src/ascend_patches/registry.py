@@ -69,9 +69,9 @@ class Patch:
     def drift(self, text: str | None) -> str:
         """The difference between the target and the source that the patch is for; "" if there is
         none."""
-        if not (found := extension.drift(self.target, self.fingerprints, text)):
+        if not (drift := extension.drift(self.target, self.fingerprints, text)):
             return ""
-        return f"{found}; compare the patch with the new source, or narrow its range {self.vllm}"
+        return f"{drift}; compare the patch with the new source, or narrow its range {self.vllm}"
 
 
 def patch(
@@ -126,7 +126,7 @@ def patch(
 def discover() -> list[Patch]:
     """All patches of installed packages that VLLM_PLUGINS allows, by name. A file that cannot be
     imported is logged."""
-    found: dict[str, Patch] = {}
+    patches: dict[str, Patch] = {}
     for point in importlib.metadata.entry_points(group=GROUP):
         if not extension.allowed(point.name):
             continue
@@ -145,7 +145,7 @@ def discover() -> list[Patch]:
         for name in sorted(names):
             try:
                 for each in collect(importlib.import_module(f"{package.__name__}.{name}")):
-                    if found.setdefault(each.name, each) is not each:
+                    if patches.setdefault(each.name, each) is not each:
                         extension.logger.warning(
                             "duplicate patch %s from %s ignored",
                             each.name,
@@ -155,7 +155,7 @@ def discover() -> list[Patch]:
                 extension.logger.warning(
                     "patches of %s disabled: %s: %s", name, type(error).__name__, error
                 )
-    return [found[name] for name in sorted(found)]
+    return [patches[name] for name in sorted(patches)]
 
 
 def collect(module: object) -> list[Patch]:

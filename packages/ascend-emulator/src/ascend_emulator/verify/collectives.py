@@ -52,8 +52,8 @@ def run(name: str, options: Facts) -> Facts:
         last = [(stream.read().strip().splitlines() or [""])[-1] for stream in errors]
     ends = [f"no result in {SECONDS} s" if code is None else f"exit {code}" for code in codes]
     message = "; ".join(
-        f"rank {rank}: {end} {said}".strip()
-        for rank, (end, said) in enumerate(zip(ends, last, strict=True))
+        f"rank {rank}: {end} {output}".strip()
+        for rank, (end, output) in enumerate(zip(ends, last, strict=True))
     )
     kind = "timeout" if None in codes else "exit"
     return {
@@ -99,18 +99,18 @@ def _results_of(kind: str, rank: int) -> Facts:
 
     facts: Facts = {}
     whole = [inputs.make(f"{kind} 1000 -9..9", seed) for seed in range(2)]
-    total, own = whole[0] + whole[1], whole[rank].npu()
-    summed = own.clone()
+    total, local = whole[0] + whole[1], whole[rank].npu()
+    summed = local.clone()
     dist.all_reduce(summed)
-    most = own.clone()
+    most = local.clone()
     dist.all_reduce(most, op=dist.ReduceOp.MAX)
-    gathered = torch.empty(2000, dtype=own.dtype, device="npu")
-    dist.all_gather_into_tensor(gathered, own)
-    part = torch.empty(500, dtype=own.dtype, device="npu")
-    dist.reduce_scatter_tensor(part, own)
-    exchanged = torch.empty_like(own)
-    dist.all_to_all_single(exchanged, own)
-    sent = own.clone()
+    gathered = torch.empty(2000, dtype=local.dtype, device="npu")
+    dist.all_gather_into_tensor(gathered, local)
+    part = torch.empty(500, dtype=local.dtype, device="npu")
+    dist.reduce_scatter_tensor(part, local)
+    exchanged = torch.empty_like(local)
+    dist.all_to_all_single(exchanged, local)
+    sent = local.clone()
     dist.broadcast(sent, 1)
     torch.npu.synchronize()
     half = slice(rank * 500, rank * 500 + 500)

@@ -237,7 +237,7 @@ class Run:
         selector = selectors.DefaultSelector()
         selector.register(read, selectors.EVENT_READ, "records")
         selector.register(worker.stderr, selectors.EVENT_READ, "errors")  # type: ignore[arg-type]
-        current, buffer, said = None, b"", b""
+        current, buffer, errors = None, b"", b""
         limit = FIRST_SECONDS
         deadline = time.monotonic() + limit
         while selector.get_map():
@@ -253,7 +253,7 @@ class Run:
                 if not chunk:
                     selector.unregister(key.fileobj)
                 elif key.data == "errors":
-                    said = (said + chunk)[-8000:]
+                    errors = (errors + chunk)[-8000:]
                 else:
                     *lines, buffer = (buffer + chunk).split(b"\n")
                     for line in map(json.loads, lines):
@@ -269,7 +269,7 @@ class Run:
         if current or not any(case in self.records for case in cases):
             from ascend_emulator.verify.errors import scrubbed
 
-            last = said.decode(errors="replace").strip().splitlines()[-1:] or [""]
+            last = errors.decode(errors="replace").strip().splitlines()[-1:] or [""]
             record: dict[str, Any] = {"outcome": "crashed", "why": scrubbed(last[0])[:160]}
             self.records[current or cases[0]] = record | ({"signal": -status} if status < 0 else {})
 

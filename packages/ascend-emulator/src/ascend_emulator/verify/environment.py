@@ -22,12 +22,12 @@ def _version_in(path: Path) -> str:
         text = path.read_text(errors="replace")
     except OSError:
         return ""
-    found = re.search(
+    match = re.search(
         r"^\s*(?:package_|runtime_running_|toolkit_running_)?version\s*=\s*\W*([\w.+-]+)",
         text,
         re.MULTILINE | re.IGNORECASE,
     )
-    return found[1] if found else ""
+    return match[1] if match else ""
 
 
 def _cann() -> str:

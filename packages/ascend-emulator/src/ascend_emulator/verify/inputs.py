@@ -45,8 +45,8 @@ def _values(text: str, count: int, seed: int, whole: bool) -> Any:
     if text == "special":
         text = "=" + (WHOLE if whole else SPECIAL)
     if text.startswith("="):
-        given = torch.tensor([float(each) for each in text[1:].split(",")], dtype=torch.float64)
-        return given.repeat(-(-count // len(given)))[:count]
+        listed = torch.tensor([float(each) for each in text[1:].split(",")], dtype=torch.float64)
+        return listed.repeat(-(-count // len(listed)))[:count]
     if text == "count":
         return torch.arange(count, dtype=torch.float64)
     if text in ("permutation", "distinct"):

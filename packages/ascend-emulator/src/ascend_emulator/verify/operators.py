@@ -45,18 +45,18 @@ def _leaves(value: Any) -> list[Any]:
     return [leaf for leaf in tree_leaves(value) if leaf is not None]
 
 
-def _evaluate(case: Case, expression: str, given: dict[str, Any]) -> list[Any]:
+def _evaluate(case: Case, expression: str, tensors: dict[str, Any]) -> list[Any]:
     """Results of an expression: tensors and numbers; with ``gradients`` those of the floating
     inputs too."""
     import torch
 
-    names = namespace() | given
+    names = namespace() | tensors
     if not case.gradients:
         with torch.no_grad():
             return _leaves(eval(expression, names))
     leaves = {
         name: value.detach().requires_grad_() if value.is_floating_point() else value
-        for name, value in given.items()
+        for name, value in tensors.items()
     }
     wanted = [value for value in leaves.values() if value.requires_grad]
     outputs = _leaves(eval(expression, names | leaves))
@@ -82,22 +82,22 @@ def _compare(actual: Any, wanted: Any, ulps: float) -> dict[str, Any]:
 
     if not isinstance(actual, torch.Tensor):
         return {"number": actual, "within": actual == wanted}
-    found: dict[str, Any] = {
+    result: dict[str, Any] = {
         "dtype": str(actual.dtype).removeprefix("torch."),
         "shape": list(actual.shape),
         "hash": inputs.digest(actual),
     }
     if wanted is None:
-        return found
+        return result
     if not isinstance(wanted, torch.Tensor) or wanted.shape != actual.shape:
-        return found | {"within": False, "why": "the reference has another shape"}
+        return result | {"within": False, "why": "the reference has another shape"}
     if not (actual.is_floating_point() or actual.is_complex()):
         wanted = wanted.to(actual.dtype)
         different = int((actual != wanted).sum())
         furthest = int((actual.long() - wanted.long()).abs().max()) if different else 0
         # a quantized value between two neighbours
         near = not different or (furthest == 1 and actual.dtype == torch.int8)
-        return found | {"different": different, "most": furthest, "within": near}
+        return result | {"different": different, "most": furthest, "within": near}
     wanted = _wide(wanted.to(actual.dtype)) if actual.element_size() > 1 else _wide(wanted)
     ours = torch.view_as_real(_wide(actual)) if actual.is_complex() else _wide(actual)
     reference = torch.view_as_real(wanted) if wanted.is_complex() else wanted
@@ -108,14 +108,14 @@ def _compare(actual: Any, wanted: Any, ulps: float) -> dict[str, Any]:
     eps = torch.finfo(actual.dtype).eps
     most = float((error / (eps * (1 + size))).max()) if error.numel() else 0.0
     square = float(size.square().sum())
-    found |= {
+    result |= {
         "ulps": rounded(most),
         "max_abs": rounded(float(error.max()) if error.numel() else 0.0),
         "rel": rounded(float((error.square().sum() / square) ** 0.5) if square else 0.0),
     }
     if int(odd.sum()):
-        found["special"] = int(odd.sum())  # Infinities and NaN that only one of the two has.
-    return found | {"within": most <= ulps and not int(odd.sum())}
+        result["special"] = int(odd.sum())  # Infinities and NaN that only one of the two has.
+    return result | {"within": most <= ulps and not int(odd.sum())}
 
 
 def rounded(value: float) -> float:
@@ -127,14 +127,14 @@ def run(case: Case) -> dict[str, Any]:
     """Run a case on the current NPU and describe what came of it."""
     import torch
 
-    given = arguments(case)
+    tensors = arguments(case)
     record: dict[str, Any] = {}
-    if given:
-        record["inputs"] = inputs.digest(torch.cat([_bytes(each) for each in given.values()]))[:8]
+    if tensors:
+        record["inputs"] = inputs.digest(torch.cat([_bytes(each) for each in tensors.values()]))[:8]
     try:
         if case.before:
             exec(case.before, namespace())
-        outputs = _evaluate(case, case.call, {name: value.npu() for name, value in given.items()})
+        outputs = _evaluate(case, case.call, {name: value.npu() for name, value in tensors.items()})
         # Errors of asynchronous execution are raised here, before results are read.
         torch.npu.synchronize()
         actual = [leaf.cpu() if isinstance(leaf, torch.Tensor) else leaf for leaf in outputs]
@@ -150,7 +150,7 @@ def run(case: Case) -> dict[str, Any]:
         outcome = "absent" if is_absent else "refused"
         return record | {"outcome": outcome, "error": described(error)}
     undefined = case.reference == "none"
-    wide = {name: _wide(value) for name, value in given.items()}
+    wide = {name: _wide(value) for name, value in tensors.items()}
     wanted = (
         [None] * len(actual) if undefined else _evaluate(case, case.reference or case.call, wide)
     )

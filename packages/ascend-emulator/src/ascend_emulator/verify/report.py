@@ -101,9 +101,9 @@ def read(path: Path) -> Report:
         report = json.loads(path.read_text())
     except json.JSONDecodeError as error:
         raise ValueError(f"{path} is not JSON: {error}") from None
-    found = problems(report, altered=False)
-    if found:
-        raise ValueError(f"{path} is not a report: {found[0]}")
+    errors = problems(report, altered=False)
+    if errors:
+        raise ValueError(f"{path} is not a report: {errors[0]}")
     return report
 
 
@@ -121,8 +121,8 @@ def _typed(where: str, record: Any, form: dict[str, Any]) -> list[str]:
 def problems(report: Any, altered: bool = True) -> list[str]:
     """Errors of a report's form; with ``altered`` also a checksum that does not match."""
     if not isinstance(report, dict) or report.get("schema") != SCHEMA:
-        found = report.get("schema") if isinstance(report, dict) else type(report).__name__
-        return [f"schema is {found}; supported: {SCHEMA}"]
+        schema = report.get("schema") if isinstance(report, dict) else type(report).__name__
+        return [f"schema is {schema}; supported: {SCHEMA}"]
     missing = {"schema", "emulator", "tables", "complete", "seconds", "cases"} - report.keys()
     if missing:
         return [f"missing: {', '.join(sorted(missing))}"]
@@ -130,9 +130,9 @@ def problems(report: Any, altered: bool = True) -> list[str]:
     unknown = [section for section in cases if section not in SECTIONS]
     if unknown:
         return [f"unknown section {unknown[0]!r}; supported: {', '.join(SECTIONS)}"]
-    found = []
+    errors = []
     facts = environment(report)
-    found += [
+    errors += [
         f"environment: {name} is missing or not {kind.__name__}"
         for name, kind in FACTS.items()
         if type(facts.get(name)) is not kind
@@ -140,24 +140,24 @@ def problems(report: Any, altered: bool = True) -> list[str]:
     for section, records in cases.items():
         for name, record in records.items():
             where = f"{section} {name!r}"
-            found += _typed(where, record, CASE)
+            errors += _typed(where, record, CASE)
             if isinstance(record, dict) and record.get("outcome") not in OUTCOMES:
-                found.append(
+                errors.append(
                     f"{where}: outcome is {record.get('outcome')!r}; supported:"
                     f" {', '.join(OUTCOMES)}"
                 )
             for output in record.get("outputs", []) if isinstance(record, dict) else []:
-                found += _typed(where, output, OUTPUT)
+                errors += _typed(where, output, OUTPUT)
     strings = json.dumps({section: list(records.values()) for section, records in cases.items()})
-    found += [
+    errors += [
         f"it contains {what}: {match[0]}"
         for what, pattern in PRIVATE
         for match in [pattern.search(strings)]
         if match
     ]
     if altered and report.get("checksum") != checksum(report):
-        found.append("the checksum does not match: the report was altered after it was written")
-    return found
+        errors.append("the checksum does not match: the report was altered after it was written")
+    return errors
 
 
 def environment(report: Report) -> dict[str, Any]:

@@ -97,14 +97,14 @@ def cases(section: str) -> dict[str, Case]:
     Raises:
         ValueError: two cases have the same name.
     """
-    found: dict[str, Case] = {}
+    by_name: dict[str, Case] = {}
     for path in _files(section):
         for group in toml.loads(path.read_text())["group"]:
             for case in _expand(section, group):
-                if case.name in found:
+                if case.name in by_name:
                     raise ValueError(f"{path.name}: two cases are called {case.name}")
-                found[case.name] = case
-    return found
+                by_name[case.name] = case
+    return by_name
 
 
 def version() -> str:

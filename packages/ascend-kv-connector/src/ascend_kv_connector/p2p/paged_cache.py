@@ -297,7 +297,7 @@ class FetchPlan(NamedTuple):
     group: int = 0
 
 
-def plan_fetches(own: PagedCache, peers: Sequence[CacheInfo], rank: int) -> list[FetchPlan]:
+def plan_fetches(cache: PagedCache, peers: Sequence[CacheInfo], rank: int) -> list[FetchPlan]:
     """Plan which of the producer's ranks this rank, number ``rank`` of its instance, fetches from.
 
     If several ranks hold the same heads, the consumer's ranks choose different ones.
@@ -306,40 +306,40 @@ def plan_fetches(own: PagedCache, peers: Sequence[CacheInfo], rank: int) -> list
         TransferError: code ``mismatch``; the producer does not have all tokens that this rank
         needs.
     """
-    wanted = {(region.layer, region.part): index for index, region in enumerate(own.regions)}
-    dtype = str(own.dtype).removeprefix("torch.")
+    wanted = {(region.layer, region.part): index for index, region in enumerate(cache.regions)}
+    dtype = str(cache.dtype).removeprefix("torch.")
     for peer in peers:
-        if (peer.dtype, peer.total_heads) != (dtype, own.total_heads):
+        if (peer.dtype, peer.total_heads) != (dtype, cache.total_heads):
             raise TransferError(
                 "mismatch",
                 f"the peer's KV cache is {peer.dtype} with {peer.total_heads} heads, this one"
-                f" {dtype} with {own.total_heads}",
+                f" {dtype} with {cache.total_heads}",
             )
     plans: list[FetchPlan] = []
     missing = {
         (index, head)
         for index in wanted.values()
-        for head in range(own.heads.first, sum(own.heads))
+        for head in range(cache.heads.first, sum(cache.heads))
     }
     rank_order = [(rank + offset) % len(peers) for offset in range(len(peers))]
     for number in rank_order:
         peer = peers[number]
-        common = own.heads.intersection(Heads(peer.first_head, peer.heads))
+        common = cache.heads.intersection(Heads(peer.first_head, peer.heads))
         by_group: dict[int, FetchPlan] = {}
         for remote, region in enumerate(peer.regions):
             local = wanted.get((region.layer, region.part))
             if local is None or (local, common.first) not in missing or not common.num:
                 continue
-            if own.windows[own.region_groups[local]] == LAST_STATE and peer.tp != own.tp:
+            if cache.windows[cache.region_groups[local]] == LAST_STATE and peer.tp != cache.tp:
                 continue
-            if region.size != own.regions[local].size:
+            if region.size != cache.regions[local].size:
                 raise TransferError(
                     "mismatch",
                     f"the head size of {region.layer}'s {region.part} is {region.size} on the peer",
                 )
             plan = by_group.setdefault(
-                own.region_groups[local],
-                FetchPlan(number, [], [], common, own.region_groups[local]),
+                cache.region_groups[local],
+                FetchPlan(number, [], [], common, cache.region_groups[local]),
             )
             plan.remote.append(remote)
             plan.local.append(local)
@@ -347,31 +347,33 @@ def plan_fetches(own: PagedCache, peers: Sequence[CacheInfo], rank: int) -> list
         plans += by_group.values()
     if missing:
         tp = {peer.tp[1] for peer in peers}
-        if own.windows[own.region_groups[min(missing)[0]]] == LAST_STATE and tp != {own.tp[1]}:
+        if cache.windows[cache.region_groups[min(missing)[0]]] == LAST_STATE and tp != {
+            cache.tp[1]
+        }:
             raise TransferError(
                 "mismatch",
-                f"the peer's tensor parallel size is {min(tp)}, this one's {own.tp[1]}; states need"
+                f"the peer's tensor parallel size is {min(tp)}, this one's {cache.tp[1]}; states need"
                 " the same size",
             )
-        layer = own.regions[min(missing)[0]].layer
+        layer = cache.regions[min(missing)[0]].layer
         raise TransferError("mismatch", f"none of the peer's {len(peers)} ranks has all of {layer}")
     return plans
 
 
 def in_chunks(plans: Iterable[FetchPlan], cache: PagedCache, size: int) -> list[FetchPlan]:
     """The plans, those of states divided by layers into chunks of up to ``size`` bytes."""
-    found: list[FetchPlan] = []
+    chunks: list[FetchPlan] = []
     for plan in plans:
         if cache.windows[plan.group] != LAST_STATE:
-            found.append(plan)
+            chunks.append(plan)
             continue
         left = 0
         for remote, local in zip(plan.remote, plan.local, strict=True):
             needed = cache.token_bytes([local], plan.heads.num)
             if needed > left:
-                found.append(plan._replace(remote=[], local=[]))
+                chunks.append(plan._replace(remote=[], local=[]))
                 left = size
-            found[-1].remote.append(remote)
-            found[-1].local.append(local)
+            chunks[-1].remote.append(remote)
+            chunks[-1].local.append(local)
             left -= needed
-    return found
+    return chunks

@@ -122,9 +122,10 @@ class Producer:
         match query:
             case Handshake(version=version, engine=engine):
                 if version != protocol.VERSION:
-                    found = f"the peer has protocol {protocol.VERSION}, this instance {version}"
+                    versions = f"the peer has protocol {protocol.VERSION}, this instance {version}"
                     return Refused(
-                        "mismatch", f"{found}; install the same ascend-kv-connector on both sides"
+                        "mismatch",
+                        f"{versions}; install the same ascend-kv-connector on both sides",
                     )
                 if engine not in ("", self._cache_info.engine):
                     return Refused(

@@ -226,7 +226,7 @@ class Pusher:
         regions = [push.regions[place] for place in indices]
         sizes = cache.token_sizes(regions, cache.heads.num)
         slots = cache.slot_mapping(blocks, start, stop, cache.region_groups[regions[0]]).numpy()
-        own = Placement(
+        local = Placement(
             [self._producer.memory[index] for index in regions], cache.block_tokens, slots
         )
         remote_slots = token_slots(
@@ -235,7 +235,7 @@ class Pusher:
         remote = Placement(
             [push.memory[place] for place in indices], push.block_tokens, remote_slots
         )
-        runs = plan_runs(remote, own, sizes)
+        runs = plan_runs(remote, local, sizes)
         try:
             self._producer.transport.write(push.session, runs)
         except Exception as error:

@@ -36,7 +36,7 @@ def state_parts(
     Raises:
         RefusedError: a state's bytes cannot be divided so.
     """
-    found = {}
+    parts = {}
     for number, state in enumerate(states):
         size = prod(state.shape[1:]) * state.element_size()
         if size % (heads * dtype.itemsize):
@@ -48,8 +48,8 @@ def state_parts(
             f"state {number}: {str(state.dtype).removeprefix('torch.')}"
             f" {'x'.join(map(str, state.shape[1:]))}"
         )
-        found[name] = state.flatten(1).view(dtype).unflatten(1, (1, heads, -1))
-    return found
+        parts[name] = state.flatten(1).view(dtype).unflatten(1, (1, heads, -1))
+    return parts
 
 
 def list_regions(kv_caches: Mapping[str, Any], heads: int) -> list[tuple[str, str, torch.Tensor]]:

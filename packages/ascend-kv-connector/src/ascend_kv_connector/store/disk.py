@@ -48,15 +48,15 @@ class DiskPool:
         self.root = Path(path)
         try:
             self.root.mkdir(parents=True, exist_ok=True, mode=0o700)
-            ours, found = self._probe(), self.root.stat()
+            ours, status = self._probe(), self.root.stat()
         except OSError as error:
             raise extension.RefusedError(
                 f"disk_path {path} is not writable ({error}); fix: choose a writable directory"
             ) from None
-        if found.st_mode & stat.S_IWOTH or found.st_uid not in (ours.st_uid, 0):
+        if status.st_mode & stat.S_IWOTH or status.st_uid not in (ours.st_uid, 0):
             raise extension.RefusedError(
-                f"disk_path {path} belongs to user {found.st_uid} with mode"
-                f" {stat.S_IMODE(found.st_mode):o}: other users may write KV cache there, which"
+                f"disk_path {path} belongs to user {status.st_uid} with mode"
+                f" {stat.S_IMODE(status.st_mode):o}: other users may write KV cache there, which"
                 " this instance would load; fix: chmod o-w it, or choose a directory of this user"
             )
         self.description = f"disk {path}"
@@ -98,9 +98,9 @@ class DiskPool:
         """Status of a new file there: owner and time as the file system sees them, which may be a
         mount with another clock."""
         with _create(probe := self.root / f".{secrets.token_hex(8)}.tmp") as file:
-            found = os.fstat(file)
+            status = os.fstat(file)
         probe.unlink()
-        return found
+        return status
 
     def _clean(self) -> None:
         """Remove temporary files of writers that were killed; then keep to the quota: at the start,
@@ -135,16 +135,16 @@ class DiskPool:
         """Remove the files that were not read or written for longest, if all together exceed the
         quota."""
         assert self._quota is not None
-        found, quota = [], self._quota
+        files, quota = [], self._quota
         for path in self.root.glob("*/*/*.kv"):
             with suppress(OSError):
                 status = path.stat()
-                found.append((status.st_mtime, status.st_size, path))
-        excess = sum(size for _, size, _ in found) - quota
+                files.append((status.st_mtime, status.st_size, path))
+        excess = sum(size for _, size, _ in files) - quota
         if excess <= 0:
             return
         excess += int(quota * (1 - EVICTED_TO))
-        for _, size, path in sorted(found):
+        for _, size, path in sorted(files):
             if excess <= 0:
                 break
             with suppress(OSError):

@@ -69,11 +69,11 @@ class MooncakeConfig:
                 " kv_connector_extra_config"
             )
         try:
-            given = json.loads(Path(path).read_text())
+            values = json.loads(Path(path).read_text())
             known = {
-                name: given[name]
+                name: values[name]
                 for name in cls.__dataclass_fields__
-                if given.get(name) is not None
+                if values.get(name) is not None
             }
             return cls(**cls._parse_sizes(known | cls._from_environment()))
         except (OSError, ValueError, TypeError, AttributeError) as error:
@@ -95,8 +95,8 @@ class MooncakeConfig:
         }
 
     @staticmethod
-    def _parse_sizes(given: Mapping[str, Any]) -> dict[str, Any]:
-        out = dict(given)
+    def _parse_sizes(values: Mapping[str, Any]) -> dict[str, Any]:
+        out = dict(values)
         for name in ("global_segment_size", "local_buffer_size"):
             if isinstance(value := out.get(name), str):
                 if (

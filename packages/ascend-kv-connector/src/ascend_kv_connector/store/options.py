@@ -68,19 +68,19 @@ class StoreOptions:
     offload_prompt_only: bool | None = extension.option(None, "as of OffloadingConnector")
 
     @classmethod
-    def from_config(cls, given: Mapping[str, object]) -> StoreOptions:
+    def from_config(cls, config: Mapping[str, object]) -> StoreOptions:
         """Validate ``kv_connector_extra_config``.
 
         Raises:
             RefusedError: an unknown key, with the closest known one, or an invalid value, in one
             line.
         """
-        if given.get("use_layerwise"):
+        if config.get("use_layerwise"):
             raise extension.RefusedError(
                 f"{NAME}: use_layerwise is not supported; chunks are stored asynchronously as they"
                 " are finished; fix: remove it"
             )
-        values = {key: value for key, value in given.items() if key not in IGNORED_KEYS}
+        values = {key: value for key, value in config.items() if key not in IGNORED_KEYS}
         options = extension.parse_options(cls, values, f"{NAME}: kv_connector_extra_config")
         for backend in options.backends:
             if backend not in BACKENDS:
@@ -149,7 +149,7 @@ class StoreOptions:
             for name in ("answer_timeout", "transfer_timeout", "rest", "threads")
         }
         common |= {"identity": self._identity(vllm_config), "kv_events": self.enable_kv_events}
-        own: dict[str, dict[str, Any]] = {
+        tiers: dict[str, dict[str, Any]] = {
             "disk": {"path": self.disk_path, "quota": self.disk_bytes_to_use},
             "mooncake": {"config_path": self.mooncake_config_path},
         }
@@ -157,7 +157,7 @@ class StoreOptions:
             "spec_name": "TieringOffloadingSpec",
             "cpu_bytes_to_use": self.cpu_bytes_to_use,
             "secondary_tiers": [
-                {"type": BACKENDS[name]} | own[name] | common for name in self.backends
+                {"type": BACKENDS[name]} | tiers[name] | common for name in self.backends
             ],
         } | {name: value for name in PASSED_THROUGH if (value := getattr(self, name)) is not None}
         # MultiConnector's connectors need separate host memory

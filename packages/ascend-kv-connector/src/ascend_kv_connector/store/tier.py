@@ -165,10 +165,10 @@ class PoolTier(SecondaryTierManager):
         self._lookups.flush()
 
     def lookup(self, key: OffloadKey, req_context: Any) -> LookupResult:
-        found = self._lookups.lookup(key, req_context)
-        if found is None:
+        exists = self._lookups.lookup(key, req_context)
+        if exists is None:
             return LookupResult.RETRY
-        return LookupResult.HIT if found and not self.is_backing_off else LookupResult.MISS
+        return LookupResult.HIT if exists and not self.is_backing_off else LookupResult.MISS
 
     def submit_store(self, job_metadata: Any) -> None:
         self._submit(job_metadata, load=False)
@@ -260,50 +260,50 @@ class PoolTier(SecondaryTierManager):
             except Exception as error:  # of any type; logged below
                 answer.put(error)
 
-        found: Any = NO_REPLY
+        reply: Any = NO_REPLY
         # At most one lookup, even if it hangs.
         if self._lookup_thread is None or not self._lookup_thread.is_alive():
             thread = threading.Thread(target=ask, daemon=True, name="kv_ask")
             try:
                 thread.start()
                 self._lookup_thread = thread
-                found = answer.get(timeout=self._options.answer_timeout)
+                reply = answer.get(timeout=self._options.answer_timeout)
             except queue.Empty:
                 pass
             except RuntimeError as error:  # too many processes and threads
-                found = error
-        if isinstance(found, list):
-            self._count("lookup", "found", number=sum(found))
-            self._count("lookup", "missing", number=len(found) - sum(found))
-            return found
+                reply = error
+        if isinstance(reply, list):
+            self._count("lookup", "found", number=sum(reply))
+            self._count("lookup", "missing", number=len(reply) - sum(reply))
+            return reply
         self._count("lookup", "unanswered", number=len(keys))
         self._back_off(
-            f"no answer in {self._options.answer_timeout:g} s" if found is NO_REPLY else str(found)
+            f"no answer in {self._options.answer_timeout:g} s" if reply is NO_REPLY else str(reply)
         )
         return [False] * len(keys)
 
     # Jobs
 
-    def _submit(self, given: Any, load: bool) -> None:
+    def _submit(self, metadata: Any, load: bool) -> None:
         deadline = monotonic() + self._options.transfer_timeout
-        keys = list(given.keys)
+        keys = list(metadata.keys)
         job = Job(
             keys,
             [self.names(key) for key in keys],
-            [int(row) for row in given.chunk_ids],
+            [int(row) for row in metadata.chunk_ids],
             load,
             deadline,
         )
         if not keys or self.is_backing_off or (not load and monotonic() < self._full_until):
             self._count(job.op, "skipped", number=len(job.keys))
-            self._end(given.job_id, job)
+            self._end(metadata.job_id, job)
             return
-        self._jobs[given.job_id] = job
+        self._jobs[metadata.job_id] = job
         move = self._load if load else self._store
         parts = [slice(at, at + self._batch) for at in range(0, len(job.keys), self._batch)]
         enqueue = self._threads.enqueue_load if load else self._threads.enqueue_store
         enqueue(
-            given.job_id,
+            metadata.job_id,
             len(parts),
             [functools.partial(self._move, move, job, part) for part in parts],
         )

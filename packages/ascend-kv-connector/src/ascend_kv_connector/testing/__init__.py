@@ -82,9 +82,9 @@ def prompts(count: int, seed: int = 0, longest: int = 150) -> dict[str, list[int
     out = {}
     for number in range(count):
         size = draw.choice([1, 2, BLOCK - 1, BLOCK, BLOCK + 1, 3 * BLOCK, 70, longest])
-        own = [draw.randrange(VOCABULARY) for _ in range(size)]
+        unique = [draw.randrange(VOCABULARY) for _ in range(size)]
         out[f"r{seed}-{number}"] = (
-            (shared[: size * 2 // 3] + own)[:size] if number % 3 == 2 else own
+            (shared[: size * 2 // 3] + unique)[:size] if number % 3 == 2 else unique
         )
     return out
 
@@ -154,24 +154,24 @@ class ConnectorTests:
     def engine(self, one_rank: None, tmp_path: Path) -> Iterator[Callable[..., Engine]]:
         """Factory of engines; its arguments override the connector's configuration, except
         ``blocks``."""
-        made = []
+        engines = []
 
         def make(blocks: int = 200, **transfer: Any) -> Engine:
             config = self.config(self.transfer | transfer)
-            made.append(
+            engines.append(
                 Engine(config, blocks, self.make_caches, self.parts, self.windowed, self.latent)
             )
-            return made[-1]
+            return engines[-1]
 
         yield make
-        for each in made:
+        for each in engines:
             each.close()
             each.close()  # shutdown may be called twice
 
     def config(self, transfer: dict[str, Any]) -> Any:
         from vllm.engine.arg_utils import EngineArgs
 
-        made = EngineArgs(
+        config = EngineArgs(
             model=_model_directory(self.latent).name,
             skip_tokenizer_init=True,
             max_model_len=512,
@@ -183,22 +183,22 @@ class ConnectorTests:
             dtype="float32",
             kv_transfer_config=json.loads(json.dumps(transfer)),
         ).create_engine_config()
-        if not self.paged and hasattr(made.cache_config, "kv_cache_layout"):
+        if not self.paged and hasattr(config.cache_config, "kv_cache_layout"):
             # The number from make_caches; vLLM's engine core resolves it.
-            made.cache_config.kv_cache_layout = "LBNHC"
-        return made
+            config.cache_config.kv_cache_layout = "LBNHC"
+        return config
 
     def check(
         self,
         engine: Engine,
-        given: dict[str, list[int]],
+        requests: dict[str, list[int]],
         length: int,
         left: AbstractSet[str] = frozenset(),
     ) -> None:
         assert engine.wrong == [], (
             f"the KV cache differs, first at (request, token, layer) {engine.wrong[0]}"
         )
-        for name, prompt in given.items():
+        for name, prompt in requests.items():
             reason, tokens, _ = engine.ended[name]
             if name not in left:
                 assert (reason, tokens) == ("length", expected_tokens(prompt, length)), name
@@ -235,58 +235,58 @@ class ConnectorTests:
                     pytest.fail(f"{kind.__name__}.{name} cannot be called as vLLM does: {error}")
 
     def test_requests_generate_the_expected_tokens(self, engine: Callable[..., Engine]) -> None:
-        made, given = engine(), prompts(24)
-        for name, prompt in given.items():
-            made.add(name, prompt, 5)
-        made.run()
-        self.check(made, given, 5)
+        instance, requests = engine(), prompts(24)
+        for name, prompt in requests.items():
+            instance.add(name, prompt, 5)
+        instance.run()
+        self.check(instance, requests, 5)
 
     def test_repeated_prompts(self, engine: Callable[..., Engine]) -> None:
-        made, given = engine(), prompts(8, 1, 200)
+        instance, requests = engine(), prompts(8, 1, 200)
         for turn in range(3):
-            for name, prompt in given.items():
-                made.add(f"{name}-{turn}", prompt, 3)
-            made.run()
-            self.check(made, {f"{name}-{turn}": prompt for name, prompt in given.items()}, 3)
-            assert made.scheduler.reset_prefix_cache()
+            for name, prompt in requests.items():
+                instance.add(f"{name}-{turn}", prompt, 3)
+            instance.run()
+            self.check(instance, {f"{name}-{turn}": prompt for name, prompt in requests.items()}, 3)
+            assert instance.scheduler.reset_prefix_cache()
         if self.keeps:
-            long = [f"{name}-2" for name, prompt in given.items() if len(prompt) > 3 * BLOCK]
+            long = [f"{name}-2" for name, prompt in requests.items() if len(prompt) > 3 * BLOCK]
             assert long
-            assert all(made.loaded[name] >= BLOCK for name in long), "no KV cache was kept"
+            assert all(instance.loaded[name] >= BLOCK for name in long), "no KV cache was kept"
 
     def test_aborted_requests(self, engine: Callable[..., Engine]) -> None:
-        made, given, draw = engine(), prompts(24, 2), random.Random(2)
-        when = {name: draw.randrange(12) for name in list(given)[::2]}
-        for name, prompt in given.items():
-            made.add(name, prompt, 5)
+        instance, requests, draw = engine(), prompts(24, 2), random.Random(2)
+        when = {name: draw.randrange(12) for name in list(requests)[::2]}
+        for name, prompt in requests.items():
+            instance.add(name, prompt, 5)
 
         def leave(step: int) -> None:
             for name in [name for name, at in when.items() if at == step]:
-                made.abort(name)
+                instance.abort(name)
 
-        made.run(leave)
-        self.check(made, given, 5, set(when))
+        instance.run(leave)
+        self.check(instance, requests, 5, set(when))
 
     def test_preempted_requests(self, engine: Callable[..., Engine]) -> None:
-        made, given = engine(blocks=480 // BLOCK), prompts(12, 3)
+        instance, requests = engine(blocks=480 // BLOCK), prompts(12, 3)
         preempted: list[str] = []
-        schedule = made.scheduler.schedule
+        schedule = instance.scheduler.schedule
 
         def watch(*arguments: Any, **more: Any) -> Any:
             out = schedule(*arguments, **more)
             preempted.extend(out.preempted_req_ids or ())
             return out
 
-        made.scheduler.schedule = watch  # type: ignore[method-assign]
-        for name, prompt in given.items():
-            made.add(name, prompt, 40)
-        made.run()
+        instance.scheduler.schedule = watch  # type: ignore[method-assign]
+        for name, prompt in requests.items():
+            instance.add(name, prompt, 40)
+        instance.run()
         assert preempted, "no request was preempted; the test is inconclusive"
-        self.check(made, given, 40)
+        self.check(instance, requests, 40)
 
     def test_stats_can_be_aggregated_and_pickled(self, engine: Callable[..., Engine]) -> None:
-        made = engine()
-        kind = type(made.worker)
+        instance = engine()
+        kind = type(instance.worker)
         if (stats := kind.build_kv_connector_stats()) is None:
             pytest.skip("the connector has no stats")
         stats = pickle.loads(pickle.dumps(stats))
@@ -316,28 +316,28 @@ class HandoffTests(ConnectorTests):
     prefill: ClassVar[dict[str, Any]] = {"kv_role": "kv_producer"}
     decode: ClassVar[dict[str, Any]] = {"kv_role": "kv_consumer"}
 
-    def prefill_all(self, one: Engine, given: dict[str, list[int]]) -> dict[str, dict[str, Any]]:
+    def prefill_all(self, one: Engine, requests: dict[str, list[int]]) -> dict[str, dict[str, Any]]:
         """Compute prompts on the first instance; returns the parameters for the other, by name."""
-        for name, prompt in given.items():
+        for name, prompt in requests.items():
             one.add(name, prompt, 1, {"do_remote_decode": True})
         while one.scheduler.has_unfinished_requests():
             one.step()
-        assert all(one.ended[name][0] == "length" for name in given)
-        assert all(one.ended[name][2] for name in given), (
+        assert all(one.ended[name][0] == "length" for name in requests)
+        assert all(one.ended[name][2] for name in requests), (
             "the prefill instance returned no kv_transfer_params"
         )
         # serialized as by a router
-        return {name: json.loads(json.dumps(one.ended[name][2])) for name in given}
+        return {name: json.loads(json.dumps(one.ended[name][2])) for name in requests}
 
     def hand_over(
         self,
         one: Engine,
         other: Engine,
-        given: dict[str, list[int]],
+        requests: dict[str, list[int]],
         left: dict[str, int] | None = None,
     ) -> None:
-        for name, params in self.prefill_all(one, given).items():
-            other.add(name, given[name], 5, params)
+        for name, params in self.prefill_all(one, requests).items():
+            other.add(name, requests[name], 5, params)
 
         def both(step: int) -> None:
             one.step()
@@ -348,46 +348,46 @@ class HandoffTests(ConnectorTests):
         one.run()
 
     def test_handoff(self, engine: Callable[..., Engine]) -> None:
-        one, other, given = engine(**self.prefill), engine(**self.decode), prompts(16, 4)
-        self.hand_over(one, other, given)
-        self.check(other, given, 5)
+        one, other, requests = engine(**self.prefill), engine(**self.decode), prompts(16, 4)
+        self.hand_over(one, other, requests)
+        self.check(other, requests, 5)
         assert one.wrong == []
-        for name, prompt in given.items():
+        for name, prompt in requests.items():
             assert other.loaded[name] >= len(prompt) - 1, f"{name} was recomputed"
 
     def test_aborted_readers(self, engine: Callable[..., Engine]) -> None:
-        one, other, given = engine(**self.prefill), engine(**self.decode), prompts(16, 5)
-        left = {name: place % 4 for place, name in enumerate(list(given)[::2])}
-        self.hand_over(one, other, given, left)
-        self.check(other, given, 5, set(left))
+        one, other, requests = engine(**self.prefill), engine(**self.decode), prompts(16, 5)
+        left = {name: place % 4 for place, name in enumerate(list(requests)[::2])}
+        self.hand_over(one, other, requests, left)
+        self.check(other, requests, 5, set(left))
 
     def test_params_of_another_prompt(self, engine: Callable[..., Engine]) -> None:
         """The API server returns the parameters of a list's first prompt, and a router gives them
         to all prompts of the list."""
         one, other = engine(**self.prefill), engine(**self.decode)
-        given = {name: prompt for name, prompt in prompts(12, 7).items() if len(prompt) > BLOCK}
-        first = next(iter(given))
-        params = self.prefill_all(one, {first: given[first]})[first]
-        for name, prompt in given.items():
+        requests = {name: prompt for name, prompt in prompts(12, 7).items() if len(prompt) > BLOCK}
+        first = next(iter(requests))
+        params = self.prefill_all(one, {first: requests[first]})[first]
+        for name, prompt in requests.items():
             other.add(name, prompt, 5, dict(params))
         other.run(lambda step: one.step())
-        self.check(other, given, 5)
-        for name, prompt in given.items():  # Their blocks in the prefix cache are right, too.
+        self.check(other, requests, 5)
+        for name, prompt in requests.items():  # Their blocks in the prefix cache are right, too.
             other.add(f"{name}-again", prompt, 5)
         other.run()
-        self.check(other, {f"{name}-again": prompt for name, prompt in given.items()}, 5)
+        self.check(other, {f"{name}-again": prompt for name, prompt in requests.items()}, 5)
 
     def test_params_of_several_requests(self, engine: Callable[..., Engine]) -> None:
         """With ``n`` > 1, and if a router repeats a request, several requests have the same
         parameters."""
-        one, other, given = engine(**self.prefill), engine(**self.decode), prompts(8, 8)
+        one, other, requests = engine(**self.prefill), engine(**self.decode), prompts(8, 8)
         siblings = {
-            f"{number}_{name}": prompt for name, prompt in given.items() for number in range(3)
+            f"{number}_{name}": prompt for name, prompt in requests.items() for number in range(3)
         }
-        params = self.prefill_all(one, given)
+        params = self.prefill_all(one, requests)
         for name, prompt in siblings.items():
             other.add(name, prompt, 5, dict(params[name.partition("_")[2]]))
-        left = {f"1_{name}": place % 3 for place, name in enumerate(given)}
+        left = {f"1_{name}": place % 3 for place, name in enumerate(requests)}
 
         def both(step: int) -> None:
             one.step()
@@ -396,19 +396,19 @@ class HandoffTests(ConnectorTests):
 
         other.run(both)
         self.check(other, siblings, 5, set(left))
-        for name, prompt in given.items():
+        for name, prompt in requests.items():
             other.add(f"again_{name}", prompt, 5, dict(params[name]))
         other.run(both)
-        self.check(other, {f"again_{name}": prompt for name, prompt in given.items()}, 5)
+        self.check(other, {f"again_{name}": prompt for name, prompt in requests.items()}, 5)
         one.run()
 
     def test_params_of_another_connector(self, engine: Callable[..., Engine]) -> None:
-        other, given = engine(**self.decode), prompts(3, 6)
-        for name, prompt in given.items():
+        other, requests = engine(**self.decode), prompts(3, 6)
+        for name, prompt in requests.items():
             other.add(name, prompt, 5, {"do_remote_prefill": True, "remote_host": "nowhere"})
         other.run()
         assert other.wrong == []
-        assert all(other.ended[name][0] in ("length", "error") for name in given)
+        assert all(other.ended[name][0] in ("length", "error") for name in requests)
         assert other.held == 0
 
 

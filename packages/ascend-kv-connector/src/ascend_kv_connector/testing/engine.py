@@ -52,11 +52,11 @@ def next_token(tokens: list[int]) -> int:
 
 def content(tokens: list[int], layer: int, part: int) -> torch.Tensor:
     """float32 ``[tokens]``: expected KV cache value of each token."""
-    made, running = [], 1
+    values, running = [], 1
     for token in tokens:
         running = (running * 31 + token + 7) % 65521
-        made.append(running)
-    return torch.tensor(made, dtype=torch.float32) + 100_000 * (2 * layer + part + 1)
+        values.append(running)
+    return torch.tensor(values, dtype=torch.float32) + 100_000 * (2 * layer + part + 1)
 
 
 class Engine:
@@ -185,7 +185,7 @@ class Engine:
                 worker.start_load_kv(get_forward_context())
             worker.wait_for_save()
             results = worker.get_transfer_results(out.finished_req_ids)
-            given = KVConnectorOutput(
+            transferred = KVConnectorOutput(
                 finished_sending=results.finished_sending,
                 finished_recving=results.finished_recving,
                 invalid_block_ids=worker.get_block_ids_with_load_errors(),
@@ -193,7 +193,7 @@ class Engine:
                 kv_cache_events=worker.get_kv_connector_kv_cache_events(),
                 kv_connector_worker_meta=worker.build_connector_worker_meta(),
             )
-            given = pickle.loads(pickle.dumps(given))
+            transferred = pickle.loads(pickle.dumps(transferred))
             worker.clear_connector_metadata()
         names = list(out.num_scheduled_tokens)
         tokens = [sampled.get(name, []) for name in names]
@@ -201,7 +201,7 @@ class Engine:
             names,
             {name: index for index, name in enumerate(names)},
             tokens,
-            kv_connector_output=given,
+            kv_connector_output=transferred,
         )
         for answers in self.scheduler.update_from_output(out, ran).values():
             for answer in answers.outputs:
@@ -286,8 +286,10 @@ class Engine:
                 for part, cache in enumerate(self.parts(self.caches[layer])):
                     flat = cache.flatten(0, 1)
                     expected = content(known, number, part)[seen:].to(flat.device)
-                    own = rows[start - seen :].to(flat.device)
-                    flat[own] = expected[start - seen :, None, None].expand(-1, *flat.shape[1:])
+                    new_rows = rows[start - seen :].to(flat.device)
+                    flat[new_rows] = expected[start - seen :, None, None].expand(
+                        -1, *flat.shape[1:]
+                    )
                     same = (
                         (flat[rows.to(flat.device)] == expected[:, None, None])
                         .flatten(1)

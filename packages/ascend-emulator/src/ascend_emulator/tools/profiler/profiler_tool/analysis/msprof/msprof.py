@@ -51,12 +51,12 @@ def tasks(profile: Path) -> list[dict]:
         return f"{whole // 1000}.{whole % 1000:03}"
 
     lines = (profile / "host" / "emulator_trace.json").read_text().splitlines()
-    found = [json.loads(line.rstrip(",")) for line in lines if line.endswith("},")]
-    found = [event for event in found if event.get("cat") in TASKS and "stream" in event["args"]]
-    for event in found:
+    events = [json.loads(line.rstrip(",")) for line in lines if line.endswith("},")]
+    events = [event for event in events if event.get("cat") in TASKS and "stream" in event["args"]]
+    for event in events:
         event["start"] = local(event["ts"])
         event["called"] = local(event["args"].get("called", event["ts"]))
-    return sorted(found, key=lambda event: event["ts"])
+    return sorted(events, key=lambda event: event["ts"])
 
 
 def operator(name: str) -> str:
