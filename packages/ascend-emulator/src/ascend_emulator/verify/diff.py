@@ -136,11 +136,11 @@ def compare(ours: Report, theirs: Report) -> Comparison:
                 facts = [each[name].get("facts", {}) for each in (first, second)]
                 a, b = map(_numbers, facts)
                 comparison.times |= {f"{name} {key}": (a[key], b[key]) for key in a.keys() & b}
-                pair = [
+                one, other = (
                     {**each[name], "facts": fact.get("results", {})}
                     for each, fact in zip((first, second), facts, strict=True)
-                ]
-                _case(f"{section} {name}", *pair, comparison)
+                )
+                _case(f"{section} {name}", one, other, comparison)
             else:
                 _case(f"{section} {name}", first[name], second[name], comparison)
     return comparison
