@@ -113,45 +113,27 @@ def examine(options: argparse.Namespace) -> Iterator[tuple[str, str, str, str]]:
     """
     disabled, version = environment_disabled(), extension.version("vllm")
     for each in discover():
-        if each.name in disabled or not each.in_range(version):
-            yield (
-                each.name,
-                "ok",
-                (
-                    "disabled"
-                    if each.name in disabled
-                    else f"not for vLLM {version or '(not installed)'}"
-                ),
-                "",
-            )
+        if each.name in disabled:
+            yield each.name, "ok", "disabled", ""
+        elif not each.in_range(version):
+            yield each.name, "ok", f"not for vLLM {version or '(not installed)'}", ""
         elif why := each.obstacle(version, extension.module_source(each.module)):
             without = f"export {DISABLE}={','.join(sorted({*disabled, each.name}))}"
-            yield (
-                each.name,
-                "fail",
-                f"disabled: {why}",
-                f"upgrade the wheel that it is in, or disable it: {without}",
-            )
+            fix = f"upgrade the wheel that it is in, or disable it: {without}"
+            yield each.name, "fail", f"disabled: {why}", fix
         else:
             yield each.name, "ok", f"fits vLLM {version}", ""
     for row in extension.overrides():
         if problem := row["problem"]:
-            yield (
-                row["name"],
-                "fail",
-                problem,
-                "pip install --upgrade ascend-platform, or install an unedited release of vLLM",
-            )
+            fix = "pip install --upgrade ascend-platform, or install an unedited release of vLLM"
+            yield row["name"], "fail", problem, fix
 
 
 def _list(options: argparse.Namespace) -> int:
     disabled, version = environment_disabled(), extension.version("vllm")
-    off = (
-        ""
-        if extension.allowed("ascend_patches")
-        else "ascend_patches is filtered out by VLLM_PLUGINS"
-    )
-    off = off or extension.unmet("ascend-patches")
+    off = extension.unmet("ascend-patches")
+    if not extension.allowed("ascend_patches"):
+        off = "ascend_patches is filtered out by VLLM_PLUGINS"
     taken: list[Patch] = []
     rows = []
     for each in discover():
@@ -202,11 +184,8 @@ def _check(options: argparse.Namespace) -> int:
 def _installed() -> Path | None:
     """The directory that contains the installed vLLM, which is not imported."""
     spec = importlib.util.find_spec("vllm")
-    return (
-        Path(next(iter(spec.submodule_search_locations))).parent
-        if spec and spec.submodule_search_locations
-        else None
-    )
+    locations = spec and spec.submodule_search_locations
+    return Path(locations[0]).parent if locations else None
 
 
 def _row(patch: Patch, state: str, why: str) -> dict[str, object]:
@@ -220,11 +199,8 @@ def _row(patch: Patch, state: str, why: str) -> dict[str, object]:
 
 def _override_row(row: dict[str, str], fits: str) -> dict[str, object]:
     reason = row["why"] if fits == "applies" else ""
-    fields: dict[str, object] = {"kind": "override", **row}
-    return fields | {
-        "state": "differs" if row["problem"] else fits,
-        "why": row["problem"] or reason,
-    }
+    state = "differs" if row["problem"] else fits
+    return {"kind": "override", **row, "state": state, "why": row["problem"] or reason}
 
 
 def _show(rows: Sequence[dict[str, object]], as_json: bool, last: str) -> int:
@@ -304,11 +280,6 @@ def ledger(patches: Iterable[Patch]) -> str:
         known = ", ".join(f"`{one}`" for one in each.fingerprints)
         first = (each.name, f"`{each.target}`", each.scope, f"`{each.vllm}`: {known}")
         rows.append(f"| {' | '.join((*first, each.reason, each.upstream, each.remove_when))} |")
-    head = [
-        (
-            "| patch | target | scope | vLLM, and the target's fingerprints | why | upstream |"
-            " remove when |"
-        ),
-        "|---" * 7 + "|",
-    ]
+    columns = "patch | target | scope | vLLM, and the target's fingerprints | why | upstream"
+    head = [f"| {columns} | remove when |", "|---" * 7 + "|"]
     return "\n".join([*lines, *(head + rows if rows else ["No patches."]), ""])
