@@ -220,15 +220,9 @@ class PyHcclCommunicator:
         """Reduce ``in_tensor`` of all ranks into ``out_tensor``, which may be ``in_tensor``; into a
         new tensor if None."""
         out = torch.empty_like(in_tensor) if out_tensor is None else out_tensor
-        self._check_match(in_tensor, out, in_tensor.numel())
-        self._run(
-            "HcclAllReduce",
-            stream,
-            in_tensor,
-            out,
-            in_tensor.numel(),
-            *self._reduction(in_tensor, op),
-        )
+        count, kind = in_tensor.numel(), self._reduction(in_tensor, op)
+        self._check_match(in_tensor, out, count)
+        self._run("HcclAllReduce", stream, in_tensor, out, count, *kind)
         return out
 
     def reduce(
@@ -240,25 +234,17 @@ class PyHcclCommunicator:
         stream: Stream = None,
     ) -> None:
         """Reduce to rank ``root``; on other ranks ``output_tensor`` is unchanged."""
-        self._check_match(input_tensor, output_tensor, input_tensor.numel())
-        kind = self._reduction(input_tensor, op)
-        self._run(
-            "HcclReduce", stream, input_tensor, output_tensor, input_tensor.numel(), *kind, root
-        )
+        count, kind = input_tensor.numel(), self._reduction(input_tensor, op)
+        self._check_match(input_tensor, output_tensor, count)
+        self._run("HcclReduce", stream, input_tensor, output_tensor, count, *kind, root)
 
     def all_gather(
         self, output_tensor: torch.Tensor, input_tensor: torch.Tensor, stream: Stream = None
     ) -> None:
         """Concatenate ``input_tensor`` of all ranks into ``output_tensor``."""
-        self._check_match(input_tensor, output_tensor, input_tensor.numel() * self.world_size)
-        self._run(
-            "HcclAllGather",
-            stream,
-            input_tensor,
-            output_tensor,
-            input_tensor.numel(),
-            self._dtype(input_tensor),
-        )
+        count, kind = input_tensor.numel(), self._dtype(input_tensor)
+        self._check_match(input_tensor, output_tensor, count * self.world_size)
+        self._run("HcclAllGather", stream, input_tensor, output_tensor, count, kind)
 
     def all_gatherv(
         self,
@@ -270,17 +256,9 @@ class PyHcclCommunicator:
         """All-gather with ``sizes[rank]`` rows of each rank."""
         counts, starts = self._rows(sizes, output_tensor)
         self._check_match(output_tensor, input_tensor, counts[self.rank])
+        sent = input_tensor, input_tensor.numel()
         kind = self._dtype(input_tensor)
-        self._run(
-            "HcclAllGatherV",
-            stream,
-            input_tensor,
-            input_tensor.numel(),
-            output_tensor,
-            counts,
-            starts,
-            kind,
-        )
+        self._run("HcclAllGatherV", stream, *sent, output_tensor, counts, starts, kind)
 
     def reduce_scatter(
         self,
@@ -290,11 +268,9 @@ class PyHcclCommunicator:
         stream: Stream = None,
     ) -> None:
         """Reduce ``input_tensor`` of all ranks and scatter equal parts into ``output_tensor``."""
-        self._check_match(output_tensor, input_tensor, output_tensor.numel() * self.world_size)
-        kind = self._reduction(input_tensor, op)
-        self._run(
-            "HcclReduceScatter", stream, input_tensor, output_tensor, output_tensor.numel(), *kind
-        )
+        count, kind = output_tensor.numel(), self._reduction(input_tensor, op)
+        self._check_match(output_tensor, input_tensor, count * self.world_size)
+        self._run("HcclReduceScatter", stream, input_tensor, output_tensor, count, *kind)
 
     def reduce_scatterv(
         self,
@@ -307,17 +283,9 @@ class PyHcclCommunicator:
         """Reduce-scatter with ``sizes[rank]`` rows for each rank."""
         counts, starts = self._rows(sizes, input_tensor)
         self._check_match(input_tensor, output_tensor, counts[self.rank])
+        received = output_tensor, output_tensor.numel()
         kind = self._reduction(input_tensor, op)
-        self._run(
-            "HcclReduceScatterV",
-            stream,
-            input_tensor,
-            counts,
-            starts,
-            output_tensor,
-            output_tensor.numel(),
-            *kind,
-        )
+        self._run("HcclReduceScatterV", stream, input_tensor, counts, starts, *received, *kind)
 
     def broadcast(self, tensor: torch.Tensor, src: int, stream: Stream = None) -> None:
         """Broadcast ``tensor`` from rank ``src``."""

@@ -117,12 +117,8 @@ class HCCLWeightTransferEngine(NCCLWeightTransferEngine):
                     sum(map(aligned_nbytes, group)), dtype=torch.uint8, device=self.device
                 )
                 self.model_update_group.broadcast(buffer, 0)
-                model.load_weights(
-                    [
-                        (each.name, part)
-                        for each, part in zip(group, unpack(buffer, group), strict=True)
-                    ]
-                )
+                names = [each.name for each in group]
+                model.load_weights(list(zip(names, unpack(buffer, group), strict=True)))
 
 
 def rank_of_worker(parallel: ParallelConfig) -> int:
@@ -180,12 +176,12 @@ class HCCLTrainerWeightTransferEngine(NCCLTrainerWeightTransferEngine):
         }
         engine = cls(client=client, source=source, is_sender=init_info.is_sender, **wire)
         if engine.is_sender:
-            where: dict[str, Any] = {
-                "master_address": init_info.master_address,
-                "master_port": init_info.master_port,
-            }
             theirs = NCCLWeightTransferInitInfo(
-                rank_offset=1, world_size=init_info.world_size, **where, **wire
+                master_address=init_info.master_address,
+                master_port=init_info.master_port,
+                rank_offset=1,
+                world_size=init_info.world_size,
+                **wire,
             )
             address = init_info.master_address, init_info.master_port, 0, init_info.world_size
             # returns once this rank has joined

@@ -19,7 +19,7 @@ CHUNK_BYTES = 1 << 22
 """Bytes of a chunk: small enough to stay in a CPU cache between socket, checksum and copy."""
 
 CHECKSUMS: Mapping[str, Callable[[memoryview], bytes]] = {
-    "xxh3": lambda data: xxhash.xxh3_128_digest(data),
+    "xxh3": xxhash.xxh3_128_digest,
     "blake3": lambda data: blake3.blake3(data).digest(),
 }
 """Checksum functions by name. BLAKE3 is collision resistant; xxh3 detects accidental changes, in a
@@ -167,9 +167,6 @@ def chunk_digests(
     tensors: Mapping[str, torch.Tensor], checksum: str, device: torch.device
 ) -> list[bytes]:
     """Checksum of each chunk of plain tensors."""
-    copier, buffer, hashed = (
-        ChunkCopier(tensors.values()),
-        staging_buffer(device),
-        CHECKSUMS[checksum],
-    )
+    copier, buffer = ChunkCopier(tensors.values()), staging_buffer(device)
+    hashed = CHECKSUMS[checksum]
     return [hashed(host_bytes(copier.read(index, buffer))) for index in range(copier.layout.count)]

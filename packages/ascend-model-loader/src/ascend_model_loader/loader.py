@@ -142,12 +142,10 @@ class PeerModelLoader(BaseModelLoader):
 
     def _registered_peers(self, ours: Mapping[str, str]) -> list[tuple[str, int]]:
         """Addresses in the registry, the engine that began to serve last first."""
-        addresses = []
-        for each in (
-            registry.find(self.options.registry, identity.registry_key(ours))
-            if self.options.registry
-            else ()
-        ):
+        addresses: list[tuple[str, int]] = []
+        if not self.options.registry:
+            return addresses
+        for each in registry.find(self.options.registry, identity.registry_key(ours)):
             with contextlib.suppress(extension.RefusedError):  # not an address
                 addresses.append(options.parse_address(each))
         return addresses

@@ -108,9 +108,8 @@ class Fetch:
                     phase.bytes = transfer.layout.total
                 return manifest
             except wire.PeerError as error:
-                reasons.append(
-                    str(error) if options.transports == ("tcp",) else f"by {transport}: {error}"
-                )
+                by = "" if options.transports == ("tcp",) else f"by {transport}: "
+                reasons.append(f"{by}{error}")
                 first = None
         raise wire.PeerError(", ".join(reasons))
 
@@ -158,9 +157,8 @@ def _reasons(failed: Mapping[tuple[str, int], str]) -> list[str]:
 
 
 def _phase(transport: str, device: torch.device) -> str:
-    return f"peer to {'NPU' if device.type == 'npu' else 'memory'}" + (
-        f", {transport}" if transport != "tcp" else ""
-    )
+    by = f", {transport}" if transport != "tcp" else ""
+    return f"peer to {'NPU' if device.type == 'npu' else 'memory'}{by}"
 
 
 def _check_manifest(
@@ -227,13 +225,9 @@ class _Transfer:
             torch.npu.synchronize()
         # Each HCCL communicator allocates buffers on the NPU.
         connections = 1 if self._transport == "hccl" else self._options.connections
-        count = max(
-            1, min(connections, -(-self.layout.count // transports.TcpTransport.chunks_per_request))
-        )
-        connects = [
-            lambda: first or reconnect(),
-            *[functools.partial(_extra_connection, reconnect)] * (count - 1),
-        ]
+        requests = -(-self.layout.count // transports.TcpTransport.chunks_per_request)
+        extra = functools.partial(_extra_connection, reconnect)
+        connects = [lambda: first or reconnect(), *[extra] * (min(connections, requests) - 1)]
         threads = [
             threading.Thread(target=self._work, args=[connect_channel], name="weights", daemon=True)
             for connect_channel in connects
@@ -279,12 +273,8 @@ class _Transfer:
 
     def _check_rate(self, rate: float) -> None:
         if rate < (least := self._options.min_bytes_per_second):
-            self._fail(
-                wire.PeerError(
-                    f"it sends {rate / 1e6:.3g} MB/s, less than min_bytes_per_second,"
-                    f" {least / 1e6:.3g} MB/s"
-                )
-            )
+            slow = f"it sends {rate / 1e6:.3g} MB/s, less than min_bytes_per_second"
+            self._fail(wire.PeerError(f"{slow}, {least / 1e6:.3g} MB/s"))
 
     def _fail(self, error: Exception) -> None:
         with self._lock:

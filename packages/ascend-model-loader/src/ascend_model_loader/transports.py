@@ -135,15 +135,12 @@ class EngineReceiver:
 
     def receive(self, size: int) -> torch.Tensor:
         self._half = 1 - self._half
-        buffer, begin = (
-            self._buffers[self._half],
-            self._region.address + self._half * ENGINE_CHUNKS * CHUNK_BYTES,
-        )
+        buffer = self._buffers[self._half]
+        begin = self._region.address + self._half * ENGINE_CHUNKS * CHUNK_BYTES
+        runs = Runs([begin], [buffer.data_ptr()], [size])
         seconds = min(self._channel.timeout, self._channel.seconds_left())
         try:
-            self._engine.read(
-                self._region.session, Runs([begin], [buffer.data_ptr()], [size]), seconds
-            )
+            self._engine.read(self._region.session, runs, seconds)
         except TransferError as error:
             raise wire.PeerError(printable(str(error))) from None
         return buffer[:size]

@@ -36,23 +36,16 @@ class HCCLAll2AllManager(AgRsAll2AllManager):
         self._limits: dict[MoEShape, mc2.Limit] = {}
         self._mc2_group: mc2.MC2Group | None = None
         self._hccl_config = options().hccl_config("mc2")
-        if (
-            "hccl_buffer_size" in self._hccl_config
-            and self.chip.family.mc2
-            and not self.chip.family.mc2.group_buffer
-        ):
+        mc2_of_chip = self.chip.family.mc2
+        if "hccl_buffer_size" in self._hccl_config and mc2_of_chip and not mc2_of_chip.group_buffer:
             raise extension.RefusedError(
                 f"ascend.communicator.groups.mc2.buffer_size has no effect on {self.chip.name},"
                 " whose operators take the size from HCCL_BUFFSIZE; fix: set HCCL_BUFFSIZE instead"
             )
         config = get_current_vllm_config()
-        drafts = (
-            config.speculative_config.num_speculative_tokens if config.speculative_config else 0
-        )
-        decoded = config.scheduler_config.max_num_seqs * (1 + drafts)
-        self._decode_tokens = max(
-            decoded, config.compilation_config.max_cudagraph_capture_size or 0
-        )
+        decoded = config.scheduler_config.max_num_seqs * (1 + config.num_speculative_tokens)
+        captured = config.compilation_config.max_cudagraph_capture_size or 0
+        self._decode_tokens = max(decoded, captured)
 
     def dispatch_and_combine(
         self,
