@@ -146,8 +146,8 @@ def _apply(patch: Patch) -> None:
         extension.logger.info(
             "patch %s applied to %s (%s): %s", patch.name, patch.target, patch.scope, patch.reason
         )
-    elif patch.name not in _Process.said:
-        _Process.said.add(patch.name)
+    elif patch.name not in _Process.logged:
+        _Process.logged.add(patch.name)
         # A patch outside of its version range is no longer needed.
         say = (
             extension.logger.warning
