@@ -14,10 +14,8 @@ DYNAMIC_SYMBOLS = 11  # type of the section, SHT_DYNSYM
 
 def symbols(library: bytes) -> dict[str, bool]:
     """Dynamic symbols of a library: name to whether the library defines it."""
-    (table,), (size, count) = (
-        struct.unpack_from("<Q", library, 40),
-        struct.unpack_from("<HH", library, 58),
-    )
+    (table,) = struct.unpack_from("<Q", library, 40)
+    size, count = struct.unpack_from("<HH", library, 58)
     sections = [struct.unpack_from("<IIQQQQIIQQ", library, table + i * size) for i in range(count)]
     defined = {}
     for _, kind, _, _, start, length, strings, *_ in sections:

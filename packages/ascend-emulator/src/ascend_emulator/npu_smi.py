@@ -80,14 +80,8 @@ def topic(what: str, npu: int, name: str, memory: int) -> str:
         return _rows([*head, *rows, ("Chip Count", 1)])
     rows = [("DDR Capacity(MB)", "0"), ("HBM Capacity(MB)", str(memory))]
     if what == "usages":
-        names = (
-            "DDR Usage Rate(%)",
-            "HBM Usage Rate(%)",
-            "Aicore Usage Rate(%)",
-            "Aivector Usage Rate(%)",
-            "Aicpu Usage Rate(%)",
-        )
-        rows += [(each, "0") for each in (*names, "Ctrlcpu Usage Rate(%)", "NPU Utilization(%)")]
+        units = ("DDR", "HBM", "Aicore", "Aivector", "Aicpu", "Ctrlcpu")
+        rows += [(f"{unit} Usage Rate(%)", "0") for unit in units] + [("NPU Utilization(%)", "0")]
     return _rows([*head, ("Chip Count", 1)]) + "\n\n" + _rows([*rows, ("Chip ID", 0)])
 
 

@@ -20,6 +20,7 @@ import json
 import os
 import re
 from collections.abc import Mapping
+from ctypes import CFUNCTYPE, POINTER, c_char, c_char_p, c_int, c_int32, c_int64, c_void_p
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -201,23 +202,15 @@ def _where(name: str, path: Path) -> str:
 
 class _View(ctypes.Structure):
     _fields_ = (
-        ("data", ctypes.c_void_p),
-        ("sizes", ctypes.POINTER(ctypes.c_int64)),
-        ("strides", ctypes.POINTER(ctypes.c_int64)),
-        ("rank", ctypes.c_int32),
-        ("dtype", ctypes.c_int32),
+        ("data", c_void_p),
+        ("sizes", POINTER(c_int64)),
+        ("strides", POINTER(c_int64)),
+        ("rank", c_int32),
+        ("dtype", c_int32),
     )
 
 
-_CALL = ctypes.CFUNCTYPE(
-    ctypes.c_int,
-    ctypes.c_char_p,
-    ctypes.c_char_p,
-    ctypes.POINTER(_View),
-    ctypes.c_int,
-    ctypes.POINTER(ctypes.c_char),
-    ctypes.c_int,
-)
+_CALL = CFUNCTYPE(c_int, c_char_p, c_char_p, POINTER(_View), c_int, POINTER(c_char), c_int)
 
 
 DTYPES = {0: "float32", 1: "float16", 2: "int8", 3: "int32", 4: "uint8", 6: "int16", 7: "uint16"}

@@ -320,11 +320,9 @@ def main(options: argparse.Namespace) -> int:
         print("\r\033[K", end="", file=sys.stderr)
     first = run.records.get(("environment", "environment"), {})
     if not first.get("facts"):
-        why = (
-            first.get("why") or first.get("error", {}).get("message") or run.stopped or "no answer"
-        )
+        why = first.get("why") or first.get("error", {}).get("message") or run.stopped
         print(
-            f"ascend-emulator verify: no NPU could be used: {why}. It needs torch_npu 2.7 or later"
+            f"ascend-emulator verify: no NPU could be used: {why or 'no answer'}. It needs torch_npu 2.7 or later"
             " and an NPU; without one: ascend-emulator run -- ascend-emulator verify",
             file=sys.stderr,
         )

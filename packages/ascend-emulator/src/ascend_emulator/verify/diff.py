@@ -85,20 +85,13 @@ def _case(name: str, ours: dict[str, Any], theirs: dict[str, Any], comparison: C
         comparison.disagreements[name] = f"{_how(ours)} | {_how(theirs)}"
         return
     problem, rounding = _outputs(ours, theirs)
-    shown = [
-        (a, b)
-        for a, b in zip(ours.get("values", []), theirs.get("values", []), strict=False)
-        if a != b
-    ]
+    values = zip(ours.get("values", []), theirs.get("values", []), strict=False)
+    shown = next(((a, b) for a, b in values if a != b), None)
     if (problem or not ours.get("outputs")) and shown:
-        problem = f"{problem or VALUES}: {shown[0][0]} | {shown[0][1]}"
-    facts = {**ours.get("facts", {}), **theirs.get("facts", {})}
-    differing = [
-        f"{fact}: {ours['facts'].get(fact)} | {theirs['facts'].get(fact)}"
-        for fact in facts
-        if ours.get("facts", {}).get(fact) != theirs.get("facts", {}).get(fact)
-    ]
-    problem = problem or "; ".join(differing)
+        problem = f"{problem or VALUES}: {shown[0]} | {shown[1]}"
+    a, b = ours.get("facts", {}), theirs.get("facts", {})
+    differing = [key for key in {**a, **b} if a.get(key) != b.get(key)]
+    problem = problem or "; ".join(f"{key}: {a.get(key)} | {b.get(key)}" for key in differing)
     if problem:
         comparison.disagreements[name] = problem
     elif rounding:
@@ -115,11 +108,8 @@ def _numbers(value: Any, name: str = "") -> dict[str, float]:
             for part, inner in value.items()
             for key, each in _numbers(inner, f"{name} {part}").items()
         }
-    return (
-        {name.strip(): float(value)}
-        if isinstance(value, (int, float)) and not isinstance(value, bool)
-        else {}
-    )
+    is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
+    return {name.strip(): float(value)} if is_number else {}
 
 
 def compare(ours: Report, theirs: Report) -> Comparison:
@@ -167,12 +157,7 @@ def text(ours: Report, theirs: Report, comparison: Comparison) -> str:
             lines += ["", f"{heading}:", *(f"  {name}: {what}" for name, what in rows.items())]
     if comparison.times:
         width = max(map(len, comparison.times))
-        lines += [
-            "",
-            "Times (A, B):",
-            *(
-                f"  {name.ljust(width)}  {a:10.4g}  {b:10.4g}"
-                for name, (a, b) in sorted(comparison.times.items())
-            ),
-        ]
+        times = sorted(comparison.times.items())
+        lines += ["", "Times (A, B):"]
+        lines += [f"  {name.ljust(width)}  {a:10.4g}  {b:10.4g}" for name, (a, b) in times]
     return "\n".join(lines)

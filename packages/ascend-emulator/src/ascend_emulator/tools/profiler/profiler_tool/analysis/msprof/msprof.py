@@ -133,27 +133,20 @@ def export(profile: Path) -> None:
 
 
 def main(arguments: list[str]) -> int:
-    options = {
-        name: value
-        for name, _, value in (argument.lstrip("-").partition("=") for argument in arguments)
-    }
+    parts = (argument.lstrip("-").partition("=") for argument in arguments)
+    options = {name: value for name, _, value in parts}
     if "help" in options or not arguments:
         print(USAGE)
         return 0
     if options.get("analyze") == "on":
         return 0  # Columns of links between NPUs, which are not modelled.
-    if (
-        options.get("export") != "on"
-        or options.get("type", "text") != "text"
-        or not options.get("output")
-    ):
+    is_text = options.get("type", "text") == "text"
+    if options.get("export") != "on" or not is_text or not options.get("output"):
         print(f"msprof of ascend-emulator cannot {' '.join(arguments)}; {USAGE}", file=sys.stderr)
         return 2
     root = Path(options["output"])
     profiles = [root] if root.name.startswith("PROF_") else sorted(root.glob("PROF_*"))
-    profiles = [
-        profile for profile in profiles if (profile / "host" / "emulator_trace.json").exists()
-    ]
+    profiles = [each for each in profiles if (each / "host" / "emulator_trace.json").exists()]
     if not profiles:
         print(f"msprof of ascend-emulator: no profile of the emulator in {root}", file=sys.stderr)
         return 1
