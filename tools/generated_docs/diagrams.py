@@ -156,7 +156,7 @@ def _sequence(lines: list[str]) -> tuple[list[str], float]:
     )
     step = WIDTH / len(names)
     state = _Sequence({name: step * (index + 0.5) for index, name in enumerate(names)}, [], 0)
-    heads = {name: _wrap(label or name, step - 10) for name, label in names.items()}
+    heads = {name: _wrap(label or name, step - 24) for name, label in names.items()}
     height = LINE * max(map(len, heads.values())) + 8
     for name, x in state.columns.items():
         state.shapes.append(_box(x - step / 2 + 2, 1, step - 4, height, "box"))
