@@ -235,7 +235,9 @@ def main() -> None:
         help="of the model; default: all of the way",
     )
     parser.add_argument("--timeout", type=float, default=3600, help="seconds for one engine")
-    parser.add_argument("--keep", action="store_true", help="write the table of docs/attention.md")
+    parser.add_argument(
+        "--keep", action="store_true", help="write the table of docs/attention-states.md"
+    )
     options = parser.parse_args()
     if unknown := set(options.ways) - set(WAYS):
         parser.error(f"no way {', '.join(sorted(unknown))}; there are {'; '.join(WAYS)}")

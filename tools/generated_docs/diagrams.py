@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-all project
-"""Mermaid diagrams of the pages as inline SVG, a hook of mkdocs.
+"""A hook of mkdocs: Mermaid diagrams of the pages as inline SVG, and reports that are not searched.
 
 GitHub renders the same text by itself. On the site no script is loaded, and the colours are those
 of the page, dark or light. Two types of diagrams are known: `sequenceDiagram`, with messages, notes
@@ -14,6 +14,7 @@ import html
 import re
 import textwrap
 from dataclasses import dataclass, field
+from typing import Any
 
 WIDTH = 400
 LINE = 13
@@ -29,8 +30,10 @@ NODE = re.compile(r'\w+\["(.+)"\]')
 EDGE = re.compile(r'(\w+) -->(?:\|"(.+)"\|)? (\w+)')
 
 
-def on_page_markdown(markdown: str, **_: object) -> str:
+def on_page_markdown(markdown: str, page: Any, config: Any, **_: object) -> str:
     """Called by mkdocs for each page."""
+    if page.file.src_uri in config.extra["not_searched"]:
+        page.meta["search"] = {"exclude": True}
     return FENCE.sub(lambda match: render(match[1]), markdown)
 
 

@@ -108,7 +108,7 @@ def test_documentation_has_the_figures_of_this_version():
 @pytest.mark.skipif(not DOCUMENT.exists(), reason="the document is of a checkout")
 def test_versions_page_has_the_figures_of_the_installed_version(points):
     page, installed = (
-        DOCUMENT.with_name("emulator.md").read_text(),
+        DOCUMENT.with_name("emulator-versions.md").read_text(),
         importlib.metadata.version("torch-npu"),
     )
     row = re.search(
