@@ -155,7 +155,7 @@ class Engine:
     def abort(self, name: str) -> None:
         from vllm.v1.request import RequestStatus
 
-        if name in self.scheduler.requests and name not in self.ended:
+        if name in self.scheduler.requests and not self.ended.get(name, ("",))[0]:
             self.ended[name] = "abort", [], None
             self.scheduler.finish_requests(name, RequestStatus.FINISHED_ABORTED)
 
