@@ -56,13 +56,16 @@ def failure(function: Callable[[], Any]) -> str:
     after this.
 
     torch_npu empties its task queue before it marks it as failed (Repository::ReadQueue in
-    NPUQueue.cpp), so that one synchronization can miss the error; a later one reports it.
+    NPUQueue.cpp), so that one synchronization can miss the error; a later one reports it, unless
+    the watchdog's thread has been told meanwhile, by the end of an event, and told nobody. So the
+    next one follows at once, and a scenario whose call itself fails has no queue
+    (TASK_QUEUE_ENABLE=0).
     """
     try:
         function()
-        for _ in range(10):
+        for _ in range(500):
             torch.npu.synchronize()
-            time.sleep(0.5)
+            time.sleep(0.01)
     except Exception as error:
         os.environ["SCENARIO_FAILED"] = "1"
         return str(error)[:3000]

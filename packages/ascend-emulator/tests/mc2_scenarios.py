@@ -359,7 +359,7 @@ def refused(rank: int, ranks: int) -> Any:
     return [texts, plain(total)]
 
 
-@scenario("shared communicator")
+@scenario("shared communicator", TASK_QUEUE_ENABLE="0")
 def shared_communicator(rank: int, ranks: int) -> Any:
     """Collectives where dispatch was called before, and dispatch where a collective was."""
     x, ids, total = (
@@ -380,6 +380,21 @@ def shared_communicator(rank: int, ranks: int) -> Any:
     Layer(rank, ranks, 4).dispatch(x, ids)
     sums = plain(total)
     return [dispatch, sums, failure(lambda: dist.all_reduce(total))]
+
+
+@scenario("vector cores", HCCL_OP_EXPANSION_MODE="AIV", HCCL_EXEC_TIMEOUT="50")
+def vector_cores(rank: int, ranks: int) -> Any:
+    """A sum and a matrix product with a sum, on streams that no event orders: rank 0's wait for
+    rank 1's."""
+    total = torch.ones(1, device="npu")
+    x = data(rank, (8, 64), torch.float16).npu()
+    other = dist.new_group(list(range(ranks)))
+    dist.all_reduce(total, group=other)
+    torch_npu.npu_mm_all_reduce_base(x, x.t().contiguous(), name_of(rank))
+    torch.npu.synchronize()
+    time.sleep(3 * rank)
+    work = dist.all_reduce(total, group=other, async_op=True)  # noqa: F841  # on its own stream
+    return failure(lambda: torch_npu.npu_mm_all_reduce_base(x, x.t().contiguous(), name_of(rank)))
 
 
 def wrong(what: str) -> Callable[[int, int], Any]:

@@ -397,6 +397,12 @@ def test_other_operators_on_the_communicator_of_experts(scenarios):
         assert total == [4.0]
 
 
+def test_matrix_product_beside_a_collective_on_vector_cores(scenarios):
+    own, other = scenarios["vector cores"]
+    assert "with HCCL_OP_EXPANSION_MODE=AIV collectives of several communicators must not" in own
+    assert "rank 0 failed" in other
+
+
 @pytest.mark.parametrize(
     ("what", "own", "other"),
     [

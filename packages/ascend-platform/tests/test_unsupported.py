@@ -218,3 +218,20 @@ def test_experts_of_data_parallel_engines_need_the_communicator(model, monkeypat
     assert engine_config(model(**EXPERTS)).model_config.is_moe
     with pytest.raises(ValueError, match="engines needs ascend-communicator, which is active"):
         engine_config(model(**EXPERTS), data_parallel_size=2, enable_expert_parallel=True)
+
+
+def test_images_with_bidirectional_attention_are_refused(model):
+    text = {"num_hidden_layers": 2, "hidden_size": 64, "intermediate_size": 128, "head_dim": 32}
+    text |= {"num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 128}
+    vision = {"num_hidden_layers": 1, "hidden_size": 32, "intermediate_size": 64}
+    directory = model(
+        architectures=["Gemma3ForConditionalGeneration"],
+        model_type="gemma3",
+        text_config=text | {"model_type": "gemma3_text"},
+        vision_config=vision
+        | {"model_type": "siglip_vision_model", "num_attention_heads": 2, "image_size": 28},
+    )
+    named = r"does not support bidirectional attention between the tokens of an image .*image.*0}"
+    with pytest.raises(ValueError, match=named):
+        engine_config(directory)
+    engine_config(directory, limit_mm_per_prompt={"image": 0})
