@@ -1,0 +1,79 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-all project
+"""Tutorials: the commands of each page, in one shell, have the output that the page shows."""
+
+import contextlib
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from harness import checkout
+
+PAGES = sorted((checkout.ROOT / "docs").glob("tutorial-*.md"))
+BLOCK = re.compile(r"^```(bash|text)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+PORT = "8000"
+SECONDS = 240
+
+
+def blocks(page: str) -> list[tuple[str, str]]:
+    """Commands, each with the output that follows it; blocks without a language are not run."""
+    found: list[tuple[str, str]] = []
+    for language, text in BLOCK.findall(page):
+        if language == "bash":
+            found.append((text, ""))
+        else:
+            found[-1] = (found[-1][0], text)
+    return found
+
+
+def run(commands: list[str], directory: Path) -> list[str]:
+    """Outputs of the commands, which are parts of one script that ends at the first failure."""
+    mark = "=== end of a block ==="
+    script = "".join(f"{command}\necho '{mark}'\n" for command in commands)
+    with socket.create_server(("127.0.0.1", 0)) as unused:
+        script = script.replace(PORT, str(unused.getsockname()[1]))
+    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+    # Without the pytest plugin's NPU: the page's commands start the emulator themselves.
+    variables = {
+        name: value for name, value in os.environ.items() if not name.startswith("ASCEND_EMULATOR_")
+    }
+    shell = subprocess.Popen(
+        ["bash", "-euo", "pipefail", "-c", script],
+        cwd=directory,
+        env=variables | {"PATH": path, "HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1"},
+        stdout=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+    try:
+        output, _ = shell.communicate(timeout=SECONDS)
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(shell.pid, signal.SIGKILL)
+    log = directory / "serve.log"
+    assert shell.returncode == 0, log.read_text()[-4000:] if log.exists() else output
+    return [part.strip() for part in output.split(mark)[:-1]]
+
+
+def test_blocks_of_a_page_are_found() -> None:
+    page = "```\nnot run\n```\n```bash\ncat file\n```\ntext\n```text\nits content\n```\n```bash\ntrue\n```\n"
+    assert blocks(page) == [("cat file\n", "its content\n"), ("true\n", "")]
+    assert len(PAGES) >= 2
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
+def test_tutorial_has_the_output_that_it_shows(page: Path, tmp_path: Path) -> None:
+    (tmp_path / "tools").symlink_to(checkout.TOOLS)
+    steps = blocks(page.read_text())
+    outputs = run([command for command, _ in steps], tmp_path)
+    shown = [(command, text.strip()) for command, text in steps if text]
+    actual = [
+        (command, output) for (command, text), output in zip(steps, outputs, strict=True) if text
+    ]
+    assert actual == shown
