@@ -61,8 +61,7 @@ def select(vllm_config: VllmConfig) -> GatedDeltaRule | None:
     path = slots.offered("attention.gated_delta")
     if path is None:
         return GatedDeltaRule(
-            None,
-            dict.fromkeys(PHASES, f"ascend-attention is {registry.state('ascend-attention')}"),
+            None, dict.fromkeys(PHASES, f"ascend-attention is {registry.state('ascend-attention')}")
         )
     fused: Any = resolve_obj_by_qualname(path)
     settings = model.hf_text_config

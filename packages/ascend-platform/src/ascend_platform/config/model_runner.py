@@ -85,10 +85,7 @@ FEATURES = (
         "dflash and dspark drafters",
         lambda config: _drafts(config, lambda it: it.use_dflash() or it.use_dspark()),
     ),
-    Feature(
-        "gemma4_mtp drafters",
-        lambda config: _drafts(config, lambda it: it.use_gemma4_mtp()),
-    ),
+    Feature("gemma4_mtp drafters", lambda config: _drafts(config, lambda it: it.use_gemma4_mtp())),
     Feature(
         "MTP with several modules",
         lambda config: _drafts(config, lambda it: it.use_multi_module_mtp()),
@@ -129,7 +126,7 @@ FEATURES = (
 """Features that the V2 runner does not support yet on NPUs."""
 
 REQUEST_FEATURES: dict[str, Any] = {
-    "thinking budgets": lambda params: getattr(params, "thinking_token_budget", None) is not None,
+    "thinking budgets": lambda params: getattr(params, "thinking_token_budget", None) is not None
 }
 """The same of a request's sampling parameters."""
 

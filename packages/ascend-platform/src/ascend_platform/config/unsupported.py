@@ -114,10 +114,7 @@ def _other_prefill_context(config: VllmConfig) -> str:
         "KV connectors": config.kv_transfer_config,
         "graph modes other than FULL_DECODE_ONLY": (
             config.compilation_config.cudagraph_mode
-            not in (
-                CUDAGraphMode.NONE,
-                CUDAGraphMode.FULL_DECODE_ONLY,
-            )
+            not in (CUDAGraphMode.NONE, CUDAGraphMode.FULL_DECODE_ONLY)
         ),
     }
     return ", ".join(name for name, asked in others.items() if asked)

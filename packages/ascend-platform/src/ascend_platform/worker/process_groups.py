@@ -107,8 +107,7 @@ def destroy() -> None:
 
 def _give_up() -> None:
     logger.error(
-        "destroying the process groups timed out after %g s; exiting anyway",
-        DESTROY_SECONDS,
+        "destroying the process groups timed out after %g s; exiting anyway", DESTROY_SECONDS
     )
     with contextlib.suppress(OSError, ValueError):
         sys.stdout.flush()

@@ -45,10 +45,7 @@ class Chunks:
         """Some consecutive chunks."""
         end = start + length
         return Slab(
-            self.indices[start:end],
-            self.exists[start:end],
-            self.requests[start:end],
-            self.tokens,
+            self.indices[start:end], self.exists[start:end], self.requests[start:end], self.tokens
         )
 
 

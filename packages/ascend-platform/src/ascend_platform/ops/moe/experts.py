@@ -116,11 +116,7 @@ class NPUExperts:
         self.first_expert, self.num_local_experts = local[0], len(local)
 
     def apply_routed(
-        self,
-        experts: Experts,
-        x: torch.Tensor,
-        topk_weights: torch.Tensor,
-        topk_ids: torch.Tensor,
+        self, experts: Experts, x: torch.Tensor, topk_weights: torch.Tensor, topk_ids: torch.Tensor
     ) -> torch.Tensor:
         """Compute the weighted sum of the outputs of each token's experts, ``[tokens, hidden]``.
 
@@ -150,11 +146,7 @@ class NPUExperts:
         )
 
     def apply_local(
-        self,
-        experts: Experts,
-        x: torch.Tensor,
-        topk_weights: torch.Tensor,
-        topk_ids: torch.Tensor,
+        self, experts: Experts, x: torch.Tensor, topk_weights: torch.Tensor, topk_ids: torch.Tensor
     ) -> torch.Tensor:
         rows, row_idx, counts, scale = torch_npu.npu_moe_init_routing_v2(
             x,
