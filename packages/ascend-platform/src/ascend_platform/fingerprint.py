@@ -75,11 +75,9 @@ def drift(target: str, supported: Iterable[str], source: str | None) -> str:
     if not (found := fingerprint(source, qualname)):
         return f"target {target} is missing: {module} does not define {qualname}"
     supported = tuple(dict.fromkeys(supported))
-    return (
-        ""
-        if found in supported
-        else f"target {target} has changed: found {found}, expected {' or '.join(supported)}"
-    )
+    if found in supported:
+        return ""
+    return f"target {target} has changed: found {found}, expected {' or '.join(supported)}"
 
 
 def locate(module: str, tree: Path | None = None) -> Path | None:
@@ -94,14 +92,8 @@ def locate(module: str, tree: Path | None = None) -> Path | None:
             return Path(spec.origin) if spec and spec.origin and not rest else None
         base = Path(next(iter(spec.submodule_search_locations)))
     path = base.joinpath(*rest)
-    return next(
-        (
-            file
-            for file in (path.with_suffix(".py"), path / "__init__.py")
-            if rest and file.is_file()
-        ),
-        None,
-    ) or (base / "__init__.py" if not rest and (base / "__init__.py").is_file() else None)
+    files = ([path.with_suffix(".py")] if rest else []) + [path / "__init__.py"]
+    return next((file for file in files if file.is_file()), None)
 
 
 def tree_version(tree: Path) -> str:
@@ -109,11 +101,8 @@ def tree_version(tree: Path) -> str:
     for info in sorted(tree.glob("vllm-*.dist-info")):
         return info.name.removeprefix("vllm-").removesuffix(".dist-info")
     written = tree / "vllm" / "_version.py"
-    found = (
-        re.search(r"^__version__ = .*?['\"]([^'\"]+)", written.read_text(), re.M)
-        if written.is_file()
-        else None
-    )
+    text = written.read_text() if written.is_file() else ""
+    found = re.search(r"^__version__ = .*?['\"]([^'\"]+)", text, re.M)
     return found[1] if found else ""
 
 
@@ -139,10 +128,8 @@ def _shape(value: object) -> str:
     if not isinstance(value, ast.AST):
         return repr(value)
     fields = dict(ast.iter_fields(value))
-    if (
-        isinstance(value, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef))
-        and ast.get_docstring(value) is not None
-    ):
+    definitions = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
+    if isinstance(value, definitions) and ast.get_docstring(value) is not None:
         fields["body"] = value.body[1:]
     shown = (
         f"{name}={_shape(field)}"

@@ -231,11 +231,8 @@ class LatentAttentionImplBase(AttentionImplBase):
         """
         from vllm.forward_context import get_forward_context
 
-        return (
-            slot_mapping.clamp_min(0)
-            if get_forward_context().attn_metadata is None
-            else slot_mapping
-        )
+        is_without = get_forward_context().attn_metadata is None
+        return slot_mapping.clamp_min(0) if is_without else slot_mapping
 
 
 class SparseLatentAttentionImplBase(LatentAttentionImplBase):

@@ -18,7 +18,7 @@ from packaging.version import InvalidVersion, Version
 
 from ascend_platform import host
 from ascend_platform.cli import env_vars, plugins, tuning
-from ascend_platform.cli.result import Result, fail, ok, warn
+from ascend_platform.cli.result import Result, expect, fail, ok, warn
 from ascend_platform.config import options
 from ascend_platform.errors import RefusedError
 from ascend_platform.plugins import COMPONENTS, installed, requirements
@@ -30,6 +30,8 @@ GIB = 1 << 30
 DISK, MEMORY, SHARED = 10 * GIB, 8 * GIB, GIB
 """Less than this is warned of: free disk space for models, free memory, and shared memory between
 vLLM's processes."""
+
+EXAMPLE = """--additional-config '{"ascend": {...}}'"""
 
 Check = Callable[[argparse.Namespace], Iterable[tuple[str, str, str, str]]]
 
@@ -44,11 +46,8 @@ def device(arguments: argparse.Namespace) -> Iterator[Result]:
     if firmware := host.firmware_version():
         yield ok("firmware", firmware)
     if npus == 0:
-        fix = (
-            "npu-smi info; a container needs --device /dev/davinci0; on a machine without NPUs:"
-            " ascend-emulator run -- COMMAND"
-        )
-        yield fail("NPUs", "none found", fix)
+        fix = "npu-smi info; a container needs --device /dev/davinci0; on a machine without NPUs:"
+        yield fail("NPUs", "none found", f"{fix} ascend-emulator run -- COMMAND")
         return
     yield ok("NPUs", " ".join(filter(None, (str(npus), host.chip()))))
     listed = os.environ.get(host.VISIBLE_NPUS)
@@ -72,17 +71,15 @@ def cann(arguments: argparse.Namespace) -> Iterator[Result]:
         yield ok("CANN", f"{host.cann_version() or 'unknown version'} in {home}")
         yield from tuning.cann_for_torch_npu(host.cann_version())
     if opp := os.environ.get("ASCEND_OPP_PATH"):
-        exists = Path(opp).is_dir()
-        yield (
-            ok("ASCEND_OPP_PATH", opp)
-            if exists
-            else fail("ASCEND_OPP_PATH", f"{opp} does not exist", host.set_env())
-        )
+        problem = "" if Path(opp).is_dir() else f"{opp} does not exist"
+        yield expect("ASCEND_OPP_PATH", opp, problem, host.set_env())
     yield _linked("libraries that torch_npu links against")
-    if host.has_library("libopapi"):
-        yield ok("operators (libopapi)", "found")
-    else:
-        yield fail("operators (libopapi)", "not on LD_LIBRARY_PATH", host.set_env())
+    yield _on_path("operators (libopapi)", "libopapi")
+
+
+def _on_path(title: str, library: str) -> Result:
+    problem = "" if host.has_library(library) else "not on LD_LIBRARY_PATH"
+    return expect(title, "found", problem, host.set_env())
 
 
 def _linked(title: str) -> Result:
@@ -94,11 +91,8 @@ def _linked(title: str) -> Result:
     try:
         missing, other = host.missing_libraries(torch_npu)
     except FileNotFoundError:
-        return warn(
-            title,
-            "not checked, as ldd is missing",
-            "apt-get install libc-bin, or dnf install glibc-common",
-        )
+        fix = "apt-get install libc-bin, or dnf install glibc-common"
+        return warn(title, "not checked, as ldd is missing", fix)
     of_torch = [name for name in missing if name.startswith(("libtorch", "libc10"))]
     if of_cann := [name for name in missing if name not in of_torch]:
         return fail(title, f"not found: {', '.join(of_cann)}", host.set_env())
@@ -113,10 +107,8 @@ def versions(arguments: argparse.Namespace) -> Iterator[Result]:
     override = os.environ.get("VLLM_VERSION")
     if override is not None:
         real = installed.distributions().get("vllm")
-        found = (
-            f"{override!r} replaces the version of the installed vLLM"
-            f" ({real.version if real else 'none'})"
-        )
+        installed_version = real.version if real else "none"
+        found = f"{override!r} replaces the version of the installed vLLM ({installed_version})"
         try:
             Version(override)
             yield ok("VLLM_VERSION", found)
@@ -125,17 +117,12 @@ def versions(arguments: argparse.Namespace) -> Iterator[Result]:
             return
     for name, top in (("vllm", "vllm"), ("torch", "torch"), ("torch-npu", "torch_npu")):
         version = requirements.version(name)
+        install = requirements.install_command(requirements.required_by_platform(name))
         if not version:
-            yield fail(
-                name,
-                "not installed",
-                requirements.install_command(requirements.required_by_platform(name)),
-            )
+            yield fail(name, "not installed", install)
         elif host.package(top) is None:
-            fix = f"pip install --force-reinstall --no-deps {name}"
-            yield fail(
-                name, f"{version} according to its metadata, but there is no package {top}", fix
-            )
+            found = f"{version} according to its metadata, but there is no package {top}"
+            yield fail(name, found, f"pip install --force-reinstall --no-deps {name}")
         elif name == "torch" and (problem := requirements.cuda_torch()):
             yield fail(name, *problem)
         else:
@@ -150,23 +137,17 @@ def versions(arguments: argparse.Namespace) -> Iterator[Result]:
     for unmet in requirements.all_unmet("vllm") if "vllm" in installed.distributions() else ():
         if unmet.requirement.name == "torch" and unmet.installed:
             vllm = requirements.install_command(requirements.required_by_platform("vllm"))
-            fix = (
-                f"{vllm} torch=={Version(unmet.installed).public}, or ignore this if Compatibility"
-                " lists this pair"
-            )
-            yield warn(
-                "torch for vLLM", f"vLLM requires {unmet.requirement}, found {unmet.installed}", fix
-            )
+            found = f"vLLM requires {unmet.requirement}, found {unmet.installed}"
+            pair = f"torch=={Version(unmet.installed).public}"
+            fix = f"{vllm} {pair}, or ignore this if Compatibility lists this pair"
+            yield warn("torch for vLLM", found, fix)
 
 
 def installed_plugins(arguments: argparse.Namespace) -> Iterator[Result]:
     if "vllm-ascend" in installed.distributions():
         version = requirements.version("vllm-ascend")
-        found = (
-            f"{version} is installed too; it has plugins of the same names, and vLLM loads one"
-            " of two"
-        )
-        yield fail("vllm-ascend", found, "pip uninstall -y vllm-ascend")
+        found = f"{version} is installed too; it has plugins of the same names, and vLLM loads one"
+        yield fail("vllm-ascend", f"{found} of two", "pip uninstall -y vllm-ascend")
     found_plugins, off = plugins.plugins(), list[str]()
     for plugin in found_plugins:
         title = f"{plugin.name} of {plugin.distribution} {plugin.version}"
@@ -181,34 +162,24 @@ def installed_plugins(arguments: argparse.Namespace) -> Iterator[Result]:
         else:
             yield fail(title, detail, plugin.fix)
     if off:
-        yield warn(
-            "filtered out by VLLM_PLUGINS",
-            ", ".join(off),
-            PluginFilter.current().fix_to_allow(*off),
-        )
+        fix = PluginFilter.current().fix_to_allow(*off)
+        yield warn("filtered out by VLLM_PLUGINS", ", ".join(off), fix)
     if not any(plugin.distribution == "ascend-platform" for plugin in found_plugins):
-        yield fail(
-            "ascend", "ascend-platform has no entry point here", "pip install ascend-platform"
-        )
+        found = "ascend-platform has no entry point here"
+        yield fail("ascend", found, "pip install ascend-platform")
     for plugin in found_plugins:
-        if (
-            plugin.group == plugins.GROUPS[0]
-            and plugin.state == State.ACTIVE
-            and plugin.name != "ascend"
-        ):
+        is_platform = plugin.group == plugins.GROUPS[0] and plugin.state == State.ACTIVE
+        if is_platform and plugin.name != "ascend":
             found = f"of {plugin.distribution}; vLLM refuses to start if both find their device"
-            yield warn(
-                f"{plugin.name}, another platform", found, f"pip uninstall -y {plugin.distribution}"
-            )
+            fix = f"pip uninstall -y {plugin.distribution}"
+            yield warn(f"{plugin.name}, another platform", found, fix)
 
 
 def triton(arguments: argparse.Namespace) -> Iterator[Result]:
-    if problem := checks.two_tritons():
-        yield fail("triton", *problem)
-    else:
-        versions = {name: requirements.version(name) for name in ("triton", "triton-ascend")}
-        found = next((f"{name} {version}" for name, version in versions.items() if version), "")
-        yield ok("triton", found or "not installed, and not needed")
+    versions = {name: requirements.version(name) for name in ("triton", "triton-ascend")}
+    found = next((f"{name} {version}" for name, version in versions.items() if version), "")
+    problem = checks.two_tritons() or ("", "")
+    yield expect("triton", found or "not installed, and not needed", *problem)
 
 
 def environment(arguments: argparse.Namespace) -> Iterator[Result]:
@@ -222,51 +193,38 @@ def environment(arguments: argparse.Namespace) -> Iterator[Result]:
 
 
 def hccl(arguments: argparse.Namespace) -> Iterator[Result]:
-    if host.has_library("libhccl"):
-        yield ok("libhccl.so", "found")
-    else:
-        yield fail("libhccl.so", "not on LD_LIBRARY_PATH", host.set_env())
+    yield _on_path("libhccl.so", "libhccl")
     yield from env_vars.interfaces()
     yield from tuning.hccl(host.npu_count()[0])
 
 
 def disk_and_memory(arguments: argparse.Namespace) -> Iterator[Result]:
-    cache = Path(
-        os.environ.get("HF_HUB_CACHE")
-        or Path(os.environ.get("HF_HOME") or "~/.cache/huggingface") / "hub"
-    ).expanduser()
+    home = Path(os.environ.get("HF_HOME") or "~/.cache/huggingface")
+    cache = Path(os.environ.get("HF_HUB_CACHE") or home / "hub").expanduser()
     existing = next(path for path in (cache, *cache.parents) if path.exists())
     if not existing.is_dir() or not os.access(existing, os.W_OK):
-        yield warn(
-            "model cache", f"{cache} is not writable", "export HF_HOME=<a writable directory>"
-        )
+        fix = "export HF_HOME=<a writable directory>"
+        yield warn("model cache", f"{cache} is not writable", fix)
     else:
-        status = os.statvfs(existing)
-        free, fix = (
-            status.f_bavail * status.f_frsize,
-            "export HF_HOME=<a directory on a larger disk>",
-        )
-        yield _enough("model cache", free, DISK, f"free for {cache}", fix)
-    yield _enough(
-        "memory",
-        host.free_memory(),
-        MEMORY,
-        "free",
-        "end other processes, or give the container more memory",
-    )
-    if Path("/dev/shm").is_dir():
-        status = os.statvfs("/dev/shm")
+        fix = "export HF_HOME=<a directory on a larger disk>"
+        yield _enough("model cache", _free(existing), DISK, f"free for {cache}", fix)
+    fix = "end other processes, or give the container more memory"
+    yield _enough("memory", host.free_memory(), MEMORY, "free", fix)
+    if (shared := Path("/dev/shm")).is_dir():
         fix = "docker run --shm-size=8g, or: mount -o remount,size=8g /dev/shm"
-        yield _enough("/dev/shm", status.f_bavail * status.f_frsize, SHARED, "free", fix)
+        yield _enough("/dev/shm", _free(shared), SHARED, "free", fix)
+
+
+def _free(directory: Path) -> int:
+    status = os.statvfs(directory)
+    return status.f_bavail * status.f_frsize
 
 
 def _enough(title: str, free: float, wanted: int, what: str, fix: str) -> Result:
     found = f"{free / GIB:.1f} GiB {what}"
-    return (
-        ok(title, found)
-        if free >= wanted
-        else warn(title, f"{found}; vLLM may need {wanted // GIB} GiB", fix)
-    )
+    if free >= wanted:
+        return ok(title, found)
+    return warn(title, f"{found}; vLLM may need {wanted // GIB} GiB", fix)
 
 
 def configuration(arguments: argparse.Namespace) -> Iterator[Result]:
@@ -276,16 +234,10 @@ def configuration(arguments: argparse.Namespace) -> Iterator[Result]:
     try:
         config = json.loads(arguments.additional_config)
     except json.JSONDecodeError as error:
-        yield fail(
-            title,
-            f"not valid JSON: {error}",
-            """--additional-config '{"ascend": {...}}', in single quotes""",
-        )
+        yield fail(title, f"not valid JSON: {error}", f"{EXAMPLE}, in single quotes")
         return
     if not isinstance(config, dict):
-        yield fail(
-            title, f"not an object: {config!r}", """--additional-config '{"ascend": {...}}'"""
-        )
+        yield fail(title, f"not an object: {config!r}", EXAMPLE)
         return
     for key in sorted(config.keys() - {"ascend"}):
         fix = """put options of these wheels under "ascend", and remove others"""

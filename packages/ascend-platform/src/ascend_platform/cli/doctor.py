@@ -10,6 +10,7 @@ import functools
 import importlib.metadata
 import json
 import sys
+from collections import Counter
 from collections.abc import Callable
 
 from ascend_platform.cli import plugins
@@ -53,20 +54,14 @@ def _run_check(category: str, check: Check, options: argparse.Namespace) -> list
 
 def add(parser: argparse.ArgumentParser) -> None:
     """Check what keeps vLLM from serving on this machine, and show how to fix it."""
-    categories = [
-        *CHECKS,
-        *(point.name for point in importlib.metadata.entry_points(group=CHECKS_GROUP)),
-    ]
+    more = (point.name for point in importlib.metadata.entry_points(group=CHECKS_GROUP))
+    categories = [*CHECKS, *more]
     parser.add_argument("category", nargs="?", choices=categories, help="run these checks only")
-    parser.add_argument(
-        "--peer",
-        metavar="HOST:PORT",
-        help="with kv: a prefill instance's host and kv_port, to be contacted",
-    )
+    peer = "with kv: a prefill instance's host and kv_port, to be contacted"
+    parser.add_argument("--peer", metavar="HOST:PORT", help=peer)
     parser.add_argument("--json", action="store_true", help="print JSON")
-    parser.add_argument(
-        "--additional-config", metavar="JSON", help="also check this value of vllm serve's option"
-    )
+    value = "also check this value of vllm serve's option"
+    parser.add_argument("--additional-config", metavar="JSON", help=value)
     plain = parser.format_help
     parser.format_help = functools.partial(_help, plain)  # type: ignore[method-assign]
     parser.set_defaults(run=_run)
@@ -96,15 +91,10 @@ def _run(options: argparse.Namespace) -> int:
 
 
 def _print(found: dict[str, list[Result]]) -> None:
-    counts = {
-        level: sum(result.state == level for results in found.values() for result in results)
-        for level in Level
-    }
+    counts = Counter(result.state for results in found.values() for result in results)
     warnings = counts[Level.WARN]
-    last = (
-        f"{counts[Level.OK]} ok, {warnings} warning{'s' * (warnings != 1)}, {counts[Level.FAIL]}"
-        " failed"
-    )
+    plural = "s" * (warnings != 1)
+    last = f"{counts[Level.OK]} ok, {warnings} warning{plural}, {counts[Level.FAIL]} failed"
     show = _rich_printer() if sys.stdout.isatty() else None
     for category, results in found.items():
         if results:

@@ -12,7 +12,7 @@ import socket
 from collections.abc import Iterator
 
 from ascend_platform import host
-from ascend_platform.cli.result import Result, fail, ok, warn
+from ascend_platform.cli.result import Result, expect, fail, ok, warn
 from ascend_platform.errors import did_you_mean
 from ascend_platform.plugins import VARIABLES
 from ascend_platform.plugins.plugin_filter import VARIABLE, PluginFilter
@@ -58,9 +58,8 @@ def plugin_filter(known: set[str]) -> Iterator[Result]:
         problem, platform_is_off = wrong
         yield (fail if platform_is_off else warn)(VARIABLE, *problem)
     else:
-        yield ok(
-            VARIABLE, "not set: all plugins load" if filtered.value is None else filtered.value
-        )
+        unset = "not set: all plugins load"
+        yield ok(VARIABLE, unset if filtered.value is None else filtered.value)
 
 
 def unknown() -> Iterator[Result]:
@@ -72,18 +71,12 @@ def unknown() -> Iterator[Result]:
         if name in known or not known or not name.startswith(("VLLM_", "ASCEND_", "HCCL_")):
             continue
         if near := did_you_mean(name, known, cutoff=0.85):
-            yield warn(
-                name,
-                f"a likely typo of {near}; nothing reads it",
-                f"export {near}=${name}; unset {name}",
-            )
+            found = f"a likely typo of {near}; nothing reads it"
+            yield warn(name, found, f"export {near}=${name}; unset {name}")
         elif name.startswith("VLLM_"):
-            theirs = name.startswith("VLLM_ASCEND_")
-            found = (
-                "one of vllm-ascend's; these wheels do not read it"
-                if theirs
-                else "the installed vLLM does not read it"
-            )
+            found = "the installed vLLM does not read it"
+            if name.startswith("VLLM_ASCEND_"):
+                found = "one of vllm-ascend's; these wheels do not read it"
             yield warn(name, found, f"unset {name}")
 
 
@@ -93,20 +86,15 @@ def interfaces() -> Iterator[Result]:
         if value := os.environ.get(name):
             fix = f"unset {name}, or set one of: ip -brief address"
             problem = _address_problem(value)
-            yield fail(name, f"{value} {problem}", fix) if problem else ok(name, value)
+            yield expect(name, value, problem and f"{value} {problem}", fix)
     present = [name for _, name in socket.if_nameindex()]
     for name in ("HCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME"):
         if value := os.environ.get(name):
             matching = _matching(value, present, exact=name.startswith("GLOO"))
-            found = (
-                f"{value}: {', '.join(matching) or 'no such interface'}; this machine has"
-                f" {', '.join(present)}"
-            )
-            yield (
-                ok(name, found)
-                if matching
-                else fail(name, found, f"unset {name}, or set one of: ip -brief link")
-            )
+            these = ", ".join(matching) or "no such interface"
+            found = f"{value}: {these}; this machine has {', '.join(present)}"
+            fix = f"unset {name}, or set one of: ip -brief link"
+            yield expect(name, found, "" if matching else found, fix)
 
 
 def _matching(value: str, present: list[str], exact: bool) -> list[str]:
@@ -114,12 +102,8 @@ def _matching(value: str, present: list[str], exact: bool) -> list[str]:
     ``^`` all others (HCCL)."""
     excluded, names = value.startswith("^"), value.removeprefix("^")
     exact, words = exact or names.startswith("="), names.removeprefix("=").split(",")
-    named = [
-        one
-        for one in present
-        if any(one == word if exact else one.startswith(word) for word in words)
-    ]
-    return [one for one in present if (one in named) != excluded]
+    matches = str.__eq__ if exact else str.startswith
+    return [one for one in present if any(matches(one, word) for word in words) != excluded]
 
 
 def _address_problem(value: str) -> str:

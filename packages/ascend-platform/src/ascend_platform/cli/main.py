@@ -24,24 +24,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         prog="vllm-ascend", description="Diagnostics and tools for vLLM on Ascend NPUs."
     )
-    parser.add_argument(
-        "--version",
-        action="version",
-        version=f"ascend-platform {requirements.version('ascend-platform')}",
-    )
+    own = f"ascend-platform {requirements.version('ascend-platform')}"
+    parser.add_argument("--version", action="version", version=own)
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
-    for point in sorted(
-        importlib.metadata.entry_points(group="vllm_ascend.commands"), key=lambda point: point.name
-    ):
+    points = importlib.metadata.entry_points(group="vllm_ascend.commands")
+    for point in sorted(points, key=lambda point: point.name):
         try:
             add = point.load()
             line = " ".join((add.__doc__ or "").partition("\n\n")[0].split())
             add(commands.add_parser(point.name, help=line, description=line))
         except Exception as error:
-            print(
-                f"vllm-ascend: {point.name} is not available: {type(error).__name__}: {error}",
-                file=sys.stderr,
-            )
+            why = f"{type(error).__name__}: {error}"
+            print(f"vllm-ascend: {point.name} is not available: {why}", file=sys.stderr)
     parsed = parser.parse_args(arguments)
     try:
         return parsed.run(parsed)

@@ -11,7 +11,6 @@ import importlib.util
 import json
 import os
 import platform
-import sys
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 
@@ -23,26 +22,12 @@ from ascend_platform.plugins.plugin_filter import PluginFilter
 from ascend_platform.plugins.registry import State, Status
 
 GROUPS = ("vllm.platform_plugins", "vllm.general_plugins")
-PREFIXES = (
-    "VLLM_",
-    "ASCEND_",
-    "HCCL_",
-    "HF_",
-    "PYTORCH_NPU_",
-    "TORCH_NPU_",
-    "TORCH_DEVICE_",
-    "TASK_QUEUE_",
-    "ATB_",
-    "GLOO_",
-)
-NAMES = (
-    "LD_LIBRARY_PATH",
-    "LD_PRELOAD",
-    "PYTHONPATH",
-    "OMP_NUM_THREADS",
-    "CPU_AFFINITY_CONF",
-    "TRANSFORMERS_OFFLINE",
-)
+_PREFIXES = """
+VLLM_ ASCEND_ HCCL_ HF_ PYTORCH_NPU_ TORCH_NPU_ TORCH_DEVICE_ TASK_QUEUE_ ATB_ GLOO_
+"""
+_NAMES = """
+LD_LIBRARY_PATH LD_PRELOAD PYTHONPATH OMP_NUM_THREADS CPU_AFFINITY_CONF TRANSFORMERS_OFFLINE
+"""
 SECRET = ("KEY", "TOKEN", "SECRET", "PASSWORD")
 
 
@@ -66,13 +51,9 @@ def plugins() -> list[Plugin]:
     found = []
     for name, point in points:
         status = _status(name, point, last[point.group, point.name])
-        version = requirements.version(name)
-        found.append(
-            Plugin(point.name, point.group, name, version, status.state, status.detail, status.fix)
-        )
-    return sorted(
-        found, key=lambda plugin: (GROUPS.index(plugin.group), plugin.name, plugin.distribution)
-    )
+        named = (point.name, point.group, name, requirements.version(name))
+        found.append(Plugin(*named, status.state, status.detail, status.fix))
+    return sorted(found, key=lambda each: (GROUPS.index(each.group), each.name, each.distribution))
 
 
 def unmet(distribution: str) -> Problem | None:
@@ -94,12 +75,9 @@ def _status(distribution: str, point: importlib.metadata.EntryPoint, last: str) 
         return Status(State.SHADOWED, why, f"pip uninstall -y {other}")
     filtered = PluginFilter.current()
     if not filtered.allows(point.name):
-        space = "VLLM_PLUGINS has a space next to its name"
-        why = (
-            space
-            if filtered.has_space_beside(point.name)
-            else f"not listed in VLLM_PLUGINS={filtered.value!r}"
-        )
+        why = f"not listed in VLLM_PLUGINS={filtered.value!r}"
+        if filtered.has_space_beside(point.name):
+            why = "VLLM_PLUGINS has a space next to its name"
         return Status(State.OFF, why, filtered.fix_to_allow(point.name))
     # vLLM loads others whatever they require
     if distribution in COMPONENTS and (problem := unmet(distribution)):
@@ -113,9 +91,8 @@ def _status(distribution: str, point: importlib.metadata.EntryPoint, last: str) 
     except Exception as error:
         return Status(State.BROKEN, f"{type(error).__name__}: {error}", reinstall)
     if found.state == State.DISABLED:
-        return Status(
-            found.state, found.detail, found.fix or f"pip install --upgrade {distribution}"
-        )
+        fix = found.fix or f"pip install --upgrade {distribution}"
+        return Status(found.state, found.detail, fix)
     return Status(State.ACTIVE, found.detail)
 
 
@@ -160,7 +137,7 @@ def environment() -> dict[str, dict[str, str]]:
         "environment": {
             name: "(hidden)" if any(word in name for word in SECRET) else value
             for name, value in sorted(os.environ.items())
-            if name.startswith(PREFIXES) or name in NAMES
+            if name.startswith((*_PREFIXES.split(),)) or name in _NAMES.split()
         },
     }
 
@@ -181,19 +158,14 @@ def _show_plugins(options: argparse.Namespace) -> int:
     found = plugins()
     absent = [name for name in COMPONENTS if name not in {plugin.distribution for plugin in found}]
     if options.json:
-        json.dump(
-            {"plugins": [asdict(plugin) for plugin in found], "absent": absent},
-            sys.stdout,
-            indent=2,
-        )
-        print()
+        shown = {"plugins": [asdict(plugin) for plugin in found], "absent": absent}
+        print(json.dumps(shown, indent=2))
         return 0
     rows: list[tuple[str, ...]] = [("name", "wheel", "version", "group", "state", "")]
     for plugin in found:
         why = str(Problem(plugin.why, plugin.fix))
-        rows.append(
-            (plugin.name, plugin.distribution, plugin.version, plugin.group, plugin.state, why)
-        )
+        named = (plugin.name, plugin.distribution, plugin.version, plugin.group)
+        rows.append((*named, plugin.state, why))
     print("\n".join(table(rows)))
     if absent:
         print(f"not installed: {', '.join(absent)}")
@@ -213,9 +185,6 @@ def _show_env(options: argparse.Namespace) -> int:
         print(json.dumps(found, indent=2))
         return 0
     for section, facts in found.items():
-        print(
-            section,
-            *(f"  {line}" for line in table(list(facts.items()) or [("none", "")])),
-            sep="\n",
-        )
+        lines = table(list(facts.items()) or [("none", "")])
+        print(section, *(f"  {line}" for line in lines), sep="\n")
     return 0

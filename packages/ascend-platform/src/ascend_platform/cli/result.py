@@ -36,6 +36,11 @@ def ok(title: str, found: str) -> Result:
     return Result(title, Level.OK, found)
 
 
+def expect(title: str, found: str, problem: str, fix: str) -> Result:
+    """A check that fails if there is a problem."""
+    return fail(title, problem, fix) if problem else ok(title, found)
+
+
 def warn(title: str, found: str, fix: str) -> Result:
     """A check whose finding may be intended."""
     return Result(title, Level.WARN, found, fix)

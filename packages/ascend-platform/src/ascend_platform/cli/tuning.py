@@ -37,41 +37,29 @@ def cann_for_torch_npu(cann: str) -> Iterator[Result]:
     found = re.match(r"(\d+)\.(\d+)", cann)
     if wanted and found and (int(found[1]), int(found[2])) < wanted:
         newer = ".".join(map(str, wanted))
-        yield warn(
-            "CANN for torch_npu",
-            f"torch_npu {torch_npu} is for CANN {newer}, found {cann}",
-            f"install CANN {newer}",
-        )
+        found_text = f"torch_npu {torch_npu} is for CANN {newer}, found {cann}"
+        yield warn("CANN for torch_npu", found_text, f"install CANN {newer}")
 
 
 def task_queue() -> Iterator[Result]:
     """TASK_QUEUE_ENABLE, of torch_npu."""
     name, value = "TASK_QUEUE_ENABLE", os.environ.get("TASK_QUEUE_ENABLE")
     if value == "2":
-        yield warn(
-            name,
-            "2: torch_npu captures no graphs with it",
-            f"export {name}=1, or serve with --enforce-eager",
-        )
+        fix = f"export {name}=1, or serve with --enforce-eager"
+        yield warn(name, "2: torch_npu captures no graphs with it", fix)
     elif value == "0":
-        yield warn(
-            name,
-            "0: each operator is launched by the thread that calls it, which is slower",
-            f"unset {name}",
-        )
+        found = "0: each operator is launched by the thread that calls it, which is slower"
+        yield warn(name, found, f"unset {name}")
     elif value not in (None, "1"):
         yield fail(name, f"{value!r} is not 0, 1 or 2", f"unset {name}")
 
 
 def launch_blocking() -> Iterator[Result]:
     """ASCEND_LAUNCH_BLOCKING, of torch_npu."""
-    if os.environ.get("ASCEND_LAUNCH_BLOCKING") == "1":
+    name = "ASCEND_LAUNCH_BLOCKING"
+    if os.environ.get(name) == "1":
         found = "1: the host waits for each operator, and full graphs are refused"
-        yield warn(
-            "ASCEND_LAUNCH_BLOCKING",
-            found,
-            "unset ASCEND_LAUNCH_BLOCKING, or serve with --enforce-eager",
-        )
+        yield warn(name, found, f"unset {name}, or serve with --enforce-eager")
 
 
 def streams_of_graphs() -> Iterator[Result]:
@@ -81,15 +69,11 @@ def streams_of_graphs() -> Iterator[Result]:
         newer = " and ".join(
             f"{name} {'.'.join(map(str, version))}" for name, version in host.REUSE_STREAMS.items()
         )
+        versions = f"driver {driver}, CANN {host.cann_version() or 'unknown'}"
         found = (
-            f"driver {driver}, CANN {host.cann_version() or 'unknown'}: each graph keeps streams of"
-            " the NPU"
+            f"{versions}: each graph keeps streams of the NPU, so that fewer sizes may be captured"
         )
-        yield warn(
-            "streams of graphs",
-            f"{found}, so that fewer sizes may be captured",
-            f"install {newer} or later",
-        )
+        yield warn("streams of graphs", found, f"install {newer} or later")
 
 
 def hccl(npus: int) -> Iterator[Result]:
@@ -98,11 +82,8 @@ def hccl(npus: int) -> Iterator[Result]:
     if mode is not None and mode not in EXPANSION_MODES:
         yield fail(name, f"{mode!r}; supported: {', '.join(EXPANSION_MODES)}", f"unset {name}")
     elif mode == "AIV" and npus > 1:
-        yield ok(
-            name,
-            "AIV, which is only for tensor parallelism: several groups of ranks of an NPU may hang"
-            " with it",
-        )
+        why = "is only for tensor parallelism: several groups of ranks of an NPU may hang with it"
+        yield ok(name, f"AIV, which {why}")
     elif mode is not None:
         yield ok(name, mode)
     yield from _timeouts()
@@ -111,37 +92,24 @@ def hccl(npus: int) -> Iterator[Result]:
 
 def _timeouts() -> Iterator[Result]:
     """Whether vLLM ends a step before HCCL names the rank that a collective waits for."""
-    step, collective = (
-        collectives.seconds(collectives.STEP),
-        collectives.seconds(collectives.COLLECTIVE),
-    )
-    if collectives.STEP in os.environ and step <= collective:
-        found = (
-            f"{step} s: a step ends before a collective does ({collective} s), whose error names"
-            " the rank that is missing"
-        )
-        yield warn(
-            collectives.STEP,
-            found,
-            f"unset {collectives.STEP}, or set a smaller {collectives.COLLECTIVE}",
-        )
+    names = collectives.STEP, collectives.COLLECTIVE
+    step, collective = map(collectives.seconds, names)
+    if names[0] in os.environ and step <= collective:
+        found = f"{step} s: a step ends before a collective does ({collective} s)"
+        why = "whose error names the rank that is missing"
+        yield warn(names[0], f"{found}, {why}", f"unset {names[0]}, or set a smaller {names[1]}")
 
 
 def _buffers(value: str | None) -> Iterator[Result]:
     if value is None:
         return
     if not value.isdigit() or int(value) < 1:
-        yield fail(
-            "HCCL_BUFFSIZE",
-            f"{value!r} is not a number of MiB",
-            f"unset HCCL_BUFFSIZE (its default is {BUFFER})",
-        )
+        fix = f"unset HCCL_BUFFSIZE (its default is {BUFFER})"
+        yield fail("HCCL_BUFFSIZE", f"{value!r} is not a number of MiB", fix)
         return
     taken, figures = 2 * int(value) * COMMUNICATORS / 1024, chips.figures_of(host.chip())
-    found = (
-        f"{value} MiB: {taken:.1f} GiB of an NPU with {COMMUNICATORS} communicators, each with two"
-        " buffers"
-    )
+    with_all = f"an NPU with {COMMUNICATORS} communicators, each with two buffers"
+    found = f"{value} MiB: {taken:.1f} GiB of {with_all}"
     if figures and taken > SHARE * figures.memory_gib:
         fix = (
             "set a size for single groups (ascend.communicator.groups), or a smaller HCCL_BUFFSIZE"
@@ -158,11 +126,8 @@ def cpu_governor(cpus: Path = CPUS) -> Iterator[Result]:
     governors = Counter(file.read_text().strip() for file in files)
     if slow := {name: count for name, count in governors.items() if name != "performance"}:
         found = ", ".join(f"{name} on {count} CPUs" for name, count in slow.items())
-        yield warn(
-            "CPU governor",
-            f"{found}: launching operators is slower",
-            "cpupower frequency-set -g performance",
-        )
+        fix = "cpupower frequency-set -g performance"
+        yield warn("CPU governor", f"{found}: launching operators is slower", fix)
     elif governors:
         yield ok("CPU governor", "performance")
 
@@ -170,27 +135,13 @@ def cpu_governor(cpus: Path = CPUS) -> Iterator[Result]:
 def vllm_ascend() -> Iterator[Result]:
     """Files that vllm-ascend leaves behind; see ``checks.installed_plugins`` for the wheel
     itself."""
-    paths = [
-        path
-        for path in os.environ.get("ASCEND_CUSTOM_OPP_PATH", "").split(":")
-        if re.search("vllm[-_]ascend", path)
-    ]
+    name = "ASCEND_CUSTOM_OPP_PATH"
+    every = os.environ.get(name, "").split(":")
+    paths = [path for path in every if re.search("vllm[-_]ascend", path)]
     if paths:
-        kept = [
-            path
-            for path in os.environ["ASCEND_CUSTOM_OPP_PATH"].split(":")
-            if path and path not in paths
-        ]
-        fix = (
-            f"export ASCEND_CUSTOM_OPP_PATH={':'.join(kept)}"
-            if kept
-            else "unset ASCEND_CUSTOM_OPP_PATH"
-        )
-        yield warn(
-            "ASCEND_CUSTOM_OPP_PATH",
-            f"CANN loads vllm-ascend's operators from {', '.join(paths)}",
-            fix,
-        )
+        kept = ":".join(path for path in every if path and path not in paths)
+        found = f"CANN loads vllm-ascend's operators from {', '.join(paths)}"
+        yield warn(name, found, f"export {name}={kept}" if kept else f"unset {name}")
     package = host.package("vllm_ascend")
     if package and not requirements.version("vllm-ascend"):
         found = f"{package} has files of vllm-ascend, which is not installed"

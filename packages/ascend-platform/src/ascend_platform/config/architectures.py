@@ -41,12 +41,8 @@ def refusal(architecture: str) -> str:
     from vllm.model_executor.models.registry import ModelRegistry
 
     module = str(getattr(ModelRegistry.models.get(architecture), "module_name", ""))
-    package = (
-        module.removeprefix("vllm.models.").partition(".")[0]
-        if module.startswith("vllm.models.")
-        else ""
-    )
-    if package not in LACKING:
+    package = module.removeprefix("vllm.models.").partition(".")[0]
+    if not module.startswith("vllm.models.") or package not in LACKING:
         return ""
     return (
         f"{architecture} is not supported by ascend-platform"

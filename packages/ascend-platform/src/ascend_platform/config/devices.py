@@ -34,27 +34,23 @@ def check(parallel: "ParallelConfig") -> None:
     visible = torch.npu.device_count() if assigned is None else len(assigned)  # creates no context
     if needed > visible:
         context = parallel.prefill_context_parallel_size
-        layout = (
-            f"tensor {parallel.tensor_parallel_size} x pipeline {parallel.pipeline_parallel_size}"
-        )
-        layout += (
-            f" x prefill context {context}" if context > 1 else ""
-        ) + f" x data {parallel.data_parallel_size_local}"
-        listed = os.environ.get(host.VISIBLE_NPUS)
-        wrong, fix = (
-            ("", "")
-            if listed is None or assigned is not None
-            else host.unused_npus(listed, host.npu_count()[0])
-        )
+        sizes = {
+            "tensor": parallel.tensor_parallel_size,
+            "pipeline": parallel.pipeline_parallel_size,
+            **({"prefill context": context} if context > 1 else {}),
+            "data": parallel.data_parallel_size_local,
+        }
+        layout = " x ".join(f"{name} {size}" for name, size in sizes.items())
+        needs = f"the layout needs {needed} NPUs ({layout})"
+        listed, wrong = os.environ.get(host.VISIBLE_NPUS), ""
+        if listed is not None and assigned is None:
+            wrong, fix = host.unused_npus(listed, host.npu_count()[0])
         if wrong:
-            raise RefusedError(
-                f"the layout needs {needed} NPUs ({layout}), and {host.VISIBLE_NPUS}={wrong}; fix:"
-                f" {fix}"
-            )
+            raise RefusedError(f"{needs}, and {host.VISIBLE_NPUS}={wrong}; fix: {fix}")
         raise RefusedError(
-            f"the layout needs {needed} NPUs ({layout}) and {visible} are visible; fix:"
-            " lower --tensor-parallel-size, --pipeline-parallel-size or --data-parallel-size-local, or"
-            f" add NPUs to {host.VISIBLE_NPUS}"
+            f"{needs} and {visible} are visible; fix: lower --tensor-parallel-size,"
+            " --pipeline-parallel-size or --data-parallel-size-local, or add NPUs to"
+            f" {host.VISIBLE_NPUS}"
         )
 
 

@@ -36,12 +36,10 @@ def resolve(vllm_config: VllmConfig) -> None:
     transfer, cache = cast(Any, vllm_config.kv_transfer_config), vllm_config.cache_config
     if cache is not None and cache.kv_offloading_size is not None:
         # vLLM creates the connector only after this hook (vllm/config/vllm.py).
-        simple = (
-            "SimpleCPUOffloadConnector"
-            if envs.VLLM_USE_SIMPLE_KV_OFFLOAD
-            else "OffloadingConnector"
-        )
-        name = simple if cache.kv_offloading_backend == "native" else "LMCacheMPConnector"
+        name = "LMCacheMPConnector"
+        if cache.kv_offloading_backend == "native":
+            is_simple = envs.VLLM_USE_SIMPLE_KV_OFFLOAD
+            name = "SimpleCPUOffloadConnector" if is_simple else "OffloadingConnector"
         transfer = vllm_config.kv_transfer_config = transfer or KVTransferConfig()
         transfer.kv_connector_module_path = _module(name, None)
         return
@@ -52,11 +50,8 @@ def resolve(vllm_config: VllmConfig) -> None:
     )
     if transfer.kv_connector == MULTI:
         parts = transfer.kv_connector_extra_config.get("connectors")
-        if (
-            not isinstance(parts, list)
-            or not parts
-            or not all(isinstance(part, dict) for part in parts)
-        ):
+        is_list = isinstance(parts, list) and all(isinstance(part, dict) for part in parts)
+        if not is_list or not parts:
             raise RefusedError(
                 f"KV connector {MULTI}: kv_connector_extra_config.connectors is {parts!r}; fix:"
                 " make it a list with a configuration (kv_connector, kv_role) for each of its"

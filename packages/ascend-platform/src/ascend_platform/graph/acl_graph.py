@@ -136,11 +136,8 @@ def graph_capture(device: torch.device) -> Iterator[GraphCaptureContext]:
 
 def weak_ref_tensor(tensor: Any) -> Any:
     """Return a tensor that does not own its memory; vLLM's version calls a CUDA operator."""
-    return (
-        torch_npu._C._weak_ref_tensor(tensor)
-        if isinstance(tensor, torch.Tensor) and tensor.numel()
-        else tensor
-    )
+    has_memory = isinstance(tensor, torch.Tensor) and tensor.numel()
+    return torch_npu._C._weak_ref_tensor(tensor) if has_memory else tensor
 
 
 torch_with_graphs = module_with_overrides(

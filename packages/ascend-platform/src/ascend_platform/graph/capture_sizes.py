@@ -153,11 +153,9 @@ def sizes_that_fit(
     """
     chip = chips.chip()
     limit = chip.family.streams
-    fitting = (
-        len(requested)
-        if host.reuses_streams()
-        else max_sizes_that_fit(requested, limit - RESERVED_STREAMS, num_streams)
-    )
+    fitting = len(requested)
+    if not host.reuses_streams():
+        fitting = max_sizes_that_fit(requested, limit - RESERVED_STREAMS, num_streams)
     count = _min_over_ranks(fitting)
     if count == len(requested):
         return None
@@ -185,12 +183,9 @@ def half_of_sizes(sizes: list[int], reason: str) -> list[int]:
         _warn("graphs disabled: %s", reason)
         return []
     kept = subsample_sizes(sizes, len(sizes) // 2)
+    tokens = ", ".join(map(str, kept))
     _warn(
-        "capturing graphs of %d of %d sizes (%s tokens): %s",
-        len(kept),
-        len(sizes),
-        ", ".join(map(str, kept)),
-        reason,
+        "capturing graphs of %d of %d sizes (%s tokens): %s", len(kept), len(sizes), tokens, reason
     )
     return kept
 

@@ -41,13 +41,9 @@ def install(manager: Any) -> None:
 def _shard(known: Any) -> None:
     """Slice B as the layer's weight is sharded."""
     for layer in known.modules.values():
-        sizes = (
-            getattr(layer.base_layer, "output_sizes", None)
-            if type(layer) in OF_ONE_ADAPTER
-            else None
-        )
+        sizes = getattr(layer.base_layer, "output_sizes", None)
         # One of Qwen3-Next's gated delta net, whose rows are in the order of key heads.
-        if sizes is not None:
+        if type(layer) in OF_ONE_ADAPTER and sizes is not None:
             layer.slice_lora_b = _slicer(layer, [(size, True) for size in sizes])
     for mixer in known.model.modules():
         projection: Any = getattr(mixer, "in_proj", None)
@@ -66,12 +62,8 @@ def _slicer(layer: Any, parts: list[tuple[int, bool]]) -> Callable[[torch.Tensor
     def slice_lora_b(lora_b: torch.Tensor) -> torch.Tensor:
         split = lora_b.split([size for size, _ in parts])
         rows = [part.chunk(layer.tp_size)[layer.tp_rank] for part in split]
-        return torch.cat(
-            [
-                row if is_sharded else part
-                for row, part, (_, is_sharded) in zip(rows, split, parts, strict=True)
-            ]
-        )
+        each = zip(rows, split, parts, strict=True)
+        return torch.cat([row if is_sharded else part for row, part, (_, is_sharded) in each])
 
     return slice_lora_b
 
@@ -133,15 +125,10 @@ def _refuse(manager: Any) -> None:
             refused[name] = "a convolution"
     for name, block in known.model.named_modules():
         if getattr(block, "is_sequence_parallel", False):
-            inner = [
-                known.packed_modules.get(each, [each])
-                for each in known.modules
-                if each.startswith(f"{name}.")
-            ]
-            refused |= dict.fromkeys(
-                itertools.chain(*inner),
-                "whose tokens are divided among ranks (sequence-parallel experts)",
-            )
+            inside = [each for each in known.modules if each.startswith(f"{name}.")]
+            inner = (known.packed_modules.get(each, [each]) for each in inside)
+            why = "whose tokens are divided among ranks (sequence-parallel experts)"
+            refused |= dict.fromkeys(itertools.chain(*inner), why)
     wrapped = {id(layer.base_layer) for layer in known.modules.values()}
     for name, module in known.model.named_modules():
         is_left_out = (

@@ -6,6 +6,7 @@ vLLM's class does so on CUDA. The two streams wait for each other on the device:
 layer's input, the first for the output.
 """
 
+import functools
 from typing import Any
 
 import torch
@@ -18,15 +19,11 @@ from vllm.model_executor.layers.fused_moe.runner.shared_experts import (
 
 from ascend_platform.config import options
 
-_streams: dict[int, Any] = {}
 
-
-def _stream() -> Any:
-    """The second stream of the current NPU, one for all layers."""
-    device = torch.npu.current_device()
-    if device not in _streams:
-        _streams[device] = torch.npu.Stream()
-    return _streams[device]
+@functools.cache
+def _stream(device: int) -> Any:
+    """The second stream of an NPU, one for all layers."""
+    return torch.npu.Stream(device)
 
 
 class NPUSharedExperts(SharedExperts):
@@ -40,7 +37,7 @@ class NPUSharedExperts(SharedExperts):
         sharded = lora is not None and lora.fully_sharded_loras
         wanted = options.platform(config).shared_experts_stream
         if wanted and not sharded and not envs.VLLM_DISABLE_SHARED_EXPERTS_STREAM:
-            self._stream = _stream()
+            self._stream = _stream(torch.npu.current_device())
             self._input_ready_event = [torch.npu.Event(), torch.npu.Event()]
             self._output_ready_event = [torch.npu.Event(), torch.npu.Event()]
 
@@ -48,19 +45,15 @@ class NPUSharedExperts(SharedExperts):
         order = super()._determine_shared_experts_order(hidden_states)
         small = hidden_states.shape[0] <= envs.VLLM_SHARED_EXPERTS_STREAM_TOKEN_THRESHOLD
         overlaps = order == SharedExpertsOrder.NO_OVERLAP and self._stream is not None and small
-        return (
-            SharedExpertsOrder.MULTI_STREAM_OVERLAPPED
-            if overlaps and not self._disable_shared_experts_overlap
-            else order
-        )
+        if overlaps and not self._disable_shared_experts_overlap:
+            return SharedExpertsOrder.MULTI_STREAM_OVERLAPPED
+        return order
 
     def maybe_forward_async(self, shared_experts_input: torch.Tensor) -> bool:
         """Like the base method, but on an NPU stream: queue the shared experts, and return whether
         :meth:`wait` has to be called."""
-        if (
-            self._determine_shared_experts_order(shared_experts_input)
-            != SharedExpertsOrder.MULTI_STREAM_OVERLAPPED
-        ):
+        order = self._determine_shared_experts_order(shared_experts_input)
+        if order != SharedExpertsOrder.MULTI_STREAM_OVERLAPPED:
             return False
         index = self._output_idx
         is_capturing = torch.npu.is_current_stream_capturing()

@@ -58,11 +58,8 @@ def install() -> None:
         line = failures.cause() or explanations.explain(error)
         if not line or os.environ.get("VLLM_LOGGING_LEVEL") == "DEBUG":
             before(kind, error, traceback)
-        _last = (
-            f"ascend-platform: {line}"
-            if line
-            else f"vllm: {explanations.describe(error)}; fix: see the traceback above"
-        )
+        other = f"vllm: {explanations.describe(error)}; fix: see the traceback above"
+        _last = f"ascend-platform: {line}" if line else other
 
     sys.excepthook = show
     failures.forget()

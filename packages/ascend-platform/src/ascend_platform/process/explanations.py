@@ -50,13 +50,9 @@ def describe(error: BaseException) -> str:
     """Type and message of an error in one line; only the message if pydantic wraps the error."""
     *_, inner = _errors(error) if hasattr(error, "errors") else [error]
     message = _one_line(inner)
-    return (
-        message
-        if inner is not error
-        else f"{type(error).__name__}: {message}"
-        if message
-        else type(error).__name__
-    )
+    if inner is not error:
+        return message
+    return f"{type(error).__name__}: {message}" if message else type(error).__name__
 
 
 def death(what: str, status: int | None) -> str:
@@ -67,14 +63,12 @@ def death(what: str, status: int | None) -> str:
         name = signal.Signals(-status).name
     except ValueError:
         name = "a signal"
-    fixes = {
-        signal.SIGKILL: (
-            "if no user killed it, the kernel did because memory ran out (dmesg): give the machine"
-            " or container more"
-        ),
-        signal.SIGBUS: "free or enlarge /dev/shm (docker run --shm-size)",
-    }
-    fix = fixes.get(-status, "report the log above with the output of vllm-ascend env")  # type: ignore[call-overload]
+    fix = "report the log above with the output of vllm-ascend env"
+    if -status == signal.SIGKILL:
+        killer = "if no user killed it, the kernel did because memory ran out (dmesg)"
+        fix = f"{killer}: give the machine or container more"
+    elif -status == signal.SIGBUS:
+        fix = "free or enlarge /dev/shm (docker run --shm-size)"
     return f"{what} was killed by {name} (signal {-status}); fix: {fix}"
 
 
@@ -113,10 +107,8 @@ def _other_torch_npu(error: BaseException) -> str:
         if not host.through_torch_npu(each):
             continue
         if problem := requirements.unmet("torch-npu") or requirements.unmet("ascend-platform"):
-            return (
-                f"torch_npu {requirements.version('torch-npu')} cannot be loaded"
-                f" ({_one_line(each)}): {problem}"
-            )
+            version = requirements.version("torch-npu")
+            return f"torch_npu {version} cannot be loaded ({_one_line(each)}): {problem}"
     return ""
 
 
@@ -152,25 +144,19 @@ def _port_in_use(error: BaseException) -> str:
             *_, last = walk_tb(each.__traceback__)
             address, port, *_ = last[0].f_locals.get("addr", ("", "of vLLM"))
             at = address and f" (on {address})"
-            return (
-                f"port {port} is in use by another process{at}; fix: end that process, or choose"
-                " another port with --port"
-            )
+            fix = "end that process, or choose another port with --port"
+            return f"port {port} is in use by another process{at}; fix: {fix}"
     return ""
 
 
 def _no_suffix(error: BaseException) -> str:
     """vLLM's own error about a missing library (``vllm/config/speculative.py``,
     ``_validate_suffix_decoding``)."""
-    if any(
-        isinstance(each, ImportError) and "Arctic Inference is required" in str(each)
-        for each in host.error_chain(error)
-    ):
-        return (
-            "speculative decoding with suffix needs arctic-inference; fix: pip install"
-            " 'ascend-platform[suffix]'"
-        )
-    return ""
+    missing = [each for each in host.error_chain(error) if isinstance(each, ImportError)]
+    if not any("Arctic Inference is required" in str(each) for each in missing):
+        return ""
+    needs = "speculative decoding with suffix needs arctic-inference"
+    return f"{needs}; fix: pip install 'ascend-platform[suffix]'"
 
 
 def _dead_process(error: BaseException) -> str:
@@ -182,9 +168,8 @@ def _dead_process(error: BaseException) -> str:
     """
     processes: list[Any] = []
     if str(error).startswith("Engine core initialization failed"):
-        processes = getattr(
-            getattr(_local(error, "launch"), "engine_manager", None), "processes", []
-        )
+        manager = getattr(_local(error, "launch"), "engine_manager", None)
+        processes = getattr(manager, "processes", [])
     elif str(error).startswith("WorkerProc initialization failed") and (
         handle := _local(error, "unready_proc_handle")
     ):
@@ -198,38 +183,29 @@ def _dead_process(error: BaseException) -> str:
 def _damaged_checkpoint(error: BaseException) -> str:
     for each in host.error_chain(error):
         if type(each).__name__ == "SafetensorError":
-            file = _local(each, "st_file") or "of the model"
+            found = f"checkpoint file {_local(each, 'st_file') or 'of the model'}"
             fix = "compare its size and checksum with the original, and copy or download it again"
-            return (
-                f"checkpoint file {file} is incomplete or damaged ({_one_line(each)}); fix: {fix}"
-            )
+            return f"{found} is incomplete or damaged ({_one_line(each)}); fix: {fix}"
     return ""
 
 
 def _unreachable_peer(error: BaseException) -> str:
     """Ranks that did not meet in time (torch's ``TCPStore``)."""
     hint = "or raise --distributed-timeout-seconds"
-    if found := _search(
-        error, r"timed out after (\d+)ms while trying to connect to \((.+), (\d+)\)"
-    ):
+    lost = r"timed out after (\d+)ms while trying to connect to \((.+), (\d+)\)"
+    if found := _search(error, lost):
         seconds, address, port = int(found[1]) / 1000, found[2], found[3]
+        fix = "start vllm serve with --node-rank 0 there, correct --master-addr and --master-port"
+        return f"no answer from {address} port {port} in {seconds:g} s; fix: {fix}, {hint}"
+    few = r"Timed out after (\d+) seconds waiting for clients\. (\d+)/(\d+) clients joined"
+    if found := _search(error, few):
+        meeting = _search(error, r"\[?([\w.:]+)\]?:(\d+)")
+        at = f" at {meeting[0]}" if meeting and "." in meeting[1] else ""
         fix = (
-            "start vllm serve with --node-rank 0 there, correct --master-addr and --master-port,"
-            f" {hint}"
+            "start vllm serve --headless with the other values of --node-rank on the other machines"
         )
-        return f"no answer from {address} port {port} in {seconds:g} s; fix: {fix}"
-    if found := _search(
-        error, r"Timed out after (\d+) seconds waiting for clients\. (\d+)/(\d+) clients joined"
-    ):
-        at = _search(error, r"\[?([\w.:]+)\]?:(\d+)")
-        fix = (
-            "start vllm serve --headless with the other values of --node-rank on the other"
-            f" machines, {hint}"
-        )
-        return (
-            f"{found[2]} of {found[3]} ranks joined{f' at {at[0]}' if at and '.' in at[1] else ''}"
-            f" in {found[1]} s; fix: {fix}"
-        )
+        joined = f"{found[2]} of {found[3]} ranks joined{at} in {found[1]} s"
+        return f"{joined}; fix: {fix}, {hint}"
     return ""
 
 
@@ -237,18 +213,15 @@ def _out_of_memory(error: BaseException) -> str:
     found = _search(error, r"NPU out of memory\.[^\n]*?(?=Please set|If reserved|See doc|$)")
     if not found:
         return ""
-    fix = (
-        "lower --gpu-memory-utilization, --kv-cache-memory-bytes, --max-num-seqs or"
-        " --max-num-batched-tokens, or use more NPUs"
-    )
-    return f"{' '.join(found[0].split()).rstrip('. ')}; fix: {fix} (--tensor-parallel-size)"
+    lower = "--gpu-memory-utilization, --kv-cache-memory-bytes, --max-num-seqs or"
+    fix = f"lower {lower} --max-num-batched-tokens, or use more NPUs (--tensor-parallel-size)"
+    return f"{' '.join(found[0].split()).rstrip('. ')}; fix: {fix}"
 
 
 def _long_request(error: BaseException) -> str:
     """A length whose KV cache memory cannot hold (``vllm/v1/core/kv_cache_utils.py``)."""
-    found = _search(
-        error, r"max seq len \((\d+)\), \((\S+ GiB) KV cache is needed, .*? memory \((\S+ GiB)\)"
-    )
+    needs = r"max seq len \((\d+)\), \((\S+ GiB) KV cache is needed"
+    found = _search(error, rf"{needs}, .*? memory \((\S+ GiB)\)")
     if not found:
         return ""
     longest = _search(error, r"estimated maximum model length is (\d+)")
@@ -282,21 +255,16 @@ def _adapter_rank(error: BaseException) -> str:
     found = _search(error, r"LoRA rank (\d+) is greater than max_lora_rank (\d+)")
     if not found:
         return ""
-    lora = next(
-        filter(None, (_local(each, "lora_request") for each in host.error_chain(error))), None
-    )
+    requests = (_local(each, "lora_request") for each in host.error_chain(error))
+    lora = next(filter(None, requests), None)
     which = f"adapter {lora.lora_name} in {lora.lora_path}" if lora else "an adapter"
-    return (
-        f"{which} has rank {found[1]}, and --max-lora-rank is {found[2]}; fix: --max-lora-rank"
-        f" {found[1]}"
-    )
+    has = f"{which} has rank {found[1]}, and --max-lora-rank is {found[2]}"
+    return f"{has}; fix: --max-lora-rank {found[1]}"
 
 
 def _indivisible_heads(error: BaseException) -> str:
-    found = _search(
-        error,
-        r"number of attention heads \((\d+)\) must be divisible by tensor parallel size \((\d+)\)",
-    )
+    divided = r"number of attention heads \((\d+)\) must be divisible by"
+    found = _search(error, rf"{divided} tensor parallel size \((\d+)\)")
     if not found:
         return ""
     heads = int(found[1])
@@ -313,47 +281,38 @@ def _unknown_quantization(error: BaseException) -> str:
         return ""
     from ascend_platform.quantization.common import METHODS
 
-    supported = ", ".join(METHODS)
-    return (
-        f"quantization method {found[1]} is unknown; fix: correct or remove --quantization"
-        f" (supported: {supported})"
-    )
+    fix = f"correct or remove --quantization (supported: {', '.join(METHODS)})"
+    return f"quantization method {found[1]} is unknown; fix: {fix}"
 
 
 def _refused_architecture(error: BaseException) -> str:
     """An architecture whose module vLLM cannot import, because it is written for CUDA and ROCm."""
-    found = _search(error, r"Model architectures \[(.*?)\] failed to be inspected")
-    if not found:
+    if not (names := _not_inspected(error)):
         return ""
     from ascend_platform.config.architectures import refusal
 
-    return next(filter(None, map(refusal, re.findall(r"'(\w+)'", found[1]))), "")
+    return next(filter(None, map(refusal, names)), "")
+
+
+def _not_inspected(error: BaseException) -> list[str]:
+    found = _search(error, r"Model architectures \[(.*?)\] failed to be inspected")
+    return re.findall(r"'(\w+)'", found[1]) if found else []
 
 
 def _missing_package(error: BaseException) -> str:
     """An architecture whose module vLLM could not import for a package that is not installed (its
     log has the traceback)."""
-    found = _search(error, r"Model architectures \[(.*?)\] failed to be inspected")
-    if not found:
-        return ""
-    from vllm.model_executor.models.registry import ModelRegistry
+    for architecture in _not_inspected(error):
+        from vllm.model_executor.models.registry import ModelRegistry
 
-    for architecture in re.findall(r"'(\w+)'", found[1]):
+        model = ModelRegistry.models.get(architecture)
         try:
-            importlib.import_module(
-                getattr(ModelRegistry.models.get(architecture), "module_name", "vllm")
-            )
+            importlib.import_module(getattr(model, "module_name", "vllm"))
         except ModuleNotFoundError as missing:
             name = (missing.name or "").partition(".")[0]
-            index = (
-                " --index-url https://download.pytorch.org/whl/cpu"
-                if name.startswith("torch")
-                else ""
-            )
-            return (
-                f"{architecture} needs {name}, which is not installed; fix: pip install"
-                f" {name}{index}"
-            )
+            index = f" --index-url {requirements.CPU_INDEX}" if name.startswith("torch") else ""
+            found = f"{architecture} needs {name}, which is not installed"
+            return f"{found}; fix: pip install {name}{index}"
         except Exception:
             continue
     return ""

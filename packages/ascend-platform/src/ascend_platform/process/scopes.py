@@ -27,11 +27,8 @@ def scopes_here() -> tuple[str, ...]:
         return ("engine",)
     if name.startswith("VllmWorker-"):
         return ("worker",)
-    return (
-        ("platform", "engine")
-        if os.environ.get("VLLM_ENABLE_V1_MULTIPROCESSING") == "0"
-        else ("platform",)
-    )
+    is_single = os.environ.get("VLLM_ENABLE_V1_MULTIPROCESSING") == "0"
+    return ("platform", "engine") if is_single else ("platform",)
 
 
 def enter(scope: str) -> None:
@@ -48,10 +45,5 @@ def enter(scope: str) -> None:
             try:
                 point.load()(scope)
             except Exception as error:
-                logger.warning(
-                    "%s failed to enter scope %s: %s: %s",
-                    point.value,
-                    scope,
-                    type(error).__name__,
-                    error,
-                )
+                failed = "%s failed to enter scope %s: %s: %s"
+                logger.warning(failed, point.value, scope, type(error).__name__, error)

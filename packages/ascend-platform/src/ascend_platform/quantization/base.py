@@ -73,10 +73,9 @@ class Stored(NamedTuple):
             return (1,)
         if self.layout == Layout.CHANNELS:
             return (rows,)
-        columns = {Layout.WEIGHT: inputs, Layout.GROUPS: groups, Layout.COLUMN: 1}[
-            self.layout
-        ] // self.columns
-        return (columns, rows) if self.transposed else (rows, columns)
+        columns = {Layout.WEIGHT: inputs, Layout.GROUPS: groups, Layout.COLUMN: 1}
+        shape = rows, columns[self.layout] // self.columns
+        return shape[::-1] if self.transposed else shape
 
 
 class Scheme:
@@ -140,15 +139,11 @@ class Scheme:
         Raises:
             RefusedError: the scheme does not support the matrix's groups or zero_point.
         """
-        inputs = matrix.weight.shape[-1]
-        groups = matrix.scale.shape[-1]
-        several = matrix.weight.dim() > 2
-        self.check_groups(inputs, groups, several, layer)
-        zero_point = (
-            matrix.zero_point
-            if matrix.zero_point is not None and bool(matrix.zero_point.any())
-            else None
-        )
+        inputs, groups = matrix.weight.shape[-1], matrix.scale.shape[-1]
+        self.check_groups(inputs, groups, matrix.weight.dim() > 2, layer)
+        zero_point = matrix.zero_point
+        if zero_point is not None and not zero_point.any():
+            zero_point = None
         if zero_point is not None and not self.offsets:
             raise RefusedError(
                 f"{layer} is {self.name} with asymmetric weights (weight_offset is not 0);"
@@ -263,12 +258,10 @@ class Scheme:
 def unpack_words(words: torch.Tensor, bits: int, dim: int = -1) -> torch.Tensor:
     """Unpack int32 words to int8: unsigned values, lowest bits first, minus the middle of their
     range."""
-    fields = torch.stack(
-        [(words >> shift) & (2**bits - 1) for shift in range(0, 32, bits)], dim % words.dim() + 1
-    )
-    return (fields.flatten(dim % words.dim(), dim % words.dim() + 1) - 2 ** (bits - 1)).to(
-        torch.int8
-    )
+    dim %= words.dim()
+    fields = [(words >> shift) & (2**bits - 1) for shift in range(0, 32, bits)]
+    values = torch.stack(fields, dim + 1).flatten(dim, dim + 1)
+    return (values - 2 ** (bits - 1)).to(torch.int8)
 
 
 def unpack_int4_rows(pairs: torch.Tensor) -> torch.Tensor:
@@ -302,8 +295,6 @@ def transpose_int8(weight: torch.Tensor) -> torch.Tensor:
 def per_row(parameter: torch.Tensor) -> torch.Tensor:
     """Reshape a scale or zero_point ``[..., out, groups]`` to ``[..., out]`` if groups is 1, else
     to ``[..., groups, out]``."""
-    return (
-        parameter.squeeze(-1)
-        if parameter.shape[-1] == 1
-        else parameter.transpose(-1, -2).contiguous()
-    )
+    if parameter.shape[-1] == 1:
+        return parameter.squeeze(-1)
+    return parameter.transpose(-1, -2).contiguous()

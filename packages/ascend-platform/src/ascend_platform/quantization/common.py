@@ -40,17 +40,11 @@ def check_chip(schemes: Iterable[str]) -> None:
     found, served = host.chip(), host.chip_family().quantization
     names = [] if served is None else sorted(set(schemes) - set(served))
     if found and names:
-        families = " and ".join(
-            family.name for family in chips.FAMILIES if family.quantization is None
-        )
-        fix = (
-            f"serve a checkpoint of {', '.join(served)}, or the unquantized model"
-            if served
-            else "serve the unquantized model"
-        )
+        others = [family.name for family in chips.FAMILIES if family.quantization is None]
+        fix = f"a checkpoint of {', '.join(served)}, or " if served else ""
         raise RefusedError(
-            f"the model has weights of {', '.join(names)}, which are supported on {families}; this"
-            f" NPU is {found}; fix: {fix}"
+            f"the model has weights of {', '.join(names)}, which are supported on"
+            f" {' and '.join(others)}; this NPU is {found}; fix: serve {fix}the unquantized model"
         )
 
 

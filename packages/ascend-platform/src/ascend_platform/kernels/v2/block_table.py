@@ -42,16 +42,13 @@ class NPUBlockTables(BlockTables):
         self, req_index: int, new_block_ids: tuple[list[int], ...], overwrite: bool
     ) -> None:
         """Append blocks as vLLM does, and on the host too."""
-        starts = (
-            np.zeros(len(self.on_host), int)
-            if overwrite
-            else self.num_blocks.np[:, req_index].copy()
-        )
+        starts = self.num_blocks.np[:, req_index].copy()
+        if overwrite:
+            starts[:] = 0
         super().append_block_ids(req_index, new_block_ids, overwrite)
         for table, start, blocks in zip(self.on_host, starts, new_block_ids, strict=True):
-            table[req_index, start : start + len(blocks)] = (
-                0 if self.redirect_writes_to_null_block else blocks
-            )
+            written = 0 if self.redirect_writes_to_null_block else blocks
+            table[req_index, start : start + len(blocks)] = written
 
     def _make_ptr_tensor(self, x: Any) -> torch.Tensor:
         return torch.empty(0, device=self.device)  # of addresses, which no operator takes

@@ -170,11 +170,9 @@ class DeviceStep(Step):
                 cu_num_logits[1 : num_reqs + 1] - cu_num_logits[:num_reqs],
             )
         assert num_logits == num_reqs, "draft tokens"
-        last = (
-            ragged.arange(num_reqs, input_ids.device)
-            if self.one_token_each
-            else query_start_loc[1 : num_reqs + 1].long() - 1
-        )
+        last = ragged.arange(num_reqs, input_ids.device)
+        if not self.one_token_each:
+            last = query_start_loc[1 : num_reqs + 1].long() - 1
         if not self.has_prefill:
             assert self.one_token_each, "draft tokens"
             input_ids[:num_reqs].copy_(sampled)

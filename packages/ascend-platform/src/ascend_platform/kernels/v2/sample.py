@@ -69,11 +69,9 @@ def fill_logprob_token_ids(
     count = num_requested.index_select(0, expanded_idx_mapping)[:, None]
     columns = torch.arange(width, device=token_ids.device)
     named = requested.index_select(0, expanded_idx_mapping)[:, :width].long()
-    others = (
-        torch.nn.functional.pad(top[:, :NUM_TOPK].long(), (0, width - NUM_TOPK))
-        if NUM_TOPK
-        else torch.zeros_like(named)
-    )
+    others = torch.zeros_like(named)
+    if NUM_TOPK:
+        others = torch.nn.functional.pad(top[:, :NUM_TOPK].long(), (0, width - NUM_TOPK))
     valid = columns < torch.where(count > 0, count, NUM_TOPK)
     token_ids[:, 0] = sampled
     token_ids[:, 1:] = torch.where(valid, torch.where(count > 0, named, others), 0)

@@ -94,13 +94,11 @@ class NPUExperts:
             "router weights on the experts' input": layer.apply_router_weight_on_input,
         }
         if reasons := [reason for reason, is_used in unsupported.items() if is_used]:
-            supported = (
-                f"experts {'with or ' * self.takes_biases}without biases and"
-                f" {', '.join(each.value for each in self.activations)}"
-            )
+            biases = f"{'with or ' * self.takes_biases}without biases"
+            activations = ", ".join(each.value for each in self.activations)
             raise RefusedError(
-                f"MoE experts with {', '.join(reasons)} are not supported; supported: {supported};"
-                " fix: serve another model"
+                f"MoE experts with {', '.join(reasons)} are not supported; supported: experts"
+                f" {biases} and {activations}; fix: serve another model"
             )
         if layer.expert_map is not None and not chip_family().token_unpermute:
             raise RefusedError(
@@ -108,11 +106,9 @@ class NPUExperts:
                 " operators for the tokens of other ranks' experts; fix: remove"
                 " --enable-expert-parallel"
             )
-        local = (
-            range(self.moe.num_experts)
-            if layer.expert_map is None
-            else (layer.expert_map >= 0).nonzero().flatten().tolist()
-        )
+        local: Any = range(self.moe.num_experts)
+        if layer.expert_map is not None:
+            local = (layer.expert_map >= 0).nonzero().flatten().tolist()
         self.first_expert, self.num_local_experts = local[0], len(local)
 
     def apply_routed(

@@ -57,14 +57,8 @@ def topk_sigmoid(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """As :func:`topk_softmax` with sigmoid scores; the weights are multiplied by
     ``routed_scaling_factor``."""
-    weights, ids = gating_top_k(
-        gating_output,
-        topk_indices.shape[1],
-        SIGMOID,
-        renormalize,
-        e_score_correction_bias,
-        routed_scaling_factor,
-    )
+    k, bias = topk_indices.shape[1], e_score_correction_bias
+    weights, ids = gating_top_k(gating_output, k, SIGMOID, renormalize, bias, routed_scaling_factor)
     return weights, ids.to(topk_indices.dtype)
 
 
@@ -132,22 +126,13 @@ def grouped_topk(
     """vLLM's grouped_topk as one operator; groups of one or two experts fall back to vLLM's
     implementation."""
     experts = gating_output.shape[-1]
+    bias, factor = e_score_correction_bias, routed_scaling_factor
     if scoring_func not in ("softmax", "sigmoid") or (
         num_expert_group > 1 and experts // num_expert_group <= 2
     ):
-        return _native_grouped_topk(
-            hidden_states,
-            gating_output,
-            topk,
-            renormalize,
-            num_expert_group,
-            topk_group,
-            scoring_func,
-            routed_scaling_factor,
-            e_score_correction_bias,
-        )
+        groups = (num_expert_group, topk_group, scoring_func, factor, bias)
+        return _native_grouped_topk(hidden_states, gating_output, topk, renormalize, *groups)
     norm = SIGMOID if scoring_func == "sigmoid" else SOFTMAX
-    bias, factor = e_score_correction_bias, routed_scaling_factor
     return gating_top_k(
         gating_output, topk, norm, renormalize, bias, factor, num_expert_group, topk_group
     )
@@ -175,14 +160,11 @@ def eplb_map_to_physical(
     ids = topk_ids.long()
     token = torch.arange(len(ids), device=ids.device).unsqueeze(1)
     physical = logical_to_physical_map[ids, token % logical_replica_count[ids]]
-    counts = (
-        record_enabled
-        if num_unpadded_tokens is None
-        else record_enabled & (token < num_unpadded_tokens)
-    )
-    expert_load_view.scatter_add_(
-        0, physical.flatten(), counts.expand_as(physical).flatten().to(expert_load_view.dtype)
-    )
+    counts = record_enabled
+    if num_unpadded_tokens is not None:
+        counts = counts & (token < num_unpadded_tokens)
+    counts = counts.expand_as(physical).flatten().to(expert_load_view.dtype)
+    expert_load_view.scatter_add_(0, physical.flatten(), counts)
     return physical.to(topk_ids.dtype)
 
 

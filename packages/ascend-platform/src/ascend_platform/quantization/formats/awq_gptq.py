@@ -42,6 +42,8 @@ AWQ_SLOTS = (0, 4, 1, 5, 2, 6, 3, 7)
 """Slot of a word's four bits that has each of its eight columns (AutoAWQ, ``WQLinear_GEMM``:
 ``order_map``, inverted)."""
 
+LM_HEAD = "a quantized output head (lm_head)", "output heads that are not quantized"
+
 ONES = {4: 0x11111111, 8: 0x01010101}
 """1 in each value of a word, by bits: GPTQ's first format stores zeros minus 1."""
 
@@ -74,12 +76,9 @@ def read_awq(given: Tensors, *, symmetric: bool) -> Quantized:
 def read_gptq(given: Tensors, *, bits: int, symmetric: bool, offset: int) -> Quantized:
     """The matrix of GPTQ's tensors. ``offset`` is added to the words of the zeros, which symmetric
     weights do not need."""
-    weight = unpack_words(given["qweight"], bits, -2).transpose(-1, -2)
-    zeros = (
-        None
-        if symmetric
-        else unpack_words(given["qzeros"] + offset, bits).transpose(-1, -2).float()
-    )
+    weight, zeros = unpack_words(given["qweight"], bits, -2).transpose(-1, -2), None
+    if not symmetric:
+        zeros = unpack_words(given["qzeros"] + offset, bits).transpose(-1, -2).float()
     return Quantized(weight, given["scales"].transpose(-1, -2), zeros)
 
 
@@ -106,9 +105,7 @@ class NPUAWQConfig(AutoAWQConfig):
         if (version := str(config.get("version") or "gemm").lower()) != "gemm":
             raise refuse("AWQ", f"weights in the layout of {version} kernels", "gemm")
         if config.get("lm_head"):
-            raise refuse(
-                "AWQ", "a quantized output head (lm_head)", "output heads that are not quantized"
-            )
+            raise refuse("AWQ", *LM_HEAD)
         check_chip(["W4A16"])
         return super().from_config(config)
 
@@ -151,9 +148,7 @@ class NPUGPTQConfig(AutoGPTQConfig):
         if (form := config.get("checkpoint_format") or "gptq") not in ("gptq", "gptq_v2"):
             raise refuse("GPTQ", f"weights in format {form} (checkpoint_format)", "gptq, gptq_v2")
         if config.get("lm_head"):
-            raise refuse(
-                "GPTQ", "a quantized output head (lm_head)", "output heads that are not quantized"
-            )
+            raise refuse("GPTQ", *LM_HEAD)
         check_chip([f"W{bits}A16"])
         return super().from_config(config)
 

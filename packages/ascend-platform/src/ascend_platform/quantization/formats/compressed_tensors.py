@@ -54,7 +54,7 @@ from ascend_platform.quantization.methods.linear import apply, replace
 from ascend_platform.quantization.schemes import SCHEMES
 from ascend_platform.quantization.schemes.w8a8 import W8A8
 
-PACKED, BYTES = "pack-quantized", "int-quantized"
+PACKED, BYTES = FORMS = "pack-quantized", "int-quantized"
 STATIC = "W8A8"
 UNUSED = WeightsMapper(orig_to_new_suffix={".weight_shape": None})
 SUPPORTED = (
@@ -96,23 +96,16 @@ def scheme_of(weights: QuantizationArgs, inputs: QuantizationArgs | None, form: 
     if weights.type == "int" and bits in (4, 8) and rows and not weights.dynamic:
         if inputs is None:
             kind = f"W{bits}A16" if form == PACKED and weights.strategy != "tensor" else None
-        elif (
-            inputs.type == "int"
-            and inputs.num_bits == 8
-            and weights.symmetric
-            and form in (PACKED, BYTES)
-        ):
+        elif (inputs.type, inputs.num_bits) == ("int", 8) and weights.symmetric and form in FORMS:
             if inputs.dynamic and inputs.strategy == "token" and inputs.symmetric:
                 kind = f"W{bits}A8_DYNAMIC"
             elif not inputs.dynamic and inputs.strategy == "tensor" and bits == 8 and form == BYTES:
                 kind = STATIC
     if kind is None:
         found = f"{weights.num_bits}-bit {weights.type} weights ({weights.strategy})"
-        asked = (
-            f"{inputs.num_bits}-bit {inputs.type} inputs ({inputs.strategy})"
-            if inputs
-            else "unquantized inputs"
-        )
+        asked = "unquantized inputs"
+        if inputs:
+            asked = f"{inputs.num_bits}-bit {inputs.type} inputs ({inputs.strategy})"
         raise RefusedError(
             f"compressed-tensors asks for {found} with {asked} in format {form}; {SUPPORTED}; fix:"
             " quantize the model again"
@@ -147,15 +140,11 @@ class NPUCompressedTensorsConfig(CompressedTensorsConfig):
                 " quantize the model again without kv_cache_scheme"
             )
         made = super().from_config(config)
-        kinds = [
-            scheme_of(
-                scheme["weights"],
-                scheme["input_activations"],
-                scheme.get("format") or made.quant_format,
-            )
-            for scheme in made.target_scheme_map.values()
-        ]
-        check_chip(set(kinds) - {FP8})
+        kinds = set()
+        for scheme in made.target_scheme_map.values():
+            form = scheme.get("format") or made.quant_format
+            kinds.add(scheme_of(scheme["weights"], scheme["input_activations"], form))
+        check_chip(kinds - {FP8})
         return made
 
     @staticmethod
@@ -209,15 +198,10 @@ def tensors_of(weights: QuantizationArgs, form: str) -> dict[str, Stored]:
 
 def reader(bits: int) -> Callable[[Tensors], Quantized]:
     def read(given: Tensors) -> Quantized:
-        weight = (
-            given["weight"] if "weight" in given else unpack_words(given["weight_packed"], bits)
-        )
-        zero = given.get("weight_zero_point")
-        return Quantized(
-            weight,
-            given["weight_scale"].float(),
-            None if zero is None else unpack_words(zero, bits, -2).float(),
-        )
+        packed, zero = given.get("weight_packed"), given.get("weight_zero_point")
+        weight = given["weight"] if packed is None else unpack_words(packed, bits)
+        zero_point = None if zero is None else unpack_words(zero, bits, -2).float()
+        return Quantized(weight, given["weight_scale"].float(), zero_point)
 
     return read
 
@@ -247,11 +231,9 @@ class NPUInt8Kernel(Int8ScaledMMLinearKernel):
         if self.config.is_static_input_scheme:
             assert input_scale is not None
             self.scheme: Scheme = SCHEMES[STATIC]
-            offset = (
-                torch.zeros_like(input_scale.data)
-                if zero is None
-                else zero.data.to(input_scale.dtype)
-            )
+            offset = torch.zeros_like(input_scale.data)
+            if zero is not None:
+                offset = zero.data.to(offset.dtype)
             bias = (-offset * weight.data.sum(1, dtype=torch.float32)).round().to(torch.int32)
             assert isinstance(self.scheme, W8A8)
             inputs = (input_scale.data, offset, torch.get_default_dtype())
@@ -273,13 +255,8 @@ class NPUMixedPrecisionKernel(MPLinearKernel):
     """W8A16, W4A16 and W4A8_DYNAMIC for vLLM's ``CompressedTensorsWNA16``, ``WNA8Int`` and
     ``W4A8Int``."""
 
-    TYPES = (
-        scalar_types.int4,
-        scalar_types.uint4b8,
-        scalar_types.uint4,
-        scalar_types.uint8b128,
-        scalar_types.uint8,
-    )
+    FOUR_BITS = (scalar_types.int4, scalar_types.uint4b8, scalar_types.uint4)
+    TYPES = (*FOUR_BITS, scalar_types.uint8b128, scalar_types.uint8)
 
     @classmethod
     def get_min_capability(cls) -> int:
@@ -292,13 +269,8 @@ class NPUMixedPrecisionKernel(MPLinearKernel):
             return False, f"does not support {c.weight_type} weights with {c.act_type} inputs"
         several = c.group_size not in (-1, inputs, c.full_weight_shape[0])
         if several and (c.group_size % GROUP_STEP or inputs % c.group_size):
-            return (
-                False,
-                (
-                    f"supports groups of multiples of {GROUP_STEP} that divide the {inputs} inputs,"
-                    f" not {c.group_size}"
-                ),
-            )
+            groups = f"groups of multiples of {GROUP_STEP} that divide the {inputs} inputs"
+            return False, f"supports {groups}, not {c.group_size}"
         if max(inputs, out) > MOST:
             return False, f"supports up to {MOST} inputs and outputs, not {inputs} and {out}"
         if c.weight_type.size_bits == 4 and out % 8:
@@ -308,10 +280,8 @@ class NPUMixedPrecisionKernel(MPLinearKernel):
     def process_weights_after_loading(self, layer: torch.nn.Module) -> None:
         kind, bits = self.config.weight_type, self.config.weight_type.size_bits
         # vLLM tells a kernel about quantized inputs only this way (compressed_tensors_wNa8.py).
-        quantized = (
-            kind == scalar_types.int4
-            or getattr(layer, "_humming_input_quant_config", None) is not None
-        )
+        of_inputs = getattr(layer, "_humming_input_quant_config", None)
+        quantized = kind == scalar_types.int4 or of_inputs is not None
         self.scheme = SCHEMES[f"W{bits}A8_DYNAMIC" if quantized else f"W{bits}A16"]
         weight, scale, zero = self._get_weight_params(layer)
         given = {"weight_scale": scale.data}
@@ -320,14 +290,8 @@ class NPUMixedPrecisionKernel(MPLinearKernel):
             given["weight_zero_point"] = zero.data
         matrix = self.scheme.checked(reader(bits)(given), type(self).__name__)
         packed = self.scheme.pack(matrix, self.config.act_type)
-        loaded = {
-            "weight",
-            "weight_shape",
-            self.w_q_name,
-            self.w_s_name,
-            self.w_zp_name or "weight_zero_point",
-        }
-        replace(layer, loaded, packed)
+        zero_name = self.w_zp_name or "weight_zero_point"
+        replace(layer, {"weight", "weight_shape", self.w_q_name, self.w_s_name, zero_name}, packed)
 
     def apply_weights(
         self, layer: torch.nn.Module, x: torch.Tensor, bias: torch.Tensor | None = None

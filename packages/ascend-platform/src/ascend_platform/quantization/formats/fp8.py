@@ -33,10 +33,8 @@ UNUSED = WeightsMapper(orig_to_new_suffix={".input_scale": None})
 
 
 def _is_unexpected(record: logging.LogRecord) -> bool:
-    return not isinstance(record.args, tuple) or record.args[1:] != (
-        torch.float8_e4m3fn,
-        torch.uint8,
-    )
+    expected = torch.float8_e4m3fn, torch.uint8
+    return not isinstance(record.args, tuple) or record.args[1:] != expected
 
 
 # vLLM warns of each matrix whose dtype differs from its parameter's (models/utils.py).
@@ -54,11 +52,9 @@ def method_of(layer: torch.nn.Module, form: Fp8Format, prefix: str) -> QuantizeM
     if int8:
         check_chip([fp8.INT8])
     if isinstance(layer, RoutedExperts):
-        experts = layer.moe_config
+        moe = layer.moe_config
         return (
-            fp8.RequantizedExperts(experts, form, prefix)
-            if int8
-            else fp8.DequantizedExperts(experts, form)
+            fp8.RequantizedExperts(moe, form, prefix) if int8 else fp8.DequantizedExperts(moe, form)
         )
     return fp8.RequantizedLinearMethod(form, prefix) if int8 else fp8.DequantizedLinearMethod(form)
 
@@ -83,15 +79,11 @@ class NPUFp8Config(Fp8Config):
             RefusedError: weights that are not e4m3, or experts that are stored as MXFP4.
         """
         if (form := str(config.get("fmt") or "e4m3")) not in ("e4m3", "float8_e4m3fn"):
-            raise RefusedError(
-                f"the FP8 checkpoint has {form} weights; supported: e4m3; fix: use another"
-                " checkpoint"
-            )
+            found = f"the FP8 checkpoint has {form} weights; supported: e4m3"
+            raise RefusedError(f"{found}; fix: use another checkpoint")
         if store := config.get("store_dtype"):
-            raise RefusedError(
-                f"the FP8 checkpoint has experts stored as {store}; supported: FP8; fix: use"
-                " another checkpoint"
-            )
+            found = f"the FP8 checkpoint has experts stored as {store}; supported: FP8"
+            raise RefusedError(f"{found}; fix: use another checkpoint")
         return super().from_config(config)
 
     @staticmethod
@@ -107,16 +99,11 @@ class NPUFp8Config(Fp8Config):
             fused_mapping=self.packed_modules_mapping,
             match_mode=self.ignored_layers_match_mode,
         )
-        blocks = self.weight_block_size
-        form = (
-            Fp8Format("weight_scale_inv", (blocks[0], blocks[1]))
-            if blocks
-            else Fp8Format("weight_scale", (0, 0))
-        )
+        form = Fp8Format("weight_scale", (0, 0))
+        if blocks := self.weight_block_size:
+            form = Fp8Format("weight_scale_inv", (blocks[0], blocks[1]))
         if not skipped:
             return method_of(layer, form, prefix)
-        return (
-            UnquantizedFusedMoEMethod(layer.moe_config)
-            if isinstance(layer, RoutedExperts)
-            else UnquantizedLinearMethod()
-        )
+        if isinstance(layer, RoutedExperts):
+            return UnquantizedFusedMoEMethod(layer.moe_config)
+        return UnquantizedLinearMethod()

@@ -111,16 +111,11 @@ class ModelSlimConfig(QuantizationConfig):
                 f" {', '.join(SCHEMES)}, {FLOAT}; fix: quantize the model again with these"
             )
         cache = description.get("kv_cache_type") or description.get("kv_quant_type")
-        others = [
-            kind
-            for kind in (cache, description.get("fa_quant_type"))
-            if kind and kind not in CACHE_KINDS
-        ]
-        if others:
+        types = (cache, description.get("fa_quant_type"))
+        if others := ", ".join(str(each) for each in types if each and each not in CACHE_KINDS):
             raise RefusedError(
-                f"{DESCRIPTION} asks for KV cache or attention quantization"
-                f" {', '.join(map(str, others))}; supported: C8 (int8 KV cache); fix: quantize the"
-                " model again with C8, or without"
+                f"{DESCRIPTION} asks for KV cache or attention quantization {others}; supported: C8"
+                " (int8 KV cache); fix: quantize the model again with C8, or without"
             )
         for name, kind in weights.items():
             if kind != FLOAT and name.endswith(UNQUANTIZED):
@@ -158,9 +153,8 @@ class ModelSlimConfig(QuantizationConfig):
             stored = scheme.stored(self.description, parts[0])
             if not any(tensor.layout == Layout.GROUPS for tensor in stored.values()):
                 group_size = 0
-            return QuantizedExperts(
-                layer.moe_config, scheme, stored, scheme.read, group_size, prefix
-            )
+            own = (scheme, stored, scheme.read, group_size, prefix)
+            return QuantizedExperts(layer.moe_config, *own)
         if isinstance(layer, LinearBase | VocabParallelEmbedding):
             matrices = self._matrices(prefix)
             self._asked.update(matrices)
@@ -175,10 +169,8 @@ class ModelSlimConfig(QuantizationConfig):
             kind = self._kind(matrices, prefix)
             if kind == FLOAT:
                 return UnquantizedLinearMethod()
-            scheme = SCHEMES[kind]
-            return ModelSlimLinearMethod(
-                scheme, scheme.stored(self.description, matrices[0]), prefix
-            )
+            stored = SCHEMES[kind].stored(self.description, matrices[0])
+            return ModelSlimLinearMethod(SCHEMES[kind], stored, prefix)
         return None
 
     def check_loaded(self, model: torch.nn.Module) -> None:
@@ -192,12 +184,8 @@ class ModelSlimConfig(QuantizationConfig):
         for name, kind in self.description.items():
             matrix = name.rpartition(".")[0]
             parents = [matrix[: found.start()] for found in re.finditer(r"\.", matrix)]
-            if (
-                not _is_weight(name)
-                or kind == FLOAT
-                or matrix in self._asked
-                or not self._asked.isdisjoint(parents)
-            ):
+            is_quantized = _is_weight(name) and kind != FLOAT
+            if not is_quantized or not self._asked.isdisjoint([matrix, *parents]):
                 continue
             if parents and parents[-1] in modules:  # a layer of this rank
                 raise _unquantized(name, kind)
@@ -210,9 +198,8 @@ class ModelSlimConfig(QuantizationConfig):
         return names if any(self._of(name) for name in names) else [prefix]
 
     def _of(self, matrix: str) -> str | None:
-        return self.description.get(f"{matrix}.weight") or self.description.get(
-            f"{matrix}.weight_packed"
-        )
+        names = f"{matrix}.weight", f"{matrix}.weight_packed"
+        return self.description.get(names[0]) or self.description.get(names[1])
 
     def _kind(self, matrices: Iterable[str], prefix: str) -> str:
         kinds = {name: self._of(name) for name in matrices}

@@ -31,9 +31,8 @@ def tables(device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
     """Float32 values of each byte: the two of e2m1 ``[256, 2]``, lower half first, and the power of
     two of e8m0 ``[256]``."""
     every = torch.arange(256, dtype=torch.uint8, device="cpu")
-    values = torch.tensor(
-        [*MAGNITUDES, *(-each for each in MAGNITUDES)], dtype=torch.float32, device="cpu"
-    )
+    signed = [*MAGNITUDES, *(-each for each in MAGNITUDES)]
+    values = torch.tensor(signed, dtype=torch.float32, device="cpu")
     pairs = values[torch.stack((every & 15, every >> 4), 1).long()]
     return pairs.to(device), every.view(torch.float8_e8m0fnu).float().to(device)
 
@@ -98,22 +97,12 @@ class ExpandedExperts(NPUFusedMoEMethod):
                 register(layer, prefix + name, data, extra_weight_attrs)
             if self.moe.has_bias:
                 wide = torch.float32 if params_dtype == torch.bfloat16 else params_dtype
-                register(
-                    layer,
-                    f"{prefix}bias",
-                    torch.zeros(num_experts, out, dtype=wide),
-                    extra_weight_attrs,
-                )
+                bias = torch.zeros(num_experts, out, dtype=wide)
+                register(layer, f"{prefix}bias", bias, extra_weight_attrs)
 
     def process_weights_after_loading(self, layer: Any) -> None:
+        names = "weight", "weight_scale"
         for prefix in ("w13_", "w2_"):
-            packed, scale = (
-                getattr(layer, prefix + name).data for name in ("weight", "weight_scale")
-            )
-            replace(
-                layer,
-                ("weight", "weight_scale"),
-                {"weight": expanded(packed, scale, self.dtype)},
-                prefix,
-            )
+            packed, scale = (getattr(layer, prefix + name).data for name in names)
+            replace(layer, names, {"weight": expanded(packed, scale, self.dtype)}, prefix)
         super().process_weights_after_loading(layer)

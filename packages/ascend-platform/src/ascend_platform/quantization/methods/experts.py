@@ -59,11 +59,8 @@ class QuantizedExperts(NPUExperts, FusedMoEMethodBase):
                 f" {', '.join(each.name for each in SCHEMES.values() if each.experts)}; fix:"
                 " quantize them again as one of these"
             )
-        self.scheme = scheme
-        self.stored = stored
-        self.read = read
-        self.group_size = group_size
-        self.name = name
+        self.scheme, self.stored, self.read = scheme, stored, read
+        self.group_size, self.name = group_size, name
 
     def create_weights(
         self,
@@ -83,16 +80,11 @@ class QuantizedExperts(NPUExperts, FusedMoEMethodBase):
             self.scheme.check_size(out, inputs, self.name)
             groups = self.scheme.count_groups(inputs, self.group_size, True, self.name)
             for name, stored in self.stored.items():
-                data = torch.zeros(
-                    num_experts, *stored.shape(out, inputs, groups), dtype=stored.dtype
-                )
+                shape = num_experts, *stored.shape(out, inputs, groups)
+                data = torch.zeros(shape, dtype=stored.dtype)
                 # A rank may have a single group.
                 several = stored.layout == Layout.GROUPS and self.group_size > 0
-                kind = (
-                    FusedMoeWeightScaleSupported.GROUP
-                    if several
-                    else FusedMoeWeightScaleSupported.CHANNEL
-                )
+                kind = FusedMoeWeightScaleSupported["GROUP" if several else "CHANNEL"]
                 own = {"quant_method": kind.value, "is_transposed": stored.transposed}
                 register(layer, prefix + name, data, extra_weight_attrs | own)
 
@@ -116,12 +108,10 @@ class QuantizedExperts(NPUExperts, FusedMoEMethodBase):
         shared_experts: Any,
         shared_experts_input: torch.Tensor | None,
     ) -> torch.Tensor:
-        first, second = (
-            {n: getattr(layer, p + n) for n in self.scheme.packed} for p in ("w13_", "w2_")
-        )
-        return self.apply_routed(
-            SchemeExperts(self.scheme, first, second, x.dtype), x, topk_weights, topk_ids
-        )
+        packed = self.scheme.packed
+        first, second = ({n: getattr(layer, p + n) for n in packed} for p in ("w13_", "w2_"))
+        experts = SchemeExperts(self.scheme, first, second, x.dtype)
+        return self.apply_routed(experts, x, topk_weights, topk_ids)
 
 
 @dataclass(frozen=True)

@@ -104,12 +104,8 @@ def as_bytes(loaded: torch.Tensor) -> torch.Tensor:
 @functools.cache
 def values_of(device: torch.device) -> torch.Tensor:
     """The value of each byte in e4m3: float32 ``[256]``."""
-    return (
-        torch.arange(256, dtype=torch.uint8, device="cpu")
-        .view(torch.float8_e4m3fn)
-        .float()
-        .to(device)
-    )
+    every = torch.arange(256, dtype=torch.uint8, device="cpu")
+    return every.view(torch.float8_e4m3fn).float().to(device)
 
 
 def chunks(weight: torch.Tensor, scale: torch.Tensor) -> Iterator[tuple[int, torch.Tensor]]:
@@ -121,18 +117,16 @@ def chunks(weight: torch.Tensor, scale: torch.Tensor) -> Iterator[tuple[int, tor
     for first in range(0, scale.shape[0], step):
         factors = scale[first : first + step]
         rows = weight[first * block : (first + len(factors)) * block]
-        values = table.index_select(0, rows.flatten().int()).view(
-            len(factors), block, scale.shape[1], -1
-        )
+        values = table.index_select(0, rows.flatten().int())
+        values = values.view(len(factors), block, scale.shape[1], -1)
         yield first * block, (values * factors[:, None, :, None]).view(rows.shape)
 
 
 def dequantized(weight: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """The matrix, or one per expert, rounded to ``dtype``."""
     made = torch.empty(weight.shape, dtype=dtype, device=weight.device)
-    for matrix, bytes_, factors in zip(
-        *(each.view(-1, *each.shape[-2:]) for each in (made, weight, scale)), strict=True
-    ):
+    tensors = (each.view(-1, *each.shape[-2:]) for each in (made, weight, scale))
+    for matrix, bytes_, factors in zip(*tensors, strict=True):
         for first, rows in chunks(bytes_, factors):
             matrix[first : first + len(rows)] = rows
     return made
@@ -157,10 +151,8 @@ def requantized(weight: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype) -
     tensors = (each.view(-1, *each.shape[-2:]) for each in (made, scales, weight, scale))
     for matrix, own, bytes_, factors in zip(*tensors, strict=True):
         for first, rows in chunks(bytes_, factors):
-            steps = (
-                rows.abs().amax(-1, keepdim=True).clamp_min(torch.finfo(torch.float32).tiny * 127)
-                / 127
-            )
+            least = torch.finfo(torch.float32).tiny * 127
+            steps = rows.abs().amax(-1, keepdim=True).clamp_min(least) / 127
             own[first : first + len(rows)] = steps
             matrix[first : first + len(rows)] = (rows / steps).round()
     return Quantized(made, scales)
@@ -185,17 +177,14 @@ class Fp8Linear:
         rows, loader = sum(output_partition_sizes), extra_weight_attrs["weight_loader"]
         weight = torch.empty(rows, input_size_per_partition, dtype=torch.uint8)
         options: dict[str, Any] = {"output_dim": 0, "weight_loader": loading(loader, as_bytes)}
-        layer.register_parameter(
-            "weight", ModelWeightParameter(data=weight, input_dim=1, **options)
-        )
+        parameter: Any = ModelWeightParameter(data=weight, input_dim=1, **options)
+        layer.register_parameter("weight", parameter)
+        options["weight_loader"] = loading(loader, torch.Tensor.float)
         if self.fp8.block == (0, 0):
-            data = ones(len(output_partition_sizes))
-            made: Any = PerTensorScaleParameter(
-                data=data, weight_loader=loading(loader, torch.Tensor.float)
-            )
+            data, of_scale = ones(len(output_partition_sizes)), options["weight_loader"]
+            parameter = PerTensorScaleParameter(data=data, weight_loader=of_scale)
         elif self.fp8.block[1] == 0:
-            options["weight_loader"] = loading(loader, torch.Tensor.float)
-            made = ChannelQuantScaleParameter(data=ones(rows, 1), **options)
+            parameter = ChannelQuantScaleParameter(data=ones(rows, 1), **options)
         else:
             grid = self.fp8.grid(output_partition_sizes, input_size_per_partition)
             layer.weight_block_size = list(grid)  # Read by vLLM's loaders of merged matrices.
@@ -203,8 +192,8 @@ class Fp8Linear:
             convert = functools.partial(self.fp8.expanded, grid=grid, most=most)
             data = ones(rows // grid[0], input_size_per_partition // grid[1])
             options["weight_loader"] = loading(loader, convert)
-            made = BlockQuantScaleParameter(data=data, input_dim=1, **options)
-        layer.register_parameter(self.fp8.scale, made)
+            parameter = BlockQuantScaleParameter(data=data, input_dim=1, **options)
+        layer.register_parameter(self.fp8.scale, parameter)
 
     def loaded(self, layer: Any) -> tuple[torch.Tensor, torch.Tensor]:
         """The bytes and their scales, at least one per row of blocks."""
@@ -281,12 +270,8 @@ class Fp8Experts:
         loader = extra_weight_attrs.pop("weight_loader")
         for prefix, (rows, inputs, most) in sizes.items():
             data: Any = torch.empty(num_experts, sum(rows), inputs, dtype=torch.uint8)
-            register(
-                layer,
-                f"{prefix}weight",
-                data,
-                extra_weight_attrs | {"weight_loader": loading(loader, as_bytes)},
-            )
+            own = {"weight_loader": loading(loader, as_bytes)}
+            register(layer, f"{prefix}weight", data, extra_weight_attrs | own)
             kind, convert = "tensor", torch.Tensor.float
             if self.fp8.block == (0, 0):
                 data = ones(num_experts, len(rows)) if len(rows) > 1 else ones(num_experts)
@@ -302,9 +287,9 @@ class Fp8Experts:
     def loaded(self, layer: Any, prefix: str) -> tuple[torch.Tensor, torch.Tensor]:
         """The bytes and their scales of ``w13_`` or ``w2_``."""
         scale = getattr(layer, prefix + self.fp8.scale).data
-        return getattr(layer, f"{prefix}weight").data, (
-            scale if scale.dim() == 3 else scale.view(len(scale), -1, 1)
-        )
+        if scale.dim() < 3:
+            scale = scale.view(len(scale), -1, 1)
+        return getattr(layer, f"{prefix}weight").data, scale
 
 
 class DequantizedExperts(Fp8Experts, NPUFusedMoEMethod):

@@ -138,10 +138,9 @@ class ModelSlimLinearMethod(LinearMethodBase):
         rows, loader = sum(output_partition_sizes), extra_weight_attrs["weight_loader"]
         self.scheme.check_size(rows, input_size_per_partition, self.name)
         self.dtype = params_dtype
+        inputs, parts = input_size_per_partition, len(output_partition_sizes)
         for name, stored in self.stored.items():
-            made = self.parameter(
-                stored, rows, input_size_per_partition, len(output_partition_sizes), loader
-            )
+            made = self.parameter(stored, rows, inputs, parts, loader)
             layer.register_parameter(name, made)
 
     def parameter(
@@ -174,15 +173,10 @@ def transposed_parameter(
     if stored.rows * stored.columns > 1:
         packed = {"packed_dim": int(stored.rows > 1), "packed_factor": stored.rows * stored.columns}
     if stored.layout == Layout.GROUPS and per_channel:  # one group, which all ranks share
-        return (
-            PackedColumnParameter(**options, **packed)
-            if packed
-            else ChannelQuantScaleParameter(**options)
-        )
-    options["input_dim"] = 0
-    return (
-        PackedvLLMParameter(**options, **packed) if packed else GroupQuantScaleParameter(**options)
-    )
+        cls: Any = PackedColumnParameter if packed else ChannelQuantScaleParameter
+        return cls(**options, **packed)
+    cls = PackedvLLMParameter if packed else GroupQuantScaleParameter
+    return cls(input_dim=0, **options, **packed)
 
 
 @register_weight_loader_v2_supported_method
@@ -212,12 +206,10 @@ class TransposedLinearMethod(ModelSlimLinearMethod):
         self, stored: Stored, rows: int, inputs: int, parts: int, loader: Callable[..., None]
     ) -> BasevLLMParameter:
         groups = self.scheme.count_groups(inputs, self.group_size, False, self.name)
-        return transposed_parameter(
-            stored, stored.shape(rows, inputs, groups), self.group_size <= 0, loader
-        )
+        shape = stored.shape(rows, inputs, groups)
+        return transposed_parameter(stored, shape, self.group_size <= 0, loader)
 
     def process_weights_after_loading(self, layer: torch.nn.Module) -> None:
-        matrix = self.read({name: getattr(layer, name).data for name in self.stored})
-        replace(
-            layer, self.stored, self.scheme.pack(self.scheme.checked(matrix, self.name), self.dtype)
-        )
+        given = {name: getattr(layer, name).data for name in self.stored}
+        matrix = self.scheme.checked(self.read(given), self.name)
+        replace(layer, self.stored, self.scheme.pack(matrix, self.dtype))

@@ -43,14 +43,10 @@ class W4A8Dynamic(Scheme):
         multiply the per-channel scales."""
         rows = 2 if description.get("version") == "1.0.0" else 1
         tensors = {"weight": Stored(torch.int8, rows=rows)}
-        tensors |= {
-            name: Stored(torch.float32, Layout.COLUMN) for name in ("weight_scale", "weight_offset")
-        }
-        if f"{layer}.weight_scale_second" in description:
-            tensors |= {
-                f"{name}_second": Stored(torch.float32, Layout.GROUPS)
-                for name in ("weight_scale", "weight_offset")
-            }
+        for name in ("weight_scale", "weight_offset"):
+            tensors[name] = Stored(torch.float32, Layout.COLUMN)
+            if f"{layer}.weight_scale_second" in description:
+                tensors[f"{name}_second"] = Stored(torch.float32, Layout.GROUPS)
         return tensors
 
     def read(self, given: Tensors) -> Quantized:
@@ -60,9 +56,9 @@ class W4A8Dynamic(Scheme):
             scale, zero = scale * given["weight_scale_second"], second + zero
         weight = given["weight"]
         # Packed weights have half as many rows as scales.
-        return Quantized(
-            unpack_int4_rows(weight) if weight.shape[-2] < scale.shape[-2] else weight, scale, zero
-        )
+        if weight.shape[-2] < scale.shape[-2]:
+            weight = unpack_int4_rows(weight)
+        return Quantized(weight, scale, zero)
 
     def pack(self, matrix: Quantized, dtype: torch.dtype) -> dict[str, torch.Tensor]:
         # [..., groups, out]
@@ -92,12 +88,5 @@ class W4A8Dynamic(Scheme):
         counts: torch.Tensor,
         dtype: torch.dtype,
     ) -> torch.Tensor:
-        return grouped_matmul(
-            values,
-            own["weight"],
-            counts,
-            scale=own["weight_scale"],
-            bias=own["scale_bias"],
-            per_token_scale=scale,
-            output_dtype=dtype,
-        )
+        scales = {"scale": own["weight_scale"], "per_token_scale": scale, "bias": own["scale_bias"]}
+        return grouped_matmul(values, own["weight"], counts, **scales, output_dtype=dtype)

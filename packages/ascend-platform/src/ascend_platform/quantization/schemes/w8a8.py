@@ -39,23 +39,17 @@ class W8A8(Scheme):
 
     name = "W8A8"
     experts = False
-    packed: ClassVar[tuple[str, ...]] = (
-        "weight",
-        "deq_scale",
-        "quant_bias",
-        "input_factor",
-        "input_offset",
-    )
+    packed: ClassVar = ("weight", "deq_scale", "quant_bias", "input_factor", "input_offset")
 
     def stored(self, description: Mapping[str, Any], layer: str) -> dict[str, Stored]:
-        rows = {
+        of_inputs = Stored(torch.float32, Layout.INPUT)
+        return {
+            "weight": Stored(torch.int8),
             "quant_bias": Stored(torch.int32, Layout.CHANNELS),
             "deq_scale": Stored(torch.float32, Layout.CHANNELS),
+            "input_scale": of_inputs,
+            "input_offset": of_inputs,
         }
-        inputs = {
-            name: Stored(torch.float32, Layout.INPUT) for name in ("input_scale", "input_offset")
-        }
-        return {"weight": Stored(torch.int8)} | rows | inputs
 
     def load(
         self, given: Tensors, dtype: torch.dtype, layer: str, first_rank: bool
@@ -96,12 +90,10 @@ class W8A8(Scheme):
         }
 
     def apply(self, x: torch.Tensor, own: Tensors, bias: torch.Tensor | None) -> torch.Tensor:
-        values = torch_npu.npu_quantize(
-            x, own["input_factor"], own["input_offset"], torch.qint8, -1, False
-        )
-        product = torch_npu.npu_quant_matmul(
-            values, own["weight"], own["deq_scale"], bias=own["quant_bias"], output_dtype=x.dtype
-        )
+        of_inputs = own["input_factor"], own["input_offset"]
+        values = torch_npu.npu_quantize(x, *of_inputs, torch.qint8, -1, False)
+        options = {"bias": own["quant_bias"], "output_dtype": x.dtype}
+        product = torch_npu.npu_quant_matmul(values, own["weight"], own["deq_scale"], **options)
         return product if bias is None else product.add_(bias)
 
 
@@ -129,14 +121,8 @@ class W8A8Dynamic(Scheme):
 
     def apply(self, x: torch.Tensor, own: Tensors, bias: torch.Tensor | None) -> torch.Tensor:
         values, scale = torch_npu.npu_dynamic_quant(x)
-        return torch_npu.npu_quant_matmul(
-            values,
-            own["weight"],
-            own["weight_scale"],
-            pertoken_scale=scale,
-            bias=bias,
-            output_dtype=x.dtype,
-        )
+        options = {"pertoken_scale": scale, "bias": bias, "output_dtype": x.dtype}
+        return torch_npu.npu_quant_matmul(values, own["weight"], own["weight_scale"], **options)
 
     def pack_down(self, matrix: Quantized, dtype: torch.dtype) -> dict[str, torch.Tensor]:
         packed = self.pack(matrix, dtype)

@@ -55,13 +55,8 @@ class WeightOnly(Scheme):
         )
 
     def grouped(self, rows: torch.Tensor, own: Tensors, counts: torch.Tensor) -> torch.Tensor:
-        return grouped_matmul(
-            rows,
-            own["weight"],
-            counts,
-            antiquant_scale=own["weight_scale"],
-            antiquant_offset=own["weight_offset"],
-        )
+        options = {"antiquant_scale": own["weight_scale"], "antiquant_offset": own["weight_offset"]}
+        return grouped_matmul(rows, own["weight"], counts, **options)
 
 
 class W8A16(WeightOnly):
@@ -93,9 +88,8 @@ class W4A16(WeightOnly):
 
     def read(self, given: Tensors) -> Quantized:
         if "weight_packed" in given:
-            return Quantized(
-                unpack_words(given["weight_packed"], self.bits), given["weight_scale"].float()
-            )
+            weight = unpack_words(given["weight_packed"], self.bits)
+            return Quantized(weight, given["weight_scale"].float())
         return super().read(given)
 
     def pack_weight(self, weight: torch.Tensor) -> torch.Tensor:
