@@ -168,16 +168,14 @@ class AttentionImplBase:
         if uses_dcp and not getattr(self, "supports_dcp", False):
             refused.append("decode context parallelism")
         elif uses_dcp and needed:
-            refused.append(
-                f"decode context parallelism with {', '.join(feature.value for feature in needed)}"
-            )
+            features = ", ".join(feature.value for feature in needed)
+            refused.append(f"decode context parallelism with {features}")
         if refused:
-            supported = ", ".join(
-                ["causal decoder attention", *sorted(feature.value for feature in self.serves)]
-            )
+            others = sorted(feature.value for feature in self.serves)
+            supported = ", ".join(["causal decoder attention", *others])
+            needs = f"the model needs {', '.join(refused)}"
             raise RefusedError(
-                f"the model needs {', '.join(refused)}; {self.title} supports {supported}; fix:"
-                " serve another model"
+                f"{needs}; {self.title} supports {supported}; fix: serve another model"
             )
         self.alibi_slopes, self.sliding_window, self.sinks = alibi_slopes, sliding_window, sinks
         self.soft_cap = logits_soft_cap or None
@@ -275,9 +273,9 @@ class SparseLatentAttentionImplBase(LatentAttentionImplBase):
     def topk_indices_buffer(self) -> Any:
         """The indexer's, where there is one: vLLM lets a drafter's indexers share the target's
         buffer after construction."""
-        return (
-            self._topk_indices_buffer if self.indexer is None else self.indexer.topk_indices_buffer
-        )
+        if self.indexer is None:
+            return self._topk_indices_buffer
+        return self.indexer.topk_indices_buffer
 
     def record_logical_topk_ready(self) -> None:
         """No-op: only for vLLM's cache of selected tokens on the host (HiSparse)."""
@@ -416,9 +414,8 @@ def cache_parts(kv_cache: Any) -> dict[str, Any]:
         TypeError: something else.
     """
     if not hasattr(kv_cache, "_asdict"):
-        found = type(kv_cache).__name__
-        raise TypeError(
-            "a layer's KV cache is expected, as ascend_platform.attention.kv_cache.KVCachePair,"
-            f" not {found}"
+        expected = (
+            "a layer's KV cache is expected, as ascend_platform.attention.kv_cache.KVCachePair"
         )
+        raise TypeError(f"{expected}, not {type(kv_cache).__name__}")
     return kv_cache._asdict()

@@ -83,13 +83,10 @@ class EncoderAttentionImpl(PagedAttentionImpl, AttentionImpl[EncoderAttentionMet
             chunk = max(1, MAX_ELEMENTS // max(1, (end - start) * self.num_heads))
             for first in range(start, end, chunk):
                 rows = slice(first, min(first + chunk, end))
-                distance = positions - positions[rows.start - start : rows.stop - start].unsqueeze(
-                    1
-                )
+                own = positions[rows.start - start : rows.stop - start]
+                distance = (positions - own.unsqueeze(1))[None]
                 mask = distance.abs() >= (self.sliding_window or end - start)
-                output[rows] = self._attend(
-                    query[rows][None], keys, values, mask[None], distance[None]
-                )[0]
+                output[rows] = self._attend(query[rows][None], keys, values, mask, distance)[0]
         return output
 
 

@@ -60,17 +60,16 @@ def select(vllm_config: VllmConfig) -> GatedDeltaRule | None:
         return None
     path = slots.offered("attention.gated_delta")
     if path is None:
-        return GatedDeltaRule(
-            None, dict.fromkeys(PHASES, f"ascend-attention is {registry.state('ascend-attention')}")
-        )
+        reason = f"ascend-attention is {registry.state('ascend-attention')}"
+        return GatedDeltaRule(None, dict.fromkeys(PHASES, reason))
     fused: Any = resolve_obj_by_qualname(path)
     settings = model.hf_text_config
     states = MambaStateDtypeCalculator.gated_delta_net_state_dtype(
         model.dtype, cache.mamba_cache_dtype, cache.mamba_ssm_cache_dtype
     )
+    ranks = vllm_config.parallel_config.tensor_parallel_size
     layer = {
-        "heads": settings.linear_num_value_heads
-        // vllm_config.parallel_config.tensor_parallel_size,
+        "heads": settings.linear_num_value_heads // ranks,
         "sizes": (settings.linear_key_head_dim, settings.linear_value_head_dim),
         "dtype": model.dtype,
         "state_dtype": states[1],

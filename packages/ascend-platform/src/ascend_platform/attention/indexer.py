@@ -48,14 +48,12 @@ class NPUIndexer(Indexer):
             ``topk_indices_buffer``, whose first rows are written.
         """
         query = self.wq_b(qr)[0].view(-1, self.n_head, self.head_dim)
-        key, weights = self.wk_weights_proj(hidden_states)[0].split(
-            [self.head_dim, self.n_head], -1
-        )
+        projected = self.wk_weights_proj(hidden_states)[0]
+        key, weights = projected.split([self.head_dim, self.n_head], -1)
         query, key = self._rotate(positions, query, self.k_norm(key), rotary_emb)
         selected: Any = self.topk_indices_buffer
-        torch.ops.vllm.npu_sparse_indexer(
-            query, key, weights.contiguous(), selected, self.k_cache.prefix
-        )
+        select = torch.ops.vllm.npu_sparse_indexer
+        select(query, key, weights.contiguous(), selected, self.k_cache.prefix)
         return selected
 
     def _rotate(

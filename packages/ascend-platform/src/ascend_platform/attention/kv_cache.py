@@ -192,12 +192,12 @@ def check(config: KVCacheConfig) -> None:
         if not isinstance(group.kv_cache_spec, EncoderOnlyAttentionSpec)
     ]
     specs = [spec for group in groups for spec in iter_layer_specs(group.kv_cache_spec)]
-    if others := sorted(
-        {type(spec).__name__ for spec in specs if type(spec) not in SUPPORTED_SPECS}
-    ):
+    others = {type(spec).__name__ for spec in specs if type(spec) not in SUPPORTED_SPECS}
+    if others:
+        supported = ", ".join(spec.__name__ for spec in SUPPORTED_SPECS)
         raise RefusedError(
-            f"KV cache spec {', '.join(others)} is not supported;"
-            f" {', '.join(spec.__name__ for spec in SUPPORTED_SPECS)} are; fix: serve another model"
+            f"KV cache spec {', '.join(sorted(others))} is not supported; {supported} are; fix:"
+            " serve another model"
         )
     # States use a block as it is, see state_cache.py.
     paged = [spec for spec in specs if not isinstance(spec, MambaSpec)]

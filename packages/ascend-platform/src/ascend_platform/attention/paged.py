@@ -83,9 +83,8 @@ class PagedAttentionMetadataBuilder(AttentionMetadataBuilder[PagedAttentionMetad
         seq_lens = host_lengths(common_attn_metadata, PagedAttentionImpl.title)
         query_start_loc = common.query_start_loc_cpu[: common.num_reqs + 1].tolist()
         query_lens = [end - start for start, end in pairwise(query_start_loc)]
-        num_decodes = next(
-            (i for i, query_len in enumerate(query_lens) if query_len != 1), len(seq_lens)
-        )
+        others = (i for i, query_len in enumerate(query_lens) if query_len != 1)
+        num_decodes = next(others, len(seq_lens))
         block_size = self.kv_cache_spec.block_size
         max_blocks = -(-max(seq_lens[:num_decodes], default=0) // block_size)
         return PagedAttentionMetadata(
@@ -105,15 +104,10 @@ class PagedAttentionImpl(AttentionImplBase, AttentionImpl[PagedAttentionMetadata
     for the constructor."""
 
     title = "the built-in attention of ascend-platform"
-    serves = frozenset(
-        {
-            AttentionFeature.ALIBI,
-            AttentionFeature.SLIDING_WINDOW,
-            AttentionFeature.LOGITS_SOFT_CAP,
-            AttentionFeature.SINKS,
-            AttentionFeature.ENCODER_DECODER,
-        }
-    )
+    serves = frozenset(AttentionFeature) - {
+        AttentionFeature.ENCODER,
+        AttentionFeature.ENCODER_ONLY,
+    }
 
     def forward(
         self,
@@ -186,10 +180,8 @@ class PagedAttentionImpl(AttentionImplBase, AttentionImpl[PagedAttentionMetadata
             output[start:end] = 0
             return
         num_blocks = -(-seq_len // kv_cache[0].shape[1])
-        keys, values = (
-            each[:, :seq_len]
-            for each in self._gather(kv_cache, meta.block_table[request : request + 1, :num_blocks])
-        )
+        blocks = meta.block_table[request : request + 1, :num_blocks]
+        keys, values = (each[:, :seq_len] for each in self._gather(kv_cache, blocks))
         chunk = max(1, MAX_ELEMENTS // (seq_len * self.num_heads))
         positions = torch.arange(seq_len, device=query.device)
         # The position of a query token is its row in the batch plus this offset.

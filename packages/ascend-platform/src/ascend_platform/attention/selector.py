@@ -39,9 +39,9 @@ def select_backend(config: "AttentionSelectorConfig", model: Any) -> tuple[str, 
     Raises:
         RefusedError: neither backend supports the layer.
     """
-    slot = (
-        "encoder" if config.attn_type == "encoder_only" else "sinks" if config.has_sink else "dense"
-    )
+    slot = "sinks" if config.has_sink else "dense"
+    if config.attn_type == "encoder_only":
+        slot = "encoder"
     if config.use_mla:
         slot = "latent_sparse" if config.use_sparse else "latent"
     built_in = BUILT_IN[slot]
@@ -52,30 +52,23 @@ def select_backend(config: "AttentionSelectorConfig", model: Any) -> tuple[str, 
             return path, f"fused (ascend-attention {requirements.version('ascend-attention')})"
         reason = f"fused attention disabled: {', '.join(reasons)}"
     if reasons := _unsupported_reasons(built_in, config, model):
-        own = f"ascend-platform {requirements.version('ascend-platform')}"
-        raise RefusedError(
-            f"no attention backend of {own} supports the model: {', '.join(reasons)}; fix:"
-            " serve another model"
-        )
+        own = f"no attention backend of ascend-platform {requirements.version('ascend-platform')}"
+        why = ", ".join(reasons)
+        raise RefusedError(f"{own} supports the model: {why}; fix: serve another model")
     return built_in, f"built-in PyTorch ({reason})"
 
 
 def _unsupported_reasons(path: str, config: "AttentionSelectorConfig", model: Any) -> list[str]:
     backend = resolve_obj_by_qualname(path)
     # vLLM passes these only to the layer; AttentionSelectorConfig lacks them.
-    requested = {
-        AttentionFeature.ALIBI: model is not None and model.uses_alibi,
-        AttentionFeature.LOGITS_SOFT_CAP: model is not None
-        and bool(getattr(model.hf_text_config, "attn_logit_softcapping", None)),
-    }
+    requested = []
+    if model is not None and model.uses_alibi:
+        requested.append(AttentionFeature.ALIBI)
+    if model is not None and getattr(model.hf_text_config, "attn_logit_softcapping", None):
+        requested.append(AttentionFeature.LOGITS_SOFT_CAP)
     impl = backend.get_impl_cls()
-    serves = getattr(impl, "serves", ())
     lacking = host.chip_family().lacks(*getattr(impl, "operators", ()))
-    missing = [
-        feature
-        for feature, is_requested in requested.items()
-        if is_requested and feature not in serves
-    ]
+    missing = [feature for feature in requested if feature not in getattr(impl, "serves", ())]
     reasons = backend.validate_configuration(device_capability=None, **config._asdict())
     reasons += [f"{feature.value} not supported" for feature in missing]
     return reasons + [f"{host.chip()} has no {operator}" for operator in lacking]

@@ -82,9 +82,8 @@ class PagedSparseLatentAttentionImpl(SparseLatentAttentionImplBase, PagedLatentA
                 scores = (query[rows].float() @ keys.t()).relu_()
                 scores = (weights[rows].float().unsqueeze(1) @ scores).squeeze(1)
                 own = positions[length - end + first : length - end + rows.stop]
-                best, indices = scores.masked_fill_(positions > own.unsqueeze(1), -torch.inf).topk(
-                    count
-                )
+                scores.masked_fill_(positions > own.unsqueeze(1), -torch.inf)
+                best, indices = scores.topk(count)
                 selected[rows, :count] = indices.masked_fill(best == -torch.inf, -1).int()
 
     def forward_mqa(

@@ -95,14 +95,10 @@ def split(
         for spec in iter_layer_specs(group.kv_cache_spec)
         for name in group.layer_names
     }
-    pages = next(
-        (parts(spec) for spec in specs.values() if isinstance(spec, FullAttentionSpec)), None
-    )
-    return {
-        name: _split(caches[name], spec, pages)
-        for name, spec in specs.items()
-        if isinstance(spec, MambaSpec)
-    }
+    paged = (parts(spec) for spec in specs.values() if isinstance(spec, FullAttentionSpec))
+    pages = next(paged, None)
+    states = {name: spec for name, spec in specs.items() if isinstance(spec, MambaSpec)}
+    return {name: _split(caches[name], spec, pages) for name, spec in states.items()}
 
 
 def _split(
@@ -112,18 +108,12 @@ def _split(
     pages = pages or (*states, page - sum(states))
     placed = place(states, pages)
     if placed is None or sum(pages) != page:
-        raise NotImplementedError(
-            f"states of {states} bytes do not fit into the parts of a block, {pages} of {page}"
-            " bytes"
-        )
+        blocks_of = f"the parts of a block, {pages} of {page} bytes"
+        raise NotImplementedError(f"states of {states} bytes do not fit into {blocks_of}")
     views = []
-    for (part, offset), shape, dtype, size in zip(
-        placed, spec.shapes, spec.dtypes, states, strict=True
-    ):
+    each = zip(placed, spec.shapes, spec.dtypes, states, strict=True)
+    for (part, offset), shape, dtype, size in each:
         start = region.storage_offset() + blocks * sum(pages[:part]) + offset
-        views.append(
-            region.as_strided((blocks, size), (pages[part], 1), start)
-            .view(dtype)
-            .view(blocks, *shape)
-        )
+        bytes_ = region.as_strided((blocks, size), (pages[part], 1), start)
+        views.append(bytes_.view(dtype).view(blocks, *shape))
     return tuple(views)

@@ -19,22 +19,17 @@ def set_defaults(vllm_config: "VllmConfig") -> None:
     from vllm.config.vllm import OptimizationLevel
 
     compilation, model = vllm_config.compilation_config, vllm_config.model_config
-    if (
-        compilation.cudagraph_mode is None
-        and vllm_config.optimization_level == OptimizationLevel.O2
-    ):
+    is_o2 = vllm_config.optimization_level == OptimizationLevel.O2
+    if compilation.cudagraph_mode is None and is_o2:
         pooling = model is not None and model.pooler_config is not None
-        compilation.cudagraph_mode = (
-            CUDAGraphMode.NONE if pooling else CUDAGraphMode.FULL_DECODE_ONLY
-        )
+        mode_name = "NONE" if pooling else "FULL_DECODE_ONLY"
+        compilation.cudagraph_mode = CUDAGraphMode[mode_name]
     mode = compilation.cudagraph_mode
     if compilation.mode is None and mode is not None and not mode.requires_piecewise_compilation():
         # Without Inductor, compiling only serves to split a model into pieces.
         compilation.mode = CompilationMode.NONE
-    if (
-        compilation.cudagraph_capture_sizes is None
-        and compilation.max_cudagraph_capture_size is None
-    ):
+    sizes = compilation.cudagraph_capture_sizes, compilation.max_cudagraph_capture_size
+    if sizes == (None, None):
         _with_default_sizes.add(vllm_config.instance_id)
     if compilation.compile_sizes is None:
         compilation.compile_sizes = []
@@ -66,11 +61,8 @@ def cover_largest_decode(vllm_config: "VllmConfig") -> None:
         return
     largest = scheduler.max_num_seqs
     requests = (*range(sizes[-1] // length, largest, max(SIZE_STEP // length, 1)), largest)
-    more = [
-        each * length
-        for each in requests
-        if sizes[-1] < each * length <= scheduler.max_num_batched_tokens
-    ]
+    most = scheduler.max_num_batched_tokens
+    more = [each * length for each in requests if sizes[-1] < each * length <= most]
     compilation.cudagraph_capture_sizes = [*sizes, *more]
     compilation.max_cudagraph_capture_size = compilation.cudagraph_capture_sizes[-1]
 
@@ -86,9 +78,8 @@ def split_at_indexers(vllm_config: "VllmConfig") -> None:
     from vllm.config import CompilationMode
 
     compilation = vllm_config.compilation_config
-    if compilation.mode != CompilationMode.VLLM_COMPILE or not selector.is_sparse(
-        vllm_config.model_config
-    ):
+    is_compiled = compilation.mode == CompilationMode.VLLM_COMPILE
+    if not is_compiled or not selector.is_sparse(vllm_config.model_config):
         return
     if compilation.splitting_ops is None:
         # as set_splitting_ops_for_v1 adds
@@ -108,19 +99,15 @@ def check(vllm_config: "VllmConfig") -> None:
     from vllm.config import CompilationMode, CUDAGraphMode
 
     compilation = vllm_config.compilation_config
-    if compilation.mode != CompilationMode.NONE and (
-        compilation.backend == "inductor" or compilation.use_inductor_graph_partition
-    ):
+    uses_inductor = compilation.backend == "inductor" or compilation.use_inductor_graph_partition
+    if compilation.mode != CompilationMode.NONE and uses_inductor:
         raise RefusedError(
             'compilation by Inductor is not supported on Ascend NPUs; fix: remove "backend" and'
             ' "use_inductor_graph_partition" from --compilation-config'
         )
-    mode = vllm_config.compilation_config.cudagraph_mode
-    if (
-        mode is not None
-        and mode.has_full_cudagraphs()
-        and os.environ.get("ASCEND_LAUNCH_BLOCKING") == "1"
-    ):
+    mode = compilation.cudagraph_mode
+    is_blocking = os.environ.get("ASCEND_LAUNCH_BLOCKING") == "1"
+    if mode is not None and mode.has_full_cudagraphs() and is_blocking:
         # A replay gets its sequence lengths after the launch, and the host would wait for it
         # before.
         raise RefusedError(
@@ -128,10 +115,7 @@ def check(vllm_config: "VllmConfig") -> None:
             " torch_npu waits for a graph before it gets its sequence lengths; fix: unset"
             " ASCEND_LAUNCH_BLOCKING, or --enforce-eager"
         )
-    if vllm_config.lora_config and vllm_config.compilation_config.mode not in (
-        None,
-        CompilationMode.NONE,
-    ):
+    if vllm_config.lora_config and compilation.mode not in (None, CompilationMode.NONE):
         # torch.compile would record whether adapters were active when it traced the model.
         raise RefusedError(
             "LoRA is not supported with torch.compile, which PIECEWISE, FULL_AND_PIECEWISE and -O3"
@@ -143,10 +127,7 @@ def check(vllm_config: "VllmConfig") -> None:
             "torch_npu captures no graphs with TASK_QUEUE_ENABLE=2; fix: export"
             " TASK_QUEUE_ENABLE=1, or --enforce-eager"
         )
-    if (
-        vllm_config.model_config is None
-        or vllm_config.compilation_config.cudagraph_mode != CUDAGraphMode.FULL
-    ):
+    if vllm_config.model_config is None or mode != CUDAGraphMode.FULL:
         return
     if (attention := selector.describe_backend(vllm_config)).startswith("built-in"):
         raise RefusedError(

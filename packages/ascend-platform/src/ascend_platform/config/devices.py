@@ -63,14 +63,11 @@ def bind_to_numa_nodes(parallel: "ParallelConfig", by_default: bool) -> None:
         several NUMA nodes.
     """
     asked = parallel.numa_bind
-    local = (
-        parallel.distributed_executor_backend in (None, "mp", "uni")
-        and parallel.data_parallel_backend != "ray"
-    )
-    if not asked and not (
-        by_default and local and "platform" in scopes_here() and host.has_numa_nodes()
-    ):
-        return
+    if not asked:
+        local = parallel.distributed_executor_backend in (None, "mp", "uni")
+        local = local and parallel.data_parallel_backend != "ray" and "platform" in scopes_here()
+        if not by_default or not local or not host.has_numa_nodes():
+            return
     nodes, obstacle = host.numa_nodes()
     if not obstacle and not shutil.which("numactl"):
         obstacle = "numactl is not installed"

@@ -33,11 +33,8 @@ def check() -> None:
     # None in a notebook, an interactive session, and with -c.
     file = getattr(main, "__file__", None)
     frames = list(_stack())
-    if (
-        not file
-        or not envs.VLLM_ENABLE_V1_MULTIPROCESSING
-        or not any(_module(frame) in ENGINES for frame in frames)
-    ):
+    is_engine = any(_module(frame) in ENGINES for frame in frames)
+    if not file or not envs.VLLM_ENABLE_V1_MULTIPROCESSING or not is_engine:
         return
     if not os.path.isfile(file):
         raise RuntimeError(
@@ -50,10 +47,11 @@ def check() -> None:
         return
     with open(file, errors="replace") as source:
         if not any(guard in line for line in source for guard in GUARDS):
-            raise RuntimeError(
-                f"{file} creates an engine when it is imported, as each process of the engine does;"
-                ' fix: put its code below: if __name__ == "__main__":'
+            found = (
+                f"{file} creates an engine when it is imported, as each process of the engine does"
             )
+            fix = 'put its code below: if __name__ == "__main__":'
+            raise RuntimeError(f"{found}; fix: {fix}")
 
 
 def _module(frame: FrameType) -> Any:

@@ -57,9 +57,8 @@ def check(vllm_config: "VllmConfig") -> None:
         elif not slots.offered(SLOT):
             found = f"ascend-attention {registry.state('ascend-attention')}"
     if found:
-        raise RefusedError(
-            f"ascend.platform.mla_prolog is not supported with {found}; fix: remove it"
-        )
+        refused = f"ascend.platform.mla_prolog is not supported with {found}"
+        raise RefusedError(f"{refused}; fix: remove it")
 
 
 def describe(vllm_config: "VllmConfig") -> str:
@@ -68,9 +67,7 @@ def describe(vllm_config: "VllmConfig") -> str:
         return ""
     if reason := reason_against(vllm_config):
         return f", {OPERATOR} disabled: {reason}"
-    where = (
-        " in layers with unquantized projections" if vllm_config.quant_config is not None else ""
-    )
+    where = " in layers with unquantized projections" * (vllm_config.quant_config is not None)
     return f", decodes with {OPERATOR}{where}"
 
 
@@ -84,14 +81,12 @@ def reason_against(vllm_config: "VllmConfig") -> str:
     quantized."""
     from vllm.config import CompilationMode
 
-    transfer = vllm_config.kv_transfer_config
+    transfer, parallel = vllm_config.kv_transfer_config, vllm_config.parallel_config
     reasons = {
         f"{host.chip()} has no {OPERATOR}": bool(host.chip_family().lacks(OPERATOR)),
         "torch.compile": vllm_config.compilation_config.mode not in (None, CompilationMode.NONE),
-        "decode context parallelism": vllm_config.parallel_config.decode_context_parallel_size > 1,
-        "prefill context parallelism": (
-            vllm_config.parallel_config.prefill_context_parallel_size > 1
-        ),
+        "decode context parallelism": parallel.decode_context_parallel_size > 1,
+        "prefill context parallelism": parallel.prefill_context_parallel_size > 1,
         "LoRA": vllm_config.lora_config is not None,
         "a prefill instance": transfer is not None and transfer.kv_role == "kv_producer",
         "built-in attention": not selector.is_fused(vllm_config),

@@ -123,10 +123,8 @@ def parse(table: type[Table], values: object, where: str) -> Table:
         if key not in types_of:
             raise UnknownKeyError(where, key, types_of)
         if not _takes(types_of[key], value):
-            raise RefusedError(
-                f"{where}.{key} is {value!r}; supported: {describe(types_of[key])}; fix: correct"
-                " or remove it"
-            )
+            found = f"{where}.{key} is {value!r}; supported: {describe(types_of[key])}"
+            raise RefusedError(f"{found}; fix: correct or remove it")
     return table(**values)
 
 
@@ -229,9 +227,7 @@ def platform(vllm_config: object) -> Platform:
     Raises:
         RefusedError: as :func:`parse`.
     """
-    return parse(
-        Platform, _of(vllm_config).get("platform", {}), "additional_config ascend.platform"
-    )
+    return _parse(_of(vllm_config), "platform")
 
 
 def rope_order(vllm_config: Any) -> str:
@@ -271,14 +267,11 @@ def _ascend(additional_config: object) -> Mapping[str, object]:
     """The ``ascend`` part, an object of objects."""
     names = additional_config.get("ascend", {}) if isinstance(additional_config, Mapping) else {}
     if not isinstance(names, Mapping):
-        raise RefusedError(
-            f'additional_config ascend must be an object, not {names!r}; fix: write {{"NAME": {{…}}}}'
-            " there"
-        )
+        found = f"additional_config ascend must be an object, not {names!r}"
+        raise RefusedError(f'{found}; fix: write {{"NAME": {{…}}}} there')
     return names
 
 
 def _parse(names: Mapping[str, object], namespace: str) -> Any:
-    return parse(
-        _tables[namespace], names.get(namespace, {}), f"additional_config ascend.{namespace}"
-    )
+    where = f"additional_config ascend.{namespace}"
+    return parse(_tables[namespace], names.get(namespace, {}), where)

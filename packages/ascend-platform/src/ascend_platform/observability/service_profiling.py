@@ -38,48 +38,24 @@ class Symbol(NamedTuple):
     handler: tuple[str, str] = ("", "")
 
 
-_CORE = "vllm.v1.core"
+# Symbol below vLLM, its group and handler of the tool, and the name of its ranges, if it has one.
+_HANDLED = """
+v1.core.sched.scheduler:Scheduler.schedule batch schedule batchFrameworkProcessing
+v1.core.sched.scheduler:Scheduler.add_request batch add_request
+v1.core.kv_cache_manager:KVCacheManager.free kvcache free
+v1.core.kv_cache_manager:KVCacheManager.get_computed_blocks kvcache get_computed_blocks
+model_executor.layers.logits_processor:LogitsProcessor.forward model compute_logits computing_logits
+v1.executor.abstract:Executor.execute_model model execute_model modelExec
+v1.executor.multiproc_executor:MultiprocExecutor.execute_model model execute_model modelExec
+v1.executor.uniproc_executor:UniProcExecutor.execute_model model execute_model modelExec
+v1.engine.async_llm:AsyncLLM.add_request request add_request_async
+v1.engine.output_processor:OutputProcessor.process_outputs request process_outputs
+v1.engine.core:DPEngineCoreProc.add_request meta init_data_parallel
+"""
 SYMBOLS = [
-    Symbol(
-        f"{_CORE}.sched.scheduler:Scheduler.schedule",
-        "batchFrameworkProcessing",
-        handler=("batch", "schedule"),
-    ),
-    Symbol(f"{_CORE}.sched.scheduler:Scheduler.add_request", handler=("batch", "add_request")),
-    Symbol(f"{_CORE}.kv_cache_manager:KVCacheManager.free", handler=("kvcache", "free")),
-    Symbol(
-        f"{_CORE}.kv_cache_manager:KVCacheManager.get_computed_blocks",
-        handler=("kvcache", "get_computed_blocks"),
-    ),
-    Symbol(
-        "vllm.model_executor.layers.logits_processor:LogitsProcessor.forward",
-        "computing_logits",
-        handler=("model", "compute_logits"),
-    ),
-    Symbol(
-        "vllm.v1.executor.abstract:Executor.execute_model",
-        "modelExec",
-        handler=("model", "execute_model"),
-    ),
-    Symbol(
-        "vllm.v1.executor.multiproc_executor:MultiprocExecutor.execute_model",
-        "modelExec",
-        handler=("model", "execute_model"),
-    ),
-    Symbol(
-        "vllm.v1.executor.uniproc_executor:UniProcExecutor.execute_model",
-        "modelExec",
-        handler=("model", "execute_model"),
-    ),
-    Symbol(
-        "vllm.v1.engine.async_llm:AsyncLLM.add_request", handler=("request", "add_request_async")
-    ),
-    Symbol(
-        "vllm.v1.engine.output_processor:OutputProcessor.process_outputs",
-        handler=("request", "process_outputs"),
-    ),
-    Symbol(
-        "vllm.v1.engine.core:DPEngineCoreProc.add_request", handler=("meta", "init_data_parallel")
+    *(
+        Symbol(f"vllm.{symbol}", "".join(name), handler=(group, handler))
+        for symbol, group, handler, *name in map(str.split, _HANDLED.strip().splitlines())
     ),
     Symbol("ascend_platform.worker.worker:NPUWorker.execute_model", "workerExec", "Execute"),
 ]
@@ -88,10 +64,10 @@ SYMBOLS = [
 
 def of_runner(runner: str, *methods: str) -> list[Symbol]:
     """The methods of a model runner's class to measure, besides those that each has."""
-    named = [
-        Symbol(f"{runner}.{method}", method, "Execute") for method in ("sample_tokens", *methods)
-    ]
-    return [Symbol(f"{runner}.execute_model", "modelRunnerExec", "Execute"), *named]
+    named = {"execute_model": "modelRunnerExec"} | {
+        each: each for each in ("sample_tokens", *methods)
+    }
+    return [Symbol(f"{runner}.{method}", name, "Execute") for method, name in named.items()]
 
 
 def symbols() -> list[Symbol]:
@@ -137,11 +113,8 @@ def register() -> None:
     except FileExistsError:
         return
     except OSError as error:
-        logger.warning(
-            "%s cannot be written, and msServiceProfiler uses its own symbols: %s",
-            file,
-            error.strerror,
-        )
+        why = "cannot be written, and msServiceProfiler uses its own symbols"
+        logger.warning("%s %s: %s", file, why, error.strerror)
         return
     logger.info("wrote %s, the functions that msServiceProfiler measures", file)
 

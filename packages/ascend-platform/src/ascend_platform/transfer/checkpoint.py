@@ -75,15 +75,13 @@ def _directory(model_config: Any) -> Path | None:
 
 
 def _files(model_config: Any) -> Files:
-    directory = _directory(model_config)
-    found = (
-        [path for kind in ("*.safetensors", *OTHER_FORMATS) for path in directory.glob(kind)]
-        if directory
-        else []
-    )
-    return socket.gethostname(), sorted(
-        (path.name, (status := path.stat()).st_size, status.st_mtime_ns) for path in found
-    )
+    found: list[tuple[str, int, int]] = []
+    if directory := _directory(model_config):
+        paths = [
+            path for kind in ("*.safetensors", *OTHER_FORMATS) for path in directory.glob(kind)
+        ]
+        found = [(path.name, (s := path.stat()).st_size, s.st_mtime_ns) for path in paths]
+    return socket.gethostname(), sorted(found)
 
 
 def checkpoint_fingerprint(directory: Path) -> str:
@@ -97,9 +95,8 @@ def checkpoint_fingerprint(directory: Path) -> str:
         return ""
     paths = sorted(directory.glob("*.safetensors"))
     if not paths:
-        return _fingerprint_by_samples(
-            sorted(path for kind in OTHER_FORMATS for path in directory.glob(kind))
-        )
+        others = sorted(path for kind in OTHER_FORMATS for path in directory.glob(kind))
+        return _fingerprint_by_samples(others)
     digest = hashlib.sha256()
     for path in paths:
         with open(path, "rb") as file:
@@ -119,10 +116,9 @@ def _fingerprint_by_samples(paths: list[Path]) -> str:
     for path in paths:
         size = path.stat().st_size
         digest.update(b"%d" % size)
+        even = range(0, size, max(1, size // SAMPLES_OF_FILE))
         with open(path, "rb") as file:
-            for at in sorted(
-                {*range(0, size, max(1, size // SAMPLES_OF_FILE)), max(0, size - SAMPLE_BYTES)}
-            ):
+            for at in sorted({*even, max(0, size - SAMPLE_BYTES)}):
                 file.seek(at)
                 digest.update(file.read(SAMPLE_BYTES))
     return digest.hexdigest()[:16] if paths else ""

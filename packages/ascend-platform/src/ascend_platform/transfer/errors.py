@@ -5,23 +5,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Literal
+from typing import Literal, get_args
 
 Kind = Literal[
     "peer", "transport", "lease", "deadline", "verify", "mismatch", "aborted", "sleep", "internal"
 ]
 
-KINDS: tuple[Kind, ...] = (
-    "peer",
-    "transport",
-    "lease",
-    "deadline",
-    "verify",
-    "mismatch",
-    "aborted",
-    "sleep",
-    "internal",
-)
+KINDS: tuple[Kind, ...] = get_args(Kind)
 
 Settled = Callable[[], bool]
 """Whether a failed read or write can change its target no more. Once True it stays so."""

@@ -126,10 +126,8 @@ class HcclSender:
             link.send(source)
         while not link.wait(POLL_SECONDS):
             if self.closed or monotonic() >= until:
-                raise TransferError(
-                    "transport",
-                    f"the reader did not receive {_bytes(sources)} bytes in {seconds:.3g} s",
-                )
+                cause = f"the reader did not receive {_bytes(sources)} bytes in {seconds:.3g} s"
+                raise TransferError("transport", cause)
 
     def end(self) -> None:
         self.closed = True
@@ -212,11 +210,8 @@ class HcclEngine:
                 self._readers[session] = HcclReader(self, session, f"{self.session}/{uuid4().hex}")
             reader = self._readers[session]
         if not reader.lock.acquire(timeout=seconds):
-            raise TransferError(
-                "transport",
-                f"waited {seconds:.3g} s for other reads from this NPU",
-                settled=at_once,
-            )
+            cause = f"waited {seconds:.3g} s for other reads from this NPU"
+            raise TransferError("transport", cause, settled=at_once)
         try:
             yield reader
         finally:
@@ -275,9 +270,8 @@ class HcclEngine:
             return Refused("transport", "the peer has no registered memory")
         self.set_device()
         try:
-            for name in [
-                name for name in self._senders if name.partition("/")[0] == reader.partition("/")[0]
-            ]:
+            of_reader = reader.partition("/")[0]
+            for name in [each for each in self._senders if each.partition("/")[0] == of_reader]:
                 self._senders.pop(name).end()  # a link that this reader discarded
             info = self.link.root_info()
         except Exception as error:
@@ -305,11 +299,10 @@ class HcclEngine:
         same = len(message.addresses) == len(message.sizes)
         sources = self.registered_slices(message.addresses, message.sizes) if same else None
         if not sources:
-            return Refused(
-                "transport",
-                f"{sum(message.sizes)} bytes were requested outside of the peer's registered"
-                " memory",
+            cause = (
+                f"{sum(message.sizes)} bytes were requested outside of the peer's registered memory"
             )
+            return Refused("transport", cause)
         sending.work.put((sources, message.seconds))
         return Ack()
 
@@ -348,9 +341,8 @@ class HcclReader:
         started = False
         try:
             if self.closed:  # by the previous read
-                raise TransferError(
-                    "transport", f"the HCCL link with {self._session} failed in another read"
-                )
+                cause = f"the HCCL link with {self._session} failed in another read"
+                raise TransferError("transport", cause)
             self._engine.set_device()
             if self.link is None:
                 self._open(until)
@@ -363,13 +355,11 @@ class HcclReader:
                 self.link.recv(target)
             while not self.link.wait(min(POLL_SECONDS, until - monotonic())):
                 if monotonic() >= until:
-                    raise TransferError(
-                        "transport", f"HCCL did not receive {_bytes(targets)} bytes in time"
-                    )
+                    cause = f"HCCL did not receive {_bytes(targets)} bytes in time"
+                    raise TransferError("transport", cause)
                 if self.client.connection_count() != connection:
-                    raise TransferError(
-                        "peer", "the peer closed the connection during an HCCL receive"
-                    )
+                    cause = "the peer closed the connection during an HCCL receive"
+                    raise TransferError("peer", cause)
         except Exception as error:
             settled = at_once if self._abandon() or not started else never
             if settled is never:
@@ -398,9 +388,8 @@ class HcclReader:
             if link is not None:
                 link.destroy()
         except Exception as error:  # the NPU may have failed
-            logger.warning(
-                "HCCL link with %s cannot be destroyed: %s", self._session, one_line(error)
-            )
+            failed = "HCCL link with %s cannot be destroyed: %s"
+            logger.warning(failed, self._session, one_line(error))
             return False
         return True
 
@@ -428,9 +417,8 @@ class HcclReader:
         try:
             self.link = made.get(timeout=seconds)
         except queue.Empty:
-            raise TransferError(
-                "transport", f"HCCL did not connect the two NPUs in {seconds:.3g} s"
-            ) from None
+            cause = f"HCCL did not connect the two NPUs in {seconds:.3g} s"
+            raise TransferError("transport", cause) from None
         if isinstance(self.link, Exception):
             error, self.link = self.link, None
             raise TransferError("transport", f"HCCL cannot connect the two NPUs: {one_line(error)}")

@@ -28,9 +28,8 @@ def allocate_buffer(engine: Engine, size: int, device: torch.device) -> torch.Te
     def allocate() -> torch.Tensor:
         if device.type == "npu":
             torch.npu.set_device(device)
-        return torch.empty(
-            size, dtype=torch.uint8, device=where, pin_memory=where.type != device.type
-        )
+        is_pinned = where.type != device.type
+        return torch.empty(size, dtype=torch.uint8, device=where, pin_memory=is_pinned)
 
     with ThreadPoolExecutor(1, "transfer-buffers") as thread:
         buffer = thread.submit(allocate).result()
@@ -78,11 +77,8 @@ class ReceiveBuffers:
                 now = self._clock()
                 in_time = sum(now - since < SLOW_READ_SECONDS for since in self._in_use.values())
                 if not in_time and self._made >= self._most:
-                    raise TransferError(
-                        "transport",
-                        f"all {self._made} receive buffers are in use or quarantined after failed"
-                        " reads",
-                    )
+                    cause = f"all {self._made} receive buffers are in use or quarantined"
+                    raise TransferError("transport", f"{cause} after failed reads")
                 if grow := in_time < self._count and self._made < self._most:
                     self._made += 1
                 else:
@@ -105,9 +101,8 @@ class ReceiveBuffers:
             self._changed.notify()
 
     def _take(self) -> torch.Tensor | None:
-        over = next(
-            (index for index, (settled, _) in enumerate(self._quarantined) if settled()), None
-        )
+        settled = (index for index, (is_over, _) in enumerate(self._quarantined) if is_over())
+        over = next(settled, None)
         if self._free or over is not None:
             buffer = self._free.pop() if over is None else self._quarantined.pop(over)[1]
             self._in_use[buffer.data_ptr()] = self._clock()

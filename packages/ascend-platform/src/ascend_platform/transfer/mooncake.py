@@ -103,13 +103,8 @@ def _note_version() -> None:
     for wheel in WHEELS:
         with contextlib.suppress(metadata.PackageNotFoundError):
             if not (found := metadata.version(wheel)).startswith(TESTED):
-                logger.warning(
-                    "%s %s was not tested with this version; fix: pip install %s==%s.*",
-                    wheel,
-                    found,
-                    wheel,
-                    TESTED,
-                )
+                text = "%s %s was not tested with this version; fix: pip install %s==%s.*"
+                logger.warning(text, wheel, found, wheel, TESTED)
 
 
 def acknowledges_writes() -> bool:
@@ -234,14 +229,10 @@ class SharedEngine:
     def register(self, address: int, size: int) -> None:
         """Register memory, unless it is. Raises TransferError."""
         with self._lock:
-            if not self.registered[address, size] and (
-                code := self.engine.register_memory(address, size)
-            ):
-                raise TransferError(
-                    "transport",
-                    f"mooncake cannot register {size} bytes (code {code})",
-                    settled=at_once,
-                )
+            is_new = not self.registered[address, size]
+            if is_new and (code := self.engine.register_memory(address, size)):
+                cause = f"mooncake cannot register {size} bytes (code {code})"
+                raise TransferError("transport", cause, settled=at_once)
             self.registered[address, size] += 1
 
     def unregister(self, address: int, size: int) -> None:
@@ -274,11 +265,8 @@ class Batches:
     def have_ended(self) -> bool:
         """Whether all have ended; those that have are freed."""
         with self._lock:
-            self._batches = [
-                each
-                for each in self._batches
-                if self._engine.transfer_check_status(each) not in (DONE, FAILED)
-            ]
+            state = self._engine.transfer_check_status
+            self._batches = [each for each in self._batches if state(each) not in (DONE, FAILED)]
             return not self._batches
 
 
@@ -380,19 +368,15 @@ class MooncakeEngine:
                 break
         with self._lock:
             self._unsettled = [each for each in self._unsettled if not each()] + [settled]
-        raise TransferError(
-            "transport",
-            f"mooncake failed to {direction} {runs.total} bytes (code {code})",
-            settled=settled,
-        )
+        cause = f"mooncake failed to {direction} {runs.total} bytes (code {code})"
+        raise TransferError("transport", cause, settled=settled)
 
     def _attempt(self, direction: str, name: str, runs: Runs) -> tuple[int, Settled]:
         """0, or Mooncake's code, and when nothing is read or written any more."""
         engine, began = self._shared.engine, monotonic()
         if self.on_device:  # There, one batch is one call of CANN.
-            code: int = getattr(engine, f"batch_transfer_sync_{direction}")(
-                name, runs.local, runs.remote, runs.size
-            )
+            transfer = getattr(engine, f"batch_transfer_sync_{direction}")
+            code: int = transfer(name, runs.local, runs.remote, runs.size)
             # Before its timeout it returns only once CANN's call has ended and the link is closed
             # (ascend_direct_transport).
             return code, at_once if monotonic() - began < self._shared.timeout else never

@@ -99,35 +99,31 @@ class PeerQueues(Generic[Work]):
             queue.waiting.append(work)
             if (error := self._start_threads(queue)) and not queue.threads:
                 queue.waiting.pop()
-                raise TransferError(
-                    "internal",
-                    f"{error}; fix: raise the limit of processes and threads (ulimit -u, pids.max)",
-                )
+                fix = "raise the limit of processes and threads (ulimit -u, pids.max)"
+                raise TransferError("internal", f"{error}; fix: {fix}")
             queue.changed.notify()
 
     def abandon(self, work: Work) -> None:
         """The thread at this work is stuck: it ends when it returns, and another one takes its
         place meanwhile."""
         with self._lock:
-            for queue in self._peers.values():
-                for thread in queue.threads:
-                    if (
-                        thread.work is work
-                        and sum(stuck.peer is queue for stuck in self._stuck) < MAX_STUCK_THREADS
-                    ):
-                        thread.stop = True
-                        queue.threads.remove(thread)
-                        self._stuck.append(thread)
-                        self._start_threads(queue)
-                        return
+            threads = (thread for queue in self._peers.values() for thread in queue.threads)
+            thread = next((each for each in threads if each.work is work), None)
+            if thread is None:
+                return
+            queue = thread.peer
+            if sum(stuck.peer is queue for stuck in self._stuck) < MAX_STUCK_THREADS:
+                thread.stop = True
+                queue.threads.remove(thread)
+                self._stuck.append(thread)
+                self._start_threads(queue)
 
     def close(self, seconds: float) -> bool:
         """End all threads; whether they ended in time."""
         with self._lock:
             self._closed = True
-            threads = [
-                thread for queue in self._peers.values() for thread in queue.threads
-            ] + self._stuck
+            of_peers = (thread for queue in self._peers.values() for thread in queue.threads)
+            threads = [*of_peers, *self._stuck]
             for thread in threads:
                 thread.stop = True
             for queue in self._peers.values():
@@ -163,22 +159,15 @@ class PeerQueues(Generic[Work]):
                 thread.peer.threads.remove(thread)
             for queue in self._peers.values():
                 self._start_threads(queue)
-            for peer in [
-                peer
-                for peer, queue in self._peers.items()
-                if not queue.threads and not queue.waiting
-            ]:
-                del self._peers[peer]
+            for peer, queue in list(self._peers.items()):
+                if not queue.threads and not queue.waiting:
+                    del self._peers[peer]
 
     def _start_threads(self, queue: Peer[Work]) -> str:
         """Start a thread if there is work for it; returns why it cannot be started."""
         free = sum(thread in self._idle and not thread.stop for thread in queue.threads)
-        if (
-            self._closed
-            or len(queue.waiting) <= free
-            or len(queue.threads) >= queue.limit
-            or self._count() >= MAX_THREADS
-        ):
+        is_full = len(queue.threads) >= queue.limit or self._count() >= MAX_THREADS
+        if self._closed or is_full or len(queue.waiting) <= free:
             return ""
         thread = PeerThread(self, queue)
         try:

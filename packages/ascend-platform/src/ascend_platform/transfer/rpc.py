@@ -56,8 +56,12 @@ QUEUE_POLL_MS = 5
 """The same while queries wait for a buffer, whose loan may expire."""
 
 
-def endpoint_url(host: str, port: int) -> str:
+def endpoint_url(host: str, port: int | str) -> str:
     return f"tcp://[{host}]:{port}" if ":" in host else f"tcp://{host}:{port}"
+
+
+def _too_long(message: Message, content: bytes) -> str:
+    return f"a {type(message).__name__} of {len(content)} bytes; the most is {LONGEST_MESSAGE}"
 
 
 class NotYetError(TransferError):
@@ -107,9 +111,7 @@ class RpcServer:
     def _bind(self, ports: range) -> None:
         for port in ports:
             try:
-                self._socket.bind(
-                    endpoint_url(self.host, port) if port else endpoint_url(self.host, 0)[:-1] + "*"
-                )
+                self._socket.bind(endpoint_url(self.host, port or "*"))
                 return
             except zmq.ZMQError as error:
                 if error.errno == zmq.EADDRINUSE and port != ports[-1]:
@@ -146,11 +148,7 @@ class RpcServer:
         def reply(message: Message) -> None:
             # the peer would close the connection
             if len(content := self._codec.encode(message)) > LONGEST_MESSAGE:
-                cause = (
-                    f"a {type(message).__name__} of {len(content)} bytes; the most is"
-                    f" {LONGEST_MESSAGE}"
-                )
-                content = self._codec.encode(Refused("mismatch", cause))
+                content = self._codec.encode(Refused("mismatch", _too_long(message, content)))
             self._socket.send_multipart([sender, request_id, content])
 
         try:
@@ -173,10 +171,9 @@ class RpcServer:
         except TransferError as error:
             return Refused(error.kind, str(error))
         except Exception as error:
-            logger.warning(
-                "transfer: error while answering a peer: %s: %s", type(error).__name__, error
-            )
-            return Refused("internal", f"{type(error).__name__}: {error}")
+            cause = f"{type(error).__name__}: {error}"
+            logger.warning("transfer: error while answering a peer: %s", cause)
+            return Refused("internal", cause)
 
 
 def make_context() -> zmq.Context:
@@ -250,10 +247,7 @@ class RpcClient:
         self._raise_if_rejected()
         # the peer would close the connection
         if len(content := self._codec.encode(query)) > LONGEST_MESSAGE:
-            raise TransferError(
-                "mismatch",
-                f"a {type(query).__name__} of {len(content)} bytes; the most is {LONGEST_MESSAGE}",
-            )
+            raise TransferError("mismatch", _too_long(query, content))
         self.sent += 1
         try:
             self._socket.send_multipart([request_id, content])
@@ -276,9 +270,8 @@ class RpcClient:
         began = monotonic()
         until = min(deadline, began + self._timeout)
         while monotonic() < until:
-            if self._socket not in dict(
-                self._poller.poll(max(1, min(POLL_MS, int((until - monotonic()) * 1000))))
-            ):
+            milliseconds = max(1, min(POLL_MS, int((until - monotonic()) * 1000)))
+            if self._socket not in dict(self._poller.poll(milliseconds)):
                 check()
                 self._check_connection()
                 continue
@@ -336,9 +329,8 @@ class RpcClient:
                 raise TransferError("peer", "the peer closed the connection")
             self._attempts = self._attempts + 1 if event == zmq.EVENT_CONNECT_RETRIED else 0
             if self._attempts >= MAX_CONNECT_ATTEMPTS:
-                raise TransferError(
-                    "peer", f"nothing listens at its address ({MAX_CONNECT_ATTEMPTS} attempts)"
-                )
+                cause = f"nothing listens at its address ({MAX_CONNECT_ATTEMPTS} attempts)"
+                raise TransferError("peer", cause)
 
     def call(self, query: Message, deadline: float) -> Message:
         """Send a query and await its reply, retrying while the peer asks for it.
@@ -372,17 +364,12 @@ class RpcClient:
             if reply.queued and monotonic() < deadline:
                 request_id = self.send(query)
                 continue
-            if (
-                not reply.again
-                or monotonic() - first > retry_seconds
-                or monotonic() + pause > deadline
-            ):
-                waited = f" (for {monotonic() - first:.2g} s)" if reply.again else ""
+            now = monotonic()
+            if not reply.again or now - first > retry_seconds or now + pause > deadline:
+                waited = f" (for {now - first:.2g} s)" if reply.again else ""
                 failure = NotYetError if reply.again else TransferError
-                raise failure(
-                    reply.kind if reply.kind in KINDS else "internal",
-                    f"{printable(reply.cause)}{waited}",
-                )
+                kind = reply.kind if reply.kind in KINDS else "internal"
+                raise failure(kind, f"{printable(reply.cause)}{waited}")
             threading.Event().wait(pause)
             pause = min(2 * pause, max_pause)
             request_id = self.send(query)
@@ -435,9 +422,8 @@ class ClientPool:
             try:
                 client = self._make(address)
             except zmq.ZMQError as error:
-                raise TransferError(
-                    "peer", f"cannot connect to {printable(address[0])}:{address[1]} ({error})"
-                ) from None
+                cause = f"cannot connect to {printable(address[0])}:{address[1]} ({error})"
+                raise TransferError("peer", cause) from None
         self._clients[address] = client, monotonic()
         return client
 
@@ -451,7 +437,6 @@ class ClientPool:
 
     def close_idle(self, seconds: float = IDLE_SECONDS) -> None:
         """Close the clients that were not used for this long."""
-        for address in [
-            address for address, (_, used) in self._clients.items() if monotonic() - used >= seconds
-        ]:
-            self.close(address)
+        for address, (_, used) in list(self._clients.items()):
+            if monotonic() - used >= seconds:
+                self.close(address)

@@ -270,8 +270,8 @@ class Fp8Experts:
         loader = extra_weight_attrs.pop("weight_loader")
         for prefix, (rows, inputs, most) in sizes.items():
             data: Any = torch.empty(num_experts, sum(rows), inputs, dtype=torch.uint8)
-            own = {"weight_loader": loading(loader, as_bytes)}
-            register(layer, f"{prefix}weight", data, extra_weight_attrs | own)
+            of_weight = {"weight_loader": loading(loader, as_bytes)}
+            register(layer, f"{prefix}weight", data, extra_weight_attrs | of_weight)
             kind, convert = "tensor", torch.Tensor.float
             if self.fp8.block == (0, 0):
                 data = ones(num_experts, len(rows)) if len(rows) > 1 else ones(num_experts)

@@ -5,26 +5,14 @@
 from ascend_platform.observability.service_profiling import Symbol, of_runner
 
 _RUNNER = "ascend_platform.worker.v2.runner:NPUModelRunner"
+_METHODS = "add_requests update_requests prepare_inputs prepare_attn sample postprocess_sampled"
+_DRAFTERS = (
+    "target_dependent_ar.speculator:TargetDependentAR",
+    "standalone_ar.speculator:StandaloneAR",
+    "ngram.speculator:NgramGPU",
+)
+_PROPOSE = "vllm.v1.worker.gpu.spec_decode.{}Speculator.propose"
 SYMBOLS = [
-    *of_runner(
-        _RUNNER,
-        "add_requests",
-        "update_requests",
-        "prepare_inputs",
-        "prepare_attn",
-        "sample",
-        "postprocess_sampled",
-    ),
-    *(
-        Symbol(
-            f"vllm.v1.worker.gpu.spec_decode.{name}Speculator.propose",
-            "propose_draft_token_ids",
-            "SpecDecode",
-        )
-        for name in (
-            "target_dependent_ar.speculator:TargetDependentAR",
-            "standalone_ar.speculator:StandaloneAR",
-            "ngram.speculator:NgramGPU",
-        )
-    ),
+    *of_runner(_RUNNER, *_METHODS.split()),
+    *(Symbol(_PROPOSE.format(name), "propose_draft_token_ids", "SpecDecode") for name in _DRAFTERS),
 ]
