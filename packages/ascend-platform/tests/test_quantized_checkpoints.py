@@ -235,7 +235,6 @@ def test_awq_and_gptq_checkpoints_are_detected(model, monkeypatch, config, asked
 
 
 def test_a_vllm_that_lacks_a_name_serves_unquantized_models_only(model, monkeypatch, tmp_path):
-    monkeypatch.setattr(quantization, "_import_error", None)
     monkeypatch.setitem(sys.modules, "ascend_platform.quantization.formats.modelslim", None)
     monkeypatch.delattr(quantization.formats, "modelslim", raising=False)
     quantization.register.cache_clear()

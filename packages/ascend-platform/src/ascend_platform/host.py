@@ -8,6 +8,7 @@ from __future__ import annotations
 import ctypes
 import functools
 import importlib.util
+import itertools
 import os
 import platform
 import re
@@ -79,9 +80,8 @@ def missing_libraries(torch_npu: Path) -> tuple[list[str], str]:
     command = ["ldd", str(torch_npu / "lib" / "libtorch_npu.so")]
     done = subprocess.run(command, env=_with_torch(), capture_output=True, text=True, timeout=20)
     missing = re.findall(r"^\s*(\S+) => not found", done.stdout, re.MULTILINE)
-    return sorted(set(missing)), (
-        "" if done.returncode == 0 else " ".join((done.stdout + done.stderr).split())
-    )
+    other = " ".join((done.stdout + done.stderr).split()) if done.returncode else ""
+    return sorted(set(missing)), other
 
 
 def missing_library(error: BaseException | None) -> str:
@@ -89,11 +89,8 @@ def missing_library(error: BaseException | None) -> str:
     of CANN; else ""."""
     for each in error_chain(error):
         name, _, rest = str(each).partition(": ")
-        if (
-            isinstance(each, ImportError)
-            and "cannot open shared object file" in rest
-            and through_torch_npu(each)
-        ):
+        is_missing = isinstance(each, ImportError) and "cannot open shared object file" in rest
+        if is_missing and through_torch_npu(each):
             return (
                 f"CANN's library {name} was not found, so torch_npu cannot be loaded; fix: source"
                 " CANN's set_env.sh (usually /usr/local/Ascend/ascend-toolkit/set_env.sh), or use"
@@ -123,11 +120,9 @@ def through_torch_npu(error: BaseException) -> bool:
 def query_driver() -> dict[str, str]:
     """Answers of the driver and CANN's runtime: ``npus`` and ``chip``; a value that begins with
     "?=" is an error."""
-    command = [sys.executable, "-I", "-S", "-c", _QUESTIONS]
+    command, env = [sys.executable, "-I", "-S", "-c", _QUESTIONS], _with_torch()
     try:
-        done = subprocess.run(
-            command, env=_with_torch(), capture_output=True, text=True, timeout=20
-        )
+        done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=20)
     except subprocess.TimeoutExpired:
         return {"npus": "?=no answer from the driver in 20 seconds"}
     answers = dict(line.split("=", 1) for line in done.stdout.splitlines() if "=" in line)
@@ -140,10 +135,7 @@ def npu_count() -> tuple[int, str]:
     answer = query_driver()["npus"]
     if not answer.startswith("?="):
         return int(answer), ""
-    return (
-        len([path for path in Path("/dev").glob("davinci*") if path.name[7:].isdigit()]),
-        answer[2:],
-    )
+    return sum(path.name[7:].isdigit() for path in Path("/dev").glob("davinci*")), answer[2:]
 
 
 def visible(listed: str, npus: int) -> int:
@@ -170,13 +162,8 @@ def unused_npus(listed: str, npus: int) -> tuple[str, str]:
         return "", ""
     ids = sorted({int(word) for word in re.findall(r"\d+", listed) if int(word) < npus})
     fix = f"export {VISIBLE_NPUS}={','.join(map(str, ids))}" if ids else f"unset {VISIBLE_NPUS}"
-    return (
-        (
-            f"{listed!r} leaves {usable} of {npus} NPUs: ids must be 0 to {npus - 1}, ascending,"
-            " without spaces"
-        ),
-        fix,
-    )
+    rule = f"ids must be 0 to {npus - 1}, ascending, without spaces"
+    return f"{listed!r} leaves {usable} of {npus} NPUs: {rule}", fix
 
 
 def has_numa_nodes(online: Path = Path("/sys/devices/system/node/online")) -> bool:
@@ -255,13 +242,9 @@ def cann_version() -> str:
     if home is None:
         return ""
     directories = [home, home / f"{platform.machine()}-linux"]
-    files = [
-        path
-        for place in directories
-        for pattern in ("*_install.info", "*/version.info")
-        for path in sorted(place.glob(pattern))
-    ]
-    return next(filter(None, map(_version_in, files)), "")
+    patterns = "*_install.info", "*/version.info"
+    files = [sorted(folder.glob(each)) for folder in directories for each in patterns]
+    return next(filter(None, map(_version_in, itertools.chain(*files))), "")
 
 
 def driver_version() -> str:
@@ -293,29 +276,22 @@ def set_env() -> str:
     """The command that sets up CANN's environment, if an installation is found, else how to install
     it."""
     roots = [Path("/usr/local/Ascend"), Path.home() / "Ascend"]
-    for path in (
-        root / name / "set_env.sh" for root in roots for name in ("ascend-toolkit", "cann", "nnae")
-    ):
+    names = "ascend-toolkit", "cann", "nnae"
+    for path in (root / name / "set_env.sh" for root in roots for name in names):
         if path.is_file():
             return f"source {path}"
-    return (
-        "install CANN and source its set_env.sh; on a machine without NPUs put `ascend-emulator run"
-        " --` before the command"
-    )
+    without = "on a machine without NPUs put `ascend-emulator run --` before the command"
+    return f"install CANN and source its set_env.sh; {without}"
 
 
 def driver_fix() -> str:
     """The fix if the driver's library does not answer."""
     libraries = DRIVER / "lib64" / "driver"
     if (libraries / "libascend_hal.so").is_file():
-        return (
-            f"export LD_LIBRARY_PATH={libraries}:{libraries.parent / 'common'}:$LD_LIBRARY_PATH,"
-            " then look at npu-smi info"
-        )
-    return (
-        "install the NPU driver, or mount it into the container (-v"
-        " /usr/local/Ascend/driver:/usr/local/Ascend/driver)"
-    )
+        paths = f"{libraries}:{libraries.parent / 'common'}:$LD_LIBRARY_PATH"
+        return f"export LD_LIBRARY_PATH={paths}, then look at npu-smi info"
+    mount = "-v /usr/local/Ascend/driver:/usr/local/Ascend/driver"
+    return f"install the NPU driver, or mount it into the container ({mount})"
 
 
 def free_memory() -> int:
@@ -343,18 +319,13 @@ def _with_torch() -> dict[str, str]:
 def _numbers(version: str) -> tuple[int, ...]:
     """The first three numbers of a version such as 25.5.1 or 24.1.rc3, where a release candidate is
     before the release."""
-    return tuple(
-        int(part) if part.isdigit() else -1 for part in (*version.split("."), "0", "0", "0")[:3]
-    )
+    parts = (*version.split("."), "0", "0", "0")[:3]
+    return tuple(int(part) if part.isdigit() else -1 for part in parts)
 
 
 def _version_in(path: Path) -> str:
     try:
-        found = re.search(
-            r"^\s*version\s*=\s*(\S+)",
-            path.read_text(errors="replace"),
-            re.IGNORECASE | re.MULTILINE,
-        )
+        found = re.search(r"(?im)^\s*version\s*=\s*(\S+)", path.read_text(errors="replace"))
     except OSError:
         return ""
     return found[1] if found else ""

@@ -61,18 +61,13 @@ class PluginFilter:
         if not names:
             return Problem(f"{self.value!r} lets no plugin load", f"unset {VARIABLE}"), True
         if any(word != word.strip() for word in self.value.split(",")):
-            return Problem(
-                f"{self.value!r} has spaces, which vLLM takes as part of the names", fix
-            ), True
+            found = f"{self.value!r} has spaces, which vLLM takes as part of the names"
+            return Problem(found, fix), True
+        is_off = platform not in names
         if unknown:
-            return Problem(
-                f"no plugin has the name {', '.join(unknown)}", fix
-            ), platform not in names
-        if platform not in names:
-            return Problem(
-                f"{self.value!r} leaves out {platform}, without which vLLM finds no NPU", fix
-            ), True
-        return None
+            return Problem(f"no plugin has the name {', '.join(unknown)}", fix), is_off
+        found = f"{self.value!r} leaves out {platform}, without which vLLM finds no NPU"
+        return (Problem(found, fix), True) if is_off else None
 
 
 def allowed(entry_point: str) -> bool:

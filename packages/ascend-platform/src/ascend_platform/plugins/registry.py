@@ -9,6 +9,8 @@ import sys
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 
+from packaging.version import Version
+
 from ascend_platform.config import options
 from ascend_platform.errors import Problem
 from ascend_platform.logger import logger
@@ -89,13 +91,9 @@ def join(
         _statuses[distribution] = _join(
             distribution, entry_point, setup, note, options, configured, api, later
         )
-        if _statuses[distribution].state == State.DISABLED:
-            logger.warning(
-                "%s %s %s",
-                distribution,
-                requirements.version(distribution),
-                _statuses[distribution],
-            )
+        if (found := _statuses[distribution]).state == State.DISABLED:
+            version = requirements.version(distribution)
+            logger.warning("%s %s %s", distribution, version, found)
 
 
 def _join(
@@ -110,11 +108,8 @@ def _join(
 ) -> Status:
     namespace = options.namespace(entry_point)
     try:
-        problem = (
-            requirements.conflict()
-            or requirements.unmet(distribution)
-            or _incompatible(distribution, api, later)
-        )
+        problem = requirements.conflict() or requirements.unmet(distribution)
+        problem = problem or _incompatible(distribution, api, later)
         if not problem:
             options.register(namespace, table)
             if setup:
@@ -129,13 +124,11 @@ def _join(
 def _incompatible(distribution: str, api: str, later: Iterable[str]) -> Problem | None:
     """Why a component written for version ``api`` of the interface cannot use this one, if it
     cannot."""
-    (major, minor), (wanted_major, wanted_minor) = (
-        map(int, each.split(".")) for each in (API_VERSION, api)
-    )
+    own, wanted = Version(API_VERSION), Version(api)
     found = f"written for version {api} of ascend_platform.extension, found {API_VERSION}"
-    if wanted_major < major:
+    if wanted.major < own.major:
         return Problem(found, f"pip install --upgrade {distribution}")
-    if (wanted_major, wanted_minor) > (major, minor):
+    if wanted > own:
         return Problem(found, "pip install --upgrade ascend-platform")
     if later:
         found = f"ascend_platform.extension.join takes no {', '.join(later)}"
@@ -153,14 +146,10 @@ def status(distribution: str) -> Status:
     if filtered.allows(name):
         vllm_plugins = sys.modules.get("vllm.plugins")  # this module does not import vLLM
         if vllm_plugins and not vllm_plugins.plugins_loaded:
-            return Status(
-                State.NOT_LOADED,
-                "vLLM has not loaded its plugins",
-                "call vllm.plugins.load_general_plugins() before",
-            )
-        return Status(
-            State.NOT_LOADED, fix=f"pip install --force-reinstall --no-deps {distribution}"
-        )
+            fix = "call vllm.plugins.load_general_plugins() before"
+            return Status(State.NOT_LOADED, "vLLM has not loaded its plugins", fix)
+        fix = f"pip install --force-reinstall --no-deps {distribution}"
+        return Status(State.NOT_LOADED, fix=fix)
     space = "VLLM_PLUGINS has a space next to its name, which vLLM takes as part of it"
     detail = space if filtered.has_space_beside(name) else "filtered out by VLLM_PLUGINS"
     return Status(State.OFF, detail, filtered.fix_to_allow(name))
@@ -187,17 +176,9 @@ def summary(attention: str, runner: str = "", delta_rule: str = "") -> str:
     model that has it.
     """
     version = requirements.version
-    parts = [
-        " ".join(filter(None, (name.removeprefix("ascend-"), version(name), state(name))))
-        for name in COMPONENTS
-    ]
+    named = [(name.removeprefix("ascend-"), version(name), state(name)) for name in COMPONENTS]
+    parts = [" ".join(filter(None, each)) for each in named]
     below = ", ".join(f"{name} {version(name)}" for name in ("vllm", "torch", "torch-npu"))
     chosen = {"attention": attention, "gated delta rule": delta_rule, "model runner": runner}
-    return " | ".join(
-        [
-            "vllm-ascend-all",
-            *parts,
-            *(f"{what}: {which}" for what, which in chosen.items() if which),
-            below,
-        ]
-    )
+    choices = [f"{what}: {which}" for what, which in chosen.items() if which]
+    return " | ".join(["vllm-ascend-all", *parts, *choices, below])

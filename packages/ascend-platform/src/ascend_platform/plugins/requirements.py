@@ -79,9 +79,8 @@ def unmet(distribution: str) -> Problem | None:
 
 def required_by_platform(name: str) -> Requirement:
     """Version range of a distribution that ascend-platform requires."""
-    return next(
-        (each for each in declared("ascend-platform") if each.name == name), Requirement(name)
-    )
+    of_platform = (each for each in declared("ascend-platform") if each.name == name)
+    return next(of_platform, Requirement(name))
 
 
 def install_command(requirement: Requirement) -> str:
@@ -91,15 +90,13 @@ def install_command(requirement: Requirement) -> str:
     PyTorch's index of CPU builds: on PyPI it is the CUDA build, beside which torch_npu cannot be
     loaded.
     """
-    of_source = "VLLM_TARGET_DEVICE=empty VLLM_SKIP_VERSION_SUFFIX=1 pip install --no-binary vllm"
-    index = {
-        "torch": f" --index-url {CPU_INDEX}",
-        "torch-npu": f" --extra-index-url {CPU_INDEX}",
-    }.get(requirement.name, "")
-    return (
-        f"{of_source if requirement.name == 'vllm' else 'pip install'}"
-        f" '{_text(requirement)}'{index}"
-    )
+    install, index = "pip install", ""
+    if requirement.name == "vllm":
+        install = f"VLLM_TARGET_DEVICE=empty VLLM_SKIP_VERSION_SUFFIX=1 {install} --no-binary vllm"
+    elif requirement.name in ("torch", "torch-npu"):
+        option = "--index-url" if requirement.name == "torch" else "--extra-index-url"
+        index = f" {option} {CPU_INDEX}"
+    return f"{install} '{_text(requirement)}'{index}"
 
 
 def cuda_torch() -> Problem | None:
@@ -112,22 +109,14 @@ def cuda_torch() -> Problem | None:
     """
     torch, torch_npu = map(importlib.util.find_spec, ("torch", "torch_npu"))
     directories = torch and torch_npu and torch.submodule_search_locations
-    found = [
-        library
-        for place in directories or ()
-        if (library := Path(place, "lib", "libc10_cuda.so")).exists()
-    ]
-    if not any(_OPTION in library.read_bytes() for library in found):
+    libraries = [Path(each, "lib", "libc10_cuda.so") for each in directories or ()]
+    if not any(each.exists() and _OPTION in each.read_bytes() for each in libraries):
         return None
-    said = (
-        f"torch {version('torch')} is the CUDA build, beside which importing torch_npu aborts the"
-        " process"
-    )
-    return Problem(
-        said,
-        f"pip install --force-reinstall 'torch=={version('torch').partition('+')[0]}' --index-url"
-        f" {CPU_INDEX}",
-    )
+    torch_version = version("torch")
+    effect = "beside which importing torch_npu aborts the process"
+    install = f"pip install --force-reinstall 'torch=={torch_version.partition('+')[0]}'"
+    found = f"torch {torch_version} is the CUDA build, {effect}"
+    return Problem(found, f"{install} --index-url {CPU_INDEX}")
 
 
 @functools.cache
@@ -145,10 +134,8 @@ def conflict() -> Problem | None:
                 taken.setdefault(owner, []).append(point.name)
     for owner, names in taken.items():
         if COMPONENTS["ascend-platform"] in names:
-            found = (
-                f"{owner} {version(owner)} is installed too and has plugins of the same name"
-                f" ({', '.join(names)}), of which vLLM keeps one"
-            )
+            same = f"plugins of the same name ({', '.join(names)}), of which vLLM keeps one"
+            found = f"{owner} {version(owner)} is installed too and has {same}"
             return Problem(found, f"pip uninstall -y {owner}")
     return None
 

@@ -27,6 +27,5 @@ def offered(slot: str) -> str | None:
 
 def names(family: str) -> list[str]:
     """The names of the slots ``<family>.<name>`` for which there is an implementation, sorted."""
-    return sorted(
-        slot.removeprefix(f"{family}.") for slot in _offers if slot.startswith(f"{family}.")
-    )
+    prefix = f"{family}."
+    return sorted(slot.removeprefix(prefix) for slot in _offers if slot.startswith(prefix))

@@ -27,9 +27,7 @@ def two_tritons() -> Problem | None:
     both = {name: requirements.version(name) for name in ("triton", "triton-ascend")}
     if not all(both.values()):
         return None
-    return Problem(
-        f"triton {both['triton']} and triton-ascend {both['triton-ascend']} overwrite each other's"
-        " files",
-        "pip uninstall -y triton triton-ascend && pip install --no-deps"
-        f" triton-ascend=={both['triton-ascend']}",
-    )
+    found = " and ".join(f"{name} {version}" for name, version in both.items())
+    install = f"pip install --no-deps triton-ascend=={both['triton-ascend']}"
+    fix = f"pip uninstall -y triton triton-ascend && {install}"
+    return Problem(f"{found} overwrite each other's files", fix)

@@ -41,10 +41,8 @@ def install() -> None:
         sys.stderr.write(f"ascend-platform: {problem}\n")
         sys.stderr.flush()
         os._exit(1)  # While Python starts, SystemExit would be a fatal error with a traceback.
-    for title, problem in {
-        checks.TARGET_DEVICE: checks.target_device(),
-        "triton": checks.two_tritons(),
-    }.items():
+    warned = {checks.TARGET_DEVICE: checks.target_device(), "triton": checks.two_tritons()}
+    for title, problem in warned.items():
         if problem:
             print(f"ascend-platform: {title}: {problem}", file=sys.stderr)
     before = sys.excepthook
@@ -118,12 +116,8 @@ def _cpu_without_kernels() -> Problem | None:
     """VLLM_TARGET_DEVICE=cpu with a vLLM that was built without CPU kernels: `vllm serve` would
     fail after a while."""
     vllm = host.package("vllm")
-    if (
-        os.environ.get("VLLM_TARGET_DEVICE") != "cpu"
-        or "serve" not in sys.orig_argv[:4]
-        or not vllm
-        or any(vllm.glob("_C*.so"))
-    ):
+    is_served = os.environ.get("VLLM_TARGET_DEVICE") == "cpu" and "serve" in sys.orig_argv[:4]
+    if not is_served or not vllm or any(vllm.glob("_C*.so")):
         return None
     found = "VLLM_TARGET_DEVICE: 'cpu' makes vLLM use the CPU, for which this vLLM has no kernels"
     return Problem(found, "unset VLLM_TARGET_DEVICE")

@@ -75,11 +75,8 @@ class _Handler(logging.Handler):
             message = str(record.msg)
             if error and message in FATAL:
                 known = explanations.explain(error) or cause()
-                _report(
-                    known
-                    or f"{multiprocessing.current_process().name}: {explanations.describe(error)}",
-                    not known,
-                )
+                name = multiprocessing.current_process().name
+                _report(known or f"{name}: {explanations.describe(error)}", not known)
             elif message.startswith(WORKER_DIED) and isinstance(record.args, tuple):
                 process = _of_caller("proc")
                 status = _status(process) if process else record.args[1]
@@ -102,11 +99,8 @@ def is_private(directory: str) -> bool:
         found = os.lstat(directory)
     except OSError:
         return False
-    return (
-        stat.S_ISDIR(found.st_mode)
-        and found.st_uid == os.geteuid()
-        and not found.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
-    )
+    is_writable = found.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
+    return stat.S_ISDIR(found.st_mode) and found.st_uid == os.geteuid() and not is_writable
 
 
 def _file(reader: int) -> Path | None:

@@ -47,11 +47,8 @@ def keep_resource_tracker() -> None:
     if "ray" not in sys.modules or tracker._fd is not None:
         return
     read, write = os.pipe()
-    command = [
-        sys.executable,
-        "-c",
-        f"from multiprocessing.resource_tracker import main; main({read})",
-    ]
+    program = f"from multiprocessing.resource_tracker import main; main({read})"
+    command = [sys.executable, "-c", program]
     _trackers.append(subprocess.Popen(command, pass_fds=[read], start_new_session=True))
     os.close(read)
     tracker._fd = write  # Like multiprocessing.spawn in a child process, which has its parent's.

@@ -16,12 +16,8 @@ from ascend_platform.process import environment
 def reason_against() -> str:
     """Why the platform cannot serve here, also as one log line; "" if it can. Never raises."""
     try:
-        reason = str(
-            requirements.conflict()
-            or requirements.unmet("ascend-platform")
-            or _missing_device()
-            or ""
-        )
+        problem = requirements.conflict() or requirements.unmet("ascend-platform")
+        reason = str(problem or _missing_device())
     except Exception as error:
         reason = f"{type(error).__name__}: {error}"
     if reason:
@@ -35,17 +31,11 @@ def prepare_process() -> None:
     from ascend_platform.process import failures, ray, scopes, sockets, watchdog
 
     if requirements.version("vllm").startswith(("0.31.", "0.32.")):
-        _pin(
-            environment.RUNNER,
-            "0",
-            "ascend-platform uses vLLM's V1 model runner, which needs no Triton",
-        )
+        why = "ascend-platform uses vLLM's V1 model runner, which needs no Triton"
+        _pin(environment.RUNNER, "0", why)
     environment.note_runner()
-    _pin(
-        "VLLM_USE_BREAKABLE_CUDAGRAPH",
-        "0",
-        "it captures by torch.cuda; cudagraph_mode PIECEWISE splits compiled models",
-    )
+    why = "it captures by torch.cuda; cudagraph_mode PIECEWISE splits compiled models"
+    _pin("VLLM_USE_BREAKABLE_CUDAGRAPH", "0", why)
     _pin("VLLM_WORKER_MULTIPROC_METHOD", "spawn", "a device context does not survive a fork")
     watchdog.exit_when_parent_exits()
     sockets.replace_foreign_directory()
@@ -58,13 +48,8 @@ def prepare_process() -> None:
 
 def _pin(variable: str, value: str, why: str) -> None:
     if (found := os.environ.get(variable)) not in (None, value):
-        logger.warning(
-            "%s=%s is not supported on Ascend NPUs and is set to %s: %s",
-            variable,
-            found,
-            value,
-            why,
-        )
+        text = "%s=%s is not supported on Ascend NPUs and is set to %s: %s"
+        logger.warning(text, variable, found, value, why)
     os.environ[variable] = value
 
 

@@ -6,6 +6,7 @@ Without them vLLM's engine core outlives its API server, and a worker outlives r
 """
 
 import atexit
+import contextlib
 import gc
 import multiprocessing.connection
 import os
@@ -42,10 +43,8 @@ def _watch_parent() -> None:
     while (parent := multiprocessing.parent_process()) is None:
         time.sleep(0.1)
     # The sentinel is a pipe, which other processes forked by the parent keep open.
-    while (
-        not multiprocessing.connection.wait([parent.sentinel], timeout=1)
-        and os.getppid() == parent.pid
-    ):
+    sentinels = [parent.sentinel]
+    while os.getppid() == parent.pid and not multiprocessing.connection.wait(sentinels, timeout=1):
         pass
     _terminate("the parent process %d has exited; terminating", parent.pid)
 
@@ -71,21 +70,15 @@ def exit_when_rank_0_exits() -> None:
 def _watch_rank_0(connection: socket.socket) -> None:
     connection.settimeout(None)
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-    for option, value in zip(
-        (socket.TCP_KEEPIDLE, socket.TCP_KEEPINTVL, socket.TCP_KEEPCNT), TCP_KEEPALIVE, strict=True
-    ):
+    options = socket.TCP_KEEPIDLE, socket.TCP_KEEPINTVL, socket.TCP_KEEPCNT
+    for option, value in zip(options, TCP_KEEPALIVE, strict=True):
         connection.setsockopt(socket.IPPROTO_TCP, option, value)
     host, port = connection.getpeername()[:2]
-    try:
+    with contextlib.suppress(OSError):
         while connection.recv(1):
             pass
-    except OSError:
-        pass
-    _terminate(
-        "lost the connection to rank 0 (%s port %d): its process or machine is down; terminating",
-        host,
-        port,
-    )
+    lost = "lost the connection to rank 0 (%s port %d): its process or machine is down; terminating"
+    _terminate(lost, host, port)
 
 
 def _terminate(line: str, *arguments: object) -> None:

@@ -27,18 +27,15 @@ from ascend_platform.quantization.common import (
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
-_import_error: ImportError | None = None
-
 
 @functools.cache
-def register() -> None:
+def register() -> ImportError | None:
     """Register the formats with vLLM, once. Imports vLLM's quantization, so call it only before a
     model is configured.
 
     Never raises: with a vLLM that lacks a name imported here, models that are not quantized still
-    work; :func:`check` raises for the others.
+    work; the error is returned, and :func:`check` raises it for the others.
     """
-    global _import_error
     try:
         import ascend_platform.quantization.formats.awq_gptq
         import ascend_platform.quantization.formats.compressed_tensors
@@ -46,7 +43,8 @@ def register() -> None:
         import ascend_platform.quantization.formats.modelslim
         import ascend_platform.quantization.formats.mxfp4  # noqa: F401
     except ImportError as error:
-        _import_error = error
+        return error
+    return None
 
 
 def check(method: str) -> None:
@@ -61,12 +59,11 @@ def check(method: str) -> None:
             f"{own} supports quantization methods {', '.join(METHODS)}; the model has {method!r};"
             " fix: serve a checkpoint of one of these"
         )
-    if _import_error:
+    if error := register():
         raise RefusedError(
             f"the model is quantized ({method}), and {own} cannot load quantized weights with vLLM"
-            f" {requirements.version('vllm')}: {_import_error}; fix: pip install --upgrade"
-            " ascend-platform"
-        ) from _import_error
+            f" {requirements.version('vllm')}: {error}; fix: pip install --upgrade ascend-platform"
+        ) from error
 
 
 def check_weights(model: Any) -> None:
