@@ -73,11 +73,10 @@ def _has_v1_logits_processors(config: VllmConfig) -> bool:
 def _pools_by_plugin(config: VllmConfig) -> bool:
     """Whether the pooling task is a plugin's, which V2 has not
     (``vllm/v1/worker/gpu/pool/pooling_runner.py``)."""
-    pooler = config.model_config.pooler_config
-    task = pooler and (
-        pooler.task or ("plugin" if config.model_config.architecture == "Terratorch" else None)
-    )
-    return task == "plugin"
+    pooler, architecture = config.model_config.pooler_config, config.model_config.architecture
+    if not pooler:
+        return False
+    return pooler.task == "plugin" or (not pooler.task and architecture == "Terratorch")
 
 
 FEATURES = (
@@ -165,12 +164,8 @@ def choice(vllm_config: VllmConfig) -> Choice:
     if not runners.has_v1():
         return Choice(True, "vLLM has no V1 runner")
     lacking = [*_lacking(vllm_config), *vllm_config._get_v2_model_runner_unsupported_features()]
-    needs_v2 = (
-        vllm_config.watermark_config
-        or vllm_config.aux_output_config.enabled
-        or set(lacking) & set(_V2_ONLY)
-    )
-    if lacking and not needs_v2:
+    needs_v2 = vllm_config.watermark_config or vllm_config.aux_output_config.enabled
+    if lacking and not needs_v2 and not set(lacking) & set(_V2_ONLY):
         return Choice(False, f"V2 lacks {', '.join(lacking)}")
     return Choice(True, f"the default from vLLM {launch_sites.SINCE} on")
 
@@ -185,9 +180,8 @@ def resolve(vllm_config: VllmConfig) -> None:
         return
     if vllm_config.speculative_config or _has_stages(vllm_config):
         if vllm_config.scheduler_config.async_scheduling:
-            logger.info(
-                "disabled async scheduling: not supported by the V1 model runner (%s)", runner.why
-            )
+            reason = "not supported by the V1 model runner"
+            logger.info("disabled async scheduling: %s (%s)", reason, runner.why)
         vllm_config.scheduler_config.async_scheduling = False
 
 
@@ -251,10 +245,8 @@ def check_request(params: Any) -> None:
         ValueError: their names, in one line.
     """
     if envs.VLLM_USE_V2_MODEL_RUNNER and hasattr(params, "temperature"):
-        _refuse(
-            [name for name, asked in REQUEST_FEATURES.items() if asked(params)],
-            "this engine's choice",
-        )
+        names = [name for name, asked in REQUEST_FEATURES.items() if asked(params)]
+        _refuse(names, "this engine's choice")
 
 
 def _refuse(features: list[str], asked: str) -> None:

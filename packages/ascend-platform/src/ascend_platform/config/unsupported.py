@@ -101,6 +101,8 @@ def _other_prefill_context(config: VllmConfig) -> str:
     parallel, model = config.parallel_config, config.model_config
     if parallel.prefill_context_parallel_size == 1 or model is None:
         return ""
+    supported = CUDAGraphMode.NONE, CUDAGraphMode.FULL_DECODE_ONLY
+    mode = config.compilation_config.cudagraph_mode
     others = {
         "vLLM's V1 model runner": not model_runner.choice(config).is_v2,
         "attention other than dense latent attention (MLA)": (
@@ -112,10 +114,7 @@ def _other_prefill_context(config: VllmConfig) -> str:
         "speculative decoding": config.speculative_config,
         "LoRA": config.lora_config,
         "KV connectors": config.kv_transfer_config,
-        "graph modes other than FULL_DECODE_ONLY": (
-            config.compilation_config.cudagraph_mode
-            not in (CUDAGraphMode.NONE, CUDAGraphMode.FULL_DECODE_ONLY)
-        ),
+        "graph modes other than FULL_DECODE_ONLY": mode not in supported,
     }
     return ", ".join(name for name, asked in others.items() if asked)
 
@@ -124,14 +123,13 @@ def _other_value_heads(config: VllmConfig) -> str:
     """vLLM's MiMo-V2 takes kernels of FlashAttention or Triton by name where the sizes differ
     (``mimo_v2.py``)."""
     text = config.model_config.hf_text_config
-    sizes = [
-        getattr(text, name, None)
-        for name in ("head_dim", "v_head_dim", "swa_head_dim", "swa_v_head_dim")
-    ]
-    differ = [
-        f"{key} and {value}" for key, value in (sizes[:2], sizes[2:]) if value not in (None, key)
-    ]
-    return differ[0] if differ and config.model_config.architecture.startswith("MiMoV2") else ""
+    if not config.model_config.architecture.startswith("MiMoV2"):
+        return ""
+    for prefix in ("", "swa_"):
+        key, value = (getattr(text, f"{prefix}{name}", None) for name in ("head_dim", "v_head_dim"))
+        if value not in (None, key):
+            return f"{key} and {value}"
+    return ""
 
 
 def _scaled_residual(config: VllmConfig) -> str:
@@ -139,11 +137,8 @@ def _scaled_residual(config: VllmConfig) -> str:
     it (``openpangu.py``)."""
     text = config.model_config.hf_text_config
     scale = getattr(text, "routed_scaling_factor", None) or 1
-    if (
-        str(config.model_config.dtype) != "torch.float16"
-        or scale == 1
-        or not getattr(text, "sandwich_norm", False)
-    ):
+    is_half = str(config.model_config.dtype) == "torch.float16"
+    if not is_half or scale == 1 or not getattr(text, "sandwich_norm", False):
         return ""
     return f"routed_scaling_factor {scale}; fix: --dtype bfloat16"
 
@@ -164,15 +159,10 @@ def _other_kernels(config: VllmConfig) -> str:
     kernels = {name: getattr(config.kernel_config, name, None) for name in names}
     # vLLM's default
     kernels["mamba_backend"] = config.mamba_config.backend.name.lower().replace("triton", "auto")
-    additional = config.additional_config
-    kernels["gdn_prefill_backend"] = (
-        additional.get("gdn_prefill_backend") if isinstance(additional, dict) else None
-    )
-    return ", ".join(
-        f"--{name.replace('_', '-')} {value}"
-        for name, value in kernels.items()
-        if value not in (None, "auto")
-    )
+    if isinstance(config.additional_config, dict):
+        kernels["gdn_prefill_backend"] = config.additional_config.get("gdn_prefill_backend")
+    used = {name: value for name, value in kernels.items() if value not in (None, "auto")}
+    return ", ".join(f"--{name.replace('_', '-')} {value}" for name, value in used.items())
 
 
 def _other_weight_transfer(config: VllmConfig) -> str:
@@ -298,11 +288,9 @@ def check_features(vllm_config: VllmConfig) -> None:
         if asked := feature.asked(vllm_config):
             refused.append(f"{feature.name} ({asked})" if isinstance(asked, str) else feature.name)
     if refused:
-        version = requirements.version("ascend-platform")
-        raise RefusedError(
-            f"ascend-platform {version} does not support {', '.join(refused)} yet; fix:"
-            " leave it out"
-        )
+        own = f"ascend-platform {requirements.version('ascend-platform')}"
+        names = ", ".join(refused)
+        raise RefusedError(f"{own} does not support {names} yet; fix: leave it out")
 
 
 def check_load_format(load_config: Any, is_quantized: bool = False) -> None:
@@ -321,10 +309,8 @@ def check_load_format(load_config: Any, is_quantized: bool = False) -> None:
     if check := slots.offered(f"load_options.{load_config.load_format}"):
         resolve_obj_by_qualname(check)(load_config.model_loader_extra_config)
     elif load_config.load_format in ("ascend_peer", "netloader"):
-        raise RefusedError(
-            f"--load-format {load_config.load_format} needs"
-            f" {registry.with_state('ascend-model-loader')}"
-        )
+        loader = registry.with_state("ascend-model-loader")
+        raise RefusedError(f"--load-format {load_config.load_format} needs {loader}")
 
 
 def check_drafts(config: Any) -> None:
@@ -350,7 +336,5 @@ def check_communicator(vllm_config: VllmConfig) -> None:
     """
     model, offered = vllm_config.model_config, slots.offered("communicator")
     if model and model.is_moe and vllm_config.parallel_config.use_all2all and not offered:
-        raise RefusedError(
-            "expert parallelism over data-parallel engines needs"
-            f" {registry.with_state('ascend-communicator')}"
-        )
+        needed = registry.with_state("ascend-communicator")
+        raise RefusedError(f"expert parallelism over data-parallel engines needs {needed}")

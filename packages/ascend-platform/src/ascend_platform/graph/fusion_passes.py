@@ -82,22 +82,17 @@ def fuse_norm_quant(graph: fx.Graph) -> int:
         outputs = {user.args[1]: user for user in norm.users}
         reshaped = _single_user(outputs.get(0))
         quantized = _single_user(reshaped)
-        if (
-            not set(outputs) <= {0, 2}
-            or reshaped is None
-            or quantized is None
-            or (reshaped.op, reshaped.target) != ("call_method", "reshape")
-            or quantized.target != ops.npu_dynamic_quant
-            or quantized.args != (reshaped,)
-            or quantized.kwargs
-        ):
+        if not set(outputs) <= {0, 2} or reshaped is None or quantized is None:
+            continue
+        is_reshape = (reshaped.op, reshaped.target) == ("call_method", "reshape")
+        call = (quantized.target, quantized.args, quantized.kwargs)
+        if not is_reshape or call != (ops.npu_dynamic_quant, (reshaped,), {}):
             continue
         x, residual, weight, epsilon = norm.args
         with graph.inserting_before(norm):
             options = {"epsilon": epsilon, "output_mask": [True, False]}
-            fused = graph.call_function(
-                ops.npu_add_rms_norm_dynamic_quant, (x, residual, weight), options
-            )
+            operands = (x, residual, weight)
+            fused = graph.call_function(ops.npu_add_rms_norm_dynamic_quant, operands, options)
             values, total, scale = (
                 graph.call_function(operator.getitem, (fused, index)) for index in (0, 2, 3)
             )

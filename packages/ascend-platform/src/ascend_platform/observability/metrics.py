@@ -137,9 +137,8 @@ def measured(device: int, failed: set[str] | None = None) -> dict[str, float]:
             values[name] = measures[name]()
         except Exception as error:
             failed.add(name)
-            logger.warning(
-                "metric %s of NPU %d disabled: %s: %s", name, device, type(error).__name__, error
-            )
+            text = "metric %s of NPU %d disabled: %s: %s"
+            logger.warning(text, name, device, type(error).__name__, error)
     return values
 
 

@@ -40,29 +40,22 @@ class NPUProfiler(wrapper.WorkerProfiler):
 
     def _start(self) -> None:
         config, npu = self._config, torch_npu.profiler
-        schedule = None
-        if config.warmup_iterations > 0 or config.wait_iterations > 0:
-            steps = {
-                "wait": config.wait_iterations,
-                "warmup": config.warmup_iterations,
-                "active": config.active_iterations,
-            }
-            schedule = npu.schedule(**steps, repeat=1)
+        schedule, wait, warmup = None, config.wait_iterations, config.warmup_iterations
+        if warmup > 0 or wait > 0:
+            active = config.active_iterations
+            schedule = npu.schedule(wait=wait, warmup=warmup, active=active, repeat=1)
         # Starting consumes the first step of the schedule; vLLM's limit counts only recorded steps.
-        self._before = max(config.wait_iterations + config.warmup_iterations - 1, 0)
+        self._before = max(wait + warmup - 1, 0)
         self._scheduled = schedule is not None
+        names = config.torch_profiler_activities or ACTIVITIES
         self._profile = npu.profile(
-            activities=[
-                ACTIVITIES[name] for name in config.torch_profiler_activities or ACTIVITIES
-            ],
+            activities=[ACTIVITIES[name] for name in names],
             schedule=schedule,
             record_shapes=config.torch_profiler_record_shapes,
             profile_memory=config.torch_profiler_with_memory,
             with_stack=config.torch_profiler_with_stack,
             with_flops=config.torch_profiler_with_flops,
-            on_trace_ready=npu.tensorboard_trace_handler(
-                config.torch_profiler_dir, worker_name=self._name
-            ),
+            on_trace_ready=npu.tensorboard_trace_handler(config.torch_profiler_dir, self._name),
             # Kernels and HCCL; level 0, the default, has no HCCL.
             experimental_config=npu._ExperimentalConfig(profiler_level=npu.ProfilerLevel.Level1),
         )

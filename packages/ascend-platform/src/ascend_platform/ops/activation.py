@@ -34,9 +34,8 @@ class NPUGeluAndMul(GeluAndMul):
     limited to ``2 d <= 1024``."""
 
     def forward_oot(self, x: torch.Tensor) -> torch.Tensor:
-        return torch_npu.npu_geglu(
-            x, approximate=int(self.approximate == "tanh"), activate_left=True
-        )[0]
+        approximate = int(self.approximate == "tanh")
+        return torch_npu.npu_geglu(x, approximate=approximate, activate_left=True)[0]
 
 
 class NPUTanhGELUMixin:

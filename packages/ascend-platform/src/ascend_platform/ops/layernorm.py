@@ -49,13 +49,9 @@ class NPURMSNormGated(RMSNormGated):
 
     def forward_oot(self, x: torch.Tensor, z: torch.Tensor | None = None) -> torch.Tensor:
         """x and z ``[..., hidden]`` of one dtype."""
-        is_silu = (
-            self.norm_before_gate
-            and self.group_size is None
-            and self.activation in ("silu", "swish")
-        )
+        is_silu = self.norm_before_gate and self.activation in ("silu", "swish")
+        is_silu = is_silu and self.group_size is None
         if z is None or not is_silu or not x.dtype == z.dtype == self.weight.dtype:
             return self.forward_native(x, z)
-        return torch_npu.npu_swiglu(
-            torch.cat((z, torch_npu.npu_rms_norm(x, self.weight, self.eps)[0]), -1)
-        )
+        normed = torch_npu.npu_rms_norm(x, self.weight, self.eps)[0]
+        return torch_npu.npu_swiglu(torch.cat((z, normed), -1))

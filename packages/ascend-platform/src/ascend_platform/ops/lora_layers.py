@@ -71,11 +71,8 @@ def _slicer(layer: Any, parts: list[tuple[int, bool]]) -> Callable[[torch.Tensor
 def _share(known: Any) -> None:
     """Replace a layer with adapters under its other names, such as the gate that a shared expert
     multiplies its output by."""
-    wrappers = {
-        id(layer.base_layer): layer
-        for layer in known.modules.values()
-        if isinstance(layer.base_layer, LinearBase)
-    }
+    layers = [each for each in known.modules.values() if isinstance(each.base_layer, LinearBase)]
+    wrappers = {id(layer.base_layer): layer for layer in layers}
     for parent in list(known.model.modules()):
         for name, child in parent._modules.items():
             if id(child) in wrappers and not isinstance(parent, BaseLayerWithLoRA):
@@ -114,9 +111,8 @@ def _refuse(manager: Any) -> None:
     ``--lora-target-modules`` excludes are left out on request.
     """
     known, load = manager._adapter_manager, manager._load_adapter
-    latent = {
-        id(layer.kv_b_proj) for layer in known.model.modules() if isinstance(layer, MLAAttention)
-    }
+    attention = (each for each in known.model.modules() if isinstance(each, MLAAttention))
+    latent = {id(layer.kv_b_proj) for layer in attention}
     refused = {}
     for name, layer in known.modules.items():
         if id(layer) in latent:
@@ -139,9 +135,8 @@ def _refuse(manager: Any) -> None:
         # else of a tower, see --enable-tower-connector-lora
         if is_left_out and known._get_punica_wrapper(name) is not None:
             parent, _, own = name.rpartition(".")
-            parts = (
-                f"{parent}.{part}".lstrip(".") for part in known.packed_modules_mapping.get(own, ())
-            )
+            packed = known.packed_modules_mapping.get(own, ())
+            parts = (f"{parent}.{part}".lstrip(".") for part in packed)
             refused |= dict.fromkeys([name, *parts], "for which vLLM has no form with adapters")
 
     def load_adapter(request: LoRARequest) -> LoRAModel:

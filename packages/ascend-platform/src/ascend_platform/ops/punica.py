@@ -54,10 +54,9 @@ class NPUPunicaWrapper(PunicaWrapperCPU):
         """Update the adapter of each token, without synchronizing with the device."""
         self._update_base_metadata(mapping, lora_index_to_id, max_loras, vocab_size)
         self.no_lora = not any(mapping.index_mapping)
-        for mask, indices in (
-            (self._token_mask, self.token_lora_indices),
-            (self._sampler_mask, self.sampler_indices),
-        ):
+        masks = self._token_mask, self._sampler_mask
+        every = self.token_lora_indices, self.sampler_indices
+        for mask, indices in zip(masks, every, strict=True):
             mask[: len(indices)] = indices.unsqueeze(1) == self._slots
 
     def token_mask(self, tokens: int) -> torch.Tensor:
@@ -82,9 +81,8 @@ class NPUPunicaWrapper(PunicaWrapperCPU):
         if self.no_lora:
             return
         x, y = x.view(-1, x.shape[-1]), y.view(-1, y.shape[-1])
-        self._expand(
-            y, _shrink(x, lora_a_stacked, scale) * self._slot_mask(x), lora_b_stacked, output_slices
-        )
+        shrunk = _shrink(x, lora_a_stacked, scale) * self._slot_mask(x)
+        self._expand(y, shrunk, lora_b_stacked, output_slices)
 
     def add_shrink(
         self,
@@ -118,13 +116,8 @@ class NPUPunicaWrapper(PunicaWrapperCPU):
         if self.no_lora:
             return
         x = torch.stack(tuple(x), 1).to(lora_b_stacked[0].dtype)
-        self._expand(
-            y.view(-1, y.shape[-1]),
-            x.unsqueeze(2) * self._slot_mask(x),
-            lora_b_stacked,
-            output_slices,
-            offset_start,
-        )
+        y, x = y.view(-1, y.shape[-1]), x.unsqueeze(2) * self._slot_mask(x)
+        self._expand(y, x, lora_b_stacked, output_slices, offset_start)
 
     def add_lora_embedding(
         self,
@@ -137,9 +130,8 @@ class NPUPunicaWrapper(PunicaWrapperCPU):
         """Add ``x B`` to y ``[tokens, hidden]``; x ``[tokens, rank]`` has the rows of A of each
         token's adapter."""
         if not self.no_lora:
-            self._expand(
-                y, x[:, None, None] * self._slot_mask(x), (lora_b_stacked,), (y.shape[-1],)
-            )
+            x = x[:, None, None] * self._slot_mask(x)
+            self._expand(y, x, (lora_b_stacked,), (y.shape[-1],))
 
     def add_lora_logits(
         self,
@@ -227,10 +219,8 @@ def of_tokens(
     wrappers = manager._adapter_manager.punica_wrapper_mapping.values()
 
     def compute(rows: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        with starting_at(
-            (rows.storage_offset() - hidden_states.storage_offset()) // hidden_states.stride(0),
-            *wrappers,
-        ):
+        elements = rows.storage_offset() - hidden_states.storage_offset()
+        with starting_at(elements // hidden_states.stride(0), *wrappers):
             return compute_logits(rows, *args, **kwargs)
 
     return compute

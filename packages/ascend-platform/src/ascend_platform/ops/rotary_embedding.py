@@ -34,10 +34,8 @@ MAX_HEADS = 999
 def _is_supported(layer: Any, query: torch.Tensor, head_size: int = 0) -> bool:
     """Whether npu_mrope supports the head size and the rotary dimensions: multiples of 64 bytes
     (op-plugin's page)."""
-    return all(
-        size * query.element_size() % 64 == 0
-        for size in (layer.rotary_dim, head_size or layer.head_size)
-    )
+    sizes = (layer.rotary_dim, head_size or layer.head_size)
+    return all(size * query.element_size() % 64 == 0 for size in sizes)
 
 
 def _rotate(
@@ -132,16 +130,18 @@ class NPUApplyRotaryEmb(ApplyRotaryEmb):
         """Rotate x ``[batch, tokens, heads, head_size]``, batch optional, by cos and sin ``[tokens,
         head_size / 2]``."""
         batch, heads = (x.shape[0] if x.dim() == 4 else 1), x.shape[-2]
-        too_many = (
-            max(batch, heads) > MAX_HEADS if self.is_neox_style else batch * heads > MAX_HEADS
-        )
-        if too_many or 2 * cos.shape[-1] != x.shape[-1] or cos.dim() != 2 or x.shape[-1] >= 896:
+        most = max(batch, heads) if self.is_neox_style else batch * heads
+        if (
+            most > MAX_HEADS
+            or 2 * cos.shape[-1] != x.shape[-1]
+            or cos.dim() != 2
+            or x.shape[-1] >= 896
+        ):
             return self.forward_native(x, cos, sin)
         inputs, cos, sin, shape, dtype = self._pre_process(x, cos, sin)
         factors = [self._for_each_element(each.to(inputs.dtype)) for each in (cos, sin)]
-        rotated = torch_npu.npu_rotary_mul(
-            inputs, *factors, "half" if self.is_neox_style else "interleave"
-        )
+        mode = "half" if self.is_neox_style else "interleave"
+        rotated = torch_npu.npu_rotary_mul(inputs, *factors, mode)
         return self._post_process(rotated, shape, dtype)
 
     def _for_each_element(self, half: torch.Tensor) -> torch.Tensor:

@@ -29,16 +29,12 @@ FOR_ALL_MODELS = ("ops.moe.router", "ops.shared_experts", "ops.tensor_parallel",
 
 def register_vision_attention() -> None:
     """Register the offered MMEncoderAttention for multimodal encoders, once."""
-    if (
-        path := slots.offered("attention.vision")
-    ) and MMEncoderAttention.__name__ not in op_registry_oot:
+    path = slots.offered("attention.vision")
+    if path and MMEncoderAttention.__name__ not in op_registry_oot:
         attention = resolve_obj_by_qualname(path)
-        if lacking := host.chip_family().lacks(*getattr(attention, "operators", ())):
-            logger.info(
-                "attention of encoders falls back to PyTorch: %s has no %s",
-                host.chip(),
-                ", ".join(lacking),
-            )
+        if lacking := ", ".join(host.chip_family().lacks(*getattr(attention, "operators", ()))):
+            text = "attention of encoders falls back to PyTorch: %s has no %s"
+            logger.info(text, host.chip(), lacking)
         else:
             MMEncoderAttention.register_oot(attention)
 
@@ -84,9 +80,8 @@ class ModelMixin:
         _ROPE_DICT.clear()
         super().load_model(*arguments, **named)  # type: ignore[misc]
         model = self.get_model()
-        drafter = getattr(
-            getattr(self, "drafter", None) or getattr(self, "speculator", None), "model", None
-        )
+        drafter = getattr(self, "drafter", None) or getattr(self, "speculator", None)
+        drafter = getattr(drafter, "model", None)
         for each in (model, drafter) if isinstance(drafter, torch.nn.Module) else (model,):
             rotary_tables.check(each, self.max_model_len)
         if check := getattr(self.vllm_config.quant_config, "check_loaded", None):

@@ -69,15 +69,11 @@ def check_stages(vllm_config: VllmConfig, specs: Iterable[KVCacheSpec]) -> None:
     Raises:
         RefusedError: on all ranks.
     """
-    pp = get_pp_group()
-    if (
-        vllm_config.parallel_config.distributed_executor_backend != "external_launcher"
-        or pp.world_size == 1
-    ):
+    pp, launcher = get_pp_group(), vllm_config.parallel_config.distributed_executor_backend
+    if launcher != "external_launcher" or pp.world_size == 1:
         return
-    own = " and ".join(
-        sorted({"states" if isinstance(spec, MambaSpec) else "attention" for spec in specs})
-    )
+    types = {"states" if isinstance(spec, MambaSpec) else "attention" for spec in specs}
+    own = " and ".join(sorted(types))
     stages: list[str] = [""] * pp.world_size
     dist.all_gather_object(stages, own, group=pp.cpu_group)
     if len(set(stages)) > 1:

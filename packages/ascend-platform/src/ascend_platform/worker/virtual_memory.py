@@ -173,9 +173,9 @@ class VirtualMemory:
             return
         self._asleep.add(tag)
         torch.npu.synchronize()
-        discarded = (
-            None if discard is None else {tensor.untyped_storage().data_ptr() for tensor in discard}
-        )
+        discarded = None
+        if discard is not None:
+            discarded = {tensor.untyped_storage().data_ptr() for tensor in discard}
         for own, pool in self._pools:
             for found in pool.snapshot() if own == tag else ():
                 segment = self._segments[found["address"]]

@@ -57,9 +57,8 @@ class NPUWorker(Worker):
         if directory and self.distributed_init_method.startswith("file://"):
             # A worker that dies leaves this file behind; the directory is removed with the main
             # process.
-            self.distributed_init_method = (
-                f"file://{directory}/{self.distributed_init_method.rpartition('/')[2]}"
-            )
+            name = self.distributed_init_method.rpartition("/")[2]
+            self.distributed_init_method = f"file://{directory}/{name}"
 
     def init_device(self) -> None:
         """Open the device, initialize the process groups, take a memory snapshot and create the
@@ -76,11 +75,9 @@ class NPUWorker(Worker):
             num_devices = len(parallel.assigned_physical_gpu_ids)
         else:
             num_devices = torch.npu.device_count()
-            if (
-                parallel.distributed_executor_backend not in ("ray", "external_launcher")
-                and parallel.data_parallel_backend != "ray"
-                and parallel.nnodes_within_dp == 1
-            ):
+            is_ours = parallel.distributed_executor_backend not in ("ray", "external_launcher")
+            is_ours = is_ours and parallel.data_parallel_backend != "ray"
+            if is_ours and parallel.nnodes_within_dp == 1:
                 # Other engines on the node see all devices and use them in order.
                 local_dp_rank = parallel.data_parallel_rank_local
                 if local_dp_rank is None:
@@ -107,15 +104,10 @@ class NPUWorker(Worker):
             self.local_rank,
             current_platform.dist_backend,
         )
-        is_remote = (
-            parallel.node_rank > 0
-            or parallel.data_parallel_index >= parallel.data_parallel_size_local
-        )
-        if (
-            is_remote
-            and torch.distributed.get_rank()
-            and parallel.distributed_executor_backend in ("mp", "uni")
-        ):
+        of_first_node = parallel.data_parallel_index < parallel.data_parallel_size_local
+        is_remote = parallel.node_rank > 0 or not of_first_node
+        is_spawned = parallel.distributed_executor_backend in ("mp", "uni")
+        if is_remote and is_spawned and torch.distributed.get_rank():
             watchdog.exit_when_rank_0_exits()
         atexit.register(process_groups.destroy)
         shims.set_random_seed(self.model_config.seed)
@@ -135,10 +127,8 @@ class NPUWorker(Worker):
         the cache's memory with transports that are not known to take memory of several mappings.
         """
         if not {"PYTORCH_NPU_ALLOC_CONF", "PYTORCH_ALLOC_CONF"} & os.environ.keys():
-            expands = (
-                not self.model_config.enable_sleep_mode
-                and self.vllm_config.kv_transfer_config is None
-            )
+            transfers = self.vllm_config.kv_transfer_config is not None
+            expands = not self.model_config.enable_sleep_mode and not transfers
             torch.npu.memory._set_allocator_settings(f"expandable_segments:{expands}")
 
     def _set_task_queue(self) -> None:
@@ -198,12 +188,9 @@ class NPUWorker(Worker):
         """Whether graph memory is subtracted: graphs are captured, the KV cache size is not fixed,
         and vLLM's switch is on."""
         mode = self.vllm_config.compilation_config.cudagraph_mode
-        has_budget = self.cache_config.kv_cache_memory_bytes is None
-        return (
-            has_budget
-            and mode != CUDAGraphMode.NONE
-            and envs.VLLM_MEMORY_PROFILER_ESTIMATE_CUDAGRAPHS
-        )
+        if self.cache_config.kv_cache_memory_bytes is not None or mode == CUDAGraphMode.NONE:
+            return False
+        return envs.VLLM_MEMORY_PROFILER_ESTIMATE_CUDAGRAPHS
 
     def compile_or_warm_up_model(self) -> CompilationTimes:
         """Capture graphs, and set the seed.
@@ -214,9 +201,8 @@ class NPUWorker(Worker):
         """
         self.model_runner.capture_model()
         # torch.compile keeps the model's graphs and their memory after the engine is deleted.
-        weakref.finalize(
-            self, capture_sizes.clear_graphs, self.vllm_config.compilation_config
-        ).atexit = False
+        compilation = self.vllm_config.compilation_config
+        weakref.finalize(self, capture_sizes.clear_graphs, compilation).atexit = False
         shims.set_random_seed(self.model_config.seed, self.parallel_config.data_parallel_index)
         freeze_gc_heap()
         maybe_attach_gc_debug_callback()
@@ -234,10 +220,8 @@ class NPUWorker(Worker):
             NotImplementedError: always; CANN cannot checkpoint and restore a process with an open
             NPU.
         """
-        raise NotImplementedError(
-            "a process with an open NPU cannot be checkpointed; use sleep mode or start another"
-            " process"
-        )
+        found = "a process with an open NPU cannot be checkpointed"
+        raise NotImplementedError(f"{found}; use sleep mode or start another process")
 
     checkpoint_restore = checkpoint_prepare
 

@@ -62,21 +62,13 @@ def grouped_matmul(
         counts: int64 ``[experts]``, rows per expert.
         options: arguments of npu_grouped_matmul; tensors are wrapped in lists.
     """
+    for name, value in options.items():
+        if isinstance(value, torch.Tensor):
+            options[name] = [value]
     # A single group is supported only as a cumulative sum, which equals its count.
     list_type = 0 if len(counts) == 1 else 1
-    lists = {
-        name: [value] if isinstance(value, torch.Tensor) else value
-        for name, value in options.items()
-    }
-    return torch_npu.npu_grouped_matmul(
-        [rows],
-        [weight],
-        split_item=2,
-        group_type=0,
-        group_list=counts,
-        group_list_type=list_type,
-        **lists,
-    )[0]
+    groups = {"group_type": 0, "group_list": counts, "group_list_type": list_type}
+    return torch_npu.npu_grouped_matmul([rows], [weight], split_item=2, **groups, **options)[0]
 
 
 def combine(
@@ -94,10 +86,8 @@ def combine(
     """
     # A chip without expert parallelism. Only expert parallelism drops rows.
     if not chip_family().token_unpermute:
-        weights = topk_weights.to(expert_out.dtype)
-        return torch_npu.npu_moe_finalize_routing(
-            expert_out, None, None, None, weights, row_idx, None, drop_pad_mode=2
-        )
+        inputs = (expert_out, None, None, None, topk_weights.to(expert_out.dtype), row_idx, None)
+        return torch_npu.npu_moe_finalize_routing(*inputs, drop_pad_mode=2)
     if has_dropped:
         # If any row is dropped, the last row belongs to no expert and serves as the zeros of all
         # dropped rows. Weights of 0 are not enough, because 0 times the contents of such a row can

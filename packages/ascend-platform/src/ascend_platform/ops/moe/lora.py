@@ -56,28 +56,20 @@ class FusedMoEWithLoRA(fused_moe.FusedMoEWithLoRA):
             )
 
     def _create_lora_a_weights(self, max_loras: int, lora_config: Any) -> None:
-        experts = self.local_num_experts
-        rank = lora_config.max_lora_rank
-        like = self._like(lora_config)
-        self._w13_a = torch.zeros(
-            experts, self._w13_slices, max_loras, rank, self.hidden_size, **like
-        )
-        self._w2_a = torch.zeros(
-            experts, 1, max_loras, rank, self.intermediate_size_per_partition, **like
-        )
+        experts, shape = self.local_num_experts, (max_loras, lora_config.max_lora_rank)
+        inner, like = self.intermediate_size_per_partition, self._like(lora_config)
+        self._w13_a = torch.zeros(experts, self._w13_slices, *shape, self.hidden_size, **like)
+        self._w2_a = torch.zeros(experts, 1, *shape, inner, **like)
         # vLLM's order: [slots, experts, rank, in]
         self.w13_lora_a_stacked = tuple(part.transpose(0, 1) for part in self._w13_a.unbind(1))
         self.w2_lora_a_stacked = (self._w2_a[:, 0].transpose(0, 1),)
 
     def _create_lora_b_weights(self, max_loras: int, lora_config: Any) -> None:
-        experts = self.local_num_experts
-        rank = lora_config.max_lora_rank
-        like = self._like(lora_config)
-        inner = self.intermediate_size_per_partition
-        self._w13_b = [
-            torch.zeros(experts, max_loras, rank, inner, **like) for _ in range(self._w13_slices)
-        ]
-        self._w2_b = [torch.zeros(experts, max_loras, rank, self.hidden_size, **like)]
+        shape, like = (max_loras, lora_config.max_lora_rank), self._like(lora_config)
+        experts, inner = self.local_num_experts, self.intermediate_size_per_partition
+        slices = range(self._w13_slices)
+        self._w13_b = [torch.zeros(experts, *shape, inner, **like) for _ in slices]
+        self._w2_b = [torch.zeros(experts, *shape, self.hidden_size, **like)]
         # vLLM's order: [slots, experts, out, rank]
         self.w13_lora_b_stacked = tuple(b.permute(1, 0, 3, 2) for b in self._w13_b)
         self.w2_lora_b_stacked = (self._w2_b[0].permute(1, 0, 3, 2),)
@@ -129,9 +121,8 @@ class RowLoRA:
         shrunk = grouped_matmul(rows.to(a.dtype), a.flatten(1, 3).transpose(1, 2), counts)
         shrunk = shrunk.view(len(rows), *a.shape[1:4]) * self.mask[:, None, :, None]
         for index, (b, part) in enumerate(zip(bs, y.chunk(len(bs), -1), strict=True)):
-            part += grouped_matmul(
-                shrunk[:, index].flatten(1).contiguous(), b.flatten(1, 2), counts
-            )
+            inputs = shrunk[:, index].flatten(1).contiguous()
+            part += grouped_matmul(inputs, b.flatten(1, 2), counts)
 
 
 class FusedMoE3DWithLoRA(fused_moe.FusedMoE3DWithLoRA):

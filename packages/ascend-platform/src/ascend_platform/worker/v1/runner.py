@@ -121,27 +121,24 @@ class NPUModelRunner(
         a decode, which begins with what its block holds, of whichever request had it before.
         """
         deferred = super()._update_states(scheduler_output)
-        if self._states:
-            for request in map(
-                self.requests.__getitem__, scheduler_output.scheduled_spec_decode_tokens
-            ):
-                if request.num_computed_tokens == 0:
-                    for group, state in self._states:
-                        state[request.block_ids[group][0]] = 0
+        for name in scheduler_output.scheduled_spec_decode_tokens if self._states else ():
+            request = self.requests[name]
+            if request.num_computed_tokens == 0:
+                for group, state in self._states:
+                    state[request.block_ids[group][0]] = 0
         return deferred
 
     def _get_prompt_logprobs_dict(self, hidden_states: torch.Tensor, *args: Any) -> dict[str, Any]:
         """Compute log-probabilities of prompts, with each prompt's adapter on ``lm_head``."""
         if self.lora_config is None or not self.num_prompt_logprobs:
             return super()._get_prompt_logprobs_dict(hidden_states, *args)
-        compute_logits: Any = self.model.compute_logits
-        self.model.compute_logits = punica.of_tokens(
-            self.lora_manager, compute_logits, hidden_states
-        )
+        model, manager = self.model, self.lora_manager
+        compute_logits: Any = model.compute_logits
+        model.compute_logits = punica.of_tokens(manager, compute_logits, hidden_states)
         try:
             return super()._get_prompt_logprobs_dict(hidden_states, *args)
         finally:
-            self.model.compute_logits = compute_logits
+            model.compute_logits = compute_logits
 
     def _build_attention_metadata(
         self, num_tokens: int, *args: Any, slot_mappings: Any = None, **kwargs: Any

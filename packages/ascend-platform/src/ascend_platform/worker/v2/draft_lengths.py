@@ -58,9 +58,8 @@ class DraftLengths:
 
     def _settle(self) -> None:
         if self._rejected is not None:
-            self._computed[self._rejected.rows] -= np.where(
-                self._rejected.is_current, self._rejected.count(), 0
-            )
+            rejected = np.where(self._rejected.is_current, self._rejected.count(), 0)
+            self._computed[self._rejected.rows] -= rejected
             self._rejected = None
 
 
@@ -106,17 +105,15 @@ class DraftLengthsMixin:
     def add_requests(self: Any, scheduler_output: Any) -> None:
         super().add_requests(scheduler_output)  # type: ignore[misc]
         if self._lengths is not None:
+            rows = self.req_states.req_id_to_index
             for request in scheduler_output.scheduled_new_reqs:
-                self._lengths.add(
-                    self.req_states.req_id_to_index[request.req_id], request.num_computed_tokens
-                )
+                self._lengths.add(rows[request.req_id], request.num_computed_tokens)
 
     def prepare_inputs(self: Any, scheduler_output: Any, batch: Any, *arguments: Any) -> Any:
         prepared = super().prepare_inputs(scheduler_output, batch, *arguments)  # type: ignore[misc]
         if self._lengths is not None:
-            self._before = self._lengths.before(
-                prepared.idx_mapping_np, prepared.num_computed_tokens_np
-            )
+            computed = prepared.num_computed_tokens_np
+            self._before = self._lengths.before(prepared.idx_mapping_np, computed)
         return prepared
 
     def prepare_dummy_attn(self: Any, *arguments: Any, **named: Any) -> Any:

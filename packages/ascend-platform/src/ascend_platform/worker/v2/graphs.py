@@ -27,10 +27,8 @@ class GraphManager(CudaGraphManager):
     def _init_candidates(self) -> None:
         layers = self.compilation_config.static_forward_context.values()
         pieces = 1 + sum(isinstance(layer, AttentionLayerBase) for layer in layers)
-        decode_tokens = self.max_num_reqs * self.decode_query_len
-        self._sizes = capture_sizes.GraphSizes(
-            self.vllm_config, self.cudagraph_mode, pieces, decode_tokens
-        )
+        decode_tokens, mode = self.max_num_reqs * self.decode_query_len, self.cudagraph_mode
+        self._sizes = capture_sizes.GraphSizes(self.vllm_config, mode, pieces, decode_tokens)
         if self.cudagraph_mode and self.compilation_config.cudagraph_capture_sizes:
             self._sizes.limit()
         super()._init_candidates()

@@ -62,11 +62,9 @@ class NPUModelRunner(ModelMixin, DraftLengthsMixin, GPUModelRunner):
         self._sent = buffers.SentInputs()
         super().__init__(vllm_config, device)
         # This subtracts its communicator's buffers from the KV cache's budget.
-        if self.pp_handler is not None:
-            pp = self.pp_handler
-            process_groups.create_communicator_of_broadcasts(
-                pp.broadcast_group, pp.last_rank, device
-            )
+        if (pp := self.pp_handler) is not None:
+            create = process_groups.create_communicator_of_broadcasts
+            create(pp.broadcast_group, pp.last_rank, device)
         self._make_lora_inputs = self.lora_state.make_lora_inputs
         vars(self.lora_state).update(make_lora_inputs=self._make_lora_inputs_of_logits)
         parallel = vllm_config.parallel_config
@@ -102,14 +100,9 @@ class NPUModelRunner(ModelMixin, DraftLengthsMixin, GPUModelRunner):
                 return prepare_model_inputs(batch, *args)
 
         if self.lora_config and (worker := self.prompt_logprobs_worker) is not None:
-            scored = [
-                name
-                for name in ("compute_prompt_logprobs", "compute_prompt_token_id_logprobs")
-                if hasattr(worker, name)
-            ]
-            vars(worker).update(
-                {name: self._with_adapters(getattr(worker, name)) for name in scored}
-            )
+            for name in ("compute_prompt_logprobs", "compute_prompt_token_id_logprobs"):
+                if score := getattr(worker, name, None):
+                    vars(worker)[name] = self._with_adapters(score)
         prepare_model_inputs = self.model_state.prepare_inputs
         vars(self.model_state).update(prepare_attn=prepare_attn, prepare_inputs=prepare_inputs)
 
@@ -120,11 +113,8 @@ class NPUModelRunner(ModelMixin, DraftLengthsMixin, GPUModelRunner):
         def scored(
             compute_logits: Callable[..., Any], hidden_states: torch.Tensor, *args: Any
         ) -> Any:
-            return score(
-                punica.of_tokens(self.lora_manager, compute_logits, hidden_states),
-                hidden_states,
-                *args,
-            )
+            compute = punica.of_tokens(self.lora_manager, compute_logits, hidden_states)
+            return score(compute, hidden_states, *args)
 
         return scored
 
@@ -142,9 +132,9 @@ class NPUModelRunner(ModelMixin, DraftLengthsMixin, GPUModelRunner):
         """The host's knowledge of a step. With draft tokens the scheduler's numbers are upper
         bounds."""
         rows, states = batch.idx_mapping_np, self.req_states
-        counts_output = self.sampler is None or bool(
-            self.sampler.penalties_state.use_penalty[rows].any()
-        )
+        counts_output = True
+        if self.sampler is not None:
+            counts_output = bool(self.sampler.penalties_state.use_penalty[rows].any())
         if not self.num_speculative_steps:
             return HostStep(
                 rows,

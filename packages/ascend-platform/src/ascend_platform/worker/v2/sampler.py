@@ -45,9 +45,8 @@ class NPUSampler(Sampler):
     def reads_positions(self, rows: np.ndarray) -> bool:
         """Whether these requests' sampling reads the positions and tokens of logits: logits
         processors and seeds."""
-        return bool(
-            self.needs_logits_processing[rows].any()
-        ) or self.sampling_states.any_explicit_seed(rows)
+        has_processors = bool(self.needs_logits_processing[rows].any())
+        return has_processors or self.sampling_states.any_explicit_seed(rows)
 
     def reads_lengths(self, rows: np.ndarray) -> bool:
         """Whether a logits processor of these requests reads how many tokens are known: bad words,
@@ -56,19 +55,14 @@ class NPUSampler(Sampler):
 
     @functools.cached_property
     def _num_bad_words(self) -> np.ndarray:
-        return next(
-            each.num_bad_words.np
-            for each in self.logits_processors
-            if isinstance(each, BadWordsState)
-        )
+        states = (each for each in self.logits_processors if isinstance(each, BadWordsState))
+        return next(states).num_bad_words.np
 
     def __call__(self, logits: torch.Tensor, input_batch: InputBatch) -> SamplerOutput:
         """Like the base method, but gather each logit's position and token only if they are
         read."""
-        indices = input_batch.logits_indices
-        if isinstance(indices, torch.Tensor) and not self.reads_positions(
-            input_batch.idx_mapping_np
-        ):
+        indices, rows = input_batch.logits_indices, input_batch.idx_mapping_np
+        if isinstance(indices, torch.Tensor) and not self.reads_positions(rows):
             none: Any = slice(0, 0)
             input_batch = dataclasses.replace(input_batch, logits_indices=none)
         return super().__call__(logits, input_batch)
@@ -93,9 +87,8 @@ class NPUSampler(Sampler):
         logits = processed_logits.double() if self.use_fp64_gumbel else processed_logits.float()
         drawn = self._noise(logits, expanded_idx_mapping, idx_mapping_np, pos)
         if is_greedy.any():
-            drawn.masked_fill_(
-                (states.temperature.gpu.index_select(0, expanded_idx_mapping) == 0)[:, None], 1
-            )
+            temperatures = states.temperature.gpu.index_select(0, expanded_idx_mapping)
+            drawn.masked_fill_((temperatures == 0)[:, None], 1)
         top_k_np = states.top_k.np[idx_mapping_np]
         if not self.use_fp64_gumbel and topk_topp.supports(top_k_np, states.vocab_size):
             tokens, processed = topk_topp.top_k_top_p_sample(
@@ -130,6 +123,5 @@ class NPUWatermarkSampler(GPUWatermarkSampler, NPUSampler):  # type: ignore[misc
         return self._marks(rows) or super().reads_lengths(rows)
 
     def _marks(self, rows: np.ndarray) -> bool:
-        return bool(
-            (self.watermarking.np[rows] & (self.sampling_states.temperature.np[rows] != 0)).any()
-        )
+        samples = self.sampling_states.temperature.np[rows] != 0
+        return bool((self.watermarking.np[rows] & samples).any())
