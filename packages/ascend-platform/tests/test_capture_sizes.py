@@ -176,7 +176,7 @@ def test_graph_outputs_are_kept_while_a_drafter_s_graph_runs() -> None:
     ):
         graphs.append(acl_graph.NPUGraph())
         with context, acl_graph._Capture(graphs[-1], pool, stream):
-            outputs.append(acl_graph._weak_ref_tensor(given * factor))
+            outputs.append(acl_graph.weak_ref_tensor(given * factor))
     for graph in graphs:
         graph.replay()
     torch.npu.synchronize()

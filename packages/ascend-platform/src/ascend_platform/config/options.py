@@ -227,7 +227,8 @@ def platform(vllm_config: object) -> Platform:
     Raises:
         RefusedError: as :func:`parse`.
     """
-    return _parse(_of(vllm_config), "platform")
+    where = "additional_config ascend.platform"
+    return parse(Platform, _of(vllm_config).get("platform", {}), where)
 
 
 def rope_order(vllm_config: Any) -> str:

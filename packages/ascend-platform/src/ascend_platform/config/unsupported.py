@@ -309,8 +309,10 @@ def check_load_format(load_config: Any, is_quantized: bool = False) -> None:
     if check := slots.offered(f"load_options.{load_config.load_format}"):
         resolve_obj_by_qualname(check)(load_config.model_loader_extra_config)
     elif load_config.load_format in ("ascend_peer", "netloader"):
-        loader = registry.with_state("ascend-model-loader")
-        raise RefusedError(f"--load-format {load_config.load_format} needs {loader}")
+        raise RefusedError(
+            f"--load-format {load_config.load_format} needs"
+            f" {registry.with_state('ascend-model-loader')}"
+        )
 
 
 def check_drafts(config: Any) -> None:
@@ -336,5 +338,7 @@ def check_communicator(vllm_config: VllmConfig) -> None:
     """
     model, offered = vllm_config.model_config, slots.offered("communicator")
     if model and model.is_moe and vllm_config.parallel_config.use_all2all and not offered:
-        needed = registry.with_state("ascend-communicator")
-        raise RefusedError(f"expert parallelism over data-parallel engines needs {needed}")
+        raise RefusedError(
+            "expert parallelism over data-parallel engines needs"
+            f" {registry.with_state('ascend-communicator')}"
+        )

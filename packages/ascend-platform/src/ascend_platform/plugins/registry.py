@@ -9,8 +9,6 @@ import sys
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 
-from packaging.version import Version
-
 from ascend_platform.config import options
 from ascend_platform.errors import Problem
 from ascend_platform.logger import logger
@@ -124,9 +122,9 @@ def _join(
 def _incompatible(distribution: str, api: str, later: Iterable[str]) -> Problem | None:
     """Why a component written for version ``api`` of the interface cannot use this one, if it
     cannot."""
-    own, wanted = Version(API_VERSION), Version(api)
+    own, wanted = ([*map(int, each.split("."))] for each in (API_VERSION, api))
     found = f"written for version {api} of ascend_platform.extension, found {API_VERSION}"
-    if wanted.major < own.major:
+    if wanted[0] < own[0]:
         return Problem(found, f"pip install --upgrade {distribution}")
     if wanted > own:
         return Problem(found, "pip install --upgrade ascend-platform")

@@ -56,7 +56,7 @@ QUEUE_POLL_MS = 5
 """The same while queries wait for a buffer, whose loan may expire."""
 
 
-def endpoint_url(host: str, port: int | str) -> str:
+def endpoint_url(host: str, port: int) -> str:
     return f"tcp://[{host}]:{port}" if ":" in host else f"tcp://{host}:{port}"
 
 
@@ -111,7 +111,8 @@ class RpcServer:
     def _bind(self, ports: range) -> None:
         for port in ports:
             try:
-                self._socket.bind(endpoint_url(self.host, port or "*"))
+                url = endpoint_url(self.host, port)
+                self._socket.bind(url if port else f"{url[:-1]}*")
                 return
             except zmq.ZMQError as error:
                 if error.errno == zmq.EADDRINUSE and port != ports[-1]:
