@@ -28,8 +28,8 @@ def set_defaults(vllm_config: "VllmConfig") -> None:
     if compilation.mode is None and mode is not None and not mode.requires_piecewise_compilation():
         # Without Inductor, compiling only serves to split a model into pieces.
         compilation.mode = CompilationMode.NONE
-    sizes = compilation.cudagraph_capture_sizes, compilation.max_cudagraph_capture_size
-    if sizes == (None, None):
+    sizes, largest = compilation.cudagraph_capture_sizes, compilation.max_cudagraph_capture_size
+    if sizes is None and largest is None:
         _with_default_sizes.add(vllm_config.instance_id)
     if compilation.compile_sizes is None:
         compilation.compile_sizes = []

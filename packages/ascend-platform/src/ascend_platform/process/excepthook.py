@@ -11,6 +11,7 @@ Python starts, which is the one earlier place, in vLLM's own commands only.
 
 import atexit
 import contextlib
+import functools
 import gc
 import os
 import signal
@@ -23,20 +24,16 @@ from ascend_platform.errors import Problem
 from ascend_platform.plugins import requirements
 from ascend_platform.process import checks, explanations, failures
 
-_installed = False
 _last = ""
 TRACKER_PATIENCE = 2.0  # seconds
 
 
+@functools.cache
 def install() -> None:
     """Exit if vLLM's command cannot serve; otherwise let the command end with one line if it fails.
 
     Python reads start-up files twice where lib64 is a link to lib; the second call does nothing.
     """
-    global _installed
-    if _installed:
-        return
-    _installed = True
     if problem := requirements.conflict() or requirements.cuda_torch() or _cpu_without_kernels():
         sys.stderr.write(f"ascend-platform: {problem}\n")
         sys.stderr.flush()
