@@ -31,11 +31,17 @@ def prepare_process() -> None:
     from ascend_platform.process import failures, ray, scopes, sockets, watchdog
 
     if requirements.version("vllm").startswith(("0.31.", "0.32.")):
-        why = "ascend-platform uses vLLM's V1 model runner, which needs no Triton"
-        _pin(environment.RUNNER, "0", why)
+        _pin(
+            environment.RUNNER,
+            "0",
+            "ascend-platform uses vLLM's V1 model runner, which needs no Triton",
+        )
     environment.note_runner()
-    why = "it captures by torch.cuda; cudagraph_mode PIECEWISE splits compiled models"
-    _pin("VLLM_USE_BREAKABLE_CUDAGRAPH", "0", why)
+    _pin(
+        "VLLM_USE_BREAKABLE_CUDAGRAPH",
+        "0",
+        "it captures by torch.cuda; cudagraph_mode PIECEWISE splits compiled models",
+    )
     _pin("VLLM_WORKER_MULTIPROC_METHOD", "spawn", "a device context does not survive a fork")
     watchdog.exit_when_parent_exits()
     sockets.replace_foreign_directory()
