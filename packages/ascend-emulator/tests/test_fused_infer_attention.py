@@ -357,6 +357,20 @@ def test_query_may_be_a_slice_of_heads():
     assert torch.equal(packed.cpu(), arranged(out.cpu(), "TND"))
 
 
+def test_keys_and_values_of_different_numbers_of_tokens_are_refused_at_the_call():
+    query, key, value = (x.npu() for x in inputs())
+    with pytest.raises(RuntimeError, match="only the last size may differ"):
+        torch_npu.npu_fused_infer_attention_score(
+            query,
+            key,
+            value[:, :, 1:].contiguous(),
+            num_heads=HEADS,
+            num_key_value_heads=GROUPS,
+            input_layout="BNSD",
+        )
+    torch.npu.synchronize()
+
+
 @pytest.mark.parametrize("which", ["query", "key", "value"])
 def test_tensors_that_are_not_contiguous_are_refused(which):
     given = dict(zip(("query", "key", "value"), (x.npu() for x in inputs()), strict=True))

@@ -2,6 +2,8 @@
 # SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-all project
 """Shapes of plain operators are refused at the call, and legitimate forms are taken."""
 
+import re
+
 import pytest
 import torch
 from cann_calls import Calls
@@ -62,6 +64,20 @@ ONE = 1.0
         ),
         ("Mm", (M, (6, 2), (4, 3), 0), "out has shape [4, 3]; it must be [4, 2]"),
         ("Mm", ((2, 4, 6), (6, 2), (4, 3), 0), "self has 3 dimensions; allowed: 2"),
+        (
+            "BatchMatMul",
+            ((2, 64, 96), (2, 95, 64), (2, 64, 64), 0),
+            "other has shape [2, 95, 64], where 95 must be 96, the last size of self's [2, 64, 96]",
+        ),
+        (
+            "BatchMatMul",
+            ((2, 64, 96), (2, 96, 64), (2, 64, 63), 0),
+            "out has shape [2, 64, 63]; it must be [2, 64, 64]",
+        ),
+        ("BatchMatMul", (M, (6, 2), (4, 2), 0), "self has 2 dimensions; allowed: 3"),
+        ("SwiGlu", ((64, 129), -1, (64, 64)), "dimension 1 of x has size 129; it must be even"),
+        ("SwiGlu", ((65, 128), 0, (32, 128)), "dimension 0 of x has size 65; it must be even"),
+        ("SwiGlu", ((64, 128), -1, (64, 128)), "out has shape [64, 128]; it must be [64, 64]"),
         (
             "Matmul",
             ((3, 4, 6), (2, 6, 5), (3, 4, 5), 0),
@@ -140,6 +156,40 @@ def test_missing_arguments_and_host_memory_are_refused():
     assert "a required argument is null" in calls.run("Silu", x, None)[1]
     assert "not device memory" in calls.run("Silu", x, host)[1]
     assert "not device memory" in calls.run("Add", host, x, ONE, x)[1]
+
+
+@pytest.mark.parametrize(
+    ("shape", "dtype", "updates", "named"),
+    [
+        ((3, 1), torch.float32, (3, 64), "indices is Float (DT_FLOAT); allowed: "),
+        ((3, 4), torch.int64, (3,), "the last dimension of indices is 4; allowed: 1 to 2"),
+        ((3, 1), torch.int64, (2, 64), "updates has shape [2, 64]; it must be [3, 64]"),
+    ],
+)
+def test_indices_of_scatter_nd_update(shape, dtype, updates, named):
+    indices = torch.zeros(shape, dtype=dtype, device="npu")
+    assert named in Calls().run("ScatterNdUpdate", npu(128, 64), indices, npu(*updates))[1]
+
+
+@pytest.mark.parametrize("shape", [(64, 128), (2, 4)])
+def test_swiglu_of_integers_is_refused_at_the_call(shape):
+    x = torch.ones(*shape, dtype=torch.int32, device="npu").t().contiguous()
+    out = torch.ones(shape[1] // 2, shape[0], dtype=torch.int32, device="npu")
+    assert "x is Int (DT_INT32); allowed: " in Calls().run("SwiGlu", x, 0, out)[1]
+
+
+@pytest.mark.parametrize("rows", [4, 128])
+def test_layer_norm_of_mixed_dtypes_is_refused_at_the_call(rows):
+    x, half, single = npu(rows, 64), npu(64, dtype=torch.float16), npu(64)
+    for weight, bias, named in (
+        (half, half, "weight is Half (DT_FLOAT16); allowed: Float"),
+        (single, half, "bias is Half (DT_FLOAT16); allowed: Float"),
+    ):
+        with pytest.raises(RuntimeError, match=re.escape(named)):
+            functional.layer_norm(x, (64,), weight, bias)
+    with pytest.raises(RuntimeError, match=r"bias is Float \(DT_FLOAT\) and weight is Half"):
+        functional.layer_norm(x.half(), (64,), half, single)
+    functional.layer_norm(x.half(), (64,), single, single)
 
 
 def test_legitimate_forms_are_taken(agree):

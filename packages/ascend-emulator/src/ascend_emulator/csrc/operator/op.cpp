@@ -253,8 +253,8 @@ void ArgumentReader::check() const {
   const bool half = std::any_of(tensors_.begin(), tensors_.end(), [](const Tensor& tensor) {
     return tensor.defined() && tensor.scalar_type() == at::kComplexHalf;
   });
-  emu::require(!half || std::string_view(info_.name) == "aclnnComplex",
-      "a tensor is ComplexHalf; only aclnnComplex takes it");
+  emu::require(!half || std::string_view(info_.name) == "aclnnComplex", "a tensor is ",
+      at::kComplexHalf, "; only aclnnComplex takes it");
   // The rule is about the first argument that is a tensor: arange and eye have only their output.
   DTypeSet allowed = info_.allowed;
   size_t first = 0;

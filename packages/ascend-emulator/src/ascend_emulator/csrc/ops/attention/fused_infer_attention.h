@@ -275,6 +275,15 @@ struct FusedInfer {
       }
   }
 
+  // Without pages keys and values have the same tokens.
+  void check_tokens() const {
+    for (size_t i = 0; i < key.size() && !paged(); ++i) {
+      const auto keys = key[i].sizes().slice(0, key[i].dim() - 1);
+      require(keys == value[i].sizes().slice(0, value[i].dim() - 1), "key has shape ",
+          key[i].sizes(), " and value ", value[i].sizes(), "; only the last size may differ");
+    }
+  }
+
   void check_pages() const {
     require(key.size() == 1, "a paged cache is one tensor, not a list of ", key.size());
     require(table.dim() == 2 && table.is_contiguous(), "block_table has shape ", table.sizes(),
@@ -387,6 +396,7 @@ struct FusedInfer {
     if (paged()) check_pages();
     check_latent();
     check_keys();
+    check_tokens();
     if (key_prefix)
       require(value_prefix && key_prefix->size(0) == 1 && !packed(in),
           "a shared prefix has a batch of 1, a key and a value, and no packed layout");

@@ -22,7 +22,7 @@ SHAPED(aclnnMatmul, (Tensor self, Tensor other, Tensor out, CubeMath cube),
     })
 // Batch dimensions may broadcast (op-plugin's test_bmm_compatible.py).
 SHAPED(aclnnBatchMatMul, (Tensor self, Tensor other, Tensor out, CubeMath cube),
-    cube.check(self, other), {
+    (SHAPE(out, PRODUCT(self, other, 3, 3)), cube.check(self, other)), {
       if (self.size(0) == other.size(0)) return void(at::bmm_out(out, cube(self), cube(other)));
       at::matmul_out(out, cube(self), cube(other));
     })

@@ -34,13 +34,20 @@ LayerGrads layer_grad(const Tensor& grad, const Tensor& fp32, const Tensor& gamm
       at::sum_to(g * normed, gamma.sizes()), at::sum_to(g, gamma.sizes())};
 }
 
+// Both are of x's dtype, or of float32, as ATen has it.
+void check_parameters(const Tensor& x, const Opt<Tensor>& weight, const Opt<Tensor>& bias) {
+  for (const auto& [name, w] : {std::pair{"weight", &weight}, std::pair{"bias", &bias}})
+    if (*w) one_of(name, **w, {x.scalar_type(), at::kFloat});
+  if (weight && bias) same_dtype("bias", *bias, "weight", *weight);
+}
+
 }  // namespace
 
 #define LAYER_NORM(NAME)                                                                     \
-  OP(NAME,                                                                                   \
+  SHAPED(NAME,                                                                               \
       (Tensor x, Ints shape, Opt<Tensor> weight, Opt<Tensor> bias, double epsilon, Tensor y, \
           Opt<Tensor> mean, Opt<Tensor> rstd),                                               \
-      {                                                                                      \
+      check_parameters(x, weight, bias), {                                                   \
         if (!x.numel()) { /* ATen's mean has another shape then */                           \
           for (const auto& each : {mean, rstd})                                              \
             if (each) each->zero_();                                                         \

@@ -152,14 +152,24 @@ SHAPED(aclnnScatterAdd, (Tensor self, int64_t dim, Tensor index, Tensor source, 
     { at::scatter_add_out(out, self, dim, to_int64(index), source); })
 // Rows of `indices` (its last dimension) address leading dimensions of self; `updates` has one
 // slice per row.
-OP(aclnnScatterNdUpdate, (Tensor self, Tensor indices, Tensor updates), {
-  cost::partial_access(self, updates);
-  c10::List<std::optional<at::Tensor>> at_dims;
-  for (const auto& column : to_int64(indices).unbind(-1)) {
-    inside_rows("indices", column, self.size(static_cast<int64_t>(at_dims.size())));
-    at_dims.push_back(column);
-  }
-  self.index_put_(at_dims, updates);
+CHECKED(aclnnScatterNdUpdate, (Tensor self, Tensor indices, Tensor updates), {
+  one_of("indices", indices, kIndices);
+  rank("indices", indices, 1, 8);
+  within("the last dimension of indices", indices.size(-1), int64_t{1}, self.dim());
+  Shape sizes(indices.sizes().slice(0, indices.dim() - 1));
+  const auto slice = self.sizes().slice(indices.size(-1));
+  sizes.insert(sizes.end(), slice.begin(), slice.end());
+  SHAPE(updates, sizes);
+  same_dtype("updates", updates, "self", self);
+  COMPUTE {
+    cost::partial_access(self, updates);
+    c10::List<std::optional<at::Tensor>> at_dims;
+    for (const auto& column : to_int64(indices).unbind(-1)) {
+      inside_rows("indices", column, self.size(static_cast<int64_t>(at_dims.size())));
+      at_dims.push_back(column);
+    }
+    self.index_put_(at_dims, updates);
+  };
 })
 
 SHAPED(aclnnInplaceMaskedFillScalar, (Tensor self, Tensor mask, Scalar value), EXPANDS(self, mask),

@@ -5,6 +5,7 @@
 // npu_geglu (torch_npu/_op_plugin_docs.py, BSD) and op-plugin's tests of them.
 #include <ATen/Parallel.h>
 
+#include "operator/shapes.h"
 #include "ops/quantization/quantized.h"
 #include "ops/vectorized.h"
 
@@ -29,17 +30,12 @@ void swiglu_rows(const T* x, T* out, int64_t rows, int64_t half) {
   });
 }
 
-void swiglu(const Tensor& x, int64_t dim, Tensor& out) {
-  const int64_t at_dim = at::maybe_wrap_dim(dim, x.dim());
-  require(x.size(at_dim) % 2 == 0, "dimension ", dim, " has size ", x.size(at_dim),
-      "; it must be even");
+void swiglu(const Tensor& x, int64_t at_dim, Tensor& out) {
   if (at_dim != x.dim() - 1 || !x.is_contiguous() || !out.is_contiguous()) {
     const auto halves = x.to(at::kFloat).chunk(2, at_dim);
     out.copy_(at::silu(halves[0]).mul_(halves[1]));
     return;
   }
-  require(out.size(-1) * 2 == x.size(-1), "out has ", out.size(-1),
-      " columns; expected half of x's ", x.size(-1));
   if (out.numel() == 0) return;
   AT_DISPATCH_FLOATING_TYPES_AND2(at::kHalf, at::kBFloat16, x.scalar_type(), "swiglu", [&] {
     swiglu_rows(x.const_data_ptr<scalar_t>(), out.mutable_data_ptr<scalar_t>(),
@@ -70,7 +66,16 @@ const char* gelu_kind(const Text& approximate) {
 
 }  // namespace
 
-OP(aclnnSwiGlu, (Tensor x, int64_t dim, Tensor out), { swiglu(x, dim, out); })
+CHECKED(aclnnSwiGlu, (Tensor x, int64_t dim, Tensor out), {
+  one_of("x", x, kFloating);
+  rank("x", x, 1, 8);
+  dim = real_dim(dim, x.dim());
+  check_even(x, dim);
+  Shape half(x.sizes());
+  half[dim] /= 2;
+  SHAPE(out, half);
+  COMPUTE { swiglu(x, dim, out); };
+})
 
 CHECKED(aclnnSwiGluQuantV2,
     (Tensor x, Opt<Tensor> smooth, Opt<Tensor> offsets, Opt<Tensor> group_index, bool left,
