@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-all project
-"""Every text architecture of vLLM's registry on an emulated NPU, compared with transformers:
-`tools/check architectures`."""
+"""Architectures of vLLM's registry on an emulated NPU, with text, images and sounds, compared with
+transformers: `tools/check architectures`."""
 
 from __future__ import annotations
 

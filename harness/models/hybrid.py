@@ -96,7 +96,6 @@ def make(name: str, directory: Path, *, drafts: bool = False) -> Path:
     """
     import torch
     import transformers
-    from safetensors.torch import load_file, save_file
 
     path = directory / (name + (" with drafts" if drafts else ""))
     if path.exists():
@@ -124,16 +123,23 @@ def make(name: str, directory: Path, *, drafts: bool = False) -> Path:
     if names := registry.RENAMED.get(model.config.model_type):
         registry._rename(path / "model.safetensors", names)
     if drafts:
-        weights, size = load_file(path / "model.safetensors"), COMMON["hidden_size"]
-        last = f"model.layers.{COMMON['num_hidden_layers'] - 1}."
-        weights |= {
-            key.replace(last, "mtp.layers.0."): weight.clone()
-            for key, weight in weights.items()
-            if key.startswith(last)
-        }
-        # of embedding and hidden state
-        weights["mtp.fc.weight"] = torch.cat([torch.zeros(size, size), torch.eye(size)], 1)
-        for norm in ("norm", "pre_fc_norm_hidden", "pre_fc_norm_embedding"):
-            weights[f"mtp.{norm}.weight"] = torch.zeros(size)
-        save_file(weights, path / "model.safetensors", {"format": "pt"})
+        add_drafts(path, f"model.layers.{COMMON['num_hidden_layers'] - 1}.")
     return path
+
+
+def add_drafts(path: Path, last: str) -> None:
+    """Add a copy of the model's last layer, whose names begin with this, as MTP layer."""
+    import torch
+    from safetensors.torch import load_file, save_file
+
+    weights, size = load_file(path / "model.safetensors"), COMMON["hidden_size"]
+    weights |= {
+        key.replace(last, "mtp.layers.0."): weight.clone()
+        for key, weight in weights.items()
+        if key.startswith(last)
+    }
+    # of embedding and hidden state
+    weights["mtp.fc.weight"] = torch.cat([torch.zeros(size, size), torch.eye(size)], 1)
+    for norm in ("norm", "pre_fc_norm_hidden", "pre_fc_norm_embedding"):
+        weights[f"mtp.{norm}.weight"] = torch.zeros(size)
+    save_file(weights, path / "model.safetensors", {"format": "pt"})

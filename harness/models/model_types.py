@@ -193,8 +193,9 @@ def classifier(path: Path, name: str) -> None:
     tokenizer().save_pretrained(path)
 
 
-def tokenizer(**more: Any) -> Any:
-    """One token per character; the second text of a pair has token type 1."""
+def tokenizer(extra: dict[str, str] | None = None, **more: Any) -> Any:
+    """One token per character; the second text of a pair has token type 1. `extra` are special
+    tokens by the name of the tokenizer's attribute."""
     import transformers
     from tokenizers import (
         AddedToken,
@@ -212,20 +213,20 @@ def tokenizer(**more: Any) -> Any:
     }
     names = ["<fake_token_around_image>", "<global-img>", "<end_of_utterance>"]
     words |= {name: len(words) + number for number, name in enumerate(names)}
-    words |= {f"<{number}>": number for number in range(len(words), VOCABULARY - 1)} | {
-        "<image>": IMAGE_TOKEN
-    }
+    words |= {text: len(words) + number for number, text in enumerate((extra or {}).values())}
+    words |= {f"<{number}>": number for number in range(len(words), VOCABULARY - 1)}
+    words.setdefault("<image>", IMAGE_TOKEN)
     made = Tokenizer(models.WordLevel(words, unk_token="<unk>"))
     made.pre_tokenizer = pre_tokenizers.Split(Regex("."), "isolated")
     made.decoder = decoders.Fuse()
-    made.add_special_tokens(
-        [AddedToken(word, special=True) for word in words if word.startswith("<")]
-    )
+    made.add_special_tokens([AddedToken(word, special=True) for word in words if len(word) > 1])
     marks = [("<s>", 0), ("<eos>", 1)]
     made.post_processor = processors.TemplateProcessing(
         "<s> $A <eos>", "<s> $A <eos> $B:1 <eos>:1", marks
     )
     special = {"bos_token": "<s>", "eos_token": "<eos>", "pad_token": "<eos>", "unk_token": "<unk>"}
+    if extra:
+        more["extra_special_tokens"] = extra
     return transformers.PreTrainedTokenizerFast(tokenizer_object=made, **special, **more)
 
 

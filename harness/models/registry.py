@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from harness.models import latent
+from harness.models.media_families import FAMILIES
 
 SIZES: dict[str, Any] = {
     **dict.fromkeys(("hidden_size", "n_embd", "d_model"), 128),
@@ -176,12 +177,15 @@ WINDOW = 24
 
 
 def families() -> dict[str, str]:
-    """Architectures of vLLM's registry of text generation that transformers can build, with the
-    model type."""
-    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+    """Architectures of vLLM's registry that can be built here, with the model type: of text
+    generation those that transformers has, with images or sounds those of FAMILIES."""
+    from transformers.models.auto.modeling_auto import (
+        MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
+        MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES,
+    )
     from vllm.model_executor.models.registry import _TEXT_GENERATION_MODELS
 
-    found: dict[str, str] = {}
+    found = {MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES[kind]: kind for kind in FAMILIES}
     for kind, names in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.items():
         for name in [names] if isinstance(names, str) else names:
             if name in _TEXT_GENERATION_MODELS:

@@ -25,20 +25,60 @@ import harness.engine_imports  # noqa: F401
 import serve_layout
 import torch
 import transformers
-from harness import launcher, layouts, model_classes
+from harness import launcher, layouts, model_classes, multimodal
+from harness.models import multimodal as models
 from harness.models import registry
+from harness.models.media_families import FAMILIES
 from vllm.platforms import current_platform
 
 BOUND = 1e-4
 """Of the difference of log-probabilities in float32."""
+BOUND_WITH_MEDIA = 1e-3
+"""With images or sounds, whose encoders have large random weights."""
 
 OURS = re.compile(
     r"ascend-platform|Ascend NPU|ascend-attention|are not supported; |not supported on"
 )
 
 
+def outcome_with_media(architecture: str, kind: str, path: Path) -> dict[str, Any]:
+    """The outcome of a model with images or sounds; each prompt is answered twice, the second time
+    from the prefix cache."""
+    media = multimodal.limits(kind)["limit_mm_per_prompt"]
+    return serve_with_media(architecture, kind, path) | {"inputs": ", ".join(media)}
+
+
+def serve_with_media(architecture: str, kind: str, path: Path) -> dict[str, Any]:
+    try:
+        models.write(kind, path)
+        exact = multimodal.reference(kind, path)
+        requests: list[Any] = [multimodal.request(kind, i) for i in range(len(multimodal.LENGTHS))]
+        for number in range(len(requests)):
+            exact(number, (3,))
+    except Exception as error:
+        return {"result": "not built", "message": line_of(error)}
+    try:
+        current_platform.verify_model_arch(architecture)
+        model_classes.load([architecture])
+        os.environ.update(launcher.torchrun_variables(0, 1, launcher.free_port()))
+        options = multimodal.ENGINE | multimodal.limits(kind) | {"dtype": "float32"}
+        case = {"model": str(path), "engine": options}
+        engine = serve_layout.engine_of_external_launcher(case)
+        sampling = [serve_layout.sampling(length) for length in multimodal.LENGTHS]
+        served = engine.generate(requests, sampling, use_tqdm=False)
+        served += engine.generate(requests, sampling, use_tqdm=False)
+    except Exception as error:
+        message = line_of(error)
+        return {"result": "refused" if OURS.search(message) else "failed", "message": message}
+    found = multimodal.compare(exact, [serve_layout.answer(each.outputs[0]) for each in served])
+    result = {"result": "right" if found["most"] < BOUND_WITH_MEDIA else "wrong"} | found
+    return result | {"attention": ", ".join(serve_layout.attention_and_experts(engine))}
+
+
 def outcome(architecture: str, kind: str, directory: Path) -> dict[str, Any]:
     path = directory / "model"
+    if kind in FAMILIES:
+        return outcome_with_media(architecture, kind, path)
     try:
         registry.write(kind, path)
         # sdpa leaves out soft caps

@@ -23,8 +23,9 @@ import harness.engine_imports  # noqa: F401
 import numpy as np
 import serve_layout
 import torch
-from harness import launcher
+from harness import launcher, multimodal
 from harness.models import model_types as models
+from harness.models.media_families import FAMILIES
 from vllm import LLM, AsyncEngineArgs, SamplingParams
 
 SHOWN = {"FusedMMEncoderAttention", "MMEncoderAttention", "PrologAttention"}
@@ -32,6 +33,8 @@ SHOWN = {"FusedMMEncoderAttention", "MMEncoderAttention", "PrologAttention"}
 
 def request(case: dict[str, Any], number: int) -> dict[str, Any]:
     prompt = case["prompts"][number]
+    if case["media"] in FAMILIES:
+        return multimodal.request(case["media"], number)
     if case["media"] == "image":
         images = models.pictures(prompt, number)
         return {"prompt": prompt} | ({"multi_modal_data": {"image": images}} if images else {})

@@ -93,12 +93,14 @@ def hybrid() -> str:
     )
 
 
-def architectures() -> str:
-    """Each text architecture of vLLM's registry that transformers can build, by
-    tools/check architectures."""
+def architectures(with_media: bool = False) -> str:
+    """Each text architecture of vLLM's registry that transformers can build, or those with images
+    or sounds, by tools/check architectures."""
     rows = []
     reasons = tomllib.loads((DATA / "architectures.toml").read_text())
     for name, found in json.loads((DATA / "models.json").read_text()).items():
+        if ("inputs" in found) != with_media:
+            continue
         message = (
             found.get("message", "").removeprefix("ValidationError: ").removeprefix("Value error, ")
         )
@@ -109,8 +111,10 @@ def architectures() -> str:
         if result == "failed":
             message = reasons["failed"].get(name, message)
         most = f"{found['most']:.0e}" if "most" in found else ""
-        rows.append([f"`{name}`", result, most, message.replace("|", "/")])
-    return table(["architecture", "result", "largest difference", "reason"], rows)
+        inputs = [found["inputs"]] if with_media else []
+        rows.append([f"`{name}`", *inputs, result, most, message.replace("|", "/")])
+    head = ["architecture", *(["inputs"] if with_media else []), "result", "largest difference"]
+    return table([*head, "reason"], rows)
 
 
 def prefill_bytes() -> str:

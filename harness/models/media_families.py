@@ -1,0 +1,450 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-all project
+"""Sizes and processors of tiny models with images, videos and sounds, by the model type of
+transformers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
+from typing import Any, NamedTuple
+
+from harness.models import model_types
+
+SIDE = 56
+"""Pixels of an image's side."""
+LARGE = 280
+"""Pixels of a side of the image that has more tokens than a step."""
+
+
+class Family(NamedTuple):
+    """A model type of transformers.
+
+    names: special tokens of the tokenizer. tokens: options of the configuration, or of a part of
+    it, that are ids of these. image, video, sound: placeholders in a prompt; empty without that medium.
+    processor: makes the processor, of a tokenizer. text, more: the configuration.
+    published: parts of tensors' names in published checkpoints, as vLLM reads them, by those that
+    transformers writes.
+    """
+
+    names: dict[str, str]
+    tokens: dict[str, str]
+    processor: Callable[[Any], Any]
+    image: str
+    video: str
+    text: dict[str, Any]
+    more: dict[str, Any]
+    sound: str = ""
+    published: Mapping[str, str] = MappingProxyType({})
+
+
+def _processor(
+    name: str,
+    images: str,
+    options: dict[str, Any],
+    videos: str = "",
+    options_of_videos: dict[str, Any] | None = None,
+    **more: Any,
+) -> Callable[[Any], Any]:
+    """Makes a processor of this class, with processors of images and videos."""
+
+    def make(words: Any) -> Any:
+        import transformers
+
+        parts = {"image_processor": getattr(transformers, images)(**options), "tokenizer": words}
+        if videos:
+            parts["video_processor"] = getattr(transformers, videos)(
+                **(options_of_videos or options) | {"do_sample_frames": False}
+            )
+        return getattr(transformers, name)(**parts, **more)
+
+    return make
+
+
+QWEN_NAMES = {
+    "image_token": "<|image_pad|>",
+    "video_token": "<|video_pad|>",
+    "vision_start": "<|vision_start|>",
+    "vision_end": "<|vision_end|>",
+}
+QWEN_TOKENS = {
+    "image_token_id": "image_token",
+    "video_token_id": "video_token",
+    "vision_start_token_id": "vision_start",
+    "vision_end_token_id": "vision_end",
+}
+PIXELS = {"size": {"shortest_edge": 28 * 28, "longest_edge": LARGE * LARGE}}
+PIXELS16 = {"size": {"shortest_edge": 32 * 32, "longest_edge": 288 * 288}, "patch_size": 16}
+# As published; vLLM normalizes videos as images.
+PIXELS16 |= {"image_mean": [0.5] * 3, "image_std": [0.5] * 3}
+ROPE = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [8, 12, 12]}
+QWEN2_ROPE = {"head_dim": 32, "rope_parameters": ROPE | {"mrope_section": [4, 6, 6]}}
+QWEN_VISION = {"depth": 2, "num_heads": 2, "hidden_size": 128, "intermediate_size": 256}
+QWEN_VISION |= {"out_hidden_size": 128}
+QWEN3_VISION = QWEN_VISION | {"num_position_embeddings": 64}
+MOE = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64}
+MOE |= {"norm_topk_prob": True}
+HYBRID = {"layer_types": ["linear_attention"] * 3 + ["full_attention"], "num_hidden_layers": 4}
+HYBRID |= {"linear_num_key_heads": 2, "linear_num_value_heads": 4}
+HYBRID |= {"linear_key_head_dim": 128, "linear_value_head_dim": 128}
+HYBRID |= {"rope_parameters": ROPE | {"mrope_interleaved": True, "partial_rotary_factor": 1.0}}
+
+
+def _qwen(processor: str, text: dict[str, Any], vision: dict[str, Any]) -> Family:
+    videos = "Qwen3VLVideoProcessor" if "Qwen3" in processor else "Qwen2VLVideoProcessor"
+    options = PIXELS16 if "Qwen3" in processor else PIXELS
+    image = "<|vision_start|><|image_pad|><|vision_end|>"
+    return Family(
+        QWEN_NAMES,
+        QWEN_TOKENS,
+        _processor(processor, "Qwen2VLImageProcessor", options, videos),
+        image,
+        image.replace("image", "video"),
+        {"rope_parameters": ROPE} | text,
+        {"vision_config": vision},
+    )
+
+
+CLIP = {"hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 3}
+CLIP |= {"num_attention_heads": 2, "image_size": SIDE, "patch_size": 14}
+PINPOINTS = [[SIDE, 2 * SIDE], [2 * SIDE, SIDE]]
+TOWER = {"vision_tower.": "vision_tower.vision_model."}
+LLAVA = {"image_token": "<image>"}
+SQUARE = {"height": SIDE, "width": SIDE}
+INTERN = {"start_image_token": "<img>", "end_image_token": "</img>"}
+INTERN |= {"context_image_token": "<IMG_CONTEXT>", "video_token": "<video>"}
+QWEN2 = {"model_type": "qwen2", "head_dim": 32}
+GLM = {"image_token": "<|image|>", "video_token": "<|video|>"}
+GLM |= {"image_start": "<|begin_of_image|>", "image_end": "<|end_of_image|>"}
+GLM |= {"video_start": "<|begin_of_video|>", "video_end": "<|end_of_video|>"}
+GLM_TOKENS = {f"{name}_id" if name.endswith("token") else f"{name}_token_id": name for name in GLM}
+GLM_ROPE = ROPE | {"mrope_section": [4, 6, 6], "partial_rotary_factor": 0.5}
+GLM_VISION = QWEN_VISION | {"image_size": SIDE}
+PIXTRAL = {"image_token": "[IMG]", "image_break": "[IMG_BREAK]", "image_end": "[IMG_END]"}
+
+
+CLIP_NO_SIZE = {name: value for name, value in CLIP.items() if name != "image_size"}
+GEMMA = {"image_token": "<image_soft_token>"}
+GEMMA |= {"boi_token": "<start_of_image>", "eoi_token": "<end_of_image>"}
+GEMMA_TOKENS = {"image_token_index": "image_token"}
+GEMMA_TOKENS |= {"boi_token_index": "boi_token", "eoi_token_index": "eoi_token"}
+LLAMA4 = {"image_token": "<|image|>", "patch": "<|patch|>", "start": "<|image_start|>"}
+LLAMA4 |= {"end": "<|image_end|>", "tile_x": "<|tile_x_separator|>"}
+LLAMA4 |= {"tile_y": "<|tile_y_separator|>"}
+AUDIO = {"audio_token": "<|AUDIO|>", "audio_bos_token": "<|audio_bos|>"}
+AUDIO |= {"audio_eos_token": "<|audio_eos|>"}
+WHISPER = {"encoder_layers": 2, "encoder_attention_heads": 2, "encoder_ffn_dim": 256}
+WHISPER |= {"d_model": 128, "max_source_positions": 1500}
+
+
+def _sounds(
+    name: str, features: str, part: str = "feature_extractor", **options: Any
+) -> Callable[[Any], Any]:
+    """Makes a processor of this class, with this extractor of a sound's features."""
+
+    def make(words: Any) -> Any:
+        import transformers
+
+        extractor = getattr(transformers, features)(**options)
+        return getattr(transformers, name)(**{part: extractor, "tokenizer": words})
+
+    return make
+
+
+def _idefics(name: str) -> Family:
+    edges = {"size": {"longest_edge": SIDE}, "max_image_size": {"longest_edge": SIDE}}
+    return Family(
+        LLAVA,
+        {"image_token_id": "image_token"},
+        _processor(
+            f"{name}Processor",
+            f"{name}ImageProcessor",
+            edges | {"do_image_splitting": False},
+            image_seq_len=4,
+        ),
+        "<image>",
+        "",
+        {"model_type": "llama"},
+        {"vision_config": CLIP, "scale_factor": 2, "pad_token_id": 1},
+    )
+
+
+def _glm(text: dict[str, Any], vision: dict[str, Any]) -> Family:
+    edges = {"size": {"shortest_edge": 28 * 28 * 2, "longest_edge": SIDE * SIDE * 2}}
+    return Family(
+        GLM,
+        GLM_TOKENS,
+        _processor("Glm4vProcessor", "Glm4vImageProcessor", edges, "Glm4vVideoProcessor"),
+        "<|begin_of_image|><|image|><|end_of_image|>",
+        "",
+        {"rope_parameters": GLM_ROPE} | text,
+        {"vision_config": vision},
+    )
+
+
+FAMILIES: dict[str, Family] = {
+    "qwen2_vl": _qwen(
+        "Qwen2VLProcessor",
+        QWEN2_ROPE,
+        {"depth": 2, "num_heads": 2, "embed_dim": 128, "hidden_size": 128},
+    ),
+    "qwen2_5_vl": _qwen(
+        "Qwen2_5_VLProcessor",
+        QWEN2_ROPE,
+        QWEN_VISION | {"window_size": 28, "fullatt_block_indexes": [1]},
+    ),
+    "qwen3_vl": _qwen(
+        "Qwen3VLProcessor",
+        {"rope_parameters": ROPE | {"mrope_interleaved": True}},
+        QWEN3_VISION | {"deepstack_visual_indexes": [0, 1]},
+    ),
+    "qwen3_vl_moe": _qwen(
+        "Qwen3VLProcessor",
+        # Widths that say which dimension is which.
+        MOE
+        | {"moe_intermediate_size": 96}
+        | {"rope_parameters": ROPE | {"mrope_interleaved": True}},
+        QWEN3_VISION | {"deepstack_visual_indexes": [0, 1]},
+    ),
+    "qwen3_5": _qwen("Qwen3VLProcessor", HYBRID, QWEN3_VISION),
+    "qwen3_5_moe": _qwen(
+        "Qwen3VLProcessor", HYBRID | MOE | {"shared_expert_intermediate_size": 64}, QWEN3_VISION
+    ),
+    "internvl": Family(
+        INTERN,
+        {"image_token_id": "context_image_token"},
+        _processor(
+            "InternVLProcessor",
+            "GotOcr2ImageProcessor",
+            {"size": SQUARE, "crop_to_patches": False},
+            "InternVLVideoProcessor",
+            image_seq_length=4,
+        ),
+        "<IMG_CONTEXT>",
+        "",
+        QWEN2,
+        {"vision_config": CLIP | {"image_size": [SIDE, SIDE], "patch_size": [14, 14]}}
+        | {"image_seq_length": 4},
+    ),
+    "glm4v": _glm(
+        {"rope_parameters": GLM_ROPE, "num_attention_heads": 2, "head_dim": 64}
+        | {"attention_bias": True},
+        GLM_VISION,
+    ),
+    "glm4v_moe": _glm(
+        {"n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64}
+        | {"use_qk_norm": False},
+        GLM_VISION,
+    ),
+    "llava": Family(
+        LLAVA,
+        {"image_token_index": "image_token"},
+        _processor(
+            "LlavaProcessor",
+            "CLIPImageProcessor",
+            {"size": {"shortest_edge": SIDE}, "crop_size": SQUARE},
+            patch_size=14,
+            vision_feature_select_strategy="default",
+            num_additional_image_tokens=1,
+        ),
+        "<image>",
+        "",
+        {"model_type": "llama"},
+        {"vision_config": CLIP | {"model_type": "clip_vision_model"}},
+        published=TOWER,
+    ),
+    "llava_next": Family(
+        LLAVA,
+        {"image_token_index": "image_token"},
+        _processor(
+            "LlavaNextProcessor",
+            "LlavaNextImageProcessor",
+            {"size": {"shortest_edge": SIDE}, "crop_size": SQUARE}
+            | {"image_grid_pinpoints": PINPOINTS},
+            patch_size=14,
+            vision_feature_select_strategy="default",
+            num_additional_image_tokens=1,
+        ),
+        "<image>",
+        "",
+        {"model_type": "llama"},
+        {"vision_config": CLIP | {"model_type": "clip_vision_model"}}
+        | {"image_grid_pinpoints": PINPOINTS},
+        published=TOWER,
+    ),
+    "mistral3": Family(
+        PIXTRAL,
+        {"image_token_index": "image_token"},
+        _processor(
+            "PixtralProcessor",
+            "PixtralImageProcessor",
+            {"size": {"longest_edge": SIDE}, "patch_size": 14},
+            patch_size=14,
+            spatial_merge_size=2,
+        ),
+        "[IMG]",
+        "",
+        {"model_type": "mistral", "sliding_window": None},
+        {"vision_config": CLIP | {"model_type": "pixtral", "head_dim": 64}},
+    ),
+    "gemma3": Family(
+        GEMMA,
+        GEMMA_TOKENS,
+        _processor(
+            "Gemma3Processor",
+            "Gemma3ImageProcessor",
+            {"size": SQUARE, "image_seq_length": 4},
+            image_seq_length=4,
+        ),
+        "<start_of_image>",
+        "",
+        {"sliding_window": model_types.WINDOW, "layer_types": model_types.BOTH}
+        | {"query_pre_attn_scalar": 64},
+        {"vision_config": CLIP | {"vision_use_head": False}, "mm_tokens_per_image": 4},
+    ),
+    "paligemma": Family(
+        LLAVA,
+        {"image_token_index": "image_token"},
+        _processor(
+            "PaliGemmaProcessor", "SiglipImageProcessor", {"size": SQUARE, "image_seq_length": 16}
+        ),
+        "<image>",
+        "",
+        {"model_type": "gemma"},
+        {"vision_config": CLIP | {"projection_dim": 128, "vision_use_head": False}}
+        | {"projection_dim": 128, "hidden_size": 128},
+    ),
+    "idefics3": _idefics("Idefics3"),
+    "llava_onevision": Family(
+        LLAVA | {"video_token": "<video>"},
+        {"image_token_index": "image_token", "video_token_index": "video_token"},
+        _processor(
+            "LlavaOnevisionProcessor",
+            "LlavaOnevisionImageProcessor",
+            {"size": SQUARE, "image_grid_pinpoints": PINPOINTS},
+            "LlavaOnevisionVideoProcessor",
+            {"size": SQUARE},
+            num_image_tokens=16,
+            vision_feature_select_strategy="full",
+        ),
+        "<image>",
+        "<video>",
+        QWEN2,
+        {"vision_config": CLIP | {"model_type": "siglip_vision_model", "vision_use_head": False}}
+        | {"image_grid_pinpoints": PINPOINTS},
+        published=TOWER,
+    ),
+    "lfm2_vl": Family(
+        LLAVA
+        | {"image_start_token": "<|image_start|>", "image_end_token": "<|image_end|>"}
+        | {"image_thumbnail_token": "<|img_thumbnail|>"},
+        {"image_token_id": "image_token"},
+        _processor(
+            "Lfm2VlProcessor",
+            "Lfm2VlImageProcessor",
+            {"encoder_patch_size": 14, "min_image_tokens": 1, "max_image_tokens": 4}
+            | {"do_image_splitting": False, "tile_size": SIDE},
+        ),
+        "<image>",
+        "",
+        {"model_type": "lfm2", "head_dim": 32, "layer_types": ["conv", "full_attention"]}
+        | {"block_dim": 128, "conv_dim": 128, "block_ff_dim": 256},
+        {"vision_config": CLIP_NO_SIZE | {"num_patches": 16, "vision_use_head": False}},
+        published=TOWER,
+    ),
+    "cohere2_vision": Family(
+        LLAVA
+        | {"boi_token": "<|START_OF_IMG|>", "eoi_token": "<|END_OF_IMG|>"}
+        | {"img_line_break_token": "<|IMG_LINE_BREAK|>"},
+        {"image_token_id": "image_token"},
+        _processor(
+            "Cohere2VisionProcessor",
+            "Cohere2VisionImageProcessor",
+            # Of the tokens of a tile.
+            {"size": SQUARE, "patch_size": 2, "max_patches": 2},
+        ),
+        "<image>",
+        "",
+        {"model_type": "cohere2", "layer_types": ["full_attention"] * 2, "logit_scale": 1.0},
+        {"vision_config": CLIP | {"vision_use_head": False}, "alignment_intermediate_size": 256}
+        | {"tie_word_embeddings": True},
+        published=TOWER,
+    ),
+    "aria": Family(
+        LLAVA,
+        {"image_token_index": "image_token"},
+        _processor(
+            "AriaProcessor",
+            "AriaImageProcessor",
+            {"max_image_size": 490},
+            size_conversion={490: 4, 980: 4},
+        ),
+        "<image>",
+        "",
+        {
+            "model_type": "aria_text",
+            "moe_num_experts": 4,
+            "moe_topk": 2,
+            "moe_num_shared_experts": 1,
+        },
+        {"vision_config": CLIP | {"image_size": 490, "model_type": "idefics3_vision"}}
+        | {"projector_patch_to_query_dict": {"1225": 4, "4900": 4}},
+    ),
+    "glm_ocr": _glm(
+        {
+            "rope_parameters": GLM_ROPE
+            | {"mrope_section": [8, 12, 12], "partial_rotary_factor": 1.0}
+        },
+        GLM_VISION,
+    ),
+    "exaone4_5": _qwen(
+        "Exaone4_5_Processor",
+        {"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0}}
+        | {"layer_types": ["full_attention"] * 2, "sliding_window": None},
+        QWEN_VISION | {"window_size": 56, "fullatt_block_indexes": [1], "num_key_value_heads": 2},
+    ),
+    "qianfan_ocr": Family(
+        INTERN,
+        {"image_token_id": "context_image_token"},
+        _processor(
+            "QianfanOCRProcessor",
+            "GotOcr2ImageProcessor",
+            {"size": SQUARE, "crop_to_patches": False},
+            image_seq_length=4,
+        ),
+        "<image>",
+        "",
+        {"model_type": "qwen3"},
+        {"vision_config": CLIP} | {"image_seq_length": 4},
+    ),
+    "llama4": Family(
+        LLAMA4,
+        {"image_token_index": "patch", "boi_token_index": "start", "eoi_token_index": "end"},
+        _processor(
+            "Llama4Processor",
+            "Llama4ImageProcessor",
+            {"size": SQUARE, "max_patches": 2},
+            patch_size=14,
+        ),
+        "<|image|>",
+        "",
+        {"num_local_experts": 4, "intermediate_size_mlp": 256, "attention_chunk_size": 64},
+        {
+            "vision_config": CLIP
+            | {"vision_output_dim": 128, "projector_input_dim": 128}
+            | {"projector_output_dim": 128, "intermediate_size": 512}
+        },
+    ),
+    "qwen2_audio": Family(
+        AUDIO,
+        {"audio_token_index": "audio_token"},
+        _sounds("Qwen2AudioProcessor", "WhisperFeatureExtractor", feature_size=80),
+        image="",
+        video="",
+        sound="<|audio_bos|><|AUDIO|><|audio_eos|>",
+        text=QWEN2,
+        more={"audio_config": WHISPER | {"num_mel_bins": 80}},
+        published={"language_model.model.model.": "language_model.model."},
+    ),
+}
+"""By the model type of transformers."""

@@ -1,0 +1,178 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-all project
+"""Prompts with images and videos, as requests to vLLM, and transformers' answers to them."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from harness.models import model_types
+from harness.models import multimodal as models
+from harness.models.media_families import FAMILIES, LARGE, SIDE
+
+LENGTHS = [5, 6, 5, 6]
+"""Tokens to generate for each prompt."""
+FRAMES = 4
+RATE = 24.0
+"""Frames per second: transformers' default, which vLLM takes for Qwen2.5-VL whatever it is."""
+
+
+ENGINE: dict[str, Any] = {
+    "skip_tokenizer_init": False,
+    "max_model_len": 512,
+    "max_num_seqs": 4,
+    "max_num_batched_tokens": 128,
+    "gpu_memory_utilization": 0.3,
+}
+"""Options of the engine, besides the most images and videos of a prompt."""
+UNUSED = {"gpu_memory_utilization"}
+"""Options that serve_model_types.py sets itself."""
+
+
+def limits(kind: str) -> dict[str, Any]:
+    """The option for the most images and videos of a prompt."""
+    family = FAMILIES[kind]
+    media = {"image": family.image, "video": family.video, "audio": family.sound}
+    return {"limit_mm_per_prompt": {name: 2 for name, placeholder in media.items() if placeholder}}
+
+
+def prompts(kind: str) -> list[str]:
+    """Text, an image or a sound, two of different sizes, and a video, if the type has any."""
+    family = FAMILIES[kind]
+    asked = ["1+1=", "what is {0}?", "{0} or {0}: how many", "is {1}" if family.video else "{0}{0}"]
+    return [each.format(family.image or family.sound, family.video) for each in asked]
+
+
+def images(kind: str, number: int) -> list[Any]:
+    """The images of a prompt."""
+    from PIL import Image
+
+    if not (placeholder := FAMILIES[kind].image):
+        return []
+    draw, side = np.random.default_rng(number), SIDE
+    count = prompts(kind)[number].count(placeholder)
+    shapes = [(LARGE - 12, LARGE) if i else (side, side - 7 * number) for i in range(count)]
+    return [Image.fromarray(draw.integers(0, 256, (*shape, 3), dtype=np.uint8)) for shape in shapes]
+
+
+def video(kind: str, number: int) -> Any:
+    """The frames of a prompt's video, uint8 ``[frames, height, width, 3]``, or None."""
+    placeholder = FAMILIES[kind].video
+    if not placeholder or placeholder not in prompts(kind)[number]:
+        return None
+    draw = np.random.default_rng(number)
+    return draw.integers(0, 256, (FRAMES, SIDE, SIDE, 3), dtype=np.uint8)
+
+
+def sounds(kind: str, number: int) -> list[Any]:
+    """The sounds of a prompt, of different durations, float32 at the sampling rate."""
+    placeholder = FAMILIES[kind].sound
+    count = prompts(kind)[number].count(placeholder) if placeholder else 0
+    return [model_types.sound(number)[: 16000 + 8000 * (i % 2)] for i in range(count)]
+
+
+def metadata() -> dict[str, Any]:
+    return {
+        "fps": RATE,
+        "duration": FRAMES / RATE,
+        "total_num_frames": FRAMES,
+        "frames_indices": list(range(FRAMES)),
+        "video_backend": "opencv",
+        "do_sample_frames": False,
+    }
+
+
+def request(kind: str, number: int) -> dict[str, Any]:
+    """A prompt as vLLM's engine takes it."""
+    media: dict[str, Any] = {}
+    if pictures := images(kind, number):
+        media["image"] = pictures
+    if (frames := video(kind, number)) is not None:
+        media["video"] = (frames, metadata())
+    if heard := sounds(kind, number):
+        media["audio"] = [(each, model_types.SAMPLING_RATE) for each in heard]
+    return {"prompt": prompts(kind)[number]} | ({"multi_modal_data": media} if media else {})
+
+
+def reference(
+    kind: str, path: Path, dtype: str = "float32"
+) -> Callable[[int, tuple[int, ...]], Any]:
+    """Logits ``[tokens, vocabulary]`` of transformers for an answer's tokens, with the engine's
+    weights, in float32."""
+    import torch
+    import transformers
+
+    model = transformers.AutoModelForMultimodalLM.from_pretrained(
+        path, dtype=getattr(torch, dtype), attn_implementation="eager"
+    )
+    model = model.eval().float()
+    processor = transformers.AutoProcessor.from_pretrained(path)
+
+    @functools.cache
+    def inputs(number: int) -> dict[str, Any]:
+        prompt = prompts(kind)[number]
+        more: dict[str, Any] = {}
+        if pictures := images(kind, number):
+            more["images"] = pictures
+        if heard := sounds(kind, number):
+            more |= {"audio": heard}
+        if (frames := video(kind, number)) is not None:
+            about = {name: value for name, value in metadata().items() if "sample" not in name}
+            more |= {"videos": [list(frames)], "video_metadata": [about], "do_sample_frames": False}
+        if not more:
+            return {"input_ids": processor.tokenizer(prompt, return_tensors="pt")["input_ids"]}
+        found = processor(text=[prompt], return_tensors="pt", **more)
+        return {
+            name: value.float() if value.is_floating_point() else value
+            for name, value in found.items()
+            if name not in ("attention_mask", "labels")
+        }
+
+    @functools.cache
+    def logits(number: int, tokens: tuple[int, ...]) -> Any:
+        given = dict(inputs(number))
+        prompt = given["input_ids"]
+        given["input_ids"] = torch.cat([prompt, torch.tensor([tokens])], 1)
+        for name in ("mm_token_type_ids", "token_type_ids"):
+            if name in given:
+                given[name] = torch.nn.functional.pad(given[name], (0, len(tokens)))
+        with torch.no_grad():
+            return model(**given).logits[0, prompt.shape[1] - 1 : -1].float()
+
+    return logits
+
+
+def compare(
+    logits: Callable[[int, tuple[int, ...]], Any], answers: list[dict[str, Any]]
+) -> dict[str, Any]:
+    """The engine's answers to all prompts, in any number of rounds, under its own tokens: largest
+    and mean difference of log-probabilities, and tokens that are not transformers' choice."""
+    import torch
+
+    errors, others = [], 0
+    for number, answer in enumerate(answers):
+        tokens = torch.tensor(answer["tokens"])
+        exact = logits(number % len(LENGTHS), tuple(answer["tokens"])).log_softmax(-1)
+        assert len(tokens) == LENGTHS[number % len(LENGTHS)]
+        chosen = exact[torch.arange(len(tokens)), tokens]
+        errors.append((torch.tensor(answer["logprobs"]) - chosen).abs())
+        others += int((exact.argmax(-1) != tokens).sum())
+    every = torch.cat(errors)
+    return {"most": float(every.max()), "mean": float(every.mean()), "others": others}
+
+
+def case(
+    name: str, kind: str, path: Path, ranks: int, dtype: str, engine: dict[str, Any]
+) -> dict[str, Any]:
+    """Arguments of serve_model_types.py for a model, which is written unless it exists."""
+    if not path.exists():
+        models.write(kind, path, drafts="speculative_config" in engine)
+    made = {"name": name, "model": str(path), "task": "generate", "ranks": ranks, "dtype": dtype}
+    made |= {"prompts": prompts(kind), "lengths": LENGTHS, "media": kind}
+    options = ENGINE | limits(kind) | {"max_num_batched_tokens": 64} | engine
+    return made | {"engine": {key: options[key] for key in options if key not in UNUSED}}
