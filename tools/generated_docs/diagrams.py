@@ -19,10 +19,11 @@ from typing import Any
 WIDTH = 400
 LINE = 13
 """Height of a line of text of 11 units."""
-CHARACTER = 5.7
+CHARACTER = 6.1
 """Width of a character, on average."""
 
 FENCE = re.compile(r"^```mermaid\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+PARTICIPANT = re.compile(r"participant (\w+)(?: as (.+))?")
 MESSAGE = re.compile(r"(\w+)\s*(--?>>)\s*(\w+)\s*:\s*(.+)")
 NOTE = re.compile(r"Note over (\w+)(?:,\s*(\w+))?\s*:\s*(.+)")
 SUBGRAPH = re.compile(r'subgraph (\w+)\["(.+)"\]')
@@ -152,14 +153,12 @@ class _Sequence:
 
 
 def _sequence(lines: list[str]) -> tuple[list[str], float]:
-    names = dict(
-        re.fullmatch(r"participant (\w+)(?: as (.+))?", line).groups()  # type: ignore[union-attr]
-        for line in lines
-        if line.startswith("participant ")
-    )
+    names = {
+        match[1]: match[2] or match[1] for line in lines if (match := PARTICIPANT.fullmatch(line))
+    }
     step = WIDTH / len(names)
     state = _Sequence({name: step * (index + 0.5) for index, name in enumerate(names)}, [], 0)
-    heads = {name: _wrap(label or name, step - 24) for name, label in names.items()}
+    heads = {name: _wrap(label, step - 24) for name, label in names.items()}
     height = LINE * max(map(len, heads.values())) + 8
     for name, x in state.columns.items():
         state.shapes.append(_box(x - step / 2 + 2, 1, step - 4, height, "box"))
@@ -211,21 +210,21 @@ def _rows(lines: list[str]) -> tuple[list[str], float]:
     for index, row in enumerate(rows):
         if index:
             label = _wrap(sources.get(row[0], ("", ""))[1], WIDTH / 2 - 20)
-            height = max(LINE * len(label), LINE) + 8
+            height = max(LINE * len(label), LINE) + 8.0
             for position in range(len(row)):
                 x = WIDTH * (position + 0.5) / len(row)
                 shapes.append(_arrow(x, y, x, y + height))
-            x = WIDTH / 2 + (8 if len(row) == 1 else 0)
+            beside = WIDTH / 2 + (8 if len(row) == 1 else 0)
             anchor = "start" if len(row) == 1 else "middle"
-            shapes.append(_text(label, x, y + LINE + 2, anchor, "label"))
+            shapes.append(_text(label, beside, y + LINE + 2, anchor, "label"))
             y += height + 1
         width = WIDTH / len(row)
         drawn = [_group(titles[name], nodes[name], width - 4) for name in row]
         height = max(size for _, size in drawn)
         for position, (parts, _) in enumerate(drawn):
-            x = position * width + 2
-            shapes.append(_box(x, y, width - 4, height, "group"))
-            shapes.append(f'<g transform="translate({x:.0f} {y:.0f})">{"".join(parts)}</g>')
+            left = position * width + 2
+            shapes.append(_box(left, y, width - 4, height, "group"))
+            shapes.append(f'<g transform="translate({left:.0f} {y:.0f})">{"".join(parts)}</g>')
         y += height
     return shapes, y + 2
 
