@@ -57,7 +57,7 @@ def failure(function: Callable[[], Any]) -> str:
 
     torch_npu empties its task queue before it marks it as failed (Repository::ReadQueue in
     NPUQueue.cpp), so that one synchronization can miss the error; a later one reports it, unless
-    the watchdog's thread has been told meanwhile, by the end of an event, and told nobody. So the
+    the watchdog's thread has been told meanwhile, by the end of an event, which no caller sees. So the
     next one follows at once, and a scenario whose call itself fails has no queue
     (TASK_QUEUE_ENABLE=0).
     """

@@ -357,7 +357,7 @@ def test_query_may_be_a_slice_of_heads():
     assert torch.equal(packed.cpu(), arranged(out.cpu(), "TND"))
 
 
-def test_keys_and_values_of_different_numbers_of_tokens_are_refused_at_the_call():
+def test_keys_and_values_of_different_sizes_are_refused():
     query, key, value = (x.npu() for x in inputs())
     with pytest.raises(RuntimeError, match="only the last size may differ"):
         torch_npu.npu_fused_infer_attention_score(
