@@ -15,6 +15,7 @@ from ascend_platform.ops import (
     rotary_embedding,
     tensor_parallel,
 )
+from ascend_platform.overrides import guard
 from ascend_platform.worker import rotary_tables
 from vllm.config import VllmConfig, set_current_vllm_config
 from vllm.model_executor.layers import rotary_embedding as rotary_of_vllm
@@ -34,6 +35,8 @@ from vllm.model_executor.layers.rotary_embedding import (
     RotaryEmbedding,
 )
 from vllm.model_executor.layers.rotary_embedding.common import ApplyRotaryEmb
+
+guard.install("common", "ops.tensor_parallel")
 
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
 
