@@ -391,10 +391,9 @@ FAMILIES: dict[str, Family] = {
         | {"projector_patch_to_query_dict": {"1225": 4, "4900": 4}},
     ),
     "glm_ocr": _glm(
-        {
-            "rope_parameters": GLM_ROPE
-            | {"mrope_section": [8, 12, 12], "partial_rotary_factor": 1.0}
-        },
+        {"rope_parameters": GLM_ROPE | {"mrope_section": [8, 12, 12], "partial_rotary_factor": 1.0}}
+        # vLLM takes it for the vision merger's width, three times the encoder's output.
+        | {"intermediate_size": 384},
         GLM_VISION,
     ),
     "exaone4_5": _qwen(
