@@ -200,8 +200,17 @@ def _figures(same: list[Recipe]) -> str:
     if not same[0].layout:
         return f"{count}."
     cache = " / ".join(f"{one.layout['cache'] / 2**30:.0f}" for one in same)
-    speed = " / ".join(f"{one.layout['tokens_per_second']:.0f}" for one in same)
-    return f"{count}, {cache} GiB of KV cache per NPU, {speed} tokens/s (planned)."
+    speeds = [
+        " / ".join(
+            "{:.0f} to {:.0f}".format(*one.layout["modelled"][regime]["tokens_per_second"])
+            for one in same
+        )
+        for regime in ("tuned", "typical")
+    ]
+    return (
+        f"{count}, {cache} GiB of KV cache per NPU, modelled tokens/s: {speeds[0]} tuned,"
+        f" {speeds[1]} typical."
+    )
 
 
 def variables() -> str:

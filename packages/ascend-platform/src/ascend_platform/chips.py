@@ -11,9 +11,7 @@ of :class:`ChipFamily`. The module imports neither torch nor vLLM, because
 from __future__ import annotations
 
 import dataclasses
-import json
 from dataclasses import dataclass
-from pathlib import Path
 
 
 @dataclass(frozen=True)
@@ -187,12 +185,10 @@ class ChipFigures:
         tflops: of 16-bit matmuls; 8-bit matmuls are twice as fast ("140 TOPS INT8" of 310P).
         node: NPUs joined by the links below.
         network_gbs: GB/s of one NPU beyond the node, in one direction.
-        collective_us: time of a collective without data, in microseconds.
+        collective_us: least time of a collective without data, in microseconds.
         link_gbs: GB/s to each other NPU of the node, in one direction; 0 where ``injection_gbs`` is
         the limit.
         injection_gbs: GB/s out of one NPU in one direction, to any number of peers of the node.
-        source: report whose times ``bandwidth_gbs``, ``tflops`` and the collectives' are; empty:
-        published figures.
     """
 
     name: str
@@ -204,7 +200,6 @@ class ChipFigures:
     collective_us: float
     link_gbs: float = 0.0
     injection_gbs: float = 0.0
-    source: str = ""
 
     def send_gbs(self, ranks: int) -> float:
         """GB/s that an NPU sends to ``ranks`` - 1 peers at once."""
@@ -236,7 +231,8 @@ def _atlas_a2(name: str, memory_gib: float, bandwidth_gbs: float, tflops: float)
 # CloudMatrix384" (arXiv 2506.12708) gives for a package of two NPUs; on 310P half of a PCIe 4.0 x16
 # slot that two NPUs share.
 # - network_gbs: 200 Gbit/s RoCE.
-# - collective_us: an order of magnitude, of HCCL's AIV mode and, on 310P, over PCIe.
+# - collective_us: on A3 of a public profile (docs/modelled-times.md); otherwise an order of magnitude,
+# of HCCL's AIV mode and, on 310P, over PCIe.
 FIGURES = {
     figures.name: figures
     for figures in (
@@ -251,7 +247,7 @@ FIGURES = {
             354,
             node=16,
             network_gbs=25,
-            collective_us=20,
+            collective_us=6,
             injection_gbs=196,
         ),
         ChipFigures(
@@ -260,6 +256,8 @@ FIGURES = {
     )
 }
 """By chip name."""
+PROFILED = "Ascend910_93"
+"""The chip of the public profile on which laws of modelled times are fitted."""
 
 
 def figures_of(chip: str) -> ChipFigures | None:
@@ -267,56 +265,6 @@ def figures_of(chip: str) -> ChipFigures | None:
     return FIGURES.get(chip) or next(
         (each for each in FIGURES.values() if chip.startswith(each.name)), None
     )
-
-
-def measured(figures: ChipFigures, path: Path) -> ChipFigures:
-    """The figures with the times of a report of ``ascend-emulator verify``, where it has them.
-
-    Raises:
-        ValueError: not a report of a real NPU of this chip, or without times.
-    """
-    try:
-        cases = json.loads(path.read_text())["cases"]
-        facts = cases["environment"]["environment"]["facts"]
-        soc, emulated = facts["soc"], facts["emulated"]
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise ValueError(
-            f"{path} is not a report of `ascend-emulator verify`: {type(error).__name__} {error}"
-        ) from None
-    if emulated:
-        raise ValueError(
-            f"{path} is a report of the emulator, whose times are those of a CPU; fix: a report of"
-            " an NPU"
-        )
-    if not soc.startswith(figures.name):
-        raise ValueError(
-            f"{path} is a report of {soc}; fix: --soc {soc}, or a report of {figures.name}"
-        )
-    found = {
-        name: record.get("facts", {})
-        for part in ("timings", "collectives")
-        for name, record in cases.get(part, {}).items()
-    }
-    reduced = found.get("two-npus", {}).get("all_reduce", {})  # by bytes
-    shortest = min((each["microseconds"] for each in reduced.values()), default=None)
-    # Between two ranks an all-reduce sends each byte once.
-    link = "injection_gbs" if figures.injection_gbs else "link_gbs"
-    times = {
-        "bandwidth_gbs": found.get("one-token-by-a-matrix", {}).get("gb_per_second"),
-        "tflops": (
-            found.get("matmul-bfloat16", {}).get("best")
-            or found.get("matmul-float16", {}).get("best")
-        ),
-        "collective_us": shortest,
-        link: max((each["gb_per_second"] for each in reduced.values()), default=None),
-    }
-    replaced = {name: value for name, value in times.items() if value}
-    if not replaced:
-        raise ValueError(
-            f"{path} has no times; fix: ascend-emulator verify --only timings,collectives on"
-            " the NPU"
-        )
-    return dataclasses.replace(figures, source=path.name, **replaced)
 
 
 @dataclass(frozen=True)

@@ -8,30 +8,22 @@ import argparse
 import dataclasses
 import json
 from pathlib import Path
+from typing import Any
 
 from ascend_platform import chips, host
 from ascend_platform.cli.plan import estimate
+from ascend_platform.cli.plan.laws import BANDS, FITTED
 from ascend_platform.cli.plan.model import BITS, load
+from ascend_platform.cli.plan.reports import KINDS, measured
 
-HEAD = (
-    "TP",
-    "PP",
-    "DP",
-    "EP",
-    "weights",
-    "KV cache",
-    "KV tokens",
-    "requests",
-    "first",
-    "step",
-    "tokens/s",
-    "sent/token",
-    "bound by",
-)
+HEAD = ("TP", "PP", "DP", "EP", "weights", "KV cache", "KV tokens", "requests", "sent/token")
+TIMES = ("first", "token", "tokens/s", "bound by")
+"""Columns of each regime."""
+UNITS = {"first_ms": " ms", "token_ms": " ms"}
 
 
 def add(parser: argparse.ArgumentParser) -> None:
-    """Estimate memory and throughput of a model's parallel layouts on NPUs, best first."""
+    """Modelled memory and times of a model's parallel layouts on NPUs, best first."""
     parser.add_argument(
         "model",
         metavar="MODEL",
@@ -68,10 +60,11 @@ def add(parser: argparse.ArgumentParser) -> None:
         "--gpu-memory-utilization", type=float, default=0.92, metavar="FRACTION"
     )
     utilization.help = "as for vllm serve (default: 0.92)"
-    report = (
-        "report of `ascend-emulator verify` on such an NPU; its times replace the published figures"
+    parser.add_argument(
+        "--speculative-tokens", type=int, default=0, metavar="K", help="draft tokens per step"
     )
-    parser.add_argument("--report", type=Path, metavar="FILE", help=report)
+    parser.add_argument("--enforce-eager", action="store_true", help="as for vllm serve")
+    parser.add_argument("--report", type=Path, metavar="FILE", help=f"{KINDS}, of such an NPU")
     parser.add_argument("--all", action="store_true", help="also show layouts that do not fit")
     parser.add_argument("--json", action="store_true", help="print JSON")
     parser.set_defaults(run=run)
@@ -95,8 +88,9 @@ def run(options: argparse.Namespace) -> int:
         raise ValueError(
             f"unknown chip {soc!r}; fix: --soc with one of: {', '.join(chips.FIGURES)}"
         )
+    laws = FITTED
     if options.report:
-        chip = chips.measured(chip, options.report)
+        chip, laws = measured(chip, options.report)
     npus = options.npus or host.npu_count()[0]
     if npus < 1:
         raise ValueError("no NPU was found; fix: give their number with --npus")
@@ -108,11 +102,14 @@ def run(options: argparse.Namespace) -> int:
         options.quantization or "none",
         1 if options.kv_cache_dtype == "int8" else 2,
         options.gpu_memory_utilization,
+        options.speculative_tokens,
+        options.enforce_eager,
     )
     found = [
-        estimate.estimate(model, chip, layout, given) for layout in estimate.layouts(model, npus)
+        estimate.estimate(model, chip, layout, given, laws)
+        for layout in estimate.layouts(model, npus)
     ]
-    found.sort(key=lambda one: (bool(one.obstacle), -one.tokens_per_second, one.weights))
+    found.sort(key=_worst)
     shown = [one for one in found if options.all or not one.obstacle]
     if options.json:
         print(
@@ -120,7 +117,8 @@ def run(options: argparse.Namespace) -> int:
                 {
                     "chip": chip.name,
                     "npus": npus,
-                    "layouts": [dataclasses.asdict(one) for one in shown],
+                    "layouts": [dataclasses.asdict(one) | _ranges(one) for one in shown],
+                    "origins": laws.origins(chip),
                 },
                 indent=2,
             )
@@ -142,47 +140,60 @@ def run(options: argparse.Namespace) -> int:
         " tokens"
     )
     print(f"{workload}; quantization {given.quantization}")
-    rows = [HEAD, *(_row(one) for one in shown)]
-    widths = [max(len(row[i]) for row in rows if len(row) == len(HEAD)) for i in range(len(HEAD))]
+    head = (*HEAD, *(f"{regime} {name}" for regime in laws.hosts for name in TIMES))
+    rows = [head, *(_row(one) for one in shown)]
+    widths = [max(len(row[i]) for row in rows if len(row) == len(head)) for i in range(len(head))]
     for row in rows:
         print(
             "  ".join(cell.rjust(size) for cell, size in zip(row, widths, strict=True)).rstrip()
-            if len(row) == len(HEAD)
+            if len(row) == len(head)
             else "  ".join(row)
         )
-    source = (
-        f"times measured on an NPU ({chip.source})"
-        if chip.source
-        else "published figures, not measured"
-    )
-    print(
-        f"estimated from {source}; best: vllm serve {options.model} {shown[0].layout.options}".rstrip()
-    )
+    print("times are modelled, as ranges that hold four of five published values")
+    for name, origin in laws.origins(chip).items():
+        print(f"modelled {name}: {origin}")
+    print(f"best if tuned: vllm serve {options.model} {shown[0].layout.options}".rstrip())
     return 0
+
+
+def _worst(one: estimate.Estimate) -> tuple[bool, float, float]:
+    """Sorts layouts, the fastest in a tuned deployment first."""
+    speed = 0.0 if one.obstacle else one.modelled["tuned"].tokens_per_second
+    return bool(one.obstacle), -speed, one.weights
 
 
 def _row(one: estimate.Estimate) -> tuple[str, ...]:
     layout, gib = one.layout, estimate.GIB
-    sizes = (
-        str(layout.tensor),
-        str(layout.pipeline),
-        str(layout.data),
-        "yes" if layout.expert else "",
-    )
     if one.obstacle:
         return (_name(layout), one.obstacle)
     return (
-        *sizes,
+        *(str(size) for size in (layout.tensor, layout.pipeline, layout.data)),
+        "yes" if layout.expert else "",
         f"{one.weights / gib:.1f} GiB",
         f"{one.cache / gib:.1f} GiB",
         str(one.kv_tokens),
         str(one.requests),
-        f"{one.first_ms:.0f} ms",
-        f"{one.step_ms:.1f} ms",
-        f"{one.tokens_per_second:.0f}",
         f"{one.sent / 1e6:.2f} MB",
-        one.bound,
+        *(
+            value if name == "bound" else f"{value[0]:.0f}-{value[1]:.0f}{UNITS.get(name, '')}"
+            for times in _ranges(one)["modelled"].values()
+            for name, value in times.items()
+        ),
     )
+
+
+def _ranges(one: estimate.Estimate) -> dict[str, Any]:
+    """The modelled times of a layout as ranges, by regime."""
+    return {
+        "modelled": {
+            regime: {
+                name: [getattr(times, name) * factor for factor in band]
+                for name, band in BANDS[regime].items()
+            }
+            | {"bound": times.bound}
+            for regime, times in one.modelled.items()
+        }
+    }
 
 
 def _name(layout: estimate.Layout) -> str:

@@ -82,14 +82,34 @@ class Model:
             + self.head * (1 if self.tied else 2)
         )
 
+    def vectors(self, int8: bool) -> dict[str, tuple[float, float]]:
+        """Vector operators of a step by law: their number, and the elements that each token moves
+        through them."""
+        deep, mixed = self.layers, self.mixed
+        width = (deep - mixed) * self.mlp_width + mixed * self.chosen * self.expert_width
+        found = {
+            "norm": (3.0 * deep, 8.0 * self.hidden * deep),
+            "activation": (1.0 * deep, 3.0 * width),
+            "rope": (1.0 * deep, self.attention / self.hidden * deep),
+            "routing": (3.0 * mixed, 4.0 * self.chosen * self.hidden * mixed),
+            "elementwise": (
+                (5.0 if self.latent else 2.0) * deep + DELTA_OPERATORS * self.linear,
+                3.0 * self.hidden * deep,
+            ),
+        }
+        if int8:
+            found["quantize"] = (4.0 * deep, 3.0 * self.hidden * deep + 1.5 * width)
+        return found
+
     @property
-    def operators(self) -> int:
-        """Operators of a decode step, as docs/performance.md counts them with int8 weights."""
-        return (
-            self.layers * (22 if self.latent else 17)
-            + self.mixed * 3
-            + self.linear * DELTA_OPERATORS
-        )
+    def expert_width(self) -> int:
+        """Width of an expert's MLP."""
+        return self.expert // (3 * self.hidden)
+
+    @property
+    def matmuls(self) -> int:
+        """Matmuls of a step without the output head; the experts of a layer are two."""
+        return self.layers * (7 if self.latent else 4)
 
     @property
     def active(self) -> int:

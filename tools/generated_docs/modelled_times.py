@@ -1,0 +1,127 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-all project
+"""Tables of docs/modelled-times.md: errors of modelled times on published figures."""
+
+import math
+from collections import defaultdict
+
+from generated_docs.markdown import table
+from published import errors, figures, fit
+
+METRICS = {
+    "first_ms": "ms to the first token",
+    "token_ms": "ms per output token",
+    "step_ms": "ms of a decode step",
+    "tokens_per_second": "tokens/s",
+}
+WORST = 3
+"""Rows of each class that are shown."""
+
+
+def _columns(found: errors.Errors) -> list[str]:
+    low, high = found.quantiles()
+    return [
+        f"{found.bias:.2f}",
+        f"{found.median - 1:.0%}",
+        f"{low:.2f} to {high:.2f}",
+        f"{found.within:.0%}",
+    ]
+
+
+def _errors(rows: list[figures.Row]) -> list[str]:
+    before = errors.Errors(tuple(row.previous / row.value for row in rows))
+    now = errors.of(rows)
+    pairs = zip(_columns(before), _columns(now), strict=True)
+    return [str(len(rows)), *(f"{old} → {new}" for old, new in pairs)]
+
+
+HEAD = ("rows", "bias", "median error", "10 to 90 %", "within ±25 %")
+
+
+def classes() -> str:
+    """Errors of each class of serving figures, before and after."""
+    rows = [[name, *_errors(errors.serving(name))] for name in errors.SERVING]
+    return table(["class", *HEAD], rows)
+
+
+def software() -> str:
+    """Errors by chip, software and regime."""
+    groups: dict[tuple[str, ...], list[figures.Row]] = defaultdict(list)
+    for row in figures.rows():
+        key = (row.chip, row.origin["software"], row.origin["regime"], METRICS[row.metric])
+        groups[key].append(row)
+    rows = [[*key, *_errors(group)] for key, group in sorted(groups.items())]
+    return table(["chip", "software", "regime", "metric", *HEAD], rows)
+
+
+def _row(row: figures.Row) -> list[str]:
+    modelled, layout, load = fit.left_out(row), row.layout, row.load
+    sizes = f"TP{layout.tensor}" + (f" DP{layout.data}" if layout.data > 1 else "")
+    words = [
+        sizes + (" EP" if layout.expert else ""),
+        "" if load.quantization == "none" else load.quantization.upper(),
+        f"{load.drafts} drafts" if load.drafts else "",
+        "eager" if load.eager else "",
+    ]
+    return [
+        f"[{row.origin['software']}]({row.origin['url']})",
+        f"{row.model} on {row.chip}",
+        ", ".join(word for word in words if word),
+        f"{load.requests}: {load.input} / {load.output}",
+        METRICS[row.metric],
+        f"{row.value:.4g}",
+        f"{modelled:.4g}",
+        f"{row.previous / row.value:.2f} → {modelled / row.value:.2f}",
+    ]
+
+
+ROW = ("source", "model", "layout", "requests: tokens", "metric", "published", "modelled", "ratio")
+
+
+def worst() -> str:
+    """The worst rows of each class."""
+    rows = []
+    for name in errors.SERVING:
+        ordered = sorted(
+            errors.serving(name),
+            key=lambda row: (-abs(math.log(fit.left_out(row) / row.value)), row.source),
+        )
+        rows += [[name, *_row(row)] for row in ordered[:WORST]]
+    return table(["class", *ROW], rows)
+
+
+def withheld() -> str:
+    """Rows that no fit saw."""
+    ordered = sorted(figures.withheld(), key=lambda row: (row.source, row.metric, row.value))
+    return table(ROW, [_row(row) for row in ordered])
+
+
+def operators() -> str:
+    """Errors of operators and collectives, and their worst rows."""
+    rows = []
+    for name in errors.OPERATORS:
+        fitted = errors.operators(name)
+        without = errors.Errors(tuple(ratio for _, ratio in errors.operators(name, True)))
+        found = errors.Errors(tuple(ratio for _, ratio in fitted))
+        bad = sorted(fitted, key=lambda each: -abs(math.log(each[1])))[:WORST]
+        rows.append(
+            [
+                name,
+                str(len(fitted)),
+                *_columns(found),
+                f"{without.within:.0%}",
+                "; ".join(f"{one.name}: {ratio:.2f}" for one, ratio in bad),
+            ]
+        )
+    return table(["class", *HEAD, "each row left out", "worst rows, ratio"], rows)
+
+
+def laws() -> str:
+    """The constants."""
+    from ascend_platform.cli.plan import laws as known
+
+    rows = [
+        [name, f"{law.start_us:g}", f"{law.rows_us:g}", f"{law.bandwidth:.0%}", f"{law.rate:.0%}"]
+        for name, law in known.LAWS.items()
+    ]
+    return table(["law", "start, us", "with 256 rows, us more", "of bandwidth", "of rate"], rows)
