@@ -264,7 +264,7 @@ def idefics3(path: Path, _: str) -> None:
 
 
 def paddleocr(path: Path, _: str) -> None:
-    """M-RoPE with the sections of Qwen2.5-VL, whose own image processor needs torchvision."""
+    """M-RoPE with the sections of Qwen2.5-VL."""
     import torch
     import transformers
 
