@@ -101,7 +101,7 @@ def operators() -> str:
     rows = []
     for name in errors.OPERATORS:
         fitted = errors.operators(name)
-        without = errors.Errors(tuple(ratio for _, ratio in errors.operators(name, True)))
+        without = tuple(ratio for _, ratio in errors.operators(name, True))
         found = errors.Errors(tuple(ratio for _, ratio in fitted))
         bad = sorted(fitted, key=lambda each: -abs(math.log(each[1])))[:WORST]
         rows.append(
@@ -109,7 +109,7 @@ def operators() -> str:
                 name,
                 str(len(fitted)),
                 *_columns(found),
-                f"{without.within:.0%}",
+                f"{errors.Errors(without).within:.0%} of {len(without)}" if without else "too few",
                 "; ".join(f"{one.name}: {ratio:.2f}" for one, ratio in bad),
             ]
         )

@@ -109,12 +109,15 @@ def serving(name: str) -> list[Row]:
 
 
 def operators(name: str, without: bool = False) -> list[tuple[figures.Launch, float]]:
-    """Launches of a class and modelled / published; ``without``: by a law fitted without it."""
+    """Launches of a class and modelled / published; ``without``: by a law fitted without it,
+    where the law has more rows than two."""
     found = []
     for law in OPERATORS[name]:
         seen = [one for one in figures.launches() if one.law == law]
+        if without and len(seen) < 3:
+            continue
         for i, one in enumerate(seen):
-            known = fit.law(law, i if without and len(seen) > 2 else -1)
+            known = fit.law(law, i if without else -1)
             found.append((one, one.by(known) / one.seconds))
     return found
 
