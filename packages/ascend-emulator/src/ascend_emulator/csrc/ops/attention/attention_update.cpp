@@ -151,30 +151,36 @@ Computation ring_attention_update(const Tensor& old_out, const Tensor& old_most,
 
 }  // namespace
 
-#define PARTS                                                                       \
-  Tensor old_out, Tensor old_most, Tensor old_sum, Tensor new_out, Tensor new_most, \
-      Tensor new_sum, Opt<Tensor> ends, Text layout
-CHECKED(aclnnRingAttentionUpdate, (PARTS, Tensor out, Tensor most, Tensor sum), {
-  return ring_attention_update(
-      old_out, old_most, old_sum, new_out, new_most, new_sum, ends, layout, "", out, most, sum);
-})
-CHECKED(
-    aclnnRingAttentionUpdateV2, (PARTS, Text stats_layout, Tensor out, Tensor most, Tensor sum), {
+CHECKED(aclnnRingAttentionUpdate,
+    (Tensor old_out, Tensor old_most, Tensor old_sum, Tensor new_out, Tensor new_most,
+        Tensor new_sum, Opt<Tensor> ends, Text layout, Tensor out, Tensor most, Tensor sum),
+    {
+      return ring_attention_update(
+          old_out, old_most, old_sum, new_out, new_most, new_sum, ends, layout, "", out, most, sum);
+    })
+CHECKED(aclnnRingAttentionUpdateV2,
+    (Tensor old_out, Tensor old_most, Tensor old_sum, Tensor new_out, Tensor new_most,
+        Tensor new_sum, Opt<Tensor> ends, Text layout, Text stats_layout, Tensor out, Tensor most,
+        Tensor sum),
+    {
       return ring_attention_update(old_out, old_most, old_sum, new_out, new_most, new_sum, ends,
           layout, stats_layout, out, most, sum);
     })
-#undef PARTS
 
-#define TRANSPOSE_BATCH_MATMUL(NAME, WEIGHT)                                        \
-  CHECKED(NAME,                                                                     \
-      (Tensor x, WEIGHT weight, Opt<Tensor> bias, Opt<Tensor> scale, Ints perm_x,   \
-          Ints perm_weight, Ints perm_y, CubeMath cube, int64_t split, Tensor out), \
-      {                                                                             \
-        return transpose_batch_matmul(                                              \
-            x, weight, bias, scale, perm_x, perm_weight, perm_y, cube, split, out); \
-      })
-TRANSPOSE_BATCH_MATMUL(aclnnTransposeBatchMatMul, Tensor)
-TRANSPOSE_BATCH_MATMUL(aclnnTransposeBatchMatMulWeightNz, Weight)
+CHECKED(aclnnTransposeBatchMatMul,
+    (Tensor x, Tensor weight, Opt<Tensor> bias, Opt<Tensor> scale, Ints perm_x, Ints perm_weight,
+        Ints perm_y, CubeMath cube, int64_t split, Tensor out),
+    {
+      return transpose_batch_matmul(
+          x, weight, bias, scale, perm_x, perm_weight, perm_y, cube, split, out);
+    })
+CHECKED(aclnnTransposeBatchMatMulWeightNz,
+    (Tensor x, Weight weight, Opt<Tensor> bias, Opt<Tensor> scale, Ints perm_x, Ints perm_weight,
+        Ints perm_y, CubeMath cube, int64_t split, Tensor out),
+    {
+      return transpose_batch_matmul(
+          x, weight, bias, scale, perm_x, perm_weight, perm_y, cube, split, out);
+    })
 
 // torch._transform_bias_rescale_qkv, of nn.MultiheadAttention: [batch, tokens, 3 x heads x D] with
 // its bias to query, key and value [batch, heads, tokens, D]; the query is divided by sqrt(D).

@@ -1,0 +1,186 @@
+// SPDX-License-Identifier: Apache-2.0
+// SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-all project
+// Grouped matmuls with what follows them: finalizing the routing of experts, and SwiGLU with
+// quantization.
+#include "grouped_matmul.h"
+
+using namespace emu;
+using namespace emu::grouped;
+
+namespace {
+
+// Adds the experts' rows, weighted by logit, to the rows row_index; the shared expert's input is
+// added with its weight.
+Computation finalize(const Tensor& x, const Tensor& weight, const Opt<Tensor>& scale,
+    const Opt<Tensor>& bias, const Opt<Tensor>& pertoken, const Tensor& list,
+    const Opt<Tensor>& shared, const Opt<Tensor>& logit, const Opt<Tensor>& row_index,
+    float shared_weight, int64_t shared_offset, int64_t list_kind, const Tensor& out) {
+  chips({"Ascend910B", "Ascend910_93", "Ascend950"});
+  one_of("x", x, {at::kChar});
+  one_of("w", weight, {at::kChar, at::kInt});
+  rank("w", weight, 3);
+  one_of("group_list", list, {at::kLong});
+  shape("group_list", list, {weight.size(0)});
+  require(scale && row_index && logit, "scale, logit and row_index are needed for an int8 x");
+  const bool words = weight.scalar_type() == at::kInt;
+  one_of("scale", *scale, {words ? at::kLong : at::kFloat});
+  one_of("row_index", *row_index, kIndices);
+  one_of("logit", *logit, {at::kFloat});
+  if (pertoken) one_of("pertoken_scale", *pertoken, {at::kFloat});
+  require(
+      !bias || words, "bias is given and w is ", weight.scalar_type(), "; it is for packed int4");
+  within("the rows of x", x.size(0), 1, 131072);
+  within("the experts of w", weight.size(0), 1, 256);
+  multiple("the columns of x", x.size(1), 16);
+  multiple("the columns of the output", out.size(1), 32);
+  require(out.size(1) >= 256, "the output has ", out.size(1), " columns; allowed: 256 or more");
+  if (words)
+    require(x.size(1) == 2048 && out.size(1) == 7168, "w of int4 has ", x.size(1), " rows and ",
+        out.size(1), " columns; allowed: 2048 and 7168");
+  shape("logit", *logit, {x.size(0)});
+  shape("row_index", *row_index, {x.size(0)});
+  if (pertoken) shape("pertoken_scale", *pertoken, {x.size(0)});
+  if (shared) {
+    one_of("shared_input", *shared, {at::kBFloat16});
+    require(shared->dim() == 2 && shared->size(1) == out.size(1) && shared_offset >= 0 &&
+                shared_offset + shared->size(0) <= out.size(0),
+        "shared_input ", shared->sizes(), " at row ", shared_offset, " does not fit the output ",
+        out.sizes());
+  }
+  const auto several = [](const Opt<Tensor>& t) { return t ? Lists(Tensors{*t}) : Lists(); };
+  const Grouped call{{x}, {weight}, several(bias), several(scale), {}, {}, several(pertoken), list,
+      3, 0, list_kind, 0, {out}};
+  call.check_arguments();
+  return [=] {
+    const auto values = at::zeros({x.size(0), out.size(1)}, at::kFloat);
+    call.run_into(values);
+    out.zero_();
+    if (shared)
+      out.narrow(0, shared_offset, shared->size(0)).copy_(shared->to(at::kFloat) * shared_weight);
+    out.index_add_(0, row_index->to(at::kLong), values * logit->to(at::kFloat).unsqueeze(1));
+  };
+}
+
+}  // namespace
+
+// Unnamed after bias: offset, antiquant_scale and antiquant_offset; before out: tuning_config.
+CHECKED(aclnnGroupedMatmulFinalizeRoutingV2,
+    (Tensor x, Tensor weight, Opt<Tensor> scale, Opt<Tensor> bias, Opt<Tensor>, Opt<Tensor>,
+        Opt<Tensor>, Opt<Tensor> pertoken, Tensor list, Opt<Tensor> shared, Opt<Tensor> logit,
+        Opt<Tensor> row_index, int64_t, float shared_weight, int64_t shared_offset, bool, bool,
+        int64_t list_kind, Tensor out),
+    {
+      return finalize(x, weight, scale, bias, pertoken, list, shared, logit, row_index,
+          shared_weight, shared_offset, list_kind, out);
+    })
+CHECKED(aclnnGroupedMatmulFinalizeRoutingV3,
+    (Tensor x, Tensor weight, Opt<Tensor> scale, Opt<Tensor> bias, Opt<Tensor>, Opt<Tensor>,
+        Opt<Tensor>, Opt<Tensor> pertoken, Tensor list, Opt<Tensor> shared, Opt<Tensor> logit,
+        Opt<Tensor> row_index, int64_t, float shared_weight, int64_t shared_offset, bool, bool,
+        int64_t list_kind, Opt<Ints>, Tensor out),
+    {
+      return finalize(x, weight, scale, bias, pertoken, list, shared, logit, row_index,
+          shared_weight, shared_offset, list_kind, out);
+    })
+CHECKED(aclnnGroupedMatmulFinalizeRoutingWeightNz,
+    (Tensor x, Weight weight, Opt<Tensor> scale, Opt<Tensor> bias, Opt<Tensor> pertoken,
+        Tensor list, Opt<Tensor> shared, Opt<Tensor> logit, Opt<Tensor> row_index, int64_t,
+        float shared_weight, int64_t shared_offset, bool, bool, int64_t list_kind, Tensor out),
+    {
+      return finalize(x, weight, scale, bias, pertoken, list, shared, logit, row_index,
+          shared_weight, shared_offset, list_kind, out);
+    })
+CHECKED(aclnnGroupedMatmulFinalizeRoutingWeightNzV2,
+    (Tensor x, Weight weight, Opt<Tensor> scale, Opt<Tensor> bias, Opt<Tensor>, Opt<Tensor>,
+        Opt<Tensor>, Opt<Tensor> pertoken, Tensor list, Opt<Tensor> shared, Opt<Tensor> logit,
+        Opt<Tensor> row_index, int64_t, float shared_weight, int64_t shared_offset, bool, bool,
+        int64_t list_kind, Opt<Ints>, Tensor out),
+    {
+      return finalize(x, weight, scale, bias, pertoken, list, shared, logit, row_index,
+          shared_weight, shared_offset, list_kind, out);
+    })
+
+namespace {
+
+// Limits of shapes and combinations of dtypes: documentation of npu_grouped_matmul_swiglu_quant_v2
+// for Atlas A2 and A3.
+Computation swiglu_quant(const Tensor& x, const Tensor& weight, const Tensor& weight_scale,
+    const Opt<Tensor>& assist, const Tensor& x_scale, const Opt<Tensor>& smooth, const Tensor& list,
+    int64_t dequant_mode, int64_t list_kind, const Tensor& out, const Tensor& out_scale) {
+  chips({"Ascend910B", "Ascend910_93", "Ascend950"});
+  one_of("x", x, {at::kChar, at::kInt});
+  one_of("weight", weight, {at::kChar, at::kInt});
+  one_of(
+      "weight_scale", weight_scale, {at::kFloat, at::kHalf, at::kBFloat16, at::kLong, at::kUInt64});
+  one_of("x_scale", x_scale, {at::kFloat});
+  one_of("group_list", list, {at::kLong});
+  rank("weight", weight, 3);
+  require(x_scale.numel() == x.size(0), "x_scale has shape ", x_scale.sizes(), "; one for each of ",
+      x.size(0), " rows is needed");
+  const bool int4 = x.scalar_type() == at::kInt, words = weight.scalar_type() == at::kInt;
+  const int64_t groups = weight.size(0), k = x.size(1) * (int4 ? kFourBitsInWord : 1),
+                n = out.size(1) * 2;
+  require(!int4 || words, "x is packed int4 and weight ", weight.scalar_type(),
+      "; it must be packed int4 too");
+  require(dequant_mode == 0 || (words && !int4),
+      "dequant_mode is 1; allowed: 0, unless x is int8 and weight int4");
+  require(int4 == smooth.has_value(), "smooth_scale is ", smooth ? "" : "not ", "given and x is ",
+      x.scalar_type(), "; it belongs to an x of packed int4 (int32)");
+  require(n <= 10240, "weight has ", n, " columns; allowed: up to 10240");
+  require(k < (words ? 20000 : 65536), "x has ", k, " columns; allowed: below ",
+      words ? 20000 : 65536, " for this weight");
+  const auto assists = assist ? Lists(Tensors{*assist}) : Lists();
+  const Grouped call{{x}, {weight}, assists, Tensors{weight_scale}, {}, {}, Tensors{x_scale}, list,
+      3, 0, list_kind, 0, {out}};
+  if (int4) {
+    one_of("smooth_scale", *smooth, {at::kFloat});
+    require(smooth->sizes() == at::IntArrayRef{groups} ||
+                smooth->sizes() == at::IntArrayRef{groups, n / 2},
+        "smooth_scale has shape ", smooth->sizes(), "; allowed: [", groups, "] and [", groups, ", ",
+        n / 2, "]");
+    require(!assist, "weight_assist_matrix is given; it belongs to an int8 x and an int4 weight");
+    require(weight.size(1) == k, "x has ", k, " columns and weight ", weight.size(1), " rows");
+    rank("group_list", list, 1);
+    shape("group_list", list, {groups});
+    within("group_list_type", list_kind, int64_t{0}, int64_t{1});
+  } else {
+    call.check_arguments();
+  }
+  return [=] {
+    auto unpacked = call;
+    if (int4) unpacked.x = {unpack_int4(x)}, unpacked.weight = {unpack_matrix(weight)};
+    const auto values = at::zeros({x.size(0), n}, at::kFloat);
+    unpacked.run_into(values);
+    const auto parts = rows_of(list, list_kind, x.size(0));
+    const int64_t rows = parts.empty() ? 0 : parts.back().last;
+    const auto halves = values.narrow(0, 0, rows).chunk(2, -1);
+    auto gated = at::silu(halves[0]) * halves[1];
+    if (smooth) gated = scaled_by_group(gated, smooth->view({groups, -1}), parts);
+    quantize_rows(gated, out.narrow(0, 0, rows), out_scale.narrow(0, 0, rows), false);
+  };
+}
+
+}  // namespace
+
+// weight may be in ND too: op-plugin calls this operator in any case, and its test passes ND, as
+// internal formats are off.
+CHECKED(aclnnGroupedMatmulSwigluQuantWeightNZ,
+    (Tensor x, Weight weight, Opt<Tensor> bias, Opt<Tensor>, Tensor weight_scale, Tensor x_scale,
+        Tensor list, Tensor out, Tensor out_scale, Opt<Tensor>),
+    {
+      return swiglu_quant(x, weight, weight_scale, bias, x_scale, {}, list, 0, 0, out, out_scale);
+    })
+#define SWIGLU_QUANT(NAME, WEIGHTS)                                                               \
+  CHECKED(NAME,                                                                                   \
+      (Tensor x, WEIGHTS weight, Tensors weight_scale, Lists assist, Opt<Tensor>, Tensor x_scale, \
+          Opt<Tensor> smooth, Tensor list, int64_t dequant_mode, int64_t, int64_t quant_mode,     \
+          int64_t list_kind, Opt<Ints>, Tensor out, Tensor out_scale),                            \
+      {                                                                                           \
+        one_of("quant_mode", quant_mode, {int64_t{0}});                                           \
+        within("dequant_mode", dequant_mode, int64_t{0}, int64_t{1});                             \
+        return swiglu_quant(x, weight.at(0), weight_scale.at(0),                                  \
+            empty(assist) ? Opt<Tensor>() : Opt<Tensor>(assist->front()), x_scale, smooth, list,  \
+            dequant_mode, list_kind, out, out_scale);                                             \
+      })
+SWIGLU_QUANT(aclnnGroupedMatmulSwigluQuantV2, Tensors)
+SWIGLU_QUANT(aclnnGroupedMatmulSwigluQuantWeightNzV2, Weights)
