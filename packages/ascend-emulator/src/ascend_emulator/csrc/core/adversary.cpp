@@ -3,8 +3,14 @@
 #include "adversary.h"
 
 #include <cstdlib>
+#include <condition_variable>
 #include <list>
+#include <mutex>
 #include <set>
+#include <thread>
+#include <vector>
+
+#include "process.h"
 
 namespace emu {
 namespace {
@@ -13,19 +19,21 @@ constexpr auto kIdleTime =
     std::chrono::milliseconds(200);  // without any call, after which everything may run
 
 struct DemandedTicket {
-  Stream* stream;
+  Queue* stream;
   uint64_t ticket;
 };
 
 struct State {
   std::mutex mutex;
   std::condition_variable granted;
-  uint64_t seed = 0;
-  std::vector<std::weak_ptr<Stream>> streams;  // in order of creation
+  const char* const given = std::getenv("ASCEND_EMULATOR_ADVERSARY");
+  const bool on = given && *given;
+  const uint64_t seed = on ? std::strtoull(given, nullptr, 10) : 0;
+  std::vector<std::weak_ptr<Queue>> streams;  // in order of creation
   std::list<DemandedTicket> demands;
-  std::set<const Stream*> busy;  // streams whose head is running
-  const Stream* turn = nullptr;  // stream whose head may run now
-  bool idle = false;             // no call for kIdleTime: everything may run
+  std::set<const Queue*> busy;  // streams whose head is running
+  const Queue* turn = nullptr;  // stream whose head may run now
+  bool idle = false;            // no call for kIdleTime: everything may run
   Clock::time_point last_call = Clock::now();
   void note_call() {
     last_call = Clock::now();
@@ -33,15 +41,10 @@ struct State {
   }
 };
 
+// Null without an adversary.
 State* state() {
-  static State* const instance = [] {
-    const char* seed = std::getenv("ASCEND_EMULATOR_ADVERSARY");
-    if (!seed || !*seed) return static_cast<State*>(nullptr);
-    auto* made = new State;
-    made->seed = std::strtoull(seed, nullptr, 10);
-    return made;
-  }();
-  return instance;
+  auto& instance = process.part<State>();
+  return instance.on ? &instance : nullptr;
 }
 
 // Hash of the seed and the purpose (splitmix64). There is no random sequence, because its order
@@ -56,31 +59,26 @@ uint64_t hash(uint64_t seed, std::initializer_list<uint64_t> parts) {
   return seed;
 }
 
-bool blocked(const Head& head) {
-  return head.waits_for && !head.waits_for->stream->reached(head.waits_for->ticket);
-}
-
-void add_dependencies(Stream& stream, std::set<const Stream*>& into) {
+void add_dependencies(Queue& stream, std::set<const Queue*>& into) {
   if (!into.insert(&stream).second) return;
-  const auto head = Adversary::head(stream);
-  if (blocked(head)) add_dependencies(*head.waits_for->stream, into);
+  if (const auto other = stream.head().blocked_by) add_dependencies(*other, into);
 }
 
 // Chooses the next stream to run, unless one is running or nothing is demanded.
 void schedule_next(State& s) {
   if (s.turn || (s.demands.empty() && !s.idle)) return;
-  std::vector<std::shared_ptr<Stream>> living;
+  std::vector<std::shared_ptr<Queue>> living;
   for (const auto& weak : s.streams)
     if (auto stream = weak.lock()) living.push_back(stream);
-  std::set<const Stream*> needed;
+  std::set<const Queue*> needed;
   for (const auto& demand : s.demands)
     if (hash(s.seed, {static_cast<uint64_t>(demand.stream->id), demand.ticket}) % 2)
       add_dependencies(*demand.stream, needed);
-  const Stream* best = nullptr;
+  const Queue* best = nullptr;
   uint64_t best_rank = 0;
   for (const auto& stream : living) {
-    const auto head = Adversary::head(*stream);
-    if (!head.any || s.busy.count(stream.get()) || blocked(head) ||
+    const auto head = stream->head();
+    if (!head.any || s.busy.count(stream.get()) || head.blocked_by ||
         (!needed.empty() && !needed.count(stream.get())))
       continue;
     const auto rank = hash(s.seed, {static_cast<uint64_t>(stream->id), stream->completed() / 8});
@@ -96,15 +94,9 @@ void schedule_next(State& s) {
 }  // namespace
 
 // Lock order: the state's, then a stream's.
-Head Adversary::head(Stream& stream) {
-  std::lock_guard own(stream.mutex_);
-  if (stream.tasks_.empty()) return {};
-  return {true, stream.tasks_.front().waits_for};
-}
-
 bool Adversary::on() { return state() != nullptr; }
 
-void Adversary::join(const std::shared_ptr<Stream>& stream) {
+void Adversary::join(const std::shared_ptr<Queue>& stream) {
   auto* s = state();
   if (!s) return;
   std::lock_guard lock(s->mutex);
@@ -130,7 +122,7 @@ void Adversary::submitted() {
   schedule_next(*s);
 }
 
-void Adversary::completed(Stream& stream) {
+void Adversary::completed(Queue& stream) {
   auto* s = state();
   if (!s) return;
   std::lock_guard lock(s->mutex);
@@ -138,7 +130,7 @@ void Adversary::completed(Stream& stream) {
   schedule_next(*s);
 }
 
-void Adversary::dropped(Stream& stream) {
+void Adversary::dropped(Queue& stream) {
   auto* s = state();
   if (!s) return;
   std::lock_guard lock(s->mutex);
@@ -150,7 +142,7 @@ uint64_t Adversary::number(std::initializer_list<uint64_t> parts) {
   return state() ? hash(state()->seed, parts) : 0;
 }
 
-Adversary::Demand::Demand(Stream& stream, uint64_t ticket) {
+Adversary::Demand::Demand(Queue& stream, uint64_t ticket) {
   auto* s = state();
   if (!s) return;
   std::lock_guard lock(s->mutex);
@@ -167,14 +159,14 @@ Adversary::Demand::~Demand() {
   s->demands.remove_if([&](const DemandedTicket& each) { return &each == own_; });
 }
 
-Adversary::Turn::Turn(Stream& stream, const Task& task) {
+Adversary::Turn::Turn(Queue& stream, bool blocks) {
   auto* s = state();
   if (!s) return;
   std::unique_lock lock(s->mutex);
   s->granted.wait(lock, [&] { return s->turn == &stream; });
   s->busy.insert(&stream);
-  held_ = !task.blocks;
-  if (task.blocks) s->turn = nullptr;  // others may run while it waits for other processes
+  held_ = !blocks;
+  if (blocks) s->turn = nullptr;  // others may run while it waits for other processes
 }
 
 Adversary::Turn::~Turn() {

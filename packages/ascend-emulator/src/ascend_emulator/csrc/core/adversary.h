@@ -11,33 +11,27 @@
 // wait for another process.
 #ifndef ASCEND_EMULATOR_CORE_ADVERSARY_H
 #define ASCEND_EMULATOR_CORE_ADVERSARY_H
+#include <initializer_list>
 #include <memory>
 
-#include "stream.h"
+#include "task.h"
 
 namespace emu {
 
-// Head of a stream's queue.
-struct Head {
-  bool any = false;
-  std::shared_ptr<Mark> waits_for{};
-};
-
 class Adversary {
  public:
-  static Head head(Stream& stream);
   static bool on();
-  static void join(const std::shared_ptr<Stream>& stream);
+  static void join(const std::shared_ptr<Queue>& stream);
   static void submitted();
-  static void completed(Stream& stream);
-  static void dropped(Stream& stream);  // its queue was dropped: it may have been chosen to run
+  static void completed(Queue& stream);
+  static void dropped(Queue& stream);  // its queue was dropped: it may have been chosen to run
   static uint64_t number(
       std::initializer_list<uint64_t> parts);  // random number from the seed and these values
 
   // Scope in which the host waits for a ticket.
   class Demand {
    public:
-    Demand(Stream& stream, uint64_t ticket);
+    Demand(Queue& stream, uint64_t ticket);
     ~Demand();
 
    private:
@@ -47,7 +41,7 @@ class Adversary {
   // turn.
   class Turn {
    public:
-    Turn(Stream& stream, const Task& task);
+    Turn(Queue& stream, bool blocks);
     ~Turn();
 
    private:

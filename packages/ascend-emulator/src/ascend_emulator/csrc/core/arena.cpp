@@ -17,6 +17,7 @@
 #include <random>
 #include <set>
 
+#include "process.h"
 #include "status.h"
 
 namespace emu::arena {
@@ -51,7 +52,16 @@ uint64_t own_nonce() {
 }
 std::string parts_name(uint64_t nonce) { return text("ascend-emulator-parts-", nonce); }
 
-std::mutex mutex;
+struct Arena {
+  std::mutex mutex;
+  std::map<uint64_t, uint64_t> free_ranges;  // offset -> bytes, coalesced
+  uint64_t end = 0;                          // of the file
+  uint64_t next = 0;                         // unused record
+  std::mutex lent_mutex;
+  std::set<uint64_t>
+      lent;  // keys of ranges that were abandoned while other processes had them open
+};
+Arena& all() { return process.part<Arena>(); }
 
 int create(const std::string& name) {
   const int file = memfd_create(name.c_str(), MFD_CLOEXEC);
@@ -127,9 +137,6 @@ struct Records {
   Record* all;
 };
 
-std::mutex lent_mutex;
-std::set<uint64_t> lent;  // keys of ranges that were abandoned while other processes had them open
-
 void punch(int file, uint64_t offset, uint64_t bytes) {
   fallocate(file, FALLOC_FL_PUNCH_HOLE | FALLOC_FL_KEEP_SIZE, static_cast<off_t>(offset),
       static_cast<off_t>(bytes));
@@ -140,15 +147,14 @@ void punch(int file, uint64_t offset, uint64_t bytes) {
 namespace {
 // Releases the abandoned ranges that no other process has open any more.
 void release_unheld() {
-  std::lock_guard locked(lent_mutex);
-  std::erase_if(lent, [](uint64_t key) {
+  std::lock_guard locked(all().lent_mutex);
+  std::erase_if(all().lent, [](uint64_t key) {
     if (!lock(own_parts(), key, F_WRLCK)) return false;
     release(own(key).offset, own(key).bytes);
     return lock(own_parts(), key, F_UNLCK);
   });
 }
 
-std::map<uint64_t, uint64_t> free_ranges;  // offset -> bytes, coalesced
 uint64_t rounded(uint64_t bytes) {
   constexpr uint64_t huge = 2u << 20;  // ranges are aligned for huge pages
   return (bytes + huge - 1) / huge * huge;
@@ -158,37 +164,36 @@ uint64_t rounded(uint64_t bytes) {
 int owner(uint64_t key) { return static_cast<int>(key >> kIndexBits & ((1 << kProcessBits) - 1)); }
 
 uint64_t allocate(uint64_t bytes) {
-  static uint64_t end = 0;
   release_unheld();
   bytes = rounded(bytes);
-  std::lock_guard lock(mutex);
-  for (auto range = free_ranges.begin(); range != free_ranges.end(); ++range) {
+  std::lock_guard lock(all().mutex);
+  for (auto range = all().free_ranges.begin(); range != all().free_ranges.end(); ++range) {
     if (range->second < bytes) continue;
     const auto [offset, size] = *range;
-    free_ranges.erase(range);
-    if (size > bytes) free_ranges[offset + bytes] = size - bytes;
+    all().free_ranges.erase(range);
+    if (size > bytes) all().free_ranges[offset + bytes] = size - bytes;
     return offset;
   }
-  const uint64_t offset = end, next = end + bytes;
+  const uint64_t offset = all().end, next = offset + bytes;
   check(ftruncate(memory(), static_cast<off_t>(next)) == 0, kOutOfMemory,
       "cannot enlarge a memory file: ", std::strerror(errno));
-  end = next;
+  all().end = next;
   return offset;
 }
 
 void release(uint64_t offset, uint64_t bytes) {
   punch(memory(), offset, bytes);
-  std::lock_guard lock(mutex);
-  const auto range = free_ranges.emplace(offset, rounded(bytes)).first;
+  std::lock_guard lock(all().mutex);
+  const auto range = all().free_ranges.emplace(offset, rounded(bytes)).first;
   if (const auto next = std::next(range);
-      next != free_ranges.end() && offset + range->second == next->first) {
+      next != all().free_ranges.end() && offset + range->second == next->first) {
     range->second += next->second;
-    free_ranges.erase(next);
+    all().free_ranges.erase(next);
   }
-  if (range == free_ranges.begin()) return;
+  if (range == all().free_ranges.begin()) return;
   if (const auto previous = std::prev(range); previous->first + previous->second == offset) {
     previous->second += range->second;
-    free_ranges.erase(range);
+    all().free_ranges.erase(range);
   }
 }
 
@@ -217,16 +222,15 @@ void unmap(void* at, uint64_t bytes) {
 }
 
 uint64_t publish(uint64_t offset, uint64_t bytes) {
-  static uint64_t next = 0;
-  std::lock_guard lock(mutex);
+  std::lock_guard lock(all().mutex);
   memory();
-  check(next < kRecords, kOutOfMemory, kRecords,
+  check(all().next < kRecords, kOutOfMemory, kRecords,
       " parts of memory have been shared, which is the most");
-  auto& record = own_records()[next];
+  auto& record = own_records()[all().next];
   record.offset = offset;
   record.bytes = bytes;
   return own_nonce() << (kIndexBits + kProcessBits) |
-         static_cast<uint64_t>(getpid()) << kIndexBits | next++;
+         static_cast<uint64_t>(getpid()) << kIndexBits | all().next++;
 }
 
 void offer(uint64_t key, bool to_everybody) {
@@ -236,7 +240,7 @@ void offer(uint64_t key, bool to_everybody) {
 }
 
 void allow(uint64_t key, const int32_t* processes, size_t count) {
-  std::lock_guard lock(mutex);
+  std::lock_guard lock(all().mutex);
   auto& record = own(key);
   constexpr size_t most = std::size(Record{}.process);
   check(record.allowed + count <= most, kInvalidParam, "more than ", most, " processes");
@@ -251,8 +255,8 @@ void abandon(uint64_t key) {
   record.offered = 0;
   record.abandoned = 1;
   {
-    std::lock_guard locked(lent_mutex);
-    lent.insert(key);
+    std::lock_guard locked(all().lent_mutex);
+    all().lent.insert(key);
   }
   release_unheld();
 }

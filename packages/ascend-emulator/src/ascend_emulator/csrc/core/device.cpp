@@ -14,10 +14,10 @@
 #include <fstream>
 #include <memory>
 #include <set>
+#include <variant>
 
 #include "arena.h"
 #include "host_memory.h"
-#include "registry.h"
 #include "virtual_memory.h"
 
 namespace emu {
@@ -71,39 +71,34 @@ struct Machine {
 
   // ASCEND_EMULATOR_CHIP: fields of a chip in chips.py as name=value, separated by spaces.
   void describe() {
-    std::stringstream fields(
-        std::getenv("ASCEND_EMULATOR_CHIP") ? std::getenv("ASCEND_EMULATOR_CHIP") : "");
-    for (std::string field; fields >> field;) {
-      const auto equals = field.find('=');
-      const auto name = field.substr(0, equals);
-      const double value = std::strtod(field.c_str() + equals + 1, nullptr);
-      if (name == "l2")
-        chip.l2 = static_cast<int64_t>(value);
-      else if (name == "cube_cores")
-        chip.cube_cores = static_cast<int>(value);
-      else if (name == "vector_cores")
-        chip.vector_cores = static_cast<int>(value);
-      else if (name == "bfloat16")
-        chip.bfloat16 = value != 0;
-      else if (name == "streams")
-        chip.streams = static_cast<int>(value);
-      else if (name == "graph_nodes")
-        chip.graph_nodes = static_cast<int>(value);
-      else if (name == "bandwidth")
-        chip.bandwidth = value;
-      else if (name == "host_bandwidth")
-        chip.host_bandwidth = value;
-      else if (name == "link_bandwidth")
-        chip.link_bandwidth = value;
-      else if (name == "cube_flops")
-        chip.cube_flops = value;
-      else if (name == "vector_flops")
-        chip.vector_flops = value;
-      else if (name == "launch")
-        chip.launch = value;
-      else if (name == "graph_launch")
-        chip.graph_launch = value;
+    const std::pair<const char*, Field> fields[] = {{"l2", &Chip::l2},
+        {"cube_cores", &Chip::cube_cores}, {"vector_cores", &Chip::vector_cores},
+        {"bfloat16", &Chip::bfloat16}, {"streams", &Chip::streams},
+        {"graph_nodes", &Chip::graph_nodes}, {"bandwidth", &Chip::bandwidth},
+        {"host_bandwidth", &Chip::host_bandwidth}, {"link_bandwidth", &Chip::link_bandwidth},
+        {"cube_flops", &Chip::cube_flops}, {"vector_flops", &Chip::vector_flops},
+        {"launch", &Chip::launch}, {"graph_launch", &Chip::graph_launch}};
+    const char* given = std::getenv("ASCEND_EMULATOR_CHIP");
+    std::stringstream words(given ? given : "");
+    for (std::string word; words >> word;) {
+      const auto equals = word.find('=');
+      const double value = std::strtod(word.c_str() + equals + 1, nullptr);
+      for (const auto& [name, field] : fields)
+        if (word.compare(0, equals, name) == 0) set(field, value);
     }
+  }
+
+  using Field = std::variant<int64_t Chip::*, int Chip::*, bool Chip::*, double Chip::*>;
+  void set(Field field, double value) {
+    std::visit(
+        [&](auto member) {
+          using Type = std::decay_t<decltype(chip.*member)>;
+          if constexpr (std::is_same_v<Type, bool>)
+            chip.*member = value != 0;
+          else
+            chip.*member = static_cast<Type>(value);
+        },
+        field);
   }
 
   uintptr_t map(int protection) const {
@@ -143,10 +138,17 @@ struct Machine {
   }
 };
 
-Machine& machine() {
-  static Machine* instance = new Machine();  // never destroyed: torch_npu frees memory during exit
-  return *instance;
-}
+Machine& machine() { return process.part<Machine>(); }
+
+struct Settings {
+  std::atomic<int> default_device{-1};
+  // The visible devices, fixed when one was first set.
+  std::atomic<const std::vector<int>*> in_use{nullptr};
+  std::once_flag used;
+  std::mutex peers_mutex;
+  std::set<std::pair<int, int>> peers;
+};
+Settings& settings() { return process.part<Settings>(); }
 
 void* kernel_view(uintptr_t address) {
   const auto& m = machine();
@@ -157,18 +159,15 @@ void* kernel_view(uintptr_t address) {
 void on_first_use() {
   const auto& m = machine();
   madvise(reinterpret_cast<void*>(m.kernel_base), m.memory, MADV_DONTFORK);
-  pthread_atfork(nullptr, nullptr, [] { forked = true; });
+  pthread_atfork(nullptr, nullptr, [] { process.fork(); });
 }
 
 thread_local int current = -1;
-std::atomic<int> default_device{-1};
-std::atomic<const std::vector<int>*> in_use{
-    nullptr};  // the visible devices, fixed when one was first set
 
 // ASCEND_EMULATOR_LEAKS: reported at exit, after torch_npu's clean-up: this library is unloaded
 // after its dependents.
 __attribute__((destructor)) void report_leaks() {
-  if (forked || !number("ASCEND_EMULATOR_LEAKS", 0)) return;
+  if (process.forked() || !number("ASCEND_EMULATOR_LEAKS", 0)) return;
   for (const auto& npu : machine().devices)
     if (const auto line = npu->leaks(); !line.empty())
       fprintf(stderr, "ascend-emulator: %s\n", line.c_str());
@@ -193,7 +192,7 @@ void* Device::allocate(uint64_t bytes) {
     const auto [address, size] = *block;
     free_.erase(block);
     if (size > bytes) free_[address + bytes] = size - bytes;
-    live_[address] = {bytes, ++memory_events.allocated, std::nullopt};
+    live_[address] = {bytes, ++memory_events().allocated, std::nullopt};
     poison(kernel_view(address), bytes, false);
     return reinterpret_cast<void*>(address);
   }
@@ -210,7 +209,7 @@ void Device::release(void* pointer) {
   check(block != live_.end(), kInvalidParam, "not an allocation of NPU ", id, ": ", pointer);
   const auto [bytes, _, shared] = block->second;
   live_.erase(block);
-  ++memory_events.freed;
+  ++memory_events().freed;
   used_ -= bytes;
   if (shared) {
     arena::unmap(kernel_view(address), bytes);
@@ -324,17 +323,16 @@ uint64_t Device::available() {
   return capacity_ - used_;
 }
 
-MemoryEvents memory_events;
-
 const Chip& chip() { return machine().chip; }
 // The variable may change until a device is set (torch_npu's test_torch_npu.py,
 // test_device_count_not_cached_pre_init), and afterwards for child processes.
 std::vector<int> visible_devices() {
-  const auto* fixed = in_use.load();
+  const auto* fixed = settings().in_use.load();
   return fixed ? *fixed : machine().visible();
 }
+int npu_count() { return static_cast<int>(machine().devices.size()); }
 int device_count() {
-  const auto* fixed = in_use.load();
+  const auto* fixed = settings().in_use.load();
   return static_cast<int>(fixed ? fixed->size() : machine().visible().size());
 }
 
@@ -362,38 +360,33 @@ const std::string& machine_id() {
   return id;
 }
 
-namespace {
-std::mutex peers_mutex;
-std::set<std::pair<int, int>> peers;
-}  // namespace
 void enable_peer_access(int npu, int peer, bool enabled) {
-  std::lock_guard lock(peers_mutex);
+  std::lock_guard lock(settings().peers_mutex);
   const auto pair = std::minmax(npu, peer);
-  enabled ? void(peers.insert(pair)) : void(peers.erase(pair));
+  enabled ? void(settings().peers.insert(pair)) : void(settings().peers.erase(pair));
 }
 bool peer_access(int npu, int peer) {
-  std::lock_guard lock(peers_mutex);
-  return npu == peer || peers.count(std::minmax(npu, peer)) > 0;
+  std::lock_guard lock(settings().peers_mutex);
+  return npu == peer || settings().peers.count(std::minmax(npu, peer)) > 0;
 }
 
 bool has_current_device() { return current >= 0; }
 int current_device() {
-  if (current < 0 && default_device >= 0) set_current_device(default_device);
+  if (const int npu = settings().default_device; current < 0 && npu >= 0) set_current_device(npu);
   check(current >= 0, kContextNull, "no device was set in this thread");
   check(machine().devices[current]->active, kContextNull, "NPU ", current,
       " was reset (aclrtResetDevice)");
   return current;
 }
-void set_default_device(int id) { default_device = id; }
+void set_default_device(int id) { settings().default_device = id; }
 void set_current_device(int id) {
   auto& chosen = device(id);
-  static std::once_flag used;
-  std::call_once(used, on_first_use);
+  std::call_once(settings().used, on_first_use);
   chosen.active = true;
-  if (!in_use) {
+  if (!settings().in_use) {
     auto made = std::make_unique<const std::vector<int>>(machine().visible());
     const std::vector<int>* none = nullptr;
-    if (in_use.compare_exchange_strong(none, made.get())) made.release();
+    if (settings().in_use.compare_exchange_strong(none, made.get())) made.release();
   }
   current = chosen.id;
 }
@@ -479,8 +472,3 @@ bool is_pinned(const void* address) {
 }
 
 }  // namespace emu
-
-// Driver call (libascend_hal.so): counts all NPUs, visible or not. Used by torch.npu.device_count()
-// (torch_npu/npu/__init__.py).
-ACL_API(answers, drvGetDevNum, (uint32_t* count),
-    { *count = static_cast<uint32_t>(emu::machine().devices.size()); })

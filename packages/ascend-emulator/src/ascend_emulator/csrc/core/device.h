@@ -16,6 +16,7 @@
 #include <string>
 #include <vector>
 
+#include "memory_events.h"
 #include "status.h"
 
 namespace emu {
@@ -103,6 +104,7 @@ const Chip& chip();
 // Whether the chip belongs to this family, named as in torch_npu's documentation: "Ascend910B"
 // (A2), "Ascend910_93" (A3), "Ascend950" (A5), "Ascend310P".
 inline bool is_chip(const char* family) { return chip().name.rfind(family, 0) == 0; }
+int npu_count();  // visible or not
 int device_count();
 Device& device(int id);  // throws kInvalidDevice
 // Number of an NPU on its machine, from its number in this process (ASCEND_RT_VISIBLE_DEVICES).
@@ -130,9 +132,6 @@ void poison(void* kernel_address, uint64_t bytes, bool freed);
 // memory: nothing has changed then.
 bool zero_pages(void* kernel_address, uint64_t bytes);
 
-// Stands for an NPU's id: host memory that devices may access (aclrtHostRegister).
-constexpr int kNoNpu = -1;
-
 bool is_device(const void* address);
 // Kernel address and NPU of a device address. Throws unless all bytes are allocated, mapped, or
 // registered host memory.
@@ -152,13 +151,6 @@ LookedUp look_up(const void* address, uint64_t bytes);
 bool is_virtual(const void* address);  // in an address range of virtual memory
 // Device address of a kernel address; other addresses are returned unchanged.
 const void* device_address(const void* kernel);
-
-// Allocations and reserved address ranges of this process are numbered from 1. `freed` counts those
-// that ended, and mappings.
-struct MemoryEvents {
-  std::atomic<uint64_t> allocated{0}, freed{0};
-};
-extern MemoryEvents memory_events;
 
 inline void* to_kernel(const void* device_address, uint64_t bytes = 1) {
   return locate(device_address, bytes).kernel;

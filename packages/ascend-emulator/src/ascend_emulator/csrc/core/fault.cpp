@@ -5,16 +5,14 @@
 #include <cstdlib>
 #include <cstring>
 #include <mutex>
-#include <thread>
 #include <utility>
 #include <vector>
 
+#include "device.h"
+#include "process.h"
 #include "registry.h"
-#include "stream.h"
 
 namespace emu::fault {
-
-std::atomic<bool> any{std::getenv("ASCEND_EMULATOR_FAULTS") != nullptr};
 
 namespace {
 
@@ -25,15 +23,14 @@ struct Fault {
   Kind kind = Kind::none;
   int code = 0;
 };
-std::mutex mutex;
-std::vector<Fault>& faults() {  // never destroyed: torch_npu makes calls during exit
-  static auto* all = new std::vector<Fault>;
-  return *all;
-}
-std::string& complaint() {
-  static auto* text = new std::string;
-  return *text;
-}
+struct Faults {
+  std::mutex mutex;
+  std::vector<Fault> all;
+  std::atomic<bool> any{std::getenv("ASCEND_EMULATOR_FAULTS") != nullptr};
+  std::string complaint;  // about the variable
+  std::once_flag once;
+};
+Faults& faults() { return process.part<Faults>(); }
 thread_local Kind left_to_do = Kind::none;
 
 bool starts(const std::string& text, const char* with) { return text.rfind(with, 0) == 0; }
@@ -104,29 +101,29 @@ void inject(const std::string& list) {
   std::stringstream items(list);
   for (std::string item; std::getline(items, item, ';');)
     if (!item.empty()) parsed.push_back(parse(item));
-  std::lock_guard lock(mutex);
-  faults().insert(faults().end(), parsed.begin(), parsed.end());
-  if (!parsed.empty()) any = true;
+  std::lock_guard lock(faults().mutex);
+  faults().all.insert(faults().all.end(), parsed.begin(), parsed.end());
+  if (!parsed.empty()) faults().any = true;
 }
 
 // Reads ASCEND_EMULATOR_FAULTS at the first call, when all entry points are registered.
 void read_environment() {
-  static const bool once = [] {
+  std::call_once(faults().once, [] {
     try {
       if (const char* list = std::getenv("ASCEND_EMULATOR_FAULTS")) inject(list);
-    } catch (const Error& error) { complaint() = text("ASCEND_EMULATOR_FAULTS: ", error.what()); }
-    return true;
-  }();
-  (void)once;
-  check(complaint().empty(), kInvalidParam, complaint());
+    } catch (const Error& error) {
+      faults().complaint = text("ASCEND_EMULATOR_FAULTS: ", error.what());
+    }
+  });
+  check(faults().complaint.empty(), kInvalidParam, faults().complaint);
 }
 
 // Counts the call and returns the fault that is due, if any.
 Fault due(const char* name) {
   read_environment();
-  std::lock_guard lock(mutex);
+  std::lock_guard lock(faults().mutex);
   Fault found;
-  for (auto& fault : faults()) {
+  for (auto& fault : faults().all) {
     if (!covers(fault.name, name)) continue;
     ++fault.calls;
     if (fault.calls == fault.nth || (fault.from_then_on && fault.calls > fault.nth)) found = fault;
@@ -135,6 +132,8 @@ Fault due(const char* name) {
 }
 
 }  // namespace
+
+bool armed() { return faults().any.load(std::memory_order_relaxed); }
 
 void at(const char* name) {
   const auto fault = due(name);
@@ -164,13 +163,6 @@ bool hangs() {
   return due("stream").kind == Kind::hang;
 }
 
-void hang() {
-  for (;;) {
-    std::this_thread::sleep_for(std::chrono::milliseconds(20));
-    check_not_aborted();
-  }
-}
-
 }  // namespace emu::fault
 
 // Inject faults in the syntax of ASCEND_EMULATOR_FAULTS, and clear all of them. Called by
@@ -179,8 +171,9 @@ EXPORT int ascend_emulator_inject(const char* list) {
   return emu::guarded("ascend_emulator_inject", [&] { emu::fault::inject(list); });
 }
 EXPORT void ascend_emulator_clear_faults() {
-  std::lock_guard lock(emu::fault::mutex);
-  emu::fault::faults().clear();
-  emu::fault::complaint().clear();
-  emu::fault::any = false;
+  auto& faults = emu::fault::faults();
+  std::lock_guard lock(faults.mutex);
+  faults.all.clear();
+  faults.complaint.clear();
+  faults.any = false;
 }

@@ -6,14 +6,10 @@
 // point, `NAME@N+=KIND` that and every later one; each process counts calls from the injection.
 #ifndef ASCEND_EMULATOR_CORE_FAULT_H
 #define ASCEND_EMULATOR_CORE_FAULT_H
-#include <atomic>
-
-#include "status.h"
 
 namespace emu::fault {
 
-extern std::atomic<bool> any;
-inline bool armed() { return any.load(std::memory_order_relaxed); }
+bool armed();
 
 // Called by each entry point: throws if a fault is due.
 void at(const char* name);
@@ -23,10 +19,8 @@ void at(const char* name);
 enum class Kind { none, oom, ecc, uce, error, hang, timeout, drop };
 Kind pending();
 
-// Called when a task is submitted: whether it must hang; and the hanging task, which ends when its
-// stream is aborted.
+// Called when a task is submitted: whether it must hang.
 bool hangs();
-void hang();
 
 }  // namespace emu::fault
 

@@ -5,6 +5,10 @@
 #ifndef ASCEND_EMULATOR_CORE_GRAPH_H
 #define ASCEND_EMULATOR_CORE_GRAPH_H
 #include <map>
+#include <mutex>
+#include <thread>
+#include <utility>
+#include <vector>
 
 #include "stream.h"
 
@@ -58,23 +62,47 @@ struct CapturedStream {
   std::shared_ptr<Group> group;  // open task group
 };
 
-struct Capture {
+struct Capture : TaskSink {
+  Capture(std::shared_ptr<Graph> graph, CaptureMode mode, int origin)
+      : graph(std::move(graph)), mode(mode), origin(origin) {}
+  bool take(Stream& stream, Task& task) override;
+
   const std::shared_ptr<Graph> graph;  // its mutex guards the streams
   const CaptureMode mode;
-  const std::thread::id thread;
+  const std::thread::id thread = std::this_thread::get_id();
   const int origin;  // id of the first stream
   std::map<int, CapturedStream> streams;
   bool ended = false;
 };
 
+// The capture that the stream takes part in, null if none.
+inline std::shared_ptr<Capture> capture_of(const Stream& stream) {
+  return std::static_pointer_cast<Capture>(stream.capture.get());
+}
+
+// Open task-group update of a stream, with its tasks.
+struct Update : TaskSink {
+  explicit Update(std::shared_ptr<Group> group) : group(std::move(group)) {}
+  bool take(Stream& stream, Task& task) override;
+
+  const std::shared_ptr<Group> group;
+  std::mutex mutex;  // guards the next two
+  std::vector<Task> tasks;
+  bool ended = false;
+};
+
+void begin_capture(void* stream, const std::shared_ptr<Graph>& graph, int32_t mode);
+// Ends a capture and releases its streams; returns why it is invalid, nothing if it has ended
+// before.
+std::optional<std::string> end_capture(Capture& capture);
+// Sets the calling thread's mode, and returns the one before.
+CaptureMode exchange_capture_mode(CaptureMode mode);
+// Throws if the mode of an active capture, on any stream, forbids this call.
+void check_capture_mode(const char* call);
+
 // Record the call in a capture; false if no capture is concerned.
-bool capture_task(Stream& stream, Task& task);
 bool capture_record(Stream& stream, Event& event);
 bool capture_wait(Stream& stream, Event& event);
-// Adds the task to the task-group update that is open on the stream; false if none is.
-bool add_to_update(Stream& stream, Task& task);
-void end_update(const Stream& stream);  // the stream was destroyed
-void end_captures(int device);          // the device is reset: its captures end, without graphs
 
 }  // namespace emu
 

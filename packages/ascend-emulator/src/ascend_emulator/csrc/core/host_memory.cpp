@@ -6,7 +6,8 @@
 #include <map>
 #include <shared_mutex>
 
-#include "device.h"
+#include "memory_events.h"
+#include "status.h"
 
 namespace emu::host_memory {
 namespace {
@@ -15,15 +16,11 @@ struct Range {
   bool for_devices = false;
 };
 using Ranges = std::map<uintptr_t, Range>;
-std::shared_mutex mutex;
-Ranges& allocated() {  // never destroyed: torch_npu frees memory during exit
-  static auto* ranges = new Ranges;
-  return *ranges;
-}
-Ranges& registered() {
-  static auto* ranges = new Ranges;
-  return *ranges;
-}
+struct HostMemory {
+  std::shared_mutex mutex;
+  Ranges allocated, registered;
+};
+HostMemory& memory() { return process.part<HostMemory>(); }
 
 uint64_t bytes_from(const Ranges& ranges, const void* address, bool for_devices) {
   const auto at = reinterpret_cast<uintptr_t>(address);
@@ -41,17 +38,17 @@ void* allocate(uint64_t bytes) {
                       ? std::aligned_alloc(kPage, (bytes + kPage - 1) / kPage * kPage)
                       : nullptr;
   check(address != nullptr, kOutOfMemory, "no host memory for ", bytes, " bytes");
-  std::lock_guard lock(mutex);
-  allocated()[reinterpret_cast<uintptr_t>(address)] = {bytes};
+  std::lock_guard lock(memory().mutex);
+  memory().allocated[reinterpret_cast<uintptr_t>(address)] = {bytes};
   return address;
 }
 
 void release(void* address) {
   {
-    std::lock_guard lock(mutex);
-    check(allocated().erase(reinterpret_cast<uintptr_t>(address)), kInvalidParam,
+    std::lock_guard lock(memory().mutex);
+    check(memory().allocated.erase(reinterpret_cast<uintptr_t>(address)), kInvalidParam,
         "not memory of aclrtMallocHost: ", address);
-    ++memory_events.freed;
+    ++memory_events().freed;
   }
   std::free(address);
 }
@@ -62,27 +59,27 @@ void register_range(void* address, uint64_t bytes, bool for_devices) {
   // test_npurt_register_only_pinned).
   check(at && bytes && (!for_devices || at % kPage == 0), kInvalidParam, bytes, " bytes at ",
       address, "; for devices the address must be a multiple of ", kPage);
-  std::lock_guard lock(mutex);
-  check(bytes_from(registered(), address, false) == 0, kInvalidParam,
+  std::lock_guard lock(memory().mutex);
+  check(bytes_from(memory().registered, address, false) == 0, kInvalidParam,
       "registered already: ", address);
-  registered()[at] = {bytes, for_devices};
+  memory().registered[at] = {bytes, for_devices};
 }
 
 void unregister(void* address) {
-  std::lock_guard lock(mutex);
-  check(registered().erase(reinterpret_cast<uintptr_t>(address)), kInvalidParam,
+  std::lock_guard lock(memory().mutex);
+  check(memory().registered.erase(reinterpret_cast<uintptr_t>(address)), kInvalidParam,
       "not registered: ", address);
 }
 
 uint64_t pinned(const void* address) {
-  std::shared_lock lock(mutex);
-  const uint64_t bytes = bytes_from(allocated(), address, false);
-  return bytes ? bytes : bytes_from(registered(), address, false);
+  std::shared_lock lock(memory().mutex);
+  const uint64_t bytes = bytes_from(memory().allocated, address, false);
+  return bytes ? bytes : bytes_from(memory().registered, address, false);
 }
 
 uint64_t mapped(const void* address) {
-  std::shared_lock lock(mutex);
-  return bytes_from(registered(), address, true);
+  std::shared_lock lock(memory().mutex);
+  return bytes_from(memory().registered, address, true);
 }
 
 }  // namespace emu::host_memory

@@ -6,13 +6,19 @@
 
 #include <atomic>
 
+#include "process.h"
+
 namespace emu {
 namespace {
-std::atomic<bool> releases{false};
-int (*python_initialized)();
-int (*python_lock_held)();
-void* (*python_save)();
-void (*python_restore)(void*);
+// Python's functions, by their names.
+struct Interpreter {
+  std::atomic<bool> releases{false};
+  int (*initialized)();
+  int (*lock_held)();
+  void* (*save)();
+  void (*restore)(void*);
+};
+Interpreter& python() { return process.part<Interpreter>(); }
 }  // namespace
 
 void HostWait::release_python() {
@@ -20,17 +26,18 @@ void HostWait::release_python() {
     function = reinterpret_cast<std::decay_t<decltype(function)>>(dlsym(RTLD_DEFAULT, name));
     return function != nullptr;
   };
-  releases = find(python_initialized, "Py_IsInitialized") &&
-             find(python_lock_held, "PyGILState_Check") && find(python_save, "PyEval_SaveThread") &&
-             find(python_restore, "PyEval_RestoreThread");
+  python().releases = find(python().initialized, "Py_IsInitialized") &&
+                      find(python().lock_held, "PyGILState_Check") &&
+                      find(python().save, "PyEval_SaveThread") &&
+                      find(python().restore, "PyEval_RestoreThread");
 }
 
 HostWait::HostWait() {
-  if (releases && python_initialized() && python_lock_held()) state_ = python_save();
+  if (python().releases && python().initialized() && python().lock_held()) state_ = python().save();
 }
 
 HostWait::~HostWait() {
-  if (state_) python_restore(state_);
+  if (state_) python().restore(state_);
 }
 
 }  // namespace emu

@@ -13,12 +13,13 @@ namespace emu {
 class Recheck {
  public:
   // At the call, before its memory is checked.
-  Recheck() : allocated_(memory_events.allocated.load()), verified_(memory_events.freed.load()) {}
+  Recheck()
+      : allocated_(memory_events().allocated.load()), verified_(memory_events().freed.load()) {}
   Recheck(const Recheck& other) : allocated_(other.allocated_), verified_(other.verified_.load()) {}
 
   // When the task runs: calls `check_all`, unless no memory was freed since the last time.
   void verify(c10::function_ref<void()> check_all) const {
-    const uint64_t freed = memory_events.freed;
+    const uint64_t freed = memory_events().freed;
     if (freed == verified_.load(std::memory_order_relaxed)) return;
     check_all();
     verified_.store(freed, std::memory_order_relaxed);

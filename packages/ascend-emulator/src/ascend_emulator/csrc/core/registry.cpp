@@ -11,7 +11,13 @@
 #include <cstdlib>
 #include <cstring>
 #include <map>
+#include <mutex>
 #include <set>
+#include <sstream>
+#include <utility>
+
+#include "process.h"
+#include "status.h"
 
 namespace emu {
 namespace {
@@ -20,10 +26,10 @@ struct Entry {
   std::string family;
 };
 
-std::map<std::string, Entry>& entries() {
-  static std::map<std::string, Entry> all;
-  return all;
-}
+struct Entries {
+  std::map<std::string, Entry> all;
+};
+std::map<std::string, Entry>& entries() { return process.part<Entries>().all; }
 
 std::string without_suffix(const std::string& file) {
   return file.substr(0, file.find_last_of('.'));
@@ -42,7 +48,14 @@ const std::set<std::string>& removals() {
   return names;
 }
 
-std::atomic<const char*> calls{std::getenv("ASCEND_EMULATOR_CALLS")};
+// ASCEND_EMULATOR_CALLS
+struct Calls {
+  std::atomic<const char*> path{std::getenv("ASCEND_EMULATOR_CALLS")};
+  std::mutex mutex;
+  std::set<std::string> seen;
+  int file = -1;
+  bool opened = false;
+};
 }  // namespace
 
 std::string nth(const char* list, int64_t n) {
@@ -58,21 +71,19 @@ Registration::Registration(const char* name, Effect effect, const char* file) {
 }
 
 void note(const char* name) {
-  const char* path = calls.load(std::memory_order_relaxed);
+  auto& calls = process.part<Calls>();
+  const char* path = calls.path.load(std::memory_order_relaxed);
   if (!path) return;
-  static std::mutex mutex;
-  static std::set<std::string> seen;
-  std::lock_guard lock(mutex);
-  if (!seen.insert(name).second) return;
-  static const int file = [path] {
-    const int made = open(path, O_WRONLY | O_APPEND | O_CREAT | O_CLOEXEC, 0666);
-    if (made < 0)
+  std::lock_guard lock(calls.mutex);
+  if (!calls.seen.insert(name).second) return;
+  if (!std::exchange(calls.opened, true)) {
+    calls.file = open(path, O_WRONLY | O_APPEND | O_CREAT | O_CLOEXEC, 0666);
+    if (calls.file < 0)
       fprintf(stderr, "ascend-emulator: cannot write ASCEND_EMULATOR_CALLS to %s: %s\n", path,
           std::strerror(errno));
-    return made;
-  }();
+  }
   const auto line = text(name, "\n");
-  if (write(file, line.data(), line.size()) < 0) seen.erase(name);
+  if (write(calls.file, line.data(), line.size()) < 0) calls.seen.erase(name);
 }
 
 bool removed(const char* name) {
@@ -80,21 +91,14 @@ bool removed(const char* name) {
   return !none && removals().count(name);
 }
 
-int intercepted(const char* name, c10::function_ref<void()> body) noexcept {
-  if (removed(name)) return refuse(name);
-  return guarded(name, [&] {
-    if (fault::armed()) [[unlikely]]
-      fault::at(name);
-    body();
-  });
-}
-
 bool registered(const char* name) { return entries().count(name) != 0; }
 
 }  // namespace emu
 
 // Sets ASCEND_EMULATOR_CALLS for this process from now on.
-EXPORT void ascend_emulator_note_calls(const char* path) { emu::calls = strdup(path); }
+EXPORT void ascend_emulator_note_calls(const char* path) {
+  emu::process.part<emu::Calls>().path = strdup(path);
+}
 
 // One line per entry point: "name family effect reason". Read by `ascend-emulator coverage`.
 EXPORT const char* ascend_emulator_registry() {

@@ -1,30 +1,34 @@
 // SPDX-License-Identifier: Apache-2.0
 // SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-all project
-#include "device.h"
-#include "registry.h"
-
-#include <pthread.h>
+#include "status.h"
 
 #include <cstdio>
-#include <cstdlib>
 #include <cstring>
-#include <map>
-#include <mutex>
 #include <utility>
+
+#include "process.h"
 
 namespace emu {
 namespace {
-thread_local std::string last_message;
+thread_local std::string message_of_last;
 thread_local std::string returned_message;
 thread_local int last_status = kOk;
 }  // namespace
 
 int fail(Status status, const std::string& message) {
-  last_message = "[ascend-emulator] " + message;
+  message_of_last = "[ascend-emulator] " + message;
   return last_status = status;
 }
 
 int last_error(bool clear) { return clear ? std::exchange(last_status, kOk) : last_status; }
+
+const std::string& last_message() { return message_of_last; }
+
+const char* take_message() {
+  returned_message.swap(message_of_last);
+  message_of_last.clear();
+  return returned_message.empty() ? nullptr : returned_message.c_str();
+}
 
 namespace {
 const char* cann_name(c10::ScalarType type) {
@@ -86,11 +90,9 @@ Error error_of(const std::exception& e) {
   return {kOpFailed, what.substr(0, what.find("\nException raised from"))};
 }
 
-std::atomic<bool> forked{false};
-
 int guarded(const char* name, c10::function_ref<void()> body) noexcept {
   try {
-    check(!forked, kContextNull,
+    check(!process.forked(), kContextNull,
         "this process was forked from one that uses NPUs, and cannot use them; start it with the "
         "method spawn");
     body();
@@ -101,78 +103,4 @@ int guarded(const char* name, c10::function_ref<void()> body) noexcept {
   }
 }
 
-namespace {
-bool of_atb(const char* name) { return std::strncmp(name, "Atb", 3) == 0; }
-
-// ASCEND_EMULATOR_LACKS: operators that the chip does not have, separated by commas.
-bool lacking(const char* name) {
-  const char* list = std::getenv("ASCEND_EMULATOR_LACKS");
-  return list && text(",", list, ",").find(text(",", name, ",")) != std::string::npos;
-}
-}  // namespace
-
-int refuse(const char* name) {
-  const char* soc = std::getenv("ASCEND_EMULATOR_SOC");
-  const int status = fail(kUnsupported,
-      lacking(name) ? text(name, " is not an operator of ", soc ? soc : "this chip",
-                          ", by torch_npu's documentation.")
-                    : text(name, " is not emulated. `ascend-emulator coverage` lists what is."));
-  return std::strncmp(name, "aclnn", 5) == 0 || of_atb(name) ? operator_done(name, status) : status;
-}
-
-long refuse_value(const char* name) {
-  refuse(name);
-  std::fprintf(stderr, "%s\n", last_message.c_str());
-  return 0;
-}
-
-void refuse_engine(const char* name) {
-  throw std::runtime_error(text(name,
-      " of CANN's graph engine is not emulated; supported: torchair's mode reduce-overhead; "
-      "fix: CompilerConfig().mode = \"reduce-overhead\""));
-}
-
-namespace {
-std::mutex failure_mutex;
-std::map<int, std::string> failed_on_queue;  // NPU -> operator
-
-// torch_npu's queue thread, by its name (torch_npu/csrc/core/npu/NPUAffinityController.cpp, BSD).
-bool on_queue_thread() {
-  char name[16] = "";
-  pthread_getname_np(pthread_self(), name, sizeof name);
-  return std::strcmp(name, "acl_thread") == 0;
-}
-}  // namespace
-
-thread_local std::string creation_error;
-
-int operator_done(const char* name, int status) {
-  creation_error.clear();
-  // torch_npu raises no message for these operators' GetWorkspaceSize, so it is printed.
-  if (status != kOk && of_atb(name)) std::fprintf(stderr, "%s\n", last_message.c_str());
-  if (status != kOk && on_queue_thread()) {
-    std::lock_guard lock(failure_mutex);
-    failed_on_queue.emplace(has_current_device() ? current_device() : kNoNpu, name);
-  }
-  return status;
-}
-
-void check_queue(int device) {
-  std::lock_guard lock(failure_mutex);
-  for (const auto& [npu, name] : failed_on_queue) {
-    check(npu != device && npu != kNoNpu, kOpFailed, name,
-        " failed earlier, and torch_npu computes nothing more on NPU ", device,
-        " in this process; start a new one");
-  }
-}
-
 }  // namespace emu
-
-// Returns the calling thread's last message and clears it, as torch_npu expects
-// (c10_npu_get_error_message).
-ACL_VALUE(const char*, answers, aclGetRecentErrMsg, (), {
-  using namespace emu;
-  returned_message.swap(last_message);
-  last_message.clear();
-  return returned_message.empty() ? nullptr : returned_message.c_str();
-})

@@ -108,27 +108,10 @@ int fail(Status status, const std::string& message);
 // Status of the calling thread's last failure, kOk if there was none since it was cleared.
 int last_error(bool clear);
 
-// Fails because the entry point is not emulated; the message contains its name.
-int refuse(const char* name);
-// For those that return no status: prints the message and returns 0.
-long refuse_value(const char* name);
-
-// For C++ functions of CANN's graph engine: throws, which torchair passes on as a Python exception.
-[[noreturn]] void refuse_engine(const char* name);
-
-// Returns the status of an operator. When an operator fails on torch_npu's queue thread, the thread
-// ends: torch_npu raises that error once and silently drops everything queued for that NPU later.
-// So a failure on that thread is kept, and synchronizing with the NPU fails from then on.
-int operator_done(const char* name, int status);
-// Creation calls of arguments return null on failure; torch_npu passes the null on, so the operator
-// reports this reason. Cleared when an operator is done, which need not look at each argument.
-extern thread_local std::string creation_error;
-void check_queue(int device);  // throws if an operator failed on this NPU's queue thread
-
-// Set in a process that was forked from one that had used an NPU: all calls fail. The worker
-// threads do not exist there, and a context of CANN does not survive a fork either
-// (torch_npu/npu/__init__.py, "Cannot re-initialize NPU in forked subprocess").
-extern std::atomic<bool> forked;
+// Returns the calling thread's last message and clears it, as torch_npu expects
+// (c10_npu_get_error_message); null if there is none.
+const char* take_message();
+const std::string& last_message();
 
 // Converts an exception to a status and a message, without c10::Error's backtrace.
 Error error_of(const std::exception& e);

@@ -11,7 +11,6 @@
 
 #include "adversary.h"
 #include "fault.h"
-#include "graph.h"
 #include "host_wait.h"
 #include "trace.h"
 
@@ -25,10 +24,7 @@ struct StreamTable {
   std::map<int, int> in_graphs;  // device -> streams reserved by graphs
   int next_id = 0;
 };
-StreamTable& table() {
-  static StreamTable* instance = new StreamTable;
-  return *instance;
-}
+StreamTable& table() { return process.part<StreamTable>(); }
 
 thread_local Stream* worker_of = nullptr;
 
@@ -60,7 +56,7 @@ std::shared_ptr<Stream> Stream::create(int device) {
   int id;
   {
     std::lock_guard lock(table().mutex);
-    if (table().next_id == 0) std::atexit(stop_streams);
+    if (table().next_id == 0) std::atexit([] { process.exit(); });
     id = table().next_id++;
   }
   std::shared_ptr<Stream> stream(new Stream(device, id));
@@ -70,13 +66,13 @@ std::shared_ptr<Stream> Stream::create(int device) {
 
 uint64_t Stream::submit(Task task) {
   if (fault::armed() && fault::hangs()) {
-    task.run = fault::hang;
+    task.run = hang;
     task.blocks = true;
     task.brief = false;
   }
   if (trace_enabled()) task.work.called = Clock::now();
-  if (capture_task(*this, task)) return 0;
-  if (add_to_update(*this, task)) return submitted_;
+  if (capture.take(*this, task)) return 0;
+  if (update.take(*this, task)) return submitted_;
   const bool brief = task.brief && !Adversary::on();
   uint64_t ticket;
   {
@@ -175,7 +171,7 @@ void Stream::run_head(std::unique_lock<std::mutex>& lock) {
   Task& task = tasks_.front();
   lock.unlock();
   {
-    Adversary::Turn turn(*this, task);
+    Adversary::Turn turn(*this, task.blocks);
     perform(task);
   }
   // Release the task's arguments before it counts as completed: the caller may free the memory
@@ -193,28 +189,54 @@ void check_not_aborted() {
   check(!worker_of || !worker_of->aborting_, kOpFailed, "the stream was aborted");
 }
 
+void hang() {
+  for (;;) {
+    std::this_thread::sleep_for(std::chrono::milliseconds(20));
+    check_not_aborted();
+  }
+}
+
 Stream& running_stream() {
   check(worker_of != nullptr, kOpFailed, "not on a stream's thread");
   return *worker_of;
 }
 
-std::shared_ptr<Capture> Stream::capture() const {
-  if (!captured_) return nullptr;
-  std::lock_guard lock(capture_mutex_);
-  return capture_;
+std::shared_ptr<TaskSink> SinkSlot::get() const {
+  if (!filled_) return nullptr;
+  std::lock_guard lock(mutex_);
+  return sink_;
 }
 
-bool Stream::enter(const std::shared_ptr<Capture>& capture) {
-  std::lock_guard lock(capture_mutex_);
-  if (capture_) return false;
-  capture_ = capture;
-  return captured_ = true;
+bool SinkSlot::set(const std::shared_ptr<TaskSink>& sink) {
+  std::lock_guard lock(mutex_);
+  if (sink_) return false;
+  sink_ = sink;
+  return filled_ = true;
 }
 
-void Stream::leave_capture() {
-  std::lock_guard lock(capture_mutex_);
-  capture_.reset();
-  captured_ = false;
+std::shared_ptr<TaskSink> SinkSlot::clear() {
+  std::lock_guard lock(mutex_);
+  filled_ = false;
+  return std::exchange(sink_, nullptr);
+}
+
+bool SinkSlot::take(Stream& stream, Task& task) const {
+  const auto sink = get();
+  return sink && sink->take(stream, task);
+}
+
+Queue::Head Stream::head() {
+  std::lock_guard lock(mutex_);
+  if (tasks_.empty()) return {};
+  const auto& mark = tasks_.front().waits_for;
+  return {true, mark && !mark->stream->reached(mark->ticket) ? mark->stream : nullptr};
+}
+
+// The capture remains valid (torch_npu's test_aclgraph_rng_state.py,
+// test_graph_rng_after_failed_capture).
+void check_not_captured(const Stream& stream) {
+  check(!stream.capture, kStreamCaptured,
+      "the stream is being captured, and does not run until the graph is replayed");
 }
 
 void Stream::start_abort() {
@@ -319,7 +341,7 @@ void end_streams(int device) {
     } catch (const Error&) {  // of a failed task
     }
     stream->retire();
-    end_update(*stream);
+    stream->update.clear();
     std::lock_guard lock(table().mutex);
     table().streams.erase(stream.get());
   }
@@ -328,7 +350,6 @@ void end_streams(int device) {
 }
 
 void stop_streams() {
-  if (forked) return;
   std::vector<std::shared_ptr<Stream>> every;
   {
     std::lock_guard lock(table().mutex);
@@ -336,7 +357,6 @@ void stop_streams() {
   }
   Stream::abort(every);
   for (const auto& stream : every) stream->retire();
-  flush_trace();
 }
 
 bool null_mode() {
@@ -346,3 +366,15 @@ bool null_mode() {
 }
 
 }  // namespace emu
+
+// For ascend_emulator.tracing: the device time of the latest stream in seconds. Synchronize first.
+EXPORT double ascend_emulator_modelled(int device) {
+  double most = 0;
+  for (const auto& stream : emu::streams_of(device)) most = std::max(most, stream->modelled);
+  return most;
+}
+// Aligns the device's streams after a synchronization.
+EXPORT void ascend_emulator_align(int device) {
+  const double most = ascend_emulator_modelled(device);
+  for (const auto& stream : emu::streams_of(device)) stream->modelled = most;
+}

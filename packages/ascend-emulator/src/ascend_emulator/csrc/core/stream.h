@@ -9,59 +9,43 @@
 #ifndef ASCEND_EMULATOR_CORE_STREAM_H
 #define ASCEND_EMULATOR_CORE_STREAM_H
 #include <atomic>
-#include <chrono>
 #include <condition_variable>
 #include <deque>
-#include <functional>
 #include <memory>
-#include <optional>
-#include <string>
 #include <thread>
 #include <vector>
 
 #include "device.h"
+#include "task.h"
 
 namespace emu {
 
-using Clock = std::chrono::steady_clock;
-using Deadline = std::optional<Clock::time_point>;  // nullopt: no timeout
-
-class Stream;
 struct Capture;  // graph.h
 
-// Position in a stream.
-struct Mark {
-  std::shared_ptr<Stream> stream;
-  uint64_t ticket = 0;  // reached when the stream has completed this many tasks
-  std::atomic<bool> stamped{false};
-  Clock::time_point time{};  // when it was reached
-  double modelled = 0;       // seconds, by the roofline model (trace.h)
+// Takes the tasks that are submitted to a stream, in place of its worker: a capture, or the update
+// of a task group (graph.h).
+class TaskSink {
+ public:
+  virtual ~TaskSink() = default;
+  virtual bool take(Stream& stream, Task& task) = 0;  // false if it takes none
 };
 
-enum class Kind : uint8_t { op, copy, record, wait, host, collective, graph };
+// The sink of a stream, if there is one.
+class SinkSlot {
+ public:
+  explicit operator bool() const { return filled_; }
+  std::shared_ptr<TaskSink> get() const;
+  bool set(const std::shared_ptr<TaskSink>& sink);  // false if there is one already
+  std::shared_ptr<TaskSink> clear();
+  bool take(Stream& stream, Task& task) const;
 
-// Cost of a task, for the trace and the roofline model; filled in only while they are enabled.
-struct Work {
-  double bytes = 0;  // of device memory, read and written
-  double flops = 0;
-  int item = 0;        // element size of a matrix product in bytes; 0: vector cores
-  double link = 0;     // bytes over links, of collectives
-  std::string shapes;  // of its arguments
-  Clock::time_point called{};
+ private:
+  mutable std::mutex mutex_;
+  std::atomic<bool> filled_{false};
+  std::shared_ptr<TaskSink> sink_;
 };
 
-struct Task {
-  const char* name;
-  std::function<void()> run;
-  Kind kind = Kind::op;
-  bool blocks = false;  // may wait for something other than this process's streams
-  bool brief =
-      false;  // does not wait and computes little: an idle stream runs it in the caller's thread
-  std::shared_ptr<Mark> waits_for{};  // of Kind::wait
-  Work work{};
-};
-
-class Stream : public std::enable_shared_from_this<Stream> {
+class Stream : public Queue, public std::enable_shared_from_this<Stream> {
  public:
   static std::shared_ptr<Stream> create(int device);
 
@@ -75,7 +59,8 @@ class Stream : public std::enable_shared_from_this<Stream> {
   }
 
   uint64_t submitted() const { return submitted_; }
-  uint64_t completed() const { return completed_; }
+  uint64_t completed() const override { return completed_; }
+  Head head() override;
   bool reached(uint64_t ticket) const { return completed_ >= ticket; }
   bool idle() const { return completed_ == submitted_; }
   // Waits until the ticket is reached; false on timeout. Throws the error of a failed task.
@@ -91,20 +76,11 @@ class Stream : public std::enable_shared_from_this<Stream> {
   void retire();                    // ends the thread once the queue is empty
   std::string running_task_name();  // for messages
 
-  const int device;
-  const int id;
-  double modelled = 0;  // device time in seconds by the roofline model; accessed by the worker only
-
-  // The capture that the stream takes part in (graph.h), null if none.
-  bool captured() const { return captured_; }
-  std::shared_ptr<Capture> capture() const;
-  bool enter(const std::shared_ptr<Capture>& capture);  // false if it takes part in one already
-  void leave_capture();
+  SinkSlot capture, update;
 
  private:
-  friend class Adversary;
   friend void check_not_aborted();
-  Stream(int device, int id) : device(device), id(id) {}
+  Stream(int device, int id) : Queue(device, id) {}
   void work();
   void perform(Task& task);
   void run_head(std::unique_lock<std::mutex>&
@@ -117,9 +93,6 @@ class Stream : public std::enable_shared_from_this<Stream> {
   std::optional<Error> failure_;
   bool retired_ = false, running_ = false;
   std::atomic<bool> aborting_{false};  // until the running task has ended
-  mutable std::mutex capture_mutex_;
-  std::atomic<bool> captured_{false};
-  std::shared_ptr<Capture> capture_;
 };
 
 // The stream whose worker calls.
@@ -127,6 +100,8 @@ Stream& running_stream();
 
 // For tasks that may wait long: throws when their stream is aborted.
 void check_not_aborted();
+// The task of an injected fault: runs until its stream is aborted.
+void hang();
 // Prepares a worker thread for ATen (operator/op.cpp).
 void prepare_worker();
 
@@ -149,10 +124,8 @@ std::shared_ptr<Stream> remove_stream(void* handle);
 // Reserves streams for graphs of the device; throws with `status` if they are exhausted.
 void reserve_streams(int device, int count, Status status);
 
-// Throws if the stream is being captured: the host cannot wait for it (graph.cpp).
+// Throws if the stream is being captured: the host cannot wait for it.
 void check_not_captured(const Stream& stream);
-// Throws if the mode of an active capture, on any stream, forbids this call.
-void check_capture_mode(const char* call);
 
 // Destroys all streams of the device, once their tasks are done.
 void end_streams(int device);

@@ -8,12 +8,17 @@
 
 #include <algorithm>
 #include <cstdlib>
+#include <mutex>
 #include <set>
+#include <sstream>
+#include <utility>
+
+#include "device.h"
+#include "process.h"
 
 namespace emu {
 namespace {
 
-std::atomic<bool> modelling{false};
 thread_local int depth = 0;  // nesting depth: nodes of a graph run within its task
 
 // Appends complete lines: several processes write to the same file.
@@ -41,26 +46,29 @@ struct Trace {
   }
 };
 
-std::atomic<Trace*> profile{nullptr};  // never deleted: a task may be about to write
-
-Trace* whole_trace() {
-  static Trace* const instance = [] {
-    const char* path = std::getenv("ASCEND_EMULATOR_TRACE");
-    if (!path || !*path) return static_cast<Trace*>(nullptr);
-    const int made_now = open(path, O_WRONLY | O_APPEND | O_CREAT | O_EXCL | O_CLOEXEC, 0666);
-    if (made_now >= 0 && write(made_now, "[\n", 2) != 2)
-      fprintf(stderr, "ascend-emulator: cannot write the trace to %s\n", path);
-    const int file = made_now >= 0 ? made_now : open(path, O_WRONLY | O_APPEND | O_CLOEXEC);
-    if (file < 0) {
-      fprintf(stderr, "ascend-emulator: cannot write the trace to %s\n", path);
-      return static_cast<Trace*>(nullptr);
-    }
-    auto* made = new Trace;
-    made->file = file;
-    return made;
-  }();
-  return instance;
+// The file of ASCEND_EMULATOR_TRACE, null if there is none.
+Trace* open_whole_trace() {
+  const char* path = std::getenv("ASCEND_EMULATOR_TRACE");
+  if (!path || !*path) return static_cast<Trace*>(nullptr);
+  const int made_now = open(path, O_WRONLY | O_APPEND | O_CREAT | O_EXCL | O_CLOEXEC, 0666);
+  if (made_now >= 0 && write(made_now, "[\n", 2) != 2)
+    fprintf(stderr, "ascend-emulator: cannot write the trace to %s\n", path);
+  const int file = made_now >= 0 ? made_now : open(path, O_WRONLY | O_APPEND | O_CLOEXEC);
+  if (file < 0) {
+    fprintf(stderr, "ascend-emulator: cannot write the trace to %s\n", path);
+    return static_cast<Trace*>(nullptr);
+  }
+  auto* made = new Trace;
+  made->file = file;
+  return made;
 }
+
+struct Tracing {
+  std::atomic<bool> modelling{false};
+  std::atomic<Trace*> profile{nullptr};  // never deleted: a task may be about to write
+  Trace* const whole = open_whole_trace();
+};
+Tracing& tracing() { return process.part<Tracing>(); }
 
 double microseconds(Clock::time_point time) {
   return std::chrono::duration<double, std::micro>(time.time_since_epoch()).count();
@@ -71,10 +79,10 @@ const char* name_of(Kind kind) {
   return names[static_cast<int>(kind)];
 }
 
-bool traced() { return whole_trace() || profile; }
+bool traced() { return tracing().whole || tracing().profile; }
 
 void add(const std::string& line) {
-  for (Trace* trace : {whole_trace(), profile.load()})
+  for (Trace* trace : {tracing().whole, tracing().profile.load()})
     if (trace) trace->add(line);
 }
 
@@ -88,7 +96,7 @@ void name_thread(Trace* trace, const std::string& id, const std::string& name) {
       ", \"tid\": ", id, ", \"args\": {\"name\": \"", name, "\"}},\n"));
 }
 void name_thread(const std::string& id, const std::string& name) {
-  for (Trace* trace : {whole_trace(), profile.load()}) name_thread(trace, id, name);
+  for (Trace* trace : {tracing().whole, tracing().profile.load()}) name_thread(trace, id, name);
 }
 
 std::string event(const std::string& name, const char* category, const std::string& tid,
@@ -105,7 +113,7 @@ std::string event(const std::string& name, const char* category, const std::stri
 
 }  // namespace
 
-bool trace_enabled() { return modelling || traced(); }
+bool trace_enabled() { return tracing().modelling || traced(); }
 
 double modelled_seconds(Kind kind, const Work& w, bool in_graph) {
   const auto& c = chip();
@@ -126,7 +134,7 @@ double modelled_seconds(Kind kind, const Work& w, bool in_graph) {
   return launch + std::max(w.flops / throughput, w.bytes / c.bandwidth);
 }
 
-TaskTrace::TaskTrace(Stream& stream, const Task& task)
+TaskTrace::TaskTrace(Queue& stream, const Task& task)
     : on_(trace_enabled()), stream_(stream), task_(task), scope_(on_ ? &counters_ : nullptr) {
   if (!on_) return;
   ++depth;
@@ -171,7 +179,7 @@ HostTrace::~HostTrace() {
 }
 
 void flush_trace() {
-  for (Trace* trace : {whole_trace(), profile.load()}) {
+  for (Trace* trace : {tracing().whole, tracing().profile.load()}) {
     if (!trace) continue;
     std::lock_guard lock(trace->mutex);
     trace->flush();
@@ -184,11 +192,11 @@ void start_profile(const std::string& path) {
   auto* made = new Trace;
   made->file = file;
   made->add("[\n");
-  profile = made;
+  tracing().profile = made;
 }
 
 void stop_profile() {
-  Trace* const ended = profile.exchange(nullptr);
+  Trace* const ended = tracing().profile.exchange(nullptr);
   if (!ended) return;
   std::lock_guard lock(ended->mutex);
   ended->flush();
@@ -199,15 +207,5 @@ void stop_profile() {
 
 // For ascend_emulator.tracing: writes buffered events.
 EXPORT void ascend_emulator_flush_trace() { emu::flush_trace(); }
-// Enables the model; returns the device time of the latest stream in seconds. Synchronize first.
-EXPORT void ascend_emulator_model(int on) { emu::modelling = on != 0; }
-EXPORT double ascend_emulator_modelled(int device) {
-  double most = 0;
-  for (const auto& stream : emu::streams_of(device)) most = std::max(most, stream->modelled);
-  return most;
-}
-// Aligns the device's streams after a synchronization.
-EXPORT void ascend_emulator_align(int device) {
-  const double most = ascend_emulator_modelled(device);
-  for (const auto& stream : emu::streams_of(device)) stream->modelled = most;
-}
+// Enables the model.
+EXPORT void ascend_emulator_model(int on) { emu::tracing().modelling = on != 0; }

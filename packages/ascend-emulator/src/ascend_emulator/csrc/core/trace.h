@@ -10,7 +10,7 @@
 #ifndef ASCEND_EMULATOR_CORE_TRACE_H
 #define ASCEND_EMULATOR_CORE_TRACE_H
 #include "cost.h"
-#include "stream.h"
+#include "task.h"
 
 namespace emu {
 
@@ -19,12 +19,12 @@ bool trace_enabled();  // whether Task::work is to be filled in
 // Scope around a task's execution.
 class TaskTrace {
  public:
-  TaskTrace(Stream& stream, const Task& task);
+  TaskTrace(Queue& stream, const Task& task);
   ~TaskTrace();
 
  private:
   const bool on_;
-  Stream& stream_;
+  Queue& stream_;
   const Task& task_;
   cost::Counters counters_;
   cost::Scope scope_;

@@ -5,20 +5,25 @@
 #include <sys/mman.h>
 
 #include <algorithm>
+#include <map>
 #include <shared_mutex>
 
 #include "arena.h"
+#include "status.h"
 
 namespace emu::virtual_memory {
 namespace {
-std::shared_mutex mutex;
 struct Range {
   uint64_t bytes, number;
 };
-std::map<uintptr_t, uint64_t> free_ranges;
-std::map<uintptr_t, Range> reserved;
-std::map<uintptr_t, Window> windows;
-intptr_t distance = 0;
+struct Addresses {
+  std::shared_mutex mutex;
+  std::map<uintptr_t, uint64_t> free;
+  std::map<uintptr_t, Range> reserved;
+  std::map<uintptr_t, Window> windows;
+  intptr_t to_kernel = 0;
+};
+Addresses& addresses() { return process.part<Addresses>(); }
 
 template <class Map>
 auto holding(Map& map, uintptr_t address) {  // the last entry that starts at or before the address
@@ -28,99 +33,105 @@ auto holding(Map& map, uintptr_t address) {  // the last entry that starts at or
 }  // namespace
 
 void initialize(uintptr_t base, uint64_t bytes, intptr_t to_kernel) {
+  auto& all = addresses();
   const uintptr_t first = (base + kPage - 1) / kPage * kPage;
-  free_ranges[first] = (base + bytes - first) / kPage * kPage;
-  distance = to_kernel;
+  all.free[first] = (base + bytes - first) / kPage * kPage;
+  all.to_kernel = to_kernel;
 }
 
 void* reserve(uint64_t bytes) {
+  auto& all = addresses();
   bytes = std::max<uint64_t>((bytes + kPage - 1) / kPage * kPage, kPage);
-  std::lock_guard lock(mutex);
-  for (auto range = free_ranges.begin(); range != free_ranges.end(); ++range) {
+  std::lock_guard lock(all.mutex);
+  for (auto range = all.free.begin(); range != all.free.end(); ++range) {
     if (range->second < bytes) continue;
     const auto [start, size] = *range;
-    free_ranges.erase(range);
-    if (size > bytes) free_ranges[start + bytes] = size - bytes;
-    reserved[start] = {bytes, ++memory_events.allocated};
+    all.free.erase(range);
+    if (size > bytes) all.free[start + bytes] = size - bytes;
+    all.reserved[start] = {bytes, ++memory_events().allocated};
     return reinterpret_cast<void*>(start);
   }
   throw Error(kOutOfMemory, text("no ", bytes, " bytes of address space are left"));
 }
 
 void release(void* start) {
-  std::lock_guard lock(mutex);
-  const auto range = reserved.find(reinterpret_cast<uintptr_t>(start));
-  check(range != reserved.end(), kInvalidParam, "no address range was reserved at ", start);
-  const auto window = windows.lower_bound(range->first);
-  check(window == windows.end() || window->first >= range->first + range->second.bytes,
+  auto& all = addresses();
+  std::lock_guard lock(all.mutex);
+  const auto range = all.reserved.find(reinterpret_cast<uintptr_t>(start));
+  check(range != all.reserved.end(), kInvalidParam, "no address range was reserved at ", start);
+  const auto window = all.windows.lower_bound(range->first);
+  check(window == all.windows.end() || window->first >= range->first + range->second.bytes,
       kInvalidParam, "the address range at ", start, " still has memory mapped at ",
-      window == windows.end() ? nullptr : reinterpret_cast<void*>(window->first));
-  auto freed = free_ranges.emplace(range->first, range->second.bytes).first;
-  reserved.erase(range);
-  ++memory_events.freed;
+      window == all.windows.end() ? nullptr : reinterpret_cast<void*>(window->first));
+  auto freed = all.free.emplace(range->first, range->second.bytes).first;
+  all.reserved.erase(range);
+  ++memory_events().freed;
   if (auto next = std::next(freed);
-      next != free_ranges.end() && freed->first + freed->second == next->first) {
+      next != all.free.end() && freed->first + freed->second == next->first) {
     freed->second += next->second;
-    free_ranges.erase(next);
+    all.free.erase(next);
   }
-  if (freed == free_ranges.begin()) return;
+  if (freed == all.free.begin()) return;
   if (auto previous = std::prev(freed); previous->first + previous->second == freed->first) {
     previous->second += freed->second;
-    free_ranges.erase(freed);
+    all.free.erase(freed);
   }
 }
 
 void map(void* at, const Window& window) {
+  auto& all = addresses();
   const auto start = reinterpret_cast<uintptr_t>(at);
   check(start % kPage == 0 && window.bytes % kPage == 0, kInvalidParam, window.bytes, " bytes at ",
       at, "; both must be multiples of ", kPage);
-  std::lock_guard lock(mutex);
-  const auto range = holding(reserved, start);
-  check(range != reserved.end() && start + window.bytes <= range->first + range->second.bytes,
+  std::lock_guard lock(all.mutex);
+  const auto range = holding(all.reserved, start);
+  check(range != all.reserved.end() && start + window.bytes <= range->first + range->second.bytes,
       kInvalidParam, window.bytes, " bytes at ", at, " are not in one reserved address range");
-  const auto other = holding(windows, start + window.bytes - 1);
-  check(other == windows.end() || other->first + other->second.bytes <= start, kInvalidParam,
+  const auto other = holding(all.windows, start + window.bytes - 1);
+  check(other == all.windows.end() || other->first + other->second.bytes <= start, kInvalidParam,
       "memory is mapped already at ",
-      reinterpret_cast<void*>(other == windows.end() ? 0 : other->first));
-  void* view = reinterpret_cast<void*>(window.npu == kNoNpu ? start : start + distance);
+      reinterpret_cast<void*>(other == all.windows.end() ? 0 : other->first));
+  void* view = reinterpret_cast<void*>(window.npu == kNoNpu ? start : start + all.to_kernel);
   if (window.file < 0) {
     arena::map(view, window.offset, window.bytes);
   } else {
     arena::map(view, window.file, window.offset, window.bytes);
   }
-  windows[start] = window;
+  all.windows[start] = window;
 }
 
 void unmap(void* at) {
+  auto& all = addresses();
   const auto start = reinterpret_cast<uintptr_t>(at);
-  std::lock_guard lock(mutex);
-  const auto window = windows.find(start);
-  check(window != windows.end(), kInvalidParam, "no memory is mapped at ", at);
+  std::lock_guard lock(all.mutex);
+  const auto window = all.windows.find(start);
+  check(window != all.windows.end(), kInvalidParam, "no memory is mapped at ", at);
   if (window->second.npu == kNoNpu) {
     mmap(at, window->second.bytes, PROT_NONE,
         MAP_PRIVATE | MAP_ANONYMOUS | MAP_FIXED | MAP_NORESERVE, -1, 0);
   } else {
     // Replaced by private memory, so that a running kernel does not crash the process; new accesses
     // are refused.
-    arena::unmap(reinterpret_cast<void*>(start + distance), window->second.bytes);
+    arena::unmap(reinterpret_cast<void*>(start + all.to_kernel), window->second.bytes);
   }
-  windows.erase(window);
-  ++memory_events.freed;
+  all.windows.erase(window);
+  ++memory_events().freed;
 }
 
 Mapped at(const void* address, uint64_t wanted) {
+  auto& all = addresses();
   const auto start = reinterpret_cast<uintptr_t>(address);
-  std::shared_lock lock(mutex);
-  auto window = holding(windows, start);
-  if (window == windows.end()) return {};
+  std::shared_lock lock(all.mutex);
+  auto window = holding(all.windows, start);
+  if (window == all.windows.end()) return {};
   const int npu = window->second.npu;
   uintptr_t end = window->first + window->second.bytes;
   if (end <= start) return {};
-  for (++window; end - start < wanted && window != windows.end() && window->first == end &&
+  for (++window; end - start < wanted && window != all.windows.end() && window->first == end &&
                  window->second.npu == npu;
       ++window)
     end += window->second.bytes;
-  return {end - start, npu, holding(reserved, start)->second.number};
+  return {end - start, npu, holding(all.reserved, start)->second.number};
 }
 
 }  // namespace emu::virtual_memory

@@ -3,7 +3,7 @@
 // Reserved address ranges, and physical memory mapped into them.
 #ifndef ASCEND_EMULATOR_CORE_VIRTUAL_MEMORY_H
 #define ASCEND_EMULATOR_CORE_VIRTUAL_MEMORY_H
-#include "device.h"
+#include "memory_events.h"
 
 namespace emu::virtual_memory {
 

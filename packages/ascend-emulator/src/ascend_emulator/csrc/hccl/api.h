@@ -3,7 +3,7 @@
 // Common definitions of HCCL's entry points.
 #ifndef ASCEND_EMULATOR_HCCL_API_H
 #define ASCEND_EMULATOR_HCCL_API_H
-#include "core/registry.h"
+#include "core/entry_point.h"
 #include "communicator.h"
 
 namespace emu::hccl {

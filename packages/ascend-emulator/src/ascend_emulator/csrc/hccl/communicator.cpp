@@ -37,8 +37,8 @@ class Running {
  public:
   Running(const Communicator& on, const Header& call) : on_(on), call_(call) {
     if (call.kind == kSend || call.kind == kReceive || on.ranks == 1) return;
-    std::lock_guard lock(mutex());
-    for (const auto* other : all())
+    std::lock_guard lock(calls().mutex);
+    for (const auto* other : calls().running)
       if (other->on_.device == on.device && &other->on_ != &on &&
           (other->on_.options.on_vector_cores || on.options.on_vector_cores))
         throw TransferError(
@@ -46,24 +46,21 @@ class Running {
                             " on communicator ", other->on_.name,
                             " at the same time; with HCCL_OP_EXPANSION_MODE=AIV "
                             "collectives of several communicators must not overlap"));
-    all().insert(this);
+    calls().running.insert(this);
   }
   Running(const Running&) = delete;
   Running& operator=(const Running&) = delete;
   ~Running() {
-    std::lock_guard lock(mutex());
-    all().erase(this);
+    std::lock_guard lock(calls().mutex);
+    calls().running.erase(this);
   }
 
  private:
-  static std::mutex& mutex() {
-    static auto* one = new std::mutex;
-    return *one;
-  }
-  static std::set<const Running*>& all() {
-    static auto* one = new std::set<const Running*>;
-    return *one;
-  }
+  struct Calls {
+    std::mutex mutex;
+    std::set<const Running*> running;
+  };
+  static Calls& calls() { return process.part<Calls>(); }
   const Communicator& on_;
   const Header call_;
 };

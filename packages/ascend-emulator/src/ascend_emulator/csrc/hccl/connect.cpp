@@ -270,8 +270,11 @@ std::string Secret::sign(const std::string& message) const {
 }
 
 Rendezvous::Rendezvous(int npu) : local_(make_socket(AF_UNIX)) {
-  static std::atomic<int> number{0};
-  const auto name = text("ascend-emulator-", getpid(), "-", number++, "-", Secret::random().key());
+  struct Names {
+    std::atomic<int> number{0};
+  };
+  const auto name = text("ascend-emulator-", getpid(), "-", process.part<Names>().number++, "-",
+      Secret::random().key());
   auto [local, local_length] = local_address(name);
   check(bind(local_.get(), reinterpret_cast<sockaddr*>(&local), local_length) == 0 &&
             listen(local_.get(), 128) == 0,

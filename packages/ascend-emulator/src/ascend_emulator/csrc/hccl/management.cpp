@@ -23,13 +23,23 @@ using namespace emu::hccl;
 namespace emu::hccl {
 namespace {
 
-std::mutex communicators_mutex;
-std::map<void*, std::shared_ptr<Communicator>> communicators;
+struct Communicators {
+  std::mutex mutex;
+  std::map<void*, std::shared_ptr<Communicator>> living;
+  std::map<std::pair<std::string, uint32_t>, int> of_tables;  // uses by table and rank
+  std::map<std::pair<int, std::string>, std::weak_ptr<Buffers>> named_buffers;  // by NPU
+  std::atomic<int> roots{0}, in_process{0};                                     // numbers for names
+  // Rank 0's stores for the communicators of rank tables, by port. Never destroyed: a rank that
+  // already makes its next communicator may be connected to it while this one destroys the last.
+  std::map<int, c10::intrusive_ptr<c10d::Store>> table_stores;
+  std::mutex stores_mutex, buffers_mutex;
+};
+Communicators& communicators() { return process.part<Communicators>(); }
 
 void* add_communicator(std::shared_ptr<Communicator> made) {
   void* handle = made.get();
-  std::lock_guard lock(communicators_mutex);
-  communicators[handle] = std::move(made);
+  std::lock_guard lock(communicators().mutex);
+  communicators().living[handle] = std::move(made);
   return handle;
 }
 
@@ -73,18 +83,16 @@ c10::intrusive_ptr<c10d::TCPStore> serving_store(const std::string& ip, int port
 // Store for the communicators whose root is in this process.
 c10d::TCPStore& root_store() {
   // Never destroyed: ranks may connect during exit.
-  static auto* store =
-      new auto(serving_store(root_ip(), 0, "set HCCL_IF_IP to an address of this machine"));
-  return **store;
+  struct RootStore {
+    const c10::intrusive_ptr<c10d::TCPStore> store =
+        serving_store(root_ip(), 0, "set HCCL_IF_IP to an address of this machine");
+  };
+  return *process.part<RootStore>().store;
 }
 
-// Rank 0's store for the communicators of rank tables, by port. Never destroyed: a rank that
-// already makes its next communicator may be connected to it while this one destroys the last.
 c10::intrusive_ptr<c10d::Store> table_store(const std::string& ip, int port) {
-  static auto* mutex = new std::mutex;
-  static auto* stores = new std::map<int, c10::intrusive_ptr<c10d::Store>>;
-  std::lock_guard lock(*mutex);
-  auto& store = (*stores)[port];
+  std::lock_guard lock(communicators().stores_mutex);
+  auto& store = communicators().table_stores[port];
   if (!store)
     store = serving_store(ip, port,
         "set HCCL_IF_BASE_PORT to a free port, and the server's host_ip to an address of this "
@@ -115,10 +123,8 @@ std::shared_ptr<Buffers> buffers_of(
   const std::string shared(
       config->buffer_name, strnlen(config->buffer_name, sizeof config->buffer_name));
   if (shared.empty() || ranks == 1) return made();
-  static auto* mutex = new std::mutex;
-  static auto* named = new std::map<std::pair<int, std::string>, std::weak_ptr<Buffers>>;
-  std::lock_guard lock(*mutex);
-  auto& place = (*named)[{current_device(), shared}];
+  std::lock_guard lock(communicators().buffers_mutex);
+  auto& place = communicators().named_buffers[{current_device(), shared}];
   auto buffers = place.lock();
   if (!buffers) place = buffers = made();
   return buffers;
@@ -218,12 +224,10 @@ std::shared_ptr<Communicator> from_table(const char* path, uint32_t rank, const 
     refuse_call(kParameter, "rank is ", rank, "; ", path, " has ", ranks, " ranks");
   const char* base = std::getenv("HCCL_IF_BASE_PORT");
   const int port = base && *base ? std::atoi(base) : 60000;  // the documented default
-  static std::map<std::pair<std::string, uint32_t>, int>
-      uses;  // by table and rank: equal on all ranks
-  int use;
+  int use;                                                   // equal on all ranks
   {
-    std::lock_guard lock(communicators_mutex);
-    use = uses[{table.identity, rank}]++;
+    std::lock_guard lock(communicators().mutex);
+    use = communicators().of_tables[{table.identity, rank}]++;
   }
   const std::string prefix = text("hccl_table_", table.identity, "_", use),
                     name = config_name(config, prefix);
@@ -251,17 +255,17 @@ void place(void** comm) {
 
 std::shared_ptr<Communicator> communicator(void* handle) {
   if (!handle) refuse_call(kNullPointer, "comm is null");
-  std::lock_guard lock(communicators_mutex);
-  const auto found = communicators.find(handle);
-  if (found == communicators.end())
+  std::lock_guard lock(communicators().mutex);
+  const auto found = communicators().living.find(handle);
+  if (found == communicators().living.end())
     refuse_call(kParameter, handle, " is no communicator, or it was destroyed");
   return found->second;
 }
 
 std::shared_ptr<Communicator> named(const char* argument, const std::string& name) {
   const int npu = current_device();
-  std::lock_guard lock(communicators_mutex);
-  for (const auto& [handle, each] : communicators) {
+  std::lock_guard lock(communicators().mutex);
+  for (const auto& [handle, each] : communicators().living) {
     if (each->name.substr(0, 127) == name && each->device == npu) return each;
   }
   throw Error(kOpParam, text(argument, " is \"", name, "\"; NPU ", npu,
@@ -272,11 +276,10 @@ std::shared_ptr<Communicator> named(const char* argument, const std::string& nam
 
 HCCL_API(computed, HcclGetRootInfo, (char* root), {
   if (!root) refuse_call(kNullPointer, "rootInfo is null");
-  static std::atomic<int> number{0};
   static const uint64_t process =
       std::random_device{}() * 0x100000001ull ^ static_cast<uint64_t>(getpid());
   const auto line = text(kMark, " ", root_store().getHost(), " ", root_store().getPort(), " ",
-      hex(process), "_", number++, " ", Secret::random().key(), " ", machine());
+      hex(process), "_", communicators().roots++, " ", Secret::random().key(), " ", machine());
   std::strcpy(root, line.c_str());
 })
 
@@ -354,8 +357,7 @@ HCCL_API(computed, HcclCommInitAll, (uint32_t number, const int32_t* devices, vo
       refuse_call(kParameter, "devices[", other - devices, "] and devices[", i, "] are both ",
           devices[i], "; each rank has an NPU of its own");
   }
-  static std::atomic<int> uses{0};
-  const auto name = text("hccl_all_", getpid(), "_", uses++);
+  const auto name = text("hccl_all_", getpid(), "_", communicators().in_process++);
   auto store = c10::make_intrusive<c10d::HashStore>();
   std::vector<std::shared_ptr<Communicator>> made(number);
   const auto secret = Secret::random();
@@ -385,8 +387,8 @@ HCCL_API(computed, HcclCommInitAll, (uint32_t number, const int32_t* devices, vo
 HCCL_API(computed, HcclCommDestroy, (void* comm), {
   const auto it = communicator(comm);
   {
-    std::lock_guard lock(communicators_mutex);
-    communicators.erase(comm);
+    std::lock_guard lock(communicators().mutex);
+    communicators().living.erase(comm);
   }
   forget_memory(comm);
   it->close();

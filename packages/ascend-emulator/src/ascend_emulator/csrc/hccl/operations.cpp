@@ -64,7 +64,7 @@ void run(const std::vector<Operation>& operations) {
       if (next.ticket) tickets.push_back(next.ticket.get());
       if (fault == fault::Kind::none) fault = next.fault;
     }
-    if (fault == fault::Kind::hang) fault::hang();
+    if (fault == fault::Kind::hang) hang();
     first.on->perform(
         first.call,
         [&] {
@@ -106,7 +106,7 @@ void submit(std::vector<Operation> operations) {
     task.work.bytes = 2 * task.work.link;
     task.work.shapes = operations.front().call.describe();
   }
-  if (!stream->capture()) {
+  if (!stream->capture) {
     for (auto& each : operations) {
       std::set<int> lanes;
       for (const auto& item : each.items) lanes.insert(Ticket::lane(item));

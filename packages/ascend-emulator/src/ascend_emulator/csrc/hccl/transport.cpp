@@ -79,7 +79,7 @@ bool point_to_point(uint8_t kind) { return kind == kSend || kind == kReceive; }
                       mine.describe(), "; all ranks must make the same calls in the same order"));
 }
 
-bool same(const Header& a, const Header& b) {
+bool same_call(const Header& a, const Header& b) {
   return a.kind == b.kind && a.type == b.type && a.op == b.op && a.root == b.root &&
          a.count == b.count && a.bytes == b.bytes;
 }
@@ -105,7 +105,7 @@ const Incoming* match_receive(Channel& channel, const Header& header) {
   for (auto at = channel.waiting.begin(); at != channel.waiting.end(); ++at) {
     if ((*at)->header.kind != header.kind) continue;
     check_order(channel.peer, header, (*at)->header);
-    if (!same((*at)->header, header)) mismatch(channel.peer, header, (*at)->header);
+    if (!same_call((*at)->header, header)) mismatch(channel.peer, header, (*at)->header);
     const auto* found = *at;
     channel.waiting.erase(at);
     return found;

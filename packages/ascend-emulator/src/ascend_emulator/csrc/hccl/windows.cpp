@@ -22,15 +22,17 @@ struct Memory {
   }
 };
 
-std::mutex windows_mutex;
-uintptr_t next_window = 1;
-std::map<std::pair<void*, uintptr_t>, Memory> windows;  // communicator and handle
-std::map<std::pair<void*, uintptr_t>, Memory>
-    ranges;  // communicator and start of reserved addresses
-std::map<std::pair<void*, uintptr_t>, Memory>
-    active;  // communicator and start of memory within them
+using MemoryMap = std::map<std::pair<void*, uintptr_t>, Memory>;
+struct Windows {
+  std::mutex mutex;
+  uintptr_t next = 1;
+  MemoryMap windows;  // by communicator and handle
+  MemoryMap ranges;   // by communicator and start of reserved addresses
+  MemoryMap active;   // by communicator and start of memory within them
+};
+Windows& all() { return process.part<Windows>(); }
 
-uintptr_t number(const void* address) { return reinterpret_cast<uintptr_t>(address); }
+uintptr_t start_of(const void* address) { return reinterpret_cast<uintptr_t>(address); }
 
 void check_buffer(const void* address, uint64_t bytes, const char* name) {
   if (!address) refuse_call(kNullPointer, name, " is null");
@@ -45,10 +47,9 @@ void check_mapped(const void* address, uint64_t bytes, const char* name) {
   } catch (const Error& error) { refuse_call(kParameter, name, ": ", error.what()); }
 }
 
-void remove(std::map<std::pair<void*, uintptr_t>, Memory>& from, void* comm, uintptr_t key,
-    const char* what) {
+void remove(MemoryMap& from, void* comm, uintptr_t key, const char* what) {
   communicator(comm);
-  std::lock_guard lock(windows_mutex);
+  std::lock_guard lock(all().mutex);
   if (!from.erase({comm, key}))
     refuse_call(kNotFound, reinterpret_cast<void*>(key), " is no ", what, " of this communicator");
 }
@@ -56,8 +57,8 @@ void remove(std::map<std::pair<void*, uintptr_t>, Memory>& from, void* comm, uin
 }  // namespace
 
 void emu::hccl::forget_memory(void* comm) {
-  std::lock_guard lock(windows_mutex);
-  for (auto* map : {&windows, &ranges, &active})
+  std::lock_guard lock(all().mutex);
+  for (auto* map : {&all().windows, &all().ranges, &all().active})
     std::erase_if(*map, [&](const auto& entry) { return entry.first.first == comm; });
 }
 
@@ -68,12 +69,12 @@ HCCL_API(keeps, HcclCommRegister,
       if (!handle) refuse_call(kNullPointer, "handle is null");
       if (flag) refuse_call(kParameter, "flag is ", flag, "; allowed: 0");
       check_mapped(address, bytes, "addr");
-      std::lock_guard lock(windows_mutex);
-      *handle = reinterpret_cast<void*>(next_window);
-      windows[{comm, next_window++}] = {number(address), bytes};
+      std::lock_guard lock(all().mutex);
+      *handle = reinterpret_cast<void*>(all().next);
+      all().windows[{comm, all().next++}] = {start_of(address), bytes};
     })
 HCCL_API(keeps, HcclCommDeregister, (void* comm, void* handle),
-    { remove(windows, comm, number(handle), "registered memory"); })
+    { remove(all().windows, comm, start_of(handle), "registered memory"); })
 HCCL_API(nothing("ranks have no memory of each other to map: what they exchange is sent"),
     HcclCommExchangeMem, (void* comm, void* handle, const uint32_t* peers, uint32_t count), {
       const auto on = communicator(comm);
@@ -84,9 +85,9 @@ HCCL_API(nothing("ranks have no memory of each other to map: what they exchange 
           refuse_call(kParameter, "peerRanks[", i, "] is ", peers[i], "; the communicator has ",
               on->ranks, " ranks");
       }
-      std::lock_guard lock(windows_mutex);
-      const auto found = windows.find({comm, number(handle)});
-      if (found == windows.end())
+      std::lock_guard lock(all().mutex);
+      const auto found = all().windows.find({comm, start_of(handle)});
+      if (found == all().windows.end())
         refuse_call(kNotFound, handle, " is no registered memory of this communicator");
       check_mapped(reinterpret_cast<void*>(found->second.start), found->second.bytes,
           "the registered memory");
@@ -97,21 +98,21 @@ HCCL_API(keeps, HcclCommSetMemoryRange,
       communicator(comm);
       check_buffer(base, bytes, "baseVirPtr");
       if (alignment) refuse_call(kParameter, "alignment is ", alignment, "; allowed: 0");
-      std::lock_guard lock(windows_mutex);
-      ranges[{comm, number(base)}] = {number(base), bytes};
+      std::lock_guard lock(all().mutex);
+      all().ranges[{comm, start_of(base)}] = {start_of(base), bytes};
     })
 HCCL_API(keeps, HcclCommUnsetMemoryRange, (void* comm, void* base), {
   communicator(comm);
   {
-    std::lock_guard lock(windows_mutex);
-    const auto range = ranges.find({comm, number(base)});
-    for (const auto& [key, memory] : active)
-      if (key.first == comm && range != ranges.end() &&
+    std::lock_guard lock(all().mutex);
+    const auto range = all().ranges.find({comm, start_of(base)});
+    for (const auto& [key, memory] : all().active)
+      if (key.first == comm && range != all().ranges.end() &&
           range->second.contains(memory.start, memory.bytes))
         refuse_call(kParameter, "memory at ", reinterpret_cast<void*>(memory.start),
             " in this range is active; call HcclCommDeactivateCommMemory before");
   }
-  remove(ranges, comm, number(base), "memory range");
+  remove(all().ranges, comm, start_of(base), "memory range");
 })
 HCCL_API(keeps, HcclCommActivateCommMemory,
     (void* comm, void* address, size_t bytes, size_t offset, void* handle, uint64_t), {
@@ -119,20 +120,20 @@ HCCL_API(keeps, HcclCommActivateCommMemory,
       check_buffer(address, bytes, "virPtr");
       if (offset) refuse_call(kParameter, "offset is ", offset, "; allowed: 0");
       if (!handle) refuse_call(kNullPointer, "handle is null");
-      std::lock_guard lock(windows_mutex);
-      for (const auto& [key, range] : ranges) {
-        if (key.first != comm || !range.contains(number(address), bytes)) continue;
-        for (const auto& [other, memory] : active)
-          if (other.first == comm && number(address) < memory.start + memory.bytes &&
-              memory.start < number(address) + bytes)
+      std::lock_guard lock(all().mutex);
+      for (const auto& [key, range] : all().ranges) {
+        if (key.first != comm || !range.contains(start_of(address), bytes)) continue;
+        for (const auto& [other, memory] : all().active)
+          if (other.first == comm && start_of(address) < memory.start + memory.bytes &&
+              memory.start < start_of(address) + bytes)
             refuse_call(kParameter, "virPtr: ", bytes, " bytes at ", address,
                 " overlap the active memory at ", reinterpret_cast<void*>(memory.start));
         check_mapped(address, bytes, "virPtr");
-        active[{comm, number(address)}] = {number(address), bytes};
+        all().active[{comm, start_of(address)}] = {start_of(address), bytes};
         return;
       }
       refuse_call(
           kNotFound, bytes, " bytes at ", address, " are in no range of HcclCommSetMemoryRange");
     })
 HCCL_API(keeps, HcclCommDeactivateCommMemory, (void* comm, void* address),
-    { remove(active, comm, number(address), "active memory"); })
+    { remove(all().active, comm, start_of(address), "active memory"); })

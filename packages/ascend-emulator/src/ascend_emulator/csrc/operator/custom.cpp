@@ -101,7 +101,7 @@ std::string quoted(const char* value) {
 }
 
 // As Python's json reads it.
-std::string number(double value) {
+std::string text_of(double value) {
   if (std::isnan(value)) return "NaN";
   if (std::isinf(value)) return value > 0 ? "Infinity" : "-Infinity";
   char digits[32];
@@ -124,7 +124,7 @@ std::string scalar(const aclScalar* given) {
   const auto& value = given->value;
   require(!value.isComplex(), "a complex scalar is not passed to operators in Python");
   return value.isBoolean()         ? (value.toBool() ? "true" : "false")
-         : value.isFloatingPoint() ? number(value.toDouble())
+         : value.isFloatingPoint() ? text_of(value.toDouble())
                                    : std::to_string(value.toLong());
 }
 
@@ -156,7 +156,7 @@ std::string json(const AscendEmulatorArgument* arguments, int count) {
       case kAscendEmulatorText:
         out += object ? quoted(static_cast<const char*>(object)) : "null";
         break;
-      case kAscendEmulatorReal: out += number(real); break;
+      case kAscendEmulatorReal: out += text_of(real); break;
       case kAscendEmulatorBoolean: out += integer ? "true" : "false"; break;
       default: out += whole(integer);
     }

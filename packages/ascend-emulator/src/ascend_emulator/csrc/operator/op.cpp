@@ -11,6 +11,7 @@
 #include <unordered_set>
 #include <utility>
 
+#include "core/stream.h"
 #include "core/trace.h"
 
 namespace emu {
@@ -171,14 +172,14 @@ int launch(const char* name, aclOpExecutor* executor, void* stream) {
                 }
                 note(name);
               }};
-    if (owned->hangs) task.run = fault::hang;
+    if (owned->hangs) task.run = hang;
     task.blocks = communicates(name, false);
     task.brief =
         !task.blocks && !owned->hangs && on->device == current_device() && is_brief(owned->tensors);
     if (trace_enabled()) task.work = work_of(name, owned->tensors);
     const bool at_once = owned->reports_shape;
     if (at_once)
-      check(!on->captured(), kStreamCaptured,
+      check(!on->capture, kStreamCaptured,
           "its result's shape depends on values, so that it cannot be captured");
     owned.reset();
     std::optional<KernelState> state;

@@ -9,7 +9,8 @@
 #include <unordered_map>
 
 #include "core/device.h"
-#include "core/registry.h"
+#include "core/entry_point.h"
+#include "core/refusal.h"
 #include "checks.h"
 
 namespace emu {

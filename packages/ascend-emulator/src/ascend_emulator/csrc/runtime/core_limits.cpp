@@ -8,7 +8,7 @@
 #include <map>
 #include <mutex>
 
-#include "core/registry.h"
+#include "core/entry_point.h"
 #include "core/stream.h"
 
 using namespace emu;
@@ -18,15 +18,12 @@ namespace {
 constexpr int kTypes = 2;                     // aclrtDevResLimitType: cube cores, vector cores
 using Limits = std::array<uint32_t, kTypes>;  // 0: none
 
-struct State {
+struct CoreLimits {
   std::mutex mutex;
   std::map<int, Limits> of_npu;
   std::map<std::weak_ptr<Stream>, Limits, std::owner_less<>> of_stream;
 };
-State& state() {
-  static auto* instance = new State;
-  return *instance;
-}
+CoreLimits& core_limits() { return process.part<CoreLimits>(); }
 thread_local std::weak_ptr<Stream> in_use;
 
 uint32_t cores(int type) {
@@ -43,12 +40,12 @@ uint32_t checked(int type, uint32_t value) {
 
 uint32_t limit(int npu, const std::weak_ptr<Stream>& stream, int type) {
   const auto hardware = cores(type);
-  std::lock_guard lock(state().mutex);
-  if (const auto own = state().of_stream.find(stream);
-      own != state().of_stream.end() && !stream.expired() && own->second[type])
+  std::lock_guard lock(core_limits().mutex);
+  if (const auto own = core_limits().of_stream.find(stream);
+      own != core_limits().of_stream.end() && !stream.expired() && own->second[type])
     return own->second[type];
-  const auto own = state().of_npu.find(npu);
-  return own != state().of_npu.end() && own->second[type] ? own->second[type] : hardware;
+  const auto own = core_limits().of_npu.find(npu);
+  return own != core_limits().of_npu.end() && own->second[type] ? own->second[type] : hardware;
 }
 
 }  // namespace
@@ -56,13 +53,13 @@ uint32_t limit(int npu, const std::weak_ptr<Stream>& stream, int type) {
 ACL_API(keeps, aclrtSetDeviceResLimit, (int32_t npu, int32_t type, uint32_t value), {
   device(npu);
   const auto allowed = checked(type, value);
-  std::lock_guard lock(state().mutex);
-  state().of_npu[npu][type] = allowed;
+  std::lock_guard lock(core_limits().mutex);
+  core_limits().of_npu[npu][type] = allowed;
 })
 ACL_API(keeps, aclrtResetDeviceResLimit, (int32_t npu), {
   device(npu);
-  std::lock_guard lock(state().mutex);
-  state().of_npu.erase(npu);
+  std::lock_guard lock(core_limits().mutex);
+  core_limits().of_npu.erase(npu);
 })
 ACL_API(answers, aclrtGetDeviceResLimit, (int32_t npu, int32_t type, uint32_t* value), {
   device(npu);
@@ -72,13 +69,13 @@ ACL_API(answers, aclrtGetDeviceResLimit, (int32_t npu, int32_t type, uint32_t* v
 ACL_API(keeps, aclrtSetStreamResLimit, (void* handle, int32_t type, uint32_t value), {
   const auto stream = stream_at(handle);
   const auto allowed = checked(type, value);
-  std::lock_guard lock(state().mutex);
-  state().of_stream[stream][type] = allowed;
+  std::lock_guard lock(core_limits().mutex);
+  core_limits().of_stream[stream][type] = allowed;
 })
 ACL_API(keeps, aclrtResetStreamResLimit, (void* handle), {
   const auto stream = stream_at(handle);
-  std::lock_guard lock(state().mutex);
-  state().of_stream.erase(stream);
+  std::lock_guard lock(core_limits().mutex);
+  core_limits().of_stream.erase(stream);
 })
 ACL_API(answers, aclrtGetStreamResLimit, (void* handle, int32_t type, uint32_t* value), {
   const auto stream = stream_at(handle);

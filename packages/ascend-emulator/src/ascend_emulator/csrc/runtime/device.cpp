@@ -13,8 +13,8 @@
 #include <iterator>
 #include <map>
 
-#include "core/graph.h"
-#include "core/registry.h"
+#include "core/stream.h"
+#include "core/entry_point.h"
 #include "memory_types.h"
 
 using namespace emu;
@@ -23,33 +23,35 @@ using namespace emu;
 // without a device then use it implicitly (CANN's documentation, "Initialization"). The other
 // settings concern dumps and profiling.
 namespace {
-std::mutex device_mutex;
-enum { kBefore, kInitialized, kFinalized } lifetime = kBefore;
-std::map<int, int>
-    references;  // NPU -> calls of aclrtSetDevice that aclrtResetDevice has not undone
-std::map<void*, int> contexts;  // of aclrtCreateContext -> NPU
+struct Runtime {
+  std::mutex mutex;
+  enum { kBefore, kInitialized, kFinalized } lifetime = kBefore;
+  // NPU -> calls of aclrtSetDevice that aclrtResetDevice has not undone
+  std::map<int, int> references;
+  std::map<void*, int> contexts;  // of aclrtCreateContext -> NPU
+  std::mutex parameters_mutex;
+  std::map<int32_t, int64_t> parameters;
+};
+Runtime& runtime() { return process.part<Runtime>(); }
 
 void reset(int id, bool force) {
-  auto& npu = device(id);
+  device(id);
   {
-    std::lock_guard lock(device_mutex);
+    auto& references = runtime().references;
+    std::lock_guard lock(runtime().mutex);
     check(references.count(id), kContextNull, "NPU ", id,
         " was not set (aclrtSetDevice), or was reset");
     if (--references[id] > 0 && !force) return;
     references.erase(id);
   }
-  end_captures(id);
-  end_streams(id);
-  free_physical_of(id);
-  npu.reset();
-  npu.active = false;
+  process.reset(id);
 }
 }  // namespace
 ACL_API(keeps, aclInit, (const char* path), {
   {
-    std::lock_guard lock(device_mutex);
-    check(lifetime != kInitialized, kRepeatInit, "aclInit was called before");
-    lifetime = kInitialized;
+    std::lock_guard lock(runtime().mutex);
+    check(runtime().lifetime != Runtime::kInitialized, kRepeatInit, "aclInit was called before");
+    runtime().lifetime = Runtime::kInitialized;
   }
   if (!path) return;
   std::ifstream file(path);
@@ -64,16 +66,17 @@ ACL_API(keeps, aclInit, (const char* path), {
 // Memory and streams that are left end with the process; torch_npu frees some of them after this
 // call.
 ACL_API(keeps, aclFinalize, (), {
-  std::lock_guard lock(device_mutex);
-  check(lifetime != kBefore, kUninitialized, "aclInit was not called");
-  check(lifetime != kFinalized, kRepeatFinalize, "aclFinalize was called before");
-  lifetime = kFinalized;
+  std::lock_guard lock(runtime().mutex);
+  check(runtime().lifetime != Runtime::kBefore, kUninitialized, "aclInit was not called");
+  check(
+      runtime().lifetime != Runtime::kFinalized, kRepeatFinalize, "aclFinalize was called before");
+  runtime().lifetime = Runtime::kFinalized;
 })
 ACL_API(answers, aclrtGetDeviceCount, (uint32_t* count), { *count = device_count(); })
 ACL_API(keeps, aclrtSetDevice, (int32_t id), {
-  std::lock_guard lock(device_mutex);
+  std::lock_guard lock(runtime().mutex);
   set_current_device(id);
-  ++references[id];
+  ++runtime().references[id];
 })
 // The last of as many calls as aclrtSetDevice had releases the device's streams and memory, once
 // its tasks are done (CANN's documentation of the call); aclrtResetDeviceForce does at once.
@@ -91,21 +94,23 @@ ACL_API(
     answers, aclrtGetCurrentContext, (void** context), { *context = &device(current_device()); })
 ACL_API(keeps, aclrtSetCurrentContext, (void* context), {
   check(context != nullptr, kInvalidParam, "the context is null");
-  std::lock_guard lock(device_mutex);
+  std::lock_guard lock(runtime().mutex);
   for (int id = 0; id < device_count(); ++id)
     if (context == &device(id)) return set_current_device(id);
-  const auto created = contexts.find(context);
-  check(created != contexts.end(), kInvalidParam, context, " is no context, or it was destroyed");
+  const auto created = runtime().contexts.find(context);
+  check(created != runtime().contexts.end(), kInvalidParam, context,
+      " is no context, or it was destroyed");
   set_current_device(created->second);
 })
 ACL_API(keeps, aclrtCreateContext, (void** context, int32_t id), {
-  std::lock_guard lock(device_mutex);
+  std::lock_guard lock(runtime().mutex);
   set_current_device(id);  // the new context becomes the thread's
-  contexts[*context = new int] = id;
+  runtime().contexts[*context = new int] = id;
 })
 ACL_API(keeps, aclrtDestroyContext, (void* context), {
-  std::lock_guard lock(device_mutex);
-  check(contexts.erase(context), kInvalidParam, context, " is not a context of aclrtCreateContext");
+  std::lock_guard lock(runtime().mutex);
+  check(runtime().contexts.erase(context), kInvalidParam, context,
+      " is not a context of aclrtCreateContext");
   delete static_cast<int*>(context);
 })
 // aclrtRunMode: 0 on the device, 1 on the host.
@@ -149,13 +154,15 @@ ACL_API(answers, aclrtSetOpExecuteTimeOutV2, (uint64_t, Nullable<uint64_t> actua
   if (actual) *actual = UINT64_MAX;  // no limit is in force
 })
 
+// Driver call (libascend_hal.so): counts all NPUs. Used by torch.npu.device_count()
+// (torch_npu/npu/__init__.py).
+ACL_API(answers, drvGetDevNum, (uint32_t* count), { *count = static_cast<uint32_t>(npu_count()); })
+
 // System parameters (such as the determinism level) are stored; unset ones read 0.
 namespace {
-std::mutex parameters_mutex;
-std::map<int32_t, int64_t> parameters;
 void set_parameter(int32_t option, int64_t value) {
-  std::lock_guard lock(parameters_mutex);
-  parameters[option] = value;
+  std::lock_guard lock(runtime().parameters_mutex);
+  runtime().parameters[option] = value;
 }
 }  // namespace
 ACL_API(
@@ -163,8 +170,8 @@ ACL_API(
 ACL_API(keeps, aclrtCtxSetSysParamOpt, (int32_t option, int64_t value),
     { set_parameter(option, value); })
 ACL_API(answers, aclrtGetSysParamOpt, (int32_t option, int64_t* value), {
-  std::lock_guard lock(parameters_mutex);
-  *value = parameters[option];
+  std::lock_guard lock(runtime().parameters_mutex);
+  *value = runtime().parameters[option];
 })
 
 // aclDeviceInfo: 0 cube (AI) cores, 1 vector cores, 2 bytes of L2 (used by torch_npu's
@@ -204,6 +211,7 @@ ACL_API(answers, aclrtGetDeviceUtilizationRate, (int32_t id, int32_t* rates), {
   std::copy(std::begin(found), std::end(found), rates);
 })
 
+ACL_VALUE(const char*, answers, aclGetRecentErrMsg, (), { return take_message(); })
 // Of the calling thread, the only level.
 ACL_VALUE(int, answers, aclrtGetLastError, (int32_t), { return last_error(true); })
 ACL_VALUE(int, answers, aclrtPeekAtLastError, (int32_t), { return last_error(false); })

@@ -6,7 +6,7 @@
 #include "core/host_memory.h"
 
 #include "core/device.h"
-#include "core/registry.h"
+#include "core/entry_point.h"
 #include "memory_types.h"
 
 using namespace emu;

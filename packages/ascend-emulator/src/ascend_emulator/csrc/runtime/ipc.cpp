@@ -10,7 +10,7 @@
 #include <cstdio>
 
 #include "core/arena.h"
-#include "core/registry.h"
+#include "core/entry_point.h"
 #include "core/stream.h"
 #include "core/virtual_memory.h"
 
@@ -36,8 +36,11 @@ struct Opened {
   arena::Import import;
   int times;
 };
-std::mutex ipc_mutex;
-std::map<uint64_t, Opened> opened;  // by the key in the arena
+struct Imports {
+  std::mutex mutex;
+  std::map<uint64_t, Opened> opened;  // by the key in the arena
+};
+Imports& imports() { return process.part<Imports>(); }
 
 void synchronize_all(int npu) {
   for (const auto& stream : streams_of(npu)) stream->synchronize();
@@ -67,16 +70,16 @@ ACL_API(
 ACL_API(computed, aclrtIpcMemImportByKey, (void** address, const char* text, uint64_t flags), {
   check(flags <= 1, kInvalidParam, "flags are ", flags, "; allowed: 0 or 1");
   const auto key = parse(text);
-  std::lock_guard lock(ipc_mutex);
-  auto found = opened.find(key.part);
-  if (found == opened.end()) {
+  std::lock_guard lock(imports().mutex);
+  auto found = imports().opened.find(key.part);
+  if (found == imports().opened.end()) {
     const int npu = current_device();
     const auto import = arena::open(key.part);
     const uint64_t bytes =
         (import.bytes + virtual_memory::kPage - 1) / virtual_memory::kPage * virtual_memory::kPage;
     void* start = virtual_memory::reserve(bytes);
     virtual_memory::map(start, {bytes, npu, import.file, import.offset});
-    found = opened.emplace(key.part, Opened{start, import, 0}).first;
+    found = imports().opened.emplace(key.part, Opened{start, import, 0}).first;
   }
   ++found->second.times;
   *address = static_cast<char*>(found->second.address) + key.delta;
@@ -84,9 +87,9 @@ ACL_API(computed, aclrtIpcMemImportByKey, (void** address, const char* text, uin
 // In the exporting process: no further imports. In an importing process: unmaps the memory.
 ACL_API(computed, aclrtIpcMemClose, (const char* text), {
   const auto key = parse(text);
-  std::lock_guard lock(ipc_mutex);
-  const auto found = opened.find(key.part);
-  if (found == opened.end()) {
+  std::lock_guard lock(imports().mutex);
+  const auto found = imports().opened.find(key.part);
+  if (found == imports().opened.end()) {
     check(key.own(), kInvalidParam, "the key was not imported by this process");
     return arena::withdraw(key.part);
   }
@@ -94,5 +97,5 @@ ACL_API(computed, aclrtIpcMemClose, (const char* text), {
   virtual_memory::unmap(found->second.address);
   virtual_memory::release(found->second.address);
   arena::close_import(found->second.import);
-  opened.erase(found);
+  imports().opened.erase(found);
 })

@@ -6,7 +6,8 @@
 // acl/acl_rt.h in the torch_npu wheel; a caller: torch_npu/_inductor/codegen (BSD).
 #include <cstdio>
 
-#include "core/registry.h"
+#include "core/entry_point.h"
+#include "core/refusal.h"
 
 using namespace emu;
 

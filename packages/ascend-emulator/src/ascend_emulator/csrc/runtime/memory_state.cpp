@@ -3,7 +3,7 @@
 // Memory usage and memory errors. Signatures: torch_npu/csrc/core/npu/interface/AclInterface.cpp
 // (Ascend/pytorch, BSD); structures: memory_types.h.
 #include "core/device.h"
-#include "core/registry.h"
+#include "core/entry_point.h"
 #include "memory_types.h"
 
 using namespace emu;

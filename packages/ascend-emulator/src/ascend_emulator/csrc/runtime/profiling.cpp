@@ -14,7 +14,7 @@
 #include <cstdio>
 #include <utility>
 
-#include "core/registry.h"
+#include "core/entry_point.h"
 #include "core/trace.h"
 
 using emu::Error, emu::kInvalidParam, emu::kRepeatInit, emu::nothing, emu::text;
@@ -23,12 +23,16 @@ namespace {
 struct Config {
   std::vector<uint32_t> devices;
 };
-bool initialized = false, started = false;
-std::string result_path;
+struct Profiling {
+  bool initialized = false, started = false;
+  std::string path;
+  int number = 0;
+};
+Profiling& profiling() { return emu::process.part<Profiling>(); }
 
 const Config& known(const void* config) {
   if (!config) throw Error(kInvalidParam, "profilerConfig is null");
-  if (!initialized) throw Error(kInvalidParam, "aclprofInit did not come before");
+  if (!profiling().initialized) throw Error(kInvalidParam, "aclprofInit did not come before");
   return *static_cast<const Config*>(config);
 }
 
@@ -46,17 +50,16 @@ void make_directory(const std::string& path) {
 // PROF_number_time_letters/host and device_N, as CANN's tools name them, with the times from which
 // torch_npu computes local time (torch_npu/profiler/analysis, BSD).
 void make_profile(const std::vector<uint32_t>& devices) {
-  static int number = 0;
   char name[80];
   const auto seconds = time(nullptr);
   tm local{};
   localtime_r(&seconds, &local);
   char stamp[32];
   std::strftime(stamp, sizeof stamp, "%Y%m%d%H%M%S000", &local);
-  std::snprintf(name, sizeof name, "/PROF_%06d_%s_EMULATOR%08X", ++number, stamp,
+  std::snprintf(name, sizeof name, "/PROF_%06d_%s_EMULATOR%08X", ++profiling().number, stamp,
       static_cast<unsigned>(getpid()));
-  make_directory(result_path);
-  const auto directory = result_path + name;
+  make_directory(profiling().path);
+  const auto directory = profiling().path + name;
   make_directory(directory);
   make_directory(directory + "/host");
   for (const auto device : devices) make_directory(text(directory, "/device_", device));
@@ -77,23 +80,24 @@ void make_profile(const std::vector<uint32_t>& devices) {
 // CANN's API reference, "Profiling data collection".
 ACL_API(keeps, aclprofInit, (const char* path, size_t length), {
   if (!path || !length) throw Error(kInvalidParam, "profilerResultPath is empty");
-  if (std::exchange(initialized, true))
+  if (std::exchange(profiling().initialized, true))
     throw Error(kRepeatInit, "profiling is initialized already");
-  result_path.assign(path, length);
-  result_path.resize(std::min(result_path.find('\0'), result_path.size()));
+  profiling().path.assign(path, length);
+  profiling().path.resize(std::min(profiling().path.find('\0'), profiling().path.size()));
 })
 ACL_API(keeps, aclprofFinalize, (), {
-  if (!std::exchange(initialized, false))
+  if (!std::exchange(profiling().initialized, false))
     throw Error(kInvalidParam, "aclprofInit did not come before");
 })
 ACL_API(keeps, aclprofStart, (const void* config), {
   const auto& chosen = known(config);
-  if (std::exchange(started, true)) throw Error(kInvalidParam, "profiling is started already");
+  if (std::exchange(profiling().started, true))
+    throw Error(kInvalidParam, "profiling is started already");
   make_profile(chosen.devices);
 })
 ACL_API(keeps, aclprofStop, (const void* config), {
   known(config);
-  if (!std::exchange(started, false))
+  if (!std::exchange(profiling().started, false))
     throw Error(kInvalidParam, "aclprofStart did not come before");
   emu::stop_profile();
 })

@@ -12,7 +12,8 @@
 
 #include "core/graph.h"
 #include "core/recheck.h"
-#include "core/registry.h"
+#include "core/refusal.h"
+#include "core/entry_point.h"
 #include "core/trace.h"
 
 using namespace emu;
@@ -29,11 +30,9 @@ Deadline after(int32_t milliseconds) {
 struct Events {
   std::mutex mutex;
   std::map<void*, std::shared_ptr<Event>> living;
+  std::atomic<uint32_t> wait_timeout{0};  // seconds, of the waits submitted from now on; 0: none
 };
-Events& events() {
-  static Events* instance = new Events;
-  return *instance;
-}
+Events& events() { return process.part<Events>(); }
 
 std::shared_ptr<Event> event_at(void* handle) {
   check(handle != nullptr, kInvalidParam, "the event is null");
@@ -58,13 +57,13 @@ void record(Event& event, const std::shared_ptr<Stream>& stream) {
   check(!(event.flags & kExported), kUnsupported,
       "recording an event again whose handle another process was given is not emulated");
   // Callback reports are not captured: captured tasks do not run.
-  if (!(stream->captured() && (event.flags & kEventStreamProgress) && event.flags != 0xE) &&
+  if (!(stream->capture && (event.flags & kEventStreamProgress) && event.flags != 0xE) &&
       capture_record(*stream, event))
     return;
   auto mark = std::make_shared<Mark>();
   mark->stream = stream;
   std::lock_guard lock(event.mutex);
-  if (stream->captured()) {
+  if (stream->capture) {
     mark->ticket = stream->submitted();
     mark->time = Clock::now();
     mark->stamped = true;
@@ -79,8 +78,6 @@ void record(Event& event, const std::shared_ptr<Stream>& stream) {
   event.mark = mark;
 }
 
-std::atomic<uint32_t> wait_timeout{0};  // seconds, of the waits submitted from now on; 0: none
-
 void wait(const std::shared_ptr<Stream>& stream, Event& event) {
   if (capture_wait(*stream, event)) return;
   std::shared_ptr<Mark> mark;
@@ -93,7 +90,7 @@ void wait(const std::shared_ptr<Stream>& stream, Event& event) {
   ++*event.waits;
   const std::shared_ptr<void> pending(nullptr, [waits = event.waits](void*) { --*waits; });
   Task task{"aclrtStreamWaitEvent",
-      [mark, on = stream.get(), pending, seconds = wait_timeout.load()] {
+      [mark, on = stream.get(), pending, seconds = events().wait_timeout.load()] {
         const auto deadline =
             seconds ? Deadline(Clock::now() + std::chrono::seconds(seconds)) : Deadline();
         check(mark->stream->wait(mark->ticket, deadline), kEventSyncTimeout,
@@ -141,24 +138,34 @@ void synchronize_stream(const char* call, void* handle, Deadline deadline) {
   stream->synchronize(deadline);
 }
 
-std::mutex report_mutex;
-std::condition_variable report_changed;
-std::map<int, uint64_t> subscribed;  // id of a stream -> thread that processes its callbacks
+// A callback that waits for its thread.
+struct Report {
+  void (*call)(void*);
+  void* data;
+  std::shared_ptr<std::atomic<bool>> done;
+};
+struct Reports {
+  std::mutex mutex;
+  std::condition_variable changed;
+  std::map<int, uint64_t> subscribed;  // id of a stream -> thread that processes its callbacks
+  std::map<uint64_t, std::deque<Report>> pending;  // by the thread
+};
+Reports& reports() { return process.part<Reports>(); }
 
 void unsubscribe(const Stream& stream) {
-  std::lock_guard lock(report_mutex);
-  subscribed.erase(stream.id);
+  std::lock_guard lock(reports().mutex);
+  reports().subscribed.erase(stream.id);
 }
 
 void destroy(void* handle, bool force) {
   // CANN's code for a call that a stream in a capture does not allow
   // (torch_npu/csrc/core/npu/NPUErrorCodes.h).
-  check(!stream_of(handle).captured(), kStreamCaptured,
+  check(!stream_of(handle).capture, kStreamCaptured,
       "the stream is being captured; end the capture first");
   const auto stream = remove_stream(handle);
   if (force) Stream::abort({stream});
   stream->retire();
-  end_update(*stream);
+  stream->update.clear();
   unsubscribe(*stream);
 }
 
@@ -221,7 +228,7 @@ ACL_API(answers, aclrtGetStreamOverflowSwitch, (void*, uint32_t* on), { *on = 0;
 // aclrtStreamStatus: 0 complete, 1 not ready.
 ACL_API(computed, aclrtStreamQuery, (void* handle, int32_t* status), {
   const auto stream = stream_at(handle);
-  check(!stream->captured(), kStreamCaptured, "the stream is being captured");
+  check(!stream->capture, kStreamCaptured, "the stream is being captured");
   *status = stream->idle() ? 0 : 1;
   if (*status == 0) stream->check_failure();
 })
@@ -266,7 +273,7 @@ ACL_API(computed, aclrtQueryEventStatus, (void* event, int32_t* status), {
 // destroyed at any time.
 ACL_API(computed, aclrtQueryEventWaitStatus, (void* event, int32_t* status),
     { *status = *event_at(event)->waits > 0; })
-ACL_API(keeps, aclrtSetOpWaitTimeout, (uint32_t seconds), { wait_timeout = seconds; })
+ACL_API(keeps, aclrtSetOpWaitTimeout, (uint32_t seconds), { events().wait_timeout = seconds; })
 ACL_API(computed, aclrtEventElapsedTime, (float* milliseconds, void* start, void* end), {
   const auto from = event_at(start);
   const auto to = event_at(end);
@@ -329,14 +336,6 @@ ACL_API(computed, aclrtValueWait, (void* address, uint64_t value, uint32_t flag,
 
 // Host functions run on the stream's worker. Callbacks run on the thread that subscribed to the
 // stream and processes reports.
-namespace {
-struct Report {
-  void (*call)(void*);
-  void* data;
-  std::shared_ptr<std::atomic<bool>> done;
-};
-std::map<uint64_t, std::deque<Report>> reports;  // thread -> pending callbacks
-}  // namespace
 ACL_API(computed, aclrtLaunchHostFunc, (void* stream, void (*function)(void*), void* data), {
   check(function != nullptr, kInvalidParam, "the function is null");
   Task task{"aclrtLaunchHostFunc", [function, data] { function(data); }, Kind::host};
@@ -345,18 +344,18 @@ ACL_API(computed, aclrtLaunchHostFunc, (void* stream, void (*function)(void*), v
 })
 ACL_API(computed, aclrtSubscribeReport, (uint64_t thread, void* stream), {
   auto& of = stream_of(stream);
-  std::lock_guard lock(report_mutex);
-  check(subscribed.emplace(of.id, thread).second, static_cast<Status>(107011),
+  std::lock_guard lock(reports().mutex);
+  check(reports().subscribed.emplace(of.id, thread).second, static_cast<Status>(107011),
       "the stream is subscribed already");
-  reports[thread];
+  reports().pending[thread];
 })
 ACL_API(computed, aclrtUnSubscribeReport, (uint64_t thread, void* stream), {
   auto& of = stream_of(stream);
-  std::lock_guard lock(report_mutex);
-  const auto at = subscribed.find(of.id);
-  check(at != subscribed.end() && at->second == thread, static_cast<Status>(107011),
+  std::lock_guard lock(reports().mutex);
+  const auto at = reports().subscribed.find(of.id);
+  check(at != reports().subscribed.end() && at->second == thread, static_cast<Status>(107011),
       "the thread is not subscribed for this stream");
-  subscribed.erase(at);
+  reports().subscribed.erase(at);
 })
 ACL_API(computed, aclrtLaunchCallback,
     (void (*callback)(void*), void* data, int32_t block, void* stream), {
@@ -364,20 +363,20 @@ ACL_API(computed, aclrtLaunchCallback,
       check(callback != nullptr, kInvalidParam, "the callback is null");
       uint64_t thread;
       {
-        std::lock_guard lock(report_mutex);
-        const auto at = subscribed.find(on.id);
-        check(at != subscribed.end(), static_cast<Status>(107015),
+        std::lock_guard lock(reports().mutex);
+        const auto at = reports().subscribed.find(on.id);
+        check(at != reports().subscribed.end(), static_cast<Status>(107015),
             "no thread subscribed for the stream's callbacks (aclrtSubscribeReport)");
         thread = at->second;
       }
       Task task{"aclrtLaunchCallback",
           [callback, data, block, thread] {
             Report report{callback, data, std::make_shared<std::atomic<bool>>(false)};
-            std::unique_lock lock(report_mutex);
-            reports[thread].push_back(report);
-            report_changed.notify_all();
+            std::unique_lock lock(reports().mutex);
+            reports().pending[thread].push_back(report);
+            reports().changed.notify_all();
             if (block == 0) return;
-            while (!report_changed.wait_for(
+            while (!reports().changed.wait_for(
                 lock, std::chrono::milliseconds(50), [&] { return report.done->load(); }))
               check_not_aborted();
           },
@@ -387,20 +386,20 @@ ACL_API(computed, aclrtLaunchCallback,
     })
 ACL_API(computed, aclrtProcessReport, (int32_t milliseconds), {
   const auto thread = static_cast<uint64_t>(pthread_self());
-  std::unique_lock lock(report_mutex);
-  const auto any = [&] { return !reports[thread].empty(); };
+  std::unique_lock lock(reports().mutex);
+  const auto any = [&] { return !reports().pending[thread].empty(); };
   if (milliseconds < 0)
-    report_changed.wait(lock, any);
+    reports().changed.wait(lock, any);
   else
-    check(report_changed.wait_for(lock, std::chrono::milliseconds(milliseconds), any),
+    check(reports().changed.wait_for(lock, std::chrono::milliseconds(milliseconds), any),
         kReportTimeout, "no callback within ", milliseconds, " ms");
-  const auto report = reports[thread].front();
-  reports[thread].pop_front();
+  const auto report = reports().pending[thread].front();
+  reports().pending[thread].pop_front();
   lock.unlock();
   report.call(report.data);
   lock.lock();
   *report.done = true;
-  report_changed.notify_all();
+  reports().changed.notify_all();
 })
 
 // IPC events. Exporting a handle waits for the event, so that it is complete wherever it is opened;

@@ -8,7 +8,7 @@
 #include <memory>
 
 #include "core/arena.h"
-#include "core/registry.h"
+#include "core/entry_point.h"
 #include "memory_types.h"
 
 using namespace emu;
@@ -22,27 +22,23 @@ struct Physical {
   std::optional<arena::Import> import;  // of another process
   int mapped = 0;
 };
-std::mutex mapping_mutex;
-std::map<void*, std::unique_ptr<Physical>>&
-physical() {  // never destroyed: torch_npu frees memory during exit
-  static auto* all = new std::map<void*, std::unique_ptr<Physical>>;
-  return *all;
-}
-std::map<void*, Physical*>& mappings() {
-  static auto* all = new std::map<void*, Physical*>;
-  return *all;
-}
+struct PhysicalMemory {
+  std::mutex mutex;
+  std::map<void*, std::unique_ptr<Physical>> all;
+  std::map<void*, Physical*> mapped;  // by the address
+};
+PhysicalMemory& physical_memory() { return process.part<PhysicalMemory>(); }
 
 Physical& find(void* handle) {
-  const auto found = physical().find(handle);
-  check(found != physical().end(), kInvalidParam, handle, " is no physical memory");
+  const auto found = physical_memory().all.find(handle);
+  check(found != physical_memory().all.end(), kInvalidParam, handle, " is no physical memory");
   return *found->second;
 }
 
 void* keep(Physical made) {
   auto owned = std::make_unique<Physical>(std::move(made));
   void* handle = owned.get();
-  physical()[handle] = std::move(owned);
+  physical_memory().all[handle] = std::move(owned);
   return handle;
 }
 
@@ -52,7 +48,7 @@ void no_flags(uint64_t flags) {
 
 // The only supported values by the documentation: aclrtMemHandleType none, aclrtMemAllocationType
 // pinned.
-uint64_t allocate(uint64_t bytes, const PhysicalProperties& properties) {
+uint64_t allocate_physical(uint64_t bytes, const PhysicalProperties& properties) {
   check(properties.handle_type == 0 && properties.allocation_type == 0, kInvalidParam,
       "handle type ", properties.handle_type, ", allocation type ", properties.allocation_type,
       "; allowed: 0, 0");
@@ -89,12 +85,12 @@ void release(const Physical& memory) {
 }  // namespace
 
 void emu::free_physical_of(int npu) {
-  std::lock_guard lock(mapping_mutex);
-  std::erase_if(mappings(), [&](const auto& each) {
+  std::lock_guard lock(physical_memory().mutex);
+  std::erase_if(physical_memory().mapped, [&](const auto& each) {
     if (each.second->npu == npu) virtual_memory::unmap(each.first);
     return each.second->npu == npu;
   });
-  std::erase_if(physical(), [&](const auto& each) {
+  std::erase_if(physical_memory().all, [&](const auto& each) {
     if (each.second->npu == npu) release(*each.second);
     return each.second->npu == npu;
   });
@@ -125,40 +121,40 @@ ACL_API(computed, aclrtMallocPhysical,
       check(properties != nullptr, kInvalidParam, "properties is null");
       no_flags(flags);
       const bool on_npu = properties->location.type == kDevice;
-      const uint64_t offset = allocate(bytes, *properties);
-      std::lock_guard lock(mapping_mutex);
+      const uint64_t offset = allocate_physical(bytes, *properties);
+      std::lock_guard lock(physical_memory().mutex);
       *handle = keep(
           {bytes, offset, on_npu ? static_cast<int>(properties->location.id) : kNoNpu, {}, {}});
     })
 ACL_API(computed, aclrtFreePhysical, (void* handle), {
-  std::lock_guard lock(mapping_mutex);
+  std::lock_guard lock(physical_memory().mutex);
   auto& memory = find(handle);
   check(memory.mapped == 0, kInvalidParam, "the physical memory is still mapped at ", memory.mapped,
       " addresses");
   release(memory);
-  physical().erase(handle);
+  physical_memory().all.erase(handle);
 })
 
 ACL_API(computed, aclrtMapMem,
     (void* address, size_t bytes, size_t offset, void* handle, uint64_t flags), {
       no_flags(flags);
-      std::lock_guard lock(mapping_mutex);
+      std::lock_guard lock(physical_memory().mutex);
       auto& memory = find(handle);
       check(offset == 0 && bytes == memory.bytes, kInvalidParam, bytes, " bytes from offset ",
           offset, "; physical memory is mapped as a whole, which is ", memory.bytes, " bytes");
       virtual_memory::map(address,
           {memory.bytes, memory.npu, memory.import ? memory.import->file : -1, memory.offset});
-      mappings()[address] = &memory;
+      physical_memory().mapped[address] = &memory;
       ++memory.mapped;
     })
 ACL_API(computed, aclrtUnmapMem, (void* address), {
-  std::lock_guard lock(mapping_mutex);
-  const auto mapping = mappings().find(address);
-  check(mapping != mappings().end(), kInvalidParam, "no memory is mapped at ", address,
-      " by aclrtMapMem");
+  std::lock_guard lock(physical_memory().mutex);
+  const auto mapping = physical_memory().mapped.find(address);
+  check(mapping != physical_memory().mapped.end(), kInvalidParam, "no memory is mapped at ",
+      address, " by aclrtMapMem");
   virtual_memory::unmap(address);
   --mapping->second->mapped;
-  mappings().erase(mapping);
+  physical_memory().mapped.erase(mapping);
 })
 
 // Flag 1: every process may import it; otherwise those of aclrtMemSetPidToShareableHandle.
@@ -166,7 +162,7 @@ ACL_API(computed, aclrtMemExportToShareableHandle,
     (void* handle, int32_t type, uint64_t flags, uint64_t* shareable), {
       check(type == 0 && flags <= 1, kInvalidParam, "handle type ", type, ", flags ", flags,
           "; allowed: 0, and 0 or 1");
-      std::lock_guard lock(mapping_mutex);
+      std::lock_guard lock(physical_memory().mutex);
       auto& memory = find(handle);
       check(!memory.import && memory.npu != kNoNpu, kInvalidParam,
           "only an NPU's memory that this process allocated can be exported");
@@ -183,6 +179,6 @@ ACL_API(
     computed, aclrtMemImportFromShareableHandle, (uint64_t shareable, int32_t id, void** handle), {
       device(id);
       const auto import = arena::open(shareable);
-      std::lock_guard lock(mapping_mutex);
+      std::lock_guard lock(physical_memory().mutex);
       *handle = keep({import.bytes, import.offset, id, {}, import});
     })

@@ -14,7 +14,8 @@ using namespace emu;
 constexpr float kInfinity = std::numeric_limits<float>::infinity();
 constexpr int64_t kMostK = 1024;
 
-void check_rows(const char* name, const Tensor& x, const Tensor& logits, const DTypes& dtypes) {
+void check_row_values(
+    const char* name, const Tensor& x, const Tensor& logits, const DTypes& dtypes) {
   one_of(name, x, dtypes);
   shape(name, x, {logits.size(0)});
 }
@@ -89,8 +90,8 @@ struct Sampling {
 Computation sample(Sampling s) {
   one_of("logits", s.logits, kFloating);
   rank("logits", s.logits, 2);
-  check_rows("top_k", s.top_k, s.logits, {at::kInt});
-  check_rows("top_p", s.top_p, s.logits, kFloating);
+  check_row_values("top_k", s.top_k, s.logits, {at::kInt});
+  check_row_values("top_p", s.top_p, s.logits, kFloating);
   same_dtype("top_p", s.top_p, "logits", s.logits);
   within("ks_max", s.most_k, int64_t(1), kMostK);
   if (s.q && s.q->numel() == 0) s.q.reset();
@@ -113,10 +114,10 @@ CHECKED(aclnnApplyTopKTopP, (Tensor logits, Opt<Tensor> p, Opt<Tensor> k, Tensor
   rank("logits", logits, 2);
   require(p || k, "p and k are both None; one is needed");
   if (p) {
-    check_rows("p", *p, logits, kFloating);
+    check_row_values("p", *p, logits, kFloating);
     same_dtype("p", *p, "logits", logits);
   }
-  if (k) check_rows("k", *k, logits, {at::kInt});
+  if (k) check_row_values("k", *k, logits, {at::kInt});
   COMPUTE {
     auto [values, places] = logits.to(at::kFloat).sort(/*stable=*/true, -1, /*descending=*/false);
     if (k) {

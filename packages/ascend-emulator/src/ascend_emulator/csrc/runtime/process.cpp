@@ -1,0 +1,27 @@
+// SPDX-License-Identifier: Apache-2.0
+// SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-all project
+// The order in which the parts of the process end.
+#include "core/process.h"
+
+#include "core/stream.h"
+#include "core/trace.h"
+#include "graph.h"
+#include "memory_types.h"
+
+namespace emu {
+
+void Process::reset(int npu) {
+  end_captures(npu);
+  end_streams(npu);
+  free_physical_of(npu);
+  device(npu).reset();
+  device(npu).active = false;
+}
+
+void Process::exit() {
+  if (forked()) return;
+  stop_streams();
+  flush_trace();
+}
+
+}  // namespace emu
