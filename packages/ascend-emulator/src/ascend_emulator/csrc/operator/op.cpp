@@ -11,6 +11,7 @@
 #include <unordered_set>
 #include <utility>
 
+#include "core/fault.h"
 #include "core/stream.h"
 #include "core/trace.h"
 

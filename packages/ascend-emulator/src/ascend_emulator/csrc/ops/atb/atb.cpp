@@ -5,6 +5,8 @@
 
 #include <c10/core/InferenceMode.h>
 
+#include "core/fault.h"
+
 namespace emu::transformer {
 namespace {
 
