@@ -149,7 +149,7 @@ std::string json(const AscendEmulatorArgument* arguments, int count) {
       }
       case kAscendEmulatorScalar: out += scalar(static_cast<const aclScalar*>(object)); break;
       case kAscendEmulatorInts: out += list<aclIntArray>(object, whole); break;
-      case kAscendEmulatorFloats: out += list<aclFloatArray>(object, number); break;
+      case kAscendEmulatorFloats: out += list<aclFloatArray>(object, text_of); break;
       case kAscendEmulatorBools:
         out += list<aclBoolArray>(object, [](bool each) { return each ? "true" : "false"; });
         break;
