@@ -131,7 +131,7 @@ def stubs(names: list[str]) -> str:
     """C++ source of weak functions that fail with their name; definitions elsewhere
     override them."""
     lines = [
-        '#include "core/status.h"',
+        '#include "core/refusal.h"',
         "#define STUB(NAME) EXPORT __attribute__((weak)) int NAME() { return emu::refuse(#NAME); }",
     ]
     # GetWorkspaceSize fails with the operator's name.
