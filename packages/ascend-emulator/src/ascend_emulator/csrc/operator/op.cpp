@@ -92,6 +92,19 @@ void prepare_worker() {
   state.emplace();
 }
 
+const char* with_fields(const char* parameters, std::initializer_list<const char*> fields) {
+  if (std::all_of(fields.begin(), fields.end(), [](const char* names) { return !names; }))
+    return parameters;
+  auto* out = new std::string;  // once for an operator
+  int64_t position = 0;
+  for (const char* names : fields) {
+    if (position) *out += ", ";
+    *out += names ? names : nth(parameters, position);
+    ++position;
+  }
+  return out->c_str();
+}
+
 bool communicates(const char* name, bool register_it) {
   static auto* names = new std::set<std::string_view>;  // filled before main()
   if (register_it) names->insert(name);

@@ -296,6 +296,33 @@ class ArgumentReader {
 int prepare(OperatorInfo& info, c10::function_ref<Computation(ArgumentReader&)> take,
     uint64_t* bytes, aclOpExecutor** executor);
 
+// A parameter that is a struct stands for several arguments, its fields in this order:
+//   struct Ends { Opt<Ints> query_ends, kv_ends; FIELDS(query_ends, kv_ends) };
+#define FIELDS(...)                                  \
+  static constexpr const char* names = #__VA_ARGS__; \
+  auto fields() { return std::tie(__VA_ARGS__); }
+template <class T>
+concept HasFields = requires(T& value) { value.fields(); };
+template <class T>
+constexpr const char* names_of() {
+  if constexpr (HasFields<T>) return T::names;
+  return nullptr;
+}
+template <class T>
+auto fields_of(T& value) {
+  if constexpr (HasFields<T>)
+    return value.fields();
+  else
+    return std::tie(value);
+}
+template <class... Types>
+std::tuple<Types...> values_of(std::tuple<Types&...>);
+// Types of the arguments of an operator with these parameters.
+template <class... Params>
+using Flat = decltype(values_of(std::tuple_cat(fields_of(std::declval<Params&>())...)));
+// The list of parameters as in the source, with the fields of the structs among them.
+const char* with_fields(const char* parameters, std::initializer_list<const char*> fields);
+
 // An argument with stand-ins instead of its tensors.
 template <class T>
 T stood_in(StandIns& stand_ins, const T& value) {
@@ -314,27 +341,35 @@ T stood_in(StandIns& stand_ins, const T& value) {
     const Result result{stand_ins.result()};
     result.tensor->value = stand_ins.of(value.tensor->value);
     return result;
+  } else if constexpr (HasFields<T>) {
+    T out = value;
+    std::apply([&](auto&... each) { ((each = stood_in(stand_ins, each)), ...); }, out.fields());
+    return out;
   } else {
     return value;
   }
 }
 
 // GetWorkspaceSize of one operator. Body computes, or checks and returns a Computation.
-template <auto Body, class Name>
+template <auto Body, class Name, class Types = void>
 struct Operator;
-template <class R, class... Params, R (*Body)(Params...), class Name>
-struct Operator<Body, Name> {
-  static constexpr char kinds[] = {kind_of<typename Arg<Params>::C>()..., 0};
+template <class... Params, class R, R (*Body)(Params...), class Name>
+struct Operator<Body, Name> : Operator<Body, Name, Flat<Params...>> {};
+template <class R, class... Params, R (*Body)(Params...), class Name, class... Types>
+struct Operator<Body, Name, std::tuple<Types...>> {
+  static constexpr char kinds[] = {kind_of<typename Arg<Types>::C>()..., 0};
   static_assert(is_called_with(Name::text, kinds),
       "the parameters are not the arguments of op-plugin's calls (arguments.h)");
 
-  static int workspace(typename Arg<Params>::C... args, uint64_t* bytes, aclOpExecutor** executor) {
-    static constinit OperatorInfo info{
-        Name::text, Name::parameters, (std::is_same_v<Params, Result> || ...)};
+  static int workspace(typename Arg<Types>::C... args, uint64_t* bytes, aclOpExecutor** executor) {
+    static OperatorInfo info{Name::text, with_fields(Name::parameters, {names_of<Params>()...}),
+        (std::is_same_v<Types, Result> || ...)};
     return prepare(
         info,
         [&](ArgumentReader& reader) -> Computation {
-          std::tuple<Params...> held{reader.take<Params>(args)...};
+          std::tuple<Params...> held;
+          std::apply([](auto&... each) { return std::tuple_cat(fields_of(each)...); }, held) =
+              std::tuple<Types...>{reader.take<Types>(args)...};
           reader.check();
           if constexpr (std::is_void_v<R>) {
             try_out(reader, held);

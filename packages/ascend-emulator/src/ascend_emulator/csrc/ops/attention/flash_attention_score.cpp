@@ -1,520 +1,126 @@
 // SPDX-License-Identifier: Apache-2.0
 // SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-all project
-// Training attention, forward and backward; also torch.nn.functional.scaled_dot_product_attention.
-// Rules: torch_npu's documentation of npu_fusion_attention, _v2 and _v3
-// (torch_npu/_op_plugin_docs.py); argument order: op-plugin's call sites.
-#include <ATen/Parallel.h>
-#include <c10/core/impl/LocalDispatchKeySet.h>
-
-#include "attention.h"
+// Entry points of training attention (flash_attention.h).
+#include "flash_attention.h"
 
 namespace {
 
 using namespace emu;
 using namespace emu::attention;
 
-Opt<Tensor> filled(const Opt<Tensor>& x) { return x && x->numel() ? x : std::nullopt; }
-
-struct Flash {
-  Tensor query, key, value;
-  Opt<Tensor> pse, drop_mask, mask, query_rope, key_rope, sink;
-  Opt<Ints> prefix, query_ends, kv_ends, query_first, key_first;
-  double scale, keep;
-  int64_t before, after, heads;
-  Text layout;
-  int64_t sparse_mode, pse_type;
-  Text stats_layout;
-  Tensor most, sum;  // [B, N, S, 8], or [T, N, 8]: concatenated requests [N, S, 8], unless
-                     // softmax_layout is the input's
-
-  int64_t groups = 0, batch = 0;
-  struct Span {
-    int64_t start, count, kv_start, kv_count, drop_start;
-  };
-  std::vector<Span> spans;
-
-  Flash& checked() {
-    for (char& c : layout) c = std::toupper(c);
-    one_of<Text>("input_layout", layout, {"BSH", "SBH", "BSND", "BNSD", "TND"});
-    one_of("query", query, kFloating);
-    same_dtype("key", key, "query", query);
-    same_dtype("value", value, "query", query);
-    for (auto* x : {&pse, &drop_mask, &mask, &query_rope, &key_rope, &sink}) *x = filled(*x);
-    if (mask) one_of("atten_mask", *mask, {at::kBool, at::kByte});
-    require(keep > 0 && keep <= 1, "keep_prob is ", keep, "; allowed: above 0 up to 1");
-    within("head_num", heads, 1, 256);
-    const bool varlen = layout == "TND", flat = layout == "BSH" || layout == "SBH";
-    for (const auto& [name, x] :
-        {std::pair{"query", &query}, std::pair{"key", &key}, std::pair{"value", &value}})
-      rank(name, *x, varlen || flat ? 3 : 4);
-    const int64_t size = query.size(-1) / (flat ? heads : 1);
-    within("the head size", size, 1, 768);
-    groups = flat ? key.size(2) / size : key.size(layout == "BSND" ? 2 : 1);
-    // "Dq = Dk, Dk >= Dv", and the same batch and heads
-    require((flat ? heads * size == query.size(2) && groups * size == key.size(2) &&
-                        value.size(2) % std::max<int64_t>(groups, 1) == 0
-                  : heads == query.size(layout == "BSND" ? 2 : 1) && key.size(-1) == size) &&
-                key.sizes().slice(0, key.dim() - 1) == value.sizes().slice(0, key.dim() - 1) &&
-                value.size(-1) <= key.size(-1) &&
-                (varlen || batch_of(key, layout) == batch_of(query, layout)),
-        "query has shape ", query.sizes(), ", key ", key.sizes(), " and value ", value.sizes(),
-        " in layout ", layout, " with ", heads,
-        " heads; query and key must have the same batch and head size, key and value the same "
-        "shape");
-    require(groups > 0 && heads % groups == 0, heads, " heads over ", groups,
-        " key-value heads; a multiple is allowed");
-    within("sparse_mode", sparse_mode, 0, varlen ? 8 : 6);
-    require(!varlen || sparse_mode != 5, "sparse_mode 5 is not supported in layout TND");
-    if (mask && (sparse_mode == 2 || sparse_mode == 3 || sparse_mode == 4 || sparse_mode > 6))
-      require(mask->size(-1) == kMaskSide && mask->size(-2) == kMaskSide, "sparse_mode ",
-          sparse_mode, " needs an atten_mask of 2048 x 2048, not ", mask->sizes());
-    if (mask && sparse_mode == 6) shape("atten_mask", *mask, {3072, kMaskSide});
-    require(query_rope.has_value() == key_rope.has_value(),
-        "query_rope and key_rope must be given together");
-    require(!query_rope || (varlen && mask && !pse && !drop_mask),
-        "query_rope needs layout TND and atten_mask, and goes with no pse and no dropout");
-    within("pse_type", pse_type, 0, 3);
-    if (sink) {
-      shape("sink", *sink, {heads});
-      one_of("sink", *sink, {at::kFloat});
-    }
-    if (varlen) {
-      require(query_ends && kv_ends && query_ends->size() == kv_ends->size(),
-          "layout TND needs actual_seq_qlen and actual_seq_kvlen of the same length");
-      batch = query_ends->size();
-      require(batch <= 1024, "actual_seq_qlen has ", batch,
-          " entries in layout TND; at most 1024 are allowed");
-      require(query.size(0) <= 1 << 20 && key.size(0) <= 1 << 20, "query has ", query.size(0),
-          " tokens and key ", key.size(0), "; at most 2^20 are allowed in layout TND");
-    } else {
-      batch = batch_of(query, layout);
-    }
-    int64_t drop_start = 0;
-    for (int64_t i = 0; i < batch; ++i) {
-      Span span{0, 0, 0, 0, drop_start};
-      if (varlen) {
-        const auto part = [&](const Ints& ends, int64_t& start) {
-          start = i ? ends[i - 1] : 0;
-          return ends[i] == 0 ? 0
-                              : ends[i] - start;  // "trailing requests that take no part have 0"
-        };
-        span.count = part(*query_ends, span.start);
-        span.kv_count = part(*kv_ends, span.kv_start);
-        require(span.count >= 0 && span.kv_count >= 0 && span.start + span.count <= query.size(0) &&
-                    span.kv_start + span.kv_count <= key.size(0),
-            "actual_seq_qlen or actual_seq_kvlen of request ", i,
-            " decreases, or is more than query and key hold");
-      } else {
-        span.count = length_of(query, layout);
-        span.kv_count = length_of(key, layout);
-      }
-      drop_start += heads * span.count * span.kv_count;
-      spans.push_back(span);
-    }
-    check_mask_and_bias();
-    if (drop_mask && keep < 1)
-      require(drop_mask->numel() * 8 >= drop_start, "the dropout mask has ", drop_mask->numel() * 8,
-          " bits for ", drop_start, " scores");
-    return *this;
-  }
-
-  // "BNSS, B1SS, 11SS, SS; in TND SS, of the longest query and key"; pse "BNSS, BN1S, 1NSS";
-  // "prefix from max(0, Skv - Sq) to Skv, a batch of at most 32".
-  void check_mask_and_bias() const {
-    int64_t queries = 0, keys = 0;
-    for (const auto& span : spans) {
-      queries = std::max(queries, span.count);
-      keys = std::max(keys, span.kv_count);
-    }
-    const auto fits =
-        [&](const Tensor& x,
-            int64_t of_heads) {  // [B, of_heads, rows, keys], or 1 for each of the first two
-          return x.dim() == 4 && (x.size(0) == 1 || x.size(0) == batch) &&
-                 (x.size(1) == 1 || x.size(1) == of_heads) && x.size(3) == keys;
-        };
-    if (mask && (sparse_mode < 2 || sparse_mode == 5)) {
-      const bool plain = mask->dim() == 2 && sparse_mode != 5,
-                 ends = plain && mask->size(0) == queries && mask->size(1) == keys;
-      if (layout == "TND")
-        require(plain && mask->size(0) >= queries && mask->size(1) >= keys, "atten_mask has shape ",
-            mask->sizes(), " in layout TND; allowed: [", queries, ", ", keys,
-            "], of the longest query and key");
-      else
-        require(ends || (fits(*mask, heads) && mask->size(2) == queries &&
-                            (mask->size(0) == batch || mask->size(1) == 1)),
-            "atten_mask has shape ", mask->sizes(), "; allowed: [", batch, ", ", heads, " or 1, ",
-            queries, ", ", keys, "]",
-            sparse_mode == 5 ? "" : ", and the same without or with 1 in place of the first two");
-    }
-    if (mask && (sparse_mode == 5 || sparse_mode == 6)) {
-      require(batch <= 32 && prefix && static_cast<int64_t>(prefix->size()) == batch,
-          "sparse_mode ", sparse_mode,
-          " needs a prefix for each of at most 32 requests; there are ",
-          prefix ? prefix->size() : 0, " for ", batch);
-      for (int64_t i = 0; i < batch; ++i)
-        within("prefix", (*prefix)[i], std::max<int64_t>(0, spans[i].kv_count - spans[i].count),
-            spans[i].kv_count);
-    }
-    if (!pse) return;
-    if (pse_type >= 2)
-      return require(pse->numel() == heads * (pse->dim() == 2 ? batch : 1), "pse has shape ",
-          pse->sizes(), " with pse_type ", pse_type, "; allowed: [", heads, "] and [", batch, ", ",
-          heads, "]");
-    require(layout != "TND", "pse of pse_type ", pse_type,
-        " in layout TND is not emulated; 2 and 3 are");
-    require(queries <= 1024 || pse->dim() != 4 || pse->size(2) != 1024 || queries == 1024,
-        "pse of shape ", pse->sizes(), ", compressed to 1024 rows, is not emulated");
-    require(fits(*pse, heads) && pse->size(1) == heads &&
-                (pse->size(2) == 1 || pse->size(2) == queries),
-        "pse has shape ", pse->sizes(), "; allowed: [", batch, " or 1, ", heads, ", ", queries,
-        " or 1, ", keys, "]");
-  }
-
-  void leave_out_of(Request& request, int64_t i) const {
-    if (!mask)
-      return;  // "without atten_mask, sparse_mode and the tokens before and after have no effect"
-    Sparse sparse{sparse_mode, INT64_MAX, INT64_MAX, *mask, prefix.value_or(Ints())};
-    const auto last = [&] {  // last active request
-      int64_t found = batch - 1;
-      while (found > 0 && spans[found].count == 0) --found;
-      return found;
-    };
-    if (sparse_mode == 7) sparse.mode = i == last() ? 4 : 3;
-    if (sparse_mode == 8) sparse.mode = i == 0 ? 4 : 2;
-    if (sparse.mode == 0 || sparse.mode == 4) {
-      sparse.before = before;
-      sparse.after = after;
-    }
-    if (sparse_mode == 5) {
-      sparse.mode = 1;  // the whole mask is given
-    }
-    apply_sparse_mode(request, sparse, i);
-  }
-
-  // Bias of the scaled scores, [heads or 1, queries or 1, keys]: npu_fusion_attention_v2,
-  // "pse_type".
-  Tensor bias_of(int64_t i, const Span& span) const {
-    if (!pse) return {};
-    const auto fp32 = pse->to(at::kFloat);
-    if (pse_type >= 2) {
-      const auto slopes = (fp32.dim() == 2 ? fp32[i] : fp32).view({heads, 1, 1});
-      const int64_t shift = (query_first && !query_first->empty() ? query_first->front() : 0) -
-                            (key_first && !key_first->empty() ? key_first->front() : 0);
-      auto distance =
-          (at::arange(span.kv_count).unsqueeze(0) - at::arange(span.count).unsqueeze(1) - shift)
-              .abs()
-              .to(at::kFloat);
-      if (pse_type == 3) distance = distance.sqrt();
-      return -slopes * distance;
-    }
-    const auto used = fp32[fp32.size(0) == 1 ? 0 : i];
-    return pse_type == 1 ? used * scale : used;
-  }
-
-  // Scaled dropout mask from a request's bits [heads, queries, keys], lowest bit first.
-  Tensor drop_of(const Span& span) const {
-    if (!drop_mask || keep >= 1) return {};
-    const int64_t count = heads * span.count * span.kv_count;
-    const auto place = at::arange(span.drop_start, span.drop_start + count);
-    const auto bits = drop_mask->view(-1)
-                          .index_select(0, at::floor_divide(place, 8))
-                          .to(at::kInt)
-                          .bitwise_right_shift(place.remainder(8).to(at::kInt))
-                          .bitwise_and(1);
-    return bits.to(at::kFloat).mul_(1 / keep).view({heads, span.count, span.kv_count});
-  }
-
-  Request request_of(int64_t i, const Span& span) const {
-    const auto part = [&](const Tensor& x, int64_t start, int64_t count, int64_t n) {
-      return tokens(x, layout, i, start, count, n);
-    };
-    auto q = part(query, span.start, span.count, heads),
-         k = part(key, span.kv_start, span.kv_count, groups);
-    if (query_rope) {
-      q = at::cat({q, part(*query_rope, span.start, span.count, heads)}, -1);
-      k = at::cat({k, part(*key_rope, span.kv_start, span.kv_count, groups)}, -1);
-    }
-    Request request{q, k, part(value, span.kv_start, span.kv_count, groups), {}, bias_of(i, span),
-        sink.value_or(Tensor()), scale, drop_of(span)};
-    leave_out_of(request, i);
-    return request;
-  }
-
-  // A request's part of softmax_max or softmax_sum, [heads, queries, 8].
-  Tensor stats_of(const Tensor& x, int64_t i, const Span& span) const {
-    if (layout != "TND") return x[i];
-    if (stats_layout == "same_as_input" || stats_layout == "TND")
-      return x.narrow(0, span.start, span.count).transpose(0, 1);
-    return x.view({-1, x.size(-1)})
-        .narrow(0, span.start * heads, span.count * heads)
-        .view({heads, span.count, x.size(-1)});
-  }
-
-  void forward(Tensor out) const {
-    const bool keeps = most.defined() && most.numel();
-    for (int64_t i = 0; i < batch; ++i) {
-      const auto& span = spans[i];
-      if (span.count == 0) continue;
-      const auto request = request_of(i, span);
-      auto target = tokens(out, layout, i, span.start, span.count, heads);
-      if (span.kv_count == 0) {
-        target.zero_();
-        if (keeps) {
-          stats_of(most, i, span).fill_(std::numeric_limits<float>::lowest());
-          stats_of(sum, i, span).zero_();
-        }
-        continue;
-      }
-      const auto result = keeps ? attend_fp32(request) : attend(request);
-      target.copy_(result.out);
-      if (!keeps) continue;
-      stats_of(most, i, span)
-          .copy_(result.most.unsqueeze(-1).expand({heads, span.count, most.size(-1)}));
-      const auto sums = (result.lse - result.most)
-                            .exp_()
-                            .masked_fill_(result.lse == std::numeric_limits<float>::infinity(), 0);
-      stats_of(sum, i, span).copy_(sums.unsqueeze(-1).expand({heads, span.count, sum.size(-1)}));
-    }
-  }
-
-  struct Gradients {
-    Tensor query, key, value, query_rope, key_rope, pse, sink;
-  };
-  void backward(const Tensor& grad, const Tensor& out, Gradients to) const {
-    for (auto* x : {&to.key, &to.value, &to.query}) x->zero_();
-    const int64_t share = heads / groups;
-    auto pse_grad = to.pse.defined() && to.pse.numel() && pse
-                        ? at::zeros(to.pse.sizes(), at::kFloat)
-                        : Tensor();
-    auto sink_grad =
-        sink && to.sink.defined() && to.sink.numel() ? at::zeros({heads}, at::kFloat) : Tensor();
-    for (int64_t i = 0; i < batch; ++i) {
-      const auto& span = spans[i];
-      if (span.count == 0 || span.kv_count == 0) continue;
-      const auto r = request_of(i, span);
-      const auto part = [&](const Tensor& x) {
-        return tokens(x, layout, i, span.start, span.count, heads);
-      };
-      const auto grads = part(grad), outs = part(out), masked_out = r.mask(),
-                 most_of = stats_of(most, i, span), sum_of = stats_of(sum, i, span);
-      const int64_t size = query_rope ? query.size(-1) : r.query.size(2);
-      // One key head and its query heads at a time: the matrices of scores are [share, queries,
-      // keys].
-      for (int64_t group = 0; group < groups; ++group) {
-        const auto own = [&](const Tensor& x) {
-          return x.dim() < 3 || x.size(0) == 1 ? x : x.narrow(0, group * share, share);
-        };
-        const auto fp32 = [&](const Tensor& x) { return own(x).to(at::kFloat); };
-        const auto spread = [&](const Tensor& x) {
-          return x[group].to(at::kFloat).expand({share, -1, -1});
-        };
-        const auto q = fp32(r.query), k = spread(r.key), v = spread(r.value), g = fp32(grads),
-                   o = fp32(outs);
-        const auto largest = own(most_of).select(-1, 0).unsqueeze(-1),
-                   total = own(sum_of).select(-1, 0).unsqueeze(-1);
-        auto scores = at::bmm(q, k.transpose(1, 2)).mul_(scale);
-        if (r.bias.defined()) scores.add_(own(r.bias));
-        if (masked_out.defined())
-          scores.masked_fill_(own(masked_out), -std::numeric_limits<float>::infinity());
-        const auto weights = scores.sub_(largest).exp_().div_(total.masked_fill(total == 0, 1));
-        const auto mean = (g * o).sum(-1, true);
-        auto slope = at::bmm(g, v.transpose(1, 2));  // gradient of the scaled and biased scores
-        if (r.drop.defined()) slope.mul_(own(r.drop));
-        slope.sub_(mean).mul_(weights);
-        const auto query_grad = at::bmm(slope, k).mul_(scale),
-                   key_grad = at::bmm(slope.transpose(1, 2), q).mul_(scale).sum(0);
-        if (r.drop.defined()) weights.mul_(own(r.drop));
-        const auto value_grad = at::bmm(weights.transpose(1, 2), g).sum(0);
-        const auto put_query = [&](const Tensor& into, const Tensor& x) {
-          tokens(into, layout, i, span.start, span.count, heads)
-              .narrow(0, group * share, share)
-              .copy_(x);
-        };
-        const auto put_key = [&](const Tensor& into, const Tensor& x) {
-          tokens(into, layout, i, span.kv_start, span.kv_count, groups)[group].copy_(x);
-        };
-        put_query(to.query, query_grad.narrow(-1, 0, size));
-        put_key(to.key, key_grad.narrow(-1, 0, size));
-        put_key(to.value, value_grad);
-        if (query_rope) {
-          put_query(to.query_rope, query_grad.narrow(-1, size, q.size(2) - size));
-          put_key(to.key_rope, key_grad.narrow(-1, size, q.size(2) - size));
-        }
-        if (sink_grad.defined()) {
-          const auto heads_of = [&](const Tensor& x) { return x.narrow(0, group * share, share); };
-          const auto share_of_sink =
-              (heads_of(sink->view({heads, 1, 1})) - largest).exp_().div_(total);
-          heads_of(sink_grad).sub_((share_of_sink * mean).sum({1, 2}));
-        }
-        if (pse_grad.defined() && pse_type < 2) {
-          if (pse_type == 1) slope.mul_(scale);
-          auto into = pse_grad[pse_grad.size(0) == 1 ? 0 : i];
-          into = into.size(0) == 1 ? into : into.narrow(0, group * share, share);
-          into.add_(at::sum_to(slope, into.sizes()));
-        }
-      }
-    }
-    if (pse_grad.defined()) to.pse.copy_(pse_grad);
-    if (sink_grad.defined()) to.sink.copy_(sink_grad);
-  }
+struct Inputs : FlashInputs {
+  FIELDS(query, key, value, pse, drop_mask, padding_mask, mask)
+};
+struct RopedInputs : FlashInputs {
+  FIELDS(query, query_rope, key, key_rope, value, pse, drop_mask, padding_mask, mask)
+};
+struct Results {
+  Opt<Tensor> most, sum, softmax;
+  Tensor out;
+  FIELDS(most, sum, softmax, out)
+};
+struct BackwardInputs : FlashInputs {
+  Tensor grad;
+  Opt<Tensor> most, sum, softmax, out;
+};
+struct GradInputs : BackwardInputs {
+  FIELDS(query, key, value, grad, pse, drop_mask, padding_mask, mask, most, sum, softmax, out)
+};
+struct RopedGradInputs : BackwardInputs {
+  FIELDS(query, query_rope, key, key_rope, value, grad, pse, drop_mask, padding_mask, mask, most,
+      sum, softmax, out)
+};
+struct Gradients : Flash::Gradients {
+  FIELDS(query_grad, key_grad, value_grad, pse_grad)
+};
+struct RopedGradients : Flash::Gradients {
+  FIELDS(query_grad, query_rope_grad, key_grad, key_rope_grad, value_grad, pse_grad)
 };
 
-Computation forward(Flash flash, const Tensor& out) {
+Computation forward(const FlashInputs& in, const FlashSettings& settings, const Results& to,
+    const FlashOptions& options) {
+  refuse_given("padding_mask", in.padding_mask);
+  Flash flash{in, settings, options, to.most.value_or(Tensor()), to.sum.value_or(Tensor())};
   flash.checked();
-  return [flash = std::move(flash), out] { flash.forward(out); };
+  return [flash = std::move(flash), out = to.out] { flash.forward(out); };
 }
 
-Computation backward(Flash flash, const Opt<Tensor>& out, const Tensor& grad, Flash::Gradients to) {
+Computation backward(const BackwardInputs& in, const FlashSettings& settings, Flash::Gradients to,
+    const FlashOptions& options, const Opt<Tensor>& sink_grad = {}) {
+  refuse_given("padding_mask", in.padding_mask);
+  Flash flash{in, settings, options, in.most.value_or(Tensor()), in.sum.value_or(Tensor())};
   flash.checked();
-  require(flash.most.defined() && flash.sum.defined() && out,
+  require(in.most && in.sum && in.out,
       "softmax_max, softmax_sum and attention_in of the forward pass are needed");
-  same_dtype("dy", grad, "query", flash.query);
-  return [flash = std::move(flash), grad, out = *out, to] { flash.backward(grad, out, to); };
+  same_dtype("dy", in.grad, "query", flash.query);
+  to.sink_grad = sink_grad;
+  return [flash = std::move(flash), grad = in.grad, out = *in.out, to] {
+    flash.backward(grad, out, to);
+  };
 }
-
-Tensor or_none(const Opt<Tensor>& x) { return x.value_or(Tensor()); }
 
 }  // namespace
 
-// Arguments shared by the versions. Version 1 adds pse before scaling: pse_type 1.
-#define INPUTS                                                                                    \
-  Tensor query, Tensor key, Tensor value, Opt<Tensor> pse, Opt<Tensor> drop, Opt<Tensor> padding, \
-      Opt<Tensor> mask
-#define ROPED_INPUTS                                                                    \
-  Tensor query, Opt<Tensor> query_rope, Tensor key, Opt<Tensor> key_rope, Tensor value, \
-      Opt<Tensor> pse, Opt<Tensor> drop, Opt<Tensor> padding, Opt<Tensor> mask
-#define ENDS Opt<Ints> query_ends, Opt<Ints> kv_ends
-#define STARTS Opt<Ints> query_first, Opt<Ints> key_first
-#define SETTINGS                                                                                 \
-  double scale, double keep, int64_t before, int64_t after, int64_t heads, Text layout, int64_t, \
-      int64_t sparse_mode
-#define RESULTS Opt<Tensor> most, Opt<Tensor> sum, Opt<Tensor>, Tensor out
-#define FORWARD(                                                                        \
-    ROPE, KEY_ROPE, SINK, QUERY_ENDS, KV_ENDS, QUERY_FIRST, KEY_FIRST, PSE_TYPE, STATS) \
-  {                                                                                     \
-    refuse_given("padding_mask", padding);                                              \
-    return forward({.query = query,                                                     \
-                       .key = key,                                                      \
-                       .value = value,                                                  \
-                       .pse = pse,                                                      \
-                       .drop_mask = drop,                                               \
-                       .mask = mask,                                                    \
-                       .query_rope = ROPE,                                              \
-                       .key_rope = KEY_ROPE,                                            \
-                       .sink = SINK,                                                    \
-                       .prefix = prefix,                                                \
-                       .query_ends = QUERY_ENDS,                                        \
-                       .kv_ends = KV_ENDS,                                              \
-                       .query_first = QUERY_FIRST,                                      \
-                       .key_first = KEY_FIRST,                                          \
-                       .scale = scale,                                                  \
-                       .keep = keep,                                                    \
-                       .before = before,                                                \
-                       .after = after,                                                  \
-                       .heads = heads,                                                  \
-                       .layout = layout,                                                \
-                       .sparse_mode = sparse_mode,                                      \
-                       .pse_type = PSE_TYPE,                                            \
-                       .stats_layout = STATS,                                           \
-                       .most = or_none(most),                                           \
-                       .sum = or_none(sum)},                                            \
-        out);                                                                           \
-  }
-CHECKED(aclnnFlashAttentionScore, (INPUTS, Opt<Ints> prefix, SETTINGS, RESULTS),
-    FORWARD({}, {}, {}, {}, {}, {}, {}, 1, ""))
+CHECKED(aclnnFlashAttentionScore, (Inputs in, Opt<Ints> prefix, FlashSettings settings, Results to),
+    { return forward(in, settings, to, {prefix}); })
 CHECKED(aclnnFlashAttentionScoreV2,
-    (INPUTS, Opt<Ints> prefix, STARTS, SETTINGS, int64_t pse_type, RESULTS),
-    FORWARD({}, {}, {}, {}, {}, query_first, key_first, pse_type, ""))
+    (Inputs in, Opt<Ints> prefix, Starts starts, FlashSettings settings, int64_t pse_type,
+        Results to),
+    { return forward(in, settings, to, {prefix, {}, starts, pse_type}); })
 CHECKED(aclnnFlashAttentionScoreV3,
-    (INPUTS, Opt<Tensor> sink, Opt<Ints> prefix, STARTS, SETTINGS, int64_t pse_type, RESULTS),
-    FORWARD({}, {}, sink, {}, {}, query_first, key_first, pse_type, ""))
-CHECKED(aclnnFlashAttentionVarLenScore, (INPUTS, Opt<Ints> prefix, ENDS, SETTINGS, RESULTS),
-    FORWARD({}, {}, {}, query_ends, kv_ends, {}, {}, 1, ""))
+    (Inputs in, Opt<Tensor> sink, Opt<Ints> prefix, Starts starts, FlashSettings settings,
+        int64_t pse_type, Results to),
+    { return forward(in, settings, to, {prefix, {}, starts, pse_type, "", sink}); })
+CHECKED(aclnnFlashAttentionVarLenScore,
+    (Inputs in, Opt<Ints> prefix, Ends ends, FlashSettings settings, Results to),
+    { return forward(in, settings, to, {prefix, ends}); })
 CHECKED(aclnnFlashAttentionVarLenScoreV2,
-    (INPUTS, Opt<Ints> prefix, ENDS, STARTS, SETTINGS, int64_t pse_type, RESULTS),
-    FORWARD({}, {}, {}, query_ends, kv_ends, query_first, key_first, pse_type, ""))
+    (Inputs in, Opt<Ints> prefix, Ends ends, Starts starts, FlashSettings settings,
+        int64_t pse_type, Results to),
+    { return forward(in, settings, to, {prefix, ends, starts, pse_type}); })
 CHECKED(aclnnFlashAttentionVarLenScoreV3,
-    (ROPED_INPUTS, Opt<Ints> prefix, ENDS, STARTS, SETTINGS, int64_t pse_type, RESULTS),
-    FORWARD(query_rope, key_rope, {}, query_ends, kv_ends, query_first, key_first, pse_type, ""))
+    (RopedInputs in, Opt<Ints> prefix, Ends ends, Starts starts, FlashSettings settings,
+        int64_t pse_type, Results to),
+    { return forward(in, settings, to, {prefix, ends, starts, pse_type}); })
 CHECKED(aclnnFlashAttentionVarLenScoreV4,
-    (INPUTS, Opt<Ints> prefix, ENDS, SETTINGS, Text stats_layout, RESULTS),
-    FORWARD({}, {}, {}, query_ends, kv_ends, {}, {}, 1, stats_layout))
+    (Inputs in, Opt<Ints> prefix, Ends ends, FlashSettings settings, Text stats_layout, Results to),
+    { return forward(in, settings, to, {prefix, ends, {}, 1, stats_layout}); })
 CHECKED(aclnnFlashAttentionVarLenScoreV5,
-    (ROPED_INPUTS, Opt<Tensor> sink, Opt<Ints> prefix, ENDS, STARTS, SETTINGS, int64_t pse_type,
-        Text stats_layout, RESULTS),
-    FORWARD(query_rope, key_rope, sink, query_ends, kv_ends, query_first, key_first, pse_type,
-        stats_layout))
+    (RopedInputs in, Opt<Tensor> sink, Opt<Ints> prefix, Ends ends, Starts starts,
+        FlashSettings settings, int64_t pse_type, Text stats_layout, Results to),
+    { return forward(in, settings, to, {prefix, ends, starts, pse_type, stats_layout, sink}); })
 
-#define GRADS Opt<Tensor> most, Opt<Tensor> sum, Opt<Tensor>, Opt<Tensor> out
-#define GRAD_INPUTS                                                                       \
-  Tensor query, Tensor key, Tensor value, Tensor grad, Opt<Tensor> pse, Opt<Tensor> drop, \
-      Opt<Tensor> padding, Opt<Tensor> mask, GRADS
-#define ROPED_GRAD_INPUTS                                                               \
-  Tensor query, Opt<Tensor> query_rope, Tensor key, Opt<Tensor> key_rope, Tensor value, \
-      Tensor grad, Opt<Tensor> pse, Opt<Tensor> drop, Opt<Tensor> padding, Opt<Tensor> mask, GRADS
-#define GRAD_RESULTS Tensor query_grad, Tensor key_grad, Tensor value_grad, Opt<Tensor> pse_grad
-#define ROPED_GRAD_RESULTS                                                                    \
-  Tensor query_grad, Opt<Tensor> query_rope_grad, Tensor key_grad, Opt<Tensor> key_rope_grad, \
-      Tensor value_grad, Opt<Tensor> pse_grad
-#define BACKWARD(ROPE, KEY_ROPE, SINK, QUERY_ENDS, KV_ENDS, QUERY_FIRST, KEY_FIRST, PSE_TYPE, \
-    STATS, ROPE_GRAD, KEY_ROPE_GRAD, SINK_GRAD)                                               \
-  {                                                                                           \
-    refuse_given("padding_mask", padding);                                                    \
-    return backward({.query = query,                                                          \
-                        .key = key,                                                           \
-                        .value = value,                                                       \
-                        .pse = pse,                                                           \
-                        .drop_mask = drop,                                                    \
-                        .mask = mask,                                                         \
-                        .query_rope = ROPE,                                                   \
-                        .key_rope = KEY_ROPE,                                                 \
-                        .sink = SINK,                                                         \
-                        .prefix = prefix,                                                     \
-                        .query_ends = QUERY_ENDS,                                             \
-                        .kv_ends = KV_ENDS,                                                   \
-                        .query_first = QUERY_FIRST,                                           \
-                        .key_first = KEY_FIRST,                                               \
-                        .scale = scale,                                                       \
-                        .keep = keep,                                                         \
-                        .before = before,                                                     \
-                        .after = after,                                                       \
-                        .heads = heads,                                                       \
-                        .layout = layout,                                                     \
-                        .sparse_mode = sparse_mode,                                           \
-                        .pse_type = PSE_TYPE,                                                 \
-                        .stats_layout = STATS,                                                \
-                        .most = or_none(most),                                                \
-                        .sum = or_none(sum)},                                                 \
-        out, grad,                                                                            \
-        {query_grad, key_grad, value_grad, ROPE_GRAD, KEY_ROPE_GRAD, or_none(pse_grad),       \
-            SINK_GRAD});                                                                      \
-  }
-CHECKED(aclnnFlashAttentionScoreGrad, (GRAD_INPUTS, Opt<Ints> prefix, SETTINGS, GRAD_RESULTS),
-    BACKWARD({}, {}, {}, {}, {}, {}, {}, 1, "", {}, {}, {}))
+CHECKED(aclnnFlashAttentionScoreGrad,
+    (GradInputs in, Opt<Ints> prefix, FlashSettings settings, Gradients to),
+    { return backward(in, settings, to, {prefix}); })
 CHECKED(aclnnFlashAttentionScoreGradV2,
-    (GRAD_INPUTS, Opt<Ints> prefix, STARTS, SETTINGS, int64_t pse_type, GRAD_RESULTS),
-    BACKWARD({}, {}, {}, {}, {}, query_first, key_first, pse_type, "", {}, {}, {}))
+    (GradInputs in, Opt<Ints> prefix, Starts starts, FlashSettings settings, int64_t pse_type,
+        Gradients to),
+    { return backward(in, settings, to, {prefix, {}, starts, pse_type}); })
 CHECKED(aclnnFlashAttentionScoreGradV3,
-    (GRAD_INPUTS, Opt<Tensor> sink, Opt<Ints> prefix, STARTS, SETTINGS, int64_t pse_type,
-        GRAD_RESULTS, Opt<Tensor> sink_grad),
-    BACKWARD(
-        {}, {}, sink, {}, {}, query_first, key_first, pse_type, "", {}, {}, or_none(sink_grad)))
+    (GradInputs in, Opt<Tensor> sink, Opt<Ints> prefix, Starts starts, FlashSettings settings,
+        int64_t pse_type, Gradients to, Opt<Tensor> sink_grad),
+    { return backward(in, settings, to, {prefix, {}, starts, pse_type, "", sink}, sink_grad); })
 CHECKED(aclnnFlashAttentionUnpaddingScoreGrad,
-    (GRAD_INPUTS, Opt<Ints> prefix, ENDS, SETTINGS, GRAD_RESULTS),
-    BACKWARD({}, {}, {}, query_ends, kv_ends, {}, {}, 1, "", {}, {}, {}))
+    (GradInputs in, Opt<Ints> prefix, Ends ends, FlashSettings settings, Gradients to),
+    { return backward(in, settings, to, {prefix, ends}); })
 CHECKED(aclnnFlashAttentionUnpaddingScoreGradV2,
-    (GRAD_INPUTS, Opt<Ints> prefix, ENDS, STARTS, SETTINGS, int64_t pse_type, GRAD_RESULTS),
-    BACKWARD({}, {}, {}, query_ends, kv_ends, query_first, key_first, pse_type, "", {}, {}, {}))
+    (GradInputs in, Opt<Ints> prefix, Ends ends, Starts starts, FlashSettings settings,
+        int64_t pse_type, Gradients to),
+    { return backward(in, settings, to, {prefix, ends, starts, pse_type}); })
 CHECKED(aclnnFlashAttentionUnpaddingScoreGradV3,
-    (ROPED_GRAD_INPUTS, Opt<Ints> prefix, ENDS, STARTS, SETTINGS, int64_t pse_type,
-        ROPED_GRAD_RESULTS),
-    BACKWARD(query_rope, key_rope, {}, query_ends, kv_ends, query_first, key_first, pse_type, "",
-        or_none(query_rope_grad), or_none(key_rope_grad), {}))
+    (RopedGradInputs in, Opt<Ints> prefix, Ends ends, Starts starts, FlashSettings settings,
+        int64_t pse_type, RopedGradients to),
+    { return backward(in, settings, to, {prefix, ends, starts, pse_type}); })
 CHECKED(aclnnFlashAttentionUnpaddingScoreGradV4,
-    (GRAD_INPUTS, Opt<Ints> prefix, ENDS, SETTINGS, GRAD_RESULTS, Text stats_layout),
-    BACKWARD({}, {}, {}, query_ends, kv_ends, {}, {}, 1, stats_layout, {}, {}, {}))
+    (GradInputs in, Opt<Ints> prefix, Ends ends, FlashSettings settings, Gradients to,
+        Text stats_layout),
+    { return backward(in, settings, to, {prefix, ends, {}, 1, stats_layout}); })
 CHECKED(aclnnFlashAttentionUnpaddingScoreGradV5,
-    (ROPED_GRAD_INPUTS, Opt<Tensor> sink, Opt<Ints> prefix, ENDS, STARTS, SETTINGS,
-        int64_t pse_type, Text stats_layout, ROPED_GRAD_RESULTS, Opt<Tensor> sink_grad),
-    BACKWARD(query_rope, key_rope, sink, query_ends, kv_ends, query_first, key_first, pse_type,
-        stats_layout, or_none(query_rope_grad), or_none(key_rope_grad), or_none(sink_grad)))
+    (RopedGradInputs in, Opt<Tensor> sink, Opt<Ints> prefix, Ends ends, Starts starts,
+        FlashSettings settings, int64_t pse_type, Text stats_layout, RopedGradients to,
+        Opt<Tensor> sink_grad),
+    {
+      return backward(
+          in, settings, to, {prefix, ends, starts, pse_type, stats_layout, sink}, sink_grad);
+    })

@@ -18,13 +18,32 @@ Antiquant antiquant(const Opt<Tensor>& own_scale, const Opt<Tensor>& own_offset,
   return {scale->select(0, part), offset ? offset->select(0, part) : Tensor(), mode};
 }
 
-Computation computation(FusedInfer fused) {
+struct InferResults {
+  Tensor out;
+  Opt<Tensor> lse;
+  FIELDS(out, lse)
+};
+struct IncreInputs : InferInputs {
+  FIELDS(query, key, value, pse, mask, kv_lengths, dequant1, quant1, dequant2, out_scale,
+      out_offset, both_scale, both_offset, block_table, kv_padding)
+};
+struct IncreSettings : InferSettings {
+  FIELDS(heads, scale, layout, groups, block_size, inner_precise)
+};
+
+Computation computation(const InferInputs& in, const InferRope& rope, const InferSettings& settings,
+    const InferResults& to, const Opt<Tensor>& sink = {}, const Opt<Tensor>& query_scale = {}) {
+  refuse_given("key_rope_antiquant_scale", rope.rope_scale);
+  refuse_given("an int8 query (dequant_scale1, quant_scale1, dequant_scale2)", in.dequant1,
+      in.quant1, in.dequant2);
+  FusedInfer fused{in, rope, settings, sink, query_scale,
+      antiquant(in.key_scale, in.key_offset, settings.key_mode, in.both_scale, in.both_offset,
+          settings.both_mode, 0),
+      antiquant(in.value_scale, in.value_offset, settings.value_mode, in.both_scale, in.both_offset,
+          settings.both_mode, 1),
+      to.out, settings.want_lse ? to.lse.value_or(Tensor()) : Tensor()};
   fused.checked();
   return [fused = std::move(fused)]() mutable { fused.run(); };
-}
-
-Tensor wanted(bool want, const Opt<Tensor>& lse) {
-  return want ? lse.value_or(Tensor()) : Tensor();
 }
 
 }  // namespace
@@ -40,77 +59,20 @@ Tensor wanted(bool want, const Opt<Tensor>& lse) {
   NAME##GetMaxWorkspaceSize();                                                     \
   }
 
-#define COMMON                                                                                     \
-  Tensor query, Tensors key, Tensors value, Opt<Tensor> pse, Opt<Tensor> mask,                     \
-      Opt<Ints> query_lengths, Opt<Ints> kv_lengths, Opt<Tensor> dequant1, Opt<Tensor> quant1,     \
-      Opt<Tensor> dequant2, Opt<Tensor> out_scale, Opt<Tensor> out_offset, Opt<Tensor> both_scale, \
-      Opt<Tensor> both_offset, Opt<Tensor> table, Opt<Tensor> query_padding,                       \
-      Opt<Tensor> kv_padding, Opt<Tensor> key_scale, Opt<Tensor> key_offset,                       \
-      Opt<Tensor> value_scale, Opt<Tensor> value_offset, Opt<Tensor> key_prefix,                   \
-      Opt<Tensor> value_prefix, Opt<Ints> prefix_lengths
-#define SHAPES                                                                                    \
-  int64_t heads, double scale, int64_t before, int64_t after, Text layout, int64_t groups,        \
-      int64_t sparse_mode, int64_t precise, int64_t block_size, int64_t both_mode, bool want_lse, \
-      int64_t key_mode, int64_t value_mode
-#define FUSED_INFER(QUERY_ROPE, KEY_ROPE, SINK, QUERY_SCALE)                                       \
-  refuse_given(                                                                                    \
-      "an int8 query (dequant_scale1, quant_scale1, dequant_scale2)", dequant1, quant1, dequant2); \
-  return computation({.query = query,                                                              \
-      .key = key,                                                                                  \
-      .value = value,                                                                              \
-      .pse = pse,                                                                                  \
-      .mask = mask,                                                                                \
-      .query_lengths = query_lengths,                                                              \
-      .kv_lengths = kv_lengths,                                                                    \
-      .block_table = table,                                                                        \
-      .query_padding = query_padding,                                                              \
-      .kv_padding = kv_padding,                                                                    \
-      .key_prefix = key_prefix,                                                                    \
-      .value_prefix = value_prefix,                                                                \
-      .prefix_lengths = prefix_lengths,                                                            \
-      .query_rope = QUERY_ROPE,                                                                    \
-      .key_rope = KEY_ROPE,                                                                        \
-      .sink = SINK,                                                                                \
-      .query_scale = QUERY_SCALE,                                                                  \
-      .key_quant =                                                                                 \
-          antiquant(key_scale, key_offset, key_mode, both_scale, both_offset, both_mode, 0),       \
-      .value_quant =                                                                               \
-          antiquant(value_scale, value_offset, value_mode, both_scale, both_offset, both_mode, 1), \
-      .out_scale = out_scale,                                                                      \
-      .out_offset = out_offset,                                                                    \
-      .heads = heads,                                                                              \
-      .groups = groups,                                                                            \
-      .block_size = block_size,                                                                    \
-      .scale = scale,                                                                              \
-      .before = before,                                                                            \
-      .after = after,                                                                              \
-      .layout = layout,                                                                            \
-      .sparse_mode = sparse_mode,                                                                  \
-      .inner_precise = precise,                                                                    \
-      .out = out,                                                                                  \
-      .lse = wanted(want_lse, lse)})
-
 // Before CANN 8.1.RC1.
-CHECKED(aclnnFusedInferAttentionScoreV2, (COMMON, SHAPES, Tensor out, Opt<Tensor> lse),
-    { FUSED_INFER({}, {}, {}, {}); })
+CHECKED(aclnnFusedInferAttentionScoreV2, (InferInputs in, InferSettings settings, InferResults to),
+    { return computation(in, {}, settings, to); })
 MAX_WORKSPACE(aclnnFusedInferAttentionScoreV2)
 
 CHECKED(aclnnFusedInferAttentionScoreV3,
-    (COMMON, Opt<Tensor> query_rope, Opt<Tensor> key_rope, Opt<Tensor> rope_scale, SHAPES,
-        Tensor out, Opt<Tensor> lse),
-    {
-      refuse_given("key_rope_antiquant_scale", rope_scale);
-      FUSED_INFER(query_rope, key_rope, {}, {});
-    })
+    (InferInputs in, InferRope rope, InferSettings settings, InferResults to),
+    { return computation(in, rope, settings, to); })
 MAX_WORKSPACE(aclnnFusedInferAttentionScoreV3)
 
 CHECKED(aclnnFusedInferAttentionScoreV4,
-    (COMMON, Opt<Tensor> query_rope, Opt<Tensor> key_rope, Opt<Tensor> rope_scale,
-        Opt<Tensor> query_scale, Opt<Tensor> sink, SHAPES, int64_t, Tensor out, Opt<Tensor> lse),
-    {
-      refuse_given("key_rope_antiquant_scale", rope_scale);
-      FUSED_INFER(query_rope, key_rope, sink, query_scale);
-    })
+    (InferInputs in, InferRope rope, Opt<Tensor> query_scale, Opt<Tensor> sink,
+        InferSettings settings, int64_t, InferResults to),
+    { return computation(in, rope, settings, to, sink, query_scale); })
 MAX_WORKSPACE(aclnnFusedInferAttentionScoreV4)
 
 CHECKED(aclnnPromptFlashAttentionV3,
@@ -118,62 +80,26 @@ CHECKED(aclnnPromptFlashAttentionV3,
         Opt<Ints> query_lengths, Opt<Ints> kv_lengths, Opt<Tensor> dequant1, Opt<Tensor> quant1,
         Opt<Tensor> dequant2, Opt<Tensor> out_scale, Opt<Tensor> out_offset, int64_t heads,
         double scale, int64_t before, int64_t after, Text layout, int64_t groups,
-        int64_t sparse_mode, int64_t precise, Tensor out),
+        int64_t sparse_mode, int64_t inner_precise, Tensor out),
     {
       refuse_given(
           "an int8 query (deq_scale1, quant_scale1, deq_scale2)", dequant1, quant1, dequant2);
       one_of<Text>("input_layout", layout, {"BSH", "BSND", "BNSD", "BNSD_BSND", "NSD"});
       return computation({.query = query,
-          .key = {key},
-          .value = {value},
-          .pse = pse,
-          .mask = mask,
-          .query_lengths = query_lengths,
-          .kv_lengths = kv_lengths,
-          .out_scale = out_scale,
-          .out_offset = out_offset,
-          .heads = heads,
-          .groups = groups,
-          .scale = scale,
-          .before = before,
-          .after = after,
-          .layout = layout,
-          .sparse_mode = sparse_mode,
-          .inner_precise = precise,
-          .out = out});
+                             .key = {key},
+                             .value = {value},
+                             .pse = pse,
+                             .mask = mask,
+                             .query_lengths = query_lengths,
+                             .kv_lengths = kv_lengths,
+                             .out_scale = out_scale,
+                             .out_offset = out_offset},
+          {}, {heads, scale, before, after, layout, groups, sparse_mode, inner_precise}, {out, {}});
     })
 
-CHECKED(aclnnIncreFlashAttentionV4,
-    (Tensor query, Tensors key, Tensors value, Opt<Tensor> pse, Opt<Tensor> mask,
-        Opt<Ints> kv_lengths, Opt<Tensor> dequant1, Opt<Tensor> quant1, Opt<Tensor> dequant2,
-        Opt<Tensor> out_scale, Opt<Tensor> out_offset, Opt<Tensor> both_scale,
-        Opt<Tensor> both_offset, Opt<Tensor> table, Opt<Tensor> kv_padding, int64_t heads,
-        double scale, Text layout, int64_t groups, int64_t block_size, int64_t precise, Tensor out),
-    {
-      refuse_given("an int8 query (dequant_scale1, quant_scale1, dequant_scale2)", dequant1, quant1,
-          dequant2);
-      one_of<Text>("input_layout", layout, {"BSH", "BSND", "BNSD"});
-      const int64_t places = layout == "BNSD" ? 2 : 1;
-      require(query.size(places) == 1, "query has ", query.size(places), " tokens; it must be 1");
-      return computation({.query = query,
-          .key = key,
-          .value = value,
-          .pse = pse,
-          .mask = mask,
-          .kv_lengths = kv_lengths,
-          .block_table = table,
-          .kv_padding = kv_padding,
-          .key_quant = antiquant({}, {}, 0, both_scale, both_offset, 0, 0),
-          .value_quant = antiquant({}, {}, 0, both_scale, both_offset, 0, 1),
-          .out_scale = out_scale,
-          .out_offset = out_offset,
-          .heads = heads,
-          .groups = groups,
-          .block_size = block_size,
-          .scale = scale,
-          .before = INT64_MAX,
-          .after = INT64_MAX,
-          .layout = layout,
-          .inner_precise = precise,
-          .out = out});
-    })
+CHECKED(aclnnIncreFlashAttentionV4, (IncreInputs in, IncreSettings settings, Tensor out), {
+  one_of<Text>("input_layout", settings.layout, {"BSH", "BSND", "BNSD"});
+  const int64_t tokens = in.query.size(settings.layout == "BNSD" ? 2 : 1);
+  require(tokens == 1, "query has ", tokens, " tokens; it must be 1");
+  return computation(in, {}, settings, {out, {}});
+})

@@ -296,25 +296,37 @@ CHECKED(aclnnQuantLightningIndexer,
       return run(Indexer{{query_layout, key_layout, query_lengths, key_lengths, table}, query, key,
           weights, query_scale, key_scale, count, sparse_mode, out, {}});
     })
-#define SPARSE_INPUTS                                                             \
-  Tensor query, Tensor key, Tensor value, Tensor indices, Opt<Tensor> table,      \
-      Opt<Tensor> query_lengths, Opt<Tensor> key_lengths, Opt<Tensor> query_rope, \
-      Opt<Tensor> key_rope
-#define SPARSE_SETTINGS                                                                 \
-  double scale, int64_t block, Text query_layout, Text key_layout, int64_t sparse_mode, \
-      int64_t before, int64_t after, int64_t attention_mode, bool with_lse, Tensor out, \
-      Opt<Tensor> most, Opt<Tensor> sum
-#define SPARSE(SINKS)                                                                            \
-  {                                                                                              \
-    check_all_tokens(before, after);                                                             \
-    require(!table || !with_lse, "return_softmax_lse is not supported with pages of keys");      \
-    one_of<int64_t>("attention_mode", attention_mode, {2});                                      \
-    return run(SparseAttention{{query_layout, key_layout, query_lengths, key_lengths, table},    \
-        query, key, value, indices, query_rope, key_rope, SINKS, scale, block, sparse_mode, out, \
-        most, sum});                                                                             \
-  }
-CHECKED(aclnnSparseFlashAttention, (SPARSE_INPUTS, SPARSE_SETTINGS), SPARSE({}))
-CHECKED(aclnnSparseFlashAttentionV2, (SPARSE_INPUTS, Opt<Tensor> sinks, SPARSE_SETTINGS), {
-  chips({"Ascend950"});
-  SPARSE(sinks)
-})
+namespace {
+struct SparseInputs {
+  Tensor query, key, value, indices;
+  Opt<Tensor> table, query_lengths, key_lengths, query_rope, key_rope;
+  FIELDS(query, key, value, indices, table, query_lengths, key_lengths, query_rope, key_rope)
+};
+struct SparseSettings {
+  double scale;
+  int64_t block;
+  Text query_layout, key_layout;
+  int64_t sparse_mode, before, after, attention_mode;
+  bool with_lse;
+  Tensor out;
+  Opt<Tensor> most, sum;
+  FIELDS(scale, block, query_layout, key_layout, sparse_mode, before, after, attention_mode,
+      with_lse, out, most, sum)
+};
+Computation sparse(const SparseInputs& in, const Opt<Tensor>& sinks, const SparseSettings& to) {
+  check_all_tokens(to.before, to.after);
+  require(!in.table || !to.with_lse, "return_softmax_lse is not supported with pages of keys");
+  one_of<int64_t>("attention_mode", to.attention_mode, {2});
+  return run(
+      SparseAttention{{to.query_layout, to.key_layout, in.query_lengths, in.key_lengths, in.table},
+          in.query, in.key, in.value, in.indices, in.query_rope, in.key_rope, sinks, to.scale,
+          to.block, to.sparse_mode, to.out, to.most, to.sum});
+}
+}  // namespace
+CHECKED(aclnnSparseFlashAttention, (SparseInputs in, SparseSettings settings),
+    { return sparse(in, {}, settings); })
+CHECKED(
+    aclnnSparseFlashAttentionV2, (SparseInputs in, Opt<Tensor> sinks, SparseSettings settings), {
+      chips({"Ascend950"});
+      return sparse(in, sinks, settings);
+    })

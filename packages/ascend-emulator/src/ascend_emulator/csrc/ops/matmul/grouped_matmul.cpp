@@ -16,23 +16,39 @@ Computation grouped_matmul(const Grouped& call, const Lists& offset, bool by_ten
   return [=] { call.run(); };
 }
 
+template <class WeightList>
+struct Inputs {
+  Tensors x;
+  WeightList weight;
+  Lists bias, scale, offset, antiquant_scale, antiquant_offset, pertoken;
+  Opt<Tensor> list;
+  Lists act_input, act_scale, act_offset;
+  int64_t split, kind, list_kind, activation;
+  FIELDS(x, weight, bias, scale, offset, antiquant_scale, antiquant_offset, pertoken, list,
+      act_input, act_scale, act_offset, split, kind, list_kind, activation)
+};
+struct Results {
+  Tensors out;
+  Lists act_output, dynamic_scale;
+  FIELDS(out, act_output, dynamic_scale)
+};
+
+template <class WeightList>
+Computation grouped_matmul(const Inputs<WeightList>& in, const Results& to) {
+  return grouped_matmul(
+      {in.x, in.weight, in.bias, in.scale, in.antiquant_scale, in.antiquant_offset, in.pertoken,
+          in.list, in.split, in.kind, in.list_kind, in.activation, to.out},
+      in.offset, true);
+}
+
 }  // namespace
 
-#define GROUPED_MATMUL(NAME, WEIGHTS, ...)                                                      \
-  CHECKED(NAME,                                                                                 \
-      (Tensors x, WEIGHTS weight, Lists bias, Lists scale, Lists offset, Lists antiquant_scale, \
-          Lists antiquant_offset, Lists pertoken, Opt<Tensor> list, Lists, Lists, Lists,        \
-          int64_t split, int64_t kind, int64_t list_kind, int64_t activation,                   \
-          __VA_ARGS__ Tensors out, Lists, Lists),                                               \
-      {                                                                                         \
-        const Grouped call{x, weight, bias, scale, antiquant_scale, antiquant_offset, pertoken, \
-            list, split, kind, list_kind, activation, out};                                     \
-        return grouped_matmul(call, offset, true);                                              \
-      })
-GROUPED_MATMUL(aclnnGroupedMatmulV4, Tensors)
-GROUPED_MATMUL(aclnnGroupedMatmulV5, Tensors, Opt<Ints>, )  // tuning_config
-GROUPED_MATMUL(aclnnGroupedMatmulWeightNz, Weights, Opt<Ints>,
-    int64_t, )  // tuning_config, quant_per_group_size
+CHECKED(aclnnGroupedMatmulV4, (Inputs<Tensors> in, Results to), { return grouped_matmul(in, to); })
+CHECKED(aclnnGroupedMatmulV5, (Inputs<Tensors> in, Opt<Ints> tuning_config, Results to),
+    { return grouped_matmul(in, to); })
+CHECKED(aclnnGroupedMatmulWeightNz,
+    (Inputs<Weights> in, Opt<Ints> tuning_config, int64_t quant_per_group_size, Results to),
+    { return grouped_matmul(in, to); })
 // group_list is a list of cumulative integers.
 CHECKED(aclnnGroupedMatmul,
     (Tensors x, Tensors weight, Lists bias, Lists scale, Lists offset, Lists antiquant_scale,

@@ -170,17 +170,33 @@ CHECKED(aclnnGroupedMatmulSwigluQuantWeightNZ,
     {
       return swiglu_quant(x, weight, weight_scale, bias, x_scale, {}, list, 0, 0, out, out_scale);
     })
-#define SWIGLU_QUANT(NAME, WEIGHTS)                                                               \
-  CHECKED(NAME,                                                                                   \
-      (Tensor x, WEIGHTS weight, Tensors weight_scale, Lists assist, Opt<Tensor>, Tensor x_scale, \
-          Opt<Tensor> smooth, Tensor list, int64_t dequant_mode, int64_t, int64_t quant_mode,     \
-          int64_t list_kind, Opt<Ints>, Tensor out, Tensor out_scale),                            \
-      {                                                                                           \
-        one_of("quant_mode", quant_mode, {int64_t{0}});                                           \
-        within("dequant_mode", dequant_mode, int64_t{0}, int64_t{1});                             \
-        return swiglu_quant(x, weight.at(0), weight_scale.at(0),                                  \
-            empty(assist) ? Opt<Tensor>() : Opt<Tensor>(assist->front()), x_scale, smooth, list,  \
-            dequant_mode, list_kind, out, out_scale);                                             \
-      })
-SWIGLU_QUANT(aclnnGroupedMatmulSwigluQuantV2, Tensors)
-SWIGLU_QUANT(aclnnGroupedMatmulSwigluQuantWeightNzV2, Weights)
+namespace {
+template <class WeightList>
+struct SwigluQuant {
+  Tensor x;
+  WeightList weight;
+  Tensors weight_scale;
+  Lists assist;
+  Opt<Tensor> bias;
+  Tensor x_scale;
+  Opt<Tensor> smooth;
+  Tensor list;
+  int64_t dequant_mode, dequant_dtype, quant_mode, list_kind;
+  Opt<Ints> tuning_config;
+  Tensor out, out_scale;
+  FIELDS(x, weight, weight_scale, assist, bias, x_scale, smooth, list, dequant_mode, dequant_dtype,
+      quant_mode, list_kind, tuning_config, out, out_scale)
+
+  Computation computation() const {
+    one_of("quant_mode", quant_mode, {int64_t{0}});
+    within("dequant_mode", dequant_mode, int64_t{0}, int64_t{1});
+    return swiglu_quant(x, weight.at(0), weight_scale.at(0),
+        empty(assist) ? Opt<Tensor>() : Opt<Tensor>(assist->front()), x_scale, smooth, list,
+        dequant_mode, list_kind, out, out_scale);
+  }
+};
+}  // namespace
+CHECKED(
+    aclnnGroupedMatmulSwigluQuantV2, (SwigluQuant<Tensors> call), { return call.computation(); })
+CHECKED(aclnnGroupedMatmulSwigluQuantWeightNzV2, (SwigluQuant<Weights> call),
+    { return call.computation(); })

@@ -97,32 +97,48 @@ struct Quantized {
   }
 };
 
-Computation quant_matmul(const Quantized& product, const Opt<Tensor>& y_scale, bool t1, bool t2) {
-  require(absent(y_scale), "y_scale is for float8, on Ascend950; None is allowed");
-  require(!t1 && !t2, "transposing flags are not emulated; torch_npu passes transposed views");
-  product.check_arguments();
-  return [=] { product.run(); };
-}
+template <class Matrix>
+struct QuantMatmul {
+  Tensor x1;
+  Matrix x2;
+  Opt<Tensor> pertoken;
+  Tensor scale;
+  Opt<Tensor> y_scale, x1_offset, offset, y_offset, bias;
+  bool transpose_x1, transpose_x2;
+  int64_t group_size;
+  Tensor out;
+  FIELDS(x1, x2, pertoken, scale, y_scale, x1_offset, offset, y_offset, bias, transpose_x1,
+      transpose_x2, group_size, out)
+
+  Computation computation() const {
+    require(absent(y_scale), "y_scale is for float8, on Ascend950; None is allowed");
+    require(!transpose_x1 && !transpose_x2,
+        "transposing flags are not emulated; torch_npu passes transposed views");
+    const Quantized product{x1, x2, scale, offset, pertoken, bias, y_offset, out};
+    product.check_arguments();
+    return [=] { product.run(); };
+  }
+};
 
 }  // namespace
 
-#define QUANT_MATMUL(NAME, WEIGHT)                                                                 \
-  CHECKED(NAME,                                                                                    \
-      (Tensor x1, WEIGHT x2, Opt<Tensor> pertoken, Tensor scale, Opt<Tensor> y_scale, Opt<Tensor>, \
-          Opt<Tensor> offset, Opt<Tensor> y_offset, Opt<Tensor> bias, bool t1, bool t2, int64_t,   \
-          Tensor out),                                                                             \
-      {                                                                                            \
-        return quant_matmul(                                                                       \
-            {x1, x2, scale, offset, pertoken, bias, y_offset, out}, y_scale, t1, t2);              \
-      })
-QUANT_MATMUL(aclnnQuantMatmulV5, Tensor)
-QUANT_MATMUL(aclnnQuantMatmulWeightNz, Weight)
+CHECKED(aclnnQuantMatmulV5, (QuantMatmul<Tensor> call), { return call.computation(); })
+CHECKED(aclnnQuantMatmulWeightNz, (QuantMatmul<Weight> call), { return call.computation(); })
 
 namespace {
 
-Computation weight_quant(const Tensor& x, const Tensor& weight, const Tensor& scale,
-    const Opt<Tensor>& offset, const Opt<Tensor>& quant_scale, const Opt<Tensor>& quant_offset,
-    const Opt<Tensor>& bias, int group, const Tensor& out) {
+struct WeightQuant {
+  Tensor x;
+  Weight weight;
+  Tensor scale;
+  Opt<Tensor> offset, quant_scale, quant_offset, bias;
+  int group;
+  FIELDS(x, weight, scale, offset, quant_scale, quant_offset, bias, group)
+
+  Computation computation(const Tensor& out) const;
+};
+
+Computation WeightQuant::computation(const Tensor& out) const {
   one_of("x", x, kHalves);
   one_of("weight", weight, {at::kChar, at::kInt});
   one_of("antiquant_scale", scale, {at::kHalf, at::kBFloat16, at::kLong, at::kUInt64});
@@ -141,8 +157,8 @@ Computation weight_quant(const Tensor& x, const Tensor& weight, const Tensor& sc
   if (quant_scale)
     require(quant_scale->numel() == 1 || quant_scale->numel() == n, "quant_scale has shape ",
         quant_scale->sizes(), "; allowed: one, or ", n);
-  return [=] {
-    const auto integers = weight.scalar_type() == at::kInt ? unpack_matrix(weight) : weight;
+  return [=, *this] {
+    const auto integers = weight.scalar_type() == at::kInt ? unpack_matrix(weight) : Tensor(weight);
     const auto spread = [&](const Tensor& parameter) {
       const auto fp32 = scale_values(parameter);
       if (fp32.numel() == 1) return fp32.reshape({1, 1});
@@ -165,20 +181,13 @@ Computation weight_quant(const Tensor& x, const Tensor& weight, const Tensor& sc
 
 }  // namespace
 
-#define WEIGHT_QUANT(NAME)                                                                 \
-  CHECKED(NAME,                                                                            \
-      (Tensor x, Weight weight, Tensor scale, Opt<Tensor> offset, Opt<Tensor> quant_scale, \
-          Opt<Tensor> quant_offset, Opt<Tensor> bias, int group, Tensor out),              \
-      {                                                                                    \
-        return weight_quant(                                                               \
-            x, weight, scale, offset, quant_scale, quant_offset, bias, group, out);        \
-      })
-WEIGHT_QUANT(aclnnWeightQuantBatchMatmulV2)
-WEIGHT_QUANT(aclnnWeightQuantBatchMatmulNz)  // on Ascend950, where V2 takes no weight in FRACTAL_NZ
-CHECKED(aclnnWeightQuantBatchMatmulV3,
-    (Tensor x, Weight weight, Tensor scale, Opt<Tensor> offset, Opt<Tensor> quant_scale,
-        Opt<Tensor> quant_offset, Opt<Tensor> bias, int group, int64_t, Tensor out),
-    { return weight_quant(x, weight, scale, offset, quant_scale, quant_offset, bias, group, out); })
+CHECKED(aclnnWeightQuantBatchMatmulV2, (WeightQuant call, Tensor out),
+    { return call.computation(out); })
+// On Ascend950, where V2 takes no weight in FRACTAL_NZ.
+CHECKED(aclnnWeightQuantBatchMatmulNz, (WeightQuant call, Tensor out),
+    { return call.computation(out); })
+CHECKED(aclnnWeightQuantBatchMatmulV3, (WeightQuant call, int64_t inner_precise, Tensor out),
+    { return call.computation(out); })
 
 // y[:, offset : offset + size] + scale x A[index] B[index]; an invalid index leaves the row
 // unchanged (no LoRA adapter).

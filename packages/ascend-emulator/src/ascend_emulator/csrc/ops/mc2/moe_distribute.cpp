@@ -26,22 +26,22 @@ static bool hierarchy_by_variables() {
          is("HCCL_INTRA_ROCE_ENABLE", "0");
 }
 
-Experts::Experts(Version version, const std::string& group, int64_t ranks, int64_t rank,
-    int64_t experts, int64_t tp_ranks, int64_t shard_type, int64_t shared, int64_t shared_ranks,
-    int64_t global_tokens, const std::string& given, int64_t zero, int64_t copy, int64_t constant)
+Experts::Experts(
+    Version version, const MoeSettings& at, const Text& given, const SpecialExperts& special)
     : version(version),
-      on(hccl::group("group_ep", group)),
-      experts(experts),
-      shared(shared),
-      shared_ranks(shared_ranks),
-      global_tokens(global_tokens),
-      zero(zero),
-      copy(copy),
-      constant(constant),
+      on(hccl::group("group_ep", at.group_ep)),
+      experts(at.moe_expert_num),
+      shared(at.shared_num),
+      shared_ranks(at.shared_rank_num),
+      global_tokens(at.global_bs),
+      zero(special.zero_num),
+      copy(special.copy_num),
+      constant(special.const_num),
       algorithm(version != Version::one && given.empty() && hierarchy_by_variables() ? "hierarchy"
                                                                                      : given) {
   chips({"Ascend910B", "Ascend910_93", "Ascend950"});
   const bool a2 = is_chip("Ascend910B"), first = version == Version::one;
+  const int64_t ranks = at.ep_world_size;
   using List = std::initializer_list<int64_t>;
   if (first)
     one_of("ep_world_size", ranks, a2 ? List{16, 32, 64} : List{8, 16, 32, 64, 128, 144, 256, 288});
@@ -56,11 +56,11 @@ Experts::Experts(Version version, const std::string& group, int64_t ranks, int64
   else
     within("ep_world_size", ranks, 2, 768);
   hccl::check_ranks("ep_world_size", ranks, *on);
-  require(rank == on->rank, "ep_rank_id is ", rank, "; this process is rank ", on->rank,
-      " of the communicator ", on->name);
+  require(at.ep_rank_id == on->rank, "ep_rank_id is ", at.ep_rank_id, "; this process is rank ",
+      on->rank, " of the communicator ", on->name);
   // "当前版本不支持TP域通信": 0 and 1 mean no tensor parallelism.
-  within("tp_world_size", tp_ranks, 0, 1);
-  one_of("expert_shard_type", shard_type, {int64_t{0}});
+  within("tp_world_size", at.tp_world_size, 0, 1);
+  one_of("expert_shard_type", at.shard_type, {int64_t{0}});
   using Names = std::initializer_list<std::string>;
   if (!first)
     one_of("comm_alg", given,
@@ -79,7 +79,7 @@ Experts::Experts(Version version, const std::string& group, int64_t ranks, int64
       require(ranks % shared_ranks == 0, "shared_expert_rank_num is ", shared_ranks,
           "; it must divide ep_world_size, ", ranks);
   } else {
-    this->shared = 0;
+    shared = 0;
   }
   within("moe_expert_num", experts, 1, first || (algorithm == "hierarchy" && !a2) ? 512 : 1024);
   multiple("moe_expert_num", experts, ranks - shared_ranks);

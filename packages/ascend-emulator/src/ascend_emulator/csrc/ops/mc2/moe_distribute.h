@@ -24,20 +24,30 @@ struct Slot {
 };
 using Slots = std::vector<Slot>;
 
+// Arguments shared by dispatch and combine.
+struct MoeSettings {
+  Text group_ep;
+  int64_t ep_world_size, ep_rank_id, moe_expert_num;
+  Text group_tp;
+  int64_t tp_world_size, tp_rank_id, shard_type, shared_num, shared_rank_num, global_bs, quant_mode;
+};
+// Their numbers; their ids follow those of the MoE experts.
+struct SpecialExperts {
+  int64_t zero_num = 0, copy_num = 0, const_num = 0;
+  FIELDS(zero_num, copy_num, const_num)
+};
+
 // Placement of the experts: ranks of shared experts first, equally many per shared expert; then the
 // ranks of MoE experts.
 struct Experts {
   Version version;
   std::shared_ptr<hccl::Communicator> on;
   int64_t experts, shared, shared_ranks, global_tokens;
-  int64_t zero = 0, copy = 0,
-          constant = 0;  // numbers of special experts, whose ids follow the MoE experts'
+  int64_t zero, copy, constant;  // numbers of special experts
   std::string algorithm;
 
-  Experts(Version version, const std::string& group, int64_t ranks, int64_t rank, int64_t experts,
-      int64_t tp_ranks, int64_t shard_type, int64_t shared, int64_t shared_ranks,
-      int64_t global_tokens, const std::string& algorithm, int64_t zero, int64_t copy,
-      int64_t constant);
+  Experts(
+      Version version, const MoeSettings& at, const Text& algorithm, const SpecialExperts& special);
 
   void check_tokens(const Tensor& ids, const Opt<Tensor>& mask, int64_t hidden, bool words) const;
   // The communicator's buffer holds what these operators exchange.
@@ -58,11 +68,22 @@ struct Experts {
 // Active choices [tokens, k], from a mask of tokens, of choices, or none.
 Tensor active_choices(const Tensor& ids, const Opt<Tensor>& mask);
 
+struct CombineInputs {
+  Tensor expand_x, expert_ids, info, counts, expert_scales;
+  Opt<Tensor> tp_send_counts, x_active_mask, activation_scale, weight_scale, group_list,
+      expand_scales;
+  FIELDS(expand_x, expert_ids, info, counts, expert_scales, tp_send_counts, x_active_mask,
+      activation_scale, weight_scale, group_list, expand_scales)
+};
+struct SpecialInputs {
+  Opt<Tensor> ori_x, alpha1, alpha2, const_v;
+  FIELDS(ori_x, alpha1, alpha2, const_v)
+};
+
 // Combines the experts' results to this rank's tokens.
-struct Combine {
+struct Combine : CombineInputs, SpecialInputs {
   Experts at;
-  Tensor expand_x, ids, info, counts, scales;
-  Opt<Tensor> mask, shared_x, original, alpha1, alpha2, added;
+  Opt<Tensor> shared_x;
 
   void check_arguments() const;
   void run(const std::function<void(const Tensor&)>& use)
@@ -81,15 +102,5 @@ inline void no_times(const Opt<Tensor>& performance_info) {
 }
 
 }  // namespace emu::mc2
-
-// Parameters that later versions of an operator have.
-#define ELASTIC_INFO Opt<Tensor> elastic_info,
-#define PERFORMANCE_INFO Opt<Tensor> performance_info,
-#define SPECIAL_EXPERTS int64_t zero_num, int64_t copy_num, int64_t const_num,
-#define SPECIAL_INPUTS \
-  Opt<Tensor> ori_x, Opt<Tensor> alpha1, Opt<Tensor> alpha2, Opt<Tensor> const_v,
-// In the body of an earlier version.
-#define NO_SPECIAL_EXPERTS const int64_t zero_num = 0, copy_num = 0, const_num = 0
-#define NO_SPECIAL_INPUTS const Opt<Tensor> ori_x, alpha1, alpha2, const_v
 
 #endif  // ASCEND_EMULATOR_OPS_MC2_MOE_DISTRIBUTE_H

@@ -14,12 +14,24 @@ namespace {
 
 constexpr int64_t kTail = 16;  // bytes sent with a row: scale, expert weight, token and choice
 
-struct Dispatch {
-  Experts at;
-  Tensor x, ids;
-  Opt<Tensor> scales, mask, weights;
-  int64_t quant_mode, nums_type;
+struct DispatchInputs {
+  Tensor x, expert_ids;
+  Opt<Tensor> scales, x_active_mask, expert_scales;
+  FIELDS(x, expert_ids, scales, x_active_mask, expert_scales)
+};
+struct DispatchSettings : MoeSettings {
+  int64_t nums_type;
+  FIELDS(group_ep, ep_world_size, ep_rank_id, moe_expert_num, group_tp, tp_world_size, tp_rank_id,
+      shard_type, shared_num, shared_rank_num, quant_mode, global_bs, nums_type)
+};
+struct DispatchResults {
   Tensor expand_x, dynamic_scales, info, token_nums, counts, tp_counts, expand_scales;
+  FIELDS(expand_x, dynamic_scales, info, token_nums, counts, tp_counts, expand_scales)
+};
+
+struct Dispatch : DispatchInputs, DispatchResults {
+  Experts at;
+  int64_t quant_mode, nums_type;
 
   bool words() const { return x.scalar_type() == at::kInt; }
   bool scaled() const { return words() || quant_mode == 2; }
@@ -29,11 +41,11 @@ struct Dispatch {
     one_of("x", x,
         a2 && at.version == Version::two ? DTypes{at::kHalf, at::kBFloat16, at::kInt} : kHalves);
     rank("x", x, 2);
-    const int64_t hidden = x.size(1), choices = ids.size(1);
-    at.check_tokens(ids, mask, hidden, words());
-    at.check_buffer(ids.size(0), choices, hidden, x.element_size());
-    require(x.size(0) == ids.size(0), "x has ", x.size(0), " rows and expert_ids ", ids.size(0),
-        "; they must be the same");
+    const int64_t hidden = x.size(1), choices = expert_ids.size(1);
+    at.check_tokens(expert_ids, x_active_mask, hidden, words());
+    at.check_buffer(expert_ids.size(0), choices, hidden, x.element_size());
+    require(x.size(0) == expert_ids.size(0), "x has ", x.size(0), " rows and expert_ids ",
+        expert_ids.size(0), "; they must be the same");
     // 1, 3 and 4 (static, per group, MX) are of Ascend950.
     one_of("quant_mode", quant_mode,
         words() ? std::initializer_list<int64_t>{0} : std::initializer_list<int64_t>{0, 2});
@@ -50,11 +62,11 @@ struct Dispatch {
       one_of("scales", *scales, {at::kFloat});
       contiguous("scales", *scales);
     }
-    if (!absent(weights)) {
+    if (!absent(expert_scales)) {
       require(a2 || at.algorithm == "hierarchy", "expert_scales is given; on ", chip().name,
           " None is allowed, except with comm_alg hierarchy");
-      one_of("expert_scales", *weights, {at::kFloat});
-      shape("expert_scales", *weights, ids.sizes());
+      one_of("expert_scales", *expert_scales, {at::kFloat});
+      shape("expert_scales", *expert_scales, expert_ids.sizes());
     } else {
       require(at.algorithm != "hierarchy",
           "expert_scales is None; with comm_alg hierarchy it is needed");
@@ -80,7 +92,7 @@ struct Dispatch {
           choices.push_back(slot.choice);
           // The rows of scales: shared experts first.
           experts.push_back(
-              to < at.shared_ranks ? slot.choice - ids.size(1) : at.shared + first + local);
+              to < at.shared_ranks ? slot.choice - expert_ids.size(1) : at.shared + first + local);
         }
       }
       if (to >= at.shared_ranks) first += at.local(to);
@@ -100,9 +112,9 @@ struct Dispatch {
       scale = (1.0 / factor).squeeze(1);
     }
     auto weight = at::zeros({rows}, at::kFloat);
-    if (!absent(weights)) {
-      const auto last = choice.clamp_max(ids.size(1) - 1);
-      weight = weights->index({token, last});
+    if (!absent(expert_scales)) {
+      const auto last = choice.clamp_max(expert_ids.size(1) - 1);
+      weight = expert_scales->index({token, last});
     }
     const auto bytes = [](const Tensor& column) {
       return column.unsqueeze(1).contiguous().view(at::kByte);
@@ -115,10 +127,10 @@ struct Dispatch {
   void run() const {
     const auto call = hccl::fused_header(hccl::kDispatch, x.scalar_type(), x.size(1));
     hccl::fused(*at.on, call, [&] {
-      at.check_same_on_all_ranks(call, ids.size(1),
-          {{"quant_mode", quant_mode}, {"whether expert_scales is given", !absent(weights)}});
+      at.check_same_on_all_ranks(call, expert_ids.size(1),
+          {{"quant_mode", quant_mode}, {"whether expert_scales is given", !absent(expert_scales)}});
       const int64_t ranks = at.ranks(), own = at.local(at.on->rank);
-      const auto routes = at.route(ids, mask);
+      const auto routes = at.route(expert_ids, x_active_mask);
       std::vector<Tensor> sent, received;
       for (int64_t to = 0; to < ranks; ++to) {
         std::vector<int64_t> sizes;
@@ -166,7 +178,7 @@ struct Dispatch {
     expand_x.narrow(0, 0, rows)
         .copy_(all.narrow(1, 0, width).contiguous().view(expand_x.scalar_type()));
     if (scaled()) dynamic_scales.view({-1}).narrow(0, 0, rows).copy_(column(0, at::kFloat));
-    if (!absent(weights)) expand_scales.narrow(0, 0, rows).copy_(column(1, at::kFloat));
+    if (!absent(expert_scales)) expand_scales.narrow(0, 0, rows).copy_(column(1, at::kFloat));
     const auto by_expert = table.sum(0);
     token_nums.copy_(nums_type ? by_expert : by_expert.cumsum(0));
     const auto ends = table.t().reshape({-1}).cumsum(0);
@@ -181,62 +193,47 @@ struct Dispatch {
       return;
     }
     std::vector<int64_t> places(
-        ids.numel());  // index of each choice among those sent to the same expert
+        expert_ids.numel());  // index of each choice among those sent to the same expert
     for (const auto& to : routes) {
       for (const auto& slots : to) {
         for (size_t i = 0; i < slots.size(); ++i)
-          if (slots[i].choice < ids.size(1))
-            places[slots[i].token * ids.size(1) + slots[i].choice] = static_cast<int64_t>(i);
+          if (slots[i].choice < expert_ids.size(1))
+            places[slots[i].token * expert_ids.size(1) + slots[i].choice] = static_cast<int64_t>(i);
       }
     }
     info.copy_(from_ints(places));
   }
 };
 
-Computation dispatch(const Dispatch& one) {
-  one.check_arguments();
-  one.at.on->claim(hccl::kDispatch);
-  return [=] { one.run(); };
+Computation dispatch(Version version, const DispatchInputs& in, const DispatchSettings& settings,
+    const DispatchResults& to, const Text& algorithm = "", const SpecialExperts& special = {}) {
+  const Dispatch call{
+      in, to, {version, settings, algorithm, special}, settings.quant_mode, settings.nums_type};
+  call.check_arguments();
+  call.at.on->claim(hccl::kDispatch);
+  return [=] { call.run(); };
 }
 
 }  // namespace
 
 FUSED(aclnnMoeDistributeDispatch,
-    (Tensor x, Tensor expert_ids, Opt<Tensor> scales, Opt<Tensor> x_active_mask,
-        Opt<Tensor> expert_scales, Text group_ep, int64_t ep_world_size, int64_t ep_rank_id,
-        int64_t moe_expert_num, Text, int64_t tp_world_size, int64_t, int64_t shard_type,
-        int64_t shared_num, int64_t shared_rank_num, int64_t quant_mode, int64_t global_bs,
-        int64_t nums_type, Tensor expand_x, Tensor dynamic_scales, Tensor info, Tensor token_nums,
-        Tensor counts, Tensor tp_counts, Tensor expand_scales),
+    (DispatchInputs in, DispatchSettings settings, DispatchResults to),
+    { return dispatch(Version::one, in, settings, to); })
+FUSED(aclnnMoeDistributeDispatchV2,
+    (DispatchInputs in, DispatchSettings settings, Text comm_alg, DispatchResults to),
+    { return dispatch(Version::two, in, settings, to, comm_alg); })
+FUSED(aclnnMoeDistributeDispatchV3,
+    (DispatchInputs in, Opt<Tensor> elastic_info, DispatchSettings settings, Text comm_alg,
+        SpecialExperts special, DispatchResults to),
     {
-      return dispatch(
-          {{Version::one, group_ep, ep_world_size, ep_rank_id, moe_expert_num, tp_world_size,
-               shard_type, shared_num, shared_rank_num, global_bs, "", 0, 0, 0},
-              x, expert_ids, scales, x_active_mask, expert_scales, quant_mode, nums_type, expand_x,
-              dynamic_scales, info, token_nums, counts, tp_counts, expand_scales});
+      reserved("elastic_info", elastic_info);
+      return dispatch(Version::two, in, settings, to, comm_alg, special);
     })
-
-// ELASTIC and SPECIAL: parameters from V3 on, with performance_info from V4 on.
-#define DISPATCH(NAME, ELASTIC, SPECIAL, FIRST)                                                   \
-  FUSED(NAME,                                                                                     \
-      (Tensor x, Tensor expert_ids, Opt<Tensor> scales, Opt<Tensor> x_active_mask,                \
-          Opt<Tensor> expert_scales, ELASTIC Text group_ep, int64_t ep_world_size,                \
-          int64_t ep_rank_id, int64_t moe_expert_num, Text, int64_t tp_world_size, int64_t,       \
-          int64_t shard_type, int64_t shared_num, int64_t shared_rank_num, int64_t quant_mode,    \
-          int64_t global_bs, int64_t nums_type, Text comm_alg, SPECIAL Tensor expand_x,           \
-          Tensor dynamic_scales, Tensor info, Tensor token_nums, Tensor counts, Tensor tp_counts, \
-          Tensor expand_scales),                                                                  \
-      {                                                                                           \
-        FIRST;                                                                                    \
-        return dispatch({{Version::two, group_ep, ep_world_size, ep_rank_id, moe_expert_num,      \
-                             tp_world_size, shard_type, shared_num, shared_rank_num, global_bs,   \
-                             comm_alg, zero_num, copy_num, const_num},                            \
-            x, expert_ids, scales, x_active_mask, expert_scales, quant_mode, nums_type, expand_x, \
-            dynamic_scales, info, token_nums, counts, tp_counts, expand_scales});                 \
-      })
-DISPATCH(aclnnMoeDistributeDispatchV2, , , NO_SPECIAL_EXPERTS)
-DISPATCH(aclnnMoeDistributeDispatchV3, ELASTIC_INFO, SPECIAL_EXPERTS,
-    reserved("elastic_info", elastic_info))
-DISPATCH(aclnnMoeDistributeDispatchV4, ELASTIC_INFO PERFORMANCE_INFO, SPECIAL_EXPERTS,
-    reserved("elastic_info", elastic_info);
-    no_times(performance_info))
+FUSED(aclnnMoeDistributeDispatchV4,
+    (DispatchInputs in, Opt<Tensor> elastic_info, Opt<Tensor> performance_info,
+        DispatchSettings settings, Text comm_alg, SpecialExperts special, DispatchResults to),
+    {
+      reserved("elastic_info", elastic_info);
+      no_times(performance_info);
+      return dispatch(Version::two, in, settings, to, comm_alg, special);
+    })

@@ -15,26 +15,29 @@ at::Generator generator(int64_t seed, int64_t offset) {
       static_cast<uint64_t>(seed) + static_cast<uint64_t>(offset) * 0x9E3779B97F4A7C15ull);
 }
 
-at::Generator generator(const at::Tensor& seed, const at::Tensor& offset, int64_t within) {
-  return generator(seed.item<int64_t>(), offset.item<int64_t>() + within);
-}
+// The state of a generator in a captured graph.
+struct GraphState {
+  at::Tensor seed, offset;
+  int64_t within;
+  FIELDS(seed, offset, within)
+  at::Generator generator() const {
+    return ::generator(seed.item<int64_t>(), offset.item<int64_t>() + within);
+  }
+};
 
 }  // namespace
 
-#define GRAPH_STATE Tensor seed, Tensor offset, int64_t within
-#define IN_GRAPH generator(seed, offset, within)
-
 OP(aclnnInplaceUniform, (Tensor self, double from, double to, int64_t seed, int64_t offset),
     { self.uniform_(from, to, generator(seed, offset)); })
-OP(aclnnInplaceUniformTensor, (Tensor self, double from, double to, GRAPH_STATE),
-    { self.uniform_(from, to, IN_GRAPH); })
-OP(aclnnInplaceNormalTensor, (Tensor self, float mean, float std, GRAPH_STATE),
-    { self.normal_(mean, std, IN_GRAPH); })
-OP(aclnnInplaceRandomTensor, (Tensor self, int64_t from, int64_t to, GRAPH_STATE),
-    { self.random_(from, to, IN_GRAPH); })
+OP(aclnnInplaceUniformTensor, (Tensor self, double from, double to, GraphState state),
+    { self.uniform_(from, to, state.generator()); })
+OP(aclnnInplaceNormalTensor, (Tensor self, float mean, float std, GraphState state),
+    { self.normal_(mean, std, state.generator()); })
+OP(aclnnInplaceRandomTensor, (Tensor self, int64_t from, int64_t to, GraphState state),
+    { self.random_(from, to, state.generator()); })
 OP(aclnnMultinomialTensor,
-    (Tensor self, int64_t samples, bool replacement, GRAPH_STATE, Tensor out),
-    { at::multinomial_out(out, self, samples, replacement, IN_GRAPH); })
+    (Tensor self, int64_t samples, bool replacement, GraphState state, Tensor out),
+    { at::multinomial_out(out, self, samples, replacement, state.generator()); })
 OP(aclnnInplaceNormal, (Tensor self, float mean, float std, int64_t seed, int64_t offset), {
   if (self.is_floating_point())
     self.normal_(mean, std, generator(seed, offset));
@@ -54,7 +57,8 @@ OP(aclnnInplaceRandom, (Tensor self, int64_t from, int64_t to, int64_t seed, int
 // All values that the dtype represents exactly, from 0 (torch.Tensor.random_).
 OP(aclnnInplaceRandomWithoutFromTo, (Tensor self, int64_t seed, int64_t offset),
     { self.random_(generator(seed, offset)); })
-OP(aclnnInplaceRandomWithoutFromToTensor, (Tensor self, GRAPH_STATE), { self.random_(IN_GRAPH); })
+OP(aclnnInplaceRandomWithoutFromToTensor, (Tensor self, GraphState state),
+    { self.random_(state.generator()); })
 OP(aclnnInplaceBernoulli, (Tensor self, Scalar p, int64_t seed, int64_t offset),
     { self.bernoulli_(p.toDouble(), generator(seed, offset)); })
 OP(aclnnInplaceBernoulliTensor, (Tensor self, Tensor p, int64_t seed, int64_t offset),
