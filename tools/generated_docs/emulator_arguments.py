@@ -19,6 +19,7 @@ from __future__ import annotations
 import argparse
 import re
 import sys
+import textwrap
 from collections import defaultdict
 from pathlib import Path
 
@@ -27,9 +28,11 @@ TARGET = (
     / "packages/ascend-emulator/src/ascend_emulator/csrc/generated/arguments.h"
 )
 HEADER = """\
+// SPDX-License-Identifier: Apache-2.0
+// SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-all project
 // Written by tools/generated_docs/emulator_arguments.py from op-plugin's calls: the C types of an operator's arguments.
 // T aclTensor, L aclTensorList, S aclScalar, R aclScalarList, I aclIntArray, F aclFloatArray, B aclBoolArray, t char*, i 64 bits,
-// n 32 bits, c int8_t, b bool, d double, f float, ? any.
+// n 32 bits, c int8_t, b bool, d double, f float, ? any. Names are without "aclnn".
 """
 # C++ types, without const, references and c10::optional, to C types (ConvertType in
 # op_plugin/utils/op_api_common_base.h).
@@ -192,6 +195,12 @@ def common(operator: str, calls: list[str]) -> str | None:
     )
 
 
+def text_of(rows: dict[str, str]) -> str:
+    """The rows of the table, as many as fit in a line."""
+    cells = (f'{{"{name.removeprefix("aclnn")}","{kinds}"}},' for name, kinds in rows.items())
+    return textwrap.fill(" ".join(cells), 100, break_on_hyphens=False) + "\n"
+
+
 def main() -> None:
     """Parse the command line and write the table or the explanation."""
     parser = argparse.ArgumentParser(
@@ -211,9 +220,7 @@ def main() -> None:
         for operator, calls in rows.items()
         if (kinds := common(operator, calls)) is not None
     }
-    TARGET.write_text(
-        HEADER + "".join(f'{{"{operator}", "{kinds}"}},\n' for operator, kinds in known.items())
-    )
+    TARGET.write_text(HEADER + text_of(known))
     told = sum(kind != "?" for kinds in known.values() for kind in kinds)
     print(
         f"emulator-arguments: {len(known)} of {len(rows)} operators, {told} of"

@@ -19,6 +19,7 @@ from __future__ import annotations
 import argparse
 import re
 import sys
+import textwrap
 import tomllib
 from collections import defaultdict
 from pathlib import Path
@@ -82,11 +83,14 @@ LEFT_OUT = {
     "aclnnInplaceOne",
 }
 HEADER = """\
+// SPDX-License-Identifier: Apache-2.0
+// SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-all project
 // Written by tools/generated_docs/emulator_dtypes.py from torch_npu's documentation for {version}:
 // what an operator's first argument may be on Atlas A2 and A3. Wider than the documentation, which lists what was verified:
 // bfloat16 goes with float16, an integer type with the others and float64, a complex type with float64. Where NPUs took or
 // refused a dtype in PyTorch's own tests, that counts (emulator_verdicts.toml: "on A3").
 // Operators that are not here have no rule: the documentation does not say, or what it says is about something else.
+// A row has dtypes and the operators that have them, without "aclnn"; `--explain OPERATOR` has the reasons.
 """
 
 
@@ -187,6 +191,26 @@ def table(docs: Path, op_plugin: Path) -> dict[str, tuple[set[str], list[str]]]:
     return dict(sorted(rows.items()))
 
 
+def text_of(rows: dict[str, set[str]]) -> str:
+    """The rows of the table, each with the operators of one set of dtypes."""
+    groups: dict[str, list[str]] = defaultdict(list)
+    for operator, dtypes in rows.items():
+        names = " ".join(dtype for dtype in DTYPES if dtype in dtypes)
+        groups[names].append(operator.removeprefix("aclnn"))
+    return "".join(
+        f'{{"{names}", "{" ".join(operators)}"}},\n'
+        if len(names) + sum(map(len, operators)) + len(operators) < 92
+        else f'{{"{names}",\n{quoted(" ".join(operators))}}},\n'
+        for names, operators in sorted(groups.items())
+    )
+
+
+def quoted(text: str) -> str:
+    """A C string of several lines."""
+    lines = textwrap.wrap(text, 93)
+    return "\n".join(f'    "{line}{"" if line is lines[-1] else " "}"' for line in lines)
+
+
 def main() -> None:
     """Parse the command line and write the table or the explanation."""
     parser = argparse.ArgumentParser(
@@ -201,16 +225,11 @@ def main() -> None:
         sys.exit("emulator-dtypes: found nothing; are these the right directories?")
     if arguments.explain:
         print(rows.get(arguments.explain, f"no rule for {arguments.explain}"))
+        for widened in (WIDER, ALONE):
+            print(*widened.get(arguments.explain, ()))
         return
-    lines = [HEADER.format(version=arguments.docs.resolve().name.replace("_", " "))]
-    for operator, (dtypes, sources) in rows.items():
-        notes = [widened[operator][1] for widened in (WIDER, ALONE) if operator in widened]
-        notes += [source for source in sources if " on A3: " in source]
-        note = f"  // {'; '.join(notes)}" if notes else ""
-        lines.append(
-            f'{{"{operator}", "{" ".join(dtype for dtype in DTYPES if dtype in dtypes)}"}},{note}\n'
-        )
-    TARGET.write_text("".join(lines))
+    header = HEADER.format(version=arguments.docs.resolve().name.replace("_", " "))
+    TARGET.write_text(header + text_of({operator: row[0] for operator, row in rows.items()}))
     print(f"emulator-dtypes: {len(rows)} operators")
 
 

@@ -23,7 +23,7 @@ HEADER = re.compile(r"^# (refused|source|seen on hardware):[ ]*(.*)$", re.MULTIL
 CHECK = re.compile(
     r"\b(?:check|require|one_of|same_dtype|rank|shape|within|multiple|contiguous|chips|SHAPE|SAME|BROADCAST|EXPANDS|ALONG|REDUCED|PRODUCT)\("
 )
-DTYPES = re.compile(r'^\{"(\w+)", "', re.MULTILINE)
+DTYPES = re.compile(r'(?<=[" ])[A-Z]\w+')
 
 
 def programs() -> list[list[str]]:
@@ -47,7 +47,8 @@ def operators() -> list[list[str]]:
     for point in coverage.entry_points():
         if point.family.startswith("ops/") and point.state == "computed":
             families.setdefault(point.family, set()).add(point.name)
-    rules = set(DTYPES.findall((SOURCES / "generated" / "dtypes.h").read_text()))
+    table = (SOURCES / "generated" / "dtypes.h").read_text().partition('\n{"')[2]
+    rules = {f"aclnn{name}" for name in DTYPES.findall(table)}
     verdicts = tomllib.loads(VERDICTS.read_text())
     seen = {name for table in verdicts.values() if isinstance(table, dict) for name in table}
     rows = []

@@ -10,26 +10,16 @@ namespace emu {
 namespace {
 
 struct Documented {
-  const char *name, *dtypes;
+  const char *dtypes, *operators;  // without "aclnn"
 };
 constexpr Documented kDocumented[] = {
 #include "generated/dtypes.h"
 };
 
-constexpr std::pair<const char*, at::ScalarType> kNames[] = {
-    {"bf16", at::kBFloat16},
-    {"fp16", at::kHalf},
-    {"fp32", at::kFloat},
-    {"fp64", at::kDouble},
-    {"uint8", at::kByte},
-    {"int8", at::kChar},
-    {"int16", at::kShort},
-    {"int32", at::kInt},
-    {"int64", at::kLong},
-    {"bool", at::kBool},
-    {"complex64", at::kComplexFloat},
-    {"complex128", at::kComplexDouble},
-};
+constexpr std::pair<const char*, at::ScalarType> kNames[] = {{"bf16", at::kBFloat16},
+    {"fp16", at::kHalf}, {"fp32", at::kFloat}, {"fp64", at::kDouble}, {"uint8", at::kByte},
+    {"int8", at::kChar}, {"int16", at::kShort}, {"int32", at::kInt}, {"int64", at::kLong},
+    {"bool", at::kBool}, {"complex64", at::kComplexFloat}, {"complex128", at::kComplexDouble}};
 
 constexpr DTypeSet bit(at::ScalarType dtype) { return DTypeSet{1} << static_cast<int>(dtype); }
 
@@ -47,7 +37,10 @@ DTypeSet parsed(const char* list) {
 DTypeSet documented(const char* name) {
   static const std::unordered_map<std::string, DTypeSet> all = [] {
     std::unordered_map<std::string, DTypeSet> out;
-    for (const auto& each : kDocumented) out.emplace(each.name, parsed(each.dtypes));
+    for (const auto& [dtypes, operators] : kDocumented) {
+      std::istringstream words(operators);
+      for (std::string word; words >> word;) out.emplace("aclnn" + word, parsed(dtypes));
+    }
     return out;
   }();
   const auto found = all.find(name);

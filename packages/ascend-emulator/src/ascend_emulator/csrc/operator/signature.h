@@ -41,6 +41,8 @@ constexpr char kind_of() {
 
 // Whether op-plugin calls the operator with these C types, as far as they are known.
 constexpr bool is_called_with(std::string_view name, std::string_view kinds) {
+  if (!name.starts_with("aclnn")) return true;
+  name.remove_prefix(5);
   const auto* call = std::lower_bound(std::begin(kCalls), std::end(kCalls), name,
       [](const Call& each, std::string_view name) { return each.name < name; });
   if (call == std::end(kCalls) || call->name != name) return true;
