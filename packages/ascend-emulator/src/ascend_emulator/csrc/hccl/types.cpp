@@ -10,24 +10,12 @@
 namespace emu::hccl {
 namespace {
 
-const std::map<int, DataType> kTypes = {
-    {0, {"int8", 1, at::kChar}},
-    {1, {"int16", 2, at::kShort}},
-    {2, {"int32", 4, at::kInt}},
-    {3, {"float16", 2, at::kHalf}},
-    {4, {"float32", 4, at::kFloat}},
-    {5, {"int64", 8, at::kLong}},
-    {6, {"uint64", 8, {}}},
-    {7, {"uint8", 1, at::kByte}},
-    {8, {"uint16", 2, {}}},
-    {9, {"uint32", 4, {}}},
-    {10, {"float64", 8, at::kDouble}},
-    {11, {"bfloat16", 2, at::kBFloat16}},
-    {14, {"hifloat8", 1, {}}},
-    {15, {"float8_e4m3", 1, {}}},
-    {16, {"float8_e5m2", 1, {}}},
-    {17, {"float8_e8m0", 1, {}}},
-};
+const std::map<int, DataType> kTypes = {{0, {"int8", 1, at::kChar}}, {1, {"int16", 2, at::kShort}},
+    {2, {"int32", 4, at::kInt}}, {3, {"float16", 2, at::kHalf}}, {4, {"float32", 4, at::kFloat}},
+    {5, {"int64", 8, at::kLong}}, {6, {"uint64", 8, {}}}, {7, {"uint8", 1, at::kByte}},
+    {8, {"uint16", 2, {}}}, {9, {"uint32", 4, {}}}, {10, {"float64", 8, at::kDouble}},
+    {11, {"bfloat16", 2, at::kBFloat16}}, {14, {"hifloat8", 1, {}}}, {15, {"float8_e4m3", 1, {}}},
+    {16, {"float8_e5m2", 1, {}}}, {17, {"float8_e8m0", 1, {}}}};
 
 void one_of_types(const char* what, int code, const std::vector<int>& allowed) {
   if (std::find(allowed.begin(), allowed.end(), code) != allowed.end()) return;
@@ -40,31 +28,13 @@ void one_of_types(const char* what, int code, const std::vector<int>& allowed) {
 }  // namespace
 
 const char* describe(int result) {
-  static const std::map<int, const char*> texts = {
-      {0, "no error"},
-      {1, "a parameter is wrong"},
-      {2, "a pointer is null"},
-      {3, "memory"},
-      {4, "internal error"},
-      {5, "not supported"},
-      {6, "not found"},
-      {7, "unavailable"},
-      {8, "system call"},
-      {9, "timeout"},
-      {10, "a file does not open"},
-      {11, "TCP connection"},
-      {12, "RoCE connection"},
-      {13, "TCP transfer"},
-      {14, "RoCE transfer"},
-      {15, "runtime"},
-      {16, "driver"},
-      {17, "profiling"},
-      {18, "compute engine"},
-      {19, "network"},
-      {20, "again"},
-      {21, "a remote rank failed"},
-      {22, "communicator suspended"},
-  };
+  static const std::map<int, const char*> texts = {{0, "no error"}, {1, "a parameter is wrong"},
+      {2, "a pointer is null"}, {3, "memory"}, {4, "internal error"}, {5, "not supported"},
+      {6, "not found"}, {7, "unavailable"}, {8, "system call"}, {9, "timeout"},
+      {10, "a file does not open"}, {11, "TCP connection"}, {12, "RoCE connection"},
+      {13, "TCP transfer"}, {14, "RoCE transfer"}, {15, "runtime"}, {16, "driver"},
+      {17, "profiling"}, {18, "compute engine"}, {19, "network"}, {20, "again"},
+      {21, "a remote rank failed"}, {22, "communicator suspended"}};
   const auto found = texts.find(result);
   return found == texts.end() ? "unknown error" : found->second;
 }

@@ -412,26 +412,27 @@ int launch(const char* name, aclOpExecutor* executor, void* stream);
 
 }  // namespace emu
 
-// The GetWorkspaceSize symbol is an ifunc that resolves to the typed function above, so the C
-// signature is not repeated.
-#define OPERATOR(RETURN, DRY_RUN, NAME, PARAMS, ...)                                             \
-  namespace emu::ops {                                                                           \
-  struct name_##NAME {                                                                           \
-    static constexpr const char *text = #NAME, *parameters = #PARAMS;                            \
-    static constexpr bool dry_run = DRY_RUN;                                                     \
-  };                                                                                             \
-  static RETURN body_##NAME PARAMS __VA_ARGS__ static const Registration registration_##NAME{    \
-      #NAME, computed, __FILE__};                                                                \
-  }                                                                                              \
-  extern "C" {                                                                                   \
-  static void* resolve_##NAME() {                                                                \
-    return reinterpret_cast<void*>(                                                              \
-        &emu::Operator<&emu::ops::body_##NAME, emu::ops::name_##NAME>::workspace);               \
-  }                                                                                              \
-  __attribute__((visibility("default"), ifunc("resolve_" #NAME))) void NAME##GetWorkspaceSize(); \
-  }                                                                                              \
-  EXPORT int NAME(void*, uint64_t, aclOpExecutor* executor, void* stream) {                      \
-    return emu::launch(#NAME, executor, stream);                                                 \
+// A C symbol that is an ifunc and resolves to a typed function, so the C signature is not repeated.
+#define RESOLVED(SYMBOL, ...)                                                       \
+  extern "C" {                                                                      \
+  static void* resolve_##SYMBOL() { return reinterpret_cast<void*>(&__VA_ARGS__); } \
+  __attribute__((visibility("default"), ifunc("resolve_" #SYMBOL))) void SYMBOL();  \
+  }
+#define OPERATOR_BODY(RETURN, DRY_RUN, NAME, PARAMS, ...)                                     \
+  namespace emu::ops {                                                                        \
+  struct name_##NAME {                                                                        \
+    static constexpr const char *text = #NAME, *parameters = #PARAMS;                         \
+    static constexpr bool dry_run = DRY_RUN;                                                  \
+  };                                                                                          \
+  static RETURN body_##NAME PARAMS __VA_ARGS__ static const Registration registration_##NAME{ \
+      #NAME, computed, __FILE__};                                                             \
+  }
+#define OPERATOR(RETURN, DRY_RUN, NAME, PARAMS, ...)                           \
+  OPERATOR_BODY(RETURN, DRY_RUN, NAME, PARAMS, __VA_ARGS__)                    \
+  RESOLVED(NAME##GetWorkspaceSize,                                             \
+      emu::Operator<&emu::ops::body_##NAME, emu::ops::name_##NAME>::workspace) \
+  EXPORT int NAME(void*, uint64_t, aclOpExecutor* executor, void* stream) {    \
+    return emu::launch(#NAME, executor, stream);                               \
   }
 #define OP(NAME, PARAMS, ...) OPERATOR(void, true, NAME, PARAMS, __VA_ARGS__)
 // For outputs whose size is that of a value, which stand-ins do not have.

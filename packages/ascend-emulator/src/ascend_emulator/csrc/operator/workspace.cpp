@@ -50,31 +50,16 @@ uint64_t sort(const std::vector<at::Tensor>& tensors) {
 }
 
 // The first entry whose text is in the name.
-const Workspace kWorkspaces[] = {
-    {"AttentionScoreGrad", attention_backward},
+const Workspace kWorkspaces[] = {{"AttentionScoreGrad", attention_backward},
     {"AttentionUnpaddingScoreGrad", attention_backward},
     {"AttentionUpdate", [](const std::vector<at::Tensor>&) -> uint64_t { return 0; }},
-    {"Attention", cube},
-    {"RingMLA", cube},
-    {"MlaProlog", cube},
-    {"LightningIndexer", cube},
-    {"Matmul", cube},
-    {"MatMul", cube},
-    {"aclnnMm", cube},
-    {"aclnnMv", cube},
-    {"ddmm", cube},
-    {"Addmv", cube},
-    {"Addbmm", cube},
-    {"Baddbmm", cube},
+    {"Attention", cube}, {"RingMLA", cube}, {"MlaProlog", cube}, {"LightningIndexer", cube},
+    {"Matmul", cube}, {"MatMul", cube}, {"aclnnMm", cube}, {"aclnnMv", cube}, {"ddmm", cube},
+    {"Addmv", cube}, {"Addbmm", cube}, {"Baddbmm", cube},
     {"Linear1d", [](const std::vector<at::Tensor>&) -> uint64_t { return 0; }},
-    {"atb::Linear", cube},
-    {"aclnnConv", cube},
-    {"MoeDistribute", cube},
-    {"aclnnSort", sort},
-    {"ApplyTopKTopP", sort},
-    {"TopKTopPSample", sort},
-    {"", [](const std::vector<at::Tensor>&) -> uint64_t { return 0; }},
-};
+    {"atb::Linear", cube}, {"aclnnConv", cube}, {"MoeDistribute", cube}, {"aclnnSort", sort},
+    {"ApplyTopKTopP", sort}, {"TopKTopPSample", sort},
+    {"", [](const std::vector<at::Tensor>&) -> uint64_t { return 0; }}};
 
 }  // namespace
 

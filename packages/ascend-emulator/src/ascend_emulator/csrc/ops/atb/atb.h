@@ -140,21 +140,9 @@ struct AtbOperator<Body, Name> {
 
 // Operator with C functions, like CHECKED in operator/op.h.
 #define ATB_OPERATOR(NAME, PARAMS, ...)                                                            \
-  namespace emu::ops {                                                                             \
-  struct name_##NAME {                                                                             \
-    static constexpr const char *text = #NAME, *parameters = #PARAMS;                              \
-    static constexpr bool dry_run = false;                                                         \
-  };                                                                                               \
-  static Computation body_##NAME PARAMS __VA_ARGS__ static const Registration registration_##NAME{ \
-      #NAME, computed, __FILE__};                                                                  \
-  }                                                                                                \
-  extern "C" {                                                                                     \
-  static void* resolve_##NAME() {                                                                  \
-    return reinterpret_cast<void*>(                                                                \
-        &emu::AtbOperator<&emu::ops::body_##NAME, emu::ops::name_##NAME>::workspace);              \
-  }                                                                                                \
-  __attribute__((visibility("default"), ifunc("resolve_" #NAME))) void NAME##GetWorkspaceSize();   \
-  }                                                                                                \
+  OPERATOR_BODY(Computation, false, NAME, PARAMS, __VA_ARGS__)                                     \
+  RESOLVED(NAME##GetWorkspaceSize,                                                                 \
+      emu::AtbOperator<&emu::ops::body_##NAME, emu::ops::name_##NAME>::workspace)                  \
   EXPORT int NAME(void*, uint64_t, atb::Operation* operation, atb::Context*) {                     \
     return operation ? operation->launch() : emu::fail(emu::kOpNull, #NAME ": operation is null"); \
   }

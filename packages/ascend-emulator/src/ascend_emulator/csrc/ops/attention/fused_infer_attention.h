@@ -20,21 +20,11 @@ constexpr auto kTilingFailed =
 // input_layout to the query's and the output's, as op-plugin's
 // FusedInferAttentionScoreKernelNpuOpApi.cpp lists them.
 inline const std::map<std::string, std::pair<const char*, const char*>> kLayouts{
-    {"BSH", {"BSH", "BSH"}},
-    {"BSND", {"BSND", "BSND"}},
-    {"BNSD", {"BNSD", "BNSD"}},
-    {"TND", {"TND", "TND"}},
-    {"NTD", {"NTD", "NTD"}},
-    {"BNSD_BSND", {"BNSD", "BSND"}},
-    {"BSH_BNSD", {"BSH", "BNSD"}},
-    {"BSND_BNSD", {"BSND", "BNSD"}},
-    {"NTD_TND", {"NTD", "TND"}},
-    {"BSH_NBSD", {"BSH", "NBSD"}},
-    {"BSND_NBSD", {"BSND", "NBSD"}},
-    {"BNSD_NBSD", {"BNSD", "NBSD"}},
-    {"TND_NTD", {"TND", "NTD"}},
-    {"NSD", {"NSD", "NSD"}},
-};
+    {"BSH", {"BSH", "BSH"}}, {"BSND", {"BSND", "BSND"}}, {"BNSD", {"BNSD", "BNSD"}},
+    {"TND", {"TND", "TND"}}, {"NTD", {"NTD", "NTD"}}, {"BNSD_BSND", {"BNSD", "BSND"}},
+    {"BSH_BNSD", {"BSH", "BNSD"}}, {"BSND_BNSD", {"BSND", "BNSD"}}, {"NTD_TND", {"NTD", "TND"}},
+    {"BSH_NBSD", {"BSH", "NBSD"}}, {"BSND_NBSD", {"BSND", "NBSD"}}, {"BNSD_NBSD", {"BNSD", "NBSD"}},
+    {"TND_NTD", {"TND", "NTD"}}, {"NSD", {"NSD", "NSD"}}};
 
 // Arguments of all versions. The FIELDS of a derived struct are those that an operator has, in
 // order.

@@ -49,15 +49,9 @@ Computation computation(const InferInputs& in, const InferRope& rope, const Infe
 }  // namespace
 
 // torch_npu calls this before a capture, for the maximum workspace of later updates.
-#define MAX_WORKSPACE(NAME)                                                        \
-  extern "C" {                                                                     \
-  static void* resolve_max_##NAME() {                                              \
-    return reinterpret_cast<void*>(                                                \
-        &emu::Operator<&emu::ops::body_##NAME, emu::ops::name_##NAME>::workspace); \
-  }                                                                                \
-  __attribute__((visibility("default"), ifunc("resolve_max_" #NAME))) void         \
-  NAME##GetMaxWorkspaceSize();                                                     \
-  }
+#define MAX_WORKSPACE(NAME)           \
+  RESOLVED(NAME##GetMaxWorkspaceSize, \
+      emu::Operator<&emu::ops::body_##NAME, emu::ops::name_##NAME>::workspace)
 
 // Before CANN 8.1.RC1.
 CHECKED(aclnnFusedInferAttentionScoreV2, (InferInputs in, InferSettings settings, InferResults to),
