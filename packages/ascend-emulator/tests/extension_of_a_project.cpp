@@ -11,8 +11,7 @@ struct aclScalar;
 struct aclIntArray;
 struct aclOpExecutor;
 
-template <class Function>
-Function* function(const std::string& name) {
+template <class Function> Function* function(const std::string& name) {
   for (const char* library : {"libcust_opapi.so", "libopapi.so", "libnnopbase.so"})
     if (void* handle = dlopen(library, RTLD_LAZY))
       if (void* found = dlsym(handle, name.c_str())) return reinterpret_cast<Function*>(found);

@@ -93,10 +93,8 @@ struct Machine {
     std::visit(
         [&](auto member) {
           using Type = std::decay_t<decltype(chip.*member)>;
-          if constexpr (std::is_same_v<Type, bool>)
-            chip.*member = value != 0;
-          else
-            chip.*member = static_cast<Type>(value);
+          if constexpr (std::is_same_v<Type, bool>) chip.*member = value != 0;
+          else chip.*member = static_cast<Type>(value);
         },
         field);
   }

@@ -15,8 +15,7 @@ namespace emu {
 int intercepted(const char* name, c10::function_ref<void()> body) noexcept;
 
 // Parameter of an entry point: a pointer that may be null.
-template <class T>
-struct Nullable {
+template <class T> struct Nullable {
   T* pointer;
   operator T*() const { return pointer; }
 };
@@ -24,8 +23,7 @@ struct Nullable {
 // Throws kInvalidParam, as CANN answers, if the parameter at `position` of the list is a null
 // pointer to a non-const object: an output. Pointers to void are handles and addresses, which
 // bodies check.
-template <class T>
-void check_output(const T& value, const char* parameters, int position) {
+template <class T> void check_output(const T& value, const char* parameters, int position) {
   if constexpr (std::is_pointer_v<T>) {
     using Object = std::remove_pointer_t<T>;
     if constexpr (!std::is_const_v<Object> && !std::is_void_v<Object> &&
@@ -35,10 +33,8 @@ void check_output(const T& value, const char* parameters, int position) {
 }
 
 // The exported function of an entry point: as its body, returning a status.
-template <auto Body, class Name>
-struct EntryPoint;
-template <class... Params, void (*Body)(Params...), class Name>
-struct EntryPoint<Body, Name> {
+template <auto Body, class Name> struct EntryPoint;
+template <class... Params, void (*Body)(Params...), class Name> struct EntryPoint<Body, Name> {
   static int call(Params... args) {
     return intercepted(Name::text, [&] {
       int position = 0;
@@ -48,8 +44,7 @@ struct EntryPoint<Body, Name> {
     });
   }
 };
-template <void (*Body)(...), class Name>
-struct EntryPoint<Body, Name> {
+template <void (*Body)(...), class Name> struct EntryPoint<Body, Name> {
   static int call(...) {
     return intercepted(Name::text, [] {
       Body();

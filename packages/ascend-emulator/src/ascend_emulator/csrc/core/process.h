@@ -11,8 +11,7 @@ namespace emu {
 class Process {
  public:
   // Created at first use and never destroyed: torch_npu makes calls and frees memory during exit.
-  template <class Part>
-  Part& part() {
+  template <class Part> Part& part() {
     static Part* const instance = new Part;
     return *instance;
   }

@@ -64,8 +64,7 @@ struct Error : std::runtime_error {
 // instantiated for each list of types.
 class Printable {
  public:
-  template <class T>
-  Printable(const T& value)
+  template <class T> Printable(const T& value)
       : value_(&value),
         print_([](std::ostream& out, const void* at) { out << *static_cast<const T*>(at); }) {}
   Printable(const char* value)
@@ -83,16 +82,14 @@ class Printable {
 };
 std::string joined(std::initializer_list<Printable> parts);
 
-template <class... Parts>
-[[gnu::always_inline]] inline std::string text(const Parts&... parts) {
+template <class... Parts> [[gnu::always_inline]] inline std::string text(const Parts&... parts) {
   return joined({Printable(parts)...});
 }
 
 std::string hex(uint64_t value);
 // The values, separated by commas.
 std::string listed(const std::vector<Printable>& values);
-template <class Range>
-std::string listed(const Range& values) {
+template <class Range> std::string listed(const Range& values) {
   if constexpr (std::is_same_v<std::decay_t<decltype(*values.begin())>, c10::ScalarType>) {
     std::vector<Printable> names;
     for (const auto each : values) names.emplace_back(c10::toString(each));

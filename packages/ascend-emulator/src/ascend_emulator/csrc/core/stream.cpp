@@ -256,10 +256,8 @@ void Stream::finish_abort(Clock::time_point until) {
   std::unique_lock lock(mutex_);
   const auto ended = [&] { return !aborting_; };
   if (worker_of == this || tasks_.empty()) return;
-  if (tasks_.front().blocks)
-    progressed_.wait_until(lock, until, ended);
-  else
-    progressed_.wait(lock, ended);
+  if (tasks_.front().blocks) progressed_.wait_until(lock, until, ended);
+  else progressed_.wait(lock, ended);
 }
 
 void Stream::abort(const std::vector<std::shared_ptr<Stream>>& streams) {
@@ -285,10 +283,8 @@ std::shared_ptr<Stream> stream_at(void* handle) {
     auto made = Stream::create(device);
     std::lock_guard lock(a.mutex);
     auto [at, added] = a.defaults.emplace(device, made);
-    if (added)
-      a.streams[made.get()] = made;
-    else
-      made->retire();
+    if (added) a.streams[made.get()] = made;
+    else made->retire();
     return at->second;
   }
   std::lock_guard lock(a.mutex);

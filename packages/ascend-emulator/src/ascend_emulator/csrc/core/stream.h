@@ -51,8 +51,7 @@ class Stream : public Queue, public std::enable_shared_from_this<Stream> {
 
   // Appends the task, or captures it. Returns its ticket, 0 if captured.
   uint64_t submit(Task task);
-  template <class Run>
-  uint64_t submit_brief(const char* name, Kind kind, Run&& run) {
+  template <class Run> uint64_t submit_brief(const char* name, Kind kind, Run&& run) {
     Task task{name, std::forward<Run>(run), kind};
     task.brief = true;
     return submit(std::move(task));

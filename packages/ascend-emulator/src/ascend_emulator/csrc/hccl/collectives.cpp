@@ -134,10 +134,8 @@ void all_gather(Communicator& on, const Header& call, void* send, void* receive,
 void broadcast(Communicator& on, const Header& call, void* buffer) {
   const Part whole{buffer, call.count * size_of(call)};
   std::vector<Part> out(on.ranks), in(on.ranks);
-  if (on.rank == static_cast<int>(call.root))
-    out.assign(on.ranks, whole);
-  else
-    in[call.root] = whole;
+  if (on.rank == static_cast<int>(call.root)) out.assign(on.ranks, whole);
+  else in[call.root] = whole;
   on.exchange(call, out, in);
 }
 

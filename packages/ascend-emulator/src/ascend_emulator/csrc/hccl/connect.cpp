@@ -165,10 +165,8 @@ File connect_to(int peer, const Address& at, const std::function<std::string(int
   int error = done == 0 ? 0 : errno;
   if (error == EINPROGRESS) {
     socklen_t length = sizeof error;
-    if (!ready(link.get(), POLLOUT, deadline))
-      error = ETIMEDOUT;
-    else
-      getsockopt(link.get(), SOL_SOCKET, SO_ERROR, &error, &length);
+    if (!ready(link.get(), POLLOUT, deadline)) error = ETIMEDOUT;
+    else getsockopt(link.get(), SOL_SOCKET, SO_ERROR, &error, &length);
   }
   if (error)
     refuse_call(kConnect, "no connection to rank ", peer, " at ", place, ": ", std::strerror(error),

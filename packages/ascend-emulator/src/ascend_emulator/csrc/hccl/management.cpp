@@ -156,10 +156,8 @@ bool is_word(std::string_view text, const char* besides = "") {
 std::vector<std::string> split(const std::string& text, char separator) {
   std::vector<std::string> parts(1);
   for (const char c : text) {
-    if (c == separator)
-      parts.emplace_back();
-    else
-      parts.back() += c;
+    if (c == separator) parts.emplace_back();
+    else parts.back() += c;
   }
   return parts;
 }

@@ -69,10 +69,8 @@ void run(const std::vector<Operation>& operations) {
         first.call,
         [&] {
           for (auto at = begin; at <= i; ++at) check_memory(operations[at]);
-          if (first.body)
-            first.body();
-          else
-            first.on->exchange(items);
+          if (first.body) first.body();
+          else first.on->exchange(items);
         },
         tickets, fault);
   }
@@ -127,10 +125,8 @@ void issue(Operation operation) {
   operation.on->claim(operation.call.kind);
   if (fault::armed()) operation.fault = fault::pending();
   operation.buffers = std::move(buffers);
-  if (group_depth)
-    group.push_back(std::move(operation));
-  else
-    submit({std::move(operation)});
+  if (group_depth) group.push_back(std::move(operation));
+  else submit({std::move(operation)});
 }
 
 // Begins a call.

@@ -65,10 +65,8 @@ bool point_to_point(uint8_t kind) { return kind == kSend || kind == kReceive; }
 [[noreturn]] void mismatch(int peer, const Header& theirs, const Header& ours) {
   // The peer's matching call of a send is a receive, and vice versa.
   Header mine = ours;
-  if (ours.kind == kSend)
-    mine.kind = kReceive;
-  else if (ours.kind == kReceive)
-    mine.kind = kSend;
+  if (ours.kind == kSend) mine.kind = kReceive;
+  else if (ours.kind == kReceive) mine.kind = kSend;
   if (theirs.describe() == mine.describe()) {
     throw TransferError(kParameter,
         text("rank ", peer, " sends ", theirs.bytes, " bytes to this rank's ", mine.describe(),

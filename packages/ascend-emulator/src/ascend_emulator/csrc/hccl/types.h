@@ -33,8 +33,7 @@ const char* describe(int result);
 
 // Error of a call. An operation that fails on its stream also fails the stream with an ACL code
 // (communicator.h).
-template <class... Parts>
-[[noreturn]] void refuse_call(Code result, const Parts&... parts) {
+template <class... Parts> [[noreturn]] void refuse_call(Code result, const Parts&... parts) {
   throw Error(static_cast<Status>(result), text(parts...));
 }
 

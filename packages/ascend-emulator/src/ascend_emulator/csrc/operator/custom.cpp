@@ -63,8 +63,7 @@ struct Custom {
       if (each.defined())
         tensors.push_back({each.data_ptr(), each.sizes().data(), each.strides().data(),
             static_cast<int32_t>(each.dim()), acl_type(each.scalar_type())});
-      else
-        tensors.push_back({});
+      else tensors.push_back({});
     }
   }
   void run() const {
@@ -94,8 +93,7 @@ std::string quoted(const char* value) {
     if (*at == '"' || *at == '\\') out << '\\';
     if (static_cast<unsigned char>(*at) < 0x20)
       out << "\\u00" << "0123456789abcdef"[*at >> 4 & 15] << "0123456789abcdef"[*at & 15];
-    else
-      out << *at;
+    else out << *at;
   }
   return out.str() + '"';
 }
@@ -110,8 +108,7 @@ std::string text_of(double value) {
                                                                                 : digits;
 }
 
-template <class Object, class Write>
-std::string list(const void* object, Write&& write) {
+template <class Object, class Write> std::string list(const void* object, Write&& write) {
   if (!object) return "null";
   std::string out = "[";
   for (const auto& each : static_cast<const Object*>(object)->value)

@@ -68,10 +68,8 @@ void Signature::add(const at::Tensor& tensor) {
 
 void Signature::add(const at::Scalar& scalar) {
   mix(static_cast<uint64_t>(scalar.type()));
-  if (scalar.isIntegral(true))
-    add(scalar.to<int64_t>() < 0 ? int64_t{-1} : int64_t{1});
-  else if (scalar.isFloatingPoint())
-    add(scalar.toDouble());
+  if (scalar.isIntegral(true)) add(scalar.to<int64_t>() < 0 ? int64_t{-1} : int64_t{1});
+  else if (scalar.isFloatingPoint()) add(scalar.toDouble());
 }
 
 bool passed_before(uint64_t signature) {

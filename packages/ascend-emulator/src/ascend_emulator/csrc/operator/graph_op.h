@@ -31,8 +31,7 @@ class Attributes {
   Attributes() = default;
   explicit Attributes(const std::map<std::string, Attribute>& values) : values_(&values) {}
 
-  template <class T>
-  T get(const char* name, T otherwise) const {
+  template <class T> T get(const char* name, T otherwise) const {
     const auto* found = find(name);
     if (!found) return otherwise;
     const auto* value = std::get_if<T>(found);
@@ -40,8 +39,7 @@ class Attributes {
     return *value;
   }
   // The attribute has this value, if it is given.
-  template <class T>
-  void only(const char* name, const T& value) const {
+  template <class T> void only(const char* name, const T& value) const {
     const auto found = get(name, value);
     require(found == value, "attribute ", name, " is ", found, "; computed: ", value);
   }
@@ -69,8 +67,7 @@ class GraphReader {
  public:
   GraphReader(const GraphCall& call, const char* parameters)
       : call_(call), parameters_(parameters) {}
-  template <class T>
-  T take() {
+  template <class T> T take() {
     const auto name = nth(parameters_, position_++);
     if constexpr (std::is_same_v<T, Attributes>) {
       return call_.attributes;
@@ -91,8 +88,7 @@ class GraphReader {
   void finish() const;  // refuses a call with further inputs or outputs
 
  private:
-  template <class T>
-  T convert(const std::string& name) {
+  template <class T> T convert(const std::string& name) {
     if constexpr (std::is_same_v<T, Tensor>) {
       return input(name);
     } else if constexpr (std::is_same_v<T, Scalar>) {
@@ -121,10 +117,8 @@ struct GraphRegistration {
   GraphRegistration(const GraphOperator& made, const char* file);
 };
 
-template <auto Body>
-struct GraphBody;
-template <class... Params, Computation (*Body)(Params...)>
-struct GraphBody<Body> {
+template <auto Body> struct GraphBody;
+template <class... Params, Computation (*Body)(Params...)> struct GraphBody<Body> {
   static Computation prepare(const char* parameters, const GraphCall& call) {
     GraphReader reader(call, parameters);
     std::tuple<Params...> held{reader.take<Params>()...};

@@ -94,8 +94,7 @@ using Bools = std::vector<bool>;
 using Tensors = std::vector<Tensor>;
 using Scalars = std::vector<Scalar>;
 using Text = std::string;
-template <class T>
-using Opt = std::optional<T>;
+template <class T> using Opt = std::optional<T>;
 struct DType {
   at::ScalarType value;
   operator at::ScalarType() const { return value; }
@@ -108,36 +107,27 @@ struct Result {
 };
 
 // Arg<T>: the C type of a parameter, and its conversion to T.
-template <class T>
-struct Arg {
+template <class T> struct Arg {
   using C = T;
   static T get(C value) { return value; }
 };
-template <class T, class Object>
-struct Boxed {
+template <class T, class Object> struct Boxed {
   using C = const Object*;
   static T get(C object) {
     required(object);
     return object->value;
   }
 };
-template <>
-struct Arg<Tensor> : Boxed<Tensor, aclTensor> {};
-template <>
-struct Arg<Scalar> : Boxed<Scalar, aclScalar> {};
-template <>
-struct Arg<Ints> : Boxed<Ints, aclIntArray> {};
-template <>
-struct Arg<Floats> : Boxed<Floats, aclFloatArray> {};
-template <>
-struct Arg<Bools> : Boxed<Bools, aclBoolArray> {};
-template <class T>
-struct Arg<Opt<T>> {
+template <> struct Arg<Tensor> : Boxed<Tensor, aclTensor> {};
+template <> struct Arg<Scalar> : Boxed<Scalar, aclScalar> {};
+template <> struct Arg<Ints> : Boxed<Ints, aclIntArray> {};
+template <> struct Arg<Floats> : Boxed<Floats, aclFloatArray> {};
+template <> struct Arg<Bools> : Boxed<Bools, aclBoolArray> {};
+template <class T> struct Arg<Opt<T>> {
   using C = typename Arg<T>::C;
   static Opt<T> get(C object) { return given(object) ? Opt<T>(Arg<T>::get(object)) : std::nullopt; }
 };
-template <>
-struct Arg<Tensors> {
+template <> struct Arg<Tensors> {
   using C = const aclTensorList*;
   static Tensors get(C list) {
     required(list);
@@ -147,32 +137,27 @@ struct Arg<Tensors> {
     return out;
   }
 };
-template <>
-struct Arg<Weight> {
+template <> struct Arg<Weight> {
   using C = const aclTensor*;
   static Weight get(C object) {
     required(object);
     return {object->value, object->storage};
   }
 };
-template <>
-struct Arg<Weights> {
+template <> struct Arg<Weights> {
   using C = const aclTensorList*;
   static Weights get(C list) { return {Arg<Tensors>::get(list), {}}; }
 };
-template <>
-struct Arg<Stored> {
+template <> struct Arg<Stored> {
   using C = const aclTensor*;
   static Stored get(C object) {
     required(object);
     return {object->value, object->storage};
   }
 };
-template <class T>
-inline constexpr bool reads_fractal =
+template <class T> inline constexpr bool reads_fractal =
     std::is_same_v<T, Weight> || std::is_same_v<T, Weights> || std::is_same_v<T, Stored>;
-template <>
-struct Arg<Scalars> {
+template <> struct Arg<Scalars> {
   using C = const aclScalarList*;
   static Scalars get(C list) {
     required(list);
@@ -181,18 +166,15 @@ struct Arg<Scalars> {
     return out;
   }
 };
-template <>
-struct Arg<Text> {
+template <> struct Arg<Text> {
   using C = const char*;
   static Text get(C text) { return text ? text : ""; }
 };
-template <>
-struct Arg<DType> {
+template <> struct Arg<DType> {
   using C = int32_t;
   static DType get(C code) { return {to_scalar_type(code)}; }
 };
-template <>
-struct Arg<Result> {
+template <> struct Arg<Result> {
   using C = const aclTensor*;
   static Result get(C tensor) { return {const_cast<aclTensor*>(tensor)}; }
 };
@@ -234,13 +216,10 @@ class ArgumentReader {
         tensors_(executor.tensors),
         ends_(executor.ends),
         signature_(&info) {}
-  template <class T>
-  T take(typename Arg<T>::C value) {
+  template <class T> T take(typename Arg<T>::C value) {
     T taken = Arg<T>::get(value);
-    if constexpr (reads_fractal<T>)
-      unpack(taken, value);
-    else
-      refuse_fractal(value);
+    if constexpr (reads_fractal<T>) unpack(taken, value);
+    else refuse_fractal(value);
     collect(taken);
     ends_.push_back(static_cast<uint16_t>(tensors_.size()));
     return taken;
@@ -266,11 +245,9 @@ class ArgumentReader {
   void unpack(Stored&, const aclTensor*) {}
   void refuse_fractal(const aclTensor* given) const;
   void refuse_fractal(const aclTensorList* given) const;
-  template <class T>
-  void refuse_fractal(const T&) const {}
+  template <class T> void refuse_fractal(const T&) const {}
   std::string name() const { return nth(info_.parameters, static_cast<int64_t>(ends_.size())); }
-  template <class T>
-  void collect(const T& value) {
+  template <class T> void collect(const T& value) {
     if constexpr (std::is_floating_point_v<T>) {
       signature_.add(static_cast<double>(value));
     } else if constexpr (std::is_integral_v<T>) {
@@ -303,29 +280,23 @@ int prepare(OperatorInfo& info, c10::function_ref<Computation(ArgumentReader&)> 
   auto fields() { return std::tie(__VA_ARGS__); }
 template <class T>
 concept HasFields = requires(T& value) { value.fields(); };
-template <class T>
-constexpr const char* names_of() {
+template <class T> constexpr const char* names_of() {
   if constexpr (HasFields<T>) return T::names;
   return nullptr;
 }
-template <class T>
-auto fields_of(T& value) {
-  if constexpr (HasFields<T>)
-    return value.fields();
-  else
-    return std::tie(value);
+template <class T> auto fields_of(T& value) {
+  if constexpr (HasFields<T>) return value.fields();
+  else return std::tie(value);
 }
-template <class... Types>
-std::tuple<Types...> values_of(std::tuple<Types&...>);
+template <class... Types> std::tuple<Types...> values_of(std::tuple<Types&...>);
 // Types of the arguments of an operator with these parameters.
-template <class... Params>
-using Flat = decltype(values_of(std::tuple_cat(fields_of(std::declval<Params&>())...)));
+template <class... Params> using Flat =
+    decltype(values_of(std::tuple_cat(fields_of(std::declval<Params&>())...)));
 // The list of parameters as in the source, with the fields of the structs among them.
 const char* with_fields(const char* parameters, std::initializer_list<const char*> fields);
 
 // An argument with stand-ins instead of its tensors.
-template <class T>
-T stood_in(StandIns& stand_ins, const T& value) {
+template <class T> T stood_in(StandIns& stand_ins, const T& value) {
   if constexpr (std::is_same_v<T, Tensor>) {
     return stand_ins.of(value);
   } else if constexpr (std::is_same_v<T, Weight>) {
@@ -351,10 +322,9 @@ T stood_in(StandIns& stand_ins, const T& value) {
 }
 
 // GetWorkspaceSize of one operator. Body computes, or checks and returns a Computation.
-template <auto Body, class Name, class Types = void>
-struct Operator;
-template <class... Params, class R, R (*Body)(Params...), class Name>
-struct Operator<Body, Name> : Operator<Body, Name, Flat<Params...>> {};
+template <auto Body, class Name, class Types = void> struct Operator;
+template <class... Params, class R, R (*Body)(Params...), class Name> struct Operator<Body, Name>
+    : Operator<Body, Name, Flat<Params...>> {};
 template <class R, class... Params, R (*Body)(Params...), class Name, class... Types>
 struct Operator<Body, Name, std::tuple<Types...>> {
   static constexpr char kinds[] = {kind_of<typename Arg<Types>::C>()..., 0};
@@ -393,10 +363,8 @@ struct Operator<Body, Name, std::tuple<Types...>> {
         dry_run(stand_ins, [&] {
           std::apply(
               [&](const Params&... each) {
-                if constexpr (std::is_void_v<R>)
-                  Body(stood_in<Params>(stand_ins, each)...);
-                else
-                  Body(stood_in<Params>(stand_ins, each)...)();
+                if constexpr (std::is_void_v<R>) Body(stood_in<Params>(stand_ins, each)...);
+                else Body(stood_in<Params>(stand_ins, each)...)();
               },
               held);
         });

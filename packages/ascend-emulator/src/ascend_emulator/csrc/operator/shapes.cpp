@@ -13,10 +13,8 @@ bool broadcast_into(Shape& shape, at::IntArrayRef other) {
   for (size_t back = 1; back <= other.size(); ++back) {
     auto& size = shape[shape.size() - back];
     const auto other_size = other[other.size() - back];
-    if (size == 1)
-      size = other_size;
-    else if (other_size != 1 && other_size != size)
-      return false;
+    if (size == 1) size = other_size;
+    else if (other_size != 1 && other_size != size) return false;
   }
   return true;
 }
@@ -35,8 +33,7 @@ void broadcasts(const char* names, TensorRefs tensors) {
   const auto first = tensors.begin();
   for (auto input = first + 1; input != tensors.end(); ++input) {
     const auto sizes = input->get().sizes();
-    if (input == first + 1)
-      shape = sizes;
+    if (input == first + 1) shape = sizes;
     else if (const auto before = shape; !broadcast_into(shape, sizes))
       throw Error(
           kOpParam, text(nth(names, input - first), " has shape ", sizes,
@@ -75,10 +72,8 @@ void reduced(const char* out_name, const Tensor& out, const Tensor& self, at::In
   }
   Shape expected;
   for (int64_t dim = 0; dim < self.dim(); ++dim) {
-    if (!gone[dim])
-      expected.push_back(self.size(dim));
-    else if (keepdim)
-      expected.push_back(1);
+    if (!gone[dim]) expected.push_back(self.size(dim));
+    else if (keepdim) expected.push_back(1);
   }
   shape(out_name, out, expected);
 }

@@ -20,8 +20,7 @@ inline constexpr Call kCalls[] = {
 };
 
 // The letter of a C type in arguments.h.
-template <class C>
-constexpr char kind_of() {
+template <class C> constexpr char kind_of() {
   if constexpr (std::is_same_v<C, const aclTensor*>) return 'T';
   if constexpr (std::is_same_v<C, const aclTensorList*>) return 'L';
   if constexpr (std::is_same_v<C, const aclScalar*>) return 'S';

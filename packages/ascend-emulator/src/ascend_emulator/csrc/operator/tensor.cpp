@@ -67,8 +67,7 @@ at::Scalar read_scalar(const void* at, at::ScalarType type) {
   }
 }
 
-template <class Make>
-auto created(const char* name, Make&& make) -> decltype(make()) {
+template <class Make> auto created(const char* name, Make&& make) -> decltype(make()) {
   decltype(make()) object = nullptr;
   guarded(name, [&] {
     try {

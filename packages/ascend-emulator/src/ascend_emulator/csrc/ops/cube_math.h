@@ -16,8 +16,7 @@ struct CubeMath {
   int8_t type;
 
   // Ascend310P's cube has no float32: 0 and 3 are errors for float32 inputs ("aclnnMm").
-  template <class... Inputs>
-  void check(const Inputs&... inputs) const {
+  template <class... Inputs> void check(const Inputs&... inputs) const {
     if (is_chip("Ascend310P") && ((inputs.scalar_type() == at::kFloat) || ...))
       emu::require(type == kAllowDownPrecision || type == kFloat16, "cubeMathType is ", int{type},
           " for float32; ", chip().name, " has no float32 matmuls, so it must be 1 or 2");
@@ -42,8 +41,7 @@ struct CubeMath {
   }
 };
 
-template <>
-struct Arg<CubeMath> {
+template <> struct Arg<CubeMath> {
   using C = int8_t;
   static CubeMath get(int8_t type) {
     within("cubeMathType", int{type}, -1, 4);

@@ -12,39 +12,30 @@
 namespace emu {
 
 #if defined(__x86_64__)
-template <class Loop>
-__attribute__((flatten, target("avx512f,avx512bw,avx512vl,avx512dq,avx2,fma"))) void with_avx512(
-    const Loop& loop) {
+template <class Loop> __attribute__((flatten,
+    target("avx512f,avx512bw,avx512vl,avx512dq,avx2,fma"))) void with_avx512(const Loop& loop) {
   loop();
 }
 template <class Loop>
 __attribute__((flatten, target("avx2,fma,f16c"))) void with_avx2(const Loop& loop) {
   loop();
 }
-template <class Loop>
-void vectorized(const Loop& loop) {
+template <class Loop> void vectorized(const Loop& loop) {
   const auto unit = vector_unit();
   unit >= VectorUnit::avx512 ? with_avx512(loop)
   : unit == VectorUnit::avx2 ? with_avx2(loop)
                              : loop();
 }
 #else
-template <class Loop>
-void vectorized(const Loop& loop) {
-  loop();
-}
+template <class Loop> void vectorized(const Loop& loop) { loop(); }
 #endif
 
 // Conversions that compilers vectorize.
 inline float widened(at::BFloat16 x) {
   return std::bit_cast<float>(static_cast<uint32_t>(x.x) << 16);
 }
-template <class T>
-inline float widened(T x) {
-  return static_cast<float>(x);
-}
-template <class T>
-inline T rounded(float x) {
+template <class T> inline float widened(T x) { return static_cast<float>(x); }
+template <class T> inline T rounded(float x) {
   if constexpr (std::is_same_v<T, at::BFloat16>) {  // to nearest, ties to even
     const auto bits = std::bit_cast<uint32_t>(x);
     const uint32_t to_even = (bits + 0x7FFF + (bits >> 16 & 1)) >> 16;

@@ -30,8 +30,7 @@ std::shared_ptr<Graph> new_graph(int device) {
   return graph;
 }
 
-template <class Map>
-auto found(Map& map, void* handle, const char* what) {
+template <class Map> auto found(Map& map, void* handle, const char* what) {
   std::lock_guard lock(all().mutex);
   const auto at = map.find(handle);
   check(at != map.end(), kInvalidParam, handle, " is no ", what, ", or it was destroyed");
@@ -55,10 +54,8 @@ void run_branch(const std::shared_ptr<Condition>& condition, int32_t type,
     return *static_cast<const volatile uint64_t*>(to_kernel(condition->address));
   };
   if (type == 0) {  // if, with optional else
-    if (value())
-      branches[0]->run(on);
-    else if (branches.size() > 1)
-      branches[1]->run(on);
+    if (value()) branches[0]->run(on);
+    else if (branches.size() > 1) branches[1]->run(on);
   } else if (type == 1) {  // while
     while (value()) {
       check_not_aborted();

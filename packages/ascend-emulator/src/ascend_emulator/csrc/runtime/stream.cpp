@@ -388,8 +388,7 @@ ACL_API(computed, aclrtProcessReport, (int32_t milliseconds), {
   const auto thread = static_cast<uint64_t>(pthread_self());
   std::unique_lock lock(reports().mutex);
   const auto any = [&] { return !reports().pending[thread].empty(); };
-  if (milliseconds < 0)
-    reports().changed.wait(lock, any);
+  if (milliseconds < 0) reports().changed.wait(lock, any);
   else
     check(reports().changed.wait_for(lock, std::chrono::milliseconds(milliseconds), any),
         kReportTimeout, "no callback within ", milliseconds, " ms");

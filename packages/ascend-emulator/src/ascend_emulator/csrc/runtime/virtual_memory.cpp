@@ -75,10 +75,8 @@ uint64_t allocate_physical(uint64_t bytes, const PhysicalProperties& properties)
 
 void release(const Physical& memory) {
   if (memory.import) return arena::close_import(*memory.import);
-  if (memory.shared)
-    arena::abandon(*memory.shared);
-  else
-    arena::release(memory.offset, memory.bytes);
+  if (memory.shared) arena::abandon(*memory.shared);
+  else arena::release(memory.offset, memory.bytes);
   if (memory.npu != kNoNpu) device(memory.npu).release_physical(memory.bytes);
 }
 

@@ -99,8 +99,7 @@ typedef int AscendEmulatorScalarOf(const void* object, double* real, int64_t* in
 namespace ascend_emulator {
 
 // A function of the emulator that runs in this process.
-template <class Function>
-Function* function(const char* name) {
+template <class Function> Function* function(const char* name) {
   void* library = dlopen("libascend_emulator.so", RTLD_LAZY | RTLD_NOLOAD);
   void* found = library ? dlsym(library, name) : nullptr;
   if (!found)
@@ -136,8 +135,7 @@ inline at::Tensor tensor(const AscendEmulatorTensor& view) {
       at::IntArrayRef(view.strides, rank), at::TensorOptions().dtype(scalar_type(view.dtype)));
 }
 
-template <class Value>
-std::vector<Value> values(AscendEmulatorKind kind, const void* object) {
+template <class Value> std::vector<Value> values(AscendEmulatorKind kind, const void* object) {
   static auto* const read = function<AscendEmulatorValues>("ascend_emulator_values");
   const int64_t size = read(kind, object, nullptr, 0);
   if (size < 0) throw std::invalid_argument("a required array is null");
@@ -148,17 +146,14 @@ std::vector<Value> values(AscendEmulatorKind kind, const void* object) {
 
 // Arg<T>: the C type of a parameter, what is read when the operator is called, and the value when
 // it runs.
-template <class T, class = void>
-struct Arg;
-template <>
-struct Arg<at::Tensor> {
+template <class T, class = void> struct Arg;
+template <> struct Arg<at::Tensor> {
   using C = const void*;
   static AscendEmulatorArgument describe(C object) { return {kAscendEmulatorTensor, object, 0, 0}; }
   static int read(C) { return 0; }
   static at::Tensor value(int, const AscendEmulatorTensor*& next) { return tensor(*next++); }
 };
-template <>
-struct Arg<std::optional<at::Tensor>> {
+template <> struct Arg<std::optional<at::Tensor>> {
   using C = const void*;
   static AscendEmulatorArgument describe(C object) {
     return {kAscendEmulatorOptionalTensor, object, 0, 0};
@@ -169,8 +164,7 @@ struct Arg<std::optional<at::Tensor>> {
     return view.sizes ? std::optional<at::Tensor>(tensor(view)) : std::nullopt;
   }
 };
-template <>
-struct Arg<std::vector<at::Tensor>> {
+template <> struct Arg<std::vector<at::Tensor>> {
   using C = const void*;
   static AscendEmulatorArgument describe(C object) {
     return {kAscendEmulatorTensors, object, 0, 0};
@@ -186,14 +180,12 @@ struct Arg<std::vector<at::Tensor>> {
   }
 };
 // What is read when the operator is called is its value.
-template <class T, AscendEmulatorKind Kind>
-struct Read {
+template <class T, AscendEmulatorKind Kind> struct Read {
   using C = const void*;
   static AscendEmulatorArgument describe(C object) { return {Kind, object, 0, 0}; }
   static const T& value(const T& held, const AscendEmulatorTensor*&) { return held; }
 };
-template <>
-struct Arg<at::Scalar> : Read<at::Scalar, kAscendEmulatorScalar> {
+template <> struct Arg<at::Scalar> : Read<at::Scalar, kAscendEmulatorScalar> {
   static at::Scalar read(C object) {
     double real = 0;
     int64_t integer = 0;
@@ -205,30 +197,26 @@ struct Arg<at::Scalar> : Read<at::Scalar, kAscendEmulatorScalar> {
     throw std::invalid_argument("a scalar is null, or complex");
   }
 };
-template <>
-struct Arg<std::vector<int64_t>> : Read<std::vector<int64_t>, kAscendEmulatorInts> {
+template <> struct Arg<std::vector<int64_t>> : Read<std::vector<int64_t>, kAscendEmulatorInts> {
   static std::vector<int64_t> read(C object) {
     return values<int64_t>(kAscendEmulatorInts, object);
   }
 };
-template <>
-struct Arg<std::vector<float>> : Read<std::vector<float>, kAscendEmulatorFloats> {
+template <> struct Arg<std::vector<float>> : Read<std::vector<float>, kAscendEmulatorFloats> {
   static std::vector<float> read(C object) { return values<float>(kAscendEmulatorFloats, object); }
 };
-template <>
-struct Arg<std::vector<bool>> : Read<std::vector<bool>, kAscendEmulatorBools> {
+template <> struct Arg<std::vector<bool>> : Read<std::vector<bool>, kAscendEmulatorBools> {
   static std::vector<bool> read(C object) {
     const auto bytes = values<uint8_t>(kAscendEmulatorBools, object);
     return {bytes.begin(), bytes.end()};
   }
 };
-template <>
-struct Arg<std::string> : Read<std::string, kAscendEmulatorText> {
+template <> struct Arg<std::string> : Read<std::string, kAscendEmulatorText> {
   using C = const char*;
   static std::string read(C text) { return text ? text : ""; }
 };
-template <class T>
-struct Arg<T, std::enable_if_t<std::is_arithmetic_v<T>>> : Read<T, kAscendEmulatorInteger> {
+template <class T> struct Arg<T, std::enable_if_t<std::is_arithmetic_v<T>>>
+    : Read<T, kAscendEmulatorInteger> {
   using C = T;
   static AscendEmulatorArgument describe(C value) {
     if constexpr (std::is_floating_point_v<T>)
@@ -240,12 +228,9 @@ struct Arg<T, std::enable_if_t<std::is_arithmetic_v<T>>> : Read<T, kAscendEmulat
 };
 
 // The C functions of one operator.
-template <auto Body, class Name>
-struct Operator;
-template <class... Params, void (*Body)(Params...), class Name>
-struct Operator<Body, Name> {
-  template <class T>
-  using Of = Arg<std::decay_t<T>>;
+template <auto Body, class Name> struct Operator;
+template <class... Params, void (*Body)(Params...), class Name> struct Operator<Body, Name> {
+  template <class T> using Of = Arg<std::decay_t<T>>;
   struct Call {
     std::tuple<decltype(Of<Params>::read(std::declval<typename Of<Params>::C>()))...> held;
   };

@@ -114,14 +114,12 @@ class Operation {
 
 namespace emu {
 
-template <>
-struct Arg<transformer::Lengths> {
+template <> struct Arg<transformer::Lengths> {
   using C = const aclTensor*;
   static transformer::Lengths get(C tensor) { return {transformer::host_values(tensor)}; }
 };
 
-template <auto Body, class Name>
-struct AtbOperator;
+template <auto Body, class Name> struct AtbOperator;
 template <class... Params, Computation (*Body)(Params...), class Name>
 struct AtbOperator<Body, Name> {
   static int workspace(typename Arg<Params>::C... args, uint64_t* bytes, atb::Operation** operation,
@@ -153,8 +151,7 @@ struct AtbOperator<Body, Name> {
   static const emu::Registration registration_##NAME{"atb::" #NAME, emu::computed, __FILE__}; \
   static emu::transformer::Prepare prepare_##NAME(const atb::infer::NAME##Param& param)       \
       __VA_ARGS__ namespace atb {                                                             \
-    template <class Param>                                                                    \
-    int CreateOperation(const Param&, Operation**);                                           \
+    template <class Param> int CreateOperation(const Param&, Operation**);                    \
     template <>                                                                               \
     ATB_EXPORT int CreateOperation(const infer::NAME##Param& param, Operation** operation) {  \
       *operation = new Operation("atb::" #NAME, INPUTS, LEAST, MOST, prepare_##NAME(param));  \

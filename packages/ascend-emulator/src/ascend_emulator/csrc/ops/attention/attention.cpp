@@ -216,10 +216,8 @@ Tensor pages(const Tensor& cache, const Tensor& table, int64_t request, int64_t 
     const int64_t used = std::min(block_size, length - i * block_size);
     if (page.dim() == 2)
       parts.push_back(page.narrow(0, 0, used).unflatten(1, {groups, -1}).transpose(0, 1));
-    else if (page.dim() == 3)
-      parts.push_back(page.narrow(1, 0, used));
-    else
-      parts.push_back(page.narrow(2, 0, used).transpose(1, 2).flatten(2));
+    else if (page.dim() == 3) parts.push_back(page.narrow(1, 0, used));
+    else parts.push_back(page.narrow(2, 0, used).transpose(1, 2).flatten(2));
   }
   const auto found = parts.size() == 1 ? parts[0] : at::cat(parts, 1);
   cost::partial_access(cache, found);

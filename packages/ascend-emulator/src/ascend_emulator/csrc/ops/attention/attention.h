@@ -74,8 +74,7 @@ Tensor pages(const Tensor& cache, const Tensor& table, int64_t request, int64_t 
 // actual_seq_lengths).
 int64_t entry(const Opt<Ints>& lengths, int64_t request, int64_t otherwise);
 
-template <class... Absent>
-void refuse_given(const char* what, const Absent&... tensors) {
+template <class... Absent> void refuse_given(const char* what, const Absent&... tensors) {
   require((... && (!tensors.has_value() || tensors->numel() == 0)), what, " is not emulated");
 }
 

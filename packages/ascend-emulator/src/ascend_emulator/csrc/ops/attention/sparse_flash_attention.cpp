@@ -182,10 +182,8 @@ struct SparseAttention {
     one_of("sparse_indices", indices, {at::kInt});
     one_of<int64_t>("sparse_mode", sparse_mode, {0, 3});
     power_of_two("sparse_block_size", block);
-    if (is_chip("Ascend950"))
-      within("heads of query", query.size(-2), 1, 128);
-    else
-      power_of_two("heads of query", query.size(-2));
+    if (is_chip("Ascend950")) within("heads of query", query.size(-2), 1, 128);
+    else power_of_two("heads of query", query.size(-2));
     require(!requests.table || key.size(1) % block == 0, "sparse_block_size ", block,
         " does not divide the block size ", key.size(1));
     require(query_rope && key_rope, "query_rope and key_rope must be given");
@@ -262,8 +260,7 @@ struct SparseAttention {
   }
 };
 
-template <class Operator>
-Computation run(Operator op) {
+template <class Operator> Computation run(Operator op) {
   op.checked();
   return [op = std::move(op)]() mutable { op.run(); };
 }

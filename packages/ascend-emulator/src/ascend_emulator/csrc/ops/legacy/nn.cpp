@@ -306,12 +306,9 @@ GRAPH_OP(CdistGrad,
         const auto length = upcast(distance);
         const auto size = difference.abs();
         Tensor each = upcast(grad) * difference.sign();
-        if (p == 0)
-          each = at::zeros_like(each);
-        else if (p < 0)
-          each = each * size.ge(length);
-        else if (p != 1)
-          each = each * power_of(size, p - 1) * power_of(length, 1 - p);
+        if (p == 0) each = at::zeros_like(each);
+        else if (p < 0) each = each * size.ge(length);
+        else if (p != 1) each = each * power_of(size, p - 1) * power_of(length, 1 - p);
         dx.copy_(at::where(length.eq(0), 0, each).sum(-2));
       };
     })

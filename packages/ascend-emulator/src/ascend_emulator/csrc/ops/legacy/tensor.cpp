@@ -179,10 +179,8 @@ GRAPH_OP(ConfusionTransposeD, (Tensor x, Out y, Attributes attributes), {
       " values");
   permutation(perm, first ? x.dim() : static_cast<int64_t>(sizes.size()));
   const auto value = first ? x.permute(perm) : x.view(sizes).permute(perm);
-  if (first)
-    SHAPE(y, sizes);
-  else
-    SAME(y, value);
+  if (first) SHAPE(y, sizes);
+  else SAME(y, value);
   COMPUTE { y.copy_(value.reshape(y.sizes())); };
 })
 

@@ -11,8 +11,7 @@ namespace {
 at::Tensor number(const at::Scalar& value) { return at::native::wrapped_scalar_tensor(value); }
 
 // In-place operators promote types; self must be able to hold the result.
-template <class Other>
-void fits(const at::Tensor& self, const Other& other) {
+template <class Other> void fits(const at::Tensor& self, const Other& other) {
   const auto result = at::result_type(self, other);
   emu::require(c10::canCast(result, self.scalar_type()), "result type ", c10::toString(result),
       " can't be cast to the desired output type ", c10::toString(self.scalar_type()), " of self");

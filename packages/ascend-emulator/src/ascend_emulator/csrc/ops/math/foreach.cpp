@@ -7,8 +7,7 @@
 namespace {
 using namespace emu;
 
-template <class Function>
-void each(const Tensors& out, Function&& function) {
+template <class Function> void each(const Tensors& out, Function&& function) {
   for (size_t i = 0; i < out.size(); ++i) out[i].copy_(function(i));
 }
 

@@ -17,10 +17,8 @@
 
 // PyTorch's test of _foreach_abs passes with bool on Atlas A3; ATen's CPU kernel has none.
 SHAPED(aclnnAbs, (Tensor self, Tensor out), SAME(out, self), {
-  if (self.scalar_type() == at::kBool)
-    out.copy_(self);
-  else
-    at::abs_out(out, self);
+  if (self.scalar_type() == at::kBool) out.copy_(self);
+  else at::abs_out(out, self);
 })
 UNARY_BOTH(Acos, acos)
 UNARY_BOTH(Acosh, acosh)

@@ -20,8 +20,7 @@ constexpr int64_t kMostBytes =
     512 << 10;  // of more rows than one tile has: they stay in the second-level cache
 constexpr int64_t kRowsOfOneTile = 8, kRowsOfTiles = 6, kFirstLevel = 36 << 10;
 
-template <int rows, int columns>
-void store_tile(const Product& p, int64_t n, bool from_memory) {
+template <int rows, int columns> void store_tile(const Product& p, int64_t n, bool from_memory) {
   float sums[(rows * columns + 3) / 4 * 4];
   bf16::tile<rows, columns>(
       p.x, p.x_stride, p.weights + n * p.stride, p.stride, p.width, from_memory, sums);
@@ -31,8 +30,7 @@ void store_tile(const Product& p, int64_t n, bool from_memory) {
   }
 }
 
-template <int rows>
-void band(const Product& p, int64_t columns, bool from_memory) {
+template <int rows> void band(const Product& p, int64_t columns, bool from_memory) {
   constexpr int most = rows <= 1 ? 1 : rows <= 4 ? 6 : rows <= 6 ? 4 : 3;
   int64_t n = 0;
   for (; n + most <= columns; n += most) store_tile<rows, most>(p, n, from_memory);

@@ -31,9 +31,8 @@ BF16_VECTORS inline __m128 sums_of(__m512 a, __m512 b, __m512 c, __m512 d) {
 }
 
 // out[m][n] of `rows` rows of self and `columns` columns; sums of pairs go into float32 lanes.
-template <int rows, int columns>
-BF16_VECTORS void tile(const at::BFloat16* x, int64_t x_stride, const at::BFloat16* weights,
-    int64_t stride, int64_t width, bool from_memory, float* out) {
+template <int rows, int columns> BF16_VECTORS void tile(const at::BFloat16* x, int64_t x_stride,
+    const at::BFloat16* weights, int64_t stride, int64_t width, bool from_memory, float* out) {
   constexpr int count = rows * columns;
   __m512 sums[count];
   EACH for (int i = 0; i < count; ++i) sums[i] = _mm512_setzero_ps();

@@ -16,8 +16,7 @@ Computation grouped_matmul(const Grouped& call, const Lists& offset, bool by_ten
   return [=] { call.run(); };
 }
 
-template <class WeightList>
-struct Inputs {
+template <class WeightList> struct Inputs {
   Tensors x;
   WeightList weight;
   Lists bias, scale, offset, antiquant_scale, antiquant_offset, pertoken;

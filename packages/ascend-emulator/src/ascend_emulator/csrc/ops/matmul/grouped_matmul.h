@@ -145,8 +145,7 @@ struct Grouped {
     }
     all("per_token_scale", pertoken, at::kFloat);
     all("bias", bias, words() ? at::kFloat : at::kInt);
-    if (words())
-      all("scale", scale, at::kLong);
+    if (words()) all("scale", scale, at::kLong);
     else if (result != at::kInt)
       all("scale", scale,
           result == at::kChar       ? at::kLong
@@ -213,10 +212,8 @@ struct Grouped {
   }
 
   static void store(const Tensor& values, const Tensor& into) {
-    if (into.scalar_type() == at::kChar)
-      store_rounded(values, into, false);
-    else
-      into.copy_(values);
+    if (into.scalar_type() == at::kChar) store_rounded(values, into, false);
+    else into.copy_(values);
   }
 
   void run() const {
@@ -247,8 +244,7 @@ struct Grouped {
           product(x[i].flatten(0, -2), i,
               empty(pertoken) ? Tensor() : group_slice(pertoken, i, groups()).reshape({-1, 1}),
               out[i].flatten(0, -2), together);
-        else
-          part(x[i], i, i, place);
+        else part(x[i], i, i, place);
         place += x[i].size(0);
       }
       return;

@@ -171,8 +171,7 @@ CHECKED(aclnnGroupedMatmulSwigluQuantWeightNZ,
       return swiglu_quant(x, weight, weight_scale, bias, x_scale, {}, list, 0, 0, out, out_scale);
     })
 namespace {
-template <class WeightList>
-struct SwigluQuant {
+template <class WeightList> struct SwigluQuant {
   Tensor x;
   WeightList weight;
   Tensors weight_scale;

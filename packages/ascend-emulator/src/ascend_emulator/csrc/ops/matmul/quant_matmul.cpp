@@ -72,10 +72,8 @@ struct Quantized {
     if (!absent(pertoken)) values = values * pertoken->reshape({-1, 1});
     if (!absent(bias) && !integer_bias) values = values + bias->to(at::kFloat);
     if (!absent(offset)) values = values + offset->reshape({-1});
-    if (out.scalar_type() == at::kChar)
-      store_rounded(values, out, false);
-    else
-      out.copy_(values);
+    if (out.scalar_type() == at::kChar) store_rounded(values, out, false);
+    else out.copy_(values);
   }
 
   // int4 x int4: per group, x2 - offset. int8 x int4: x1 - 8, which y_offset compensates (the
@@ -97,8 +95,7 @@ struct Quantized {
   }
 };
 
-template <class Matrix>
-struct QuantMatmul {
+template <class Matrix> struct QuantMatmul {
   Tensor x1;
   Matrix x2;
   Opt<Tensor> pertoken;

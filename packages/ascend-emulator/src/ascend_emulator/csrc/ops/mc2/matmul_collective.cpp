@@ -26,10 +26,8 @@ struct Product {
 
   void check_arguments(const Tensor& out, int64_t most_dims) const {
     one_of("x1", x1, {at::kHalf, at::kBFloat16, at::kChar});
-    if (quantized() || weight_quantized())
-      one_of("x2", x2, {at::kChar});
-    else
-      same_dtype("x2", x2, "x1", x1);
+    if (quantized() || weight_quantized()) one_of("x2", x2, {at::kChar});
+    else same_dtype("x2", x2, "x1", x1);
     rank("x1", x1, 2, most_dims);
     rank("x2", x2, 2);
     require(x1.numel() > 0 && x2.numel() > 0, "x1 has shape ", x1.sizes(), " and x2 ", x2.sizes(),
@@ -218,10 +216,8 @@ std::shared_ptr<hccl::Communicator> sharded(
       is_chip("Ascend910B") ? ": 2, 4, 8" : ": 2, 4, 8, 16, 32");
   product.check_arguments(out, 2);
   within("k", product.x1.size(1), 256, 65534);
-  if (product.quantized())
-    one_of("out", out, kHalves);
-  else
-    same_dtype("out", out, "x1", product.x1);
+  if (product.quantized()) one_of("out", out, kHalves);
+  else same_dtype("out", out, "x1", product.x1);
   return on;
 }
 

@@ -51,10 +51,8 @@ Experts::Experts(
   else if (algorithm == "hierarchy") {
     within("ep_world_size, with comm_alg hierarchy,", ranks, 16, 256);
     multiple("ep_world_size, with comm_alg hierarchy,", ranks, 16);
-  } else if (a2)
-    one_of("ep_world_size", ranks, List{2, 3, 4, 5, 6, 7, 8, 16, 32, 64, 128, 256});
-  else
-    within("ep_world_size", ranks, 2, 768);
+  } else if (a2) one_of("ep_world_size", ranks, List{2, 3, 4, 5, 6, 7, 8, 16, 32, 64, 128, 256});
+  else within("ep_world_size", ranks, 2, 768);
   hccl::check_ranks("ep_world_size", ranks, *on);
   require(at.ep_rank_id == on->rank, "ep_rank_id is ", at.ep_rank_id, "; this process is rank ",
       on->rank, " of the communicator ", on->name);
@@ -123,10 +121,8 @@ void Experts::check_tokens(
   if (first || (a2 && levels)) reserved("x_active_mask", mask);
   one_of("x_active_mask", *mask, {at::kBool});
   rank("x_active_mask", *mask, 1, levels ? 1 : 2);
-  if (mask->dim() == 1)
-    shape("x_active_mask", *mask, {tokens});
-  else
-    shape("x_active_mask", *mask, {tokens, choices});
+  if (mask->dim() == 1) shape("x_active_mask", *mask, {tokens});
+  else shape("x_active_mask", *mask, {tokens, choices});
 }
 
 // "HCCL通信域缓存区大小" of each operator's documentation. On A2 only HCCL_BUFFSIZE counts, on A3

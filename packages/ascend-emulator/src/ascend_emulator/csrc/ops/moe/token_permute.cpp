@@ -34,9 +34,8 @@ void check_rows(const char* name, const Tensor& index, int64_t least, int64_t en
 
 // `sums[token] += weights[token][i] * rows[places[token][i]]` for each of k choices; none for rows
 // behind the last one.
-template <class T>
-void add_rows(const T* rows, int64_t count, const int32_t* places, const float* weights, int64_t k,
-    const Tensor& sums) {
+template <class T> void add_rows(const T* rows, int64_t count, const int32_t* places,
+    const float* weights, int64_t k, const Tensor& sums) {
   const int64_t columns = sums.size(1);
   float* const out = sums.mutable_data_ptr<float>();
   at::parallel_for(0, sums.size(0), std::max<int64_t>(1, 65536 / std::max<int64_t>(1, k * columns)),
@@ -286,8 +285,7 @@ CHECKED(aclnnMoeTokenPermuteWithRoutingMapGrad,
         auto by_expert = at::zeros({experts, tokens}, probs_grad->options());
         if (padded)
           by_expert.scatter_(1, from.view({experts, -1}), probs_grad->view({experts, -1}));
-        else
-          by_expert.masked_scatter_(map.to(at::kBool).t(), *probs_grad);
+        else by_expert.masked_scatter_(map.to(at::kBool).t(), *probs_grad);
         probs_out->copy_(by_expert.t());
       };
     })

@@ -46,8 +46,7 @@ struct Regions {
     require(images > 0, "there is no image");
   }
 
-  template <class Use>
-  void each(const Tensor& images, Use&& use) const {
+  template <class Use> void each(const Tensor& images, Use&& use) const {
     const auto regions = rois.to(at::kFloat).contiguous();
     for (int64_t i = 0; i < regions.size(0); ++i) {
       const auto* r = regions.const_data_ptr<float>() + 5 * i;

@@ -75,10 +75,8 @@ struct Recurrent {
       for (int64_t which = 0; which < each(); ++which) {
         const auto& given = parameters[cell * each() + which];
         same_dtype("params", given, "input", input);
-        if (which > 1)
-          shape("params", given, {gates * hidden()});
-        else
-          shape("params", given, {gates * hidden(), which ? hidden() : inner});
+        if (which > 1) shape("params", given, {gates * hidden()});
+        else shape("params", given, {gates * hidden(), which ? hidden() : inner});
       }
     }
     for (const auto& state : states) {
@@ -118,9 +116,9 @@ struct Recurrent {
 
   // step(cell, time, time before or -1, gradient of the hidden state): the gradients of the input's
   // and of the state's matmuls. It keeps the gradient of the state before.
-  template <class Step>
-  Tensor backward(const Tensor& input, const Tensor& valid, const Tensor& start,
-      const Tensors& states, const Tensor& grad, const Tensors& out, Step&& step) const {
+  template <class Step> Tensor backward(const Tensor& input, const Tensor& valid,
+      const Tensor& start, const Tensors& states, const Tensor& grad, const Tensors& out,
+      Step&& step) const {
     auto slope = by_time(grad);
     if (valid.defined()) slope = slope * valid;
     const int64_t steps = slope.size(0);

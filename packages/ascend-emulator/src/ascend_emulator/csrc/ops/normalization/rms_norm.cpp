@@ -14,8 +14,7 @@ namespace {
 using at::Tensor;
 
 // Sixteen partial sums: more accurate, and one vector register.
-template <class T>
-float sum_of_squares(const T* x, int64_t width) {
+template <class T> float sum_of_squares(const T* x, int64_t width) {
   constexpr int kLanes = 16;
   float lanes[kLanes] = {};
   int64_t i = 0;
@@ -30,8 +29,7 @@ float sum_of_squares(const T* x, int64_t width) {
   return lanes[0];
 }
 
-template <class T>
-struct RmsNorm {
+template <class T> struct RmsNorm {
   const T *x, *added, *gamma;  // added may be null
   T *sum, *y;                  // sum: of x and added
   float* rstd;                 // may be null

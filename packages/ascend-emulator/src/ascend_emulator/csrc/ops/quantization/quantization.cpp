@@ -179,8 +179,7 @@ Computation trans_quant_param(
   one_of("round_mode", round_mode, {int64_t{0}, int64_t{1}});
   if (offset) {
     one_of("offset", *offset, {at::kFloat});
-    if (scale.dim() == 2)
-      shape("offset", *offset, scale.sizes());
+    if (scale.dim() == 2) shape("offset", *offset, scale.sizes());
     else
       require(offset->numel() == 1 || scale.numel() == 1 || offset->numel() == scale.numel(),
           "offset has ", offset->numel(), " elements and scale ", scale.numel());

@@ -12,10 +12,8 @@ CHECKED(aclnnNpuFormatCast, (Weight source, Stored target), {
   shape("target", target.value, source.sizes());
   same_dtype("target", target.value, "source", source);
   COMPUTE {
-    if (target.storage.defined())
-      Fractal{target.storage, source}.pack();
-    else
-      target.value.copy_(source);
+    if (target.storage.defined()) Fractal{target.storage, source}.pack();
+    else target.value.copy_(source);
   };
 })
 

@@ -21,9 +21,8 @@ std::optional<c10::List<std::optional<at::Tensor>>> index_list(const emu::Tensor
 }
 
 // 0 none, 1 add, 2 multiply (op-plugin's ScatterKernelNpuOpApi.cpp).
-template <class Source>
-void scatter(at::Tensor& out, const at::Tensor& self, int64_t dim, const at::Tensor& index,
-    const Source& source, int64_t reduction) {
+template <class Source> void scatter(at::Tensor& out, const at::Tensor& self, int64_t dim,
+    const at::Tensor& index, const Source& source, int64_t reduction) {
   if (reduction == 0) {
     at::scatter_out(out, self, dim, emu::to_int64(index), source);
   } else {

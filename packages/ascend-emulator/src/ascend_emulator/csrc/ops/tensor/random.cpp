@@ -39,10 +39,8 @@ OP(aclnnMultinomialTensor,
     (Tensor self, int64_t samples, bool replacement, GraphState state, Tensor out),
     { at::multinomial_out(out, self, samples, replacement, state.generator()); })
 OP(aclnnInplaceNormal, (Tensor self, float mean, float std, int64_t seed, int64_t offset), {
-  if (self.is_floating_point())
-    self.normal_(mean, std, generator(seed, offset));
-  else
-    self.copy_(at::empty(self.sizes(), at::kFloat).normal_(mean, std, generator(seed, offset)));
+  if (self.is_floating_point()) self.normal_(mean, std, generator(seed, offset));
+  else self.copy_(at::empty(self.sizes(), at::kFloat).normal_(mean, std, generator(seed, offset)));
 })
 OP(aclnnNormalFloatFloat, (float mean, float std, int64_t seed, int64_t offset, Tensor out),
     { out.normal_(mean, std, generator(seed, offset)); })

@@ -13,8 +13,7 @@ using namespace emu;
 
 namespace {
 
-template <class T>
-void swiglu_rows(const T* x, T* out, int64_t rows, int64_t half) {
+template <class T> void swiglu_rows(const T* x, T* out, int64_t rows, int64_t half) {
   at::parallel_for(0, rows, std::max<int64_t>(1, 16384 / half), [&](int64_t first, int64_t last) {
     vectorized([&] {
       for (int64_t row = first; row < last; ++row) {

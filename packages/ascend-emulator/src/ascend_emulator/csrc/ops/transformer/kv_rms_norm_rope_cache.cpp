@@ -79,10 +79,8 @@ void check_cache(const char* name, const Tensor& cache, const Tensor& like,
     const Opt<Tensor>& scale, int64_t size, const Text& mode) {
   rank(name, cache, 4);
   contiguous(name, cache);
-  if (scale)
-    one_of(name, cache, {at::kChar});
-  else
-    same_dtype(name, cache, "kv", like);
+  if (scale) one_of(name, cache, {at::kChar});
+  else same_dtype(name, cache, "kv", like);
   if (mode != "Norm")
     require(cache.numel() == cache.size(0) * (cache.numel() / cache.size(0)) &&
                 (cache.numel() / cache.size(0)) % size == 0,

@@ -13,9 +13,8 @@ namespace emu {
 namespace {
 
 // Rotates the first `rotary` values of each head; cache rows are cos and sin of rotary / 2 angles.
-template <bool neox, class T>
-void rope_heads(const T* in, T* out, const T* cos, const T* sin, int64_t heads, int64_t head_size,
-    int64_t half) {
+template <bool neox, class T> void rope_heads(const T* in, T* out, const T* cos, const T* sin,
+    int64_t heads, int64_t head_size, int64_t half) {
   for (int64_t head = 0; head < heads; ++head, in += head_size, out += head_size) {
     for (int64_t i = 0; i < half; ++i) {
       const int64_t a = neox ? i : 2 * i, b = neox ? i + half : 2 * i + 1;
@@ -27,9 +26,8 @@ void rope_heads(const T* in, T* out, const T* cos, const T* sin, int64_t heads, 
   }
 }
 
-template <class T>
-void rope(const Tensor& positions, const Tensor& x, const Tensor& cache, int64_t head_size,
-    bool neox, Tensor& out) {
+template <class T> void rope(const Tensor& positions, const Tensor& x, const Tensor& cache,
+    int64_t head_size, bool neox, Tensor& out) {
   const int64_t tokens = x.size(0), heads = x.size(1) / head_size, half = cache.size(1) / 2,
                 limit = cache.size(0);
   const auto* where = positions.const_data_ptr<int64_t>();

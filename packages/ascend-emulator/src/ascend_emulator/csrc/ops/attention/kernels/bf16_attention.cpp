@@ -55,8 +55,7 @@ const BFloat16* row(const Rows& rows, int64_t group, int64_t token) {
   return rows.base + block * rows.block_stride + place * rows.stride + group * rows.group_stride;
 }
 
-template <int rows, int columns>
-void put_scores(
+template <int rows, int columns> void put_scores(
     const BFloat16* query, int64_t width, const BFloat16* keys, int64_t stride, float* scores) {
   float sums[(rows * columns + 3) / 4 * 4];
   bf16::tile<rows, columns>(query, width, keys, stride, width, false, sums);
@@ -65,9 +64,8 @@ void put_scores(
 }
 
 // scores[rows][count] of keys in one block.
-template <int rows>
-void score(const BFloat16* query, int64_t width, const BFloat16* keys, int64_t stride,
-    int64_t count, float* scores) {
+template <int rows> void score(const BFloat16* query, int64_t width, const BFloat16* keys,
+    int64_t stride, int64_t count, float* scores) {
   int64_t n = 0;
   for (; n + 4 <= count; n += 4) {
     for (int64_t i = 0; i < 4; ++i)  // keys of one group are apart, which the CPU does not foresee
@@ -80,9 +78,8 @@ void score(const BFloat16* query, int64_t width, const BFloat16* keys, int64_t s
 
 // out[rows][32 * vectors] += weights[rows][count] values[count][...], of values in one block; pairs
 // of tokens are interleaved.
-template <int rows, int vectors>
-BF16_VECTORS void add_values(const BFloat16* weights, const BFloat16* values, int64_t stride,
-    int64_t count, float* out, int64_t width) {
+template <int rows, int vectors> BF16_VECTORS void add_values(const BFloat16* weights,
+    const BFloat16* values, int64_t stride, int64_t count, float* out, int64_t width) {
   __m512 sums[rows * vectors * 2];
   // Of each 32 columns the interleaved halves hold the first and the last four of each eight.
   const auto first = _mm512_setr_epi32(0, 1, 2, 3, 16, 17, 18, 19, 4, 5, 6, 7, 20, 21, 22, 23);
@@ -125,9 +122,8 @@ BF16_VECTORS void add_values(const BFloat16* weights, const BFloat16* values, in
   }
 }
 
-template <int rows>
-void weigh(const BFloat16* weights, const BFloat16* values, int64_t stride, int64_t count,
-    float* out, int64_t width) {
+template <int rows> void weigh(const BFloat16* weights, const BFloat16* values, int64_t stride,
+    int64_t count, float* out, int64_t width) {
   int64_t column = 0;
   for (; column + 64 <= width; column += 64)
     add_values<rows, 2>(weights, values + column, stride, count, out + column, width);
