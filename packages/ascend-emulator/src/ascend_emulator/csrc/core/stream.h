@@ -22,7 +22,7 @@ namespace emu {
 
 struct Capture;  // graph.h
 
-// Takes the tasks that are submitted to a stream, in place of its worker: a capture, or the update
+// Takes the tasks that are submitted to a stream, instead of its worker: a capture, or the update
 // of a task group (graph.h).
 class TaskSink {
  public:
