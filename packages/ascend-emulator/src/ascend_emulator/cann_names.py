@@ -66,12 +66,14 @@ def wheel_names() -> list[str]:
 
 @cache
 def public_names() -> dict[str, bool]:
-    """CANN's public C functions: name to whether it returns a status. From cann_names.txt and the
-    torch_npu wheel's headers."""
+    """CANN's public C functions: name to whether it returns a status. From cann_names.txt, the
+    operators of csrc/generated/arguments.h and the torch_npu wheel's headers."""
     lines = (
         line.split() for line in Path(__file__).with_name("cann_names.txt").read_text().splitlines()
     )
     functions = {name: not rest for name, *rest in lines}
+    arguments = Path(__file__).with_name("csrc") / "generated" / "arguments.h"
+    functions |= {f"aclnn{name}": True for name in re.findall(r'{"(\w+)",', arguments.read_text())}
     headers = package_dir("torch_npu") / "include" / "third_party"
     for path in sorted([*headers.glob("acl/inc/acl/**/*.h"), *headers.glob("hccl/inc/hccl/*.h")]):
         text = re.sub(r"/\*.*?\*/|//[^\n]*", "", path.read_text(errors="replace"), flags=re.DOTALL)
