@@ -9,8 +9,7 @@
 // that the demanded ticket depends on. The order therefore depends on the program's calls only, not
 // on thread timing. After 200 ms without any call everything may run, for programs that poll or
 // wait for another process.
-#ifndef ASCEND_EMULATOR_CORE_ADVERSARY_H
-#define ASCEND_EMULATOR_CORE_ADVERSARY_H
+#pragma once
 #include <initializer_list>
 #include <memory>
 
@@ -50,5 +49,3 @@ class Adversary {
 };
 
 }  // namespace emu
-
-#endif  // ASCEND_EMULATOR_CORE_ADVERSARY_H

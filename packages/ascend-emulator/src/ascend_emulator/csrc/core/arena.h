@@ -3,8 +3,7 @@
 // Memory that other processes can map: one sparse memory file (memfd). Every physical allocation
 // and every shared allocation gets a range of its own; releasing it frees its pages, and the range
 // is used again.
-#ifndef ASCEND_EMULATOR_CORE_ARENA_H
-#define ASCEND_EMULATOR_CORE_ARENA_H
+#pragma once
 #include <cstdint>
 #include <string>
 #include <vector>
@@ -41,5 +40,3 @@ Import open(uint64_t key);
 void close_import(const Import& import);
 
 }  // namespace emu::arena
-
-#endif  // ASCEND_EMULATOR_CORE_ARENA_H

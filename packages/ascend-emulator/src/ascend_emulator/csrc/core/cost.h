@@ -3,8 +3,7 @@
 // Bytes and FLOPs of an operator where they do not follow from the sizes of its arguments: it
 // accesses a part of a cache, or multiplies matrices internally. Operators report them while they
 // compute; TaskTrace (trace.h) adds them to the task's Work.
-#ifndef ASCEND_EMULATOR_CORE_COST_H
-#define ASCEND_EMULATOR_CORE_COST_H
+#pragma once
 #include <cstddef>
 #include <mutex>
 #include <vector>
@@ -37,5 +36,3 @@ void partial_access(const void* argument, size_t size, double bytes);
 void add_flops(double flops, int item);
 
 }  // namespace emu::cost
-
-#endif  // ASCEND_EMULATOR_CORE_COST_H

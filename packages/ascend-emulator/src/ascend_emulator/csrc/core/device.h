@@ -6,8 +6,7 @@
 // faults, as on hardware. Kernels access the memory through a second mapping at a constant distance
 // (to_kernel()). The reservation holds each NPU's memory, where aclrtMalloc allocates, followed by
 // address space for virtual memory (virtual_memory.h).
-#ifndef ASCEND_EMULATOR_CORE_DEVICE_H
-#define ASCEND_EMULATOR_CORE_DEVICE_H
+#pragma once
 #include <atomic>
 #include <cstdint>
 #include <map>
@@ -162,5 +161,3 @@ void* resolve(const void* address, bool must_be_device, const char* what, uint64
 bool is_pinned(const void* address);
 
 }  // namespace emu
-
-#endif  // ASCEND_EMULATOR_CORE_DEVICE_H

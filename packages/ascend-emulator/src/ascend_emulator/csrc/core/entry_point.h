@@ -1,8 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-all project
 // Macros that define the C entry points of CANN.
-#ifndef ASCEND_EMULATOR_CORE_ENTRY_POINT_H
-#define ASCEND_EMULATOR_CORE_ENTRY_POINT_H
+#pragma once
 #include <string_view>
 #include <type_traits>
 
@@ -80,5 +79,3 @@ template <void (*Body)(...), class Name> struct EntryPoint<Body, Name> {
     emu::note(#NAME);                              \
     return [&]()->TYPE __VA_ARGS__();              \
   }
-
-#endif  // ASCEND_EMULATOR_CORE_ENTRY_POINT_H

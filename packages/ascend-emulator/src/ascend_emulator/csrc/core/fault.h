@@ -4,8 +4,7 @@
 // ASCEND_EMULATOR_FAULTS="aclrtMalloc@3=oom;aclnnMatmul@10=ecc;stream@100=hang;HcclAllReduce@2+=timeout",
 // or ascend_emulator_inject() with the same text. `NAME@N=KIND` fails the Nth call of an entry
 // point, `NAME@N+=KIND` that and every later one; each process counts calls from the injection.
-#ifndef ASCEND_EMULATOR_CORE_FAULT_H
-#define ASCEND_EMULATOR_CORE_FAULT_H
+#pragma once
 
 namespace emu::fault {
 
@@ -23,5 +22,3 @@ Kind pending();
 bool hangs();
 
 }  // namespace emu::fault
-
-#endif  // ASCEND_EMULATOR_CORE_FAULT_H

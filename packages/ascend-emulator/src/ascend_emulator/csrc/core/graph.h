@@ -2,8 +2,7 @@
 // SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-all project
 // Graph capture and replay (aclmdlRI). Replay runs one node at a time in an order that their
 // dependencies allow: that of the capture, or one chosen by the adversary's seed.
-#ifndef ASCEND_EMULATOR_CORE_GRAPH_H
-#define ASCEND_EMULATOR_CORE_GRAPH_H
+#pragma once
 #include <map>
 #include <mutex>
 #include <thread>
@@ -105,5 +104,3 @@ bool capture_record(Stream& stream, Event& event);
 bool capture_wait(Stream& stream, Event& event);
 
 }  // namespace emu
-
-#endif  // ASCEND_EMULATOR_CORE_GRAPH_H

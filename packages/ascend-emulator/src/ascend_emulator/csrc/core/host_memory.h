@@ -1,8 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-all project
 // Host memory known to the runtime: page-locked, or registered for access by devices.
-#ifndef ASCEND_EMULATOR_CORE_HOST_MEMORY_H
-#define ASCEND_EMULATOR_CORE_HOST_MEMORY_H
+#pragma once
 #include <cstdint>
 
 namespace emu::host_memory {
@@ -18,5 +17,3 @@ uint64_t pinned(const void* address);
 uint64_t mapped(const void* address);
 
 }  // namespace emu::host_memory
-
-#endif  // ASCEND_EMULATOR_CORE_HOST_MEMORY_H

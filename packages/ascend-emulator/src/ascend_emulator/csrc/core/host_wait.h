@@ -4,8 +4,7 @@
 // once
 // operators in Python are in use, which run on the streams' threads. torch_npu keeps the lock in
 // some calls that wait, such as torch.npu.empty_cache().
-#ifndef ASCEND_EMULATOR_CORE_HOST_WAIT_H
-#define ASCEND_EMULATOR_CORE_HOST_WAIT_H
+#pragma once
 
 namespace emu {
 
@@ -21,5 +20,3 @@ class HostWait {
 };
 
 }  // namespace emu
-
-#endif  // ASCEND_EMULATOR_CORE_HOST_WAIT_H

@@ -1,7 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 // SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-all project
-#ifndef ASCEND_EMULATOR_CORE_MEMORY_EVENTS_H
-#define ASCEND_EMULATOR_CORE_MEMORY_EVENTS_H
+#pragma once
 #include <atomic>
 #include <cstdint>
 
@@ -20,5 +19,3 @@ struct MemoryEvents {
 inline MemoryEvents& memory_events() { return process.part<MemoryEvents>(); }
 
 }  // namespace emu
-
-#endif  // ASCEND_EMULATOR_CORE_MEMORY_EVENTS_H

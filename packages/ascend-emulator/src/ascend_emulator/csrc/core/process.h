@@ -2,8 +2,7 @@
 // SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-all project
 // The owner of this process's mutable state. Each file declares its state as one struct and gets it
 // by process.part<Struct>(); no file of core, runtime and hccl has mutable globals of its own.
-#ifndef ASCEND_EMULATOR_CORE_PROCESS_H
-#define ASCEND_EMULATOR_CORE_PROCESS_H
+#pragma once
 #include <atomic>
 
 namespace emu {
@@ -32,5 +31,3 @@ class Process {
 inline constinit Process process;
 
 }  // namespace emu
-
-#endif  // ASCEND_EMULATOR_CORE_PROCESS_H

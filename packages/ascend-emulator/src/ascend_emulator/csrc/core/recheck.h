@@ -2,8 +2,7 @@
 // SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-all project
 // Memory of a task's arguments is checked at the call, and again when the task runs: by then it may
 // have been freed, and a captured task runs as often as its graph is replayed.
-#ifndef ASCEND_EMULATOR_CORE_RECHECK_H
-#define ASCEND_EMULATOR_CORE_RECHECK_H
+#pragma once
 #include <c10/util/FunctionRef.h>
 
 #include "device.h"
@@ -36,5 +35,3 @@ class Recheck {
 };
 
 }  // namespace emu
-
-#endif  // ASCEND_EMULATOR_CORE_RECHECK_H

@@ -11,6 +11,8 @@
 #include <mutex>
 
 #include "device.h"
+#include "entry_point.h"
+#include "fault.h"
 
 namespace emu {
 namespace {
@@ -80,6 +82,15 @@ void check_queue(int device) {
         " failed earlier, and torch_npu computes nothing more on NPU ", device,
         " in this process; start a new one");
   }
+}
+
+int intercepted(const char* name, c10::function_ref<void()> body) noexcept {
+  if (removed(name)) return refuse(name);
+  return guarded(name, [&] {
+    if (fault::armed()) [[unlikely]]
+      fault::at(name);
+    body();
+  });
 }
 
 }  // namespace emu

@@ -1,8 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-all project
 // What the emulator does not have, and operators that failed.
-#ifndef ASCEND_EMULATOR_CORE_REFUSAL_H
-#define ASCEND_EMULATOR_CORE_REFUSAL_H
+#pragma once
 #include "status.h"
 
 namespace emu {
@@ -25,5 +24,3 @@ extern thread_local std::string creation_error;
 void check_queue(int device);  // throws if an operator failed on this NPU's queue thread
 
 }  // namespace emu
-
-#endif  // ASCEND_EMULATOR_CORE_REFUSAL_H

@@ -2,8 +2,7 @@
 // SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-all project
 // Registry of the implemented entry points, with their effects. Names that torch_npu can look up
 // and that are not registered get a generated stub that fails with the name (cann_names.py).
-#ifndef ASCEND_EMULATOR_CORE_REGISTRY_H
-#define ASCEND_EMULATOR_CORE_REGISTRY_H
+#pragma once
 #include <cstdint>
 #include <string>
 
@@ -38,5 +37,3 @@ bool registered(const char* name);
 std::string nth(const char* list, int64_t n);
 
 }  // namespace emu
-
-#endif  // ASCEND_EMULATOR_CORE_REGISTRY_H

@@ -4,8 +4,7 @@
 //
 // The codes are public; torch_npu documents them in torch_npu/csrc/core/npu/NPUErrorCodes.h
 // (Ascend/pytorch, BSD).
-#ifndef ASCEND_EMULATOR_CORE_STATUS_H
-#define ASCEND_EMULATOR_CORE_STATUS_H
+#pragma once
 #include <c10/core/ScalarType.h>
 #include <c10/util/FunctionRef.h>
 
@@ -125,5 +124,3 @@ template <class... Parts>
 }
 
 }  // namespace emu
-
-#endif  // ASCEND_EMULATOR_CORE_STATUS_H

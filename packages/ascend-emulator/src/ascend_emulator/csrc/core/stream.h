@@ -6,8 +6,7 @@
 //
 // A task that throws fails its stream: later tasks do not run, and synchronizing throws the error,
 // as does waiting for an event that was recorded after it.
-#ifndef ASCEND_EMULATOR_CORE_STREAM_H
-#define ASCEND_EMULATOR_CORE_STREAM_H
+#pragma once
 #include <atomic>
 #include <condition_variable>
 #include <deque>
@@ -136,5 +135,3 @@ void stop_streams();
 bool null_mode();
 
 }  // namespace emu
-
-#endif  // ASCEND_EMULATOR_CORE_STREAM_H

@@ -2,8 +2,7 @@
 // SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-all project
 // Tasks, and what the adversary (adversary.h) and the trace (trace.h) see of the stream that runs
 // them.
-#ifndef ASCEND_EMULATOR_CORE_TASK_H
-#define ASCEND_EMULATOR_CORE_TASK_H
+#pragma once
 #include <atomic>
 #include <chrono>
 #include <cstdint>
@@ -68,5 +67,3 @@ class Queue {
 };
 
 }  // namespace emu
-
-#endif  // ASCEND_EMULATOR_CORE_TASK_H

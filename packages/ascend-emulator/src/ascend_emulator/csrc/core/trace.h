@@ -7,8 +7,7 @@
 // and link bytes / link bandwidth. Streams run in parallel; an event passes the time of its record
 // to the streams that wait for it. The host is assumed to be fast enough. The chips' figures and
 // their sources are in chips.toml. The result is an estimate.
-#ifndef ASCEND_EMULATOR_CORE_TRACE_H
-#define ASCEND_EMULATOR_CORE_TRACE_H
+#pragma once
 #include "cost.h"
 #include "task.h"
 
@@ -52,5 +51,3 @@ void start_profile(const std::string& path);
 void stop_profile();
 
 }  // namespace emu
-
-#endif  // ASCEND_EMULATOR_CORE_TRACE_H

@@ -2,8 +2,7 @@
 // SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-all project
 // What the kernels use of this CPU, by what ATen does, which the variable ATEN_CPU_CAPABILITY
 // limits. limits.py has the same rules.
-#ifndef ASCEND_EMULATOR_CORE_VECTOR_UNIT_H
-#define ASCEND_EMULATOR_CORE_VECTOR_UNIT_H
+#pragma once
 
 namespace emu {
 
@@ -11,5 +10,3 @@ enum class VectorUnit { generic, avx2, avx512, avx512_bf16 };
 VectorUnit vector_unit();
 
 }  // namespace emu
-
-#endif  // ASCEND_EMULATOR_CORE_VECTOR_UNIT_H

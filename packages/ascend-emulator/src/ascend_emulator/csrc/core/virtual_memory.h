@@ -1,8 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-all project
 // Reserved address ranges, and physical memory mapped into them.
-#ifndef ASCEND_EMULATOR_CORE_VIRTUAL_MEMORY_H
-#define ASCEND_EMULATOR_CORE_VIRTUAL_MEMORY_H
+#pragma once
 #include "memory_events.h"
 
 namespace emu::virtual_memory {
@@ -33,5 +32,3 @@ struct Mapped {
 Mapped at(const void* address, uint64_t wanted);
 
 }  // namespace emu::virtual_memory
-
-#endif  // ASCEND_EMULATOR_CORE_VIRTUAL_MEMORY_H

@@ -1,8 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-all project
 // Common definitions of HCCL's entry points.
-#ifndef ASCEND_EMULATOR_HCCL_API_H
-#define ASCEND_EMULATOR_HCCL_API_H
+#pragma once
 #include "core/entry_point.h"
 #include "communicator.h"
 
@@ -42,5 +41,3 @@ inline int result_of(int status) {
       emu::note(#NAME);                                       \
     }));                                                      \
   }
-
-#endif  // ASCEND_EMULATOR_HCCL_API_H

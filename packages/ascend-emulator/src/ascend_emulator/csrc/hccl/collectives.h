@@ -2,8 +2,7 @@
 // SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-all project
 // Collectives on kernel addresses, to be called within Communicator::perform(). Counts are numbers
 // of elements.
-#ifndef ASCEND_EMULATOR_HCCL_COLLECTIVES_H
-#define ASCEND_EMULATOR_HCCL_COLLECTIVES_H
+#pragma once
 #include "communicator.h"
 
 namespace emu::hccl {
@@ -24,5 +23,3 @@ void all_to_all(Communicator& on, const Header& call, void* send, const Counts& 
     const Counts& receive_starts);
 
 }  // namespace emu::hccl
-
-#endif  // ASCEND_EMULATOR_HCCL_COLLECTIVES_H

@@ -1,8 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-all project
 // Communicator: a rank's connections to its peers, its state, and the execution of operations.
-#ifndef ASCEND_EMULATOR_HCCL_COMMUNICATOR_H
-#define ASCEND_EMULATOR_HCCL_COMMUNICATOR_H
+#pragma once
 #include <c10/util/intrusive_ptr.h>
 
 #include <atomic>
@@ -158,5 +157,3 @@ class Ticket {
 void reduce(void* out, const std::vector<const void*>& ranks, uint64_t count, int type, int op);
 
 }  // namespace emu::hccl
-
-#endif  // ASCEND_EMULATOR_HCCL_COMMUNICATOR_H

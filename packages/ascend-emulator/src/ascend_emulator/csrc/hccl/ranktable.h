@@ -1,8 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-all project
 // The file that describes a cluster (Huawei's "Rank table"): which server has which ranks.
-#ifndef ASCEND_EMULATOR_HCCL_RANKTABLE_H
-#define ASCEND_EMULATOR_HCCL_RANKTABLE_H
+#pragma once
 #include <string>
 #include <vector>
 
@@ -18,5 +17,3 @@ struct RankTable {
 RankTable read_rank_table(const char* path);
 
 }  // namespace emu::hccl
-
-#endif  // ASCEND_EMULATOR_HCCL_RANKTABLE_H

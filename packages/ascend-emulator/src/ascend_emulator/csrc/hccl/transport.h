@@ -4,8 +4,7 @@
 // TCP between machines. All messages of a step progress concurrently and the thread waits in
 // poll(), so the order of calls cannot deadlock, a closed connection is noticed immediately, and
 // waiting uses no CPU.
-#ifndef ASCEND_EMULATOR_HCCL_TRANSPORT_H
-#define ASCEND_EMULATOR_HCCL_TRANSPORT_H
+#pragma once
 #include <chrono>
 #include <deque>
 #include <functional>
@@ -171,5 +170,3 @@ std::pair<File, int> bound(const std::string& ip, int port);
 std::string machine();
 
 }  // namespace emu::hccl
-
-#endif  // ASCEND_EMULATOR_HCCL_TRANSPORT_H

@@ -3,8 +3,7 @@
 // HCCL's constants and limits. Source of the values and of the limits: Huawei's public API
 // reference "HCCL" (HcclDataType, HcclReduceOp, HcclResult, HcclCommConfig, and each operation's
 // page); of the signatures, torch_npu/csrc/distributed/HcclCompile.h (Ascend/pytorch, BSD).
-#ifndef ASCEND_EMULATOR_HCCL_TYPES_H
-#define ASCEND_EMULATOR_HCCL_TYPES_H
+#pragma once
 #include <c10/core/ScalarType.h>
 
 #include <cstdint>
@@ -82,5 +81,3 @@ struct SendReceive {  // HcclSendRecvItem
 };
 
 }  // namespace emu::hccl
-
-#endif  // ASCEND_EMULATOR_HCCL_TYPES_H

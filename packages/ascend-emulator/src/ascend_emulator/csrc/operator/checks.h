@@ -2,8 +2,7 @@
 // SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-all project
 // Argument checks. Each error names the argument, the found value and the allowed ones; the
 // operator's name is prepended at the C boundary. Write the source of the rule beside the check.
-#ifndef ASCEND_EMULATOR_OPERATOR_CHECKS_H
-#define ASCEND_EMULATOR_OPERATOR_CHECKS_H
+#pragma once
 #include <ATen/ATen.h>
 
 #include <algorithm>
@@ -52,5 +51,3 @@ void contiguous(const char* argument, const at::Tensor& tensor);
 void chips(std::initializer_list<const char*> families);
 
 }  // namespace emu
-
-#endif  // ASCEND_EMULATOR_OPERATOR_CHECKS_H

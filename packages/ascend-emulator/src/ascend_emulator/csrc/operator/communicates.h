@@ -2,8 +2,7 @@
 // SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-all project
 // Operators that communicate with other ranks: their tasks may block, as collectives do
 // (Task::blocks in core/stream.h).
-#ifndef ASCEND_EMULATOR_OPERATOR_COMMUNICATES_H
-#define ASCEND_EMULATOR_OPERATOR_COMMUNICATES_H
+#pragma once
 #include <functional>
 #include <string>
 
@@ -18,5 +17,3 @@ using OnFailure = std::function<void(const std::string& reason)>;
 void on_failure(OnFailure failed);
 
 }  // namespace emu
-
-#endif  // ASCEND_EMULATOR_OPERATOR_COMMUNICATES_H

@@ -5,8 +5,7 @@
 // that a signature is seen (operator, dtypes, sizes and strides of the tensors, attributes without
 // their values where these do not decide), the body runs on stand-ins: small tensors of ones, or of
 // zeros where they are integers.
-#ifndef ASCEND_EMULATOR_OPERATOR_DRY_RUN_H
-#define ASCEND_EMULATOR_OPERATOR_DRY_RUN_H
+#pragma once
 #include <ATen/ATen.h>
 
 #include <algorithm>
@@ -64,5 +63,3 @@ class StandIns {
 void dry_run(const StandIns& stand_ins, c10::function_ref<void()> body);
 
 }  // namespace emu
-
-#endif  // ASCEND_EMULATOR_OPERATOR_DRY_RUN_H

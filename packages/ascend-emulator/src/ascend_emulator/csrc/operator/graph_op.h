@@ -13,8 +13,7 @@
 // Scalar must be there. Inputs that need not be given are Opt; Tensors are all that are left. All
 // attributes of a call must have been read when the body returns; another one is refused by its
 // name.
-#ifndef ASCEND_EMULATOR_OPERATOR_GRAPH_OP_H
-#define ASCEND_EMULATOR_OPERATOR_GRAPH_OP_H
+#pragma once
 #include <map>
 #include <set>
 #include <variant>
@@ -140,5 +139,3 @@ template <class... Params, Computation (*Body)(Params...)> struct GraphBody<Body
   static const GraphRegistration registration_##TYPE(                                  \
       {#TYPE, "aclop::" #TYPE, #PARAMS, &prepare_##TYPE}, __FILE__);                   \
   }
-
-#endif  // ASCEND_EMULATOR_OPERATOR_GRAPH_OP_H

@@ -22,8 +22,7 @@
 // also run at the call, on stand-ins (dry_run.h), so they must neither block nor keep state;
 // OP_OF_VALUES is OP without this. Tensor values may be read in the computation only. A replayed
 // graph runs the computation again, from unchanged captured arguments.
-#ifndef ASCEND_EMULATOR_OPERATOR_OP_H
-#define ASCEND_EMULATOR_OPERATOR_OP_H
+#pragma once
 #include <ATen/ATen.h>
 
 #include <atomic>
@@ -412,5 +411,3 @@ int launch(const char* name, aclOpExecutor* executor, void* stream);
     CHECKS;                                   \
     COMPUTE __VA_ARGS__;                      \
   })
-
-#endif  // ASCEND_EMULATOR_OPERATOR_OP_H

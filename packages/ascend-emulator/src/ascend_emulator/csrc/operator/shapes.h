@@ -2,8 +2,7 @@
 // SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-all project
 // Shape rules of plain operators, those of the corresponding torch functions, checked at the call
 // as in CANN. The macros add the arguments' names for the messages.
-#ifndef ASCEND_EMULATOR_OPERATOR_SHAPES_H
-#define ASCEND_EMULATOR_OPERATOR_SHAPES_H
+#pragma once
 #include <functional>
 
 #include "op.h"
@@ -44,5 +43,3 @@ Shape product(
 #define REDUCED(OUT, SELF, DIMS, KEEPDIM) emu::reduced(#OUT, OUT, SELF, DIMS, KEEPDIM)
 // Shape of torch.matmul of two tensors with LEAST to MOST dimensions.
 #define PRODUCT(SELF, OTHER, LEAST, MOST) emu::product(#SELF "," #OTHER, SELF, OTHER, LEAST, MOST)
-
-#endif  // ASCEND_EMULATOR_OPERATOR_SHAPES_H

@@ -1,14 +1,19 @@
 // SPDX-License-Identifier: Apache-2.0
 // SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-all project
 // Compares an operator's parameters with op-plugin's calls (arguments.h) when it is compiled.
-#ifndef ASCEND_EMULATOR_OPERATOR_SIGNATURE_H
-#define ASCEND_EMULATOR_OPERATOR_SIGNATURE_H
+#pragma once
 #include <algorithm>
 #include <cstdint>
 #include <string_view>
 #include <type_traits>
 
-#include "tensor.h"
+struct aclTensor;
+struct aclTensorList;
+struct aclScalar;
+struct aclScalarList;
+struct aclIntArray;
+struct aclFloatArray;
+struct aclBoolArray;
 
 namespace emu {
 
@@ -50,5 +55,3 @@ constexpr bool is_called_with(std::string_view name, std::string_view kinds) {
 }
 
 }  // namespace emu
-
-#endif  // ASCEND_EMULATOR_OPERATOR_SIGNATURE_H

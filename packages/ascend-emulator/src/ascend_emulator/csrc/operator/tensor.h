@@ -3,8 +3,7 @@
 // Argument objects of aclnn calls. They are opaque to torch_npu, so each holds an ATen value;
 // tensors alias device memory through the kernel mapping (core/device.h). Signatures:
 // op_plugin/utils/op_api_common_base.h in the torch_npu wheel (BSD).
-#ifndef ASCEND_EMULATOR_OPERATOR_TENSOR_H
-#define ASCEND_EMULATOR_OPERATOR_TENSOR_H
+#pragma once
 #include <ATen/ATen.h>
 
 #include "core/status.h"
@@ -72,5 +71,3 @@ at::Tensor matrix_of(const std::string& name, const aclTensor& tensor);
 enum AclFormat : int32_t { kNCHW = 0, kND = 2, kFractalNZ = 29 };
 
 }  // namespace emu
-
-#endif  // ASCEND_EMULATOR_OPERATOR_TENSOR_H

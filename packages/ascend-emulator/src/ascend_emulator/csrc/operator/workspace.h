@@ -2,8 +2,7 @@
 // SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-all project
 // Workspace: device memory that the caller of an operator allocates for it, of the size that
 // GetWorkspaceSize answers. Nothing is stored in it here; it counts against the device's memory.
-#ifndef ASCEND_EMULATOR_OPERATOR_WORKSPACE_H
-#define ASCEND_EMULATOR_OPERATOR_WORKSPACE_H
+#pragma once
 #include <ATen/ATen.h>
 
 #include <atomic>
@@ -18,5 +17,3 @@ uint64_t workspace_bytes(
     std::atomic<const Workspace*>& found, const char* name, const std::vector<at::Tensor>& tensors);
 
 }  // namespace emu
-
-#endif  // ASCEND_EMULATOR_OPERATOR_WORKSPACE_H

@@ -4,8 +4,7 @@
 // computes float32 (CANN's API reference, "aclnnMm"; torch_npu's CalcuOpUtil::GetCubeMathType maps
 // torch.npu.matmul.allow_hf32, torch.npu.conv.allow_hf32 and the chip's default precision mode to
 // it). Matmuls are accumulated in float32; other types are not affected.
-#ifndef ASCEND_EMULATOR_OPS_CUBE_MATH_H
-#define ASCEND_EMULATOR_OPS_CUBE_MATH_H
+#pragma once
 #include "operator/op.h"
 
 namespace emu {
@@ -50,5 +49,3 @@ template <> struct Arg<CubeMath> {
 };
 
 }  // namespace emu
-
-#endif  // ASCEND_EMULATOR_OPS_CUBE_MATH_H

@@ -2,8 +2,7 @@
 // SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-all project
 // 16-bit floating types are computed in float32, as NPU kernels do: some of ATen's CPU kernels do
 // not support them, others round intermediate results.
-#ifndef ASCEND_EMULATOR_OPS_UPCAST_H
-#define ASCEND_EMULATOR_OPS_UPCAST_H
+#pragma once
 #include "operator/op.h"
 
 namespace emu {
@@ -31,5 +30,3 @@ inline void copy_both(
 }
 
 }  // namespace emu
-
-#endif  // ASCEND_EMULATOR_OPS_UPCAST_H

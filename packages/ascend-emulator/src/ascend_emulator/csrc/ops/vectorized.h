@@ -1,8 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-all project
 // Loops that are compiled for several vector units, of which the CPU's is chosen when they run.
-#ifndef ASCEND_EMULATOR_OPS_VECTORIZED_H
-#define ASCEND_EMULATOR_OPS_VECTORIZED_H
+#pragma once
 #include <ATen/ATen.h>
 
 #include <bit>
@@ -67,5 +66,3 @@ inline float exp_of(float x) {
 }
 
 }  // namespace emu
-
-#endif  // ASCEND_EMULATOR_OPS_VECTORIZED_H

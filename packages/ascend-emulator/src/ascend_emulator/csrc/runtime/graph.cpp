@@ -3,8 +3,6 @@
 // aclmdlRI entry points. Signatures: torch_npu/csrc/core/npu/interface/AclInterface.cpp
 // (Ascend/pytorch, BSD); behaviour: CANN's public API reference ("aclmdlRICaptureBegin" and
 // following) and torch_npu's NPUGraph.cpp.
-#include "graph.h"
-
 #include <map>
 
 #include "core/entry_point.h"

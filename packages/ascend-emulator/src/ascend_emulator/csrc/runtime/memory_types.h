@@ -3,8 +3,7 @@
 // Structures of the memory calls: CANN's public API reference, "aclrtMemLocation",
 // "aclrtPhysicalMemProp", "aclrtPtrAttributes", "aclrtMemcpyBatchAttr", "aclrtMemUceInfo",
 // "aclrtMemUsageInfo".
-#ifndef ASCEND_EMULATOR_RUNTIME_MEMORY_TYPES_H
-#define ASCEND_EMULATOR_RUNTIME_MEMORY_TYPES_H
+#pragma once
 #include <cstddef>
 #include <cstdint>
 
@@ -42,5 +41,3 @@ struct Usage {
 void free_physical_of(int npu);
 
 }  // namespace emu
-
-#endif  // ASCEND_EMULATOR_RUNTIME_MEMORY_TYPES_H

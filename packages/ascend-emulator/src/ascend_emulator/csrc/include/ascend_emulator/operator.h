@@ -16,8 +16,7 @@
 // ASCEND_EMULATOR_OPERATORS=add.cpp compiles the file into the library in which operators are
 // looked up first (libcust_opapi.so). The body runs on the stream; an exception fails the stream.
 // Parameters are of the types that have an Arg below, in the order of the kernel's host function.
-#ifndef ASCEND_EMULATOR_OPERATOR_H
-#define ASCEND_EMULATOR_OPERATOR_H
+#pragma once
 #include <stdint.h>
 
 #ifdef __cplusplus
@@ -292,4 +291,3 @@ template <class... Params, void (*Body)(Params...), class Name> struct Operator<
   }
 #endif  // ASCEND_EMULATOR_NO_ATEN
 #endif  // __cplusplus
-#endif  // ASCEND_EMULATOR_OPERATOR_H

@@ -9,8 +9,7 @@
 // from the published wheel: its machine code, and the bytes that it passes for known arguments.
 // Member names and the order of arguments are from the call sites in op-plugin's op_plugin/ops/atb
 // and op_plugin/utils/custom_functions/atb (BSD).
-#ifndef ASCEND_EMULATOR_OPS_ATB_ATB_H
-#define ASCEND_EMULATOR_OPS_ATB_ATB_H
+#pragma once
 #include <atomic>
 #include <mutex>
 #include <thread>
@@ -158,5 +157,3 @@ struct AtbOperator<Body, Name> {
       return 0;                                                                               \
     }                                                                                         \
   }
-
-#endif  // ASCEND_EMULATOR_OPS_ATB_ATB_H

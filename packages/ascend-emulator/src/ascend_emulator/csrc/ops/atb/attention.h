@@ -1,8 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-all project
 // Common part of ATB's attention operators: packed or paged requests, masks and ALiBi.
-#ifndef ASCEND_EMULATOR_OPS_ATB_ATTENTION_H
-#define ASCEND_EMULATOR_OPS_ATB_ATTENTION_H
+#pragma once
 #include "ops/attention/attention.h"
 #include "atb.h"
 
@@ -53,5 +52,3 @@ struct Attention {
 };
 
 }  // namespace emu::transformer
-
-#endif  // ASCEND_EMULATOR_OPS_ATB_ATTENTION_H

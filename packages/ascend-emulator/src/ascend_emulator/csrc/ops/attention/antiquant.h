@@ -1,8 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-all project
 // int8 keys and values of the fused inference attention.
-#ifndef ASCEND_EMULATOR_OPS_ATTENTION_ANTIQUANT_H
-#define ASCEND_EMULATOR_OPS_ATTENTION_ANTIQUANT_H
+#pragma once
 #include "attention.h"
 
 namespace emu::attention {
@@ -43,5 +42,3 @@ struct Antiquant {
 };
 
 }  // namespace emu::attention
-
-#endif  // ASCEND_EMULATOR_OPS_ATTENTION_ANTIQUANT_H

@@ -2,8 +2,7 @@
 // SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-all project
 // Common part of the attention operators: masks, layouts, pages, and softmax(scale * q k^T + bias)
 // v of one request.
-#ifndef ASCEND_EMULATOR_OPS_ATTENTION_ATTENTION_H
-#define ASCEND_EMULATOR_OPS_ATTENTION_ATTENTION_H
+#pragma once
 #include "core/cost.h"
 #include "operator/op.h"
 
@@ -79,5 +78,3 @@ template <class... Absent> void refuse_given(const char* what, const Absent&... 
 }
 
 }  // namespace emu::attention
-
-#endif  // ASCEND_EMULATOR_OPS_ATTENTION_ATTENTION_H

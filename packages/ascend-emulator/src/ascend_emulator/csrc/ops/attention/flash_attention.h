@@ -3,8 +3,7 @@
 // Training attention, forward and backward; also torch.nn.functional.scaled_dot_product_attention.
 // Rules: torch_npu's documentation of npu_fusion_attention, _v2 and _v3
 // (torch_npu/_op_plugin_docs.py); argument order: op-plugin's call sites.
-#ifndef ASCEND_EMULATOR_OPS_ATTENTION_FLASH_ATTENTION_H
-#define ASCEND_EMULATOR_OPS_ATTENTION_FLASH_ATTENTION_H
+#pragma once
 #include <ATen/Parallel.h>
 #include <c10/core/impl/LocalDispatchKeySet.h>
 
@@ -381,5 +380,3 @@ struct Flash : FlashInputs, FlashSettings, FlashOptions {
 };
 
 }  // namespace emu::attention
-
-#endif  // ASCEND_EMULATOR_OPS_ATTENTION_FLASH_ATTENTION_H

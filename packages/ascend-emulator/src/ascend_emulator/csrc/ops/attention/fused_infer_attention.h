@@ -2,8 +2,7 @@
 // SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-all project
 // The fused inference attention: checks of its arguments, and the computation. Rules: see
 // fused_infer_attention_score.cpp.
-#ifndef ASCEND_EMULATOR_OPS_ATTENTION_FUSED_INFER_ATTENTION_H
-#define ASCEND_EMULATOR_OPS_ATTENTION_FUSED_INFER_ATTENTION_H
+#pragma once
 #include <ATen/Parallel.h>
 #include <c10/core/impl/LocalDispatchKeySet.h>
 
@@ -329,5 +328,3 @@ struct FusedInfer : InferInputs, InferRope, InferSettings {
 };
 
 }  // namespace emu::attention
-
-#endif  // ASCEND_EMULATOR_OPS_ATTENTION_FUSED_INFER_ATTENTION_H

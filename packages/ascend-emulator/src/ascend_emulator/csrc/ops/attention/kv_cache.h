@@ -1,8 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-all project
 // Slot mapping of paged KV caches, for aclnn's and ATB's operators.
-#ifndef ASCEND_EMULATOR_OPS_ATTENTION_KV_CACHE_H
-#define ASCEND_EMULATOR_OPS_ATTENTION_KV_CACHE_H
+#pragma once
 #include "core/cost.h"
 #include "operator/op.h"
 
@@ -55,5 +54,3 @@ Computation gather_pages(Tensor key_cache, Tensor value_cache, Tensor tables, Te
     Tensor key, Tensor value, Opt<Tensor> offset, bool fractal, bool cumulative);
 
 }  // namespace emu
-
-#endif  // ASCEND_EMULATOR_OPS_ATTENTION_KV_CACHE_H

@@ -2,8 +2,7 @@
 // SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-all project
 // Matmul of bfloat16 matrices. ATen reorders the weights at each call; here few rows, which
 // dominate decoding, read them once in place, and many rows a block after the other, packed.
-#ifndef ASCEND_EMULATOR_OPS_MATMUL_BF16_MATMUL_H
-#define ASCEND_EMULATOR_OPS_MATMUL_BF16_MATMUL_H
+#pragma once
 #include <ATen/ATen.h>
 
 namespace emu {
@@ -50,5 +49,3 @@ void packed_matmul(const Product& whole, int64_t rows, int64_t columns);
 }  // namespace bf16
 
 }  // namespace emu
-
-#endif  // ASCEND_EMULATOR_OPS_MATMUL_BF16_MATMUL_H

@@ -1,8 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-all project
 // Matmuls of bfloat16 rows by AVX512_BF16, in place: the sums of pairs go into float32 lanes.
-#ifndef ASCEND_EMULATOR_OPS_MATMUL_BF16_TILE_H
-#define ASCEND_EMULATOR_OPS_MATMUL_BF16_TILE_H
+#pragma once
 #include "ops/vectorized.h"
 
 #if defined(__x86_64__)
@@ -71,5 +70,3 @@ template <int rows, int columns> BF16_VECTORS void tile(const at::BFloat16* x, i
 
 }  // namespace emu::bf16
 #endif
-
-#endif  // ASCEND_EMULATOR_OPS_MATMUL_BF16_TILE_H

@@ -3,8 +3,7 @@
 // Grouped matrix products. Semantics and limits: torch_npu's documentation of npu_grouped_matmul
 // and npu_grouped_matmul_finalize_routing (torch_npu/_op_plugin_docs.py, BSD), their shape
 // functions, op-plugin's call sites and tests.
-#ifndef ASCEND_EMULATOR_OPS_MATMUL_GROUPED_MATMUL_H
-#define ASCEND_EMULATOR_OPS_MATMUL_GROUPED_MATMUL_H
+#pragma once
 #include "core/cost.h"
 #include "ops/matmul/bf16_matmul.h"
 #include "ops/quantization/quantized.h"
@@ -276,5 +275,3 @@ struct Grouped {
 };
 
 }  // namespace emu::grouped
-
-#endif  // ASCEND_EMULATOR_OPS_MATMUL_GROUPED_MATMUL_H

@@ -3,8 +3,7 @@
 // Common part of MC2 operators (fused computation and communication). Each is one call on a
 // communicator, like a collective: failures are sent to the other ranks, and mismatched calls are
 // reported.
-#ifndef ASCEND_EMULATOR_OPS_MC2_MC2_H
-#define ASCEND_EMULATOR_OPS_MC2_MC2_H
+#pragma once
 #include <initializer_list>
 
 #include "operator/communicates.h"
@@ -46,5 +45,3 @@ at::Tensor gathered(Communicator& on, const Header& call, const at::Tensor& own)
   namespace emu::ops {                                                                      \
   [[maybe_unused]] static const bool communicating_##NAME = emu::communicates(#NAME, true); \
   }
-
-#endif  // ASCEND_EMULATOR_OPS_MC2_MC2_H

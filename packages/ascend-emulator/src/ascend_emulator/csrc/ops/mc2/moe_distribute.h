@@ -3,8 +3,7 @@
 // MoE dispatch and combine over expert-parallel ranks. Semantics and limits: torch_npu's
 // documentation of npu_moe_distribute_dispatch[_v2] and npu_moe_distribute_combine[_v2]
 // (op-plugin's docs/zh/custom_APIs/torch_npu, BSD), op-plugin's test_moe_distribute_*.py.
-#ifndef ASCEND_EMULATOR_OPS_MC2_MOE_DISTRIBUTE_H
-#define ASCEND_EMULATOR_OPS_MC2_MOE_DISTRIBUTE_H
+#pragma once
 #include "mc2.h"
 
 namespace emu::mc2 {
@@ -102,5 +101,3 @@ inline void no_times(const Opt<Tensor>& performance_info) {
 }
 
 }  // namespace emu::mc2
-
-#endif  // ASCEND_EMULATOR_OPS_MC2_MOE_DISTRIBUTE_H

@@ -1,8 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-all project
 // Common part of the fused normalizations: checks, and norms in float32 (`fp32` is x in float32).
-#ifndef ASCEND_EMULATOR_OPS_NORMALIZATION_NORMALIZATION_H
-#define ASCEND_EMULATOR_OPS_NORMALIZATION_NORMALIZATION_H
+#pragma once
 #include "operator/op.h"
 
 namespace emu {
@@ -46,5 +45,3 @@ inline void copy_reshaped(const Opt<Tensor>& out, const Tensor& x) {
 }
 
 }  // namespace emu
-
-#endif  // ASCEND_EMULATOR_OPS_NORMALIZATION_NORMALIZATION_H

@@ -3,8 +3,7 @@
 // Common part of quantized operators: rounding, int4 packing, groups of rows. Rounding is to the
 // nearest, ties to even (torch.round, which torch_npu's documentation and op-plugin's tests use as
 // "round").
-#ifndef ASCEND_EMULATOR_OPS_QUANTIZATION_QUANTIZED_H
-#define ASCEND_EMULATOR_OPS_QUANTIZATION_QUANTIZED_H
+#pragma once
 #include "operator/op.h"
 
 namespace emu {
@@ -50,5 +49,3 @@ Tensor scale_values(const Tensor& scale);
 Tensor dequantized(const Tensor& weight, const Tensor& scale, const Opt<Tensor>& offset);
 
 }  // namespace emu
-
-#endif  // ASCEND_EMULATOR_OPS_QUANTIZATION_QUANTIZED_H

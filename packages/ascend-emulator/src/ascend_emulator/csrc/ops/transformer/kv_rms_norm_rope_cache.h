@@ -1,8 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-all project
 // Fused RMSNorm, rotary embedding and write to a paged KV cache.
-#ifndef ASCEND_EMULATOR_OPS_TRANSFORMER_KV_RMS_NORM_ROPE_CACHE_H
-#define ASCEND_EMULATOR_OPS_TRANSFORMER_KV_RMS_NORM_ROPE_CACHE_H
+#pragma once
 #include "rotary_embedding.h"
 
 namespace emu {
@@ -24,5 +23,3 @@ Tensor stored(const Tensor& x, const Tensor& cache, const Opt<Tensor>& scale,
 void write_cache(const Tensor& cache, const Tensor& rows, const Tensor& index, CacheMode mode);
 
 }  // namespace emu
-
-#endif  // ASCEND_EMULATOR_OPS_TRANSFORMER_KV_RMS_NORM_ROPE_CACHE_H

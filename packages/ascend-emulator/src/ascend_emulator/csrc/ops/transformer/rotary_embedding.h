@@ -1,8 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-all project
 // Rotary embedding in float32.
-#ifndef ASCEND_EMULATOR_OPS_TRANSFORMER_ROTARY_EMBEDDING_H
-#define ASCEND_EMULATOR_OPS_TRANSFORMER_ROTARY_EMBEDDING_H
+#pragma once
 #include "operator/op.h"
 
 namespace emu {
@@ -15,5 +14,3 @@ inline Tensor halves_of_pairs(const Tensor& x) {
 }
 
 }  // namespace emu
-
-#endif  // ASCEND_EMULATOR_OPS_TRANSFORMER_ROTARY_EMBEDDING_H

@@ -3,8 +3,7 @@
 // softmax(scale * q k^T) v of bfloat16 requests, whose keys and values are read in place, by
 // AVX512_BF16: scores and sums in float32, an online softmax, weights in bfloat16 as ATen's flash
 // attention has them.
-#ifndef ASCEND_EMULATOR_OPS_ATTENTION_KERNELS_BF16_ATTENTION_H
-#define ASCEND_EMULATOR_OPS_ATTENTION_KERNELS_BF16_ATTENTION_H
+#pragma once
 #include <ATen/ATen.h>
 
 namespace emu::attention::kernels {
@@ -31,5 +30,3 @@ bool has_attention(int64_t width, int64_t value_width);
 void attend(const std::vector<Request>& requests, int64_t heads, int64_t groups, double scale);
 
 }  // namespace emu::attention::kernels
-
-#endif  // ASCEND_EMULATOR_OPS_ATTENTION_KERNELS_BF16_ATTENTION_H
