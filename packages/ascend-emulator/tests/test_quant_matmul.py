@@ -121,6 +121,24 @@ def test_weight_quant_batchmatmul(precise, four_bits, group, dtype):
     close(actual, x.double() @ ((weight.double() + spread(offset)) * spread(scale)) + bias.double())
 
 
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        ({"antiquant_group_size": 64}, "antiquant_group_size is 64; allowed: 32 to 63"),
+        ({"antiquant_group_size": 16}, "antiquant_group_size is 16; allowed: 32 to 63"),
+        ({"bias": torch.randn(16)}, "bias is .*; allowed: "),
+    ],
+    ids=["one group", "small groups", "float32 bias"],
+)
+def test_weight_quant_limits(changed, message):
+    x, weight = torch.randn(3, 64).half().npu(), integers(64, 16, low=-8, high=8).npu()
+    groups = 64 // changed.get("antiquant_group_size", 64)
+    scale = torch.rand(groups, 16).half().npu()
+    changed = {k: v.npu() if isinstance(v, torch.Tensor) else v for k, v in changed.items()}
+    with pytest.raises(RuntimeError, match=message):
+        torch_npu.npu_weight_quant_batchmatmul(x, weight, scale, **changed)
+
+
 def test_int4_weight_packed_by_torch_npu():
     x, weight = torch.randn(3, 64).half(), torch.randint(-8, 8, (64, 32), dtype=torch.int32)
     words = torch_npu.npu_convert_weight_to_int4pack(weight.npu())

@@ -150,7 +150,17 @@ Computation WeightQuant::computation(const Tensor& out) const {
     one_of("antiquant_offset", *offset, {at::kHalf, at::kBFloat16, at::kInt});
     shape("antiquant_offset", *offset, scale.sizes());
   }
-  if (bias) require(bias->numel() == n, "bias has shape ", bias->sizes(), "; it must be [", n, "]");
+  // "per-group场景下要求传入值的范围为[32, K-1]且必须是32的倍数"
+  if (group) {
+    require(!is_chip("Ascend310P"), "antiquant_group_size is ", group, "; Ascend310P allows 0");
+    within("antiquant_group_size", int64_t{group}, int64_t{32}, x.size(-1) - 1);
+    multiple("antiquant_group_size", group, 32);
+  }
+  if (bias) {
+    // "当x数据类型为bfloat16, bias需为float32; 当x数据类型为float16, bias需为float16"
+    one_of("bias", *bias, {x.scalar_type() == at::kHalf ? at::kHalf : at::kFloat});
+    require(bias->numel() == n, "bias has shape ", bias->sizes(), "; it must be [", n, "]");
+  }
   if (quant_scale)
     require(quant_scale->numel() == 1 || quant_scale->numel() == n, "quant_scale has shape ",
         quant_scale->sizes(), "; allowed: one, or ", n);
