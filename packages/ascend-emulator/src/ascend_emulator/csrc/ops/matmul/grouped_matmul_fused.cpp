@@ -11,10 +11,29 @@ namespace {
 
 // Adds the experts' rows, weighted by logit, to the rows row_index; the shared expert's input is
 // added with its weight.
-Computation finalize(const Tensor& x, const Tensor& weight, const Opt<Tensor>& scale,
-    const Opt<Tensor>& bias, const Opt<Tensor>& pertoken, const Tensor& list,
-    const Opt<Tensor>& shared, const Opt<Tensor>& logit, const Opt<Tensor>& row_index,
-    float shared_weight, int64_t shared_offset, int64_t list_kind, const Tensor& out) {
+template <class Matrix> struct Finalize {
+  Tensor x;
+  Matrix weight;
+  Opt<Tensor> scale, bias, offset, antiquant_scale, antiquant_offset, pertoken;
+  Tensor list;
+  Opt<Tensor> shared, logit, row_index;
+  int64_t out_dtype;
+  float shared_weight;
+  int64_t shared_offset;
+  bool transpose_x, transpose_weight;
+  int64_t list_kind;
+  FIELDS(x, weight, scale, bias, offset, antiquant_scale, antiquant_offset, pertoken, list, shared,
+      logit, row_index, out_dtype, shared_weight, shared_offset, transpose_x, transpose_weight,
+      list_kind)
+
+  Computation computation(const Tensor& out) const;
+};
+struct FinalizeFractal : Finalize<Weight> {
+  FIELDS(x, weight, scale, bias, pertoken, list, shared, logit, row_index, out_dtype, shared_weight,
+      shared_offset, transpose_x, transpose_weight, list_kind)
+};
+
+template <class Matrix> Computation Finalize<Matrix>::computation(const Tensor& out) const {
   chips({"Ascend910B", "Ascend910_93", "Ascend950"});
   one_of("x", x, {at::kChar});
   one_of("w", weight, {at::kChar, at::kInt});
@@ -51,7 +70,7 @@ Computation finalize(const Tensor& x, const Tensor& weight, const Opt<Tensor>& s
   const Grouped call{{x}, {weight}, several(bias), several(scale), {}, {}, several(pertoken), list,
       3, 0, list_kind, 0, {out}};
   call.check_arguments();
-  return [=] {
+  return [=, *this] {
     const auto values = at::zeros({x.size(0), out.size(1)}, at::kFloat);
     call.run_into(values);
     out.zero_();
@@ -63,42 +82,14 @@ Computation finalize(const Tensor& x, const Tensor& weight, const Opt<Tensor>& s
 
 }  // namespace
 
-// Unnamed after bias: offset, antiquant_scale and antiquant_offset; before out: tuning_config.
-CHECKED(aclnnGroupedMatmulFinalizeRoutingV2,
-    (Tensor x, Tensor weight, Opt<Tensor> scale, Opt<Tensor> bias, Opt<Tensor>, Opt<Tensor>,
-        Opt<Tensor>, Opt<Tensor> pertoken, Tensor list, Opt<Tensor> shared, Opt<Tensor> logit,
-        Opt<Tensor> row_index, int64_t, float shared_weight, int64_t shared_offset, bool, bool,
-        int64_t list_kind, Tensor out),
-    {
-      return finalize(x, weight, scale, bias, pertoken, list, shared, logit, row_index,
-          shared_weight, shared_offset, list_kind, out);
-    })
+CHECKED(aclnnGroupedMatmulFinalizeRoutingV2, (Finalize<Tensor> call, Tensor out),
+    { return call.computation(out); })
 CHECKED(aclnnGroupedMatmulFinalizeRoutingV3,
-    (Tensor x, Tensor weight, Opt<Tensor> scale, Opt<Tensor> bias, Opt<Tensor>, Opt<Tensor>,
-        Opt<Tensor>, Opt<Tensor> pertoken, Tensor list, Opt<Tensor> shared, Opt<Tensor> logit,
-        Opt<Tensor> row_index, int64_t, float shared_weight, int64_t shared_offset, bool, bool,
-        int64_t list_kind, Opt<Ints>, Tensor out),
-    {
-      return finalize(x, weight, scale, bias, pertoken, list, shared, logit, row_index,
-          shared_weight, shared_offset, list_kind, out);
-    })
-CHECKED(aclnnGroupedMatmulFinalizeRoutingWeightNz,
-    (Tensor x, Weight weight, Opt<Tensor> scale, Opt<Tensor> bias, Opt<Tensor> pertoken,
-        Tensor list, Opt<Tensor> shared, Opt<Tensor> logit, Opt<Tensor> row_index, int64_t,
-        float shared_weight, int64_t shared_offset, bool, bool, int64_t list_kind, Tensor out),
-    {
-      return finalize(x, weight, scale, bias, pertoken, list, shared, logit, row_index,
-          shared_weight, shared_offset, list_kind, out);
-    })
+    (Finalize<Tensor> call, Opt<Ints> tuning_config, Tensor out), { return call.computation(out); })
+CHECKED(aclnnGroupedMatmulFinalizeRoutingWeightNz, (FinalizeFractal call, Tensor out),
+    { return call.computation(out); })
 CHECKED(aclnnGroupedMatmulFinalizeRoutingWeightNzV2,
-    (Tensor x, Weight weight, Opt<Tensor> scale, Opt<Tensor> bias, Opt<Tensor>, Opt<Tensor>,
-        Opt<Tensor>, Opt<Tensor> pertoken, Tensor list, Opt<Tensor> shared, Opt<Tensor> logit,
-        Opt<Tensor> row_index, int64_t, float shared_weight, int64_t shared_offset, bool, bool,
-        int64_t list_kind, Opt<Ints>, Tensor out),
-    {
-      return finalize(x, weight, scale, bias, pertoken, list, shared, logit, row_index,
-          shared_weight, shared_offset, list_kind, out);
-    })
+    (Finalize<Weight> call, Opt<Ints> tuning_config, Tensor out), { return call.computation(out); })
 
 namespace {
 
