@@ -260,8 +260,10 @@ ACL_API(computed, aclmdlRIDebugJsonPrint, (void* handle, const char* path, uint3
   std::fclose(file);
 })
 
-void emu::end_captures(int device) {
+namespace emu {
+void end_captures(int device) {
   for (const auto& stream : streams_of(device))
     if (const auto capture = capture_of(*stream); capture && end_capture(*capture))
       forget(capture->graph);
 }
+}  // namespace emu
