@@ -124,8 +124,8 @@ def test_weight_quant_batchmatmul(precise, four_bits, group, dtype):
 @pytest.mark.parametrize(
     ("changed", "message"),
     [
-        ({"antiquant_group_size": 64}, "antiquant_group_size is 64; allowed: 32 to 63"),
-        ({"antiquant_group_size": 16}, "antiquant_group_size is 16; allowed: 32 to 63"),
+        ({"antiquant_group_size": 64}, "antiquant_group_size"),
+        ({"antiquant_group_size": 16}, "antiquant_group_size"),
         ({"bias": torch.randn(16)}, "bias is .*; allowed: "),
     ],
     ids=["one group", "small groups", "float32 bias"],
