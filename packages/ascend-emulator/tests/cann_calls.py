@@ -136,7 +136,7 @@ class Calls:
         """The status of the first phase, the executor, and the message if it failed."""
         torch.npu.synchronize()  # torch_npu's queue may hold the operators that fill the arguments.
         size, executor = c_uint64(), c_void_p()
-        kinds = KINDS.get(f"aclnn{name}", "?" * len(arguments))
+        kinds = KINDS.get(name, "?" * len(arguments))
         assert len(kinds) == len(arguments), f"aclnn{name} has {len(kinds)} arguments"
         given = [self.argument(kind, value) for kind, value in zip(kinds, arguments, strict=True)]
         status = getattr(self.library, f"aclnn{name}GetWorkspaceSize")(
