@@ -400,7 +400,7 @@ FAMILIES: dict[str, Family] = {
         "Exaone4_5_Processor",
         {"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0}}
         | {"layer_types": ["full_attention"] * 2, "sliding_window": None},
-        QWEN_VISION | {"window_size": 56, "fullatt_block_indexes": [1], "num_key_value_heads": 2},
+        QWEN_VISION | {"window_size": 56, "fullatt_block_indexes": [1], "num_key_value_heads": 1},
     ),
     "qianfan_ocr": Family(
         INTERN,
