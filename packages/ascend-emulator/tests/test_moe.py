@@ -336,7 +336,7 @@ assert ends.cpu().tolist() == [3, 5, 6, 8]
         ),
         "wide tokens": (
             lambda x, i: torch_npu.npu_moe_re_routing(x.half().repeat(1, 2048), i),
-            "the columns of tokens is 16384; allowed: 1 to 16383",
+            "dimension 1 of tokens is 16384; allowed: 1 to 16383",
         ),
         "dtype of weights": (
             lambda x, i: torch_npu.npu_moe_finalize_routing(
@@ -367,7 +367,7 @@ assert ends.cpu().tolist() == [3, 5, 6, 8]
                 expert_tokens_num_type=1,
                 active_expert_range=[0, 4],
             ),
-            "expert_capacity is 4; allowed: above 0 and below 4",
+            "expert_capacity is 4; allowed: 1 to 3",
         ),
     }.values(),
 )

@@ -213,7 +213,7 @@ def test_kronecker_quant(clip, dtype):
         ),
         "smooth": (
             lambda x: torch_npu.npu_dynamic_quant(x, smooth_scales=x[0, :4]),
-            "smooth_scales has shape",
+            r"the last dimension of smooth_scales is 4 .* \(rule dynamic_quant.smooth-size, documented",
         ),
         "scales": (
             lambda x: torch_npu.npu_quantize(x, x[0, :3], None, torch.qint8, -1, False),

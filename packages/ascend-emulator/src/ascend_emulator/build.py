@@ -27,7 +27,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from ascend_emulator import cache as cached
-from ascend_emulator import cann_names, limits
+from ascend_emulator import cann_names, limits, rules
 from ascend_emulator.cache import BuildError
 from ascend_emulator.cache import root as cache_root
 
@@ -204,9 +204,10 @@ def _contents() -> list[bytes]:
     """Inputs of the libraries, besides the installed torch_npu."""
     inputs = [
         Path(__file__).with_name(name)
-        for name in ("build.py", "cann_names.py", "elf.py", "cann_names.txt")
+        for name in ("build.py", "cann_names.py", "elf.py", "cann_names.txt", "rules.py")
     ]
-    return [path.read_bytes() for path in (*inputs, *sorted(SOURCES.rglob("*.[ch]*")))]
+    sources = sorted(SOURCES.rglob("*.[ch]*"))
+    return [rules.source().encode(), *(path.read_bytes() for path in (*inputs, *sources))]
 
 
 def prebuilt_name(versions: list[str] | None = None) -> str:
@@ -344,7 +345,7 @@ def _build(
         cached.create(directory)
         cached.check(directory)
     stubs = target / "stubs.cpp"
-    stubs.write_text(cann_names.stubs(cann_names.wheel_names()))
+    stubs.write_text(cann_names.stubs(cann_names.wheel_names()) + rules.source())
     sources = {"stubs": [stubs], **units()}
     # A changed header rebuilds the units that include it only.
     contents = {

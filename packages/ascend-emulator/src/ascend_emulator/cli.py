@@ -10,7 +10,7 @@ import os
 import sys
 from pathlib import Path
 
-from ascend_emulator import build
+from ascend_emulator import build, rules
 from ascend_emulator.activation import (
     DEFAULT_SOC,
     STRICT,
@@ -83,6 +83,16 @@ def _parser() -> argparse.ArgumentParser:
             f" aclrtMalloc@3=oom; repeatable; faults: {', '.join(KINDS)}"
         ),
     )
+    run.add_argument(
+        "--allow",
+        action="append",
+        default=[],
+        metavar="RULE",
+        help=(
+            "do not refuse what breaks this rule, and report at exit how many calls broke it;"
+            " repeatable; `ascend-emulator rules` lists the rules"
+        ),
+    )
     run.add_argument("--sanitize", action="store_true", help=SANITIZE)
     run.add_argument(
         "--trace",
@@ -122,6 +132,7 @@ def _parser() -> argparse.ArgumentParser:
         "trace", help="summarize a trace: calls, bytes, FLOPs, emulated and estimated time"
     )
     trace.add_argument("file", type=Path)
+    commands.add_parser("rules", help="list the rules of operators: id, basis, source, and limits")
     coverage = commands.add_parser(
         "coverage", help="list the names that the installed torch_npu can look up, and their state"
     )
@@ -151,6 +162,8 @@ def _run(options: argparse.Namespace) -> int:
     )
     if options.without:
         disable(environ, options.without)
+    if options.allow:
+        environ["ASCEND_EMULATOR_ALLOW"] = ",".join(rules.checked(options.allow))
     if options.fault:
         environ["ASCEND_EMULATOR_FAULTS"] = ";".join(map(checked, options.fault))
     if options.trace:
@@ -191,6 +204,9 @@ def main(arguments: list[str] | None = None) -> int:
             return 0
         if options.action == "verify":
             return verify.main(options)
+        if options.action == "rules":
+            print(rules.table())
+            return 0
         if options.action == "trace":
             from ascend_emulator.tracing import table
 

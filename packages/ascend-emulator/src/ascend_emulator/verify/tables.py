@@ -16,7 +16,7 @@ from pathlib import Path
 from string import Template
 from typing import Any
 
-from ascend_emulator import toml
+from ascend_emulator import rules, toml
 
 TABLES = Path(__file__).with_name("tables")
 
@@ -92,7 +92,7 @@ def _files(section: str) -> list[Path]:
 
 @cache
 def cases(section: str) -> dict[str, Case]:
-    """All cases of a section by name.
+    """All cases of a section by name; those of refusals include each rule that a call can break.
 
     Raises:
         ValueError: two cases have the same name.
@@ -104,11 +104,19 @@ def cases(section: str) -> dict[str, Case]:
                 if case.name in by_name:
                     raise ValueError(f"{path.name}: two cases are called {case.name}")
                 by_name[case.name] = case
+    if section == "refusals":
+        for rule in rules.rules().values():
+            if rule.case:
+                name = f"rule/{rule.id}"
+                by_name[name] = Case(
+                    section, name, rule.case.call, rule.case.inputs, source=rule.source
+                )
     return by_name
 
 
 def version() -> str:
     """A hash of all tables: reports of different tables are compared by the cases that
     they share."""
-    texts = (path.read_bytes() for path in sorted(TABLES.glob("*.toml")))
+    paths = (*sorted(TABLES.glob("*.toml")), *rules.files())
+    texts = (path.read_bytes() for path in paths)
     return hashlib.sha256(b"\0".join(texts)).hexdigest()[:12]

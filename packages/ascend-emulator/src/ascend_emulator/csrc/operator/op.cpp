@@ -279,6 +279,7 @@ void ArgumentReader::check() const {
     first = ends_[position];
     if (first) allowed = 0;
   }
+  check_rules();
 }
 
 int prepare(OperatorInfo& info, c10::function_ref<Computation(ArgumentReader&)> take,

@@ -37,6 +37,8 @@
 #include "core/entry_point.h"
 #include "core/refusal.h"
 #include "dry_run.h"
+#include "rule_table.h"
+#include "rules.h"
 #include "signature.h"
 #include "tensor.h"
 #include "workspace.h"
@@ -198,12 +200,14 @@ inline void partial_access(const Tensor& argument, const Tensor& part) {
 }
 }  // namespace cost
 
+struct BoundClause;
 struct OperatorInfo {
   const char *name, *parameters;  // as in the source
   bool reports_shape;
   std::atomic<DTypeSet> allowed{
       ~DTypeSet{0}};  // of the first argument; looked up at the first call
-  std::atomic<const Workspace*> workspace{nullptr};  // looked up at the first call
+  std::atomic<const Workspace*> workspace{nullptr};             // looked up at the first call
+  std::atomic<const std::vector<BoundClause>*> rules{nullptr};  // likewise
 };
 
 // Converts the arguments of a call and checks their dtypes.
@@ -220,6 +224,8 @@ class ArgumentReader {
     if constexpr (reads_fractal<T>) unpack(taken, value);
     else refuse_fractal(value);
     collect(taken);
+    if constexpr (std::is_integral_v<T>)
+      integers_.push_back({static_cast<uint16_t>(ends_.size()), static_cast<int64_t>(taken)});
     ends_.push_back(static_cast<uint16_t>(tensors_.size()));
     return taken;
   }
@@ -246,6 +252,8 @@ class ArgumentReader {
   void refuse_fractal(const aclTensorList* given) const;
   template <class T> void refuse_fractal(const T&) const {}
   std::string name() const { return nth(info_.parameters, static_cast<int64_t>(ends_.size())); }
+  void check_rules() const;
+  bool holds(const BoundClause& bound) const;
   template <class T> void collect(const T& value) {
     if constexpr (std::is_floating_point_v<T>) {
       signature_.add(static_cast<double>(value));
@@ -264,6 +272,7 @@ class ArgumentReader {
   aclOpExecutor& executor_;
   std::vector<Tensor>& tensors_;
   c10::SmallVector<uint16_t, 16>& ends_;
+  c10::SmallVector<std::pair<uint16_t, int64_t>, 8> integers_;  // with their positions
   Signature signature_;
 };
 

@@ -14,18 +14,11 @@ Computation attention_update(const Tensors& lse, const Tensors& parts, int64_t t
     const Opt<Tensor>& lse_out) {
   require(!lse.empty() && lse.size() == parts.size(), "lists of ", lse.size(), " lse and ",
       parts.size(), " local_out; they must be as long");
-  one_of<int64_t>("update_type", type, {0, 1});
-  // op-plugin's page: "序列并行的并行度SP取值范围[1, 16]", "head_dim取值范围[8, 512]且是8的倍数"
-  require(lse.size() <= 16, "lists of ", lse.size(), " lse and local_out; at most 16 are allowed");
-  for (size_t i = 0; i < lse.size(); ++i) {
-    rank("local_out", parts[i], 2);
-    one_of("local_out", parts[i], kFloating);
-    shape("local_out", parts[i], parts[0].sizes());
-    within("head_dim of local_out", parts[i].size(1), 8, 512);
-    multiple("head_dim of local_out", parts[i].size(1), 8);
-    one_of("lse", lse[i], {at::kFloat});
-    shape("lse", lse[i], {parts[i].size(0)});
-  }
+  rule("attention_update.parts", [&] {
+    require(
+        lse.size() <= 16, "lists of ", lse.size(), " lse and local_out; at most 16 are allowed");
+  });
+  for (const auto& each : parts) shape("local_out", each, parts[0].sizes());
   COMPUTE {
     constexpr float kInfinity = std::numeric_limits<float>::infinity();
     auto sums = at::stack(lse);
@@ -47,11 +40,8 @@ Computation transpose_batch_matmul(const Tensor& x, const Tensor& weight, const 
     CubeMath cube, int64_t split, Tensor out) {
   rank("input", x, 3);
   rank("weight", weight, 3);
-  one_of("input", x, kFloating);
-  same_dtype("weight", weight, "input", x);
   cube.check(x);
   require(!scale, "scale is not emulated");
-  require(!bias, "bias is given; it must be None");
   const auto allowed = [](const char* name, const Ints& found, std::vector<Ints> choices) {
     require(
         std::find(choices.begin(), choices.end(), found) != choices.end(), name, " should be ",
@@ -70,12 +60,13 @@ Computation transpose_batch_matmul(const Tensor& x, const Tensor& weight, const 
   require(left.size(0) == right.size(0) && left.size(2) == right.size(1), "input ", x.sizes(),
       " and weight ", weight.sizes(), " do not multiply when permuted by [", listed(perm_x),
       "] and [", listed(perm_weight), "]");
-  // op-plugin's page of npu_transpose_batchmatmul.
-  multiple("K", left.size(2), 16);
-  multiple("N", right.size(2), 16);
-  within("B", left.size(0), 1, 65535);
-  within("N", right.size(2), 1, 65535);
-  within(perm_x[0] ? "K x B" : "K", left.size(2) * (perm_x[0] ? left.size(0) : 1), 1, 65535);
+  rule("transpose_batch_matmul.sizes", [&] {
+    multiple("K", left.size(2), 16);
+    multiple("N", right.size(2), 16);
+    within("B", left.size(0), 1, 65535);
+    within("N", right.size(2), 1, 65535);
+    within(perm_x[0] ? "K x B" : "K", left.size(2) * (perm_x[0] ? left.size(0) : 1), 1, 65535);
+  });
   require(split >= 1 && left.size(0) % split == 0, "batch_split_factor is ", split,
       "; it must divide the batch of ", left.size(0));
   COMPUTE {

@@ -12,12 +12,6 @@ namespace {
 using namespace emu;
 using attention::refuse_given;
 
-void check_rows(const char* name, const Tensor& rows, const Tensor& slots) {
-  rank(name, rows, 3);
-  require(rows.size(0) == slots.size(0), name, " has ", rows.size(0), " tokens and slot_mapping ",
-      slots.size(0));
-}
-
 bool fractal_mode(const Text& cache_mode) {
   one_of<Text>("cache_mode", cache_mode, {"", "None", "Norm", "PA_NZ"});
   return cache_mode == "PA_NZ";
@@ -45,18 +39,11 @@ void check_cache(const char* name, const Tensor& cache, const char* rows_name, c
 
 Computation gather_pages(Tensor key_cache, Tensor value_cache, Tensor tables, Tensor lengths,
     Tensor key, Tensor value, Opt<Tensor> offset, bool fractal, bool cumulative) {
-  one_of("block_tables", tables, kIndices);
-  rank("block_tables", tables, 2);
-  same_dtype("seq_lens", lengths, "block_tables", tables);
-  rank("seq_lens", lengths, 1);
-  rank("key", key, 3);
-  rank("value", value, 3);
   require(lengths.size(0) == tables.size(0) + (cumulative ? 1 : 0), "seq_lens has ",
       lengths.size(0), " entries for ", tables.size(0), " requests",
       cumulative ? "; cumulative lengths have one more" : "");
   check_cache("key_cache", key_cache, "key", key, fractal);
   check_cache("value_cache", value_cache, "value", value, fractal);
-  if (offset) shape("seq_offset", *offset, {tables.size(0)});
   COMPUTE {
     const auto count = lengths.to(at::kLong).contiguous(),
                table = tables.to(at::kLong).contiguous();
@@ -99,20 +86,10 @@ CHECKED(aclnnScatterPaKvCache,
       refuse_given("a compressed cache (compress_lens, compress_seq_offsets, seq_lens)",
           compress_lens, compress_offsets, seq_lens);
       const bool fractal = fractal_mode(cache_mode);
-      // "输入参数不支持非连续"
-      for (const auto& [name, x] :
-          {std::pair{"key", &key}, std::pair{"value", &value}, std::pair{"key_cache", &key_cache},
-              std::pair{"value_cache", &value_cache}, std::pair{"slot_mapping", &slots}})
-        contiguous(name, *x);
-      one_of("slot_mapping", slots, kIndices);
-      rank("slot_mapping", slots, 1);
-      check_rows("key", key, slots);
-      check_rows("value", value, slots);
-      same_dtype("value", value, "key", key);
-      require(key.size(1) == value.size(1), "key has ", key.size(1), " heads and value ",
-          value.size(1));
-      check_cache("key_cache", key_cache, "key", key, fractal);
-      check_cache("value_cache", value_cache, "value", value, fractal);
+      rule("scatter_pa_kv_cache.cache-shapes", [&] {
+        check_cache("key_cache", key_cache, "key", key, fractal);
+        check_cache("value_cache", value_cache, "value", value, fractal);
+      });
       COMPUTE {
         const auto shape = by_slot(key_cache, fractal);
         const SlotMapping where(slots, shape.size(0) * shape.size(1), Negative::kRefused);
@@ -128,13 +105,8 @@ CHECKED(aclnnScatterPaCache,
       refuse_given("a compressed cache (compress_lens, compress_seq_offsets, seq_lens)",
           compress_lens, compress_offsets, seq_lens);
       const bool fractal = fractal_mode(cache_mode);
-      for (const auto& [name, x] : {std::pair{"key", &key}, std::pair{"key_cache", &key_cache},
-               std::pair{"slot_mapping", &slots}})
-        contiguous(name, *x);
-      one_of("slot_mapping", slots, kIndices);
-      rank("slot_mapping", slots, 1);
-      check_rows("key", key, slots);
-      check_cache("key_cache", key_cache, "key", key, fractal);
+      rule("scatter_pa_kv_cache.cache-shapes",
+          [&] { check_cache("key_cache", key_cache, "key", key, fractal); });
       COMPUTE {
         const auto shape = by_slot(key_cache, fractal);
         SlotMapping(slots, shape.size(0) * shape.size(1), Negative::kRefused)

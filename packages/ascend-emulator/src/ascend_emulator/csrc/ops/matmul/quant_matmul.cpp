@@ -21,19 +21,11 @@ struct Quantized {
   bool words2() const { return x2.scalar_type() == at::kInt; }
 
   void check_arguments() const {
-    one_of("x1", x1, {at::kChar, at::kInt});
-    one_of("x2", x2, {at::kChar, at::kInt});
-    require(
-        !words1() || words2(), "x1 is packed int4 and x2 int8; with an int4 x1, x2 must be int4");
-    rank("x1", x1, 2, 6);
     rank("x2", x2, 2, 6);
-    one_of("scale", scale, {at::kFloat, at::kBFloat16, at::kLong, at::kUInt64});
-    one_of("output_dtype", out, {at::kChar, at::kHalf, at::kBFloat16, at::kInt});
     const int64_t k = x1.size(-1) * (words1() ? kFourBitsInWord : 1);
     const bool packed_rows = words2() && x2.stride(-1) != 1 && x2.stride(-2) == 1;
     const int64_t rows = x2.size(-2) * (packed_rows ? kFourBitsInWord : 1), n = out.size(-1);
     require(k == rows, "x1 has ", k, " columns and x2 ", rows, " rows");
-    within("the last dimension of x1", x1.size(-1), 1, 65535);
     within("the last dimension of x2", x2.size(-1), 1, 65535);
     if (!grouped())
       require(scale.numel() == 1 || scale.numel() == n, "scale has shape ", scale.sizes(),
@@ -136,31 +128,16 @@ struct WeightQuant {
 };
 
 Computation WeightQuant::computation(const Tensor& out) const {
-  one_of("x", x, kHalves);
-  one_of("weight", weight, {at::kChar, at::kInt});
-  one_of("antiquant_scale", scale, {at::kHalf, at::kBFloat16, at::kLong, at::kUInt64});
-  rank("x", x, 2, 6);
   rank("weight", weight, 2);
-  within("k", x.size(-1), 1, 65535);
-  within("n", out.size(-1), 1, 65535);
   const int64_t n = out.size(-1), groups = group ? (x.size(-1) + group - 1) / group : 1;
   require(scale.numel() == 1 || scale.numel() == n * groups, "antiquant_scale has shape ",
       scale.sizes(), "; allowed: one, or ", groups, " x ", n);
-  if (offset) {
-    one_of("antiquant_offset", *offset, {at::kHalf, at::kBFloat16, at::kInt});
-    shape("antiquant_offset", *offset, scale.sizes());
-  }
-  // "per-group场景下要求传入值的范围为[32, K-1]且必须是32的倍数"
-  if (group) {
-    require(!is_chip("Ascend310P"), "antiquant_group_size is ", group, "; Ascend310P allows 0");
-    within("antiquant_group_size", int64_t{group}, int64_t{32}, x.size(-1) - 1);
-    multiple("antiquant_group_size", group, 32);
-  }
-  if (bias) {
-    // "当x数据类型为bfloat16, bias需为float32; 当x数据类型为float16, bias需为float16"
-    one_of("bias", *bias, {x.scalar_type() == at::kHalf ? at::kHalf : at::kFloat});
-    require(bias->numel() == n, "bias has shape ", bias->sizes(), "; it must be [", n, "]");
-  }
+  if (group)
+    rule("weight_quant_matmul.groups", [&] {
+      require(!is_chip("Ascend310P"), "antiquant_group_size is ", group, "; Ascend310P allows 0");
+      within("antiquant_group_size", int64_t{group}, int64_t{32}, x.size(-1) - 1);
+      multiple("antiquant_group_size", group, 32);
+    });
   if (quant_scale)
     require(quant_scale->numel() == 1 || quant_scale->numel() == n, "quant_scale has shape ",
         quant_scale->sizes(), "; allowed: one, or ", n);
@@ -202,17 +179,11 @@ CHECKED(aclnnAddLora,
     (Tensor y, Tensor x, Tensor weight_b, Tensor indices, Opt<Tensor> weight_a, int64_t layer,
         double scale, int64_t start, int64_t size, Tensor out),
     {
-      one_of("y", y, {at::kHalf});
-      same_dtype("x", x, "y", y);
-      same_dtype("weight_b", weight_b, "y", y);
-      one_of("indices", indices, {at::kInt});
-      rank("weight_b", weight_b, 4);
       within("layer_idx", layer, int64_t{0}, weight_b.size(1) - 1);
       require(start >= 0 && size > 0 && start + size <= y.size(1), "the slice [", start, ", ",
           start + size, ") is outside y's ", y.size(1), " columns");
       require(weight_b.size(2) == size, "weight_b has shape ", weight_b.sizes(),
           "; dimension 2 must be y_slice_size, ", size);
-      multiple("the rank (the last dimension of weight_b)", weight_b.size(3), 16);
       COMPUTE {
         const auto index = indices.to(at::kLong);
         const auto known = at::logical_and(index >= 0, index < weight_b.size(0));

@@ -40,13 +40,10 @@ Tensor top(const Tensor& scores, int64_t k) {
 }
 
 void check_softmax_arguments(const Tensor& x, const Opt<Tensor>& finished, int64_t k) {
-  one_of("x", x, kFloating);
-  rank("x", x, 2, 3);
-  within("k", k, int64_t{1}, std::min<int64_t>(x.size(-1), 1024));
-  if (finished) {
-    one_of("finished", *finished, {at::kBool});
-    shape("finished", *finished, x.sizes().slice(0, x.dim() - 1));
-  }
+  rule("moe_gating_softmax.k-of-experts", [&] { within("k", k, int64_t{1}, x.size(-1)); });
+  if (finished)
+    rule("moe_gating_softmax.finished-shape",
+        [&] { shape("finished", *finished, x.sizes().slice(0, x.dim() - 1)); });
 }
 
 // Inactive rows get the number of experts as index.
@@ -59,27 +56,19 @@ struct Gate {
   int64_t k, k_group, group_count, group_mode, renorm, kind;
   double factor, eps;
 
-  void check_arguments(const Tensor& x, const Opt<Tensor>& bias) const {
-    one_of("x", x, kFloating);
-    rank("x", x, 2);
+  void check_arguments(const Tensor& x) const {
     const int64_t experts = x.size(1);
-    within("the number of experts", experts, 1, 2048);
-    one_of("norm_type", kind, {int64_t{0}, int64_t{1}});
-    one_of("renorm", renorm, {int64_t{0}});
-    one_of("group_select_mode", group_mode, {int64_t{0}, int64_t{1}});
-    require(group_count > 0 && experts % group_count == 0, "group_count is ", group_count, "; ",
-        experts, " experts must divide into that many groups");
-    require(group_count == 1 || experts / group_count > 2, "a group has ", experts / group_count,
-        " experts; more than 2 are needed");
-    require((experts / group_count + 31) / 32 * 32 * group_count <= 2048, group_count,
-        " groups of ", experts / group_count,
-        " experts, each group padded to a multiple of 32, exceed 2048");
-    within("k_group", k_group, int64_t{1}, group_count);
-    within("k", k, int64_t{1}, experts / group_count * k_group);
-    if (bias) {
-      same_dtype("bias", *bias, "x", x);
-      shape("bias", *bias, {experts});
-    }
+    rule("moe_gating.groups", [&] {
+      require(group_count > 0 && experts % group_count == 0, "group_count is ", group_count, "; ",
+          experts, " experts must divide into that many groups");
+      require(group_count == 1 || experts / group_count > 2, "a group has ", experts / group_count,
+          " experts; more than 2 are needed");
+      require((experts / group_count + 31) / 32 * 32 * group_count <= 2048, group_count,
+          " groups of ", experts / group_count,
+          " experts, each group padded to a multiple of 32, exceed 2048");
+      within("k_group", k_group, int64_t{1}, group_count);
+    });
+    rule("moe_gating.k", [&] { within("k", k, int64_t{1}, experts / group_count * k_group); });
   }
 
   Tensor normed(const Tensor& x) const {
@@ -129,7 +118,6 @@ CHECKED(aclnnMoeGatingTopKSoftmaxV2,
         Tensor expert_idx, Opt<Tensor> softmax_out),
     {
       check_softmax_arguments(x, finished, k);
-      one_of("renorm", renorm, {int64_t{0}, int64_t{1}});
       COMPUTE {
         const auto fp32 = x.to(at::kFloat);
         const auto scores = renorm ? fp32 : at::softmax(fp32, -1);
@@ -147,7 +135,7 @@ CHECKED(aclnnMoeGatingTopK,
         Tensor y, Tensor expert_idx, Tensor normed_out),
     {
       const Gate gate{k, k_group, group_count, group_mode, renorm, kind, factor, eps};
-      gate.check_arguments(x, bias);
+      gate.check_arguments(x);
       COMPUTE {
         const auto scores = gate.normed(x);
         gate.store(
@@ -163,9 +151,7 @@ CHECKED(aclnnMoeGatingTopKV2,
         double factor, double eps, Tensor y, Tensor expert_idx, Tensor normed_out),
     {
       const Gate gate{k, k_group, group_count, group_mode, renorm, kind, factor, eps};
-      gate.check_arguments(x, bias);
-      one_of("input_ids", ids, kIndices);
-      one_of("tid2eid", table, kIndices);
+      gate.check_arguments(x);
       COMPUTE {
         const auto scores = gate.normed(x);
         gate.store(scores, table.index_select(0, ids.to(at::kLong)).to(at::kLong), y, expert_idx);
@@ -177,12 +163,6 @@ CHECKED(aclnnMoeGatingTopKBackward,
     (Tensor normed, Tensor grad, Tensor expert_idx, int64_t, int64_t kind, double factor,
         double eps, Tensor out),
     {
-      one_of("x_norm", normed, {at::kFloat});
-      one_of("grad_y", grad, kFloating);
-      one_of("expertIdx", expert_idx, {at::kInt});
-      one_of("norm_type", kind, {int64_t{1}});
-      within("the number of experts", normed.size(1), 2, 2048);
-      shape("expertIdx", expert_idx, grad.sizes());
       COMPUTE {
         const auto experts = expert_idx.to(at::kLong);
         const auto chosen = normed.gather(1, experts), total = chosen.sum(-1, true) + eps,
@@ -197,9 +177,6 @@ CHECKED(aclnnMoeInitRouting,
     (Tensor x, Tensor row_idx, Tensor expert_idx, int64_t active, Tensor expanded_x,
         Tensor expanded_row_idx, Tensor expanded_expert_idx),
     {
-      one_of("x", x, kFloating);
-      one_of("row_idx", row_idx, {at::kInt});
-      one_of("expert_idx", expert_idx, {at::kInt});
       require(x.numel() < (1 << 24) || x.size(0) < (1 << 24), "x is too large: ", x.sizes());
       COMPUTE {
         const auto [experts, order] = at::sort(expert_idx.reshape({-1}), true, 0, false);
@@ -307,41 +284,20 @@ CHECKED(aclnnMoeInitRoutingV3,
         int64_t quant_mode, Ints range, int64_t scatter, Tensor expanded_x, Tensor row_idx,
         Tensor tokens, Opt<Tensor> scale_out),
     {
-      chips({"Ascend910B", "Ascend910_93", "Ascend950"});
-      one_of("x", x,
-          quant_mode == -1 ? DTypes{at::kFloat, at::kHalf, at::kBFloat16, at::kChar} : kFloating);
-      one_of("expert_idx", expert_idx, {at::kInt});
-      require(expert_idx.size(0) == x.size(0), "expert_idx has ", expert_idx.size(0),
-          " rows and x ", x.size(0));
-      one_of("drop_pad_mode", padded, {int64_t{0}, int64_t{1}});
-      one_of("row_idx_type", scatter, {int64_t{0}, int64_t{1}});
-      one_of("quant_mode", quant_mode,
-          {int64_t{-1}, int64_t{0}, int64_t{1},
-              int64_t{13}});  // others: float8 and float4, on Ascend950
-      within("expert_tokens_num_type", count_kind, int64_t{0}, int64_t{2});
-      within("expert_num", experts, int64_t{1}, int64_t{count_kind == 2 ? 5120 : 10240});
-      require(active >= -1, "active_num is ", active, "; allowed: -1 or more");
-      require(range.size() == 2 && range[0] >= 0 && range[0] < range[1] && range[1] <= experts,
-          "active_expert_range is [", listed(range), "); it must lie within [0, ", experts, ")");
-      // "入参校验大于0小于NUM_ROWS" (op-plugin's page of npu_moe_init_routing_v2).
+      rule("moe_init_routing_v2.expert-range", [&] {
+        require(range.size() == 2 && range[0] >= 0 && range[0] < range[1] && range[1] <= experts,
+            "active_expert_range is [", listed(range), "); it must lie within [0, ", experts, ")");
+      });
       if (padded)
-        require(capacity > 0 && capacity < x.size(0), "expert_capacity is ", capacity,
-            "; allowed: above 0 and below ", x.size(0), ", the rows of x");
-      if (quant_mode == 0) {
-        require(scale && offset, "quant_mode 0 needs scale and offset");
-        shape("scale", *scale, {1});
-        one_of("offset", *offset, {at::kFloat});
-        shape("offset", *offset, {1});
-      }
-      if (scale) one_of("scale", *scale, {at::kFloat});
-      if (scale && quant_mode == -1)
-        require(scale->numel() == x.size(0), "scale has shape ", scale->sizes(),
-            "; one for each of ", x.size(0), " rows is needed");
+        rule("moe_init_routing_v2.capacity",
+            [&] { within("expert_capacity", capacity, int64_t{1}, x.size(0) - 1); });
       if (scale && quant_mode > 0)
-        require(scale->dim() == 2 && scale->size(1) == x.size(1) &&
-                    (scale->size(0) == 1 || scale->size(0) == range[1] - range[0]),
-            "scale has shape ", scale->sizes(), "; allowed: [1, ", x.size(1), "] and [",
-            range[1] - range[0], ", ", x.size(1), "]");
+        rule("moe_init_routing_v2.dynamic-scale", [&] {
+          require(scale->dim() == 2 && scale->size(1) == x.size(1) &&
+                      (scale->size(0) == 1 || scale->size(0) == range[1] - range[0]),
+              "scale has shape ", scale->sizes(), "; allowed: [1, ", x.size(1), "] and [",
+              range[1] - range[0], ", ", x.size(1), "]");
+        });
       const Routing routing{
           capacity, experts, padded, range[0], range[1], scatter, quant_mode, count_kind, count};
       COMPUTE {
@@ -355,9 +311,6 @@ CHECKED(aclnnMoeInitRoutingV2,
         int64_t count_flag, bool, Tensor expanded_x, Tensor row_idx, Opt<Tensor> tokens,
         Opt<Tensor>),
     {
-      one_of("x", x, kFloating);
-      one_of("expert_idx", expert_idx, {at::kInt});
-      one_of("drop_pad_mode", padded, {int64_t{0}});
       const Routing routing{
           capacity, experts, padded, 0, experts, 0, -1, count_flag == 1 ? 0 : 1, count_flag > 0};
       COMPUTE {
@@ -374,9 +327,6 @@ CHECKED(aclnnMoeInitRoutingQuantV2,
         Tensor expanded_x, Tensor row_idx, Opt<Tensor> tokens, Opt<Tensor> before_capacity,
         Opt<Tensor> scale_out),
     {
-      one_of("x", x, kFloating);
-      one_of("expert_idx", expert_idx, {at::kInt});
-      if (quant_mode == 0) require(scale && offset, "quant_mode 0 needs scale and offset");
       if (padded)
         require(capacity > 0 && capacity <= x.size(0), "expert_capacity is ", capacity,
             "; allowed: 1 to ", x.size(0), ", the rows of x");
@@ -392,35 +342,17 @@ CHECKED(aclnnMoeInitRoutingQuantV2,
 
 // End of each expert's rows.
 CHECKED(aclnnMoeComputeExpertTokens, (Tensor sorted, int64_t experts, Tensor out), {
-  one_of("sorted_expert_for_source_row", sorted, {at::kInt});
-  rank("sorted_expert_for_source_row", sorted, 1);
-  require(sorted.numel() < (1 << 24), "sorted_expert_for_source_row has ", sorted.numel(),
-      " elements; fewer than 2^24 are allowed");
-  within("num_expert", experts, int64_t{1}, int64_t{2048});
   COMPUTE {
     out.copy_(at::searchsorted(sorted, at::arange(experts, at::kInt), false, /*right=*/true));
   };
 })
 
 // Reorders rows from [rank][expert] to [expert][rank], with the index into the input for each
-// output row. The other index and cumulative counts are "当前只支持为0" and "当前只支持为1"
-// (op-plugin's page of npu_moe_re_routing).
+// output row.
 CHECKED(aclnnMoeReRouting,
     (Tensor tokens, Tensor counts, Opt<Tensor> scales, int64_t count_type, int64_t idx_type,
         Tensor tokens_out, Tensor scales_out, Tensor idx_out, Tensor count_out),
     {
-      chips({"Ascend910B", "Ascend910_93", "Ascend950"});
-      one_of("tokens", tokens, {at::kHalf, at::kBFloat16, at::kChar});
-      one_of("expert_token_num_per_rank", counts, kIndices);
-      rank("tokens", tokens, 2);
-      rank("expert_token_num_per_rank", counts, 2);
-      one_of("expert_token_num_type", count_type, {int64_t{1}});
-      one_of("idx_type", idx_type, {int64_t{0}});
-      within("the columns of tokens", tokens.size(1), 1, 16383);
-      if (scales) {
-        one_of("per_token_scales", *scales, {at::kFloat});
-        shape("per_token_scales", *scales, {tokens.size(0)});
-      }
       COMPUTE {
         const auto counts64 = counts.to(at::kLong).contiguous();
         const auto flat = counts64.view(-1), starts = flat.cumsum(0) - flat;

@@ -53,23 +53,10 @@ template <class T> void add_rows(const T* rows, int64_t count, const int32_t* pl
       });
 }
 
-void check_no_padding(bool padded) {
-  require(!padded, "padded_mode is true; only false is allowed");
-}
-
 }  // namespace
 
 CHECKED(aclnnMoeTokenPermute,
     (Tensor tokens, Tensor indices, int64_t, bool padded, Tensor permuted, Tensor sorted_indices), {
-      one_of("tokens", tokens, kFloating);
-      one_of("indices", indices, kIndices);
-      rank("tokens", tokens, 2);
-      rank("indices", indices, 1, 2);
-      require(indices.size(0) == tokens.size(0), "indices has ", indices.size(0),
-          " rows and tokens ", tokens.size(0));
-      require(indices.dim() == 1 || indices.size(1) <= 512, "indices has ", indices.size(-1),
-          " experts a token; at most 512 are allowed");
-      check_no_padding(padded);
       COMPUTE {
         const int64_t k = indices.dim() == 1 ? 1 : indices.size(1);
         const auto order = at::argsort(indices.reshape({-1}), true, 0, false);
@@ -81,9 +68,6 @@ CHECKED(aclnnMoeTokenPermute,
 
 CHECKED(aclnnMoeTokenPermuteGrad,
     (Tensor grad, Tensor sorted_indices, int64_t k, bool padded, Tensor out), {
-      one_of("grad_permuted_tokens", grad, kFloating);
-      one_of("sorted_indices", sorted_indices, {at::kInt});
-      check_no_padding(padded);
       COMPUTE {
         out.copy_(rows_or_zeros(grad, sorted_indices).view({-1, k, grad.size(1)}).sum(1));
       };
@@ -92,24 +76,13 @@ CHECKED(aclnnMoeTokenPermuteGrad,
 CHECKED(aclnnMoeTokenUnpermute,
     (Tensor permuted, Tensor sorted_indices, Opt<Tensor> probs, bool padded, Opt<Ints>, Tensor out),
     {
-      one_of("permuted_tokens", permuted, kFloating);
-      one_of("sorted_indices", sorted_indices, {at::kInt});
-      rank("permuted_tokens", permuted, 2);
-      rank("sorted_indices", sorted_indices, 1);
-      check_no_padding(padded);
-      if (probs) {
-        one_of("probs", *probs, kFloating);
-        rank("probs", *probs, 2);
-        require(probs->numel() == sorted_indices.numel() && probs->size(1) <= 512,
-            "probs has shape ", probs->sizes(), "; ", sorted_indices.numel(),
-            " elements and at most 512 columns are allowed");
-      }
       COMPUTE {
         const int64_t k = probs ? probs->size(1) : 1;
         // "取值范围是[0, tokens_num * topK_num - 1]，且没有重复索引"; indices behind the last row
         // are dropped tokens'. Only the gradient requires that indices are unique: vllm-ascend, on
         // NPUs, gives all rows of other ranks' experts the index 1.
-        check_rows("sorted_indices", sorted_indices, 0, sorted_indices.numel());
+        rule("moe_token_unpermute.indices-values",
+            [&] { check_rows("sorted_indices", sorted_indices, 0, sorted_indices.numel()); });
         const auto places = sorted_indices.contiguous();
         const auto* const place = places.const_data_ptr<int32_t>();
         const auto rows = permuted.contiguous(),
@@ -128,10 +101,6 @@ CHECKED(aclnnMoeTokenUnpermuteGrad,
     (Opt<Tensor> permuted, Tensor grad, Tensor sorted_indices, Opt<Tensor> probs, bool padded,
         Opt<Ints>, Tensor out, Opt<Tensor> probs_out),
     {
-      one_of("grad_unpermuted_tokens", grad, kFloating);
-      one_of("sorted_indices", sorted_indices, {at::kInt});
-      check_no_padding(padded);
-      require(!probs || permuted, "permuted_tokens is needed with probs");
       COMPUTE {
         const int64_t k = probs ? probs->size(1) : 1;
         require(std::get<0>(at::_unique(sorted_indices)).numel() == sorted_indices.numel(),
@@ -161,43 +130,18 @@ void both_or_second(const Opt<Tensor>& skip1, const Opt<Tensor>& skip2) {
 Computation finalize_routing(const Tensor& rows, const Tensor& places, const Opt<Tensor>& skip1,
     const Opt<Tensor>& skip2, const Opt<Tensor>& bias, const Opt<Tensor>& scales,
     const Opt<Tensor>& experts, int64_t mode, int64_t k_given, const Tensor& out) {
-  one_of("expanded_permuted_rows", rows, kFloating);
-  one_of("expanded_src_to_dst_row", places, {at::kInt});
-  rank("expanded_src_to_dst_row", places, 1);
-  within("drop_pad_mode", mode, int64_t{0}, int64_t{3});
-  rank("expanded_permuted_rows", rows, mode % 2 ? 3 : 2);
+  rule("moe_finalize_routing.rows-rank",
+      [&] { rank("expanded_permuted_rows", rows, mode % 2 ? 3 : 2); });
   const int64_t k = scales ? scales->size(1) : std::max<int64_t>(k_given, 1);
   require(places.numel() == out.size(0) * k, "expanded_src_to_dst_row has ", places.numel(),
       " elements; ", out.size(0), " rows by ", k, " are needed");
-  if (skip1) {
-    same_dtype("skip1", *skip1, "expanded_permuted_rows", rows);
-    shape("skip1", *skip1, out.sizes());
-  }
-  if (skip2) {
-    same_dtype("skip2", *skip2, "expanded_permuted_rows", rows);
-    shape("skip2", *skip2, out.sizes());
-  }
-  if (scales) {
-    same_dtype("scales", *scales, "expanded_permuted_rows", rows);
-    shape("scales", *scales, {out.size(0), k});
-  }
-  same_dtype("out", out, "expanded_permuted_rows", rows);
-  require(out.size(1) == rows.size(-1), "out has ", out.size(1),
-      " columns and expanded_permuted_rows ", rows.size(-1));
-  if (bias) {
-    require(experts.has_value(), "bias needs export_for_source_row");
-    same_dtype("bias", *bias, "expanded_permuted_rows", rows);
-    rank("bias", *bias, 2);
-    one_of("export_for_source_row", *experts, {at::kInt});
-    shape("export_for_source_row", *experts, {out.size(0), k});
-    require(
-        bias->size(1) == out.size(1), "bias has ", bias->size(1), " columns and out ", out.size(1));
-  }
   COMPUTE {
     const int64_t tokens = out.size(0), columns = out.size(1);
     // Dropped rows are -1 "drop_pad_mode参数为1或3时" only.
-    check_rows("expanded_src_to_dst_row", places, mode % 2 ? -1 : 0,
-        mode % 2 ? rows.size(0) * rows.size(1) : places.numel());
+    rule("moe_finalize_routing.index-values", [&] {
+      check_rows("expanded_src_to_dst_row", places, mode % 2 ? -1 : 0,
+          mode % 2 ? rows.size(0) * rows.size(1) : places.numel());
+    });
     const auto index = mode < 2 ? places.view({k, tokens}).t() : places.view({tokens, k});
     auto values = rows_or_zeros(rows.reshape({-1, columns}), index).view({tokens, k, columns});
     if (bias)
@@ -252,12 +196,6 @@ CHECKED(aclnnMoeTokenPermuteWithRoutingMap,
     (Tensor tokens, Tensor map, Opt<Tensor> probs, int64_t, bool padded, Tensor out,
         Opt<Tensor> probs_out, Tensor sorted_indices),
     {
-      one_of("tokens", tokens, kFloating);
-      one_of("routing_map", map, {at::kBool, at::kChar});
-      rank("routing_map", map, 2);
-      require(map.size(0) == tokens.size(0), "routing_map has ", map.size(0), " rows and tokens ",
-          tokens.size(0));
-      if (probs) shape("probs", *probs, map.sizes());
       COMPUTE {
         const int64_t rows = out.size(0);
         const auto from = tokens_by_expert(map, padded, rows);

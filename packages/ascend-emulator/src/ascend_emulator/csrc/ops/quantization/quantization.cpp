@@ -41,15 +41,10 @@ void check_axis(const char* name, const Tensor& parameter, int64_t axis, const T
 
 CHECKED(aclnnQuantize,
     (Tensor x, Tensor scales, Opt<Tensor> zero_points, int32_t, int64_t axis, Tensor out), {
-      one_of("input", x, kFloating);
-      one_of("scales", scales, {at::kFloat, at::kBFloat16});
-      if (zero_points)
-        one_of("zero_points", *zero_points,
-            {at::kChar, at::kByte, at::kInt, at::kBFloat16,
-                at::kFloat});  // float: op-plugin's quantize_per_tensor
-      one_of("dtype", out, {at::kChar, at::kByte, at::kInt});
-      check_axis("scales", scales, axis, x);
-      if (zero_points) check_axis("zero_points", *zero_points, axis, x);
+      rule("quantize.axis-size", [&] {
+        check_axis("scales", scales, axis, x);
+        if (zero_points) check_axis("zero_points", *zero_points, axis, x);
+      });
       COMPUTE {
         auto values = x.to(at::kFloat) / broadcast_along(scales, axis, x);
         if (zero_points) values = at::round(values) + broadcast_along(*zero_points, axis, x);
@@ -60,18 +55,9 @@ CHECKED(aclnnQuantize,
 namespace {
 Computation quantize(const Tensor& x, const Tensor& scale, const Opt<Tensor>& offset, bool square,
     const Text& mode, int64_t axis, const Tensor& out) {
-  one_of("input", x, kFloating);
-  one_of("scales", scale, kFloating);
-  one_of("axis", axis, {int64_t{-1}, int64_t{-2}});
   one_of("round_mode", mode, {Text("round")});
-  one_of("dtype", out, {at::kChar, at::kInt});
+  rule("ascend_quant.axis-size", [&] { check_axis("scales", scale, axis, x); });
   const bool four_bits = out.scalar_type() == at::kInt;
-  if (four_bits || axis == -2) chips({"Ascend910B", "Ascend910_93", "Ascend950"});
-  check_axis("scales", scale, axis, x);
-  if (offset) {
-    same_dtype("zero_points", *offset, "scales", scale);
-    shape("zero_points", *offset, scale.sizes());
-  }
   COMPUTE {
     auto factor = broadcast_along(scale, axis, x);
     if (square) factor = factor * factor;
@@ -95,22 +81,7 @@ namespace {
 Computation dynamic_quantize(const Tensor& x, const Opt<Tensor>& smooth,
     const Opt<Tensor>& group_index, const Tensor& out, const Tensor& scale,
     const Opt<Tensor>& offset_out) {
-  chips({"Ascend910B", "Ascend910_93", "Ascend950"});
-  one_of("x", x, kHalves);
-  one_of("dst_type", out, {at::kChar, at::kInt});
   const bool four_bits = out.scalar_type() == at::kInt;
-  if (four_bits) multiple("the last dimension of x", x.size(-1), kFourBitsInWord);
-  require(!group_index || smooth, "group_index is given without smooth_scales");
-  if (smooth) {
-    same_dtype("smooth_scales", *smooth, "x", x);
-    rank("smooth_scales", *smooth, group_index ? 2 : 1);
-    require(smooth->size(-1) == x.size(-1), "smooth_scales has shape ", smooth->sizes(),
-        "; its last dimension must be that of x, ", x.size(-1));
-  }
-  if (group_index) {
-    one_of("group_index", *group_index, {at::kInt});
-    shape("group_index", *group_index, {smooth->size(0)});
-  }
   COMPUTE {
     auto values = x.to(at::kFloat).reshape({-1, x.size(-1)});
     if (values.numel() == 0) return;
@@ -144,19 +115,12 @@ CHECKED(aclnnDynamicQuantV2,
 
 CHECKED(aclnnAscendAntiQuant,
     (Tensor x, Tensor scale, Opt<Tensor> offset, int32_t, bool square, Tensor out), {
-      one_of("x", x, {at::kChar, at::kInt});
-      one_of("scale", scale, {at::kFloat, at::kBFloat16});
-      one_of("dst_dtype", out, kHalves);
-      rank("x", x, 1, 8);
-      rank("scale", scale, 1);
       const bool four_bits = x.scalar_type() == at::kInt;
       const int64_t columns = x.size(-1) * (four_bits ? kFourBitsInWord : 1);
-      require(scale.numel() == 1 || scale.numel() == columns, "scale has ", scale.numel(),
-          " elements; allowed: 1 or ", columns);
-      if (offset) {
-        same_dtype("offset", *offset, "scale", scale);
-        shape("offset", *offset, scale.sizes());
-      }
+      rule("anti_quant.scale-size", [&] {
+        require(scale.numel() == 1 || scale.numel() == columns, "scale has ", scale.numel(),
+            " elements; allowed: 1 or ", columns);
+      });
       COMPUTE {
         auto factor = scale.to(at::kFloat);
         if (square) factor = factor * factor;
@@ -172,18 +136,11 @@ namespace {
 // test_npu_trans_quant_param.py; aclnnTransQuantParamV2 in Huawei's API reference).
 Computation trans_quant_param(
     const Tensor& scale, const Opt<Tensor>& offset, int64_t round_mode, const Tensor& out) {
-  one_of("scale", scale, {at::kFloat});
-  rank("scale", scale, 1, 2);
-  require(scale.dim() == 1 || scale.size(0) == 1, "scale has shape ", scale.sizes(),
-      "; allowed: [t] and [1, n]");
-  one_of("round_mode", round_mode, {int64_t{0}, int64_t{1}});
-  if (offset) {
-    one_of("offset", *offset, {at::kFloat});
-    if (scale.dim() == 2) shape("offset", *offset, scale.sizes());
-    else
-      require(offset->numel() == 1 || scale.numel() == 1 || offset->numel() == scale.numel(),
-          "offset has ", offset->numel(), " elements and scale ", scale.numel());
-  }
+  rule("trans_quant_param.sizes", [&] {
+    require(
+        !offset || offset->numel() == 1 || scale.numel() == 1 || offset->numel() == scale.numel(),
+        "offset has ", offset ? offset->numel() : 0, " elements and scale ", scale.numel());
+  });
   COMPUTE {
     auto bits = scale.contiguous().view(at::kInt).to(at::kLong).bitwise_and_(0xFFFFFFFFll);
     if (round_mode == 1) {  // to the nearest, ties to even
@@ -209,16 +166,6 @@ CHECKED(aclnnInplaceQuantScatter,
     (Tensor self, Tensor indices, Tensor updates, Tensor scales, Opt<Tensor> zero_points,
         int64_t axis, int64_t quant_axis, int64_t),
     {
-      one_of("input", self, {at::kChar});
-      one_of("indices", indices, {at::kInt});
-      one_of("updates", updates, kHalves);
-      one_of("quant_scales", scales, {at::kBFloat16, at::kFloat});
-      if (zero_points) one_of("quant_zero_points", *zero_points, {at::kBFloat16, at::kInt});
-      rank("input", self, 3, 8);
-      rank("updates", updates, self.dim());
-      rank("indices", indices, 1, 2);
-      require(indices.dim() == 1 || indices.size(1) == 2, "indices has shape ", indices.sizes(),
-          "; allowed: [n] and [n, 2]");
       const int64_t place = at::maybe_wrap_dim(axis, self.dim());
       require(place != 0 && place != self.dim() - 1, "axis ", axis,
           " is the first or the last dimension of updates; neither is allowed");
@@ -229,11 +176,6 @@ CHECKED(aclnnInplaceQuantScatter,
       for (int64_t i = 1; i < self.dim(); ++i)
         require(i == place ? updates.size(i) <= self.size(i) : updates.size(i) == self.size(i),
             "updates has shape ", updates.sizes(), " and input ", self.sizes());
-      multiple("the bytes of updates' last dimension as int8", updates.size(-1), 32);
-      require(scales.numel() == updates.size(-1), "quant_scales has ", scales.numel(),
-          " elements; it must be ", updates.size(-1));
-      require(!zero_points || zero_points->numel() == updates.size(-1),
-          "quant_zero_points must have ", updates.size(-1), " elements");
       COMPUTE {
         auto values = updates.to(at::kFloat) / scales.to(at::kFloat).reshape({-1});
         if (zero_points) values = values + zero_points->to(at::kFloat).reshape({-1});
@@ -255,21 +197,9 @@ CHECKED(aclnnInplaceQuantScatter,
 namespace {
 Computation flat_quant(const Tensor& x, const Tensor& left, const Tensor& right, double clip_ratio,
     double dst_type_max, const Tensor& out, const Tensor& scale) {
-  chips({"Ascend910B", "Ascend910_93", "Ascend950"});
-  one_of("x", x, kHalves);
-  same_dtype("kronecker_p1", left, "x", x);
-  same_dtype("kronecker_p2", right, "x", x);
-  rank("x", x, 3);
-  multiple("the last dimension of x", x.size(2), kFourBitsInWord);
-  within("dimension 0 of x", x.size(0), 1, 262144);
-  within("dimension 1 of x", x.size(1), 1, 256);
-  within("dimension 2 of x", x.size(2), 1, 256);
-  shape("kronecker_p1", left, {x.size(1), x.size(1)});
-  shape("kronecker_p2", right, {x.size(2), x.size(2)});
   require(clip_ratio > 0 && clip_ratio <= 1, "clip_ratio is ", clip_ratio,
       "; allowed: above 0, up to 1");
   require(dst_type_max == 0, "dst_type_max is ", dst_type_max, "; int4 takes 0");
-  one_of("dst_dtype", out, {at::kInt});
   COMPUTE {
     const auto values =
         at::matmul(left.to(at::kFloat), at::matmul(x.to(at::kFloat), right.to(at::kFloat)));
@@ -293,14 +223,6 @@ CHECKED(aclnnFlatQuantV2,
 // Rows [group_index[i-1], group_index[i]) of x times scale[i], plus offset.
 CHECKED(aclnnGroupQuant,
     (Tensor x, Tensor scale, Tensor group_index, Opt<Tensor> offset, int32_t, Tensor out), {
-      chips({"Ascend910B", "Ascend910_93", "Ascend950"});
-      one_of("x", x, kFloating);
-      one_of("scale", scale, kFloating);
-      one_of("group_index", group_index, kIndices);
-      rank("x", x, 2);
-      shape("scale", scale, {group_index.numel(), x.size(1)});
-      if (offset)
-        require(offset->numel() == 1, "offset has ", offset->numel(), " elements; it must be one");
       const bool four_bits = out.scalar_type() == at::kInt;
       COMPUTE {
         const auto groups = rows_of(group_index, 0, x.size(0));
@@ -326,13 +248,10 @@ CHECKED(aclnnFakeQuantPerChannelAffineCachemask,
     (Tensor x, Tensor scale, Tensor zero_point, int64_t axis, int64_t least, int64_t most,
         Tensor out, Tensor mask),
     {
-      one_of("self", x, kFloating);
       check_range(least, most);
       within("axis", axis, int64_t{0}, x.dim() - 1);
       shape("scale", scale, {x.size(axis)});
       shape("zero_point", zero_point, {x.size(axis)});
-      shape("out", out, x.sizes());
-      shape("mask", mask, x.sizes());
       COMPUTE {
         copy_pair(at::fake_quantize_per_channel_affine_cachemask(x.to(at::kFloat),
                       scale.to(at::kFloat), zero_point.to(at::kInt), axis, least, most),
@@ -343,12 +262,7 @@ CHECKED(aclnnFakeQuantPerTensorAffineCachemask,
     (Tensor x, Tensor scale, Tensor zero_point, float enabled, int64_t least, int64_t most,
         Tensor out, Tensor mask),
     {
-      one_of("self", x, kFloating);
       check_range(least, most);
-      require(scale.numel() == 1 && zero_point.numel() == 1, "scale has ", scale.numel(),
-          " elements and zero_point ", zero_point.numel(), "; they must have one");
-      shape("out", out, x.sizes());
-      shape("mask", mask, x.sizes());
       COMPUTE {
         copy_pair(at::_fake_quantize_per_tensor_affine_cachemask_tensor_qparams(x.to(at::kFloat),
                       scale.to(at::kFloat), zero_point.to(at::kInt),

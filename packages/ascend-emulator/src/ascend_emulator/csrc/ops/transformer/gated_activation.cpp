@@ -80,17 +80,10 @@ CHECKED(aclnnSwiGluQuantV2,
     (Tensor x, Opt<Tensor> smooth, Opt<Tensor> offsets, Opt<Tensor> group_index, bool left,
         Text mode, int64_t list_type, int32_t type, Tensor out, Tensor scale),
     {
-      chips({"Ascend910B", "Ascend910_93", "Ascend950"});
-      one_of("x", x, kFloating);
-      rank("x", x, 2, 8);
-      check_even(x, -1);
-      within("the last dimension of x", x.size(-1), 1, 8192);
       const bool four_bits = type == kAclInt4;
       if (four_bits) multiple("the last dimension of x", x.size(-1), 4);
       const bool dynamic = mode == "dynamic";
-      require(!group_index || smooth, "group_index is given without smooth_scales");
       if (smooth) {
-        one_of("smooth_scales", *smooth, {at::kFloat});
         const int64_t groups = group_index ? group_index->numel()
                                : smooth->dim() == 1 && smooth->numel() == x.size(-1) / 2
                                    ? smooth->size(0)
@@ -101,7 +94,6 @@ CHECKED(aclnnSwiGluQuantV2,
             "smooth_scales has shape ", smooth->sizes(), "; allowed: [", groups, ", ",
             x.size(-1) / 2, "] and [", groups, "]");
       }
-      if (group_index) one_of("group_index", *group_index, {at::kInt});
       require(dynamic || smooth, "static quantization needs smooth_scales");
       if (!dynamic && offsets) shape("offsets", *offsets, smooth->sizes());
       COMPUTE {
@@ -133,35 +125,16 @@ Computation dequant_swiglu_quant(const Tensor& x, const Opt<Tensor>& weight_scal
     const Opt<Tensor>& quant_offset, const Opt<Tensor>& group_index, bool left, const Text& mode,
     int64_t swiglu_mode, double limit, double alpha, double glu_bias, const Tensor& out,
     const Tensor& scale) {
-  chips({"Ascend910B", "Ascend910_93", "Ascend950"});
-  one_of("x", x, {at::kInt, at::kHalf, at::kBFloat16});
-  one_of("swiglu_mode", swiglu_mode, {int64_t{0}, int64_t{1}});
-  check_even(x, -1);
   const bool dynamic = mode == "dynamic", integers = x.scalar_type() == at::kInt;
   const int64_t columns = x.size(-1), groups = group_index ? group_index->numel() : 1;
-  require(integers == weight_scale.has_value(),
-      integers ? "an int32 x needs weight_scale" : "weight_scale is only for an int32 x");
-  require(integers || (!activation_scale && !bias),
-      "activation_scale and bias are only for an int32 x");
-  if (weight_scale) {
-    one_of("weight_scale", *weight_scale, {at::kFloat});
-    require(weight_scale->numel() == groups * columns, "weight_scale has shape ",
-        weight_scale->sizes(), "; it must be [", groups, ", ", columns, "]");
-  }
-  if (activation_scale) {
-    one_of("activation_scale", *activation_scale, {at::kFloat});
-    require(activation_scale->numel() == x.numel() / columns, "activation_scale has shape ",
-        activation_scale->sizes(), "; one for each of ", x.numel() / columns, " tokens is needed");
-  }
-  if (quant_scale) one_of("quant_scale", *quant_scale, kFloating);
-  if (group_index) {
-    one_of("group_index", *group_index, {at::kLong});
-    require(dynamic && !bias && !quant_offset,
-        "with group_index, quant_mode must be 1 and bias and quant_offset None");
-    require(
-        columns / 2 <= 10496, "H is ", columns / 2, "; with group_index at most 10496 is allowed");
-    multiple("H (half of x's last dimension)", columns / 2, 64);
-  }
+  rule("dequant_swiglu_quant.scale-sizes", [&] {
+    require(!weight_scale || weight_scale->numel() == groups * columns,
+        "weight_scale does not have the shape [", groups, ", ", columns, "]");
+    require(!activation_scale || activation_scale->numel() == x.numel() / columns,
+        "activation_scale does not have one element for each of ", x.numel() / columns, " tokens");
+  });
+  rule("dequant_swiglu_quant.groups-quant-mode",
+      [&] { require(!group_index || dynamic, "with group_index, quant_mode must be 1"); });
   require(dynamic || quant_scale, "static quantization needs quant_scale");
   COMPUTE {
     const auto rows = x.reshape({-1, columns});
@@ -221,10 +194,11 @@ CHECKED(aclnnDequantSwigluQuantV2,
         Text mode, int64_t dst_type, Text round_mode, int64_t dim, int64_t swiglu_mode,
         double limit, double alpha, double glu_bias, Tensor out, Tensor scale),
     {
-      one_of("dst_type", dst_type, {int64_t{2}});
       one_of("round_mode", round_mode, {Text("rint")});
-      require(at::maybe_wrap_dim(dim, x.dim()) == x.dim() - 1, "activate_dim is ", dim,
-          "; only the last dimension is emulated");
+      rule("dequant_swiglu_quant.dim", [&] {
+        require(at::maybe_wrap_dim(dim, x.dim()) == x.dim() - 1, "activate_dim is ", dim,
+            "; only the last dimension is emulated");
+      });
       return dequant_swiglu_quant(x, weight_scale, activation_scale, bias, quant_scale,
           quant_offset, group_index, left, mode, swiglu_mode, limit, alpha, glu_bias, out, scale);
     })
@@ -234,12 +208,8 @@ CHECKED(aclnnClippedSwiglu,
     (Tensor x, Opt<Tensor> group_index, int64_t dim, double alpha, double limit, double bias,
         bool interleaved, Tensor out),
     {
-      chips({"Ascend910B", "Ascend910_93", "Ascend950"});
-      one_of("x", x, kFloating);
-      rank("x", x, 2, 8);
       const int64_t at_dim = at::maybe_wrap_dim(dim, x.dim());
       check_even(x, at_dim);
-      if (group_index) one_of("group_index", *group_index, {at::kLong});
       COMPUTE {
         int64_t before = 1;
         for (int64_t i = 0; i < at_dim; ++i) before *= x.size(i);
@@ -258,10 +228,7 @@ CHECKED(aclnnClippedSwiglu,
     })
 
 CHECKED(aclnnGeluMul, (Tensor x, Text approximate, Tensor out), {
-  one_of("input", x, kFloating);
-  rank("input", x, 2, 8);
   check_even(x, -1);
-  within("the last dimension of input", x.size(-1), 2, 1024);
   within("the product of the other dimensions", x.numel() / x.size(-1), 0, 200000);
   const char* kind = gelu_kind(approximate);
   COMPUTE {
@@ -273,9 +240,7 @@ CHECKED(aclnnGeluMul, (Tensor x, Text approximate, Tensor out), {
 // approximate: 1 tanh, 0 none. gelu(gate) is a second output, for the gradient.
 CHECKED(aclnnGeGluV3,
     (Tensor x, int64_t dim, int64_t approximate, bool left, Tensor out, Tensor gelu_out), {
-      one_of("self", x, kFloating);
       check_even(x, dim);
-      one_of("approximate", approximate, {int64_t{0}, int64_t{1}});
       COMPUTE {
         const auto halves = x.to(at::kFloat).chunk(2, dim);
         const auto gelu = at::gelu(halves[left ? 0 : 1], approximate ? "tanh" : "none");
@@ -285,7 +250,6 @@ CHECKED(aclnnGeGluV3,
     })
 CHECKED(aclnnGeGluV3Backward,
     (Tensor grad, Tensor x, Tensor gelu, int64_t dim, int64_t approximate, bool left, Tensor out), {
-      one_of("self", x, kFloating);
       check_even(x, dim);
       COMPUTE {
         const auto halves = x.to(at::kFloat).chunk(2, dim);
@@ -298,7 +262,6 @@ CHECKED(aclnnGeGluV3Backward,
     })
 
 CHECKED(aclnnSwiGluGrad, (Tensor grad, Tensor x, int64_t dim, Tensor out), {
-  one_of("self", x, kFloating);
   check_even(x, dim);
   COMPUTE {
     const auto halves = x.to(at::kFloat).chunk(2, dim);

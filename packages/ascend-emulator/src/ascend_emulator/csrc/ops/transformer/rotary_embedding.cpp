@@ -73,42 +73,28 @@ Tensor merged(
 Computation rope_with_cache(const Tensor& positions, const Tensor& query, const Tensor& key,
     const Tensor& cache, const Opt<Ints>& sections, int64_t head_size, bool neox,
     int64_t cache_mode, Tensor query_out, Tensor key_out) {
-  one_of("positions", positions, kIndices);
-  rank("positions", positions, 1, 2);
-  require(positions.dim() == 1 || positions.size(0) == 3, "positions have shape ",
-      positions.sizes(), "; [tokens] or [3, tokens] are allowed");
-  one_of("query", query, kFloating);
-  for (const auto& [name, x] : {std::pair{"key", &key}, std::pair{"cos_sin_cache", &cache}}) {
-    same_dtype(name, *x, "query", query);
-    rank(name, *x, 2);
-  }
-  rank("query", query, 2);
-  require(head_size > 0 && query.size(1) % head_size == 0 && key.size(1) % head_size == 0,
-      "head_size is ", head_size, ", of which query's ", query.size(1), " and key's ", key.size(1),
-      " are no multiples");
-  require(positions.size(-1) == query.size(0) && key.size(0) == query.size(0),
-      "positions, query and key are for ", positions.size(-1), ", ", query.size(0), " and ",
-      key.size(0), " tokens");
-  const int64_t rotary = cache.size(1), unit = query.scalar_type() == at::kFloat
-                                                   ? 16
-                                                   : 32;  // op-plugin's page of npu_mrope
-  multiple("head_size", head_size, unit);
-  multiple("rotary_dim", rotary, unit);
-  require(rotary <= head_size, "rotary_dim is ", rotary, " and head_size ", head_size,
-      "; it must not be larger");
-  one_of<int64_t>("cache_mode", cache_mode, {0, 1});
-  if (positions.dim() == 2) {
+  rule("mrope.heads", [&] {
+    require(head_size > 0 && query.size(1) % head_size == 0 && key.size(1) % head_size == 0,
+        "head_size is ", head_size, ", of which query's ", query.size(1), " and key's ",
+        key.size(1), " are no multiples");
+  });
+  const int64_t rotary = cache.size(1);
+  rule("mrope.head-size", [&] {
+    multiple("head_size", head_size, query.scalar_type() == at::kFloat ? 16 : 32);
+    require(rotary <= head_size, "rotary_dim is ", rotary, " and head_size ", head_size,
+        "; it must not be larger");
+  });
+  const auto check_sections = [&] {
     require(sections && sections->size() == 3 &&
                 sections->at(0) + sections->at(1) + sections->at(2) == rotary / 2,
         "mrope_section is [", listed(sections.value_or(Ints())), "]; three numbers with the sum ",
         rotary / 2, " are needed for three rows of positions");
-    // The values that op-plugin's page of npu_mrope lists; wrong results were reported for others
-    // (sglang, pull request 36959).
     const bool known = *sections == Ints{16, 24, 24} || *sections == Ints{24, 20, 20} ||
                        *sections == Ints{8, 12, 12};
     require(known, "mrope_section is [", listed(*sections),
         "]; [16, 24, 24], [24, 20, 20] and [8, 12, 12] are allowed");
-  }
+  };
+  if (positions.dim() == 2) rule("mrope.sections", check_sections);
   require(query.stride(-1) == 1 && key.stride(-1) == 1 && query_out.is_contiguous() &&
               key_out.is_contiguous(),
       "rows must be contiguous");
@@ -130,25 +116,23 @@ Computation rope_with_cache(const Tensor& positions, const Tensor& query, const 
 
 // The batch and the heads are the dimensions over which the angles are broadcast.
 void check_angles(const Tensor& x, const Tensor& cos, const Tensor& sin, bool interleaved) {
-  one_of("input", x, kFloating);
-  rank("input", x, 4);
-  for (const auto& [name, angles] : {std::pair{"r1", &cos}, std::pair{"r2", &sin}}) {
-    rank(name, *angles, 4);
-    same_dtype(name, *angles, "input", x);
-    require(at::is_expandable_to(angles->sizes(), x.sizes()) && angles->size(3) == x.size(3), name,
-        " has shape ", angles->sizes(), ", which does not broadcast to input's ", x.sizes());
-  }
-  multiple("D", x.size(3), 2);
-  require(x.size(3) < 896, "D is ", x.size(3), "; it must be below 896");
-  int64_t product = 1;
-  for (int64_t dim = 0; dim < 3; ++dim) {
-    if (cos.size(dim) != 1) continue;
-    require(x.size(dim) < 1000, "dimension ", dim, " of input is ", x.size(dim),
-        "; B and N must be below 1000");
-    product *= x.size(dim);
-  }
-  require(!interleaved || product < 1000, "B * N is ", product,
-      "; with rotary_mode interleave it must be below 1000");
+  rule("rotary_mul.broadcast", [&] {
+    for (const auto& [name, angles] : {std::pair{"r1", &cos}, std::pair{"r2", &sin}})
+      require(at::is_expandable_to(angles->sizes(), x.sizes()) && angles->size(3) == x.size(3),
+          name, " has shape ", angles->sizes(), ", which does not broadcast to input's ",
+          x.sizes());
+  });
+  rule("rotary_mul.batch-and-heads", [&] {
+    int64_t product = 1;
+    for (int64_t dim = 0; dim < 3; ++dim) {
+      if (cos.size(dim) != 1) continue;
+      require(x.size(dim) < 1000, "dimension ", dim, " of input is ", x.size(dim),
+          "; B and N must be below 1000");
+      product *= x.size(dim);
+    }
+    require(!interleaved || product < 1000, "B * N is ", product,
+        "; with rotary_mode interleave it must be below 1000");
+  });
 }
 
 // Gradients with respect to x, cos and sin.
@@ -186,12 +170,7 @@ using namespace emu;
 // mode: 0 half, 1 interleave (op-plugin's RotaryMulKernelNpuOpApi.cpp).
 Computation rotary_mul(const Tensor& x, const Tensor& cos, const Tensor& sin, int64_t mode,
     const Opt<Tensor>& rotation, const Tensor& out) {
-  one_of<int64_t>("rotary_mode", mode, {0, 1});
   check_angles(x, cos, sin, mode == 1);
-  if (rotation) {
-    shape("rotate", *rotation, {x.size(3), x.size(3)});
-    same_dtype("rotate", *rotation, "input", x);
-  }
   COMPUTE {
     if (!rotation) {
       out.copy_(rotate(x, cos, sin, mode == 1));
@@ -213,7 +192,6 @@ CHECKED(aclnnRotaryPositionEmbeddingGrad,
     (Tensor grad, Tensor cos, Tensor sin, Opt<Tensor> x, int64_t mode, Tensor x_grad,
         Tensor cos_grad, Tensor sin_grad),
     {
-      one_of<int64_t>("rotary_mode", mode, {0, 1});
       check_angles(grad, cos, sin, mode == 1);
       COMPUTE { rotary_grad(grad, cos, sin, x, mode == 1, x_grad, cos_grad, sin_grad); };
     })

@@ -1,0 +1,124 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-all project
+"""Rules of operators: a call that breaks one is refused with its id, and those that break none
+compute."""
+
+import re
+import sys
+
+import pytest
+import torch
+import torch_npu
+from ascend_emulator import build, rules
+from ascend_emulator.verify import operators, tables
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+BROKEN = [rule for rule in rules.rules().values() if rule.case]
+VALID = {each.name: each.valid for each in rules.descriptions() if each.valid}
+PROGRAM = """
+import torch, torch_npu
+x = torch.randn(4, 16, dtype=torch.float16, device="npu")
+print(torch_npu.npu_dynamic_quant(x, smooth_scales=x[0].float())[0].shape)
+"""
+
+
+def call(name, case):
+    given = operators.arguments(tables.Case("refusals", name, case.call, case.inputs))
+    names = operators.namespace() | {key: value.npu() for key, value in given.items()}
+    result = eval(case.call, names)
+    torch.npu.synchronize()
+    return result
+
+
+@pytest.mark.parametrize("name", VALID)
+def test_call_that_breaks_no_rule_computes(name):
+    call(name, VALID[name])
+
+
+@pytest.mark.parametrize("rule", BROKEN, ids=lambda rule: rule.id)
+def test_call_that_breaks_a_rule_is_refused_with_its_id(rule):
+    with pytest.raises(RuntimeError, match=rf"\(rule {re.escape(rule.id)}, {rule.basis}: "):
+        call(rule.id, rule.case)
+
+
+def refused(rule, function, *arguments, **options):
+    with pytest.raises(RuntimeError, match=rf"\(rule {re.escape(rule)}, "):
+        function(*arguments, **options)
+
+
+@settings(max_examples=30, deadline=None)
+@given(
+    st.integers(1, 9), st.integers(1, 70), st.integers(1, 9), st.sampled_from(["half", "bfloat16"])
+)
+def test_quantization_of_any_size_names_the_rule_that_is_broken(rows, columns, more, kind):
+    dtype = getattr(torch, kind)
+    x, smooth = (torch.ones(s, dtype=dtype, device="npu") for s in ((rows, columns), (columns,)))
+    quant = torch_npu.npu_dynamic_quant
+    values, scale = quant(x, smooth_scales=smooth)
+    assert (values.shape, scale.shape) == (x.shape, x.shape[:1])
+    refused("dynamic_quant.smooth-dtype", quant, x, smooth_scales=smooth.float())
+    refused("dynamic_quant.smooth-rank", quant, x, smooth_scales=smooth[None])
+    longer = torch.ones(columns + more, dtype=dtype, device="npu")
+    refused("dynamic_quant.smooth-size", quant, x, smooth_scales=longer)
+
+
+@settings(max_examples=30, deadline=None)
+@given(st.integers(1, 4), st.integers(1, 4), st.integers(1, 40), st.integers(1, 5), st.integers())
+def test_rerouting_of_any_size_names_the_rule_that_is_broken(ranks, experts, columns, more, kind):
+    counts = torch.ones(ranks, experts, dtype=torch.int32, device="npu")
+    tokens = torch.ones(ranks * experts, columns, dtype=torch.half, device="npu")
+    route = torch_npu.npu_moe_re_routing
+    assert torch.equal(route(tokens, counts)[0], tokens)
+    refused("moe_re_routing.tokens-dtype", route, tokens.float(), counts)
+    scales = torch.ones(len(tokens) + more, device="npu")
+    refused("moe_re_routing.scales", route, tokens, counts, per_token_scales=scales)
+    if kind and abs(kind) < 1 << 62:
+        refused("moe_re_routing.idx-type", route, tokens, counts, idx_type=kind)
+
+
+def test_rules_of_the_sources_are_in_the_tables():
+    text = "".join(path.read_text() for path in (build.SOURCES / "ops").rglob("*.[ch]*"))
+    named = set(re.findall(r'\brule\("([^"]+)"', text))
+    without_limits = {rule.id for rule in rules.rules().values() if not rule.limits}
+    assert named == without_limits
+
+
+@pytest.mark.parametrize("each", rules.descriptions(), ids=lambda each: each.name)
+def test_limits_are_about_parameters_of_the_source(each):
+    path = build.SOURCES / f"{each.family}.cpp"
+    text = path.read_text()
+    assert all(f"{name}," in text for name in each.operators)
+    for rule in each.rules:
+        for limit in (*rule.limits, *rule.when):
+            documented = set(re.findall(r"(?:^| is )([a-zA-Z]\w*)", limit))
+            for name in documented - {"chip", "contiguous", "absent", "given"}:
+                parameter = each.names.get(name, name)
+                assert re.search(rf"\b{parameter}[,)]", text), f"{rule.id}: {limit}"
+
+
+def test_allowed_rule_is_counted(run):
+    command = [sys.executable, "-c", PROGRAM]
+    id = "dynamic_quant.smooth-dtype"
+    refused = run("run", "--", *command)
+    assert f"(rule {id}, documented: torch_npu 2.13)" in refused.stderr
+    assert "broke rule" not in refused.stderr
+    allowed = run("run", "--allow", id, "--", *command)
+    assert allowed.stdout == "torch.Size([4, 16])\n", allowed.stderr
+    assert f"ascend-emulator: 1 call broke rule {id}, which is allowed\n" in allowed.stderr
+
+
+def test_unknown_rule_is_named(run):
+    done = run("run", "--allow", "dynamic_quant.colour", "--", "true")
+    assert done.stderr == (
+        "there is no rule 'dynamic_quant.colour'; fix: `ascend-emulator rules` lists them\n"
+    )
+    assert re.search(
+        r"^dynamic_quant\.x-rank +documented +torch_npu 2\.13 ", run("rules").stdout, re.M
+    )
+
+
+@pytest.mark.parametrize("limit", ["x.colour in 1", "x in", "x.size(a) in 1", "x.dtype > 1"])
+def test_limit_of_no_known_form_is_refused(limit):
+    with pytest.raises(ValueError, match="no limit"):
+        rules._clause(limit, {}, "0, false")
