@@ -1,0 +1,46 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-all project
+"""Limits that torch_npu documents, and the emulator's rules of operators. That the counts are on
+docs/emulator-rules.md is in test_docs.py."""
+
+import sys
+
+import pytest
+from harness import checkout
+
+sys.path.append(str(checkout.TOOLS))
+from generated_docs import limits
+
+PAGE = """
+功能描述:
+x必须为2的倍数.
+参数说明:
+x: Tensor类型, 必选输入, 数据类型支持float16, 不支持非连续的Tensor. 当y为None时, x的维度必须大于1.
+- group（Tensor）：可选参数，取值范围是[0, 3]，默认为空
+约束说明:
+k不超过1024
+调用示例:
+z必须为3
+"""
+
+
+def test_rules_quote_the_documentation_word_by_word() -> None:
+    assert limits.unknown() == []
+
+
+def test_limits_of_a_page(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(limits, "pages", lambda: {"npu_x": PAGE})
+    assert limits.limits("npu_x") == [
+        "x: 数据类型支持float16",
+        "x: 不支持非连续的Tensor",
+        "x: 当y为None时, x的维度必须大于1",
+        "group: 取值范围是[0, 3]",
+        "k不超过1024",
+    ]
+
+
+def test_limit_without_a_rule_is_missing() -> None:
+    states = limits.state("npu_dynamic_quant")
+    assert states["x: 输入x的维度必须大于1"] == "dynamic_quant.x-rank"
+    assert "" not in states.values()
+    assert "" in limits.state("npu_fused_infer_attention_score").values()
