@@ -59,7 +59,7 @@ def pages() -> dict[str, str]:
     texts = {}
     for node in ast.walk(ast.parse((directory / "_op_plugin_docs.py").read_text())):
         match node:
-            case ast.Call(args=[ast.Constant(name), ast.Constant(text)]):
+            case ast.Call(args=[ast.Constant(str(name)), ast.Constant(str(text))]):
                 texts[name] = text
     return texts
 
