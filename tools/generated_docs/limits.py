@@ -17,7 +17,7 @@ import environment
 from generated_docs.markdown import table
 
 CALL = re.compile(r"\btorch_npu\.(npu_\w+)|\btorch\.ops\.npu\.(npu_\w+)")
-# What names a limit.
+# Words that name a limit.
 LIMIT = re.compile(
     r"不支持|[仅只](?:当前)?支持|[仅只]能|当前只|取值|范围|倍数|整除|≤|<=|≥|>=|[<>]\s*\d|不超过|不大于|不小于|小于|大于"
     r"|不能|必须|[须需]要?[为与和是]|要求|数据类型(?:支持|为)|一致|相等|相同|[一二三四五六1-8](?:-[1-8])?[维D]"

@@ -116,7 +116,7 @@ def multiplied(batch, inner, columns, turned=False):
     ("call", "message"),
     [
         (
-            lambda x: torch_npu.npu_attention_update([x[0]], [x.half(), x.half()], 0),
+            lambda x: torch_npu.npu_attention_update([x[0]], [x.repeat(1, 2).half()] * 2, 0),
             "lists of 1 lse and 2 local_out",
         ),
         (
@@ -125,11 +125,11 @@ def multiplied(batch, inner, columns, turned=False):
         ),
         (
             lambda x: torch_npu.npu_attention_update([x[0]], [x], 0),
-            "head_dim of local_out is 4; allowed: 8 to 512",
+            "dimension 1 of local_out is 4; allowed: 8 to 512",
         ),
         (
             lambda x: torch_npu.npu_attention_update([x[0]], [x.repeat(1, 3)], 0),
-            "head_dim of local_out is 12",
+            "dimension 1 of local_out is 12; it must be a multiple of 8",
         ),
         (lambda x: torch_npu.npu_transpose_batchmatmul(*multiplied(1, 8, 16)), "K is 8"),
         (lambda x: torch_npu.npu_transpose_batchmatmul(*multiplied(1, 16, 8)), "N is 8"),

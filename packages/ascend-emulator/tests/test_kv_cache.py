@@ -241,7 +241,10 @@ def test_qkv_rms_norm_rope_cache(small):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"slots": torch.tensor([0, 1, 2])}, "key has 7 tokens and slot_mapping 3"),
+        (
+            {"slots": torch.tensor([0, 1, 2])},
+            "dimension 0 of key is 7 and dimension 0 of slot_mapping is 3",
+        ),
         ({"cache": torch.zeros(3, 16, 2, 32)}, "key_cache has shape [3, 16, 2, 32]"),
         (
             {"cache": torch.zeros(3, 16, 2, 64).half()},
