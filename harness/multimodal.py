@@ -13,7 +13,8 @@ import numpy as np
 
 from harness.models import model_types
 from harness.models import multimodal as models
-from harness.models.media_families import FAMILIES, LARGE, SIDE
+from harness.models.media_families import LARGE, SIDE
+from harness.models.sound_families import FAMILIES
 
 LENGTHS = [5, 6, 5, 6]
 """Tokens to generate for each prompt."""
@@ -24,6 +25,7 @@ RATE = 24.0
 
 ENGINE: dict[str, Any] = {
     "skip_tokenizer_init": False,
+    "trust_remote_code": False,  # With it vLLM expects PaddleOCR-VL's published processor.
     "max_model_len": 512,
     "max_num_seqs": 4,
     "max_num_batched_tokens": 128,
@@ -42,10 +44,12 @@ def limits(kind: str) -> dict[str, Any]:
 
 
 def prompts(kind: str) -> list[str]:
-    """Text, an image or a sound, two of different sizes, and a video, if the type has any."""
+    """Text, an image or a sound, two of different sizes, and a video, if the type has any; beside
+    the two images a sound."""
     family = FAMILIES[kind]
-    asked = ["1+1=", "what is {0}?", "{0} or {0}: how many", "is {1}" if family.video else "{0}{0}"]
-    return [each.format(family.image or family.sound, family.video) for each in asked]
+    first, sound = family.image or family.sound, family.sound if family.image else ""
+    last = f"is {family.video}" if family.video else first * 2
+    return ["1+1=", f"what is {first}?", f"{first} or {first}: how many{sound}", last]
 
 
 def images(kind: str, number: int) -> list[Any]:
@@ -111,6 +115,7 @@ def reference(
         path, dtype=getattr(torch, dtype), attn_implementation="eager"
     )
     model = model.eval().float()
+    answering = getattr(model, FAMILIES[kind].part, model)
     processor = transformers.AutoProcessor.from_pretrained(path)
 
     @functools.cache
@@ -141,8 +146,10 @@ def reference(
         for name in ("mm_token_type_ids", "token_type_ids"):
             if name in given:
                 given[name] = torch.nn.functional.pad(given[name], (0, len(tokens)))
+        if answering is not model:  # Its positions are computed only with a mask.
+            given["attention_mask"] = torch.ones_like(given["input_ids"])
         with torch.no_grad():
-            return model(**given).logits[0, prompt.shape[1] - 1 : -1].float()
+            return answering(**given).logits[0, prompt.shape[1] - 1 : -1].float()
 
     return logits
 

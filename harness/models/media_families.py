@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-all project
-"""Sizes and processors of tiny models with images, videos and sounds, by the model type of
-transformers."""
+"""Sizes and processors of tiny models with images and videos, by the model type of transformers."""
 
 from __future__ import annotations
 
@@ -23,6 +22,7 @@ class Family(NamedTuple):
     names: special tokens of the tokenizer. tokens: options of the configuration, or of a part of
     it, that are ids of these. image, video, sound: placeholders in a prompt; empty without that medium.
     processor: makes the processor, of a tokenizer. text, more: the configuration.
+    part: the part of the configuration and of the model that answers, of a model that also speaks.
     published: parts of tensors' names in published checkpoints, as vLLM reads them, by those that
     transformers writes.
     """
@@ -35,6 +35,7 @@ class Family(NamedTuple):
     text: dict[str, Any]
     more: dict[str, Any]
     sound: str = ""
+    part: str = ""
     published: Mapping[str, str] = MappingProxyType({})
 
 
@@ -131,24 +132,6 @@ GEMMA_TOKENS |= {"boi_token_index": "boi_token", "eoi_token_index": "eoi_token"}
 LLAMA4 = {"image_token": "<|image|>", "patch": "<|patch|>", "start": "<|image_start|>"}
 LLAMA4 |= {"end": "<|image_end|>", "tile_x": "<|tile_x_separator|>"}
 LLAMA4 |= {"tile_y": "<|tile_y_separator|>"}
-AUDIO = {"audio_token": "<|AUDIO|>", "audio_bos_token": "<|audio_bos|>"}
-AUDIO |= {"audio_eos_token": "<|audio_eos|>"}
-WHISPER = {"encoder_layers": 2, "encoder_attention_heads": 2, "encoder_ffn_dim": 256}
-WHISPER |= {"d_model": 128, "max_source_positions": 1500}
-
-
-def _sounds(
-    name: str, features: str, part: str = "feature_extractor", **options: Any
-) -> Callable[[Any], Any]:
-    """Makes a processor of this class, with this extractor of a sound's features."""
-
-    def make(words: Any) -> Any:
-        import transformers
-
-        extractor = getattr(transformers, features)(**options)
-        return getattr(transformers, name)(**{part: extractor, "tokenizer": words})
-
-    return make
 
 
 def _idefics(name: str) -> Family:
@@ -182,7 +165,7 @@ def _glm(text: dict[str, Any], vision: dict[str, Any]) -> Family:
     )
 
 
-FAMILIES: dict[str, Family] = {
+IMAGES: dict[str, Family] = {
     "qwen2_vl": _qwen(
         "Qwen2VLProcessor",
         QWEN2_ROPE,
@@ -434,16 +417,18 @@ FAMILIES: dict[str, Family] = {
             | {"projector_output_dim": 128, "intermediate_size": 512}
         },
     ),
-    "qwen2_audio": Family(
-        AUDIO,
-        {"audio_token_index": "audio_token"},
-        _sounds("Qwen2AudioProcessor", "WhisperFeatureExtractor", feature_size=80),
-        image="",
-        video="",
-        sound="<|audio_bos|><|AUDIO|><|audio_eos|>",
-        text=QWEN2,
-        more={"audio_config": WHISPER | {"num_mel_bins": 80}},
-        published={"language_model.model.model.": "language_model.model."},
+    "paddleocr_vl": Family(
+        QWEN_NAMES,
+        QWEN_TOKENS,
+        _processor(
+            "PaddleOCRVLProcessor",
+            "PaddleOCRVLImageProcessor",
+            PIXELS | {"patch_size": 14, "merge_size": 2},
+        ),
+        "<|vision_start|><|image_pad|><|vision_end|>",
+        "",
+        {"head_dim": 128, "rope_parameters": ROPE | {"mrope_section": [16, 24, 24]}},
+        {"vision_config": CLIP},
     ),
 }
 """By the model type of transformers."""

@@ -7,7 +7,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from harness.models import hybrid, model_types, registry
-from harness.models.media_families import FAMILIES
+from harness.models.sound_families import FAMILIES
 
 
 def write(kind: str, path: Path, *, drafts: bool = False) -> None:
@@ -21,9 +21,10 @@ def write(kind: str, path: Path, *, drafts: bool = False) -> None:
     ids = {name: words.convert_tokens_to_ids(text) for name, text in family.names.items()}
     text = model_types.COMMON | family.text
     more = {option: ids[name] for option, name in family.tokens.items()} | family.more
-    config = transformers.AutoConfig.for_model(
-        kind, text_config=text, **({"tie_word_embeddings": False} | more)
-    )
+    options = {"text_config": text, "tie_word_embeddings": False} | more
+    if family.part:
+        options = {f"{family.part}_config": options, "enable_audio_output": False}
+    config = transformers.AutoConfig.for_model(kind, **options)
     torch.manual_seed(0)
     model = transformers.AutoModelForMultimodalLM.from_config(config, dtype=torch.float32)
     for name, weight in (*model.named_parameters(), *model.named_buffers()):
@@ -34,8 +35,11 @@ def write(kind: str, path: Path, *, drafts: bool = False) -> None:
         ):
             torch.nn.init.normal_(weight, std=0.1)
     with torch.no_grad():  # No answer has a placeholder.
-        model.get_output_embeddings().weight[list(ids.values())] = 0
+        answering = getattr(model, family.part, model)
+        answering.get_output_embeddings().weight[list(ids.values())] = 0
     model.save_pretrained(path)
+    if kind == "qwen2_5_omni":
+        torch.save({}, path / "spk_dict.pt")  # Voices, which transformers looks for.
     if kind == "qwen3_vl_moe":
         _transpose_experts(path / "model.safetensors")
     for old, new in family.published.items():

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from harness.models import latent
-from harness.models.media_families import FAMILIES
+from harness.models.sound_families import FAMILIES
 
 SIZES: dict[str, Any] = {
     **dict.fromkeys(("hidden_size", "n_embd", "d_model"), 128),

@@ -28,7 +28,7 @@ import transformers
 from harness import launcher, layouts, model_classes, multimodal
 from harness.models import multimodal as models
 from harness.models import registry
-from harness.models.media_families import FAMILIES
+from harness.models.sound_families import FAMILIES
 from vllm.platforms import current_platform
 
 BOUND = 1e-4

@@ -25,7 +25,7 @@ import serve_layout
 import torch
 from harness import launcher, multimodal
 from harness.models import model_types as models
-from harness.models.media_families import FAMILIES
+from harness.models.sound_families import FAMILIES
 from vllm import LLM, AsyncEngineArgs, SamplingParams
 
 SHOWN = {"FusedMMEncoderAttention", "MMEncoderAttention", "PrologAttention"}
