@@ -133,6 +133,14 @@ LLAMA4 = {"image_token": "<|image|>", "patch": "<|patch|>", "start": "<|image_st
 LLAMA4 |= {"end": "<|image_end|>", "tile_x": "<|tile_x_separator|>"}
 LLAMA4 |= {"tile_y": "<|tile_y_separator|>"}
 
+MINICPM = {"image_token": "<|image_pad|>", "video_token": "<|video_pad|>"}
+MINICPM |= {
+    f"{part}_{end}_token": f"<{'/' * (end == 'end')}{part}>"
+    for part in ("image", "slice", "image_id")
+    for end in ("start", "end")
+}
+SLICES = {"scale_resolution": SIDE, "max_slice_nums": 2}
+
 
 def _idefics(name: str) -> Family:
     edges = {"size": {"longest_edge": SIDE}, "max_image_size": {"longest_edge": SIDE}}
@@ -429,6 +437,20 @@ IMAGES: dict[str, Family] = {
         "",
         {"head_dim": 128, "rope_parameters": ROPE | {"mrope_section": [16, 24, 24]}},
         {"vision_config": CLIP},
+    ),
+    "minicpmv4_6": Family(
+        MINICPM,
+        {"image_token_id": "image_token", "video_token_id": "video_token"},
+        _processor(
+            "MiniCPMV4_6Processor",
+            "MiniCPMV4_6ImageProcessor",
+            SLICES,
+            "MiniCPMV4_6VideoProcessor",
+        ),
+        "<|image_pad|>",
+        "",
+        {"model_type": "qwen3_5_text"} | HYBRID,
+        {"vision_config": CLIP, "insert_layer_id": 0, "image_size": SIDE},
     ),
 }
 """By the model type of transformers."""

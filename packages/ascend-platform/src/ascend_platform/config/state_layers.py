@@ -19,6 +19,7 @@ SERVED = {
     "Qwen3_5MoeForConditionalGeneration": "gated delta net",
     "Qwen3_5MTP": "gated delta net",
     "Qwen3_5MoeMTP": "gated delta net",
+    "MiniCPMV4_6ForConditionalGeneration": "gated delta net",
     "OlmoHybridForCausalLM": "gated delta net",
     "MambaForCausalLM": "state-space",
     "FalconMambaForCausalLM": "state-space",
