@@ -257,6 +257,36 @@ def test_int8_keys_and_values(offsets, mode):
     )
 
 
+@pytest.mark.parametrize(
+    ("mode", "shape", "dtype", "named"),
+    [
+        (0, (1, GROUPS, 1, SIZE - 1), torch.float16, "of key has shape .*antiquant mode 0 it must"),
+        (0, (1, GROUPS, 1, SIZE), torch.float32, r"of key is Float \(DT_FLOAT\); allowed: Half"),
+        (1, (1, BATCH, KEYS - 1), torch.float32, "antiquant mode 1 it must be .2, 20."),
+        (1, (1, BATCH, KEYS), torch.float16, r"of key is Half \(DT_FLOAT16\); allowed: Float"),
+        (2, (GROUPS + 1,), torch.float16, "of key has shape .3.; with antiquant mode 2"),
+        (3, (BATCH, GROUPS, KEYS - 1), torch.float32, "with antiquant mode 3 it must be"),
+    ],
+)
+def test_factors_of_int8_keys_are_refused_at_the_call(mode, shape, dtype, named):
+    cache = torch.zeros(BATCH, GROUPS, KEYS, SIZE, dtype=torch.int8).npu()
+    factor = torch.ones(shape, dtype=dtype).npu()
+    with pytest.raises(RuntimeError, match=named):
+        torch_npu.npu_fused_infer_attention_score(
+            torch.randn(BATCH, HEADS, 1, SIZE).half().npu(),
+            cache,
+            cache,
+            key_antiquant_scale=factor,
+            value_antiquant_scale=factor,
+            key_antiquant_mode=mode,
+            value_antiquant_mode=mode,
+            num_heads=HEADS,
+            num_key_value_heads=GROUPS,
+            input_layout="BNSD",
+        )
+    torch.npu.synchronize()
+
+
 @pytest.mark.parametrize("layout", ["TND", "NTD_TND"])
 def test_learnable_sink(layout):
     query, key, value = (torch.randn(1, n, 12, 64).bfloat16() for n in (HEADS, GROUPS, GROUPS))

@@ -192,6 +192,43 @@ def test_layer_norm_of_mixed_dtypes_is_refused_at_the_call(rows):
     functional.layer_norm(x.half(), (64,), single, single)
 
 
+WIDE, NARROW = (128, 4096), (128, 4095)
+
+
+@pytest.mark.parametrize(
+    ("name", "arguments"),
+    [
+        ("MseLoss", (WIDE, NARROW, 0, WIDE)),
+        ("MseLoss", (WIDE, WIDE, 0, NARROW)),
+        ("SmoothL1Loss", (WIDE, NARROW, 0, ONE, WIDE)),
+        ("SiluBackward", (WIDE, NARROW, WIDE)),
+        ("TanhBackward", (WIDE, NARROW, WIDE)),
+        ("GeluBackward", (WIDE, NARROW, WIDE)),
+    ],
+)
+def test_large_sizes_that_differ_by_one_are_refused_at_the_call(name, arguments):
+    status, _, message = Calls().workspace(name, *map(made_of, arguments))
+    assert status == 161002
+    assert re.search(r"4095\b.*4096|4096\b.*4095", message)
+
+
+@pytest.mark.parametrize("shape", [(2, 64, 5), (128, 64, 512)])
+def test_group_norm_of_mixed_dtypes_is_refused_at_the_call(shape):
+    x, half, single = npu(*shape), npu(64, dtype=torch.float16), npu(64)
+    for given, weight, bias in ((x, half, half), (x, single, half), (x.half(), single, single)):
+        with pytest.raises(RuntimeError, match=r"rule group_norm\.dtypes"):
+            functional.group_norm(given, 8, weight, bias)
+    functional.group_norm(x.half(), 8, half, half)
+
+
+def test_layer_norm_of_another_size_is_refused_at_the_call():
+    x, weight = npu(128, 4096), npu(4096)
+    rest = (1e-5, npu(128, 4096), npu(128, 1), npu(128, 1))
+    assert Calls().workspace("LayerNorm", x, [4096], weight, weight, *rest)[0] == 0
+    status, _, message = Calls().workspace("LayerNorm", x, [4096], npu(4095), npu(4095), *rest)
+    assert (status, "[4095]" in message) == (161002, True)
+
+
 def test_legitimate_forms_are_taken(agree):
     """Calls that the rules of shapes must not refuse."""
     x, empty = torch.randn(4, 6), torch.zeros(0)

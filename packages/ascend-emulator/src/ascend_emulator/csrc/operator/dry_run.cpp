@@ -7,13 +7,15 @@
 #include <array>
 #include <atomic>
 #include <cstring>
+#include <numeric>
 
 #include "core/cost.h"
 
 namespace emu {
 namespace {
 
-constexpr int64_t kMostElements = 4096;
+constexpr int64_t kMostElements = 4096, kMostWholeElements = int64_t{1} << 25;
+constexpr int64_t kMostKeptAttribute = 16;  // Dimensions and such are no sizes.
 std::array<std::atomic<uint64_t>, 8192> remembered;
 
 int64_t storage_elements(const at::Tensor& tensor) {
@@ -21,12 +23,6 @@ int64_t storage_elements(const at::Tensor& tensor) {
   for (int64_t dim = 0; dim < tensor.dim(); ++dim)
     last += std::max<int64_t>(tensor.size(dim) - 1, 0) * tensor.stride(dim);
   return last + 1;
-}
-
-int64_t elements(const at::Tensor& tensor, int64_t longest) {
-  int64_t product = 1;
-  for (const auto size : tensor.sizes()) product *= std::min(size, longest);
-  return product;
 }
 
 // Says that ATen would resize an output; drops other warnings, which come again on the stream.
@@ -57,6 +53,31 @@ bool about_values(const std::exception& error, const std::string& message) {
                                  "allocated size does not match"});
 }
 
+// What ATen says about the arguments that `body` gets.
+std::optional<std::string> refusal(StandIns& stand_ins, c10::function_ref<void(StandIns&)> body) {
+  using c10::DispatchKey;
+  // Nothing of the calling thread's modes: autograd, Python's dispatch, functorch.
+  const c10::impl::ForceDispatchKeyGuard plain(c10::DispatchKeySet(DispatchKey::BackendSelect),
+      c10::default_excluded_set | c10::autograd_dispatch_keyset_with_ADInplaceOrView |
+          c10::python_ks);
+  OutputsKeepTheirShape warnings;
+  const c10::WarningUtils::WarningHandlerGuard handler(&warnings);
+  const cost::Scope uncounted(nullptr);
+  try {
+    body(stand_ins);
+  } catch (const std::exception& error) {
+    const auto found = error_of(error);
+    const std::string message = found.what();
+    if (!about_values(error, message)) return message.substr(0, message.find('\n'));
+  }
+  return std::nullopt;
+}
+
+bool passed_before(uint64_t signature) {
+  return remembered[signature % remembered.size()].load() == signature;
+}
+void passed(uint64_t signature) { remembered[signature % remembered.size()] = signature; }
+
 }  // namespace
 
 void Signature::add(const at::Tensor& tensor) {
@@ -72,27 +93,48 @@ void Signature::add(const at::Scalar& scalar) {
   else if (scalar.isFloatingPoint()) add(scalar.toDouble());
 }
 
-bool passed_before(uint64_t signature) {
-  return remembered[signature % remembered.size()].load() == signature;
-}
-void passed(uint64_t signature) { remembered[signature % remembered.size()] = signature; }
-
 StandIns::StandIns(const std::vector<at::Tensor>& tensors) {
-  const auto fit = [&](int64_t longest) {
+  const auto fit = [&] {
     return std::all_of(tensors.begin(), tensors.end(), [&](const at::Tensor& tensor) {
-      return !tensor.defined() || elements(tensor, longest) <= kMostElements;
+      return !tensor.defined() || elements(tensor) <= kMostElements;
     });
   };
-  if (fit(INT64_MAX)) return;
-  longest_ = 16;
-  while (longest_ > 1 && !fit(longest_)) longest_ /= 2;
+  for (int64_t longest = 16; longest && !fit(); longest /= 2) {
+    longest_ = longest;
+    larger_.clear();
+    for (const auto& tensor : tensors)
+      if (tensor.defined())
+        std::copy_if(tensor.sizes().begin(), tensor.sizes().end(), std::back_inserter(larger_),
+            [&](int64_t size) { return size > longest; });
+    std::sort(larger_.begin(), larger_.end());
+    larger_.erase(std::unique(larger_.begin(), larger_.end()), larger_.end());
+  }
+}
+
+int64_t StandIns::cut(int64_t size) const {
+  const auto found = std::lower_bound(larger_.begin(), larger_.end(), size);
+  return found == larger_.end() || *found != size ? size : longest_ + 1 + (found - larger_.begin());
+}
+
+int64_t StandIns::elements(const at::Tensor& tensor) const {
+  int64_t product = 1;
+  for (const auto size : tensor.sizes()) product *= cut(size);
+  return product;
+}
+
+int64_t StandIns::of(int64_t attribute) const {
+  return attribute > kMostKeptAttribute ? cut(attribute) : attribute;
+}
+
+std::vector<int64_t> StandIns::of(std::vector<int64_t> attributes) const {
+  for (auto& each : attributes) each = of(each);
+  return attributes;
 }
 
 at::Tensor StandIns::of(const at::Tensor& tensor) const {
   if (!tensor.defined()) return tensor;
   std::vector<int64_t> sizes = tensor.sizes().vec();
-  if (!exact())
-    for (auto& size : sizes) size = std::min(size, longest_);
+  for (auto& size : sizes) size = cut(size);
   const auto options = tensor.options();
   const bool strided = exact() && storage_elements(tensor) <= kMostElements * 16;
   const int64_t count = strided ? storage_elements(tensor) : c10::multiply_integers(sizes);
@@ -102,27 +144,30 @@ at::Tensor StandIns::of(const at::Tensor& tensor) const {
   const auto deleter = [memory](void*) { std::free(memory); };
   auto made = strided ? at::from_blob(memory, sizes, tensor.strides(), deleter, options)
                       : at::from_blob(memory, sizes, deleter, options);
-  if (tensor.is_floating_point()) at::from_blob(memory, {count}, options).fill_(1);
+  // Large ones remain zeros, so that their pages are not touched.
+  if (tensor.is_floating_point() && count <= kMostElements * 16)
+    at::from_blob(memory, {count}, options).fill_(1);
   return made;
 }
 
-void dry_run(const StandIns& stand_ins, c10::function_ref<void()> body) {
-  using c10::DispatchKey;
-  // Nothing of the calling thread's modes: autograd, Python's dispatch, functorch.
-  const c10::impl::ForceDispatchKeyGuard plain(c10::DispatchKeySet(DispatchKey::BackendSelect),
-      c10::default_excluded_set | c10::autograd_dispatch_keyset_with_ADInplaceOrView |
-          c10::python_ks);
-  OutputsKeepTheirShape warnings;
-  const c10::WarningUtils::WarningHandlerGuard handler(&warnings);
-  const cost::Scope uncounted(nullptr);
-  try {
-    body();
-  } catch (const std::exception& error) {
-    const auto found = error_of(error);
-    const std::string message = found.what();
-    if (about_values(error, message) || (!stand_ins.exact() && !about_dtypes(message))) return;
-    throw Error(kOpParam, message.substr(0, message.find('\n')));
-  }
+void try_out(const Signature& signature, const std::vector<at::Tensor>& tensors,
+    c10::function_ref<void(StandIns&)> body) {
+  if (passed_before(signature.hash())) return;
+  StandIns small(tensors), whole;
+  const auto& large = signature.large_attributes();
+  const bool fits = small.exact() || std::all_of(large.begin(), large.end(),
+                                         [&](int64_t each) { return small.of(each) != each; });
+  auto message = fits ? refusal(small, body) : std::nullopt;
+  // Sums and products of sizes are not those of cut sizes, so whole stand-ins decide.
+  if (message && !small.exact() && !about_dtypes(*message))
+    message = std::accumulate(tensors.begin(), tensors.end(), int64_t{0},
+                  [](int64_t sum, const at::Tensor& each) {
+                    return sum + (each.defined() ? each.numel() : 0);
+                  }) <= kMostWholeElements
+                  ? refusal(whole, body)
+                  : std::nullopt;
+  if (message) throw Error(kOpParam, *message);
+  passed(signature.hash());
 }
 
 }  // namespace emu

@@ -309,7 +309,9 @@ template <class T> T stood_in(StandIns& stand_ins, const T& value) {
     return stand_ins.of(value);
   } else if constexpr (std::is_same_v<T, Weight>) {
     return {stand_ins.of(value), {}};
-  } else if constexpr (std::is_same_v<T, Opt<Tensor>>) {
+  } else if constexpr (std::is_same_v<T, int64_t> || std::is_same_v<T, Ints>) {
+    return stand_ins.of(value);
+  } else if constexpr (std::is_same_v<T, Opt<Tensor>> || std::is_same_v<T, Opt<Ints>>) {
     return value ? T(stand_ins.of(*value)) : value;
   } else if constexpr (std::is_same_v<T, Tensors> || std::is_same_v<T, Weights>) {
     T out;
@@ -364,19 +366,14 @@ struct Operator<Body, Name, std::tuple<Types...>> {
   // Dry run of a signature that is seen for the first time.
   static void try_out(const ArgumentReader& reader, const std::tuple<Params...>& held) {
     if constexpr (Name::dry_run) {
-      const auto signature = reader.signature().hash();
-      if (passed_before(signature)) return;
-      StandIns stand_ins(reader.tensors());
-      if (stand_ins.exact() || !reader.signature().has_large_attribute())
-        dry_run(stand_ins, [&] {
-          std::apply(
-              [&](const Params&... each) {
-                if constexpr (std::is_void_v<R>) Body(stood_in<Params>(stand_ins, each)...);
-                else Body(stood_in<Params>(stand_ins, each)...)();
-              },
-              held);
-        });
-      passed(signature);
+      emu::try_out(reader.signature(), reader.tensors(), [&](StandIns& stand_ins) {
+        std::apply(
+            [&](const Params&... each) {
+              if constexpr (std::is_void_v<R>) Body(stood_in<Params>(stand_ins, each)...);
+              else Body(stood_in<Params>(stand_ins, each)...)();
+            },
+            held);
+      });
     }
   }
 };

@@ -75,6 +75,7 @@ struct FusedInfer : InferInputs, InferRope, InferSettings {
 
   void check_dtypes() const;
   void check_quantized() const;
+  void check_antiquant() const;
   void check_heads() const;
   void check_packed_heads() const;
   void check_lengths() const;
@@ -164,6 +165,7 @@ struct FusedInfer : InferInputs, InferRope, InferSettings {
     if (paged()) check_pages();
     check_latent();
     check_keys();
+    check_antiquant();
     check_tokens();
     if (key_prefix)
       require(value_prefix && key_prefix->size(0) == 1 && !packed(in),

@@ -70,6 +70,46 @@ void FusedInfer::check_quantized() const {
       "an int8 query goes with no offsets and no quant_scale_out");
 }
 
+// Scales and offsets of int8 keys and values. A scale of both loses its first dimension before.
+void FusedInfer::check_antiquant() const {
+  if (key[0].scalar_type() != at::kChar || query_scale) return;
+  int64_t length = paged() ? table.size(1) * block_size : 0;
+  if (!paged())
+    for (const auto& each : key) length = std::max(length, length_of(each, in));
+  const auto check = [&](const char* name, const Tensor& x, int64_t mode, int64_t head_size) {
+    const bool by_token = mode != 0 && mode != 2;
+    one_of(name, x, {by_token ? at::kFloat : query.scalar_type()});
+    const std::vector<Ints> shapes[] = {{{groups, 1, head_size}, {groups, head_size},
+                                            {groups * head_size}, {1}, {}},
+        {{batch, length}}, {{groups}}, {{batch, groups, length}}, {{key[0].size(0), block_size}},
+        {{key[0].size(0), groups, block_size}}};
+    const auto fits = [&](const Ints& shape) {
+      auto sizes = x.sizes();
+      if (sizes.size() == shape.size() + 1 && sizes[0] == 1) sizes = sizes.slice(1);
+      if (sizes == at::IntArrayRef(shape)) return true;
+      // Tokens of pages may be more.
+      return paged() && (mode == 1 || mode == 3) && sizes.size() == shape.size() &&
+             sizes.slice(0, sizes.size() - 1) ==
+                 at::IntArrayRef(shape).slice(0, shape.size() - 1) &&
+             sizes.back() >= length;
+    };
+    const auto& allowed = shapes[mode];
+    std::string all;
+    for (const auto& each : allowed)
+      if (!each.empty()) all += (all.empty() ? "" : " or ") + text(at::IntArrayRef(each));
+    require(std::any_of(allowed.begin(), allowed.end(), fits), name, " has shape ", x.sizes(),
+        "; with antiquant mode ", mode, " it must be ", all);
+  };
+  const auto check_both = [&](const char* scale, const char* offset, const Antiquant& factors,
+                              int64_t head_size) {
+    check(scale, factors.scale, factors.mode, head_size);
+    if (factors.offset.defined()) check(offset, factors.offset, factors.mode, head_size);
+  };
+  check_both("the antiquant scale of key", "the antiquant offset of key", key_quant, width);
+  check_both(
+      "the antiquant scale of value", "the antiquant offset of value", value_quant, value_width());
+}
+
 void FusedInfer::check_heads() const {
   require(heads % groups == 0 && heads / groups <= 64, heads, " heads over ", groups,
       " key-value heads; a multiple of at most 64 is allowed");
