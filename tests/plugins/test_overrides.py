@@ -152,8 +152,9 @@ def test_tables_are_in_overrides_only() -> None:
     """Rows are made there, so that none is missed by the guards."""
     elsewhere = [
         str(path.relative_to(PACKAGES))
-        for path in FILES
-        if "overrides" not in path.parts and re.search(r"\bOverride\(", path.read_text())
+        for path in (*FILES, *PACKAGES.glob("*/src/**/*.toml"))
+        if "overrides" not in path.parts
+        and re.search(r"\bOverride\(|^\[\[override\]\]", path.read_text(), re.MULTILINE)
     ]
     assert elsewhere == []
 

@@ -8,7 +8,7 @@ It is found through PYTHONPATH (``activation.set_environment``), as with CANN's 
 
 import ctypes
 
-from . import rt
+from . import rt  # noqa: TID252  # the package is found as acl on sys.path
 
 __all__ = ["get_soc_name", "rt"]
 
