@@ -158,7 +158,7 @@ void try_out(const Signature& signature, const std::vector<at::Tensor>& tensors,
   const bool fits = small.exact() || std::all_of(large.begin(), large.end(),
                                          [&](int64_t each) { return small.of(each) != each; });
   auto message = fits ? refusal(small, body) : std::nullopt;
-  // Sums and products of sizes are not those of cut sizes, so whole stand-ins decide.
+  // A sum of sizes is not the sum of the cut ones, so whole stand-ins decide.
   if (message && !small.exact() && !about_dtypes(*message))
     message = std::accumulate(tensors.begin(), tensors.end(), int64_t{0},
                   [](int64_t sum, const at::Tensor& each) {

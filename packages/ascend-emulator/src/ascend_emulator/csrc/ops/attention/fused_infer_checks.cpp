@@ -79,8 +79,8 @@ void FusedInfer::check_antiquant() const {
   const auto check = [&](const char* name, const Tensor& x, int64_t mode, int64_t head_size) {
     const bool by_token = mode != 0 && mode != 2;
     one_of(name, x, {by_token ? at::kFloat : query.scalar_type()});
-    const std::vector<Ints> shapes[] = {{{groups, 1, head_size}, {groups, head_size},
-                                            {groups * head_size}, {1}, {}},
+    const std::vector<Ints> shapes[] = {
+        {{groups, 1, head_size}, {groups, head_size}, {groups * head_size}, {1}, {}},
         {{batch, length}}, {{groups}}, {{batch, groups, length}}, {{key[0].size(0), block_size}},
         {{key[0].size(0), groups, block_size}}};
     const auto fits = [&](const Ints& shape) {
