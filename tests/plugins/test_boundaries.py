@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 from harness import checkout
+from harness.circles import circles
 
 PACKAGES = checkout.ROOT / "packages"
 OURS = {path.name for path in PACKAGES.glob("*/src/*") if path.is_dir()}
@@ -104,23 +105,10 @@ def imported_modules(path: Path, known: Collection[str]) -> set[str]:
     }
 
 
-def circles(known: dict[str, Path]) -> list[list[str]]:
+def circles_of_imports(known: dict[str, Path]) -> list[list[str]]:
     """Groups of modules each of which imports all others of its group, directly or by way
     of them."""
-    graph = {name: imported_modules(path, known) - {name} for name, path in known.items()}
-    reached: dict[str, set[str]] = {}
-    for start in graph:
-        waiting, reached[start] = [start], set()
-        while waiting:
-            fresh = graph[waiting.pop()] - reached[start]
-            reached[start] |= fresh
-            waiting += fresh
-    groups = {
-        tuple(sorted(name for name in reached[one] if one in reached[name]))
-        for one in graph
-        if one in reached[one]
-    }
-    return [list(group) for group in sorted(groups)]
+    return circles({name: imported_modules(path, known) - {name} for name, path in known.items()})
 
 
 def test_a_circle_is_found(tmp_path: Path) -> None:
@@ -130,7 +118,7 @@ def test_a_circle_is_found(tmp_path: Path) -> None:
         "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    from p.one import y\n"
     )
     (tmp_path / "four.py").write_text("from p import one, two\n")
-    assert circles(modules(tmp_path, "p")) == [["p.one", "p.three", "p.two"]]
+    assert circles_of_imports(modules(tmp_path, "p")) == [["p.one", "p.three", "p.two"]]
 
 
 FOLDERS = {
@@ -145,7 +133,7 @@ FOLDERS |= {
 
 @pytest.mark.parametrize("name", FOLDERS)
 def test_no_modules_import_each_other(name: str) -> None:
-    assert circles(modules(*FOLDERS[name])) == []
+    assert circles_of_imports(modules(*FOLDERS[name])) == []
 
 
 def tops(paths: Iterable[Path]) -> set[str]:

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from ascend_emulator.build import SOURCES, units
+from harness.circles import circles
 
 # From low to high. Folders of one row do not include each other.
 ROWS = (("generated", "include"), ("core",), ("runtime", "operator", "hccl"), ("ops",))
@@ -55,7 +56,7 @@ def upward(root: Path) -> list[str]:
     return found
 
 
-def circles(root: Path) -> list[list[str]]:
+def circles_of_includes(root: Path) -> list[list[str]]:
     """Groups of files that include each other; a header and its source are one."""
 
     def name(path: Path) -> str:
@@ -65,19 +66,7 @@ def circles(root: Path) -> list[list[str]]:
     for path in sources(root):
         others = {name(other) for other in included(path, root)} - {name(path)}
         graph.setdefault(name(path), set()).update(others)
-    reached: dict[str, set[str]] = {}
-    for start in graph:
-        waiting, reached[start] = [start], set()
-        while waiting:
-            fresh = graph[waiting.pop()] - reached[start]
-            reached[start] |= fresh
-            waiting += fresh
-    groups = {
-        tuple(sorted(other for other in reached[start] if start in reached[other]))
-        for start in graph
-        if start in reached[start]
-    }
-    return [list(group) for group in sorted(groups)]
+    return circles(graph)
 
 
 def mutable(root: Path) -> list[str]:
@@ -110,7 +99,7 @@ def test_no_folder_includes_a_higher_one() -> None:
 
 
 def test_no_files_include_each_other() -> None:
-    assert circles(SOURCES) == []
+    assert circles_of_includes(SOURCES) == []
 
 
 def test_the_process_owns_the_mutable_state() -> None:
@@ -137,7 +126,7 @@ def test_violations_are_found(tmp_path: Path) -> None:
         "core/b.cpp includes runtime/c.h",
         "runtime/c.h includes hccl/d.h",
     ]
-    assert circles(tmp_path) == [["core/a", "core/b", "runtime/c"]]
+    assert circles_of_includes(tmp_path) == [["core/a", "core/b", "runtime/c"]]
     assert mutable(tmp_path) == ["hccl/d.h: std::mutex mutex;", "hccl/d.h: static int uses ="]
     for name in ("e", "f"):
         text = f"namespace {{\nint {name}() {{\n}}\nint twice(int x) {{\n}}\n}}  // namespace\n"
