@@ -2,10 +2,12 @@
 # SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-all project
 """Paths of this checkout, and the uv that its environment was made with."""
 
+import importlib
 import json
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
 PROGRAMS = ROOT / "harness" / "programs"
@@ -21,6 +23,15 @@ def run_tool(script: str) -> str:
         [sys.executable, "-c", script], cwd=TOOLS, stdout=subprocess.PIPE, text=True, check=True
     )
     return done.stdout
+
+
+def import_tool(name: str) -> Any:
+    """Import a module of tools/, whose pure functions a test calls in its own process."""
+    sys.path.insert(0, str(TOOLS))
+    try:
+        return importlib.import_module(name)
+    finally:
+        sys.path.remove(str(TOOLS))
 
 
 def find_uv() -> tuple[str, dict[str, str]]:

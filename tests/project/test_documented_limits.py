@@ -3,8 +3,6 @@
 """Limits that torch_npu documents, and the emulator's rules of operators. That the counts are on
 docs/emulator-rules.md is in test_docs.py."""
 
-import importlib
-import sys
 from typing import Any
 
 import pytest
@@ -25,11 +23,7 @@ z必须为3
 
 @pytest.fixture(scope="module")
 def limits() -> Any:
-    sys.path.insert(0, str(checkout.TOOLS))
-    try:
-        return importlib.import_module("generated_docs.limits")
-    finally:
-        sys.path.remove(str(checkout.TOOLS))
+    return checkout.import_tool("generated_docs.limits")
 
 
 def test_rules_quote_the_documentation_word_by_word(limits: Any) -> None:

@@ -7,9 +7,7 @@ That docs/modelled-times.md is what tools/docs-tables makes of the figures is in
 """
 
 import dataclasses
-import importlib
 import json
-import sys
 import tomllib
 from typing import Any
 
@@ -19,11 +17,7 @@ from harness import checkout
 
 @pytest.fixture(scope="module")
 def published() -> Any:
-    sys.path.insert(0, str(checkout.TOOLS))
-    try:
-        return importlib.import_module("published.errors")
-    finally:
-        sys.path.remove(str(checkout.TOOLS))
+    return checkout.import_tool("published.errors")
 
 
 def test_errors_are_not_worse_than_recorded(published: Any) -> None:

@@ -5,9 +5,7 @@
 
 from __future__ import annotations
 
-import importlib
 import json
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -15,9 +13,8 @@ import pytest
 from harness import checkout
 
 # Pure functions of a command; everything else of tools/ is tested as a process.
-sys.path.append(str(checkout.TOOLS))
-pytorch_report: Any = importlib.import_module("upstream_tests.pytorch_report")
-pytorch_verdicts: Any = importlib.import_module("upstream_tests.pytorch_verdicts")
+pytorch_report = checkout.import_tool("upstream_tests.pytorch_report")
+pytorch_verdicts = checkout.import_tool("upstream_tests.pytorch_verdicts")
 META = "test_meta.py"
 OWNER = "TestMetaPRIVATEUSE1"
 
