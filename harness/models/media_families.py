@@ -108,6 +108,12 @@ def _qwen(processor: str, text: dict[str, Any], vision: dict[str, Any]) -> Famil
 
 CLIP = {"hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 3}
 CLIP |= {"num_attention_heads": 2, "image_size": SIDE, "patch_size": 14}
+CLIP_TOWER: dict[str, Any] = {"vision_config": CLIP | {"model_type": "clip_vision_model"}}
+CLIP_PATCHES: dict[str, Any] = {
+    "patch_size": 14,
+    "vision_feature_select_strategy": "default",
+    "num_additional_image_tokens": 1,
+}
 PINPOINTS = [[SIDE, 2 * SIDE], [2 * SIDE, SIDE]]
 TOWER = {"vision_tower.": "vision_tower.vision_model."}
 LLAVA = {"image_token": "<image>"}
@@ -234,14 +240,12 @@ IMAGES: dict[str, Family] = {
             "LlavaProcessor",
             "CLIPImageProcessor",
             {"size": {"shortest_edge": SIDE}, "crop_size": SQUARE},
-            patch_size=14,
-            vision_feature_select_strategy="default",
-            num_additional_image_tokens=1,
+            **CLIP_PATCHES,
         ),
         "<image>",
         "",
         {"model_type": "llama"},
-        {"vision_config": CLIP | {"model_type": "clip_vision_model"}},
+        CLIP_TOWER,
         published=TOWER,
     ),
     "llava_next": Family(
@@ -252,15 +256,12 @@ IMAGES: dict[str, Family] = {
             "LlavaNextImageProcessor",
             {"size": {"shortest_edge": SIDE}, "crop_size": SQUARE}
             | {"image_grid_pinpoints": PINPOINTS},
-            patch_size=14,
-            vision_feature_select_strategy="default",
-            num_additional_image_tokens=1,
+            **CLIP_PATCHES,
         ),
         "<image>",
         "",
         {"model_type": "llama"},
-        {"vision_config": CLIP | {"model_type": "clip_vision_model"}}
-        | {"image_grid_pinpoints": PINPOINTS},
+        CLIP_TOWER | {"image_grid_pinpoints": PINPOINTS},
         published=TOWER,
     ),
     "mistral3": Family(
