@@ -144,6 +144,8 @@ def main() -> None:
     destroy()
     right["after a link was not destroyed"] = [read(8)]
     os.kill(process.pid, signal.SIGSTOP)
+    # Until all of its threads have stopped, one of them can accept the Send query.
+    os.waitid(os.P_PID, process.pid, os.WSTOPPED)
     results["stopped"] = failure(lambda: transport.read(session, run(address, here, SIZE), 0.5))
     os.kill(process.pid, signal.SIGCONT)
     right["after it was stopped"] = [read(7)]
