@@ -9,9 +9,11 @@ import re
 import subprocess
 import sys
 import tomllib
+from collections import Counter
 from pathlib import Path
 
 import pytest
+from ascend_emulator import rules
 from harness import checkout
 
 DOCS = checkout.ROOT / "docs"
@@ -133,6 +135,12 @@ def test_site_builds_strictly_and_asks_nothing_of_other_machines(tmp_path: Path)
     assert {
         address for addresses in loaded for address in addresses if "rel=canonical" not in address
     } == set()
+    anchors = Counter(
+        anchor
+        for page in tmp_path.glob("emulator-rules/*/index.html")
+        for anchor in re.findall(r'<a id="?([^\s">]+)', page.read_text())
+    )
+    assert anchors == Counter(rules.rules().keys())
 
 
 @pytest.mark.parametrize(
@@ -149,7 +157,7 @@ def test_strict_build_finds(page: str, text: str, said: str, tmp_path: Path) -> 
     for path in DOCS.iterdir():
         (tmp_path / "docs" / path.name).write_text(path.read_text())
     settings = (checkout.ROOT / "mkdocs.yml").read_text()
-    (tmp_path / "mkdocs.yml").write_text(settings.replace("[tools/", f"[{checkout.TOOLS}/"))
+    (tmp_path / "mkdocs.yml").write_text(settings.replace(" tools/", f" {checkout.TOOLS}/"))
     with open(tmp_path / "docs" / page, "a") as file:
         file.write(f"\n{text}\n")
     status, messages = build(tmp_path / "mkdocs.yml", tmp_path / "site")

@@ -123,22 +123,3 @@ def reports() -> str:
         "refused",
     ]
     return table([*head, "agree / rounding / disagree with the emulator"], rows)
-
-
-def operator_rules() -> str:
-    """Rules of operators, one section for each description."""
-    from ascend_emulator import rules
-
-    parts = []
-    for each in rules.descriptions():
-        rows = []
-        for rule in each.rules:
-            limits = "; ".join(rule.limits) or f"in `{each.family.rpartition('/')[2]}.cpp`"
-            when = f" when {' and '.join(rule.when)}" if rule.when else ""
-            source = rule.source if rule.basis == "documented" else f"{rule.basis}: {rule.source}"
-            checked = "yes" if rule.case else ""
-            rows.append([f"`{rule.id}`", limits + when, source, checked])
-        operators = ", ".join(f"`{name}`" for name in each.operators)
-        header = ["rule", "limit", "source", "case"]
-        parts.append(f"### {each.name}\n\n{operators}\n\n{table(header, rows)}")
-    return "\n\n".join(parts)
