@@ -135,6 +135,14 @@ def _rule(name: str, key: str, table: dict[str, Any], each: dict[str, Any]) -> R
     )
 
 
+def _unchecked(table: dict[str, str | list[str]]) -> dict[str, str]:
+    """Sentences with their reason; a list has the sentences of the reason before it."""
+    reasons: dict[str, str] = {}
+    for key, value in table.items():
+        reasons |= {key: value} if isinstance(value, str) else dict.fromkeys(value, key)
+    return reasons
+
+
 def _description(path: Path, name: str, table: dict[str, Any]) -> Description:
     rules = [_rule(name, key, table, each) for key, each in table.get("rules", {}).items()]
     if chips := table.get("chips"):
@@ -150,7 +158,7 @@ def _description(path: Path, name: str, table: dict[str, Any]) -> Description:
         table.get("names", {}),
         _case(table, {}) if "call" in table else None,
         tuple(rules),
-        table.get("unchecked", {}),
+        _unchecked(table.get("unchecked", {})),
     )
 
 
