@@ -2,7 +2,7 @@
 # SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-all project
 """The last line on the terminal of a `vllm serve` that fails or is ended: standard output and standard error together.
 
-All cases, with the rows of the table in docs/troubleshooting.md:
+All cases, with the rows of the table in docs/failing-starts.md:
 `PYTHONPATH=. ascend-emulator run -- python tests/e2e/test_failing_starts.py`.
 """
 

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-all project
-"""The table "Where a change goes" of docs/development.md: its files exist, and have its names."""
+"""The list "Where a change goes" of docs/development.md: its files exist, and have its names."""
 
 import re
 from pathlib import Path
@@ -10,13 +10,14 @@ from harness import checkout
 
 PAGE = checkout.ROOT / "docs" / "development.md"
 PLATFORM = checkout.ROOT / "packages" / "ascend-platform" / "src" / "ascend_platform"
-ROW = re.compile(r"^\| ([^|`-][^|`]*) \| ([^|]*`[^|]*) \| `([^|`]+)` \|$", re.MULTILINE)
+ROW = re.compile(r"^- \*\*([^*]+)\*\*: (.*?); test: `([^`]+)`\.$", re.MULTILINE)
 FILE = re.compile(r"(?:`(\w+)` in )?`([\w.-]*(?:/[\w.-]+)+|\w+\.\w+)`")
 
 
 def rows() -> dict[str, tuple[str, str]]:
     section = PAGE.read_text().partition("## Where a change goes")[2].partition("\n## ")[0]
-    return {change: (files, test) for change, files, test in ROW.findall(section)}
+    items = section.replace("\n  ", " ")
+    return {change: (files, test) for change, files, test in ROW.findall(items)}
 
 
 def matching(path: str) -> list[Path]:

@@ -98,7 +98,7 @@ def test_every_variable_of_the_emulator_is_explained() -> None:
     internal = {
         f"ASCEND_EMULATOR_{name}" for name in ("CHIP", "LACKS", "MEMORY", "NPUS", "SOC", "WITHOUT")
     }
-    page = (DOCS / "emulator.md").read_text()
+    page = (DOCS / "emulator-options.md").read_text()
     assert len(used) > 10
     assert {name for name in used - internal if f"`{name}" not in page} == set()
 
@@ -215,21 +215,15 @@ def test_every_path_on_a_page_exists() -> None:
 
 
 def test_files_of_where_a_change_goes_exist() -> None:
-    """Of the table of the development page: below ascend_platform, the checkout, or the package
-    that the row names."""
-    rows = (
+    """Of the list of the development page: below ascend_platform, the checkout, or the package
+    that the item names."""
+    section = (
         (DOCS / "development.md")
         .read_text()
         .partition("## Where a change goes")[2]
         .partition("\n## ")[0]
-        .splitlines()
     )
-    named = [
-        path
-        for row in rows
-        if row.startswith("|")
-        for path in re.findall(r"`([\w./-]+(?:/|\.(?:py|toml|csv)))`", row)
-    ]
+    named = re.findall(r"`([\w./-]+(?:/|\.(?:py|toml|csv)))`", section.partition("\n- ")[2])
     roots = [checkout.ROOT, *checkout.ROOT.glob("packages/*/src/*")]
     assert len(named) > 20
     missing = [path for path in named if not any((root / path).exists() for root in roots)]

@@ -6,12 +6,14 @@ writes connectors.json."""
 import json
 from pathlib import Path
 
+from generated_docs import markdown
+
 KEPT = Path(__file__).with_name("connectors.json")
 
 
-def table() -> tuple[list[str], list[list[str]]]:
-    """Head and rows: tests that passed on each platform, and the causes of those that failed."""
-    rows = []
+def text() -> str:
+    """Tests that passed on each platform, and the causes of those that failed."""
+    rows, failures = [], []
     for name, places in json.loads(KEPT.read_text()).items():
         passed, causes = [], dict[str, dict[str, str]]()
         for place, results in places.items():
@@ -22,14 +24,10 @@ def table() -> tuple[list[str], list[list[str]]]:
                 causes.setdefault(cause, {})[place] = (
                     ", ".join(tests) if len(tests) < len(ran) else "all"
                 )
-        rows.append(
-            [
-                name,
-                *passed,
-                "; ".join(f"{_where(where)}: ``{cause}``" for cause, where in causes.items()),
-            ]
-        )
-    return ["connector", "passed: CPU", "NPU", "what fails"], rows
+        rows.append([name, *passed])
+        failures += [f"- {name}, {_where(where)}: `{cause}`" for cause, where in causes.items()]
+    head = ["connector", "passed: CPU", "NPU"]
+    return "\n\n".join([markdown.table(head, rows), "Failures:", "\n".join(failures)])
 
 
 def _where(tests: dict[str, str]) -> str:

@@ -214,9 +214,8 @@ def _figures(same: list[Recipe]) -> str:
 
 
 def variables() -> str:
-    """The table of the environment variables."""
-    rows = [
-        f"| `{each['name']}` | {each['why']} | [documentation]({each['source']}) |"
+    """A list of the environment variables."""
+    return "\n".join(
+        f"- `{each['name']}`: {each['why']} ([documentation]({each['source']}))"
         for each in data()["variable"]
-    ]
-    return "\n".join(["| variable | why | source |", "| --- | --- | --- |", *rows])
+    )

@@ -333,7 +333,7 @@ it, one that is in it and passes, and a number that is not the list's end the co
 ## Of the V2 model runner
 
 `tools/upstream --suite vllm --runner v2` runs {len(v2)} files of vLLM {V2_VLLM}'s tests of its [V2
-runner](platform.md#v2-model-runner), in the environment of `tools/compat {V2_VLLM}`, with the overrides of that runner.
+runner](v2-model-runner.md), in the environment of `tools/compat {V2_VLLM}`, with the overrides of that runner.
 Where they name CUDA as their device, they run on an NPU. {sum(e["passes"] for e in v2)} cases have to pass.
 
 | file | have to pass | patterns |
