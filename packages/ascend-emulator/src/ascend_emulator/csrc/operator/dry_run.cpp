@@ -14,7 +14,8 @@
 namespace emu {
 namespace {
 
-constexpr int64_t kMostElements = 4096, kMostWholeElements = int64_t{1} << 25;
+constexpr int64_t kMostElements = 4096, kMostWholeElements = int64_t{1} << 25,
+                  kMostUncutElements = int64_t{1} << 20;
 constexpr int64_t kMostKeptAttribute = 16;  // Dimensions and such are no sizes.
 std::array<std::atomic<uint64_t>, 8192> remembered;
 
@@ -44,7 +45,7 @@ bool about_dtypes(const std::string& message) {
                                  "data type", "bool", "Bool", "omplex", "nteger", "floating"});
 }
 
-// What ATen raises for values: an index, a divisor of zero, a singular matrix, probabilities,
+// Errors of ATen about values: an index, a divisor of zero, a singular matrix, probabilities,
 // counts.
 bool about_values(const std::exception& error, const std::string& message) {
   if (dynamic_cast<const c10::IndexError*>(&error) || dynamic_cast<const c10::LinAlgError*>(&error))
@@ -53,10 +54,10 @@ bool about_values(const std::exception& error, const std::string& message) {
                                  "allocated size does not match"});
 }
 
-// What ATen says about the arguments that `body` gets.
+// ATen's refusal of the arguments that `body` gets, if it refuses them.
 std::optional<std::string> refusal(StandIns& stand_ins, c10::function_ref<void(StandIns&)> body) {
   using c10::DispatchKey;
-  // Nothing of the calling thread's modes: autograd, Python's dispatch, functorch.
+  // The calling thread's modes (autograd, Python's dispatch, functorch) do not apply here.
   const c10::impl::ForceDispatchKeyGuard plain(c10::DispatchKeySet(DispatchKey::BackendSelect),
       c10::default_excluded_set | c10::autograd_dispatch_keyset_with_ADInplaceOrView |
           c10::python_ks);
@@ -157,15 +158,20 @@ void try_out(const Signature& signature, const std::vector<at::Tensor>& tensors,
   const auto& large = signature.large_attributes();
   const bool fits = small.exact() || std::all_of(large.begin(), large.end(),
                                          [&](int64_t each) { return small.of(each) != each; });
-  auto message = fits ? refusal(small, body) : std::nullopt;
-  // A sum of sizes is not the sum of the cut ones, so whole stand-ins decide.
-  if (message && !small.exact() && !about_dtypes(*message))
-    message = std::accumulate(tensors.begin(), tensors.end(), int64_t{0},
-                  [](int64_t sum, const at::Tensor& each) {
-                    return sum + (each.defined() ? each.numel() : 0);
-                  }) <= kMostWholeElements
-                  ? refusal(whole, body)
-                  : std::nullopt;
+  const auto at_most = [&](int64_t limit) {
+    return std::accumulate(
+               tensors.begin(), tensors.end(), int64_t{0}, [](int64_t sum, const at::Tensor& each) {
+                 return sum + (each.defined() ? each.numel() : 0);
+               }) <= limit;
+  };
+  std::optional<std::string> message;
+  // A large attribute that no size equals has no stand-in: [4095] of a dimension of 4,096.
+  if (!fits) {
+    if (at_most(kMostUncutElements)) message = refusal(whole, body);
+  } else if (message = refusal(small, body); message && !small.exact() && !about_dtypes(*message)) {
+    // A sum of sizes is not the sum of the cut ones, so whole stand-ins decide.
+    message = at_most(kMostWholeElements) ? refusal(whole, body) : std::nullopt;
+  }
   if (message) throw Error(kOpParam, *message);
   passed(signature.hash());
 }
