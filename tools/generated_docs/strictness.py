@@ -67,12 +67,11 @@ def operators() -> list[list[str]]:
 
 
 def _source(path: Path) -> str:
-    """A source file with the headers of its own directory."""
+    """A source file with the headers of its own directory and their functions."""
     text = path.read_text()
-    headers = (
-        path.parent / name for name in re.findall(r'^#include "([^"/]+)"', text, re.MULTILINE)
-    )
-    return text + "".join(header.read_text() for header in headers if header.exists())
+    names = re.findall(r'^#include "([^"/]+)\.h"', text, re.MULTILINE)
+    parts = [path.parent / f"{name}{suffix}" for name in names for suffix in (".h", ".cpp")]
+    return text + "".join(part.read_text() for part in parts if part.exists() and part != path)
 
 
 def _documents(text: str) -> Iterator[str]:
