@@ -61,11 +61,11 @@ raise SystemExit("TODO: use {qualname}, and print 'right' if it behaves")
 """
 
 
-@pytest.mark.parametrize(("disabled", "said"), [("", "right\\n"), (NAME, "")], ids=["patched", "without"])
-def test_{function}(disabled: str, said: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("disabled", "output"), [("", "right\\n"), (NAME, "")], ids=["patched", "without"])
+def test_{function}(disabled: str, output: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("VLLM_ASCEND_DISABLE_PATCHES", disabled)
     done = subprocess.run([sys.executable, "-c", SCRIPT], capture_output=True, text=True, check=False)
-    assert done.stdout == said, done.stderr
+    assert done.stdout == output, done.stderr
 '''
 LEDGER = "PATCHES.md"
 
