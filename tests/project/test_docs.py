@@ -2,6 +2,7 @@
 # SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-all project
 """The documentation: generated tables are up to date, links resolve, and the site builds."""
 
+import importlib.metadata
 import itertools
 import json
 import os
@@ -14,6 +15,7 @@ from pathlib import Path
 
 import pytest
 from ascend_emulator import rules
+from ascend_platform import extension
 from harness import checkout
 
 DOCS = checkout.ROOT / "docs"
@@ -124,6 +126,13 @@ def build(config: Path, site: Path) -> tuple[int, str]:
     )
 
 
+def reference(site: Path, page: str) -> set[str]:
+    """Names and commands that have a heading on a page, without what precedes them."""
+    text = (site / page / "index.html").read_text()
+    anchors = re.findall(r'<h[23] id="?([\w.-]+)', text)
+    return {re.split(r"\.|(?:vllm-ascend|ascend-emulator)-", anchor)[-1] for anchor in anchors}
+
+
 def test_site_builds_strictly_and_asks_nothing_of_other_machines(tmp_path: Path) -> None:
     assert build(checkout.ROOT / "mkdocs.yml", tmp_path) == (0, "")
     pages = list(tmp_path.rglob("*.html"))
@@ -141,6 +150,11 @@ def test_site_builds_strictly_and_asks_nothing_of_other_machines(tmp_path: Path)
         for anchor in re.findall(r'<a id="?([^\s">]+)', page.read_text())
     )
     assert anchors == Counter(rules.rules().keys())
+    assert set(extension.__all__) - reference(tmp_path, "api-extension") == {"logger"}
+    commands = reference(tmp_path, "commands/vllm-ascend")
+    points = importlib.metadata.entry_points(group="vllm_ascend.commands")
+    assert points.names <= commands
+    assert {"run", "verify", "build"} <= reference(tmp_path, "commands/ascend-emulator")
 
 
 @pytest.mark.parametrize(
@@ -157,7 +171,9 @@ def test_strict_build_finds(page: str, text: str, said: str, tmp_path: Path) -> 
     for path in DOCS.iterdir():
         (tmp_path / "docs" / path.name).write_text(path.read_text())
     settings = (checkout.ROOT / "mkdocs.yml").read_text()
-    (tmp_path / "mkdocs.yml").write_text(settings.replace(" tools/", f" {checkout.TOOLS}/"))
+    (tmp_path / "mkdocs.yml").write_text(
+        re.sub(r" (?=(?:tools|packages)/)", f" {checkout.ROOT}/", settings)
+    )
     with open(tmp_path / "docs" / page, "a") as file:
         file.write(f"\n{text}\n")
     status, messages = build(tmp_path / "mkdocs.yml", tmp_path / "site")

@@ -1,32 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-all project
-"""A hook of mkdocs: pages of the emulator's rules, one for each folder of operators.
-
-They follow from the tables beside the operators' sources and are not in the repository. Each rule
-has its id as an anchor.
-"""
+"""Pages of the emulator's rules, one for each folder of operators, from the tables beside the
+operators' sources. Each rule has its id as an anchor."""
 
 from __future__ import annotations
 
-import functools
 import html
-import importlib
-import sys
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
 
-if TYPE_CHECKING:
-    from ascend_emulator.rules import Case, Description, Rule
-
-ROOT = Path(__file__).resolve().parents[2]
-GUIDE = "emulator-rules.md"
+from ascend_emulator import rules
+from ascend_emulator.rules import Case, Description, Rule
 
 
-@functools.cache
 def pages() -> dict[str, str]:
     """Text of each page, by its path below docs."""
-    sys.path.insert(0, str(ROOT / "packages" / "ascend-emulator" / "src"))
-    rules = importlib.import_module("ascend_emulator.rules")
     folders: dict[str, list[Description]] = {}
     for each in rules.descriptions():
         folders.setdefault(each.family.split("/")[1], []).append(each)
@@ -39,7 +25,7 @@ def _page(folder: str, descriptions: list[Description]) -> str:
     count = sum(len(each.rules) for each in descriptions)
     head = (
         f"# Rules: {folder}\n\nThe {count} rules of the operators in `csrc/ops/{folder}/`, which the"
-        f" emulator checks at each call. [Rules of operators](../{GUIDE}) explains them.\n"
+        f" emulator checks at each call. [Rules of operators](../emulator-rules.md) explains them.\n"
     )
     return "\n".join([head, *map(_section, descriptions)])
 
@@ -71,29 +57,3 @@ def _rule(rule: Rule, valid: Case | None) -> str:
             changed.insert(0, rule.case.call)
         lines.append(f"    - broken by {', '.join(f'`{each}`' for each in changed)}")
     return "\n".join(lines)
-
-
-def on_config(config: Any) -> Any:
-    """Called by mkdocs once: adds the pages to the navigation, after the guide."""
-    _extend(config.nav)
-    return config
-
-
-def _extend(nav: list[Any]) -> None:
-    for position, entry in enumerate(nav):
-        for value in entry.values():
-            if isinstance(value, list):
-                _extend(value)
-            elif value == GUIDE:
-                nav[position + 1 : position + 1] = [
-                    {f"Rules of {Path(path).stem}": path} for path in pages()
-                ]
-
-
-def on_files(files: Any, config: Any) -> Any:
-    """Called by mkdocs once: adds the pages to the site."""
-    from mkdocs.structure.files import File
-
-    for path, text in pages().items():
-        files.append(File.generated(config, path, content=text))
-    return files

@@ -174,7 +174,7 @@ def activate(npus: int = 1, soc: str = DEFAULT_SOC, memory: int | None = None) -
         npus: number of NPUs, 1 to 64.
         soc: chip, a key of ``ascend_emulator.chips.chips()``.
         memory: bytes of device memory per NPU; default: the chip's, or less if this machine has
-        less.
+            less.
 
     Returns:
         The message, which is also printed to stderr once.

@@ -22,7 +22,7 @@ class Estimate:
 
     Attributes:
         seconds: per NPU, of its latest stream, without host overhead. An estimate from the figures
-        in ``chips.toml``.
+            in ``chips.toml``.
     """
 
     seconds: dict[int, float] = field(default_factory=dict)

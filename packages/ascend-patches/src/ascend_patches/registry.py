@@ -96,8 +96,9 @@ def patch(
         scope: ``platform`` (the main process, as early as plugins load), ``engine`` (the engine
             core, before its object is made) or ``worker`` (before the worker's class is imported).
         vllm: the versions that it is for, a PEP 440 specifier.
-        reason, upstream, remove_when: for the ledger: what fails without it, a reference, and the
-        condition for its removal.
+        reason: what fails without it, for the ledger.
+        upstream: a reference, for the ledger.
+        remove_when: the condition for its removal, for the ledger.
         fingerprint: of the target's source, as ``vllm-ascend patches new`` or ``check`` prints it;
             several if it differs between the versions of the range.
 

@@ -49,7 +49,7 @@ class AttentionBackendBase:
         impl_cls: the implementation, a subclass of AttentionImplBase.
         builder_cls: the metadata builder.
         block_sizes: supported block sizes in tokens, as returned by vLLM's
-        ``get_supported_kernel_block_sizes``.
+            ``get_supported_kernel_block_sizes``.
         head_sizes: supported head sizes in elements; empty means any.
     """
 
@@ -150,7 +150,7 @@ class AttentionImplBase:
 
         Raises:
             RefusedError: a feature is not in ``serves``, or not supported with decode
-            context parallelism.
+                context parallelism.
         """
         uses_dcp = getattr(self, "dcp_world_size", 1) > 1
         sinks = extra.pop("sinks", None)
@@ -197,7 +197,7 @@ class LatentAttentionImplBase(AttentionImplBase):
     Attributes:
         kv_lora_rank, qk_rope_head_dim: elements of a latent and of the rotated part.
         qk_nope_head_dim, v_head_dim: elements of a head of the expanded keys, besides the rotated
-        part, and values.
+            part, and values.
         kv_b_proj: the layer that expands latents to keys and values.
     """
 
@@ -341,7 +341,7 @@ def host_lengths(common: Any, title: str) -> list[int]:
 
     Raises:
         NotImplementedError: causality differs between requests, or the sequence lengths are not on
-        the host.
+            the host.
     """
     return deferred_host_lengths(common, title)()
 

@@ -72,7 +72,7 @@ def join(
 
     Args:
         distribution: the wheel's name, whose ``Requires-Dist`` metadata is compared with what is
-        installed.
+            installed.
         entry_point: the name of its entry point, by which VLLM_PLUGINS filters.
         setup: called once if the requirements are met; it must not import torch or vLLM.
         note: shown in the summary line.
@@ -83,7 +83,7 @@ def join(
             is taken; it raises RefusedError to refuse them.
         api: the version of this interface that the component was written for.
         later: arguments of later versions of this interface; a component that gives any is
-        disabled.
+            disabled.
     """
     if distribution not in _statuses:
         _statuses[distribution] = _join(

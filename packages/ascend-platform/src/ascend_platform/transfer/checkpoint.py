@@ -38,7 +38,7 @@ def loaded_fingerprint(model_config: Any) -> str:
 
     Raises:
         RefusedError: the files have changed since then, so that it is not known which weights were
-        loaded.
+            loaded.
     """
     fingerprint, (machine, now) = weights_fingerprint(model_config), _files(model_config)
     noted_on, noted = getattr(model_config, "ascend_checkpoint_files", ("", []))

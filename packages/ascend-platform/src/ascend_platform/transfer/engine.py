@@ -78,7 +78,7 @@ class Engine(Protocol):
 
         Raises:
             TransferError: the memory here is undefined, and may change until the error is
-            ``settled``.
+                ``settled``.
         """
 
     def write(self, session: str, runs: Runs) -> None:
