@@ -7,6 +7,7 @@ import itertools
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 import tomllib
@@ -167,9 +168,7 @@ def test_site_builds_strictly_and_asks_nothing_of_other_machines(tmp_path: Path)
     ids=["link", "anchor", "page outside the navigation"],
 )
 def test_strict_build_finds(page: str, text: str, said: str, tmp_path: Path) -> None:
-    (tmp_path / "docs").mkdir()
-    for path in DOCS.iterdir():
-        (tmp_path / "docs" / path.name).write_text(path.read_text())
+    shutil.copytree(DOCS, tmp_path / "docs")
     settings = (checkout.ROOT / "mkdocs.yml").read_text()
     (tmp_path / "mkdocs.yml").write_text(
         re.sub(r" (?=(?:tools|packages)/)", f" {checkout.ROOT}/", settings)
@@ -182,7 +181,7 @@ def test_strict_build_finds(page: str, text: str, said: str, tmp_path: Path) -> 
 
 
 def test_links_of_the_readmes_lead_to_files() -> None:
-    for readme in [checkout.ROOT / "README.md", *checkout.ROOT.glob("packages/*/README.md")]:
+    for readme in [*checkout.ROOT.glob("README*.md"), *checkout.ROOT.glob("packages/*/README.md")]:
         text = readme.read_text()
         ours = "https://github.com/vllm-ascend-all/vllm-ascend-all/"
         targets = [readme.parent / link for link in re.findall(r"\]\((?!https?:)([^)#]+)", text)]

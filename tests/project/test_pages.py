@@ -14,6 +14,7 @@ MOST_WORDS = 1500
 LONGEST_CELL = 120  # A cell of a generated table may be a third longer.
 REGION = re.compile(r"<!-- begin: (\S+) -->\n(.*?)<!-- end: \1 -->", re.DOTALL)
 FENCE = re.compile(r"^```.*?^```$", re.DOTALL | re.MULTILINE)
+FRONT_MATTER = re.compile(r"\A---\n.*?\n---\n\n", re.DOTALL)
 LINK = re.compile(r"\[([^\]]*)\]\([^)]*\)")
 HISTORY = re.compile(r"\b(?:was|were) measured\b|\b20\d\d-\d\d-\d\d\b|\ban? earlier run\b")
 # Results by architecture and by published figure, which readers search.
@@ -46,7 +47,7 @@ def page_name(path: Path) -> str:
 
 @pytest.fixture(params=PAGES, ids=page_name)
 def page(request: pytest.FixtureRequest) -> str:
-    return request.param.read_text()
+    return FRONT_MATTER.sub("", request.param.read_text())
 
 
 def test_reports_exist_and_are_found_from_other_pages() -> None:
