@@ -70,7 +70,7 @@ def main() -> int:
         except Exception as error:
             description = described(error)
             # For example a dtype that the chip lacks.
-            refused = section == "timings" and description["codes"]
+            refused = section in ("timings", "launches") and description["codes"]
             record = {"outcome": "refused" if refused else "failed", "error": description}
         failed = record.get("outcome") not in ("computed", "accepted", "observed", "absent")
         lost = failed and not _alive()

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-all project
-"""Collectives between two NPUs of this machine, in two processes: results, latency and
-bandwidth."""
+"""Collectives between NPUs of this machine, a process each: results of two, and times by size and
+ranks."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
@@ -19,27 +20,45 @@ Facts = dict[str, Any]
 NAMES = ("two-npus",)
 SECONDS = 180  # For both ranks, from their start; each imports torch_npu first.
 SIZES = (1 << 12, 1 << 20, 1 << 24, 1 << 27)
+RANK_SIZES = (1 << 12, 1 << 15, 1 << 18, 1 << 20, 1 << 22, 1 << 24, 1 << 26)
+CALLS = 8
 
 
 def run(name: str, options: Facts) -> Facts:
-    """Start both ranks and return what rank 0 found, or which rank failed and its last words."""
+    """Results and times of two ranks."""
+    return _start(2, "two")
+
+
+def by_size(options: Facts) -> Facts:
+    """Times of two, four, … ranks, as many as there are NPUs."""
+    import torch
+
+    rows: list[Any] = []
+    most = 2 if options.get("short") else torch.npu.device_count()
+    for count in (1 << power for power in range(1, most.bit_length())):
+        record = _start(count, "short" if options.get("short") else "sizes")
+        if "facts" not in record:
+            return record
+        rows += record["facts"]["collectives"]
+    unit = "collective, ranks, bytes that a rank sends, microseconds (median)"
+    return {"outcome": "observed", "facts": {"unit": unit, "collectives": rows}}
+
+
+def _start(count: int, program: str) -> Facts:
+    """Start the ranks and return what rank 0 found, or which rank failed and its last words."""
     from ascend_emulator.verify.errors import scrubbed
 
     with ExitStack() as stack:
         # A file of this user's: a TCPStore would listen at all addresses of the machine.
         store = Path(stack.enter_context(tempfile.TemporaryDirectory()), "store")
         outputs, errors = (
-            [stack.enter_context(tempfile.TemporaryFile("w+")) for _ in range(2)] for _ in range(2)
+            [stack.enter_context(tempfile.TemporaryFile("w+")) for _ in range(count)]
+            for _ in range(2)
         )
         ranks = []
-        for rank in range(2):
-            command = [
-                sys.executable,
-                "-m",
-                "ascend_emulator.verify.collectives",
-                str(rank),
-                str(store),
-            ]
+        for rank in range(count):
+            command = [sys.executable, "-m", "ascend_emulator.verify.collectives"]
+            command += [str(rank), str(store), str(count), program]
             ranks.append(subprocess.Popen(command, stdout=outputs[rank], stderr=errors[rank]))
             stack.callback(ranks[rank].wait)
             stack.callback(ranks[rank].kill)
@@ -47,7 +66,7 @@ def run(name: str, options: Facts) -> Facts:
         for stream in (*outputs, *errors):
             stream.seek(0)
         lines = [line for line in outputs[0] if line.startswith('{"facts"')]
-        if lines and codes == [0, 0]:
+        if lines and not any(code != 0 for code in codes):
             return {"outcome": "observed", **json.loads(lines[0])}
         last = [(stream.read().strip().splitlines() or [""])[-1] for stream in errors]
     ends = [f"no result in {SECONDS} s" if code is None else f"exit {code}" for code in codes]
@@ -153,6 +172,45 @@ def _times() -> Facts:
     return facts
 
 
+def _repeat(work: Callable[[], Any]) -> None:
+    for _ in range(CALLS):
+        work()
+
+
+def _by_size(sizes: tuple[int, ...]) -> Facts:
+    """Times of collectives by the bytes of a rank's tensor; of each the slowest rank's."""
+    import torch
+    import torch.distributed as dist
+
+    from ascend_emulator.verify.operators import rounded
+    from ascend_emulator.verify.timings import ENOUGH, median_seconds
+
+    rows: list[Any] = []
+    ranks = dist.get_world_size()
+    for size in sizes:
+        x = torch.ones(size // 2, device="npu").half()
+        whole = torch.empty(ranks * size // 2, device="npu").half()
+        slow = False
+        for name, sent, work in (
+            ("all_reduce", 2 * (ranks - 1) / ranks, partial(dist.all_reduce, x)),
+            ("all_gather", ranks - 1, partial(dist.all_gather_into_tensor, whole, x)),
+            ("reduce_scatter", ranks - 1, partial(dist.reduce_scatter_tensor, x, whole)),
+            (
+                "all_to_all",
+                (ranks - 1) / ranks,
+                partial(dist.all_to_all_single, whole[: size // 2], x),
+            ),
+        ):
+            mean = median_seconds(partial(_repeat, work)) / CALLS
+            taken = torch.tensor([mean]).npu()
+            dist.all_reduce(taken, op=dist.ReduceOp.MAX)
+            rows.append([name, ranks, sent * size, rounded(taken.item() * 1e6)])
+            slow |= taken.item() > ENOUGH
+        if slow:  # For all ranks alike.
+            break
+    return {"collectives": rows}
+
+
 def main() -> int:
     """One rank; rank 0 prints the facts as a line of JSON."""
     import torch
@@ -160,10 +218,13 @@ def main() -> int:
     import torch_npu
 
     torch_npu.npu.set_compile_mode(jit_compile=False)
-    rank, store = int(sys.argv[1]), sys.argv[2]
+    rank, store, count, program = int(sys.argv[1]), *sys.argv[2:]
     torch.npu.set_device(rank)
-    dist.init_process_group("hccl", init_method=f"file://{store}", rank=rank, world_size=2)
-    facts: Facts = {"results": _results(rank), "all_reduce": _times()}
+    dist.init_process_group("hccl", init_method=f"file://{store}", rank=rank, world_size=int(count))
+    if program == "two":
+        facts: Facts = {"results": _results(rank), "all_reduce": _times()}
+    else:
+        facts = _by_size(RANK_SIZES[:2] if program == "short" else RANK_SIZES)
     dist.barrier()
     dist.destroy_process_group()
     if not rank:

@@ -122,7 +122,7 @@ def compare(ours: Report, theirs: Report) -> Comparison:
         for name in {**first, **second}:
             if name not in first or name not in second:
                 comparison.missing += 1
-            elif section in ("timings", "collectives"):
+            elif section in ("timings", "launches", "collectives"):
                 facts = [each[name].get("facts", {}) for each in (first, second)]
                 a, b = map(_numbers, facts)
                 comparison.times |= {f"{name} {key}": (a[key], b[key]) for key in a.keys() & b}

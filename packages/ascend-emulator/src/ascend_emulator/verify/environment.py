@@ -53,6 +53,11 @@ def emulated() -> bool:
     return "libascend_emulator.so" in Path("/proc/self/maps").read_text()
 
 
+def clock() -> str:
+    """Clock of this process's times: measured, emulated (a CPU's) or modelled."""
+    return "emulated" if emulated() else "measured"
+
+
 def _describe(options: dict[str, Any]) -> dict[str, Any]:
     import torch
     import torch_npu
@@ -66,6 +71,7 @@ def _describe(options: dict[str, Any]) -> dict[str, Any]:
         kernels = {"vector_unit": ask().decode()}
     facts = {
         "emulated": emulated(),
+        "times": clock(),
         "soc": torch.npu.get_device_name(),
         "cann": _cann(),
         "driver": "none" if emulated() else _version_in(DRIVER) or "unknown",

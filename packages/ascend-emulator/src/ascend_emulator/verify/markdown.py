@@ -78,7 +78,7 @@ def text(report: Report) -> str:
     lines += _section("Results of special values", ["case", "values"], shown)
     refusals = [_row(*case) for case in cases.get("refusals", {}).items()]
     lines += _section("Refusals", columns, refusals)
-    for section in ("runtime", "limits", "timings", "collectives"):
+    for section in ("runtime", "limits", "timings", "launches", "collectives"):
         rows = [
             [
                 f"`{name}`",

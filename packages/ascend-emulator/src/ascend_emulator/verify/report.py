@@ -11,7 +11,18 @@ from pathlib import Path
 from typing import Any
 
 SCHEMA = 1
-SECTIONS = ("environment", "operators", "refusals", "runtime", "timings", "collectives", "limits")
+SECTIONS = (
+    "environment",
+    "operators",
+    "refusals",
+    "runtime",
+    "timings",
+    "launches",
+    "collectives",
+    "limits",
+)
+CLOCKS = {True: ("emulated", "modelled"), False: ("measured",)}
+"""Clocks of times, by whether the NPU is emulated."""
 OUTCOMES = (
     "computed",
     "accepted",
@@ -118,6 +129,24 @@ def _typed(where: str, record: Any, form: dict[str, Any]) -> list[str]:
     ]
 
 
+def _launches(records: dict[str, Any], facts: dict[str, Any]) -> list[str]:
+    """Errors of times of launches: of their form and their clock."""
+    allowed = CLOCKS[bool(facts.get("emulated"))]
+    errors = []
+    if facts.get("times") not in allowed:
+        errors.append(
+            f"times are {facts.get('times')!r}; supported here: {', '.join(allowed)}; fix: a report"
+            " of ascend-emulator verify --timings"
+        )
+    for name, record in records.items():
+        found = record.get("facts", {}) if isinstance(record, dict) else {}
+        for row in [*found.get("launches", ()), *found.get("collectives", ())]:
+            numbers = row[1:] if isinstance(row, list) and isinstance(row[0], str) else [None]
+            if not all(isinstance(each, (int, float)) and each >= 0 for each in numbers):
+                errors.append(f"launches {name!r}: {row} is not a name and numbers")
+    return errors
+
+
 def problems(report: Any, altered: bool = True) -> list[str]:
     """Errors of a report's form; with ``altered`` also a checksum that does not match."""
     if not isinstance(report, dict) or report.get("schema") != SCHEMA:
@@ -148,6 +177,8 @@ def problems(report: Any, altered: bool = True) -> list[str]:
                 )
             for output in record.get("outputs", []) if isinstance(record, dict) else []:
                 errors += _typed(where, output, OUTPUT)
+        if section == "launches":
+            errors += _launches(records, facts)
     strings = json.dumps({section: list(records.values()) for section, records in cases.items()})
     errors += [
         f"it contains {what}: {match[0]}"

@@ -8,6 +8,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from functools import partial
+from statistics import median
 from typing import Any
 
 from ascend_emulator.verify.operators import rounded
@@ -17,6 +18,8 @@ PROGRAMS: dict[str, Callable[[Facts], Facts]] = {}
 # Seconds of one measurement; sizes grow until then, so that a slow device finishes soon.
 ENOUGH = 0.02
 REPEAT = 5
+RUNS = 7
+"""Of a median."""
 
 
 def _add(name: str, function: Callable[[], Facts]) -> None:
@@ -46,6 +49,21 @@ def _seconds(function: Callable[[], Any], repeat: int = REPEAT, always: bool = F
         if best > 10 * ENOUGH and not always:
             break
     return max(best, 1e-9)
+
+
+def median_seconds(work: Callable[[], Any]) -> float:
+    """Median device time of several runs, after one that is not counted."""
+    import torch
+
+    taken = []
+    for _ in range(RUNS + 1):
+        start, end = torch.npu.Event(enable_timing=True), torch.npu.Event(enable_timing=True)
+        start.record()
+        work()
+        end.record()
+        end.synchronize()
+        taken.append(start.elapsed_time(end) / 1e3)
+    return max(median(taken[1:]), 1e-9)
 
 
 def _growing(sizes: list[int], measure: Callable[[int], tuple[float, float]], unit: str) -> Facts:

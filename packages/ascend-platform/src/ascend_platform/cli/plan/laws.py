@@ -96,6 +96,7 @@ class CollectiveLaw:
         rank_us: start for each other rank, where that is more.
         step_us, step_bytes: what collectives of more bytes take longer.
         bandwidth: fraction of that of the chip's links.
+        origin: report whose times these are; empty: fitted on public rows.
     """
 
     start_us: float
@@ -103,14 +104,40 @@ class CollectiveLaw:
     step_us: float = 0.0
     step_bytes: float = 0.0
     bandwidth: float = 1.0
+    origin: str = ""
 
     def seconds(self, chip: ChipFigures, sent: float, ranks: int) -> float:
         """Time of a collective in which each rank sends this number of bytes."""
-        if ranks < 2:
-            return 0.0
+        return sum(self._parts(chip, sent, ranks)) if ranks > 1 else 0.0
+
+    def _parts(self, chip: ChipFigures, sent: float, ranks: int) -> tuple[float, float]:
+        """Start and transfer of a collective, in seconds."""
         start = max(self.start_us, self.rank_us * (ranks - 1), chip.collective_us)
         start += self.step_us if sent > self.step_bytes else 0.0
-        return start / 1e6 + sent / (self.bandwidth * chip.send_gbs(ranks) * 1e9)
+        return start / 1e6, sent / (self.bandwidth * chip.send_gbs(ranks) * 1e9)
+
+    def corrected(
+        self, chip: ChipFigures, seen: Iterable[tuple[float, int, float]], origin: str
+    ) -> tuple[ChipFigures, CollectiveLaw]:
+        """The chip and the law with the median factors of collectives that were measured (bytes
+        sent, ranks, seconds): of starts, and of the bandwidth behind such a start."""
+        parts = [(*self._parts(chip, sent, ranks), seconds) for sent, ranks, seconds in seen]
+        small = [taken / (start + moving) for start, moving, taken in parts if start > moving]
+        later = median(small or [1.0])
+        large = [
+            max(taken - later * start, moving / 10) / moving
+            for start, moving, taken in parts
+            if start <= moving
+        ]
+        chip = dataclasses.replace(chip, collective_us=chip.collective_us * later)
+        return chip, dataclasses.replace(
+            self,
+            start_us=self.start_us * later,
+            rank_us=self.rank_us * later,
+            step_us=self.step_us * later,
+            bandwidth=self.bandwidth / median(large or [1.0]),
+            origin=origin,
+        )
 
 
 @dataclass(frozen=True)
@@ -120,13 +147,15 @@ class HostLaw:
     Attributes:
         step_ms, layer_ms: of a decode step in a graph, and for each layer.
         eager_ms: of a step without a graph, as of a prefill, for each layer.
-        origin: report whose times these are; empty: see ``ORIGINS``.
+        origin: report whose times these are; empty: see ``HOST_ORIGINS``.
+        layers_origin: report of the times for each layer; empty: those of the regime.
     """
 
     step_ms: float
     layer_ms: float
     eager_ms: float
     origin: str = ""
+    layers_origin: str = ""
 
     def graph(self, layers: int) -> float:
         """Seconds of a decode step in a graph."""
@@ -202,7 +231,7 @@ class Laws:
         if chip.name != PROFILED:
             fitted += f" and assumed for {chip.name}"
         reports: dict[str, list[str]] = {}
-        for name, law in self.operators.items():
+        for name, law in [*self.operators.items(), ("collectives", self.collective)]:
             if law.origin:
                 reports.setdefault(law.origin, []).append(name)
         parts = [f"{', '.join(names)} measured ({file})" for file, names in reports.items()]
@@ -210,6 +239,11 @@ class Laws:
         for regime, host in self.hosts.items():
             source = f"measured ({host.origin})" if host.origin else HOST_ORIGINS[regime]
             found[f"{regime} host"] = f"{host.step_ms:.0f} ms a step in a graph, {source}"
+            if host.layers_origin:
+                found[f"{regime} host"] += (
+                    f"; {host.layer_ms * 1e3:.3g} us a layer in a graph and {host.eager_ms:.3g} ms"
+                    f" without, measured ({host.layers_origin})"
+                )
         return found
 
 

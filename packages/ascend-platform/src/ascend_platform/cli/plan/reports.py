@@ -61,17 +61,18 @@ def measured(chip: ChipFigures, path: Path) -> tuple[ChipFigures, Laws]:
         )
     records = {
         name: record.get("facts", {})
-        for part in ("timings", "collectives")
+        for part in ("timings", "launches", "collectives")
         for name, record in cases.get(part, {}).items()
     }
     reduced = records.get("two-npus", {}).get("all_reduce", {})  # by bytes
+    exchanged = records.get("collectives-by-size", {}).get("collectives", ())
     seen = list(_verified(records))
-    if not (seen or reduced):
+    if not (seen or reduced or exchanged):
         raise ValueError(
             f"{path} has no times; fix: ascend-emulator verify --only timings,collectives on"
             " the NPU"
         )
-    if reduced:
+    if reduced and not exchanged:
         # Between two ranks an all-reduce sends each byte once.
         attained = max(each["gb_per_second"] for each in reduced.values())
         link = "injection_gbs" if chip.injection_gbs else "link_gbs"
@@ -80,7 +81,32 @@ def measured(chip: ChipFigures, path: Path) -> tuple[ChipFigures, Laws]:
             collective_us=min(each["microseconds"] for each in reduced.values()),
             **{link: attained / COLLECTIVE.bandwidth},
         )
-    return chip, _corrected(chip, path, seen)
+    laws = _hosts(_corrected(chip, path, seen), path, records.get("forty-layers", {}))
+    if exchanged:
+        sent = [(size, ranks, us / 1e6) for _, ranks, size, us in exchanged]
+        chip, collective = laws.collective.corrected(chip, sent, path.name)
+        laws = dataclasses.replace(laws, collective=collective)
+    return chip, laws
+
+
+def _hosts(laws: Laws, path: Path, facts: Mapping[str, Any]) -> Laws:
+    """The host's laws with what layers take of it, without vLLM: in a graph the replay's time, and
+    without one the launches', if that is more than the law's."""
+    if "graph_host" not in facts:
+        return laws
+    graph, eager = (facts[f"{way}_host"] / facts["layers"] / 1e3 for way in ("graph", "eager"))
+    return dataclasses.replace(
+        laws,
+        hosts={
+            regime: dataclasses.replace(
+                host,
+                layer_ms=max(host.layer_ms, graph) if regime == "tuned" else host.layer_ms,
+                eager_ms=max(host.eager_ms, eager),
+                layers_origin=path.name,
+            )
+            for regime, host in laws.hosts.items()
+        },
+    )
 
 
 def _corrected(chip: ChipFigures, path: Path, seen: Any) -> Laws:
