@@ -35,7 +35,7 @@ def anchors(text: str) -> list[str]:
     return [unique(slugify(name, "-"), used) for name in names]
 
 
-def on_page_markdown(markdown: str, page: Any, **_: object) -> str:
+def on_page_markdown(markdown: str, page: Any, **arguments: object) -> str:
     """Called by mkdocs for each page."""
     if not page.file.src_uri.startswith("zh/"):
         return markdown
