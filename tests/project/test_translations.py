@@ -38,14 +38,14 @@ def test_pages_for_newcomers_are_translated() -> None:
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
-def test_translation_has_the_commands_and_headings_of_its_original(page: Path) -> None:
+def test_translation_has_commands_and_headings_of_its_original(page: Path) -> None:
     original, text = original_of(page).read_text(), page.read_text()
     assert FENCE.findall(text) == FENCE.findall(original)
     assert levels(text) == levels(original)
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
-def test_translation_is_of_its_original_or_says_that_it_is_behind(page: Path, tool: Any) -> None:
+def test_translation_that_is_behind_its_original_is_marked(page: Path, tool: Any) -> None:
     """The site shows a note on a page that is behind."""
     text, current = page.read_text(), tool.object_id(original_of(page))
     of = ORIGINAL.findall(text)

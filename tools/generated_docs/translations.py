@@ -22,7 +22,7 @@ BEHIND = '!!! warning "本页落后于英文版"\n    请以[英文版](../{name
 
 
 def object_id(path: Path) -> str:
-    """What `git hash-object` prints for a file."""
+    """Object id of a file, as `git hash-object` prints it."""
     content = path.read_bytes()
     return hashlib.sha1(b"blob %d\0" % len(content) + content, usedforsecurity=False).hexdigest()
 
