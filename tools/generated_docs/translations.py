@@ -50,3 +50,13 @@ def on_page_markdown(markdown: str, page: Any, **arguments: object) -> str:
     behind = page.meta["original"] != object_id(original)
     note = BEHIND.format(name=original.name) if behind else ""
     return f"{title}\n\n{note}{text}"
+
+
+def on_page_context(context: Any, page: Any, config: Any, **arguments: object) -> Any:
+    """Called by mkdocs before a page is rendered: the language selector leads to its counterpart."""
+    url = page.file.url.removeprefix("zh/")
+    is_translated = (DOCS / "zh" / Path(page.file.src_uri).name).exists()
+    english, chinese = config.extra["alternate"]
+    english["link"] = url if is_translated and url else "./"
+    chinese["link"] = f"zh/{url if is_translated else ''}"
+    return context
