@@ -45,7 +45,8 @@ PREDICATES = {
     "given": re.compile(r"(\w+) is (given|absent)"),
     "same": re.compile(rf"{SUBJECT} is {SUBJECT}"),
 }
-MOST = 6  # values of a clause (rule_table.h)
+MOST = 8  # values of a clause (rule_table.h)
+TEXTS: list[str] = []  # that the limits name
 
 
 @dataclass(frozen=True)
@@ -189,6 +190,13 @@ def rules() -> dict[str, Rule]:
     return {rule.id: rule for each in descriptions() for rule in each.rules}
 
 
+def _number(text: str) -> int:
+    """The number of an attribute's text in the table of texts."""
+    if text not in TEXTS:
+        TEXTS.append(text)
+    return TEXTS.index(text)
+
+
 def _clause(text: str, names: dict[str, str], head: str) -> str:
     """C++ initializer of a comparison (rule_table.h)."""
 
@@ -226,6 +234,8 @@ def _clause(text: str, names: dict[str, str], head: str) -> str:
             values = [str(DTYPES[each]) for each in values]
         elif name == "chip":
             subject, values = "chip", [str(FAMILIES.index(each)) for each in values]
+        elif not all(re.fullmatch(r"-?\d+", each) for each in values):
+            subject, values = "text", [str(_number(each)) for each in values]
         if len(values) > MOST:
             raise ValueError(f"{text!r} has {len(values)} values; at most {MOST} are supported")
         return clause(
@@ -260,6 +270,7 @@ def source() -> str:
         "static const Clause clauses": clauses,
         "extern const OperatorRules operator_rules": [*operators, "{}"],
         "extern const char* const chip_families": [*families, "nullptr"],
+        "extern const char* const rule_texts": [*(f'"{text}"' for text in TEXTS), "nullptr"],
     }
     parts = [
         f"{head}[] = {{\n{''.join(f'{row},{chr(10)}' for row in rows)}}};"

@@ -226,6 +226,8 @@ class ArgumentReader {
     collect(taken);
     if constexpr (std::is_integral_v<T>)
       integers_.push_back({static_cast<uint16_t>(ends_.size()), static_cast<int64_t>(taken)});
+    if constexpr (std::is_same_v<T, Text>)
+      integers_.push_back({static_cast<uint16_t>(ends_.size()), reinterpret_cast<int64_t>(value)});
     ends_.push_back(static_cast<uint16_t>(tensors_.size()));
     return taken;
   }
@@ -272,7 +274,7 @@ class ArgumentReader {
   aclOpExecutor& executor_;
   std::vector<Tensor>& tensors_;
   c10::SmallVector<uint16_t, 16>& ends_;
-  c10::SmallVector<std::pair<uint16_t, int64_t>, 8> integers_;  // with their positions
+  c10::SmallVector<std::pair<uint16_t, int64_t>, 8> integers_;  // or texts, by position
   Signature signature_;
 };
 

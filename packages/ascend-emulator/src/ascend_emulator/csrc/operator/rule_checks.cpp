@@ -57,6 +57,10 @@ int64_t number(Subject subject, const Tensor& tensor, int64_t dim) {
 
 bool holds(const Clause& clause, int64_t found, int64_t other) {
   const auto* const last = clause.values + clause.count;
+  if (clause.subject == Subject::text)
+    return std::any_of(clause.values, last, [&](int64_t each) {
+      return found && !std::strcmp(rule_texts[each], reinterpret_cast<const char*>(found));
+    });
   switch (clause.predicate) {
     case Predicate::one_of: return std::find(clause.values, last, found) != last;
     case Predicate::range: return found >= clause.values[0] && found <= clause.values[1];
@@ -78,16 +82,19 @@ std::string named(Subject subject, const char* label, int64_t dim) {
   const auto what = named(clause.subject, clause.label, clause.dim);
   const std::vector<int64_t> values(clause.values, clause.values + clause.count);
   const bool same = clause.predicate == Predicate::same;
-  std::vector<const char*> families;
+  std::vector<const char*> names;
   std::vector<at::ScalarType> dtypes;
   for (const auto value : values) {
-    if (clause.subject == Subject::chip) families.push_back(chip_families[value]);
+    if (clause.subject == Subject::chip) names.push_back(chip_families[value]);
+    if (clause.subject == Subject::text) names.push_back(rule_texts[value]);
     dtypes.push_back(static_cast<at::ScalarType>(value));
   }
   switch (clause.subject) {
     case Subject::chip:
       raise(kOpParam,
-          {"the chip is ", chip().name, "; this operator is supported on ", listed(families)});
+          {"the chip is ", chip().name, "; this operator is supported on ", listed(names)});
+    case Subject::text:
+      not_one_of(clause.label, reinterpret_cast<const char*>(found), listed(names));
     case Subject::given:
       raise(kOpParam, {what, found ? " is given; only None is allowed" : " is needed"});
     case Subject::dtype:
@@ -126,17 +133,23 @@ bool ArgumentReader::holds(const BoundClause& bound) const {
   const auto value_of = [&](Subject subject, int position, int64_t dim, const Tensor& tensor) {
     if (subject == Subject::chip) return rule_checks::family();
     if (subject == Subject::given) return static_cast<int64_t>(tensor.defined());
-    if (subject != Subject::value) return rule_checks::number(subject, tensor, dim);
+    if (subject < Subject::value) return rule_checks::number(subject, tensor, dim);
     for (const auto& [at, value] : integers_)
       if (at == position) return value;
     return int64_t{0};
+  };
+  // A weight in FRACTAL_NZ is in the list as it is stored; rules are about its matrix.
+  const auto matrix = [&](const Tensor& tensor) -> const Tensor& {
+    for (const auto& [storage, plain] : executor_.fractals)
+      if (storage.is_same(tensor)) return plain;
+    return tensor;
   };
   // Rules of a family are about parameters that not all of its operators have, and that not all
   // calls give.
   const Tensor* like = &none;
   if (clause.predicate == Predicate::same) {
     const auto [start, end] = tensors_of(bound.other);
-    if (start != end) like = &tensors_[start];
+    if (start != end) like = &matrix(tensors_[start]);
     if (clause.other_subject == Subject::value ? bound.other < 0 : !like->defined())
       return !clause.condition;
   }
@@ -157,11 +170,11 @@ bool ArgumentReader::holds(const BoundClause& bound) const {
   const auto [first, last] = tensors_of(bound.argument);
   if (clause.subject == Subject::given) return test(first == last ? none : tensors_[first]);
   if (clause.subject == Subject::chip) return test(none);
-  if (clause.subject == Subject::value) return bound.argument < 0 ? !clause.condition : test(none);
+  if (clause.subject >= Subject::value) return bound.argument < 0 ? !clause.condition : test(none);
   bool held = !clause.condition;
   for (size_t i = first; i < last; ++i) {
     if (!tensors_[i].defined()) continue;
-    held = test(tensors_[i]);
+    held = test(matrix(tensors_[i]));
     if (clause.condition) return held;
   }
   return held;

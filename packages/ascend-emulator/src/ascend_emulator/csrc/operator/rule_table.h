@@ -12,7 +12,18 @@ struct Rule {
   const char *id, *basis, *source;  // basis: "documented", "seen on hardware" or "inferred"
 };
 
-enum class Subject : uint8_t { chip, given, dtype, contiguous, shape, rank, elements, size, value };
+enum class Subject : uint8_t {
+  chip,
+  given,
+  dtype,
+  contiguous,
+  shape,
+  rank,
+  elements,
+  size,
+  value,
+  text
+};
 enum class Predicate : uint8_t { one_of, range, multiple, same };
 
 // One comparison of a rule. A condition decides whether the clauses behind it apply, up to the
@@ -28,7 +39,8 @@ struct Clause {
   const char *other, *other_label;
   int8_t other_dim;
   uint8_t count;
-  int64_t values[6];  // allowed ones, the least and the most, or a divisor
+  int64_t values[8];  // allowed ones (of a text, numbers in rule_texts), the least and the most,
+                      // or a divisor
 };
 
 struct OperatorRules {
@@ -40,5 +52,6 @@ struct OperatorRules {
 extern const Rule rules[];
 extern const OperatorRules operator_rules[];
 extern const char* const chip_families[];
+extern const char* const rule_texts[];
 
 }  // namespace emu
