@@ -194,10 +194,10 @@ def strided(size):
 @pytest.mark.parametrize(
     ("call", "message"),
     [
-        (lambda: select_sparsely(heads=65), "heads of query is 65; allowed: 1 to 64"),
-        (lambda: select_sparsely(size=64), "have 64 and 64 elements; 128 are expected"),
-        (lambda: select_sparsely(block=24), "the block size of key is 24"),
-        (lambda: select_sparsely(block=2048), "the block size of key is 2048; allowed: 16 to 1024"),
+        (lambda: select_sparsely(heads=65), "dimension -2 of query is 65; allowed: 1 to 64"),
+        (lambda: select_sparsely(size=64), "the last dimension of query is 64; allowed: 128"),
+        (lambda: select_sparsely(block=24), "dimension 1 of key is 24"),
+        (lambda: select_sparsely(block=2048), "dimension 1 of key is 2048; allowed: 16 to 1024"),
         (lambda: select_sparsely(key=strided(128)), "key"),
         (lambda: select_sparsely(sparse_count=2049), "sparse_count is 2049"),
         (
@@ -217,24 +217,24 @@ def strided(size):
         (lambda: select_quantized(sparse_count=3072), "sparse_count is 3072; allowed: 1 to 2048"),
         (
             lambda: select_sparsely(return_value=True),
-            "return_value is not supported with pages of keys",
+            "rule lightning_indexer.return-value",
         ),
-        (lambda: attend_sparsely(heads=6), "heads of query is 6; allowed: powers of two to 128"),
-        (lambda: attend_sparsely(size=256), "have 256 and 64 elements; 512 and 64 are expected"),
+        (lambda: attend_sparsely(heads=6), "dimension -2 of query is 6; allowed: 1, 2, 4"),
+        (lambda: attend_sparsely(size=256), "the last dimension of query is 256; allowed: 512"),
         (lambda: attend_sparsely(attention_mode=0), "attention_mode is 0"),
         (
             lambda: attend_sparsely(sparse_block_size=3),
-            "sparse_block_size is 3; allowed: powers of two to 128",
+            "sparse_block_size is 3; allowed: 1, 2, 4",
         ),
         (
             lambda: attend_sparsely(sparse_block_size=32),
             "sparse_block_size 32 does not divide the block size 16",
         ),
-        (lambda: attend_sparsely(query_rope=None), "query_rope and key_rope must be given"),
+        (lambda: attend_sparsely(query_rope=None), "query_rope is needed"),
         (lambda: attend_sparsely(key_rope=strided(64)), "key_rope"),
         (
             lambda: attend_sparsely(return_softmax_lse=True),
-            "return_softmax_lse is not supported with pages of keys",
+            "return_softmax_lse is 1; allowed: 0",
         ),
         pytest.param(
             lambda: attend_sparsely(sinks=torch.zeros(4).npu()),

@@ -11,42 +11,11 @@ namespace {
 using namespace emu;
 using namespace emu::attention;
 
-void power_of_two(const char* argument, int64_t value) {
-  require(value >= 1 && value <= 128 && !(value & (value - 1)), argument, " is ", value,
-      "; allowed: powers of two to 128");
-}
-
 // Ranges of each request's queries and keys. Lengths are tensors, so they are read in the
 // computation.
 struct Requests {
   std::string query_layout, key_layout;
   Opt<Tensor> query_lengths, key_lengths, table;
-
-  void check_arguments(const Tensor& query, const Tensor& key) const {
-    one_of<std::string>("layout_query", query_layout, {"BSND", "TND"});
-    one_of<std::string>("layout_key", key_layout, {"PA_BSND", "BSND", "TND"});
-    rank("query", query, query_layout == "TND" ? 3 : 4);
-    rank("key", key, key_layout == "TND" ? 3 : 4);
-    require(key_layout == "PA_BSND" || key_layout == query_layout, "layout_key is ", key_layout,
-        " and layout_query ", query_layout, "; they must be the same without pages");
-    require((key_layout == "PA_BSND") == table.has_value(), "layout_key is ", key_layout,
-        table ? " with" : " without", " a block_table; PA_BSND goes with one");
-    require(
-        query_layout != "TND" || query_lengths, "layout_query TND needs actual_seq_lengths_query");
-    require(key_layout == "BSND" || key_lengths, "layout_key ", key_layout,
-        " needs the lengths of the keys");
-    for (const auto& [name, x] : {std::pair{"actual_seq_lengths_query", &query_lengths},
-             std::pair{"actual_seq_lengths_key", &key_lengths}, std::pair{"block_table", &table}})
-      if (*x) one_of(name, **x, {at::kInt});
-    if (table) {
-      rank("block_table", *table, 2);
-      multiple("the block size of key", key.size(1), 16);
-      within("the block size of key", key.size(1), 16, 1024);
-    }
-    contiguous("query", query);
-    if (!is_chip("Ascend950")) contiguous("key", key);
-    require(key.size(-2) == 1, "key has ", key.size(-2), " heads; 1 is allowed");
-  }
 
   struct Span {
     int64_t request, start, count, key_start, key_count;
@@ -65,8 +34,10 @@ struct Requests {
                     count = queries.defined() ? at_place(queries, i) - start : query.size(1);
       const int64_t key_start = key_layout == "TND" && i ? at_place(keys, i - 1) : 0,
                     key_count = keys.defined() ? at_place(keys, i) - key_start : key.size(1);
-      require(count >= 0 && start + count <= query.size(varlen ? 0 : 1) && key_count >= 0,
-          "request ", i, " has ", count, " queries from ", start, " on and ", key_count, " keys");
+      rule("sparse_requests.lengths", [&] {
+        require(count >= 0 && start + count <= query.size(varlen ? 0 : 1) && key_count >= 0,
+            "request ", i, " has ", count, " queries from ", start, " on and ", key_count, " keys");
+      });
       found.push_back({i, start, count, key_start, key_count});
     }
     return found;
@@ -94,37 +65,6 @@ struct Indexer {
   int64_t count, sparse_mode;
   Tensor out;
   Opt<Tensor> values;
-
-  Indexer& checked() {
-    requests.check_arguments(query, key);
-    one_of<int64_t>("sparse_mode", sparse_mode, {0, 3});
-    require((count >= 1 && count <= 2048) || (count % 1024 == 0 && count <= 8192),
-        "sparse_count is ", count, "; allowed: 1 to 2048, 3072, 4096, 5120, 6144, 7168, 8192");
-    shape("weights", weights, query.sizes().slice(0, query.dim() - 1));
-    within("heads of query", query.size(-2), 1, 64);
-    require(query.size(-1) == 128 && key.size(-1) == 128, "heads of query and key have ",
-        query.size(-1), " and ", key.size(-1), " elements; 128 are expected");
-    contiguous("weights", weights);
-    require(!requests.table || !values || !values->numel(),
-        "return_value is not supported with pages of keys");
-    if (!query_scale) {
-      one_of("query", query, kHalves);
-      same_dtype("weights", weights, "query", query);
-    } else {
-      one_of("query", query, {at::kChar});
-      within("sparse_count", count, 1, 2048);
-      for (const auto& [name, x] :
-          {std::pair{"weights", &weights}, std::pair{"query_dequant_scale", &*query_scale},
-              std::pair{"key_dequant_scale", &*key_scale}}) {
-        one_of(name, *x, {at::kHalf});
-        contiguous(name, *x);
-      }
-      shape("query_dequant_scale", *query_scale, weights.sizes());
-      shape("key_dequant_scale", *key_scale, key.sizes().slice(0, key.dim() - 1));
-    }
-    same_dtype("key", key, "query", query);
-    return *this;
-  }
 
   void run() {
     out.fill_(-1);
@@ -173,37 +113,6 @@ struct SparseAttention {
   int64_t block, sparse_mode;
   Tensor out;
   Opt<Tensor> most, sum;
-
-  SparseAttention& checked() {
-    requests.check_arguments(query, key);
-    one_of("query", query, kHalves);
-    same_dtype("key", key, "query", query);
-    same_dtype("value", value, "query", query);
-    one_of("sparse_indices", indices, {at::kInt});
-    one_of<int64_t>("sparse_mode", sparse_mode, {0, 3});
-    power_of_two("sparse_block_size", block);
-    if (is_chip("Ascend950")) within("heads of query", query.size(-2), 1, 128);
-    else power_of_two("heads of query", query.size(-2));
-    require(!requests.table || key.size(1) % block == 0, "sparse_block_size ", block,
-        " does not divide the block size ", key.size(1));
-    require(query_rope && key_rope, "query_rope and key_rope must be given");
-    require(query.size(-1) == 512 && query_rope->size(-1) == 64,
-        "heads of query and query_rope have ", query.size(-1), " and ", query_rope->size(-1),
-        " elements; 512 and 64 are expected");
-    shape("value", value, key.sizes());
-    contiguous("query_rope", *query_rope);
-    if (!is_chip("Ascend950")) {
-      contiguous("value", value);
-      contiguous("key_rope", *key_rope);
-    }
-    contiguous("sparse_indices", indices);
-    require(
-        indices.dim() == query.dim() && indices.size(-2) == 1 &&
-            indices.sizes().slice(0, query.dim() - 2) == query.sizes().slice(0, query.dim() - 2),
-        "sparse_indices has shape ", indices.sizes(), " and query ", query.sizes(),
-        "; [.., 1, count] for the same tokens is expected");
-    return *this;
-  }
 
   void run() {
     out.zero_();
@@ -261,13 +170,7 @@ struct SparseAttention {
 };
 
 template <class Operator> Computation run(Operator op) {
-  op.checked();
   return [op = std::move(op)]() mutable { op.run(); };
-}
-
-void check_all_tokens(int64_t before, int64_t after) {
-  require(before >= INT32_MAX && after >= INT32_MAX, "pre_tokens is ", before, " and next_tokens ",
-      after, "; supported: the default, all");
 }
 
 }  // namespace
@@ -277,7 +180,6 @@ CHECKED(aclnnLightningIndexer,
         Opt<Tensor> table, Text query_layout, Text key_layout, int64_t count, int64_t sparse_mode,
         int64_t before, int64_t after, bool, Tensor out, Opt<Tensor> values),
     {
-      check_all_tokens(before, after);
       return run(Indexer{{query_layout, key_layout, query_lengths, key_lengths, table}, query, key,
           weights, {}, {}, count, sparse_mode, out, values});
     })
@@ -287,9 +189,6 @@ CHECKED(aclnnQuantLightningIndexer,
         int64_t key_mode, Text query_layout, Text key_layout, int64_t count, int64_t sparse_mode,
         int64_t before, int64_t after, Tensor out),
     {
-      check_all_tokens(before, after);
-      one_of<int64_t>("query_quant_mode", query_mode, {0});
-      one_of<int64_t>("key_quant_mode", key_mode, {0});
       return run(Indexer{{query_layout, key_layout, query_lengths, key_lengths, table}, query, key,
           weights, query_scale, key_scale, count, sparse_mode, out, {}});
     })
@@ -311,9 +210,10 @@ struct SparseSettings {
       with_lse, out, most, sum)
 };
 Computation sparse(const SparseInputs& in, const Opt<Tensor>& sinks, const SparseSettings& to) {
-  check_all_tokens(to.before, to.after);
-  require(!in.table || !to.with_lse, "return_softmax_lse is not supported with pages of keys");
-  one_of<int64_t>("attention_mode", to.attention_mode, {2});
+  rule("sparse_attention.block-of-pages", [&] {
+    require(!in.table || in.key.size(1) % to.block == 0, "sparse_block_size ", to.block,
+        " does not divide the block size ", in.key.size(1));
+  });
   return run(
       SparseAttention{{to.query_layout, to.key_layout, in.query_lengths, in.key_lengths, in.table},
           in.query, in.key, in.value, in.indices, in.query_rope, in.key_rope, sinks, to.scale,
@@ -322,8 +222,5 @@ Computation sparse(const SparseInputs& in, const Opt<Tensor>& sinks, const Spars
 }  // namespace
 CHECKED(aclnnSparseFlashAttention, (SparseInputs in, SparseSettings settings),
     { return sparse(in, {}, settings); })
-CHECKED(
-    aclnnSparseFlashAttentionV2, (SparseInputs in, Opt<Tensor> sinks, SparseSettings settings), {
-      chips({"Ascend950"});
-      return sparse(in, sinks, settings);
-    })
+CHECKED(aclnnSparseFlashAttentionV2, (SparseInputs in, Opt<Tensor> sinks, SparseSettings settings),
+    { return sparse(in, sinks, settings); })
