@@ -56,35 +56,38 @@ struct Flash : FlashInputs, FlashSettings, FlashOptions {
   Flash& checked() {
     for (char& c : layout) c = std::toupper(c);
     one_of<Text>("input_layout", layout, {"BSH", "SBH", "BSND", "BNSD", "TND"});
-    one_of("query", query, kFloating);
-    same_dtype("key", key, "query", query);
-    same_dtype("value", value, "query", query);
     for (auto* x : {&pse, &drop_mask, &mask, &query_rope, &key_rope, &sink}) *x = filled(*x);
-    if (mask) one_of("atten_mask", *mask, {at::kBool, at::kByte});
-    require(keep > 0 && keep <= 1, "keep_prob is ", keep, "; allowed: above 0 up to 1");
-    within("head_num", heads, 1, 256);
+    rule("fusion_attention.keep-prob", [&] {
+      require(keep > 0 && keep <= 1, "keep_prob is ", keep, "; allowed: above 0 up to 1");
+    });
     const bool varlen = layout == "TND", flat = layout == "BSH" || layout == "SBH";
     for (const auto& [name, x] :
         {std::pair{"query", &query}, std::pair{"key", &key}, std::pair{"value", &value}})
       rank(name, *x, varlen || flat ? 3 : 4);
     const int64_t size = query.size(-1) / (flat ? heads : 1);
-    within("the head size", size, 1, 768);
+    rule("fusion_attention.head-size", [&] { within("the head size", size, 1, 768); });
     groups = flat ? key.size(2) / size : key.size(layout == "BSND" ? 2 : 1);
     // "Dq = Dk, Dk >= Dv", and the same batch and heads
-    require((flat ? heads * size == query.size(2) && groups * size == key.size(2) &&
-                        value.size(2) % std::max<int64_t>(groups, 1) == 0
-                  : heads == query.size(layout == "BSND" ? 2 : 1) && key.size(-1) == size) &&
-                key.sizes().slice(0, key.dim() - 1) == value.sizes().slice(0, key.dim() - 1) &&
-                value.size(-1) <= key.size(-1) &&
-                (varlen || batch_of(key, layout) == batch_of(query, layout)),
-        "query has shape ", query.sizes(), ", key ", key.sizes(), " and value ", value.sizes(),
-        " in layout ", layout, " with ", heads,
-        " heads; query and key must have the same batch and head size, key and value the same "
-        "shape");
-    require(groups > 0 && heads % groups == 0, heads, " heads over ", groups,
-        " key-value heads; a multiple is allowed");
-    within("sparse_mode", sparse_mode, 0, varlen ? 8 : 6);
-    require(!varlen || sparse_mode != 5, "sparse_mode 5 is not supported in layout TND");
+    rule("fusion_attention.shapes", [&] {
+      require((flat ? heads * size == query.size(2) && groups * size == key.size(2) &&
+                          value.size(2) % std::max<int64_t>(groups, 1) == 0
+                    : heads == query.size(layout == "BSND" ? 2 : 1) && key.size(-1) == size) &&
+                  key.sizes().slice(0, key.dim() - 1) == value.sizes().slice(0, key.dim() - 1) &&
+                  value.size(-1) <= key.size(-1) &&
+                  (varlen || batch_of(key, layout) == batch_of(query, layout)),
+          "query has shape ", query.sizes(), ", key ", key.sizes(), " and value ", value.sizes(),
+          " in layout ", layout, " with ", heads,
+          " heads; query and key must have the same batch and head size, key and value the same "
+          "shape");
+    });
+    rule("fusion_attention.groups", [&] {
+      require(groups > 0 && heads % groups == 0, heads, " heads over ", groups,
+          " key-value heads; a multiple is allowed");
+    });
+    rule("fusion_attention.sparse-mode", [&] {
+      within("sparse_mode", sparse_mode, 0, varlen ? 8 : 6);
+      require(!varlen || sparse_mode != 5, "sparse_mode 5 is not supported in layout TND");
+    });
     if (mask && (sparse_mode == 2 || sparse_mode == 3 || sparse_mode == 4 || sparse_mode > 6))
       require(mask->size(-1) == kMaskSide && mask->size(-2) == kMaskSide, "sparse_mode ",
           sparse_mode, " needs an atten_mask of 2048 x 2048, not ", mask->sizes());
@@ -102,13 +105,19 @@ struct Flash : FlashInputs, FlashSettings, FlashOptions {
       require(ends.query_ends && ends.kv_ends && ends.query_ends->size() == ends.kv_ends->size(),
           "layout TND needs actual_seq_qlen and actual_seq_kvlen of the same length");
       batch = ends.query_ends->size();
-      require(batch <= 1024, "actual_seq_qlen has ", batch,
-          " entries in layout TND; at most 1024 are allowed");
-      require(query.size(0) <= 1 << 20 && key.size(0) <= 1 << 20, "query has ", query.size(0),
-          " tokens and key ", key.size(0), "; at most 2^20 are allowed in layout TND");
+      rule("fusion_attention.packed-requests", [&] {
+        require(batch <= 1024, "actual_seq_qlen has ", batch,
+            " entries in layout TND; at most 1024 are allowed");
+      });
     } else {
       batch = batch_of(query, layout);
+      rule("fusion_attention.batch", [&] { within("the batch", batch, 0, 2 << 20); });
     }
+    rule("fusion_attention.tokens", [&] {
+      const int64_t queries = length_of(query, layout), keys = length_of(key, layout);
+      require(std::max(queries, keys) <= 1 << 20, "query has ", queries, " tokens and key ", keys,
+          "; at most 2^20 are allowed");
+    });
     int64_t drop_start = 0;
     for (int64_t i = 0; i < batch; ++i) {
       Span span{0, 0, 0, 0, drop_start};
@@ -132,6 +141,7 @@ struct Flash : FlashInputs, FlashSettings, FlashOptions {
       spans.push_back(span);
     }
     check_mask_and_bias();
+    check_band();
     if (drop_mask && keep < 1)
       require(drop_mask->numel() * 8 >= drop_start, "the dropout mask has ", drop_mask->numel() * 8,
           " bits for ", drop_start, " scores");
@@ -152,42 +162,72 @@ struct Flash : FlashInputs, FlashSettings, FlashOptions {
           return x.dim() == 4 && (x.size(0) == 1 || x.size(0) == batch) &&
                  (x.size(1) == 1 || x.size(1) == of_heads) && x.size(3) == keys;
         };
-    if (mask && (sparse_mode < 2 || sparse_mode == 5)) {
-      const bool plain = mask->dim() == 2 && sparse_mode != 5,
-                 ends = plain && mask->size(0) == queries && mask->size(1) == keys;
-      if (layout == "TND")
-        require(plain && mask->size(0) >= queries && mask->size(1) >= keys, "atten_mask has shape ",
-            mask->sizes(), " in layout TND; allowed: [", queries, ", ", keys,
-            "], of the longest query and key");
-      else
+    if (mask && (sparse_mode < 2 || sparse_mode == 5))
+      rule("fusion_attention.mask-shape", [&] {
+        const bool plain = mask->dim() == 2 && sparse_mode != 5,
+                   ends = plain && mask->size(0) == queries && mask->size(1) == keys;
+        if (layout == "TND")
+          return require(plain && mask->size(0) >= queries && mask->size(1) >= keys,
+              "atten_mask has shape ", mask->sizes(), " in layout TND; allowed: [", queries, ", ",
+              keys, "], of the longest query and key");
         require(ends || (fits(*mask, heads) && mask->size(2) == queries &&
                             (mask->size(0) == batch || mask->size(1) == 1)),
             "atten_mask has shape ", mask->sizes(), "; allowed: [", batch, ", ", heads, " or 1, ",
             queries, ", ", keys, "]",
             sparse_mode == 5 ? "" : ", and the same without or with 1 in place of the first two");
-    }
-    if (mask && (sparse_mode == 5 || sparse_mode == 6)) {
-      require(batch <= 32 && prefix && static_cast<int64_t>(prefix->size()) == batch,
-          "sparse_mode ", sparse_mode,
-          " needs a prefix for each of at most 32 requests; there are ",
-          prefix ? prefix->size() : 0, " for ", batch);
-      for (int64_t i = 0; i < batch; ++i)
-        within("prefix", (*prefix)[i], std::max<int64_t>(0, spans[i].kv_count - spans[i].count),
-            spans[i].kv_count);
-    }
+      });
+    if (mask && (sparse_mode == 5 || sparse_mode == 6))
+      rule("fusion_attention.prefix", [&] {
+        require(batch <= 32 && prefix && static_cast<int64_t>(prefix->size()) == batch,
+            "sparse_mode ", sparse_mode,
+            " needs a prefix for each of at most 32 requests; there are ",
+            prefix ? prefix->size() : 0, " for ", batch);
+        for (int64_t i = 0; i < batch; ++i)
+          within("prefix", (*prefix)[i], std::max<int64_t>(0, spans[i].kv_count - spans[i].count),
+              spans[i].kv_count);
+      });
     if (!pse) return;
+    rule("fusion_attention.pse", [&] {
+      require(sparse_mode < 7, "pse is given with sparse_mode ", sparse_mode,
+          "; it is supported with 0 to 6");
+      for (const auto& span : spans)
+        require(span.count > 0, "pse is given, and a request has no query tokens");
+    });
     if (pse_type >= 2)
       return require(pse->numel() == heads * (pse->dim() == 2 ? batch : 1), "pse has shape ",
           pse->sizes(), " with pse_type ", pse_type, "; allowed: [", heads, "] and [", batch, ", ",
           heads, "]");
+    rule("fusion_attention.pse-dtype", [&] { same_dtype("pse", *pse, "query", query); });
     require(layout != "TND", "pse of pse_type ", pse_type,
         " in layout TND is not emulated; 2 and 3 are");
     require(queries <= 1024 || pse->dim() != 4 || pse->size(2) != 1024 || queries == 1024,
         "pse of shape ", pse->sizes(), ", compressed to 1024 rows, is not emulated");
-    require(fits(*pse, heads) && pse->size(1) == heads &&
-                (pse->size(2) == 1 || pse->size(2) == queries),
-        "pse has shape ", pse->sizes(), "; allowed: [", batch, " or 1, ", heads, ", ", queries,
-        " or 1, ", keys, "]");
+    rule("fusion_attention.pse-shape", [&] {
+      require(fits(*pse, heads) && pse->size(1) == heads &&
+                  (pse->size(2) == 1 || pse->size(2) == queries),
+          "pse has shape ", pse->sizes(), "; allowed: [", batch, " or 1, ", heads, ", ", queries,
+          " or 1, ", keys, "]");
+    });
+  }
+
+  // The tokens before and after, where they have an effect: sparse_mode 0, and 7 and 8 in the last
+  // and the first request.
+  void check_band() const {
+    if (!mask || batch == 0) return;
+    rule("fusion_attention.band", [&] {
+      if (sparse_mode == 7 || sparse_mode == 8) {
+        const int64_t keys = spans[sparse_mode == 7 ? batch - 1 : 0].kv_count;
+        require(before >= keys && (sparse_mode == 8 || after <= 0), "pre_tockens is ", before,
+            " and next_tockens ", after, " with sparse_mode ", sparse_mode, " and ", keys,
+            " keys; allowed: at least the keys, and with sparse_mode 7 at most 0");
+      }
+      for (const auto& span : spans)
+        require(
+            sparse_mode != 0 || ((after >= 0 || (before >= -after && -after < span.kv_count)) &&
+                                    (before >= 0 || (after >= -before && -before < span.count))),
+            "pre_tockens is ", before, " and next_tockens ", after, " for ", span.count,
+            " query tokens and ", span.kv_count, " keys; they leave no band");
+    });
   }
 
   void leave_out_of(Request& request, int64_t i) const {

@@ -39,7 +39,6 @@ struct RopedGradients : Flash::Gradients {
 
 Computation forward(const FlashInputs& in, const FlashSettings& settings, const Results& to,
     const FlashOptions& options) {
-  refuse_given("padding_mask", in.padding_mask);
   Flash flash{in, settings, options, to.most.value_or(Tensor()), to.sum.value_or(Tensor())};
   flash.checked();
   return [flash = std::move(flash), out = to.out] { flash.forward(out); };
@@ -47,7 +46,6 @@ Computation forward(const FlashInputs& in, const FlashSettings& settings, const 
 
 Computation backward(const BackwardInputs& in, const FlashSettings& settings, Flash::Gradients to,
     const FlashOptions& options, const Opt<Tensor>& sink_grad = {}) {
-  refuse_given("padding_mask", in.padding_mask);
   Flash flash{in, settings, options, in.most.value_or(Tensor()), in.sum.value_or(Tensor())};
   flash.checked();
   require(in.most && in.sum && in.out,
