@@ -64,7 +64,7 @@ struct FusedInfer : InferInputs, InferRope, InferSettings {
 
   std::string in, to;
   Tensor table;
-  int64_t batch = 0, longest = 0, width = 0;
+  int64_t batch = -1, longest = 0, width = 0;
   struct Span {
     int64_t start, count, kv_start, kv_count;
   };
@@ -75,6 +75,7 @@ struct FusedInfer : InferInputs, InferRope, InferSettings {
 
   void check_dtypes() const;
   void check_quantized() const;
+  void check_int8() const;
   void check_antiquant() const;
   void check_heads() const;
   void check_packed_heads() const;
@@ -87,11 +88,11 @@ struct FusedInfer : InferInputs, InferRope, InferSettings {
   void check_keys() const;
   void check_tokens() const;
   void check_pages() const;
+  void check_prefix() const;
 
   void plan() {
     const auto found = kLayouts.find(layout);
     require(found != kLayouts.end(), "input_layout is ", layout, "; allowed: ", [] {
-      Ints none;
       std::string all;
       for (const auto& [name, pair] : kLayouts) all += all.empty() ? name : ", " + name;
       return all;
@@ -120,7 +121,6 @@ struct FusedInfer : InferInputs, InferRope, InferSettings {
     } else {
       batch = batch_of(query, in);
       longest = length_of(query, in);
-      within("the batch", batch, 0, 65536);
       require(key.size() == 1 || static_cast<int64_t>(key.size()) == batch, "a list of ",
           key.size(), " keys for ", batch, " requests");
       for (const auto& [name, lengths] : {std::pair{"actual_seq_lengths", &query_lengths},
@@ -155,21 +155,21 @@ struct FusedInfer : InferInputs, InferRope, InferSettings {
 
   FusedInfer& checked() {
     groups = groups ? groups : heads;
-    require(heads > 0, "num_heads is ", heads, "; it must be positive");
     if (query.numel() == 0) return *this;
-    plan();
+    rule("fused_infer.lengths", [&] { plan(); });
+    require(static_cast<int64_t>(spans.size()) == batch, "the sequence lengths cannot be computed");
+    rule("fused_infer.batch", [&] { within("the batch", batch, 0, 65536); });
     check_dtypes();
     check_heads();
     check_lengths();
     check_mask();
-    if (paged()) check_pages();
+    if (paged()) rule("fused_infer_pages.cache", [&] { check_pages(); });
     check_latent();
-    check_keys();
+    rule("fused_infer.key-shapes", [&] { check_keys(); });
     check_antiquant();
-    check_tokens();
-    if (key_prefix)
-      require(value_prefix && key_prefix->size(0) == 1 && !packed(in),
-          "a shared prefix has a batch of 1, a key and a value, and no packed layout");
+    rule("fused_infer.key-tokens", [&] { check_tokens(); });
+    check_int8();
+    if (key_prefix) rule("fused_infer_pages.prefix", [&] { check_prefix(); });
     return *this;
   }
 

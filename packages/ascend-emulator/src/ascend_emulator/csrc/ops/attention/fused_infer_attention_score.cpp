@@ -65,7 +65,7 @@ MAX_WORKSPACE(aclnnFusedInferAttentionScoreV3)
 
 CHECKED(aclnnFusedInferAttentionScoreV4,
     (InferInputs in, InferRope rope, Opt<Tensor> query_scale, Opt<Tensor> sink,
-        InferSettings settings, int64_t, InferResults to),
+        InferSettings settings, int64_t query_mode, InferResults to),
     { return computation(in, rope, settings, to, sink, query_scale); })
 MAX_WORKSPACE(aclnnFusedInferAttentionScoreV4)
 
