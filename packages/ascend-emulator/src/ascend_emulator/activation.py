@@ -65,15 +65,24 @@ GENERIC = {
     "MKL_CBWR": "COMPATIBLE",
     "ONEDNN_MAX_CPU_ISA": "SSE41",
 }
-# of ASCEND_EMULATOR_…
-VALUES = {"POISON": "0|1", "LEAKS": "0|1", "NULL": "0|1", "ADVERSARY": r"\d+", "CPU": "generic"}
+# Pattern of ASCEND_EMULATOR_NAME by NAME, and a description of what it allows.
+SWITCH = ("0|1", "0 and 1")
+VALUES = {
+    "POISON": SWITCH,
+    "LEAKS": SWITCH,
+    "NULL": SWITCH,
+    "ADVERSARY": (r"\d+", "a number"),
+    "NUMERICS": (
+        r"generic|(generic,)?jitter:\d+|jitter:\d+,generic",
+        "generic, jitter:SEED, or both separated by a comma",
+    ),
+}
 
 
 def _check_variables(environ: Mapping[str, str]) -> None:
-    for name, form in VALUES.items():
+    for name, (form, allowed) in VALUES.items():
         value = environ.get(f"ASCEND_EMULATOR_{name}", "")
         if value and not re.fullmatch(form, value):
-            allowed = "a number" if form == r"\d+" else form.replace("|", " and ")
             raise ValueError(
                 f"ASCEND_EMULATOR_{name} is {value!r}; supported: {allowed}; fix: correct or"
                 " unset it"
@@ -112,9 +121,9 @@ def set_environment(
         source = f"; estimates use times measured on {title(report)}"
     size = _default_memory(model.memory, npus) if memory is None else memory
     _check_variables(environ)
-    if environ.get("ASCEND_EMULATOR_CPU"):
-        for name, value in GENERIC.items():
-            environ[name] = value
+    numerics = environ.get("ASCEND_EMULATOR_NUMERICS", "")
+    if "generic" in numerics:
+        environ.update(GENERIC)
     if size < 64 << 20:
         raise ValueError(f"{size} bytes of device memory requested; the minimum is 64 MiB")
     libraries = str(build.library_dir())
@@ -151,6 +160,8 @@ def set_environment(
     part = "" if size == model.memory else f" of its {model.memory / 2**30:.0f} GiB"
     devices = f"{npus} emulated NPU{'s' * (npus > 1)}"
     cpu = f"computed on this CPU ({limits.vector_unit(environ)})"
+    if numerics:
+        cpu += f" with numerics {numerics}"
     return f"ascend-emulator: {devices} ({name}, {size / 2**30:.3g} GiB{part}), {cpu}{source}{atb}"
 
 

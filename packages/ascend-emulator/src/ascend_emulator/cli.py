@@ -117,6 +117,15 @@ def _parser() -> argparse.ArgumentParser:
             " to find missing waits"
         ),
     )
+    run.add_argument(
+        "--numerics",
+        metavar="jitter:SEED|generic",
+        help=(
+            "jitter: move approximated functions and sums by up to one unit in the last place, to"
+            " find tolerances that are too tight; generic: compute without the processor's vector"
+            " units; or both, separated by a comma"
+        ),
+    )
     run.add_argument("--strict", action="store_true", help=STRICT)
     run.add_argument(
         "--null",
@@ -157,6 +166,8 @@ def _run(options: argparse.Namespace) -> int:
         )
         return 2
     environ = dict(os.environ)
+    if options.numerics:
+        environ["ASCEND_EMULATOR_NUMERICS"] = options.numerics
     line = set_environment(
         environ, options.npus, options.soc, options.memory, options.times, options.driver
     )

@@ -64,11 +64,13 @@ def _describe(options: dict[str, Any]) -> dict[str, Any]:
 
     properties = torch.npu.get_device_properties(torch.npu.current_device())
     free, total = torch.npu.mem_get_info()
-    kernels = {}
+    kernels: dict[str, str] = {}
     if emulated():  # Results differ in the order of sums.
+        if numerics := os.environ.get("ASCEND_EMULATOR_NUMERICS"):
+            kernels["numerics"] = numerics
         ask = ctypes.CDLL("libascend_emulator.so").ascend_emulator_vector_unit
         ask.restype = ctypes.c_char_p
-        kernels = {"vector_unit": ask().decode()}
+        kernels["vector_unit"] = ask().decode()
     facts = {
         "emulated": emulated(),
         "times": clock(),

@@ -10,6 +10,7 @@
 #include <thread>
 #include <vector>
 
+#include "hash.h"
 #include "process.h"
 
 namespace emu {
@@ -45,18 +46,6 @@ struct State {
 State* state() {
   auto& instance = process.part<State>();
   return instance.on ? &instance : nullptr;
-}
-
-// Hash of the seed and the purpose (splitmix64). There is no random sequence, because its order
-// would depend on thread timing.
-uint64_t hash(uint64_t seed, std::initializer_list<uint64_t> parts) {
-  for (uint64_t part : parts) {
-    seed += 0x9e3779b97f4a7c15 + part;
-    seed = (seed ^ (seed >> 30)) * 0xbf58476d1ce4e5b9;
-    seed = (seed ^ (seed >> 27)) * 0x94d049bb133111eb;
-    seed ^= seed >> 31;
-  }
-  return seed;
 }
 
 void add_dependencies(Queue& stream, std::set<const Queue*>& into) {

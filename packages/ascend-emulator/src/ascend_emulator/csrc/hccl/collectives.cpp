@@ -1,14 +1,16 @@
 // SPDX-License-Identifier: Apache-2.0
 // SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-all project
 // All pairs of ranks are connected, so each collective takes one step, or two: large reductions are
-// a reduce-scatter and an all-gather. Reductions are in rank order, so results are bitwise
-// identical on all ranks and in all runs.
+// a reduce-scatter and an all-gather. All ranks reduce in the same order, that of the ranks (or of
+// core/jitter.h), so results are bitwise identical on all of them and in all runs.
 #include "collectives.h"
 
 #include <ATen/ATen.h>
 #include <c10/core/impl/LocalDispatchKeySet.h>
 
 #include <cstring>
+
+#include "core/jitter.h"
 
 namespace emu::hccl {
 namespace {
@@ -73,6 +75,7 @@ void reduce_part(Communicator& on, const Header& call, void* send, const Counts&
 void reduce(void* out, const std::vector<const void*>& ranks, uint64_t count, int type, int op) {
   const at::ScalarType scalar = *data_type(type).scalar;
   const uint64_t size = data_type(type).bytes;
+  const auto order = jitter::order_of(ranks.size());
   c10::InferenceMode no_inference(false);
   at::AutoDispatchBelowADInplaceOrView kernels_only;
   for (uint64_t start = 0; start < count; start += kBlock) {
@@ -83,8 +86,8 @@ void reduce(void* out, const std::vector<const void*>& ranks, uint64_t count, in
     };
     // In the type: HcommLocalReduceOnThread, of which algorithms are made, reduces memory of
     // `dataType` into memory of it.
-    auto total = view(ranks[0]).clone();
-    for (size_t i = 1; i < ranks.size(); ++i) accumulate(total, view(ranks[i]), op);
+    auto total = view(ranks[order[0]]).clone();
+    for (size_t i = 1; i < ranks.size(); ++i) accumulate(total, view(ranks[order[i]]), op);
     view(out).copy_(total);
   }
 }

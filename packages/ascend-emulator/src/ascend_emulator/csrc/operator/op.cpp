@@ -12,8 +12,10 @@
 #include <utility>
 
 #include "core/fault.h"
+#include "core/jitter.h"
 #include "core/stream.h"
 #include "core/trace.h"
+#include "jitter.h"
 
 namespace emu {
 namespace {
@@ -180,6 +182,8 @@ int launch(const char* name, aclOpExecutor* executor, void* stream) {
                 try {
                   recheck(*owned);
                   owned->run();
+                  if (jitter::on) [[unlikely]]
+                    jitter::move_results(name, owned->parameters, owned->ends, owned->tensors);
                 } catch (const std::exception& error) {
                   if (owned->failed) owned->failed(text(name, ": ", error_of(error).what()));
                   throw;
