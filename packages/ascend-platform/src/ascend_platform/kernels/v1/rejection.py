@@ -53,7 +53,7 @@ def _write_accepted(
     counts = torch.diff(cu_num_draft_tokens, prepend=cu_num_draft_tokens.new_zeros(1)).unsqueeze(1)
     positions = torch.arange(output.shape[1], dtype=cu_num_draft_tokens.dtype, device=output.device)
     index = (cu_num_draft_tokens.unsqueeze(1) - counts + positions).clamp_max(tokens.shape[0] - 1)
-    rejected = (~accepted).int()[index]
+    rejected = (~accepted).float()[index]  # Sums of integers are computed on the AI CPU.
     # no rejection before this position
     write = (positions <= counts) & (rejected.cumsum(1) == rejected)
     if rows is not None:

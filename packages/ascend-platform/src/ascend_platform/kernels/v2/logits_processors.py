@@ -200,7 +200,7 @@ def apply_bad_words(
     drafted = input_ids[(own_rows - position + behind - output_len + 1).clamp(0, len(rows) - 1)]
     is_last = positions == end - 1
     differs = ~is_last & (tokens != torch.where(behind < output_len, committed, drafted))
-    differing = differs.int().cumsum(1)
+    differing = differs.float().cumsum(1)  # Of integers the AI CPU computes it.
     before = torch.where(start > 0, differing.gather(1, (start - 1).clamp(min=0).long()), 0)
     is_long_enough = end - 1 - start <= output_len + position
     banned = is_last & is_word & is_long_enough & (differing == before)

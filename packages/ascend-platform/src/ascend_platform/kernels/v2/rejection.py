@@ -117,7 +117,8 @@ def rejection_sample(
     columns = torch.arange(num_speculative_steps + 1, device=target_logits.device)
     indices = (cu_num_logits[:-1, None] + columns).clamp(max=len(target_logits) - 1)
     num_drafts = torch.diff(cu_num_logits) - 1
-    is_kept = (accepted[indices] & (columns < num_drafts[:, None])).int().cumprod(1)
+    # Of integers the AI CPU computes the product.
+    is_kept = (accepted[indices] & (columns < num_drafts[:, None])).float().cumprod(1).bool()
     num_accepted = is_kept.sum(1)
     last = (cu_num_logits[:-1] + num_accepted).long()
     tokens = rows.best.index_select(0, last)
@@ -132,7 +133,7 @@ def rejection_sample(
                 is_marked &= ~watermarking_skip_mask.index_select(0, last)
             others = torch.where(is_marked, marked, others)
         tokens = torch.where(rows.temperatures.index_select(0, last) == 0, tokens, others)
-    sampled = torch.where(is_kept.bool(), rows.drafted[indices], tokens[:, None])
+    sampled = torch.where(is_kept, rows.drafted[indices], tokens[:, None])
     return sampled * (columns <= num_accepted[:, None]), (num_accepted + 1).int()
 
 
