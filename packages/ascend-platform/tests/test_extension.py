@@ -135,6 +135,13 @@ def test_summary_names_every_component_with_its_state(installed, monkeypatch):
     assert "\n" not in registry.summary("fused")
 
 
+def test_summary_names_a_component_of_another_project(installed):
+    installed("wheel-a")
+    assert "wheel-a" not in registry.summary("fused")
+    extension.join("wheel-a", "wheel_a")
+    assert "wheel-a 1.0 active" in registry.summary("fused").split(" | ")
+
+
 def test_missing_component_is_not_installed(monkeypatch):
     monkeypatch.setitem(COMPONENTS, "ascend-nothing", "ascend_nothing")
     assert extension.state("ascend-nothing") == "not installed"

@@ -174,7 +174,8 @@ def summary(attention: str, runner: str = "", delta_rule: str = "") -> str:
     model that has it.
     """
     version = requirements.version
-    named = [(name.removeprefix("ascend-"), version(name), state(name)) for name in COMPONENTS]
+    names = dict.fromkeys((*COMPONENTS, *_statuses))  # The others are of other projects.
+    named = [(name.removeprefix("ascend-"), version(name), state(name)) for name in names]
     parts = [" ".join(filter(None, each)) for each in named]
     below = ", ".join(f"{name} {version(name)}" for name in ("vllm", "torch", "torch-npu"))
     chosen = {"attention": attention, "gated delta rule": delta_rule, "model runner": runner}
