@@ -37,23 +37,32 @@ def _section(description: Description) -> str:
     if valid:
         values = "".join(f"\n# {name}: {text}" for name, text in valid.inputs.items())
         lines += ["", f"```python\n{valid.call}{values}\n```"]
-    lines += ["", *(_rule(rule, valid) for rule in description.rules), ""]
+    items = "\n".join(_rule(rule, valid) for rule in description.rules)
+    lines += ["", f"<ul>\n{items}\n</ul>", ""]
     return "\n".join(lines)
 
 
 def _rule(rule: Rule, valid: Case | None) -> str:
-    """An item of a list: the limit, its source, the document's words, and a call that breaks it."""
-    limits = ", ".join(f"`{limit}`" for limit in rule.limits) or "checked in C++"
+    """An item of a list: the limit, its source, the document's words, and a call that breaks it.
+
+    Only the first line is searched.
+    """
+    limits = ", ".join(map(_code, rule.limits)) or "checked in C++"
     if rule.when:
-        limits += " when " + " and ".join(f"`{condition}`" for condition in rule.when)
-    lines = [
-        f'- <a id="{rule.id}"></a>**`{rule.id}`**: {limits}',
-        f"    - {rule.basis}: {html.escape(rule.source)}",
-        *(f"    - “{html.escape(sentence)}”" for sentence in rule.says),
-    ]
+        limits += f" when {' and '.join(map(_code, rule.when))}"
+    details = [html.escape(f"{rule.basis}: {rule.source}")]
+    details += [html.escape(f"“{sentence}”") for sentence in rule.says]
     if rule.case and valid:
         changed = [f"{k}: {v}" for k, v in rule.case.inputs.items() if valid.inputs.get(k) != v]
         if rule.case.call != valid.call:
             changed.insert(0, rule.case.call)
-        lines.append(f"    - broken by {', '.join(f'`{each}`' for each in changed)}")
-    return "\n".join(lines)
+        details.append(f"broken by {', '.join(map(_code, changed))}")
+    items = "".join(f"<li>{each}</li>" for each in details)
+    return (
+        f'<li><a id="{rule.id}"></a><strong>{_code(rule.id)}</strong>: {limits}'
+        f"<ul data-search-exclude>{items}</ul></li>"
+    )
+
+
+def _code(text: str) -> str:
+    return f"<code>{html.escape(text)}</code>"
