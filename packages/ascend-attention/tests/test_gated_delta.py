@@ -53,7 +53,9 @@ def golden(q, k, v, g, beta, state):
 
 
 def close(found, expected):
-    torch.testing.assert_close(found.cpu().double(), expected, rtol=2**-7, atol=2**-8)
+    """Within a unit in the last place of bfloat16 for another order of sums, and half of one for
+    rounding."""
+    torch.testing.assert_close(found.cpu().double(), expected, rtol=1.5 * 2**-7, atol=2**-8)
 
 
 def on_npu(tensors, scale):

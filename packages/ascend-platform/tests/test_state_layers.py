@@ -30,6 +30,12 @@ def requests(lengths):
     return [slice(a, b) for a, b in itertools.pairwise(begin)]
 
 
+def bound_of_chunks(decay):
+    """Bound with chunks of 64 tokens, whose decays are differences of sums of this many ``decay``:
+    a unit in the last place of a sum is a relative error of the result."""
+    return FLOAT32 + 64 * decay * 2**-24
+
+
 def error(found, expected):
     return (found.cpu().double() - expected).abs().max()
 
@@ -67,8 +73,8 @@ def test_chunks_of_prefills_compute_the_delta_rule(decay):
     output, after = gated_delta.chunk_rule(npu, states.npu(), starts(LENGTHS).npu())
     for each, part in enumerate(requests(LENGTHS)):
         expected, final = delta_rule(*(x[part].double() for x in inputs), states[each].double())
-        assert error(output[part], expected * 0.25) < FLOAT32
-        assert error(after[each], final[-1]) < FLOAT32
+        assert error(output[part], expected * 0.25) < bound_of_chunks(decay)
+        assert error(after[each], final[-1]) < bound_of_chunks(decay)
 
 
 def test_heads_of_the_published_size():
@@ -85,8 +91,9 @@ def test_heads_of_the_published_size():
     expected, final = gated_delta.chunk_rule(
         GatedDeltaInputs(*alone, 0.1), states[:, 30:].npu(), where
     )
-    assert torch.equal(output[:, 30:], expected)
-    assert torch.equal(after[:, 30:], final)
+    # Matmuls of other batch sizes may add in another order.
+    assert error(output[:, 30:], expected.cpu()) < FLOAT32
+    assert error(after[:, 30:], final.cpu()) < FLOAT32
     v, pool, blocks = (
         v[..., :1],
         torch.zeros(1025, 32, 1, 128).npu(),
@@ -298,8 +305,11 @@ def test_scans_of_mamba_2(into_cache):
         expected, state = scan(
             x[part], dt[part] + bias, a[:, None, None], b[part], c[part], before[row]
         )
-        assert error(out[part], expected + x[part].double() * d[:, None].double()) < FLOAT32 * 5
-        assert error(after[row], state) < FLOAT32
+        expected = expected + x[part].double() * d[:, None].double()
+        largest = max(1, float(expected.abs().max()))
+        assert error(out[part], expected) < bound_of_chunks(3) * largest
+        largest = max(1, float(state.abs().max()))
+        assert error(after[row], state) < bound_of_chunks(3) * largest
         # The last token again as a decode, from the same state.
     whole = a[:, None, None].expand(heads, size, width)
     first = [part.start for part in requests(LENGTHS)]
