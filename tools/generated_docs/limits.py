@@ -11,11 +11,15 @@ from __future__ import annotations
 
 import ast
 import re
+import tomllib
+from collections.abc import Iterable
 from functools import cache
+from pathlib import Path
 
 import environment
 from generated_docs.markdown import table
 
+PROJECTS = Path(__file__).with_name("callers.toml")
 CALL = re.compile(r"\btorch_npu\.(npu_\w+)|\btorch\.ops\.npu\.(npu_\w+)")
 # Words that name a limit.
 LIMIT = re.compile(
@@ -107,10 +111,10 @@ def unknown() -> list[str]:
     return missing
 
 
-def counts() -> str:
+def counts(functions: Iterable[str]) -> str:
     """By function: documented limits, those with a rule, those that are no rules, the rest."""
     rows = []
-    for function in called():
+    for function in functions:
         states = list(state(function).values())
         without = states.count("")
         checked = sum(each not in ("", "unchecked") for each in states)
@@ -119,3 +123,25 @@ def counts() -> str:
     total = [str(sum(int(row[i]) for row in rows)) for i in range(1, 5)]
     header = ["function", "limits in its documentation", "rule", "reason why not", "neither yet"]
     return table(header, [*rows, ["all", *total]])
+
+
+def counts_of_wheels() -> str:
+    """Of the functions that the wheels call."""
+    return counts(called())
+
+
+def counts_of_projects() -> str:
+    """Of the functions that other projects call and the wheels do not, and their share in all."""
+    projects = tomllib.loads(PROJECTS.read_text())["projects"]
+    theirs = {function for each in projects for function in each["functions"]}
+    documented = sorted(theirs & pages().keys())
+    states = [each for function in documented for each in state(function).values()]
+    share = 100 * sum(map(bool, states)) / len(states)
+    names = [f"{each['name']} `{each['commit']}` ({each['date']})" for each in projects]
+    without = ", ".join(f"`{function}`" for function in sorted(theirs - pages().keys()))
+    return (
+        f"Of {' and '.join(names)}: {len(states)} limits of {len(documented)} functions, of which"
+        f" {share:.1f} % have a rule or a reason. The table lists functions that the wheels do not"
+        f" call. torch_npu documents no limits of {without}.\n\n"
+        + counts(each for each in documented if each not in called())
+    )
