@@ -16,7 +16,7 @@ from harness import checkout
 
 PAGES = sorted((checkout.ROOT / "docs").glob("tutorial-*.md"))
 BLOCK = re.compile(r"^```(bash|text)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
-PORT = "8000"
+PORTS = ("8000", "8100", "8200")
 SECONDS = 240
 
 
@@ -35,8 +35,10 @@ def run(commands: list[str], directory: Path) -> list[str]:
     """Outputs of the commands, which are parts of one script that ends at the first failure."""
     mark = "=== end of a block ==="
     script = "".join(f"{command}\necho '{mark}'\n" for command in commands)
-    with socket.create_server(("127.0.0.1", 0)) as unused:
-        script = script.replace(PORT, str(unused.getsockname()[1]))
+    with contextlib.ExitStack() as stack:
+        for port in PORTS:
+            unused = stack.enter_context(socket.create_server(("127.0.0.1", 0)))
+            script = script.replace(port, str(unused.getsockname()[1]))
     path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
     # Without the pytest plugin's NPU: the page's commands start the emulator themselves.
     variables = {
