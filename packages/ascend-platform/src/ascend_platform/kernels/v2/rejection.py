@@ -117,7 +117,7 @@ def rejection_sample(
     columns = torch.arange(num_speculative_steps + 1, device=target_logits.device)
     indices = (cu_num_logits[:-1, None] + columns).clamp(max=len(target_logits) - 1)
     num_drafts = torch.diff(cu_num_logits) - 1
-    # Of integers the AI CPU computes the product.
+    # The AI CPU would multiply integers.
     is_kept = (accepted[indices] & (columns < num_drafts[:, None])).float().cumprod(1).bool()
     num_accepted = is_kept.sum(1)
     last = (cu_num_logits[:-1] + num_accepted).long()
