@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from harness import dequantized, layouts, model_types, npus, quantized
+from harness import dequantized, layouts, model_types, multimodal, npus, quantized
 
 CHIP = "Ascend310P3"
 DENSE, EMBEDDING, QUANTIZED = "qwen3, heads of 96", "bert embedding", "W8A8"
@@ -81,3 +81,14 @@ def test_answers_of_a_quantized_model(
     count, _, mean = dequantized.Reference(quantized_model, quantized=True).compare(answers)
     assert count == 33
     assert mean < quantized.BOUND
+
+
+def test_answers_to_images(tmp_path: Path) -> None:
+    """vLLM merges their embeddings by an assignment that this chip's AI CPU does not execute."""
+    case = multimodal.case("images", "qwen2_5_vl", tmp_path / "model", 1, "float16", {})
+    results = npus.by_name(model_types.run([case], ASCEND_EMULATOR_SOC=CHIP))["images"]["results"]
+    logits = multimodal.reference("qwen2_5_vl", tmp_path / "model", "float16")
+    found = multimodal.compare(logits, results)
+    print(f"images: {found}")
+    assert len(results) == 2 * len(case["prompts"])
+    assert found["mean"] < 0.03

@@ -66,7 +66,8 @@ class ChipFamily:
         npu_sim_exponential_ and npu_top_k_top_p_sample. moe_routing: npu_moe_init_routing_v2 and
         npu_moe_re_routing, which all-to-all needs. token_unpermute: npu_moe_token_unpermute, which
         expert parallelism needs. weight_nz: int8 weights of npu_quant_matmul in FRACTAL_NZ, which
-        its documentation recommends. mc2: MC2's algorithms, None without its operators.
+        its documentation recommends. assigns_by_mask: ``tensor[mask] = rows`` works. mc2: MC2's
+        algorithms, None without its operators.
     """
 
     name: str
@@ -79,6 +80,7 @@ class ChipFamily:
     moe_routing: bool = False
     token_unpermute: bool = False
     weight_nz: bool = False
+    assigns_by_mask: bool = True
     mc2: MC2 | None = None
 
     def lacks(self, *operators: str) -> list[str]:
@@ -157,6 +159,7 @@ FAMILIES = (
         streams=1024,
         operators=frozenset({"npu_add_rms_norm", "npu_moe_init_routing_v2", "npu_rms_norm"}),
         quantization=("W8A8",),
+        assigns_by_mask=False,
     ),
     # "Ascend910B" is also a name of the first generation.
     ChipFamily(

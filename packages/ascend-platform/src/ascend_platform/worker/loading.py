@@ -73,6 +73,8 @@ class ModelMixin:
             guard.install("common", "graph.fusion_passes")
         if self.model_config.is_multimodal_model:
             register_vision_attention()
+            if not host.chip_family().assigns_by_mask:
+                guard.install("common", "ops.multimodal")
         if self.model_config.use_mla:
             shims.ask_platform_for_mla_prefill_backend()
         if options.rope_order(self.vllm_config) == "halves":
