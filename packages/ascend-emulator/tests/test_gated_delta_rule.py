@@ -120,12 +120,12 @@ def test_chunk_rule_returns_the_last_states(lengths, decays):
         (lambda: calls.recurrent(gk=torch.zeros(2, calls.HEADS, calls.WIDTH)), "gk is given"),
         (
             lambda: calls.recurrent(settings={"width": 288}),
-            "size of a key is 288; allowed: 1 to 256",
+            "dimension 2 of query is 288; allowed: 1 to 256",
         ),
-        (lambda: calls.chunk(settings={"width": 64}), "size of a key is 64; allowed: 128 to 128"),
+        (lambda: calls.chunk(settings={"width": 64}), "dimension 2 of query is 64; allowed: 128"),
         (
             lambda: calls.chunk(settings={"heads": 66}),
-            "query has 2 heads and value 66; allowed: up to 64",
+            "dimension 1 of value is 66; allowed: 1 to 64",
         ),
         (lambda: calls.chunk(settings={"heads": 3}), "query has 2 heads and value 3"),
         (

@@ -2,6 +2,8 @@
 # SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-all project
 """Functions that read or write at indices."""
 
+import sys
+
 import pytest
 import torch
 import torch_npu
@@ -301,3 +303,28 @@ def test_sparse_tensors_are_coalesced():
         "CoalesceSparse", index, index, given, torch.ones(4).npu(), given, torch.ones(3).npu()
     )
     assert said == "unique_indices has shape [3]; it must be [4]"
+
+
+MASKED = """
+import torch, torch_npu
+torch_npu.npu.set_compile_mode(jit_compile=False)
+x = torch.zeros(9, 4, dtype=torch.{dtype}, device="npu")
+mask = torch.arange(9, device="{device}") > 6
+x[mask] = torch.ones(2, 4, dtype=x.dtype, device="npu")
+print("launched", flush=True)
+torch.npu.synchronize()
+print(x.sum().item())
+"""
+
+
+@pytest.mark.parametrize("device", ["npu", "cpu"])
+def test_assignment_by_mask_on_ascend_310p(run, device):
+    program = MASKED.format(dtype="float16", device=device)
+    done = run("run", "--soc", "Ascend310P3", "--", sys.executable, "-c", program)
+    assert done.stdout == "launched\n"
+    assert "error code is 507018" in done.stderr
+    assert "(rule index_put.ai-cpu, seen on hardware: vllm-ascend, issues 12086 and" in done.stderr
+    for soc, dtype in (("Ascend310P3", "float32"), ("Ascend910B1", "float16")):
+        program = MASKED.format(dtype=dtype, device=device)
+        done = run("run", "--soc", soc, "--", sys.executable, "-c", program)
+        assert done.stdout == "launched\n8.0\n", done.stderr

@@ -356,7 +356,7 @@ REFUSED = [
     'aclnnMoeDistributeDispatchV4: group_ep is "nobody"; NPU',
     "ep_world_size is 3; the communicator",
     "ep_rank_id is",
-    "tp_world_size is 2; allowed: 0 to 1",
+    "tp_world_size is 2; allowed: 0, 1",
     "moe_expert_num is 5; it must be a multiple of 2",
     "comm_alg is fullmesh_v1; allowed: , fullmesh, hierarchy",
     "scales has shape [3, 64]; it must be [4, 64]",

@@ -154,7 +154,7 @@ def refusals(run):
         ("jit", "the legacy graph operator 'Relu'", ""),
         ("dtype", "aclnnInplaceZero", "aclDataType 37 is not emulated"),
         ("argument", "aclnnRmsNorm", "gamma has shape [3], which is not the end of x's [4, 6]"),
-        ("mixed", "aclnnRmsNorm", "gamma is Half (DT_FLOAT16) and x"),
+        ("mixed", "aclnnRmsNorm", "gamma is Half (DT_FLOAT16) and self"),
         ("pse", "aclnnFusedInferAttentionScoreV3", "pse_shift"),
         ("mask", "aclnnFusedInferAttentionScoreV3", "sparse_mode 3 needs atten_mask"),
         ("float32", "aclnnFusedInferAttentionScoreV3", "Float"),

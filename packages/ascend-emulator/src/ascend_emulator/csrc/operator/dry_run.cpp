@@ -46,8 +46,11 @@ bool about_dtypes(const std::string& message) {
 }
 
 // Errors of ATen about values: an index, a divisor of zero, a singular matrix, probabilities,
-// counts.
+// counts; and exceptions of the AI CPU, which the stream reports.
+constexpr int kAiCpu = 507018;  // its exceptions are reported when a stream is synchronized
 bool about_values(const std::exception& error, const std::string& message) {
+  const auto* const own = dynamic_cast<const Error*>(&error);
+  if (own && own->status == kAiCpu) return true;
   if (dynamic_cast<const c10::IndexError*>(&error) || dynamic_cast<const c10::LinAlgError*>(&error))
     return true;
   return has_one_of(message, {"ZeroDivisionError", "out of range", "out of bounds", "probabilit",

@@ -17,33 +17,15 @@ struct DeltaRule {
   float scale;
   Tensor out;
 
-  void check_arguments(const Tensor& state, int64_t heads, int64_t least, int64_t most) const {
-    rank("query", query, 3);
-    rank("value", value, 3);
-    rank("state", state, 4);
-    for (const auto& [name, x] : {std::pair{"query", &query}, std::pair{"key", &key},
-             std::pair{"value", &value}, std::pair{"beta", &beta}, std::pair{"state", &state}})
-      one_of(name, *x, {at::kBFloat16});
-    const int64_t tokens = query.size(0), of_keys = query.size(1), keys = query.size(2),
-                  of_values = value.size(1);
-    shape("key", key, query.sizes());
-    shape("value", value, {tokens, of_values, value.size(2)});
-    shape("beta", beta, {tokens, of_values});
-    shape("state", state, {state.size(0), of_values, value.size(2), keys});
-    if (decay) {
-      one_of("g", *decay, {at::kFloat});
-      shape("g", *decay, {tokens, of_values});
-    }
-    require(of_keys >= 1 && of_values <= heads && of_values % of_keys == 0, "query has ", of_keys,
-        " heads and value ", of_values, "; allowed: up to ", heads,
-        ", the second a multiple of the first");
-    within("the size of a key", keys, least, most);
-    within("the size of a value", value.size(2), least, most);
-    contiguous("state", state);
+  void check_heads() const {
+    emu::rule("gated_delta_rule.heads", [&] {
+      require(value.size(1) % query.size(1) == 0, "query has ", query.size(1), " heads and value ",
+          value.size(1), "; the second must be a multiple of the first");
+    });
   }
 
   // Changes the float32 state [heads, values, keys] by a token.
-  void step(Tensor& state, int64_t token) {
+  void step(Tensor& state, int64_t token) const {
     const int64_t groups = value.size(1) / key.size(1);
     const auto heads = [&](const Tensor& x) {
       return x[token].to(at::kFloat).repeat_interleave(groups, 0);
@@ -83,22 +65,11 @@ CHECKED(aclnnRecurrentGatedDeltaRule,
         Opt<Tensor> indices, Opt<Tensor> decay, Opt<Tensor> decay_of_keys, Opt<Tensor> accepted,
         float scale, Tensor out),
     {
-      DeltaRule rule{query, key, value, beta, decay, scale, out};
-      chips({"Ascend910B", "Ascend910_93"});
-      rule.check_arguments(state, 256, 1, 256);
-      require(!decay_of_keys, "gk is given; it must be None");
-      require(lengths && indices, "actual_seq_lengths and ssm_state_indices must be given");
-      one_of("actual_seq_lengths", *lengths, {at::kInt});
-      one_of("ssm_state_indices", *indices, {at::kInt});
-      shape("ssm_state_indices", *indices, {query.size(0)});
-      if (accepted) {
-        one_of("num_accepted_tokens", *accepted, {at::kInt});
-        shape("num_accepted_tokens", *accepted, lengths->sizes());
-      }
+      const DeltaRule delta{query, key, value, beta, decay, scale, out};
+      delta.check_heads();
       require(state.size(0) >= query.size(0), "state has ", state.size(0), " blocks; at least the ",
           query.size(0), " of the tokens are needed");
       COMPUTE {
-        auto delta = rule;
         const auto counts = numbers(*lengths), blocks = numbers(*indices);
         const auto taken = accepted ? numbers(*accepted) : std::vector<int64_t>(counts.size(), 1);
         check_total(counts, delta.query.size(0));
@@ -127,16 +98,9 @@ CHECKED(aclnnChunkGatedDeltaRule,
     (Tensor query, Tensor key, Tensor value, Tensor beta, Opt<Tensor> initial, Opt<Tensor> lengths,
         float scale, Opt<Tensor> decay, Tensor out, Tensor final),
     {
-      DeltaRule rule{query, key, value, beta, decay, scale, out};
-      chips({"Ascend910B", "Ascend910_93", "Ascend950"});
-      require(initial && lengths, "initial_state and actual_seq_lengths must be given");
-      rule.check_arguments(*initial, 64, 128, 128);
-      require(query.size(0) >= 1, "there are no tokens");
-      one_of("actual_seq_lengths", *lengths, {at::kInt});
-      shape("actual_seq_lengths", *lengths, {initial->size(0)});
-      shape("final_state", final, initial->sizes());
+      const DeltaRule delta{query, key, value, beta, decay, scale, out};
+      delta.check_heads();
       COMPUTE {
-        auto delta = rule;
         const auto counts = numbers(*lengths);
         check_total(counts, delta.query.size(0));
         if (delta.decay) check_range("g", *delta.decay, -1, 0);

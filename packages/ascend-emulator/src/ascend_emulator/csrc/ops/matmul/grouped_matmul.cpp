@@ -7,12 +7,10 @@ using namespace emu::grouped;
 
 namespace {
 
-Computation grouped_matmul(const Grouped& call, const Lists& offset, bool by_tensor) {
+Computation grouped_matmul(const Grouped& call) {
   call.check_arguments();
-  if (by_tensor) call.check_outputs();
   call.check_sizes();
-  call.check_parameters();
-  require(empty(offset) || call.words(), "offset is given; only None is allowed");
+  rule("grouped_matmul.parameters", [&] { call.check_parameters(); });
   return [=] { call.run(); };
 }
 
@@ -36,8 +34,7 @@ template <class WeightList>
 Computation grouped_matmul(const Inputs<WeightList>& in, const Results& to) {
   return grouped_matmul(
       {in.x, in.weight, in.bias, in.scale, in.antiquant_scale, in.antiquant_offset, in.pertoken,
-          in.list, in.split, in.kind, in.list_kind, in.activation, to.out},
-      in.offset, true);
+          in.list, in.split, in.kind, in.list_kind, in.activation, to.out});
 }
 
 }  // namespace
@@ -54,10 +51,20 @@ CHECKED(aclnnGroupedMatmul,
         Lists antiquant_offset, Opt<Ints> list, int64_t split, Tensors out),
     {
       Opt<Tensor> ends;
-      if (list && !list->empty()) ends = at::tensor(*list, at::kLong);
+      if (list && !list->empty()) {
+        rule("grouped_matmul_list.wide-x", [&] { rank("x, with a group_list,", x.at(0), 2); });
+        int64_t rows = 0;
+        for (const auto& each : x) rows += each.size(0);
+        rule("grouped_matmul_list.values", [&] {
+          require(list->size() > 1 && list->front() >= 0 && list->back() == rows &&
+                      std::is_sorted(list->begin(), list->end()),
+              "group_list is [", listed(*list), "]; it must increase to ", rows,
+              ", the rows of x, and have more than one number");
+        });
+        ends = at::tensor(*list, at::kLong);
+      }
       return grouped_matmul({x, weight, bias, scale, antiquant_scale, antiquant_offset, {}, ends,
-                                split, ends ? 0 : -1, 0, 0, out},
-          offset, false);
+          split, ends ? 0 : -1, 0, 0, out});
     })
 
 // npu_grouped_matmul_add: the gradients of the experts' weights, out[group] += x[rows]^T

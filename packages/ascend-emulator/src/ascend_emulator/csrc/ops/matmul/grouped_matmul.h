@@ -24,6 +24,10 @@ inline Tensor group_slice(const Lists& list, int64_t group, int64_t groups) {
                                                      : only;
 }
 
+inline bool is_transposed(const Tensor& matrix) {  // as unpack_matrix
+  return matrix.dim() > 1 && matrix.stride(-1) != 1 && matrix.stride(-2) == 1;
+}
+
 struct Grouped {
   Tensors x, weight;
   Lists bias, scale, antiquant_scale, antiquant_offset, pertoken;
@@ -40,90 +44,101 @@ struct Grouped {
 
   void check_arguments() const {
     require(!x.empty() && !weight.empty(), "x and weight must not be empty");
-    within("split_item", split, int64_t{0}, int64_t{3});
-    one_of("group_type", kind, {int64_t{-1}, int64_t{0}, int64_t{2}});
-    within("group_list_type", list_kind, int64_t{0}, int64_t{2});
-    one_of("act_type", activation, {int64_t{0}});
-    one_of("x", x[0], {at::kHalf, at::kBFloat16, at::kFloat, at::kChar});
-    one_of("weight", weight[0], {at::kHalf, at::kBFloat16, at::kFloat, at::kChar, at::kInt});
     require(x.size() <= 128 && weight.size() <= 128, "x has ", x.size(), " tensors and weight ",
         weight.size(), "; at most 128 are allowed");
     const bool integers = x[0].scalar_type() == at::kChar,
                floats = !integers && weight[0].is_floating_point();
-    if (floats) same_dtype("weight", weight[0], "x", x[0]);
     require(
         !integers || out[0].scalar_type() == at::kInt || !empty(scale), "an int8 x needs scale");
     require(integers || floats || !empty(antiquant_scale), "x is ", x[0].scalar_type(),
         " and weight ", weight[0].scalar_type(), "; that needs antiquant_scale");
-    if (kind == 2) require(floats, "group_type 2 is for unquantized products");
-    if (list) one_of("group_list", *list, {at::kLong});
-    require(
-        kind == -1 || list || x.size() > 1, "group_type ", kind, " with one x needs group_list");
-    if (list && kind == 0) {
-      rank("group_list", *list, list_kind == 2 ? 2 : 1);
-      require(list->size(0) <= 1024, "group_list has ", list->size(0),
-          " groups; at most 1024 are allowed");
-      require(list_kind == 2 || list->size(0) == groups(), "group_list has ", list->size(0),
-          " groups and weight ", groups());
-    }
-    if (kind == 0) rank("x", x[0], 2);
-    for (const auto& each : weight) rank("weight", each, 2, 3);
+    rule("grouped_matmul.list-needed", [&] {
+      require(
+          kind == -1 || list || x.size() > 1, "group_type ", kind, " with one x needs group_list");
+    });
+    if (list && kind == 0 && list_kind != 2)
+      rule("grouped_matmul.groups", [&] {
+        require(list->size(0) == groups(), "group_list has ", list->size(0), " groups and weight ",
+            groups());
+      });
     if (kind == 2) return;
+    rule("grouped_matmul.weight-ranks", [&] {
+      for (const auto& each : weight) rank("weight", each, kind == 0 && weight.size() == 1 ? 3 : 2);
+    });
+    rule("grouped_matmul.x-transposed", [&] {
+      for (const auto& each : x)
+        require(!is_transposed(each), "x has strides ", each.strides(), " for shape ", each.sizes(),
+            "; a transposed one is for group_type 2");
+    });
+    rule("grouped_matmul.list-sizes", [&] { check_lists(); });
+    for (size_t i = 0; i < std::max(x.size(), weight.size()); ++i) check_factors(i);
+  }
+
+  std::array<std::pair<const char*, const Lists*>, 4> factors() const {
+    return {{{"bias", &bias}, {"scale", &scale}, {"antiquant_scale", &antiquant_scale},
+        {"antiquant_offset", &antiquant_offset}}};
+  }
+
+  void check_lists() const {
     require(x.size() == 1 || weight.size() == 1 || x.size() == weight.size(), "x has ", x.size(),
         " tensors and weight ", weight.size());
-    for (size_t i = 0; i < std::max(x.size(), weight.size()); ++i) {
-      const auto& mine = weight[weight.size() == 1 ? 0 : i];
-      const bool along_k =
-          words() && mine.stride(-1) != 1 && mine.stride(-2) == 1;  // as unpack_matrix
-      const int64_t k = x[x.size() == 1 ? 0 : i].size(-1),
-                    rows = mine.size(-2) * (along_k ? kFourBitsInWord : 1),
-                    n = mine.size(-1) * (words() && !along_k ? kFourBitsInWord : 1);
-      require(k == rows, "x has ", k, " columns and weight ", i, " ", rows, " rows");
-      for (const auto& [name, list] : {std::pair{"bias", &bias}, std::pair{"scale", &scale},
-               std::pair{"antiquant_scale", &antiquant_scale},
-               std::pair{"antiquant_offset", &antiquant_offset}}) {
-        if (empty(*list)) continue;
-        const auto& factor =
-            (**list)[(*list)->size() == weight.size() ? (weight.size() == 1 ? 0 : i) : 0];
+    for (const auto& [name, of] : factors())
+      require(empty(*of) || (*of)->size() == weight.size(), name, " has ", *of ? (*of)->size() : 0,
+          " tensors and weight ", weight.size());
+    require(empty(pertoken) || pertoken->size() == x.size(), "per_token_scale has ",
+        pertoken ? pertoken->size() : 0, " tensors and x ", x.size());
+  }
+
+  // Rows of weight i.
+  int64_t inner(size_t i) const {
+    const auto& mine = weight[weight.size() == 1 ? 0 : i];
+    return mine.size(-2) * (words() && is_transposed(mine) ? kFourBitsInWord : 1);
+  }
+
+  void check_factors(size_t i) const {
+    const auto& mine = weight[weight.size() == 1 ? 0 : i];
+    const bool along_k = words() && is_transposed(mine);
+    const int64_t k = x[x.size() == 1 ? 0 : i].size(-1), rows = inner(i),
+                  n = mine.size(-1) * (words() && !along_k ? kFourBitsInWord : 1);
+    require(k == rows, "x has ", k, " columns and weight ", i, " ", rows, " rows");
+    rule("grouped_matmul.factors", [&] {
+      for (const auto& [name, of] : factors()) {
+        if (empty(*of)) continue;
+        const auto& factor = (**of)[weight.size() == 1 ? 0 : i];
         require(factor.dim() > 0 && (factor.size(-1) == n || factor.size(-1) == 1), name,
             " has shape ", factor.sizes(), "; its last dimension must be that of weight ", i, ", ",
             n);
-        const bool of_groups =
-            stacked() ||
-            ((*list)->size() == 1 && weight.size() > 1);  // the first dimension, if there are two
-        const int64_t parts = factor.dim() > 1 + of_groups ? factor.size(-2) : 1;
+        // The first dimension of a stack is that of groups.
+        const int64_t parts = factor.dim() > 1 + stacked() ? factor.size(-2) : 1;
         require(parts > 0 && rows % parts == 0, name, " has shape ", factor.sizes(), "; its ",
             parts, " groups do not divide the ", rows, " rows of the weight");
+        require(parts == 1 || !along_k || rows / parts % 2 == 0, name, " has groups of ",
+            rows / parts, " rows; of a transposed weight they must be even");
+        const auto& first = (**of)[0];
+        require(parts == 1 || stacked() || rows * first.size(-2) == inner(0) * parts, name,
+            " has groups of ", rows / parts, " rows; all weights must have the same");
       }
-    }
+    });
   }
 
-  // The last dimension of what lies in memory is below 65536 ("InnerLimit"), and even of int4.
+  // The last dimension of what lies in memory ("InnerLimit").
   void check_sizes() const {
-    const auto inner = [](const Tensor& matrix) {
-      const bool transposed = matrix.dim() > 1 && matrix.stride(-1) != 1 && matrix.stride(-2) == 1;
-      return matrix.size(transposed ? -2 : -1) *
-             (matrix.scalar_type() == at::kInt ? kFourBitsInWord : 1);
-    };
-    for (const auto& each : x)
-      require(inner(each) < 65536, "x has shape ", each.sizes(), ", a last dimension of ",
-          inner(each), "; allowed: below 65536");
-    for (const auto& each : weight)
-      require(inner(each) < 65536, "weight has shape ", each.sizes(), ", a last dimension of ",
-          inner(each), "; allowed: below 65536");
+    rule("grouped_matmul.inner", [&] {
+      const auto check = [](const char* name, const Tensor& matrix) {
+        const int64_t inner = matrix.size(is_transposed(matrix) ? -2 : -1) *
+                              (matrix.scalar_type() == at::kInt ? kFourBitsInWord : 1);
+        require(inner < 65536, name, " has shape ", matrix.sizes(), ", a last dimension of ", inner,
+            "; allowed: below 65536");
+      };
+      for (const auto& each : x) check("x", each);
+      for (const auto& each : weight) check("weight", each);
+    });
     if (out.size() == 1)
-      for (const auto& each : weight)
-        require(each.size(-1) == weight[0].size(-1), "weights have ", weight[0].size(-1), " and ",
-            each.size(-1), " columns; with one output they must have the same");
-  }
-
-  // By which axis is split, and pairs of group and count, of a group_list that is a tensor.
-  void check_outputs() const {
-    within("split_item", split, kind == -1 ? 0 : 2, kind == -1 ? 1 : 3);
-    require(list_kind != 2 || (x[0].scalar_type() == at::kChar &&
-                                  weight[0].scalar_type() == at::kChar && kind == 0),
-        "group_list_type is 2, with x ", x[0].scalar_type(), ", weight ", weight[0].scalar_type(),
-        " and group_type ", kind, "; it is for int8 and group_type 0");
+      rule("grouped_matmul.same-columns", [&] {
+        for (const auto& each : weight)
+          require(each.size(-1) == weight[0].size(-1), "weights have ", weight[0].size(-1), " and ",
+              each.size(-1), " columns; with one output they must have the same");
+      });
   }
 
   // Dtypes of what belongs to the weights (tables 1 and 2 of the documentation; of an int8 x with
@@ -142,7 +157,6 @@ struct Grouped {
             all("antiquant_offset", antiquant_offset, dtype);
       return;
     }
-    all("per_token_scale", pertoken, at::kFloat);
     all("bias", bias, words() ? at::kFloat : at::kInt);
     if (words()) all("scale", scale, at::kLong);
     else if (result != at::kInt)
@@ -150,6 +164,12 @@ struct Grouped {
           result == at::kChar       ? at::kLong
           : result == at::kBFloat16 ? at::kBFloat16
                                     : at::kFloat);
+  }
+
+  std::vector<Rows> parts(int64_t rows) const {
+    std::vector<Rows> parts;
+    rule("grouped_matmul.group-list", [&] { parts = rows_of(*list, list_kind, rows); });
+    return parts;
   }
 
   // The matrix [k, n] of a group.
@@ -207,7 +227,18 @@ struct Grouped {
     if (!factor.defined()) return sum;
     auto values = sum.to(at::kFloat) * scale_values(factor).reshape({-1});
     if (row_scale.defined()) values = values * row_scale;
-    return add.defined() && add.scalar_type() != at::kInt ? values + add.to(at::kFloat) : values;
+    return activated(
+        add.defined() && add.scalar_type() != at::kInt ? values + add.to(at::kFloat) : values);
+  }
+
+  Tensor activated(const Tensor& values) const {
+    switch (activation) {
+      case 1: return at::relu(values);
+      case 2: return at::gelu(values, "tanh");
+      case 4: return values * at::sigmoid(values * 1.702);  // npu_fast_gelu
+      case 5: return at::silu(values);
+      default: return values;
+    }
   }
 
   static void store(const Tensor& values, const Tensor& into) {
@@ -237,6 +268,7 @@ struct Grouped {
       product(rows, group, row_scale,
           out.size() > 1 ? out[index] : out[0].narrow(0, first, rows.size(0)), together);
     };
+    if (x.size() > 1 && list) check_rows_of_lists();
     if (x.size() > 1 || kind == -1) {
       for (size_t i = 0; i < x.size(); ++i) {
         if (out.size() == x.size())
@@ -249,8 +281,19 @@ struct Grouped {
       return;
     }
     int64_t index = 0;
-    for (const auto& [group, first, last] : rows_of(*list, list_kind, x[0].size(0)))
+    for (const auto& [group, first, last] : parts(x[0].size(0)))
       part(x[0].narrow(0, first, last - first), group, index++, first);
+  }
+
+  void check_rows_of_lists() const {
+    int64_t total = 0;
+    for (const auto& each : x) total += each.size(0);
+    const auto counted = parts(total);
+    rule("grouped_matmul.rows-of-lists", [&] {
+      for (size_t i = 0; i < counted.size() && i < x.size(); ++i)
+        require(counted[i].last - counted[i].first == x[i].size(0), "group_list has ",
+            counted[i].last - counted[i].first, " rows for x ", i, ", which has ", x[i].size(0));
+    });
   }
 
   void run_into(const Tensor& values) const {
@@ -265,7 +308,7 @@ struct Grouped {
                matrix = (weight[0].dim() == 3 ? weight[0][0] : weight[0]).to(at::kFloat);
     int64_t index = 0;
     out[0].zero_();
-    for (const auto& [group, first, last] : rows_of(*list, list_kind, columns.size(1))) {
+    for (const auto& [group, first, last] : parts(columns.size(1))) {
       auto values =
           at::matmul(columns.narrow(1, first, last - first), matrix.narrow(0, first, last - first));
       (out.size() > 1 ? out[index] : out[0].dim() == 3 ? out[0][index] : out[0]).copy_(values);

@@ -12,6 +12,15 @@ namespace {
 
 bool absent(const Opt<Tensor>& tensor) { return !tensor || tensor->numel() == 0; }
 
+bool transposed(const Tensor& matrix) { return matrix.stride(-1) != 1 && matrix.stride(-2) == 1; }
+
+// Packed int4 is along the contiguous dimension, as in unpack_matrix.
+void same_inner(const char* name, int64_t columns, const char* other, const Tensor& matrix) {
+  const bool packed = matrix.scalar_type() == at::kInt && transposed(matrix);
+  const int64_t rows = matrix.size(-2) * (packed ? kFourBitsInWord : 1);
+  require(columns == rows, name, " has ", columns, " columns and ", other, " ", rows, " rows");
+}
+
 struct Quantized {
   Tensor x1, x2, scale;
   Opt<Tensor> offset, pertoken, bias, y_offset;
@@ -21,30 +30,15 @@ struct Quantized {
   bool words2() const { return x2.scalar_type() == at::kInt; }
 
   void check_arguments() const {
-    rank("x2", x2, 2, 6);
-    const int64_t k = x1.size(-1) * (words1() ? kFourBitsInWord : 1);
-    const bool packed_rows = words2() && x2.stride(-1) != 1 && x2.stride(-2) == 1;
-    const int64_t rows = x2.size(-2) * (packed_rows ? kFourBitsInWord : 1), n = out.size(-1);
-    require(k == rows, "x1 has ", k, " columns and x2 ", rows, " rows");
-    within("the last dimension of x2", x2.size(-1), 1, 65535);
-    if (!grouped())
-      require(scale.numel() == 1 || scale.numel() == n, "scale has shape ", scale.sizes(),
+    const int64_t k = x1.size(-1) * (words1() ? kFourBitsInWord : 1), n = out.size(-1);
+    rule("quant_matmul.columns", [&] { same_inner("x1", k, "x2", x2); });
+    const auto per_column = [&](const char* name, const Tensor& of) {
+      require(of.numel() == 1 || of.numel() == n, name, " has shape ", of.sizes(),
           "; allowed: [1] and [", n, "]");
-    if (!absent(pertoken)) {
-      one_of("pertoken_scale", *pertoken, {at::kFloat});
-      require(pertoken->numel() == x1.size(-2), "pertoken_scale has shape ", pertoken->sizes(),
-          "; one for each of ", x1.size(-2), " rows is needed");
-      one_of("output_dtype, with a pertoken_scale,", out, {at::kHalf, at::kBFloat16, at::kInt});
-    }
-    if (!absent(offset) && !grouped()) {
-      one_of("offset", *offset, {at::kFloat});
-      one_of("output_dtype, with an offset,", out, {at::kChar});
-    }
-    if (!absent(bias)) {
-      one_of("bias", *bias, {at::kInt, at::kBFloat16, at::kHalf, at::kFloat});
-      require(bias->size(-1) == n, "bias has shape ", bias->sizes(),
-          "; its last dimension must be ", n);
-    }
+    };
+    if (grouped()) return;
+    rule("quant_matmul.scale-size", [&] { per_column("scale", scale); });
+    if (!absent(offset)) rule("quant_matmul.offset-size", [&] { per_column("offset", *offset); });
   }
 
   // Per-group scales of x2's rows.
@@ -128,10 +122,20 @@ struct WeightQuant {
 };
 
 Computation WeightQuant::computation(const Tensor& out) const {
-  rank("weight", weight, 2);
   const int64_t n = out.size(-1), groups = group ? (x.size(-1) + group - 1) / group : 1;
-  require(scale.numel() == 1 || scale.numel() == n * groups, "antiquant_scale has shape ",
-      scale.sizes(), "; allowed: one, or ", groups, " x ", n);
+  rule("weight_quant_matmul.columns", [&] { same_inner("x", x.size(-1), "weight", weight); });
+  rule("weight_quant_matmul.rows", [&] {
+    within("the rows of x", x.size(-2), int64_t{1}, (int64_t{1} << (transposed(x) ? 16 : 31)) - 1);
+  });
+  if (scale.scalar_type() == at::kLong)
+    rule("weight_quant_matmul.int64-weight", [&] {
+      require(
+          transposed(weight), "weight is not transposed; with an int64 antiquant_scale it must be");
+    });
+  rule("weight_quant_matmul.scale-size", [&] {
+    require(scale.numel() == 1 || scale.numel() == n * groups, "antiquant_scale has shape ",
+        scale.sizes(), "; allowed: one, or ", groups, " x ", n);
+  });
   if (group)
     rule("weight_quant_matmul.groups", [&] {
       require(!is_chip("Ascend310P"), "antiquant_group_size is ", group, "; Ascend310P allows 0");

@@ -10,23 +10,16 @@ using namespace emu;
 namespace emu::mc2 {
 
 void Combine::check_arguments() const {
-  one_of("expand_x", expand_x, kHalves);
-  rank("expand_x", expand_x, 2);
   const int64_t hidden = expand_x.size(1), tokens = expert_ids.size(0);
   at.check_tokens(expert_ids, x_active_mask, hidden, false);
   at.check_buffer(tokens, expert_ids.size(1), hidden, expand_x.element_size());
   require(expand_x.size(0) >= at.most_rows(expert_ids.size(1)), "expand_x has ", expand_x.size(0),
       " rows; it must have at least ", at.most_rows(expert_ids.size(1)));
-  one_of("ep_send_counts", counts, {at::kInt});
   const int64_t needed = at.local(at.on->rank) * at.ranks();
-  require(counts.dim() == 1 && counts.numel() >= needed, "ep_send_counts has shape ",
-      counts.sizes(), "; it must be at least [", needed, "]");
-  one_of("expert_scales", expert_scales, {at::kFloat});
-  shape("expert_scales", expert_scales, expert_ids.sizes());
+  require(counts.numel() >= needed, "ep_send_counts has shape ", counts.sizes(),
+      "; it must be at least [", needed, "]");
   const bool first = at.version == Version::one;
   const char* name = first ? "expand_idx" : "assist_info_for_combine";
-  one_of(name, info, {at::kInt});
-  rank(name, info, 1);
   const int64_t length = first ? expert_ids.numel() : 128 * at.most_rows(expert_ids.size(1));
   require(info.numel() >= length, name, " has ", info.numel(), " elements; it must have at least ",
       length);

@@ -96,6 +96,10 @@ OP(aclnnIndex, (Tensor self, Tensors indices, Tensor out), {
   if (const auto list = index_list(indices)) at::index_out(out, self, *list);
 })
 OP(aclnnIndexPutImpl, (Tensor self, Tensors indices, Tensor values, bool accumulate, bool), {
+  rule("index_put.ai-cpu", [&] {
+    check(!is_chip("Ascend310P") || self.scalar_type() != at::kHalf, Status(507018),
+        "the AI CPU's kernel IndexPut fails on ", chip().name, " for ", at::kHalf);
+  });
   cost::partial_access(self, values);
   if (const auto list = index_list(indices))
     at::_index_put_impl_(self, *list, values, accumulate, false);
@@ -152,19 +156,18 @@ SHAPED(aclnnScatterAdd, (Tensor self, int64_t dim, Tensor index, Tensor source, 
 // Rows of `indices` (its last dimension) address leading dimensions of self; `updates` has one
 // slice per row.
 CHECKED(aclnnScatterNdUpdate, (Tensor self, Tensor indices, Tensor updates), {
-  one_of("indices", indices, kIndices);
-  rank("indices", indices, 1, 8);
-  within("the last dimension of indices", indices.size(-1), int64_t{1}, self.dim());
+  rule("scatter_nd_update.columns",
+      [&] { within("the last dimension of indices", indices.size(-1), int64_t{1}, self.dim()); });
   Shape sizes(indices.sizes().slice(0, indices.dim() - 1));
   const auto slice = self.sizes().slice(indices.size(-1));
   sizes.insert(sizes.end(), slice.begin(), slice.end());
-  SHAPE(updates, sizes);
-  same_dtype("updates", updates, "self", self);
+  rule("scatter_nd_update.updates-shape", [&] { SHAPE(updates, sizes); });
   COMPUTE {
     cost::partial_access(self, updates);
     c10::List<std::optional<at::Tensor>> at_dims;
     for (const auto& column : to_int64(indices).unbind(-1)) {
-      inside_rows("indices", column, self.size(static_cast<int64_t>(at_dims.size())));
+      rule("scatter_nd_update.range",
+          [&] { inside_rows("indices", column, self.size(static_cast<int64_t>(at_dims.size()))); });
       at_dims.push_back(column);
     }
     self.index_put_(at_dims, updates);

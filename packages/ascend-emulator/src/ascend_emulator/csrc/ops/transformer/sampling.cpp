@@ -14,12 +14,6 @@ using namespace emu;
 constexpr float kInfinity = std::numeric_limits<float>::infinity();
 constexpr int64_t kMostK = 1024;
 
-void check_row_values(
-    const char* name, const Tensor& x, const Tensor& logits, const DTypes& dtypes) {
-  one_of(name, x, dtypes);
-  shape(name, x, {logits.size(0)});
-}
-
 struct Sampling {
   Tensor logits, top_k, top_p;
   Opt<Tensor> q, min_p;
@@ -88,36 +82,13 @@ struct Sampling {
 };
 
 Computation sample(Sampling s) {
-  one_of("logits", s.logits, kFloating);
-  rank("logits", s.logits, 2);
-  check_row_values("top_k", s.top_k, s.logits, {at::kInt});
-  check_row_values("top_p", s.top_p, s.logits, kFloating);
-  same_dtype("top_p", s.top_p, "logits", s.logits);
-  within("ks_max", s.most_k, int64_t(1), kMostK);
-  if (s.q && s.q->numel() == 0) s.q.reset();
-  if (s.min_p && s.min_p->numel() == 0) s.min_p.reset();
-  if (s.q) {
-    one_of("q", *s.q, {at::kFloat});
-    shape("q", *s.q, s.logits.sizes());
-  }
-  if (s.min_p) {
-    same_dtype("min_ps", *s.min_p, "logits", s.logits);
-    shape("min_ps", *s.min_p, {s.logits.size(0)});
-  }
   return [s = std::move(s)]() mutable { s.run(); };
 }
 
 }  // namespace
 
 CHECKED(aclnnApplyTopKTopP, (Tensor logits, Opt<Tensor> p, Opt<Tensor> k, Tensor out), {
-  one_of("logits", logits, kFloating);
-  rank("logits", logits, 2);
   require(p || k, "p and k are both None; one is needed");
-  if (p) {
-    check_row_values("p", *p, logits, kFloating);
-    same_dtype("p", *p, "logits", logits);
-  }
-  if (k) check_row_values("k", *k, logits, {at::kInt});
   COMPUTE {
     auto [values, places] = logits.to(at::kFloat).sort(/*stable=*/true, -1, /*descending=*/false);
     if (k) {
@@ -158,7 +129,6 @@ CHECKED(aclnnTopKTopPSampleV2,
 // npu_sim_exponential_: of (seed, offset), like the other random numbers here (random.cpp).
 CHECKED(aclnnSimThreadExponential,
     (Tensor self, int64_t count, double lambda, int64_t seed, int64_t offset), {
-      one_of("self", self, kFloating);
       require(lambda > 0, "lambd is ", lambda, "; it must be positive");
       require(count == self.numel(), "count is ", count, " for ", self.numel(), " numbers");
       COMPUTE {
