@@ -135,7 +135,8 @@ class PagedAttentionImpl(AttentionImplBase, AttentionImpl[PagedAttentionMetadata
         meta = attn_metadata
         if self.writes_cache and key is not None and value is not None:
             for cache, new in ((kv_cache.key, key), (kv_cache.value, value)):
-                cache.view(-1, *cache.shape[2:])[meta.slot_mapping] = new[: len(meta.slot_mapping)]
+                rows = cache.view(-1, *cache.shape[2:])
+                rows.index_copy_(0, meta.slot_mapping, new[: len(meta.slot_mapping)])
         if meta.num_decodes:
             self._decode(query, kv_cache, meta, output)
         for request in range(meta.num_decodes, len(meta.seq_lens)):
