@@ -12,6 +12,10 @@ import tomllib
 from typing import Any
 
 import pytest
+from ascend_emulator import chips as emulated
+from ascend_emulator import laws as emulator
+from ascend_platform import chips
+from ascend_platform.cli.plan import laws as plan
 from harness import checkout
 
 
@@ -45,6 +49,34 @@ def test_constants_are_those_of_the_fit(published: Any) -> None:
     host = dataclasses.astuple(laws.HOSTS["typical"])[:3]
     assert host == pytest.approx(dataclasses.astuple(fit.host())[:3], rel=0.02, abs=0.01)
     assert laws.FITTED.accepted == fit.accepted()
+
+
+def test_laws_of_the_emulator_are_those_of_the_plan() -> None:
+    known = {name: law for name, law in emulator.laws().items() if name in plan.LAWS}
+    fields = [field.name for field in dataclasses.fields(emulator.Law)]
+    assert {name: dataclasses.asdict(law) for name, law in known.items()} == {
+        name: {field: getattr(law, field) for field in fields} for name, law in plan.LAWS.items()
+    }
+    collectives = {"collective": plan.COLLECTIVE, "experts": plan.EXPERTS}
+    assert {name: dataclasses.asdict(law) for name, law in emulator.collectives().items()} == {
+        name: dataclasses.asdict(law) for name, law in collectives.items()
+    }
+    assert emulator.FULL_ROWS == plan.FULL_ROWS
+
+
+@pytest.mark.parametrize("name", chips.FIGURES)
+def test_chips_of_the_emulator_have_the_figures_of_the_plan(name: str) -> None:
+    figures, chip = chips.FIGURES[name], emulated.chip(name)
+    assert (chip.memory >> 30, chip.node) == (figures.memory_gib, figures.node)
+    for found, published in (
+        (chip.bandwidth / 1e9, figures.bandwidth_gbs),
+        (chip.network_bandwidth / 1e9, figures.network_gbs),
+        (chip.injection_bandwidth / 1e9, figures.injection_gbs),
+        (chip.collective * 1e6, figures.collective_us),
+    ):
+        assert found == pytest.approx(published), name
+    assert chip.cube_flops / 1e12 == pytest.approx(figures.tflops, rel=0.02)
+    assert figures.link_gbs in (0, chip.link_bandwidth / 1e9)
 
 
 def test_ranges_are_the_quantiles_of_published_rows(published: Any) -> None:

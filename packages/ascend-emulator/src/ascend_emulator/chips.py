@@ -18,7 +18,7 @@ SEPARATE = ("name", "memory", "correlated", "lacks")
 
 @dataclass(frozen=True)
 class Chip:
-    """Properties of a chip that programs can query, and parameters of the roofline model.
+    """Properties of a chip that programs can query, and parameters of modelled times.
 
     Attributes:
         name: the SoC name that ``aclrtGetSocName`` answers and torch_npu knows.
@@ -34,11 +34,12 @@ class Chip:
         bandwidth: of device memory, in bytes per second.
         host_bandwidth: between host and device, in bytes per second and direction.
         link_bandwidth: between two NPUs of a machine, in bytes per second and direction.
-        cube_flops: floating-point operations per second of the cube cores in 16-bit types; int8
-        twice, float32 a quarter.
-        vector_flops: floating-point operations per second of the vector cores in float32.
-        launch: seconds between the end of an operator and the start of the next one, in eager mode.
-        graph_launch: the same in a captured graph.
+        injection_bandwidth: out of one NPU to all peers of its node, where that is the limit, or 0.
+        network_bandwidth: of one NPU beyond its node.
+        node: number of NPUs that links join.
+        collective: seconds of the shortest collective.
+        cube_flops: floating-point operations per second of the cube cores in 16-bit types.
+        launch: seconds of the host between two launches.
     """
 
     name: str
@@ -54,10 +55,12 @@ class Chip:
     bandwidth: float
     host_bandwidth: float
     link_bandwidth: float
+    injection_bandwidth: float
+    network_bandwidth: float
+    node: int
+    collective: float
     cube_flops: float
-    vector_flops: float
     launch: float
-    graph_launch: float
 
     def description(self) -> str:
         """The fields as the library reads them (csrc/core/device.cpp)."""
@@ -90,10 +93,12 @@ def chips() -> dict[str, Chip]:
             bandwidth=row["bandwidth_gbs"] * 1e9,
             host_bandwidth=row["host_gbs"] * 1e9,
             link_bandwidth=row["link_gbs"] * 1e9,
+            injection_bandwidth=row["injection_gbs"] * 1e9,
+            network_bandwidth=row["network_gbs"] * 1e9,
+            node=row["node"],
+            collective=row["collective_us"] * 1e-6,
             cube_flops=row["cube_cores"] * row["cube_flops_per_cycle"] * hertz,
-            vector_flops=row["vector_cores"] * row["vector_flops_per_cycle"] * hertz,
             launch=row["launch_us"] * 1e-6,
-            graph_launch=row["graph_launch_us"] * 1e-6,
         )
     return chips
 
@@ -109,9 +114,8 @@ def chip(name: str) -> Chip:
     return chips()[name]
 
 
-def measured(chip: Chip, report: dict[str, Any]) -> Chip:
-    """The chip with the times of a report of ``ascend-emulator verify`` instead of published
-    figures, where the report has them.
+def measured(chip: Chip, report: dict[str, Any]) -> tuple[Chip, dict[str, Any]]:
+    """The chip with a report's times of links and launches, and all records of its times.
 
     Raises:
         ValueError: the report is of another chip, of the emulator, or without times.
@@ -133,24 +137,21 @@ def measured(chip: Chip, report: dict[str, Any]) -> Chip:
         for section in ("timings", "collectives")
         for name, record in report["cases"].get(section, {}).items()
     }
-    host = [
-        records.get(name, {}).get("best") for name in ("copy-to-the-device", "copy-to-the-host")
-    ]
-    links = [
-        each["gb_per_second"] for each in records.get("two-npus", {}).get("all_reduce", {}).values()
-    ]
-    times = {
-        "bandwidth": (records.get("copy-on-the-device", {}).get("best"), 1e9),
-        "host_bandwidth": (min((each for each in host if each), default=None), 1e9),
-        "link_bandwidth": (max(links, default=None), 1e9),
-        "cube_flops": (records.get("matmul-float16", {}).get("best"), 1e12),
-        "launch": (records.get("launch", {}).get("eager"), 1e-6),
-        "graph_launch": (records.get("launch", {}).get("graph"), 1e-6),
-    }
-    replaced = {name: value * unit for name, (value, unit) in times.items() if value}
-    if not replaced:
+    if not any(records.values()):
         raise ValueError(
             "the report has no times; make one with: ascend-emulator verify --only"
             " timings,collectives"
         )
-    return dataclasses.replace(chip, **replaced)
+    host = [
+        records.get(name, {}).get("best") for name in ("copy-to-the-device", "copy-to-the-host")
+    ]
+    reduced = records.get("two-npus", {}).get("all_reduce", {}).values()
+    link = "injection_bandwidth" if chip.injection_bandwidth else "link_bandwidth"
+    times = {
+        "host_bandwidth": (min((each for each in host if each), default=None), 1e9),
+        link: (max((each["gb_per_second"] for each in reduced), default=None), 1e9),
+        "collective": (min((each["microseconds"] for each in reduced), default=None), 1e-6),
+        "launch": (records.get("launch", {}).get("eager"), 1e-6),
+    }
+    replaced = {name: value * unit for name, (value, unit) in times.items() if value}
+    return dataclasses.replace(chip, **replaced), records

@@ -76,8 +76,10 @@ struct Machine {
         {"bfloat16", &Chip::bfloat16}, {"streams", &Chip::streams},
         {"graph_nodes", &Chip::graph_nodes}, {"bandwidth", &Chip::bandwidth},
         {"host_bandwidth", &Chip::host_bandwidth}, {"link_bandwidth", &Chip::link_bandwidth},
-        {"cube_flops", &Chip::cube_flops}, {"vector_flops", &Chip::vector_flops},
-        {"launch", &Chip::launch}, {"graph_launch", &Chip::graph_launch}};
+        {"injection_bandwidth", &Chip::injection_bandwidth},
+        {"network_bandwidth", &Chip::network_bandwidth}, {"node", &Chip::node},
+        {"collective", &Chip::collective}, {"cube_flops", &Chip::cube_flops},
+        {"launch", &Chip::launch}};
     const char* given = std::getenv("ASCEND_EMULATOR_CHIP");
     std::stringstream words(given ? given : "");
     for (std::string word; words >> word;) {

@@ -30,9 +30,10 @@ struct Chip {
   int streams = 1984;
   int driver = 0;  // version of the driver, 25.5.1 as 250501; 0 where it is unknown
   int graph_nodes = 1 << 20;
-  // For the roofline model (trace.h): bytes/s, FLOP/s; launch overheads in seconds.
-  double bandwidth = 1.6e12, host_bandwidth = 32e9, link_bandwidth = 28e9, cube_flops = 300e12,
-         vector_flops = 10e12, launch = 5e-6, graph_launch = 1e-6;
+  // For modelled times (laws.h): NPUs that links join, bytes/s, FLOP/s, and seconds.
+  int node = 8;
+  double bandwidth = 1.6e12, host_bandwidth = 32e9, link_bandwidth = 28e9, injection_bandwidth = 0,
+         network_bandwidth = 25e9, collective = 20e-6, cube_flops = 300e12, launch = 5e-6;
 };
 
 class Device {
