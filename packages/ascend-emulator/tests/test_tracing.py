@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-all project
-"""The trace, the roofline model and the null mode."""
+"""The trace, modelled times and the null mode."""
 
 import ctypes
 import json
@@ -8,7 +8,7 @@ import sys
 
 import pytest
 import torch
-from ascend_emulator import chips, tracing
+from ascend_emulator import chips, laws, tracing
 from ascend_emulator.cli import main
 from runtime_calls import ConditionalTask, begin, call, copy, end, memory, replay, stream
 
@@ -80,23 +80,24 @@ def test_what_is_no_trace_is_refused_in_one_line(tmp_path, capsys):
     assert "is not a trace of the emulator" in capsys.readouterr().err
 
 
-def test_the_model_follows_the_roofline():
-    chip = chips.chip("Ascend910B1")
+def test_modelled_times_are_those_of_the_laws():
+    chip, known = chips.chip("Ascend910B1"), laws.laws()
     a, b = (torch.ones(1024, 1024, dtype=torch.bfloat16, device="npu") for _ in range(2))
     with tracing.estimate() as product:
         a @ b
     with tracing.estimate() as sum_:
         a + b
+    size = 3 * 1024 * 1024 * 2
     assert product.seconds[0] == pytest.approx(
-        chip.launch + 2 * 1024**3 / chip.cube_flops, rel=0.01
+        chip.launch + known["matmul"].seconds(chip, size, 2 * 1024**3, 1024), rel=0.01
     )
     assert sum_.seconds[0] == pytest.approx(
-        chip.launch + 3 * 1024 * 1024 * 2 / chip.bandwidth, rel=0.01
+        chip.launch + known["elementwise"].seconds(chip, size), rel=0.01
     )
 
 
 def test_streams_overlap_in_the_model_as_events_allow():
-    a = torch.ones(512, 512, dtype=torch.bfloat16, device="npu")
+    a = torch.ones(2048, 2048, dtype=torch.bfloat16, device="npu")
     side, main_ = torch.npu.Stream(), torch.npu.current_stream()
 
     def both(ordered):
@@ -110,8 +111,8 @@ def test_streams_overlap_in_the_model_as_events_allow():
 
     with tracing.estimate() as one:
         a @ a
-    assert both(ordered=False) == pytest.approx(one.seconds[0], rel=0.01)
-    assert both(ordered=True) == pytest.approx(2 * one.seconds[0], rel=0.01)
+    assert both(ordered=False) == pytest.approx(one.seconds[0], rel=0.1)
+    assert both(ordered=True) == pytest.approx(2 * one.seconds[0], rel=0.1)
 
 
 def test_graph_branch_time_belongs_to_the_replaying_stream():

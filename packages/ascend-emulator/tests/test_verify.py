@@ -17,7 +17,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from ascend_emulator import chips, cli, limits
+from ascend_emulator import chips, cli, laws, limits
 from ascend_emulator.verify import (
     collectives,
     command,
@@ -279,7 +279,7 @@ def measured_on(own, soc="Ascend910B1", emulated=False):
     facts = {
         "copy-on-the-device": {"best": 1234.0},
         "launch": {"eager": 7.5, "graph": 2.5},
-        "matmul-float16": {"best": 290.0},
+        "matmul-float16": {"best": 290.0, "by_size": {"4096": 290.0, "8192": 290.0}},
     }
     other["cases"]["timings"] = {
         name: {"outcome": "observed", "facts": each} for name, each in facts.items()
@@ -289,26 +289,25 @@ def measured_on(own, soc="Ascend910B1", emulated=False):
 
 def test_times_of_a_report_replace_published_figures(own_report, run, tmp_path):
     chip = chips.chip("Ascend910B1")
-    found = chips.measured(chip, measured_on(own_report))
-    assert (found.bandwidth, found.cube_flops) == (1234e9, 290e12)
-    assert (found.launch, found.graph_launch) == pytest.approx((7.5e-6, 2.5e-6))
-    assert found == dataclasses.replace(
-        chip,
-        bandwidth=found.bandwidth,
-        launch=found.launch,
-        graph_launch=found.graph_launch,
-        cube_flops=found.cube_flops,
-    )
+    found, records = chips.measured(chip, measured_on(own_report))
+    assert found.launch == pytest.approx(7.5e-6)
+    assert found == dataclasses.replace(chip, launch=found.launch)
+    known = laws.measured(found, records)
+    size, length, work = 256 << 20, 8192, 2 * 8192**3
+    assert known["elementwise"].seconds(chip, size) == pytest.approx(size / 1234e9, rel=1e-3)
+    seconds = known["matmul"].seconds(chip, 6 * length**2, work, length)
+    assert seconds == pytest.approx(work / 290e12, rel=0.05)
+    changed = {name for name, law in known.items() if law != laws.laws()[name]}
+    assert changed == {"matmul", "elementwise"}
     path = tmp_path / "npu.json"
     path.write_text(report.text(measured_on(own_report)))
-    script = "import os; print('bandwidth=1234000000000 ' in os.environ['ASCEND_EMULATOR_CHIP'])"
-    done = run(
-        "run", "--times", str(path), "--memory", "1GiB", "--", sys.executable, "-S", "-c", script
-    )
+    script = "import os; print('launch=7.5' in os.environ['ASCEND_EMULATOR_CHIP'])"
+    time, command_ = ("--time", f"modelled={path}"), (sys.executable, "-S", "-c", script)
+    done = run("run", *time, "--memory", "1GiB", "--", *command_)
     assert (done.returncode, done.stdout) == (0, "True\n")
     version = report.environment(own_report)["torch_npu"]
     assert done.stderr.endswith(
-        f"; estimates use times measured on Ascend910B1, CANN 9.1.0, torch_npu {version}\n"
+        f" are modelled by times measured on Ascend910B1, CANN 9.1.0, torch_npu {version}\n"
     )
 
 

@@ -11,7 +11,7 @@ import sys
 from collections.abc import Mapping, MutableMapping
 from pathlib import Path
 
-from ascend_emulator import build, cann_names, limits, operators
+from ascend_emulator import build, cann_names, laws, limits, operators
 from ascend_emulator.chips import chip, measured
 from ascend_emulator.verify.report import read, title
 
@@ -76,7 +76,9 @@ VALUES = {
         r"generic|(generic,)?jitter:\d+|jitter:\d+,generic",
         "generic, jitter:SEED, or both separated by a comma",
     ),
+    "TIME": ("modelled", "modelled"),
 }
+MODELLED = "; times of events, profiles and traces are modelled"
 
 
 def _check_variables(environ: Mapping[str, str]) -> None:
@@ -100,8 +102,8 @@ def set_environment(
     """Set the variables in ``environ`` that emulate NPUs in processes started with it; return a
     message for the user.
 
-    ``times`` is a report of a real NPU, whose times replace the chip's published figures in
-    estimates, and ``driver`` the version of the driver, by default unknown.
+    ``times`` is a report of a real NPU, which corrects the laws of modelled times (laws.toml), and
+    ``driver`` the version of the driver, by default unknown.
 
     Raises:
         BuildError: the libraries could not be compiled.
@@ -114,11 +116,14 @@ def set_environment(
         raise ValueError(f"driver version {driver!r}; use a form such as 25.5.1 or 24.1.rc3")
     if driver:
         environ["ASCEND_EMULATOR_DRIVER"] = driver
-    model, source = chip(soc), ""
+    model, known, source = chip(soc), laws.laws(), ""
+    if environ.get("ASCEND_EMULATOR_TIME"):
+        source = MODELLED
     if times:
         report = read(times)
-        model = measured(model, report)
-        source = f"; estimates use times measured on {title(report)}"
+        model, records = measured(model, report)
+        known = laws.measured(model, records)
+        source += f" by times measured on {title(report)}"
     size = _default_memory(model.memory, npus) if memory is None else memory
     _check_variables(environ)
     numerics = environ.get("ASCEND_EMULATOR_NUMERICS", "")
@@ -143,6 +148,7 @@ def set_environment(
         ASCEND_EMULATOR_SOC=model.name,
         ASCEND_EMULATOR_MEMORY=str(size),
         ASCEND_EMULATOR_CHIP=model.description(),
+        ASCEND_EMULATOR_LAWS=laws.description(model, known),
         ASCEND_EMULATOR_LACKS=",".join(model.lacks),
     )
     atb = ""

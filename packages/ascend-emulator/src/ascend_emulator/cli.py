@@ -37,6 +37,14 @@ def _size(text: str) -> int:
         raise argparse.ArgumentTypeError(str(error)) from None
 
 
+def _time(text: str) -> str:
+    """The report of ``modelled=REPORT``, empty of ``modelled``."""
+    kind, _, report = text.partition("=")
+    if kind != "modelled":
+        raise argparse.ArgumentTypeError(f"{text!r}; supported: modelled and modelled=REPORT")
+    return report
+
+
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="ascend-emulator",
@@ -100,12 +108,12 @@ def _parser() -> argparse.ArgumentParser:
         help="write a trace for Perfetto (`ascend-emulator trace FILE` prints a summary)",
     )
     run.add_argument(
-        "--times",
-        type=Path,
-        metavar="REPORT",
+        "--time",
+        type=_time,
+        metavar="modelled[=REPORT]",
         help=(
-            "report of `ascend-emulator verify` on a real NPU; its times replace the chip's"
-            " published figures in estimates"
+            "let events, profiles and traces show modelled times of an NPU instead of this CPU's;"
+            " a report of `ascend-emulator verify` on an NPU corrects the laws"
         ),
     )
     run.add_argument(
@@ -138,7 +146,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     compiling.add_argument("--sanitize", action="store_true", help=SANITIZE)
     trace = commands.add_parser(
-        "trace", help="summarize a trace: calls, bytes, FLOPs, emulated and estimated time"
+        "trace", help="summarize a trace: calls, bytes, FLOPs, emulated and modelled time"
     )
     trace.add_argument("file", type=Path)
     commands.add_parser("rules", help="list the rules of operators: id, basis, source, and limits")
@@ -165,11 +173,21 @@ def _run(options: argparse.Namespace) -> int:
             file=sys.stderr,
         )
         return 2
+    if options.time is not None and options.null:
+        print(
+            "ascend-emulator run: --time needs the operators that --null leaves out; fix: without"
+            " one of them",
+            file=sys.stderr,
+        )
+        return 2
     environ = dict(os.environ)
     if options.numerics:
         environ["ASCEND_EMULATOR_NUMERICS"] = options.numerics
+    if options.time is not None:
+        environ["ASCEND_EMULATOR_TIME"] = "modelled"
+    report = Path(options.time) if options.time else None
     line = set_environment(
-        environ, options.npus, options.soc, options.memory, options.times, options.driver
+        environ, options.npus, options.soc, options.memory, report, options.driver
     )
     if options.without:
         disable(environ, options.without)

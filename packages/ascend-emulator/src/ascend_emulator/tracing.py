@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-all project
-"""Traces of the emulated NPUs, and estimated device time by a roofline model."""
+"""Traces of the emulated NPUs, and modelled device time (docs/modelled-times.md)."""
 
 from __future__ import annotations
 
@@ -18,11 +18,10 @@ from ascend_emulator.faults import loaded_library
 
 @dataclass
 class Estimate:
-    """Estimated device time of an ``estimate()`` block, set at its end.
+    """Modelled device time of an ``estimate()`` block, set at its end.
 
     Attributes:
-        seconds: per NPU, of its latest stream, without host overhead. An estimate from the figures
-            in ``chips.toml``.
+        seconds: per NPU, of its latest stream, by the laws in ``laws.toml``.
     """
 
     seconds: dict[int, float] = field(default_factory=dict)
@@ -40,11 +39,10 @@ def flush() -> None:
 
 @contextmanager
 def estimate() -> Iterator[Estimate]:
-    """Estimate the device time of a block on all NPUs that this process uses; synchronizes at both
+    """Model the device time of a block on all NPUs that this process uses; synchronizes at both
     ends.
 
-    The time of an operator is its launch overhead plus max(FLOPs / throughput, bytes / memory
-    bandwidth), of collectives and copies bytes / link bandwidth. Streams overlap as events allow.
+    Streams overlap as events allow; the host takes the chip's launch time for each launch.
 
     Raises:
         RuntimeError: no NPU is emulated in this process.
@@ -98,18 +96,23 @@ def events(trace: Path) -> list[dict]:
 
 
 def table(trace: Path) -> str:
-    """Summary of a trace by name: calls, bytes, FLOPs, time on the CPU and estimated time on the
-    chip."""
+    """Summary of a trace by name: calls, bytes, FLOPs, time on the CPU or of the modelled clock, and
+    modelled time on the chip."""
     sums: dict[tuple[str, str], list[float]] = defaultdict(lambda: [0, 0, 0, 0, 0])
+    lawless: dict[str, int] = defaultdict(int)
+    spent = "emulated ms"
     for event in events(trace):
         arguments = event["args"]
-        size, flops, estimated = (
-            arguments.get(key, 0) for key in ("bytes", "flops", "estimated_us")
-        )
-        row = sums[event["cat"], event["name"]]
-        for column, value in enumerate((1, size, flops, event["dur"], estimated)):
+        size, flops, modelled = (arguments.get(key, 0) for key in ("bytes", "flops", "modelled_us"))
+        if arguments.get("time"):
+            spent = "timeline ms (modelled)"
+        core = f", {arguments['core']}" if "core" in arguments else ""
+        row = sums[event["cat"] + core, event["name"]]
+        for column, value in enumerate((1, size, flops, event["dur"], modelled)):
             row[column] += value
-    head = ["kind", "name", "calls", "MB", "GFLOP", "emulated ms", "estimated ms"]
+        if arguments.get("law") == "":
+            lawless[event["name"]] += 1
+    head = ["kind", "name", "calls", "MB", "GFLOP", spent, "modelled ms"]
     rows = [
         [
             kind,
@@ -117,15 +120,18 @@ def table(trace: Path) -> str:
             f"{calls:.0f}",
             f"{size / 1e6:.2f}",
             f"{flops / 1e9:.3f}",
-            f"{emulated / 1e3:.2f}",
-            f"{estimated / 1e3:.3f}",
+            f"{elapsed / 1e3:.2f}",
+            f"{modelled / 1e3:.3f}",
         ]
-        for (kind, name), (calls, size, flops, emulated, estimated) in sorted(
+        for (kind, name), (calls, size, flops, elapsed, modelled) in sorted(
             sums.items(), key=lambda item: -item[1][3]
         )
     ]
     note = (
-        "Estimated times: roofline model, summed over streams (an estimate, not a measurement)."
+        "Modelled times: by laws.toml, summed over streams (an estimate, not a measurement)."
         " Graphs contain operators."
     )
+    named = ", ".join(f"{name} {calls}" for name, calls in sorted(lawless.items()))
+    if named:
+        note += f"\nOperators without a law, modelled as elementwise: {named}"
     return "\n".join([*text_tables.aligned(head, rows, names=2), "", note])

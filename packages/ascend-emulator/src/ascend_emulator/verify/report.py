@@ -200,4 +200,5 @@ def title(report: Report) -> str:
     """One line: chip, versions, and whether it was emulated."""
     facts = environment(report)
     kind = "emulated " if facts.get("emulated") else ""
+    kind += "with modelled times " if facts.get("times") == "modelled" else ""
     return f"{kind}{facts.get('soc')}, CANN {facts.get('cann')}, torch_npu {facts.get('torch_npu')}"

@@ -28,6 +28,20 @@ void partial_access(const void* argument, size_t size, double bytes) {
   counters->bytes += bytes;
 }
 
+void by_law(const char* law, double uncounted) {
+  if (!counters) return;
+  std::lock_guard lock(counters->mutex);
+  counters->law = law;
+  counters->uncounted += uncounted;
+}
+
+void add_sent(double bytes, int ranks) {
+  if (!counters) return;
+  std::lock_guard lock(counters->mutex);
+  counters->link += bytes;
+  counters->ranks = ranks;
+}
+
 void add_flops(double flops, int item) {
   if (!counters) return;
   std::lock_guard lock(counters->mutex);

@@ -15,6 +15,10 @@ struct Counters {  // of one execution of an operator
   double bytes = 0, flops = 0;  // bytes: difference to the arguments' sizes; flops: replaces the
                                 // estimate from shapes
   int item = 0;
+  double link = 0;  // bytes that an operator sends to other ranks
+  int ranks = 0;
+  const char* law = nullptr;       // instead of those of its name (laws.toml)
+  double uncounted = 0;            // bytes that this law does not count
   std::vector<const void*> parts;  // tensors that are accessed in part
 };
 
@@ -32,6 +36,11 @@ class Scope {
 
 // The operator accesses `bytes` of an argument of `size` bytes. Several calls add up.
 void partial_access(const void* argument, size_t size, double bytes);
+// The operator's time is by this law, which its name does not tell, and which does not count some
+// of its bytes.
+void by_law(const char* law, double uncounted);
+// The operator sends other ranks this number of bytes.
+void add_sent(double bytes, int ranks);
 // FLOPs on elements of `item` bytes.
 void add_flops(double flops, int item);
 

@@ -78,6 +78,10 @@ void Graph::run(Stream& on) {
   for (const auto& condition : conditions)
     if (condition->assign)
       *static_cast<uint64_t*>(to_kernel(condition->address)) = condition->initial;
+  const int count = static_cast<int>(nodes.size());
+  const double begin = on.modelled;
+  double last = begin;
+  std::vector<double> ends(count);  // of the nodes, on the modelled clock
   const auto run_node = [&](int node) {
     check_not_aborted();
     std::shared_ptr<const Task> task;
@@ -86,17 +90,23 @@ void Graph::run(Stream& on) {
       task = nodes[node].task;
     }
     try {
-      TaskTrace observed(on, *task);
+      // A node begins when those before it have ended, whichever order they run in here.
+      on.modelled = begin;
+      for (int before : nodes[node].after) on.modelled = std::max(on.modelled, ends[before]);
+      const int stream = nodes[node].stream;
+      TaskTrace observed(on, *task, stream == nodes[0].stream ? on.id : stream);
       task->run();
     } catch (const std::exception& e) {
       const auto error = error_of(e);
       throw Error(
           error.status, text(task->name, " (node ", node, " of graph ", id, "): ", error.what()));
     }
+    ends[node] = on.modelled;
+    last = std::max(last, on.modelled);
   };
-  const int count = static_cast<int>(nodes.size());
   if (!Adversary::on()) {
     for (int i = 0; i < count; ++i) run_node(i);  // a node depends on earlier ones
+    on.modelled = last;
     return;
   }
   std::vector<int> missing(count), ready;
@@ -116,6 +126,7 @@ void Graph::run(Stream& on) {
     for (int after : then[node])
       if (--missing[after] == 0) ready.push_back(after);
   }
+  on.modelled = last;
 }
 
 bool Capture::take(Stream& stream, Task& task) {

@@ -70,9 +70,11 @@ uint64_t Stream::submit(Task task) {
     task.blocks = true;
     task.brief = false;
   }
-  if (trace_enabled()) task.work.called = Clock::now();
+  const bool traced = trace_enabled();
+  if (traced) task.work.called = Clock::now();
   if (capture.take(*this, task)) return 0;
   if (update.take(*this, task)) return submitted_;
+  if (traced) task.work.earliest = host_launches(task.kind);
   const bool brief = task.brief && !Adversary::on();
   uint64_t ticket;
   {
@@ -373,4 +375,5 @@ EXPORT double ascend_emulator_modelled(int device) {
 EXPORT void ascend_emulator_align(int device) {
   const double most = ascend_emulator_modelled(device);
   for (const auto& stream : emu::streams_of(device)) stream->modelled = most;
+  emu::host_reaches(most);
 }

@@ -13,6 +13,10 @@
 
 namespace emu {
 
+namespace laws {
+struct Rule;  // laws.h
+}
+
 using Clock = std::chrono::steady_clock;
 using Deadline = std::optional<Clock::time_point>;  // nullopt: no timeout
 
@@ -24,12 +28,12 @@ struct Mark {
   uint64_t ticket = 0;  // reached when the stream has completed this many tasks
   std::atomic<bool> stamped{false};
   Clock::time_point time{};  // when it was reached
-  double modelled = 0;       // seconds, by the roofline model (trace.h)
+  double modelled = 0;       // seconds, by the laws (laws.h)
 };
 
 enum class Kind : uint8_t { op, copy, record, wait, host, collective, graph };
 
-// Cost of a task, for the trace and the roofline model; filled in only while they are enabled.
+// Cost of a task, for the trace and modelled times; filled in only while they are enabled.
 struct Work {
   double bytes = 0;  // of device memory, read and written
   double flops = 0;
@@ -37,6 +41,10 @@ struct Work {
   double link = 0;     // bytes over links, of collectives
   std::string shapes;  // of its arguments
   Clock::time_point called{};
+  double earliest = 0;               // seconds of the modelled clock when the host launched it
+  const laws::Rule* rule = nullptr;  // of an operator; null: it has no law
+  double rows = 1, first = 0;        // rows of the result, and elements of the first tensor
+  int ranks = 0;                     // of a collective
 };
 
 struct Task {
@@ -63,7 +71,7 @@ class Queue {
   virtual uint64_t completed() const = 0;
 
   const int device, id;
-  double modelled = 0;  // device time in seconds by the roofline model; accessed by the worker only
+  double modelled = 0;  // device time in seconds by the laws; accessed by the worker only
 };
 
 }  // namespace emu

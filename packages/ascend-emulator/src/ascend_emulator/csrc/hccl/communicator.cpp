@@ -9,9 +9,11 @@
 #include <torch/csrc/distributed/c10d/Store.hpp>
 #include <unistd.h>
 
+#include <algorithm>
 #include <cstring>
 #include <utility>
 
+#include "core/cost.h"
 #include "core/device.h"
 
 namespace emu::hccl {
@@ -263,6 +265,8 @@ void Communicator::exchange(
   std::vector<Outgoing> outgoing;
   std::vector<Incoming> incoming;
   Header header = call;
+  header.modelled_start = running_stream().modelled;
+  double sent = 0;
   if (!tickets_->empty()) header.overtaken = tickets_->front()->overtaken(Ticket::kCollectives);
   for (int step = 1; step < ranks; ++step) {  // starting with the next rank
     const int peer = (rank + step) % ranks;
@@ -270,8 +274,10 @@ void Communicator::exchange(
     incoming.push_back({peer, header, in.empty() ? nullptr : in[peer].data});
     outgoing.back().header.bytes = out.empty() ? 0 : out[peer].bytes;
     incoming.back().header.bytes = in.empty() ? 0 : in[peer].bytes;
+    sent += static_cast<double>(outgoing.back().header.bytes);
   }
-  transfer(links_, outgoing, incoming, deadline(), wake_.get());
+  cost::add_sent(sent, ranks);
+  join(transfer(links_, outgoing, incoming, deadline(), wake_.get()));
 }
 
 // Sends are synchronous: they complete when the receiver has made its call ("HcclSend"). So a
@@ -297,6 +303,7 @@ void Communicator::exchange(const std::vector<PointToPoint>& items) {
       continue;
     }
     Header with = item.header;
+    with.modelled_start = running_stream().modelled;
     with.kind = kSend;
     const int lane = Ticket::lane(item);
     for (const auto* ticket : *tickets_)
@@ -311,7 +318,13 @@ void Communicator::exchange(const std::vector<PointToPoint>& items) {
     throw TransferError(kParameter,
         "a send to this rank itself, or a receive from it, is alone; they must be in one group or "
         "batch");
-  transfer(links_, outgoing, incoming, deadline(), wake_.get());
+  join(transfer(links_, outgoing, incoming, deadline(), wake_.get()));
+}
+
+// On the modelled clock an exchange begins with the last of its ranks.
+void Communicator::join(double latest) {
+  auto& stream = running_stream();
+  stream.modelled = std::max(stream.modelled, latest);
 }
 
 char* Communicator::scratch(uint64_t bytes) {

@@ -106,6 +106,7 @@ class Communicator {
  private:
   friend class Ticket;
   void connect();
+  void join(double latest);
   void stop(Code result, const std::string& message);  // keeps the first failure
   [[noreturn]] void fail(const Header& call, Code result, const std::string& message);
   Deadline deadline() const;

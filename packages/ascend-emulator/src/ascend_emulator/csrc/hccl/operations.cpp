@@ -102,6 +102,7 @@ void submit(std::vector<Operation> operations) {
   if (trace_enabled()) {
     for (const auto& each : operations) task.work.link += link_bytes(each);
     task.work.bytes = 2 * task.work.link;
+    task.work.ranks = operations.front().on->ranks;
     task.work.shapes = operations.front().call.describe();
   }
   if (!stream->capture) {

@@ -99,12 +99,13 @@ void check_order(int peer, const Header& theirs, const Header& ours) {
 }
 
 // Finds the call that matches a message. Point-to-point messages may arrive before their call.
-const Incoming* match_receive(Channel& channel, const Header& header) {
+const Incoming* match_receive(Channel& channel, const Header& header, double& latest) {
   for (auto at = channel.waiting.begin(); at != channel.waiting.end(); ++at) {
     if ((*at)->header.kind != header.kind) continue;
     check_order(channel.peer, header, (*at)->header);
     if (!same_call((*at)->header, header)) mismatch(channel.peer, header, (*at)->header);
     const auto* found = *at;
+    latest = std::max(latest, header.modelled_start);
     channel.waiting.erase(at);
     return found;
   }
@@ -178,7 +179,7 @@ bool send_some(Channel& channel, Link& link) {
   return moved;
 }
 
-bool receive_some(Channel& channel, Link& link) {
+bool receive_some(Channel& channel, Link& link, double& latest) {
   bool moved = false;
   while (channel.wants_to_receive()) {
     char* to;
@@ -212,7 +213,7 @@ bool receive_some(Channel& channel, Link& link) {
         channel.failure.resize(std::min<uint64_t>(channel.header.bytes, 4096));
         channel.header.bytes = channel.failure.size();
         channel.target = channel.failure.data();
-      } else if (const auto* call = match_receive(channel, channel.header)) {
+      } else if (const auto* call = match_receive(channel, channel.header, latest)) {
         channel.target = static_cast<char*>(call->data);
       } else {
         begin_unexpected(channel, link);
@@ -284,16 +285,17 @@ void pause(Deadline deadline, int wake) {
   wait(files, deadline);
 }
 
-void transfer(std::vector<Link>& links, const std::vector<Outgoing>& out,
+double transfer(std::vector<Link>& links, const std::vector<Outgoing>& out,
     const std::vector<Incoming>& in, Deadline deadline, int wake) {
   std::vector<Channel> channels(links.size());
+  double latest = 0;
   for (size_t i = 0; i < channels.size(); ++i) channels[i].peer = static_cast<int>(i);
   for (const auto& message : out) channels[message.peer].out.push_back(&message);
   for (const auto& message : in) channels[message.peer].waiting.push_back(&message);
   for (auto& channel : channels) {  // messages that have already arrived
     auto& unexpected = links[channel.peer].unexpected;
     for (auto at = unexpected.begin(); at != unexpected.end() && !channel.waiting.empty();) {
-      const auto* call = match_receive(channel, at->header);
+      const auto* call = match_receive(channel, at->header, latest);
       if (call && !at->bytes.empty()) std::memcpy(call->data, at->bytes.data(), at->bytes.size());
       if (call) links[channel.peer].unexpected_bytes -= at->bytes.size();
       at = call ? unexpected.erase(at) : std::next(at);
@@ -304,7 +306,8 @@ void transfer(std::vector<Link>& links, const std::vector<Outgoing>& out,
     bool moved = false;
     for (auto& channel : channels) moved |= send_some(channel, links[channel.peer]);
     for (auto& channel : channels)
-      moved |= receive_some(channel, links[channel.peer]);  // after this rank's headers are sent
+      moved |=
+          receive_some(channel, links[channel.peer], latest);  // after this rank's headers are sent
     std::erase_if(channels, [](const Channel& channel) { return channel.done(); });
     if (moved || channels.empty()) continue;
     std::vector<pollfd> files{{wake, POLLIN, 0}};
@@ -325,6 +328,7 @@ void transfer(std::vector<Link>& links, const std::vector<Outgoing>& out,
                                         "HCCL_EXEC_TIMEOUT allows, or hangs"));
     }
   }
+  return latest;
 }
 
 }  // namespace emu::hccl

@@ -74,6 +74,7 @@ struct Header {
   uint32_t overtaken =
       kNone;  // calls that were issued earlier and have not run yet (Ticket); kNone: not known
   uint32_t reserved = 0;
+  double modelled_start = 0;  // of this rank, in seconds of the modelled clock
   std::string describe() const;
 };
 
@@ -110,8 +111,9 @@ struct TransferError : std::runtime_error {
 };
 
 // Transfers all messages. Throws TransferError if a peer closed its connection or sent another
-// call, the deadline passed, or `wake` became readable; and check_not_aborted()'s error.
-void transfer(std::vector<Link>& links, const std::vector<Outgoing>& out,
+// call, the deadline passed, or `wake` became readable; and check_not_aborted()'s error. Returns
+// the latest start of the peers on the modelled clock.
+double transfer(std::vector<Link>& links, const std::vector<Outgoing>& out,
     const std::vector<Incoming>& in, Deadline deadline, int wake);
 // Sends the reason of this rank's failure to all peers that are still reachable.
 void notify_failure(std::vector<Link>& links, const std::string& reason);

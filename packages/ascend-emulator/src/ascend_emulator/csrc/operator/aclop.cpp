@@ -11,9 +11,11 @@
 #include <cstring>
 #include <map>
 #include <mutex>
+#include <set>
 #include <vector>
 
 #include "core/device.h"
+#include "core/trace.h"
 #include "graph_op.h"
 
 using namespace emu;
@@ -113,6 +115,21 @@ Tensor tensor_of(const void* given_desc, const void* given_buffer, const std::st
   return fractals.back().matrix;
 }
 
+// On the modelled clock, an operator is compiled for each new shape.
+struct Compiled {
+  std::mutex mutex;
+  std::set<std::string> seen;
+};
+void compile(const char* op_type, const std::vector<Tensor>& tensors) {
+  std::ostringstream call;
+  call << op_type;
+  for (const auto& each : tensors)
+    if (each.defined()) call << ' ' << each.scalar_type() << each.sizes();
+  auto& compiled = process.part<Compiled>();
+  std::lock_guard lock(compiled.mutex);
+  if (compiled.seen.insert(call.str()).second) host_compiles(op_type);
+}
+
 int execute(const char* op_type, int inputs, const void* const input[], const void* const from[],
     int outputs, const void* const output[], void* const to[], const void* attributes,
     void* stream) {
@@ -143,6 +160,8 @@ int execute(const char* op_type, int inputs, const void* const input[], const vo
       note(entry);
     };
   });
+  if (!status && trace_enabled() && compile_option(kJitCompile) == "enable")
+    compile(op.type, task->tensors);
   return status ? operator_done(op.type, status)
                 : launch(op.type, hand_out(std::move(task)), stream);
 }

@@ -13,6 +13,7 @@
 
 #include "core/fault.h"
 #include "core/jitter.h"
+#include "core/laws.h"
 #include "core/stream.h"
 #include "core/trace.h"
 #include "jitter.h"
@@ -44,6 +45,11 @@ Work work_of(const std::string& name, const std::vector<Tensor>& tensors) {
     ++seen;
   }
   work.shapes = shapes.str();
+  const auto rows = [](const Tensor& of) {
+    return of.dim() && of.size(-1) ? static_cast<double>(of.numel() / of.size(-1)) : 1.0;
+  };
+  work.rule = laws::rule_of(name.c_str(), seen ? toString(matrices[0]->scalar_type()) : "");
+  if (seen) work.first = static_cast<double>(matrices[0]->numel()), work.rows = rows(*matrices[0]);
   const char* const products[] = {"atmul", "MatMul", "Mm", "Linear"};
   if (seen > 1 && std::any_of(std::begin(products), std::end(products),
                       [&](const char* part) { return name.find(part) != std::string::npos; })) {
@@ -54,6 +60,10 @@ Work work_of(const std::string& name, const std::vector<Tensor>& tensors) {
       work.flops =
           2.0 * static_cast<double>(tensors.back().numel()) * static_cast<double>(left.size(-1));
       work.item = static_cast<int>(left.element_size());
+      work.rows = rows(left);
+      // Of each group, where the matrices of groups are one tensor.
+      if (name.find("Grouped") != std::string::npos && matrices[1]->dim() == 3)
+        work.rows /= static_cast<double>(std::max<int64_t>(matrices[1]->size(0), 1));
     }
   } else {
     work.flops = tensors.empty() || !tensors.back().defined()

@@ -80,7 +80,10 @@ struct Copy {
   // Bytes of device memory read and written, and bytes over the host link.
   Work cost() const {
     const double size = bytes;
-    return {size * (onto_device + off_device), 0, 0, onto_device != off_device ? size : 0, {}};
+    Work work;
+    work.bytes = size * (onto_device + off_device);
+    work.link = onto_device != off_device ? size : 0;
+    return work;
   }
 };
 
@@ -108,7 +111,9 @@ void submit(const char* name, const Copy& copy, void* handle) {
   }
   const auto ticket = stream.submit(std::move(task));
   // Copies to pageable memory are synchronous.
-  if (pageable) stream.wait(ticket);
+  if (!pageable) return;
+  stream.wait(ticket);
+  if (trace_enabled()) host_reaches(stream.modelled);
 }
 
 // Copies of a batch, with directions from the attributes; reports the index of an invalid one.

@@ -56,8 +56,8 @@ void make_profile(const std::vector<uint32_t>& devices) {
   localtime_r(&seconds, &local);
   char stamp[32];
   std::strftime(stamp, sizeof stamp, "%Y%m%d%H%M%S000", &local);
-  std::snprintf(name, sizeof name, "/PROF_%06d_%s_EMULATOR%08X", ++profiling().number, stamp,
-      static_cast<unsigned>(getpid()));
+  std::snprintf(name, sizeof name, "/PROF_%06d_%s_%s%08X", ++profiling().number, stamp,
+      emu::shows_modelled_time() ? "MODELLED" : "EMULATOR", static_cast<unsigned>(getpid()));
   make_directory(profiling().path);
   const auto directory = profiling().path + name;
   make_directory(directory);

@@ -120,6 +120,7 @@ void synchronize_event(void* handle, Deadline deadline) {
     check(mark->stream->wait(mark->ticket, deadline), kEventSyncTimeout,
         "the deadline passed while stream ", mark->stream->id, " ran ",
         mark->stream->running_task_name());
+  if (mark && mark->stamped && trace_enabled()) host_reaches(mark->modelled);
 }
 
 void synchronize_device(const char* call, Deadline deadline) {
@@ -127,7 +128,10 @@ void synchronize_device(const char* call, Deadline deadline) {
   check_queue(current_device());
   const auto streams = streams_of(current_device());
   for (const auto& stream : streams) check_not_captured(*stream);
-  for (const auto& stream : streams) stream->synchronize(deadline);
+  for (const auto& stream : streams) {
+    stream->synchronize(deadline);
+    if (trace_enabled()) host_reaches(stream->modelled);
+  }
 }
 
 void synchronize_stream(const char* call, void* handle, Deadline deadline) {
@@ -136,6 +140,7 @@ void synchronize_stream(const char* call, void* handle, Deadline deadline) {
   HostTrace observed(call);
   check_queue(stream->device);
   stream->synchronize(deadline);
+  if (trace_enabled()) host_reaches(stream->modelled);
 }
 
 // A callback that waits for its thread.
@@ -284,13 +289,18 @@ ACL_API(computed, aclrtEventElapsedTime, (float* milliseconds, void* start, void
   const auto last = mark_of(*to);
   check(first && last && first->stamped && last->stamped, kInvalidParam,
       "both events must have been recorded and reached");
-  *milliseconds = std::chrono::duration<float, std::milli>(last->time - first->time).count();
+  *milliseconds = shows_modelled_time()
+                      ? static_cast<float>((last->modelled - first->modelled) * 1e3)
+                      : std::chrono::duration<float, std::milli>(last->time - first->time).count();
 })
 ACL_API(computed, aclrtEventGetTimestamp, (void* event, uint64_t* microseconds), {
   const auto mark = mark_of(*event_at(event));
   check(mark && mark->stamped, kInvalidParam, "the event must have been recorded and reached");
-  *microseconds =
-      std::chrono::duration_cast<std::chrono::microseconds>(mark->time.time_since_epoch()).count();
+  const std::chrono::duration<double> modelled(mark->modelled),
+      machine = mark->time.time_since_epoch();
+  *microseconds = std::chrono::duration_cast<std::chrono::microseconds>(
+      shows_modelled_time() ? modelled : machine)
+                      .count();
 })
 
 // Streams write values to device memory and wait for them (torch.npu.ExternalEvent).

@@ -266,6 +266,8 @@ struct FusedInfer : InferInputs, InferRope, InferSettings {
         value_quant(rows(own_value, span, whole ? i : 0, kv_start), i, groups, table, block_size);
     auto q = tokens(query, in, i, span.start, span.count, heads);
     if (latent()) {
+      // Kernels read a latent once, for keys and values.
+      cost::by_law("latent attention", static_cast<double>(v.nbytes()));
       q = at::cat({query_scale ? q.to(at::kFloat) : q,
                       tokens(*query_rope, in, i, span.start, span.count, heads)},
           -1);

@@ -4,7 +4,8 @@
 op_summary of a profile.
 
 torch_npu's profiler calls it, and looks for this path beside it. Durations are those of this
-machine's CPU. It runs with any ``python3`` on PATH, and so imports nothing of this package.
+machine's CPU, or those of the modelled clock (`--time modelled`), and then marked. It runs with any
+``python3`` on PATH, and so imports nothing of this package.
 """
 
 from __future__ import annotations
@@ -53,10 +54,26 @@ def tasks(profile: Path) -> list[dict]:
     lines = (profile / "host" / "emulator_trace.json").read_text().splitlines()
     events = [json.loads(line.rstrip(",")) for line in lines if line.endswith("},")]
     events = [event for event in events if event.get("cat") in TASKS and "stream" in event["args"]]
+    # A modelled timeline begins after the last call on the host, whose times are this machine's.
+    shift = 0.0
+    if is_modelled(events):
+        first = min(event["ts"] for event in events)
+        shift = max([steady / 1000, *(each["args"].get("called", 0) for each in events)]) - first
     for event in events:
-        event["start"] = local(event["ts"])
-        event["called"] = local(event["args"].get("called", event["ts"]))
+        event["start"] = local(event["ts"] + shift)
+        event["called"] = local(event["args"].get("called", event["ts"] + shift))
     return sorted(events, key=lambda event: event["ts"])
+
+
+def is_modelled(events: list[dict]) -> bool:
+    """Whether the times are modelled ones."""
+    return any(event["args"].get("time") == "modelled" for event in events)
+
+
+def core(event: dict) -> str:
+    """Where a task runs, marked where its time is modelled."""
+    name = "AI_CPU" if "core" in event["args"] else TASKS[event["cat"]]
+    return f"{name} (modelled)" if is_modelled([event]) else name
 
 
 def operator(name: str) -> str:
@@ -68,7 +85,8 @@ def timeline(events: list[dict]) -> list[dict]:
     """Chrome trace: the streams, the calls on the host, and an arrow from each call to its task."""
     pid = events[0]["pid"] if events else 0
     host, device = pid * 100 + 1, pid * 100 + 2
-    names = [(host, "CANN"), (device, "Ascend Hardware")]
+    mark = " (modelled)" if is_modelled(events) else ""
+    names = [(host, "CANN"), (device, f"Ascend Hardware{mark}")]
     trace: list[dict] = [
         {"name": "process_name", "ph": "M", "pid": at, "tid": 0, "args": {"name": name}}
         for at, name in names
@@ -76,7 +94,7 @@ def timeline(events: list[dict]) -> list[dict]:
     for number, event in enumerate(events):
         arguments = event["args"]
         task = {
-            "Task Type": TASKS[event["cat"]],
+            "Task Type": core(event),
             "Stream Id": arguments["stream"],
             "Task Id": number,
         }
@@ -104,7 +122,7 @@ def summary(events: list[dict]) -> list[list]:
         dtypes = ";".join(DTYPES.get(dtype, dtype.upper()) for dtype, _ in tensors)
         name = event["name"]
         row = [arguments["npu"], 4294967295, number, stream, name, operator(name), "static"]
-        row += [TASKS[event["cat"]], event["start"], f"{event['dur']:.3f}", f"{waited:.3f}", 0]
+        row += [core(event), event["start"], f"{event['dur']:.3f}", f"{waited:.3f}", 0]
         rows.append([*row, f'"{shapes}"', dtypes, ";".join("ND" for _ in tensors)])
     return rows
 
