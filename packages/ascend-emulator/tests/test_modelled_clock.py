@@ -245,7 +245,6 @@ def test_profiles_have_modelled_times_and_say_so(run, tmp_path):
     with (profile / "ASCEND_PROFILER_OUTPUT" / "kernel_details.csv").open() as file:
         kernels = list(csv.DictReader(file))
     products = [row for row in kernels if row["Type"] in ("Mm", "Matmul")]
-    assert [row["Step Id"] for row in products] == ["0", "1"]
     durations = [float(row["Duration(us)"]) for row in products]
     assert durations == pytest.approx([matmul() * 1e3] * 2, rel=1e-3)
     cores = {row["Name"]: row["Accelerator Core"] for row in kernels}
