@@ -21,7 +21,7 @@ KEPT = checkout.TOOLS / "generated_docs" / "launches.json"
 KEPT_V2 = KEPT.with_stem("launches_v2")
 """Launches outside of layers and host waits with vLLM's V2 model runner, from a run with --runner
 v2 on a vLLM that has it."""
-REQUESTS, PROMPT = 16, 63
+REQUESTS, PROMPT, DRAFTS = 16, 63, 3
 CACHED = PROMPT + 2  # Tokens in the cache at the second decode step, which is counted.
 HIDDEN, HEADS, KV_HEADS, HEAD = 1024, 16, 8, 128  # Sizes of Qwen3-0.6B, except the vocabulary.
 BASE = {
@@ -144,6 +144,20 @@ INT8 = {
 }
 CASES: dict[str, dict[str, Any]] = {
     "dense": {"config": DENSE, "ranks": 1, "engine": {}},
+    "dense, 3 draft tokens": {
+        # Prompts have nearly every token, after which three are then looked up.
+        "config": DENSE | {"vocab_size": PROMPT + 1},
+        "ranks": 1,
+        "engine": {
+            "speculative_config": {
+                "method": "ngram",
+                "num_speculative_tokens": DRAFTS,
+                "prompt_lookup_max": 1,
+                "prompt_lookup_min": 1,
+            }
+        },
+        "distinct": True,
+    },
     "dense, TP2": {"config": DENSE, "ranks": 2, "engine": {"tensor_parallel_size": 2}},
     "Gemma 3": {"config": GEMMA, "ranks": 1, "engine": {}},
     "PaddleOCR-VL (M-RoPE)": {
@@ -182,20 +196,47 @@ CASES: dict[str, dict[str, Any]] = {
 }
 
 
+GRAPHS = {
+    "enforce_eager": False,
+    "compilation_config": {
+        "cudagraph_mode": "FULL_DECODE_ONLY",
+        "cudagraph_capture_sizes": [REQUESTS, REQUESTS * (1 + DRAFTS)],
+    },
+}
+
+
 def run(names: list[str], directory: Path, runner: str = "v1") -> dict[str, Any]:
     """Count the launches of these cases; the trace is written to the directory."""
-    cases = [{"name": name, "requests": REQUESTS, "prompt": PROMPT} | CASES[name] for name in names]
+    cases = [{"name": name, "layers": [2, 3]} | CASES[name] for name in names]
+    return {name: per_layer(name, *runs) for name, runs in count(cases, directory, runner).items()}
+
+
+def captured(cases: dict[str, dict[str, Any]], directory: Path) -> dict[str, Any]:
+    """The summary of a decode step in a graph, for cases as in CASES."""
+    wanted = [
+        {"name": name, "layers": [3]} | case | {"engine": GRAPHS | case["engine"]}
+        for name, case in cases.items()
+    ]
+    return {name: runs[0]["decode"] for name, runs in count(wanted, directory).items()}
+
+
+def count(
+    cases: list[dict[str, Any]], directory: Path, runner: str = "v1", **more: Any
+) -> dict[str, Any]:
+    """The summaries of the cases' runs, by name."""
+    cases = [{"requests": REQUESTS, "prompt": PROMPT} | case for case in cases]
     variables: dict[str, Any] = {
         "VLLM_PLUGINS": "",
         "OMP_NUM_THREADS": "1",
         "ASCEND_EMULATOR_TRACE": str(directory / "trace.json"),
+        "ASCEND_EMULATOR_TIME": "modelled",
         "VLLM_USE_V2_MODEL_RUNNER": str(int(runner == "v2")),
-    }
+    } | more
     done = npus.run(
         2, sys.executable, str(PROGRAM), json.dumps(cases), memory="2GiB", timeout=2400, **variables
     )
-    found = {result["name"]: per_layer(result) for result in npus.results(done.stdout)}
-    if done.returncode or list(found) != names:
+    found = {result["name"]: result["runs"] for result in npus.results(done.stdout)}
+    if done.returncode or list(found) != [case["name"] for case in cases]:
         sys.exit(
             "launches: the program ended with exit code"
             f" {done.returncode}:\n{(done.stdout + done.stderr)[-3000:]}"
@@ -225,11 +266,12 @@ def needed(case: dict[str, Any], step: str) -> tuple[int, int]:
         text.get("num_key_value_heads", text["num_attention_heads"]),
     )
     size = HIDDEN // heads if config is BERT else HEAD
-    tokens, seen = (
-        (REQUESTS * PROMPT, REQUESTS * PROMPT)
-        if step == "prefill"
-        else (REQUESTS, REQUESTS * CACHED)
-    )
+    rows = REQUESTS * (1 + DRAFTS if "speculative_config" in case["engine"] else 1)
+    tokens, seen = {
+        "prefill": (REQUESTS * PROMPT, REQUESTS * PROMPT),
+        "decode": (rows, REQUESTS * CACHED),
+        "mixed": (rows + PROMPT, REQUESTS * (CACHED + 1) + PROMPT),
+    }[step]
     hidden, cached = text["hidden_size"], 2 * kv_heads * size // ranks
     weights, router = (2 * heads + 2 * kv_heads) * size * hidden // ranks, 0
     if latent := text.get("kv_lora_rank"):
@@ -258,7 +300,7 @@ def needed(case: dict[str, Any], step: str) -> tuple[int, int]:
         weights += 3 * HIDDEN * config["moe_intermediate_size"] * config["num_experts"] // ranks
     else:
         weights += (2 if config is BERT else 3) * hidden * text["intermediate_size"] // ranks
-    cache = 0 if config is BERT else cached * (seen + (tokens if step == "decode" else 0))
+    cache = 0 if config is BERT else cached * (seen + (0 if step == "prefill" else tokens))
     if linear:
         cache = REQUESTS * state * (1 if step == "prefill" else 2)  # a prefill only writes them
     width = 1 if "quantization_config" in config else 2
@@ -268,13 +310,13 @@ def needed(case: dict[str, Any], step: str) -> tuple[int, int]:
     )
 
 
-def per_layer(result: dict[str, Any]) -> dict[str, Any]:
-    """The output of count_launches.py, split into one layer and all that is outside of
-    the layers."""
+def per_layer(name: str, fewer_layers: dict, more_layers: dict) -> dict[str, Any]:
+    """The runs of count_launches.py with two numbers of layers, split into one layer and all that
+    is outside of the layers. Modelled times are in microseconds."""
     found: dict[str, Any] = {}
-    other = "layer_types" in CASES[result["name"]]["config"]  # the first layer
-    for step in result["fewer"]:
-        fewer, more = result["fewer"][step], result["more"][step]
+    other = "layer_types" in CASES[name]["config"]  # the first layer
+    for step, fewer in fewer_layers.items():
+        more = more_layers[step]
         names = Counter(more["names"])
         names.subtract(fewer["names"])
         launches = {name: count for name, count in sorted(names.items()) if count}
@@ -283,7 +325,7 @@ def per_layer(result: dict[str, Any]) -> dict[str, Any]:
             for name in launches
             if name in more["moved"]
         }
-        moved, sent = needed(CASES[result["name"]], step)
+        moved, sent = needed(CASES[name], step)
         found[step] = {
             "launches": launches,
             "moved": by_name,
@@ -293,6 +335,11 @@ def per_layer(result: dict[str, Any]) -> dict[str, Any]:
             "sent": more["sent"] - fewer["sent"],
             "to send": sent,
             "waits": max(fewer["waits"], more["waits"]),
+            "modelled": round(sum(more["modelled"].values()) - sum(fewer["modelled"].values()), 1),
+            "exposed": round(more["exposed"] - fewer["exposed"], 1),
+            "ai_cpu": more["ai_cpu"],
+            "masked": more["masked"] - fewer["masked"],
+            "compilations": more["compilations"],
         }
     return found
 

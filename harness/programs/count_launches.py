@@ -4,10 +4,10 @@
 on one rank.
 
     python count_launches.py '[{"name": ..., "config": {...}, "ranks": 1, "engine": {...},
-    "requests": 16, "prompt": 63}]'
+    "requests": 16, "prompt": 63, "layers": [2, 3], "sampling": {...}}]'
 
-Each case runs twice, with one more layer the second time: the difference is a layer's. Prints a
-line `RESULT {json}` a case.
+Each case runs once for each number of layers: with one more the difference is a layer's. Prints a
+line `RESULT {json}` a case, with the summaries of each run.
 """
 
 from __future__ import annotations
@@ -70,14 +70,24 @@ def steps(case: dict[str, Any], directory: Path) -> dict[str, Any]:
         while engine.has_unfinished_requests():
             engine.step()
     torch.manual_seed(0)
-    for request in range(case["requests"]):
-        prompt = torch.randint(3, config.get_text_config().vocab_size, (case["prompt"],)).tolist()
+
+    def add(request: int, case: dict[str, Any]) -> None:
+        vocabulary = config.get_text_config().vocab_size
+        prompt = torch.randint(3, vocabulary, (case["prompt"],)).tolist()
+        if case.get("distinct"):
+            prompt = torch.randperm(vocabulary)[: case["prompt"]].tolist()
         wanted: SamplingParams | PoolingParams = PoolingParams(task="embed")
         if not pools:
-            wanted = SamplingParams(temperature=0, max_tokens=4, detokenize=False, ignore_eos=True)
+            asked = {"temperature": 0, "max_tokens": 16} | case.get("sampling", {})
+            wanted = SamplingParams(**asked, detokenize=False, ignore_eos=True)
         engine.add_request(str(request), {"prompt_token_ids": prompt}, wanted)
+
+    for request in range(case["requests"]):
+        add(request, case)
     found, before = {}, len(trace.events())
-    for name in ("prefill",) if pools else ("prefill", "first decode", "decode"):
+    for name in ("prefill",) if pools else ("prefill", "first decode", "decode", "mixed"):
+        if name == "mixed":
+            add(case["requests"], case)
         engine.step()
         found[name], before = trace.events()[before:], len(trace.events())
     return {name: trace.summary(found[name]) for name in found if name != "first decode"}
@@ -97,7 +107,5 @@ def run(case: dict[str, Any]) -> dict[str, Any]:
 
 if __name__ == "__main__":
     for each in json.loads(sys.argv[1]):
-        fewer, more = (run(each | {"layers": layers}) for layers in (2, 3))
-        print(
-            "RESULT", json.dumps({"name": each["name"], "fewer": fewer, "more": more}), flush=True
-        )
+        found = [run(each | {"layers": layers}) for layers in each["layers"]]
+        print("RESULT", json.dumps({"name": each["name"], "runs": found}), flush=True)

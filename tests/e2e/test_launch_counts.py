@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-all project
-"""Launches and bytes of a decoder layer, held against the table that `tools/check launches` writes;
-host waits."""
+"""Launches, bytes and modelled times of a decoder layer, held against the table that
+`tools/check launches` writes; host waits."""
 
 import json
 import sys
@@ -13,7 +13,7 @@ from harness import launches as table
 from harness import npus
 
 CASES = ["dense", "Gemma 3", "experts, TP2 EP2"]  # tools/check launches counts the others too
-STEPS = [(name, step) for name in CASES for step in ("prefill", "decode")]
+STEPS = [(name, step) for name in CASES for step in ("prefill", "decode", "mixed")]
 
 
 @pytest.fixture(scope="module")
@@ -31,6 +31,10 @@ def test_launches_and_bytes_are_those_of_the_table(
     # Rounding may change which experts are selected.
     assert found["bytes"] == pytest.approx(kept["bytes"], rel=0.01)
     assert (found["sent"], found["needed"]) == (kept["sent"], kept["needed"])
+    assert found["modelled"] == pytest.approx(kept["modelled"], rel=0.02)
+    names = ("ai_cpu", "masked", "compilations")
+    assert [found[name] for name in names] == [kept[name] for name in names]
+    assert (found["exposed"] > 0) == (kept["exposed"] > 0) == (found["sent"] > 0)
 
 
 @pytest.mark.parametrize(("name", "step"), STEPS)

@@ -44,7 +44,7 @@ def launches() -> str:
             )
         counted = [
             f"{count} \N{MULTIPLICATION SIGN} `{launched}`" if count > 1 else f"`{launched}`"
-            for launched, count in each["launches"].items()
+            for launched, count in steps.get("decode", each)["launches"].items()
         ]
         names.append(f"- {name}, decode: {', '.join(counted)}")
     head = [
@@ -60,6 +60,23 @@ def launches() -> str:
     ]
     of_v2 = ["launches outside with V2", "synchronizations with V2"] if with_v2 else []
     return "\n".join([table([*head, "host synchronizations", *of_v2], rows), "", *names])
+
+
+def modelled_launches() -> str:
+    """Modelled times of a layer, and what costs much on an NPU, by tools/check launches."""
+    rows = []
+    for name, steps in json.loads((DATA / "launches.json").read_text()).items():
+        for step, each in steps.items():
+            if "modelled" not in each:  # It was counted before there was a clock.
+                continue
+            ai_cpu = [f"{count} `{launched}`" for launched, count in each["ai_cpu"].items()]
+            exposed = f"{each['exposed']:.0f}" if each["to send"] else ""
+            counts = [str(each[count]) for count in ("masked", "compilations", "waits")]
+            cells = [f"{each['modelled']:.0f}", exposed, ", ".join(ai_cpu) or "0"]
+            rows.append([name, step, *cells, *counts])
+    head = ["model", "step", "modelled us per layer", "of these exposed communication"]
+    head += ["AI CPU launches", "masks of single query tokens per layer", "compilations", "waits"]
+    return table(head, rows)
 
 
 def hybrid() -> str:
