@@ -14,6 +14,7 @@ import csv
 import json
 import re
 import sys
+import time
 from collections import defaultdict
 from pathlib import Path
 
@@ -170,6 +171,8 @@ def main(arguments: list[str]) -> int:
         return 1
     for profile in profiles:
         export(profile)
+    # torch_npu looks for the files every 0.1 s, and gives up where this process has ended before.
+    time.sleep(0.3)
     return 0
 
 
