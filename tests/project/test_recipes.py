@@ -114,7 +114,7 @@ def test_variables_are_explained_and_set_where_they_apply() -> None:
     known = {variable["name"]: variable for variable in DATA["variable"]}
     for variable in known.values():
         assert (
-            f"| `{variable['name']}` | {variable['why']} | [documentation]({variable['source']}) |"
+            f"- `{variable['name']}`: {variable['why']} ([documentation]({variable['source']}))"
             in PAGE.read_text()
         )
     for environment, words in commands():
