@@ -143,6 +143,51 @@ def test_pages_of_a_request_that_has_nothing_in_them():
     close(out[2:], reference(query[2:], keys, keys, 0.1, torch.zeros(1, 5, dtype=torch.bool))[0])
 
 
+@pytest.mark.parametrize("offsets", [False, True])
+@pytest.mark.parametrize("mode", [4, 5])
+def test_int8_pages_with_pages_of_scales(mode, offsets):
+    """A scale for each token of a page, in mode 5 for each KV head, too."""
+    blocks, size, groups, dim = 4, 32, 2, 32
+    lengths, table = [40, 20], torch.tensor([[2, 0], [3, 0]], dtype=torch.int32)
+    query = torch.randn(2, 4, 1, dim).half()
+    caches = torch.randint(-128, 128, (2, blocks, groups, size, dim), dtype=torch.int8)
+    shape = (blocks, size) if mode == 4 else (blocks, groups, size)
+    scales, shifts = torch.rand(2, *shape) * 0.02 + 0.01, torch.randn(2, *shape) * 5 * offsets
+
+    def by_token(x):  # [blocks, groups or 1, size, 1]
+        return (x[:, None] if mode == 4 else x)[..., None].double()
+
+    whole = [
+        (cache.double() + by_token(shift)) * by_token(scale)
+        for cache, scale, shift in zip(caches, scales, shifts, strict=True)
+    ]
+    flat = (cache.transpose(1, 2).flatten(2).contiguous().npu() for cache in caches)
+    more = {f"{name}_antiquant_mode": mode for name in ("key", "value")}
+    more |= {"key_antiquant_scale": scales[0].npu(), "value_antiquant_scale": scales[1].npu()}
+    if offsets:
+        more |= {"key_antiquant_offset": shifts[0].npu(), "value_antiquant_offset": shifts[1].npu()}
+    out, _ = torch_npu.npu_fused_infer_attention_score(
+        query.npu(),
+        *flat,
+        num_heads=4,
+        num_key_value_heads=groups,
+        scale=0.2,
+        input_layout="BNSD",
+        block_table=table.npu(),
+        block_size=size,
+        actual_seq_lengths_kv=lengths,
+        **more,
+    )
+    for request, length in enumerate(lengths):
+        keys, values = (
+            torch.cat([x[page] for page in table[request]], 1)[:, :length].transpose(0, 1)
+            for x in whole
+        )
+        one_token = torch.zeros(1, length, dtype=torch.bool)
+        expected = reference(query[request].transpose(0, 1), keys, values, 0.2, one_token)[0]
+        close(out[request].transpose(0, 1), expected)
+
+
 @pytest.mark.parametrize("block_size", [16, 32, 512])
 def test_block_sizes_and_head_sizes(block_size):
     for size in (16, 128):
