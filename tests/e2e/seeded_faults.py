@@ -1,0 +1,33 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-all project
+"""Plugin of test_seeded_faults.py: the fused attention, with a fault in each layer ($SEEDED_FAULT)."""
+
+import os
+from typing import Any
+
+import torch
+from ascend_attention.dense import FusedAttentionBackend, FusedAttentionImpl
+
+FAULT = os.environ["SEEDED_FAULT"]
+
+
+class Impl(FusedAttentionImpl):
+    """Attention without a mask for single query tokens, unless the mask is the fault."""
+
+    def _mask_args(self, meta: Any) -> dict[str, Any]:
+        is_decode = meta.num_decodes == meta.num_tokens
+        return {"sparse_mode": 0} if is_decode and FAULT != "mask" else super()._mask_args(meta)
+
+    def forward(self, layer: Any, query: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        if FAULT == "bucketize":
+            numbers = torch.arange(len(query), device=query.device)
+            torch.bucketize(numbers, numbers)
+        if FAULT == "wait":
+            torch.npu.synchronize()
+        return super().forward(layer, query, *args, **kwargs)
+
+
+class Backend(FusedAttentionBackend):
+    """The backend of the faulty attention."""
+
+    impl_cls = Impl

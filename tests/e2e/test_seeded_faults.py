@@ -1,0 +1,62 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-all project
+"""Faults that cost a decode step much on an NPU show in the table of `tools/check launches`: a plugin
+seeds each of them."""
+
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+from harness import launches
+
+REGISTER = """
+def register():
+    from ascend_platform import extension
+
+    extension.offer("attention.dense", "seeded_faults.Backend")
+"""
+FAULTS = {
+    "none": "",
+    "bucketize": "ai_cpu",
+    "mask": "masked",
+    "wait": "waits",
+}
+"""Each fault, and the field in which it shows. jit_compile is refused by name (test_strictness.py)."""
+
+
+@pytest.fixture(scope="module")
+def steps(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
+    """The decode step of a dense model with each fault."""
+    directory = tmp_path_factory.mktemp("plugin")
+    directory.joinpath("seeded_fault_plugin.py").write_text(REGISTER)
+    info = directory / "seeded_faults-1.0.dist-info"
+    info.mkdir()
+    info.joinpath("METADATA").write_text(
+        "Metadata-Version: 2.1\nName: seeded-faults\nVersion: 1.0\n"
+    )
+    info.joinpath("entry_points.txt").write_text(
+        "[vllm.general_plugins]\nseeded_faults = seeded_fault_plugin:register\n"
+    )
+    paths = [str(directory), str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")]
+    case = launches.CASES["dense"] | {"name": "dense", "layers": [2]}
+    found = {}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PYTHONPATH", os.pathsep.join(filter(None, paths)))
+        for fault in FAULTS:
+            more = {"VLLM_PLUGINS": "ascend,seeded_faults", "SEEDED_FAULT": fault}
+            runs = launches.count([case], tmp_path_factory.mktemp(fault), **more)
+            found[fault] = runs["dense"][0]["decode"]
+    return found
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_seeded_fault_shows(steps: dict[str, dict[str, Any]], fault: str) -> None:
+    fields = ("ai_cpu", "masked", "waits")
+    assert {field for field in fields if steps[fault][field]} == {FAULTS[fault]} - {""}
+
+
+def test_faults_take_modelled_time(steps: dict[str, dict[str, Any]]) -> None:
+    """35 us of each layer's bucketize, by the law of the AI CPU."""
+    times = {fault: sum(step["modelled"].values()) for fault, step in steps.items()}
+    assert times["bucketize"] > times["none"] + 2 * 35
