@@ -12,17 +12,18 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import subprocess
 import sys
 import tempfile
 from collections import Counter
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 import environment
 from generated_docs.markdown import table
-from harness import launches, npus
 from harness.progress import track
 from upstream_tests import incumbent
 
@@ -32,6 +33,7 @@ MODELS = {
     "latent": "latent attention",
 }
 """Cases of harness/launches.py."""
+PROGRAM = environment.ROOT / "harness" / "programs" / "count_launches.py"
 TOKENS, LONGEST = 2048, 512
 SHOWN = 8
 Summary = dict[str, Any]
@@ -85,7 +87,7 @@ def _cases(arguments: argparse.Namespace) -> Iterator[dict[str, Any]]:
     for model in arguments.models:
         for batch in arguments.batch:
             prompt = min(TOKENS // batch - 1, LONGEST)
-            case = launches.CASES[MODELS[model]]
+            case = _cases_of_harness()[MODELS[model]]
             sizes = {"max_num_seqs": max(batch + 1, 2), "max_num_batched_tokens": TOKENS}
             yield case | {
                 "name": f"{MODELS[model]}, batch {batch}",
@@ -96,12 +98,23 @@ def _cases(arguments: argparse.Namespace) -> Iterator[dict[str, Any]]:
             }
 
 
+@cache
+def _cases_of_harness() -> dict[str, Any]:
+    """The cases by name, from a process that may import the harness."""
+    program = "import json; from harness import launches; print(json.dumps(launches.CASES))"
+    command = [environment.PYTHON, "-c", program]
+    done = subprocess.run(
+        [*map(str, command)], cwd=environment.ROOT, capture_output=True, text=True, check=True
+    )
+    return json.loads(done.stdout.splitlines()[-1])
+
+
 def _run(side: str, case: dict[str, Any], directory: Path) -> Summary:
     """The steps of a case, in a process of that side."""
     trace = directory / f"{side} {case['name']}.json"
     emulator = ["run", "--time", "modelled", "--npus", case["ranks"], "--memory", "6GiB"]
     emulator += ["--trace", trace, "--"]
-    program = [launches.PROGRAM, json.dumps([case])]
+    program = [PROGRAM, json.dumps([case])]
     variables = environment.variables()
     command: list[Any] = ["ascend-emulator", *emulator, environment.PYTHON, *program]
     if side != "ours":
@@ -109,11 +122,17 @@ def _run(side: str, case: dict[str, Any], directory: Path) -> Summary:
         command = [python, "-m", "ascend_emulator.cli", *emulator, python]
         command += [incumbent.ENGINE, "--null", *program]
         variables = incumbent.variables()
-    variables |= {"PYTHONPATH": npus.path(), "OMP_NUM_THREADS": "1", "HCCL_BUFFSIZE": "16"}
+    paths = filter(None, [str(environment.ROOT), os.environ.get("PYTHONPATH", "")])
+    variables |= {
+        "PYTHONPATH": os.pathsep.join(paths),
+        "OMP_NUM_THREADS": "1",
+        "HCCL_BUFFSIZE": "16",
+    }
     done = subprocess.run(
         [*map(str, command)], env=variables, capture_output=True, text=True, check=False
     )
-    results = npus.results(done.stdout)
+    lines = (line for line in done.stdout.splitlines() if line.startswith("RESULT "))
+    results = [json.loads(line.removeprefix("RESULT ")) for line in lines]
     if done.returncode or not results:
         sys.exit(f"bench: {side} failed with {case['name']}:\n{done.stderr[-3000:]}")
     return results[0]["runs"][0]
