@@ -69,6 +69,8 @@ class NPUTopKTopPSampler(torch.nn.Module):
     ) -> torch.Tensor:
         """Mask logits ``[rows, vocab_size]`` outside of top-k and top-p with minus infinity; k and
         p are ``[rows]``."""
+        if not len(logits):  # No request has draft tokens; the operator needs a row.
+            return logits
         if (k is None and p is None) or not self.supports(k):
             return apply_top_k_top_p(logits, k, p)
         return topk_topp.top_k_top_p_sample(logits, k, p, is_need_logits=True)[1]
