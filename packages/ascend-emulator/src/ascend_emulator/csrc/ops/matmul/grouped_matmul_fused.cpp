@@ -40,6 +40,7 @@ template <class Matrix> Computation Finalize<Matrix>::computation(const Tensor& 
   rank("w", weight, 3);
   one_of("group_list", list, {at::kLong});
   shape("group_list", list, {weight.size(0)});
+  within("group_list_type", list_kind, int64_t{0}, int64_t{2});
   require(scale && row_index && logit, "scale, logit and row_index are needed for an int8 x");
   const bool words = weight.scalar_type() == at::kInt;
   one_of("scale", *scale, {words ? at::kLong : at::kFloat});
@@ -135,6 +136,8 @@ Computation swiglu_quant(const Tensor& x, const Tensor& weight, const Tensor& we
     shape("group_list", list, {groups});
     within("group_list_type", list_kind, int64_t{0}, int64_t{1});
   } else {
+    within("group_list_type", list_kind, int64_t{0}, int64_t{2});
+    rank("group_list", list, list_kind == 2 ? 2 : 1);
     call.check_arguments();
   }
   return [=] {
