@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 from harness import launches
+from harness.distributions import write_metadata
 
 REGISTER = """
 def register():
@@ -30,14 +31,8 @@ def steps(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]
     """The decode step of a dense model with each fault."""
     directory = tmp_path_factory.mktemp("plugin")
     directory.joinpath("seeded_fault_plugin.py").write_text(REGISTER)
-    info = directory / "seeded_faults-1.0.dist-info"
-    info.mkdir()
-    info.joinpath("METADATA").write_text(
-        "Metadata-Version: 2.1\nName: seeded-faults\nVersion: 1.0\n"
-    )
-    info.joinpath("entry_points.txt").write_text(
-        "[vllm.general_plugins]\nseeded_faults = seeded_fault_plugin:register\n"
-    )
+    points = "[vllm.general_plugins]\nseeded_faults = seeded_fault_plugin:register\n"
+    write_metadata(directory, "seeded-faults", entry_points=points)
     paths = [str(directory), str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")]
     case = launches.CASES["dense"] | {"name": "dense", "layers": [2]}
     found = {}

@@ -10,6 +10,7 @@ from pathlib import Path
 
 from ascend_platform import extension
 from harness import checkout
+from harness.distributions import write_metadata
 
 ADDER = checkout.ADDER
 PATCHES = """
@@ -67,14 +68,8 @@ def test_each_scope_is_patched_in_its_process(tmp_path: Path) -> None:
         )
         lines.append(f"{function} = declare({function!r}, {target!r}, {scope!r}, {known!r})")
     package.joinpath("patch_traces.py").write_text(PATCHES + "\n".join(lines) + "\n")
-    info = tmp_path / "plugin_of_somebody-1.0.dist-info"
-    info.mkdir()
-    info.joinpath("METADATA").write_text(
-        "Metadata-Version: 2.1\nName: plugin-of-somebody\nVersion: 1.0\n"
-    )
-    info.joinpath("entry_points.txt").write_text(
-        "[vllm_ascend.patches]\nsomebody = plugin_of_somebody\n"
-    )
+    points = "[vllm_ascend.patches]\nsomebody = plugin_of_somebody\n"
+    write_metadata(tmp_path, "plugin-of-somebody", entry_points=points)
     script, trace = tmp_path / "serve.py", tmp_path / "trace"
     script.write_text(SCRIPT)
     path = os.pathsep.join(filter(None, [str(tmp_path), os.environ.get("PYTHONPATH")]))

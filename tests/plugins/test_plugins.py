@@ -11,6 +11,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from harness.distributions import write_metadata
 
 PLUGINS = [
     "ascend_attention",
@@ -81,14 +82,9 @@ def test_every_component_has_features() -> None:
 
 
 def test_plugins_called_active_are_those_that_vllm_loads(tmp_path: Path) -> None:
-    info = tmp_path / "other_wheel-1.0.dist-info"
-    info.mkdir()
-    # vLLM does not ask
-    metadata = "Metadata-Version: 2.1\nName: other-wheel\nVersion: 1.0\nRequires-Dist: vllm<0.1\n"
-    (info / "METADATA").write_text(metadata)
-    (info / "entry_points.txt").write_text(
-        "[vllm.general_plugins]\nascend_attention = other:register\nother = other:register\n"
-    )
+    points = "[vllm.general_plugins]\nascend_attention = other:register\nother = other:register\n"
+    # vLLM does not compare requirements.
+    write_metadata(tmp_path, "other-wheel", requires=["vllm<0.1"], entry_points=points)
     (tmp_path / "other.py").write_text("def register(): pass\n")
     script = """
 import json, os

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 from ascend_emulator import build, operators
+from harness.distributions import write_metadata
 
 HERE = Path(__file__).parent
 CPP, PYTHON = HERE / "operators_of_a_project.cpp", HERE / "operators_of_a_project.py"
@@ -254,12 +255,8 @@ def test_a_changed_header_is_compiled_again(tmp_path, monkeypatch):
 
 
 def test_an_entry_point_declares_operators(tmp_path, monkeypatch):
-    information = tmp_path / "a_project-1.dist-info"
-    information.mkdir()
-    (information / "METADATA").write_text("Metadata-Version: 2.1\nName: a_project\nVersion: 1\n")
-    (information / "entry_points.txt").write_text(
-        "[ascend_emulator.operators]\nmine = operators_of_a_project\n"
-    )
+    points = "[ascend_emulator.operators]\nmine = operators_of_a_project\n"
+    write_metadata(tmp_path, "a_project", "1", entry_points=points)
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.syspath_prepend(HERE)
     own = operators.library({})

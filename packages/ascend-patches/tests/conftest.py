@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 from ascend_platform import extension
+from harness.distributions import write_metadata
 
 HEAD = """
 from ascend_patches import patch
@@ -28,12 +29,8 @@ class World:
         for package in ("victim", "plugin_p"):
             (directory / package).mkdir()
             (directory / package / "__init__.py").touch()
-        info = directory / "plugin_p-1.0.dist-info"
-        info.mkdir()
-        info.joinpath("METADATA").write_text(
-            "Metadata-Version: 2.1\nName: plugin-p\nVersion: 1.0\n"
-        )
-        info.joinpath("entry_points.txt").write_text("[vllm_ascend.patches]\np = plugin_p\n")
+        points = "[vllm_ascend.patches]\np = plugin_p\n"
+        write_metadata(directory, "plugin-p", entry_points=points)
 
     def victim(self, module: str, text: str) -> None:
         self.directory.joinpath("victim", f"{module}.py").write_text(text)

@@ -18,6 +18,7 @@ from pathlib import Path
 
 import pytest
 from ascend_platform.plugins import requirements
+from harness.distributions import write_metadata
 from harness.doctor import CLI, SOURCES, bad, examine, failing, run
 
 
@@ -27,16 +28,7 @@ def installed(tmp_path):
     directory."""
 
     def install(name, version, requires=(), points=""):
-        info = tmp_path / f"{name.replace('-', '_')}-{version}.dist-info"
-        info.mkdir()
-        lines = [
-            "Metadata-Version: 2.1",
-            f"Name: {name}",
-            f"Version: {version}",
-            *(f"Requires-Dist: {one}" for one in requires),
-        ]
-        info.joinpath("METADATA").write_text("\n".join(lines) + "\n")
-        info.joinpath("entry_points.txt").write_text(points)
+        write_metadata(tmp_path, name, version, requires, points)
         return tmp_path
 
     return install

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 from ascend_platform.process import explanations
+from harness.distributions import write_metadata
 
 VLLM = str(Path(sys.executable).parent / "vllm")
 NO_DEVICE = "vLLM found no device: Ascend platform not activated:"
@@ -23,15 +24,7 @@ def installed(tmp_path):
     and returns the directory."""
 
     def install(name, version, requires=(), module=None):
-        info = tmp_path / f"{name.replace('-', '_')}-{version}.dist-info"
-        info.mkdir()
-        lines = [
-            "Metadata-Version: 2.1",
-            f"Name: {name}",
-            f"Version: {version}",
-            *(f"Requires-Dist: {one}" for one in requires),
-        ]
-        info.joinpath("METADATA").write_text("\n".join(lines) + "\n")
+        write_metadata(tmp_path, name, version, requires)
         if module is not None:
             package = tmp_path / name.replace("-", "_")
             package.mkdir()

@@ -16,6 +16,7 @@ import pytest
 from ascend_platform import extension, transfer
 from ascend_platform.config import options
 from ascend_platform.plugins import COMPONENTS, registry, slots
+from harness.distributions import write_metadata
 
 
 @pytest.fixture(autouse=True)
@@ -39,12 +40,7 @@ def installed(tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(str(tmp_path))
 
     def install(name, version="1.0", requires=()):
-        info = tmp_path / f"{name.replace('-', '_')}-{version}.dist-info"
-        info.mkdir()
-        lines = ["Metadata-Version: 2.1", f"Name: {name}", f"Version: {version}"]
-        info.joinpath("METADATA").write_text(
-            "\n".join(lines + [f"Requires-Dist: {r}" for r in requires]) + "\n"
-        )
+        write_metadata(tmp_path, name, version, requires)
 
     return install
 

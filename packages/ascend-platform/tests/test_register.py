@@ -12,6 +12,7 @@ from pathlib import Path
 import ascend_platform
 import pytest
 from ascend_platform.process import startup
+from harness.distributions import write_metadata
 
 SCRIPT = """
 import ascend_platform
@@ -109,9 +110,7 @@ def test_without_torch_npu_it_names_the_fix(tmp_path):
 
 
 def test_with_an_unsupported_torch_it_names_the_supported_one(tmp_path):
-    info = tmp_path / "torch-2.0.0.dist-info"
-    info.mkdir()
-    info.joinpath("METADATA").write_text("Metadata-Version: 2.1\nName: torch\nVersion: 2.0.0\n")
+    write_metadata(tmp_path, "torch", "2.0.0")
     out, said = run(f"import sys; sys.path.insert(0, {str(tmp_path)!r})\n")
     assert out == ["None", "None", "untouched"]
     (line,) = said
@@ -144,16 +143,11 @@ def test_vllm_command_without_cann_ends_in_one_line(autoload):
 @pytest.fixture
 def vllm_ascend(tmp_path):
     """A directory with the metadata of vllm-ascend 0.18, whose plugins have the names of ours."""
-    info = tmp_path / "vllm_ascend-0.18.0.dist-info"
-    info.mkdir()
-    info.joinpath("METADATA").write_text(
-        "Metadata-Version: 2.1\nName: vllm-ascend\nVersion: 0.18.0\n"
-    )
     points = (
         "[vllm.platform_plugins]\nascend ="
         " vllm_ascend:register\n[vllm.general_plugins]\nascend_kv_connector = vllm_ascend:a\n"
     )
-    info.joinpath("entry_points.txt").write_text(points)
+    write_metadata(tmp_path, "vllm-ascend", "0.18.0", entry_points=points)
     return tmp_path
 
 
