@@ -20,6 +20,8 @@ Facts = dict[str, Any]
 NAMES = ("two-npus",)
 SECONDS = 180  # For both ranks, from their start; each imports torch_npu first.
 SIZES = (1 << 12, 1 << 20, 1 << 24, 1 << 27)
+BY_SIZE = "collectives-by-size"
+"""A case of the section launches."""
 RANK_SIZES = (1 << 12, 1 << 15, 1 << 18, 1 << 20, 1 << 22, 1 << 24, 1 << 26)
 CALLS = 8
 
@@ -66,7 +68,7 @@ def _start(count: int, program: str) -> Facts:
         for stream in (*outputs, *errors):
             stream.seek(0)
         lines = [line for line in outputs[0] if line.startswith('{"facts"')]
-        if lines and not any(code != 0 for code in codes):
+        if lines and all(code == 0 for code in codes):
             return {"outcome": "observed", **json.loads(lines[0])}
         last = [(stream.read().strip().splitlines() or [""])[-1] for stream in errors]
     ends = [f"no result in {SECONDS} s" if code is None else f"exit {code}" for code in codes]

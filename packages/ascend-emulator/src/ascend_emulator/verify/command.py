@@ -143,12 +143,17 @@ def _isolated(case: Name) -> bool:
     section, name = case
     if section in ("operators", "refusals"):
         return tables.cases(section)[name].isolated
-    return section == "collectives" or name in ("collectives-by-size", *runtime.ISOLATED)
+    return _starts_ranks(case) or name in runtime.ISOLATED
+
+
+def _starts_ranks(case: Name) -> bool:
+    """Whether a case starts a process for each of several NPUs."""
+    return case[0] == "collectives" or case[1] == collectives.BY_SIZE
 
 
 def _seconds(case: Name) -> float:
     """How long a case may take."""
-    if case[1] == "collectives-by-size":
+    if case[1] == collectives.BY_SIZE:
         return 4 * collectives.SECONDS + SPARE_SECONDS
     return collectives.SECONDS + SPARE_SECONDS if case[0] == "collectives" else CASE_SECONDS
 
@@ -189,7 +194,7 @@ class Run:
     def reason_to_skip(self, case: Name) -> str:
         """Why a case cannot run on this machine; empty if it can."""
         facts = self.records.get(("environment", "environment"), {}).get("facts", {})
-        if "collectives" in " ".join(case) and facts.get("npus", 0) < 2:
+        if _starts_ranks(case) and facts.get("npus", 0) < 2:
             return "one NPU"
         if case[0] == "limits" and facts.get("memory_used_percent", 0) > BUSY_PERCENT:
             return "other programs use this NPU"

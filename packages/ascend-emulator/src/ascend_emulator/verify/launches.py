@@ -45,8 +45,10 @@ class Launch:
 
 
 def _program(function: Callable[[bool], Iterator[Launch]]) -> Callable[[bool], Iterator[Launch]]:
-    name = function.__name__.replace("_", "-")
-    PROGRAMS[name] = lambda options: _timed(function(options.get("short", False)))
+    def program(options: Facts) -> Facts:
+        return {"outcome": "observed", "facts": _timed(function(options.get("short", False)))}
+
+    PROGRAMS[function.__name__.replace("_", "-")] = program
     return function
 
 
@@ -155,6 +157,12 @@ def int8_matmul_by_rows(short: bool) -> Iterator[Launch]:
         yield Launch("matmul int8", moved, work, rows, partial(inputs, *sizes), run)
 
 
+HEADS: dict[str, Any] = {
+    "num_heads": 32,
+    "num_key_value_heads": 8,
+    "input_layout": "TND",
+    "scale": 128**-0.5,
+}
 BATCHES, CONTEXTS, BLOCK = (1, 8, 32, 128), (1024, 4096, 16384), 128
 
 
@@ -172,20 +180,17 @@ def _paged(batch: int, context: int) -> dict[str, Any]:
     return {"block_table": blocks.npu(), "block_size": BLOCK}
 
 
+def _attend(query: Any, key: Any, value: Any, options: dict[str, Any]) -> Any:
+    import torch_npu
+
+    return torch_npu.npu_fused_infer_attention_score(query, key, value, **options)
+
+
 @_program
 def attention_decode(short: bool) -> Iterator[Launch]:
     """32 heads and 8 KV heads of 128, by batch and context."""
-    import torch_npu
-
-    def run(query: Any, key: Any, value: Any, options: dict[str, Any]) -> Any:
-        return torch_npu.npu_fused_infer_attention_score(query, key, value, **options)
-
     for batch, context in _requests(short):
-        options: dict[str, Any] = {
-            "num_heads": 32,
-            "num_key_value_heads": 8,
-            "input_layout": "TND",
-            "scale": 128**-0.5,
+        options = HEADS | {
             "actual_seq_lengths": list(range(1, batch + 1)),
             "actual_seq_lengths_kv": [context] * batch,
             **_paged(batch, context),
@@ -196,7 +201,7 @@ def attention_decode(short: bool) -> Iterator[Launch]:
             return _random(batch, 32, 128), _random(*cache), _random(*cache), options
 
         moved = 2 * 2 * batch * context * 8 * 128
-        yield Launch("attention", moved, 0, batch, inputs, run)
+        yield Launch("attention", moved, 0, batch, inputs, _attend)
 
 
 @_program
@@ -232,19 +237,10 @@ def latent_attention_decode(short: bool) -> Iterator[Launch]:
 def attention_prefill(short: bool) -> Iterator[Launch]:
     """One prompt, causal, with 32 heads and 8 KV heads of 128, by its tokens."""
     import torch
-    import torch_npu
 
     mask = torch.ones(2048, 2048, dtype=torch.bool).triu(1).npu()
-
-    def run(query: Any, key: Any, value: Any, options: dict[str, Any]) -> Any:
-        return torch_npu.npu_fused_infer_attention_score(query, key, value, **options)
-
     for tokens in (128, 256) if short else (512, 1024, 2048, 4096, 8192, 16384):
-        options: dict[str, Any] = {
-            "num_heads": 32,
-            "num_key_value_heads": 8,
-            "input_layout": "TND",
-            "scale": 128**-0.5,
+        options = HEADS | {
             "atten_mask": mask,
             "sparse_mode": 3,
             "actual_seq_lengths": [tokens],
@@ -256,7 +252,7 @@ def attention_prefill(short: bool) -> Iterator[Launch]:
             return _random(tokens, 32, 128), key, value, options
 
         work = 2 * (tokens**2 / 2) * 256 * 32
-        yield Launch("prefill attention", 0, work, tokens, inputs, run)
+        yield Launch("prefill attention", 0, work, tokens, inputs, _attend)
 
 
 @_program
@@ -328,8 +324,4 @@ def _layers(options: Facts) -> Facts:
     return {"outcome": "observed", "facts": facts}
 
 
-PROGRAMS = {
-    name: partial(lambda program, options: {"outcome": "observed", "facts": program(options)}, each)
-    for name, each in PROGRAMS.items()
-}
-PROGRAMS |= {"forty-layers": _layers, "collectives-by-size": collectives.by_size}
+PROGRAMS |= {"forty-layers": _layers, collectives.BY_SIZE: collectives.by_size}
