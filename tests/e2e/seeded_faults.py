@@ -12,11 +12,12 @@ FAULT = os.environ["SEEDED_FAULT"]
 
 
 class Impl(FusedAttentionImpl):
-    """Attention without a mask for single query tokens, unless the mask is the fault."""
+    """The fused attention with the fault."""
 
     def _mask_args(self, meta: Any) -> dict[str, Any]:
-        is_decode = meta.num_decodes == meta.num_tokens
-        return {"sparse_mode": 0} if is_decode and FAULT != "mask" else super()._mask_args(meta)
+        if FAULT == "mask":
+            return {"atten_mask": meta.mask, "sparse_mode": 3}
+        return super()._mask_args(meta)
 
     def forward(self, layer: Any, query: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
         if FAULT == "bucketize":

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-all project
-"""A decode step in a graph launches nothing on the AI CPU and waits for nothing; an operator that
-does is named."""
+"""A decode step in a graph launches nothing on the AI CPU, waits for nothing and masks no single
+query tokens; an operator that does is named."""
 
 from typing import Any
 
@@ -25,10 +25,11 @@ def steps(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_captured_decode_step_has_no_ai_cpu_task_and_no_wait(
+def test_captured_decode_step_has_no_ai_cpu_task_wait_or_mask(
     steps: dict[str, Any], name: str
 ) -> None:
     step = steps[name]
+    assert step["masked"] == 0
     assert step["ai_cpu"] == {}
     assert step["waits"] == 0
     assert step["compilations"] == 0

@@ -45,6 +45,8 @@ class FusedAttentionMetadata(AttentionMetadata):
         mask: int8 ``[2048, 2048]``, 1 above the diagonal.
         softmax_lse: float32 ``[1]``, placeholder for the unused softmax_lse output.
         causal: False for cross attention, where every token attends to all of its request's keys.
+        one_query_each: whether each request has one query token, so that a causal mask hides no
+        key.
         dcp: this rank's share of the step under decode context parallelism.
         rows: int64 ``[num_tokens]``, row of each query token among ``num_rows``, where the host
         does not know the exact sequence lengths.
@@ -57,6 +59,7 @@ class FusedAttentionMetadata(AttentionMetadata):
     mask: torch.Tensor
     softmax_lse: torch.Tensor
     causal: bool = True
+    one_query_each: bool = False
     dcp: DCPMetadata | None = None
     rows: torch.Tensor | None = None
     num_rows: int = 0
