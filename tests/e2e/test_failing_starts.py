@@ -271,9 +271,11 @@ def _act(
         assert time.monotonic() < deadline, log.read_text()[-3000:]
         time.sleep(0.05)
     shared |= shared_memory(_session(process.pid))
-    victims = [each for each in _session(process.pid) if name in " ".join(each.cmdline())]
-    for each in victims[-1:] if name else victims:
-        each.send_signal(number)
+    if name:
+        victims = [each for each in _session(process.pid) if name in " ".join(each.cmdline())]
+        victims[-1].send_signal(number)
+    else:
+        os.killpg(process.pid, number)  # as a terminal does
     return time.monotonic()
 
 

@@ -25,6 +25,25 @@ from harness.configuration import engine_config
 from harness.models import small as small_models
 from vllm.v1.executor.multiproc_executor import MultiprocExecutor
 
+INTERRUPTED = """
+import os, signal, sys, threading
+from vllm.logger import init_logger
+from ascend_platform.process import failures
+
+def end(number, frame):  # as that of WorkerProc.worker_main
+    raise SystemExit
+
+signal.signal(signal.SIGINT, end)
+failures.watch()
+timer = threading.Timer(float(sys.argv[1]), os.kill, (os.getpid(), signal.SIGINT))
+timer.daemon = True
+timer.start()
+try:
+    raise RuntimeError("Connection closed by peer [127.0.0.1]:12171")
+except Exception:
+    init_logger("vllm.v1.executor").exception("WorkerProc failed to start.")
+    sys.exit(1)
+"""
 CHILD = """
 import logging, multiprocessing, os, sys
 from ascend_platform.process import failures
@@ -221,6 +240,16 @@ def _end_slowly(number):
     os.closerange(3, 1024)  # The parent process uses it to detect the exit of this one.
     time.sleep(1)
     os.kill(os.getpid(), number)
+
+
+@pytest.mark.parametrize("delay", [0.3, 60])
+def test_worker_that_loses_a_peer_waits_for_its_own_signal(delay):
+    """The kernel may deliver ctrl-C to one worker first; the next one sees a closed connection."""
+    child = subprocess.run(
+        [sys.executable, "-c", INTERRUPTED, str(delay)], capture_output=True, text=True, timeout=120
+    )
+    assert ("Traceback" in child.stderr) == (delay > failures.SIGNAL_WITHIN), child.stderr
+    assert child.returncode == (1 if delay > failures.SIGNAL_WITHIN else 0)
 
 
 def test_worker_that_exits_slowly_is_described_by_its_signal(monkeypatch):

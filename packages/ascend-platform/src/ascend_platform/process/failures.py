@@ -35,16 +35,20 @@ CORE_DIED = "[shutdown] MPClient: engine core exited unexpectedly"
 STATUS_WITHIN = 5.0
 """Seconds that a process may take from closing its files, by which vLLM knows that it ends, to
 having an exit status."""
+SIGNAL_WITHIN = 1.0
+"""Seconds by which a signal that ends all processes may reach one worker later than another, whose
+end is an error for the first."""
 
 _found: list[str] = []  # In this process or, at exit, by its child processes.
 
 
 def watch() -> None:
     """Note the errors that end this process or its child processes. vLLM removes log handlers when
-    it configures logging."""
+    it configures logging. The handler is the first, so that it can end the process before the error
+    is printed."""
     log = logging.getLogger("vllm")
     if not any(isinstance(handler, _Handler) for handler in log.handlers):
-        log.addHandler(_Handler(logging.WARNING))
+        log.handlers.insert(0, _Handler(logging.WARNING))
 
 
 def forget() -> None:
@@ -67,6 +71,9 @@ def cause() -> str:
 
 class _Handler(logging.Handler):
     def emit(self, record: logging.LogRecord) -> None:
+        if record.exc_info and record.msg in FATAL and record.msg.startswith("WorkerProc"):
+            # The handler of a signal raises SystemExit here (WorkerProc.worker_main).
+            time.sleep(SIGNAL_WITHIN)
         # vLLM has not configured logging yet
         if logging.lastResort and logging.getLogger("vllm").handlers == [self]:
             logging.lastResort.handle(record)
