@@ -249,6 +249,29 @@ def test_first_releases_have_file_versions_and_install_together(
     assert re.findall(r"^([\w-]+)(?:\[emulator\])?==0\.1\.2$", done.stdout, re.M) == clone.packages
 
 
+def test_first_release_has_the_description_of_the_changelog(clone: Clone) -> None:
+    """Without fragments that compare with versions that were never released."""
+    clone.git("tag", "--delete", *clone.git("tag").split())
+    for name in (PLATFORM, "ascend-emulator"):
+        changelog = clone.path(name, "CHANGELOG.md")
+        head = changelog.read_text().partition("\n## ")[0].rstrip()
+        changelog.write_text(f"{head}\n\n## Unreleased\n\nNPUs.\n\n### Models\n\n- Serve models.\n")
+    clone.fragment(PLATFORM, "Serve images.", "12.added.1.md")
+    clone.fragment(PLATFORM, "Serve faster.", "13.changed.2.md")
+    clone.commit()
+    for name, added in [
+        (PLATFORM, "\n### Added\n\n- Serve images. (#12)\n"),
+        ("ascend-emulator", ""),
+    ]:
+        done = clone.release(name)
+        assert done.returncode == 0, done.stderr
+        _, section = clone.path(name, "CHANGELOG.md").read_text().split("\n## ")
+        title, _, text = section.partition("\n\n")
+        assert title.startswith("0.1.2 (")
+        assert text == f"NPUs.\n\n### Models\n\n- Serve models.\n{added}"
+        assert list(clone.path(name, "changes").glob("*.md")) == []
+
+
 def test_dry_run_shows_the_commit_and_makes_nothing(clone: Clone) -> None:
     before = clone.state()
     done = clone.release(ATTENTION, "minor", "--dry-run")
