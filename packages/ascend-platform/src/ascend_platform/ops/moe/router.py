@@ -207,7 +207,8 @@ def _unchosen(ids: torch.Tensor, is_free: torch.Tensor) -> torch.Tensor:
     Among numbers from 0 on, the one after ``n`` others that are not chosen is ``n`` plus the chosen
     ones before it.
     """
-    others = is_free.int().cumsum(-1) - 1
-    chosen = ids.masked_fill(is_free, torch.iinfo(torch.int32).max).sort(-1).values
-    before = chosen - torch.arange(ids.shape[-1], dtype=ids.dtype, device=ids.device)
+    # The AI CPU would add and sort integers.
+    others = is_free.float().cumsum(-1) - 1
+    chosen = ids.float().masked_fill(is_free, torch.inf).sort(-1).values
+    before = chosen - torch.arange(ids.shape[-1], dtype=chosen.dtype, device=ids.device)
     return (others + (before[:, None, :] <= others[:, :, None]).sum(-1)).to(ids.dtype)
