@@ -14,7 +14,7 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
-from harness import checkout, npus
+from harness import checkout, npus, vllm_runner
 
 PROGRAM = checkout.PROGRAMS / "count_launches.py"
 KEPT = checkout.TOOLS / "generated_docs" / "launches.json"
@@ -217,7 +217,8 @@ def captured(cases: dict[str, dict[str, Any]], directory: Path) -> dict[str, Any
         {"name": name, "layers": [3]} | case | {"engine": GRAPHS | case["engine"]}
         for name, case in cases.items()
     ]
-    return {name: runs[0]["decode"] for name, runs in count(wanted, directory).items()}
+    runner = "v2" if vllm_runner.IS_V2 else "v1"
+    return {name: runs[0]["decode"] for name, runs in count(wanted, directory, runner).items()}
 
 
 def count(

@@ -6,17 +6,28 @@ query tokens; an operator that does is named."""
 from typing import Any
 
 import pytest
-from harness import launches
+from harness import launches, vllm_runner
 
-FAMILIES = ("dense",)
-OF_DENSE: dict[str, dict[str, Any]] = {
-    "seeds": {"sampling": {"temperature": 0.8, "seed": 7}},
+DRAFTS = "dense, 3 draft tokens"
+SAMPLING: dict[str, dict[str, Any]] = {
+    "greedy": {},
+    "seeds": {"temperature": 0.8, "seed": 7},
+    "penalties": {
+        "repetition_penalty": 1.2,
+        "frequency_penalty": 0.3,
+        "presence_penalty": 0.2,
+    },
 }
 CASES = {
-    **{name: launches.CASES[name] for name in FAMILIES},
-    **{name: launches.CASES["dense"] | case for name, case in OF_DENSE.items()},
-    "draft tokens": launches.CASES["dense, 3 draft tokens"],
+    f"{name}, {sampling}": launches.CASES[name] | {"sampling": parameters}
+    for name in ("dense", DRAFTS)
+    for sampling, parameters in SAMPLING.items()
 }
+if vllm_runner.IS_V2:
+    CASES["watermarks"] = launches.CASES["dense"] | {
+        "engine": {"watermark_config": {"key": 7}},
+        "sampling": {"temperature": 0.8},
+    }
 
 
 @pytest.fixture(scope="module")

@@ -28,13 +28,15 @@ class Ranks(NamedTuple):
 def request_of_token(ends: torch.Tensor, tokens: int | torch.Tensor) -> torch.Tensor:
     """Index of the request of each token, int64 ``[tokens]``; ``len(ends)`` for padding tokens.
 
+    Comparisons are counted in float32, because the AI CPU computes searches and integer sums.
+
     Args:
         ends: ``[requests]``, the cumulative number of tokens.
         tokens: how many, or their indices where the caller has a tensor of them.
     """
     if isinstance(tokens, int):
         tokens = torch.arange(tokens, dtype=ends.dtype, device=ends.device)
-    return torch.bucketize(tokens, ends, right=True)
+    return (tokens[:, None] >= ends).float().sum(-1).long()
 
 
 @functools.lru_cache(maxsize=16)

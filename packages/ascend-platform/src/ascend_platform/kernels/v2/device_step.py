@@ -13,7 +13,7 @@ import torch
 from vllm.utils.torch_utils import async_tensor_h2d
 
 from ascend_platform.kernels import ragged
-from ascend_platform.kernels.v2.step import Sampled, States, Step
+from ascend_platform.kernels.v2.step import Sampled, States, Step, add_at
 
 
 class DeviceStep(Step):
@@ -73,8 +73,9 @@ class DeviceStep(Step):
         if self.one_token_each:
             return values
         if self._rows is None:
-            tokens = ragged.arange(self.num_tokens, values.device)
-            self._rows = ragged.request_of_token(query_start_loc[1 : len(values) + 1], tokens)
+            counts = self._num_scheduled_tokens
+            requests = np.repeat(np.arange(len(counts)), counts)
+            self._rows = async_tensor_h2d(requests, device=values.device)
         return values.index_select(0, self._rows)
 
     def positions(self, computed: torch.Tensor, query_start_loc: torch.Tensor) -> torch.Tensor:
@@ -258,7 +259,7 @@ class DeviceStep(Step):
         states.last_sampled.index_copy_(0, rows, tokens)
         table.index_copy_(0, torch.add(end, rows, alpha=width), tokens.to(table.dtype))
         for counter in (states.total, states.computed):
-            counter.index_add_(0, rows, sampled.num_sampled)
+            counter.scatter_add_(0, rows, sampled.num_sampled)
         if (counts := states.bin_counts) is not None:
             counted = torch.add(tokens, rows, alpha=counts.stride(0))
-            counts.view(-1).index_add_(0, counted, sampled.num_sampled)
+            add_at(counts.view(-1), counted, sampled.num_sampled)

@@ -33,11 +33,21 @@ def unseeded(logits: torch.Tensor, use_fp64: bool) -> torch.Tensor:
     return torch_npu.npu_sim_exponential_(drawn) if is_fused else drawn.exponential_()
 
 
-def exponential(seeds: torch.Tensor, positions: torch.Tensor, vocab_size: int) -> torch.Tensor:
-    """Exponential noise, float32 ``[rows, vocab_size]``; seeds and positions are int64
-    ``[rows]``."""
-    h = _mix(torch.zeros_like(seeds, dtype=torch.int32), seeds.to(torch.int32))
-    h = _mix(h, (seeds >> 32).to(torch.int32))
+def exponential(
+    seeds: torch.Tensor,
+    positions: torch.Tensor,
+    vocab_size: int,
+    steps: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Exponential noise, float32 ``[rows, vocab_size]``; seeds and positions are int64 ``[rows]``.
+
+    Draft steps ``[rows]`` change the upper halves of the seeds.
+    """
+    low, high = seeds.contiguous().view(torch.int32).view(-1, 2).unbind(1)
+    if steps is not None:
+        high = high ^ steps.to(torch.int32)
+    h = _mix(torch.zeros_like(low), low)
+    h = _mix(h, high)
     h = _mix(h, positions.to(torch.int32))
     h = _mixed(h[:, None], _token_keys(vocab_size, seeds.device))
     h = _finish(h ^ 16)
@@ -52,12 +62,17 @@ def _signed(constant: int) -> int:
 
 
 def _shift(h: torch.Tensor, bits: int) -> torch.Tensor:
-    """Logical shift to the right of int32."""
-    return torch.bitwise_right_shift(h, bits) & ((1 << (32 - bits)) - 1)
+    """Logical shift of int32 to the right by at least 8 bits.
+
+    The AI CPU computes shifts. Without its lowest 8 bits the number is exact in float32, in which
+    it is divided.
+    """
+    quotient = (h & -(1 << bits)).float().mul_(2.0**-bits).to(torch.int32)
+    return quotient.bitwise_and_((1 << (32 - bits)) - 1)
 
 
 def _rotate(h: torch.Tensor, bits: int) -> torch.Tensor:
-    return torch.bitwise_left_shift(h, bits) | _shift(h, 32 - bits)
+    return (h * (1 << bits)).add_(_shift(h, 32 - bits))
 
 
 def _key(value: torch.Tensor) -> torch.Tensor:
@@ -105,7 +120,7 @@ def gumbel_sample(
     valid = expanded_idx_mapping >= 0
     rows = expanded_idx_mapping.clamp(min=0).long()
     temperatures = torch.where(valid, temperature.index_select(0, rows), 0)[:, None]
-    seeds, places = seed.index_select(0, rows), pos.long()
+    seeds, places, steps = seed.index_select(0, rows), pos.long(), None
     if logits_cache is not None:
         assert logits_cache_col is not None
         source = logits if logits_cache_source is None else logits_cache_source
@@ -116,13 +131,12 @@ def gumbel_sample(
             valid[:, None], source, cached.index_select(0, places_in_cache)[:, : source.shape[1]]
         )
         cached[:, : source.shape[1]].index_copy_(0, places_in_cache, kept.to(cached.dtype))
-        seeds = seeds ^ (steps << 32)
     if is_drafting:
         places = places + DRAFT_SALT
     logits = logits.float()
     if apply_temperature:
         logits = logits / torch.where(temperatures == 0, 1, temperatures)
-    drawn = exponential(seeds, places, logits.shape[1]).log_().neg_()
+    drawn = exponential(seeds, places, logits.shape[1], steps).log_().neg_()
     return (logits + torch.where(temperatures == 0, 0, drawn)).argmax(-1)
 
 

@@ -18,7 +18,7 @@ from vllm.utils.torch_utils import async_tensor_h2d
 
 from ascend_platform.kernels import ragged
 from ascend_platform.kernels.v2.buffers import SentInputs, copy_each, copy_together
-from ascend_platform.kernels.v2.step import Sampled, States, Step
+from ascend_platform.kernels.v2.step import Sampled, States, Step, add_at
 
 
 class HostStep(Step):
@@ -213,7 +213,7 @@ class HostStep(Step):
         self.table.view(-1).index_copy_(0, sent["positions"], tokens.to(self.table.dtype))
         if counts is not None:
             counted = torch.add(tokens, rows, alpha=counts.shape[1])
-            counts.view(-1).index_add_(0, counted, num_sampled)
+            add_at(counts.view(-1), counted, num_sampled)
 
     def num_null_blocks(
         self, idx_mapping: torch.Tensor, num_computed_tokens: torch.Tensor, reach: int, size: int

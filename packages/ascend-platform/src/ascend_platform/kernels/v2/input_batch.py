@@ -99,7 +99,7 @@ def post_update_num_computed_tokens(
 ) -> None:
     """Replaces ``_post_update_num_computed_tokens_kernel``."""
     num_reqs = len(idx_mapping)
-    num_computed_tokens.index_add_(
+    num_computed_tokens.scatter_add_(
         0, idx_mapping, query_start_loc[1 : num_reqs + 1] - query_start_loc[:num_reqs]
     )
 

@@ -6,6 +6,7 @@ Logits ``[rows, vocab_size]`` are changed in place, and nothing synchronizes wit
 draft token of a request has a row; ``expanded_local_pos`` is the number of the row in its request.
 """
 
+import functools
 from typing import Any
 
 import numpy as np
@@ -14,11 +15,10 @@ import torch
 from ascend_platform.kernels.v2.buffers import copy_together
 
 
+@functools.lru_cache(maxsize=4)
 def _bits(device: torch.device) -> torch.Tensor:
-    """The 32 bits of a mask's int32, of which the last is the sign."""
-    return torch.bitwise_left_shift(
-        torch.ones(32, dtype=torch.int32, device=device), torch.arange(32, device=device).int()
-    )
+    """The 32 bits of a mask's int32, of which the last is the sign; copied to the device once."""
+    return torch.tensor([*(1 << bit for bit in range(31)), -(1 << 31)]).int().to(device)
 
 
 def _unpack(masks: torch.Tensor, vocab_size: int) -> torch.Tensor:
@@ -182,9 +182,8 @@ def apply_bad_words(
         offsets[:, 1:],
         tokens.shape[1],
     )
-    word = torch.searchsorted(
-        ends.contiguous(), positions.expand(len(rows), -1).contiguous(), right=True
-    )
+    # The AI CPU would search, and sum integers.
+    word = (ends[:, None] <= positions[:, None]).float().sum(-1).long()
     is_word = word < count
     word.clamp_(max=max_num_bad_words - 1)
     start, end = offsets.gather(1, word), offsets.gather(1, word + 1)

@@ -146,17 +146,18 @@ class Step:
         """Add the sampled tokens to the requests' states.
 
         Differences are added instead of new values, so that neither ended requests nor tokens that
-        are not valid write to another request's state, whatever the order of the writes is.
+        are not valid write to another request's state, whatever the order of the writes is. They
+        are scattered: index_add_ of int32 is undocumented, and computed on the AI CPU.
         """
         rows, starts = sampled.rows, sampled.query_start_loc
         if starts is None:
             valid, rows = rows >= 0, rows.clamp(min=0)
             _write_tokens(states, sampled.tokens, rows, sampled.num_sampled * valid)
-            states.computed.index_add_(0, rows, sampled.num_rejected * valid, alpha=-1)
+            states.computed.scatter_add_(0, rows, -sampled.num_rejected * valid)
             return
         _write_tokens(states, sampled.tokens, rows, sampled.num_sampled)
         query_lens = starts[1 : len(rows) + 1] - starts[: len(rows)]
-        states.computed.index_add_(0, rows, query_lens - sampled.num_rejected)
+        states.computed.scatter_add_(0, rows, query_lens - sampled.num_rejected)
 
     def num_null_blocks(
         self, idx_mapping: torch.Tensor, num_computed_tokens: torch.Tensor, reach: int, size: int
@@ -196,11 +197,16 @@ def _write_tokens(
     places = (lengths[:, None] + columns).clamp(max=width - 1)
     elements = torch.add(places, rows[:, None], alpha=width).view(-1)
     difference = tokens.to(table.dtype).view(-1) - table.index_select(0, elements)
-    table.index_add_(0, elements, difference * is_valid.view(-1))
-    states.total.index_add_(0, rows, num_sampled)
+    table.scatter_add_(0, elements, difference * is_valid.view(-1))
+    states.total.scatter_add_(0, rows, num_sampled)
     if (counts := states.bin_counts) is not None:
         counted = torch.add(tokens, rows[:, None], alpha=counts.stride(0)).view(-1)
-        counts.view(-1).index_add_(0, counted, is_valid.view(-1).to(counts.dtype))
+        counts.view(-1).scatter_add_(0, counted, is_valid.view(-1).to(counts.dtype))
+
+
+def add_at(values: torch.Tensor, indices: torch.Tensor, added: torch.Tensor) -> None:
+    """Add to elements at distinct indices; unlike scatter_add_ it does not read all values."""
+    values.index_copy_(0, indices, values.index_select(0, indices) + added)
 
 
 _current: ContextVar[Step] = ContextVar("step", default=Step())  # noqa: B039  # it has no state

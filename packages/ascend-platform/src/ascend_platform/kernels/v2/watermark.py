@@ -74,7 +74,7 @@ def philox_uniform(key: int, contexts: torch.Tensor, vocab_size: int) -> torch.T
     drawn = torch.stack(_philox(counters, keys[..., None]).unbind(), -1).view(len(contexts), -1)[
         :, :vocab_size
     ]
-    upper = ((drawn >> 8) + 1).float().mul_(2**-24)
+    upper = (drawn & (_MASK - 255)).float().mul_(2**-32).add_(2**-24)
     # The next lower float32, like vLLM's division by 2**24 + 1.
     return upper.sub_(upper, alpha=2**-24)
 
@@ -84,10 +84,10 @@ def _philox(counters: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
     ...]``."""
     multiplied, added = counters[0::2], counters[1::2]
     for of_round in keys.unbind():
-        # Wraps like the unsigned 64-bit multiplication, whose upper half the shift leaves below its
-        # sign.
+        # Wraps like the unsigned 64-bit multiplication. The AI CPU would shift.
         products = torch.stack([multiplied[1] * _MULTIPLIERS[1], multiplied[0] * _MULTIPLIERS[0]])
-        multiplied, added = ((products >> 32) ^ added ^ of_round) & _MASK, products
+        upper_halves = products.view(torch.int32)[..., 1::2].long()
+        multiplied, added = (upper_halves ^ added ^ of_round) & _MASK, products
     return torch.stack([multiplied[0], added[0], multiplied[1], added[1]]) & _MASK
 
 
