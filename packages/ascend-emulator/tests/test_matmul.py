@@ -2,6 +2,8 @@
 # SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-all project
 """Matrix products."""
 
+import os
+import subprocess
 import sys
 import textwrap
 
@@ -229,3 +231,25 @@ def test_bfloat16_products_in_parts_of_larger_tensors(agree):
         return out
 
     agree(lambda a, b, out: call(a / 8, b, out), a, b, out, ulps=2)
+
+
+@pytest.mark.parametrize("limit", ["ATEN_CPU_CAPABILITY=avx2", "ONEDNN_MAX_CPU_ISA=AVX512_CORE"])
+def test_processors_without_bfloat16_instructions(limit):
+    """The same matmuls by vectors of the compiler."""
+    name, value = limit.split("=")
+    done = subprocess.run(
+        [
+            sys.executable,
+            "-m",
+            "pytest",
+            "-q",
+            __file__,
+            "-k",
+            "bfloat16_blocks or bfloat16_products or fractions",
+        ],
+        env=os.environ | {name: value},
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert done.returncode == 0, done.stdout[-2000:]

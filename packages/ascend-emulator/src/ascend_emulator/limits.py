@@ -67,7 +67,7 @@ def vector_unit(environ: Mapping[str, str], proc: Path = PROC) -> str:
     """Vector unit that the kernels use, by which sums differ in their order: AVX512_BF16, AVX512,
     AVX2 or generic.
 
-    The rules are those of ``vector_unit()`` in csrc/ops/vectorized.h, which asks ATen.
+    The rules are those of ``vector_unit()`` in csrc/core/vector_unit.cpp, which asks ATen.
     """
     line = re.search(r"^flags\s*:(.*)$", (proc / "cpuinfo").read_text(), re.MULTILINE)
     flags = set(line[1].split()) if line else set()
@@ -76,4 +76,5 @@ def vector_unit(environ: Mapping[str, str], proc: Path = PROC) -> str:
         return "generic"
     if chosen == "avx2" or not {"avx512f", "avx512vl", "avx512bw", "avx512dq"} <= flags:
         return "AVX2"
-    return "AVX512_BF16" if "avx512_bf16" in flags else "AVX512"
+    avoided = environ.get("ONEDNN_MAX_CPU_ISA") in ("AVX512_CORE", "AVX512_CORE_VNNI")
+    return "AVX512_BF16" if "avx512_bf16" in flags and not avoided else "AVX512"

@@ -21,7 +21,11 @@ VectorUnit vector_unit() {
     if (capability == "AVX2" || !__builtin_cpu_supports("avx512bw") ||
         !__builtin_cpu_supports("avx512vl") || !__builtin_cpu_supports("avx512dq"))
       return VectorUnit::avx2;
-    return __builtin_cpu_supports("avx512bf16") ? VectorUnit::avx512_bf16 : VectorUnit::avx512;
+    // The values of oneDNN's variable with which its kernels use AVX-512 without bfloat16.
+    const std::string_view limit = std::getenv("ONEDNN_MAX_CPU_ISA") ?: "";
+    const bool bf16 = limit != "AVX512_CORE" && limit != "AVX512_CORE_VNNI";
+    return bf16 && __builtin_cpu_supports("avx512bf16") ? VectorUnit::avx512_bf16
+                                                        : VectorUnit::avx512;
   }();
   return unit;
 #else

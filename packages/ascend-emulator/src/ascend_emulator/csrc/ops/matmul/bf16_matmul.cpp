@@ -7,10 +7,10 @@
 #include <atomic>
 
 #include "bf16_tile.h"
+#include "widened_tile.h"
 
 namespace emu {
 
-#if defined(__x86_64__)
 namespace {
 
 using bf16::Product;
@@ -19,6 +19,8 @@ constexpr int64_t kMostRows = 64;  // in place; packed weights are faster for mo
 constexpr int64_t kMostBytes =
     512 << 10;  // of more rows than one tile has: they stay in the second-level cache
 constexpr int64_t kRowsOfOneTile = 8, kRowsOfTiles = 6, kFirstLevel = 36 << 10;
+
+#if defined(__x86_64__)
 
 template <int rows, int columns> void store_tile(const Product& p, int64_t n, bool from_memory) {
   float sums[(rows * columns + 3) / 4 * 4];
@@ -40,6 +42,10 @@ template <int rows> void band(const Product& p, int64_t columns, bool from_memor
 using Band = decltype(&band<1>);
 constexpr Band kBands[] = {band<1>, band<2>, band<3>, band<4>, band<5>, band<6>, band<7>, band<8>};
 
+#else
+constexpr void (*const* kBands)(const Product&, int64_t, bool) = nullptr;
+#endif
+
 // Rows in bands of about the same height: the first one reads the weights from memory, the others
 // from the cache.
 void bands(Product p, int64_t rows, int64_t columns) {
@@ -47,7 +53,8 @@ void bands(Product p, int64_t rows, int64_t columns) {
   const bool one = rows <= kRowsOfOneTile && rows * p.width * 2 <= kFirstLevel;
   for (int64_t left = one ? 1 : (rows + kRowsOfTiles - 1) / kRowsOfTiles; left; --left) {
     const int64_t height = (rows + left - 1) / left;
-    kBands[height - 1](p, columns, from_memory);
+    if (bf16::has_vectors()) kBands[height - 1](p, columns, from_memory);
+    else bf16::widened_band(p, height, columns);
     p = p.from_row(height);
     rows -= height;
     from_memory = false;
@@ -57,12 +64,13 @@ void bands(Product p, int64_t rows, int64_t columns) {
 }  // namespace
 
 bool has_bf16_matmul(const at::Tensor& self, const at::Tensor& other, const at::Tensor& out) {
-  return bf16::has_vectors() && self.dim() == 2 && other.dim() == 2 && out.dim() == 2 &&
-         self.numel() > 0 && self.scalar_type() == at::kBFloat16 &&
-         other.scalar_type() == at::kBFloat16 && out.scalar_type() == at::kBFloat16 &&
-         self.size(1) == other.size(0) && out.size(0) == self.size(0) &&
-         out.size(1) == other.size(1) && self.stride(1) == 1 &&
-         (other.stride(0) == 1 || (other.stride(1) == 1 && self.size(0) > kMostRows)) &&
+  return (bf16::has_vectors() || bf16::has_widened_tiles()) && self.dim() == 2 &&
+         other.dim() == 2 && out.dim() == 2 && self.numel() > 0 &&
+         self.scalar_type() == at::kBFloat16 && other.scalar_type() == at::kBFloat16 &&
+         out.scalar_type() == at::kBFloat16 && self.size(1) == other.size(0) &&
+         out.size(0) == self.size(0) && out.size(1) == other.size(1) && self.stride(1) == 1 &&
+         (other.stride(0) == 1 ||
+             (bf16::has_vectors() && other.stride(1) == 1 && self.size(0) > kMostRows)) &&
          out.stride(1) == 1;
 }
 
@@ -86,7 +94,8 @@ void bf16_matmuls(const std::vector<BF16Product>& products) {
         out.mutable_data_ptr<at::BFloat16>(), self.stride(0), other.stride(transposed ? 1 : 0),
         out.stride(0), self.size(1), transposed};
     const int64_t rows = self.size(0), columns = other.size(1);
-    if (rows > kMostRows || (rows > kRowsOfOneTile && rows * whole.width * 2 > kMostBytes)) {
+    if (bf16::has_vectors() &&
+        (rows > kMostRows || (rows > kRowsOfOneTile && rows * whole.width * 2 > kMostBytes))) {
       bf16::packed_matmul(whole, rows, columns);
       continue;
     }
@@ -107,13 +116,5 @@ void bf16_matmuls(const std::vector<BF16Product>& products) {
     }
   });
 }
-
-#else
-
-bool has_bf16_matmul(const at::Tensor&, const at::Tensor&, const at::Tensor&) { return false; }
-void bf16_matmul(const at::Tensor&, const at::Tensor&, const at::Tensor&, const at::Tensor&) {}
-void bf16_matmuls(const std::vector<BF16Product>&) {}
-
-#endif
 
 }  // namespace emu

@@ -69,4 +69,8 @@ template <int rows, int columns> BF16_VECTORS void tile(const at::BFloat16* x, i
 }
 
 }  // namespace emu::bf16
+#else
+namespace emu::bf16 {
+inline bool has_vectors() { return false; }
+}  // namespace emu::bf16
 #endif
