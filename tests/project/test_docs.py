@@ -16,6 +16,7 @@ from pathlib import Path
 
 import pytest
 from ascend_emulator import rules
+from ascend_emulator.cann_names import public_names
 from ascend_platform import extension
 from harness import checkout
 
@@ -152,11 +153,20 @@ def test_site_builds_strictly_and_asks_nothing_of_other_machines(tmp_path: Path)
         for anchor in re.findall(r'<a id="?([^\s">]+)', page.read_text())
     )
     assert anchors == Counter(rules.rules().keys())
+    # Each rule has its limit or a link to its check, its source, and an example or a remark.
+    text = "".join(page.read_text() for page in tmp_path.glob("emulator-rules/*/index.html"))
+    assert len(re.findall(r"</strong>: <(?:code|a )", text)) == len(anchors)
+    assert len(re.findall(r"<li>(?:broken by|no example)", text)) == len(anchors)
     assert set(extension.__all__) - reference(tmp_path, "api-extension") == {"logger"}
     commands = reference(tmp_path, "commands/vllm-ascend")
     points = importlib.metadata.entry_points(group="vllm_ascend.commands")
     assert points.names <= commands
     assert {"run", "verify", "build"} <= reference(tmp_path, "commands/ascend-emulator")
+    c_names = (tmp_path / "api-emulator-c" / "index.html").read_text()
+    assert [name for name in public_names() if name not in c_names] == []
+    assert {"ascend_emulator_prepare", "ascend_emulator_scalar"} <= reference(
+        tmp_path, "api-emulator-c"
+    )
 
 
 @pytest.mark.parametrize(

@@ -5,10 +5,16 @@ operators' sources. Each rule has its id as an anchor."""
 
 from __future__ import annotations
 
+import functools
 import html
+import re
+from pathlib import Path
 
 from ascend_emulator import rules
 from ascend_emulator.rules import Case, Description, Rule
+
+SOURCES = Path(rules.__file__).with_name("csrc")
+BLOB = "https://github.com/vllm-ascend-all/vllm-ascend-all/blob/main/packages/ascend-emulator/src/ascend_emulator/csrc"
 
 
 def pages() -> dict[str, str]:
@@ -42,12 +48,25 @@ def _section(description: Description) -> str:
     return "\n".join(lines)
 
 
+@functools.cache
+def _checks() -> dict[str, str]:
+    """Links to the checks of the rules that are in C++."""
+    links: dict[str, str] = {}
+    for path in sorted([*SOURCES.rglob("*.cpp"), *SOURCES.rglob("*.h")]):
+        text = path.read_text()
+        for match in re.finditer(r'\brule\(\s*"([\w.-]+)"', text):
+            line = text.count("\n", 0, match.start()) + 1
+            file = path.relative_to(SOURCES)
+            links.setdefault(match[1], f'<a href="{BLOB}/{file}#L{line}">checked in {file}</a>')
+    return links
+
+
 def _rule(rule: Rule, valid: Case | None) -> str:
     """An item of a list: the limit, its source, the document's words, and a call that breaks it.
 
     Only the first line is searched.
     """
-    limits = ", ".join(map(_code, rule.limits)) or "checked in C++"
+    limits = ", ".join(map(_code, rule.limits)) or _checks()[rule.id]
     if rule.when:
         limits += f" when {' and '.join(map(_code, rule.when))}"
     details = [html.escape(f"{rule.basis}: {rule.source}")]
@@ -57,6 +76,12 @@ def _rule(rule: Rule, valid: Case | None) -> str:
         if rule.case.call != valid.call:
             changed.insert(0, rule.case.call)
         details.append(f"broken by {', '.join(map(_code, changed))}")
+    elif rule.id.endswith(".chip"):
+        details.append("broken by any call on another chip (<code>--soc</code>)")
+    elif rule.case:
+        details.append(f"broken by {_code(rule.case.call)}")
+    else:
+        details.append("no example in <code>ascend-emulator verify</code>")
     items = "".join(f"<li>{each}</li>" for each in details)
     return (
         f'<li><a id="{rule.id}"></a><strong>{_code(rule.id)}</strong>: {limits}'

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-all project
-"""A hook of mkdocs: pages that follow from the code and are not in the repository, rules of the
-emulator and commands, and roles in docstrings."""
+"""A hook of mkdocs: pages that follow from the code and are not in the repository, rules and C API
+of the emulator and commands, and roles in docstrings."""
 
 from __future__ import annotations
 
@@ -12,7 +12,11 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
 # Each section of pages follows a page of the repository in the navigation.
-GUIDES = {"emulator-rules": "emulator-rules.md", "commands": "environment-variables.md"}
+GUIDES = {
+    "emulator-rules/": "emulator-rules.md",
+    "commands/": "environment-variables.md",
+    "api-emulator-c": "api-emulator.md",
+}
 ROLE = re.compile(r":(?:attr|class|data|exc|func|meth|mod):(?=<code>|`)")
 
 
@@ -21,22 +25,24 @@ def _pages() -> dict[str, str]:
         str(ROOT / "tools"),
         *(str(path) for path in sorted((ROOT / "packages").glob("*/src"))),
     ]
-    from generated_docs import command_pages, rule_pages
+    from generated_docs import c_pages, command_pages, rule_pages
 
-    return rule_pages.pages() | command_pages.pages()
+    return rule_pages.pages() | command_pages.pages() | c_pages.pages()
 
 
 def on_config(config: Any) -> Any:
     """Called by mkdocs once: adds the pages to the navigation."""
     config.extra["generated"] = _pages()
     for folder, guide in GUIDES.items():
-        paths = [path for path in config.extra["generated"] if path.startswith(f"{folder}/")]
+        paths = [path for path in config.extra["generated"] if path.startswith(folder)]
         _insert(config.nav, guide, [{_title(path): path} for path in paths])
     return config
 
 
 def _title(path: str) -> str:
     name = Path(path).stem
+    if name == "api-emulator-c":
+        return "C API of the emulator"
     return f"Rules of {name}" if path.startswith("emulator-rules/") else name
 
 
