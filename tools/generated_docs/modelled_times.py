@@ -96,24 +96,35 @@ def withheld() -> str:
     return table(ROW, [_row(row) for row in ordered])
 
 
+def _left_out(name: str) -> list[str]:
+    """The parts of a class that are within the limits by laws fitted without each row, before and
+    after, and without the rows of its model."""
+    shown = []
+    for whole_model in (False, True):
+        found = errors.left_out(name, whole_model)
+        if not found:
+            shown.append("too few")
+            continue
+        now = errors.Errors(tuple(ratio for _, ratio in found)).within
+        words = f"{now:.0%} of {len(found)}"
+        if not whole_model and all(one.previous for one, _ in found):
+            before = errors.Errors(tuple(one.previous / one.seconds for one, _ in found))
+            words = f"{before.within:.0%} → {words}"
+        shown.append(words)
+    return shown
+
+
 def operators() -> str:
     """Errors of operators and collectives, and their worst rows."""
     rows = []
     for name in errors.OPERATORS:
         fitted = errors.operators(name)
-        without = tuple(ratio for _, ratio in errors.operators(name, True))
         found = errors.Errors(tuple(ratio for _, ratio in fitted))
         bad = sorted(fitted, key=lambda each: -abs(math.log(each[1])))[:WORST]
-        rows.append(
-            [
-                name,
-                str(len(fitted)),
-                *_columns(found),
-                f"{errors.Errors(without).within:.0%} of {len(without)}" if without else "too few",
-                "; ".join(f"{one.name}: {ratio:.2f}" for one, ratio in bad),
-            ]
-        )
-    return table(["class", *HEAD, "each row left out", "worst rows, ratio"], rows)
+        worst = "; ".join(f"{one.name}: {ratio:.2f}" for one, ratio in bad)
+        rows.append([name, str(len(fitted)), *_columns(found), *_left_out(name), worst])
+    columns = ("each row left out", "each model left out", "worst rows, ratio")
+    return table(["class", *HEAD, *columns], rows)
 
 
 def laws() -> str:

@@ -17,7 +17,10 @@ from published import figures, fit
 from published.figures import Row
 
 LIMITS = figures.DATA / "limits.json"
-VECTORS = ("norm", "activation", "quantize", "static quantize", "rope", "routing", "elementwise")
+VECTORS = (
+    *("norm", "activation", "quantize", "static quantize", "rope", "scatter"),
+    *("transpose", "routing", "elementwise"),
+)
 
 
 @dataclass(frozen=True)
@@ -92,7 +95,7 @@ OPERATORS: Mapping[str, tuple[str, ...]] = {
     "matmuls, int8": ("matmul int8",),
     "attention": ("attention", "latent attention", "prefill attention"),
     "vector operators": VECTORS,
-    "sampling": ("sampling",),
+    "sampling": ("sampling", "sort", "argmax", "softmax", "top-k"),
     "collectives": ("collective",),
     "dispatch and combine": ("experts",),
 }
@@ -108,18 +111,28 @@ def serving(name: str) -> list[Row]:
     return [row for row in figures.rows() if SERVING[name](row)]
 
 
-def operators(name: str, without: bool = False) -> list[tuple[figures.Launch, float]]:
-    """Launches of a class and modelled / published; ``without``: by a law fitted without it,
-    where the law has more rows than two."""
+def operators(name: str) -> list[tuple[figures.Launch, float]]:
+    """Launches of a class and modelled / published."""
+    seen = [one for one in figures.launches() if one.law in OPERATORS[name]]
+    return [(one, one.by(fit.law(one.law)) / one.seconds) for one in seen]
+
+
+def left_out(name: str, whole_model: bool = False) -> list[tuple[figures.Launch, float]]:
+    """Launches of a class and modelled / published, each by laws fitted without it, or without the
+    rows of its model; only those with other rows for each constant of their law, and none where
+    these are fewer than three."""
     found = []
-    for law in OPERATORS[name]:
-        seen = [one for one in figures.launches() if one.law == law]
-        if without and len(seen) < 3:
-            continue
-        for i, one in enumerate(seen):
-            known = fit.law(law, i if without else -1)
-            found.append((one, one.by(known) / one.seconds))
-    return found
+    for one, _ in operators(name):
+        gone = [
+            each
+            for each in figures.launches()
+            if each is one or (whole_model and each.model == one.model)
+        ]
+        others = {each.law for each in figures.launches() if each not in gone}
+        known = {fit.constant(law, field) for law in others for field in fit.FIELDS[law]}
+        if known >= {fit.constant(one.law, field) for field in fit.FIELDS[one.law]}:
+            found.append((one, one.by(fit.law(one.law, gone)) / one.seconds))
+    return found if len(found) > 2 else []
 
 
 def bands() -> dict[str, dict[str, tuple[float, float]]]:

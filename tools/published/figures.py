@@ -70,6 +70,8 @@ class Launch:
     name: str
     seconds: float
     by: Callable[[Any], float]  # its law -> seconds
+    model: str = ""
+    previous: float = 0.0  # Seconds by the laws before, fitted without this row.
 
 
 def _table(name: str) -> list[dict[str, str]]:
@@ -136,7 +138,14 @@ def launches() -> tuple[Launch, ...]:
         count, moved, work = (float(row[name]) for name in ("rows", "bytes", "flops"))
         name = f"{row['operator']} {row['shape']}"
         seconds = float(row["microseconds"]) / 1e6
-        return Launch(row["law"], name, seconds, lambda law: law.seconds(chip, moved, work, count))
+        return Launch(
+            row["law"],
+            name,
+            seconds,
+            lambda law: law.seconds(chip, moved, work, count),
+            row["model"],
+            float(row["previous"] or 0) / 1e6,
+        )
 
     def collective(row: Mapping[str, str]) -> Launch:
         ranks, sent = int(row["ranks"]), float(row["bytes"])

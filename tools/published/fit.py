@@ -5,7 +5,8 @@
 
 Each fit minimizes squared logarithms of modelled / published time, where the rows of each model
 have the same weight together. ``left_out`` gives each row what laws say that were fitted without
-the rows of its model; kernels and collectives have too few models, and leave out one row.
+the rows of its model; kernels and collectives have too few models, and leave out one row. Vector
+operators of one class share constants (``SHARED``), because none has rows enough for its own.
 """
 
 import dataclasses
@@ -20,17 +21,15 @@ from ascend_platform.cli.plan import laws
 from ascend_platform.cli.plan.estimate import Times
 from published import figures
 
+ROWS = ("norm", "activation", "quantize", "rope", "scatter", "sort", "argmax", "softmax", "top-k")
+"""Vector operators that work by rows."""
 FIELDS: Mapping[str, tuple[str, ...]] = {
     "matmul": ("start_us", "rows_us", "bandwidth", "rate"),
     "matmul int8": ("start_us", "rows_us", "bandwidth", "rate"),
     "attention": ("bandwidth",),
     "latent attention": ("bandwidth",),
     "prefill attention": ("rate",),
-    "norm": ("start_us", "rows_us", "bandwidth"),
-    "activation": ("start_us", "rows_us", "bandwidth"),
-    "quantize": ("start_us", "rows_us", "bandwidth"),
-    "static quantize": ("start_us", "rows_us", "bandwidth"),
-    "rope": ("start_us", "bandwidth"),
+    **dict.fromkeys((*ROWS, "static quantize", "transpose"), ("start_us", "rows_us", "bandwidth")),
     "routing": ("start_us", "rows_us"),
     "elementwise": ("start_us", "bandwidth"),
     "sampling": ("bandwidth",),
@@ -38,6 +37,21 @@ FIELDS: Mapping[str, tuple[str, ...]] = {
     "experts": ("start_us",),
 }
 """The constants of each law that are fitted; the others are assumed."""
+SHARED: Mapping[str, tuple[tuple[str, ...], ...]] = {
+    "start_us": (ROWS, ("elementwise", "transpose")),
+    "rows_us": ((*ROWS, "static quantize", "transpose"),),
+    "bandwidth": (("elementwise", "activation", "static quantize", "transpose"),),
+}
+"""Constants that several laws have together. Operators that work by rows have a start, and a time
+until all cores have rows; those that read and write each element once have a bandwidth."""
+NEUTRAL = {"start_us": 5.0, "rows_us": 10.0, "bandwidth": 0.5, "rate": 0.5}
+"""Where each fit begins, so that a constant without rows is not one that its rows once gave."""
+
+
+def constant(law: str, field: str) -> tuple[str, str]:
+    """The constant that is a field of a law, by the first law that has it."""
+    laws_of = next((all for all in SHARED.get(field, ()) if law in all), (law,))
+    return laws_of[0], field
 
 
 def minimum(
@@ -61,25 +75,51 @@ def minimum(
     return point
 
 
-@cache
-def law(name: str, without: int = -1) -> Any:
-    """A law of the device, fitted without one of its rows."""
-    others = {"collective": laws.COLLECTIVE, "experts": laws.EXPERTS}
-    first: Any = others.get(name) or laws.LAWS[name]
-    seen = [one for one in figures.launches() if one.law == name]
-    seen = [one for i, one in enumerate(seen) if i != without]
+def together(name: str) -> list[str]:
+    """The laws that are fitted with this one: those of one constant, and of theirs."""
+    found = [name]
+    for one in found:
+        mine = {constant(one, field) for field in FIELDS[one]}
+        found += [
+            other
+            for other in FIELDS
+            if other not in found and mine & {constant(other, field) for field in FIELDS[other]}
+        ]
+    return [each for each in FIELDS if each in found]
 
-    def replaced(values: Sequence[float]) -> Any:
-        return dataclasses.replace(first, **dict(zip(FIELDS[name], values, strict=True)))
+
+@cache
+def _fitted(names: tuple[str, ...], without: frozenset[figures.Launch]) -> dict[str, Any]:
+    first: dict[str, Any] = {**laws.LAWS, "collective": laws.COLLECTIVE, "experts": laws.EXPERTS}
+    seen = [one for one in figures.launches() if one.law in names and one not in without]
+    constants = [*dict.fromkeys(constant(name, field) for name in names for field in FIELDS[name])]
+    start = [NEUTRAL.get(field, 1.0) for _, field in constants]
+
+    def replaced(values: Sequence[float]) -> dict[str, Any]:
+        known = dict(zip(constants, values, strict=True))
+        return {
+            name: dataclasses.replace(
+                first[name], **{field: known[constant(name, field)] for field in FIELDS[name]}
+            )
+            for name in names
+        }
 
     def loss(values: Sequence[float]) -> float:
         known = replaced(values)
         # Like squares for small errors, like the error itself for a row that no law explains.
         return sum(
-            math.sqrt(1 + (math.log(one.by(known) / one.seconds) / 0.1) ** 2) for one in seen
+            math.sqrt(1 + (math.log(one.by(known[one.law]) / one.seconds) / 0.1) ** 2)
+            for one in seen
         )
 
-    return replaced(minimum(loss, [getattr(first, field) for field in FIELDS[name]]))
+    return replaced(minimum(loss, start))
+
+
+def law(name: str, without: Collection[figures.Launch] = ()) -> Any:
+    """A law of the device, fitted without these rows."""
+    names = tuple(together(name))
+    mine = frozenset(one for one in without if one.law in names)
+    return _fitted(names, mine)[name]
 
 
 @cache

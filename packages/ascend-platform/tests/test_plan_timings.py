@@ -71,7 +71,7 @@ def test_times_of_a_report_move_the_plan_as_computed_by_hand(path: Path, saved: 
     assert after["sampling"] == pytest.approx(3 * before["sampling"])
     # Two all-reduces a layer, of one row: their start of 20 us.
     assert after["links"] == pytest.approx(20 * 5 * (20e-6 + 8192 / (0.904 * 28e9)), rel=1e-3)
-    unmeasured = {"rope", "routing", "elementwise"}
+    unmeasured = {"rope", "scatter", "routing", "elementwise"}
     vectors = model.load(saved).vectors(False)
     assert unmeasured | {"norm", "activation"} == set(vectors)
     assert before["vector operators"] < after["vector operators"] < 3 * before["vector operators"]
@@ -110,6 +110,7 @@ def test_timings_of_verify_are_read(tmp_path: Path) -> None:
     facts.update(emulated=False, times="measured")
     path.write_text(json.dumps(found))
     known = reports.measured(chip, path)[1]
-    fitted = {"static quantize", "rope", "routing", "elementwise"}
+    fitted = {"static quantize", "rope", "scatter", "transpose", "routing", "elementwise"}
+    fitted |= {"sort", "argmax", "softmax", "top-k"}
     assert {name for name, law in known.operators.items() if not law.origin} == fitted
     assert known.collective.origin == known.hosts["tuned"].layers_origin == "emulated.json"

@@ -18,6 +18,8 @@ from ascend_emulator.chips import Chip
 
 FULL_ROWS = 256
 """Rows at which an operator's start is longest."""
+SAMPLING = ("sort", "argmax", "softmax", "top-k")
+"""The parts of "sampling", which a report has together."""
 
 
 @dataclass(frozen=True)
@@ -110,10 +112,16 @@ def measured(chip: Chip, records: Mapping[str, Any]) -> dict[str, Law]:
     seen = defaultdict(list)
     for law, *launch in _launches(records):
         seen[law].append(tuple(launch))
-    return {
+    fitted = laws()
+    known = {
         name: law.corrected(chip, seen[name]) if name in seen else law
-        for name, law in laws().items()
+        for name, law in fitted.items()
     }
+    faster = known["sampling"].bandwidth / fitted["sampling"].bandwidth
+    for name in SAMPLING:
+        law = known[name]
+        known[name] = dataclasses.replace(law, bandwidth=law.bandwidth * faster)
+    return known
 
 
 def _launches(records: Mapping[str, Any]) -> Iterator[tuple[Any, ...]]:

@@ -172,16 +172,24 @@ LAWS: Mapping[str, Law] = {
     "attention": Law(10.0, bandwidth=0.487),
     "latent attention": Law(10.0, bandwidth=0.351),
     "prefill attention": Law(10.0, rate=0.336),
-    "norm": Law(3.94, 12.7, 0.622),
-    "activation": Law(4.03, 10.2, 0.832),
-    "quantize": Law(3.64, 8.75, 0.37),
-    "static quantize": Law(10.2, 3.4, 0.531),
-    "rope": Law(5.16, bandwidth=0.0772),
+    "norm": Law(4.07, 9.27, 0.595),
+    "activation": Law(4.07, 9.27, 0.802),
+    "quantize": Law(4.07, 9.27, 0.395),
+    "static quantize": Law(9.65, 9.27, 0.802),
+    "rope": Law(4.07, 9.27, 0.175),
+    "scatter": Law(4.07, 9.27, 0.072),
+    "transpose": Law(1.81, 9.27, 0.802),
     "routing": Law(5.78, 29.6),
-    "elementwise": Law(1.83, bandwidth=0.556),
+    "elementwise": Law(1.81, bandwidth=0.802),
+    "sort": Law(4.07, 9.27, 0.0264),
+    "argmax": Law(4.07, 9.27, 0.045),
+    "softmax": Law(4.07, 9.27, 0.126),
+    "top-k": Law(4.07, 9.27, 0.242),
     "sampling": Law(0.0, bandwidth=0.0133),
 }
-"""By operator. Sampling moves logits in 32 bits; its time is that of sorting them."""
+"""By operator. Those that read and write each element once have a bandwidth in common, those that
+work by rows a start. "scatter" copies rows one by one, as writes of the KV cache do. Sampling moves
+logits in 32 bits; its time is that of sort, softmax, top-k and argmax together."""
 COLLECTIVE = CollectiveLaw(0.0, 1.2, 38.5, 5e6, 0.904)
 EXPERTS = CollectiveLaw(68.9)
 """Dispatch or combine of tokens between NPUs with experts."""
@@ -195,9 +203,9 @@ HOST_ORIGINS = {
 }
 BANDS: Mapping[str, Mapping[str, tuple[float, float]]] = {
     "tuned": {
-        "first_ms": (0.88, 1.54),
-        "token_ms": (0.72, 1.22),
-        "tokens_per_second": (0.65, 1.13),
+        "first_ms": (0.85, 1.59),
+        "token_ms": (0.72, 1.2),
+        "tokens_per_second": (0.63, 1.17),
     },
     "typical": {
         "first_ms": (1.11, 3.03),

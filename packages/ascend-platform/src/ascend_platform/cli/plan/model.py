@@ -91,6 +91,7 @@ class Model:
             "norm": (3.0 * deep, 8.0 * self.hidden * deep),
             "activation": (1.0 * deep, 3.0 * width),
             "rope": (1.0 * deep, self.attention / self.hidden * deep),
+            "scatter": (1.0 * (deep - self.linear), 2.0 * self.kv * (deep - self.linear)),
             "routing": (3.0 * mixed, 4.0 * self.chosen * self.hidden * mixed),
             "elementwise": (
                 (5.0 if self.latent else 2.0) * deep + DELTA_OPERATORS * self.linear,
