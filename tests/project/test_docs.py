@@ -147,6 +147,8 @@ def test_site_builds_strictly_and_asks_nothing_of_other_machines(tmp_path: Path)
     assert {
         address for addresses in loaded for address in addresses if "rel=canonical" not in address
     } == set()
+    # Material's script would ask for a sitemap.xml at each of these.
+    assert [page for page in pages if re.search(r"<link rel=\"?alternate", page.read_text())] == []
     anchors = Counter(
         anchor
         for page in tmp_path.glob("emulator-rules/*/index.html")

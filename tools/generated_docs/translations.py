@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-all project
 """A hook of mkdocs: Chinese pages have the anchors of their originals, and say if these have
-changed.
+changed; the language selector leads to a page's counterpart.
 
 The front matter of a page in docs/zh has the Git object id of its original in docs as `original`.
 """
@@ -18,6 +18,7 @@ from markdown.extensions.toc import slugify, unique
 DOCS = Path(__file__).resolve().parents[2] / "docs"
 FENCE = re.compile(r"(^```.*?^```$)", re.MULTILINE | re.DOTALL)
 HEADING = re.compile(r"^(#{2,} )(.+)$", re.MULTILINE)
+ALTERNATE = re.compile(r' *<link rel="alternate" [^>]*>\n?')
 BEHIND = '!!! warning "本页落后于英文版"\n    请以[英文版](../{name})为准。\n\n'
 
 
@@ -60,3 +61,12 @@ def on_page_context(context: Any, page: Any, config: Any, **arguments: object) -
     english["link"] = url if is_translated and url else "./"
     chinese["link"] = f"zh/{url if is_translated else ''}"
     return context
+
+
+def on_post_page(output: str, **arguments: object) -> str:
+    """Called by mkdocs with the HTML of a page: remove the links from which Material's script takes
+    the addresses of other languages, at each of which it asks for a sitemap.xml."""
+    return ALTERNATE.sub("", output)
+
+
+on_post_template = on_post_page
