@@ -16,7 +16,7 @@ from harness import checkout
 
 PAGES = sorted((checkout.ROOT / "docs").glob("tutorial-*.md"))
 BLOCK = re.compile(r"^```(bash|text)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
-PORTS = ("8000", "8100", "8200")
+PORTS = ("8000", "8100", "8200", "29501", "29600")
 SECONDS = 240
 
 
