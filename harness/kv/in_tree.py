@@ -59,7 +59,7 @@ class InTree(ConnectorTests):
 
     @pytest.fixture(autouse=True)
     def patience(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        """Finalizers of connectors that were shut down wait for ever, such as for a ZMQ context
+        """Finalizers of connectors that were shut down wait forever, such as for a ZMQ context
         whose sockets are open."""
         gc.disable()
         monkeypatch.setattr(testing_engine, "PATIENCE", 120.0)

@@ -118,6 +118,14 @@ def test_spelling() -> None:
     check(sys.executable, "-m", "codespell_lib", *tracked())
 
 
+def test_prose() -> None:
+    """English usage on pages and changelogs; the words of the style guide are in
+    test_language.py."""
+    pages = [path for path in tracked() if path.suffix == ".md" and path.parent.name != "zh"]
+    assert len(pages) > 100
+    check(Path(sys.executable).with_name("proselint"), "check", *pages)
+
+
 def test_hooks_run_programs_of_the_environment() -> None:
     check(sys.executable, "-m", "pre_commit", "validate-config")
     commands = [hook["entry"].split()[0] for hook in hooks() if hook["language"] == "system"]

@@ -96,7 +96,7 @@ def test_server_takes_the_first_free_port_of_a_range() -> None:
 
 def test_connections_without_a_handshake_are_closed(monkeypatch: pytest.MonkeyPatch) -> None:
     """Strangers' connections would take all files that the process may open."""
-    assert 1000 <= rpc.HANDSHAKE_MS <= 10_000  # ZMQ keeps them for ever with 0.
+    assert 1000 <= rpc.HANDSHAKE_MS <= 10_000  # ZMQ keeps them forever with 0.
     monkeypatch.setattr("ascend_platform.transfer.rpc.HANDSHAKE_MS", 200)
     server = RpcServer(CODEC, lambda question: Ack(), "127.0.0.1", keys=OURS)
     with socket.create_connection(("127.0.0.1", server.port), 20) as stranger:

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-all project
-"""The engine core waits for ever for a worker on another machine that has died."""
+"""The engine core waits forever for a worker on another machine that has died."""
 
 import time
 from collections.abc import Callable
@@ -16,7 +16,7 @@ PATIENCE = 1.0  # Seconds between two checks of the executor.
     scope="engine",
     vllm=">=0.31,<0.34",
     reason=(
-        "the engine waits for ever for outputs of a worker on another machine that has died, with"
+        "the engine waits forever for outputs of a worker on another machine that has died, with"
         " Ray or `--nnodes`"
     ),
     upstream=(
