@@ -76,8 +76,7 @@ OF_VALUES = {
     "ssm_state_indices has 2; state has 2 blocks": lambda: recurrent(blocks=(0, 2)),
     "ssm_state_indices has -1; state has 2 blocks": lambda: recurrent(blocks=(0, -1)),
     "num_accepted_tokens has 3; allowed: 1 to 2": lambda: recurrent(accepted=(3,)),
-    "g has -1.25; allowed: -1 to 0": lambda: chunk(g=torch.full((3, HEADS), -1.25)),
-    "g has 0.5; allowed: -1 to 0": lambda: chunk(g=torch.full((3, HEADS), 0.5)),
+    "g has 0.5; allowed: -inf to 0": lambda: chunk(g=torch.full((3, HEADS), 0.5)),
     "key has -1.5; allowed: -1 to 1": lambda: chunk(
         key=torch.full((3, KEY_HEADS, WIDTH), -1.5).bfloat16()
     ),
