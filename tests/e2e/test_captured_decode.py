@@ -23,7 +23,9 @@ CASES = {
     for name in ("dense", DRAFTS)
     for sampling, parameters in SAMPLING.items()
 }
-if vllm_runner.IS_V2:
+if not vllm_runner.IS_V2:  # which does not serve layers with states
+    CASES["gated delta net, experts"] = launches.CASES["gated delta net, experts"]
+else:
     CASES["watermarks"] = launches.CASES["dense"] | {
         "engine": {"watermark_config": {"key": 7}},
         "sampling": {"temperature": 0.8},

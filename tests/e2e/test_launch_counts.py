@@ -55,6 +55,13 @@ def test_host_does_not_wait_before_the_sampled_tokens(
     assert launch_counts[name][step]["waits"] == 0
 
 
+def test_no_case_of_the_table_waits_or_computes_on_the_ai_cpu() -> None:
+    """Also those that only tools/check launches counts."""
+    kept = json.loads(table.KEPT.read_text())
+    steps = {f"{name}, {step}": each for name, case in kept.items() for step, each in case.items()}
+    assert [name for name, each in steps.items() if each["waits"] or each.get("ai_cpu")] == []
+
+
 def test_fused_operators_before_latent_attention(tmp_path: Path) -> None:
     """They launch less, and keep the rotated elements in another order; the largest is
     an option."""

@@ -421,9 +421,8 @@ def test_states_that_do_not_fit_into_a_block_have_no_place():
     assert state_cache.place([1025], [1024, 1024]) is None
 
 
-def test_layers_are_not_warmed_up_with_random_decays():
-    """vLLM would compute a prefill in the profile run; CANN's operator is not used again where its
-    decays are out of range."""
+def test_layers_are_not_warmed_up():
+    """vLLM would compute a prefill in the profile run, for the autotuner of its kernels."""
     program = """
 from ascend_platform.worker import state_layers
 from vllm.model_executor.custom_op import op_registry_oot

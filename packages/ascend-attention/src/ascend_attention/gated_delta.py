@@ -3,14 +3,14 @@
 """The gated delta rule of linear attention layers (Qwen3-Next, Qwen3.5, OLMo-hybrid) by CANN's
 operators.
 
-Their ranges are those of ``torch_npu/_op_plugin_docs.py``, and for decays and strengths those of
-op-plugin's documentation of npu_chunk_gated_delta_rule: its results may overflow beyond them. A
-layer's decays have no lower bound, so the host waits for the least of each prefill, until one is
-out of range: from then on the built-in serves the layer's prefills, without waits.
+Their ranges are those of ``torch_npu/_op_plugin_docs.py``, and for strengths those of op-plugin's
+documentation of npu_chunk_gated_delta_rule. That also has decays of -1 to 0, beyond which results
+may overflow: those of trained weights are far below, and vllm-ascend passes them unchecked (pull
+request 12647). Both operators have states in bfloat16; of float32 states those that a step touches
+are cast.
 """
 
 import functools
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -23,16 +23,13 @@ HEADS = {"prefill": 64, "decode": 256}
 TOKENS = 8
 """Of a request in a decode: one, and its draft tokens."""
 
-LEAST_DECAY = -1.0
+MAX_REQUESTS = 4096
 
 
 class FusedGatedDeltaRule:
-    """The rule of one layer; ``built_in`` computes prefills that are out of range."""
+    """The rule by CANN's operators."""
 
     operators = OPERATORS
-
-    def __init__(self, built_in: Callable[..., tuple[torch.Tensor, torch.Tensor]]) -> None:
-        self._built_in, self._in_range = built_in, True
 
     @staticmethod
     def unsupported(
@@ -43,6 +40,7 @@ class FusedGatedDeltaRule:
         dtype: torch.dtype,
         state_dtype: torch.dtype,
         tokens: int,
+        doubles_strengths: bool = False,
     ) -> str:
         """Why a layer's ``prefill`` or ``decode`` is not supported, "" if it is.
 
@@ -50,12 +48,10 @@ class FusedGatedDeltaRule:
             heads: of values.
             sizes: of a key and of a value.
             tokens: of a request in a decode.
+            doubles_strengths: whether strengths reach 2.
         """
-        if state_dtype != torch.bfloat16:
-            return (
-                f"states are {_name(state_dtype)}, the operators take bfloat16"
-                " (--mamba-ssm-cache-dtype)"
-            )
+        if state_dtype not in (torch.bfloat16, torch.float32):
+            return f"states are {_name(state_dtype)}, supported: bfloat16 and float32"
         if dtype != torch.bfloat16:
             return f"the operators take bfloat16, not {_name(dtype)}"
         if any(size not in SIZES[phase] for size in sizes):
@@ -66,32 +62,28 @@ class FusedGatedDeltaRule:
             )
         if heads > HEADS[phase]:
             return f"{heads} heads, {OPERATORS[phase]} takes up to {HEADS[phase]}"
+        if phase == "prefill" and doubles_strengths:
+            return f"strengths above 1, {OPERATORS[phase]} takes 0 to 1"
         if phase == "decode" and tokens > TOKENS:
             return f"{tokens - 1} draft tokens, {OPERATORS[phase]} takes up to {TOKENS - 1}"
         return ""
 
+    @staticmethod
     def prefill(
-        self,
         inputs: extension.GatedDeltaInputs,
         states: torch.Tensor,
         query_start_loc: torch.Tensor,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """As ``ascend_platform.kernels.states.gated_delta.chunk_rule``."""
-        g, beta = inputs.g, inputs.beta
-        if self._in_range and not ((g.amin() >= LEAST_DECAY) & (beta.amax() <= 1)).item():
-            self._in_range = False
-            _say_out_of_range()
-        if not self._in_range:
-            return self._built_in(inputs, states, query_start_loc)
         return torch_npu.npu_chunk_gated_delta_rule(
             inputs.q,
             inputs.k,
             inputs.v.contiguous(),
-            beta=beta.bfloat16(),
-            initial_state=states,
+            beta=inputs.beta.bfloat16(),
+            initial_state=states.bfloat16(),
             actual_seq_lengths=query_start_loc.diff().int(),
             scale=inputs.scale,
-            g=g.contiguous(),
+            g=inputs.g.contiguous(),
         )
 
     @staticmethod
@@ -112,36 +104,39 @@ class FusedGatedDeltaRule:
         if indices.dim() == 1 or query_start_loc is None:
             steps, blocks = 1, indices if indices.dim() == 1 else indices[:, 0]
             rows: Any = slice(0, requests)
-            positions, exists = rows, blocks > 0
+            positions, is_padding = rows, blocks <= 0
         else:
             steps, blocks = indices.shape[1], indices.flatten()
             starts, each = query_start_loc[:requests, None], torch.arange(steps, device=device)
             exists = (each < query_start_loc[: requests + 1].diff()[:, None]).flatten()
             rows = (starts + each).clamp_max(len(v) - 1).flatten()
-            positions, exists = torch.where(exists, rows, len(v)), exists & (blocks > 0)
+            positions, is_padding = torch.where(exists, rows, len(v)), ~exists | (blocks <= 0)
             if num_accepted_tokens is not None:
                 named["num_accepted_tokens"] = num_accepted_tokens[:requests].clamp(1, steps).int()
-        g, beta = (torch.where(exists[:, None], each[rows], 0) for each in (inputs.g, inputs.beta))
-        in_place = states.is_contiguous() and len(states) >= len(blocks)
+        g, beta = (
+            each[rows].masked_fill_(is_padding[:, None], 0) for each in (inputs.g, inputs.beta)
+        )
+        in_place = states.dtype == torch.bfloat16 and states.is_contiguous()
+        in_place = in_place and len(states) >= len(blocks)
         index = (
             blocks.int()
             if in_place
             else torch.arange(len(blocks), dtype=torch.int32, device=device)
         )
-        used = states if in_place else states[blocks]
+        used = states if in_place else states[blocks].bfloat16()
         result = torch_npu.npu_recurrent_gated_delta_rule(
             *(each[rows].bfloat16() for each in (inputs.q, inputs.k)),
             v[rows].contiguous(),
             used,
             beta=beta.bfloat16(),
             scale=inputs.scale,
-            actual_seq_lengths=torch.full((requests,), steps, dtype=torch.int32, device=device),
+            actual_seq_lengths=_constant(steps, device)[:requests],
             ssm_state_indices=index,
             g=g.float(),
             **named,
         )
         if not in_place:
-            states[blocks] = used
+            states[blocks] = used.to(states.dtype)
         if positions is rows and len(v) == requests:
             return result
         output = v.new_zeros(len(v) + 1, *v.shape[1:])
@@ -154,9 +149,5 @@ def _name(dtype: torch.dtype) -> str:
 
 
 @functools.cache
-def _say_out_of_range() -> None:
-    extension.logger.info(
-        "the built-in gated delta rule serves prefills of layers with decays below %s or strengths"
-        " above 1, for which npu_chunk_gated_delta_rule may overflow",
-        LEAST_DECAY,
-    )
+def _constant(value: int, device: torch.device) -> torch.Tensor:
+    return torch.full((MAX_REQUESTS,), value, dtype=torch.int32, device=device)

@@ -74,6 +74,7 @@ def select(vllm_config: VllmConfig) -> GatedDeltaRule | None:
         "dtype": model.dtype,
         "state_dtype": states[1],
         "tokens": 1 + (drafts.num_speculative_tokens if drafts else 0),
+        "doubles_strengths": bool(getattr(settings, "linear_allow_neg_eigval", False)),
     }
     reasons = {}
     for phase in PHASES:

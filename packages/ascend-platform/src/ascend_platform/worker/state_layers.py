@@ -51,13 +51,13 @@ def install(vllm_config: VllmConfig) -> None:
     from ascend_platform.kernels.states.gated_delta import chunk_rule, recurrent_rule, rules
 
     _replace()
-    rules.decode, rules.prefill = recurrent_rule, lambda: chunk_rule
+    rules.decode, rules.prefill = recurrent_rule, chunk_rule
     if selected := select(vllm_config):
         fused = selected.fused
         if selected.serves("decode"):
             rules.decode = fused.decode
         if selected.serves("prefill"):
-            rules.prefill = lambda: fused(chunk_rule).prefill
+            rules.prefill = fused.prefill
 
 
 @functools.cache
@@ -74,6 +74,8 @@ def _replace() -> None:
     )
     from vllm.model_executor.layers.mamba.mamba_mixer2 import MambaMixer2
 
+    from ascend_platform.ops.gated_delta_net import NPUGatedDeltaNetAttention
+
     if ChunkGatedDeltaRule.__name__ in op_registry_oot:
         return
 
@@ -82,23 +84,8 @@ def _replace() -> None:
         """vLLM's operator of a prefill, which calls the function of its library for devices without
         one of their own."""
 
-        def __init__(self) -> None:
-            super().__init__()
-            self.rule = gated_delta.rules.prefill()
-
         def forward_native(self, *arguments: Any, **named: Any) -> Any:
-            return gated_delta.chunk_gated_delta_rule(*arguments, **named | {"rule": self.rule})
-
-    class NPUGatedDeltaNetAttention(QwenGatedDeltaNetAttention):
-        """vLLM's layer, which would normalize with a Triton kernel if there are draft tokens."""
-
-        def __init__(self, *arguments: Any, **named: Any) -> None:
-            super().__init__(*arguments, **named)
-            self.enable_fused_gdn_spec_decode = False
-
-        def _warmup_prefill_kernels(self, qkv_or_qkvz: Any, v_dim: int) -> None:
-            """Nothing to warm up; with vLLM's random decays the layer's prefills would be held for
-            out of CANN's range."""
+            return gated_delta.chunk_gated_delta_rule(*arguments, **named)
 
     class NPUMambaMixer2(MambaMixer2):
         """vLLM's layer without states within a prefill for prefix caching, and without warm-up of

@@ -7,7 +7,7 @@ Nothing here waits for the device: sequence lengths and indices stay there. Bloc
 block, whose rows are left as they are.
 """
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -42,28 +42,52 @@ def causal_conv1d_fn(
         ``[channels, tokens]``.
     """
     dtype, tokens, kept = x.dtype, x.t().to(conv_states.dtype), weight.shape[1] - 1
-    requests, device = len(cache_indices), x.device
-    history = conv_states[cache_indices][..., :kept].transpose(1, 2)
-    history = torch.where(has_initial_state.view(-1, 1, 1), history, 0)
-    # The rows of a request are its history, then its tokens.
-    position = torch.arange(len(tokens), device=device)
-    request = packed.requests_of(len(tokens), query_start_loc)
-    first = (
-        query_start_loc[:-1, None]
-        + torch.arange(kept, device=device)
-        + torch.arange(requests, device=device)[:, None] * kept
-    )
-    row = position + (request + 1) * kept
-    rows = tokens.new_empty(len(tokens) + requests * kept, tokens.shape[1])
-    rows[first.flatten()] = history.flatten(0, 1)
-    rows[row] = tokens
-    conv_states[cache_indices, :, :kept] = (
-        rows[(first + query_start_loc.diff()[:, None]).flatten()]
-        .view(requests, kept, -1)
-        .transpose(1, 2)
-    )
+    rows_of = _Rows.of(len(tokens), query_start_loc, has_initial_state, kept)
+    states = conv_states.transpose(1, 2)[:, :kept]
+    history = states[cache_indices].masked_fill_(rows_of.is_new, 0).flatten(0, 1)
+    rows = tokens.new_empty(len(tokens) + len(history), tokens.shape[1])
+    rows.index_copy_(0, rows_of.histories, history)
+    rows.index_copy_(0, rows_of.tokens, tokens)
+    states[cache_indices] = rows.index_select(0, rows_of.last).view(-1, kept, rows.shape[1])
     output = _convolve(rows[None], weight, bias, activation)[0]
-    return output[row - kept].to(dtype).t()
+    return output.index_select(0, rows_of.tokens_without_first).to(dtype).t()
+
+
+class _Rows(NamedTuple):
+    """Rows of packed requests, of which each has its history, then its tokens.
+
+    Attributes:
+        histories: of the ``kept`` inputs before each request, ``[requests * kept]``.
+        tokens: of the step's tokens, ``[tokens]``; tokens_without_first: ``kept`` lower.
+        last: of the last ``kept`` inputs of each request.
+        is_new: whether a request has no history, ``[requests, 1, 1]``.
+    """
+
+    histories: torch.Tensor
+    tokens: torch.Tensor
+    tokens_without_first: torch.Tensor
+    last: torch.Tensor
+    is_new: torch.Tensor
+
+    @classmethod
+    def of(
+        cls, tokens: int, query_start_loc: torch.Tensor, has_history: torch.Tensor, kept: int
+    ) -> "_Rows":
+        """The rows of a step, which ``query_start_loc`` keeps for its other layers."""
+        version = 0 if query_start_loc.is_inference() else query_start_loc._version
+        key = f"_rows {kept} {tokens} {version}"
+        if (known := vars(query_start_loc).get(key)) is not None:
+            return known
+        device, requests = query_start_loc.device, len(query_start_loc) - 1
+        offsets = torch.arange(requests * kept, device=device).view(requests, kept)
+        first = query_start_loc[:-1, None] + offsets
+        position = torch.arange(tokens, device=device)
+        before = position + packed.requests_of(tokens, query_start_loc) * kept
+        last = (first + query_start_loc.diff()[:, None]).flatten()
+        is_new = ~has_history.view(-1, 1, 1)
+        rows = cls(first.flatten(), before + kept, before, last, is_new)
+        vars(query_start_loc)[key] = rows
+        return rows
 
 
 def causal_conv1d_update(
@@ -96,7 +120,7 @@ def causal_conv1d_update(
     kept, requests, dtype = weight.shape[1] - 1, len(index), x.dtype
     tokens = x.to(conv_state.dtype)
     states = conv_state.transpose(1, 2)
-    state = states[index]
+    state = states.index_select(0, index)
     if query_start_loc is None:
         steps, history, new = 1, state[:, :kept], tokens.view(requests, 1, -1)
     else:
@@ -138,10 +162,11 @@ def _convolve(
     without the first."""
     width = weight.shape[1]
     length = rows.shape[1] - width + 1
-    rows, weights = rows.float(), weight.t().float()
+    weights = weight.t().float()
     if length == 1:
         output = (rows * weights).sum(1, keepdim=True)
     else:
+        rows = rows.float()
         output = rows[:, :length] * weights[0]
         for each in range(1, width):
             output = torch.addcmul(output, rows[:, each : each + length], weights[each])

@@ -8,13 +8,16 @@ compute 64 tokens at once (the WY form of these updates), decodes one after the 
 waits for the device.
 """
 
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.nn.functional as F
+import torch_npu
 
+from ascend_platform import host
 from ascend_platform.attention.base import GatedDeltaInputs
 from ascend_platform.kernels.states import packed
 
@@ -115,23 +118,30 @@ def recurrent_rule(
 def gates(
     a_log: torch.Tensor, a: torch.Tensor, b: torch.Tensor, dt_bias: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Decays, as logarithms, and strengths ``[tokens, heads]`` of a layer's projections a and b, in
-    float32."""
-    return -a_log.float().exp() * F.softplus(a.float() + dt_bias.float()), b.float().sigmoid()
+    """Decays, as logarithms in float32, and strengths ``[tokens, heads]`` of a layer's projections a
+    and b."""
+    return -a_log.float().exp() * F.softplus(a + dt_bias.float()), b.sigmoid()
 
 
 def normalize(x: torch.Tensor) -> torch.Tensor:
-    """x with vectors of length 1, in its dtype."""
-    values = x.float()
-    return (values * torch.rsqrt(values.square().sum(-1, keepdim=True) + 1e-6)).to(x.dtype)
+    """x with vectors of length 1, in its dtype: their RMS norm over the root of their size."""
+    if host.chip_family().lacks("npu_rms_norm"):
+        values = x.float()
+        return (values * torch.rsqrt(values.square().sum(-1, keepdim=True) + 1e-6)).to(x.dtype)
+    size = x.shape[-1]
+    return torch_npu.npu_rms_norm(x, _weight(size, x.device), 1e-6 / size)[0]
+
+
+@functools.cache
+def _weight(size: int, device: torch.device) -> torch.Tensor:
+    return torch.full((size,), size**-0.5, device=device)
 
 
 @dataclass
 class Rules:
-    """Implementations of this process, which ``worker/state_layers.py`` selects for its model;
-    ``prefill`` creates that of a layer."""
+    """Implementations of this process, which ``worker/state_layers.py`` selects for its model."""
 
-    prefill: Callable[[], Callable[..., tuple[torch.Tensor, torch.Tensor]]] = lambda: chunk_rule
+    prefill: Callable[..., tuple[torch.Tensor, torch.Tensor]] = chunk_rule
     decode: Callable[..., torch.Tensor] = recurrent_rule
 
 
@@ -182,7 +192,6 @@ def chunk_gated_delta_rule(
     cu_seqlens: torch.Tensor | None = None,
     use_qk_l2norm_in_kernel: bool = False,
     core_attn_out: torch.Tensor | None = None,
-    rule: Callable[..., tuple[torch.Tensor, torch.Tensor]] = chunk_rule,
     **_: Any,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Prefill; tensors have a first dimension of 1."""
@@ -192,7 +201,7 @@ def chunk_gated_delta_rule(
         q, k = normalize(q), normalize(k)
     scale = k.shape[-1] ** -0.5 if scale is None else scale
     inputs = GatedDeltaInputs(q[0], k[0], v[0], g[0], beta[0], scale)
-    output, states = rule(inputs, initial_state, cu_seqlens)
+    output, states = rules.prefill(inputs, initial_state, cu_seqlens)
     if core_attn_out is not None:
         core_attn_out.view(-1)[: output.numel()].copy_(output.view(-1))
     return output[None], states
@@ -218,7 +227,7 @@ def fused_recurrent_gated_delta_rule(
     assert inplace_final_state
     assert cu_seqlens is not None
     if use_qk_l2norm_in_kernel:
-        q, k = normalize(q.float()), normalize(k.float())
+        q, k = normalize(q), normalize(k)
     scale = k.shape[-1] ** -0.5 if scale is None else scale
     indices = ssm_state_indices[: len(cu_seqlens) - 1]
     inputs = GatedDeltaInputs(q[0], k[0], v[0], g[0], beta[0], scale)
@@ -257,7 +266,9 @@ def fused_recurrent_gated_delta_rule_packed_decode(
     heads, values, keys = initial_state.shape[-3:]
     of_keys, of_values = mixed_qkv.split([mixed_qkv.shape[1] - heads * values, heads * values], -1)
     of_keys, v = of_keys.unflatten(-1, (-1, keys)), of_values.unflatten(-1, (-1, values))
-    q, k = (normalize(of_keys.float()) if use_qk_l2norm_in_kernel else of_keys).chunk(2, 1)
+    q, k = of_keys.chunk(2, 1)
+    if use_qk_l2norm_in_kernel:
+        q, k = normalize(q), normalize(k)
     g, beta = gates(A_log, a, b, dt_bias)
     inputs = GatedDeltaInputs(q, k, v, g, beta, scale)
     out.copy_(rules.decode(inputs, initial_state, ssm_state_indices, None, None)[:, None])
