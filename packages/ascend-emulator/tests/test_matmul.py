@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 import textwrap
+from pathlib import Path
 
 import pytest
 import torch
@@ -235,18 +236,11 @@ def test_bfloat16_products_in_parts_of_larger_tensors(agree):
 
 @pytest.mark.parametrize("limit", ["ATEN_CPU_CAPABILITY=avx2", "ONEDNN_MAX_CPU_ISA=AVX512_CORE"])
 def test_processors_without_bfloat16_instructions(limit):
-    """The same matmuls by vectors of the compiler."""
+    """The same matmuls and attention by vectors of the compiler."""
     name, value = limit.split("=")
+    files = [__file__, Path(__file__).parent / "test_bf16_attention.py"]
     done = subprocess.run(
-        [
-            sys.executable,
-            "-m",
-            "pytest",
-            "-q",
-            __file__,
-            "-k",
-            "bfloat16_blocks or bfloat16_products or fractions",
-        ],
+        [sys.executable, "-m", "pytest", "-q", *files, "-k", "edges or parts or fractions or odd"],
         env=os.environ | {name: value},
         capture_output=True,
         text=True,

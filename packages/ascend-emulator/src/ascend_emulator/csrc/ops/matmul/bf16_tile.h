@@ -4,6 +4,10 @@
 #pragma once
 #include "ops/vectorized.h"
 
+namespace emu::bf16 {
+constexpr int64_t kLanes = 32;  // bfloat16 values per step
+}
+
 #if defined(__x86_64__)
 #include <immintrin.h>
 #define BF16_VECTORS __attribute__((target("avx512f,avx512bw,avx512vl,avx512bf16")))
@@ -15,7 +19,6 @@ namespace emu::bf16 {
 
 inline bool has_vectors() { return vector_unit() == VectorUnit::avx512_bf16; }
 
-constexpr int64_t kLanes = 32;     // bfloat16 values per step
 constexpr int64_t kAhead = 32768;  // bytes
 
 // The sums of each vector's lanes.

@@ -7,11 +7,11 @@
 #include <atomic>
 
 #include "ops/matmul/bf16_tile.h"
+#include "ops/matmul/widened_tile.h"
 #include "ops/vectorized.h"
 
 namespace emu::attention::kernels {
 
-#if defined(__x86_64__)
 namespace {
 
 using at::BFloat16;
@@ -20,21 +20,6 @@ constexpr int64_t kRows = 30;                     // queries times heads of a gr
 constexpr int kBand = 6;                          // rows per tile
 constexpr int64_t kAhead = 16;                    // tokens
 constexpr float kInfinity = std::numeric_limits<float>::infinity();
-
-// e^x of x <= 0 within two ulps: Cephes' polynomial.
-BF16_VECTORS inline __m512 exp_of(__m512 x) {
-  x = _mm512_max_ps(_mm512_set1_ps(-150.0f), x);  // for -infinity; what is not a number stays
-  const auto n = _mm512_roundscale_ps(
-      _mm512_mul_ps(x, _mm512_set1_ps(1.44269504088896341f)), _MM_FROUND_TO_NEAREST_INT);
-  auto r = _mm512_fnmadd_ps(n, _mm512_set1_ps(0.693359375f), x);
-  r = _mm512_fnmadd_ps(n, _mm512_set1_ps(-2.12194440e-4f), r);
-  auto p = _mm512_set1_ps(1.9875691500e-4f);
-  for (const float term :
-      {1.3981999507e-3f, 8.3334519073e-3f, 4.1665795894e-2f, 1.6666665459e-1f, 5.0000001201e-1f})
-    p = _mm512_fmadd_ps(p, r, _mm512_set1_ps(term));
-  p = _mm512_add_ps(_mm512_fmadd_ps(_mm512_mul_ps(r, r), p, r), _mm512_set1_ps(1.0f));
-  return _mm512_scalef_ps(p, n);
-}
 
 struct Task {
   const Request* request;
@@ -53,6 +38,33 @@ const BFloat16* row(const Rows& rows, int64_t group, int64_t token) {
   const int64_t block = rows.blocks ? rows.blocks[token / rows.block_size] : 0,
                 place = rows.blocks ? token % rows.block_size : token;
   return rows.base + block * rows.block_stride + place * rows.stride + group * rows.group_stride;
+}
+
+// Calls with the parts of the tokens [first, last) that lie in one block each.
+template <class Part>
+void in_blocks(const Rows& rows, int64_t first, int64_t last, const Part& part) {
+  for (int64_t token = first; token < last;) {
+    const int64_t end =
+        rows.blocks ? std::min(last, (token / rows.block_size + 1) * rows.block_size) : last;
+    part(token, end);
+    token = end;
+  }
+}
+
+#if defined(__x86_64__)
+// e^x of x <= 0 within two ulps: Cephes' polynomial.
+BF16_VECTORS inline __m512 exp_of(__m512 x) {
+  x = _mm512_max_ps(_mm512_set1_ps(-150.0f), x);  // for -infinity; what is not a number stays
+  const auto n = _mm512_roundscale_ps(
+      _mm512_mul_ps(x, _mm512_set1_ps(1.44269504088896341f)), _MM_FROUND_TO_NEAREST_INT);
+  auto r = _mm512_fnmadd_ps(n, _mm512_set1_ps(0.693359375f), x);
+  r = _mm512_fnmadd_ps(n, _mm512_set1_ps(-2.12194440e-4f), r);
+  auto p = _mm512_set1_ps(1.9875691500e-4f);
+  for (const float term :
+      {1.3981999507e-3f, 8.3334519073e-3f, 4.1665795894e-2f, 1.6666665459e-1f, 5.0000001201e-1f})
+    p = _mm512_fmadd_ps(p, r, _mm512_set1_ps(term));
+  p = _mm512_add_ps(_mm512_fmadd_ps(_mm512_mul_ps(r, r), p, r), _mm512_set1_ps(1.0f));
+  return _mm512_scalef_ps(p, n);
 }
 
 template <int rows, int columns> void put_scores(
@@ -136,17 +148,6 @@ using Weigh = decltype(&weigh<1>);
 constexpr Score kScore[] = {score<1>, score<2>, score<3>, score<4>, score<5>, score<6>};
 constexpr Weigh kWeigh[] = {weigh<1>, weigh<2>, weigh<3>, weigh<4>, weigh<5>, weigh<6>};
 
-// Calls with the parts of the tokens [first, last) that lie in one block each.
-template <class Part>
-void in_blocks(const Rows& rows, int64_t first, int64_t last, const Part& part) {
-  for (int64_t token = first; token < last;) {
-    const int64_t end =
-        rows.blocks ? std::min(last, (token / rows.block_size + 1) * rows.block_size) : last;
-    part(token, end);
-    token = end;
-  }
-}
-
 // Scores of a row, of which [from, to) are seen, to weights; the former sum and output are scaled
 // to the new maximum.
 BF16_VECTORS void soften(
@@ -180,7 +181,87 @@ BF16_VECTORS void soften(
         b.out + m * width + i, _mm512_mul_ps(_mm512_loadu_ps(b.out + m * width + i), faded));
 }
 
-BF16_VECTORS void run_task(const Task& task, int64_t share, float scale, Buffers& b) {
+// By AVX512_BF16.
+struct Native {
+  static void score(int64_t rows, const BFloat16* query, int64_t width, const BFloat16* keys,
+      int64_t stride, int64_t count, float* scores) {
+    kScore[rows - 1](query, width, keys, stride, count, scores);
+  }
+  static void weigh(int64_t rows, const BFloat16* weights, const BFloat16* values, int64_t stride,
+      int64_t count, float* out, int64_t width) {
+    kWeigh[rows - 1](weights, values, stride, count, out, width);
+  }
+  static constexpr auto soften = kernels::soften;
+};
+#endif
+
+// By vectors of the compiler, in which bfloat16 is widened.
+template <int bytes> struct Widened {
+  using V = bf16::Vectors<bytes>;
+  using Floats = typename V::Floats;
+
+  static void score(int64_t rows, const BFloat16* query, int64_t width, const BFloat16* keys,
+      int64_t stride, int64_t count, float* scores) {
+    for (int64_t n = 0; n < count; ++n) {
+      const auto* key = keys + n * stride;
+      for (int64_t d = 0; d < width; d += bf16::kLanes)  // keys of one group are apart
+        __builtin_prefetch(key + kAhead * stride + d);
+      for (int64_t m = 0; m < rows; ++m) {
+        Floats first{}, second{}, x, y, k, l;
+        for (int64_t d = 0; d < width; d += V::kValues) {
+          V::split(query + m * width + d, x, y);
+          V::split(key + d, k, l);
+          first += x * k;
+          second += y * l;
+        }
+        scores[m * kKeys + n] = V::sum(first + second);
+      }
+    }
+  }
+
+  static void weigh(int64_t rows, const BFloat16* weights, const BFloat16* values, int64_t stride,
+      int64_t count, float* out, int64_t width) {
+    for (int64_t column = 0; column < width; column += V::kValues) {
+      Floats first[kBand] = {}, second[kBand] = {}, even, odd;
+      for (int64_t t = 0; t < count; ++t) {
+        __builtin_prefetch(values + (t + kAhead) * stride + column);
+        V::split(values + t * stride + column, even, odd);
+        for (int m = 0; m < kBand; ++m) {
+          const float weight = m < rows ? widened(weights[m * kKeys + t]) : 0.0f;
+          first[m] += weight * even;
+          second[m] += weight * odd;
+        }
+      }
+      for (int64_t m = 0; m < rows; ++m)
+        for (int i = 0; i < bytes / 4; ++i) {
+          out[m * width + column + 2 * i] += first[m][i];
+          out[m * width + column + 2 * i + 1] += second[m][i];
+        }
+    }
+  }
+
+  static void soften(
+      Buffers& b, int64_t m, int64_t count, int64_t from, int64_t to, float scale, int64_t width) {
+    auto *scores = b.scores + m * kKeys, *out = b.out + m * width;
+    auto* weights = b.weights + m * kKeys;
+    std::memset(static_cast<void*>(weights), 0, count * sizeof(BFloat16));
+    if (from >= to) return;
+    float most = b.most[m] / scale, sum = 0;
+    for (int64_t n = from; n < to; ++n) most = scores[n] > most ? scores[n] : most;
+    most *= scale;
+    for (int64_t n = from; n < to; ++n) scores[n] = emu::exp_of(scores[n] * scale - most);
+    for (int64_t n = from; n < to; ++n) sum += scores[n];
+    for (int64_t n = from; n < to; ++n) weights[n] = rounded<BFloat16>(scores[n]);
+    const float fade = b.most[m] == -kInfinity ? 0.0f : std::exp(b.most[m] - most);
+    b.most[m] = most;
+    b.sum[m] = b.sum[m] * fade + sum;
+    if (fade == 1.0f) return;
+    for (int64_t i = 0; i < width; ++i) out[i] *= fade;
+  }
+};
+
+template <class Unit> __attribute__((always_inline)) inline void run_task(
+    const Task& task, int64_t share, float scale, Buffers& b) {
   const auto& r = *task.request;
   const int64_t width = r.query.size(2), value_width = r.out.size(2);
   const auto query_of = [&](int64_t m) { return (task.first + m) / share; };
@@ -204,17 +285,17 @@ BF16_VECTORS void run_task(const Task& task, int64_t share, float scale, Buffers
     for (int64_t m = 0; m < task.count; m += kBand) {
       const auto rows = std::min<int64_t>(kBand, task.count - m);
       in_blocks(r.key, begin, begin + count, [&](int64_t token, int64_t last) {
-        kScore[rows - 1](b.query + m * width, width, row(r.key, task.group, token), r.key.stride,
+        Unit::score(rows, b.query + m * width, width, row(r.key, task.group, token), r.key.stride,
             last - token, b.scores + m * kKeys + token - begin);
       });
     }
     for (int64_t m = 0; m < task.count; ++m)
-      soften(b, m, count, std::clamp<int64_t>(first_key(m) - begin, 0, count),
+      Unit::soften(b, m, count, std::clamp<int64_t>(first_key(m) - begin, 0, count),
           std::clamp<int64_t>(last_key(m) - begin, 0, count), scale, value_width);
     for (int64_t m = 0; m < task.count; m += kBand) {
       const auto rows = std::min<int64_t>(kBand, task.count - m);
       in_blocks(r.value, begin, begin + count, [&](int64_t token, int64_t last) {
-        kWeigh[rows - 1](b.weights + m * kKeys + token - begin, row(r.value, task.group, token),
+        Unit::weigh(rows, b.weights + m * kKeys + token - begin, row(r.value, task.group, token),
             r.value.stride, last - token, b.out + m * value_width, value_width);
       });
     }
@@ -232,11 +313,23 @@ BF16_VECTORS void run_task(const Task& task, int64_t share, float scale, Buffers
   }
 }
 
+void run(const Task& task, int64_t share, float scale, Buffers& b) {
+#if defined(__x86_64__)
+  const auto native = [&]() BF16_VECTORS { run_task<Native>(task, share, scale, b); };
+  bf16::has_vectors() ? native()
+  : vector_unit() >= VectorUnit::avx512
+      ? with_avx512([&] { run_task<Widened<64>>(task, share, scale, b); })
+      : with_avx2([&] { run_task<Widened<32>>(task, share, scale, b); });
+#else
+  run_task<Widened<16>>(task, share, scale, b);
+#endif
+}
+
 }  // namespace
 
 bool has_attention(int64_t width, int64_t value_width) {
-  return bf16::has_vectors() && width % bf16::kLanes == 0 && value_width % bf16::kLanes == 0 &&
-         width <= kMostWidth && value_width <= kMostWidth;
+  return (bf16::has_vectors() || bf16::has_widened_tiles()) && width % bf16::kLanes == 0 &&
+         value_width % bf16::kLanes == 0 && width <= kMostWidth && value_width <= kMostWidth;
 }
 
 void attend(const std::vector<Request>& requests, int64_t heads, int64_t groups, double scale) {
@@ -257,15 +350,8 @@ void attend(const std::vector<Request>& requests, int64_t heads, int64_t groups,
   at::parallel_for(0, work < 1 << 10 ? 1 : at::get_num_threads(), 1, [&](int64_t, int64_t) {
     const auto buffers = std::make_unique<Buffers>();
     for (size_t i = next++; i < tasks.size(); i = next++)
-      run_task(tasks[i], share, static_cast<float>(scale), *buffers);
+      run(tasks[i], share, static_cast<float>(scale), *buffers);
   });
 }
-
-#else
-
-bool has_attention(int64_t, int64_t) { return false; }
-void attend(const std::vector<Request>&, int64_t, int64_t, double) {}
-
-#endif
 
 }  // namespace emu::attention::kernels

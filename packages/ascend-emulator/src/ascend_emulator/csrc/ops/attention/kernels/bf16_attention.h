@@ -1,8 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-all project
-// softmax(scale * q k^T) v of bfloat16 requests, whose keys and values are read in place, by
-// AVX512_BF16: scores and sums in float32, an online softmax, weights in bfloat16 as ATen's flash
-// attention has them.
+// softmax(scale * q k^T) v of bfloat16 requests, whose keys and values are read in place: scores
+// and sums in float32, an online softmax, weights in bfloat16 as ATen's flash attention has them.
 #pragma once
 #include <ATen/ATen.h>
 
