@@ -129,6 +129,24 @@ def test_build_job_builds_what_the_tag_names(clone: Clone, name: str) -> None:
     assert built == {f"{module}-0.2.0-py3-none-any.whl", f"{module}-0.2.0.tar.gz"}
 
 
+def test_notes_of_a_release_are_its_section_of_the_changelog(clone: Clone) -> None:
+    """The job's own commands, with a `gh` that does nothing."""
+    assert clone.release(ATTENTION, "minor").returncode == 0
+    (clone.root / "dist").mkdir()
+    (clone.root / "dist" / "file").touch()
+    (clone.root / "gh").write_text("#!/bin/sh\n")
+    (clone.root / "gh").chmod(0o755)
+    *_, script = scripts(workflow("release")["jobs"]["github"])
+    variables = {
+        "PATH": f"{clone.root}{os.pathsep}{os.environ['PATH']}",
+        "GITHUB_REF_NAME": f"{ATTENTION}-v0.2.0",
+    }
+    subprocess.run(["bash", "-ec", script], cwd=clone.root, env=variables, check=True)
+    notes = (clone.root / "NOTES.md").read_text()
+    entries = "### Added - computes attention faster. (#12) ### Fixed - rounds as it should. (#7)"
+    assert " ".join(notes.split()) == entries
+
+
 def test_tags_of_releases_start_the_workflow() -> None:
     """The filter is a glob of GitHub's; written as an expression, it takes the tags of
     tools/release and no others."""
