@@ -16,6 +16,20 @@ template <class Other> void fits(const at::Tensor& self, const Other& other) {
   emu::require(c10::canCast(result, self.scalar_type()), "result type ", c10::toString(result),
       " can't be cast to the desired output type ", c10::toString(self.scalar_type()), " of self");
 }
+void check_sum(const at::Tensor& self, const at::Tensor& other) {
+  emu::rule("add.bfloat16-and-complex", [&] {
+    for (const auto& [a, b] : {std::pair{&self, &other}, std::pair{&other, &self}})
+      emu::require(a->scalar_type() != at::kBFloat16 || !b->is_complex(),
+          "the dtypes are BFloat16 and ", b->scalar_type(), "; they do not go together");
+  });
+}
+
+void check_value(const at::Tensor& self, const at::Scalar& value) {
+  emu::rule("addcmul.value", [&] {
+    emu::require(self.is_complex() || !value.isComplex(), "value is complex and self ",
+        self.scalar_type(), "; it must be real");
+  });
+}
 }  // namespace
 
 // Tensor-tensor and tensor-scalar forms, with in-place variants.
@@ -28,8 +42,6 @@ template <class Other> void fits(const at::Tensor& self, const Other& other) {
       (EXPANDS(self, other), fits(self, other)), { self.FUNCTION##_(other); })
 
 #define SCALED(NAME, FUNCTION)                                                                   \
-  SHAPED(aclnn##NAME, (Tensor self, Tensor other, Scalar alpha, Tensor out),                     \
-      BROADCAST(out, self, other), { at::FUNCTION##_out(out, self, other, alpha); })             \
   SHAPED(aclnn##NAME##s, (Tensor self, Scalar other, Scalar alpha, Tensor out), SAME(out, self), \
       { at::FUNCTION##_out(out, self, number(other), alpha); })                                  \
   SHAPED(aclnnInplace##NAME, (Tensor self, Tensor other, Scalar alpha),                          \
@@ -67,6 +79,11 @@ template <class Other> void fits(const at::Tensor& self, const Other& other) {
   SHAPED(aclnnInplace##NAME, (Tensor self, Tensor other), EXPANDS(self, other), \
       { self.FUNCTION##_(other); })
 
+SHAPED(aclnnAdd, (Tensor self, Tensor other, Scalar alpha, Tensor out),
+    (check_sum(self, other), BROADCAST(out, self, other)),
+    { at::add_out(out, self, other, alpha); })
+SHAPED(aclnnSub, (Tensor self, Tensor other, Scalar alpha, Tensor out), BROADCAST(out, self, other),
+    { at::sub_out(out, self, other, alpha); })
 SCALED(Add, add)
 SCALED(Sub, sub)
 // number + alpha * tensor (op-plugin's AddKernelNpuOpApi.cpp).
@@ -208,11 +225,12 @@ SHAPED(aclnnInplaceClampMinTensor, (Tensor self, Tensor min), EXPANDS(self, min)
     { self.clamp_min_(min); })
 
 SHAPED(aclnnAddcmul, (Tensor self, Tensor a, Tensor b, Scalar value, Tensor out),
-    BROADCAST(out, self, a, b), { at::addcmul_out(out, self, a, b, value); })
+    (BROADCAST(out, self, a, b), check_value(out, value)),
+    { at::addcmul_out(out, self, a, b, value); })
 SHAPED(aclnnAddcdiv, (Tensor self, Tensor a, Tensor b, Scalar value, Tensor out),
     BROADCAST(out, self, a, b), { at::addcdiv_out(out, self, a, b, value); })
-SHAPED(aclnnInplaceAddcmul, (Tensor self, Tensor a, Tensor b, Scalar value), EXPANDS(self, a, b),
-    { self.addcmul_(a, b, value); })
+SHAPED(aclnnInplaceAddcmul, (Tensor self, Tensor a, Tensor b, Scalar value),
+    (EXPANDS(self, a, b), check_value(self, value)), { self.addcmul_(a, b, value); })
 SHAPED(aclnnInplaceAddcdiv, (Tensor self, Tensor a, Tensor b, Scalar value), EXPANDS(self, a, b),
     { self.addcdiv_(a, b, value); })
 SHAPED(aclnnLerp, (Tensor self, Tensor end, Tensor weight, Tensor out),

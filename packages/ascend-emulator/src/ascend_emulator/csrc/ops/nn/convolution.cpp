@@ -13,6 +13,12 @@ CHECKED(aclnnConvolution,
         bool transposed, Ints output_padding, int64_t groups, Tensor out, CubeMath cube),
     {
       cube.check(input, weight);
+      rule("convolution.output-padding", [&] {
+        require(!transposed || input.dim() != 5 || is_chip("Ascend950") ||
+                    output_padding == Ints(output_padding.size()),
+            "output_padding is [", listed(output_padding),
+            "]; transposed convolutions of three dimensions take 0");
+      });
       require(
           weight.numel() > 0, "weight has the shape ", weight.sizes(), "; no dimension may be 0");
       COMPUTE {
@@ -28,12 +34,23 @@ CHECKED(aclnnConvolution,
             dilation, transposed, output_padding, groups));
       };
     })
+namespace {
+void check_output_padding(const Ints& stride, const Ints& output_padding) {
+  rule("convolution_backward.output-padding", [&] {
+    for (size_t i = 0; i < std::min(stride.size(), output_padding.size()); ++i)
+      require(output_padding[i] < stride[i], "output_padding is [", listed(output_padding),
+          "] and stride [", listed(stride), "]; it must be smaller");
+  });
+}
+}  // namespace
 // The bias's gradient is a sum, not a matmul.
 SHAPED(aclnnConvolutionBackward,
     (Tensor grad, Tensor input, Tensor weight, Opt<Ints> bias_sizes, Ints stride, Ints padding,
         Ints dilation, bool transposed, Ints output_padding, int64_t groups, Bools mask,
         CubeMath cube, Opt<Tensor> grad_input, Opt<Tensor> grad_weight, Opt<Tensor> grad_bias),
-    cube.check(grad, input, weight), {
+    (cube.check(grad, input, weight),
+        transposed ? check_output_padding(stride, output_padding) : void()),
+    {
       const auto backward = [&](const Tensor& g, const Tensor& from, const Tensor& by,
                                 std::array<bool, 3> wanted) {
         return at::convolution_backward(upcast(g), upcast(from), upcast(by),
