@@ -10,6 +10,7 @@ import pytest
 import torch
 from ascend_emulator.build import SOURCES
 from ascend_emulator.coverage import entry_points
+from ascend_emulator.verify import environment
 
 PROGRAM = """
 import sys, torch, torch_npu
@@ -153,3 +154,10 @@ def test_collectives_add_in_an_order_of_the_seed(tmp_path):
         assert not torch.equal(plain, other)
         torch.testing.assert_close(plain, other)
     assert torch.equal(sums[""][2], sums["jitter:1"][2])
+
+
+@pytest.mark.parametrize("numerics", ["jitter:1", ""])
+def test_a_report_of_verify_says_which_numerics_it_has(monkeypatch, numerics):
+    monkeypatch.setenv("ASCEND_EMULATOR_NUMERICS", numerics)
+    facts = environment.PROGRAMS["environment"]({})["facts"]
+    assert facts.get("numerics", "") == numerics
