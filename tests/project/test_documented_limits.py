@@ -3,9 +3,11 @@
 """Limits that torch_npu documents, and the emulator's rules of operators. That the counts are on
 docs/emulator-rules.md is in test_docs.py."""
 
+import re
 from typing import Any
 
 import pytest
+from ascend_emulator import rules
 from harness import checkout
 
 PAGE = """
@@ -39,6 +41,19 @@ def test_limits_of_a_page(limits: Any, monkeypatch: pytest.MonkeyPatch) -> None:
         "group: 取值范围是[0, 3]",
         "k不超过1024",
     ]
+
+
+def test_operators_that_are_the_reason_for_limits_are_not_emulated(limits: Any) -> None:
+    text = "".join(path.read_text() for path in (rules.SOURCES / "ops").rglob("*.cpp"))
+    missing = limits.not_emulated()
+    assert missing.keys() < limits.pages().keys()
+    assert [n for names in missing.values() for n in names if re.search(rf"\b{n}\b", text)] == []
+
+
+def test_limits_of_other_projects_have_a_rule_or_a_reason(limits: Any) -> None:
+    share = re.search(r"of which ([\d.]+) % have", limits.counts_of_projects())
+    assert share
+    assert float(share[1]) >= 95
 
 
 def test_limit_without_a_rule_is_missing(limits: Any, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -94,7 +94,13 @@ def state(function: str) -> dict[str, str]:
     mine = [each for each in rules.descriptions() if function in each.functions]
     states = {limit: "unchecked" for each in mine for limit in each.unchecked}
     states |= {limit: rule.id for each in mine for rule in each.rules for limit in rule.says}
-    return {limit: states.get(limit, "") for limit in limits(function)}
+    other = "unchecked" if function in not_emulated() else ""
+    return {limit: states.get(limit, other) for limit in limits(function)}
+
+
+def not_emulated() -> dict[str, list[str]]:
+    """Functions that the emulator refuses, with the operators that it does not have."""
+    return tomllib.loads(PROJECTS.read_text())["not_emulated"]
 
 
 def unknown() -> list[str]:

@@ -356,7 +356,7 @@ def grouped(x, weight, **more):
                 torch.tensor([4]).npu(),
                 dequant_mode=1,
             ),
-            "dequant_mode is 1; allowed: 0, unless x is int8 and weight int4",
+            "dequant_mode is 1; allowed: 0",
         ),
         "columns": (
             lambda a, b: torch_npu.npu_grouped_matmul_swiglu_quant_v2(

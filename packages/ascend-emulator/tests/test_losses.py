@@ -149,7 +149,7 @@ def test_fused_cross_entropy_with_smoothing():
             {"lse_square_scale_for_zloss": 0.1},
             "lse_square_scale_for_zloss is 0.1; only 0 is supported",
         ),
-        ({"return_zloss": True}, "return_zloss is true; only false is supported"),
+        ({"return_zloss": True}, "return_zloss is 1; allowed: 0"),
         ({"ignore_index": 5}, "ignore_index is 5; it must be below 5, the classes"),
         ({"label_smoothing": 1.0}, "label_smoothing is 1; allowed: from 0, below 1"),
     ],

@@ -373,7 +373,7 @@ REFUSED = [
     "expand_scales is None; on Ascend910B it is needed: what the dispatch returned",
     "reduce_op is max; allowed: sum",
     'aclnnMatmulAllReduce: hcom is "nobody"',
-    "k is 64; allowed: 256 to 65534",
+    "dimension 1 of input is 64; allowed: 256 to 65534",
     "ep_world_size, with comm_alg hierarchy, is 2; allowed: 16, 32, 64",
 ]
 

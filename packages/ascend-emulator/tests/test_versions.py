@@ -164,7 +164,7 @@ def test_rotary_embedding_in_place(calls):
     calls.compute("ApplyRotaryPosEmb", query, key, cos, sin, 1)
     assert torch.equal(query, expected[0])
     assert torch.equal(key, expected[1])
-    assert "layout (1 BSND, 4 TND) is 2" in calls.refusal(
+    assert "layout is 2; allowed: 1, 4" in calls.refusal(
         "ApplyRotaryPosEmb", query, key, cos, sin, 2
     )
 

@@ -38,8 +38,6 @@ Computation attention_update(const Tensors& lse, const Tensors& parts, int64_t t
 Computation transpose_batch_matmul(const Tensor& x, const Tensor& weight, const Opt<Tensor>& bias,
     const Opt<Tensor>& scale, const Ints& perm_x, const Ints& perm_weight, const Ints& perm_y,
     CubeMath cube, int64_t split, Tensor out) {
-  rank("input", x, 3);
-  rank("weight", weight, 3);
   cube.check(x);
   require(!scale, "scale is not emulated");
   const auto allowed = [](const char* name, const Ints& found, std::vector<Ints> choices) {

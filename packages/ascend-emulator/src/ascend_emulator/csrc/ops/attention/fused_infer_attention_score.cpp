@@ -78,7 +78,6 @@ CHECKED(aclnnPromptFlashAttentionV3,
     {
       refuse_given(
           "an int8 query (deq_scale1, quant_scale1, deq_scale2)", dequant1, quant1, dequant2);
-      one_of<Text>("input_layout", layout, {"BSH", "BSND", "BNSD", "BNSD_BSND", "NSD"});
       return computation({.query = query,
                              .key = {key},
                              .value = {value},

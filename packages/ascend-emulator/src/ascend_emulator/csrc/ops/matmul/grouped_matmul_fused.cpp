@@ -99,16 +99,6 @@ namespace {
 Computation swiglu_quant(const Tensor& x, const Tensor& weight, const Tensor& weight_scale,
     const Opt<Tensor>& assist, const Tensor& x_scale, const Opt<Tensor>& smooth, const Tensor& list,
     int64_t dequant_mode, int64_t list_kind, const Tensor& out, const Tensor& out_scale) {
-  chips({"Ascend910B", "Ascend910_93", "Ascend950"});
-  one_of("x", x, {at::kChar, at::kInt});
-  one_of("weight", weight, {at::kChar, at::kInt});
-  one_of(
-      "weight_scale", weight_scale, {at::kFloat, at::kHalf, at::kBFloat16, at::kLong, at::kUInt64});
-  one_of("x_scale", x_scale, {at::kFloat});
-  one_of("group_list", list, {at::kLong});
-  rank("weight", weight, 3);
-  require(x_scale.numel() == x.size(0), "x_scale has shape ", x_scale.sizes(), "; one for each of ",
-      x.size(0), " rows is needed");
   const bool int4 = x.scalar_type() == at::kInt, words = weight.scalar_type() == at::kInt;
   const int64_t groups = weight.size(0), k = x.size(1) * (int4 ? kFourBitsInWord : 1),
                 n = out.size(1) * 2;
@@ -125,7 +115,6 @@ Computation swiglu_quant(const Tensor& x, const Tensor& weight, const Tensor& we
   const Grouped call{{x}, {weight}, assists, Tensors{weight_scale}, {}, {}, Tensors{x_scale}, list,
       3, 0, list_kind, 0, {out}};
   if (int4) {
-    one_of("smooth_scale", *smooth, {at::kFloat});
     require(smooth->sizes() == at::IntArrayRef{groups} ||
                 smooth->sizes() == at::IntArrayRef{groups, n / 2},
         "smooth_scale has shape ", smooth->sizes(), "; allowed: [", groups, "] and [", groups, ", ",
@@ -159,8 +148,8 @@ Computation swiglu_quant(const Tensor& x, const Tensor& weight, const Tensor& we
 // weight may be in ND too: op-plugin calls this operator in any case, and its test passes ND, as
 // internal formats are off.
 CHECKED(aclnnGroupedMatmulSwigluQuantWeightNZ,
-    (Tensor x, Weight weight, Opt<Tensor> bias, Opt<Tensor>, Tensor weight_scale, Tensor x_scale,
-        Tensor list, Tensor out, Tensor out_scale, Opt<Tensor>),
+    (Tensor x, Weight weight, Opt<Tensor> bias, Opt<Tensor> offset, Tensor weight_scale,
+        Tensor x_scale, Tensor list, Tensor out, Tensor out_scale, Opt<Tensor>),
     {
       return swiglu_quant(x, weight, weight_scale, bias, x_scale, {}, list, 0, 0, out, out_scale);
     })
@@ -181,8 +170,6 @@ template <class WeightList> struct SwigluQuant {
       quant_mode, list_kind, tuning_config, out, out_scale)
 
   Computation computation() const {
-    one_of("quant_mode", quant_mode, {int64_t{0}});
-    within("dequant_mode", dequant_mode, int64_t{0}, int64_t{1});
     return swiglu_quant(x, weight.at(0), weight_scale.at(0),
         empty(assist) ? Opt<Tensor>() : Opt<Tensor>(assist->front()), x_scale, smooth, list,
         dequant_mode, list_kind, out, out_scale);

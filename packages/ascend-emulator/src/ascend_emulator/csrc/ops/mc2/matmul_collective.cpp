@@ -34,14 +34,16 @@ struct Product {
         "; they must not be empty");
     require(
         x1.size(-1) == x2.size(0), "x1 has ", x1.size(-1), " columns and x2 ", x2.size(0), " rows");
-    // "x1不支持输入转置后的tensor".
-    require(x1.size(-1) == 1 || x1.stride(-1) == 1, "x1 has strides ", x1.strides(),
-        "; it must not be transposed");
+    rule("matmul_collective.transposed", [&] {
+      require(x1.size(-1) == 1 || x1.stride(-1) == 1, "x1 has strides ", x1.strides(),
+          "; it must not be transposed");
+    });
     const int64_t n = x2.size(1);
-    if (!absent(bias)) {
+    rule("matmul_collective.bias", [&] {
+      if (absent(bias)) return;
       one_of("bias", *bias, quantized() ? DTypes{at::kInt} : DTypes{x1.scalar_type()});
       shape("bias", *bias, {n});
-    }
+    });
     if (!quantized() && !weight_quantized()) return;
     within("k", x1.size(-1), int64_t{1}, kMostColumns);
     const char* name = quantized() ? "dequant_scale" : "antiquant_scale";
@@ -97,16 +99,9 @@ struct Product {
   Tensor values() const { return values(x1); }
 };
 
-void check_common(const Text& reduce_op, int64_t comm_turn, const Text& comm_mode) {
-  one_of("reduce_op", reduce_op, {Text("sum")});
-  one_of("comm_turn", comm_turn, {int64_t{0}});
-  one_of("comm_mode", comm_mode, {Text("ai_cpu"), Text("aiv")});
-}
-
-Computation all_reduce(const Product& product, const Opt<Tensor>& x3, const Text& hcom,
-    const Text& reduce_op, int64_t comm_turn, const Text& comm_mode, const Tensor& out) {
+Computation all_reduce(
+    const Product& product, const Opt<Tensor>& x3, const Text& hcom, const Tensor& out) {
   chips({"Ascend910B", "Ascend950"});
-  check_common(reduce_op, comm_turn, comm_mode);
   const auto on = hccl::group("hcom", hcom);
   require(on->ranks == 1 || on->ranks == 2 || on->ranks == 4 || on->ranks == 8, "hcom has ",
       on->ranks, " ranks; allowed: 1, 2, 4, 8");
@@ -136,21 +131,15 @@ Computation all_reduce(const Product& product, const Opt<Tensor>& x3, const Text
 FUSED(aclnnMatmulAllReduce,
     (Tensor x1, Weight x2, Opt<Tensor> bias, Text hcom, Text reduce_op, int64_t comm_turn, int64_t,
         Tensor out),
-    {
-      return all_reduce({x1, x2, bias, {}, {}, {}}, {}, hcom, reduce_op, comm_turn, "ai_cpu", out);
-    })
+    { return all_reduce({x1, x2, bias, {}, {}, {}}, {}, hcom, out); })
 FUSED(aclnnMatmulAllReduceV2,
     (Tensor x1, Weight x2, Opt<Tensor> bias, Opt<Tensor> x3, Text hcom, Text reduce_op,
         int64_t comm_turn, int64_t, Tensor out),
-    {
-      return all_reduce({x1, x2, bias, {}, {}, {}}, x3, hcom, reduce_op, comm_turn, "ai_cpu", out);
-    })
+    { return all_reduce({x1, x2, bias, {}, {}, {}}, x3, hcom, out); })
 FUSED(aclnnMatmulAllReduceV3,
     (Tensor x1, Weight x2, Opt<Tensor> bias, Opt<Tensor> x3, Text hcom, Text reduce_op,
         Text comm_mode, int64_t comm_turn, int64_t, Tensor out),
-    {
-      return all_reduce({x1, x2, bias, {}, {}, {}}, x3, hcom, reduce_op, comm_turn, comm_mode, out);
-    })
+    { return all_reduce({x1, x2, bias, {}, {}, {}}, x3, hcom, out); })
 
 namespace {
 
@@ -165,17 +154,11 @@ void no_quantized_communication(const Opt<Tensor>& one, const Opt<Tensor>& two) 
 FUSED(aclnnQuantMatmulAllReduce,
     (Tensor x1, Weight x2, Opt<Tensor> bias, Opt<Tensor> x3, Opt<Tensor> scale, Text hcom,
         Text reduce_op, int64_t comm_turn, int64_t, Tensor out),
-    {
-      return all_reduce(
-          {x1, x2, bias, scale, {}, {}}, x3, hcom, reduce_op, comm_turn, "ai_cpu", out);
-    })
+    { return all_reduce({x1, x2, bias, scale, {}, {}}, x3, hcom, out); })
 FUSED(aclnnQuantMatmulAllReduceV2,
     (Tensor x1, Weight x2, Opt<Tensor> bias, Opt<Tensor> x3, Opt<Tensor> scale,
         Opt<Tensor> pertoken, Text hcom, Text reduce_op, int64_t comm_turn, int64_t, Tensor out),
-    {
-      return all_reduce(
-          {x1, x2, bias, scale, pertoken, {}}, x3, hcom, reduce_op, comm_turn, "ai_cpu", out);
-    })
+    { return all_reduce({x1, x2, bias, scale, pertoken, {}}, x3, hcom, out); })
 FUSED(aclnnQuantMatmulAllReduceV5,
     (Tensor x1, Weight x2, Opt<Tensor> bias, Opt<Tensor> x3, Opt<Tensor> pertoken,
         Opt<Tensor> scale, Opt<Tensor> comm_scale_1, Opt<Tensor> comm_scale_2, Text hcom,
@@ -184,53 +167,47 @@ FUSED(aclnnQuantMatmulAllReduceV5,
     {
       no_quantized_communication(comm_scale_1, comm_scale_2);
       one_of("comm_quant_mode", comm_quant_mode, {int64_t{0}});
-      return all_reduce(
-          {x1, x2, bias, scale, pertoken, {}}, x3, hcom, reduce_op, comm_turn, comm_mode, out);
+      return all_reduce({x1, x2, bias, scale, pertoken, {}}, x3, hcom, out);
     })
 FUSED(aclnnWeightQuantMatmulAllReduce,
     (Tensor x1, Weight x2, Opt<Tensor> bias, Opt<Tensor> scale, Opt<Tensor> offset, Opt<Tensor> x3,
         Text hcom, Text reduce_op, int64_t comm_turn, int64_t, int64_t group, Tensor out),
-    {
-      return all_reduce(
-          {x1, x2, bias, scale, {}, offset, group}, x3, hcom, reduce_op, comm_turn, "ai_cpu", out);
-    })
+    { return all_reduce({x1, x2, bias, scale, {}, offset, group}, x3, hcom, out); })
 FUSED(aclnnWeightQuantMatmulAllReduceV2,
     (Tensor x1, Weight x2, Opt<Tensor> bias, Opt<Tensor> scale, Opt<Tensor> offset, Opt<Tensor> x3,
         Text hcom, Text reduce_op, Text comm_mode, int64_t comm_turn, int64_t, int64_t group,
         Tensor out),
-    {
-      return all_reduce(
-          {x1, x2, bias, scale, {}, offset, group}, x3, hcom, reduce_op, comm_turn, comm_mode, out);
-    })
+    { return all_reduce({x1, x2, bias, scale, {}, offset, group}, x3, hcom, out); })
 
 namespace {
 
 // Checks of the all-gather and reduce-scatter operators.
 std::shared_ptr<hccl::Communicator> sharded(
     const Product& product, const Text& hcom, const Tensor& out) {
-  chips({"Ascend910B", "Ascend910_93", "Ascend950"});
   const auto on = hccl::group("hcom", hcom);
   const bool many = on->ranks == 16 || on->ranks == 32;
-  require(on->ranks == 2 || on->ranks == 4 || on->ranks == 8 || (many && !is_chip("Ascend910B")),
-      "world_size is ", on->ranks, "; allowed on ", chip().name,
-      is_chip("Ascend910B") ? ": 2, 4, 8" : ": 2, 4, 8, 16, 32");
+  rule("matmul_sharded.ranks-of-communicator", [&] {
+    require(on->ranks == 2 || on->ranks == 4 || on->ranks == 8 || (many && !is_chip("Ascend910B")),
+        "world_size is ", on->ranks, "; allowed on ", chip().name,
+        is_chip("Ascend910B") ? ": 2, 4, 8" : ": 2, 4, 8, 16, 32");
+  });
   product.check_arguments(out, 2);
-  within("k", product.x1.size(1), 256, 65534);
-  if (product.quantized()) one_of("out", out, kHalves);
-  else same_dtype("out", out, "x1", product.x1);
+  rule("matmul_sharded.output", [&] {
+    if (product.quantized()) one_of("out", out, kHalves);
+    else same_dtype("out", out, "x1", product.x1);
+  });
   return on;
 }
 
-// "当前版本暂不支持bias输入为非0的场景".
 void check_zero(const Opt<Tensor>& bias) {
-  require(absent(bias) || !at::any(*bias != 0).item<bool>(),
-      "bias has values other than 0, which are not supported");
+  rule("matmul_sharded.bias-values", [&] {
+    require(absent(bias) || !at::any(*bias != 0).item<bool>(),
+        "bias has values other than 0, which are not supported");
+  });
 }
 
 Computation gather_product(const Product& product, const Opt<Tensor>& x1_scale, const Text& hcom,
-    int64_t gather_index, int64_t comm_turn, const Text& comm_mode, const Tensor& out,
-    const Tensor& all) {
-  check_common("sum", comm_turn, comm_mode);
+    int64_t gather_index, const Tensor& out, const Tensor& all) {
   one_of("gather_index", gather_index, {int64_t{0}});
   const auto on = sharded(product, hcom, out);
   const auto& x1 = product.x1;
@@ -257,11 +234,9 @@ Computation gather_product(const Product& product, const Opt<Tensor>& x1_scale, 
   };
 }
 
-Computation product_scatter(const Product& product, const Text& hcom, const Text& reduce_op,
-    int64_t comm_turn, const Text& comm_mode, const Tensor& out) {
-  check_common(reduce_op, comm_turn, comm_mode);
+Computation product_scatter(const Product& product, const Text& hcom, const Tensor& out) {
   const auto on = sharded(product, hcom, out);
-  multiple("m", product.x1.size(0), on->ranks);
+  rule("matmul_sharded.rows", [&] { multiple("m", product.x1.size(0), on->ranks); });
   shape("out", out, {product.x1.size(0) / on->ranks, product.x2.size(1)});
   on->claim(hccl::kMatmulReduceScatter);
   return [=] {
@@ -286,32 +261,28 @@ FUSED(aclnnAllGatherMatmul,
         int64_t, Tensor out, Tensor gather_out),
     {
       one_of("x1", x1, kHalves);
-      return gather_product(
-          {x1, x2, bias, {}, {}, {}}, {}, hcom, gather_index, comm_turn, "ai_cpu", out, gather_out);
+      return gather_product({x1, x2, bias, {}, {}, {}}, {}, hcom, gather_index, out, gather_out);
     })
 FUSED(aclnnAllGatherMatmulV2,
     (Tensor x1, Tensor x2, Opt<Tensor> bias, Opt<Tensor> x1_scale, Opt<Tensor> x2_scale,
         Opt<Tensor>, int64_t, Text hcom, int64_t gather_index, int64_t comm_turn, int64_t, int64_t,
         Text comm_mode, Tensor out, Tensor gather_out, Opt<Tensor>),
     {
-      return gather_product({x1, x2, bias, x2_scale, {}, {}}, x1_scale, hcom, gather_index,
-          comm_turn, comm_mode, out, gather_out);
+      return gather_product(
+          {x1, x2, bias, x2_scale, {}, {}}, x1_scale, hcom, gather_index, out, gather_out);
     })
 FUSED(aclnnMatmulReduceScatter,
     (Tensor x1, Tensor x2, Opt<Tensor> bias, Text hcom, Text reduce_op, int64_t comm_turn, int64_t,
         Tensor out),
     {
       one_of("x1", x1, kHalves);
-      return product_scatter({x1, x2, bias, {}, {}, {}}, hcom, reduce_op, comm_turn, "ai_cpu", out);
+      return product_scatter({x1, x2, bias, {}, {}, {}}, hcom, out);
     })
 FUSED(aclnnMatmulReduceScatterV2,
     (Tensor x1, Tensor x2, Opt<Tensor> bias, Opt<Tensor> x1_scale, Opt<Tensor> x2_scale,
         Opt<Tensor>, int64_t, Text hcom, Text reduce_op, int64_t comm_turn, int64_t, int64_t,
         Text comm_mode, Tensor out, Opt<Tensor>),
-    {
-      return product_scatter(
-          {x1, x2, bias, x2_scale, x1_scale, {}}, hcom, reduce_op, comm_turn, comm_mode, out);
-    })
+    { return product_scatter({x1, x2, bias, x2_scale, x1_scale, {}}, hcom, out); })
 
 // Barrier of all ranks (op-plugin's DistributeBarrierOpApi.cpp and test_distribute_barrier.py).
 // x_ref orders later operators after it.

@@ -147,24 +147,14 @@ int64_t reduction_of(const Text& name) {
          : name == "sum" ? at::Reduction::Sum
                          : at::Reduction::None;
 }
-void check_cross_entropy(const char* name, const Tensor& scores, const Tensor& target,
-    const Opt<Tensor>& weight, int64_t ignored, double smoothing, double zloss) {
-  chips({"Ascend910B", "Ascend910_93", "Ascend950"});
-  one_of(name, scores, kFloating);
-  rank(name, scores, 2);
-  within("N", scores.size(0), 1, 200000);
-  require(scores.size(1) > 0, name, " has shape ", scores.sizes(), "; it must have classes");
-  one_of("target", target, {at::kLong});
-  shape("target", target, {scores.size(0)});
-  if (weight) {
-    one_of("weight", *weight, {at::kFloat});
-    shape("weight", *weight, {scores.size(1)});
-  }
-  require(ignored < scores.size(1), "ignore_index is ", ignored, "; it must be below ",
-      scores.size(1), ", the classes");
-  require(smoothing >= 0 && smoothing < 1, "label_smoothing is ", smoothing,
-      "; allowed: from 0, below 1");
-  require(zloss == 0, "lse_square_scale_for_zloss is ", zloss, "; only 0 is supported");
+void check_cross_entropy(const Tensor& scores, int64_t ignored, double smoothing, double zloss) {
+  rule("cross_entropy_loss.numbers", [&] {
+    require(ignored < scores.size(1), "ignore_index is ", ignored, "; it must be below ",
+        scores.size(1), ", the classes");
+    require(smoothing >= 0 && smoothing < 1, "label_smoothing is ", smoothing,
+        "; allowed: from 0, below 1");
+    require(zloss == 0, "lse_square_scale_for_zloss is ", zloss, "; only 0 is supported");
+  });
 }
 }  // namespace
 CHECKED(aclnnCrossEntropyLoss,
@@ -172,8 +162,7 @@ CHECKED(aclnnCrossEntropyLoss,
         double smoothing, double zloss_scale, bool wants_zloss, Tensor loss,
         Tensor log_probabilities, Opt<Tensor>, Opt<Tensor>),
     {
-      check_cross_entropy("input", self, target, weight, ignored, smoothing, zloss_scale);
-      require(!wants_zloss, "return_zloss is true; only false is supported");
+      check_cross_entropy(self, ignored, smoothing, zloss_scale);
       const auto kind = reduction_of(reduction);
       shape("loss", loss, {kind == at::Reduction::None ? self.size(0) : 1});
       shape("log_prob", log_probabilities, self.sizes());
@@ -189,16 +178,17 @@ CHECKED(aclnnCrossEntropyLossGrad,
         Opt<Tensor> zloss_grad, Opt<Tensor>, Text reduction, int64_t ignored, double smoothing,
         double zloss_scale, Tensor out),
     {
-      check_cross_entropy(
-          "log_prob", log_probabilities, target, weight, ignored, smoothing, zloss_scale);
+      check_cross_entropy(log_probabilities, ignored, smoothing, zloss_scale);
       const auto kind = reduction_of(reduction);
       require(
           !zloss_grad || zloss_grad->numel() == 0, "grad_zloss is given; only None is supported");
-      require(smoothing == 0, "label_smoothing is ", smoothing,
-          "; with a gradient only 0 is supported");
-      require(kind != at::Reduction::Mean || (!weight && ignored < 0),
-          "reduction is mean, and weight or ignore_index is given; with a gradient only their "
-          "defaults are supported");
+      rule("cross_entropy_loss_grad.defaults", [&] {
+        require(smoothing == 0, "label_smoothing is ", smoothing,
+            "; with a gradient only 0 is supported");
+        require(kind != at::Reduction::Mean || (!weight && ignored < 0),
+            "reduction is mean, and weight or ignore_index is given; with a gradient only their "
+            "defaults are supported");
+      });
       require(grad.numel() == (kind == at::Reduction::None ? target.numel() : 1),
           "grad_loss has shape ", grad.sizes());
       shape("out", out, log_probabilities.sizes());

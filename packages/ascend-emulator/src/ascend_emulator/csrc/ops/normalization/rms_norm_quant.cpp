@@ -39,9 +39,11 @@ Computation add_rms_norm_quant(const Tensor& a, const Tensor& b, const Tensor& g
     const Opt<Tensor>& zero2, const Opt<Tensor>& beta, int64_t axis, double epsilon, bool divides,
     Tensor y1, Tensor y2, Tensor sum, const Opt<Tensor>& normed) {
   check_add_norm(a, b, gamma, kHalves);
-  for (const auto& [name, x] : {std::pair{"scales1", &scale1}, std::pair{"scales2", &scale2},
-           std::pair{"zero_points1", &zero1}, std::pair{"zero_points2", &zero2}})
-    check_factor(name, *x, gamma);
+  rule("add_rms_norm_quant.factors", [&] {
+    for (const auto& [name, x] : {std::pair{"scales1", &scale1}, std::pair{"scales2", &scale2},
+             std::pair{"zero_points1", &zero1}, std::pair{"zero_points2", &zero2}})
+      check_factor(name, *x, gamma);
+  });
   COMPUTE {
     const auto total = sum_of(a, b);
     auto y = rms(total, gamma, epsilon).y;
@@ -105,11 +107,15 @@ CHECKED(aclnnAddRmsNormDynamicQuantV2,
     {
       check_add_norm(a, b, gamma, kHalves);
       const bool chosen = mask && !mask->empty();
-      require(chosen || !smooth2 || smooth1, "smooth_scale2 is given without smooth_scale1");
+      rule("add_rms_norm_dynamic_quant.second-scale", [&] {
+        require(chosen || !smooth2 || smooth1, "smooth_scale2 is given without smooth_scale1");
+      });
       const bool first = chosen ? mask->at(0) : true,
                  second = chosen ? mask->at(1) : smooth1 && smooth2;
-      require(!chosen || ((!smooth1 || first) && (!smooth2 || second)),
-          "a smooth_scale is given for an output that output_mask leaves out");
+      rule("add_rms_norm_dynamic_quant.output-mask", [&] {
+        require(!chosen || ((first || second) && (!smooth1 || first) && (!smooth2 || second)),
+            "output_mask leaves out both outputs, or one whose smooth_scale is given");
+      });
       COMPUTE {
         const auto total = sum_of(a, b);
         auto y = rms(total, gamma, epsilon).y;

@@ -197,9 +197,11 @@ CHECKED(aclnnInplaceQuantScatter,
 namespace {
 Computation flat_quant(const Tensor& x, const Tensor& left, const Tensor& right, double clip_ratio,
     double dst_type_max, const Tensor& out, const Tensor& scale) {
-  require(clip_ratio > 0 && clip_ratio <= 1, "clip_ratio is ", clip_ratio,
-      "; allowed: above 0, up to 1");
-  require(dst_type_max == 0, "dst_type_max is ", dst_type_max, "; int4 takes 0");
+  rule("flat_quant.numbers", [&] {
+    require(clip_ratio > 0 && clip_ratio <= 1, "clip_ratio is ", clip_ratio,
+        "; allowed: above 0, up to 1");
+    require(dst_type_max == 0, "dst_type_max is ", dst_type_max, "; int4 takes 0");
+  });
   COMPUTE {
     const auto values =
         at::matmul(left.to(at::kFloat), at::matmul(x.to(at::kFloat), right.to(at::kFloat)));

@@ -197,25 +197,8 @@ CHECKED(aclnnRotaryPositionEmbeddingGrad,
     })
 
 namespace {
-// On A2 and A3: layout BSND (1) or TND (4), head size 64 or 128, rotary mode half; in place.
-Computation apply_rotary(Tensor query, Tensor key, const Tensor& cos, const Tensor& sin,
-    int64_t layout, const Text& mode) {
-  one_of<int64_t>("layout (1 BSND, 4 TND)", layout, {1, 4});
-  one_of<Text>("rotary_mode", mode, {"half"});
-  one_of("query", query, kFloating);
-  const int64_t dims = layout == 1 ? 4 : 3;
-  for (const auto& [name, x] : {std::pair<const char*, const Tensor*>{"query", &query},
-           {"key", &key}, {"cos", &cos}, {"sin", &sin}}) {
-    rank(name, *x, dims);
-    same_dtype(name, *x, "query", query);
-    require(x->sizes().slice(0, dims - 2) == query.sizes().slice(0, dims - 2), name, " has shape ",
-        x->sizes(), ", which differs from query's ", query.sizes(), " before the heads");
-    require(x->size(-1) == query.size(-1), name, " has head size ", x->size(-1), " and query ",
-        query.size(-1));
-  }
-  require(cos.size(-2) == 1 && sin.size(-2) == 1, "cos and sin have ", cos.size(-2), " and ",
-      sin.size(-2), " heads; 1 is allowed");
-  one_of<int64_t>("the head size", query.size(-1), {64, 128});
+// In place.
+Computation apply_rotary(Tensor query, Tensor key, const Tensor& cos, const Tensor& sin) {
   COMPUTE {
     query.copy_(rotate(query, cos, sin, false));
     key.copy_(rotate(key, cos, sin, false));
@@ -224,10 +207,10 @@ Computation apply_rotary(Tensor query, Tensor key, const Tensor& cos, const Tens
 }  // namespace
 
 CHECKED(aclnnApplyRotaryPosEmb, (Tensor query, Tensor key, Tensor cos, Tensor sin, int64_t layout),
-    { return apply_rotary(query, key, cos, sin, layout, "half"); })
+    { return apply_rotary(query, key, cos, sin); })
 CHECKED(aclnnApplyRotaryPosEmbV2,
     (Tensor query, Tensor key, Tensor cos, Tensor sin, int64_t layout, Text mode),
-    { return apply_rotary(query, key, cos, sin, layout, mode); })
+    { return apply_rotary(query, key, cos, sin); })
 
 // Adjacent pairs are split into halves first, also in the result (vLLM's use in MLA, and the golden
 // function of test_npu_kv_rms_norm_rope_cache.py).

@@ -88,16 +88,17 @@ Computation sample(Sampling s) {
 }  // namespace
 
 CHECKED(aclnnApplyTopKTopP, (Tensor logits, Opt<Tensor> p, Opt<Tensor> k, Tensor out), {
-  require(p || k, "p and k are both None; one is needed");
   COMPUTE {
     auto [values, places] = logits.to(at::kFloat).sort(/*stable=*/true, -1, /*descending=*/false);
     if (k) {
       const auto count = k->to(at::kLong);
-      require(count.numel() == 0 ||
-                  (count.min().item<int64_t>() >= 1 &&
-                      count.max().item<int64_t>() <= std::min(kMostK, logits.size(1))),
-          "k has values from ", count.min().item<int64_t>(), " to ", count.max().item<int64_t>(),
-          "; allowed: 1 to ", std::min(kMostK, logits.size(1)));
+      rule("apply_top_k_top_p.k-values", [&] {
+        require(count.numel() == 0 ||
+                    (count.min().item<int64_t>() >= 1 &&
+                        count.max().item<int64_t>() <= std::min(kMostK, logits.size(1))),
+            "k has values from ", count.min().item<int64_t>(), " to ", count.max().item<int64_t>(),
+            "; allowed: 1 to ", std::min(kMostK, logits.size(1)));
+      });
       values.masked_fill_(
           values < values.gather(1, (logits.size(1) - count).unsqueeze(1)), -kInfinity);
     }
