@@ -15,6 +15,7 @@ from harness import checkout
 # Pure functions of a command; everything else of tools/ is tested as a process.
 pytorch_report = checkout.import_tool("upstream_tests.pytorch_report")
 pytorch_verdicts = checkout.import_tool("upstream_tests.pytorch_verdicts")
+run = checkout.import_tool("upstream_tests.run")
 META = "test_meta.py"
 OWNER = "TestMetaPRIVATEUSE1"
 
@@ -146,3 +147,20 @@ def test_what_fails_on_the_cpu_too_is_set_apart(tmp_path: Path) -> None:
     sin, cos = pytorch_report.judge(ran, control, lists(tmp_path), settings, "sample")
     assert (sin.apart, sin.differs) == (pytorch_report.ON_CPU, False)
     assert (cos.apart, cos.why, cos.differs) == (None, "known", True)
+
+
+@pytest.mark.parametrize("message", [f"{run.EXPECTED}: RuntimeError: aclnnSin", run.IDLE])
+def test_what_torch_expects_to_fail_or_computes_nothing_is_set_apart(
+    tmp_path: Path, message: str
+) -> None:
+    case = f"{OWNER}::test_meta_outplace_sin_npu_float32"
+    told = {"outcome": "passed", "message": message, "for": "sample"}
+    (judged,) = pytorch_report.judge(
+        {META: {"cases": {case: told}}},
+        {},
+        lists(tmp_path),
+        {"noise": [], "explanations": []},
+        "sample",
+    )
+    assert judged.apart
+    assert not judged.differs

@@ -34,7 +34,13 @@ CHANGES = {
         (r"(type\(e\), re\.escape\(str\(e\))\)", r"\1.splitlines()[0])"),
     ],
     "test_linalg.py": [(r"super\(self\.__class__, self\)", "super()")],
-    "test_modules.py": [LOAD],
+    "test_modules.py": [
+        LOAD,
+        (
+            r"if torch\.cuda\.is_available\(\):(\s+devices \+= \[)'cuda'\]",
+            r"if torch.accelerator.is_available():\1torch.accelerator.current_accelerator().type]",
+        ),
+    ],
     "nn/test_convolution.py": [LOAD],
     "test_ops.py": [
         (

@@ -28,6 +28,8 @@ from pathlib import Path
 from typing import Any
 
 IMPORT = "(import)"
+EXPECTED = "failed, as expected"
+IDLE = "allocated nothing on the device"
 START = 120  # Seconds until a file is imported, or the deadline of a case if that is longer.
 REFUSED = re.compile(r"(\w+) is not emulated|legacy graph operator '(\w+)'")
 # Only the queue's thread knows the reason; with launches that block it arrives where it belongs.
@@ -389,6 +391,15 @@ def _spawn_from_server() -> None:
     multiprocessing.forkserver.ensure_running()
 
 
+def _allocations() -> int:
+    """How often this process has allocated memory on the device."""
+    import torch
+
+    if not torch.npu.is_initialized():
+        return 0
+    return torch.npu.memory_stats()["allocation.all.allocated"]
+
+
 class _Result(unittest.TestResult):
     """Reports each case when it is over; the device's queue is empty by then, so that no failure is
     left to the next."""
@@ -400,6 +411,7 @@ class _Result(unittest.TestResult):
     def startTest(self, test: unittest.TestCase) -> None:
         super().startTest(test)
         self._outcome, self._message, self._started = "passed", "", time.monotonic()
+        self._allocated = _allocations()
         self._report(start=_id(test))
 
     def stopTest(self, test: unittest.TestCase) -> None:
@@ -410,6 +422,8 @@ class _Result(unittest.TestResult):
 
             if torch.npu.is_initialized():
                 torch.npu.synchronize()
+            if self._goes_on and self._outcome == "passed" and _allocations() == self._allocated:
+                self._note("passed", self._message or IDLE)
         except Exception as error:
             broken = _text(error)
             if self._outcome == "passed":
@@ -442,6 +456,9 @@ class _Result(unittest.TestResult):
             self._report(trouble=reason)
         elif self._outcome == "passed":
             self._note("skipped", reason)
+
+    def addExpectedFailure(self, test: Any, err: Any) -> None:
+        self._note("passed", f"{EXPECTED}: {_text(err[1])}")
 
     def addUnexpectedSuccess(self, test: Any) -> None:
         self._note("failed", "succeeded, which was not expected")
