@@ -120,10 +120,10 @@ def noise(identifier: str, said: str | None, listed: str, rules: list[dict]) -> 
 
     Args:
         identifier: `file.py::Class::case`.
-        listed: the list's reason; what has one is a verdict.
+        listed: the list's reason; what has one is a verdict, unless a rule is about this reason.
     """
     for rule in rules:
-        of_rule = not listed and said in rule.get("hardware", [PASSES, FAILS])
+        of_rule = listed == rule.get("listed", "") and said in rule.get("hardware", [PASSES, FAILS])
         if of_rule and any(fnmatch.fnmatchcase(identifier, pattern) for pattern in rule["cases"]):
             return " ".join(rule["reason"].split())
     return None
