@@ -43,7 +43,7 @@ def test_limits_of_a_page(limits: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     ]
 
 
-def test_operators_that_are_the_reason_for_limits_are_not_emulated(limits: Any) -> None:
+def test_operators_named_as_not_emulated_are_not(limits: Any) -> None:
     text = "".join(path.read_text() for path in (rules.SOURCES / "ops").rglob("*.cpp"))
     missing = limits.not_emulated()
     assert missing.keys() < limits.pages().keys()

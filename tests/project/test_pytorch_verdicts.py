@@ -150,9 +150,7 @@ def test_what_fails_on_the_cpu_too_is_set_apart(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("message", [f"{run.EXPECTED}: RuntimeError: aclnnSin", run.IDLE])
-def test_what_torch_expects_to_fail_or_computes_nothing_is_set_apart(
-    tmp_path: Path, message: str
-) -> None:
+def test_what_says_nothing_about_an_npu_is_set_apart(tmp_path: Path, message: str) -> None:
     case = f"{OWNER}::test_meta_outplace_sin_npu_float32"
     told = {"outcome": "passed", "message": message, "for": "sample"}
     (judged,) = pytorch_report.judge(

@@ -55,7 +55,7 @@ class Judged:
         return not self.apart and self.how in ("too kind", "too strict", "wrong numbers")
 
 
-NOTHING = "The case puts nothing on the device, such as one without samples for its kind."
+NOTHING = "The case puts nothing on the device, such as one whose operator has no samples for it."
 
 
 def judge(
