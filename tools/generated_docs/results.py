@@ -67,8 +67,6 @@ def modelled_launches() -> str:
     rows = []
     for name, steps in json.loads((DATA / "launches.json").read_text()).items():
         for step, each in steps.items():
-            if "modelled" not in each:  # It was counted before there was a clock.
-                continue
             ai_cpu = [f"{count} `{launched}`" for launched, count in each["ai_cpu"].items()]
             exposed = f"{each['exposed']:.0f}" if each["to send"] else ""
             counts = [str(each[count]) for count in ("masked", "compilations", "waits")]
