@@ -23,7 +23,7 @@ CASES = {
     for name in ("dense", DRAFTS)
     for sampling, parameters in SAMPLING.items()
 }
-if not vllm_runner.IS_V2:  # which does not serve layers with states
+if not vllm_runner.IS_V2:  # V2 does not serve layers with states.
     CASES["gated delta net, experts"] = launches.CASES["gated delta net, experts"]
 else:
     CASES["watermarks"] = launches.CASES["dense"] | {
