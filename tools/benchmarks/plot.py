@@ -9,22 +9,27 @@ import math
 from statistics import median
 from xml.sax.saxutils import escape
 
-WIDTH, HEIGHT, LEFT, RIGHT, TOP, BOTTOM = 720, 380, 60, 190, 34, 44
+WIDTH, HEIGHT, LEFT, RIGHT, TOP, BOTTOM, LEGEND = 400, 260, 40, 16, 34, 44, 18
+"""Units of the image, which is read on telephones, too; the legend is below the plot."""
 COLORS = ("#1f6feb", "#d1242f", "#1a7f37", "#9a6700", "#8250df")
 
 
-def svg(runs: dict[str, dict[str, list[float]]], phase: str, unit: str) -> str:
+def svg(
+    runs: dict[str, dict[str, list[float]]], phase: str, unit: str, title: str | None = None
+) -> str:
     """Draw one phase.
 
     Args:
         runs: values of all runs by ``"<phase> <batch size>"`` and side.
         phase: ``"decode"`` or ``"prefill"``.
-        unit: of the values, the title of the vertical axis.
+        unit: of the values, for the title.
+        title: by default the phase and the unit.
     """
     rows = {int(key.split()[1]): sides for key, sides in runs.items() if key.split()[0] == phase}
     batches = sorted(rows)
     highest = max(value for sides in rows.values() for values in sides.values() for value in values)
-    step = 10 ** math.floor(math.log10(highest)) / 2
+    power = 10 ** math.floor(math.log10(highest))
+    step = next(part * power for part in (0.2, 0.5, 1, 2) if highest <= 7 * part * power)
     top = step * math.ceil(highest / step)
 
     def x(batch: int) -> float:
@@ -36,10 +41,8 @@ def svg(runs: dict[str, dict[str, list[float]]], phase: str, unit: str) -> str:
     def y(value: float) -> float:
         return HEIGHT - BOTTOM - (HEIGHT - TOP - BOTTOM) * value / top
 
-    parts = [
-        f'<text x="{LEFT}" y="20"'
-        f' font-weight="bold">{escape(f"{phase}, {unit} (median, lowest and highest)")}</text>'
-    ]
+    title = title or f"{phase}, {unit} (median, lowest and highest)"
+    parts = [f'<text x="10" y="20" font-weight="bold">{escape(title)}</text>']
     for tick in range(round(top / step) + 1):
         value = tick * step
         parts += [f'<path d="M{LEFT} {y(value):.1f}H{WIDTH - RIGHT}" stroke="#d0d7de"/>']
@@ -66,11 +69,12 @@ def svg(runs: dict[str, dict[str, list[float]]], phase: str, unit: str) -> str:
                 f'<circle cx="{x(each):.1f}" cy="{y(median(values)):.1f}" r="3" fill="{color}"/>'
             ]
         parts += [
-            f'<text x="{WIDTH - RIGHT + 16}" y="{TOP + 18 * number + 12}"'
+            f'<text x="{LEFT}" y="{HEIGHT + LEGEND * number + 12}"'
             f' fill="{color}">{escape(side)}</text>'
         ]
+    height = HEIGHT + LEGEND * len(rows[batches[0]])
     head = (
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {HEIGHT}"'
-        ' font-family="sans-serif" font-size="12">'
+        f'<svg xmlns="http://www.w3.org/2000/svg" width="560" viewBox="0 0 {WIDTH} {height}"'
+        ' font-family="sans-serif" font-size="11">'
     )
     return "\n".join([head, '<rect width="100%" height="100%" fill="#fff"/>', *parts, "</svg>\n"])

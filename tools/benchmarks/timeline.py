@@ -19,7 +19,8 @@ from pathlib import Path
 from typing import Any
 from xml.sax.saxutils import escape
 
-WIDTH, LEFT, ROW, TOP, LEGEND = 1100, 145, 34, 56, 22
+WIDTH, LEFT, RIGHT, ROW, TOP, LEGEND, COLUMNS = 400, 60, 24, 34, 70, 18, 3
+"""Units of the image, which is read on telephones, too."""
 COLORS = {
     "matmul": "#1f6feb",
     "attention": "#8250df",
@@ -41,17 +42,18 @@ from harness import trace
 from harness.launches import DENSE
 from transformers import AutoConfig
 from vllm import LLM, SamplingParams
-directory = sys.argv[1]
-config = AutoConfig.for_model(**DENSE | {"num_hidden_layers": 2, "vocab_size": 151936})
+directory, layers, requests, prompt = sys.argv[1], *map(int, sys.argv[2:])
+config = AutoConfig.for_model(**DENSE | {"num_hidden_layers": layers, "vocab_size": 151936})
 config.save_pretrained(directory)
 engine = LLM(
     directory, skip_tokenizer_init=True, load_format="dummy", dtype="bfloat16", max_model_len=1024,
-    gpu_memory_utilization=0.3, max_num_seqs=16, async_scheduling=False,
-    compilation_config={"cudagraph_capture_sizes": [16]},
+    gpu_memory_utilization=0.3, max_num_seqs=requests, async_scheduling=False,
+    max_num_batched_tokens=requests * prompt, enable_prefix_caching=False,
+    compilation_config={"cudagraph_capture_sizes": [requests]},
 ).llm_engine
 wanted = SamplingParams(temperature=0, max_tokens=6, detokenize=False, ignore_eos=True)
-for request in range(16):
-    engine.add_request(str(request), {"prompt_token_ids": [3] * 512}, wanted)
+for request in range(requests):
+    engine.add_request(str(request), {"prompt_token_ids": [3] * prompt}, wanted)
 for _ in range(4):
     engine.step()
 before = len(trace.events())
@@ -60,12 +62,15 @@ print("STEP", json.dumps(trace.events()[before:]))
 """
 
 
-def step(trace: Path) -> list[dict[str, Any]]:
+def step(
+    trace: Path, layers: int = 2, requests: int = 16, prompt: int = 512
+) -> list[dict[str, Any]]:
     """The events of a decode step on the NPU, on the modelled clock."""
     with tempfile.TemporaryDirectory() as directory:
         command = ["-m", "ascend_emulator.cli", "run", "--time", "modelled", "--trace", str(trace)]
+        sizes = [str(size) for size in (layers, requests, prompt)]
         done = subprocess.run(
-            [sys.executable, *command, "--", sys.executable, "-c", PROGRAM, directory],
+            [sys.executable, *command, "--", sys.executable, "-c", PROGRAM, directory, *sizes],
             stdout=subprocess.PIPE,
             text=True,
             check=True,
@@ -85,19 +90,19 @@ def svg(events: list[dict[str, Any]]) -> str:
     """Streams from top to bottom, time from left to right."""
     begin = min(event["ts"] for event in events)
     span = max(event["ts"] + event["dur"] for event in events) - begin
-    scale = (WIDTH - LEFT - 30) / span
+    scale = (WIDTH - LEFT - RIGHT) / span
     streams = sorted({event["args"]["stream"] for event in events})
     laws = sorted({event["args"]["law"] for event in events})
-    height = TOP + ROW * len(streams) + 40 + LEGEND * (1 + len(laws) // 6)
+    height = TOP + ROW * len(streams) + 40 + LEGEND * (1 + len(laws) // COLUMNS)
     parts = [
-        f'<text x="10" y="22" font-weight="bold">Decode step, {span:.0f} us: modelled, not'
+        f'<text x="10" y="20" font-weight="bold">Decode step, {span:.0f} us: modelled, not'
         " measured</text>",
-        '<text x="10" y="40">16 requests of 512 tokens, two layers of the size of Qwen3-0.6B in a'
-        " graph, Ascend910B1</text>",
+        '<text x="10" y="37">16 requests of 512 tokens, two layers of the size of</text>',
+        '<text x="10" y="52">Qwen3-0.6B in a graph, Ascend910B1</text>',
     ]
     for row, stream in enumerate(streams):
         y = TOP + ROW * row
-        parts.append(f'<text x="10" y="{y + 20}">stream {stream} (modelled)</text>')
+        parts.append(f'<text x="10" y="{y + 20}">stream {stream}</text>')
         for event in (each for each in events if each["args"]["stream"] == stream):
             x, width = LEFT + (event["ts"] - begin) * scale, max(event["dur"] * scale, 0.5)
             name = f"{event['name']} {event['dur']:.1f} us, modelled, law: {event['args']['law']}"
@@ -107,18 +112,18 @@ def svg(events: list[dict[str, Any]]) -> str:
                 f"<title>{escape(name)}</title></rect>"
             )
     axis = TOP + ROW * len(streams) + 14
-    for part in range(6):
-        x = LEFT + span * part / 5 * scale
+    for part in range(5):
+        x = LEFT + span * part / 4 * scale
         parts.append(
-            f'<text x="{x:.0f}" y="{axis}" text-anchor="middle">{span * part / 5:.0f} us</text>'
+            f'<text x="{x:.0f}" y="{axis}" text-anchor="middle">{span * part / 4:.0f} us</text>'
         )
     for number, law in enumerate(laws):
-        x, y = 10 + 175 * (number % 6), axis + 14 + LEGEND * (number // 6)
+        x, y = 10 + 130 * (number % COLUMNS), axis + 14 + LEGEND * (number // COLUMNS)
         parts.append(f'<rect x="{x}" y="{y}" width="12" height="12" fill="{color(law)}"/>')
         parts.append(f'<text x="{x + 17}" y="{y + 11}">{escape(law or "no law")}</text>')
     head = (
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {height}"'
-        ' font-family="sans-serif" font-size="12">'
+        f'<svg xmlns="http://www.w3.org/2000/svg" width="640" viewBox="0 0 {WIDTH} {height}"'
+        ' font-family="sans-serif" font-size="11">'
     )
     return "\n".join([head, '<rect width="100%" height="100%" fill="#fff"/>', *parts, "</svg>\n"])
 
