@@ -27,6 +27,8 @@ COLORS = {
     "norm": "#1a7f37",
     "activation": "#9a6700",
     "rope": "#bf3989",
+    "scatter": "#e085b0",
+    "argmax": "#d1242f",
     "sampling": "#d1242f",
     "AI CPU": "#000000",
     "copy": "#6e7781",

@@ -163,15 +163,39 @@ print(json.dumps(elapsed(event(), event())))
     assert "operator, AI CPU" in tracing.table(tmp_path / "trace.json")
 
 
+def test_chips_that_compile_by_default_do_so_for_each_new_shape(run, tmp_path):
+    """On the modelled clock their operators are computed, and a compilation is the host's time."""
+    path = tmp_path / "trace.json"
+    program = """
+import torch
+for size in (4, 4, 8):
+    assert torch.ones(size, device="npu").neg_().sum() == -size
+"""
+    seen = {}
+    for soc in ("Ascend310P3", "Ascend910B1"):
+        command = ("run", "--soc", soc, "--time", "modelled", "--trace", str(path))
+        done = run(*command, "--", sys.executable, "-c", program)
+        assert done.returncode == 0, done.stderr
+        events = [each for each in tracing.events(path) if each["cat"] == "compilation"]
+        path.unlink()
+        seen[soc] = [each["name"] for each in events]
+        assert all(each["dur"] == 2e6 for each in events)
+        assert (f"{len(events)} compilations take {2 * len(events)} s" in done.stderr) == bool(
+            events
+        )
+    assert seen["Ascend310P3"].count("compile aclnnNeg") == 2
+    assert seen["Ascend910B1"] == []
+
+
 def test_operators_without_a_law_are_listed(ran, tmp_path):
     _, _, stderr = ran("""
-a.float().softmax(-1)
+a.float().cumprod(-1)
 print(json.dumps(elapsed(event(), event())))
 """)
     assert stderr.splitlines()[-1].endswith(
-        "1 of them of 1 operators without a law, as elementwise ones: aclnnSoftmax 1"
+        "1 of them of 1 operators without a law, as elementwise ones: aclnnCumprod 1"
     )
-    assert "modelled as elementwise: aclnnSoftmax 1" in tracing.table(tmp_path / "trace.json")
+    assert "modelled as elementwise: aclnnCumprod 1" in tracing.table(tmp_path / "trace.json")
 
 
 def test_wrong_options_are_refused_in_one_line(run):
@@ -247,6 +271,7 @@ def test_profiles_have_modelled_times_and_say_so(run, tmp_path):
     products = [row for row in kernels if row["Type"] in ("Mm", "Matmul")]
     durations = [float(row["Duration(us)"]) for row in products]
     assert durations == pytest.approx([matmul() * 1e3] * 2, rel=1e-3)
+    assert [row["Step Id"] for row in kernels] == ["0"] * 4 + ["1"] * 4
     cores = {row["Name"]: row["Accelerator Core"] for row in kernels}
     assert all(core.endswith(" (modelled)") for core in cores.values())
     assert {core for name, core in cores.items() if "umsum" in name} == {"AI_CPU (modelled)"}

@@ -77,6 +77,7 @@ struct Tracing {
   uint64_t launches = 0;
   double seconds = 0;
   std::map<std::string, uint64_t> lawless;  // launches by operator
+  std::set<std::string> compiled;           // operators and shapes
 
   Tracing();
 };
@@ -92,11 +93,16 @@ void report_modelled_time() {
     count += launches;
     names += text(names.empty() ? ": " : ", ", name, " ", launches);
   }
+  std::string compilations;
+  if (const auto number = all.compiled.size())
+    compilations = text("; besides, ", number, " compilations take ",
+        static_cast<double>(number) * laws::law("compilation").seconds(0, 0, 0), " s of the host");
   fprintf(stderr,
       "ascend-emulator: modelled time: %llu launches take %.3f ms; %llu of them of %zu operators "
-      "without a law, as elementwise ones%s\n",
+      "without a law, as elementwise ones%s%s\n",
       static_cast<unsigned long long>(all.launches), all.seconds * 1e3,
-      static_cast<unsigned long long>(count), all.lawless.size(), names.c_str());
+      static_cast<unsigned long long>(count), all.lawless.size(), names.c_str(),
+      compilations.c_str());
 }
 
 void count_launch(const Task& task, const laws::Modelled& modelled) {
@@ -169,11 +175,16 @@ double host_launches(Kind kind) {
 }
 
 void host_reaches(double seconds) {
+  if (!trace_enabled()) return;
   auto& host = tracing().host;
   for (double now = host; now < seconds && !host.compare_exchange_weak(now, seconds);) {}
 }
 
-void host_compiles(const char* name) {
+void host_compiles(const char* name, const std::string& shapes) {
+  {
+    std::lock_guard lock(tracing().mutex);
+    if (!tracing().compiled.insert(text(name, ' ', shapes)).second) return;
+  }
   const double begin = tracing().host;
   host_reaches(begin + laws::law("compilation").seconds(0, 0, 0));
   if (!traced()) return;

@@ -15,12 +15,13 @@
 
 namespace emu {
 
-bool trace_enabled();        // whether Task::work is to be filled in
-bool shows_modelled_time();  // ASCEND_EMULATOR_TIME=modelled
-// While trace_enabled(): the host launches a task, and learns that the device has come this far.
-double host_launches(Kind kind);
+bool trace_enabled();             // whether Task::work is to be filled in
+bool shows_modelled_time();       // ASCEND_EMULATOR_TIME=modelled
+double host_launches(Kind kind);  // while trace_enabled(): the host launches a task
+// The host learns that the device has come this far; nothing unless trace_enabled().
 void host_reaches(double seconds);
-void host_compiles(const char* name);  // an operator, at run time
+// An operator, at run time, for each new shape.
+void host_compiles(const char* name, const std::string& shapes);
 
 // Scope around a task's execution.
 class TaskTrace {

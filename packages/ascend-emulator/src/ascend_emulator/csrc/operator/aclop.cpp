@@ -11,7 +11,6 @@
 #include <cstring>
 #include <map>
 #include <mutex>
-#include <set>
 #include <vector>
 
 #include "core/device.h"
@@ -49,12 +48,11 @@ bool compiles_by_default() { return is_chip("Ascend310P") || is_chip("Ascend910A
 
 int refuse_aclop(const char* op_type) {
   if (!op_type) op_type = "(null)";
-  const bool compiles = compile_option(kJitCompile) == "enable";
   return operator_done(op_type,
       fail(kUnsupported,
           text("the legacy graph operator '", op_type,
               "' (aclopCompileAndExecute) is not emulated; ",
-              compiles
+              compiles_at_run_time()
                   ? text("torch_npu reaches it because jit_compile is on, ",
                         compiles_by_default() ? text("the default on ", chip().name)
                                               : std::string("as this process has set it"),
@@ -115,21 +113,6 @@ Tensor tensor_of(const void* given_desc, const void* given_buffer, const std::st
   return fractals.back().matrix;
 }
 
-// On the modelled clock, an operator is compiled for each new shape.
-struct Compiled {
-  std::mutex mutex;
-  std::set<std::string> seen;
-};
-void compile(const char* op_type, const std::vector<Tensor>& tensors) {
-  std::ostringstream call;
-  call << op_type;
-  for (const auto& each : tensors)
-    if (each.defined()) call << ' ' << each.scalar_type() << each.sizes();
-  auto& compiled = process.part<Compiled>();
-  std::lock_guard lock(compiled.mutex);
-  if (compiled.seen.insert(call.str()).second) host_compiles(op_type);
-}
-
 int execute(const char* op_type, int inputs, const void* const input[], const void* const from[],
     int outputs, const void* const output[], void* const to[], const void* attributes,
     void* stream) {
@@ -160,8 +143,6 @@ int execute(const char* op_type, int inputs, const void* const input[], const vo
       note(entry);
     };
   });
-  if (!status && trace_enabled() && compile_option(kJitCompile) == "enable")
-    compile(op.type, task->tensors);
   return status ? operator_done(op.type, status)
                 : launch(op.type, hand_out(std::move(task)), stream);
 }
@@ -229,15 +210,26 @@ std::string emu::compile_option(int32_t option) {
          : option == kJitCompile && compiles_by_default() ? "enable"
                                                           : "disable";
 }
+namespace {
+// On the modelled clock, the chips that compile by default say that they do not: torch_npu then
+// uses aclnn operators, which are all computed, and launch() has a compilation for each new shape.
+std::string answered(int32_t option) {
+  std::unique_lock lock(options_mutex);
+  if (option == kJitCompile && !options.count(option) && shows_modelled_time()) return "disable";
+  lock.unlock();
+  return compile_option(option);
+}
+}  // namespace
 ACL_API(keeps, aclSetCompileopt, (int32_t option, const char* value), {
   check(value != nullptr, kInvalidParam, "value is null");
   std::lock_guard lock(options_mutex);
   options[option] = value;
 })
+bool emu::compiles_at_run_time() { return compile_option(kJitCompile) == "enable"; }
 ACL_VALUE(size_t, answers, aclGetCompileoptSize, (int32_t option),
-    { return compile_option(option).size() + 1; })
+    { return answered(option).size() + 1; })
 ACL_API(answers, aclGetCompileopt, (int32_t option, char* value, size_t length), {
-  const auto found = compile_option(option);
+  const auto found = answered(option);
   check(length > found.size(), kInvalidParam, "no room for the value, '", found, "'");
   std::strcpy(value, found.c_str());
 })

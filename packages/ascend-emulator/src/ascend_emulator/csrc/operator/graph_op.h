@@ -52,6 +52,8 @@ class Attributes {
 
 // Option of graph operators that aclSetCompileopt has set (aclCompileOpt); "disable" without.
 std::string compile_option(int32_t option);
+// Whether operators are compiled at run time, for each new shape.
+bool compiles_at_run_time();
 
 struct Out : Tensor {};
 

@@ -16,6 +16,7 @@
 #include "core/laws.h"
 #include "core/stream.h"
 #include "core/trace.h"
+#include "graph_op.h"
 #include "jitter.h"
 
 namespace emu {
@@ -204,7 +205,10 @@ int launch(const char* name, aclOpExecutor* executor, void* stream) {
     task.blocks = communicates(name, false);
     task.brief =
         !task.blocks && !owned->hangs && on->device == current_device() && is_brief(owned->tensors);
-    if (trace_enabled()) task.work = work_of(name, owned->tensors);
+    if (trace_enabled()) {
+      task.work = work_of(name, owned->tensors);
+      if (compiles_at_run_time()) host_compiles(name, task.work.shapes);
+    }
     const bool at_once = owned->reports_shape;
     if (at_once)
       check(!on->capture, kStreamCaptured,

@@ -113,7 +113,7 @@ void submit(const char* name, const Copy& copy, void* handle) {
   // Copies to pageable memory are synchronous.
   if (!pageable) return;
   stream.wait(ticket);
-  if (trace_enabled()) host_reaches(stream.modelled);
+  host_reaches(stream.modelled);
 }
 
 // Copies of a batch, with directions from the attributes; reports the index of an invalid one.

@@ -120,7 +120,7 @@ void synchronize_event(void* handle, Deadline deadline) {
     check(mark->stream->wait(mark->ticket, deadline), kEventSyncTimeout,
         "the deadline passed while stream ", mark->stream->id, " ran ",
         mark->stream->running_task_name());
-  if (mark && mark->stamped && trace_enabled()) host_reaches(mark->modelled);
+  if (mark && mark->stamped) host_reaches(mark->modelled);
 }
 
 void synchronize_device(const char* call, Deadline deadline) {
@@ -130,7 +130,7 @@ void synchronize_device(const char* call, Deadline deadline) {
   for (const auto& stream : streams) check_not_captured(*stream);
   for (const auto& stream : streams) {
     stream->synchronize(deadline);
-    if (trace_enabled()) host_reaches(stream->modelled);
+    host_reaches(stream->modelled);
   }
 }
 
@@ -140,7 +140,7 @@ void synchronize_stream(const char* call, void* handle, Deadline deadline) {
   HostTrace observed(call);
   check_queue(stream->device);
   stream->synchronize(deadline);
-  if (trace_enabled()) host_reaches(stream->modelled);
+  host_reaches(stream->modelled);
 }
 
 // A callback that waits for its thread.
