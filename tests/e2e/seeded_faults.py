@@ -2,6 +2,7 @@
 # SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-all project
 """Plugin of test_seeded_faults.py: the fused attention, with a fault in each layer ($SEEDED_FAULT)."""
 
+import itertools
 import os
 from typing import Any
 
@@ -9,6 +10,7 @@ import torch
 from ascend_attention.dense import FusedAttentionBackend, FusedAttentionImpl
 
 FAULT = os.environ["SEEDED_FAULT"]
+SIZES = itertools.count(1)
 
 
 class Impl(FusedAttentionImpl):
@@ -23,6 +25,11 @@ class Impl(FusedAttentionImpl):
         if FAULT == "bucketize":
             numbers = torch.arange(len(query), device=query.device)
             torch.bucketize(numbers, numbers)
+        if FAULT == "compilation":  # Of an operator with another shape at each call.
+            numbers = torch.ones(next(SIZES), device=query.device)
+            torch.npu.set_compile_mode(jit_compile=True)
+            numbers.abs()
+            torch.npu.set_compile_mode(jit_compile=False)
         if FAULT == "wait":
             torch.npu.synchronize()
         return super().forward(layer, query, *args, **kwargs)
