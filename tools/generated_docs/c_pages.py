@@ -9,6 +9,7 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
+from ascend_emulator import facts
 from ascend_emulator.build import SONAMES
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -97,10 +98,7 @@ def _declarations() -> Iterator[str]:
 
 def _cann() -> str:
     names = {line.split()[0] for line in (PACKAGE / "cann_names.txt").read_text().splitlines()}
-    arguments = (PACKAGE / "csrc" / "generated" / "arguments.h").read_text()
-    operators = {
-        f"aclnn{name}": types for name, types in re.findall(r'{"(\w+)", "(.*?)"}', arguments)
-    }
+    operators = facts.arguments()
     page = (ROOT / "docs" / "emulator-capability.md").read_text()
     listed = page.partition("<!-- begin: emulator-names -->")[2].partition("### Refused")[0]
     computed = set(re.findall(r"\b(?:acl|Hccl)\w+", listed))

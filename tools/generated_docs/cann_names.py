@@ -10,7 +10,7 @@ the emulator's cann_names.txt
 GITDIR are clones of Ascend/pytorch and Ascend/op-plugin, DIR unpacked wheels of torch_npu. Names
 are the declarations in CANN's headers that torch_npu's releases from 2.7.1 on and these wheels
 contain, the operators that op-plugin's releases call, and the functions below; without the
-operators of csrc/generated/arguments.h, which emulator_arguments.py writes.
+operators of facts/arguments.toml, which emulator_arguments.py writes.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ import argparse
 import re
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 
 TARGET = (
@@ -132,8 +133,8 @@ def main() -> int:
     parser.add_argument("--torch-npu", type=Path, nargs="+", required=True, metavar="DIR")
     options = parser.parse_args()
     found = names(options.pytorch, options.op_plugin, options.torch_npu)
-    arguments = TARGET.with_name("csrc") / "generated" / "arguments.h"
-    for name in re.findall(r'{"(\w+)",', arguments.read_text()):
+    arguments = TARGET.parent / "facts" / "arguments.toml"
+    for name in tomllib.loads(arguments.read_text()):
         found.pop(f"aclnn{name}", None)
     TARGET.write_text(
         "".join(f"{name}{'' if found[name] else ' value'}\n" for name in sorted(found))

@@ -5,7 +5,7 @@
 emulator's parameters are compared.
 
 tools/generated_docs/emulator_arguments.py --op-plugin DIR    rewrite the emulator's
-csrc/generated/arguments.h … --explain aclnnMul    print the operator's calls
+facts/arguments.toml … --explain aclnnMul    print the operator's calls
 
 DIR is op_plugin of Ascend/op-plugin at the commit of tools/upstream_tests/torch_npu.toml. Calls are
 EXEC_NPU_CMD in its sources, whose arguments' types are those of the declarations in the calling
@@ -19,20 +19,18 @@ from __future__ import annotations
 import argparse
 import re
 import sys
-import textwrap
 from collections import defaultdict
 from pathlib import Path
 
 TARGET = (
     Path(__file__).resolve().parents[2]
-    / "packages/ascend-emulator/src/ascend_emulator/csrc/generated/arguments.h"
+    / "packages/ascend-emulator/src/ascend_emulator/facts/arguments.toml"
 )
 HEADER = """\
-// SPDX-License-Identifier: Apache-2.0
-// SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-all project
-// Written by tools/generated_docs/emulator_arguments.py from op-plugin's calls: the C types of an operator's arguments.
-// T aclTensor, L aclTensorList, S aclScalar, R aclScalarList, I aclIntArray, F aclFloatArray, B aclBoolArray, t char*, i 64 bits,
-// n 32 bits, c int8_t, b bool, d double, f float, ? any. Names are without "aclnn".
+# Written by tools/generated_docs/emulator_arguments.py from op-plugin's calls: the C types of an
+# operator's arguments. T aclTensor, L aclTensorList, S aclScalar, R aclScalarList, I aclIntArray,
+# F aclFloatArray, B aclBoolArray, t char*, i 64 bits, n 32 bits, c int8_t, b bool, d double, f
+# float, ? any. Names are without "aclnn".
 """
 # C++ types, without const, references and c10::optional, to C types (ConvertType in
 # op_plugin/utils/op_api_common_base.h).
@@ -196,9 +194,8 @@ def common(operator: str, calls: list[str]) -> str | None:
 
 
 def text_of(rows: dict[str, str]) -> str:
-    """The rows of the table, as many as fit in a line."""
-    cells = (f'{{"{name.removeprefix("aclnn")}","{kinds}"}},' for name, kinds in rows.items())
-    return textwrap.fill(" ".join(cells), 100, break_on_hyphens=False) + "\n"
+    """The rows of the table."""
+    return "".join(f'{name.removeprefix("aclnn")} = "{kinds}"\n' for name, kinds in rows.items())
 
 
 def main() -> None:

@@ -4,7 +4,7 @@
 """Write which dtypes the emulator's operators take, from torch_npu's documentation.
 
 tools/generated_docs/emulator_dtypes.py --docs DIR --op-plugin DIR    rewrite the emulator's
-csrc/generated/dtypes.h … --explain aclnnMul    print where an operator's dtypes come from
+facts/dtypes.toml … --explain aclnnMul    print where an operator's dtypes come from
 
 --docs is docs/zh/api/native_api/pytorch_<version> of Ascend/pytorch: for each function of torch,
 the dtypes that `input` (or `self`) may have. --op-plugin is op_plugin of Ascend/op-plugin: which
@@ -26,7 +26,7 @@ from pathlib import Path
 
 TARGET = (
     Path(__file__).resolve().parents[2]
-    / "packages/ascend-emulator/src/ascend_emulator/csrc/generated/dtypes.h"
+    / "packages/ascend-emulator/src/ascend_emulator/facts/dtypes.toml"
 )
 VERDICTS = Path(__file__).with_name("emulator_verdicts.toml")
 # In the order in which they are printed.
@@ -83,14 +83,13 @@ LEFT_OUT = {
     "aclnnInplaceOne",
 }
 HEADER = """\
-// SPDX-License-Identifier: Apache-2.0
-// SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-all project
-// Written by tools/generated_docs/emulator_dtypes.py from torch_npu's documentation for {version}:
-// what an operator's first argument may be on Atlas A2 and A3. Wider than the documentation, which lists what was verified:
-// bfloat16 goes with float16, an integer type with the others and float64, a complex type with float64. Where NPUs took or
-// refused a dtype in PyTorch's own tests, that counts (emulator_verdicts.toml: "on A3").
-// Operators that are not here have no rule: the documentation does not say, or what it says is about something else.
-// A row has dtypes and the operators that have them, without "aclnn"; `--explain OPERATOR` has the reasons.
+# Written by tools/generated_docs/emulator_dtypes.py from torch_npu's documentation for {version}:
+# what an operator's first argument may be on Atlas A2 and A3. Wider than the documentation, which
+# lists what was verified: bfloat16 goes with float16, an integer type with the others and float64,
+# a complex type with float64. Where NPUs took or refused a dtype in PyTorch's own tests, that
+# counts (emulator_verdicts.toml: "on A3"). Operators that are not here have no rule: the
+# documentation does not say, or what it says is about something else. Operators are below the
+# dtypes that they have, without "aclnn"; `--explain OPERATOR` has the reasons.
 """
 
 
@@ -198,17 +197,9 @@ def text_of(rows: dict[str, set[str]]) -> str:
         names = " ".join(dtype for dtype in DTYPES if dtype in dtypes)
         groups[names].append(operator.removeprefix("aclnn"))
     return "".join(
-        f'{{"{names}", "{" ".join(operators)}"}},\n'
-        if len(names) + sum(map(len, operators)) + len(operators) < 92
-        else f'{{"{names}",\n{quoted(" ".join(operators))}}},\n'
+        f'\n"{names}" = """\n{textwrap.fill(" ".join(operators), 100)}\n"""\n'
         for names, operators in sorted(groups.items())
     )
-
-
-def quoted(text: str) -> str:
-    """A C string of several lines."""
-    lines = textwrap.wrap(text, 93)
-    return "\n".join(f'    "{line}{"" if line is lines[-1] else " "}"' for line in lines)
 
 
 def main() -> None:

@@ -23,7 +23,6 @@ HEADER = re.compile(r"^# (refused|source|seen on hardware):[ ]*(.*)$", re.MULTIL
 CHECK = re.compile(
     r"\b(?:check|require|one_of|same_dtype|rank|shape|within|multiple|contiguous|chips|SHAPE|SAME|BROADCAST|EXPANDS|ALONG|REDUCED|PRODUCT)\("
 )
-DTYPES = re.compile(r'(?<=[" ])[A-Z]\w+')
 
 
 def programs() -> list[list[str]]:
@@ -41,14 +40,13 @@ def programs() -> list[list[str]]:
 def operators() -> list[list[str]]:
     """By source file: operators, those with a dtype rule, those with a hardware verdict, statements
     that check, documents."""
-    from ascend_emulator import coverage
+    from ascend_emulator import coverage, facts
 
     families: dict[str, set[str]] = {}
     for point in coverage.entry_points():
         if point.family.startswith("ops/") and point.state == "computed":
             families.setdefault(point.family, set()).add(point.name)
-    table = (SOURCES / "generated" / "dtypes.h").read_text().partition('\n{"')[2]
-    rules = {f"aclnn{name}" for name in DTYPES.findall(table)}
+    rules = {*facts.dtypes()}
     verdicts = tomllib.loads(VERDICTS.read_text())
     seen = {name for table in verdicts.values() if isinstance(table, dict) for name in table}
     rows = []
@@ -68,6 +66,8 @@ def operators() -> list[list[str]]:
 
 def _source(path: Path) -> str:
     """A source file with the headers of its own directory and their functions."""
+    if not path.exists():  # made of families.h when it is compiled
+        path = path.with_suffix(".h")
     text = path.read_text()
     names = re.findall(r'^#include "([^"/]+)\.h"', text, re.MULTILINE)
     parts = [path.parent / f"{name}{suffix}" for name in names for suffix in (".h", ".cpp")]

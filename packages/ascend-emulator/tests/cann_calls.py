@@ -6,7 +6,6 @@ torch_npu does not call."""
 from __future__ import annotations
 
 import ctypes
-import re
 from collections.abc import Callable, Sequence  # noqa: F401
 from ctypes import byref, c_uint64, c_void_p
 from typing import Any
@@ -14,12 +13,10 @@ from typing import Any
 import pytest
 import torch
 import torch_npu
-from ascend_emulator import build
+from ascend_emulator import facts
 
-# The C types of an operator's arguments, a letter each (arguments.h).
-KINDS = dict(
-    re.findall(r'\{"(\w+)", "(.*?)"\}', (build.SOURCES / "generated" / "arguments.h").read_text())
-)
+# The C types of an operator's arguments, a letter each (facts/arguments.toml).
+KINDS = {name.removeprefix("aclnn"): kinds for name, kinds in facts.arguments().items()}
 NUMBERS = {
     "i": ctypes.c_int64,
     "n": ctypes.c_int32,

@@ -78,7 +78,7 @@ def test_adam(calls, nesterov):
     for actual, expected in zip(ours, (w, m, v), strict=True):
         torch.testing.assert_close(actual.cpu().double(), expected, rtol=1e-5, atol=1e-6)
     said = calls.refusal("ApplyAdam", *ours, *given, torch.ones(3).npu(), False, nesterov)
-    assert said == "grad has shape [3]; it must be [5, 7]"
+    assert said.startswith("grad has shape [3]; it must be [5, 7] (rule apply_adam.shapes")
 
 
 @pytest.mark.parametrize(

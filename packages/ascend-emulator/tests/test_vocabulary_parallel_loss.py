@@ -99,7 +99,8 @@ def test_what_the_documentation_excludes_is_refused():
         ((x.float(), weight), "input is Float (DT_FLOAT); allowed: Half, BFloat16"),
         ((x, weight[:, :8].contiguous()), "weight has shape [128, 8]; it must be [128, 48]"),
     ):
-        assert calls.refusal("FusedLinearOnlineMaxSum", *given, place, 0, 8, *outs) == said
+        refusal = calls.refusal("FusedLinearOnlineMaxSum", *given, place, 0, 8, *outs)
+        assert refusal.startswith(said)
     for first, last in ((-1, 8), (9, 8), (0, EACH)):
         said = calls.refusal("FusedLinearOnlineMaxSum", x, weight, place, first, last, *outs)
         assert said.startswith(

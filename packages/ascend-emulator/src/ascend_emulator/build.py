@@ -27,7 +27,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from ascend_emulator import cache as cached
-from ascend_emulator import cann_names, limits, rules
+from ascend_emulator import cann_names, facts, families, limits, rules
 from ascend_emulator.cache import BuildError
 from ascend_emulator.cache import root as cache_root
 
@@ -167,16 +167,38 @@ def _optimization(unit: str) -> list[str]:
     return ["-O3"] if unit in ("loops", "products") else ["-O1"]
 
 
-def _with_headers(sources: list[Path]) -> list[Path]:
-    """The files and the emulator's headers that they include, directly and indirectly."""
+def _with_headers(sources: list[Path], *folders: Path) -> list[Path]:
+    """The files and the headers that they include, directly and indirectly: the emulator's and those
+    in the folders."""
     files = [*sources]
     for path in files:
         for name in re.findall(r'^\s*#include "(.+?)"', path.read_text(), re.MULTILINE):
-            candidates = (path.parent / name).resolve(), SOURCES / name
+            candidates = (
+                (path.parent / name).resolve(),
+                *(each / name for each in (SOURCES, *folders)),
+            )
             header = next(filter(Path.exists, candidates), None)
             if header and header not in files:
                 files.append(header)
     return files
+
+
+def write_generated(directory: Path) -> dict[str, list[Path]]:
+    """Write what follows from tables: the header of arguments, and the sources of families, which are
+    returned by unit."""
+    generated = {"generated/arguments.h": facts.header()}
+    sources: dict[str, list[Path]] = {}
+    for table in families.tables(SOURCES):
+        folder = str(table.parent.relative_to(SOURCES))
+        name = f"generated/{folder}/families.cpp"
+        generated[name] = families.source(table, folder)
+        unit = next(unit for unit, folders in UNITS.items() if folder in folders)
+        sources.setdefault(unit, []).append(directory / name)
+    for name, text in generated.items():
+        path = directory / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+    return sources
 
 
 def _run(what: str, command: list[str], text: str = "") -> str:
@@ -202,12 +224,11 @@ def _versions() -> list[str]:
 
 def _contents() -> list[bytes]:
     """Inputs of the libraries, besides the installed torch_npu."""
-    inputs = [
-        Path(__file__).with_name(name)
-        for name in ("build.py", "cann_names.py", "elf.py", "cann_names.txt", "rules.py")
-    ]
-    sources = sorted(SOURCES.rglob("*.[ch]*"))
-    return [rules.source().encode(), *(path.read_bytes() for path in (*inputs, *sources))]
+    modules = ("build", "cann_names", "elf", "facts", "families", "rules")
+    inputs = [Path(__file__).with_name(f"{name}.py") for name in modules]
+    inputs += [cann_names.NAMES, *sorted(facts.TABLES.iterdir()), *families.tables(SOURCES)]
+    inputs += sorted(SOURCES.rglob("*.[ch]*"))
+    return [rules.source().encode(), *(path.read_bytes() for path in inputs)]
 
 
 def prebuilt_name(versions: list[str] | None = None) -> str:
@@ -345,11 +366,13 @@ def _build(
         cached.create(directory)
         cached.check(directory)
     stubs = target / "stubs.cpp"
-    stubs.write_text(cann_names.stubs(cann_names.wheel_names()) + rules.source())
+    stubs.write_text(cann_names.stubs(cann_names.wheel_names()) + rules.source() + facts.source())
     sources = {"stubs": [stubs], **units()}
+    for unit, paths in write_generated(target).items():
+        sources[unit] = [*sources[unit], *paths]
     # A changed header rebuilds the units that include it only.
     contents = {
-        name: [path.read_bytes() for path in _with_headers(paths)]
+        name: [path.read_bytes() for path in _with_headers(paths, target)]
         for name, paths in sources.items()
     }
     built = {
@@ -365,13 +388,15 @@ def _build(
             *_flags(),
             *_optimization(name),
             f"-I{SOURCES}",
+            f"-I{target}",
             f"-isystem{torch / 'include'}",
             # Relative file names in messages and in the registry.
             f"-ffile-prefix-map={SOURCES}/=",
+            f"-ffile-prefix-map={target}/generated/=",
             *("-x", "c++", "-c", "-o", str(partial), "-"),
         ]
         _run(f"compiling {name}", command, text)
-        if [path.read_bytes() for path in _with_headers(sources[name])] != contents[name]:
+        if [path.read_bytes() for path in _with_headers(sources[name], target)] != contents[name]:
             partial.unlink()
             raise BuildError(
                 f"ascend-emulator: a source file of {name} changed during compilation; start again"

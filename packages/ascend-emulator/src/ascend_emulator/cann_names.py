@@ -11,9 +11,10 @@ import re
 from functools import cache
 from pathlib import Path
 
-from ascend_emulator import elf
+from ascend_emulator import elf, facts
 from ascend_emulator.cache import BuildError
 
+NAMES = Path(__file__).with_name("cann_names.txt")
 # Prefixes of operators: GetWorkspaceSize and the launch.
 OPERATORS = ("aclnn", "Atb", "aclStft", "aclRfft1D")
 # Releases of torch_npu for whose ATB parameters csrc/ops/atb has the layout: op-plugin's
@@ -67,13 +68,10 @@ def wheel_names() -> list[str]:
 @cache
 def public_names() -> dict[str, bool]:
     """CANN's public C functions: name to whether it returns a status. From cann_names.txt, the
-    operators of csrc/generated/arguments.h and the torch_npu wheel's headers."""
-    lines = (
-        line.split() for line in Path(__file__).with_name("cann_names.txt").read_text().splitlines()
-    )
+    operators of facts/arguments.toml and the torch_npu wheel's headers."""
+    lines = (line.split() for line in NAMES.read_text().splitlines())
     functions = {name: not rest for name, *rest in lines}
-    arguments = Path(__file__).with_name("csrc") / "generated" / "arguments.h"
-    functions |= {f"aclnn{name}": True for name in re.findall(r'{"(\w+)",', arguments.read_text())}
+    functions |= dict.fromkeys(facts.arguments(), True)
     headers = package_dir("torch_npu") / "include" / "third_party"
     for path in sorted([*headers.glob("acl/inc/acl/**/*.h"), *headers.glob("hccl/inc/hccl/*.h")]):
         text = re.sub(r"/\*.*?\*/|//[^\n]*", "", path.read_text(errors="replace"), flags=re.DOTALL)

@@ -16,7 +16,7 @@ from pathlib import Path
 from string import Template
 from typing import Any
 
-from ascend_emulator import toml
+from ascend_emulator import families, toml
 
 SOURCES = Path(__file__).parent / "csrc"
 DOCUMENT = "torch_npu 2.13"
@@ -165,7 +165,7 @@ def _description(path: Path, name: str, table: dict[str, Any]) -> Description:
 
 def files() -> list[Path]:
     """The files of the tables."""
-    return sorted((SOURCES / "ops").rglob("*.toml"))
+    return sorted({*(SOURCES / "ops").rglob("*.toml")} - {*families.tables(SOURCES)})
 
 
 @cache

@@ -130,6 +130,11 @@ void issue(Operation operation) {
   else submit({std::move(operation)});
 }
 
+void issue(std::shared_ptr<Communicator> on, void* stream, const Header& call,
+    std::function<void()> body) {
+  issue({std::move(on), stream, call, std::move(body), {}});
+}
+
 // Begins a call.
 std::shared_ptr<Communicator> communicator_of(void* handle) {
   buffers.clear();
@@ -204,6 +209,13 @@ PointToPoint item(
       buffer(address, call.bytes, kind == kSend ? "sendBuf" : "recvBuf")};
 }
 
+void point_to_point(CallKind kind, void* address, uint64_t count, int type, uint32_t peer,
+    void* comm, void* stream) {
+  const auto on = communicator_of(comm);
+  const auto one = item(kind, address, count, type, peer, *on);
+  issue({on, stream, one.header, {}, {one}});
+}
+
 void all_to_all_call(CallKind kind, uint64_t count, const void* send_address, Counts send_counts,
     Counts send_starts, int send_type, const void* receive_address, Counts receive_counts,
     Counts receive_starts, int receive_type, std::shared_ptr<Communicator> on, void* stream) {
@@ -218,12 +230,9 @@ void all_to_all_call(CallKind kind, uint64_t count, const void* send_address, Co
   if (send && send == receive)
     refuse_call(kParameter, "sendBuf and recvBuf are the same; they must not be");
   const auto call = header(kind, count, send_type);
-  issue({on, stream, call,
-      [=] {
-        all_to_all(
-            *on, call, send, send_counts, send_starts, receive, receive_counts, receive_starts);
-      },
-      {}});
+  issue(on, stream, call, [=] {
+    all_to_all(*on, call, send, send_counts, send_starts, receive, receive_counts, receive_starts);
+  });
 }
 
 }  // namespace
@@ -235,11 +244,10 @@ HCCL_API(computed, HcclAllReduce,
       check_reducible(type, op);
       const uint64_t bytes = bytes_of(count, type);
       const auto call = header(kAllReduce, count, type, op);
-      issue({on, stream, call,
+      issue(on, stream, call,
           [=, from = buffer(send, bytes, "sendBuf"), to = buffer(receive, bytes, "recvBuf")] {
             all_reduce(*on, call, from, to);
-          },
-          {}});
+          });
     })
 
 HCCL_API(computed, HcclReduce,
@@ -252,8 +260,8 @@ HCCL_API(computed, HcclReduce,
       const uint64_t bytes = bytes_of(count, type);
       void* to = on->rank == static_cast<int>(root) ? buffer(receive, bytes, "recvBuf") : nullptr;
       const auto call = header(kReduce, count, type, op, root);
-      issue({on, stream, call,
-          [=, from = buffer(send, bytes, "sendBuf")] { reduce(*on, call, from, to); }, {}});
+      issue(on, stream, call,
+          [=, from = buffer(send, bytes, "sendBuf")] { reduce(*on, call, from, to); });
     })
 
 HCCL_API(computed, HcclReduceScatter,
@@ -265,11 +273,9 @@ HCCL_API(computed, HcclReduceScatter,
       void* from = buffer(send, bytes * on->ranks, "sendBuf");
       void* to = buffer(receive, bytes, "recvBuf");
       const auto call = header(kReduceScatter, count, type, op);
-      issue({on, stream, call,
-          [=] {
-            reduce_scatter(*on, call, from, same(call.count, *on), multiples(call.count, *on), to);
-          },
-          {}});
+      issue(on, stream, call, [=] {
+        reduce_scatter(*on, call, from, same(call.count, *on), multiples(call.count, *on), to);
+      });
     })
 
 HCCL_API(computed, HcclReduceScatterV,
@@ -286,7 +292,7 @@ HCCL_API(computed, HcclReduceScatterV,
       void* from = buffer(send, extent(counts, starts) * data_type(type).bytes, "sendBuf");
       void* to = buffer(receive, bytes_of(count, type), "recvBuf");
       const auto call = header(kReduceScatterV, 0, type, op);
-      issue({on, stream, call, [=] { reduce_scatter(*on, call, from, counts, starts, to); }, {}});
+      issue(on, stream, call, [=] { reduce_scatter(*on, call, from, counts, starts, to); });
     })
 
 HCCL_API(computed, HcclAllGather,
@@ -297,11 +303,9 @@ HCCL_API(computed, HcclAllGather,
       void* from = buffer(send, bytes, "sendBuf");
       void* to = buffer(receive, bytes * on->ranks, "recvBuf");
       const auto call = header(kAllGather, count, type);
-      issue({on, stream, call,
-          [=] {
-            all_gather(*on, call, from, to, same(call.count, *on), multiples(call.count, *on));
-          },
-          {}});
+      issue(on, stream, call, [=] {
+        all_gather(*on, call, from, to, same(call.count, *on), multiples(call.count, *on));
+      });
     })
 
 HCCL_API(computed, HcclAllGatherV,
@@ -318,7 +322,7 @@ HCCL_API(computed, HcclAllGatherV,
       void* from = buffer(send, bytes_of(count, type), "sendBuf");
       void* to = buffer(receive, extent(counts, starts) * data_type(type).bytes, "recvBuf");
       const auto call = header(kAllGatherV, 0, type);
-      issue({on, stream, call, [=] { all_gather(*on, call, from, to, counts, starts); }, {}});
+      issue(on, stream, call, [=] { all_gather(*on, call, from, to, counts, starts); });
     })
 
 HCCL_API(computed, HcclBroadcast,
@@ -328,7 +332,7 @@ HCCL_API(computed, HcclBroadcast,
       rank_within("root", root, *on);
       void* whole = buffer(address, bytes_of(count, type), "buf");
       const auto call = header(kBroadcast, count, type, 0xff, root);
-      issue({on, stream, call, [=] { broadcast(*on, call, whole); }, {}});
+      issue(on, stream, call, [=] { broadcast(*on, call, whole); });
     })
 
 HCCL_API(computed, HcclScatter,
@@ -343,7 +347,7 @@ HCCL_API(computed, HcclScatter,
           on->rank == static_cast<int>(root) ? buffer(send, bytes * on->ranks, "sendBuf") : nullptr;
       void* to = buffer(receive, bytes, "recvBuf");
       const auto call = header(kScatter, count, type, 0xff, root);
-      issue({on, stream, call, [=] { scatter(*on, call, from, to); }, {}});
+      issue(on, stream, call, [=] { scatter(*on, call, from, to); });
     })
 
 HCCL_API(computed, HcclAlltoAll,
@@ -394,18 +398,11 @@ HCCL_API(computed, HcclAlltoAllVC,
     })
 
 HCCL_API(computed, HcclSend,
-    (void* address, uint64_t count, int32_t type, uint32_t peer, void* comm, void* stream), {
-      const auto on = communicator_of(comm);
-      const auto one = item(kSend, address, count, type, peer, *on);
-      issue({on, stream, one.header, {}, {one}});
-    })
-
+    (void* address, uint64_t count, int32_t type, uint32_t peer, void* comm, void* stream),
+    { point_to_point(kSend, address, count, type, peer, comm, stream); })
 HCCL_API(computed, HcclRecv,
-    (void* address, uint64_t count, int32_t type, uint32_t peer, void* comm, void* stream), {
-      const auto on = communicator_of(comm);
-      const auto one = item(kReceive, address, count, type, peer, *on);
-      issue({on, stream, one.header, {}, {one}});
-    })
+    (void* address, uint64_t count, int32_t type, uint32_t peer, void* comm, void* stream),
+    { point_to_point(kReceive, address, count, type, peer, comm, stream); })
 
 HCCL_API(computed, HcclBatchSendRecv,
     (const SendReceive* batch, uint32_t number, void* comm, void* stream), {
@@ -427,7 +424,7 @@ HCCL_API(computed, HcclBatchSendRecv,
 HCCL_API(computed, HcclBarrier, (void* comm, void* stream), {
   const auto on = communicator_of(comm);
   const auto call = header(kBarrier, 0, 0);
-  issue({on, stream, call, [=] { barrier(*on, call); }, {}});
+  issue(on, stream, call, [=] { barrier(*on, call); });
 })
 
 HCCL_API(computed, HcclGroupStart, (), { ++group_depth; })

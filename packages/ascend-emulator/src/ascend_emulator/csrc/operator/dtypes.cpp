@@ -1,51 +1,18 @@
 // SPDX-License-Identifier: Apache-2.0
 // SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-all project
-// Supported dtypes of operators: torch_npu's documentation of the torch functions that call them
-// (dtypes.h), and the chip.
+// Supported dtypes of operators: the chip's, and those of the table of facts.
 #include "op.h"
-
-#include <unordered_map>
 
 namespace emu {
 namespace {
 
-struct Documented {
-  const char *dtypes, *operators;  // without "aclnn"
-};
-constexpr Documented kDocumented[] = {
-#include "generated/dtypes.h"
-};
-
-constexpr std::pair<const char*, at::ScalarType> kNames[] = {{"bf16", at::kBFloat16},
-    {"fp16", at::kHalf}, {"fp32", at::kFloat}, {"fp64", at::kDouble}, {"uint8", at::kByte},
-    {"int8", at::kChar}, {"int16", at::kShort}, {"int32", at::kInt}, {"int64", at::kLong},
-    {"bool", at::kBool}, {"complex64", at::kComplexFloat}, {"complex128", at::kComplexDouble}};
+// In the order in which messages name them.
+constexpr at::ScalarType kDtypes[] = {at::kBFloat16, at::kHalf, at::kFloat, at::kDouble, at::kByte,
+    at::kChar, at::kShort, at::kInt, at::kLong, at::kBool, at::kComplexFloat, at::kComplexDouble};
 
 constexpr DTypeSet bit(at::ScalarType dtype) { return DTypeSet{1} << static_cast<int>(dtype); }
 
-DTypeSet parsed(const char* list) {
-  DTypeSet set = 0;
-  std::istringstream words(list);
-  for (std::string word; words >> word;)
-    for (const auto& [name, dtype] : kNames)
-      if (word == name) set |= bit(dtype);
-  return set;
-}
-
 }  // namespace
-
-DTypeSet documented(const char* name) {
-  static const std::unordered_map<std::string, DTypeSet> all = [] {
-    std::unordered_map<std::string, DTypeSet> out;
-    for (const auto& [dtypes, operators] : kDocumented) {
-      std::istringstream words(operators);
-      for (std::string word; words >> word;) out.emplace("aclnn" + word, parsed(dtypes));
-    }
-    return out;
-  }();
-  const auto found = all.find(name);
-  return found == all.end() ? 0 : found->second;
-}
 
 void check_dtypes(const std::vector<Tensor>& tensors, size_t first, size_t last, DTypeSet allowed,
     const char* parameters, int position) {
@@ -62,7 +29,7 @@ void check_dtypes(const std::vector<Tensor>& tensors, size_t first, size_t last,
       refused(chip().name, " does not compute in bfloat16; use float16");
     if (allowed && !(allowed & bit(found))) {
       std::vector<at::ScalarType> names;
-      for (const auto& [name, dtype] : kNames)
+      for (const auto dtype : kDtypes)
         if (allowed & bit(dtype) && (dtype != at::kBFloat16 || chip().bfloat16))
           names.push_back(dtype);
       refused("allowed: ", listed(names));

@@ -56,6 +56,8 @@ std::string compile_option(int32_t option);
 bool compiles_at_run_time();
 
 struct Out : Tensor {};
+template <class T> const T& as_argument(const T& argument) { return argument; }
+inline const Tensor& as_argument(const Out& argument) { return argument; }
 
 struct GraphCall {
   std::vector<Tensor> inputs, outputs;  // undefined: not given
@@ -120,10 +122,15 @@ struct GraphRegistration {
 
 template <auto Body> struct GraphBody;
 template <class... Params, Computation (*Body)(Params...)> struct GraphBody<Body> {
-  static Computation prepare(const char* parameters, const GraphCall& call) {
+  static Computation prepare(const char* entry, const char* parameters, const GraphCall& call) {
     GraphReader reader(call, parameters);
     std::tuple<Params...> held{reader.take<Params>()...};
     reader.finish();
+    static OperatorInfo info{entry, parameters, false};
+    aclOpExecutor executor;
+    ArgumentReader rules(info, executor);
+    std::apply([&](const auto&... each) { (rules.note(as_argument(each)), ...); }, held);
+    rules.check_rules();
     auto computation = std::apply(Body, held);
     call.attributes.all_read();
     return computation;
@@ -136,7 +143,7 @@ template <class... Params, Computation (*Body)(Params...)> struct GraphBody<Body
   namespace emu::graph_ops {                                                           \
   static Computation body_##TYPE PARAMS __VA_ARGS__ static Computation prepare_##TYPE( \
       const GraphCall& call) {                                                         \
-    return GraphBody<&body_##TYPE>::prepare(#PARAMS, call);                            \
+    return GraphBody<&body_##TYPE>::prepare("aclop::" #TYPE, #PARAMS, call);           \
   }                                                                                    \
   static const GraphRegistration registration_##TYPE(                                  \
       {#TYPE, "aclop::" #TYPE, #PARAMS, &prepare_##TYPE}, __FILE__);                   \

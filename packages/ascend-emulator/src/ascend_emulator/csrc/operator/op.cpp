@@ -7,7 +7,6 @@
 #include <c10/core/impl/LocalDispatchKeySet.h>
 
 #include <mutex>
-#include <set>
 #include <unordered_set>
 #include <utility>
 
@@ -118,12 +117,6 @@ const char* with_fields(const char* parameters, std::initializer_list<const char
   return out->c_str();
 }
 
-bool communicates(const char* name, bool register_it) {
-  static auto* names = new std::set<std::string_view>;  // filled before main()
-  if (register_it) names->insert(name);
-  return names->count(name) > 0;
-}
-
 namespace {
 thread_local OnFailure claimed;
 
@@ -202,7 +195,7 @@ int launch(const char* name, aclOpExecutor* executor, void* stream) {
                 note(name);
               }};
     if (owned->hangs) task.run = hang;
-    task.blocks = communicates(name, false);
+    task.blocks = owned->communicates;
     task.brief =
         !task.blocks && !owned->hangs && on->device == current_device() && is_brief(owned->tensors);
     if (trace_enabled()) {
@@ -280,7 +273,6 @@ void ArgumentReader::refuse_fractal(const aclTensorList* given) const {
 }
 
 void ArgumentReader::check() const {
-  if (info_.allowed == ~DTypeSet{0}) info_.allowed = documented(info_.name);
   // A3 refuses complex32 in every operator of PyTorch's tests but complex(): add, clone, fill,
   // zeros, eq, cat, where, index_put (Ascend/pytorch, ci-test, skip_list.json at 52087f69e).
   const bool half = std::any_of(tensors_.begin(), tensors_.end(), [](const Tensor& tensor) {
@@ -289,7 +281,7 @@ void ArgumentReader::check() const {
   emu::require(!half || std::string_view(info_.name) == "aclnnComplex", "a tensor is ",
       at::kComplexHalf, "; only aclnnComplex takes it");
   // The rule is about the first argument that is a tensor: arange and eye have only their output.
-  DTypeSet allowed = info_.allowed;
+  DTypeSet allowed = info_.facts.dtypes;
   size_t first = 0;
   for (size_t position = 0; position < ends_.size(); ++position) {
     check_dtypes(
@@ -316,7 +308,8 @@ int prepare(OperatorInfo& info, c10::function_ref<Computation(ArgumentReader&)> 
     made->compute = take(reader);
     made->failed = std::exchange(claimed, nullptr);
     made->reports_shape = info.reports_shape;
-    *bytes = workspace_bytes(info.workspace, info.name, made->tensors);
+    made->communicates = info.facts.communicates;
+    *bytes = workspace_bytes(info.facts, made->tensors);
     if (fault::armed()) made->hangs = fault::pending() == fault::Kind::hang;
     *executor = hand_out(std::move(made));
   }));

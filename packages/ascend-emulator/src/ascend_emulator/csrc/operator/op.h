@@ -26,24 +26,29 @@
 #include <ATen/ATen.h>
 
 #include <atomic>
+#include <functional>
 #include <memory>
 #include <optional>
 #include <tuple>
 
 #include "checks.h"
-#include "communicates.h"
 #include "core/cost.h"
 #include "core/recheck.h"
 #include "core/entry_point.h"
 #include "core/refusal.h"
 #include "dry_run.h"
+#include "facts.h"
 #include "rule_table.h"
 #include "rules.h"
 #include "signature.h"
 #include "tensor.h"
-#include "workspace.h"
 
 namespace emu {
+
+// What to do if the operator that this thread prepares fails on its stream: the other ranks must
+// learn of it.
+using OnFailure = std::function<void(const std::string& reason)>;
+void on_failure(OnFailure failed);
 
 // Callable that an operator executes on the stream. Each execution calls a copy, because a
 // computation may modify its captures and a replayed graph executes it again.
@@ -77,6 +82,7 @@ struct aclOpExecutor {
   bool reports_shape =
       false;           // the caller reads an output's shape as soon as the operator is launched
   bool hangs = false;  // injected fault
+  bool communicates = false;             // facts.h
   std::vector<emu::Fractal> fractals{};  // unpacked before each execution
   emu::OnFailure failed{};               // of an operator that communicates
   void run() const {
@@ -180,10 +186,6 @@ template <> struct Arg<Result> {
   static Result get(C tensor) { return {const_cast<aclTensor*>(tensor)}; }
 };
 
-// Set of dtypes, one bit each. documented(): dtypes of an operator's first tensor by torch_npu's
-// documentation and by what NPUs took (dtypes.cpp); empty if there is no rule.
-using DTypeSet = uint64_t;
-DTypeSet documented(const char* name);
 // Throws if the dtype of a tensor in [first, last) is not supported by the chip or not in
 // `allowed`. `parameters` is the parameter list as in the source, `position` the parameter's index
 // in it.
@@ -204,10 +206,8 @@ struct BoundClause;
 struct OperatorInfo {
   const char *name, *parameters;  // as in the source
   bool reports_shape;
-  std::atomic<DTypeSet> allowed{
-      ~DTypeSet{0}};  // of the first argument; looked up at the first call
-  std::atomic<const Workspace*> workspace{nullptr};             // looked up at the first call
-  std::atomic<const std::vector<BoundClause>*> rules{nullptr};  // likewise
+  std::atomic<const std::vector<BoundClause>*> rules{nullptr};  // looked up at the first call
+  const OperatorFacts& facts = facts_of(name);
 };
 
 // Converts the arguments of a call and checks their dtypes.
@@ -223,15 +223,20 @@ class ArgumentReader {
     T taken = Arg<T>::get(value);
     if constexpr (reads_fractal<T>) unpack(taken, value);
     else refuse_fractal(value);
-    collect(taken);
-    if constexpr (std::is_integral_v<T>)
-      integers_.push_back({static_cast<uint16_t>(ends_.size()), static_cast<int64_t>(taken)});
     if constexpr (std::is_same_v<T, Text>)
       integers_.push_back({static_cast<uint16_t>(ends_.size()), reinterpret_cast<int64_t>(value)});
-    ends_.push_back(static_cast<uint16_t>(tensors_.size()));
+    note(taken);
     return taken;
   }
+  // Of an argument that was converted.
+  template <class T> void note(const T& value) {
+    collect(value);
+    if constexpr (std::is_integral_v<T>)
+      integers_.push_back({static_cast<uint16_t>(ends_.size()), static_cast<int64_t>(value)});
+    ends_.push_back(static_cast<uint16_t>(tensors_.size()));
+  }
   void check() const;
+  void check_rules() const;
   const Signature& signature() const { return signature_; }
   const std::vector<Tensor>& tensors() const { return tensors_; }
 
@@ -254,7 +259,6 @@ class ArgumentReader {
   void refuse_fractal(const aclTensorList* given) const;
   template <class T> void refuse_fractal(const T&) const {}
   std::string name() const { return nth(info_.parameters, static_cast<int64_t>(ends_.size())); }
-  void check_rules() const;
   bool holds(const BoundClause& bound) const;
   template <class T> void collect(const T& value) {
     if constexpr (std::is_floating_point_v<T>) {
@@ -341,7 +345,7 @@ template <class R, class... Params, R (*Body)(Params...), class Name, class... T
 struct Operator<Body, Name, std::tuple<Types...>> {
   static constexpr char kinds[] = {kind_of<typename Arg<Types>::C>()..., 0};
   static_assert(is_called_with(Name::text, kinds),
-      "the parameters are not the arguments of op-plugin's calls (arguments.h)");
+      "the parameters are not the arguments of op-plugin's calls (facts/arguments.toml)");
 
   static int workspace(typename Arg<Types>::C... args, uint64_t* bytes, aclOpExecutor** executor) {
     static OperatorInfo info{Name::text, with_fields(Name::parameters, {names_of<Params>()...}),

@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-all project
-// Compares an operator's parameters with op-plugin's calls (arguments.h) when it is compiled.
+// Compares an operator's parameters with op-plugin's calls (facts/arguments.toml) when it is
+// compiled.
 #pragma once
 #include <algorithm>
 #include <cstdint>
@@ -21,10 +22,10 @@ struct Call {
   std::string_view name, kinds;
 };
 inline constexpr Call kCalls[] = {
-#include "generated/arguments.h"
+#include "generated/arguments.h"  // facts.py
 };
 
-// The letter of a C type in arguments.h.
+// The letter of a C type in facts/arguments.toml.
 template <class C> constexpr char kind_of() {
   if constexpr (std::is_same_v<C, const aclTensor*>) return 'T';
   if constexpr (std::is_same_v<C, const aclTensorList*>) return 'L';
@@ -45,8 +46,6 @@ template <class C> constexpr char kind_of() {
 
 // Whether op-plugin calls the operator with these C types, as far as they are known.
 constexpr bool is_called_with(std::string_view name, std::string_view kinds) {
-  if (!name.starts_with("aclnn")) return true;
-  name.remove_prefix(5);
   const auto* call = std::lower_bound(std::begin(kCalls), std::end(kCalls), name,
       [](const Call& each, std::string_view name) { return each.name < name; });
   if (call == std::end(kCalls) || call->name != name) return true;

@@ -113,7 +113,7 @@ int Operation::Setup(const VariantPack& pack, uint64_t& bytes, Context* context)
         made->tensors.push_back(out.back().value);
       }
       made->compute = prepare_(in, out);
-      bytes = emu::workspace_bytes(workspace_, name_, made->tensors);
+      bytes = emu::workspace_bytes(emu::facts_of(name_), made->tensors);
       if (fault::armed()) made->hangs = fault::pending() == fault::Kind::hang;
       set_pending(hand_out(std::move(made)), context->stream);
     } catch (const std::exception& e) {

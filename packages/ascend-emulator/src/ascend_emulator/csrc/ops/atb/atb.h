@@ -54,6 +54,54 @@ class Context {
 
 }  // namespace atb
 
+// What CreateOperation gets.
+namespace atb::infer {
+
+struct PagedAttentionParam {
+  int32_t heads;
+  float scale;
+  int32_t groups, mask_type;
+  bool batch_run_status;
+  int32_t quant_type, out_type;
+  bool has_quant_offset;
+  int32_t compress_type, calc_type, scale_type, layout;
+  uint32_t latent_values;
+};
+struct SelfAttentionParam {
+  int32_t quant_type, out_type, heads, groups;
+  float query_scale, scale;
+  bool batch_run_status;
+  uint32_t triangular;
+  int32_t calc_type, kernel_type, clamp_type;
+  float clamp_least, clamp_most;
+  int32_t mask_type;
+};
+struct GroupTopkParam {
+  int32_t groups, kept;
+  uint16_t by_sum, summed;
+};
+struct ReshapeAndCacheParam {
+  int32_t compress_type, config;
+};
+struct LinearParam {
+  bool transpose_left, transpose_right, has_bias;
+  int32_t out_type;
+  bool accumulates;
+};
+struct ElewiseParam {
+  int32_t type;
+};
+struct RmsNormParam {
+  int32_t layer_type, not_used;
+  int32_t quant_type;
+  float epsilon;
+};
+struct RopeParam {
+  int32_t coefficient;
+};
+
+}  // namespace atb::infer
+
 namespace emu::transformer {
 
 struct AtbTensor {
@@ -103,7 +151,6 @@ class Operation {
   const char *name_, *inputs_ = "";
   size_t least_ = 0, most_ = 0;
   emu::transformer::Prepare prepare_;
-  std::atomic<const emu::Workspace*> workspace_{nullptr};
   mutable std::mutex mutex_;
   std::vector<PendingLaunch> pending_;
   std::string reason_;

@@ -7,30 +7,6 @@
 // test_atb_*attention*.py.
 #include "attention.h"
 
-namespace atb::infer {
-
-struct PagedAttentionParam {
-  int32_t heads;
-  float scale;
-  int32_t groups, mask_type;
-  bool batch_run_status;
-  int32_t quant_type, out_type;
-  bool has_quant_offset;
-  int32_t compress_type, calc_type, scale_type, layout;
-  uint32_t latent_values;
-};
-struct SelfAttentionParam {
-  int32_t quant_type, out_type, heads, groups;
-  float query_scale, scale;
-  bool batch_run_status;
-  uint32_t triangular;
-  int32_t calc_type, kernel_type, clamp_type;
-  float clamp_least, clamp_most;
-  int32_t mask_type;
-};
-
-}  // namespace atb::infer
-
 namespace {
 
 using namespace emu;

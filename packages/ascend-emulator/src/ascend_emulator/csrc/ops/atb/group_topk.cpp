@@ -5,15 +5,6 @@
 // test_atb_group_topk.py.
 #include "atb.h"
 
-namespace atb::infer {
-
-struct GroupTopkParam {
-  int32_t groups, kept;
-  uint16_t by_sum, summed;
-};
-
-}  // namespace atb::infer
-
 namespace {
 
 using namespace emu;

@@ -6,12 +6,6 @@
 #include "ops/attention/kv_cache.h"
 #include "attention.h"
 
-namespace atb::infer {
-struct ReshapeAndCacheParam {
-  int32_t compress_type, config;
-};
-}  // namespace atb::infer
-
 namespace {
 
 using namespace emu;

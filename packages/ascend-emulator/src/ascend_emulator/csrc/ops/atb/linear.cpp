@@ -4,16 +4,6 @@
 // test_atb_linear.py.
 #include "atb.h"
 
-namespace atb::infer {
-
-struct LinearParam {
-  bool transpose_left, transpose_right, has_bias;
-  int32_t out_type;
-  bool accumulates;
-};
-
-}  // namespace atb::infer
-
 namespace {
 
 using namespace emu;

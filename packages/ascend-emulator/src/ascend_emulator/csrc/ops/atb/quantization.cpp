@@ -5,19 +5,6 @@
 #include "ops/transformer/kv_rms_norm_rope_cache.h"
 #include "atb.h"
 
-namespace atb::infer {
-
-struct ElewiseParam {
-  int32_t type;
-};
-struct RmsNormParam {
-  int32_t layer_type, not_used;
-  int32_t quant_type;
-  float epsilon;
-};
-
-}  // namespace atb::infer
-
 namespace {
 
 using namespace emu;

@@ -4,14 +4,6 @@
 #include "ops/transformer/rotary_embedding.h"
 #include "atb.h"
 
-namespace atb::infer {
-
-struct RopeParam {
-  int32_t coefficient;
-};
-
-}  // namespace atb::infer
-
 namespace {
 
 using namespace emu;

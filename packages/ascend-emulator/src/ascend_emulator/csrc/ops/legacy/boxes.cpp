@@ -123,10 +123,6 @@ Request request(
     const Tensor& first, const Tensor& second, const Tensor& out, const Attributes& attributes) {
   const bool centered = attributes.get("trans", false);
   const bool cross = attributes.get("is_cross", true);
-  one_of("bboxes", first, kFloating);
-  same_dtype("gtboxes", second, "bboxes", first);
-  rank("bboxes", first, 2);
-  rank("gtboxes", second, 2);
   require(first.size(0) == 4 && second.size(0) == 4, "bboxes has shape ", first.sizes(),
       " and gtboxes ", second.sizes(), "; they must be [4, n]");
   require(cross || first.size(1) == second.size(1), "there are ", first.size(1), " bboxes and ",
@@ -136,14 +132,12 @@ Request request(
 }
 
 // Boxes one by one, the only ones whose gradients op-plugin asks for.
-Request backward_request(const Tensor& grad, const Tensor& first, const Tensor& second,
-    const Tensor& dfirst, const Tensor& dsecond, const Attributes& attributes) {
+Request backward_request(
+    const Tensor& grad, const Tensor& first, const Tensor& second, const Attributes& attributes) {
   require(!attributes.get("is_cross", true) && !is_foreground(attributes),
       "computed: is_cross = False with mode 'iou'");
   require(grad.numel() == first.size(-1), "grad has ", grad.numel(), " values for ", first.size(-1),
       " boxes");
-  SAME(dfirst, first);
-  SAME(dsecond, second);
   return request(first, second, grad.view({1, -1}), attributes);
 }
 
@@ -196,7 +190,7 @@ GRAPH_OP(DIoU, (Tensor first, Tensor second, Out out, Attributes attributes), {
 })
 GRAPH_OP(GIoUGrad,
     (Tensor grad, Tensor first, Tensor second, Out dfirst, Out dsecond, Attributes attributes), {
-      const auto given = backward_request(grad, first, second, dfirst, dsecond, attributes);
+      const auto given = backward_request(grad, first, second, attributes);
       COMPUTE {
         const auto pair = given.pair(0);
         const auto by = upcast(grad).view(-1);
@@ -217,7 +211,7 @@ GRAPH_OP(GIoUGrad,
     })
 GRAPH_OP(DIoUGrad,
     (Tensor grad, Tensor first, Tensor second, Out dfirst, Out dsecond, Attributes attributes), {
-      const auto given = backward_request(grad, first, second, dfirst, dsecond, attributes);
+      const auto given = backward_request(grad, first, second, attributes);
       COMPUTE {
         const auto pair = given.pair(1e-9);
         const auto by = upcast(grad).view(-1);
@@ -243,7 +237,6 @@ GRAPH_OP(DIoUGrad,
 GRAPH_OP(CIoU, (Tensor first, Tensor second, Out out, Out difference, Attributes attributes), {
   const auto given = request(first, second, out, attributes);
   attributes.get("atan_sub_flag", false);
-  SAME(difference, out);
   COMPUTE {
     const double epsilon = 1e-9;
     const auto pair = given.pair(epsilon);
@@ -284,8 +277,6 @@ GRAPH_OP(BoundingBoxDecode, (Tensor rois, Tensor deltas, Out out, Attributes att
   const double ratio = attributes.get("wh_ratio_clip", 0.016f);
   require(limits.size() == 2, "max_shape is ", at::IntArrayRef(limits), "; it must have 2 values");
   boxes("rois", rois);
-  SAME(deltas, rois);
-  SAME(out, rois);
   COMPUTE {
     const auto from = centered(upcast(rois));
     const auto moved = upcast(deltas) * at::tensor(scale.stds) + at::tensor(scale.means);
@@ -307,8 +298,6 @@ GRAPH_OP(BoundingBoxDecode, (Tensor rois, Tensor deltas, Out out, Attributes att
 GRAPH_OP(BoundingBoxEncode, (Tensor anchors, Tensor targets, Out out, Attributes attributes), {
   const auto scale = scale_of(attributes);
   boxes("anchor_box", anchors);
-  SAME(targets, anchors);
-  SAME(out, anchors);
   COMPUTE {
     const auto from = centered(upcast(anchors));
     const auto to = centered(upcast(targets));

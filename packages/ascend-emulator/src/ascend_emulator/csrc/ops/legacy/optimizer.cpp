@@ -8,14 +8,6 @@
 namespace {
 using namespace emu;
 
-void like(const Tensor& var, std::initializer_list<std::pair<const char*, Tensor>> others) {
-  one_of("var", var, kFloating);
-  for (const auto& [name, other] : others) {
-    shape(name, other, var.sizes());
-    same_dtype(name, other, "var", var);
-  }
-}
-
 // The new moments, in float32 as all that follows from them.
 std::pair<Tensor, Tensor> moments(
     const Tensor& m, const Tensor& v, const Tensor& grad, double beta1, double beta2) {
@@ -31,8 +23,6 @@ GRAPH_OP(ApplyAdamD,
     {
       attributes.get("use_locking", false);  // of concurrent updates, which a stream has not
       const bool nesterov = attributes.get("use_nesterov", false);
-      like(var, {{"m", m}, {"v", v}, {"grad", grad}, {"var_out", var_out}, {"m_out", m_out},
-                    {"v_out", v_out}});
       const auto rate =
           lr.toDouble() * std::sqrt(1 - beta2_power.toDouble()) / (1 - beta1_power.toDouble());
       COMPUTE {
@@ -55,8 +45,6 @@ GRAPH_OP(ApplyAdamW,
     {
       attributes.only("amsgrad", false);
       const bool maximize = attributes.get("maximize", false);
-      like(var, {{"m", m}, {"v", v}, {"grad", grad}, {"var_out", var_out}, {"m_out", m_out},
-                    {"v_out", v_out}});
       COMPUTE {
         const auto gradient = maximize ? upcast(grad).neg() : upcast(grad);
         const auto [first, second] = moments(m, v, gradient, beta1.toDouble(), beta2.toDouble());
@@ -81,8 +69,6 @@ GRAPH_OP(ApplyAdamV2,
       require(!step_size, "step_size is given; computed: without it");
       require(max_grad_norm.toDouble() <= 0, "max_grad_norm is ", max_grad_norm.toDouble(),
           "; computed: none, which is -1. Clip the gradients before the call");
-      like(var, {{"m", m}, {"v", v}, {"grad", grad}, {"var_out", var_out}, {"m_out", m_out},
-                    {"v_out", v_out}});
       COMPUTE {
         const auto [first, second] =
             moments(m, v, upcast(grad), beta1.toDouble(), beta2.toDouble());

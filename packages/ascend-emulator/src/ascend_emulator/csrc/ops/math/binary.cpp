@@ -1,21 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
 // SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-all project
 // Pointwise operators of two tensors, or of a tensor and a scalar.
-#include <ATen/ScalarOps.h>
-
-#include "operator/shapes.h"
-#include "ops/upcast.h"
+#include "families.h"
 
 namespace {
-// Scalar with the type promotion of a Python number.
-at::Tensor number(const at::Scalar& value) { return at::native::wrapped_scalar_tensor(value); }
-
-// In-place operators promote types; self must be able to hold the result.
-template <class Other> void fits(const at::Tensor& self, const Other& other) {
-  const auto result = at::result_type(self, other);
-  emu::require(c10::canCast(result, self.scalar_type()), "result type ", c10::toString(result),
-      " can't be cast to the desired output type ", c10::toString(self.scalar_type()), " of self");
-}
 void check_sum(const at::Tensor& self, const at::Tensor& other) {
   emu::rule("add.bfloat16-and-complex", [&] {
     for (const auto& [a, b] : {std::pair{&self, &other}, std::pair{&other, &self}})
@@ -32,64 +20,15 @@ void check_value(const at::Tensor& self, const at::Scalar& value) {
 }
 }  // namespace
 
-// Tensor-tensor and tensor-scalar forms, with in-place variants.
-#define ARITHMETIC(NAME, FUNCTION)                                                          \
-  SHAPED(aclnn##NAME, (Tensor self, Tensor other, Tensor out), BROADCAST(out, self, other), \
-      { at::FUNCTION##_out(out, self, other); })                                            \
-  SHAPED(aclnn##NAME##s, (Tensor self, Scalar other, Tensor out), SAME(out, self),          \
-      { at::FUNCTION##_out(out, self, number(other)); })                                    \
-  SHAPED(aclnnInplace##NAME, (Tensor self, Tensor other),                                   \
-      (EXPANDS(self, other), fits(self, other)), { self.FUNCTION##_(other); })
-
-#define SCALED(NAME, FUNCTION)                                                                   \
-  SHAPED(aclnn##NAME##s, (Tensor self, Scalar other, Scalar alpha, Tensor out), SAME(out, self), \
-      { at::FUNCTION##_out(out, self, number(other), alpha); })                                  \
-  SHAPED(aclnnInplace##NAME, (Tensor self, Tensor other, Scalar alpha),                          \
-      (EXPANDS(self, other), fits(self, other)), { self.FUNCTION##_(other, alpha); })            \
-  SHAPED(aclnnInplace##NAME##s, (Tensor self, Scalar other, Scalar alpha), fits(self, other),    \
-      { self.FUNCTION##_(number(other), alpha); })
-
-#define COMPARE(NAME, FUNCTION)                                                         \
-  SHAPED(aclnn##NAME##Tensor, (Tensor self, Tensor other, Tensor out),                  \
-      BROADCAST(out, self, other), { at::FUNCTION##_out(out, self, other); })           \
-  SHAPED(aclnn##NAME##Scalar, (Tensor self, Scalar other, Tensor out), SAME(out, self), \
-      { at::FUNCTION##_out(out, self, other); })                                        \
-  SHAPED(aclnnInplace##NAME##Tensor, (Tensor self, Tensor other), EXPANDS(self, other), \
-      { self.FUNCTION##_(other); })                                                     \
-  OP(aclnnInplace##NAME##Scalar, (Tensor self, Scalar other), { self.FUNCTION##_(other); })
-
-#define BITWISE(NAME, FUNCTION)                                                         \
-  SHAPED(aclnn##NAME##Tensor, (Tensor self, Tensor other, Tensor out),                  \
-      BROADCAST(out, self, other), { at::FUNCTION##_out(out, self, other); })           \
-  SHAPED(aclnn##NAME##Scalar, (Tensor self, Scalar other, Tensor out), SAME(out, self), \
-      { at::FUNCTION##_out(out, self, number(other)); })
-
-#define BITWISE_BOTH(NAME, FUNCTION)                                                    \
-  BITWISE(NAME, FUNCTION)                                                               \
-  SHAPED(aclnnInplace##NAME##Tensor, (Tensor self, Tensor other), EXPANDS(self, other), \
-      { self.FUNCTION##_(other); })                                                     \
-  OP(aclnnInplace##NAME##Scalar, (Tensor self, Scalar other), { self.FUNCTION##_(number(other)); })
-
-#define LOGICAL(NAME, FUNCTION)                                                             \
-  SHAPED(aclnn##NAME, (Tensor self, Tensor other, Tensor out), BROADCAST(out, self, other), \
-      { at::FUNCTION##_out(out, self, other); })
-
-#define LOGICAL_BOTH(NAME, FUNCTION)                                            \
-  LOGICAL(NAME, FUNCTION)                                                       \
-  SHAPED(aclnnInplace##NAME, (Tensor self, Tensor other), EXPANDS(self, other), \
-      { self.FUNCTION##_(other); })
-
 SHAPED(aclnnAdd, (Tensor self, Tensor other, Scalar alpha, Tensor out),
     (check_sum(self, other), BROADCAST(out, self, other)),
     { at::add_out(out, self, other, alpha); })
 SHAPED(aclnnSub, (Tensor self, Tensor other, Scalar alpha, Tensor out), BROADCAST(out, self, other),
     { at::sub_out(out, self, other, alpha); })
-SCALED(Add, add)
-SCALED(Sub, sub)
+
 // number + alpha * tensor (op-plugin's AddKernelNpuOpApi.cpp).
 SHAPED(aclnnAddV3, (Scalar self, Tensor other, Scalar alpha, Tensor out), SAME(out, other),
     { at::add_out(out, number(self), other, alpha); })
-ARITHMETIC(Mul, mul)
 // An NPU takes int64 times a floating number, in torch.hann_window without a dtype (vllm-ascend,
 // issue 11627). That the result is cut to an integer is not documented.
 SHAPED(aclnnInplaceMuls, (Tensor self, Scalar other),
@@ -102,12 +41,9 @@ SHAPED(aclnnDiv, (Tensor self, Tensor other, Tensor out),
     (BROADCAST(out, self, other), require(!other.is_complex(), "other is ", other.scalar_type(),
                                       "; a real dtype is allowed")),
     { at::div_out(out, self, other); })
-SHAPED(aclnnDivs, (Tensor self, Scalar other, Tensor out), SAME(out, self),
-    { at::div_out(out, self, number(other)); })
 // In-place integer division truncates: torch_npu's ReduceOp.AVG uses it (ProcessGroupHCCL.cpp).
 OP(aclnnInplaceDiv, (Tensor self, Tensor other), { self.copy_(at::div(self, other)); })
 OP(aclnnInplaceDivs, (Tensor self, Scalar other), { self.copy_(at::div(self, number(other))); })
-ARITHMETIC(FloorDivide, floor_divide)
 SHAPED(aclnnInplaceFloorDivides, (Tensor self, Scalar other), fits(self, other),
     { self.floor_divide_(number(other)); })
 SHAPED(aclnnRsub, (Tensor self, Tensor other, Scalar alpha, Tensor out),
@@ -115,12 +51,6 @@ SHAPED(aclnnRsub, (Tensor self, Tensor other, Scalar alpha, Tensor out),
 SHAPED(aclnnRsubs, (Tensor self, Scalar other, Scalar alpha, Tensor out), SAME(out, self),
     { at::sub_out(out, number(other), self, alpha); })
 
-COMPARE(Eq, eq)
-COMPARE(Ne, ne)
-COMPARE(Lt, lt)
-COMPARE(Le, le)
-COMPARE(Gt, gt)
-COMPARE(Ge, ge)
 // Called for `number >= tensor`: tensor <= number (op-plugin's GeKernelNpuOpApi.cpp).
 OP(aclnnLessScalar, (Tensor self, Scalar other, Tensor out), { at::le_out(out, self, other); })
 
@@ -130,23 +60,14 @@ SHAPED(aclnnIsClose,
     BROADCAST(out, self, other),
     { out.copy_(at::isclose(self, other, relative, absolute, equal_nan)); })
 
-BITWISE_BOTH(BitwiseAnd, bitwise_and)
-BITWISE(BitwiseOr, bitwise_or)
-BITWISE_BOTH(BitwiseXor, bitwise_xor)
 // With a shift of another dtype than the values' an NPU ends with an AI CPU exception, 507018
 // (triton-ascend, issue 472: int32 by int64).
 SHAPED(aclnnLeftShift, (Tensor self, Tensor shift, Tensor out),
     (BROADCAST(out, self, shift), same_dtype("shift", shift, "self", self)),
     { at::bitwise_left_shift_out(out, self, shift); })
-SHAPED(aclnnLeftShifts, (Tensor self, Scalar shift, Tensor out), SAME(out, self),
-    { at::bitwise_left_shift_out(out, self, number(shift)); })
 SHAPED(aclnnRightShift, (Tensor self, Tensor shift, Tensor out),
     (BROADCAST(out, self, shift), same_dtype("shift", shift, "self", self)),
     { at::bitwise_right_shift_out(out, self, shift); })
-
-LOGICAL_BOTH(LogicalAnd, logical_and)
-LOGICAL_BOTH(LogicalOr, logical_or)
-LOGICAL(LogicalXor, logical_xor)
 
 // Division with a rounding mode: 0 none, 1 "trunc", 2 "floor" (op-plugin's DivKernelNpuOpApi.cpp).
 namespace {
@@ -169,60 +90,14 @@ SHAPED(aclnnInplaceDivMod, (Tensor self, Tensor other, int32_t mode),
 SHAPED(aclnnInplaceDivMods, (Tensor self, Scalar other, int32_t mode), fits(self, other),
     { self.div_(number(other), rounding(mode)); })
 
-SHAPED(aclnnPowTensorScalar, (Tensor self, Scalar exponent, Tensor out), SAME(out, self),
-    { at::pow_out(out, self, exponent); })
-SHAPED(aclnnPowTensorTensor, (Tensor self, Tensor exponent, Tensor out),
-    BROADCAST(out, self, exponent), { at::pow_out(out, self, exponent); })
 SHAPED(aclnnPowScalarTensor, (Scalar self, Tensor exponent, Tensor out), SAME(out, exponent),
     { at::pow_out(out, self, exponent); })
-OP(aclnnInplacePowTensorScalar, (Tensor self, Scalar exponent), { self.pow_(exponent); })
-SHAPED(aclnnInplacePowTensorTensor, (Tensor self, Tensor exponent), EXPANDS(self, exponent),
-    { self.pow_(exponent); })
 
-SHAPED(aclnnRemainderTensorScalar, (Tensor self, Scalar other, Tensor out), SAME(out, self),
-    { at::remainder_out(out, self, other); })
-SHAPED(aclnnRemainderTensorTensor, (Tensor self, Tensor other, Tensor out),
-    BROADCAST(out, self, other), { at::remainder_out(out, self, other); })
 SHAPED(aclnnRemainderScalarTensor, (Scalar self, Tensor other, Tensor out), SAME(out, other),
     { out.copy_(at::remainder(self, other)); })
-OP(aclnnInplaceRemainderTensorScalar, (Tensor self, Scalar other), { self.remainder_(other); })
-SHAPED(aclnnInplaceRemainderTensorTensor, (Tensor self, Tensor other), EXPANDS(self, other),
-    { self.remainder_(other); })
-SHAPED(aclnnFmodScalar, (Tensor self, Scalar other, Tensor out), SAME(out, self),
-    { at::fmod_out(out, self, other); })
-SHAPED(aclnnFmodTensor, (Tensor self, Tensor other, Tensor out), BROADCAST(out, self, other),
-    { at::fmod_out(out, self, other); })
 
-OP(aclnnInplaceFmodScalar, (Tensor self, Scalar other), { self.fmod_(other); })
-SHAPED(aclnnInplaceFmodTensor, (Tensor self, Tensor other), EXPANDS(self, other),
-    { self.fmod_(other); })
-
-SHAPED(aclnnMaximum, (Tensor self, Tensor other, Tensor out), BROADCAST(out, self, other),
-    { at::maximum_out(out, self, other); })
-SHAPED(aclnnMinimum, (Tensor self, Tensor other, Tensor out), BROADCAST(out, self, other),
-    { at::minimum_out(out, self, other); })
-SHAPED(aclnnAtan2, (Tensor self, Tensor other, Tensor out), BROADCAST(out, self, other),
-    { at::atan2_out(out, self, other); })
-SHAPED(
-    aclnnInplaceAtan2, (Tensor self, Tensor other), EXPANDS(self, other), { self.atan2_(other); })
-
-SHAPED(aclnnClamp, (Tensor self, Opt<Scalar> min, Opt<Scalar> max, Tensor out), SAME(out, self),
-    { at::clamp_out(out, self, min, max); })
 OP(aclnnClampTensor, (Tensor self, Opt<Tensor> min, Opt<Tensor> max, Tensor out),
     { at::clamp_out(out, self, min, max); })
-SHAPED(aclnnClampMin, (Tensor self, Scalar min, Tensor out), SAME(out, self),
-    { at::clamp_min_out(out, self, min); })
-SHAPED(aclnnClampMax, (Tensor self, Scalar max, Tensor out), SAME(out, self),
-    { at::clamp_max_out(out, self, max); })
-SHAPED(aclnnClampMinTensor, (Tensor self, Tensor min, Tensor out), BROADCAST(out, self, min),
-    { at::clamp_min_out(out, self, min); })
-SHAPED(aclnnClampMaxTensor, (Tensor self, Tensor max, Tensor out), BROADCAST(out, self, max),
-    { at::clamp_max_out(out, self, max); })
-OP(aclnnInplaceClampMax, (Tensor self, Scalar max), { self.clamp_max_(max); })
-SHAPED(aclnnInplaceClampMaxTensor, (Tensor self, Tensor max), EXPANDS(self, max),
-    { self.clamp_max_(max); })
-SHAPED(aclnnInplaceClampMinTensor, (Tensor self, Tensor min), EXPANDS(self, min),
-    { self.clamp_min_(min); })
 
 SHAPED(aclnnAddcmul, (Tensor self, Tensor a, Tensor b, Scalar value, Tensor out),
     (BROADCAST(out, self, a, b), check_value(out, value)),
@@ -249,14 +124,6 @@ OP(aclnnComplex, (Tensor real, Tensor imaginary, Tensor out),
     { out.copy_(at::complex(real, imaginary)); })
 OP(aclnnPolar, (Tensor length, Tensor angle, Tensor out), { out.copy_(at::polar(length, angle)); })
 OP(aclnnGcd, (Tensor self, Tensor other, Tensor out), { out.copy_(at::gcd(self, other)); })
-OP(aclnnLogAddExp, (Tensor self, Tensor other, Tensor out),
-    { out.copy_(at::logaddexp(upcast(self), upcast(other))); })
-OP(aclnnLogAddExp2, (Tensor self, Tensor other, Tensor out),
-    { out.copy_(at::logaddexp2(upcast(self), upcast(other))); })
-OP(aclnnXLogYTensor, (Tensor self, Tensor other, Tensor out),
-    { out.copy_(at::xlogy(upcast(self), upcast(other))); })
-OP(aclnnXLogYScalarOther, (Tensor self, Scalar other, Tensor out),
-    { out.copy_(at::xlogy(upcast(self), other)); })
 OP(aclnnXLogYScalarSelf, (Scalar self, Tensor other, Tensor out),
     { out.copy_(at::xlogy(self, upcast(other))); })
 OP(aclnnInplaceXLogYScalarOther, (Tensor self, Scalar other),

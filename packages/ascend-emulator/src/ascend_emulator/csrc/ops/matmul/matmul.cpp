@@ -64,18 +64,15 @@ SHAPED(aclnnAddr, (Tensor self, Tensor a, Tensor b, Scalar beta, Scalar alpha, T
 
 // mat2 in FRACTAL_NZ; float16 and bfloat16 ("aclnnMatmulWeightNz" of CANN's API reference).
 CHECKED(aclnnMatmulWeightNz, (Tensor self, Weight mat2, Tensor out, CubeMath), {
-  one_of("self", self, kHalves);
   SHAPE(out, PRODUCT(self, mat2, 2, 2));
   COMPUTE { at::matmul_out(out, self, mat2); };
 })
 CHECKED(aclnnBatchMatMulWeightNz, (Tensor self, Weight mat2, Tensor out, CubeMath), {
-  one_of("self", self, kHalves);
   SHAPE(out, PRODUCT(self, mat2, 3, 3));
   COMPUTE { at::matmul_out(out, self, mat2); };
 })
 CHECKED(aclnnAddmmWeightNz,
     (Tensor self, Tensor mat1, Weight mat2, Scalar beta, Scalar alpha, Tensor out, CubeMath), {
-      one_of("mat1", mat1, kHalves);
       SHAPE(out, PRODUCT(mat1, mat2, 2, 2));
       EXPANDS(out, self);
       COMPUTE { at::addmm_out(out, self, mat1, mat2, beta, alpha); };

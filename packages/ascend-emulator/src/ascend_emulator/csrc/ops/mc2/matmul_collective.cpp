@@ -128,15 +128,15 @@ Computation all_reduce(
 
 }  // namespace
 
-FUSED(aclnnMatmulAllReduce,
+CHECKED(aclnnMatmulAllReduce,
     (Tensor x1, Weight x2, Opt<Tensor> bias, Text hcom, Text reduce_op, int64_t comm_turn, int64_t,
         Tensor out),
     { return all_reduce({x1, x2, bias, {}, {}, {}}, {}, hcom, out); })
-FUSED(aclnnMatmulAllReduceV2,
+CHECKED(aclnnMatmulAllReduceV2,
     (Tensor x1, Weight x2, Opt<Tensor> bias, Opt<Tensor> x3, Text hcom, Text reduce_op,
         int64_t comm_turn, int64_t, Tensor out),
     { return all_reduce({x1, x2, bias, {}, {}, {}}, x3, hcom, out); })
-FUSED(aclnnMatmulAllReduceV3,
+CHECKED(aclnnMatmulAllReduceV3,
     (Tensor x1, Weight x2, Opt<Tensor> bias, Opt<Tensor> x3, Text hcom, Text reduce_op,
         Text comm_mode, int64_t comm_turn, int64_t, Tensor out),
     { return all_reduce({x1, x2, bias, {}, {}, {}}, x3, hcom, out); })
@@ -151,15 +151,15 @@ void no_quantized_communication(const Opt<Tensor>& one, const Opt<Tensor>& two) 
 
 }  // namespace
 
-FUSED(aclnnQuantMatmulAllReduce,
+CHECKED(aclnnQuantMatmulAllReduce,
     (Tensor x1, Weight x2, Opt<Tensor> bias, Opt<Tensor> x3, Opt<Tensor> scale, Text hcom,
         Text reduce_op, int64_t comm_turn, int64_t, Tensor out),
     { return all_reduce({x1, x2, bias, scale, {}, {}}, x3, hcom, out); })
-FUSED(aclnnQuantMatmulAllReduceV2,
+CHECKED(aclnnQuantMatmulAllReduceV2,
     (Tensor x1, Weight x2, Opt<Tensor> bias, Opt<Tensor> x3, Opt<Tensor> scale,
         Opt<Tensor> pertoken, Text hcom, Text reduce_op, int64_t comm_turn, int64_t, Tensor out),
     { return all_reduce({x1, x2, bias, scale, pertoken, {}}, x3, hcom, out); })
-FUSED(aclnnQuantMatmulAllReduceV5,
+CHECKED(aclnnQuantMatmulAllReduceV5,
     (Tensor x1, Weight x2, Opt<Tensor> bias, Opt<Tensor> x3, Opt<Tensor> pertoken,
         Opt<Tensor> scale, Opt<Tensor> comm_scale_1, Opt<Tensor> comm_scale_2, Text hcom,
         Text reduce_op, Text comm_mode, int64_t comm_turn, int64_t, int64_t,
@@ -169,11 +169,11 @@ FUSED(aclnnQuantMatmulAllReduceV5,
       one_of("comm_quant_mode", comm_quant_mode, {int64_t{0}});
       return all_reduce({x1, x2, bias, scale, pertoken, {}}, x3, hcom, out);
     })
-FUSED(aclnnWeightQuantMatmulAllReduce,
+CHECKED(aclnnWeightQuantMatmulAllReduce,
     (Tensor x1, Weight x2, Opt<Tensor> bias, Opt<Tensor> scale, Opt<Tensor> offset, Opt<Tensor> x3,
         Text hcom, Text reduce_op, int64_t comm_turn, int64_t, int64_t group, Tensor out),
     { return all_reduce({x1, x2, bias, scale, {}, offset, group}, x3, hcom, out); })
-FUSED(aclnnWeightQuantMatmulAllReduceV2,
+CHECKED(aclnnWeightQuantMatmulAllReduceV2,
     (Tensor x1, Weight x2, Opt<Tensor> bias, Opt<Tensor> scale, Opt<Tensor> offset, Opt<Tensor> x3,
         Text hcom, Text reduce_op, Text comm_mode, int64_t comm_turn, int64_t, int64_t group,
         Tensor out),
@@ -256,14 +256,14 @@ Computation product_scatter(const Product& product, const Text& hcom, const Tens
 
 }  // namespace
 
-FUSED(aclnnAllGatherMatmul,
+CHECKED(aclnnAllGatherMatmul,
     (Tensor x1, Tensor x2, Opt<Tensor> bias, Text hcom, int64_t gather_index, int64_t comm_turn,
         int64_t, Tensor out, Tensor gather_out),
     {
       one_of("x1", x1, kHalves);
       return gather_product({x1, x2, bias, {}, {}, {}}, {}, hcom, gather_index, out, gather_out);
     })
-FUSED(aclnnAllGatherMatmulV2,
+CHECKED(aclnnAllGatherMatmulV2,
     (Tensor x1, Tensor x2, Opt<Tensor> bias, Opt<Tensor> x1_scale, Opt<Tensor> x2_scale,
         Opt<Tensor>, int64_t, Text hcom, int64_t gather_index, int64_t comm_turn, int64_t, int64_t,
         Text comm_mode, Tensor out, Tensor gather_out, Opt<Tensor>),
@@ -271,14 +271,14 @@ FUSED(aclnnAllGatherMatmulV2,
       return gather_product(
           {x1, x2, bias, x2_scale, {}, {}}, x1_scale, hcom, gather_index, out, gather_out);
     })
-FUSED(aclnnMatmulReduceScatter,
+CHECKED(aclnnMatmulReduceScatter,
     (Tensor x1, Tensor x2, Opt<Tensor> bias, Text hcom, Text reduce_op, int64_t comm_turn, int64_t,
         Tensor out),
     {
       one_of("x1", x1, kHalves);
       return product_scatter({x1, x2, bias, {}, {}, {}}, hcom, out);
     })
-FUSED(aclnnMatmulReduceScatterV2,
+CHECKED(aclnnMatmulReduceScatterV2,
     (Tensor x1, Tensor x2, Opt<Tensor> bias, Opt<Tensor> x1_scale, Opt<Tensor> x2_scale,
         Opt<Tensor>, int64_t, Text hcom, Text reduce_op, int64_t comm_turn, int64_t, int64_t,
         Text comm_mode, Tensor out, Opt<Tensor>),
@@ -297,9 +297,9 @@ Computation barrier_of(const Text& group, int64_t world_size) {
 }
 }  // namespace
 
-FUSED(aclnnDistributeBarrier, (Tensor, Text group, int64_t world_size),
+CHECKED(aclnnDistributeBarrier, (Tensor, Text group, int64_t world_size),
     { return barrier_of(group, world_size); })
-FUSED(aclnnDistributeBarrierV2,
+CHECKED(aclnnDistributeBarrierV2,
     (Tensor, Opt<Tensor> time_out, Opt<Tensor> elastic_info, Text group, int64_t world_size), {
       require(absent(time_out), "time_out is given; what it means is not documented");
       mc2::reserved("elastic_info", elastic_info);

@@ -6,7 +6,6 @@
 #pragma once
 #include <initializer_list>
 
-#include "operator/communicates.h"
 #include "operator/op.h"
 #include "hccl/collectives.h"
 
@@ -38,10 +37,3 @@ void exchange(Communicator& on, const Header& call, const std::vector<at::Tensor
 at::Tensor gathered(Communicator& on, const Header& call, const at::Tensor& own);
 
 }  // namespace emu::hccl
-
-// CHECKED for an operator that communicates.
-#define FUSED(NAME, PARAMS, ...)                                                            \
-  CHECKED(NAME, PARAMS, __VA_ARGS__)                                                        \
-  namespace emu::ops {                                                                      \
-  [[maybe_unused]] static const bool communicating_##NAME = emu::communicates(#NAME, true); \
-  }

@@ -220,19 +220,19 @@ Computation combine_norm(const NormInputs& in, const CombineSettings& settings, 
 
 }  // namespace
 
-FUSED(aclnnMoeDistributeCombine, (CombineInputs in, CombineSettings settings, Tensor out),
+CHECKED(aclnnMoeDistributeCombine, (CombineInputs in, CombineSettings settings, Tensor out),
     { return combine(Version::one, in, settings, out); })
-FUSED(aclnnMoeDistributeCombineV2,
+CHECKED(aclnnMoeDistributeCombineV2,
     (CombineInputs in, Opt<Tensor> shared_x, CombineSettings settings, Text comm_alg, Tensor out),
     { return combine(Version::two, in, settings, out, {shared_x, {}, {}, comm_alg}); })
-FUSED(aclnnMoeDistributeCombineV3,
+CHECKED(aclnnMoeDistributeCombineV3,
     (CombineInputs in, Opt<Tensor> shared_x, Opt<Tensor> elastic_info, SpecialInputs inputs,
         CombineSettings settings, Text comm_alg, SpecialExperts experts, Tensor out),
     {
       return combine(
           Version::two, in, settings, out, {shared_x, elastic_info, {}, comm_alg, inputs, experts});
     })
-FUSED(aclnnMoeDistributeCombineV4,
+CHECKED(aclnnMoeDistributeCombineV4,
     (CombineInputs in, Opt<Tensor> shared_x, Opt<Tensor> elastic_info, SpecialInputs inputs,
         Opt<Tensor> performance_info, CombineSettings settings, Text comm_alg,
         SpecialExperts experts, Tensor out),
@@ -240,11 +240,11 @@ FUSED(aclnnMoeDistributeCombineV4,
       return combine(Version::two, in, settings, out,
           {shared_x, elastic_info, performance_info, comm_alg, inputs, experts});
     })
-FUSED(aclnnMoeDistributeCombineAddRmsNorm,
+CHECKED(aclnnMoeDistributeCombineAddRmsNorm,
     (NormInputs in, Opt<Tensor> shared_x, CombineSettings settings, Text comm_alg, float eps,
         NormResults to),
     { return combine_norm(in, settings, eps, to, {shared_x, {}, {}, comm_alg}); })
-FUSED(aclnnMoeDistributeCombineAddRmsNormV2,
+CHECKED(aclnnMoeDistributeCombineAddRmsNormV2,
     (NormInputs in, Opt<Tensor> shared_x, Opt<Tensor> elastic_info, SpecialInputs inputs,
         CombineSettings settings, Text comm_alg, float eps, SpecialExperts experts, NormResults to),
     {

@@ -206,20 +206,20 @@ Computation dispatch(Version version, const DispatchInputs& in, const DispatchSe
 
 }  // namespace
 
-FUSED(aclnnMoeDistributeDispatch,
+CHECKED(aclnnMoeDistributeDispatch,
     (DispatchInputs in, DispatchSettings settings, DispatchResults to),
     { return dispatch(Version::one, in, settings, to); })
-FUSED(aclnnMoeDistributeDispatchV2,
+CHECKED(aclnnMoeDistributeDispatchV2,
     (DispatchInputs in, DispatchSettings settings, Text comm_alg, DispatchResults to),
     { return dispatch(Version::two, in, settings, to, comm_alg); })
-FUSED(aclnnMoeDistributeDispatchV3,
+CHECKED(aclnnMoeDistributeDispatchV3,
     (DispatchInputs in, Opt<Tensor> elastic_info, DispatchSettings settings, Text comm_alg,
         SpecialExperts special, DispatchResults to),
     {
       reserved("elastic_info", elastic_info);
       return dispatch(Version::two, in, settings, to, comm_alg, special);
     })
-FUSED(aclnnMoeDistributeDispatchV4,
+CHECKED(aclnnMoeDistributeDispatchV4,
     (DispatchInputs in, Opt<Tensor> elastic_info, Opt<Tensor> performance_info,
         DispatchSettings settings, Text comm_alg, SpecialExperts special, DispatchResults to),
     {

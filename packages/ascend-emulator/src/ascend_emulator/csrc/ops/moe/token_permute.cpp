@@ -213,7 +213,6 @@ CHECKED(aclnnMoeTokenPermuteWithRoutingMapGrad,
     (Tensor grad, Opt<Tensor> probs_grad, Tensor sorted_indices, Tensor map, int64_t experts,
         int64_t tokens, bool padded, Tensor out, Opt<Tensor> probs_out),
     {
-      one_of("permuted_token_out_grad", grad, kFloating);
       COMPUTE {
         const auto index = sorted_indices.to(at::kLong);
         const auto from = padded ? index : tokens_by_expert(map, false, index.numel());
@@ -255,21 +254,13 @@ MapSlots slots_of(const Tensor& map, const Tensor& sorted_indices, bool padded) 
   return {index, place.floor_divide(experts), place};
 }
 
-void check_map(const Opt<Tensor>& map, const Tensor& index, const Opt<Tensor>& probs, bool padded,
-    const Ints& restore, int64_t hidden) {
+void check_map(
+    const Opt<Tensor>& map, const Tensor& index, bool padded, const Ints& restore, int64_t hidden) {
   require(map.has_value(), "routing_map is None; it is needed");
-  one_of("routing_map", *map, {at::kBool, at::kChar});
-  rank("routing_map", *map, 2);
-  one_of("sorted_indices", index, {at::kInt});
-  rank("sorted_indices", index, 1);
   require(restore == Ints{map->size(0), hidden}, "restore_shape is ", at::IntArrayRef(restore),
       "; it must be [", map->size(0), ", ", hidden, "]");
   if (padded)
     multiple("the rows of permuted_tokens, with drop_and_pad,", index.numel(), map->size(1));
-  if (probs) {
-    one_of("probs", *probs, kFloating);
-    shape("probs", *probs, map->sizes());
-  }
 }
 
 }  // namespace
@@ -280,9 +271,7 @@ CHECKED(aclnnMoeTokenUnpermuteWithRoutingMap,
     (Tensor permuted, Tensor sorted_indices, Opt<Tensor> map, Opt<Tensor> probs, bool padded,
         Ints restore, Tensor out, Tensor out_index, Tensor token_id, Opt<Tensor> permuted_probs),
     {
-      one_of("permuted_tokens", permuted, kFloating);
-      rank("permuted_tokens", permuted, 2);
-      check_map(map, sorted_indices, probs, padded, restore, permuted.size(1));
+      check_map(map, sorted_indices, padded, restore, permuted.size(1));
       shape("permuted_tokens", permuted, {sorted_indices.numel(), permuted.size(1)});
       shape("out", out, restore);
       COMPUTE {
@@ -305,10 +294,8 @@ CHECKED(aclnnMoeTokenUnpermuteWithRoutingMapGrad,
     (Tensor grad, Tensor out_index, Tensor token_id, Opt<Tensor> map, Opt<Tensor> permuted,
         Opt<Tensor> probs, bool padded, Ints restore, Tensor out, Opt<Tensor> probs_out),
     {
-      one_of("unpermuted_tokens_grad", grad, kFloating);
       shape("unpermuted_tokens_grad", grad, restore);
-      check_map(map, out_index, probs, padded, restore, grad.size(1));
-      shape("permuted_token_id", token_id, out_index.sizes());
+      check_map(map, out_index, padded, restore, grad.size(1));
       require(!probs || permuted, "permuted_tokens is needed with probs");
       shape("permuted_tokens_grad", out, {out_index.numel(), grad.size(1)});
       COMPUTE {

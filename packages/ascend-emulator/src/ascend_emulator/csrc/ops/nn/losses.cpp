@@ -13,46 +13,9 @@ double count(int64_t reduction, const Tensor& self) {
 }
 }  // namespace
 
-#define LOSS(NAME, FUNCTION)                                                   \
-  OP(aclnn##NAME, (Tensor self, Tensor target, int64_t reduction, Tensor out), \
-      { out.copy_(at::FUNCTION(upcast(self), upcast(target), reduction)); })
-#define LOSS_GRADIENT(NAME, FUNCTION)                                                              \
-  OP(aclnn##NAME##Backward,                                                                        \
-      (Tensor grad, Tensor self, Tensor target, int64_t reduction, Tensor out), {                  \
-        out.copy_(at::FUNCTION##_backward(upcast(grad), upcast(self), upcast(target), reduction)); \
-      })
-
-LOSS(L1Loss, l1_loss)
-LOSS(MseLoss, mse_loss)
-LOSS_GRADIENT(MseLoss, mse_loss)
-LOSS(SoftMarginLoss, soft_margin_loss)
-LOSS_GRADIENT(SoftMarginLoss, soft_margin_loss)
 OP(aclnnL1LossBackward, (Tensor grad, Tensor self, Tensor target, int64_t reduction, Tensor out),
     { out.copy_(at::sign(upcast(self) - upcast(target)) * upcast(grad) / count(reduction, out)); })
-OP(aclnnSmoothL1Loss, (Tensor self, Tensor target, int64_t reduction, float beta, Tensor out),
-    { out.copy_(at::smooth_l1_loss(upcast(self), upcast(target), reduction, beta)); })
-OP(aclnnSmoothL1LossBackward,
-    (Tensor grad, Tensor self, Tensor target, int64_t reduction, float beta, Tensor out), {
-      out.copy_(
-          at::smooth_l1_loss_backward(upcast(grad), upcast(self), upcast(target), reduction, beta));
-    })
 
-OP(aclnnBinaryCrossEntropy,
-    (Tensor self, Tensor target, Opt<Tensor> weight, int64_t reduction, Tensor out), {
-      out.copy_(at::binary_cross_entropy(upcast(self), upcast(target), upcast(weight), reduction));
-    })
-OP(aclnnBinaryCrossEntropyBackward,
-    (Tensor grad, Tensor self, Tensor target, Opt<Tensor> weight, int64_t reduction, Tensor out), {
-      out.copy_(at::binary_cross_entropy_backward(
-          upcast(grad), upcast(self), upcast(target), upcast(weight), reduction));
-    })
-OP(aclnnBinaryCrossEntropyWithLogits,
-    (Tensor self, Tensor target, Opt<Tensor> weight, Opt<Tensor> pos_weight, int64_t reduction,
-        Tensor out),
-    {
-      out.copy_(at::binary_cross_entropy_with_logits(
-          upcast(self), upcast(target), upcast(weight), upcast(pos_weight), reduction));
-    })
 OP(aclnnBinaryCrossEntropyWithLogitsBackward,
     (Tensor grad, Tensor self, Tensor target, Opt<Tensor> weight, Opt<Tensor> pos_weight,
         int64_t reduction, Tensor out),
@@ -68,8 +31,6 @@ OP(aclnnBinaryCrossEntropyWithLogitsBackward,
       out.copy_(slope * upcast(grad) / count(reduction, self));
     })
 
-OP(aclnnKlDiv, (Tensor self, Tensor target, int64_t reduction, bool log_target, Tensor out),
-    { out.copy_(at::kl_div(upcast(self), upcast(target), reduction, log_target)); })
 OP(aclnnKlDivBackward,
     (Tensor grad, Tensor self, Tensor target, int64_t reduction, bool log_target, Tensor out), {
       const auto t = log_target ? at::exp(upcast(target)) : upcast(target);
@@ -82,26 +43,6 @@ OP(aclnnKlDivTargetBackward,
                                     : at::where(t > 0, at::log(t) + 1 - upcast(self), 0);
       out.copy_(slope * upcast(grad) / count(reduction, self));
     })
-
-#define NLL(NAME, FUNCTION)                                                                \
-  OP(aclnn##NAME,                                                                          \
-      (Tensor self, Tensor target, Opt<Tensor> weight, int64_t reduction, int64_t ignored, \
-          Tensor out, Tensor total),                                                       \
-      {                                                                                    \
-        const auto [loss, sum] = at::FUNCTION##_forward(                                   \
-            upcast(self), to_int64(target), upcast(weight), reduction, ignored);           \
-        out.copy_(loss);                                                                   \
-        total.copy_(sum);                                                                  \
-      })                                                                                   \
-  OP(aclnn##NAME##Backward,                                                                \
-      (Tensor grad, Tensor self, Tensor target, Opt<Tensor> weight, int64_t reduction,     \
-          int64_t ignored, Tensor total, Tensor out),                                      \
-      {                                                                                    \
-        out.copy_(at::FUNCTION##_backward(upcast(grad), upcast(self), to_int64(target),    \
-            upcast(weight), reduction, ignored, upcast(total)));                           \
-      })
-NLL(NLLLoss, nll_loss)
-NLL(NLLLoss2d, nll_loss2d)
 
 OP(aclnnMultilabelMarginLoss,
     (Tensor self, Tensor target, int64_t reduction, Tensor out, Tensor is_target), {

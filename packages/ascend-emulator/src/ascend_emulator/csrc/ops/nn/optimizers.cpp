@@ -5,14 +5,6 @@
 namespace {
 using namespace emu;
 
-void check_states(
-    const Tensor& weight, const Tensor& first, const Tensor& second, const Tensor& gradient) {
-  one_of("var", weight, kFloating);
-  for (const auto& [name, x] :
-      {std::pair{"m", &first}, std::pair{"v", &second}, std::pair{"grad", &gradient}})
-    shape(name, *x, weight.sizes());
-}
-
 void check_numbers(std::initializer_list<std::pair<const char*, Tensor>> numbers) {
   for (const auto& [name, x] : numbers)
     require(x.numel() == 1, name, " has ", x.numel(), " elements; it must have 1");
@@ -44,7 +36,6 @@ CHECKED(aclnnApplyAdamWV2,
         float rate, float beta1, float beta2, float decay, float epsilon, bool amsgrad,
         bool maximize),
     {
-      check_states(weight, first, second, gradient);
       require(!amsgrad || largest, "amsgrad needs max_grad_norm");
       check_numbers({{"step", step}});
       COMPUTE {
@@ -65,7 +56,6 @@ CHECKED(aclnnApplyAdamW,
         Tensor decay, Tensor beta1, Tensor beta2, Tensor epsilon, Tensor gradient, Opt<Tensor>,
         bool amsgrad, bool maximize),
     {
-      check_states(weight, first, second, gradient);
       check_numbers({{"beta1_power", power1}, {"beta2_power", power2}, {"lr", rate},
           {"weight_decay", decay}, {"beta1", beta1}, {"beta2", beta2}, {"epsilon", epsilon}});
       require(!amsgrad,
@@ -85,7 +75,6 @@ CHECKED(aclnnApplyAdam,
     (Tensor weight, Tensor first, Tensor second, Tensor power1, Tensor power2, Tensor rate,
         Tensor beta1, Tensor beta2, Tensor epsilon, Tensor gradient, bool, bool nesterov),
     {
-      check_states(weight, first, second, gradient);
       check_numbers({{"beta1_power", power1}, {"beta2_power", power2}, {"lr", rate},
           {"beta1", beta1}, {"beta2", beta2}, {"epsilon", epsilon}});
       COMPUTE {
@@ -111,7 +100,6 @@ CHECKED(aclnnFusedSgd,
           weights.size(), " tensors, grads ", gradients.size(), " and momentum_buffer_list ",
           momenta.size());
       for (size_t i = 0; i < weights.size(); ++i) {
-        one_of("params", weights[i], kFloating);
         shape("grads", gradients[i], weights[i].sizes());
         shape("momentum_buffer_list", momenta[i], weights[i].sizes());
       }

@@ -24,23 +24,6 @@ void store(const std::tuple<Tensor, Tensor>& result, Tensor& out, Tensor& indice
 }
 }  // namespace
 
-OP(aclnnAdaptiveAvgPool2d, (Tensor self, Ints size, Tensor out),
-    { out.copy_(at::_adaptive_avg_pool2d(upcast(self), size)); })
-OP(aclnnAdaptiveAvgPool3d, (Tensor self, Ints size, Tensor out),
-    { out.copy_(at::_adaptive_avg_pool3d(upcast(self), size)); })
-OP(aclnnAdaptiveAvgPool2dBackward, (Tensor grad, Tensor self, Tensor out),
-    { out.copy_(at::_adaptive_avg_pool2d_backward(upcast(grad), upcast(self))); })
-OP(aclnnAdaptiveAvgPool3dBackward, (Tensor grad, Tensor self, Tensor out),
-    { out.copy_(at::_adaptive_avg_pool3d_backward(upcast(grad), upcast(self))); })
-OP(aclnnAdaptiveMaxPool2d, (Tensor self, Ints size, Tensor out, Tensor indices),
-    { store(at::adaptive_max_pool2d(upcast(self), size), out, indices); })
-OP(aclnnAdaptiveMaxPool3d, (Tensor self, Ints size, Tensor out, Tensor indices),
-    { store(at::adaptive_max_pool3d(upcast(self), size), out, indices); })
-OP(aclnnAdaptiveMaxPool2dBackward, (Tensor grad, Tensor self, Tensor indices, Tensor out),
-    { out.copy_(at::adaptive_max_pool2d_backward(upcast(grad), upcast(self), to_int64(indices))); })
-OP(aclnnAdaptiveMaxPool3dBackward, (Tensor grad, Tensor self, Tensor indices, Tensor out),
-    { out.copy_(at::adaptive_max_pool3d_backward(upcast(grad), upcast(self), to_int64(indices))); })
-
 // Divisor 0: none.
 SHAPED(aclnnAvgPool2d,
     (Tensor self, Ints kernel, Ints stride, Ints padding, bool ceil, bool count_padding,

@@ -44,12 +44,6 @@ SHAPED(aclnnLinspace, (Scalar start, Scalar end, int64_t steps, Tensor out), SHA
     { at::linspace_out(out, start, end, steps); })
 SHAPED(aclnnEye, (int64_t rows, int64_t columns, Tensor out), SHAPE(out, {rows, columns}),
     { at::eye_out(out, rows, columns); })
-SHAPED(aclnnTril, (Tensor self, int64_t diagonal, Tensor out), SAME(out, self),
-    { at::tril_out(out, self, diagonal); })
-SHAPED(aclnnTriu, (Tensor self, int64_t diagonal, Tensor out), SAME(out, self),
-    { at::triu_out(out, self, diagonal); })
-OP(aclnnInplaceTril, (Tensor self, int64_t diagonal), { self.tril_(diagonal); })
-OP(aclnnInplaceTriu, (Tensor self, int64_t diagonal), { self.triu_(diagonal); })
 OP(aclnnOneHot, (Tensor self, int64_t depth, Tensor on, Tensor off, int64_t axis, Tensor out), {
   const auto hot = at::one_hot(self.to(at::kLong), depth).to(at::kBool);
   out.copy_(at::where(axis < 0 ? hot : hot.movedim(-1, axis), on, off));

@@ -77,8 +77,6 @@ using namespace emu;
 
 void check_cache(const char* name, const Tensor& cache, const Tensor& like,
     const Opt<Tensor>& scale, int64_t size, const Text& mode) {
-  rank(name, cache, 4);
-  contiguous(name, cache);
   if (scale) one_of(name, cache, {at::kChar});
   else same_dtype(name, cache, "kv", like);
   if (mode != "Norm")
@@ -98,22 +96,14 @@ Computation kv_rms_norm_rope(const Tensor& kv, const Tensor& gamma, const Tensor
     const Opt<Tensor>& k_scale, const Opt<Tensor>& ckv_scale, const Opt<Tensor>& k_offset,
     const Opt<Tensor>& ckv_offset, const Opt<Tensor>& v, double epsilon, const Text& cache_mode,
     bool outputs, Tensor k_out, Tensor ckv_out) {
-  one_of("kv", kv, kHalves);
-  rank("kv", kv, 4);
-  require(kv.size(1) == 1, "kv has ", kv.size(1), " heads; 1 is allowed");
-  rank("gamma", gamma, 1);
-  same_dtype("gamma", gamma, "kv", kv);
   const int64_t rope = cos.size(-1), normed = gamma.size(0);
   require(kv.size(3) == (v ? normed : normed + rope), "kv has a last dimension of ", kv.size(3),
       "; gamma's ", normed, v ? "" : text(" and cos's ", rope), " are expected");
   for (const auto& [name, x] : {std::pair{"cos", &cos}, std::pair{"sin", &sin}}) {
-    rank(name, *x, 4);
-    same_dtype(name, *x, "kv", kv);
     require(x->size(0) == kv.size(0) && (x->size(2) == kv.size(2) || x->size(2) == 1) &&
                 x->size(3) == rope,
         name, " has shape ", x->sizes(), " and kv ", kv.sizes());
   }
-  one_of("index", index, {at::kLong});
   const auto mode =
       mode_of(cache_mode, {"Norm", "PA", "PA_BNSD", "PA_NZ", "PA_BLK_BNSD", "PA_BLK_NZ"});
   check_cache("k_cache", k_cache, kv, k_scale, v ? normed : rope, cache_mode);
@@ -184,16 +174,12 @@ CHECKED(aclnnQkvRmsNormRopeCache,
         Opt<Tensor> k_offset, Opt<Tensor> v_offset, Ints size, Ints heads, double epsilon,
         Text cache_mode, Opt<Tensor> q_before, Opt<Tensor> k_before, Opt<Tensor> v_before),
     {
-      one_of("qkv", qkv, kHalves);
-      rank("qkv", qkv, 2);
       require(size.size() == 4 && heads.size() == 3, "qkv_size has ", size.size(),
           " entries and head_nums ", heads.size(), "; 4 and 3 are needed");
       require(heads[0] + heads[1] + heads[2] == size[2] && qkv.size(0) == size[0] * size[1] &&
                   qkv.size(1) == size[2] * size[3],
           "qkv has shape ", qkv.sizes(), ", qkv_size is [", listed(size), "] and head_nums [",
           listed(heads), "]");
-      one_of<Text>("cache_mode", cache_mode, {"PA_NZ"});
-      one_of("index", index, {at::kLong});
       require(index.numel() == qkv.size(0), "index has ", index.numel(), " entries for ",
           qkv.size(0), " tokens");
       for (const auto& [name, x] : {std::pair{"q_gamma", &q_gamma}, std::pair{"k_gamma", &k_gamma}})
