@@ -66,7 +66,7 @@ def operators() -> list[list[str]]:
 
 def _source(path: Path) -> str:
     """A source file with the headers of its own directory and their functions."""
-    if not path.exists():  # made of families.h when it is compiled
+    if not path.exists():  # The build writes it from families.h.
         path = path.with_suffix(".h")
     text = path.read_text()
     names = re.findall(r'^#include "([^"/]+)\.h"', text, re.MULTILINE)

@@ -18,6 +18,7 @@
 #include <set>
 #include <variant>
 
+#include "compile_options.h"
 #include "shapes.h"
 
 namespace emu {
@@ -49,11 +50,6 @@ class Attributes {
   const std::map<std::string, Attribute>* values_ = nullptr;
   std::shared_ptr<std::set<std::string>> read_ = std::make_shared<std::set<std::string>>();
 };
-
-// Option of graph operators that aclSetCompileopt has set (aclCompileOpt); "disable" without.
-std::string compile_option(int32_t option);
-// Whether operators are compiled at run time, for each new shape.
-bool compiles_at_run_time();
 
 struct Out : Tensor {};
 template <class T> const T& as_argument(const T& argument) { return argument; }

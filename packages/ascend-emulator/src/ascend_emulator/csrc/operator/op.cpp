@@ -15,7 +15,7 @@
 #include "core/laws.h"
 #include "core/stream.h"
 #include "core/trace.h"
-#include "graph_op.h"
+#include "compile_options.h"
 #include "jitter.h"
 
 namespace emu {

@@ -22,30 +22,4 @@ struct BF16Product {
 };
 void bf16_matmuls(const std::vector<BF16Product>& products);
 
-namespace bf16 {
-
-struct Product {
-  const at::BFloat16 *x, *weights, *bias;  // bias may be null
-  at::BFloat16* out;
-  int64_t x_stride, stride, out_stride, width;
-  bool transposed;  // weights are [N, K], else [K, N]; stride: of their rows
-
-  Product from_row(int64_t m) const {
-    auto part = *this;
-    part.x += m * x_stride;
-    part.out += m * out_stride;
-    return part;
-  }
-  Product from_column(int64_t n) const {
-    auto part = *this;
-    part.weights += transposed ? n * stride : n;
-    part.out += n;
-    if (bias) part.bias += n;
-    return part;
-  }
-};
-void packed_matmul(const Product& whole, int64_t rows, int64_t columns);
-
-}  // namespace bf16
-
 }  // namespace emu

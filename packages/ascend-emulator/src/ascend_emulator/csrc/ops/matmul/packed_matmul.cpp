@@ -4,7 +4,6 @@
 
 #include <atomic>
 
-#include "bf16_matmul.h"
 #include "bf16_tile.h"
 
 namespace emu::bf16 {

@@ -4,8 +4,7 @@
 // in registers. The vectors are the compiler's, so that one source serves AVX-512, AVX2 and
 // NEON.
 #pragma once
-#include "bf16_matmul.h"
-#include "ops/vectorized.h"
+#include "bf16_tile.h"
 
 #define UNROLLED _Pragma("GCC unroll 32")
 
