@@ -52,7 +52,12 @@ def main() -> None:
     )
     parser.add_argument("--output", type=Path, default=Path("docs/step-times.svg"))
     parser.add_argument(
-        "--batch", type=int, nargs="+", default=[1, 32], metavar="N", help="of the report (1 32)"
+        "--batch",
+        type=int,
+        nargs="+",
+        default=[1, 32, 256],
+        metavar="N",
+        help="of the report (1 32 256)",
     )
     options = parser.parse_args()
     runs: dict[str, dict[str, list[float]]] = {}

@@ -51,7 +51,7 @@ engine = LLM(
     directory, skip_tokenizer_init=True, load_format="dummy", dtype="bfloat16", max_model_len=1024,
     gpu_memory_utilization=0.3, max_num_seqs=requests, async_scheduling=False,
     max_num_batched_tokens=requests * prompt, enable_prefix_caching=False,
-    num_gpu_blocks_override=requests * (prompt // 128 + 2),  # for all requests at a time
+    num_gpu_blocks_override=requests * (prompt // 128 + 2) + 8,  # for all requests at a time
     compilation_config={"cudagraph_capture_sizes": [requests]},
 ).llm_engine
 wanted = SamplingParams(temperature=0, max_tokens=6, detokenize=False, ignore_eos=True)
