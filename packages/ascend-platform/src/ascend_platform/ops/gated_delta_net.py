@@ -81,9 +81,8 @@ class NPUGatedDeltaNetAttention(qwen_gdn_linear_attn.QwenGatedDeltaNetAttention)
         if self.gqa_interleaved_layout:
             of_qkvz, of_ba = self._flat_columns(hidden_states.device)
             projected, ba = projected.index_select(1, of_qkvz), ba.index_select(1, of_ba)
-        widths = [(2 * self.key_dim + self.value_dim) // self.tp_size, -1]
-        widths[1] = projected.shape[1] - widths[0]
-        mixed, z = projected.split(widths, -1)
+        width = (2 * self.key_dim + self.value_dim) // self.tp_size
+        mixed, z = projected[:, :width], projected[:, width:]
         z = z.unflatten(-1, (-1, self.head_v_dim))
         output = torch.zeros(z.shape, dtype=z.dtype, device=z.device)
         torch.ops.vllm.qwen_gdn_attention_core(
