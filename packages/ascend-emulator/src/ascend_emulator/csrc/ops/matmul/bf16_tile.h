@@ -4,6 +4,9 @@
 #pragma once
 #include "ops/vectorized.h"
 
+// Loops over a tile are unrolled, so that its sums stay in registers.
+#define EACH _Pragma("GCC unroll 32")
+
 namespace emu::bf16 {
 
 constexpr int64_t kLanes = 32;  // bfloat16 values per step
@@ -36,8 +39,6 @@ void packed_matmul(const Product& whole, int64_t rows, int64_t columns);
 #include <immintrin.h>
 #define BF16_VECTORS __attribute__((target("avx512f,avx512bw,avx512vl,avx512bf16")))
 #define BF16_INLINE __attribute__((always_inline, target("avx512f,avx512bw,avx512vl,avx512bf16")))
-// Loops over a tile are unrolled, so that its sums stay in registers.
-#define EACH _Pragma("GCC unroll 32")
 
 namespace emu::bf16 {
 

@@ -6,8 +6,6 @@
 #pragma once
 #include "bf16_tile.h"
 
-#define UNROLLED _Pragma("GCC unroll 32")
-
 namespace emu::bf16 {
 
 // The generic unit of x86 stays ATen's: its results are the same on every processor.
@@ -34,8 +32,8 @@ template <int bytes> struct Vectors {
   static float sum(const Floats& lanes) {
     float all[bytes / 4];
     std::memcpy(all, &lanes, sizeof(all));
-    UNROLLED for (int step = bytes / 8; step; step /= 2) UNROLLED for (int i = 0; i < step; ++i)
-        all[i] += all[i + step];
+    EACH for (int step = bytes / 8; step; step /= 2) EACH for (int i = 0; i < step; ++i) all[i] +=
+        all[i + step];
     return all[0];
   }
 };
@@ -50,17 +48,17 @@ inline void widened_tile(const Product& p, int64_t column) {
   int64_t k = 0;
   for (; k + V::kValues <= p.width; k += V::kValues) {
     typename V::Floats first[columns], second[columns], x, y;
-    UNROLLED for (int n = 0; n < columns; ++n)
+    EACH for (int n = 0; n < columns; ++n)
         V::split(weights + n * p.stride + k, first[n], second[n]);
-    UNROLLED for (int m = 0; m < rows; ++m) {
+    EACH for (int m = 0; m < rows; ++m) {
       V::split(p.x + m * p.x_stride + k, x, y);
-      UNROLLED for (int n = 0; n < columns; ++n) {
+      EACH for (int n = 0; n < columns; ++n) {
         sums[(m * columns + n) * chains] += x * first[n];
         sums[(m * columns + n) * chains + last] += y * second[n];
       }
     }
   }
-  UNROLLED for (int m = 0; m < rows; ++m) UNROLLED for (int n = 0; n < columns; ++n) {
+  EACH for (int m = 0; m < rows; ++m) EACH for (int n = 0; n < columns; ++n) {
     const auto* lanes = sums + (m * columns + n) * chains;
     float total = V::sum(chains == 1 ? lanes[0] : lanes[0] + lanes[last]);
     for (int64_t i = k; i < p.width; ++i)
