@@ -39,8 +39,10 @@ def sources(root: Path) -> list[Path]:
 
 def included(path: Path, root: Path) -> Iterator[Path]:
     for name in INCLUDE.findall(path.read_text()):
-        places = ((path.parent / name).resolve(), root / name)
-        yield from [place for place in places if place.exists()][:1]  # none of a generated header
+        paths = ((path.parent / name).resolve(), root / name)
+        # The build writes generated headers elsewhere.
+        if header := next(filter(Path.exists, paths), None):
+            yield header
 
 
 def upward(root: Path) -> list[str]:
