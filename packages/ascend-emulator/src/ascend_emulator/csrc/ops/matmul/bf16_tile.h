@@ -9,7 +9,8 @@
 
 namespace emu::bf16 {
 
-constexpr int64_t kLanes = 32;  // bfloat16 values per step
+constexpr int64_t kLanes = 32;     // bfloat16 values per step
+constexpr int64_t kAhead = 32768;  // bytes that weights are fetched ahead
 
 struct Product {
   const at::BFloat16 *x, *weights, *bias;  // bias may be null
@@ -43,8 +44,6 @@ void packed_matmul(const Product& whole, int64_t rows, int64_t columns);
 namespace emu::bf16 {
 
 inline bool has_vectors() { return vector_unit() == VectorUnit::avx512_bf16; }
-
-constexpr int64_t kAhead = 32768;  // bytes
 
 // The sums of each vector's lanes.
 BF16_VECTORS inline __m128 sums_of(__m512 a, __m512 b, __m512 c, __m512 d) {

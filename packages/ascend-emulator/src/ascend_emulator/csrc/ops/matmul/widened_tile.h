@@ -30,37 +30,51 @@ template <int bytes> struct Vectors {
     second = (Floats)(words & 0xFFFF0000);
   }
   static float sum(const Floats& lanes) {
-    float all[bytes / 4];
-    std::memcpy(all, &lanes, sizeof(all));
-    EACH for (int step = bytes / 8; step; step /= 2) EACH for (int i = 0; i < step; ++i) all[i] +=
-        all[i + step];
-    return all[0];
+    if constexpr (bytes > 16) {
+      typename Vectors<bytes / 2>::Floats halves[2];
+      std::memcpy(halves, &lanes, bytes);
+      return Vectors<bytes / 2>::sum(halves[0] + halves[1]);
+    } else {
+      float all[4];
+      std::memcpy(all, &lanes, sizeof(all));
+      return (all[0] + all[2]) + (all[1] + all[3]);
+    }
   }
 };
 
-template <int bytes, int rows, int columns>
+// steps: vectors that a turn of the loop takes of a row, each with sums of its own, because an
+// addition waits for the one before.
+template <int bytes, int rows, int columns, int steps = 1>
 inline void widened_tile(const Product& p, int64_t column) {
   using V = Vectors<bytes>;
-  // Few sums have a chain of additions for either value of a pair.
-  constexpr int chains = rows * columns <= 4 ? 2 : 1, last = chains - 1;
-  typename V::Floats sums[rows * columns * chains] = {};
+  constexpr int64_t turn = V::kValues * steps;
+  constexpr int chains = rows * columns <= 4 ? 2 * steps : steps, last = chains > steps;
+  typename V::Floats sums[rows * columns][chains] = {};
   const auto* weights = p.weights + column * p.stride;
+  const auto* ahead = reinterpret_cast<const char*>(weights) + kAhead;
   int64_t k = 0;
-  for (; k + V::kValues <= p.width; k += V::kValues) {
-    typename V::Floats first[columns], second[columns], x, y;
-    EACH for (int n = 0; n < columns; ++n)
-        V::split(weights + n * p.stride + k, first[n], second[n]);
-    EACH for (int m = 0; m < rows; ++m) {
-      V::split(p.x + m * p.x_stride + k, x, y);
-      EACH for (int n = 0; n < columns; ++n) {
-        sums[(m * columns + n) * chains] += x * first[n];
-        sums[(m * columns + n) * chains + last] += y * second[n];
+  for (; k + turn <= p.width; k += turn, ahead += columns * steps * bytes) {
+    // In the order of memory, which the loads of several columns are not.
+    if constexpr (columns > 1)
+      EACH for (int i = 0; i < columns * bytes; i += 64) __builtin_prefetch(ahead + i, 0, 2);
+    EACH for (int step = 0; step < steps; ++step) {
+      const int64_t at = k + step * V::kValues, chain = step * (1 + last);
+      typename V::Floats first[columns], second[columns], x, y;
+      EACH for (int n = 0; n < columns; ++n)
+          V::split(weights + n * p.stride + at, first[n], second[n]);
+      EACH for (int m = 0; m < rows; ++m) {
+        V::split(p.x + m * p.x_stride + at, x, y);
+        EACH for (int n = 0; n < columns; ++n) {
+          sums[m * columns + n][chain] += x * first[n];
+          sums[m * columns + n][chain + last] += y * second[n];
+        }
       }
     }
   }
   EACH for (int m = 0; m < rows; ++m) EACH for (int n = 0; n < columns; ++n) {
-    const auto* lanes = sums + (m * columns + n) * chains;
-    float total = V::sum(chains == 1 ? lanes[0] : lanes[0] + lanes[last]);
+    auto lanes = sums[m * columns + n][0];
+    EACH for (int i = 1; i < chains; ++i) lanes += sums[m * columns + n][i];
+    float total = V::sum(lanes);
     for (int64_t i = k; i < p.width; ++i)
       total += widened(p.x[m * p.x_stride + i]) * widened(weights[n * p.stride + i]);
     if (p.bias) total += widened(p.bias[column + n]);
@@ -68,11 +82,15 @@ inline void widened_tile(const Product& p, int64_t column) {
   }
 }
 
+// One or two rows are fastest with one column at a time, which is the order of memory.
 template <int bytes, int rows> inline void widened_rows(const Product& p, int64_t columns) {
-  constexpr int most = rows <= 2 ? 2 : bytes < 64 && rows > 4 ? 1 : rows <= 4 ? 2 : 3;
+  constexpr int steps = rows <= 2 ? 2 : 1, most = rows <= 2    ? 1
+                                                  : bytes > 32 ? 3
+                                                               : (rows <= 4 ? 2 : 1);
   int64_t n = 0;
-  for (; n + most <= columns; n += most) widened_tile<bytes, rows, most>(p, n);
-  for (; n < columns; ++n) widened_tile<bytes, rows, 1>(p, n);
+  for (; n + most <= columns; n += most) widened_tile<bytes, rows, most, steps>(p, n);
+  if constexpr (most > 1)
+    for (; n < columns; ++n) widened_tile<bytes, rows, 1>(p, n);
 }
 
 template <int bytes> inline void widened_band(const Product& p, int64_t rows, int64_t columns) {
