@@ -12,6 +12,9 @@ import threading
 from pathlib import Path
 from typing import Any
 
+from ascend_emulator.activation import parse_size
+
+from harness import zygote
 from harness.progress import Progress
 
 
@@ -42,46 +45,51 @@ def run(
     # An engine's configuration in this process has set it.
     if module is not None and module.requested_runner is None:
         environ.pop("VLLM_USE_V2_MODEL_RUNNER", None)
+    emulated: list[str] = []
     if "ASCEND_EMULATOR_NPUS" in environ:
         # Two buffers per communicator; 200 MiB unless set.
         environ.setdefault("HCCL_BUFFSIZE", "16")
         options = ["--npus", str(npus), "--soc", environ["ASCEND_EMULATOR_SOC"], "--memory", memory]
-        command = (sys.executable, "-m", "ascend_emulator.cli", "run", *options, "--", *command)
+        emulated = [sys.executable, "-m", "ascend_emulator.cli", "run", *options, "--"]
+        environ |= {
+            "ASCEND_EMULATOR_NPUS": str(npus),
+            "ASCEND_EMULATOR_MEMORY": str(parse_size(memory)),
+        }
     elif (found := _device_count()) < npus:
         import pytest
 
         pytest.skip(f"needs {npus} NPUs; there are {found}")
-    if progress is not None:
-        return _run_with_progress([*command], environ, timeout, progress)
-    return subprocess.run(
-        command, env=environ, capture_output=True, text=True, timeout=timeout, check=False
-    )
-
-
-def _run_with_progress(
-    command: list[str], environ: dict[str, str], timeout: float, progress: Progress
-) -> subprocess.CompletedProcess[str]:
-    lines: list[str] = []
-    with (
-        tempfile.TemporaryFile("w+") as errors,
-        subprocess.Popen(
-            command, env=environ, stdout=subprocess.PIPE, stderr=errors, text=True
-        ) as process,
-    ):
-        assert process.stdout is not None
+    read, write = os.pipe()
+    with tempfile.TemporaryFile("w+") as errors, os.fdopen(read) as output:
+        process = _start(emulated, list(command), environ, write, errors.fileno())
+        os.close(write)
         deadline = threading.Timer(timeout, process.kill)
         deadline.start()
-        for line in process.stdout:
+        lines: list[str] = []
+        for line in output:
             lines.append(line)
-            for result in results(line):
-                progress.advance(result.get("name", ""))
+            if progress is not None:
+                for result in results(line):
+                    progress.advance(result.get("name", ""))
         code, is_late = process.wait(), not deadline.is_alive()
         deadline.cancel()
         errors.seek(0)
-        output, log = "".join(lines), errors.read()
+        printed, log = "".join(lines), errors.read()
     if is_late:
-        raise subprocess.TimeoutExpired(command, timeout, output.encode(), log.encode())
-    return subprocess.CompletedProcess(command, code, output, log)
+        raise subprocess.TimeoutExpired(command, timeout, printed.encode(), log.encode())
+    return subprocess.CompletedProcess(command, code, printed, log)
+
+
+def _start(
+    emulated: list[str], command: list[str], environ: dict[str, str], stdout: int, stderr: int
+) -> subprocess.Popen[bytes] | zygote.Fork:
+    """Fork a process that has imported vLLM already, if the program begins with that."""
+    program = command[1] if command[0] == sys.executable else ""
+    if program.endswith(".py") and "\nimport harness.engine_imports" in Path(program).read_text():
+        forked = zygote.Zygote.of(emulated, environ).start(command[1:], environ, stdout, stderr)
+        if forked is not None:
+            return forked
+    return subprocess.Popen([*emulated, *command], env=environ, stdout=stdout, stderr=stderr)
 
 
 def results(output: str) -> list[Any]:

@@ -1,9 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-all project
-"""A pytest plugin: how `tools/test -n 2` distributes test files to processes."""
+"""A pytest plugin: how `tools/test -n 2` distributes test files to processes, and which files take
+the time."""
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import TYPE_CHECKING
 
 import pytest
@@ -43,3 +45,19 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Producer) -> Schedul
             super()._assign_work_unit(node)
 
     return ByFile(config, log)
+
+
+_SECONDS: Counter[str] = Counter()
+"""Of each file's tests and fixtures."""
+
+
+def pytest_runtest_logreport(report: pytest.TestReport) -> None:
+    _SECONDS[report.nodeid.partition("::")[0]] += report.duration
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    slowest = [(file, seconds) for file, seconds in _SECONDS.most_common(20) if seconds >= 10]
+    if slowest:
+        terminalreporter.section("slowest files")
+        for file, seconds in slowest:
+            terminalreporter.write_line(f"{seconds:6.0f} s  {file}")
