@@ -20,7 +20,7 @@ import threading
 from pathlib import Path
 from typing import ClassVar
 
-READ_LATE = ("ASCEND_EMULATOR_NPUS", "ASCEND_EMULATOR_MEMORY", "HCCL_", "PYTEST_CURRENT_TEST")
+READ_LATE = ("HCCL_", "PYTEST_CURRENT_TEST")
 """Prefixes of variables that nothing reads during the imports."""
 
 
@@ -64,13 +64,13 @@ class Zygote:
 
     @classmethod
     def of(cls, command: list[str], environ: dict[str, str]) -> Zygote:
-        """The zygote for these variables; the last two remain."""
+        """The zygote for these variables; the last three remain."""
         key = frozenset(item for item in environ.items() if not is_read_late(item[0]))
         zygote = cls._all.pop(key, None)
         if zygote is None or zygote.process.poll() is not None:
             zygote = cls(command, environ)
         cls._all[key] = zygote
-        if len(cls._all) > 2:
+        if len(cls._all) > 3:
             cls._all.pop(next(iter(cls._all))).stop()
         return zygote
 
