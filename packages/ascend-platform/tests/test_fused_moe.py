@@ -128,7 +128,9 @@ def method(first, count):
     parallel = SimpleNamespace(
         dp_size=1, pcp_size=1, is_sequence_parallel=False, use_ep=count < EXPERTS
     )
-    made.moe = SimpleNamespace(num_experts=EXPERTS, has_bias=False, moe_parallel_config=parallel)
+    made.moe = SimpleNamespace(
+        num_experts=EXPERTS, has_bias=False, moe_parallel_config=parallel, experts_per_token=3
+    )
     made.first_expert, made.num_local_experts = first, count
     return made
 
@@ -220,6 +222,28 @@ def test_biases_and_clipped_swiglu(dtype):
     assert (actual.cpu().double() - expected).norm() / expected.norm() < bound
 
 
+def test_router_weights_of_inputs():
+    """Llama 4: one expert for each token, whose input is multiplied by the router's weight."""
+    x, ids = drawn(TOKENS, HIDDEN), torch.arange(TOKENS).remainder(EXPERTS).int()[:, None]
+    w13, w2 = drawn(EXPERTS, 2 * INNER, HIDDEN, seed=1) / 8, drawn(EXPERTS, HIDDEN, INNER, seed=2)
+    weights, ours = drawn(TOKENS, 1, seed=3).sigmoid(), method(0, EXPERTS)
+    ours.moe.experts_per_token = 1
+    layer = SimpleNamespace(
+        w13_weight=w13.npu(),
+        w2_weight=w2.npu(),
+        activation=MoEActivation.SILU,
+        apply_router_weight_on_input=True,
+        expert_map=None,
+    )
+    ours.setup_experts(layer)
+    gate, up = (w13[ids[:, 0]] @ (x * weights)[..., None])[..., 0].chunk(2, -1)
+    expected = w2[ids[:, 0]] @ (torch.nn.functional.silu(gate) * up)[..., None]
+    given = x.npu()
+    actual = ours.forward_oot(layer, given, weights.npu(), ids.npu(), None, None)
+    torch.testing.assert_close(actual.cpu(), expected[..., 0], atol=1e-4, rtol=1e-4)
+    assert torch.equal(given.cpu(), x)  # Shared experts read it, too.
+
+
 @pytest.mark.parametrize("dropped", [0, 2])
 def test_router_weights_stay_float32(dropped):
     """Two experts cancel except for the last bits of a weight, which bfloat16 does not have, with
@@ -256,7 +280,10 @@ def test_unrouted_rows_are_not_read(monkeypatch):
     ("changes", "named"),
     [
         ({"activation": MoEActivation.GELU}, "activation gelu"),
-        ({"apply_router_weight_on_input": True}, "router weights on the experts' input"),
+        (
+            {"apply_router_weight_on_input": True},
+            "router weights on the inputs of several experts of a token",
+        ),
         ({"bias": True}, "biases"),
     ],
 )

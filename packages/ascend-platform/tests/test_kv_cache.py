@@ -19,6 +19,7 @@ from vllm.v1.kv_cache_interface import (
     KVCacheGroupSpec,
     KVCacheTensor,
     MLAAttentionSpec,
+    RSWASpec,
     SlidingWindowSpec,
 )
 from vllm.v1.kv_cache_layout import KVCacheLayout
@@ -149,6 +150,7 @@ def test_groups_with_different_block_shapes_are_refused():
     window, cross = spec(SlidingWindowSpec, sliding_window=64), spec(CrossAttentionSpec)
     kv_cache.check(groups(spec(), spec()))
     kv_cache.check(groups(window, spec(), window))
+    kv_cache.check(groups(spec(ChunkedLocalAttentionSpec, attention_chunk_size=64), spec()))
     kv_cache.check(groups(cross, spec(), spec(EncoderOnlyAttentionSpec)))
     wider = FullAttentionSpec(
         block_size=BLOCK_SIZE, num_kv_heads=HEADS, head_size=2 * HEAD_SIZE, dtype=torch.float16
@@ -159,10 +161,8 @@ def test_groups_with_different_block_shapes_are_refused():
         match=r"blocks of different shapes.*--disable-hybrid-kv-cache-manager",
     ):
         kv_cache.check(groups(window, wider))
-    with pytest.raises(
-        extension.RefusedError, match="KV cache spec ChunkedLocalAttentionSpec is not supported"
-    ):
-        kv_cache.check(groups(spec(ChunkedLocalAttentionSpec, attention_chunk_size=64)))
+    with pytest.raises(extension.RefusedError, match="KV cache spec RSWASpec is not supported"):
+        kv_cache.check(groups(spec(RSWASpec, rswa_window=64)))
 
 
 def test_groups_share_memory_by_block():

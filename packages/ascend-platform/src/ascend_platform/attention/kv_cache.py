@@ -20,6 +20,7 @@ from vllm.config import VllmConfig
 from vllm.model_executor.layers.attention import MLAAttention
 from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
 from vllm.v1.kv_cache_interface import (
+    ChunkedLocalAttentionSpec,
     CrossAttentionSpec,
     EncoderOnlyAttentionSpec,
     FullAttentionSpec,
@@ -40,6 +41,7 @@ LAYOUT = KVCacheLayout.LBNHC
 SUPPORTED_SPECS = (
     FullAttentionSpec,
     SlidingWindowSpec,
+    ChunkedLocalAttentionSpec,
     CrossAttentionSpec,
     MLAAttentionSpec,
     MambaSpec,
@@ -182,7 +184,7 @@ def check(config: KVCacheConfig) -> None:
     in separate tensors this holds only if all groups divide a block's bytes in the same way.
 
     Raises:
-        RefusedError: a compressed cache, chunked attention, or groups with different block
+        RefusedError: a compressed cache, or groups with different block
         shapes.
     """
     # vLLM's runner adds a group for encoder-only layers, which have no KV cache.

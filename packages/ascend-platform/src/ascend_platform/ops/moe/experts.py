@@ -77,6 +77,8 @@ class NPUExperts:
     supports_internal_mk = True  # Dispatch and combine are called here, not by vLLM's MoE runner.
     moe: Any
     takes_biases = False
+    weights_input = False
+    """Whether router weights multiply the experts' inputs, instead of their outputs (Llama 4)."""
     activations: tuple[MoEActivation, ...] = (MoEActivation.SILU,)
     lora: Any = None
     """Finds the adapters of rows (``ops/moe/lora.py``, ``FusedMoEWithLoRA.of_rows``); None
@@ -91,7 +93,9 @@ class NPUExperts:
         unsupported = {
             f"activation {layer.activation.value}": layer.activation not in self.activations,
             "biases": self.moe.has_bias and not self.takes_biases,
-            "router weights on the experts' input": layer.apply_router_weight_on_input,
+            "router weights on the inputs of several experts of a token": (
+                layer.apply_router_weight_on_input and self.moe.experts_per_token > 1
+            ),
         }
         if reasons := [reason for reason, is_used in unsupported.items() if is_used]:
             biases = f"{'with or ' * self.takes_biases}without biases"
@@ -106,6 +110,7 @@ class NPUExperts:
                 " operators for the tokens of other ranks' experts; fix: remove"
                 " --enable-expert-parallel"
             )
+        self.weights_input = layer.apply_router_weight_on_input
         local: Any = range(self.moe.num_experts)
         if layer.expert_map is not None:
             local = (layer.expert_map >= 0).nonzero().flatten().tolist()
@@ -119,6 +124,8 @@ class NPUExperts:
         With tensor parallelism, or expert parallelism without token exchange, it is a partial sum
         that vLLM's MoE runner reduces. The runner applies shared experts, too.
         """
+        if self.weights_input:
+            x, topk_weights = x * topk_weights.to(x.dtype), torch.ones_like(topk_weights)
         parallel = self.moe.moe_parallel_config
         if parallel.dp_size == 1 and not parallel.is_sequence_parallel:
             if parallel.pcp_size == 1 or not parallel.use_ep:
