@@ -22,9 +22,11 @@ def reference(
     cap: float | None = None,
     sinks: torch.Tensor | None = None,
     causal: bool = True,
+    images: Sequence[tuple[int, int]] = (),
 ) -> torch.Tensor:
-    """query ``[tokens, heads, d]`` at the end of key and value ``[length, kv_heads, d]``;
-    float64."""
+    """query ``[tokens, heads, d]`` at the end of key and value ``[length, kv_heads, d]``; float64.
+    Tokens between the first and last positions of an image attend to each other in both
+    directions."""
     query, key, value = query.double(), key.double(), value.double()
     key, value = (x.repeat_interleave(query.shape[1] // x.shape[1], dim=1) for x in (key, value))
     scores = torch.einsum("thd,lhd->htl", query, key) * scale
@@ -34,7 +36,12 @@ def reference(
     if slopes is not None:
         scores = scores + slopes.double().view(-1, 1, 1) * after
     if causal:
-        scores = scores.masked_fill((after > 0) | (after <= -(window or len(key))), -torch.inf)
+        image = torch.zeros(len(key), dtype=torch.long)
+        for number, (low, high) in enumerate(images, 1):
+            image[low : high + 1] = number
+        own = image[len(key) - len(query) :, None]
+        hidden = (after > 0) & ((own != image) | (own == 0)) | (after <= -(window or len(key)))
+        scores = scores.masked_fill(hidden, -torch.inf)
     if sinks is not None:
         scores = torch.cat([scores, sinks.double().view(-1, 1, 1).expand(-1, len(query), 1)], -1)
     return torch.einsum("htl,lhd->thd", scores.softmax(-1)[..., : len(key)], value)
@@ -111,8 +118,8 @@ class PagedBatch:
             [own[before:] for own, (_, before) in zip(rows, self.requests, strict=True)]
         )
 
-    def common(self) -> Any:
-        """vLLM's CommonAttentionMetadata of the batch."""
+    def common(self, images: dict[int, list[tuple[int, int]]] | None = None) -> Any:
+        """vLLM's CommonAttentionMetadata of the batch, with images of its requests."""
         from vllm.v1.attention.backend import CommonAttentionMetadata
 
         starts = torch.tensor([0, *(new for new, _ in self.requests)]).cumsum(0, dtype=torch.int32)
@@ -135,6 +142,7 @@ class PagedBatch:
             max_seq_len=max(self.lengths),
             block_table_tensor=torch.tensor(table, dtype=torch.int32).npu(),
             slot_mapping=torch.tensor(slots).npu(),
+            mm_req_doc_ranges=images,
         )
 
     def run(
@@ -178,7 +186,29 @@ class PagedBatch:
 
         return KVCachePair(*self.cache)
 
-    def expected(self, **options: Any) -> torch.Tensor:
+    def expected(
+        self, images: dict[int, list[tuple[int, int]]] | None = None, **options: Any
+    ) -> torch.Tensor:
         """The result of :func:`reference`, with its options."""
-        each = zip(self.queries, self.keys, self.values, strict=True)
-        return torch.cat([reference(*own, self.sizes.head_size**-0.5, **options) for own in each])
+        scale, each = (
+            self.sizes.head_size**-0.5,
+            zip(self.queries, self.keys, self.values, strict=True),
+        )
+        return torch.cat(
+            [
+                reference(*own, scale, images=(images or {}).get(request, ()), **options)
+                for request, own in enumerate(each)
+            ]
+        )
+
+
+IMAGES: dict[int, list[tuple[int, int]]] = {
+    0: [(0, 5)],
+    1: [(3, 30), (31, 60), (200, 260)],
+    2: [(40, 90), (92, 92)],
+    3: [(10, 20), (70, 120)],
+}
+"""First and last positions of images in requests of IMAGE_REQUESTS."""
+IMAGE_REQUESTS = [(1, 80), (130, 0), (60, 50), (100, 40)]
+"""A decode, a whole image and a prompt that ends before one, the rest of an image of which the
+first tokens are cached, and images in a chunk and before it."""

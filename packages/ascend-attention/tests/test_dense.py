@@ -11,7 +11,15 @@ import torch
 from ascend_attention import dense, int8, sinks
 from ascend_attention.metadata import FusedAttentionMetadata
 from ascend_platform.extension import RefusedError
-from harness.paged_batches import KINDS, PagedBatch, Sizes, pairs, reference
+from harness.paged_batches import (
+    IMAGE_REQUESTS,
+    IMAGES,
+    KINDS,
+    PagedBatch,
+    Sizes,
+    pairs,
+    reference,
+)
 from vllm.config import VllmConfig, set_current_vllm_config
 from vllm.v1.kv_cache_interface import CrossAttentionSpec, FullAttentionSpec, SlidingWindowSpec
 
@@ -75,6 +83,19 @@ def test_sinks(kind, window):
     check(
         torch.bfloat16, 4, 2, 64, kind, sinks.SinkAttentionBackend, sliding_window=window, sinks=own
     )
+
+
+@pytest.mark.parametrize("window", [None, 70])
+@pytest.mark.parametrize("backend", [dense.FusedAttentionBackend, sinks.SinkAttentionBackend])
+def test_tokens_of_an_image_attend_in_both_directions(backend, window):
+    rng, dtype = random.Random(0), torch.bfloat16
+    batch = PagedBatch(Sizes(BLOCKS, BLOCK_SIZE, 4, 2, 64, dtype, 1e4), IMAGE_REQUESTS, rng)
+    own = {"sinks": torch.ones(4, dtype=dtype)} if backend is sinks.SinkAttentionBackend else {}
+    output = batch.run(backend, common=batch.common(IMAGES), sliding_window=window, **own)
+    expected = batch.expected(IMAGES, window=window, **own)
+    assert (expected - batch.expected(window=window, **own)).abs().max() > 0.1
+    bound = 8 * torch.finfo(dtype).eps
+    torch.testing.assert_close(output.double(), expected, atol=bound, rtol=bound)
 
 
 def check(dtype, heads, kv_heads, size, kind, backend=dense.FusedAttentionBackend, **beyond):

@@ -153,7 +153,7 @@ def test_heads_of_a_rank_and_lengths_decide_on_fused_attention(
     [
         (LATENT | {"use_sparse": True, "use_rswa": True}, "R-SWA not supported"),
         ({"use_sparse": True}, "sparse not supported"),
-        ({"use_mm_prefix": True}, "partial multimodal token full attention not supported"),
+        (LATENT | {"use_mm_prefix": True}, "partial multimodal token full attention not supported"),
         ({"attn_type": "encoder"}, "attention type encoder not supported"),
         ({"use_rswa": True}, "R-SWA not supported"),
     ],

@@ -12,7 +12,7 @@ from ascend_platform.attention.kv_cache import KVCachePair
 from ascend_platform.attention.latent import PagedLatentAttentionBackend
 from ascend_platform.extension import RefusedError
 from harness.latent_batches import LatentBatch, SparseLatentBatch
-from harness.paged_batches import PagedBatch, Sizes, pairs, reference
+from harness.paged_batches import IMAGE_REQUESTS, IMAGES, PagedBatch, Sizes, pairs, reference
 from vllm.config import VllmConfig, set_current_vllm_config
 from vllm.v1.attention.backend import AttentionType
 
@@ -105,6 +105,20 @@ def check(dtype, heads, kv_heads, kind, max_elements, monkeypatch, size=32, **be
     torch.testing.assert_close(
         output.double(), batch.expected(slopes=slopes, **options), atol=bound, rtol=bound
     )
+
+
+@pytest.mark.parametrize("window", [None, 70])
+@pytest.mark.parametrize("max_elements", [1 << 24, 1 << 11])
+def test_tokens_of_an_image_attend_in_both_directions(window, max_elements, monkeypatch):
+    monkeypatch.setattr(paged, "MAX_ELEMENTS", max_elements)
+    sizes = Sizes(BLOCKS, BLOCK_SIZE, 4, 2, 32, torch.float32, torch.nan)
+    batch = PagedBatch(sizes, IMAGE_REQUESTS, random.Random(0))
+    output = batch.run(
+        paged.PagedAttentionBackend, common=batch.common(IMAGES), sliding_window=window
+    )
+    expected = batch.expected(IMAGES, window=window)
+    assert (expected - batch.expected(window=window)).abs().max() > 0.1
+    torch.testing.assert_close(output.double(), expected, atol=1e-6, rtol=1e-6)
 
 
 def test_slopes_of_alibi_are_copied_to_the_device_once(monkeypatch):

@@ -220,7 +220,7 @@ def test_experts_of_data_parallel_engines_need_the_communicator(model, monkeypat
         engine_config(model(**EXPERTS), data_parallel_size=2, enable_expert_parallel=True)
 
 
-def test_images_with_bidirectional_attention_are_refused(model):
+def test_images_with_bidirectional_attention_are_not_split(model):
     text = {"num_hidden_layers": 2, "hidden_size": 64, "intermediate_size": 128, "head_dim": 32}
     text |= {"num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 128}
     vision = {"num_hidden_layers": 1, "hidden_size": 32, "intermediate_size": 64}
@@ -231,7 +231,8 @@ def test_images_with_bidirectional_attention_are_refused(model):
         vision_config=vision
         | {"model_type": "siglip_vision_model", "num_attention_heads": 2, "image_size": 28},
     )
-    named = r"does not support bidirectional attention between the tokens of an image .*image.*0}"
-    with pytest.raises(ValueError, match=named):
-        engine_config(directory)
-    engine_config(directory, limit_mm_per_prompt={"image": 0})
+    assert engine_config(directory).scheduler_config.disable_chunked_mm_input
+    text = engine_config(directory, limit_mm_per_prompt={"image": 0})
+    assert not text.scheduler_config.disable_chunked_mm_input
+    with pytest.raises(ValueError, match="decode context parallelism with bidirectional"):
+        engine_config(directory, tensor_parallel_size=4, decode_context_parallel_size=2)

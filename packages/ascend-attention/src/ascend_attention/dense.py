@@ -8,6 +8,7 @@ torch_npu wheel. The KV cache is written by npu_scatter_pa_kv_cache, documented 
 and A3.
 """
 
+import dataclasses
 from collections.abc import Callable
 from itertools import accumulate
 from typing import Any, ClassVar
@@ -26,7 +27,12 @@ from vllm.v1.attention.backend import (
 from vllm.v1.kv_cache_interface import CrossAttentionSpec
 
 from ascend_attention import dcp, int8
-from ascend_attention.metadata import FusedAttentionMetadata, upper_triangle
+from ascend_attention.metadata import (
+    FusedAttentionMetadata,
+    ImageMetadata,
+    image_spans,
+    upper_triangle,
+)
 
 BLOCK_SIZE = 128
 """Tokens per block: supported by the kernel for prefill and decode, and recommended by its
@@ -38,6 +44,9 @@ npu_fused_infer_attention_score)."""
 
 MAX_DECODE_KEYS = 262144
 """Keys of a request with one query token (the same page)."""
+
+ALL_TOKENS = 2**31 - 1
+"""The kernel's default for tokens before and after."""
 
 MULTI_HEAD_SIZES = (64, 128, 192)
 """Head sizes that the kernel takes in layout TND where each key-value head has one query head; with
@@ -77,6 +86,11 @@ class FusedAttentionMetadataBuilder(AttentionMetadataBuilder[FusedAttentionMetad
                 "an int8 KV cache is not supported with sliding windows; fix: quantize without"
                 " kv_cache_type"
             )
+        if self.int8_cache and vllm_config.model_config.is_mm_prefix_lm:
+            raise extension.RefusedError(
+                "an int8 KV cache is not supported with bidirectional attention between the tokens"
+                " of an image; fix: quantize without kv_cache_type"
+            )
         if self.int8_cache:
             self._init_reorder_batch_threshold(1)  # int8.py needs the decodes first
 
@@ -85,13 +99,16 @@ class FusedAttentionMetadataBuilder(AttentionMetadataBuilder[FusedAttentionMetad
         """NEVER for decode context parallelism and cross attention, whose kernel calls differ
         between steps.
 
-        With an int8 KV cache only decodes read the cache as it is.
+        With an int8 KV cache only decodes read the cache as it is. Images need a second call, which
+        single tokens do not.
         """
         uses_dcp = vllm_config.parallel_config.decode_context_parallel_size > 1
         if uses_dcp or isinstance(kv_cache_spec, CrossAttentionSpec):
             return AttentionCGSupport.NEVER
-        is_int8 = kv_cache_spec.dtype == torch.int8
-        return AttentionCGSupport.UNIFORM_SINGLE_TOKEN_DECODE if is_int8 else cls._cudagraph_support
+        model = vllm_config.model_config
+        if kv_cache_spec.dtype == torch.int8 or (model and model.is_mm_prefix_lm):
+            return AttentionCGSupport.UNIFORM_SINGLE_TOKEN_DECODE
+        return cls._cudagraph_support
 
     def build(
         self,
@@ -129,7 +146,7 @@ class FusedAttentionMetadataBuilder(AttentionMetadataBuilder[FusedAttentionMetad
                 ends, lens = assign_padding(num_tokens, ends, lens, num_dummies)
             return dict(zip(self.length_args, (convert(ends), convert(lens)), strict=True))
 
-        return FusedAttentionMetadata(
+        step = FusedAttentionMetadata(
             compute_lengths=lengths,
             num_tokens=num_tokens,
             block_table=block_table,
@@ -142,6 +159,33 @@ class FusedAttentionMetadataBuilder(AttentionMetadataBuilder[FusedAttentionMetad
             rows=rows,
             num_rows=cu_query_lens[-1],
         )
+        step.mm_prefix_range = self._images(common, step)
+        return step
+
+    def _images(
+        self, common: CommonAttentionMetadata, step: FusedAttentionMetadata
+    ) -> ImageMetadata | None:
+        if not common.mm_req_doc_ranges or common.max_query_len == 1:
+            return None
+        assert common.seq_lens_cpu_upper_bound is not None
+        starts, seq_lens = common.query_start_loc_cpu, common.seq_lens_cpu_upper_bound
+        spans = image_spans(common.mm_req_doc_ranges, starts.tolist(), seq_lens.tolist())
+        if not spans:
+            return None
+        requests, rows, lens = zip(*spans, strict=True)
+        ends = list(accumulate(map(len, rows)))
+        lengths = dict(zip(self.length_args, map(to_script_list, (ends, [*lens])), strict=True))
+        # One copy to the device.
+        every = torch.tensor([*requests, *(row for each in rows for row in each)], pin_memory=True)
+        every = every.to(step.block_table.device, non_blocking=True)
+        images = dataclasses.replace(
+            step,
+            compute_lengths=lambda: lengths,
+            num_tokens=ends[-1],
+            block_table=step.block_table.index_select(0, every[: len(requests)]),
+            causal=False,
+        )
+        return ImageMetadata(every[len(requests) :], images)
 
     def _max_mixed_graph_tokens(self) -> int:
         """Tokens of the largest full graph for mixed prefill-decode batches; 0 without
@@ -281,6 +325,13 @@ class FusedAttentionImpl(extension.AttentionImplBase, AttentionImpl[FusedAttenti
             output.copy_(attended.index_select(0, meta.rows))
         else:
             self.attend(query, key_cache, value_cache, meta.lengths, meta.block_table, meta, output)
+            if images := meta.mm_prefix_range:
+                step, own = images.step, query.index_select(0, images.rows)
+                attended = torch.empty_like(own)
+                self.attend(
+                    own, key_cache, value_cache, step.lengths, step.block_table, step, attended
+                )
+                output.index_copy_(0, images.rows, attended)
         return returned
 
     def _write(
@@ -337,15 +388,16 @@ class FusedAttentionImpl(extension.AttentionImplBase, AttentionImpl[FusedAttenti
             getattr(torch_npu, kernel).out(*tensors, **attend, out=[output, meta.softmax_lse])
 
     def _mask_args(self, meta: FusedAttentionMetadata) -> dict[str, Any]:
-        """The kernel's mask arguments: causal with a sliding window, causal, or none for cross
-        attention and single query tokens, which take a tenth less without (vllm-ascend, pull
-        request 10302). A graph keeps what it is captured with."""
-        if meta.causal and self.sliding_window:
+        """The kernel's mask arguments: a sliding window, which ends at the token itself where
+        attention is causal; causal; or none for cross attention, images and single query tokens,
+        which take a tenth less without (vllm-ascend, pull request 10302). A graph keeps what it is
+        captured with."""
+        if self.sliding_window:
             return {
                 "atten_mask": meta.mask,
                 "sparse_mode": 4,
                 "pre_tokens": self.sliding_window - 1,
-                "next_tokens": 0,
+                "next_tokens": 0 if meta.causal else ALL_TOKENS,
             }
         if meta.causal and not meta.one_query_each:
             return {"atten_mask": meta.mask, "sparse_mode": 3}
@@ -382,6 +434,10 @@ class FusedAttentionBackend(extension.AttentionBackendBase, AttentionBackend):
     impl_cls, builder_cls = FusedAttentionImpl, FusedAttentionMetadataBuilder
     block_sizes: ClassVar = [BLOCK_SIZE]
     head_sizes = range(16, 257, 16)
+
+    @classmethod
+    def supports_mm_prefix(cls) -> bool:
+        return True
 
     @classmethod
     def validate_configuration(cls, head_size: int, *args: Any, **kwargs: Any) -> list[str]:

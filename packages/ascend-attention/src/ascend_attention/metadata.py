@@ -32,6 +32,19 @@ class DCPMetadata:
     slot_mapping: torch.Tensor
 
 
+@dataclass(frozen=True)
+class ImageMetadata:
+    """A step's tokens of images, which attend to each other in both directions.
+
+    Attributes:
+        rows: int64 ``[n]``, their rows among the step's query tokens.
+        step: metadata with one request for each image, whose last key is the image's last token.
+    """
+
+    rows: torch.Tensor
+    step: "FusedAttentionMetadata"
+
+
 @dataclass
 class FusedAttentionMetadata(AttentionMetadata):
     """Metadata of one step, the same for all layers of a KV cache group.
@@ -50,6 +63,7 @@ class FusedAttentionMetadata(AttentionMetadata):
         dcp: this rank's share of the step under decode context parallelism.
         rows: int64 ``[num_tokens]``, row of each query token among ``num_rows``, where the host
         does not know the exact sequence lengths.
+        mm_prefix_range: images. vLLM's Gemma 4 sets it to None for layers without.
     """
 
     compute_lengths: Callable[[], dict[str, Any]]
@@ -63,6 +77,7 @@ class FusedAttentionMetadata(AttentionMetadata):
     dcp: DCPMetadata | None = None
     rows: torch.Tensor | None = None
     num_rows: int = 0
+    mm_prefix_range: ImageMetadata | None = None
 
     @functools.cached_property
     def lengths(self) -> dict[str, Any]:
@@ -83,6 +98,28 @@ class FusedAttentionMetadata(AttentionMetadata):
             (number - 1 for number, end in ends if end != number),
             len(self.lengths["actual_seq_lengths"]),
         )
+
+
+def image_spans(
+    ranges: dict[int, list[tuple[int, int]]], starts: list[int], seq_lens: list[int]
+) -> list[tuple[int, range, int]]:
+    """The request, rows and number of visible keys of each image that has tokens in a step.
+
+    Args:
+        ranges: first and last positions of each request's images.
+        starts: first row of each request, and the number of rows.
+        seq_lens: exact for prefills, and not too small for decodes, which are behind all images.
+    """
+    spans = []
+    for request, images in ranges.items():
+        # The position of a token is its row plus this offset.
+        offset = seq_lens[request] - starts[request + 1]
+        for low, high in images:
+            first = max(low - offset, starts[request])
+            stop = min(high - offset, starts[request + 1] - 1) + 1
+            if first < stop:
+                spans.append((request, range(first, stop), offset + stop))
+    return spans
 
 
 @functools.cache

@@ -10,7 +10,7 @@ float32. Install ascend-attention for the fused kernel.
 """
 
 import functools
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any, ClassVar
 
@@ -53,6 +53,8 @@ class PagedAttentionMetadata(AttentionMetadata):
         decode_seq_lens: int32 ``[num_decodes]``, seq_lens on the device.
         max_decode_tokens: tokens in the blocks of the longest decode.
         causal: False for cross attention, where every token attends to all of its request's keys.
+        mm_prefix_range: for each request the first and last positions of images, whose tokens
+        attend to each other in both directions. vLLM's Gemma 4 sets it to None for layers without.
     """
 
     query_start_loc: list[int]
@@ -63,6 +65,7 @@ class PagedAttentionMetadata(AttentionMetadata):
     decode_seq_lens: torch.Tensor
     max_decode_tokens: int
     causal: bool
+    mm_prefix_range: dict[int, list[tuple[int, int]]] | None = field(default=None, kw_only=True)
 
 
 class PagedAttentionMetadataBuilder(AttentionMetadataBuilder[PagedAttentionMetadata]):
@@ -96,6 +99,7 @@ class PagedAttentionMetadataBuilder(AttentionMetadataBuilder[PagedAttentionMetad
             decode_seq_lens=common.seq_lens[:num_decodes],
             max_decode_tokens=max_blocks * block_size,
             causal=bool(common.causal),
+            mm_prefix_range=common.mm_req_doc_ranges,
         )
 
 
@@ -185,6 +189,7 @@ class PagedAttentionImpl(AttentionImplBase, AttentionImpl[PagedAttentionMetadata
         keys, values = (each[:, :seq_len] for each in self._gather(kv_cache, blocks))
         chunk = max(1, MAX_ELEMENTS // (seq_len * self.num_heads))
         positions = torch.arange(seq_len, device=query.device)
+        images = (meta.mm_prefix_range or {}).get(request, ())
         # The position of a query token is its row in the batch plus this offset.
         context_len = seq_len - end
         for first in range(start, end, chunk):
@@ -194,9 +199,14 @@ class PagedAttentionImpl(AttentionImplBase, AttentionImpl[PagedAttentionMetadata
             if meta.causal:
                 query_positions = positions[context_len + first : context_len + rows.stop]
                 oldest = context_len + first - self.sliding_window + 1 if self.sliding_window else 0
-                visible = slice(max(0, oldest), context_len + rows.stop)
+                last = context_len + rows.stop - 1
+                last = max([last, *(high for low, high in images if low <= last <= high)])
+                visible = slice(max(0, oldest), min(last + 1, seq_len))
             distance = positions[visible] - query_positions.unsqueeze(1)
             mask = distance > 0 if meta.causal else torch.zeros_like(distance, dtype=torch.bool)
+            for low, high in images:
+                of_image = (positions >= low) & (positions <= high)
+                mask &= ~(of_image[query_positions].unsqueeze(1) & of_image[visible])
             if self.sliding_window and meta.causal:
                 mask |= distance <= -self.sliding_window
             attended = self._attend(
@@ -261,6 +271,10 @@ class PagedAttentionBackend(AttentionBackendBase, AttentionBackend):
     supported_dtypes: ClassVar = [torch.bfloat16, torch.float16, torch.float32]
     impl_cls, builder_cls = PagedAttentionImpl, PagedAttentionMetadataBuilder
     block_sizes: ClassVar = [MultipleOf(16)]
+
+    @classmethod
+    def supports_mm_prefix(cls) -> bool:
+        return True
 
     @classmethod
     def get_preferred_block_size(cls, default_block_size: int) -> int:

@@ -34,5 +34,8 @@ def update(vllm_config: VllmConfig) -> None:
     model_runner.resolve(vllm_config)
     compilation.cover_largest_decode(vllm_config)
     compilation.split_at_indexers(vllm_config)
+    if vllm_config.model_config and vllm_config.model_config.is_mm_prefix_lm:
+        # A step has all tokens of an image, which attend to each other in both directions.
+        vllm_config.scheduler_config.disable_chunked_mm_input = True
     if parallel.numa_bind_nodes is None:
         devices.bind_to_numa_nodes(parallel, options.platform(vllm_config).numa_bind)

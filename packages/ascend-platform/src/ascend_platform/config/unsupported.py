@@ -93,6 +93,11 @@ def _shards_sparse_context(config: VllmConfig) -> bool:
     )
 
 
+def _shards_image_context(config: VllmConfig) -> bool:
+    shards = config.parallel_config.decode_context_parallel_size
+    return shards > 1 and config.model_config.is_mm_prefix_lm
+
+
 def _other_prefill_context(config: VllmConfig) -> str:
     """Features that prefill context parallelism is not supported with; vLLM has it in its V2
     runner, for latent attention."""
@@ -227,9 +232,8 @@ FEATURES = (
         "sandwich norms in float16, which vLLM computes wrongly", _scaled_residual, of_model=True
     ),
     Feature(
-        'bidirectional attention between the tokens of an image (--limit-mm-per-prompt \'{"image":'
-        " 0}' serves the text model)",
-        lambda config: config.model_config.is_mm_prefix_lm,
+        "decode context parallelism with bidirectional attention between the tokens of an image",
+        _shards_image_context,
         of_model=True,
     ),
     Feature("expert placement strategies other than linear", _other_placement, of_model=True),
