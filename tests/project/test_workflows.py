@@ -5,12 +5,13 @@
 import os
 import re
 import subprocess
+import sys
 import tomllib
 from pathlib import Path
 
 import pytest
 import yaml
-from harness import checkout
+from harness import checkout, vllm_copy
 from harness.clones import ATTENTION, META, PLATFORM, Clone
 
 
@@ -100,6 +101,31 @@ def test_continuous_integration_covers_the_wheels_versions() -> None:
     assert [f"Programming Language :: Python :: {each}" for each in pythons] == [
         each for each in project["classifiers"] if re.fullmatch(r".*Python :: \d\.\d+", each)
     ]
+
+
+def test_weekly_job_names_what_moved_in_the_newest_vllm(tmp_path: Path) -> None:
+    """The job's own command, on this vLLM and on one without the V1 runner's class."""
+    job = workflow("ci")["jobs"]["newest-vllm"]
+    assert "schedule" in job["if"]
+    install, *_, command = scripts(job)
+    assert install == "pip install --no-deps --target newest vllm"
+    tree = vllm_copy.make(tmp_path / "newest")
+    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+
+    def check() -> subprocess.CompletedProcess[str]:
+        return subprocess.run(
+            command.split(), cwd=tree.parent, env={**os.environ, "PATH": path}, capture_output=True, text=True, check=False
+        )  # fmt: skip
+
+    same = check()
+    assert same.returncode == 0, same.stdout + same.stderr
+    slots = tree / "vllm" / "v1" / "worker" / "block_table.py"
+    source = slots.read_text().replace("class ComputeSlotMappingKernel", "class Moved")
+    slots.unlink()
+    slots.write_text(source)
+    moved = check()
+    assert moved.returncode == 1
+    assert "block_table:ComputeSlotMappingKernel.kernel is missing" in moved.stdout
 
 
 @pytest.mark.parametrize("name", [ATTENTION, META])
