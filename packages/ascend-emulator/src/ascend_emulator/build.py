@@ -75,7 +75,7 @@ UNITS = {
     "attention": ("ops/attention", "ops/atb"),
     "composed": ("ops/mc2", "ops/legacy"),
     "loops": ("ops/moe", "ops/normalization", "ops/transformer"),
-    "products": ("ops/matmul", "ops/attention/kernels"),
+    "products": ("ops/matmul", "ops/matmul/kernels", "ops/attention/kernels"),
 }
 UNUSED_DAYS = 30
 ERROR_LINES = 60  # of a compiler that are shown

@@ -5,7 +5,7 @@
 // functions, op-plugin's call sites and tests.
 #pragma once
 #include "core/cost.h"
-#include "ops/matmul/bf16_matmul.h"
+#include "ops/matmul/kernels/bf16_matmul.h"
 #include "ops/quantization/quantized.h"
 
 namespace emu::grouped {

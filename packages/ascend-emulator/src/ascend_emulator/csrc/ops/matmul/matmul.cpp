@@ -4,7 +4,7 @@
 #include "ops/cube_math.h"
 
 #include "operator/shapes.h"
-#include "bf16_matmul.h"
+#include "kernels/bf16_matmul.h"
 
 SHAPED(aclnnMm, (Tensor self, Tensor other, Tensor out, CubeMath cube),
     (SHAPE(out, PRODUCT(self, other, 2, 2)), cube.check(self, other)), {

@@ -6,8 +6,8 @@
 
 #include <atomic>
 
-#include "ops/matmul/bf16_tile.h"
-#include "ops/matmul/widened_tile.h"
+#include "ops/matmul/kernels/bf16_tile.h"
+#include "ops/matmul/kernels/widened_tile.h"
 #include "ops/vectorized.h"
 
 namespace emu::attention::kernels {

@@ -3,7 +3,7 @@
 // softmax(scale * q k^T) v of bfloat16 requests, whose keys and values are read in place: scores
 // and sums in float32, an online softmax, weights in bfloat16 as ATen's flash attention has them.
 #pragma once
-#include <ATen/ATen.h>
+#include <ATen/core/Tensor.h>
 
 namespace emu::attention::kernels {
 

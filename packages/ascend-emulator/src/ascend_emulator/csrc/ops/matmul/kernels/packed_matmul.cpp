@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-all project
 #include <ATen/Parallel.h>
+#include <ATen/ops/empty.h>
 
 #include <atomic>
 

@@ -3,7 +3,7 @@
 // Matmul of bfloat16 matrices. ATen reorders the weights at each call; here few rows, which
 // dominate decoding, read them once in place, and many rows a block after the other, packed.
 #pragma once
-#include <ATen/ATen.h>
+#include <ATen/core/Tensor.h>
 
 namespace emu {
 
