@@ -35,8 +35,8 @@ struct DataBuffer {
 const TensorDesc& desc_of(const void* desc) { return *static_cast<const TensorDesc*>(desc); }
 const DataBuffer& buffer_of(const void* buffer) { return *static_cast<const DataBuffer*>(buffer); }
 
-std::map<std::string_view, GraphOperator>& table() {
-  static auto* operators = new std::map<std::string_view, GraphOperator>;  // filled before main()
+std::map<std::string_view, GraphOperator*>& table() {
+  static auto* operators = new std::map<std::string_view, GraphOperator*>;  // filled before main()
   return *operators;
 }
 
@@ -118,7 +118,7 @@ int execute(const char* op_type, int inputs, const void* const input[], const vo
     void* stream) {
   const auto found = op_type ? table().find(op_type) : table().end();
   if (found == table().end()) return refuse_aclop(op_type);
-  const auto& op = found->second;
+  auto& op = *found->second;
   auto task = std::make_unique<aclOpExecutor>();
   const int status = intercepted(op.type, [&] {
     c10::InferenceMode off(false);  // as in aclCreateTensor
@@ -135,9 +135,9 @@ int execute(const char* op_type, int inputs, const void* const input[], const vo
     }
     if (attributes) call.attributes = Attributes(*static_cast<const Values*>(attributes));
     for (size_t i = 0; i < task->tensors.size(); ++i)
-      check_dtypes(task->tensors, i, i + 1, 0, op.parameters, static_cast<int>(i));
-    task->compute = [compute = std::make_shared<Computation>(op.prepare(call)), packed,
-                        entry = op.entry] {
+      check_dtypes(task->tensors, i, i + 1, 0, op.info.parameters, static_cast<int>(i));
+    task->compute = [compute = std::make_shared<Computation>(op.prepare(op, call)), packed,
+                        entry = op.info.name] {
       (*compute)();
       for (const auto& each : packed) each.pack();
       note(entry);
@@ -150,9 +150,9 @@ int execute(const char* op_type, int inputs, const void* const input[], const vo
 
 namespace emu {
 
-GraphRegistration::GraphRegistration(const GraphOperator& made, const char* file) {
-  const Registration registration(made.entry, computed, file);
-  table().emplace(made.type, made);
+GraphRegistration::GraphRegistration(GraphOperator& op, const char* file) {
+  const Registration registration(op.info.name, computed, file);
+  table().emplace(op.type, &op);
 }
 
 const Attribute* Attributes::find(const char* name) const {

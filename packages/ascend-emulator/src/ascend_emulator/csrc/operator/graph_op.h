@@ -66,7 +66,7 @@ class GraphReader {
  public:
   GraphReader(const GraphCall& call, const char* parameters)
       : call_(call), parameters_(parameters) {}
-  template <class T> T take() {
+  template <class T> [[gnu::noinline]] T take() {
     const auto name = nth(parameters_, position_++);
     if constexpr (std::is_same_v<T, Attributes>) {
       return call_.attributes;
@@ -108,39 +108,39 @@ class GraphReader {
 };
 
 struct GraphOperator {
-  const char *type, *entry, *parameters;  // entry: the name in the registry, "aclop::Swish"
-  Computation (*prepare)(const GraphCall& call);
+  const char* type;
+  OperatorInfo info;  // its name is that in the registry, "aclop::Swish"
+  void (*body)();     // Computation (*)(parameters)
+  Computation (*prepare)(GraphOperator& op, const GraphCall& call);
 };
 // Adds an operator to the table.
 struct GraphRegistration {
-  GraphRegistration(const GraphOperator& made, const char* file);
+  GraphRegistration(GraphOperator& op, const char* file);
 };
 
-template <auto Body> struct GraphBody;
-template <class... Params, Computation (*Body)(Params...)> struct GraphBody<Body> {
-  static Computation prepare(const char* entry, const char* parameters, const GraphCall& call) {
-    GraphReader reader(call, parameters);
-    std::tuple<Params...> held{reader.take<Params>()...};
-    reader.finish();
-    static OperatorInfo info{entry, parameters, false};
-    aclOpExecutor executor;
-    ArgumentReader rules(info, executor);
-    std::apply([&](const auto&... each) { (rules.note(as_argument(each)), ...); }, held);
-    rules.check_rules();
-    auto computation = std::apply(Body, held);
-    call.attributes.all_read();
-    return computation;
-  }
-};
+// Of all operators whose bodies have these parameters.
+template <class... Params> Computation prepare_graph(GraphOperator& op, const GraphCall& call) {
+  GraphReader reader(call, op.info.parameters);
+  CallArguments<std::index_sequence_for<Params...>, Params...> held{{reader.take<Params>()}...};
+  reader.finish();
+  aclOpExecutor executor;
+  ArgumentReader rules(op.info, executor);
+  held.apply([&](const auto&... each) { (rules.note(as_argument(each)), ...); });
+  rules.check_rules();
+  auto computation = held.call(reinterpret_cast<Computation (*)(Params...)>(op.body));
+  call.attributes.all_read();
+  return computation;
+}
+template <class... Params> GraphOperator graph_operator(
+    const char* type, const char* entry, const char* parameters, Computation (*body)(Params...)) {
+  return {type, {entry, parameters}, reinterpret_cast<void (*)()>(body), &prepare_graph<Params...>};
+}
 
 }  // namespace emu
 
-#define GRAPH_OP(TYPE, PARAMS, ...)                                                    \
-  namespace emu::graph_ops {                                                           \
-  static Computation body_##TYPE PARAMS __VA_ARGS__ static Computation prepare_##TYPE( \
-      const GraphCall& call) {                                                         \
-    return GraphBody<&body_##TYPE>::prepare("aclop::" #TYPE, #PARAMS, call);           \
-  }                                                                                    \
-  static const GraphRegistration registration_##TYPE(                                  \
-      {#TYPE, "aclop::" #TYPE, #PARAMS, &prepare_##TYPE}, __FILE__);                   \
+#define GRAPH_OP(TYPE, PARAMS, ...)                                                        \
+  namespace emu::graph_ops {                                                               \
+  static Computation body_##TYPE PARAMS __VA_ARGS__ static GraphOperator operator_##TYPE = \
+      graph_operator(#TYPE, "aclop::" #TYPE, #PARAMS, &body_##TYPE);                       \
+  static const GraphRegistration registration_##TYPE(operator_##TYPE, __FILE__);           \
   }

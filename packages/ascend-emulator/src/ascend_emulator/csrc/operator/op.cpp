@@ -105,8 +105,6 @@ void prepare_worker() {
 }
 
 const char* with_fields(const char* parameters, std::initializer_list<const char*> fields) {
-  if (std::all_of(fields.begin(), fields.end(), [](const char* names) { return !names; }))
-    return parameters;
   auto* out = new std::string;  // once for an operator
   int64_t position = 0;
   for (const char* names : fields) {
@@ -272,6 +270,12 @@ void ArgumentReader::refuse_fractal(const aclTensorList* given) const {
     for (const auto* item : given->items) refuse_fractal(item);
 }
 
+const OperatorFacts& OperatorInfo::facts() {
+  const auto* known = known_facts.load(std::memory_order_relaxed);
+  if (!known) known_facts.store(known = &facts_of(name), std::memory_order_relaxed);
+  return *known;
+}
+
 void ArgumentReader::check() const {
   // A3 refuses complex32 in every operator of PyTorch's tests but complex(): add, clone, fill,
   // zeros, eq, cat, where, index_put (Ascend/pytorch, ci-test, skip_list.json at 52087f69e).
@@ -281,7 +285,7 @@ void ArgumentReader::check() const {
   emu::require(!half || std::string_view(info_.name) == "aclnnComplex", "a tensor is ",
       at::kComplexHalf, "; only aclnnComplex takes it");
   // The rule is about the first argument that is a tensor: arange and eye have only their output.
-  DTypeSet allowed = info_.facts.dtypes;
+  DTypeSet allowed = info_.facts().dtypes;
   size_t first = 0;
   for (size_t position = 0; position < ends_.size(); ++position) {
     check_dtypes(
@@ -308,8 +312,9 @@ int prepare(OperatorInfo& info, c10::function_ref<Computation(ArgumentReader&)> 
     made->compute = take(reader);
     made->failed = std::exchange(claimed, nullptr);
     made->reports_shape = info.reports_shape;
-    made->communicates = info.facts.communicates;
-    *bytes = workspace_bytes(info.facts, made->tensors);
+    const auto& facts = info.facts();
+    made->communicates = facts.communicates;
+    *bytes = workspace_bytes(facts, made->tensors);
     if (fault::armed()) made->hangs = fault::pending() == fault::Kind::hang;
     *executor = hand_out(std::move(made));
   }));

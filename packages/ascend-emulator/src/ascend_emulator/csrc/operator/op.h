@@ -50,8 +50,8 @@ namespace emu {
 using OnFailure = std::function<void(const std::string& reason)>;
 void on_failure(OnFailure failed);
 
-// Callable that an operator executes on the stream. Each execution calls a copy, because a
-// computation may modify its captures and a replayed graph executes it again.
+// Callable that an operator executes on the stream. A computation may modify its captures and a
+// replayed graph executes it again, so each execution calls a copy, unless the callable is const.
 class Computation {
  public:
   Computation() = default;
@@ -61,8 +61,13 @@ class Computation {
       : function_(new Function(std::move(function)),
             [](void* held) { delete static_cast<Function*>(held); }),
         run_([](void* held) {
-          Function copy(*static_cast<const Function*>(held));
-          copy();
+          const auto& function = *static_cast<const Function*>(held);
+          if constexpr (std::is_invocable_v<const Function&>) {
+            function();
+          } else {
+            Function copy(function);
+            copy();
+          }
         }) {}
   void operator()() const { run_(function_.get()); }
 
@@ -205,9 +210,11 @@ inline void partial_access(const Tensor& argument, const Tensor& part) {
 struct BoundClause;
 struct OperatorInfo {
   const char *name, *parameters;  // as in the source
-  bool reports_shape;
-  std::atomic<const std::vector<BoundClause>*> rules{nullptr};  // looked up at the first call
-  const OperatorFacts& facts = facts_of(name);
+  bool reports_shape = false;
+  // Looked up at the first call.
+  std::atomic<const std::vector<BoundClause>*> rules{nullptr};
+  std::atomic<const OperatorFacts*> known_facts{nullptr};
+  const OperatorFacts& facts();
 };
 
 // Converts the arguments of a call and checks their dtypes.
@@ -219,7 +226,7 @@ class ArgumentReader {
         tensors_(executor.tensors),
         ends_(executor.ends),
         signature_(&info) {}
-  template <class T> T take(typename Arg<T>::C value) {
+  template <class T> [[gnu::noinline]] T take(typename Arg<T>::C value) {
     T taken = Arg<T>::get(value);
     if constexpr (reads_fractal<T>) unpack(taken, value);
     else refuse_fractal(value);
@@ -302,15 +309,23 @@ template <class T> auto fields_of(T& value) {
   if constexpr (HasFields<T>) return value.fields();
   else return std::tie(value);
 }
-template <class... Types> std::tuple<Types...> values_of(std::tuple<Types&...>);
+template <class... T> struct Types {};
+template <class... T> Types<T...> types_of(std::tuple<T&...>);
 // Types of the arguments of an operator with these parameters.
-template <class... Params> using Flat =
-    decltype(values_of(std::tuple_cat(fields_of(std::declval<Params&>())...)));
+template <class... Params> auto flat() {
+  if constexpr ((HasFields<Params> || ...))
+    return decltype(types_of(std::tuple_cat(fields_of(std::declval<Params&>())...))){};
+  else return Types<Params...>{};
+}
 // The list of parameters as in the source, with the fields of the structs among them.
 const char* with_fields(const char* parameters, std::initializer_list<const char*> fields);
+template <class... Params> constexpr const char* parameters_of(const char* parameters) {
+  if constexpr ((HasFields<Params> || ...)) return with_fields(parameters, {names_of<Params>()...});
+  else return parameters;
+}
 
 // An argument with stand-ins instead of its tensors.
-template <class T> T stood_in(StandIns& stand_ins, const T& value) {
+template <class T> [[gnu::noinline]] T stood_in(StandIns& stand_ins, const T& value) {
   if constexpr (std::is_same_v<T, Tensor>) {
     return stand_ins.of(value);
   } else if constexpr (std::is_same_v<T, Weight>) {
@@ -337,50 +352,83 @@ template <class T> T stood_in(StandIns& stand_ins, const T& value) {
   }
 }
 
-// GetWorkspaceSize of one operator. Body computes, or checks and returns a Computation.
-template <auto Body, class Name, class Types = void> struct Operator;
-template <class... Params, class R, R (*Body)(Params...), class Name> struct Operator<Body, Name>
-    : Operator<Body, Name, Flat<Params...>> {};
-template <class R, class... Params, R (*Body)(Params...), class Name, class... Types>
-struct Operator<Body, Name, std::tuple<Types...>> {
-  static constexpr char kinds[] = {kind_of<typename Arg<Types>::C>()..., 0};
-  static_assert(is_called_with(Name::text, kinds),
-      "the parameters are not the arguments of op-plugin's calls (facts/arguments.toml)");
+// The parameters of a call. A std::tuple compiles more slowly.
+template <size_t, class T> struct CallArgument {
+  T value;
+};
+template <class Indices, class... Params> struct CallArguments;
+template <size_t... I, class... Params> struct CallArguments<std::index_sequence<I...>, Params...>
+    : CallArgument<I, Params>... {
+  template <class Function> decltype(auto) apply(Function&& function) {
+    return function(static_cast<CallArgument<I, Params>&>(*this).value...);
+  }
+  template <class R> R call(R (*function)(Params...)) const {
+    return function(static_cast<const CallArgument<I, Params>&>(*this).value...);
+  }
+  CallArguments standing_in(StandIns& stand_ins) const {
+    return {
+        {stood_in<Params>(stand_ins, static_cast<const CallArgument<I, Params>&>(*this).value)}...};
+  }
+};
 
-  static int workspace(typename Arg<Types>::C... args, uint64_t* bytes, aclOpExecutor** executor) {
-    static OperatorInfo info{Name::text, with_fields(Name::parameters, {names_of<Params>()...}),
-        (std::is_same_v<Types, Result> || ...)};
+// GetWorkspaceSize of all operators whose bodies have these parameters.
+template <class R, class List, class... Params> struct Prepared;
+template <class R, class... T, class... Params> struct Prepared<R, Types<T...>, Params...> {
+  using Body = R (*)(Params...);
+  using Checks = void (*)(Params...);  // null: none
+  using Held = CallArguments<std::index_sequence_for<Params...>, Params...>;
+
+  [[gnu::noinline]] static int workspace(OperatorInfo& info, Body body, Checks checks, bool dry_run,
+      typename Arg<T>::C... args, uint64_t* bytes, aclOpExecutor** executor) {
     return prepare(
         info,
         [&](ArgumentReader& reader) -> Computation {
-          std::tuple<Params...> held;
-          std::apply([](auto&... each) { return std::tuple_cat(fields_of(each)...); }, held) =
-              std::tuple<Types...>{reader.take<Types>(args)...};
+          Held held = take(reader, args...);
           reader.check();
-          if constexpr (std::is_void_v<R>) {
-            try_out(reader, held);
-            return [held = std::move(held)]() mutable { std::apply(Body, std::move(held)); };
+          if constexpr (!std::is_void_v<R>) {
+            return held.call(body);
           } else {
-            auto computation = std::apply(Body, held);
-            try_out(reader, held);
-            return computation;
+            if (checks) held.call(checks);
+            if (dry_run) {  // of a signature that is seen for the first time
+              try_out(reader.signature(), reader.tensors(), [&](StandIns& stand_ins) {
+                const Held small = held.standing_in(stand_ins);
+                if (checks) small.call(checks);
+                small.call(body);
+              });
+            }
+            return [body, held = std::move(held)] { held.call(body); };
           }
         },
         bytes, executor);
   }
 
-  // Dry run of a signature that is seen for the first time.
-  static void try_out(const ArgumentReader& reader, const std::tuple<Params...>& held) {
-    if constexpr (Name::dry_run) {
-      emu::try_out(reader.signature(), reader.tensors(), [&](StandIns& stand_ins) {
-        std::apply(
-            [&](const Params&... each) {
-              if constexpr (std::is_void_v<R>) Body(stood_in<Params>(stand_ins, each)...);
-              else Body(stood_in<Params>(stand_ins, each)...)();
-            },
-            held);
-      });
+  static Held take(ArgumentReader& reader, typename Arg<T>::C... args) {
+    if constexpr ((HasFields<Params> || ...)) {
+      Held held;
+      held.apply([](auto&... each) { return std::tuple_cat(fields_of(each)...); }) =
+          std::tuple<T...>{reader.take<T>(args)...};
+      return held;
+    } else {
+      return {{reader.take<T>(args)}...};
     }
+  }
+};
+
+// GetWorkspaceSize of one operator. Body computes, or checks and returns a Computation.
+template <auto Body, class Name, class List = void> struct Operator;
+template <class... Params, class R, R (*Body)(Params...), class Name> struct Operator<Body, Name>
+    : Operator<Body, Name, decltype(flat<Params...>())> {};
+template <class R, class... Params, R (*Body)(Params...), class Name, class... T>
+struct Operator<Body, Name, Types<T...>> {
+  static constexpr char kinds[] = {kind_of<typename Arg<T>::C>()..., 0};
+  static_assert(is_called_with(Name::text, kinds),
+      "the parameters are not the arguments of op-plugin's calls (facts/arguments.toml)");
+
+  static int workspace(typename Arg<T>::C... args, uint64_t* bytes, aclOpExecutor** executor) {
+    static OperatorInfo info{
+        Name::text, parameters_of<Params...>(Name::parameters), (std::is_same_v<T, Result> || ...)};
+    return Prepared<R, Types<T...>, Params...>::workspace(
+        info, Body, Name::checks(), Name::dry_run, args..., bytes, executor);
   }
 };
 
@@ -397,29 +445,30 @@ int launch(const char* name, aclOpExecutor* executor, void* stream);
   static void* resolve_##SYMBOL() { return reinterpret_cast<void*>(&__VA_ARGS__); } \
   __attribute__((visibility("default"), ifunc("resolve_" #SYMBOL))) void SYMBOL();  \
   }
-#define OPERATOR_BODY(RETURN, DRY_RUN, NAME, PARAMS, ...)                                     \
+#define OPERATOR_BODY(RETURN, DRY_RUN, CHECKS, NAME, PARAMS, ...)                             \
   namespace emu::ops {                                                                        \
   struct name_##NAME {                                                                        \
     static constexpr const char *text = #NAME, *parameters = #PARAMS;                         \
     static constexpr bool dry_run = DRY_RUN;                                                  \
+    static constexpr auto checks() { return CHECKS; }                                         \
   };                                                                                          \
   static RETURN body_##NAME PARAMS __VA_ARGS__ static const Registration registration_##NAME{ \
       #NAME, computed, __FILE__};                                                             \
   }
-#define OPERATOR(RETURN, DRY_RUN, NAME, PARAMS, ...)                           \
-  OPERATOR_BODY(RETURN, DRY_RUN, NAME, PARAMS, __VA_ARGS__)                    \
+#define OPERATOR(RETURN, DRY_RUN, CHECKS, NAME, PARAMS, ...)                   \
+  OPERATOR_BODY(RETURN, DRY_RUN, CHECKS, NAME, PARAMS, __VA_ARGS__)            \
   RESOLVED(NAME##GetWorkspaceSize,                                             \
       emu::Operator<&emu::ops::body_##NAME, emu::ops::name_##NAME>::workspace) \
   EXPORT int NAME(void*, uint64_t, aclOpExecutor* executor, void* stream) {    \
     return emu::launch(#NAME, executor, stream);                               \
   }
-#define OP(NAME, PARAMS, ...) OPERATOR(void, true, NAME, PARAMS, __VA_ARGS__)
+#define OP(NAME, PARAMS, ...) OPERATOR(void, true, nullptr, NAME, PARAMS, __VA_ARGS__)
 // For outputs whose size is that of a value, which stand-ins do not have.
-#define OP_OF_VALUES(NAME, PARAMS, ...) OPERATOR(void, false, NAME, PARAMS, __VA_ARGS__)
-#define CHECKED(NAME, PARAMS, ...) OPERATOR(Computation, false, NAME, PARAMS, __VA_ARGS__)
+#define OP_OF_VALUES(NAME, PARAMS, ...) OPERATOR(void, false, nullptr, NAME, PARAMS, __VA_ARGS__)
+#define CHECKED(NAME, PARAMS, ...) OPERATOR(Computation, false, nullptr, NAME, PARAMS, __VA_ARGS__)
 #define COMPUTE return [=]() mutable
-#define SHAPED(NAME, PARAMS, CHECKS, ...)     \
-  OPERATOR(Computation, true, NAME, PARAMS, { \
-    CHECKS;                                   \
-    COMPUTE __VA_ARGS__;                      \
-  })
+#define SHAPED(NAME, PARAMS, CHECKS, ...)      \
+  namespace emu::ops {                         \
+  static void checks_##NAME PARAMS { CHECKS; } \
+  }                                            \
+  OPERATOR(void, true, &checks_##NAME, NAME, PARAMS, __VA_ARGS__)

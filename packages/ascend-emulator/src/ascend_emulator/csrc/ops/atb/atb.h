@@ -184,7 +184,7 @@ struct AtbOperator<Body, Name> {
 
 // Operator with C functions, like CHECKED in operator/op.h.
 #define ATB_OPERATOR(NAME, PARAMS, ...)                                                            \
-  OPERATOR_BODY(Computation, false, NAME, PARAMS, __VA_ARGS__)                                     \
+  OPERATOR_BODY(Computation, false, nullptr, NAME, PARAMS, __VA_ARGS__)                            \
   RESOLVED(NAME##GetWorkspaceSize,                                                                 \
       emu::AtbOperator<&emu::ops::body_##NAME, emu::ops::name_##NAME>::workspace)                  \
   EXPORT int NAME(void*, uint64_t, atb::Operation* operation, atb::Context*) {                     \
