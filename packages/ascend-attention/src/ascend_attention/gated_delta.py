@@ -81,7 +81,7 @@ class FusedGatedDeltaRule:
             inputs.v.contiguous(),
             beta=inputs.beta.bfloat16(),
             initial_state=states.bfloat16(),
-            actual_seq_lengths=query_start_loc.diff().int(),
+            actual_seq_lengths=_sizes(query_start_loc),
             scale=inputs.scale,
             g=inputs.g.contiguous(),
         )
@@ -93,6 +93,7 @@ class FusedGatedDeltaRule:
         indices: torch.Tensor,
         query_start_loc: torch.Tensor | None,
         num_accepted_tokens: torch.Tensor | None,
+        may_pad: bool = True,
     ) -> torch.Tensor:
         """As ``ascend_platform.kernels.states.gated_delta.recurrent_rule``.
 
@@ -104,7 +105,7 @@ class FusedGatedDeltaRule:
         if indices.dim() == 1 or query_start_loc is None:
             steps, blocks = 1, indices if indices.dim() == 1 else indices[:, 0]
             rows: Any = slice(0, requests)
-            positions, is_padding = rows, blocks <= 0
+            positions, is_padding = rows, blocks <= 0 if may_pad else None
         else:
             steps, blocks = indices.shape[1], indices.flatten()
             starts, each = query_start_loc[:requests, None], torch.arange(steps, device=device)
@@ -113,9 +114,9 @@ class FusedGatedDeltaRule:
             positions, is_padding = torch.where(exists, rows, len(v)), ~exists | (blocks <= 0)
             if num_accepted_tokens is not None:
                 named["num_accepted_tokens"] = num_accepted_tokens[:requests].clamp(1, steps).int()
-        g, beta = (
-            each[rows].masked_fill_(is_padding[:, None], 0) for each in (inputs.g, inputs.beta)
-        )
+        g, beta = inputs.g[rows], inputs.beta[rows]
+        if is_padding is not None:
+            g, beta = (each.masked_fill(is_padding[:, None], 0) for each in (g, beta))
         in_place = states.dtype == torch.bfloat16 and states.is_contiguous()
         in_place = in_place and len(states) >= len(blocks)
         index = (
@@ -146,6 +147,15 @@ class FusedGatedDeltaRule:
 
 def _name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
+
+
+def _sizes(query_start_loc: torch.Tensor) -> torch.Tensor:
+    """Sequence lengths, which ``query_start_loc`` keeps for the step's other layers."""
+    version = 0 if query_start_loc.is_inference() else query_start_loc._version
+    kept = vars(query_start_loc)
+    if (known := kept.get("_sizes")) is None or known[0] != version:
+        known = kept["_sizes"] = version, query_start_loc.diff().int()
+    return known[1]
 
 
 @functools.cache

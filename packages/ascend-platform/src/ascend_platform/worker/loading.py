@@ -47,8 +47,8 @@ def register_latent_layer() -> None:
         Layer.register_oot(resolve_obj_by_qualname(path))
 
 
-def renew_latent_weights(model: Any, dtype: torch.dtype) -> None:
-    """Compute again what latent attention keeps of the model's weights, such as the copies of
+def renew_kept_weights(model: Any, dtype: torch.dtype) -> None:
+    """Compute again what layers keep of the model's weights, such as the copies of
     npu_mla_prolog_v3.
 
     vLLM's reload puts parameters on the meta device until their layer is loaded, and does the same
@@ -56,7 +56,7 @@ def renew_latent_weights(model: Any, dtype: torch.dtype) -> None:
     """
     if not any(parameter.is_meta for parameter in model.parameters()):
         for layer in model.modules():
-            if isinstance(layer, MLAAttention):
+            if isinstance(layer, MLAAttention) or hasattr(layer, "keeps_weights"):
                 layer.process_weights_after_loading(dtype)
 
 
@@ -88,12 +88,13 @@ class ModelMixin:
             rotary_tables.check(each, self.max_model_len)
         if check := getattr(self.vllm_config.quant_config, "check_loaded", None):
             check(model)
-        if mla_prolog.is_used(self.vllm_config):
+        keeps_weights = any(hasattr(layer, "keeps_weights") for layer in model.modules())
+        if keeps_weights or mla_prolog.is_used(self.vllm_config):
             load, dtype = model.load_weights, self.model_config.dtype
 
             def load_weights(weights: Any) -> Any:
                 loaded = load(weights)
-                renew_latent_weights(model, dtype)
+                renew_kept_weights(model, dtype)
                 return loaded
 
             model.load_weights = load_weights  # Trainers call it in an engine that serves.
@@ -135,4 +136,4 @@ class ModelMixin:
             )
         super().reload_weights(*arguments, **named)  # type: ignore[misc]
         if mla_prolog.is_used(self.vllm_config):
-            renew_latent_weights(self.get_model(), self.model_config.dtype)
+            renew_kept_weights(self.get_model(), self.model_config.dtype)

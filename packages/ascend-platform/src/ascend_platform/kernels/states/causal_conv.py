@@ -49,7 +49,7 @@ def causal_conv1d_fn(
     rows.index_copy_(0, rows_of.histories, history)
     rows.index_copy_(0, rows_of.tokens, tokens)
     states[cache_indices] = rows.index_select(0, rows_of.last).view(-1, kept, rows.shape[1])
-    output = _convolve(rows[None], weight, bias, activation)[0]
+    output = convolve(rows[None], weight, bias, activation)[0]
     return output.index_select(0, rows_of.tokens_without_first).to(dtype).t()
 
 
@@ -135,7 +135,7 @@ def causal_conv1d_update(
             )
             history = state.gather(1, offset.long()[..., None].expand(-1, -1, state.shape[2]))
     window = torch.cat((history, new), 1)
-    output = _convolve(window, weight, bias, activation)
+    output = convolve(window, weight, bias, activation)
     length = kept + steps - 1
     states[index, :length] = torch.where(
         (index > 0).view(-1, 1, 1), window[:, 1 : 1 + length], state[:, :length]
@@ -152,7 +152,7 @@ def causal_conv1d_update(
     return output if out is None else out.copy_(output)
 
 
-def _convolve(
+def convolve(
     rows: torch.Tensor,
     weight: torch.Tensor,
     bias: torch.Tensor | None,

@@ -80,6 +80,7 @@ def recurrent_rule(
     indices: torch.Tensor,
     query_start_loc: torch.Tensor | None,
     num_accepted_tokens: torch.Tensor | None,
+    may_pad: bool = True,
 ) -> torch.Tensor:
     """Compute the token of each request, or its token and draft tokens.
 
@@ -90,6 +91,7 @@ def recurrent_rule(
         query_start_loc: ``[requests + 1]``; None for a token each.
         num_accepted_tokens: ``[requests]``, which of the blocks has the state to begin with, from
         1; or None.
+        may_pad: whether padding tokens may have other decays and strengths than 0.
 
     Returns:
         ``[tokens, heads, values]`` of v's dtype; rows of no request are undefined.

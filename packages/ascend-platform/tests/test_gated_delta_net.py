@@ -1,0 +1,178 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-all project
+"""Qwen's gated delta net in a step of decodes and prefills, against the convolutions and delta rules
+that replace vLLM's, and the order in which its projections are loaded."""
+
+import itertools
+from types import SimpleNamespace
+
+import pytest
+import torch
+from ascend_platform.attention.gated_delta_metadata import PackedRows
+from ascend_platform.kernels.states import causal_conv, gated_delta
+from ascend_platform.ops import gated_delta_net
+from ascend_platform.ops.gated_delta_net import NPUGatedDeltaNetAttention as Layer
+
+KEYS, VALUES, SIZE, WIDTH, BLOCKS = 2, 4, 16, 4, 9
+CHANNELS = (2 * KEYS + VALUES) * SIZE
+FLOAT32 = 2e-5
+
+
+def layer():
+    """The attributes that the methods under test read."""
+    torch.manual_seed(0)
+    found = SimpleNamespace(tp_size=1, key_dim=KEYS * SIZE, head_k_dim=SIZE, head_v_dim=SIZE)
+    found._weight = torch.randn(CHANNELS, 1, WIDTH).npu()
+    found.A_log, found.dt_bias = torch.rand(VALUES).npu(), torch.randn(VALUES).npu()
+    found._kept = {
+        "taps": found._weight[:, 0].t().contiguous(),
+        "rates": -found.A_log.exp(),
+        "biases": found.dt_bias,
+        "zero": torch.zeros(1, CHANNELS).npu(),
+    }
+    found.kv_cache = (
+        torch.randn(BLOCKS, WIDTH - 1, CHANNELS).npu(),
+        torch.randn(BLOCKS, VALUES, SIZE, SIZE).npu(),
+    )
+    found.split_ba = lambda ba: ba.chunk(2, -1)
+    found._inputs = lambda *given: Layer._inputs(found, *given)
+    return found
+
+
+def gates(found, ba):
+    b, a = ba.chunk(2, -1)
+    return a, b, found.A_log, found.dt_bias
+
+
+def starts(sizes):
+    return torch.tensor([0, *itertools.accumulate(sizes)], dtype=torch.int32)
+
+
+def close(found, expected):
+    torch.testing.assert_close(found, expected, rtol=0, atol=FLOAT32)
+
+
+@pytest.fixture(autouse=True)
+def built_in(monkeypatch):
+    monkeypatch.setattr(gated_delta.rules, "decode", gated_delta.recurrent_rule)
+    monkeypatch.setattr(gated_delta.rules, "prefill", gated_delta.chunk_rule)
+
+
+def expected_decode(found, mixed, ba, blocks, conv, states):
+    convolved = causal_conv.causal_conv1d_update(
+        mixed, conv.transpose(1, 2), found._weight[:, 0], None, "silu", blocks
+    )
+    output = mixed.new_empty(len(mixed), 1, VALUES, SIZE)
+    gated_delta.fused_recurrent_gated_delta_rule_packed_decode(
+        convolved, *gates(found, ba), SIZE**-0.5, states, output, blocks, True
+    )
+    return output[:, 0]
+
+
+@pytest.mark.parametrize("padding", [0, 2])
+def test_decodes_and_the_padding_of_a_graph(padding):
+    found = layer()
+    conv, states = (cache.clone() for cache in found.kv_cache)
+    blocks = torch.tensor([3, 7, 1] + [0] * padding, dtype=torch.int32).npu()
+    mixed = torch.randn(len(blocks), CHANNELS).npu()
+    ba = torch.randn(len(blocks), 2 * VALUES).npu()
+    expected = expected_decode(found, mixed[:3], ba[:3], blocks[:3], conv, states)
+    metadata = SimpleNamespace(
+        non_spec_state_indices_tensor=blocks,
+        padding=(blocks <= 0)[:, None] if padding else None,
+    )
+    output = Layer._decode(found, mixed, ba, found.kv_cache[0], metadata)
+    close(output[:3], expected)
+    close(found.kv_cache[1], states)
+    close(found.kv_cache[0][1:], conv[1:])
+    if padding:
+        inputs = Layer._inputs(found, mixed, ba)
+        assert not inputs.g[3:].any()
+        assert not inputs.beta[3:].any()
+
+
+@pytest.mark.parametrize(
+    ("sizes", "decodes", "new"),
+    [
+        ([1, 1, 70, 2, 5], 2, [False, False, True, False, True]),
+        ([5, 3], 0, [True, True]),
+        ([66, 1, 4], 0, [False, False, False]),
+    ],
+)
+def test_prefills_beside_decodes(sizes, decodes, new):
+    found = layer()
+    conv, states = (cache.clone() for cache in found.kv_cache)
+    blocks = torch.tensor([4, 8, 2, 6, 5], dtype=torch.int32).npu()[: len(sizes)]
+    begin, is_new = starts(sizes), torch.tensor(new)
+    mixed, ba = torch.randn(sum(sizes), CHANNELS).npu(), torch.randn(sum(sizes), 2 * VALUES).npu()
+    outputs = []
+    if decodes:
+        outputs.append(
+            expected_decode(
+                found, mixed[:decodes], ba[:decodes], blocks[:decodes], conv.clone(), states
+            )
+        )
+    convolved = causal_conv.causal_conv1d_fn(
+        mixed.t(),
+        found._weight[:, 0],
+        None,
+        conv.transpose(1, 2),
+        begin.npu(),
+        blocks,
+        ~is_new.npu(),
+    ).t()[decodes:]
+    q, k, v, g, beta = gated_delta.fused_post_conv_prep(
+        convolved,
+        *gates(found, ba[decodes:])[:2],
+        found.A_log,
+        found.dt_bias,
+        KEYS,
+        SIZE,
+        SIZE,
+    )
+    inputs = gated_delta.GatedDeltaInputs(q, k, v, g, beta, SIZE**-0.5)
+    rest = blocks[decodes:].long()
+    before = states[rest].masked_fill(is_new[decodes:].npu().view(-1, 1, 1, 1), 0)
+    prefills = (begin[decodes:] - decodes).npu()
+    output, after = gated_delta.chunk_rule(inputs, before, prefills)
+    states[rest] = after
+    metadata = SimpleNamespace(
+        rows=PackedRows.of(begin, is_new, WIDTH - 1, decodes, "npu"),
+        non_spec_state_indices_tensor=blocks,
+        prefill_query_start_loc=prefills,
+        num_decodes=decodes,
+    )
+    close(
+        Layer._prefill(found, mixed, ba, found.kv_cache[0], metadata),
+        torch.cat((*outputs, output)),
+    )
+    close(found.kv_cache[0], conv)
+    close(found.kv_cache[1], states)
+
+
+@pytest.mark.parametrize("packed", [1, 2])
+def test_projections_are_loaded_in_the_order_of_their_parts(packed):
+    """Each of two ranks loads its heads; ``packed`` columns of a quantized weight are one."""
+    heads, sizes, ranks = 4, [2, 2, 6], 2
+    checkpoint = torch.arange(3 * heads * sum(sizes)).view(3, -1)
+    if packed > 1:
+        checkpoint = checkpoint.unflatten(-1, (-1, packed))[..., 0]
+    interleaved = checkpoint.view(3, heads, -1)
+    for rank in range(ranks):
+        rows = interleaved[:, rank * heads // ranks : (rank + 1) * heads // ranks]
+        parts = rows.split([size // packed for size in sizes], -1)
+        expected = torch.cat([part.flatten(1) for part in parts], 1)
+        order = torch.cat(
+            [
+                gated_delta_net._flat(heads // ranks, [size // packed for size in sizes])
+                + each * heads // ranks * sum(sizes) // packed
+                for each in range(ranks)
+            ]
+        )
+        loaded = []
+
+        def load(param, weight, loaded=loaded, rank=rank):
+            loaded.append(weight.chunk(ranks, -1)[rank])
+
+        gated_delta_net._loader(load, 1, order)(None, checkpoint)
+        assert torch.equal(loaded[0], expected)
