@@ -82,7 +82,7 @@ def recipes(model: Mapping[str, Any], found: Mapping[str, Any]) -> Iterator[Reci
             chip,
             npus,
             layout,
-            _environment(model, npus, layout, found["variable"]),
+            _environment(model, npus, found["variable"]),
             _options(model, layout),
         )
 
@@ -131,12 +131,11 @@ def _plan(
 
 
 def _environment(
-    model: Mapping[str, Any], npus: int, layout: Mapping[str, Any], variables: list[dict[str, str]]
+    model: Mapping[str, Any], npus: int, variables: list[dict[str, str]]
 ) -> dict[str, str]:
     copies = model["config"]["num_experts_per_tok"] if model.get("engines") else 1
     moved = -(-model["batched_tokens"] * copies * model["config"].get("hidden_size", 0) * 2 // MIB)
     wanted = {
-        "tensor": npus > 1 and layout["layout"]["tensor"] == npus and not _has_experts(model),
         "buffer": npus > 1 and moved > DEFAULT_BUFFER,
         "modelscope": model.get("modelscope", False),
     }
@@ -146,11 +145,6 @@ def _environment(
         if wanted.get(variable.get("when", ""), "when" not in variable)
     ]
     return {variable["name"]: variable.get("value", str(moved)) for variable in chosen}
-
-
-def _has_experts(model: Mapping[str, Any]) -> bool:
-    config = model["config"]
-    return any("expert" in name for name in (*config, *config.get("text_config", ())))
 
 
 def _options(model: Mapping[str, Any], layout: Mapping[str, Any]) -> tuple[str, ...]:

@@ -2,12 +2,15 @@
 # SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-all project
 """HCCL options in the configuration: refused values, environment variables and group options."""
 
+import math
 import os
 from typing import Any
 
 import pytest
 from ascend_communicator import Options, _take_options
+from ascend_communicator.communicator import expansion_mode
 from ascend_platform import extension
+from vllm.config import VllmConfig, set_current_vllm_config
 
 
 @pytest.fixture(autouse=True)
@@ -28,7 +31,7 @@ def environment(monkeypatch: pytest.MonkeyPatch) -> None:
         ({"groups": {"tp": 4}}, "groups.tp must be an object, not 4; fix: write {…} there"),
         (
             {"groups": {"tp": {"qos": 4}}},
-            "groups.tp has no key 'qos'; fix: use one of buffer_size, exec_timeout",
+            "groups.tp has no key 'qos'; fix: use one of buffer_size, exec_timeout, expansion_mode",
         ),
         (
             {"groups": {"tp": {"buffer_size": 0}}},
@@ -81,3 +84,44 @@ def test_group_options_reach_hccl(scenarios: dict[str, Any]) -> None:
     waited, said = scenarios["options"][0]["waited"]
     assert 2.5 < waited < 15  # 1836 s by default
     assert "HcclAllReduce" in said
+
+
+@pytest.mark.parametrize(
+    ("layout", "group", "variable", "expected"),
+    [
+        ({"tensor_parallel_size": 2}, "tp", None, {"hccl_op_expansion_mode": 3}),
+        ({"tensor_parallel_size": 2}, "ep", None, {}),
+        ({"tensor_parallel_size": 2}, "tp", "AI_CPU", {}),
+        ({"tensor_parallel_size": 2, "enable_expert_parallel": True}, "tp", None, {}),
+        ({"tensor_parallel_size": 2, "pipeline_parallel_size": 2}, "tp", None, {}),
+        ({"tensor_parallel_size": 2, "data_parallel_size": 2}, "tp", None, {}),
+        ({"tensor_parallel_size": 2, "decode_context_parallel_size": 2}, "tp", None, {}),
+        ({"tensor_parallel_size": 2, "distributed_executor_backend": "ray"}, "tp", None, {}),
+        ({}, "tp", None, {}),
+    ],
+)
+def test_lone_tensor_parallelism_uses_the_vector_cores(
+    monkeypatch: pytest.MonkeyPatch,
+    layout: dict[str, Any],
+    group: str,
+    variable: str | None,
+    expected: dict[str, int],
+) -> None:
+    """Not where an NPU has other groups, whose collectives may overlap."""
+    monkeypatch.delenv("HCCL_OP_EXPANSION_MODE", raising=False)
+    if variable:
+        monkeypatch.setenv("HCCL_OP_EXPANSION_MODE", variable)
+    config = VllmConfig()
+    for name, value in ({"distributed_executor_backend": "mp"} | layout).items():
+        setattr(config.parallel_config, name, value)
+    config.parallel_config.world_size = math.prod(
+        layout.get(f"{each}_parallel_size", 1) for each in ("tensor", "pipeline")
+    )
+    with set_current_vllm_config(config):
+        assert expansion_mode(group) == expected
+
+
+def test_expansion_mode_of_a_group() -> None:
+    given = Options(groups={"tp": {"expansion_mode": "default"}, "ep": {"expansion_mode": "AIV"}})
+    modes = [given.hccl_config(group)["hccl_op_expansion_mode"] for group in ("tp", "ep")]
+    assert modes == [0, 3]

@@ -18,8 +18,15 @@ GROUPS = ("tp", "pp", "dp", "ep", "eplb", "etp", "edp", "mc2")
 """Names of vLLM's groups with a device communicator (``vllm/distributed/parallel_state.py``), and
 of MC2's group."""
 
-HCCL_CONFIG = {"buffer_size": "hccl_buffer_size", "exec_timeout": "hccl_exec_timeout"}
+HCCL_CONFIG = {
+    "buffer_size": "hccl_buffer_size",
+    "exec_timeout": "hccl_exec_timeout",
+    "expansion_mode": "hccl_op_expansion_mode",
+}
 """Key of torch_npu's ``ProcessGroupHCCL.Options.hccl_config`` by option of a group."""
+
+EXPANSION_MODES = {"default": 0, "AIV": 3}
+"""HCCL's numbers of the modes (CANN's reference, ``HcclCommConfig``)."""
 
 
 @dataclass(frozen=True)
@@ -32,6 +39,9 @@ class GroupOptions:
     exec_timeout: Annotated[int, extension.Range(1, 2**31 - 1, "seconds")] = extension.option(
         None, "how long a collective waits for other ranks"
     )
+    expansion_mode: Literal["default", "AIV"] = extension.option(
+        None, "`AIV`: collectives on the vector cores; `default`: as HCCL_OP_EXPANSION_MODE says"
+    )
 
 
 @dataclass(frozen=True)
@@ -41,7 +51,9 @@ class Options:
     all2all: Literal["auto", "allgather", "alltoall", "mc2"] = extension.option(
         "auto", "backend of MoE dispatch and combine; `auto` chooses by chip and step"
     )
-    groups: dict[str, Any] = extension.option({}, "`buffer_size` and `exec_timeout` by group")
+    groups: dict[str, Any] = extension.option(
+        {}, "`buffer_size`, `exec_timeout` and `expansion_mode` by group"
+    )
     deterministic: bool = extension.option(False, "collectives whose results are reproducible")
     connect_timeout: Annotated[int, extension.Range(120, 7200, "seconds")] | None = (
         extension.option(None, "how long ranks wait for each other when a group is created")
@@ -58,7 +70,8 @@ class Options:
 
     def hccl_config(self, group: str) -> dict[str, int]:
         """The options of a group by their keys in torch_npu's ``hccl_config``."""
-        return {HCCL_CONFIG[key]: value for key, value in self.groups.get(group, {}).items()}
+        given = self.groups.get(group, {})
+        return {HCCL_CONFIG[key]: EXPANSION_MODES.get(given[key], given[key]) for key in given}
 
 
 def options() -> Options:

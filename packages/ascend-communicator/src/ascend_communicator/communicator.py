@@ -8,18 +8,20 @@ methods that the base class lacks, and MoE dispatch and combine, which return th
 in the base class, without an error.
 """
 
+import os
 from typing import Any
 
 import torch
 import torch.distributed as dist
 import torch_npu
 from ascend_platform import extension
+from vllm.config import get_current_vllm_config_or_none
 from vllm.distributed.device_communicators.base_device_communicator import (
     All2AllManagerBase,
     DeviceCommunicatorBase,
 )
 
-from ascend_communicator import options
+from ascend_communicator import EXPANSION_MODES, HCCL_CONFIG, options
 
 INHERITED = {
     "all_reduce": "HcclAllReduce in place",
@@ -37,6 +39,29 @@ INHERITED = {
 }
 """Inherited methods and the HCCL calls below them. A test compares this list with the base class.
 """
+
+AIV = {HCCL_CONFIG["expansion_mode"]: EXPANSION_MODES["AIV"]}
+
+
+def expansion_mode(group: str) -> dict[str, int]:
+    """Where HCCL schedules a group's collectives, as torch_npu's ``hccl_config``: on the vector
+    cores for tensor parallelism on one machine, if the NPUs have no other groups.
+
+    CANN does not support it for several groups of an NPU at a time. ``HCCL_OP_EXPANSION_MODE``
+    decides for all groups where it is set.
+    """
+    config = get_current_vllm_config_or_none()
+    if config is None:
+        return {}
+    parallel = config.parallel_config
+    is_alone = parallel.world_size_across_dp == parallel.tensor_parallel_size > 1
+    is_alone = is_alone and parallel.decode_context_parallel_size == 1
+    is_local = parallel.distributed_executor_backend == "mp" and parallel.nnodes == 1
+    if group != "tp" or not is_alone or not is_local or parallel.enable_expert_parallel:
+        return {}
+    is_served = extension.chip().family.vector_collectives
+    return AIV if is_served and "HCCL_OP_EXPANSION_MODE" not in os.environ else {}
+
 
 Dispatched = tuple[torch.Tensor, ...] | tuple[torch.Tensor | list[torch.Tensor], ...]
 
@@ -66,7 +91,8 @@ class HCCLCommunicator(DeviceCommunicatorBase):
     def _set_options(self) -> None:
         """Set this group's ``ascend.communicator.groups`` options, before its first call creates
         the HCCL communicator."""
-        if hccl_config := options().hccl_config(self.unique_name.partition(":")[0]):
+        name = self.unique_name.partition(":")[0]
+        if hccl_config := expansion_mode(name) | options().hccl_config(name):
             group: Any = self.device_group
             of_group = group._get_backend(self.device).options
             of_group.hccl_config = {**of_group.hccl_config, **hccl_config}

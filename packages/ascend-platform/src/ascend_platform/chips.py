@@ -44,11 +44,13 @@ class MC2:
         the default.
         group_buffer: whether the buffer size of a group's own HCCL options counts, not only
         HCCL_BUFFSIZE.
+        within_machine: whether data between the NPUs of a machine stays on their own links.
     """
 
     default: MC2Algorithm
     internode: MC2Algorithm | None = None
     group_buffer: bool = True
+    within_machine: bool = True
 
 
 @dataclass(frozen=True)
@@ -65,9 +67,10 @@ class ChipFamily:
         otherwise. quantization: schemes of quantized weights; None means all. top_k_top_p:
         npu_sim_exponential_ and npu_top_k_top_p_sample. moe_routing: npu_moe_init_routing_v2 and
         npu_moe_re_routing, which all-to-all needs. token_unpermute: npu_moe_token_unpermute, which
-        expert parallelism needs. weight_nz: int8 weights of npu_quant_matmul in FRACTAL_NZ, which
-        its documentation recommends. assigns_by_mask: ``tensor[mask] = rows`` works. mc2: MC2's
-        algorithms, None without its operators.
+        expert parallelism needs. weight_nz: int8 weights of npu_quant_matmul and of experts in
+        FRACTAL_NZ, which the operators' documentation recommends. vector_collectives: HCCL's
+        expansion mode AIV. assigns_by_mask: ``tensor[mask] = rows`` works. mc2: MC2's algorithms,
+        None without its operators.
     """
 
     name: str
@@ -80,6 +83,7 @@ class ChipFamily:
     moe_routing: bool = False
     token_unpermute: bool = False
     weight_nz: bool = False
+    vector_collectives: bool = False
     assigns_by_mask: bool = True
     mc2: MC2 | None = None
 
@@ -121,6 +125,7 @@ _A2 = ChipFamily(
     operators=ALL_OPERATORS,
     quantization=None,
     weight_nz=True,
+    vector_collectives=True,
     top_k_top_p=True,
     moe_routing=True,
     token_unpermute=True,
@@ -134,6 +139,7 @@ _A2 = ChipFamily(
         ),
         MC2Algorithm("hierarchy", frozenset({16, 32, 64}), 512, range(32, 10240 + 1, 32), True),
         group_buffer=False,
+        within_machine=False,  # "fullmesh" moves by RDMA (op-plugin's page)
     ),
 )
 
