@@ -45,7 +45,7 @@ CASES = {
         "npu_mla_prolog_v3",
     ),
     "DP2 EP2 by alltoall": ("qwen3-moe", "float32", "DP2 EP2 alltoall", "alltoall"),
-    "DP2 EP2 by mc2": ("mixtral", "bfloat16", "DP2 EP2", "mc2"),
+    "DP2 EP2 by mc2": ("mixtral", "bfloat16", "DP2 EP2 mc2", "mc2"),
     # A rank that decodes one token, which cannot be divided.
     "latents TP2 DP2 EP4": ("deepseek-v3", "float32", "TP2 DP2 EP4", "alltoall"),
 }

@@ -188,14 +188,14 @@ def recreated(rank: int) -> list[int]:
     return sizes
 
 
-def quantized(rank: int) -> list[Any]:
-    """A step by mc2 with experts that take int8."""
-    manager, experts = (
-        parallel_state.get_ep_group().device_communicator.all2all_manager,
-        FactorExperts(rank),
-    )
-    experts.takes_int8 = True
-    return [step(manager, rank, SIZES, experts), experts.dtypes]
+def quantized(rank: int) -> dict[str, list[Any]]:
+    """A step by each backend that sends int8, with experts that take it."""
+    manager, found = parallel_state.get_ep_group().device_communicator.all2all_manager, {}
+    for manager.requested in ("alltoall", "mc2"):
+        experts = FactorExperts(rank)
+        experts.takes_int8 = True
+        found[manager.requested] = [step(manager, rank, SIZES, experts), experts.dtypes]
+    return found
 
 
 class FactorExperts:
@@ -378,7 +378,9 @@ def play(rank: int, port: int) -> dict[str, Any]:
 
 def options(rank: int) -> dict[str, Any]:
     """New groups, one with options, in which a rank waits for the other until the timeout."""
-    given_options = {"communicator": {"groups": {"dp": {"buffer_size": 64, "exec_timeout": 3}}}}
+    given_groups = {"dp": {"buffer_size": 64, "exec_timeout": 3}}
+    # The default takes no mc2 within a machine of this chip.
+    given_options = {"communicator": {"groups": given_groups, "all2all": "mc2"}}
     get_current_vllm_config().additional_config = {"ascend": given_options}
     parallel_state.initialize_model_parallel(backend="hccl")
     groups = {"dp": parallel_state.get_dp_group(), "ep": parallel_state.get_ep_group()}

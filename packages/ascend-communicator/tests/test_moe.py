@@ -16,8 +16,6 @@ from ascend_platform import extension
 FACTORS = torch.tensor([0.5, -1.0, 2.0, -0.5]).double()
 NAMES = {"uneven": ([3, 5], 4), "one rank": ([3, 5], 2), "large": ([300, 2], 4)}
 TAKEN = {
-    ("uneven", "auto", "bfloat16"): "mc2",
-    ("one rank", "auto", "bfloat16"): "mc2",
     ("uneven", "mc2", "bfloat16"): "mc2",
     ("one rank", "mc2", "bfloat16"): "mc2",
     ("large", "mc2", "bfloat16"): "alltoall",
@@ -82,9 +80,10 @@ def test_mc2_and_alltoall_alternate(scenarios: dict[str, Any]) -> None:
             close(made, rank, sizes[rank])
 
 
-def test_int8_tokens_by_mc2(scenarios: dict[str, Any]) -> None:
+@pytest.mark.parametrize("backend", ["alltoall", "mc2"])
+def test_int8_tokens(scenarios: dict[str, Any], backend: str) -> None:
     for rank in range(2):
-        made, dtypes = scenarios["quantized"][rank]
+        made, dtypes = scenarios["quantized"][rank][backend]
         assert dtypes == ["torch.int8"]
         close(made, rank, [3, 5][rank], 0.06)
 

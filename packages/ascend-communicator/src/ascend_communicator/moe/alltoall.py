@@ -20,9 +20,10 @@ def dispatch_and_combine(
     experts: extension.Experts,
 ) -> torch.Tensor:
     """Apply the experts of all ranks to this rank's tokens ``[tokens, hidden]``; see
-    ``HCCLAll2AllManager.dispatch_and_combine``."""
+    ``HCCLAll2AllManager.dispatch_and_combine``. Experts that take int8 get it so, in half of the
+    bytes."""
     # The copies are sorted by expert, hence by rank.
-    rows, row_idx, counts, _ = torch_npu.npu_moe_init_routing_v2(
+    rows, row_idx, counts, scale = torch_npu.npu_moe_init_routing_v2(
         x,
         topk_ids,
         active_num=topk_ids.numel(),
@@ -30,30 +31,44 @@ def dispatch_and_combine(
         expert_tokens_num_type=1,
         expert_tokens_num_flag=True,
         active_expert_range=[0, num_experts],
-        quant_mode=-1,
+        quant_mode=1 if experts.takes_int8 else -1,
     )
     local_counts = torch.empty_like(counts)
     dist.all_to_all_single(local_counts, counts, group=group)
     by_rank = torch.stack((counts, local_counts)).view(2, group.size(), -1)
     # This synchronizes, because HCCL takes the message sizes from the host.
     sent, received = by_rank.sum(-1).tolist()
-    received_rows = rows.new_empty((sum(received), rows.shape[1]))
-    dist.all_to_all_single(received_rows, rows, received, sent, group=group)
-    outputs = (
-        _apply_sorted(received_rows, by_rank[1], experts) if len(received_rows) else received_rows
-    )
-    expert_out = torch.empty_like(rows)
-    dist.all_to_all_single(expert_out, outputs, sent, received, group=group)
+    received_rows = _exchanged(rows, received, sent, group)
+    scales = None
+    if experts.takes_int8:
+        scales = _exchanged(scale.unsqueeze(1), received, sent, group)
+    outputs = x.new_empty((0, x.shape[1]))
+    if len(received_rows):
+        outputs = _apply_sorted(received_rows, scales, by_rank[1], experts)
+    expert_out = _exchanged(outputs, sent, received, group)
     return torch_npu.npu_moe_token_unpermute(expert_out, row_idx, probs=topk_weights)
 
 
+def _exchanged(
+    rows: torch.Tensor, received: list[int], sent: list[int], group: dist.ProcessGroup
+) -> torch.Tensor:
+    """The rows that the ranks send to this one, sorted by rank."""
+    output = rows.new_empty((sum(received), rows.shape[1]))
+    dist.all_to_all_single(output, rows, received, sent, group=group)
+    return output
+
+
 def _apply_sorted(
-    rows: torch.Tensor, counts: torch.Tensor, experts: extension.Experts
+    rows: torch.Tensor,
+    scales: torch.Tensor | None,
+    counts: torch.Tensor,
+    experts: extension.Experts,
 ) -> torch.Tensor:
     """Apply experts to rows sorted by rank and then by expert, after sorting them by expert; counts
-    ``[ranks, experts]``."""
+    ``[ranks, experts]``, scales ``[rows, 1]`` of int8 rows."""
     grouped, totals = regroup(rows, counts)
-    return regroup(experts(grouped, totals), counts.t())[0]
+    scale = None if scales is None else regroup(scales, counts)[0].squeeze(1)
+    return regroup(experts(grouped, totals, scale), counts.t())[0]
 
 
 def regroup(rows: torch.Tensor, counts: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

@@ -102,6 +102,9 @@ class HCCLAll2AllManager(AgRsAll2AllManager):
         with a shape it supports."""
         if self.requested not in ("auto", "mc2"):
             return mc2.Limit(0, "")
+        family, is_chosen = self.chip.family, self.requested == "auto"
+        if is_chosen and family.mc2 and not (family.mc2.within_machine or self.internode):
+            return mc2.Limit(0, f"MC2 of {self.chip.name} leaves the machine")
         if shape not in self._limits:
             limit = mc2.token_limit(self.chip, shape, self.internode, self._buffer_mib(shape))
             # HCCL_BUFFSIZE may differ between machines
