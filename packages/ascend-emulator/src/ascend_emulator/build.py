@@ -77,8 +77,8 @@ UNITS = {
     "loops": ("ops/moe", "ops/normalization", "ops/transformer"),
     "kernels": ("ops/matmul/kernels", "ops/attention/kernels"),
 }
-# Units with loops of their own. Operators that call ATen need no more than -O1.
-OPTIMIZED_UNITS = ("loops", "kernels")
+# Operators that call ATen need no more than -O1; two units have loops of their own.
+OPTIMIZATION = {"stubs": "-O0", "loops": "-O3", "kernels": "-O3"}
 # Units of operators share a precompiled header, because parsing ATen's headers takes most of the
 # time without one. Units with -O3 do not: g++ 12 crashes where the header was compiled with -O1.
 OPERATOR_UNITS = ("pointwise", "nn", "attention", "composed", "products")
@@ -170,7 +170,7 @@ def units(directory: Path = SOURCES) -> dict[str, list[Path]]:
 
 
 def _optimization(unit: str) -> str:
-    return "-O3" if unit in OPTIMIZED_UNITS else "-O1"
+    return OPTIMIZATION.get(unit, "-O1")
 
 
 def _with_headers(sources: list[Path], *folders: Path) -> list[Path]:

@@ -5,7 +5,10 @@
 // core/jitter.h), so results are bitwise identical on all of them and in all runs.
 #include "collectives.h"
 
-#include <ATen/ATen.h>
+#include <ATen/core/LegacyTypeDispatch.h>
+#include <ATen/ops/from_blob.h>
+#include <ATen/ops/maximum.h>
+#include <ATen/ops/minimum.h>
 #include <c10/core/impl/LocalDispatchKeySet.h>
 
 #include <cstring>

@@ -38,6 +38,12 @@ __attribute__((destructor)) void report() {
 }  // namespace
 }  // namespace emu::rule_counts
 
+void emu::rule(const char* id, c10::function_ref<void()> check) {
+  try {
+    check();
+  } catch (const Error& error) { broken(id, error); }
+}
+
 void emu::broken(const char* id, const Error& error) {
   const auto* known = rules;
   while (known->id && std::strcmp(known->id, id)) ++known;
