@@ -46,7 +46,11 @@ COMMON |= {
     "async_scheduling": False,
     "distributed_executor_backend": "external_launcher",
 }
-COMMON |= {"enforce_eager": True}  # This counts what a graph would capture.
+# This counts what a graph would capture: vLLM switches fusions off in eager mode.
+COMMON |= {
+    "enforce_eager": True,
+    "compilation_config": {"pass_config": {"fuse_norm_quant": True}},
+}
 
 
 def steps(case: dict[str, Any], directory: Path) -> dict[str, Any]:

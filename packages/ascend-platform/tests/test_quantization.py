@@ -189,8 +189,15 @@ def test_experts(spec, dtype, counts):
     )
 
 
-@pytest.mark.parametrize("inner", [32, 64])  # the second by npu_dequant_swiglu_quant
-def test_swiglu_of_int8_experts(inner):
+# Of two forms: by npu_grouped_matmul_swiglu_quant_v2, then by npu_dequant_swiglu_quant if 64 divides
+# the inner size, then by npu_swiglu.
+@pytest.mark.parametrize(
+    ("inner", "weight_nz", "form"),
+    [(64, True, "FRACTAL_NZ"), (32, True, "FRACTAL_NZ"), (64, False, "ND"), (32, False, "ND")],
+)
+def test_swiglu_of_int8_experts(monkeypatch, inner, weight_nz, form):
+    platform = options.Platform(weight_nz=weight_nz)
+    monkeypatch.setitem(options._current, "platform", platform)
     scheme, dtype = SCHEMES["W8A8_DYNAMIC"], torch.float16
     torch.manual_seed(1)
     matrices = []
@@ -205,12 +212,10 @@ def test_swiglu_of_int8_experts(inner):
                 for n in ("values", "scale", "zero")
             )
         )
-        matrices.append(
-            (
-                torch.stack([own.numbers() for own in made]),
-                scheme.pack(scheme.checked(stored, "x"), dtype),
-            )
-        )
+        with set_current_vllm_config(None):
+            packed = scheme.pack(scheme.checked(stored, "x"), dtype)
+        assert torch_npu.get_npu_format(packed["weight"]).name == form
+        matrices.append((torch.stack([own.numbers() for own in made]), packed))
     x, expert = torch.randn(6, IN).to(dtype), torch.tensor([0, 0, 1, 1, 1, 1])
     (first, first_packed), (second, second_packed) = matrices
     actual = scheme.swiglu(first_packed, second_packed, x.npu(), torch.tensor([2, 4]).npu())

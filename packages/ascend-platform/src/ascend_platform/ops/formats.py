@@ -23,3 +23,10 @@ def to_nz(matrix: torch.Tensor) -> torch.Tensor:
         return torch_npu.npu_format_cast(matrix.contiguous(), FRACTAL_NZ)
     finally:
         torch.npu.config.allow_internal_format = False  # torch_npu's default
+
+
+def is_nz(matrix: torch.Tensor) -> bool:
+    """Whether a matrix is in the format FRACTAL_NZ."""
+    import torch_npu
+
+    return int(torch_npu.get_npu_format(matrix)) == FRACTAL_NZ

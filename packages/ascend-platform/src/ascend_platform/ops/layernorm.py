@@ -6,6 +6,7 @@ Shapes, dtypes and limits of the operators are those of ``torch_npu/_op_plugin_d
 torch_npu wheel.
 """
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -20,9 +21,13 @@ class NPURMSNorm(RMSNorm):
     """RMSNorm by npu_rms_norm and npu_add_rms_norm, for a weight of the input's dtype and the whole
     last dimension."""
 
+    quantizing: Callable[[torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]] | None
+    """With a residual, in the place of npu_add_rms_norm (``ops/norm_quant.py``), or None."""
+
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         lacking = host.chip_family().lacks("npu_rms_norm", "npu_add_rms_norm")
+        self.quantizing = None
         self.is_fused = not lacking and self.has_weight and self.variance_size_override is None
 
     def forward_oot(
@@ -35,6 +40,8 @@ class NPURMSNorm(RMSNorm):
             return self.forward_native(x, residual)
         if residual is None:
             return torch_npu.npu_rms_norm(x, weight, self.variance_epsilon)[0]
+        if self.quantizing is not None and x.dim() == 2:
+            return self.quantizing(x, residual)
         normed, _, total = torch_npu.npu_add_rms_norm(x, residual, weight, self.variance_epsilon)
         return normed, total
 

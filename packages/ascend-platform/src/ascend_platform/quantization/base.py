@@ -89,6 +89,7 @@ class Scheme:
         offsets: whether it supports a non-zero zero_point.
         packed: names of the tensors that ``pack`` returns.
         int8_rows: whether experts take rows that are already quantized to int8, dynamically by row.
+        takes_rows: whether linear layers do.
     """
 
     name: ClassVar[str]
@@ -98,6 +99,7 @@ class Scheme:
     offsets: ClassVar[bool] = False
     packed: ClassVar[tuple[str, ...]] = ("weight", "weight_scale")
     int8_rows: ClassVar[bool] = False
+    takes_rows: ClassVar[bool] = False
 
     @property
     def bits(self) -> int:
@@ -206,6 +208,18 @@ class Scheme:
         dtype."""
         raise NotImplementedError
 
+    def apply_int8(
+        self,
+        values: torch.Tensor,
+        scale: torch.Tensor,
+        own: Tensors,
+        bias: torch.Tensor | None,
+        dtype: torch.dtype,
+    ) -> torch.Tensor:
+        """As :meth:`apply` for int8 rows with ``scale`` float32 ``[rows]``, if ``takes_rows``; the
+        result has this dtype."""
+        raise NotImplementedError
+
     def grouped(self, rows: torch.Tensor, own: Tensors, counts: torch.Tensor) -> torch.Tensor:
         """Multiply each expert's rows by its matrix; see
         ``ascend_platform.ops.moe.grouped.grouped_matmul``.
@@ -258,17 +272,22 @@ class Scheme:
 def unpack_words(words: torch.Tensor, bits: int, dim: int = -1) -> torch.Tensor:
     """Unpack int32 words to int8: unsigned values, lowest bits first, minus the middle of their
     range."""
-    dim %= words.dim()
-    fields = [(words >> shift) & (2**bits - 1) for shift in range(0, 32, bits)]
-    values = torch.stack(fields, dim + 1).flatten(dim, dim + 1)
-    return (values - 2 ** (bits - 1)).to(torch.int8)
+    parts = words.movedim(dim, -1).contiguous().view(torch.uint8)
+    values = parts.half() if bits == 8 else _halves(parts).flatten(-2)
+    return (values - 2 ** (bits - 1)).to(torch.int8).movedim(-1, dim).contiguous()
 
 
 def unpack_int4_rows(pairs: torch.Tensor) -> torch.Tensor:
     """Unpack the four-bit values of int8 ``[..., rows, in]`` to int8 ``[..., 2 * rows, in]``, lower
     half first."""
-    low, high = ((pairs.int() & 15) ^ 8) - 8, pairs.int() >> 4
-    return torch.stack((low, high), -2).flatten(-3, -2).to(torch.int8)
+    values = _halves(pairs.contiguous().view(torch.uint8)).movedim(-1, -2).flatten(-3, -2)
+    return torch.where(values > 7, values - 16, values).to(torch.int8)
+
+
+def _halves(parts: torch.Tensor) -> torch.Tensor:
+    """The lower and the upper four bits of bytes, float16 ``[..., 2]``; the AI CPU computes
+    shifts."""
+    return torch.stack(((parts & 15).half(), (parts & 240).half() / 16), -1)
 
 
 def pack_int4(weight: torch.Tensor) -> torch.Tensor:
@@ -280,14 +299,14 @@ def pack_int4(weight: torch.Tensor) -> torch.Tensor:
 
 
 def transpose_int8(weight: torch.Tensor) -> torch.Tensor:
-    """Transpose int8 ``[..., out, in]`` to ``[..., in, out]``; a matrix of npu_quant_matmul, not of
-    experts, to FRACTAL_NZ.
+    """Transpose int8 ``[..., out, in]`` to ``[..., in, out]``, where the chip reads it faster in
+    FRACTAL_NZ.
 
     FRACTAL_NZ has blocks of 16 by 32 values; a matrix that they do not divide keeps the base
     format.
     """
     across = weight.transpose(-1, -2).contiguous()
-    if across.dim() > 2 or across.shape[0] % 16 or across.shape[1] % 32 or not uses_weight_nz():
+    if across.shape[-2] % 16 or across.shape[-1] % 32 or not uses_weight_nz():
         return across
     return to_nz(across)
 

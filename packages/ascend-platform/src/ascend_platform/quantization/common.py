@@ -49,7 +49,7 @@ def check_chip(schemes: Iterable[str]) -> None:
 
 
 def uses_weight_nz() -> bool:
-    """Whether matrices of npu_quant_matmul are stored in FRACTAL_NZ: the option
+    """Whether int8 matrices, of experts too, are stored in FRACTAL_NZ: the option
     ``ascend.platform.weight_nz``, or by chip."""
     asked = options.current_platform().weight_nz
     return chips.chip().family.weight_nz if asked is None else bool(asked)

@@ -88,6 +88,8 @@ class ModelMixin:
             rotary_tables.check(each, self.max_model_len)
         if check := getattr(self.vllm_config.quant_config, "check_loaded", None):
             check(model)
+        if self.vllm_config.quant_config is not None and not compiled:
+            self._fuse_norms(model)
         keeps_weights = any(hasattr(layer, "keeps_weights") for layer in model.modules())
         if keeps_weights or mla_prolog.is_used(self.vllm_config):
             load, dtype = model.load_weights, self.model_config.dtype
@@ -110,6 +112,13 @@ class ModelMixin:
             from ascend_platform.attention import indexer
 
             indexer.install(self.compilation_config.static_forward_context)
+
+    def _fuse_norms(self: Any, model: torch.nn.Module) -> None:
+        """Fuse norms with the quantization after them; a compiled model has a pass for it."""
+        from ascend_platform.ops import norm_quant
+
+        if self.compilation_config.pass_config.fuse_norm_quant:
+            norm_quant.install(model)
 
     def load_lora_model(self: Any, *arguments: Any, **named: Any) -> torch.nn.Module:
         """Replace the model's layers by those with adapters, as vLLM does, with corrections; some

@@ -25,6 +25,7 @@ from vllm.model_executor.parameter import (
 )
 
 from ascend_platform.errors import RefusedError
+from ascend_platform.ops.norm_quant import rows_of
 from ascend_platform.quantization.base import Layout, Quantized, Scheme, Stored, Tensors
 
 
@@ -113,6 +114,9 @@ def apply(
 ) -> torch.Tensor:
     """Multiply x ``[..., in]`` by the layer's matrix: ``[..., out]``."""
     own = {name: getattr(layer, name) for name in scheme.packed}
+    if scheme.takes_rows and (rows := rows_of(x)):
+        dtype: Any = layer.params_dtype
+        return scheme.apply_int8(*rows, own, bias, dtype)
     product = scheme.apply(x.reshape(-1, x.shape[-1]), own, bias)
     return product.view(*x.shape[:-1], product.shape[-1])
 

@@ -12,7 +12,8 @@ import torch
 import torch_npu
 
 from ascend_platform.errors import RefusedError
-from ascend_platform.ops.moe.grouped import grouped_matmul
+from ascend_platform.ops.formats import is_nz
+from ascend_platform.ops.moe.grouped import grouped_matmul, list_type
 from ascend_platform.quantization.base import (
     Layout,
     Quantized,
@@ -26,6 +27,8 @@ from ascend_platform.quantization.base import (
 FUSED_STEP, FUSED_MOST = 64, 10496
 """Intermediate sizes that npu_dequant_swiglu_quant supports with groups: multiples of the first up
 to the second (its documentation)."""
+MOST_COLUMNS = 10240
+"""Of the first matrix of npu_grouped_matmul_swiglu_quant_v2 (its documentation)."""
 
 
 class W8A8(Scheme):
@@ -115,13 +118,24 @@ def shared_input_value(given: torch.Tensor, layer: str) -> torch.Tensor:
 class W8A8Dynamic(Scheme):
     name = "W8A8_DYNAMIC"
     int8_rows = True
+    takes_rows = True
 
     def pack(self, matrix: Quantized, dtype: torch.dtype) -> dict[str, torch.Tensor]:
         return {"weight": transpose_int8(matrix.weight), "weight_scale": per_row(matrix.scale)}
 
     def apply(self, x: torch.Tensor, own: Tensors, bias: torch.Tensor | None) -> torch.Tensor:
         values, scale = torch_npu.npu_dynamic_quant(x)
-        options = {"pertoken_scale": scale, "bias": bias, "output_dtype": x.dtype}
+        return self.apply_int8(values, scale, own, bias, x.dtype)
+
+    def apply_int8(
+        self,
+        values: torch.Tensor,
+        scale: torch.Tensor,
+        own: Tensors,
+        bias: torch.Tensor | None,
+        dtype: torch.dtype,
+    ) -> torch.Tensor:
+        options = {"pertoken_scale": scale, "bias": bias, "output_dtype": dtype}
         return torch_npu.npu_quant_matmul(values, own["weight"], own["weight_scale"], **options)
 
     def pack_down(self, matrix: Quantized, dtype: torch.dtype) -> dict[str, torch.Tensor]:
@@ -150,21 +164,45 @@ class W8A8Dynamic(Scheme):
         scale: torch.Tensor | None = None,
         dtype: torch.dtype | None = None,
     ) -> torch.Tensor:
-        inner = first["weight"].shape[-1] // 2
-        if inner % FUSED_STEP or inner > FUSED_MOST:
+        columns = first["weight"].shape[-1]
+        is_fused = columns <= MOST_COLUMNS and is_nz(first["weight"])
+        if not is_fused and (columns // 2 % FUSED_STEP or columns // 2 > FUSED_MOST):
             return super().swiglu(first, second, rows, counts, scale, dtype)
         dtype = dtype or rows.dtype
         values, scale = torch_npu.npu_dynamic_quant(rows) if scale is None else (rows, scale)
-        sums = grouped_matmul(values, first["weight"], counts, output_dtype=torch.int32)
-        values, scale = torch_npu.npu_dequant_swiglu_quant(
-            sums,
-            weight_scale=first["weight_scale"],
-            activation_scale=scale,
-            group_index=counts,
-            activate_left=True,
-            quant_mode=1,
-        )
+        quantized = _matmul_swiglu_quant if is_fused else _matmul_then_swiglu_quant
+        values, scale = quantized(first, values, scale, counts)
         return self.grouped_int8(values, scale, second, counts, dtype)
+
+
+def _matmul_swiglu_quant(
+    own: Tensors, values: torch.Tensor, scale: torch.Tensor, counts: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """SwiGLU of a grouped matmul in FRACTAL_NZ, as int8 with a scale for each row, by one
+    operator."""
+    return torch_npu.npu_grouped_matmul_swiglu_quant_v2(
+        values,
+        [own["weight"]],
+        [own["weight_scale"]],
+        scale,
+        counts,
+        group_list_type=list_type(counts),
+    )
+
+
+def _matmul_then_swiglu_quant(
+    own: Tensors, values: torch.Tensor, scale: torch.Tensor, counts: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """As :func:`_matmul_swiglu_quant`, in any format, by two operators."""
+    sums = grouped_matmul(values, own["weight"], counts, output_dtype=torch.int32)
+    return torch_npu.npu_dequant_swiglu_quant(
+        sums,
+        weight_scale=own["weight_scale"],
+        activation_scale=scale,
+        group_index=counts,
+        activate_left=True,
+        quant_mode=1,
+    )
 
 
 def _output_scale(scale: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
