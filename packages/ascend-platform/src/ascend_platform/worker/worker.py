@@ -36,7 +36,7 @@ from ascend_platform.overrides import guard, shims
 from ascend_platform.plugins import slots
 from ascend_platform.process import sockets, watchdog
 from ascend_platform.transfer.checkpoint import note_files
-from ascend_platform.worker import process_groups, runners, sleep_mode
+from ascend_platform.worker import cores, process_groups, runners, sleep_mode
 from ascend_platform.worker.sleep_mode import VirtualMemoryBackend, notify_awake
 
 
@@ -207,6 +207,7 @@ class NPUWorker(Worker):
         freeze_gc_heap()
         maybe_attach_gc_debug_callback()
         notify_awake(True)
+        cores.bind(self.parallel_config, self.local_rank)
         assert self.device is not None
         stop_metrics = metrics.report(self.vllm_config, self.rank, self.device.index)
         # Also at exit, before the interpreter destroys the modules that the thread uses.
