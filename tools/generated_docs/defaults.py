@@ -24,7 +24,7 @@ def linked(source: str) -> str:
 
 
 def switch(off: dict[str, str]) -> str:
-    """What a user gives to switch a default off."""
+    """Option, or variable, that switches a default off."""
     kind, name = next(iter(off.items()))
     if kind == "serve":
         return f"`{name}`"
@@ -43,7 +43,7 @@ def evidence() -> str:
 
 
 def published() -> str:
-    """What vllm-ascend has measured, and whether it is built here."""
+    """Features that vllm-ascend has measured, and whether they are built here."""
     rows = [
         [each["what"], linked(each["source"]), each["number"], each["state"]]
         for each in data()["published"]
