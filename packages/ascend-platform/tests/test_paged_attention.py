@@ -190,6 +190,52 @@ def test_cross_attention(num_decodes):
     attend(slots[:0].npu(), None, None)
 
 
+@pytest.mark.parametrize("window", [None, 24])
+def test_values_of_another_size_than_keys(window):
+    """MiMo-V2: two prefills, then a decode of each."""
+    lens, total, starts = [40, 70], [41, 71], [0, 40, 110]
+    keys, values = ([torch.randn(n, 2, width) for n in total] for width in (32, 16))
+    table = torch.arange(10, dtype=torch.int32).view(2, 5).npu()
+    pages = (torch.full((10, BLOCK_SIZE, 2, width), torch.nan).npu() for width in (32, 16))
+    cache, layer = KVCachePair(*pages), paged.PagedAttentionImpl(4, 32, 0.2, 2, None, window)
+    slots = [torch.arange(n) + 5 * BLOCK_SIZE * i for i, n in enumerate(total)]
+
+    def attend(new, rows, **options):
+        meta = paged.PagedAttentionMetadata(
+            block_table=table,
+            slot_mapping=torch.cat([own[new] for own in slots]).npu(),
+            causal=True,
+            **options,
+        )
+        output, query = torch.empty(rows, 4, 16).npu(), torch.randn(rows, 4, 32)
+        own = (torch.cat([each[new] for each in both]).npu() for both in (keys, values))
+        layer.forward(None, query.npu(), *own, cache, meta, output)
+        pairs = zip(query.split([rows // 2] * 2 if rows == 2 else lens), keys, values, strict=True)
+        until = slice(None, new.stop)
+        expected = [reference(q, k[until], v[until], 0.2, window) for q, k, v in pairs]
+        torch.testing.assert_close(output.cpu().double(), torch.cat(expected), atol=1e-5, rtol=1e-5)
+
+    none = torch.empty(0, dtype=torch.int32).npu()
+    attend(
+        slice(0, -1),
+        110,
+        query_start_loc=starts,
+        seq_lens=lens,
+        num_decodes=0,
+        decode_seq_lens=none,
+        max_decode_tokens=0,
+    )
+    attend(
+        slice(-1, None),
+        2,
+        query_start_loc=[0, 1, 2],
+        seq_lens=total,
+        num_decodes=2,
+        decode_seq_lens=torch.tensor(total, dtype=torch.int32).npu(),
+        max_decode_tokens=80,
+    )
+
+
 def test_unsupported_features_are_refused():
     with pytest.raises(RefusedError, match="encoder-only attention"):
         paged.PagedAttentionImpl(2, 16, 1.0, attn_type="encoder_only")

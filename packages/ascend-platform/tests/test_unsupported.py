@@ -148,16 +148,6 @@ def test_unsupported_prefill_context_parallelism_is_refused(monkeypatch):
     assert refused.endswith(", graph modes other than FULL_DECODE_ONLY")
 
 
-def test_values_of_another_head_size_are_refused_by_name():
-    text = SimpleNamespace(head_dim=192, v_head_dim=128, swa_head_dim=192, swa_v_head_dim=192)
-    config = SimpleNamespace(
-        model_config=SimpleNamespace(architecture="MiMoV2FlashForCausalLM", hf_text_config=text)
-    )
-    assert unsupported._other_value_heads(config) == "192 and 128"
-    text.head_dim = 128
-    assert not unsupported._other_value_heads(config)
-
-
 EXPERTS = {
     "architectures": ["Qwen3MoeForCausalLM"],
     "model_type": "qwen3_moe",
@@ -234,5 +224,9 @@ def test_images_with_bidirectional_attention_are_not_split(model):
     assert engine_config(directory).scheduler_config.disable_chunked_mm_input
     text = engine_config(directory, limit_mm_per_prompt={"image": 0})
     assert not text.scheduler_config.disable_chunked_mm_input
+    config = SimpleNamespace(
+        model_config=SimpleNamespace(is_mm_prefix_lm=True, architecture="Gemma4ForCausalLM")
+    )
+    assert unsupported._other_image_attention(config)
     with pytest.raises(ValueError, match="decode context parallelism with bidirectional"):
         engine_config(directory, tensor_parallel_size=4, decode_context_parallel_size=2)

@@ -277,6 +277,15 @@ class PagedAttentionBackend(AttentionBackendBase, AttentionBackend):
         return True
 
     @classmethod
+    def is_supported_on_current_device(cls, **sizes: Any) -> bool:
+        """Whether keys and values may have heads of different sizes."""
+        return True
+
+    @classmethod
+    def set_head_size_v(cls, head_size_v: int) -> None:
+        """No-op: a cache's values have their own size."""
+
+    @classmethod
     def get_preferred_block_size(cls, default_block_size: int) -> int:
         # The fused kernel's block size, so that prefix-cache hits do not depend on the backend.
         return 128

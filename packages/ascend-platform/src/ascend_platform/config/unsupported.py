@@ -93,6 +93,11 @@ def _shards_sparse_context(config: VllmConfig) -> bool:
     )
 
 
+def _other_image_attention(config: VllmConfig) -> bool:
+    model = config.model_config
+    return model.is_mm_prefix_lm and not model.architecture.startswith("Gemma3For")
+
+
 def _shards_image_context(config: VllmConfig) -> bool:
     shards = config.parallel_config.decode_context_parallel_size
     return shards > 1 and config.model_config.is_mm_prefix_lm
@@ -122,19 +127,6 @@ def _other_prefill_context(config: VllmConfig) -> str:
         "graph modes other than FULL_DECODE_ONLY": mode not in supported,
     }
     return ", ".join(name for name, asked in others.items() if asked)
-
-
-def _other_value_heads(config: VllmConfig) -> str:
-    """vLLM's MiMo-V2 takes kernels of FlashAttention or Triton by name where the sizes differ
-    (``mimo_v2.py``)."""
-    text = config.model_config.hf_text_config
-    if not config.model_config.architecture.startswith("MiMoV2"):
-        return ""
-    for prefix in ("", "swa_"):
-        key, value = (getattr(text, f"{prefix}{name}", None) for name in ("head_dim", "v_head_dim"))
-        if value not in (None, key):
-            return f"{key} and {value}"
-    return ""
 
 
 def _scaled_residual(config: VllmConfig) -> str:
@@ -227,9 +219,14 @@ FEATURES = (
         _shards_sparse_context,
         of_model=True,
     ),
-    Feature("heads of keys and values of different sizes", _other_value_heads, of_model=True),
     Feature(
         "sandwich norms in float16, which vLLM computes wrongly", _scaled_residual, of_model=True
+    ),
+    Feature(
+        "bidirectional attention between the tokens of an image beyond Gemma 3's (--limit-mm-per-prompt"
+        " '{\"image\": 0}' serves the text model)",
+        _other_image_attention,
+        of_model=True,
     ),
     Feature(
         "decode context parallelism with bidirectional attention between the tokens of an image",
