@@ -22,6 +22,26 @@ KEPT = checkout.TOOLS / "generated_docs" / "models.json"
 REASONS = KEPT.with_name("architectures.toml")
 
 
+def unmeasured(known: set[str]) -> dict[str, dict[str, str]]:
+    """The other architectures of vLLM's registry: refused by the platform, or not measured, with
+    the cause."""
+    from ascend_platform.config.architectures import refusal
+    from vllm.model_executor.models.registry import _MULTIMODAL_MODELS
+
+    causes = tomllib.loads(REASONS.read_text())["not measured"]
+    found = {}
+    for name, cause in registry.others().items():
+        line = refusal(name)
+        if name in known:
+            continue
+        found[name] = {"result": "refused", "message": f"RefusedError: {line}"}
+        if not line:
+            found[name] = {"result": "not measured", "message": cause or causes[name]}
+        if name in _MULTIMODAL_MODELS:
+            found[name]["inputs"] = ""
+    return found
+
+
 def main() -> None:
     """See tools/check architectures."""
     parser = argparse.ArgumentParser(prog="tools/check architectures", description=__doc__)
@@ -69,6 +89,9 @@ def main() -> None:
                 known[found.pop("architecture")] = found
                 options.results.write_text(json.dumps(dict(sorted(known.items())), indent=1) + "\n")
                 print(found, flush=True)
+    known = {name: found for name, found in known.items() if found["result"] != "not measured"}
+    known |= unmeasured(set(known))
+    options.results.write_text(json.dumps(dict(sorted(known.items())), indent=1) + "\n")
     explained = tomllib.loads(REASONS.read_text())["differs"]
     wrong = [
         name

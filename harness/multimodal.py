@@ -40,15 +40,21 @@ def limits(kind: str) -> dict[str, Any]:
     """The option for the most images and videos of a prompt."""
     family = FAMILIES[kind]
     media = {"image": family.image, "video": family.video, "audio": family.sound}
-    return {"limit_mm_per_prompt": {name: 2 for name, placeholder in media.items() if placeholder}}
+    most = {name: family.most for name, each in media.items() if each}
+    if "audio_config" in family.more and not family.sound:  # A model of all media, without parts.
+        most |= {"audio": 0, "video": 0}
+    return {"limit_mm_per_prompt": most}
 
 
 def prompts(kind: str) -> list[str]:
     """Text, an image or a sound, two of different sizes, and a video, if the type has any; beside
-    the two images a sound."""
+    the two images a sound. Where a prompt has one image at most, it begins with it."""
     family = FAMILIES[kind]
-    first, sound = family.image or family.sound, family.sound if family.image else ""
+    first = family.image or family.sound or family.video
+    sound = family.sound if family.image else ""
     last = f"is {family.video}" if family.video else first * 2
+    if family.most == 1:
+        return ["1+1=", f"{first}what?", f"{first}how many", f"{first}?"]
     return ["1+1=", f"what is {first}?", f"{first} or {first}: how many{sound}", last]
 
 
@@ -104,10 +110,10 @@ def request(kind: str, number: int) -> dict[str, Any]:
 
 
 def reference(
-    kind: str, path: Path, dtype: str = "float32"
+    kind: str, path: Path, dtype: str = "float32", adapter: Path | None = None
 ) -> Callable[[int, tuple[int, ...]], Any]:
     """Logits ``[tokens, vocabulary]`` of transformers for an answer's tokens, with the engine's
-    weights, in float32."""
+    weights and an adapter of PEFT's, in float32."""
     import torch
     import transformers
 
@@ -115,6 +121,10 @@ def reference(
         path, dtype=getattr(torch, dtype), attn_implementation="eager"
     )
     model = model.eval().float()
+    if adapter:
+        import peft
+
+        model = peft.PeftModel.from_pretrained(model, str(adapter)).merge_and_unload()
     answering = getattr(model, FAMILIES[kind].part, model)
     processor = transformers.AutoProcessor.from_pretrained(path)
 
@@ -145,7 +155,9 @@ def reference(
         given["input_ids"] = torch.cat([prompt, torch.tensor([tokens])], 1)
         for name in ("mm_token_type_ids", "token_type_ids"):
             if name in given:
-                given[name] = torch.nn.functional.pad(given[name], (0, len(tokens)))
+                # Of PaliGemma 0 is the prefix, whose tokens attend in both directions.
+                suffix = int(kind == "paligemma")
+                given[name] = torch.nn.functional.pad(given[name], (0, len(tokens)), value=suffix)
         if answering is not model:  # Its positions are computed only with a mask.
             given["attention_mask"] = torch.ones_like(given["input_ids"])
         with torch.no_grad():

@@ -8,8 +8,6 @@ from collections.abc import Callable, Mapping
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
-from harness.models import model_types
-
 SIDE = 56
 """Pixels of an image's side."""
 LARGE = 280
@@ -24,7 +22,7 @@ class Family(NamedTuple):
     processor: makes the processor, of a tokenizer. text, more: the configuration.
     part: the part of the configuration and of the model that answers, of a model that also speaks.
     published: parts of tensors' names in published checkpoints, as vLLM reads them, by those that
-    transformers writes.
+    transformers writes. most: images of a prompt.
     """
 
     names: dict[str, str]
@@ -37,9 +35,10 @@ class Family(NamedTuple):
     sound: str = ""
     part: str = ""
     published: Mapping[str, str] = MappingProxyType({})
+    most: int = 2
 
 
-def _processor(
+def processor(
     name: str,
     images: str,
     options: dict[str, Any],
@@ -91,14 +90,14 @@ HYBRID |= {"linear_key_head_dim": 128, "linear_value_head_dim": 128}
 HYBRID |= {"rope_parameters": ROPE | {"mrope_interleaved": True, "partial_rotary_factor": 1.0}}
 
 
-def _qwen(processor: str, text: dict[str, Any], vision: dict[str, Any]) -> Family:
-    videos = "Qwen3VLVideoProcessor" if "Qwen3" in processor else "Qwen2VLVideoProcessor"
-    options = PIXELS16 if "Qwen3" in processor else PIXELS
+def _qwen(name: str, text: dict[str, Any], vision: dict[str, Any]) -> Family:
+    videos = "Qwen3VLVideoProcessor" if "Qwen3" in name else "Qwen2VLVideoProcessor"
+    options = PIXELS16 if "Qwen3" in name else PIXELS
     image = "<|vision_start|><|image_pad|><|vision_end|>"
     return Family(
         QWEN_NAMES,
         QWEN_TOKENS,
-        _processor(processor, "Qwen2VLImageProcessor", options, videos),
+        processor(name, "Qwen2VLImageProcessor", options, videos),
         image,
         image.replace("image", "video"),
         {"rope_parameters": ROPE} | text,
@@ -118,6 +117,8 @@ PINPOINTS = [[SIDE, 2 * SIDE], [2 * SIDE, SIDE]]
 TOWER = {"vision_tower.": "vision_tower.vision_model."}
 LLAVA = {"image_token": "<image>"}
 SQUARE = {"height": SIDE, "width": SIDE}
+# vLLM divides an image's size by the square of a patch's.
+FRAME = {"size": {"shortest_edge": 4 * SIDE}, "crop_size": dict.fromkeys(SQUARE, 4 * SIDE)}
 INTERN = {"start_image_token": "<img>", "end_image_token": "</img>"}
 INTERN |= {"context_image_token": "<IMG_CONTEXT>", "video_token": "<video>"}
 QWEN2 = {"model_type": "qwen2", "head_dim": 32}
@@ -131,10 +132,6 @@ PIXTRAL = {"image_token": "[IMG]", "image_break": "[IMG_BREAK]", "image_end": "[
 
 
 CLIP_NO_SIZE = {name: value for name, value in CLIP.items() if name != "image_size"}
-GEMMA = {"image_token": "<image_soft_token>"}
-GEMMA |= {"boi_token": "<start_of_image>", "eoi_token": "<end_of_image>"}
-GEMMA_TOKENS = {"image_token_index": "image_token"}
-GEMMA_TOKENS |= {"boi_token_index": "boi_token", "eoi_token_index": "eoi_token"}
 LLAMA4 = {"image_token": "<|image|>", "patch": "<|patch|>", "start": "<|image_start|>"}
 LLAMA4 |= {"end": "<|image_end|>", "tile_x": "<|tile_x_separator|>"}
 LLAMA4 |= {"tile_y": "<|tile_y_separator|>"}
@@ -153,7 +150,7 @@ def _idefics(name: str) -> Family:
     return Family(
         LLAVA,
         {"image_token_id": "image_token"},
-        _processor(
+        processor(
             f"{name}Processor",
             f"{name}ImageProcessor",
             edges | {"do_image_splitting": False},
@@ -171,11 +168,28 @@ def _glm(text: dict[str, Any], vision: dict[str, Any]) -> Family:
     return Family(
         GLM,
         GLM_TOKENS,
-        _processor("Glm4vProcessor", "Glm4vImageProcessor", edges, "Glm4vVideoProcessor"),
+        processor("Glm4vProcessor", "Glm4vImageProcessor", edges, "Glm4vVideoProcessor"),
         "<|begin_of_image|><|image|><|end_of_image|>",
         "",
         {"rope_parameters": GLM_ROPE} | text,
         {"vision_config": vision},
+    )
+
+
+def _minicpm(version: str) -> Family:
+    return Family(
+        MINICPM,
+        {"image_token_id": "image_token", "video_token_id": "video_token"},
+        processor(
+            f"MiniCPMV{version}Processor",
+            "MiniCPMV4_6ImageProcessor",
+            SLICES,
+            "MiniCPMV4_6VideoProcessor",
+        ),
+        "<|image_pad|>",
+        "",
+        {"model_type": "qwen3_5_text"} | HYBRID,
+        {"vision_config": CLIP, "insert_layer_id": 0, "image_size": SIDE},
     )
 
 
@@ -210,7 +224,7 @@ IMAGES: dict[str, Family] = {
     "internvl": Family(
         INTERN,
         {"image_token_id": "context_image_token"},
-        _processor(
+        processor(
             "InternVLProcessor",
             "GotOcr2ImageProcessor",
             {"size": SQUARE, "crop_to_patches": False},
@@ -236,7 +250,7 @@ IMAGES: dict[str, Family] = {
     "llava": Family(
         LLAVA,
         {"image_token_index": "image_token"},
-        _processor(
+        processor(
             "LlavaProcessor",
             "CLIPImageProcessor",
             {"size": {"shortest_edge": SIDE}, "crop_size": SQUARE},
@@ -248,10 +262,29 @@ IMAGES: dict[str, Family] = {
         CLIP_TOWER,
         published=TOWER,
     ),
+    "llava_next_video": Family(
+        LLAVA | {"video_token": "<video>"},
+        {"image_token_index": "image_token", "video_token_index": "video_token"},
+        processor(
+            "LlavaNextVideoProcessor",
+            "LlavaNextImageProcessor",
+            FRAME | {"image_grid_pinpoints": PINPOINTS},
+            "LlavaNextVideoVideoProcessor",
+            FRAME,
+            **CLIP_PATCHES,
+        ),
+        "",
+        "<video>",
+        {"model_type": "llama"},
+        {"vision_config": CLIP_TOWER["vision_config"] | {"image_size": 4 * SIDE}}
+        | {"image_grid_pinpoints": PINPOINTS},
+        published=TOWER,
+        most=1,
+    ),
     "llava_next": Family(
         LLAVA,
         {"image_token_index": "image_token"},
-        _processor(
+        processor(
             "LlavaNextProcessor",
             "LlavaNextImageProcessor",
             {"size": {"shortest_edge": SIDE}, "crop_size": SQUARE}
@@ -264,10 +297,29 @@ IMAGES: dict[str, Family] = {
         CLIP_TOWER | {"image_grid_pinpoints": PINPOINTS},
         published=TOWER,
     ),
+    "lighton_ocr": Family(
+        {
+            "image_token": "[IMG]",
+            "image_break_token": "[IMG_BREAK]",
+            "image_end_token": "[IMG_END]",
+        },
+        {"image_token_id": "image_token"},
+        processor(
+            "LightOnOcrProcessor",
+            "PixtralImageProcessor",
+            {"size": {"longest_edge": SIDE}, "patch_size": 14},
+            patch_size=14,
+            spatial_merge_size=2,
+        ),
+        "[IMG]",
+        "",
+        {"model_type": "qwen3"},
+        {"vision_config": CLIP | {"model_type": "pixtral", "head_dim": 64}},
+    ),
     "mistral3": Family(
         PIXTRAL,
         {"image_token_index": "image_token"},
-        _processor(
+        processor(
             "PixtralProcessor",
             "PixtralImageProcessor",
             {"size": {"longest_edge": SIDE}, "patch_size": 14},
@@ -279,38 +331,11 @@ IMAGES: dict[str, Family] = {
         {"model_type": "mistral", "sliding_window": None},
         {"vision_config": CLIP | {"model_type": "pixtral", "head_dim": 64}},
     ),
-    "gemma3": Family(
-        GEMMA,
-        GEMMA_TOKENS,
-        _processor(
-            "Gemma3Processor",
-            "Gemma3ImageProcessor",
-            {"size": SQUARE, "image_seq_length": 4},
-            image_seq_length=4,
-        ),
-        "<start_of_image>",
-        "",
-        {"sliding_window": model_types.WINDOW, "layer_types": model_types.BOTH}
-        | {"query_pre_attn_scalar": 64},
-        {"vision_config": CLIP | {"vision_use_head": False}, "mm_tokens_per_image": 4},
-    ),
-    "paligemma": Family(
-        LLAVA,
-        {"image_token_index": "image_token"},
-        _processor(
-            "PaliGemmaProcessor", "SiglipImageProcessor", {"size": SQUARE, "image_seq_length": 16}
-        ),
-        "<image>",
-        "",
-        {"model_type": "gemma"},
-        {"vision_config": CLIP | {"projection_dim": 128, "vision_use_head": False}}
-        | {"projection_dim": 128, "hidden_size": 128},
-    ),
     "idefics3": _idefics("Idefics3"),
     "llava_onevision": Family(
         LLAVA | {"video_token": "<video>"},
         {"image_token_index": "image_token", "video_token_index": "video_token"},
-        _processor(
+        processor(
             "LlavaOnevisionProcessor",
             "LlavaOnevisionImageProcessor",
             {"size": SQUARE, "image_grid_pinpoints": PINPOINTS},
@@ -331,7 +356,7 @@ IMAGES: dict[str, Family] = {
         | {"image_start_token": "<|image_start|>", "image_end_token": "<|image_end|>"}
         | {"image_thumbnail_token": "<|img_thumbnail|>"},
         {"image_token_id": "image_token"},
-        _processor(
+        processor(
             "Lfm2VlProcessor",
             "Lfm2VlImageProcessor",
             {"encoder_patch_size": 14, "min_image_tokens": 1, "max_image_tokens": 4}
@@ -349,7 +374,7 @@ IMAGES: dict[str, Family] = {
         | {"boi_token": "<|START_OF_IMG|>", "eoi_token": "<|END_OF_IMG|>"}
         | {"img_line_break_token": "<|IMG_LINE_BREAK|>"},
         {"image_token_id": "image_token"},
-        _processor(
+        processor(
             "Cohere2VisionProcessor",
             "Cohere2VisionImageProcessor",
             # Of the tokens of a tile.
@@ -365,7 +390,7 @@ IMAGES: dict[str, Family] = {
     "aria": Family(
         LLAVA,
         {"image_token_index": "image_token"},
-        _processor(
+        processor(
             "AriaProcessor",
             "AriaImageProcessor",
             {"max_image_size": 490},
@@ -397,7 +422,7 @@ IMAGES: dict[str, Family] = {
     "qianfan_ocr": Family(
         INTERN,
         {"image_token_id": "context_image_token"},
-        _processor(
+        processor(
             "QianfanOCRProcessor",
             "GotOcr2ImageProcessor",
             {"size": SQUARE, "crop_to_patches": False},
@@ -411,7 +436,7 @@ IMAGES: dict[str, Family] = {
     "llama4": Family(
         LLAMA4,
         {"image_token_index": "patch", "boi_token_index": "start", "eoi_token_index": "end"},
-        _processor(
+        processor(
             "Llama4Processor",
             "Llama4ImageProcessor",
             {"size": SQUARE, "max_patches": 2},
@@ -419,7 +444,7 @@ IMAGES: dict[str, Family] = {
         ),
         "<|image|>",
         "",
-        {"num_local_experts": 4, "intermediate_size_mlp": 256, "attention_chunk_size": 64},
+        {"num_local_experts": 4, "intermediate_size_mlp": 256, "attention_chunk_size": 128},
         {
             "vision_config": CLIP
             | {"vision_output_dim": 128, "projector_input_dim": 128}
@@ -429,7 +454,7 @@ IMAGES: dict[str, Family] = {
     "paddleocr_vl": Family(
         QWEN_NAMES,
         QWEN_TOKENS,
-        _processor(
+        processor(
             "PaddleOCRVLProcessor",
             "PaddleOCRVLImageProcessor",
             PIXELS | {"patch_size": 14, "merge_size": 2},
@@ -439,19 +464,7 @@ IMAGES: dict[str, Family] = {
         {"head_dim": 128, "rope_parameters": ROPE | {"mrope_section": [16, 24, 24]}},
         {"vision_config": CLIP},
     ),
-    "minicpmv4_6": Family(
-        MINICPM,
-        {"image_token_id": "image_token", "video_token_id": "video_token"},
-        _processor(
-            "MiniCPMV4_6Processor",
-            "MiniCPMV4_6ImageProcessor",
-            SLICES,
-            "MiniCPMV4_6VideoProcessor",
-        ),
-        "<|image_pad|>",
-        "",
-        {"model_type": "qwen3_5_text"} | HYBRID,
-        {"vision_config": CLIP, "insert_layer_id": 0, "image_size": SIDE},
-    ),
+    "minicpmv4_6": _minicpm("4_6"),
+    "minicpmv4_7": _minicpm("4_7"),
 }
 """By the model type of transformers."""

@@ -214,12 +214,15 @@ def tokenizer(extra: dict[str, str] | None = None, **more: Any) -> Any:
     names = ["<fake_token_around_image>", "<global-img>", "<end_of_utterance>"]
     words |= {name: len(words) + number for number, name in enumerate(names)}
     words |= {text: len(words) + number for number, text in enumerate((extra or {}).values())}
+    words |= {"\n" * count: len(words) + count - 1 for count in range(1, 5)}  # As Gemma's.
     words |= {f"<{number}>": number for number in range(len(words), VOCABULARY - 1)}
     words.setdefault("<image>", IMAGE_TOKEN)
     made = Tokenizer(models.WordLevel(words, unk_token="<unk>"))
-    made.pre_tokenizer = pre_tokenizers.Split(Regex("."), "isolated")
+    made.pre_tokenizer = pre_tokenizers.Split(Regex(r"\n{1,4}|."), "isolated")
     made.decoder = decoders.Fuse()
-    made.add_special_tokens([AddedToken(word, special=True) for word in words if len(word) > 1])
+    made.add_special_tokens(
+        [AddedToken(word, special=True) for word in words if len(word.strip()) > 1]
+    )
     marks = [("<s>", 0), ("<eos>", 1)]
     made.post_processor = processors.TemplateProcessing(
         "<s> $A <eos>", "<s> $A <eos> $B:1 <eos>:1", marks

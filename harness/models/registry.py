@@ -84,7 +84,13 @@ SPECIAL: dict[str, dict[str, Any]] = {
     | {"enable_moe_block": True, "top_k_experts": 2},
     "dbrx": {"ffn_config": {"moe_num_experts": 4, "moe_top_k": 2, "ffn_hidden_size": 64}}
     | {"attn_config": {"kv_n_heads": 2, "rope_theta": 10000.0, "clip_qkv": 8.0}},
-    "mimo_v2_flash": {"layer_types": ["full_attention", "sliding_attention"] * 2},
+    "mimo_v2_flash": {
+        "layer_types": ["full_attention", "sliding_attention"] * 2,
+        "rope_parameters": {
+            name: {"rope_type": "default", "rope_theta": theta, "partial_rotary_factor": 0.5}
+            for name, theta in (("full_attention", 5e6), ("sliding_attention", 1e4))
+        },
+    },
     "qwen4_exp_text": {"indexer_n_heads": 2, "indexer_kv_heads": 1, "indexer_head_dim": 64}
     | {"indexer_budget": 64, "indexer_compress_ratio": 4},
     "gpt2": {"n_inner": None},
@@ -114,8 +120,9 @@ SPECIAL: dict[str, dict[str, Any]] = {
     "opt": {"word_embed_proj_dim": 128},
     "longcat_flash": {"num_layers": 2, "zero_expert_num": 2},
     "llama4_text": {
+        "num_experts_per_tok": 1,  # Router weights multiply the experts' inputs.
         "intermediate_size_mlp": 256,
-        "attention_chunk_size": 64,
+        "attention_chunk_size": 128,
         "no_rope_layers": [1, 1, 1, 0],
     },
 }
@@ -144,10 +151,14 @@ STORED: dict[str, dict[str, Any]] = {
     },
     "mimo_v2_flash": {"hybrid_layer_pattern": [0, 1, 0, 1], "moe_layer_freq": [0, 1, 1, 1]}
     | {
-        "layernorm_epsilon": 1e-6,
+        "layernorm_epsilon": 1e-5,
         "swa_head_dim": 64,
         "swa_num_attention_heads": 4,
-        "swa_num_key_value_heads": 2,
+        "swa_num_key_value_heads": 4,
+        "add_swa_attention_sink_bias": True,
+        "rope_theta": 5e6,
+        "swa_rope_theta": 1e4,
+        "partial_rotary_factor": 0.5,
     }
     | {"sliding_window_size": 24, "swa_v_head_dim": 128, "attention_bias": False},
     "minimax_m2": {"rotary_dim": 64, "scoring_func": "sigmoid", "use_routing_bias": True},
@@ -161,6 +172,8 @@ does not, or otherwise."""
 ENGINES: dict[str, dict[str, Any]] = {
     # vLLM does not split its prompts, and waits forever with one of more tokens.
     "hrm_text": {"max_num_batched_tokens": 256},
+    # Its layers with windows have more heads, and groups that share memory have the same blocks.
+    "mimo_v2_flash": {"disable_hybrid_kv_cache_manager": True},
 }
 """Options of the engine."""
 
@@ -175,6 +188,18 @@ writes."""
 
 WINDOW = 24
 
+PUBLISHED = {
+    "IQuestCoderForCausalLM": "llama",
+    "InternLM3ForCausalLM": "llama",
+    "LLaMAForCausalLM": "llama",
+    "TeleChat3ForCausalLM": "llama",
+    "MiMoForCausalLM": "qwen2",
+    "ExaoneMoEForCausalLM": "exaone_moe",
+    "LightOnOCRForConditionalGeneration": "lighton_ocr",
+    "Qwen2_5OmniModel": "qwen2_5_omni",
+}
+"""Model types of transformers with the layers of an architecture that has another name there."""
+
 
 def families() -> dict[str, str]:
     """Architectures of vLLM's registry that can be built here, with the model type: of text
@@ -185,19 +210,38 @@ def families() -> dict[str, str]:
     )
     from vllm.model_executor.models.registry import _TEXT_GENERATION_MODELS
 
-    found = {MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES[kind]: kind for kind in FAMILIES}
+    found = {MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES[kind]: kind for kind in FAMILIES} | PUBLISHED
     for kind, names in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.items():
         for name in [names] if isinstance(names, str) else names:
             if name in _TEXT_GENERATION_MODELS:
                 found[name] = kind  # The last one, such as llama4_text after llama4.
+    found = {name: kind for name, kind in found.items() if name in _every()}
     return dict(sorted(found.items(), key=lambda each: each[0].lower()))
 
 
-def others() -> list[str]:
-    """Architectures of vLLM's registry of text generation that transformers cannot build."""
-    from vllm.model_executor.models.registry import _TEXT_GENERATION_MODELS
+def _every() -> dict[str, Any]:
+    """vLLM's architectures of text generation, with media or without."""
+    from vllm.model_executor.models import registry
 
-    return sorted(set(_TEXT_GENERATION_MODELS) - set(families()), key=str.lower)
+    return registry._TEXT_GENERATION_MODELS | registry._MULTIMODAL_MODELS
+
+
+def others() -> dict[str, str]:
+    """Architectures of vLLM's registry that are not built here, with the cause where it is one of
+    transformers': it has no class of this name."""
+    import transformers
+
+    return {
+        name: "" if hasattr(transformers, name) else "transformers has no class of this name"
+        for name in sorted(set(_every()) - set(families()), key=str.lower)
+    }
+
+
+def name_published(path: Path, architecture: str) -> None:
+    """Give a model that transformers has written the architecture's published name."""
+    if architecture in PUBLISHED:
+        stored = json.loads((path / "config.json").read_text())
+        (path / "config.json").write_text(json.dumps(stored | {"architectures": [architecture]}))
 
 
 def _rename(path: Path, names: dict[str, str]) -> None:

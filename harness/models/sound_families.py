@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+from harness.models import image_families
 from harness.models import media_families as media
 from harness.models.media_families import Family
 
@@ -67,31 +68,76 @@ def _omni(
     )
 
 
-FAMILIES: dict[str, Family] = media.IMAGES | {
-    "qwen2_audio": Family(
-        AUDIO,
-        {"audio_token_index": "audio_token"},
-        _sounds("Qwen2AudioProcessor", "WhisperFeatureExtractor", feature_size=80),
-        image="",
-        video="",
-        sound="<|audio_bos|><|AUDIO|><|audio_eos|>",
-        text=media.QWEN2,
-        more={"audio_config": WHISPER | {"num_mel_bins": 80}},
-        published={"language_model.model.model.": "language_model.model."},
-    ),
-    "qwen2_5_omni": _omni(
-        "Qwen2_5OmniProcessor",
-        media.PIXELS,
-        media.QWEN2_ROPE,
-        media.QWEN_VISION | {"window_size": 28, "fullatt_block_indexes": [1]},
-    ),
-    "qwen3_omni_moe": _omni(
-        "Qwen3OmniMoeProcessor",
-        media.PIXELS16,
-        media.MOE | {"rope_parameters": media.ROPE | {"mrope_interleaved": True}},
-        # vLLM takes the number of position embeddings from the size, as the published ones have it.
-        media.QWEN3_VISION
-        | {"deepstack_visual_indexes": [0, 1], "apply_vit_abs_pos_embed": True, "image_size": 128},
-    ),
-}
+FAMILIES: dict[str, Family] = (
+    media.IMAGES
+    | image_families.FAMILIES
+    | {
+        "qwen2_audio": Family(
+            AUDIO,
+            {"audio_token_index": "audio_token"},
+            _sounds("Qwen2AudioProcessor", "WhisperFeatureExtractor", feature_size=80),
+            image="",
+            video="",
+            sound="<|audio_bos|><|AUDIO|><|audio_eos|>",
+            text=media.QWEN2,
+            more={"audio_config": WHISPER | {"num_mel_bins": 80}},
+            published={"language_model.model.model.": "language_model.model."},
+        ),
+        "qwen3_asr": Family(
+            AUDIO,
+            {"audio_token_id": "audio_token"},
+            _sounds("Qwen3ASRProcessor", "Qwen3ASRFeatureExtractor", feature_size=128),
+            image="",
+            video="",
+            sound="<|audio_bos|><|AUDIO|><|audio_eos|>",
+            text={"model_type": "qwen3", "tie_word_embeddings": True},
+            more={
+                "tie_word_embeddings": True,
+                "audio_config": {"encoder_layers": 2, "encoder_attention_heads": 2, "d_model": 128}
+                | {"encoder_ffn_dim": 256, "output_dim": 128, "downsample_hidden_size": 32}
+                # NPUs' `gelu` is this one.
+                | {"activation_function": "gelu_pytorch_tanh"},
+            },
+            most=1,
+        ),
+        "glmasr": Family(
+            {"audio_token": "<|pad|>"},
+            {"audio_token_id": "audio_token"},
+            _sounds("GlmAsrProcessor", "WhisperFeatureExtractor", feature_size=128),
+            image="",
+            video="",
+            sound="<|pad|>",
+            text={"model_type": "llama"},
+            more={
+                "audio_config": {
+                    "hidden_size": 128,
+                    "intermediate_size": 512,
+                    "num_hidden_layers": 2,
+                }
+                | {"num_attention_heads": 2, "hidden_act": "gelu_pytorch_tanh"},
+                "projector_hidden_act": "gelu_pytorch_tanh",
+            },
+            published={"language_model.model.model.": "language_model.model."},
+            most=1,
+        ),
+        "qwen2_5_omni": _omni(
+            "Qwen2_5OmniProcessor",
+            media.PIXELS,
+            media.QWEN2_ROPE,
+            media.QWEN_VISION | {"window_size": 28, "fullatt_block_indexes": [1]},
+        ),
+        "qwen3_omni_moe": _omni(
+            "Qwen3OmniMoeProcessor",
+            media.PIXELS16,
+            media.MOE | {"rope_parameters": media.ROPE | {"mrope_interleaved": True}},
+            # vLLM takes the number of position embeddings from the size, as the published ones have it.
+            media.QWEN3_VISION
+            | {
+                "deepstack_visual_indexes": [0, 1],
+                "apply_vit_abs_pos_embed": True,
+                "image_size": 128,
+            },
+        ),
+    }
+)
 """By the model type of transformers."""

@@ -51,6 +51,7 @@ def outcome_with_media(architecture: str, kind: str, path: Path) -> dict[str, An
 def serve_with_media(architecture: str, kind: str, path: Path) -> dict[str, Any]:
     try:
         models.write(kind, path)
+        registry.name_published(path, architecture)
         exact = multimodal.reference(kind, path)
         requests: list[Any] = [multimodal.request(kind, i) for i in range(len(multimodal.LENGTHS))]
         for number in range(len(requests)):
@@ -86,6 +87,7 @@ def outcome(architecture: str, kind: str, directory: Path) -> dict[str, Any]:
             path, dtype=torch.float32, attn_implementation="eager"
         ).eval()
         registry.publish(kind, path)
+        registry.name_published(path, architecture)
     except Exception as error:
         return {"result": "not built", "message": line_of(error)}
     try:

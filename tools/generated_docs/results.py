@@ -132,6 +132,25 @@ def architectures(with_media: bool = False) -> str:
     return table([*head, "reason"], rows)
 
 
+def architecture_counts() -> str:
+    """How many architectures of vLLM's registry have each result, by cause where there is one."""
+    counts: dict[tuple[str, str], list[int]] = {}
+    for found in json.loads((DATA / "models.json").read_text()).values():
+        result = "differs" if found["result"] == "wrong" else found["result"]
+        cause = found["message"] if result == "not measured" else ""
+        cells = counts.setdefault((result, cause), [0, 0])
+        cells["inputs" in found] += 1
+    order = ["right", "differs", "refused", "failed", "not built", "not measured"]
+    rows = [
+        [result, cause, *map(str, cells)]
+        for (result, cause), cells in sorted(
+            counts.items(), key=lambda each: (order.index(each[0][0]), -sum(each[1]))
+        )
+    ]
+    rows.append(["all", "", *(str(sum(each)) for each in zip(*counts.values(), strict=True))])
+    return table(["result", "cause", "text", "with images or sounds"], rows)
+
+
 def prefill_bytes() -> str:
     """Bytes that a layer of a dense model moves in prefill, by operator, by tools/check
     launches."""
