@@ -82,6 +82,13 @@ def _routed_experts(config: VllmConfig) -> str:
     return "fix: leave the option out, or serve with V2, the default from vLLM 0.33 on"
 
 
+def _other_encoder_cache(config: VllmConfig) -> bool:
+    given = config.ec_transfer_config
+    if given is None:
+        return False
+    return given.ec_connector != "ECExampleConnector" or not model_runner.choice(config).is_v2
+
+
 def _has_agnostic_layers(config: VllmConfig) -> bool:
     # Since vLLM 0.32; read by the Transformers backend's models.
     return bool(getattr(envs, "VLLM_USE_HW_AGNOSTIC", False))
@@ -168,7 +175,10 @@ def _other_weight_transfer(config: VllmConfig) -> str:
 
 
 FEATURES = (
-    Feature("encoder-cache connectors", lambda config: config.ec_transfer_config),
+    Feature(
+        "encoder-cache connectors other than ECExampleConnector with vLLM's V2 model runner",
+        _other_encoder_cache,
+    ),
     Feature("weight offloading", _offloads_weights),
     Feature(
         "prefill context parallelism other than for latent attention with vLLM's V2 model runner",
