@@ -12,5 +12,4 @@ IS_V2 = _GIVEN == "1" if _GIVEN else Version(importlib.metadata.version("vllm"))
 """From vLLM 0.33 on V2 is the default; ``tools/compat --runner`` sets the variable."""
 
 V2_ALONE = _GIVEN == "1"
-"""V2 is requested, so that V1 does not serve layers with states instead, which V2 does not support
-on NPUs."""
+"""V2 is requested, so that V1 does not serve instead what vLLM's V2 lacks."""

@@ -7,7 +7,8 @@ parameters and grammars.
     {...}, "steps": [...]}]'
 
 A step is `["generate", [request, ...]]`, where a request has `prompt` (token ids), `sampling`, and
-perhaps `structured` and `lora` (name, number, directory), or `["add" | "remove" | "pin" | "list",
+perhaps `structured`, `lora` (name, number, directory) and `embedded`, of how many of the prompt's
+tokens the embeddings are given, from the `first` on, or `["add" | "remove" | "pin" | "list",
 ...]` for adapters, or `["count", [request, ...]]`, for what one step of decode launches and how
 often the host waits in it, with a trace (ASCEND_EMULATOR_TRACE), or `["tools", [request, ...]]`,
 for the tool calls that vLLM's parser of Hermes' format reads from the answers, streamed and as a
@@ -21,12 +22,14 @@ import json
 import os
 import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import harness.engine_imports  # noqa: F401
 import serve_layout
 import torch
 from harness import launcher
+from safetensors.torch import load_file
 from vllm import LLM, AsyncEngineArgs, SamplingParams
 from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
 from vllm.lora.request import LoRARequest
@@ -49,7 +52,23 @@ def read(request: dict[str, Any]) -> tuple[dict[str, Any], SamplingParams, LoRAR
     )
     params = SamplingParams.from_optional(structured_outputs=structured, **request["sampling"])
     adapter = LoRARequest(*request["lora"]) if "lora" in request else None
-    return {"prompt_token_ids": request["prompt"]}, params, adapter
+    return embeddings(**request), params, adapter
+
+
+def embeddings(
+    prompt: list[int], model: str = "", first: int = 0, embedded: int = 0, **_: Any
+) -> dict[str, Any]:
+    """A prompt as token ids, as embeddings, or as both with a mask of the token ids."""
+    if not embedded:
+        return {"prompt_token_ids": prompt}
+    is_token = [not first <= index < first + embedded for index in range(len(prompt))]
+    ids = [each if known else 0 for each, known in zip(prompt, is_token, strict=True)]
+    weights = load_file(Path(model) / "model.safetensors")["model.embed_tokens.weight"]
+    rows = weights[prompt]
+    if not any(is_token):
+        return {"prompt_embeds": rows}
+    rows[torch.tensor(is_token)] = 9.0  # which must not be read
+    return {"prompt_embeds": rows, "prompt_token_ids": ids, "prompt_is_token_ids": is_token}
 
 
 def generate(engine: LLM, requests: list[dict[str, Any]]) -> list[Any]:

@@ -23,9 +23,8 @@ CASES = {
     for name in ("dense", DRAFTS)
     for sampling, parameters in SAMPLING.items()
 }
-if not vllm_runner.IS_V2:  # V2 does not serve layers with states.
-    CASES["gated delta net, experts"] = launches.CASES["gated delta net, experts"]
-else:
+CASES["gated delta net, experts"] = launches.CASES["gated delta net, experts"]
+if vllm_runner.IS_V2:
     CASES["watermarks"] = launches.CASES["dense"] | {
         "engine": {"watermark_config": {"key": 7}},
         "sampling": {"temperature": 0.8},

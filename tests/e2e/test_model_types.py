@@ -11,7 +11,6 @@ from typing import Any
 
 import pytest
 from harness import model_types, npus
-from harness.vllm_runner import V2_ALONE
 
 # Name: (NPUs, number of tokens or values, the largest mean difference).
 CASES = {
@@ -30,9 +29,6 @@ CASES = {
     "paddleocr-vl, an image": (1, 30, 0.03),
     "whisper, a sound": (1, 36, 0.02),
 }
-
-if V2_ALONE:
-    del CASES["qwen3-next, gated delta net"]
 
 FLOAT16 = {"glm-5, shared selections"}
 """Its layers attend to 32 of up to 400 tokens, and roundings change some: transformers itself is

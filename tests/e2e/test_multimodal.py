@@ -11,7 +11,6 @@ from typing import Any
 
 import pytest
 from harness import model_types, multimodal, npus
-from harness.vllm_runner import V2_ALONE
 
 MTP: dict[str, Any] = {"speculative_config": {"method": "mtp", "num_speculative_tokens": 2}}
 MTP |= {"enable_prefix_caching": False}
@@ -21,8 +20,6 @@ CASES: dict[str, tuple[str, int, str, dict[str, Any], float]] = {
     "qwen3-vl-moe": ("qwen3_vl_moe", 1, "bfloat16", {}, 0.03),
     "qwen3.5": ("qwen3_5", 1, "float32", MTP, 1e-4),
 }
-if V2_ALONE:
-    del CASES["qwen3.5"]
 
 
 @pytest.fixture(scope="module")

@@ -56,9 +56,6 @@ if V2:
         "latents PCP2 EP2": ("deepseek-v3", "float32", "PCP2 EP2", "PagedLatentAttentionImpl"),
     }
 
-if vllm_runner.V2_ALONE:
-    del CASES["a stage without attention, PP2"]
-
 OF_PROCESSES = {"a stage without attention, PP2"}
 """Served by an executor of processes: under vLLM's external launcher each rank has a scheduler, and
 stages whose caches differ schedule other steps."""

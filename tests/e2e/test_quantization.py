@@ -16,7 +16,6 @@ from typing import Any
 import pytest
 from harness import checkout, dequantized, layouts, npus, quantized
 from harness.models import fp8, gpt_oss, hybrid
-from harness.vllm_runner import V2_ALONE
 
 PROGRAM = checkout.PROGRAMS / "serve_layout.py"
 # with torch.compile's fusions
@@ -76,8 +75,6 @@ FP8_CASES: dict[str, tuple[str, str, dict[str, Any], str]] = {
     "gpt-oss, MXFP4, TP2": ("mxfp4", "float32", EAGER, "ExpandedExperts"),
     "gpt-oss, MXFP4, in full graphs": ("mxfp4", "bfloat16", TP1, "SinkAttentionImpl"),
 }
-if V2_ALONE:
-    del FP8_CASES["FP8 blocks of a gated delta net, TP2"]
 
 
 @pytest.fixture(scope="module", autouse=True)

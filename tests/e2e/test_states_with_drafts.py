@@ -5,15 +5,10 @@
 import sys
 from pathlib import Path
 
-import pytest
 from harness import checkout, npus
 from harness.models import hybrid
-from harness.vllm_runner import V2_ALONE
 
 
-@pytest.mark.skipif(
-    V2_ALONE, reason="the V2 model runner does not serve layers with states on NPUs"
-)
 def test_one_token_prompts_begin_without_stale_states(tmp_path: Path) -> None:
     """vLLM's scheduler gives such a prompt draft slots, and the layers treat it as a decode."""
     model = hybrid.make("Qwen3-Next", tmp_path, drafts=True)

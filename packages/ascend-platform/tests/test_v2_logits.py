@@ -10,7 +10,9 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from ascend_platform.kernels.v2 import gumbel, logits_processors
+from ascend_platform.kernels.v2 import gumbel, logits_processors, thinking_budget
+from ascend_platform.kernels.v2.device_step import DeviceStep
+from ascend_platform.kernels.v2.step import running
 from harness.v2_batches import device
 
 VOCABULARY, ROWS, WIDTH = 70, 6, 64
@@ -164,6 +166,46 @@ def test_bad_words(seed: int, drafts: bool) -> None:
                 banned += bool(before)
     expect(logits, batch.logits)
     assert banned or seed
+
+
+def last(tokens: list[int], marker: list[int]) -> int:
+    starts = range(len(tokens) - len(marker) + 1)
+    return max((at for at in starts if tokens[at : at + len(marker)] == marker), default=-1)
+
+
+@pytest.mark.parametrize("drafts", [True, False])
+def test_thinking_budgets(drafts: bool) -> None:
+    seen = dict.fromkeys(("forced", "continued", "within", "ended", "never", "none"), 0)
+    for seed in range(24):
+        batch = Batch(seed, drafts)
+        rng = batch.rng
+        start, natural = ([rng.randrange(6) for _ in range(rng.randint(1, 2))] for _ in range(2))
+        forced = [rng.randrange(6) for _ in range(rng.randint(0, 2))] + natural
+        budgets = [rng.choice([-1, 0, 3, 9]) for _ in range(ROWS)]
+        logits, unused = batch.on_device(), device([0] * ROWS)
+        counts = np.array(batch.counts)
+        with running(DeviceStep(counts, False, num_draft_tokens=counts - 1 if drafts else None)):
+            thinking_budget.apply_thinking_budget(
+                logits, device(batch.requests), batch.mapping(), device(budgets), device(batch.tokens), device(batch.total),
+                device(batch.input_ids), device(batch.local), *[unused] * 3, device(start), device(natural), device(forced),
+            )  # fmt: skip
+        for row, request in enumerate(batch.rows):
+            tokens = batch.tokens[request][: batch.prompt[request]] + batch.output(row)
+            begin, budget = last(tokens, start), budgets[request]
+            ended = begin <= last(tokens, natural)
+            thought = len(tokens) - begin - len(start)
+            if budget < 0 or begin < 0 or ended or thought < budget:
+                seen["none" if budget < 0 else "never" if begin < 0 else "ended" if ended else "within"] += 1  # fmt: skip
+                continue
+            told = max(
+                count
+                for count in range(min(len(forced), len(tokens) + 1))
+                if tokens[len(tokens) - count :] == forced[:count]
+            )
+            batch.logits[row][forced[told]] = 1e9
+            seen["continued" if told else "forced"] += 1
+        expect(logits, batch.logits)
+    assert all(seen.values()), seen
 
 
 @pytest.mark.parametrize("seed", SEEDS)

@@ -12,7 +12,7 @@ from vllm.platforms.interface import Platform, PlatformEnum
 
 from ascend_platform import activation, host, quantization
 from ascend_platform.attention import selector
-from ascend_platform.config import architectures, model_runner, resolve, unsupported
+from ascend_platform.config import architectures, resolve, unsupported
 from ascend_platform.errors import RefusedError
 from ascend_platform.overrides import guard
 from ascend_platform.plugins import VARIABLES, slots
@@ -234,10 +234,6 @@ class NPUPlatform(Platform):
         resolve.update(vllm_config)
         unsupported.check(vllm_config)
         preparation.prepare(vllm_config)
-
-    @classmethod
-    def validate_request(cls, processed_inputs: Any, params: Any) -> None:
-        model_runner.check_request(params)
 
     @classmethod
     def register_custom_kv_cache_specs(cls, vllm_config: "VllmConfig | None") -> None:

@@ -18,6 +18,8 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, MambaSpec, iter_layer_specs
 
+from ascend_platform.attention import kv_cache
+
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
@@ -26,6 +28,34 @@ ALIGNMENT = 64
 
 STEP = 128
 """Tokens by which the block size of attention grows, as CANN's kernels have blocks of 128."""
+
+
+class LayerStates(tuple[torch.Tensor, ...]):
+    """The states of one layer, each ``[blocks, *shape]``."""
+
+    @property
+    def device(self) -> torch.device:
+        """As of ``kv_cache.KVCachePair``."""
+        return self[0].device
+
+
+class BlockZeroer:
+    """Zeroes new blocks of attention layers, which may hold the states of other layers; the kernel
+    of vLLM's KVBlockZeroer takes addresses."""
+
+    def __init__(self, caches: Iterable[Iterable[torch.Tensor]], num_blocks: int) -> None:
+        pages = (each for each in caches if not isinstance(each, LayerStates))
+        self._pages = [each.view(num_blocks, -1) for each in kv_cache.distinct_tensors(pages)]
+
+    def zero_block_ids(self, block_ids: list[int]) -> None:
+        """Zero blocks in all layers that have pages."""
+        blocks = torch.tensor(block_ids).pin_memory()
+        for pages in self._pages:
+            blocks = blocks.to(pages.device, non_blocking=True)
+            pages[blocks] = 0
+
+    def warmup(self, num_kv_blocks: int) -> None:
+        """No-op: there is no kernel to compile."""
 
 
 def parts(spec: FullAttentionSpec) -> tuple[int, int]:
@@ -84,9 +114,22 @@ def align_block_size(vllm_config: VllmConfig) -> None:
     cache.mamba_page_size_padded = None if page == sum(states) else page
 
 
-def split(
-    caches: Mapping[str, torch.Tensor], config: KVCacheConfig
-) -> dict[str, tuple[torch.Tensor, ...]]:
+def bind(
+    layers: Mapping[str, Any], caches: Mapping[str, torch.Tensor], config: KVCacheConfig
+) -> dict[str, Any]:
+    """Split the regions that vLLM has bound to layers, and bind the parts instead.
+
+    Returns:
+        The parts by layer. Those of layers with states come first: of a state and the pages in the
+        same memory, ``kv_cache.distinct_tensors`` lists the pages, because they are whole blocks.
+    """
+    states = split(caches, config)
+    for name, split_states in states.items():
+        layers[name].kv_cache = split_states
+    return states | kv_cache.bind_parts(layers, [name for name in caches if name not in states])
+
+
+def split(caches: Mapping[str, torch.Tensor], config: KVCacheConfig) -> dict[str, LayerStates]:
     """The states of the layers that have some, each ``[blocks, *shape]``, as views of vLLM's region
     of the layer."""
     specs = {
@@ -101,9 +144,7 @@ def split(
     return {name: _split(caches[name], spec, pages) for name, spec in states.items()}
 
 
-def _split(
-    region: torch.Tensor, spec: MambaSpec, pages: tuple[int, ...] | None
-) -> tuple[torch.Tensor, ...]:
+def _split(region: torch.Tensor, spec: MambaSpec, pages: tuple[int, ...] | None) -> LayerStates:
     blocks, page, states = region.shape[0], region.stride(0), sizes(spec.shapes, spec.dtypes)
     pages = pages or (*states, page - sum(states))
     placed = place(states, pages)
@@ -116,4 +157,11 @@ def _split(
         start = region.storage_offset() + blocks * sum(pages[:part]) + offset
         bytes_ = region.as_strided((blocks, size), (pages[part], 1), start)
         views.append(bytes_.view(dtype).view(blocks, *shape))
-    return tuple(views)
+    return LayerStates(views)
+
+
+def copy(layers: Mapping[str, Any], names: Iterable[str], source: int, target: int) -> None:
+    """Copy a block of states of these layers to another block."""
+    for name in names:
+        for state in layers[name].kv_cache:
+            state[target] = state[source]

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from packaging.version import Version
 from vllm import envs
 
-from ascend_platform.config import options, state_layers
+from ascend_platform.config import options
 from ascend_platform.config.features import Feature
 from ascend_platform.errors import RefusedError
 from ascend_platform.logger import logger
@@ -105,16 +105,11 @@ FEATURES = (
         "speculative decoding with pipeline parallelism",
         lambda config: _drafts(config, lambda _: _has_stages(config)),
     ),
-    Feature("thinking budgets", lambda config: config.reasoning_config),
     Feature(
         "batch-sharded sampling",
         lambda config: config.parallel_config.enable_batch_sharded_sampling,
     ),
     Feature("KV-sharing fast prefill", lambda config: config.cache_config.kv_sharing_fast_prefill),
-    Feature("state-space layers", state_layers.has_states, of_model=True),
-    Feature(
-        "prompt embeddings", lambda config: config.model_config.enable_prompt_embeds, of_model=True
-    ),
     Feature(
         "sampling masks", lambda config: config.model_config.return_sampling_mask, of_model=True
     ),
@@ -123,11 +118,6 @@ FEATURES = (
     Feature("the pooling task plugin", _pools_by_plugin, of_model=True),
 )
 """Features that the V2 runner does not support yet on NPUs."""
-
-REQUEST_FEATURES: dict[str, Any] = {
-    "thinking budgets": lambda params: getattr(params, "thinking_token_budget", None) is not None
-}
-"""The same of a request's sampling parameters."""
 
 _V2_ONLY = ("sampling masks", "trace replay")
 """Features that V1 would ignore, as it would watermarking and routed experts, which V2 has."""
@@ -236,17 +226,6 @@ def _lacking(vllm_config: VllmConfig) -> list[str]:
     has_model = vllm_config.model_config is not None
     features = [each for each in FEATURES if has_model or not each.of_model]
     return [each.name for each in features if each.asked(vllm_config)]
-
-
-def check_request(params: Any) -> None:
-    """Refuse sampling parameters that the V2 runner does not serve.
-
-    Raises:
-        ValueError: their names, in one line.
-    """
-    if envs.VLLM_USE_V2_MODEL_RUNNER and hasattr(params, "temperature"):
-        names = [name for name, asked in REQUEST_FEATURES.items() if asked(params)]
-        _refuse(names, "this engine's choice")
 
 
 def _refuse(features: list[str], asked: str) -> None:

@@ -106,16 +106,19 @@ class GraphSizes:
         return num_streams_here(graphs, self._config)
 
 
-def support_of_other_stages(vllm_config: Any, backends: list[set[Any]], groups: list[Any]) -> Any:
-    """Return a backend with the least support of graphs among the pipeline's stages, None if this
-    stage's is as little.
+def least_support(own: int) -> int:
+    """Return the least support of graphs among the pipeline's stages, as a value of
+    ``AttentionCGSupport``.
 
     A stage may have no attention, or other attention. With a graph mode of its own it would capture
     by itself, and its waits for the other ranks, at each capture, would be answered by their next
     collective.
     """
-    if get_pp_group().world_size == 1:
-        return None
+    return own if get_pp_group().world_size == 1 else _min_over_ranks(own)
+
+
+def support_of_other_stages(vllm_config: Any, backends: list[set[Any]], groups: list[Any]) -> Any:
+    """Return a backend with :func:`least_support`, None if this stage's is as little."""
     own = min(
         (
             backend.get_builder_cls().get_cudagraph_support(vllm_config, group.kv_cache_spec).value
@@ -124,7 +127,7 @@ def support_of_other_stages(vllm_config: Any, backends: list[set[Any]], groups: 
         ),
         default=AttentionCGSupport.ALWAYS.value,
     )
-    least = _min_over_ranks(own)
+    least = least_support(own)
     if least == own:
         return None
 

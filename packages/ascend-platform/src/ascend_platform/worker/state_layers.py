@@ -9,6 +9,7 @@ import functools
 from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
+from ascend_platform.attention import state_cache
 from ascend_platform.overrides import guard
 
 if TYPE_CHECKING:
@@ -32,9 +33,8 @@ def collect_mamba_copy_meta(
     assert accept_token_bias == 0  # With draft tokens prefix caching is refused.
     for group in mamba_group_ids:
         blocks = req_state.block_ids[group]
-        for name in kv_cache_config.kv_cache_groups[group].layer_names:
-            for state in forward_context[name].kv_cache:
-                state[blocks[dest_block_idx]] = state[blocks[src_block_idx]]
+        names = kv_cache_config.kv_cache_groups[group].layer_names
+        state_cache.copy(forward_context, names, blocks[src_block_idx], blocks[dest_block_idx])
 
 
 def set_triton_allocator(device: object) -> None:

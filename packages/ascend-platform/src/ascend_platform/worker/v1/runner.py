@@ -69,23 +69,18 @@ class NPUModelRunner(
         caches = super().initialize_kv_cache_tensors(
             kv_cache_config, kernel_block_sizes, kv_cache_allocation_context
         )
-        layers = self.compilation_config.static_forward_context
-        states = state_cache.split(caches, kv_cache_config)
-        pages = kv_cache.bind_parts(layers, [name for name in caches if name not in states])
-        for name, split in states.items():
-            layers[name].kv_cache = split
-        parts = states | pages
-        # Of a state and the pages in the same memory, the pages are listed, because they are whole
-        # blocks.
+        parts = state_cache.bind(
+            self.compilation_config.static_forward_context, caches, kv_cache_config
+        )
         self.kv_caches[:] = kv_cache.distinct_tensors(parts.values())
         self._states = [
             (group, state)
             for group, spec in enumerate(kv_cache_config.kv_cache_groups)
             for name in spec.layer_names
-            for state in states.get(name, ())
+            if isinstance(parts.get(name), state_cache.LayerStates)
+            for state in parts[name]
         ]
-        to_zero = kv_cache.distinct_tensors(pages.values()) if states else []
-        self._pages_to_zero = [each.view(kv_cache_config.num_blocks, -1) for each in to_zero]
+        self._zeroer = state_cache.BlockZeroer(parts.values(), kv_cache_config.num_blocks)
         return parts
 
     def capture_model(self) -> int:
@@ -108,10 +103,7 @@ class NPUModelRunner(
         """No-op: vLLM's zeroing of blocks is a Triton kernel over addresses."""
 
     def _zero_block_ids(self, block_ids: list[int]) -> None:
-        """Zero new blocks of attention layers, which may hold the states of other layers."""
-        blocks = torch.tensor(block_ids).pin_memory().to(self.device, non_blocking=True)
-        for pages in self._pages_to_zero:
-            pages[blocks] = 0
+        self._zeroer.zero_block_ids(block_ids)
 
     def _update_states(self, scheduler_output: "SchedulerOutput") -> Any:
         """Also reset the state of one-token prompts that have draft slots.

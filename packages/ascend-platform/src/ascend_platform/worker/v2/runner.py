@@ -9,11 +9,13 @@ from typing import Any
 import torch
 from vllm.compilation.monitor import set_cudagraph_capturing_enabled
 from vllm.config import VllmConfig
+from vllm.v1.attention.backend import AttentionCGSupport
 from vllm.v1.worker.gpu import attn_utils
 from vllm.v1.worker.gpu.input_batch import InputBatch
 from vllm.v1.worker.gpu.model_runner import GPUModelRunner
 
-from ascend_platform.attention import base, kv_cache
+from ascend_platform.attention import base, kv_cache, state_cache
+from ascend_platform.config.state_layers import has_states
 from ascend_platform.graph import capture_sizes
 from ascend_platform.graph.acl_graph import module_with_overrides
 from ascend_platform.kernels.v2 import buffers, input_batch
@@ -23,7 +25,7 @@ from ascend_platform.kernels.v2.host_step import HostStep
 from ascend_platform.kernels.v2.step import running
 from ascend_platform.ops import punica
 from ascend_platform.overrides import guard
-from ascend_platform.worker import process_groups
+from ascend_platform.worker import process_groups, state_layers
 from ascend_platform.worker.loading import ModelMixin
 from ascend_platform.worker.torch_npu_view import torch_on_npu
 from ascend_platform.worker.v2.draft_lengths import DraftLengthsMixin
@@ -35,11 +37,11 @@ _init_kv_cache = attn_utils.init_kv_cache
 
 
 def init_kv_cache(layers: dict[str, Any], config: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
-    """Allocate the KV cache as vLLM does, then bind its parts to each layer, as a KVCachePair or
-    PagedLatent."""
+    """Allocate the KV cache as vLLM does, then bind its parts to each layer, such as a KVCachePair,
+    or states."""
     kv_cache.check(config)
     caches = _init_kv_cache(layers, config, *args, **kwargs)
-    return kv_cache.bind_parts(layers, caches)
+    return state_cache.bind(layers, caches, config)
 
 
 class NPUModelRunner(ModelMixin, DraftLengthsMixin, GPUModelRunner):
@@ -54,11 +56,14 @@ class NPUModelRunner(ModelMixin, DraftLengthsMixin, GPUModelRunner):
     block_tables: Any
     speculator: Any
     req_states: Any
+    kv_block_zeroer: Any
     _step: DeviceStep | HostStep | None = None
     """The last step's; None after a dummy run."""
 
     def __init__(self, vllm_config: VllmConfig, device: torch.device) -> None:
         guard.install("v2")
+        if has_states(vllm_config):
+            state_layers.install(vllm_config)
         self._sent = buffers.SentInputs()
         super().__init__(vllm_config, device)
         # This subtracts its communicator's buffers from the KV cache's budget.
@@ -104,7 +109,20 @@ class NPUModelRunner(ModelMixin, DraftLengthsMixin, GPUModelRunner):
                 if score := getattr(worker, name, None):
                     vars(worker)[name] = self._with_adapters(score)
         prepare_model_inputs = self.model_state.prepare_inputs
-        vars(self.model_state).update(prepare_attn=prepare_attn, prepare_inputs=prepare_inputs)
+        self._get_cg_support = self.model_state.get_additional_cg_support
+        vars(self.model_state).update(
+            prepare_attn=prepare_attn,
+            prepare_inputs=prepare_inputs,
+            get_additional_cg_support=self._get_least_cg_support,
+        )
+
+    def _get_least_cg_support(self) -> tuple[AttentionCGSupport, str | None]:
+        """The support of graphs that all pipeline stages have, and the backend that has no more."""
+        own = attn_utils.get_attn_cg_support(self.attn_groups, self.vllm_config)
+        own = own.narrow(*self._get_cg_support())
+        least = AttentionCGSupport(capture_sizes.least_support(own.min_cg_support.value))
+        is_own = least == own.min_cg_support
+        return least, own.min_cg_attn_backend if is_own else "AnotherStage"
 
     def _with_adapters(self, score: Callable[..., Any]) -> Callable[..., Any]:
         """Let a method of PromptLogprobsWorker compute logits with each prompt's adapter on
@@ -126,7 +144,11 @@ class NPUModelRunner(ModelMixin, DraftLengthsMixin, GPUModelRunner):
         """Allocate the KV cache; ``self.kv_caches``, in which blocks are copied, lists keys and
         values as two caches."""
         super().initialize_kv_cache(*arguments, **named)
-        self.kv_caches = kv_cache.distinct_tensors(self.kv_caches)
+        self._bound = self.kv_caches
+        self.kv_caches = kv_cache.distinct_tensors(self._bound)
+
+    def _init_kv_zero_meta(self) -> None:
+        self.kv_block_zeroer = state_cache.BlockZeroer(self._bound, self.kv_cache_config.num_blocks)
 
     def _describe(self, batch: Any) -> DeviceStep | HostStep:
         """The host's knowledge of a step. With draft tokens the scheduler's numbers are upper

@@ -49,9 +49,14 @@ class NPUSampler(Sampler):
         return has_processors or self.sampling_states.any_explicit_seed(rows)
 
     def reads_lengths(self, rows: np.ndarray) -> bool:
-        """Whether a logits processor of these requests reads how many tokens are known: bad words,
-        or a user's own."""
-        return len(self.logits_processors) > NUM_PROCESSORS or bool(self._num_bad_words[rows].any())
+        """Whether these requests' sampling reads how many tokens are known: bad words, thinking
+        budgets, or a user's logits processor."""
+        thinking = self.thinking_budget_state
+        return (
+            len(self.logits_processors) > NUM_PROCESSORS
+            or bool(self._num_bad_words[rows].any())
+            or (thinking.enabled and bool(thinking.use_thinking_budget[rows].any()))
+        )
 
     @functools.cached_property
     def _num_bad_words(self) -> np.ndarray:
