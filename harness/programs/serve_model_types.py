@@ -24,7 +24,7 @@ import numpy as np
 import serve_layout
 import torch
 from ascend_platform.kernels.states import gated_delta
-from harness import launcher, multimodal
+from harness import launcher, media_service, multimodal
 from harness.models import model_types as models
 from harness.models.sound_families import FAMILIES
 from vllm import LLM, AsyncEngineArgs, SamplingParams
@@ -46,6 +46,8 @@ def request(case: dict[str, Any], number: int) -> dict[str, Any]:
 
 
 def answers(engine: LLM, case: dict[str, Any]) -> list[Any]:
+    if case["task"] == "service":
+        return [media_service.answers(engine, case["media"], case["adapter"])]
     requests: list[Any] = [request(case, i) for i in range(len(case["prompts"]))]
     if case["task"] == "generate":
         sampling = [
