@@ -5,7 +5,7 @@ the time."""
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import defaultdict
 from typing import TYPE_CHECKING
 
 import pytest
@@ -47,7 +47,7 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Producer) -> Schedul
     return ByFile(config, log)
 
 
-_SECONDS: Counter[str] = Counter()
+_SECONDS: defaultdict[str, float] = defaultdict(float)
 """Of each file's tests and fixtures."""
 
 
@@ -56,8 +56,8 @@ def pytest_runtest_logreport(report: pytest.TestReport) -> None:
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
-    slowest = [(file, seconds) for file, seconds in _SECONDS.most_common(20) if seconds >= 10]
-    if slowest:
+    slowest = sorted(((seconds, file) for file, seconds in _SECONDS.items()), reverse=True)[:20]
+    if slowest and slowest[0][0] >= 60:
         terminalreporter.section("slowest files")
-        for file, seconds in slowest:
+        for seconds, file in slowest:
             terminalreporter.write_line(f"{seconds:6.0f} s  {file}")

@@ -9,9 +9,11 @@ from types import SimpleNamespace
 import pytest
 import torch
 from ascend_platform.attention.gated_delta_metadata import PackedRows
+from ascend_platform.errors import RefusedError
 from ascend_platform.kernels.states import causal_conv, gated_delta
 from ascend_platform.ops import gated_delta_net
 from ascend_platform.ops.gated_delta_net import NPUGatedDeltaNetAttention as Layer
+from ascend_platform.worker.worker import NPUWorker
 
 KEYS, VALUES, SIZE, WIDTH, BLOCKS = 2, 4, 16, 4, 9
 CHANNELS = (2 * KEYS + VALUES) * SIZE
@@ -176,3 +178,21 @@ def test_projections_are_loaded_in_the_order_of_their_parts(packed):
 
         gated_delta_net._loader(load, 1, order)(None, checkpoint)
         assert torch.equal(loaded[0], expected)
+
+
+@pytest.mark.parametrize(
+    ("interleaved", "columns", "other"),
+    [(True, {}, True), (True, {"in_proj_qkvz": 0, "in_proj_ba": 0}, False), (False, {}, False)],
+)
+def test_reordered_projections_are_not_saved(interleaved, columns, other):
+    """A loader of a saved state copies it to the parameters in whatever order they have."""
+    net = torch.nn.Module()
+    net.has_other_order = Layer.has_other_order.fget(
+        SimpleNamespace(gqa_interleaved_layout=interleaved, _columns=columns)
+    )
+    worker = SimpleNamespace(get_model=lambda: torch.nn.Sequential(net))
+    if other:
+        with pytest.raises(RefusedError, match="fix: load the checkpoint"):
+            NPUWorker._check_order(worker)
+    else:
+        NPUWorker._check_order(worker)

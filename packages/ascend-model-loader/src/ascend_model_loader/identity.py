@@ -51,6 +51,8 @@ def weight_identity(
         "config": _hash(json.dumps(config, sort_keys=True, default=str).encode()),
         "dtype": str(model_config.dtype).removeprefix("torch."),
         "quantization": str(model_config.quantization),
+        # With adapters, projections of gated delta nets keep the checkpoint's order.
+        "adapters": "yes" if vllm_config.lora_config else "no",
         "tensor parallelism": f"rank {tensor.rank_in_group} of {tensor.world_size}",
         "pipeline parallelism": f"rank {pipeline.rank_in_group} of {pipeline.world_size}",
         "experts": experts,

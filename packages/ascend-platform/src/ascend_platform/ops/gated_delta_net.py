@@ -23,6 +23,9 @@ from ascend_platform.attention.gated_delta_metadata import (
 from ascend_platform.kernels.states import causal_conv
 from ascend_platform.kernels.states.gated_delta import normalize, rules
 
+COPIED = ("sharded_state", "runai_streamer_sharded", "tensorizer")
+"""Load formats that copy a saved state to the parameters, without their weight loaders."""
+
 
 class NPUGatedDeltaNetAttention(qwen_gdn_linear_attn.QwenGatedDeltaNetAttention):
     """vLLM's layer, which would normalize with a Triton kernel if there are draft tokens.
@@ -39,8 +42,14 @@ class NPUGatedDeltaNetAttention(qwen_gdn_linear_attn.QwenGatedDeltaNetAttention)
         self._kept: dict[str, torch.Tensor] = {}
         config = get_current_vllm_config()
         self._has_adapters = config.lora_config is not None
+        self._copies_state = config.load_config.load_format in COPIED
         if self.gqa_interleaved_layout:
             self._order_columns()
+
+    @property
+    def has_other_order(self) -> bool:
+        """Whether parameters have another order than vLLM's."""
+        return self.gqa_interleaved_layout and len(self._columns) < 2
 
     def get_attn_backend(self) -> type[GDNAttentionBackend]:
         """Backend of the metadata."""
@@ -51,8 +60,9 @@ class NPUGatedDeltaNetAttention(qwen_gdn_linear_attn.QwenGatedDeltaNetAttention)
 
     def _order_columns(self) -> None:
         """Load Qwen3-Next's projections, which are interleaved by key head, in the order of
-        Qwen3.5's: queries, keys, values, gates; strengths, decays. Adapters, and values that are
-        packed across heads, keep the checkpoint's order, of which each step gathers the other."""
+        Qwen3.5's: queries, keys, values, gates; strengths, decays. Adapters, values that are
+        packed across heads, and a state that is copied to the parameters keep the checkpoint's
+        order, of which each step gathers the other."""
         values = self.num_v_heads // self.num_k_heads
         device = torch.get_default_device()
         for name, sizes in {
@@ -67,7 +77,8 @@ class NPUGatedDeltaNetAttention(qwen_gdn_linear_attn.QwenGatedDeltaNetAttention)
                 if getattr(parameter, "output_dim", None) is not None
             ]
             packed = [heads * sum(sizes) // columns for _, columns in parameters]
-            if self._has_adapters or any(s % each for s in sizes for each in packed):
+            is_kept = self._has_adapters or self._copies_state
+            if is_kept or any(s % each for s in sizes for each in packed):
                 self._columns[name] = _flat(heads, sizes).to(device)
                 continue
             for (parameter, _), each in zip(parameters, packed, strict=True):
@@ -87,7 +98,8 @@ class NPUGatedDeltaNetAttention(qwen_gdn_linear_attn.QwenGatedDeltaNetAttention)
         read."""
         projections = self.in_proj_qkvz, self.in_proj_ba
         is_plain = all(type(each.quant_method) is UnquantizedLinearMethod for each in projections)
-        if is_plain and not self._has_adapters and "projection" not in self._kept:
+        is_plain = is_plain and not (self._has_adapters or self._columns)
+        if is_plain and "projection" not in self._kept:
             weights: list[Any] = [each.weight for each in projections]
             joined = self._kept["projection"] = torch.cat([each.data for each in weights])
             for weight, part in zip(weights, joined.split([len(x) for x in weights]), strict=True):

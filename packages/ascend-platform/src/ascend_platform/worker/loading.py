@@ -90,8 +90,7 @@ class ModelMixin:
             check(model)
         if self.vllm_config.quant_config is not None and not compiled:
             self._fuse_norms(model)
-        keeps_weights = any(hasattr(layer, "keeps_weights") for layer in model.modules())
-        if keeps_weights or mla_prolog.is_used(self.vllm_config):
+        if self._keeps_weights():
             load, dtype = model.load_weights, self.model_config.dtype
 
             def load_weights(weights: Any) -> Any:
@@ -112,6 +111,12 @@ class ModelMixin:
             from ascend_platform.attention import indexer
 
             indexer.install(self.compilation_config.static_forward_context)
+
+    def _keeps_weights(self: Any) -> bool:
+        layers = self.get_model().modules()
+        return mla_prolog.is_used(self.vllm_config) or any(
+            hasattr(layer, "keeps_weights") for layer in layers
+        )
 
     def _fuse_norms(self: Any, model: torch.nn.Module) -> None:
         """Fuse norms with the quantization after them; a compiled model has a pass for it."""
@@ -144,5 +149,5 @@ class ModelMixin:
                 " keeps the weights on the host"
             )
         super().reload_weights(*arguments, **named)  # type: ignore[misc]
-        if mla_prolog.is_used(self.vllm_config):
+        if self._keeps_weights():
             renew_kept_weights(self.get_model(), self.model_config.dtype)

@@ -157,6 +157,31 @@ class NPUWorker(Worker):
             note_files(self.model_config)
         super().load_model(**options)
 
+    def save_sharded_state(self, *arguments: Any, **named: Any) -> None:
+        """Save the parameters as vLLM does.
+
+        Raises:
+            RefusedError: they have another order than vLLM's.
+        """
+        self._check_order()
+        super().save_sharded_state(*arguments, **named)
+
+    def save_tensorized_model(self, *arguments: Any, **named: Any) -> None:
+        """Save the parameters as vLLM does.
+
+        Raises:
+            RefusedError: they have another order than vLLM's.
+        """
+        self._check_order()
+        super().save_tensorized_model(*arguments, **named)
+
+    def _check_order(self) -> None:
+        if any(getattr(x, "has_other_order", False) for x in self.get_model().modules()):
+            raise RefusedError(
+                "the projections of Qwen3-Next's gated delta nets are ordered for the NPU, so their"
+                " state is not saved; fix: load the checkpoint"
+            )
+
     def get_supported_kv_cache_layouts(self) -> list[str]:
         """That of our attention, also in a pipeline stage that has only layers with states: vLLM
         requires that all stages agree."""
