@@ -16,6 +16,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from ascend_emulator.verify.lazy import dist, torch, torch_npu
+
 Facts = dict[str, Any]
 NAMES = ("two-npus",)
 SECONDS = 180  # For both ranks, from their start; each imports torch_npu first.
@@ -33,8 +35,6 @@ def run(name: str, options: Facts) -> Facts:
 
 def by_size(options: Facts) -> Facts:
     """Times of two, four, … ranks, as many as there are NPUs."""
-    import torch
-
     rows: list[Any] = []
     most = 2 if options.get("short") else torch.npu.device_count()
     for count in (1 << power for power in range(1, most.bit_length())):
@@ -48,7 +48,7 @@ def by_size(options: Facts) -> Facts:
 
 def _start(count: int, program: str) -> Facts:
     """Start the ranks and return what rank 0 found, or which rank failed and its last words."""
-    from ascend_emulator.verify.errors import scrubbed
+    from ascend_emulator.verify.errors import last_words
 
     with ExitStack() as stack:
         # A file of this user's: a TCPStore would listen at all addresses of the machine.
@@ -70,7 +70,7 @@ def _start(count: int, program: str) -> Facts:
         lines = [line for line in outputs[0] if line.startswith('{"facts"')]
         if lines and all(code == 0 for code in codes):
             return {"outcome": "observed", **json.loads(lines[0])}
-        last = [(stream.read().strip().splitlines() or [""])[-1] for stream in errors]
+        last = [last_words(stream.read()) for stream in errors]
     ends = [f"no result in {SECONDS} s" if code is None else f"exit {code}" for code in codes]
     message = "; ".join(
         f"rank {rank}: {end} {output}".strip()
@@ -79,7 +79,7 @@ def _start(count: int, program: str) -> Facts:
     kind = "timeout" if None in codes else "exit"
     return {
         "outcome": "failed",
-        "error": {"type": kind, "codes": [], "message": scrubbed(message)[:300]},
+        "error": {"type": kind, "codes": [], "message": message[:300]},
     }
 
 
@@ -113,9 +113,6 @@ def _results(rank: int) -> Facts:
 
 def _results_of(kind: str, rank: int) -> Facts:
     """Hash of each collective's result for seeded inputs, and whether it is right."""
-    import torch
-    import torch.distributed as dist
-
     from ascend_emulator.verify import inputs
 
     facts: Facts = {}
@@ -153,9 +150,6 @@ def _results_of(kind: str, rank: int) -> Facts:
 def _times() -> Facts:
     """Microseconds and bandwidth of all_reduce by bytes; of two ranks, each sends and receives its
     data once."""
-    import torch
-    import torch.distributed as dist
-
     from ascend_emulator.verify.operators import rounded
     from ascend_emulator.verify.timings import ENOUGH, _seconds
 
@@ -181,9 +175,6 @@ def _repeat(work: Callable[[], Any]) -> None:
 
 def _by_size(sizes: tuple[int, ...]) -> Facts:
     """Times of collectives by the bytes of a rank's tensor; of each the slowest rank's."""
-    import torch
-    import torch.distributed as dist
-
     from ascend_emulator.verify.operators import rounded
     from ascend_emulator.verify.timings import ENOUGH, median_seconds
 
@@ -215,10 +206,6 @@ def _by_size(sizes: tuple[int, ...]) -> Facts:
 
 def main() -> int:
     """One rank; rank 0 prints the facts as a line of JSON."""
-    import torch
-    import torch.distributed as dist
-    import torch_npu
-
     torch_npu.npu.set_compile_mode(jit_compile=False)
     rank, store, count, program = int(sys.argv[1]), *sys.argv[2:]
     torch.npu.set_device(rank)

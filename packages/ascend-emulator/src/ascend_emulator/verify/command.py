@@ -286,10 +286,10 @@ class Run:
                         deadline = time.monotonic() + limit
         status = worker.wait()
         if current or not any(case in self.records for case in cases):
-            from ascend_emulator.verify.errors import scrubbed
+            from ascend_emulator.verify.errors import last_words
 
-            last = errors.decode(errors="replace").strip().splitlines()[-1:] or [""]
-            record: dict[str, Any] = {"outcome": "crashed", "why": scrubbed(last[0])[:160]}
+            why = last_words(errors.decode(errors="replace").strip())[:160]
+            record: dict[str, Any] = {"outcome": "crashed", "why": why}
             self.records[current or cases[0]] = record | ({"signal": -status} if status < 0 else {})
 
     def _over(self) -> dict[str, Any]:

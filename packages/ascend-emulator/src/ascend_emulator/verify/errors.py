@@ -51,6 +51,12 @@ def scrubbed(text: str) -> str:
     return " ".join(text.split())
 
 
+def last_words(output: str) -> str:
+    """The last line of a process's errors, before the emulator's summary."""
+    lines = [line for line in output.splitlines() if not line.startswith("ascend-emulator: ")]
+    return scrubbed("".join(lines[-1:]))
+
+
 def described(error: BaseException) -> dict[str, Any]:
     """Type, CANN's codes and the most informative line of an exception."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]

@@ -16,6 +16,8 @@ import hashlib
 import math
 from typing import Any
 
+from ascend_emulator.verify.lazy import torch
+
 # splitmix64's constants
 GOLDEN, FIRST, SECOND = -7046029254386353131, -4658895280553007687, -7723592293110705685
 SPECIAL = "0,-0.0,1,-1,0.5,-0.5,2.5,-2.5,inf,-inf,nan,100,-100,1000,-1000,1e-30"
@@ -24,7 +26,6 @@ WHOLE = "0,1,-1,2,-2,3,7,-7,100,-100,127,-128"
 
 def _bits(count: int, seed: int) -> Any:
     """``count`` pseudo-random integers of 24 bits: splitmix64, in int64 with wrap-around."""
-    import torch
 
     def shifted(x: Any, bits: int) -> Any:
         return (x >> bits) & ((1 << (64 - bits)) - 1)  # a logical shift
@@ -40,8 +41,6 @@ def _uniform(count: int, seed: int) -> Any:
 
 
 def _values(text: str, count: int, seed: int, whole: bool) -> Any:
-    import torch
-
     if text == "special":
         text = "=" + (WHOLE if whole else SPECIAL)
     if text.startswith("="):
@@ -69,8 +68,6 @@ def seed_of(name: str) -> int:
 
 def make(specification: str, seed: int) -> Any:
     """The input tensor of a specification, on the CPU."""
-    import torch
-
     kind, shape, values = specification.split(" ", 2)
     dtype = getattr(torch, kind)
     sizes = [] if shape == "scalar" else [int(size) for size in shape.split("x")]
@@ -88,8 +85,6 @@ def make(specification: str, seed: int) -> Any:
 
 def digest(tensor: Any) -> str:
     """A hash of a CPU tensor's values: the same for all NaN."""
-    import torch
-
     data = tensor.detach().cpu().contiguous()
     if data.is_floating_point() and data.element_size() > 1:
         data = torch.where(data.isnan(), torch.full_like(data, float("nan")), data)

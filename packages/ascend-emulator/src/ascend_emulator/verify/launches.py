@@ -14,6 +14,7 @@ from statistics import median
 from typing import Any
 
 from ascend_emulator.verify import collectives
+from ascend_emulator.verify.lazy import torch, torch_npu
 from ascend_emulator.verify.operators import rounded
 from ascend_emulator.verify.timings import ENOUGH, RUNS, median_seconds
 
@@ -54,8 +55,6 @@ def _program(function: Callable[[bool], Iterator[Launch]]) -> Callable[[bool], I
 
 def captured(work: Callable[[], Any]) -> Callable[[], Any]:
     """Replays a graph of the work, after a run without it; the work itself without graphs."""
-    import torch
-
     work()
     torch.npu.synchronize()
     if not hasattr(torch.npu, "NPUGraph"):
@@ -73,8 +72,6 @@ def _each(run: Callable[..., Any], inputs: list[Any]) -> None:
 
 def _timed(launches: Iterator[Launch]) -> Facts:
     """Times of launches that become larger, until one takes long."""
-    import torch
-
     rows = []
     for launch in launches:
         first, taken = launch.inputs(), []
@@ -96,20 +93,14 @@ def _timed(launches: Iterator[Launch]) -> Facts:
 
 def _dtype() -> Any:
     """16 bits that the chip has."""
-    import torch
-
     return torch.bfloat16 if torch.npu.is_bf16_supported() else torch.float16
 
 
 def _random(*shape: int) -> Any:
-    import torch
-
     return torch.randn(shape, dtype=_dtype(), device="npu")
 
 
 def _bytes(*shape: int) -> Any:
-    import torch
-
     return torch.randint(-9, 9, shape, dtype=torch.int8).npu()
 
 
@@ -128,8 +119,6 @@ def _matrices(short: bool) -> Iterator[tuple[int, int, int]]:
 @_program
 def matmul_by_rows(short: bool) -> Iterator[Launch]:
     """In 16 bits."""
-    import torch
-
     for rows, depth, width in _matrices(short):
         moved = 2 * (rows * depth + depth * width + rows * width)
         inputs = partial(lambda *n: (_random(*n[:2]), _random(*n[1:])), rows, depth, width)
@@ -139,8 +128,6 @@ def matmul_by_rows(short: bool) -> Iterator[Launch]:
 @_program
 def int8_matmul_by_rows(short: bool) -> Iterator[Launch]:
     """With a scale for each row and each column."""
-    import torch
-    import torch_npu
 
     def inputs(rows: int, depth: int, width: int) -> Any:
         scales = torch.ones(width).npu(), torch.ones(rows).npu()
@@ -174,15 +161,11 @@ def _requests(short: bool) -> Iterator[tuple[int, int]]:
 
 def _paged(batch: int, context: int) -> dict[str, Any]:
     """Options of attention over a paged cache, one query token a request."""
-    import torch
-
     blocks = torch.arange(batch * context // BLOCK, dtype=torch.int32).view(batch, -1)
     return {"block_table": blocks.npu(), "block_size": BLOCK}
 
 
 def _attend(query: Any, key: Any, value: Any, options: dict[str, Any]) -> Any:
-    import torch_npu
-
     return torch_npu.npu_fused_infer_attention_score(query, key, value, **options)
 
 
@@ -207,7 +190,6 @@ def attention_decode(short: bool) -> Iterator[Launch]:
 @_program
 def latent_attention_decode(short: bool) -> Iterator[Launch]:
     """16 heads over latents of 512 and rotated keys of 64, by batch and context."""
-    import torch_npu
 
     def run(query: Any, latents: Any, options: dict[str, Any]) -> Any:
         attend = torch_npu.npu_fused_infer_attention_score_v2
@@ -236,8 +218,6 @@ def latent_attention_decode(short: bool) -> Iterator[Launch]:
 @_program
 def attention_prefill(short: bool) -> Iterator[Launch]:
     """One prompt, causal, with 32 heads and 8 KV heads of 128, by its tokens."""
-    import torch
-
     mask = torch.ones(2048, 2048, dtype=torch.bool).triu(1).npu()
     for tokens in (128, 256) if short else (512, 1024, 2048, 4096, 8192, 16384):
         options = HEADS | {
@@ -258,9 +238,6 @@ def attention_prefill(short: bool) -> Iterator[Launch]:
 @_program
 def vector_operators(short: bool) -> Iterator[Launch]:
     """Norms, activations and quantization, by rows."""
-    import torch
-    import torch_npu
-
     width = 256 if short else 4096
     weight = torch.ones(width, dtype=_dtype(), device="npu")
     for rows in ROWS[:2] if short else ROWS:
@@ -275,7 +252,6 @@ def vector_operators(short: bool) -> Iterator[Launch]:
 @_program
 def sampling(short: bool) -> Iterator[Launch]:
     """Sorting the logits, top-k and top-p, and the choice of a token, by batch."""
-    import torch
 
     def run(logits: Any, noise: Any) -> Any:
         ordered, index = logits.sort(-1)
@@ -293,9 +269,6 @@ def sampling(short: bool) -> Iterator[Launch]:
 
 def _layers(options: Facts) -> Facts:
     """Host and device time of 40 layers of small launches, without a graph and in one."""
-    import torch
-    import torch_npu
-
     size = 128 if options.get("short") else 1024
     x, weight = _random(16, size), _random(size, size)
     scale = torch.ones(size, dtype=_dtype(), device="npu")

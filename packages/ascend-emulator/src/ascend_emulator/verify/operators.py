@@ -9,6 +9,7 @@ from typing import Any
 
 from ascend_emulator.verify import inputs, references
 from ascend_emulator.verify.errors import described
+from ascend_emulator.verify.lazy import torch
 from ascend_emulator.verify.tables import Case
 
 ULPS = {"torch.float32": 16.0, "torch.float16": 4.0, "torch.bfloat16": 4.0}
@@ -48,8 +49,6 @@ def _leaves(value: Any) -> list[Any]:
 def _evaluate(case: Case, expression: str, tensors: dict[str, Any]) -> list[Any]:
     """Results of an expression: tensors and numbers; with ``gradients`` those of the floating
     inputs too."""
-    import torch
-
     names = namespace() | tensors
     if not case.gradients:
         with torch.no_grad():
@@ -69,8 +68,6 @@ def _evaluate(case: Case, expression: str, tensors: dict[str, Any]) -> list[Any]
 
 
 def _wide(tensor: Any) -> Any:
-    import torch
-
     if tensor.is_complex():
         return tensor.to(torch.complex128)
     return tensor.double() if tensor.is_floating_point() else tensor
@@ -78,8 +75,6 @@ def _wide(tensor: Any) -> Any:
 
 def _compare(actual: Any, wanted: Any, ulps: float) -> dict[str, Any]:
     """Dtype, shape, hash and errors of one result."""
-    import torch
-
     if not isinstance(actual, torch.Tensor):
         return {"number": actual, "within": actual == wanted}
     result: dict[str, Any] = {
@@ -125,8 +120,6 @@ def rounded(value: float) -> float:
 
 def run(case: Case) -> dict[str, Any]:
     """Run a case on the current NPU and describe what came of it."""
-    import torch
-
     tensors = arguments(case)
     record: dict[str, Any] = {}
     if tensors:
@@ -172,6 +165,4 @@ def run(case: Case) -> dict[str, Any]:
 
 
 def _bytes(tensor: Any) -> Any:
-    import torch
-
     return tensor.contiguous().flatten().view(torch.uint8)

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from ascend_emulator.verify.lazy import torch
+
 
 def rms_norm(x: Any, gamma: Any, eps: float = 1e-6) -> tuple[Any, Any]:
     """The normed rows, and the reciprocal of their root mean square, [..., 1]."""
@@ -22,31 +24,23 @@ def add_rms_norm(x: Any, residual: Any, gamma: Any, eps: float = 1e-6) -> tuple[
 
 def swiglu(x: Any) -> Any:
     """SiLU of the first half of the last dimension, times the second half."""
-    import torch
-
     gate, up = x.chunk(2, -1)
     return torch.nn.functional.silu(gate) * up
 
 
 def rotate_half(x: Any, cos: Any, sin: Any) -> Any:
     """Rotary embedding with the halves of the last dimension as pairs."""
-    import torch
-
     first, second = x.chunk(2, -1)
     return x * cos + torch.cat([-second, first], -1) * sin
 
 
 def rotate_interleaved(x: Any, cos: Any, sin: Any) -> Any:
     """Rotary embedding with neighbours as pairs."""
-    import torch
-
     return x * cos + torch.stack([-x[..., 1::2], x[..., ::2]], -1).flatten(-2) * sin
 
 
 def quantized_rows(x: Any) -> tuple[Any, Any]:
     """int8 rows and their scales: the largest magnitude of a row is 127."""
-    import torch
-
     scale = x.abs().amax(-1) / 127
     return (x / scale[..., None]).round().clamp(-128, 127).to(torch.int8), scale
 
@@ -54,8 +48,6 @@ def quantized_rows(x: Any) -> tuple[Any, Any]:
 def attention(query: Any, key: Any, value: Any, scale: float, causal: bool = False) -> Any:
     """Softmax attention of [batch, heads, tokens, size]; key heads are repeated for groups of query
     heads."""
-    import torch
-
     groups = query.shape[1] // key.shape[1]
     key, value = key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1)
     scores = query @ key.mT * scale
@@ -82,8 +74,6 @@ def top_k_softmax(x: Any, k: int) -> tuple[Any, Any]:
 
 def grouped_matmul(x: Any, weight: Any, ends: list[int]) -> Any:
     """Rows up to each end times the matrix of that group."""
-    import torch
-
     starts = [0, *ends[:-1]]
     return torch.cat(
         [

@@ -11,6 +11,7 @@ from typing import Any
 
 from ascend_emulator.verify import operators
 from ascend_emulator.verify.errors import described
+from ascend_emulator.verify.lazy import torch
 from ascend_emulator.verify.tables import Case
 
 
@@ -56,8 +57,6 @@ def create(what: str) -> ctypes.c_void_p:
 
 def capture(inside: Any) -> None:
     """Capture a graph whose body is the function, and end the capture whatever happens."""
-    import torch
-
     graph = torch.npu.NPUGraph()
     side = torch.npu.Stream()
     side.wait_stream(torch.npu.current_stream())
@@ -74,8 +73,6 @@ def capture(inside: Any) -> None:
 
 def run(case: Case) -> dict[str, Any]:
     """Run a case on the current NPU; ``accepted`` if nothing refuses it."""
-    import torch
-
     names = operators.namespace() | {
         "C": ctypes,
         "acl": call,

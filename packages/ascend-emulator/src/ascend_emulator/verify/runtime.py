@@ -9,6 +9,7 @@ from collections.abc import Callable
 from typing import Any
 
 from ascend_emulator.verify.errors import described
+from ascend_emulator.verify.lazy import torch
 
 Facts = dict[str, Any]
 PROGRAMS: dict[str, Callable[[Facts], Facts]] = {}
@@ -27,8 +28,6 @@ def _program(
         name = function.__name__.replace("_", "-")
 
         def run(options: Facts) -> Facts:
-            import torch
-
             facts = function()
             if not isolated:  # Such a program may exit with a failed stream.
                 torch.npu.synchronize()
@@ -63,8 +62,6 @@ def _long_work(x: Any, times: int = 60) -> Any:
 
 @_program()
 def streams_run_in_order_of_events() -> Facts:
-    import torch
-
     x = torch.eye(512).npu()
     first, second = torch.npu.Stream(), torch.npu.Stream()
     done = torch.npu.Event()
@@ -81,8 +78,6 @@ def streams_run_in_order_of_events() -> Facts:
 
 @_program()
 def events_measure_time() -> Facts:
-    import torch
-
     x = torch.eye(256).npu()
     start, end = torch.npu.Event(enable_timing=True), torch.npu.Event(enable_timing=True)
     start.record()
@@ -98,8 +93,6 @@ def events_measure_time() -> Facts:
 
 @_program()
 def events_not_recorded() -> Facts:
-    import torch
-
     event = torch.npu.Event()
     return {
         "query": event.query(),
@@ -110,8 +103,6 @@ def events_not_recorded() -> Facts:
 
 @_program()
 def stream_pool_and_priorities() -> Facts:
-    import torch
-
     handles = {torch.npu.Stream().npu_stream for _ in range(80)}
     return {
         "distinct_of_80": len(handles),
@@ -121,8 +112,6 @@ def stream_pool_and_priorities() -> Facts:
 
 @_program()
 def memory_granularity() -> Facts:
-    import torch
-
     before = torch.npu.memory_allocated()
     x = torch.empty(1, dtype=torch.uint8, device="npu")
     small = torch.npu.memory_allocated() - before
@@ -137,8 +126,6 @@ def memory_granularity() -> Facts:
 
 @_program()
 def an_error_of_a_call_is_not_sticky() -> Facts:
-    import torch
-
     x = torch.ones(4).npu()
     error = _attempt(lambda: torch.empty(1 << 50, dtype=torch.uint8, device="npu"))
     return {"out_of_memory": error, "next": (x + 1).sum().item()}
@@ -146,8 +133,6 @@ def an_error_of_a_call_is_not_sticky() -> Facts:
 
 @_program()
 def random_numbers_repeat_with_the_seed() -> Facts:
-    import torch
-
     from ascend_emulator.verify import inputs
 
     hashes, means = [], []
@@ -160,8 +145,6 @@ def random_numbers_repeat_with_the_seed() -> Facts:
 
 
 def _graph(function: Callable[[], Any]) -> tuple[Any, Any]:
-    import torch
-
     graph = torch.npu.NPUGraph()
     with torch.npu.graph(graph):
         result = function()
@@ -170,8 +153,6 @@ def _graph(function: Callable[[], Any]) -> tuple[Any, Any]:
 
 @_program()
 def graphs_replay_with_new_inputs() -> Facts:
-    import torch
-
     x = torch.ones(64, 64).npu()
     graph, y = _graph(lambda: (x @ x).sum())
     graph.replay()
@@ -184,8 +165,6 @@ def graphs_replay_with_new_inputs() -> Facts:
 
 @_program()
 def graphs_capture_random_numbers() -> Facts:
-    import torch
-
     graph, y = _graph(lambda: torch.rand(256, device="npu"))
     graph.replay()
     first = y.cpu()
@@ -196,8 +175,6 @@ def graphs_capture_random_numbers() -> Facts:
 
 @_program()
 def graphs_fork_and_join_streams() -> Facts:
-    import torch
-
     x, side = torch.ones(64).npu(), torch.npu.Stream()
 
     def work() -> Any:
@@ -217,8 +194,6 @@ def graphs_fork_and_join_streams() -> Facts:
 
 @_program()
 def graphs_copy_pinned_memory() -> Facts:
-    import torch
-
     source = torch.arange(16.0).pin_memory()
     target = torch.zeros(16).npu()
     graph, _ = _graph(lambda: target.copy_(source, non_blocking=True))
@@ -230,8 +205,6 @@ def graphs_copy_pinned_memory() -> Facts:
 
 @_program()
 def graphs_share_a_memory_pool() -> Facts:
-    import torch
-
     x = torch.ones(1 << 20).npu()
     graph, y = _graph(lambda: x + 1)
     other = torch.npu.NPUGraph()
@@ -250,8 +223,6 @@ def graphs_share_a_memory_pool() -> Facts:
 
 @_program()
 def graphs_task_groups() -> Facts:
-    import torch
-
     names = (
         "graph_task_group_begin",
         "graph_task_group_end",
@@ -266,8 +237,6 @@ def graphs_task_groups() -> Facts:
 def an_error_of_the_device_fails_the_stream() -> Facts:
     """An index out of range; whether and where it is reported, and whether the process
     can go on."""
-    import torch
-
     table, index = torch.ones(50, 20).npu(), torch.tensor([0, 50]).npu()
     torch.npu.synchronize()
     call = _attempt(lambda: torch.nn.functional.embedding(index, table))
@@ -301,8 +270,6 @@ def limit_of_streams() -> Facts:
 @_program(limit=True)
 def limit_of_graphs() -> Facts:
     """Graphs of one operator until one is refused."""
-    import torch
-
     x = torch.ones(8).npu()
     graphs: list[Any] = []
     refusal = "none"

@@ -11,6 +11,7 @@ from functools import partial
 from statistics import median
 from typing import Any
 
+from ascend_emulator.verify.lazy import torch, torch_npu
 from ascend_emulator.verify.operators import rounded
 
 Facts = dict[str, Any]
@@ -31,21 +32,24 @@ def _program(function: Callable[[], Facts]) -> Callable[[], Facts]:
     return function
 
 
+def _elapsed(work: Callable[[], Any]) -> float:
+    """Device time of one run in seconds."""
+    start, end = torch.npu.Event(enable_timing=True), torch.npu.Event(enable_timing=True)
+    start.record()
+    work()
+    end.record()
+    end.synchronize()
+    return start.elapsed_time(end) / 1e3
+
+
 def _seconds(function: Callable[[], Any], repeat: int = REPEAT, always: bool = False) -> float:
     """Best device time of the function, after one run that is not counted. ``always``: repeat it
     however long it takes, because another rank repeats it too."""
-    import torch
-
     function()
     torch.npu.synchronize()
     best = float("inf")
     for _ in range(repeat):
-        start, end = torch.npu.Event(enable_timing=True), torch.npu.Event(enable_timing=True)
-        start.record()
-        function()
-        end.record()
-        end.synchronize()
-        best = min(best, start.elapsed_time(end) / 1e3)
+        best = min(best, _elapsed(function))
         if best > 10 * ENOUGH and not always:
             break
     return max(best, 1e-9)
@@ -53,16 +57,7 @@ def _seconds(function: Callable[[], Any], repeat: int = REPEAT, always: bool = F
 
 def median_seconds(work: Callable[[], Any]) -> float:
     """Median device time of several runs, after one that is not counted."""
-    import torch
-
-    taken = []
-    for _ in range(RUNS + 1):
-        start, end = torch.npu.Event(enable_timing=True), torch.npu.Event(enable_timing=True)
-        start.record()
-        work()
-        end.record()
-        end.synchronize()
-        taken.append(start.elapsed_time(end) / 1e3)
+    taken = [_elapsed(work) for _ in range(RUNS + 1)]
     return max(median(taken[1:]), 1e-9)
 
 
@@ -83,7 +78,6 @@ SIZES = [1 << 20, 1 << 24, 1 << 26, 1 << 28]
 @_program
 def copy_on_the_device() -> Facts:
     """Bytes read and written each second by a copy."""
-    import torch
 
     def measure(size: int) -> tuple[float, float]:
         x = torch.empty(size, dtype=torch.int8, device="npu")
@@ -95,7 +89,6 @@ def copy_on_the_device() -> Facts:
 
 def _host(to_device: bool) -> Facts:
     """Bandwidth of copies from or to pinned memory."""
-    import torch
 
     def measure(size: int) -> tuple[float, float]:
         host = torch.empty(size, dtype=torch.int8).pin_memory()
@@ -113,8 +106,6 @@ _add("copy-to-the-host", partial(_host, False))
 @_program
 def launch() -> Facts:
     """Microseconds between small operators: on the device, on the host, and in a graph."""
-    import torch
-
     x, count = torch.ones(256).npu(), 500
 
     def work() -> None:
@@ -150,8 +141,6 @@ def launch() -> Facts:
 
 def _matmul(dtype_name: str) -> Facts:
     """Throughput of square matmuls; of float32 as torch_npu is configured by default."""
-    import torch
-
     dtype = getattr(torch, dtype_name)
 
     def measure(size: int) -> tuple[float, float]:
@@ -169,8 +158,6 @@ for _name in ("float16", "bfloat16", "float32"):
 @_program
 def matmul_int8() -> Facts:
     """Throughput of square matmuls of int8 with one scale per column."""
-    import torch
-    import torch_npu
 
     def measure(size: int) -> tuple[float, float]:
         x = torch.ones(size, size, dtype=torch.int8).npu()
@@ -191,7 +178,6 @@ def matmul_int8() -> Facts:
 @_program
 def vector() -> Facts:
     """Throughput of a long chain of operations on data that fits the second-level cache."""
-    import torch
 
     def measure(size: int) -> tuple[float, float]:
         x = torch.ones(size, device="npu")
@@ -203,8 +189,6 @@ def vector() -> Facts:
 @_program
 def one_token_by_a_matrix() -> Facts:
     """A row times a matrix of 4096 x 4096 in float16, as in decoding: bound by memory."""
-    import torch
-
     x = torch.ones(1, 4096, device="npu").half()
     weights = [torch.ones(4096, 4096, device="npu").half() for _ in range(8)]
     seconds = _seconds(lambda: [x @ weight for weight in weights]) / 8
