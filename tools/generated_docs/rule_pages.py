@@ -10,7 +10,7 @@ import html
 import re
 from pathlib import Path
 
-from ascend_emulator import rules
+from ascend_emulator import facts, rules
 from ascend_emulator.rules import Case, Description, Rule
 
 SOURCES = Path(rules.__file__).with_name("csrc")
@@ -21,7 +21,7 @@ def pages() -> dict[str, str]:
     """Text of each page, by its path below docs."""
     folders: dict[str, list[Description]] = {}
     for each in rules.descriptions():
-        folders.setdefault(each.family.split("/")[1], []).append(each)
+        folders.setdefault(each.family.split("/")[-2], []).append(each)
     return {
         f"emulator-rules/{folder}.md": _page(folder, folders[folder]) for folder in sorted(folders)
     }
@@ -30,7 +30,7 @@ def pages() -> dict[str, str]:
 def _page(folder: str, descriptions: list[Description]) -> str:
     count = sum(len(each.rules) for each in descriptions)
     head = (
-        f"# Rules: {folder}\n\nThe {count} rules of the operators in `csrc/ops/{folder}/`, which the"
+        f"# Rules: {folder}\n\nThe {count} rules of `{folder}/` in the emulator's sources, which the"
         f" emulator checks at each call. [Rules of operators](../emulator-rules.md) explains them.\n"
     )
     return "\n".join([head, *map(_section, descriptions)])
@@ -38,7 +38,9 @@ def _page(folder: str, descriptions: list[Description]) -> str:
 
 def _section(description: Description) -> str:
     operators = ", ".join(f"`{name}`" for name in description.operators)
-    lines = [f"## {description.name}", "", f"{operators}, in `{description.family}.cpp`."]
+    resources = facts.resources(description.operators[0])
+    costs = ", ".join(f"{fact}: {value}" for fact, value in resources.items())
+    lines = [f"## {description.name}", "", f"{operators}, in `{description.family}.cpp`. {costs}."]
     valid = description.valid
     if valid:
         values = "".join(f"\n# {name}: {text}" for name, text in valid.inputs.items())

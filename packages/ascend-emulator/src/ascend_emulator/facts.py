@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-all project
-"""Facts of operators: arguments, dtypes, workspace and communication, from the tables in facts/.
+"""Facts of operators: arguments, dtypes, workspace, cost and communication, from facts/.
 
 build.py compiles them: the arguments into the header that operator/signature.h includes, the other
 facts into the file of stubs (operator/facts.h).
@@ -18,19 +18,21 @@ from ascend_emulator import toml
 TABLES = Path(__file__).with_name("facts")
 # c10::ScalarType
 DTYPES = {
-    "bf16": 15,
-    "fp16": 5,
-    "fp32": 6,
-    "fp64": 7,
     "uint8": 0,
     "int8": 1,
     "int16": 2,
     "int32": 3,
     "int64": 4,
-    "bool": 11,
+    "float16": 5,
+    "float32": 6,
+    "float64": 7,
     "complex64": 9,
     "complex128": 10,
+    "bool": 11,
+    "bfloat16": 15,
+    "uint64": 29,
 }
+SHORT = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32", "fp64": "float64"}
 
 
 def _table(name: str) -> dict[str, Any]:
@@ -53,10 +55,14 @@ def dtypes() -> dict[str, list[str]]:
     }
 
 
-def _value(table: dict[str, list[str]], name: str, default: str) -> str:
-    """The key of the first pattern that a name has."""
-    fits = (key for key, patterns in table.items() for p in patterns if fnmatchcase(name, p))
-    return next(fits, default)
+@cache
+def resources(name: str) -> dict[str, str]:
+    """Workspace, cost and communication of an operator: the key of the first pattern that fits."""
+    values = {"workspace": "none", "cost": "elements", "communicates": "no"}
+    for fact, table in _table("resources").items():
+        fits = (key for key, patterns in table.items() for p in patterns if fnmatchcase(name, p))
+        values[fact] = next(fits, values[fact])
+    return values
 
 
 def header() -> str:
@@ -66,15 +72,16 @@ def header() -> str:
 
 def source() -> str:
     """C++ source of the other facts, by name."""
-    resources = _table("resources")
-    named = [p for table in resources.values() for patterns in table.values() for p in patterns]
+    tables = _table("resources").values()
+    named = {p for table in tables for patterns in table.values() for p in patterns if "*" not in p}
     rows = []
-    for name in sorted({*arguments(), *dtypes(), *(name for name in named if "*" not in name)}):
-        bits = sum(1 << DTYPES[each] for each in dtypes().get(name, ()))
-        workspace = _value(resources["workspace"], name, "none")
-        communicates = _value(resources["communicates"], name, "no") == "yes"
-        if bits or communicates or workspace != "none":
-            rows.append(f'{{"{name}", {bits}, Workspace::{workspace}, {int(communicates)}}},\n')
+    for name in sorted({*arguments(), *dtypes(), *named}):
+        bits = sum(1 << DTYPES[SHORT.get(each, each)] for each in dtypes().get(name, ()))
+        workspace, cost, communicates = resources(name).values()
+        rows.append(
+            f'{{"{name}", {bits}, Workspace::{workspace}, Cost::{cost},'
+            f" {int(communicates == 'yes')}}},\n"
+        )
     return (
         '#include "operator/facts.h"\nnamespace emu {\n'
         f"const OperatorFacts operator_facts[] = {{\n{''.join(rows)}}};\n"

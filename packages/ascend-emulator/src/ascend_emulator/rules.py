@@ -16,26 +16,13 @@ from pathlib import Path
 from string import Template
 from typing import Any
 
-from ascend_emulator import families, toml
+from ascend_emulator import families, text_tables, toml
+from ascend_emulator.facts import DTYPES
 
 SOURCES = Path(__file__).parent / "csrc"
 DOCUMENT = "torch_npu 2.13"
 BASES = ("documented", "seen on hardware", "inferred")
 FAMILIES = ("Ascend910A", "Ascend310P", "Ascend910B", "Ascend910_93", "Ascend950")
-# c10::ScalarType
-DTYPES = {
-    "uint8": 0,
-    "int8": 1,
-    "int16": 2,
-    "int32": 3,
-    "int64": 4,
-    "float16": 5,
-    "float32": 6,
-    "float64": 7,
-    "bool": 11,
-    "bfloat16": 15,
-    "uint64": 29,
-}
 SUBJECT = r"(\w+)(?:\.(dtype|rank|elements|shape|size\((-?\d+)\)))?"
 PREDICATES = {
     "one_of": re.compile(rf"{SUBJECT} in ([\w, -]+)"),
@@ -165,7 +152,7 @@ def _description(path: Path, name: str, table: dict[str, Any]) -> Description:
 
 def files() -> list[Path]:
     """The files of the tables."""
-    return sorted({*(SOURCES / "ops").rglob("*.toml")} - {*families.tables(SOURCES)})
+    return sorted({*SOURCES.rglob("*.toml")} - {*families.tables(SOURCES)})
 
 
 @cache
@@ -285,11 +272,8 @@ def table() -> str:
         [rule.id, rule.basis, rule.source, "; ".join(rule.limits) or "(C++)"]
         for rule in rules().values()
     ]
-    widths = [max(len(row[i]) for row in rows) for i in range(3)]
-    return "\n".join(
-        "  ".join([*(cell.ljust(width) for cell, width in zip(row, widths, strict=False)), row[3]])
-        for row in rows
-    )
+    lines = text_tables.aligned(["rule", "basis", "source", "limits"], rows, names=4)
+    return "\n".join(map(str.rstrip, lines))
 
 
 def checked(ids: list[str]) -> list[str]:

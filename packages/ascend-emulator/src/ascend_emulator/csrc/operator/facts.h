@@ -14,6 +14,9 @@ namespace emu {
 using DTypeSet = uint64_t;
 // How the workspace is estimated (facts.cpp).
 enum class Workspace : uint8_t { none, cube, attention_backward, sort };
+// How FLOPs are counted (op.cpp): one per element of the result, or those of the matmul of the
+// first two tensors, of the two after an addend, or of a matrix for each group of rows.
+enum class Cost : uint8_t { elements, matmul, matmul_and_addend, grouped_matmul };
 
 struct OperatorFacts {
   const char* name;
@@ -21,6 +24,7 @@ struct OperatorFacts {
   // there is no rule.
   DTypeSet dtypes = 0;
   Workspace workspace = Workspace::none;
+  Cost cost = Cost::elements;
   bool communicates = false;  // with other ranks: its tasks may block, as collectives do
 };
 

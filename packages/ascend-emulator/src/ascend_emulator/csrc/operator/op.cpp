@@ -32,7 +32,7 @@ struct NoResize : c10::WarningHandler {
 };
 
 // FLOPs of a matrix product: 2 * output elements * length of the sum.
-Work work_of(const std::string& name, const std::vector<Tensor>& tensors) {
+Work work_of(const char* name, const std::vector<Tensor>& tensors) {
   Work work;
   std::ostringstream shapes;
   const Tensor* matrices[2] = {nullptr, nullptr};
@@ -48,21 +48,18 @@ Work work_of(const std::string& name, const std::vector<Tensor>& tensors) {
   const auto rows = [](const Tensor& of) {
     return of.dim() && of.size(-1) ? static_cast<double>(of.numel() / of.size(-1)) : 1.0;
   };
-  work.rule = laws::rule_of(name.c_str(), seen ? toString(matrices[0]->scalar_type()) : "");
+  work.rule = laws::rule_of(name, seen ? toString(matrices[0]->scalar_type()) : "");
   if (seen) work.first = static_cast<double>(matrices[0]->numel()), work.rows = rows(*matrices[0]);
-  const char* const products[] = {"atmul", "MatMul", "Mm", "Linear"};
-  if (seen > 1 && std::any_of(std::begin(products), std::end(products),
-                      [&](const char* part) { return name.find(part) != std::string::npos; })) {
-    const bool adds = name.rfind("aclnnAdd", 0) == 0 ||
-                      name.rfind("aclnnBaddbmm", 0) == 0;  // the first argument is the addend
-    const Tensor& left = adds ? *matrices[1] : *matrices[0];
+  const Cost cost = facts_of(name).cost;
+  if (seen > 1 && cost != Cost::elements) {
+    const Tensor& left = *matrices[cost == Cost::matmul_and_addend];
     if (left.dim() > 0) {
       work.flops =
           2.0 * static_cast<double>(tensors.back().numel()) * static_cast<double>(left.size(-1));
       work.item = static_cast<int>(left.element_size());
       work.rows = rows(left);
       // Of each group, where the matrices of groups are one tensor.
-      if (name.find("Grouped") != std::string::npos && matrices[1]->dim() == 3)
+      if (cost == Cost::grouped_matmul && matrices[1]->dim() == 3)
         work.rows /= static_cast<double>(std::max<int64_t>(matrices[1]->size(0), 1));
     }
   } else {
