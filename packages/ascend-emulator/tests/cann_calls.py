@@ -155,7 +155,8 @@ class Calls:
         assert self.run(name, *arguments) == (0, "")
 
     def refusal(self, name: str, *arguments: Any) -> str:
-        """Error message of the first phase, without the operator's name."""
+        """Error message of the first phase, without the operator's name and the class."""
         status, _, message = self.workspace(name, *arguments)
         assert status != 0
-        return message.removeprefix(f"[ascend-emulator] aclnn{name}: ")
+        message = message.removeprefix(f"[ascend-emulator] aclnn{name}: ")
+        return message.removesuffix(" (CANN refuses, inferred)")

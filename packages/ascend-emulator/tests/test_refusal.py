@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch_npu
 
+CLASSES = ("not emulated", " (undefined on the device)", " (rule ", " (CANN refuses, inferred)")
 # Each line of its output is "label: exception's text on one line", or "label: no error".
 PRELUDE = """
 import torch, torch_npu
@@ -168,6 +169,21 @@ def test_error_names_the_operator(refusals, label, named, rest):
     assert "frame #" not in message
 
 
+@pytest.mark.parametrize(
+    ("label", "text"),
+    [
+        ("removed", "is not emulated"),
+        ("jit", "is not emulated"),
+        ("dtype", "is not emulated"),
+        ("argument", " (rule "),
+        ("float32", " (rule "),
+    ],
+)
+def test_error_names_its_class(refusals, label, text):
+    assert text in refusals[label]
+    assert sum(refusals[label].count(each) for each in CLASSES) == 1
+
+
 @pytest.mark.parametrize("label", VALUES)
 def test_error_that_depends_on_values(run, label):
     script, named = VALUES[label]
@@ -175,6 +191,7 @@ def test_error_that_depends_on_values(run, label):
         run("run", "--", sys.executable, "-c", PRELUDE + script, ASCEND_LAUNCH_BLOCKING="1")
     )
     assert named in seen[label]
+    assert sum(seen[label].count(each) for each in CLASSES[1:3]) == 1
 
 
 def test_an_error_at_its_call_leaves_the_rest_working(refusals):
@@ -235,7 +252,9 @@ def test_copies_beyond_an_allocation_are_refused():
         )
         != 0
     )
-    assert "are allocated" in library.aclGetRecentErrMsg().decode()
+    message = library.aclGetRecentErrMsg().decode()
+    assert "are allocated" in message
+    assert message.endswith(" (CANN refuses, inferred)")
     assert (
         library.aclrtMemcpy(
             ctypes.c_void_p(host.data_ptr()),

@@ -4,6 +4,7 @@
 torch.npu.conv.allow_hf32 is off."""
 # run:
 # refused: AssertionError: the convolution differs from float64 by \d\.\de-0[34]
+# class: AssertionError
 # source: torch_npu, torch.npu.conv.allow_hf32; CANN, cubeMathType
 # seen on hardware: no
 

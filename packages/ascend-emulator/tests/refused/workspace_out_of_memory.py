@@ -4,6 +4,7 @@
 rounding."""
 # run: --memory 128MiB
 # refused: NPU out of memory. Tried to allocate 18\.00 MiB
+# class: NPU out of memory
 # source: CANN, GetWorkspaceSize; 16 MiB of the cube on Atlas A2
 # seen on hardware: no
 

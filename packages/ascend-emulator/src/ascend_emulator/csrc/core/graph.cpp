@@ -98,8 +98,8 @@ void Graph::run(Stream& on) {
       task->run();
     } catch (const std::exception& e) {
       const auto error = error_of(e);
-      throw Error(
-          error.status, text(task->name, " (node ", node, " of graph ", id, "): ", error.what()));
+      throw Error(error.status,
+          text(task->name, " (node ", node, " of graph ", id, "): ", error.what()), error.classed);
     }
     ends[node] = on.modelled;
     last = std::max(last, on.modelled);

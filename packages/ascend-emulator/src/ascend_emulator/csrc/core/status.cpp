@@ -2,6 +2,7 @@
 // SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-all project
 #include "status.h"
 
+#include <algorithm>
 #include <cstdio>
 #include <cstring>
 #include <utility>
@@ -90,6 +91,19 @@ Error error_of(const std::exception& e) {
   return {kOpFailed, what.substr(0, what.find("\nException raised from"))};
 }
 
+Error classified(const Error& error, const char* otherwise) {
+  const std::string what = error.what();
+  constexpr Status states[] = {
+      kOutOfMemory, kReportTimeout, kStreamSyncTimeout, kEventSyncTimeout, kMemoryError, kEccError};
+  const bool state =
+      std::find(std::begin(states), std::end(states), error.status) != std::end(states);
+  const auto has = [&](const char* part) { return what.find(part) != std::string::npos; };
+  // CANN refuses nothing of the emulator's variables.
+  if (error.classed || state || has("not emulated") || has("ASCEND_EMULATOR_"))
+    return {error.status, what, true};
+  return {error.status, text(what, " (", otherwise, ")"), true};
+}
+
 int guarded(const char* name, c10::function_ref<void()> body) noexcept {
   try {
     check(!process.forked(), kContextNull,
@@ -98,7 +112,10 @@ int guarded(const char* name, c10::function_ref<void()> body) noexcept {
     body();
     return kOk;
   } catch (const std::exception& e) {
-    const auto error = error_of(e);
+    auto error = error_of(e);
+    // At a call, the device's status of failed operators is of something that failed before.
+    const bool cann = std::strncmp(name, "ascend_emulator", 15) != 0;
+    if (cann && error.status != kOpFailed) error = classified(error, kRefused);
     return fail(error.status, text(name, ": ", error.what()));
   }
 }

@@ -56,8 +56,16 @@ enum Status : int {
 // Thrown inside an entry point; turned into its status code and message at the C boundary.
 struct Error : std::runtime_error {
   Status status;
-  Error(Status s, const std::string& what) : std::runtime_error(what), status(s) {}
+  bool classed;  // the text says who refuses, or nothing is refused: something failed before
+  Error(Status s, const std::string& what, bool classed = false)
+      : std::runtime_error(what), status(s), classed(classed) {}
 };
+
+// Classes of refusals outside of rules; the third is "not emulated", in the text itself.
+inline constexpr const char *kRefused = "CANN refuses, inferred",
+                            *kUndefined = "undefined on the device";
+// The error with its class, if it has none yet and is not a state: memory, a timeout, a fault.
+Error classified(const Error& error, const char* otherwise);
 
 // Type-erased reference to a value with operator<<, so that the functions below are not
 // instantiated for each list of types.

@@ -12,6 +12,7 @@
 #include "adversary.h"
 #include "fault.h"
 #include "host_wait.h"
+#include "rules.h"
 #include "trace.h"
 
 namespace emu {
@@ -43,11 +44,13 @@ constexpr int kReusingDriver = 250501;
 void check_stream_limit(int device, int wanted, Status status) {
   const int limit = chip().streams, used = count(device);
   const bool is_old = chip().driver && chip().driver < kReusingDriver;
-  check(used + wanted <= limit, is_old ? kNoResource : status,
-      is_old ? "[SqCqManage]Alloc sq cq fail, retCode=0x7020023; " : "", "no stream resource: NPU ",
-      device, " has ", limit, " streams; ", used, " are in use (", table().in_graphs[device],
-      " of them by captured graphs) and ", wanted,
-      " more are asked for. Capture fewer graphs, or destroy streams");
+  rule("stream.streams", [&] {
+    check(used + wanted <= limit, is_old ? kNoResource : status,
+        is_old ? "[SqCqManage]Alloc sq cq fail, retCode=0x7020023; " : "",
+        "no stream resource: NPU ", device, " has ", limit, " streams; ", used, " are in use (",
+        table().in_graphs[device], " of them by captured graphs) and ", wanted,
+        " more are asked for. Capture fewer graphs, or destroy streams");
+  });
 }
 
 }  // namespace
@@ -144,11 +147,13 @@ void Stream::perform(Task& task) {
     TaskTrace observed(*this, task);
     task.run();
   } catch (const std::exception& e) {
-    const auto error = error_of(e);
+    // Arguments were checked at the call, so these are values and memory that no device checks.
+    const bool computes = task.kind != Kind::host && task.kind != Kind::wait;
+    const auto error = computes ? classified(error_of(e), kUndefined) : error_of(e);
     const std::string reason = error.what();
     const bool passed_on = task.kind == Kind::wait || reason.rfind(task.name, 0) == 0;
     std::lock_guard lock(mutex_);
-    failure_ = Error(error.status, passed_on ? reason : text(task.name, ": ", reason));
+    failure_ = Error(error.status, passed_on ? reason : text(task.name, ": ", reason), true);
   }
 }
 
@@ -188,7 +193,7 @@ void Stream::run_head(std::unique_lock<std::mutex>& lock) {
 }
 
 void check_not_aborted() {
-  check(!worker_of || !worker_of->aborting_, kOpFailed, "the stream was aborted");
+  if (worker_of && worker_of->aborting_) throw Error(kOpFailed, "the stream was aborted", true);
 }
 
 void hang() {
@@ -237,8 +242,10 @@ Queue::Head Stream::head() {
 // The capture remains valid (torch_npu's test_aclgraph_rng_state.py,
 // test_graph_rng_after_failed_capture).
 void check_not_captured(const Stream& stream) {
-  check(!stream.capture, kStreamCaptured,
-      "the stream is being captured, and does not run until the graph is replayed");
+  rule("stream.wait-in-capture", [&] {
+    check(!stream.capture, kStreamCaptured,
+        "the stream is being captured, and does not run until the graph is replayed");
+  });
 }
 
 void Stream::start_abort() {

@@ -15,6 +15,7 @@
 
 #include "core/cost.h"
 #include "core/device.h"
+#include "core/rules.h"
 
 namespace emu::hccl {
 namespace {
@@ -43,11 +44,12 @@ class Running {
     for (const auto* other : calls().running)
       if (other->on_.device == on.device && &other->on_ != &on &&
           (other->on_.options.on_vector_cores || on.options.on_vector_cores))
-        throw TransferError(
-            kParameter, text("NPU ", on.device, " runs ", other->call_.describe(),
-                            " on communicator ", other->on_.name,
-                            " at the same time; with HCCL_OP_EXPANSION_MODE=AIV "
-                            "collectives of several communicators must not overlap"));
+        rule("communicator.one-on-vector-cores", [&] {
+          raise(kOpParam, {"NPU ", on.device, " runs ", other->call_.describe(),
+                              " on communicator ", other->on_.name,
+                              " at the same time; with HCCL_OP_EXPANSION_MODE=AIV "
+                              "collectives of several communicators must not overlap"});
+        });
     calls().running.insert(this);
   }
   Running(const Running&) = delete;
@@ -224,7 +226,7 @@ void Communicator::fail(const Header& call, Code result, const std::string& mess
   stop(result, text(call.describe(), " on communicator ", name, " (rank ", rank, " of ", ranks,
                    ", call ", calls_, "): ", message));
   notify_failure(links_, this->message());
-  throw Error(kOpFailed, this->message());
+  throw Error(kOpFailed, this->message(), true);
 }
 
 void Communicator::perform(const Header& call, const std::function<void()>& body,
@@ -232,7 +234,8 @@ void Communicator::perform(const Header& call, const std::function<void()>& body
   std::lock_guard lock(mutex_);
   tickets_ = &tickets;
   if (error_)
-    throw Error(kOpFailed, text(call.describe(), ": the communicator failed earlier: ", message()));
+    throw Error(
+        kOpFailed, text(call.describe(), ": the communicator failed earlier: ", message()), true);
   ++calls_;
   try {
     const Running running(*this, call);
@@ -251,11 +254,13 @@ void Communicator::perform(const Header& call, const std::function<void()>& body
     }
     body();
   } catch (const TransferError& failed) {
-    fail(call, failed.result, failed.what());
+    const Error error(kOpParam, failed.what(), failed.result != kParameter);
+    fail(call, failed.result, classified(error, kUndefined).what());
   } catch (const std::bad_alloc&) {
     fail(call, kMemory, "the host has no memory for it");
-  } catch (const std::exception& error) {  // possibly within a message
-    fail(call, kSuspending, error.what());
+  } catch (const std::exception& failed) {  // possibly within a message
+    const auto error = classified(error_of(failed), kUndefined);
+    fail(call, error.status == kOpParam ? kParameter : kSuspending, error.what());
   }
   for (auto* ticket : tickets) ticket->end();
 }

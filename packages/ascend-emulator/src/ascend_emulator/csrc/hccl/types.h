@@ -33,7 +33,9 @@ const char* describe(int result);
 // Error of a call. An operation that fails on its stream also fails the stream with an ACL code
 // (communicator.h).
 template <class... Parts> [[noreturn]] void refuse_call(Code result, const Parts&... parts) {
-  throw Error(static_cast<Status>(result), text(parts...));
+  // Only these two are about the call: the others are states of ranks and connections.
+  const bool classed = result != kParameter && result != kNotSupported;
+  throw Error(static_cast<Status>(result), text(parts...), classed);
 }
 
 enum Reduction : int { kSum = 0, kProd = 1, kMax = 2, kMin = 3 };

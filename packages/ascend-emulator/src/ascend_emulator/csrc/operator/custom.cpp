@@ -70,7 +70,7 @@ struct Custom {
     char message[1024] = "";
     if (compute(context, tensors.data(), static_cast<int>(tensors.size()), message,
             sizeof message) != 0)
-      raise(kOpFailed, {static_cast<const char*>(message)});
+      throw Error(kOpFailed, message, true);
   }
 };
 

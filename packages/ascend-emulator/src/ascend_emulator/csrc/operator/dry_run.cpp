@@ -58,7 +58,7 @@ bool about_values(const std::exception& error, const std::string& message) {
 }
 
 // ATen's refusal of the arguments that `body` gets, if it refuses them.
-std::optional<std::string> refusal(StandIns& stand_ins, c10::function_ref<void(StandIns&)> body) {
+std::optional<Error> refusal(StandIns& stand_ins, c10::function_ref<void(StandIns&)> body) {
   using c10::DispatchKey;
   // The calling thread's modes (autograd, Python's dispatch, functorch) do not apply here.
   const c10::impl::ForceDispatchKeyGuard plain(c10::DispatchKeySet(DispatchKey::BackendSelect),
@@ -72,7 +72,8 @@ std::optional<std::string> refusal(StandIns& stand_ins, c10::function_ref<void(S
   } catch (const std::exception& error) {
     const auto found = error_of(error);
     const std::string message = found.what();
-    if (!about_values(error, message)) return message.substr(0, message.find('\n'));
+    if (!about_values(error, message))
+      return Error(kOpParam, message.substr(0, message.find('\n')), found.classed);
   }
   return std::nullopt;
 }
@@ -167,15 +168,16 @@ void try_out(const Signature& signature, const std::vector<at::Tensor>& tensors,
                  return sum + (each.defined() ? each.numel() : 0);
                }) <= limit;
   };
-  std::optional<std::string> message;
+  std::optional<Error> refused;
   // A large attribute that no size equals has no stand-in: [4095] of a dimension of 4,096.
   if (!fits) {
-    if (at_most(kMostUncutElements)) message = refusal(whole, body);
-  } else if (message = refusal(small, body); message && !small.exact() && !about_dtypes(*message)) {
+    if (at_most(kMostUncutElements)) refused = refusal(whole, body);
+  } else if (refused = refusal(small, body);
+      refused && !small.exact() && !about_dtypes(refused->what())) {
     // A sum of sizes is not the sum of the cut ones, so whole stand-ins decide.
-    message = at_most(kMostWholeElements) ? refusal(whole, body) : std::nullopt;
+    refused = at_most(kMostWholeElements) ? refusal(whole, body) : std::nullopt;
   }
-  if (message) throw Error(kOpParam, *message);
+  if (refused) throw *refused;
   passed(signature.hash());
 }
 

@@ -39,7 +39,6 @@
 #include "dry_run.h"
 #include "facts.h"
 #include "rule_table.h"
-#include "rules.h"
 #include "signature.h"
 #include "tensor.h"
 

@@ -6,11 +6,9 @@
 
 #include <cstdint>
 
-namespace emu {
+#include "core/rules.h"
 
-struct Rule {
-  const char *id, *basis, *source;  // basis: "documented", "seen on hardware" or "inferred"
-};
+namespace emu {
 
 enum class Subject : uint8_t {
   chip,
@@ -49,7 +47,6 @@ struct OperatorRules {
 };
 
 // The last entry of each has no name.
-extern const Rule rules[];
 extern const OperatorRules operator_rules[];
 extern const char* const chip_families[];
 extern const char* const rule_texts[];

@@ -8,6 +8,7 @@
 #include "core/graph.h"
 #include "core/recheck.h"
 #include "core/entry_point.h"
+#include "core/rules.h"
 #include "core/stream.h"
 #include "core/trace.h"
 #include "memory_types.h"
@@ -94,8 +95,10 @@ void submit(const char* name, const Copy& copy, void* handle) {
   const bool upload = copy.onto_device && !copy.off_device;
   const bool pageable = copy.bytes && copy.onto_device != copy.off_device && !copy.pinned;
   if (pageable) check_capture_mode("a copy of memory that is not pinned");
-  check(!pageable || !stream.capture, kCaptureBlocks,
-      "the host memory is not pinned, so that the copy blocks the host, and cannot be captured");
+  rule("memory.pinned-in-capture", [&] {
+    check(!pageable || !stream.capture, kCaptureBlocks,
+        "the host memory is not pinned, so that the copy blocks the host, and cannot be captured");
+  });
   if (upload && copy.bytes && (pageable || copy.kind == host_by_buffer)) {
     // Pageable memory may change when the call returns: CANN copies it first.
     Copy device_side = copy;

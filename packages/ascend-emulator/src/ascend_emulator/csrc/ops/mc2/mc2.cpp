@@ -47,17 +47,7 @@ Header fused_header(CallKind kind, at::ScalarType type, int64_t count) {
 void fused(Communicator& on, const Header& call, const std::function<void()>& body) {
   on.started();
   try {
-    on.perform(call, [&] {
-      try {
-        body();
-      } catch (const TransferError&) {
-        throw;
-      } catch (const std::exception& error) {  // ATen's errors too are sent to the other ranks
-        const auto known = error_of(error);
-        if (known.status == kOpParam) throw TransferError(kParameter, known.what());
-        throw known;
-      }
-    });
+    on.perform(call, body);
   } catch (...) {
     on.finished();
     throw;

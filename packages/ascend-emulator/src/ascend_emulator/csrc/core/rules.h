@@ -1,11 +1,16 @@
 // SPDX-License-Identifier: Apache-2.0
 // SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-all project
-// Checks of the rules in the tables beside the operators' sources (docs/emulator-rules.md).
+// Checks of the rules in the tables beside the sources (docs/emulator-rules.md).
 #pragma once
 
-#include "checks.h"
+#include "status.h"
 
 namespace emu {
+
+struct Rule {
+  const char *id, *basis, *source;  // basis: "documented", "seen on hardware" or "inferred"
+};
+extern const Rule rules[];  // the last has no id
 
 // Adds the rule to the error and throws it, unless the rule is allowed (ASCEND_EMULATOR_ALLOW).
 void broken(const char* rule, const Error& error);

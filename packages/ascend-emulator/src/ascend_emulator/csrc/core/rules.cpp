@@ -5,14 +5,16 @@
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
+#include <functional>
 #include <map>
 #include <mutex>
 
-#include "core/process.h"
-#include "rule_table.h"
+#include "process.h"
 
 namespace emu::rule_counts {
 namespace {
+
+constexpr size_t kMostRules = 20;  // in the summary
 
 struct Broken {
   std::mutex mutex;
@@ -27,12 +29,18 @@ bool is_allowed(const std::string& id) {
   return allowed().find(text(",", id, ",")) != std::string::npos;
 }
 
-// After torch_npu's clean-up, as report_leaks.
+// After torch_npu's clean-up, as report_leaks: one line, the most frequent rules first.
 __attribute__((destructor)) void report() {
-  if (process.forked() || allowed() == ",,") return;
-  for (const auto& [id, count] : process.part<Broken>().calls)
-    std::fprintf(stderr, "ascend-emulator: %d call%s broke rule %s, which is %s\n", count,
-        count == 1 ? "" : "s", id.c_str(), is_allowed(id) ? "allowed" : "refused");
+  const auto& calls = process.part<Broken>().calls;
+  if (process.forked() || calls.empty()) return;
+  std::multimap<int, std::string, std::greater<>> rules;
+  for (const auto& [id, count] : calls)
+    rules.emplace(count, text(id, is_allowed(id) ? " (allowed" : " (refused", " ", count, ")"));
+  std::vector<std::string> shown;
+  for (const auto& [count, rule] : rules)
+    if (shown.size() < kMostRules) shown.push_back(rule);
+  if (rules.size() > shown.size()) shown.push_back(text(rules.size() - shown.size(), " more"));
+  std::fprintf(stderr, "ascend-emulator: rules broken: %s\n", listed(shown).c_str());
 }
 
 }  // namespace
@@ -53,5 +61,6 @@ void emu::broken(const char* id, const Error& error) {
   if (rule_counts::is_allowed(id)) return;
   const auto* const basis = known->id ? known->basis : "in no table";
   throw Error(error.status,
-      text(error.what(), " (rule ", id, ", ", basis, ": ", known->id ? known->source : "", ")"));
+      text(error.what(), " (rule ", id, ", ", basis, ": ", known->id ? known->source : "", ")"),
+      true);
 }
