@@ -41,10 +41,4 @@ void contiguous(const char* argument, const at::Tensor& tensor) {
       tensor.sizes(), "; it must be contiguous");
 }
 
-void chips(std::initializer_list<const char*> families) {
-  if (std::any_of(families.begin(), families.end(), is_chip)) return;
-  raise(kOpParam,
-      {"the chip is ", chip().name, "; this operator is supported on ", listed(families)});
-}
-
 }  // namespace emu

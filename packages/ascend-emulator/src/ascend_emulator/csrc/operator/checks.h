@@ -47,7 +47,5 @@ void within(const char* argument, const T& value, const U& least, const U& most)
 }
 void multiple(const char* argument, int64_t value, int64_t unit);
 void contiguous(const char* argument, const at::Tensor& tensor);
-// The operator is supported on these chip families only (is_chip).
-void chips(std::initializer_list<const char*> families);
 
 }  // namespace emu

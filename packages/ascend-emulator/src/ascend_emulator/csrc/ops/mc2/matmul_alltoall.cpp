@@ -60,11 +60,6 @@ struct Grouped {
     require(bytes >= 2 << 20, "this rank communicates ", bytes, " bytes; it must be at least 2 MB");
     if (absent(mm_x) && absent(mm_weight)) return on;
     require(!absent(mm_x) && !absent(mm_weight) && mm_y, "mm_x and mm_weight are needed together");
-    one_of("mm_x", *mm_x, kHalves);
-    same_dtype("mm_weight", *mm_weight, "mm_x", *mm_x);
-    rank("mm_x", *mm_x, 2);
-    rank("mm_weight", *mm_weight, 2);
-    within("H2", mm_x->size(1), 1, 12288);
     require(mm_weight->size(mm_turned ? 1 : 0) == mm_x->size(1), "mm_x has shape ", mm_x->sizes(),
         " and mm_weight ", mm_weight->sizes());
     within("N2", mm_weight->size(mm_turned ? 0 : 1), 1, 65535);

@@ -37,7 +37,6 @@ struct Regions {
   int64_t height, width, samples, end_mode;
 
   void check_arguments(int64_t images) const {
-    require(rois.size(1) == 5, "rois has shape ", rois.sizes(), "; [regions, 5] is needed");
     require(height > 0 && width > 0 && samples >= 0, "pooled_height is ", height, ", pooled_width ",
         width, " and sample_num ", samples);
     require(images > 0, "there is no image");
@@ -98,10 +97,6 @@ CHECKED(aclnnROIAlignBackward,
 // y0, x1, y1), whose sides are `epsilon` longer (op-plugin's test_iou.py).
 CHECKED(
     aclnnIou, (Tensor boxes, Tensor truth, Text mode, float epsilon, bool aligned, Tensor out), {
-      for (const auto& [name, x] : {std::pair{"bboxes", &boxes}, std::pair{"gtboxes", &truth}}) {
-        require(x->size(1) == 4, name, " has shape ", x->sizes(), "; [boxes, 4] is needed");
-      }
-      one_of<Text>("mode", mode, {"iou", "iof"});
       require(!aligned, "aligned is true; only false is emulated");
       shape("overlap", out, {boxes.size(0), truth.size(0)});
       COMPUTE {

@@ -54,8 +54,7 @@ CHECKED(aclnnQuantize,
 
 namespace {
 Computation quantize(const Tensor& x, const Tensor& scale, const Opt<Tensor>& offset, bool square,
-    const Text& mode, int64_t axis, const Tensor& out) {
-  one_of("round_mode", mode, {Text("round")});
+    int64_t axis, const Tensor& out) {
   rule("ascend_quant.axis-size", [&] { check_axis("scales", scale, axis, x); });
   const bool four_bits = out.scalar_type() == at::kInt;
   COMPUTE {
@@ -70,11 +69,11 @@ Computation quantize(const Tensor& x, const Tensor& scale, const Opt<Tensor>& of
 
 CHECKED(aclnnAscendQuant,
     (Tensor x, Tensor scale, Opt<Tensor> offset, bool square, Text mode, int32_t, Tensor out),
-    { return quantize(x, scale, offset, square, mode, -1, out); })
+    { return quantize(x, scale, offset, square, -1, out); })
 CHECKED(aclnnAscendQuantV3,
     (Tensor x, Tensor scale, Opt<Tensor> offset, bool square, Text mode, int32_t, int64_t axis,
         Tensor out),
-    { return quantize(x, scale, offset, square, mode, axis, out); })
+    { return quantize(x, scale, offset, square, axis, out); })
 
 namespace {
 // Symmetric without offset_out, asymmetric with it.

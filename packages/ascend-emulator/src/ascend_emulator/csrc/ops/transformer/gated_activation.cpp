@@ -58,11 +58,6 @@ Tensor clipped(const Tensor& gate, const Tensor& value, double alpha, double lim
   return g * at::sigmoid(g * alpha) * (value.clamp(-limit, limit) + bias);
 }
 
-const char* gelu_kind(const Text& approximate) {
-  one_of("approximate", approximate, {Text("none"), Text("tanh")});
-  return approximate == "tanh" ? "tanh" : "none";
-}
-
 }  // namespace
 
 CHECKED(aclnnSwiGlu, (Tensor x, int64_t dim, Tensor out), {
@@ -192,7 +187,6 @@ CHECKED(aclnnDequantSwigluQuantV2,
         Text mode, int64_t dst_type, Text round_mode, int64_t dim, int64_t swiglu_mode,
         double limit, double alpha, double glu_bias, Tensor out, Tensor scale),
     {
-      one_of("round_mode", round_mode, {Text("rint")});
       rule("dequant_swiglu_quant.dim", [&] {
         require(at::maybe_wrap_dim(dim, x.dim()) == x.dim() - 1, "activate_dim is ", dim,
             "; only the last dimension is emulated");
@@ -228,7 +222,7 @@ CHECKED(aclnnClippedSwiglu,
 CHECKED(aclnnGeluMul, (Tensor x, Text approximate, Tensor out), {
   check_even(x, -1);
   within("the product of the other dimensions", x.numel() / x.size(-1), 0, 200000);
-  const char* kind = gelu_kind(approximate);
+  const char* kind = approximate == "tanh" ? "tanh" : "none";
   COMPUTE {
     const auto halves = x.to(at::kFloat).chunk(2, -1);
     out.copy_(at::gelu(halves[0], kind) * halves[1]);
