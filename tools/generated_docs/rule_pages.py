@@ -37,10 +37,12 @@ def _page(folder: str, descriptions: list[Description]) -> str:
 
 
 def _section(description: Description) -> str:
-    operators = ", ".join(f"`{name}`" for name in description.operators)
-    resources = facts.resources(description.operators[0])
-    costs = ", ".join(f"{fact}: {value}" for fact, value in resources.items())
-    lines = [f"## {description.name}", "", f"{operators}, in `{description.family}.cpp`. {costs}."]
+    operators = ", ".join(f"`{name}`" for name in description.operators) or "All operators"
+    facts_of = facts.resources(description.operators[0]) if description.operators else {}
+    costs = ", ".join(f"{fact}: {value}" for fact, value in facts_of.items())
+    lines = [f"## {description.name}", "", f"{operators}, in `{description.family}.cpp`."]
+    if costs:
+        lines[-1] += f" {costs}."
     valid = description.valid
     if valid:
         values = "".join(f"\n# {name}: {text}" for name, text in valid.inputs.items())
