@@ -35,7 +35,7 @@ SHOWN = {"FusedMMEncoderAttention", "MMEncoderAttention", "PrologAttention"}
 def request(case: dict[str, Any], number: int) -> dict[str, Any]:
     prompt = case["prompts"][number]
     if case["media"] in FAMILIES:
-        return multimodal.request(case["media"], number)
+        return multimodal.request(case["media"], number % len(multimodal.LENGTHS))
     if case["media"] == "image":
         images = models.pictures(prompt, number)
         return {"prompt": prompt} | ({"multi_modal_data": {"image": images}} if images else {})
