@@ -64,7 +64,7 @@ print((x + 1).sum().item())
     assert output(run, script) == [
         (
             "107002 [ascend-emulator] aclrtMalloc: this process was forked from one that uses NPUs,"
-            " and cannot use them; start it with the method spawn"
+            " and cannot use them; start it with the method spawn (CANN refuses, inferred)"
         ),
         "True",
         "8.0",

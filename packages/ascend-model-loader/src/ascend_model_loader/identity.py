@@ -44,6 +44,10 @@ def weight_identity(
         redundant = eplb.num_redundant_experts if parallel.enable_eplb else 0
         placement = f"{redundant} redundant" if parallel.enable_expert_parallel else "each sharded"
         experts = f"rank {group.rank_in_group} of {group.world_size}, {placement}"
+    order = {}
+    if model_config.hf_text_config.model_type == "qwen3_next":
+        # With adapters, projections of its gated delta nets keep the checkpoint's order.
+        order = {"projections": "checkpoint's" if vllm_config.lora_config else "by part"}
     tensor, pipeline = parallel_state.get_tp_group(), parallel_state.get_pp_group()
     return {
         "name": name or f"{model_config.model}@{model_config.revision or 'main'}",
@@ -51,12 +55,11 @@ def weight_identity(
         "config": _hash(json.dumps(config, sort_keys=True, default=str).encode()),
         "dtype": str(model_config.dtype).removeprefix("torch."),
         "quantization": str(model_config.quantization),
-        # With adapters, projections of gated delta nets keep the checkpoint's order.
-        "adapters": "yes" if vllm_config.lora_config else "no",
         "tensor parallelism": f"rank {tensor.rank_in_group} of {tensor.world_size}",
         "pipeline parallelism": f"rank {pipeline.rank_in_group} of {pipeline.world_size}",
         "experts": experts,
         "vLLM": extension.version("vllm").partition("+")[0],
+        **order,
     }
 
 
