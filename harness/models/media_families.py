@@ -176,6 +176,14 @@ def _glm(text: dict[str, Any], vision: dict[str, Any]) -> Family:
     )
 
 
+PIXTRAL_TOWER = {"vision_config": CLIP | {"model_type": "pixtral", "head_dim": 64}}
+
+
+def _pixtral(name: str) -> Callable[[Any], Any]:
+    size = {"size": {"longest_edge": SIDE}, "patch_size": 14}
+    return processor(name, "PixtralImageProcessor", size, patch_size=14, spatial_merge_size=2)
+
+
 def _minicpm(version: str) -> Family:
     return Family(
         MINICPM,
@@ -304,32 +312,20 @@ IMAGES: dict[str, Family] = {
             "image_end_token": "[IMG_END]",
         },
         {"image_token_id": "image_token"},
-        processor(
-            "LightOnOcrProcessor",
-            "PixtralImageProcessor",
-            {"size": {"longest_edge": SIDE}, "patch_size": 14},
-            patch_size=14,
-            spatial_merge_size=2,
-        ),
+        _pixtral("LightOnOcrProcessor"),
         "[IMG]",
         "",
         {"model_type": "qwen3"},
-        {"vision_config": CLIP | {"model_type": "pixtral", "head_dim": 64}},
+        PIXTRAL_TOWER,
     ),
     "mistral3": Family(
         PIXTRAL,
         {"image_token_index": "image_token"},
-        processor(
-            "PixtralProcessor",
-            "PixtralImageProcessor",
-            {"size": {"longest_edge": SIDE}, "patch_size": 14},
-            patch_size=14,
-            spatial_merge_size=2,
-        ),
+        _pixtral("PixtralProcessor"),
         "[IMG]",
         "",
         {"model_type": "mistral", "sliding_window": None},
-        {"vision_config": CLIP | {"model_type": "pixtral", "head_dim": 64}},
+        PIXTRAL_TOWER,
     ),
     "idefics3": _idefics("Idefics3"),
     "llava_onevision": Family(
