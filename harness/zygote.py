@@ -23,6 +23,9 @@ from typing import ClassVar
 READ_LATE = ("HCCL_", "PYTEST_CURRENT_TEST")
 """Prefixes of variables that nothing reads during the imports."""
 
+IMPORTS = 300
+"""Seconds that the imports may take."""
+
 
 def is_read_late(variable: str) -> bool:
     return variable.startswith(READ_LATE)
@@ -40,7 +43,7 @@ class Fork:
 
     def wait(self) -> int:
         """The exit code, negative after a signal."""
-        code = int(self.zygote.answer())
+        code = int(self.zygote.answers.readline())
         self.zygote.lock.release()
         return code
 
@@ -54,6 +57,7 @@ class Zygote:
         """Start it; `command` runs a Python program with NPUs, in the variables of `environ`."""
         self.lock = threading.Lock()
         self.socket, other = socket.socketpair()
+        self.answers = self.socket.makefile()
         with other:
             self.process = subprocess.Popen(
                 [*command, sys.executable, "-m", "harness.zygote", str(other.fileno())],
@@ -81,19 +85,14 @@ class Zygote:
         request = {name: value for name, value in environ.items() if is_read_late(name)}
         message = json.dumps([program, os.getcwd(), request]).encode()
         socket.send_fds(self.socket, [len(message).to_bytes(8, "big") + message], outputs)
-        return Fork(self, int(self.answer()))
-
-    def answer(self) -> str:
-        line = b""
-        while not line.endswith(b"\n"):
-            byte = self.socket.recv(1)
-            if not byte:
-                raise RuntimeError(f"the zygote ended with {self.process.wait()}")
-            line += byte
-        return line.decode()
+        self.socket.settimeout(IMPORTS)
+        pid = int(self.answers.readline())
+        self.socket.settimeout(None)  # harness.npus kills the program at its deadline.
+        return Fork(self, pid)
 
     def stop(self) -> None:
         """End it, when its program has ended."""
+        self.answers.close()
         self.socket.close()
         self.process.wait()
 
