@@ -304,6 +304,10 @@ def check_features(vllm_config: VllmConfig) -> None:
         raise RefusedError(f"{own} does not support {names} yet; fix: leave it out")
 
 
+SHARDED_STATES = ("sharded_state", "runai_streamer_sharded")
+"""Load formats that copy what an engine has saved to the parameters, without their weight loaders."""
+
+
 def check_load_format(load_config: Any, is_quantized: bool = False) -> None:
     """Check --load-format, and its options by the function that its component offers.
 
@@ -311,7 +315,7 @@ def check_load_format(load_config: Any, is_quantized: bool = False) -> None:
         RefusedError: wrong options, a load format whose component is not active, or a sharded state
         of quantized weights.
     """
-    if is_quantized and load_config.load_format in ("sharded_state", "runai_streamer_sharded"):
+    if is_quantized and load_config.load_format in SHARDED_STATES:
         raise RefusedError(
             f"--load-format {load_config.load_format} supports unquantized weights: a sharded state"
             " is saved after the weights are processed for the NPU, and loading would process them"

@@ -20,11 +20,12 @@ from ascend_platform.attention.gated_delta_metadata import (
     NPUGDNAttentionBackend,
     NPUGDNAttentionMetadata,
 )
+from ascend_platform.config.unsupported import SHARDED_STATES
 from ascend_platform.kernels.states import causal_conv
 from ascend_platform.kernels.states.gated_delta import normalize, rules
 
-COPIED = ("sharded_state", "runai_streamer_sharded", "tensorizer")
-"""Load formats that copy a saved state to the parameters, without their weight loaders."""
+COPIED = (*SHARDED_STATES, "tensorizer")
+"""Load formats whose tensors have the order of the engine that saved them."""
 
 
 class NPUGatedDeltaNetAttention(qwen_gdn_linear_attn.QwenGatedDeltaNetAttention):
