@@ -165,3 +165,10 @@ def copy(layers: Mapping[str, Any], names: Iterable[str], source: int, target: i
     for name in names:
         for state in layers[name].kv_cache:
             state[target] = state[source]
+
+
+def clear(layers: Mapping[str, Any], names: Iterable[str], block: int) -> None:
+    """Zero a block of states of these layers."""
+    for name in names:
+        for state in layers[name].kv_cache:
+            state[block] = 0

@@ -88,9 +88,8 @@ class NPUMambaHybridModelState(MambaHybridModelState):
         for row in batch.idx_mapping_np[begins]:
             for group in groups:
                 block = int(self._block_tables.on_host[group][row, 0])
-                for name in kv_cache_config.kv_cache_groups[group].layer_names:
-                    for state in layers[name].kv_cache:
-                        state[block] = 0
+                names = kv_cache_config.kv_cache_groups[group].layer_names
+                state_cache.clear(layers, names, block)
 
     def postprocess_state(
         self,

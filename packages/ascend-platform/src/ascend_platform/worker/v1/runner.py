@@ -3,8 +3,9 @@
 """vLLM's V1 model runner on the NPU: torch.npu streams, split KV caches and limited
 capture sizes."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping
 from contextlib import AbstractContextManager
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -38,7 +39,7 @@ class NPUModelRunner(
     """GPUModelRunner with limited capture sizes, exact sequence lengths on the host, and keys and
     values in separate tensors."""
 
-    _states: Sequence[tuple[int, torch.Tensor]] = ()
+    _state_layers: Mapping[int, list[str]] = MappingProxyType({})
     """KV cache group and tensor ``[blocks, …]`` of each state of linear attention and state-space
     layers."""
 
@@ -73,13 +74,12 @@ class NPUModelRunner(
             self.compilation_config.static_forward_context, caches, kv_cache_config
         )
         self.kv_caches[:] = kv_cache.distinct_tensors(parts.values())
-        self._states = [
-            (group, state)
+        with_states = {n for n, part in parts.items() if isinstance(part, state_cache.LayerStates)}
+        self._state_layers = {
+            group: [name for name in spec.layer_names if name in with_states]
             for group, spec in enumerate(kv_cache_config.kv_cache_groups)
-            for name in spec.layer_names
-            if isinstance(parts.get(name), state_cache.LayerStates)
-            for state in parts[name]
-        ]
+            if not with_states.isdisjoint(spec.layer_names)
+        }
         self._zeroer = state_cache.BlockZeroer(parts.values(), kv_cache_config.num_blocks)
         return parts
 
@@ -113,11 +113,12 @@ class NPUModelRunner(
         a decode, which begins with what its block holds, of whichever request had it before.
         """
         deferred = super()._update_states(scheduler_output)
-        for name in scheduler_output.scheduled_spec_decode_tokens if self._states else ():
+        for name in scheduler_output.scheduled_spec_decode_tokens if self._state_layers else ():
             request = self.requests[name]
             if request.num_computed_tokens == 0:
-                for group, state in self._states:
-                    state[request.block_ids[group][0]] = 0
+                layers = self.compilation_config.static_forward_context
+                for group, names in self._state_layers.items():
+                    state_cache.clear(layers, names, request.block_ids[group][0])
         return deferred
 
     def _get_prompt_logprobs_dict(self, hidden_states: torch.Tensor, *args: Any) -> dict[str, Any]:
