@@ -8,6 +8,7 @@ from __future__ import annotations
 import base64
 import functools
 import io
+import re
 from pathlib import Path
 from typing import Any
 
@@ -50,13 +51,19 @@ def _encoded(image: Any, form: str) -> str:
 
 def _chat(kind: str, number: int) -> list[Any]:
     """A prompt of ``multimodal`` as messages of the chat API."""
-    family, images = FAMILIES[kind], multimodal.images(kind, number)
+    family, images = FAMILIES[kind], iter(multimodal.images(kind, number))
     content: list[dict[str, Any]] = []
-    for i, text in enumerate(multimodal.prompts(kind)[number].split(family.image)):
-        if i:
-            content.append({"type": "image_url", "image_url": {"url": _url(images[i - 1])}})
-        if text:
-            content.append({"type": "text", "text": text})
+    media = f"({re.escape(family.image)}|{re.escape(family.video)})"
+    for part in re.split(media, multimodal.prompts(kind)[number]):
+        if part == family.image:
+            content.append({"type": "image_url", "image_url": {"url": _url(next(images))}})
+        elif part == family.video:
+            files = multimodal.video_files(kind, number)
+            frames = ",".join(base64.b64encode(file).decode() for file in files)
+            url = {"url": f"data:video/jpeg;base64,{frames}"}
+            content.append({"type": "video_url", "video_url": url})
+        elif part:
+            content.append({"type": "text", "text": part})
     return [{"role": "user", "content": content}]
 
 
@@ -81,22 +88,6 @@ def unusual() -> dict[str, str]:
 
 BROKEN = ("empty", "text", "cut", "1 x 300")
 """Refused: these have no pixels, or sides of which one is more than 200 times the other."""
-
-
-def _video(kind: str) -> tuple[list[Any], dict[str, Any]]:
-    """A video as JPEG files in a message of the chat API, and as a request with its frames."""
-    import numpy as np
-    from PIL import Image
-
-    number = next(i for i in range(4) if multimodal.video(kind, i) is not None)
-    files = [_encoded(Image.fromarray(frame), "jpeg") for frame in multimodal.video(kind, number)]
-    frames = np.stack([np.asarray(Image.open(io.BytesIO(base64.b64decode(f)))) for f in files])
-    url = {"url": "data:video/jpeg;base64," + ",".join(files)}
-    text = multimodal.prompts(kind)[number].removesuffix(FAMILIES[kind].video)
-    content = [{"type": "text", "text": text}, {"type": "video_url", "video_url": url}]
-    request = multimodal.request(kind, number)
-    request["multi_modal_data"] = {"video": (frames, multimodal.metadata())}
-    return [{"role": "user", "content": content}], request
 
 
 def answers(engine: Any, kind: str, adapter_path: str) -> dict[str, Any]:
@@ -144,19 +135,8 @@ def answers(engine: Any, kind: str, adapter_path: str) -> dict[str, Any]:
         "mixed": [answer(output) for output in mixed[:BATCH]],
         "adapter": [answer(output) for output in mixed[BATCH:]],
     }
-    with_images = [
-        i for i in range(count) if "video" not in requests[i].get("multi_modal_data", {})
-    ]
-    chats = engine.chat(
-        [_chat(kind, i) for i in with_images], [lengths[i] for i in with_images], **template
-    )
-    found["chat"] = dict(zip(with_images, map(answer, chats), strict=True))
-    chat, request = _video(kind)
-    both = (
-        engine.chat([chat], sampling(6), **template),
-        engine.generate([request], sampling(6), **quiet),
-    )
-    found["video"] = [answer(output) for (output,) in both]
+    chats = [_chat(kind, i) for i in range(count)]
+    found["chat"] = [answer(output) for output in engine.chat(chats, lengths, **template)]
     grammar = StructuredOutputsParams(choice=CHOICES)
     chosen = sampling(4, structured_outputs=grammar, ignore_eos=False, logprobs=None)
     found["grammar"] = [

@@ -5,6 +5,7 @@
 from __future__ import annotations
 
 import functools
+import io
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -19,8 +20,9 @@ from harness.models.sound_families import FAMILIES
 LENGTHS = [5, 6, 5, 6]
 """Tokens to generate for each prompt."""
 FRAMES = 4
-RATE = 24.0
-"""Frames per second: transformers' default, which vLLM takes for Qwen2.5-VL whatever it is."""
+RATE = 8.0
+"""Frames per second. The temporal positions of Qwen2.5-VL differ, and stay below the size of a
+frame; behind others transformers, unlike vLLM, begins the next text before the last of them."""
 
 
 ENGINE: dict[str, Any] = {
@@ -70,13 +72,27 @@ def images(kind: str, number: int) -> list[Any]:
     return [Image.fromarray(draw.integers(0, 256, (*shape, 3), dtype=np.uint8)) for shape in shapes]
 
 
-def video(kind: str, number: int) -> Any:
-    """The frames of a prompt's video, uint8 ``[frames, height, width, 3]``, or None."""
+def video_files(kind: str, number: int) -> list[bytes]:
+    """The frames of a prompt's video as JPEG files; empty without a video."""
+    from PIL import Image
+
     placeholder = FAMILIES[kind].video
     if not placeholder or placeholder not in prompts(kind)[number]:
-        return None
+        return []
     draw = np.random.default_rng(number)
-    return draw.integers(0, 256, (FRAMES, SIDE, SIDE, 3), dtype=np.uint8)
+    files = [io.BytesIO() for _ in range(FRAMES)]
+    frames = draw.integers(0, 256, (FRAMES, SIDE, SIDE, 3), dtype=np.uint8)
+    for file, frame in zip(files, frames, strict=True):
+        Image.fromarray(frame).save(file, "jpeg")
+    return [file.getvalue() for file in files]
+
+
+def video(kind: str, number: int) -> Any:
+    """The frames of a prompt's video, uint8 ``[frames, height, width, 3]``, or None."""
+    from PIL import Image
+
+    files = video_files(kind, number)
+    return np.stack([np.asarray(Image.open(io.BytesIO(file))) for file in files]) if files else None
 
 
 def sounds(kind: str, number: int) -> list[Any]:
@@ -106,14 +122,14 @@ def request(kind: str, number: int) -> dict[str, Any]:
         media["video"] = (frames, metadata())
     if heard := sounds(kind, number):
         media["audio"] = [(each, model_types.SAMPLING_RATE) for each in heard]
-    return {"prompt": prompts(kind)[number]} | ({"multi_modal_data": media} if media else {})
+    prompt = prompts(kind)[number]
+    if kind == "paligemma":  # Its images are before the prompt.
+        prompt = prompt.removeprefix(FAMILIES[kind].image)
+    return {"prompt": prompt} | ({"multi_modal_data": media} if media else {})
 
 
-def reference(
-    kind: str, path: Path, dtype: str = "float32", adapter: Path | None = None
-) -> Callable[[int, tuple[int, ...]], Any]:
-    """Logits ``[tokens, vocabulary]`` of transformers for an answer's tokens, with the engine's
-    weights and an adapter of PEFT's, in float32."""
+def load(kind: str, path: Path, dtype: str = "float32", adapter: Path | None = None) -> Any:
+    """Transformers' model with the engine's weights and an adapter of PEFT's, in float32."""
     import torch
     import transformers
 
@@ -125,32 +141,45 @@ def reference(
         import peft
 
         model = peft.PeftModel.from_pretrained(model, str(adapter)).merge_and_unload()
+    return model
+
+
+def inputs(kind: str, number: int, processor: Any) -> dict[str, Any]:
+    """A prompt as transformers' model takes it."""
+    prompt = prompts(kind)[number]
+    more: dict[str, Any] = {}
+    if pictures := images(kind, number):
+        more["images"] = pictures
+    if heard := sounds(kind, number):
+        more |= {"audio": heard}
+    if (frames := video(kind, number)) is not None:
+        about = {name: value for name, value in metadata().items() if "sample" not in name}
+        more |= {"videos": [list(frames)], "video_metadata": [about], "do_sample_frames": False}
+    if not more:
+        return {"input_ids": processor.tokenizer(prompt, return_tensors="pt")["input_ids"]}
+    found = processor(text=[prompt], return_tensors="pt", **more)
+    return {
+        name: value.float() if value.is_floating_point() else value
+        for name, value in found.items()
+        if name not in ("attention_mask", "labels")
+    }
+
+
+def reference(
+    kind: str, path: Path, dtype: str = "float32", adapter: Path | None = None
+) -> Callable[[int, tuple[int, ...]], Any]:
+    """Logits ``[tokens, vocabulary]`` of transformers for an answer's tokens, with the engine's
+    weights and an adapter of PEFT's, in float32."""
+    import torch
+    import transformers
+
+    model = load(kind, path, dtype, adapter)
     answering = getattr(model, FAMILIES[kind].part, model)
     processor = transformers.AutoProcessor.from_pretrained(path)
 
     @functools.cache
-    def inputs(number: int) -> dict[str, Any]:
-        prompt = prompts(kind)[number]
-        more: dict[str, Any] = {}
-        if pictures := images(kind, number):
-            more["images"] = pictures
-        if heard := sounds(kind, number):
-            more |= {"audio": heard}
-        if (frames := video(kind, number)) is not None:
-            about = {name: value for name, value in metadata().items() if "sample" not in name}
-            more |= {"videos": [list(frames)], "video_metadata": [about], "do_sample_frames": False}
-        if not more:
-            return {"input_ids": processor.tokenizer(prompt, return_tensors="pt")["input_ids"]}
-        found = processor(text=[prompt], return_tensors="pt", **more)
-        return {
-            name: value.float() if value.is_floating_point() else value
-            for name, value in found.items()
-            if name not in ("attention_mask", "labels")
-        }
-
-    @functools.cache
     def logits(number: int, tokens: tuple[int, ...]) -> Any:
-        given = dict(inputs(number))
+        given = inputs(kind, number, processor)
         prompt = given["input_ids"]
         given["input_ids"] = torch.cat([prompt, torch.tensor([tokens])], 1)
         for name in ("mm_token_type_ids", "token_type_ids"):
@@ -160,6 +189,15 @@ def reference(
                 given[name] = torch.nn.functional.pad(given[name], (0, len(tokens)), value=suffix)
         if answering is not model:  # Its positions are computed only with a mask.
             given["attention_mask"] = torch.ones_like(given["input_ids"])
+        if kind == "gemma4_unified":  # Without, its global layers attend to images as the others.
+            given["attention_mask"] = model.create_masks_for_generate(
+                model.config,
+                torch.empty(*given["input_ids"].shape, 1),
+                None,
+                None,
+                torch.arange(given["input_ids"].shape[1]).unsqueeze(0),
+                given.get("mm_token_type_ids"),
+            )
         with torch.no_grad():
             return answering(**given).logits[0, prompt.shape[1] - 1 : -1].float()
 

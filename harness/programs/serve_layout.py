@@ -23,7 +23,7 @@ from typing import Any
 
 import harness.engine_imports  # noqa: F401
 import torch
-from harness import launcher
+from harness import launcher, multimodal
 from vllm import LLM, AsyncEngineArgs, SamplingParams, TokensPrompt
 from vllm.distributed import parallel_state
 from vllm.v1.engine.async_llm import AsyncLLM
@@ -140,10 +140,11 @@ async def executor(case: dict[str, Any]) -> dict[str, Any]:
     os.environ["VLLM_ALLOW_INSECURE_SERIALIZATION"] = "1"
     engine = AsyncLLM.from_engine_args(AsyncEngineArgs(case["model"], **(COMMON | case["engine"])))
 
-    async def generate(number: int, prompt: list[int], length: int) -> list[dict[str, Any]]:
-        async for output in engine.generate(
-            {"prompt_token_ids": prompt}, sampling(length), str(number)
-        ):
+    async def generate(number: int, prompt: Any, length: int) -> list[dict[str, Any]]:
+        request: Any = {"prompt_token_ids": prompt}
+        if kind := case.get("media"):
+            request = multimodal.request(kind, number % len(multimodal.LENGTHS))
+        async for output in engine.generate(request, sampling(length), str(number)):
             last = output.outputs[0]
         return [answer(last)]
 

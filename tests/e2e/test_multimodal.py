@@ -4,15 +4,18 @@
 
 Prompts with images of several sizes, one with more tokens than a step has, and with a video, each
 twice, the second time from the prefix cache except with drafts. `tools/check architectures` compares more models.
-One engine more gets requests as a server does (``harness.media_service``).
+One engine more gets requests as a server does (``harness.media_service``), and engines of processes
+serve them in layouts.
 """
 
+import json
 import math
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
-from harness import media_service, model_types, multimodal, npus
+from harness import layouts, media_service, model_types, multimodal, npus
 
 MTP: dict[str, Any] = {"speculative_config": {"method": "mtp", "num_speculative_tokens": 2}}
 MTP |= {"enable_prefix_caching": False}
@@ -26,6 +29,8 @@ CASES: dict[str, tuple[str, int, str, dict[str, Any], float]] = {
 
 
 SERVICE: dict[str, Any] = {
+    # vLLM takes JPEG files as one frame per second otherwise.
+    "media_io_kwargs": {"video": {"fps": multimodal.RATE}},
     "mm_encoder_tp_mode": "data",
     "enable_lora": True,
     "enable_tower_connector_lora": True,
@@ -89,15 +94,11 @@ def test_adapters_on_the_language_model_and_the_encoder(
 
 
 def test_chat_with_base64_images_and_videos(service: dict[str, Any]) -> None:
-    for number, answer in service["chat"].items():
-        assert answer["tokens"] == service["mixed"][int(number)]["tokens"]
-        assert answer["logprobs"] == pytest.approx(
-            service["mixed"][int(number)]["logprobs"], abs=1e-4
-        )
-    assert len(service["chat"]) == 3
-    for answer in service["video"]:
-        assert len(answer["tokens"]) == 6
-        assert all(math.isfinite(each) for each in answer["logprobs"])
+    """The answers are those to the same prompts without the chat API, among them a video's."""
+    assert len(service["chat"]) == len(multimodal.LENGTHS)
+    for answer, expected in zip(service["chat"], service["mixed"], strict=False):
+        assert answer["tokens"] == expected["tokens"]
+        assert answer["logprobs"] == pytest.approx(expected["logprobs"], abs=1e-4)
 
 
 def test_structured_output_about_images(service: dict[str, Any]) -> None:
@@ -113,3 +114,38 @@ def test_unusual_images_are_answered_or_refused(name: str, service: dict[str, An
     if not isinstance(found, str):
         assert all(math.isfinite(each) for each in found["logprobs"])
     assert service["last"]["tokens"] == service["mixed"][0]["tokens"]
+
+
+LAYOUTS = {
+    "PP2": ("qwen2_5_vl", {layouts.PP: 2}),
+    "DP2 EP2": ("qwen3_vl_moe", {layouts.DP: 2} | layouts.EP),
+}
+ROUNDS = 2
+"""Each data-parallel engine gets some of the requests."""
+
+
+@pytest.fixture(scope="module")
+def in_layouts(cases: dict[str, Any]) -> dict[str, Any]:
+    models = {case["media"]: case for name, case in cases.items() if name != "service"}
+    given = []
+    for name, (kind, layout) in LAYOUTS.items():
+        case = models[kind] | {"name": name}
+        case["engine"] = case["engine"] | layout | {"dtype": "float32"}
+        for key in ("prompts", "lengths"):
+            case[key] = case[key] * ROUNDS
+        del case["ranks"]  # An executor of processes serves it.
+        given.append(case)
+    command = sys.executable, str(layouts.PROGRAM), json.dumps(given)
+    return npus.by_name(npus.run(2, *command, VLLM_PLUGINS="", OMP_NUM_THREADS="1"))
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_layouts_of_processes(name: str, cases: dict[str, Any], in_layouts: dict[str, Any]) -> None:
+    kind = LAYOUTS[name][0]
+    (model,) = {case["model"] for key, case in cases.items() if CASES.get(key, "")[:1] == (kind,)}
+    answers = [answer for (answer,) in in_layouts[name]["results"]]
+    found = multimodal.compare(multimodal.reference(kind, Path(model)), answers)
+    print(f"{name}: {found}")
+    assert len(answers) == ROUNDS * len(multimodal.LENGTHS)
+    assert found["others"] == 0
+    assert found["most"] < 1e-3
