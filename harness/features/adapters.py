@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -125,21 +126,28 @@ def compare_scored_prompts(directory: Path, answers: list[Any]) -> tuple[int, fl
 
 
 def lora_on_family(
-    name: str, directory: Path, family: str, ranks: int, dtype: str = "float32"
+    name: str,
+    directory: Path,
+    family: str,
+    ranks: int,
+    dtype: str = "float32",
+    model: Path | None = None,
+    **engine: Any,
 ) -> dict[str, Any]:
     """As :func:`lora`, with adapters on the experts of Qwen2Moe, or on the latent attention of
-    DeepseekV3."""
+    DeepseekV3; ``model`` replaces the target by another form of it."""
     steps: list[Any] = [
         ["generate", [request for request, _ in family_requests(directory, family)]]
     ]
     if family == "DeepseekV3":
-        model = small_models.target(directory, family)
+        target = small_models.target(directory, family)
         steps += [
-            ["add", each, 9, str(small_models.adapter(model, directory, each))]
+            ["add", each, 9, str(small_models.adapter(target, directory, each))]
             for each in small_models.ABSORBED_ADAPTER
         ]
     options = {"enable_lora": True, "max_loras": 2, "max_lora_rank": max(small_models.EXPERT_RANKS)}
-    return case(name, small_models.target(directory, family), ranks, steps, dtype, **options)
+    model = model or small_models.target(directory, family)
+    return case(name, model, ranks, steps, dtype, **options | engine)
 
 
 def family_requests(directory: Path, family: str) -> list[tuple[dict[str, Any], Path | None]]:
@@ -169,9 +177,37 @@ def family_requests(directory: Path, family: str) -> list[tuple[dict[str, Any], 
 
 
 def compare_lora_on_family(
-    directory: Path, family: str, answers: list[Any], dtype: str = "float32"
+    directory: Path,
+    family: str,
+    answers: list[Any],
+    dtype: str = "float32",
+    model: Path | None = None,
 ) -> tuple[int, int, float]:
     """As :func:`compare_lora`."""
-    return _compare_adapted(
-        small_models.target(directory, family), family_requests(directory, family), answers, dtype
+    model = model or small_models.target(directory, family)
+    return _compare_adapted(model, family_requests(directory, family), answers, dtype)
+
+
+def quantized_experts(directory: Path) -> tuple[Path, Path]:
+    """The Qwen2Moe target with int8 experts (W8A8_DYNAMIC), and in float with their dequantized
+    matrices."""
+    import torch
+    from safetensors.torch import load_file, save_file
+
+    from harness.models import quantize
+
+    source = small_models.target(directory, "Qwen2Moe")
+    path, exact = directory / "int8-experts", directory / "dequantized-experts"
+    made = quantize.quantize(
+        source,
+        path,
+        "ascend",
+        lambda name: quantize.Spec(8, "dynamic") if ".experts." in name else None,
+        dtype=torch.float16,
+        inputs={},
     )
+    shutil.copytree(source, exact)
+    weights = load_file(source / "model.safetensors")
+    weights |= {f"{name}.weight": own.numbers().float() for name, own in made.matrices.items()}
+    save_file(weights, exact / "model.safetensors", {"format": "pt"})
+    return path, exact

@@ -10,6 +10,7 @@ graphs. `tools/check features` runs every method and layout.
 
 import json
 import re
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -82,9 +83,23 @@ def results(directory: Path) -> dict[str, Any]:
         structured_outputs_config={"backend": "xgrammar"},
     )
     (ngram,) = speculation.speculation(directory, ["n-gram on the NPU"], 1, "float16")
-    experts = adapters.lora_on_family("experts", directory, "Qwen2Moe", 2)
+    experts = [
+        adapters.lora_on_family("experts", directory, "Qwen2Moe", 2),
+        adapters.lora_on_family(
+            "experts, EP", directory, "Qwen2Moe", 2, enable_expert_parallel=True
+        ),
+        adapters.lora_on_family(
+            "int8 experts, EP",
+            directory,
+            "Qwen2Moe",
+            2,
+            "float16",
+            adapters.quantized_experts(directory)[0],
+            enable_expert_parallel=True,
+        ),
+    ]
     eagle = outputs.case(directory, "EAGLE", "FULL_AND_PIECEWISE") | {"name": "eagle"}
-    cases = [one, two, experts, mtp, ngram, eagle]
+    cases = [one, two, *experts, mtp, ngram, eagle]
     return serving.serve(cases, ASCEND_EMULATOR_TRACE=str(directory / "trace.json"))
 
 
@@ -114,8 +129,9 @@ def test_log_probabilities_of_prompts_match_peft(results: dict[str, Any], direct
     assert adapters.compare_scored_prompts(directory, swapped)[1] > 0.5
 
 
-def test_lora_on_experts_matches_peft(results: dict[str, Any], directory: Path) -> None:
-    answers = results["experts"]["steps"][0]
+@pytest.mark.parametrize("name", ["experts", "experts, EP"])
+def test_lora_on_experts_matches_peft(results: dict[str, Any], directory: Path, name: str) -> None:
+    answers = results[name]["steps"][0]
     tokens, others, far = adapters.compare_lora_on_family(directory, "Qwen2Moe", answers)
     print(f"{tokens} tokens, {others} others; log-probability difference max {far:.1e}")
     assert (tokens, others) == (72, 0)
@@ -124,6 +140,20 @@ def test_lora_on_experts_matches_peft(results: dict[str, Any], directory: Path) 
         20,
         0.5,
     )
+
+
+def test_lora_on_int8_experts_matches_peft(results: dict[str, Any], directory: Path) -> None:
+    """PEFT has the dequantized weights; the inputs of the experts' matrices are rounded to int8 here,
+    those of the adapters are not."""
+    answers = results["int8 experts, EP"]["steps"][0]
+    exact = directory / "dequantized-experts"
+    compare = partial(adapters.compare_lora_on_family, directory, "Qwen2Moe", model=exact)
+    tokens, others, far = compare(answers, dtype="float16")
+    print(f"{tokens} tokens, {others} others; log-probability difference max {far:.1e}")
+    assert tokens == 72
+    assert others <= 3
+    assert far < 0.2
+    assert compare(answers[3:] + answers[:3], dtype="float16")[1:] > (20, 0.5)
 
 
 def test_speculative_decoding_keeps_the_tokens(results: dict[str, Any], directory: Path) -> None:

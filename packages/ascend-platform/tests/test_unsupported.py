@@ -173,19 +173,23 @@ def test_routed_experts_are_refused_with_the_v1_runner(model, monkeypatch):
         assert unsupported._routed_experts(config).startswith("fix: ") != is_v2
 
 
-def test_lora_on_experts_is_refused_with_expert_parallelism(model):
+def test_lora_on_experts_is_refused_with_data_parallelism(model):
     directory = model(**EXPERTS)
     named = (
-        r"does not support LoRA on experts beyond tensor parallelism \(--lora-target-modules"
-        r" without experts .*expert parallelism"
+        r"does not support LoRA on experts beyond tensor and expert parallelism"
+        r" \(--lora-target-modules without experts .*--fully-sharded-loras"
     )
-    expert_parallel = {"enable_lora": True, "enable_expert_parallel": True}
     with pytest.raises(ValueError, match=named):
-        engine_config(directory, **expert_parallel)
-    assert engine_config(
-        directory, **expert_parallel, lora_target_modules=["q_proj"]
-    ).lora_config.target_modules == ["q_proj"]
-    assert engine_config(directory, enable_lora=True).lora_config.target_modules is None
+        engine_config(directory, enable_lora=True, fully_sharded_loras=True)
+    expert_parallel = {"enable_lora": True, "enable_expert_parallel": True}
+    config = engine_config(directory, **expert_parallel)
+    assert unsupported._other_lora_on_experts(config) == ""
+    config.parallel_config.data_parallel_size = 2
+    assert "data parallelism, whose ranks have" in unsupported._other_lora_on_experts(config)
+    config.lora_config.target_modules = ["q_proj"]
+    assert unsupported._other_lora_on_experts(config) == ""
+    config.lora_config.target_modules, config.parallel_config.enable_eplb = None, True
+    assert "--enable-eplb, which moves experts" in unsupported._other_lora_on_experts(config)
     assert engine_config(model(), enable_lora=True).lora_config.target_modules is None
 
 

@@ -57,8 +57,10 @@ def _other_lora_on_experts(config: VllmConfig) -> str:
     ):
         return ""
     others = {
-        "expert parallelism": parallel.enable_expert_parallel,
-        "data parallelism": parallel.data_parallel_size > 1,
+        "data parallelism, whose ranks have different adapters in a slot": (
+            parallel.data_parallel_size > 1
+        ),
+        "--enable-eplb, which moves experts without their adapters": parallel.enable_eplb,
         "--fully-sharded-loras": lora.fully_sharded_loras,
         "--enable-moe-shared-loras": getattr(lora, "enable_moe_shared_loras", False),
     }
@@ -207,8 +209,8 @@ FEATURES = (
     Feature("--enable-return-routed-experts with vLLM's V1 model runner", _routed_experts),
     Feature("fusions by torch.compile other than fuse_norm_quant", _fuses),
     Feature(
-        "LoRA on experts beyond tensor parallelism (--lora-target-modules without experts serves"
-        " the other layers)",
+        "LoRA on experts beyond tensor and expert parallelism (--lora-target-modules without"
+        " experts serves the other layers)",
         _other_lora_on_experts,
         of_model=True,
     ),

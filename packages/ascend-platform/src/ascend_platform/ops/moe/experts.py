@@ -81,8 +81,8 @@ class NPUExperts:
     """Whether router weights multiply the experts' inputs, instead of their outputs (Llama 4)."""
     activations: tuple[MoEActivation, ...] = (MoEActivation.SILU,)
     lora: Any = None
-    """Finds the adapters of rows (``ops/moe/lora.py``, ``FusedMoEWithLoRA.of_rows``); None
-    without LoRA on experts."""
+    """Returns the step's function that finds the adapters of rows (``ops/moe/lora.py``,
+    ``FusedMoEWithLoRA.of_step``); None without LoRA on experts."""
 
     def setup_experts(self, layer: Any) -> None:
         """Store the range of this rank's experts.
@@ -151,6 +151,9 @@ class NPUExperts:
     def apply_local(
         self, experts: Experts, x: torch.Tensor, topk_weights: torch.Tensor, topk_ids: torch.Tensor
     ) -> torch.Tensor:
+        adapters = self.lora and self.lora()
+        # The A matrices multiply rows in the model's dtype.
+        takes_int8 = experts.takes_int8 and not adapters
         rows, row_idx, counts, scale = torch_npu.npu_moe_init_routing_v2(
             x,
             topk_ids,
@@ -159,11 +162,11 @@ class NPUExperts:
             expert_tokens_num_type=1,
             expert_tokens_num_flag=True,
             active_expert_range=[self.first_expert, self.first_expert + self.num_local_experts],
-            quant_mode=1 if experts.takes_int8 else -1,
+            quant_mode=1 if takes_int8 else -1,
         )
-        if self.lora is not None and (adapters := self.lora(row_idx, topk_ids.shape[1])):
-            experts = dataclasses.replace(cast(UnquantizedExperts, experts), lora=adapters)
-        expert_out = experts(rows, counts, scale if experts.takes_int8 else None)
+        if adapters:
+            experts = dataclasses.replace(cast(Any, experts), lora=adapters(row_idx, len(x)))
+        expert_out = experts(rows, counts, scale if takes_int8 else None)
         return combine(
             expert_out, row_idx, topk_weights, self.num_local_experts < self.moe.num_experts
         )

@@ -10,6 +10,7 @@ layers.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,7 +21,6 @@ from vllm.lora.layers.base import BaseLayerWithLoRA
 from vllm.lora.layers.utils import _get_lora_device
 
 from ascend_platform.errors import RefusedError
-from ascend_platform.ops.moe.experts import NPUFusedMoEMethod
 from ascend_platform.ops.moe.grouped import grouped_matmul
 
 
@@ -32,7 +32,7 @@ class FusedMoEWithLoRA(fused_moe.FusedMoEWithLoRA):
         """Set what vLLM's methods use, except its kernel.
 
         Raises:
-            RefusedError: the experts are quantized, or have no gate.
+            RefusedError: the experts have no gate.
         """
         BaseLayerWithLoRA.__init__(self)
         self.base_layer, self.moe_config = base_layer, base_layer.moe_config
@@ -47,13 +47,7 @@ class FusedMoEWithLoRA(fused_moe.FusedMoEWithLoRA):
                 "LoRA on experts without a gate is not supported; fix: --lora-target-modules"
                 " without experts serves the others"
             )
-        experts = base_layer.routed_experts
-        experts.lora_base_layer_prefix = "base_layer."
-        if not isinstance(experts.quant_method, NPUFusedMoEMethod):
-            raise RefusedError(
-                "LoRA on quantized experts is not supported; fix: --lora-target-modules without"
-                " experts serves the other layers"
-            )
+        base_layer.routed_experts.lora_base_layer_prefix = "base_layer."
 
     def _create_lora_a_weights(self, max_loras: int, lora_config: Any) -> None:
         experts, shape = self.local_num_experts, (max_loras, lora_config.max_lora_rank)
@@ -79,18 +73,25 @@ class FusedMoEWithLoRA(fused_moe.FusedMoEWithLoRA):
 
     def set_mapping(self, punica_wrapper: Any) -> None:
         BaseLayerWithLoRA.set_mapping(self, punica_wrapper)
-        self.base_layer.routed_experts.quant_method.lora = self.of_rows
+        self.base_layer.routed_experts.quant_method.lora = self.of_step
 
-    def of_rows(self, row_idx: torch.Tensor, k: int) -> RowLoRA | None:
-        """The adapters of a step's rows; None if no token has one.
+    def of_step(self) -> Callable[[torch.Tensor, int], RowLoRA] | None:
+        """The function of the step that finds the adapters of rows; None if no token has one."""
+        return None if self.punica_wrapper.no_lora else self.of_rows
+
+    def of_rows(self, row_idx: torch.Tensor, tokens: int) -> RowLoRA:
+        """The adapters of a step's rows.
 
         Args:
-            row_idx: int32 ``[tokens * k]``, the row of each copy of a token.
+            row_idx: int32 ``[tokens * k]``, the row of each copy of a token; -1, of another rank's
+                expert.
         """
-        if self.punica_wrapper.no_lora:
-            return None
-        copies = self.punica_wrapper.token_mask(len(row_idx) // k).repeat_interleave(k, 0)
-        return RowLoRA(self, torch.empty_like(copies).index_copy_(0, row_idx.long(), copies))
+        rows, count = row_idx.long(), len(row_idx)
+        copies = self.punica_wrapper.token_mask(tokens).repeat_interleave(count // tokens, 0)
+        mask = copies.new_empty(count + self.use_ep, copies.shape[1])
+        if self.use_ep:  # -1 becomes the row behind the others.
+            rows %= count + 1
+        return RowLoRA(self, mask.index_copy_(0, rows, copies)[:count])
 
 
 @dataclass(frozen=True)

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch_npu
 from vllm.model_executor.layers.fused_moe import FusedMoEMethodBase, FusedMoeWeightScaleSupported
 from vllm.model_executor.layers.fused_moe.config import FusedMoEConfig
 from vllm.model_executor.utils import set_weight_attrs
@@ -122,6 +123,7 @@ class SchemeExperts:
     first: Tensors
     second: Tensors
     dtype: torch.dtype
+    lora: Any = None
 
     @property
     def takes_int8(self) -> bool:
@@ -130,4 +132,11 @@ class SchemeExperts:
     def __call__(
         self, rows: torch.Tensor, counts: torch.Tensor, scale: torch.Tensor | None = None
     ) -> torch.Tensor:
-        return self.scheme.swiglu(self.first, self.second, rows, counts, scale, self.dtype)
+        if self.lora is None:
+            return self.scheme.swiglu(self.first, self.second, rows, counts, scale, self.dtype)
+        gate_up = self.scheme.grouped(rows, self.first, counts)
+        self.lora.add_w13(gate_up, rows, counts)
+        inner = torch_npu.npu_swiglu(gate_up)
+        expert_out = self.scheme.grouped(inner, self.second, counts)
+        self.lora.add_w2(expert_out, inner, counts)
+        return expert_out
