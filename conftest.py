@@ -1,16 +1,25 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-all project
-"""Settings of all tests: the distribution to processes, and garbage collection around imports."""
+"""Settings of all tests: the distribution to processes, garbage collection around imports, and
+vLLM's cache."""
 
 from __future__ import annotations
 
 import gc
+import os
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
 pytest_plugins = ["harness.scheduling"]
+
+# Two versions of vLLM overwrite each other's model infos, and each miss costs an import of vLLM in
+# a process of its own.
+os.environ.setdefault("VLLM_CACHE_ROOT", str(Path(sys.prefix) / "vllm-cache"))
+# The report of each engine's start measures the processor in a process of its own.
+os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
 
 gc.disable()  # While the tests and the modules under test are imported: some million objects.
 
