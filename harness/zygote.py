@@ -100,7 +100,9 @@ class Zygote:
 def _serve(channel: socket.socket) -> list[str]:
     """Fork for each request; returns in a fork, with the arguments of its program."""
     import harness.engine_imports  # noqa: F401
+    from harness import model_infos
 
+    model_infos.fill()
     while True:
         head, outputs, _, _ = socket.recv_fds(channel, 8, 2)
         if not head:
