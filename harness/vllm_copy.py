@@ -80,12 +80,30 @@ def rename_in_importers(directory: Path, target: str) -> None:
                 write(directory, str(path.relative_to(INSTALLED.parent)), changed)
 
 
+NO_PRIORITIES = """import dataclasses
+
+
+@dataclasses.dataclass
+class NoPriorities:
+    pass
+
+
+NO_PRIORITIES = NoPriorities()
+
+
+"""
+"""Read by EngineArgs.create_engine_config: a patch wraps that method and is applied to its known
+source only, so that the copy leaves it as it is."""
+
 IR_USERS = {
     "kernels/__init__.py": [(r"\nfrom \. import [^\n]*", ""), (r"\n__all__ = [^\n]*", "")],
     "kernels/triton/__init__.py": [(r"\nfrom \. import [^\n]*", ""), (r"\n__all__ = [^\n]*", "")],
     "config/kernel.py": [
-        (r"@config\nclass IrOpPriorityConfig:\n.*?\n(?=\S)(?!    )", ""),
-        (r'\n    ir_op_priority: IrOpPriorityConfig[^\n]*\n    """.*?"""\n', "\n"),
+        (r"@config\nclass IrOpPriorityConfig:\n.*?\n(?=\S)(?!    )", NO_PRIORITIES),
+        (
+            r'\n    ir_op_priority: IrOpPriorityConfig[^\n]*\n    """.*?"""\n',
+            "\n    ir_op_priority = NO_PRIORITIES\n",
+        ),
         (r'\n        factors\["ir_op_priority"\][^\n]*', ""),
         (r"\n        platform_op_priority = .*", "\n"),
     ],
@@ -94,11 +112,10 @@ IR_USERS = {
         (r"cfg\.kernel_config\.ir_op_priority\.fused_add_rms_norm\[0\]", "None"),
     ],
     "engine/arg_utils.py": [
-        (r"\n    IrOpPriorityConfig,", ""),
-        (r"\n    ir_op_priority: IrOpPriorityConfig[^\n]*", ""),
+        (r"\n    IrOpPriorityConfig,", "\n    NO_PRIORITIES,"),
+        (r"\n    ir_op_priority: IrOpPriorityConfig[^\n]*", "\n    ir_op_priority = NO_PRIORITIES"),
         (r"\n        if isinstance\(self\.ir_op_priority, dict\):\n[^\n]*", ""),
         (r'\n        kernel_group\.add_argument\("--ir-op-priority"[^\n]*', ""),
-        (r"\n        # Transfer top-level ir_op_priority .*?(?=\n        load_config = )", ""),
     ],
     "v1/worker/worker_base.py": [
         (r"\nimport vllm\.ir", ""),
