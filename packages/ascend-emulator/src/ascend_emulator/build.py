@@ -6,8 +6,9 @@
 links against or loads depend on it, because torch_npu looks up the same symbols in several
 libraries.
 
-The C++ files of several folders are compiled as one translation unit (UNITS). Units of operators
-share a precompiled header, which is removed after the build.
+The C++ files of several folders are compiled as one translation unit (UNITS). The sources of
+operators name no header of ATen's functions: their unit includes those that it calls, because
+parsing all of them (ATen/ATen.h) takes 6 s.
 """
 
 from __future__ import annotations
@@ -79,10 +80,6 @@ UNITS = {
 }
 # Operators that call ATen need no more than -O1; two units have loops of their own.
 OPTIMIZATION = {"stubs": "-O0", "loops": "-O3", "kernels": "-O3"}
-# Units of operators share a precompiled header, because parsing ATen's headers takes most of the
-# time without one. Units with -O3 do not: g++ 12 crashes where the header was compiled with -O1.
-OPERATOR_UNITS = ("pointwise", "nn", "attention", "composed", "products")
-OPERATOR_HEADER = '#include "operator/shapes.h"\n#include "ops/upcast.h"\n'
 UNUSED_DAYS = 30
 ERROR_LINES = 60  # of a compiler that are shown
 PROCESSOR_SECONDS = 130  # Seconds of a whole build, with g++ 12.2 on a server's core.
@@ -187,6 +184,21 @@ def _with_headers(sources: list[Path], *folders: Path) -> list[Path]:
             if header and header not in files:
                 files.append(header)
     return files
+
+
+def _functions(unit: str, contents: list[bytes]) -> str:
+    """Lines that include the headers of ATen's functions which the files of operators name; families
+    of operators add the suffix of a gradient to a name."""
+    if not any(folder.startswith("op") for folder in UNITS.get(unit, ())):
+        return ""
+    found = re.findall(rb"\w+", b"\n".join(contents))
+    words = {word.decode().removesuffix("_").removesuffix("_out") for word in found}
+    headers = (path.stem for path in (torch_dir() / "include/ATen/ops").glob("*.h"))
+    return "".join(
+        f"#include <ATen/ops/{name}.h>\n"
+        for name in sorted(headers)
+        if name in words or re.sub("(_backward|_forward)?(_data)?$", "", name) in words
+    )
 
 
 def write_generated(directory: Path) -> dict[str, list[Path]]:
@@ -382,41 +394,28 @@ def _build(
         for name, paths in sources.items()
     }
     built = {
-        name: objects / f"{_digest(*base, OPERATOR_HEADER, _optimization(name), *parts)}.o"
+        name: objects / f"{_digest(*base, _optimization(name), *parts)}.o"
         for name, parts in contents.items()
     }
 
-    header = target / "operators.h"
-    precompiled = header.with_suffix(".h.gch")
-
-    def command(name: str, language: str, output: Path) -> list[str]:
-        return [
+    def compile_one(name: str) -> None:
+        text = _functions(name, contents[name])
+        text += "".join(f'#include "{path}"\n' for path in sources[name])
+        partial = built[name].with_suffix(f".{os.getpid()}")
+        command = [
             *compiler,
             *_flags(),
             _optimization(name),
+            "-DAT_PER_OPERATOR_HEADERS",
             f"-I{SOURCES}",
             f"-I{target}",
             f"-isystem{torch / 'include'}",
             # Relative file names in messages and in the registry.
             f"-ffile-prefix-map={SOURCES}/=",
             f"-ffile-prefix-map={target}/generated/=",
-            *("-x", language, "-c", "-o", str(output)),
+            *("-x", "c++", "-c", "-o", str(partial), "-"),
         ]
-
-    def precompile() -> None:
-        # Without it, units read the header itself.
-        with suppress(BuildError):
-            _run("precompiling", [*command("", "c++-header", precompiled), str(header)])
-
-    def compile_one(name: str) -> None:
-        text = "".join(f'#include "{path}"\n' for path in sources[name])
-        partial = built[name].with_suffix(f".{os.getpid()}")
-        included = []
-        if name in OPERATOR_UNITS:
-            if precompiling:
-                precompiling.result()
-            included = ["-include", str(header)]
-        _run(f"compiling {name}", [*command(name, "c++", partial), *included, "-"], text)
+        _run(f"compiling {name}", command, text)
         if [path.read_bytes() for path in _with_headers(sources[name], target)] != contents[name]:
             partial.unlink()
             raise BuildError(
@@ -431,10 +430,9 @@ def _build(
         )
 
     _remove_unused(objects, built.values())
-    # Units that need no precompiled header first, then by size.
-    missing = sorted(
+    missing = sorted(  # by size
         (name for name in sources if not built[name].exists()),
-        key=lambda name: (name in OPERATOR_UNITS, -sum(map(len, contents[name]))),
+        key=lambda name: -sum(map(len, contents[name])),
     )
     memory = COMPILER_BYTES * (2 if "ASCEND_EMULATOR_SANITIZE" in os.environ else 1)
     compilers = max(1, min(limits.cpus(), limits.memory() // memory))
@@ -442,21 +440,14 @@ def _build(
     expected = (
         PROCESSOR_SECONDS * sum(map(sizes.__getitem__, missing)) / sum(sizes.values()) / compilers
     )
-    started, done, precompiling = time.monotonic(), list[str](), None
+    started, done = time.monotonic(), list[str]()
     if missing:
         say(
             f"ascend-emulator:   {len(missing)} parts with {compilers} compilers, about"
             f" {expected:.0f} s of idle processors"
         )
-    header.write_text(OPERATOR_HEADER)
-    try:
-        with ThreadPoolExecutor(max_workers=compilers) as pool:
-            # For one unit it would take longer than the unit.
-            if len({*missing} & {*OPERATOR_UNITS}) > 1:
-                precompiling = pool.submit(precompile)
-            list(pool.map(compile_one, missing))
-    finally:
-        precompiled.unlink(missing_ok=True)  # 380 MB
+    with ThreadPoolExecutor(max_workers=compilers) as pool:
+        list(pool.map(compile_one, missing))
 
     def link(soname: str, *arguments: object) -> None:
         shared = ["-shared", f"-Wl,-soname,{soname}", "-o", target / soname, *arguments]

@@ -3,7 +3,7 @@
 // Argument checks. Each error names the argument, the found value and the allowed ones; the
 // operator's name is prepended at the C boundary. Write the source of the rule beside the check.
 #pragma once
-#include <ATen/ATen.h>
+#include <ATen/core/Tensor.h>
 
 #include <algorithm>
 #include <initializer_list>

@@ -7,7 +7,7 @@
 // zeros where they are integers. What they refuse because they are smaller than the arguments, the
 // body accepts on stand-ins of the arguments' sizes.
 #pragma once
-#include <ATen/ATen.h>
+#include <ATen/core/Tensor.h>
 
 #include <algorithm>
 #include <cmath>

@@ -6,7 +6,7 @@
 // with the same arguments therefore gives the same bits on each rank, in each run and when a graph
 // is replayed.
 #pragma once
-#include <ATen/ATen.h>
+#include <ATen/core/Tensor.h>
 
 #include <vector>
 

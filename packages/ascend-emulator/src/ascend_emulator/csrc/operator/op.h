@@ -23,7 +23,9 @@
 // OP_OF_VALUES is OP without this. Tensor values may be read in the computation only. A replayed
 // graph runs the computation again, from unchanged captured arguments.
 #pragma once
-#include <ATen/ATen.h>
+#include <ATen/Dispatch.h>
+#include <ATen/ExpandUtils.h>
+#include <ATen/TensorOperators.h>
 
 #include <atomic>
 #include <functional>

@@ -4,7 +4,7 @@
 // tensors alias device memory through the kernel mapping (core/device.h). Signatures:
 // op_plugin/utils/op_api_common_base.h in the torch_npu wheel (BSD).
 #pragma once
-#include <ATen/ATen.h>
+#include <ATen/core/Tensor.h>
 
 #include "core/status.h"
 
