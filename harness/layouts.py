@@ -78,6 +78,18 @@ OF_OPTIONS: dict[str, dict[str, Any]] = {
         ("DP2 EP2", "mla_prolog", {"gpu_memory_utilization": 0.5}),
     )
 }
+OF_DRAFTS: dict[str, dict[str, Any]] = {
+    "PP2 n-grams": {
+        PP: 2,
+        "enable_prefix_caching": False,
+        "speculative_config": {
+            "method": "ngram",
+            "prompt_lookup_max": 2,
+            "num_speculative_tokens": 3,
+        },
+    }
+}
+"""Draft tokens in pipelines, which vLLM's V2 model runner has; run where they are named."""
 ATTENTION = {
     "num_attention_heads": 4,
     "num_key_value_heads": 2,

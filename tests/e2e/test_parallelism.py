@@ -15,6 +15,7 @@ import pytest
 from harness import checkout, layouts, npus, vllm_runner
 
 LAYOUTS = layouts.OF_EXPERTS | layouts.OF_ONE_KEY_HEAD | layouts.OF_OPTIONS | layouts.OF_PREFILLS
+LAYOUTS |= layouts.OF_DRAFTS
 V2 = vllm_runner.IS_V2
 """vLLM supports this under its external launcher only without pipelines."""
 PROGRAM = checkout.PROGRAMS / "serve_layout.py"
@@ -54,6 +55,7 @@ if V2:
     CASES |= {
         "latents PCP2": ("deepseek-v3", "bfloat16", "PCP2", "FusedLatentAttentionImpl"),
         "latents PCP2 EP2": ("deepseek-v3", "float32", "PCP2 EP2", "PagedLatentAttentionImpl"),
+        "n-gram drafts, PP2": ("adder", "bfloat16", "PP2 n-grams", "FusedAttentionImpl"),
     }
 
 OF_PROCESSES = {"a stage without attention, PP2"}

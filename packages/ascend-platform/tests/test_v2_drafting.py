@@ -473,14 +473,28 @@ def test_lengths_while_draft_tokens_are_in_flight() -> None:
         lengths.add(row, computed)
     rows = np.array([2, 0])
     assert lengths.before(rows, np.array([7, 5])) is None
-    lengths.advance(rows, np.array([4, 3]), draft_lengths.Rejections(rows, device([2, 0])))
+    lengths.reject(draft_lengths.Rejections(rows, device([2, 0])))
+    lengths.advance(rows, np.array([4, 3]))
     before = lengths.before(np.array([0, 2]), np.array([8, 11]))  # 5 + 3, 7 + 4
     assert before is not None
     assert before.count() == [0, 2]
     assert lengths.before(np.array([0, 2]), np.array([8, 9])) is None
-    lengths.advance(rows, np.array([4, 4]), draft_lengths.Rejections(rows, device([3, 1])))
+    lengths.reject(draft_lengths.Rejections(rows, device([3, 1])))
+    lengths.advance(rows, np.array([4, 4]))
     lengths.add(2, 1)  # another request in its row
     # The scheduler knows that one of 8 + 4 is rejected.
     before = lengths.before(np.array([2, 0]), np.array([1, 11]))
     assert before is not None
     assert before.count() == [0, 0]
+
+
+def test_lengths_while_steps_of_a_pipeline_are_in_flight() -> None:
+    lengths, first, second = draft_lengths.DraftLengths(2), np.array([0]), np.array([1])
+    lengths.add(0, 5)
+    lengths.reject(draft_lengths.Rejections(first, device([2])))
+    lengths.advance(first, np.array([4]))
+    lengths.reject(None)
+    lengths.add(1, 7)
+    assert lengths.before(second, np.array([7])) is None
+    before: Any = lengths.before(first, np.array([9]))
+    assert before.count() == [2]

@@ -266,3 +266,15 @@ def test_v2_below_its_first_version_is_refused_in_one_line(monkeypatch: pytest.M
         match=r"additional_config\) requires vLLM >= 0.33, found 0.32.0; fix: ",
     ):
         model_runner.check(config("v2", model_config=object()))
+
+
+@pytest.mark.parametrize(
+    ("method", "stages", "found"),
+    [("mtp", 2, True), ("mtp", 1, False), ("draft_model", 2, True), ("ngram", 2, False)],
+)
+def test_v1_drafts_with_pipelines_but_by_ngrams(method: str, stages: int, found: bool) -> None:
+    given: Any = SimpleNamespace(
+        parallel_config=SimpleNamespace(pipeline_parallel_size=stages),
+        speculative_config=SimpleNamespace(method=method),
+    )
+    assert model_runner._drafts_in_stages(given) == found

@@ -49,6 +49,13 @@ def _has_stages(config: VllmConfig) -> bool:
     return config.parallel_config.pipeline_parallel_size > 1
 
 
+def _drafts_in_stages(config: VllmConfig) -> bool:
+    """Whether a drafter with layers follows a pipeline. Some of vLLM's take themselves for a stage,
+    such as ``qwen3_next_mtp.py``."""
+    others = "ngram", "ngram_gpu"
+    return _has_stages(config) and _drafts(config, lambda it: it.method not in others)
+
+
 def _logits_processors(config: VllmConfig) -> Iterator[Any]:
     """Those of the configuration and of installed plugins; vLLM reports what cannot be loaded."""
     for processor in config.model_config.logits_processors or ():
@@ -102,8 +109,8 @@ FEATURES = (
         lambda config: _drafts(config, lambda it: it.rejection_sample_method in _OTHER_METHODS),
     ),
     Feature(
-        "speculative decoding with pipeline parallelism",
-        lambda config: _drafts(config, lambda _: _has_stages(config)),
+        "speculative decoding other than by n-grams with pipeline parallelism",
+        _drafts_in_stages,
     ),
     Feature(
         "batch-sharded sampling",

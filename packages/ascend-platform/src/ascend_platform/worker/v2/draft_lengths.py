@@ -5,7 +5,8 @@ V1's runner has them.
 
 With asynchronous scheduling, the scheduler's numbers of computed tokens count each draft token of
 the last step as accepted. The number of rejected ones is copied to the host right after the
-rejection sampler, and the host waits for it where the next step first needs a length.
+rejection sampler, or where a stage of a pipeline receives it from the last one, and the host waits
+for it where the request's next step first needs a length.
 """
 
 from __future__ import annotations
@@ -35,18 +36,20 @@ class DraftLengths:
         if self._rejected is not None:
             self._rejected.is_current[self._rejected.rows == request] = False
 
-    def advance(
-        self, rows: np.ndarray, num_scheduled_tokens: np.ndarray, rejected: Rejections | None
-    ) -> None:
-        """Count a step's tokens, of which some draft tokens are rejected."""
-        self._settle()
+    def advance(self, rows: np.ndarray, num_scheduled_tokens: np.ndarray) -> None:
+        """Count a step's tokens, as if none was rejected."""
         self._computed[rows] += num_scheduled_tokens
+
+    def reject(self, rejected: Rejections | None) -> None:
+        """Subtract the draft tokens of a step that are rejected, once their number is needed."""
+        self._settle()
         self._rejected = rejected
 
     def before(self, rows: np.ndarray, num_computed_tokens: np.ndarray) -> base.Rejected | None:
         """The draft tokens that the scheduler's numbers for the next step's requests count and that
         are rejected."""
-        if self._rejected is None:
+        # With a pipeline the scheduler has not seen the outcome of several steps.
+        if self._rejected is None and (num_computed_tokens == self._computed[rows]).all():
             return None
 
         @functools.cache
@@ -89,9 +92,7 @@ class DraftLengthsMixin:
 
     def load_model(self: Any, *arguments: Any, **named: Any) -> None:
         super().load_model(*arguments, **named)  # type: ignore[misc]
-        if self.speculator is None:
-            return
-        if self.scheduler_config.async_scheduling:
+        if self.num_speculative_steps and self.scheduler_config.async_scheduling:
             self._lengths = DraftLengths(self.max_num_reqs)
         if isinstance(self.speculator, DraftModelSpeculator):
             self._build_draft_metadata = self.speculator._build_attn_metadata
@@ -124,18 +125,45 @@ class DraftLengthsMixin:
         sampled = super().sample(hidden_states, batch, grammar_output)  # type: ignore[misc]
         rejected = Rejections(batch.idx_mapping_np, sampled[2]) if batch.num_draft_tokens else None
         if self._lengths is not None:
-            self._lengths.advance(batch.idx_mapping_np, batch.num_scheduled_tokens, rejected)
+            self._lengths.reject(rejected)
+            self._lengths.advance(batch.idx_mapping_np, batch.num_scheduled_tokens)
         self._in_step = rejected and base.Rejected(
             rejected.count, batch.num_draft_tokens_per_req.tolist()
         )
         return sampled
 
     def sample_tokens(self: Any, grammar_output: Any) -> Any:
+        state = self.execute_model_state
         try:
             with base.subtract_rejected(self._before):
-                return super().sample_tokens(grammar_output)  # type: ignore[misc]
+                output = super().sample_tokens(grammar_output)  # type: ignore[misc]
         finally:
             self._in_step = None
+        if state is not None and not self.is_last_pp_rank and self._lengths is not None:
+            batch = state.input_batch
+            self._lengths.advance(batch.idx_mapping_np, batch.num_scheduled_tokens)
+            self._copy_received(self.pp_handler.queue[-1])
+        return output
+
+    def _copy_received(self: Any, received: Any) -> None:
+        """Copy the numbers of rejected tokens that the last stage sends for this step, without a
+        wait for the other work of this stage."""
+        if received is not None and received.sampled_tokens.shape[1] > 1:
+            with torch.npu.stream(self.pp_handler.broadcast_stream):
+                received.rejections = Rejections(received.idx_mapping_np, received.num_rejected)
+
+    def update_pp_decode_requests(self: Any) -> None:
+        """Like the base method; also subtract the rejected tokens of the step whose requests may be
+        scheduled again, except those of requests that have ended."""
+        handler = self.pp_handler
+        if self._lengths is not None and handler is not None and handler.queue:
+            received = handler.queue[0]
+            if rejected := getattr(received, "rejections", None):
+                indices = received.idx_mapping_np
+                is_same = handler.req_idx_gen_np[indices] == received.gen_at_receive_np
+                rejected.is_current = is_same & received.need_sampled_mask
+                self._lengths.reject(rejected)
+        super().update_pp_decode_requests()  # type: ignore[misc]
 
     def _build_with_lengths(self: Any, *arguments: Any, step: int, **named: Any) -> Any:
         """Metadata of a drafter's pass; a draft model's first, which still has the rejected tokens,
