@@ -72,6 +72,19 @@ print(json.dumps(elapsed(first, event())))
     assert "modelled time: " in stderr
 
 
+def test_groups_share_the_rows_in_each_format(ran):
+    _, events, _ = ran(f"""
+weights = torch.ones(4, {SIZE}, {SIZE}, dtype=torch.bfloat16, device="npu")
+counts = torch.tensor([256, 512, 768, {SIZE}]).npu()
+for each in (weights, torch_npu.npu_format_cast(weights, 29)):
+    torch_npu.npu_grouped_matmul([a], [each], group_list=counts, split_item=3, group_type=0)
+print(json.dumps(elapsed(event(), event())))
+""")
+    durations = [event["dur"] for event in events if "GroupedMatmul" in event["name"]]
+    expected = milliseconds("matmul", 6 * SIZE**2, 2.0 * SIZE**3, rows=SIZE / 4) * 1e3
+    assert durations == pytest.approx([expected] * 2, rel=1e-3)
+
+
 def test_small_operators_wait_for_the_host(ran):
     found, _, _ = ran("""
 x = torch.ones(16, device="npu")

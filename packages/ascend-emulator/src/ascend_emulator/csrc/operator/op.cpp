@@ -58,8 +58,8 @@ Work work_of(const char* name, const std::vector<Tensor>& tensors) {
           2.0 * static_cast<double>(tensors.back().numel()) * static_cast<double>(left.size(-1));
       work.item = static_cast<int>(left.element_size());
       work.rows = rows(left);
-      // Of each group, where the matrices of groups are one tensor.
-      if (cost == Cost::grouped_matmul && matrices[1]->dim() == 3)
+      // Of each group, where the matrices of groups are one tensor, of 5 dimensions in FRACTAL_NZ.
+      if (cost == Cost::grouped_matmul && (matrices[1]->dim() == 3 || matrices[1]->dim() == 5))
         work.rows /= static_cast<double>(std::max<int64_t>(matrices[1]->size(0), 1));
     }
   } else {
@@ -259,8 +259,8 @@ void ArgumentReader::unpack(Weights& taken, const aclTensorList* given) {
 // before most calls.
 void ArgumentReader::refuse_fractal(const aclTensor* given) const {
   if (given && given->storage.defined())
-    throw Error(kOpParam,
-        text(name(), " is in FRACTAL_NZ; this operator reads ND: npu_format_cast(tensor, 2)"));
+    raise(kOpParam,
+        {name(), " is in FRACTAL_NZ; this operator reads ND: npu_format_cast(tensor, 2)"});
 }
 void ArgumentReader::refuse_fractal(const aclTensorList* given) const {
   if (given)
