@@ -21,7 +21,8 @@ SOURCES = EMULATOR / "src" / "ascend_emulator" / "csrc"
 VERDICTS = Path(__file__).with_name("emulator_verdicts.toml")
 HEADER = re.compile(r"^# (refused|source|seen on hardware):[ ]*(.*)$", re.MULTILINE)
 CHECK = re.compile(
-    r"\b(?:check|require|one_of|same_dtype|rank|shape|within|multiple|contiguous|chips|SHAPE|SAME|BROADCAST|EXPANDS|ALONG|REDUCED|PRODUCT)\("
+    r"\b(?:(?:check|require)(?:_emulated)?|one_of|same_dtype|rank|shape|within|multiple|contiguous|chips|SHAPE|SAME|BROADCAST|EXPANDS|ALONG|REDUCED|PRODUCT)\("
+    r"|\brule\(\s*\"[\w.-]+\",(?!\s*\[)"
 )
 
 
