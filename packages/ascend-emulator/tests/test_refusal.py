@@ -38,6 +38,7 @@ attempt("mask", lambda: fused(half, half, half, sparse_mode=3))
 attempt("float32", lambda: fused(half.float(), half.float(), half.float()))
 short = half[..., :32].contiguous()
 attempt("heads", lambda: torch_npu.npu_apply_rotary_pos_emb(short, short, *[short[:, :, :1].contiguous()] * 2))
+attempt("group", lambda: torch_npu.npu_mm_all_reduce_base(x.half(), x.half().T.contiguous(), "not emulated"))
 attempt("still works", lambda: print("sum:", (x + 1).sum().item()))
 torch.npu.set_compile_mode(jit_compile=True)
 attempt("jit", lambda: torch.nn.functional.relu(x))
@@ -182,6 +183,11 @@ def test_error_names_the_operator(refusals, label, named, rest):
 def test_error_names_its_class(refusals, label, text):
     assert text in refusals[label]
     assert sum(refusals[label].count(each) for each in CLASSES) == 1
+
+
+def test_the_class_does_not_follow_from_the_text(refusals):
+    assert 'hcom is "not emulated"; NPU 0 has no communicator' in refusals["group"]
+    assert " (CANN refuses, inferred)" in refusals["group"]
 
 
 @pytest.mark.parametrize("label", VALUES)

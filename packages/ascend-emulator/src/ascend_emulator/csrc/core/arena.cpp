@@ -117,9 +117,8 @@ int file_of(int process, const std::string& name) {
     const int file = ::open(entry.path().c_str(), O_RDWR | O_CLOEXEC);
     if (file >= 0) return file;
   }
-  throw Error(
-      kInvalidParam, text("process ", process,
-                         " shares no memory: it ended, or belongs to another user or container"));
+  raise(kInvalidParam, {"process ", process,
+                           " shares no memory: it ended, or belongs to another user or container"});
 }
 
 Record& own(uint64_t key) {

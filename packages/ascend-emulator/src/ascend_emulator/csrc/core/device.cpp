@@ -197,9 +197,8 @@ void* Device::allocate(uint64_t bytes) {
     return reinterpret_cast<void*>(address);
   }
   used_ -= bytes;
-  throw Error(
-      kOutOfMemory, text("out of memory on NPU ", id, ": asked for ", bytes, " bytes, ",
-                        capacity_ - used_, " of ", capacity_, " free, but not in one piece"));
+  raise(kOutOfMemory, {"out of memory on NPU ", id, ": asked for ", bytes, " bytes, ",
+                          capacity_ - used_, " of ", capacity_, " free, but not in one piece"});
 }
 
 void Device::release(void* pointer) {

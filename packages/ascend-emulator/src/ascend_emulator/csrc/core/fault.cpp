@@ -115,7 +115,7 @@ void read_environment() {
       faults().complaint = text("ASCEND_EMULATOR_FAULTS: ", error.what());
     }
   });
-  check(faults().complaint.empty(), kInvalidParam, faults().complaint);
+  check_emulated(faults().complaint.empty(), kInvalidParam, faults().complaint);
 }
 
 // Counts the call and returns the fault that is due, if any.
@@ -140,15 +140,13 @@ void at(const char* name) {
   left_to_do = Kind::none;
   switch (fault.kind) {
     case Kind::none: return;
-    case Kind::oom: throw Error(kOutOfMemory, text("out of memory (injected: ", fault.text, ")"));
+    case Kind::oom: raise(kOutOfMemory, {"out of memory (injected: ", fault.text, ")"});
     case Kind::ecc:
       if (has_current_device()) device(current_device()).inject_memory_error();
-      throw Error(
-          kEccError, text("multi-bit ECC error in the NPU's memory (injected: ", fault.text, ")"));
+      raise(kEccError, {"multi-bit ECC error in the NPU's memory (injected: ", fault.text, ")"});
     case Kind::uce:
       if (has_current_device()) device(current_device()).inject_memory_error();
-      throw Error(kMemoryError,
-          text("uncorrectable error in the NPU's memory (injected: ", fault.text, ")"));
+      raise(kMemoryError, {"uncorrectable error in the NPU's memory (injected: ", fault.text, ")"});
     case Kind::error:
       throw Error(static_cast<Status>(fault.code),
           text("error ", fault.code, " (injected: ", fault.text, ")"));

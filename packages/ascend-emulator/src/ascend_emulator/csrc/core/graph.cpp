@@ -193,9 +193,9 @@ void check_capture_mode(const char* call) {
       continue;
     std::lock_guard nodes_lock(capture->graph->mutex);
     invalidate(*capture->graph, text(call, " was called during the capture"));
-    throw Error(kCaptureMode, text("not allowed while a stream is captured in the mode ",
-                                  global ? "global" : "thread_local",
-                                  "; capture in the mode relaxed, or make the call before"));
+    raise(kCaptureMode,
+        {"not allowed while a stream is captured in the mode ", global ? "global" : "thread_local",
+            "; capture in the mode relaxed, or make the call before"});
   }
 }
 

@@ -158,7 +158,7 @@ const Rule* rule_of(const char* name, const std::string& dtype) {
 
 const Law& law(const std::string& name) {
   const auto* found = table().find(table().laws, name);
-  check(found != nullptr, kInvalidParam, "ASCEND_EMULATOR_LAWS has no law ", name);
+  check_emulated(found != nullptr, kInvalidParam, "ASCEND_EMULATOR_LAWS has no law ", name);
   return *found;
 }
 

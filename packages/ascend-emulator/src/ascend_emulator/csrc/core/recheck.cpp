@@ -9,9 +9,9 @@ void Recheck::check(
   const auto found = look_up(address, bytes);
   const bool gone = found.bytes < bytes;
   if (!gone && found.allocation <= allocated_) return;
-  throw Error(kInvalidParam, text(what(), ", ", bytes, " bytes at ", address, ", which were ",
-                                 gone && is_virtual(address) ? "unmapped" : "freed",
-                                 " after the call", gone ? "" : ", and allocated again"));
+  raise(kInvalidParam, {what(), ", ", bytes, " bytes at ", address, ", which were ",
+                           gone && is_virtual(address) ? "unmapped" : "freed", " after the call",
+                           gone ? "" : ", and allocated again"});
 }
 
 void Recheck::check(const char* what, const void* address, uint64_t bytes) const {

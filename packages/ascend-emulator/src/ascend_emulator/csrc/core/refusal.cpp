@@ -60,10 +60,10 @@ bool on_queue_thread() {
 }
 }  // namespace
 
-thread_local std::string creation_error;
+thread_local std::optional<Error> creation_error;
 
 int operator_done(const char* name, int status) {
-  creation_error.clear();
+  creation_error.reset();
   // torch_npu raises no message for these operators' GetWorkspaceSize, so it is printed.
   if (status != kOk && of_atb(name)) std::fprintf(stderr, "%s\n", last_message().c_str());
   if (status != kOk && on_queue_thread()) {

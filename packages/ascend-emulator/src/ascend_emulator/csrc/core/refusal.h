@@ -2,6 +2,8 @@
 // SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-all project
 // What the emulator does not have, and operators that failed.
 #pragma once
+#include <optional>
+
 #include "status.h"
 
 namespace emu {
@@ -20,7 +22,7 @@ long refuse_value(const char* name);
 int operator_done(const char* name, int status);
 // Creation calls of arguments return null on failure; torch_npu passes the null on, so the operator
 // reports this reason. Cleared when an operator is done, which need not look at each argument.
-extern thread_local std::string creation_error;
+extern thread_local std::optional<Error> creation_error;
 void check_queue(int device);  // throws if an operator failed on this NPU's queue thread
 
 }  // namespace emu

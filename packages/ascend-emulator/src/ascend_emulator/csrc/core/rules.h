@@ -18,4 +18,11 @@ void broken(const char* rule, const Error& error);
 // Runs a check of a rule that its table does not express.
 void rule(const char* id, c10::function_ref<void()> check);
 
+// A check of one condition, with the parts of the error's text.
+template <class... Parts> [[gnu::always_inline]] inline void rule(
+    const char* id, bool ok, const Printable& first, const Parts&... parts) {
+  if (!ok) [[unlikely]]
+    broken(id, Error(kOpParam, text(first, parts...)));
+}
+
 }  // namespace emu

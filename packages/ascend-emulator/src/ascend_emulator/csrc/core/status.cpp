@@ -81,8 +81,8 @@ std::string hex(uint64_t value) {
   return digits;
 }
 
-void raise(Status status, std::initializer_list<Printable> parts) {
-  throw Error(status, joined(parts));
+void raise(Status status, std::initializer_list<Printable> parts, bool own) {
+  throw Error(status, joined(parts), own);
 }
 
 Error error_of(const std::exception& e) {
@@ -92,16 +92,11 @@ Error error_of(const std::exception& e) {
 }
 
 Error classified(const Error& error, const char* otherwise) {
-  const std::string what = error.what();
   constexpr Status states[] = {
       kOutOfMemory, kReportTimeout, kStreamSyncTimeout, kEventSyncTimeout, kMemoryError, kEccError};
-  const bool state =
-      std::find(std::begin(states), std::end(states), error.status) != std::end(states);
-  const auto has = [&](const char* part) { return what.find(part) != std::string::npos; };
-  // CANN refuses nothing of the emulator's variables.
-  if (error.classed || state || has("not emulated") || has("ASCEND_EMULATOR_"))
-    return {error.status, what, true};
-  return {error.status, text(what, " (", otherwise, ")"), true};
+  if (error.classed || std::count(std::begin(states), std::end(states), error.status))
+    return {error.status, error.what(), true};
+  return {error.status, text(error.what(), " (", otherwise, ")"), true};
 }
 
 int guarded(const char* name, c10::function_ref<void()> body) noexcept {

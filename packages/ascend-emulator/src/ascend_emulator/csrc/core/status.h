@@ -56,12 +56,12 @@ enum Status : int {
 // Thrown inside an entry point; turned into its status code and message at the C boundary.
 struct Error : std::runtime_error {
   Status status;
-  bool classed;  // the text says who refuses, or nothing is refused: something failed before
+  bool classed;  // the text says who refuses: a rule, the emulator, or nothing: a state
   Error(Status s, const std::string& what, bool classed = false)
       : std::runtime_error(what), status(s), classed(classed) {}
 };
 
-// Classes of refusals outside of rules; the third is "not emulated", in the text itself.
+// Classes of refusals outside of rules. The third, check_emulated's, is in the text itself.
 inline constexpr const char *kRefused = "CANN refuses, inferred",
                             *kUndefined = "undefined on the device";
 // The error with its class, if it has none yet and is not a state: memory, a timeout, a fault.
@@ -123,12 +123,19 @@ Error error_of(const std::exception& e);
 // Runs `body` and converts exceptions to a status; the message starts with the entry point's name.
 int guarded(const char* name, c10::function_ref<void()> body) noexcept;
 
-[[noreturn]] void raise(Status status, std::initializer_list<Printable> parts);
+// `own`: the emulator refuses, not CANN, and the text says it.
+[[noreturn]] void raise(Status status, std::initializer_list<Printable> parts, bool own = false);
 
 template <class... Parts>
 [[gnu::always_inline]] inline void check(bool ok, Status status, const Parts&... parts) {
   if (!ok) [[unlikely]]
     raise(status, {Printable(parts)...});
+}
+// Of what an NPU takes and the emulator does not, and of the emulator's own variables.
+template <class... Parts>
+[[gnu::always_inline]] inline void check_emulated(bool ok, Status status, const Parts&... parts) {
+  if (!ok) [[unlikely]]
+    raise(status, {Printable(parts)...}, /*own=*/true);
 }
 
 }  // namespace emu

@@ -51,7 +51,7 @@ void* reserve(uint64_t bytes) {
     all.reserved[start] = {bytes, ++memory_events().allocated};
     return reinterpret_cast<void*>(start);
   }
-  throw Error(kOutOfMemory, text("no ", bytes, " bytes of address space are left"));
+  raise(kOutOfMemory, {"no ", bytes, " bytes of address space are left"});
 }
 
 void release(void* start) {

@@ -13,6 +13,11 @@ std::shared_ptr<Communicator> communicator(void* handle);
 // The communicator that HcclGetCommName gives this name, on the current NPU.
 std::shared_ptr<Communicator> named(const char* argument, const std::string& name);
 
+inline void rank_within(const std::string& name, uint32_t rank, const Communicator& on) {
+  if (static_cast<int64_t>(rank) >= on.ranks)
+    refuse_call(kParameter, name, " is ", rank, "; the communicator has ", on.ranks, " ranks");
+}
+
 // Removes what is registered with a communicator that is destroyed: another one may get its handle.
 void forget_memory(void* handle);
 

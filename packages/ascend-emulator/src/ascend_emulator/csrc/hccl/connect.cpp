@@ -111,8 +111,8 @@ void finish(const File& link, bool tcp) {
 bool use_tcp() {
   const char* choice = std::getenv("ASCEND_EMULATOR_HCCL_TRANSPORT");
   if (!choice || !*choice) return false;
-  check(std::string(choice) == "tcp", kInvalidParam, "ASCEND_EMULATOR_HCCL_TRANSPORT is ", choice,
-      "; allowed: tcp, or unset for Unix sockets within a machine");
+  check_emulated(std::string(choice) == "tcp", kInvalidParam, "ASCEND_EMULATOR_HCCL_TRANSPORT is ",
+      choice, "; allowed: tcp, or unset for Unix sockets within a machine");
   return true;
 }
 

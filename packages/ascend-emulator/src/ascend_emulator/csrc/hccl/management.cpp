@@ -36,13 +36,6 @@ struct Communicators {
 };
 Communicators& communicators() { return process.part<Communicators>(); }
 
-void* add_communicator(std::shared_ptr<Communicator> made) {
-  void* handle = made.get();
-  std::lock_guard lock(communicators().mutex);
-  communicators().living[handle] = std::move(made);
-  return handle;
-}
-
 c10::intrusive_ptr<c10d::Store> prefixed(
     const std::string& prefix, c10::intrusive_ptr<c10d::Store> store) {
   return c10::make_intrusive<c10d::PrefixStore>(prefix, std::move(store));
@@ -242,7 +235,9 @@ std::shared_ptr<Communicator> from_table(const char* path, uint32_t rank, const 
 }
 
 void result(void** comm, std::shared_ptr<Communicator> made) {
-  *comm = add_communicator(std::move(made));
+  *comm = made.get();
+  std::lock_guard lock(communicators().mutex);
+  communicators().living[*comm] = std::move(made);
 }
 
 void place(void** comm) {
@@ -266,8 +261,8 @@ std::shared_ptr<Communicator> named(const char* argument, const std::string& nam
   for (const auto& [handle, each] : communicators().living) {
     if (each->name.substr(0, 127) == name && each->device == npu) return each;
   }
-  throw Error(kOpParam, text(argument, " is \"", name, "\"; NPU ", npu,
-                            " has no communicator of this name in this process"));
+  raise(kOpParam, {argument, " is \"", name, "\"; NPU ", npu,
+                      " has no communicator of this name in this process"});
 }
 
 }  // namespace emu::hccl
@@ -322,9 +317,7 @@ HCCL_API(computed, HcclCreateSubCommConfig,
       if (rank >= number)
         refuse_call(kParameter, "subCommRankId is ", rank, " of ", number, " ranks");
       for (uint32_t i = 0; i < number; ++i) {
-        if (static_cast<int64_t>(members[i]) >= whole->ranks)
-          refuse_call(kParameter, "rankIds[", i, "] is ", members[i], "; the communicator has ",
-              whole->ranks, " ranks");
+        rank_within(text("rankIds[", i, "]"), members[i], *whole);
         if (i && members[i] <= members[i - 1])
           refuse_call(kParameter, "rankIds must ascend; rankIds[", i, "] is ", members[i],
               " after ", members[i - 1]);
@@ -420,16 +413,12 @@ ACL_VALUE(uint32_t, answers, HcclGetCommConfigCapability, (), { return 12; })
 // HcclConfig 0: deterministic reductions, which is always the case.
 HCCL_API(nothing("reductions are deterministic in any case"), HcclSetConfig,
     (int32_t config, int64_t),
-    { check(config == 0, kInvalidParam, "configuration ", config, " is not emulated"); })
+    { check_emulated(config == 0, kInvalidParam, "configuration ", config, " is not emulated"); })
 
 // Two ranks have only one connection.
 HCCL_API(nothing("two ranks have one connection"), HcclCommWorkingDevNicSet,
     (void* comm, const uint32_t* ranks, const bool* backup, uint32_t number), {
       const auto it = communicator(comm);
       if (number && (!ranks || !backup)) refuse_call(kNullPointer, "ranks or useBackup is null");
-      for (uint32_t i = 0; i < number; ++i) {
-        if (static_cast<int64_t>(ranks[i]) >= it->ranks)
-          refuse_call(kParameter, "ranks[", i, "] is ", ranks[i], "; the communicator has ",
-              it->ranks, " ranks");
-      }
+      for (uint32_t i = 0; i < number; ++i) rank_within(text("ranks[", i, "]"), ranks[i], *it);
     })

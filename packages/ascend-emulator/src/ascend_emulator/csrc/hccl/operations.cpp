@@ -151,11 +151,6 @@ void* buffer(const void* address, uint64_t bytes, const char* name) {
   } catch (const Error& error) { refuse_call(kParameter, name, ": ", error.what()); }
 }
 
-void rank_within(const char* name, uint32_t rank, const Communicator& on) {
-  if (static_cast<int64_t>(rank) >= on.ranks)
-    refuse_call(kParameter, name, " is ", rank, "; the communicator has ", on.ranks, " ranks");
-}
-
 // Ensures that sizes in bytes do not overflow.
 uint64_t checked_count(const char* name, uint64_t count) {
   if (count >> 40)

@@ -80,11 +80,7 @@ HCCL_API(nothing("ranks have no memory of each other to map: what they exchange 
       const auto on = communicator(comm);
       if (!handle) refuse_call(kNullPointer, "handle is null");
       if (count && !peers) refuse_call(kNullPointer, "peerRanks is null");
-      for (uint32_t i = 0; i < count; ++i) {
-        if (static_cast<int64_t>(peers[i]) >= on->ranks)
-          refuse_call(kParameter, "peerRanks[", i, "] is ", peers[i], "; the communicator has ",
-              on->ranks, " ranks");
-      }
+      for (uint32_t i = 0; i < count; ++i) rank_within(text("peerRanks[", i, "]"), peers[i], *on);
       std::lock_guard lock(all().mutex);
       const auto found = all().windows.find({comm, start_of(handle)});
       if (found == all().windows.end())

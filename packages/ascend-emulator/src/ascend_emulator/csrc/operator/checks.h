@@ -24,6 +24,10 @@ template <class... Parts>
 [[gnu::always_inline]] inline void require(bool ok, const Parts&... parts) {
   check(ok, kOpParam, parts...);
 }
+template <class... Parts>
+[[gnu::always_inline]] inline void require_emulated(bool ok, const Parts&... parts) {
+  check_emulated(ok, kOpParam, parts...);
+}
 // The dtype is one of `allowed`.
 void one_of(const char* argument, const at::Tensor& tensor, DTypes allowed);
 [[noreturn]] void not_one_of(const char* argument, Printable found, const std::string& allowed);

@@ -26,7 +26,7 @@ std::atomic<Python> python{nullptr};
 int32_t acl_type(at::ScalarType type) {
   for (const int32_t code : {0, 1, 2, 3, 4, 6, 7, 8, 9, 10, 11, 12, 16, 17, 27, 33, 35, 36})
     if (to_scalar_type(code) == type) return code;
-  throw Error(kOpParam, text("dtype ", type, " has no aclDataType"));
+  raise(kOpParam, {"dtype ", type, " has no aclDataType"});
 }
 
 // Names outlive their library's strings; a replayed graph and a trace refer to them.

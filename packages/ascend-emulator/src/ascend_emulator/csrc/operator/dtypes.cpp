@@ -20,7 +20,7 @@ void check_dtypes(const std::vector<Tensor>& tensors, size_t first, size_t last,
     if (!tensors[first].defined()) continue;
     const auto found = tensors[first].scalar_type();
     const auto refused = [&](const auto&... why) {
-      throw Error(kOpParam, text(nth(parameters, position), " is ", found, "; ", why...));
+      raise(kOpParam, {nth(parameters, position), " is ", found, "; ", why...});
     };
     // Each page of torch_npu's documentation with float8 lists it only for Ascend950.
     if (c10::isFloat8Type(found) && !is_chip("Ascend950"))

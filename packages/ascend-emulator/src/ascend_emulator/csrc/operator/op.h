@@ -20,8 +20,9 @@
 // EXEC_NPU_CMD call sites in Ascend/op-plugin (BSD). torch_npu raises the error of a check at the
 // call, the error of a computation when the stream is synchronized. The bodies of OP and SHAPED
 // also run at the call, on stand-ins (dry_run.h), so they must neither block nor keep state;
-// OP_OF_VALUES is OP without this. Tensor values may be read in the computation only. A replayed
-// graph runs the computation again, from unchanged captured arguments.
+// OP_OF_VALUES is OP without this. A version with fewer parameters calls body_NAME of one with all.
+// Tensor values may be read in the computation only. A replayed graph runs the computation again,
+// from unchanged captured arguments.
 #pragma once
 #include <ATen/Dispatch.h>
 #include <ATen/ExpandUtils.h>

@@ -35,10 +35,10 @@ void broadcasts(const char* names, TensorRefs tensors) {
     const auto sizes = input->get().sizes();
     if (input == first + 1) shape = sizes;
     else if (const auto before = shape; !broadcast_into(shape, sizes))
-      throw Error(
-          kOpParam, text(nth(names, input - first), " has shape ", sizes,
+      raise(
+          kOpParam, {nth(names, input - first), " has shape ", sizes,
                         ", which does not broadcast with ", nth(names, 1),
-                        input == first + 2 ? "'s " : " and the others' ", at::IntArrayRef(before)));
+                        input == first + 2 ? "'s " : " and the others' ", at::IntArrayRef(before)});
   }
   if (first->get().sizes() != at::IntArrayRef(shape))
     emu::shape(nth(names, 0).c_str(), *first, shape);
@@ -51,8 +51,8 @@ void expands(const char* names, TensorRefs tensors) {
     if (sizes == target) continue;
     Shape shape(target);
     if (!broadcast_into(shape, sizes) || at::IntArrayRef(shape) != target)
-      throw Error(kOpParam, text(nth(names, source - tensors.begin()), " has shape ", sizes,
-                                ", which does not expand to ", nth(names, 0), "'s ", target));
+      raise(kOpParam, {nth(names, source - tensors.begin()), " has shape ", sizes,
+                          ", which does not expand to ", nth(names, 0), "'s ", target});
   }
 }
 
@@ -86,13 +86,13 @@ Shape product(
       rank(nth(names, each == &other).c_str(), *each, least, most);
   const auto inner = b.size() == 1 ? b[0] : b[b.size() - 2];
   if (a.back() != inner)
-    throw Error(kOpParam, text(nth(names, 1), " has shape ", b, ", where ", inner, " must be ",
-                              a.back(), ", the last size of ", nth(names, 0), "'s ", a));
+    raise(kOpParam, {nth(names, 1), " has shape ", b, ", where ", inner, " must be ", a.back(),
+                        ", the last size of ", nth(names, 0), "'s ", a});
   Shape expected(a.slice(0, a.size() > 2 ? a.size() - 2 : 0));
   if (!broadcast_into(expected, b.slice(0, b.size() > 2 ? b.size() - 2 : 0)))
-    throw Error(kOpParam,
-        text(nth(names, 1), " has shape ", b,
-            ", whose first dimensions do not broadcast with those of ", nth(names, 0), "'s ", a));
+    raise(kOpParam,
+        {nth(names, 1), " has shape ", b,
+            ", whose first dimensions do not broadcast with those of ", nth(names, 0), "'s ", a});
   if (a.size() > 1) expected.push_back(a[a.size() - 2]);
   if (b.size() > 1) expected.push_back(b.back());
   return expected;

@@ -36,7 +36,7 @@ at::ScalarType to_scalar_type(int32_t acl_type) {
     case 35: return at::kFloat8_e5m2;
     case 36: return at::kFloat8_e4m3fn;
   }
-  throw Error(kOpParam, text("aclDataType ", acl_type, " is not emulated"));
+  raise(kOpParam, {"aclDataType ", acl_type, " is not emulated"}, /*own=*/true);
 }
 
 namespace {
@@ -63,7 +63,7 @@ at::Scalar read_scalar(const void* at, at::ScalarType type) {
     READ(kComplexFloat)
     READ(kComplexDouble)
 #undef READ
-    default: throw Error(kOpParam, text("a scalar of dtype ", type, " is not emulated"));
+    default: raise(kOpParam, {"a scalar of dtype ", type, " is not emulated"}, /*own=*/true);
   }
 }
 
@@ -73,7 +73,7 @@ template <class Make> auto created(const char* name, Make&& make) -> decltype(ma
     try {
       object = make();
     } catch (const std::exception& e) {
-      creation_error = e.what();
+      creation_error.emplace(kOpParam, e.what(), error_of(e).classed);
       throw;
     }
   });
@@ -116,10 +116,8 @@ bool given(const void* object) {
     if (const auto reason = of_host(object)) throw Error(kOpParam, *reason);
     return true;
   }
-  if (creation_error.empty()) return false;
-  std::string reason;
-  reason.swap(creation_error);
-  throw Error(kOpParam, reason);
+  if (!creation_error) return false;
+  throw *std::exchange(creation_error, std::nullopt);
 }
 
 at::Tensor matrix_of(const std::string& name, const aclTensor& tensor) {

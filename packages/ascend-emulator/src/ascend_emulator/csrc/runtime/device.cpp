@@ -145,7 +145,7 @@ ACL_API(answers, aclrtDeviceGetBareTgid, (int32_t* pid), { *pid = getpid(); })
 // aclrtFloatOverflowMode: 0 saturates, 1 keeps infinities and NaNs, which is what ATen does.
 ACL_API(nothing("infinities and NaNs are kept, the only supported mode keeps them"),
     aclrtSetDeviceSatMode, (int32_t mode), {
-      check(mode == 1, kUnsupported, "overflow mode ", mode,
+      check_emulated(mode == 1, kUnsupported, "overflow mode ", mode,
           " is not emulated; 1, infinities and NaNs, is");
     })
 ACL_API(nothing("a processor takes longer than an NPU's limits allow"), aclrtSetOpExecuteTimeOut,
@@ -179,7 +179,7 @@ ACL_API(answers, aclrtGetSysParamOpt, (int32_t option, int64_t* value), {
 ACL_API(answers, aclGetDeviceCapability, (uint32_t id, int32_t what, int64_t* value), {
   device(static_cast<int>(id));
   const int64_t known[] = {chip().cube_cores, chip().vector_cores, chip().l2};
-  check(what >= 0 && what < 3, kInvalidParam, "capability ", what, " is not emulated");
+  check_emulated(what >= 0 && what < 3, kInvalidParam, "capability ", what, " is not emulated");
   *value = known[what];
 })
 // aclrtDevAttr, the public enumeration (CANN's API reference, "aclrtDevAttr").
@@ -192,7 +192,7 @@ ACL_API(answers, aclrtGetDeviceInfo, (uint32_t id, int32_t what, int64_t* value)
     case 301: *value = static_cast<int64_t>(npu.capacity()); return;
     case 302: *value = chip().l2; return;
   }
-  throw Error(kUnsupported, text("attribute ", what, " is not emulated"));
+  raise(kUnsupported, {"attribute ", what, " is not emulated"}, /*own=*/true);
 })
 // Sixteen bytes: the machine's, and in the last one the NPU's number on it.
 ACL_API(answers, aclrtDeviceGetUuid, (int32_t id, char* uuid), {

@@ -176,7 +176,7 @@ ACL_API(computed, aclrtFree, (void* address), {
     auto& owner = device(i);
     if (owner.owns(address)) return owner.release(address);
   }
-  throw Error(kInvalidParam, text("not an allocation of aclrtMalloc: ", address));
+  raise(kInvalidParam, {"not an allocation of aclrtMalloc: ", address});
 })
 
 // Synchronous calls are not ordered with streams.

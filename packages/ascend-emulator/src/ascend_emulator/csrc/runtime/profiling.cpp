@@ -17,7 +17,7 @@
 #include "core/entry_point.h"
 #include "core/trace.h"
 
-using emu::Error, emu::kInvalidParam, emu::kRepeatInit, emu::nothing, emu::text;
+using emu::check, emu::kInvalidParam, emu::kRepeatInit, emu::nothing, emu::text;
 
 namespace {
 struct Config {
@@ -31,8 +31,8 @@ struct Profiling {
 Profiling& profiling() { return emu::process.part<Profiling>(); }
 
 const Config& known(const void* config) {
-  if (!config) throw Error(kInvalidParam, "profilerConfig is null");
-  if (!profiling().initialized) throw Error(kInvalidParam, "aclprofInit did not come before");
+  check(config != nullptr, kInvalidParam, "profilerConfig is null");
+  check(profiling().initialized, kInvalidParam, "aclprofInit did not come before");
   return *static_cast<const Config*>(config);
 }
 
@@ -43,8 +43,7 @@ int64_t nanoseconds(clockid_t clock) {
 }
 
 void make_directory(const std::string& path) {
-  emu::check(
-      mkdir(path.c_str(), 0750) == 0 || errno == EEXIST, kInvalidParam, "cannot create ", path);
+  check(mkdir(path.c_str(), 0750) == 0 || errno == EEXIST, kInvalidParam, "cannot create ", path);
 }
 
 // PROF_number_time_letters/host and device_N, as CANN's tools name them, with the times from which
@@ -79,26 +78,25 @@ void make_profile(const std::vector<uint32_t>& devices) {
 
 // CANN's API reference, "Profiling data collection".
 ACL_API(keeps, aclprofInit, (const char* path, size_t length), {
-  if (!path || !length) throw Error(kInvalidParam, "profilerResultPath is empty");
-  if (std::exchange(profiling().initialized, true))
-    throw Error(kRepeatInit, "profiling is initialized already");
+  check(path && length, kInvalidParam, "profilerResultPath is empty");
+  check(!std::exchange(profiling().initialized, true), kRepeatInit,
+      "profiling is initialized already");
   profiling().path.assign(path, length);
   profiling().path.resize(std::min(profiling().path.find('\0'), profiling().path.size()));
 })
 ACL_API(keeps, aclprofFinalize, (), {
-  if (!std::exchange(profiling().initialized, false))
-    throw Error(kInvalidParam, "aclprofInit did not come before");
+  check(std::exchange(profiling().initialized, false), kInvalidParam,
+      "aclprofInit did not come before");
 })
 ACL_API(keeps, aclprofStart, (const void* config), {
   const auto& chosen = known(config);
-  if (std::exchange(profiling().started, true))
-    throw Error(kInvalidParam, "profiling is started already");
+  check(!std::exchange(profiling().started, true), kInvalidParam, "profiling is started already");
   make_profile(chosen.devices);
 })
 ACL_API(keeps, aclprofStop, (const void* config), {
   known(config);
-  if (!std::exchange(profiling().started, false))
-    throw Error(kInvalidParam, "aclprofStart did not come before");
+  check(
+      std::exchange(profiling().started, false), kInvalidParam, "aclprofStart did not come before");
   emu::stop_profile();
 })
 ACL_VALUE(Config*, keeps, aclprofCreateConfig,
@@ -107,7 +105,7 @@ ACL_VALUE(Config*, keeps, aclprofCreateConfig,
           devices ? std::vector<uint32_t>(devices, devices + count) : std::vector<uint32_t>()};
     })
 ACL_API(keeps, aclprofDestroyConfig, (const Config* config), {
-  if (!config) throw Error(kInvalidParam, "profilerConfig is null");
+  check(config != nullptr, kInvalidParam, "profilerConfig is null");
   delete config;
 })
 ACL_API(nothing("what it would set is of counters that do not exist"), aclprofSetConfig, (...), {})

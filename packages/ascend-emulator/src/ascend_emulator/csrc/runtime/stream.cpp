@@ -54,7 +54,7 @@ void create_event(void** handle, uint32_t flags) {
 constexpr uint32_t kExported = 1u << 31;
 
 void record(Event& event, const std::shared_ptr<Stream>& stream) {
-  check(!(event.flags & kExported), kUnsupported,
+  check_emulated(!(event.flags & kExported), kUnsupported,
       "recording an event again whose handle another process was given is not emulated");
   // Callback reports are not captured: captured tasks do not run.
   if (!(stream->capture && (event.flags & kEventStreamProgress) && event.flags != 0xE) &&
@@ -196,7 +196,7 @@ void slow_release_thread(int npu) {
 // Priorities beyond 7 are clamped, and unknown flags are ignored (CANN's documentation). Flags 0x4,
 // 0x10 and 0x20: tasks that are not executed at once, or not by a device.
 ACL_API(computed, aclrtCreateStreamWithConfig, (void** stream, uint32_t, uint32_t flags), {
-  check((flags & 0x34) == 0, kUnsupported, "stream flags ", flags,
+  check_emulated((flags & 0x34) == 0, kUnsupported, "stream flags ", flags,
       " are not emulated; 1, 2 and 8 are");
   slow_release_thread(current_device());
   *stream = add_stream(Stream::create(current_device()));
@@ -223,12 +223,13 @@ ACL_API(nothing("no attribute changes a result"), aclrtSetStreamAttribute,
                                             : *static_cast<const uint32_t*>(value);
       check(given <= most[attribute], kInvalidParam, "stream attribute ", attribute, " is ", given,
           "; allowed: 0 to ", most[attribute]);
-      check(attribute != 2 || given == 0, kUnsupported, "overflow detection is not emulated");
+      check_emulated(
+          attribute != 2 || given == 0, kUnsupported, "overflow detection is not emulated");
     })
 // Overflow is not detected: results keep infinities (aclGetCannAttribute).
 ACL_API(nothing("overflow is never watched for: results keep infinities and NaNs"),
     aclrtSetStreamOverflowSwitch, (void*, uint32_t on),
-    { check(on == 0, kUnsupported, "overflow detection is not emulated"); })
+    { check_emulated(on == 0, kUnsupported, "overflow detection is not emulated"); })
 ACL_API(answers, aclrtGetStreamOverflowSwitch, (void*, uint32_t* on), { *on = 0; })
 // aclrtStreamStatus: 0 complete, 1 not ready.
 ACL_API(computed, aclrtStreamQuery, (void* handle, int32_t* status), {

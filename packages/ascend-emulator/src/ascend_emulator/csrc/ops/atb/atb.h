@@ -191,16 +191,19 @@ struct AtbOperator<Body, Name> {
     return operation ? operation->launch() : emu::fail(emu::kOpNull, #NAME ": operation is null"); \
   }
 
-// Operator created from a parameter struct `atb::infer::NAME##Param`. The body has `param` and
-// returns a Prepare.
-#define ATB_PARAMETERS(NAME, LEAST, MOST, INPUTS, ...)                                        \
-  static const emu::Registration registration_##NAME{"atb::" #NAME, emu::computed, __FILE__}; \
-  static emu::transformer::Prepare prepare_##NAME(const atb::infer::NAME##Param& param)       \
-      __VA_ARGS__ namespace atb {                                                             \
-    template <class Param> int CreateOperation(const Param&, Operation**);                    \
-    template <>                                                                               \
-    ATB_EXPORT int CreateOperation(const infer::NAME##Param& param, Operation** operation) {  \
-      *operation = new Operation("atb::" #NAME, INPUTS, LEAST, MOST, prepare_##NAME(param));  \
-      return 0;                                                                               \
-    }                                                                                         \
+// Operator created from a parameter struct `p`, an atb::infer::NAME##Param. The body has `in` and
+// `out`, and checks and computes as that of CHECKED.
+#define ATB_PARAMETERS(NAME, LEAST, MOST, INPUTS, ...)                                             \
+  static const emu::Registration registration_##NAME{"atb::" #NAME, emu::computed, __FILE__};      \
+  namespace emu::ops {                                                                             \
+  static Computation prepared_##NAME(const atb::infer::NAME##Param& p,                             \
+      const transformer::Arguments& in, const transformer::Arguments& out) __VA_ARGS__             \
+  }                                                                                                \
+  namespace atb {                                                                                  \
+  template <class Param> int CreateOperation(const Param&, Operation**);                           \
+  template <> ATB_EXPORT int CreateOperation(const infer::NAME##Param& p, Operation** operation) { \
+    *operation = new Operation("atb::" #NAME, INPUTS, LEAST, MOST,                                 \
+        [p](const auto& in, const auto& out) { return emu::ops::prepared_##NAME(p, in, out); });   \
+    return 0;                                                                                      \
+  }                                                                                                \
   }

@@ -30,7 +30,7 @@ Masking added(const AtbTensor& given, bool by_request, bool ones_hide = false) {
 Masking slopes(const AtbTensor& mask, const AtbTensor& factors, bool roots, int64_t heads) {
   Masking masking{Masking::Kind::slopes, mask_of(mask), factors.value};
   masking.roots = roots;
-  require(factors.value.defined() && factors.value.numel() == heads,
+  require_emulated(factors.value.defined() && factors.value.numel() == heads,
       "slopes must have one value for each of ", heads,
       " heads; masks of [heads, tokens, 128] without are not emulated");
   one_of("slopes", factors.value, kFloating);
@@ -52,97 +52,85 @@ enum SelfMask : int32_t {
   kSelfAlibiLeft = 6
 };
 
-Prepare paged_attention(const atb::infer::PagedAttentionParam& p) {
-  return [p](const Arguments& in, const Arguments& out) {
-    one_of<int32_t>("mask_type (0 none, 2 ALiBi, 3 for several queries, 5 compressed)", p.mask_type,
-        {kNone, kAlibi, kSpeculative, kCompressed});
-    one_of<int32_t>("quant_type (0 none, 3 online)", p.quant_type, {0, 3});
-    one_of<int32_t>("calc_type", p.calc_type, {0, 1});
-    require(p.compress_type == 0 && !p.has_quant_offset && !p.batch_run_status,
-        "compressed heads, offsets and batch status are not emulated");
-    const bool latent = p.latent_values > 0, several = p.calc_type == 1;
-    const size_t next = latent ? 2 : 3;
-    const auto at = [&](size_t i) {
-      require(i < in.size(), in.size(), " input tensors are too few");
-      return in[i];
-    };
-    Attention a;
-    a.heads = p.heads;
-    a.groups = p.groups ? p.groups : p.heads;
-    a.scale = p.scale;
-    a.query = in[0].value;
-    a.key = a.cache("key_cache", in[1]);
-    a.value = latent ? Tensor() : a.cache("value_cache", in[2]);
-    a.latent_values = p.latent_values;
-    a.table = at(next).value;
-    a.kv_lengths = {at(next + 1).value};
-    if (several) a.query_lengths = {at(next + 3).value};
-    if (p.mask_type == kAlibi || p.mask_type == kSpeculative)
-      a.masking = added(at(next + 2), p.mask_type == kAlibi);
-    if (p.mask_type == kSpeculative) a.masking.by_token = true;
-    if (p.mask_type == kCompressed) a.masking.kind = Masking::Kind::causal;
-    if (p.quant_type == 3) {
-      require(p.mask_type == kNone && !latent && !several, "quant_type 3 goes without a mask");
-      a.key_scale = at(next + 2).value;
-      a.value_scale = at(next + 3).value;
-    }
-    a.out = out.at(0).value;
-    return a.prepared();
-  };
-}
-
-Prepare self_attention(const atb::infer::SelfAttentionParam& p) {
-  return [p](const Arguments& in, const Arguments& out) {
-    one_of<int32_t>(
-        "calc_type (3 packed, 4 with a prefix in pages)", p.calc_type, {kPacked, kPrefix});
-    require(p.quant_type == 0 && p.clamp_type == 0, "quantization and clamping are not emulated");
-    const bool paged = p.calc_type == kPrefix;
-    size_t next = 3;
-    const auto next_input = [&] {
-      require(
-          next < in.size(), in.size(), " input tensors are too few for mask_type ", p.mask_type);
-      return in[next++];
-    };
-    Attention a;
-    a.heads = p.heads;
-    a.groups = p.groups ? p.groups : p.heads;
-    a.scale = p.scale;
-    a.query = in[0].value;
-    a.key = paged ? a.cache("key_cache", in[1]) : in[1].value;
-    a.value = paged ? a.cache("value_cache", in[2]) : in[2].value;
-    if (paged) a.table = next_input().value;
-    const auto mask = p.mask_type == kSelfNone ? AtbTensor{} : next_input();
-    a.query_lengths = {next_input().value};
-    if (paged) a.kv_lengths = {next_input().value};
-    switch (p.mask_type) {
-      case kSelfNone: break;
-      case kSelfNorm: a.masking = added(mask, true, true); break;
-      case kSelfAlibi:
-        a.masking = added(mask, mask.value.defined() && mask.value.dim() == 4 && !fractal(mask));
-        break;
-      case kSelfCompressed: a.masking.kind = Masking::Kind::causal; break;
-      case kSelfAlibiCompressed:
-      case kSelfAlibiRoots:
-        a.masking = slopes(mask, next_input(), p.mask_type == kSelfAlibiRoots, p.heads);
-        break;
-      default:
-        throw Error(kOpParam, text("mask_type ", p.mask_type, " is not emulated; 0 to 5 are"));
-    }
-    a.out = out.at(0).value;
-    return a.prepared();
-  };
-}
-
 }  // namespace
 
 ATB_PARAMETERS(PagedAttention, 4, 7,
     "(query, key_cache, value_cache or block_table, block_table or context_lens, context_lens, "
     "mask or scale, seq_len or scale)",
-    { return paged_attention(param); })
+    {
+      one_of<int32_t>("mask_type (0 none, 2 ALiBi, 3 for several queries, 5 compressed)",
+          p.mask_type, {kNone, kAlibi, kSpeculative, kCompressed});
+      one_of<int32_t>("quant_type (0 none, 3 online)", p.quant_type, {0, 3});
+      one_of<int32_t>("calc_type", p.calc_type, {0, 1});
+      require_emulated(p.compress_type == 0 && !p.has_quant_offset && !p.batch_run_status,
+          "compressed heads, offsets and batch status are not emulated");
+      const bool latent = p.latent_values > 0, several = p.calc_type == 1;
+      const size_t next = latent ? 2 : 3;
+      const auto at = [&](size_t i) {
+        require(i < in.size(), in.size(), " input tensors are too few");
+        return in[i];
+      };
+      Attention a(p.heads, p.groups, p.scale);
+      a.query = in[0].value;
+      a.key = a.cache("key_cache", in[1]);
+      a.value = latent ? Tensor() : a.cache("value_cache", in[2]);
+      a.latent_values = p.latent_values;
+      a.table = at(next).value;
+      a.kv_lengths = {at(next + 1).value};
+      if (several) a.query_lengths = {at(next + 3).value};
+      if (p.mask_type == kAlibi || p.mask_type == kSpeculative)
+        a.masking = added(at(next + 2), p.mask_type == kAlibi);
+      if (p.mask_type == kSpeculative) a.masking.by_token = true;
+      if (p.mask_type == kCompressed) a.masking.kind = Masking::Kind::causal;
+      if (p.quant_type == 3) {
+        require(p.mask_type == kNone && !latent && !several, "quant_type 3 goes without a mask");
+        a.key_scale = at(next + 2).value;
+        a.value_scale = at(next + 3).value;
+      }
+      a.out = out.at(0).value;
+      return a.prepared();
+    })
 ATB_PARAMETERS(SelfAttention, 4, 8,
     "(query, key, value, mask or block_table, seq_len or mask, slopes or seq_len, context_lens, "
     "slopes)",
-    { return self_attention(param); })
+    {
+      one_of<int32_t>(
+          "calc_type (3 packed, 4 with a prefix in pages)", p.calc_type, {kPacked, kPrefix});
+      require_emulated(
+          p.quant_type == 0 && p.clamp_type == 0, "quantization and clamping are not emulated");
+      const bool paged = p.calc_type == kPrefix;
+      size_t next = 3;
+      const auto next_input = [&] {
+        require(
+            next < in.size(), in.size(), " input tensors are too few for mask_type ", p.mask_type);
+        return in[next++];
+      };
+      Attention a(p.heads, p.groups, p.scale);
+      a.query = in[0].value;
+      a.key = paged ? a.cache("key_cache", in[1]) : in[1].value;
+      a.value = paged ? a.cache("value_cache", in[2]) : in[2].value;
+      if (paged) a.table = next_input().value;
+      const auto mask = p.mask_type == kSelfNone ? AtbTensor{} : next_input();
+      a.query_lengths = {next_input().value};
+      if (paged) a.kv_lengths = {next_input().value};
+      switch (p.mask_type) {
+        case kSelfNone: break;
+        case kSelfNorm: a.masking = added(mask, true, true); break;
+        case kSelfAlibi:
+          a.masking = added(mask, mask.value.defined() && mask.value.dim() == 4 && !fractal(mask));
+          break;
+        case kSelfCompressed: a.masking.kind = Masking::Kind::causal; break;
+        case kSelfAlibiCompressed:
+        case kSelfAlibiRoots:
+          a.masking = slopes(mask, next_input(), p.mask_type == kSelfAlibiRoots, p.heads);
+          break;
+        default:
+          raise(
+              kOpParam, {"mask_type ", p.mask_type, " is not emulated; 0 to 5 are"}, /*own=*/true);
+      }
+      a.out = out.at(0).value;
+      return a.prepared();
+    })
 
 // mask_type: 3 compressed causal, 4 and 5 compressed ALiBi, 9 causal without a mask (op-plugin's
 // SelfAttentionPrefixEncoderAtb.cpp).
@@ -152,10 +140,7 @@ ATB_OPERATOR(AtbSelfAttentionPrefixEncoder,
         float scale, Tensor out),
     {
       one_of<int>("mask_type", mask_type, {3, 4, 5, 9});
-      Attention a;
-      a.heads = heads;
-      a.groups = groups ? groups : heads;
-      a.scale = scale;
+      Attention a(heads, groups, scale);
       a.query = query;
       a.key = a.cache("key", {key, kND});
       a.value = a.cache("value", {value, kND});

@@ -28,8 +28,10 @@ struct Masking {
 };
 
 struct Attention {
-  int64_t heads = 0, groups = 0;
-  double scale = 1;
+  Attention(int64_t heads, int64_t groups, double scale)
+      : heads(heads), groups(groups ? groups : heads), scale(scale) {}
+  int64_t heads, groups;
+  double scale;
   Tensor query, key,
       value;  // [tokens, heads, D] or [tokens, H]; key and value packed likewise, or caches; value
               // undefined: the first latent_values of the key

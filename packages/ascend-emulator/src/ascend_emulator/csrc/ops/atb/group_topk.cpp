@@ -34,24 +34,19 @@ void check_groups(const Tensor& x, int64_t groups, int64_t kept, int64_t summed)
   within("n", summed, int64_t{1}, x.size(1) / groups);
 }
 
-// Sets the experts of all but the highest groups to zero, in place.
-Prepare group_topk(const atb::infer::GroupTopkParam& p) {
-  return [p](const Arguments& in, const Arguments& out) -> Computation {
-    const auto x = in[0].value, y = out.at(0).value;
-    one_of<int>("the kind of group score", p.by_sum, {0, 1});
-    const int64_t summed = p.by_sum ? p.summed : 1;
-    check_groups(x, p.groups, p.kept, summed);
-    shape("the output", y, x.sizes());
-    COMPUTE {
-      y.copy_(
-          x.masked_fill(in_groups(x.to(at::kFloat), p.groups, p.kept, summed).logical_not(), 0));
-    };
-  };
-}
-
 }  // namespace
 
-ATB_PARAMETERS(GroupTopk, 2, 2, "(self, indices)", { return group_topk(param); })
+// Sets the experts of all but the highest groups to zero, in place.
+ATB_PARAMETERS(GroupTopk, 2, 2, "(self, indices)", {
+  const auto x = in[0].value, y = out.at(0).value;
+  one_of<int>("the kind of group score", p.by_sum, {0, 1});
+  const int64_t summed = p.by_sum ? p.summed : 1;
+  check_groups(x, p.groups, p.kept, summed);
+  shape("the output", y, x.sizes());
+  COMPUTE {
+    y.copy_(x.masked_fill(in_groups(x.to(at::kFloat), p.groups, p.kept, summed).logical_not(), 0));
+  };
+})
 
 // Experts are selected by sigmoid(x) + add_num; weights are sigmoid(x). activation_type: 8 sigmoid.
 ATB_OPERATOR(AtbFusedAddTopkDiv,
@@ -60,7 +55,7 @@ ATB_OPERATOR(AtbFusedAddTopkDiv,
         Tensor indices),
     {
       one_of<int>("activation_type (8 sigmoid)", activation, {8});
-      require(!mapped,
+      require_emulated(!mapped,
           "enable_expert_mapping is not emulated: documentation calls its choice pseudo-random");
       check_groups(x, groups, kept, summed);
       shape("add_num", added, {x.size(1)});

@@ -13,43 +13,39 @@ using namespace emu::transformer;
 
 enum CacheConfig : int32_t { kBoth = 0, kKeyAlone = 1, kBothFractal = 2 };
 
-// Inputs: key, value, their caches, slots; or key, its cache, slots. The caches are outputs as
-// well.
-Prepare reshape_and_cache(const atb::infer::ReshapeAndCacheParam& p) {
-  return [p](const Arguments& in, const Arguments& out) -> Computation {
-    require(p.compress_type == 0, "compress_type ", p.compress_type, " is not emulated");
-    one_of<int32_t>("kv_cache_cfg", p.config, {kBoth, kKeyAlone, kBothFractal});
-    const size_t caches = p.config == kKeyAlone ? 1 : 2;
-    require(in.size() == 2 * caches + 1 && out.size() == caches, in.size(), " input and ",
-        out.size(), " output tensors; ", 2 * caches + 1, " and ", caches, " are expected");
-    const auto slots = in.back().value;
-    one_of("slot_indices", slots, {at::kInt});
-    rank("slot_indices", slots, 1);
-    std::vector<std::tuple<Tensor, Tensor, bool>> pairs;
-    for (size_t i = 0; i < caches; ++i) {
-      const char *name = i ? "value" : "key", *cache_name = i ? "value_cache" : "key_cache";
-      const auto& rows = in[i].value;
-      const bool nz = p.config == kBothFractal || fractal(out[i]);
-      rank(name, rows, 3);
-      require(rows.size(0) == slots.size(0), name, " has ", rows.size(0),
-          " tokens and slot_indices ", slots.size(0));
-      check_cache(cache_name, out[i].value, name, rows, nz);
-      pairs.emplace_back(rows, out[i].value, nz);
-    }
-    COMPUTE {
-      for (const auto& [rows, cache, nz] : pairs) {
-        const auto shape = by_slot(cache, nz);
-        SlotMapping(slots, shape.size(0) * shape.size(1), Negative::kLeftOut).put(cache, rows, nz);
-      }
-    };
-  };
-}
-
 }  // namespace
 
+// Inputs: key, value, their caches, slots; or key, its cache, slots. The caches are outputs as
+// well.
 ATB_PARAMETERS(ReshapeAndCache, 3, 5,
-    "(key, value or key_cache, key_cache or slot_indices, value_cache, slot_indices)",
-    { return reshape_and_cache(param); })
+    "(key, value or key_cache, key_cache or slot_indices, value_cache, slot_indices)", {
+      require_emulated(p.compress_type == 0, "compress_type ", p.compress_type, " is not emulated");
+      one_of<int32_t>("kv_cache_cfg", p.config, {kBoth, kKeyAlone, kBothFractal});
+      const size_t caches = p.config == kKeyAlone ? 1 : 2;
+      require(in.size() == 2 * caches + 1 && out.size() == caches, in.size(), " input and ",
+          out.size(), " output tensors; ", 2 * caches + 1, " and ", caches, " are expected");
+      const auto slots = in.back().value;
+      one_of("slot_indices", slots, {at::kInt});
+      rank("slot_indices", slots, 1);
+      std::vector<std::tuple<Tensor, Tensor, bool>> pairs;
+      for (size_t i = 0; i < caches; ++i) {
+        const char *name = i ? "value" : "key", *cache_name = i ? "value_cache" : "key_cache";
+        const auto& rows = in[i].value;
+        const bool nz = p.config == kBothFractal || fractal(out[i]);
+        rank(name, rows, 3);
+        require(rows.size(0) == slots.size(0), name, " has ", rows.size(0),
+            " tokens and slot_indices ", slots.size(0));
+        check_cache(cache_name, out[i].value, name, rows, nz);
+        pairs.emplace_back(rows, out[i].value, nz);
+      }
+      COMPUTE {
+        for (const auto& [rows, cache, nz] : pairs) {
+          const auto shape = by_slot(cache, nz);
+          SlotMapping(slots, shape.size(0) * shape.size(1), Negative::kLeftOut)
+              .put(cache, rows, nz);
+        }
+      };
+    })
 
 // config: 0 fractal, 1 not. Cumulative sequence lengths may start with a zero.
 ATB_OPERATOR(AtbPagedCacheLoad,

@@ -30,10 +30,7 @@ ATB_OPERATOR(AtbMLA,
           latent.sizes(), " and k_rope ", rope.sizes());
       require(!lengths.value.defined() || lengths.value.numel() == kv_lengths.value.numel(),
           "qseqlen and context_lens have different lengths");
-      Attention a;
-      a.heads = heads;
-      a.groups = groups ? groups : 1;
-      a.scale = scale;
+      Attention a(heads, groups ? groups : 1, scale);
       a.table = table;
       a.query_lengths = lengths;
       a.kv_lengths = kv_lengths;

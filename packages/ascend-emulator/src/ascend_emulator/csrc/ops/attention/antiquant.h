@@ -29,7 +29,7 @@ struct Antiquant {
       case 4: return pages(fp32.unsqueeze(-1), table, request, length, 1, block_size);
       case 5: return pages(fp32.unsqueeze(-1), table, request, length, groups, block_size);
     }
-    throw Error(kOpParam, text("antiquant mode ", mode, "; supported: 0 to 5"));
+    raise(kOpParam, {"antiquant mode ", mode, "; supported: 0 to 5"});
   }
   Tensor operator()(const Tensor& rows, int64_t request, int64_t groups, const Tensor& table,
       int64_t block_size) const {

@@ -50,7 +50,7 @@ Tensor masked_out(const Sparse& sparse, int64_t request, int64_t queries, int64_
       return at::logical_and(
           difference() > keys - queries, at::arange(keys).unsqueeze(0) >= sparse.prefix[request]);
   }
-  throw Error(kOpParam, text("sparse_mode ", sparse.mode, "; supported: 0 to 6"));
+  raise(kOpParam, {"sparse_mode ", sparse.mode, "; supported: 0 to 6"});
 }
 
 void count_mask(const Sparse& sparse, int64_t queries, int64_t keys) {

@@ -74,7 +74,8 @@ Tensor pages(const Tensor& cache, const Tensor& table, int64_t request, int64_t 
 int64_t entry(const Opt<Ints>& lengths, int64_t request, int64_t otherwise);
 
 template <class... Absent> void refuse_given(const char* what, const Absent&... tensors) {
-  require((... && (!tensors.has_value() || tensors->numel() == 0)), what, " is not emulated");
+  require_emulated(
+      (... && (!tensors.has_value() || tensors->numel() == 0)), what, " is not emulated");
 }
 
 }  // namespace emu::attention

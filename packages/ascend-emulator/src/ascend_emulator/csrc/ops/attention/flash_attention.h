@@ -57,9 +57,8 @@ struct Flash : FlashInputs, FlashSettings, FlashOptions {
     for (char& c : layout) c = std::toupper(c);
     one_of<Text>("input_layout", layout, {"BSH", "SBH", "BSND", "BNSD", "TND"});
     for (auto* x : {&pse, &drop_mask, &mask, &query_rope, &key_rope, &sink}) *x = filled(*x);
-    rule("fusion_attention.keep-prob", [&] {
-      require(keep > 0 && keep <= 1, "keep_prob is ", keep, "; allowed: above 0 up to 1");
-    });
+    rule("fusion_attention.keep-prob", keep > 0 && keep <= 1, "keep_prob is ", keep,
+        "; allowed: above 0 up to 1");
     const bool varlen = layout == "TND", flat = layout == "BSH" || layout == "SBH";
     for (const auto& [name, x] :
         {std::pair{"query", &query}, std::pair{"key", &key}, std::pair{"value", &value}})
@@ -68,22 +67,19 @@ struct Flash : FlashInputs, FlashSettings, FlashOptions {
     rule("fusion_attention.head-size", [&] { within("the head size", size, 1, 768); });
     groups = flat ? key.size(2) / size : key.size(layout == "BSND" ? 2 : 1);
     // "Dq = Dk, Dk >= Dv", and the same batch and heads
-    rule("fusion_attention.shapes", [&] {
-      require((flat ? heads * size == query.size(2) && groups * size == key.size(2) &&
-                          value.size(2) % std::max<int64_t>(groups, 1) == 0
-                    : heads == query.size(layout == "BSND" ? 2 : 1) && key.size(-1) == size) &&
-                  key.sizes().slice(0, key.dim() - 1) == value.sizes().slice(0, key.dim() - 1) &&
-                  value.size(-1) <= key.size(-1) &&
-                  (varlen || batch_of(key, layout) == batch_of(query, layout)),
-          "query has shape ", query.sizes(), ", key ", key.sizes(), " and value ", value.sizes(),
-          " in layout ", layout, " with ", heads,
-          " heads; query and key must have the same batch and head size, key and value the same "
-          "shape");
-    });
-    rule("fusion_attention.groups", [&] {
-      require(groups > 0 && heads % groups == 0, heads, " heads over ", groups,
-          " key-value heads; a multiple is allowed");
-    });
+    rule("fusion_attention.shapes",
+        (flat ? heads * size == query.size(2) && groups * size == key.size(2) &&
+                    value.size(2) % std::max<int64_t>(groups, 1) == 0
+              : heads == query.size(layout == "BSND" ? 2 : 1) && key.size(-1) == size) &&
+            key.sizes().slice(0, key.dim() - 1) == value.sizes().slice(0, key.dim() - 1) &&
+            value.size(-1) <= key.size(-1) &&
+            (varlen || batch_of(key, layout) == batch_of(query, layout)),
+        "query has shape ", query.sizes(), ", key ", key.sizes(), " and value ", value.sizes(),
+        " in layout ", layout, " with ", heads,
+        " heads; query and key must have the same batch and head size, key and value the same "
+        "shape");
+    rule("fusion_attention.groups", groups > 0 && heads % groups == 0, heads, " heads over ",
+        groups, " key-value heads; a multiple is allowed");
     rule("fusion_attention.sparse-mode", [&] {
       within("sparse_mode", sparse_mode, 0, varlen ? 8 : 6);
       require(!varlen || sparse_mode != 5, "sparse_mode 5 is not supported in layout TND");
@@ -105,10 +101,8 @@ struct Flash : FlashInputs, FlashSettings, FlashOptions {
       require(ends.query_ends && ends.kv_ends && ends.query_ends->size() == ends.kv_ends->size(),
           "layout TND needs actual_seq_qlen and actual_seq_kvlen of the same length");
       batch = ends.query_ends->size();
-      rule("fusion_attention.packed-requests", [&] {
-        require(batch <= 1024, "actual_seq_qlen has ", batch,
-            " entries in layout TND; at most 1024 are allowed");
-      });
+      rule("fusion_attention.packed-requests", batch <= 1024, "actual_seq_qlen has ", batch,
+          " entries in layout TND; at most 1024 are allowed");
     } else {
       batch = batch_of(query, layout);
       rule("fusion_attention.batch", [&] { within("the batch", batch, 0, 2 << 20); });
@@ -198,16 +192,15 @@ struct Flash : FlashInputs, FlashSettings, FlashOptions {
           pse->sizes(), " with pse_type ", pse_type, "; allowed: [", heads, "] and [", batch, ", ",
           heads, "]");
     rule("fusion_attention.pse-dtype", [&] { same_dtype("pse", *pse, "query", query); });
-    require(layout != "TND", "pse of pse_type ", pse_type,
+    require_emulated(layout != "TND", "pse of pse_type ", pse_type,
         " in layout TND is not emulated; 2 and 3 are");
-    require(queries <= 1024 || pse->dim() != 4 || pse->size(2) != 1024 || queries == 1024,
+    require_emulated(queries <= 1024 || pse->dim() != 4 || pse->size(2) != 1024 || queries == 1024,
         "pse of shape ", pse->sizes(), ", compressed to 1024 rows, is not emulated");
-    rule("fusion_attention.pse-shape", [&] {
-      require(fits(*pse, heads) && pse->size(1) == heads &&
-                  (pse->size(2) == 1 || pse->size(2) == queries),
-          "pse has shape ", pse->sizes(), "; allowed: [", batch, " or 1, ", heads, ", ", queries,
-          " or 1, ", keys, "]");
-    });
+    rule("fusion_attention.pse-shape",
+        fits(*pse, heads) && pse->size(1) == heads &&
+            (pse->size(2) == 1 || pse->size(2) == queries),
+        "pse has shape ", pse->sizes(), "; allowed: [", batch, " or 1, ", heads, ", ", queries,
+        " or 1, ", keys, "]");
   }
 
   // The tokens before and after, where they have an effect: sparse_mode 0, and 7 and 8 in the last

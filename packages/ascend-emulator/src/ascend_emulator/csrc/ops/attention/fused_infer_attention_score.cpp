@@ -78,15 +78,8 @@ CHECKED(aclnnPromptFlashAttentionV3,
     {
       refuse_given(
           "an int8 query (deq_scale1, quant_scale1, deq_scale2)", dequant1, quant1, dequant2);
-      return computation({.query = query,
-                             .key = {key},
-                             .value = {value},
-                             .pse = pse,
-                             .mask = mask,
-                             .query_lengths = query_lengths,
-                             .kv_lengths = kv_lengths,
-                             .out_scale = out_scale,
-                             .out_offset = out_offset},
+      return computation({query, {key}, {value}, pse, mask, query_lengths, kv_lengths, {}, {}, {},
+                             out_scale, out_offset},
           {}, {heads, scale, before, after, layout, groups, sparse_mode, inner_precise}, {out, {}});
     })
 

@@ -122,19 +122,16 @@ void FusedInfer::check_antiquant() const {
 }
 
 void FusedInfer::check_heads() const {
-  rule("fused_infer.groups", [&] {
-    require(heads % groups == 0 && heads / groups <= 64, heads, " heads over ", groups,
-        " key-value heads; a multiple of at most 64 is allowed");
-  });
+  rule("fused_infer.groups", heads % groups == 0 && heads / groups <= 64, heads, " heads over ",
+      groups, " key-value heads; a multiple of at most 64 is allowed");
   rule("fused_infer.head-size", [&] {
     within("the head size", width, 1, 512);
     multiple("the head size", width, key[0].scalar_type() == at::kChar ? 32 : 16);
   });
   if (!latent() && packed(in)) rule("fused_infer.packed-head-sizes", [&] { check_packed_heads(); });
-  rule("fused_infer.columns", [&] {
-    require(longest == 1 || (in != "BSH" && in != "BSND") || heads * width < 65535,
-        "heads x head size is ", heads * width, " in layout ", layout, "; it must be below 65535");
-  });
+  rule("fused_infer.columns",
+      longest == 1 || (in != "BSH" && in != "BSND") || heads * width < 65535,
+      "heads x head size is ", heads * width, " in layout ", layout, "; it must be below 65535");
   if (in != "BSH" && in != "NSD")
     rule("fused_infer.query-heads", [&] {
       const int64_t found = query.size(in == "BSND" ? 2 : in == "NTD" ? 0 : 1);
@@ -170,15 +167,12 @@ void FusedInfer::check_packed_heads() const {
 
 void FusedInfer::check_lengths() const {
   if (packed(in)) {
-    rule("fused_infer.packed-requests", [&] {
-      require(batch <= 4096, "actual_seq_lengths has ", batch, " entries in layout ", layout,
-          "; at most 4096 are allowed");
-    });
+    rule("fused_infer.packed-requests", batch <= 4096, "actual_seq_lengths has ", batch,
+        " entries in layout ", layout, "; at most 4096 are allowed");
     rule("fused_infer.packed-tokens", [&] { within("the number of tokens", longest, 0, 1 << 20); });
-    rule("fused_infer.packed-only", [&] {
-      require(!query_padding && !kv_padding && !out_scale && key[0].scalar_type() != at::kChar,
-          "layout ", layout, " goes with no left padding, int8 keys or quantized output");
-    });
+    rule("fused_infer.packed-only",
+        !query_padding && !kv_padding && !out_scale && key[0].scalar_type() != at::kChar, "layout ",
+        layout, " goes with no left padding, int8 keys or quantized output");
   }
   int64_t queries = 0, keys = 0;
   for (const auto& span : spans)
@@ -188,10 +182,8 @@ void FusedInfer::check_lengths() const {
       within("the number of keys", keys, 0, 20971520);
       within("the number of query tokens", longest, 0, 20971520);
     });
-  rule("fused_infer.keys-of-decode", [&] {
-    require(keys <= 262144, "a request has ", keys,
-        " keys; at most 262144 are allowed with one query token");
-  });
+  rule("fused_infer.keys-of-decode", keys <= 262144, "a request has ", keys,
+      " keys; at most 262144 are allowed with one query token");
 }
 
 void FusedInfer::check_mask() const {
@@ -251,17 +243,14 @@ void FusedInfer::check_latent() const {
     require(query_rope->numel() == query.numel() / width * 64, "query_rope has shape ",
         query_rope->sizes(), "; it must be that of query with a last dimension of 64 per head");
   });
-  rule("fused_infer_latent.only", [&] {
-    require(!pse && !key_prefix && !out_scale && !query_padding && !kv_padding &&
-                (query_scale || key[0].scalar_type() != at::kChar),
-        "query_rope goes with no pse_shift, prefix, quant_scale2, left padding or int8 keys");
-  });
+  rule("fused_infer_latent.only",
+      !pse && !key_prefix && !out_scale && !query_padding && !kv_padding &&
+          (query_scale || key[0].scalar_type() != at::kChar),
+      "query_rope goes with no pse_shift, prefix, quant_scale2, left padding or int8 keys");
   if (width == 128)
-    return rule("fused_infer_latent.prefill", [&] {
-      require(packed(in) && !paged(),
-          "head size 128 with query_rope is supported in layouts TND and NTD_TND without a "
-          "block_table");
-    });
+    return rule("fused_infer_latent.prefill", packed(in) && !paged(),
+        "head size 128 with query_rope is supported in layouts TND and NTD_TND without a "
+        "block_table");
   rule("fused_infer_latent.heads", [&] {
     require(groups == 1, "num_key_value_heads is ", groups,
         " with query_rope and head size 512; it must be 1");
@@ -344,7 +333,7 @@ void FusedInfer::check_pages() const {
       "; a paged cache is [blocks, block_size, H], for BNSD and TND also [blocks, KV_N, "
       "block_size, D], or [blocks, KV_N, D / "
       "c, block_size, c]");
-  require(cache.dim() != 5 || latent() || !small,
+  require_emulated(cache.dim() != 5 || latent() || !small,
       "key is int8 in fractal order without query_rope, which is not emulated");
   const int64_t found = cache.size(cache.dim() == 3 ? 1 : cache.dim() - 2);
   require(

@@ -18,10 +18,9 @@ struct DeltaRule {
   Tensor out;
 
   void check_heads() const {
-    emu::rule("gated_delta_rule.heads", [&] {
-      require(value.size(1) % query.size(1) == 0, "query has ", query.size(1), " heads and value ",
-          value.size(1), "; the second must be a multiple of the first");
-    });
+    emu::rule("gated_delta_rule.heads", value.size(1) % query.size(1) == 0, "query has ",
+        query.size(1), " heads and value ", value.size(1),
+        "; the second must be a multiple of the first");
   }
 
   // Changes the float32 state [heads, values, keys] by a token.

@@ -34,10 +34,9 @@ struct Requests {
                     count = queries.defined() ? at_place(queries, i) - start : query.size(1);
       const int64_t key_start = key_layout == "TND" && i ? at_place(keys, i - 1) : 0,
                     key_count = keys.defined() ? at_place(keys, i) - key_start : key.size(1);
-      rule("sparse_requests.lengths", [&] {
-        require(count >= 0 && start + count <= query.size(varlen ? 0 : 1) && key_count >= 0,
-            "request ", i, " has ", count, " queries from ", start, " on and ", key_count, " keys");
-      });
+      rule("sparse_requests.lengths",
+          count >= 0 && start + count <= query.size(varlen ? 0 : 1) && key_count >= 0, "request ",
+          i, " has ", count, " queries from ", start, " on and ", key_count, " keys");
       found.push_back({i, start, count, key_start, key_count});
     }
     return found;
@@ -210,10 +209,8 @@ struct SparseSettings {
       with_lse, out, most, sum)
 };
 Computation sparse(const SparseInputs& in, const Opt<Tensor>& sinks, const SparseSettings& to) {
-  rule("sparse_attention.block-of-pages", [&] {
-    require(!in.table || in.key.size(1) % to.block == 0, "sparse_block_size ", to.block,
-        " does not divide the block size ", in.key.size(1));
-  });
+  rule("sparse_attention.block-of-pages", !in.table || in.key.size(1) % to.block == 0,
+      "sparse_block_size ", to.block, " does not divide the block size ", in.key.size(1));
   return run(
       SparseAttention{{to.query_layout, to.key_layout, in.query_lengths, in.key_lengths, in.table},
           in.query, in.key, in.value, in.indices, in.query_rope, in.key_rope, sinks, to.scale,

@@ -13,10 +13,8 @@ void check_sum(const at::Tensor& self, const at::Tensor& other) {
 }
 
 void check_value(const at::Tensor& self, const at::Scalar& value) {
-  emu::rule("addcmul.value", [&] {
-    emu::require(self.is_complex() || !value.isComplex(), "value is complex and self ",
-        self.scalar_type(), "; it must be real");
-  });
+  emu::rule("addcmul.value", self.is_complex() || !value.isComplex(), "value is complex and self ",
+      self.scalar_type(), "; it must be real");
 }
 }  // namespace
 
@@ -77,8 +75,7 @@ std::optional<c10::string_view> rounding(int64_t mode) {
     case 1: return "trunc";
     case 2: return "floor";
   }
-  throw emu::Error(
-      emu::kOpParam, emu::text("rounding mode ", mode, "; supported: 0 none, 1 trunc and 2 floor"));
+  emu::raise(emu::kOpParam, {"rounding mode ", mode, "; supported: 0 none, 1 trunc and 2 floor"});
 }
 }  // namespace
 SHAPED(aclnnDivMod, (Tensor self, Tensor other, int32_t mode, Tensor out),

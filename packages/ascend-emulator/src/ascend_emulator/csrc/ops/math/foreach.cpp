@@ -16,8 +16,8 @@ Tensor rounded(const Tensor& self, int64_t mode) {
     case 5: return at::trunc(self);
     case 7: return at::frac(self);
   }
-  throw Error(kOpParam,
-      text("round mode ", mode, "; supported: 1 round, 2 floor, 3 ceil, 5 trunc and 7 frac"));
+  raise(
+      kOpParam, {"round mode ", mode, "; supported: 1 round, 2 floor, 3 ceil, 5 trunc and 7 frac"});
 }
 }  // namespace
 

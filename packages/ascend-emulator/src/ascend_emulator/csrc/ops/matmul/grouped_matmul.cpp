@@ -55,12 +55,11 @@ CHECKED(aclnnGroupedMatmul,
         rule("grouped_matmul_list.wide-x", [&] { rank("x, with a group_list,", x.at(0), 2); });
         int64_t rows = 0;
         for (const auto& each : x) rows += each.size(0);
-        rule("grouped_matmul_list.values", [&] {
-          require(list->size() > 1 && list->front() >= 0 && list->back() == rows &&
-                      std::is_sorted(list->begin(), list->end()),
-              "group_list is [", listed(*list), "]; it must increase to ", rows,
-              ", the rows of x, and have more than one number");
-        });
+        rule("grouped_matmul_list.values",
+            list->size() > 1 && list->front() >= 0 && list->back() == rows &&
+                std::is_sorted(list->begin(), list->end()),
+            "group_list is [", listed(*list), "]; it must increase to ", rows,
+            ", the rows of x, and have more than one number");
         ends = at::tensor(*list, at::kLong);
       }
       return grouped_matmul({x, weight, bias, scale, antiquant_scale, antiquant_offset, {}, ends,
@@ -70,31 +69,30 @@ CHECKED(aclnnGroupedMatmul,
 // npu_grouped_matmul_add: the gradients of the experts' weights, out[group] += x[rows]^T
 // weight[rows]. By op-plugin's shape function, only group_type 2 is allowed; the transpositions
 // have its own default.
-namespace {
-Computation add_grouped(const Tensor& x, const Tensor& weight, const Tensor& list,
-    const Tensor& out, bool transpose_x, bool transpose_weight, int64_t list_kind) {
-  require(transpose_x && !transpose_weight, "transpose_x is ", transpose_x,
-      " and transpose_weight ", transpose_weight, "; only true and false are allowed");
-  require(
-      out.size(-1) == weight.size(1) && out.numel() == list.numel() * x.size(1) * weight.size(1),
-      "self has shape ", out.sizes(), "; [", list.numel(), " * ", x.size(1), ", ", weight.size(1),
-      "] is needed");
-  COMPUTE {
-    const auto sums = out.view({list.numel(), x.size(1), weight.size(1)});
-    for (const auto& [group, first, last] : rows_of(list, list_kind, x.size(0))) {
-      cost::add_flops(2.0 * static_cast<double>((last - first) * x.size(1) * weight.size(1)),
-          static_cast<int>(x.element_size()));
-      sums[group].addmm_(x.narrow(0, first, last - first).to(at::kFloat).t(),
-          weight.narrow(0, first, last - first).to(at::kFloat));
-    }
-  };
-}
-}  // namespace
-CHECKED(aclnnGroupedMatmulAdd,
-    (Tensor x, Tensor weight, Tensor list, Tensor out, bool transpose_x, bool transpose_weight,
-        int64_t kind),
-    { return add_grouped(x, weight, list, out, transpose_x, transpose_weight, 0); })
 CHECKED(aclnnGroupedMatmulAddV2,
     (Tensor x, Tensor weight, Tensor list, Tensor out, bool transpose_x, bool transpose_weight,
         int64_t kind, int64_t list_kind),
-    { return add_grouped(x, weight, list, out, transpose_x, transpose_weight, list_kind); })
+    {
+      require(transpose_x && !transpose_weight, "transpose_x is ", transpose_x,
+          " and transpose_weight ", transpose_weight, "; only true and false are allowed");
+      require(out.size(-1) == weight.size(1) &&
+                  out.numel() == list.numel() * x.size(1) * weight.size(1),
+          "self has shape ", out.sizes(), "; [", list.numel(), " * ", x.size(1), ", ",
+          weight.size(1), "] is needed");
+      COMPUTE {
+        const auto sums = out.view({list.numel(), x.size(1), weight.size(1)});
+        for (const auto& [group, first, last] : rows_of(list, list_kind, x.size(0))) {
+          cost::add_flops(2.0 * static_cast<double>((last - first) * x.size(1) * weight.size(1)),
+              static_cast<int>(x.element_size()));
+          sums[group].addmm_(x.narrow(0, first, last - first).to(at::kFloat).t(),
+              weight.narrow(0, first, last - first).to(at::kFloat));
+        }
+      };
+    })
+CHECKED(aclnnGroupedMatmulAdd,
+    (Tensor x, Tensor weight, Tensor list, Tensor out, bool transpose_x, bool transpose_weight,
+        int64_t kind),
+    {
+      return body_aclnnGroupedMatmulAddV2(
+          x, weight, list, out, transpose_x, transpose_weight, kind, 0);
+    })

@@ -52,15 +52,11 @@ struct Grouped {
         !integers || out[0].scalar_type() == at::kInt || !empty(scale), "an int8 x needs scale");
     require(integers || floats || !empty(antiquant_scale), "x is ", x[0].scalar_type(),
         " and weight ", weight[0].scalar_type(), "; that needs antiquant_scale");
-    rule("grouped_matmul.list-needed", [&] {
-      require(
-          kind == -1 || list || x.size() > 1, "group_type ", kind, " with one x needs group_list");
-    });
+    rule("grouped_matmul.list-needed", kind == -1 || list || x.size() > 1, "group_type ", kind,
+        " with one x needs group_list");
     if (list && kind == 0 && list_kind != 2)
-      rule("grouped_matmul.groups", [&] {
-        require(list->size(0) == groups(), "group_list has ", list->size(0), " groups and weight ",
-            groups());
-      });
+      rule("grouped_matmul.groups", list->size(0) == groups(), "group_list has ", list->size(0),
+          " groups and weight ", groups());
     if (kind == 2) return;
     rule("grouped_matmul.weight-ranks", [&] {
       for (const auto& each : weight) rank("weight", each, kind == 0 && weight.size() == 1 ? 3 : 2);

@@ -95,7 +95,7 @@ template <class Matrix> struct QuantMatmul {
 
   Computation computation() const {
     require(absent(y_scale), "y_scale is for float8, on Ascend950; None is allowed");
-    require(!transpose_x1 && !transpose_x2,
+    require_emulated(!transpose_x1 && !transpose_x2,
         "transposing flags are not emulated; torch_npu passes transposed views");
     const Quantized product{x1, x2, scale, offset, pertoken, bias, y_offset, out};
     product.check_arguments();
@@ -128,14 +128,10 @@ Computation WeightQuant::computation(const Tensor& out) const {
     within("the rows of x", x.size(-2), int64_t{1}, (int64_t{1} << (transposed(x) ? 16 : 31)) - 1);
   });
   if (scale.scalar_type() == at::kLong)
-    rule("weight_quant_matmul.int64-weight", [&] {
-      require(
-          transposed(weight), "weight is not transposed; with an int64 antiquant_scale it must be");
-    });
-  rule("weight_quant_matmul.scale-size", [&] {
-    require(scale.numel() == 1 || scale.numel() == n * groups, "antiquant_scale has shape ",
-        scale.sizes(), "; allowed: one, or ", groups, " x ", n);
-  });
+    rule("weight_quant_matmul.int64-weight", transposed(weight),
+        "weight is not transposed; with an int64 antiquant_scale it must be");
+  rule("weight_quant_matmul.scale-size", scale.numel() == 1 || scale.numel() == n * groups,
+      "antiquant_scale has shape ", scale.sizes(), "; allowed: one, or ", groups, " x ", n);
   if (group)
     rule("weight_quant_matmul.groups", [&] {
       require(!is_chip("Ascend310P"), "antiquant_group_size is ", group, "; Ascend310P allows 0");

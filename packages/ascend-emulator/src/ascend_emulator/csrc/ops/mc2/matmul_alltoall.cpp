@@ -183,13 +183,15 @@ struct Dense {
   Tensor x1, x2;
   Opt<Tensor> bias;
   Opt<Ints> axes;
-  Text hcom;
+  Text hcom, comm_mode;
+  bool t1, t2;
+  Tensor out;
 
-  std::shared_ptr<hccl::Communicator> check_arguments(
-      const Ints& only_axes, bool t1, bool t2) const {
+  std::shared_ptr<hccl::Communicator> check_arguments(const Ints& only_axes) const {
     const auto on = hccl::group("hcom", hcom);
     one_of("world_size", on->ranks, {2, 4, 8, 16});
-    require(!t1 && !t2, "transposing flags are not emulated; torch_npu passes transposed views");
+    require_emulated(
+        !t1 && !t2, "transposing flags are not emulated; torch_npu passes transposed views");
     require(x2.numel() > 0, "x2 has shape ", x2.sizes(), "; it must not be empty");
     const auto order = axes.value_or(Ints());
     require(order.empty() || order == only_axes, "all2all_axes is ", listed(order),
@@ -214,14 +216,13 @@ Tensor transposed(hccl::Communicator& on, hccl::CallKind kind, const Tensor& par
   return result;
 }
 
-Computation all_to_all_first(
-    const Dense& one, bool t1, bool t2, const Tensor& out, const Opt<Tensor>& permuted) {
-  const auto on = one.check_arguments({-2, -1}, t1, t2);
+Computation all_to_all_first(const Dense& one, const Opt<Tensor>& permuted) {
+  const auto on = one.check_arguments({-2, -1});
   const int64_t ranks = on->ranks, rows = one.x1.size(0), hidden = one.x1.size(1);
   multiple("the rows of x1", rows, ranks);
   require(one.x2.size(0) == hidden * ranks, "x2 has ", one.x2.size(0), " rows; it must have ",
       hidden * ranks, ", the columns of x1 times the ranks");
-  shape("y", out, {rows / ranks, one.x2.size(1)});
+  shape("y", one.out, {rows / ranks, one.x2.size(1)});
   on->claim(hccl::kAllToAllMatmul);
   return [=] {
     const auto left =
@@ -229,39 +230,37 @@ Computation all_to_all_first(
             .transpose(0, 1)
             .reshape({rows / ranks, hidden * ranks});
     if (permuted) permuted->copy_(left);
-    out.copy_(one.values(left));
+    one.out.copy_(one.values(left));
   };
 }
 
-Computation all_to_all_last(const Dense& one, bool t1, bool t2, const Tensor& out) {
-  const auto on = one.check_arguments({-1, -2}, t1, t2);
+Computation all_to_all_last(const Dense& one) {
+  const auto on = one.check_arguments({-1, -2});
   const int64_t ranks = on->ranks, rows = one.x1.size(0), columns = one.x2.size(1);
   multiple("the columns of x2", columns, ranks);
   require(one.x2.size(0) == one.x1.size(1), "x1 has ", one.x1.size(1), " columns and x2 ",
       one.x2.size(0), " rows");
-  shape("y", out, {rows * ranks, columns / ranks});
+  shape("y", one.out, {rows * ranks, columns / ranks});
   on->claim(hccl::kMatmulAllToAll);
   return [=] {
     const auto parts = one.values(one.x1).view({rows, ranks, columns / ranks}).transpose(0, 1);
-    out.copy_(transposed(*on, hccl::kMatmulAllToAll, parts).reshape(out.sizes()));
+    one.out.copy_(transposed(*on, hccl::kMatmulAllToAll, parts).reshape(one.out.sizes()));
   };
 }
 
+// Arguments of the versions, in their order.
+struct DenseV1 : Dense {
+  FIELDS(x1, x2, bias, axes, hcom, t1, t2, out)
+};
+struct DenseV2 : Dense {
+  FIELDS(x1, x2, bias, axes, hcom, comm_mode, t1, t2, out)
+};
+
 }  // namespace
 
-CHECKED(aclnnAlltoAllMatmul,
-    (Tensor x1, Tensor x2, Opt<Tensor> bias, Opt<Ints> axes, Text hcom, bool t1, bool t2,
-        Tensor out, Opt<Tensor> all_to_all_out),
-    { return all_to_all_first({x1, x2, bias, axes, hcom}, t1, t2, out, all_to_all_out); })
-CHECKED(aclnnAlltoAllMatmulV2,
-    (Tensor x1, Tensor x2, Opt<Tensor> bias, Opt<Ints> axes, Text hcom, Text comm_mode, bool t1,
-        bool t2, Tensor out, Opt<Tensor> all_to_all_out),
-    { return all_to_all_first({x1, x2, bias, axes, hcom}, t1, t2, out, all_to_all_out); })
-CHECKED(aclnnMatmulAlltoAll,
-    (Tensor x1, Tensor x2, Opt<Tensor> bias, Opt<Ints> axes, Text hcom, bool t1, bool t2,
-        Tensor out),
-    { return all_to_all_last({x1, x2, bias, axes, hcom}, t1, t2, out); })
-CHECKED(aclnnMatmulAlltoAllV2,
-    (Tensor x1, Tensor x2, Opt<Tensor> bias, Opt<Ints> axes, Text hcom, Text comm_mode, bool t1,
-        bool t2, Tensor out),
-    { return all_to_all_last({x1, x2, bias, axes, hcom}, t1, t2, out); })
+CHECKED(aclnnAlltoAllMatmul, (DenseV1 call, Opt<Tensor> all_to_all_out),
+    { return all_to_all_first(call, all_to_all_out); })
+CHECKED(aclnnAlltoAllMatmulV2, (DenseV2 call, Opt<Tensor> all_to_all_out),
+    { return all_to_all_first(call, all_to_all_out); })
+CHECKED(aclnnMatmulAlltoAll, (DenseV1 call), { return all_to_all_last(call); })
+CHECKED(aclnnMatmulAlltoAllV2, (DenseV2 call), { return all_to_all_last(call); })

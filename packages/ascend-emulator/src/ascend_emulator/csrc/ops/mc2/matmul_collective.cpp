@@ -29,10 +29,8 @@ struct Product {
         "; they must not be empty");
     require(
         x1.size(-1) == x2.size(0), "x1 has ", x1.size(-1), " columns and x2 ", x2.size(0), " rows");
-    rule("matmul_collective.transposed", [&] {
-      require(x1.size(-1) == 1 || x1.stride(-1) == 1, "x1 has strides ", x1.strides(),
-          "; it must not be transposed");
-    });
+    rule("matmul_collective.transposed", x1.size(-1) == 1 || x1.stride(-1) == 1, "x1 has strides ",
+        x1.strides(), "; it must not be transposed");
     const int64_t n = x2.size(1);
     rule("matmul_collective.bias", [&] {
       if (absent(bias)) return;
@@ -147,7 +145,7 @@ CHECKED(aclnnQuantMatmulAllReduceV5,
         Text reduce_op, Text comm_mode, int64_t comm_turn, int64_t, int64_t,
         int64_t comm_quant_mode, Tensor out),
     {
-      require(absent(comm_scale_1) && absent(comm_scale_2),
+      require_emulated(absent(comm_scale_1) && absent(comm_scale_2),
           "comm_quant_scale_1 and comm_quant_scale_2 are given; quantized communication is not "
           "emulated");
       return all_reduce({x1, x2, bias, scale, pertoken, {}}, x3, hcom, out);
@@ -169,11 +167,10 @@ std::shared_ptr<hccl::Communicator> sharded(
     const Product& product, const Text& hcom, const Tensor& out) {
   const auto on = hccl::group("hcom", hcom);
   const bool many = on->ranks == 16 || on->ranks == 32;
-  rule("matmul_sharded.ranks-of-communicator", [&] {
-    require(on->ranks == 2 || on->ranks == 4 || on->ranks == 8 || (many && !is_chip("Ascend910B")),
-        "world_size is ", on->ranks, "; allowed on ", chip().name,
-        is_chip("Ascend910B") ? ": 2, 4, 8" : ": 2, 4, 8, 16, 32");
-  });
+  rule("matmul_sharded.ranks-of-communicator",
+      on->ranks == 2 || on->ranks == 4 || on->ranks == 8 || (many && !is_chip("Ascend910B")),
+      "world_size is ", on->ranks, "; allowed on ", chip().name,
+      is_chip("Ascend910B") ? ": 2, 4, 8" : ": 2, 4, 8, 16, 32");
   product.check_arguments(out);
   rule("matmul_sharded.output", [&] {
     if (product.quantized()) one_of("out", out, kHalves);
@@ -183,10 +180,8 @@ std::shared_ptr<hccl::Communicator> sharded(
 }
 
 void check_zero(const Opt<Tensor>& bias) {
-  rule("matmul_sharded.bias-values", [&] {
-    require(absent(bias) || !at::any(*bias != 0).item<bool>(),
-        "bias has values other than 0, which are not supported");
-  });
+  rule("matmul_sharded.bias-values", absent(bias) || !at::any(*bias != 0).item<bool>(),
+      "bias has values other than 0, which are not supported");
 }
 
 Computation gather_product(const Product& product, const Opt<Tensor>& x1_scale, const Text& hcom,
@@ -256,22 +251,17 @@ CHECKED(aclnnMatmulReduceScatterV2,
 
 // Barrier of all ranks (op-plugin's DistributeBarrierOpApi.cpp and test_distribute_barrier.py).
 // x_ref orders later operators after it.
-namespace {
-Computation barrier_of(const Text& group, int64_t world_size) {
-  const auto on = hccl::group("group", group);
-  hccl::check_ranks("world_size", world_size, *on);
-  COMPUTE {
-    const auto call = hccl::fused_header(hccl::kDistributeBarrier, at::kChar, 0);
-    hccl::fused(*on, call, [&] { hccl::barrier(*on, call); });
-  };
-}
-}  // namespace
-
-CHECKED(aclnnDistributeBarrier, (Tensor, Text group, int64_t world_size),
-    { return barrier_of(group, world_size); })
 CHECKED(aclnnDistributeBarrierV2,
-    (Tensor, Opt<Tensor> time_out, Opt<Tensor> elastic_info, Text group, int64_t world_size), {
+    (Tensor x_ref, Opt<Tensor> time_out, Opt<Tensor> elastic_info, Text group, int64_t world_size),
+    {
       require(absent(time_out), "time_out is given; what it means is not documented");
       mc2::reserved("elastic_info", elastic_info);
-      return barrier_of(group, world_size);
+      const auto on = hccl::group("group", group);
+      hccl::check_ranks("world_size", world_size, *on);
+      COMPUTE {
+        const auto call = hccl::fused_header(hccl::kDistributeBarrier, at::kChar, 0);
+        hccl::fused(*on, call, [&] { hccl::barrier(*on, call); });
+      };
     })
+CHECKED(aclnnDistributeBarrier, (Tensor x_ref, Text group, int64_t world_size),
+    { return body_aclnnDistributeBarrierV2(x_ref, {}, {}, group, world_size); })

@@ -15,7 +15,7 @@ int type_code(at::ScalarType type) {
     if (code == 12 || code == 13) continue;  // unassigned
     if (data_type(code).scalar == type) return code;
   }
-  throw Error(kOpParam, text(type, " is no type that HCCL transfers"));
+  raise(kOpParam, {type, " is no type that HCCL transfers"});
 }
 
 }  // namespace

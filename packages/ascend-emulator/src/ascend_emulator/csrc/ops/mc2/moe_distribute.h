@@ -96,7 +96,7 @@ struct Combine : CombineInputs, SpecialInputs {
 Tensor from_ints(const std::vector<int64_t>& values);
 
 inline void no_times(const Opt<Tensor>& performance_info) {
-  require(absent(performance_info),
+  require_emulated(absent(performance_info),
       "performance_info is given; times of single ranks are not emulated");
 }
 

@@ -218,13 +218,6 @@ CHECKED(aclnnMoeDistributeCombine, (CombineInputs in, CombineSettings settings, 
 CHECKED(aclnnMoeDistributeCombineV2,
     (CombineInputs in, Opt<Tensor> shared_x, CombineSettings settings, Text comm_alg, Tensor out),
     { return combine(Version::two, in, settings, out, {shared_x, {}, {}, comm_alg}); })
-CHECKED(aclnnMoeDistributeCombineV3,
-    (CombineInputs in, Opt<Tensor> shared_x, Opt<Tensor> elastic_info, SpecialInputs inputs,
-        CombineSettings settings, Text comm_alg, SpecialExperts experts, Tensor out),
-    {
-      return combine(
-          Version::two, in, settings, out, {shared_x, elastic_info, {}, comm_alg, inputs, experts});
-    })
 CHECKED(aclnnMoeDistributeCombineV4,
     (CombineInputs in, Opt<Tensor> shared_x, Opt<Tensor> elastic_info, SpecialInputs inputs,
         Opt<Tensor> performance_info, CombineSettings settings, Text comm_alg,
@@ -232,6 +225,13 @@ CHECKED(aclnnMoeDistributeCombineV4,
     {
       return combine(Version::two, in, settings, out,
           {shared_x, elastic_info, performance_info, comm_alg, inputs, experts});
+    })
+CHECKED(aclnnMoeDistributeCombineV3,
+    (CombineInputs in, Opt<Tensor> shared_x, Opt<Tensor> elastic_info, SpecialInputs inputs,
+        CombineSettings settings, Text comm_alg, SpecialExperts experts, Tensor out),
+    {
+      return body_aclnnMoeDistributeCombineV4(
+          in, shared_x, elastic_info, inputs, {}, settings, comm_alg, experts, out);
     })
 CHECKED(aclnnMoeDistributeCombineAddRmsNorm,
     (NormInputs in, Opt<Tensor> shared_x, CombineSettings settings, Text comm_alg, float eps,

@@ -212,13 +212,6 @@ CHECKED(aclnnMoeDistributeDispatch,
 CHECKED(aclnnMoeDistributeDispatchV2,
     (DispatchInputs in, DispatchSettings settings, Text comm_alg, DispatchResults to),
     { return dispatch(Version::two, in, settings, to, comm_alg); })
-CHECKED(aclnnMoeDistributeDispatchV3,
-    (DispatchInputs in, Opt<Tensor> elastic_info, DispatchSettings settings, Text comm_alg,
-        SpecialExperts special, DispatchResults to),
-    {
-      reserved("elastic_info", elastic_info);
-      return dispatch(Version::two, in, settings, to, comm_alg, special);
-    })
 CHECKED(aclnnMoeDistributeDispatchV4,
     (DispatchInputs in, Opt<Tensor> elastic_info, Opt<Tensor> performance_info,
         DispatchSettings settings, Text comm_alg, SpecialExperts special, DispatchResults to),
@@ -226,4 +219,11 @@ CHECKED(aclnnMoeDistributeDispatchV4,
       reserved("elastic_info", elastic_info);
       no_times(performance_info);
       return dispatch(Version::two, in, settings, to, comm_alg, special);
+    })
+CHECKED(aclnnMoeDistributeDispatchV3,
+    (DispatchInputs in, Opt<Tensor> elastic_info, DispatchSettings settings, Text comm_alg,
+        SpecialExperts special, DispatchResults to),
+    {
+      return body_aclnnMoeDistributeDispatchV4(
+          in, elastic_info, {}, settings, comm_alg, special, to);
     })

@@ -54,7 +54,11 @@ void store_experts(
 
 struct Gate {
   int64_t k, k_group, group_count, group_mode, renorm, kind;
+  bool keep;
   double factor, eps;
+  Tensor y, expert_idx, normed_out;
+  FIELDS(k, k_group, group_count, group_mode, renorm, kind, keep, factor, eps, y, expert_idx,
+      normed_out)
 
   void check_arguments(const Tensor& x) const {
     const int64_t experts = x.size(1);
@@ -89,12 +93,18 @@ struct Gate {
         k);
   }
 
-  void store(const Tensor& scores, const Tensor& experts, const Tensor& y,
-      const Tensor& expert_idx) const {
-    auto weights = scores.gather(-1, experts);
-    if (kind == 1) weights = weights / (weights.sum(-1, true) + eps);
-    y.copy_(weights * factor);
-    expert_idx.copy_(experts);
+  // `choose`: the experts, by the scores of all.
+  template <class Choose> Computation computation(const Tensor& x, Choose choose) const {
+    check_arguments(x);
+    return [=, gate = *this] {
+      const auto scores = gate.normed(x);
+      const auto experts = choose(scores);
+      auto weights = scores.gather(-1, experts);
+      if (gate.kind == 1) weights = weights / (weights.sum(-1, true) + gate.eps);
+      gate.y.copy_(weights * gate.factor);
+      gate.expert_idx.copy_(experts);
+      if (gate.keep) gate.normed_out.copy_(scores);
+    };
   }
 };
 
@@ -129,35 +139,17 @@ CHECKED(aclnnMoeGatingTopKSoftmaxV2,
       };
     })
 
-CHECKED(aclnnMoeGatingTopK,
-    (Tensor x, Opt<Tensor> bias, int64_t k, int64_t k_group, int64_t group_count,
-        int64_t group_mode, int64_t renorm, int64_t kind, bool keep, double factor, double eps,
-        Tensor y, Tensor expert_idx, Tensor normed_out),
-    {
-      const Gate gate{k, k_group, group_count, group_mode, renorm, kind, factor, eps};
-      gate.check_arguments(x);
-      COMPUTE {
-        const auto scores = gate.normed(x);
-        gate.store(
-            scores, gate.choose(bias ? scores + bias->to(at::kFloat) : scores), y, expert_idx);
-        if (keep) normed_out.copy_(scores);
-      };
-    })
+CHECKED(aclnnMoeGatingTopK, (Tensor x, Opt<Tensor> bias, Gate gate), {
+  return gate.computation(x, [=](const Tensor& scores) {
+    return gate.choose(bias ? scores + bias->to(at::kFloat) : scores);
+  });
+})
 
 // Hash layers: experts from a table by token id.
-CHECKED(aclnnMoeGatingTopKV2,
-    (Tensor x, Opt<Tensor> bias, Tensor ids, Tensor table, int64_t k, int64_t k_group,
-        int64_t group_count, int64_t group_mode, int64_t renorm, int64_t kind, bool keep,
-        double factor, double eps, Tensor y, Tensor expert_idx, Tensor normed_out),
-    {
-      const Gate gate{k, k_group, group_count, group_mode, renorm, kind, factor, eps};
-      gate.check_arguments(x);
-      COMPUTE {
-        const auto scores = gate.normed(x);
-        gate.store(scores, table.index_select(0, ids.to(at::kLong)).to(at::kLong), y, expert_idx);
-        if (keep) normed_out.copy_(scores);
-      };
-    })
+CHECKED(aclnnMoeGatingTopKV2, (Tensor x, Opt<Tensor> bias, Tensor ids, Tensor table, Gate gate), {
+  return gate.computation(
+      x, [=](const Tensor&) { return table.index_select(0, ids.to(at::kLong)).to(at::kLong); });
+})
 
 CHECKED(aclnnMoeGatingTopKBackward,
     (Tensor normed, Tensor grad, Tensor expert_idx, int64_t, int64_t kind, double factor,
@@ -284,20 +276,18 @@ CHECKED(aclnnMoeInitRoutingV3,
         int64_t quant_mode, Ints range, int64_t scatter, Tensor expanded_x, Tensor row_idx,
         Tensor tokens, Opt<Tensor> scale_out),
     {
-      rule("moe_init_routing_v2.expert-range", [&] {
-        require(range.size() == 2 && range[0] >= 0 && range[0] < range[1] && range[1] <= experts,
-            "active_expert_range is [", listed(range), "); it must lie within [0, ", experts, ")");
-      });
+      rule("moe_init_routing_v2.expert-range",
+          range.size() == 2 && range[0] >= 0 && range[0] < range[1] && range[1] <= experts,
+          "active_expert_range is [", listed(range), "); it must lie within [0, ", experts, ")");
       if (padded)
         rule("moe_init_routing_v2.capacity",
             [&] { within("expert_capacity", capacity, int64_t{1}, x.size(0) - 1); });
       if (scale && quant_mode > 0)
-        rule("moe_init_routing_v2.dynamic-scale", [&] {
-          require(scale->dim() == 2 && scale->size(1) == x.size(1) &&
-                      (scale->size(0) == 1 || scale->size(0) == range[1] - range[0]),
-              "scale has shape ", scale->sizes(), "; allowed: [1, ", x.size(1), "] and [",
-              range[1] - range[0], ", ", x.size(1), "]");
-        });
+        rule("moe_init_routing_v2.dynamic-scale",
+            scale->dim() == 2 && scale->size(1) == x.size(1) &&
+                (scale->size(0) == 1 || scale->size(0) == range[1] - range[0]),
+            "scale has shape ", scale->sizes(), "; allowed: [1, ", x.size(1), "] and [",
+            range[1] - range[0], ", ", x.size(1), "]");
       const Routing routing{
           capacity, experts, padded, range[0], range[1], scatter, quant_mode, count_kind, count};
       COMPUTE {

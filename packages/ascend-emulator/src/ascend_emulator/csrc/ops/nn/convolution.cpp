@@ -13,12 +13,11 @@ CHECKED(aclnnConvolution,
         bool transposed, Ints output_padding, int64_t groups, Tensor out, CubeMath cube),
     {
       cube.check(input, weight);
-      rule("convolution.output-padding", [&] {
-        require(!transposed || input.dim() != 5 || is_chip("Ascend950") ||
-                    output_padding == Ints(output_padding.size()),
-            "output_padding is [", listed(output_padding),
-            "]; transposed convolutions of three dimensions take 0");
-      });
+      rule("convolution.output-padding",
+          !transposed || input.dim() != 5 || is_chip("Ascend950") ||
+              output_padding == Ints(output_padding.size()),
+          "output_padding is [", listed(output_padding),
+          "]; transposed convolutions of three dimensions take 0");
       require(
           weight.numel() > 0, "weight has the shape ", weight.sizes(), "; no dimension may be 0");
       COMPUTE {

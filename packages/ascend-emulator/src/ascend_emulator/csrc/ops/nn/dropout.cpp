@@ -2,9 +2,8 @@
 // SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-all project
 // Dropout in two steps as in torch_npu: a mask of one bit per value, rounded up to 128 bits, and
 // its application (op-plugin's NativeDropoutKernelNpuOpApi.cpp). A set bit keeps the value.
-#include <ATen/CPUGeneratorImpl.h>
-
 #include "operator/shapes.h"
+#include "ops/random.h"
 #include "ops/upcast.h"
 
 namespace {
@@ -12,10 +11,7 @@ using namespace emu;
 
 Tensor bit_values() { return at::tensor({1, 2, 4, 8, 16, 32, 64, 128}, at::kByte); }
 
-void draw(const Tensor& mask, double p, int64_t seed, int64_t offset) {
-  // splitmix64's constant keeps neighbouring offsets apart.
-  auto generator = at::detail::createCPUGenerator(
-      static_cast<uint64_t>(seed) + static_cast<uint64_t>(offset) * 0x9E3779B97F4A7C15ull);
+void draw(const Tensor& mask, double p, const at::Generator& generator) {
   const auto kept = at::empty({mask.numel(), 8}, at::kByte).bernoulli_(1 - p, generator);
   mask.copy_((kept * bit_values()).sum(1, false, at::kByte).view(mask.sizes()));
 }
@@ -39,13 +35,12 @@ void check_mask(const Tensor& mask, const Tensor& self) {
 }  // namespace
 
 OP(aclnnDropoutGenMask, (Ints, double p, int64_t seed, int64_t offset, Tensor mask),
-    { draw(mask, p, seed, offset); })
+    { draw(mask, p, generator(seed, offset)); })
 // The unnamed parameter is the dtype of the probability.
 OP(aclnnDropoutGenMaskV2, (Ints, double p, int64_t seed, int64_t offset, int32_t, Tensor mask),
-    { draw(mask, p, seed, offset); })
-OP(aclnnDropoutGenMaskV2Tensor,
-    (Ints, double p, Tensor seed, Tensor offset, int64_t within, int32_t, Tensor mask),
-    { draw(mask, p, seed.item<int64_t>(), offset.item<int64_t>() + within); })
+    { draw(mask, p, generator(seed, offset)); })
+OP(aclnnDropoutGenMaskV2Tensor, (Ints, double p, GraphState state, int32_t, Tensor mask),
+    { draw(mask, p, state.generator()); })
 // A3 refuses the bool mask of native_dropout_backward in PyTorch's tests (Ascend/pytorch, ci-test,
 // disabled_testcases.json: aclnnDropoutDoMask).
 SHAPED(aclnnDropoutDoMask, (Tensor self, Tensor mask, double p, Tensor out),
@@ -61,7 +56,7 @@ CHECKED(aclnnDropoutV3,
       check_mask(mask, self);
       SAME(out, self);
       COMPUTE {
-        draw(mask, p, seed, offset);
+        draw(mask, p, generator(seed, offset));
         apply(self, mask, p, out);
       };
     })

@@ -62,10 +62,9 @@ template <class T> struct RmsNorm {
 };
 
 void check_gamma(const Tensor& x, const Tensor& gamma) {
-  emu::rule("rms_norm.gamma-shape", [&] {
-    emu::require(x.dim() >= gamma.dim() && x.sizes().slice(x.dim() - gamma.dim()) == gamma.sizes(),
-        "gamma has shape ", gamma.sizes(), ", which is not the end of x's ", x.sizes());
-  });
+  emu::rule("rms_norm.gamma-shape",
+      x.dim() >= gamma.dim() && x.sizes().slice(x.dim() - gamma.dim()) == gamma.sizes(),
+      "gamma has shape ", gamma.sizes(), ", which is not the end of x's ", x.sizes());
 }
 
 // y = x / rms(x) * gamma over gamma's dimensions, the last ones of x; rstd may be undefined. With

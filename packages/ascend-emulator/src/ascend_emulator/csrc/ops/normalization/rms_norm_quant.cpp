@@ -34,28 +34,6 @@ Tensor quantized(
   return offset ? out + spread(*offset) : out;
 }
 
-Computation add_rms_norm_quant(const Tensor& a, const Tensor& b, const Tensor& gamma,
-    const Opt<Tensor>& scale1, const Opt<Tensor>& scale2, const Opt<Tensor>& zero1,
-    const Opt<Tensor>& zero2, const Opt<Tensor>& beta, int64_t axis, double epsilon, bool divides,
-    Tensor y1, Tensor y2, Tensor sum, const Opt<Tensor>& normed) {
-  check_add_norm(a, b, gamma, kHalves);
-  rule("add_rms_norm_quant.factors", [&] {
-    for (const auto& [name, x] : {std::pair{"scales1", &scale1}, std::pair{"scales2", &scale2},
-             std::pair{"zero_points1", &zero1}, std::pair{"zero_points2", &zero2}})
-      check_factor(name, *x, gamma);
-  });
-  COMPUTE {
-    const auto total = sum_of(a, b);
-    auto y = rms(total, gamma, epsilon).y;
-    if (beta) y = y + beta->to(at::kFloat);
-    sum.copy_(total);
-    copy_reshaped(normed, y);
-    const auto flat = y.reshape({-1, gamma.numel()});
-    put_integers(y1.view({-1, gamma.numel()}), quantized(flat, scale1, zero1, divides));
-    if (scale2) put_integers(y2.view({-1, gamma.numel()}), quantized(flat, scale2, zero2, divides));
-  };
-}
-
 // Dynamic quantization per row: the largest magnitude becomes the type's maximum.
 void put_dynamic(const Tensor& y, const Opt<Tensor>& smooth, Tensor out, Tensor scale) {
   const auto smoothed = smooth ? y * smooth->to(at::kFloat) : y;
@@ -64,22 +42,31 @@ void put_dynamic(const Tensor& y, const Opt<Tensor>& smooth, Tensor out, Tensor 
   scale.copy_(largest.squeeze(-1));
 }
 
-Computation rms_norm_quant(const Tensor& x, const Tensor& gamma, const Tensor& scale,
-    const Opt<Tensor>& offset, const Opt<Tensor>& beta, double epsilon, bool divides, Tensor y,
-    const Opt<Tensor>& rstd) {
-  check_factor("scale", scale, gamma);
-  check_factor("offset", offset, gamma);
-  COMPUTE {
-    const auto normed = rms(x.to(at::kFloat), gamma.view(-1), epsilon);
-    auto out = normed.y;
-    if (beta) out = out + beta->to(at::kFloat).view(-1);
-    put_integers(y, quantized(out, scale, offset, divides));
-    copy_reshaped(rstd, normed.rstd);
-  };
-}
-
 }  // namespace
 
+CHECKED(aclnnAddRmsNormQuantV2,
+    (Tensor a, Tensor b, Tensor gamma, Opt<Tensor> scale1, Opt<Tensor> scale2, Opt<Tensor> zero1,
+        Opt<Tensor> zero2, Opt<Tensor> beta, int64_t axis, double epsilon, bool divides, Tensor y1,
+        Tensor y2, Tensor sum, Opt<Tensor> normed),
+    {
+      check_add_norm(a, b, gamma, kHalves);
+      rule("add_rms_norm_quant.factors", [&] {
+        for (const auto& [name, x] : {std::pair{"scales1", &scale1}, std::pair{"scales2", &scale2},
+                 std::pair{"zero_points1", &zero1}, std::pair{"zero_points2", &zero2}})
+          check_factor(name, *x, gamma);
+      });
+      COMPUTE {
+        const auto total = sum_of(a, b);
+        auto y = rms(total, gamma, epsilon).y;
+        if (beta) y = y + beta->to(at::kFloat);
+        sum.copy_(total);
+        copy_reshaped(normed, y);
+        const auto flat = y.reshape({-1, gamma.numel()});
+        put_integers(y1.view({-1, gamma.numel()}), quantized(flat, scale1, zero1, divides));
+        if (scale2)
+          put_integers(y2.view({-1, gamma.numel()}), quantized(flat, scale2, zero2, divides));
+      };
+    })
 // The second scale and zero points must be None and div_mode true (op-plugin's
 // AddRmsNormQuantKernelOpApi.cpp).
 CHECKED(aclnnAddRmsNormQuant,
@@ -89,16 +76,8 @@ CHECKED(aclnnAddRmsNormQuant,
     {
       require(!scale2 && !zero2, "scales2 or zero_points2 is given; only None is allowed");
       require(divides, "div_mode is false; only true is allowed");
-      return add_rms_norm_quant(
+      return body_aclnnAddRmsNormQuantV2(
           a, b, gamma, scale1, {}, zero1, {}, {}, axis, epsilon, true, y1, y2, sum, {});
-    })
-CHECKED(aclnnAddRmsNormQuantV2,
-    (Tensor a, Tensor b, Tensor gamma, Opt<Tensor> scale1, Opt<Tensor> scale2, Opt<Tensor> zero1,
-        Opt<Tensor> zero2, Opt<Tensor> beta, int64_t axis, double epsilon, bool divides, Tensor y1,
-        Tensor y2, Tensor sum, Opt<Tensor> normed),
-    {
-      return add_rms_norm_quant(a, b, gamma, scale1, scale2, zero1, zero2, beta, axis, epsilon,
-          divides, y1, y2, sum, normed);
     })
 CHECKED(aclnnAddRmsNormDynamicQuantV2,
     (Tensor a, Tensor b, Tensor gamma, Opt<Tensor> smooth1, Opt<Tensor> smooth2, Opt<Tensor> beta,
@@ -107,15 +86,13 @@ CHECKED(aclnnAddRmsNormDynamicQuantV2,
     {
       check_add_norm(a, b, gamma, kHalves);
       const bool chosen = mask && !mask->empty();
-      rule("add_rms_norm_dynamic_quant.second-scale", [&] {
-        require(chosen || !smooth2 || smooth1, "smooth_scale2 is given without smooth_scale1");
-      });
+      rule("add_rms_norm_dynamic_quant.second-scale", chosen || !smooth2 || smooth1,
+          "smooth_scale2 is given without smooth_scale1");
       const bool first = chosen ? mask->at(0) : true,
                  second = chosen ? mask->at(1) : smooth1 && smooth2;
-      rule("add_rms_norm_dynamic_quant.output-mask", [&] {
-        require(!chosen || ((first || second) && (!smooth1 || first) && (!smooth2 || second)),
-            "output_mask leaves out both outputs, or one whose smooth_scale is given");
-      });
+      rule("add_rms_norm_dynamic_quant.output-mask",
+          !chosen || ((first || second) && (!smooth1 || first) && (!smooth2 || second)),
+          "output_mask leaves out both outputs, or one whose smooth_scale is given");
       COMPUTE {
         const auto total = sum_of(a, b);
         auto y = rms(total, gamma, epsilon).y;
@@ -125,10 +102,21 @@ CHECKED(aclnnAddRmsNormDynamicQuantV2,
         if (second) put_dynamic(y, smooth2, y2, scale2);
       };
     })
-CHECKED(aclnnRmsNormQuant,
-    (Tensor x, Tensor gamma, Tensor beta, Tensor scale, Tensor offset, double epsilon, Tensor y),
-    { return rms_norm_quant(x, gamma, scale, offset, beta, epsilon, false, y, {}); })
 CHECKED(aclnnRmsNormQuantV3,
     (Tensor x, Tensor gamma, Tensor scale, Opt<Tensor> offset, Opt<Tensor> beta, double epsilon,
         bool divides, bool, Tensor y, Opt<Tensor> rstd),
-    { return rms_norm_quant(x, gamma, scale, offset, beta, epsilon, divides, y, rstd); })
+    {
+      check_factor("scale", scale, gamma);
+      check_factor("offset", offset, gamma);
+      COMPUTE {
+        const auto normed = rms(x.to(at::kFloat), gamma.view(-1), epsilon);
+        auto out = normed.y;
+        if (beta) out = out + beta->to(at::kFloat).view(-1);
+        put_integers(y, quantized(out, scale, offset, divides));
+        copy_reshaped(rstd, normed.rstd);
+      };
+    })
+CHECKED(aclnnRmsNormQuant,
+    (Tensor x, Tensor gamma, Tensor beta, Tensor scale, Tensor offset, double epsilon, Tensor y), {
+      return body_aclnnRmsNormQuantV3(x, gamma, scale, offset, beta, epsilon, false, false, y, {});
+    })

@@ -4,6 +4,7 @@
 // npu_dynamic_quant(_asymmetric), npu_anti_quant, npu_trans_quant_param, npu_quant_scatter and
 // npu_kronecker_quant (torch_npu/_op_plugin_docs.py, BSD); of npu_group_quant op-plugin's shape
 // function and test; of aclnnFlatQuant Huawei's API reference.
+#include "ops/upcast.h"
 #include "quantized.h"
 
 using namespace emu;
@@ -52,74 +53,61 @@ CHECKED(aclnnQuantize,
       };
     })
 
-namespace {
-Computation quantize(const Tensor& x, const Tensor& scale, const Opt<Tensor>& offset, bool square,
-    int64_t axis, const Tensor& out) {
-  rule("ascend_quant.axis-size", [&] { check_axis("scales", scale, axis, x); });
-  const bool four_bits = out.scalar_type() == at::kInt;
-  COMPUTE {
-    auto factor = broadcast_along(scale, axis, x);
-    if (square) factor = factor * factor;
-    auto values = x.to(at::kFloat) * factor;
-    if (offset) values = values + broadcast_along(*offset, axis, x);
-    store_rounded(values, out, four_bits);
-  };
-}
-}  // namespace
-
-CHECKED(aclnnAscendQuant,
-    (Tensor x, Tensor scale, Opt<Tensor> offset, bool square, Text mode, int32_t, Tensor out),
-    { return quantize(x, scale, offset, square, -1, out); })
 CHECKED(aclnnAscendQuantV3,
     (Tensor x, Tensor scale, Opt<Tensor> offset, bool square, Text mode, int32_t, int64_t axis,
         Tensor out),
-    { return quantize(x, scale, offset, square, axis, out); })
+    {
+      rule("ascend_quant.axis-size", [&] { check_axis("scales", scale, axis, x); });
+      const bool four_bits = out.scalar_type() == at::kInt;
+      COMPUTE {
+        auto factor = broadcast_along(scale, axis, x);
+        if (square) factor = factor * factor;
+        auto values = x.to(at::kFloat) * factor;
+        if (offset) values = values + broadcast_along(*offset, axis, x);
+        store_rounded(values, out, four_bits);
+      };
+    })
+CHECKED(aclnnAscendQuant,
+    (Tensor x, Tensor scale, Opt<Tensor> offset, bool square, Text mode, int32_t, Tensor out),
+    { return body_aclnnAscendQuantV3(x, scale, offset, square, mode, 0, -1, out); })
 
-namespace {
 // Symmetric without offset_out, asymmetric with it.
-Computation dynamic_quantize(const Tensor& x, const Opt<Tensor>& smooth,
-    const Opt<Tensor>& group_index, const Tensor& out, const Tensor& scale,
-    const Opt<Tensor>& offset_out) {
-  const bool four_bits = out.scalar_type() == at::kInt;
-  COMPUTE {
-    auto values = x.to(at::kFloat).reshape({-1, x.size(-1)});
-    if (values.numel() == 0) return;
-    if (group_index) {
-      const auto groups = rows_of(*group_index, 0, values.size(0));
-      require(!groups.empty() && groups.back().last == values.size(0), "group_index ends at row ",
-          groups.back().last, "; it must be ", values.size(0));
-      values = scaled_by_group(values, *smooth, groups);
-    } else if (smooth) {
-      values = values * smooth->to(at::kFloat);
-    }
-    const auto rounded = out.view({values.size(0), -1});
-    if (!offset_out) return quantize_rows(values, rounded, scale, four_bits);
-    const auto most = values.amax(-1, true), least = values.amin(-1, true);
-    const double top = largest(four_bits);
-    const auto step = (most - least) / (2 * top + 1), offset = top - most / step;
-    scale.copy_(step.view(scale.sizes()));
-    offset_out->copy_(offset.view(scale.sizes()));
-    // Zeros for a row of one value, whose step is 0.
-    store_rounded((values / step + offset).nan_to_num(0.0), rounded, four_bits);
-  };
-}
-}  // namespace
-
-CHECKED(aclnnDynamicQuant, (Tensor x, Opt<Tensor> smooth, Tensor out, Tensor scale),
-    { return dynamic_quantize(x, smooth, {}, out, scale, {}); })
 CHECKED(aclnnDynamicQuantV2,
     (Tensor x, Opt<Tensor> smooth, Opt<Tensor> group_index, int32_t, Tensor out, Tensor scale,
         Opt<Tensor> offset_out),
-    { return dynamic_quantize(x, smooth, group_index, out, scale, offset_out); })
+    {
+      const bool four_bits = out.scalar_type() == at::kInt;
+      COMPUTE {
+        auto values = x.to(at::kFloat).reshape({-1, x.size(-1)});
+        if (values.numel() == 0) return;
+        if (group_index) {
+          const auto groups = rows_of(*group_index, 0, values.size(0));
+          require(!groups.empty() && groups.back().last == values.size(0),
+              "group_index ends at row ", groups.back().last, "; it must be ", values.size(0));
+          values = scaled_by_group(values, *smooth, groups);
+        } else if (smooth) {
+          values = values * smooth->to(at::kFloat);
+        }
+        const auto rounded = out.view({values.size(0), -1});
+        if (!offset_out) return quantize_rows(values, rounded, scale, four_bits);
+        const auto most = values.amax(-1, true), least = values.amin(-1, true);
+        const double top = largest(four_bits);
+        const auto step = (most - least) / (2 * top + 1), offset = top - most / step;
+        scale.copy_(step.view(scale.sizes()));
+        offset_out->copy_(offset.view(scale.sizes()));
+        // Zeros for a row of one value, whose step is 0.
+        store_rounded((values / step + offset).nan_to_num(0.0), rounded, four_bits);
+      };
+    })
+CHECKED(aclnnDynamicQuant, (Tensor x, Opt<Tensor> smooth, Tensor out, Tensor scale),
+    { return body_aclnnDynamicQuantV2(x, smooth, {}, 0, out, scale, {}); })
 
 CHECKED(aclnnAscendAntiQuant,
     (Tensor x, Tensor scale, Opt<Tensor> offset, int32_t, bool square, Tensor out), {
       const bool four_bits = x.scalar_type() == at::kInt;
       const int64_t columns = x.size(-1) * (four_bits ? kFourBitsInWord : 1);
-      rule("anti_quant.scale-size", [&] {
-        require(scale.numel() == 1 || scale.numel() == columns, "scale has ", scale.numel(),
-            " elements; allowed: 1 or ", columns);
-      });
+      rule("anti_quant.scale-size", scale.numel() == 1 || scale.numel() == columns, "scale has ",
+          scale.numel(), " elements; allowed: 1 or ", columns);
       COMPUTE {
         auto factor = scale.to(at::kFloat);
         if (square) factor = factor * factor;
@@ -129,37 +117,30 @@ CHECKED(aclnnAscendAntiQuant,
       };
     })
 
-namespace {
 // 64-bit parameters of the cube unit's dequantization: the scale's upper 19 bits in the lower half,
 // a flag at bit 46, the nine bits of the offset at bit 37 (op-plugin's
 // test_npu_trans_quant_param.py; aclnnTransQuantParamV2 in Huawei's API reference).
-Computation trans_quant_param(
-    const Tensor& scale, const Opt<Tensor>& offset, int64_t round_mode, const Tensor& out) {
-  rule("trans_quant_param.sizes", [&] {
-    require(
-        !offset || offset->numel() == 1 || scale.numel() == 1 || offset->numel() == scale.numel(),
-        "offset has ", offset ? offset->numel() : 0, " elements and scale ", scale.numel());
-  });
-  COMPUTE {
-    auto bits = scale.contiguous().view(at::kInt).to(at::kLong).bitwise_and_(0xFFFFFFFFll);
-    if (round_mode == 1) {  // to the nearest, ties to even
-      const auto even = at::bitwise_and(at::bitwise_right_shift(bits, 13), 1);
-      bits = bits + (even + 0xFFF);
-    }
-    bits = at::bitwise_or(at::bitwise_and(bits, 0xFFFFE000ll), 1ll << 46);
-    if (offset)
-      bits = at::bitwise_or(
-          bits, at::bitwise_left_shift(
-                    at::bitwise_and(at::round(*offset).clamp(-256, 255).to(at::kLong), 0x1FF), 37));
-    out.copy_(bits.expand(out.sizes()));
-  };
-}
-}  // namespace
-
+CHECKED(
+    aclnnTransQuantParamV3, (Tensor scale, Opt<Tensor> offset, int64_t round_mode, Tensor out), {
+      rule("trans_quant_param.sizes",
+          !offset || offset->numel() == 1 || scale.numel() == 1 || offset->numel() == scale.numel(),
+          "offset has ", offset ? offset->numel() : 0, " elements and scale ", scale.numel());
+      COMPUTE {
+        auto bits = scale.contiguous().view(at::kInt).to(at::kLong).bitwise_and_(0xFFFFFFFFll);
+        if (round_mode == 1) {  // to the nearest, ties to even
+          const auto even = at::bitwise_and(at::bitwise_right_shift(bits, 13), 1);
+          bits = bits + (even + 0xFFF);
+        }
+        bits = at::bitwise_or(at::bitwise_and(bits, 0xFFFFE000ll), 1ll << 46);
+        if (offset)
+          bits = at::bitwise_or(bits,
+              at::bitwise_left_shift(
+                  at::bitwise_and(at::round(*offset).clamp(-256, 255).to(at::kLong), 0x1FF), 37));
+        out.copy_(bits.expand(out.sizes()));
+      };
+    })
 CHECKED(aclnnTransQuantParamV2, (Tensor scale, Opt<Tensor> offset, Tensor out),
-    { return trans_quant_param(scale, offset, 0, out); })
-CHECKED(aclnnTransQuantParamV3, (Tensor scale, Opt<Tensor> offset, int64_t round_mode, Tensor out),
-    { return trans_quant_param(scale, offset, round_mode, out); })
+    { return body_aclnnTransQuantParamV3(scale, offset, 0, out); })
 
 CHECKED(aclnnInplaceQuantScatter,
     (Tensor self, Tensor indices, Tensor updates, Tensor scales, Opt<Tensor> zero_points,
@@ -193,33 +174,28 @@ CHECKED(aclnnInplaceQuantScatter,
       };
     })
 
-namespace {
-Computation flat_quant(const Tensor& x, const Tensor& left, const Tensor& right, double clip_ratio,
-    double dst_type_max, const Tensor& out, const Tensor& scale) {
-  rule("flat_quant.numbers", [&] {
-    require(clip_ratio > 0 && clip_ratio <= 1, "clip_ratio is ", clip_ratio,
-        "; allowed: above 0, up to 1");
-    require(dst_type_max == 0, "dst_type_max is ", dst_type_max, "; int4 takes 0");
-  });
-  COMPUTE {
-    const auto values =
-        at::matmul(left.to(at::kFloat), at::matmul(x.to(at::kFloat), right.to(at::kFloat)));
-    const auto step = values.abs().amax({1, 2}) / (7.0 / clip_ratio);
-    scale.copy_(step);
-    store_rounded(at::where(step.view({-1, 1, 1}) > 0, values / step.view({-1, 1, 1}),
-                      at::zeros_like(values)),
-        out, true);
-  };
-}
-}  // namespace
-
-CHECKED(aclnnFlatQuant,
-    (Tensor x, Tensor left, Tensor right, double clip_ratio, Tensor out, Tensor scale),
-    { return flat_quant(x, left, right, clip_ratio, 0, out, scale); })
 CHECKED(aclnnFlatQuantV2,
     (Tensor x, Tensor left, Tensor right, double clip_ratio, double dst_type_max, Tensor out,
         Tensor scale),
-    { return flat_quant(x, left, right, clip_ratio, dst_type_max, out, scale); })
+    {
+      rule("flat_quant.numbers", [&] {
+        require(clip_ratio > 0 && clip_ratio <= 1, "clip_ratio is ", clip_ratio,
+            "; allowed: above 0, up to 1");
+        require(dst_type_max == 0, "dst_type_max is ", dst_type_max, "; int4 takes 0");
+      });
+      COMPUTE {
+        const auto values =
+            at::matmul(left.to(at::kFloat), at::matmul(x.to(at::kFloat), right.to(at::kFloat)));
+        const auto step = values.abs().amax({1, 2}) / (7.0 / clip_ratio);
+        scale.copy_(step);
+        store_rounded(at::where(step.view({-1, 1, 1}) > 0, values / step.view({-1, 1, 1}),
+                          at::zeros_like(values)),
+            out, true);
+      };
+    })
+CHECKED(aclnnFlatQuant,
+    (Tensor x, Tensor left, Tensor right, double clip_ratio, Tensor out, Tensor scale),
+    { return body_aclnnFlatQuantV2(x, left, right, clip_ratio, 0, out, scale); })
 
 // Rows [group_index[i-1], group_index[i]) of x times scale[i], plus offset.
 CHECKED(aclnnGroupQuant,
@@ -240,10 +216,6 @@ namespace {
 void check_range(int64_t least, int64_t most) {
   require(least < most, "quant_min is ", least, " and quant_max ", most, "; it must be smaller");
 }
-void copy_pair(const std::tuple<Tensor, Tensor>& results, const Tensor& out, const Tensor& mask) {
-  out.copy_(std::get<0>(results));
-  mask.copy_(std::get<1>(results));
-}
 }  // namespace
 CHECKED(aclnnFakeQuantPerChannelAffineCachemask,
     (Tensor x, Tensor scale, Tensor zero_point, int64_t axis, int64_t least, int64_t most,
@@ -254,7 +226,7 @@ CHECKED(aclnnFakeQuantPerChannelAffineCachemask,
       shape("scale", scale, {x.size(axis)});
       shape("zero_point", zero_point, {x.size(axis)});
       COMPUTE {
-        copy_pair(at::fake_quantize_per_channel_affine_cachemask(x.to(at::kFloat),
+        copy_both(at::fake_quantize_per_channel_affine_cachemask(x.to(at::kFloat),
                       scale.to(at::kFloat), zero_point.to(at::kInt), axis, least, most),
             out, mask);
       };
@@ -265,7 +237,7 @@ CHECKED(aclnnFakeQuantPerTensorAffineCachemask,
     {
       check_range(least, most);
       COMPUTE {
-        copy_pair(at::_fake_quantize_per_tensor_affine_cachemask_tensor_qparams(x.to(at::kFloat),
+        copy_both(at::_fake_quantize_per_tensor_affine_cachemask_tensor_qparams(x.to(at::kFloat),
                       scale.to(at::kFloat), zero_point.to(at::kInt),
                       at::full({1}, enabled > 0 ? 1 : 0, at::kLong), least, most),
             out, mask);

@@ -39,8 +39,10 @@ void store_rounded(const Tensor& values, const Tensor& out, bool four_bits) {
               .clamp(std::numeric_limits<int32_t>::min(), std::numeric_limits<int32_t>::max()));
       break;
     default:
-      throw Error(kOpParam, text("an output of dtype ", out.scalar_type(),
-                                " is not emulated; int8, uint8, int32 and packed int4 are"));
+      raise(kOpParam,
+          {"an output of dtype ", out.scalar_type(),
+              " is not emulated; int8, uint8, int32 and packed int4 are"},
+          /*own=*/true);
   }
 }
 

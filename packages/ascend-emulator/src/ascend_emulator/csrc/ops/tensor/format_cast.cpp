@@ -41,7 +41,7 @@ ACL_API(answers, aclnnNpuFormatCastCalculateSizeAndFormat,
         one_of("the dtype", source->value,
             {at::kChar, at::kHalf, at::kBFloat16, at::kFloat, at::kInt});
         const int64_t c0 = 32 / static_cast<int64_t>(c10::elementSize(to_scalar_type(additional)));
-        require(
+        require_emulated(
             c0 >= 16, "customize_dtype of four bytes lays out packed int4, which is not emulated");
         const int64_t n = sizes.back(), k = sizes[sizes.size() - 2];
         sizes.resize(sizes.size() - 2);

@@ -112,87 +112,76 @@ CHECKED(aclnnSwiGluQuantV2,
       };
     })
 
-namespace {
-Computation dequant_swiglu_quant(const Tensor& x, const Opt<Tensor>& weight_scale,
-    const Opt<Tensor>& activation_scale, const Opt<Tensor>& bias, const Opt<Tensor>& quant_scale,
-    const Opt<Tensor>& quant_offset, const Opt<Tensor>& group_index, bool left, const Text& mode,
-    int64_t swiglu_mode, double limit, double alpha, double glu_bias, const Tensor& out,
-    const Tensor& scale) {
-  const bool dynamic = mode == "dynamic", integers = x.scalar_type() == at::kInt;
-  const int64_t columns = x.size(-1), groups = group_index ? group_index->numel() : 1;
-  rule("dequant_swiglu_quant.scale-sizes", [&] {
-    require(!weight_scale || weight_scale->numel() == groups * columns,
-        "weight_scale does not have the shape [", groups, ", ", columns, "]");
-    require(!activation_scale || activation_scale->numel() == x.numel() / columns,
-        "activation_scale does not have one element for each of ", x.numel() / columns, " tokens");
-  });
-  rule("dequant_swiglu_quant.groups-quant-mode",
-      [&] { require(!group_index || dynamic, "with group_index, quant_mode must be 1"); });
-  require(dynamic || quant_scale, "static quantization needs quant_scale");
-  COMPUTE {
-    const auto rows = x.reshape({-1, columns});
-    const auto rounded = out.view({rows.size(0), columns / 2});
-    const auto steps = scale.view({-1});
-    const auto parts = group_index ? rows_of(*group_index, 1, rows.size(0))
-                                   : std::vector<Rows>{{0, 0, rows.size(0)}};
-    for (const auto& [group, first, last] : parts) {
-      if (last == first) continue;
-      const auto mine = [&, first = first, count = last - first](
-                            const Tensor& t) { return t.narrow(0, first, count); };
-      auto values = mine(rows);
-      if (integers) {
-        if (bias && bias->scalar_type() == at::kInt) values = values + bias->reshape({1, columns});
-        values = values.to(at::kFloat) * weight_scale->view({groups, columns})[group];
-        if (activation_scale) values = values * mine(activation_scale->reshape({-1, 1}));
-        if (bias && bias->scalar_type() != at::kInt)
-          values = values + bias->to(at::kFloat).reshape({1, columns});
-      } else {
-        values = values.to(at::kFloat);
-      }
-      if (swiglu_mode == 1) {
-        const auto pairs = values.unflatten(-1, {-1, 2});
-        values = clipped(pairs.select(-1, 0), pairs.select(-1, 1), alpha, limit, glu_bias);
-      } else {
-        values = swish_of_halves(values, left);
-      }
-      const auto factor = quant_scale ? (quant_scale->dim() == 2 ? (*quant_scale)[group]
-                                            : group_index        ? (*quant_scale)[group]
-                                                                 : *quant_scale)
-                                            .to(at::kFloat)
-                                      : Tensor();
-      if (dynamic) {
-        if (factor.defined()) values = values * factor;
-        quantize_rows(values, mine(rounded), mine(steps), false);
-      } else {
-        values = values / factor;
-        if (quant_offset) values = values + quant_offset->to(at::kFloat);
-        store_rounded(values, rounded, false);
-      }
-    }
-  };
-}
-}  // namespace
-
-CHECKED(aclnnDequantSwigluQuant,
-    (Tensor x, Opt<Tensor> weight_scale, Opt<Tensor> activation_scale, Opt<Tensor> bias,
-        Opt<Tensor> quant_scale, Opt<Tensor> quant_offset, Opt<Tensor> group_index, bool left,
-        Text mode, Tensor out, Tensor scale),
-    {
-      return dequant_swiglu_quant(x, weight_scale, activation_scale, bias, quant_scale,
-          quant_offset, group_index, left, mode, 0, 0, 0, 0, out, scale);
-    })
 CHECKED(aclnnDequantSwigluQuantV2,
     (Tensor x, Opt<Tensor> weight_scale, Opt<Tensor> activation_scale, Opt<Tensor> bias,
         Opt<Tensor> quant_scale, Opt<Tensor> quant_offset, Opt<Tensor> group_index, bool left,
         Text mode, int64_t dst_type, Text round_mode, int64_t dim, int64_t swiglu_mode,
         double limit, double alpha, double glu_bias, Tensor out, Tensor scale),
     {
-      rule("dequant_swiglu_quant.dim", [&] {
-        require(at::maybe_wrap_dim(dim, x.dim()) == x.dim() - 1, "activate_dim is ", dim,
-            "; only the last dimension is emulated");
+      rule("dequant_swiglu_quant.dim", at::maybe_wrap_dim(dim, x.dim()) == x.dim() - 1,
+          "activate_dim is ", dim, "; only the last dimension is emulated");
+      const bool dynamic = mode == "dynamic", integers = x.scalar_type() == at::kInt;
+      const int64_t columns = x.size(-1), groups = group_index ? group_index->numel() : 1;
+      rule("dequant_swiglu_quant.scale-sizes", [&] {
+        require(!weight_scale || weight_scale->numel() == groups * columns,
+            "weight_scale does not have the shape [", groups, ", ", columns, "]");
+        require(!activation_scale || activation_scale->numel() == x.numel() / columns,
+            "activation_scale does not have one element for each of ", x.numel() / columns,
+            " tokens");
       });
-      return dequant_swiglu_quant(x, weight_scale, activation_scale, bias, quant_scale,
-          quant_offset, group_index, left, mode, swiglu_mode, limit, alpha, glu_bias, out, scale);
+      rule("dequant_swiglu_quant.groups-quant-mode", !group_index || dynamic,
+          "with group_index, quant_mode must be 1");
+      require(dynamic || quant_scale, "static quantization needs quant_scale");
+      COMPUTE {
+        const auto rows = x.reshape({-1, columns});
+        const auto rounded = out.view({rows.size(0), columns / 2});
+        const auto steps = scale.view({-1});
+        const auto parts = group_index ? rows_of(*group_index, 1, rows.size(0))
+                                       : std::vector<Rows>{{0, 0, rows.size(0)}};
+        for (const auto& [group, first, last] : parts) {
+          if (last == first) continue;
+          const auto mine = [&, first = first, count = last - first](
+                                const Tensor& t) { return t.narrow(0, first, count); };
+          auto values = mine(rows);
+          if (integers) {
+            if (bias && bias->scalar_type() == at::kInt)
+              values = values + bias->reshape({1, columns});
+            values = values.to(at::kFloat) * weight_scale->view({groups, columns})[group];
+            if (activation_scale) values = values * mine(activation_scale->reshape({-1, 1}));
+            if (bias && bias->scalar_type() != at::kInt)
+              values = values + bias->to(at::kFloat).reshape({1, columns});
+          } else {
+            values = values.to(at::kFloat);
+          }
+          if (swiglu_mode == 1) {
+            const auto pairs = values.unflatten(-1, {-1, 2});
+            values = clipped(pairs.select(-1, 0), pairs.select(-1, 1), alpha, limit, glu_bias);
+          } else {
+            values = swish_of_halves(values, left);
+          }
+          const auto factor = quant_scale ? (quant_scale->dim() == 2 ? (*quant_scale)[group]
+                                                : group_index        ? (*quant_scale)[group]
+                                                                     : *quant_scale)
+                                                .to(at::kFloat)
+                                          : Tensor();
+          if (dynamic) {
+            if (factor.defined()) values = values * factor;
+            quantize_rows(values, mine(rounded), mine(steps), false);
+          } else {
+            values = values / factor;
+            if (quant_offset) values = values + quant_offset->to(at::kFloat);
+            store_rounded(values, rounded, false);
+          }
+        }
+      };
+    })
+CHECKED(aclnnDequantSwigluQuant,
+    (Tensor x, Opt<Tensor> weight_scale, Opt<Tensor> activation_scale, Opt<Tensor> bias,
+        Opt<Tensor> quant_scale, Opt<Tensor> quant_offset, Opt<Tensor> group_index, bool left,
+        Text mode, Tensor out, Tensor scale),
+    {
+      return body_aclnnDequantSwigluQuantV2(x, weight_scale, activation_scale, bias, quant_scale,
+          quant_offset, group_index, left, mode, 0, "", -1, 0, 0, 0, 0, out, scale);
     })
 
 // With a group index only the counted rows are written; the others keep their values.

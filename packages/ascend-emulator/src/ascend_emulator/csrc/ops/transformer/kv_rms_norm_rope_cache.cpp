@@ -89,81 +89,73 @@ void check_cache(const char* name, const Tensor& cache, const Tensor& like,
   if (mode.find("NZ") != std::string::npos) multiple(name, size, 32 / cache.element_size());
 }
 
-// kv [B, 1, S, ckv + 64]; the first part is normalized and the last 64 rotated. With v, all of kv
-// is normalized, its first 64 rotated, and v written.
-Computation kv_rms_norm_rope(const Tensor& kv, const Tensor& gamma, const Tensor& cos,
-    const Tensor& sin, const Tensor& index, Tensor k_cache, Tensor ckv_cache,
-    const Opt<Tensor>& k_scale, const Opt<Tensor>& ckv_scale, const Opt<Tensor>& k_offset,
-    const Opt<Tensor>& ckv_offset, const Opt<Tensor>& v, double epsilon, const Text& cache_mode,
-    bool outputs, Tensor k_out, Tensor ckv_out) {
-  const int64_t rope = cos.size(-1), normed = gamma.size(0);
-  require(kv.size(3) == (v ? normed : normed + rope), "kv has a last dimension of ", kv.size(3),
-      "; gamma's ", normed, v ? "" : text(" and cos's ", rope), " are expected");
-  for (const auto& [name, x] : {std::pair{"cos", &cos}, std::pair{"sin", &sin}}) {
-    require(x->size(0) == kv.size(0) && (x->size(2) == kv.size(2) || x->size(2) == 1) &&
-                x->size(3) == rope,
-        name, " has shape ", x->sizes(), " and kv ", kv.sizes());
-  }
-  const auto mode =
-      mode_of(cache_mode, {"Norm", "PA", "PA_BNSD", "PA_NZ", "PA_BLK_BNSD", "PA_BLK_NZ"});
-  check_cache("k_cache", k_cache, kv, k_scale, v ? normed : rope, cache_mode);
-  check_cache("ckv_cache", ckv_cache, kv, ckv_scale, v ? v->size(3) : normed, cache_mode);
-  require(
-      (!k_offset || k_scale) && (!ckv_offset || ckv_scale), "an offset is given without its scale");
-  if (mode.places == Places::pages) {
-    const int64_t block_size = k_cache.size(1),
-                  pages = kv.size(0) * ((kv.size(2) + block_size - 1) / block_size);
-    require(index.numel() == pages, "index has ", index.numel(), " entries; one for each of ",
-        pages, " pages is expected");
-  } else {
-    require(index.numel() == kv.size(0) * kv.size(2), "index has ", index.numel(), " entries for ",
-        kv.size(0) * kv.size(2), " tokens");
-  }
-  COMPUTE {
-    Tensor key, value;
-    if (v) {
-      const auto all = rms_normed(kv, gamma, epsilon);
-      key = at::cat({rotate(halves_of_pairs(all.narrow(-1, 0, rope)), cos, sin, false),
-                        all.narrow(-1, rope, normed - rope)},
-          -1);
-      value = v->to(at::kFloat);
-    } else {
-      value = rms_normed(kv.narrow(-1, 0, normed), gamma, epsilon);
-      key = rotate(halves_of_pairs(kv.narrow(-1, normed, rope).to(at::kFloat)), cos, sin, false);
-    }
-    write_cache(
-        k_cache, stored(key, k_cache, k_scale, k_offset, false).transpose(1, 2), index, mode);
-    write_cache(ckv_cache, stored(value, ckv_cache, ckv_scale, ckv_offset, false).transpose(1, 2),
-        index, mode);
-    if (outputs) {
-      k_out.copy_(key);
-      ckv_out.copy_(value);
-    } else {
-      cost::partial_access(k_out, 0.0);
-      cost::partial_access(ckv_out, 0.0);
-    }
-  };
-}
-
 }  // namespace
 
-CHECKED(aclnnKvRmsNormRopeCache,
-    (Tensor kv, Tensor gamma, Tensor cos, Tensor sin, Tensor index, Tensor k_cache,
-        Tensor ckv_cache, Opt<Tensor> k_scale, Opt<Tensor> ckv_scale, Opt<Tensor> k_offset,
-        Opt<Tensor> ckv_offset, double epsilon, Text cache_mode, bool outputs, Tensor k_out,
-        Tensor ckv_out),
-    {
-      return kv_rms_norm_rope(kv, gamma, cos, sin, index, k_cache, ckv_cache, k_scale, ckv_scale,
-          k_offset, ckv_offset, {}, epsilon, cache_mode, outputs, k_out, ckv_out);
-    })
+// kv [B, 1, S, ckv + 64]; the first part is normalized and the last 64 rotated. With v, all of kv
+// is normalized, its first 64 rotated, and v written.
 CHECKED(aclnnKvRmsNormRopeCacheV2,
     (Tensor kv, Tensor gamma, Tensor cos, Tensor sin, Tensor index, Tensor k_cache,
         Tensor ckv_cache, Opt<Tensor> k_scale, Opt<Tensor> ckv_scale, Opt<Tensor> k_offset,
         Opt<Tensor> ckv_offset, Opt<Tensor> v, double epsilon, Text cache_mode, bool outputs,
         Tensor k_out, Tensor ckv_out),
     {
-      return kv_rms_norm_rope(kv, gamma, cos, sin, index, k_cache, ckv_cache, k_scale, ckv_scale,
-          k_offset, ckv_offset, v, epsilon, cache_mode, outputs, k_out, ckv_out);
+      const int64_t rope = cos.size(-1), normed = gamma.size(0);
+      require(kv.size(3) == (v ? normed : normed + rope), "kv has a last dimension of ", kv.size(3),
+          "; gamma's ", normed, v ? "" : text(" and cos's ", rope), " are expected");
+      for (const auto& [name, x] : {std::pair{"cos", &cos}, std::pair{"sin", &sin}}) {
+        require(x->size(0) == kv.size(0) && (x->size(2) == kv.size(2) || x->size(2) == 1) &&
+                    x->size(3) == rope,
+            name, " has shape ", x->sizes(), " and kv ", kv.sizes());
+      }
+      const auto mode =
+          mode_of(cache_mode, {"Norm", "PA", "PA_BNSD", "PA_NZ", "PA_BLK_BNSD", "PA_BLK_NZ"});
+      check_cache("k_cache", k_cache, kv, k_scale, v ? normed : rope, cache_mode);
+      check_cache("ckv_cache", ckv_cache, kv, ckv_scale, v ? v->size(3) : normed, cache_mode);
+      require((!k_offset || k_scale) && (!ckv_offset || ckv_scale),
+          "an offset is given without its scale");
+      if (mode.places == Places::pages) {
+        const int64_t block_size = k_cache.size(1),
+                      pages = kv.size(0) * ((kv.size(2) + block_size - 1) / block_size);
+        require(index.numel() == pages, "index has ", index.numel(), " entries; one for each of ",
+            pages, " pages is expected");
+      } else {
+        require(index.numel() == kv.size(0) * kv.size(2), "index has ", index.numel(),
+            " entries for ", kv.size(0) * kv.size(2), " tokens");
+      }
+      COMPUTE {
+        Tensor key, value;
+        if (v) {
+          const auto all = rms_normed(kv, gamma, epsilon);
+          key = at::cat({rotate(halves_of_pairs(all.narrow(-1, 0, rope)), cos, sin, false),
+                            all.narrow(-1, rope, normed - rope)},
+              -1);
+          value = v->to(at::kFloat);
+        } else {
+          value = rms_normed(kv.narrow(-1, 0, normed), gamma, epsilon);
+          key =
+              rotate(halves_of_pairs(kv.narrow(-1, normed, rope).to(at::kFloat)), cos, sin, false);
+        }
+        write_cache(
+            k_cache, stored(key, k_cache, k_scale, k_offset, false).transpose(1, 2), index, mode);
+        write_cache(ckv_cache,
+            stored(value, ckv_cache, ckv_scale, ckv_offset, false).transpose(1, 2), index, mode);
+        if (outputs) {
+          k_out.copy_(key);
+          ckv_out.copy_(value);
+        } else {
+          cost::partial_access(k_out, 0.0);
+          cost::partial_access(ckv_out, 0.0);
+        }
+      };
+    })
+CHECKED(aclnnKvRmsNormRopeCache,
+    (Tensor kv, Tensor gamma, Tensor cos, Tensor sin, Tensor index, Tensor k_cache,
+        Tensor ckv_cache, Opt<Tensor> k_scale, Opt<Tensor> ckv_scale, Opt<Tensor> k_offset,
+        Opt<Tensor> ckv_offset, double epsilon, Text cache_mode, bool outputs, Tensor k_out,
+        Tensor ckv_out),
+    {
+      return body_aclnnKvRmsNormRopeCacheV2(kv, gamma, cos, sin, index, k_cache, ckv_cache, k_scale,
+          ckv_scale, k_offset, ckv_offset, {}, epsilon, cache_mode, outputs, k_out, ckv_out);
     })
 
 // qkv [B * S, (Nq + Nk + Nv) * D]: q and k are normalized and rotated by halves; k and v go to
@@ -200,11 +192,8 @@ CHECKED(aclnnQkvRmsNormRopeCache,
             k_cache, stored(k, k_cache, k_scale, k_offset, true), index, {Places::slots, true});
         write_cache(v_cache, stored(split[2], v_cache, v_scale, v_offset, true), index,
             {Places::slots, true});
-        const auto copy_if_given = [&](const Opt<Tensor>& out, const Tensor& x) {
-          if (out && out->numel()) Tensor(*out).copy_(x.reshape(out->sizes()));
-        };
-        copy_if_given(q_before, q);
-        copy_if_given(k_before, k);
-        copy_if_given(v_before, split[2]);
+        copy_reshaped(q_before, q);
+        copy_reshaped(k_before, k);
+        copy_reshaped(v_before, split[2]);
       };
     })

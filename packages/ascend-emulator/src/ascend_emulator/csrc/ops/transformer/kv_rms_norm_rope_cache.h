@@ -2,6 +2,7 @@
 // SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-all project
 // Fused RMSNorm, rotary embedding and write to a paged KV cache.
 #pragma once
+#include "ops/normalization/normalization.h"
 #include "rotary_embedding.h"
 
 namespace emu {

@@ -61,12 +61,9 @@ struct Prolog {
     } else {
       normed = normed.to(at::kBFloat16);
     }
-    const auto copy_if_given = [](const Opt<Tensor>& out, const Tensor& value) {
-      if (out && out->numel()) Tensor(*out).copy_(value.reshape(out->sizes()));
-    };
-    if (query_norm && query_norm->numel() == normed.numel()) copy_if_given(query_norm, normed);
+    if (query_norm && query_norm->numel() == normed.numel()) copy_reshaped(query_norm, normed);
     if (query_norm_scale && normed_scale && query_norm_scale->numel() == count)
-      copy_if_given(query_norm_scale, *normed_scale);
+      copy_reshaped(query_norm_scale, *normed_scale);
     const auto both = (product(normed, up_query, normed_scale, up_query_scale) * query_correction)
                           .view({count, heads, size + rotary});
     const auto part = both.narrow(-1, 0, size).to(at::kBFloat16).to(at::kFloat).transpose(0, 1);
@@ -79,7 +76,7 @@ struct Prolog {
                  divisor = scale.masked_fill(scale == 0, 1);
       absorbed = (absorbed / divisor).round().clamp_(-128, 127);
       rope = rope.to(at::kBFloat16).to(at::kFloat) * kv_scale->view(-1)[0] / divisor;
-      copy_if_given(query_scale, scale);
+      copy_reshaped(query_scale, scale);
     }
     query.copy_(absorbed.reshape(query.sizes()));
     query_rope.copy_(rope.reshape(query_rope.sizes()));

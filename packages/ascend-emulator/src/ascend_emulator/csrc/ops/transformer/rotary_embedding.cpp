@@ -70,50 +70,6 @@ Tensor merged(
       .reshape({-1, 2 * half});
 }
 
-Computation rope_with_cache(const Tensor& positions, const Tensor& query, const Tensor& key,
-    const Tensor& cache, const Opt<Ints>& sections, int64_t head_size, bool neox,
-    int64_t cache_mode, Tensor query_out, Tensor key_out) {
-  rule("mrope.heads", [&] {
-    require(head_size > 0 && query.size(1) % head_size == 0 && key.size(1) % head_size == 0,
-        "head_size is ", head_size, ", of which query's ", query.size(1), " and key's ",
-        key.size(1), " are no multiples");
-  });
-  const int64_t rotary = cache.size(1);
-  rule("mrope.head-size", [&] {
-    multiple("head_size", head_size, query.scalar_type() == at::kFloat ? 16 : 32);
-    require(rotary <= head_size, "rotary_dim is ", rotary, " and head_size ", head_size,
-        "; it must not be larger");
-  });
-  const auto check_sections = [&] {
-    require(sections && sections->size() == 3 &&
-                sections->at(0) + sections->at(1) + sections->at(2) == rotary / 2,
-        "mrope_section is [", listed(sections.value_or(Ints())), "]; three numbers with the sum ",
-        rotary / 2, " are needed for three rows of positions");
-    const bool known = *sections == Ints{16, 24, 24} || *sections == Ints{24, 20, 20} ||
-                       *sections == Ints{8, 12, 12};
-    require(known, "mrope_section is [", listed(*sections),
-        "]; [16, 24, 24], [24, 20, 20] and [8, 12, 12] are allowed");
-  };
-  if (positions.dim() == 2) rule("mrope.sections", check_sections);
-  require(query.stride(-1) == 1 && key.stride(-1) == 1 && query_out.is_contiguous() &&
-              key_out.is_contiguous(),
-      "rows must be contiguous");
-  COMPUTE {
-    auto where = positions.to(at::kLong).contiguous();
-    auto table = cache.contiguous();
-    cost::partial_access(
-        cache, static_cast<double>(positions.numel() * cache.size(1) * cache.element_size()));
-    if (positions.dim() == 2) {
-      table = merged(positions, table, *sections, cache_mode == 1).contiguous();
-      where = at::arange(query.size(0));
-    }
-    AT_DISPATCH_FLOATING_TYPES_AND2(at::kHalf, at::kBFloat16, query.scalar_type(), "rope", [&] {
-      rope<scalar_t>(where, query, table, head_size, neox, query_out);
-      rope<scalar_t>(where, key, table, head_size, neox, key_out);
-    });
-  };
-}
-
 // The batch and the heads are the dimensions over which the angles are broadcast.
 void check_angles(const Tensor& x, const Tensor& cos, const Tensor& sin, bool interleaved) {
   rule("rotary_mul.broadcast", [&] {
@@ -135,17 +91,6 @@ void check_angles(const Tensor& x, const Tensor& cos, const Tensor& sin, bool in
   });
 }
 
-// Gradients with respect to x, cos and sin.
-void rotary_grad(const Tensor& grad, const Tensor& cos, const Tensor& sin, const Opt<Tensor>& x,
-    bool interleaved, Tensor x_grad, Tensor cos_grad, Tensor sin_grad) {
-  const auto g = grad.to(at::kFloat), by_sin = g * sin.to(at::kFloat);
-  x_grad.copy_(g * cos.to(at::kFloat) - rotated(by_sin, interleaved));  // the transposed rotation
-  if (!x || x->numel() == 0) return;
-  const auto fp32 = x->to(at::kFloat);
-  cos_grad.copy_(at::sum_to(g * fp32, cos.sizes()));
-  sin_grad.copy_(at::sum_to(g * rotated(fp32, interleaved), sin.sizes()));
-}
-
 }  // namespace
 
 // (-x2, x1) of the two halves, or of adjacent pairs.
@@ -165,52 +110,48 @@ Tensor rotate(const Tensor& x, const Tensor& cos, const Tensor& sin, bool interl
 
 }  // namespace emu
 
-namespace {
-using namespace emu;
 // mode: 0 half, 1 interleave (op-plugin's RotaryMulKernelNpuOpApi.cpp).
-Computation rotary_mul(const Tensor& x, const Tensor& cos, const Tensor& sin, int64_t mode,
-    const Opt<Tensor>& rotation, const Tensor& out) {
-  check_angles(x, cos, sin, mode == 1);
-  COMPUTE {
-    if (!rotation) {
-      out.copy_(rotate(x, cos, sin, mode == 1));
-      return;
-    }
-    const auto fp32 = x.to(at::kFloat);
-    out.copy_(fp32 * cos.to(at::kFloat) +
-              at::matmul(fp32, rotation->to(at::kFloat)) * sin.to(at::kFloat));
-  };
-}
-}  // namespace
-
-CHECKED(aclnnRotaryPositionEmbedding, (Tensor x, Tensor cos, Tensor sin, int64_t mode, Tensor out),
-    { return rotary_mul(x, cos, sin, mode, {}, out); })
 CHECKED(aclnnRotaryPositionEmbeddingV2,
-    (Tensor x, Tensor cos, Tensor sin, int64_t mode, Opt<Tensor> rotation, Tensor out),
-    { return rotary_mul(x, cos, sin, mode, rotation, out); })
+    (Tensor x, Tensor cos, Tensor sin, int64_t mode, Opt<Tensor> rotation, Tensor out), {
+      check_angles(x, cos, sin, mode == 1);
+      COMPUTE {
+        if (!rotation) {
+          out.copy_(rotate(x, cos, sin, mode == 1));
+          return;
+        }
+        const auto fp32 = x.to(at::kFloat);
+        out.copy_(fp32 * cos.to(at::kFloat) +
+                  at::matmul(fp32, rotation->to(at::kFloat)) * sin.to(at::kFloat));
+      };
+    })
+CHECKED(aclnnRotaryPositionEmbedding, (Tensor x, Tensor cos, Tensor sin, int64_t mode, Tensor out),
+    { return body_aclnnRotaryPositionEmbeddingV2(x, cos, sin, mode, {}, out); })
 CHECKED(aclnnRotaryPositionEmbeddingGrad,
     (Tensor grad, Tensor cos, Tensor sin, Opt<Tensor> x, int64_t mode, Tensor x_grad,
         Tensor cos_grad, Tensor sin_grad),
     {
       check_angles(grad, cos, sin, mode == 1);
-      COMPUTE { rotary_grad(grad, cos, sin, x, mode == 1, x_grad, cos_grad, sin_grad); };
+      COMPUTE {
+        const auto g = grad.to(at::kFloat), by_sin = g * sin.to(at::kFloat);
+        // The transposed rotation.
+        x_grad.copy_(g * cos.to(at::kFloat) - rotated(by_sin, mode == 1));
+        if (!x || x->numel() == 0) return;
+        const auto fp32 = x->to(at::kFloat);
+        cos_grad.copy_(at::sum_to(g * fp32, cos.sizes()));
+        sin_grad.copy_(at::sum_to(g * rotated(fp32, mode == 1), sin.sizes()));
+      };
     })
 
-namespace {
 // In place.
-Computation apply_rotary(Tensor query, Tensor key, const Tensor& cos, const Tensor& sin) {
-  COMPUTE {
-    query.copy_(rotate(query, cos, sin, false));
-    key.copy_(rotate(key, cos, sin, false));
-  };
-}
-}  // namespace
-
-CHECKED(aclnnApplyRotaryPosEmb, (Tensor query, Tensor key, Tensor cos, Tensor sin, int64_t layout),
-    { return apply_rotary(query, key, cos, sin); })
 CHECKED(aclnnApplyRotaryPosEmbV2,
-    (Tensor query, Tensor key, Tensor cos, Tensor sin, int64_t layout, Text mode),
-    { return apply_rotary(query, key, cos, sin); })
+    (Tensor query, Tensor key, Tensor cos, Tensor sin, int64_t layout, Text mode), {
+      COMPUTE {
+        query.copy_(rotate(query, cos, sin, false));
+        key.copy_(rotate(key, cos, sin, false));
+      };
+    })
+CHECKED(aclnnApplyRotaryPosEmb, (Tensor query, Tensor key, Tensor cos, Tensor sin, int64_t layout),
+    { return body_aclnnApplyRotaryPosEmbV2(query, key, cos, sin, layout, ""); })
 
 // Adjacent pairs are split into halves first, also in the result (vLLM's use in MLA, and the golden
 // function of test_npu_kv_rms_norm_rope_cache.py).
@@ -222,17 +163,54 @@ CHECKED(aclnnInterleaveRope, (Tensor x, Tensor cos, Tensor sin, Tensor out), {
   COMPUTE { out.copy_(rotate(halves_of_pairs(x.to(at::kFloat)), cos, sin, false)); };
 })
 
-CHECKED(aclnnRopeWithSinCosCache,
-    (Tensor positions, Tensor query, Tensor key, Tensor cache, Opt<Ints> sections,
-        int64_t head_size, bool neox, Tensor query_out, Tensor key_out),
-    {
-      return rope_with_cache(
-          positions, query, key, cache, sections, head_size, neox, 0, query_out, key_out);
-    })
 CHECKED(aclnnRopeWithSinCosCacheV2,
     (Tensor positions, Tensor query, Tensor key, Tensor cache, Opt<Ints> sections,
         int64_t head_size, bool neox, int64_t cache_mode, Tensor query_out, Tensor key_out),
     {
-      return rope_with_cache(
-          positions, query, key, cache, sections, head_size, neox, cache_mode, query_out, key_out);
+      rule("mrope.heads",
+          head_size > 0 && query.size(1) % head_size == 0 && key.size(1) % head_size == 0,
+          "head_size is ", head_size, ", of which query's ", query.size(1), " and key's ",
+          key.size(1), " are no multiples");
+      const int64_t rotary = cache.size(1);
+      rule("mrope.head-size", [&] {
+        multiple("head_size", head_size, query.scalar_type() == at::kFloat ? 16 : 32);
+        require(rotary <= head_size, "rotary_dim is ", rotary, " and head_size ", head_size,
+            "; it must not be larger");
+      });
+      const auto check_sections = [&] {
+        require(sections && sections->size() == 3 &&
+                    sections->at(0) + sections->at(1) + sections->at(2) == rotary / 2,
+            "mrope_section is [", listed(sections.value_or(Ints())),
+            "]; three numbers with the sum ", rotary / 2,
+            " are needed for three rows of positions");
+        const bool known = *sections == Ints{16, 24, 24} || *sections == Ints{24, 20, 20} ||
+                           *sections == Ints{8, 12, 12};
+        require(known, "mrope_section is [", listed(*sections),
+            "]; [16, 24, 24], [24, 20, 20] and [8, 12, 12] are allowed");
+      };
+      if (positions.dim() == 2) rule("mrope.sections", check_sections);
+      require(query.stride(-1) == 1 && key.stride(-1) == 1 && query_out.is_contiguous() &&
+                  key_out.is_contiguous(),
+          "rows must be contiguous");
+      COMPUTE {
+        auto where = positions.to(at::kLong).contiguous();
+        auto table = cache.contiguous();
+        cost::partial_access(
+            cache, static_cast<double>(positions.numel() * cache.size(1) * cache.element_size()));
+        if (positions.dim() == 2) {
+          table = merged(positions, table, *sections, cache_mode == 1).contiguous();
+          where = at::arange(query.size(0));
+        }
+        AT_DISPATCH_FLOATING_TYPES_AND2(at::kHalf, at::kBFloat16, query.scalar_type(), "rope", [&] {
+          rope<scalar_t>(where, query, table, head_size, neox, query_out);
+          rope<scalar_t>(where, key, table, head_size, neox, key_out);
+        });
+      };
+    })
+CHECKED(aclnnRopeWithSinCosCache,
+    (Tensor positions, Tensor query, Tensor key, Tensor cache, Opt<Ints> sections,
+        int64_t head_size, bool neox, Tensor query_out, Tensor key_out),
+    {
+      return body_aclnnRopeWithSinCosCacheV2(
+          positions, query, key, cache, sections, head_size, neox, 0, query_out, key_out);
     })

@@ -3,9 +3,7 @@
 // Sampling. Rules: torch_npu's documentation of npu_top_k_top_p and npu_top_k_top_p_sample
 // (torch_npu/_op_plugin_docs.py) and the golden functions of op-plugin's test_npu_top_k_top_p.py
 // and test_top_k_top_p_sample.py; argument order: op-plugin's call sites.
-#include <ATen/CPUGeneratorImpl.h>
-
-#include "operator/op.h"
+#include "ops/random.h"
 
 namespace {
 
@@ -18,9 +16,9 @@ struct Sampling {
   Tensor logits, top_k, top_p;
   Opt<Tensor> q, min_p;
   double epsilon;
-  bool wants_logits, normalizes,
-      leaves_sampling;  // leaves_sampling: the caller samples from `probabilities`
-  int64_t most_k;
+  bool wants_logits;
+  int64_t input_order, most_k = kMostK;
+  bool normalizes = true, leaves_sampling = false;  // the caller samples from `probabilities`
   Tensor chosen, selected;
   Opt<Tensor> indices, probabilities;
 
@@ -81,9 +79,13 @@ struct Sampling {
   }
 };
 
-Computation sample(Sampling s) {
-  return [s = std::move(s)]() mutable { s.run(); };
-}
+struct SamplingV1 : Sampling {
+  FIELDS(logits, top_k, top_p, q, epsilon, wants_logits, input_order, chosen, selected)
+};
+struct SamplingV2 : Sampling {
+  FIELDS(logits, top_k, top_p, q, min_p, epsilon, wants_logits, input_order, most_k, normalizes,
+      leaves_sampling, chosen, selected, indices, probabilities)
+};
 
 }  // namespace
 
@@ -92,13 +94,12 @@ CHECKED(aclnnApplyTopKTopP, (Tensor logits, Opt<Tensor> p, Opt<Tensor> k, Tensor
     auto [values, places] = logits.to(at::kFloat).sort(/*stable=*/true, -1, /*descending=*/false);
     if (k) {
       const auto count = k->to(at::kLong);
-      rule("apply_top_k_top_p.k-values", [&] {
-        require(count.numel() == 0 ||
-                    (count.min().item<int64_t>() >= 1 &&
-                        count.max().item<int64_t>() <= std::min(kMostK, logits.size(1))),
-            "k has values from ", count.min().item<int64_t>(), " to ", count.max().item<int64_t>(),
-            "; allowed: 1 to ", std::min(kMostK, logits.size(1)));
-      });
+      rule("apply_top_k_top_p.k-values",
+          count.numel() == 0 ||
+              (count.min().item<int64_t>() >= 1 &&
+                  count.max().item<int64_t>() <= std::min(kMostK, logits.size(1))),
+          "k has values from ", count.min().item<int64_t>(), " to ", count.max().item<int64_t>(),
+          "; allowed: 1 to ", std::min(kMostK, logits.size(1)));
       values.masked_fill_(
           values < values.gather(1, (logits.size(1) - count).unsqueeze(1)), -kInfinity);
     }
@@ -111,30 +112,17 @@ CHECKED(aclnnApplyTopKTopP, (Tensor logits, Opt<Tensor> p, Opt<Tensor> k, Tensor
   };
 })
 
-CHECKED(aclnnTopKTopPSample,
-    (Tensor logits, Tensor top_k, Tensor top_p, Opt<Tensor> q, double epsilon, bool wants_logits,
-        int64_t, Tensor chosen, Tensor selected),
-    {
-      return sample({logits, top_k, top_p, q, {}, epsilon, wants_logits, true, false, kMostK,
-          chosen, selected, {}, {}});
-    })
-CHECKED(aclnnTopKTopPSampleV2,
-    (Tensor logits, Tensor top_k, Tensor top_p, Opt<Tensor> q, Opt<Tensor> min_p, double epsilon,
-        bool wants_logits, int64_t, int64_t most_k, bool normalizes, bool leaves_sampling,
-        Tensor chosen, Tensor selected, Opt<Tensor> indices, Opt<Tensor> probabilities),
-    {
-      return sample({logits, top_k, top_p, q, min_p, epsilon, wants_logits, normalizes,
-          leaves_sampling, most_k, chosen, selected, indices, probabilities});
-    })
+CHECKED(aclnnTopKTopPSample, (SamplingV1 call), {
+  COMPUTE { call.run(); };
+})
+CHECKED(aclnnTopKTopPSampleV2, (SamplingV2 call), {
+  COMPUTE { call.run(); };
+})
 
-// npu_sim_exponential_: of (seed, offset), like the other random numbers here (random.cpp).
+// npu_sim_exponential_: of (seed, offset).
 CHECKED(aclnnSimThreadExponential,
     (Tensor self, int64_t count, double lambda, int64_t seed, int64_t offset), {
       require(lambda > 0, "lambd is ", lambda, "; it must be positive");
       require(count == self.numel(), "count is ", count, " for ", self.numel(), " numbers");
-      COMPUTE {
-        self.exponential_(lambda,
-            at::detail::createCPUGenerator(static_cast<uint64_t>(seed) +
-                                           static_cast<uint64_t>(offset) * 0x9E3779B97F4A7C15ull));
-      };
+      COMPUTE { self.exponential_(lambda, generator(seed, offset)); };
     })
