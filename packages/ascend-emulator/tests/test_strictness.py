@@ -294,6 +294,16 @@ def test_more_than_eight_dimensions_are_refused_everywhere():
             "indices is empty and mode is 1",
         ),
         (
+            lambda: functional.embedding_bag(
+                npu(4, dtype=torch.int64),
+                npu(4, 3),
+                npu(2, dtype=torch.int64),
+                mode="sum",
+                per_sample_weights=npu(4, dtype=torch.float64),
+            ),
+            "expected scalar type Float (DT_FLOAT) of perSampleWeights, found Double (DT_DOUBLE)",
+        ),
+        (
             lambda: npu(1).repeat_interleave(1 << 22),
             "out has 4194304 elements; allowed: less than 4194304",
         ),

@@ -235,16 +235,21 @@ namespace {
 // A3 refuses an empty input for means or maxima (Ascend/pytorch, ci-test, skip_list.json at
 // 52087f69e: test_embedding_bag_empty_input), and takes it for sums (op-plugin's
 // test_embedding_bag.py, test_embedding_bag_0d).
-void with_values(const at::Tensor& indices, int64_t mode) {
+void with_values(const at::Tensor& weight, const at::Tensor& indices, int64_t mode,
+    const emu::Opt<at::Tensor>& per_sample) {
   emu::require(indices.numel() > 0 || mode == 0, "indices is empty and mode is ", mode,
       "; it may be empty in mode 0");
+  // In the words that test_EmbeddingBag_per_sample_weights_failures wants, which A3 passes.
+  emu::require(!per_sample || per_sample->scalar_type() == weight.scalar_type(),
+      "expected scalar type ", weight.scalar_type(), " of perSampleWeights, found ",
+      per_sample ? per_sample->scalar_type() : at::kFloat);
 }
 }  // namespace
 SHAPED(aclnnEmbeddingBag,
     (Tensor weight, Tensor indices, Tensor offsets, bool scale, int64_t mode, bool sparse,
         Opt<Tensor> per_sample, bool last, int64_t padding, Tensor out, Tensor bags, Tensor sizes,
         Tensor maxima),
-    with_values(indices, mode), {
+    with_values(weight, indices, mode, per_sample), {
       const auto [value, bag, size, maximum] = at::_embedding_bag(upcast(weight), to_int64(indices),
           to_int64(offsets), scale, mode, sparse, upcast(per_sample), last, padding);
       out.copy_(value);
