@@ -10,11 +10,13 @@ from typing import Any
 
 import pytest
 import torch
+import torch_npu
 from ascend_platform import host
 from ascend_platform.graph import acl_graph, capture_sizes
 from vllm.config import CUDAGraphMode
 from vllm.v1.attention.backend import AttentionCGSupport
 
+MODE = "hccl_op_expansion_mode"
 # vLLM's own sizes, for 256 concurrent requests.
 SIZES = [1, 2, 4, *range(8, 257, 8), *range(272, 513, 16)]
 
@@ -33,14 +35,43 @@ def test_num_graphs(mode: str, graphs: int) -> None:
 
 
 @pytest.mark.parametrize(
-    ("groups", "mode", "streams"),
-    [(0, "", 100), (1, "AIV", 200), (2, "AIV", 300), (1, "", 340), (2, "AI_CPU", 580)],
+    ("groups", "on_vector_cores", "streams"),
+    [(0, 0, 100), (1, 1, 200), (2, 2, 300), (1, 0, 340), (2, 0, 580), (2, 1, 440)],
 )
-def test_num_streams_by_mode_of_hccl(groups: int, mode: str, streams: int) -> None:
-    """Except with AIV a captured collective takes two streams, and each communicator some of its
-    own."""
-    assert capture_sizes.num_streams(100, groups, mode) == streams
-    assert capture_sizes.num_streams(100, groups, mode, own=2) == streams + 100  # of shared experts
+def test_num_streams_by_mode_of_hccl(groups: int, on_vector_cores: int, streams: int) -> None:
+    """Except on the vector cores a captured collective takes two streams, and each communicator some
+    of its own."""
+    assert capture_sizes.num_streams(100, groups, on_vector_cores) == streams
+    # of shared experts
+    assert capture_sizes.num_streams(100, groups, on_vector_cores, own=2) == streams + 100
+
+
+@pytest.mark.parametrize(
+    ("variable", "of_tp", "streams"),
+    [
+        ("", {}, 580),
+        ("AIV", {}, 300),
+        ("", {MODE: 3}, 440),
+        ("AIV", {MODE: 0}, 300),
+        ("AIV", {MODE: 2}, 440),
+    ],
+)
+def test_groups_have_modes_of_their_own(
+    variable: str, of_tp: dict[str, int], streams: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def group(ranks: int, config: dict[str, int]) -> Any:
+        options = torch_npu._C._distributed_c10d.ProcessGroupHCCL.Options()
+        options.hccl_config = config
+        backend = SimpleNamespace(options=options)
+        of_device = SimpleNamespace(_get_backend=lambda device: backend)
+        return SimpleNamespace(world_size=ranks, device_group=of_device)
+
+    groups = {"tp": group(2, of_tp), "dp": group(2, {}), "pcp": group(1, {MODE: 3})}
+    for name, each in groups.items():
+        monkeypatch.setattr(capture_sizes, f"get_{name}_group", lambda each=each: each)
+    monkeypatch.setenv("HCCL_OP_EXPANSION_MODE", variable)
+    config = SimpleNamespace(model_config=SimpleNamespace(is_moe=False))
+    assert capture_sizes.num_streams_here(100, config) == streams
 
 
 @pytest.mark.parametrize(("most", "each"), [(1800, 1), (1800, 2), (840, 1), (840, 3)])

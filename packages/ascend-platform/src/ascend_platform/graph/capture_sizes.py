@@ -35,6 +35,9 @@ HCCL_STREAMS = 40
 """Streams that HCCL itself takes for a communicator where it does not schedule collectives on the
 vector cores (from vllm-ascend's ``update_aclgraph_sizes``)."""
 
+EXPANSION_MODE_AIV = 3
+"""HCCL's number of the mode, and that of a mode with errors instead of a fallback by the next."""
+
 OUT_OF_STREAMS = ("207008", "207005", "Alloc sq cq fail", "Insufficient_Stream_Resources")
 """CANN's error codes when no stream is left (vllm-project/vllm-ascend, issues 9564 and 9691), and
 texts. Drivers before 25.5.1 have the third (issues 5213 and 8393, pull request 10555), which HCCL
@@ -263,24 +266,32 @@ def num_streams_here(graphs: int, vllm_config: Any) -> int:
     """Count the streams that graphs take in this engine's layout."""
     is_moe = vllm_config.model_config.is_moe
     every = (get_tp_group(), get_dp_group(), get_pcp_group(), *([get_ep_group()] if is_moe else []))
-    groups = sum(group.world_size > 1 for group in every)
+    groups = [group for group in every if group.world_size > 1]
     own = 1 + (is_moe and options.platform(vllm_config).shared_experts_stream)
-    return num_streams(graphs, groups, os.environ.get("HCCL_OP_EXPANSION_MODE", ""), own)
+    return num_streams(graphs, len(groups), sum(map(_is_on_vector_cores, groups)), own)
 
 
-def num_streams(graphs: int, groups: int, expansion_mode: str, own: int = 1) -> int:
+def _is_on_vector_cores(group: Any) -> bool:
+    """Whether HCCL schedules a group's collectives on the vector cores: by the group's mode,
+    otherwise by the environment's."""
+    backend = group.device_group._get_backend(torch.device("npu"))
+    if mode := backend.options.hccl_config.get("hccl_op_expansion_mode"):
+        return bool(mode >= EXPANSION_MODE_AIV)
+    return os.environ.get("HCCL_OP_EXPANSION_MODE") == "AIV"
+
+
+def num_streams(graphs: int, groups: int, on_vector_cores: int, own: int = 1) -> int:
     """Count the streams that graphs take.
 
     Each graph has its own, and for each process group whose collectives it contains one more if
-    HCCL schedules them on the vector cores (AIV), otherwise two.
+    HCCL schedules them on the vector cores, otherwise two.
 
     Args:
-        expansion_mode: HCCL_OP_EXPANSION_MODE.
+        on_vector_cores: how many of the groups' collectives HCCL schedules there.
         own: streams on which a step computes.
     """
-    if expansion_mode == "AIV":
-        return graphs * (own + groups)
-    return graphs * (own + 2 * groups) + HCCL_STREAMS * groups
+    others = groups - on_vector_cores
+    return graphs * (own + on_vector_cores + 2 * others) + HCCL_STREAMS * others
 
 
 def num_graphs(mode: CUDAGraphMode, sizes: list[int], pieces: int, max_decode_tokens: int) -> int:
