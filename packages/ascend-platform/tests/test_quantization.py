@@ -7,6 +7,7 @@ import functools
 import pytest
 import torch
 import torch_npu
+from ascend_platform import host
 from ascend_platform.config import options
 from ascend_platform.quantization import base
 from ascend_platform.quantization.formats import awq_gptq
@@ -128,6 +129,21 @@ def test_weights_in_fractal_nz(monkeypatch, given, form):
         distance(actual, quantized_inputs(x, own.spec, torch.float16) @ own.numbers().T)
         < torch.finfo(torch.float16).eps
     )
+
+
+def test_rows_of_a_310p_are_in_fractal_nz(monkeypatch):
+    """npu_quant_matmul's documentation: there a matrix is transposed before it is cast."""
+    monkeypatch.setattr(host, "chip", lambda: "Ascend310P3")
+    scheme, (own,), tensors = SCHEMES["W8A8"], *drawn(Spec(8, "static"), torch.float16)
+    tensors["deq_scale"] = tensors["deq_scale"].to(torch.int32).view(torch.float32)
+    packed = scheme.load(tensors, torch.float16, "x", True)
+    assert torch_npu.get_npu_format(packed["weight"]).name == "FRACTAL_NZ"
+    assert packed["weight"].stride() == (1, IN)
+    narrow = base.transpose_int8(torch.zeros(OUT, 48, dtype=torch.int8).npu())
+    assert torch_npu.get_npu_format(narrow).name == "ND"
+    x, bias = torch.randn(5, IN).half(), torch.linspace(-1, 1, OUT).half()
+    exact = quantized_inputs(x, own.spec, torch.float16) @ own.numbers().T + bias.double()
+    assert distance(scheme.apply(x.npu(), packed, None), exact) < torch.finfo(torch.float16).eps
 
 
 def test_updated_weights_stay_in_fractal_nz():

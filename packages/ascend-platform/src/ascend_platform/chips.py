@@ -68,8 +68,9 @@ class ChipFamily:
         npu_sim_exponential_ and npu_top_k_top_p_sample. moe_routing: npu_moe_init_routing_v2 and
         npu_moe_re_routing, which all-to-all needs. token_unpermute: npu_moe_token_unpermute, which
         expert parallelism needs. weight_nz: int8 weights of npu_quant_matmul and of experts in
-        FRACTAL_NZ, which the operators' documentation recommends. vector_collectives: HCCL's
-        expansion mode AIV. assigns_by_mask: ``tensor[mask] = rows`` works. mc2: MC2's algorithms,
+        FRACTAL_NZ, which the operators' documentation recommends. rows_in_nz: FRACTAL_NZ of the
+        matrix as a checkpoint has it, ``[out, in]``, not of its transpose. vector_collectives:
+        HCCL's expansion mode AIV. assigns_by_mask: ``tensor[mask] = rows`` works. mc2: MC2's algorithms,
         None without its operators.
     """
 
@@ -83,6 +84,7 @@ class ChipFamily:
     moe_routing: bool = False
     token_unpermute: bool = False
     weight_nz: bool = False
+    rows_in_nz: bool = False
     vector_collectives: bool = False
     assigns_by_mask: bool = True
     mc2: MC2 | None = None
@@ -165,6 +167,8 @@ FAMILIES = (
         streams=1024,
         operators=frozenset({"npu_add_rms_norm", "npu_moe_init_routing_v2", "npu_rms_norm"}),
         quantization=("W8A8",),
+        weight_nz=True,
+        rows_in_nz=True,
         assigns_by_mask=False,
     ),
     # "Ascend910B" is also a name of the first generation.

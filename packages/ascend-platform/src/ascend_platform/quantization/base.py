@@ -12,6 +12,7 @@ from typing import Any, ClassVar, NamedTuple
 import torch
 import torch_npu
 
+from ascend_platform import host
 from ascend_platform.errors import RefusedError
 from ascend_platform.ops.formats import to_nz
 from ascend_platform.quantization.common import SCHEME_BITS, uses_weight_nz
@@ -305,9 +306,13 @@ def transpose_int8(weight: torch.Tensor) -> torch.Tensor:
     FRACTAL_NZ has blocks of 16 by 32 values; a matrix that they do not divide keeps the base
     format.
     """
-    across = weight.transpose(-1, -2).contiguous()
-    if across.shape[-2] % 16 or across.shape[-1] % 32 or not uses_weight_nz():
-        return across
+    by_row = host.chip_family().rows_in_nz
+    across = weight.transpose(-1, -2)
+    stored = weight if by_row else across
+    if stored.shape[-2] % 16 or stored.shape[-1] % 32 or not uses_weight_nz():
+        return across.contiguous()
+    if by_row:  # A view's storage has other dimensions.
+        return to_nz(weight.clone()).transpose(-1, -2)
     return to_nz(across)
 
 
