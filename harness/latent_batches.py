@@ -110,15 +110,29 @@ class SparseLatentBatch(LatentBatch):
             for (new, _), n in zip(self.requests, self.lengths, strict=True)
         ]
 
-    def run_sparse(self, backend: Any, padding: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
+    def quantize_index(self) -> None:
+        """Replace the indexer's queries and keys by what int8 with a float16 scale each keeps."""
+
+        def quantize(x: torch.Tensor) -> torch.Tensor:
+            scale = x.float().abs().amax(-1, keepdim=True) / 127
+            return (x.float() / scale).round() * scale.half().float()
+
+        self.index = [
+            (quantize(query), weights.half(), quantize(key)) for query, weights, key in self.index
+        ]
+
+    def run_sparse(
+        self, backend: Any, padding: int = 0, int8: bool = False
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         """The selected tokens, ``[tokens, count]``, and the backend's output, ``[tokens, heads,
         latent]``.
 
         ``padding``: tokens after those of the batch, which belong to no request, as in a full
-        graph.
+        graph. ``int8``: keys of the indexer in the cache.
         """
         from types import SimpleNamespace
 
+        from ascend_platform.attention import kv_cache
         from vllm.config import VllmConfig
         from vllm.forward_context import set_forward_context
         from vllm.v1.kv_cache_interface import MLAAttentionSpec
@@ -156,12 +170,20 @@ class SparseLatentBatch(LatentBatch):
         def padded(x: torch.Tensor) -> torch.Tensor:
             return torch.cat([x, x.new_zeros(padding, *x.shape[1:])]).npu()
 
-        pages = torch.full((of.blocks * of.block_size, width), of.fill, dtype=of.dtype)
+        pages = (of.blocks, of.block_size, 1)
+        index_cache: Any = torch.full((*pages, width), of.fill, dtype=of.dtype).npu()
+        if int8:
+            scales = torch.full(pages, of.fill, dtype=torch.float16).npu()
+            index_cache = kv_cache.QuantizedIndex(
+                torch.full((*pages, width), 99, dtype=torch.int8).npu(), scales
+            )
         for own, (_, _, keys), (_, before) in zip(
             self._slots, self.index, self.requests, strict=True
         ):
-            pages[own[:before]] = keys[:before]
-        index_cache, cache = pages.view(of.blocks, of.block_size, 1, width).npu(), self.held()
+            if before:
+                held: Any = SimpleNamespace(slot_mapping=torch.tensor(own[:before]).npu())
+                layer.write_index(keys[:before].npu(), index_cache, held)
+        cache = self.held()
         queries, weights, keys = (torch.cat(each) for each in zip(*self.index, strict=True))
         keys = torch.cat(
             [own[before:] for (*_, own), (_, before) in zip(self.index, self.requests, strict=True)]

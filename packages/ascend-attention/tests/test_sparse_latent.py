@@ -22,8 +22,14 @@ def current_config():
         yield
 
 
-def check(batch, padding=0):
-    chosen, output = batch.run_sparse(sparse_latent.FusedSparseLatentAttentionBackend, padding)
+def check(batch, padding=0, int8=False):
+    chosen, output = batch.run_sparse(
+        sparse_latent.FusedSparseLatentAttentionBackend, padding, int8
+    )
+    if int8:
+        with pytest.raises(AssertionError):  # The bound tells them from exact keys.
+            batch.check_selected(chosen, bound=1e-3)
+        batch.quantize_index()
     batch.check_selected(chosen, bound=1e-3)
     bound = 8 * torch.finfo(batch.sizes.dtype).eps
     torch.testing.assert_close(output.double(), batch.expected_of(chosen), atol=bound, rtol=bound)
@@ -41,6 +47,13 @@ def test_sparse_latent_attention(heads, dtype, kind):
             heads, (LATENT, ROPE), dtype, pairs(kind, rng, rng.randint(2, 5), 300), rng, count=32
         )
     )
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_selection_by_int8_keys(kind):
+    rng = random.Random(kind)
+    requests = [(new, before + 200) for new, before in pairs(kind, rng, 8, 300)]
+    check(SparseLatentBatch(4, (LATENT, ROPE), torch.bfloat16, requests, rng, count=32), int8=True)
 
 
 def test_padding_of_a_full_graph_belongs_to_no_request():

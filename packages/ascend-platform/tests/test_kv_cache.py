@@ -9,6 +9,7 @@ import torch
 from ascend_platform import extension
 from ascend_platform.attention import kv_cache
 from ascend_platform.worker import worker
+from vllm.config import CacheConfig, VllmConfig
 from vllm.model_executor.layers.attention import MLAAttention
 from vllm.v1.kv_cache_interface import (
     ChunkedLocalAttentionSpec,
@@ -106,6 +107,23 @@ def test_indexer_has_a_cache_of_its_keys():
     }
     assert parts["index"].is_contiguous()
     assert (layer.impl, layer.get_attn_backend()) == ("impl", "backend")
+
+
+def test_int8_indexer_has_a_scale_for_each_key():
+    attention = SimpleNamespace(impl="impl", attn_backend="backend")
+    layer = kv_cache.IndexCache("a", 128, attention, is_int8=True)
+    kind = layer.get_kv_cache_spec(VllmConfig(cache_config=CacheConfig(block_size=BLOCK_SIZE)))
+    allocated = allocate_kv_cache(config(["a"], kind=kind), torch.device("npu"), kv_cache.LAYOUT)
+    layer.bind_kv_cache(allocated["a"])
+    parts = extension.cache_parts(kv_cache.split_layer(layer))
+    assert {name: (part.dtype, part.shape) for name, part in parts.items()} == {
+        "index": (torch.int8, (BLOCKS, BLOCK_SIZE, 1, 128)),
+        "scale": (torch.float16, (BLOCKS, BLOCK_SIZE, 1)),
+    }
+    assert all(part.is_contiguous() for part in parts.values())
+    ends = [part.data_ptr() + part.nbytes for part in parts.values()]
+    assert ends[0] == parts["scale"].data_ptr()
+    assert ends[1] - parts["index"].data_ptr() == BLOCKS * kind.page_size_bytes
 
 
 def test_latents_and_index_keys_are_one_group():

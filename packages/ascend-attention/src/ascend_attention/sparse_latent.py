@@ -105,6 +105,9 @@ class FusedSparseLatentAttentionImpl(
         "npu_scatter_pa_kv_cache",
     )
 
+    most_of_int8_index = 2048
+    """Tokens that npu_quant_lightning_indexer selects."""
+
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         sizes = [self.kv_lora_rank, self.qk_rope_head_dim, self.num_heads]
@@ -140,32 +143,40 @@ class FusedSparseLatentAttentionImpl(
         write_latents((kv_c_normed, k_pe), kv_cache, self.valid_slots(slot_mapping))
 
     def write_index(
-        self, key: torch.Tensor, index_cache: torch.Tensor, attn_metadata: SparseLatentMetadata
+        self, key: torch.Tensor, index_cache: Any, attn_metadata: SparseLatentMetadata
     ) -> None:
         slots = attn_metadata.slot_mapping[: len(key)].unsqueeze(1)
+        if isinstance(index_cache, tuple):
+            key, scale = torch_npu.npu_dynamic_quant(key)
+            index_cache, scales = index_cache
+            torch_npu.npu_scatter_nd_update_(scales.view(-1, 1), slots, scale.half()[:, None])
         torch_npu.npu_scatter_nd_update_(index_cache.view(-1, INDEX_HEAD), slots, key)
 
     def select(
         self,
         query: torch.Tensor,
         weights: torch.Tensor,
-        index_cache: torch.Tensor,
+        index_cache: Any,
         attn_metadata: SparseLatentMetadata,
         selected: torch.Tensor,
     ) -> None:
         meta = attn_metadata
-        indices, _ = torch_npu.npu_lightning_indexer(
-            query,
-            index_cache,
-            weights,
-            actual_seq_lengths_query=meta.query_ends,
-            actual_seq_lengths_key=meta.seq_lens,
-            block_table=meta.block_table,
-            layout_query="TND",
-            layout_key="PA_BSND",
-            sparse_count=selected.shape[1],
-            sparse_mode=3,
-        )
+        common: dict[str, Any] = {
+            "actual_seq_lengths_query": meta.query_ends,
+            "actual_seq_lengths_key": meta.seq_lens,
+            "block_table": meta.block_table,
+            "layout_query": "TND",
+            "layout_key": "PA_BSND",
+            "sparse_count": selected.shape[1],
+            "sparse_mode": 3,
+        }
+        if isinstance(index_cache, tuple):
+            query, scale = torch_npu.npu_dynamic_quant(query)
+            keys, scales = index_cache
+            factors = weights.half(), scale.half(), scales
+            indices = torch_npu.npu_quant_lightning_indexer(query, keys, *factors, 0, 0, **common)
+        else:
+            indices, _ = torch_npu.npu_lightning_indexer(query, index_cache, weights, **common)
         selected.copy_(indices.squeeze(1))
 
     def forward_mqa(

@@ -151,6 +151,7 @@ FAMILIES = (
         _A2,
         name="Atlas A3",
         prefixes=("Ascend910_93",),
+        operators=ALL_OPERATORS | {"npu_quant_lightning_indexer"},
         mc2=MC2(MC2Algorithm("fullmesh_v1", frozenset(range(2, 769)), 512, range(1024, 8192 + 1))),
     ),
     ChipFamily(

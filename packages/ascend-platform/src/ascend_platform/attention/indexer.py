@@ -18,9 +18,12 @@ from vllm.model_executor.models.deepseek_v2 import Indexer
 from vllm.platforms import current_platform
 from vllm.utils.torch_utils import direct_register_custom_op
 
+from ascend_platform import chips, host
 from ascend_platform.attention.kv_cache import IndexCache
 from ascend_platform.config.compilation import INDEXER_OP
 from ascend_platform.errors import RefusedError
+
+INT8_OPERATOR = "npu_quant_lightning_indexer"
 
 
 class NPUIndexer(Indexer):
@@ -83,8 +86,9 @@ def sparse_indexer(
     if metadata is None:
         return
     tokens = metadata.num_actual_tokens
-    cache.impl.write_index(key[:tokens], kv_cache.index, metadata)
-    cache.impl.select(query[:tokens], weights[:tokens], kv_cache.index, metadata, selected[:tokens])
+    pages = kv_cache if cache.is_int8 else kv_cache.index
+    cache.impl.write_index(key[:tokens], pages, metadata)
+    cache.impl.select(query[:tokens], weights[:tokens], pages, metadata, selected[:tokens])
 
 
 direct_register_custom_op(
@@ -96,13 +100,16 @@ direct_register_custom_op(
 )
 
 
-def install(layers: dict[str, Any]) -> None:
+def install(layers: dict[str, Any], is_int8: bool = False) -> None:
     """Replace the indexers of all layers, and their KV cache layers in vLLM's
     ``static_forward_context``.
 
+    Args:
+        is_int8: keys are int8 in the cache.
+
     Raises:
         RefusedError: a pipeline stage begins with a layer that uses the selection of an earlier
-        one.
+        one, or int8 keys are not supported.
     """
     sparse = {
         name: layer
@@ -120,6 +127,20 @@ def install(layers: dict[str, Any]) -> None:
         indexer = layer.indexer
         if indexer is not None and type(indexer) is Indexer:
             prefix = indexer.k_cache.prefix
-            cache: Any = IndexCache(prefix, indexer.head_dim, layer)
+            if is_int8:
+                _check_int8(layer.impl, indexer)
+            cache: Any = IndexCache(prefix, indexer.head_dim, layer, is_int8)
             layers[prefix] = indexer.k_cache = cache
             indexer.__class__ = NPUIndexer
+
+
+def _check_int8(impl: Any, indexer: Indexer) -> None:
+    most = getattr(impl, "most_of_int8_index", 0)
+    if not host.chip_family().lacks(INT8_OPERATOR) and indexer.topk_tokens <= most:
+        return
+    families = [each.name for each in chips.FAMILIES if not each.lacks(INT8_OPERATOR)]
+    raise RefusedError(
+        f"ascend.platform.index_cache is int8 for {indexer.topk_tokens} selected tokens on"
+        f" {host.chip()}; the fused sparse latent attention of ascend-attention supports it for at"
+        f" most 2048 on {', '.join(families)}; fix: remove it"
+    )

@@ -9,7 +9,7 @@ region, whose first part becomes the keys and whose second part becomes the valu
 block numbers, different order within the region. Code that needs the address of a block (attention,
 block copies, KV connectors, offloading) starts from :class:`KVCachePair`: a block of one layer is
 the two contiguous runs ``key[block]`` and ``value[block]``. Latent attention has a
-:class:`PagedLatent` instead, and an indexer a :class:`PagedIndex`.
+:class:`PagedLatent` instead, and an indexer a :class:`PagedIndex` or :class:`QuantizedIndex`.
 """
 
 from collections.abc import Iterable, Mapping
@@ -97,12 +97,30 @@ class PagedIndex(NamedTuple):
         return self.index.device
 
 
-class IndexCache(torch.nn.Module, AttentionLayerBase):
-    """KV cache layer of an indexer's keys, in the model's dtype. Its backend is that of the
-    attention that it selects for."""
+class QuantizedIndex(NamedTuple):
+    """Int8 keys of one layer's indexer.
 
-    def __init__(self, prefix: str, head_size: int, attention: Any) -> None:
+    Attributes:
+        index: int8 ``[blocks, block_size, 1, index_head_dim]``, contiguous.
+        scale: of each key, float16 ``[blocks, block_size, 1]``, contiguous.
+    """
+
+    index: torch.Tensor  # type: ignore[assignment]  # tuple.index is not used
+    scale: torch.Tensor
+
+    @property
+    def device(self) -> torch.device:
+        """As of :class:`KVCachePair`."""
+        return self.index.device
+
+
+class IndexCache(torch.nn.Module, AttentionLayerBase):
+    """KV cache layer of an indexer's keys, in the model's dtype, or int8 with a scale each. Its
+    backend is that of the attention that it selects for."""
+
+    def __init__(self, prefix: str, head_size: int, attention: Any, is_int8: bool = False) -> None:
         super().__init__()
+        self.is_int8 = is_int8
         self.prefix, self.head_size, self.impl = prefix, head_size, attention.impl
         self.attn_backend = attention.attn_backend
         self.kv_cache: Any = torch.tensor([])
@@ -115,8 +133,9 @@ class IndexCache(torch.nn.Module, AttentionLayerBase):
             block_size=vllm_config.cache_config.block_size,
             num_kv_heads=1,
             max_tp_shards=1,
-            head_size=self.head_size,
-            dtype=cast(torch.dtype, vllm_config.model_config.dtype),  # resolved by now
+            head_size=self.head_size + self.is_int8 * torch.float16.itemsize,
+            # The model's is resolved by now.
+            dtype=torch.int8 if self.is_int8 else cast(torch.dtype, vllm_config.model_config.dtype),
             cache_role=SparseCacheRole.INDEXER,
         )
 
@@ -138,10 +157,13 @@ def distinct_tensors(caches: Iterable[Iterable[torch.Tensor]]) -> list[torch.Ten
     return list({part.data_ptr(): part for parts in caches for part in parts}.values())
 
 
-def split_layer(layer: Any) -> KVCachePair | PagedLatent | PagedIndex:
+def split_layer(layer: Any) -> KVCachePair | PagedLatent | PagedIndex | QuantizedIndex:
     """Split the region that vLLM has bound to an attention layer into its parts, as views."""
     if isinstance(layer, IndexCache):
-        return PagedIndex(_split(layer.kv_cache, layer.head_size)[0])
+        keys, scales = _split(layer.kv_cache, layer.head_size)
+        if layer.is_int8:
+            return QuantizedIndex(keys, scales.view(torch.float16).squeeze(-1))
+        return PagedIndex(keys)
     if isinstance(layer, MLAAttention):  # vLLM binds it without the head dimension.
         return PagedLatent(*_split(layer.kv_cache.unsqueeze(1), layer.kv_lora_rank))
     return split_kv_cache(layer.kv_cache, layer.head_size)

@@ -110,7 +110,8 @@ class ModelMixin:
             # vLLM has imported the model, which takes long.
             from ascend_platform.attention import indexer
 
-            indexer.install(self.compilation_config.static_forward_context)
+            is_int8 = options.platform(self.vllm_config).index_cache == "int8"
+            indexer.install(self.compilation_config.static_forward_context, is_int8)
 
     def _keeps_weights(self: Any) -> bool:
         layers = self.get_model().modules()
