@@ -78,6 +78,11 @@ class Platform:
     shared_experts_stream: bool = option(
         False, "shared experts on a second stream, beside the routed experts"
     )
+    local_argmax: bool | None = option(
+        None,
+        "greedy tokens from each rank's part of the vocabulary, without a gather of all logits;"
+        " `null`: with 8 ranks of tensor parallelism or more",
+    )
     index_cache: Literal["auto", "int8"] = option(
         "auto", "keys of sparse attention's indexer in the KV cache: the model's dtype, or int8"
     )

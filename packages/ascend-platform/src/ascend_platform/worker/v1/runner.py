@@ -28,13 +28,14 @@ from ascend_platform.worker.v1 import topk_topp
 from ascend_platform.worker.v1.draft_lengths import DraftLengthsMixin
 from ascend_platform.worker.v1.graph_sizes import GraphSizeMixin
 from ascend_platform.worker.v1.host_inputs import HostInputsMixin
+from ascend_platform.worker.v1.local_argmax import LocalArgmaxMixin
 
 if TYPE_CHECKING:
     from vllm.v1.core.sched.output import SchedulerOutput
 
 
 class NPUModelRunner(
-    ModelMixin, HostInputsMixin, GraphSizeMixin, DraftLengthsMixin, GPUModelRunner
+    LocalArgmaxMixin, ModelMixin, HostInputsMixin, GraphSizeMixin, DraftLengthsMixin, GPUModelRunner
 ):
     """GPUModelRunner with limited capture sizes, exact sequence lengths on the host, and keys and
     values in separate tensors."""
