@@ -1,0 +1,39 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-all project
+"""Tokens of an image that a step begins with: some with vLLM 0.32, all or none with the patch."""
+
+import subprocess
+import sys
+from importlib.metadata import version
+
+import pytest
+
+NAME = "scheduler.keep_images_whole"
+SCRIPT = """
+from types import SimpleNamespace
+from ascend_patches import enter
+enter("engine")
+from vllm.multimodal.inputs import MultiModalFeatureSpec, PlaceholderRange
+from vllm.v1.core.encoder_cache_manager import EncoderCacheManager
+from vllm.v1.core.sched.scheduler import Scheduler
+scheduler = Scheduler.__new__(Scheduler)
+scheduler.scheduler_config = SimpleNamespace(disable_chunked_mm_input=True)
+scheduler.is_encoder_decoder, scheduler.ec_connector = False, None
+scheduler.encoder_cache_manager = EncoderCacheManager(100)
+image = MultiModalFeatureSpec(None, "image", "a", PlaceholderRange(offset=10, length=20))
+request = SimpleNamespace(
+    request_id="a", has_encoder_inputs=True, mm_features=[image], get_num_encoder_embeds=lambda _: 20
+)
+steps = (0, 15), (10, 15), (10, 20)
+print([scheduler._try_schedule_encoder_inputs(request, *step, 100)[1] for step in steps])
+"""
+
+
+@pytest.mark.skipif(version("vllm") >= "0.33", reason="corrected in vLLM 0.33")
+@pytest.mark.parametrize(("disabled", "printed"), [("", "[10, 0, 20]"), (NAME, "[10, 15, 20]")])
+def test_an_image_is_not_split(disabled, printed, monkeypatch):
+    monkeypatch.setenv("VLLM_ASCEND_DISABLE_PATCHES", disabled)
+    done = subprocess.run(
+        [sys.executable, "-c", SCRIPT], capture_output=True, text=True, timeout=300
+    )
+    assert done.stdout.splitlines()[-1:] == [printed], done.stdout + done.stderr
