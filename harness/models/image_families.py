@@ -36,7 +36,8 @@ def _gemma4(name: str, text: dict[str, Any], more: dict[str, Any]) -> Family:
     # An image has more tokens than the window.
     text = {"sliding_window": model_types.WINDOW, "layer_types": model_types.BOTH} | text
     text |= {"use_bidirectional_attention": "vision", "global_head_dim": 64}
-    text |= {"num_kv_shared_layers": 0}
+    # As published. It has the per-layer embeddings of images, for which vLLM takes those of 0.
+    text |= {"num_kv_shared_layers": 0, "pad_token_id": 0}
     return Family(GEMMA4, GEMMA4_TOKENS, make, "<|image|>", "", text, more | {"audio_config": None})
 
 

@@ -44,8 +44,9 @@ OURS = re.compile(
 def outcome_with_media(architecture: str, kind: str, path: Path) -> dict[str, Any]:
     """The outcome of a model with images or sounds; each prompt is answered twice, the second time
     from the prefix cache."""
-    media = multimodal.limits(kind)["limit_mm_per_prompt"]
-    return serve_with_media(architecture, kind, path) | {"inputs": ", ".join(media)}
+    media = multimodal.limits(kind)["limit_mm_per_prompt"].items()
+    inputs = ", ".join(name for name, most in media if most)
+    return serve_with_media(architecture, kind, path) | {"inputs": inputs}
 
 
 def serve_with_media(architecture: str, kind: str, path: Path) -> dict[str, Any]:

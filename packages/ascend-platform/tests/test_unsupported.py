@@ -229,7 +229,9 @@ def test_images_with_bidirectional_attention_are_not_split(model):
     text = engine_config(directory, limit_mm_per_prompt={"image": 0})
     assert not text.scheduler_config.disable_chunked_mm_input
     config = SimpleNamespace(
-        model_config=SimpleNamespace(is_mm_prefix_lm=True, architecture="Gemma4ForCausalLM")
+        model_config=SimpleNamespace(
+            is_mm_prefix_lm=True, architecture="Molmo2ForConditionalGeneration"
+        )
     )
     assert unsupported._other_image_attention(config)
     with pytest.raises(ValueError, match="decode context parallelism with bidirectional"):

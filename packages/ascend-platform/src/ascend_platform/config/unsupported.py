@@ -103,8 +103,8 @@ def _shards_sparse_context(config: VllmConfig) -> bool:
 
 
 def _other_image_attention(config: VllmConfig) -> bool:
-    model = config.model_config
-    return model.is_mm_prefix_lm and not model.architecture.startswith("Gemma3For")
+    model, compared = config.model_config, ("Gemma3For", "Gemma4", "PaliGemmaFor")
+    return model.is_mm_prefix_lm and not model.architecture.startswith(compared)
 
 
 def _shards_image_context(config: VllmConfig) -> bool:
@@ -235,8 +235,8 @@ FEATURES = (
         "sandwich norms in float16, which vLLM computes wrongly", _scaled_residual, of_model=True
     ),
     Feature(
-        "bidirectional attention between the tokens of an image beyond Gemma 3's (--limit-mm-per-prompt"
-        " '{\"image\": 0}' serves the text model)",
+        "bidirectional attention between the tokens of an image beyond those of Gemma 3, Gemma 4 and"
+        " PaliGemma (--limit-mm-per-prompt '{\"image\": 0}' serves the text model)",
         _other_image_attention,
         of_model=True,
     ),
