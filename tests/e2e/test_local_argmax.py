@@ -74,7 +74,7 @@ def test_requests_that_read_logits_are_served_beside(results: dict[str, Any], na
     assert "logprobs" in second[2][0]
 
 
-@pytest.mark.skipif(vllm_runner.IS_V2, reason="the V2 model runner gathers all logits")
+@pytest.mark.skipif(vllm_runner.IS_V2, reason="counted with the V1 model runner")
 def test_all_logits_are_gathered_only_where_they_are_read(results: dict[str, Any]) -> None:
     greedy, *others = (step["sent"] for step in results["plain"]["steps"][2:])
     print(greedy, others)

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator
+from contextvars import ContextVar
 from functools import partial
 from typing import Any
 
@@ -109,3 +110,26 @@ class LocalArgmax:
         gathered = tensor_model_parallel_all_gather(pairs[None], dim=0)
         ranks = gathered[:, 0].argmax(0, keepdim=True)
         return gathered[:, 1].gather(0, ranks)[0].long()
+
+
+_active: ContextVar[LocalArgmax | None] = ContextVar("argmax of a step", default=None)
+
+
+@contextlib.contextmanager
+def active(found: LocalArgmax | None, reads_argmax: Callable[[], bool]) -> Iterator[None]:
+    """Context of a step's logits and sampling, in which :func:`argmax` is of all ranks."""
+    if found is None:
+        yield
+        return
+    token = _active.set(found)
+    try:
+        with found.step(reads_argmax):
+            yield
+    finally:
+        _active.reset(token)
+
+
+def argmax(logits: torch.Tensor) -> torch.Tensor:
+    """The best token of each row in the step that samples, int64 ``[rows]``."""
+    found = _active.get()
+    return logits.argmax(-1) if found is None else found.argmax(logits)

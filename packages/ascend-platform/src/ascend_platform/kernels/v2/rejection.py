@@ -17,6 +17,7 @@ import torch
 from ascend_platform.kernels.ragged import request_of_token
 from ascend_platform.kernels.v2 import gumbel, watermark
 from ascend_platform.kernels.v2.step import current_step
+from ascend_platform.sampling import local_argmax
 
 
 def gather_draft_sampled(
@@ -101,7 +102,7 @@ def rejection_sample(
     rows = _Rows(
         target_logits,
         draft_sampled.roll(-1).long(),
-        target_logits.argmax(-1),
+        local_argmax.argmax(target_logits),
         temperature.index_select(0, expanded_idx_mapping),
         expanded_idx_mapping,
         expanded_local_pos,

@@ -25,10 +25,12 @@ from ascend_platform.kernels.v2.host_step import HostStep
 from ascend_platform.kernels.v2.step import running
 from ascend_platform.ops import punica
 from ascend_platform.overrides import guard
+from ascend_platform.sampling import local_argmax
 from ascend_platform.worker import process_groups, state_layers
 from ascend_platform.worker.loading import ModelMixin
 from ascend_platform.worker.torch_npu_view import torch_on_npu
 from ascend_platform.worker.v2.draft_lengths import DraftLengthsMixin
+from ascend_platform.worker.v2.sampler import NPUSampler
 
 torch_of_runner = module_with_overrides(
     torch_on_npu, arange=input_batch.arange, zeros=input_batch.zeros
@@ -59,6 +61,7 @@ class NPUModelRunner(ModelMixin, DraftLengthsMixin, GPUModelRunner):
     kv_block_zeroer: Any
     _step: DeviceStep | HostStep | None = None
     """The last step's; None after a dummy run."""
+    _local_argmax: local_argmax.LocalArgmax | None = None
 
     def __init__(self, vllm_config: VllmConfig, device: torch.device) -> None:
         guard.install("v2")
@@ -90,6 +93,8 @@ class NPUModelRunner(ModelMixin, DraftLengthsMixin, GPUModelRunner):
     def load_model(self, *arguments: Any, **named: Any) -> None:
         """Load the model, and let graphs know each step's attention metadata."""
         super().load_model(*arguments, **named)
+        if type(self.sampler) is NPUSampler and self.batch_sharder is None:
+            self._local_argmax = local_argmax.LocalArgmax.of(self.model, self.vllm_config)
         prepare = self.model_state.prepare_attn
 
         def prepare_attn(*args: Any, **kwargs: Any) -> Any:
@@ -213,6 +218,13 @@ class NPUModelRunner(ModelMixin, DraftLengthsMixin, GPUModelRunner):
     def sample_tokens(self, grammar_output: Any) -> Any:
         with running(self._step):  # Of the batch that execute_model ran last.
             return super().sample_tokens(grammar_output)
+
+    def sample(self, hidden_states: torch.Tensor, batch: InputBatch, grammar_output: Any) -> Any:
+        def reads_argmax() -> bool:
+            return grammar_output is None and self.sampler.reads_argmax(batch.idx_mapping_np)
+
+        with local_argmax.active(self._local_argmax, reads_argmax):
+            return super().sample(hidden_states, batch, grammar_output)
 
     def prepare_attn(self, batch: InputBatch) -> tuple[tuple[torch.Tensor, ...], torch.Tensor]:
         """Like the base method, but pass the number of tokens, which its kernel reads on the

@@ -20,7 +20,7 @@ from vllm.v1.worker.gpu.sample.output import SamplerOutput
 from vllm.v1.worker.gpu.sample.sampler import Sampler
 
 from ascend_platform.kernels.v2 import gumbel
-from ascend_platform.sampling import topk_topp
+from ascend_platform.sampling import local_argmax, topk_topp
 
 NUM_PROCESSORS = 3
 """vLLM's own logits processors: biases, penalties and bad words; a user's follow."""
@@ -58,6 +58,19 @@ class NPUSampler(Sampler):
             or (thinking.enabled and bool(thinking.use_thinking_budget[rows].any()))
         )
 
+    def reads_argmax(self, rows: np.ndarray) -> bool:
+        """Whether these requests' sampling reads no logits but the best."""
+        return (
+            bool((self.sampling_states.temperature.np[rows] == 0).all())
+            and not self.needs_logits_processing[rows].any()
+            and self.get_logprobs_dims(rows) is None
+            and not self._needs_processed_logits
+        )
+
+    @property
+    def _needs_processed_logits(self) -> bool:
+        return self.logprobs_mode.startswith("processed") or self.return_sampling_mask
+
     @functools.cached_property
     def _num_bad_words(self) -> np.ndarray:
         states = (each for each in self.logits_processors if isinstance(each, BadWordsState))
@@ -85,10 +98,10 @@ class NPUSampler(Sampler):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Sample one token for each row, int64 ``[rows]``."""
         states = self.sampling_states
-        needs_logits = self.logprobs_mode.startswith("processed") or self.return_sampling_mask
+        needs_logits = self._needs_processed_logits
         is_greedy = states.temperature.np[idx_mapping_np] == 0
         if is_greedy.all() and not needs_logits:
-            return processed_logits.argmax(-1), processed_logits
+            return local_argmax.argmax(processed_logits), processed_logits
         logits = processed_logits.double() if self.use_fp64_gumbel else processed_logits.float()
         drawn = self._noise(logits, expanded_idx_mapping, idx_mapping_np, pos)
         if is_greedy.any():
