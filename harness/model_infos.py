@@ -35,7 +35,7 @@ def _inspect_all() -> None:
 
     load_general_plugins()
     # This process is the one that vLLM would start.
-    registry._run_in_subprocess = lambda function: function()
+    registry._run_in_subprocess = lambda fn: fn()
     for model in registry.ModelRegistry.models.values():
         if isinstance(model, registry._LazyRegisteredModel):
             with contextlib.suppress(Exception):  # Its package is not installed.
