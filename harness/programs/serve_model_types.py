@@ -63,6 +63,9 @@ def answers(engine: LLM, case: dict[str, Any]) -> list[Any]:
         return [serve_layout.answer(output.outputs[0]) for output in served]
     if case["task"] == "embed":
         return [output.outputs.embedding for output in engine.embed(requests, use_tqdm=False)]
+    if case["task"] == "token_embed":
+        pooled = engine.encode(requests, pooling_task="token_embed", use_tqdm=False)
+        return [output.outputs.data.flatten().tolist() for output in pooled]
     if case["task"] == "classify":
         return [output.outputs.probs for output in engine.classify(requests, use_tqdm=False)]
     first, second = case["pairs"]
