@@ -182,6 +182,14 @@ CASES: dict[str, dict[str, Any]] = {
             "gpu_memory_utilization": 0.5,
         },
     },
+    "latent attention, W8A8, mla_prolog": {
+        "config": LATENT | {"quantization_config": INT8},
+        "ranks": 1,
+        "engine": {
+            "additional_config": {"ascend": {"platform": {"mla_prolog": True}}},
+            "gpu_memory_utilization": 0.5,
+        },
+    },
     "sparse latent attention": {
         "config": SPARSE,
         "ranks": 1,

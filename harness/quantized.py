@@ -95,7 +95,13 @@ EXPERTS = {
 
 LATENT = {"ascend": [DYNAMIC, DYNAMIC]}
 DELTA = {"ascend": [DYNAMIC] * 4}
-MODELS = {"dense": DENSE, "experts": EXPERTS, "latent": LATENT, "delta": DELTA}
+MODELS = {
+    "dense": DENSE,
+    "experts": EXPERTS,
+    "latent": LATENT,
+    "latent, mla_prolog": LATENT,
+    "delta": DELTA,
+}
 LEFT = ("gate", "kv_b_proj", "shared_expert_gate", "conv1d", "in_proj_ba")
 """Matrices that ModelSlim leaves as they are."""
 
@@ -138,7 +144,7 @@ def float_model(kind: str, layers: int, directory: Path) -> Path:
         for layer in model.model.layers:
             for part in "qkv":
                 torch.nn.init.normal_(getattr(layer.self_attn, f"{part}_proj").bias, std=0.5)
-    elif kind == "latent":
+    elif kind in ("latent", "latent, mla_prolog"):
         own = (
             latent.ALL
             | latent.GROUPS
@@ -148,6 +154,9 @@ def float_model(kind: str, layers: int, directory: Path) -> Path:
                 "moe_intermediate_size": 128,
             }
         )
+        if kind != "latent":
+            own |= latent.MODELS["deepseek-v3, mla_prolog"][1]
+            own |= {"intermediate_size": 512, "initializer_range": 0.008}
         config = transformers.DeepseekV3Config(**COMMON | own | {"num_hidden_layers": layers})
         model = transformers.DeepseekV3ForCausalLM(config)
         for layer in model.model.layers[config.first_k_dense_replace :]:

@@ -13,6 +13,14 @@ from harness import launches as table
 from harness import npus
 
 CASES = ["dense", "Gemma 3", "experts, TP2 EP2"]  # tools/check launches counts the others too
+# Launches of a decoder layer in a decode, at most.
+MOST = {
+    "dense": 12,
+    "experts, TP2 EP2": 22,
+    "dense, W8A8": 14,
+    "experts, W8A8": 17,
+    "latent attention, W8A8, mla_prolog": 10,
+}
 STEPS = [(name, step) for name in CASES for step in ("prefill", "decode", "mixed")]
 
 
@@ -64,6 +72,12 @@ def test_no_case_of_the_table_waits_or_computes_on_the_ai_cpu() -> None:
         "embedding (BERT), prefill"
     ]
     assert steps["embedding (BERT), prefill"]["ai_cpu"] == {"aclnnRightShift": 1}
+
+
+def test_decodes_launch_no_more_than_this() -> None:
+    kept = json.loads(table.KEPT.read_text())
+    found = {name: sum(kept[name]["decode"]["launches"].values()) for name in MOST}
+    assert {name: count for name, count in found.items() if count > MOST[name]} == {}
 
 
 def test_fused_operators_before_latent_attention(tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from harness import checkout, dequantized, layouts, npus, quantized
+from harness import checkout, dequantized, layouts, model_types, npus, quantized
 from harness.models import fp8, gpt_oss, hybrid
 
 PROGRAM = checkout.PROGRAMS / "serve_layout.py"
@@ -50,6 +50,14 @@ CASES = {
     ),
     "experts, AWQ, TP2": ("experts", "awq", "float16", False, EAGER, "QuantizedExperts"),
 }
+CASES["latents by mla_prolog, ModelSlim"] = (
+    "latent, mla_prolog",
+    "ascend",
+    "bfloat16",
+    False,
+    TP1 | model_types.MLA_PROLOG | {"gpu_memory_utilization": 0.5},
+    "npu_mla_prolog_v3",
+)
 INT8 = {"additional_config": {"ascend": {"platform": {"fp8": "W8A8_DYNAMIC"}}}}
 # Name: (format, dtype, engine, backend).
 FP8_CASES: dict[str, tuple[str, str, dict[str, Any], str]] = {
@@ -155,10 +163,10 @@ def test_log_probabilities_are_those_of_dequantized_weights(
     assert mean < quantized.FLOAT_BOUND
     assert mean_alike < quantized.BOUND
     # The bound detects errors: scales of one scheme that are a tenth too large exceed it.
+    matrices = models[name].made.matrices
+    fewest = min(own.spec.bits for own in matrices.values())
     scheme, own = next(
-        (name, own)
-        for name, own in reversed(models[name].made.matrices.items())
-        if own.spec.bits == 4
+        (name, own) for name, own in reversed(matrices.items()) if own.spec.bits == fewest
     )
     for other, its in models[name].made.matrices.items():
         if its.spec == own.spec:

@@ -117,7 +117,7 @@ def test_only_the_option_decides_the_order(configure, monkeypatch):
     monkeypatch.setattr(on, "quant_config", object())  # of some layers or all
     assert (
         mla_prolog.describe(on)
-        == ", decodes with npu_mla_prolog_v3 in layers with unquantized projections"
+        == ", decodes with npu_mla_prolog_v3 in layers with bfloat16 or W8A8_DYNAMIC projections"
     )
     monkeypatch.setattr(on.parallel_config, "decode_context_parallel_size", 2)
     assert mla_prolog.reason_against(on) == "decode context parallelism"

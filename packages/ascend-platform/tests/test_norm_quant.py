@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-all project
-"""RMSNorm and dynamic quantization as one operator in a model that is not compiled, against
-float64."""
+"""RMSNorm, or SwiGLU, and dynamic quantization as one operator in a model that is not compiled,
+against float64."""
 
 from types import SimpleNamespace
 
@@ -12,6 +12,7 @@ from ascend_platform.quantization.base import Quantized
 from ascend_platform.quantization.methods import linear
 from ascend_platform.quantization.schemes import SCHEMES
 from vllm.config import VllmConfig, set_current_vllm_config
+from vllm.model_executor.layers.activation import SiluAndMul
 from vllm.model_executor.layers.layernorm import RMSNorm
 
 HIDDEN, OUT, TOKENS, EPSILON = 256, 64, 9, 1e-5
@@ -94,3 +95,48 @@ def test_another_reader_gets_the_result_in_the_models_dtype(read):
 @pytest.mark.parametrize("scheme", ["W8A16", "W4A8_DYNAMIC"])
 def test_norms_before_other_schemes_are_not_fused(scheme):
     assert decoder_layer(scheme, torch.bfloat16)[1] == 0
+
+
+def mlp(scheme):
+    """An activation and the linear layer that reads it, by the names of vLLM's models."""
+    torch.manual_seed(0)
+    layer = torch.nn.Module()
+    with set_current_vllm_config(VllmConfig()):
+        layer.act_fn = SiluAndMul()
+        layer.down_proj = Linear(scheme, torch.bfloat16)
+    return layer, norm_quant.install(layer)
+
+
+def activated_exactly(x):
+    gate, up = x.cpu().double().chunk(2, -1)
+    return torch.nn.functional.silu(gate) * up
+
+
+def test_linear_layer_reads_the_rows_of_swiglu():
+    layer, fused = mlp("W8A8_DYNAMIC")
+    x = torch.randn(TOKENS, 2 * HIDDEN, dtype=torch.bfloat16, device="npu")
+    rows = layer.act_fn(x)
+    assert fused == 1
+    assert norm_quant.rows_of(rows).values.dtype == torch.int8
+    assert (rows.shape, len(rows), rows.dim()) == ((TOKENS, HIDDEN), TOKENS, 2)
+    exact = activated_exactly(x)
+    steps = exact.abs().amax(-1, keepdim=True) / 127
+    weight = layer.down_proj.values.double() * layer.down_proj.scale.double()
+    assert distance(layer.down_proj(rows), (exact / steps).round() * steps @ weight.T) < 0.01
+    assert layer.act_fn.quantizing is not None  # Sizes are those of the rows.
+
+
+def test_another_reader_of_swiglu_gets_the_models_dtype():
+    layer, _ = mlp("W8A8_DYNAMIC")
+    x = torch.randn(TOKENS, 2 * HIDDEN, dtype=torch.bfloat16, device="npu")
+    result = layer.act_fn(x) + 0
+    assert (type(result), result.dtype) == (torch.Tensor, torch.bfloat16)
+    assert distance(result, activated_exactly(x)) < 0.01
+    assert type(layer.act_fn(x)) is torch.Tensor
+
+
+def test_swiglu_before_other_schemes_or_in_float16_is_not_fused():
+    assert mlp("W8A16")[1] == 0
+    layer, _ = mlp("W8A8_DYNAMIC")
+    x = torch.randn(TOKENS, 2 * HIDDEN, dtype=torch.float16, device="npu")
+    assert type(layer.act_fn(x)) is torch.Tensor  # The operator takes bfloat16 and int32.

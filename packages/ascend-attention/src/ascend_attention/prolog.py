@@ -10,7 +10,7 @@ torch_npu wheel; the platform checks them by the model's configuration.
 """
 
 import functools
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch_npu
@@ -23,6 +23,8 @@ from vllm.model_executor.layers.attention.kv_transfer_utils import maybe_transfe
 from vllm.model_executor.layers.mla import MultiHeadLatentAttentionWrapper
 
 from ascend_attention.latent import FusedLatentAttentionImpl
+
+ND = 2  # ACL_FORMAT_ND
 
 
 class RopeInHalves(torch.nn.Module):
@@ -57,27 +59,57 @@ class PrologAttention(MLAAttention):
         projections: the layers from the hidden state to the latents of query and key, and from the
         former to the query.
         prolog_weights: ``weight_dq``, ``weight_uq_qr``, ``weight_uk`` and ``weight_dkv_kr``; none
-        with quantized weights.
+        with weights of other dtypes than bfloat16 and int8 with dynamic inputs.
+        prolog_scales: of int8 weights, by the operator's names.
     """
 
     projections: tuple[Any, Any]
     prolog_weights: tuple[torch.Tensor, ...] = ()
+    prolog_scales: dict[str, torch.Tensor] | None = None
 
     def process_weights_after_loading(self, act_dtype: torch.dtype) -> None:
         super().process_weights_after_loading(act_dtype)
-        down, up = (layer.weight for layer in self.projections)
-        if {down.dtype, up.dtype} != {torch.bfloat16}:
-            _log_once("npu_mla_prolog_v3 disabled: quantized projections before latent attention")
+        is_int8 = all(map(extension.takes_int8_rows, self.projections))
+        down, up = (layer.weight.data for layer in self.projections)
+        if not is_int8 and {down.dtype, up.dtype} != {torch.bfloat16}:
+            _log_once(
+                "npu_mla_prolog_v3 disabled: weights before latent attention are neither"
+                " bfloat16 nor int8 with dynamic inputs"
+            )
             return
-        rank = up.shape[1]
-        up_key: Any = self.W_UK_T
-        down_query, up_query, down_key = (
-            extension.to_nz(each.data.t()) for each in (down[:rank], up, down[rank:])
-        )
-        weights = down_query, up_query, up_key.contiguous(), down_key
+        if is_int8:
+            down = torch_npu.npu_format_cast(down, ND)
+        else:
+            down, up = down.t(), up.t()
+        rank, up_key = len(up), cast(torch.Tensor, self.W_UK_T)
+        halves_of_down = down[:, :rank], down[:, rank:]
+        down_query, down_key = (extension.to_nz(each) for each in halves_of_down)
+        weights = down_query, extension.to_nz(up), up_key.contiguous(), down_key
+        if is_int8:
+            self._set_scales(rank)
         for old, new in zip(self.prolog_weights, weights, strict=False):
             old.copy_(new)  # graphs have the addresses
         self.prolog_weights = self.prolog_weights or weights
+
+    def _set_scales(self, rank: int) -> None:
+        down, up = (layer.weight_scale.data[None] for layer in self.projections)
+        names = ("dequant_scale_w_dq", "dequant_scale_w_uq_qr", "dequant_scale_w_dkv_kr")
+        self.prolog_scales = dict(zip(names, (down[:, :rank], up, down[:, rank:]), strict=True))
+
+    def preprocess(
+        self, hidden_states: torch.Tensor, tokens: int, *more: Any, **named: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """The query's latent and rotated parts, ``[tokens, heads, 512 and 64]``; writes the KV
+        cache."""
+        if self.prolog_scales:
+            values, scale = extension.int8_rows(hidden_states)
+            named |= self.prolog_scales | {"dequant_scale_x": scale[:tokens, None]}
+            named["weight_quant_mode"] = 2  # all but weight_uk
+        else:
+            values = hidden_states
+        weights = self.prolog_weights
+        query, rope, *_ = torch_npu.npu_mla_prolog_v3(values[:tokens], *weights, *more, **named)
+        return query, rope
 
 
 @functools.cache
@@ -128,10 +160,10 @@ class FusedLatentLayer(MultiHeadLatentAttentionWrapper):
         if metadata is None or metadata.num_prefills or llama_4_scaling is not None:
             return super().forward(positions, hidden_states, llama_4_scaling)
         tokens = metadata.num_actual_tokens
-        cos, sin = self._angles(positions, hidden_states)
-        query, query_rope, *_ = torch_npu.npu_mla_prolog_v3(
-            hidden_states[:tokens],
-            *weights,
+        cos, sin = self._angles(positions, query_norm.weight)
+        query, query_rope = attention.preprocess(
+            hidden_states,
+            tokens,
             query_norm.weight,
             key_norm.weight,
             sin[:tokens],
@@ -141,7 +173,7 @@ class FusedLatentLayer(MultiHeadLatentAttentionWrapper):
             rmsnorm_epsilon_cq=query_norm.variance_epsilon,
             rmsnorm_epsilon_ckv=key_norm.variance_epsilon,
         )
-        output = hidden_states.new_empty(len(hidden_states), self.num_heads * self.v_head_dim)
+        output = query.new_empty(len(hidden_states), self.num_heads * self.v_head_dim)
         attend(query, query_rope, output[:tokens], attention.layer_name)
         return self.o_proj(output)[0]
 

@@ -68,6 +68,7 @@ __all__ = [
     "fingerprint",
     "graph_task",
     "host_lengths",
+    "int8_rows",
     "is_captured",
     "join",
     "logger",
@@ -79,6 +80,7 @@ __all__ = [
     "parse_options",
     "rope_order",
     "state",
+    "takes_int8_rows",
     "to_nz",
     "tree_version",
     "unmet",
@@ -111,6 +113,24 @@ def uses_mla_prolog(vllm_config: Any) -> bool:
     from ascend_platform.config import mla_prolog
 
     return mla_prolog.is_used(vllm_config)
+
+
+def takes_int8_rows(layer: Any) -> bool:
+    """Whether a linear layer multiplies int8 rows with a scale each by int8 weights: ``weight``
+    ``[in, out]``, ``weight_scale`` float32 ``[out]``."""
+    from ascend_platform.ops import norm_quant
+
+    return norm_quant.takes_rows(layer)
+
+
+def int8_rows(x: Any) -> tuple[Any, Any]:
+    """Rows ``[tokens, in]`` in int8 and their scales, float32 ``[tokens]``: those of the norm that
+    computed x, if it was fused with the quantization."""
+    import torch_npu
+
+    from ascend_platform.ops import norm_quant
+
+    return norm_quant.rows_of(x) or torch_npu.npu_dynamic_quant(x)
 
 
 def overrides(tree: Path | None = None) -> list[dict[str, str]]:

@@ -67,7 +67,8 @@ def describe(vllm_config: "VllmConfig") -> str:
         return ""
     if reason := reason_against(vllm_config):
         return f", {OPERATOR} disabled: {reason}"
-    where = " in layers with unquantized projections" * (vllm_config.quant_config is not None)
+    where = " in layers with bfloat16 or W8A8_DYNAMIC projections"
+    where *= vllm_config.quant_config is not None
     return f", decodes with {OPERATOR}{where}"
 
 

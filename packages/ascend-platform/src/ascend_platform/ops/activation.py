@@ -7,6 +7,8 @@ Shapes, dtypes and limits of the operators are those of ``torch_npu/_op_plugin_d
 torch_npu wheel.
 """
 
+from collections.abc import Callable
+
 import torch
 import torch.nn.functional as F
 import torch_npu
@@ -24,7 +26,12 @@ class NPUSiluAndMul(SiluAndMul):
     """``silu(x[..., :d]) * x[..., d:]`` by npu_swiglu; x ``[..., 2 d]`` of float32, float16 or
     bfloat16."""
 
+    quantizing: Callable[[torch.Tensor], torch.Tensor] | None = None
+    """In the place of npu_swiglu for bfloat16 (``ops/norm_quant.py``), or None."""
+
     def forward_oot(self, x: torch.Tensor) -> torch.Tensor:
+        if self.quantizing is not None and x.dim() == 2 and x.dtype == torch.bfloat16:
+            return self.quantizing(x)
         return torch_npu.npu_swiglu(x)
 
 

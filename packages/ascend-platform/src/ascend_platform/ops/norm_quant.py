@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-all project
-"""RMSNorm and the dynamic quantization of the linear layer that reads it, as one operator, where
-the model is not compiled.
+"""RMSNorm, or SwiGLU, and the dynamic quantization of the linear layer that reads it, as one
+operator, where the model is not compiled.
 
-The norms are those of which vLLM's decoder layers give the result to one linear layer. Another
-reader gets the result in the model's dtype, and ends the fusion for its norm.
+They are those of which vLLM's decoder layers give the result to one linear layer. Another reader
+gets the result in the model's dtype, and ends the fusion for its norm or activation.
 """
 
 from __future__ import annotations
@@ -16,13 +16,19 @@ import torch
 import torch_npu
 from torch.utils._pytree import tree_map_only
 
+from ascend_platform.ops.activation import NPUSiluAndMul
 from ascend_platform.ops.layernorm import NPURMSNorm
 
-READERS = {
-    "input_layernorm": "self_attn.qkv_proj",
-    "post_attention_layernorm": "mlp.gate_up_proj",
-}
-"""The linear layers that read the norms of a decoder layer, by their names in vLLM's models."""
+READERS = (
+    ("input_layernorm", "self_attn.qkv_proj"),
+    ("input_layernorm", "self_attn.fused_qkv_a_proj"),
+    ("post_attention_layernorm", "mlp.gate_up_proj"),
+    ("act_fn", "down_proj"),
+)
+"""Norms and activations, and the linear layers that read them, by their names in vLLM's models."""
+
+_SHAPE: Any = torch.Tensor.shape
+_SIZES = (_SHAPE.__get__, torch.Tensor.size, torch.Tensor.dim, torch.Tensor.__len__)
 
 
 class Rows(NamedTuple):
@@ -32,8 +38,8 @@ class Rows(NamedTuple):
     scale: torch.Tensor
 
 
-class QuantizedNorm(torch.Tensor):
-    """The result of a norm as :class:`Rows`; any function of torch gets it in the model's dtype."""
+class QuantizedRows(torch.Tensor):
+    """A result as :class:`Rows`; any function of torch gets it in the model's dtype."""
 
     rows: Rows
     restore: Callable[[], torch.Tensor]
@@ -42,6 +48,8 @@ class QuantizedNorm(torch.Tensor):
     def __torch_function__(
         cls, function: Any, types: Sequence[type], arguments: Any = (), named: Any = None
     ) -> Any:
+        if function in _SIZES:
+            return super().__torch_function__(function, types, arguments, named)
         arguments, named = tree_map_only(cls, cls._restored, (arguments, named or {}))
         return function(*arguments, **named)
 
@@ -67,25 +75,51 @@ class NormOfRows:
             self.norm.quantizing = None
             return torch_npu.npu_rms_norm(total, weight, epsilon)[0]
 
-        normed = values.as_subclass(QuantizedNorm)
-        normed.__dict__.update(rows=Rows(values, scale), restore=restore)
-        return normed, total
+        return quantized(values, scale, restore), total
+
+
+class SwigluOfRows:
+    """npu_dequant_swiglu_quant in the place of an activation's npu_swiglu."""
+
+    def __init__(self, activation: NPUSiluAndMul) -> None:
+        self.activation = activation
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        values, scale = torch_npu.npu_dequant_swiglu_quant(x, activate_left=True, quant_mode=1)
+
+        def restore() -> torch.Tensor:
+            self.activation.quantizing = None
+            return torch_npu.npu_swiglu(x)
+
+        return quantized(values, scale, restore)
+
+
+def quantized(
+    values: torch.Tensor, scale: torch.Tensor, restore: Callable[[], torch.Tensor]
+) -> torch.Tensor:
+    rows = values.as_subclass(QuantizedRows)
+    rows.__dict__.update(rows=Rows(values, scale), restore=restore)
+    return rows
 
 
 def rows_of(x: torch.Tensor) -> Rows | None:
-    """The quantized rows of a norm's result; None of another tensor."""
-    return x.__dict__["rows"] if type(x) is QuantizedNorm else None
+    """The quantized rows of a norm's or activation's result; None of another tensor."""
+    return x.__dict__["rows"] if type(x) is QuantizedRows else None
 
 
 def install(model: torch.nn.Module) -> int:
-    """Fuse the norms of a model's decoder layers with the layers of W8A8_DYNAMIC that read them;
-    returns how many."""
+    """Fuse a model's norms and activations with the layers of W8A8_DYNAMIC that read them; returns
+    how many."""
     count = 0
     for layer in model.modules():
-        for name, path in READERS.items():
-            norm, reader = getattr(layer, name, None), _submodule(layer, path)
-            if isinstance(norm, NPURMSNorm) and norm.is_fused and _takes_rows(reader):
-                norm.quantizing, count = NormOfRows(norm), count + 1
+        for name, path in READERS:
+            source, reader = getattr(layer, name, None), _submodule(layer, path)
+            if not takes_rows(reader):
+                continue
+            if isinstance(source, NPURMSNorm) and source.is_fused:
+                source.quantizing, count = NormOfRows(source), count + 1
+            elif isinstance(source, NPUSiluAndMul):
+                source.quantizing, count = SwigluOfRows(source), count + 1
     return count
 
 
@@ -96,7 +130,7 @@ def _submodule(layer: torch.nn.Module, path: str) -> torch.nn.Module | None:
         return None
 
 
-def _takes_rows(reader: Any) -> bool:
+def takes_rows(reader: Any) -> bool:
     """Whether a layer multiplies int8 rows, in a checkpoint of ModelSlim or compressed-tensors."""
     kernel = getattr(getattr(reader, "scheme", None), "kernel", None)
     method = kernel or getattr(reader, "quant_method", None)

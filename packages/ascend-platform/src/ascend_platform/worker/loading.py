@@ -86,6 +86,8 @@ class ModelMixin:
         drafter = getattr(drafter, "model", None)
         for each in (model, drafter) if isinstance(drafter, torch.nn.Module) else (model,):
             rotary_tables.check(each, self.max_model_len)
+            if not compiled and self.lora_config is None and selector.is_fused(self.vllm_config):
+                self._separate_projections(each)
         if check := getattr(self.vllm_config.quant_config, "check_loaded", None):
             check(model)
         if self.vllm_config.quant_config is not None and not compiled:
@@ -118,6 +120,14 @@ class ModelMixin:
         return mla_prolog.is_used(self.vllm_config) or any(
             hasattr(layer, "keeps_weights") for layer in layers
         )
+
+    @staticmethod
+    def _separate_projections(model: torch.nn.Module) -> None:
+        """Give attention queries, keys and values as a tensor each: it cannot write slices."""
+        from ascend_platform.ops import qkv_projection
+
+        if not host.chip_family().lacks("npu_scatter_pa_kv_cache"):
+            qkv_projection.install(model)
 
     def _fuse_norms(self: Any, model: torch.nn.Module) -> None:
         """Fuse norms with the quantization after them; a compiled model has a pass for it."""

@@ -85,7 +85,7 @@ def combine(
         values; the last becomes zeros.
         row_idx: int32 ``[tokens * k]``, the row of each copy of a token; -1, of another rank's
         expert, becomes the last one.
-        topk_weights: float32 ``[tokens, k]``.
+        topk_weights: ``[tokens, k]``, float32 or of the model's dtype.
         has_dropped: whether there may be dropped rows.
     """
     # A chip without expert parallelism. Only expert parallelism drops rows.

@@ -27,7 +27,8 @@ def topk_softmax(
     renormalize: bool = False,
     e_score_correction_bias: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Select the top-k experts by softmax; returns new weights float32 and ids ``[tokens, k]``.
+    """Select the top-k experts by softmax; returns new weights and ids ``[tokens, k]``, weights in
+    float32, or with ``renormalize`` in the dtype of the logits.
 
     Args:
         topk_weights, topk_indices, token_expert_indices: vLLM's buffers for the results; not used.
@@ -36,8 +37,11 @@ def topk_softmax(
         e_score_correction_bias: ``[experts]``, added for the selection only.
     """
     if e_score_correction_bias is None:
+        # Renormalized, the softmax is that of the selected logits: their dtype does not change the
+        # selection, and transformers rounds the weights to it, too.
+        logits = gating_output if renormalize else gating_output.float()
         weights, ids, _ = torch_npu.npu_moe_gating_top_k_softmax_v2(
-            gating_output.float(), k=topk_indices.shape[1], renorm=int(renormalize)
+            logits, k=topk_indices.shape[1], renorm=int(renormalize)
         )
     else:
         weights, ids = gating_top_k(
