@@ -172,8 +172,6 @@ does not, or otherwise."""
 ENGINES: dict[str, dict[str, Any]] = {
     # vLLM does not split its prompts, and waits forever with one of more tokens.
     "hrm_text": {"max_num_batched_tokens": 256},
-    # Its layers with windows have more heads, and groups that share memory have the same blocks.
-    "mimo_v2_flash": {"disable_hybrid_kv_cache_manager": True},
 }
 """Options of the engine."""
 

@@ -2,6 +2,7 @@
 # SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-all project
 """Split of the KV cache into keys and values: views of the same memory."""
 
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -174,11 +175,14 @@ def test_groups_with_different_block_shapes_are_refused():
         block_size=BLOCK_SIZE, num_kv_heads=HEADS, head_size=2 * HEAD_SIZE, dtype=torch.float16
     )
     kv_cache.check(groups(wider))
+    # As vLLM makes the blocks of unequal heads equally large.
+    kv_cache.check(groups(replace(window, block_size=2 * BLOCK_SIZE), wider))
+    padded = replace(window, page_size_padded=wider.page_size_bytes)
     with pytest.raises(
         extension.RefusedError,
         match=r"blocks of different shapes.*--disable-hybrid-kv-cache-manager",
     ):
-        kv_cache.check(groups(window, wider))
+        kv_cache.check(groups(padded, wider))
     with pytest.raises(extension.RefusedError, match="KV cache spec RSWASpec is not supported"):
         kv_cache.check(groups(spec(RSWASpec, rswa_window=64)))
 

@@ -225,12 +225,17 @@ def check(config: KVCacheConfig) -> None:
         )
     # States use a block as it is, see state_cache.py.
     paged = [spec for spec in specs if not isinstance(spec, MambaSpec)]
-    shapes = {
-        (spec.block_size, spec.num_kv_heads, spec.head_size, spec.head_size_v, str(spec.dtype))
-        for spec in paged
-    }
-    if len(groups) > 1 and len(shapes) > 1:
+    divisions = {_division(spec) for spec in paged}
+    if len(groups) > 1 and len(divisions) > 1:
         raise RefusedError(
             "the model's KV cache groups share memory but have blocks of different shapes"
-            f" {sorted(shapes)}; fix: --disable-hybrid-kv-cache-manager"
+            f" ({', '.join(sorted(divisions))}); fix: --disable-hybrid-kv-cache-manager"
         )
+
+
+def _division(spec: Any) -> str:
+    """How a block is divided; vLLM gives groups with fewer heads larger blocks."""
+    if isinstance(spec, MLAAttentionSpec):
+        return f"{spec.block_size} latents of {spec.head_size} {spec.dtype}"
+    rows = spec.block_size * spec.num_kv_heads * spec.dtype.itemsize
+    return f"{rows * spec.head_size} bytes of keys and {rows * spec.head_size_v} of values"
