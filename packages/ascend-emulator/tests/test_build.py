@@ -29,7 +29,7 @@ def test_units_contain_every_source_once_and_are_of_similar_size():
     assert sorted(paths) == sorted(build.SOURCES.rglob("*.cpp"))
     assert len(set(paths)) == len(paths)
     sizes = [sum(path.stat().st_size for path in unit) for unit in units.values()]
-    assert max(sizes) < 150_000  # One changed file compiles its unit: about 15 seconds.
+    assert max(sizes) < 230_000  # One changed file compiles its unit: about 20 seconds.
     assert min(sizes) > 20_000
 
 
