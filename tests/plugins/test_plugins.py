@@ -78,7 +78,7 @@ def test_all_are_disabled_with_an_unsupported_vllm(version: str) -> None:
 def test_every_component_has_features() -> None:
     _, states = register(PLUGINS)
     assert not [name for name, state in states.items() if "no features" in state]
-    assert re.fullmatch(r"active \([1-9] patch(es)?\)", states["ascend-patches"])
+    assert re.fullmatch(r"active \([1-9]\d* patch(es)?\)", states["ascend-patches"])
 
 
 def test_plugins_called_active_are_those_that_vllm_loads(tmp_path: Path) -> None:

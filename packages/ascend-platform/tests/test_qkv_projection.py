@@ -73,7 +73,7 @@ def test_another_reader_gets_one_tensor(attention, read):
     assert distance(result, expected[:, : result.shape[1]]) < 0.01
     product.zero_()
     assert [part.abs().sum().item() for part in product.split(SIZES, dim=-1)] == [0, 0, 0]
-    assert type(projection(x)[0]) is torch.Tensor  # Later steps compute one product.
+    assert type(projection(x)[0]) is torch.Tensor  # Later steps compute one output.
 
 
 def test_other_sizes_get_one_tensor(attention):

@@ -3,7 +3,7 @@
 """Queries, keys and values as a tensor each, by one npu_grouped_matmul, where the model is not
 compiled.
 
-Slices of one wide product are not contiguous, and npu_scatter_pa_kv_cache takes contiguous values
+Slices of one wide output are not contiguous, and npu_scatter_pa_kv_cache takes contiguous values
 only: they would be copied in each layer.
 """
 
@@ -23,7 +23,7 @@ Apply = Callable[[torch.nn.Module, torch.Tensor, torch.Tensor | None], torch.Ten
 
 
 class Parts(torch.Tensor):
-    """Products ``[tokens, part]``, which ``split`` returns. Any other function of torch gets one
+    """Outputs ``[tokens, part]``, which ``split`` returns. Any other function of torch gets one
     tensor, and ends the separation for its layer."""
 
     parts: tuple[torch.Tensor, ...]
@@ -85,6 +85,6 @@ def apply(
     parts = torch_npu.npu_grouped_matmul(
         [x] * 3, [each.t() for each in weights], split_item=0, group_type=-1
     )
-    product = x.new_empty(()).expand(len(x), len(weight)).as_subclass(Parts)
-    product.__dict__.update(parts=tuple(parts), layer=layer)
-    return product
+    output = x.new_empty(()).expand(len(x), len(weight)).as_subclass(Parts)
+    output.__dict__.update(parts=tuple(parts), layer=layer)
+    return output
