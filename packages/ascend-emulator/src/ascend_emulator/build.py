@@ -404,7 +404,7 @@ def _build(
             *_flags(),
             _optimization(name),
             "-DAT_PER_OPERATOR_HEADERS",
-            # g++ collects garbage above 1 GB only, which takes a tenth of the time away.
+            # Below 1 GB g++ does not collect garbage, which would take a tenth of the time.
             "--param=ggc-min-heapsize=1000000",
             f"-I{SOURCES}",
             f"-I{target}",
