@@ -107,7 +107,11 @@ class NPUModelRunner(ModelMixin, DraftLengthsMixin, GPUModelRunner):
         def prepare_inputs(batch: InputBatch, *args: Any) -> Any:
             step = self._step or DeviceStep(batch.num_scheduled_tokens, batch.has_prefill)
             with running(step):
-                return prepare_model_inputs(batch, *args)
+                inputs = prepare_model_inputs(batch, *args)
+            if self._step is None and getattr(self.model_state, "rope_state", None) is not None:
+                # A dummy batch has the offset of another request: positions may be negative.
+                inputs["positions"].zero_()
+            return inputs
 
         if self.lora_config and (worker := self.prompt_logprobs_worker) is not None:
             for name in ("compute_prompt_logprobs", "compute_prompt_token_id_logprobs"):
