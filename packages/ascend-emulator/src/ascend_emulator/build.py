@@ -67,7 +67,8 @@ FLAGS = (
 )
 # Translation units: folders of csrc.
 UNITS = {
-    "runtime": ("core", "runtime"),
+    "core": ("core",),
+    "runtime": ("runtime",),
     "composed": ("hccl", "ops/mc2", "ops/legacy"),
     "pointwise": ("operator", "ops/tensor", "ops/matmul", "ops/quantization"),
     "nn": ("ops/math", "ops/nn"),
