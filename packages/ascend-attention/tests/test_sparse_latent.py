@@ -51,8 +51,10 @@ def test_sparse_latent_attention(heads, dtype, kind):
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_selection_by_int8_keys(kind):
+    torch.manual_seed(0)
     rng = random.Random(kind)
-    requests = [(new, before + 200) for new, before in pairs(kind, rng, 8, 300)]
+    # With eight decodes, int8 keys select the tokens of exact ones for one seed of fifteen.
+    requests = [(new, before + 200) for new, before in pairs(kind, rng, 24, 300)]
     check(SparseLatentBatch(4, (LATENT, ROPE), torch.bfloat16, requests, rng, count=32), int8=True)
 
 
