@@ -14,9 +14,9 @@ from typing import Any, NamedTuple
 
 import torch
 import torch_npu
-from torch.utils._pytree import tree_map_only
 
 from ascend_platform.ops.activation import NPUSiluAndMul
+from ascend_platform.ops.deferred import DeferredTensor
 from ascend_platform.ops.layernorm import NPURMSNorm
 
 READERS = (
@@ -38,7 +38,7 @@ class Rows(NamedTuple):
     scale: torch.Tensor
 
 
-class QuantizedRows(torch.Tensor):
+class QuantizedRows(DeferredTensor):
     """A result as :class:`Rows`; any function of torch gets it in the model's dtype."""
 
     rows: Rows
@@ -48,13 +48,13 @@ class QuantizedRows(torch.Tensor):
     def __torch_function__(
         cls, function: Any, types: Sequence[type], arguments: Any = (), named: Any = None
     ) -> Any:
-        if function in _SIZES:
-            return super().__torch_function__(function, types, arguments, named)
-        arguments, named = tree_map_only(cls, cls._restored, (arguments, named or {}))
-        return function(*arguments, **named)
+        if function in _SIZES:  # The int8 values have the sizes of the result.
+            return super(DeferredTensor, cls).__torch_function__(function, types, arguments, named)
+        return super().__torch_function__(function, types, arguments, named)
 
-    def _restored(self) -> torch.Tensor:
-        return self.__dict__["restore"]()
+    def computed(self) -> torch.Tensor:
+        restored: torch.Tensor = self.__dict__["restore"]()
+        return restored
 
 
 class NormOfRows:

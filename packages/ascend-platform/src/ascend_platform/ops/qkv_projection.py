@@ -15,14 +15,15 @@ from typing import Any
 
 import torch
 import torch_npu
-from torch.utils._pytree import tree_map_only
 from vllm.model_executor.layers.attention import Attention
 from vllm.model_executor.layers.linear import QKVParallelLinear, UnquantizedLinearMethod
+
+from ascend_platform.ops.deferred import DeferredTensor
 
 Apply = Callable[[torch.nn.Module, torch.Tensor, torch.Tensor | None], torch.Tensor]
 
 
-class Parts(torch.Tensor):
+class Parts(DeferredTensor):
     """Outputs ``[tokens, part]``, which ``split`` returns. Any other function of torch gets one
     tensor, and ends the separation for its layer."""
 
@@ -33,15 +34,13 @@ class Parts(torch.Tensor):
     def __torch_function__(
         cls, function: Any, types: Sequence[type], arguments: Any = (), named: Any = None
     ) -> Any:
-        named = named or {}
         if function is torch.Tensor.split and named == {"dim": -1}:
             parts = arguments[0].__dict__["parts"]
             if [part.shape[-1] for part in parts] == list(arguments[1]):
                 return parts
-        arguments, named = tree_map_only(cls, cls._joined, (arguments, named))
-        return function(*arguments, **named)
+        return super().__torch_function__(function, types, arguments, named)
 
-    def _joined(self) -> torch.Tensor:
+    def computed(self) -> torch.Tensor:
         state = self.__dict__
         if len(state["parts"]) > 1:
             state["parts"] = (torch.cat(state["parts"], -1),)
