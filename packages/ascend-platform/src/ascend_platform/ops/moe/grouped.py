@@ -12,6 +12,8 @@ import torch_npu
 
 from ascend_platform.chips import ChipFamily, chip
 
+Matmul = Callable[[torch.Tensor], torch.Tensor]
+
 
 @functools.cache
 def chip_family() -> ChipFamily:
@@ -25,7 +27,7 @@ def run_experts(
     rows: torch.Tensor,
     counts: torch.Tensor,
     lora: Any = None,
-    activation: Callable[[torch.Tensor], torch.Tensor] = torch_npu.npu_swiglu,
+    activation: Matmul = torch_npu.npu_swiglu,
     biases: tuple[torch.Tensor | None, torch.Tensor | None] = (None, None),
 ) -> torch.Tensor:
     """Apply experts to rows sorted by expert; output rows after the last expert's are undefined.
@@ -36,17 +38,32 @@ def run_experts(
         w2: ``[experts, hidden, inner]``, down projection.
         rows: ``[rows, hidden]``.
         counts: int64 ``[experts]``, rows per expert.
-        lora: adapters of the rows (``ascend_platform.ops.lora_experts.RowLoRA``), or None.
+        lora: adapters of the rows (``ascend_platform.ops.moe.lora.RowLoRA``), or None.
         activation: of the first matmul, whose result becomes ``[rows, inner]``.
         biases: of both matmuls, ``[experts, 2 * inner]`` and ``[experts, hidden]``, in float32 for
         bfloat16 rows; or None.
     """
     first, second = ({} if bias is None else {"bias": bias} for bias in biases)
-    gate_up = grouped_matmul(rows, w13.transpose(1, 2), counts, **first)
+    return with_adapters(
+        lambda rows: grouped_matmul(rows, w13.transpose(1, 2), counts, **first),
+        activation,
+        lambda inner: grouped_matmul(inner, w2.transpose(1, 2), counts, **second),
+        rows,
+        counts,
+        lora,
+    )
+
+
+def with_adapters(
+    first: Matmul, activation: Matmul, second: Matmul, rows: torch.Tensor, counts: Any, lora: Any
+) -> torch.Tensor:
+    """Apply two matmuls of experts, each with the output of ``lora`` unless that is None; see
+    :func:`run_experts`."""
+    gate_up = first(rows)
     if lora is not None:
         lora.add_w13(gate_up, rows, counts)
     inner = activation(gate_up)
-    expert_out = grouped_matmul(inner, w2.transpose(1, 2), counts, **second)
+    expert_out = second(inner)
     if lora is not None:
         lora.add_w2(expert_out, inner, counts)
     return expert_out

@@ -17,6 +17,7 @@ from vllm.model_executor.utils import set_weight_attrs
 
 from ascend_platform.errors import RefusedError
 from ascend_platform.ops.moe.experts import NPUExperts
+from ascend_platform.ops.moe.grouped import with_adapters
 from ascend_platform.quantization.base import Layout, Quantized, Scheme, Stored, Tensors
 from ascend_platform.quantization.methods.linear import replace
 from ascend_platform.quantization.schemes import SCHEMES
@@ -134,9 +135,11 @@ class SchemeExperts:
     ) -> torch.Tensor:
         if self.lora is None:
             return self.scheme.swiglu(self.first, self.second, rows, counts, scale, self.dtype)
-        gate_up = self.scheme.grouped(rows, self.first, counts)
-        self.lora.add_w13(gate_up, rows, counts)
-        inner = torch_npu.npu_swiglu(gate_up)
-        expert_out = self.scheme.grouped(inner, self.second, counts)
-        self.lora.add_w2(expert_out, inner, counts)
-        return expert_out
+        return with_adapters(
+            lambda rows: self.scheme.grouped(rows, self.first, counts),
+            torch_npu.npu_swiglu,
+            lambda inner: self.scheme.grouped(inner, self.second, counts),
+            rows,
+            counts,
+            self.lora,
+        )
