@@ -105,8 +105,7 @@ class FusedSparseLatentAttentionImpl(
         "npu_scatter_pa_kv_cache",
     )
 
-    most_of_int8_index = 2048
-    """Tokens that npu_quant_lightning_indexer selects."""
+    takes_int8_index = True
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)

@@ -243,8 +243,8 @@ class SparseLatentAttentionImplBase(LatentAttentionImplBase):
         write_index(key, index_cache, attn_metadata)
         select(query, weights, index_cache, attn_metadata, selected)
 
-    ``index_cache`` is a ``QuantizedIndex`` for int8 keys, of which ``most_of_int8_index`` can be
-    selected. ``write_index`` stores keys ``[tokens, index_head_dim]``. ``select`` writes to ``selected``,
+    ``index_cache`` is a ``QuantizedIndex`` of int8 keys only where ``takes_int8_index`` is True.
+    ``write_index`` stores keys ``[tokens, index_head_dim]``. ``select`` writes to ``selected``,
     int32 ``[tokens, index_topk]``, the positions of the visible keys with the largest sums over
     heads of ``weights * relu(query @ key)``, and -1 beyond; query is ``[tokens, heads,
     index_head_dim]`` and weights ``[tokens, heads]``.

@@ -24,6 +24,8 @@ from ascend_platform.config.compilation import INDEXER_OP
 from ascend_platform.errors import RefusedError
 
 INT8_OPERATOR = "npu_quant_lightning_indexer"
+MAX_INT8_TOPK = 2048
+"""Tokens that it selects."""
 
 
 class NPUIndexer(Indexer):
@@ -135,12 +137,16 @@ def install(layers: dict[str, Any], is_int8: bool = False) -> None:
 
 
 def _check_int8(impl: Any, indexer: Indexer) -> None:
-    most = getattr(impl, "most_of_int8_index", 0)
-    if not host.chip_family().lacks(INT8_OPERATOR) and indexer.topk_tokens <= most:
+    is_offered = getattr(impl, "takes_int8_index", False)
+    if (
+        is_offered
+        and not host.chip_family().lacks(INT8_OPERATOR)
+        and indexer.topk_tokens <= MAX_INT8_TOPK
+    ):
         return
     families = [each.name for each in chips.FAMILIES if not each.lacks(INT8_OPERATOR)]
     raise RefusedError(
         f"ascend.platform.index_cache is int8 for {indexer.topk_tokens} selected tokens on"
         f" {host.chip()}; the fused sparse latent attention of ascend-attention supports it for at"
-        f" most 2048 on {', '.join(families)}; fix: remove it"
+        f" most {MAX_INT8_TOPK} on {', '.join(families)}; fix: remove it"
     )
