@@ -39,7 +39,7 @@ void check_groups(const Tensor& x, int64_t groups, int64_t kept, int64_t summed)
 // Sets the experts of all but the highest groups to zero, in place.
 ATB_PARAMETERS(GroupTopk, 2, 2, "(self, indices)", {
   const auto x = in[0].value, y = out.at(0).value;
-  one_of<int>("the kind of group score", p.by_sum, {0, 1});
+  one_of<int>("group_multi_flag", p.by_sum, {0, 1});
   const int64_t summed = p.by_sum ? p.summed : 1;
   check_groups(x, p.groups, p.kept, summed);
   shape("the output", y, x.sizes());

@@ -40,8 +40,8 @@ ATB_PARAMETERS(Elewise, 3, 3, "(x, scale, zero_point)", {
   };
 })
 ATB_PARAMETERS(RmsNorm, 5, 5, "(self, gamma, beta, scale, offset)", {
-  one_of<int32_t>("the kind of norm", p.layer_type, {1});
-  one_of<int32_t>("the kind of quantization (2 int8)", p.quant_type, {2});
+  one_of<int32_t>("layer_type", p.layer_type, {1});
+  one_of<int32_t>("quant_type (2 int8)", p.quant_type, {2});
   const auto x = in[0].value, gamma = in[1].value, beta = in[2].value, scale = in[3].value,
              offset = in[4].value, y = out.at(0).value;
   one_of("self", x, kHalves);
