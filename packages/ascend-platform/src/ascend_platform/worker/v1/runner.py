@@ -41,8 +41,7 @@ class NPUModelRunner(
     values in separate tensors."""
 
     _state_layers: Mapping[int, list[str]] = MappingProxyType({})
-    """KV cache group and tensor ``[blocks, …]`` of each state of linear attention and state-space
-    layers."""
+    """Names of the linear attention and state-space layers of each KV cache group."""
 
     def __init__(self, vllm_config: VllmConfig, *args: Any, **kwargs: Any) -> None:
         install()
