@@ -49,10 +49,14 @@ def test_threads_of_torch_npu_are_bound_by_their_names(monkeypatch, layout, vari
     monkeypatch.setattr(os, "sched_getaffinity", lambda thread: set(range(8)))
     monkeypatch.setattr(os, "sched_setaffinity", bound.__setitem__)
     cores.bind(ParallelConfig(**layout), 0)
-    alone = [own for own in bound.values() if len(own) == 1]
+    alone = {name(thread): own for thread, own in bound.items() if len(own) == 1}
     assert bool(bound) == is_bound
     assert bound.get(threading.get_native_id(), set(range(6))) == set(range(6))
-    assert sorted(alone, reverse=True) == ([{7}, {6}] if is_bound else [])
+    assert alone == ({"acl_thread": {7}, "release_thread": {6}} if is_bound else {})
+
+
+def name(thread: int) -> str:
+    return (cores.THREADS / str(thread) / "comm").read_text().strip()
 
 
 def test_a_worker_of_few_cores_is_left_alone(monkeypatch, log_lines):
