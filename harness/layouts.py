@@ -67,7 +67,7 @@ OF_PREFILLS: dict[str, dict[str, Any]] = {
     "PCP2 EP2": {PCP: 2} | EP,
     "TP2 PCP2 EP4": {TP: 2, PCP: 2} | EP,
 }
-"""Of latent attention with vLLM's V2 model runner; run where they are named."""
+"""With vLLM's V2 model runner; run where they are named."""
 OF_OPTIONS: dict[str, dict[str, Any]] = {
     f"{layout} {name}": (
         OF_EXPERTS[layout] | {"additional_config": {"ascend": {"platform": {name: True}}}} | more

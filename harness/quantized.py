@@ -305,7 +305,8 @@ def main() -> None:
             model = make(kind, form, dtype, Path(directory), cache=cache)
             for layout in options.layouts or LAYOUTS:
                 label = f"| {kind} | {form}{', int8 KV cache' * cache} | {dtype} | {layout} |"
-                served = serve(model, layouts.OF_EXPERTS[layout], options.timeout)
+                engine = (layouts.OF_EXPERTS | layouts.OF_PREFILLS)[layout]
+                served = serve(model, engine, options.timeout)
                 if isinstance(served, str):
                     print(f"{label} failed: {served} | | | | | |", flush=True)
                     wrong += 1

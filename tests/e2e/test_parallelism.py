@@ -53,8 +53,17 @@ CASES = {
 
 if V2:
     CASES |= {
+        "dense PCP2": ("adder", "bfloat16", "PCP2", "FusedAttentionImpl"),
+        "dense TP2 PCP2 EP4": ("glm4-moe", "float32", "TP2 PCP2 EP4", "PagedAttentionImpl"),
+        "windows, sinks, PCP2": ("gpt-oss", "bfloat16", "PCP2", "SinkAttentionImpl"),
         "latents PCP2": ("deepseek-v3", "bfloat16", "PCP2", "FusedLatentAttentionImpl"),
         "latents PCP2 EP2": ("deepseek-v3", "float32", "PCP2 EP2", "PagedLatentAttentionImpl"),
+        "selected tokens, TP2 PCP2": (
+            "deepseek-v3.2",
+            "bfloat16",
+            "TP2 PCP2",
+            "FusedSparseLatentAttentionImpl",
+        ),
         "n-gram drafts, PP2": ("adder", "bfloat16", "PP2 n-grams", "FusedAttentionImpl"),
     }
 
@@ -69,7 +78,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     made = {
         model: layouts.make(model, directory)
         for model, *_ in CASES.values()
-        if model in layouts.MODELS
+        if model in layouts.MODELS or model in layouts.OF_KINDS
     }
     return {"adder": layouts.ADDER} | made
 
@@ -121,7 +130,9 @@ def test_pipeline_stage_waits_before_it_overwrites_inputs(results: dict[str, Any
     assert results["dense PP2"]["waits"]
 
 
-@pytest.mark.parametrize("name", ["dense PP2", "dense TP2 DCP2", *(["latents PCP2"] if V2 else [])])
+@pytest.mark.parametrize(
+    "name", ["dense PP2", "dense TP2 DCP2", *(["dense PCP2", "latents PCP2"] if V2 else [])]
+)
 def test_no_communicator_is_created_after_the_kv_cache(results: dict[str, Any], name: str) -> None:
     assert results[name]["grown"] == 0
 

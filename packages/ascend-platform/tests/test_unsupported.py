@@ -122,25 +122,56 @@ def test_unsupported_models_with_states_are_refused_by_name():
 
 
 def test_unsupported_prefill_context_parallelism_is_refused(monkeypatch):
-    """Same check as vLLM's ``PCPManager.validate_config``, before workers start."""
+    """Like vLLM's ``PCPManager.validate_config``, before workers start."""
     parallel = {
         "prefill_context_parallel_size": 2,
         "decode_context_parallel_size": 1,
         "data_parallel_size": 1,
         "enable_eplb": False,
     }
-    model = SimpleNamespace(use_mla=True, hf_text_config=SimpleNamespace())
+    attributes = {
+        "is_encoder_decoder": False,
+        "is_hybrid": False,
+        "is_attention_free": False,
+        "runner_type": "generate",
+        "supports_multimodal_inputs": False,
+        "uses_mrope": False,
+        "enable_prompt_embeds": False,
+        "hf_text_config": SimpleNamespace(),
+    }
+    model = SimpleNamespace(**attributes)
     config = SimpleNamespace(parallel_config=SimpleNamespace(**parallel), model_config=model)
     config.compilation_config = SimpleNamespace(cudagraph_mode=CUDAGraphMode.FULL_DECODE_ONLY)
     config.speculative_config = config.lora_config = config.kv_transfer_config = None
     runner = model_runner.Choice(True, "a test")
     monkeypatch.setattr(model_runner, "choice", lambda config: runner)
     assert not unsupported._other_prefill_context(config)
-    model.hf_text_config.index_topk, config.parallel_config.data_parallel_size = 32, 2
-    assert (
-        unsupported._other_prefill_context(config)
-        == "attention other than dense latent attention (MLA), data parallelism"
-    )
+    for name, value, named in (
+        ("is_encoder_decoder", True, "encoder-decoder models"),
+        ("is_hybrid", True, "state-space or linear attention layers"),
+        ("runner_type", "pooling", "pooling models"),
+        ("supports_multimodal_inputs", True, "images, audio and video"),
+        ("uses_mrope", True, "M-RoPE"),
+        ("enable_prompt_embeds", True, "prompts given as embeddings"),
+        (
+            "hf_text_config",
+            SimpleNamespace(attention_chunk_size=128),
+            "chunked local attention",
+        ),
+    ):
+        setattr(model, name, value)
+        assert unsupported._other_prefill_context(config) == named
+        setattr(model, name, attributes[name])
+    for name, named in (
+        ("speculative_config", "speculative decoding"),
+        ("lora_config", "LoRA"),
+        ("kv_transfer_config", "KV connectors"),
+    ):
+        setattr(config, name, object())
+        assert unsupported._other_prefill_context(config) == named
+        setattr(config, name, None)
+    config.parallel_config.data_parallel_size = 2
+    assert unsupported._other_prefill_context(config) == "data parallelism"
     runner = model_runner.Choice(False, "a test")
     config.compilation_config.cudagraph_mode = CUDAGraphMode.FULL
     refused = unsupported._other_prefill_context(config)

@@ -69,11 +69,13 @@ class FusedAttentionMetadataBuilder(AttentionMetadataBuilder[FusedAttentionMetad
             parallel.cp_kv_cache_interleave_size if parallel.decode_context_parallel_size > 1 else 0
         )
         self.padded_block_table: torch.Tensor | None = None
-        # One slot is reserved for a dummy request.
-        if (most := vllm_config.scheduler_config.max_num_seqs) >= MAX_REQUESTS:
+        self.uses_pcp = parallel.prefill_context_parallel_size > 1
+        # One slot is reserved for a dummy request. A rank has two parts of a prompt with PCP.
+        supported = (MAX_REQUESTS - 1) // (2 if self.uses_pcp else 1)
+        if (most := vllm_config.scheduler_config.max_num_seqs) > supported:
             raise extension.RefusedError(
-                f"{FusedAttentionImpl.title} supports up to {MAX_REQUESTS - 1} requests in a step,"
-                f" not max_num_seqs {most}; fix: --max-num-seqs {MAX_REQUESTS - 1}"
+                f"{FusedAttentionImpl.title} supports up to {supported} requests in a step,"
+                f" not max_num_seqs {most}; fix: --max-num-seqs {supported}"
             )
         self.int8_cache = kv_cache_spec.dtype == torch.int8
         if self.int8_cache and self.interleave:
@@ -150,7 +152,7 @@ class FusedAttentionMetadataBuilder(AttentionMetadataBuilder[FusedAttentionMetad
             compute_lengths=lengths,
             num_tokens=num_tokens,
             block_table=block_table,
-            slot_mapping=common.slot_mapping[:num_tokens],
+            slot_mapping=common.slot_mapping if self.uses_pcp else common.slot_mapping[:num_tokens],
             mask=self.mask,
             softmax_lse=self.softmax_lse,
             causal=bool(common.causal),
@@ -266,7 +268,7 @@ class FusedAttentionImpl(extension.AttentionImplBase, AttentionImpl[FusedAttenti
     )
     operators = ("npu_fused_infer_attention_score", "npu_scatter_pa_kv_cache")
     can_return_lse_for_decode = True
-    supports_dcp = True
+    supports_dcp = supports_pcp = True
     int8_cache = True
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -309,6 +311,12 @@ class FusedAttentionImpl(extension.AttentionImplBase, AttentionImpl[FusedAttenti
             query, output = query[tokens], output[tokens]
         if self.writes_cache and key is not None and value is not None:
             self._write(layer, key, value, key_cache, value_cache, meta)
+        if self.pcp_world_size > 1:
+            # The next layers write keys of padding tokens.
+            if len(returned) > meta.num_tokens:
+                returned[meta.num_tokens :].zero_()
+            if not meta.num_tokens:
+                return returned
         if key_cache.dtype == torch.int8:
             int8.attend(self, layer, query, key_cache, value_cache, meta, output)
         elif meta.dcp:
@@ -344,6 +352,7 @@ class FusedAttentionImpl(extension.AttentionImplBase, AttentionImpl[FusedAttenti
         meta: FusedAttentionMetadata,
     ) -> None:
         slots = meta.dcp.slot_mapping if meta.dcp else meta.slot_mapping
+        key, value = self.gather_new(key, value)
         if meta.dcp:
             key, value = key[meta.dcp.local_token_indices], value[meta.dcp.local_token_indices]
         elif len(key) != len(slots):

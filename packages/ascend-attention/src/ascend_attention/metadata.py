@@ -53,8 +53,8 @@ class FusedAttentionMetadata(AttentionMetadata):
         compute_lengths: computes ``lengths``; with draft tokens it may wait for the device.
         num_tokens: query tokens, including padding tokens in full-graph mode.
         block_table: int32 ``[requests, blocks]``.
-        slot_mapping: int64, KV cache slot of each new key. vLLM replaces it in layers with cross
-        attention.
+        slot_mapping: int64, KV cache slot of each new key; with prefill context parallelism of all
+        ranks' tokens, including padding. vLLM replaces it in layers with cross attention.
         mask: int8 ``[2048, 2048]``, 1 above the diagonal.
         softmax_lse: float32 ``[1]``, placeholder for the unused softmax_lse output.
         causal: False for cross attention, where every token attends to all of its request's keys.

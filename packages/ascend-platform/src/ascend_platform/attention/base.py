@@ -184,6 +184,26 @@ class AttentionImplBase:
         self.kv_cache_dtype = kv_cache_dtype
         self.writes_cache = kv_sharing_target_layer_name is None
 
+    def gather_new(self, *new: Any) -> tuple[Any, ...]:
+        """Gather a step's new keys and values ``[tokens, ...]`` from the ranks of prefill context
+        parallelism, one rank's tokens after the other, as ``slot_mapping`` has them.
+
+        All ranks have the same number of tokens, including padding. Without prefill context
+        parallelism ``new`` is returned.
+        """
+        if getattr(self, "pcp_world_size", 1) == 1:
+            return new
+        import torch
+        from vllm.distributed.parallel_state import get_pcp_group
+
+        # One collective for keys and values.
+        rows = [each.flatten(1) for each in new]
+        gathered = get_pcp_group().all_gather(torch.cat(rows, -1), dim=0)
+        parts = gathered.split([each.shape[1] for each in rows], -1)
+        return tuple(
+            part.reshape(-1, *each.shape[1:]) for part, each in zip(parts, new, strict=True)
+        )
+
 
 class LatentAttentionImplBase(AttentionImplBase):
     """Mixin for vLLM's ``MLAAttentionImpl``: multi-head latent attention, by ``forward_mqa`` for

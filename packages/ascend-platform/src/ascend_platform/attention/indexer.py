@@ -89,8 +89,11 @@ def sparse_indexer(
         return
     tokens = metadata.num_actual_tokens
     pages = kv_cache if cache.is_int8 else kv_cache.index
-    cache.impl.write_index(key[:tokens], pages, metadata)
-    cache.impl.select(query[:tokens], weights[:tokens], pages, metadata, selected[:tokens])
+    # With prefill context parallelism the slots are those of all ranks' tokens and padding.
+    (new,) = cache.impl.gather_new(key) if cache.impl.pcp_world_size > 1 else (key[:tokens],)
+    cache.impl.write_index(new, pages, metadata)
+    if tokens:
+        cache.impl.select(query[:tokens], weights[:tokens], pages, metadata, selected[:tokens])
 
 
 direct_register_custom_op(

@@ -47,8 +47,8 @@ class PagedAttentionMetadata(AttentionMetadata):
         entries.
         seq_lens: sequence length of each request after this step's tokens are written, on the host.
         block_table: int32 ``[requests, blocks]``.
-        slot_mapping: int64, KV cache slot of each new key. vLLM replaces it in layers with cross
-        attention.
+        slot_mapping: int64, KV cache slot of each new key; with prefill context parallelism of all
+        ranks' tokens, including padding. vLLM replaces it in layers with cross attention.
         num_decodes: number of leading requests with one query token.
         decode_seq_lens: int32 ``[num_decodes]``, seq_lens on the device.
         max_decode_tokens: tokens in the blocks of the longest decode.
@@ -74,6 +74,7 @@ class PagedAttentionMetadataBuilder(AttentionMetadataBuilder[PagedAttentionMetad
     ) -> None:
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
         self._init_reorder_batch_threshold(1)
+        self.uses_pcp = vllm_config.parallel_config.prefill_context_parallel_size > 1
 
     def build(
         self,
@@ -90,11 +91,12 @@ class PagedAttentionMetadataBuilder(AttentionMetadataBuilder[PagedAttentionMetad
         num_decodes = next(others, len(seq_lens))
         block_size = self.kv_cache_spec.block_size
         max_blocks = -(-max(seq_lens[:num_decodes], default=0) // block_size)
+        slots = common.slot_mapping
         return PagedAttentionMetadata(
             query_start_loc=query_start_loc,
             seq_lens=seq_lens,
             block_table=common.block_table_tensor,
-            slot_mapping=common.slot_mapping[: query_start_loc[-1]],
+            slot_mapping=slots if self.uses_pcp else slots[: query_start_loc[-1]],
             num_decodes=num_decodes,
             decode_seq_lens=common.seq_lens[:num_decodes],
             max_decode_tokens=max_blocks * block_size,
@@ -112,6 +114,7 @@ class PagedAttentionImpl(AttentionImplBase, AttentionImpl[PagedAttentionMetadata
         AttentionFeature.ENCODER,
         AttentionFeature.ENCODER_ONLY,
     }
+    supports_pcp = True
 
     def forward(
         self,
@@ -138,6 +141,7 @@ class PagedAttentionImpl(AttentionImplBase, AttentionImpl[PagedAttentionMetadata
             return output.zero_()
         meta = attn_metadata
         if self.writes_cache and key is not None and value is not None:
+            key, value = self.gather_new(key, value)
             for cache, new in ((kv_cache.key, key), (kv_cache.value, value)):
                 rows = cache.view(-1, *cache.shape[2:])
                 rows.index_copy_(0, meta.slot_mapping, new[: len(meta.slot_mapping)])
@@ -145,6 +149,9 @@ class PagedAttentionImpl(AttentionImplBase, AttentionImpl[PagedAttentionMetadata
             self._decode(query, kv_cache, meta, output)
         for request in range(meta.num_decodes, len(meta.seq_lens)):
             self._prefill(request, query, kv_cache, meta, output)
+        if self.pcp_world_size > 1:
+            # The next layers write keys of padding tokens.
+            output[meta.query_start_loc[-1] :] = 0
         return output
 
     def _decode(

@@ -114,7 +114,7 @@ def _shards_image_context(config: VllmConfig) -> bool:
 
 def _other_prefill_context(config: VllmConfig) -> str:
     """Features that prefill context parallelism is not supported with; vLLM has it in its V2
-    runner, for latent attention."""
+    runner."""
     from vllm.config import CUDAGraphMode
 
     parallel, model = config.parallel_config, config.model_config
@@ -124,9 +124,14 @@ def _other_prefill_context(config: VllmConfig) -> str:
     mode = config.compilation_config.cudagraph_mode
     others = {
         "vLLM's V1 model runner": not model_runner.choice(config).is_v2,
-        "attention other than dense latent attention (MLA)": (
-            not model.use_mla or selector.is_sparse(model)
-        ),
+        "state-space or linear attention layers": state_layers.has_states(config),
+        "encoder-decoder models": model.is_encoder_decoder,
+        "pooling models": model.runner_type == "pooling",
+        "images, audio and video": model.supports_multimodal_inputs,
+        # vLLM takes a request's part at its number of computed tokens, for a rank's parts too.
+        "M-RoPE": model.uses_mrope,
+        "prompts given as embeddings": model.enable_prompt_embeds,
+        "chunked local attention": getattr(model.hf_text_config, "attention_chunk_size", None),
         "data parallelism": parallel.data_parallel_size > 1,
         "expert load balancing": parallel.enable_eplb,
         "decode context parallelism": parallel.decode_context_parallel_size > 1,
@@ -183,7 +188,7 @@ FEATURES = (
     ),
     Feature("weight offloading", _offloads_weights),
     Feature(
-        "prefill context parallelism other than for latent attention with vLLM's V2 model runner",
+        "prefill context parallelism other than for decoders with vLLM's V2 model runner",
         _other_prefill_context,
     ),
     Feature("elastic expert parallelism", lambda config: config.parallel_config.enable_elastic_ep),

@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from vllm.config import VllmConfig
 from vllm.v1.worker.gpu.block_table import BlockTables
 from vllm.v1.worker.gpu.input_batch import InputBatch
 from vllm.v1.worker.gpu.pcp_manager import PCPManager
@@ -179,6 +180,14 @@ class NPUPCPManager(PCPManager):
         super().__init__(*arguments, **named)
         self._pad_slot_id.zero_()
 
+    @staticmethod
+    def validate_config(vllm_config: VllmConfig, supports_mm_inputs: bool) -> None:
+        """Like the base method, which refuses all but latent attention, because vLLM's other
+        attention layers do not gather the keys of the ranks. What else it refuses is in
+        ``ascend_platform/config/unsupported.py``."""
+        if vllm_config.model_config.use_mla:
+            PCPManager.validate_config(vllm_config, supports_mm_inputs)
+
     def partition_batch(self, input_batch: InputBatch, *arguments: Any) -> InputBatch:
         """Return this rank's partition. A rank without tokens gets one dummy request, whose
         `seq_lens_cpu_upper_bound` is set to 0."""
@@ -188,7 +197,7 @@ class NPUPCPManager(PCPManager):
         return batch
 
     def prepare_attn(
-        self, input_batch: InputBatch, of_all: Step
+        self, input_batch: InputBatch, of_all: Step, num_computed_tokens: torch.Tensor
     ) -> tuple[tuple[torch.Tensor, ...], torch.Tensor]:
         """Block tables of this rank's requests, and the slots of all ranks' tokens, as vLLM gathers
         these before it writes them.
@@ -196,12 +205,16 @@ class NPUPCPManager(PCPManager):
         Args:
             input_batch: this rank's.
             of_all: the whole step.
+            num_computed_tokens: int32 ``[states]``, before the step.
         """
         requests = input_batch.idx_mapping
         padded = input_batch.num_reqs_after_padding
         step = self.global_batch
         tables = self._block_tables.gather_block_tables(
-            requests, padded, out=self._local_block_tables
+            requests,
+            padded,
+            out=self._local_block_tables,
+            num_computed_tokens=num_computed_tokens,
         )
         slots = of_all.compute_slot_mappings(
             self._block_tables,

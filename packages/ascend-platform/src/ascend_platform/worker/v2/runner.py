@@ -236,7 +236,7 @@ class NPUModelRunner(ModelMixin, DraftLengthsMixin, GPUModelRunner):
         assert self._step is not None
         computed = self.req_states.num_computed_tokens.gpu
         if self.pcp_manager is not None:
-            return self.pcp_manager.prepare_attn(batch, self._step)
+            return self.pcp_manager.prepare_attn(batch, self._step, computed)
         padded = batch.num_reqs_after_padding
         tables = self.block_tables.gather_block_tables(
             batch.idx_mapping, padded, num_computed_tokens=computed, step=self._step
