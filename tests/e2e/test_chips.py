@@ -1,16 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-all project
-"""Models on an emulated Ascend310P, which has no bfloat16 and no fused attention, compared with
-Hugging Face transformers."""
+"""Models on an emulated Ascend310P, which has no bfloat16 and a KV cache in FRACTAL_NZ, compared
+with Hugging Face transformers."""
 
 import json
 from pathlib import Path
 from typing import Any
 
 import pytest
-from harness import dequantized, layouts, model_types, multimodal, npus, quantized
+from harness import dequantized, layouts, model_types, multimodal, npus, quantized, references
+from harness.features import adapters, serving, speculation
 
 CHIP = "Ascend310P3"
+FRACTAL = ["FractalAttentionImpl"]
 DENSE, EMBEDDING, QUANTIZED = "qwen3, heads of 96", "bert embedding", "W8A8"
 
 
@@ -55,7 +57,7 @@ def results(cases: dict[str, dict[str, Any]]) -> dict[str, Any]:
 
 @pytest.mark.parametrize(
     ("name", "attention", "bound"),
-    [(DENSE, model_types.BUILT_IN, 0.01), (EMBEDDING, model_types.ENCODERS[1], 1e-3)],
+    [(DENSE, FRACTAL, 0.01), (EMBEDDING, model_types.ENCODERS[1], 1e-3)],
 )
 def test_answers_are_those_of_transformers(
     name: str,
@@ -76,7 +78,7 @@ def test_answers_of_a_quantized_model(
     quantized_model: dequantized.Model, results: dict[str, Any]
 ) -> None:
     found = results[QUANTIZED]
-    assert (found["dtype"], found["kinds"]) == ("torch.float16", model_types.BUILT_IN)
+    assert (found["dtype"], found["kinds"]) == ("torch.float16", FRACTAL)
     answers = [[answer] for answer in found["results"][: len(found["results"]) // 2]]
     count, _, mean = dequantized.Reference(quantized_model, quantized=True).compare(answers)
     assert count == 33
@@ -92,3 +94,23 @@ def test_answers_to_images(tmp_path: Path) -> None:
     print(f"images: {found}")
     assert len(results) == 2 * len(case["prompts"])
     assert found["mean"] < 0.03
+
+
+def test_adapters_and_drafts(tmp_path: Path) -> None:
+    (drafts,) = speculation.speculation(tmp_path, ["EAGLE"], 1, "float16")
+    results = serving.serve(
+        [adapters.lora("LoRA", tmp_path, 1, "float16"), drafts], ASCEND_EMULATOR_SOC=CHIP
+    )
+    answers = {"steps": results["LoRA"]["steps"][-1:]}
+    tokens, others, far = adapters.compare_lora(tmp_path, answers, "float16")
+    print(f"LoRA: {tokens} tokens, {others} others, difference max {far:.1e}")
+    assert tokens == 120
+    assert others <= 1
+    assert far < 0.02
+    model = references.reference(speculation.methods(tmp_path)["EAGLE"][0])
+    asked = [serving.greedy(prompt) for prompt in serving.prompts()]
+    tokens, others, far = serving.compare(model, asked, results["EAGLE"]["steps"][0])
+    print(f"EAGLE: {tokens} tokens, {others} others, difference max {far:.1e}")
+    assert (tokens, others) == (144, 0)
+    assert far < 0.01
+    assert speculation.accepted(results["EAGLE"])[2] > 0

@@ -31,6 +31,7 @@ MODELS = {
     "dense": "dense",
     "experts": "experts, TP2 EP2",
     "latent": "latent attention",
+    "prolog": "latent attention, mla_prolog",
 }
 """Cases of harness/launches.py."""
 PROGRAM = environment.ROOT / "harness" / "programs" / "count_launches.py"
@@ -111,6 +112,11 @@ def _cases_of_harness() -> dict[str, Any]:
 
 def _run(side: str, case: dict[str, Any], directory: Path) -> Summary:
     """The steps of a case, in a process of that side."""
+    if side != "ours":  # vLLM refuses the options of a plugin that it does not know
+        options = case["engine"]
+        case = case | {
+            "engine": {key: options[key] for key in options if key != "additional_config"}
+        }
     trace = directory / f"{side} {case['name']}.json"
     emulator = ["run", "--time", "modelled", "--npus", case["ranks"], "--memory", "6GiB"]
     emulator += ["--trace", trace, "--"]

@@ -16,6 +16,7 @@ def register() -> None:
 
 def _offer() -> None:
     extension.offer("attention.dense", "ascend_attention.dense.FusedAttentionBackend")
+    extension.offer("attention.dense_fractal", "ascend_attention.fractal.FractalAttentionBackend")
     extension.offer("attention.gated_delta", "ascend_attention.gated_delta.FusedGatedDeltaRule")
     extension.offer("attention.latent", "ascend_attention.latent.FusedLatentAttentionBackend")
     extension.offer("attention.latent_layer", "ascend_attention.prolog.FusedLatentLayer")

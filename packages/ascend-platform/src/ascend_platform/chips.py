@@ -166,7 +166,14 @@ FAMILIES = (
         "Ascend 310P",
         ("Ascend310P",),
         streams=1024,
-        operators=frozenset({"npu_add_rms_norm", "npu_moe_init_routing_v2", "npu_rms_norm"}),
+        operators=frozenset(
+            {
+                "_npu_paged_attention_splitfuse_v2",
+                "npu_add_rms_norm",
+                "npu_moe_init_routing_v2",
+                "npu_rms_norm",
+            }
+        ),
         quantization=("W8A8",),
         weight_nz=True,
         rows_in_nz=True,

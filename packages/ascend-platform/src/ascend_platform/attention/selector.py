@@ -46,7 +46,7 @@ def select_backend(config: "AttentionSelectorConfig", model: Any) -> tuple[str, 
         slot = "latent_sparse" if config.use_sparse else "latent"
     built_in = BUILT_IN[slot]
     reason = f"ascend-attention is {registry.state('ascend-attention')}"
-    if path := slots.offered(f"attention.{slot}"):
+    if path := _offered(slot):
         reasons = _unsupported_reasons(path, config, model)
         if not reasons:
             return path, f"fused (ascend-attention {requirements.version('ascend-attention')})"
@@ -58,6 +58,20 @@ def select_backend(config: "AttentionSelectorConfig", model: Any) -> tuple[str, 
     return built_in, f"built-in PyTorch ({reason})"
 
 
+def _offered(slot: str) -> str | None:
+    """The backend offered for a slot: of this chip's order of the KV cache, if its operators are
+    the chip's."""
+    fractal = slots.offered(f"attention.{slot}_fractal")
+    if fractal and not _lacking(resolve_obj_by_qualname(fractal)):
+        return fractal
+    return slots.offered(f"attention.{slot}")
+
+
+def _lacking(backend: Any) -> list[str]:
+    """Operators of a backend that this process's chip does not have."""
+    return host.chip_family().lacks(*getattr(backend.get_impl_cls(), "operators", ()))
+
+
 def _unsupported_reasons(path: str, config: "AttentionSelectorConfig", model: Any) -> list[str]:
     backend = resolve_obj_by_qualname(path)
     # vLLM passes these only to the layer; AttentionSelectorConfig lacks them.
@@ -67,7 +81,7 @@ def _unsupported_reasons(path: str, config: "AttentionSelectorConfig", model: An
     if model is not None and getattr(model.hf_text_config, "attn_logit_softcapping", None):
         requested.append(AttentionFeature.LOGITS_SOFT_CAP)
     impl = backend.get_impl_cls()
-    lacking = host.chip_family().lacks(*getattr(impl, "operators", ()))
+    lacking = _lacking(backend)
     missing = [feature for feature in requested if feature not in getattr(impl, "serves", ())]
     reasons = backend.validate_configuration(device_capability=None, **config._asdict())
     reasons += [f"{feature.value} not supported" for feature in missing]

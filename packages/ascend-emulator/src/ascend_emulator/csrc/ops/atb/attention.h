@@ -7,9 +7,18 @@
 
 namespace emu::transformer {
 
-// Whether the tensor is in fractal order; on 310P four-dimensional caches and masks always are.
+// Whether a mask is in fractal order; on 310P those of four dimensions always are.
 inline bool fractal(const AtbTensor& given) {
   return given.format == kFractalNZ || is_chip("Ascend310P");
+}
+// Whether a cache is in fractal order. On 310P it has to be, by its format too: torch_npu hands the
+// format to ATB (op-plugin's Utils.cpp), and vllm-ascend allocates the caches in FRACTAL_NZ.
+inline bool fractal_cache(const char* name, const AtbTensor& given) {
+  const bool nz = given.format == kFractalNZ;
+  require(nz || !is_chip("Ascend310P"), name,
+      " is not in FRACTAL_NZ, as KV caches of this chip are; ",
+      "fix: torch_npu.empty_with_format(..., acl_format=29)");
+  return nz;
 }
 inline at::IntArrayRef shape_of(const AtbTensor& given) { return given.value.sizes(); }
 

@@ -59,7 +59,7 @@ Tensor Attention::cache(const char* name, const AtbTensor& given) const {
   rank(name, x, 3, 4);
   if (x.dim() == 3) return x;
   const int64_t unit = 32 / x.element_size();
-  if (!fractal(given)) {
+  if (!fractal_cache(name, given)) {
     require(x.size(2) == groups, name, " has shape ", x.sizes(),
         "; it must be [blocks, block_size, ", groups, ", head_size]");
     return x.flatten(2);

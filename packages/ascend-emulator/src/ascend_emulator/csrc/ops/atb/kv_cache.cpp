@@ -31,7 +31,7 @@ ATB_PARAMETERS(ReshapeAndCache, 3, 5,
       for (size_t i = 0; i < caches; ++i) {
         const char *name = i ? "value" : "key", *cache_name = i ? "value_cache" : "key_cache";
         const auto& rows = in[i].value;
-        const bool nz = p.config == kBothFractal || fractal(out[i]);
+        const bool nz = p.config == kBothFractal || fractal_cache(cache_name, out[i]);
         rank(name, rows, 3);
         require(rows.size(0) == slots.size(0), name, " has ", rows.size(0),
             " tokens and slot_indices ", slots.size(0));
