@@ -112,7 +112,7 @@ def _cases_of_harness() -> dict[str, Any]:
 
 def _run(side: str, case: dict[str, Any], directory: Path) -> Summary:
     """The steps of a case, in a process of that side."""
-    if side != "ours":  # vLLM refuses the options of a plugin that it does not know
+    if side != "ours":  # Its vLLM refuses the options of our plugin.
         options = case["engine"]
         case = case | {
             "engine": {key: options[key] for key in options if key != "additional_config"}

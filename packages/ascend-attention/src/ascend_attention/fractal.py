@@ -97,7 +97,7 @@ class FractalAttentionMetadataBuilder(AttentionMetadataBuilder[FractalAttentionM
 class FractalAttentionImpl(extension.AttentionImplBase, AttentionImpl[FractalAttentionMetadata]):
     """Fused attention of Ascend 310P; see ``extension.AttentionImplBase`` for the constructor."""
 
-    title = "the attention of ascend-attention for Ascend 310P"
+    title = "the attention of ascend-attention over a KV cache in FRACTAL_NZ"
     operators = ("_npu_paged_attention_splitfuse_v2",)
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:

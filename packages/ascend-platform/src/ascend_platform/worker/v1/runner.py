@@ -67,6 +67,7 @@ class NPUModelRunner(
         vLLM's block numbers.
         """
         kv_cache.check(kv_cache_config)
+        self.take_slots()
         caches = super().initialize_kv_cache_tensors(
             kv_cache_config, kernel_block_sizes, kv_cache_allocation_context
         )
