@@ -67,18 +67,18 @@ class HostInputsMixin:
 
     def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
+        # Token ids are copied on their own: torch.compile would take them and positions for one
+        # tensor, whose size is the memory's.
         buffers = {
-            name: getattr(self, name)
-            for name in ("query_start_loc", "discard_request_mask", "input_ids")
+            name: getattr(self, name) for name in ("query_start_loc", "discard_request_mask")
         }
         self._step_inputs = StepInputs(
             {
                 "seq_lens": self.seq_lens,
                 "logits_indices": torch.zeros_like(self.query_start_loc.gpu[1:]),
+                **{name: buffer.gpu for name, buffer in buffers.items()},
                 "positions": self.positions,
                 "slots": self.input_batch.block_table[0].slot_mapping.gpu,
-                # The last: vLLM has tokens of -1, which a padded step must not read.
-                **{name: buffer.gpu for name, buffer in buffers.items()},
             }
         )
         for name, buffer in buffers.items():
@@ -130,14 +130,12 @@ class HostInputsMixin:
         vars(self).update(host)
         for buffer in buffers:
             buffer.gpu = buffer.cpu
-        vars(self.input_ids)["copy_to_gpu"] = _copied
         try:
             yield
         finally:
             vars(self).update(tensors)
             for buffer, tensor in zip(buffers, on_device, strict=True):
                 buffer.gpu = tensor
-            del vars(self.input_ids)["copy_to_gpu"]
 
     def _copy_inputs(
         self: Any, num_reqs: int, query_start_loc: torch.Tensor, positions: torch.Tensor
@@ -160,7 +158,3 @@ class HostInputsMixin:
 def _has_slots(table: Any) -> bool:
     mode = getattr(table, "slot_mapping_mode", None)  # vLLM 0.31 has no modes
     return mode is None or mode.value != "none"
-
-
-def _copied(count: int | None = None) -> None:
-    """Used instead of ``CpuGpuBuffer.copy_to_gpu``: the input is copied with the others."""
