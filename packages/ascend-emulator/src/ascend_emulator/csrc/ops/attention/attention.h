@@ -6,6 +6,11 @@
 #include "core/cost.h"
 #include "operator/op.h"
 
+// torch_npu calls this before a capture, for the maximum workspace of later updates.
+#define MAX_WORKSPACE(NAME)           \
+  RESOLVED(NAME##GetMaxWorkspaceSize, \
+      emu::Operator<&emu::ops::body_##NAME, emu::ops::name_##NAME>::workspace)
+
 namespace emu::attention {
 
 constexpr int64_t kMaskSide = 2048;  // size of the compressed mask of the causal and band modes

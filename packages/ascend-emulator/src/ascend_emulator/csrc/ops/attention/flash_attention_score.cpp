@@ -69,6 +69,7 @@ CHECKED(aclnnFlashAttentionScoreV3,
     (Inputs in, Opt<Tensor> sink, Opt<Ints> prefix, Starts starts, FlashSettings settings,
         int64_t pse_type, Results to),
     { return forward(in, settings, to, {prefix, {}, starts, pse_type, "", sink}); })
+MAX_WORKSPACE(aclnnFlashAttentionScoreV3)
 CHECKED(aclnnFlashAttentionVarLenScore,
     (Inputs in, Opt<Ints> prefix, Ends ends, FlashSettings settings, Results to),
     { return forward(in, settings, to, {prefix, ends}); })
@@ -87,6 +88,7 @@ CHECKED(aclnnFlashAttentionVarLenScoreV5,
     (RopedInputs in, Opt<Tensor> sink, Opt<Ints> prefix, Ends ends, Starts starts,
         FlashSettings settings, int64_t pse_type, Text stats_layout, Results to),
     { return forward(in, settings, to, {prefix, ends, starts, pse_type, stats_layout, sink}); })
+MAX_WORKSPACE(aclnnFlashAttentionVarLenScoreV5)
 
 CHECKED(aclnnFlashAttentionScoreGrad,
     (GradInputs in, Opt<Ints> prefix, FlashSettings settings, Gradients to),

@@ -48,11 +48,6 @@ Computation computation(const InferInputs& in, const InferRope& rope, const Infe
 
 }  // namespace
 
-// torch_npu calls this before a capture, for the maximum workspace of later updates.
-#define MAX_WORKSPACE(NAME)           \
-  RESOLVED(NAME##GetMaxWorkspaceSize, \
-      emu::Operator<&emu::ops::body_##NAME, emu::ops::name_##NAME>::workspace)
-
 // Before CANN 8.1.RC1.
 CHECKED(aclnnFusedInferAttentionScoreV2, (InferInputs in, InferSettings settings, InferResults to),
     { return computation(in, {}, settings, to); })
