@@ -72,6 +72,15 @@ def answers(engine: LLM, case: dict[str, Any]) -> list[Any]:
     return [[output.outputs.score] for output in engine.score(first, second, use_tqdm=False)]
 
 
+def encoded(runner: Any) -> dict[str, int]:
+    """How many images and videos graphs have encoded, and how many eagerly although there are."""
+    state = getattr(runner, "model_state", None)  # of the V2 runner
+    manager = getattr(runner, "encoder_cudagraph_manager", None)
+    if state is not None and state.supports_mm_inputs:
+        manager = state.encoder_runner.cudagraph_manager
+    return {"graphs": manager.graph_hits, "eagerly": manager.graph_misses} if manager else {}
+
+
 def serve(case: dict[str, Any]) -> dict[str, Any]:
     torch.set_num_threads(1)
     engine = LLM(
@@ -90,8 +99,10 @@ def serve(case: dict[str, Any]) -> dict[str, Any]:
     modules = {type(module).__name__ for module in runner.get_model().modules()}
     is_gated_delta_net = any("GatedDeltaNet" in name for name in modules)
     rules = {gated_delta.rules.prefill.__qualname__} if is_gated_delta_net else set()
+    found = answers(engine, case)
     return {
-        "results": answers(engine, case),
+        "results": found,
+        "encoded": encoded(runner),
         "kinds": sorted(
             {type(layer.impl).__name__ for layer in layers if hasattr(layer, "impl")}
             | (modules & SHOWN)

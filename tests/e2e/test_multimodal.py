@@ -19,9 +19,23 @@ from harness import layouts, media_service, model_types, multimodal, npus
 
 MTP: dict[str, Any] = {"speculative_config": {"method": "mtp", "num_speculative_tokens": 2}}
 MTP |= {"enable_prefix_caching": False}
+IN_GRAPHS: dict[str, Any] = {
+    "max_num_batched_tokens": 256,  # Several images are encoded in one step.
+    "compilation_config": {
+        "cudagraph_mm_encoder": True,
+        # The largest image has more tokens.
+        "encoder_cudagraph_token_budgets": [4, 16, 64],
+    },
+}
 # Name: (model type, NPUs, dtype, options, largest mean difference).
 CASES: dict[str, tuple[str, int, str, dict[str, Any], float]] = {
     "qwen2.5-vl": ("qwen2_5_vl", 2, "bfloat16", {}, 0.03),
+    "qwen2.5-vl in graphs": ("qwen2_5_vl", 1, "float32", IN_GRAPHS, 1e-4),
+    "qwen3-vl in graphs": (
+        *("qwen3_vl", 2, "bfloat16"),
+        IN_GRAPHS | {"mm_encoder_tp_mode": "data"},
+        0.03,
+    ),
     "qwen3-vl-moe": ("qwen3_vl_moe", 1, "bfloat16", {}, 0.03),
     "gemma3": ("gemma3", 1, "bfloat16", {}, 0.03),
     # In bfloat16 transformers itself is 0.2 off.
@@ -71,6 +85,14 @@ def test_answers_are_those_of_transformers(
     print(f"{name}: {found}")
     assert len(results[name]["results"]) == 2 * len(cases[name]["prompts"])
     assert found["mean"] < bound
+
+
+def test_images_are_encoded_in_graphs(results: dict[str, Any]) -> None:
+    """All but the image that is larger than every budget, also where decodes have no graphs."""
+    own, parallel = (results[f"{name} in graphs"] for name in ("qwen2.5-vl", "qwen3-vl"))
+    assert own["encoded"] == {"graphs": 3, "eagerly": 1}
+    assert parallel["encoded"]["graphs"] > 0  # of the first rank
+    assert [own["graphs"], parallel["graphs"]] == ["NONE", "FULL_DECODE_ONLY"]
 
 
 @pytest.fixture(scope="module")

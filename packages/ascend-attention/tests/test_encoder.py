@@ -7,6 +7,7 @@ import pytest
 import torch
 from ascend_attention import encoder
 from ascend_platform.extension import RefusedError
+from ascend_platform.graph import acl_graph
 from vllm.config import VllmConfig, set_current_vllm_config
 from vllm.v1.attention.backend import CommonAttentionMetadata
 from vllm.v1.kv_cache_interface import EncoderOnlyAttentionSpec
@@ -103,6 +104,53 @@ def test_mm_encoder_attention():
     ends = torch.tensor([0, 3, 20, 30], dtype=torch.int32).npu()
     expected = reference(*(x.flatten(0, 1) for x in (query, key, value)), [3, 17, 10], 40**-0.5)
     close(layer.forward_oot(*packed, cu_seqlens=ends, max_seqlen=torch.tensor(17))[0], expected)
+
+
+def replayed(buffer, ends):
+    """Give a buffer the attributes that a copy into it leaves."""
+    vars(buffer).clear()
+    buffer.host_ends = ends
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_each_replay_attends_in_its_own_sequences(dtype):
+    layer, size = encoder.FusedMMEncoderAttention(4, 40, num_kv_heads=2), (30, 40)
+    inputs = [torch.randn(30, heads, 40).to(dtype) for heads in (4, 2, 2)]
+    placed = [x.npu()[None] for x in inputs]
+    buffer = torch.tensor([0, 15, 30, 30, 30], dtype=torch.int32).npu()
+    layer.forward_oot(*placed, cu_seqlens=buffer)  # as EncoderCudaGraphManager does before
+    pool, output = torch.npu.graph_pool_handle(), torch.empty_like(placed[0])
+    fixed = torch.empty_like(placed[0])
+    graph = acl_graph.NPUGraph()
+    with acl_graph._Capture(graph, pool, stream=torch.npu.Stream()):
+        output.copy_(layer.forward_oot(*placed, cu_seqlens=buffer))
+        fixed.copy_(
+            layer.forward_oot(*(x.view(3, 10, *x.shape[2:]) for x in placed)).view_as(fixed)
+        )
+    for lengths in ([3, 17, 10], [5], [1, 2, 3, 20], [30]):
+        ends = torch.tensor(lengths).cumsum(0).tolist()
+        replayed(buffer, [*ends, ends[-1]])
+        graph.replay()
+        rows = sum(lengths)
+        close(output[0, :rows], reference(*(x[:rows] for x in inputs), lengths, size[1] ** -0.5))
+        close(fixed[0], reference(*inputs, [10] * 3, size[1] ** -0.5))
+    replayed(buffer, [1, 2, 3, 4, 5])
+    with pytest.raises(acl_graph.NotReplayedError):  # The buffer holds four.
+        graph.replay()
+
+
+def test_ends_that_an_encoder_computes_are_refused_in_a_graph():
+    layer = encoder.FusedMMEncoderAttention(2, 32)
+    query = torch.randn(1, 20, 64).npu()
+    ends = torch.tensor([0, 3, 20], dtype=torch.int32).npu()
+    graph = acl_graph.NPUGraph()
+    with (
+        pytest.raises(
+            RefusedError, match="computes the sequence ends of its attention on the device"
+        ),
+        acl_graph._Capture(graph, torch.npu.graph_pool_handle(), stream=torch.npu.Stream()),
+    ):
+        layer.forward_oot(query, query, query, ends + 0)
 
 
 def test_host_waits_for_lengths_at_most_once(monkeypatch):

@@ -81,6 +81,8 @@ def test_full_graphs_are_refused_where_each_launch_is_waited_for(model, monkeypa
         engine_config(model())
     engine_config(model(), enforce_eager=True)
     engine_config(model(), compilation_config={"cudagraph_mode": "PIECEWISE"})
+    text_only = {"cudagraph_mode": "PIECEWISE", "cudagraph_mm_encoder": True}
+    engine_config(model(), compilation_config=text_only)
 
 
 @pytest.mark.parametrize(

@@ -165,6 +165,8 @@ class FusedMMEncoderAttention(MMEncoderAttention):
     loops over them."""
 
     operators = ("npu_fusion_attention",)
+    in_graphs = True
+    """Graphs of encoders may contain it."""
 
     @classmethod
     def maybe_recompute_cu_seqlens(
@@ -189,16 +191,66 @@ class FusedMMEncoderAttention(MMEncoderAttention):
 
         Args:
             cu_seqlens: int ``[sequences + 1]``, cumulative sequence lengths of a packed batch of
-            one.
+            one. In a graph it is one of the graph's buffers.
         """
         batch, length = query.shape[:2]
+        kv_shape = (-1, self.num_kv_heads, self.head_size)
+        queries = query.reshape(-1, self.num_heads, self.head_size)
+        keys, values = key.reshape(kv_shape), value.reshape(kv_shape)
+        if extension.is_captured():
+            given = _GraphSequences(batch, length, cu_seqlens)
+            return given.attend(queries, keys, values, self.scale).view(query.shape)
         ends = (
             [*range(length, batch * length + 1, length)]
             if cu_seqlens is None
             else host_ends(cu_seqlens)
         )
-        kv_shape = (-1, self.num_kv_heads, self.head_size)
-        queries = query.reshape(-1, self.num_heads, self.head_size)
-        return attend(
-            queries, key.reshape(kv_shape), value.reshape(kv_shape), ends, self.scale
-        ).view(query.shape)
+        return attend(queries, keys, values, ends, self.scale).view(query.shape)
+
+
+class _GraphSequences:
+    """The sequences of an attention call in a graph, which each replay reads from the buffer.
+
+    The call has as many sequences as the buffer holds, less than MAX_SEQUENCES. Those at the
+    end take no part, with 0 as their end (``npu_fusion_attention_v3`` in
+    ``torch_npu/_op_plugin_docs.py``), and so do the rows behind the last of the others.
+
+    Raises:
+        RefusedError: the ends are not known to the host.
+    """
+
+    def __init__(self, batch: int, length: int, cu_seqlens: torch.Tensor | None) -> None:
+        if cu_seqlens is None:
+            # Of constant length: what is captured is right in each replay.
+            cu_seqlens = torch.arange(0, batch * length + 1, length)
+        elif not hasattr(cu_seqlens, "host_ends"):
+            raise extension.RefusedError(
+                "an encoder computes the sequence ends of its attention on the device; fix: leave out"
+                " cudagraph_mm_encoder"
+            )
+        self._cu_seqlens = cu_seqlens
+        self._count = min(len(cu_seqlens), MAX_SEQUENCES)
+
+    def arguments(self) -> dict[str, Any] | None:
+        """The kernel's host arguments; None if there are too many sequences."""
+        buffer = self._cu_seqlens
+        if not hasattr(buffer, "graph_arguments"):  # All layers have the same buffer.
+            ends = [end for end in dict.fromkeys(host_ends(buffer)) if end]
+            fits = len(ends) < self._count
+            buffer.graph_arguments = self._padded(ends) if fits else None
+        return buffer.graph_arguments
+
+    def _padded(self, ends: list[int]) -> dict[str, Any]:
+        padded = torch.tensor(ends + [0] * (self._count - len(ends)))
+        return {"actual_seq_qlen": padded, "actual_seq_kvlen": padded}
+
+    def attend(
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float
+    ) -> torch.Tensor:
+        """As :func:`attend`; captured with one sequence of all rows, for which the workspace is
+        largest."""
+        tensors = [x.contiguous() for x in (query, key, value)]
+        with extension.graph_task(self.arguments):
+            return torch_npu.npu_fusion_attention_v3(
+                *tensors, query.shape[1], "TND", scale=scale, **self._padded([len(query)])
+            )[0]

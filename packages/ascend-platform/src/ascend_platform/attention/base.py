@@ -406,15 +406,39 @@ capturing: ContextVar[AbstractContextManager[Any] | None] = ContextVar("capturin
 in it become task groups."""
 
 
-def graph_task() -> AbstractContextManager[Any]:
-    """Context manager for a kernel call whose sequence lengths are updated at each graph replay.
+def graph_task(
+    arguments: Callable[[], dict[str, Any] | None] | None = None,
+) -> AbstractContextManager[Any]:
+    """Context manager for a kernel call whose host arguments are updated at each graph replay.
 
-    The new sequence lengths are the attribute ``lengths`` of the attention metadata, a dictionary
-    of the kernel's keyword arguments. The kernel needs a handler in torch_npu
-    (``torch_npu/npu/_npugraph_handlers``) and an explicit ``workspace``. A no-op outside of graph
-    capture.
+    The kernel needs a handler in torch_npu (``torch_npu/npu/_npugraph_handlers``) and a workspace
+    for the longest sequences. A no-op outside of graph capture.
+
+    Args:
+        arguments: called before each replay for the kernel's keyword arguments; None from it means
+            that the graph cannot compute the input, and nothing is replayed
+            (``ascend_platform.graph.acl_graph.NotReplayedError``). Without, they are the attribute
+            ``lengths`` of the attention metadata.
     """
-    return capturing.get() or nullcontext()
+    mode = capturing.get()
+    if mode is None:
+        return nullcontext()
+    return mode if arguments is None else _task(mode, arguments)
+
+
+@contextmanager
+def _task(mode: Any, arguments: Callable[[], dict[str, Any] | None]) -> Iterator[None]:
+    tasks = mode.graph_dispatch_records
+    first = len(tasks)
+    with mode:
+        yield
+    if len(tasks) == first:
+        raise RefusedError(
+            "torch_npu captured an attention whose sequence lengths it cannot update: it does so with"
+            " CANN 9.1 or later; fix: install CANN 9.1, or leave out cudagraph_mm_encoder"
+        )
+    for task in tasks[first:]:
+        task.arguments = arguments
 
 
 def is_captured() -> bool:

@@ -89,6 +89,13 @@ def split_at_indexers(vllm_config: "VllmConfig") -> None:
         compilation.splitting_ops.append(INDEXER_OP)
 
 
+def captures_encoder(vllm_config: "VllmConfig") -> bool:
+    """Whether a vision encoder is to be captured in graphs, by ``cudagraph_mm_encoder``."""
+    model = vllm_config.model_config
+    is_eager = model is None or model.enforce_eager or not model.is_multimodal_model
+    return vllm_config.compilation_config.cudagraph_mm_encoder and not is_eager
+
+
 def check(vllm_config: "VllmConfig") -> None:
     """Refuse Inductor, and graphs with attention, adapters and settings of torch_npu that do not go
     with them.
@@ -107,11 +114,13 @@ def check(vllm_config: "VllmConfig") -> None:
         )
     mode = compilation.cudagraph_mode
     is_blocking = os.environ.get("ASCEND_LAUNCH_BLOCKING") == "1"
-    if mode is not None and mode.has_full_cudagraphs() and is_blocking:
+    full = mode is not None and mode.has_full_cudagraphs() and f"cudagraph_mode {mode.name}"
+    encoder = captures_encoder(vllm_config) and "cudagraph_mm_encoder"
+    if (updated := full or encoder) and is_blocking:
         # A replay gets its sequence lengths after the launch, and the host would wait for it
         # before.
         raise RefusedError(
-            f"cudagraph_mode {mode.name} is not supported with ASCEND_LAUNCH_BLOCKING=1, with which"
+            f"{updated} is not supported with ASCEND_LAUNCH_BLOCKING=1, with which"
             " torch_npu waits for a graph before it gets its sequence lengths; fix: unset"
             " ASCEND_LAUNCH_BLOCKING, or --enforce-eager"
         )

@@ -36,9 +36,13 @@ def module_with_overrides(module: ModuleType, **replaced: object) -> ModuleType:
     return copy
 
 
+class NotReplayedError(RuntimeError):
+    """A graph cannot compute its input, and has not been replayed."""
+
+
 class NPUGraph(torch_npu.npu.NPUGraph):
-    """A graph that is replayed with this step's sequence lengths, from ``lengths`` of the metadata
-    in the forward context."""
+    """A graph that is replayed with the input's sequence lengths, from ``lengths`` of the metadata
+    in the forward context, or from what each task was captured with (``base.graph_task``)."""
 
     _lengths_read: ClassVar[torch_npu.npu.Event | None] = None
     """Recorded after the last replay: until then a graph may still read its sequence lengths."""
@@ -51,10 +55,19 @@ class NPUGraph(torch_npu.npu.NPUGraph):
         super().__init__()
 
     def replay(self) -> None:
+        """Replay the graph.
+
+        Raises:
+            NotReplayedError: the arguments of a task are None.
+        """
         tasks = self.graph_dispatch_mode.graph_dispatch_records
         if not tasks:
             super().replay()
             return
+        # These may wait for the device, which a launched replay keeps.
+        own = [task.arguments() for task in tasks if hasattr(task, "arguments")]
+        if None in own:
+            raise NotReplayedError
         stream, update_stream = torch.npu.current_stream(), self.graph_dispatch_mode.update_stream
         # This empties the task queue, so the event below, which the last replay queued, has been
         # recorded.
@@ -62,7 +75,7 @@ class NPUGraph(torch_npu.npu.NPUGraph):
         if NPUGraph._lengths_read is not None:
             update_stream.wait_event(NPUGraph._lengths_read)
         try:
-            self.graph_dispatch_mode.update_capture_record([_host_lengths()])
+            self.graph_dispatch_mode.update_capture_record(own or [_host_lengths()])
         except BaseException:
             for task in tasks:  # Release the graph, which waits for these events.
                 task.event.record(update_stream)

@@ -56,14 +56,20 @@ class GraphSizes:
         pieces: graphs of one size in piecewise mode, which are the parts of the model between
         attention layers.
         max_decode_tokens: tokens of the largest decode step, the limit of decode-only full graphs.
+        others: graphs of the vision encoder, which are not of these sizes.
     """
 
     def __init__(
-        self, vllm_config: Any, mode: CUDAGraphMode, pieces: int, max_decode_tokens: int
+        self,
+        vllm_config: Any,
+        mode: CUDAGraphMode,
+        pieces: int,
+        max_decode_tokens: int,
+        others: int = 0,
     ) -> None:
         self._config, self._mode = vllm_config, mode
         self._pieces, self._max_decode_tokens = pieces, max_decode_tokens
-        self._compilation = vllm_config.compilation_config
+        self._compilation, self._others = vllm_config.compilation_config, others
 
     def limit(self) -> bool:
         """Remove sizes until the graphs fit; returns whether any was removed."""
@@ -106,7 +112,7 @@ class GraphSizes:
     def _num_streams(self, sizes: list[int]) -> int:
         """Count the streams of the graphs of these sizes, and those of HCCL."""
         graphs = num_graphs(self._mode, sizes, self._pieces, self._max_decode_tokens)
-        return num_streams_here(graphs, self._config)
+        return num_streams_here(graphs + self._others, self._config)
 
 
 def least_support(own: int) -> int:

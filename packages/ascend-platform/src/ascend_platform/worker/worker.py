@@ -28,6 +28,7 @@ from vllm.v1.worker.worker_base import CompilationTimes
 from ascend_platform import ops
 from ascend_platform.activation import activate
 from ascend_platform.attention.kv_cache import LAYOUT
+from ascend_platform.config import compilation
 from ascend_platform.errors import RefusedError
 from ascend_platform.graph import capture_sizes
 from ascend_platform.observability import metrics
@@ -213,7 +214,8 @@ class NPUWorker(Worker):
         """Whether graph memory is subtracted: graphs are captured, the KV cache size is not fixed,
         and vLLM's switch is on."""
         mode = self.vllm_config.compilation_config.cudagraph_mode
-        if self.cache_config.kv_cache_memory_bytes is not None or mode == CUDAGraphMode.NONE:
+        has_graphs = mode != CUDAGraphMode.NONE or compilation.captures_encoder(self.vllm_config)
+        if self.cache_config.kv_cache_memory_bytes is not None or not has_graphs:
             return False
         return envs.VLLM_MEMORY_PROFILER_ESTIMATE_CUDAGRAPHS
 

@@ -31,7 +31,10 @@ class GraphSizeMixin(Runner):
             return
         pieces = 1 + sum(len(group.layer_names) for group in self.kv_cache_config.kv_cache_groups)
         decode_tokens = self.uniform_decode_query_len * self.max_num_reqs
-        self._graph_sizes = capture_sizes.GraphSizes(self.vllm_config, mode, pieces, decode_tokens)
+        others = self._num_encoder_graphs()
+        self._graph_sizes = capture_sizes.GraphSizes(
+            self.vllm_config, mode, pieces, decode_tokens, others
+        )
         if self._graph_sizes.limit():
             self._renew_keys(mode)
 
@@ -39,7 +42,7 @@ class GraphSizeMixin(Runner):
         """Capture graphs as vLLM does, and retry with half of the sizes when the streams run out.
 
         In mode NONE vLLM's method is not called, because its warning about a mode set by hand would
-        be wrong.
+        be wrong, and the encoder is captured by itself.
         """
         while self.compilation_config.cudagraph_mode != CUDAGraphMode.NONE:
             self._graph_sizes.renew_pool()
@@ -52,7 +55,7 @@ class GraphSizeMixin(Runner):
             else:
                 self.compilation_config.cudagraph_mode = CUDAGraphMode.NONE
                 self.cudagraph_dispatcher.initialize_cudagraph_keys(CUDAGraphMode.NONE)
-        return 0
+        return self._capture_encoder()
 
     def profile_cudagraph_memory(self: Any) -> int:
         """Estimate graph memory as vLLM does, whose method clears all wrappers' graphs, with this

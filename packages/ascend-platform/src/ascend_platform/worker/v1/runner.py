@@ -26,6 +26,7 @@ from ascend_platform.worker import state_layers
 from ascend_platform.worker.loading import ModelMixin
 from ascend_platform.worker.v1 import topk_topp
 from ascend_platform.worker.v1.draft_lengths import DraftLengthsMixin
+from ascend_platform.worker.v1.encoder_graphs import EncoderGraphMixin
 from ascend_platform.worker.v1.graph_sizes import GraphSizeMixin
 from ascend_platform.worker.v1.host_inputs import HostInputsMixin
 from ascend_platform.worker.v1.local_argmax import LocalArgmaxMixin
@@ -35,7 +36,13 @@ if TYPE_CHECKING:
 
 
 class NPUModelRunner(
-    LocalArgmaxMixin, ModelMixin, HostInputsMixin, GraphSizeMixin, DraftLengthsMixin, GPUModelRunner
+    LocalArgmaxMixin,
+    ModelMixin,
+    HostInputsMixin,
+    EncoderGraphMixin,
+    GraphSizeMixin,
+    DraftLengthsMixin,
+    GPUModelRunner,
 ):
     """GPUModelRunner with limited capture sizes, exact sequence lengths on the host, and keys and
     values in separate tensors."""

@@ -15,8 +15,9 @@ from vllm.v1.worker.gpu.input_batch import InputBatch
 from vllm.v1.worker.gpu.model_runner import GPUModelRunner
 
 from ascend_platform.attention import base, kv_cache, state_cache
+from ascend_platform.config import compilation
 from ascend_platform.config.state_layers import has_states
-from ascend_platform.graph import capture_sizes
+from ascend_platform.graph import capture_sizes, encoder_graphs
 from ascend_platform.graph.acl_graph import module_with_overrides
 from ascend_platform.kernels.v2 import buffers, input_batch
 from ascend_platform.kernels.v2.block_table import NPUPCPManager
@@ -95,6 +96,8 @@ class NPUModelRunner(ModelMixin, DraftLengthsMixin, GPUModelRunner):
         super().load_model(*arguments, **named)
         if type(self.sampler) is NPUSampler and self.batch_sharder is None:
             self._local_argmax = local_argmax.LocalArgmax.of(self.model, self.vllm_config)
+        if compilation.captures_encoder(self.vllm_config) and self.supports_mm_inputs:
+            encoder_graphs.is_served(self.get_model())
         prepare = self.model_state.prepare_attn
 
         def prepare_attn(*args: Any, **kwargs: Any) -> Any:
