@@ -114,6 +114,40 @@ def test_sparse_flash_attention(mode, layout):
         close(out.view(4, heads, 512)[t], scores.softmax(-1) @ key[:, :512], ulps=8)
 
 
+def packed(keys, ropes):
+    """Int8 latents, rotated elements and scales of tiles as one row of bytes, and the dequantized
+    latents in the ropes' dtype."""
+    scales = torch.rand(*keys.shape[:-1], 4) / 64 + 1 / 128
+    rows = torch.cat([keys, ropes.view(torch.int8), scales.view(torch.int8)], -1)
+    return rows, (keys * scales.repeat_interleave(128, -1)).to(ropes.dtype)
+
+
+@pytest.mark.parametrize("value_width", [512, 656])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("layout", ["BSND", "TND"])
+@pytest.mark.parametrize("mode", [0, 3])
+def test_kv_quant_sparse_flash_attention(mode, layout, dtype, value_width):
+    heads = 4
+    query = torch.randn(4, heads, 576, dtype=dtype)
+    keys = torch.randint(-127, 128, (6, BLOCK, 1, 512), dtype=torch.int8)
+    ropes = torch.randn(6, BLOCK, 1, 64, dtype=dtype)
+    rows, latents = packed(keys, ropes)
+    named = torch.full((4, 1, 30), -1, dtype=torch.int32)
+    for t, count in enumerate([30, 7, 25, 1]):
+        named[t, 0, :count] = torch.randperm(LENGTHS[t // 2])[:count]
+    values = rows[..., :value_width].contiguous().npu()
+    out = torch_npu.npu_kv_quant_sparse_flash_attention(
+        split(query, layout), rows.npu(), values, split(named, layout), 0.1, 2, 2, attention_mode=2,
+        **paged(layout, mode, "kv"),
+    )  # fmt: skip
+    for t in range(4):
+        seen = LENGTHS[t // 2] - (1 - t % 2 if mode == 3 else 0)
+        own = named[t, 0][(named[t, 0] >= 0) & (named[t, 0] < seen)].long()
+        key = torch.cat([rows_of(latents)[t // 2], rows_of(ropes)[t // 2]], -1)[own].double()
+        scores = query[t].double() @ key.t() * 0.1
+        close(out.view(4, heads, 512)[t], scores.softmax(-1) @ key[:, :512], ulps=8)
+
+
 SINKS_OF_SPARSE_ATTENTION = needs_argument("npu_sparse_flash_attention", "sinks")
 
 
@@ -158,6 +192,16 @@ def attend_sparsely(heads=4, size=512, block=BLOCK, key_rope=None, **given):
         | given
     )
     torch_npu.npu_sparse_flash_attention(query, cache, cache, named, 0.1, **options)
+
+
+def attend_to_int8(
+    heads=4, size=576, width=656, key=None, modes=(2, 2), dtype=torch.bfloat16, **given
+):
+    query = torch.zeros(4, heads, size, dtype=dtype).npu()
+    key = torch.zeros(6, BLOCK, 1, width, dtype=torch.int8).npu() if key is None else key
+    named = torch.zeros(4, 1, 8, dtype=torch.int32).npu()
+    options = {"attention_mode": 2} | paged("TND", 3, "kv") | given
+    torch_npu.npu_kv_quant_sparse_flash_attention(query, key, key, named, 0.1, *modes, **options)
 
 
 def select_sparsely(heads=4, size=128, block=BLOCK, key=None, **given):
@@ -236,6 +280,16 @@ def strided(size):
             lambda: attend_sparsely(return_softmax_lse=True),
             "return_softmax_lse is 1; allowed: 0",
         ),
+        (lambda: attend_to_int8(heads=48), "dimension -2 of query is 48; allowed: 1, 2, 4"),
+        (lambda: attend_to_int8(size=512), "the last dimension of query is 512; allowed: 576"),
+        (lambda: attend_to_int8(width=640), "the last dimension of key is 640; allowed: 656"),
+        (lambda: attend_to_int8(dtype=torch.float32), "query is Float (DT_FLOAT); allowed: B"),
+        (lambda: attend_to_int8(modes=(1, 2)), "key_quant_mode is 1; allowed: 2"),
+        (lambda: attend_to_int8(modes=(2, 1)), "value_quant_mode is 1; allowed: 2"),
+        (lambda: attend_to_int8(attention_mode=0), "attention_mode is 0; allowed: 2"),
+        (lambda: attend_to_int8(quant_scale_repo_mode=0), "quant_scale_repo_mode is 0; allowed: 1"),
+        (lambda: attend_to_int8(tile_size=64), "tile_size is 64; allowed: 128"),
+        (lambda: attend_to_int8(sparse_block_size=32), "sparse_block_size is 32; allowed: 1, 2"),
         pytest.param(
             lambda: attend_sparsely(sinks=torch.zeros(4).npu()),
             "this operator is supported on Ascend950",

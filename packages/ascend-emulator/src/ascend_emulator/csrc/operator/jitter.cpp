@@ -66,6 +66,7 @@ constexpr Row kRows[] = {
         "FlashAttentionScoreV2 FlashAttentionScoreV3 FlashAttentionVarLenScore "
         "FlashAttentionVarLenScoreV2 FlashAttentionVarLenScoreV3 FlashAttentionVarLenScoreV4 "
         "FlashAttentionVarLenScoreV5 SparseFlashAttention SparseFlashAttentionV2 "
+        "KvQuantSparseFlashAttention "
         "ChunkGatedDeltaRule RecurrentGatedDeltaRule MoeFinalizeRouting MoeFinalizeRoutingV2 "
         "MoeFinalizeRoutingV4 MoeTokenUnpermute MoeDistributeCombine MoeDistributeCombineV2 "
         "MoeDistributeCombineV3 MoeDistributeCombineV4 InterleaveRope RotaryPositionEmbedding "

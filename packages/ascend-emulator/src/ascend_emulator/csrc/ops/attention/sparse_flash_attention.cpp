@@ -1,9 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
 // SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-all project
 // Sparse attention: the lightning indexer selects tokens, sparse flash attention attends to them.
-// Rules: torch_npu's documentation of npu_lightning_indexer, npu_quant_lightning_indexer and
-// npu_sparse_flash_attention (torch_npu/_op_plugin_docs.py) and the golden functions of op-plugin's
-// tests; argument order: op-plugin's call sites.
+// Rules: torch_npu's documentation of npu_lightning_indexer, npu_quant_lightning_indexer,
+// npu_sparse_flash_attention and npu_kv_quant_sparse_flash_attention
+// (torch_npu/_op_plugin_docs.py), op-plugin's pages, and the golden functions of its tests;
+// argument order: op-plugin's call sites.
 #include "attention.h"
 
 namespace {
@@ -103,7 +104,23 @@ struct Indexer {
   }
 };
 
-// Each query attends to the token blocks of its indices, up to the first -1.
+// Bytes of a quantized key: int8 latents, rotated elements in the query's dtype, and a float32
+// scale for each tile of latents.
+constexpr int64_t kLatent = 512, kRope = 64, kTile = 128, kRopeEnd = kLatent + kRope * 2,
+                  kTokenBytes = kRopeEnd + kLatent / kTile * 4;
+
+// Quantized keys [tokens, kTokenBytes] as [tokens, kLatent + kRope] in the query's dtype.
+Tensor dequantized(const Tensor& rows, at::ScalarType dtype) {
+  const auto part = [&](int64_t start, int64_t end) {
+    return rows.narrow(-1, start, end - start).contiguous();
+  };
+  const auto tiles = part(0, kLatent).to(at::kFloat).view({-1, kLatent / kTile, kTile}),
+             scales = part(kRopeEnd, kTokenBytes).view(at::kFloat).unsqueeze(-1);
+  return at::cat({(tiles * scales).flatten(1).to(dtype), part(kLatent, kRopeEnd).view(dtype)}, -1);
+}
+
+// Each query attends to the token blocks of its indices, up to the first -1. Without the ropes,
+// the query's are its last elements, and keys are quantized; the values are their latents.
 struct SparseAttention {
   Requests requests;
   Tensor query, key, value, indices;
@@ -118,13 +135,19 @@ struct SparseAttention {
     int64_t read = 0;  // tokens: those of each query are gathered separately
     for (const auto& span : requests.spans(query, key)) {
       if (!span.count) continue;
-      const auto q =
-          at::cat({requests.queries(query, span), requests.queries(*query_rope, span)}, -1);
+      auto q = requests.queries(query, span);
+      if (query_rope) q = at::cat({q, requests.queries(*query_rope, span)}, -1);
       Tensor k, v;
       {
         const cost::Scope uncounted(nullptr);
-        k = at::cat({requests.keys(key, span), requests.keys(*key_rope, span)}, -1);
-        v = requests.keys(value, span);
+        k = requests.keys(key, span);
+        if (key_rope) {
+          k = at::cat({k, requests.keys(*key_rope, span)}, -1);
+          v = requests.keys(value, span);
+        } else {
+          k = dequantized(k, query.scalar_type());
+          v = k.narrow(-1, 0, kLatent);
+        }
       }
       const auto named = requests.queries(indices, span).select(1, 0).contiguous();
       const auto target = requests.queries(out, span);
@@ -158,13 +181,13 @@ struct SparseAttention {
                                : (result.lse.squeeze(1) - largest).exp());
       }
     }
-    const auto bytes = [&](const Tensor& x) {
-      return static_cast<double>(read * x.size(-1) * x.element_size());
+    const auto bytes = [&](const Tensor& x, int64_t width) {
+      return static_cast<double>(read * width * x.element_size());
     };
-    cost::partial_access(key, bytes(key));
-    cost::partial_access(*key_rope, bytes(*key_rope));
+    cost::partial_access(key, bytes(key, key.size(-1)));
+    if (key_rope) cost::partial_access(*key_rope, bytes(*key_rope, key_rope->size(-1)));
     cost::partial_access(&value, value.nbytes(),
-        bytes(value));  // two arguments with one address: latents are key and value
+        bytes(value, kLatent));  // two arguments with one address: latents are key and value
   }
 };
 
@@ -221,3 +244,29 @@ CHECKED(aclnnSparseFlashAttention, (SparseInputs in, SparseSettings settings),
     { return sparse(in, {}, settings); })
 CHECKED(aclnnSparseFlashAttentionV2, (SparseInputs in, Opt<Tensor> sinks, SparseSettings settings),
     { return sparse(in, sinks, settings); })
+namespace {
+struct QuantizedInputs {
+  Tensor query, key, value, indices;
+  Opt<Tensor> key_dequant_scale, value_dequant_scale, table, query_lengths, key_lengths;
+  FIELDS(query, key, value, indices, key_dequant_scale, value_dequant_scale, table, query_lengths,
+      key_lengths)
+};
+struct QuantizedSettings {
+  double scale;
+  int64_t key_mode, value_mode, block;
+  Text query_layout, key_layout;
+  int64_t sparse_mode, before, after, attention_mode, scale_mode, tile_size, rope_head_dim;
+  Tensor out;
+  FIELDS(scale, key_mode, value_mode, block, query_layout, key_layout, sparse_mode, before, after,
+      attention_mode, scale_mode, tile_size, rope_head_dim, out)
+};
+}  // namespace
+CHECKED(aclnnKvQuantSparseFlashAttention, (QuantizedInputs in, QuantizedSettings to), {
+  require_emulated(in.key.scalar_type() == at::kChar, "key in ", in.key.scalar_type());
+  rule("quantized_sparse_attention.block-of-pages", !in.table || in.key.size(1) % to.block == 0,
+      "sparse_block_size ", to.block, " does not divide the block size ", in.key.size(1));
+  return run(
+      SparseAttention{{to.query_layout, to.key_layout, in.query_lengths, in.key_lengths, in.table},
+          in.query, in.key, in.value, in.indices, {}, {}, {}, to.scale, to.block, to.sparse_mode,
+          to.out, {}, {}});
+})
