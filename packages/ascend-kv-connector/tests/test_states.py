@@ -65,6 +65,22 @@ def caches(
     )
 
 
+def test_parts_of_several_dtypes_are_bytes():
+    """As int8 latents with keys of an indexer in 16 bits, and in int8 with their scales."""
+    pages, layers = (BLOCKS, BLOCK, 1), dict[str, Any]()
+    layers["latents"] = Pages(packed=torch.zeros(*pages, 656, dtype=torch.int8))
+    layers["indexer"] = Pages(index=torch.zeros(*pages, 128, dtype=torch.bfloat16))
+    scale = torch.zeros(pages, dtype=torch.float16)
+    layers["int8 indexer"] = Pages(index=torch.zeros(*pages, 128, dtype=torch.int8), scale=scale)
+    regions = list_regions(layers, 1)
+    cache = PagedCache(regions, BLOCK, Heads(0, 1), 1)
+    assert cache.dtype == torch.int8
+    sizes = [(region.part, region.size) for region in cache.regions]
+    assert sizes == [("packed", 656), ("index", 256), ("index", 128), ("scale", 2)]
+    held = [part for layer in layers.values() for part in vars(layer).values()]
+    assert [part.data_ptr() for part in held] == [part.data_ptr() for _, _, part in regions]
+
+
 @pytest.fixture
 def pair(network: InMemoryNetwork) -> Iterator[Callable]:
     parts: list[Any] = []

@@ -56,7 +56,8 @@ def list_regions(kv_caches: Mapping[str, Any], heads: int) -> list[tuple[str, st
     """Layer, part and cache of each region of :class:`~ascend_kv_connector.p2p.paged_cache.PagedCache`.
 
     ``kv_caches`` are vLLM's by layer: of states a tuple of tensors, else what
-    ``extension.cache_parts`` takes.
+    ``extension.cache_parts`` takes. Parts of several dtypes, such as int8 latents and 16-bit keys
+    of an indexer, are all viewed as bytes.
 
     Raises:
         RefusedError: only states, as a pipeline stage may have.
@@ -71,7 +72,14 @@ def list_regions(kv_caches: Mapping[str, Any], heads: int) -> list[tuple[str, st
             "KV connector: a pipeline stage without attention layers is not supported; fix: lower"
             " --pipeline-parallel-size"
         )
-    dtype = next(cache.dtype for parts in pages.values() for cache in parts.values())
+    dtypes = {cache.dtype for parts in pages.values() for cache in parts.values()}
+    if len(dtypes) > 1:
+        pages = {
+            layer: {part: as_bytes(cache) for part, cache in parts.items()}
+            for layer, parts in pages.items()
+        }
+        dtypes = {torch.int8}
+    (dtype,) = dtypes
     states = {
         layer: state_parts(held, dtype, heads)
         for layer, held in kv_caches.items()
@@ -82,6 +90,12 @@ def list_regions(kv_caches: Mapping[str, Any], heads: int) -> list[tuple[str, st
         for layer in kv_caches
         for part, cache in (pages | states)[layer].items()
     ]
+
+
+def as_bytes(cache: torch.Tensor) -> torch.Tensor:
+    """A view of a part ``[blocks, block_size, heads, ...]``, int8 ``[blocks, block_size, heads,
+    bytes]``."""
+    return cache.view(*cache.shape[:3], -1).view(torch.int8)
 
 
 def draft_blocks(groups: Iterable[Any]) -> int:
