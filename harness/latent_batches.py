@@ -121,14 +121,27 @@ class SparseLatentBatch(LatentBatch):
             (quantize(query), weights.half(), quantize(key)) for query, weights, key in self.index
         ]
 
+    def quantize_latents(self) -> None:
+        """Replace the latents of the keys by what int8 with a scale for each 128 keeps."""
+        latent, _ = self.widths
+
+        def quantize(x: torch.Tensor) -> torch.Tensor:
+            tiles = x.float().unflatten(-1, (-1, 128))
+            scale = tiles.abs().amax(-1, keepdim=True) / 127
+            return ((tiles / scale).round() * scale).flatten(-2).to(x.dtype)
+
+        self.keys = [
+            torch.cat((quantize(key[..., :latent]), key[..., latent:]), -1) for key in self.keys
+        ]
+
     def run_sparse(
-        self, backend: Any, padding: int = 0, int8: bool = False
+        self, backend: Any, padding: int = 0, int8: bool = False, int8_latents: bool = False
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """The selected tokens, ``[tokens, count]``, and the backend's output, ``[tokens, heads,
         latent]``.
 
         ``padding``: tokens after those of the batch, which belong to no request, as in a full
-        graph. ``int8``: keys of the indexer in the cache.
+        graph. ``int8``: keys of the indexer in the cache. ``int8_latents``: those of the keys.
         """
         from types import SimpleNamespace
 
@@ -183,16 +196,28 @@ class SparseLatentBatch(LatentBatch):
             if before:
                 held: Any = SimpleNamespace(slot_mapping=torch.tensor(own[:before]).npu())
                 layer.write_index(keys[:before].npu(), index_cache, held)
-        cache = self.held()
+        cache: Any = self.held()
+        if int8_latents:
+            cache = kv_cache.QuantizedLatent(
+                torch.full((*pages, latent + rope * 2 + latent // 32), 99, dtype=torch.int8).npu()
+            )
         queries, weights, keys = (torch.cat(each) for each in zip(*self.index, strict=True))
         keys = torch.cat(
             [own[before:] for (*_, own), (_, before) in zip(self.index, self.requests, strict=True)]
         )
         new = padded(self.new(self.keys))
         with set_forward_context(meta, config):
-            layer.do_kv_cache_update(
-                new[:, 0, :latent], new[..., latent:], cache, slots, "auto", None
-            )
+            writes = [(new, slots)]
+            if int8_latents:
+                each = zip(self._slots, self.keys, self.requests, strict=True)
+                writes += [
+                    (key[:before].npu(), torch.tensor(own[:before]).npu())
+                    for own, key, (_, before) in each
+                ]
+            for rows, places in writes:
+                layer.do_kv_cache_update(
+                    rows[:, 0, :latent], rows[..., latent:], cache, places, "auto", None
+                )
             layer.write_index(padded(keys), index_cache, meta)
             layer.select(padded(queries), padded(weights), index_cache, meta, chosen)
             output, softmax_lse = layer.forward_mqa(

@@ -22,9 +22,9 @@ def current_config():
         yield
 
 
-def check(batch, padding=0, int8=False):
+def check(batch, padding=0, int8=False, int8_latents=False):
     chosen, output = batch.run_sparse(
-        sparse_latent.FusedSparseLatentAttentionBackend, padding, int8
+        sparse_latent.FusedSparseLatentAttentionBackend, padding, int8, int8_latents
     )
     if int8:
         with pytest.raises(AssertionError):  # The bound tells them from exact keys.
@@ -32,6 +32,10 @@ def check(batch, padding=0, int8=False):
         batch.quantize_index()
     batch.check_selected(chosen, bound=1e-3)
     bound = 8 * torch.finfo(batch.sizes.dtype).eps
+    if int8_latents:
+        from_exact = (output.double() - batch.expected_of(chosen)).abs().mean()
+        batch.quantize_latents()
+        assert (output.double() - batch.expected_of(chosen)).abs().mean() < from_exact / 2
     torch.testing.assert_close(output.double(), batch.expected_of(chosen), atol=bound, rtol=bound)
 
 
@@ -56,6 +60,16 @@ def test_selection_by_int8_keys(kind):
     # With eight decodes, int8 keys select the tokens of exact ones for one seed of fifteen.
     requests = [(new, before + 200) for new, before in pairs(kind, rng, 24, 300)]
     check(SparseLatentBatch(4, (LATENT, ROPE), torch.bfloat16, requests, rng, count=32), int8=True)
+
+
+@pytest.mark.parametrize(("heads", "dtype"), [(6, torch.bfloat16), (4, torch.float16)])
+@pytest.mark.parametrize("kind", KINDS)
+def test_int8_latents(heads, dtype, kind):
+    torch.manual_seed(0)
+    rng = random.Random(kind)
+    requests = pairs(kind, rng, 5, 300)
+    batch = SparseLatentBatch(heads, (LATENT, ROPE), dtype, requests, rng, count=32)
+    check(batch, padding=3, int8_latents=True)
 
 
 def test_padding_of_a_full_graph_belongs_to_no_request():

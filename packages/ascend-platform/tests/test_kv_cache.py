@@ -127,6 +127,23 @@ def test_int8_indexer_has_a_scale_for_each_key():
     assert ends[1] - parts["index"].data_ptr() == BLOCKS * kind.page_size_bytes
 
 
+def test_int8_latents_are_one_part_with_their_scales():
+    layer = object.__new__(kv_cache.QuantizedLatentAttention)
+    torch.nn.Module.__init__(layer)
+    values = {"kv_lora_rank": 512, "qk_rope_head_dim": 64, "head_size": 576, "sliding_window": None}
+    values |= {"kv_cache_dtype": "auto", "indexer": None, "non_causal_multi_token_decode": False}
+    vars(layer).update(values)
+    model = SimpleNamespace(dtype=torch.bfloat16)
+    of = SimpleNamespace(cache_config=CacheConfig(block_size=BLOCK_SIZE), model_config=model)
+    kind = layer.get_kv_cache_spec(of)
+    assert kind.page_size_bytes == BLOCK_SIZE * (512 + 64 * 2 + 4 * 4)
+    allocated = allocate_kv_cache(config(["a"], kind=kind), torch.device("npu"), kv_cache.LAYOUT)
+    layer.kv_cache = allocated["a"].squeeze(1)  # as vLLM's bind_kv_cache does
+    ((name, part),) = extension.cache_parts(kv_cache.split_layer(layer)).items()
+    assert (name, part.dtype, part.shape) == ("packed", torch.int8, (BLOCKS, BLOCK_SIZE, 1, 656))
+    assert part.is_contiguous()
+
+
 def test_latents_and_index_keys_are_one_group():
     """Groups of other attention divide the memory by the blocks of the smallest."""
     latents, index = (

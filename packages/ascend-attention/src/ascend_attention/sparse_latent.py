@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-all project
 """Sparse latent attention (DSA): npu_lightning_indexer selects tokens, npu_sparse_flash_attention
-attends to them.
+attends to them, or npu_kv_quant_sparse_flash_attention to int8 latents.
 
 All tokens of a step are one call of each, in any mix of prefills and decodes. Sequence lengths are
 read on the device, so the calls can be captured in graphs unchanged. Limits of the kernels are
@@ -34,6 +34,13 @@ INDEX_HEAD = 128
 """Size of an indexer head."""
 MAX_INDEX_HEADS = 64
 """Maximum number of indexer heads."""
+
+PER_TILE = 2
+"""``key_quant_mode`` and ``value_quant_mode``: a scale for each :data:`TILE` latents."""
+TILE = 128
+"""Latents with one scale in an int8 KV cache."""
+PACKED = LATENT + ROPE * 2 + LATENT // TILE * 4
+"""Bytes of a token in an int8 KV cache: int8 latents, 16-bit rotated elements, float32 scales."""
 
 COUNTS = {*range(1, 2049), *range(3072, 8193, 1024)}
 """Numbers of tokens that npu_lightning_indexer selects."""
@@ -105,7 +112,7 @@ class FusedSparseLatentAttentionImpl(
         "npu_scatter_pa_kv_cache",
     )
 
-    takes_int8_index = True
+    takes_int8_index = takes_int8_latents = True
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -139,7 +146,11 @@ class FusedSparseLatentAttentionImpl(
     ) -> None:
         """Write latents ``[tokens, 512]`` and rotated keys ``[tokens, 1, 64]`` into the
         KV cache."""
-        write_latents((kv_c_normed, k_pe), kv_cache, self.valid_slots(slot_mapping))
+        slots = self.valid_slots(slot_mapping)
+        if len(kv_cache) == 1:
+            write_int8(kv_c_normed, k_pe, kv_cache[0], slots)
+        else:
+            write_latents((kv_c_normed, k_pe), kv_cache, slots)
 
     def write_index(
         self, key: torch.Tensor, index_cache: Any, attn_metadata: SparseLatentMetadata
@@ -186,32 +197,57 @@ class FusedSparseLatentAttentionImpl(
         Args:
             q: the query's latent and rotated parts, ``[tokens, heads, 512]`` and ``[tokens, heads,
             64]``.
-            kv_c_and_k_pe_cache: the layer's latents and rotated keys.
+            kv_c_and_k_pe_cache: the layer's latents and rotated keys, or both as int8.
 
         Returns:
             ``[tokens, heads, 512]``, and no log-sum-exp.
         """
-        meta, (latents, ropes) = attn_metadata, kv_c_and_k_pe_cache
+        meta, cache = attn_metadata, kv_c_and_k_pe_cache
         tokens, heads, _ = q[0].shape
+        selected = self.topk_indices_buffer[:tokens].unsqueeze(1)
+        common: dict[str, Any] = {
+            "block_table": meta.block_table,
+            "actual_seq_lengths_query": meta.query_ends,
+            "actual_seq_lengths_kv": meta.seq_lens,
+            "sparse_block_size": 1,
+            "layout_query": "TND",
+            "layout_kv": "PA_BSND",
+            "sparse_mode": 3,
+            "attention_mode": 2,
+        }
+        if len(cache) == 1:
+            query, tensors = pad_heads(torch.cat(q, -1)), (*cache, *cache, selected)
+            modes = PER_TILE, PER_TILE
+            attend = torch_npu.npu_kv_quant_sparse_flash_attention
+            return attend(query, *tensors, self.scale, *modes, **common)[:, :heads], None
         query, query_rope = map(pad_heads, q)
+        latents, ropes = cache
         output = torch_npu.npu_sparse_flash_attention(
             query,
             latents,
             latents,
-            self.topk_indices_buffer[:tokens].unsqueeze(1),
+            selected,
             self.scale,
-            block_table=meta.block_table,
-            actual_seq_lengths_query=meta.query_ends,
-            actual_seq_lengths_kv=meta.seq_lens,
             query_rope=query_rope,
             key_rope=ropes,
-            sparse_block_size=1,
-            layout_query="TND",
-            layout_kv="PA_BSND",
-            sparse_mode=3,
-            attention_mode=2,
+            **common,
         )[0]
         return output[:, :heads], None
+
+
+def write_int8(
+    latents: torch.Tensor, ropes: torch.Tensor, packed: torch.Tensor, slots: torch.Tensor
+) -> None:
+    """Quantize the latents ``[tokens, 512]`` of the first tokens, as many as there are slots, and
+    write them with the rotated keys ``[tokens, 1, 64]`` into pages ``[blocks, block_size, 1,
+    656]``."""
+    if tokens := len(slots):
+        int8, scale = torch_npu.npu_dynamic_quant(latents[:tokens].unflatten(-1, (-1, TILE)))
+        rope = ropes[:tokens].flatten(1).contiguous()
+        parts = int8.flatten(1), rope.view(torch.int8), scale.view(torch.int8)
+        torch_npu.npu_scatter_nd_update_(
+            packed.view(-1, PACKED), slots.unsqueeze(1), torch.cat(parts, -1)
+        )
 
 
 class FusedSparseLatentAttentionBackend(FusedLatentAttentionBackend):

@@ -103,6 +103,7 @@ ALL_OPERATORS = frozenset(
         "npu_fused_infer_attention_score_v2",
         "npu_fusion_attention",
         "npu_gemma_rms_norm",
+        "npu_kv_quant_sparse_flash_attention",
         "npu_lightning_indexer",
         "npu_mla_prolog_v3",
         "npu_moe_gating_top_k",

@@ -263,7 +263,8 @@ class SparseLatentAttentionImplBase(LatentAttentionImplBase):
         write_index(key, index_cache, attn_metadata)
         select(query, weights, index_cache, attn_metadata, selected)
 
-    ``index_cache`` is a ``QuantizedIndex`` of int8 keys only where ``takes_int8_index`` is True.
+    ``index_cache`` is a ``QuantizedIndex`` of int8 keys only where ``takes_int8_index`` is True,
+    and the layer's KV cache a ``QuantizedLatent`` only where ``takes_int8_latents`` is.
     ``write_index`` stores keys ``[tokens, index_head_dim]``. ``select`` writes to ``selected``,
     int32 ``[tokens, index_topk]``, the positions of the visible keys with the largest sums over
     heads of ``weights * relu(query @ key)``, and -1 beyond; query is ``[tokens, heads,
@@ -448,7 +449,7 @@ def is_captured() -> bool:
 
 def cache_parts(kv_cache: Any) -> dict[str, Any]:
     """The tensors of one layer's KV cache, by name: ``key`` and ``value``, ``latent`` and ``rope``,
-    or ``index``.
+    ``packed``, or ``index``.
 
     Each is contiguous, ``[blocks, block_size, kv_heads, width]`` in the cache's dtype: block ``b``
     is the run of ``stride(0)`` elements at ``data_ptr() + b * stride(0) * element_size()``.

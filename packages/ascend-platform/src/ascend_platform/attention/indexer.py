@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-all project
 """Indexers of sparse latent attention (DSA: DeepSeek-V3.2, GLM-5): keys in the model's dtype, and
-the selection of tokens.
+the selection of tokens. Int8 KV caches of the attention and of its indexers are installed here too.
 
 vLLM's Indexer (``vllm/model_executor/models/deepseek_v2.py``) quantizes to float8, which Atlas A2
 and A3 do not have. Its parameters and their loaders stay; :func:`install` replaces its computation
@@ -19,10 +19,11 @@ from vllm.platforms import current_platform
 from vllm.utils.torch_utils import direct_register_custom_op
 
 from ascend_platform import chips, host
-from ascend_platform.attention.kv_cache import IndexCache
+from ascend_platform.attention.kv_cache import IndexCache, QuantizedLatentAttention
 from ascend_platform.config.compilation import INDEXER_OP
 from ascend_platform.errors import RefusedError
 
+LATENT_OPERATOR = "npu_kv_quant_sparse_flash_attention"
 INT8_OPERATOR = "npu_quant_lightning_indexer"
 MAX_INT8_TOPK = 2048
 """Tokens that it selects."""
@@ -116,11 +117,7 @@ def install(layers: dict[str, Any], is_int8: bool = False) -> None:
         RefusedError: a pipeline stage begins with a layer that uses the selection of an earlier
         one, or int8 keys are not supported.
     """
-    sparse = {
-        name: layer
-        for name, layer in layers.items()
-        if isinstance(layer, MLAAttention) and layer.use_sparse
-    }
+    sparse = _sparse(layers)
     first = next(iter(sparse), "")
     if first and sparse[first].indexer is None:
         raise RefusedError(
@@ -147,9 +144,38 @@ def _check_int8(impl: Any, indexer: Indexer) -> None:
         and indexer.topk_tokens <= MAX_INT8_TOPK
     ):
         return
-    families = [each.name for each in chips.FAMILIES if not each.lacks(INT8_OPERATOR)]
-    raise RefusedError(
-        f"ascend.platform.index_cache is int8 for {indexer.topk_tokens} selected tokens on"
-        f" {host.chip()}; the fused sparse latent attention of ascend-attention supports it for at"
-        f" most {MAX_INT8_TOPK} on {', '.join(families)}; fix: remove it"
+    tokens = f"{indexer.topk_tokens} selected tokens"
+    raise _refused("index_cache", tokens, INT8_OPERATOR, f" for at most {MAX_INT8_TOPK}")
+
+
+def quantize_latents(layers: dict[str, Any]) -> None:
+    """Give layers of sparse latent attention, of vLLM's ``static_forward_context``, an int8 KV
+    cache.
+
+    Raises:
+        RefusedError: there are none, or the chip or their attention does not support it.
+    """
+    sparse = _sparse(layers)
+    is_offered = all(getattr(layer.impl, "takes_int8_latents", False) for layer in sparse.values())
+    if not sparse or not is_offered or host.chip_family().lacks(LATENT_OPERATOR):
+        model = f"a model {'with' if sparse else 'without'} sparse latent attention"
+        raise _refused("latent_cache", model, LATENT_OPERATOR)
+    for layer in sparse.values():
+        layer.__class__ = QuantizedLatentAttention
+
+
+def _sparse(layers: dict[str, Any]) -> dict[str, Any]:
+    return {
+        name: layer
+        for name, layer in layers.items()
+        if isinstance(layer, MLAAttention) and layer.use_sparse
+    }
+
+
+def _refused(option: str, found: str, operator: str, limit: str = "") -> RefusedError:
+    families = [each.name for each in chips.FAMILIES if not each.lacks(operator)]
+    return RefusedError(
+        f"ascend.platform.{option} is int8 for {found} on {host.chip()}; the fused sparse latent"
+        f" attention of ascend-attention supports it{limit} on {', '.join(families)}; fix: remove"
+        " it"
     )

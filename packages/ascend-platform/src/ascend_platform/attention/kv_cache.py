@@ -9,9 +9,11 @@ region, whose first part becomes the keys and whose second part becomes the valu
 block numbers, different order within the region. Code that needs the address of a block (attention,
 block copies, KV connectors, offloading) starts from :class:`KVCachePair`: a block of one layer is
 the two contiguous runs ``key[block]`` and ``value[block]``. Latent attention has a
-:class:`PagedLatent` instead, and an indexer a :class:`PagedIndex` or :class:`QuantizedIndex`.
+:class:`PagedLatent` or :class:`QuantizedLatent` instead, and an indexer a :class:`PagedIndex` or
+:class:`QuantizedIndex`.
 """
 
+import dataclasses
 from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple, cast
 
@@ -37,6 +39,9 @@ from ascend_platform.errors import RefusedError
 
 LAYOUT = KVCacheLayout.LBNHC
 """vLLM's KV cache layout in which a layer is contiguous; our attention backends request it."""
+
+LATENT_TILE = 128
+"""Latents of a :class:`QuantizedLatent` with one scale."""
 
 SUPPORTED_SPECS = (
     FullAttentionSpec,
@@ -82,6 +87,23 @@ class PagedLatent(NamedTuple):
         return self.latent.device
 
 
+class QuantizedLatent(NamedTuple):
+    """Int8 latents of one layer with sparse latent attention.
+
+    Attributes:
+        packed: int8 ``[blocks, block_size, 1, 656]``, contiguous: of each token 512 latents, 64
+        rotated elements in 16 bits, and a float32 scale for each 128 latents, as
+        ``npu_kv_quant_sparse_flash_attention`` reads them.
+    """
+
+    packed: torch.Tensor
+
+    @property
+    def device(self) -> torch.device:
+        """As of :class:`KVCachePair`."""
+        return self.packed.device
+
+
 class PagedIndex(NamedTuple):
     """Keys of one layer's indexer (sparse latent attention).
 
@@ -112,6 +134,16 @@ class QuantizedIndex(NamedTuple):
     def device(self) -> torch.device:
         """As of :class:`KVCachePair`."""
         return self.index.device
+
+
+class QuantizedLatentAttention(MLAAttention):
+    """vLLM's MLAAttention with a :class:`QuantizedLatent` as KV cache."""
+
+    def get_kv_cache_spec(self, vllm_config: VllmConfig) -> Any:
+        latents, scales = self.kv_lora_rank, self.kv_lora_rank // LATENT_TILE
+        packed = latents + self.qk_rope_head_dim * 2 + scales * torch.float32.itemsize
+        spec: Any = super().get_kv_cache_spec(vllm_config)
+        return dataclasses.replace(spec, head_size=packed, dtype=torch.int8)
 
 
 class IndexCache(torch.nn.Module, AttentionLayerBase):
@@ -157,7 +189,9 @@ def distinct_tensors(caches: Iterable[Iterable[torch.Tensor]]) -> list[torch.Ten
     return list({part.data_ptr(): part for parts in caches for part in parts}.values())
 
 
-def split_layer(layer: Any) -> KVCachePair | PagedLatent | PagedIndex | QuantizedIndex:
+def split_layer(
+    layer: Any,
+) -> KVCachePair | PagedLatent | QuantizedLatent | PagedIndex | QuantizedIndex:
     """Split the region that vLLM has bound to an attention layer into its parts, as views."""
     if isinstance(layer, IndexCache):
         keys, scales = _split(layer.kv_cache, layer.head_size)
@@ -165,7 +199,10 @@ def split_layer(layer: Any) -> KVCachePair | PagedLatent | PagedIndex | Quantize
             return QuantizedIndex(keys, scales.view(torch.float16).squeeze(-1))
         return PagedIndex(keys)
     if isinstance(layer, MLAAttention):  # vLLM binds it without the head dimension.
-        return PagedLatent(*_split(layer.kv_cache.unsqueeze(1), layer.kv_lora_rank))
+        cache = layer.kv_cache.unsqueeze(1)
+        if isinstance(layer, QuantizedLatentAttention):
+            return QuantizedLatent(_split(cache, cache.shape[-1])[0])
+        return PagedLatent(*_split(cache, layer.kv_lora_rank))
     return split_kv_cache(layer.kv_cache, layer.head_size)
 
 

@@ -86,6 +86,9 @@ class Platform:
     index_cache: Literal["auto", "int8"] = option(
         "auto", "keys of sparse attention's indexer in the KV cache: the model's dtype, or int8"
     )
+    latent_cache: Literal["auto", "int8"] = option(
+        "auto", "latents of sparse attention in the KV cache: the model's dtype, or int8"
+    )
     numa_bind: bool = option(True, "binding of workers to the NUMA nodes of their NPUs")
     mla_prolog: bool = option(
         False, "npu_mla_prolog_v3 before the attention of latent attention's decodes"

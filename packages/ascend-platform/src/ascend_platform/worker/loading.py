@@ -114,6 +114,10 @@ class ModelMixin:
 
             is_int8 = options.platform(self.vllm_config).index_cache == "int8"
             indexer.install(self.compilation_config.static_forward_context, is_int8)
+        if options.platform(self.vllm_config).latent_cache == "int8":
+            from ascend_platform.attention import indexer
+
+            indexer.quantize_latents(self.compilation_config.static_forward_context)
 
     def _keeps_weights(self: Any) -> bool:
         layers = self.get_model().modules()

@@ -1,0 +1,79 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-all project
+"""Sparse latent attention with int8 latents in the KV cache, compared with transformers and with
+latents in the model's dtype."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from harness import npus, references
+from harness.features import serving
+from harness.models import small as small_models
+
+A3 = "Ascend910_93"
+# Mean differences of log-probabilities. Keys of the indexer in int8 besides select other tokens.
+BOUNDS = {"auto": 0.02, "int8": 0.05, "index": 0.1}
+OPERATORS = {"auto": "aclnnSparseFlashAttention", "int8": "aclnnKvQuantSparseFlashAttention"}
+ASKED = [serving.greedy(prompt) for prompt in serving.prompts()]
+CHUNKS = {"max_num_batched_tokens": 64}
+DRAFTS = {"speculative_config": {"method": "mtp", "num_speculative_tokens": 2}}
+GRAPHS = {"cudagraph_mode": "FULL_AND_PIECEWISE", "cudagraph_capture_sizes": [1, 6, 64]}
+CASES: dict[str, dict[str, Any]] = {
+    "auto": {},
+    "graphs": CHUNKS | {"compilation_config": GRAPHS},
+    "eager": CHUNKS | {"enforce_eager": True},
+    "index": {},
+    "drafts": DRAFTS,
+    "ranks": {"tensor_parallel_size": 2},
+}
+
+
+def case(name: str, directory: Path, family: str = "GlmMoeDsa") -> dict[str, Any]:
+    caches = {"latent_cache": "auto" if name == "auto" else "int8"}
+    if name == "index":
+        caches["index_cache"] = "int8"
+    more: dict[str, Any] = CASES[name] | {"additional_config": {"ascend": {"platform": caches}}}
+    steps = [["generate", ASKED], ["generate", ASKED], ["count", [ASKED[2]] * 4]]
+    model, ranks = small_models.target(directory, family), more.get("tensor_parallel_size", 1)
+    return serving.case(name, model, ranks, steps, "float16", **more)
+
+
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("latents")
+
+
+@pytest.fixture(scope="module")
+def results(directory: Path) -> dict[str, Any]:
+    cases = [case(name, directory) for name in CASES]
+    trace = str(directory / "trace.json")
+    return serving.serve(cases, ASCEND_EMULATOR_SOC=A3, ASCEND_EMULATOR_TRACE=trace)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_answers_are_those_of_transformers(
+    results: dict[str, Any], directory: Path, name: str
+) -> None:
+    cache = "auto" if name == "auto" else "int8"
+    model = references.reference(small_models.target(directory, "GlmMoeDsa"), dtype="float16")
+    for answers in results[name]["steps"][:2]:  # The second reads latents of the prefix cache.
+        exact = [
+            references.logits(model, asked["prompt"], [one["tokens"]])[0].log_softmax(-1)
+            for asked, (one,) in zip(ASKED, answers, strict=True)
+        ]
+        tokens = torch.cat([torch.tensor(one["tokens"]) for (one,) in answers])
+        given = torch.cat([torch.tensor(one["logprobs"]) for (one,) in answers])
+        found = torch.cat(exact).gather(1, tokens[:, None])[:, 0]
+        others = int((torch.cat(exact).argmax(-1) != tokens).sum())
+        mean = float((found - given).abs().mean())
+        print(f"{name}: {len(tokens)} tokens, {others} others; mean difference {mean:.1e}")
+        assert mean < BOUNDS.get(name, BOUNDS[cache])
+    launched = results[name]["steps"][2]["names"]
+    assert [each for each in OPERATORS.values() if each in launched] == [OPERATORS[cache]]
+
+
+def test_models_without_sparse_latent_attention_are_refused(directory: Path) -> None:
+    with pytest.raises(AssertionError, match=r"latent_cache is int8 for a model without sparse .*"):
+        npus.by_name(serving.serve([case("eager", directory, "Llama")]))
