@@ -143,6 +143,7 @@ def test_unsupported_prefill_context_parallelism_is_refused(monkeypatch):
     config = SimpleNamespace(parallel_config=SimpleNamespace(**parallel), model_config=model)
     config.compilation_config = SimpleNamespace(cudagraph_mode=CUDAGraphMode.FULL_DECODE_ONLY)
     config.speculative_config = config.lora_config = config.kv_transfer_config = None
+    config.additional_config = {}
     runner = model_runner.Choice(True, "a test")
     monkeypatch.setattr(model_runner, "choice", lambda config: runner)
     assert not unsupported._other_prefill_context(config)
@@ -170,6 +171,11 @@ def test_unsupported_prefill_context_parallelism_is_refused(monkeypatch):
         setattr(config, name, object())
         assert unsupported._other_prefill_context(config) == named
         setattr(config, name, None)
+    for name in ("index_cache", "latent_cache"):
+        config.additional_config = {"ascend": {"platform": {name: "int8"}}}
+        refused = unsupported._other_prefill_context(config)
+        assert refused == "int8 caches of sparse attention"
+    config.additional_config = {}
     config.parallel_config.data_parallel_size = 2
     assert unsupported._other_prefill_context(config) == "data parallelism"
     runner = model_runner.Choice(False, "a test")

@@ -121,7 +121,7 @@ def _other_prefill_context(config: VllmConfig) -> str:
     if parallel.prefill_context_parallel_size == 1 or model is None:
         return ""
     supported = CUDAGraphMode.NONE, CUDAGraphMode.FULL_DECODE_ONLY
-    mode = config.compilation_config.cudagraph_mode
+    mode, own = config.compilation_config.cudagraph_mode, options.platform(config)
     others = {
         "vLLM's V1 model runner": not model_runner.choice(config).is_v2,
         "state-space or linear attention layers": state_layers.has_states(config),
@@ -138,6 +138,7 @@ def _other_prefill_context(config: VllmConfig) -> str:
         "speculative decoding": config.speculative_config,
         "LoRA": config.lora_config,
         "KV connectors": config.kv_transfer_config,
+        "int8 caches of sparse attention": "int8" in (own.index_cache, own.latent_cache),
         "graph modes other than FULL_DECODE_ONLY": mode not in supported,
     }
     return ", ".join(name for name, asked in others.items() if asked)
