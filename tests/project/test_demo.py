@@ -4,6 +4,7 @@
 
 import functools
 import os
+import re
 import signal
 import subprocess
 import time
@@ -12,6 +13,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from ascend_platform import host
 from harness import checkout
 
 pytestmark = pytest.mark.slow
@@ -41,8 +43,9 @@ def processes(mark: str) -> list[str]:
 
 
 def test_answers_are_right_and_the_log_shows_the_plugin(demo_environment: dict[str, str]) -> None:
+    variables = demo_environment | {"VLLM_LOGGING_LEVEL": "DEBUG"}
     done = subprocess.run(
-        DEMO, env=demo_environment, capture_output=True, text=True, timeout=300, check=False
+        DEMO, env=variables, capture_output=True, text=True, timeout=300, check=False
     )
     assert done.returncode == 0, done.stdout + done.stderr
     lines = [line.strip() for line in done.stdout.splitlines()]
@@ -55,6 +58,13 @@ def test_answers_are_right_and_the_log_shows_the_plugin(demo_environment: dict[s
     ):
         assert line in lines
     assert any(line.startswith("5/5 answers correct") for line in lines)
+    log = (checkout.ROOT / "demo.log").read_text()
+    if host.usable_cpus() > 1:
+        # It had imported vLLM when the API server spawned it (process/early_engine.py).
+        early = re.search(r"The engine core (\d+) has an interpreter with (\d+) modules", log)
+        assert early, re.findall("The engine core has a new interpreter.*", log)
+        assert f"(EngineCore pid={early[1]})" in log
+        assert int(early[2]) > 4000
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])

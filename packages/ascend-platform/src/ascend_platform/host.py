@@ -308,6 +308,38 @@ def free_memory() -> int:
     return min(limits)
 
 
+def usable_cpus() -> int:
+    """CPUs that this process may use: its affinity, limited by the CPU quota of its cgroups; like
+    vLLM's ``available_cpu_count``."""
+    count = len(os.sched_getaffinity(0))
+    entries = Path("/proc/self/cgroup").read_text().split()
+    for _, controllers, path in (entry.split(":", 2) for entry in entries):
+        base = Path("/sys/fs/cgroup" if not controllers else "/sys/fs/cgroup/cpu")
+        if controllers and "cpu" not in controllers.split(","):
+            continue
+        own = base / path.lstrip("/")
+        for group in (own, *own.parents):
+            quota = _cpu_quota(group)
+            if quota is not None:
+                count = min(count, int(quota))
+            if group == base:
+                break
+    return max(1, count)
+
+
+def _cpu_quota(group: Path) -> float | None:
+    """CPUs that a cgroup of version 2 or 1 may use, or None without a limit."""
+    try:
+        if (most := group / "cpu.max").is_file():
+            quota, period = most.read_text().split()
+        else:
+            quota = (group / "cpu.cfs_quota_us").read_text()
+            period = (group / "cpu.cfs_period_us").read_text()
+        return int(quota) / int(period) if quota != "max" and int(quota) > 0 else None
+    except (OSError, ValueError):
+        return None
+
+
 def _with_torch() -> dict[str, str]:
     """This environment with torch's libraries on LD_LIBRARY_PATH, as torch_npu is loaded after
     torch."""

@@ -26,8 +26,8 @@ VARIABLES = {
         "names of overrides to apply to a vLLM whose source differs, separated by commas"
     ),
     "VLLM_ASCEND_STARTUP_CHECKS": (
-        "`0` keeps `ascend_platform.pth` from checking the environment of vLLM's commands at"
-        " start-up, and from collecting garbage rarely while vLLM is imported"
+        "`0` keeps `ascend_platform.pth` from checking commands, collecting garbage rarely and starting"
+        " the engine core early"
     ),
     "VLLM_ASCEND_WEIGHTS_SECRET": (
         "the secret of engines that load weights from each other, where no file is named for it"

@@ -10,8 +10,8 @@ import sys
 from collections.abc import Sequence
 
 SWITCH = "VLLM_ASCEND_STARTUP_CHECKS"
-"""Environment variable; with "0" nothing is checked, no excepthook is installed, and garbage is
-collected as Python does."""
+"""Environment variable; with "0" nothing is checked, no excepthook is installed, garbage is
+collected as Python does, and the engine core is started by vLLM only."""
 
 IMPORTING = 100_000, 20, 100
 """Thresholds of the garbage collector while vLLM is imported, which makes a million objects that
@@ -24,9 +24,10 @@ def run() -> None:
     """Check the environment and install the excepthook if vLLM is the program that this process
     runs."""
     if os.environ.get(SWITCH) != "0" and runs_vllm(sys.orig_argv):
-        from ascend_platform.process import excepthook
+        from ascend_platform.process import early_engine, excepthook
 
         excepthook.install()
+        early_engine.start()
         # It measures, and configures no engine for collect_garbage_as_before().
         if "bench" not in sys.orig_argv:
             collect_garbage_rarely()
