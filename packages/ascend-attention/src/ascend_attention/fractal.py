@@ -102,7 +102,7 @@ class FractalAttentionImpl(extension.AttentionImplBase, AttentionImpl[FractalAtt
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self._aliases: dict[int, torch.Tensor] = {}
+        self._aliases: dict[tuple[int, torch.Size], torch.Tensor] = {}
 
     def forward(
         self,
@@ -155,7 +155,8 @@ class FractalAttentionImpl(extension.AttentionImplBase, AttentionImpl[FractalAtt
     def _fractal(self, cache: torch.Tensor) -> torch.Tensor:
         """The cache's memory as ``[blocks, kv_heads * head_size / 16, block_size, 16]`` in
         FRACTAL_NZ. A view cannot have a format, so another tensor is given the memory."""
-        if (alias := self._aliases.get(cache.data_ptr())) is None:
+        known = cache.data_ptr(), cache.shape
+        if (alias := self._aliases.get(known)) is None:
             blocks, block_size, heads, size = cache.shape
             alias = torch_npu.empty_with_format(
                 (blocks, heads * size // COLUMNS, block_size, COLUMNS),
@@ -164,7 +165,7 @@ class FractalAttentionImpl(extension.AttentionImplBase, AttentionImpl[FractalAtt
                 acl_format=FRACTAL_NZ,
             )
             torch_npu.npu_change_data_ptr(alias, cache, cache.storage_offset())
-            self._aliases[cache.data_ptr()] = alias
+            self._aliases[known] = alias
         return alias
 
 
