@@ -141,8 +141,8 @@ def test_unusual_images_are_answered_or_refused(name: str, service: dict[str, An
 
 
 LAYOUTS = {
-    "PP2": ("qwen2_5_vl", {layouts.PP: 2}),
-    "DP2 EP2": ("qwen3_vl_moe", {layouts.DP: 2} | layouts.EP),
+    "PP2": ("qwen2.5-vl", {layouts.PP: 2}),
+    "DP2 EP2": ("qwen3-vl-moe", {layouts.DP: 2} | layouts.EP),
 }
 ROUNDS = 2
 """Each data-parallel engine gets some of the requests."""
@@ -150,10 +150,9 @@ ROUNDS = 2
 
 @pytest.fixture(scope="module")
 def in_layouts(cases: dict[str, Any]) -> dict[str, Any]:
-    models = {case["media"]: case for name, case in cases.items() if name != "service"}
     given = []
-    for name, (kind, layout) in LAYOUTS.items():
-        case = models[kind] | {"name": name}
+    for name, (of, layout) in LAYOUTS.items():
+        case = cases[of] | {"name": name}
         case["engine"] = case["engine"] | layout | {"dtype": "float32"}
         for key in ("prompts", "lengths"):
             case[key] = case[key] * ROUNDS
@@ -165,10 +164,10 @@ def in_layouts(cases: dict[str, Any]) -> dict[str, Any]:
 
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_layouts_of_processes(name: str, cases: dict[str, Any], in_layouts: dict[str, Any]) -> None:
-    kind = LAYOUTS[name][0]
-    (model,) = {case["model"] for key, case in cases.items() if CASES.get(key, "")[:1] == (kind,)}
+    case = cases[LAYOUTS[name][0]]
     answers = [answer for (answer,) in in_layouts[name]["results"]]
-    found = multimodal.compare(multimodal.reference(kind, Path(model)), answers)
+    model = multimodal.reference(case["media"], Path(case["model"]))
+    found = multimodal.compare(model, answers)
     print(f"{name}: {found}")
     assert len(answers) == ROUNDS * len(multimodal.LENGTHS)
     assert found["others"] == 0
