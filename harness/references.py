@@ -36,16 +36,19 @@ def logits(model: Any, prompt: list[int], answers: list[list[int]]) -> Any:
         ]
 
 
-def distance(model: Any, prompt: list[int], answer: dict[str, Any]) -> tuple[int, float]:
-    """Tokens of an answer that differ from the model's argmax, and the largest log-probability
-    difference."""
+def differences(model: Any, prompt: list[int], answer: dict[str, Any]) -> tuple[int, Any]:
+    """Tokens of an answer that differ from the model's argmax, and the log-probability difference
+    of each token."""
     import torch
 
     exact = logits(model, prompt, [answer["tokens"]])[0].log_softmax(-1)
     tokens = torch.tensor(answer["tokens"])
     others = int((exact.argmax(-1) != tokens).sum())
-    return others, float(
-        (exact.gather(1, tokens.unsqueeze(1)).squeeze(1) - torch.tensor(answer["logprobs"]))
-        .abs()
-        .max()
-    )
+    found = exact.gather(1, tokens.unsqueeze(1)).squeeze(1)
+    return others, (found - torch.tensor(answer["logprobs"])).abs()
+
+
+def distance(model: Any, prompt: list[int], answer: dict[str, Any]) -> tuple[int, float]:
+    """As :func:`differences`, with the largest of them."""
+    others, each = differences(model, prompt, answer)
+    return others, float(each.max())

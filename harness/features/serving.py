@@ -12,7 +12,7 @@ from typing import Any
 
 from harness import checkout, npus
 from harness.progress import Progress
-from harness.references import distance
+from harness.references import differences, distance
 
 PROGRAM = checkout.PROGRAMS / "serve_features.py"
 
@@ -79,3 +79,15 @@ def compare(model: Any, asked: list[dict[str, Any]], answers: list[Any]) -> tupl
         sum(one for one, _ in pairs),
         max(far for _, far in pairs),
     )
+
+
+def mean_difference(
+    model: Any, asked: list[dict[str, Any]], answers: list[Any]
+) -> tuple[int, int, float]:
+    """As :func:`compare`, with the mean log-probability difference of all tokens."""
+    pairs = [
+        differences(model, request["prompt"], answer)
+        for request, (answer,) in zip(asked, answers, strict=True)
+    ]
+    every = [float(one) for _, each in pairs for one in each]
+    return len(every), sum(others for others, _ in pairs), sum(every) / len(every)

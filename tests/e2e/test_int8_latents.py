@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from harness import npus, references
 from harness.features import serving
 from harness.models import small as small_models
@@ -59,16 +58,8 @@ def test_answers_are_those_of_transformers(
     cache = "auto" if name == "auto" else "int8"
     model = references.reference(small_models.target(directory, "GlmMoeDsa"), dtype="float16")
     for answers in results[name]["steps"][:2]:  # The second reads latents of the prefix cache.
-        exact = [
-            references.logits(model, asked["prompt"], [one["tokens"]])[0].log_softmax(-1)
-            for asked, (one,) in zip(ASKED, answers, strict=True)
-        ]
-        tokens = torch.cat([torch.tensor(one["tokens"]) for (one,) in answers])
-        given = torch.cat([torch.tensor(one["logprobs"]) for (one,) in answers])
-        found = torch.cat(exact).gather(1, tokens[:, None])[:, 0]
-        others = int((torch.cat(exact).argmax(-1) != tokens).sum())
-        mean = float((found - given).abs().mean())
-        print(f"{name}: {len(tokens)} tokens, {others} others; mean difference {mean:.1e}")
+        tokens, others, mean = serving.mean_difference(model, ASKED, answers)
+        print(f"{name}: {tokens} tokens, {others} others; mean difference {mean:.1e}")
         assert mean < BOUNDS.get(name, BOUNDS[cache])
     launched = results[name]["steps"][2]["names"]
     assert [each for each in OPERATORS.values() if each in launched] == [OPERATORS[cache]]

@@ -39,8 +39,6 @@ PER_TILE = 2
 """``key_quant_mode`` and ``value_quant_mode``: a scale for each :data:`TILE` latents."""
 TILE = 128
 """Latents with one scale in an int8 KV cache."""
-PACKED = LATENT + ROPE * 2 + LATENT // TILE * 4
-"""Bytes of a token in an int8 KV cache: int8 latents, 16-bit rotated elements, float32 scales."""
 
 COUNTS = {*range(1, 2049), *range(3072, 8193, 1024)}
 """Numbers of tokens that npu_lightning_indexer selects."""
@@ -246,7 +244,7 @@ def write_int8(
         rope = ropes[:tokens].flatten(1).contiguous()
         parts = int8.flatten(1), rope.view(torch.int8), scale.view(torch.int8)
         torch_npu.npu_scatter_nd_update_(
-            packed.view(-1, PACKED), slots.unsqueeze(1), torch.cat(parts, -1)
+            packed.flatten(0, 2), slots.unsqueeze(1), torch.cat(parts, -1)
         )
 
 

@@ -104,7 +104,7 @@ class _Listener(threading.Thread):
 
     def run(self) -> None:
         if not select.select([self._connection], [], [], UNUSED_AFTER)[0]:
-            self._connection.shutdown(socket.SHUT_RD)  # Of what was sent nothing is lost.
+            self._connection.shutdown(socket.SHUT_RD)  # Data that has been sent is still received.
         data, received, _, _ = socket.recv_fds(self._connection, 1 << 20, 253)
         if not data:
             os._exit(0)
