@@ -30,6 +30,15 @@ def pytest_collection_finish() -> None:
 
 
 @pytest.fixture(autouse=True)
+def same_random_numbers() -> None:
+    """A test computes with the same numbers in each run, whatever ran before it, so that one with a
+    tight bound passes or fails for a reason."""
+    torch = sys.modules.get("torch")
+    if torch is not None:
+        torch.default_generator.manual_seed(0)  # The NPU's generators would open the device.
+
+
+@pytest.fixture(autouse=True)
 def plugins_of_this_process() -> Iterator[None]:
     """Plugins that vLLM loads in a test with a registry of components of its own are loaded again
     by the next test."""
