@@ -216,6 +216,7 @@ struct OperatorInfo {
   // Looked up at the first call.
   std::atomic<const std::vector<BoundClause>*> rules{nullptr};
   std::atomic<const OperatorFacts*> known_facts{nullptr};
+  std::atomic<uint64_t> accepted{0};  // ArgumentReader's key of the last call that passed
   const OperatorFacts& facts();
 };
 
@@ -255,6 +256,7 @@ class ArgumentReader {
   void collect(const Tensors& value);
   void collect(const Result& value);
   void collect(const Ints& values);
+  void collect(const Text& value);
   void collect(const Scalar& value) { signature_.add(value); }
   void collect(const Opt<Scalar>& value) { value ? signature_.add(*value) : signature_.mix(0); }
   void collect(const DType& value) { signature_.mix(static_cast<uint64_t>(value.value)); }
@@ -267,6 +269,7 @@ class ArgumentReader {
   void refuse_fractal(const aclTensor* given) const;
   void refuse_fractal(const aclTensorList* given) const;
   template <class T> void refuse_fractal(const T&) const {}
+  uint64_t key() const;
   std::string name() const { return nth(info_.parameters, static_cast<int64_t>(ends_.size())); }
   bool holds(const BoundClause& bound) const;
   template <class T> void collect(const T& value) {
