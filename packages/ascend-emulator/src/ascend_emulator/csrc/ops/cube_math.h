@@ -5,9 +5,27 @@
 // torch.npu.matmul.allow_hf32, torch.npu.conv.allow_hf32 and the chip's default precision mode to
 // it). Matmuls are accumulated in float32; other types are not affected.
 #pragma once
+#include "core/vector_unit.h"
 #include "operator/op.h"
 
 namespace emu {
+
+// ATen multiplies 16-bit matrices in a plain loop where oneDNN has no kernels for them: bfloat16
+// needs AVX-512, float16 its own extension. The generic unit stays ATen's.
+inline bool is_slow_product(at::ScalarType type) {
+  const auto unit = vector_unit();
+  return (type == at::kHalf && unit != VectorUnit::generic) ||
+         (type == at::kBFloat16 && unit == VectorUnit::avx2);
+}
+
+// product(out, inputs...); in float32, rounded once, where ATen's kernel is slow.
+template <class Product, class... Inputs>
+void product_into(const Product& product, Tensor out, const Inputs&... inputs) {
+  if (!is_slow_product(out.scalar_type())) return void(product(out, inputs...));
+  auto sums = at::empty(out.sizes(), out.options().dtype(at::kFloat));
+  product(sums, inputs.to(at::kFloat)...);
+  out.copy_(sums);
+}
 
 struct CubeMath {
   // -1: as 0, with float32 results of float16. 4: float32, its sums in higher precision.

@@ -5,6 +5,7 @@
 // functions, op-plugin's call sites and tests.
 #pragma once
 #include "core/cost.h"
+#include "ops/cube_math.h"
 #include "ops/matmul/kernels/bf16_matmul.h"
 #include "ops/quantization/quantized.h"
 
@@ -192,8 +193,8 @@ struct Grouped {
         together.push_back({rows, matrix, {}, into});
         return;
       }
-      Tensor result = into;
-      at::mm_out(result, rows, matrix);
+      product_into([](auto& out, const auto& a, const auto& b) { at::mm_out(out, a, b); }, into,
+          rows, matrix);
       return;
     }
     store(values_of(rows, group, matrix, row_scale), into);
