@@ -12,18 +12,18 @@ namespace emu {
 
 // ATen multiplies 16-bit matrices in a plain loop where oneDNN has no kernels for them: bfloat16
 // needs AVX-512, float16 its own extension. The generic unit stays ATen's.
-inline bool is_slow_product(at::ScalarType type) {
+inline bool is_slow_matmul(at::ScalarType type) {
   const auto unit = vector_unit();
   return (type == at::kHalf && unit != VectorUnit::generic) ||
          (type == at::kBFloat16 && unit == VectorUnit::avx2);
 }
 
-// product(out, inputs...); in float32, rounded once, where ATen's kernel is slow.
-template <class Product, class... Inputs>
-void product_into(const Product& product, Tensor out, const Inputs&... inputs) {
-  if (!is_slow_product(out.scalar_type())) return void(product(out, inputs...));
+// matmul(out, inputs...); in float32, rounded once, where ATen's kernel is slow.
+template <class Matmul, class... Inputs>
+void multiply_into(const Matmul& matmul, Tensor out, const Inputs&... inputs) {
+  if (!is_slow_matmul(out.scalar_type())) return void(matmul(out, inputs...));
   auto sums = at::empty(out.sizes(), out.options().dtype(at::kFloat));
-  product(sums, inputs.to(at::kFloat)...);
+  matmul(sums, inputs.to(at::kFloat)...);
   out.copy_(sums);
 }
 

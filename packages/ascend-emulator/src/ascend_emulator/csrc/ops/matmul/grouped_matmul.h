@@ -193,7 +193,7 @@ struct Grouped {
         together.push_back({rows, matrix, {}, into});
         return;
       }
-      product_into([](auto& out, const auto& a, const auto& b) { at::mm_out(out, a, b); }, into,
+      multiply_into([](auto& out, const auto& a, const auto& b) { at::mm_out(out, a, b); }, into,
           rows, matrix);
       return;
     }

@@ -23,7 +23,7 @@ auto addmm(const at::Scalar& beta, const at::Scalar& alpha) {
 SHAPED(aclnnMm, (Tensor self, Tensor other, Tensor out, CubeMath cube),
     (SHAPE(out, PRODUCT(self, other, 2, 2)), cube.check(self, other)), {
       if (has_bf16_matmul(self, other, out)) return bf16_matmul(self, other, {}, out);
-      product_into(kMatmul, out, cube(self), cube(other));
+      multiply_into(kMatmul, out, cube(self), cube(other));
     })
 SHAPED(aclnnMatmul, (Tensor self, Tensor other, Tensor out, CubeMath cube),
     (SHAPE(out, PRODUCT(self, other, 1, 8)), cube.check(self, other)), {
@@ -32,13 +32,13 @@ SHAPED(aclnnMatmul, (Tensor self, Tensor other, Tensor out, CubeMath cube),
       // (op-plugin's MatmulBackwardKernelNpuOpApi.cpp).
       if (self.dim() == 1 || other.dim() == 1)
         return void(out.copy_(at::matmul(cube(self), cube(other)).view(out.sizes())));
-      product_into(kMatmul, out, cube(self), cube(other));
+      multiply_into(kMatmul, out, cube(self), cube(other));
     })
 // Batch dimensions may broadcast (op-plugin's test_bmm_compatible.py).
 SHAPED(aclnnBatchMatMul, (Tensor self, Tensor other, Tensor out, CubeMath cube),
     (SHAPE(out, PRODUCT(self, other, 3, 3)), cube.check(self, other)), {
-      if (self.size(0) == other.size(0)) return product_into(kBmm, out, cube(self), cube(other));
-      product_into(kMatmul, out, cube(self), cube(other));
+      if (self.size(0) == other.size(0)) return multiply_into(kBmm, out, cube(self), cube(other));
+      multiply_into(kMatmul, out, cube(self), cube(other));
     })
 SHAPED(aclnnMv, (Tensor self, Tensor vector, Tensor out, CubeMath cube),
     (rank("vector", vector, 1), SHAPE(out, PRODUCT(self, vector, 1, 2)), cube.check(self, vector)),
@@ -52,12 +52,12 @@ SHAPED(aclnnAddmm,
                          self.size(0) == b.size(1);
       if (plain && self.scalar_type() == at::kBFloat16 && has_bf16_matmul(a, b, out))
         return bf16_matmul(a, b, self, out);
-      product_into(addmm(beta, alpha), out, self, cube(a), cube(b));
+      multiply_into(addmm(beta, alpha), out, self, cube(a), cube(b));
     })
 SHAPED(aclnnInplaceAddmm,
     (Tensor self, Tensor a, Tensor b, Scalar beta, Scalar alpha, CubeMath cube),
     (SHAPE(self, PRODUCT(a, b, 2, 2)), cube.check(a, b)),
-    { product_into(addmm(beta, alpha), self, self, cube(a), cube(b)); })
+    { multiply_into(addmm(beta, alpha), self, self, cube(a), cube(b)); })
 SHAPED(aclnnAddbmm,
     (Tensor self, Tensor a, Tensor b, Scalar beta, Scalar alpha, Tensor out, CubeMath cube),
     cube.check(a, b), { at::addbmm_out(out, self, cube(a), cube(b), beta, alpha); })
@@ -70,7 +70,7 @@ SHAPED(aclnnBaddbmm,
       const auto product = [&](auto& out, const auto& self, const auto& a, const auto& b) {
         at::baddbmm_out(out, self, a, b, beta, alpha);
       };
-      product_into(product, out, self, cube(a), cube(b));
+      multiply_into(product, out, self, cube(a), cube(b));
     })
 SHAPED(aclnnAddmv,
     (Tensor self, Tensor matrix, Tensor vector, Scalar alpha, Scalar beta, Tensor out,
@@ -84,15 +84,15 @@ SHAPED(aclnnAddr, (Tensor self, Tensor a, Tensor b, Scalar beta, Scalar alpha, T
 // mat2 in FRACTAL_NZ; float16 and bfloat16 ("aclnnMatmulWeightNz" of CANN's API reference).
 CHECKED(aclnnMatmulWeightNz, (Tensor self, Weight mat2, Tensor out, CubeMath), {
   SHAPE(out, PRODUCT(self, mat2, 2, 2));
-  COMPUTE { product_into(kMatmul, out, self, mat2); };
+  COMPUTE { multiply_into(kMatmul, out, self, mat2); };
 })
 CHECKED(aclnnBatchMatMulWeightNz, (Tensor self, Weight mat2, Tensor out, CubeMath), {
   SHAPE(out, PRODUCT(self, mat2, 3, 3));
-  COMPUTE { product_into(kMatmul, out, self, mat2); };
+  COMPUTE { multiply_into(kMatmul, out, self, mat2); };
 })
 CHECKED(aclnnAddmmWeightNz,
     (Tensor self, Tensor mat1, Weight mat2, Scalar beta, Scalar alpha, Tensor out, CubeMath), {
       SHAPE(out, PRODUCT(mat1, mat2, 2, 2));
       EXPANDS(out, self);
-      COMPUTE { product_into(addmm(beta, alpha), out, self, mat1, mat2); };
+      COMPUTE { multiply_into(addmm(beta, alpha), out, self, mat1, mat2); };
     })
