@@ -11,19 +11,19 @@ incomparable.
 """
 
 import copy
-import gc
+import functools
 import json
 import os
 import sys
 
-# The engine runs in this process, without a spawn for each case.
+# The engine runs in a fork of this process for each case, without a spawn.
 os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
 
 import harness.engine_imports  # noqa: F401
 import torch
+from harness import launcher
 from transformers import AutoModelForCausalLM
 from vllm import LLM, SamplingParams, TokensPrompt
-from vllm.distributed import cleanup_dist_env_and_memory
 
 
 def reference(model: torch.nn.Module, prompt: list[int], tokens: list[int]) -> torch.Tensor:
@@ -55,11 +55,10 @@ def compare(
     }
 
 
-def run(case: dict) -> dict:
+def run(case: dict, rank: int, port: int) -> dict:
     """Serve the case's prompts twice (the second time with whatever the prefix cache holds) and
     compare both."""
     dtype = getattr(torch, case["dtype"])
-    gc.freeze()  # see engine_imports
     rough = AutoModelForCausalLM.from_pretrained(case["model"], dtype=dtype).eval()
     model = copy.deepcopy(rough).float()  # The weights as the engine has them, computed in float32.
     engine = LLM(
@@ -92,9 +91,6 @@ def run(case: dict) -> dict:
         iter(engine.llm_engine.vllm_config.compilation_config.static_forward_context.values())
     )
     attention = f"{type(layer.impl).__module__}.{type(layer.impl).__name__}"
-    del engine, layer
-    cleanup_dist_env_and_memory()
-    gc.collect()
     return {
         "name": case["name"],
         "attention": attention,
@@ -105,4 +101,5 @@ def run(case: dict) -> dict:
 
 if __name__ == "__main__":
     for each in json.loads(sys.argv[1]):
-        print("RESULT", json.dumps(run(each)), flush=True)
+        (outcome,) = launcher.run_ranks(each["name"], 1, functools.partial(run, each))
+        print("RESULT", json.dumps(outcome), flush=True)
