@@ -67,7 +67,7 @@ def run_ranks(what: str, ranks: int, work: Callable[[int, int], Any]) -> list[An
 def _fork(work: Callable[[int, int], Any], rank: int, port: int, file: Path) -> int:
     child = os.fork()
     if not child:
-        # What is imported stays frozen when vLLM ends the engine, as this process ends then: two
+        # Imported objects stay frozen when vLLM ends the engine, as this process ends then: two
         # collections of a million objects are a quarter of the time of a small engine.
         gc.unfreeze = lambda: None
         status = 1
