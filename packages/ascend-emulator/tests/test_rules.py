@@ -106,6 +106,9 @@ def test_broken_rules_are_counted_at_exit(run):
     allowed = run("run", "--allow", id, "--", *command)
     assert allowed.stdout == "torch.Size([4, 16])\n", allowed.stderr
     assert f"\nascend-emulator: rules broken: {id} (allowed 1)\n" in allowed.stderr
+    again = [sys.executable, "-c", PROGRAM + PROGRAM]
+    twice = run("run", "--allow", id, "--", *again)
+    assert f"\nascend-emulator: rules broken: {id} (allowed 2)\n" in twice.stderr
 
 
 def test_unknown_rule_is_named(run):

@@ -278,9 +278,11 @@ const OperatorFacts& OperatorInfo::facts() {
   return *known;
 }
 
-// A hash of all that dtype checks and rules read. 0: the plain matrix of a weight is not in it.
+// A hash of all that dtype checks and rules read. 0: the plain matrix of a weight is not in it, or
+// each break of an allowed rule counts.
 uint64_t ArgumentReader::key() const {
-  if (!executor_.fractals.empty()) return 0;
+  static const bool allows = std::getenv("ASCEND_EMULATOR_ALLOW") != nullptr;
+  if (allows || !executor_.fractals.empty()) return 0;
   auto key = signature_.hash();
   for (const auto& [position, value] : integers_)
     key = hash(key, {position, static_cast<uint64_t>(value)});
