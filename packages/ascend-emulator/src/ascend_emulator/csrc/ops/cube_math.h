@@ -26,6 +26,9 @@ void multiply_into(const Matmul& matmul, Tensor out, const Inputs&... inputs) {
   matmul(sums, inputs.to(at::kFloat)...);
   out.copy_(sums);
 }
+inline constexpr auto kMatmul = [](auto& out, const auto& a, const auto& b) {
+  at::matmul_out(out, a, b);
+};
 
 struct CubeMath {
   // -1: as 0, with float32 results of float16. 4: float32, its sums in higher precision.

@@ -193,8 +193,7 @@ struct Grouped {
         together.push_back({rows, matrix, {}, into});
         return;
       }
-      multiply_into([](auto& out, const auto& a, const auto& b) { at::mm_out(out, a, b); }, into,
-          rows, matrix);
+      multiply_into(kMatmul, into, rows, matrix);
       return;
     }
     store(values_of(rows, group, matrix, row_scale), into);

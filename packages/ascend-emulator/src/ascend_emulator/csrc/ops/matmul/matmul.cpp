@@ -8,7 +8,6 @@
 
 namespace {
 
-constexpr auto kMatmul = [](auto& out, const auto& a, const auto& b) { at::matmul_out(out, a, b); };
 constexpr auto kBmm = [](auto& out, const auto& a, const auto& b) { at::bmm_out(out, a, b); };
 
 // out = beta * self + alpha * (a @ b)
