@@ -64,6 +64,27 @@ def run_ranks(what: str, ranks: int, work: Callable[[int, int], Any]) -> list[An
         return [json.loads(file.read_text()) for file in files]
 
 
+def difference(ranks: list[Any]) -> str:
+    """The first place where a rank's results are others than rank 0's, and both values; "" if there
+    is none."""
+    for rank, results in enumerate(ranks):
+        if place := _place(ranks[0], results):
+            return f"rank {rank} has other results than rank 0: {place}"
+    return ""
+
+
+def _place(one: Any, other: Any, at: str = "") -> str:
+    if one == other:
+        return ""
+    if isinstance(one, dict) and isinstance(other, dict) and one.keys() == other.keys():
+        keys: Iterable[Any] = one
+    elif isinstance(one, list) and isinstance(other, list) and len(one) == len(other):
+        keys = range(len(one))
+    else:
+        return f"{at} {one!r} and {other!r}"
+    return next(filter(None, (_place(one[key], other[key], f"{at}[{key!r}]") for key in keys)))
+
+
 def _fork(work: Callable[[int, int], Any], rank: int, port: int, file: Path) -> int:
     child = os.fork()
     if not child:

@@ -142,11 +142,10 @@ if __name__ == "__main__":
             failed = True
             print(error, file=sys.stderr)
             continue
-        alike = all(rank["results"] == found[0]["results"] for rank in found)
         outcome = {
             "name": each["name"],
             "seconds": time.monotonic() - started,
-            "alike": alike,
+            "differs": launcher.difference([rank["results"] for rank in found]),
             **found[0],
         }
         print("RESULT", json.dumps(outcome), flush=True)

@@ -7,7 +7,7 @@ import subprocess
 import sys
 
 import pytest
-from harness import checkout, npus
+from harness import checkout, launcher, npus
 from harness.progress import duration, progress, track
 
 COMMANDS = sorted(
@@ -67,3 +67,13 @@ def test_program_with_progress_ends_at_its_timeout() -> None:
     with progress("layouts", 1) as steps, pytest.raises(subprocess.TimeoutExpired) as error:
         npus.run(1, sys.executable, "-c", code, progress=steps, timeout=3)
     assert error.value.stdout == b"begun\n"
+
+
+def test_difference_between_ranks_is_told_with_its_place() -> None:
+    own = {"tokens": [5, 7], "logprobs": [-0.5, -0.25]}
+    nan = {"tokens": [5, 7], "logprobs": [-0.5, float("nan")]}
+    assert launcher.difference([[own], [dict(own)]]) == ""
+    told = "rank 1 has other results than rank 0: [0]['logprobs'][1] -0.25 and nan"
+    assert launcher.difference([[own], [nan]]) == told
+    shorter = [{"tokens": [5]}], [{"tokens": [5, 7]}]
+    assert launcher.difference([*shorter]).endswith("[0]['tokens'] [5] and [5, 7]")
