@@ -247,3 +247,33 @@ def test_processors_without_bfloat16_instructions(limit):
         timeout=300,
     )
     assert done.returncode == 0, done.stdout[-2000:]
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda a, b: torch.mm(a, b),
+        lambda a, b: a[None] @ b[None],
+        lambda a, b: torch.addmm(a, a, b),
+        lambda a, b: torch.addmm(a, b, b),
+        lambda a, b: torch.baddbmm(a[None], a[None], b[None]),
+        lambda a, b: torch.addbmm(a, a[None], b[None]),
+        lambda a, b: F.linear(a, b),
+    ],
+)
+@pytest.mark.parametrize("other", FLOATS, ids=str)
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+def test_matrices_of_other_dtypes_are_refused(call, dtype, other):
+    if dtype == other:
+        return
+    with pytest.raises(RuntimeError, match=r"dtype|scalar type"):
+        call(torch.ones(4, 4, dtype=dtype).npu(), torch.ones(4, 4, dtype=other).npu())
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+def test_sum_over_a_batch_is_rounded_once(dtype):
+    c, a, b = torch.zeros(8, 8), torch.randn(64, 8, 64), torch.randn(64, 64, 8)
+    c, a, b = (each.to(dtype) for each in (c, a, b))
+    exact = torch.addbmm(c.double(), a.double(), b.double())
+    found = torch.addbmm(c.npu(), a.npu(), b.npu()).cpu()
+    assert (found.double() - exact).abs().max() <= 0.51 * torch.finfo(dtype).eps * exact.abs().max()

@@ -18,13 +18,21 @@ inline bool is_slow_matmul(at::ScalarType type) {
          (type == at::kBFloat16 && unit == VectorUnit::avx2);
 }
 
-// matmul(out, inputs...); in float32, rounded once, where ATen's kernel is slow.
+// matmul(out, inputs...) in float32, rounded once.
 template <class Matmul, class... Inputs>
-void multiply_into(const Matmul& matmul, Tensor out, const Inputs&... inputs) {
-  if (!is_slow_matmul(out.scalar_type())) return void(matmul(out, inputs...));
+void multiply_wide(const Matmul& matmul, const Tensor& out, const Inputs&... inputs) {
+  (emu::require(inputs.scalar_type() == out.scalar_type(), "a matrix is ", inputs.scalar_type(),
+       ", and another ", out.scalar_type(), "; their dtypes must be equal"),
+      ...);
   auto sums = at::empty(out.sizes(), out.options().dtype(at::kFloat));
   matmul(sums, inputs.to(at::kFloat)...);
   out.copy_(sums);
+}
+// The same where ATen's kernel is slow, by that kernel elsewhere.
+template <class Matmul, class... Inputs>
+void multiply_into(const Matmul& matmul, Tensor out, const Inputs&... inputs) {
+  if (is_slow_matmul(out.scalar_type())) return multiply_wide(matmul, out, inputs...);
+  matmul(out, inputs...);
 }
 inline constexpr auto kMatmul = [](auto& out, const auto& a, const auto& b) {
   at::matmul_out(out, a, b);

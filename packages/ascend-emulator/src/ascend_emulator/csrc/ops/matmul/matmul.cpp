@@ -59,7 +59,15 @@ SHAPED(aclnnInplaceAddmm,
     { multiply_into(addmm(beta, alpha), self, self, cube(a), cube(b)); })
 SHAPED(aclnnAddbmm,
     (Tensor self, Tensor a, Tensor b, Scalar beta, Scalar alpha, Tensor out, CubeMath cube),
-    cube.check(a, b), { at::addbmm_out(out, self, cube(a), cube(b), beta, alpha); })
+    cube.check(a, b), {
+      const auto product = [&](auto& out, const auto& self, const auto& a, const auto& b) {
+        at::addbmm_out(out, self, a, b, beta, alpha);
+      };
+      // ATen rounds the sum of each matrix to 16 bits.
+      if (!at::isReducedFloatingType(out.scalar_type()))
+        return product(out, self, cube(a), cube(b));
+      multiply_wide(product, out, self, a, b);
+    })
 // A3 refuses baddbmm's samples in PyTorch's tests, of which some have a self of less than three
 // dimensions (Ascend/pytorch, ci-test, disabled_testcases.json: aclnnBaddbmm).
 SHAPED(aclnnBaddbmm,
