@@ -32,6 +32,11 @@ def test_top_k_top_p(by, dtype):
         assert torch.equal(result.double(), expected)
 
 
+def test_top_k_top_p_of_no_logits():
+    logits, k = torch.randn(0, 100).npu(), torch.zeros(0, dtype=torch.int32).npu()
+    assert torch_npu.npu_top_k_top_p(logits, logits[:, 0], k).cpu().shape == (0, 100)
+
+
 @pytest.mark.parametrize("case", ["argmax", "k", "p", "k p q", "p q", "k min", "k p min draw"])
 def test_top_k_top_p_sample(case):
     logits, batch, words = torch.randn(6, 200) * 3, 6, 200

@@ -234,18 +234,39 @@ def test_what_aten_says_about_shapes_is_an_error_of_the_call():
     assert status == 161002
 
 
+ERRORS_OF_VALUES = {
+    "index 5 is out of bounds": "x[torch.tensor([5]).npu()]",
+    "group_index ends at row 0; it must be 4": (
+        "npu.npu_dynamic_quant(x, smooth_scales=x[:0], group_index=torch.zeros(0).int().npu())"
+    ),
+    # The table has three blocks of 16 tokens.
+    "request 0 has 4 queries from 0 on and 49 keys (rule sparse_requests.lengths": (
+        "npu.npu_lightning_indexer(x[:, None], torch.ones(6, 16, 1, 128).half().npu(), x[:, :1].contiguous(),"
+        " actual_seq_lengths_query=torch.tensor([4]).int().npu(),"
+        " actual_seq_lengths_key=torch.tensor([49]).int().npu(), layout_query='TND',"
+        " block_table=torch.zeros(1, 3).int().npu(), layout_key='PA_BSND', sparse_mode=3)"
+    ),
+}
+
+
 def test_errors_of_values_remain_errors_of_the_stream(run):
-    script = (
-        "import torch, torch_npu\n"
-        "x, index = torch.ones(3, device='npu'), torch.tensor([5], device='npu')\n"
-        "y = x[index]\n"
-        "print('called')\n"
-        "torch.npu.synchronize()\n"
-    )
+    """Each in a process, as a stream ends with its error."""
+    script = """
+import os, torch, torch_npu as npu
+x = torch.ones(4, 128).half()
+for call in CALLS:
+    if not os.fork():
+        x = x.npu()
+        y = eval(call)
+        print("called", flush=True)
+        torch.npu.synchronize()
+    os.wait()
+"""
+    script = script.replace("CALLS", repr([*ERRORS_OF_VALUES.values()]))
     done = run("run", "--", sys.executable, "-c", script)
-    assert done.returncode != 0
-    assert "called" in done.stdout
-    assert "aclnnIndex: index 5 is out of bounds" in done.stderr
+    assert done.stdout.count("called") == len(ERRORS_OF_VALUES), done.stderr
+    for message in ERRORS_OF_VALUES:
+        assert message in done.stderr
 
 
 def test_more_than_eight_dimensions_are_refused_everywhere():

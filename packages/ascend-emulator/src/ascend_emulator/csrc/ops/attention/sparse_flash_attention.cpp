@@ -36,8 +36,9 @@ struct Requests {
       const int64_t key_start = key_layout == "TND" && i ? at_place(keys, i - 1) : 0,
                     key_count = keys.defined() ? at_place(keys, i) - key_start : key.size(1);
       rule("sparse_requests.lengths",
-          count >= 0 && start + count <= query.size(varlen ? 0 : 1) && key_count >= 0, "request ",
-          i, " has ", count, " queries from ", start, " on and ", key_count, " keys");
+          count >= 0 && start + count <= query.size(varlen ? 0 : 1) && key_count >= 0 &&
+              (!table || key_count <= table->size(1) * key.size(1)),
+          "request ", i, " has ", count, " queries from ", start, " on and ", key_count, " keys");
       found.push_back({i, start, count, key_start, key_count});
     }
     return found;

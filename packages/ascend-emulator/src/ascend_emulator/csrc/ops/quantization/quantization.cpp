@@ -38,6 +38,11 @@ void check_axis(const char* name, const Tensor& parameter, int64_t axis, const T
         " may differ from 1, and is then that of the input ", x.sizes());
 }
 
+void end_at(const std::vector<Rows>& groups, int64_t rows) {
+  const int64_t last = groups.empty() ? 0 : groups.back().last;
+  require(last == rows, "group_index ends at row ", last, "; it must be ", rows);
+}
+
 }  // namespace
 
 CHECKED(aclnnQuantize,
@@ -82,8 +87,7 @@ CHECKED(aclnnDynamicQuantV2,
         if (values.numel() == 0) return;
         if (group_index) {
           const auto groups = rows_of(*group_index, 0, values.size(0));
-          require(!groups.empty() && groups.back().last == values.size(0),
-              "group_index ends at row ", groups.back().last, "; it must be ", values.size(0));
+          end_at(groups, values.size(0));
           values = scaled_by_group(values, *smooth, groups);
         } else if (smooth) {
           values = values * smooth->to(at::kFloat);
@@ -203,8 +207,7 @@ CHECKED(aclnnGroupQuant,
       const bool four_bits = out.scalar_type() == at::kInt;
       COMPUTE {
         const auto groups = rows_of(group_index, 0, x.size(0));
-        require(groups.empty() || groups.back().last == x.size(0), "group_index ends at row ",
-            groups.back().last, "; it must be ", x.size(0));
+        if (!groups.empty()) end_at(groups, x.size(0));
         auto values = scaled_by_group(x.to(at::kFloat), scale, groups);
         if (offset) values = values + offset->to(at::kFloat);
         store_rounded(values, out, four_bits);

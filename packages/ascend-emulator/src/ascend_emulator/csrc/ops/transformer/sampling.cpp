@@ -94,12 +94,13 @@ CHECKED(aclnnApplyTopKTopP, (Tensor logits, Opt<Tensor> p, Opt<Tensor> k, Tensor
     auto [values, places] = logits.to(at::kFloat).sort(/*stable=*/true, -1, /*descending=*/false);
     if (k) {
       const auto count = k->to(at::kLong);
-      rule("apply_top_k_top_p.k-values",
-          count.numel() == 0 ||
-              (count.min().item<int64_t>() >= 1 &&
-                  count.max().item<int64_t>() <= std::min(kMostK, logits.size(1))),
-          "k has values from ", count.min().item<int64_t>(), " to ", count.max().item<int64_t>(),
-          "; allowed: 1 to ", std::min(kMostK, logits.size(1)));
+      if (count.numel()) {
+        const auto [least, most] = count.aminmax();
+        const int64_t limit = std::min(kMostK, logits.size(1));
+        rule("apply_top_k_top_p.k-values",
+            least.item<int64_t>() >= 1 && most.item<int64_t>() <= limit, "k has values from ",
+            least.item<int64_t>(), " to ", most.item<int64_t>(), "; allowed: 1 to ", limit);
+      }
       values.masked_fill_(
           values < values.gather(1, (logits.size(1) - count).unsqueeze(1)), -kInfinity);
     }
