@@ -199,6 +199,7 @@ torch.nn.functional.embedding(torch.tensor([4, 9], device="npu"), torch.randn(10
 counts = torch.tensor([2, 0, 3, 0], device="npu")
 x, weights = torch.randn(5, 64, **half), torch.randn(4, 64, 32, **half)
 torch_npu.npu_grouped_matmul([x], [weights], group_list=counts, split_item=2, group_type=0, group_list_type=1)
+torch.randn(2, 32, **half).addmm_(torch.randn(2, 64, **half), weights[0])
 wide = {"dtype": torch.bfloat16, "device": "npu"}
 numbers = [torch.tensor(each, dtype=torch.int32, device="npu") for each in ([1, 2], [7, 3, 9])]
 torch_npu.npu_recurrent_gated_delta_rule(
@@ -239,4 +240,5 @@ torch.npu.synchronize()
     assert told["aclnnEmbedding"]["bytes"] == 2 * 2 * 64 * 2 + 2 * 8
     (product,) = [arguments for name, arguments in told.items() if "GroupedMatmul" in name]
     assert product["flops"] == 2 * 5 * 64 * 32
+    assert told["aclnnInplaceAddmm"]["flops"] == 2 * 2 * 64 * 32
     assert product["bytes"] == 2 * (5 * 64 + 2 * 64 * 32 + 5 * 32) + 4 * 8

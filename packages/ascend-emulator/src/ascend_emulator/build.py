@@ -65,6 +65,11 @@ FLAGS = (
     "-Wno-unused-function",
     f'-DCANN_VERSION="{CANN_VERSION}"',
 )
+UNIT_FLAGS = (
+    "-DAT_PER_OPERATOR_HEADERS",
+    # Below 1 GB g++ does not collect garbage, which would take a tenth of the time.
+    "--param=ggc-min-heapsize=1000000",
+)
 # Translation units: folders of csrc.
 UNITS = {
     "core": ("core",),
@@ -392,7 +397,7 @@ def _build(
         for name, paths in sources.items()
     }
     built = {
-        name: objects / f"{_digest(*base, _optimization(name), *parts)}.o"
+        name: objects / f"{_digest(*base, *UNIT_FLAGS, _optimization(name), *parts)}.o"
         for name, parts in contents.items()
     }
 
@@ -404,9 +409,7 @@ def _build(
             *compiler,
             *_flags(),
             _optimization(name),
-            "-DAT_PER_OPERATOR_HEADERS",
-            # Below 1 GB g++ does not collect garbage, which would take a tenth of the time.
-            "--param=ggc-min-heapsize=1000000",
+            *UNIT_FLAGS,
             f"-I{SOURCES}",
             f"-I{target}",
             f"-isystem{torch / 'include'}",

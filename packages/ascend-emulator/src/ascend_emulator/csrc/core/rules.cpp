@@ -11,6 +11,9 @@
 
 #include "process.h"
 
+// Read once: what has been checked is not checked again (ArgumentReader::key).
+const char* const emu::allowed_rules = std::getenv("ASCEND_EMULATOR_ALLOW");
+
 namespace emu::rule_counts {
 namespace {
 
@@ -21,12 +24,9 @@ struct Broken {
   std::map<std::string, int> calls;  // by rule
 };
 
-std::string allowed() {
-  const char* list = std::getenv("ASCEND_EMULATOR_ALLOW");
-  return text(",", list ? list : "", ",");
-}
 bool is_allowed(const std::string& id) {
-  return allowed().find(text(",", id, ",")) != std::string::npos;
+  return allowed_rules &&
+         text(",", allowed_rules, ",").find(text(",", id, ",")) != std::string::npos;
 }
 
 // After torch_npu's clean-up, as report_leaks: one line, the most frequent rules first.

@@ -10,7 +10,8 @@ namespace emu {
 struct Rule {
   const char *id, *basis, *source;  // basis: "documented", "seen on hardware" or "inferred"
 };
-extern const Rule rules[];  // the last has no id
+extern const Rule rules[];               // the last has no id
+extern const char* const allowed_rules;  // by comma, of ASCEND_EMULATOR_ALLOW; null: none
 
 // Adds the rule to the error and throws it, unless the rule is allowed (ASCEND_EMULATOR_ALLOW).
 void broken(const char* rule, const Error& error);

@@ -32,8 +32,28 @@ struct NoResize : c10::WarningHandler {
   }
 };
 
+// "self", or "tensors[2]" of a list.
+std::string argument(const aclOpExecutor& executor, size_t tensor) {
+  const auto end = std::find_if(
+      executor.ends.begin(), executor.ends.end(), [&](size_t each) { return each > tensor; });
+  if (end == executor.ends.end()) return text("tensor ", tensor);
+  const size_t first = end == executor.ends.begin() ? 0 : *(end - 1);
+  const auto name = nth(executor.parameters, end - executor.ends.begin());
+  return *end - first == 1 ? name : text(name, "[", tensor - first, "]");
+}
+
+// The product of a matmul, behind which some have what they gathered.
+const Tensor& product_of(const char* name, const aclOpExecutor& executor) {
+  const auto& tensors = executor.tensors;
+  if (std::string_view(name).starts_with("aclnnInplace")) return tensors.front();
+  for (size_t i = 0; i < tensors.size(); ++i)
+    if (const auto found = argument(executor, i); found == "out" || found == "y") return tensors[i];
+  return tensors.back();
+}
+
 // FLOPs of a matrix product: 2 * output elements * length of the sum.
-Work work_of(const char* name, const std::vector<Tensor>& tensors) {
+Work work_of(const char* name, const aclOpExecutor& executor) {
+  const auto& tensors = executor.tensors;
   Work work;
   std::ostringstream shapes;
   const Tensor* matrices[2] = {nullptr, nullptr};
@@ -55,8 +75,8 @@ Work work_of(const char* name, const std::vector<Tensor>& tensors) {
   if (seen > 1 && cost != Cost::elements) {
     const Tensor& left = *matrices[cost == Cost::matmul_and_addend];
     if (left.dim() > 0) {
-      work.flops =
-          2.0 * static_cast<double>(tensors.back().numel()) * static_cast<double>(left.size(-1));
+      work.flops = 2.0 * static_cast<double>(product_of(name, executor).numel()) *
+                   static_cast<double>(left.size(-1));
       work.item = static_cast<int>(left.element_size());
       work.rows = rows(left);
       // Of each group, where the matrices of groups are one tensor, of 5 dimensions in FRACTAL_NZ.
@@ -140,16 +160,6 @@ bool discard(aclOpExecutor* executor) {
 }
 
 namespace {
-// "self", or "tensors[2]" of a list.
-std::string argument(const aclOpExecutor& executor, size_t tensor) {
-  const auto end = std::find_if(
-      executor.ends.begin(), executor.ends.end(), [&](size_t each) { return each > tensor; });
-  if (end == executor.ends.end()) return text("tensor ", tensor);
-  const size_t first = end == executor.ends.begin() ? 0 : *(end - 1);
-  const auto name = nth(executor.parameters, end - executor.ends.begin());
-  return *end - first == 1 ? name : text(name, "[", tensor - first, "]");
-}
-
 void recheck(const aclOpExecutor& executor) {
   executor.memory.verify([&] {
     for (size_t i = 0; i < executor.tensors.size(); ++i) {
@@ -195,7 +205,7 @@ int launch(const char* name, aclOpExecutor* executor, void* stream) {
     task.brief =
         !task.blocks && !owned->hangs && on->device == current_device() && is_brief(owned->tensors);
     if (trace_enabled()) {
-      task.work = work_of(name, owned->tensors);
+      task.work = work_of(name, *owned);
       if (compiles_at_run_time()) host_compiles(name, task.work.shapes);
     }
     const bool at_once = owned->reports_shape;
@@ -281,8 +291,7 @@ const OperatorFacts& OperatorInfo::facts() {
 // A hash of all that dtype checks and rules read. 0: the plain matrix of a weight is not in it, or
 // each break of an allowed rule counts.
 uint64_t ArgumentReader::key() const {
-  static const bool allows = std::getenv("ASCEND_EMULATOR_ALLOW") != nullptr;
-  if (allows || !executor_.fractals.empty()) return 0;
+  if (allowed_rules || !executor_.fractals.empty()) return 0;
   auto key = signature_.hash();
   for (const auto& [position, value] : integers_)
     key = hash(key, {position, static_cast<uint64_t>(value)});
