@@ -75,7 +75,7 @@ def test_more_readers_than_buffers_of_a_pipeline(instances: Callable) -> None:
     for consumer in readers:
         for ended in consumer.wait(4):
             assert all(isinstance(outcome, Done) for outcome in ended), ended
-            assert max(outcome.seconds for outcome in ended) < 2.0
+            assert max(outcome.seconds for outcome in ended) < 5.0
     assert all(consumer.holds(name, blocks, 0, 30) for consumer, name, blocks in wanted)
 
 
@@ -243,7 +243,7 @@ def test_failed_reads_take_a_limited_number_of_buffers(
 def test_queue_of_the_peer_does_not_shorten_a_loan(layerwise: bool, instances: Callable) -> None:
     """A buffer is lent from when it is free, which may be long after it was first asked for."""
     options = {
-        "answer_timeout": 0.3,
+        "answer_timeout": 1.0,
         "transfer_timeout": 30.0,
         "lease": 60.0,
         "slots": 1,
@@ -260,7 +260,7 @@ def test_queue_of_the_peer_does_not_shorten_a_loan(layerwise: bool, instances: C
         consumer.consumers[0].start("r", None, blocks, 0, 8)
     else:
         consumer.consumers[0].start("r", producer.fill("r", 8)[0], blocks, 0, 8)
-    sleep(1.5)  # longer than a loan
+    sleep(4.0)  # Longer than a loan of 3 s.
     rank._buffers.release(other)
     ((outcome,),) = consumer.wait()
     assert isinstance(outcome, Done), outcome

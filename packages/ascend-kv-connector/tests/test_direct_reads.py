@@ -15,6 +15,7 @@ from ascend_kv_connector.p2p.runs import Placement, plan_runs
 from ascend_kv_connector.p2p.transfers import Done
 from ascend_platform.transfer.engine import Runs
 from harness.kv.memory_transport import InMemoryNetwork
+from harness.kv.prompts import wait_for
 
 COPIES = {
     "same": ({}, {}, 0, 0),
@@ -61,16 +62,17 @@ def test_blocks_that_were_freed_during_a_read_are_not_loaded(
 ) -> None:
     """The reader's bytes may be of another prompt, which has the blocks by then."""
     producer, consumer = instances("p", lease=60.0).produce(), instances("d").consume()
-    network.faults.delay, network.faults.seconds = 1.0, 0.4
+    network.faults.hang = 1.0
     source, held = producer.fill("r", 17)
     blocks = consumer.take(17)
     consumer.consumers[0].start("r", source, blocks, 0, 17)
-    sleep(0.2)
+    assert wait_for(lambda: bool(network.faults.counts))
     producer.producers[0].leases.finish("r", "another", 0, 1)
     producer.producers[0].leases.finish("r", "d", 0, 1)
     assert "r" in producer.producers[0].leases.pop_ended()
     producer.free = held + producer.free
     producer.fill("s", 17)
+    network.faults.hung.set()
     ((outcome,),) = consumer.wait()
     assert (outcome.kind, outcome.blocks) == ("lease", tuple(blocks))
     assert (
@@ -82,14 +84,15 @@ def test_blocks_that_were_freed_during_a_read_are_not_loaded(
 def test_request_id_that_is_used_again_has_another_lease(
     instances: Callable, network: InMemoryNetwork
 ) -> None:
-    producer, consumer = instances("p").produce(), instances("d").consume()
-    network.faults.delay, network.faults.seconds = 1.0, 0.4
+    producer, consumer = instances("p", lease=60.0).produce(), instances("d").consume()
+    network.faults.hang = 1.0
     source, _ = producer.fill("r", 17)
     consumer.consumers[0].start("r", source, consumer.take(17), 0, 17)
-    sleep(0.2)
+    assert wait_for(lambda: bool(network.faults.counts))
     producer.producers[0].leases.finish("r", "d", 0, 1)
     producer.producers[0].leases.pop_ended()
     producer.fill("r", 17)
+    network.faults.hung.set()
     assert consumer.wait()[0][0].kind == "lease"
 
 

@@ -169,16 +169,19 @@ def test_rejected_prefill_request_fails_the_transfer(instances: Callable) -> Non
 def test_cancelled_load_does_not_write_blocks(
     instances: Callable, network: InMemoryNetwork
 ) -> None:
-    producer, consumer = instances("p").produce(), instances("d", lanes=1).consume()
-    network.faults.delay, network.faults.seconds = 1.0, 0.2
+    producer = instances("p").produce()
+    consumer = instances("d", lanes=1, expose_cache=False, transfer_timeout=60.0).consume()
+    network.faults.hang = 1.0
     source, _ = producer.fill("r", 8)
     blocks = consumer.take(8)
     consumer.consumers[0].start("r", source, blocks, 0, 8)
-    sleep(0.05)
+    assert wait_for(lambda: bool(network.faults.counts))
     consumer.consumers[0].cancel("r", TransferError("aborted", "the request has ended"))
-    ((failed,),) = consumer.wait(seconds=0.1)
+    ((failed,),) = consumer.wait()  # although the read is in progress
     assert failed.kind == "aborted"
     assert producer.all_free("r")
+    network.faults.hung.set()
+    sleep(0.3)
     assert all(bool((cache == -1).all()) for cache in consumer.caches[0].caches)
 
 

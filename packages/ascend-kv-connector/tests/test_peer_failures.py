@@ -7,6 +7,7 @@ from time import monotonic, sleep
 
 from ascend_kv_connector.p2p.transfers import Done, Failed, Source
 from harness.kv.memory_transport import InMemoryNetwork
+from harness.kv.prompts import wait_for
 
 
 def fails(
@@ -77,7 +78,8 @@ def test_peer_stopping_during_a_transfer(instances: Callable, network: InMemoryN
     network.faults.delay, network.faults.seconds = 1.0, 0.1
     source, _ = producer.fill("r", 40)
     consumer.consumers[0].start("r", source, consumer.take(40), 0, 40)
-    sleep(0.3)
+    transfer = consumer.consumers[0]._transfers["r"]
+    assert wait_for(lambda: transfer.size > 0)
     producer.producers[0].close()
     ((outcome,),) = consumer.wait()
     assert outcome.kind == "peer"
@@ -209,9 +211,10 @@ def test_no_partial_results_with_sliding_windows(
     producer, consumer = instances("p", **shape).produce(), instances("d", **shape).consume()
     source, _ = producer.fill("r", 30)
     blocks = consumer.take(30)
-    network.faults.delay, network.faults.seconds = 1.0, 0.02
+    network.faults.delay, network.faults.seconds = 1.0, 0.1
     consumer.consumers[0].start("r", source, blocks, 0, 30)
-    sleep(0.3)
+    transfer = consumer.consumers[0]._transfers["r"]
+    assert wait_for(lambda: transfer.size > 8 * 80)
     network.killed.add(producer.producers[0].transport.session)
     ((outcome,),) = consumer.wait()
     assert (outcome.kind, outcome.blocks) == ("transport", tuple(blocks))
