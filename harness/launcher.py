@@ -8,7 +8,6 @@ import gc
 import json
 import os
 import re
-import socket
 import sys
 import tempfile
 import traceback
@@ -18,11 +17,7 @@ from typing import Any
 
 import psutil
 
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
+from harness.ports import free_port
 
 
 def shared_memory(processes: Iterable[psutil.Process]) -> set[str]:

@@ -11,7 +11,6 @@ import gc
 import json
 import os
 import re
-import socket
 import subprocess
 import sys
 import tempfile
@@ -28,6 +27,7 @@ from ascend_kv_connector.testing import ConnectorTests, HandoffTests, one_rank  
 from ascend_kv_connector.testing import engine as testing_engine
 from harness import checkout
 from harness.kv.mooncake_pool import mooncake_pool
+from harness.ports import free_port
 
 KEPT = checkout.TOOLS / "generated_docs" / "connectors.json"
 PLATFORMS = {"CPU": {"VLLM_TARGET_DEVICE": "cpu", "VLLM_PLUGINS": ""}, "NPU": {}}
@@ -66,9 +66,7 @@ class InTree(ConnectorTests):
 
     def config(self, transfer: dict[str, Any]) -> Any:
         for variable in PORTS:
-            with socket.socket() as free:
-                free.bind(("127.0.0.1", 0))
-                os.environ[variable] = str(free.getsockname()[1])
+            os.environ[variable] = str(free_port())
         name = type(self).__name__
         return super().config(named(name, **self.extra_config) | self.transfer | transfer)
 

@@ -7,7 +7,6 @@ from __future__ import annotations
 import contextlib
 import json
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
@@ -16,6 +15,7 @@ from pathlib import Path
 from time import monotonic, sleep
 
 import psutil
+from harness.ports import free_port
 
 PROGRAMS = Path(sys.executable).parent
 
@@ -71,7 +71,7 @@ class MooncakePool:
         """Start a process and return the port that it listens on, another one if somebody took the
         first meanwhile."""
         for _ in range(5):
-            port = known or _free_port()
+            port = known or free_port()
             program, *options = command(port)
             with (self.directory / f"{name}.log").open("ab") as log:
                 process = subprocess.Popen(
@@ -89,7 +89,7 @@ class MooncakePool:
 
 
 def _master(port: int) -> tuple[str, ...]:
-    return "mooncake_master", f"--rpc_port={port}", f"--metrics_port={_free_port()}"
+    return "mooncake_master", f"--rpc_port={port}", f"--metrics_port={free_port()}"
 
 
 def _listens(process: subprocess.Popen[bytes], port: int, seconds: float = 30.0) -> bool:
@@ -116,9 +116,3 @@ def mooncake_pool(mib: int = 512) -> Iterator[MooncakePool]:
             yield pool
         finally:
             pool.close()
-
-
-def _free_port() -> int:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        return int(free.getsockname()[1])

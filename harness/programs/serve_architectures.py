@@ -29,6 +29,7 @@ from harness import launcher, layouts, model_classes, multimodal
 from harness.models import multimodal as models
 from harness.models import registry
 from harness.models.sound_families import FAMILIES
+from harness.ports import free_port
 from vllm.platforms import current_platform
 
 BOUND = 1e-4
@@ -62,7 +63,7 @@ def serve_with_media(architecture: str, kind: str, path: Path) -> dict[str, Any]
     try:
         current_platform.verify_model_arch(architecture)
         model_classes.load([architecture])
-        os.environ.update(launcher.torchrun_variables(0, 1, launcher.free_port()))
+        os.environ.update(launcher.torchrun_variables(0, 1, free_port()))
         options = multimodal.ENGINE | multimodal.limits(kind) | {"dtype": "float32"}
         case = {"model": str(path), "engine": options}
         engine = serve_layout.engine_of_external_launcher(case)
@@ -95,7 +96,7 @@ def outcome(architecture: str, kind: str, directory: Path) -> dict[str, Any]:
         current_platform.verify_model_arch(architecture)
         model_classes.load([architecture])
         case = layouts.case(kind, path, registry.ENGINES.get(kind, {}), dtype="float32")
-        os.environ.update(launcher.torchrun_variables(0, 1, launcher.free_port()))
+        os.environ.update(launcher.torchrun_variables(0, 1, free_port()))
         engine = serve_layout.engine_of_external_launcher(case)
         served = [
             [each]

@@ -16,7 +16,7 @@ import sys
 from multiprocessing.connection import Connection
 from typing import Any
 
-from vllm.utils.network_utils import get_open_port
+from harness.ports import free_port
 
 
 def engine(case: dict[str, Any], devices: range, extra: dict[str, Any], pipe: Connection) -> None:
@@ -40,7 +40,7 @@ def engine(case: dict[str, Any], devices: range, extra: dict[str, Any], pipe: Co
 
 
 def main(case: dict[str, Any], ranks: int) -> None:
-    port = get_open_port()
+    port = free_port()
     serving, taking = (
         {"serve_weights": True, "port": port},
         {"peers": [f"127.0.0.1:{port}"], "strategies": ["peer"]},

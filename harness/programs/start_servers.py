@@ -33,8 +33,8 @@ from pathlib import Path
 from typing import Any
 
 import psutil
-from harness import launcher
 from harness.launcher import shared_memory
+from harness.ports import free_port
 
 PR_SET_CHILD_SUBREAPER = 36
 READY = 400.0  # Seconds until all processes of a case have started.
@@ -52,10 +52,10 @@ class Case:
 
     def __init__(self, case: dict[str, Any], directory: Path) -> None:
         self.case, self.directory = case, directory
-        self.port = launcher.free_port()
+        self.port = free_port()
         self.fields = {
             "port": str(self.port),
-            "other": str(launcher.free_port()),
+            "other": str(free_port()),
             "directory": str(directory),
         }
         self.running: list[psutil.Popen] = []

@@ -22,8 +22,9 @@ from typing import Any, NamedTuple
 
 import psutil
 import pytest
-from harness import checkout, launcher, npus
+from harness import checkout, npus
 from harness.launcher import shared_memory
+from harness.ports import free_port
 
 VLLM = str(Path(sys.executable).parent / "vllm")
 SMALL = ["--max-model-len", "256", "--max-num-seqs", "4", "--enforce-eager"]
@@ -197,11 +198,11 @@ def play(case: Case, patience: float = 400) -> dict[str, Any]:
         shutil.copytree(checkout.ADDER, model)
         temporary.mkdir()
         case.model(model)
-        fields = {"port": str(launcher.free_port()), "model": str(model)}
+        fields = {"port": str(free_port()), "model": str(model)}
         options = [
             re.sub(r"\{(\w+)\}", lambda match: fields[match[1]], option) for option in case.options
         ]
-        command = [VLLM, "serve", str(model), "--port", str(launcher.free_port()), *SMALL, *options]
+        command = [VLLM, "serve", str(model), "--port", str(free_port()), *SMALL, *options]
         environ = os.environ | {
             "TMPDIR": str(temporary),
             "PYTHONPATH": npus.path(),

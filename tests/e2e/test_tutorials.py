@@ -6,13 +6,13 @@ import contextlib
 import os
 import re
 import signal
-import socket
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 from harness import checkout
+from harness.ports import free_port
 
 PAGES = sorted((checkout.ROOT / "docs").glob("tutorial-*.md"))
 BLOCK = re.compile(r"^```(bash|text)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
@@ -35,10 +35,8 @@ def run(commands: list[str], directory: Path) -> list[str]:
     """Outputs of the commands, which are parts of one script that ends at the first failure."""
     mark = "=== end of a block ==="
     script = "".join(f"{command}\necho '{mark}'\n" for command in commands)
-    with contextlib.ExitStack() as stack:
-        for port in PORTS:
-            unused = stack.enter_context(socket.create_server(("127.0.0.1", 0)))
-            script = script.replace(port, str(unused.getsockname()[1]))
+    for port in PORTS:
+        script = script.replace(port, str(free_port()))
     path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
     # Without the pytest plugin's NPU: the page's commands start the emulator themselves.
     variables = {

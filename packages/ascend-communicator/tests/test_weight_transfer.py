@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 from ascend_communicator import weight_transfer
+from harness.ports import free_port
 from torch.distributed import TCPStore
 from vllm.distributed.weight_transfer.base import ModuleSource
 from vllm.distributed.weight_transfer.nccl_engine import NCCLWeightTransferUpdateInfo
@@ -51,11 +52,6 @@ def connect(client: Client, port: int) -> None:
     weight_transfer.HCCLTrainerWeightTransferEngine.trainer_init(
         given, client=client, source=source
     )  # type: ignore[arg-type]
-
-
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as probe:
-        return int(probe.getsockname()[1])
 
 
 def test_error_of_the_server_does_not_wait_for_the_group(monkeypatch: pytest.MonkeyPatch) -> None:

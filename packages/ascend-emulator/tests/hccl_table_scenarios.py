@@ -7,35 +7,14 @@ from __future__ import annotations
 import ctypes
 import json
 import os
-import random
-import socket
 import time
 from pathlib import Path
 from typing import Any
 
 import torch
+from harness.ports import reserve_port
 from hccl_c_scenarios import FLOAT, SUM, address, library, message
 from hccl_ranks import plain, scenario
-
-
-def reserve_port() -> tuple[socket.socket, int]:
-    """A port below those that the kernel gives to connections, and the socket that keeps other
-    processes from it.
-
-    It is bound without SO_REUSEADDR and gets the option afterwards: no other process can bind the
-    port, but this process can listen on it with SO_REUSEADDR, as TCPStore does.
-    """
-    first = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
-    for port in random.sample(range(first // 2, first), 100):
-        held = socket.socket()
-        try:
-            held.bind(("", port))
-        except OSError:
-            held.close()
-            continue
-        held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        return held, port
-    raise OSError(f"none of 100 ports below {first} is free")
 
 
 @scenario("rank table", ranks=2, plain_c="1")

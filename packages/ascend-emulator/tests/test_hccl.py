@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from harness import npus
 from sanitizers import without_sanitizers
 
 SCRIPT = Path(__file__).with_name("hccl_scenarios.py")
@@ -26,7 +27,7 @@ MOVED, REDUCED, SIZES, data, torch_dtype = (
 @pytest.fixture(scope="module")
 def scenarios(run):
     """Every scenario's results by rank, from one process that imports torch once."""
-    done = run("run", "--npus", "4", "--", sys.executable, str(SCRIPT))
+    done = run("run", "--npus", "4", "--", sys.executable, str(SCRIPT), PYTHONPATH=npus.path())
     assert done.returncode == 0, done.stderr[-3000:]
     results = dict(json.loads(line) for line in done.stdout.splitlines() if line.startswith('["'))
     return results | {"stderr": done.stderr}

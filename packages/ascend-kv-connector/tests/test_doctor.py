@@ -10,6 +10,7 @@ import msgspec
 import pytest
 from ascend_kv_connector import doctor
 from ascend_platform.transfer.auth import CurveKeys
+from harness.ports import free_port
 
 
 @pytest.fixture(autouse=True)
@@ -61,9 +62,7 @@ def test_data_port_that_is_closed(instances: Callable) -> None:
 
 
 def test_nothing_listens() -> None:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    port = free_port()
     ((title, level, text, fix),) = doctor.check_peer("127.0.0.1", port, b"")
     assert (title, level, text) == (
         "control port",

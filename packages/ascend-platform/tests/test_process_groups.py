@@ -3,7 +3,6 @@
 """A rank that exits while another one hangs: its exit is bounded. Pipeline stages that schedule by
 their own caches."""
 
-import socket
 import sys
 from types import SimpleNamespace
 
@@ -12,6 +11,7 @@ import torch
 from ascend_platform import extension
 from ascend_platform.worker import process_groups
 from harness import npus
+from harness.ports import free_port
 from vllm.v1.kv_cache_interface import FullAttentionSpec, MambaSpec
 
 SCRIPT = """
@@ -40,8 +40,7 @@ print("exits", flush=True)
 
 
 def test_exit_beside_a_rank_that_hangs_has_a_deadline() -> None:
-    with socket.create_server(("127.0.0.1", 0)) as probe:
-        port = probe.getsockname()[1]
+    port = free_port()
     done = npus.run(2, sys.executable, "-c", SCRIPT, str(port), VLLM_PLUGINS="", timeout=300)
     assert "exits" in done.stdout, done.stdout[-2000:] + done.stderr[-2000:]
     assert "destroying the process groups timed out after 2 s" in done.stderr

@@ -3,12 +3,12 @@
 """Watchdog: a process exits with its parent, and a remote worker exits with rank 0."""
 
 import itertools
-import socket
 import subprocess
 import sys
 from pathlib import Path
 
 import psutil
+from harness.ports import free_port
 
 SCRIPT = """
 import sys, time
@@ -80,8 +80,7 @@ def said(line: str) -> str:
 
 
 def test_worker_exits_with_rank_0() -> None:
-    with socket.create_server(("127.0.0.1", 0)) as probe:
-        port = probe.getsockname()[1]
+    port = free_port()
     command = [sys.executable, "-c", SCRIPT]
     ranks = [
         subprocess.Popen(
