@@ -305,13 +305,13 @@ def dead_watched(rank: int, ranks: int) -> Any:
     return "it lives"
 
 
-@scenario("late", HCCL_EXEC_TIMEOUT="1")
+@scenario("late", HCCL_EXEC_TIMEOUT="3")
 def late(rank: int, ranks: int) -> Any:
     x = torch.ones(4, device="npu")
     dist.all_reduce(x)
     torch.npu.synchronize()
     if rank == 1:
-        time.sleep(3)
+        time.sleep(8)
     return timed(lambda: dist.all_reduce(x))
 
 
@@ -329,7 +329,7 @@ def fault(kind: str) -> Callable[[int, int], Any]:
     return function
 
 
-scenario("timeout", HCCL_EXEC_TIMEOUT="1")(fault("timeout"))
+scenario("timeout", HCCL_EXEC_TIMEOUT="3")(fault("timeout"))
 scenario("drop", HCCL_EXEC_TIMEOUT="20")(fault("drop"))
 
 

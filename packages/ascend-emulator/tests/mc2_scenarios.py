@@ -423,7 +423,7 @@ def wrong(what: str) -> Callable[[int, int], Any]:
             if what == "dead" and rank:
                 os.kill(os.getpid(), signal.SIGKILL)
             if what == "late" and rank:
-                time.sleep(3)
+                time.sleep(8)
             given = layer.dispatch(x, ids)
             if what == "info":
                 return layer.combine(
@@ -461,7 +461,7 @@ def failed_before(rank: int, ranks: int) -> Any:
 
 
 for _what in ("call", "experts", "range", "twice", "mask", "dead", "late", "info"):
-    scenario(f"wrong {_what}", HCCL_EXEC_TIMEOUT="1" if _what == "late" else "50")(wrong(_what))
+    scenario(f"wrong {_what}", HCCL_EXEC_TIMEOUT="3" if _what == "late" else "50")(wrong(_what))
 
 
 if __name__ == "__main__":

@@ -211,7 +211,7 @@ def test_watchdog_ends_the_process_with_the_reason(scenarios):
 def test_a_late_rank_is_given_up(scenarios):
     (text, seconds), (other, _) = scenarios["late"]
     assert "nothing from rank 1 in time" in text
-    assert 0.9 < seconds < 20
+    assert 2.9 < seconds < 20
     assert "rank 0 failed: HcclAllReduce" in other
 
 

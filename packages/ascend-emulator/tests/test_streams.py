@@ -105,8 +105,8 @@ def test_a_stream_waits_for_an_event_of_another(side_stream, matrix):
 
 def test_elapsed_time_is_the_device_s(side_stream, matrix):
     first, last = torch.npu.Event(enable_timing=True), torch.npu.Event(enable_timing=True)
-    first.record(side_stream)
     start = time.monotonic()
+    first.record(side_stream)
     slow(side_stream, matrix)
     last.record(side_stream)
     last.synchronize()
