@@ -130,7 +130,7 @@ def play(process: Any, pipe: Connection) -> dict[str, dict[str, Any]]:
         with ThreadPoolExecutor() as pool:
             rooms = {name: room("npu:0") for name in TRANSPORTS}
             under_way = {
-                name: pool.submit(take, port, rooms[name], name, timeout=1) for name in TRANSPORTS
+                name: pool.submit(take, port, rooms[name], name, timeout=3) for name in TRANSPORTS
             }
         torch.npu.synchronize()  # A receive that never completes must not block this NPU.
         for name, mine in found.items():

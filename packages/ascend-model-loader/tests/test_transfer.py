@@ -116,7 +116,7 @@ def test_dying_peer_leaves_only_verified_bytes(serving: Any, tenth: int) -> None
     )
     assert ((got == sent) | (got == 0)).all()
     right = (got[sent != 0] != 0).mean()
-    # Four connections with a chunk of 4 MB of 39 MB each.
+    # Two connections with a chunk of 4 MB of 39 MB each.
     assert max(0, tenth / 10 - 0.45) <= right < 1
 
 

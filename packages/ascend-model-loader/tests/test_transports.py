@@ -59,16 +59,16 @@ def test_checksum_mismatch_is_rejected(scenarios: dict[str, Any], name: str) -> 
             "hccl",
             "stopped",
             "by hccl: (no answer in |HCCL did not receive |the peer sent nothing)",
-            4,
+            12,
         ),
-        ("hccl", "killed", "by hccl: (the peer |nothing listens at |HCCL )", 4),
+        ("hccl", "killed", "by hccl: (the peer |nothing listens at |HCCL )", 12),
         (
             "mooncake",
             "stopped",
             r"by mooncake: (mooncake failed to read \d+ bytes|the peer sent nothing)",
-            9,
+            15,
         ),
-        ("mooncake", "killed", "by mooncake: (mooncake failed|the peer )", 9),
+        ("mooncake", "killed", "by mooncake: (mooncake failed|the peer )", 15),
     ],
 )
 def test_peer_lost_between_header_and_payload_times_out(
