@@ -178,7 +178,7 @@ WAITING = "waiting_engine"
 
 
 def test_unused_interpreter_ends_with_the_command(serve):
-    process = serve(SLEEP.format(seconds=1), "serve", "model")
+    process = serve(SLEEP.format(seconds=5), "serve", "model")
     (pid,) = wait_for(lambda: children(process.pid, WAITING))
     assert finish(process) == "started\n"
     assert not Path(f"/proc/{pid}").exists()  # No zombie is left for init either.

@@ -4,6 +4,7 @@
 
 import os
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -48,12 +49,21 @@ def with_a_wrong_timeout(config: Any) -> None:
     config.additional_config = {"ascend": {"communicator": given}}
 
 
+@pytest.fixture
+def temporary() -> Iterator[str]:
+    """Shorter than ``tmp_path``: the names of sockets in it are limited."""
+    with tempfile.TemporaryDirectory(prefix="t") as directory:
+        yield directory
+
+
 @pytest.mark.parametrize(
     "change", [by_inductor, on_too_many_npus, with_an_unknown_component, with_a_wrong_timeout]
 )
-def test_refused_configuration_changes_nothing_else(model, monkeypatch, change):
+def test_refused_configuration_changes_nothing_else(model, monkeypatch, temporary, change):
     config = engine_config(model())
-    monkeypatch.delenv("VLLM_RPC_BASE_PATH")  # As in a process without an engine.
+    # As in a process without an engine. Other processes have no directory in that of this test.
+    monkeypatch.delenv("VLLM_RPC_BASE_PATH")
+    monkeypatch.setattr(tempfile, "tempdir", temporary)
     config.instance_id = change.__name__
     change(config)
     before = process_state()
