@@ -168,6 +168,7 @@ class Endurance:
             random.Random(seed + 1),
             Result(),
         )
+        self.cuts = random.Random(seed + 2)  # How often it is drawn depends on the time.
         events = ["kill prefill", "restart decode"] * restarts + ["the router dies"] * max(
             1, restarts // 10
         )
@@ -349,7 +350,7 @@ class Endurance:
         if self.cut_until and monotonic() > self.cut_until:
             NETWORK.cut.clear()
             self.cut_until = 0.0
-        elif not self.cut_until and self.draw.random() < 0.001:
+        elif not self.cut_until and self.cuts.random() < 0.001:
             self.result.events["the link is cut"] += 1
             NETWORK.cut.update(
                 frozenset((one, other))
