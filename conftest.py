@@ -35,7 +35,10 @@ def same_random_numbers() -> None:
     tight bound passes or fails for a reason."""
     torch = sys.modules.get("torch")
     if torch is not None:
-        torch.default_generator.manual_seed(0)  # The NPU's generators would open the device.
+        torch.default_generator.manual_seed(0)
+        # Otherwise the NPU's generators would open the device.
+        if (npu := getattr(torch, "npu", None)) is not None and npu.is_initialized():
+            npu.manual_seed_all(0)
 
 
 @pytest.fixture(autouse=True)
