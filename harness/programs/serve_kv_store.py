@@ -90,6 +90,18 @@ class Instance:
             time.sleep(0.2)
         return done
 
+    def stored(self, quiet: float, seconds: float = 60.0) -> None:
+        """Wait until the blocks in host memory are in the pool: no chunk has been counted for
+        ``quiet`` seconds."""
+        until, counts, since = time.monotonic() + seconds, None, time.monotonic()
+        while time.monotonic() - since < quiet:
+            assert time.monotonic() < until, f"after {seconds} s chunks are still stored: {counts}"
+            time.sleep(0.2)
+            # Counts arrive with the outputs of a step. A prompt of one token has no chunk.
+            self.ask([{"name": "count", "prompt": [1], "length": 2}])
+            if (now := self.ask("chunks")) != counts:
+                counts, since = now, time.monotonic()
+
     def kill(self) -> None:
         import psutil
 
@@ -176,7 +188,7 @@ def run(case: dict[str, Any], pool: Any, disk: str) -> dict[str, Any]:
         result["filled"] = judge(everything, filled, alone, began)
         result["filled"].pop("not loaded")
         assert one.free()
-        time.sleep(case.get("settle", 2.0))  # Blocks in host memory are then written to the pool.
+        one.stored(case.get("settle", 2.0))
         one.kill()
         two = two or start(second, transfer)
         two.ready()

@@ -309,8 +309,8 @@ def _session(leader: int) -> list[psutil.Process]:
 
 
 def _left(leader: int) -> list[str]:
-    """Processes that live for more than a second after the command."""
-    deadline = time.monotonic() + 1
+    """Processes that live for more than ten seconds after the command."""
+    deadline = time.monotonic() + 10
     while _session(leader) and time.monotonic() < deadline:
         time.sleep(0.05)
     return [" ".join(process.cmdline()) for process in _session(leader)]

@@ -89,5 +89,5 @@ def test_a_pool_outlives_its_engine(
         assert result[phase]["ended"] == {"length": 12}
         assert result[phase]["different"] == []
         assert result[phase]["blocks are free"]
-    assert result["master killed"]["seconds"] < 15
+    assert result["master killed"]["seconds"] < 20  # Twelve lookups of 2 s would take 24.
     assert result["left in /dev/shm"] == []
