@@ -16,8 +16,10 @@
 namespace emu {
 namespace {
 
-constexpr auto kIdleTime =
-    std::chrono::milliseconds(200);  // without any call, after which everything may run
+// Everything may run after 200 ms without any call, of which a process that does not run at all is
+// one tick.
+constexpr auto kTick = std::chrono::milliseconds(50);
+constexpr int kIdleTicks = 4;
 
 struct DemandedTicket {
   Queue* stream;
@@ -34,10 +36,10 @@ struct State {
   std::list<DemandedTicket> demands;
   std::set<const Queue*> busy;  // streams whose head is running
   const Queue* turn = nullptr;  // stream whose head may run now
-  bool idle = false;            // no call for kIdleTime: everything may run
-  Clock::time_point last_call = Clock::now();
+  bool idle = false;            // no call for kIdleTicks: everything may run
+  int ticks = 0;                // since the last call
   void note_call() {
-    last_call = Clock::now();
+    ticks = 0;
     idle = false;
   }
 };
@@ -92,9 +94,9 @@ void Adversary::join(const std::shared_ptr<Queue>& stream) {
   if (s->streams.empty()) {
     std::thread([s] {
       for (;;) {
-        std::this_thread::sleep_for(kIdleTime / 4);
+        std::this_thread::sleep_for(kTick);
         std::lock_guard lock(s->mutex);
-        if (s->turn || Clock::now() - s->last_call < kIdleTime) continue;
+        if (++s->ticks < kIdleTicks || s->turn) continue;
         s->idle = true;
         schedule_next(*s);
       }
