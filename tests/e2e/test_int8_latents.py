@@ -29,11 +29,27 @@ CASES: dict[str, dict[str, Any]] = {
 }
 
 
+TIERED = "auto", "eager"
+"""Cases that share a directory of vLLM's file tier."""
+
+
+def tiers(directory: Path) -> dict[str, Any]:
+    tier = {"type": "fs", "root_dir": str(directory / "tiers")}
+    extra = {"spec_name": "TieringOffloadingSpec", "cpu_bytes_to_use": 64 << 20}
+    return {
+        "kv_connector": "OffloadingConnector",
+        "kv_role": "kv_both",
+        "kv_connector_extra_config": extra | {"secondary_tiers": [tier]},
+    }
+
+
 def case(name: str, directory: Path, family: str = "GlmMoeDsa") -> dict[str, Any]:
     caches = {"latent_cache": "auto" if name == "auto" else "int8"}
     if name == "index":
         caches["index_cache"] = "int8"
     more: dict[str, Any] = CASES[name] | {"additional_config": {"ascend": {"platform": caches}}}
+    if name in TIERED:
+        more["kv_transfer_config"] = tiers(directory)
     steps = [["generate", ASKED], ["generate", ASKED], ["count", [ASKED[2]] * 4]]
     model, ranks = small_models.target(directory, family), more.get("tensor_parallel_size", 1)
     return serving.case(name, model, ranks, steps, "float16", **more)
@@ -63,6 +79,12 @@ def test_answers_are_those_of_transformers(
         assert mean < BOUNDS.get(name, BOUNDS[cache])
     launched = results[name]["steps"][2]["names"]
     assert [each for each in OPERATORS.values() if each in launched] == [OPERATORS[cache]]
+
+
+def test_file_tiers_do_not_share_other_formats(results: dict[str, Any], directory: Path) -> None:
+    pools = sorted((directory / "tiers").glob("*/config.json"))
+    assert len(pools) == len(TIERED)
+    assert all(any(path.parent.parent.glob(f"{path.parent.name}_r0/*/*/*.bin")) for path in pools)
 
 
 def test_models_without_sparse_latent_attention_are_refused(directory: Path) -> None:

@@ -3,10 +3,12 @@
 """Copies between NPU and host memory."""
 
 import ctypes
+import dataclasses
 import importlib
 import inspect
 import re
 import threading
+import uuid
 from collections.abc import Iterator
 from time import monotonic, sleep
 from types import SimpleNamespace
@@ -15,8 +17,16 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from ascend_kv_connector.offloading import HostWorker
+from ascend_kv_connector.offloading import HostWorker, TieredSpec
 from vllm.v1.kv_offload.base import CanonicalKVCacheRef, CanonicalKVCaches, CanonicalKVCacheTensor
+from vllm.v1.kv_offload.config import (
+    OffloadingCacheConfig,
+    OffloadingConfig,
+    OffloadingGroupConfig,
+    OffloadingModelConfig,
+    OffloadingParallelConfig,
+)
+from vllm.v1.kv_offload.file_mapper import FileMapper
 
 SIZE, PER_CHUNK = 64, 2
 
@@ -88,6 +98,52 @@ def test_loads_do_not_wait_for_stores(worker: HostWorker) -> None:
     assert finish(worker, 1) == [2]
     released.set()
     assert finish(worker, 1) == [1]
+
+
+ENGINE = f"test-{uuid.uuid4()}"
+
+
+def tiered(size: int, ranks: int = 1, rank: int = 0, **more: Any) -> TieredSpec:
+    """Spec of a rank of tensor parallelism that has blocks of ``size`` bytes, which vLLM considers
+    as independent of the number of ranks unless ``more`` has ``replicated_layout``."""
+    parallel = {
+        "rank": rank,
+        "world_size": ranks,
+        "tp_size": ranks,
+        "pp_size": 1,
+        "pcp_size": 1,
+        "dcp_size": 1,
+        "data_parallel_index": 0,
+        "data_parallel_size": 1,
+        "data_parallel_rank_local": None,
+        "is_parallelism_agnostic": "replicated_layout" not in more,
+    }
+    known = {field.name for field in dataclasses.fields(OffloadingParallelConfig)}
+    return TieredSpec(
+        OffloadingConfig(
+            (OffloadingGroupConfig(16, ("layer",), 0),),
+            size,
+            False,
+            {"cpu_bytes_to_use": 1 << 20},
+            ENGINE,
+            OffloadingModelConfig("model", "float16"),
+            OffloadingCacheConfig(16, PER_CHUNK),
+            OffloadingParallelConfig(**{name: parallel[name] for name in known}),
+            **more,
+        )
+    )
+
+
+def test_file_tiers_share_caches_of_one_format_only() -> None:
+    def path(*args: Any, **more: Any) -> str:
+        spec = tiered(*args, **more)
+        return FileMapper.from_offloading_spec("", spec, parallel_agnostic=True).base_path
+
+    assert path(4096) == path(4096)
+    latents = path(4096, 2, replicated_layout=True)
+    assert path(4096, 4, replicated_layout=True) == latents
+    # The second has int8 latents, the third half of the heads.
+    assert len({path(4096), path(2048), path(2048, 2), latents}) == 4
 
 
 PRIVATE = {

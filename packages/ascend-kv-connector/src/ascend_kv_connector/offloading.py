@@ -144,12 +144,14 @@ class TieredSpec(TieringOffloadingSpec):
     _worker: Any  # vLLM declares a worker for CUDA
 
     def __init__(self, config: Any) -> None:
-        # Tiers name a KV cache by its model.
-        if (order := config.extra_config.get("rope_order", "pairs")) != "pairs":
-            config = replace(
-                config, model=replace(config.model, name=f"{config.model.name}-{order}")
-            )
-        super().__init__(config)
+        # Tiers name a KV cache by its model and dtype, which is not that of int8 latents.
+        model, order = config.model, config.extra_config.get("rope_order", "pairs")
+        model = replace(model, dtype=f"{model.dtype}, {config.worker_kv_bytes_per_block} bytes")
+        if order != "pairs":
+            model = replace(model, name=f"{model.name}-{order}")
+        # A block has the keys of all heads of a rank, then the values.
+        parallel = replace(config.parallel, is_parallelism_agnostic=False)
+        super().__init__(replace(config, model=model, parallel=parallel))
         if self.num_chunks < 1 and self.kv_bytes_per_chunk:
             raise extension.RefusedError(
                 f"cpu_bytes_to_use is {self.extra_config['cpu_bytes_to_use']}, less than a chunk of"
