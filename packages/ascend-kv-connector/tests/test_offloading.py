@@ -10,6 +10,7 @@ import re
 import threading
 import uuid
 from collections.abc import Iterator
+from pathlib import Path
 from time import monotonic, sleep
 from types import SimpleNamespace
 from typing import Any
@@ -144,6 +145,22 @@ def test_file_tiers_share_caches_of_one_format_only() -> None:
     assert path(4096, 4, replicated_layout=True) == latents
     # The second has int8 latents, the third half of the heads.
     assert len({path(4096), path(2048), path(2048, 2), latents}) == 4
+
+
+@pytest.mark.parametrize("shared", [False, True])
+def test_latents_of_ranks_share_host_memory(shared: bool) -> None:
+    size = 4096  # A multiple of the alignment: rows have no padding.
+    page = CanonicalKVCacheTensor(torch.zeros(8, size, dtype=torch.int8).npu(), size)
+    caches = CanonicalKVCaches([page], [[CanonicalKVCacheRef(0, size)]])
+    specs = [tiered(size, 2, rank, replicated_layout=shared) for rank in range(2)]
+    try:
+        first, second = (spec.get_worker(caches) for spec in specs)
+        first.host[0].fill_(1)
+        assert bool((second.host[0] == int(shared)).all())
+        for worker in (second, first):
+            worker.shutdown()
+    finally:
+        Path(f"/dev/shm/vllm_offload_{ENGINE}.mmap").unlink(missing_ok=True)
 
 
 PRIVATE = {

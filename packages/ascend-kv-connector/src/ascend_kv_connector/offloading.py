@@ -173,7 +173,8 @@ class TieredSpec(TieringOffloadingSpec):
             region = SharedOffloadRegion(
                 engine_id=self._engine_id,
                 num_chunks=self.num_chunks,
-                rank=self.config.parallel.rank,
+                # Of latents, which are equal on all ranks, vLLM stores those of rank 0.
+                rank=0 if self.replicated_layout else self.config.parallel.rank,
                 kv_bytes_per_chunk=self.kv_bytes_per_chunk,
                 cpu_page_size=self.cpu_page_size_per_worker,
             )
