@@ -87,6 +87,9 @@ def test_file_tiers_do_not_share_other_formats(results: dict[str, Any], director
     assert all(any(path.parent.parent.glob(f"{path.parent.name}_r0/*/*/*.bin")) for path in pools)
 
 
-def test_models_without_sparse_latent_attention_are_refused(directory: Path) -> None:
-    with pytest.raises(AssertionError, match=r"latent_cache is int8 for a model without sparse .*"):
-        npus.by_name(serving.serve([case("eager", directory, "Llama")]))
+@pytest.mark.parametrize("name", ["latent_cache", "index_cache"])
+def test_models_without_sparse_latent_attention_are_refused(directory: Path, name: str) -> None:
+    refused = case("eager", directory, "Llama")
+    refused["engine"]["additional_config"] = {"ascend": {"platform": {name: "int8"}}}
+    with pytest.raises(AssertionError, match=rf"{name} is int8 for a model without sparse .*"):
+        npus.by_name(serving.serve([refused]))

@@ -118,6 +118,8 @@ def install(layers: dict[str, Any], is_int8: bool = False) -> None:
         one, or int8 keys are not supported.
     """
     sparse = _sparse(layers)
+    if is_int8 and not sparse:
+        raise _refused("index_cache", "a model without sparse latent attention", INT8_OPERATOR)
     first = next(iter(sparse), "")
     if first and sparse[first].indexer is None:
         raise RefusedError(

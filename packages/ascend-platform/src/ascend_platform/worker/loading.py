@@ -108,16 +108,15 @@ class ModelMixin:
             elif isinstance(layer, Attention):
                 # A separate operator is for Dynamo, see opaque_attention_op.
                 layer.use_direct_call = not compiled
-        if selector.is_sparse(self.model_config):
+        own = options.platform(self.vllm_config)
+        if selector.is_sparse(self.model_config) or "int8" in (own.index_cache, own.latent_cache):
             # vLLM has imported the model, which takes long.
             from ascend_platform.attention import indexer
 
-            is_int8 = options.platform(self.vllm_config).index_cache == "int8"
-            indexer.install(self.compilation_config.static_forward_context, is_int8)
-        if options.platform(self.vllm_config).latent_cache == "int8":
-            from ascend_platform.attention import indexer
-
-            indexer.quantize_latents(self.compilation_config.static_forward_context)
+            layers = self.compilation_config.static_forward_context
+            indexer.install(layers, own.index_cache == "int8")
+            if own.latent_cache == "int8":
+                indexer.quantize_latents(layers)
 
     def _keeps_weights(self: Any) -> bool:
         layers = self.get_model().modules()
