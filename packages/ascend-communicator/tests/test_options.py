@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 from ascend_communicator import Options, _take_options
-from ascend_communicator.communicator import expansion_mode
+from ascend_communicator.communicator import expansion_mode, warn_of_vector_cores
 from ascend_platform import extension
 from vllm.config import VllmConfig, set_current_vllm_config
 
@@ -86,6 +86,16 @@ def test_group_options_reach_hccl(scenarios: dict[str, Any]) -> None:
     assert "HcclAllReduce" in said
 
 
+def config_with(layout: dict[str, Any]) -> VllmConfig:
+    config = VllmConfig()
+    for name, value in ({"distributed_executor_backend": "mp"} | layout).items():
+        setattr(config.parallel_config, name, value)
+    config.parallel_config.world_size = math.prod(
+        layout.get(f"{each}_parallel_size", 1) for each in ("tensor", "pipeline")
+    )
+    return config
+
+
 @pytest.mark.parametrize(
     ("layout", "group", "variable", "expected"),
     [
@@ -111,13 +121,7 @@ def test_lone_tensor_parallelism_uses_the_vector_cores(
     monkeypatch.delenv("HCCL_OP_EXPANSION_MODE", raising=False)
     if variable:
         monkeypatch.setenv("HCCL_OP_EXPANSION_MODE", variable)
-    config = VllmConfig()
-    for name, value in ({"distributed_executor_backend": "mp"} | layout).items():
-        setattr(config.parallel_config, name, value)
-    config.parallel_config.world_size = math.prod(
-        layout.get(f"{each}_parallel_size", 1) for each in ("tensor", "pipeline")
-    )
-    with set_current_vllm_config(config):
+    with set_current_vllm_config(config_with(layout)):
         assert expansion_mode(group) == expected
 
 
@@ -125,3 +129,30 @@ def test_expansion_mode_of_a_group() -> None:
     given = Options(groups={"tp": {"expansion_mode": "default"}, "ep": {"expansion_mode": "AIV"}})
     modes = [given.hccl_config(group)["hccl_op_expansion_mode"] for group in ("tp", "ep")]
     assert modes == [0, 3]
+
+
+@pytest.mark.parametrize(
+    ("layout", "group", "mode", "is_warned"),
+    [
+        ({"tensor_parallel_size": 2}, "tp", "AIV", False),
+        ({"tensor_parallel_size": 2, "data_parallel_size": 2}, "tp", "default", False),
+        ({"tensor_parallel_size": 2, "data_parallel_size": 2}, "tp", "AIV", True),
+        ({"tensor_parallel_size": 2, "enable_expert_parallel": True}, "ep", "AIV", True),
+    ],
+)
+def test_the_option_of_several_groups_is_warned_of(
+    monkeypatch: pytest.MonkeyPatch,
+    layout: dict[str, Any],
+    group: str,
+    mode: str,
+    is_warned: bool,
+) -> None:
+    said: list[str] = []
+    monkeypatch.setattr(
+        extension.logger, "warning", lambda text, *values: said.append(text % values)
+    )
+    given = Options(groups={group: {"expansion_mode": mode}})
+    with set_current_vllm_config(config_with(layout)):
+        warn_of_vector_cores(group, given.hccl_config(group))
+    where = f"ascend.communicator.groups.{group}.expansion_mode is AIV beyond"
+    assert [text.startswith(where) for text in said] == [True] * is_warned

@@ -9,6 +9,7 @@ in the base class, without an error.
 """
 
 import os
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -43,24 +44,38 @@ INHERITED = {
 AIV = {HCCL_CONFIG["expansion_mode"]: EXPANSION_MODES["AIV"]}
 
 
-def expansion_mode(group: str) -> dict[str, int]:
-    """Where HCCL schedules a group's collectives, as torch_npu's ``hccl_config``: on the vector
-    cores for tensor parallelism on one machine, if the NPUs have no other groups.
-
-    CANN does not support it for several groups of an NPU at a time. ``HCCL_OP_EXPANSION_MODE``
-    decides for all groups where it is set.
-    """
+def is_lone(group: str) -> bool:
+    """Whether a group is tensor parallelism on one machine, and the NPUs have no other groups."""
     config = get_current_vllm_config_or_none()
     if config is None:
-        return {}
+        return False
     parallel = config.parallel_config
     is_alone = parallel.world_size_across_dp == parallel.tensor_parallel_size > 1
     is_alone = is_alone and parallel.decode_context_parallel_size == 1
     is_local = parallel.distributed_executor_backend == "mp" and parallel.nnodes == 1
-    if group != "tp" or not is_alone or not is_local or parallel.enable_expert_parallel:
-        return {}
-    is_served = extension.chip().family.vector_collectives
+    return group == "tp" and is_alone and is_local and not parallel.enable_expert_parallel
+
+
+def expansion_mode(group: str) -> dict[str, int]:
+    """Where HCCL schedules a group's collectives, as torch_npu's ``hccl_config``: on the vector
+    cores for a lone group.
+
+    CANN does not support it for several groups of an NPU at a time. ``HCCL_OP_EXPANSION_MODE``
+    decides for all groups where it is set.
+    """
+    is_served = is_lone(group) and extension.chip().family.vector_collectives
     return AIV if is_served and "HCCL_OP_EXPANSION_MODE" not in os.environ else {}
+
+
+def warn_of_vector_cores(group: str, hccl_config: Mapping[str, int]) -> None:
+    """Warn of a group's option ``expansion_mode`` that is AIV beside other groups."""
+    if AIV.items() <= hccl_config.items() and not is_lone(group):
+        extension.logger.warning(
+            "ascend.communicator.groups.%s.expansion_mode is AIV beyond lone tensor parallelism on"
+            " one machine: CANN does not support it for several groups of ranks of an NPU at a"
+            " time, and collectives may hang; fix: remove it",
+            group,
+        )
 
 
 Dispatched = tuple[torch.Tensor, ...] | tuple[torch.Tensor | list[torch.Tensor], ...]
@@ -92,7 +107,10 @@ class HCCLCommunicator(DeviceCommunicatorBase):
         """Set this group's ``ascend.communicator.groups`` options, before its first call creates
         the HCCL communicator."""
         name = self.unique_name.partition(":")[0]
-        if hccl_config := expansion_mode(name) | options().hccl_config(name):
+        given = options().hccl_config(name)
+        if self.rank_in_group == 0:
+            warn_of_vector_cores(name, given)
+        if hccl_config := expansion_mode(name) | given:
             group: Any = self.device_group
             of_group = group._get_backend(self.device).options
             of_group.hccl_config = {**of_group.hccl_config, **hccl_config}
