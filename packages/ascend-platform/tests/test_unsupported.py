@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from ascend_platform.config import model_runner, state_layers, unsupported
+from ascend_platform.config import model_runner, resolve, state_layers, unsupported
 from ascend_platform.plugins import slots
 from harness.configuration import engine_config
 from vllm import envs
@@ -251,7 +251,7 @@ def test_experts_of_data_parallel_engines_need_the_communicator(model, monkeypat
         engine_config(model(**EXPERTS), data_parallel_size=2, enable_expert_parallel=True)
 
 
-def test_images_with_bidirectional_attention_are_not_split(model):
+def test_images_with_bidirectional_attention_are_not_split(model, monkeypatch):
     text = {"num_hidden_layers": 2, "hidden_size": 64, "intermediate_size": 128, "head_dim": 32}
     text |= {"num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 128}
     vision = {"num_hidden_layers": 1, "hidden_size": 32, "intermediate_size": 64}
@@ -262,9 +262,16 @@ def test_images_with_bidirectional_attention_are_not_split(model):
         vision_config=vision
         | {"model_type": "siglip_vision_model", "num_attention_heads": 2, "image_size": 28},
     )
-    assert engine_config(directory).scheduler_config.disable_chunked_mm_input
-    text = engine_config(directory, limit_mm_per_prompt={"image": 0})
+    said: list[str] = []
+    monkeypatch.setattr(resolve.logger, "warning", said.append)
+    whole = engine_config(directory, long_prefill_token_threshold=16).scheduler_config
+    assert whole.disable_chunked_mm_input
+    assert whole.long_prefill_token_threshold == 0
+    assert said == ["long_prefill_token_threshold is ignored: a step has all tokens of an image"]
+    options = {"limit_mm_per_prompt": {"image": 0}, "long_prefill_token_threshold": 16}
+    text = engine_config(directory, **options)
     assert not text.scheduler_config.disable_chunked_mm_input
+    assert text.scheduler_config.long_prefill_token_threshold == 16
     config = SimpleNamespace(
         model_config=SimpleNamespace(
             is_mm_prefix_lm=True, architecture="Molmo2ForConditionalGeneration"

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from ascend_platform import quantization
 from ascend_platform.config import compilation, devices, kv_connectors, model_runner, options
+from ascend_platform.logger import logger
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -27,7 +28,7 @@ def set_defaults(vllm_config: VllmConfig) -> None:
 
 def update(vllm_config: VllmConfig) -> None:
     """Set what the user has left open, after vLLM's own defaults."""
-    parallel = vllm_config.parallel_config
+    parallel, scheduler = vllm_config.parallel_config, vllm_config.scheduler_config
     if parallel.worker_cls == "auto":
         parallel.worker_cls = "ascend_platform.worker.worker.NPUWorker"
     quantization.detect(vllm_config)
@@ -36,6 +37,9 @@ def update(vllm_config: VllmConfig) -> None:
     compilation.split_at_indexers(vllm_config)
     if vllm_config.model_config and vllm_config.model_config.is_mm_prefix_lm:
         # A step has all tokens of an image, which attend to each other in both directions.
-        vllm_config.scheduler_config.disable_chunked_mm_input = True
+        scheduler.disable_chunked_mm_input = True
+    if scheduler.disable_chunked_mm_input and scheduler.long_prefill_token_threshold:
+        logger.warning("long_prefill_token_threshold is ignored: a step has all tokens of an image")
+        scheduler.long_prefill_token_threshold = 0
     if parallel.numa_bind_nodes is None:
         devices.bind_to_numa_nodes(parallel, options.platform(vllm_config).numa_bind)
