@@ -13,7 +13,7 @@ from ascend_patches import patch
         "vllm.model_executor.layers.mamba.gdn.olmo_gdn_linear_attn:_make_fused_conv1d_weight_loader"
     ),
     scope="worker",
-    vllm=">=0.32,<0.34",
+    vllm=">=0.31,<0.34",
     reason=(
         "OLMo-hybrid's convolutions of query, key and value, which vLLM keeps as one, cannot be"
         " loaded (`TypeError`)"
