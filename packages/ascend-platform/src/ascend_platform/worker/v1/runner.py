@@ -49,6 +49,8 @@ class NPUModelRunner(
 
     _state_layers: Mapping[int, list[str]] = MappingProxyType({})
     """Names of the linear attention and state-space layers of each KV cache group."""
+    _has_prefill = False
+    """Whether the layers with states take a request of the step for a prefill."""
 
     def __init__(self, vllm_config: VllmConfig, *args: Any, **kwargs: Any) -> None:
         install()
@@ -121,13 +123,28 @@ class NPUModelRunner(
         a decode, which begins with what its block holds, of whichever request had it before.
         """
         deferred = super()._update_states(scheduler_output)
-        for name in scheduler_output.scheduled_spec_decode_tokens if self._state_layers else ():
+        drafts = scheduler_output.scheduled_spec_decode_tokens
+        if has_states(self.vllm_config):
+            rows = self.input_batch.num_reqs
+            computed = self.input_batch.num_computed_tokens_cpu[:rows]
+            self._has_prefill = len(drafts) < rows if self.num_spec_tokens else not computed.all()
+        for name in drafts if self._state_layers else ():
             request = self.requests[name]
             if request.num_computed_tokens == 0:
                 layers = self.compilation_config.static_forward_context
                 for group, names in self._state_layers.items():
                     state_cache.clear(layers, names, request.block_ids[group][0])
         return deferred
+
+    def _determine_batch_execution_and_padding(self, *args: Any, **kwargs: Any) -> Any:
+        """Replay no decode graph for a prefill of as many tokens as a decode.
+
+        vLLM looks at the number of tokens only, and the graph would read the indices of states that
+        an earlier step has left. A dummy run says itself what it is.
+        """
+        if self._has_prefill:
+            kwargs.setdefault("force_uniform_decode", False)
+        return super()._determine_batch_execution_and_padding(*args, **kwargs)
 
     def _get_prompt_logprobs_dict(self, hidden_states: torch.Tensor, *args: Any) -> dict[str, Any]:
         """Compute log-probabilities of prompts, with each prompt's adapter on ``lm_head``."""
