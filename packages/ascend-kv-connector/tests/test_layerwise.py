@@ -166,10 +166,11 @@ def test_rejected_prefill_request_fails_the_transfer(instances: Callable) -> Non
     assert isinstance(consumer.wait()[0][0], Done)
 
 
+@pytest.mark.parametrize("exposed", [True, False])
 def test_cancelled_load_does_not_write_blocks(
-    instances: Callable, network: InMemoryNetwork
+    exposed: bool, instances: Callable, network: InMemoryNetwork
 ) -> None:
-    producer = instances("p").produce()
+    producer = instances("p", expose_cache=exposed).produce()
     consumer = instances("d", lanes=1, expose_cache=False, transfer_timeout=60.0).consume()
     network.faults.hang = 1.0
     source, _ = producer.fill("r", 8)

@@ -211,14 +211,20 @@ def test_no_partial_results_with_sliding_windows(
     producer, consumer = instances("p", **shape).produce(), instances("d", **shape).consume()
     source, _ = producer.fill("r", 30)
     blocks = consumer.take(30)
-    network.faults.delay, network.faults.seconds = 1.0, 0.1
+    reads = iter([1.0] * 16)  # All 15 of the first layer, and one of the other.
+
+    class HangAfterwards:
+        def random(self) -> float:
+            return next(reads, 0.0)
+
+    network.faults.draw, network.faults.hang = HangAfterwards(), 0.5  # type: ignore[assignment]
     consumer.consumers[0].start("r", source, blocks, 0, 30)
-    transfer = consumer.consumers[0]._transfers["r"]
-    assert wait_for(lambda: transfer.size > 8 * 80)
+    assert wait_for(lambda: "hang" in network.faults.counts)
     network.killed.add(producer.producers[0].transport.session)
+    network.faults.hung.set()  # The next read finds no session.
     ((outcome,),) = consumer.wait()
     assert (outcome.kind, outcome.blocks) == ("transport", tuple(blocks))
-    assert outcome.size > 8 * 80  # more than some blocks
+    assert 30 * 80 < outcome.size < outcome.total
 
 
 def test_expired_lease(instances: Callable) -> None:
