@@ -18,10 +18,11 @@ def default_level() -> Iterator[None]:
     torch.npu.set_task_queue_enable(1)
 
 
-def level(mode: CUDAGraphMode) -> int:
-    worker: Any = SimpleNamespace(
-        vllm_config=SimpleNamespace(compilation_config=SimpleNamespace(cudagraph_mode=mode))
-    )
+def level(mode: CUDAGraphMode, encoder: bool = False) -> int:
+    compilation = SimpleNamespace(cudagraph_mode=mode, cudagraph_mm_encoder=encoder)
+    model = SimpleNamespace(enforce_eager=False, is_multimodal_model=True)
+    config = SimpleNamespace(compilation_config=compilation, model_config=model)
+    worker: Any = SimpleNamespace(vllm_config=config)
     NPUWorker._set_task_queue(worker)
     return torch.npu.get_task_queue_enable()
 
@@ -31,6 +32,7 @@ def test_eager_engines_prepare_operators_in_the_launching_thread(
 ) -> None:
     monkeypatch.delenv("TASK_QUEUE_ENABLE", raising=False)
     assert level(CUDAGraphMode.NONE) == 2
+    assert level(CUDAGraphMode.NONE, encoder=True) == 1
 
 
 def test_engines_with_graphs_have_the_level_that_is_captured(

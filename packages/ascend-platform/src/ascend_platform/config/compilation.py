@@ -96,6 +96,14 @@ def captures_encoder(vllm_config: "VllmConfig") -> bool:
     return vllm_config.compilation_config.cudagraph_mm_encoder and not is_eager
 
 
+def has_graphs(vllm_config: "VllmConfig") -> bool:
+    """Whether steps or a vision encoder are to be captured in graphs."""
+    from vllm.config import CUDAGraphMode
+
+    mode = vllm_config.compilation_config.cudagraph_mode
+    return mode != CUDAGraphMode.NONE or captures_encoder(vllm_config)
+
+
 def check(vllm_config: "VllmConfig") -> None:
     """Refuse Inductor, and graphs with attention, adapters and settings of torch_npu that do not go
     with them.
@@ -131,7 +139,7 @@ def check(vllm_config: "VllmConfig") -> None:
             " need; supported: cudagraph_mode FULL_DECODE_ONLY, FULL and NONE; fix:"
             ' --compilation-config \'{"cudagraph_mode": "FULL_DECODE_ONLY"}\''
         )
-    if mode != CUDAGraphMode.NONE and os.environ.get("TASK_QUEUE_ENABLE") == "2":
+    if has_graphs(vllm_config) and os.environ.get("TASK_QUEUE_ENABLE") == "2":
         raise RefusedError(
             "torch_npu captures no graphs with TASK_QUEUE_ENABLE=2; fix: export"
             " TASK_QUEUE_ENABLE=1, or --enforce-eager"

@@ -12,7 +12,6 @@ from typing import Any
 
 import torch
 from vllm import envs
-from vllm.config import CUDAGraphMode
 from vllm.distributed.weight_transfer import WeightTransferEngineFactory
 from vllm.model_executor.model_loader import register_model_loader
 from vllm.platforms import current_platform
@@ -140,8 +139,7 @@ class NPUWorker(Worker):
         captures no graphs with it.
         """
         if "TASK_QUEUE_ENABLE" not in os.environ:
-            is_eager = self.vllm_config.compilation_config.cudagraph_mode == CUDAGraphMode.NONE
-            torch.npu.set_task_queue_enable(2 if is_eager else 1)
+            torch.npu.set_task_queue_enable(1 if compilation.has_graphs(self.vllm_config) else 2)
 
     def load_model(self, **options: Any) -> None:
         """Load the model as vLLM does, after registering the load formats and weight transfer
@@ -213,8 +211,7 @@ class NPUWorker(Worker):
     def _estimates_graph_memory(self) -> bool:
         """Whether graph memory is subtracted: graphs are captured, the KV cache size is not fixed,
         and vLLM's switch is on."""
-        mode = self.vllm_config.compilation_config.cudagraph_mode
-        has_graphs = mode != CUDAGraphMode.NONE or compilation.captures_encoder(self.vllm_config)
+        has_graphs = compilation.has_graphs(self.vllm_config)
         if self.cache_config.kv_cache_memory_bytes is not None or not has_graphs:
             return False
         return envs.VLLM_MEMORY_PROFILER_ESTIMATE_CUDAGRAPHS
