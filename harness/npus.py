@@ -107,6 +107,21 @@ def by_name(done: subprocess.CompletedProcess[str]) -> dict[str, Any]:
     return {result["name"]: result for result in results(done.stdout)}
 
 
+def take_streams(left: int | None) -> list[Any]:
+    """Capture graphs, each of which holds a stream, until an Ascend910B1 has ``left``; none for
+    None."""
+    import torch
+
+    if left is None:
+        return []
+    x, stream, graphs = torch.ones(1, device="npu"), torch.npu.Stream(), []
+    for _ in range(1984 - left):
+        graphs.append(torch.npu.NPUGraph())
+        with torch.npu.graph(graphs[-1], stream=stream):
+            x.add_(1)
+    return graphs
+
+
 def _device_count() -> int:
     import torch
 

@@ -28,7 +28,7 @@ os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
 
 import harness.engine_imports  # noqa: F401
 import torch
-from harness import launcher
+from harness import launcher, npus
 from serve_prompts import compare
 from transformers import AutoModelForCausalLM, Qwen3Config, Qwen3ForCausalLM
 from vllm import LLM, SamplingParams, TokensPrompt
@@ -62,18 +62,8 @@ def graphs_launched() -> int:
     return sum(event["name"] == "aclmdlRIExecuteAsync" for event in trace.events())
 
 
-def take_streams(count: int) -> list[Any]:
-    """Capture `count` graphs, each of which holds a stream."""
-    x, stream, graphs = torch.ones(1, device="npu"), torch.npu.Stream(), []
-    for _ in range(count):
-        graphs.append(torch.npu.NPUGraph())
-        with torch.npu.graph(graphs[-1], stream=stream):
-            x.add_(1)
-    return graphs
-
-
 def serve(case: dict[str, Any]) -> dict[str, Any]:
-    taken = take_streams(1984 - case["streams"]) if "streams" in case else []
+    taken = npus.take_streams(case.get("streams"))
     options: dict[str, Any] = (
         {"compilation_config": {"cudagraph_mode": case["mode"]}} if case["mode"] else {}
     )

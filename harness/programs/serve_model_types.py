@@ -7,9 +7,9 @@ its answers.
 
 FILE is JSON: [{"name": ..., "ranks": 1, "model": DIR, "task": "generate", "prompts": [[1, 2]],
 ...}]. Each case runs under vLLM's external launcher, in forks, so that torch and vLLM are imported
-once for all. Prints one line `RESULT {json}` a case: for each prompt tokens with their
-log-probabilities, an embedding, or scores; and which attentions computed it, in how many groups of
-KV caches, with which graphs.
+once for all; `streams` leaves it that many of its NPU's. Prints one line `RESULT {json}` a case: for
+each prompt tokens with their log-probabilities, an embedding, or scores; and which attentions
+computed it, in how many groups of KV caches, with which graphs.
 """
 
 import json
@@ -24,7 +24,7 @@ import numpy as np
 import serve_layout
 import torch
 from ascend_platform.kernels.states import gated_delta
-from harness import launcher, media_service, multimodal
+from harness import launcher, media_service, multimodal, npus
 from harness.models import model_types as models
 from harness.models.sound_families import FAMILIES
 from vllm import LLM, AsyncEngineArgs, SamplingParams
@@ -83,6 +83,7 @@ def encoded(runner: Any) -> dict[str, int]:
 
 def serve(case: dict[str, Any]) -> dict[str, Any]:
     torch.set_num_threads(1)
+    taken = npus.take_streams(case.get("streams"))
     engine = LLM(
         case["model"],
         distributed_executor_backend="external_launcher",
@@ -100,9 +101,11 @@ def serve(case: dict[str, Any]) -> dict[str, Any]:
     is_gated_delta_net = any("GatedDeltaNet" in name for name in modules)
     rules = {gated_delta.rules.prefill.__qualname__} if is_gated_delta_net else set()
     found = answers(engine, case)
+    del taken
     return {
         "results": found,
         "encoded": encoded(runner),
+        "counted": getattr(config.compilation_config, "num_encoder_graphs", 0),
         "kinds": sorted(
             {type(layer.impl).__name__ for layer in layers if hasattr(layer, "impl")}
             | (modules & SHOWN)

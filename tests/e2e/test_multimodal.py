@@ -66,12 +66,15 @@ def cases(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     model, adapter = directory / "service", str(directory / "adapter")
     service = multimodal.case("service", "qwen2_5_vl", model, 2, "float32", SERVICE)
     media_service.adapter(model, Path(adapter))
+    short = found["qwen2.5-vl in graphs"] | {"name": "no streams", "streams": 36}
+    found["no streams"] = short  # but for two of the encoder's graphs
     return found | {"service": service | {"task": "service", "adapter": adapter}}
 
 
 @pytest.fixture(scope="module")
 def results(cases: dict[str, Any]) -> dict[str, Any]:
-    return npus.by_name(model_types.run(list(cases.values())))
+    done = model_types.run(list(cases.values()))
+    return npus.by_name(done) | {"log": done.stdout + done.stderr}
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -93,6 +96,17 @@ def test_images_are_encoded_in_graphs(results: dict[str, Any]) -> None:
     assert own["encoded"] == {"graphs": 3, "eagerly": 1}
     assert parallel["encoded"]["graphs"] > 0  # of the first rank
     assert [own["graphs"], parallel["graphs"]] == ["NONE", "FULL_DECODE_ONLY"]
+    assert own["counted"] == len(IN_GRAPHS["compilation_config"]["encoder_cudagraph_token_budgets"])
+
+
+def test_an_encoder_without_streams_is_run_eagerly(
+    cases: dict[str, Any], results: dict[str, Any]
+) -> None:
+    found = results["no streams"]
+    assert found["encoded"] == {"graphs": 0, "eagerly": 0}
+    assert "graphs of the encoder disabled: " in results["log"]
+    logits = multimodal.reference("qwen2_5_vl", Path(cases["no streams"]["model"]))
+    assert multimodal.compare(logits, found["results"])["mean"] < 1e-4
 
 
 @pytest.fixture(scope="module")
@@ -140,8 +154,10 @@ def test_unusual_images_are_answered_or_refused(name: str, service: dict[str, An
     assert service["last"]["tokens"] == service["mixed"][0]["tokens"]
 
 
+ALONE = {"compilation_config": IN_GRAPHS["compilation_config"] | {"cudagraph_mode": "NONE"}}
 LAYOUTS = {
-    "PP2": ("qwen2.5-vl", {layouts.PP: 2}),
+    # With V2 only the first stage has graphs.
+    "PP2": ("qwen2.5-vl", {layouts.PP: 2} | ALONE),
     "DP2 EP2": ("qwen3-vl-moe", {layouts.DP: 2} | layouts.EP),
 }
 ROUNDS = 2

@@ -34,6 +34,14 @@ def test_num_graphs(mode: str, graphs: int) -> None:
     assert capture_sizes.num_graphs(CUDAGraphMode[mode], SIZES, 29, 256) == graphs
 
 
+def test_graphs_of_an_encoder_take_streams(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(capture_sizes, "num_streams_here", lambda graphs, config: graphs)
+    compilation = SimpleNamespace(**{capture_sizes.ENCODER_GRAPHS: 9})
+    config = SimpleNamespace(compilation_config=compilation)
+    sizes = capture_sizes.GraphSizes(config, CUDAGraphMode.FULL, 29, 256)
+    assert sizes._num_streams(SIZES) == 51 + 9
+
+
 @pytest.mark.parametrize(
     ("groups", "on_vector_cores", "streams"),
     [(0, 0, 100), (1, 1, 200), (2, 2, 300), (1, 0, 340), (2, 0, 580), (2, 1, 440)],
@@ -127,7 +135,7 @@ def test_all_sizes_are_captured_where_streams_are_reused(
 def test_exhausted_streams_are_recognized_by_code_or_text(
     message: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(capture_sizes, "_min_over_ranks", lambda number: number)
+    monkeypatch.setattr(capture_sizes, "_min_over_ranks", lambda number, group: number)
     with pytest.raises(capture_sizes.OutOfStreamsError), capture_sizes.failing_on_all_ranks():
         raise RuntimeError(message)
     with pytest.raises(RuntimeError, match="another"), capture_sizes.failing_on_all_ranks():

@@ -43,6 +43,9 @@ OUT_OF_STREAMS = ("207008", "207005", "Alloc sq cq fail", "Insufficient_Stream_R
 texts. Drivers before 25.5.1 have the third (issues 5213 and 8393, pull request 10555), which HCCL
 and operators report with codes of their own."""
 
+ENCODER_GRAPHS = "num_encoder_graphs"
+"""Attribute of a compilation_config; graphs of the vision encoder, which have no capture sizes."""
+
 
 class OutOfStreamsError(RuntimeError):
     """A capture failed on some rank because the NPU has no stream left."""
@@ -56,20 +59,14 @@ class GraphSizes:
         pieces: graphs of one size in piecewise mode, which are the parts of the model between
         attention layers.
         max_decode_tokens: tokens of the largest decode step, the limit of decode-only full graphs.
-        others: graphs of the vision encoder, which are not of these sizes.
     """
 
     def __init__(
-        self,
-        vllm_config: Any,
-        mode: CUDAGraphMode,
-        pieces: int,
-        max_decode_tokens: int,
-        others: int = 0,
+        self, vllm_config: Any, mode: CUDAGraphMode, pieces: int, max_decode_tokens: int
     ) -> None:
         self._config, self._mode = vllm_config, mode
         self._pieces, self._max_decode_tokens = pieces, max_decode_tokens
-        self._compilation, self._others = vllm_config.compilation_config, others
+        self._compilation = vllm_config.compilation_config
 
     def limit(self) -> bool:
         """Remove sizes until the graphs fit; returns whether any was removed."""
@@ -112,7 +109,8 @@ class GraphSizes:
     def _num_streams(self, sizes: list[int]) -> int:
         """Count the streams of the graphs of these sizes, and those of HCCL."""
         graphs = num_graphs(self._mode, sizes, self._pieces, self._max_decode_tokens)
-        return num_streams_here(graphs + self._others, self._config)
+        graphs += getattr(self._compilation, ENCODER_GRAPHS, 0)
+        return num_streams_here(graphs, self._config)
 
 
 def least_support(own: int) -> int:
@@ -229,9 +227,12 @@ def clear_graphs(compilation_config: Any) -> None:
 
 
 @contextlib.contextmanager
-def failing_on_all_ranks() -> Iterator[None]:
+def failing_on_all_ranks(group: Any = None) -> Iterator[None]:
     """Context of a capture: if one rank runs out of streams in it, fail on all; the others would
     hang in a collective.
+
+    Args:
+        group: the ranks that capture; the world group unless given.
 
     Raises:
         OutOfStreamsError: at the end of the context.
@@ -243,7 +244,7 @@ def failing_on_all_ranks() -> Iterator[None]:
         failure = str(error)
         if not any(sign.lower() in failure.lower() for sign in OUT_OF_STREAMS):
             raise
-    if _min_over_ranks(0 if failure else 1) == 0:
+    if _min_over_ranks(0 if failure else 1, group) == 0:
         raise OutOfStreamsError(
             failure.strip().splitlines()[-1] if failure else "another rank ran out of streams"
         )
@@ -331,12 +332,12 @@ def subsample_sizes(sizes: list[int], count: int) -> list[int]:
     return [sizes[round(i * (len(sizes) - 1) / (count - 1))] for i in range(count)]
 
 
-def _min_over_ranks(number: int) -> int:
-    """Return the minimum over all ranks of the world group."""
-    world = get_world_group()
-    if world.world_size > 1:
+def _min_over_ranks(number: int, group: Any = None) -> int:
+    """Return the minimum over all ranks of the group, or of the world group."""
+    group = group or get_world_group()
+    if group.world_size > 1:
         found = torch.tensor(number)
-        torch.distributed.all_reduce(found, torch.distributed.ReduceOp.MIN, group=world.cpu_group)
+        torch.distributed.all_reduce(found, torch.distributed.ReduceOp.MIN, group=group.cpu_group)
         number = int(found)
     return number
 

@@ -14,10 +14,10 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
+from vllm.distributed import get_tp_group
 from vllm.model_executor.custom_op import op_registry_oot
 from vllm.model_executor.layers.attention.mm_encoder_attention import MMEncoderAttention
 from vllm.model_executor.models.interfaces import supports_encoder_cudagraph
-from vllm.platforms import current_platform
 from vllm.v1.worker.encoder_cudagraph import EncoderCudaGraphManager
 
 from ascend_platform.errors import RefusedError
@@ -40,23 +40,31 @@ class NPUEncoderGraphManager(EncoderCudaGraphManager):
         self.config.padding_logics = {
             name: functools.partial(copy, pad) for name, pad in self.config.padding_logics.items()
         }
+        count = {capture_sizes.ENCODER_GRAPHS: self.get_num_graphs_to_capture()}
+        vars(vllm_config.compilation_config).update(count)
 
     @staticmethod
     def _copy_padded_buffer(dst: torch.Tensor, src: torch.Tensor) -> None:
         copy(EncoderCudaGraphManager._copy_padded_buffer, dst, src)
 
     def capture(self, graph_pool: Any) -> None:
-        """Capture all budgets into a memory pool.
-
-        Raises:
-            OutOfStreamsError: the NPU has no stream left on some rank.
-        """
+        """Capture all budgets into a memory pool; none, with one line, if the NPU of some rank that
+        shares the encoder has no stream left."""
         self.clear()
-        with _refusing(self.model):
-            super().capture(graph_pool)
+        try:
+            with _refusing(self.model):
+                super().capture(graph_pool)
+        except capture_sizes.OutOfStreamsError as error:
+            _warn("graphs of the encoder disabled: %s", str(error))
+            self.clear()
+
+    def supports_modality(self, modality: str) -> bool:
+        """False without graphs, for which the V1 runner does not ask."""
+        return self.is_captured() and super().supports_modality(modality)
 
     def _capture_budget_graph(self, *args: Any, **kwargs: Any) -> None:
-        with capture_sizes.failing_on_all_ranks():
+        # V2 has encoders in the first pipeline stage only.
+        with capture_sizes.failing_on_all_ranks(get_tp_group()):
             super()._capture_budget_graph(*args, **kwargs)
 
     def _run_budget_graph(
@@ -129,18 +137,6 @@ def is_served(model: Any) -> bool:
     if not is_known:
         _warn("cudagraph_mm_encoder: vLLM has no encoder graphs for %s", type(model).__name__)
     return is_known
-
-
-def capture(manager: NPUEncoderGraphManager) -> bool:
-    """Capture the encoder into a memory pool of its own; False, with one line, if the NPU has no
-    stream left."""
-    try:
-        manager.capture(current_platform.graph_pool_handle())
-    except capture_sizes.OutOfStreamsError as error:
-        _warn("graphs of the encoder disabled: %s", str(error))
-        manager.clear()
-        return False
-    return True
 
 
 @functools.cache

@@ -5,6 +5,7 @@
 from typing import TYPE_CHECKING, Any
 
 import torch
+from vllm.platforms import current_platform
 
 from ascend_platform.graph import acl_graph, encoder_graphs
 
@@ -30,10 +31,6 @@ class EncoderGraphMixin(Runner):
             self.vllm_config, self.device, self.dtype, model
         )
 
-    def _num_encoder_graphs(self: Any) -> int:
-        manager = self._create_encoder_cudagraph_manager()
-        return manager.get_num_graphs_to_capture() if manager else 0
-
     def _capture_encoder(self: Any) -> int:
         """Capture the encoder where steps have no graphs, as the V2 runner does; returns the bytes
         of the graphs."""
@@ -46,7 +43,6 @@ class EncoderGraphMixin(Runner):
         torch.npu.empty_cache()
         free = torch.npu.mem_get_info()[0]
         with self._freeze_gc(), acl_graph.graph_capture(self.device):
-            if not encoder_graphs.capture(self.encoder_cudagraph_manager):
-                self.encoder_cudagraph_manager = None
+            self.encoder_cudagraph_manager.capture(current_platform.graph_pool_handle())
             torch.npu.synchronize()
         return free - torch.npu.mem_get_info()[0]

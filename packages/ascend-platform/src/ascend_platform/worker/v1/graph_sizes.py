@@ -31,10 +31,8 @@ class GraphSizeMixin(Runner):
             return
         pieces = 1 + sum(len(group.layer_names) for group in self.kv_cache_config.kv_cache_groups)
         decode_tokens = self.uniform_decode_query_len * self.max_num_reqs
-        others = self._num_encoder_graphs()
-        self._graph_sizes = capture_sizes.GraphSizes(
-            self.vllm_config, mode, pieces, decode_tokens, others
-        )
+        self._create_encoder_cudagraph_manager()  # It counts its graphs.
+        self._graph_sizes = capture_sizes.GraphSizes(self.vllm_config, mode, pieces, decode_tokens)
         if self._graph_sizes.limit():
             self._renew_keys(mode)
 

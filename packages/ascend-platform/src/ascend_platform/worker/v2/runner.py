@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 from vllm.compilation.monitor import set_cudagraph_capturing_enabled
-from vllm.config import VllmConfig
+from vllm.config import CUDAGraphMode, VllmConfig
 from vllm.v1.attention.backend import AttentionCGSupport
 from vllm.v1.worker.gpu import attn_utils
 from vllm.v1.worker.gpu.input_batch import InputBatch
@@ -132,6 +132,8 @@ class NPUModelRunner(ModelMixin, DraftLengthsMixin, GPUModelRunner):
         """The support of graphs that all pipeline stages have, and the backend that has no more."""
         own = attn_utils.get_attn_cg_support(self.attn_groups, self.vllm_config)
         own = own.narrow(*self._get_cg_support())
+        if self.compilation_config.cudagraph_mode == CUDAGraphMode.NONE:
+            return own.min_cg_support, own.min_cg_attn_backend  # Only the encoder's stage is here.
         least = AttentionCGSupport(capture_sizes.least_support(own.min_cg_support.value))
         is_own = least == own.min_cg_support
         return least, own.min_cg_attn_backend if is_own else "AnotherStage"
