@@ -240,7 +240,7 @@ ERRORS_OF_VALUES = {
         "npu.npu_dynamic_quant(x, smooth_scales=x[:0], group_index=torch.zeros(0).int().npu())"
     ),
     # The table has three blocks of 16 tokens.
-    "request 0 has 4 queries from 0 on and 49 keys (rule sparse_requests.lengths": (
+    "request 0 has 4 queries from 0 on and 49 keys": (
         "npu.npu_lightning_indexer(x[:, None], torch.ones(6, 16, 1, 128).half().npu(), x[:, :1].contiguous(),"
         " actual_seq_lengths_query=torch.tensor([4]).int().npu(),"
         " actual_seq_lengths_key=torch.tensor([49]).int().npu(), layout_query='TND',"

@@ -42,8 +42,8 @@ std::string argument(const aclOpExecutor& executor, size_t tensor) {
   return *end - first == 1 ? name : text(name, "[", tensor - first, "]");
 }
 
-// The product of a matmul, behind which some have what they gathered.
-const Tensor& product_of(const char* name, const aclOpExecutor& executor) {
+// The output of a matmul, behind which some have what they gathered.
+const Tensor& output_of(const char* name, const aclOpExecutor& executor) {
   const auto& tensors = executor.tensors;
   if (std::string_view(name).starts_with("aclnnInplace")) return tensors.front();
   for (size_t i = 0; i < tensors.size(); ++i)
@@ -75,7 +75,7 @@ Work work_of(const char* name, const aclOpExecutor& executor) {
   if (seen > 1 && cost != Cost::elements) {
     const Tensor& left = *matrices[cost == Cost::matmul_and_addend];
     if (left.dim() > 0) {
-      work.flops = 2.0 * static_cast<double>(product_of(name, executor).numel()) *
+      work.flops = 2.0 * static_cast<double>(output_of(name, executor).numel()) *
                    static_cast<double>(left.size(-1));
       work.item = static_cast<int>(left.element_size());
       work.rows = rows(left);
