@@ -67,7 +67,8 @@ def cases(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     service = multimodal.case("service", "qwen2_5_vl", model, 2, "float32", SERVICE)
     media_service.adapter(model, Path(adapter))
     short = found["qwen2.5-vl in graphs"] | {"name": "no streams", "streams": 36}
-    found["no streams"] = short  # but for two of the encoder's graphs
+    # Streams for two of the encoder's graphs.
+    found["no streams"] = short
     return found | {"service": service | {"task": "service", "adapter": adapter}}
 
 
