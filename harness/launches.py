@@ -129,6 +129,18 @@ DELTA = EXPERTS | {
     "shared_expert_intermediate_size": 512,
     "layer_types": ["full_attention", "linear_attention", "linear_attention"],
 }
+DENSE_DELTA = (
+    DENSE
+    | {  # Qwen3.5 without experts, with the sizes of DELTA.
+        name: value for name, value in DELTA.items() if name not in EXPERTS
+    }
+    | {
+        "model_type": "qwen3_5_text",
+        "architectures": ["Qwen3_5ForCausalLM"],
+        "head_dim": 256,
+        "num_key_value_heads": 2,
+    }
+)
 _ARGUMENTS = {"num_bits": 8, "type": "int", "symmetric": True}
 INT8 = {
     "quant_method": "compressed-tensors",
@@ -199,6 +211,16 @@ CASES: dict[str, dict[str, Any]] = {
         "config": DELTA,
         "ranks": 1,
         "engine": {"gpu_memory_utilization": 0.8},
+    },
+    "gated delta net": {
+        "config": DENSE_DELTA,
+        "ranks": 1,
+        "engine": {"gpu_memory_utilization": 0.8, "mamba_ssm_cache_dtype": "bfloat16"},
+    },
+    "gated delta net, float32 states": {
+        "config": DENSE_DELTA,
+        "ranks": 1,
+        "engine": {"gpu_memory_utilization": 0.8, "mamba_ssm_cache_dtype": "float32"},
     },
     "embedding (BERT)": {"config": BERT, "ranks": 1, "engine": {"runner": "pooling"}},
 }
@@ -298,12 +320,13 @@ def needed(case: dict[str, Any], step: str) -> tuple[int, int]:
     if linear := text.get("linear_num_value_heads"):
         keys = text["linear_num_key_heads"] * text["linear_key_head_dim"]
         values = linear * text["linear_value_head_dim"]
-        weights = hidden * (
-            2 * keys + 3 * values + 2 * linear + 3 * text["shared_expert_intermediate_size"] + 1
-        )
-        state = values * text["linear_key_head_dim"] + (text["linear_conv_kernel_dim"] - 1) * (
-            2 * keys + values
-        )
+        weights = hidden * (2 * keys + 3 * values + 2 * linear)
+        if shared := text.get("shared_expert_intermediate_size"):
+            weights += hidden * (3 * shared + 1)
+        # In elements of 16 bits.
+        state = values * text["linear_key_head_dim"]
+        state *= 2 if case["engine"].get("mamba_ssm_cache_dtype") == "float32" else 1
+        state += (text["linear_conv_kernel_dim"] - 1) * (2 * keys + values)
     if config.get("num_experts"):
         router = HIDDEN * config["num_experts"]
         weights += 3 * HIDDEN * config["moe_intermediate_size"] * config["num_experts"] // ranks

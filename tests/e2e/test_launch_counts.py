@@ -20,6 +20,9 @@ MOST = {
     "dense, W8A8": 14,
     "experts, W8A8": 17,
     "latent attention, W8A8, mla_prolog": 10,
+    "gated delta net": 25,
+    "gated delta net, float32 states": 29,
+    "gated delta net, experts": 36,
 }
 STEPS = [(name, step) for name in CASES for step in ("prefill", "decode", "mixed")]
 

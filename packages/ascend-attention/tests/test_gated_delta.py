@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from ascend_attention.gated_delta import FusedGatedDeltaRule
 from ascend_platform.attention import gated_delta
 from ascend_platform.extension import GatedDeltaInputs
-from ascend_platform.plugins import registry, slots
+from ascend_platform.plugins import registry, requirements, slots
 
 LAYER = {
     "heads": 32,
@@ -188,6 +188,11 @@ def model(architecture="Qwen3NextForCausalLM", size=128, states="auto"):
                 "built-in PyTorch prefill (keys and values of 64 and 64, npu_chunk_gated_delta_rule"
                 " takes 128 to 128), fused "
             ),
+        ),
+        (
+            model(states="float32"),
+            f"fused (ascend-attention {requirements.version('ascend-attention')};"
+            " --mamba-ssm-cache-dtype bfloat16 saves casts of states)",
         ),
         (model("Qwen3ForCausalLM"), "None"),
     ],

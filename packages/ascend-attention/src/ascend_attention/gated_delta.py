@@ -119,12 +119,8 @@ class FusedGatedDeltaRule:
             g, beta = (each.masked_fill(is_padding[:, None], 0) for each in (g, beta))
         in_place = states.dtype == torch.bfloat16 and states.is_contiguous()
         in_place = in_place and len(states) >= len(blocks)
-        index = (
-            blocks.int()
-            if in_place
-            else torch.arange(len(blocks), dtype=torch.int32, device=device)
-        )
-        used = states if in_place else states[blocks].bfloat16()
+        index = blocks.int() if in_place else _numbers(device)[: len(blocks)]
+        used = states if in_place else states.index_select(0, blocks).bfloat16()
         result = torch_npu.npu_recurrent_gated_delta_rule(
             *(each[rows].bfloat16() for each in (inputs.q, inputs.k)),
             v[rows].contiguous(),
@@ -137,7 +133,7 @@ class FusedGatedDeltaRule:
             **named,
         )
         if not in_place:
-            states[blocks] = used.to(states.dtype)
+            states.index_copy_(0, blocks, used.to(states.dtype))
         if positions is rows and len(v) == requests:
             return result
         output = v.new_zeros(len(v) + 1, *v.shape[1:])
@@ -156,6 +152,11 @@ def _sizes(query_start_loc: torch.Tensor) -> torch.Tensor:
     if (known := kept.get("_sizes")) is None or known[0] != version:
         known = kept["_sizes"] = version, query_start_loc.diff().int()
     return known[1]
+
+
+@functools.cache
+def _numbers(device: torch.device) -> torch.Tensor:
+    return torch.arange(MAX_REQUESTS * TOKENS, dtype=torch.int32, device=device)
 
 
 @functools.cache

@@ -8,6 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+import torch
 from vllm.utils.import_utils import resolve_obj_by_qualname
 
 from ascend_platform import host
@@ -27,10 +28,12 @@ class GatedDeltaRule:
     Attributes:
         fused: the class that a component offers, or None.
         reasons: why it does not serve the model's prefills and decodes, "" where it does.
+        casts: whether the operators' states are cast from the KV cache's dtype and back.
     """
 
     fused: Any
     reasons: dict[str, str]
+    casts: bool = False
 
     def serves(self, phase: str) -> bool:
         """Whether the operators serve a phase."""
@@ -40,7 +43,8 @@ class GatedDeltaRule:
         version = f"ascend-attention {requirements.version('ascend-attention')}"
         reasons = [reason for reason in self.reasons.values() if reason]
         if not reasons:
-            return f"fused ({version})"
+            cast = "; --mamba-ssm-cache-dtype bfloat16 saves casts of states" if self.casts else ""
+            return f"fused ({version}{cast})"
         if len(reasons) == len(PHASES):
             return f"built-in PyTorch ({reasons[0]})"
         return ", ".join(
@@ -82,4 +86,4 @@ def select(vllm_config: VllmConfig) -> GatedDeltaRule | None:
         reasons[phase] = (
             f"{host.chip()} has no {lacking[0]}" if lacking else fused.unsupported(phase, **layer)
         )
-    return GatedDeltaRule(fused, reasons)
+    return GatedDeltaRule(fused, reasons, states[1] != torch.bfloat16)
