@@ -9,12 +9,15 @@ import itertools
 import random
 import sys
 import threading
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
-from time import sleep
+from time import monotonic, sleep
 
 import torch
 from ascend_platform.transfer.engine import Runs
 from ascend_platform.transfer.errors import TransferError, at_once
+
+CUT_SECONDS = 0.05
 
 
 @dataclass
@@ -63,6 +66,29 @@ class InMemoryNetwork:
         transport = InMemoryTransport(self, f"localhost:{next(self._numbers)}")
         self.transports[transport.session] = transport
         return transport
+
+
+class LinkCuts:
+    """Cuts links of a network for 50 ms at a time; a cut begins with ``probability`` at a step."""
+
+    def __init__(self, network: InMemoryNetwork, seed: int, probability: float) -> None:
+        # A generator of its own: how often it is drawn from depends on the time.
+        self._network, self._draw, self._probability = network, random.Random(seed), probability
+        self._until = 0.0
+
+    def step(self, pairs: Callable[[], Iterable[Iterable[str]]]) -> bool:
+        """End a cut that is over, or begin one between each of the ``pairs`` of sessions; whether
+        one begins."""
+        if self._until:
+            if monotonic() > self._until:
+                self._network.cut.clear()
+                self._until = 0.0
+            return False
+        if self._draw.random() >= self._probability:
+            return False
+        self._network.cut.update(map(frozenset, pairs()))
+        self._until = monotonic() + CUT_SECONDS
+        return True
 
 
 class InMemoryTransport:

@@ -11,6 +11,7 @@ program: it also repeats requests, mixes their parameters up, and dies.
 from __future__ import annotations
 
 import gc
+import itertools
 import json
 import os
 import queue
@@ -26,7 +27,7 @@ from typing import Any
 
 from ascend_kv_connector.p2p import push_stop, worker
 from ascend_platform.transfer import engine
-from harness.kv.memory_transport import Faults, InMemoryNetwork, InMemoryTransport
+from harness.kv.memory_transport import Faults, InMemoryNetwork, InMemoryTransport, LinkCuts
 
 NETWORK = InMemoryNetwork()
 
@@ -168,7 +169,7 @@ class Endurance:
             random.Random(seed + 1),
             Result(),
         )
-        self.cuts = random.Random(seed + 2)  # How often it is drawn depends on the time.
+        self.cuts = LinkCuts(NETWORK, seed + 2, 0.001)
         events = ["kill prefill", "restart decode"] * restarts + ["the router dies"] * max(
             1, restarts // 10
         )
@@ -185,7 +186,6 @@ class Endurance:
         self.layerwise: dict[str, tuple[Request, list[int]]] = {}
         self.repeats: list[tuple[float, str, list[int], dict[str, Any], Request]] = []
         self.other_params: dict[str, Any] = {}
-        self.cut_until = 0.0
         self.lives = Counter[str]()
 
     def new_engine(self, role: str) -> Any:
@@ -346,18 +346,8 @@ class Endurance:
                     self.result.ended[f"{request.kind}: prefilled"] += 1
 
     def cut(self) -> None:
-        """Interrupt the link for 50 ms at a time."""
-        if self.cut_until and monotonic() > self.cut_until:
-            NETWORK.cut.clear()
-            self.cut_until = 0.0
-        elif not self.cut_until and self.cuts.random() < 0.001:
+        if self.cuts.step(lambda: itertools.product(NETWORK.transports, repeat=2)):
             self.result.events["the link is cut"] += 1
-            NETWORK.cut.update(
-                frozenset((one, other))
-                for one in NETWORK.transports
-                for other in NETWORK.transports
-            )
-            self.cut_until = monotonic() + 0.05
 
     def happen(self, event: str) -> None:
         """Restart an instance or the router; the clients' requests stand still meanwhile."""

@@ -5,6 +5,7 @@ have happened."""
 
 from __future__ import annotations
 
+import itertools
 import random
 from collections import Counter
 from collections.abc import Callable
@@ -16,7 +17,7 @@ from ascend_kv_connector.p2p.leases import PrefillProgress
 from ascend_kv_connector.p2p.protocol import PrefillStarted
 from ascend_kv_connector.p2p.transfers import Done, Failed
 from ascend_platform.transfer.errors import TransferError
-from harness.kv.memory_transport import Faults, InMemoryNetwork
+from harness.kv.memory_transport import Faults, InMemoryNetwork, LinkCuts
 
 TIMEOUT = 1.0
 LATE = 20.0
@@ -82,7 +83,7 @@ class Endurance:
         seed: int = 7,
     ) -> None:
         self.draw = random.Random(seed)
-        self.cuts = random.Random(seed + 2)  # How often it is drawn depends on the time.
+        self.cuts = LinkCuts(network, seed + 2, 0.002)
         self.make, self.network, self.count, self.shape, self.layerwise = (
             make,
             network,
@@ -113,7 +114,6 @@ class Endurance:
         self.loads: dict[str, Load] = {}
         self.ended: dict[str, tuple[list[int], int]] = {}
         self.settled: Counter[str] = Counter()
-        self.cut_until = 0.0
         self.lives = 0
         self.new_producer()
 
@@ -171,19 +171,10 @@ class Endurance:
         self.new_producer()
 
     def cut(self) -> None:
-        """Interrupt the link for random intervals."""
-        sessions = [
-            frozenset((one.transport.session, other.transport.session))
-            for one in self.producer.producers
-            for other in self.consumer.consumers
-        ]
-        if self.cut_until and monotonic() > self.cut_until:
-            self.network.cut.clear()
-            self.cut_until = 0.0
-        elif not self.cut_until and self.cuts.random() < 0.002:
+        sides = self.producer.producers, self.consumer.consumers
+        sessions = [[rank.transport.session for rank in side] for side in sides]
+        if self.cuts.step(lambda: itertools.product(*sessions)):
             self.result.ended["(the link was cut)"] += 1
-            self.network.cut.update(sessions)
-            self.cut_until = monotonic() + 0.05
 
     def begin(self, name: str, tokens: int) -> None:
         instance, ranks = self.producer, self.consumer.consumers
