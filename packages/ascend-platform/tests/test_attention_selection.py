@@ -11,8 +11,9 @@ from ascend_platform.attention.selector import BUILT_IN, describe_backend, selec
 from ascend_platform.platform import NPUPlatform
 from ascend_platform.plugins import slots
 from harness.configuration import engine_config
+from vllm.config import set_current_vllm_config
 from vllm.v1.attention.backends.registry import AttentionBackendEnum
-from vllm.v1.attention.selector import AttentionSelectorConfig
+from vllm.v1.attention.selector import AttentionSelectorConfig, get_attn_backend
 
 DENSE = AttentionSelectorConfig(
     head_size=64, dtype=torch.bfloat16, kv_cache_dtype="auto", block_size=None
@@ -184,3 +185,19 @@ def test_built_in_attention_serves_on_a_chip_without_the_kernels(monkeypatch, as
     assert "fused attention disabled: Ascend310P3 has no npu_fus" in why
     monkeypatch.setattr(host, "chip", lambda: "Ascend950PR_9599")
     assert ("built-in" in select_backend(DENSE._replace(**change), None)[1]) == (slot != "encoder")
+
+
+def test_kv_cache_of_a_connector_is_not_in_fractal_nz(model, ascend310p, monkeypatch):
+    """Connectors and tiers take the order of other chips; blocks have equal bytes."""
+    pytest.importorskip("ascend_attention")
+    pytest.importorskip("ascend_kv_connector")
+    offer = {"attention.dense_fractal": "ascend_attention.fractal.FractalAttentionBackend"}
+    monkeypatch.setattr(slots, "_offers", slots._offers | FUSED | offer)
+    path = model(dtype="float16")
+    assert describe_backend(engine_config(path)).startswith("fused")
+    config = engine_config(path, kv_offloading_size=1)
+    with set_current_vllm_config(config):
+        layer = get_attn_backend(64, torch.float16, "auto")
+    assert f"{layer.__module__}.{layer.__qualname__}" == BUILT_IN["dense"]
+    why = "built-in PyTorch (fused attention disabled: KV connector not supported)"
+    assert describe_backend(config) == why

@@ -104,7 +104,9 @@ def _select_for_model(vllm_config: "VllmConfig") -> tuple[str, str]:
     config = AttentionSelectorConfig(
         model.get_head_size(), dtype, cache.cache_dtype, block_size, model.use_mla
     )
-    config = config._replace(use_sparse=is_sparse(model))
+    transfer = vllm_config.kv_transfer_config
+    has_connector = transfer is not None and transfer.is_kv_transfer_instance
+    config = config._replace(use_sparse=is_sparse(model), use_kv_connector=has_connector)
     if model.attn_type == "encoder_only":
         config = config._replace(attn_type="encoder_only")
     with set_current_vllm_config(vllm_config):
