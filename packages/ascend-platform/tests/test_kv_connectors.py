@@ -83,6 +83,17 @@ def test_kv_offloading_and_multi_connector_use_npu_connectors(model, connectors)
         engine_config(model(), **transfer("MultiConnector"))
 
 
+def test_canonical_layout_of_host_memory_is_refused(model, connectors):
+    connectors()
+    options = {"cpu_bytes_to_use": 1 << 30, "canonical_layout": True}
+    tiers = {"spec_name": "TieringOffloadingSpec", "secondary_tiers": []}
+    for extra in (options, options | tiers):
+        with pytest.raises(ValueError, match=r"canonical_layout is not supported .*; fix: remove"):
+            engine_config(
+                model(), **transfer("OffloadingConnector", kv_connector_extra_config=extra)
+            )
+
+
 def test_module_path_of_vllm_ascend_is_ignored_for_a_counterpart(model, connectors, log_lines):
     connectors()
     there = {

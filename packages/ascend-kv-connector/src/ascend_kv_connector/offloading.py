@@ -60,7 +60,8 @@ class OffloadingConnector(offloading_connector.OffloadingConnector):
         """Validate the configuration; the platform calls it before anything starts.
 
         Raises:
-            RefusedError: an unsupported spec, or tiers across several hosts, in one line.
+            RefusedError: an unsupported spec or layout of host memory, or tiers across several
+            hosts, in one line.
         """
         extra_config = vllm_config.kv_transfer_config.kv_connector_extra_config
         if (spec := extra_config.get("spec_name", "CPUOffloadingSpec")) not in (
@@ -70,6 +71,12 @@ class OffloadingConnector(offloading_connector.OffloadingConnector):
             raise extension.RefusedError(
                 f"OffloadingConnector: spec_name is {spec!r}; supported on NPUs: CPUOffloadingSpec"
                 " (default) and TieringOffloadingSpec; fix: set one of these"
+            )
+        if extra_config.get("canonical_layout"):
+            raise extension.RefusedError(
+                "OffloadingConnector: canonical_layout is not supported on NPUs: host memory has the"
+                " blocks of each rank as they are, and tiers share them between equal parallel"
+                " sizes; fix: remove it from kv_connector_extra_config"
             )
         if SPECS.get(spec, spec) == "TieredSpec":
             check_single_host("OffloadingConnector", vllm_config)
