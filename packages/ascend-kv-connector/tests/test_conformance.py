@@ -16,7 +16,13 @@ import torch
 from ascend_kv_connector.auth import SECRET_ENV
 from ascend_kv_connector.connector import AscendP2PConnector
 from ascend_kv_connector.p2p.transfers import Done
-from ascend_kv_connector.testing import ConnectorTests, Engine, HandoffTests, one_rank  # noqa: F401
+from ascend_kv_connector.testing import (
+    ConnectorTests,
+    Engine,
+    HandoffTests,
+    Pages,
+    one_rank,  # noqa: F401
+)
 from ascend_platform.extension import RefusedError
 
 pytest.importorskip(
@@ -218,6 +224,23 @@ class TestOffloadingConnectorWithLatents(TestOffloadingConnector):
     latent = True
 
 
+class KernelBlocks(ConnectorTests):
+    """A block of the scheduler is two of the attention's, as with ``--block-size 256`` and kernels
+    for 128 tokens."""
+
+    __test__ = False
+
+    def make_caches(self, layers: int, blocks: int) -> list[Any]:
+        return [
+            Pages(*(part.unflatten(1, (2, -1)).flatten(0, 1) for part in pages))
+            for pages in super().make_caches(layers, blocks)
+        ]
+
+
+class TestOffloadingConnectorWithKernelBlocks(KernelBlocks, TestOffloadingConnector):
+    __test__ = True
+
+
 class TestAscendStoreConnector(ConnectorTests):
     device, keeps = "npu", True
 
@@ -232,6 +255,10 @@ class TestAscendStoreConnectorWithWindows(TestAscendStoreConnector):
 
 class TestAscendStoreConnectorWithLatents(TestAscendStoreConnector):
     latent = True
+
+
+class TestAscendStoreConnectorWithKernelBlocks(KernelBlocks, TestAscendStoreConnector):
+    __test__ = True
 
 
 class TestMultiConnector(HandoffTests):

@@ -105,17 +105,22 @@ class OffloadingConnector(offloading_connector.OffloadingConnector):
 
     def register_kv_caches(self, kv_caches: dict[str, Any]) -> None:
         """Register each page tensor once: layers of several groups may share memory, as a block
-        belongs to one group."""
+        belongs to one group.
+
+        A page is of the scheduler's block, which may be several contiguous blocks of the attention
+        (``vllm/v1/worker/utils.py``, ``prepare_kernel_block_sizes``).
+        """
         assert self.connector_worker is not None
+        config = self.connector_worker.kv_cache_config
         tensors: dict[int, CanonicalKVCacheTensor] = {}
         refs = []
-        for group in self.connector_worker.kv_cache_config.kv_cache_groups:
+        for group in config.kv_cache_groups:
             parts = [
                 part
                 for layer in group.layer_names
                 for part in extension.cache_parts(kv_caches[layer]).values()
             ]
-            pages = [part.view(torch.int8).flatten(1) for part in parts]
+            pages = [part.view(torch.int8).view(config.num_blocks, -1) for part in parts]
             for page in pages:
                 tensors.setdefault(page.data_ptr(), CanonicalKVCacheTensor(page, page.shape[1]))
             addresses = list(tensors)
