@@ -18,7 +18,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from ascend_kv_connector.offloading import HostWorker, TieredSpec
+from ascend_kv_connector.offloading import HostWorker, TieredSpec, kv_format
+from vllm.config import VllmConfig
 from vllm.v1.kv_offload.base import CanonicalKVCacheRef, CanonicalKVCaches, CanonicalKVCacheTensor
 from vllm.v1.kv_offload.config import (
     OffloadingCacheConfig,
@@ -104,7 +105,7 @@ def test_loads_do_not_wait_for_stores(worker: HostWorker) -> None:
 ENGINE = f"test-{uuid.uuid4()}"
 
 
-def tiered(size: int, ranks: int = 1, rank: int = 0, **more: Any) -> TieredSpec:
+def tiered(size: int, ranks: int = 1, rank: int = 0, form: str = "", **more: Any) -> TieredSpec:
     """Spec of a rank of tensor parallelism that has blocks of ``size`` bytes, which vLLM considers
     as independent of the number of ranks unless ``more`` has ``replicated_layout``."""
     parallel = {
@@ -125,7 +126,7 @@ def tiered(size: int, ranks: int = 1, rank: int = 0, **more: Any) -> TieredSpec:
             (OffloadingGroupConfig(16, ("layer",), 0),),
             size,
             False,
-            {"cpu_bytes_to_use": 1 << 20},
+            {"cpu_bytes_to_use": 1 << 20, "kv_format": form},
             ENGINE,
             OffloadingModelConfig("model", "float16"),
             OffloadingCacheConfig(16, PER_CHUNK),
@@ -133,6 +134,14 @@ def tiered(size: int, ranks: int = 1, rank: int = 0, **more: Any) -> TieredSpec:
             **more,
         )
     )
+
+
+def context_parallel(size: int, interleave: int) -> VllmConfig:
+    """Configuration in which ranks take turns of ``interleave`` tokens."""
+    config = VllmConfig()
+    config.parallel_config.decode_context_parallel_size = size
+    config.parallel_config.cp_kv_cache_interleave_size = interleave
+    return config
 
 
 def test_file_tiers_share_caches_of_one_format_only() -> None:
@@ -145,6 +154,9 @@ def test_file_tiers_share_caches_of_one_format_only() -> None:
     assert path(4096, 4, replicated_layout=True) == latents
     # The second has int8 latents, the third half of the heads.
     assert len({path(4096), path(2048), path(2048, 2), latents}) == 4
+    forms = [kv_format(context_parallel(*each)) for each in ((1, 1), (1, 4), (2, 1), (2, 4))]
+    assert forms[0] == forms[1] == ""
+    assert len({path(4096, 2, form=form) for form in forms}) == 3
 
 
 @pytest.mark.parametrize("shared", [False, True])

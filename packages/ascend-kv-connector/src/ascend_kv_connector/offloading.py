@@ -99,7 +99,7 @@ class OffloadingConnector(offloading_connector.OffloadingConnector):
         extra_config.update(
             spec_name=SPECS.get(spec, spec),
             spec_module_path=__name__,
-            rope_order=extension.rope_order(vllm_config),
+            kv_format=kv_format(vllm_config),
         )
         super().__init__(vllm_config, role, kv_cache_config)
 
@@ -157,10 +157,12 @@ class TieredSpec(TieringOffloadingSpec):
 
     def __init__(self, config: Any) -> None:
         # Tiers name a KV cache by its model and dtype, which is not that of int8 latents.
-        model, order = config.model, config.extra_config.get("rope_order", "pairs")
-        model = replace(model, dtype=f"{model.dtype}, {config.worker_kv_bytes_per_block} bytes")
-        if order != "pairs":
-            model = replace(model, name=f"{model.name}-{order}")
+        model, form = config.model, config.extra_config.get("kv_format", "")
+        model = replace(
+            model,
+            name=f"{model.name}{form}",
+            dtype=f"{model.dtype}, {config.worker_kv_bytes_per_block} bytes",
+        )
         # A block has the keys of all heads of a rank, then the values.
         parallel = replace(config.parallel, is_parallelism_agnostic=False)
         super().__init__(replace(config, model=model, parallel=parallel))
@@ -198,6 +200,16 @@ class TieredSpec(TieringOffloadingSpec):
             ]
             self._worker = RegionWorker(kv_caches, host, region)
         return self._worker
+
+
+def kv_format(vllm_config: Any) -> str:
+    """Suffix of a model's name in tiers, for what its size and parallel sizes do not tell of a
+    block: the order of rotated keys, and which tokens a rank has."""
+    parallel, order = vllm_config.parallel_config, extension.rope_order(vllm_config)
+    form = f"-{order}" if order != "pairs" else ""
+    if parallel.decode_context_parallel_size > 1:
+        form += f"-interleave{parallel.cp_kv_cache_interleave_size}"
+    return form
 
 
 def _unlink(region: SharedOffloadRegion) -> None:
