@@ -20,18 +20,38 @@ SIZE = 4 << 20
 
 
 def peer(pipe: Connection) -> None:
-    """Register a buffer, and fill it with the values received over the pipe."""
+    """Register a buffer of each of two engines, and fill them with the values received over the
+    pipe. "idle": links are idle at once; "links": how many there are."""
     os.environ["ASCEND_RT_VISIBLE_DEVICES"] = "1"
     transport, buffer = end()
-    pipe.send((transport.session, buffer.data_ptr()))
+    other, more = end()
+    pipe.send((transport.session, buffer.data_ptr(), other.session, more.data_ptr()))
     while True:
-        value = pipe.recv()
-        buffer.fill_(value)
-        buffer[:1000] = 7
+        if (value := pipe.recv()) == "idle":
+            from ascend_platform.transfer import hccl
+
+            hccl.IDLE_SECONDS = 0.0
+            continue
+        if value == "links":
+            pipe.send(links(1))
+            continue
+        for each in (buffer, more):
+            each.fill_(value)
+            each[:1000] = 7
         import torch
 
         torch.npu.current_stream().synchronize()
         pipe.send("written")
+
+
+def links(most: int) -> int:
+    """Number of links of this process's engines to readers, once it is ``most``, or after 10 s."""
+    until = time.monotonic() + 10
+    while True:
+        count = sum(each.name == "transfer-hccl" for each in threading.enumerate())
+        if count <= most or time.monotonic() > until:
+            return count
+        time.sleep(0.05)
 
 
 def run(remote: int, local: int, size: int) -> Any:
@@ -92,11 +112,12 @@ def main() -> None:
     process = context.Process(target=peer, args=(theirs,), daemon=True)
     process.start()
     import torch
+    from ascend_platform.transfer import hccl
 
     transport, buffer = end()
     stranger, _ = end(b"another secret of instances")
     assert pipe.poll(100)
-    session, address = pipe.recv()
+    session, address, session_of_other, address_of_other = pipe.recv()
     here = buffer.data_ptr()
 
     def read(value: int, at: int = 0, size: int = SIZE) -> bool:
@@ -112,11 +133,31 @@ def main() -> None:
         expected[:at] = expected[at + size :] = 0
         return torch.equal(buffer.cpu(), expected)
 
+    def read_other(engine: Any, target: Any, session: str, address: int, value: int) -> bool:
+        """Read the whole range by another link."""
+        pipe.send(value)
+        pipe.recv()
+        engine.read(session, run(address, target.data_ptr(), SIZE), 20)
+        return bool((target[1000:] == value).all()) and bool((target[:1000] == 7).all())
+
     def deafen() -> None:
         reader = transport._readers[session]
         reader.client = Deaf(reader.client)
 
     right = {"some": [read(1), read(2, 12345, 100_000), read(3, SIZE - 1, 1), read(4)]}
+    hccl.IDLE_SECONDS = 0.0
+    right["from another engine"] = [
+        read_other(transport, buffer, session_of_other, address_of_other, 9)
+    ]
+    right["idle here"] = [list(transport._readers) == [session_of_other]]
+    pipe.send("links")
+    right["idle here"] += [pipe.recv() == 1, read(10)]
+    hccl.IDLE_SECONDS = 300.0
+    reader = transport._readers[session]
+    pipe.send("idle")
+    right["idle there"] = [read_other(*end(), session, address, 11)]
+    pipe.send("links")
+    right["idle there"] += [pipe.recv() == 1, read(12), transport._readers[session] is reader]
     results = {
         "not registered here": failure(
             lambda: transport.read(session, run(address, here + 1, SIZE), 5)

@@ -23,6 +23,9 @@ def test_reads_succeed_and_failures_are_bounded_in_time() -> None:
     found = npus.by_name(done)
     right = {
         "some": 4,
+        "from another engine": 1,
+        "idle here": 3,
+        "idle there": 4,
         "after a refusal": 1,
         "after nothing was sent": 1,
         "after it was stopped": 1,

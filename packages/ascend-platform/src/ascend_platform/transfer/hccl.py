@@ -42,6 +42,13 @@ REPLY_SECONDS = 10.0
 POLL_SECONDS = 0.05
 """Interval of checks that the peer is alive while HCCL receives from it."""
 
+IDLE_SECONDS = 300.0
+"""A link that was not used for this long is closed when another one is opened: its peer may be gone
+for good, and HCCL's buffers take memory of the NPU. If it is not, its next read opens a new one."""
+
+NOT_CONNECTED = "the link is not connected"
+"""Cause of a refusal after which a reader opens a new link."""
+
 HCCL_LINK_SLOT = "hccl.link"
 """Slot of ascend_platform.extension for HCCL between engines."""
 
@@ -94,7 +101,8 @@ def check() -> None:
 
 @dataclass
 class HcclSender:
-    """Peer's side of a link, in a thread of its own: ``ready`` once connected, or ``failed``.
+    """Peer's side of a link, in a thread of its own: ``ready`` once connected, or ``failed``;
+    ``used`` until then, in monotonic seconds.
 
     ``work`` has tensors to send with their timeouts in seconds; None ends the thread.
     """
@@ -102,6 +110,7 @@ class HcclSender:
     ready: bool = False
     failed: str = ""
     closed: bool = False
+    used: float = field(default_factory=monotonic)
     work: queue.SimpleQueue[tuple[list[torch.Tensor], float] | None] = field(
         default_factory=queue.SimpleQueue
     )
@@ -114,6 +123,7 @@ class HcclSender:
             self.ready = True
             while not self.closed and (work := self.work.get()) is not None:
                 self._send(link, *work)
+                self.used = monotonic()
         except Exception as error:
             self.failed = one_line(error)
         with suppress(Exception):  # the NPU may have failed
@@ -128,6 +138,9 @@ class HcclSender:
             if self.closed or monotonic() >= until:
                 cause = f"the reader did not receive {_bytes(sources)} bytes in {seconds:.3g} s"
                 raise TransferError("transport", cause)
+
+    def is_idle(self) -> bool:
+        return self.ready and self.work.empty() and monotonic() - self.used > IDLE_SECONDS
 
     def end(self) -> None:
         self.closed = True
@@ -181,6 +194,7 @@ class HcclEngine:
         self._readers: dict[str, HcclReader] = {}
         self._senders: dict[str, HcclSender] = {}
         self._threads: list[threading.Thread] = []
+        self._closing: list[threading.Thread] = []
         self._lock = threading.Lock()
         self._server = RpcServer(CODEC, self._answer, host, ports or 0, keys)
         self.session = f"{host}:{self._server.port}"
@@ -207,15 +221,29 @@ class HcclEngine:
     def _use_reader(self, session: str, seconds: float) -> Iterator[HcclReader]:
         with self._lock:
             if session not in self._readers:
+                self._close_idle_readers()
                 self._readers[session] = HcclReader(self, session, f"{self.session}/{uuid4().hex}")
             reader = self._readers[session]
+            reader.used = monotonic()
         if not reader.lock.acquire(timeout=seconds):
             cause = f"waited {seconds:.3g} s for other reads from this NPU"
             raise TransferError("transport", cause, settled=at_once)
         try:
             yield reader
         finally:
+            reader.used = monotonic()
             reader.lock.release()
+
+    def _close_idle_readers(self) -> None:
+        for session, reader in list(self._readers.items()):
+            if not reader.lock.locked() and monotonic() - reader.used > IDLE_SECONDS:
+                del self._readers[session]
+                # In a thread, because it waits for a peer that is gone.
+                thread = threading.Thread(
+                    target=reader.disconnect, name="transfer-hccl", daemon=True
+                )
+                self._closing = [each for each in self._closing if each.is_alive()] + [thread]
+                thread.start()
 
     def write(self, session: str, runs: Runs) -> None:
         raise TransferError("internal", "HCCL has no one-sided writes")
@@ -245,9 +273,10 @@ class HcclEngine:
             reader.disconnect()
         for sending in self._senders.values():
             sending.end()
-        for thread in self._threads:
+        for thread in [*self._threads, *self._closing]:
             thread.join(1)
-        if not self._readers:  # Otherwise a thread may still use it.
+        # Otherwise a thread may still use it.
+        if not self._readers and not any(thread.is_alive() for thread in self._closing):
             self.context.destroy(linger=0)
 
     def set_device(self) -> None:
@@ -271,8 +300,10 @@ class HcclEngine:
         self.set_device()
         try:
             of_reader = reader.partition("/")[0]
-            for name in [each for each in self._senders if each.partition("/")[0] == of_reader]:
-                self._senders.pop(name).end()  # a link that this reader discarded
+            for name, sending in list(self._senders.items()):
+                # A link that this reader discarded, or whose reader may be gone.
+                if name.partition("/")[0] == of_reader or sending.failed or sending.is_idle():
+                    self._senders.pop(name).end()
             info = self.link.root_info()
         except Exception as error:
             return Refused("transport", one_line(error))
@@ -293,7 +324,7 @@ class HcclEngine:
     def _send(self, message: Send) -> Message:
         sending = self._senders.get(message.reader)
         if sending is None or sending.failed:
-            return Refused("transport", sending.failed if sending else "the link is not connected")
+            return Refused("transport", sending.failed if sending else NOT_CONNECTED)
         if not sending.ready:
             return Refused("transport", "the link is still connecting", again=True)
         same = len(message.addresses) == len(message.sizes)
@@ -303,6 +334,7 @@ class HcclEngine:
                 f"{sum(message.sizes)} bytes were requested outside of the peer's registered memory"
             )
             return Refused("transport", cause)
+        sending.used = monotonic() + message.seconds
         sending.work.put((sources, message.seconds))
         return Ack()
 
@@ -312,13 +344,14 @@ class HcclEngine:
 
 
 class HcclReader:
-    """Reader's side of a link with one peer, for successive reads. It is discarded after a
-    failure."""
+    """Reader's side of a link with one peer, for successive reads, last ``used`` at that monotonic
+    time. It is discarded after a failure."""
 
     def __init__(self, engine: HcclEngine, session: str, name: str) -> None:
         self._engine, self._session, self._name = engine, session, name
         self.lock = threading.Lock()
         self.closed = False
+        self.used = monotonic()
         self.link: Any = None
         self.client: RpcClient | None = None
 
@@ -344,12 +377,9 @@ class HcclReader:
                 cause = f"the HCCL link with {self._session} failed in another read"
                 raise TransferError("transport", cause)
             self._engine.set_device()
-            if self.link is None:
-                self._open(until)
-            assert self.client is not None
-            connection = self.client.connection_count()
             sizes = [target.numel() for target in targets]
-            self.client.call(Send(self._name, remote, sizes, until - monotonic()), until)
+            connection = self._request(remote, sizes, until)
+            assert self.client is not None
             started = True
             for target in targets:
                 self.link.recv(target)
@@ -366,6 +396,22 @@ class HcclReader:
                 _kept.extend(targets)
             raise _as_transfer_error(error, settled) from None
 
+    def _request(self, remote: list[int], sizes: list[int], until: float) -> int:
+        """Let the peer send these bytes, by a new link if it has closed this one; the client's
+        ``connection_count`` before."""
+        is_known = self.link is not None
+        if not is_known:
+            self._open(until)
+        assert self.client is not None
+        connection = self.client.connection_count()
+        try:
+            self.client.call(Send(self._name, remote, sizes, until - monotonic()), until)
+        except TransferError as error:
+            if not is_known or str(error) != NOT_CONNECTED or not self._close():
+                raise
+            return self._request(remote, sizes, until)
+        return connection
+
     def disconnect(self) -> None:
         """Tell the peer to close its side, and close this one."""
         if self.lock.acquire(timeout=2):
@@ -380,6 +426,10 @@ class HcclReader:
         received any more."""
         self.closed = True
         self._engine.forget(self._session, self)
+        return self._close()
+
+    def _close(self) -> bool:
+        """Destroy the link with all work on it, as far as there is one; whether that has succeeded."""
         client, self.client = self.client, None
         if client is not None:
             client.close()
