@@ -94,6 +94,42 @@ def test_canonical_layout_of_host_memory_is_refused(model, connectors):
             )
 
 
+@pytest.mark.parametrize(
+    ("tiers", "line"),
+    [
+        ([{"type": "ascend_disk"}], r"tiers\[0\] has no path; fix: set it"),
+        (
+            [{"type": "fs"}, {"type": "ascend_disk", "path": "/x", "thread": 4}],
+            r"secondary_tiers\[1\] has no key 'thread'; fix: use 'threads'",
+        ),
+        (
+            [{"type": "ascend_mooncake", "rest": "1 s"}],
+            r"tiers\[0\].rest is '1 s'; supported: a number above 0",
+        ),
+        ({"type": "ascend_disk"}, "secondary_tiers is {.*}; supported: a list of objects"),
+    ],
+)
+def test_entries_of_tiers_are_checked(model, connectors, tiers, line):
+    connectors()
+    extra = {"spec_name": "TieringOffloadingSpec", "cpu_bytes_to_use": 1 << 30}
+    extra["secondary_tiers"] = tiers
+    with pytest.raises(ValueError, match=line):
+        engine_config(model(), **transfer("OffloadingConnector", kv_connector_extra_config=extra))
+
+
+def test_entry_of_a_tier_is_accepted(model, connectors):
+    connectors()
+    tier = {
+        "type": "ascend_disk",
+        "path": "/x",
+        "quota": 1 << 30,
+        "threads": 4,
+    }
+    extra = {"spec_name": "TieringOffloadingSpec", "cpu_bytes_to_use": 1 << 30}
+    extra["secondary_tiers"] = [tier | {"backpressure": {}}]
+    engine_config(model(), **transfer("OffloadingConnector", kv_connector_extra_config=extra))
+
+
 def test_module_path_of_vllm_ascend_is_ignored_for_a_counterpart(model, connectors, log_lines):
     connectors()
     there = {

@@ -10,6 +10,7 @@ here by PyTorch. A layer's block is two pages, keys and values.
 from __future__ import annotations
 
 import contextlib
+import importlib
 import os
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -60,8 +61,8 @@ class OffloadingConnector(offloading_connector.OffloadingConnector):
         """Validate the configuration; the platform calls it before anything starts.
 
         Raises:
-            RefusedError: an unsupported spec or layout of host memory, or tiers across several
-            hosts, in one line.
+            RefusedError: an unsupported spec or layout of host memory, an invalid entry of a tier
+            of this wheel, or tiers across several hosts, in one line.
         """
         extra_config = vllm_config.kv_transfer_config.kv_connector_extra_config
         if (spec := extra_config.get("spec_name", "CPUOffloadingSpec")) not in (
@@ -80,6 +81,7 @@ class OffloadingConnector(offloading_connector.OffloadingConnector):
             )
         if SPECS.get(spec, spec) == "TieredSpec":
             check_single_host("OffloadingConnector", vllm_config)
+            check_tiers(extra_config.get("secondary_tiers", []))
         if vllm_config.cache_config.kv_offloading_size is None and not extra_config.get(
             "cpu_bytes_to_use"
         ):
@@ -217,6 +219,24 @@ def _unlink(region: SharedOffloadRegion) -> None:
     for path in [path for path, *_ in getattr(region, "_segments", ())] or [region.mmap_path]:
         with contextlib.suppress(FileNotFoundError):
             os.unlink(path)
+
+
+def check_tiers(tiers: Any) -> None:
+    """Validate the entries of this wheel's tiers; the others check their own.
+
+    Raises:
+        RefusedError: an invalid one, in one line.
+    """
+    if not isinstance(tiers, list) or not all(isinstance(tier, dict) for tier in tiers):
+        raise extension.RefusedError(
+            f"OffloadingConnector: secondary_tiers is {tiers!r}; supported: a list of objects; fix:"
+            ' write [{"type": …}]'
+        )
+    for number, tier in enumerate(tiers):
+        if (name := tier.get("type")) in TIERS:
+            module, cls = TIERS[name]
+            where = f"OffloadingConnector: secondary_tiers[{number}]"
+            getattr(importlib.import_module(module), cls).check_entry(tier, where)
 
 
 def check_single_host(name: str, vllm_config: Any) -> None:

@@ -10,8 +10,9 @@ import os
 import secrets
 import stat
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +20,9 @@ from ascend_platform import extension
 from vllm.v1.kv_offload.base import Medium
 from vllm.v1.kv_offload.tiering.fs.io import O_DIRECT, probe_o_direct
 
+from ascend_kv_connector.config import Positive
 from ascend_kv_connector.store.pool import LOADED, STORED
-from ascend_kv_connector.store.tier import PoolTier
+from ascend_kv_connector.store.tier import PoolTier, TierOptions
 
 ABANDONED_SECONDS = 3600.0
 """Age of a temporary file whose writer has certainly ended."""
@@ -200,10 +202,26 @@ def _create(path: Path, flags: int = 0) -> Iterator[int]:
         os.close(file)
 
 
-class DiskTier(PoolTier):
-    """Tier over a DiskPool. ``path``: the directory; ``quota``: its size in bytes."""
+@dataclass(frozen=True)
+class DiskEntry(TierOptions):
+    """Entry of a DiskTier. ``path``: the directory; ``quota``: its size in bytes."""
 
-    medium = Medium.STORAGE
+    path: str = ""
+    quota: Positive | None = None
+
+
+class DiskTier(PoolTier):
+    """Tier over a DiskPool."""
+
+    medium, entry = Medium.STORAGE, DiskEntry
+
+    @classmethod
+    def check_entry(cls, entry: Mapping[str, Any], where: str) -> None:
+        super().check_entry(entry, where)
+        if not entry.get("path"):
+            raise extension.RefusedError(
+                f"{where} has no path; fix: set it to a directory that instances share"
+            )
 
     def __init__(
         self,

@@ -20,7 +20,7 @@ from ascend_platform import extension
 from ascend_platform.transfer import mooncake
 
 from ascend_kv_connector.store.pool import LOADED, STORED, PoolError
-from ascend_kv_connector.store.tier import PoolTier
+from ascend_kv_connector.store.tier import PoolTier, TierOptions
 
 CONFIG_ENV = "MOONCAKE_CONFIG_PATH"
 """Environment variable that Mooncake, vLLM and vllm-ascend use for the path of the configuration.
@@ -213,9 +213,18 @@ def _address(memory: Any) -> int:
     return ctypes.addressof(ctypes.c_char.from_buffer(memory))
 
 
-class MooncakeTier(PoolTier):
-    """Tier over a MooncakePool. ``config_path``: path of Mooncake's configuration, overriding the
+@dataclass(frozen=True)
+class MooncakeEntry(TierOptions):
+    """Entry of a MooncakeTier. ``config_path``: path of Mooncake's configuration, overriding the
     environment."""
+
+    config_path: str = ""
+
+
+class MooncakeTier(PoolTier):
+    """Tier over a MooncakePool."""
+
+    entry = MooncakeEntry
 
     def __init__(
         self,

@@ -15,7 +15,7 @@ import functools
 import queue
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from time import monotonic, sleep
 from typing import Any, ClassVar
@@ -36,6 +36,7 @@ from vllm.v1.kv_offload.tiering.async_lookup import AsyncLookupManager
 from vllm.v1.kv_offload.tiering.base import JobResult, SecondaryTierManager
 from vllm.v1.kv_offload.tiering.fs.thread_pool import DualQueueThreadPool
 
+from ascend_kv_connector.config import Positive, Seconds
 from ascend_kv_connector.store.chunk_format import (
     FOOTER_BYTES,
     ChunkNames,
@@ -50,6 +51,9 @@ CHUNKS_METRIC = "vllm:ascend_store_chunks"
 
 BATCH_BYTES = 16 << 20
 """Bytes that a thread transfers at once, unless one chunk is larger."""
+
+FACTORY_KEYS = {"type", "module_path", "backpressure"}
+"""Keys of a tier's entry that vLLM's factory keeps (``tiering/factory.py``)."""
 
 BROKEN = ("cut", "corrupt")
 NO_REPLY = object()
@@ -96,18 +100,31 @@ class TierOptions:
     vLLM's ``--kv-events-config``.
     """
 
-    answer_timeout: float = 5.0
-    transfer_timeout: float = 20.0
-    rest: float = 10.0
-    threads: int = 2
+    answer_timeout: Seconds = 5.0
+    transfer_timeout: Seconds = 20.0
+    rest: Seconds = 10.0
+    threads: Positive = 2
     identity: dict[str, Any] = field(default_factory=dict)
     kv_events: bool = False
 
 
 class PoolTier(SecondaryTierManager):
-    """Secondary tier over a pool; ``options`` are those of TierOptions."""
+    """Secondary tier over a pool; ``options`` are those of TierOptions. ``entry``: the keys of its
+    entry in ``secondary_tiers``, with the pool's own."""
 
     medium: ClassVar[Medium | None] = None
+    entry: ClassVar[type[TierOptions]] = TierOptions
+
+    @classmethod
+    def check_entry(cls, entry: Mapping[str, Any], where: str) -> None:
+        """Validate a tier's entry; ``where`` it is, for messages.
+
+        Raises:
+            RefusedError: an unknown key, or an invalid value, in one line.
+        """
+        extension.parse_options(
+            cls.entry, {key: entry[key] for key in entry.keys() - FACTORY_KEYS}, where
+        )
 
     def __init__(
         self,
