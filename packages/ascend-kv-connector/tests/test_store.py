@@ -121,6 +121,26 @@ def test_different_layouts_and_hashes_do_not_share(
     assert not any(serve(engine(), dict(list(LONG.items())[:1]), "seed").values())
 
 
+def test_tiers_of_offloading_share_between_equal_models(
+    engine: Callable[..., Engine], tmp_path: Path
+) -> None:
+    """Of OffloadingConnector with the same directory."""
+    tier = {"type": "ascend_disk", "path": str(tmp_path / "tier")}
+    extra = {
+        "spec_name": "TieringOffloadingSpec",
+        "cpu_bytes_to_use": 200 * CHUNK,
+        "secondary_tiers": [tier],
+    }
+    transfer = {"kv_connector": "OffloadingConnector", "kv_connector_extra_config": extra}
+    one = dict(list(LONG.items())[:1])
+    save_file({"weight": torch.arange(9.0)}, tmp_path / "model" / "model.safetensors")
+    serve(engine(transfer), one, "first")
+    assert all(serve(engine(transfer), one, "again").values())
+    assert not any(serve(engine(transfer, hf_overrides={"rope_theta": 7.0}), one, "rope").values())
+    save_file({"weight": torch.ones(9)}, tmp_path / "model" / "model.safetensors")
+    assert not any(serve(engine(transfer), one, "weights").values())
+
+
 def test_weights_replaced_under_the_same_path_do_not_share(
     engine: Callable[..., Engine], tmp_path: Path
 ) -> None:

@@ -33,6 +33,7 @@ from vllm.v1.kv_offload.tiering.factory import SecondaryTierFactory
 from vllm.v1.kv_offload.tiering.spec import TieringOffloadingSpec
 
 from ascend_kv_connector.config import sliding_windows
+from ascend_kv_connector.store.identity import identity_digest
 
 SPECS = {"CPUOffloadingSpec": "HostSpec", "TieringOffloadingSpec": "TieredSpec"}
 """Spec used on NPUs, by vLLM's name."""
@@ -103,6 +104,8 @@ class OffloadingConnector(offloading_connector.OffloadingConnector):
             spec_module_path=__name__,
             kv_format=kv_format(vllm_config),
         )
+        if not all("identity" in tier for tier in extra_config.get("secondary_tiers", ())):
+            extra_config["kv_identity"] = identity_digest(vllm_config)
         super().__init__(vllm_config, role, kv_cache_config)
 
     def register_kv_caches(self, kv_caches: dict[str, Any]) -> None:
@@ -160,11 +163,10 @@ class TieredSpec(TieringOffloadingSpec):
     def __init__(self, config: Any) -> None:
         # Tiers name a KV cache by its model and dtype, which is not that of int8 latents.
         model, form = config.model, config.extra_config.get("kv_format", "")
-        model = replace(
-            model,
-            name=f"{model.name}{form}",
-            dtype=f"{model.dtype}, {config.worker_kv_bytes_per_block} bytes",
-        )
+        known = f"{config.worker_kv_bytes_per_block} bytes"
+        if identity := config.extra_config.get("kv_identity"):
+            known += f", {identity}"
+        model = replace(model, name=f"{model.name}{form}", dtype=f"{model.dtype}, {known}")
         # A block has the keys of all heads of a rank, then the values.
         parallel = replace(config.parallel, is_parallelism_agnostic=False)
         super().__init__(replace(config, model=model, parallel=parallel))

@@ -5,8 +5,6 @@
 from __future__ import annotations
 
 import copy
-import hashlib
-import json
 import os
 import shutil
 from collections.abc import Mapping
@@ -14,9 +12,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from ascend_platform import extension
-from ascend_platform.transfer.checkpoint import loaded_fingerprint
 
 from ascend_kv_connector.config import Positive, Seconds
+from ascend_kv_connector.store.identity import cache_identity
 
 NAME = "AscendStoreConnector"
 SHM = "/dev/shm"
@@ -34,9 +32,6 @@ IGNORED_KEYS = (
 )
 """Options of vllm-ascend's connectors for its processes' discovery, or for facts that ranks know
 here; ignored."""
-
-HOST_SPECIFIC_KEYS = {"_name_or_path", "transformers_version"}
-"""Keys of a model's configuration that may differ between machines."""
 
 PASSED_THROUGH = ("block_size", "blocks_per_chunk", "eviction_policy", "offload_prompt_only")
 """Options of vLLM's OffloadingConnector with the same meaning here."""
@@ -148,7 +143,8 @@ class StoreOptions:
             name: getattr(self, name)
             for name in ("answer_timeout", "transfer_timeout", "rest", "threads")
         }
-        common |= {"identity": self._identity(vllm_config), "kv_events": self.enable_kv_events}
+        identity = {"namespace": self.namespace} | cache_identity(vllm_config)
+        common |= {"identity": identity, "kv_events": self.enable_kv_events}
         tiers: dict[str, dict[str, Any]] = {
             "disk": {"path": self.disk_path, "quota": self.disk_bytes_to_use},
             "mooncake": {"config_path": self.mooncake_config_path},
@@ -164,22 +160,3 @@ class StoreOptions:
         transfer.engine_id = f"{transfer.engine_id}-store"
         config.kv_transfer_config = transfer
         return config
-
-    def _identity(self, vllm_config: Any) -> dict[str, Any]:
-        """Properties that determine the KV cache of a prefix, in addition to those of vLLM's own
-        file tier."""
-        model = vllm_config.model_config
-        known = model.hf_config.to_dict()
-        described = json.dumps(
-            {key: known[key] for key in known.keys() - HOST_SPECIFIC_KEYS},
-            sort_keys=True,
-            default=str,
-        )
-        return {
-            "namespace": self.namespace,
-            "revision": model.revision,
-            "quantization": model.quantization,
-            "model": hashlib.sha256(described.encode()).hexdigest(),
-            "weights": loaded_fingerprint(model),
-            "hashes": vllm_config.cache_config.prefix_caching_hash_algo,
-        }
