@@ -5,10 +5,13 @@ results."""
 
 import json
 import os
+import select
 import subprocess
 import sys
 import tempfile
 import threading
+import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -37,7 +40,8 @@ def run(
 
     They are emulated if those of the session are; otherwise the test is skipped where there are not
     as many. `memory` is what each emulated one has; a variable with the value "" is taken out. The
-    command can import this package. `progress` advances with each result that is printed.
+    command can import this package. `progress` advances with each result that is printed. After
+    `timeout` seconds the command is killed, and what its own processes print is not waited for.
     """
     environ = {name: value for name, value in (os.environ | variables).items() if value}
     environ["PYTHONPATH"] = path()
@@ -60,24 +64,36 @@ def run(
 
         pytest.skip(f"needs {npus} NPUs; there are {found}")
     read, write = os.pipe()
-    with tempfile.TemporaryFile("w+") as errors, os.fdopen(read) as output:
+    with tempfile.TemporaryFile("w+") as errors, os.fdopen(read, "rb", buffering=0) as output:
         process = _start(emulated, list(command), environ, write, errors.fileno())
         os.close(write)
-        deadline = threading.Timer(timeout, process.kill)
-        deadline.start()
+        end, killer = time.monotonic() + timeout, threading.Timer(timeout, process.kill)
+        killer.start()
         lines: list[str] = []
-        for line in output:
+        for line in _lines(output.fileno(), end):
             lines.append(line)
             if progress is not None:
                 for result in results(line):
                     progress.advance(result.get("name", ""))
-        code, is_late = process.wait(), not deadline.is_alive()
-        deadline.cancel()
+        code, is_late = process.wait(), time.monotonic() >= end
+        killer.cancel()
         errors.seek(0)
         printed, log = "".join(lines), errors.read()
     if is_late:
         raise subprocess.TimeoutExpired(command, timeout, printed.encode(), log.encode())
     return subprocess.CompletedProcess(command, code, printed, log)
+
+
+def _lines(pipe: int, end: float) -> Iterator[str]:
+    """Lines until all writers have closed the pipe, or until this time of `time.monotonic`:
+    processes that the program started may outlive it."""
+    rest, ready = b"", select.poll()
+    ready.register(pipe, select.POLLIN)
+    while ready.poll(max(0.0, end - time.monotonic()) * 1000) and (found := os.read(pipe, 65536)):
+        *whole, rest = (rest + found).split(b"\n")
+        yield from (line.decode() + "\n" for line in whole)
+    if rest:
+        yield rest.decode()
 
 
 def _start(

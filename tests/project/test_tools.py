@@ -5,6 +5,7 @@
 import json
 import subprocess
 import sys
+import time
 
 import pytest
 from harness import checkout, launcher, npus
@@ -67,6 +68,19 @@ def test_program_with_progress_ends_at_its_timeout() -> None:
     with progress("layouts", 1) as steps, pytest.raises(subprocess.TimeoutExpired) as error:
         npus.run(1, sys.executable, "-c", code, progress=steps, timeout=3)
     assert error.value.stdout == b"begun\n"
+
+
+def test_program_with_a_child_ends_at_its_timeout() -> None:
+    child = "import time; time.sleep(40)"
+    code = f"""if True:
+        import subprocess, sys
+        subprocess.Popen([sys.executable, "-c", {child!r}])
+        print("begun", flush=True)"""
+    began = time.monotonic()
+    with pytest.raises(subprocess.TimeoutExpired) as error:
+        npus.run(1, sys.executable, "-c", code, timeout=8)
+    assert error.value.stdout == b"begun\n"
+    assert time.monotonic() - began < 30
 
 
 def test_difference_between_ranks_is_told_with_its_place() -> None:
