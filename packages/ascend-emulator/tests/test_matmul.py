@@ -271,6 +271,16 @@ def test_matrices_of_other_dtypes_are_refused(call, dtype, other):
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+def test_product_of_16_bits_can_be_of_float32(dtype):
+    a, b = torch.randn(5, 4096).to(dtype), torch.randn(7, 4096).to(dtype)
+    found = torch.mm(a.npu(), b.npu().t(), out_dtype=torch.float32).cpu()
+    assert found.dtype == torch.float32
+    torch.testing.assert_close(found.double(), a.double() @ b.double().t(), rtol=1e-5, atol=1e-3)
+    with pytest.raises(RuntimeError, match=r"rule batch_matmul\.out-dtype"):
+        torch.bmm(a[None].npu(), b.t()[None].npu(), out_dtype=torch.float32)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_sum_over_a_batch_is_rounded_once(dtype):
     c, a, b = torch.zeros(8, 8), torch.randn(64, 8, 64), torch.randn(64, 64, 8)
     c, a, b = (each.to(dtype) for each in (c, a, b))

@@ -10,10 +10,12 @@ namespace {
 
 constexpr auto kBmm = [](auto& out, const auto& a, const auto& b) { at::bmm_out(out, a, b); };
 
-// out = beta * self + alpha * (a @ b)
-auto addmm(const at::Scalar& beta, const at::Scalar& alpha) {
-  return [=](auto& out, const auto& self, const auto& a, const auto& b) {
-    at::addmm_out(out, self, a, b, beta, alpha);
+// out = beta * self + alpha * (a @ b), as one of ATen's functions computes it.
+using Sum = Tensor&(
+    Tensor&, const Tensor&, const Tensor&, const Tensor&, const at::Scalar&, const at::Scalar&);
+auto scaled(Sum& sum, const at::Scalar& beta, const at::Scalar& alpha) {
+  return [&sum, beta, alpha](Tensor& out, const Tensor& self, const Tensor& a, const Tensor& b) {
+    sum(out, self, a, b, beta, alpha);
   };
 }
 
@@ -22,6 +24,12 @@ auto addmm(const at::Scalar& beta, const at::Scalar& alpha) {
 SHAPED(aclnnMm, (Tensor self, Tensor other, Tensor out, CubeMath cube),
     (SHAPE(out, PRODUCT(self, other, 2, 2)), cube.check(self, other)), {
       if (has_bf16_matmul(self, other, out)) return bf16_matmul(self, other, {}, out);
+      // mm(out_dtype=float32): the sums, which are not rounded. out has a dtype to which theirs
+      // converts ("aclnnMm"); that of aclnnBatchMatMul is theirs.
+      if (out.scalar_type() == at::kFloat && at::isReducedFloatingType(self.scalar_type())) {
+        same_dtype("mat2", other, "self", self);
+        return kMatmul(out, self.to(at::kFloat), other.to(at::kFloat));
+      }
       multiply_into(kMatmul, out, cube(self), cube(other));
     })
 SHAPED(aclnnMatmul, (Tensor self, Tensor other, Tensor out, CubeMath cube),
@@ -51,34 +59,27 @@ SHAPED(aclnnAddmm,
                          self.size(0) == b.size(1);
       if (plain && self.scalar_type() == at::kBFloat16 && has_bf16_matmul(a, b, out))
         return bf16_matmul(a, b, self, out);
-      multiply_into(addmm(beta, alpha), out, self, cube(a), cube(b));
+      multiply_into(scaled(at::addmm_out, beta, alpha), out, self, cube(a), cube(b));
     })
 SHAPED(aclnnInplaceAddmm,
     (Tensor self, Tensor a, Tensor b, Scalar beta, Scalar alpha, CubeMath cube),
     (SHAPE(self, PRODUCT(a, b, 2, 2)), cube.check(a, b)),
-    { multiply_into(addmm(beta, alpha), self, self, cube(a), cube(b)); })
+    { multiply_into(scaled(at::addmm_out, beta, alpha), self, self, cube(a), cube(b)); })
 SHAPED(aclnnAddbmm,
     (Tensor self, Tensor a, Tensor b, Scalar beta, Scalar alpha, Tensor out, CubeMath cube),
     cube.check(a, b), {
-      const auto product = [&](auto& out, const auto& self, const auto& a, const auto& b) {
-        at::addbmm_out(out, self, a, b, beta, alpha);
-      };
+      const auto product = scaled(at::addbmm_out, beta, alpha);
       // ATen rounds the sum of each matrix to 16 bits.
-      if (!at::isReducedFloatingType(out.scalar_type()))
-        return product(out, self, cube(a), cube(b));
-      multiply_wide(product, out, self, a, b);
+      if (at::isReducedFloatingType(out.scalar_type()))
+        return multiply_wide(product, out, self, a, b);
+      product(out, self, cube(a), cube(b));
     })
 // A3 refuses baddbmm's samples in PyTorch's tests, of which some have a self of less than three
 // dimensions (Ascend/pytorch, ci-test, disabled_testcases.json: aclnnBaddbmm).
 SHAPED(aclnnBaddbmm,
     (Tensor self, Tensor a, Tensor b, Scalar beta, Scalar alpha, Tensor out, CubeMath cube),
     (rank("self", self, 3), SHAPE(out, PRODUCT(a, b, 3, 3)), EXPANDS(out, self), cube.check(a, b)),
-    {
-      const auto product = [&](auto& out, const auto& self, const auto& a, const auto& b) {
-        at::baddbmm_out(out, self, a, b, beta, alpha);
-      };
-      multiply_into(product, out, self, cube(a), cube(b));
-    })
+    { multiply_into(scaled(at::baddbmm_out, beta, alpha), out, self, cube(a), cube(b)); })
 SHAPED(aclnnAddmv,
     (Tensor self, Tensor matrix, Tensor vector, Scalar alpha, Scalar beta, Tensor out,
         CubeMath cube),
@@ -89,17 +90,11 @@ SHAPED(aclnnAddr, (Tensor self, Tensor a, Tensor b, Scalar beta, Scalar alpha, T
     { at::addr_out(out, self, a, b, beta, alpha); })
 
 // mat2 in FRACTAL_NZ; float16 and bfloat16 ("aclnnMatmulWeightNz" of CANN's API reference).
-CHECKED(aclnnMatmulWeightNz, (Tensor self, Weight mat2, Tensor out, CubeMath), {
-  SHAPE(out, PRODUCT(self, mat2, 2, 2));
-  COMPUTE { multiply_into(kMatmul, out, self, mat2); };
-})
-CHECKED(aclnnBatchMatMulWeightNz, (Tensor self, Weight mat2, Tensor out, CubeMath), {
-  SHAPE(out, PRODUCT(self, mat2, 3, 3));
-  COMPUTE { multiply_into(kMatmul, out, self, mat2); };
-})
-CHECKED(aclnnAddmmWeightNz,
-    (Tensor self, Tensor mat1, Weight mat2, Scalar beta, Scalar alpha, Tensor out, CubeMath), {
-      SHAPE(out, PRODUCT(mat1, mat2, 2, 2));
-      EXPANDS(out, self);
-      COMPUTE { multiply_into(addmm(beta, alpha), out, self, mat1, mat2); };
-    })
+SHAPED(aclnnMatmulWeightNz, (Tensor self, Weight mat2, Tensor out, CubeMath),
+    SHAPE(out, PRODUCT(self, mat2, 2, 2)), { multiply_into(kMatmul, out, self, mat2); })
+SHAPED(aclnnBatchMatMulWeightNz, (Tensor self, Weight mat2, Tensor out, CubeMath),
+    SHAPE(out, PRODUCT(self, mat2, 3, 3)), { multiply_into(kMatmul, out, self, mat2); })
+SHAPED(aclnnAddmmWeightNz,
+    (Tensor self, Tensor mat1, Weight mat2, Scalar beta, Scalar alpha, Tensor out, CubeMath),
+    (SHAPE(out, PRODUCT(mat1, mat2, 2, 2)), EXPANDS(out, self)),
+    { multiply_into(scaled(at::addmm_out, beta, alpha), out, self, mat1, mat2); })
