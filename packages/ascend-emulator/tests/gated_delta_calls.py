@@ -70,8 +70,11 @@ def chunk(tokens=3, lengths=(3,), settings=None, **changed):
 
 
 OF_VALUES = {
-    "actual_seq_lengths has 9; allowed: 1 to 8": lambda: recurrent(9, (9,), range(9)),
-    "actual_seq_lengths has 0; allowed: 1 to 8": lambda: recurrent(2, (2, 0)),
+    "actual_seq_lengths is 9; allowed: 1 to 8": lambda: recurrent(9, (9,), range(9)),
+    "actual_seq_lengths is 0; allowed: 1 to 8": lambda: recurrent(2, (2, 0)),
+    "actual_seq_lengths is -14; allowed: 1 to 8": lambda: recurrent(
+        2, (8, 8, -14), accepted=(8, 1, 1)
+    ),
     "actual_seq_lengths add up to 1 and there are 2 tokens": lambda: recurrent(2, (1,)),
     "ssm_state_indices has 2; state has 2 blocks": lambda: recurrent(blocks=(0, 2)),
     "ssm_state_indices has -1; state has 2 blocks": lambda: recurrent(blocks=(0, -1)),

@@ -50,11 +50,16 @@ void check_range(const char* argument, const Tensor& x, float least, float most)
         most);
 }
 
-void check_total(const std::vector<int64_t>& lengths, int64_t tokens) {
+std::vector<int64_t> lengths_of(const Tensor& x, int64_t most, int64_t tokens) {
+  const auto lengths = numbers(x);
   int64_t total = 0;
-  for (const auto length : lengths) total += length;
+  for (const auto length : lengths) {
+    within("actual_seq_lengths", length, int64_t{1}, most);
+    total += length;
+  }
   require(total == tokens, "actual_seq_lengths add up to ", total, " and there are ", tokens,
       " tokens");
+  return lengths;
 }
 
 }  // namespace
@@ -69,9 +74,9 @@ CHECKED(aclnnRecurrentGatedDeltaRule,
       require(state.size(0) >= query.size(0), "state has ", state.size(0), " blocks; at least the ",
           query.size(0), " of the tokens are needed");
       COMPUTE {
-        const auto counts = numbers(*lengths), blocks = numbers(*indices);
+        const auto counts = lengths_of(*lengths, 8, delta.query.size(0)),
+                   blocks = numbers(*indices);
         const auto taken = accepted ? numbers(*accepted) : std::vector<int64_t>(counts.size(), 1);
-        check_total(counts, delta.query.size(0));
         // a state is read for each request, and one written for each token
         cost::partial_access(
             state, static_cast<double>((counts.size() + blocks.size()) * state[0].nbytes()));
@@ -80,8 +85,6 @@ CHECKED(aclnnRecurrentGatedDeltaRule,
               "; state has ", state.size(0), " blocks");
         int64_t token = 0;
         for (size_t i = 0; i < counts.size(); ++i) {
-          require(counts[i] >= 1 && counts[i] <= 8, "actual_seq_lengths has ", counts[i],
-              "; allowed: 1 to 8");
           require(taken[i] >= 1 && taken[i] <= counts[i], "num_accepted_tokens has ", taken[i],
               "; allowed: 1 to ", counts[i]);
           auto changed = state[blocks[token + taken[i] - 1]].to(at::kFloat);
@@ -100,8 +103,7 @@ CHECKED(aclnnChunkGatedDeltaRule,
       const DeltaRule delta{query, key, value, beta, decay, scale, out};
       delta.check_heads();
       COMPUTE {
-        const auto counts = numbers(*lengths);
-        check_total(counts, delta.query.size(0));
+        const auto counts = lengths_of(*lengths, delta.query.size(0), delta.query.size(0));
         // The page has -1 to 0, beyond which results "may overflow". vllm-ascend passes the decays
         // of trained weights, which are far below (ops/gdn.py, pull request 12647: Qwen3.5).
         if (delta.decay) check_range("g", *delta.decay, -std::numeric_limits<float>::infinity(), 0);
@@ -111,7 +113,6 @@ CHECKED(aclnnChunkGatedDeltaRule,
         check_range("beta", delta.beta, 0, 1);
         int64_t token = 0;
         for (size_t i = 0; i < counts.size(); ++i) {
-          require(counts[i] >= 1, "actual_seq_lengths has ", counts[i], "; allowed: 1 and more");
           auto changed = (*initial)[i].to(at::kFloat);
           for (const int64_t end = token + counts[i]; token < end; ++token)
             delta.step(changed, token);
