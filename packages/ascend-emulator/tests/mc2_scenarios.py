@@ -235,6 +235,13 @@ def versions(rank: int, ranks: int) -> Any:
     )
     calls.compute("DistributeBarrier", x, group, ranks)
     said.append(calls.refusal("DistributeBarrier", x, group, ranks + 1))
+    # The dispatch has algorithms that the combine does not have, and one without shared experts.
+    for more in (
+        {"comm_alg": "fullmesh_v1"},
+        {"comm_alg": "hierarchy", "shared_expert_rank_num": 1},
+    ):
+        other = Layer(rank, ranks, 4, **more)
+        said.append(failure(lambda other=other: other.combine(rows, ids, given, scales)))
     return [equal, said]
 
 

@@ -182,6 +182,8 @@ def test_versions_of_an_older_cann(scenarios):
         assert all(text.startswith("comm_quant_mode is 1; 0 is emulated") for text in said[2:4])
         assert said[4].startswith("dimension 0 of gamma is 9 and dimension 1 of expand_x is 1024; ")
         assert said[5].startswith("world_size is 3; the communicator ")
+        assert "comm_alg is fullmesh_v1; allowed: , hierarchy" in said[6]
+        assert "shared_expert_rank_num is 1; with comm_alg hierarchy, 0 is allowed" in said[7]
 
 
 @pytest.mark.parametrize("dtype", HALVES, ids=str)

@@ -20,7 +20,7 @@ class MC2Algorithm:
     limits by their documentation.
 
     Attributes:
-        comm_alg: its name.
+        comm_alg: its name; "" is the default of the operators.
         ranks: sizes of the expert-parallel group.
         tokens: the most tokens of a rank.
         hidden: sizes of a token, in elements.
@@ -153,7 +153,8 @@ FAMILIES = (
         name="Atlas A3",
         prefixes=("Ascend910_93",),
         operators=ALL_OPERATORS | {"npu_quant_lightning_indexer"},
-        mc2=MC2(MC2Algorithm("fullmesh_v1", frozenset(range(2, 769)), 512, range(1024, 8192 + 1))),
+        # The default, fullmesh_v1: the combine takes that name no more than fullmesh_v2.
+        mc2=MC2(MC2Algorithm("", frozenset(range(2, 769)), 512, range(1024, 8192 + 1))),
     ),
     ChipFamily(
         "Ascend 950",

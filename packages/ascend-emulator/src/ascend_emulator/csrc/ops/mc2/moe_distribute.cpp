@@ -42,6 +42,9 @@ Experts::Experts(
   const bool a2 = is_chip("Ascend910B"), first = version == Version::one;
   const int64_t ranks = at.ep_world_size;
   using List = std::initializer_list<int64_t>;
+  // "模板仅支持tp_world_size为1、共享专家为0的场景".
+  require(algorithm != "hierarchy" || shared_ranks == 0, "shared_expert_rank_num is ", shared_ranks,
+      "; with comm_alg hierarchy, 0 is allowed");
   if (first)
     one_of("ep_world_size", ranks, a2 ? List{16, 32, 64} : List{8, 16, 32, 64, 128, 144, 256, 288});
   else if (algorithm == "hierarchy" && a2)

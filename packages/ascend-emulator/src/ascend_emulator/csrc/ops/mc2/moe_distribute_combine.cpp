@@ -145,11 +145,6 @@ void check_expand_scales(const Combine& call) {
   shape("expand_scales", *call.expand_scales, {call.expand_x.size(0)});
 }
 
-void no_quantized_values(int64_t quant_mode) {
-  require(quant_mode == 0, "comm_quant_mode is ", quant_mode,
-      "; 0 is emulated: how communicated values are quantized is not documented");
-}
-
 // Arguments of the versions.
 struct CombineSettings : MoeSettings {
   int64_t out_dtype, group_list_type;
@@ -182,7 +177,11 @@ Combine checked(
   Combine call{
       in, later.inputs, {version, settings, later.algorithm, later.experts}, later.shared_x};
   call.check_arguments();
-  no_quantized_values(settings.quant_mode);
+  // Only the dispatch has A3's names of algorithms.
+  if (is_chip("Ascend910_93"))
+    one_of("comm_alg", later.algorithm, {std::string(), std::string("hierarchy")});
+  require_emulated(settings.quant_mode == 0, "comm_quant_mode is ", settings.quant_mode,
+      "; 0 is emulated: how communicated values are quantized is not documented");
   return call;
 }
 
