@@ -328,9 +328,15 @@ def test_grouped_matmul_swiglu_quant_of_int4(smooth):
 
 
 def grouped(x, weight, **more):
-    """One group of rows."""
+    """One group of rows, or one for each end in `group_list`."""
     options = {"group_list": torch.tensor([4]).npu(), "split_item": 3, "group_type": 0} | more
-    return torch_npu.npu_grouped_matmul([x], [weight[None]], **options)
+    stack = weight[None].repeat(len(options["group_list"]), 1, 1)
+    return torch_npu.npu_grouped_matmul([x], [stack], **options)
+
+
+def stacked(x, weight, **more):
+    """Two groups of rows."""
+    return grouped(x, weight, group_list=torch.tensor([1, 4]).npu(), **more)
 
 
 @pytest.mark.parametrize(
@@ -399,6 +405,30 @@ def grouped(x, weight, **more):
                 [a.half()], [b.half()], bias=[b[0, :3].half()], group_type=-1
             ),
             r"bias has shape \[3\]; its last dimension must be that of weight 0, 8",
+        ),
+        "bias of a stack": (
+            lambda a, b: stacked(a.half(), b.half(), bias=[b[:1].half()]),
+            r"bias has shape \[1, 8\]; its first dimension must be that of weight, 2",
+        ),
+        "scale of a stack": (
+            lambda a, b: stacked(a, b, scale=[b[0].float()], output_dtype=torch.float16),
+            r"scale has shape \[8\]; its first dimension must be that of weight, 2",
+        ),
+        "scales of rows": (
+            lambda a, b: stacked(
+                a,
+                b,
+                scale=[b[:2].float()],
+                per_token_scale=[a[:3, 0].float()],
+                output_dtype=torch.float16,
+            ),
+            r"per_token_scale has shape \[3\] and x \[4, 8\]; one scale per row is needed",
+        ),
+        "several x and a stack": (
+            lambda a, b: torch_npu.npu_grouped_matmul(
+                [a.half()] * 2, [b[None].half()], split_item=3, group_type=0
+            ),
+            "x has 2 tensors and weight 1",
         ),
         "dtype": (
             lambda a, b: torch_npu.npu_grouped_matmul([a.half()], [b.float()], group_type=-1),

@@ -58,10 +58,16 @@ struct Grouped {
     if (list && kind == 0 && list_kind != 2)
       rule("grouped_matmul.groups", list->size(0) == groups(), "group_list has ", list->size(0),
           " groups and weight ", groups());
-    if (kind == 2) return;
+    if (kind == 2)
+      return rule("grouped_matmul.columns", x.size() == 1 && x[0].dim() == 2 && x[0].stride(0) == 1,
+          "x has strides ", x[0].strides(), " for shape ", x[0].sizes(),
+          "; with group_type 2 one transposed x is allowed");
     rule("grouped_matmul.weight-ranks", [&] {
       for (const auto& each : weight) rank("weight", each, kind == 0 && weight.size() == 1 ? 3 : 2);
     });
+    for (const auto& each : weight)
+      rule("grouped_matmul.weights-transposed", is_transposed(each) == is_transposed(weight[0]),
+          "some weights are transposed and some not; allowed: all or none");
     rule("grouped_matmul.x-transposed", [&] {
       for (const auto& each : x)
         require(!is_transposed(each), "x has strides ", each.strides(), " for shape ", each.sizes(),
@@ -77,13 +83,17 @@ struct Grouped {
   }
 
   void check_lists() const {
-    require(x.size() == 1 || weight.size() == 1 || x.size() == weight.size(), "x has ", x.size(),
-        " tensors and weight ", weight.size());
+    require(x.size() == 1 || x.size() == weight.size(), "x has ", x.size(), " tensors and weight ",
+        weight.size());
     for (const auto& [name, of] : factors())
       require(empty(*of) || (*of)->size() == weight.size(), name, " has ", *of ? (*of)->size() : 0,
           " tensors and weight ", weight.size());
-    require(empty(pertoken) || pertoken->size() == x.size(), "per_token_scale has ",
-        pertoken ? pertoken->size() : 0, " tensors and x ", x.size());
+    if (empty(pertoken)) return;
+    require(pertoken->size() == x.size(), "per_token_scale has ", pertoken->size(),
+        " tensors and x ", x.size());
+    for (size_t i = 0; i < x.size(); ++i)
+      require((*pertoken)[i].numel() * x[i].size(-1) == x[i].numel(), "per_token_scale has shape ",
+          (*pertoken)[i].sizes(), " and x ", x[i].sizes(), "; one scale per row is needed");
   }
 
   // Rows of weight i.
@@ -106,6 +116,9 @@ struct Grouped {
             " has shape ", factor.sizes(), "; its last dimension must be that of weight ", i, ", ",
             n);
         // The first dimension of a stack is that of groups.
+        require(!stacked() || (factor.dim() == 1 && groups() == 1) || factor.size(0) == groups(),
+            name, " has shape ", factor.sizes(), "; its first dimension must be that of weight, ",
+            groups());
         const int64_t parts = factor.dim() > 1 + stacked() ? factor.size(-2) : 1;
         require(parts > 0 && rows % parts == 0, name, " has shape ", factor.sizes(), "; its ",
             parts, " groups do not divide the ", rows, " rows of the weight");

@@ -68,14 +68,10 @@ namespace {
 // for Atlas A2 and A3.
 Computation swiglu_quant(const Tensor& x, const Tensor& weight, const Tensor& weight_scale,
     const Opt<Tensor>& assist, const Tensor& x_scale, const Opt<Tensor>& smooth, const Tensor& list,
-    int64_t dequant_mode, int64_t list_kind, const Tensor& out, const Tensor& out_scale) {
+    int64_t list_kind, const Tensor& out, const Tensor& out_scale) {
   const bool int4 = x.scalar_type() == at::kInt, words = weight.scalar_type() == at::kInt;
   const int64_t groups = weight.size(0), k = x.size(1) * (int4 ? kFourBitsInWord : 1),
                 n = out.size(1) * 2;
-  require(!int4 || words, "x is packed int4 and weight ", weight.scalar_type(),
-      "; it must be packed int4 too");
-  require(dequant_mode == 0 || (words && !int4),
-      "dequant_mode is 1; allowed: 0, unless x is int8 and weight int4");
   require(int4 == smooth.has_value(), "smooth_scale is ", smooth ? "" : "not ", "given and x is ",
       x.scalar_type(), "; it belongs to an x of packed int4 (int32)");
   require(n <= 10240, "weight has ", n, " columns; allowed: up to 10240");
@@ -89,14 +85,8 @@ Computation swiglu_quant(const Tensor& x, const Tensor& weight, const Tensor& we
                 smooth->sizes() == at::IntArrayRef{groups, n / 2},
         "smooth_scale has shape ", smooth->sizes(), "; allowed: [", groups, "] and [", groups, ", ",
         n / 2, "]");
-    require(!assist, "weight_assist_matrix is given; it belongs to an int8 x and an int4 weight");
     require(weight.size(1) == k, "x has ", k, " columns and weight ", weight.size(1), " rows");
-    rank("group_list", list, 1);
-    shape("group_list", list, {groups});
-    within("group_list_type", list_kind, int64_t{0}, int64_t{1});
   } else {
-    within("group_list_type", list_kind, int64_t{0}, int64_t{2});
-    rank("group_list", list, list_kind == 2 ? 2 : 1);
     call.check_arguments();
   }
   return [=] {
@@ -120,9 +110,7 @@ Computation swiglu_quant(const Tensor& x, const Tensor& weight, const Tensor& we
 CHECKED(aclnnGroupedMatmulSwigluQuantWeightNZ,
     (Tensor x, Weight weight, Opt<Tensor> bias, Opt<Tensor> offset, Tensor weight_scale,
         Tensor x_scale, Tensor list, Tensor out, Tensor out_scale, Opt<Tensor>),
-    {
-      return swiglu_quant(x, weight, weight_scale, bias, x_scale, {}, list, 0, 0, out, out_scale);
-    })
+    { return swiglu_quant(x, weight, weight_scale, bias, x_scale, {}, list, 0, out, out_scale); })
 namespace {
 template <class WeightList> struct SwigluQuant {
   Tensor x;
@@ -142,7 +130,7 @@ template <class WeightList> struct SwigluQuant {
   Computation computation() const {
     return swiglu_quant(x, weight.at(0), weight_scale.at(0),
         empty(assist) ? Opt<Tensor>() : Opt<Tensor>(assist->front()), x_scale, smooth, list,
-        dequant_mode, list_kind, out, out_scale);
+        list_kind, out, out_scale);
   }
 };
 }  // namespace
