@@ -15,6 +15,13 @@ from ascend_emulator import elf, facts
 from ascend_emulator.cache import BuildError
 
 NAMES = Path(__file__).with_name("cann_names.txt")
+# Beginnings of the names in libtorch_npu.so.
+WHEEL_NAMES = (
+    rb"acl(?:nn|rt|mdl|op|sys|prof)?[A-Z]",
+    rb"Hccl[A-Z]",
+    rb"rt[A-Z]\w{5}",
+    rb"Msprof[A-Z]",
+)
 # Prefixes of operators: GetWorkspaceSize and the launch.
 OPERATORS = ("aclnn", "Atb", "aclStft", "aclRfft1D")
 # Releases of torch_npu for whose ATB parameters csrc/ops/atb has the layout: op-plugin's
@@ -49,11 +56,14 @@ def package_dir(name: str) -> Path:
 def wheel_names() -> list[str]:
     """All CANN names that the installed torch_npu links against or looks up (its string table)."""
     data = (package_dir("torch_npu") / "lib" / "libtorch_npu.so").read_bytes()
-    strings = re.findall(
-        rb"(?<![\w])((?:aclnn|aclrt|aclmdl|aclop|aclsys|aclprof|aclGet|aclSet|Hccl)[A-Z]\w+|acl[A-Z]\w+|rt[A-Z]\w{6,}|Msprof[A-Z]\w+)\0",
-        data,
-    )
-    names = {name.decode() for name in strings}
+    # Each expression begins with a literal, for which re searches twenty times faster than for
+    # (?<!\w) and alternatives.
+    names = {
+        found[0][:-1].decode()
+        for begin in WHEEL_NAMES
+        for found in re.finditer(rb"%b\w+\0" % begin, data)
+        if not re.match(rb"\w", data[found.start() - 1 : found.start()])
+    }
     # Nine letters ending in a capital are eight of an inlined string and the first byte of an
     # instruction ("HcclAllgH").
     names |= {
