@@ -65,6 +65,15 @@ def test_sources_are_formatted():
     assert not files, f"format with: clang-format -i {' '.join(files)}"
 
 
+@pytest.mark.parametrize("unit", build.UNITS)
+def test_headers_in_front_of_torch_s_belong_to_each_unit(unit, tmp_path):
+    """Otherwise an object file of other headers would be taken from the cache."""
+    headers = [path.read_bytes() for path in build.ATEN.rglob("*.h")]
+    assert len(headers) == 2
+    contents = build._read(build.units()[unit], tmp_path)
+    assert [header for header in headers if header not in contents] == []
+
+
 def test_object_files_are_removed_when_no_build_uses_them(tmp_path):
     used, kept, old = (tmp_path / name for name in ("used.o", "kept.o", "old.o"))
     for path in (used, kept, old):

@@ -8,7 +8,8 @@ libraries.
 
 The C++ files of several folders are compiled as one translation unit (UNITS). The sources of
 operators name no header of ATen's functions: their unit includes those that it calls, because
-parsing all of them (ATen/ATen.h) takes 6 s.
+parsing all of them (ATen/ATen.h) takes 6 s. Two headers that each of those includes and none uses
+are empty (csrc/aten), which saves 3 s of each unit.
 """
 
 from __future__ import annotations
@@ -88,6 +89,7 @@ ERROR_LINES = 60  # of a compiler that are shown
 PROCESSOR_SECONDS = 100  # Seconds of a whole build, with g++ 12.2 on a server's core.
 COMPILER_BYTES = 1900 << 20  # Memory of one compiler process; with sanitizers twice as much.
 SOURCES = Path(__file__).parent / "csrc"
+ATEN = SOURCES / "aten"  # Headers in front of torch's.
 # ASCEND_EMULATOR_SANITIZE: sanitizers to compile with, which `ascend-emulator run` preloads.
 # Python, which leaks at exit by design, and torch are not built with them.
 SANITIZERS = "address,undefined"
@@ -187,6 +189,12 @@ def _with_headers(sources: list[Path], *folders: Path) -> list[Path]:
             if header and header not in files:
                 files.append(header)
     return files
+
+
+def _read(sources: list[Path], generated: Path) -> list[bytes]:
+    """Contents of the files that a unit is compiled from, except torch's."""
+    files = (*_with_headers(sources, generated), *sorted(ATEN.rglob("*.h")))
+    return [path.read_bytes() for path in files]
 
 
 def _functions(unit: str, contents: list[bytes]) -> str:
@@ -392,10 +400,7 @@ def _build(
     for unit, paths in write_generated(target).items():
         sources[unit] = [*sources[unit], *paths]
     # A changed header rebuilds the units that include it only.
-    contents = {
-        name: [path.read_bytes() for path in _with_headers(paths, target)]
-        for name, paths in sources.items()
-    }
+    contents = {name: _read(paths, target) for name, paths in sources.items()}
     built = {
         name: objects / f"{_digest(*base, *UNIT_FLAGS, _optimization(name), *parts)}.o"
         for name, parts in contents.items()
@@ -412,6 +417,7 @@ def _build(
             *UNIT_FLAGS,
             f"-I{SOURCES}",
             f"-I{target}",
+            f"-isystem{ATEN}",
             f"-isystem{torch / 'include'}",
             # Relative file names in messages and in the registry.
             f"-ffile-prefix-map={SOURCES}/=",
@@ -419,7 +425,7 @@ def _build(
             *("-x", "c++", "-c", "-o", str(partial), "-"),
         ]
         _run(f"compiling {name}", command, text)
-        if [path.read_bytes() for path in _with_headers(sources[name], target)] != contents[name]:
+        if _read(sources[name], target) != contents[name]:
             partial.unlink()
             raise BuildError(
                 f"ascend-emulator: a source file of {name} changed during compilation; start again"

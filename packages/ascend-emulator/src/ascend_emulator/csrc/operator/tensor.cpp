@@ -2,6 +2,7 @@
 // SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-all project
 #include "tensor.h"
 
+#include <ATen/core/List.h>
 #include <c10/core/InferenceMode.h>
 #include <c10/util/strides.h>
 
@@ -172,6 +173,12 @@ void Fractal::pack() const {
 }
 
 void required(const void* object) { require(given(object), "a required argument is null"); }
+
+void put_rows(const at::Tensor& out, at::TensorList indices, const at::Tensor& rows) {
+  c10::List<std::optional<at::Tensor>> list;
+  for (const auto& each : indices) list.push_back(each);
+  out.index_put_(list, rows);
+}
 
 }  // namespace emu
 

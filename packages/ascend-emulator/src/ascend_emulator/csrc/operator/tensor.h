@@ -68,6 +68,10 @@ struct Fractal {
 // the storage, or its transpose.
 at::Tensor matrix_of(const std::string& name, const aclTensor& tensor);
 
+// index_put_ of indices of the first dimensions. c10::List, which it takes, is parsed in this unit
+// only (aten/ATen/DeviceGuard.h).
+void put_rows(const at::Tensor& out, at::TensorList indices, const at::Tensor& rows);
+
 enum AclFormat : int32_t { kNCHW = 0, kND = 2, kFractalNZ = 29 };
 
 }  // namespace emu

@@ -51,10 +51,10 @@ ATB_OPERATOR(AtbMLA,
         // Selects the pages in the block table, and renumbers them.
         const auto names = table.narrow(0, 0, kv_lengths.value.numel()).reshape(-1).to(at::kLong),
                    named = names.clamp(0, latent.size(0) - 1);
-        a.query = at::cat({query, query_rope}, -1);
+        a.query = at::concat({query, query_rope}, -1);
         const auto picked = std::get<0>(at::_unique2(named));
-        a.key =
-            at::cat({latent.index_select(0, picked), rope.index_select(0, picked)}, -1).flatten(2);
+        a.key = at::concat({latent.index_select(0, picked), rope.index_select(0, picked)}, -1)
+                    .flatten(2);
         a.table = at::searchsorted(picked, named, true)
                       .masked_fill_(names != named, -1)
                       .view({-1, table.size(1)});
@@ -107,7 +107,8 @@ ATB_OPERATOR(AtbRingMLA,
           key.size(0));
       COMPUTE {
         constexpr float kInfinity = std::numeric_limits<float>::infinity();
-        const auto queries = at::cat({query, query_rope}, -1), keys = at::cat({key, key_rope}, -1);
+        const auto queries = at::concat({query, query_rope}, -1),
+                   keys = at::concat({key, key_rope}, -1);
         int64_t start = 0, kv_start = 0;
         for (size_t i = 0; i < kv.size(); ++i) {
           attention::Request request;

@@ -219,7 +219,7 @@ Tensor pages(const Tensor& cache, const Tensor& table, int64_t request, int64_t 
     else if (page.dim() == 3) parts.push_back(page.narrow(1, 0, used));
     else parts.push_back(page.narrow(2, 0, used).transpose(1, 2).flatten(2));
   }
-  const auto found = parts.size() == 1 ? parts[0] : at::cat(parts, 1);
+  const auto found = parts.size() == 1 ? parts[0] : at::concat(parts, 1);
   cost::partial_access(cache, found);
   return found;
 }

@@ -285,8 +285,8 @@ struct Flash : FlashInputs, FlashSettings, FlashOptions {
     auto q = part(query, span.start, span.count, heads),
          k = part(key, span.kv_start, span.kv_count, groups);
     if (query_rope) {
-      q = at::cat({q, part(*query_rope, span.start, span.count, heads)}, -1);
-      k = at::cat({k, part(*key_rope, span.kv_start, span.kv_count, groups)}, -1);
+      q = at::concat({q, part(*query_rope, span.start, span.count, heads)}, -1);
+      k = at::concat({k, part(*key_rope, span.kv_start, span.kv_count, groups)}, -1);
     }
     Request request{q, k, part(value, span.kv_start, span.kv_count, groups), {}, bias_of(i, span),
         sink.value_or(Tensor()), scale, drop_of(span)};

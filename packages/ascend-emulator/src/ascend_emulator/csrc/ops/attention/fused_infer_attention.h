@@ -4,6 +4,7 @@
 // fused_infer_attention_score.cpp.
 #pragma once
 #include <ATen/Parallel.h>
+#include <ATen/core/LegacyTypeDispatch.h>
 #include <c10/core/impl/LocalDispatchKeySet.h>
 
 #include <map>
@@ -268,10 +269,10 @@ struct FusedInfer : InferInputs, InferRope, InferSettings {
     if (latent()) {
       // Kernels read a latent once, for keys and values.
       cost::by_law("latent attention", static_cast<double>(v.nbytes()));
-      q = at::cat({query_scale ? q.to(at::kFloat) : q,
-                      tokens(*query_rope, in, i, span.start, span.count, heads)},
+      q = at::concat({query_scale ? q.to(at::kFloat) : q,
+                         tokens(*query_rope, in, i, span.start, span.count, heads)},
           -1);
-      k = at::cat({k, rows(*key_rope, span, whole ? i : 0, kv_start)}, -1);
+      k = at::concat({k, rows(*key_rope, span, whole ? i : 0, kv_start)}, -1);
     }
     if (query_scale) {
       const std::string like = in == "BSH" ? "BSND" : in;
@@ -281,8 +282,8 @@ struct FusedInfer : InferInputs, InferRope, InferSettings {
     }
     if (key_prefix) {
       const int64_t length = entry(prefix_lengths, 0, length_of(*key_prefix, in));
-      k = at::cat({tokens(*key_prefix, in, 0, 0, length, groups).to(k.scalar_type()), k}, 1);
-      v = at::cat({tokens(*value_prefix, in, 0, 0, length, groups).to(v.scalar_type()), v}, 1);
+      k = at::concat({tokens(*key_prefix, in, 0, 0, length, groups).to(k.scalar_type()), k}, 1);
+      v = at::concat({tokens(*value_prefix, in, 0, 0, length, groups).to(v.scalar_type()), v}, 1);
     }
     const auto sparse = sparse_of_request();
     Request request{q, k, v, {}, {}, sink.value_or(Tensor()), scale};

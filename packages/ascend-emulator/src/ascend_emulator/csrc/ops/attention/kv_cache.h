@@ -40,7 +40,7 @@ struct SlotMapping {
       return;
     }
     const auto view = by_slot(cache, fractal);
-    view.index_put_({at::floor_divide(where, view.size(1)), where.remainder(view.size(1))},
+    put_rows(view, {at::floor_divide(where, view.size(1)), where.remainder(view.size(1))},
         chosen.reshape({chosen.size(0), view.size(2), view.size(3)}));
   }
 };

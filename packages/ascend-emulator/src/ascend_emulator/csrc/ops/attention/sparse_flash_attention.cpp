@@ -117,7 +117,8 @@ Tensor dequantized(const Tensor& rows, at::ScalarType dtype) {
   };
   const auto tiles = part(0, kLatent).to(at::kFloat).view({-1, kLatent / kTile, kTile}),
              scales = part(kRopeEnd, kTokenBytes).view(at::kFloat).unsqueeze(-1);
-  return at::cat({(tiles * scales).flatten(1).to(dtype), part(kLatent, kRopeEnd).view(dtype)}, -1);
+  return at::concat(
+      {(tiles * scales).flatten(1).to(dtype), part(kLatent, kRopeEnd).view(dtype)}, -1);
 }
 
 // Each query attends to the token blocks of its indices, up to the first -1. Without the ropes,
@@ -137,13 +138,13 @@ struct SparseAttention {
     for (const auto& span : requests.spans(query, key)) {
       if (!span.count) continue;
       auto q = requests.queries(query, span);
-      if (query_rope) q = at::cat({q, requests.queries(*query_rope, span)}, -1);
+      if (query_rope) q = at::concat({q, requests.queries(*query_rope, span)}, -1);
       Tensor k, v;
       {
         const cost::Scope uncounted(nullptr);
         k = requests.keys(key, span);
         if (key_rope) {
-          k = at::cat({k, requests.keys(*key_rope, span)}, -1);
+          k = at::concat({k, requests.keys(*key_rope, span)}, -1);
           v = requests.keys(value, span);
         } else {
           k = dequantized(k, query.scalar_type());

@@ -146,8 +146,8 @@ Computation backward(const Tensor& x, const Tensor& w_x, const Tensor& w_h, cons
       before[t] = (step ? upcast(h[previous]) : upcast(init_h)).view({batch, hidden});
       const auto of_h = order.masked(t, upcast(dy[t]) + carried_h);
       const auto of_c = order.masked(t, carried_c + of_h * o * (1 - tanhc * tanhc));
-      of_gates[t] = at::cat({of_c * j * i * (1 - i), of_c * last * f * (1 - f),
-                                of_c * i * (1 - j * j), of_h * tanhc * o * (1 - o)},
+      of_gates[t] = at::concat({of_c * j * i * (1 - i), of_c * last * f * (1 - f),
+                                   of_c * i * (1 - j * j), of_h * tanhc * o * (1 - o)},
           -1);
       carried_h = order.carried(t, at::matmul(of_gates[t], weight), carried_h);
       carried_c = order.carried(t, of_c * f, carried_c);

@@ -113,7 +113,7 @@ GRAPH_OP(ConcatD, (Tensors x, Out y, Attributes attributes), {
         each.sizes());
   }
   SHAPE(y, expected);
-  COMPUTE { y.copy_(at::cat(x, dim)); };
+  COMPUTE { y.copy_(at::concat(x, dim)); };
 })
 
 GRAPH_OP(Slice, (Tensor x, Ints offsets, Ints size, Out y), {

@@ -102,7 +102,7 @@ struct Grouped {
       parts.push_back(product(rows.narrow(0, first, number), matrix(expert)));
       first += number;
     }
-    return at::cat(parts).to(gmm_x.scalar_type());
+    return at::concat(parts).to(gmm_x.scalar_type());
   }
 
   Tensor exchanged(hccl::Communicator& on, hccl::CallKind kind, const Tensor& rows) const {

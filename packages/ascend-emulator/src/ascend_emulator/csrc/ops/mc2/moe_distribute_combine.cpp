@@ -88,7 +88,7 @@ void Combine::run(const std::function<void(const Tensor&)>& use) const {
       in.push_back(at::empty({place - before, hidden}, expand_x.options()));
     }
     hccl::exchange(*at.on, call, out, in);
-    const auto answers = at::cat(in).to(at::kFloat);
+    const auto answers = at::concat(in).to(at::kFloat);
     auto sum = at::zeros({tokens, hidden}, at::kFloat);
     for (int64_t k = 0; k < choices + at.shared; ++k) {
       const auto token = from_ints(which[k]);

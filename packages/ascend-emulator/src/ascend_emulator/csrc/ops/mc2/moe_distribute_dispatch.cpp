@@ -109,8 +109,8 @@ struct Dispatch : DispatchInputs, DispatchResults {
     const auto bytes = [](const Tensor& column) {
       return column.unsqueeze(1).contiguous().view(at::kByte);
     };
-    return at::cat({values.contiguous().view(at::kByte), bytes(scale), bytes(weight),
-                       bytes(token.to(at::kInt)), bytes(choice.to(at::kInt))},
+    return at::concat({values.contiguous().view(at::kByte), bytes(scale), bytes(weight),
+                          bytes(token.to(at::kInt)), bytes(choice.to(at::kInt))},
         1);
   }
 
@@ -158,7 +158,7 @@ struct Dispatch : DispatchInputs, DispatchResults {
         sources.insert(sources.end(), rows, from);
       }
     }
-    const auto all = at::cat(pieces);
+    const auto all = at::concat(pieces);
     const int64_t rows = all.size(0);
     require(rows <= expand_x.size(0), "this rank receives ", rows, " rows; expand_x has ",
         expand_x.size(0));

@@ -103,7 +103,7 @@ struct Recurrent {
         }
         sides.push_back(at::stack(hidden_states));
       }
-      x = at::cat(sides, -1);
+      x = at::concat(sides, -1);
     }
     if (valid.defined()) x = x * valid;
     return by_time(x);
@@ -126,7 +126,7 @@ struct Recurrent {
       const int64_t first = layer * directions();
       const auto below = Tensors(
           states.begin() + std::max<int64_t>(first - directions(), 0), states.begin() + first);
-      const auto x = layer ? upcast(at::cat(below, -1)) : by_time(upcast(input));
+      const auto x = layer ? upcast(at::concat(below, -1)) : by_time(upcast(input));
       const auto sides = slope.chunk(directions(), -1);
       slope = at::zeros_like(x);
       for (int64_t cell = first; cell < first + directions(); ++cell) {
@@ -264,8 +264,8 @@ CHECKED(aclnnLstmBackward,
               const auto before =
                   upcast(previous < 0 ? states[1][cell] : cell_state[cell][previous]);
               const auto gates = masked(valid, time,
-                  at::cat({logistic_slope(to_c * j, i), logistic_slope(to_c * before, f),
-                              to_c * i * (1 - j.square()), logistic_slope(to_h * t, o)},
+                  at::concat({logistic_slope(to_c * j, i), logistic_slope(to_c * before, f),
+                                 to_c * i * (1 - j.square()), logistic_slope(to_h * t, o)},
                       1));
               dc[cell] = carried(valid, time, to_c * f, dc[cell]);
               dh[cell] = carried(valid, time, at::matmul(gates, net.parameter(cell, 1)), dh[cell]);
@@ -334,10 +334,10 @@ CHECKED(aclnnGRUBackward,
               const auto to_n = to_h * (1 - z) * (1 - n.square()),
                          to_z = logistic_slope(to_h * (before - n), z),
                          to_r = logistic_slope(to_n * kept(recurrent), r);
-              const auto of_state = masked(valid, time, at::cat({to_r, to_z, to_n * r}, 1));
+              const auto of_state = masked(valid, time, at::concat({to_r, to_z, to_n * r}, 1));
               dh[cell] = carried(
                   valid, time, to_h * z + at::matmul(of_state, net.parameter(cell, 1)), dh[cell]);
-              return std::pair{masked(valid, time, at::cat({to_r, to_z, to_n}, 1)), of_state};
+              return std::pair{masked(valid, time, at::concat({to_r, to_z, to_n}, 1)), of_state};
             }));
         grad_h.copy_(at::stack(dh));
       };
@@ -360,7 +360,7 @@ OP(aclnnThnnFusedLstmCell,
       const auto next = forget * upcast(c) + in * candidate;
       cell.copy_(next);
       hidden.copy_(out * at::tanh(next));
-      workspace.copy_(at::cat({in, forget, candidate, out}, 1));
+      workspace.copy_(at::concat({in, forget, candidate, out}, 1));
     })
 OP(aclnnThnnFusedLstmCellBackward,
     (Opt<Tensor> grad_hidden, Opt<Tensor> grad_cell, Tensor c, Tensor cell, Tensor workspace, bool,
@@ -375,11 +375,11 @@ OP(aclnnThnnFusedLstmCellBackward,
         towards_cell = towards_cell + upcast(*grad_hidden) * out * (1 - squashed.square());
         towards_out = upcast(*grad_hidden) * squashed;
       }
-      const auto gates =
-          at::cat({towards_cell * candidate * in * (1 - in),
-                      towards_cell * upcast(c) * forget * (1 - forget),
-                      towards_cell * in * (1 - candidate.square()), towards_out * out * (1 - out)},
-              1);
+      const auto gates = at::concat(
+          {towards_cell * candidate * in * (1 - in),
+              towards_cell * upcast(c) * forget * (1 - forget),
+              towards_cell * in * (1 - candidate.square()), towards_out * out * (1 - out)},
+          1);
       grad_gates.copy_(gates);
       grad_c.copy_(towards_cell * forget);
       copy_if_given(grad_bias, gates.sum(0));

@@ -64,7 +64,7 @@ SHAPED(
     aclnnInplaceCopy, (Tensor self, Tensor source), EXPANDS(self, source), { self.copy_(source); })
 SHAPED(aclnnCast, (Tensor self, DType, Tensor out), SAME(out, self), { out.copy_(self); })
 SHAPED(aclnnCat, (Tensors tensors, int64_t dim, Tensor out), SHAPE(out, cat_shape(tensors, dim)),
-    { at::cat_out(out, tensors, dim); })
+    { at::concat_out(out, tensors, dim); })
 SHAPED(aclnnStack, (Tensors tensors, int64_t dim, Tensor out),
     SHAPE(out, stack_shape(tensors, dim)), { at::stack_out(out, tensors, dim); })
 SHAPED(aclnnRepeat, (Tensor self, Ints repeats, Tensor out),

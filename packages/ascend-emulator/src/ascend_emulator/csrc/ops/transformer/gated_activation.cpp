@@ -238,7 +238,8 @@ CHECKED(aclnnGeGluV3Backward,
         const auto to_gate = at::gelu_backward(fp32 * halves[left ? 1 : 0], halves[left ? 0 : 1],
                        approximate ? "tanh" : "none"),
                    to_value = fp32 * gelu.to(at::kFloat);
-        out.copy_(left ? at::cat({to_gate, to_value}, dim) : at::cat({to_value, to_gate}, dim));
+        out.copy_(
+            left ? at::concat({to_gate, to_value}, dim) : at::concat({to_value, to_gate}, dim));
       };
     })
 
@@ -247,7 +248,7 @@ CHECKED(aclnnSwiGluGrad, (Tensor grad, Tensor x, int64_t dim, Tensor out), {
   COMPUTE {
     const auto halves = x.to(at::kFloat).chunk(2, dim);
     const auto fp32 = grad.to(at::kFloat);
-    out.copy_(
-        at::cat({at::silu_backward(fp32 * halves[1], halves[0]), fp32 * at::silu(halves[0])}, dim));
+    out.copy_(at::concat(
+        {at::silu_backward(fp32 * halves[1], halves[0]), fp32 * at::silu(halves[0])}, dim));
   };
 })

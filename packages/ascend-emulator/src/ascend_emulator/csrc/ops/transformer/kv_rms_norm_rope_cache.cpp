@@ -40,7 +40,7 @@ void write_cache(const Tensor& cache, const Tensor& rows, const Tensor& index, C
     const auto used = (where >= 0).nonzero().squeeze(-1);
     require(where.numel() == 0 || where.max().item<int64_t>() < cache.size(2),
         "an index is outside the cache of ", cache.size(2), " places");
-    cache.transpose(1, 2).index_put_({request.index_select(0, used), where.index_select(0, used)},
+    put_rows(cache.transpose(1, 2), {request.index_select(0, used), where.index_select(0, used)},
         rows.reshape({-1, rows.size(2), rows.size(3)}).index_select(0, used));
     cost::partial_access(cache, static_cast<double>(used.numel() * values * cache.element_size()));
     return;
@@ -66,7 +66,7 @@ void write_cache(const Tensor& cache, const Tensor& rows, const Tensor& index, C
   const auto view = mode.fractal
                         ? cache.view({blocks, values / unit, block_size, unit}).transpose(1, 2)
                         : cache.view({blocks, block_size, 1, values});
-  view.index_put_({block, place}, rows.reshape({-1, values / unit, unit}).index_select(0, used));
+  put_rows(view, {block, place}, rows.reshape({-1, values / unit, unit}).index_select(0, used));
 }
 
 }  // namespace emu
@@ -126,8 +126,8 @@ CHECKED(aclnnKvRmsNormRopeCacheV2,
         Tensor key, value;
         if (v) {
           const auto all = rms_normed(kv, gamma, epsilon);
-          key = at::cat({rotate(halves_of_pairs(all.narrow(-1, 0, rope)), cos, sin, false),
-                            all.narrow(-1, rope, normed - rope)},
+          key = at::concat({rotate(halves_of_pairs(all.narrow(-1, 0, rope)), cos, sin, false),
+                               all.narrow(-1, rope, normed - rope)},
               -1);
           value = v->to(at::kFloat);
         } else {

@@ -97,7 +97,7 @@ void check_angles(const Tensor& x, const Tensor& cos, const Tensor& sin, bool in
 Tensor rotated(const Tensor& x, bool interleaved) {
   if (!interleaved) {
     const auto halves = x.chunk(2, -1);
-    return at::cat({-halves[1], halves[0]}, -1);
+    return at::concat({-halves[1], halves[0]}, -1);
   }
   const auto pairs = x.unflatten(-1, {-1, 2});
   return at::stack({-pairs.select(-1, 1), pairs.select(-1, 0)}, -1).flatten(-2);
