@@ -18,6 +18,7 @@ from ascend_platform.quantization.methods import kv_cache
 from ascend_platform.quantization.methods.kv_cache import Int8CacheMethod
 from harness.configuration import engine_config
 from harness.models import small as small_models
+from vllm.model_executor.layers.linear import RowParallelLinear
 
 
 @pytest.fixture
@@ -68,6 +69,15 @@ def test_quantized_weights_of_unquantized_layers_are_refused():
         config.check_loaded(made)
     config.description[f"{layer}.compressor.wkv.weight"] = "FLOAT"
     config.check_loaded(made)
+
+
+def test_layers_of_a_draft_model_have_schemes():
+    """vLLM names the layers of a drafter with ``method: draft_model`` after ``draft_model.``."""
+    config = modelslim.ModelSlimConfig({WEIGHT: "W8A8_DYNAMIC"})
+    layer = RowParallelLinear.__new__(RowParallelLinear)
+    name = WEIGHT.removesuffix(".weight")
+    assert config.get_quant_method(layer, f"draft_model.{name}").scheme.name == "W8A8_DYNAMIC"
+    assert config._asked == {name}
 
 
 @pytest.mark.parametrize("name", ["wk", "weights_proj"])

@@ -140,6 +140,7 @@ class ModelSlimConfig(QuantizationConfig):
         return WeightsMapper(orig_to_new_suffix={".scale_bias": None, ".weight_shape": None})
 
     def get_quant_method(self, layer: torch.nn.Module, prefix: str) -> QuantizeMethodBase | None:
+        prefix = prefix.removeprefix("draft_model.")  # vLLM's for drafters
         if isinstance(layer, Attention):
             return Int8CacheMethod(prefix) if self.int8_cache else None
         if isinstance(layer, RoutedExperts):
