@@ -134,7 +134,11 @@ def method(first, count):
         dp_size=1, pcp_size=1, is_sequence_parallel=False, use_ep=count < EXPERTS
     )
     made.moe = SimpleNamespace(
-        num_experts=EXPERTS, has_bias=False, moe_parallel_config=parallel, experts_per_token=3
+        num_experts=EXPERTS,
+        has_bias=False,
+        moe_parallel_config=parallel,
+        experts_per_token=3,
+        swiglu_limit=None,
     )
     made.first_expert, made.num_local_experts = first, count
     return made
@@ -227,6 +231,26 @@ def test_biases_and_clipped_swiglu(dtype):
     assert (actual.cpu().double() - expected).norm() / expected.norm() < bound
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_limit_of_swiglu(dtype):
+    """EXAONE-MoE's and Ling 3's experts against float64: gate and up are clamped, as in vLLM."""
+    x = drawn(TOKENS, HIDDEN).to(dtype)
+    w13, w2 = (
+        drawn(EXPERTS, 2 * INNER, HIDDEN, seed=1).to(dtype),
+        (drawn(EXPERTS, HIDDEN, INNER, seed=2) / 8).to(dtype),
+    )
+    ids = torch.arange(TOKENS).remainder(EXPERTS).int()[:, None]
+    weights, ours = drawn(TOKENS, 1, seed=3).sigmoid(), method(0, EXPERTS)
+    gate, up = (w13[ids[:, 0]].double() @ x.double()[..., None])[..., 0].chunk(2, -1)
+    inner = F.silu(gate.clamp(max=7)) * up.clamp(-7, 7)
+    expected = (w2[ids[:, 0]].double() @ inner[..., None])[..., 0] * weights.to(dtype).double()
+    layer = SimpleNamespace(w13_weight=w13.npu(), w2_weight=w2.npu(), activation=MoEActivation.SILU)
+    ours.moe.swiglu_limit = 7.0
+    actual = ours.forward_oot(layer, x.npu(), weights.npu(), ids.npu(), None, None)
+    bound = {torch.float32: 1e-5, torch.bfloat16: 0.03, torch.float16: 0.004}[dtype]
+    assert (actual.cpu().double() - expected).norm() / expected.norm() < bound
+
+
 def test_router_weights_of_inputs():
     """Llama 4: one expert for each token, whose input is multiplied by the router's weight."""
     x, ids = drawn(TOKENS, HIDDEN), torch.arange(TOKENS).remainder(EXPERTS).int()[:, None]
@@ -290,6 +314,7 @@ def test_unrouted_rows_are_not_read(monkeypatch):
             "router weights on the inputs of several experts of a token",
         ),
         ({"bias": True}, "biases"),
+        ({"limit": 7.0}, "a limit of SwiGLU"),
     ],
 )
 def test_unsupported_experts_are_refused(monkeypatch, changes, named):
@@ -297,7 +322,7 @@ def test_unsupported_experts_are_refused(monkeypatch, changes, named):
         moe.UnquantizedFusedMoEMethod, "process_weights_after_loading", lambda self, layer: None
     )
     ours = method(0, EXPERTS)
-    ours.moe.has_bias = changes.pop("bias", False)
+    ours.moe.has_bias, ours.moe.swiglu_limit = changes.pop("bias", False), changes.pop("limit", 0)
     ours.takes_biases = False  # as of quantized experts
     plain = {
         "activation": MoEActivation.SILU,

@@ -6,6 +6,7 @@
 """
 
 import dataclasses
+import functools
 from collections.abc import Callable
 from typing import Any, cast
 
@@ -93,6 +94,7 @@ class NPUExperts:
         unsupported = {
             f"activation {layer.activation.value}": layer.activation not in self.activations,
             "biases": self.moe.has_bias and not self.takes_biases,
+            "a limit of SwiGLU": self.moe.swiglu_limit and not self.takes_biases,
             "router weights on the inputs of several experts of a token": (
                 layer.apply_router_weight_on_input and self.moe.experts_per_token > 1
             ),
@@ -205,7 +207,9 @@ class NPUFusedMoEMethod(NPUExperts, UnquantizedFusedMoEMethod):
         shared_experts_input: torch.Tensor | None,
     ) -> torch.Tensor:
         biases = (layer.w13_bias, layer.w2_bias) if self.moe.has_bias else (None, None)
-        experts = UnquantizedExperts(
-            layer.w13_weight, layer.w2_weight, ACTIVATIONS[layer.activation], biases
-        )
+        activation, limit = ACTIVATIONS[layer.activation], self.moe.swiglu_limit
+        if limit and layer.activation == MoEActivation.SILU:
+            options = {"alpha": 1.0, "limit": limit, "bias": 0.0, "interleaved": False}
+            activation = functools.partial(torch_npu.npu_clipped_swiglu, **options)
+        experts = UnquantizedExperts(layer.w13_weight, layer.w2_weight, activation, biases)
         return self.apply_routed(experts, x, topk_weights, topk_ids)
