@@ -284,7 +284,7 @@ def test_little_memory():
             "no key 'fast'",
             "correct the key (remove it)",
         ),
-        ('{"ascend": 1}', "fail", "must be an object", "correct the value"),
+        ('{"ascend": 1}', "fail", "must be an object, not 1", 'write {"NAME": {…}} there'),
         ("{'ascend': {}}", "fail", "not valid JSON", "in single quotes"),
         ("[]", "fail", "not an object", "--additional-config"),
     ],
@@ -295,6 +295,7 @@ def test_additional_config(given, state, says, fix):
     assert (line[0], status) == (state, int(state == "fail"))
     assert says in line[1]
     assert fix in line[2]
+    assert "fix: " not in line[1]
 
 
 def test_keys_of_additional_config_for_other_plugins():

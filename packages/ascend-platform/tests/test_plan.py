@@ -270,11 +270,15 @@ def test_drafts_cost_a_part_of_what_they_save():
         ),
         (
             ["--soc", "Ascend910B4", "--npus", "1", "--requests", "0"],
-            "--requests must be at least 1",
+            "--requests is 0; fix: set 1 or more",
         ),
         (
             ["--soc", "Ascend910B4", "--npus", "1", "--gpu-memory-utilization", "92"],
-            "must be greater than 0 and at most 1",
+            "is 92.0; fix: set more than 0 and at most 1",
+        ),
+        (
+            ["--soc", "Ascend910B4", "--npus", "1", "--speculative-tokens", "-5"],
+            "--speculative-tokens is -5; fix: set 0 or more",
         ),
     ],
 )
@@ -283,6 +287,37 @@ def test_errors_are_one_line(saved, capsys, options, said):
     error = capsys.readouterr().err
     assert said in error
     assert error.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        (None, "cannot be read: "),
+        ("{", "cannot be read: Expecting property name"),
+        ("[]", "cannot be read: 'list' object is not a mapping; fix: "),
+        ("{}", "in the configuration; fix: "),
+        (
+            json.dumps(CONFIGS["Qwen3-8B"].to_dict() | {"intermediate_size": [1024, 2048]}),
+            "qwen3: intermediate_size is [1024, 2048]; supported: a number, the same in each layer",
+        ),
+    ],
+)
+def test_configurations_that_cannot_be_planned(tmp_path, capsys, text, said):
+    if text is not None:
+        tmp_path.joinpath("config.json").write_text(text)
+    options = "--soc", "Ascend910B4", "--npus", "1"
+    assert main.main(["plan", str(tmp_path), *options]) == 2
+    error = capsys.readouterr().err
+    assert said in error
+    assert (error.count("fix: "), error.count("\n")) == (1, 1)
+
+
+def test_a_list_with_a_number_for_each_layer():
+    """Hunyuan-A13B has such lists."""
+    plain = CONFIGS["Qwen3-30B-A3B"].to_dict()
+    names = "moe_intermediate_size", "num_experts_per_tok"
+    lists = {name: [plain[name]] * plain["num_hidden_layers"] for name in names}
+    assert model.from_config(plain | lists) == model.from_config(plain)
 
 
 def report(path, soc="Ascend910B3", emulated=False, **timings):

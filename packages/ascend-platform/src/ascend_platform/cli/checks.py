@@ -249,7 +249,8 @@ def configuration(arguments: argparse.Namespace) -> Iterator[Result]:
     except options.UnknownKeyError as error:
         yield fail(title, error.problem.found, f"correct the key ({error.problem.fix})")
     except RefusedError as error:
-        yield fail(title, str(error), "correct the value")
+        found, _, fix = str(error).partition("; fix: ")
+        yield fail(title, found, fix or "correct the value")
 
 
 CHECKS: dict[str, Check] = {

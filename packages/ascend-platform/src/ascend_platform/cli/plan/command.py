@@ -77,11 +77,11 @@ def run(options: argparse.Namespace) -> int:
         ValueError: an option out of range, an unknown chip or model type, or a model that does not
         fit.
     """
-    for name in ("requests", "input", "output"):
-        if getattr(options, name) < 1:
-            raise ValueError(f"--{name} must be at least 1")
-    if not 0 < options.gpu_memory_utilization <= 1:
-        raise ValueError("--gpu-memory-utilization must be greater than 0 and at most 1")
+    for name, floor in {"requests": 1, "input": 1, "output": 1, "speculative-tokens": 0}.items():
+        if (value := getattr(options, name.replace("-", "_"))) < floor:
+            raise ValueError(f"--{name} is {value}; fix: set {floor} or more")
+    if not 0 < (share := options.gpu_memory_utilization) <= 1:
+        raise ValueError(f"--gpu-memory-utilization is {share}; fix: set more than 0 and at most 1")
     soc = options.soc or host.chip()
     chip = chips.figures_of(soc)
     if chip is None:
@@ -128,7 +128,7 @@ def run(options: argparse.Namespace) -> int:
         least = min(found, key=lambda one: one.weights)
         raise ValueError(
             f"{model.name} does not fit on {npus} {chip.name}: the smallest layout"
-            f" ({_name(least.layout)}) {least.obstacle}"
+            f" ({_name(least.layout)}) {least.obstacle}; fix: --npus with more, or a quantized model"
         )
     width = f"{model.parameters / 1e9:.2f} billion weights, {model.active / 1e9:.2f} active"
     print(

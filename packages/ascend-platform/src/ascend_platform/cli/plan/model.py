@@ -127,17 +127,27 @@ def from_config(config: Mapping[str, Any], name: str = "") -> Model:
     text = {**config, **(config.get("text_config") or config.get("llm_config") or {})}
     kind = text.get("model_type", "")
 
-    def get(*fields: str) -> Any:
-        return next((value for field in fields if (value := text.get(field)) is not None), 0)
+    def get(*fields: str, of: Any = (int, float)) -> Any:
+        name = next((field for field in fields if text.get(field) is not None), "")
+        value = text.get(name, 0)
+        if isinstance(value, list) and of is not list and value and value == value[:1] * len(value):
+            value = value[0]  # for each layer (Hunyuan)
+        if value and not isinstance(value, of):
+            raise ValueError(
+                f"{kind}: {name} is {str(value)[:40]}; supported: a number, the same in each layer;"
+                " fix: plan another model"
+            )
+        return value
 
-    types = list(get("layer_types") or [])
+    types = get("layer_types", of=list) or []
     linear = _linear_layers(text, types)
     others = UNSUPPORTED_LAYERS if linear else {*UNSUPPORTED_LAYERS, "linear_attention"}
     if odd := sorted(others.intersection(types)) or (
         ["an encoder"] if get("is_encoder_decoder") else []
     ):
         raise ValueError(
-            f"{kind}: models with {odd[0]} are not supported; supported: attention in each layer"
+            f"{kind}: models with {odd[0]} are not supported; supported: attention in each layer;"
+            " fix: plan another model"
         )
     hidden, layers, heads = (
         get("hidden_size", "n_embd"),
@@ -147,7 +157,7 @@ def from_config(config: Mapping[str, Any], name: str = "") -> Model:
     if not (hidden and layers and heads and get("vocab_size")):
         raise ValueError(
             f"{kind}: no hidden_size, num_hidden_layers, num_attention_heads or vocab_size in the"
-            " configuration"
+            " configuration; fix: plan another model"
         )
     kv_heads = get("num_key_value_heads") or heads
     size = get("head_dim") or hidden // heads
@@ -188,7 +198,7 @@ def from_config(config: Mapping[str, Any], name: str = "") -> Model:
         state = (
             values
             * get("linear_key_head_dim")
-            * (4 if "float32" in str(get("mamba_ssm_dtype")) else 2)
+            * (4 if "float32" in str(text.get("mamba_ssm_dtype")) else 2)
         )
     matrices = 2 if kind in UNGATED else 3
     width = get("intermediate_size", "n_inner") or 4 * hidden
@@ -204,7 +214,7 @@ def from_config(config: Mapping[str, Any], name: str = "") -> Model:
         step, first, without = (
             get("decoder_sparse_step") or 1,
             get("first_k_dense_replace"),
-            get("mlp_only_layers") or [],
+            get("mlp_only_layers", of=list) or [],
         )
         mixed = sum(i >= first and i not in without and (i + 1) % step == 0 for i in range(layers))
     sliding = types.count("sliding_attention") or (
@@ -281,6 +291,11 @@ def load(name: str) -> Model:
         except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError) as error:
             why = str(error).strip().partition("\n")[0]
             raise OSError(
-                f"{name} is neither a directory nor available from the Hugging Face Hub: {why}"
+                f"{name} is neither a directory nor available from the Hugging Face Hub: {why};"
+                " fix: give a model's directory"
             ) from None
-    return from_config(json.loads(path.read_text()), name)
+    try:
+        config = {**json.loads(path.read_text())}
+    except (ValueError, OSError, TypeError) as error:
+        raise ValueError(f"{path} cannot be read: {error}; fix: give a model's directory") from None
+    return from_config(config, name)
