@@ -8,7 +8,11 @@ from typing import Any
 
 import pytest
 from ascend_communicator import Options, _take_options
-from ascend_communicator.communicator import expansion_mode, warn_of_vector_cores
+from ascend_communicator.communicator import (
+    HCCLCommunicator,
+    expansion_mode,
+    warn_of_vector_cores,
+)
 from ascend_platform import extension
 from vllm.config import VllmConfig, set_current_vllm_config
 
@@ -156,3 +160,21 @@ def test_the_option_of_several_groups_is_warned_of(
         warn_of_vector_cores(group, given.hccl_config(group))
     where = f"ascend.communicator.groups.{group}.expansion_mode is AIV beyond"
     assert [text.startswith(where) for text in said] == [True] * is_warned
+
+
+@pytest.mark.parametrize("exchanges", [False, True])
+def test_the_option_of_mc2_is_warned_of(monkeypatch: pytest.MonkeyPatch, exchanges: bool) -> None:
+    """By the communicator of the expert parallel group, whose all2all manager creates MC2's."""
+    said: list[str] = []
+    monkeypatch.setattr(
+        extension.logger, "warning", lambda text, *values: said.append(text % values)
+    )
+    made = HCCLCommunicator.__new__(HCCLCommunicator)
+    made.unique_name, made.rank_in_group, made.use_all2all = "ep:0", 0, exchanges
+    config = config_with({"tensor_parallel_size": 2, "enable_expert_parallel": True})
+    options = {"groups": {"mc2": {"expansion_mode": "AIV"}}}
+    config.additional_config = {"ascend": {"communicator": options}}
+    with set_current_vllm_config(config):
+        made._set_options()
+    where = "ascend.communicator.groups.mc2.expansion_mode is AIV beyond"
+    assert [text.startswith(where) for text in said] == [True] * exchanges

@@ -110,6 +110,8 @@ class HCCLCommunicator(DeviceCommunicatorBase):
         given = options().hccl_config(name)
         if self.rank_in_group == 0:
             warn_of_vector_cores(name, given)
+            if self.use_all2all:  # The all2all manager creates MC2's group.
+                warn_of_vector_cores("mc2", options().hccl_config("mc2"))
         if hccl_config := expansion_mode(name) | given:
             group: Any = self.device_group
             of_group = group._get_backend(self.device).options
