@@ -3,10 +3,9 @@
 """Run by test_model_loading.py on two NPUs: load a mixture of experts in each layout from a server
 of each layout.
 
-    python harness/programs/load_weights_in_layouts.py MODEL PORT
+    python harness/programs/load_weights_in_layouts.py MODEL
 
-The server of layout i has the ports from PORT + 10 i on. Prints `RESULT {json}`: for each pair,
-what became of it in each rank.
+Prints `RESULT {json}`: for each pair, what became of it in each rank.
 """
 
 import json
@@ -19,6 +18,7 @@ import torch
 from ascend_model_loader import server
 from harness import launcher
 from harness.layouts import OF_EXPERTS
+from harness.ports import free_port
 from load_weights import digest
 from measure_loading import Loader
 from vllm.config import set_current_vllm_config
@@ -66,15 +66,18 @@ class Layout:
         )
 
 
-def work(model: str, port: int) -> dict[str, str]:
+def work(model: str, free: list[list[int]]) -> dict[str, str]:
+    """``free`` are ports by layout and rank; ascend-model-loader adds the rank to those of its
+    options."""
     rank = int(os.environ["RANK"])
     torch.npu.set_device(rank)
     parallel_state.init_distributed_environment(2, rank, "env://", rank, "hccl")
     found, servers = {}, []
-    for number, name in enumerate(LAYOUTS):
+    ports = [each[rank] - rank for each in free]
+    for name, port in zip(LAYOUTS, ports, strict=True):
         with Layout(model, name) as layout:
             found[name] = layout.load(
-                {"strategies": ["default"], "serve_weights": True, "port": port + 10 * number}
+                {"strategies": ["default"], "serve_weights": True, "port": port}
             )
             server.awake(True)
             servers.append(server.publication.server)
@@ -82,9 +85,9 @@ def work(model: str, port: int) -> dict[str, str]:
     for name in LAYOUTS:
         with Layout(model, name) as layout:
             parallel_state.get_world_group().barrier()  # all serve
-            for number, other in enumerate(LAYOUTS):
+            for other, port in zip(LAYOUTS, ports, strict=True):
                 extra = {
-                    "peers": [f"127.0.0.1:{port + 10 * number}"],
+                    "peers": [f"127.0.0.1:{port}"],
                     "timeout": 10,
                     "strategies": ["peer"],
                 }
@@ -96,16 +99,17 @@ def work(model: str, port: int) -> dict[str, str]:
     return found
 
 
-def main(model: str, port: int) -> None:
+def main(model: str) -> None:
     os.environ["VLLM_ASCEND_WEIGHTS_SECRET"] = "a secret of two ranks"
+    free = [[free_port() for _ in range(2)] for _ in LAYOUTS]
 
     def one(rank: int, meeting: int) -> dict[str, str]:
         os.environ.update(launcher.torchrun_variables(rank, 2, meeting))
         register_model_loader("ascend_peer")(Loader)
-        return work(model, port)
+        return work(model, free)
 
     print("RESULT", json.dumps(launcher.run_ranks("layouts", 2, one)), flush=True)
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], int(sys.argv[2]))
+    main(sys.argv[1])
