@@ -13,6 +13,7 @@ import gc
 
 gc.disable()  # This shortens the imports by a fifth.
 
+import compressed_tensors  # noqa: E402, F401 - vLLM's quantization imports it in each engine
 import torch  # noqa: E402, F401
 import transformers  # noqa: E402, F401
 from vllm import LLM  # noqa: E402, F401

@@ -31,7 +31,7 @@ CHANGES = {
     "setdefault",
     "update",
 }
-CALLS = {"override", "add", "require", "without"}
+CALLS = {"override", "add", "replaced", "require", "without"}
 
 
 def replaced(source: str) -> Iterator[str]:

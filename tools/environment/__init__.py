@@ -335,6 +335,9 @@ def _install_workspace() -> None:
         settings,
         "check packages/*/pyproject.toml",
     )
+    # As in install(): editable packages would be compiled by each process, too.
+    sources = [*ROOT.glob("packages/*/src"), ROOT / "harness"]
+    subprocess.run([PYTHON, "-m", "compileall", "-q", *sources], check=False)
 
 
 def _start_compiling_emulator() -> None:

@@ -2,8 +2,11 @@
 # SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-all project
 """Fingerprints."""
 
+import ast
+
 import pytest
-from ascend_platform.fingerprint import fingerprint
+from ascend_platform import fingerprint
+from ascend_platform.overrides import launch_sites, table
 
 BASE = "class A:\n    def f(self, x=None):\n        return x or [1, 'a']\n"
 
@@ -23,7 +26,7 @@ BASE = "class A:\n    def f(self, x=None):\n        return x or [1, 'a']\n"
     ids=["written differently", "somewhere else"],
 )
 def test_same_code(other):
-    assert fingerprint(BASE, "A.f") == fingerprint(other, "A.f") != ""
+    assert fingerprint.fingerprint(BASE, "A.f") == fingerprint.fingerprint(other, "A.f") != ""
 
 
 @pytest.mark.parametrize(
@@ -31,14 +34,69 @@ def test_same_code(other):
 )
 def test_other_code(change):
     other = BASE.replace(*change).replace("def @g\n    def", "@g\n    def")
-    assert fingerprint(other, "A.f") not in ("", fingerprint(BASE, "A.f"))
+    assert fingerprint.fingerprint(other, "A.f") not in ("", fingerprint.fingerprint(BASE, "A.f"))
 
 
 def test_assignment_and_absence():
-    assert fingerprint("x: int = 1", "x") != fingerprint("x: int = 2", "x") != ""
-    assert fingerprint(BASE, "A.g") == fingerprint(BASE, "f") == ""
+    assert (
+        fingerprint.fingerprint("x: int = 1", "x")
+        != fingerprint.fingerprint("x: int = 2", "x")
+        != ""
+    )
+    assert fingerprint.fingerprint(BASE, "A.g") == fingerprint.fingerprint(BASE, "f") == ""
 
 
 def test_same_in_every_version_of_python():
     # Recorded once, because ast.dump differs between Python 3.11, 3.12 and 3.13.
-    assert fingerprint(BASE, "A.f") == "8b2911836a32"
+    assert fingerprint.fingerprint(BASE, "A.f") == "8b2911836a32"
+
+
+TEXT = '''
+@first
+@second(
+    1
+)
+async def f(x=(
+    1,
+)):
+    return """
+f = 2
+"""
+
+class A:
+    f = 3
+
+    @property
+    # Why.
+    def g(self): return f
+
+    def h(self):
+        def g(): ...
+        return g
+'''
+
+
+@pytest.mark.parametrize("name", ["f", "A", "A.f", "A.g", "A.h", "A.i", "first"])
+@pytest.mark.parametrize("more", ["", "if 1:\n    def f(): ...\n", "async def f(): 'x'\n"])
+def test_definition_is_that_of_the_whole_module(name, more):
+    check_definition(TEXT + more, name)
+
+
+def test_definitions_of_overrides_are_those_of_whole_modules():
+    targets = {each for row in table.rows() for each in (row.target, row.compared) if each}
+    targets |= {each for site in launch_sites.sites() for each in site.targets}
+    compared = 0
+    for module, _, name in sorted(each.partition(":") for each in targets):
+        if (source := fingerprint.module_source(module)) and not name.endswith(".*"):
+            compared += check_definition(source, name)
+    assert compared > 100
+
+
+def check_definition(source, name):
+    """Compare with a search of the whole tree; returns how many definitions there are."""
+    expected = [fingerprint.parsed(source)]
+    for each in name.split("."):
+        expected = [found for node in expected for found in fingerprint._named(node, each)]
+    found = fingerprint.definitions(source, name)
+    assert [ast.dump(node) for node in found] == [ast.dump(node) for node in expected]
+    return len(found)

@@ -36,7 +36,7 @@ def register() -> None:
 def _offer() -> None:
     for name, path in CONNECTORS.items():
         extension.offer(f"kv_connector.{name}", path)
-    extension.offer("worker.awake.kv_connector", "ascend_kv_connector.p2p.worker.set_awake")
+    extension.offer("worker.awake.kv_connector", "ascend_kv_connector.set_awake")
     if "vllm" not in sys.modules:
         # This lists the components outside of vLLM; vLLM itself is imported before its plugins are
         # loaded.
@@ -47,3 +47,10 @@ def _offer() -> None:
         if name not in KVConnectorFactory._registry:  # Registering a name twice is an error.
             module, _, cls = path.rpartition(".")
             KVConnectorFactory.register_connector(name, module, cls)
+
+
+def set_awake(state: bool) -> None:
+    """Hook of the platform's worker, see ``p2p.worker.set_awake``: an engine that transfers nothing
+    does not import it."""
+    if worker := sys.modules.get("ascend_kv_connector.p2p.worker"):
+        worker.set_awake(state)

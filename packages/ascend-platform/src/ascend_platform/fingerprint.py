@@ -10,6 +10,8 @@ were written for.
 from __future__ import annotations
 
 import ast
+import bisect
+import contextlib
 import functools
 import hashlib
 import importlib.util
@@ -25,13 +27,10 @@ def fingerprint(source: str, qualname: str) -> str:
     Comments, formatting and docstrings do not count, nor does the version of Python that parses it.
     ``torch.cuda.*`` stands for the set of attributes of ``torch.cuda`` that the module uses.
     """
-    nodes: list[ast.AST] = [parsed(source)]
     if qualname.endswith(".*"):
-        shapes = sorted(_attributes(nodes[0], qualname.removesuffix("*")))
+        shapes = sorted(_attributes(source, qualname.removesuffix("*")))
     else:
-        for name in qualname.split("."):
-            nodes = [found for node in nodes for found in _named(node, name)]
-        shapes = [_shape(node) for node in nodes]
+        shapes = [_shape(node) for node in definitions(source, qualname)]
     return hashlib.sha256("\n".join(shapes).encode()).hexdigest()[:12] if shapes else ""
 
 
@@ -42,16 +41,60 @@ def parsed(source: str) -> ast.Module:
     return ast.parse(source)
 
 
-def _attributes(tree: ast.AST, prefix: str) -> set[str]:
+def definitions(source: str, qualname: str) -> list[ast.AST]:
+    """Syntax trees of a name's definitions and assignments."""
+    *owners, last = names = qualname.split(".")
+    text = source
+    for depth, name in enumerate(names):
+        text = text and _excerpt(text, name, "    " * depth)
+    if text:  # Most of the time of an engine's check would be trees of whole modules.
+        with contextlib.suppress(SyntaxError):
+            tree: ast.AST = ast.parse(f"if 1:\n{text}" if owners else text)
+            return list(_named(tree, last))
+    nodes: list[ast.AST] = [parsed(source)]
+    for name in names:
+        nodes = [found for node in nodes for found in _named(node, name)]
+    return nodes
+
+
+def _excerpt(source: str, name: str, indent: str) -> str:
+    """The text of a name's only definition, with its decorators; "" where a search cannot tell.
+
+    It is cut before the next statement. A cut within a string is an error of syntax.
+    """
+    pattern = rf"^( *)(?:(?:(?:async +)?def|class) +{name}\b|{name} *[:=](?!=))"
+    found = list(re.finditer(pattern, source, re.M))
+    if len(found) != 1 or found[0][1] != indent:
+        return ""
+    starts = [match.start() for match in re.finditer(rf"^{indent}[@\w]", source, re.M)]
+    first = bisect.bisect(starts, found[0].start()) - 1
+    end = starts[first + 1] if first + 1 < len(starts) else len(source)
+    while first and source.startswith(f"{indent}@", starts[first - 1]):
+        first -= 1
+    return source[starts[first] : end]
+
+
+def _attributes(source: str, prefix: str) -> set[str]:
     """The dotted names that are one attribute longer than ``prefix``, which ends with a dot."""
     owner = prefix.removesuffix(".")
     last = owner.rpartition(".")[2]
-    found = (node for node in ast.walk(tree) if isinstance(node, ast.Attribute))
-    return {
-        ast.unparse(node)
-        for node in found
-        if getattr(node.value, "attr", "") == last and ast.unparse(node.value) == owner
-    }
+    lines = source.splitlines()
+    parts, found = [parsed(source)], set()
+    for part in parts:  # Only statements whose lines have the name are searched.
+        if isinstance(part, (ast.Module, ast.ClassDef)):
+            parts += ast.iter_child_nodes(part)
+            continue
+        decorated = (part, *getattr(part, "decorator_list", ()))
+        first = min(getattr(node, "lineno", 1) for node in decorated) - 1
+        if last in "\n".join(lines[first : getattr(part, "end_lineno", None)]):
+            found |= {
+                ast.unparse(node)
+                for node in ast.walk(part)
+                if isinstance(node, ast.Attribute)
+                and getattr(node.value, "attr" if "." in owner else "id", "") == last
+                and ast.unparse(node.value) == owner
+            }
+    return found
 
 
 def module_source(module: str, tree: Path | None = None) -> str | None:

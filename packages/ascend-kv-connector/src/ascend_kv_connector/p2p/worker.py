@@ -320,8 +320,8 @@ _workers: weakref.WeakSet[P2PWorker] = weakref.WeakSet()
 
 
 def set_awake(state: bool) -> None:
-    """Hook of the platform's worker: False before its memory is freed for sleep mode, True when it
-    can serve, also again."""
+    """False before the KV cache's memory is freed for sleep mode, True when the platform's worker can
+    serve, also again."""
     for worker in _workers:
         worker.set_awake(state)
 

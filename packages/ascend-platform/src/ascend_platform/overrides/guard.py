@@ -16,9 +16,8 @@ import importlib
 import os
 import pkgutil
 import sys
-import warnings
 from collections.abc import Iterable, Iterator, Mapping
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 from ascend_platform import fingerprint
@@ -89,12 +88,15 @@ def _register(kernels: Mapping[str, Any]) -> None:
             new[name] = kernel
     if not new:
         return
-    if (ffi := sys.modules.get("llvmlite.binding.ffi")) is not None:
-        # numba's LLVM resolves every name, and vLLM reads the __dict__ of every object of every
-        # module.
-        getattr(ffi.lib, "_fntab", {})["__dict__"] = {}
-    with warnings.catch_warnings():  # vLLM reads every name of every module, deprecated ones too.
-        warnings.simplefilter("ignore")
+    originals = {id(getattr(*dispatcher._resolve_kernel(name))) for name in new}
+    # vLLM looks at each object of every module, which takes half a second, and makes names of other
+    # packages that are resolved at that warn. Its own modules wrap kernels, others may import them.
+    holders = {
+        name: module
+        for name, module in list(sys.modules.items())
+        if name.startswith("vllm.") or not originals.isdisjoint(_identities(module))
+    }
+    with replaced("vllm.triton_utils.dispatcher:sys", SimpleNamespace(modules=holders)):
         dispatcher.register_kernels(new)
 
 
@@ -127,6 +129,22 @@ def override(target: str, replacement: Any) -> None:
             if name in sys.modules or each.module not in named:
                 setattr(importlib.import_module(name), each.qualname, replacement)
     _applied.add(target)
+
+
+@contextlib.contextmanager
+def replaced(target: str, replacement: Any) -> Iterator[None]:
+    """Replace a name of a module of vLLM's while the context lasts.
+
+    Raises:
+        RefusedError: the target is missing or has changed.
+    """
+    each, original = _entry(target), _resolve(_entry(target))
+    module = importlib.import_module(each.module)
+    setattr(module, each.qualname, replacement)
+    try:
+        yield
+    finally:
+        setattr(module, each.qualname, original)
 
 
 def add(target: str, entries: Mapping[Any, Any] | Iterable[Any]) -> None:
@@ -235,16 +253,18 @@ def _resolve(each: Override) -> Any:
         raise _error(each, f"target {each.target} is missing: {error}") from error
 
 
+def _identities(module: Any) -> Iterator[int]:
+    """Of the objects that a module has; they are not compared, as arrays have no truth value."""
+    return map(id, list(getattr(module, "__dict__", {}).values()))
+
+
 def _check_importers(each: Override, original: Any, known: set[str]) -> None:
     for name, module in list(sys.modules.items()):
         if (
-            not name.startswith("vllm.")
-            or name in known
-            or any(f"{name}.".startswith(f"{kept}.") for kept in each.kept_in)
-        ):
-            continue
-        if (
-            any(value is original for value in list(vars(module).values()))
+            name.startswith("vllm.")
+            and id(original) in _identities(module)
+            and name not in known
+            and not any(f"{name}.".startswith(f"{kept}.") for kept in each.kept_in)
             and each.name not in _accepted()
         ):
             raise _error(each, f"{name} has imported {each.target} too, and would keep vLLM's own")

@@ -74,13 +74,14 @@ class Override:
     def problem(self, tree: Path | None = None) -> str:
         """The difference between a vLLM (of a source tree, or the installed one) and the supported
         ones; "" if there is none."""
-        source = fingerprint.module_source(self.module, tree)
         compared = self.compared or self.target
-        found = source is not None and (
-            compared.endswith(".*") or fingerprint.fingerprint(source, self.qualname)
-        )
-        if not found:
-            return fingerprint.drift(self.target, (), source)
+        if compared != self.target:
+            source = fingerprint.module_source(self.module, tree)
+            found = source is not None and (
+                compared.endswith(".*") or fingerprint.fingerprint(source, self.qualname)
+            )
+            if not found:
+                return fingerprint.drift(self.target, (), source)
         source = fingerprint.module_source(compared.partition(":")[0], tree)
         return fingerprint.drift(compared, self.sources.values(), source)
 
