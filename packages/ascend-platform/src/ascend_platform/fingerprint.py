@@ -78,8 +78,8 @@ def _attributes(source: str, prefix: str) -> set[str]:
     """The dotted names that are one attribute longer than ``prefix``, which ends with a dot."""
     owner = prefix.removesuffix(".")
     last = owner.rpartition(".")[2]
-    lines = source.splitlines()
-    parts, found = [parsed(source)], set()
+    lines, parts = source.splitlines(), list[ast.AST]([parsed(source)])
+    found: set[str] = set()
     for part in parts:  # Only statements whose lines have the name are searched.
         if isinstance(part, (ast.Module, ast.ClassDef)):
             parts += ast.iter_child_nodes(part)
