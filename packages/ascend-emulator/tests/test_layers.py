@@ -11,7 +11,7 @@ from ascend_emulator.build import SOURCES, units
 from harness.circles import circles
 
 # From low to high. Folders of one row do not include each other.
-ROWS = (("include",), ("core",), ("runtime", "operator", "hccl"), ("ops",))
+ROWS = (("aten",), ("include",), ("core",), ("runtime", "operator", "hccl"), ("ops",))
 LEVELS = {folder: level for level, row in enumerate(ROWS) for folder in row}
 INCLUDE = re.compile(r'^\s*#include "(.+?)"', re.MULTILINE)
 # A variable that can change: at the left margin, which is the scope of a namespace, or static.
