@@ -68,7 +68,7 @@ class ChipFamily:
         npu_sim_exponential_ and npu_top_k_top_p_sample. moe_routing: npu_moe_init_routing_v2 and
         npu_moe_re_routing, which all-to-all needs. token_unpermute: npu_moe_token_unpermute, which
         expert parallelism needs. weight_nz: int8 weights of npu_quant_matmul and of experts in
-        FRACTAL_NZ. rows_in_nz: FRACTAL_NZ of the
+        FRACTAL_NZ, which the operators' documentation recommends. rows_in_nz: FRACTAL_NZ of the
         matrix as a checkpoint has it, ``[out, in]``, not of its transpose. vector_collectives:
         HCCL's expansion mode AIV. assigns_by_mask: ``tensor[mask] = rows`` works. mc2: MC2's algorithms,
         None without its operators.

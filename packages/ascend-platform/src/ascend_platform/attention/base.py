@@ -209,9 +209,10 @@ class LatentAttentionImplBase(AttentionImplBase):
     """Mixin for vLLM's ``MLAAttentionImpl``: multi-head latent attention, by ``forward_mqa`` for
     all tokens.
 
-    The query comes projected to the latents ("absorbed"). The KV cache is a pair of contiguous
-    tensors, ``latent`` ``[blocks, block_size, 1, kv_lora_rank]`` and ``rope`` ``[blocks, block_size,
-    1, qk_rope_head_dim]``.
+    The query comes projected to the latents ("absorbed"), so that all heads share one key, a latent
+    and its rotated part, and one value, the latent. The KV cache is a pair of contiguous tensors,
+    ``latent`` ``[blocks, block_size, 1, kv_lora_rank]`` and ``rope`` ``[blocks, block_size, 1,
+    qk_rope_head_dim]``.
 
     Attributes:
         kv_lora_rank, qk_rope_head_dim: elements of a latent and of the rotated part.

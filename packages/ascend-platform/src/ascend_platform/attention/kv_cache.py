@@ -3,11 +3,14 @@
 """Paged KV cache in the layout of CANN's kernels: each part of a layer, such as its keys, is one
 contiguous tensor.
 
-vLLM makes one backing allocation and views each layer as ``[blocks, kv_heads, block_size, K|V]``.
-In the layout LBNHC a layer is one contiguous region, whose first part becomes the keys and whose
-second part becomes the values. A block of one layer (:class:`KVCachePair`) is the two contiguous
-runs ``key[block]`` and ``value[block]``. Latent attention has a :class:`PagedLatent` or
-:class:`QuantizedLatent` instead, and an indexer a :class:`PagedIndex` or :class:`QuantizedIndex`.
+vLLM makes one backing allocation and views each layer as ``[blocks, kv_heads, block_size, K|V]``
+(``vllm/v1/worker/utils.py``, ``allocate_kv_cache``). In the layout LBNHC a layer is one contiguous
+region, whose first part becomes the keys and whose second part becomes the values: same bytes, same
+block numbers, different order within the region. Code that needs the address of a block (attention,
+block copies, KV connectors, offloading) starts from :class:`KVCachePair`: a block of one layer is
+the two contiguous runs ``key[block]`` and ``value[block]``. Latent attention has a
+:class:`PagedLatent` or :class:`QuantizedLatent` instead, and an indexer a :class:`PagedIndex` or
+:class:`QuantizedIndex`.
 """
 
 import dataclasses

@@ -5,7 +5,8 @@ msServiceProfiler measures.
 
 msServiceProfiler, from CANN's toolkit or from PyPI, is a vLLM plugin itself. It measures and labels
 the functions that ``~/.config/vllm_ascend/service_profiling_symbols.VERSION.yaml`` names, VERSION
-being vLLM's, once ``SERVICE_PROF_CONFIG_PATH`` is set. Its documentation has its fields:
+being vLLM's, once ``SERVICE_PROF_CONFIG_PATH`` is set; ``PROFILING_SYMBOLS_PATH`` names another
+file. Its documentation describes both, and the fields of the file:
 https://docs.vllm.ai/projects/ascend/en/latest/developer_guide/performance_and_debug/service_profiling_guide.html
 """
 

@@ -6,8 +6,9 @@ matmuls.
 vLLM keeps a layer's adapters in slots, A ``[slots, 1, rank, in]`` and B ``[slots, 1, out, rank]``.
 The shrink multiplies by A of all slots, a mask sets the results of other adapters to zero, and the
 expand multiplies by B of all slots and adds the result to the output: one launch for A of all
-slices, one for the mask, and one per slice for B. No shape depends on the adapters in use.
-``docs/lora.md`` compares it with grouped matmuls.
+slices, one for the mask, and one per slice for B. Rows are not reordered and no shape depends on
+the adapters in use, so there is no synchronization with the device. ``docs/lora.md`` compares it
+with grouped matmuls.
 """
 
 import contextlib

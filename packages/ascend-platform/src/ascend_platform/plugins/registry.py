@@ -79,8 +79,8 @@ def join(
         options: what ``--additional-config '{"ascend": {<name>: {...}}}'`` may set, where
             ``<name>`` is the entry point's name without ``ascend_``: a frozen dataclass whose
             fields are made by ``option``, or keys with defaults, whose values are not checked.
-        configured: called with the options whenever vLLM's configuration is taken; it raises
-            RefusedError to refuse them.
+        configured: called with the options, given ones over defaults, whenever vLLM's configuration
+            is taken; it raises RefusedError to refuse them.
         api: the version of this interface that the component was written for.
         later: arguments of later versions of this interface; a component that gives any is
             disabled.

@@ -10,8 +10,9 @@ engine core. It then receives what ``spawn`` gives to a new process: file descri
 SCM_RIGHTS, and the program. No process is forked, so CANN's libraries are in the state that they
 have in a spawned process.
 
-It is used once, for the first process that is spawned if that is the engine core, and only if a new
-one would start in the same state.
+The interpreter is used once, for the first process that is spawned if that is the engine core, and
+only if a new process would start in the same state. Otherwise it is ended, and a new one is
+started.
 """
 
 from __future__ import annotations

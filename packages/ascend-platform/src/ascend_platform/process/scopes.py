@@ -16,8 +16,9 @@ def scopes_here() -> tuple[str, ...]:
     """The scopes that this process is known to have before vLLM creates anything in it.
 
     vLLM's process names are set by ``multiprocessing.spawn.prepare`` before the child unpickles,
-    hence imports, anything of vLLM: ``EngineCore`` or ``EngineCore_DP<n>``, and ``VllmWorker-<n>``.
-    Any other process counts as the main process.
+    hence imports, anything of vLLM: ``EngineCore`` or ``EngineCore_DP<n>``
+    (``vllm/v1/engine/utils.py``, ``CoreEngineProcManager``) and ``VllmWorker-<n>``
+    (``vllm/v1/executor/multiproc_executor.py``). Any other process counts as the main process.
     Engine and worker can also run in the main process, in the engine's, or in a Ray actor; there
     the platform enters their scopes from the hooks that vLLM calls.
     """

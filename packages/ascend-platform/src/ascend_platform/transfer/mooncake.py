@@ -197,7 +197,9 @@ class SharedEngine:
         Mooncake's synchronous calls read the state without a pause, so that each takes a processor,
         and fail if they submit more runs than the peer's queue takes; this waits asleep, with few
         in the queue. The state that Mooncake has of a batch is its first run's: each run is a
-        batch. The timeout is that of the synchronous calls.
+        batch. The timeout is that of the synchronous calls
+        (``mooncake-integration/transfer_engine/transfer_engine_py.cpp``, ``batchTransferSync``,
+        ``transferCheckStatus``).
         """
         until = monotonic() + self.timeout + runs.total / 1e9
         queued: deque[int] = deque()

@@ -17,8 +17,9 @@ STREAM_NAMES = (
     "synchronize",
 )
 
-# Some of vLLM's modules call torch.cuda directly. Only these get torch.npu's names; torch.cuda
-# itself is unchanged.
+# Some of vLLM's modules call torch.cuda.Stream, Event, stream and current_stream directly, such as
+# the V1 runner, in __init__ and in every step (gpu_model_runner.py:276-298, 745-753). Only these
+# modules get torch.npu's; torch.cuda itself is unchanged.
 torch_on_npu = module_with_overrides(
     torch,
     cuda=module_with_overrides(

@@ -131,7 +131,9 @@ def expand_eagle_inputs(
     block_size: int,
 ) -> None:
     """Build a drafter's input of each request: valid tokens, next token, ``num_slots - 1`` parallel
-    drafting tokens, as many padding tokens as rejected ones.
+    drafting tokens, padding.
+
+    There are as many padding tokens as rejected tokens.
 
     Args:
         target_token_ids, target_positions: ``[total_input_tokens]``, the target model's input.
@@ -184,8 +186,9 @@ rejected_in_step: ContextVar[base.Rejected | None] = ContextVar(
 """Set while a drafter runs, unless no request of the step had draft tokens."""
 
 
-# In vLLM added and rejected tokens change seq_lens on the device only, and have slot -1. The
-# attention kernels need sequence lengths on the host and valid slots.
+# In vllm/v1/spec_decode/llm_base_proposer.py added and rejected tokens change seq_lens on the device
+# only, and rejected and padding tokens have slot -1. The attention kernels need sequence lengths on
+# the host and valid slots.
 _build: Any = SpecDecodeBaseProposer.build_per_group_and_layer_attn_metadata
 _get_slots: Any = SpecDecodeBaseProposer._get_slot_mapping
 _extend: Any = llm_base_proposer.extend_all_queries_by_N

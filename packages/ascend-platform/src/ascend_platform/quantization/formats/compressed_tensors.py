@@ -184,7 +184,8 @@ class NPUCompressedTensorsConfig(CompressedTensorsConfig):
 
 
 def tensors_of(weights: QuantizationArgs, form: str) -> dict[str, Stored]:
-    """The tensors of a matrix in a checkpoint."""
+    """The tensors of a matrix in a checkpoint (``compressed_tensors_moe_wna16.py``,
+    ``_w4a8_int8.py``, ``_w8a8_int8.py``)."""
     scale = {"weight_scale": Stored(torch.float32, Layout.GROUPS)}
     if form == BYTES:
         return {"weight": Stored(torch.int8)} | scale
