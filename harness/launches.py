@@ -115,10 +115,7 @@ SPARSE = LATENT | {  # DeepSeek-V3.2 in the same way; all tokens are selected.
     "index_n_heads": 64,
     "index_head_dim": 128,
 }
-# Qwen3-Next with half of its width and another number of experts; the third layer is counted.
-DELTA = EXPERTS | {
-    "model_type": "qwen3_next",
-    "architectures": ["Qwen3NextForCausalLM"],
+_LINEAR = {
     "head_dim": 256,
     "num_key_value_heads": 2,
     "linear_num_key_heads": 16,
@@ -126,20 +123,21 @@ DELTA = EXPERTS | {
     "linear_key_head_dim": 128,
     "linear_value_head_dim": 128,
     "linear_conv_kernel_dim": 4,
-    "shared_expert_intermediate_size": 512,
     "layer_types": ["full_attention", "linear_attention", "linear_attention"],
 }
-DENSE_DELTA = (
-    DENSE
-    | {  # Qwen3.5 without experts, with the sizes of DELTA.
-        name: value for name, value in DELTA.items() if name not in EXPERTS
-    }
+# Qwen3-Next with half of its width and another number of experts; the third layer is counted.
+DELTA = (
+    EXPERTS
+    | _LINEAR
     | {
-        "model_type": "qwen3_5_text",
-        "architectures": ["Qwen3_5ForCausalLM"],
-        "head_dim": 256,
-        "num_key_value_heads": 2,
+        "model_type": "qwen3_next",
+        "architectures": ["Qwen3NextForCausalLM"],
+        "shared_expert_intermediate_size": 512,
     }
+)
+# Qwen3.5 without experts.
+DENSE_DELTA = (
+    DENSE | _LINEAR | {"model_type": "qwen3_5_text", "architectures": ["Qwen3_5ForCausalLM"]}
 )
 _ARGUMENTS = {"num_bits": 8, "type": "int", "symmetric": True}
 INT8 = {
