@@ -19,11 +19,18 @@ from vllm.model_executor.layers.fused_moe.router import (
 )
 
 TOKENS, EXPERTS, HIDDEN, INNER = 33, 16, 64, 32
+BOUNDS = {torch.float32: 1e-5, torch.bfloat16: 0.03, torch.float16: 0.004}
 guard.install("common", "ops.moe.router")
 
 
 def drawn(*shape, seed=0):
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+
+
+def gated(dtype):
+    """Tokens, and both matrices of experts with a gate."""
+    w13, w2 = drawn(EXPERTS, 2 * INNER, HIDDEN, seed=1), drawn(EXPERTS, HIDDEN, INNER, seed=2)
+    return drawn(TOKENS, HIDDEN).to(dtype), w13.to(dtype), (w2 / 8).to(dtype)
 
 
 def chosen(logits, k, scoring, renormalize, bias=None, factor=1.0, groups=1, best_groups=1):
@@ -185,7 +192,7 @@ def test_local_experts(activation, first, count, tokens, dtype):
     layer.activation = activation
     actual = method(first, count).forward_oot(layer, x.npu(), weights.npu(), ids.npu(), None, None)
     assert (actual.dtype, actual.shape) == (dtype, x.shape)
-    bound = {torch.float32: 1e-5, torch.bfloat16: 0.03, torch.float16: 0.004}[dtype]
+    bound = BOUNDS[dtype]
     # An output that cancels has the rounding errors of its terms, which are as large as others.
     least = bound * max(1, float(expected.abs().max()))
     torch.testing.assert_close(actual.cpu().double(), expected, rtol=bound, atol=least)
@@ -194,11 +201,7 @@ def test_local_experts(activation, first, count, tokens, dtype):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_biases_and_clipped_swiglu(dtype):
     """gpt-oss's experts against float64: gate and up interleaved, clamped to 7, with biases."""
-    x = drawn(TOKENS, HIDDEN).to(dtype)
-    w13, w2 = (
-        drawn(EXPERTS, 2 * INNER, HIDDEN, seed=1).to(dtype),
-        (drawn(EXPERTS, HIDDEN, INNER, seed=2) / 8).to(dtype),
-    )
+    x, w13, w2 = gated(dtype)
     b13, b2 = drawn(EXPERTS, 2 * INNER, seed=4).to(dtype), drawn(EXPERTS, HIDDEN, seed=5).to(dtype)
     ids = torch.stack(
         [
@@ -227,18 +230,14 @@ def test_biases_and_clipped_swiglu(dtype):
     ours = method(0, EXPERTS)
     ours.moe.has_bias = True
     actual = ours.forward_oot(layer, x.npu(), weights.npu(), ids.npu(), None, None)
-    bound = {torch.float32: 1e-5, torch.bfloat16: 0.03, torch.float16: 0.004}[dtype]
+    bound = BOUNDS[dtype]
     assert (actual.cpu().double() - expected).norm() / expected.norm() < bound
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_limit_of_swiglu(dtype):
     """EXAONE-MoE's and Ling 3's experts against float64: gate and up are clamped, as in vLLM."""
-    x = drawn(TOKENS, HIDDEN).to(dtype)
-    w13, w2 = (
-        drawn(EXPERTS, 2 * INNER, HIDDEN, seed=1).to(dtype),
-        (drawn(EXPERTS, HIDDEN, INNER, seed=2) / 8).to(dtype),
-    )
+    x, w13, w2 = gated(dtype)
     ids = torch.arange(TOKENS).remainder(EXPERTS).int()[:, None]
     weights, ours = drawn(TOKENS, 1, seed=3).sigmoid(), method(0, EXPERTS)
     gate, up = (w13[ids[:, 0]].double() @ x.double()[..., None])[..., 0].chunk(2, -1)
@@ -247,7 +246,7 @@ def test_limit_of_swiglu(dtype):
     layer = SimpleNamespace(w13_weight=w13.npu(), w2_weight=w2.npu(), activation=MoEActivation.SILU)
     ours.moe.swiglu_limit = 7.0
     actual = ours.forward_oot(layer, x.npu(), weights.npu(), ids.npu(), None, None)
-    bound = {torch.float32: 1e-5, torch.bfloat16: 0.03, torch.float16: 0.004}[dtype]
+    bound = BOUNDS[dtype]
     assert (actual.cpu().double() - expected).norm() / expected.norm() < bound
 
 
