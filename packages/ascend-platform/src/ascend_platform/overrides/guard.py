@@ -138,7 +138,8 @@ def replaced(target: str, replacement: Any) -> Iterator[None]:
     Raises:
         RefusedError: the target is missing or has changed.
     """
-    each, original = _entry(target), _resolve(_entry(target))
+    each = _entry(target)
+    original = _resolve(each)
     module = importlib.import_module(each.module)
     setattr(module, each.qualname, replacement)
     try:
