@@ -63,6 +63,15 @@ def test_quant_matmul_to_int8_and_int32():
     assert torch.equal(whole.cpu().long(), a.long() @ b.long())
 
 
+def test_quant_matmul_sums_beyond_float32_are_exact():
+    """127 x 127 x 2501 is odd and above 2^25."""
+    a, b = torch.full((3, 2501), 127, dtype=torch.int8), integers(2501, 8)
+    b[:, 0] = 127
+    scale = torch.ones(8)
+    found = torch_npu.npu_quant_matmul(a.npu(), b.npu(), scale.npu(), output_dtype=torch.int32)
+    assert torch.equal(found.cpu().long(), a.long() @ b.long())
+
+
 @pytest.mark.parametrize("bias", [torch.bfloat16, torch.float32], ids=str)
 def test_quant_matmul_to_bfloat16_adds_its_bias_last(bias):
     a, b, scale, add = (

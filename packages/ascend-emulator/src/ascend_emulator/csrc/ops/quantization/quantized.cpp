@@ -2,7 +2,30 @@
 // SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-all project
 #include "quantized.h"
 
+#include "core/vector_unit.h"
+
 namespace emu {
+
+namespace {
+
+// As many products of int8 values have sums of at most 2^24, which float32 holds exactly, in any
+// order.
+constexpr int64_t kExactProducts = 1024;
+
+// ATen multiplies int8 matrices in a plain loop where oneDNN has no AVX-512 for them.
+Tensor int8_product(const Tensor& a, const Tensor& b) {
+  const auto unit = vector_unit();
+  if (unit == VectorUnit::avx512 || unit == VectorUnit::avx512_bf16) return at::_int_mm(a, b);
+  auto sums = at::zeros({a.size(0), b.size(1)}, a.options().dtype(at::kInt));
+  for (int64_t k = 0; k < a.size(1); k += kExactProducts) {
+    const int64_t size = std::min(kExactProducts, a.size(1) - k);
+    sums += at::mm(a.narrow(1, k, size).to(at::kFloat), b.narrow(0, k, size).to(at::kFloat))
+                .to(at::kInt);
+  }
+  return sums;
+}
+
+}  // namespace
 
 Tensor unpack_int4(const Tensor& words) {
   const auto bytes = words.contiguous().view(at::kByte);  // little-endian, as NPUs are
@@ -81,7 +104,7 @@ void quantize_rows(const Tensor& values, const Tensor& out, const Tensor& scale,
 }
 
 Tensor integer_product(const Tensor& a, const Tensor& b) {
-  if (a.dim() == 2 && b.dim() == 2) return at::_int_mm(a, b);
+  if (a.dim() == 2 && b.dim() == 2) return int8_product(a, b);
   std::vector<int64_t> batch =
       at::infer_size(a.sizes().slice(0, a.dim() - 2), b.sizes().slice(0, b.dim() - 2));
   const auto with = [&](const Tensor& x) {
@@ -91,7 +114,7 @@ Tensor integer_product(const Tensor& a, const Tensor& b) {
   };
   const auto left = with(a), right = with(b);
   std::vector<Tensor> parts;
-  for (int64_t i = 0; i < left.size(0); ++i) parts.push_back(at::_int_mm(left[i], right[i]));
+  for (int64_t i = 0; i < left.size(0); ++i) parts.push_back(int8_product(left[i], right[i]));
   batch.insert(batch.end(), {a.size(-2), b.size(-1)});
   return at::stack(parts).view(batch);
 }
