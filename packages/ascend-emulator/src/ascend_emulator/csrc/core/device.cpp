@@ -36,6 +36,31 @@ uint64_t number(const char* variable, uint64_t otherwise) {
   return value && *value ? std::strtoull(value, nullptr, 10) : otherwise;
 }
 
+// ASCEND_RT_VISIBLE_DEVICES, as CANN documents it and torch_npu parses it
+// (torch_npu/npu/__init__.py, device_count): a list of ids; the first invalid id ends it. No NPU
+// is visible if the ids do not ascend. A process that only counts reserves no address space.
+std::vector<int> visible() {
+  const int npus = npu_count();
+  std::vector<int> ids;
+  const char* list = std::getenv("ASCEND_RT_VISIBLE_DEVICES");
+  if (!list) {
+    for (int id = 0; id < npus; ++id) ids.push_back(id);
+    return ids;
+  }
+  long last = -1;
+  for (const char* at = list; std::isdigit(static_cast<unsigned char>(*at)); ++at) {
+    char* end = nullptr;
+    const long id = std::strtol(at, &end, 10);
+    if (id <= last) return {};
+    if (id >= npus) break;
+    last = id;
+    ids.push_back(static_cast<int>(id));
+    if (*end != ',') break;
+    at = end;
+  }
+  return ids;
+}
+
 struct Machine {
   Chip chip;
   std::vector<std::unique_ptr<Device>> devices;
@@ -50,7 +75,7 @@ struct Machine {
     if (const char* driver = std::getenv("ASCEND_EMULATOR_DRIVER"))
       if (std::sscanf(driver, "%d.%d.%d", &parts[0], &parts[1], &parts[2]) >= 2)
         chip.driver = parts[0] * 10000 + parts[1] * 100 + parts[2];
-    const int npus = static_cast<int>(number("ASCEND_EMULATOR_NPUS", 1));
+    const int npus = npu_count();
     memory = chip.memory * npus;
     bytes = memory + std::min(memory * kVirtualPerMemory, kVirtualMost);
     device_base = map(PROT_NONE);
@@ -110,31 +135,6 @@ struct Machine {
       std::abort();
     }
     return reinterpret_cast<uintptr_t>(at);
-  }
-
-  // ASCEND_RT_VISIBLE_DEVICES, as CANN documents it and torch_npu parses it
-  // (torch_npu/npu/__init__.py, device_count): a list of ids; the first invalid id ends it. No NPU
-  // is visible if the ids do not ascend.
-  std::vector<int> visible() const {
-    const int npus = static_cast<int>(devices.size());
-    std::vector<int> ids;
-    const char* list = std::getenv("ASCEND_RT_VISIBLE_DEVICES");
-    if (!list) {
-      for (int id = 0; id < npus; ++id) ids.push_back(id);
-      return ids;
-    }
-    long last = -1;
-    for (const char* at = list; std::isdigit(static_cast<unsigned char>(*at)); ++at) {
-      char* end = nullptr;
-      const long id = std::strtol(at, &end, 10);
-      if (id <= last) return {};
-      if (id >= npus) break;
-      last = id;
-      ids.push_back(static_cast<int>(id));
-      if (*end != ',') break;
-      at = end;
-    }
-    return ids;
   }
 };
 
@@ -327,12 +327,12 @@ const Chip& chip() { return machine().chip; }
 // test_device_count_not_cached_pre_init), and afterwards for child processes.
 std::vector<int> visible_devices() {
   const auto* fixed = settings().in_use.load();
-  return fixed ? *fixed : machine().visible();
+  return fixed ? *fixed : visible();
 }
-int npu_count() { return static_cast<int>(machine().devices.size()); }
+int npu_count() { return static_cast<int>(number("ASCEND_EMULATOR_NPUS", 1)); }
 int device_count() {
   const auto* fixed = settings().in_use.load();
-  return static_cast<int>(fixed ? fixed->size() : machine().visible().size());
+  return static_cast<int>(fixed ? fixed->size() : visible().size());
 }
 
 Device& device(int id) {
@@ -383,7 +383,7 @@ void set_current_device(int id) {
   std::call_once(settings().used, on_first_use);
   chosen.active = true;
   if (!settings().in_use) {
-    auto made = std::make_unique<const std::vector<int>>(machine().visible());
+    auto made = std::make_unique<const std::vector<int>>(visible());
     const std::vector<int>* none = nullptr;
     if (settings().in_use.compare_exchange_strong(none, made.get())) made.release();
   }
