@@ -20,8 +20,19 @@ import threading
 from pathlib import Path
 from typing import ClassVar
 
-READ_LATE = ("HCCL_", "PYTEST_CURRENT_TEST")
-"""Prefixes of variables that nothing reads during the imports."""
+THREADS = "OMP_NUM_THREADS"
+READ_LATE = (
+    "ASCEND_EMULATOR_MEMORY",
+    "ASCEND_EMULATOR_NPUS",
+    "ASCEND_EMULATOR_TIME",
+    "ASCEND_EMULATOR_TRACE",
+    "HCCL_",
+    "PYTEST_CURRENT_TEST",
+    "VLLM_HOST_IP",
+    THREADS,
+)
+"""Prefixes of variables that nothing reads during the imports, and the number of threads, which a
+fork sets."""
 
 IMPORTS = 300
 """Seconds that the imports may take."""
@@ -61,7 +72,7 @@ class Zygote:
         with other:
             self.process = subprocess.Popen(
                 [*command, sys.executable, "-m", "harness.zygote", str(other.fileno())],
-                env=environ,
+                env={name: value for name, value in environ.items() if not is_read_late(name)},
                 stdin=subprocess.DEVNULL,
                 pass_fds=[other.fileno()],
             )
@@ -100,6 +111,8 @@ class Zygote:
 def _serve(channel: socket.socket) -> list[str]:
     """Fork for each request; returns in a fork, with the arguments of its program."""
     import harness.engine_imports  # noqa: F401
+    import torch
+
     from harness import model_infos
 
     model_infos.fill()
@@ -121,6 +134,8 @@ def _serve(channel: socket.socket) -> list[str]:
             for name in [*filter(is_read_late, os.environ)]:
                 del os.environ[name]
             os.environ.update(variables)
+            if THREADS in variables:
+                torch.set_num_threads(int(variables[THREADS]))
             return program
         for output in outputs:
             os.close(output)
