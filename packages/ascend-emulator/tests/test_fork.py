@@ -43,6 +43,16 @@ print(torch.ones(4, device="npu").sum().item())
     assert output(run, script) == ["3.0", "4.0"]
 
 
+def test_counting_npus_reserves_no_memory_of_theirs(run):
+    """So a child may have others: imports of transformers count them."""
+    script = """
+assert torch.npu.is_available() and torch.npu.device_count() == 2
+os.environ.update(ASCEND_EMULATOR_NPUS="3", ASCEND_EMULATOR_MEMORY=str(96 << 20))
+child(lambda: print(torch.npu.device_count(), torch.npu.mem_get_info(2)[1] >> 20))
+"""
+    assert output(run, script) == ["3 96"]
+
+
 def test_calls_of_a_forked_process_are_refused_by_name(run):
     script = """
 x = torch.ones(4, device="npu")
